@@ -1,0 +1,214 @@
+// The packed format, in code: the only file that knows where a code lives. docs/format.md is the same in words.
+//
+// Three parts, in the order of that page: the transform's constants (section 2), the arithmetic of one code (section 4),
+// and the geometry of page records (section 8). Everything is constexpr and runs on host and device; no torch, no allocation.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define TURBOQUANT_HD __host__ __device__ __forceinline__
+#else
+#define TURBOQUANT_HD inline
+#endif
+
+namespace turboquant::format {
+
+constexpr int kVersion = 1;
+
+// ---- Section 2: the transform -------------------------------------------------------------------------------------
+
+// head_dim = blocks * block: `blocks` is the odd factor m, `block` the power of two n.
+struct Split {
+  int blocks;
+  int block;
+  constexpr bool valid() const { return blocks > 0; }
+};
+
+constexpr int kMaxVectorDim = 4096;  // beyond it, the integer sums of an encoded vector would leave int32
+constexpr int kMaxBlocks = 9;
+
+// d as m * 2^k with m in {1, 3, 5, 7, 9}; {0, 0} when it has no such form or is too large.
+TURBOQUANT_HD constexpr Split split_dim(int64_t d) {
+  if (d < 2 || d > kMaxVectorDim) return {0, 0};
+  int odd = static_cast<int>(d), block = 1;
+  while (odd % 2 == 0) {
+    odd /= 2;
+    block *= 2;
+  }
+  return odd <= kMaxBlocks && block > 1 ? Split{odd, block} : Split{0, 0};
+}
+
+// First row of the m x m discrete Hartley matrix, float32((cos t + sin t) / sqrt(m)), t = 2 pi j / m.
+// M[b][j] is the entry (b * j) mod m of this row.
+TURBOQUANT_HD constexpr float hartley(int m, int index) {
+  constexpr float k3[3] = {0.577350259f, 0.211324871f, -0.788675129f};
+  constexpr float k5[5] = {0.44721359f, 0.563521981f, -0.0989378393f, -0.624668956f, -0.287128806f};
+  constexpr float k7[7] = {0.377964467f, 0.531161547f, 0.284383118f, -0.176541582f, -0.504526854f, -0.452593118f, -0.05984753f};
+  constexpr float k9[9] = {0.333333343f, 0.469610691f, 0.386151969f, 0.122008465f, -0.199224159f, -0.4272376f, -0.455341816f, -0.270386517f, 0.041085612f};
+  return m == 3 ? k3[index] : m == 5 ? k5[index] : m == 7 ? k7[index] : k9[index];
+}
+
+// ---- Section 4: codes and levels ----------------------------------------------------------------------------------
+
+constexpr float kLevelUnit = 1.0f / 32;     // a vector decodes as scale * level * kLevelUnit
+constexpr float kUnitsPerSigma = 4096;      // coordinates are compared with boundaries in units of 2^-12 sigma
+constexpr uint16_t kNanScale = 0x7E00;      // float16 scale of a vector that holds a NaN or an infinity
+constexpr float kMaxHalf = 65504;           // largest finite float16: scales are limited to it
+
+// How many levels a code can stand for: 2^bits, or 255 for the signed byte (0x80 is never written).
+TURBOQUANT_HD constexpr int num_levels(int bits) { return bits == 8 ? 255 : 1 << bits; }
+
+// Level `rank` (0 = most negative) of the uniform grid.
+TURBOQUANT_HD constexpr int uniform_level(int bits, int rank) {
+  return bits == 8 ? rank - 127 : 2 * rank - ((1 << bits) - 1);
+}
+
+// The code byte of a rank and back: ranks are codes, except that 8-bit codes are the signed level itself.
+TURBOQUANT_HD constexpr uint8_t code_of_rank(int bits, int rank) {
+  return static_cast<uint8_t>(bits == 8 ? rank - 127 : rank);
+}
+
+// The level of a code; `levels` (int8 [2^bits]) may be null for the uniform grid.
+TURBOQUANT_HD constexpr int level_of_code(int bits, const int8_t* levels, unsigned code) {
+  if (bits == 8) return static_cast<int8_t>(code);
+  return levels ? levels[code] : 2 * static_cast<int>(code) - ((1 << bits) - 1);
+}
+
+// ---- Section 7: dense rows ----------------------------------------------------------------------------------------
+
+TURBOQUANT_HD constexpr int64_t dense_row_bytes(int64_t d, int bits) { return (d * bits + 7) / 8; }
+
+// ---- Section 8: page records --------------------------------------------------------------------------------------
+
+constexpr int kMaxHeadDim = 1024;
+constexpr int kMaxTile = 32;   // tokens of a tile
+constexpr int kValueGroup = 16;  // tokens of a value block
+
+TURBOQUANT_HD constexpr bool valid_key_bits(int64_t bits) { return (bits >= 2 && bits <= 5) || bits == 8; }
+TURBOQUANT_HD constexpr bool valid_value_bits(int64_t bits) { return (bits >= 2 && bits <= 4) || bits == 8; }
+TURBOQUANT_HD constexpr bool valid_page_size(int64_t n) { return n == 16 || n == 32 || n == 64 || n == 128; }
+TURBOQUANT_HD constexpr bool valid_head_dim(int64_t d) { return d % 16 == 0 && d <= kMaxHeadDim && split_dim(d).valid(); }
+
+TURBOQUANT_HD constexpr int round_up_4(int n) { return (n + 3) & ~3; }
+
+// One contiguous run of a code's bits: `width` bits at `shift` of `byte` are bits `code_shift`.. of the code.
+struct Piece {
+  int32_t byte;
+  uint8_t shift;
+  uint8_t width;
+  uint8_t code_shift;
+};
+
+// Where a code lives: one piece, or up to three for codes whose bits are spread over spare bits.
+struct Pieces {
+  Piece piece[3];
+  int count;
+};
+
+TURBOQUANT_HD constexpr Pieces one_piece(int byte, int shift, int width) {
+  return {{{byte, static_cast<uint8_t>(shift), static_cast<uint8_t>(width), 0}, {}, {}}, 1};
+}
+
+// The three bits of a code in bit `shift` of three bytes, `stride` apart.
+TURBOQUANT_HD constexpr Pieces three_bits(int byte, int stride, int shift) {
+  const auto s = static_cast<uint8_t>(shift);
+  return {{{byte, s, 1, 0}, {byte + stride, s, 1, 1}, {byte + 2 * stride, s, 1, 2}}, 3};
+}
+
+// The geometry of a record. All offsets are bytes from the start of the record.
+struct Record {
+  int head_dim;
+  int page_size;
+  int key_bits;
+  int value_bits;
+
+  // Sizes -----------------------------------------------------------------------------------------------------------
+  TURBOQUANT_HD constexpr int tile_tokens() const { return page_size < kMaxTile ? page_size : kMaxTile; }
+  TURBOQUANT_HD constexpr int key_row_bytes() const {
+    return key_bits == 5 ? head_dim / 2 : round_up_4(head_dim * key_bits / 8);
+  }
+  TURBOQUANT_HD constexpr int key_plane_bytes() const { return key_bits == 5 ? round_up_4(head_dim / 8) : 0; }
+  TURBOQUANT_HD constexpr int value_block_bytes() const {
+    return value_bits == 3 ? 384 * (head_dim / 64) + 8 * (head_dim % 64) : 2 * head_dim * value_bits;
+  }
+
+  // Sections of a tile ------------------------------------------------------------------------------------------------
+  TURBOQUANT_HD constexpr int key_planes() const { return tile_tokens() * key_row_bytes(); }
+  TURBOQUANT_HD constexpr int value_blocks() const { return key_planes() + tile_tokens() * key_plane_bytes(); }
+  TURBOQUANT_HD constexpr int key_scales() const {
+    return value_blocks() + tile_tokens() / kValueGroup * value_block_bytes();
+  }
+  TURBOQUANT_HD constexpr int value_scales() const { return key_scales() + 2 * tile_tokens(); }
+  TURBOQUANT_HD constexpr int tile_bytes() const { return value_scales() + 2 * tile_tokens(); }
+  TURBOQUANT_HD constexpr int record_bytes() const { return page_size / tile_tokens() * tile_bytes(); }
+  TURBOQUANT_HD constexpr int tile_of(int token) const { return token / tile_tokens() * tile_bytes(); }
+
+  TURBOQUANT_HD constexpr int key_scale(int token) const {
+    return tile_of(token) + key_scales() + 2 * (token % tile_tokens());
+  }
+  TURBOQUANT_HD constexpr int value_scale(int token) const {
+    return tile_of(token) + value_scales() + 2 * (token % tile_tokens());
+  }
+
+  // Codes -------------------------------------------------------------------------------------------------------------
+  TURBOQUANT_HD constexpr Pieces key(int token, int channel) const {
+    const int row = tile_of(token) + token % tile_tokens() * key_row_bytes();
+    switch (key_bits) {
+      case 8: return one_piece(row + channel, 0, 8);
+      case 4: return one_piece(row + channel / 2, 4 * (channel % 2), 4);
+      case 2: return one_piece(row + channel / 4, 2 * (channel % 4), 2);
+      default: break;
+    }
+    // 3 and 5 bits: nibble i of the W-bit word j of a group of W channels.
+    const int group = channel / 32, width = 32 * (group + 1) <= head_dim ? 32 : 16;
+    const int j = channel % 32 / (width / 4), i = channel % 32 % (width / 4);
+    if (key_bits == 3) {
+      const int nibble = row + 12 * group + i / 2, word = width / 8;
+      return j < 3 ? one_piece(nibble + j * word, 4 * (i % 2), 3) : three_bits(nibble, word, 4 * (i % 2) + 3);
+    }
+    const int plane = tile_of(token) + key_planes() + token % tile_tokens() * key_plane_bytes();
+    Pieces p = one_piece(row + channel / 2, 4 * (channel % 2), 4);
+    p.piece[1] = {plane + 4 * group + i / 2, static_cast<uint8_t>(2 * j + i % 2), 1, 4};
+    p.count = 2;
+    return p;
+  }
+
+  TURBOQUANT_HD constexpr Pieces value(int token, int channel) const {
+    const int block = tile_of(token) + value_blocks() + token % tile_tokens() / kValueGroup * value_block_bytes();
+    const int s = token % kValueGroup, q = s % 8 / 2, b = s % 2 + 2 * (s / 8);
+    const int g = channel % 8, lane = 4 * g + q, octet = channel / 8;
+    if (value_bits == 3) {
+      const int set = channel / 64, full = head_dim / 64, j = channel / 16 % 4, shift = 4 * (octet % 2);
+      const int start = block + 384 * set;
+      if (set == full) return one_piece(start + 4 * (head_dim % 64 / 16) * lane + 4 * j + b, shift, 3);
+      return j < 3 ? one_piece(start + 12 * lane + 4 * j + b, shift, 3) : three_bits(start + 12 * lane + b, 4, shift + 3);
+    }
+    const int per_byte = 8 / value_bits, units = head_dim / (8 * per_byte), unit = octet / per_byte;
+    if (unit == units) {  // 2 bits, the last 16 channels: four channels of one token share a byte
+      return one_piece(block + 128 * units + 16 * (g % 4) + 4 * q + b, 4 * (g / 4) + 2 * (octet % 2), 2);
+    }
+    const int chunk = unit / 4, words = units - 4 * chunk < 4 ? units - 4 * chunk : 4;
+    return one_piece(block + 512 * chunk + 4 * words * lane + 4 * (unit % 4) + b, value_bits * (octet % per_byte), value_bits);
+  }
+};
+
+TURBOQUANT_HD constexpr unsigned read_code(const uint8_t* record, const Pieces& p) {
+  unsigned code = 0;
+  for (int i = 0; i < p.count; ++i) {
+    const Piece& x = p.piece[i];
+    code |= (record[x.byte] >> x.shift & ((1u << x.width) - 1)) << x.code_shift;
+  }
+  return code;
+}
+
+// Writes a code into bytes that its token owns (read-modify-write within the token only).
+TURBOQUANT_HD constexpr void write_code(uint8_t* record, const Pieces& p, unsigned code) {
+  for (int i = 0; i < p.count; ++i) {
+    const Piece& x = p.piece[i];
+    const unsigned mask = ((1u << x.width) - 1) << x.shift;
+    record[x.byte] = static_cast<uint8_t>((record[x.byte] & ~mask) | (code >> x.code_shift << x.shift & mask));
+  }
+}
+
+}  // namespace turboquant::format
