@@ -1,0 +1,74 @@
+# One command each, all through .venv; `make` alone lists them. Needs Python >= 3.10, g++ >= 11, make; CUDA where nvcc is.
+# TORCH_TURBOQUANT_BUILD_CUDA and TORCH_CUDA_ARCH_LIST (see setup.py) choose what is built.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTEST_ARGS ?=
+DEMO_ARGS   ?=
+BENCH_ARGS  ?=
+
+SOURCES := setup.py pyproject.toml LICENSE $(wildcard README.md) \
+           $(shell find csrc torch_turboquant -type f -not -path '*/__pycache__/*' -not -path '*/lib/*')
+PY_FILES  := setup.py torch_turboquant tests benchmarks wheels
+CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: help demo test bench wheel audit lint format clean FORCE
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.installed ## a language model with a quantised cache (DEMO_ARGS=...)
+	$(BIN)/python -I -m torch_turboquant demo $(DEMO_ARGS)
+
+test: $(VENV)/.installed ## all tests, on the installed wheel (PYTEST_ARGS=...)
+	$(BIN)/pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
+
+bench: $(VENV)/.installed ## all benchmarks (BENCH_ARGS=...)
+	for file in benchmarks/bench_*.py; do $(BIN)/python $$file $(BENCH_ARGS) || exit 1; done
+
+wheel: build/wheel/.built ## the wheel for this machine, in build/wheel
+	@ls build/wheel/*.whl
+
+audit: build/wheel/.built ## proves that the wheel runs elsewhere, and puts it, tagged manylinux, into wheels/dist
+	$(BIN)/python wheels/audit.py build/wheel/*.whl
+
+lint: $(VENV)/.requirements ## style, without changing anything
+	$(BIN)/ruff check $(PY_FILES)
+	$(BIN)/ruff format --check $(PY_FILES)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(VENV)/.requirements ## style, by changing the files
+	$(BIN)/ruff check --fix $(PY_FILES)
+	$(BIN)/ruff format $(PY_FILES)
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+clean: ## removes what was built; keeps .venv
+	rm -rf build wheels/dist *.egg-info $(VENV)/.installed
+
+# The files below remember what is done, so that a second run starts at once.
+
+$(VENV)/.requirements: requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+# The choices that change the binaries; touched only when one of them changes.
+build/choices: FORCE
+	@mkdir -p build
+	@echo '$(TORCH_TURBOQUANT_BUILD_CUDA) $(TORCH_CUDA_ARCH_LIST) $(CUDA_HOME) $(CXX)' > $@.new
+	@cmp -s $@.new $@ || cp $@.new $@
+
+# build/lib would keep Python files that were deleted from the package.
+build/wheel/.built: $(VENV)/.requirements build/choices $(SOURCES)
+	rm -rf build/lib* build/bdist* build/wheel
+	$(BIN)/python -m pip wheel --verbose --no-build-isolation --no-deps --wheel-dir build/wheel . > build/wheel.log 2>&1 \
+	    || { cat build/wheel.log; exit 1; }
+	@grep '^ *torch_turboquant: ' build/wheel.log
+	touch $@
+
+$(VENV)/.installed: build/wheel/.built
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall build/wheel/*.whl
+	touch $@

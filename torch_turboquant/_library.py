@@ -1,0 +1,122 @@
+"""Loads the compiled libraries, which register the ops under `torch.ops.turboquant`.
+
+The CPU library holds the op schemas and is always loaded. The CUDA library only adds kernels for CUDA tensors, and is
+loaded where torch itself is a CUDA build. Importing this module does not touch the GPU driver, so processes may still fork.
+"""
+
+import ctypes
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_turboquant._version import __version__
+
+MIN_TORCH = (2, 11)
+LIBRARY_FOLDER = Path(__file__).parent / "lib"
+
+
+def check_torch_version(version: str) -> None:
+    """Raises ImportError if `version` (such as "2.10.1+cu128") is older than the libraries need.
+
+    Without this check an old torch shows as an undefined symbol.
+    """
+    major, minor = version.split(".")[:2]
+    if (int(major), int(minor)) < MIN_TORCH:
+        raise ImportError(
+            f"torch_turboquant {__version__} needs torch >= {MIN_TORCH[0]}.{MIN_TORCH[1]}, but torch {version} is "
+            f"installed. Upgrade it: pip install --upgrade torch"
+        )
+
+
+def load(name: str, folder: Path = LIBRARY_FOLDER) -> dict[str, Any]:
+    """Loads `libturboquant_<name>.so` (name "cpu" or "cuda") and returns what it says of itself, its path and its size.
+
+    Raises ImportError with the loader's reason and what to do about it.
+    """
+    path = folder / f"libturboquant_{name}.so"
+    if not path.exists():
+        raise ImportError(
+            f"{path} is missing: this torch_turboquant is a source tree, or a wheel for another platform "
+            f"(this is {platform.system()} {platform.machine()}). Install a wheel that fits, or build one with "
+            f"`make wheel`; inside a checkout run Python as `python -I`, so that it finds the installed package."
+        )
+    try:
+        torch.ops.load_library(path)
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        glibc = " ".join(part for part in platform.libc_ver() if part) or "unknown"
+        raise ImportError(
+            f"{path} cannot be loaded: {error}. It needs torch >= {MIN_TORCH[0]}.{MIN_TORCH[1]} (found "
+            f"{torch.__version__}) and the glibc named by the wheel's manylinux tag (found {glibc}). If both fit, "
+            f"reinstall torch and torch_turboquant, or build the wheel here with `make wheel`."
+        ) from error
+    describe = getattr(library, f"turboquant_{name}_build_info")
+    describe.restype = ctypes.c_char_p
+    info = {"path": str(path), "bytes": path.stat().st_size, **json.loads(describe())}
+    if info["version"] != __version__:
+        raise ImportError(
+            f"{path} is of version {info['version']}, but the Python files are of {__version__}: an upgrade was "
+            f"interrupted. Run: pip install --force-reinstall torch_turboquant"
+        )
+    return info
+
+
+def load_libraries() -> dict[str, dict[str, Any]]:
+    """Loads what this torch can use; the keys are "cpu" and, where loaded, "cuda".
+
+    A wheel built without nvcc has no CUDA library: then ops on CUDA tensors raise NotImplementedError.
+    """
+    check_torch_version(torch.__version__)
+    libraries = {"cpu": load("cpu")}
+    if torch.version.cuda is not None and (LIBRARY_FOLDER / "libturboquant_cuda.so").exists():
+        libraries["cuda"] = load("cuda")
+    return libraries
+
+
+_libraries = load_libraries()
+
+
+def _processor() -> str:
+    """The CPU's name where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def build_info() -> dict[str, Any]:
+    """What is installed and what it runs on: versions, loaded libraries, architectures, devices.
+
+    Everything is a string, a number, None, or a list or dict of these, so the result can be printed as JSON.
+    """
+    in_wheel = (LIBRARY_FOLDER / "libturboquant_cuda.so").exists()
+    if "cuda" in _libraries:
+        cuda = "loaded"
+    elif in_wheel:
+        cuda = "not loaded: this torch is not a CUDA build"
+    else:
+        cuda = "not in this build: build the wheel where nvcc is on PATH"
+    available = torch.cuda.is_available()
+    return {
+        "version": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "format_version": _libraries["cpu"]["format_version"],
+        "instruction_set": _libraries["cpu"]["instruction_set"],
+        "cuda": cuda,
+        "cuda_architectures": _libraries.get("cuda", {}).get("architectures", "").split(),
+        "libraries": _libraries,
+        "devices": {
+            "cpu": _processor(),
+            "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+            if available
+            else [],
+        },
+    }
