@@ -1,0 +1,70 @@
+"""What all tests share: the installed package, devices, the C++ view of the format, determinism.
+
+Tests run on the installed wheel. `make test` installs it; pytest's importlib mode keeps the checkout
+off sys.path, and pytest_configure refuses to go on if the package was found there after all.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import hypothesis
+import pytest
+import torch
+
+import torch_turboquant
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# The same examples on every run, and no limit in time: machines differ.
+hypothesis.settings.register_profile(
+    "turboquant", deadline=None, derandomize=True, database=None, print_blob=True
+)
+hypothesis.settings.load_profile("turboquant")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    package = Path(torch_turboquant.__file__).resolve().parent
+    if package == ROOT / "torch_turboquant":
+        raise pytest.UsageError(
+            f"the tests found torch_turboquant in the checkout ({package}), which has no compiled "
+            "libraries: run `make test`, or pytest (not python -m pytest) where a wheel is installed"
+        )
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # one core per worker
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The test runs once per device; on CUDA only where there is one."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def native() -> ModuleType:
+    """csrc/format.h for Python (tests/native), compiled when its sources changed."""
+    filelock = pytest.importorskip("filelock")
+    pytest.importorskip("pybind11")
+    folder = ROOT / "build" / "tests-native"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-I", str(ROOT / "tests/native/setup.py"), "--quiet", "build_ext"]
+    command += [f"--build-lib={folder}", f"--build-temp={folder}/objects"]
+    with filelock.FileLock(folder / "lock"):  # xdist workers share it
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("turboquant_native*.so")
+    spec = importlib.util.spec_from_file_location("turboquant_native", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,168 @@
+// The C++ side of the packed format for the tests, which compare it with torch_turboquant/format.py place by place.
+// No torch in here: csrc/format.h and the scalar kernels are plain C++.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cpu/hadamard.h"
+#include "cpu/pack.h"
+#include "format.h"
+
+namespace py = pybind11;
+namespace format = turboquant::format;
+namespace cpu = turboquant::cpu;
+
+using Place = std::tuple<int, int, int, int>;  // byte, shift, width, code_shift
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
+
+static void require(bool condition, const char* text) {
+  if (!condition) throw std::invalid_argument(text);
+}
+
+static std::vector<Place> places(const format::Pieces& pieces) {
+  std::vector<Place> list;
+  for (int i = 0; i < pieces.count; ++i) {
+    const format::Piece& p = pieces.piece[i];
+    list.emplace_back(p.byte, p.shift, p.width, p.code_shift);
+  }
+  return list;
+}
+
+static format::Record record(int head_dim, int page_size, int key_bits, int value_bits) {
+  require(format::valid_head_dim(head_dim) && format::valid_page_size(page_size) && format::valid_key_bits(key_bits) &&
+              format::valid_value_bits(value_bits),
+          "no such record");
+  return {head_dim, page_size, key_bits, value_bits};
+}
+
+static void check_place(const format::Record& r, int token, int channel) {
+  require(token >= 0 && token < r.page_size && channel >= 0 && channel < r.head_dim, "no such token or channel");
+}
+
+// A copy of x, changed by fn(float*, Split).
+template <typename Fn>
+static Floats transformed(const Floats& x, Fn&& fn) {
+  require(x.ndim() == 1 && format::split_dim(x.shape(0)).valid(), "x must be [d] with a valid d");
+  Floats out(x.shape(0));
+  std::copy(x.data(), x.data() + x.size(), out.mutable_data());
+  fn(out.mutable_data(), format::split_dim(x.shape(0)));
+  return out;
+}
+
+PYBIND11_MODULE(turboquant_native, m) {
+  m.attr("VERSION") = format::kVersion;
+  m.attr("MAX_VECTOR_DIM") = format::kMaxVectorDim;
+  m.attr("MAX_HEAD_DIM") = format::kMaxHeadDim;
+  m.attr("MAX_TILE") = format::kMaxTile;
+  m.attr("VALUE_GROUP") = format::kValueGroup;
+  m.attr("LEVEL_UNIT") = format::kLevelUnit;
+  m.attr("UNITS_PER_SIGMA") = format::kUnitsPerSigma;
+  m.attr("NAN_SCALE") = format::kNanScale;
+  m.attr("MAX_HALF") = format::kMaxHalf;
+
+  // Section 2: (m, n), or (0, 0) where the transform does not exist.
+  m.def("split_dim", [](int64_t d) {
+    const format::Split s = format::split_dim(d);
+    return std::make_tuple(s.blocks, s.block);
+  });
+  m.def("hartley", [](int blocks, int index) {
+    require((blocks == 3 || blocks == 5 || blocks == 7 || blocks == 9) && index >= 0 && index < blocks, "no such entry");
+    return format::hartley(blocks, index);
+  });
+  m.def("rotate", [](const Floats& x, const Floats& signs) {
+    require(signs.ndim() == 1 && signs.size() == x.size(), "signs must be [d]");
+    return transformed(x, [&](float* y, format::Split s) { cpu::rotate(y, signs.data(), s); });
+  });
+  m.def("rotate_back", [](const Floats& x, const Floats& signs) {
+    require(signs.ndim() == 1 && signs.size() == x.size(), "signs must be [d]");
+    return transformed(x, [&](float* y, format::Split s) { cpu::rotate_back(y, signs.data(), s); });
+  });
+  m.def("tree_sum", [](const Floats& x) {
+    float sum = 0;
+    transformed(x, [&](float* y, format::Split s) { sum = cpu::tree_sum(y, s); });
+    return sum;
+  });
+
+  // Section 4; levels: a list of 2^bits integers, or None for the uniform grid.
+  m.def("num_levels", &format::num_levels);
+  m.def("uniform_level", &format::uniform_level);
+  m.def("code_of_rank", &format::code_of_rank);
+  m.def("level_of_code", [](int bits, const std::optional<std::vector<int8_t>>& levels, unsigned code) {
+    require(bits >= 1 && bits <= 8 && code < 1u << bits, "no such code");
+    require(!levels || levels->size() == size_t{1} << bits, "levels must have 2^bits entries");
+    return format::level_of_code(bits, levels ? levels->data() : nullptr, code);
+  });
+
+  // Section 7: uint8 [d] <-> uint8 [dense_row_bytes]
+  m.def("dense_row_bytes", &format::dense_row_bytes);
+  m.def("pack_row", [](const Bytes& codes, int bits) {
+    require(codes.ndim() == 1 && bits >= 1 && bits <= 8, "codes must be [d], bits 1 to 8");
+    Bytes packed(format::dense_row_bytes(codes.size(), bits));
+    cpu::pack_row(codes.data(), packed.mutable_data(), codes.size(), bits);
+    return packed;
+  });
+  m.def("unpack_row", [](const Bytes& packed, int64_t d, int bits) {
+    require(bits >= 1 && bits <= 8 && packed.size() == format::dense_row_bytes(d, bits), "packed has the wrong size");
+    Bytes codes(d);
+    cpu::unpack_row(packed.data(), codes.mutable_data(), d, bits);
+    return codes;
+  });
+
+  // Section 8, with the names of torch_turboquant.format.
+  m.def("valid_key_bits", &format::valid_key_bits);
+  m.def("valid_value_bits", &format::valid_value_bits);
+  m.def("valid_page_size", &format::valid_page_size);
+  m.def("valid_head_dim", &format::valid_head_dim);
+  using R = format::Record;
+  py::class_<R>(m, "Record")
+      .def(py::init(&record), py::arg("head_dim"), py::arg("page_size"), py::arg("key_bits"), py::arg("value_bits"))
+      .def_readonly("head_dim", &R::head_dim)
+      .def_readonly("page_size", &R::page_size)
+      .def_readonly("key_bits", &R::key_bits)
+      .def_readonly("value_bits", &R::value_bits)
+      .def_property_readonly("tile_tokens", &R::tile_tokens)
+      .def_property_readonly("key_row_bytes", &R::key_row_bytes)
+      .def_property_readonly("key_plane_bytes", &R::key_plane_bytes)
+      .def_property_readonly("value_block_bytes", &R::value_block_bytes)
+      .def_property_readonly("key_planes", &R::key_planes)
+      .def_property_readonly("value_blocks", &R::value_blocks)
+      .def_property_readonly("key_scales", &R::key_scales)
+      .def_property_readonly("value_scales", &R::value_scales)
+      .def_property_readonly("tile_bytes", &R::tile_bytes)
+      .def_property_readonly("record_bytes", &R::record_bytes)
+      .def("key_scale", [](const R& r, int token) { return check_place(r, token, 0), r.key_scale(token); })
+      .def("value_scale", [](const R& r, int token) { return check_place(r, token, 0), r.value_scale(token); })
+      .def("key", [](const R& r, int t, int c) { return check_place(r, t, c), places(r.key(t, c)); })
+      .def("value", [](const R& r, int t, int c) { return check_place(r, t, c), places(r.value(t, c)); });
+
+  // Codes of one token of a record (uint8 [record_bytes]), by the places above; which: "key" or "value".
+  const auto place = [](const R& r, const std::string& which, int t, int c) {
+    require(which == "key" || which == "value", "which is key or value");
+    return which == "key" ? r.key(t, c) : r.value(t, c);
+  };
+  m.def("read_codes", [place](const R& r, const Bytes& bytes, const std::string& which, int token) {
+    require(bytes.size() == r.record_bytes(), "bytes must be [record_bytes]");
+    check_place(r, token, 0);
+    Bytes codes(r.head_dim);
+    for (int c = 0; c < r.head_dim; ++c) {
+      codes.mutable_data()[c] = static_cast<uint8_t>(format::read_code(bytes.data(), place(r, which, token, c)));
+    }
+    return codes;
+  });
+  m.def("write_codes", [place](const R& r, const Bytes& bytes, const std::string& which, int token, const Bytes& codes) {
+    require(bytes.size() == r.record_bytes() && codes.size() == r.head_dim, "bytes [record_bytes], codes [head_dim]");
+    check_place(r, token, 0);
+    Bytes out(bytes.size());
+    std::copy(bytes.data(), bytes.data() + bytes.size(), out.mutable_data());
+    for (int c = 0; c < r.head_dim; ++c) {
+      format::write_code(out.mutable_data(), place(r, which, token, c), codes.data()[c]);
+    }
+    return out;
+  });
+}
