@@ -59,7 +59,7 @@ rule link_cpu
 # libtorch.so is what a CUDA build of torch ties to its CUDA half, and CPU builds have it too: so
 # this library can also be built against a CPU build.
 rule link_cuda
-  command = {nvcc} -ccbin {cxx} -shared -cudart static -Xlinker -s $
+  command = {nvcc} -ccbin {cxx} -shared -cudart static -nodlink -Xlinker -s $
     -Xlinker --version-script=csrc/exports.map -o $out $in $
     -Xlinker --no-as-needed -L{torch}/lib -ltorch
 

@@ -1,6 +1,6 @@
 """What all tests share: the installed package, devices, the C++ view of the format, determinism.
 
-Tests run on the installed wheel. `make test` installs it; pytest's importlib mode keeps the checkout
+Tests run on the installed wheel. `make test` installs it; pytest's importlib mode keeps the source
 off sys.path, and pytest_configure refuses to go on if the package was found there after all.
 """
 
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if package == ROOT / "torch_turboquant":
         raise pytest.UsageError(
             f"the tests found torch_turboquant in the checkout ({package}), which has no compiled "
-            "libraries: run `make test`, or pytest (not python -m pytest) where a wheel is installed"
+            "libraries: run `make test`, or `pytest` (not `python -m pytest`) beside a wheel"
         )
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # one core per worker

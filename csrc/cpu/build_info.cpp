@@ -20,7 +20,8 @@ static const char* instruction_set() {
 extern "C" __attribute__((visibility("default"))) const char* turboquant_cpu_build_info() {
   static const std::string info = std::string("{\"version\": \"" TURBOQUANT_VERSION "\", \"format_version\": ") +
                                   std::to_string(turboquant::format::kVersion) +
-                                  ", \"compiler\": \"g++ " __VERSION__ "\", \"torch_target\": \"" TEXT(TORCH_TARGET_VERSION) +
+                                  ", \"compiler\": \"g++ " __VERSION__
+                                  "\", \"torch_target\": \"" TEXT(TORCH_TARGET_VERSION) +
                                   "\", \"instruction_set\": \"" + instruction_set() + "\"}";
   return info.c_str();
 }

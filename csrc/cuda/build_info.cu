@@ -11,8 +11,7 @@ static_assert(turboquant::format::kVersion == 1, "the text below names the forma
 extern "C" __attribute__((visibility("default"))) const char* turboquant_cuda_build_info() {
   return "{\"version\": \"" TURBOQUANT_VERSION
          "\", \"format_version\": 1"
-         ", \"compiler\": \"nvcc " TEXT(__CUDACC_VER_MAJOR__) "." TEXT(__CUDACC_VER_MINOR__) "." TEXT(__CUDACC_VER_BUILD__)
-         "\", \"torch_target\": \"" TEXT(TORCH_TARGET_VERSION)
-         "\", \"cuda\": \"" TEXT(__CUDACC_VER_MAJOR__) "." TEXT(__CUDACC_VER_MINOR__)
-         "\", \"architectures\": \"" TURBOQUANT_CUDA_ARCHITECTURES "\"}";
+         ", \"compiler\": \"nvcc " TEXT(__CUDACC_VER_MAJOR__) "." TEXT(__CUDACC_VER_MINOR__) "." TEXT(__CUDACC_VER_BUILD__) "\", \"torch_target\": \"" TEXT(
+             TORCH_TARGET_VERSION) "\", \"cuda\": \"" TEXT(__CUDACC_VER_MAJOR__) "." TEXT(__CUDACC_VER_MINOR__) "\", \"architectures\": \"" TURBOQUANT_CUDA_ARCHITECTURES
+                                                                                                                "\"}";
 }

@@ -72,7 +72,8 @@ PYBIND11_MODULE(turboquant_native, m) {
     return std::make_tuple(s.blocks, s.block);
   });
   m.def("hartley", [](int blocks, int index) {
-    require((blocks == 3 || blocks == 5 || blocks == 7 || blocks == 9) && index >= 0 && index < blocks, "no such entry");
+    require((blocks == 3 || blocks == 5 || blocks == 7 || blocks == 9) && index >= 0 && index < blocks,
+            "no such entry");
     return format::hartley(blocks, index);
   });
   m.def("rotate", [](const Floats& x, const Floats& signs) {
@@ -155,7 +156,8 @@ PYBIND11_MODULE(turboquant_native, m) {
     }
     return codes;
   });
-  m.def("write_codes", [place](const R& r, const Bytes& bytes, const std::string& which, int token, const Bytes& codes) {
+  m.def("write_codes", [place](const R& r, const Bytes& bytes, const std::string& which, int token,
+                               const Bytes& codes) {
     require(bytes.size() == r.record_bytes() && codes.size() == r.head_dim, "bytes [record_bytes], codes [head_dim]");
     check_place(r, token, 0);
     Bytes out(bytes.size());
