@@ -1,0 +1,195 @@
+// Reading and writing the codes of one token in a page record, and what a batch of sequences looks like: shared by the cache
+// and the attention ops.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+
+#include "codec.h"
+#include "runtime.h"
+
+namespace turboquant::cpu {
+
+// The places of all codes of one kind (keys or values) in a tile, flattened from format.h into tables: one look-up per
+// channel, plus a short list of further pieces for codes whose bits are spread.
+class CodeMap {
+ public:
+  // locate(token, channel) -> format::Pieces, for the tokens of the first tile
+  template <typename Locate>
+  CodeMap(int tokens, int d, Locate&& locate) : d_(d), first_(tokens * d), more_(tokens) {
+    for (int t = 0; t < tokens; ++t) {
+      for (int c = 0; c < d; ++c) {
+        const format::Pieces p = locate(t, c);
+        first_[t * d + c] = p.piece[0];
+        for (int i = 1; i < p.count; ++i) more_[t].push_back({c, p.piece[i]});
+      }
+    }
+  }
+
+  // codes: [d] of `token` (inside the tile)
+  void read(const uint8_t* tile, int token, uint8_t* codes) const {
+    const format::Piece* first = first_.data() + token * d_;
+    for (int c = 0; c < d_; ++c) codes[c] = static_cast<uint8_t>(tile[first[c].byte] >> first[c].shift & mask(first[c]));
+    for (const Extra& x : more_[token]) {
+      codes[x.channel] |= static_cast<uint8_t>((tile[x.piece.byte] >> x.piece.shift & mask(x.piece)) << x.piece.code_shift);
+    }
+  }
+
+  // Writes every byte that the token owns among its pieces; other tokens' bytes are never touched, not even read.
+  void write(uint8_t* tile, int token, const uint8_t* codes) const {
+    const format::Piece* first = first_.data() + token * d_;
+    for (int c = 0; c < d_; ++c) tile[first[c].byte] = 0;
+    for (const Extra& x : more_[token]) tile[x.piece.byte] = 0;
+    for (int c = 0; c < d_; ++c) tile[first[c].byte] |= static_cast<uint8_t>((codes[c] & mask(first[c])) << first[c].shift);
+    for (const Extra& x : more_[token]) {
+      tile[x.piece.byte] |= static_cast<uint8_t>((codes[x.channel] >> x.piece.code_shift & mask(x.piece)) << x.piece.shift);
+    }
+  }
+
+ private:
+  struct Extra {
+    int channel;
+    format::Piece piece;
+  };
+  static unsigned mask(const format::Piece& p) { return (1u << p.width) - 1; }
+
+  int d_;
+  std::vector<format::Piece> first_;       // [tokens, d]
+  std::vector<std::vector<Extra>> more_;   // [tokens]
+};
+
+// A record's geometry with its code tables.
+struct RecordMap {
+  format::Record record;
+  CodeMap keys, values;
+
+  explicit RecordMap(const format::Record& r)
+      : record(r),
+        keys(r.tile_tokens(), r.head_dim, [&](int t, int c) { return r.key(t, c); }),
+        values(r.tile_tokens(), r.head_dim, [&](int t, int c) { return r.value(t, c); }) {}
+
+  int tile_token(int token) const { return token % record.tile_tokens(); }
+
+  void write_key(uint8_t* rec, int token, const uint8_t* codes, uint16_t scale) const {
+    uint8_t* tile = rec + record.tile_of(token);
+    const int t = tile_token(token);  // rows may end in padding, which belongs to the token and is always zero
+    std::memset(tile + t * record.key_row_bytes(), 0, record.key_row_bytes());
+    std::memset(tile + record.key_planes() + t * record.key_plane_bytes(), 0, record.key_plane_bytes());
+    keys.write(tile, t, codes);
+    store_half(rec + record.key_scale(token), scale);
+  }
+  void write_value(uint8_t* rec, int token, const uint8_t* codes, uint16_t scale) const {
+    values.write(rec + record.tile_of(token), tile_token(token), codes);
+    store_half(rec + record.value_scale(token), scale);
+  }
+  // Codes of a token [d]; returns its scale.
+  float read_key(const uint8_t* rec, int token, uint8_t* codes) const {
+    keys.read(rec + record.tile_of(token), tile_token(token), codes);
+    return load_half(rec + record.key_scale(token));
+  }
+  float read_value(const uint8_t* rec, int token, uint8_t* codes) const {
+    values.read(rec + record.tile_of(token), tile_token(token), codes);
+    return load_half(rec + record.value_scale(token));
+  }
+};
+
+// The tables of a geometry, made once per process: a decode step calls with the same few geometries again and again.
+inline const RecordMap& record_map(const format::Record& r) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, int, int, int>, std::unique_ptr<RecordMap>> maps;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<RecordMap>& map = maps[{r.head_dim, r.page_size, r.key_bits, r.value_bits}];
+  if (!map) map = std::make_unique<RecordMap>(r);
+  return *map;
+}
+
+// The sequences of a call: where their queries (new tokens) stand, and how long each sequence is with them.
+struct Batch {
+  int64_t count = 0;
+  std::vector<int64_t> query_begin;  // [count + 1], offsets into the call's tokens
+  std::vector<int64_t> length;       // [count], all tokens including the new ones
+
+  int64_t queries(int64_t s) const { return query_begin[s + 1] - query_begin[s]; }
+  // Position in the sequence of its query i; negative for the padding of an empty sequence.
+  int64_t position(int64_t s, int64_t i) const { return length[s] - queries(s) + i; }
+};
+
+inline std::vector<int64_t> checked_seq_lens(const Tensor& seq_lens, const Tensor& first) {
+  check_constant(seq_lens, first, "seq_lens", ScalarType::Int, {-1});
+  const int32_t* p = static_cast<const int32_t*>(seq_lens.data_ptr());
+  std::vector<int64_t> lengths(p, p + seq_lens.size(0));
+  for (int64_t n : lengths) STD_TORCH_CHECK(n >= 0, "seq_lens holds ", n, ", supported: 0 and more");
+  return lengths;
+}
+
+// seq_lens: int32 [seqs], cu_seqlens_q: int32 [seqs + 1] or absent (one new token per sequence)
+inline Batch checked_batch(const Tensor& seq_lens, const OptionalTensor& cu_seqlens_q, const Tensor& first, int64_t tokens) {
+  Batch batch;
+  batch.length = checked_seq_lens(seq_lens, first);
+  batch.count = seq_lens.size(0);
+  if (!cu_seqlens_q) {
+    STD_TORCH_CHECK(batch.count == tokens, "without cu_seqlens_q every sequence has one new token, but there are ", batch.count,
+                    " sequences and ", tokens, " tokens");
+    for (int64_t s = 0; s <= batch.count; ++s) batch.query_begin.push_back(s);
+    return batch;
+  }
+  check_constant(*cu_seqlens_q, first, "cu_seqlens_q", ScalarType::Int, {batch.count + 1});
+  const int32_t* cu = static_cast<const int32_t*>(cu_seqlens_q->data_ptr());
+  batch.query_begin.assign(cu, cu + batch.count + 1);
+  STD_TORCH_CHECK(cu[0] == 0 && cu[batch.count] <= tokens, "cu_seqlens_q must start at 0 and end at no more than the ", tokens,
+                  " tokens of the call");
+  for (int64_t s = 0; s < batch.count; ++s) {
+    STD_TORCH_CHECK(batch.queries(s) >= 0, "cu_seqlens_q must not decrease");
+    STD_TORCH_CHECK(batch.length[s] == 0 || batch.queries(s) <= batch.length[s], "sequence ", s, " has ", batch.queries(s),
+                    " new tokens but a length of ", batch.length[s], ": seq_lens counts the new tokens too");
+  }
+  return batch;
+}
+
+// The exact tail (docs/format.md section 9).
+struct TailView {
+  Tensor tensor;            // [max_seqs, kv_heads, sink_tokens + ring, 2, d]
+  const int64_t* slots;     // [seqs], row of each sequence, -1 none
+  int64_t max_seqs, kv_heads, rows, ring, sink_tokens, d;
+
+  int64_t row_of(int64_t position) const {
+    return position < sink_tokens ? position : sink_tokens + (position - sink_tokens) % ring;
+  }
+  // Offset in elements of the key (kind 0) or value (1) at `position`.
+  int64_t offset(int64_t slot, int64_t head, int64_t position, int kind) const {
+    return (((slot * kv_heads + head) * rows + row_of(position)) * 2 + kind) * d;
+  }
+};
+
+inline TailView checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Tensor& first, int64_t seqs,
+                             int64_t kv_heads, int64_t d, int64_t sink_tokens) {
+  check_device(tail, first, "tail");
+  check_dtype(tail, "tail", {first.scalar_type()});
+  check_shape(tail, "tail", {-1, kv_heads, -1, 2, d});
+  check_contiguous(tail, "tail");
+  STD_TORCH_CHECK(sink_tokens >= 0 && sink_tokens < tail.size(2), "sink_tokens is ", sink_tokens, " but the tail has ",
+                  tail.size(2), " rows: supported are 0 to rows - 1");
+  STD_TORCH_CHECK(tail_slots.has_value(), "tail needs tail_slots");
+  check_constant(*tail_slots, first, "tail_slots", ScalarType::Long, {seqs});
+  const int64_t* slots = static_cast<const int64_t*>(tail_slots->data_ptr());
+  for (int64_t s = 0; s < seqs; ++s) {
+    STD_TORCH_CHECK(slots[s] >= -1 && slots[s] < tail.size(0), "tail_slots holds ", slots[s], ", supported: -1 to ",
+                    tail.size(0) - 1);
+  }
+  return {tail, slots, tail.size(0), kv_heads, tail.size(2), tail.size(2) - sink_tokens, sink_tokens, d};
+}
+
+// Checks the page ids that keys [first_key, end_key) of sequence s are read from. table: int32 [seqs, max_pages]
+inline void check_pages(const int32_t* table, int64_t max_pages, int64_t num_pages, int page_size, int64_t s,
+                        int64_t first_key, int64_t end_key) {
+  STD_TORCH_CHECK(end_key <= max_pages * page_size, "sequence ", s, " has ", end_key, " tokens but block_table has room for ",
+                  max_pages * page_size);
+  for (int64_t p = first_key / page_size; p * page_size < end_key; ++p) {
+    STD_TORCH_CHECK(table[s * max_pages + p] >= 0 && table[s * max_pages + p] < num_pages, "block_table names page ",
+                    table[s * max_pages + p], " for sequence ", s, ", supported: 0 to ", num_pages - 1);
+  }
+}
+
+}  // namespace turboquant::cpu

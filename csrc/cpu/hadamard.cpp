@@ -1,0 +1,48 @@
+// hadamard: the signed orthonormal Walsh-Hadamard transform of the last dimension (docs/format.md section 2).
+#include "hadamard.h"
+
+#include "runtime.h"
+
+namespace turboquant::cpu {
+namespace {
+
+// One row: to float32, rotate, one rounding back to T.
+template <typename T>
+void hadamard_row(const T* x, T* out, const float* signs, bool inverse, format::Split split, float* y) {
+  const int d = split.blocks * split.block;
+  to_float(x, y, d);
+  if (inverse) {
+    rotate_back(y, signs, split);
+  } else {
+    rotate(y, signs, split);
+  }
+  from_float(y, out, d);
+}
+
+// x: [..., d] with stride 1 in the last dimension, signs: float32 [d] -> contiguous [..., d]
+Tensor hadamard(const Tensor& x, const Tensor& signs, bool inverse) {
+  check_float(x, "x");
+  check_unit_last_stride(x, "x");
+  const int64_t d = x.size(x.dim() - 1);
+  const format::Split split = check_vector_dim(d, "x");
+  check_constant(signs, x, "signs", ScalarType::Float, {d});
+
+  Tensor out = empty_like_shape(x, leading_shape(x, 0, {}), x.scalar_type());
+  const Rows rows(x);
+  const float* s = static_cast<const float*>(signs.data_ptr());
+  dispatch_float(x.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* in = static_cast<const T*>(x.data_ptr());
+    T* to = static_cast<T*>(out.data_ptr());
+    parallel_for(rows.count(), 32, [&](int64_t begin, int64_t end) {
+      std::vector<float> y(d);
+      for (int64_t r = begin; r < end; ++r) hadamard_row(in + rows(r), to + r * d, s, inverse, split, y.data());
+    });
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace turboquant::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(turboquant, CPU, m) { m.impl("hadamard", TORCH_BOX(&turboquant::cpu::hadamard)); }

@@ -1,0 +1,65 @@
+// pack, unpack: dense little-endian bit strings of codes, 1 to 8 bits (docs/format.md section 7).
+#include "pack.h"
+
+#include <atomic>
+
+#include "runtime.h"
+
+namespace turboquant::cpu {
+namespace {
+
+void check_pack_bits(int64_t bits) {
+  STD_TORCH_CHECK(bits >= 1 && bits <= 8, "bits is ", bits, ", supported: 1 to 8");
+}
+
+// codes: uint8 [..., d], contiguous -> uint8 [..., dense_row_bytes(d, bits)]
+Tensor pack(const Tensor& codes, int64_t bits) {
+  check_pack_bits(bits);
+  check_dtype(codes, "codes", {ScalarType::Byte});
+  STD_TORCH_CHECK(codes.dim() >= 1 && codes.size(codes.dim() - 1) >= 1, "codes has shape ", shape_text(codes),
+                  ", expected [..., d] with d >= 1");
+  check_contiguous(codes, "codes");
+  const int64_t d = codes.size(codes.dim() - 1), row_bytes = format::dense_row_bytes(d, bits), rows = codes.numel() / d;
+  const uint8_t* in = static_cast<const uint8_t*>(codes.data_ptr());
+
+  std::atomic<bool> in_range{true};
+  parallel_for(codes.numel(), 1 << 16, [&](int64_t begin, int64_t end) {
+    const bool fits = std::all_of(in + begin, in + end, [&](uint8_t c) { return c >> bits == 0; });
+    if (!fits) in_range = false;
+  });
+  STD_TORCH_CHECK(in_range, "codes holds values of ", 1 << bits, " or more, which do not fit ", bits, " bits");
+
+  Tensor packed = empty_like_shape(codes, leading_shape(codes, 1, {row_bytes}), ScalarType::Byte);
+  uint8_t* out = static_cast<uint8_t*>(packed.data_ptr());
+  parallel_for(rows, 64, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) pack_row(in + r * d, out + r * row_bytes, d, bits);
+  });
+  return packed;
+}
+
+// packed: uint8 [..., dense_row_bytes(d, bits)], contiguous -> uint8 [..., d]
+Tensor unpack(const Tensor& packed, int64_t bits, int64_t d) {
+  check_pack_bits(bits);
+  STD_TORCH_CHECK(d >= 1, "d is ", d, ", supported: 1 and more");
+  check_dtype(packed, "packed", {ScalarType::Byte});
+  const int64_t row_bytes = format::dense_row_bytes(d, bits);
+  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ", shape_text(packed),
+                  ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
+  check_contiguous(packed, "packed");
+
+  Tensor codes = empty_like_shape(packed, leading_shape(packed, 1, {d}), ScalarType::Byte);
+  const uint8_t* in = static_cast<const uint8_t*>(packed.data_ptr());
+  uint8_t* out = static_cast<uint8_t*>(codes.data_ptr());
+  parallel_for(packed.numel() / row_bytes, 64, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) unpack_row(in + r * row_bytes, out + r * d, d, bits);
+  });
+  return codes;
+}
+
+}  // namespace
+}  // namespace turboquant::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(turboquant, CPU, m) {
+  m.impl("pack", TORCH_BOX(&turboquant::cpu::pack));
+  m.impl("unpack", TORCH_BOX(&turboquant::cpu::unpack));
+}

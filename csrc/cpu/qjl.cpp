@@ -1,0 +1,70 @@
+// qjl_sketch, qjl_score: sign bits of a projected residual, and inner products with them (the paper's Algorithm 2, second
+// stage). Bits: docs/format.md section 10.
+#include "qjl.h"
+
+namespace turboquant::cpu {
+namespace {
+
+// residual: [..., d] float, stride 1 in the last dimension -> sign_bits uint8 [..., m / 8], norm float32 [...]
+std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& projection) {
+  check_float(residual, "residual");
+  check_unit_last_stride(residual, "residual");
+  const int64_t d = residual.size(residual.dim() - 1);
+  const Sketch sketch(projection, residual, d);
+
+  Tensor bits = empty_like_shape(residual, leading_shape(residual, 1, {sketch.bytes()}), ScalarType::Byte);
+  Tensor norm = empty_like_shape(residual, leading_shape(residual, 1, {}), ScalarType::Float);
+  uint8_t* bits_out = static_cast<uint8_t*>(bits.data_ptr());
+  float* norm_out = static_cast<float*>(norm.data_ptr());
+  const Rows rows(residual);
+  dispatch_float(residual.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* in = static_cast<const T*>(residual.data_ptr());
+    parallel_for(rows.count(), 8, [&](int64_t begin, int64_t end) {
+      std::vector<float> r(d), projected(sketch.rows()), scratch(d);
+      for (int64_t i = begin; i < end; ++i) {
+        to_float(in + rows(i), r.data(), d);
+        norm_out[i] = sketch.sketch(r.data(), bits_out + i * sketch.bytes(), projected.data(), scratch.data());
+      }
+    });
+  });
+  return {bits, norm};
+}
+
+// q: [..., queries, d], sign_bits: uint8 [..., keys, m / 8], norm: float32 [..., keys] -> float32 [..., queries, keys]
+Tensor qjl_score(const Tensor& q, const Tensor& sign_bits, const Tensor& norm, const Tensor& projection) {
+  const ScoreShape shape = checked_score_shape(q, sign_bits, "sign_bits");
+  const int64_t d = q.size(q.dim() - 1);
+  const Sketch sketch(projection, q, d);
+  check_sketch_of(sketch, sign_bits, norm, q, shape);
+
+  Tensor out = empty_like_shape(q, shape.out, ScalarType::Float);
+  const uint8_t* bits = static_cast<const uint8_t*>(sign_bits.data_ptr());
+  const float* norms = static_cast<const float*>(norm.data_ptr());
+  float* to = static_cast<float*>(out.data_ptr());
+  const Rows rows(q);
+  const int64_t m = sketch.rows();
+  parallel_for(shape.batch, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> queries(shape.queries * d), projected(shape.queries * m), scratch(d);
+    for (int64_t b = begin; b < end; ++b) {
+      load_queries(q, rows, b, shape.queries, d, queries.data());
+      for (int64_t i = 0; i < shape.queries; ++i) {
+        sketch.project(queries.data() + i * d, projected.data() + i * m, scratch.data());
+        for (int64_t j = 0; j < shape.keys; ++j) {
+          const int64_t key = b * shape.keys + j;
+          to[(b * shape.queries + i) * shape.keys + j] =
+              sketch.factor() * norms[key] * sketch.signed_sum(bits + key * sketch.bytes(), projected.data() + i * m);
+        }
+      }
+    }
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace turboquant::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(turboquant, CPU, m) {
+  m.impl("qjl_sketch", TORCH_BOX(&turboquant::cpu::qjl_sketch));
+  m.impl("qjl_score", TORCH_BOX(&turboquant::cpu::qjl_score));
+}

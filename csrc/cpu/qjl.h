@@ -1,0 +1,131 @@
+// The 1-bit sketch (quantised Johnson-Lindenstrauss) of a residual and its inner-product estimator: what both the qjl ops
+// and `score` need. docs/format.md section 10 fixes the bits.
+//
+// Two projections, told apart by their shape, each with its own scale (confusing them silently loses the estimate):
+//   float32 [m, d], dense Gaussian entries:      estimate = sqrt(pi/2) / m * norm * sum of sign_i * (S q)_i
+//   float32 [d], signs of an orthonormal rotation: estimate = sqrt(pi / (2 d)) * norm * sum of sign_i * (R q)_i
+#pragma once
+
+#include "codec.h"
+#include "runtime.h"
+
+namespace turboquant::cpu {
+
+class Sketch {
+ public:
+  Sketch(const Tensor& projection, const Tensor& first, int64_t d) : d_(d), split_(check_vector_dim(d, "the sketched vectors")) {
+    const bool dense = projection.dim() == 2;
+    STD_TORCH_CHECK(dense || projection.dim() == 1, "projection has shape ", shape_text(projection),
+                    ", supported: [m, d] (dense Gaussian) or [d] (signs of a structured one)");
+    if (dense) {
+      check_constant(projection, first, "projection", ScalarType::Float, {-1, d});
+    } else {
+      check_constant(projection, first, "projection", ScalarType::Float, {d});
+    }
+    m_ = projection.size(0);
+    STD_TORCH_CHECK(m_ >= 8 && m_ % 8 == 0, "projection has ", m_, " rows, supported: multiples of 8");
+    (dense ? matrix_ : signs_) = static_cast<const float*>(projection.data_ptr());
+    constexpr double kPi = 3.14159265358979323846;
+    factor_ = static_cast<float>(dense ? std::sqrt(kPi / 2) / m_ : std::sqrt(kPi / (2.0 * d)));
+  }
+
+  int64_t rows() const { return m_; }
+  int64_t bytes() const { return m_ / 8; }
+  float factor() const { return factor_; }
+
+  // x: [d] -> out: [m], scratch: [d]. Each dense row is summed by the fixed tree, so sketches are the same on every device.
+  void project(const float* x, float* out, float* scratch) const {
+    if (signs_) {
+      std::memcpy(out, x, d_ * sizeof(float));
+      rotate(out, signs_, split_);
+      return;
+    }
+    for (int64_t i = 0; i < m_; ++i) {
+      for (int64_t c = 0; c < d_; ++c) scratch[c] = matrix_[i * d_ + c] * x[c];
+      out[i] = tree_sum(scratch, split_);
+    }
+  }
+
+  // r: [d], destroyed -> bits: [bytes()]; returns the norm. projected: [m] and scratch: [d] are work space.
+  float sketch(float* r, uint8_t* bits, float* projected, float* scratch) const {
+    std::memset(bits, 0, bytes());
+    const float amax = finite_amax(r, static_cast<int>(d_));
+    if (!(amax <= FLT_MAX)) return NAN;
+    const int e = prescale_exponent(amax);
+    const float down = power_of_two(-e);
+    for (int64_t c = 0; c < d_; ++c) r[c] *= down;
+    project(r, projected, scratch);
+    for (int64_t i = 0; i < m_; ++i) bits[i / 8] |= static_cast<uint8_t>((projected[i] >= 0) << i % 8);
+    for (int64_t c = 0; c < d_; ++c) scratch[c] = r[c] * r[c];
+    return std::sqrt(tree_sum(scratch, split_)) * power_of_two(e);
+  }
+
+  // sum of +-projected_q[i] by the bits: the estimator without norm and factor.
+  float signed_sum(const uint8_t* bits, const float* projected_q) const {
+    float part[8] = {};
+    for (int64_t i = 0; i < m_; i += 8) {
+      const unsigned byte = bits[i / 8];
+      for (int k = 0; k < 8; ++k) part[k] += byte >> k & 1 ? projected_q[i + k] : -projected_q[i + k];
+    }
+    return ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
+  }
+
+ private:
+  const float* matrix_ = nullptr;  // [m, d], dense
+  const float* signs_ = nullptr;   // [d], structured
+  int64_t m_ = 0, d_;
+  format::Split split_;
+  float factor_ = 0;
+};
+
+// q: [..., queries, d] and a packed side [..., keys, x]: the same leading dimensions, flattened to `batch`.
+struct ScoreShape {
+  int64_t batch = 1, queries, keys;
+  std::vector<int64_t> out;  // [..., queries, keys]
+};
+
+inline ScoreShape checked_score_shape(const Tensor& q, const Tensor& packed, const char* packed_name) {
+  check_float(q, "q");
+  check_unit_last_stride(q, "q");
+  bool same = q.dim() >= 2 && packed.dim() == q.dim();
+  for (int64_t i = 0; same && i + 2 < q.dim(); ++i) same = q.size(i) == packed.size(i);
+  STD_TORCH_CHECK(same, "q has shape ", shape_text(q), " and ", packed_name, " ", shape_text(packed),
+                  ", expected [..., queries, d] and [..., keys, bytes] with the same leading dimensions");
+  ScoreShape s;
+  s.queries = q.size(q.dim() - 2);
+  s.keys = packed.size(packed.dim() - 2);
+  s.out = leading_shape(q, 2, {s.queries, s.keys});
+  for (int64_t i = 0; i + 2 < q.dim(); ++i) s.batch *= q.size(i);
+  return s;
+}
+
+// The stored sketch of the keys that `shape` describes: sign_bits uint8 [..., keys, m / 8], norm float32 [..., keys].
+inline void check_sketch_of(const Sketch& sketch, const Tensor& sign_bits, const Tensor& norm, const Tensor& q,
+                            const ScoreShape& shape) {
+  check_device(sign_bits, q, "sign_bits");
+  check_dtype(sign_bits, "sign_bits", {ScalarType::Byte});
+  check_contiguous(sign_bits, "sign_bits");
+  const int64_t dims = q.dim();
+  bool same = sign_bits.dim() == dims && sign_bits.size(dims - 1) == sketch.bytes() && sign_bits.size(dims - 2) == shape.keys;
+  for (int64_t i = 0; same && i + 2 < dims; ++i) same = sign_bits.size(i) == q.size(i);
+  STD_TORCH_CHECK(same, "sign_bits has shape ", shape_text(sign_bits), ", expected [..., ", shape.keys, ", ", sketch.bytes(),
+                  "] with the leading dimensions of q");
+  check_device(norm, q, "the residual norm");
+  check_dtype(norm, "the residual norm", {ScalarType::Float});
+  check_contiguous(norm, "the residual norm");
+  same = norm.dim() == dims - 1 && norm.size(dims - 2) == shape.keys;
+  for (int64_t i = 0; same && i + 2 < dims; ++i) same = norm.size(i) == q.size(i);
+  STD_TORCH_CHECK(same, "the residual norm has shape ", shape_text(norm), ", expected [..., ", shape.keys,
+                  "] with the leading dimensions of q");
+}
+
+// All queries of one batch entry as float32 [queries, d]; `entry` counts the flattened leading dimensions.
+inline void load_queries(const Tensor& q, const Rows& rows, int64_t entry, int64_t queries, int64_t d, float* out) {
+  dispatch_float(q.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* in = static_cast<const T*>(q.data_ptr());
+    for (int64_t i = 0; i < queries; ++i) to_float(in + rows(entry * queries + i), out + i * d, d);
+  });
+}
+
+}  // namespace turboquant::cpu

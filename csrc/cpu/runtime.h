@@ -1,0 +1,101 @@
+// The seam between the CPU kernels and torch: dtype switch, conversions, threads, allocation. Nothing else in csrc/cpu
+// speaks to torch beyond Tensor itself.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include "../checks.h"
+
+namespace turboquant::cpu {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+
+template <typename T>
+struct Tag {
+  using type = T;
+};
+
+// Calls fn(Tag<float | Half | BFloat16>) for a checked floating-point dtype.
+template <typename Fn>
+void dispatch_float(ScalarType dtype, Fn&& fn) {
+  switch (dtype) {
+    case ScalarType::Float: return fn(Tag<float>{});
+    case ScalarType::Half: return fn(Tag<Half>{});
+    case ScalarType::BFloat16: return fn(Tag<BFloat16>{});
+    default: STD_TORCH_CHECK(false, "unsupported dtype ", dtype_name(dtype), ", supported: float32, float16, bfloat16");
+  }
+}
+
+template <typename T>
+void to_float(const T* in, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(in[i]);
+}
+
+template <typename T>
+void from_float(const float* in, T* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(in[i]);
+}
+
+inline uint16_t half_bits(float x) { return Half(x).x; }
+inline float half_value(uint16_t bits) { return static_cast<float>(Half(bits, Half::from_bits())); }
+
+// Scales lie at even bytes of a record but need no alignment in a dense view.
+inline float load_half(const uint8_t* p) {
+  uint16_t bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return half_value(bits);
+}
+inline void store_half(uint8_t* p, uint16_t bits) { std::memcpy(p, &bits, sizeof bits); }
+
+// fn(begin, end) over [0, n) on torch's threads; `grain` is the least work worth a thread.
+template <typename Fn>
+void parallel_for(int64_t n, int64_t grain, Fn&& fn) {
+  if (n > 0) torch::stable::parallel_for(0, n, grain, std::forward<Fn>(fn));
+}
+
+inline Tensor empty_like_shape(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
+  return torch::stable::new_empty(like, shape, dtype);
+}
+
+// Addresses the last-dimension rows of a tensor with arbitrary outer strides: row(i) of the flattened leading dims.
+class Rows {
+ public:
+  explicit Rows(const Tensor& t, int64_t inner_dims = 1) {
+    for (int64_t i = 0; i + inner_dims < t.dim(); ++i) {
+      sizes_.push_back(t.size(i));
+      strides_.push_back(t.stride(i));
+      count_ *= t.size(i);
+    }
+  }
+  int64_t count() const { return count_; }
+  // Offset in elements of row i.
+  int64_t operator()(int64_t i) const {
+    int64_t offset = 0;
+    for (size_t k = sizes_.size(); k-- > 0; i /= sizes_[k]) offset += i % sizes_[k] * strides_[k];
+    return offset;
+  }
+
+ private:
+  std::vector<int64_t> sizes_, strides_;
+  int64_t count_ = 1;
+};
+
+// The sizes of all but the last `drop` dimensions, followed by `tail`.
+inline std::vector<int64_t> leading_shape(const Tensor& t, int64_t drop, std::initializer_list<int64_t> tail) {
+  std::vector<int64_t> shape;
+  for (int64_t i = 0; i + drop < t.dim(); ++i) shape.push_back(t.size(i));
+  shape.insert(shape.end(), tail);
+  return shape;
+}
+
+}  // namespace turboquant::cpu
