@@ -122,32 +122,22 @@ def lloyd_max(head_dim: float | None, bits: int) -> np.ndarray:
 def _lloyd_max(d: float, bits: int) -> np.ndarray:
     """Newton's method on "every level is the centroid of its cell", on the positive half.
 
-    Lloyd's own iteration needs thousands of rounds at 5 bits and more. A step of Newton that does
-    not reduce the residual is replaced by one of Lloyd's, which never increases the error.
+    From the companded start it needs 3 to 8 rounds, where Lloyd's own iteration needs thousands
+    at 5 bits and more.
     """
     marginal = _marginal(d)
     levels = _companded_start(marginal, 2 ** (bits - 1))
-    best, best_residual = levels, math.inf
-    for _ in range(200):
+    for _ in range(50):
         mass, first, bounds = _half_cells(marginal, levels)
         centroids = first / mass
-        residual = float(np.abs(levels - centroids).max())
-        if residual < best_residual:
-            best, best_residual = levels, residual
-            stalled = 0
-        else:
-            stalled += 1
-        if best_residual < 1e-15 or (best_residual < 1e-12 and stalled):
+        jacobian = _centroid_jacobian(marginal, levels, centroids, mass, bounds)
+        step = np.linalg.solve(jacobian, levels - centroids)
+        levels = levels - step
+        if np.abs(step).max() < 1e-10:
             break
-        step = np.linalg.solve(
-            _centroid_jacobian(marginal, levels, centroids, mass, bounds), levels - centroids
-        )
-        newton = levels - step
-        valid = newton[0] > 0 and (np.diff(newton) > 0).all() and newton[-1] < marginal.reach
-        levels = newton if valid and stalled < 2 else centroids
-    if best_residual > 1e-10:
-        raise ArithmeticError(f"Lloyd-Max did not converge for d={d}, bits={bits}: {best_residual}")
-    out = np.concatenate([-best[::-1], best])
+    else:
+        raise ArithmeticError(f"Lloyd-Max did not converge for d = {d}, bits = {bits}")
+    out = np.concatenate([-levels[::-1], levels])
     out.setflags(write=False)
     return out
 
