@@ -8,6 +8,7 @@ import torch
 
 from torch_turboquant.signs import (
     SignKind,
+    gaussian_projection,
     hartley_matrix,
     mix64,
     random_signs,
@@ -91,6 +92,31 @@ def test_streams_are_independent():
 def test_kinds_have_fixed_numbers():
     assert (SignKind.KEYS, SignKind.VALUES, SignKind.SKETCH) == (0, 1, 2)
     assert torch.equal(random_signs(64, 5), random_signs(64, 5, 0, 0))
+
+
+def test_gaussian_projection():
+    s = gaussian_projection(512, 256, seed=3)
+    assert s.shape == (512, 256) and s.dtype == torch.float32 and s.device.type == "cpu"
+    # a golden value: Box and Muller of the first two words
+    w = words(2, 3, 0, SignKind.SKETCH)
+    u, v = (((word >> 11) + 0.5) * 2.0**-53 for word in w)
+    radius, angle = math.sqrt(-2.0 * math.log(u)), 2.0 * math.pi * v
+    assert s[0, 0].item() == pytest.approx(radius * math.cos(angle), rel=1e-6)
+    assert s[0, 1].item() == pytest.approx(radius * math.sin(angle), rel=1e-6)
+    # moments of N(0, 1), each within five of its own standard errors
+    x, n = s.double().flatten(), s.numel()
+    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs((x**power).mean().item() - mean) < 5.0 * math.sqrt(variance / n)
+    assert 4.0 < x.abs().max().item() < 6.0
+    # independent rows, columns, seeds and layers
+    for other in (s.roll(1, 0), s.roll(1, 1), s.roll(1), gaussian_projection(512, 256, 4)):
+        assert abs((s * other).double().mean().item()) < 5.0 / math.sqrt(n)
+    assert not torch.equal(s, gaussian_projection(512, 256, 3, layer=1))
+    # an odd count, and rows that do not depend on how many follow
+    assert gaussian_projection(3, 5, 3).shape == (3, 5)
+    assert torch.equal(gaussian_projection(8, 256, 3), s[:8])
+    with pytest.raises(ValueError, match="at least one row"):
+        gaussian_projection(0, 5, 3)
 
 
 @pytest.mark.parametrize("d", DIMS)

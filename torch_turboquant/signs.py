@@ -81,6 +81,25 @@ def random_signs(d: int, seed: int, layer: int = 0, kind: int = SignKind.KEYS) -
     return torch.from_numpy(1.0 - 2.0 * bits.reshape(-1)[:d].astype(np.float32))
 
 
+def gaussian_projection(m: int, d: int, seed: int, layer: int = 0) -> torch.Tensor:
+    """The projection S of QJL (paper, Algorithm 2): m x d independent N(0, 1), float32 on the CPU.
+
+    Words 2i and 2i + 1 of the stream SignKind.SKETCH give the numbers 2i and 2i + 1 of the rows one
+    after another, by Box and Muller in float64.
+
+    Raises:
+        ValueError: m or d below 1, seed or layer outside 0 .. 2^64 - 1.
+    """
+    if m < 1 or d < 1:
+        raise ValueError(f"a projection has at least one row and one column, got {m} x {d}")
+    words = random_words(m * d + m * d % 2, seed, layer, SignKind.SKETCH)
+    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # inside (0, 1)
+    radius = np.sqrt(-2.0 * np.log(uniform[0::2]))
+    angle = 2.0 * math.pi * uniform[1::2]
+    normal = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1).reshape(-1)
+    return torch.from_numpy(normal[: m * d].reshape(m, d).astype(np.float32))
+
+
 def split_dim(d: int) -> tuple[int, int]:
     """d = m * n with n a power of two and m one of 1, 3, 5, 7, 9: returns (m, n).
 
