@@ -1,6 +1,60 @@
 """TurboQuant for PyTorch: KV caches of 2 to 8 bits per channel that attention reads directly."""
 
-from torch_turboquant._library import build_info
+# the compiled libraries register the ops: before everything else
+from torch_turboquant._library import build_info  # isort: skip
+from torch_turboquant import _autograd  # noqa: F401  refuses inputs that require grad
 from torch_turboquant._version import __version__
+from torch_turboquant.attention import merge_attention, paged_attention
+from torch_turboquant.cache import (
+    CacheTables,
+    Tail,
+    allocate_cache,
+    allocate_tail,
+    cache_load,
+    cache_store,
+    make_tables,
+)
+from torch_turboquant.codebook import Codebook
+from torch_turboquant.codec import SCALE_MODES, decode, encode
+from torch_turboquant.config import PRESETS, CacheConfig, Preset, preset
+from torch_turboquant.format import Record
+from torch_turboquant.group import group_decode, group_encode
+from torch_turboquant.hadamard import hadamard
+from torch_turboquant.pack import pack, unpack
+from torch_turboquant.qjl import gaussian_projection, qjl_score, qjl_sketch
+from torch_turboquant.score import score
+from torch_turboquant.signs import SignKind, random_signs
 
-__all__ = ["__version__", "build_info"]
+__all__ = [
+    "PRESETS",
+    "SCALE_MODES",
+    "CacheConfig",
+    "CacheTables",
+    "Codebook",
+    "Preset",
+    "Record",
+    "SignKind",
+    "Tail",
+    "__version__",
+    "allocate_cache",
+    "allocate_tail",
+    "build_info",
+    "cache_load",
+    "cache_store",
+    "decode",
+    "encode",
+    "gaussian_projection",
+    "group_decode",
+    "group_encode",
+    "hadamard",
+    "make_tables",
+    "merge_attention",
+    "pack",
+    "paged_attention",
+    "preset",
+    "qjl_score",
+    "qjl_sketch",
+    "random_signs",
+    "score",
+    "unpack",
+]

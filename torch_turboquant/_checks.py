@@ -1,0 +1,143 @@
+"""Argument checks shared by the public functions.
+
+The compiled ops check everything again, but C++ can only raise RuntimeError; these raise TypeError
+(not a tensor, wrong dtype) and ValueError (everything else) before the op is called. They look at
+dtypes, shapes, strides and devices only, never at a tensor's values, so they cost no
+synchronisation and torch.compile can trace through them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_turboquant.format import (
+    KEY_BITS,
+    MAX_VECTOR_DIM,
+    PAGE_SIZES,
+    VALUE_BITS,
+    valid_head_dim,
+    valid_vector_dim,
+)
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+CODEC_BITS = (1, 2, 3, 4, 5, 8)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def check_dtype(name: str, t: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+    if t.dtype not in allowed:
+        raise TypeError(f"{name} has dtype {_names((t.dtype,))}, supported: {_names(allowed)}")
+
+
+def check_shape(name: str, t: Tensor, shape: tuple[int | None, ...]) -> None:
+    """`None` stands for any size."""
+    have = t.shape
+    if len(have) == len(shape):
+        for n, want in zip(have, shape, strict=True):
+            if want is not None and n != want:
+                break
+        else:
+            return
+    wanted = ", ".join("any" if n is None else str(n) for n in shape)
+    raise ValueError(f"{name} has shape {list(have)}, expected [{wanted}]")
+
+
+def check_device(name: str, t: Tensor, device: torch.device) -> None:
+    if t.device != device:
+        raise ValueError(
+            f"{name} is on {t.device}, the first tensor of the call on {device}: "
+            "all tensors of a call must be on one device"
+        )
+
+
+def check_vectors(name: str, x: Tensor, ndim: int | None = None) -> int:
+    """A floating-point tensor [..., d] with stride 1 in the last dimension; returns d."""
+    check_dtype(name, x, FLOATS)
+    if x.dim() == 0 or (ndim is not None and x.dim() != ndim):
+        wanted = "one dimension or more" if ndim is None else f"{ndim} dimensions"
+        raise ValueError(f"{name} has shape {list(x.shape)}, expected {wanted}")
+    check_unit_stride(name, x)
+    return x.shape[-1]
+
+
+def check_unit_stride(name: str, x: Tensor) -> None:
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must have stride 1 in its last dimension, got strides {x.stride()}"
+        )
+
+
+def check_constant(
+    name: str,
+    t: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int | None, ...],
+) -> None:
+    """A contiguous tensor of one dtype and shape on the device of the call."""
+    check_dtype(name, t, (dtype,))
+    check_device(name, t, device)
+    check_shape(name, t, shape)
+    if not t.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
+
+
+def check_output_dtype(dtype: torch.dtype) -> None:
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype is {dtype}, supported: {_names(FLOATS)}")
+
+
+def check_vector_dim(name: str, d: int) -> None:
+    if not valid_vector_dim(d):
+        raise ValueError(
+            f"the last dimension of {name} is {d}, supported: m * 2^k with m in {{1, 3, 5, 7, 9}} "
+            f"and k >= 1, up to {MAX_VECTOR_DIM}"
+        )
+
+
+def check_bits(bits: int, supported: tuple[int, ...], name: str = "bits") -> None:
+    if bits not in supported:
+        raise ValueError(f"{name} is {bits}, supported: {', '.join(map(str, supported))}")
+
+
+def check_scale_mode(mode: str, modes: dict[str, int], name: str = "scale_mode") -> int:
+    if mode not in modes:
+        raise ValueError(f"{name} is {mode!r}, supported: {', '.join(modes)}")
+    return modes[mode]
+
+
+def check_levels(
+    levels: Tensor | None, device: torch.device, bits: int, name: str = "levels"
+) -> None:
+    if levels is None:
+        if bits < 2:
+            raise ValueError(f"{name} is needed at {bits} bit: the uniform grid starts at 2 bits")
+        return
+    if bits > 5:
+        raise ValueError(
+            f"{name} must be absent at {bits} bits: 8-bit codes are the uniform signed grid"
+        )
+    check_constant(name, levels, device, torch.int8, (2**bits,))
+
+
+def check_steps(steps: Tensor, device: torch.device, name: str = "steps") -> None:
+    check_constant(name, steps, device, torch.float32, (None,))
+    if not 1 <= steps.shape[0] <= 64:
+        raise ValueError(f"{name} has {steps.shape[0]} candidates, supported: 1 to 64")
+
+
+def check_record(head_dim: int, page_size: int, key_bits: int, value_bits: int) -> None:
+    if not valid_head_dim(head_dim):
+        raise ValueError(
+            f"head_dim is {head_dim}, supported in page records: multiples of 16 up to 1024 of the "
+            "form m * 2^k with m in {1, 3, 5, 7, 9}"
+        )
+    check_bits(page_size, PAGE_SIZES, "page_size")
+    check_bits(key_bits, KEY_BITS, "key_bits")
+    check_bits(value_bits, VALUE_BITS, "value_bits")

@@ -1,0 +1,479 @@
+"""The packed cache: pages of encoded keys and values, and the exact tail.
+
+A cache is one uint8 tensor [num_pages, num_kv_heads, record_bytes]; what a record holds is in
+docs/format.md, section 8. cache_store encodes new tokens into their slots and copies them,
+unrotated and in the model's dtype, into the sequence's tail: a small ring that keeps the first
+(sink) and last (recent) tokens exact for attention. Every token is encoded when it arrives, so
+pages alone are always complete. cache_load decodes pages.
+
+Tokens of a call belong to sequences: seq_lens [seqs] counts all tokens of each sequence including
+the new ones of this call, and cu_seqlens_q [seqs + 1] says where each sequence's new tokens start
+among the call's tokens (absent: one new token per sequence).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_turboquant import _checks, format
+from torch_turboquant.codebook import Codebook
+from torch_turboquant.codec import SCALE_MODES, dequantise_reference, quantise_reference
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.signs import SignKind, random_signs
+
+
+class CacheTables(NamedTuple):
+    """The constants of one layer's cache, as tensors on its device (make_tables)."""
+
+    key_signs: Tensor
+    """float32 [head_dim] of +1 and -1."""
+    value_signs: Tensor
+    """float32 [head_dim] of +1 and -1."""
+    key_levels: Tensor | None
+    """int8 [2^key_bits], or None for the uniform grid."""
+    value_levels: Tensor | None
+    """int8 [2^value_bits], or None for the uniform grid."""
+    key_steps: Tensor
+    """float32 [S]: candidate steps, increasing."""
+    value_steps: Tensor
+    """float32 [S]: candidate steps, increasing."""
+    center: Tensor | None
+    """float32 [kv_heads, head_dim] subtracted from keys before they are encoded, or None."""
+
+
+class Tail(NamedTuple):
+    """The exact tail of a call's sequences (docs/format.md, section 9)."""
+
+    ring: Tensor
+    """[max_seqs, kv_heads, sink_tokens + ring, 2, head_dim], of k's dtype (allocate_tail)."""
+    slots: Tensor
+    """int64 [seqs]: which of the max_seqs rows each sequence owns; -1: it has none, use codes."""
+    valid: Tensor | None = None
+    """int32 [max_seqs, 2]: number of sink tokens held, first position in the ring; None: all."""
+
+
+def make_tables(
+    config: CacheConfig,
+    layer: int,
+    device: torch.device | str = "cpu",
+    center: Tensor | None = None,
+) -> CacheTables:
+    """The constants of one layer: signs from (seed, layer), codebooks from the config.
+
+    Args:
+        config: the cache.
+        layer: 0 and more; every layer has its own signs.
+        device: of the cache.
+        center: [kv_heads, head_dim], any floating dtype: the mean key of this layer, or None.
+
+    Raises:
+        ValueError: a center of another shape, or codebooks that the config's grids do not have.
+    """
+    d = config.head_dim
+    keys = Codebook.make(d, config.key_bits, config.key_grid)
+    values = Codebook.make(d, config.value_bits, config.value_grid)
+    if center is not None:
+        if center.dim() != 2 or center.shape[1] != d:
+            raise ValueError(f"center has shape {list(center.shape)}, expected [kv_heads, {d}]")
+        center = center.detach().to(device, torch.float32).contiguous()
+    return CacheTables(
+        random_signs(d, config.seed, layer, SignKind.KEYS).to(device),
+        random_signs(d, config.seed, layer, SignKind.VALUES).to(device),
+        keys.levels_tensor(device),
+        values.levels_tensor(device),
+        keys.steps_tensor(config.search, device),
+        values.steps_tensor(config.search, device),
+        center,
+    )
+
+
+def allocate_cache(
+    config: CacheConfig, num_pages: int, num_kv_heads: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """An empty cache: uint8 [num_pages, num_kv_heads, record_bytes], zeros."""
+    return torch.zeros(
+        num_pages, num_kv_heads, config.record_bytes, dtype=torch.uint8, device=device
+    )
+
+
+def allocate_tail(
+    config: CacheConfig,
+    max_seqs: int,
+    num_kv_heads: int,
+    dtype: torch.dtype,
+    max_q_len: int = 1,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """An empty tail, the `ring` of Tail: zeros.
+
+    The ring has recent_window + max_q_len - 1 rows, so that every query of a call of up to
+    max_q_len new tokens finds its window, also after rolling back to any of them.
+
+    Returns:
+        [max_seqs, num_kv_heads, sink_tokens + ring, 2, head_dim].
+
+    Raises:
+        TypeError: a dtype other than float32, float16 and bfloat16.
+        ValueError: a config without sink tokens and window, or max_q_len below 1.
+    """
+    _checks.check_output_dtype(dtype)
+    if config.sink_tokens == 0 and config.recent_window == 0:
+        raise ValueError("a config with sink_tokens = 0 and recent_window = 0 needs no tail")
+    if max_q_len < 1:
+        raise ValueError(f"max_q_len is {max_q_len}, supported: 1 and more")
+    ring = max(1, config.recent_window + max_q_len - 1)
+    return torch.zeros(
+        max_seqs,
+        num_kv_heads,
+        config.sink_tokens + ring,
+        2,
+        config.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def cache_store(
+    k: Tensor,
+    v: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    *,
+    tail: Tail | None = None,
+    seq_lens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+) -> None:
+    """Encodes new tokens into their slots, and copies them into the tail.
+
+    Args:
+        k, v: [tokens, kv_heads, head_dim], one dtype of float32, float16 and bfloat16, stride 1 in
+            the last dimension.
+        cache: uint8 [num_pages, kv_heads, record_bytes], contiguous; written.
+        slot_mapping: int64 [tokens]: page * page_size + offset of each token; -1 skips the token.
+            Two tokens of a call must not have the same slot.
+        config, tables: of the cache.
+        tail: written at the positions that it keeps; needs seq_lens. Two sequences of a call must
+            not share a row.
+        seq_lens: int32 [seqs], with the new tokens; 0 for padding.
+        cu_seqlens_q: int32 [seqs + 1]; absent: one new token per sequence.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, stride or device; a tail without seq_lens.
+        RuntimeError: values of slot_mapping, seq_lens, cu_seqlens_q or tail.slots out of range
+            (checked on the CPU, before anything is written).
+    """
+    _checks.check_vectors("k", k, 3)
+    _checks.check_dtype("v", v, (k.dtype,))
+    _checks.check_device("v", v, k.device)
+    _checks.check_shape("v", v, tuple(k.shape))
+    _checks.check_unit_stride("v", v)
+    tokens, kv_heads, d = k.shape
+    if d != config.head_dim:
+        raise ValueError(f"k has head_dim {d}, but the config has {config.head_dim}")
+    check_cache(cache, k.device, config, kv_heads)
+    check_tables(tables, k.device, config, kv_heads)
+    _checks.check_constant("slot_mapping", slot_mapping, k.device, torch.int64, (tokens,))
+    if tail is not None and seq_lens is None:
+        raise ValueError("tail needs seq_lens")
+    if seq_lens is not None:
+        check_batch(seq_lens, cu_seqlens_q, k.device, tokens)
+    ring = slots = None
+    if tail is not None:
+        check_tail(tail, k.device, k.dtype, config, kv_heads, seq_lens.shape[0])
+        ring, slots, _ = tail
+    torch.ops.turboquant.cache_store.default(
+        k,
+        v,
+        cache,
+        slot_mapping,
+        tables.key_signs,
+        tables.value_signs,
+        tables.key_levels,
+        tables.value_levels,
+        tables.key_steps,
+        tables.value_steps,
+        tables.center,
+        config.page_size,
+        config.key_bits,
+        config.value_bits,
+        SCALE_MODES[config.key_scale_mode],
+        SCALE_MODES[config.value_scale_mode],
+        ring,
+        slots,
+        seq_lens,
+        cu_seqlens_q,
+        config.sink_tokens,
+    )
+
+
+def cache_load(
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    max_seq_len: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Decodes the pages of sequences.
+
+    Args:
+        cache: uint8 [num_pages, kv_heads, record_bytes], contiguous.
+        block_table: int32 [seqs, max_pages]: the pages of each sequence in order; entries past
+            seq_lens are not read.
+        seq_lens: int32 [seqs], at most max_seq_len.
+        config, tables: of the cache.
+        max_seq_len: the second dimension of the result.
+        dtype: of the result: float32, float16 or bfloat16.
+
+    Returns:
+        k, v: [seqs, max_seq_len, kv_heads, head_dim]; zeros from seq_lens on.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape or device.
+        RuntimeError: values of block_table or seq_lens out of range (checked on the CPU).
+    """
+    _checks.check_dtype("cache", cache, (torch.uint8,))
+    device = cache.device
+    check_cache(cache, device, config, None)
+    check_tables(tables, device, config, cache.shape[1])
+    _checks.check_output_dtype(dtype)
+    if max_seq_len < 0:
+        raise ValueError(f"max_seq_len is {max_seq_len}, supported: 0 and more")
+    _checks.check_constant("seq_lens", seq_lens, device, torch.int32, (None,))
+    seqs = seq_lens.shape[0]
+    _checks.check_constant("block_table", block_table, device, torch.int32, (seqs, None))
+    return torch.ops.turboquant.cache_load.default(
+        cache,
+        block_table,
+        seq_lens,
+        tables.key_signs,
+        tables.value_signs,
+        tables.key_levels,
+        tables.value_levels,
+        tables.center,
+        config.head_dim,
+        config.page_size,
+        config.key_bits,
+        config.value_bits,
+        max_seq_len,
+        dtype,
+    )
+
+
+# ---- checks shared with attention
+
+
+def check_cache(
+    cache: Tensor, device: torch.device, config: CacheConfig, kv_heads: int | None
+) -> None:
+    shape = (None, kv_heads, config.record_bytes)
+    _checks.check_constant("cache", cache, device, torch.uint8, shape)
+
+
+def check_tables(
+    tables: CacheTables, device: torch.device, config: CacheConfig, kv_heads: int
+) -> None:
+    d = config.head_dim
+    _checks.check_constant("key_signs", tables.key_signs, device, torch.float32, (d,))
+    _checks.check_constant("value_signs", tables.value_signs, device, torch.float32, (d,))
+    for kind, bits, grid, levels, steps in (
+        ("key", config.key_bits, config.key_grid, tables.key_levels, tables.key_steps),
+        ("value", config.value_bits, config.value_grid, tables.value_levels, tables.value_steps),
+    ):
+        if (levels is None) != (grid == "uniform"):
+            raise ValueError(f"{kind}_levels do not fit the config's {kind}_grid {grid!r}")
+        _checks.check_levels(levels, device, bits, f"{kind}_levels")
+        _checks.check_steps(steps, device, f"{kind}_steps")
+    if tables.center is not None:
+        _checks.check_constant("center", tables.center, device, torch.float32, (kv_heads, d))
+
+
+def check_batch(
+    seq_lens: Tensor, cu_seqlens_q: Tensor | None, device: torch.device, tokens: int
+) -> None:
+    _checks.check_constant("seq_lens", seq_lens, device, torch.int32, (None,))
+    seqs = seq_lens.shape[0]
+    if cu_seqlens_q is not None:
+        _checks.check_constant("cu_seqlens_q", cu_seqlens_q, device, torch.int32, (seqs + 1,))
+    elif seqs != tokens:
+        raise ValueError(
+            "without cu_seqlens_q every sequence has one new token, but there are "
+            f"{seqs} sequences and {tokens} tokens"
+        )
+
+
+def check_tail(
+    tail: Tail,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: CacheConfig,
+    kv_heads: int,
+    seqs: int,
+    max_q_len: int = 1,
+) -> None:
+    """Window and sinks are the config's; a call of max_q_len queries needs that many more rows."""
+    ring, slots, valid = tail
+    rows = ring.shape[2] if isinstance(ring, Tensor) and ring.dim() == 5 else None
+    shape = (None, kv_heads, rows, 2, config.head_dim)
+    _checks.check_constant("tail", ring, device, dtype, shape)
+    need = config.sink_tokens + max(1, config.recent_window + max_q_len - 1)
+    if rows < need:
+        raise ValueError(
+            f"tail has {rows} rows, expected at least {need}: sink_tokens ({config.sink_tokens}) + "
+            f"recent_window ({config.recent_window}) + max_q_len ({max_q_len}) - 1"
+        )
+    _checks.check_constant("tail_slots", slots, device, torch.int64, (seqs,))
+    if valid is not None:
+        _checks.check_constant("tail_valid", valid, device, torch.int32, (ring.shape[0], 2))
+
+
+# ---- fakes
+
+
+@torch.library.register_fake("turboquant::cache_store")
+def _cache_store_fake(k, v, cache, slot_mapping, *constants) -> None:
+    return None
+
+
+@torch.library.register_fake("turboquant::cache_load")
+def _cache_load_fake(
+    cache,
+    block_table,
+    seq_lens,
+    key_signs,
+    value_signs,
+    key_levels,
+    value_levels,
+    center,
+    head_dim,
+    page_size,
+    key_bits,
+    value_bits,
+    max_seq_len,
+    dtype,
+):
+    shape = (seq_lens.shape[0], max_seq_len, cache.shape[1], head_dim)
+    return cache.new_empty(shape, dtype=dtype), cache.new_empty(shape, dtype=dtype)
+
+
+# ---- references: CPU tensors only
+
+
+def token_places_reference(
+    tokens: int, seq_lens: Tensor, cu_seqlens_q: Tensor | None
+) -> list[tuple[int, int]]:
+    """(sequence, position) of each token of a call; (-1, -1) past the last sequence."""
+    starts = range(tokens + 1) if cu_seqlens_q is None else cu_seqlens_q.tolist()
+    places = [(-1, -1)] * tokens
+    for s, length in enumerate(seq_lens.tolist()):
+        count = starts[s + 1] - starts[s]
+        for i in range(count):
+            places[starts[s] + i] = (s, length - count + i)
+    return places
+
+
+def tail_row_reference(position: int, sink_tokens: int, ring: int) -> int:
+    """The row of the tail that holds a position."""
+    return position if position < sink_tokens else sink_tokens + (position - sink_tokens) % ring
+
+
+def cache_store_reference(
+    k, v, cache, slot_mapping, config, tables, *, tail=None, seq_lens=None, cu_seqlens_q=None
+) -> None:
+    """cache_store in plain PyTorch and numpy: the same bytes."""
+    key_codes, key_scales = quantise_reference(
+        k,
+        tables.key_signs,
+        tables.key_levels,
+        tables.key_steps,
+        config.key_bits,
+        SCALE_MODES[config.key_scale_mode],
+        tables.center,
+    )
+    value_codes, value_scales = quantise_reference(
+        v,
+        tables.value_signs,
+        tables.value_levels,
+        tables.value_steps,
+        config.value_bits,
+        SCALE_MODES[config.value_scale_mode],
+    )
+    data = cache.numpy()  # shares memory
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        page, offset = divmod(slot, config.page_size)
+        for head in range(k.shape[1]):
+            format.write_token(
+                config.record,
+                data[page, head],
+                offset,
+                key_codes[token, head].numpy(),
+                value_codes[token, head].numpy(),
+                key_scales[token, head].numpy(),
+                value_scales[token, head].numpy(),
+            )
+    if tail is None:
+        return
+    ring = tail.ring.shape[2] - config.sink_tokens
+    places = token_places_reference(k.shape[0], seq_lens, cu_seqlens_q)
+    for token, (sequence, position) in enumerate(places):
+        if sequence < 0 or position < 0 or slot_mapping[token] < 0 or tail.slots[sequence] < 0:
+            continue
+        if position >= config.sink_tokens and position < int(seq_lens[sequence]) - ring:
+            continue
+        row = tail_row_reference(position, config.sink_tokens, ring)
+        tail.ring[tail.slots[sequence], :, row, 0] = k[token]
+        tail.ring[tail.slots[sequence], :, row, 1] = v[token]
+
+
+def read_pages_reference(cache, pages, config) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of a list of pages: [tokens, kv_heads, d] uint8 and [tokens, kv_heads]."""
+    records = cache[pages].numpy()
+    key_scales, value_scales = format.read_scales(config.record, records)
+    parts = (
+        format.read_keys(config.record, records),
+        format.read_values(config.record, records),
+        key_scales,
+        value_scales,
+    )
+    # [pages, heads, page_size, ...] -> [pages * page_size, heads, ...]
+    return tuple(torch.from_numpy(part).transpose(1, 2).flatten(0, 1) for part in parts)
+
+
+def cache_load_reference(cache, block_table, seq_lens, config, tables, max_seq_len, dtype):
+    """cache_load in plain PyTorch and numpy, with every rounding of docs/format.md."""
+    shape = (seq_lens.shape[0], max_seq_len, cache.shape[1], config.head_dim)
+    k, v = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    for s, length in enumerate(seq_lens.tolist()):
+        pages = block_table[s, : -(-length // config.page_size)].long()
+        key_codes, value_codes, key_scales, value_scales = read_pages_reference(
+            cache, pages, config
+        )
+        k[s, :length] = dequantise_reference(
+            key_codes,
+            key_scales,
+            tables.key_signs,
+            tables.key_levels,
+            config.key_bits,
+            tables.center,
+            dtype,
+        )[:length]
+        v[s, :length] = dequantise_reference(
+            value_codes,
+            value_scales,
+            tables.value_signs,
+            tables.value_levels,
+            config.value_bits,
+            None,
+            dtype,
+        )[:length]
+    return k, v

@@ -1,0 +1,144 @@
+"""What a packed cache is made of: bits, grids, scale modes, pages, the exact tail; and presets.
+
+Everything here is plain data. A preset is a name for bits and grids; kernels read the numbers of a
+CacheConfig and know no names. Sizes count everything that is stored: codes, padding and scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from torch_turboquant.codec import SCALE_MODES
+from torch_turboquant.format import Record
+
+GRIDS = ("lloyd", "uniform")
+MAX_SEARCH = 64
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The static description of a packed cache of one model.
+
+    Args:
+        head_dim: channels of a head: a multiple of 16 up to 1024 of the form m * 2^k, m one of
+            1, 3, 5, 7, 9.
+        key_bits: 2, 3, 4, 5 or 8 bits a channel.
+        value_bits: 2, 3, 4 or 8 bits a channel.
+        key_grid, value_grid: "lloyd" (Lloyd-Max levels) or "uniform" (evenly spaced, decodes faster
+            on GPUs). None is the default: "lloyd", and "uniform" for 8 bits, which have no other.
+        page_size: 16, 32, 64 or 128 tokens a page.
+        key_scale_mode, value_scale_mode: what the stored scale makes true (docs/format.md, section
+            5): "norm" (the paper), "preserve", "mse" or "unbiased".
+        search: step sizes tried for each vector, 1 (the paper) to 64.
+        sink_tokens: the first tokens of a sequence, kept exact in the tail.
+        recent_window: the last tokens of a sequence, kept exact in the tail.
+        seed: of the random signs, 0 to 2^64 - 1.
+
+    Raises:
+        ValueError: anything else; the text names what is supported.
+    """
+
+    head_dim: int
+    key_bits: int
+    value_bits: int
+    key_grid: str | None = None
+    value_grid: str | None = None
+    page_size: int = 32
+    key_scale_mode: str = "unbiased"
+    value_scale_mode: str = "mse"
+    search: int = 8
+    sink_tokens: int = 4
+    recent_window: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.record  # noqa: B018  checks head_dim, bits and page_size
+        for kind, bits in (("key", self.key_bits), ("value", self.value_bits)):
+            grid = getattr(self, f"{kind}_grid")
+            if grid is None:
+                object.__setattr__(self, f"{kind}_grid", "uniform" if bits == 8 else "lloyd")
+            elif grid not in GRIDS:
+                raise ValueError(f"{kind}_grid must be one of {GRIDS}, got {grid!r}")
+            elif bits == 8 and grid != "uniform":
+                raise ValueError(f"{kind}_grid must be 'uniform' for 8 bits, got {grid!r}")
+            mode = getattr(self, f"{kind}_scale_mode")
+            if mode not in SCALE_MODES:
+                raise ValueError(
+                    f"{kind}_scale_mode must be one of {tuple(SCALE_MODES)}, got {mode!r}"
+                )
+        if not 1 <= self.search <= MAX_SEARCH:
+            raise ValueError(f"search must be 1 to {MAX_SEARCH}, got {self.search}")
+        for name in ("sink_tokens", "recent_window"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be 0 to 2^64 - 1, got {self.seed}")
+
+    @property
+    def record(self) -> Record:
+        """The layout of one (page, KV head)."""
+        return Record(self.head_dim, self.page_size, self.key_bits, self.value_bits)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one (page, KV head)."""
+        return self.record.record_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's key and value of one KV head, scales and padding included."""
+        whole, rest = divmod(self.record_bytes, self.page_size)
+        assert rest == 0, "every token owns whole bytes"
+        return whole
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits stored per channel of a key or a value, on average, scales and padding included."""
+        return 8 * self.bytes_per_token / (2 * self.head_dim)
+
+    def compression(self, dtype: torch.dtype = torch.bfloat16) -> float:
+        """How many times smaller the pages are than a cache of this dtype."""
+        return 2 * self.head_dim * dtype.itemsize / self.bytes_per_token
+
+
+class Preset(NamedTuple):
+    """Bits and grids of keys and values."""
+
+    key_bits: int
+    value_bits: int
+    key_grid: str
+    value_grid: str
+
+
+PRESETS: dict[str, Preset] = {
+    "k8v8": Preset(8, 8, "uniform", "uniform"),
+    "k8v4": Preset(8, 4, "uniform", "lloyd"),
+    "k5v4u": Preset(5, 4, "uniform", "uniform"),
+    "k5v3u": Preset(5, 3, "uniform", "uniform"),
+    "k4v4": Preset(4, 4, "lloyd", "lloyd"),
+    "k4v4u": Preset(4, 4, "uniform", "uniform"),
+    "k4v3": Preset(4, 3, "lloyd", "lloyd"),
+    "k4v2": Preset(4, 2, "lloyd", "lloyd"),
+    "k3v3": Preset(3, 3, "lloyd", "lloyd"),
+    "k3v2": Preset(3, 2, "lloyd", "lloyd"),
+    "k2v2": Preset(2, 2, "lloyd", "lloyd"),
+}
+
+
+def preset(name: str, head_dim: int, **overrides: object) -> CacheConfig:
+    """The configuration of a named preset.
+
+    Args:
+        name: one of PRESETS: k<key bits>v<value bits>, with a final u for the uniform grid.
+        head_dim: channels of a head.
+        overrides: any other field of CacheConfig.
+
+    Raises:
+        ValueError: an unknown name, or fields that CacheConfig rejects.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}")
+    return CacheConfig(head_dim, **{**PRESETS[name]._asdict(), **overrides})

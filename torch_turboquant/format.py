@@ -1,0 +1,314 @@
+"""Where every code of a page record lives: docs/format.md, section 8, in Python.
+
+A cache is uint8 [num_pages, num_kv_heads, record_bytes]; a record holds page_size tokens of one
+head in tiles of up to 32 tokens. `Record` says which bits of which bytes hold the code of a token
+and channel, and where the scales are. The rest of this file reads and writes whole records with
+numpy, for the references and the tests; no fast path comes here.
+
+The layout lets a store touch whole bytes of its own token only, and hands attention kernels the
+operands of 8-bit tensor-core instructions without a shuffle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from torch_turboquant.signs import split_dim
+
+FORMAT_VERSION = 1
+
+KEY_BITS = (2, 3, 4, 5, 8)
+VALUE_BITS = (2, 3, 4, 8)
+PAGE_SIZES = (16, 32, 64, 128)
+MAX_HEAD_DIM = 1024
+MAX_VECTOR_DIM = 4096
+MAX_TILE = 32
+VALUE_GROUP = 16
+
+
+class Piece(NamedTuple):
+    """`width` bits from bit `shift` of byte `byte` are the bits from `code_shift` of the code."""
+
+    byte: int
+    shift: int
+    width: int
+    code_shift: int
+
+
+def valid_vector_dim(d: int) -> bool:
+    """Whether the transform exists for d channels (section 2): m * 2^k, m odd up to 9, k >= 1."""
+    if not 2 <= d <= MAX_VECTOR_DIM:
+        return False
+    try:
+        return split_dim(d)[1] > 1
+    except ValueError:
+        return False
+
+
+def valid_head_dim(d: int) -> bool:
+    """Whether page records exist for d channels (section 8)."""
+    return d % 16 == 0 and d <= MAX_HEAD_DIM and valid_vector_dim(d)
+
+
+def dense_row_bytes(d: int, bits: int) -> int:
+    """Bytes of a standalone row of d codes (section 7)."""
+    return (d * bits + 7) // 8
+
+
+def _round_up_4(n: int) -> int:
+    return (n + 3) // 4 * 4
+
+
+@dataclass(frozen=True)
+class Record:
+    """The geometry of the record of one (page, KV head). Offsets are bytes from its start.
+
+    Args:
+        head_dim: a multiple of 16 up to 1024 of the form m * 2^k, m one of 1, 3, 5, 7, 9.
+        page_size: 16, 32, 64 or 128 tokens.
+        key_bits: 2, 3, 4, 5 or 8.
+        value_bits: 2, 3, 4 or 8.
+
+    Raises:
+        ValueError: anything else.
+    """
+
+    head_dim: int
+    page_size: int
+    key_bits: int
+    value_bits: int
+
+    def __post_init__(self) -> None:
+        if not valid_head_dim(self.head_dim):
+            raise ValueError(
+                f"head_dim is {self.head_dim}, supported in page records: multiples of 16 up to "
+                f"{MAX_HEAD_DIM} of the form m * 2^k with m in {{1, 3, 5, 7, 9}}"
+            )
+        if self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size is {self.page_size}, supported: 16, 32, 64, 128")
+        if self.key_bits not in KEY_BITS:
+            raise ValueError(f"key_bits is {self.key_bits}, supported: 2, 3, 4, 5, 8")
+        if self.value_bits not in VALUE_BITS:
+            raise ValueError(f"value_bits is {self.value_bits}, supported: 2, 3, 4, 8")
+
+    # ---- sizes
+
+    @property
+    def tile_tokens(self) -> int:
+        return min(self.page_size, MAX_TILE)
+
+    @property
+    def key_row_bytes(self) -> int:
+        d = self.head_dim
+        return {8: d, 5: d // 2, 4: d // 2, 3: _round_up_4(3 * d // 8), 2: d // 4}[self.key_bits]
+
+    @property
+    def key_plane_bytes(self) -> int:
+        return _round_up_4(self.head_dim // 8) if self.key_bits == 5 else 0
+
+    @property
+    def value_block_bytes(self) -> int:
+        d = self.head_dim
+        three = 384 * (d // 64) + 8 * (d % 64)
+        return {8: 16 * d, 4: 8 * d, 3: three, 2: 4 * d}[self.value_bits]
+
+    @cached_property
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Sections of a tile in order: name -> (first byte, bytes). Empty sections are left out."""
+        tokens = self.tile_tokens
+        sizes = {
+            "key_rows": tokens * self.key_row_bytes,
+            "key_planes": tokens * self.key_plane_bytes,
+            "value_blocks": tokens // VALUE_GROUP * self.value_block_bytes,
+            "key_scales": 2 * tokens,
+            "value_scales": 2 * tokens,
+        }
+        out, start = {}, 0
+        for name, size in sizes.items():
+            if size:
+                out[name] = (start, size)
+            start += size
+        return out
+
+    @property
+    def tile_bytes(self) -> int:
+        return sum(size for _, size in self.sections.values())
+
+    @property
+    def record_bytes(self) -> int:
+        return self.page_size // self.tile_tokens * self.tile_bytes
+
+    # ---- places
+
+    def _tile(self, token: int) -> int:
+        return token // self.tile_tokens * self.tile_bytes
+
+    def key_scale(self, token: int) -> int:
+        """First byte of the key scale of a token of the page."""
+        return self._tile(token) + self.sections["key_scales"][0] + 2 * (token % self.tile_tokens)
+
+    def value_scale(self, token: int) -> int:
+        """First byte of the value scale of a token of the page."""
+        return self._tile(token) + self.sections["value_scales"][0] + 2 * (token % self.tile_tokens)
+
+    def key(self, token: int, channel: int) -> list[Piece]:
+        """The bits of the key code of one channel of one token of the page."""
+        row = self._tile(token) + token % self.tile_tokens * self.key_row_bytes
+        c = channel
+        if self.key_bits == 8:
+            return [Piece(row + c, 0, 8, 0)]
+        if self.key_bits == 4:
+            return [Piece(row + c // 2, 4 * (c % 2), 4, 0)]
+        if self.key_bits == 2:
+            return [Piece(row + c // 4, 2 * (c % 4), 2, 0)]
+
+        group = c // 32
+        width = min(32, self.head_dim - 32 * group)
+        j, i = divmod(c % 32, width // 4)
+        if self.key_bits == 5:
+            planes = self.sections["key_planes"][0]
+            plane = self._tile(token) + planes + token % self.tile_tokens * self.key_plane_bytes
+            return [
+                Piece(row + c // 2, 4 * (c % 2), 4, 0),
+                Piece(plane + 4 * group + i // 2, 2 * j + i % 2, 1, 4),
+            ]
+        nibbles = row + 12 * group + i // 2
+        word = width // 8
+        if j < 3:
+            return [Piece(nibbles + j * word, 4 * (i % 2), 3, 0)]
+        return [Piece(nibbles + k * word, 4 * (i % 2) + 3, 1, k) for k in range(3)]
+
+    def value(self, token: int, channel: int) -> list[Piece]:
+        """The bits of the value code of one channel of one token of the page."""
+        inside = token % self.tile_tokens
+        blocks = self._tile(token) + self.sections["value_blocks"][0]
+        block = blocks + inside // VALUE_GROUP * self.value_block_bytes
+        s = inside % VALUE_GROUP
+        q, b = s % 8 // 2, s % 2 + 2 * (s // 8)
+        g = channel % 8
+        lane = 4 * g + q
+
+        if self.value_bits == 3:
+            chunk = block + 384 * (channel // 64)
+            j, e = channel // 16 % 4, channel // 8 % 2
+            if channel // 64 == self.head_dim // 64:
+                words = self.head_dim % 64 // 16
+                return [Piece(chunk + 4 * words * lane + 4 * j + b, 4 * e, 3, 0)]
+            if j < 3:
+                return [Piece(chunk + 12 * lane + 4 * j + b, 4 * e, 3, 0)]
+            return [Piece(chunk + 12 * lane + 4 * k + b, 4 * e + 3, 1, k) for k in range(3)]
+
+        unit_channels = 64 // self.value_bits
+        units = self.head_dim // unit_channels
+        unit = channel // unit_channels
+        if unit == units:  # 2 bits: the last 16 channels, four channels of one token in a byte
+            byte = block + 128 * units + 16 * (g % 4) + 4 * q + b
+            return [Piece(byte, 4 * (g // 4) + 2 * (channel // 8 % 2), 2, 0)]
+        words = min(4, units - unit // 4 * 4)
+        byte = block + 512 * (unit // 4) + 4 * words * lane + 4 * (unit % 4) + b
+        e = channel // 8 % (8 // self.value_bits)
+        return [Piece(byte, self.value_bits * e, self.value_bits, 0)]
+
+
+# ---- whole records with numpy
+
+
+class _Places(NamedTuple):
+    """The pieces of all codes of a tile as arrays [tokens, channels, pieces]; width 0 pads."""
+
+    byte: np.ndarray
+    shift: np.ndarray
+    mask: np.ndarray
+    code_shift: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def _places(record: Record, kind: str) -> _Places:
+    place = getattr(record, kind)
+    table = np.zeros((record.tile_tokens, record.head_dim, 3, 4), dtype=np.int64)
+    for token in range(record.tile_tokens):
+        for channel in range(record.head_dim):
+            for i, piece in enumerate(place(token, channel)):
+                table[token, channel, i] = piece
+    byte, shift, width, code_shift = np.moveaxis(table, -1, 0)
+    return _Places(byte, shift, (1 << width) - 1, code_shift)
+
+
+def _read(record: Record, kind: str, records: np.ndarray) -> np.ndarray:
+    places = _places(record, kind)
+    tiles = records.reshape(*records.shape[:-1], -1, record.tile_bytes)
+    parts = (tiles[..., places.byte] >> places.shift & places.mask) << places.code_shift
+    return parts.sum(-1).astype(np.uint8).reshape(*records.shape[:-1], record.page_size, -1)
+
+
+def read_keys(record: Record, records: np.ndarray) -> np.ndarray:
+    """Key codes of whole records: uint8 [..., record_bytes] -> [..., page_size, head_dim]."""
+    return _read(record, "key", records)
+
+
+def read_values(record: Record, records: np.ndarray) -> np.ndarray:
+    """Value codes of whole records: uint8 [..., record_bytes] -> [..., page_size, head_dim]."""
+    return _read(record, "value", records)
+
+
+def read_scales(record: Record, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Key and value scales of whole records: float16 [..., page_size] each."""
+    tiles = records.reshape(*records.shape[:-1], -1, record.tile_bytes)
+    out = []
+    for name in ("key_scales", "value_scales"):
+        start, size = record.sections[name]
+        part = np.ascontiguousarray(tiles[..., start : start + size]).view("<f2")
+        out.append(part.reshape(*records.shape[:-1], record.page_size))
+    return out[0], out[1]
+
+
+def own_bytes(record: Record, token: int) -> np.ndarray:
+    """All bytes that a store of one token of the page writes, padding included: int64 [n]."""
+    tile, inside = divmod(token, record.tile_tokens)
+    row, plane = record.key_row_bytes, record.key_plane_bytes
+    parts = [np.arange(inside * row, (inside + 1) * row)]
+    if plane:
+        planes = record.sections["key_planes"][0]
+        parts.append(planes + np.arange(inside * plane, (inside + 1) * plane))
+    values = _places(record, "value")
+    used = values.byte[inside][values.mask[inside] > 0]
+    parts.append(np.unique(used))
+    for name in ("key_scales", "value_scales"):
+        parts.append(record.sections[name][0] + 2 * inside + np.arange(2))
+    return tile * record.tile_bytes + np.sort(np.concatenate(parts))
+
+
+def write_token(
+    record: Record,
+    data: np.ndarray,
+    token: int,
+    key_codes: np.ndarray,
+    value_codes: np.ndarray,
+    key_scale: np.ndarray,
+    value_scale: np.ndarray,
+) -> None:
+    """Writes one token of one record in place: exactly the bytes of own_bytes, unused bits 0.
+
+    Args:
+        data: uint8 [record_bytes].
+        token: 0 .. page_size - 1.
+        key_codes, value_codes: uint8 [head_dim].
+        key_scale, value_scale: float16 scalars.
+    """
+    tile, inside = divmod(token, record.tile_tokens)
+    data[own_bytes(record, token)] = 0
+    part = data[tile * record.tile_bytes : (tile + 1) * record.tile_bytes]
+    for kind, codes in (("key", key_codes), ("value", value_codes)):
+        places = _places(record, kind)
+        bits = codes.astype(np.int64)[:, None] >> places.code_shift[inside] & places.mask[inside]
+        # the pieces of one byte are disjoint, so adding them is or-ing them
+        np.add.at(part, places.byte[inside], (bits << places.shift[inside]).astype(np.uint8))
+    for place, scale in (
+        (record.key_scale(inside), key_scale),
+        (record.value_scale(inside), value_scale),
+    ):
+        part[place : place + 2] = np.asarray(scale, dtype="<f2").reshape(1).view(np.uint8)

@@ -1,0 +1,112 @@
+"""The transform: a signed, orthonormal Walsh-Hadamard transform of the last dimension.
+
+It stands in for the paper's random rotation (Algorithm 1, line 2): after it, every coordinate of a
+vector has nearly the same known distribution, so one scalar codebook serves all of them.
+d = m * 2^k: butterflies over the 2^k contiguous channels of a block, then the m x m Hartley matrix
+across blocks (docs/format.md, section 2).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from torch_turboquant import _checks
+from torch_turboquant.signs import hartley_matrix, split_dim
+
+
+def hadamard(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
+    """The transform of the last dimension, or its inverse.
+
+    Args:
+        x: [..., d], float32, float16 or bfloat16, stride 1 in the last dimension;
+            d = m * 2^k up to 4096 with m one of 1, 3, 5, 7, 9 and k >= 1.
+        signs: float32 [d] of +1 and -1 (random_signs).
+        inverse: undo the transform.
+
+    Returns:
+        A new tensor of x's shape and dtype: computed in float32, rounded once. It has a backward
+        for x (the transform is orthonormal, so the gradient is transformed the other way).
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, stride or device.
+        RuntimeError: signs require grad.
+    """
+    d = _checks.check_vectors("x", x)
+    _checks.check_vector_dim("x", d)
+    _checks.check_constant("signs", signs, x.device, torch.float32, (d,))
+    return torch.ops.turboquant.hadamard.default(x, signs, inverse)
+
+
+# ---- fake and backward
+
+
+@torch.library.register_fake("turboquant::hadamard")
+def _hadamard_fake(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, signs, inverse = inputs
+    if ctx.needs_input_grad[1]:
+        raise RuntimeError("turboquant::hadamard has a gradient for x only: detach the signs")
+    ctx.save_for_backward(signs)
+    ctx.inverse = inverse
+
+
+def _backward(ctx, grad: Tensor):
+    (signs,) = ctx.saved_tensors
+    grad = torch.ops.turboquant.hadamard.default(grad.contiguous(), signs, not ctx.inverse)
+    return grad, None, None
+
+
+torch.library.register_autograd("turboquant::hadamard", _backward, setup_context=_setup_context)
+
+
+# ---- reference
+
+
+def hadamard_reference(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
+    """The op in plain PyTorch, with every rounding of docs/format.md."""
+    y = x.float()
+    y = signs * core_reference(y) if inverse else core_reference(signs * y)
+    return y.to(x.dtype)
+
+
+def core_reference(y: Tensor) -> Tensor:
+    """The transform without signs on float32 [..., d]: its own inverse up to rounding."""
+    d = y.shape[-1]
+    m, n = split_dim(d)
+    lead = y.shape[:-1]
+    h = 1
+    while h < n:
+        pairs = y.reshape(*lead, d // (2 * h), 2, h)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        y = torch.stack([a + b, a - b], dim=-2)
+        h *= 2
+    y = y.reshape(*lead, m, n) * torch.tensor(1.0 / math.sqrt(n), dtype=torch.float32)
+    if m > 1:
+        matrix = torch.from_numpy(hartley_matrix(m)).float().to(y.device)
+        blocks = []
+        for b in range(m):
+            total = matrix[b, 0] * y[..., 0, :]
+            for j in range(1, m):
+                total = total + matrix[b, j] * y[..., j, :]
+            blocks.append(total)
+        y = torch.stack(blocks, dim=-2)
+    return y.reshape(*lead, d)
+
+
+def tree_sum_reference(t: Tensor) -> Tensor:
+    """Sum of float32 [..., d] over d in the fixed order of docs/format.md, section 5."""
+    m, n = split_dim(t.shape[-1])
+    t = t.reshape(*t.shape[:-1], m, n)
+    while t.shape[-1] > 1:
+        t = t[..., 0::2] + t[..., 1::2]
+    total = t[..., 0, 0]
+    for block in range(1, m):
+        total = total + t[..., block, 0]
+    return total

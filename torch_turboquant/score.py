@@ -1,0 +1,119 @@
+"""Attention scores straight from packed vectors.
+
+The inner product with a decoded key is taken in the rotated space: the query is transformed once,
+every key costs one dot product with its levels, and its scale is applied at the end. Keys are never
+decoded. An optional sketch of the residuals (qjl.py) adds the paper's unbiased correction
+(Algorithm 2, TurboQuant_prod).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_turboquant import _checks
+from torch_turboquant.codec import level_of_code_reference
+from torch_turboquant.pack import check_rows, unpack_reference
+from torch_turboquant.qjl import _rotation, check_projection, check_sketch, qjl_score_reference
+
+
+def score(
+    q: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    bits: int,
+    center: Tensor | None = None,
+    sign_bits: Tensor | None = None,
+    residual_norm: Tensor | None = None,
+    projection: Tensor | None = None,
+) -> Tensor:
+    """Inner products of queries with encoded keys.
+
+    Args:
+        q: [..., queries, d], float32, float16 or bfloat16, stride 1 in the last dimension;
+            d = m * 2^k up to 4096 with m one of 1, 3, 5, 7, 9 and k >= 1.
+        packed: uint8 [..., keys, ceil(d * bits / 8)], contiguous, the leading dimensions of q.
+        scale: float16 [..., keys], contiguous.
+        signs, levels, bits, center: as given to encode.
+        sign_bits, residual_norm, projection: the sketch of the residuals (qjl_sketch): all three or
+            none.
+
+    Returns:
+        float32 [..., queries, keys]: <q, decoded key> + <q, center> + the sketch's estimate.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, stride, device or bits; a part of the sketch missing.
+    """
+    d = _checks.check_vectors("q", q)
+    if q.dim() < 2:
+        raise ValueError(f"q has shape {list(q.shape)}, expected [..., queries, d]")
+    _checks.check_vector_dim("q", d)
+    _checks.check_bits(bits, _checks.CODEC_BITS)
+    device, lead = q.device, tuple(q.shape[:-2])
+    check_rows("packed", packed, d, bits)
+    keys = packed.shape[-2] if packed.dim() >= 2 else None
+    _checks.check_constant("packed", packed, device, torch.uint8, (*lead, keys, packed.shape[-1]))
+    _checks.check_constant("scale", scale, device, torch.float16, (*lead, keys))
+    _checks.check_constant("signs", signs, device, torch.float32, (d,))
+    _checks.check_levels(levels, device, bits)
+    if center is not None:
+        _checks.check_constant("center", center, device, torch.float32, (d,))
+    given = (sign_bits is not None, residual_norm is not None, projection is not None)
+    if any(given):
+        if not all(given):
+            raise ValueError("sign_bits, residual_norm and projection come together or not at all")
+        check_projection(projection, device, d)
+        check_sketch(q, sign_bits, residual_norm, projection, "residual_norm")
+        _checks.check_shape("sign_bits", sign_bits, (*lead, keys, sign_bits.shape[-1]))
+    return torch.ops.turboquant.score.default(
+        q, packed, scale, signs, levels, bits, center, sign_bits, residual_norm, projection
+    )
+
+
+# ---- fake
+
+
+@torch.library.register_fake("turboquant::score")
+def _score_fake(
+    q,
+    packed,
+    scale,
+    signs,
+    levels,
+    bits,
+    center=None,
+    sign_bits=None,
+    residual_norm=None,
+    projection=None,
+):
+    return q.new_empty((*q.shape[:-1], packed.shape[-2]), dtype=torch.float32)
+
+
+# ---- reference
+
+
+def score_reference(
+    q,
+    packed,
+    scale,
+    signs,
+    levels,
+    bits,
+    center=None,
+    sign_bits=None,
+    residual_norm=None,
+    projection=None,
+):
+    """Decoded keys, the center and the estimator in float64: float64 [..., queries, keys]."""
+    level = level_of_code_reference(unpack_reference(packed, bits, q.shape[-1]), levels, bits)
+    rotated = scale.double()[..., None] * level.double() / 32
+    keys = rotated @ _rotation(signs)  # the rows of the inverse: rotated^T R
+    out = q.double() @ keys.transpose(-1, -2)
+    if center is not None:
+        out = out + (q.double() @ center.double())[..., None]
+    if projection is not None:
+        out = out + qjl_score_reference(q, sign_bits, residual_norm, projection)
+    return out
