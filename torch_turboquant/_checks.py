@@ -81,9 +81,12 @@ def check_constant(
     shape: tuple[int | None, ...],
 ) -> None:
     """A contiguous tensor of one dtype and shape on the device of the call."""
-    check_dtype(name, t, (dtype,))
-    check_device(name, t, device)
-    check_shape(name, t, shape)
+    if not isinstance(t, Tensor) or t.dtype != dtype:
+        check_dtype(name, t, (dtype,))
+    if t.device != device:
+        check_device(name, t, device)
+    if t.shape != shape:
+        check_shape(name, t, shape)
     if not t.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_turboquant import _checks
 from torch_turboquant.format import dense_row_bytes
-from torch_turboquant.hadamard import core_reference, tree_sum_reference
+from torch_turboquant.hadamard import core_reference, sqrt_reference, tree_sum_reference
 from torch_turboquant.pack import check_rows, pack_reference, unpack_reference
 
 # What the stored scale makes true of a decoded vector y and its original x:
@@ -175,7 +175,7 @@ def quantise_reference(
 
     # 4, 5: rotate, normalise to a length of sqrt(d), as integers in units of 2^-12
     y = core_reference(signs * x)
-    r = torch.sqrt(tree_sum_reference(y * y))
+    r = sqrt_reference(tree_sum_reference(y * y))
     k = torch.tensor(4096 * root, dtype=torch.float32) / r
     u = torch.round(y * k[..., None])
     u = torch.where((amax == 0)[..., None], torch.zeros_like(u), u).long()
@@ -208,7 +208,7 @@ def quantise_reference(
     if scale_mode == SCALE_MODES["norm"]:
         scale = r * torch.tensor(32 / root, dtype=torch.float32) * step
     elif scale_mode == SCALE_MODES["preserve"]:
-        scale = r * 32 / torch.sqrt(b)
+        scale = r * 32 / sqrt_reference(b)
     elif scale_mode == SCALE_MODES["mse"]:
         scale = r * torch.tensor(32 / root, dtype=torch.float32) * (a / b)
     else:

@@ -7,6 +7,7 @@ CacheConfig and know no names. Sizes count everything that is stored: codes, pad
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -77,12 +78,12 @@ class CacheConfig:
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be 0 to 2^64 - 1, got {self.seed}")
 
-    @property
+    @cached_property
     def record(self) -> Record:
         """The layout of one (page, KV head)."""
         return Record(self.head_dim, self.page_size, self.key_bits, self.value_bits)
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         """Bytes of one (page, KV head)."""
         return self.record.record_bytes

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch_turboquant import _checks
 from torch_turboquant.codec import _power_of_two
 from torch_turboquant.format import dense_row_bytes
-from torch_turboquant.hadamard import core_reference, tree_sum_reference
+from torch_turboquant.hadamard import core_reference, sqrt_reference, tree_sum_reference
 from torch_turboquant.pack import pack_reference, unpack_reference
 from torch_turboquant.signs import gaussian_projection
 
@@ -129,7 +129,7 @@ def qjl_sketch_reference(residual: Tensor, projection: Tensor) -> tuple[Tensor, 
     else:
         projected = core_reference(projection * r)
     bits = ((projected >= 0) & ~broken[..., None]).to(torch.uint8)
-    norm = torch.sqrt(tree_sum_reference(r * r)) * _power_of_two(exponent)
+    norm = sqrt_reference(tree_sum_reference(r * r)) * _power_of_two(exponent)
     return pack_reference(bits, 1), torch.where(broken, torch.full_like(norm, torch.nan), norm)
 
 
