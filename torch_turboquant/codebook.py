@@ -108,7 +108,7 @@ def lloyd_max(head_dim: float | None, bits: int) -> np.ndarray:
     Returns:
         float64 [2**bits], ascending and exactly symmetric, in sigma units: every level is the
         centroid of its cell (to 1e-9 sigma or better) and every boundary is the midpoint of two
-        levels (paper, section 3.1, equation 4).
+        levels (paper, section 3.1).
 
     Raises:
         ValueError: head_dim or bits outside these ranges.
