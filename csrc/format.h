@@ -56,6 +56,10 @@ constexpr float kUnitsPerSigma = 4096;      // coordinates are compared with bou
 constexpr uint16_t kNanScale = 0x7E00;      // float16 scale of a vector that holds a NaN or an infinity
 constexpr float kMaxHalf = 65504;           // largest finite float16: scales are limited to it
 
+// Boundaries of 1 to 5 bits are multiples of this many units (2^-8 sigma), so that 16-bit arithmetic finds codes exactly.
+TURBOQUANT_HD constexpr int boundary_grain(int bits) { return bits == 8 ? 1 : 16; }
+constexpr float kMaxBoundary = 1 << 26;  // in grains: beyond every coordinate, and no product leaves int32
+
 // How many levels a code can stand for: 2^bits, or 255 for the signed byte (0x80 is never written).
 TURBOQUANT_HD constexpr int num_levels(int bits) { return bits == 8 ? 255 : 1 << bits; }
 

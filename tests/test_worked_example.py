@@ -50,18 +50,19 @@ def test_rotation_and_integer_coordinates(example, vector):
     assert signs.tolist() == [float(w) for w in example["signs"]]
     exponent = int(example["exponent"][0])
     assert exponent == int(np.floor(np.log2(vector.abs().max().item())))
-    y = ops.hadamard(vector * 2.0**-exponent, signs).numpy()
+    y = 4 * ops.hadamard(vector * 2.0**-exponent, signs).numpy()  # an encoder leaves out 1 / sqrt(16)
     assert y.tolist() == [float(w) for w in example["y"]]
-    r = np.float32(example["r"][0])
-    assert r == np.sqrt((y * y).sum(dtype=np.float32))  # every partial sum is exact here
-    u = np.rint(y * (np.float32(4096 * 4) / r)).astype(int)
+    length = np.float32(example["R"][0])
+    assert length == np.sqrt((y * y).sum(dtype=np.float32))  # every partial sum is exact here
+    assert length / 4 == np.float32(example["r"][0])
+    u = np.rint(y * (np.float32(4096 * 4) / length)).astype(int)
     assert u.tolist() == [int(w) for w in example["u"]]
 
 
 def test_boundaries(example, codebook):
     levels = np.array(codebook.levels, dtype=np.float32)
-    units = np.float32(codebook.steps_tensor(1).item()) * np.float32(2048)
-    boundaries = np.rint((levels[1:] + levels[:-1]) * units).astype(int)
+    grains = np.float32(codebook.steps_tensor(1).item()) * np.float32(128)
+    boundaries = 16 * np.rint((levels[1:] + levels[:-1]) * grains).astype(int)
     assert boundaries.tolist() == [int(w) for w in example["boundary"]]
 
 

@@ -20,6 +20,7 @@ from torch_turboquant import _checks
 from torch_turboquant.format import dense_row_bytes
 from torch_turboquant.hadamard import core_reference, sqrt_reference, tree_sum_reference
 from torch_turboquant.pack import check_rows, pack_reference, unpack_reference
+from torch_turboquant.signs import split_dim
 
 # What the stored scale makes true of a decoded vector y and its original x:
 # norm: nothing is fitted, the scale is |x| (the paper); preserve: |y| = |x|;
@@ -174,18 +175,22 @@ def quantise_reference(
     x = x * _power_of_two(-exponent)[..., None]
 
     # 4, 5: rotate, normalise to a length of sqrt(d), as integers in units of 2^-12
-    y = core_reference(signs * x)
-    r = sqrt_reference(tree_sum_reference(y * y))
-    k = torch.tensor(4096 * root, dtype=torch.float32) / r
+    y = core_reference(signs * x, scaled=False)
+    length = sqrt_reference(tree_sum_reference(y * y))
+    r = length * torch.tensor(1.0 / math.sqrt(split_dim(d)[1]), dtype=torch.float32)
+    k = torch.tensor(4096 * root, dtype=torch.float32) / length
     u = torch.round(y * k[..., None])
     u = torch.where((amax == 0)[..., None], torch.zeros_like(u), u).long()
 
     # 6: the candidate step with the greatest merit
     table = level_table_reference(levels, bits)
     sums = (table[1:] + table[:-1]).float()
+    grain = 1 if bits == 8 else 16
     best = None
     for step in steps.float():
-        boundaries = torch.round(sums * (step * 2048)).clamp(-1e9, 1e9).long()
+        boundaries = (
+            grain * torch.round(sums * (step * (2048 / grain))).clamp(-(2**26), 2**26).long()
+        )
         rank = torch.bucketize(u, boundaries, right=True)  # how many boundaries are <= u
         level = table[rank]
         total = (u * level).sum(-1)

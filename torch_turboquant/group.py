@@ -111,7 +111,7 @@ def group_encode_reference(x: Tensor, group: int, bits: int) -> tuple[Tensor, Te
     zero = low.clamp(-65504, 65504).half()
     scale = ((high - low) / top).clamp(-65504, 65504).half()
     step = scale.float()[..., None]
-    code = torch.floor((x - zero.float()[..., None]) / step + 0.5).clamp(0, top)
+    code = torch.floor((x - zero.float()[..., None]) * (1 / step) + 0.5).clamp(0, top)
     code = torch.where((step == 0) | broken[..., None], torch.zeros_like(code), code)
     nan = torch.full((), 0x7E00, dtype=torch.int16).view(torch.float16)
     scale, zero = torch.where(broken, nan, scale), torch.where(broken, nan, zero)

@@ -77,8 +77,11 @@ def hadamard_reference(x: Tensor, signs: Tensor, inverse: bool = False) -> Tenso
     return y.to(x.dtype)
 
 
-def core_reference(y: Tensor) -> Tensor:
-    """The transform without signs on float32 [..., d]: its own inverse up to rounding."""
+def core_reference(y: Tensor, scaled: bool = True) -> Tensor:
+    """The transform without signs on float32 [..., d]: its own inverse up to rounding.
+
+    `scaled=False` leaves out the factor 1 / sqrt(n), as encoders do (section 5, step 4).
+    """
     d = y.shape[-1]
     m, n = split_dim(d)
     lead = y.shape[:-1]
@@ -88,7 +91,9 @@ def core_reference(y: Tensor) -> Tensor:
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         y = torch.stack([a + b, a - b], dim=-2)
         h *= 2
-    y = y.reshape(*lead, m, n) * torch.tensor(1.0 / math.sqrt(n), dtype=torch.float32)
+    y = y.reshape(*lead, m, n)
+    if scaled:
+        y = y * torch.tensor(1.0 / math.sqrt(n), dtype=torch.float32)
     if m > 1:
         matrix = torch.from_numpy(hartley_matrix(m)).float().to(y.device)
         blocks = []

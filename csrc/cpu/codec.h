@@ -54,11 +54,12 @@ class Codebook {
       : bits_(bits), steps_(steps, steps + num_steps), levels_(format::num_levels(bits)) {
     const int n = format::num_levels(bits);
     for (int r = 0; r < n; ++r) levels_[r] = levels ? levels[r] : format::uniform_level(bits, r);
+    const int grain = format::boundary_grain(bits);
     for (float step : steps_) {
-      const float units = step * (format::kUnitsPerSigma / 2);
+      const float units = step * (format::kUnitsPerSigma / 2 / static_cast<float>(grain));
       for (int r = 0; r + 1 < n; ++r) {
-        const float boundary = static_cast<float>(levels_[r] + levels_[r + 1]) * units;
-        boundaries_.push_back(static_cast<int32_t>(std::nearbyint(std::clamp(boundary, -1e9f, 1e9f))));
+        const float boundary = std::nearbyint(static_cast<float>(levels_[r] + levels_[r + 1]) * units);
+        boundaries_.push_back(grain * static_cast<int>(std::clamp(boundary, -format::kMaxBoundary, format::kMaxBoundary)));
       }
     }
   }
@@ -107,20 +108,21 @@ class Encoder {
     const int e = prescale_exponent(amax);
     const float down = power_of_two(-e);
     for (int c = 0; c < d_; ++c) x[c] *= down;
-    rotate(x, signs_, split_);
+    apply_signs(x, signs_, d_);
+    transform_unscaled(x, split_);
     for (int c = 0; c < d_; ++c) squares_[c] = x[c] * x[c];
-    const float r = std::sqrt(tree_sum(squares_.data(), split_));
+    const float length = std::sqrt(tree_sum(squares_.data(), split_));
 
     if (amax == 0) {
       std::fill(u_.begin(), u_.end(), 0);
     } else {
-      const float k = static_cast<float>(format::kUnitsPerSigma * std::sqrt(static_cast<double>(d_))) / r;
+      const float k = static_cast<float>(format::kUnitsPerSigma * std::sqrt(static_cast<double>(d_))) / length;
       for (int c = 0; c < d_; ++c) u_[c] = static_cast<int32_t>(std::nearbyint(x[c] * k));
     }
     const Fit fit = search();
     for (int c = 0; c < d_; ++c) codes[c] = format::code_of_rank(book_.bits(), best_[c]);
     if (amax == 0 || fit.a <= 0) return 0;
-    return half_bits(std::min(scale(fit, r) * power_of_two(e), format::kMaxHalf));
+    return half_bits(std::min(scale(fit, length * block_norm(split_)) * power_of_two(e), format::kMaxHalf));
   }
 
  private:

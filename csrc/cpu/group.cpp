@@ -22,8 +22,9 @@ std::pair<uint16_t, uint16_t> encode_group(const float* x, uint8_t* codes, int64
   const uint16_t zero_bits = limited_half_bits(*low), scale_bits = limited_half_bits((*high - *low) / top);
   const float zero = half_value(zero_bits), scale = half_value(scale_bits);
   if (scale > 0) {
+    const float inverse = 1 / scale;
     for (int64_t c = 0; c < group; ++c) {
-      codes[c] = static_cast<uint8_t>(std::clamp(std::floor((x[c] - zero) / scale + 0.5f), 0.0f, top));
+      codes[c] = static_cast<uint8_t>(std::clamp(std::floor((x[c] - zero) * inverse + 0.5f), 0.0f, top));
     }
   }
   return {scale_bits, zero_bits};

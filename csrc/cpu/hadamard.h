@@ -8,14 +8,15 @@
 
 namespace turboquant::cpu {
 
-// core(y), in place. y: [blocks * block]
-inline void transform(float* y, format::Split split) {
-  const int m = split.blocks, n = split.block;
-  const float norm = static_cast<float>(1.0 / std::sqrt(static_cast<double>(n)));
-  for (int b = 0; b < m; ++b) {
-    float* x = y + b * n;
-    for (int h = 1; h < n; h *= 2) {
-      for (int i = 0; i < n; i += 2 * h) {
+// float32(1 / sqrt(n)): what makes the butterflies of a block orthonormal.
+inline float block_norm(format::Split split) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(split.block))); }
+
+// The butterflies of every block. y: [blocks * block]
+inline void butterflies(float* y, format::Split split) {
+  for (int b = 0; b < split.blocks; ++b) {
+    float* x = y + b * split.block;
+    for (int h = 1; h < split.block; h *= 2) {
+      for (int i = 0; i < split.block; i += 2 * h) {
         for (int j = i; j < i + h; ++j) {
           const float p = x[j], q = x[j + h];
           x[j] = p + q;
@@ -23,8 +24,12 @@ inline void transform(float* y, format::Split split) {
         }
       }
     }
-    for (int i = 0; i < n; ++i) x[i] *= norm;
   }
+}
+
+// The orthonormal m x m factor across blocks.
+inline void mix_blocks(float* y, format::Split split) {
+  const int m = split.blocks, n = split.block;
   if (m == 1) return;
   for (int i = 0; i < n; ++i) {
     float in[format::kMaxBlocks];
@@ -35,6 +40,20 @@ inline void transform(float* y, format::Split split) {
       y[b * n + i] = sum;
     }
   }
+}
+
+// core(y) but for the factor 1 / sqrt(n): what an encoder needs, whose codes do not depend on the length.
+inline void transform_unscaled(float* y, format::Split split) {
+  butterflies(y, split);
+  mix_blocks(y, split);
+}
+
+// core(y), in place.
+inline void transform(float* y, format::Split split) {
+  butterflies(y, split);
+  const float norm = block_norm(split);
+  for (int c = 0; c < split.blocks * split.block; ++c) y[c] *= norm;
+  mix_blocks(y, split);
 }
 
 // Multiplication by the signs, the other half of the rotation.

@@ -1,0 +1,148 @@
+// The signed orthonormal Walsh-Hadamard transform of one vector, spread over the registers of a few lanes of a warp
+// (docs/format.md section 2). Everything that rotates on CUDA devices calls these.
+//
+// Channel bits of one block, low to high: [kVec channels in a lane][lanes][chunks in a lane]. A lane so reads 16 bytes of
+// a 16-bit dtype at a time, its neighbours read on where it stops, and the butterflies still run in their fixed order
+// 1, 2, 4, ..: in a lane, by shuffles, in a lane. The m blocks of d = m * n lie in the same lane, which makes the
+// m x m factor a matter of registers. Additions are never fused with multiplications, whatever the compiler's flags.
+#pragma once
+
+#include <cstdint>
+
+#include "../format.h"
+#include "launch.cuh"
+
+namespace turboquant::cuda {
+
+// M * 2^LOG_N channels over LANES lanes of one warp. More lanes cost shuffles, fewer cost registers.
+template <int M, int LOG_N, int LANES>
+struct HadamardTraits {
+  static constexpr int kBlocks = M;
+  static constexpr int kLogBlock = LOG_N;
+  static constexpr int kBlock = 1 << LOG_N;
+  static constexpr int kDim = M * kBlock;
+  static constexpr int kLanes = LANES;
+  static constexpr int kVec = kBlock < 8 ? kBlock : 8;
+  static constexpr int kChunks = kBlock / (kVec * kLanes);
+  static constexpr int kPerLane = kDim / kLanes;
+  static_assert(kChunks * kVec * kLanes == kBlock && kLanes <= 32);
+
+  // First channel of the `kVec` neighbours that are elements [index * kVec, ..) of a lane; index = block * kChunks + chunk.
+  static __host__ __device__ constexpr int channel(int lane, int index) {
+    return index / kChunks * kBlock + (index % kChunks * kLanes + lane) * kVec;
+  }
+};
+
+// What a lane holds of a vector, from or to memory aligned to the words of load_floats.
+template <typename Traits, typename T>
+__device__ __forceinline__ void load(const T* vector, int lane, float (&y)[Traits::kPerLane]) {
+#pragma unroll
+  for (int k = 0; k < Traits::kPerLane / Traits::kVec; ++k) {
+    load_floats<Traits::kVec>(vector + Traits::channel(lane, k), y + k * Traits::kVec);
+  }
+}
+
+template <typename Traits, typename T>
+__device__ __forceinline__ void store(const float (&y)[Traits::kPerLane], int lane, T* vector) {
+#pragma unroll
+  for (int k = 0; k < Traits::kPerLane / Traits::kVec; ++k) {
+    store_floats<Traits::kVec>(y + k * Traits::kVec, vector + Traits::channel(lane, k));
+  }
+}
+
+// Lanes for d = m * 2^log_n: at least four where rows are long enough, so that a group reads 64 bytes at a time, and
+// about 48 channels in a lane at most.
+constexpr int hadamard_lanes(int m, int log_n) {
+  const int n = 1 << log_n, most = n >= 256 ? 32 : n >= 8 ? n / 8 : 1;
+  int lanes = 4;
+  while (m * n / lanes > 48) lanes *= 2;
+  return lanes < most ? lanes : most;
+}
+
+template <int M, int LOG_N>
+using DefaultHadamard = HadamardTraits<M, LOG_N, hadamard_lanes(M, LOG_N)>;
+
+// float32(1 / sqrt(2^log_n))
+constexpr float hadamard_norm(int log_n) {
+  double norm = log_n % 2 ? 0.70710678118654752440 : 1.0;
+  for (int i = 0; i < log_n / 2; ++i) norm /= 2;
+  return static_cast<float>(norm);
+}
+
+// Butterflies between channels of a lane, for distances FROM, 2 FROM, .. below TO.
+template <typename Traits, int FROM, int TO>
+__device__ __forceinline__ void butterflies(float (&y)[Traits::kPerLane]) {
+#pragma unroll
+  for (int h = FROM; h < TO; h *= 2) {
+#pragma unroll
+    for (int i = 0; i < Traits::kPerLane; ++i) {
+      if ((i & h) == 0) {
+        const float p = y[i], q = y[i + h];
+        y[i] = __fadd_rn(p, q);
+        y[i + h] = __fsub_rn(p, q);
+      }
+    }
+  }
+}
+
+// core(y), in place. y: what lane `lane` of its group of kLanes lanes holds. All 32 lanes of the warp take part.
+template <typename Traits>
+__device__ __forceinline__ void transform(float (&y)[Traits::kPerLane], int lane) {
+  constexpr int m = Traits::kBlocks, per_block = Traits::kVec * Traits::kChunks;
+
+  butterflies<Traits, 1, Traits::kVec>(y);
+#pragma unroll
+  for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
+    // A lane adds its partner's value to its own, or subtracts its own from it: the two results of the butterfly, bit for
+    // bit, since a product with 1 or -1 is exact.
+    const float side = lane & bit ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < Traits::kPerLane; ++i) {
+      y[i] = __fmaf_rn(side, y[i], __shfl_xor_sync(0xffffffff, y[i], bit));
+    }
+  }
+  butterflies<Traits, Traits::kVec, per_block>(y);
+
+  constexpr float norm = hadamard_norm(Traits::kLogBlock);
+#pragma unroll
+  for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], norm);
+
+  if constexpr (m > 1) {
+#pragma unroll
+    for (int i = 0; i < per_block; ++i) {
+      float in[m];
+#pragma unroll
+      for (int j = 0; j < m; ++j) in[j] = y[j * per_block + i];
+#pragma unroll
+      for (int b = 0; b < m; ++b) {
+        float sum = __fmul_rn(format::hartley(m, 0), in[0]);
+#pragma unroll
+        for (int j = 1; j < m; ++j) sum = __fadd_rn(sum, __fmul_rn(format::hartley(m, b * j % m), in[j]));
+        y[b * per_block + i] = sum;
+      }
+    }
+  }
+}
+
+// Multiplication by the signs, float32 [d], 16-byte aligned: the other half of the rotation.
+template <typename Traits>
+__device__ __forceinline__ void apply_signs(float (&y)[Traits::kPerLane], const float* signs, int lane) {
+  float s[Traits::kPerLane];
+  load<Traits>(signs, lane, s);
+#pragma unroll
+  for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], s[i]);
+}
+
+template <typename Traits>
+__device__ __forceinline__ void rotate(float (&y)[Traits::kPerLane], const float* signs, int lane) {
+  apply_signs<Traits>(y, signs, lane);
+  transform<Traits>(y, lane);
+}
+
+template <typename Traits>
+__device__ __forceinline__ void rotate_back(float (&y)[Traits::kPerLane], const float* signs, int lane) {
+  transform<Traits>(y, lane);
+  apply_signs<Traits>(y, signs, lane);
+}
+
+}  // namespace turboquant::cuda

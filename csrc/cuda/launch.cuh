@@ -1,0 +1,189 @@
+// The seam between the CUDA kernels and torch: device and stream of a launch, its error check, the dtype switch and the
+// rows of a strided tensor. Nothing else in csrc/cuda speaks to torch beyond Tensor itself.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "../checks.h"
+
+namespace turboquant::cuda {
+
+// ---- Launching ----------------------------------------------------------------------------------------------------
+
+// CUDA's reason, and for the reasons that depend on the machine what to do about them.
+inline void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::string advice;
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion) {
+    advice = "; this build holds kernels for the architectures " TURBOQUANT_CUDA_ARCHITECTURES
+             ": build the wheel with the device's own in TORCH_CUDA_ARCH_LIST";
+  } else if (error == cudaErrorInsufficientDriver) {
+    advice = "; this build needs a driver for CUDA " + std::to_string(CUDART_VERSION / 1000) +
+             ": update the driver, or build the wheel with an older nvcc";
+  }
+  STD_TORCH_CHECK(false, what, ": ", cudaGetErrorString(error), advice);
+}
+
+// Makes the device of a tensor current for its lifetime, and knows torch's stream there.
+class Launch {
+ public:
+  explicit Launch(const Tensor& t) : guard_(t.get_device_index()) {
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+  cudaStream_t stream() const { return stream_; }
+
+  // After every kernel launch.
+  void check(const char* kernel) const { check_cuda(cudaGetLastError(), kernel); }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_ = nullptr;
+};
+
+// Blocks of a grid in one dimension.
+inline unsigned num_blocks(int64_t work, int64_t per_block) {
+  const int64_t blocks = (work + per_block - 1) / per_block;
+  STD_TORCH_CHECK(blocks <= INT32_MAX, "tensor is too large: ", blocks, " blocks, CUDA allows ", INT32_MAX);
+  return static_cast<unsigned>(blocks);
+}
+
+// ---- Dtypes -------------------------------------------------------------------------------------------------------
+
+template <typename T>
+struct Tag {
+  using type = T;
+};
+
+// Calls fn(Tag<float | __half | __nv_bfloat16>) for a checked floating-point dtype.
+template <typename Fn>
+void dispatch_float(ScalarType dtype, Fn&& fn) {
+  switch (dtype) {
+    case ScalarType::Float: return fn(Tag<float>{});
+    case ScalarType::Half: return fn(Tag<__half>{});
+    case ScalarType::BFloat16: return fn(Tag<__nv_bfloat16>{});
+    default: STD_TORCH_CHECK(false, "unsupported dtype ", dtype_name(dtype), ", supported: float32, float16, bfloat16");
+  }
+}
+
+// N neighbouring elements as float32, N even, moved 16 bytes at a time or all at once where they are fewer; memory is aligned
+// to that. Rounding is to nearest even.
+constexpr int word_bytes(int n, int element_size) { return n * element_size < 16 ? n * element_size : 16; }
+
+template <int N, typename T>
+__device__ __forceinline__ void load_floats(const T* from, float* y) {
+  constexpr int kWords = N * sizeof(T) / 4;
+  uint32_t word[kWords];
+  if constexpr (kWords == 1) {
+    word[0] = *reinterpret_cast<const uint32_t*>(from);
+  } else if constexpr (kWords == 2) {
+    const uint2 w = *reinterpret_cast<const uint2*>(from);
+    word[0] = w.x, word[1] = w.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      const uint4 w = reinterpret_cast<const uint4*>(from)[i / 4];
+      word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if constexpr (std::is_same_v<T, float>) {
+      y[i] = __uint_as_float(word[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word[i]));
+      y[2 * i] = pair.x, y[2 * i + 1] = pair.y;
+    } else {
+      y[2 * i] = __uint_as_float(word[i] << 16), y[2 * i + 1] = __uint_as_float(word[i] & 0xFFFF0000);
+    }
+  }
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void store_floats(const float* y, T* to) {
+  constexpr int kWords = N * sizeof(T) / 4;
+  uint32_t word[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if constexpr (std::is_same_v<T, float>) {
+      word[i] = __float_as_uint(y[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const __half2 pair = __floats2half2_rn(y[2 * i], y[2 * i + 1]);
+      word[i] = reinterpret_cast<const uint32_t&>(pair);
+    } else {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(y[2 * i], y[2 * i + 1]);
+      word[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+  }
+  if constexpr (kWords == 1) {
+    *reinterpret_cast<uint32_t*>(to) = word[0];
+  } else if constexpr (kWords == 2) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      reinterpret_cast<uint4*>(to)[i / 4] = make_uint4(word[i], word[i + 1], word[i + 2], word[i + 3]);
+    }
+  }
+}
+
+// ---- Rows of a strided tensor -------------------------------------------------------------------------------------
+
+// Offset in elements of row i of the flattened leading dimensions; passed to kernels by value.
+struct Rows {
+  static constexpr int kMaxDims = 6;
+  int64_t size[kMaxDims];  // outermost first; size[0] is not needed to find a row
+  int64_t stride[kMaxDims];
+  int dims;
+  int64_t count;
+
+  __host__ __device__ int64_t operator()(int64_t i) const {
+    int64_t offset = 0;
+#pragma unroll 1
+    for (int k = dims - 1; k > 0; --k) {
+      // Divisions of 64 bits are slow, and rarely needed.
+      const int64_t next = i <= UINT32_MAX && size[k] <= UINT32_MAX
+                               ? static_cast<uint32_t>(i) / static_cast<uint32_t>(size[k])
+                               : i / size[k];
+      offset += (i - next * size[k]) * stride[k];
+      i = next;
+    }
+    return offset + i * stride[0];
+  }
+};
+
+// All but the last dimension of t, neighbouring dimensions merged where their strides allow it. A result with dims = 0 means
+// that more than kMaxDims are left.
+inline Rows rows_of(const Tensor& t) {
+  Rows rows{{}, {}, 0, 1};
+  for (int64_t i = 0; i + 1 < t.dim(); ++i) {
+    const int64_t size = t.size(i), stride = t.stride(i);
+    rows.count *= size;
+    if (size == 1) continue;
+    const int last = rows.dims - 1;
+    if (rows.dims && rows.stride[last] == size * stride) {
+      rows.size[last] *= size;
+      rows.stride[last] = stride;
+    } else if (rows.dims < Rows::kMaxDims) {
+      rows.size[rows.dims] = size;
+      rows.stride[rows.dims++] = stride;
+    } else {
+      return Rows{{}, {}, 0, rows.count};
+    }
+  }
+  if (rows.dims == 0) rows = Rows{{rows.count}, {0}, 1, rows.count};  // a single row
+  return rows;
+}
+
+}  // namespace turboquant::cuda
