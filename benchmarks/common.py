@@ -1,0 +1,82 @@
+"""What all benchmarks share: their options, and result files that say where numbers come from.
+
+A result file, benchmarks/results/<name>.json, is a list of rows. Every row carries its device, the
+commit and the command that made it. Writing replaces the rows of the same device and keeps those of
+others, so one file collects all machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    options = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    options.add_argument("--device", default=default, help="default: %(default)s")
+    options.add_argument("--commit", help="of the code measured; default: asks git")
+    options.add_argument("--dry-run", action="store_true", help="prints, writes no result file")
+    return options
+
+
+def device_name(device: torch.device | str) -> str:
+    """The model of the GPU or CPU, as its driver or the kernel names it."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+    return models[0].split(":", 1)[1].strip() if models else "CPU"
+
+
+def commit_name() -> str:
+    """The short hash of the checkout, with "-dirty" if files differ from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"git cannot name the commit ({error}): give it with --commit") from error
+
+
+def command_line() -> str:
+    """How this process was started, relative to the root of the checkout."""
+    script = Path(sys.argv[0]).resolve().relative_to(ROOT)
+    return shlex.join(["python", str(script), *sys.argv[1:]])
+
+
+def write_rows(name: str, rows: list[dict], arguments: argparse.Namespace) -> None:
+    """Completes rows with name, device, commit and command, and puts them into the result file.
+
+    Args:
+        name: of the benchmark and the file.
+        rows: what was measured, numbers and strings by name.
+        arguments: from `parser`; --dry-run writes nothing.
+    """
+    if arguments.dry_run:
+        return
+    origin = {
+        "name": name,
+        "device": device_name(arguments.device),
+        "commit": arguments.commit or commit_name(),
+        "command": command_line(),
+    }
+    path = RESULTS / f"{name}.json"
+    old = json.loads(path.read_text()) if path.exists() else []
+    kept = [row for row in old if row["device"] != origin["device"]]
+    lines = [json.dumps(row) for row in kept + [{**origin, **row} for row in rows]]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")  # a row a line: readable differences
+    print(f"{len(rows)} rows in {path.relative_to(ROOT)}")
