@@ -17,8 +17,8 @@ constexpr int kThreads = 128;
 // sizes are code enough.
 template <typename Traits>
 __global__ void __launch_bounds__(kThreads)
-    hadamard_kernel(const void* x, const __grid_constant__ Rows rows, const float* signs, bool inverse, ScalarType dtype,
-                    void* out) {
+    hadamard_kernel(const void* x, const __grid_constant__ Rows rows, const float* signs, bool inverse,
+                    ScalarType dtype, void* out) {
   const int lane = threadIdx.x % Traits::kLanes;
   const int64_t row = int64_t{blockIdx.x} * (kThreads / Traits::kLanes) + threadIdx.x / Traits::kLanes;
   const bool active = row < rows.count;  // the others of the last block stay for the shuffles

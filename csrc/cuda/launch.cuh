@@ -78,7 +78,8 @@ void dispatch_float(ScalarType dtype, Fn&& fn) {
 }
 
 // N neighbouring elements as float32, N even, moved 16 bytes at a time or all at once where they are fewer; memory is aligned
-// to that. Rounding is to nearest even.
+// to that. Rounding is to nearest even. What is loaded must not be written by the same kernel. (The intrinsics are there because
+// the compiler splits some plain 16-byte accesses.)
 constexpr int word_bytes(int n, int element_size) { return n * element_size < 16 ? n * element_size : 16; }
 
 template <int N, typename T>
@@ -86,14 +87,14 @@ __device__ __forceinline__ void load_floats(const T* from, float* y) {
   constexpr int kWords = N * sizeof(T) / 4;
   uint32_t word[kWords];
   if constexpr (kWords == 1) {
-    word[0] = *reinterpret_cast<const uint32_t*>(from);
+    word[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
   } else if constexpr (kWords == 2) {
-    const uint2 w = *reinterpret_cast<const uint2*>(from);
+    const uint2 w = __ldg(reinterpret_cast<const uint2*>(from));
     word[0] = w.x, word[1] = w.y;
   } else {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
-      const uint4 w = reinterpret_cast<const uint4*>(from)[i / 4];
+      const uint4 w = __ldg(reinterpret_cast<const uint4*>(from) + i / 4);
       word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
     }
   }
@@ -127,13 +128,13 @@ __device__ __forceinline__ void store_floats(const float* y, T* to) {
     }
   }
   if constexpr (kWords == 1) {
-    *reinterpret_cast<uint32_t*>(to) = word[0];
+    __stwb(reinterpret_cast<uint32_t*>(to), word[0]);
   } else if constexpr (kWords == 2) {
-    *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[1]);
+    __stwb(reinterpret_cast<uint2*>(to), make_uint2(word[0], word[1]));
   } else {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
-      reinterpret_cast<uint4*>(to)[i / 4] = make_uint4(word[i], word[i + 1], word[i + 2], word[i + 3]);
+      __stwb(reinterpret_cast<uint4*>(to) + i / 4, make_uint4(word[i], word[i + 1], word[i + 2], word[i + 3]));
     }
   }
 }
@@ -148,7 +149,7 @@ struct Rows {
   int dims;
   int64_t count;
 
-  __host__ __device__ int64_t operator()(int64_t i) const {
+  __device__ __forceinline__ int64_t operator()(int64_t i) const {
     int64_t offset = 0;
 #pragma unroll 1
     for (int k = dims - 1; k > 0; --k) {
