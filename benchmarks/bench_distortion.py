@@ -47,9 +47,7 @@ def main() -> None:
     rows = []
     for d in HEAD_DIMS:
         print(f"\nhead_dim {d}: mean squared error of {arguments.vectors} unit vectors")
-        print(
-            f"{'grid':8} {'bits':>4} {'paper':>10} {'theory':>10} {'ratio':>7} {'search 8':>10} gain"
-        )
+        print("grid     bits      paper     theory   ratio   search 8   gain")
         for grid, bits in CODEBOOKS:
             book = Codebook.make(d, bits, grid)
             where = (arguments.vectors, arguments.device)
@@ -58,7 +56,7 @@ def main() -> None:
             searched = measure(book, 8, "mse", *where)
             print(
                 f"{grid:8} {bits:4} {paper:10.6f} {expected:10.6f} {paper / expected:7.4f} "
-                f"{searched:10.6f} {1 - searched / paper:.1%}"
+                f"{searched:10.6f} {1 - searched / paper:6.1%}"
             )
             row = {"head_dim": d, "bits": bits, "grid": grid, "vectors": arguments.vectors}
             rows.append(
