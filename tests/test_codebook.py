@@ -279,6 +279,12 @@ def test_from_levels_accepts(given):
     assert book == Codebook(64, 2, "lloyd", (-127, -32, 32, 127), 2.0 / 127)
 
 
+def test_from_levels_averages_a_rounded_pair():
+    book = Codebook.from_levels((-2.00001, -0.5, 0.5, 2.0), 64)
+    assert book.levels == (-127, -32, 32, 127)
+    assert book.step == pytest.approx(2.000005 / 127, rel=1e-12)
+
+
 def test_from_levels_of_lloyd_max_is_make():
     for bits in range(1, 6):
         made = Codebook.make(96, bits)
