@@ -1,0 +1,93 @@
+"""What several test files share: the parameter space, inputs that are meant to break things, and
+byte comparison. The references that ops are compared with live in the package, next to each op.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_turboquant.codebook import Codebook
+from torch_turboquant.signs import random_signs, rotation_matrix
+
+HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256, 512, 576)
+CODEBOOKS = (
+    (1, "lloyd"),
+    (2, "lloyd"),
+    (3, "lloyd"),
+    (4, "lloyd"),
+    (5, "lloyd"),
+    (2, "uniform"),
+    (3, "uniform"),
+    (4, "uniform"),
+    (5, "uniform"),
+    (8, "uniform"),
+)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed)).to(dtype)
+
+
+def codebook_tensors(
+    d: int, bits: int, grid: str, search: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor | None, Tensor]:
+    """(levels, steps) of the ops."""
+    book = Codebook.make(d, bits, grid)
+    return book.levels_tensor(device), book.steps_tensor(search, device)
+
+
+def hard_vectors(d: int, signs: Tensor) -> Tensor:
+    """float32 [n, d]: structured directions, extreme sizes, and vectors that cannot be coded."""
+    noise = randn(9, d, seed=d)
+    rows = [torch.zeros(d), -torch.zeros(d), torch.ones(d), torch.full((d,), -3.0)]
+    for channel in (0, 1, d // 2, d - 1):  # one-hot: all rotated coordinates alike, or nearly
+        rows += [torch.eye(d)[channel], -0.37 * torch.eye(d)[channel]]
+    rotation = torch.from_numpy(rotation_matrix(d, signs))
+    for row in (0, 1, d // 2, d - 1):  # Walsh rows: a single rotated coordinate
+        rows.append(rotation[row].float())
+    rows.append(signs * (torch.arange(d) % 2 * 2.0 - 1.0))
+    outliers = noise[0].clone()
+    outliers[3] = 1e3
+    rows.append(outliers)
+    rows += [noise[1] * 1e-30, noise[2] * 1e30, noise[3] * 1e-42, noise[4] * 1e5]
+    rows.append(torch.full((d,), 3e38))
+    spread = noise[5].clone()
+    spread[: d // 2] *= 1e-36
+    spread[-1] = 3e38
+    rows.append(spread)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        spoiled = noise[6].clone()
+        spoiled[d // 3] = bad
+        rows.append(spoiled)
+    rows.append(torch.round(noise[7] * 2) / 2)
+    rows.append(noise[8])
+    return torch.stack(rows)
+
+
+def assert_same_bytes(actual: Tensor, expected: Tensor) -> None:
+    """Equal dtype, shape and bytes: NaN payloads and signs of zero included."""
+    actual, expected = actual.cpu().contiguous(), expected.cpu().contiguous()
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    if actual.numel() == 0:
+        return
+    a = actual.flatten().view(torch.uint8).numpy()
+    b = expected.flatten().view(torch.uint8).numpy()
+    if not np.array_equal(a, b):
+        wrong = np.flatnonzero(a != b) // actual.element_size()
+        place = np.unravel_index(wrong[0], actual.shape)
+        raise AssertionError(
+            f"{len(np.unique(wrong))} of {actual.numel()} elements differ, the first at "
+            f"{tuple(map(int, place))}: {actual[place]} instead of {expected[place]}"
+        )
+
+
+def signs_of(d: int, seed: int = 0) -> Tensor:
+    return random_signs(d, seed)

@@ -1,0 +1,173 @@
+"""QJL: the bits, the length, and an estimator without bias, of the variance that theory gives."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torch_turboquant as tt
+from tests.helpers import FLOATS, assert_same_bytes, hard_vectors, randn, signs_of
+from torch_turboquant.qjl import qjl_score_reference, qjl_sketch_reference
+from torch_turboquant.signs import SignKind, random_signs
+
+EPS = 2.0**-24
+
+
+def projection(kind, d, rows=None, seed=0):
+    if kind == "dense":
+        return tt.gaussian_projection(rows or d, d, seed)
+    return random_signs(d, seed, kind=SignKind.SKETCH)
+
+
+@pytest.mark.parametrize("kind", ["dense", "structured"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("d", [64, 80, 128, 576])
+def test_bytes(d, dtype, kind, device):
+    s = projection(kind, d)
+    for x in (randn(20, d, seed=d), hard_vectors(d, signs_of(d, 7))):
+        x = x.to(dtype)
+        bits, norm = tt.qjl_sketch(x.to(device), s.to(device))
+        expected = qjl_sketch_reference(x, s)
+        assert_same_bytes(bits, expected[0])
+        good = torch.isfinite(expected[1])
+        assert_same_bytes(norm.cpu()[good], expected[1][good])
+        broken = ~torch.isfinite(x).all(-1)
+        assert torch.equal(norm.cpu().isnan(), broken)
+        assert not bits.cpu()[broken].any()
+
+
+@pytest.mark.parametrize("rows", [8, 40, 264])
+def test_any_number_of_rows(rows, device):
+    x, s = randn(5, 64, seed=rows), projection("dense", 64, rows)
+    bits, norm = tt.qjl_sketch(x.to(device), s.to(device))
+    assert bits.shape == (5, rows // 8)
+    assert_same_bytes(bits, qjl_sketch_reference(x, s)[0])
+    exact = x.double() @ s.double().T
+    clear = exact.abs() > 1e-4
+    signs = tt.unpack(bits.cpu(), 1, rows).bool()
+    assert torch.equal(signs[clear], (exact > 0)[clear])
+    assert (norm.cpu().double() / x.double().norm(dim=1) - 1).abs().max() < 10 * EPS
+
+
+def test_zero_counts_as_positive(device):
+    for s in (projection("dense", 16), projection("structured", 16)):
+        for zero in (torch.zeros(1, 16), -torch.zeros(1, 16)):
+            bits, norm = tt.qjl_sketch(zero.to(device), s.to(device))
+            assert bits.flatten().tolist() == [255, 255]
+            assert norm.tolist() == [0.0]
+    s = torch.zeros(8, 16)
+    s[::2, 0] = -1
+    bits, _ = tt.qjl_sketch(torch.eye(16)[:1].to(device), s.to(device))
+    assert bits.flatten().tolist() == [0b10101010]
+
+
+def test_length_beyond_float32_squares(device):
+    """The length of 1e30 and 1e-30 vectors, whose squares leave float32."""
+    for size in (1e30, 1e-30):
+        x = randn(3, 128, seed=1) * size
+        _, norm = tt.qjl_sketch(x.to(device), projection("structured", 128).to(device))
+        assert (norm.cpu().double() / x.double().norm(dim=1) - 1).abs().max() < 10 * EPS
+
+
+@pytest.mark.parametrize("kind", ["dense", "structured"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_score_against_float64(kind, dtype, device):
+    d = 80
+    s = projection(kind, d, rows=56)
+    q, x = randn(2, 3, 5, d, seed=1, dtype=dtype), randn(2, 3, 9, d, seed=2)
+    bits, norm = qjl_sketch_reference(x, s)
+    out = tt.qjl_score(*(t.to(device) for t in (q, bits, norm, s))).cpu()
+    exact = qjl_score_reference(q, bits, norm, s)
+    assert out.shape == (2, 3, 5, 9) and out.dtype == torch.float32
+    # each of the sums of d products and of m signs rounds once per addition
+    projected = (
+        q.double().abs() @ s.double().abs().T if kind == "dense" else q.double().norm(dim=-1)
+    )
+    size = projected.sum(-1) if kind == "dense" else projected * d
+    factor = math.sqrt(math.pi / 2) / 56 if kind == "dense" else math.sqrt(math.pi / (2 * d))
+    bound = 2 * d * EPS * factor * size[..., None] * norm.double()[..., None, :]
+    assert ((out - exact).abs() <= bound).all()
+    assert exact.abs().min() > 0  # nothing is vacuous here
+
+
+def test_empty_sides():
+    s = projection("structured", 64)
+    bits, norm = tt.qjl_sketch(randn(0, 64, seed=1), s)
+    assert bits.shape == (0, 8) and norm.shape == (0,)
+    assert tt.qjl_score(randn(3, 64, seed=1), bits, norm, s).shape == (3, 0)
+    bits, norm = tt.qjl_sketch(randn(4, 64, seed=1), s)
+    assert tt.qjl_score(randn(0, 64, seed=1), bits, norm, s).shape == (0, 4)
+
+
+def slope(estimate, truth):
+    return float((estimate.double() * truth).sum() / truth.square().sum())
+
+
+@pytest.mark.parametrize("kind", ["dense", "structured"])
+def test_no_bias_over_a_million_pairs(kind):
+    """Mean over 64 projections of the slope of estimates against true inner products; confusing the
+    factors of the two kinds gives a slope of about 1 / sqrt(d) or sqrt(d)."""
+    d = 64
+    q, x = randn(128, d, seed=1), randn(128, d, seed=2)
+    truth = q.double() @ x.double().T
+    slopes = []
+    for seed in range(64):
+        s = projection(kind, d, seed=seed)
+        slopes.append(slope(tt.qjl_score(q, *tt.qjl_sketch(x, s), s), truth))
+    assert abs(sum(slopes) / len(slopes) - 1) < 0.02
+
+
+def test_no_bias_for_fixed_vectors():
+    """The expectation is over the projection alone: each fixed pair is unbiased (dense S)."""
+    d, trials = 32, 4000
+    q, x = randn(4, d, seed=3), randn(4, d, seed=4)
+    s = tt.gaussian_projection(d * trials, d, 5).view(trials, d, d)
+    estimates = torch.stack([tt.qjl_score(q, *tt.qjl_sketch(x, part), part) for part in s]).double()
+    truth = q.double() @ x.double().T
+    lengths = q.double().norm(dim=1)[:, None] * x.double().norm(dim=1)
+    # per row of S: sqrt(pi/2) |x| <s, q> sign<s, x>, with second moment pi/2 |q|^2 |x|^2
+    variance = (math.pi / 2 * lengths**2 - truth**2) / d
+    error = (estimates.mean(0) - truth) / (variance / trials).sqrt()
+    assert error.abs().max() < 4.5  # standard deviations, 16 pairs
+    assert (estimates.var(0) / variance - 1).abs().max() < 0.15
+
+
+def test_structured_projection_has_less_variance_than_a_dense_one():
+    """Orthonormal rows do not repeat each other: about (pi/2 - 1) / (pi/2) of the variance."""
+    d = 64
+    q, x = randn(64, d, seed=6), randn(64, d, seed=7)
+    truth = q.double() @ x.double().T
+    error = {}
+    for kind in ("dense", "structured"):
+        total = 0.0
+        for seed in range(40):
+            s = projection(kind, d, seed=seed)
+            total += float((tt.qjl_score(q, *tt.qjl_sketch(x, s), s) - truth).square().mean())
+        error[kind] = total / 40
+    lengths = (q.double().norm(dim=1)[:, None] * x.double().norm(dim=1)).square().mean()
+    assert error["dense"] / float(lengths) * d == pytest.approx(math.pi / 2, rel=0.05)
+    assert error["structured"] / float(lengths) * d == pytest.approx(math.pi / 2 - 1, rel=0.05)
+
+
+@given(
+    lead=st.lists(st.integers(0, 3), max_size=2),
+    offset=st.integers(0, 9),
+    gap=st.integers(0, 5),
+    kind=st.sampled_from(["dense", "structured"]),
+    dtype=st.sampled_from(FLOATS),
+)
+def test_views(lead, offset, gap, kind, dtype):
+    d, rows = 48, math.prod(lead)
+    buffer = randn(offset + rows * (d + gap), seed=8, dtype=dtype)
+    x = buffer[offset:].view(rows, d + gap)[:, :d]
+    if lead:
+        x = x.unflatten(0, lead)
+    else:
+        x = x[0]
+    s = projection(kind, d)
+    for actual, expected in zip(
+        tt.qjl_sketch(x, s), qjl_sketch_reference(x.contiguous(), s), strict=True
+    ):
+        assert_same_bytes(actual, expected)
