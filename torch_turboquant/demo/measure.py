@@ -1,0 +1,265 @@
+"""What the demo measures.
+
+Likelihood scoring of a text in one forward never reads a KV cache, so the caches are measured the
+way they are used: a first chunk of prose is read at once, and every later token is predicted by a
+forward that reads all earlier keys and values from the cache. The forwards take several tokens at a
+time, which does not change what any token sees (a test compares with one at a time). All caches see
+the same true tokens, and every prediction is compared with that of the uncompressed cache.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from torch_turboquant.integrations.transformers import TurboQuantCache
+
+QUESTIONS = (
+    "Summarise the following text in a few sentences.",
+    "What are the most important points of the following text? Answer in a short paragraph.",
+)
+PASSAGE_WORDS = 220
+MIN_NEW_TOKENS = 64  # an answer that ends at once says little about a cache
+
+
+@dataclass
+class Result:
+    """One cache: what it held, what it said, how well it predicted, how fast."""
+
+    preset: str | None  # None: uncompressed
+    info: dict[str, Any] = field(default_factory=dict)
+    answers: list[Tensor] = field(default_factory=list)  # int64 [new tokens] per prompt
+    agreement: float = 1.0  # share of generated tokens before the first difference
+    tokens_per_second: float = math.nan  # while generating, after the prompt
+    bytes_per_token: float = math.nan  # that one more token adds, all layers
+    bytes_total: int = 0  # everything the cache holds after the prose
+    tokens: int = 0  # of prose in the cache
+    scored: int = 0
+    perplexity: float = math.nan
+    kl: float = 0.0  # mean KL(uncompressed || this), nats
+    top1: float = 1.0  # share of scored tokens with the same most likely token
+
+    @property
+    def compression(self) -> float:
+        """Against 16 bits per number, whatever the model runs in."""
+        return self.info["bytes_per_token_16_bit"] / self.bytes_per_token
+
+
+# --------------------------------------------------------------------------------------- input
+
+
+def make_prompts(tokenizer: Any, articles: Sequence[str]) -> list[Tensor]:
+    """Chat prompts of a few hundred tokens, a task and a passage each: int64 [1, n]."""
+    prompts = []
+    for question, article in zip(QUESTIONS, articles[1:], strict=False):
+        passage = " ".join(article.split()[:PASSAGE_WORDS])
+        message = [{"role": "user", "content": f"{question}\n\n{passage}"}]
+        encoded = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        prompts.append(encoded["input_ids"])
+    return prompts
+
+
+def prose_tokens(tokenizer: Any, articles: Sequence[str], count: int) -> Tensor:
+    """The first `count` tokens of the articles: int64 [count].
+
+    Raises:
+        ValueError: the articles are shorter.
+    """
+    ids = tokenizer("\n\n".join(articles), return_tensors="pt", add_special_tokens=False)
+    ids = ids.input_ids[0]
+    if len(ids) < count:
+        raise ValueError(f"the text has {len(ids)} tokens, {count} are asked for")
+    return ids[:count]
+
+
+# ------------------------------------------------------------------------------------- metrics
+
+
+def equal_prefix(a: Tensor, b: Tensor) -> int:
+    """How many tokens two sequences share before they first differ."""
+    n = min(len(a), len(b))
+    differ = (a[:n] != b[:n]).nonzero()
+    return int(differ[0]) if len(differ) else n
+
+
+def negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
+    """Sum over tokens, in nats: logits [n, vocabulary], targets int64 [n]."""
+    return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="sum").item()
+
+
+def divergence(reference: Tensor, logits: Tensor) -> tuple[float, int]:
+    """Sum over tokens of KL(reference || logits) in nats, and how often the top token agrees."""
+    p, q = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum().item()
+    return kl, int((p.argmax(-1) == q.argmax(-1)).sum())
+
+
+# ----------------------------------------------------------------------------------- the caches
+
+
+def _new_cache(model: Any, preset: str | None) -> DynamicCache | TurboQuantCache:
+    if preset is None:
+        return DynamicCache(config=model.config)
+    return TurboQuantCache.for_model(model, preset)
+
+
+def _detach(cache: DynamicCache | TurboQuantCache) -> None:
+    if isinstance(cache, TurboQuantCache):
+        cache.detach()
+
+
+def _cache_bytes(cache: DynamicCache | TurboQuantCache) -> tuple[float, int]:
+    """(bytes that one more token adds, bytes in all), measured from the tensors."""
+    if isinstance(cache, TurboQuantCache):
+        memory = cache.memory_bytes()
+        return cache.bytes_per_token, memory["pages"] + memory["tail"] + memory["tables"]
+    total = sum(
+        t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values)
+    )
+    return total / cache.get_seq_length(), total
+
+
+def describe(
+    model: Any, preset: str | None, cache: DynamicCache | TurboQuantCache
+) -> dict[str, Any]:
+    """What a row of results has to name."""
+    config = model.config
+    heads, layers = config.num_key_value_heads, config.num_hidden_layers
+    info = {
+        "model": "SmolLM2-135M-Instruct",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "q_heads": config.num_attention_heads,
+        "kv_heads": heads,
+        "head_dim": config.head_dim,
+        "layers": layers,
+        "bytes_per_token_16_bit": 2 * 2 * config.head_dim * heads * layers,
+        "model_device": str(model.device),
+    }
+    if preset is None:
+        return info | {"cache_device": str(model.device)}
+    packed = cache.config
+    return info | {
+        "cache_device": str(cache.cache_device),
+        "page_size": packed.page_size,
+        "tail": [packed.sink_tokens, packed.recent_window],
+        "center": "auto",
+    }
+
+
+# --------------------------------------------------------------------------------- measurements
+
+
+class _Clock(BaseStreamer):
+    """Notes when `generate` hands out tokens."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    def rate(self) -> tuple[int, float]:
+        """(tokens, seconds) after the first new token: the first entry is the prompt itself."""
+        return len(self.times) - 2, self.times[-1] - self.times[1]
+
+
+@torch.no_grad()
+def generate(
+    model: Any, preset: str | None, prompts: Sequence[Tensor], new_tokens: int
+) -> tuple[list[Tensor], float]:
+    """Greedy answers of `model.generate`: (int64 [at most new_tokens] each, tokens per second)."""
+    answers, tokens, seconds = [], 0, 0.0
+    for prompt in prompts:
+        cache, clock = _new_cache(model, preset), _Clock()
+        prompt = prompt.to(model.device)
+        output = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            past_key_values=cache,
+            streamer=clock,
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            min_new_tokens=min(new_tokens, MIN_NEW_TOKENS),
+        )
+        _detach(cache)
+        answers.append(output[0, prompt.shape[1] :].cpu())
+        counted, elapsed = clock.rate()
+        tokens, seconds = tokens + counted, seconds + elapsed
+    return answers, tokens / seconds if seconds else math.nan
+
+
+@torch.no_grad()
+def read_prose(
+    model: Any, presets: Sequence[str | None], prose: Tensor, prefill: int, chunk: int
+) -> list[Result]:
+    """Predicts prose[prefill:] through one cache per preset; the first is the reference.
+
+    All caches advance together, chunk by chunk, so that no logits need to be kept.
+    """
+    caches = [_new_cache(model, preset) for preset in presets]
+    results = [Result(preset) for preset in presets]
+    losses = [0.0] * len(presets)
+    matches = [0] * len(presets)
+    ids = prose.to(model.device)
+    scored = len(ids) - prefill
+    starts = [0, *range(prefill, len(ids), chunk)]
+    ends = [*starts[1:], len(ids)]
+    last = [torch.empty(0)] * len(presets)  # logits that predict the next chunk's first token
+    for start, end in tqdm(list(zip(starts, ends, strict=True)), "reading prose", leave=False):
+        reference = None
+        for i, cache in enumerate(caches):
+            keep = 1 if start == 0 else 0
+            output = model(ids[None, start:end], past_key_values=cache, logits_to_keep=keep)
+            logits = torch.cat([last[i], output.logits[0, :-1]]) if start else None
+            last[i] = output.logits[0, -1:]
+            if logits is None:
+                continue
+            losses[i] += negative_log_likelihood(logits, ids[start:end])
+            reference = logits if reference is None else reference
+            kl, same = divergence(reference, logits)
+            results[i].kl += kl / scored
+            matches[i] += same
+    for i, (result, cache) in enumerate(zip(results, caches, strict=True)):
+        result.info = describe(model, result.preset, cache)
+        result.bytes_per_token, result.bytes_total = _cache_bytes(cache)
+        result.tokens, result.scored = len(ids), scored
+        result.perplexity = math.exp(losses[i] / scored)
+        result.top1 = matches[i] / scored
+        _detach(cache)
+    return results
+
+
+def compare(
+    model: Any,
+    prompts: Sequence[Tensor],
+    prose: Tensor,
+    presets: Sequence[str],
+    new_tokens: int,
+    prefill: int,
+    chunk: int,
+) -> list[Result]:
+    """Everything for the uncompressed cache and every preset, in this order."""
+    names = [None, *presets]
+    results = read_prose(model, names, prose, prefill, chunk)
+    for result in tqdm(results, "generating", leave=False):
+        result.answers, result.tokens_per_second = generate(
+            model, result.preset, prompts, new_tokens
+        )
+        pairs = zip(results[0].answers, result.answers, strict=True)
+        equal = sum(equal_prefix(a, b) for a, b in pairs)
+        result.agreement = equal / sum(len(a) for a in results[0].answers)
+    return results

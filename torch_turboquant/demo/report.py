@@ -1,0 +1,176 @@
+"""How the demo shows its results: a table of at most 100 columns, the texts, and JSON rows."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_turboquant.demo.measure import Result, equal_prefix
+
+WIDTH = 96
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell, the first left-aligned, the others right-aligned."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+
+    def text(line: Sequence[str]) -> str:
+        cells = [line[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([text(header), "  ".join("-" * w for w in widths), *map(text, rows)])
+
+
+def quality_table(results: Sequence[Result]) -> str:
+    """One row per cache."""
+    header = "cache,B/token,vs 16 bit,MiB,perplexity,change,KL,top-1,greedy,tokens/s"
+    base = results[0]
+    rows = []
+    for r in results:
+        packed = r.preset is not None
+        change = 100 * (r.perplexity / base.perplexity - 1)
+        rows.append(
+            [
+                r.preset or f"none ({r.info['dtype']})",
+                f"{r.bytes_per_token:,.0f}",
+                f"{r.compression:.2f}x",
+                f"{r.bytes_total / 2**20:.2f}",
+                f"{r.perplexity:.3f}",
+                f"{change:+.2f}%" if packed else "",
+                f"{r.kl:.4f}" if packed else "",
+                f"{100 * r.top1:.1f}%" if packed else "",
+                f"{100 * r.agreement:.0f}%" if packed else "",
+                f"{r.tokens_per_second:.1f}",
+            ]
+        )
+    return table(header.split(","), rows)
+
+
+def legend(results: Sequence[Result]) -> str:
+    """What the columns mean, with the numbers of this run."""
+    r = results[-1]
+    sinks, window = r.info["tail"]
+    text = (
+        "B/token: bytes that one more token adds, keys and values of all layers, measured from the "
+        f"tensors. MiB: all that the cache holds after {r.tokens:,} tokens, with the exact tail of "
+        f"packed caches (first {sinks}, last {window} tokens). perplexity, KL (nats) and top-1 "
+        f"agreement: {r.scored:,} tokens of Wikipedia, each predicted through the cache. greedy: "
+        "generated tokens before the first difference from the uncompressed cache."
+    )
+    return textwrap.fill(text, WIDTH)
+
+
+def device_note(results: Sequence[Result]) -> str | None:
+    """Says it plainly when the packed caches do not live where the model runs."""
+    info = results[-1].info
+    if info["cache_device"] == info["model_device"]:
+        return None
+    return (
+        f"Note: the model runs on {info['model_device']}, but this build has no attention kernels "
+        f"for it:\npacked caches and their attention are on the {info['cache_device']}, so "
+        "tokens/s compares two devices."
+    )
+
+
+def answers(results: Sequence[Result], tokenizer: Any) -> str:
+    """The generated texts: the uncompressed one in full, the others from where they differ."""
+    parts = []
+    for i, reference in enumerate(results[0].answers):
+        parts.append(f"Prompt {i + 1}, no compression:")
+        parts.append(_wrapped(tokenizer.decode(reference, skip_special_tokens=True)))
+        for r in results[1:]:
+            equal = equal_prefix(reference, r.answers[i])
+            if equal == len(reference):
+                parts.append(f"{r.preset}: the same {equal} tokens")
+                continue
+            rest = tokenizer.decode(r.answers[i][equal:], skip_special_tokens=True)
+            parts.append(f"{r.preset}: the same {equal} tokens, then")
+            parts.append(_wrapped("..." + rest))
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+def _wrapped(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    style = {"width": WIDTH, "initial_indent": "  | ", "subsequent_indent": "  | "}
+    return "\n".join(textwrap.fill(line, **style) for line in lines)
+
+
+def show(results: Sequence[Result], tokenizer: Any) -> None:
+    """Prints the whole report."""
+    info = results[0].info
+    print(
+        f"\n{info['model']} ({info['layers']} layers, {info['q_heads']}/{info['kv_heads']} heads "
+        f"of {info['head_dim']}) on {device_name(info['model_device'])}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}\n"
+    )
+    print(quality_table(results) + "\n")
+    print(legend(results))
+    note = device_note(results)
+    if note:
+        print(note)
+    print("\n" + answers(results, tokenizer))
+
+
+def device_name(device: str) -> str:
+    """A name that a reader can compare: the GPU's, or the CPU's where the system tells it."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    from torch_turboquant import build_info
+
+    return build_info()["devices"]["cpu"]
+
+
+def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """The results as plain data, one row per cache."""
+    base = results[0]
+    return [
+        {
+            "name": "demo",
+            "device": device_name(r.info["model_device"]),
+            "commit": commit(),
+            "command": shlex.join(["python", "-m", "torch_turboquant", *sys.argv[1:]]),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "preset": r.preset or "uncompressed",
+            "batch": 1,
+            "context": r.tokens,
+            **r.info,
+            "bytes": r.bytes_total,
+            "bytes_per_token": r.bytes_per_token,
+            "compression_vs_16_bit": r.compression,
+            "scored_tokens": r.scored,
+            "perplexity": r.perplexity,
+            "perplexity_change": r.perplexity / base.perplexity - 1,
+            "kl": r.kl,
+            "top1_agreement": r.top1,
+            "greedy_agreement": r.agreement,
+            "tokens_per_second": r.tokens_per_second,
+        }
+        for r in results
+    ]
+
+
+def commit() -> str | None:
+    """The checkout's commit, if the demo is started inside a checkout of this project."""
+    if not (Path.cwd() / "torch_turboquant" / "_version.py").exists():
+        return None
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write_json(path: Path, results: Sequence[Result]) -> None:
+    """Writes `rows` to a file."""
+    path.write_text(json.dumps(rows(results), indent=1) + "\n")

@@ -1,0 +1,5 @@
+"""Bindings to model libraries. Nothing here is imported by `import torch_turboquant`.
+
+transformers: TurboQuantCache, a packed KV cache for Hugging Face transformers (extra
+`torch_turboquant[transformers]`).
+"""
