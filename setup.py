@@ -71,7 +71,7 @@ def torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         sys.exit("torch_turboquant: building needs torch >= 2.11: pip install torch==2.13.0")
-    return Path(spec.origin).parent
+    return Path(spec.origin).resolve().parent
 
 
 def find_nvcc() -> str | None:

@@ -1,6 +1,7 @@
 """The command line: `python -m torch_turboquant info` and `python -m torch_turboquant demo`."""
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -10,19 +11,22 @@ from torch_turboquant._library import build_info
 
 
 def print_info(info: dict[str, Any]) -> None:
-    """One aligned line per fact; libraries and devices one line each."""
-    rows = [(key.replace("_", " "), value) for key, value in info.items()]
-    for name, value in rows:
-        if name == "libraries":
-            for kind, library in value.items():
-                print(f"{kind + ' library':<20}{library['path']}")
-                print(f"{'':<20}{library['bytes'] / 2**20:.2f} MiB, built by {library['compiler']}")
-        elif name == "devices":
-            print(f"{'cpu device':<20}{value['cpu']}")
-            print(f"{'cuda devices':<20}{', '.join(value['cuda']) or 'none'}")
+    """One aligned line per fact."""
+    rows = []
+    for key, value in info.items():
+        if key == "libraries":
+            for name, library in value.items():
+                size = f"{library['bytes'] / 2**20:.2f} MiB"
+                rows.append(
+                    (f"{name} library", f"{library['path']} ({size}, {library['compiler']})")
+                )
+        elif key == "devices":
+            rows += [("cpu device", value["cpu"]), ("cuda devices", ", ".join(value["cuda"]))]
         else:
             text = " ".join(value) if isinstance(value, list) else value
-            print(f"{name:<20}{text if text not in (None, '') else 'none'}")
+            rows.append((key.replace("_", " "), text))
+    for name, text in rows:
+        print(f"{name:<20}{'none' if text in (None, '') else text}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,15 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # The demo needs the packages of an extra: nothing else may depend on them.
         if argv[:1] == ["demo"]:
-            from torch_turboquant import demo as program
-
+            program = importlib.import_module("torch_turboquant.demo")
             program.add_arguments(demo)
         args = parser.parse_args(argv)
-        if args.command == "info":
-            facts = build_info()
-            print(json.dumps(facts, indent=2)) if args.json else print_info(facts)
-            return 0
-        return program.run(args)
+        if args.command == "demo":
+            return program.run(args)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("torch_turboquant"):
             raise
@@ -55,6 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+    facts = build_info()
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print_info(facts)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Loads the compiled libraries, which register the ops under `torch.ops.turboquant`.
 
-The CPU library holds the op schemas and is always loaded. The CUDA library only adds kernels for CUDA tensors, and is
-loaded where torch itself is a CUDA build. Importing this module does not touch the GPU driver, so processes may still fork.
+The CPU library holds the op schemas and is always loaded. The CUDA library only adds kernels for
+CUDA tensors, and is loaded where torch itself is a CUDA build. Importing this module does not touch
+the GPU driver, so processes may still fork.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ import torch
 
 from torch_turboquant._version import __version__
 
-MIN_TORCH = (2, 11)
+MIN_TORCH = "2.11"
 LIBRARY_FOLDER = Path(__file__).parent / "lib"
 
 
@@ -23,25 +24,25 @@ def check_torch_version(version: str) -> None:
 
     Without this check an old torch shows as an undefined symbol.
     """
-    major, minor = version.split(".")[:2]
-    if (int(major), int(minor)) < MIN_TORCH:
+    found, needed = ([int(n) for n in v.split(".")[:2]] for v in (version, MIN_TORCH))
+    if found < needed:
         raise ImportError(
-            f"torch_turboquant {__version__} needs torch >= {MIN_TORCH[0]}.{MIN_TORCH[1]}, but torch {version} is "
+            f"torch_turboquant {__version__} needs torch >= {MIN_TORCH}, but torch {version} is "
             f"installed. Upgrade it: pip install --upgrade torch"
         )
 
 
 def load(name: str, folder: Path = LIBRARY_FOLDER) -> dict[str, Any]:
-    """Loads `libturboquant_<name>.so` (name "cpu" or "cuda") and returns what it says of itself, its path and its size.
+    """Loads `libturboquant_<name>.so` (name "cpu" or "cuda") and returns what it says of itself.
 
     Raises ImportError with the loader's reason and what to do about it.
     """
     path = folder / f"libturboquant_{name}.so"
     if not path.exists():
         raise ImportError(
-            f"{path} is missing: this torch_turboquant is a source tree, or a wheel for another platform "
-            f"(this is {platform.system()} {platform.machine()}). Install a wheel that fits, or build one with "
-            f"`make wheel`; inside a checkout run Python as `python -I`, so that it finds the installed package."
+            f"{path} is missing: this torch_turboquant is a source tree, or a wheel for another "
+            f"platform than {platform.system()} {platform.machine()}. Install a wheel that fits or "
+            f"build one (make wheel); inside a checkout, python -I finds the installed package."
         )
     try:
         torch.ops.load_library(path)
@@ -49,17 +50,17 @@ def load(name: str, folder: Path = LIBRARY_FOLDER) -> dict[str, Any]:
     except OSError as error:
         glibc = " ".join(part for part in platform.libc_ver() if part) or "unknown"
         raise ImportError(
-            f"{path} cannot be loaded: {error}. It needs torch >= {MIN_TORCH[0]}.{MIN_TORCH[1]} (found "
-            f"{torch.__version__}) and the glibc named by the wheel's manylinux tag (found {glibc}). If both fit, "
-            f"reinstall torch and torch_turboquant, or build the wheel here with `make wheel`."
+            f"{path} cannot be loaded: {error}. It needs torch >= {MIN_TORCH} (found "
+            f"{torch.__version__}) and the glibc named by the wheel's manylinux tag (found "
+            f"{glibc}). If both fit, reinstall both, or build the wheel here (make wheel)."
         ) from error
     describe = getattr(library, f"turboquant_{name}_build_info")
     describe.restype = ctypes.c_char_p
     info = {"path": str(path), "bytes": path.stat().st_size, **json.loads(describe())}
     if info["version"] != __version__:
         raise ImportError(
-            f"{path} is of version {info['version']}, but the Python files are of {__version__}: an upgrade was "
-            f"interrupted. Run: pip install --force-reinstall torch_turboquant"
+            f"{path} is of version {info['version']}, but the Python files are of {__version__}: "
+            f"an upgrade was interrupted. Run: pip install --force-reinstall torch_turboquant"
         )
     return info
 
@@ -67,7 +68,7 @@ def load(name: str, folder: Path = LIBRARY_FOLDER) -> dict[str, Any]:
 def load_libraries() -> dict[str, dict[str, Any]]:
     """Loads what this torch can use; the keys are "cpu" and, where loaded, "cuda".
 
-    A wheel built without nvcc has no CUDA library: then ops on CUDA tensors raise NotImplementedError.
+    A wheel built without nvcc has no CUDA library: ops on CUDA tensors raise NotImplementedError.
     """
     check_torch_version(torch.__version__)
     libraries = {"cpu": load("cpu")}
@@ -92,7 +93,7 @@ def _processor() -> str:
 def build_info() -> dict[str, Any]:
     """What is installed and what it runs on: versions, loaded libraries, architectures, devices.
 
-    Everything is a string, a number, None, or a list or dict of these, so the result can be printed as JSON.
+    All of it is strings, numbers, None, and lists and dicts of these: it can be printed as JSON.
     """
     in_wheel = (LIBRARY_FOLDER / "libturboquant_cuda.so").exists()
     if "cuda" in _libraries:
@@ -101,7 +102,7 @@ def build_info() -> dict[str, Any]:
         cuda = "not loaded: this torch is not a CUDA build"
     else:
         cuda = "not in this build: build the wheel where nvcc is on PATH"
-    available = torch.cuda.is_available()
+    cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "version": __version__,
         "python": platform.python_version(),
@@ -115,8 +116,6 @@ def build_info() -> dict[str, Any]:
         "libraries": _libraries,
         "devices": {
             "cpu": _processor(),
-            "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-            if available
-            else [],
+            "cuda": [torch.cuda.get_device_name(i) for i in range(cuda_devices)],
         },
     }

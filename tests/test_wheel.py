@@ -1,0 +1,198 @@
+"""The installed wheel: tag, metadata, libraries, what it says of itself and how it fails."""
+
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import torch_turboquant
+from torch_turboquant import __main__ as command_line
+from torch_turboquant import _library
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = sorted((Path(torch_turboquant.__file__).parent / "lib").glob("*.so"))
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that sees installed packages only."""
+    command = [sys.executable, "-I", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def distribution() -> importlib.metadata.Distribution:
+    return importlib.metadata.distribution("torch_turboquant")
+
+
+# ---- the wheel
+
+
+def test_one_wheel_serves_every_python():
+    lines = distribution().read_text("WHEEL").splitlines()
+    tags = [line.removeprefix("Tag: ") for line in lines if line.startswith("Tag: ")]
+    assert tags and all(tag.startswith("py3-none-") and "linux" in tag for tag in tags)
+    assert "Root-Is-Purelib: false" in lines
+
+
+def test_metadata():
+    metadata = distribution().metadata
+    assert metadata["Version"] == torch_turboquant.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    always = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
+    assert always == {"torch>=2.11", "numpy"}
+
+
+def test_the_wheel_holds_the_package_and_nothing_else():
+    files = [str(path) for path in distribution().files if "__pycache__" not in path.parts]
+    assert "torch_turboquant/lib/libturboquant_cpu.so" in files
+    assert "torch_turboquant/py.typed" in files
+    strangers = [f for f in files if not f.startswith(("torch_turboquant/", "torch_turboquant-"))]
+    assert not strangers
+
+
+# ---- the libraries
+
+
+@pytest.fixture(scope="module")
+def audit() -> ModuleType:
+    for module in ("auditwheel", "elftools", "torch_abi_audit"):
+        pytest.importorskip(module)
+    spec = importlib.util.spec_from_file_location("audit", ROOT / "wheels" / "audit.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", LIBRARIES, ids=lambda path: path.stem)
+def test_libraries_use_the_stable_abi_only(audit, path, capsys):
+    table = audit.Table()
+    audit.audit_library(table, path.stem.removeprefix("libturboquant_"), path)
+    assert not table.failed, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        ("C++ symbols of torch", "namespace at { void f(); } void g() { at::f(); }"),
+        ("C++ symbols of torch", "namespace c10 { void f(); } void g() { c10::f(); }"),
+        ("Python symbols", 'extern "C" void PyErr_Clear(); void g() { PyErr_Clear(); }'),
+        ("least torch", 'extern "C" int torch_tag_core(); int g() { return torch_tag_core(); }'),
+        ("unknown torch functions", 'extern "C" int torch_x(); int g() { return torch_x(); }'),
+        ("exports", 'extern "C" void stranger() {}'),
+        ("libraries needed", ""),
+        ("folders of this machine", f'const char* folder() {{ return "{ROOT}"; }}'),
+    ],
+)
+def test_the_audit_finds(audit, tmp_path, capsys, row, code):
+    compiler = shutil.which("g++") or pytest.skip("needs g++")
+    (tmp_path / "bad.cpp").write_text(code)
+    path = tmp_path / "libturboquant_cpu.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", path, tmp_path / "bad.cpp"], check=True)
+    audit.audit_library(audit.Table(), "cpu", path)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("FAIL") and f"cpu: {row}" in line for line in lines), lines
+
+
+# ---- what it says of itself
+
+
+def test_info_as_json():
+    done = python("-m", "torch_turboquant", "info", "--json")
+    assert done.returncode == 0, done.stderr
+    info = json.loads(done.stdout)
+    assert info["version"] == torch_turboquant.__version__
+    assert info["torch"] == torch.__version__
+    assert info["format_version"] == 1
+    assert info["instruction_set"]
+    for name, library in info["libraries"].items():
+        assert Path(library["path"]).stat().st_size == library["bytes"]
+        assert library["torch_target"] == "0x020b000000000000", name
+    assert ("cuda" in info["libraries"]) == bool(info["cuda_architectures"])
+    if torch.version.cuda is None:
+        assert "cuda" not in info["libraries"]
+
+
+def test_info_as_text():
+    done = python("-m", "torch_turboquant", "info")
+    assert done.returncode == 0, done.stderr
+    facts = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    assert facts["version"].strip() == torch_turboquant.__version__
+    assert "libturboquant_cpu.so" in facts["cpu library"]
+    assert (
+        facts["cuda devices"].strip() == ", ".join(torch_turboquant.build_info()["devices"]["cuda"])
+        or "none"
+    )
+
+
+def test_no_command_is_an_error():
+    done = python("-m", "torch_turboquant")
+    assert done.returncode == 2
+    assert "info" in done.stderr and "demo" in done.stderr
+
+
+@pytest.mark.parametrize("when", ["add_arguments", "run"])
+def test_demo_names_the_extra_it_needs(monkeypatch, capsys, when):
+    def missing(*_):
+        raise ModuleNotFoundError("No module named 'gguf'", name="gguf")
+
+    program = ModuleType("torch_turboquant.demo")
+    program.add_arguments = lambda parser: None
+    program.run = lambda args: 0
+    setattr(program, when, missing)
+    monkeypatch.setitem(sys.modules, "torch_turboquant.demo", program)
+    assert command_line.main(["demo"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "gguf" in line and "pip install 'torch_turboquant[demo]'" in line
+
+
+def test_demo_passes_its_arguments_on(monkeypatch):
+    program = ModuleType("torch_turboquant.demo")
+    program.add_arguments = lambda parser: parser.add_argument("--tokens", type=int)
+    program.run = lambda args: args.tokens
+    monkeypatch.setitem(sys.modules, "torch_turboquant.demo", program)
+    assert command_line.main(["demo", "--tokens", "7"]) == 7
+
+
+# ---- how it fails
+
+
+def test_an_old_torch_is_refused_by_name():
+    done = python("-c", "import torch; torch.__version__ = '2.10.1'; import torch_turboquant")
+    assert done.returncode != 0
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError") and "torch >= 2.11" in last and "2.10.1" in last
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.0a0+git1", "2.20.1+cu130", "3.0.0"])
+def test_newer_torch_is_accepted(version):
+    _library.check_torch_version(version)
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.9.0", "2.10.2+cu128"])
+def test_older_torch_is_not(version):
+    with pytest.raises(ImportError, match="pip install --upgrade torch"):
+        _library.check_torch_version(version)
+
+
+def test_a_missing_library_says_what_to_do(tmp_path):
+    with pytest.raises(ImportError, match=r"libturboquant_cpu.so is missing.*make wheel"):
+        _library.load("cpu", tmp_path)
+
+
+def test_a_library_that_does_not_load_says_why(tmp_path):
+    (tmp_path / "libturboquant_cuda.so").write_bytes(b"not a library")
+    with pytest.raises(ImportError, match=r"cannot be loaded: .*torch >= 2\.11.*glibc"):
+        _library.load("cuda", tmp_path)
+
+
+def test_a_half_upgraded_package_is_refused(monkeypatch):
+    monkeypatch.setattr(_library, "__version__", "9.9.9")
+    with pytest.raises(ImportError, match=r"9\.9\.9.*--force-reinstall"):
+        _library.load("cpu")
