@@ -11,7 +11,7 @@ operands of 8-bit tensor-core instructions without a shuffle.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -97,20 +97,20 @@ class Record:
 
     # ---- sizes
 
-    @property
+    @cached_property
     def tile_tokens(self) -> int:
         return min(self.page_size, MAX_TILE)
 
-    @property
+    @cached_property
     def key_row_bytes(self) -> int:
         d = self.head_dim
         return {8: d, 5: d // 2, 4: d // 2, 3: _round_up_4(3 * d // 8), 2: d // 4}[self.key_bits]
 
-    @property
+    @cached_property
     def key_plane_bytes(self) -> int:
         return _round_up_4(self.head_dim // 8) if self.key_bits == 5 else 0
 
-    @property
+    @cached_property
     def value_block_bytes(self) -> int:
         d = self.head_dim
         three = 384 * (d // 64) + 8 * (d % 64)
@@ -134,11 +134,11 @@ class Record:
             start += size
         return out
 
-    @property
+    @cached_property
     def tile_bytes(self) -> int:
         return sum(size for _, size in self.sections.values())
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         return self.page_size // self.tile_tokens * self.tile_bytes
 
@@ -226,8 +226,13 @@ class _Places(NamedTuple):
     code_shift: np.ndarray
 
 
-@lru_cache(maxsize=64)
 def _places(record: Record, kind: str) -> _Places:
+    # the tiles of a page are alike
+    return _tile_places(replace(record, page_size=record.tile_tokens), kind)
+
+
+@lru_cache(maxsize=64)
+def _tile_places(record: Record, kind: str) -> _Places:
     place = getattr(record, kind)
     table = np.zeros((record.tile_tokens, record.head_dim, 3, 4), dtype=np.int64)
     for token in range(record.tile_tokens):

@@ -1,0 +1,84 @@
+"""Configurations and presets: names, defaults, derived sizes, and what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import torch_turboquant as tt
+from torch_turboquant.config import PRESETS, CacheConfig
+
+
+def test_presets_are_what_their_names_say():
+    for name, bits in PRESETS.items():
+        keys, values = name.removeprefix("k").removesuffix("u").split("v")
+        assert (bits.key_bits, bits.value_bits) == (int(keys), int(values))
+        for width, grid in ((bits.key_bits, bits.key_grid), (bits.value_bits, bits.value_grid)):
+            assert grid == ("uniform" if name.endswith("u") or width == 8 else "lloyd")
+        config = tt.preset(name, 128)
+        assert (config.key_bits, config.value_bits) == (bits.key_bits, bits.value_bits)
+        assert (config.key_grid, config.value_grid) == (bits.key_grid, bits.value_grid)
+    assert list(PRESETS) == ("k8v8 k8v4 k5v4u k5v3u k4v4 k4v4u k4v3 k4v2 k3v3 k3v2 k2v2".split())
+
+
+def test_defaults():
+    config = CacheConfig(128, 4, 3)
+    assert config == tt.preset("k4v3", 128)
+    assert (config.page_size, config.search, config.seed) == (32, 8, 0)
+    assert (config.sink_tokens, config.recent_window) == (4, 64)
+    assert (config.key_scale_mode, config.value_scale_mode) == ("unbiased", "mse")
+    assert (config.key_grid, config.value_grid) == ("lloyd", "lloyd")
+    assert CacheConfig(128, 8, 8).key_grid == "uniform"
+    assert tt.preset("k4v4", 64, page_size=16, search=1).page_size == 16
+
+
+def test_a_config_is_a_value():
+    a, b = tt.preset("k4v4", 128), tt.preset("k4v4", 128)
+    assert a == b and hash(a) == hash(b) and a.record_bytes == b.record_bytes
+    assert a == b and hash(a) == hash(b)  # also after cached sizes were read
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        a.key_bits = 3
+    assert dataclasses.replace(a, page_size=64).record_bytes == 64 * 132
+
+
+def test_sizes():
+    config = tt.preset("k4v4", 128)
+    assert config.bytes_per_token == 132 and isinstance(config.bytes_per_token, int)
+    assert config.record_bytes == 32 * 132
+    assert config.bits_per_value == 8 * 132 / 256
+    assert config.compression() == 512 / 132
+    assert config.compression(torch.float32) == 1024 / 132
+    assert config.record.tile_bytes == 32 * 132
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"head_dim": 100}, "head_dim is 100, supported in page records: multiples of 16"),
+        ({"head_dim": 352}, "head_dim is 352"),
+        ({"key_bits": 6}, "key_bits is 6, supported: 2, 3, 4, 5, 8"),
+        ({"key_bits": 1}, "key_bits is 1"),
+        ({"value_bits": 5}, "value_bits is 5, supported: 2, 3, 4, 8"),
+        ({"page_size": 48}, "page_size is 48, supported: 16, 32, 64, 128"),
+        ({"key_grid": "nf4"}, "key_grid must be one of"),
+        ({"value_grid": "Lloyd"}, "value_grid must be one of"),
+        ({"key_bits": 8, "key_grid": "lloyd"}, "key_grid must be 'uniform' for 8 bits"),
+        ({"key_scale_mode": "l2"}, "key_scale_mode must be one of"),
+        ({"value_scale_mode": 2}, "value_scale_mode must be one of"),
+        ({"search": 0}, "search must be 1 to 64, got 0"),
+        ({"search": 65}, "search must be 1 to 64, got 65"),
+        ({"sink_tokens": -1}, "sink_tokens must be 0 or more"),
+        ({"recent_window": -1}, "recent_window must be 0 or more"),
+        ({"seed": -1}, "seed must be 0 to 2^64 - 1"),
+        ({"seed": 2**64}, "seed must be 0 to 2^64 - 1"),
+    ],
+)
+def test_what_is_refused(fields, text):
+    with pytest.raises(ValueError) as error:
+        CacheConfig(**{"head_dim": 128, "key_bits": 4, "value_bits": 4, **fields})
+    assert text in str(error.value)
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match="unknown preset 'k7v7'; the presets are k8v8, k8v4"):
+        tt.preset("k7v7", 128)

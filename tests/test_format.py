@@ -1,0 +1,286 @@
+"""The layout of page records: format.py, csrc/format.h and docs/format.md say the same thing.
+
+For every record there is: each bit of each code has one place of its own, every token owns whole
+bytes, sections are aligned; and the sizes are the numbers written here.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import torch_turboquant as tt
+from torch_turboquant import format as layout
+from torch_turboquant.format import KEY_BITS, PAGE_SIZES, VALUE_BITS, Record, valid_head_dim
+from torch_turboquant.signs import split_dim
+
+DIMS = [d for d in range(16, 1025, 16) if valid_head_dim(d)]
+# every width of keys and of values at least once
+PAIRS = ((8, 8), (5, 4), (4, 3), (3, 2), (2, 8))
+PAGE = (Path(__file__).parents[1] / "docs" / "format.md").read_text()
+
+# bytes per token and KV head, key and value and both scales
+BYTES = {
+    # d:    64   80   96  128  192  256   512   576
+    "k8v8": (132, 164, 196, 260, 388, 516, 1028, 1156),
+    "k8v4": (100, 124, 148, 196, 292, 388, 772, 868),
+    "k5v4u": (76, 96, 112, 148, 220, 292, 580, 652),
+    "k5v3u": (68, 88, 104, 132, 196, 260, 516, 580),
+    "k4v4": (68, 84, 100, 132, 196, 260, 516, 580),
+    "k4v4u": (68, 84, 100, 132, 196, 260, 516, 580),
+    "k4v3": (60, 76, 92, 116, 172, 228, 452, 508),
+    "k4v2": (52, 64, 76, 100, 148, 196, 388, 436),
+    "k3v3": (52, 68, 80, 100, 148, 196, 388, 436),
+    "k3v2": (44, 56, 64, 84, 124, 164, 324, 364),
+    "k2v2": (36, 44, 52, 68, 100, 132, 260, 292),
+}
+BYTES_DIMS = (64, 80, 96, 128, 192, 256, 512, 576)
+
+
+def test_sizes_of_all_presets():
+    assert set(BYTES) == set(tt.PRESETS)
+    for name, sizes in BYTES.items():
+        for d, size in zip(BYTES_DIMS, sizes, strict=True):
+            for page_size in PAGE_SIZES:
+                config = tt.preset(name, d, page_size=page_size)
+                assert config.bytes_per_token == size
+                assert config.record_bytes == page_size * size
+                cache = tt.allocate_cache(config, 3, 2)
+                assert cache.numel() == cache.nbytes == 3 * 2 * page_size * size
+
+
+def test_which_dimensions_exist():
+    assert [d for d in DIMS if d <= 256] == [
+        *(16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
+    ]
+    assert set(DIMS) == {
+        m * 2**k for m in (1, 3, 5, 7, 9) for k in range(4, 11) if m * 2**k <= 1024
+    }
+    assert [d for d in range(2, 41) if layout.valid_vector_dim(d)] == [
+        *(2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40)
+    ]
+    assert layout.valid_vector_dim(4096) and not layout.valid_vector_dim(8192)
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_every_bit_has_one_place(d):
+    """A tile: all code bits in distinct places inside their own section, tokens apart."""
+    for page_size in (16, 32):
+        for key_bits, value_bits in PAIRS:
+            record = Record(d, page_size, key_bits, value_bits)
+            _check_places(record, "key", key_bits, ("key_rows", "key_planes"))
+            _check_places(record, "value", value_bits, ("value_blocks",))
+
+
+def _check_places(record, kind, bits, sections):
+    places = layout._places(record, kind)
+    width = np.log2(places.mask + 1).astype(int)  # [tokens, channels, pieces]
+    token, channel, piece = np.nonzero(width)
+    where = (token, channel, piece)
+    byte, shift = places.byte[where], places.shift[where]
+    used = np.zeros((record.tile_bytes, 8), dtype=int)
+    code_bits = np.zeros((record.tile_tokens, record.head_dim, 8), dtype=int)
+    for k in range(8):
+        here = width[where] > k
+        np.add.at(used, (byte[here], shift[here] + k), 1)
+        code_bit = places.code_shift[where][here] + k
+        np.add.at(code_bits, (token[here], channel[here], code_bit), 1)
+    assert (code_bits[..., :bits] == 1).all() and not code_bits[..., bits:].any()
+    assert used.max() == 1 and used.sum() == record.tile_tokens * record.head_dim * bits
+    first, last = np.full(record.tile_bytes, 99), np.full(record.tile_bytes, -1)
+    np.minimum.at(first, byte, token)
+    np.maximum.at(last, byte, token)
+    assert (first[byte] == last[byte]).all(), "two tokens share a byte"
+    inside = np.zeros(record.tile_bytes, dtype=bool)
+    for name in sections:
+        start, size = record.sections.get(name, (0, 0))
+        inside[start : start + size] = True
+    assert inside[byte].all()
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_records_are_aligned_and_without_gaps(d):
+    for page_size in PAGE_SIZES:
+        for key_bits in KEY_BITS:
+            for value_bits in VALUE_BITS:
+                record = Record(d, page_size, key_bits, value_bits)
+                assert record.record_bytes % 64 == 0 and record.tile_bytes % 64 == 0
+                end = 0
+                for name, (start, size) in record.sections.items():
+                    assert start == end
+                    # scales are 2 bytes a token: 32 bytes in pages of 16, 64 otherwise
+                    assert start % (64 if name != "value_scales" else 2 * record.tile_tokens) == 0
+                    end = start + size
+                assert end == record.tile_bytes
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(("key_bits", "value_bits"), PAIRS)
+def test_tokens_share_the_record_among_them(key_bits, value_bits, page_size):
+    for d in (16, 48, 64, 80, 112, 128, 144):
+        record = Record(d, page_size, key_bits, value_bits)
+        owned = np.concatenate([layout.own_bytes(record, t) for t in range(page_size)])
+        assert sorted(owned.tolist()) == list(range(record.record_bytes))
+        assert len({len(layout.own_bytes(record, t)) for t in range(page_size)}) == 1
+
+
+def _random_codes(d, page_size, key_bits, value_bits):
+    rng = np.random.default_rng(d)
+    keys = rng.integers(0, 2**key_bits, (page_size, d), dtype=np.uint8)
+    return keys, rng.integers(0, 2**value_bits, (page_size, d), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize(("key_bits", "value_bits"), PAIRS)
+def test_what_is_written_is_read(key_bits, value_bits, page_size):
+    """Tokens in any order, over garbage; the garbage of a neighbour stays, that of padding goes."""
+    for d in (48, 64, 80, 96, 112):
+        record = Record(d, page_size, key_bits, value_bits)
+        keys, values = _random_codes(d, page_size, key_bits, value_bits)
+        scales = np.random.default_rng(2).standard_normal((2, page_size)).astype(np.float16)
+        clean = np.zeros(record.record_bytes, dtype=np.uint8)
+        dirty = np.random.default_rng(0).integers(0, 256, record.record_bytes, dtype=np.uint8)
+        order = np.random.default_rng(1).permutation(page_size)
+        for token in range(page_size):
+            layout.write_token(record, clean, token, keys[token], values[token], *scales[:, token])
+        for token in order:
+            before = dirty.copy()
+            layout.write_token(record, dirty, token, keys[token], values[token], *scales[:, token])
+            assert set(np.flatnonzero(before != dirty)) <= set(layout.own_bytes(record, token))
+        assert np.array_equal(clean, dirty)
+        assert np.array_equal(layout.read_keys(record, clean), keys)
+        assert np.array_equal(layout.read_values(record, clean[None])[0], values)
+        assert np.array_equal(layout.read_scales(record, clean), scales)
+
+
+# ---- csrc/format.h
+
+
+def test_constants_of_the_header(native):
+    assert native.VERSION == layout.FORMAT_VERSION
+    assert native.MAX_VECTOR_DIM == layout.MAX_VECTOR_DIM
+    assert native.MAX_HEAD_DIM == layout.MAX_HEAD_DIM
+    assert native.MAX_TILE == layout.MAX_TILE
+    assert native.VALUE_GROUP == layout.VALUE_GROUP
+    assert native.LEVEL_UNIT == 1 / 32 and native.UNITS_PER_SIGMA == 4096
+    assert native.NAN_SCALE == 0x7E00 and native.MAX_HALF == 65504
+    assert [b for b in range(-1, 10) if native.valid_key_bits(b)] == list(KEY_BITS)
+    assert [b for b in range(-1, 10) if native.valid_value_bits(b)] == list(VALUE_BITS)
+    assert [n for n in range(-1, 300) if native.valid_page_size(n)] == list(PAGE_SIZES)
+    for d in range(-16, 1200):
+        assert native.valid_head_dim(d) == valid_head_dim(d)
+    for d in (*range(-2, 700), *range(4080, 4200), 8192):
+        expected = split_dim(d) if layout.valid_vector_dim(d) else (0, 0)
+        assert native.split_dim(d) == expected
+        for bits in range(1, 9):
+            if d >= 0:
+                assert native.dense_row_bytes(d, bits) == layout.dense_row_bytes(d, bits)
+
+
+def test_levels_of_the_header(native):
+    for bits in (2, 3, 4, 5, 8):
+        count = native.num_levels(bits)
+        assert count == (255 if bits == 8 else 2**bits)
+        for rank in range(count):
+            code = native.code_of_rank(bits, rank)
+            level = rank - 127 if bits == 8 else 2 * rank - (2**bits - 1)
+            assert native.uniform_level(bits, rank) == level
+            assert native.level_of_code(bits, None, code) == level
+    levels = [-127, -40, 40, 127]
+    assert [native.level_of_code(2, levels, c) for c in range(4)] == levels
+
+
+def test_sizes_of_the_header(native):
+    for d in DIMS:
+        for page_size in PAGE_SIZES:
+            for key_bits in KEY_BITS:
+                for value_bits in VALUE_BITS:
+                    ours = Record(d, page_size, key_bits, value_bits)
+                    theirs = native.Record(d, page_size, key_bits, value_bits)
+                    assert theirs.record_bytes == ours.record_bytes
+                    assert theirs.tile_bytes == ours.tile_bytes
+                    for token in (0, 1, page_size // 2, page_size - 1):
+                        assert theirs.key_scale(token) == ours.key_scale(token)
+                        assert theirs.value_scale(token) == ours.value_scale(token)
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_places_of_the_header(native, d):
+    """Random codes written by the header are those written here: every token of one tile of both
+    sizes, and tokens of all tiles of larger pages."""
+    for key_bits, value_bits in PAIRS:
+        for page_size in PAGE_SIZES:
+            ours = Record(d, page_size, key_bits, value_bits)
+            theirs = native.Record(d, page_size, key_bits, value_bits)
+            keys, values = _random_codes(d, page_size, key_bits, value_bits)
+            zero = np.float16(0)
+            data = np.zeros(ours.record_bytes, dtype=np.uint8)
+            other = data
+            for token in range(0, page_size, 1 if page_size <= 32 else 13):
+                layout.write_token(ours, data, token, keys[token], values[token], zero, zero)
+                other = native.write_codes(theirs, other, "key", token, keys[token])
+                other = native.write_codes(theirs, other, "value", token, values[token])
+                assert np.array_equal(native.read_codes(theirs, data, "key", token), keys[token])
+            assert np.array_equal(data, other)
+            assert np.array_equal(native.read_codes(theirs, data, "value", 13), values[13])
+
+
+@pytest.mark.parametrize("d", [16, 48, 64, 80, 96, 112, 144, 192])
+def test_pieces_of_the_header(native, d):
+    """Piece by piece, in the same order."""
+    for page_size in (16, 64):
+        for key_bits, value_bits in PAIRS:
+            ours = Record(d, page_size, key_bits, value_bits)
+            theirs = native.Record(d, page_size, key_bits, value_bits)
+            for token in (0, 5, 10, page_size - 1):
+                for channel in range(d):
+                    assert theirs.key(token, channel) == ours.key(token, channel)
+                    assert theirs.value(token, channel) == ours.value(token, channel)
+
+
+# ---- docs/format.md
+
+
+def _as_python(cell):
+    """A size in the page's words as an expression in d."""
+    cell = cell.strip()
+    if cell == "-":
+        return None
+    rounded = "rounded up to a multiple of 4" in cell
+    cell = cell.split(",")[0].replace("div", "//").replace("mod", "%")
+    cell = re.sub(r"(\d) ?(?=[d(])", r"\1 * ", cell).replace("d/", "d //")
+    return f"({cell} + 3) // 4 * 4" if rounded else cell
+
+
+def test_table_of_the_page():
+    table = PAGE.split("| bits | key_row_bytes |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| (\d) \| ([^|]+)\| ([^|]+)\| ([^|]+)\|$", table, re.MULTILINE)
+    table = {int(bits): [_as_python(cell) for cell in cells] for bits, *cells in rows}
+    assert sorted(table) == [2, 3, 4, 5, 8]
+    for d in DIMS:
+        for bits, cells in table.items():
+            row, plane, block = (None if c is None else eval(c, {"d": d}) for c in cells)
+            keys = Record(d, 32, bits, 4)
+            assert (row, plane or 0) == (keys.key_row_bytes, keys.key_plane_bytes)
+            assert (block is None) == (bits not in VALUE_BITS)
+            if block is not None:
+                assert block == Record(d, 32, 4, bits).value_block_bytes
+
+
+def test_version_of_the_page():
+    assert f"Format version: **{layout.FORMAT_VERSION}**" in PAGE
+
+
+def test_records_that_do_not_exist():
+    for arguments, text in (
+        ((40, 32, 4, 4), "head_dim is 40, supported in page records: multiples of 16 up to 1024"),
+        ((176, 32, 4, 4), "head_dim is 176"),
+        ((2048, 32, 4, 4), "head_dim is 2048"),
+        ((0, 32, 4, 4), "head_dim is 0"),
+        ((64, 8, 4, 4), "page_size is 8, supported: 16, 32, 64, 128"),
+        ((64, 32, 6, 4), "key_bits is 6, supported: 2, 3, 4, 5, 8"),
+        ((64, 32, 4, 5), "value_bits is 5, supported: 2, 3, 4, 8"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            Record(*arguments)
