@@ -39,8 +39,8 @@ TURBOQUANT_HD constexpr Split split_dim(int64_t d) {
   return odd <= kMaxBlocks && block > 1 ? Split{odd, block} : Split{0, 0};
 }
 
-// First row of the m x m discrete Hartley matrix, float32((cos t + sin t) / sqrt(m)), t = 2 pi j / m.
-// M[b][j] is the entry (b * j) mod m of this row.
+// Row 1 of the m x m discrete Hartley matrix, float32((cos t + sin t) / sqrt(m)), t = 2 pi j / m: M[b][j] is its entry
+// (b * j) mod m.
 TURBOQUANT_HD constexpr float hartley(int m, int index) {
   constexpr float k3[3] = {0.577350259f, 0.211324871f, -0.788675129f};
   constexpr float k5[5] = {0.44721359f, 0.563521981f, -0.0989378393f, -0.624668956f, -0.287128806f};
