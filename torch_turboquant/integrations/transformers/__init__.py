@@ -1,0 +1,46 @@
+"""A packed KV cache for Hugging Face transformers.
+
+    cache = TurboQuantCache.for_model(model, preset="k5v4u")
+    model.generate(**inputs, past_key_values=cache)
+
+The idea. transformers asks a cache for keys and values and then calls an attention function with
+them. Handing back decoded keys would rebuild in every step the tensor that the cache exists to
+avoid, so this module replaces both halves: `update` writes new tokens into packed pages, and an
+attention function registered with transformers reads the pages themselves.
+
+1. The first forward (the prompt) attends exactly, with the attention that the model had before;
+   its keys and values are also encoded into pages.
+2. Every later forward (one new token, a draft, the next turn of a chat) attends through
+   `paged_attention`: codes, plus the exact tail (first and last tokens) of the configuration.
+   A long continuation goes piece by piece, so that its result does not depend on how it is cut.
+
+Attaching. A cache attaches itself to its model: the text configuration's attention implementation
+becomes "turboquant_<previous>", and two hooks on the decoder tell which cache a forward runs on. In
+a forward with any other cache, or none, this implementation *is* the previous one. `detach()`, the
+end of a `with` block or the end of the cache's life restore the model.
+
+Center. Keys are stored relative to one constant vector per layer and KV head, which softmax cannot
+see. center="auto" learns it from the first CENTER_TOKENS tokens or more (mean key after the sink
+tokens, padding excluded). Until that many have been seen, the layers hold them as they are and
+attend exactly; then everything is encoded at once. A learned center stays until `reset()`.
+
+Memory. Without `max_cache_len` pages are added as sequences grow (half as much again each time, so
+a growth step briefly holds two copies of one layer). With it, pages for `max_batch_size` sequences
+of that length are allocated at the first forward and never move. Sliding-window layers keep the
+pages of their whole sequence.
+"""
+
+try:
+    import transformers  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "TurboQuantCache needs transformers: pip install 'torch_turboquant[transformers]'",
+        name=error.name,
+    ) from error
+
+from torch_turboquant.integrations.transformers.cache import TurboQuantCache
+from torch_turboquant.integrations.transformers.centers import load_centers, save_centers
+from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
+from torch_turboquant.integrations.transformers.sequences import CENTER_TOKENS
+
+__all__ = ["CENTER_TOKENS", "TurboQuantCache", "TurboQuantLayer", "load_centers", "save_centers"]

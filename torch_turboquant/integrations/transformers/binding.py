@@ -1,0 +1,190 @@
+"""Between model and cache: how a forward finds out which cache it runs on."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
+from torch_turboquant.integrations.transformers.models import original_attention, text_config
+from torch_turboquant.integrations.transformers.sequences import Sequences
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_PREFIX = "turboquant_"
+
+
+class Attachable:
+    """What a cache needs so that a Binding can serve it."""
+
+    sequences: Sequences
+    layers: list[TurboQuantLayer]
+    binding: Binding | None = None
+    _release: weakref.finalize | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Makes `model` able to use this cache."""
+        self.detach()
+        self.binding = Binding.of(model)
+        self._release = weakref.finalize(self, self.binding.release)
+
+    def detach(self) -> None:
+        """Gives the model its own attention back once no other cache is attached. Idempotent."""
+        if self._release is not None:
+            self._release()
+        self.binding = self._release = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.detach()
+
+
+class Binding:
+    """The link between one decoder and the caches attached to it.
+
+    Two hooks on the decoder: before a forward, note which cache it runs on and plan it; afterwards,
+    let the counts move. The attention and mask functions below look here.
+    """
+
+    def __init__(self, decoder: nn.Module, config: Any) -> None:
+        current = config._attn_implementation or "eager"
+        self.previous = current.removeprefix(_PREFIX)  # a copy of an attached model carries it
+        self.name = _PREFIX + self.previous
+        self.config = config
+        self.attached = 0
+        self.running: weakref.ref[Attachable] | None = None
+        modules = [m for m in decoder.modules() if hasattr(m, "layer_idx")]
+        for module in modules:
+            if hasattr(module, "num_key_value_groups"):
+                original_attention(self.previous, module)  # raises here rather than in a forward
+                if module.config is not config:
+                    raise ValueError(
+                        f"{type(module).__name__} has a configuration of its own; TurboQuantCache "
+                        "supports decoders whose attention modules share one"
+                    )
+        AttentionInterface.register(self.name, partial(_attention, self.previous))
+        AttentionMaskInterface.register(self.name, partial(_mask, self.previous))
+        self.parameters = list(inspect.signature(decoder.forward).parameters)
+        self.hooks = [
+            decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+            decoder.register_forward_hook(self._after, always_call=True),
+        ]
+        config._attn_implementation_internal = self.name
+        for module in (decoder, *modules):
+            _BINDINGS[module] = self
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Binding:
+        """The binding of the model's decoder, made if needed; counts one cache more."""
+        decoder = model.get_decoder()
+        binding = _BINDINGS.get(decoder) or cls(decoder, text_config(model))
+        binding.attached += 1
+        return binding
+
+    def release(self) -> None:
+        """One cache less; the last one restores the model."""
+        self.attached -= 1
+        if self.attached:
+            return
+        for hook in self.hooks:
+            hook.remove()
+        if self.config._attn_implementation == self.name:
+            self.config._attn_implementation_internal = self.previous
+        for module in [m for m, binding in _BINDINGS.items() if binding is self]:
+            del _BINDINGS[module]
+
+    @property
+    def cache(self) -> Attachable | None:
+        """The cache of the running forward."""
+        return None if self.running is None else self.running()
+
+    def __reduce__(self) -> tuple:
+        # a copy of the model carries copies of the hooks: those are bound to nothing and do nothing
+        return object.__new__, (Binding,)
+
+    def _before(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if _BINDINGS.get(decoder) is not self:
+            return
+        self.running = None
+        call = dict(zip(self.parameters, args, strict=False)) | kwargs
+        cache = call.get("past_key_values")
+        if not isinstance(cache, Attachable):
+            return
+        if cache.binding is not self:
+            raise ValueError(
+                "this TurboQuantCache is not attached to this model; call cache.attach(model)"
+            )
+        if self.config._attn_implementation != self.name:
+            raise RuntimeError(
+                f"the attention implementation was changed to {self.config._attn_implementation!r} "
+                "while a TurboQuantCache was attached; detach it first, change, attach again"
+            )
+        tokens = call.get("input_ids")
+        if tokens is None:
+            tokens = call["inputs_embeds"]
+        cache.sequences.begin(tokens.shape[0], tokens.shape[1], call.get("attention_mask"))
+        self.running = weakref.ref(cache)
+
+    def _after(self, decoder: nn.Module, args: tuple, output: Any) -> None:
+        if _BINDINGS.get(decoder) is not self:
+            return
+        cache, self.running = self.cache, None
+        if cache is None:
+            return
+        sequences = cache.sequences
+        if output is None:  # the forward has raised
+            sequences.abort()
+        else:
+            sequences.commit()
+        for layer in cache.layers:
+            layer.finish()
+
+
+_BINDINGS: weakref.WeakKeyDictionary[nn.Module, Binding] = weakref.WeakKeyDictionary()
+
+
+def _attention(
+    previous: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention implementation "turboquant_<previous>"."""
+    binding = _BINDINGS.get(module)
+    cache = None if binding is None else binding.cache
+    original = original_attention(previous, module)
+    if cache is None:
+        return original(module, query, key, value, attention_mask, **kwargs)
+    layer = cache.layers[module.layer_idx]
+    return layer.attend(original, module, query, key, value, attention_mask, **kwargs)
+
+
+def _mask(previous: str, *args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
+    """The mask of "turboquant_<previous>": the previous one where that attention is going to run.
+
+    paged_attention needs none: causality, padding and sliding windows follow from the lengths.
+    """
+    binding = next((b for b in _BINDINGS.values() if b.config is config), None)
+    cache = None if binding is None else binding.cache
+    if cache is None or cache.sequences.forward.exact:
+        build = AttentionMaskInterface().get(previous)
+        return None if build is None else build(*args, config=config, **kwargs)
+    causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+    if kwargs.get("use_vmap") or not (causal or kwargs.get("local_size")):
+        raise ValueError(
+            "the model asks for a mask other than causal or sliding-window attention with left "
+            "padding, which TurboQuantCache does not support after the first forward"
+        )
+    return None

@@ -1,0 +1,268 @@
+"""TurboQuantCache: what the user makes, passes to generate, crops, resets and measures."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.config import preset as preset_config
+from torch_turboquant.integrations.transformers import centers
+from torch_turboquant.integrations.transformers.binding import Attachable
+from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
+from torch_turboquant.integrations.transformers.models import (
+    head_dim_of,
+    layer_windows,
+    text_config,
+)
+from torch_turboquant.integrations.transformers.sequences import Sequences
+
+Centers = Sequence[Tensor] | Mapping[int, Tensor]
+
+
+class TurboQuantCache(Attachable, Cache):
+    """Packed KV cache of a model; see the package's text for how it works.
+
+    Make one with `for_model`, pass it as `past_key_values` to `generate` or to the model, and
+    `detach` it (or use it in a `with` statement) when the model should be as before. Several caches
+    may be attached to one model at a time. One forward at a time per model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: CacheConfig,
+        *,
+        max_batch_size: int = 1,
+        max_cache_len: int | None = None,
+        max_q_len: int = 32,
+        center: str | os.PathLike | Centers | None = "auto",
+        cache_device: str | torch.device = "auto",
+    ) -> None:
+        """See `for_model`."""
+        if max_batch_size < 1 or max_q_len < 1 or (max_cache_len is not None and max_cache_len < 1):
+            raise ValueError("max_batch_size, max_q_len and max_cache_len must be positive")
+        windows = layer_windows(model)
+        auto = isinstance(center, str) and center == "auto"
+        if isinstance(center, (str, os.PathLike)) and not auto:
+            center = centers.load_centers(center)
+        if center is not None and not auto:
+            have = sorted(center) if isinstance(center, Mapping) else list(range(len(center)))
+            if have != list(range(len(windows))):
+                raise ValueError(
+                    f"center needs one tensor for each of {len(windows)} layers, got {have}"
+                )
+        self.config = config
+        self.center = center
+        self.sequences = Sequences(config, max_batch_size, max_cache_len, max_q_len, auto)
+        layers = [
+            TurboQuantLayer(
+                index,
+                config,
+                self.sequences,
+                None if auto or center is None else center[index],
+                window,
+                cache_device,
+            )
+            for index, window in enumerate(windows)
+        ]
+        super().__init__(layers=layers)
+        self.attach(model)
+
+    @classmethod
+    def for_model(
+        cls,
+        model: nn.Module,
+        preset: str = "k5v4u",
+        *,
+        config: CacheConfig | None = None,
+        max_batch_size: int = 1,
+        max_cache_len: int | None = None,
+        max_q_len: int = 32,
+        center: str | os.PathLike | Centers | None = "auto",
+        cache_device: str | torch.device = "auto",
+        **overrides: Any,
+    ) -> TurboQuantCache:
+        """A cache for `model`, attached to it.
+
+        Args:
+            model: a decoder of transformers whose attention goes through AttentionInterface, with
+                full or sliding-window attention in every layer.
+            preset: name of a configuration (torch_turboquant.config.PRESETS); `overrides` change
+                its fields, for example recent_window=128.
+            config: a CacheConfig instead of a preset.
+            max_batch_size: sequences, beams included.
+            max_cache_len: tokens per sequence to allocate at once; None grows as needed.
+            max_q_len: new tokens that one attention call takes; longer continuations go in pieces
+                of this length. The tail holds max_q_len - 1 tokens more than its window, so `crop`
+                of up to as many loses nothing.
+            center: "auto" (learned from the first tokens), None (off), one tensor [kv_heads,
+                head_dim] per layer as `calibrate` returns them, or the path of a file written by
+                `save_centers`.
+            cache_device: where pages live and attention over them runs. "auto" is the model's
+                device if the ops have kernels for it, else the CPU, with tensors copied across.
+
+        Raises:
+            ValueError: a model or option that is not supported; the text names what is.
+        """
+        head_dim = head_dim_of(text_config(model))
+        if config is None:
+            config = preset_config(preset, head_dim, **overrides)
+        elif overrides:
+            raise ValueError(f"with config=, {sorted(overrides)} belong into the CacheConfig")
+        elif config.head_dim != head_dim:
+            raise ValueError(f"config.head_dim is {config.head_dim}, the model's is {head_dim}")
+        return cls(
+            model,
+            config,
+            max_batch_size=max_batch_size,
+            max_cache_len=max_cache_len,
+            max_q_len=max_q_len,
+            center=center,
+            cache_device=cache_device,
+        )
+
+    def attach(self, model: nn.Module) -> None:
+        """Makes `model` able to use this cache; `for_model` has done it already."""
+        windows = layer_windows(model)
+        if windows != [layer.sliding_window for layer in self.layers]:
+            raise ValueError("this cache was made for a model with other layers")
+        if head_dim_of(text_config(model)) != self.config.head_dim:
+            raise ValueError(f"this cache was made for head_dim {self.config.head_dim}")
+        super().attach(model)
+
+    # -- what changes the sequences
+
+    def reset(self) -> None:
+        """Forgets all tokens and a learned center; keeps memory and attachment."""
+        for layer in self.layers:
+            layer.reset()
+        self.sequences.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last -tokens_to_remove tokens of every sequence (a negative number or 0).
+
+        Up to max_q_len - 1 tokens nothing else changes. Beyond that, tokens which the ring of the
+        tail no longer holds are read from their codes until new ones have come.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative one"
+            )
+        self.sequences.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i becomes a copy of the former sequence beam_idx[i] (beam search)."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the sequences `indices` (integers or a mask), in this order."""
+        self._select(torch.arange(self.sequences.batch)[indices.cpu()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence `repeats` times, copies side by side."""
+        self._select(torch.arange(self.sequences.batch).repeat_interleave(repeats))
+
+    def _select(self, rows: Tensor) -> None:
+        rows = rows.cpu().long()
+        chosen = rows.tolist()
+        sequences = self.sequences
+        if not 1 <= len(chosen) <= sequences.rows:
+            raise ValueError(
+                f"{len(chosen)} sequences do not fit into max_batch_size={sequences.rows}"
+            )
+        if chosen == list(range(sequences.batch)):
+            return
+        if max(chosen) >= sequences.batch:
+            raise ValueError(f"sequence {max(chosen)} of {sequences.batch}")
+        for layer in self.layers:
+            layer.select_rows(rows)
+        sequences.select(chosen)
+
+    # -- what it holds
+
+    @property
+    def centers(self) -> list[Tensor] | None:
+        """Centers in use: float32 [kv_heads, head_dim] per layer. None: off, or to be learned."""
+        tables = [layer.tables for layer in self.layers]
+        if any(t is None or t.center is None for t in tables):
+            return None
+        return [t.center.cpu() for t in tables]
+
+    @property
+    def cache_device(self) -> torch.device | None:
+        """Where the first layer keeps its pages; None before the first forward."""
+        first = self.layers[0]
+        return first.store_device if first.is_initialized else None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token of one sequence adds: packed keys and values of all layers.
+
+        Measured from the pages; 0 before the first token has been encoded.
+        """
+        return sum(
+            _nbytes(layer.pages) // (layer.pages.shape[0] * self.config.page_size)
+            for layer in self.layers
+            if layer.pages is not None
+        )
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of the tensors that the cache holds, all layers together.
+
+        pages: pages that hold tokens; pages_allocated: all pages; tail: the exact first and last
+        tokens; tables: constants of the codec; waiting: tokens not yet encoded because the center
+        is still to be learned; total: everything allocated.
+        """
+        used = sum(math.ceil(n / self.config.page_size) for n in self.sequences.lengths())
+        pages = allocated = tail = tables = waiting = 0
+        for layer in self.layers:
+            if layer.pages is not None:
+                allocated += _nbytes(layer.pages)
+                if self.sequences.encoded:
+                    pages += used * _nbytes(layer.pages) // layer.pages.shape[0]
+            tail += _nbytes(layer.ring)
+            tables += sum(_nbytes(t) for t in layer.tables or ())
+            waiting += sum(_nbytes(t) for t in layer.waiting or ())
+        return {
+            "pages": pages,
+            "pages_allocated": allocated,
+            "tail": tail,
+            "tables": tables,
+            "waiting": waiting,
+            "total": allocated + tail + tables + waiting,
+        }
+
+    @staticmethod
+    def calibrate(
+        model: nn.Module,
+        inputs: Tensor | str | Sequence[str],
+        tokenizer: Any = None,
+        *,
+        skip: int = 4,
+        chunk: int = 512,
+    ) -> list[Tensor]:
+        """Mean keys of a text, for `center=`.
+
+        Args:
+            inputs: token ids, int64 [n] or [batch, n] without padding; or text, with its tokenizer.
+            skip: first tokens of each sequence to leave out (their keys are outliers).
+            chunk: tokens per forward.
+
+        Returns:
+            One float32 [kv_heads, head_dim] per layer, on the CPU.
+
+        Raises:
+            ValueError: fewer than CENTER_TOKENS tokens, or text without a tokenizer.
+        """
+        return centers.calibrate(model, inputs, tokenizer, skip=skip, chunk=chunk)
+
+
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()

@@ -1,0 +1,307 @@
+"""One layer of the cache: its tensors, storing into them, attending over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from torch_turboquant.attention import paged_attention
+from torch_turboquant.cache import (
+    CacheTables,
+    Tail,
+    allocate_cache,
+    allocate_tail,
+    cache_store,
+    make_tables,
+)
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.integrations.transformers.centers import mean_key
+from torch_turboquant.integrations.transformers.sequences import Forward, Piece, Sequences
+
+
+class TurboQuantLayer(CacheLayerMixin):
+    """Packed keys and values of one attention layer; made by TurboQuantCache.
+
+    Tensors: `pages` uint8 [max_batch_size * pages per sequence, kv_heads, record_bytes], `ring`
+    (the exact tail) [max_batch_size, kv_heads, ring tokens, 2, head_dim] in the model's dtype,
+    `tables` the constants of the codec. Until a center could be learned, `waiting` holds the first
+    few keys and values as they came.
+    """
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(
+        self,
+        index: int,
+        config: CacheConfig,
+        sequences: Sequences,
+        center: Tensor | None,
+        sliding_window: int,
+        cache_device: str | torch.device,
+    ) -> None:
+        super().__init__()
+        self.index, self.config, self.sequences = index, config, sequences
+        self.center, self.sliding_window = center, sliding_window
+        self.is_sliding = sliding_window > 0
+        self.cache_device = cache_device
+        self.pages: Tensor | None = None
+        self.ring: Tensor | None = None
+        self.tables: CacheTables | None = None
+        self.waiting: tuple[Tensor, Tensor] | None = None
+        self._handed: tuple[Tensor, Tensor] | None = None
+
+    # -- storing
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        _, self.kv_heads, _, head_dim = key_states.shape
+        if head_dim != self.config.head_dim or value_states.shape != key_states.shape:
+            raise ValueError(
+                f"layer {self.index} has keys {list(key_states.shape)} and values "
+                f"{list(value_states.shape)} [batch, heads, tokens, dim]; this cache supports "
+                f"equal shapes with head_dim {self.config.head_dim} (no latent attention)"
+            )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.store_device = _storage_device(self.cache_device, self.device)
+        if self.center is not None and self.center.shape != (self.kv_heads, head_dim):
+            raise ValueError(
+                f"center of layer {self.index} has shape {list(self.center.shape)}, expected "
+                f"[kv_heads, head_dim] = [{self.kv_heads}, {head_dim}]"
+            )
+        if self.sequences.has_tail:
+            self.ring = allocate_tail(
+                self.config,
+                self.sequences.rows,
+                self.kv_heads,
+                self.dtype,
+                max_q_len=self.sequences.max_q_len,
+                device=self.store_device,
+            )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores new tokens: [batch, kv_heads, new, head_dim] each.
+
+        Returns what the attention function of this module expects: the new keys and values, which
+        it recognises, not the whole sequence.
+        """
+        forward = self.sequences.forward
+        if forward is None:
+            raise RuntimeError(
+                "TurboQuantCache.update was called outside a forward of the model that the cache "
+                "is attached to (a detached cache can be attached again: cache.attach(model))"
+            )
+        if key_states.requires_grad or value_states.requires_grad:
+            raise RuntimeError(
+                "TurboQuantCache takes no gradient: run the model under torch.no_grad()"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if forward.exact and forward.past > 0:
+            held = [w[:, :, : forward.past] for w in self.waiting]
+            key_states = torch.cat([held[0], key_states], dim=2)
+            value_states = torch.cat([held[1], value_states], dim=2)
+        if forward.exact and not forward.encode:
+            self.waiting = (key_states, value_states)
+        else:
+            self._make_tables(key_states, forward)
+            self._reserve(forward.pages)
+            self._store(forward.piece(0, self.store_device), key_states, value_states, forward)
+        self._handed = (key_states, value_states)
+        return self._handed
+
+    def _make_tables(self, keys: Tensor, forward: Forward) -> None:
+        """The constants of the codec, with the center of these keys where none is given."""
+        if self.tables is not None and self.sequences.center_known:
+            return
+        center = self.center
+        if self.sequences.auto_center:
+            center = mean_key(keys, forward)
+        center = None if center is None else center.to(self.store_device, torch.float32)
+        self.tables = make_tables(self.config, self.index, self.store_device, center)
+
+    def _reserve(self, pages: int) -> None:
+        """Makes room for `pages` pages per sequence; what is stored keeps its place in its row."""
+        rows = self.sequences.rows
+        have = 0 if self.pages is None else self.pages.shape[0] // rows
+        if have >= pages:
+            return
+        grown = allocate_cache(self.config, rows * pages, self.kv_heads, self.store_device)
+        if have:
+            grown.unflatten(0, (rows, pages))[:, :have] = self.pages.unflatten(0, (rows, have))
+        self.pages = grown
+
+    def _store(self, piece: Piece, keys: Tensor, values: Tensor, forward: Forward) -> None:
+        """Encodes the piece's columns of keys and values [batch, kv_heads, columns, head_dim]."""
+        start = forward.total - keys.shape[2]  # the column that keys begin with
+        chosen = slice(piece.first - start, piece.last - start)
+        cache_store(
+            _tokens(keys[:, :, chosen].to(self.store_device), piece),
+            _tokens(values[:, :, chosen].to(self.store_device), piece),
+            self.pages,
+            piece.slot_mapping,
+            self.config,
+            self.tables,
+            tail=self._tail(piece),
+            seq_lens=piece.seq_lens,
+            cu_seqlens_q=piece.cu_seqlens_q,
+        )
+
+    def _tail(self, piece: Piece) -> Tail | None:
+        return None if self.ring is None else Tail(self.ring, piece.tail_slots, piece.tail_valid)
+
+    # -- attending
+
+    def attend(
+        self,
+        original: Callable,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of query [batch, heads, new, head_dim] over the cache, after `update`."""
+        forward = self.sequences.forward
+        handed, self._handed = self._handed, None
+        if handed is None or key is not handed[0] or value is not handed[1]:
+            raise RuntimeError(
+                f"{type(module).__name__} changes keys or values between the cache's update and "
+                "attention (or shares them between layers), which TurboQuantCache does not support"
+            )
+        if forward.exact:
+            return original(module, query, key, value, attention_mask, **kwargs)
+        options = self._options(module, query, kwargs)
+        outputs = []
+        for index in range(len(forward.pieces)):
+            piece = forward.piece(index, self.store_device)
+            if index > 0:  # update has stored the first one
+                self._store(piece, key, value, forward)
+            columns = slice(piece.first - forward.past, piece.last - forward.past)
+            q = _tokens(query[:, :, columns].to(self.store_device), piece)
+            out, _ = paged_attention(
+                q,
+                self.pages,
+                piece.block_table,
+                piece.seq_lens,
+                self.config,
+                self.tables,
+                cu_seqlens_q=piece.cu_seqlens_q,
+                max_q_len=piece.max_q_len,
+                tail=self._tail(piece),
+                **options,
+            )
+            outputs.append(_columns(out, piece, forward.batch))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return out.to(query.device), None
+
+    def _options(self, module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The attention function's keyword arguments as paged_attention's; refuses the others."""
+        refused = [
+            name
+            for name, value in kwargs.items()
+            if name not in _KNOWN_KWARGS and isinstance(value, Tensor)
+        ]
+        if kwargs.get("dropout"):
+            refused.append("dropout")
+        if kwargs.get("output_attentions"):
+            refused.append("output_attentions")
+        causal = kwargs.get("is_causal")
+        if (getattr(module, "is_causal", True) if causal is None else causal) is False:
+            refused.append("is_causal=False")
+        if refused:
+            raise ValueError(
+                f"{type(module).__name__} asks for {', '.join(refused)}, which TurboQuantCache "
+                "does not support; it supports scaling, softcap, sliding_window and s_aux (sinks)"
+            )
+        window = kwargs.get("sliding_window") or 0
+        if window and self.sliding_window and window != self.sliding_window:
+            raise ValueError(
+                f"layer {self.index} attends with sliding_window={window}, its configuration says "
+                f"{self.sliding_window}"
+            )
+        sinks = kwargs.get("s_aux")
+        scaling = kwargs.get("scaling")
+        return {
+            "softmax_scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            "sliding_window": window or self.sliding_window,
+            "soft_cap": float(kwargs.get("softcap") or 0.0),
+            "sink_logits": None if sinks is None else sinks.to(self.store_device, torch.float32),
+        }
+
+    # -- what transformers asks
+
+    def get_seq_length(self) -> int:
+        return self.sequences.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.sequences.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.sequences.max_len or -1
+
+    def get_max_cache_shape(self) -> int:
+        return self.get_max_length()
+
+    def reset(self) -> None:
+        """Forgets the tokens and a learned center; keeps the memory."""
+        self.waiting = self._handed = None
+        if self.sequences.auto_center:
+            self.tables = None
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Sequence i becomes the former sequence rows[i]: int64 [new batch] on the CPU."""
+        if self.waiting is not None:
+            self.waiting = tuple(w.index_select(0, rows.to(w.device)) for w in self.waiting)
+        for tensor in (self.pages, self.ring):
+            if tensor is not None:
+                by_row = tensor.unflatten(0, (self.sequences.rows, -1))
+                by_row[: len(rows)] = by_row.index_select(0, rows.to(tensor.device))
+
+    def finish(self) -> None:
+        """After a forward: lets go of what only it needed."""
+        self._handed = None
+        if self.sequences.encoded:
+            self.waiting = None
+
+
+_KNOWN_KWARGS = frozenset(
+    # read here, or of no consequence to attention once keys carry their positions
+    "scaling softcap sliding_window s_aux position_ids cache_position token_type_ids input_ids "
+    "position_embeddings logits_to_keep num_items_in_batch labels".split()
+)
+
+
+def _tokens(x: Tensor, piece: Piece) -> Tensor:
+    """[batch, heads, columns, dim] -> [tokens, heads, dim] without padding."""
+    x = x.transpose(1, 2).flatten(0, 1)
+    return x if piece.real is None else x.index_select(0, piece.real)
+
+
+def _columns(x: Tensor, piece: Piece, batch: int) -> Tensor:
+    """[tokens, heads, dim] -> [batch, columns, heads, dim], zeros where there is padding."""
+    if piece.real is not None:
+        x = x.new_zeros(batch * piece.max_q_len, *x.shape[1:]).index_copy_(0, piece.real, x)
+    return x.unflatten(0, (batch, piece.max_q_len))
+
+
+def _storage_device(requested: str | torch.device, model_device: torch.device) -> torch.device:
+    if requested != "auto":
+        return torch.device(requested)
+    return model_device if _has_kernels(model_device) else torch.device("cpu")
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether the ops of the cache are implemented for this kind of device."""
+    key = device.type.upper()
+    return key == "CPU" or all(
+        torch._C._dispatch_has_kernel_for_dispatch_key(f"turboquant::{op}", key)
+        for op in ("cache_store", "paged_attention")
+    )

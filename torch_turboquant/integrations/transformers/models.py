@@ -1,0 +1,75 @@
+"""What a model is: its head dimension, its layers, its own attention; and which are supported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import AttentionInterface
+
+
+def text_config(model: nn.Module) -> Any:
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise ValueError(f"{type(model).__name__} is no model of transformers")
+    return model.config.get_text_config(decoder=True)
+
+
+def head_dim_of(config: Any) -> int:
+    """As named by the configuration; hidden_size / heads only where it names none (Qwen2)."""
+    named = getattr(config, "head_dim", None)
+    return named if named is not None else config.hidden_size // config.num_attention_heads
+
+
+def layer_windows(model: nn.Module) -> list[int]:
+    """Sliding window of every layer, 0 for full attention; refuses all other models."""
+    config = text_config(model)
+    name = type(model).__name__
+    layers = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = ["sliding_attention" if window else "full_attention"] * layers
+    problem = None
+    if getattr(model.config, "is_encoder_decoder", False) or getattr(
+        config, "add_cross_attention", False
+    ):
+        problem = "cross attention"
+    elif getattr(config, "kv_lora_rank", None):
+        problem = "latent attention (MLA)"
+    elif getattr(config, "num_kv_shared_layers", 0) or "reuse" in (
+        getattr(config, "kv_sharing_modes", None) or ()
+    ):
+        problem = "layers that share keys and values"
+    elif getattr(config, "alibi", False):
+        problem = "ALiBi"
+    elif getattr(config, "attention_chunk_size", None) and "chunked_attention" in types:
+        problem = "chunked attention"
+    elif set(types) - {"full_attention", "sliding_attention"}:
+        problem = f"layers of type {sorted(set(types) - {'full_attention', 'sliding_attention'})}"
+    elif len(types) != layers:
+        problem = f"{len(types)} layer_types for {layers} layers"
+    elif not getattr(model, "_can_set_attn_implementation", lambda: False)():
+        problem = "attention that does not go through transformers' AttentionInterface"
+    if problem:
+        raise ValueError(
+            f"TurboQuantCache does not support {name}: it has {problem}. Supported: decoders with "
+            "full or sliding-window self-attention in every layer, MHA, GQA or MQA"
+        )
+    return [int(window) if kind == "sliding_attention" else 0 for kind in types]
+
+
+def original_attention(previous: str, module: nn.Module) -> Callable:
+    """What the module would call without this file; "eager" lives beside the module's class."""
+    home = sys.modules[type(module).__module__]
+    if previous == "eager":
+        function = getattr(home, "eager_attention_forward", None)
+    else:
+        function = getattr(home, "ALL_ATTENTION_FUNCTIONS", AttentionInterface()).get(previous)
+    if function is None:
+        raise ValueError(
+            f"the {previous!r} attention of {type(module).__name__} was not found; load the model "
+            "with attn_implementation='sdpa'"
+        )
+    return function
