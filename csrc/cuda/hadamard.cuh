@@ -62,8 +62,8 @@ constexpr int hadamard_lanes(int m, int log_n) {
 template <int M, int LOG_N>
 using DefaultHadamard = HadamardTraits<M, LOG_N, hadamard_lanes(M, LOG_N)>;
 
-// float32(1 / sqrt(2^log_n))
-constexpr float hadamard_norm(int log_n) {
+// float32(1 / sqrt(2^log_n)): what makes the butterflies of a block orthonormal.
+constexpr float block_norm(int log_n) {
   double norm = log_n % 2 ? 0.70710678118654752440 : 1.0;
   for (int i = 0; i < log_n / 2; ++i) norm /= 2;
   return static_cast<float>(norm);
@@ -71,7 +71,7 @@ constexpr float hadamard_norm(int log_n) {
 
 // Butterflies between channels of a lane, for distances FROM, 2 FROM, .. below TO.
 template <typename Traits, int FROM, int TO>
-__device__ __forceinline__ void butterflies(float (&y)[Traits::kPerLane]) {
+__device__ __forceinline__ void lane_butterflies(float (&y)[Traits::kPerLane]) {
 #pragma unroll
   for (int h = FROM; h < TO; h *= 2) {
 #pragma unroll
@@ -85,12 +85,10 @@ __device__ __forceinline__ void butterflies(float (&y)[Traits::kPerLane]) {
   }
 }
 
-// core(y), in place. y: what lane `lane` of its group of kLanes lanes holds. All 32 lanes of the warp take part.
+// The butterflies of every block. y: what lane `lane` of its group of kLanes lanes holds. All 32 lanes of the warp take part.
 template <typename Traits>
-__device__ __forceinline__ void transform(float (&y)[Traits::kPerLane], int lane) {
-  constexpr int m = Traits::kBlocks, per_block = Traits::kVec * Traits::kChunks;
-
-  butterflies<Traits, 1, Traits::kVec>(y);
+__device__ __forceinline__ void butterflies(float (&y)[Traits::kPerLane], int lane) {
+  lane_butterflies<Traits, 1, Traits::kVec>(y);
 #pragma unroll
   for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
     // A lane adds its partner's value to its own, or subtracts its own from it: the two results of the butterfly, bit for
@@ -101,12 +99,13 @@ __device__ __forceinline__ void transform(float (&y)[Traits::kPerLane], int lane
       y[i] = __fmaf_rn(side, y[i], __shfl_xor_sync(0xffffffff, y[i], bit));
     }
   }
-  butterflies<Traits, Traits::kVec, per_block>(y);
+  lane_butterflies<Traits, Traits::kVec, Traits::kVec * Traits::kChunks>(y);
+}
 
-  constexpr float norm = hadamard_norm(Traits::kLogBlock);
-#pragma unroll
-  for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], norm);
-
+// The orthonormal m x m factor across blocks.
+template <typename Traits>
+__device__ __forceinline__ void mix_blocks(float (&y)[Traits::kPerLane]) {
+  constexpr int m = Traits::kBlocks, per_block = Traits::kVec * Traits::kChunks;
   if constexpr (m > 1) {
 #pragma unroll
     for (int i = 0; i < per_block; ++i) {
@@ -122,6 +121,23 @@ __device__ __forceinline__ void transform(float (&y)[Traits::kPerLane], int lane
       }
     }
   }
+}
+
+// core(y) but for the factor 1 / sqrt(n): what an encoder needs, whose codes do not depend on the length.
+template <typename Traits>
+__device__ __forceinline__ void transform_unscaled(float (&y)[Traits::kPerLane], int lane) {
+  butterflies<Traits>(y, lane);
+  mix_blocks<Traits>(y);
+}
+
+// core(y), in place.
+template <typename Traits>
+__device__ __forceinline__ void transform(float (&y)[Traits::kPerLane], int lane) {
+  constexpr float norm = block_norm(Traits::kLogBlock);
+  butterflies<Traits>(y, lane);
+#pragma unroll
+  for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], norm);
+  mix_blocks<Traits>(y);
 }
 
 // Multiplication by the signs, float32 [d], 16-byte aligned: the other half of the rotation.
@@ -143,6 +159,40 @@ template <typename Traits>
 __device__ __forceinline__ void rotate_back(float (&y)[Traits::kPerLane], const float* signs, int lane) {
   transform<Traits>(y, lane);
   apply_signs<Traits>(y, signs, lane);
+}
+
+// Sum of p[d] over neighbouring pairs, then over blocks in order (docs/format.md section 5), known to all lanes of the group.
+template <typename Traits>
+__device__ __forceinline__ float tree_sum(const float (&p)[Traits::kPerLane]) {
+  constexpr int vec = Traits::kVec, chunks = Traits::kChunks;
+  float total = 0;
+#pragma unroll
+  for (int b = 0; b < Traits::kBlocks; ++b) {
+    float t[chunks];
+#pragma unroll
+    for (int c = 0; c < chunks; ++c) {
+      float v[vec];
+#pragma unroll
+      for (int i = 0; i < vec; ++i) v[i] = p[(b * chunks + c) * vec + i];
+#pragma unroll
+      for (int n = vec / 2; n > 0; n /= 2) {
+#pragma unroll
+        for (int i = 0; i < n; ++i) v[i] = __fadd_rn(v[2 * i], v[2 * i + 1]);
+      }
+      t[c] = v[0];
+#pragma unroll
+      for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
+        t[c] = __fadd_rn(t[c], __shfl_xor_sync(0xffffffff, t[c], bit));
+      }
+    }
+#pragma unroll
+    for (int n = chunks / 2; n > 0; n /= 2) {
+#pragma unroll
+      for (int i = 0; i < n; ++i) t[i] = __fadd_rn(t[2 * i], t[2 * i + 1]);
+    }
+    total = b ? __fadd_rn(total, t[0]) : t[0];
+  }
+  return total;
 }
 
 }  // namespace turboquant::cuda
