@@ -216,18 +216,24 @@ _FOOTNOTE = re.compile(
 _EMPTY_BRACKETS = re.compile(r" ?\([\s;,]*\)")  # of templates, such as pronunciations
 
 
+def _kind(name: object) -> str:
+    """What stands before the colon, if there is one."""
+    return str(name).strip().partition(":")[0].lower()
+
+
 def prose(wikitext: str, min_words: int = 12) -> str:
     """The paragraphs of an article, without mark-up, footnotes, captions, headings and lists."""
     import mwparserfromhell
 
     code = mwparserfromhell.parse(_FOOTNOTE.sub("", wikitext))
-    for link in code.filter_wikilinks():
-        if str(link.title).strip().partition(":")[0].lower() in ("file", "image", "category"):
-            # nested links disappear with the caption that holds them
-            try:
-                code.remove(link)
-            except ValueError:
-                continue
+    kinds = ("file", "image", "category")
+    links = [x for x in code.filter_wikilinks() if _kind(x.title) in kinds]
+    tables = [x for x in code.filter_tags() if _kind(x.tag) == "table"]
+    for node in (*links, *tables):
+        try:
+            code.remove(node)
+        except ValueError:  # it was inside another one
+            continue
     text = _EMPTY_BRACKETS.sub("", code.strip_code())
     lines = [" ".join(line.split()) for line in text.splitlines()]
     lines = [line for line in lines if len(line.split()) >= min_words]
