@@ -58,7 +58,7 @@ $(VENV)/.requirements: requirements-dev.txt
 # The choices that change the binaries; touched only when one of them changes.
 build/choices: FORCE
 	@mkdir -p build
-	@echo '$(TORCH_TURBOQUANT_BUILD_CUDA) $(TORCH_CUDA_ARCH_LIST) $(CUDA_HOME) $(CXX)' > $@.new
+	@echo '$(TORCH_TURBOQUANT_BUILD_CUDA) $(TORCH_CUDA_ARCH_LIST) $(shell command -v nvcc) $(CUDA_HOME) $(CXX)' > $@.new
 	@cmp -s $@.new $@ || cp $@.new $@
 
 # build/lib would keep Python files that were deleted from the package.
