@@ -91,3 +91,47 @@ def assert_same_bytes(actual: Tensor, expected: Tensor) -> None:
 
 def signs_of(d: int, seed: int = 0) -> Tensor:
     return random_signs(d, seed)
+
+
+def paged(
+    lengths: list[int], page_size: int, seed: int = 0, spare: int = 2
+) -> tuple[int, Tensor, list[Tensor]]:
+    """Pages for sequences, in shuffled order, some pages unused.
+
+    Returns:
+        num_pages; block_table int32 [seqs, max_pages + 1], garbage where no page is needed; and for
+        each sequence the slots of its tokens, int64 [length].
+    """
+    need = [-(-n // page_size) for n in lengths]
+    num_pages = sum(need) + spare
+    free = torch.randperm(num_pages, generator=generator(seed)).tolist()
+    table = torch.full((len(lengths), max([*need, 0]) + 1), -(2**31), dtype=torch.int32)
+    slots = []
+    for s, (length, pages) in enumerate(zip(lengths, need, strict=True)):
+        mine = torch.tensor([free.pop() for _ in range(pages)], dtype=torch.int64)
+        table[s, :pages] = mine.int()
+        position = torch.arange(length)
+        slots.append(mine[position // page_size] * page_size + position % page_size)
+    return num_pages, table, slots
+
+
+def garbage_cache(config, num_pages: int, kv_heads: int, seed: int = 0) -> Tensor:
+    """A cache full of stale bytes: NaN in every scale, random codes."""
+    cache = torch.randint(
+        256,
+        (num_pages, kv_heads, config.record_bytes),
+        generator=generator(seed),
+        dtype=torch.uint8,
+    )
+    for token in range(config.page_size):
+        for place in (config.record.key_scale(token), config.record.value_scale(token)):
+            cache[..., place] = 0x00
+            cache[..., place + 1] = 0x7E
+    return cache
+
+
+def to_device(value, device):
+    """Tensors of a named tuple, or a tensor, or None, on the device."""
+    if isinstance(value, tuple):
+        return type(value)(*(to_device(v, device) for v in value))
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -243,11 +243,18 @@ def _tile_places(record: Record, kind: str) -> _Places:
     return _Places(byte, shift, (1 << width) - 1, code_shift)
 
 
+def _tiles(record: Record, records: np.ndarray) -> np.ndarray:
+    """[..., record_bytes] -> [..., tiles, tile_bytes]"""
+    count = record.page_size // record.tile_tokens
+    return records.reshape(*records.shape[:-1], count, record.tile_bytes)
+
+
 def _read(record: Record, kind: str, records: np.ndarray) -> np.ndarray:
     places = _places(record, kind)
-    tiles = records.reshape(*records.shape[:-1], -1, record.tile_bytes)
+    tiles = _tiles(record, records)
     parts = (tiles[..., places.byte] >> places.shift & places.mask) << places.code_shift
-    return parts.sum(-1).astype(np.uint8).reshape(*records.shape[:-1], record.page_size, -1)
+    codes = parts.sum(-1).astype(np.uint8)
+    return codes.reshape(*records.shape[:-1], record.page_size, record.head_dim)
 
 
 def read_keys(record: Record, records: np.ndarray) -> np.ndarray:
@@ -262,7 +269,7 @@ def read_values(record: Record, records: np.ndarray) -> np.ndarray:
 
 def read_scales(record: Record, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Key and value scales of whole records: float16 [..., page_size] each."""
-    tiles = records.reshape(*records.shape[:-1], -1, record.tile_bytes)
+    tiles = _tiles(record, records)
     out = []
     for name in ("key_scales", "value_scales"):
         start, size = record.sections[name]

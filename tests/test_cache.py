@@ -1,0 +1,516 @@
+"""The packed cache and its exact tail: bytes against the reference, in any order and any chunks."""
+
+import importlib.util
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torch_turboquant as tt
+from tests.helpers import (
+    FLOATS,
+    HEAD_DIMS,
+    assert_same_bytes,
+    garbage_cache,
+    generator,
+    hard_vectors,
+    paged,
+    randn,
+    to_device,
+)
+from torch_turboquant.cache import (
+    cache_load_reference,
+    cache_store_reference,
+    tail_row_reference,
+)
+from torch_turboquant.codec import encode_reference
+from torch_turboquant.format import PAGE_SIZES
+
+_spec = importlib.util.spec_from_file_location(
+    "make_golden", Path(__file__).with_name("make_golden.py")
+)
+make_golden = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(make_golden)
+
+HEADS = 2
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def random_kv(tokens, d, seed=0, dtype=torch.float32, heads=HEADS):
+    """Keys with large constant channels, values without."""
+    k = randn(tokens, heads, d, seed=seed) + 20 * (torch.arange(d) % 17 == 3)
+    return k.to(dtype), randn(tokens, heads, d, seed=seed + 1, dtype=dtype)
+
+
+def check_store(config, tables, k, v, slots, num_pages, device="cpu", **extra):
+    """The op over stale bytes against the reference over the same; returns the cache."""
+    cache = garbage_cache(config, num_pages, k.shape[1])
+    expected = cache.clone()
+    actual = cache.to(device)
+    tt.cache_store(
+        k.to(device),
+        v.to(device),
+        actual,
+        slots.to(device),
+        config,
+        to_device(tables, device),
+        **{name: to_device(value, device) for name, value in extra.items()},
+    )
+    cache_store_reference(k, v, expected, slots, config, tables)
+    assert_same_bytes(actual, expected)
+    return actual
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("d", [80, 128])
+@pytest.mark.parametrize("name", tt.PRESETS)
+def test_bytes_of_all_presets(name, d, page_size, device):
+    config = tt.preset(name, d, page_size=page_size)
+    dtype = FLOATS[PAGE_SIZES.index(page_size) % 3]
+    center = 20.0 * (torch.arange(d) % 17 == 3).expand(HEADS, d)
+    tables = tt.make_tables(config, 5, center=center if page_size > 16 else None)
+    k, v = random_kv(21, d, dtype=dtype)
+    slots = torch.randperm(2 * page_size, generator=generator(1))[:21]
+    check_store(config, tables, k, v, slots, 2, device)
+
+
+@pytest.mark.parametrize("name", ["k4v4", "k5v3u", "k3v2", "k8v8"])
+@pytest.mark.parametrize("d", [*HEAD_DIMS, 16, 48, 144, 1024])
+def test_bytes_of_all_dimensions(d, name, device):
+    config = tt.preset(name, d)
+    k, v = random_kv(7, d, seed=d)
+    check_store(config, tt.make_tables(config, 0), k, v, torch.arange(7) * 9, 2, device)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", ["k4v4", "k5v4u", "k3v3", "k2v2", "k8v8"])
+@pytest.mark.parametrize("d", [64, 112])
+def test_bytes_of_hard_vectors(d, name, dtype, device):
+    config = tt.preset(name, d)
+    tables = tt.make_tables(config, 1)
+    k = torch.stack([hard_vectors(d, tables.key_signs), hard_vectors(d, tables.value_signs)], 1)
+    slots = torch.randperm(64, generator=generator(2))[: len(k)]
+    check_store(config, tables, k.to(dtype), k.flip(1, 2).to(dtype), slots, 2, device)
+
+
+@pytest.mark.parametrize("key_mode", tt.SCALE_MODES)
+@pytest.mark.parametrize("value_mode", tt.SCALE_MODES)
+def test_scale_modes_and_searches(key_mode, value_mode, device):
+    for search in (1, 2, 8, 64):
+        config = tt.preset(
+            "k4v3", 64, key_scale_mode=key_mode, value_scale_mode=value_mode, search=search
+        )
+        k, v = random_kv(9, 64)
+        check_store(config, tt.make_tables(config, 0), k, v, torch.arange(9), 1, device)
+
+
+def test_records_hold_what_encode_makes():
+    """The cache stores the codes and scales of the codec, whatever their places."""
+    config = tt.preset("k4v2", 96, page_size=16)
+    tables = tt.make_tables(config, 2, center=randn(HEADS, 96, seed=3))
+    k, v = random_kv(5, 96)
+    cache = tt.allocate_cache(config, 1, HEADS)
+    tt.cache_store(k, v, cache, torch.arange(5), config, tables)
+    for head in range(HEADS):
+        packed, scale = encode_reference(
+            k[:, head],
+            tables.key_signs,
+            tables.key_levels,
+            tables.key_steps,
+            4,
+            "unbiased",
+            tables.center[head],
+        )
+        assert_same_bytes(cache[0, head, : 5 * 48].view(5, 48), packed)  # 4-bit rows are dense rows
+        start = config.record.key_scale(0)
+        assert_same_bytes(cache[0, head, start : start + 10].view(torch.float16), scale)
+    decoded, values = tt.cache_load(cache, int32([0]), int32(5), config, tables, 5, torch.float32)
+    assert (decoded[0] - k).norm() / (k - tables.center).norm() < 0.12
+    assert (values[0] - v).norm() / v.norm() < 0.4
+
+
+def test_minus_one_and_empty_calls_write_nothing(device):
+    config = tt.preset("k4v4", 64)
+    tables = to_device(tt.make_tables(config, 0), device)
+    k, v = (t.to(device) for t in random_kv(4, 64))
+    cache = garbage_cache(config, 2, HEADS).to(device)
+    before = cache.clone()
+    tail = tt.Tail(
+        tt.allocate_tail(config, 1, HEADS, torch.float32, 4, device),
+        torch.tensor([0], device=device),
+    )
+    skipped = torch.full((4,), -1, device=device)
+    cu = int32(0, 4).to(device)
+    tt.cache_store(k, v, cache, skipped, config, tables)
+    tt.cache_store(
+        k,
+        v,
+        cache,
+        skipped,
+        config,
+        tables,
+        tail=tail,
+        seq_lens=int32(4).to(device),
+        cu_seqlens_q=cu,
+    )
+    tt.cache_store(k[:0], v[:0], cache, skipped[:0], config, tables)
+    tt.cache_store(
+        k[:0],
+        v[:0],
+        cache,
+        skipped[:0],
+        config,
+        tables,
+        tail=tail,
+        seq_lens=int32(4).to(device),
+        cu_seqlens_q=int32(0, 0).to(device),
+    )
+    assert_same_bytes(cache, before)
+    assert not tail.ring.any()
+
+
+def test_some_tokens_skipped(device):
+    config = tt.preset("k3v3", 80)
+    slots = torch.tensor([40, -1, 3, -1, 63, 0, 31, 32])
+    k, v = random_kv(8, 80)
+    check_store(config, tt.make_tables(config, 0), k, v, slots, 2, device)
+
+
+def test_a_token_never_touches_anothers_bytes(device):
+    """Storing one token again, with other contents, changes only it; storing the old contents
+    restores every byte: rolling back needs nothing."""
+    for name in ("k5v3u", "k3v2", "k8v4"):
+        config = tt.preset(name, 80)
+        tables = tt.make_tables(config, 0)
+        k, v = random_kv(32, 80)
+        cache = check_store(config, tables, k, v, torch.arange(32), 1, device)
+        before = cache.clone()
+        on = to_device(tables, device)
+        slot = torch.tensor([13], device=device)
+        new = (100 * randn(1, HEADS, 80, seed=4)).to(device)
+        tt.cache_store(new, new, cache, slot, config, on)
+        table, lengths = int32([0]).to(device), int32(32).to(device)
+        old_k, old_v = tt.cache_load(before, table, lengths, config, on, 32, torch.float32)
+        new_k, new_v = tt.cache_load(cache, table, lengths, config, on, 32, torch.float32)
+        others = torch.arange(32) != 13
+        assert_same_bytes(new_k[:, others], old_k[:, others])
+        assert_same_bytes(new_v[:, others], old_v[:, others])
+        assert (new_k[:, 13] != old_k[:, 13]).any() and (new_v[:, 13] != old_v[:, 13]).any()
+        tt.cache_store(k[13:14].to(device), v[13:14].to(device), cache, slot, config, on)
+        assert_same_bytes(cache, before)
+
+
+@given(
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    name=st.sampled_from(["k4v4", "k3v3", "k5v4u"]),
+    page_size=st.sampled_from([16, 32]),
+)
+def test_any_chunking_leaves_the_same_bytes(chunks, name, page_size):
+    config = tt.preset(name, 48, page_size=page_size, sink_tokens=2, recent_window=5)
+    tables = tt.make_tables(config, 0)
+    total = sum(chunks)
+    k, v = random_kv(total, 48)
+    num_pages, _, (slots,) = paged([total], page_size)
+    results = []
+    for split in ([total], chunks, [1] * total):
+        cache = garbage_cache(config, num_pages, HEADS)
+        tail = tt.Tail(tt.allocate_tail(config, 2, HEADS, torch.float32, 3), torch.tensor([1]))
+        end = 0
+        for n in split:
+            part, end = slice(end, end + n), end + n
+            tt.cache_store(
+                k[part],
+                v[part],
+                cache,
+                slots[part],
+                config,
+                tables,
+                tail=tail,
+                seq_lens=int32(end),
+                cu_seqlens_q=int32(0, n),
+            )
+        results.append((cache, tail.ring))
+    for cache, ring in results[1:]:
+        assert_same_bytes(cache, results[0][0])
+        assert_same_bytes(ring, results[0][1])
+
+
+@given(
+    alignment=st.integers(0, 17),
+    gap=st.integers(0, 3),
+    dtype=st.sampled_from(FLOATS),
+    name=st.sampled_from(["k4v4", "k3v2"]),
+    d=st.sampled_from([16, 64, 80]),
+)
+def test_views_of_a_fused_projection(alignment, gap, dtype, name, d):
+    """k and v as slices of one [tokens, (q + k + v heads) d] buffer at any alignment."""
+    config = tt.preset(name, d, page_size=16)
+    tokens, q_heads, kv = 6, 3, HEADS
+    row = (q_heads + 2 * kv) * d + gap
+    buffer = randn(alignment + tokens * row, seed=5, dtype=dtype)[alignment:].view(tokens, row)
+    heads = buffer[:, : row - gap].unflatten(1, (-1, d))
+    k, v = heads[:, q_heads : q_heads + kv], heads[:, q_heads + kv :]
+    slots = torch.tensor([15, 2, 7, -1, 0, 31])
+    check_store(config, tt.make_tables(config, 0), k, v, slots, 2)
+
+
+def test_other_layouts():
+    config = tt.preset("k4v4", 64)
+    tables = tt.make_tables(config, 0)
+    by_head = randn(HEADS, 5, 64, seed=6).transpose(0, 1)
+    one_token = randn(1, HEADS, 64, seed=7).expand(5, HEADS, 64)
+    check_store(config, tables, by_head, one_token, torch.arange(5), 1)
+    every_second = randn(10, HEADS, 64, seed=8)[::2]
+    check_store(config, tables, every_second, by_head, torch.arange(5), 1)
+
+
+# ---- the exact tail
+
+
+def check_tail(config, k, v, seq_lens, cu, tail_slots, ring_rows, max_seqs, device="cpu"):
+    tables = tt.make_tables(config, 0)
+    tokens = k.shape[0]
+    slots = torch.randperm(64, generator=generator(3))[:tokens]
+    slots[torch.rand(tokens, generator=generator(4)) < 0.1] = -1
+    start = randn(max_seqs, HEADS, config.sink_tokens + ring_rows, 2, config.head_dim, seed=9)
+    start = start.to(k.dtype)
+    expected = tt.Tail(start.clone(), tail_slots)
+    actual = to_device(tt.Tail(start.clone(), tail_slots), device)
+    cache = garbage_cache(config, 64 // config.page_size, HEADS)
+    reference, on_device = cache.clone(), cache.to(device)
+    cache_store_reference(
+        k,
+        v,
+        reference,
+        slots,
+        config,
+        tables,
+        tail=expected,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu,
+    )
+    tt.cache_store(
+        k.to(device),
+        v.to(device),
+        on_device,
+        slots.to(device),
+        config,
+        to_device(tables, device),
+        tail=actual,
+        seq_lens=seq_lens.to(device),
+        cu_seqlens_q=to_device(cu, device),
+    )
+    assert_same_bytes(on_device, reference)
+    assert_same_bytes(actual.ring, expected.ring)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_tail_of_one_token_each(dtype, device):
+    config = tt.preset("k4v4", 64, page_size=16, sink_tokens=3, recent_window=4)
+    k, v = random_kv(6, 64, dtype=dtype)
+    lengths = int32(
+        1, 3, 4, 8, 4095, 0
+    )  # in sinks, last sink, first of the ring, wrapped, far, none
+    check_tail(config, k, v, lengths, None, torch.tensor([5, 0, -1, 2, 3, 1]), 4, 6, device)
+
+
+@given(
+    queries=st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    before=st.lists(st.integers(0, 30), min_size=4, max_size=4),
+    padding=st.integers(0, 2),
+    sinks=st.integers(0, 3),
+    window=st.integers(1, 5),
+    extra=st.integers(0, 3),
+    holes=st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_tail_of_many_tokens(queries, before, padding, sinks, window, extra, holes):
+    """More new tokens than rows, sequences without a tail, tokens of no sequence."""
+    config = tt.preset("k4v4", 16, page_size=16, sink_tokens=sinks, recent_window=window)
+    count = len(queries)
+    tokens = sum(queries) + padding
+    k, v = random_kv(tokens, 16)
+    lengths = int32(*(b + n for b, n in zip(before, queries, strict=False)))
+    cu = int32(0, *torch.tensor(queries).cumsum(0).tolist())
+    slots = torch.randperm(5, generator=generator(1))[:count]
+    slots = torch.where(torch.tensor(holes[:count]), -1, slots)
+    check_tail(config, k, v, lengths, cu, slots, window + extra, 5)
+
+
+def test_the_ring_holds_the_last_positions():
+    """Spelled out: 2 sinks, a ring of 5, 12 tokens in two calls."""
+    config = tt.preset("k4v4", 16, page_size=16, sink_tokens=2, recent_window=3)
+    tables = tt.make_tables(config, 0)
+    k = torch.arange(12.0)[:, None, None].expand(12, 1, 16).contiguous()
+    cache = tt.allocate_cache(config, 1, 1)
+    ring = tt.allocate_tail(config, 1, 1, torch.float32, max_q_len=3)
+    assert ring.shape == (1, 1, 2 + 5, 2, 16)
+    tail = tt.Tail(ring, torch.tensor([0]))
+    for start, end in ((0, 9), (9, 12)):
+        tt.cache_store(
+            k[start:end],
+            -k[start:end],
+            cache,
+            torch.arange(start, end),
+            config,
+            tables,
+            tail=tail,
+            seq_lens=int32(end),
+            cu_seqlens_q=int32(0, end - start),
+        )
+    assert ring[0, 0, :, 0, 0].tolist() == [0, 1, 7, 8, 9, 10, 11]
+    assert ring[0, 0, :, 1, 5].tolist() == [0, -1, -7, -8, -9, -10, -11]
+    assert [tail_row_reference(p, 2, 5) for p in range(12)] == [0, 1, *(2, 3, 4, 5, 6) * 2]
+
+
+# ---- loading
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", tt.PRESETS)
+def test_loaded_values_are_the_references(name, dtype, device):
+    d, page_size = 112, 16
+    config = tt.preset(name, d, page_size=page_size)
+    tables = tt.make_tables(config, 4, center=randn(HEADS, d, seed=1))
+    lengths = [0, 1, 15, 16, 17, 40]
+    num_pages, table, slots = paged(lengths, page_size)
+    k, v = random_kv(sum(lengths), d)
+    cache = check_store(config, tables, k, v, torch.cat(slots), num_pages, device)
+    arguments = (table, int32(*lengths))
+    loaded = tt.cache_load(
+        cache,
+        *(t.to(device) for t in arguments),
+        config,
+        to_device(tables, device),
+        43,
+        dtype,
+    )
+    expected = cache_load_reference(cache.cpu(), *arguments, config, tables, 43, dtype)
+    for actual, reference in zip(loaded, expected, strict=True):
+        assert actual.shape == (6, 43, HEADS, d)
+        assert_same_bytes(actual, reference)  # stale NaN bytes would show
+        for s, length in enumerate(lengths):
+            assert not actual[s, length:].any()
+    error = (loaded[0][5, :40].cpu().float() - k[-40:]).norm() / (k[-40:] - tables.center).norm()
+    assert error < 0.4
+
+
+def test_load_of_nothing():
+    config = tt.preset("k4v4", 64)
+    tables = tt.make_tables(config, 0)
+    cache = tt.allocate_cache(config, 2, HEADS)
+    for lengths, longest in (((), 5), ((0, 0), 0)):
+        table = torch.full((len(lengths), 3), 99, dtype=torch.int32)
+        k, v = tt.cache_load(cache, table, int32(*lengths), config, tables, longest, torch.bfloat16)
+        assert k.shape == v.shape == (len(lengths), longest, HEADS, 64)
+
+
+def test_a_broken_token_spoils_only_itself(device):
+    config = tt.preset("k4v4", 64)
+    tables = tt.make_tables(config, 0)
+    k, v = random_kv(20, 64)
+    clean = check_store(config, tables, k, v, torch.arange(20), 1, device)
+    k[7, 1, 5], v[9, 0, 63] = torch.nan, -torch.inf
+    cache = check_store(config, tables, k, v, torch.arange(20), 1, device)
+    arguments = (int32([0]).to(device), int32(20).to(device), config, to_device(tables, device))
+    before = tt.cache_load(clean, *arguments, 20, torch.float32)
+    after = tt.cache_load(cache, *arguments, 20, torch.float32)
+    for kind, token, head in ((0, 7, 1), (1, 9, 0)):
+        assert after[kind][0, token, head].isnan().all()
+        others = torch.ones(20, HEADS, dtype=torch.bool)
+        others[token, head] = False
+        assert_same_bytes(after[kind][0][others.to(device)], before[kind][0][others.to(device)])
+
+
+def test_caches_beyond_4_gib():
+    """64-bit offsets: tokens on both sides of 4 GiB. Only touched pages of memory become real."""
+    config = tt.preset("k4v4", 128, page_size=128)
+    num_pages = 5 * 2**30 // config.record_bytes + 1
+    cache = torch.empty(num_pages, 1, config.record_bytes, dtype=torch.uint8)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tables = tt.make_tables(config, 0)
+    k, v = random_kv(4, 128, heads=1)
+    pages = torch.tensor([num_pages - 1, 0])
+    # where a 32-bit offset of the last page would land
+    wrapped = (num_pages - 1) * config.record_bytes % 2**32
+    alias = cache.flatten()[wrapped : wrapped + 4096]
+    alias.fill_(0xAB)
+    slots = torch.cat([pages[:1] * 128 + torch.arange(3), pages[1:] * 128])
+    tt.cache_store(k, v, cache, slots, config, tables)
+    assert (alias == 0xAB).all()
+    small = tt.allocate_cache(config, 2, 1)
+    tt.cache_store(k, v, small, torch.tensor([0, 1, 2, 128]), config, tables)
+    assert_same_bytes(cache[pages[0], 0, : 3 * 64], small[0, 0, : 3 * 64])
+    for table, store in ((pages.int()[:, None], cache), (int32(0, 1)[:, None], small)):
+        loaded = tt.cache_load(store, table, int32(3, 1), config, tables, 3, torch.float32)
+        q = randn(2, 4, 128, seed=1)
+        result = (*loaded, *tt.paged_attention(q, store, table, int32(3, 1), config, tables))
+        if store is cache:
+            big = result
+    for one, other in zip(big, result, strict=True):
+        assert_same_bytes(one, other)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
+    assert grown < 200 * 1024  # KiB
+
+
+# ---- pinned bytes
+
+
+@pytest.mark.parametrize("case", make_golden.RECORDS, ids=lambda c: f"{c[0]}-{c[1]}-{c[2]}")
+def test_golden_records(case, device):
+    config, tables, k, v, slots = make_golden.record_case(*case)
+    golden = make_golden.record_file(*case).read_bytes()
+    cache = tt.allocate_cache(config, 1, make_golden.KV_HEADS, device)
+    tt.cache_store(
+        k.to(device), v.to(device), cache, slots.to(device), config, to_device(tables, device)
+    )
+    assert cache.cpu().numpy().tobytes() == golden
+    cache = tt.allocate_cache(config, 1, make_golden.KV_HEADS)
+    cache_store_reference(k, v, cache, slots, config, tables)
+    assert cache.numpy().tobytes() == golden
+
+
+def test_golden_dense_rows():
+    golden = (make_golden.DATA / "dense_rows.bin").read_bytes()
+    assert make_golden.dense_bytes(tt.encode) == golden
+    assert make_golden.dense_bytes(encode_reference) == golden
+
+
+# ---- tables and allocation
+
+
+def test_tables():
+    config = tt.preset("k4v3", 96, seed=11)
+    tables = tt.make_tables(config, 2, center=randn(3, 96, seed=1, dtype=torch.bfloat16))
+    assert_same_bytes(tables.key_signs, tt.random_signs(96, 11, 2, tt.SignKind.KEYS))
+    assert_same_bytes(tables.value_signs, tt.random_signs(96, 11, 2, tt.SignKind.VALUES))
+    assert not torch.equal(tables.key_signs, tables.value_signs)
+    assert not torch.equal(tables.key_signs, tt.make_tables(config, 3).key_signs)
+    assert tables.key_levels.shape == (16,) and tables.value_levels.shape == (8,)
+    assert tables.key_steps.shape == tables.value_steps.shape == (8,)
+    assert tables.center.dtype == torch.float32 and tables.center.shape == (3, 96)
+    assert tt.make_tables(tt.preset("k5v4u", 64), 0).key_levels is None
+    assert tt.make_tables(tt.preset("k8v8", 64), 0).value_levels is None
+    with pytest.raises(ValueError, match=r"center has shape \[96\], expected \[kv_heads, 96\]"):
+        tt.make_tables(config, 2, center=torch.zeros(96))
+
+
+def test_allocation():
+    config = tt.preset("k4v4", 128)
+    cache = tt.allocate_cache(config, 7, 8)
+    assert cache.shape == (7, 8, 32 * 132) and cache.dtype == torch.uint8 and not cache.any()
+    tail = tt.allocate_tail(config, 5, 8, torch.bfloat16, max_q_len=4)
+    assert tail.shape == (5, 8, 4 + 64 + 3, 2, 128) and tail.dtype == torch.bfloat16
+    only_sinks = tt.preset("k4v4", 128, recent_window=0)
+    assert tt.allocate_tail(only_sinks, 1, 1, torch.float32).shape == (1, 1, 5, 2, 128)
+    with pytest.raises(ValueError, match="needs no tail"):
+        tt.allocate_tail(tt.preset("k4v4", 128, recent_window=0, sink_tokens=0), 1, 1, torch.half)
+    with pytest.raises(ValueError, match="max_q_len is 0"):
+        tt.allocate_tail(config, 1, 1, torch.half, max_q_len=0)
+    with pytest.raises(TypeError, match=r"dtype is torch\.int8"):
+        tt.allocate_tail(config, 1, 1, torch.int8)
