@@ -153,7 +153,9 @@ class BuildLibraries(build_ext):
 
     def run(self) -> None:
         nvcc = find_nvcc()
-        cuda = f"CUDA for {' '.join(architectures())} ({nvcc})" if nvcc else "no CUDA library"
+        cuda = "no CUDA library (nvcc not found, or switched off)"
+        if nvcc:
+            cuda = f"the CUDA library for {' '.join(architectures())} ({nvcc})"
         print(f"torch_turboquant: building the CPU library and {cuda}", flush=True)
         OBJECTS.mkdir(parents=True, exist_ok=True)
         (OBJECTS / "build.ninja").write_text(ninja_file(self.distribution.get_version(), nvcc))
