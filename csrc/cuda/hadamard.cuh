@@ -14,15 +14,16 @@
 
 namespace turboquant::cuda {
 
-// M * 2^LOG_N channels over LANES lanes of one warp. More lanes cost shuffles, fewer cost registers.
-template <int M, int LOG_N, int LANES>
+// M * 2^LOG_N channels over LANES lanes of one warp, VEC neighbours at a time where a block has as many. More lanes cost
+// shuffles, fewer cost registers.
+template <int M, int LOG_N, int LANES, int VEC = 8>
 struct HadamardTraits {
   static constexpr int kBlocks = M;
   static constexpr int kLogBlock = LOG_N;
   static constexpr int kBlock = 1 << LOG_N;
   static constexpr int kDim = M * kBlock;
   static constexpr int kLanes = LANES;
-  static constexpr int kVec = kBlock < 8 ? kBlock : 8;
+  static constexpr int kVec = kBlock < VEC ? kBlock : VEC;
   static constexpr int kChunks = kBlock / (kVec * kLanes);
   static constexpr int kPerLane = kDim / kLanes;
   static_assert(kChunks * kVec * kLanes == kBlock && kLanes <= 32);
@@ -50,6 +51,32 @@ __device__ __forceinline__ void store(const float (&y)[Traits::kPerLane], int la
   }
 }
 
+// The same for a dtype known at run time, `offset` elements from the start. It matters to loads and stores only: not worth
+// another copy of every kernel.
+template <typename Traits>
+__device__ __forceinline__ void load_as(const void* x, ScalarType dtype, int64_t offset, int lane,
+                                        float (&y)[Traits::kPerLane]) {
+  if (dtype == ScalarType::BFloat16) {
+    load<Traits>(static_cast<const __nv_bfloat16*>(x) + offset, lane, y);
+  } else if (dtype == ScalarType::Half) {
+    load<Traits>(static_cast<const __half*>(x) + offset, lane, y);
+  } else {
+    load<Traits>(static_cast<const float*>(x) + offset, lane, y);
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void store_as(const float (&y)[Traits::kPerLane], int lane, void* out, ScalarType dtype,
+                                         int64_t offset) {
+  if (dtype == ScalarType::BFloat16) {
+    store<Traits>(y, lane, static_cast<__nv_bfloat16*>(out) + offset);
+  } else if (dtype == ScalarType::Half) {
+    store<Traits>(y, lane, static_cast<__half*>(out) + offset);
+  } else {
+    store<Traits>(y, lane, static_cast<float*>(out) + offset);
+  }
+}
+
 // Lanes for d = m * 2^log_n: at least four where rows are long enough, so that a group reads 64 bytes at a time, and
 // about 48 channels in a lane at most.
 constexpr int hadamard_lanes(int m, int log_n) {
@@ -61,6 +88,26 @@ constexpr int hadamard_lanes(int m, int log_n) {
 
 template <int M, int LOG_N>
 using DefaultHadamard = HadamardTraits<M, LOG_N, hadamard_lanes(M, LOG_N)>;
+
+// Calls fn(DefaultHadamard<m, log2(n)>) for every d = m * n that the format knows.
+template <int M, int LOG_N, typename Fn>
+void dispatch_block(format::Split split, Fn&& fn) {
+  if constexpr (M << LOG_N <= format::kMaxVectorDim) {
+    if (split.block == 1 << LOG_N) return fn(DefaultHadamard<M, LOG_N>{});
+    dispatch_block<M, LOG_N + 1>(split, fn);
+  }
+}
+
+template <typename Fn>
+void dispatch_dim(format::Split split, Fn&& fn) {
+  switch (split.blocks) {
+    case 1: return dispatch_block<1, 1>(split, fn);
+    case 3: return dispatch_block<3, 1>(split, fn);
+    case 5: return dispatch_block<5, 1>(split, fn);
+    case 7: return dispatch_block<7, 1>(split, fn);
+    default: return dispatch_block<9, 1>(split, fn);
+  }
+}
 
 // float32(1 / sqrt(2^log_n)): what makes the butterflies of a block orthonormal.
 constexpr float block_norm(int log_n) {
