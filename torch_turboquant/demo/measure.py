@@ -9,7 +9,9 @@ the same true tokens, and every prediction is compared with that of the uncompre
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -172,17 +174,20 @@ class _Clock(BaseStreamer):
     def end(self) -> None:
         pass
 
-    def rate(self) -> tuple[int, float]:
-        """(tokens, seconds) after the first new token: the first entry is the prompt itself."""
-        return len(self.times) - 2, self.times[-1] - self.times[1]
+    def steps(self) -> list[float]:
+        """Seconds between new tokens; the first entry is the prompt itself."""
+        return [b - a for a, b in itertools.pairwise(self.times[1:])]
 
 
 @torch.no_grad()
 def generate(
     model: Any, preset: str | None, prompts: Sequence[Tensor], new_tokens: int
 ) -> tuple[list[Tensor], float]:
-    """Greedy answers of `model.generate`: (int64 [at most new_tokens] each, tokens per second)."""
-    answers, tokens, seconds = [], 0, 0.0
+    """Greedy answers of `model.generate`: int64 [at most new_tokens] each, and tokens per second.
+
+    The rate is that of the median step, so that a busy machine disturbs it little.
+    """
+    answers, steps = [], []
     for prompt in prompts:
         cache, clock = _new_cache(model, preset), _Clock()
         prompt = prompt.to(model.device)
@@ -197,9 +202,8 @@ def generate(
         )
         _detach(cache)
         answers.append(output[0, prompt.shape[1] :].cpu())
-        counted, elapsed = clock.rate()
-        tokens, seconds = tokens + counted, seconds + elapsed
-    return answers, tokens / seconds if seconds else math.nan
+        steps += clock.steps()
+    return answers, 1 / statistics.median(steps) if steps else math.nan
 
 
 @torch.no_grad()
