@@ -136,7 +136,8 @@ ARTICLE = """{{Infobox|name=x|text=An infobox of more than twelve words that eve
 [[File:a.jpg|thumb|A caption with a [[link]] that has well over twelve words in it, all in all.]]
 '''Cats''' (''Felis catus'') are [[carnivore|carnivorous]] animals that sleep most of the day.<ref>
 {{cite book|title=A long footnote about cats that nobody should ever see in the text, or so}}</ref>
-They <!-- a comment --> purr<ref name="a" /> (; {{x}}) and live with people in most parts of the world.
+They <!-- a
+comment --> purr<ref name="a" /> (; {{x}}) and live with people in most parts of the world.
 
 == A heading that has more than twelve words in it but it is no sentence ==
 * short item
