@@ -1,0 +1,198 @@
+"""torch.library.opcheck on every op: schema, autograd registration, fake tensors, AOT dispatch."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import torch_turboquant as tt
+from tests.helpers import garbage_cache, paged, randn
+from torch_turboquant.signs import SignKind, random_signs
+
+ops = torch.ops.turboquant
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def hadamard_samples():
+    for dtype in DTYPES:
+        yield randn(2, 3, 80, seed=1, dtype=dtype), tt.random_signs(80, 0)
+    yield randn(3, 64, seed=1).requires_grad_(), tt.random_signs(64, 0), True
+    yield randn(4, 3, 64, seed=1).transpose(0, 1), tt.random_signs(64, 0)
+
+
+def pack_samples():
+    codes = torch.randint(8, (2, 3, 13), dtype=torch.uint8)
+    yield codes, 3
+    yield codes[0, 0], 8
+
+
+def unpack_samples():
+    codes = torch.randint(8, (2, 3, 13), dtype=torch.uint8)
+    yield tt.pack(codes, 3), 3, 13
+    yield tt.pack(codes, 5)[1], 5, 13
+
+
+def encode_samples():
+    for dtype, bits in zip(DTYPES, (1, 4, 5), strict=True):
+        book = tt.Codebook.make(48, bits)
+        x = randn(2, 3, 48, seed=1, dtype=dtype)
+        yield x, tt.random_signs(48, 0), book.levels_tensor(), book.steps_tensor(4), bits, 2
+    book = tt.Codebook.make(48, 8)
+    x = randn(7, 48, seed=2)
+    yield x, tt.random_signs(48, 0), None, book.steps_tensor(1), 8, 3, randn(48, seed=3)
+
+
+def decode_samples():
+    for sample, dtype in zip(encode_samples(), (*DTYPES, torch.float32), strict=True):
+        _, signs, levels, _, bits, _, *center = sample
+        yield *ops.encode(*sample), signs, levels, bits, dtype, *center
+
+
+def group_encode_samples():
+    for dtype in DTYPES:
+        yield randn(2, 3, 96, seed=1, dtype=dtype), 32, 4
+    yield randn(64, seed=1), 64, 2
+
+
+def group_decode_samples():
+    for (x, group, bits), dtype in zip(group_encode_samples(), (*DTYPES, DTYPES[0]), strict=True):
+        yield *ops.group_encode(x, group, bits), group, bits, x.shape[-1], dtype
+
+
+def projections():
+    return tt.gaussian_projection(24, 48, 0), random_signs(48, 0, kind=SignKind.SKETCH)
+
+
+def qjl_sketch_samples():
+    for projection in projections():
+        yield randn(2, 5, 48, seed=1), projection
+        yield randn(48, seed=1, dtype=torch.bfloat16), projection
+
+
+def qjl_score_samples():
+    for projection in projections():
+        q, x = randn(2, 3, 48, seed=1), randn(2, 5, 48, seed=2)
+        yield q, *tt.qjl_sketch(x, projection), projection
+        yield q[0].half(), *tt.qjl_sketch(x[0], projection), projection
+
+
+def score_samples():
+    book = tt.Codebook.make(48, 3)
+    signs, center = tt.random_signs(48, 0), randn(48, seed=3)
+    q, x = randn(2, 3, 48, seed=1), randn(2, 5, 48, seed=2)
+    stored = ops.encode(x, signs, book.levels_tensor(), book.steps_tensor(), 3, 2)
+    yield q, *stored, signs, book.levels_tensor(), 3
+    for projection in projections():
+        sketch = tt.qjl_sketch(x, projection)
+        yield (
+            q.bfloat16(),
+            *stored,
+            signs,
+            book.levels_tensor(),
+            3,
+            center,
+            *sketch,
+            projection,
+        )
+
+
+def cache_parts(name, dtype, center, tail):
+    config = tt.preset(name, 48, page_size=16, sink_tokens=2, recent_window=3)
+    tables = tt.make_tables(config, 0, center=randn(2, 48, seed=4) if center else None)
+    num_pages, table, slots = paged([20, 5], 16)
+    cache = garbage_cache(config, num_pages, 2)
+    k, v = randn(25, 2, 48, seed=5, dtype=dtype), randn(25, 2, 48, seed=6, dtype=dtype)
+    ring = tt.allocate_tail(config, 3, 2, dtype, 20) if tail else None
+    tail_slots = torch.tensor([2, 0]) if tail else None
+    batch = (int32(20, 5), int32(0, 20, 25))
+    return config, tables, table, torch.cat(slots), cache, k, v, ring, tail_slots, batch
+
+
+def cache_store_samples():
+    for name, dtype, center, tail in (
+        ("k4v4", torch.float32, False, False),
+        ("k5v3u", torch.bfloat16, True, True),
+        ("k8v8", torch.float16, True, False),
+    ):
+        config, tables, _, slots, cache, k, v, ring, tail_slots, batch = cache_parts(
+            name, dtype, center, tail
+        )
+        numbers = (16, config.key_bits, config.value_bits, 3, 2)
+        extra = (ring, tail_slots, *batch, 2) if tail else ()
+        yield k, v, cache, slots, *tables, *numbers, *extra
+
+
+def cache_load_samples():
+    for name, dtype in zip(("k4v4", "k5v3u", "k8v8"), DTYPES, strict=True):
+        config, tables, table, slots, cache, k, v, *_ = cache_parts(name, dtype, True, False)
+        tt.cache_store(k, v, cache, slots, config, tables)
+        constants = (*tables[:4], tables.center, 48, 16, config.key_bits, config.value_bits)
+        yield cache, table, int32(20, 5), *constants, 22, dtype
+
+
+def paged_attention_samples(with_outputs=False):
+    for name, dtype, tail in (
+        ("k4v4", torch.float32, False),
+        ("k5v3u", torch.bfloat16, True),
+        ("k8v8", torch.float16, False),
+    ):
+        config, tables, table, slots, cache, k, v, ring, tail_slots, batch = cache_parts(
+            name, dtype, True, tail
+        )
+        stored = tt.Tail(ring, tail_slots) if tail else None
+        tt.cache_store(
+            k,
+            v,
+            cache,
+            slots,
+            config,
+            tables,
+            tail=stored,
+            seq_lens=batch[0],
+            cu_seqlens_q=batch[1],
+        )
+        q = randn(4 if tail else 2, 6, 48, seed=7, dtype=dtype)
+        constants = (*tables[:4], tables.center, 16, config.key_bits, config.value_bits, 0.2)
+        args = (q, cache, table, batch[0], *constants)
+        if with_outputs:
+            args += (torch.zeros_like(q), torch.zeros(q.shape[:2]))
+        if not tail:
+            yield args
+            continue
+        valid = int32(2, 0).expand(3, 2).contiguous()
+        sinks = randn(6, seed=8)
+        yield *args, int32(0, 3, 4), 3, ring, tail_slots, valid, 2, 3, 9, 30.0, sinks
+
+
+def paged_attention_out_samples():
+    return paged_attention_samples(with_outputs=True)
+
+
+def merge_attention_samples():
+    for dtype in DTYPES:
+        a, b = randn(3, 4, 48, seed=1, dtype=dtype), randn(3, 4, 48, seed=2, dtype=dtype)
+        yield a, randn(3, 4, seed=3), b, randn(3, 4, seed=4)
+
+
+NAMES = sorted(
+    name.removeprefix("turboquant::").split(".")[0]
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("turboquant::")
+)
+
+
+def test_every_op_is_listed():
+    assert NAMES == sorted(
+        "cache_load cache_store decode encode group_decode group_encode hadamard merge_attention "
+        "pack paged_attention paged_attention_out qjl_score qjl_sketch score unpack".split()
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name):
+    op = getattr(ops, name).default
+    for sample in globals()[f"{name}_samples"]():
+        opcheck(op, sample)
