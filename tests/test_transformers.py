@@ -96,6 +96,8 @@ def make_model(name="llama", dtype=torch.float32, **changes):
     if name == "qwen2":
         for layer in model.model.layers:  # constant channels, as the real model has them
             layer.self_attn.k_proj.bias.copy_(20 * torch.randn(layer.self_attn.k_proj.bias.shape))
+    if name == "gemma2":
+        model.set_attn_implementation("eager")  # sdpa has no soft cap; some versions drop it there
     if name == "gpt_oss":
         for layer in model.model.layers:
             layer.self_attn.sinks.copy_(torch.randn(layer.self_attn.sinks.shape) + 2)
