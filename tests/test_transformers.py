@@ -846,7 +846,7 @@ def test_keys_changed_on_the_way_are_noticed():
 # --------------------------------------------------------------------------------------- CUDA
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("cache_device", ["auto", "cpu"])
 def test_on_cuda(cache_device):
     """As on the CPU, up to the codes that differ because the model's matrix products do."""

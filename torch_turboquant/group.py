@@ -107,7 +107,7 @@ def group_encode_reference(x: Tensor, group: int, bits: int) -> tuple[Tensor, Te
     x = x.float().unflatten(-1, (-1, group))
     broken = ~torch.isfinite(x).all(-1)
     x = torch.where(broken[..., None], torch.zeros_like(x), x)
-    low, high = x.amin(-1) + 0.0, x.amax(-1)  # a minimum of zero counts as +0
+    low, high = x.amin(-1) + 0.0, x.amax(-1) + 0.0  # a zero counts as +0
     zero = low.clamp(-65504, 65504).half()
     scale = ((high - low) / top).clamp(-65504, 65504).half()
     step = scale.float()[..., None]

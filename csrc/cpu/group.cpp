@@ -17,10 +17,10 @@ uint16_t limited_half_bits(float x) { return half_bits(std::clamp(x, -format::kM
 std::pair<uint16_t, uint16_t> encode_group(const float* x, uint8_t* codes, int64_t group, int64_t bits) {
   std::memset(codes, 0, group);
   if (!(finite_amax(x, static_cast<int>(group)) <= FLT_MAX)) return {format::kNanScale, format::kNanScale};
-  const auto [low, high] = std::minmax_element(x, x + group);
+  const auto [least, greatest] = std::minmax_element(x, x + group);
+  const float low = *least + 0.0f, high = *greatest + 0.0f;  // of equal zeros either may be found: +0 counts
   const float top = static_cast<float>((1 << bits) - 1);
-  // + 0: of equal zeros, minimum may return either; the stored one is +0
-  const uint16_t zero_bits = limited_half_bits(*low + 0.0f), scale_bits = limited_half_bits((*high - *low) / top);
+  const uint16_t zero_bits = limited_half_bits(low), scale_bits = limited_half_bits((high - low) / top);
   const float zero = half_value(zero_bits), scale = half_value(scale_bits);
   if (scale > 0) {
     const float inverse = 1 / scale;
