@@ -22,7 +22,7 @@ from torch_turboquant.codec import _power_of_two
 from torch_turboquant.format import dense_row_bytes
 from torch_turboquant.hadamard import core_reference, sqrt_reference, tree_sum_reference
 from torch_turboquant.pack import pack_reference, unpack_reference
-from torch_turboquant.signs import gaussian_projection
+from torch_turboquant.signs import gaussian_projection, rotation_matrix
 
 __all__ = ["gaussian_projection", "qjl_score", "qjl_sketch"]
 
@@ -72,7 +72,11 @@ def qjl_score(q: Tensor, sign_bits: Tensor, norm: Tensor, projection: Tensor) ->
         raise ValueError(f"q has shape {list(q.shape)}, expected [..., queries, d]")
     _checks.check_vector_dim("q", d)
     check_projection(projection, q.device, d)
-    check_sketch(q, sign_bits, norm, projection)
+    _checks.check_dtype("sign_bits", sign_bits, (torch.uint8,))
+    lead, row = tuple(q.shape[:-2]), projection.shape[0] // 8
+    keys = sign_bits.shape[-2] if sign_bits.dim() >= 2 else None
+    _checks.check_constant("sign_bits", sign_bits, q.device, torch.uint8, (*lead, keys, row))
+    _checks.check_constant("norm", norm, q.device, torch.float32, (*lead, keys))
     return torch.ops.turboquant.qjl_score.default(q, sign_bits, norm, projection)
 
 
@@ -85,18 +89,6 @@ def check_projection(projection: Tensor, device: torch.device, d: int) -> None:
             "(structured), its first dimension a multiple of 8"
         )
     _checks.check_constant("projection", projection, device, torch.float32, tuple(projection.shape))
-
-
-def check_sketch(
-    q: Tensor, sign_bits: Tensor, norm: Tensor, projection: Tensor, norm_name: str = "norm"
-) -> None:
-    """sign_bits and norm fit q [..., queries, d] and the projection."""
-    lead = q.shape[:-2]
-    _checks.check_dtype("sign_bits", sign_bits, (torch.uint8,))
-    keys = sign_bits.shape[-2] if sign_bits.dim() >= 2 else None
-    row = projection.shape[0] // 8
-    _checks.check_constant("sign_bits", sign_bits, q.device, torch.uint8, (*lead, keys, row))
-    _checks.check_constant(norm_name, norm, q.device, torch.float32, (*lead, keys))
 
 
 # ---- fakes
@@ -146,6 +138,4 @@ def qjl_score_reference(q: Tensor, sign_bits: Tensor, norm: Tensor, projection: 
 
 
 def _rotation(signs: Tensor) -> Tensor:
-    from torch_turboquant.signs import rotation_matrix
-
     return torch.from_numpy(rotation_matrix(signs.shape[0], signs.cpu())).to(signs.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_turboquant import _checks
 from torch_turboquant.codec import level_of_code_reference
 from torch_turboquant.pack import check_rows, unpack_reference
-from torch_turboquant.qjl import _rotation, check_projection, check_sketch, qjl_score_reference
+from torch_turboquant.qjl import _rotation, check_projection, qjl_score_reference
 
 
 def score(
@@ -66,8 +66,10 @@ def score(
         if not all(given):
             raise ValueError("sign_bits, residual_norm and projection come together or not at all")
         check_projection(projection, device, d)
-        check_sketch(q, sign_bits, residual_norm, projection, "residual_norm")
-        _checks.check_shape("sign_bits", sign_bits, (*lead, keys, sign_bits.shape[-1]))
+        _checks.check_constant(
+            "sign_bits", sign_bits, device, torch.uint8, (*lead, keys, projection.shape[0] // 8)
+        )
+        _checks.check_constant("residual_norm", residual_norm, device, torch.float32, (*lead, keys))
     return torch.ops.turboquant.score.default(
         q, packed, scale, signs, levels, bits, center, sign_bits, residual_norm, projection
     )

@@ -1,0 +1,691 @@
+"""What every op refuses, and how it says so.
+
+One table per op. Each case changes an argument of a good call and names the exception of the
+public function and a part of its text. The raw op must refuse the same call with RuntimeError and
+the same part of the text (or `raw`, where the words differ). Nothing may have been written by then.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import torch_turboquant as tt
+from tests.helpers import assert_same_bytes, paged, randn
+
+ops = torch.ops.turboquant
+SAME = object()
+SKIP = object()
+D = 64
+
+
+class Bad(NamedTuple):
+    """A change of a good call; `raw` is the raw op's text where it differs, or SKIP."""
+
+    changes: dict
+    error: type
+    text: str
+    raw: object = SAME
+
+
+def int32(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def floats(*shape):
+    return randn(*shape, seed=sum(shape))
+
+
+def elsewhere(*shape, dtype=torch.float32):
+    """A tensor on another device. Raw ops would follow it there, so only wrappers are asked."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def gaps(t):
+    """The same values with stride 2 in the last dimension."""
+    return t.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def column(t):
+    """The same values, not contiguous, stride 1 in the last dimension."""
+    return torch.cat([t, t], dim=-1)[..., : t.shape[-1]]
+
+
+DTYPE = "dtype float64, supported: float32, float16, bfloat16"
+ONE_DEVICE = "all tensors of a call must be on one device"
+STRIDE = "must have stride 1 in its last dimension"
+DIMENSION = "supported: m * 2^k with m in {1, 3, 5, 7, 9} and k >= 1, up to 4096"
+BOOK = tt.Codebook.make(D, 4)
+SIGNS, LEVELS, STEPS = tt.random_signs(D, 0), BOOK.levels_tensor(), BOOK.steps_tensor(4)
+
+# ---- hadamard, pack, codec, group, qjl, score: good calls and what spoils them
+
+HADAMARD = {"x": floats(3, D), "signs": SIGNS, "inverse": False}
+HADAMARD_BAD = [
+    Bad({"x": floats(3, D).double()}, TypeError, f"x has {DTYPE}"),
+    Bad({"x": [1.0] * D}, TypeError, "x must be a tensor, got list", SKIP),
+    Bad({"x": gaps(floats(3, D))}, ValueError, f"x {STRIDE}"),
+    Bad({"x": torch.tensor(1.0)}, ValueError, "x has shape []", "x must"),
+    Bad({"x": floats(2, 22)}, ValueError, f"the last dimension of x is 22, {DIMENSION}"),
+    Bad({"x": floats(2, 9)}, ValueError, "the last dimension of x is 9"),
+    Bad({"x": floats(1, 8192)}, ValueError, "the last dimension of x is 8192"),
+    Bad({"x": floats(2, 0)}, ValueError, "the last dimension of x is 0"),
+    Bad({"signs": SIGNS[:32]}, ValueError, "signs has shape [32], expected [64]"),
+    Bad({"signs": SIGNS[None]}, ValueError, "signs has shape [1, 64], expected [64]"),
+    Bad({"signs": SIGNS.half()}, TypeError, "signs has dtype float16, supported: float32"),
+    Bad({"signs": gaps(SIGNS)}, ValueError, "signs must be contiguous"),
+    Bad({"signs": elsewhere(D)}, ValueError, ONE_DEVICE, SKIP),
+]
+
+PACK = {"codes": torch.zeros(3, 10, dtype=torch.uint8), "bits": 3}
+PACK_BAD = [
+    Bad({"bits": 0}, ValueError, "bits is 0, supported: 1", "bits is 0, supported: 1 to 8"),
+    Bad({"bits": 9}, ValueError, "bits is 9, supported: 1", "bits is 9, supported: 1 to 8"),
+    Bad({"codes": torch.zeros(3, 10, dtype=torch.int32)}, TypeError, "codes has dtype int32"),
+    Bad({"codes": "codes"}, TypeError, "codes must be a tensor, got str", SKIP),
+    Bad({"codes": torch.tensor(1, dtype=torch.uint8)}, ValueError, "codes has shape []"),
+    Bad({"codes": torch.zeros(3, 0, dtype=torch.uint8)}, ValueError, "codes has shape [3, 0]"),
+    Bad({"codes": column(PACK["codes"])}, ValueError, "codes must be contiguous"),
+    Bad(
+        {"codes": torch.full((3, 10), 8, dtype=torch.uint8)},
+        RuntimeError,
+        "codes holds values of 8 or more, which do not fit 3 bits",
+    ),
+]
+
+UNPACK = {"packed": torch.zeros(3, 4, dtype=torch.uint8), "bits": 3, "d": 10}
+UNPACK_BAD = [
+    Bad({"bits": 0}, ValueError, "bits is 0, supported: 1", "bits is 0, supported: 1 to 8"),
+    Bad({"d": 0}, ValueError, "d is 0, supported: 1 and more"),
+    Bad({"d": 11}, ValueError, "packed has shape [3, 4], expected [..., 5]"),
+    Bad({"d": 8}, ValueError, "packed has shape [3, 4], expected [..., 3]"),
+    Bad({"packed": torch.tensor(1, dtype=torch.uint8)}, ValueError, "packed has shape []"),
+    Bad({"packed": torch.zeros(3, 4, dtype=torch.int8)}, TypeError, "packed has dtype int8"),
+    Bad({"packed": column(UNPACK["packed"])}, ValueError, "packed must be contiguous"),
+]
+
+ENCODE = {
+    "x": floats(3, D),
+    "signs": SIGNS,
+    "levels": LEVELS,
+    "steps": STEPS,
+    "bits": 4,
+    "scale_mode": "mse",
+    "center": floats(D),
+}
+LEVELS_BAD = [
+    Bad({"levels": LEVELS[:8]}, ValueError, "levels has shape [8], expected [16]"),
+    Bad({"levels": LEVELS.float()}, TypeError, "levels has dtype float32, supported: int8"),
+    Bad({"levels": gaps(LEVELS)}, ValueError, "levels must be contiguous"),
+    Bad({"bits": 6}, ValueError, "bits is 6, supported: 1, 2, 3, 4, 5, 8"),
+    Bad({"bits": 0}, ValueError, "bits is 0, supported"),
+    Bad({"signs": SIGNS.double()}, TypeError, "signs has dtype float64, supported: float32"),
+    Bad({"center": floats(3, D)}, ValueError, "center has shape [3, 64], expected [64]"),
+    Bad({"center": floats(D).half()}, TypeError, "center has dtype float16, supported: float32"),
+    Bad({"center": gaps(floats(D))}, ValueError, "center must be contiguous"),
+    Bad({"center": elsewhere(D)}, ValueError, ONE_DEVICE, SKIP),
+]
+ENCODE_BAD = [
+    *LEVELS_BAD,
+    Bad({"x": floats(3, D).long()}, TypeError, "x has dtype int64, supported: float32"),
+    Bad({"x": gaps(floats(3, D))}, ValueError, f"x {STRIDE}"),
+    Bad({"x": floats(3, 44)}, ValueError, f"the last dimension of x is 44, {DIMENSION}"),
+    Bad({"signs": SIGNS[:32]}, ValueError, "signs has shape [32], expected [64]"),
+    Bad({"levels": None, "bits": 1}, ValueError, "levels is needed at 1 bit"),
+    Bad({"bits": 8}, ValueError, "levels must be absent at 8 bits"),
+    Bad({"steps": STEPS.double()}, TypeError, "steps has dtype float64, supported: float32"),
+    Bad({"steps": STEPS[:0]}, ValueError, "steps has 0 candidates, supported: 1 to 64"),
+    Bad({"steps": torch.ones(65)}, ValueError, "steps has 65 candidates, supported: 1 to 64"),
+    Bad({"steps": STEPS[None]}, ValueError, "steps has shape [1, 4], expected [any]"),
+    Bad(
+        {"scale_mode": "l2"},
+        ValueError,
+        "scale_mode is 'l2', supported: norm, preserve, mse, unbiased",
+        SKIP,
+    ),
+]
+
+_packed, _scale = tt.encode(floats(3, D), SIGNS, LEVELS, STEPS, 4)
+DECODE = {
+    "packed": _packed,
+    "scale": _scale,
+    "signs": SIGNS,
+    "levels": LEVELS,
+    "bits": 4,
+    "center": floats(D),
+    "dtype": torch.float32,
+}
+DECODE_BAD = [
+    *LEVELS_BAD,
+    Bad({"packed": _packed.int()}, TypeError, "packed has dtype int32, supported: uint8"),
+    Bad(
+        {"packed": _packed[:, :30].contiguous()},
+        ValueError,
+        "packed has shape [3, 30], expected [..., 32]",
+    ),
+    Bad({"packed": column(_packed)}, ValueError, "packed must be contiguous"),
+    Bad({"scale": _scale.float()}, TypeError, "scale has dtype float32, supported: float16"),
+    Bad({"scale": _scale[:2]}, ValueError, "scale has shape [2], expected"),
+    Bad({"scale": gaps(_scale)}, ValueError, "scale must be contiguous"),
+    Bad({"signs": SIGNS[:44]}, ValueError, "is 44, supported: m * 2^k"),
+    Bad({"dtype": torch.float64}, TypeError, "dtype is", "dtype is float64, supported: float32"),
+    Bad({"scale": elsewhere(3, dtype=torch.half)}, ValueError, ONE_DEVICE, SKIP),
+]
+
+GROUP_ENCODE = {"x": floats(3, D), "group": 32, "bits": 4}
+GROUP_BAD = [
+    Bad({"group": 16}, ValueError, "group is 16, supported: 32, 64"),
+    Bad({"bits": 3}, ValueError, "bits is 3, supported: 2, 4"),
+]
+GROUP_ENCODE_BAD = [
+    *GROUP_BAD,
+    Bad({"x": floats(3, D).double()}, TypeError, f"x has {DTYPE}"),
+    Bad({"x": gaps(floats(3, D))}, ValueError, f"x {STRIDE}"),
+    Bad({"x": floats(3, 80)}, ValueError, "is 80, supported: multiples of the group of 32"),
+    Bad({"x": floats(3, 32), "group": 64}, ValueError, "is 32, supported: multiples of the group"),
+]
+_groups = tt.group_encode(floats(3, D), 32, 4)
+GROUP_DECODE = {
+    **dict(zip(("packed", "scale", "zero"), _groups, strict=True)),
+    "group": 32,
+    "bits": 4,
+    "d": D,
+    "dtype": torch.float32,
+}
+GROUP_DECODE_BAD = [
+    *GROUP_BAD,
+    Bad({"d": 80}, ValueError, "is 80, supported: multiples of the group of 32"),
+    Bad({"d": 96}, ValueError, "packed has shape [3, 32], expected [..., 48]"),
+    Bad({"d": 0}, ValueError, "is 0, supported: multiples of the group of 32"),
+    Bad({"packed": _groups[0].int()}, TypeError, "packed has dtype int32"),
+    Bad({"packed": column(_groups[0])}, ValueError, "packed must be contiguous"),
+    Bad({"scale": _groups[1].float()}, TypeError, "scale has dtype float32, supported: float16"),
+    Bad({"zero": _groups[2].float()}, TypeError, "zero has dtype float32, supported: float16"),
+    Bad({"zero": _groups[2][:, :1].contiguous()}, ValueError, "zero has shape [3, 1], expected"),
+    Bad({"scale": column(_groups[1])}, ValueError, "scale must be contiguous"),
+    Bad({"dtype": torch.int8}, TypeError, "dtype is"),
+]
+
+DENSE = tt.gaussian_projection(24, D, 0)
+PROJECTION_BAD = [
+    Bad({"projection": DENSE[:20]}, ValueError, "projection has shape [20, 64]", "has 20 rows"),
+    Bad({"projection": DENSE[:, :48]}, ValueError, "projection has shape [24, 48]"),
+    Bad({"projection": DENSE[None]}, ValueError, "projection has shape [1, 24, 64]"),
+    Bad({"projection": SIGNS[:32]}, ValueError, "projection has shape [32]"),
+    Bad({"projection": DENSE.half()}, TypeError, "projection has dtype float16"),
+    Bad({"projection": gaps(DENSE)}, ValueError, "projection must be contiguous"),
+    Bad({"projection": elsewhere(24, D)}, ValueError, ONE_DEVICE, SKIP),
+]
+QJL_SKETCH = {"residual": floats(2, 5, D), "projection": DENSE}
+QJL_SKETCH_BAD = [
+    *PROJECTION_BAD,
+    Bad({"residual": floats(5, D).double()}, TypeError, f"residual has {DTYPE}"),
+    Bad({"residual": gaps(floats(5, D))}, ValueError, f"residual {STRIDE}"),
+    Bad({"residual": floats(5, 44)}, ValueError, "of residual is 44", "is 44, supported"),
+    Bad(
+        {"residual": floats(5, 20), "projection": torch.ones(20)},
+        ValueError,
+        "projection has shape [20]",
+        "projection has 20 rows, supported: multiples of 8",
+    ),
+]
+_bits, _norm = tt.qjl_sketch(floats(2, 5, D), DENSE)
+QJL_SCORE = {"q": floats(2, 3, D), "sign_bits": _bits, "norm": _norm, "projection": DENSE}
+QJL_SCORE_BAD = [
+    *PROJECTION_BAD,
+    Bad({"q": floats(2, 3, D).double()}, TypeError, f"q has {DTYPE}"),
+    Bad({"q": gaps(floats(2, 3, D))}, ValueError, f"q {STRIDE}"),
+    Bad({"q": floats(D)}, ValueError, "q has shape [64]"),
+    Bad({"q": floats(3, 3, D)}, ValueError, "sign_bits has shape [2, 5, 3]", "sign_bits [2, 5, 3]"),
+    Bad({"q": floats(3, D)}, ValueError, "sign_bits has shape [2, 5, 3]", "sign_bits [2, 5, 3]"),
+    Bad({"sign_bits": _bits[..., :2]}, ValueError, "sign_bits", "sign_bits"),
+    Bad({"sign_bits": _bits.int()}, TypeError, "sign_bits has dtype int32, supported: uint8"),
+    Bad({"sign_bits": column(_bits)}, ValueError, "sign_bits must be contiguous"),
+    Bad({"norm": _norm.half()}, TypeError, "norm has dtype float16, supported: float32"),
+    Bad({"norm": _norm[:, :4].contiguous()}, ValueError, "norm has shape [2, 4], expected"),
+    Bad({"norm": gaps(_norm)}, ValueError, "norm must be contiguous"),
+]
+
+_keys, _key_scale = tt.encode(floats(2, 5, D), SIGNS, LEVELS, STEPS, 4)
+SCORE = {
+    "q": floats(2, 3, D),
+    "packed": _keys,
+    "scale": _key_scale,
+    "signs": SIGNS,
+    "levels": LEVELS,
+    "bits": 4,
+    "center": floats(D),
+    "sign_bits": _bits,
+    "residual_norm": _norm,
+    "projection": DENSE,
+}
+TOGETHER = "sign_bits, residual_norm and projection come together or not at all"
+SCORE_BAD = [
+    *LEVELS_BAD,
+    *PROJECTION_BAD,
+    Bad({"q": floats(2, 3, D).double()}, TypeError, f"q has {DTYPE}"),
+    Bad({"q": gaps(floats(2, 3, D))}, ValueError, f"q {STRIDE}"),
+    Bad({"q": floats(D)}, ValueError, "q has shape [64]"),
+    Bad({"q": floats(3, 3, D)}, ValueError, "packed has shape [2, 5, 32]", "packed [2, 5, 32]"),
+    Bad({"q": floats(2, 3, 32)}, ValueError, "has shape [2, 5, 32]", "q has shape [2, 3, 32]"),
+    Bad({"packed": _keys[..., :30].contiguous()}, ValueError, "packed has shape [2, 5, 30]"),
+    Bad({"packed": column(_keys)}, ValueError, "packed must be contiguous"),
+    Bad({"packed": _keys.int()}, TypeError, "packed has dtype int32, supported: uint8"),
+    Bad({"scale": _key_scale[:1]}, ValueError, "scale has shape [1, 5], expected"),
+    Bad({"scale": _key_scale.float()}, TypeError, "scale has dtype float32, supported: float16"),
+    Bad({"sign_bits": None}, ValueError, TOGETHER),
+    Bad({"residual_norm": None}, ValueError, TOGETHER),
+    Bad({"projection": None}, ValueError, TOGETHER),
+    Bad({"residual_norm": _norm[:, :4].contiguous()}, ValueError, "norm has shape [2, 4]"),
+    Bad({"sign_bits": _bits[:, :4].contiguous()}, ValueError, "sign_bits has shape [2, 4, 3]"),
+]
+
+# ---- cache and attention
+
+CONFIG = tt.preset("k4v4", D, page_size=16, sink_tokens=2, recent_window=3)
+TABLES = tt.make_tables(CONFIG, 0, center=floats(2, D))
+NUM_PAGES, TABLE, _slots = paged([20, 5], 16)
+SLOTS = torch.cat([_slots[0][18:], _slots[1][4:]])
+TAIL = tt.Tail(
+    tt.allocate_tail(CONFIG, 3, 2, torch.float32, 2),
+    torch.tensor([2, 0]),
+    int32(2, 0).expand(3, 2).contiguous(),
+)
+LAST_SLOT = NUM_PAGES * 16 - 1
+
+
+def tables(**changes):
+    return {"tables": TABLES._replace(**changes)}
+
+
+def tail(**changes):
+    return {"tail": TAIL._replace(**changes)}
+
+
+def table_with(value, row=0, page=0):
+    changed = TABLE.clone()
+    changed[row, page] = value
+    return {"block_table": changed}
+
+
+SIGNS_AND_CENTER_BAD = [
+    Bad(tables(key_signs=SIGNS[:32]), ValueError, "key_signs has shape [32], expected [64]"),
+    Bad(tables(value_signs=SIGNS.half()), TypeError, "value_signs has dtype float16"),
+    Bad(tables(key_levels=LEVELS[:8]), ValueError, "key_levels has shape [8], expected [16]"),
+    Bad(tables(value_levels=LEVELS.int()), TypeError, "value_levels has dtype int32"),
+    Bad(tables(center=floats(3, D)), ValueError, "center has shape [3, 64], expected [2, 64]"),
+    Bad(tables(center=floats(D)), ValueError, "center has shape [64], expected [2, 64]"),
+    Bad(tables(center=floats(2, D).half()), TypeError, "center has dtype float16"),
+    Bad(tables(center=gaps(floats(2, D))), ValueError, "center must be contiguous"),
+    Bad(tables(value_signs=elsewhere(D)), ValueError, ONE_DEVICE, SKIP),
+]
+BATCH_BAD = [
+    Bad({"seq_lens": int32(20, 5).long()}, TypeError, "seq_lens has dtype int64, supported: int32"),
+    Bad({"seq_lens": int32(20, 5)[None]}, ValueError, "seq_lens has shape [1, 2], expected [any]"),
+    Bad({"seq_lens": int32(20, -5)}, RuntimeError, "seq_lens holds -5, supported: 0 and more"),
+    Bad({"cu_seqlens_q": int32(0, 3)}, ValueError, "cu_seqlens_q has shape [2], expected [3]"),
+    Bad({"cu_seqlens_q": torch.tensor([0, 2, 3])}, TypeError, "cu_seqlens_q has dtype int64"),
+    Bad(
+        {"cu_seqlens_q": None}, ValueError, "without cu_seqlens_q every sequence has one new token"
+    ),
+    Bad({"cu_seqlens_q": int32(1, 2, 3)}, RuntimeError, "cu_seqlens_q must start at 0"),
+    Bad({"cu_seqlens_q": int32(0, 2, 4)}, RuntimeError, "no more than the 3 tokens of the call"),
+    Bad({"cu_seqlens_q": int32(0, 3, 2)}, RuntimeError, "cu_seqlens_q must not decrease"),
+    Bad({"seq_lens": int32(1, 5)}, RuntimeError, "sequence 0 has 2 new tokens but a length of 1"),
+]
+TAIL_BAD = [
+    Bad(tail(ring=TAIL.ring.half()), TypeError, "tail has dtype float16, supported: float32"),
+    Bad(tail(ring=TAIL.ring[:, :1].contiguous()), ValueError, "tail has shape [3, 1, 6, 2, 64]"),
+    Bad(tail(ring=TAIL.ring[:, :, :, :1].contiguous()), ValueError, "tail has shape [3, 2, 6, 1"),
+    Bad(tail(ring=TAIL.ring[0]), ValueError, "tail has shape [2, 6, 2, 64]"),
+    Bad(tail(ring=gaps(TAIL.ring)), ValueError, "tail must be contiguous"),
+    Bad(tail(slots=int32(2, 0)), TypeError, "tail_slots has dtype int32, supported: int64"),
+    Bad(tail(slots=torch.tensor([0])), ValueError, "tail_slots has shape [1], expected [2]"),
+    Bad(tail(slots=torch.tensor([0, 3])), RuntimeError, "tail_slots holds 3, supported: -1 to 2"),
+    Bad(tail(slots=torch.tensor([-2, 0])), RuntimeError, "tail_slots holds -2, supported: -1 to 2"),
+    Bad(tail(ring=elsewhere(3, 2, 6, 2, D)), ValueError, ONE_DEVICE, SKIP),
+]
+CACHE = tt.allocate_cache(CONFIG, NUM_PAGES, 2)
+CACHE_BAD = [
+    Bad({"cache": CACHE.int()}, TypeError, "cache has dtype int32, supported: uint8"),
+    Bad({"cache": CACHE[0]}, ValueError, "cache has shape [2, 1088]"),
+    Bad({"cache": CACHE[..., :1000].contiguous()}, ValueError, "cache has shape [5, 2, 1000]"),
+    Bad({"cache": gaps(CACHE)}, ValueError, "cache must be contiguous"),
+]
+
+CACHE_STORE = {
+    "k": floats(3, 2, D),
+    "v": floats(3, 2, D) + 1,
+    "cache": CACHE,
+    "slot_mapping": SLOTS,
+    "config": CONFIG,
+    "tables": TABLES,
+    "tail": TAIL,
+    "seq_lens": int32(20, 5),
+    "cu_seqlens_q": int32(0, 2, 3),
+}
+CACHE_STORE_BAD = [
+    *SIGNS_AND_CENTER_BAD,
+    *BATCH_BAD,
+    *TAIL_BAD,
+    *CACHE_BAD,
+    Bad(tables(key_steps=STEPS[:0]), ValueError, "key_steps has 0 candidates, supported: 1 to 64"),
+    Bad(tables(value_steps=STEPS.half()), TypeError, "value_steps has dtype float16"),
+    Bad({"k": floats(3, 2, D).double()}, TypeError, f"k has {DTYPE}"),
+    Bad({"k": None}, TypeError, "k must be a tensor, got NoneType", SKIP),
+    Bad({"k": floats(3, D)}, ValueError, "k has shape [3, 64]"),
+    Bad({"k": gaps(floats(3, 2, D))}, ValueError, f"k {STRIDE}"),
+    Bad({"v": gaps(floats(3, 2, D))}, ValueError, f"v {STRIDE}"),
+    Bad({"v": floats(3, 2, D).half()}, TypeError, "v has dtype float16, supported: float32"),
+    Bad({"v": floats(3, 1, D)}, ValueError, "v has shape [3, 1, 64], expected [3, 2, 64]"),
+    Bad({"v": elsewhere(3, 2, D)}, ValueError, ONE_DEVICE, SKIP),
+    Bad(
+        {"k": floats(3, 2, 48), "v": floats(3, 2, 48)},
+        ValueError,
+        "k has head_dim 48, but the config has 64",
+        "cache has shape",
+    ),
+    Bad(
+        {"k": floats(3, 2, 40), "v": floats(3, 2, 40)},
+        ValueError,
+        "k has head_dim 40",
+        "head_dim is 40, supported in page records: multiples of 16 up to 1024",
+    ),
+    Bad(
+        {"cache": CACHE[:, :1].contiguous()}, ValueError, "cache has", "cache has 1 KV heads but k"
+    ),
+    Bad({"slot_mapping": SLOTS.int()}, TypeError, "slot_mapping has dtype int32, supported: int64"),
+    Bad({"slot_mapping": SLOTS[:2]}, ValueError, "slot_mapping has shape [2], expected [3]"),
+    Bad({"slot_mapping": gaps(SLOTS)}, ValueError, "slot_mapping must be contiguous"),
+    Bad(
+        {"slot_mapping": torch.tensor([0, 1, LAST_SLOT + 1])},
+        RuntimeError,
+        f"slot_mapping holds {LAST_SLOT + 1}, supported: -1 to {LAST_SLOT}",
+    ),
+    Bad({"slot_mapping": torch.tensor([0, -2, 1])}, RuntimeError, "slot_mapping holds -2"),
+    Bad({"seq_lens": None, "cu_seqlens_q": None}, ValueError, "tail needs seq_lens"),
+    Bad(
+        tail(ring=TAIL.ring[:, :, :2].contiguous()),
+        ValueError,
+        "tail has 2 rows, expected at least 5",
+        "sink_tokens is 2 but the tail has 2 rows",
+    ),
+    Bad(
+        tables(key_levels=None),
+        ValueError,
+        "key_levels do not fit the config's key_grid 'lloyd'",
+        SKIP,
+    ),
+]
+
+CACHE_LOAD = {
+    "cache": CACHE,
+    "block_table": TABLE,
+    "seq_lens": int32(20, 5),
+    "config": CONFIG,
+    "tables": TABLES,
+    "max_seq_len": 20,
+    "dtype": torch.float32,
+}
+TABLE_BAD = [
+    Bad({"block_table": TABLE.long()}, TypeError, "block_table has dtype int64, supported: int32"),
+    Bad({"block_table": TABLE[:1]}, ValueError, "block_table has shape [1, 3], expected [2, any]"),
+    Bad({"block_table": TABLE[0]}, ValueError, "block_table has shape [3], expected [2, any]"),
+    Bad({"block_table": gaps(TABLE)}, ValueError, "block_table must be contiguous"),
+    Bad(table_with(5), RuntimeError, "block_table names page 5 for sequence 0, supported: 0 to 4"),
+    Bad(table_with(-1, 1), RuntimeError, "block_table names page -1 for sequence 1"),
+    Bad(
+        {"block_table": TABLE[:, :1].contiguous()},
+        RuntimeError,
+        "sequence 0 has 20 tokens but block_table has room for 16",
+    ),
+]
+CACHE_LOAD_BAD = [
+    *CACHE_BAD,
+    *TABLE_BAD,
+    *[bad for bad in BATCH_BAD[:3]],
+    *[bad for bad in SIGNS_AND_CENTER_BAD if bad.raw is SAME],
+    Bad({"max_seq_len": -1}, ValueError, "max_seq_len is -1, supported: 0 and more"),
+    Bad({"max_seq_len": 19}, RuntimeError, "sequence 0 has 20 tokens, more than max_seq_len 19"),
+    Bad({"dtype": torch.int32}, TypeError, "dtype is"),
+]
+
+PAGED_ATTENTION = {
+    "q": floats(3, 4, D),
+    "cache": CACHE,
+    "block_table": TABLE,
+    "seq_lens": int32(20, 5),
+    "config": CONFIG,
+    "tables": TABLES,
+    "cu_seqlens_q": int32(0, 2, 3),
+    "max_q_len": 2,
+    "softmax_scale": 0.1,
+    "tail": TAIL,
+    "sliding_window": 9,
+    "soft_cap": 20.0,
+    "sink_logits": floats(4),
+}
+PAGED_ATTENTION_BAD = [
+    *CACHE_BAD,
+    *TABLE_BAD,
+    *BATCH_BAD,
+    *TAIL_BAD,
+    *SIGNS_AND_CENTER_BAD,
+    Bad({"q": floats(3, 4, D).double()}, TypeError, f"q has {DTYPE}"),
+    Bad({"q": floats(3, D)}, ValueError, "q has shape [3, 64]"),
+    Bad({"q": gaps(floats(3, 4, D))}, ValueError, f"q {STRIDE}"),
+    Bad({"q": floats(3, 3, D)}, ValueError, "q has 3 heads"),
+    Bad(
+        {"q": floats(3, 4, 48)},
+        ValueError,
+        "q has head_dim 48, but the config has 64",
+        "cache has shape",
+    ),
+    Bad({"max_q_len": 0}, ValueError, "max_q_len is 0, supported: 1 and more"),
+    Bad({"max_q_len": 1}, RuntimeError, "a sequence has 2"),
+    Bad({"max_q_len": 3}, ValueError, "tail has 6 rows, expected at least 7", "the tail has room"),
+    Bad({"softmax_scale": math.nan}, ValueError, "softmax_scale is nan, supported: finite numbers"),
+    Bad({"softmax_scale": math.inf}, ValueError, "softmax_scale is inf"),
+    Bad({"sliding_window": -1}, ValueError, "sliding_window is -1, supported: 0 (none) and more"),
+    Bad({"soft_cap": -1.0}, ValueError, "soft_cap is -1", "soft_cap is -1"),
+    Bad({"soft_cap": math.nan}, ValueError, "soft_cap is nan"),
+    Bad({"soft_cap": math.inf}, ValueError, "soft_cap is inf"),
+    Bad({"sink_logits": floats(2)}, ValueError, "sink_logits has shape [2], expected [4]"),
+    Bad({"sink_logits": floats(4).half()}, TypeError, "sink_logits has dtype float16"),
+    Bad(tail(valid=int32(2, 0)), ValueError, "tail_valid has shape [2], expected [3, 2]"),
+    Bad(tail(valid=TAIL.valid.long()), TypeError, "tail_valid has dtype int64, supported: int32"),
+]
+
+PAGED_ATTENTION_OUT = {**PAGED_ATTENTION, "out": torch.zeros(3, 4, D), "lse": torch.zeros(3, 4)}
+PAGED_ATTENTION_OUT_BAD = [
+    Bad({"out": torch.zeros(3, 4, D).half()}, TypeError, "out has dtype float16"),
+    Bad({"out": torch.zeros(2, 4, D)}, ValueError, "out has shape [2, 4, 64], expected [3, 4, 64]"),
+    Bad({"out": gaps(torch.zeros(3, 4, D))}, ValueError, "out must be contiguous"),
+    Bad({"lse": torch.zeros(3, 4).double()}, TypeError, "lse has dtype float64"),
+    Bad({"lse": torch.zeros(4, 3)}, ValueError, "lse has shape [4, 3], expected [3, 4]"),
+    Bad({"lse": gaps(torch.zeros(3, 4))}, ValueError, "lse must be contiguous"),
+    Bad({"lse": None}, ValueError, "out and lse come together or not at all", SKIP),
+    Bad({"out": None}, ValueError, "out and lse come together or not at all", SKIP),
+    Bad({"seq_lens": int32(20, 999)}, RuntimeError, "sequence 1 has 999 tokens but block_table"),
+    Bad(table_with(99), RuntimeError, "block_table names page 99"),
+]
+
+MERGE_ATTENTION = {
+    "out_a": floats(3, 4, D),
+    "lse_a": floats(3, 4),
+    "out_b": floats(3, 4, D),
+    "lse_b": floats(3, 4),
+}
+MERGE_ATTENTION_BAD = [
+    Bad({"out_a": floats(3, 4, D).double()}, TypeError, f"out_a has {DTYPE}"),
+    Bad({"out_b": floats(3, 4, D).half()}, TypeError, "out_b has dtype float16"),
+    Bad({"out_b": floats(3, 5, D)}, ValueError, "out_b has shape [3, 5, 64]"),
+    Bad({"lse_a": floats(3)}, ValueError, "lse_a has shape [3]"),
+    Bad({"lse_b": floats(3, 4, 1)}, ValueError, "lse_b has shape [3, 4, 1]"),
+    Bad({"lse_b": floats(3, 4).half()}, TypeError, "lse_b has dtype float16"),
+    Bad({"out_a": column(floats(3, 4, D))}, ValueError, "out_a must be contiguous"),
+    Bad({"out_b": column(floats(3, 4, D))}, ValueError, "out_b must be contiguous"),
+    Bad({"lse_a": gaps(floats(3, 4))}, ValueError, "lse_a must be contiguous"),
+    Bad({"lse_b": elsewhere(3, 4)}, ValueError, ONE_DEVICE, SKIP),
+]
+
+GOOD = {
+    name: globals()[name.upper()]
+    for name in (
+        "hadamard pack unpack encode decode group_encode group_decode qjl_sketch qjl_score score "
+        "cache_store cache_load paged_attention paged_attention_out merge_attention"
+    ).split()
+}
+CASES = [(name, bad) for name in GOOD for bad in globals()[f"{name.upper()}_BAD"]]
+
+
+def public(name, arguments):
+    function = getattr(tt, name.removesuffix("_out"))
+    return function(**arguments)
+
+
+def raw(name, arguments):
+    """The raw op's arguments, made of the public function's."""
+    a = dict(arguments)
+    if "scale_mode" in a:
+        a["scale_mode"] = tt.SCALE_MODES[a["scale_mode"]]
+    if "config" in a:
+        config, t = a.pop("config"), a.pop("tables")._asdict()
+        if name != "cache_store":
+            del t["key_steps"], t["value_steps"]
+        a.update(t, page_size=config.page_size, key_bits=config.key_bits)
+        a["value_bits"] = config.value_bits
+        if name == "cache_load":
+            a["head_dim"] = config.head_dim
+        if name == "cache_store":
+            a["key_scale_mode"], a["value_scale_mode"] = 3, 2
+        if "tail" in a:
+            ring, slots, valid = a.pop("tail")
+            a.update(tail=ring, tail_slots=slots, sink_tokens=config.sink_tokens)
+            if name != "cache_store":
+                a.update(tail_valid=valid, recent_window=config.recent_window)
+    return getattr(ops, name)(**a)
+
+
+def tensors(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list, dict)):
+        values = value.values() if isinstance(value, dict) else value
+        return [t for v in values for t in tensors(v)]
+    return []
+
+
+@pytest.mark.parametrize("call", [public, raw])
+@pytest.mark.parametrize("name", GOOD)
+def test_the_good_call_is_good(name, call):
+    call(name, GOOD[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"), CASES, ids=lambda v: v if isinstance(v, str) else v.text[:50]
+)
+def test_bad_argument(name, bad):
+    arguments = {**GOOD[name], **bad.changes}
+    held = [t for t in tensors(arguments) if t.device.type != "meta"]
+    before = [t.clone() for t in held]
+    with pytest.raises(bad.error, match=re.escape(bad.text)):
+        public(name, arguments)
+    if bad.raw is not SKIP:
+        text = bad.text if bad.raw is SAME else bad.raw
+        with pytest.raises(RuntimeError, match=re.escape(text)):
+            raw(name, arguments)
+    for t, old in zip(held, before, strict=True):
+        assert_same_bytes(t, old)
+
+
+def test_numbers_that_only_raw_ops_can_be_given():
+    """A config cannot hold them."""
+    t, before = TABLES, CACHE.clone()
+    store = (floats(3, 2, D), floats(3, 2, D), CACHE, SLOTS, *t)
+    load = (CACHE, TABLE, int32(20, 5), *t[:4], t.center)
+    k8v4 = tt.allocate_cache(tt.preset("k8v4", D, page_size=16), NUM_PAGES, 2)
+
+    attention = (floats(2, 4, D), *load)
+    for call, text in (
+        (lambda: ops.cache_store(*store, 48, 4, 4, 3, 2), "page_size is 48, supported: 16, 32"),
+        (
+            lambda: ops.cache_store(*store, 16, 6, 4, 3, 2),
+            "key_bits is 6, supported: 2, 3, 4, 5, 8",
+        ),
+        (lambda: ops.cache_store(*store, 16, 4, 5, 3, 2), "value_bits is 5, supported: 2, 3, 4, 8"),
+        (
+            lambda: ops.cache_store(*store, 16, 4, 4, 4, 2),
+            "key_scale_mode is 4, supported: 0 (norm)",
+        ),
+        (lambda: ops.cache_store(*store, 16, 4, 4, 3, -1), "value_scale_mode is -1, supported"),
+        (lambda: ops.cache_load(*load, 40, 16, 4, 4, 20, torch.half), "head_dim is 40, supported"),
+        (lambda: ops.cache_load(*load, D, 8, 4, 4, 20, torch.half), "page_size is 8, supported"),
+        (
+            lambda: ops.cache_load(k8v4, *load[1:], D, 16, 8, 4, 20, torch.half),
+            "key_levels must be absent at 8",
+        ),
+        (lambda: ops.paged_attention(*attention, 16, 4, 7, 0.1), "value_bits is 7, supported"),
+        (
+            lambda: ops.paged_attention(*attention, 16, 4, 4, 0.1, recent_window=-1),
+            "recent_window is -1, supported: 0 and more",
+        ),
+        (
+            lambda: ops.paged_attention(
+                *attention, 16, 4, 4, 0.1, tail=TAIL.ring, tail_slots=TAIL.slots, sink_tokens=-1
+            ),
+            "sink_tokens is -1 but the tail has 6 rows",
+        ),
+        (
+            lambda: ops.paged_attention(*attention, 16, 4, 4, 0.1, tail=TAIL.ring),
+            "tail needs tail_slots",
+        ),
+        (
+            lambda: ops.encode(floats(3, D), SIGNS, LEVELS, STEPS, 4, 9),
+            "scale_mode is 9, supported: 0 (norm), 1 (preserve), 2 (mse), 3 (unbiased)",
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(text)):
+            call()
+    assert_same_bytes(CACHE, before)
+
+
+# ---- gradients
+
+
+def _replace_in(value, old, new):
+    if value is old:
+        return new
+    if isinstance(value, tuple):
+        return type(value)(*(_replace_in(v, old, new) for v in value))
+    return value
+
+
+@pytest.mark.parametrize("call", [public, raw])
+@pytest.mark.parametrize("name", [n for n in GOOD if n != "hadamard"])
+def test_gradients_are_refused(name, call):
+    """For every floating-point input; not under no_grad or inference_mode."""
+    text = (
+        f"turboquant::{name} takes no gradient: call it under torch.no_grad() or detach its inputs"
+    )
+    kept = {key: value for key, value in GOOD[name].items() if key not in ("out", "lse")}
+    if "tables" in kept and name != "cache_store":
+        kept["tables"] = kept["tables"]._replace(key_steps=None, value_steps=None)  # unused
+    inputs = [t for t in tensors(list(kept.values())) if t.is_floating_point()]
+    for t in inputs:
+        needs = t.clone().requires_grad_()
+        arguments = {key: _replace_in(value, t, needs) for key, value in GOOD[name].items()}
+        with pytest.raises(RuntimeError, match=re.escape(text)):
+            call(name, arguments)
+        with torch.no_grad():
+            call(name, arguments)
+    with torch.inference_mode():
+        call(name, GOOD[name])
+    assert inputs or name in ("pack", "unpack")
+
+
+def test_the_transform_has_no_gradient_for_its_signs():
+    with pytest.raises(RuntimeError, match="gradient for x only: detach the signs"):
+        tt.hadamard(floats(2, D), SIGNS.clone().requires_grad_())
