@@ -21,7 +21,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed ## a language model with a quantised cache (DEMO_ARGS=...)
-	$(BIN)/python -I -m torch_turboquant demo $(DEMO_ARGS)
+	$(BIN)/python -I -m torch_turboquant demo --cache-dir .demo-cache $(DEMO_ARGS)
 
 test: $(VENV)/.installed ## all tests, on the installed wheel (PYTEST_ARGS=...)
 	$(BIN)/pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
