@@ -108,11 +108,12 @@ def _wrapped(text: str) -> str:
 def show(results: Sequence[Result], tokenizer: Any) -> None:
     """Prints the whole report."""
     info = results[0].info
-    print(
-        f"\n{info['model']} ({info['layers']} layers, {info['q_heads']}/{info['kv_heads']} heads "
-        f"of {info['head_dim']}) on {device_name(info['model_device'])}, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}\n"
+    shape = (
+        f"{info['layers']} layers, {info['q_heads']}/{info['kv_heads']} heads of {info['head_dim']}"
     )
+    print(f"\n{info['model']}: {shape}")
+    print(f"{device_name(info['model_device'])}, {torch.get_num_threads()} threads, ", end="")
+    print(f"torch {torch.__version__}\n")
     print(quality_table(results) + "\n")
     print(legend(results))
     note = device_note(results)
