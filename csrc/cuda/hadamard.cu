@@ -4,9 +4,8 @@
 #include "hadamard.cuh"
 
 #include <algorithm>
-#include <vector>
 
-#include "launch.cuh"
+#include "tensors.cuh"
 
 namespace turboquant::cuda {
 namespace {
@@ -41,19 +40,16 @@ Tensor hadamard(const Tensor& x, const Tensor& signs, bool inverse) {
   const format::Split split = check_vector_dim(d, "x");
   check_constant(signs, x, "signs", ScalarType::Float, {d});
 
-  std::vector<int64_t> shape;
-  for (int64_t i = 0; i < x.dim(); ++i) shape.push_back(x.size(i));
-  Tensor out = torch::stable::new_empty(x, shape, x.scalar_type());
+  Tensor out = torch::stable::new_empty(x, leading_shape(x, 0, {}), x.scalar_type());
   if (x.numel() == 0) return out;
 
   const int vec = std::min(8, split.block);
-  const Tensor in = readable(x, word_bytes(vec, x.element_size())), s = readable(signs, word_bytes(vec, 4));
+  const AlignedRows in(x, word_bytes(vec, x.element_size())), s(signs, word_bytes(vec, 4));
   const Launch launch(x);
-  const Rows rows = rows_of(in);
   dispatch_dim(split, [&](auto traits) {
     using Traits = decltype(traits);
-    hadamard_kernel<Traits><<<num_blocks(rows.count, kThreads / Traits::kLanes), kThreads, 0, launch.stream()>>>(
-        in.data_ptr(), rows, static_cast<const float*>(s.data_ptr()), inverse, x.scalar_type(), out.data_ptr());
+    hadamard_kernel<Traits><<<num_blocks(in.rows().count, kThreads / Traits::kLanes), kThreads, 0, launch.stream()>>>(
+        in.data(), in.rows(), static_cast<const float*>(s.data()), inverse, x.scalar_type(), out.data_ptr());
     launch.check("hadamard");
   });
   return out;

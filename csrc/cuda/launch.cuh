@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 #include "../checks.h"
 
@@ -186,25 +185,6 @@ inline Rows rows_of(const Tensor& t) {
   }
   if (rows.dims == 0) rows = Rows{{rows.count}, {0}, 1, rows.count};  // a single row
   return rows;
-}
-
-// Whether every row starts at a multiple of `bytes`.
-inline bool aligned(const Tensor& t, const Rows& rows, int64_t bytes) {
-  bool ok = reinterpret_cast<uintptr_t>(t.data_ptr()) % bytes == 0;
-  for (int k = 0; k < rows.dims; ++k) ok = ok && rows.stride[k] * static_cast<int64_t>(t.element_size()) % bytes == 0;
-  return ok;
-}
-
-// t itself where a kernel can read its rows in words of `bytes`, else (rows at odd addresses, more dimensions than Rows takes) a
-// contiguous copy.
-inline Tensor readable(const Tensor& t, int64_t bytes) {
-  const Rows rows = rows_of(t);
-  if (rows.dims > 0 && aligned(t, rows, bytes)) return t;
-  std::vector<int64_t> shape;
-  for (int64_t i = 0; i < t.dim(); ++i) shape.push_back(t.size(i));
-  Tensor copy = torch::stable::new_empty(t, shape, t.scalar_type());
-  torch::stable::copy_(copy, t);
-  return copy;
 }
 
 }  // namespace turboquant::cuda

@@ -1,0 +1,145 @@
+// encode, decode: standalone vectors [..., d] as dense rows and one scale each (docs/format.md sections 5 to 7).
+//
+// The rows of a block's vectors are one run of bytes: it passes through shared memory, so that memory sees whole words.
+#include "codec.cuh"
+
+#include <algorithm>
+
+namespace turboquant::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+
+// Bytes of the vectors of one block, and room to read past them.
+template <typename Traits>
+constexpr int block_vectors() {
+  return kThreads / Traits::kLanes;
+}
+template <typename Traits>
+int shared_bytes(int row_bytes) {
+  return (block_vectors<Traits>() * row_bytes + 3) / 4 * 4 + 8;
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(kThreads)
+    encode_kernel(const void* x, const __grid_constant__ Rows rows, ScalarType dtype, const float* signs, const float* center,
+                  const __grid_constant__ Codebook book, const __grid_constant__ EncodeConstants constants, int row_bytes,
+                  uint8_t* packed, uint16_t* scale) {
+  extern __shared__ uint4 staged[];
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(staged);
+  __shared__ SharedCodebook shared;
+  shared.fill(book, threadIdx.x, kThreads);
+  __syncthreads();
+
+  constexpr int vectors = block_vectors<Traits>();
+  const int lane = threadIdx.x % Traits::kLanes, mine = threadIdx.x / Traits::kLanes;
+  const int64_t first = int64_t{blockIdx.x} * vectors, row = first + mine;
+  const bool active = row < rows.count;  // the others of the last block stay for the shuffles
+  float y[Traits::kPerLane];
+  load_as<Traits>(x, dtype, rows(active ? row : 0), lane, y);
+  if (center) subtract<Traits>(y, center, lane);
+  Octet octet[Octets<Traits>::kCount];
+  const uint16_t bits16 = encode_vector<Traits>(y, signs, lane, shared, book, constants, octet);
+  if (active && lane == 0) scale[row] = bits16;
+
+#pragma unroll
+  for (int q = 0; q < Octets<Traits>::kCount; ++q) {
+    const int begin = Octets<Traits>::index(lane, q) * book.bits;
+    const uint64_t string = dense_string(octet[q], book.bits);
+    for (int i = 0; i < min(book.bits, row_bytes - begin); ++i) bytes[mine * row_bytes + begin + i] = string >> 8 * i;
+  }
+  __syncthreads();
+  copy_bytes(bytes, packed + first * row_bytes, min(int64_t{vectors}, rows.count - first) * row_bytes, threadIdx.x, kThreads);
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(kThreads)
+    decode_kernel(const uint8_t* packed, const uint16_t* scale, int64_t count, int row_bytes, const float* signs,
+                  const int8_t* levels, int bits, const float* center, ScalarType dtype, void* out) {
+  extern __shared__ uint4 staged[];
+  __shared__ float table[32];
+  constexpr int vectors = block_vectors<Traits>();
+  const int lane = threadIdx.x % Traits::kLanes, mine = threadIdx.x / Traits::kLanes;
+  const int64_t first = int64_t{blockIdx.x} * vectors, row = first + mine;
+  const bool active = row < count;
+  copy_bytes(packed + first * row_bytes, reinterpret_cast<uint8_t*>(staged), min(int64_t{vectors}, count - first) * row_bytes,
+             threadIdx.x, kThreads);
+  fill_levels(table, levels, bits, threadIdx.x, kThreads);
+  __syncthreads();
+
+  Octet octet[Octets<Traits>::kCount];
+#pragma unroll
+  for (int q = 0; q < Octets<Traits>::kCount; ++q) {
+    const int begin = mine * row_bytes + Octets<Traits>::index(lane, q) * bits;
+    octet[q] = read_octet(reinterpret_cast<const uint32_t*>(staged), begin, bits);
+  }
+  float y[Traits::kPerLane];
+  const float s = active ? __half2float(__ushort_as_half(scale[row])) : 0.0f;
+  decode_rotated<Traits>(octet, bits, table, s, y);
+  rotate_back<Traits>(y, signs, lane);
+  if (center) add<Traits>(y, center, lane);
+  if (active) store_as<Traits>(y, lane, out, dtype, row * Traits::kDim);
+}
+
+// x: [..., d] float, stride 1 in the last dimension -> packed uint8 [..., row_bytes], scale float16 [...]
+std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const OptionalTensor& levels, const Tensor& steps,
+                                  int64_t bits, int64_t scale_mode, const OptionalTensor& center) {
+  check_float(x, "x");
+  check_unit_last_stride(x, "x");
+  const int64_t d = x.size(x.dim() - 1);
+  const format::Split split = check_vector_dim(d, "x");
+  check_codec_bits(bits);
+  check_scale_mode(scale_mode, "scale_mode");
+  check_constant(signs, x, "signs", ScalarType::Float, {d});
+  const Codebook book = checked_codebook(x, levels, steps, bits, scale_mode, "levels", "steps");
+  if (center) check_constant(*center, x, "center", ScalarType::Float, {d});
+
+  const int row_bytes = static_cast<int>(format::dense_row_bytes(d, static_cast<int>(bits)));
+  Tensor scale = torch::stable::new_empty(x, leading_shape(x, 1, {}), ScalarType::Half);
+  Tensor packed = torch::stable::new_empty(x, leading_shape(x, 1, {row_bytes}), ScalarType::Byte);
+  if (x.numel() == 0) return {packed, scale};
+
+  const AlignedRows in(x, word_bytes(std::min(8, split.block), x.element_size()));
+  const Constant s(signs), mean(center);
+  const Launch launch(x);
+  dispatch_dim(split, [&](auto traits) {
+    using Traits = decltype(traits);
+    encode_kernel<Traits><<<num_blocks(in.rows().count, block_vectors<Traits>()), kThreads, shared_bytes<Traits>(row_bytes),
+                            launch.stream()>>>(
+        in.data(), in.rows(), x.scalar_type(), s.data(), mean.data(), book, encode_constants(split), row_bytes,
+        static_cast<uint8_t*>(packed.data_ptr()), static_cast<uint16_t*>(scale.data_ptr()));
+    launch.check("encode");
+  });
+  return {packed, scale};
+}
+
+// packed: uint8 [..., row_bytes], scale: float16 [...], both contiguous -> [..., d] of `dtype`; d is that of signs
+Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, const OptionalTensor& levels, int64_t bits,
+              ScalarType dtype, const OptionalTensor& center) {
+  check_codec_bits(bits);
+  check_output_dtype(dtype);
+  const DenseVectors vectors = checked_dense_vectors(packed, scale, signs, levels, bits);
+  if (center) check_constant(*center, packed, "center", ScalarType::Float, {vectors.d});
+  Tensor out = torch::stable::new_empty(packed, leading_shape(packed, 1, {vectors.d}), dtype);
+  if (vectors.count == 0) return out;
+
+  const Constant s(signs), mean(center);
+  const Launch launch(packed);
+  dispatch_dim(vectors.split, [&](auto traits) {
+    using Traits = decltype(traits);
+    decode_kernel<Traits><<<num_blocks(vectors.count, block_vectors<Traits>()), kThreads,
+                            shared_bytes<Traits>(vectors.row_bytes), launch.stream()>>>(
+        bytes_of(packed), static_cast<const uint16_t*>(scale.data_ptr()), vectors.count, vectors.row_bytes, s.data(),
+        levels_data(levels), static_cast<int>(bits), mean.data(), dtype, out.data_ptr());
+    launch.check("decode");
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace turboquant::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
+  m.impl("encode", TORCH_BOX(&turboquant::cuda::encode));
+  m.impl("decode", TORCH_BOX(&turboquant::cuda::decode));
+}

@@ -1,0 +1,411 @@
+// Encoding and decoding of one vector that lies in the registers of a few lanes of a warp (docs/format.md sections 4 to 7);
+// shared by the standalone codec, the paged cache and the scores.
+//
+// Codes travel as octets: the eight codes of channels 8 o to 8 o + 7 in two registers. What follows is in the order of the
+// format: octets and dense rows, levels, encoding.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "../format.h"
+#include "hadamard.cuh"
+#include "tensors.cuh"
+
+namespace turboquant::cuda {
+
+// ---- Octets and dense rows ------------------------------------------------------------------------------------------
+
+// Up to 5 bits: bits 0 to 3 of code i are nibble i of `low`, its bit 4 is bit i of `high`. 8 bits: a byte each, codes 0 to 3
+// in `low`, 4 to 7 in `high`.
+struct Octet {
+  uint32_t low, high;
+
+  __device__ __forceinline__ unsigned code(int bits, int i) const {
+    if (bits == 8) return (i < 4 ? low >> 8 * i : high >> 8 * (i - 4)) & 255;
+    return (low >> 4 * i & 15) | (high >> i & 1) << 4;
+  }
+  __device__ __forceinline__ void set(int bits, int i, unsigned code) {  // of zeros
+    if (bits == 8) {
+      (i < 4 ? low : high) |= code << 8 * (i % 4);
+    } else {
+      low |= (code & 15) << 4 * i;
+      high |= code >> 4 << i;
+    }
+  }
+};
+
+// Eight nibbles of which `bits` <= 4 bits are used, closed up to 8 * bits bits; and back.
+__device__ __forceinline__ uint32_t close_nibbles(uint32_t x, int bits) {
+  const int gap = 4 - bits;
+  x = (x & 0x0F0F0F0F) | (x & 0xF0F0F0F0) >> gap;
+  x = (x & 0x00FF00FF) | (x & 0xFF00FF00) >> 2 * gap;
+  return (x & 0x0000FFFF) | (x & 0xFFFF0000) >> 4 * gap;
+}
+__device__ __forceinline__ uint32_t open_nibbles(uint32_t x, int bits) {
+  const int gap = 4 - bits;
+  const uint32_t half = (1u << 4 * bits) - 1, pair = (1u << 2 * bits) - 1, one = (1u << bits) - 1;
+  x = (x & half) | (x & half << 4 * bits) << 4 * gap;
+  x = (x & 0x00010001 * pair) | (x & 0x00010001 * (pair << 2 * bits)) << 2 * gap;
+  return (x & 0x01010101 * one) | (x & 0x01010101 * (one << bits)) << gap;
+}
+
+// Four codes of 5 bits from four nibbles and four high bits; and back.
+__device__ __forceinline__ uint32_t close_fives(uint32_t nibbles, uint32_t high) {
+  uint32_t x = (nibbles & 0x00FF) | (nibbles & 0xFF00) << 2;
+  x = (x & 0x03C0F) | (x & 0x3C0F0) << 1;
+  return x | ((high << 4 | high << 8 | high << 12 | high << 16) & 0x84210);
+}
+__device__ __forceinline__ uint32_t open_fives(uint32_t x, uint32_t* high) {
+  *high = (x >> 4 & 1) | (x >> 8 & 2) | (x >> 12 & 4) | (x >> 16 & 8);
+  x = (x & 0x03C0F) | (x & 0x781E0) >> 1;
+  return (x & 0x000FF) | (x & 0x3FC00) >> 2;
+}
+
+// An octet as a bit string of 8 * bits bits (section 7); and back.
+__device__ __forceinline__ uint64_t dense_string(Octet o, int bits) {
+  if (bits == 8) return o.low | uint64_t{o.high} << 32;
+  if (bits < 5) return close_nibbles(o.low, bits);
+  return close_fives(o.low & 0xFFFF, o.high & 15) | uint64_t{close_fives(o.low >> 16, o.high >> 4)} << 20;
+}
+__device__ __forceinline__ Octet octet_of_string(uint64_t string, int bits) {
+  const uint32_t low = static_cast<uint32_t>(string);
+  if (bits == 8) return {low, static_cast<uint32_t>(string >> 32)};
+  if (bits < 5) return {open_nibbles(low, bits), 0};
+  uint32_t high[2];
+  const uint32_t first = open_fives(low & 0xFFFFF, high), second = open_fives(string >> 20 & 0xFFFFF, high + 1);
+  return {first | second << 16, high[0] | high[1] << 4};
+}
+
+// Octet whose string starts at `byte` of `words`. Reads up to 8 bytes past the word of that byte.
+__device__ __forceinline__ Octet read_octet(const uint32_t* words, int byte, int bits) {
+  const int w = byte / 4, shift = byte % 4 * 8;
+  const uint32_t next = words[w + 1];
+  uint64_t string = __funnelshift_r(words[w], next, shift);
+  if (bits > 4) string |= uint64_t{__funnelshift_r(next, words[w + 2], shift)} << 32;
+  return octet_of_string(string, bits);
+}
+
+// Copies between global and shared memory, 16 bytes at a time where both sides start at such a multiple.
+__device__ __forceinline__ void copy_bytes(const uint8_t* from, uint8_t* to, int64_t bytes, int thread, int threads) {
+  int64_t done = 0;
+  if ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0) {
+    done = bytes / 16 * 16;
+    for (int64_t i = 16 * thread; i < done; i += 16 * threads) {
+      *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+    }
+  }
+  for (int64_t i = done + thread; i < bytes; i += threads) to[i] = from[i];
+}
+
+// How a lane's registers make octets: octet q of the lane is registers 8 q to 8 q + 7. Vectors of blocks below 8 lie in one
+// lane, and their last octet may be short.
+template <typename Traits>
+struct Octets {
+  static_assert(Traits::kVec % 8 == 0 || Traits::kLanes == 1);
+  static constexpr int kCount = (Traits::kPerLane + 7) / 8;
+  // Its number in the vector.
+  static __device__ __forceinline__ int index(int lane, int q) {
+    if constexpr (Traits::kVec % 8) return q;
+    return Traits::channel(lane, 8 * q / Traits::kVec) / 8 + 8 * q % Traits::kVec / 8;
+  }
+};
+
+// ---- Levels ---------------------------------------------------------------------------------------------------------
+
+// Writes the level of every code up to 5 bits to shared memory, float [2^bits]; the caller synchronises. 8-bit codes need none.
+__device__ __forceinline__ void fill_levels(float* table, const int8_t* levels, int bits, int thread, int threads) {
+  if (bits == 8) return;
+  for (int code = thread; code < 1 << bits; code += threads) {
+    table[code] = static_cast<float>(format::level_of_code(bits, levels, code));
+  }
+}
+
+__device__ __forceinline__ float level_of(Octet o, int bits, int i, const float* table) {
+  const unsigned code = o.code(bits, i);
+  return bits == 8 ? static_cast<float>(static_cast<int8_t>(code)) : table[code];
+}
+
+// A lane's part of a vector in the rotated space: y = scale / 32 * level (section 6). octet: kCount of them.
+template <typename Traits>
+__device__ __forceinline__ void decode_rotated(const Octet* octet, int bits, const float* table, float scale,
+                                               float (&y)[Traits::kPerLane]) {
+  const float unit = __fmul_rn(scale, format::kLevelUnit);
+#pragma unroll
+  for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(unit, level_of(octet[i / 8], bits, i % 8, table));
+}
+
+// y + center and y - center; center: float32 [d], aligned like signs.
+template <typename Traits>
+__device__ __forceinline__ void add(float (&y)[Traits::kPerLane], const float* center, int lane) {
+  float c[Traits::kPerLane];
+  load<Traits>(center, lane, c);
+#pragma unroll
+  for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fadd_rn(y[i], c[i]);
+}
+template <typename Traits>
+__device__ __forceinline__ void subtract(float (&y)[Traits::kPerLane], const float* center, int lane) {
+  float c[Traits::kPerLane];
+  load<Traits>(center, lane, c);
+#pragma unroll
+  for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fsub_rn(y[i], c[i]);
+}
+
+// ---- Encoding -------------------------------------------------------------------------------------------------------
+
+// A codebook as kernels get it.
+struct Codebook {
+  const int8_t* levels;  // [2^bits], null for the uniform grid
+  const float* steps;    // [num_steps]
+  int bits;
+  int num_steps;
+  int scale_mode;
+};
+
+// float32 constants of section 5, computed on the host as the CPU does.
+struct EncodeConstants {
+  float units;      // 4096 sqrt(d)
+  float norm;       // 1 / sqrt(n)
+  float over_root;  // 32 / sqrt(d)
+  float times_root; // 32 sqrt(d)
+};
+inline EncodeConstants encode_constants(format::Split split) {
+  const double root = std::sqrt(static_cast<double>(split.blocks * split.block));
+  return {static_cast<float>(format::kUnitsPerSigma * root), static_cast<float>(1 / std::sqrt(static_cast<double>(split.block))),
+          static_cast<float>(32 / root), static_cast<float>(32 * root)};
+}
+
+// Levels and boundaries of a codebook in shared memory. Both are symmetric, so the positive half is enough: a coordinate u < 0
+// has the magnitude of ~u = -u - 1, because one that lies on a boundary belongs to the upper code.
+struct SharedCodebook {
+  static constexpr int kMaxSteps = 64, kMaxHalf = 16;
+  int boundary[kMaxSteps * (kMaxHalf - 1)];  // up to 5 bits, in grains: [num_steps][half - 1]
+  float step[kMaxSteps];
+  int level[kMaxHalf];  // of the magnitudes 0 to half - 1
+
+  // The caller synchronises.
+  __device__ __forceinline__ void fill(const Codebook& book, int thread, int threads) {
+    for (int s = thread; s < book.num_steps; s += threads) step[s] = book.steps[s];
+    if (book.bits == 8) return;
+    const int half = 1 << (book.bits - 1), inner = half - 1;
+    for (int i = thread; i < half; i += threads) level[i] = format::level_of_code(book.bits, book.levels, half + i);
+    for (int i = thread; i < book.num_steps * inner; i += threads) {
+      const int s = i / inner, below = half + i % inner;
+      const int sum = format::level_of_code(book.bits, book.levels, below) +
+                      format::level_of_code(book.bits, book.levels, below + 1);
+      const float units = __fmul_rn(book.steps[s], format::kUnitsPerSigma / 2 / format::boundary_grain(1));
+      boundary[i] = static_cast<int>(fminf(rintf(__fmul_rn(static_cast<float>(sum), units)), format::kMaxBoundary));
+    }
+  }
+
+  // Magnitudes of N coordinates under candidate s: how many positive boundaries are <= u, or <= ~u.
+  template <int N>
+  __device__ __forceinline__ void magnitudes(int bits, int s, const int* u, int* magnitude) const {
+    if (bits == 8) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) magnitude[i] = byte_magnitude(step[s], u[i] ^ u[i] >> 31);
+      return;
+    }
+    int cell[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      cell[i] = static_cast<int>(static_cast<unsigned>(u[i] ^ u[i] >> 31) / format::boundary_grain(1));
+      magnitude[i] = 0;
+    }
+    const int inner = (1 << (bits - 1)) - 1;
+    for (int j = 0; j < inner; ++j) {
+      const int t = boundary[s * inner + j];
+#pragma unroll
+      for (int i = 0; i < N; ++i) magnitude[i] += t <= cell[i];
+    }
+  }
+
+  // On the 8-bit grid a division finds the neighbourhood; the boundaries, multiples of a rounded step, decide.
+  static __device__ __forceinline__ int byte_magnitude(float step, int u) {
+    const float units = __fmul_rn(step, format::kUnitsPerSigma / 2);
+    const auto boundary = [units](int below) { return rintf(__fmul_rn(static_cast<float>(2 * below + 1), units)); };
+    const float x = static_cast<float>(u);
+    int m = static_cast<int>(fminf(__fdividef(x, 2 * units) + 0.5f, 127.0f));
+    while (m < 127 && boundary(m) <= x) ++m;
+    while (m > 0 && boundary(m - 1) > x) --m;
+    return m;
+  }
+
+  __device__ __forceinline__ int level_of(int bits, int magnitude) const { return bits == 8 ? magnitude : level[magnitude]; }
+};
+
+// Sum and maximum over the lanes of a group, known to all of them.
+template <int LANES>
+__device__ __forceinline__ int group_sum(int x) {
+#pragma unroll
+  for (int bit = 1; bit < LANES; bit *= 2) x += __shfl_xor_sync(0xffffffff, x, bit);
+  return x;
+}
+template <int LANES>
+__device__ __forceinline__ uint32_t group_max(uint32_t x) {
+#pragma unroll
+  for (int bit = 1; bit < LANES; bit *= 2) x = max(x, __shfl_xor_sync(0xffffffff, x, bit));
+  return x;
+}
+
+// 2^e for |e| <= 126.
+__device__ __forceinline__ float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
+
+// What a candidate makes of a vector: the float32 sums of section 5, step 6, and its step.
+struct Fit {
+  float a, b, step;
+
+  static __device__ __forceinline__ Fit of_sums(int dot, int squares, float step) {
+    return {__fmul_rn(static_cast<float>(dot), 1 / format::kUnitsPerSigma), static_cast<float>(squares), step};
+  }
+
+  // Greatest for the least error.
+  __device__ __forceinline__ float merit() const { return a > 0 ? __fdiv_rn(__fmul_rn(a, a), b) : 0; }
+
+  // Section 5, step 7: the bits of the float16 scale of a vector of length `length` (before the transform's factor) that was
+  // multiplied by 2^-e.
+  __device__ __forceinline__ uint16_t scale(int mode, float length, int e, const EncodeConstants& constants) const {
+    if (!(a > 0)) return 0;
+    const float r = __fmul_rn(length, constants.norm);
+    float scale;
+    switch (mode) {
+      case 0: scale = __fmul_rn(__fmul_rn(r, constants.over_root), step); break;
+      case 1: scale = __fdiv_rn(__fmul_rn(r, 32), __fsqrt_rn(b)); break;
+      case 2: scale = __fmul_rn(__fmul_rn(r, constants.over_root), __fdiv_rn(a, b)); break;
+      default: scale = __fdiv_rn(__fmul_rn(r, constants.times_root), a); break;
+    }
+    return __half_as_ushort(__float2half_rn(fminf(__fmul_rn(scale, power_of_two(e)), format::kMaxHalf)));
+  }
+};
+
+// Encodes what a group of lanes holds of a vector, from which a center was subtracted already. y: destroyed. signs: float32 [d].
+// Returns the bits of the float16 scale, in every lane. All 32 lanes of the warp take part.
+template <typename Traits>
+__device__ __forceinline__ uint16_t encode_vector(float (&y)[Traits::kPerLane], const float* signs, int lane,
+                                                  const SharedCodebook& shared, const Codebook& book,
+                                                  const EncodeConstants& constants,
+                                                  Octet (&octet)[Octets<Traits>::kCount]) {
+  constexpr int lanes = Traits::kLanes, count = Traits::kPerLane;
+  const int bits = book.bits;
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < count; ++i) largest = max(largest, __float_as_uint(y[i]) & 0x7FFFFFFF);
+  largest = group_max<lanes>(largest);
+  const bool finite = largest < 0x7F800000;
+  const int e = min(max(static_cast<int>(largest >> 23) - 127, -100), 100);
+  const float down = power_of_two(-e);
+#pragma unroll
+  for (int i = 0; i < count; ++i) y[i] = __fmul_rn(y[i], down);
+
+  apply_signs<Traits>(y, signs, lane);
+  transform_unscaled<Traits>(y, lane);
+  float square[count];
+#pragma unroll
+  for (int i = 0; i < count; ++i) square[i] = __fmul_rn(y[i], y[i]);
+  const float length = __fsqrt_rn(tree_sum<Traits>(square));
+
+  const float k = largest == 0 ? 0.0f : __fdiv_rn(constants.units, length);
+  int u[8 * Octets<Traits>::kCount] = {};
+#pragma unroll
+  for (int i = 0; i < count; ++i) u[i] = __float2int_rn(__fmul_rn(y[i], k));
+
+  Fit best{0, 0, 0};
+  float best_merit = -1;
+  int kept = 0;
+  for (int s = 0; s < book.num_steps; ++s) {
+    int dot = 0, squares = 0;
+#pragma unroll
+    for (int q = 0; q < Octets<Traits>::kCount; ++q) {
+      int magnitude[8];
+      shared.magnitudes<8>(bits, s, u + 8 * q, magnitude);
+#pragma unroll
+      for (int i = 0; i < 8 && 8 * q + i < count; ++i) {
+        const int level = shared.level_of(bits, magnitude[i]);
+        dot += abs(u[8 * q + i]) * level;
+        squares += level * level;
+      }
+    }
+    const Fit fit = Fit::of_sums(group_sum<lanes>(dot), group_sum<lanes>(squares), shared.step[s]);
+    const float merit = fit.merit();
+    if (merit > best_merit) {
+      best = fit;
+      best_merit = merit;
+      kept = s;
+    }
+  }
+
+  const int half = 1 << (bits - 1);
+#pragma unroll
+  for (int q = 0; q < Octets<Traits>::kCount; ++q) {
+    int magnitude[8];
+    shared.magnitudes<8>(bits, kept, u + 8 * q, magnitude);
+    octet[q] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 8 && 8 * q + i < count; ++i) {
+      const bool negative = u[8 * q + i] < 0;
+      const int code = bits == 8 ? (negative ? -magnitude[i] : magnitude[i]) & 255
+                                 : (negative ? half - 1 - magnitude[i] : half + magnitude[i]);
+      if (finite) octet[q].set(bits, i, code);
+    }
+  }
+  if (!finite) return format::kNanScale;
+  return largest == 0 ? 0 : best.scale(book.scale_mode, length, e, constants);
+}
+
+// ---- Host side ------------------------------------------------------------------------------------------------------
+
+inline const int8_t* levels_data(const OptionalTensor& levels) {
+  return levels ? static_cast<const int8_t*>(levels->data_ptr()) : nullptr;
+}
+
+// A checked float32 constant (signs, center) that kernels can read 16 bytes at a time; null where it is absent.
+class Constant {
+ public:
+  explicit Constant(const OptionalTensor& t) : tensor_(t) {
+    if (t && !aligned(t->data_ptr(), 16)) tensor_ = torch::stable::clone(*t);
+  }
+  const float* data() const { return tensor_ ? static_cast<const float*>(tensor_->data_ptr()) : nullptr; }
+
+ private:
+  OptionalTensor tensor_;  // keeps a copy alive until the kernel is launched
+};
+
+inline Codebook checked_codebook(const Tensor& first, const OptionalTensor& levels, const Tensor& steps, int64_t bits,
+                                 int64_t scale_mode, const char* levels_name, const char* steps_name) {
+  check_levels(levels, first, bits, levels_name);
+  check_steps(steps, first, steps_name);
+  return {levels_data(levels), static_cast<const float*>(steps.data_ptr()), static_cast<int>(bits),
+          static_cast<int>(steps.size(0)), static_cast<int>(scale_mode)};
+}
+
+// Packed standalone vectors: rows of codes, a scale each, one rotation. d is the length of signs.
+struct DenseVectors {
+  format::Split split;
+  int64_t count, d;
+  int row_bytes;
+};
+
+// packed: uint8 [..., row_bytes], scale: float16 [...], both contiguous
+inline DenseVectors checked_dense_vectors(const Tensor& packed, const Tensor& scale, const Tensor& signs,
+                                          const OptionalTensor& levels, int64_t bits) {
+  check_dtype(packed, "packed", {ScalarType::Byte});
+  check_contiguous(packed, "packed");
+  STD_TORCH_CHECK(signs.dim() == 1, "signs has shape ", shape_text(signs), ", expected [d]");
+  const int64_t d = signs.size(0);
+  const format::Split split = check_vector_dim(d, "signs");
+  check_constant(signs, packed, "signs", ScalarType::Float, {d});
+  const int64_t row_bytes = format::dense_row_bytes(d, static_cast<int>(bits));
+  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ", shape_text(packed),
+                  ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
+  check_device(scale, packed, "scale");
+  check_dtype(scale, "scale", {ScalarType::Half});
+  check_contiguous(scale, "scale");
+  bool same = scale.dim() == packed.dim() - 1;
+  for (int64_t i = 0; same && i < scale.dim(); ++i) same = scale.size(i) == packed.size(i);
+  STD_TORCH_CHECK(same, "scale has shape ", shape_text(scale), ", expected the leading dimensions of packed ",
+                  shape_text(packed));
+  check_levels(levels, packed, bits, "levels");
+  return {split, packed.numel() / row_bytes, d, static_cast<int>(row_bytes)};
+}
+
+}  // namespace turboquant::cuda
