@@ -116,6 +116,12 @@ ENCODE = {
     "center": floats(D),
 }
 LEVELS_BAD = [
+    Bad({"levels": LEVELS.flip(0)}, RuntimeError, "levels must increase and be symmetric"),
+    Bad(
+        {"levels": LEVELS + LEVELS.eq(LEVELS[9])},
+        RuntimeError,
+        "levels must increase and be symmetric",
+    ),
     Bad({"levels": LEVELS[:8]}, ValueError, "levels has shape [8], expected [16]"),
     Bad({"levels": LEVELS.float()}, TypeError, "levels has dtype float32, supported: int8"),
     Bad({"levels": gaps(LEVELS)}, ValueError, "levels must be contiguous"),
@@ -138,6 +144,11 @@ ENCODE_BAD = [
     Bad({"steps": STEPS.double()}, TypeError, "steps has dtype float64, supported: float32"),
     Bad({"steps": STEPS[:0]}, ValueError, "steps has 0 candidates, supported: 1 to 64"),
     Bad({"steps": torch.ones(65)}, ValueError, "steps has 65 candidates, supported: 1 to 64"),
+    Bad({"steps": STEPS.flip(0)}, RuntimeError, "steps must be positive, finite and increasing"),
+    Bad({"steps": -STEPS.flip(0)}, RuntimeError, "steps must be positive, finite and increasing"),
+    Bad(
+        {"steps": STEPS * torch.nan}, RuntimeError, "steps must be positive, finite and increasing"
+    ),
     Bad({"steps": STEPS[None]}, ValueError, "steps has shape [1, 4], expected [any]"),
     Bad(
         {"scale_mode": "l2"},
@@ -315,6 +326,8 @@ SIGNS_AND_CENTER_BAD = [
     Bad(tables(value_signs=SIGNS.half()), TypeError, "value_signs has dtype float16"),
     Bad(tables(key_levels=LEVELS[:8]), ValueError, "key_levels has shape [8], expected [16]"),
     Bad(tables(value_levels=LEVELS.int()), TypeError, "value_levels has dtype int32"),
+    Bad(tables(key_levels=LEVELS.flip(0)), RuntimeError, "key_levels must increase and be"),
+    Bad(tables(value_levels=LEVELS.flip(0)), RuntimeError, "value_levels must increase and be"),
     Bad(tables(center=floats(3, D)), ValueError, "center has shape [3, 64], expected [2, 64]"),
     Bad(tables(center=floats(D)), ValueError, "center has shape [64], expected [2, 64]"),
     Bad(tables(center=floats(2, D).half()), TypeError, "center has dtype float16"),
@@ -372,6 +385,7 @@ CACHE_STORE_BAD = [
     *TAIL_BAD,
     *CACHE_BAD,
     Bad(tables(key_steps=STEPS[:0]), ValueError, "key_steps has 0 candidates, supported: 1 to 64"),
+    Bad(tables(key_steps=STEPS.flip(0)), RuntimeError, "key_steps must be positive, finite and"),
     Bad(tables(value_steps=STEPS.half()), TypeError, "value_steps has dtype float16"),
     Bad({"k": floats(3, 2, D).double()}, TypeError, f"k has {DTYPE}"),
     Bad({"k": None}, TypeError, "k must be a tensor, got NoneType", SKIP),

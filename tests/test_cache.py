@@ -270,6 +270,28 @@ def test_other_layouts():
     check_store(config, tables, every_second, by_head, torch.arange(5), 1)
 
 
+def test_any_number_of_threads_writes_the_same_bytes():
+    config = tt.preset("k4v3", 64)
+    tables = tt.make_tables(config, 0)
+    k, v = random_kv(700, 64)
+    num_pages, table, (slots,) = paged([700], 32)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            cache = garbage_cache(config, num_pages, HEADS)
+            tt.cache_store(k, v, cache, slots, config, tables)
+            loaded = tt.cache_load(cache, table, int32(700), config, tables, 700, torch.half)
+            q = randn(1, 4, 64, seed=1)
+            out, lse = tt.paged_attention(q, cache, table, int32(700), config, tables)
+            results.append((cache, *loaded, out, lse))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        for one, first in zip(other, results[0], strict=True):
+            assert_same_bytes(one, first)
+
+
 # ---- the exact tail
 
 
