@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_turboquant as tt
 from tests.helpers import assert_same_bytes, paged, randn
@@ -664,6 +665,26 @@ def test_numbers_that_only_raw_ops_can_be_given():
         with pytest.raises(RuntimeError, match=re.escape(text)):
             call()
     assert_same_bytes(CACHE, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("hadamard", {"signs": SIGNS[:32]}),
+        ("unpack", {"d": 11}),
+        ("decode", {"bits": 5}),
+        ("group_decode", {"d": 96}),
+        ("qjl_score", {"q": floats(3, 3, D)}),
+        ("score", {"q": floats(3, 3, D)}),
+        ("paged_attention", {"q": floats(3, D)}),
+        ("merge_attention", {"out_b": floats(2, 4, D)}),
+    ],
+)
+def test_shapes_are_refused_while_tracing(name, changes):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        raw(name, GOOD[name])
+        with pytest.raises(RuntimeError):
+            raw(name, {**GOOD[name], **changes})
 
 
 # ---- gradients

@@ -33,7 +33,7 @@ def _refuse_gradients(name: str):
     op = getattr(torch.ops.turboquant, name).default
     redispatch = op.redispatch
     types = [str(argument.type) for argument in op._schema.arguments]
-    # dtypes of integers need no look; a position missing in a call is an absent optional tensor
+    # a call may be shorter than the schema: trailing defaults are left out
     tensors = tuple(i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]"))
 
     def kernel(keyset, *args):

@@ -185,6 +185,7 @@ def merge_attention(
 
 @torch.library.register_fake("turboquant::paged_attention")
 def _paged_attention_fake(q, *others):
+    torch._check(q.dim() == 3, lambda: "q must be [tokens, q_heads, d]")
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
@@ -195,6 +196,10 @@ def _paged_attention_out_fake(q, *others) -> None:
 
 @torch.library.register_fake("turboquant::merge_attention")
 def _merge_attention_fake(out_a, lse_a, out_b, lse_b):
+    torch._check(
+        out_a.shape == out_b.shape and lse_a.shape == lse_b.shape == out_a.shape[:-1],
+        lambda: "both parts must be out [..., d] and lse [...] of the same queries",
+    )
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 

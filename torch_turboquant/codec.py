@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_turboquant import _checks
 from torch_turboquant.format import dense_row_bytes
 from torch_turboquant.hadamard import core_reference, sqrt_reference, tree_sum_reference
-from torch_turboquant.pack import check_rows, pack_reference, unpack_reference
+from torch_turboquant.pack import check_fake_rows, check_rows, pack_reference, unpack_reference
 from torch_turboquant.signs import split_dim
 
 # What the stored scale makes true of a decoded vector y and its original x:
@@ -122,6 +122,7 @@ def _encode_fake(x, signs, levels, steps, bits, scale_mode, center=None):
 
 @torch.library.register_fake("turboquant::decode")
 def _decode_fake(packed, scale, signs, levels, bits, dtype, center=None):
+    check_fake_rows(packed, signs.shape[0], bits)
     return packed.new_empty((*packed.shape[:-1], signs.shape[0]), dtype=dtype)
 
 

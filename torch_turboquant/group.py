@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_turboquant import _checks
 from torch_turboquant.format import dense_row_bytes
-from torch_turboquant.pack import check_rows, pack_reference, unpack_reference
+from torch_turboquant.pack import check_fake_rows, check_rows, pack_reference, unpack_reference
 
 GROUPS = (32, 64)
 GROUP_BITS = (2, 4)
@@ -95,6 +95,7 @@ def _group_encode_fake(x, group, bits):
 
 @torch.library.register_fake("turboquant::group_decode")
 def _group_decode_fake(packed, scale, zero, group, bits, d, dtype):
+    check_fake_rows(packed, d, bits)
     return packed.new_empty((*packed.shape[:-1], d), dtype=dtype)
 
 

@@ -47,6 +47,7 @@ def hadamard(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
 
 @torch.library.register_fake("turboquant::hadamard")
 def _hadamard_fake(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
+    torch._check(signs.dim() == 1 and signs.shape[0] == x.shape[-1], lambda: "signs must be [d]")
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

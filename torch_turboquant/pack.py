@@ -83,7 +83,14 @@ def _pack_fake(codes: Tensor, bits: int) -> Tensor:
 
 @torch.library.register_fake("turboquant::unpack")
 def _unpack_fake(packed: Tensor, bits: int, d: int) -> Tensor:
+    check_fake_rows(packed, d, bits)
     return packed.new_empty((*packed.shape[:-1], d))
+
+
+def check_fake_rows(packed: Tensor, d: int, bits: int) -> None:
+    """While tracing: a row of another width would give codes of another shape than promised."""
+    fits = packed.shape[-1] == dense_row_bytes(d, bits)
+    torch._check(fits, lambda: f"packed must have rows of {d} codes of {bits} bits")
 
 
 # ---- references

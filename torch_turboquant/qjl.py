@@ -91,6 +91,14 @@ def check_projection(projection: Tensor, device: torch.device, d: int) -> None:
     _checks.check_constant("projection", projection, device, torch.float32, tuple(projection.shape))
 
 
+def check_fake_leading(q: Tensor, keys: Tensor) -> None:
+    """While tracing: queries and keys of other leading dimensions would not be broadcast."""
+    torch._check(
+        q.dim() >= 2 and q.shape[:-2] == keys.shape[:-2],
+        lambda: "q [..., queries, d] and keys must have the same leading dimensions",
+    )
+
+
 # ---- fakes
 
 
@@ -103,6 +111,7 @@ def _qjl_sketch_fake(residual, projection):
 
 @torch.library.register_fake("turboquant::qjl_score")
 def _qjl_score_fake(q, sign_bits, norm, projection):
+    check_fake_leading(q, sign_bits)
     return q.new_empty((*q.shape[:-1], sign_bits.shape[-2]), dtype=torch.float32)
 
 

@@ -14,7 +14,12 @@ from torch import Tensor
 from torch_turboquant import _checks
 from torch_turboquant.codec import level_of_code_reference
 from torch_turboquant.pack import check_rows, unpack_reference
-from torch_turboquant.qjl import _rotation, check_projection, qjl_score_reference
+from torch_turboquant.qjl import (
+    _rotation,
+    check_fake_leading,
+    check_projection,
+    qjl_score_reference,
+)
 
 
 def score(
@@ -91,6 +96,7 @@ def _score_fake(
     residual_norm=None,
     projection=None,
 ):
+    check_fake_leading(q, packed)
     return q.new_empty((*q.shape[:-1], packed.shape[-2]), dtype=torch.float32)
 
 
