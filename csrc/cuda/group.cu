@@ -74,9 +74,9 @@ __global__ void __launch_bounds__(kThreads)
     high = fmaxf(high, __shfl_xor_sync(0xffffffff, high, bit));
   }
 
-  // + 0: of equal zeros, a minimum may be either; the stored one is +0
-  __half zero_half = limited_half(__fadd_rn(low, 0.0f));
-  __half scale_half = limited_half(__fdiv_rn(__fadd_rn(__fsub_rn(high, low), 0.0f), top));
+  low = __fadd_rn(low, 0.0f), high = __fadd_rn(high, 0.0f);  // of equal zeros either may be found: +0 counts
+  __half zero_half = limited_half(low);
+  __half scale_half = limited_half(__fdiv_rn(__fsub_rn(high, low), top));
   if (low < -FLT_MAX) zero_half = scale_half = __ushort_as_half(format::kNanScale);
   const float zero = __half2float(zero_half), scale = __half2float(scale_half);
   const float inverse = __frcp_rn(scale);
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(kThreads)
 // count: channels in all
 template <int BITS, typename T>
 __global__ void __launch_bounds__(kThreads)
-    group_decode_kernel(const uint8_t* packed, bool packed_aligned, const __half* scales, const __half* zeros, int log_group,
-                        int64_t count, T* out) {
+    group_decode_kernel(const uint8_t* packed, bool packed_aligned, const __half* scales, const __half* zeros,
+                        int log_group, int64_t count, T* out) {
   const int64_t first = int64_t{blockIdx.x} * (kThreads * kDecodeRepeats * kDecoded) + threadIdx.x * kDecoded;
   uint32_t word[kDecodeRepeats] = {};
   float scale[kDecodeRepeats] = {}, zero[kDecodeRepeats] = {};
@@ -155,7 +155,8 @@ std::tuple<Tensor, Tensor, Tensor> group_encode(const Tensor& x, int64_t group, 
   check_group(d, group, bits);
 
   const int64_t groups = d / group;
-  Tensor packed = torch::stable::new_empty(x, leading_shape(x, 1, {format::dense_row_bytes(d, bits)}), ScalarType::Byte);
+  Tensor packed =
+      torch::stable::new_empty(x, leading_shape(x, 1, {format::dense_row_bytes(d, bits)}), ScalarType::Byte);
   Tensor scale = torch::stable::new_empty(x, leading_shape(x, 1, {groups}), ScalarType::Half);
   Tensor zero = torch::stable::new_empty(x, leading_shape(x, 1, {groups}), ScalarType::Half);
   if (x.numel() == 0) return {packed, scale, zero};
@@ -188,15 +189,15 @@ const __half* checked_group_constant(const Tensor& t, const Tensor& packed, int6
   return static_cast<const __half*>(t.data_ptr());
 }
 
-Tensor group_decode(const Tensor& packed, const Tensor& scale, const Tensor& zero, int64_t group, int64_t bits, int64_t d,
-                    ScalarType dtype) {
+Tensor group_decode(const Tensor& packed, const Tensor& scale, const Tensor& zero, int64_t group, int64_t bits,
+                    int64_t d, ScalarType dtype) {
   check_group(d, group, bits);
   check_output_dtype(dtype);
   check_dtype(packed, "packed", {ScalarType::Byte});
   check_contiguous(packed, "packed");
   const int64_t row_bytes = format::dense_row_bytes(d, bits), groups = d / group;
-  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ", shape_text(packed),
-                  ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
+  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ",
+                  shape_text(packed), ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
   const __half* scales = checked_group_constant(scale, packed, groups, "scale");
   const __half* zeros = checked_group_constant(zero, packed, groups, "zero");
 

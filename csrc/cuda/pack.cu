@@ -151,7 +151,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int k = 0; k < kPerThread; ++k) {
     const int64_t at = first + (k * kThreads + threadIdx.x) * kChunk;
-    const uint4 chunk = spread<BITS>({word[k][0] | uint64_t{word[k][1]} << 32, word[k][2] | uint64_t{word[k][3]} << 32});
+    const uint4 chunk =
+        spread<BITS>({word[k][0] | uint64_t{word[k][1]} << 32, word[k][2] | uint64_t{word[k][3]} << 32});
     if (at + kChunk <= count) {
       __stwb(reinterpret_cast<uint4*>(codes + at), chunk);
     } else {
@@ -200,9 +201,7 @@ void dispatch_bits(int64_t bits, Fn&& fn) {
   }
 }
 
-void check_pack_bits(int64_t bits) {
-  STD_TORCH_CHECK(bits >= 1 && bits <= 8, "bits is ", bits, ", supported: 1 to 8");
-}
+void check_pack_bits(int64_t bits) { STD_TORCH_CHECK(bits >= 1 && bits <= 8, "bits is ", bits, ", supported: 1 to 8"); }
 
 // codes: uint8 [..., d], contiguous -> uint8 [..., dense_row_bytes(d, bits)]
 Tensor pack(const Tensor& codes, int64_t bits) {
@@ -218,12 +217,14 @@ Tensor pack(const Tensor& codes, int64_t bits) {
   const Launch launch(codes);
   uint8_t* out = static_cast<uint8_t*>(packed.data_ptr());
   if (d * bits % 8) {
-    pack_rows_kernel<<<num_blocks(packed.numel(), kThreads), kThreads, 0, launch.stream()>>>(
-        bytes_of(codes), count / d, d, static_cast<int>(bits), out);
+    pack_rows_kernel<<<num_blocks(packed.numel(), kThreads), kThreads, 0, launch.stream()>>>(bytes_of(codes), count / d,
+                                                                                             d, static_cast<int>(bits),
+                                                                                             out);
   } else {
     dispatch_bits(bits, [&](auto width) {
-      pack_kernel<width><<<num_blocks(count, kTile), kThreads, 0, launch.stream()>>>(
-          bytes_of(codes), count, aligned(codes.data_ptr(), 16), out);
+      pack_kernel<width><<<num_blocks(count, kTile), kThreads, 0, launch.stream()>>>(bytes_of(codes), count,
+                                                                                     aligned(codes.data_ptr(), 16),
+                                                                                     out);
     });
   }
   launch.check("pack");
@@ -236,8 +237,8 @@ Tensor unpack(const Tensor& packed, int64_t bits, int64_t d) {
   STD_TORCH_CHECK(d >= 1, "d is ", d, ", supported: 1 and more");
   check_dtype(packed, "packed", {ScalarType::Byte});
   const int64_t row_bytes = format::dense_row_bytes(d, bits);
-  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ", shape_text(packed),
-                  ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
+  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ",
+                  shape_text(packed), ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
   check_contiguous(packed, "packed");
   Tensor codes = torch::stable::new_empty(packed, leading_shape(packed, 1, {d}), ScalarType::Byte);
   const int64_t count = codes.numel();
@@ -247,11 +248,12 @@ Tensor unpack(const Tensor& packed, int64_t bits, int64_t d) {
   uint8_t* out = static_cast<uint8_t*>(codes.data_ptr());
   if (d * bits % 8) {
     unpack_rows_kernel<<<num_blocks(count, kThreads), kThreads, 0, launch.stream()>>>(bytes_of(packed), count / d, d,
-                                                                                     static_cast<int>(bits), out);
+                                                                                      static_cast<int>(bits), out);
   } else {
     dispatch_bits(bits, [&](auto width) {
-      unpack_kernel<width><<<num_blocks(count, kTile), kThreads, 0, launch.stream()>>>(
-          bytes_of(packed), count, aligned(packed.data_ptr(), 16), out);
+      unpack_kernel<width><<<num_blocks(count, kTile), kThreads, 0, launch.stream()>>>(bytes_of(packed), count,
+                                                                                       aligned(packed.data_ptr(), 16),
+                                                                                       out);
     });
   }
   launch.check("unpack");

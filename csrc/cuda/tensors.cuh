@@ -24,7 +24,8 @@ class AlignedRows {
  public:
   AlignedRows(const Tensor& t, int64_t bytes) : tensor_(t), rows_(rows_of(t)) {
     bool good = rows_.dims > 0 && aligned(t.data_ptr(), bytes);
-    for (int k = 0; k < rows_.dims; ++k) good = good && rows_.stride[k] * static_cast<int64_t>(t.element_size()) % bytes == 0;
+    for (int k = 0; k < rows_.dims; ++k)
+      good = good && rows_.stride[k] * static_cast<int64_t>(t.element_size()) % bytes == 0;
     if (good || t.numel() == 0) return;
     tensor_ = torch::stable::new_empty(t, leading_shape(t, 0, {}), t.scalar_type());
     torch::stable::copy_(tensor_, t);

@@ -1,0 +1,98 @@
+// merge_attention: joins the attention of the same queries over two disjoint sets of keys.
+#include "tensors.cuh"
+
+namespace turboquant::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// Weights of the two sides and the merged logarithm of the softmax denominator. A side without keys (-inf) has weight 0.
+struct Weights {
+  float a, b, lse;
+
+  __device__ __forceinline__ Weights(float lse_a, float lse_b) {
+    const float top = lse_a < lse_b ? lse_b : lse_a;
+    if (top == -INFINITY) {
+      a = b = 0, lse = top;
+      return;
+    }
+    const float wa = expf(lse_a - top), wb = expf(lse_b - top), total = wa + wb;
+    a = __fdiv_rn(wa, total), b = __fdiv_rn(wb, total), lse = top + logf(total);
+  }
+};
+
+// x * weight, 0 where the weight is: what a side without keys holds may be anything.
+__device__ __forceinline__ float weighted(float weight, float x) { return weight == 0 ? 0 : __fmul_rn(weight, x); }
+
+// rows of d channels, WIDTH of them per thread
+template <int WIDTH, typename T>
+__global__ void __launch_bounds__(kThreads)
+    merge_kernel(const T* out_a, const float* lse_a, const T* out_b, const float* lse_b, int64_t rows, int64_t d,
+                 T* out, float* lse) {
+  const int64_t i = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * WIDTH;
+  if (i >= rows * d) return;
+  const int64_t row = i / d;
+  const Weights w(lse_a[row], lse_b[row]);
+  if constexpr (WIDTH == 1) {
+    out[i] = static_cast<T>(
+        __fadd_rn(weighted(w.a, static_cast<float>(out_a[i])), weighted(w.b, static_cast<float>(out_b[i]))));
+  } else {
+    float a[WIDTH], b[WIDTH];
+    load_floats<WIDTH>(out_a + i, a);
+    load_floats<WIDTH>(out_b + i, b);
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) a[k] = __fadd_rn(weighted(w.a, a[k]), weighted(w.b, b[k]));
+    store_floats<WIDTH>(a, out + i);
+  }
+  if (i == row * d) lse[row] = w.lse;
+}
+
+// out_a, out_b: [..., d] of one dtype, lse_a, lse_b: float32 [...], all contiguous -> merged out and lse
+std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
+                                           const Tensor& lse_b) {
+  check_float(out_a, "out_a");
+  check_contiguous(out_a, "out_a");
+  STD_TORCH_CHECK(out_a.dim() >= 1 && out_a.size(out_a.dim() - 1) >= 1, "out_a has shape ", shape_text(out_a),
+                  ", expected [..., d] with d >= 1");
+  const int64_t d = out_a.size(out_a.dim() - 1);
+  const auto check_like_a = [&](const Tensor& t, const char* name, ScalarType dtype, int64_t dims) {
+    check_device(t, out_a, name);
+    check_dtype(t, name, {dtype});
+    check_contiguous(t, name);
+    bool same = t.dim() == dims;
+    for (int64_t i = 0; same && i < dims; ++i) same = t.size(i) == out_a.size(i);
+    STD_TORCH_CHECK(same, name, " has shape ", shape_text(t), ", which does not fit out_a ", shape_text(out_a));
+  };
+  check_like_a(out_b, "out_b", out_a.scalar_type(), out_a.dim());
+  check_like_a(lse_a, "lse_a", ScalarType::Float, out_a.dim() - 1);
+  check_like_a(lse_b, "lse_b", ScalarType::Float, out_a.dim() - 1);
+
+  Tensor out = torch::stable::new_empty(out_a, leading_shape(out_a, 0, {}), out_a.scalar_type());
+  Tensor lse = torch::stable::new_empty(out_a, leading_shape(out_a, 1, {}), ScalarType::Float);
+  const int64_t rows = lse.numel();
+  if (out.numel() == 0) return {out, lse};
+  const Launch launch(out_a);
+  dispatch_float(out_a.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto start = [&](auto width) {
+      merge_kernel<width><<<num_blocks(out.numel(), kThreads * width), kThreads, 0, launch.stream()>>>(
+          static_cast<const T*>(out_a.data_ptr()), static_cast<const float*>(lse_a.data_ptr()),
+          static_cast<const T*>(out_b.data_ptr()), static_cast<const float*>(lse_b.data_ptr()), rows, d,
+          static_cast<T*>(out.data_ptr()), static_cast<float*>(lse.data_ptr()));
+    };
+    if (d % 8 == 0 && aligned(out_a.data_ptr(), 16) && aligned(out_b.data_ptr(), 16)) {
+      start(std::integral_constant<int, 8>{});
+    } else {
+      start(std::integral_constant<int, 1>{});
+    }
+  });
+  launch.check("merge_attention");
+  return {out, lse};
+}
+
+}  // namespace
+}  // namespace turboquant::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
+  m.impl("merge_attention", TORCH_BOX(&turboquant::cuda::merge_attention));
+}

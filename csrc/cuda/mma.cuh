@@ -1,0 +1,53 @@
+// Integer matrix products of one warp on tensor cores: D = A B + D with A 16 x 32, B 32 x 8 (both of bytes), D 16 x 8 (int32).
+//
+// Fragments, with g = lane / 4 and t = lane % 4; the four bytes of a word are neighbours in k, lowest first:
+//   a[0] row g,     k 4t..4t+3       a[2] row g,     k 16+4t..        b[0] column g, k 4t..
+//   a[1] row g + 8, k 4t..4t+3       a[3] row g + 8, k 16+4t..        b[1] column g, k 16+4t..
+//   d[0], d[1] row g, columns 2t, 2t+1                                d[2], d[3] row g + 8, columns 2t, 2t+1
+// Sums over k do not depend on which k is which, so callers number channels as it suits them, as long as A and B agree.
+#pragma once
+
+#include <cstdint>
+
+namespace turboquant::cuda {
+
+// A: signed bytes, or unsigned ones; B: signed bytes.
+template <bool UNSIGNED_A = false>
+__device__ __forceinline__ void mma_bytes(int (&d)[4], const uint32_t (&a)[4], uint2 b) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (UNSIGNED_A) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+  } else {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+  }
+#else  // Turing: 8 x 8 x 16, whose fragments are a quarter of these
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int* half = d + 2 * (i % 2);
+    const uint32_t k = i < 2 ? b.x : b.y;
+    if constexpr (UNSIGNED_A) {
+      asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+          : "+r"(half[0]), "+r"(half[1])
+          : "r"(a[i]), "r"(k));
+    } else {
+      asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+          : "+r"(half[0]), "+r"(half[1])
+          : "r"(a[i]), "r"(k));
+    }
+  }
+#endif
+}
+
+// Each of the four result bytes is the byte of {low, high} that a nibble of `selector` names; a nibble of 8 and more gives the
+// sign of byte (nibble - 8), repeated. (__byte_perm would clear those.)
+__device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
+  return out;
+}
+
+}  // namespace turboquant::cuda

@@ -1,0 +1,316 @@
+// qjl_sketch: sign bits of a projected residual and its length (docs/format.md section 10). qjl_score is in score.cu.
+//
+// The structured projection is memory bound: a few lanes hold a vector, rotate it and collect the sign bits of their channels.
+// Bits of exact zeros, and of sums that only the scaling by a power of two decides, need more care than the rest: a warp that
+// meets one goes over its vectors again, exactly as the format says.
+// The dense projection is bound by arithmetic: its products are summed in a fixed order, without fused additions.
+#include "qjl.cuh"
+
+#include "codec.cuh"
+
+namespace turboquant::cuda {
+namespace {
+
+// ---- Structured ---------------------------------------------------------------------------------------------------
+
+constexpr int kThreads = 128;
+constexpr uint32_t kInfinityBits = 0x7F800000;
+
+// The largest magnitude among N channels, as its representation: it orders like the value, NaN above infinity.
+__device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
+
+// Exponent of section 5, step 3.
+__device__ __forceinline__ int prescale_exponent(uint32_t amax_bits) {
+  return min(max(static_cast<int>(amax_bits >> 23) - 127, -100), 100);
+}
+
+__device__ __forceinline__ float nan_norm() { return __int_as_float(0x7FC00000); }
+
+// A group of lanes takes several vectors, one after the other, and keeps the signs in registers where they fit.
+template <typename Traits>
+constexpr bool kHoldsSigns = Traits::kPerLane <= 48;
+template <typename Traits>
+constexpr int kRepeats = kHoldsSigns<Traits> ? 4 : 1;
+
+// residual: rows of Traits::kDim channels -> bits: [count, d / 8], norms: [count]
+template <typename Traits>
+__global__ void __launch_bounds__(kThreads)
+    sketch_kernel(const void* residual, const __grid_constant__ Rows rows, const float* signs, ScalarType dtype,
+                  uint8_t* bits, float* norms) {
+  constexpr int kLanes = Traits::kLanes, kPerLane = Traits::kPerLane, kBytes = kPerLane / 8;
+  constexpr int kVectors = 32 / kLanes, kWarpBytes = 4 * kPerLane;  // of a warp at a time
+  constexpr float kNorm = block_norm(Traits::kLogBlock);
+  static_assert(Traits::kVec == 8, "the bits of a byte lie in one lane");
+  __shared__ alignas(16) uint8_t staged[kThreads / 32][kWarpBytes];
+
+  const int lane = threadIdx.x % kLanes, in_warp = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t warp_first = (int64_t{blockIdx.x} * (kThreads / 32) + warp) * (kVectors * kRepeats<Traits>);
+  float held[kHoldsSigns<Traits> ? kPerLane : 1];
+  if constexpr (kHoldsSigns<Traits>) load<Traits>(signs, lane, held);
+
+#pragma unroll 1
+  for (int repeat = 0; repeat < kRepeats<Traits>; ++repeat) {
+    const int64_t first = warp_first + repeat * kVectors, vector = first + in_warp / kLanes;
+    if (first >= rows.count) return;
+    const bool active = vector < rows.count;  // the others stay for the shuffles
+    const int64_t from = rows(active ? vector : first);
+
+    float norm = 0;
+    uint32_t negative[(kBytes + 3) / 4];  // a bit per channel of the lane
+#pragma unroll 1
+    for (bool exact = false;; exact = true) {
+      float y[kPerLane], square[kPerLane];
+      load_as<Traits>(residual, dtype, from, lane, y);
+      bool broken = false;
+      float up = 1;
+      if (exact) {
+        uint32_t amax = 0;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) amax = max(amax, magnitude_bits(y[i]));
+        amax = group_max<kLanes>(amax);
+        broken = amax >= kInfinityBits;
+        up = power_of_two(prescale_exponent(amax));
+        const float down = power_of_two(-prescale_exponent(amax));
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) y[i] = __fmul_rn(y[i], down);
+      }
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) square[i] = __fmul_rn(y[i], y[i]);
+      const float sum = tree_sum<Traits>(square);
+      norm = broken ? nan_norm() : __fmul_rn(__fsqrt_rn(sum), up);
+
+      if constexpr (kHoldsSigns<Traits>) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) y[i] = __fmul_rn(y[i], held[i]);
+      } else {
+        apply_signs<Traits>(y, signs, lane);
+      }
+      butterflies<Traits>(y, lane);
+      if (exact || Traits::kBlocks > 1) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) y[i] = __fmul_rn(y[i], kNorm);
+        mix_blocks<Traits>(y);
+      }
+      if (exact) {  // -0 counts as positive
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) y[i] = y[i] >= 0 ? 1.0f : -1.0f;
+      }
+
+      float least = INFINITY;
+#pragma unroll
+      for (int w = 0; w < (kBytes + 3) / 4; ++w) {
+        negative[w] = 0;
+#pragma unroll
+        for (int i = min(32, kPerLane - 32 * w) - 1; i >= 0; --i) {
+          negative[w] = __funnelshift_l(__float_as_uint(y[32 * w + i]), negative[w], 1);
+          least = fminf(least, fabsf(y[32 * w + i]));
+        }
+        if (broken) negative[w] = 0xffffffff;
+      }
+      if (exact) break;
+      // Within these bounds the power of two changes no rounding. Only where channels 2^100 times smaller than others are left
+      // over after those cancelled could it change a sign, and then a sum is small.
+      if (__all_sync(0xffffffff, sum >= 0x1p-60f && sum <= 0x1p100f && least > norm * 0x1p-30f)) break;
+    }
+
+    // The bytes of a warp's vectors are neighbours: they leave four at a time.
+    uint8_t* to = staged[warp] + in_warp / kLanes * (Traits::kDim / 8);
+#pragma unroll
+    for (int k = 0; k < kBytes; ++k) {
+      to[Traits::channel(lane, k) / 8] = static_cast<uint8_t>(~negative[k / 4] >> 8 * (k % 4));
+    }
+    __syncwarp();
+    const int64_t start = first * (Traits::kDim / 8);
+    const int64_t bytes = min(int64_t{kWarpBytes}, rows.count * (Traits::kDim / 8) - start);
+#pragma unroll
+    for (int at = 4 * in_warp; at < kWarpBytes; at += 128) {
+      if (at + 4 <= bytes) {
+        *reinterpret_cast<uint32_t*>(bits + start + at) = *reinterpret_cast<const uint32_t*>(staged[warp] + at);
+      } else {
+        for (int i = at; i < bytes; ++i) bits[start + i] = staged[warp][i];
+      }
+    }
+    __syncwarp();
+    if (active && lane == 0) norms[vector] = norm;
+  }
+}
+
+// ---- Dense --------------------------------------------------------------------------------------------------------
+
+constexpr int kDenseThreads = 256;
+constexpr int kTileVectors = 32, kTileRows = 64;  // outputs of a block at a time
+constexpr int kOwnVectors = 4, kOwnRows = 2;      // of a thread; the lanes of a warp take different rows
+constexpr int kTileChannels = 64;                 // in shared memory at a time
+constexpr int kStride = kTileChannels + 4;        // of a row there: keeps 16-byte reads free of bank conflicts
+constexpr int kLevels = 7;                        // of partial sums of 32 channels and more: n <= 4096
+static_assert(kDenseThreads == 32 * kTileVectors / kOwnVectors && kTileRows == 32 * kOwnRows);
+
+// Pairwise sum of N rounded products.
+template <int N>
+__device__ __forceinline__ float product_tree(const float* a, const float* b) {
+  if constexpr (N == 1) {
+    return __fmul_rn(a[0], b[0]);
+  } else {
+    const float low = product_tree<N / 2>(a, b);
+    return __fadd_rn(low, product_tree<N / 2>(a + N / 2, b + N / 2));
+  }
+}
+
+// residual: rows of d = blocks * n channels, projection: [m, d] -> bits: [count, m / 8], norms: [count]. INNER = min(n, 32).
+// A block takes kTileVectors vectors and all rows of the projection. The squares of a vector are one more row.
+template <int INNER, typename T>
+__global__ void __launch_bounds__(kDenseThreads)
+    dense_sketch_kernel(const T* residual, const __grid_constant__ Rows rows, const float* projection, int m,
+                        int blocks, int n, uint8_t* bits, float* norms) {
+  __shared__ alignas(16) float vectors[kTileVectors][kStride];
+  __shared__ alignas(16) float tile[kTileRows][kStride];
+  __shared__ float down[kTileVectors];  // 2^-e of each vector
+  __shared__ bool broken[kTileVectors];
+  const int d = blocks * n, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int64_t first = int64_t{blockIdx.x} * kTileVectors;
+  const int count = static_cast<int>(min(int64_t{kTileVectors}, rows.count - first));
+
+  for (int v = warp; v < kTileVectors; v += kDenseThreads / 32) {
+    uint32_t amax = 0;
+    if (v < count) {
+      const T* x = residual + rows(first + v);
+      for (int c = lane; c < d; c += 32) amax = max(amax, magnitude_bits(static_cast<float>(x[c])));
+    }
+    amax = group_max<32>(amax);
+    if (lane == 0) down[v] = power_of_two(-prescale_exponent(amax)), broken[v] = amax >= kInfinityBits;
+  }
+
+  const int own = warp * kOwnVectors;
+  for (int tile_row = 0; tile_row < m; tile_row += kTileRows) {
+    float total[kOwnVectors][kOwnRows], length = 0;
+    for (int block = 0; block < blocks; ++block) {
+      // Sums of 2^level * INNER channels that wait for their right neighbour, as in a binary counter.
+      float waiting[kOwnVectors * kOwnRows + 1][kLevels];
+      const auto carry = [&](float* wait, float sum, int index, float total) {
+#pragma unroll
+        for (int level = 0; level < kLevels; ++level) {
+          if (!(index >> level & 1)) {
+            wait[level] = sum;
+            break;
+          }
+          sum = __fadd_rn(wait[level], sum);
+        }
+        if ((index + 1) * INNER < n) return total;
+        return block ? __fadd_rn(total, sum) : sum;
+      };
+      for (int base = 0; base < n; base += kTileChannels) {
+        const int width = min(kTileChannels, n - base), from = block * n + base;
+        __syncthreads();
+        for (int i = thread; i < kTileVectors * width; i += kDenseThreads) {
+          const int v = i / width, c = i % width;
+          vectors[v][c] =
+              v < count ? __fmul_rn(static_cast<float>(residual[rows(first + v) + from + c]), down[v]) : 0.0f;
+        }
+        for (int i = thread; i < kTileRows * width; i += kDenseThreads) {
+          const int r = i / width, c = i % width;
+          tile[r][c] = tile_row + r < m ? projection[int64_t{tile_row + r} * d + from + c] : 0.0f;
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int c = 0; c < width; c += INNER) {
+          const int index = (base + c) / INNER;
+          float a[INNER];
+#pragma unroll
+          for (int r = 0; r < kOwnRows; ++r) {
+            float b[INNER];
+#pragma unroll
+            for (int i = 0; i < INNER; ++i) b[i] = tile[lane + 32 * r][c + i];
+#pragma unroll
+            for (int v = 0; v < kOwnVectors; ++v) {
+#pragma unroll
+              for (int i = 0; i < INNER; ++i) a[i] = vectors[own + v][c + i];
+              total[v][r] = carry(waiting[v * kOwnRows + r], product_tree<INNER>(a, b), index, total[v][r]);
+            }
+          }
+          if (tile_row == 0 && lane < kOwnVectors) {
+#pragma unroll
+            for (int i = 0; i < INNER; ++i) a[i] = vectors[own + lane][c + i];
+            length = carry(waiting[kOwnVectors * kOwnRows], product_tree<INNER>(a, a), index, length);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kOwnVectors; ++v) {
+      const int64_t vector = first + own + v;
+#pragma unroll
+      for (int r = 0; r < kOwnRows; ++r) {
+        const uint32_t word = __ballot_sync(0xffffffff, total[v][r] >= 0 && !broken[own + v]);
+        const int byte = (tile_row + 32 * r) / 8 + lane;
+        if (lane < 4 && byte < m / 8 && own + v < count)
+          bits[vector * (m / 8) + byte] = static_cast<uint8_t>(word >> 8 * lane);
+      }
+    }
+    if (tile_row == 0 && lane < kOwnVectors && own + lane < count) {
+      const float norm = __fdiv_rn(__fsqrt_rn(length), down[own + lane]);  // an exact division
+      norms[first + own + lane] = broken[own + lane] ? nan_norm() : norm;
+    }
+  }
+}
+
+// ---- Host ---------------------------------------------------------------------------------------------------------
+
+// Calls fn(std::integral_constant<int, min(n, 32)>).
+template <int INNER = 2, typename Fn>
+void dispatch_inner(int n, Fn&& fn) {
+  if constexpr (INNER == 32) {
+    fn(std::integral_constant<int, 32>{});
+  } else {
+    if (n == INNER) return fn(std::integral_constant<int, INNER>{});
+    dispatch_inner<2 * INNER>(n, fn);
+  }
+}
+
+// residual: [..., d] float, stride 1 in the last dimension -> sign_bits uint8 [..., m / 8], norm float32 [...]
+std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& projection) {
+  check_float(residual, "residual");
+  check_unit_last_stride(residual, "residual");
+  const int64_t d = residual.size(residual.dim() - 1);
+  const Projection sketch(projection, residual, d);
+  const format::Split split = format::split_dim(d);
+
+  Tensor bits = torch::stable::new_empty(residual, leading_shape(residual, 1, {sketch.bytes()}), ScalarType::Byte);
+  Tensor norm = torch::stable::new_empty(residual, leading_shape(residual, 1, {}), ScalarType::Float);
+  if (residual.numel() == 0) return {bits, norm};
+  uint8_t* bits_out = static_cast<uint8_t*>(bits.data_ptr());
+  float* norm_out = static_cast<float*>(norm.data_ptr());
+
+  const Launch launch(residual);
+  const ScalarType dtype = residual.scalar_type();
+  const AlignedRows in(residual, sketch.dense ? 1 : 16);
+  const Rows& rows = in.rows();
+  if (sketch.dense) {
+    STD_TORCH_CHECK(sketch.rows <= INT32_MAX, "projection has ", sketch.rows, " rows, supported: up to ", INT32_MAX);
+    dispatch_inner(split.block, [&](auto inner) {
+      dispatch_float(dtype, [&](auto tag) {
+        using T = typename decltype(tag)::type;
+        dense_sketch_kernel<inner><<<num_blocks(rows.count, kTileVectors), kDenseThreads, 0, launch.stream()>>>(
+            static_cast<const T*>(in.data()), rows, sketch.data, static_cast<int>(sketch.rows), split.blocks,
+            split.block, bits_out, norm_out);
+      });
+    });
+  } else {
+    const Constant signs(projection);
+    dispatch_dim(split, [&](auto traits) {
+      using Traits = decltype(traits);
+      if constexpr (Traits::kBlock >= 8) {  // d is a multiple of 8, which Projection checks
+        constexpr int per_block = kThreads / Traits::kLanes * kRepeats<Traits>;
+        sketch_kernel<Traits><<<num_blocks(rows.count, per_block), kThreads, 0, launch.stream()>>>(in.data(), rows,
+                                                                                                   signs.data(), dtype,
+                                                                                                   bits_out, norm_out);
+      }
+    });
+  }
+  launch.check("qjl_sketch");
+  return {bits, norm};
+}
+
+}  // namespace
+}  // namespace turboquant::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) { m.impl("qjl_sketch", TORCH_BOX(&turboquant::cuda::qjl_sketch)); }
