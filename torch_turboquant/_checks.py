@@ -11,14 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_turboquant.format import (
-    KEY_BITS,
-    MAX_VECTOR_DIM,
-    PAGE_SIZES,
-    VALUE_BITS,
-    valid_head_dim,
-    valid_vector_dim,
-)
+from torch_turboquant.format import MAX_VECTOR_DIM, valid_vector_dim
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 CODEC_BITS = (1, 2, 3, 4, 5, 8)
@@ -133,14 +126,3 @@ def check_steps(steps: Tensor, device: torch.device, name: str = "steps") -> Non
     check_constant(name, steps, device, torch.float32, (None,))
     if not 1 <= steps.shape[0] <= 64:
         raise ValueError(f"{name} has {steps.shape[0]} candidates, supported: 1 to 64")
-
-
-def check_record(head_dim: int, page_size: int, key_bits: int, value_bits: int) -> None:
-    if not valid_head_dim(head_dim):
-        raise ValueError(
-            f"head_dim is {head_dim}, supported in page records: multiples of 16 up to 1024 of the "
-            "form m * 2^k with m in {1, 3, 5, 7, 9}"
-        )
-    check_bits(page_size, PAGE_SIZES, "page_size")
-    check_bits(key_bits, KEY_BITS, "key_bits")
-    check_bits(value_bits, VALUE_BITS, "value_bits")
