@@ -765,6 +765,10 @@ def test_models_that_are_not_supported():
     refuse("MLA", "DeepseekV3Config", n_routed_experts=4, n_group=1, topk_group=1,
            num_experts_per_tok=2, moe_intermediate_size=8, num_hidden_layers=2)  # fmt: skip
     refuse("head_dim", "LlamaConfig", head_dim=22)
+    refuse("chunked attention", "Llama4TextConfig", num_local_experts=2, head_dim=16)
+    refuse("AttentionInterface", "BloomConfig")
+    if hasattr(transformers, "Gemma4TextConfig"):
+        refuse("different head_dim", "Gemma4TextConfig", head_dim=32)
 
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=32, num_layers=1,

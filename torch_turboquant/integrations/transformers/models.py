@@ -18,7 +18,13 @@ def text_config(model: nn.Module) -> Any:
 
 def head_dim_of(config: Any) -> int:
     """As named by the configuration; hidden_size / heads only where it names none (Qwen2)."""
-    named = getattr(config, "head_dim", None)
+    try:
+        named = getattr(config, "head_dim", None)
+    except RuntimeError as error:  # transformers refuses to name one where layers differ
+        raise ValueError(
+            f"{type(config).__name__} has layers of different head_dim; TurboQuantCache "
+            "supports one head_dim for all layers"
+        ) from error
     return named if named is not None else config.hidden_size // config.num_attention_heads
 
 
