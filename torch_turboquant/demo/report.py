@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -155,7 +156,8 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
             "kl": r.kl,
             "top1_agreement": r.top1,
             "greedy_agreement": r.agreement,
-            "tokens_per_second": r.tokens_per_second,
+            # a single token has no rate, and JSON no NaN
+            "tokens_per_second": None if math.isnan(r.tokens_per_second) else r.tokens_per_second,
         }
         for r in results
     ]
@@ -174,4 +176,4 @@ def commit() -> str | None:
 
 def write_json(path: Path, results: Sequence[Result]) -> None:
     """Writes `rows` to a file."""
-    path.write_text(json.dumps(rows(results), indent=1) + "\n")
+    path.write_text(json.dumps(rows(results), indent=1, allow_nan=False) + "\n")
