@@ -1,0 +1,416 @@
+// cache_store, cache_load: paged, packed keys and values (docs/format.md section 8) and the exact tail (section 9).
+//
+// A block works on neighbouring tokens of one head, its keys or its values: a group of lanes encodes or decodes a vector in
+// registers, shared memory turns octets into words of the record and back. One launch does keys and values of all heads.
+#include "cache.cuh"
+
+#include <algorithm>
+
+namespace turboquant::cuda {
+namespace {
+
+constexpr int kKeys = 0, kValues = 1;
+constexpr int kBlockTokens = format::kValueGroup;  // tokens of a value block
+constexpr int64_t kMaxGridY = 65535;
+
+// ---- Store ------------------------------------------------------------------------------------------------------------
+
+// k or v: element strides; the last dimension has stride 1.
+struct Heads {
+  const void* data;
+  int64_t token_stride, head_stride;
+};
+
+// The exact tail. A token's row, or that it has none, follows from its sequence and position.
+struct Tail {
+  uint8_t* data;            // [max_seqs, kv_heads, sink_tokens + ring, 2, d]; null: no tail
+  const int64_t* slots;     // [seqs]
+  const int32_t* lengths;   // [seqs]
+  const int32_t* begins;    // [seqs + 1]; null: one token per sequence
+  int64_t seqs, max_seqs;
+  int rows, sink_tokens;
+
+  // Row of `token` among max_seqs * rows, -1 where it is not kept.
+  __device__ __forceinline__ int64_t row(int64_t token) const {
+    int64_t s = token, end = token + 1;
+    if (begins) {  // the last sequence that begins at or before the token
+      int64_t high = seqs;
+      s = 0;
+      while (high - s > 1) {
+        const int64_t middle = (s + high) / 2;
+        (begins[middle] <= token ? s : high) = middle;
+      }
+      end = begins[s + 1];
+    }
+    if (s >= seqs || token >= end) return -1;
+    const int64_t slot = slots[s], length = lengths[s], position = length - end + token;
+    const int ring = rows - sink_tokens;
+    if (slot < 0 || slot >= max_seqs || position < 0) return -1;
+    if (position < sink_tokens) return slot * rows + position;
+    return position < length - ring ? -1 : slot * rows + sink_tokens + (position - sink_tokens) % ring;
+  }
+};
+
+struct StoreArguments {
+  Heads heads[2];  // keys, values
+  Codebook book[2];
+  const float* signs[2];
+  const float* center;  // [kv_heads, d] of keys, or null
+  const int64_t* slots;
+  int64_t tokens;
+  Pages pages;
+  RecordLayout layout;
+  Tail tail;
+  EncodeConstants constants;
+  ScalarType dtype;
+  int element_size;
+};
+
+// As many lanes as a vector has octets in a block, up to a warp: for the few tokens of a decode step, the shortest way through.
+template <int M, int LOG_N>
+using StoreTraits = HadamardTraits<M, LOG_N, (1 << LOG_N) / 8 < 32 ? (1 << LOG_N) / 8 : 32>;
+
+template <typename Traits>
+__global__ void __launch_bounds__(kBlockTokens * Traits::kLanes) store_kernel(const __grid_constant__ StoreArguments a) {
+  extern __shared__ uint4 staged[];
+  __shared__ SharedCodebook shared;
+  __shared__ Token tokens[kBlockTokens];
+  const int kind = blockIdx.z, head = blockIdx.y;
+  const int lane = threadIdx.x % Traits::kLanes, mine = threadIdx.x / Traits::kLanes, count = blockDim.x / Traits::kLanes;
+  const int64_t first = int64_t{blockIdx.x} * count, token = first + mine;
+  const RecordLayout& layout = a.layout;
+  const Codebook& book = a.book[kind];
+
+  const int64_t slot = token < a.tokens ? a.slots[token] : -1;
+  const Token to = a.pages.token(slot, head, layout);
+  const int64_t from = (token < a.tokens ? token : 0) * a.heads[kind].token_stride + head * a.heads[kind].head_stride;
+  float y[Traits::kPerLane];
+  load_as<Traits>(a.heads[kind].data, a.dtype, from, lane, y);
+  if (kind == kKeys && a.center) subtract<Traits>(y, a.center + head * Traits::kDim, lane);
+  shared.fill(book, threadIdx.x, blockDim.x);
+  if (lane == 0) tokens[mine] = to;
+  __syncthreads();
+
+  Octet octet[Octets<Traits>::kCount];
+  const uint16_t scale = encode_vector<Traits>(y, a.signs[kind], lane, shared, book, a.constants, octet);
+  const int stride = row_stride(row_words(Traits::kDim, book.bits));
+  uint32_t* rows = reinterpret_cast<uint32_t*>(staged);
+  uint32_t* row = rows + mine * stride;
+#pragma unroll
+  for (int q = 0; q < Octets<Traits>::kCount; ++q) {
+    write_octet(row, layout.octets, book.bits, Octets<Traits>::index(lane, q), octet[q]);
+  }
+
+  if (a.tail.data && to.tile) {
+    const int64_t kept = a.tail.row(token);
+    const int bytes = Traits::kDim * a.element_size;
+    const int64_t at = ((kept / a.tail.rows * a.pages.kv_heads + head) * a.tail.rows + kept % a.tail.rows) * 2 + kind;
+    const uint8_t* source = static_cast<const uint8_t*>(a.heads[kind].data) + from * a.element_size;
+    if (kept >= 0) copy_bytes(source, a.tail.data + at * bytes, bytes, lane, Traits::kLanes);
+  }
+  if (kind == kKeys) {
+    __syncwarp();
+    if (!to.tile) return;
+    store_key(row, to, layout, lane, Traits::kLanes);
+    if (lane == 0) *to.key_scale(layout) = scale;
+    return;
+  }
+  // A block of 16 tokens that is written as a whole is put together first; else every token writes the bytes that it owns.
+  const bool together = to.tile && to.tile == tokens[0].tile && to.number == tokens[0].number + mine;
+  if (to.tile && lane == 0) *to.value_scale(layout) = scale;
+  if (__syncthreads_and(together && count == kBlockTokens && tokens[0].number % kBlockTokens == 0)) {
+    uint32_t* image = rows + kBlockTokens * stride;
+    gather_block(rows, stride, image, {Traits::kDim, book.bits}, threadIdx.x, kBlockTokens * Traits::kLanes);
+    __syncthreads();
+    copy_bytes(reinterpret_cast<const uint8_t*>(image), tokens[0].value_block(layout), layout.value_block_bytes, threadIdx.x,
+               kBlockTokens * Traits::kLanes);
+  } else if (to.tile) {
+    store_value(row, to, layout, lane, Traits::kLanes);
+  }
+}
+
+// ---- Load -------------------------------------------------------------------------------------------------------------
+
+struct LoadArguments {
+  Pages pages;
+  RecordLayout layout;
+  const int32_t* table;    // [seqs, max_pages]
+  const int32_t* lengths;  // [seqs]
+  int64_t seqs, max_pages, max_length;
+  int64_t blocks;  // of 16 tokens in a sequence
+  const float* signs[2];
+  const int8_t* levels[2];
+  const float* center;
+  void* out[2];  // [seqs, max_length, kv_heads, d]
+  ScalarType dtype;
+};
+
+// Groups of lanes of a block: at least the 16 tokens of a value block, about four warps.
+template <typename Traits>
+constexpr int load_tokens() {
+  return Traits::kLanes < 128 / kBlockTokens ? 128 / Traits::kLanes : kBlockTokens;
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(load_tokens<Traits>() * Traits::kLanes) load_kernel(const __grid_constant__ LoadArguments a) {
+  constexpr int count = load_tokens<Traits>(), threads = count * Traits::kLanes;
+  extern __shared__ uint4 staged[];
+  __shared__ float table[32];
+  __shared__ Token tokens[count];
+  const int kind = blockIdx.z, head = blockIdx.y;
+  const int lane = threadIdx.x % Traits::kLanes, mine = threadIdx.x / Traits::kLanes;
+  const RecordLayout& layout = a.layout;
+  const int bits = kind == kKeys ? layout.key_bits : layout.value_bits;
+  fill_levels(table, a.levels[kind], bits, threadIdx.x, threads);
+
+  // Where the tokens of the call's blocks of 16 are.
+  const int64_t block = int64_t{blockIdx.x} * (count / kBlockTokens) + mine / kBlockTokens;
+  const int64_t sequence = block / a.blocks, position = block % a.blocks * kBlockTokens + mine % kBlockTokens;
+  Token from{nullptr, 0};
+  bool exists = false;
+  if (block < a.seqs * a.blocks) {
+    exists = position < a.max_length;
+    const int64_t page = position >> layout.page_shift;
+    if (exists && position < a.lengths[sequence] && page < a.max_pages) {
+      from = a.pages.token(a.table[sequence * a.max_pages + page], position & ((1 << layout.page_shift) - 1), head, layout);
+    }
+  }
+  if (lane == 0) tokens[mine] = from;
+  __syncthreads();
+
+  const ValueLayout values{Traits::kDim, layout.value_bits};
+  uint32_t* rows = reinterpret_cast<uint32_t*>(staged);
+  const int stride = row_stride(kind == kKeys ? (layout.key_row_bytes + layout.key_plane_bytes) / 4 : values.fragments());
+  uint32_t* row = rows + mine * stride;
+  if (kind == kKeys) {
+    if (from.tile) load_key(row, from, layout, lane, Traits::kLanes);
+    __syncwarp();
+  } else {
+    uint32_t* images = rows + count * stride;
+    for (int b = 0; b < count / kBlockTokens; ++b) {
+      const Token& first = tokens[b * kBlockTokens];
+      if (first.tile) {
+        copy_bytes(first.value_block(layout), reinterpret_cast<uint8_t*>(images) + b * layout.value_block_bytes,
+                   layout.value_block_bytes, threadIdx.x, threads);
+      }
+    }
+    __syncthreads();
+    for (int b = 0; b < count / kBlockTokens; ++b) {
+      scatter_block(images + b * layout.value_block_bytes / 4, rows + b * kBlockTokens * stride, stride, values, threadIdx.x,
+                    threads);
+    }
+    __syncthreads();
+  }
+
+  float scale = 0;
+  if (from.tile) scale = __half2float(__ushort_as_half(*(kind == kKeys ? from.key_scale(layout) : from.value_scale(layout))));
+  Octet octet[Octets<Traits>::kCount];
+#pragma unroll
+  for (int q = 0; q < Octets<Traits>::kCount; ++q) {
+    const int o = Octets<Traits>::index(lane, q);
+    octet[q] = kind == kKeys ? key_octet(row, row + layout.key_row_bytes / 4, layout.octets, bits, o) : values.octet(row, o);
+  }
+  float y[Traits::kPerLane];
+  decode_rotated<Traits>(octet, bits, table, scale, y);
+  rotate_back<Traits>(y, a.signs[kind], lane);
+  if (kind == kKeys && a.center) add<Traits>(y, a.center + head * Traits::kDim, lane);
+  if (!exists) return;
+  if (!from.tile) {
+#pragma unroll
+    for (int i = 0; i < Traits::kPerLane; ++i) y[i] = 0;
+  }
+  store_as<Traits>(y, lane, a.out[kind], a.dtype, ((sequence * a.max_length + position) * a.pages.kv_heads + head) * Traits::kDim);
+}
+
+// ---- Host side --------------------------------------------------------------------------------------------------------
+
+// Calls fn(std::integral_constant<int, m>, std::integral_constant<int, log2(n)>) for every d of a page record.
+template <int M, int LOG_N = 4, typename Fn>
+void dispatch_block(format::Split split, Fn&& fn) {
+  if constexpr (M << LOG_N <= format::kMaxHeadDim) {
+    if (split.block == 1 << LOG_N) return fn(std::integral_constant<int, M>{}, std::integral_constant<int, LOG_N>{});
+    dispatch_block<M, LOG_N + 1>(split, fn);
+  }
+}
+
+template <typename Fn>
+void dispatch_head_dim(format::Split split, Fn&& fn) {
+  switch (split.blocks) {
+    case 1: return dispatch_block<1>(split, fn);
+    case 3: return dispatch_block<3>(split, fn);
+    case 5: return dispatch_block<5>(split, fn);
+    case 7: return dispatch_block<7>(split, fn);
+    default: return dispatch_block<9>(split, fn);
+  }
+}
+
+Pages checked_pages(const Tensor& cache, const Tensor& first, const format::Record& record) {
+  check_cache(cache, first, record);
+  STD_TORCH_CHECK(aligned(cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
+  return {static_cast<uint8_t*>(cache.data_ptr()), cache.size(0), static_cast<int>(cache.size(1))};
+}
+
+// k or v itself, or a copy with aligned rows.
+class HeadRows {
+ public:
+  explicit HeadRows(const Tensor& t) : tensor_(t), rows_(t, word_bytes(8, t.element_size())) {}
+  Heads heads() const {
+    if (rows_.data() == tensor_.data_ptr()) return {rows_.data(), tensor_.stride(0), tensor_.stride(1)};
+    return {rows_.data(), tensor_.size(1) * tensor_.size(2), tensor_.size(2)};
+  }
+
+ private:
+  Tensor tensor_;
+  AlignedRows rows_;
+};
+
+void check_kv(const Tensor& k, const Tensor& v) {
+  check_float(k, "k");
+  check_shape(k, "k", {-1, -1, -1});
+  check_unit_last_stride(k, "k");
+  check_device(v, k, "v");
+  check_dtype(v, "v", {k.scalar_type()});
+  check_shape(v, "v", {k.size(0), k.size(1), k.size(2)});
+  check_unit_last_stride(v, "v");
+}
+
+Tail checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& seq_lens,
+                  const OptionalTensor& cu_seqlens_q, const Tensor& k, int64_t sink_tokens) {
+  STD_TORCH_CHECK(seq_lens.has_value(), "tail needs seq_lens");
+  check_constant(*seq_lens, k, "seq_lens", ScalarType::Int, {-1});
+  const int64_t seqs = seq_lens->size(0);
+  if (cu_seqlens_q) {
+    check_constant(*cu_seqlens_q, k, "cu_seqlens_q", ScalarType::Int, {seqs + 1});
+  } else {
+    STD_TORCH_CHECK(seqs == k.size(0), "without cu_seqlens_q every sequence has one new token, but there are ", seqs,
+                    " sequences and ", k.size(0), " tokens");
+  }
+  check_constant(tail, k, "tail", k.scalar_type(), {-1, k.size(1), -1, 2, k.size(2)});
+  STD_TORCH_CHECK(sink_tokens >= 0 && sink_tokens < tail.size(2), "sink_tokens is ", sink_tokens, " but the tail has ",
+                  tail.size(2), " rows: supported are 0 to rows - 1");
+  STD_TORCH_CHECK(tail_slots.has_value(), "tail needs tail_slots");
+  check_constant(*tail_slots, k, "tail_slots", ScalarType::Long, {seqs});
+  return {static_cast<uint8_t*>(tail.data_ptr()),
+          static_cast<const int64_t*>(tail_slots->data_ptr()),
+          static_cast<const int32_t*>(seq_lens->data_ptr()),
+          cu_seqlens_q ? static_cast<const int32_t*>(cu_seqlens_q->data_ptr()) : nullptr,
+          seqs,
+          tail.size(0),
+          static_cast<int>(tail.size(2)),
+          static_cast<int>(sink_tokens)};
+}
+
+// k, v: [tokens, kv_heads, d]; cache: uint8 [num_pages, kv_heads, record_bytes], written; slot_mapping: int64 [tokens];
+// center: float32 [kv_heads, d]; tail: [max_seqs, kv_heads, rows, 2, d], written
+void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Tensor& slot_mapping, const Tensor& key_signs,
+                 const Tensor& value_signs, const OptionalTensor& key_levels, const OptionalTensor& value_levels,
+                 const Tensor& key_steps, const Tensor& value_steps, const OptionalTensor& center, int64_t page_size,
+                 int64_t key_bits, int64_t value_bits, int64_t key_scale_mode, int64_t value_scale_mode,
+                 const OptionalTensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& seq_lens,
+                 const OptionalTensor& cu_seqlens_q, int64_t sink_tokens) {
+  check_kv(k, v);
+  const int64_t tokens = k.size(0), kv_heads = k.size(1), d = k.size(2);
+  const format::Record record = check_record(d, page_size, key_bits, value_bits);
+  const Pages pages = checked_pages(cache, k, record);
+  STD_TORCH_CHECK(cache.size(1) == kv_heads, "cache has ", cache.size(1), " KV heads but k has ", kv_heads);
+  STD_TORCH_CHECK(kv_heads <= kMaxGridY, "k has ", kv_heads, " KV heads, supported: up to ", kMaxGridY);
+  check_constant(key_signs, k, "key_signs", ScalarType::Float, {d});
+  check_constant(value_signs, k, "value_signs", ScalarType::Float, {d});
+  check_center(center, k, kv_heads, d);
+  check_scale_mode(key_scale_mode, "key_scale_mode");
+  check_scale_mode(value_scale_mode, "value_scale_mode");
+  const Codebook key_book = checked_codebook(k, key_levels, key_steps, key_bits, key_scale_mode, "key_levels", "key_steps");
+  const Codebook value_book =
+      checked_codebook(k, value_levels, value_steps, value_bits, value_scale_mode, "value_levels", "value_steps");
+  check_constant(slot_mapping, k, "slot_mapping", ScalarType::Long, {tokens});
+  const Tail ring = tail ? checked_tail(*tail, tail_slots, seq_lens, cu_seqlens_q, k, sink_tokens) : Tail{};
+  if (tokens == 0 || kv_heads == 0) return;
+
+  const HeadRows keys(k), values(v);
+  const Constant k_signs(key_signs), v_signs(value_signs), mean(center);
+  const Launch launch(k);
+  const format::Split split = format::split_dim(d);
+  const StoreArguments arguments{{keys.heads(), values.heads()},
+                                 {key_book, value_book},
+                                 {k_signs.data(), v_signs.data()},
+                                 mean.data(),
+                                 static_cast<const int64_t*>(slot_mapping.data_ptr()),
+                                 tokens,
+                                 pages,
+                                 RecordLayout(record),
+                                 ring,
+                                 encode_constants(split),
+                                 k.scalar_type(),
+                                 static_cast<int>(k.element_size())};
+  dispatch_head_dim(split, [&](auto m, auto log_n) {
+    using Traits = StoreTraits<m, log_n>;
+    const int count = kBlockTokens;
+    const int row_bytes = 4 * row_stride(row_words(Traits::kDim, static_cast<int>(std::max(key_bits, value_bits))));
+    const dim3 grid(num_blocks(tokens, count), static_cast<unsigned>(kv_heads), 2);
+    store_kernel<Traits><<<grid, count * Traits::kLanes, count * row_bytes + record.value_block_bytes(), launch.stream()>>>(
+        arguments);
+    launch.check("cache_store");
+  });
+}
+
+// cache: uint8 [num_pages, kv_heads, record_bytes], block_table: int32 [seqs, max_pages], seq_lens: int32 [seqs]
+// -> k, v: [seqs, max_seq_len, kv_heads, head_dim] of `dtype`, zero from seq_len on
+std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
+                                      const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
+                                      const OptionalTensor& value_levels, const OptionalTensor& center, int64_t head_dim,
+                                      int64_t page_size, int64_t key_bits, int64_t value_bits, int64_t max_seq_len,
+                                      ScalarType dtype) {
+  const format::Record record = check_record(head_dim, page_size, key_bits, value_bits);
+  const Pages pages = checked_pages(cache, cache, record);
+  check_output_dtype(dtype);
+  const int64_t kv_heads = cache.size(1), d = head_dim;
+  STD_TORCH_CHECK(kv_heads <= kMaxGridY, "cache has ", kv_heads, " KV heads, supported: up to ", kMaxGridY);
+  check_constant(key_signs, cache, "key_signs", ScalarType::Float, {d});
+  check_constant(value_signs, cache, "value_signs", ScalarType::Float, {d});
+  check_center(center, cache, kv_heads, d);
+  check_levels(key_levels, cache, key_bits, "key_levels");
+  check_levels(value_levels, cache, value_bits, "value_levels");
+  STD_TORCH_CHECK(max_seq_len >= 0, "max_seq_len is ", max_seq_len, ", supported: 0 and more");
+  check_constant(seq_lens, cache, "seq_lens", ScalarType::Int, {-1});
+  const int64_t seqs = seq_lens.size(0);
+  check_constant(block_table, cache, "block_table", ScalarType::Int, {seqs, -1});
+
+  Tensor k = torch::stable::new_empty(cache, {seqs, max_seq_len, kv_heads, d}, dtype);
+  Tensor v = torch::stable::new_empty(cache, {seqs, max_seq_len, kv_heads, d}, dtype);
+  if (k.numel() == 0) return {k, v};
+
+  const Constant k_signs(key_signs), v_signs(value_signs), mean(center);
+  const Launch launch(cache);
+  const LoadArguments arguments{pages,
+                                RecordLayout(record),
+                                static_cast<const int32_t*>(block_table.data_ptr()),
+                                static_cast<const int32_t*>(seq_lens.data_ptr()),
+                                seqs,
+                                block_table.size(1),
+                                max_seq_len,
+                                (max_seq_len + kBlockTokens - 1) / kBlockTokens,
+                                {k_signs.data(), v_signs.data()},
+                                {levels_data(key_levels), levels_data(value_levels)},
+                                mean.data(),
+                                {k.data_ptr(), v.data_ptr()},
+                                dtype};
+  dispatch_head_dim(format::split_dim(d), [&](auto m, auto log_n) {
+    using Traits = DefaultHadamard<m, log_n>;
+    constexpr int count = load_tokens<Traits>();
+    const int key_bytes = count * 4 * row_stride((record.key_row_bytes() + record.key_plane_bytes()) / 4);
+    const int value_bytes = count * 4 * row_stride(ValueLayout{Traits::kDim, record.value_bits}.fragments()) +
+                            count / kBlockTokens * record.value_block_bytes();
+    const dim3 grid(num_blocks(seqs * arguments.blocks, count / kBlockTokens), static_cast<unsigned>(kv_heads), 2);
+    load_kernel<Traits><<<grid, count * Traits::kLanes, std::max(key_bytes, value_bytes), launch.stream()>>>(arguments);
+    launch.check("cache_load");
+  });
+  return {k, v};
+}
+
+}  // namespace
+}  // namespace turboquant::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
+  m.impl("cache_store", TORCH_BOX(&turboquant::cuda::cache_store));
+  m.impl("cache_load", TORCH_BOX(&turboquant::cuda::cache_load));
+}
