@@ -2,9 +2,11 @@
 //
 // The structured projection is memory bound: a few lanes hold a vector, rotate it and collect the sign bits of their channels.
 // Bits of exact zeros, and of sums that only the scaling by a power of two decides, need more care than the rest: a warp that
-// meets one goes over its vectors again, exactly as the format says.
+// meets one goes over its vectors again, exactly as the format says. Unusual d take a kernel that always does so.
 // The dense projection is bound by arithmetic: its products are summed in a fixed order, without fused additions.
 #include "qjl.cuh"
+
+#include <algorithm>
 
 #include "codec.cuh"
 
@@ -25,6 +27,12 @@ __device__ __forceinline__ int prescale_exponent(uint32_t amax_bits) {
 }
 
 __device__ __forceinline__ float nan_norm() { return __int_as_float(0x7FC00000); }
+
+__device__ __forceinline__ float load_as_float(const void* x, ScalarType dtype, int64_t at) {
+  if (dtype == ScalarType::BFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(x)[at]);
+  if (dtype == ScalarType::Half) return __half2float(static_cast<const __half*>(x)[at]);
+  return static_cast<const float*>(x)[at];
+}
 
 // A group of lanes takes several vectors, one after the other, and keeps the signs in registers where they fit.
 template <typename Traits>
@@ -135,6 +143,47 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Any d, a warp per vector, in dynamic shared memory: [vectors of the block][2][d].
+__global__ void __launch_bounds__(kThreads)
+    sketch_any_kernel(const void* residual, const __grid_constant__ Rows rows, format::Split split, const float* signs,
+                      ScalarType dtype, uint8_t* bits, float* norms) {
+  extern __shared__ float shared[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, m = split.blocks, n = split.block, d = m * n;
+  const int64_t vector = int64_t{blockIdx.x} * (blockDim.x / 32) + warp;
+  if (vector >= rows.count) return;
+  float *y = shared + warp * 2 * d, *square = y + d;
+
+  const int64_t from = rows(vector);
+  uint32_t amax = 0;
+  for (int c = lane; c < d; c += 32) {
+    y[c] = load_as_float(residual, dtype, from + c);
+    amax = max(amax, magnitude_bits(y[c]));
+  }
+  amax = group_max<32>(amax);
+  const int e = prescale_exponent(amax);
+  const bool broken = amax >= kInfinityBits;
+  for (int c = lane; c < d; c += 32) {
+    const float x = __fmul_rn(y[c], power_of_two(-e));
+    square[c] = __fmul_rn(x, x);
+    y[c] = __fmul_rn(x, signs[c]);
+  }
+  transform_shared(y, split, lane);
+  for (int h = 1; h < n; h *= 2) {
+    for (int i = 2 * h * lane; i < d; i += 64 * h) square[i] = __fadd_rn(square[i], square[i + h]);
+    __syncwarp();
+  }
+  for (int byte = lane; byte < d / 8; byte += 32) {
+    unsigned packed = 0;
+    for (int k = 0; k < 8; ++k) packed |= static_cast<unsigned>(y[8 * byte + k] >= 0) << k;
+    bits[vector * (d / 8) + byte] = broken ? 0 : static_cast<uint8_t>(packed);
+  }
+  if (lane == 0) {
+    float sum = square[0];
+    for (int b = 1; b < m; ++b) sum = __fadd_rn(sum, square[b * n]);
+    norms[vector] = broken ? nan_norm() : __fmul_rn(__fsqrt_rn(sum), power_of_two(e));
+  }
+}
+
 // ---- Dense --------------------------------------------------------------------------------------------------------
 
 constexpr int kDenseThreads = 256;
@@ -156,12 +205,12 @@ __device__ __forceinline__ float product_tree(const float* a, const float* b) {
   }
 }
 
-// residual: rows of d = blocks * n channels, projection: [m, d] -> bits: [count, m / 8], norms: [count]. INNER = min(n, 32).
+// residual: rows of d = blocks * n channels, projection: [m, d] -> bits: [count, m / 8], norms: [count]. INNER divides n.
 // A block takes kTileVectors vectors and all rows of the projection. The squares of a vector are one more row.
-template <int INNER, typename T>
+template <int INNER>
 __global__ void __launch_bounds__(kDenseThreads)
-    dense_sketch_kernel(const T* residual, const __grid_constant__ Rows rows, const float* projection, int m,
-                        int blocks, int n, uint8_t* bits, float* norms) {
+    dense_sketch_kernel(const void* residual, const __grid_constant__ Rows rows, ScalarType dtype,
+                        const float* projection, int m, int blocks, int n, uint8_t* bits, float* norms) {
   __shared__ alignas(16) float vectors[kTileVectors][kStride];
   __shared__ alignas(16) float tile[kTileRows][kStride];
   __shared__ float down[kTileVectors];  // 2^-e of each vector
@@ -173,8 +222,8 @@ __global__ void __launch_bounds__(kDenseThreads)
   for (int v = warp; v < kTileVectors; v += kDenseThreads / 32) {
     uint32_t amax = 0;
     if (v < count) {
-      const T* x = residual + rows(first + v);
-      for (int c = lane; c < d; c += 32) amax = max(amax, magnitude_bits(static_cast<float>(x[c])));
+      const int64_t from = rows(first + v);
+      for (int c = lane; c < d; c += 32) amax = max(amax, magnitude_bits(load_as_float(residual, dtype, from + c)));
     }
     amax = group_max<32>(amax);
     if (lane == 0) down[v] = power_of_two(-prescale_exponent(amax)), broken[v] = amax >= kInfinityBits;
@@ -204,7 +253,7 @@ __global__ void __launch_bounds__(kDenseThreads)
         for (int i = thread; i < kTileVectors * width; i += kDenseThreads) {
           const int v = i / width, c = i % width;
           vectors[v][c] =
-              v < count ? __fmul_rn(static_cast<float>(residual[rows(first + v) + from + c]), down[v]) : 0.0f;
+              v < count ? __fmul_rn(load_as_float(residual, dtype, rows(first + v) + from + c), down[v]) : 0.0f;
         }
         for (int i = thread; i < kTileRows * width; i += kDenseThreads) {
           const int r = i / width, c = i % width;
@@ -255,14 +304,21 @@ __global__ void __launch_bounds__(kDenseThreads)
 
 // ---- Host ---------------------------------------------------------------------------------------------------------
 
-// Calls fn(std::integral_constant<int, min(n, 32)>).
-template <int INNER = 2, typename Fn>
-void dispatch_inner(int n, Fn&& fn) {
-  if constexpr (INNER == 32) {
-    fn(std::integral_constant<int, 32>{});
-  } else {
-    if (n == INNER) return fn(std::integral_constant<int, INNER>{});
-    dispatch_inner<2 * INNER>(n, fn);
+// Calls fn(DefaultHadamard<..>) for the usual head sizes; false for any other.
+template <typename Fn>
+bool dispatch_usual_dim(format::Split split, Fn&& fn) {
+  switch (split.blocks * split.block) {
+    case 64: fn(DefaultHadamard<1, 6>{}); return true;
+    case 80: fn(DefaultHadamard<5, 4>{}); return true;
+    case 96: fn(DefaultHadamard<3, 5>{}); return true;
+    case 112: fn(DefaultHadamard<7, 4>{}); return true;
+    case 128: fn(DefaultHadamard<1, 7>{}); return true;
+    case 160: fn(DefaultHadamard<5, 5>{}); return true;
+    case 192: fn(DefaultHadamard<3, 6>{}); return true;
+    case 256: fn(DefaultHadamard<1, 8>{}); return true;
+    case 512: fn(DefaultHadamard<1, 9>{}); return true;
+    case 576: fn(DefaultHadamard<9, 6>{}); return true;
+    default: return false;
   }
 }
 
@@ -286,25 +342,34 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
   const Rows& rows = in.rows();
   if (sketch.dense) {
     STD_TORCH_CHECK(sketch.rows <= INT32_MAX, "projection has ", sketch.rows, " rows, supported: up to ", INT32_MAX);
-    dispatch_inner(split.block, [&](auto inner) {
-      dispatch_float(dtype, [&](auto tag) {
-        using T = typename decltype(tag)::type;
-        dense_sketch_kernel<inner><<<num_blocks(rows.count, kTileVectors), kDenseThreads, 0, launch.stream()>>>(
-            static_cast<const T*>(in.data()), rows, sketch.data, static_cast<int>(sketch.rows), split.blocks,
-            split.block, bits_out, norm_out);
-      });
-    });
+    const auto start = [&](auto inner) {
+      dense_sketch_kernel<inner><<<num_blocks(rows.count, kTileVectors), kDenseThreads, 0, launch.stream()>>>(
+          in.data(), rows, dtype, sketch.data, static_cast<int>(sketch.rows), split.blocks, split.block, bits_out,
+          norm_out);
+    };
+    if (split.block >= 32) {
+      start(std::integral_constant<int, 32>{});
+    } else if (split.block >= 8) {
+      start(std::integral_constant<int, 8>{});
+    } else {
+      start(std::integral_constant<int, 2>{});
+    }
   } else {
     const Constant signs(projection);
-    dispatch_dim(split, [&](auto traits) {
+    const bool usual = dispatch_usual_dim(split, [&](auto traits) {
       using Traits = decltype(traits);
-      if constexpr (Traits::kBlock >= 8) {  // d is a multiple of 8, which Projection checks
-        constexpr int per_block = kThreads / Traits::kLanes * kRepeats<Traits>;
-        sketch_kernel<Traits><<<num_blocks(rows.count, per_block), kThreads, 0, launch.stream()>>>(in.data(), rows,
-                                                                                                   signs.data(), dtype,
-                                                                                                   bits_out, norm_out);
-      }
+      constexpr int per_block = kThreads / Traits::kLanes * kRepeats<Traits>;
+      sketch_kernel<Traits><<<num_blocks(rows.count, per_block), kThreads, 0, launch.stream()>>>(in.data(), rows,
+                                                                                                 signs.data(), dtype,
+                                                                                                 bits_out, norm_out);
     });
+    if (!usual) {
+      constexpr int64_t shared = 48 << 10;
+      const int64_t bytes = 2 * d * int64_t{sizeof(float)};  // of a warp
+      const int warps = static_cast<int>(std::min<int64_t>(kThreads / 32, shared / bytes));
+      sketch_any_kernel<<<num_blocks(rows.count, warps), 32 * warps, warps * bytes, launch.stream()>>>(
+          in.data(), rows, split, signs.data(), dtype, bits_out, norm_out);
+    }
   }
   launch.check("qjl_sketch");
   return {bits, norm};

@@ -1,4 +1,5 @@
-// The projection of a sketch as the qjl and score ops take it (docs/format.md section 10), checked.
+// What the qjl and score ops share: the projection of a sketch (docs/format.md section 10), checked, and a transform for
+// vectors of any size.
 //
 // Two kinds, told apart by their shape, each with its own scale (confusing them silently loses the estimate):
 //   float32 [m, d], dense Gaussian entries:        estimate = sqrt(pi/2) / m * norm * sum of sign_i * (S q)_i
@@ -7,6 +8,7 @@
 
 #include <cmath>
 
+#include "../format.h"
 #include "tensors.cuh"
 
 namespace turboquant::cuda {
@@ -36,5 +38,33 @@ struct Projection {
   }
   int64_t bytes() const { return rows / 8; }
 };
+
+// core(y) of section 2 in shared memory, by one warp, in the order of the format: slow, but the same code for every d.
+__device__ inline void transform_shared(float* y, format::Split split, int lane) {
+  const int m = split.blocks, n = split.block, d = m * n;
+  for (int h = 1; h < n; h *= 2) {
+    __syncwarp();
+    for (int i = lane; i < d / 2; i += 32) {
+      const int low = 2 * i - (i & (h - 1));
+      const float p = y[low], q = y[low + h];
+      y[low] = __fadd_rn(p, q), y[low + h] = __fsub_rn(p, q);
+    }
+  }
+  __syncwarp();
+  const float norm = __fsqrt_rn(__frcp_rn(static_cast<float>(n)));  // float32(1 / sqrt(n)): 1 / n is exact
+  for (int c = lane; c < d; c += 32) y[c] = __fmul_rn(y[c], norm);
+  __syncwarp();
+  if (m == 1) return;
+  for (int i = lane; i < n; i += 32) {
+    float in[format::kMaxBlocks];
+    for (int j = 0; j < m; ++j) in[j] = y[j * n + i];
+    for (int b = 0; b < m; ++b) {
+      float sum = __fmul_rn(format::hartley(m, 0), in[0]);
+      for (int j = 1; j < m; ++j) sum = __fadd_rn(sum, __fmul_rn(format::hartley(m, b * j % m), in[j]));
+      y[b * n + i] = sum;
+    }
+  }
+  __syncwarp();
+}
 
 }  // namespace turboquant::cuda

@@ -203,37 +203,6 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// core(y) of section 2 by one warp, in shared memory, in the order of the format.
-__device__ void transform_shared(float* y, format::Split split, int lane) {
-  const int n = split.block, d = n * split.blocks;
-  for (int h = 1; h < n; h *= 2) {
-    __syncwarp();
-    for (int i = lane; i < d / 2; i += 32) {
-      const int low = 2 * i - (i & (h - 1));
-      const float p = y[low], q = y[low + h];
-      y[low] = __fadd_rn(p, q), y[low + h] = __fsub_rn(p, q);
-    }
-  }
-  __syncwarp();
-  const float norm = __fsqrt_rn(__frcp_rn(static_cast<float>(n)));  // float32(1 / sqrt(n)) for powers of two
-  for (int c = lane; c < d; c += 32) y[c] = __fmul_rn(y[c], norm);
-  if (split.blocks == 1) return __syncwarp();
-  __syncwarp();
-  for (int i = lane; i < n; i += 32) {
-    float in[format::kMaxBlocks];
-    for (int j = 0; j < split.blocks; ++j) in[j] = y[j * n + i];
-    for (int b = 0; b < split.blocks; ++b) {
-      float sum = 0;
-      for (int j = 0; j < split.blocks; ++j) {
-        const float product = __fmul_rn(format::hartley(split.blocks, b * j % split.blocks), in[j]);
-        sum = j ? __fadd_rn(sum, product) : product;
-      }
-      y[b * n + i] = sum;
-    }
-  }
-  __syncwarp();
-}
-
 // Coordinates y[count] of one query as integers, cut into bytes and laid out as columns. By one warp.
 template <typename Map, bool SKETCH>
 __device__ void make_columns(const float* y, int count, int steps, int query, int queries, const Side& side, int lane) {
