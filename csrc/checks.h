@@ -55,14 +55,15 @@ inline void check_float(const Tensor& t, const char* name) {
 }
 
 inline void check_output_dtype(ScalarType t) {
-  STD_TORCH_CHECK(t == ScalarType::Float || t == ScalarType::Half || t == ScalarType::BFloat16, "dtype is ", dtype_name(t),
-                  ", supported: float32, float16, bfloat16");
+  STD_TORCH_CHECK(t == ScalarType::Float || t == ScalarType::Half || t == ScalarType::BFloat16, "dtype is ",
+                  dtype_name(t), ", supported: float32, float16, bfloat16");
 }
 
 // All tensors of a call live on the device of the first.
 inline void check_device(const Tensor& t, const Tensor& first, const char* name) {
-  STD_TORCH_CHECK(t.is_cpu() == first.is_cpu() && t.get_device_index() == first.get_device_index(), name,
-                  " is on another device than the first tensor of the call: all tensors of a call must be on one device");
+  STD_TORCH_CHECK(
+      t.is_cpu() == first.is_cpu() && t.get_device_index() == first.get_device_index(), name,
+      " is on another device than the first tensor of the call: all tensors of a call must be on one device");
 }
 
 // `shape` entries of -1 stand for any size.
@@ -123,7 +124,8 @@ inline void check_levels(const OptionalTensor& levels, const Tensor& first, int6
 
 inline void check_steps(const Tensor& steps, const Tensor& first, const char* name) {
   check_constant(steps, first, name, ScalarType::Float, {-1});
-  STD_TORCH_CHECK(steps.size(0) >= 1 && steps.size(0) <= 64, name, " has ", steps.size(0), " candidates, supported: 1 to 64");
+  STD_TORCH_CHECK(steps.size(0) >= 1 && steps.size(0) <= 64, name, " has ", steps.size(0),
+                  " candidates, supported: 1 to 64");
 }
 
 inline format::Record check_record(int64_t head_dim, int64_t page_size, int64_t key_bits, int64_t value_bits) {
@@ -133,7 +135,8 @@ inline format::Record check_record(int64_t head_dim, int64_t page_size, int64_t 
   STD_TORCH_CHECK(format::valid_page_size(page_size), "page_size is ", page_size, ", supported: 16, 32, 64, 128");
   STD_TORCH_CHECK(format::valid_key_bits(key_bits), "key_bits is ", key_bits, ", supported: 2, 3, 4, 5, 8");
   STD_TORCH_CHECK(format::valid_value_bits(value_bits), "value_bits is ", value_bits, ", supported: 2, 3, 4, 8");
-  return {static_cast<int>(head_dim), static_cast<int>(page_size), static_cast<int>(key_bits), static_cast<int>(value_bits)};
+  return {static_cast<int>(head_dim), static_cast<int>(page_size), static_cast<int>(key_bits),
+          static_cast<int>(value_bits)};
 }
 
 // uint8 [num_pages, num_kv_heads, record_bytes]

@@ -44,17 +44,19 @@ TURBOQUANT_HD constexpr Split split_dim(int64_t d) {
 TURBOQUANT_HD constexpr float hartley(int m, int index) {
   constexpr float k3[3] = {0.577350259f, 0.211324871f, -0.788675129f};
   constexpr float k5[5] = {0.44721359f, 0.563521981f, -0.0989378393f, -0.624668956f, -0.287128806f};
-  constexpr float k7[7] = {0.377964467f, 0.531161547f, 0.284383118f, -0.176541582f, -0.504526854f, -0.452593118f, -0.05984753f};
-  constexpr float k9[9] = {0.333333343f, 0.469610691f, 0.386151969f, 0.122008465f, -0.199224159f, -0.4272376f, -0.455341816f, -0.270386517f, 0.041085612f};
+  constexpr float k7[7] = {0.377964467f,  0.531161547f,  0.284383118f, -0.176541582f,
+                           -0.504526854f, -0.452593118f, -0.05984753f};
+  constexpr float k9[9] = {0.333333343f, 0.469610691f,  0.386151969f,  0.122008465f, -0.199224159f,
+                           -0.4272376f,  -0.455341816f, -0.270386517f, 0.041085612f};
   return m == 3 ? k3[index] : m == 5 ? k5[index] : m == 7 ? k7[index] : k9[index];
 }
 
 // ---- Section 4: codes and levels ----------------------------------------------------------------------------------
 
-constexpr float kLevelUnit = 1.0f / 32;     // a vector decodes as scale * level * kLevelUnit
-constexpr float kUnitsPerSigma = 4096;      // coordinates are compared with boundaries in units of 2^-12 sigma
-constexpr uint16_t kNanScale = 0x7E00;      // float16 scale of a vector that holds a NaN or an infinity
-constexpr float kMaxHalf = 65504;           // largest finite float16: scales are limited to it
+constexpr float kLevelUnit = 1.0f / 32;  // a vector decodes as scale * level * kLevelUnit
+constexpr float kUnitsPerSigma = 4096;   // coordinates are compared with boundaries in units of 2^-12 sigma
+constexpr uint16_t kNanScale = 0x7E00;   // float16 scale of a vector that holds a NaN or an infinity
+constexpr float kMaxHalf = 65504;        // largest finite float16: scales are limited to it
 
 // Boundaries of 1 to 5 bits are multiples of this many units (2^-8 sigma), so that 16-bit arithmetic finds codes exactly.
 TURBOQUANT_HD constexpr int boundary_grain(int bits) { return bits == 8 ? 1 : 16; }
@@ -86,13 +88,15 @@ TURBOQUANT_HD constexpr int64_t dense_row_bytes(int64_t d, int bits) { return (d
 // ---- Section 8: page records --------------------------------------------------------------------------------------
 
 constexpr int kMaxHeadDim = 1024;
-constexpr int kMaxTile = 32;   // tokens of a tile
+constexpr int kMaxTile = 32;     // tokens of a tile
 constexpr int kValueGroup = 16;  // tokens of a value block
 
 TURBOQUANT_HD constexpr bool valid_key_bits(int64_t bits) { return (bits >= 2 && bits <= 5) || bits == 8; }
 TURBOQUANT_HD constexpr bool valid_value_bits(int64_t bits) { return (bits >= 2 && bits <= 4) || bits == 8; }
 TURBOQUANT_HD constexpr bool valid_page_size(int64_t n) { return n == 16 || n == 32 || n == 64 || n == 128; }
-TURBOQUANT_HD constexpr bool valid_head_dim(int64_t d) { return d % 16 == 0 && d <= kMaxHeadDim && split_dim(d).valid(); }
+TURBOQUANT_HD constexpr bool valid_head_dim(int64_t d) {
+  return d % 16 == 0 && d <= kMaxHeadDim && split_dim(d).valid();
+}
 
 TURBOQUANT_HD constexpr int round_up_4(int n) { return (n + 3) & ~3; }
 
@@ -186,14 +190,16 @@ struct Record {
       const int set = channel / 64, full = head_dim / 64, j = channel / 16 % 4, shift = 4 * (octet % 2);
       const int start = block + 384 * set;
       if (set == full) return one_piece(start + 4 * (head_dim % 64 / 16) * lane + 4 * j + b, shift, 3);
-      return j < 3 ? one_piece(start + 12 * lane + 4 * j + b, shift, 3) : three_bits(start + 12 * lane + b, 4, shift + 3);
+      return j < 3 ? one_piece(start + 12 * lane + 4 * j + b, shift, 3)
+                   : three_bits(start + 12 * lane + b, 4, shift + 3);
     }
     const int per_byte = 8 / value_bits, units = head_dim / (8 * per_byte), unit = octet / per_byte;
     if (unit == units) {  // 2 bits, the last 16 channels: four channels of one token share a byte
       return one_piece(block + 128 * units + 16 * (g % 4) + 4 * q + b, 4 * (g / 4) + 2 * (octet % 2), 2);
     }
     const int chunk = unit / 4, words = units - 4 * chunk < 4 ? units - 4 * chunk : 4;
-    return one_piece(block + 512 * chunk + 4 * words * lane + 4 * (unit % 4) + b, value_bits * (octet % per_byte), value_bits);
+    return one_piece(block + 512 * chunk + 4 * words * lane + 4 * (unit % 4) + b, value_bits * (octet % per_byte),
+                     value_bits);
   }
 };
 

@@ -6,6 +6,7 @@
 // host state. `levels` absent means the uniform grid. Ops take no gradient, except hadamard.
 #include <torch/csrc/stable/library.h>
 
+// clang-format off: one line per group of arguments
 STABLE_TORCH_LIBRARY(turboquant, m) {
   // -- hadamard: signed orthonormal Walsh-Hadamard transform of the last dimension ---------------------------------------
   m.def("hadamard(Tensor x, Tensor signs, bool inverse=False) -> Tensor");
@@ -58,3 +59,4 @@ STABLE_TORCH_LIBRARY(turboquant, m) {
         " int sliding_window=0, float soft_cap=0.0, Tensor? sink_logits=None) -> ()");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
 }
+// clang-format on

@@ -50,7 +50,7 @@ def test_rotation_and_integer_coordinates(example, vector):
     assert signs.tolist() == [float(w) for w in example["signs"]]
     exponent = int(example["exponent"][0])
     assert exponent == int(np.floor(np.log2(vector.abs().max().item())))
-    y = 4 * ops.hadamard(vector * 2.0**-exponent, signs).numpy()  # an encoder leaves out 1 / sqrt(16)
+    y = 4 * ops.hadamard(vector * 2.0**-exponent, signs).numpy()  # encoders omit 1 / sqrt(n)
     assert y.tolist() == [float(w) for w in example["y"]]
     length = np.float32(example["R"][0])
     assert length == np.sqrt((y * y).sum(dtype=np.float32))  # every partial sum is exact here
@@ -93,7 +93,8 @@ def test_bytes_in_a_record(example, vector, codebook):
     k = vector.view(1, 1, DIM)
     key_signs, value_signs = (random_signs(DIM, SEED, 0, kind) for kind in (0, 1))
     ops.cache_store(
-        *(k, k, cache, torch.tensor([5]), key_signs, value_signs, levels, levels, steps, steps, None),
+        *(k, k, cache, torch.tensor([5]), key_signs, value_signs),
+        *(levels, levels, steps, steps, None),
         *(16, BITS, BITS, MODES["scale"], MODES["scale"]),
     )
     stored = cache.flatten().tolist()

@@ -55,8 +55,8 @@ struct Attention {
 struct Row {
   int64_t position, first;  // sees keys [first, position]
   Attention::Exact exact;
-  int64_t token, head;      // where its result goes
-  float shift;              // q . center
+  int64_t token, head;  // where its result goes
+  float shift;          // q . center
   float max = -INFINITY, sum = 0;
 };
 
@@ -202,9 +202,9 @@ class Rotated {
 
   const Attention& a_;
   int64_t s_, kv_head_, d_;
-  std::vector<Row> rows_;                    // [queries * group]
-  std::vector<float> plain_, rotated_;       // queries, [rows, d]
-  std::vector<float> coded_sum_, exact_sum_; // values in the rotated and in the original space, [rows, d]
+  std::vector<Row> rows_;                     // [queries * group]
+  std::vector<float> plain_, rotated_;        // queries, [rows, d]
+  std::vector<float> coded_sum_, exact_sum_;  // values in the rotated and in the original space, [rows, d]
 };
 
 int64_t largest_query_count(const Batch& batch) {
@@ -216,10 +216,11 @@ int64_t largest_query_count(const Batch& batch) {
 Attention checked_attention(const Tensor& q, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
                             const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
                             const OptionalTensor& value_levels, const OptionalTensor& center, int64_t page_size,
-                            int64_t key_bits, int64_t value_bits, double softmax_scale, const OptionalTensor& cu_seqlens_q,
-                            int64_t max_q_len, const OptionalTensor& tail, const OptionalTensor& tail_slots,
-                            const OptionalTensor& tail_valid, int64_t sink_tokens, int64_t recent_window,
-                            int64_t sliding_window, double soft_cap, const OptionalTensor& sink_logits) {
+                            int64_t key_bits, int64_t value_bits, double softmax_scale,
+                            const OptionalTensor& cu_seqlens_q, int64_t max_q_len, const OptionalTensor& tail,
+                            const OptionalTensor& tail_slots, const OptionalTensor& tail_valid, int64_t sink_tokens,
+                            int64_t recent_window, int64_t sliding_window, double soft_cap,
+                            const OptionalTensor& sink_logits) {
   check_float(q, "q");
   check_shape(q, "q", {-1, -1, -1});
   check_unit_last_stride(q, "q");
@@ -306,13 +307,14 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& cache,
                                            const OptionalTensor& key_levels, const OptionalTensor& value_levels,
                                            const OptionalTensor& center, int64_t page_size, int64_t key_bits,
                                            int64_t value_bits, double softmax_scale, const OptionalTensor& cu_seqlens_q,
-                                           int64_t max_q_len, const OptionalTensor& tail, const OptionalTensor& tail_slots,
-                                           const OptionalTensor& tail_valid, int64_t sink_tokens, int64_t recent_window,
-                                           int64_t sliding_window, double soft_cap, const OptionalTensor& sink_logits) {
-  const Attention a = checked_attention(q, cache, block_table, seq_lens, key_signs, value_signs, key_levels, value_levels,
-                                        center, page_size, key_bits, value_bits, softmax_scale, cu_seqlens_q, max_q_len, tail,
-                                        tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,
-                                        sink_logits);
+                                           int64_t max_q_len, const OptionalTensor& tail,
+                                           const OptionalTensor& tail_slots, const OptionalTensor& tail_valid,
+                                           int64_t sink_tokens, int64_t recent_window, int64_t sliding_window,
+                                           double soft_cap, const OptionalTensor& sink_logits) {
+  const Attention a =
+      checked_attention(q, cache, block_table, seq_lens, key_signs, value_signs, key_levels, value_levels, center,
+                        page_size, key_bits, value_bits, softmax_scale, cu_seqlens_q, max_q_len, tail, tail_slots,
+                        tail_valid, sink_tokens, recent_window, sliding_window, soft_cap, sink_logits);
   Tensor out = empty_like_shape(q, {a.tokens, a.q_heads, a.d}, q.scalar_type());
   Tensor lse = empty_like_shape(q, {a.tokens, a.q_heads}, ScalarType::Float);
   attend(a, out, lse);
@@ -322,21 +324,23 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& cache,
 void paged_attention_out(const Tensor& q, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
                          const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
                          const OptionalTensor& value_levels, const OptionalTensor& center, int64_t page_size,
-                         int64_t key_bits, int64_t value_bits, double softmax_scale, const Tensor& out, const Tensor& lse,
-                         const OptionalTensor& cu_seqlens_q, int64_t max_q_len, const OptionalTensor& tail,
-                         const OptionalTensor& tail_slots, const OptionalTensor& tail_valid, int64_t sink_tokens,
-                         int64_t recent_window, int64_t sliding_window, double soft_cap, const OptionalTensor& sink_logits) {
-  const Attention a = checked_attention(q, cache, block_table, seq_lens, key_signs, value_signs, key_levels, value_levels,
-                                        center, page_size, key_bits, value_bits, softmax_scale, cu_seqlens_q, max_q_len, tail,
-                                        tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,
-                                        sink_logits);
+                         int64_t key_bits, int64_t value_bits, double softmax_scale, const Tensor& out,
+                         const Tensor& lse, const OptionalTensor& cu_seqlens_q, int64_t max_q_len,
+                         const OptionalTensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& tail_valid,
+                         int64_t sink_tokens, int64_t recent_window, int64_t sliding_window, double soft_cap,
+                         const OptionalTensor& sink_logits) {
+  const Attention a =
+      checked_attention(q, cache, block_table, seq_lens, key_signs, value_signs, key_levels, value_levels, center,
+                        page_size, key_bits, value_bits, softmax_scale, cu_seqlens_q, max_q_len, tail, tail_slots,
+                        tail_valid, sink_tokens, recent_window, sliding_window, soft_cap, sink_logits);
   check_constant(out, q, "out", q.scalar_type(), {a.tokens, a.q_heads, a.d});
   check_constant(lse, q, "lse", ScalarType::Float, {a.tokens, a.q_heads});
   attend(a, out, lse);
 }
 
 // out_a, out_b: [..., d] of one dtype, lse_a, lse_b: float32 [...], all contiguous -> merged out and lse
-std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
+std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
+                                           const Tensor& lse_b) {
   check_float(out_a, "out_a");
   check_contiguous(out_a, "out_a");
   STD_TORCH_CHECK(out_a.dim() >= 1, "out_a has shape [], expected [..., d]");

@@ -47,12 +47,13 @@ void check_kv(const Tensor& k, const Tensor& v) {
 
 // k, v: [tokens, kv_heads, d]; cache: uint8 [num_pages, kv_heads, record_bytes], written; slot_mapping: int64 [tokens];
 // center: float32 [kv_heads, d]; tail: [max_seqs, kv_heads, rows, 2, d], written
-void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Tensor& slot_mapping, const Tensor& key_signs,
-                 const Tensor& value_signs, const OptionalTensor& key_levels, const OptionalTensor& value_levels,
-                 const Tensor& key_steps, const Tensor& value_steps, const OptionalTensor& center, int64_t page_size,
-                 int64_t key_bits, int64_t value_bits, int64_t key_scale_mode, int64_t value_scale_mode,
-                 const OptionalTensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& seq_lens,
-                 const OptionalTensor& cu_seqlens_q, int64_t sink_tokens) {
+void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Tensor& slot_mapping,
+                 const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
+                 const OptionalTensor& value_levels, const Tensor& key_steps, const Tensor& value_steps,
+                 const OptionalTensor& center, int64_t page_size, int64_t key_bits, int64_t value_bits,
+                 int64_t key_scale_mode, int64_t value_scale_mode, const OptionalTensor& tail,
+                 const OptionalTensor& tail_slots, const OptionalTensor& seq_lens, const OptionalTensor& cu_seqlens_q,
+                 int64_t sink_tokens) {
   check_kv(k, v);
   const int64_t tokens = k.size(0), kv_heads = k.size(1), d = k.size(2);
   const format::Record record = check_record(d, page_size, key_bits, value_bits);
@@ -120,10 +121,10 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
 // cache: uint8 [num_pages, kv_heads, record_bytes], block_table: int32 [seqs, max_pages], seq_lens: int32 [seqs]
 // -> k, v: [seqs, max_seq_len, kv_heads, head_dim] of `dtype`, zero from seq_len on
 std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
-                                      const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
-                                      const OptionalTensor& value_levels, const OptionalTensor& center, int64_t head_dim,
-                                      int64_t page_size, int64_t key_bits, int64_t value_bits, int64_t max_seq_len,
-                                      ScalarType dtype) {
+                                      const Tensor& key_signs, const Tensor& value_signs,
+                                      const OptionalTensor& key_levels, const OptionalTensor& value_levels,
+                                      const OptionalTensor& center, int64_t head_dim, int64_t page_size,
+                                      int64_t key_bits, int64_t value_bits, int64_t max_seq_len, ScalarType dtype) {
   const format::Record record = check_record(head_dim, page_size, key_bits, value_bits);
   check_cache(cache, cache, record);
   check_output_dtype(dtype);
@@ -138,7 +139,8 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
   const int32_t* table = static_cast<const int32_t*>(block_table.data_ptr());
   const int64_t max_pages = block_table.size(1);
   for (int64_t s = 0; s < seqs; ++s) {
-    STD_TORCH_CHECK(lengths[s] <= max_seq_len, "sequence ", s, " has ", lengths[s], " tokens, more than max_seq_len ", max_seq_len);
+    STD_TORCH_CHECK(lengths[s] <= max_seq_len, "sequence ", s, " has ", lengths[s], " tokens, more than max_seq_len ",
+                    max_seq_len);
     check_pages(table, max_pages, cache.size(0), record.page_size, s, 0, lengths[s]);
   }
   const LevelTable key_table(record.key_bits, checked_levels(key_levels, cache, key_bits, "key_levels"));

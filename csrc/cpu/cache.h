@@ -31,9 +31,11 @@ class CodeMap {
   // codes: [d] of `token` (inside the tile)
   void read(const uint8_t* tile, int token, uint8_t* codes) const {
     const format::Piece* first = first_.data() + token * d_;
-    for (int c = 0; c < d_; ++c) codes[c] = static_cast<uint8_t>(tile[first[c].byte] >> first[c].shift & mask(first[c]));
+    for (int c = 0; c < d_; ++c)
+      codes[c] = static_cast<uint8_t>(tile[first[c].byte] >> first[c].shift & mask(first[c]));
     for (const Extra& x : more_[token]) {
-      codes[x.channel] |= static_cast<uint8_t>((tile[x.piece.byte] >> x.piece.shift & mask(x.piece)) << x.piece.code_shift);
+      codes[x.channel] |=
+          static_cast<uint8_t>((tile[x.piece.byte] >> x.piece.shift & mask(x.piece)) << x.piece.code_shift);
     }
   }
 
@@ -42,9 +44,11 @@ class CodeMap {
     const format::Piece* first = first_.data() + token * d_;
     for (int c = 0; c < d_; ++c) tile[first[c].byte] = 0;
     for (const Extra& x : more_[token]) tile[x.piece.byte] = 0;
-    for (int c = 0; c < d_; ++c) tile[first[c].byte] |= static_cast<uint8_t>((codes[c] & mask(first[c])) << first[c].shift);
+    for (int c = 0; c < d_; ++c)
+      tile[first[c].byte] |= static_cast<uint8_t>((codes[c] & mask(first[c])) << first[c].shift);
     for (const Extra& x : more_[token]) {
-      tile[x.piece.byte] |= static_cast<uint8_t>((codes[x.channel] >> x.piece.code_shift & mask(x.piece)) << x.piece.shift);
+      tile[x.piece.byte] |=
+          static_cast<uint8_t>((codes[x.channel] >> x.piece.code_shift & mask(x.piece)) << x.piece.shift);
     }
   }
 
@@ -56,8 +60,8 @@ class CodeMap {
   static unsigned mask(const format::Piece& p) { return (1u << p.width) - 1; }
 
   int d_;
-  std::vector<format::Piece> first_;       // [tokens, d]
-  std::vector<std::vector<Extra>> more_;   // [tokens]
+  std::vector<format::Piece> first_;      // [tokens, d]
+  std::vector<std::vector<Extra>> more_;  // [tokens]
 };
 
 // A record's geometry with its code tables.
@@ -66,8 +70,7 @@ struct RecordMap {
   CodeMap keys, values;
 
   explicit RecordMap(const format::Record& r)
-      : record(r),
-        keys(r.tile_tokens(), r.head_dim, [&](int t, int c) { return r.key(t, c); }),
+      : record(r), keys(r.tile_tokens(), r.head_dim, [&](int t, int c) { return r.key(t, c); }),
         values(r.tile_tokens(), r.head_dim, [&](int t, int c) { return r.value(t, c); }) {}
 
   int tile_token(int token) const { return token % record.tile_tokens(); }
@@ -125,33 +128,35 @@ inline std::vector<int64_t> checked_seq_lens(const Tensor& seq_lens, const Tenso
 }
 
 // seq_lens: int32 [seqs], cu_seqlens_q: int32 [seqs + 1] or absent (one new token per sequence)
-inline Batch checked_batch(const Tensor& seq_lens, const OptionalTensor& cu_seqlens_q, const Tensor& first, int64_t tokens) {
+inline Batch checked_batch(const Tensor& seq_lens, const OptionalTensor& cu_seqlens_q, const Tensor& first,
+                           int64_t tokens) {
   Batch batch;
   batch.length = checked_seq_lens(seq_lens, first);
   batch.count = seq_lens.size(0);
   if (!cu_seqlens_q) {
-    STD_TORCH_CHECK(batch.count == tokens, "without cu_seqlens_q every sequence has one new token, but there are ", batch.count,
-                    " sequences and ", tokens, " tokens");
+    STD_TORCH_CHECK(batch.count == tokens, "without cu_seqlens_q every sequence has one new token, but there are ",
+                    batch.count, " sequences and ", tokens, " tokens");
     for (int64_t s = 0; s <= batch.count; ++s) batch.query_begin.push_back(s);
     return batch;
   }
   check_constant(*cu_seqlens_q, first, "cu_seqlens_q", ScalarType::Int, {batch.count + 1});
   const int32_t* cu = static_cast<const int32_t*>(cu_seqlens_q->data_ptr());
   batch.query_begin.assign(cu, cu + batch.count + 1);
-  STD_TORCH_CHECK(cu[0] == 0 && cu[batch.count] <= tokens, "cu_seqlens_q must start at 0 and end at no more than the ", tokens,
-                  " tokens of the call");
+  STD_TORCH_CHECK(cu[0] == 0 && cu[batch.count] <= tokens, "cu_seqlens_q must start at 0 and end at no more than the ",
+                  tokens, " tokens of the call");
   for (int64_t s = 0; s < batch.count; ++s) {
     STD_TORCH_CHECK(batch.queries(s) >= 0, "cu_seqlens_q must not decrease");
-    STD_TORCH_CHECK(batch.length[s] == 0 || batch.queries(s) <= batch.length[s], "sequence ", s, " has ", batch.queries(s),
-                    " new tokens but a length of ", batch.length[s], ": seq_lens counts the new tokens too");
+    STD_TORCH_CHECK(batch.length[s] == 0 || batch.queries(s) <= batch.length[s], "sequence ", s, " has ",
+                    batch.queries(s), " new tokens but a length of ", batch.length[s],
+                    ": seq_lens counts the new tokens too");
   }
   return batch;
 }
 
 // The exact tail (docs/format.md section 9).
 struct TailView {
-  Tensor tensor;            // [max_seqs, kv_heads, sink_tokens + ring, 2, d]
-  const int64_t* slots;     // [seqs], row of each sequence, -1 none
+  Tensor tensor;         // [max_seqs, kv_heads, sink_tokens + ring, 2, d]
+  const int64_t* slots;  // [seqs], row of each sequence, -1 none
   int64_t max_seqs, kv_heads, rows, ring, sink_tokens, d;
 
   int64_t row_of(int64_t position) const {
@@ -184,8 +189,8 @@ inline TailView checked_tail(const Tensor& tail, const OptionalTensor& tail_slot
 // Checks the page ids that keys [first_key, end_key) of sequence s are read from. table: int32 [seqs, max_pages]
 inline void check_pages(const int32_t* table, int64_t max_pages, int64_t num_pages, int page_size, int64_t s,
                         int64_t first_key, int64_t end_key) {
-  STD_TORCH_CHECK(end_key <= max_pages * page_size, "sequence ", s, " has ", end_key, " tokens but block_table has room for ",
-                  max_pages * page_size);
+  STD_TORCH_CHECK(end_key <= max_pages * page_size, "sequence ", s, " has ", end_key,
+                  " tokens but block_table has room for ", max_pages * page_size);
   for (int64_t p = first_key / page_size; p * page_size < end_key; ++p) {
     STD_TORCH_CHECK(table[s * max_pages + p] >= 0 && table[s * max_pages + p] < num_pages, "block_table names page ",
                     table[s * max_pages + p], " for sequence ", s, ", supported: 0 to ", num_pages - 1);

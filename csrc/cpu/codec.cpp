@@ -14,8 +14,8 @@ const float* center_of(const OptionalTensor& center, const Tensor& first, int64_
 }
 
 // x: [..., d] float, stride 1 in the last dimension -> packed uint8 [..., row_bytes], scale float16 [...]
-std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const OptionalTensor& levels, const Tensor& steps,
-                                  int64_t bits, int64_t scale_mode, const OptionalTensor& center) {
+std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const OptionalTensor& levels,
+                                  const Tensor& steps, int64_t bits, int64_t scale_mode, const OptionalTensor& center) {
   check_float(x, "x");
   check_unit_last_stride(x, "x");
   const int64_t d = x.size(x.dim() - 1);
@@ -52,8 +52,8 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
 }
 
 // packed: uint8 [..., row_bytes], scale: float16 [...], both contiguous -> [..., d] of `dtype`; d is that of signs
-Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, const OptionalTensor& levels, int64_t bits,
-              ScalarType dtype, const OptionalTensor& center) {
+Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, const OptionalTensor& levels,
+              int64_t bits, ScalarType dtype, const OptionalTensor& center) {
   check_codec_bits(bits);
   check_output_dtype(dtype);
   const DenseVectors in = checked_dense_vectors(packed, scale, signs, levels, bits);

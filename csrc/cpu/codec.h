@@ -59,7 +59,8 @@ class Codebook {
       const float units = step * (format::kUnitsPerSigma / 2 / static_cast<float>(grain));
       for (int r = 0; r + 1 < n; ++r) {
         const float boundary = std::nearbyint(static_cast<float>(levels_[r] + levels_[r + 1]) * units);
-        boundaries_.push_back(grain * static_cast<int>(std::clamp(boundary, -format::kMaxBoundary, format::kMaxBoundary)));
+        boundaries_.push_back(grain *
+                              static_cast<int>(std::clamp(boundary, -format::kMaxBoundary, format::kMaxBoundary)));
       }
     }
   }
@@ -74,7 +75,8 @@ class Codebook {
     const int n = static_cast<int>(levels_.size()) - 1;
     const int32_t* boundary = boundaries_.data() + static_cast<size_t>(s) * n;
     if (n > 32) {
-      for (int c = 0; c < d; ++c) rank[c] = static_cast<int32_t>(std::upper_bound(boundary, boundary + n, u[c]) - boundary);
+      for (int c = 0; c < d; ++c)
+        rank[c] = static_cast<int32_t>(std::upper_bound(boundary, boundary + n, u[c]) - boundary);
       return;
     }
     std::fill(rank, rank + d, 0);
@@ -95,8 +97,8 @@ class Codebook {
 class Encoder {
  public:
   Encoder(const Codebook& book, const float* signs, format::Split split, ScaleMode mode)
-      : book_(book), signs_(signs), split_(split), mode_(mode), d_(split.blocks * split.block),
-        u_(d_), rank_(d_), best_(d_), squares_(d_) {}
+      : book_(book), signs_(signs), split_(split), mode_(mode), d_(split.blocks * split.block), u_(d_), rank_(d_),
+        best_(d_), squares_(d_) {}
 
   // x: [d] float32 with the center already subtracted, destroyed. codes: [d]. Returns the float16 bits of the scale.
   uint16_t operator()(float* x, uint8_t* codes) {

@@ -33,8 +33,8 @@ inline DenseVectors checked_dense_vectors(const Tensor& packed, const Tensor& sc
   const format::Split split = check_vector_dim(d, "signs");
   check_constant(signs, packed, "signs", ScalarType::Float, {d});
   const int64_t row_bytes = format::dense_row_bytes(d, bits);
-  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ", shape_text(packed),
-                  ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
+  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ",
+                  shape_text(packed), ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
   check_device(scale, packed, "scale");
   check_dtype(scale, "scale", {ScalarType::Half});
   check_contiguous(scale, "scale");

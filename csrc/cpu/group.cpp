@@ -77,15 +77,15 @@ const uint16_t* checked_group_constant(const Tensor& t, const Tensor& packed, in
   return static_cast<const uint16_t*>(t.data_ptr());
 }
 
-Tensor group_decode(const Tensor& packed, const Tensor& scale, const Tensor& zero, int64_t group, int64_t bits, int64_t d,
-                    ScalarType dtype) {
+Tensor group_decode(const Tensor& packed, const Tensor& scale, const Tensor& zero, int64_t group, int64_t bits,
+                    int64_t d, ScalarType dtype) {
   check_group(d, group, bits);
   check_output_dtype(dtype);
   check_dtype(packed, "packed", {ScalarType::Byte});
   check_contiguous(packed, "packed");
   const int64_t row_bytes = format::dense_row_bytes(d, bits), groups = d / group;
-  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ", shape_text(packed),
-                  ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
+  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ",
+                  shape_text(packed), ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
   const uint16_t* scales = checked_group_constant(scale, packed, groups, "scale");
   const uint16_t* zeros = checked_group_constant(zero, packed, groups, "zero");
 

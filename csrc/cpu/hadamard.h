@@ -9,7 +9,9 @@
 namespace turboquant::cpu {
 
 // float32(1 / sqrt(n)): what makes the butterflies of a block orthonormal.
-inline float block_norm(format::Split split) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(split.block))); }
+inline float block_norm(format::Split split) {
+  return static_cast<float>(1.0 / std::sqrt(static_cast<double>(split.block)));
+}
 
 // The butterflies of every block. y: [blocks * block]
 inline void butterflies(float* y, format::Split split) {

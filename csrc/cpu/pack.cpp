@@ -8,9 +8,7 @@
 namespace turboquant::cpu {
 namespace {
 
-void check_pack_bits(int64_t bits) {
-  STD_TORCH_CHECK(bits >= 1 && bits <= 8, "bits is ", bits, ", supported: 1 to 8");
-}
+void check_pack_bits(int64_t bits) { STD_TORCH_CHECK(bits >= 1 && bits <= 8, "bits is ", bits, ", supported: 1 to 8"); }
 
 // codes: uint8 [..., d], contiguous -> uint8 [..., dense_row_bytes(d, bits)]
 Tensor pack(const Tensor& codes, int64_t bits) {
@@ -43,8 +41,8 @@ Tensor unpack(const Tensor& packed, int64_t bits, int64_t d) {
   STD_TORCH_CHECK(d >= 1, "d is ", d, ", supported: 1 and more");
   check_dtype(packed, "packed", {ScalarType::Byte});
   const int64_t row_bytes = format::dense_row_bytes(d, bits);
-  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ", shape_text(packed),
-                  ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
+  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ",
+                  shape_text(packed), ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
   check_contiguous(packed, "packed");
 
   Tensor codes = empty_like_shape(packed, leading_shape(packed, 1, {d}), ScalarType::Byte);

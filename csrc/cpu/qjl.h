@@ -13,7 +13,8 @@ namespace turboquant::cpu {
 
 class Sketch {
  public:
-  Sketch(const Tensor& projection, const Tensor& first, int64_t d) : d_(d), split_(check_vector_dim(d, "the sketched vectors")) {
+  Sketch(const Tensor& projection, const Tensor& first, int64_t d)
+      : d_(d), split_(check_vector_dim(d, "the sketched vectors")) {
     const bool dense = projection.dim() == 2;
     STD_TORCH_CHECK(dense || projection.dim() == 1, "projection has shape ", shape_text(projection),
                     ", supported: [m, d] (dense Gaussian) or [d] (signs of a structured one)");
@@ -106,10 +107,11 @@ inline void check_sketch_of(const Sketch& sketch, const Tensor& sign_bits, const
   check_dtype(sign_bits, "sign_bits", {ScalarType::Byte});
   check_contiguous(sign_bits, "sign_bits");
   const int64_t dims = q.dim();
-  bool same = sign_bits.dim() == dims && sign_bits.size(dims - 1) == sketch.bytes() && sign_bits.size(dims - 2) == shape.keys;
+  bool same =
+      sign_bits.dim() == dims && sign_bits.size(dims - 1) == sketch.bytes() && sign_bits.size(dims - 2) == shape.keys;
   for (int64_t i = 0; same && i + 2 < dims; ++i) same = sign_bits.size(i) == q.size(i);
-  STD_TORCH_CHECK(same, "sign_bits has shape ", shape_text(sign_bits), ", expected [..., ", shape.keys, ", ", sketch.bytes(),
-                  "] with the leading dimensions of q");
+  STD_TORCH_CHECK(same, "sign_bits has shape ", shape_text(sign_bits), ", expected [..., ", shape.keys, ", ",
+                  sketch.bytes(), "] with the leading dimensions of q");
   check_device(norm, q, "the residual norm");
   check_dtype(norm, "the residual norm", {ScalarType::Float});
   check_contiguous(norm, "the residual norm");

@@ -10,9 +10,9 @@ constexpr int64_t kKeyBlock = 256;  // keys of one piece of work: enough to pay 
 
 // q: [..., queries, d], packed: uint8 [..., keys, row_bytes], scale: float16 [..., keys], center: float32 [d],
 // sign_bits: uint8 [..., keys, m / 8], residual_norm: float32 [..., keys], projection as in qjl.h -> float32 [..., queries, keys]
-Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const Tensor& signs, const OptionalTensor& levels,
-             int64_t bits, const OptionalTensor& center, const OptionalTensor& sign_bits, const OptionalTensor& residual_norm,
-             const OptionalTensor& projection) {
+Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const Tensor& signs,
+             const OptionalTensor& levels, int64_t bits, const OptionalTensor& center, const OptionalTensor& sign_bits,
+             const OptionalTensor& residual_norm, const OptionalTensor& projection) {
   check_codec_bits(bits);
   const ScoreShape shape = checked_score_shape(q, packed, "packed");
   check_device(packed, q, "packed");
@@ -38,7 +38,8 @@ Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const T
   const Rows rows(q);
   const int64_t blocks = (shape.keys + kKeyBlock - 1) / kKeyBlock;
   parallel_for(shape.batch * blocks, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> queries(shape.queries * d), projected(shape.queries * m), shift(shape.queries), key(d), scratch(d);
+    std::vector<float> queries(shape.queries * d), projected(shape.queries * m), shift(shape.queries), key(d),
+        scratch(d);
     std::vector<uint8_t> codes(d);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t b = item / blocks, first = item % blocks * kKeyBlock;

@@ -1,0 +1,65 @@
+"""The README's code runs as it stands, and its preset table says what config.py says."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_turboquant as tq
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_there_are_three_examples():
+    assert len(BLOCKS) == 3
+
+
+def test_transformers_example():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=64,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    prompt = torch.randint(0, 64, (1, 80))
+    names = {"model": model, "inputs": {"input_ids": prompt}}
+    exec(compile(BLOCKS[0], "README.md", "exec"), names)
+    assert names["out"].shape == (1, 180)
+    assert names["cache"].memory_bytes()["pages"] > 0
+
+
+def test_paged_example():
+    names: dict = {}
+    exec(compile(BLOCKS[1], "README.md", "exec"), names)
+    config, k, v, q = (names[n] for n in ("config", "k", "v", "q"))
+    assert config.bytes_per_token == 132
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float().repeat_interleave(4, 1)) / 128**0.5
+    exact = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float().repeat_interleave(4, 1))
+    error = (names["out"].float() - exact).pow(2).sum() / exact.pow(2).sum()
+    assert error < 0.02  # 4-bit keys and values of random data: their error is 0.8% each
+
+
+def test_vector_example():
+    names: dict = {}
+    exec(compile(BLOCKS[2], "README.md", "exec"), names)
+    keys, q, decoded, scores = (names[n] for n in ("keys", "q", "decoded", "scores"))
+    assert (decoded - keys).pow(2).sum() / keys.pow(
+        2
+    ).sum() < 0.0082  # unbiased scale: d 128, 4 bits
+    torch.testing.assert_close(scores, q @ decoded.transpose(1, 2), atol=1e-4, rtol=1e-4)
+
+
+def test_preset_table():
+    rows = re.findall(r"^\| (k\d\S*) \| (.*) \|$", README, re.MULTILINE)
+    table = {name: cells.split(" | ") for name, cells in rows if cells.endswith("x")}
+    assert table.keys() == tq.PRESETS.keys()
+    for name, cells in table.items():
+        expected = [str(tq.preset(name, d).bytes_per_token) for d in (64, 96, 128, 256)]
+        assert cells == [*expected, f"{tq.preset(name, 128).compression():.2f}x"]
