@@ -21,6 +21,7 @@ from torch_turboquant.format import Record
 from torch_turboquant.group import group_decode, group_encode
 from torch_turboquant.hadamard import hadamard
 from torch_turboquant.pack import pack, unpack
+from torch_turboquant.paper import TurboQuantKVCache, TurboQuantMSE, TurboQuantProd
 from torch_turboquant.qjl import gaussian_projection, qjl_score, qjl_sketch
 from torch_turboquant.score import score
 from torch_turboquant.signs import SignKind, random_signs
@@ -35,6 +36,9 @@ __all__ = [
     "Record",
     "SignKind",
     "Tail",
+    "TurboQuantKVCache",
+    "TurboQuantMSE",
+    "TurboQuantProd",
     "__version__",
     "allocate_cache",
     "allocate_tail",
