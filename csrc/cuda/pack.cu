@@ -13,32 +13,27 @@ constexpr int kChunk = 16;     // codes that a thread moves at a time
 constexpr int kPerThread = 2;  // chunks of a thread, so that several loads are in flight
 constexpr int kTile = kThreads * kPerThread * kChunk;
 
-// The low BITS bits of every byte of a word.
-template <int BITS>
-constexpr uint32_t kByteMask = 0x01010101u * ((1u << BITS) - 1);
-
 // 16 codes as 128 bits, low part first.
 struct Bits128 {
   uint64_t low, high;
 };
 
-// Four codes, one in each byte -> 4 * BITS bits
+// Four codes, one in each byte -> 4 * BITS bits; upper bits of a byte are dropped.
 template <int BITS>
 __device__ __forceinline__ uint32_t squeeze(uint32_t bytes) {
   if constexpr (BITS == 8) return bytes;
-  constexpr uint32_t pair = (1u << 2 * BITS) - 1;
-  bytes &= kByteMask<BITS>;
-  bytes = (bytes | bytes >> (8 - BITS)) & (pair << 16 | pair);
-  return (bytes | bytes >> (16 - 2 * BITS)) & static_cast<uint32_t>((uint64_t{1} << 4 * BITS) - 1);
+  constexpr uint32_t even = 0x00010001u * ((1u << BITS) - 1), pair = (1u << 2 * BITS) - 1;
+  bytes = (bytes & even) | (bytes & even << 8) >> (8 - BITS);
+  return (bytes & pair) | (bytes & pair << 16) >> (16 - 2 * BITS);
 }
 
 // The inverse; bits above the 4 * BITS lowest are ignored.
 template <int BITS>
 __device__ __forceinline__ uint32_t spread(uint32_t bits) {
   if constexpr (BITS == 8) return bits;
-  constexpr uint32_t pair = (1u << 2 * BITS) - 1;
+  constexpr uint32_t even = 0x00010001u * ((1u << BITS) - 1), pair = (1u << 2 * BITS) - 1;
   bits = (bits & pair) | (bits << (16 - 2 * BITS) & pair << 16);
-  return (bits | bits << (8 - BITS)) & kByteMask<BITS>;
+  return (bits & even) | (bits << (8 - BITS) & even << 8);
 }
 
 // 16 codes -> 16 * BITS bits
