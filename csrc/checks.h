@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -146,6 +147,118 @@ inline void check_cache(const Tensor& cache, const Tensor& first, const format::
 
 inline void check_center(const OptionalTensor& center, const Tensor& first, int64_t kv_heads, int64_t d) {
   if (center) check_constant(*center, first, "center", ScalarType::Float, {kv_heads, d});
+}
+
+// ---- Shapes [..., x] that must agree in their leading dimensions ----------------------------------------------------
+
+// The sizes of all but the last `drop` dimensions, followed by `tail`.
+inline std::vector<int64_t> leading_shape(const Tensor& t, int64_t drop, std::initializer_list<int64_t> tail) {
+  std::vector<int64_t> shape;
+  for (int64_t i = 0; i + drop < t.dim(); ++i) shape.push_back(t.size(i));
+  shape.insert(shape.end(), tail);
+  return shape;
+}
+
+// A contiguous tensor of one dtype on the call's device, shaped as `like` without its last `drop` dimensions, then `tail`.
+inline void check_beside(const Tensor& t, const Tensor& like, const char* name, ScalarType dtype, int64_t drop,
+                         std::initializer_list<int64_t> tail) {
+  check_device(t, like, name);
+  check_dtype(t, name, {dtype});
+  check_contiguous(t, name);
+  const std::vector<int64_t> want = leading_shape(like, drop, tail);
+  bool same = t.dim() == static_cast<int64_t>(want.size());
+  std::string text;
+  for (size_t i = 0; i < want.size(); ++i) {
+    same = same && t.size(static_cast<int64_t>(i)) == want[i];
+    text += (i ? ", " : "") + std::to_string(want[i]);
+  }
+  STD_TORCH_CHECK(same, name, " has shape ", shape_text(t), ", expected [", text, "]");
+}
+
+// ---- Dense rows and standalone vectors ------------------------------------------------------------------------------
+
+inline void check_pack_bits(int64_t bits) {
+  STD_TORCH_CHECK(bits >= 1 && bits <= 8, "bits is ", bits, ", supported: 1 to 8");
+}
+
+// codes: uint8 [..., d], d >= 1; returns d.
+inline int64_t check_codes(const Tensor& codes) {
+  check_dtype(codes, "codes", {ScalarType::Byte});
+  STD_TORCH_CHECK(codes.dim() >= 1 && codes.size(codes.dim() - 1) >= 1, "codes has shape ", shape_text(codes),
+                  ", expected [..., d] with d >= 1");
+  check_contiguous(codes, "codes");
+  return codes.size(codes.dim() - 1);
+}
+
+// packed: uint8 [..., dense_row_bytes(d, bits)]; returns the bytes of a row.
+inline int64_t check_packed_rows(const Tensor& packed, int64_t d, int64_t bits) {
+  STD_TORCH_CHECK(d >= 1, "d is ", d, ", supported: 1 and more");
+  check_dtype(packed, "packed", {ScalarType::Byte});
+  const int64_t row_bytes = format::dense_row_bytes(d, static_cast<int>(bits));
+  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ",
+                  shape_text(packed), ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
+  check_contiguous(packed, "packed");
+  return row_bytes;
+}
+
+// Rows of codes, a float16 scale each, one rotation; d is the length of signs. Returns d.
+inline int64_t check_dense_vectors(const Tensor& packed, const Tensor& scale, const Tensor& signs, int64_t bits) {
+  STD_TORCH_CHECK(signs.dim() == 1, "signs has shape ", shape_text(signs), ", expected [d]");
+  const int64_t d = signs.size(0);
+  check_vector_dim(d, "signs");
+  check_packed_rows(packed, d, bits);
+  check_constant(signs, packed, "signs", ScalarType::Float, {d});
+  check_beside(scale, packed, "scale", ScalarType::Half, 1, {});
+  return d;
+}
+
+inline void check_group(int64_t d, int64_t group, int64_t bits) {
+  STD_TORCH_CHECK(group == 32 || group == 64, "group is ", group, ", supported: 32, 64");
+  STD_TORCH_CHECK(bits == 2 || bits == 4, "bits is ", bits, ", supported: 2, 4");
+  STD_TORCH_CHECK(d >= group && d % group == 0, "d is ", d, ", supported: multiples of the group of ", group);
+}
+
+// ---- Scores -----------------------------------------------------------------------------------------------------------
+
+// q: [..., queries, d] and a packed side [..., keys, x]: the same leading dimensions, flattened to `batch`.
+struct ScoreShape {
+  int64_t batch = 1, queries, keys;
+  std::vector<int64_t> out;  // [..., queries, keys]
+};
+
+inline ScoreShape checked_score_shape(const Tensor& q, const Tensor& packed, const char* packed_name) {
+  check_float(q, "q");
+  check_unit_last_stride(q, "q");
+  bool same = q.dim() >= 2 && packed.dim() == q.dim();
+  for (int64_t i = 0; same && i + 2 < q.dim(); ++i) same = q.size(i) == packed.size(i);
+  STD_TORCH_CHECK(same, "q has shape ", shape_text(q), " and ", packed_name, " ", shape_text(packed),
+                  ", expected [..., queries, d] and [..., keys, bytes] with the same leading dimensions");
+  ScoreShape s;
+  s.queries = q.size(q.dim() - 2);
+  s.keys = packed.size(packed.dim() - 2);
+  s.out = leading_shape(q, 2, {s.queries, s.keys});
+  for (int64_t i = 0; i + 2 < q.dim(); ++i) s.batch *= q.size(i);
+  return s;
+}
+
+// The stored sketch of the keys that `shape` describes: sign_bits uint8 [..., keys, bytes], norm float32 [..., keys].
+inline void check_sketch(const Tensor& sign_bits, const Tensor& norm, const Tensor& q, const ScoreShape& shape,
+                         int64_t bytes) {
+  check_beside(sign_bits, q, "sign_bits", ScalarType::Byte, 2, {shape.keys, bytes});
+  check_beside(norm, q, "the residual norm", ScalarType::Float, 2, {shape.keys});
+}
+
+// ---- Attention --------------------------------------------------------------------------------------------------------
+
+// out_a, out_b: [..., d] of one dtype, lse_a, lse_b: float32 [...]
+inline void check_merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
+  check_float(out_a, "out_a");
+  check_contiguous(out_a, "out_a");
+  STD_TORCH_CHECK(out_a.dim() >= 1 && out_a.size(out_a.dim() - 1) >= 1, "out_a has shape ", shape_text(out_a),
+                  ", expected [..., d] with d >= 1");
+  check_beside(out_b, out_a, "out_b", out_a.scalar_type(), 0, {});
+  check_beside(lse_a, out_a, "lse_a", ScalarType::Float, 1, {});
+  check_beside(lse_b, out_a, "lse_b", ScalarType::Float, 1, {});
 }
 
 }  // namespace turboquant

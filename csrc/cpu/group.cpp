@@ -5,12 +5,6 @@
 namespace turboquant::cpu {
 namespace {
 
-void check_group(int64_t d, int64_t group, int64_t bits) {
-  STD_TORCH_CHECK(group == 32 || group == 64, "group is ", group, ", supported: 32, 64");
-  STD_TORCH_CHECK(bits == 2 || bits == 4, "bits is ", bits, ", supported: 2, 4");
-  STD_TORCH_CHECK(d >= group && d % group == 0, "d is ", d, ", supported: multiples of the group of ", group);
-}
-
 uint16_t limited_half_bits(float x) { return half_bits(std::clamp(x, -format::kMaxHalf, format::kMaxHalf)); }
 
 // One group: x [group] -> codes [group]; returns the float16 bits of scale and zero.
@@ -65,29 +59,16 @@ std::tuple<Tensor, Tensor, Tensor> group_encode(const Tensor& x, int64_t group, 
   return {packed, scale, zero};
 }
 
-// A per-group float16 constant: [..., d / group] beside packed [..., row_bytes]
-const uint16_t* checked_group_constant(const Tensor& t, const Tensor& packed, int64_t groups, const char* name) {
-  check_device(t, packed, name);
-  check_dtype(t, name, {ScalarType::Half});
-  check_contiguous(t, name);
-  bool same = t.dim() == packed.dim() && t.size(t.dim() - 1) == groups;
-  for (int64_t i = 0; same && i + 1 < t.dim(); ++i) same = t.size(i) == packed.size(i);
-  STD_TORCH_CHECK(same, name, " has shape ", shape_text(t), ", expected the leading dimensions of packed ",
-                  shape_text(packed), " and ", groups, " groups");
-  return static_cast<const uint16_t*>(t.data_ptr());
-}
-
+// packed: uint8 [..., row_bytes], scale and zero float16 [..., d / group] -> [..., d] of `dtype`
 Tensor group_decode(const Tensor& packed, const Tensor& scale, const Tensor& zero, int64_t group, int64_t bits,
                     int64_t d, ScalarType dtype) {
   check_group(d, group, bits);
   check_output_dtype(dtype);
-  check_dtype(packed, "packed", {ScalarType::Byte});
-  check_contiguous(packed, "packed");
-  const int64_t row_bytes = format::dense_row_bytes(d, bits), groups = d / group;
-  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ",
-                  shape_text(packed), ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
-  const uint16_t* scales = checked_group_constant(scale, packed, groups, "scale");
-  const uint16_t* zeros = checked_group_constant(zero, packed, groups, "zero");
+  const int64_t row_bytes = check_packed_rows(packed, d, bits), groups = d / group;
+  check_beside(scale, packed, "scale", ScalarType::Half, 1, {groups});
+  check_beside(zero, packed, "zero", ScalarType::Half, 1, {groups});
+  const uint16_t* scales = static_cast<const uint16_t*>(scale.data_ptr());
+  const uint16_t* zeros = static_cast<const uint16_t*>(zero.data_ptr());
 
   Tensor out = empty_like_shape(packed, leading_shape(packed, 1, {d}), dtype);
   const uint8_t* in = static_cast<const uint8_t*>(packed.data_ptr());

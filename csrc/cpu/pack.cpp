@@ -8,16 +8,10 @@
 namespace turboquant::cpu {
 namespace {
 
-void check_pack_bits(int64_t bits) { STD_TORCH_CHECK(bits >= 1 && bits <= 8, "bits is ", bits, ", supported: 1 to 8"); }
-
 // codes: uint8 [..., d], contiguous -> uint8 [..., dense_row_bytes(d, bits)]
 Tensor pack(const Tensor& codes, int64_t bits) {
   check_pack_bits(bits);
-  check_dtype(codes, "codes", {ScalarType::Byte});
-  STD_TORCH_CHECK(codes.dim() >= 1 && codes.size(codes.dim() - 1) >= 1, "codes has shape ", shape_text(codes),
-                  ", expected [..., d] with d >= 1");
-  check_contiguous(codes, "codes");
-  const int64_t d = codes.size(codes.dim() - 1), row_bytes = format::dense_row_bytes(d, bits), rows = codes.numel() / d;
+  const int64_t d = check_codes(codes), row_bytes = format::dense_row_bytes(d, bits), rows = codes.numel() / d;
   const uint8_t* in = static_cast<const uint8_t*>(codes.data_ptr());
 
   std::atomic<bool> in_range{true};
@@ -38,12 +32,7 @@ Tensor pack(const Tensor& codes, int64_t bits) {
 // packed: uint8 [..., dense_row_bytes(d, bits)], contiguous -> uint8 [..., d]
 Tensor unpack(const Tensor& packed, int64_t bits, int64_t d) {
   check_pack_bits(bits);
-  STD_TORCH_CHECK(d >= 1, "d is ", d, ", supported: 1 and more");
-  check_dtype(packed, "packed", {ScalarType::Byte});
-  const int64_t row_bytes = format::dense_row_bytes(d, bits);
-  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ",
-                  shape_text(packed), ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
-  check_contiguous(packed, "packed");
+  const int64_t row_bytes = check_packed_rows(packed, d, bits);
 
   Tensor codes = empty_like_shape(packed, leading_shape(packed, 1, {d}), ScalarType::Byte);
   const uint8_t* in = static_cast<const uint8_t*>(packed.data_ptr());

@@ -36,7 +36,7 @@ Tensor qjl_score(const Tensor& q, const Tensor& sign_bits, const Tensor& norm, c
   const ScoreShape shape = checked_score_shape(q, sign_bits, "sign_bits");
   const int64_t d = q.size(q.dim() - 1);
   const Sketch sketch(projection, q, d);
-  check_sketch_of(sketch, sign_bits, norm, q, shape);
+  check_sketch(sign_bits, norm, q, shape, sketch.bytes());
 
   Tensor out = empty_like_shape(q, shape.out, ScalarType::Float);
   const uint8_t* bits = static_cast<const uint8_t*>(sign_bits.data_ptr());

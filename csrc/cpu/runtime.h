@@ -90,12 +90,4 @@ class Rows {
   int64_t count_ = 1;
 };
 
-// The sizes of all but the last `drop` dimensions, followed by `tail`.
-inline std::vector<int64_t> leading_shape(const Tensor& t, int64_t drop, std::initializer_list<int64_t> tail) {
-  std::vector<int64_t> shape;
-  for (int64_t i = 0; i + drop < t.dim(); ++i) shape.push_back(t.size(i));
-  shape.insert(shape.end(), tail);
-  return shape;
-}
-
 }  // namespace turboquant::cpu

@@ -27,7 +27,7 @@ Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const T
   std::optional<Sketch> sketch;
   if (sketched) {
     sketch.emplace(*projection, q, d);
-    check_sketch_of(*sketch, *sign_bits, *residual_norm, q, shape);
+    check_sketch(*sign_bits, *residual_norm, q, shape, sketch->bytes());
   }
   const uint8_t* key_bits = sketched ? static_cast<const uint8_t*>(sign_bits->data_ptr()) : nullptr;
   const float* norms = sketched ? static_cast<const float*>(residual_norm->data_ptr()) : nullptr;

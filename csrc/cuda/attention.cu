@@ -50,22 +50,8 @@ __global__ void __launch_bounds__(kThreads)
 // out_a, out_b: [..., d] of one dtype, lse_a, lse_b: float32 [...], all contiguous -> merged out and lse
 std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                                            const Tensor& lse_b) {
-  check_float(out_a, "out_a");
-  check_contiguous(out_a, "out_a");
-  STD_TORCH_CHECK(out_a.dim() >= 1 && out_a.size(out_a.dim() - 1) >= 1, "out_a has shape ", shape_text(out_a),
-                  ", expected [..., d] with d >= 1");
+  check_merge(out_a, lse_a, out_b, lse_b);
   const int64_t d = out_a.size(out_a.dim() - 1);
-  const auto check_like_a = [&](const Tensor& t, const char* name, ScalarType dtype, int64_t dims) {
-    check_device(t, out_a, name);
-    check_dtype(t, name, {dtype});
-    check_contiguous(t, name);
-    bool same = t.dim() == dims;
-    for (int64_t i = 0; same && i < dims; ++i) same = t.size(i) == out_a.size(i);
-    STD_TORCH_CHECK(same, name, " has shape ", shape_text(t), ", which does not fit out_a ", shape_text(out_a));
-  };
-  check_like_a(out_b, "out_b", out_a.scalar_type(), out_a.dim());
-  check_like_a(lse_a, "lse_a", ScalarType::Float, out_a.dim() - 1);
-  check_like_a(lse_b, "lse_b", ScalarType::Float, out_a.dim() - 1);
 
   Tensor out = torch::stable::new_empty(out_a, leading_shape(out_a, 0, {}), out_a.scalar_type());
   Tensor lse = torch::stable::new_empty(out_a, leading_shape(out_a, 1, {}), ScalarType::Float);

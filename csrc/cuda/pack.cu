@@ -196,16 +196,10 @@ void dispatch_bits(int64_t bits, Fn&& fn) {
   }
 }
 
-void check_pack_bits(int64_t bits) { STD_TORCH_CHECK(bits >= 1 && bits <= 8, "bits is ", bits, ", supported: 1 to 8"); }
-
 // codes: uint8 [..., d], contiguous -> uint8 [..., dense_row_bytes(d, bits)]
 Tensor pack(const Tensor& codes, int64_t bits) {
   check_pack_bits(bits);
-  check_dtype(codes, "codes", {ScalarType::Byte});
-  STD_TORCH_CHECK(codes.dim() >= 1 && codes.size(codes.dim() - 1) >= 1, "codes has shape ", shape_text(codes),
-                  ", expected [..., d] with d >= 1");
-  check_contiguous(codes, "codes");
-  const int64_t d = codes.size(codes.dim() - 1), row_bytes = format::dense_row_bytes(d, bits), count = codes.numel();
+  const int64_t d = check_codes(codes), row_bytes = format::dense_row_bytes(d, bits), count = codes.numel();
   Tensor packed = torch::stable::new_empty(codes, leading_shape(codes, 1, {row_bytes}), ScalarType::Byte);
   if (count == 0) return packed;
 
@@ -229,12 +223,7 @@ Tensor pack(const Tensor& codes, int64_t bits) {
 // packed: uint8 [..., dense_row_bytes(d, bits)], contiguous -> uint8 [..., d]
 Tensor unpack(const Tensor& packed, int64_t bits, int64_t d) {
   check_pack_bits(bits);
-  STD_TORCH_CHECK(d >= 1, "d is ", d, ", supported: 1 and more");
-  check_dtype(packed, "packed", {ScalarType::Byte});
-  const int64_t row_bytes = format::dense_row_bytes(d, bits);
-  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ",
-                  shape_text(packed), ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
-  check_contiguous(packed, "packed");
+  check_packed_rows(packed, d, bits);
   Tensor codes = torch::stable::new_empty(packed, leading_shape(packed, 1, {d}), ScalarType::Byte);
   const int64_t count = codes.numel();
   if (count == 0) return codes;

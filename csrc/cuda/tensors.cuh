@@ -1,20 +1,9 @@
-// What the host sides of the ops share: shapes of results, and inputs whose rows a kernel can read a word at a time.
+// What the host sides of the ops share: inputs whose rows a kernel can read a word at a time.
 #pragma once
-
-#include <initializer_list>
-#include <vector>
 
 #include "launch.cuh"
 
 namespace turboquant::cuda {
-
-// The sizes of all but the last `drop` dimensions, followed by `tail`.
-inline std::vector<int64_t> leading_shape(const Tensor& t, int64_t drop, std::initializer_list<int64_t> tail) {
-  std::vector<int64_t> shape;
-  for (int64_t i = 0; i + drop < t.dim(); ++i) shape.push_back(t.size(i));
-  shape.insert(shape.end(), tail);
-  return shape;
-}
 
 inline bool aligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
