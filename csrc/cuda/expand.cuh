@@ -99,7 +99,8 @@ constexpr int kTableBytes = 32 + 2048;
 // The table that Expansion reads, in shared memory, by all threads of a block; the caller synchronises.
 __device__ inline void fill_table(int8_t* table, int bits, const int8_t* levels) {
   if (bits == 0 || bits == 8) return;
-  for (int c = threadIdx.x; c < 32; c += blockDim.x) {
+  const int c = static_cast<int>(blockDim.x - 1 - threadIdx.x);  // the last warp has the least to do otherwise
+  if (c < 32) {
     table[c] = c < 1 << bits ? static_cast<int8_t>(format::level_of_code(bits, levels, c)) : 0;
   }
   if (bits != 5) return;

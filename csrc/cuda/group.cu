@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_channels(const void* x, int64_t at, ScalarT
 
 // x: rows of `row_groups` groups -> packed codes and constants of all groups, contiguous
 template <int GROUP, int BITS>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 8)
     group_encode_kernel(const void* x, const __grid_constant__ Rows rows, int64_t row_groups, ScalarType dtype,
                         uint8_t* packed, __half* scales, __half* zeros) {
   constexpr int kLanes = GROUP / kEncoded;
@@ -100,35 +100,36 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) scales[group] = scale_half, zeros[group] = zero_half;
 }
 
-// count: channels in all
+// packed: 4-byte aligned; count: channels in all
 template <int BITS, typename T>
 __global__ void __launch_bounds__(kThreads)
-    group_decode_kernel(const uint8_t* packed, bool packed_aligned, const __half* scales, const __half* zeros,
-                        int log_group, int64_t count, T* out) {
+    group_decode_kernel(const uint8_t* packed, const __half* scales, const __half* zeros, int log_group, int64_t count,
+                        T* out) {
   const int64_t first = int64_t{blockIdx.x} * (kThreads * kDecodeRepeats * kDecoded) + threadIdx.x * kDecoded;
   uint32_t word[kDecodeRepeats] = {};
-  float scale[kDecodeRepeats] = {}, zero[kDecodeRepeats] = {};
+  __half scales_of[kDecodeRepeats] = {}, zeros_of[kDecodeRepeats] = {};
 #pragma unroll
   for (int k = 0; k < kDecodeRepeats; ++k) {
     const int64_t at = first + k * (kThreads * kDecoded);
     if (at >= count) continue;
     const uint8_t* from = packed + at / 8 * BITS;
     if constexpr (BITS == 4) {
-      word[k] = load_word(from, packed_aligned);
+      word[k] = __ldg(reinterpret_cast<const uint32_t*>(from));
     } else {
-      word[k] = packed_aligned ? __ldg(reinterpret_cast<const uint16_t*>(from)) : from[0] | from[1] << 8;
+      word[k] = __ldg(reinterpret_cast<const uint16_t*>(from));
     }
-    scale[k] = __half2float(scales[at >> log_group]), zero[k] = __half2float(zeros[at >> log_group]);
+    scales_of[k] = __ldg(scales + (at >> log_group)), zeros_of[k] = __ldg(zeros + (at >> log_group));
   }
 #pragma unroll
   for (int k = 0; k < kDecodeRepeats; ++k) {
     const int64_t at = first + k * (kThreads * kDecoded);
     if (at >= count) continue;
+    const float scale = __half2float(scales_of[k]), zero = __half2float(zeros_of[k]);
     float y[kDecoded];
 #pragma unroll
     for (int i = 0; i < kDecoded; ++i) {
       const uint32_t code = word[k] >> BITS * i & ((1 << BITS) - 1);
-      y[i] = __fadd_rn(__fmul_rn(__fsub_rn(__uint_as_float(kIntegerBits | code), kIntegers), scale[k]), zero[k]);
+      y[i] = __fadd_rn(__fmul_rn(__fsub_rn(__uint_as_float(kIntegerBits | code), kIntegers), scale), zero);
     }
     store_floats<kDecoded>(y, out + at);
   }
@@ -187,13 +188,13 @@ Tensor group_decode(const Tensor& packed, const Tensor& scale, const Tensor& zer
   const int64_t count = out.numel();
   if (count == 0) return out;
   const Launch launch(packed);
+  const Tensor words = aligned(packed.data_ptr(), 4) ? packed : torch::stable::clone(packed);
   dispatch_bits(bits, [&](auto width) {
     dispatch_float(dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
       group_decode_kernel<width>
           <<<num_blocks(count, kThreads * kDecodeRepeats * kDecoded), kThreads, 0, launch.stream()>>>(
-              bytes_of(packed), aligned(packed.data_ptr(), 4), scales, zeros, group == 32 ? 5 : 6, count,
-              static_cast<T*>(out.data_ptr()));
+              bytes_of(words), scales, zeros, group == 32 ? 5 : 6, count, static_cast<T*>(out.data_ptr()));
     });
   });
   launch.check("group_decode");

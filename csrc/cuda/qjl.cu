@@ -36,9 +36,29 @@ __device__ __forceinline__ float load_as_float(const void* x, ScalarType dtype, 
 
 // A group of lanes takes several vectors, one after the other, and keeps the signs in registers where they fit.
 template <typename Traits>
-constexpr bool kHoldsSigns = Traits::kPerLane <= 48;
+constexpr bool kHoldsSigns = Traits::kPerLane <= 64;
 template <typename Traits>
 constexpr int kRepeats = kHoldsSigns<Traits> ? 4 : 1;
+
+// The butterflies of signs * y. The first stage takes the signs along: products with 1 and -1 are exact.
+template <typename Traits>
+__device__ __forceinline__ void signed_butterflies(float (&y)[Traits::kPerLane], const float (&sign)[Traits::kPerLane],
+                                                   int lane) {
+#pragma unroll
+  for (int i = 0; i < Traits::kPerLane; i += 2) {
+    const float p = __fmul_rn(y[i], sign[i]), q = y[i + 1];
+    y[i] = __fmaf_rn(sign[i + 1], q, p);
+    y[i + 1] = __fmaf_rn(-sign[i + 1], q, p);
+  }
+  lane_butterflies<Traits, 2, Traits::kVec>(y);
+#pragma unroll
+  for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
+    const float side = lane & bit ? -1.0f : 1.0f;  // as in butterflies()
+#pragma unroll
+    for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmaf_rn(side, y[i], __shfl_xor_sync(0xffffffff, y[i], bit));
+  }
+  lane_butterflies<Traits, Traits::kVec, Traits::kVec * Traits::kChunks>(y);
+}
 
 // residual: rows of Traits::kDim channels -> bits: [count, d / 8], norms: [count]
 template <typename Traits>
@@ -53,8 +73,8 @@ __global__ void __launch_bounds__(kThreads)
 
   const int lane = threadIdx.x % kLanes, in_warp = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t warp_first = (int64_t{blockIdx.x} * (kThreads / 32) + warp) * (kVectors * kRepeats<Traits>);
-  float held[kHoldsSigns<Traits> ? kPerLane : 1];
-  if constexpr (kHoldsSigns<Traits>) load<Traits>(signs, lane, held);
+  float sign[kPerLane];
+  if constexpr (kHoldsSigns<Traits>) load<Traits>(signs, lane, sign);
 
 #pragma unroll 1
   for (int repeat = 0; repeat < kRepeats<Traits>; ++repeat) {
@@ -62,6 +82,13 @@ __global__ void __launch_bounds__(kThreads)
     if (first >= rows.count) return;
     const bool active = vector < rows.count;  // the others stay for the shuffles
     const int64_t from = rows(active ? vector : first);
+
+    // The next vectors are on their way to the cache while these are in registers.
+    if (repeat + 1 < kRepeats<Traits> && vector + kVectors < rows.count) {
+      const int64_t next = rows(vector + kVectors) + lane * kPerLane;
+      const char* p = static_cast<const char*>(residual) + next * (dtype == ScalarType::Float ? 4 : 2);
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+    }
 
     float norm = 0;
     uint32_t negative[(kBytes + 3) / 4];  // a bit per channel of the lane
@@ -87,13 +114,8 @@ __global__ void __launch_bounds__(kThreads)
       const float sum = tree_sum<Traits>(square);
       norm = broken ? nan_norm() : __fmul_rn(__fsqrt_rn(sum), up);
 
-      if constexpr (kHoldsSigns<Traits>) {
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) y[i] = __fmul_rn(y[i], held[i]);
-      } else {
-        apply_signs<Traits>(y, signs, lane);
-      }
-      butterflies<Traits>(y, lane);
+      if constexpr (!kHoldsSigns<Traits>) load<Traits>(signs, lane, sign);
+      signed_butterflies<Traits>(y, sign, lane);
       if (exact || Traits::kBlocks > 1) {
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) y[i] = __fmul_rn(y[i], kNorm);
@@ -128,14 +150,14 @@ __global__ void __launch_bounds__(kThreads)
       to[Traits::channel(lane, k) / 8] = static_cast<uint8_t>(~negative[k / 4] >> 8 * (k % 4));
     }
     __syncwarp();
-    const int64_t start = first * (Traits::kDim / 8);
-    const int64_t bytes = min(int64_t{kWarpBytes}, rows.count * (Traits::kDim / 8) - start);
-#pragma unroll
+    const int bytes = static_cast<int>(min(int64_t{kVectors}, rows.count - first)) * (Traits::kDim / 8);
+    uint8_t* out = bits + first * (Traits::kDim / 8);
+#pragma unroll 1
     for (int at = 4 * in_warp; at < kWarpBytes; at += 128) {
       if (at + 4 <= bytes) {
-        *reinterpret_cast<uint32_t*>(bits + start + at) = *reinterpret_cast<const uint32_t*>(staged[warp] + at);
+        *reinterpret_cast<uint32_t*>(out + at) = *reinterpret_cast<const uint32_t*>(staged[warp] + at);
       } else {
-        for (int i = at; i < bytes; ++i) bits[start + i] = staged[warp][i];
+        for (int i = at; i < bytes; ++i) out[i] = staged[warp][i];
       }
     }
     __syncwarp();
@@ -191,7 +213,7 @@ constexpr int kTileVectors = 32, kTileRows = 64;  // outputs of a block at a tim
 constexpr int kOwnVectors = 4, kOwnRows = 2;      // of a thread; the lanes of a warp take different rows
 constexpr int kTileChannels = 64;                 // in shared memory at a time
 constexpr int kStride = kTileChannels + 4;        // of a row there: keeps 16-byte reads free of bank conflicts
-constexpr int kLevels = 7;                        // of partial sums of 32 channels and more: n <= 4096
+constexpr int kLevels = 8;                        // of partial sums of 16 channels and more: n <= 4096
 static_assert(kDenseThreads == 32 * kTileVectors / kOwnVectors && kTileRows == 32 * kOwnRows);
 
 // Pairwise sum of N rounded products.
@@ -208,13 +230,14 @@ __device__ __forceinline__ float product_tree(const float* a, const float* b) {
 // residual: rows of d = blocks * n channels, projection: [m, d] -> bits: [count, m / 8], norms: [count]. INNER divides n.
 // A block takes kTileVectors vectors and all rows of the projection. The squares of a vector are one more row.
 template <int INNER>
-__global__ void __launch_bounds__(kDenseThreads)
+__global__ void __launch_bounds__(kDenseThreads, 2)
     dense_sketch_kernel(const void* residual, const __grid_constant__ Rows rows, ScalarType dtype,
                         const float* projection, int m, int blocks, int n, uint8_t* bits, float* norms) {
   __shared__ alignas(16) float vectors[kTileVectors][kStride];
   __shared__ alignas(16) float tile[kTileRows][kStride];
   __shared__ float down[kTileVectors];  // 2^-e of each vector
   __shared__ bool broken[kTileVectors];
+  __shared__ int64_t start[kTileVectors];
   const int d = blocks * n, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int64_t first = int64_t{blockIdx.x} * kTileVectors;
   const int count = static_cast<int>(min(int64_t{kTileVectors}, rows.count - first));
@@ -226,7 +249,10 @@ __global__ void __launch_bounds__(kDenseThreads)
       for (int c = lane; c < d; c += 32) amax = max(amax, magnitude_bits(load_as_float(residual, dtype, from + c)));
     }
     amax = group_max<32>(amax);
-    if (lane == 0) down[v] = power_of_two(-prescale_exponent(amax)), broken[v] = amax >= kInfinityBits;
+    if (lane == 0) {
+      down[v] = power_of_two(-prescale_exponent(amax)), broken[v] = amax >= kInfinityBits;
+      start[v] = rows(first + min(v, count - 1));
+    }
   }
 
   const int own = warp * kOwnVectors;
@@ -250,14 +276,16 @@ __global__ void __launch_bounds__(kDenseThreads)
       for (int base = 0; base < n; base += kTileChannels) {
         const int width = min(kTileChannels, n - base), from = block * n + base;
         __syncthreads();
-        for (int i = thread; i < kTileVectors * width; i += kDenseThreads) {
-          const int v = i / width, c = i % width;
-          vectors[v][c] =
-              v < count ? __fmul_rn(load_as_float(residual, dtype, rows(first + v) + from + c), down[v]) : 0.0f;
-        }
-        for (int i = thread; i < kTileRows * width; i += kDenseThreads) {
-          const int r = i / width, c = i % width;
-          tile[r][c] = tile_row + r < m ? projection[int64_t{tile_row + r} * d + from + c] : 0.0f;
+        const int c = thread % kTileChannels;
+        if (c < width) {
+#pragma unroll 4
+          for (int v = thread / kTileChannels; v < kTileVectors; v += kDenseThreads / kTileChannels) {
+            vectors[v][c] = __fmul_rn(load_as_float(residual, dtype, start[v] + from + c), down[v]);
+          }
+#pragma unroll 4
+          for (int r = thread / kTileChannels; r < kTileRows; r += kDenseThreads / kTileChannels) {
+            tile[r][c] = tile_row + r < m ? __ldg(projection + int64_t{tile_row + r} * d + from + c) : 0.0f;
+          }
         }
         __syncthreads();
 #pragma unroll 1
@@ -347,10 +375,8 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
           in.data(), rows, dtype, sketch.data, static_cast<int>(sketch.rows), split.blocks, split.block, bits_out,
           norm_out);
     };
-    if (split.block >= 32) {
-      start(std::integral_constant<int, 32>{});
-    } else if (split.block >= 8) {
-      start(std::integral_constant<int, 8>{});
+    if (split.block >= 16) {
+      start(std::integral_constant<int, 16>{});
     } else {
       start(std::integral_constant<int, 2>{});
     }

@@ -50,6 +50,8 @@ struct ScoreArguments {
   bool dense;
   int m, sketch_bytes, sketch_steps;
   float factor;
+
+  bool in_registers;  // d = 128, and everything that a query meets allows 16-byte loads
 };
 
 // ---- Queries ------------------------------------------------------------------------------------------------------
@@ -100,6 +102,22 @@ __device__ __forceinline__ float load_products(const ScoreArguments& a, int64_t 
       sum = __fmaf_rn(x[i], other[i], sum);
     }
   }
+  return sum;
+}
+
+// The same and then the transform, for the usual d = 128.
+__device__ __forceinline__ float rotate_in_registers(const ScoreArguments& a, int64_t from, const float* signs,
+                                                     const float* center, float* y, int lane) {
+  using Traits = HadamardTraits<1, 7, 32, 4>;
+  float x[4], sign[4], mean[4] = {}, sum = 0;
+  load_as<Traits>(a.q, a.q_dtype, from, lane, x);
+  load<Traits>(signs, lane, sign);
+  if (center) load<Traits>(center, lane, mean);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum = __fmaf_rn(x[i], mean[i], sum), x[i] = __fmul_rn(x[i], sign[i]);
+  transform<Traits>(x, lane);
+  *reinterpret_cast<float4*>(y + 4 * lane) = make_float4(x[0], x[1], x[2], x[3]);
+  __syncwarp();
   return sum;
 }
 
@@ -159,8 +177,14 @@ __device__ __forceinline__ void prepare_queries(const ScoreArguments& a, int64_t
   float *y = side.work + query * stride, total = 0;
   if (mine) {
     const float* factors = !sketched ? a.signs : dense ? nullptr : a.projection;
-    total = load_products(a, a.q_rows(first_row + query), factors, sketched ? nullptr : a.center, y, lane);
-    if (!dense) transform_shared(y, a.split, lane);
+    const float* center = sketched ? nullptr : a.center;
+    const int64_t from = a.q_rows(first_row + query);
+    if (a.in_registers && !dense) {
+      total = rotate_in_registers(a, from, factors, center, y, lane);
+    } else {
+      total = load_products(a, from, factors, center, y, lane);
+      if (!dense) transform_shared(y, a.split, lane);
+    }
   }
   if (SKETCH && a.dense) {  // all warps share the rows of the projection
     __syncthreads();
@@ -253,7 +277,8 @@ struct Keys {
   // What a lane holds of 32 keys: parts of four of them, and the constants of the two whose scores it writes.
   struct Part {
     uint32_t code[4][kWords], bit[4];
-    float scale[2], norm[2];
+    __half scale[2];
+    float norm[2];
   };
 
   // Keys from `key` on, clamped to the last, step `step`. A lane beyond the end of a row keeps what it has: it meets zeros.
@@ -275,7 +300,7 @@ struct Keys {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const uint32_t row = min(key + 8 * (2 * k + t % 2) + g, count - 1);
-      if constexpr (BITS > 0) part.scale[k] = __half2float(__ldg(scales + row));
+      if constexpr (BITS > 0) part.scale[k] = __ldg(scales + row);
       if constexpr (SKETCH) part.norm[k] = sketch_groups ? __ldg(norms + row) : 0;
     }
   }
@@ -420,7 +445,7 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
           float score = 0;
           if constexpr (BITS > 0) {
             constexpr float unit = format::kLevelUnit / (1 << kPointBits);
-            score = __fmaf_rn(code_sum[k] * unit * code_unit[pair], now.scale[k], shift[pair]);
+            score = __fmaf_rn(code_sum[k] * unit * code_unit[pair], __half2float(now.scale[k]), shift[pair]);
           }
           if constexpr (SKETCH) {
             // sum of +-q = 2 (sum over bits that are 1) - (sum of all)
@@ -562,7 +587,8 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   Tensor out = torch::stable::new_empty(q, shape.out, ScalarType::Float);
   if (out.numel() == 0) return out;
   const Launch launch(q);
-  const AlignedRows in(q, 1);
+  const AlignedRows in(q, d == 128 ? word_bytes(4, q.element_size()) : 1);
+  a.in_registers = d == 128 && aligned(a.signs, 16) && aligned(a.center, 16) && aligned(a.projection, 16);
   a.q = in.data();
   a.q_rows = in.rows();
   a.q_dtype = q.scalar_type();

@@ -30,10 +30,4 @@ class AlignedRows {
 
 inline const uint8_t* bytes_of(const Tensor& t) { return static_cast<const uint8_t*>(t.data_ptr()); }
 
-// Four bytes as a little-endian word.
-__device__ __forceinline__ uint32_t load_word(const uint8_t* p, bool is_aligned) {
-  if (is_aligned) return __ldg(reinterpret_cast<const uint32_t*>(p));
-  return p[0] | p[1] << 8 | p[2] << 16 | static_cast<uint32_t>(p[3]) << 24;
-}
-
 }  // namespace turboquant::cuda
