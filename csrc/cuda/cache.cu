@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "tile_launch.cuh"
+
 namespace turboquant::cuda {
 namespace {
 
@@ -19,36 +21,6 @@ constexpr int64_t kMaxGridY = 65535;
 struct Heads {
   const void* data;
   int64_t token_stride, head_stride;
-};
-
-// The exact tail. A token's row, or that it has none, follows from its sequence and position.
-struct Tail {
-  uint8_t* data;            // [max_seqs, kv_heads, sink_tokens + ring, 2, d]; null: no tail
-  const int64_t* slots;     // [seqs]
-  const int32_t* lengths;   // [seqs]
-  const int32_t* begins;    // [seqs + 1]; null: one token per sequence
-  int64_t seqs, max_seqs;
-  int rows, sink_tokens;
-
-  // Row of `token` among max_seqs * rows, -1 where it is not kept.
-  __device__ __forceinline__ int64_t row(int64_t token) const {
-    int64_t s = token, end = token + 1;
-    if (begins) {  // the last sequence that begins at or before the token
-      int64_t high = seqs;
-      s = 0;
-      while (high - s > 1) {
-        const int64_t middle = (s + high) / 2;
-        (begins[middle] <= token ? s : high) = middle;
-      }
-      end = begins[s + 1];
-    }
-    if (s >= seqs || token >= end) return -1;
-    const int64_t slot = slots[s], length = lengths[s], position = length - end + token;
-    const int ring = rows - sink_tokens;
-    if (slot < 0 || slot >= max_seqs || position < 0) return -1;
-    if (position < sink_tokens) return slot * rows + position;
-    return position < length - ring ? -1 : slot * rows + sink_tokens + (position - sink_tokens) % ring;
-  }
 };
 
 struct StoreArguments {
@@ -104,9 +76,8 @@ __global__ void __launch_bounds__(kBlockTokens * Traits::kLanes) store_kernel(co
   if (a.tail.data && to.tile) {
     const int64_t kept = a.tail.row(token);
     const int bytes = Traits::kDim * a.element_size;
-    const int64_t at = ((kept / a.tail.rows * a.pages.kv_heads + head) * a.tail.rows + kept % a.tail.rows) * 2 + kind;
     const uint8_t* source = static_cast<const uint8_t*>(a.heads[kind].data) + from * a.element_size;
-    if (kept >= 0) copy_bytes(source, a.tail.data + at * bytes, bytes, lane, Traits::kLanes);
+    if (kept >= 0) copy_bytes(source, a.tail.at(kept, head, kind, bytes), bytes, lane, Traits::kLanes);
   }
   if (kind == kKeys) {
     __syncwarp();
@@ -274,6 +245,12 @@ void check_kv(const Tensor& k, const Tensor& v) {
   check_unit_last_stride(v, "v");
 }
 
+TileSource tile_source(const Heads& heads, const Tensor& like, const Codebook& book, const Constant& signs, const float* center) {
+  const int64_t size = like.element_size();
+  return {static_cast<const uint8_t*>(heads.data), heads.token_stride * size, heads.head_stride * size, book, signs.data(), center,
+          like.size(2)};
+}
+
 Tail checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& seq_lens,
                   const OptionalTensor& cu_seqlens_q, const Tensor& k, int64_t sink_tokens) {
   STD_TORCH_CHECK(seq_lens.has_value(), "tail needs seq_lens");
@@ -297,7 +274,8 @@ Tail checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Op
           seqs,
           tail.size(0),
           static_cast<int>(tail.size(2)),
-          static_cast<int>(sink_tokens)};
+          static_cast<int>(sink_tokens),
+          static_cast<int>(k.size(1))};
 }
 
 // k, v: [tokens, kv_heads, d]; cache: uint8 [num_pages, kv_heads, record_bytes], written; slot_mapping: int64 [tokens];
@@ -330,6 +308,22 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
   const Constant k_signs(key_signs), v_signs(value_signs), mean(center);
   const Launch launch(k);
   const format::Split split = format::split_dim(d);
+  const TileArguments tiles{{tile_source(keys.heads(), k, key_book, k_signs, mean.data()),
+                             tile_source(values.heads(), k, value_book, v_signs, nullptr)},
+                            2,
+                            tokens,
+                            static_cast<int>(kv_heads),
+                            k.scalar_type(),
+                            encode_constants(split),
+                            pages,
+                            RecordLayout(record),
+                            static_cast<const int64_t*>(slot_mapping.data_ptr()),
+                            ring,
+                            nullptr,
+                            nullptr,
+                            0};
+  if (launch_tiles(tiles, split, launch.stream())) return launch.check("cache_store");
+
   const StoreArguments arguments{{keys.heads(), values.heads()},
                                  {key_book, value_book},
                                  {k_signs.data(), v_signs.data()},

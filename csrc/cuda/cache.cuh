@@ -19,6 +19,7 @@ struct RecordLayout {
   int key_row_bytes, key_plane_bytes, value_block_bytes;
   int key_planes, value_blocks, key_scales, value_scales;  // sections of a tile
 
+  RecordLayout() = default;
   explicit RecordLayout(const format::Record& r)
       : head_dim(r.head_dim), octets(r.head_dim / 8), key_bits(r.key_bits), value_bits(r.value_bits),
         page_shift(log2(r.page_size)), tile_shift(log2(r.tile_tokens())), record_bytes(r.record_bytes()),
@@ -68,6 +69,41 @@ struct Pages {
   }
   __device__ __forceinline__ Token token(int64_t slot, int head, const RecordLayout& r) const {
     return token(slot >> r.page_shift, static_cast<int>(slot) & ((1 << r.page_shift) - 1), head, r);
+  }
+};
+
+// The exact tail. A token's row, or that it has none, follows from its sequence and position.
+struct Tail {
+  uint8_t* data;            // [max_seqs, kv_heads, sink_tokens + ring, 2, d]; null: no tail
+  const int64_t* slots;     // [seqs]
+  const int32_t* lengths;   // [seqs]
+  const int32_t* begins;    // [seqs + 1]; null: one token per sequence
+  int64_t seqs, max_seqs;
+  int rows, sink_tokens, kv_heads;
+
+  // The key (kind 0) or value (1) of a row, `bytes` long.
+  __device__ __forceinline__ uint8_t* at(int64_t row, int head, int kind, int bytes) const {
+    return data + (((row / rows * kv_heads + head) * rows + row % rows) * 2 + kind) * bytes;
+  }
+
+  // Row of `token` among max_seqs * rows, -1 where it is not kept.
+  __device__ __forceinline__ int64_t row(int64_t token) const {
+    int64_t s = token, end = token + 1;
+    if (begins) {  // the last sequence that begins at or before the token
+      int64_t high = seqs;
+      s = 0;
+      while (high - s > 1) {
+        const int64_t middle = (s + high) / 2;
+        (begins[middle] <= token ? s : high) = middle;
+      }
+      end = begins[s + 1];
+    }
+    if (s >= seqs || token >= end) return -1;
+    const int64_t slot = slots[s], length = lengths[s], position = length - end + token;
+    const int ring = rows - sink_tokens;
+    if (slot < 0 || slot >= max_seqs || position < 0) return -1;
+    if (position < sink_tokens) return slot * rows + position;
+    return position < length - ring ? -1 : slot * rows + sink_tokens + (position - sink_tokens) % ring;
   }
 };
 
@@ -230,7 +266,7 @@ struct ValueLayout {
   }
 
  private:
-  // Two octets, one parity of channels: the first octet's codes in the low nibbles of the bytes; and back.
+  // Two octets, one parity of channels, the first octet's codes in the low nibbles of the bytes; and back.
   static __device__ __forceinline__ uint32_t pair(const uint32_t* row, int p, int h) {
     const uint32_t a = row[2 * p], b = row[2 * p + 1];
     return h ? (a >> 4 & kEven) | (b & kOdd) : (a & kEven) | (b << 4 & kOdd);
@@ -245,7 +281,16 @@ struct ValueLayout {
 // The row of octets of a token into its record, by `lanes` lanes.
 __device__ __forceinline__ void store_key(const uint32_t* row, const Token& to, const RecordLayout& r, int lane, int lanes) {
   uint32_t* out = reinterpret_cast<uint32_t*>(to.key_row(r));
-  for (int w = lane; w < r.key_row_bytes / 4; w += lanes) out[w] = key_word(row, r.octets, r.key_bits, w);
+  if (r.key_row_bytes % 16 == 0) {
+    for (int w = 4 * lane; w < r.key_row_bytes / 4; w += 4 * lanes) {
+      uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) word[i] = key_word(row, r.octets, r.key_bits, w + i);
+      *reinterpret_cast<uint4*>(out + w) = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+  } else {
+    for (int w = lane; w < r.key_row_bytes / 4; w += lanes) out[w] = key_word(row, r.octets, r.key_bits, w);
+  }
   out = reinterpret_cast<uint32_t*>(to.key_plane(r));
   for (int w = lane; w < r.key_plane_bytes / 4; w += lanes) out[w] = plane_word(row, r.octets, w);
 }
@@ -263,7 +308,7 @@ __device__ __forceinline__ void store_value(const uint32_t* row, const Token& to
   }
 }
 
-// The value block of 16 neighbouring tokens from their rows of octets.
+// The value block of 16 neighbouring tokens from their rows.
 __device__ __forceinline__ void gather_block(const uint32_t* rows, int stride, uint32_t* block, ValueLayout values, int thread,
                                              int threads) {
   for (int i = thread; i < 4 * values.fragments(); i += threads) {
