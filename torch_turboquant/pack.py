@@ -21,7 +21,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Packs codes into dense rows.
 
     Args:
-        codes: uint8 [..., d] with values below 2^bits, contiguous; any d of 1 and more.
+        codes: uint8 [..., d] with values below 2^bits, contiguous; any d of 1 and more. Larger
+            values are an error on the CPU; on CUDA their upper bits are dropped.
         bits: 1 to 8.
 
     Returns:

@@ -43,12 +43,13 @@ template <int M, int LOG_N>
 using StoreTraits = HadamardTraits<M, LOG_N, (1 << LOG_N) / 8 < 32 ? (1 << LOG_N) / 8 : 32>;
 
 template <typename Traits>
-__global__ void __launch_bounds__(kBlockTokens * Traits::kLanes) store_kernel(const __grid_constant__ StoreArguments a) {
+__global__ void __launch_bounds__(kBlockTokens* Traits::kLanes) store_kernel(const __grid_constant__ StoreArguments a) {
   extern __shared__ uint4 staged[];
   __shared__ SharedCodebook shared;
   __shared__ Token tokens[kBlockTokens];
   const int kind = blockIdx.z, head = blockIdx.y;
-  const int lane = threadIdx.x % Traits::kLanes, mine = threadIdx.x / Traits::kLanes, count = blockDim.x / Traits::kLanes;
+  const int lane = threadIdx.x % Traits::kLanes, mine = threadIdx.x / Traits::kLanes,
+            count = blockDim.x / Traits::kLanes;
   const int64_t first = int64_t{blockIdx.x} * count, token = first + mine;
   const RecordLayout& layout = a.layout;
   const Codebook& book = a.book[kind];
@@ -93,8 +94,8 @@ __global__ void __launch_bounds__(kBlockTokens * Traits::kLanes) store_kernel(co
     uint32_t* image = rows + kBlockTokens * stride;
     gather_block(rows, stride, image, {Traits::kDim, book.bits}, threadIdx.x, kBlockTokens * Traits::kLanes);
     __syncthreads();
-    copy_bytes(reinterpret_cast<const uint8_t*>(image), tokens[0].value_block(layout), layout.value_block_bytes, threadIdx.x,
-               kBlockTokens * Traits::kLanes);
+    copy_bytes(reinterpret_cast<const uint8_t*>(image), tokens[0].value_block(layout), layout.value_block_bytes,
+               threadIdx.x, kBlockTokens * Traits::kLanes);
   } else if (to.tile) {
     store_value(row, to, layout, lane, Traits::kLanes);
   }
@@ -123,7 +124,8 @@ constexpr int load_tokens() {
 }
 
 template <typename Traits>
-__global__ void __launch_bounds__(load_tokens<Traits>() * Traits::kLanes) load_kernel(const __grid_constant__ LoadArguments a) {
+__global__ void __launch_bounds__(load_tokens<Traits>() * Traits::kLanes)
+    load_kernel(const __grid_constant__ LoadArguments a) {
   constexpr int count = load_tokens<Traits>(), threads = count * Traits::kLanes;
   extern __shared__ uint4 staged[];
   __shared__ float table[32];
@@ -143,7 +145,8 @@ __global__ void __launch_bounds__(load_tokens<Traits>() * Traits::kLanes) load_k
     exists = position < a.max_length;
     const int64_t page = position >> layout.page_shift;
     if (exists && position < a.lengths[sequence] && page < a.max_pages) {
-      from = a.pages.token(a.table[sequence * a.max_pages + page], position & ((1 << layout.page_shift) - 1), head, layout);
+      from = a.pages.token(a.table[sequence * a.max_pages + page], position & ((1 << layout.page_shift) - 1), head,
+                           layout);
     }
   }
   if (lane == 0) tokens[mine] = from;
@@ -151,7 +154,8 @@ __global__ void __launch_bounds__(load_tokens<Traits>() * Traits::kLanes) load_k
 
   const ValueLayout values{Traits::kDim, layout.value_bits};
   uint32_t* rows = reinterpret_cast<uint32_t*>(staged);
-  const int stride = row_stride(kind == kKeys ? (layout.key_row_bytes + layout.key_plane_bytes) / 4 : values.fragments());
+  const int stride =
+      row_stride(kind == kKeys ? (layout.key_row_bytes + layout.key_plane_bytes) / 4 : values.fragments());
   uint32_t* row = rows + mine * stride;
   if (kind == kKeys) {
     if (from.tile) load_key(row, from, layout, lane, Traits::kLanes);
@@ -167,19 +171,21 @@ __global__ void __launch_bounds__(load_tokens<Traits>() * Traits::kLanes) load_k
     }
     __syncthreads();
     for (int b = 0; b < count / kBlockTokens; ++b) {
-      scatter_block(images + b * layout.value_block_bytes / 4, rows + b * kBlockTokens * stride, stride, values, threadIdx.x,
-                    threads);
+      scatter_block(images + b * layout.value_block_bytes / 4, rows + b * kBlockTokens * stride, stride, values,
+                    threadIdx.x, threads);
     }
     __syncthreads();
   }
 
   float scale = 0;
-  if (from.tile) scale = __half2float(__ushort_as_half(*(kind == kKeys ? from.key_scale(layout) : from.value_scale(layout))));
+  if (from.tile)
+    scale = __half2float(__ushort_as_half(*(kind == kKeys ? from.key_scale(layout) : from.value_scale(layout))));
   Octet octet[Octets<Traits>::kCount];
 #pragma unroll
   for (int q = 0; q < Octets<Traits>::kCount; ++q) {
     const int o = Octets<Traits>::index(lane, q);
-    octet[q] = kind == kKeys ? key_octet(row, row + layout.key_row_bytes / 4, layout.octets, bits, o) : values.octet(row, o);
+    octet[q] =
+        kind == kKeys ? key_octet(row, row + layout.key_row_bytes / 4, layout.octets, bits, o) : values.octet(row, o);
   }
   float y[Traits::kPerLane];
   decode_rotated<Traits>(octet, bits, table, scale, y);
@@ -190,7 +196,8 @@ __global__ void __launch_bounds__(load_tokens<Traits>() * Traits::kLanes) load_k
 #pragma unroll
     for (int i = 0; i < Traits::kPerLane; ++i) y[i] = 0;
   }
-  store_as<Traits>(y, lane, a.out[kind], a.dtype, ((sequence * a.max_length + position) * a.pages.kv_heads + head) * Traits::kDim);
+  store_as<Traits>(y, lane, a.out[kind], a.dtype,
+                   ((sequence * a.max_length + position) * a.pages.kv_heads + head) * Traits::kDim);
 }
 
 // ---- Host side --------------------------------------------------------------------------------------------------------
@@ -245,9 +252,15 @@ void check_kv(const Tensor& k, const Tensor& v) {
   check_unit_last_stride(v, "v");
 }
 
-TileSource tile_source(const Heads& heads, const Tensor& like, const Codebook& book, const Constant& signs, const float* center) {
+TileSource tile_source(const Heads& heads, const Tensor& like, const Codebook& book, const Constant& signs,
+                       const float* center) {
   const int64_t size = like.element_size();
-  return {static_cast<const uint8_t*>(heads.data), heads.token_stride * size, heads.head_stride * size, book, signs.data(), center,
+  return {static_cast<const uint8_t*>(heads.data),
+          heads.token_stride * size,
+          heads.head_stride * size,
+          book,
+          signs.data(),
+          center,
           like.size(2)};
 }
 
@@ -280,12 +293,13 @@ Tail checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Op
 
 // k, v: [tokens, kv_heads, d]; cache: uint8 [num_pages, kv_heads, record_bytes], written; slot_mapping: int64 [tokens];
 // center: float32 [kv_heads, d]; tail: [max_seqs, kv_heads, rows, 2, d], written
-void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Tensor& slot_mapping, const Tensor& key_signs,
-                 const Tensor& value_signs, const OptionalTensor& key_levels, const OptionalTensor& value_levels,
-                 const Tensor& key_steps, const Tensor& value_steps, const OptionalTensor& center, int64_t page_size,
-                 int64_t key_bits, int64_t value_bits, int64_t key_scale_mode, int64_t value_scale_mode,
-                 const OptionalTensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& seq_lens,
-                 const OptionalTensor& cu_seqlens_q, int64_t sink_tokens) {
+void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Tensor& slot_mapping,
+                 const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
+                 const OptionalTensor& value_levels, const Tensor& key_steps, const Tensor& value_steps,
+                 const OptionalTensor& center, int64_t page_size, int64_t key_bits, int64_t value_bits,
+                 int64_t key_scale_mode, int64_t value_scale_mode, const OptionalTensor& tail,
+                 const OptionalTensor& tail_slots, const OptionalTensor& seq_lens, const OptionalTensor& cu_seqlens_q,
+                 int64_t sink_tokens) {
   check_kv(k, v);
   const int64_t tokens = k.size(0), kv_heads = k.size(1), d = k.size(2);
   const format::Record record = check_record(d, page_size, key_bits, value_bits);
@@ -297,7 +311,8 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
   check_center(center, k, kv_heads, d);
   check_scale_mode(key_scale_mode, "key_scale_mode");
   check_scale_mode(value_scale_mode, "value_scale_mode");
-  const Codebook key_book = checked_codebook(k, key_levels, key_steps, key_bits, key_scale_mode, "key_levels", "key_steps");
+  const Codebook key_book =
+      checked_codebook(k, key_levels, key_steps, key_bits, key_scale_mode, "key_levels", "key_steps");
   const Codebook value_book =
       checked_codebook(k, value_levels, value_steps, value_bits, value_scale_mode, "value_levels", "value_steps");
   check_constant(slot_mapping, k, "slot_mapping", ScalarType::Long, {tokens});
@@ -341,8 +356,8 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
     const int count = kBlockTokens;
     const int row_bytes = 4 * row_stride(row_words(Traits::kDim, static_cast<int>(std::max(key_bits, value_bits))));
     const dim3 grid(num_blocks(tokens, count), static_cast<unsigned>(kv_heads), 2);
-    store_kernel<Traits><<<grid, count * Traits::kLanes, count * row_bytes + record.value_block_bytes(), launch.stream()>>>(
-        arguments);
+    store_kernel<Traits>
+        <<<grid, count * Traits::kLanes, count * row_bytes + record.value_block_bytes(), launch.stream()>>>(arguments);
     launch.check("cache_store");
   });
 }
@@ -350,10 +365,10 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
 // cache: uint8 [num_pages, kv_heads, record_bytes], block_table: int32 [seqs, max_pages], seq_lens: int32 [seqs]
 // -> k, v: [seqs, max_seq_len, kv_heads, head_dim] of `dtype`, zero from seq_len on
 std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
-                                      const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
-                                      const OptionalTensor& value_levels, const OptionalTensor& center, int64_t head_dim,
-                                      int64_t page_size, int64_t key_bits, int64_t value_bits, int64_t max_seq_len,
-                                      ScalarType dtype) {
+                                      const Tensor& key_signs, const Tensor& value_signs,
+                                      const OptionalTensor& key_levels, const OptionalTensor& value_levels,
+                                      const OptionalTensor& center, int64_t head_dim, int64_t page_size,
+                                      int64_t key_bits, int64_t value_bits, int64_t max_seq_len, ScalarType dtype) {
   const format::Record record = check_record(head_dim, page_size, key_bits, value_bits);
   const Pages pages = checked_pages(cache, cache, record);
   check_output_dtype(dtype);

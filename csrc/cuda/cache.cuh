@@ -74,10 +74,10 @@ struct Pages {
 
 // The exact tail. A token's row, or that it has none, follows from its sequence and position.
 struct Tail {
-  uint8_t* data;            // [max_seqs, kv_heads, sink_tokens + ring, 2, d]; null: no tail
-  const int64_t* slots;     // [seqs]
-  const int32_t* lengths;   // [seqs]
-  const int32_t* begins;    // [seqs + 1]; null: one token per sequence
+  uint8_t* data;           // [max_seqs, kv_heads, sink_tokens + ring, 2, d]; null: no tail
+  const int64_t* slots;    // [seqs]
+  const int32_t* lengths;  // [seqs]
+  const int32_t* begins;   // [seqs + 1]; null: one token per sequence
   int64_t seqs, max_seqs;
   int rows, sink_tokens, kv_heads;
 
@@ -142,7 +142,8 @@ __device__ __forceinline__ uint32_t key_word(const uint32_t* row, int octets, in
 __device__ __forceinline__ uint32_t plane_word(const uint32_t* row, int octets, int group) {
   const auto spread = [](uint32_t b) { return (b & 3) | (b & 0x0C) << 6 | (b & 0x30) << 12 | (b & 0xC0) << 18; };
   const uint32_t* high = row + octets + 4 * group;
-  if (4 * group + 4 <= octets) return spread(high[0]) | spread(high[1]) << 2 | spread(high[2]) << 4 | spread(high[3]) << 6;
+  if (4 * group + 4 <= octets)
+    return spread(high[0]) | spread(high[1]) << 2 | spread(high[2]) << 4 | spread(high[3]) << 6;
   return spread(high[0] & 15) | spread(high[0] >> 4) << 2 | spread(high[1] & 15) << 4 | spread(high[1] >> 4) << 6;
 }
 
@@ -279,7 +280,8 @@ struct ValueLayout {
 // ---- Between shared memory and records ----------------------------------------------------------------------------------
 
 // The row of octets of a token into its record, by `lanes` lanes.
-__device__ __forceinline__ void store_key(const uint32_t* row, const Token& to, const RecordLayout& r, int lane, int lanes) {
+__device__ __forceinline__ void store_key(const uint32_t* row, const Token& to, const RecordLayout& r, int lane,
+                                          int lanes) {
   uint32_t* out = reinterpret_cast<uint32_t*>(to.key_row(r));
   if (r.key_row_bytes % 16 == 0) {
     for (int w = 4 * lane; w < r.key_row_bytes / 4; w += 4 * lanes) {
@@ -296,7 +298,8 @@ __device__ __forceinline__ void store_key(const uint32_t* row, const Token& to, 
 }
 
 // Byte by byte: other tokens own the rest of each word.
-__device__ __forceinline__ void store_value(const uint32_t* row, const Token& to, const RecordLayout& r, int lane, int lanes) {
+__device__ __forceinline__ void store_value(const uint32_t* row, const Token& to, const RecordLayout& r, int lane,
+                                            int lanes) {
   const ValueLayout values{r.head_dim, r.value_bits};
   uint8_t* block = to.value_block(r);
   for (int f = lane; f < values.fragments(); f += lanes) {
@@ -309,8 +312,8 @@ __device__ __forceinline__ void store_value(const uint32_t* row, const Token& to
 }
 
 // The value block of 16 neighbouring tokens from their rows.
-__device__ __forceinline__ void gather_block(const uint32_t* rows, int stride, uint32_t* block, ValueLayout values, int thread,
-                                             int threads) {
+__device__ __forceinline__ void gather_block(const uint32_t* rows, int stride, uint32_t* block, ValueLayout values,
+                                             int thread, int threads) {
   for (int i = thread; i < 4 * values.fragments(); i += threads) {
     const int q = i % 4, f = i / 4;
     uint32_t word[4];
@@ -332,8 +335,8 @@ __device__ __forceinline__ void load_key(uint32_t* row, const Token& from, const
 }
 
 // Rows of fragments of 16 tokens from their value block.
-__device__ __forceinline__ void scatter_block(const uint32_t* block, uint32_t* rows, int stride, ValueLayout values, int thread,
-                                              int threads) {
+__device__ __forceinline__ void scatter_block(const uint32_t* block, uint32_t* rows, int stride, ValueLayout values,
+                                              int thread, int threads) {
   for (int i = thread; i < 4 * values.fragments(); i += threads) {
     const int q = i % 4, f = i / 4;
     const ValueLayout::Place place = values.place(f);

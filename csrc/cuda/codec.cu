@@ -24,9 +24,9 @@ int shared_bytes(int row_bytes) {
 
 template <typename Traits>
 __global__ void __launch_bounds__(kThreads)
-    encode_kernel(const void* x, const __grid_constant__ Rows rows, ScalarType dtype, const float* signs, const float* center,
-                  const __grid_constant__ Codebook book, const __grid_constant__ EncodeConstants constants, int row_bytes,
-                  uint8_t* packed, uint16_t* scale) {
+    encode_kernel(const void* x, const __grid_constant__ Rows rows, ScalarType dtype, const float* signs,
+                  const float* center, const __grid_constant__ Codebook book,
+                  const __grid_constant__ EncodeConstants constants, int row_bytes, uint8_t* packed, uint16_t* scale) {
   extern __shared__ uint4 staged[];
   uint8_t* bytes = reinterpret_cast<uint8_t*>(staged);
   __shared__ SharedCodebook shared;
@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < min(book.bits, row_bytes - begin); ++i) bytes[mine * row_bytes + begin + i] = string >> 8 * i;
   }
   __syncthreads();
-  copy_bytes(bytes, packed + first * row_bytes, min(int64_t{vectors}, rows.count - first) * row_bytes, threadIdx.x, kThreads);
+  copy_bytes(bytes, packed + first * row_bytes, min(int64_t{vectors}, rows.count - first) * row_bytes, threadIdx.x,
+             kThreads);
 }
 
 template <typename Traits>
@@ -64,8 +65,8 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % Traits::kLanes, mine = threadIdx.x / Traits::kLanes;
   const int64_t first = int64_t{blockIdx.x} * vectors, row = first + mine;
   const bool active = row < count;
-  copy_bytes(packed + first * row_bytes, reinterpret_cast<uint8_t*>(staged), min(int64_t{vectors}, count - first) * row_bytes,
-             threadIdx.x, kThreads);
+  copy_bytes(packed + first * row_bytes, reinterpret_cast<uint8_t*>(staged),
+             min(int64_t{vectors}, count - first) * row_bytes, threadIdx.x, kThreads);
   fill_levels(table, levels, bits, threadIdx.x, kThreads);
   __syncthreads();
 
@@ -84,14 +85,16 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Many vectors, in at most two leading dimensions; false where that does not apply.
-bool encode_tiles(const AlignedRows& in, const Tensor& x, const Codebook& book, const Constant& signs, const Constant& center,
-                  format::Split split, int row_bytes, const Tensor& packed, const Tensor& scale, const Launch& launch) {
+bool encode_tiles(const AlignedRows& in, const Tensor& x, const Codebook& book, const Constant& signs,
+                  const Constant& center, format::Split split, int row_bytes, const Tensor& packed, const Tensor& scale,
+                  const Launch& launch) {
   const Rows& rows = in.rows();
   const int octets = split.blocks * split.block / 8;
   if (rows.dims > 2 || rows.size[rows.dims - 1] > INT32_MAX || (book.bits % 2 && octets % 4)) return false;
   const int64_t size = x.element_size();
   TileArguments a{};
-  a.source[0] = {static_cast<const uint8_t*>(in.data()), rows.stride[0] * size, 0, book, signs.data(), center.data(), 0};
+  a.source[0] = {
+      static_cast<const uint8_t*>(in.data()), rows.stride[0] * size, 0, book, signs.data(), center.data(), 0};
   a.sources = 1;
   a.tokens = rows.count;
   a.heads = 1;
@@ -111,8 +114,8 @@ bool encode_tiles(const AlignedRows& in, const Tensor& x, const Codebook& book, 
 }
 
 // x: [..., d] float, stride 1 in the last dimension -> packed uint8 [..., row_bytes], scale float16 [...]
-std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const OptionalTensor& levels, const Tensor& steps,
-                                  int64_t bits, int64_t scale_mode, const OptionalTensor& center) {
+std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const OptionalTensor& levels,
+                                  const Tensor& steps, int64_t bits, int64_t scale_mode, const OptionalTensor& center) {
   check_float(x, "x");
   check_unit_last_stride(x, "x");
   const int64_t d = x.size(x.dim() - 1);
@@ -134,18 +137,19 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
   if (encode_tiles(in, x, book, s, mean, split, row_bytes, packed, scale, launch)) return {packed, scale};
   dispatch_dim(split, [&](auto traits) {
     using Traits = decltype(traits);
-    encode_kernel<Traits><<<num_blocks(in.rows().count, block_vectors<Traits>()), kThreads, shared_bytes<Traits>(row_bytes),
-                            launch.stream()>>>(
-        in.data(), in.rows(), x.scalar_type(), s.data(), mean.data(), book, encode_constants(split), row_bytes,
-        static_cast<uint8_t*>(packed.data_ptr()), static_cast<uint16_t*>(scale.data_ptr()));
+    encode_kernel<Traits>
+        <<<num_blocks(in.rows().count, block_vectors<Traits>()), kThreads, shared_bytes<Traits>(row_bytes),
+           launch.stream()>>>(in.data(), in.rows(), x.scalar_type(), s.data(), mean.data(), book,
+                              encode_constants(split), row_bytes, static_cast<uint8_t*>(packed.data_ptr()),
+                              static_cast<uint16_t*>(scale.data_ptr()));
     launch.check("encode");
   });
   return {packed, scale};
 }
 
 // packed: uint8 [..., row_bytes], scale: float16 [...], both contiguous -> [..., d] of `dtype`; d is that of signs
-Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, const OptionalTensor& levels, int64_t bits,
-              ScalarType dtype, const OptionalTensor& center) {
+Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, const OptionalTensor& levels,
+              int64_t bits, ScalarType dtype, const OptionalTensor& center) {
   check_codec_bits(bits);
   check_output_dtype(dtype);
   const DenseVectors vectors = checked_dense_vectors(packed, scale, signs, levels, bits);
@@ -157,10 +161,11 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
   const Launch launch(packed);
   dispatch_dim(vectors.split, [&](auto traits) {
     using Traits = decltype(traits);
-    decode_kernel<Traits><<<num_blocks(vectors.count, block_vectors<Traits>()), kThreads,
-                            shared_bytes<Traits>(vectors.row_bytes), launch.stream()>>>(
-        bytes_of(packed), static_cast<const uint16_t*>(scale.data_ptr()), vectors.count, vectors.row_bytes, s.data(),
-        levels_data(levels), static_cast<int>(bits), mean.data(), dtype, out.data_ptr());
+    decode_kernel<Traits>
+        <<<num_blocks(vectors.count, block_vectors<Traits>()), kThreads, shared_bytes<Traits>(vectors.row_bytes),
+           launch.stream()>>>(bytes_of(packed), static_cast<const uint16_t*>(scale.data_ptr()), vectors.count,
+                              vectors.row_bytes, s.data(), levels_data(levels), static_cast<int>(bits), mean.data(),
+                              dtype, out.data_ptr());
     launch.check("decode");
   });
   return out;

@@ -164,15 +164,16 @@ struct Codebook {
 
 // float32 constants of section 5, computed on the host as the CPU does.
 struct EncodeConstants {
-  float units;      // 4096 sqrt(d)
-  float norm;       // 1 / sqrt(n)
-  float over_root;  // 32 / sqrt(d)
-  float times_root; // 32 sqrt(d)
+  float units;       // 4096 sqrt(d)
+  float norm;        // 1 / sqrt(n)
+  float over_root;   // 32 / sqrt(d)
+  float times_root;  // 32 sqrt(d)
 };
 inline EncodeConstants encode_constants(format::Split split) {
   const double root = std::sqrt(static_cast<double>(split.blocks * split.block));
-  return {static_cast<float>(format::kUnitsPerSigma * root), static_cast<float>(1 / std::sqrt(static_cast<double>(split.block))),
-          static_cast<float>(32 / root), static_cast<float>(32 * root)};
+  return {static_cast<float>(format::kUnitsPerSigma * root),
+          static_cast<float>(1 / std::sqrt(static_cast<double>(split.block))), static_cast<float>(32 / root),
+          static_cast<float>(32 * root)};
 }
 
 // Levels and boundaries of a codebook in shared memory. Both are symmetric, so the positive half is enough: a coordinate u < 0
@@ -231,7 +232,9 @@ struct SharedCodebook {
     return m;
   }
 
-  __device__ __forceinline__ int level_of(int bits, int magnitude) const { return bits == 8 ? magnitude : level[magnitude]; }
+  __device__ __forceinline__ int level_of(int bits, int magnitude) const {
+    return bits == 8 ? magnitude : level[magnitude];
+  }
 };
 
 // Sum and maximum over the lanes of a group, known to all of them.
@@ -395,8 +398,8 @@ inline DenseVectors checked_dense_vectors(const Tensor& packed, const Tensor& sc
   const format::Split split = check_vector_dim(d, "signs");
   check_constant(signs, packed, "signs", ScalarType::Float, {d});
   const int64_t row_bytes = format::dense_row_bytes(d, static_cast<int>(bits));
-  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ", shape_text(packed),
-                  ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
+  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ",
+                  shape_text(packed), ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
   check_device(scale, packed, "scale");
   check_dtype(scale, "scale", {ScalarType::Half});
   check_contiguous(scale, "scale");

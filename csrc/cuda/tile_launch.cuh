@@ -11,7 +11,7 @@ struct TileSource {
   int64_t token_stride, head_stride;
   Codebook book;
   const float* signs;
-  const float* center;  // float32, or null
+  const float* center;    // float32, or null
   int64_t center_stride;  // between heads, in elements
 };
 
