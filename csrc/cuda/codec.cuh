@@ -391,24 +391,10 @@ struct DenseVectors {
 // packed: uint8 [..., row_bytes], scale: float16 [...], both contiguous
 inline DenseVectors checked_dense_vectors(const Tensor& packed, const Tensor& scale, const Tensor& signs,
                                           const OptionalTensor& levels, int64_t bits) {
-  check_dtype(packed, "packed", {ScalarType::Byte});
-  check_contiguous(packed, "packed");
-  STD_TORCH_CHECK(signs.dim() == 1, "signs has shape ", shape_text(signs), ", expected [d]");
-  const int64_t d = signs.size(0);
-  const format::Split split = check_vector_dim(d, "signs");
-  check_constant(signs, packed, "signs", ScalarType::Float, {d});
+  const int64_t d = check_dense_vectors(packed, scale, signs, bits);
   const int64_t row_bytes = format::dense_row_bytes(d, static_cast<int>(bits));
-  STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ",
-                  shape_text(packed), ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
-  check_device(scale, packed, "scale");
-  check_dtype(scale, "scale", {ScalarType::Half});
-  check_contiguous(scale, "scale");
-  bool same = scale.dim() == packed.dim() - 1;
-  for (int64_t i = 0; same && i < scale.dim(); ++i) same = scale.size(i) == packed.size(i);
-  STD_TORCH_CHECK(same, "scale has shape ", shape_text(scale), ", expected the leading dimensions of packed ",
-                  shape_text(packed));
   check_levels(levels, packed, bits, "levels");
-  return {split, packed.numel() / row_bytes, d, static_cast<int>(row_bytes)};
+  return {format::split_dim(d), packed.numel() / row_bytes, d, static_cast<int>(row_bytes)};
 }
 
 }  // namespace turboquant::cuda

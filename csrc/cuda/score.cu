@@ -471,48 +471,6 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
 
 // ---- Host ---------------------------------------------------------------------------------------------------------
 
-// q: [..., queries, d] and a packed side [..., keys, x]: the same leading dimensions, flattened to `batch`.
-struct ScoreShape {
-  int64_t batch = 1, queries, keys;
-  std::vector<int64_t> out;  // [..., queries, keys]
-};
-
-ScoreShape checked_score_shape(const Tensor& q, const Tensor& packed, const char* packed_name) {
-  check_float(q, "q");
-  check_unit_last_stride(q, "q");
-  bool same = q.dim() >= 2 && packed.dim() == q.dim();
-  for (int64_t i = 0; same && i + 2 < q.dim(); ++i) same = q.size(i) == packed.size(i);
-  STD_TORCH_CHECK(same, "q has shape ", shape_text(q), " and ", packed_name, " ", shape_text(packed),
-                  ", expected [..., queries, d] and [..., keys, bytes] with the same leading dimensions");
-  ScoreShape s;
-  s.queries = q.size(q.dim() - 2);
-  s.keys = packed.size(packed.dim() - 2);
-  s.out = leading_shape(q, 2, {s.queries, s.keys});
-  for (int64_t i = 0; i + 2 < q.dim(); ++i) s.batch *= q.size(i);
-  return s;
-}
-
-// The stored sketch of the keys that `shape` describes: sign_bits uint8 [..., keys, m / 8], norm float32 [..., keys].
-void check_sketch_of(const Projection& sketch, const Tensor& sign_bits, const Tensor& norm, const Tensor& q,
-                     const ScoreShape& shape) {
-  check_device(sign_bits, q, "sign_bits");
-  check_dtype(sign_bits, "sign_bits", {ScalarType::Byte});
-  check_contiguous(sign_bits, "sign_bits");
-  const int64_t dims = q.dim();
-  bool same =
-      sign_bits.dim() == dims && sign_bits.size(dims - 1) == sketch.bytes() && sign_bits.size(dims - 2) == shape.keys;
-  for (int64_t i = 0; same && i + 2 < dims; ++i) same = sign_bits.size(i) == q.size(i);
-  STD_TORCH_CHECK(same, "sign_bits has shape ", shape_text(sign_bits), ", expected [..., ", shape.keys, ", ",
-                  sketch.bytes(), "] with the leading dimensions of q");
-  check_device(norm, q, "the residual norm");
-  check_dtype(norm, "the residual norm", {ScalarType::Float});
-  check_contiguous(norm, "the residual norm");
-  same = norm.dim() == dims - 1 && norm.size(dims - 2) == shape.keys;
-  for (int64_t i = 0; same && i + 2 < dims; ++i) same = norm.size(i) == q.size(i);
-  STD_TORCH_CHECK(same, "the residual norm has shape ", shape_text(norm), ", expected [..., ", shape.keys,
-                  "] with the leading dimensions of q");
-}
-
 int device_attribute(cudaDeviceAttr attribute, int device) {
   int value = 0;
   check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "device attribute");
@@ -570,7 +528,7 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   bool words = a.bits == 0 || (d % kGroup == 0 && a.row_bytes % word == 0 && aligned(a.packed, word));
   if (projection) {
     const Projection sketch(*projection, q, d);
-    check_sketch_of(sketch, *sign_bits, *norm, q, shape);
+    check_sketch(*sign_bits, *norm, q, shape, sketch.bytes());
     STD_TORCH_CHECK(sketch.rows <= 1 << 16, "projection has ", sketch.rows,
                     " rows, supported by scores on CUDA: up to ", 1 << 16);
     a.sign_bits = bytes_of(*sign_bits);
