@@ -6,8 +6,6 @@
 
 #include <algorithm>
 
-#include "tile_launch.cuh"
-
 namespace turboquant::cuda {
 namespace {
 
@@ -252,18 +250,6 @@ void check_kv(const Tensor& k, const Tensor& v) {
   check_unit_last_stride(v, "v");
 }
 
-TileSource tile_source(const Heads& heads, const Tensor& like, const Codebook& book, const Constant& signs,
-                       const float* center) {
-  const int64_t size = like.element_size();
-  return {static_cast<const uint8_t*>(heads.data),
-          heads.token_stride * size,
-          heads.head_stride * size,
-          book,
-          signs.data(),
-          center,
-          like.size(2)};
-}
-
 Tail checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& seq_lens,
                   const OptionalTensor& cu_seqlens_q, const Tensor& k, int64_t sink_tokens) {
   STD_TORCH_CHECK(seq_lens.has_value(), "tail needs seq_lens");
@@ -323,22 +309,6 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
   const Constant k_signs(key_signs), v_signs(value_signs), mean(center);
   const Launch launch(k);
   const format::Split split = format::split_dim(d);
-  const TileArguments tiles{{tile_source(keys.heads(), k, key_book, k_signs, mean.data()),
-                             tile_source(values.heads(), k, value_book, v_signs, nullptr)},
-                            2,
-                            tokens,
-                            static_cast<int>(kv_heads),
-                            k.scalar_type(),
-                            encode_constants(split),
-                            pages,
-                            RecordLayout(record),
-                            static_cast<const int64_t*>(slot_mapping.data_ptr()),
-                            ring,
-                            nullptr,
-                            nullptr,
-                            0};
-  if (launch_tiles(tiles, split, launch.stream())) return launch.check("cache_store");
-
   const StoreArguments arguments{{keys.heads(), values.heads()},
                                  {key_book, value_book},
                                  {k_signs.data(), v_signs.data()},

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 
-#include "tile_launch.cuh"
-
 namespace turboquant::cuda {
 namespace {
 
@@ -84,35 +82,6 @@ __global__ void __launch_bounds__(kThreads)
   if (active) store_as<Traits>(y, lane, out, dtype, row * Traits::kDim);
 }
 
-// Many vectors, in at most two leading dimensions; false where that does not apply.
-bool encode_tiles(const AlignedRows& in, const Tensor& x, const Codebook& book, const Constant& signs,
-                  const Constant& center, format::Split split, int row_bytes, const Tensor& packed, const Tensor& scale,
-                  const Launch& launch) {
-  const Rows& rows = in.rows();
-  const int octets = split.blocks * split.block / 8;
-  if (rows.dims > 2 || rows.size[rows.dims - 1] > INT32_MAX || (book.bits % 2 && octets % 4)) return false;
-  const int64_t size = x.element_size();
-  TileArguments a{};
-  a.source[0] = {
-      static_cast<const uint8_t*>(in.data()), rows.stride[0] * size, 0, book, signs.data(), center.data(), 0};
-  a.sources = 1;
-  a.tokens = rows.count;
-  a.heads = 1;
-  if (rows.dims == 2) {
-    a.source[0].head_stride = rows.stride[1] * size;
-    a.tokens = rows.size[0];
-    a.heads = static_cast<int>(rows.size[1]);
-  }
-  a.dtype = x.scalar_type();
-  a.constants = encode_constants(split);
-  a.packed = static_cast<uint8_t*>(packed.data_ptr());
-  a.scale = static_cast<uint16_t*>(scale.data_ptr());
-  a.row_bytes = row_bytes;
-  if (!launch_tiles(a, split, launch.stream())) return false;
-  launch.check("encode");
-  return true;
-}
-
 // x: [..., d] float, stride 1 in the last dimension -> packed uint8 [..., row_bytes], scale float16 [...]
 std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const OptionalTensor& levels,
                                   const Tensor& steps, int64_t bits, int64_t scale_mode, const OptionalTensor& center) {
@@ -134,7 +103,6 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
   const AlignedRows in(x, word_bytes(std::min(8, split.block), x.element_size()));
   const Constant s(signs), mean(center);
   const Launch launch(x);
-  if (encode_tiles(in, x, book, s, mean, split, row_bytes, packed, scale, launch)) return {packed, scale};
   dispatch_dim(split, [&](auto traits) {
     using Traits = decltype(traits);
     encode_kernel<Traits>
