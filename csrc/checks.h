@@ -145,6 +145,17 @@ inline void check_cache(const Tensor& cache, const Tensor& first, const format::
   check_constant(cache, first, "cache", ScalarType::Byte, {-1, -1, record.record_bytes()});
 }
 
+// k, v: [tokens, kv_heads, d] of one dtype, stride 1 in the last dimension
+inline void check_kv(const Tensor& k, const Tensor& v) {
+  check_float(k, "k");
+  check_shape(k, "k", {-1, -1, -1});
+  check_unit_last_stride(k, "k");
+  check_device(v, k, "v");
+  check_dtype(v, "v", {k.scalar_type()});
+  check_shape(v, "v", {k.size(0), k.size(1), k.size(2)});
+  check_unit_last_stride(v, "v");
+}
+
 inline void check_center(const OptionalTensor& center, const Tensor& first, int64_t kv_heads, int64_t d) {
   if (center) check_constant(*center, first, "center", ScalarType::Float, {kv_heads, d});
 }
@@ -199,6 +210,20 @@ inline int64_t check_packed_rows(const Tensor& packed, int64_t d, int64_t bits) 
                   shape_text(packed), ", expected [..., ", row_bytes, "] for d = ", d, " at ", bits, " bits");
   check_contiguous(packed, "packed");
   return row_bytes;
+}
+
+// What encode takes but for its codebook: x [..., d] with its rotation and center. Returns the split of d.
+inline format::Split check_encode(const Tensor& x, const Tensor& signs, int64_t bits, int64_t scale_mode,
+                                  const OptionalTensor& center) {
+  check_float(x, "x");
+  check_unit_last_stride(x, "x");
+  const int64_t d = x.size(x.dim() - 1);
+  const format::Split split = check_vector_dim(d, "x");
+  check_codec_bits(bits);
+  check_scale_mode(scale_mode, "scale_mode");
+  check_constant(signs, x, "signs", ScalarType::Float, {d});
+  if (center) check_constant(*center, x, "center", ScalarType::Float, {d});
+  return split;
 }
 
 // Rows of codes, a float16 scale each, one rotation; d is the length of signs. Returns d.

@@ -35,16 +35,6 @@ void place_in_tail(Destinations& to, const Batch& batch, const TailView& tail) {
   }
 }
 
-void check_kv(const Tensor& k, const Tensor& v) {
-  check_float(k, "k");
-  check_shape(k, "k", {-1, -1, -1});
-  check_unit_last_stride(k, "k");
-  check_device(v, k, "v");
-  check_dtype(v, "v", {k.scalar_type()});
-  check_shape(v, "v", {k.size(0), k.size(1), k.size(2)});
-  check_unit_last_stride(v, "v");
-}
-
 // k, v: [tokens, kv_heads, d]; cache: uint8 [num_pages, kv_heads, record_bytes], written; slot_mapping: int64 [tokens];
 // center: float32 [kv_heads, d]; tail: [max_seqs, kv_heads, rows, 2, d], written
 void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Tensor& slot_mapping,

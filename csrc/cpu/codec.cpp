@@ -7,24 +7,18 @@
 namespace turboquant::cpu {
 namespace {
 
-const float* center_of(const OptionalTensor& center, const Tensor& first, int64_t d) {
-  if (!center) return nullptr;
-  check_constant(*center, first, "center", ScalarType::Float, {d});
-  return static_cast<const float*>(center->data_ptr());
+// A checked center's numbers, or null.
+const float* center_of(const OptionalTensor& center) {
+  return center ? static_cast<const float*>(center->data_ptr()) : nullptr;
 }
 
 // x: [..., d] float, stride 1 in the last dimension -> packed uint8 [..., row_bytes], scale float16 [...]
 std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const OptionalTensor& levels,
                                   const Tensor& steps, int64_t bits, int64_t scale_mode, const OptionalTensor& center) {
-  check_float(x, "x");
-  check_unit_last_stride(x, "x");
+  const format::Split split = check_encode(x, signs, bits, scale_mode, center);
   const int64_t d = x.size(x.dim() - 1);
-  const format::Split split = check_vector_dim(d, "x");
-  check_codec_bits(bits);
-  check_scale_mode(scale_mode, "scale_mode");
-  check_constant(signs, x, "signs", ScalarType::Float, {d});
   const Codebook book = checked_codebook(x, levels, steps, bits, "levels", "steps");
-  const float* mean = center_of(center, x, d);
+  const float* mean = center_of(center);
 
   const int64_t row_bytes = format::dense_row_bytes(d, bits);
   Tensor packed = empty_like_shape(x, leading_shape(x, 1, {row_bytes}), ScalarType::Byte);
@@ -57,7 +51,8 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
   check_codec_bits(bits);
   check_output_dtype(dtype);
   const DenseVectors in = checked_dense_vectors(packed, scale, signs, levels, bits);
-  const float* mean = center_of(center, packed, in.d);
+  if (center) check_constant(*center, packed, "center", ScalarType::Float, {in.d});
+  const float* mean = center_of(center);
 
   Tensor out = empty_like_shape(packed, leading_shape(packed, 1, {in.d}), dtype);
   dispatch_float(dtype, [&](auto tag) {

@@ -9,7 +9,7 @@
 namespace turboquant::cuda {
 namespace {
 
-constexpr int kKeys = 0, kValues = 1;
+constexpr int kKeys = 0;                           // the kind of a block of keys; that of values is 1
 constexpr int kBlockTokens = format::kValueGroup;  // tokens of a value block
 constexpr int64_t kMaxGridY = 65535;
 
@@ -239,16 +239,6 @@ class HeadRows {
   Tensor tensor_;
   AlignedRows rows_;
 };
-
-void check_kv(const Tensor& k, const Tensor& v) {
-  check_float(k, "k");
-  check_shape(k, "k", {-1, -1, -1});
-  check_unit_last_stride(k, "k");
-  check_device(v, k, "v");
-  check_dtype(v, "v", {k.scalar_type()});
-  check_shape(v, "v", {k.size(0), k.size(1), k.size(2)});
-  check_unit_last_stride(v, "v");
-}
 
 Tail checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& seq_lens,
                   const OptionalTensor& cu_seqlens_q, const Tensor& k, int64_t sink_tokens) {

@@ -85,15 +85,9 @@ __global__ void __launch_bounds__(kThreads)
 // x: [..., d] float, stride 1 in the last dimension -> packed uint8 [..., row_bytes], scale float16 [...]
 std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const OptionalTensor& levels,
                                   const Tensor& steps, int64_t bits, int64_t scale_mode, const OptionalTensor& center) {
-  check_float(x, "x");
-  check_unit_last_stride(x, "x");
+  const format::Split split = check_encode(x, signs, bits, scale_mode, center);
   const int64_t d = x.size(x.dim() - 1);
-  const format::Split split = check_vector_dim(d, "x");
-  check_codec_bits(bits);
-  check_scale_mode(scale_mode, "scale_mode");
-  check_constant(signs, x, "signs", ScalarType::Float, {d});
   const Codebook book = checked_codebook(x, levels, steps, bits, scale_mode, "levels", "steps");
-  if (center) check_constant(*center, x, "center", ScalarType::Float, {d});
 
   const int row_bytes = static_cast<int>(format::dense_row_bytes(d, static_cast<int>(bits)));
   Tensor scale = torch::stable::new_empty(x, leading_shape(x, 1, {}), ScalarType::Half);
