@@ -14,6 +14,7 @@ CUDA_HOME, CXX, MAX_JOBS     toolkit folder, C++ compiler, parallel compilations
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -30,8 +31,8 @@ TORCH_TARGET = "0x020b000000000000"  # torch 2.11 (0x0210... would be 2.16)
 OBJECTS = Path("build/native")
 
 # Packed bytes are the same on every device, so no compiler may fuse a multiply and an add
-# (docs/format.md). A .cu file that writes no packed bytes may say otherwise in a line of its own:
-# "// nvcc: -fmad=true".
+# (docs/format.md). A source may ask for more in a line of its own, see own_flags: a .cu file that
+# writes no packed bytes for "-fmad=true", the CPU kernels for the instructions they use.
 HOST = ["-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall"]
 CXX = ["-std=c++20", "-O3", *HOST]
 # Machine code of eight architectures compresses to a sixth; nvcc 12.8 and later can.
@@ -45,7 +46,7 @@ common = -Icsrc -isystem {torch}/include $
     -DTORCH_TARGET_VERSION={target} -DTURBOQUANT_VERSION={version}
 
 rule cxx
-  command = {cxx} {cxx_flags} $common -MMD -MF $out.d -c $in -o $out
+  command = {cxx} {cxx_flags} $common $extra -MMD -MF $out.d -c $in -o $out
   deps = gcc
   depfile = $out.d
 
@@ -112,6 +113,12 @@ def quote(text: str) -> str:
     return f"'\"{text}\"'"
 
 
+def own_flags(source: Path, rule: str) -> list[str]:
+    """What a source asks for in a line of its own: "// nvcc: -flag" or "// cxx x86_64: -flag"."""
+    machine = f" {platform.machine()}" if rule == "cxx" else ""
+    return re.findall(rf"^// {rule}{machine}: (.*)$", source.read_text(), re.MULTILINE)
+
+
 def ninja_file(version: str, nvcc: str | None) -> str:
     torch = torch_folder()
     # Error texts hold __FILE__: keep the folders of the build machine out of them.
@@ -136,8 +143,7 @@ def ninja_file(version: str, nvcc: str | None) -> str:
         for source in sources:
             objects.append(f"{OBJECTS / source}.o")
             lines.append(f"build {objects[-1]}: {rule} {source}")
-            if extra := re.search(r"^// nvcc: (.*)$", source.read_text(), re.MULTILINE):
-                lines.append(f"  extra = {extra[1]}")
+            lines += [f"  extra = {extra}" for extra in own_flags(source, rule)]
         target = f"{OBJECTS}/libturboquant_{name}.so"
         lines.append(f"build {target}: link_{name} {' '.join(objects)} | csrc/exports.map")
         return "\n".join(lines) + "\n"

@@ -9,7 +9,8 @@
 #if defined(__CUDACC__)
 #define TURBOQUANT_HD __host__ __device__ __forceinline__
 #else
-#define TURBOQUANT_HD inline
+// Always inlined: the CPU kernels are compiled once per instruction set, and no copy for one may serve another.
+#define TURBOQUANT_HD inline __attribute__((always_inline))
 #endif
 
 namespace turboquant::format {

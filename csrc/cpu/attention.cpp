@@ -21,9 +21,10 @@ struct Attention {
   int64_t max_pages;
   const float* key_signs;
   const float* value_signs;
-  const float* center;       // [kv_heads, d] or null
-  const float* sink_logits;  // [q_heads] or null
-  LevelTable key_table, value_table;
+  const float* center;                           // [kv_heads, d] or null
+  const float* sink_logits;                      // [q_heads] or null
+  std::vector<int8_t> key_levels, value_levels;  // [2^bits]; empty for 8 bits
+  int max_key_level;
   std::optional<TailView> tail;
   const int32_t* tail_valid;  // [max_seqs, 2] or null
   int64_t recent_window, sliding_window;
@@ -51,161 +52,41 @@ struct Attention {
   }
 };
 
-// One query head's softmax in progress; sums are relative to the running maximum.
+// One query head of one new token.
 struct Row {
-  int64_t position, first;  // sees keys [first, position]
-  Attention::Exact exact;
-  int64_t token, head;  // where its result goes
-  float shift;          // q . center
-  float max = -INFINITY, sum = 0;
+  int64_t token, head, position;
 };
 
-// The queries and sums of the rows of one piece of work.
-class Rotated {
- public:
-  Rotated(const Attention& a, int64_t s, int64_t kv_head) : a_(a), s_(s), kv_head_(kv_head), d_(a.d) {
-    for (int64_t i = 0; i < a.batch.queries(s); ++i) {
-      const int64_t position = a.batch.position(s, i), token = a.batch.query_begin[s] + i;
-      for (int64_t g = 0; g < a.group; ++g) {
-        rows_.push_back({position, a.first_visible(position), a.exact(s, position), token, kv_head * a.group + g, 0});
-      }
-    }
-    plain_.resize(rows_.size() * d_);
-    rotated_.resize(rows_.size() * d_);
-    coded_sum_.assign(rows_.size() * d_, 0);
-    exact_sum_.assign(rows_.size() * d_, 0);
-    load_queries();
-  }
+constexpr int64_t kTileRows = 128;     // rows of one piece of work: their sums stay in the cache
+constexpr int64_t kSpanTokens = 2048;  // keys of one piece of work; a multiple of kBlockTokens
 
-  void run() {
-    int64_t first = INT64_MAX, last = -1;
-    for (const Row& row : rows_) {
-      first = std::min(first, row.first);
-      last = std::max(last, row.position);
-    }
-    attend_coded(first, last);
-    if (a_.tail && a_.tail->slots[s_] >= 0) attend_exact();
-  }
-
-  // Writes the rows' outputs and log-sum-exps.
-  template <typename T>
-  void finish(T* out, float* lse) {
-    const format::Split split = format::split_dim(d_);
-    for (size_t r = 0; r < rows_.size(); ++r) {
-      Row& row = rows_[r];
-      if (a_.sink_logits) {  // one more logit in the denominator, without a value
-        const float logit = a_.sink_logits[row.head];
-        raise(r, logit);
-        row.sum += row.max == -INFINITY ? 0 : std::exp(logit - row.max);
-      }
-      const int64_t to = row.token * a_.q_heads + row.head;
-      float* sum = coded_sum_.data() + r * d_;
-      rotate_back(sum, a_.value_signs, split);
-      add(sum, exact_sum_.data() + r * d_, d_);
-      const float inverse = row.sum == 0 ? 0 : 1 / row.sum;
-      for (int64_t c = 0; c < d_; ++c) sum[c] *= inverse;
-      from_float(sum, out + to * d_, d_);
-      lse[to] = row.sum == 0 ? -INFINITY : row.max + std::log(row.sum);
-    }
-  }
-
- private:
-  void load_queries() {
-    const format::Split split = format::split_dim(d_);
-    dispatch_float(a_.q.scalar_type(), [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      const T* q = static_cast<const T*>(a_.q.data_ptr());
-      for (size_t r = 0; r < rows_.size(); ++r) {
-        float* plain = plain_.data() + r * d_;
-        float* rotated = rotated_.data() + r * d_;
-        to_float(q + rows_[r].token * a_.q.stride(0) + rows_[r].head * a_.q.stride(1), plain, d_);
-        std::copy(plain, plain + d_, rotated);
-        rotate(rotated, a_.key_signs, split);
-        if (a_.center) rows_[r].shift = dot(plain, a_.center + kv_head_ * d_, d_);
-      }
-    });
-  }
-
-  // Scaled and soft-capped logit.
-  float logit(float score) const {
-    const float s = score * a_.softmax_scale;
-    return a_.soft_cap > 0 ? a_.soft_cap * std::tanh(s / a_.soft_cap) : s;
-  }
-
-  // Lifts the running maximum of row r to at least `logit`.
-  void raise(size_t r, float logit) {
-    Row& row = rows_[r];
-    if (logit <= row.max) return;  // a NaN logit goes on and spoils this row, as it should
-    const float keep = row.max == -INFINITY ? 0 : std::exp(row.max - logit);
-    row.max = logit;
-    row.sum *= keep;
-    float* coded = coded_sum_.data() + r * d_;
-    float* exact = exact_sum_.data() + r * d_;
-    for (int64_t c = 0; c < d_; ++c) coded[c] *= keep;
-    for (int64_t c = 0; c < d_; ++c) exact[c] *= keep;
-  }
-
-  // Adds one key with its value to row r; `sums` are those of the value's space.
-  void accumulate(size_t r, float logit, const float* value, std::vector<float>& sums) {
-    raise(r, logit);
-    Row& row = rows_[r];
-    const float p = row.max == -INFINITY ? 0 : std::exp(logit - row.max);
-    row.sum += p;
-    float* to = sums.data() + r * d_;
-    for (int64_t c = 0; c < d_; ++c) to[c] += p * value[c];
-  }
-
-  void attend_coded(int64_t first, int64_t last) {
-    const int page_size = a_.map->record.page_size;
-    std::vector<uint8_t> codes(d_);
-    std::vector<float> key(d_), value(d_);
-    for (int64_t j = first; j <= last; ++j) {
-      bool unpacked = false;
-      for (size_t r = 0; r < rows_.size(); ++r) {
-        const Row& row = rows_[r];
-        if (j < row.first || j > row.position || row.exact.holds(j)) continue;
-        if (!unpacked) {
-          const uint8_t* rec = a_.record(s_, kv_head_, j);
-          const int offset = static_cast<int>(j % page_size), d = static_cast<int>(d_);
-          const float key_scale = a_.map->read_key(rec, offset, codes.data());
-          a_.key_table.decode(codes.data(), key_scale, key.data(), d);
-          const float value_scale = a_.map->read_value(rec, offset, codes.data());
-          a_.value_table.decode(codes.data(), value_scale, value.data(), d);
-          unpacked = true;
-        }
-        accumulate(r, logit(dot(rotated_.data() + r * d_, key.data(), d_) + row.shift), value.data(), coded_sum_);
-      }
-    }
-  }
-
-  void attend_exact() {
-    const TailView& tail = *a_.tail;
-    const int64_t slot = tail.slots[s_];
-    dispatch_float(tail.tensor.scalar_type(), [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      const T* exact = static_cast<const T*>(tail.tensor.data_ptr());
-      std::vector<float> key(d_), value(d_);
-      const auto attend = [&](size_t r, int64_t begin, int64_t end) {
-        for (int64_t j = begin; j < end; ++j) {
-          to_float(exact + tail.offset(slot, kv_head_, j, 0), key.data(), d_);
-          to_float(exact + tail.offset(slot, kv_head_, j, 1), value.data(), d_);
-          accumulate(r, logit(dot(plain_.data() + r * d_, key.data(), d_)), value.data(), exact_sum_);
-        }
-      };
-      for (size_t r = 0; r < rows_.size(); ++r) {
-        const Row& row = rows_[r];
-        attend(r, row.first, std::min(row.exact.sinks, row.position + 1));
-        attend(r, std::max(row.first, row.exact.recent), row.position + 1);
-      }
-    });
-  }
-
-  const Attention& a_;
-  int64_t s_, kv_head_, d_;
-  std::vector<Row> rows_;                     // [queries * group]
-  std::vector<float> plain_, rotated_;        // queries, [rows, d]
-  std::vector<float> coded_sum_, exact_sum_;  // values in the rotated and in the original space, [rows, d]
+// Rows that share keys: queries of one sequence, query heads of one KV head; and how their keys are cut into spans. The cut
+// depends on lengths only, so results do not depend on the number of threads.
+struct Tile {
+  int64_t sequence, kv_head;
+  int64_t first_row, rows;  // among those of (sequence, KV head), query-major
+  int64_t begin, end;       // packed keys that some row sees, begin at a block
+  int64_t at;               // index of its first row among all tiles' rows
+  int64_t part;             // index of its first partial result
+  int64_t spans() const { return (end - begin + kSpanTokens - 1) / kSpanTokens; }
 };
+
+// Everything between the queries and the output, one row after the other.
+struct Workspace {
+  std::vector<float> plain, rotated;  // queries, [rows, d]
+  std::vector<uint8_t> factors;       // [rows, factor_bytes]
+  std::vector<float> unit, shift;     // [rows]
+  std::vector<int32_t> correction;
+  std::vector<int64_t> first, end;                        // packed keys of a row
+  std::vector<int64_t> visible, sinks, recent, position;  // and its exact ones
+  std::vector<float> max, sum, sums;                      // partial results: [parts], [parts], [parts, d]
+};
+// The level of every code; 8-bit codes need no list.
+std::vector<int8_t> level_list(int bits, const int8_t* levels) {
+  std::vector<int8_t> list(bits == 8 ? 0 : 1 << bits);
+  for (size_t c = 0; c < list.size(); ++c) list[c] = static_cast<int8_t>(format::level_of_code(bits, levels, c));
+  return list;
+}
 
 int64_t largest_query_count(const Batch& batch) {
   int64_t most = 0;
@@ -267,14 +148,16 @@ Attention checked_attention(const Tensor& q, const Tensor& cache, const Tensor& 
               static_cast<const float*>(value_signs.data_ptr()),
               center ? static_cast<const float*>(center->data_ptr()) : nullptr,
               sink_logits ? static_cast<const float*>(sink_logits->data_ptr()) : nullptr,
-              LevelTable(record.key_bits, checked_levels(key_levels, q, key_bits, "key_levels")),
-              LevelTable(record.value_bits, checked_levels(value_levels, q, value_bits, "value_levels")),
+              level_list(record.key_bits, checked_levels(key_levels, q, key_bits, "key_levels")),
+              level_list(record.value_bits, checked_levels(value_levels, q, value_bits, "value_levels")),
+              0,
               ring,
               tail && tail_valid ? static_cast<const int32_t*>(tail_valid->data_ptr()) : nullptr,
               recent_window,
               sliding_window,
               static_cast<float>(softmax_scale),
               static_cast<float>(soft_cap)};
+  a.max_key_level = a.key_levels.empty() ? 127 : a.key_levels.back();
   for (int64_t s = 0; s < a.batch.count; ++s) {
     if (a.batch.queries(s) == 0 || a.batch.length[s] == 0) continue;
     const int64_t first = a.first_visible(a.batch.position(s, 0));
@@ -282,6 +165,219 @@ Attention checked_attention(const Tensor& q, const Tensor& cache, const Tensor& 
   }
   return a;
 }
+
+// Cuts the work of a call into tiles.
+std::vector<Tile> tiles_of(const Attention& a) {
+  std::vector<Tile> tiles;
+  int64_t at = 0, part = 0;
+  for (int64_t s = 0; s < a.batch.count; ++s) {
+    const int64_t rows = a.batch.queries(s) * a.group;
+    for (int64_t head = 0; head < a.kv_heads; ++head) {
+      for (int64_t first = 0; first < rows; first += kTileRows) {
+        Tile t{s, head, first, std::min(kTileRows, rows - first), INT64_MAX, 0, at, part};
+        for (int64_t i = first / a.group; i <= (first + t.rows - 1) / a.group; ++i) {
+          const int64_t position = a.batch.position(s, i);
+          const Attention::Exact exact = a.exact(s, position);
+          const int64_t from = std::max(a.first_visible(position), exact.sinks),
+                        end = std::min(position + 1, exact.recent);
+          if (from >= end) continue;
+          t.begin = std::min(t.begin, from);
+          t.end = std::max(t.end, end);
+        }
+        t.begin = t.end == 0 ? 0 : t.begin / kBlockTokens * kBlockTokens;
+        at += t.rows;
+        part += (t.spans() + 1) * t.rows;  // the exact keys come after the spans
+        tiles.push_back(t);
+      }
+    }
+  }
+  return tiles;
+}
+
+class PagedAttention {
+ public:
+  explicit PagedAttention(const Attention& a) : a_(a), tiles_(tiles_of(a)), split_(format::split_dim(a.d)) {
+    keys_.record = a.map->record;
+    keys_.panels = a.map->panels.get();
+    keys_.pages = a.pages;
+    keys_.kv_heads = a.kv_heads;
+    keys_.soft_cap = a.soft_cap;
+    std::copy(a.key_levels.begin(), a.key_levels.end(), keys_.key_levels);
+    std::copy(a.value_levels.begin(), a.value_levels.end(), keys_.value_levels);
+    code_bits_ = keys_.record.key_bits == 3 ? 4 : keys_.record.key_bits;
+    factor_bytes_ = kernels().query_factor_bytes(static_cast<int>(a.d), code_bits_);
+    for (const Tile& t : tiles_) {
+      for (int64_t i = 0; i < t.spans(); ++i) spans_.push_back({&t - tiles_.data(), i});
+      if (has_tail(t)) spans_.push_back({&t - tiles_.data(), t.spans()});
+      rows_ = t.at + t.rows;
+      parts_ = t.part + (t.spans() + 1) * t.rows;
+    }
+  }
+
+  // out: [tokens, q_heads, d] like q, lse: float32 [tokens, q_heads], both contiguous
+  template <typename T>
+  void run(T* out, float* lse) {
+    allocate();
+    parallel_for(tiles_.size(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) prepare(tiles_[t]);
+    });
+    parallel_for(spans_.size(), 1, [&](int64_t begin, int64_t end) {
+      std::vector<uint8_t> scratch(kernels().attend_scratch_bytes(keys_) + 64);
+      std::vector<float> sums(std::max<int64_t>(kTileRows * slots(), 32 * a_.d));
+      for (int64_t i = begin; i < end; ++i) {
+        const Tile& t = tiles_[spans_[i].tile];
+        if (spans_[i].span < t.spans()) {
+          attend_span(t, spans_[i].span, scratch, sums);
+        } else {
+          attend_tail(t, sums.data());
+        }
+      }
+    });
+    parallel_for(tiles_.size(), 1, [&](int64_t begin, int64_t end) {
+      std::vector<float> coded(a_.d), exact(a_.d);
+      for (int64_t t = begin; t < end; ++t) {
+        for (int64_t r = 0; r < tiles_[t].rows; ++r) finish(tiles_[t], r, coded.data(), exact.data(), out, lse);
+      }
+    });
+  }
+
+ private:
+  struct Span {
+    int64_t tile, span;
+  };
+
+  bool has_tail(const Tile& t) const { return a_.tail && a_.tail->slots[t.sequence] >= 0; }
+  int64_t slots() const { return keys_.panels.panels * keys_.panels.fields * 16; }
+
+  Row row(const Tile& t, int64_t r) const {
+    const int64_t i = (t.first_row + r) / a_.group, g = (t.first_row + r) % a_.group;
+    return {a_.batch.query_begin[t.sequence] + i, t.kv_head * a_.group + g, a_.batch.position(t.sequence, i)};
+  }
+
+  void allocate() {
+    Workspace& w = work_;
+    w.plain.resize(rows_ * a_.d);
+    w.rotated.resize(rows_ * a_.d);
+    w.factors.resize(rows_ * factor_bytes_ + 64);
+    for (auto* v : {&w.unit, &w.shift}) v->resize(rows_);
+    w.correction.resize(rows_);
+    for (auto* v : {&w.first, &w.end, &w.visible, &w.sinks, &w.recent, &w.position}) v->resize(rows_);
+    w.max.assign(parts_, -INFINITY);
+    w.sum.assign(parts_, 0);
+    w.sums.assign(parts_ * a_.d, 0);
+  }
+  uint8_t* factors(int64_t row) {
+    const auto base = (reinterpret_cast<uintptr_t>(work_.factors.data()) + 63) / 64 * 64;
+    return reinterpret_cast<uint8_t*>(base) + row * factor_bytes_;
+  }
+
+  void prepare(const Tile& t) {
+    Workspace& w = work_;
+    dispatch_float(a_.q.scalar_type(), [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const T* q = static_cast<const T*>(a_.q.data_ptr());
+      for (int64_t r = 0; r < t.rows; ++r) {
+        const Row x = row(t, r);
+        const int64_t at = t.at + r;
+        float* plain = w.plain.data() + at * a_.d;
+        float* rotated = w.rotated.data() + at * a_.d;
+        to_float(q + x.token * a_.q.stride(0) + x.head * a_.q.stride(1), plain, a_.d);
+        std::copy(plain, plain + a_.d, rotated);
+        rotate(rotated, a_.key_signs, split_);
+        const int d = static_cast<int>(a_.d);
+        const float unit =
+            kernels().query_factors(rotated, d, code_bits_, a_.max_key_level, factors(at), &w.correction[at]);
+        w.unit[at] = unit * format::kLevelUnit * a_.softmax_scale;
+        w.shift[at] = a_.center ? dot(plain, a_.center + t.kv_head * a_.d, a_.d) * a_.softmax_scale : 0;
+
+        const Attention::Exact exact = a_.exact(t.sequence, x.position);
+        const int64_t first = a_.first_visible(x.position);
+        w.visible[at] = first;
+        w.first[at] = std::max(first, exact.sinks);
+        w.end[at] = std::min(x.position + 1, exact.recent);
+        w.sinks[at] = exact.sinks;
+        w.recent[at] = exact.recent;
+        w.position[at] = x.position;
+      }
+    });
+  }
+
+  void attend_span(const Tile& t, int64_t span, std::vector<uint8_t>& scratch, std::vector<float>& sums) {
+    Workspace& w = work_;
+    const int64_t part = t.part + span * t.rows, begin = t.begin + span * kSpanTokens;
+    const QueryRows rows{static_cast<int>(t.rows), factors(t.at),  &w.unit[t.at], &w.correction[t.at],
+                         &w.shift[t.at],           &w.first[t.at], &w.end[t.at]};
+    std::fill(sums.begin(), sums.begin() + t.rows * slots(), 0.0f);
+    const PartialRows out{&w.max[part], &w.sum[part], sums.data(), slots()};
+    const auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64;
+    kernels().attend_pages(keys_, a_.table + t.sequence * a_.max_pages, t.kv_head, begin,
+                           std::min(begin + kSpanTokens, t.end), rows, out, reinterpret_cast<void*>(aligned));
+    const ValuePanels& p = keys_.panels;
+    for (int64_t r = 0; r < t.rows; ++r) {  // from the order of the panels to channels
+      float* to = &w.sums[(part + r) * a_.d];
+      const float* from = sums.data() + r * slots();
+      for (int64_t i = 0; i < slots(); ++i) to[p.channel[i]] += from[i];
+    }
+  }
+
+  void attend_tail(const Tile& t, float* scratch) {
+    Workspace& w = work_;
+    const TailView& tail = *a_.tail;
+    const int64_t part = t.part + t.spans() * t.rows;
+    const int64_t item = tail.tensor.scalar_type() == ScalarType::Float ? 4 : 2;
+    const int dtype = item == 4 ? 0 : tail.tensor.scalar_type() == ScalarType::Half ? 1 : 2;
+    const ExactKeys exact{static_cast<const uint8_t*>(tail.tensor.data_ptr()) +
+                              (tail.slots[t.sequence] * tail.kv_heads + t.kv_head) * tail.rows * 2 * tail.d * item,
+                          dtype,
+                          a_.d,
+                          tail.sink_tokens,
+                          tail.ring,
+                          &w.plain[t.at * a_.d],
+                          &w.visible[t.at],
+                          &w.sinks[t.at],
+                          &w.recent[t.at],
+                          &w.position[t.at]};
+    kernels().attend_exact(exact, static_cast<int>(t.rows), a_.softmax_scale, a_.soft_cap,
+                           {&w.max[part], &w.sum[part], &w.sums[part * a_.d], a_.d}, scratch);
+  }
+
+  // Joins the partial results of a row, in the order of the spans.
+  template <typename T>
+  void finish(const Tile& t, int64_t r, float* coded, float* exact, T* out, float* lse) {
+    const Workspace& w = work_;
+    const Row x = row(t, r);
+    const float* sink = a_.sink_logits ? a_.sink_logits + x.head : nullptr;  // one more logit, without a value
+    float top = sink ? *sink : -INFINITY, total = 0;
+    for (int64_t i = 0; i <= t.spans(); ++i) top = std::max(top, w.max[t.part + i * t.rows + r]);
+    std::fill(coded, coded + a_.d, 0.0f);
+    std::fill(exact, exact + a_.d, 0.0f);
+    for (int64_t i = 0; i <= t.spans(); ++i) {
+      const int64_t part = t.part + i * t.rows + r;
+      if (w.sum[part] == 0) continue;
+      const float weight = std::exp(w.max[part] - top);
+      total += weight * w.sum[part];
+      float* to = i < t.spans() ? coded : exact;
+      for (int64_t c = 0; c < a_.d; ++c) to[c] += weight * w.sums[part * a_.d + c];
+    }
+    if (sink && top != -INFINITY) total += std::exp(*sink - top);
+    rotate_back(coded, a_.value_signs, split_);
+    add(coded, exact, a_.d);
+    const float inverse = total == 0 ? 0 : 1 / total;
+    for (int64_t c = 0; c < a_.d; ++c) coded[c] *= inverse;
+    const int64_t to = x.token * a_.q_heads + x.head;
+    from_float(coded, out + to * a_.d, a_.d);
+    lse[to] = total == 0 ? -INFINITY : top + std::log(total);
+  }
+
+  const Attention& a_;
+  std::vector<Tile> tiles_;
+  std::vector<Span> spans_;
+  format::Split split_;
+  PagedKeys keys_;
+  int code_bits_;
+  int64_t factor_bytes_, rows_ = 0, parts_ = 0;
+  Workspace work_;
+};
 
 // out: [tokens, q_heads, d] like q, lse: float32 [tokens, q_heads], both contiguous
 void attend(const Attention& a, const Tensor& out, const Tensor& lse) {
@@ -292,13 +388,7 @@ void attend(const Attention& a, const Tensor& out, const Tensor& lse) {
     const int64_t used = a.batch.query_begin[a.batch.count];  // padding behind the last sequence
     std::fill(to + used * a.q_heads * a.d, to + a.tokens * a.q_heads * a.d, T(0));
     std::fill(lse_out + used * a.q_heads, lse_out + a.tokens * a.q_heads, -INFINITY);
-    parallel_for(a.batch.count * a.kv_heads, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t item = begin; item < end; ++item) {
-        Rotated work(a, item / a.kv_heads, item % a.kv_heads);
-        work.run();
-        work.finish(to, lse_out);
-      }
-    });
+    PagedAttention(a).run(to, lse_out);
   });
 }
 

@@ -1,0 +1,440 @@
+// Softmax attention of a group of queries over packed pages, 128 keys at a time.
+//
+// Scores are integer dot products (score.h). Each block of keys has one maximum and one unit for its weights: a weight,
+// softmax numerator times value scale, becomes a 15-bit integer, and values are summed as integers too. Only the sums of a
+// block become float32. An integer weight is off by at most 2^-16 of the largest weight in its block of 128 keys.
+//
+// Sums stay in the order of the packed values ("panels", 16 words of four tokens each) until the span is done.
+#pragma once
+
+#include "score.h"
+
+namespace turboquant::cpu::TURBOQUANT_LEVEL {
+
+constexpr int kGroups = kBlockTokens / kGroupTokens;
+constexpr int kMaxPatterns = 8;
+constexpr int kQueryGroup = 4;  // queries that share a look-up
+constexpr float kGreatestWeight = 32639;
+
+// Three-bit codes are spread to nibbles in scratch memory before use; every other width is read in place.
+constexpr int nibbles(int bits) { return bits == 3 ? 4 : bits; }
+
+// The bytes of three-bit rows as four-bit rows. Full groups of 32 channels are 12 bytes and become 16; a last group of 16
+// channels is three 16-bit words and becomes 8 bytes.
+inline void spread_row(const uint8_t* row, int d, uint8_t* to) {
+  for (int c = 0; c + 32 <= d; c += 128) store(to + c / 2, spread_three_bits(row + c / 32 * 12));
+  if (d % 32 == 0) return;
+  uint64_t words = 0;
+  memcpy(&words, row + d / 32 * 12, 6);
+  const uint64_t first = words & 0xFFFF, second = words >> 16 & 0xFFFF, third = words >> 32;
+  words |= ((first >> 3 & 0x1111) | (second >> 2 & 0x2222) | (third >> 1 & 0x4444)) << 48;
+  memcpy(to + d / 32 * 16, &words, 8);
+}
+
+// The plane of a row whose last group has 16 channels, in the order of full groups.
+inline void spread_plane(const uint8_t* plane, int d, uint8_t* to) {
+  const int full = d / 32 * 4;
+  memcpy(to, plane, full);
+  for (int k = 0; k < 4; ++k) {
+    const int bits = plane[full + k % 2] >> 2 * (k / 2);
+    to[full + k] = static_cast<uint8_t>((bits & 3) | (bits >> 4 & 3) << 2);
+  }
+}
+
+// Where a block's groups of sixteen tokens stand. Groups that no query sees are not read: their pages may be gone.
+struct Block {
+  int first_group, end_group;
+  CodeRows keys[kGroups];
+  const uint8_t* values[kGroups];
+  const Half* key_scales[kGroups];
+  const Half* value_scales[kGroups];
+};
+
+struct Scratch {
+  uint8_t* keys;     // [kBlockTokens, d / 2] + 64: three-bit keys as nibbles
+  uint8_t* planes;   // [kBlockTokens, plane] + 16: 5-bit planes in full groups
+  uint8_t* values;   // [kGroups, 8 d] + 64: three-bit values as nibbles
+  Factors* weights;  // [kQueryGroup, patterns, kGroups]
+};
+
+inline int64_t round_up_64(int64_t n) { return (n + 63) / 64 * 64; }
+inline int spread_plane_bytes(int d) { return (d + 31) / 32 * 4; }
+
+inline int64_t scratch_keys(const PagedKeys& k) {
+  return k.record.key_bits == 3 ? round_up_64(kBlockTokens * k.record.head_dim / 2 + 64) : 0;
+}
+inline int64_t scratch_planes(const PagedKeys& k) {
+  const int d = k.record.head_dim;
+  return k.record.key_bits == 5 && d % 32 ? round_up_64(kBlockTokens * spread_plane_bytes(d) + 16) : 0;
+}
+inline int64_t scratch_values(const PagedKeys& k) {
+  return k.record.value_bits == 3 ? round_up_64(kGroups * 8 * k.record.head_dim + 64) : 0;
+}
+inline int64_t attend_scratch_bytes(const PagedKeys& k) {
+  return scratch_keys(k) + scratch_planes(k) + scratch_values(k) +
+         static_cast<int64_t>(kQueryGroup) * k.panels.patterns * kGroups * sizeof(Factors);
+}
+inline Scratch scratch_of(const PagedKeys& k, void* memory) {
+  Scratch s;
+  s.keys = static_cast<uint8_t*>(memory);
+  s.planes = s.keys + scratch_keys(k);
+  s.values = s.planes + scratch_planes(k);
+  s.weights = reinterpret_cast<Factors*>(s.values + scratch_values(k));
+  return s;
+}
+
+// Finds the groups of the block that starts at key `begin`, [first, end) of which some query sees.
+inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t first,
+                        int64_t end, const Scratch& scratch) {
+  const format::Record& r = k.record;
+  const int d = r.head_dim;
+  Block b;
+  b.first_group = first > begin ? static_cast<int>((first - begin) / kGroupTokens) : 0;
+  const int64_t last = (end - begin + kGroupTokens - 1) / kGroupTokens;
+  b.end_group = last < kGroups ? static_cast<int>(last) : kGroups;
+  for (int g = b.first_group; g < b.end_group; ++g) {
+    const int64_t key = begin + g * kGroupTokens;
+    const int token = static_cast<int>(key % r.page_size), in_tile = token % r.tile_tokens();
+    const int64_t page = block_table[key / r.page_size];
+    const uint8_t* tile = k.pages + (page * k.kv_heads + kv_head) * r.record_bytes() + r.tile_of(token);
+    b.key_scales[g] = reinterpret_cast<const Half*>(tile + r.key_scales()) + in_tile;
+    b.value_scales[g] = reinterpret_cast<const Half*>(tile + r.value_scales()) + in_tile;
+
+    const uint8_t* rows = tile + in_tile * r.key_row_bytes();
+    const uint8_t* planes = tile + r.key_planes() + in_tile * r.key_plane_bytes();
+    b.keys[g] = {rows, r.key_row_bytes(), planes, r.key_plane_bytes()};
+    if (r.key_bits == 3) {
+      uint8_t* to = scratch.keys + g * kGroupTokens * (d / 2);
+      for (int t = 0; t < kGroupTokens; ++t) spread_row(rows + t * r.key_row_bytes(), d, to + t * (d / 2));
+      b.keys[g].rows = to;
+      b.keys[g].row_stride = d / 2;
+    }
+    if (r.key_bits == 5 && d % 32 != 0) {
+      const int bytes = spread_plane_bytes(d);
+      uint8_t* to = scratch.planes + g * kGroupTokens * bytes;
+      for (int t = 0; t < kGroupTokens; ++t) spread_plane(planes + t * r.key_plane_bytes(), d, to + t * bytes);
+      b.keys[g].planes = to;
+      b.keys[g].plane_stride = bytes;
+    }
+
+    b.values[g] = tile + r.value_blocks() + in_tile / kGroupTokens * r.value_block_bytes();
+    if (r.value_bits == 3) {
+      uint8_t* to = scratch.values + g * 8 * d;
+      const int full = d / 64 * 384, rest = d % 64 * 8;
+      for (int i = 0; i < full; i += 48) store(to + i / 3 * 4, spread_three_bits(b.values[g] + i));
+      memcpy(to + full / 3 * 4, b.values[g] + full, rest);
+      b.values[g] = to;
+    }
+  }
+  return b;
+}
+
+inline Floats soft_capped(Floats x, float cap) {  // cap * tanh(x / cap)
+  const Floats e = exp(min(x * broadcast(2 / cap), broadcast(80.0f)));
+  return broadcast(cap) - broadcast(2 * cap) / (e + broadcast(1.0f));
+}
+
+// The softmax numerators of one query's logits in a block.
+struct Weights {
+  float keep;  // what earlier sums are worth under the new maximum
+  float unit;  // what an integer weight stands for; 0: nothing to add
+};
+
+// logits: [kGroups] lanes, become weights. first, end: the keys that this query sees, relative to the block.
+inline Weights weigh(const PagedKeys& k, const Block& b, Floats* logits, int64_t first, int64_t end, float* row_max,
+                     float* row_sum, Factors* to) {
+  const int g0 = b.first_group, g1 = b.end_group;
+  const bool edge = first > g0 * kGroupTokens || end < g1 * kGroupTokens;
+  const Ints from = broadcast(static_cast<int32_t>(first < 0 ? 0 : first > kBlockTokens ? kBlockTokens : first));
+  const Ints until = broadcast(static_cast<int32_t>(end < 0 ? 0 : end > kBlockTokens ? kBlockTokens : end));
+  const int32_t count[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Ints lane = load(count);
+  const auto seen = [&](int g) {
+    const Ints key = lane + broadcast(int32_t{g * kGroupTokens});
+    return (from - broadcast(1) < key) & (key < until);
+  };
+
+  Floats top = broadcast(-kInfinity);
+  Mask bad = is_nan(top);
+  for (int g = g0; g < g1; ++g) {
+    if (k.soft_cap > 0) logits[g] = soft_capped(logits[g], k.soft_cap);
+    if (edge) logits[g] = select(seen(g), logits[g], broadcast(-kInfinity));
+    top = max(top, logits[g]);
+    bad = bad | is_nan(logits[g]);
+  }
+  if (any(bad)) {  // a NaN spoils this query, as it should
+    *row_sum = __builtin_nanf("");
+    return {1, 0};
+  }
+  const float block_max = greatest(top), before = *row_max;
+  if (block_max == -kInfinity) return {1, 0};
+  if (block_max > before) *row_max = block_max;
+  const Floats shift = broadcast(*row_max);
+  const float keep = *row_max == before     ? 1.0f
+                     : before == -kInfinity ? 0.0f
+                                            : first_lane(exp(broadcast(before) - shift));
+
+  Floats total = broadcast(0.0f), heaviest = broadcast(0.0f);
+  bad = is_nan(total);
+  for (int g = g0; g < g1; ++g) {
+    const Floats p = exp(logits[g] - shift);
+    total = total + p;
+    Floats w = p * load_float(b.value_scales[g]);
+    if (edge) w = select(seen(g), w, broadcast(0.0f));  // the scale of a stale token may be anything
+    bad = bad | is_nan(w);
+    heaviest = max(heaviest, abs(w));
+    logits[g] = w;
+  }
+  *row_sum = *row_sum * keep + sum_lanes(total);
+  const float heavy = greatest(heaviest);
+  if (heavy == 0 && !any(bad)) return {keep, 0};
+
+  const Floats inverse = broadcast(kGreatestWeight / heavy);
+  for (int g = g0; g < g1; ++g) {
+    const TokenFactors f = token_factors(round_to_ints(logits[g] * inverse));
+    for (int p = 0; p < k.panels.patterns; ++p) to[p * kGroups + g] = spread(f, load(k.panels.quads + 16 * p));
+  }
+  return {keep, any(bad) ? __builtin_nanf("") : heavy / kGreatestWeight * format::kLevelUnit};
+}
+
+// Adds fields FIELD and, where there are two more, FIELD + 1 of one panel for QUERIES queries.
+template <int BITS, int FIELD, int QUERIES>
+inline void add_fields(const PagedKeys& k, const Block& b, const LevelBytes<BITS>& table, int panel,
+                       const Factors* weights, const Ints (&bias)[kMaxPatterns][QUERIES],
+                       const Weights (&weight)[QUERIES], float* const (&sums)[QUERIES]) {
+  constexpr int kFields = BITS == 8 ? 1 : 2;
+  const int pattern = k.panels.pattern[panel], stride = k.panels.patterns * kGroups;
+  Products sum[kFields][QUERIES];
+  for (int f = 0; f < kFields; ++f) {
+    for (int q = 0; q < QUERIES; ++q) sum[f][q] = starting_from(bias[pattern][q]);
+  }
+  for (int g = b.first_group; g < b.end_group; ++g) {
+    const Bytes x = load(b.values[g] + 64 * panel);
+    const Factors* w = weights + pattern * kGroups + g;
+    const Levels first = widen(table.template levels<FIELD>(x));
+    for (int q = 0; q < QUERIES; ++q) multiply_add(sum[0][q], first, w[q * stride]);
+    if constexpr (kFields == 2) {
+      const Levels second = widen(table.template levels<FIELD + 1>(x));
+      for (int q = 0; q < QUERIES; ++q) multiply_add(sum[1][q], second, w[q * stride]);
+    }
+  }
+  for (int f = 0; f < kFields; ++f) {
+    for (int q = 0; q < QUERIES; ++q) {
+      float* to = sums[q] + 16 * (panel * k.panels.fields + FIELD + f);
+      const Floats add = to_floats(total(sum[f][q])) * broadcast(weight[q].unit);
+      store(to, load(to) * broadcast(weight[q].keep) + add);
+    }
+  }
+}
+
+template <int BITS, int QUERIES>
+inline void add_values(const PagedKeys& k, const Block& b, const LevelBytes<BITS>& table, const Factors* weights,
+                       const Weights (&weight)[QUERIES], float* const (&sums)[QUERIES]) {
+  Ints bias[kMaxPatterns][QUERIES];  // takes away what kLevelBias adds
+  const int stride = k.panels.patterns * kGroups;
+  for (int p = 0; p < k.panels.patterns; ++p) {
+    for (int q = 0; q < QUERIES; ++q) {
+      Products sum = no_products();
+      if constexpr (kLevelBias != 0) {
+        const Levels one = widen(broadcast(static_cast<uint8_t>(kLevelBias)));
+        for (int g = b.first_group; g < b.end_group; ++g) multiply_add(sum, one, weights[q * stride + p * kGroups + g]);
+      }
+      bias[p][q] = broadcast(0) - total(sum);
+    }
+  }
+  for (int panel = 0; panel < k.panels.panels; ++panel) {
+    add_fields<BITS, 0>(k, b, table, panel, weights, bias, weight, sums);
+    if constexpr (BITS == 2) add_fields<BITS, 2>(k, b, table, panel, weights, bias, weight, sums);
+  }
+}
+
+// One block for QUERIES queries, `from` on.
+template <int KEY_BITS, int VALUE_BITS, int QUERIES>
+inline void attend_block(const PagedKeys& k, const Block& b, const LevelBytes<KEY_BITS>& keys,
+                         const LevelBytes<VALUE_BITS>& values, int64_t begin, const QueryRows& rows, int from,
+                         const PartialRows& out, const Scratch& scratch) {
+  const int d = k.record.head_dim;
+  const int64_t factor_bytes = query_factor_bytes(d, KEY_BITS);
+  const Factors* factors[QUERIES];
+  for (int q = 0; q < QUERIES; ++q) {
+    factors[q] =
+        reinterpret_cast<const Factors*>(static_cast<const uint8_t*>(rows.factors) + (from + q) * factor_bytes);
+  }
+  Floats logits[QUERIES][kGroups];
+  for (int g = b.first_group; g < b.end_group; ++g) {
+    Ints dots[QUERIES];
+    dot_sixteen<KEY_BITS, QUERIES>(b.keys[g], d, keys, factors, dots);
+    prefetch(b.values[g], k.record.value_block_bytes());
+    const Floats scale = load_float(b.key_scales[g]);
+    for (int q = 0; q < QUERIES; ++q) {
+      const Ints dot = dots[q] + broadcast(rows.correction[from + q]);
+      logits[q][g] = to_floats(dot) * (scale * broadcast(rows.unit[from + q])) + broadcast(rows.shift[from + q]);
+    }
+  }
+
+  Weights weight[QUERIES];
+  float* sums[QUERIES];
+  bool useful = false;
+  const int stride = k.panels.patterns * kGroups;
+  for (int q = 0; q < QUERIES; ++q) {
+    const int row = from + q;
+    weight[q] = weigh(k, b, logits[q], rows.first[row] - begin, rows.end[row] - begin, out.max + row, out.sum + row,
+                      scratch.weights + q * stride);
+    sums[q] = out.sums + row * out.stride;
+    useful |= !(weight[q].unit == 0) || weight[q].keep != 1;
+    if (weight[q].unit == 0) memset(scratch.weights + q * stride, 0, stride * sizeof(Factors));
+  }
+  if (useful) add_values<VALUE_BITS, QUERIES>(k, b, values, scratch.weights, weight, sums);
+}
+
+template <int KEY_BITS, int VALUE_BITS>
+void attend_codes(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
+                  const QueryRows& rows, const PartialRows& out, const Scratch& scratch) {
+  const LevelBytes<KEY_BITS> keys(k.key_levels, 1 << k.record.key_bits);
+  const LevelBytes<VALUE_BITS> values(k.value_levels, 1 << k.record.value_bits);
+  for (int64_t start = begin; start < end; start += kBlockTokens) {
+    int64_t first = INT64_MAX, last = start;
+    for (int r = 0; r < rows.count; ++r) {
+      if (rows.first[r] >= rows.end[r]) continue;
+      first = rows.first[r] < first ? rows.first[r] : first;
+      last = rows.end[r] > last ? rows.end[r] : last;
+    }
+    const int64_t stop = start + kBlockTokens < end ? start + kBlockTokens : end;
+    last = last < stop ? last : stop;
+    if (first >= last) continue;
+    const Block b = find_block(k, block_table, kv_head, start, first, last, scratch);
+    int r = 0;
+    for (; r + 4 <= rows.count; r += 4)
+      attend_block<KEY_BITS, VALUE_BITS, 4>(k, b, keys, values, start, rows, r, out, scratch);
+    if (r + 2 <= rows.count) {
+      attend_block<KEY_BITS, VALUE_BITS, 2>(k, b, keys, values, start, rows, r, out, scratch);
+      r += 2;
+    }
+    if (r < rows.count) attend_block<KEY_BITS, VALUE_BITS, 1>(k, b, keys, values, start, rows, r, out, scratch);
+  }
+}
+
+template <int KEY_BITS>
+void attend_values(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
+                   const QueryRows& rows, const PartialRows& out, const Scratch& scratch) {
+  switch (nibbles(k.record.value_bits)) {
+    case 2: return attend_codes<KEY_BITS, 2>(k, block_table, kv_head, begin, end, rows, out, scratch);
+    case 4: return attend_codes<KEY_BITS, 4>(k, block_table, kv_head, begin, end, rows, out, scratch);
+    default: return attend_codes<KEY_BITS, 8>(k, block_table, kv_head, begin, end, rows, out, scratch);
+  }
+}
+
+inline void attend_pages(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
+                         const QueryRows& rows, const PartialRows& out, void* memory) {
+  const Scratch scratch = scratch_of(k, memory);
+  switch (nibbles(k.record.key_bits)) {
+    case 2: return attend_values<2>(k, block_table, kv_head, begin, end, rows, out, scratch);
+    case 4: return attend_values<4>(k, block_table, kv_head, begin, end, rows, out, scratch);
+    case 5: return attend_values<5>(k, block_table, kv_head, begin, end, rows, out, scratch);
+    default: return attend_values<8>(k, block_table, kv_head, begin, end, rows, out, scratch);
+  }
+}
+
+// ---- The exact tail ----------------------------------------------------------------------------------------------
+
+// Keys first .. first + count - 1, at most sixteen, for every query. k, v: float32 [16, d]
+inline void attend_sixteen(const ExactKeys& e, const float* key, const float* value, int64_t first, int64_t seen_end,
+                           int row, float softmax_scale, float soft_cap, const PartialRows& out, int64_t run_begin,
+                           int64_t run_end) {
+  const int d = static_cast<int>(e.d);
+  (void)seen_end;
+  Floats part[16];
+  for (int t = 0; t < 16; ++t) {
+    Floats s = broadcast(0.0f);
+    for (int c = 0; c < d; c += 16) s = s + load(e.q + row * e.d + c) * load(key + t * d + c);
+    part[t] = s;
+  }
+  for (int n = 16; n > 1; n /= 2) {
+    for (int i = 0; i < n / 2; ++i) part[i] = pair_sums(part[2 * i], part[2 * i + 1]);
+  }
+  Floats logit = part[0] * broadcast(softmax_scale);
+  if (soft_cap > 0) logit = soft_capped(logit, soft_cap);
+  const int32_t count[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Ints lane = load(count);
+  const int64_t from = run_begin - first, until = run_end - first;
+  const Mask seen = (broadcast(static_cast<int32_t>(from < 0    ? -1
+                                                    : from > 16 ? 16
+                                                                : from - 1)) < lane) &
+                    (lane < broadcast(static_cast<int32_t>(until < 0    ? 0
+                                                           : until > 16 ? 16
+                                                                        : until)));
+  logit = select(seen, logit, broadcast(-kInfinity));
+  if (any(is_nan(logit))) {
+    out.sum[row] = __builtin_nanf("");
+    return;
+  }
+  const float block_max = greatest(logit), before = out.max[row];
+  if (block_max == -kInfinity) return;
+  if (block_max > before) out.max[row] = block_max;
+  const float keep = out.max[row] == before ? 1.0f
+                     : before == -kInfinity ? 0.0f
+                                            : first_lane(exp(broadcast(before - out.max[row])));
+  const Floats p = exp(logit - broadcast(out.max[row]));
+  out.sum[row] = out.sum[row] * keep + sum_lanes(p);
+  float weight[16];
+  store(weight, p);
+  float* to = out.sums + row * out.stride;
+  for (int c = 0; c < d; c += 16) {
+    Floats s = load(to + c) * broadcast(keep);
+    for (int t = 0; t < 16; ++t) {
+      if (first + t >= run_begin && first + t < run_end) s = s + broadcast(weight[t]) * load(value + t * d + c);
+    }
+    store(to + c, s);
+  }
+}
+
+template <typename T>
+void attend_run(const ExactKeys& e, const T* tail, int count, float softmax_scale, float soft_cap,
+                const PartialRows& out, float* scratch, bool recent) {
+  const int d = static_cast<int>(e.d);
+  const auto run_begin = [&](int r) {
+    return recent ? (e.first[r] > e.recent[r] ? e.first[r] : e.recent[r]) : e.first[r];
+  };
+  const auto run_end = [&](int r) {
+    return recent ? e.position[r] + 1 : (e.sinks[r] < e.position[r] + 1 ? e.sinks[r] : e.position[r] + 1);
+  };
+  int64_t begin = INT64_MAX, end = 0;
+  for (int r = 0; r < count; ++r) {
+    if (run_begin(r) >= run_end(r)) continue;
+    begin = run_begin(r) < begin ? run_begin(r) : begin;
+    end = run_end(r) > end ? run_end(r) : end;
+  }
+  float* key = scratch;
+  float* value = scratch + 16 * d;
+  for (int64_t first = begin; first < end; first += 16) {
+    for (int t = 0; t < 16; ++t) {
+      const int64_t p = first + t < end ? first + t : end - 1;  // what is behind the end is masked
+      const int64_t row = p < e.sink_tokens ? p : e.sink_tokens + (p - e.sink_tokens) % e.ring;
+      const T* k = tail + row * 2 * d;
+      for (int c = 0; c < d; c += 16) {
+        store(key + t * d + c, load_float(k + c));
+        store(value + t * d + c, load_float(k + d + c));
+      }
+    }
+    for (int r = 0; r < count; ++r) {
+      if (run_begin(r) < run_end(r)) {
+        attend_sixteen(e, key, value, first, end, r, softmax_scale, soft_cap, out, run_begin(r), run_end(r));
+      }
+    }
+  }
+}
+
+inline void attend_exact(const ExactKeys& e, int count, float softmax_scale, float soft_cap, const PartialRows& out,
+                         float* scratch) {
+  const auto both = [&](const auto* tail) {
+    attend_run(e, tail, count, softmax_scale, soft_cap, out, scratch, false);
+    attend_run(e, tail, count, softmax_scale, soft_cap, out, scratch, true);
+  };
+  switch (e.dtype) {
+    case 0: return both(static_cast<const float*>(e.tail));
+    case 1: return both(static_cast<const Half*>(e.tail));
+    default: return both(static_cast<const BFloat16*>(e.tail));
+  }
+}
+
+}  // namespace turboquant::cpu::TURBOQUANT_LEVEL

@@ -1,0 +1,22 @@
+// The kernels of one level, gathered in its table. Included once by each level_*.cpp file.
+#pragma once
+
+#include "attention.h"
+#include "kernels.h"
+#include "score.h"
+
+namespace turboquant::cpu::TURBOQUANT_LEVEL {
+
+extern const Kernels kTable;
+constexpr Kernels make_table(const char* level) {
+  return {
+      .level = level,
+      .query_factor_bytes = query_factor_bytes,
+      .query_factors = query_factors,
+      .attend_scratch_bytes = attend_scratch_bytes,
+      .attend_pages = attend_pages,
+      .attend_exact = attend_exact,
+  };
+}
+
+}  // namespace turboquant::cpu::TURBOQUANT_LEVEL

@@ -1,0 +1,861 @@
+// The verbs that the CPU kernels are written in, once per instruction set: AVX-512, AVX2, and plain C++ (any machine, and
+// what defines the others). The only file with intrinsics.
+//
+// Sizes do not depend on the machine: Floats and Ints are always 16 lanes, Shorts 32, Bytes 64. So every level adds the
+// same lanes in the same order, and all levels give the same bits, not just the same bytes of a cache.
+//
+// Included by the level_*.cpp files only, which name their level; everything lives in that level's own namespace, because
+// an inline function compiled for AVX-512 must never be the copy that the linker keeps for the others. Hence no standard
+// library here: its templates would be shared.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(TURBOQUANT_AVX512) || defined(TURBOQUANT_AVX2)
+#include <immintrin.h>
+#endif
+
+namespace turboquant::cpu::TURBOQUANT_LEVEL {
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// Asks for the cache lines of [p, p + bytes), which will be read soon.
+inline void prefetch(const void* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
+}
+
+constexpr float kInfinity = __builtin_inff();
+
+inline float bits_to_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline uint32_t float_to_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+// ---- AVX-512: F, BW, DQ, VL, VNNI, VBMI --------------------------------------------------------------------------
+
+#if defined(TURBOQUANT_AVX512)
+
+struct Floats {
+  __m512 v;
+};
+struct Ints {
+  __m512i v;
+};
+struct Shorts {
+  __m512i v;
+};
+struct Bytes {
+  __m512i v;
+};
+struct Mask {
+  __mmask16 v;
+};
+
+inline Floats broadcast(float x) { return {_mm512_set1_ps(x)}; }
+inline Ints broadcast(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline Bytes broadcast(uint8_t x) { return {_mm512_set1_epi8(static_cast<char>(x))}; }
+
+inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Ints load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Shorts load(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Bytes load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x.v); }
+inline void store(int32_t* p, Ints x) { _mm512_storeu_si512(p, x.v); }
+inline void store(int16_t* p, Shorts x) { _mm512_storeu_si512(p, x.v); }
+inline void store(uint8_t* p, Bytes x) { _mm512_storeu_si512(p, x.v); }
+
+// Sixteen numbers of a storage type as float32, and back with one rounding to nearest even.
+inline Floats load_float(const float* p) { return load(p); }
+inline Floats load_float(const Half* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline Floats load_float(const BFloat16* p) {
+  return {_mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
+}
+inline void store_float(float* p, Floats x) { store(p, x); }
+inline void store_float(Half* p, Floats x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline void store_float(BFloat16* p, Floats x) {
+  const __m512i bits = _mm512_castps_si512(x.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+  const __m512i rounded = _mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), nan, _mm512_set1_epi32(0x7fc0));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
+}
+
+inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }  // a > b ? a : b
+inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }  // a < b ? a : b
+inline Floats abs(Floats a) { return {_mm512_abs_ps(a.v)}; }
+inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+template <int N>
+inline Ints shift_left(Ints a) {
+  return {_mm512_slli_epi32(a.v, N)};
+}
+template <int N>
+inline Ints shift_right(Ints a) {  // keeps the sign
+  return {_mm512_srai_epi32(a.v, N)};
+}
+inline Bytes operator&(Bytes a, Bytes b) { return {_mm512_and_si512(a.v, b.v)}; }
+inline Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
+inline Bytes operator^(Bytes a, Bytes b) { return {_mm512_xor_si512(a.v, b.v)}; }
+
+inline Mask operator<(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+inline Mask operator<=(Floats a, Floats b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ)}; }
+inline Mask is_nan(Floats a) { return {_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q)}; }
+inline Mask operator<(Ints a, Ints b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
+inline Mask operator&(Mask a, Mask b) { return {static_cast<__mmask16>(a.v & b.v)}; }
+inline Mask operator|(Mask a, Mask b) { return {static_cast<__mmask16>(a.v | b.v)}; }
+inline bool any(Mask m) { return m.v != 0; }
+inline Floats select(Mask m, Floats yes, Floats no) { return {_mm512_mask_mov_ps(no.v, m.v, yes.v)}; }
+inline Ints select(Mask m, Ints yes, Ints no) { return {_mm512_mask_mov_epi32(no.v, m.v, yes.v)}; }
+
+inline Ints round_to_ints(Floats x) { return {_mm512_cvtps_epi32(x.v)}; }  // nearest, ties to even
+inline Floats to_floats(Ints x) { return {_mm512_cvtepi32_ps(x.v)}; }
+inline Floats as_floats(Ints x) { return {_mm512_castsi512_ps(x.v)}; }
+inline Ints as_ints(Floats x) { return {_mm512_castps_si512(x.v)}; }
+
+// Lane i gets lane i ^ H.
+template <int H>
+inline Floats swap_lanes(Floats x) {
+  if constexpr (H == 1) return {_mm512_permute_ps(x.v, 0xB1)};
+  if constexpr (H == 2) return {_mm512_permute_ps(x.v, 0x4E)};
+  if constexpr (H == 4) return {_mm512_shuffle_f32x4(x.v, x.v, 0xB1)};
+  if constexpr (H == 8) return {_mm512_shuffle_f32x4(x.v, x.v, 0x4E)};
+}
+
+// Lane i: (a + b of the pair) where bit H of i is clear, a - b where it is set.
+template <int H>
+inline Floats butterfly(Floats x) {
+  constexpr __mmask16 upper = H == 1 ? 0xAAAA : H == 2 ? 0xCCCC : H == 4 ? 0xF0F0 : 0xFF00;
+  const __m512 other = swap_lanes<H>(x).v;
+  return {_mm512_mask_sub_ps(_mm512_add_ps(x.v, other), upper, other, x.v)};
+}
+
+// The eight sums of neighbours of a, then those of b.
+inline Ints pair_sums(Ints a, Ints b) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  return {_mm512_add_epi32(_mm512_permutex2var_epi32(a.v, even, b.v), _mm512_permutex2var_epi32(a.v, odd, b.v))};
+}
+inline Floats pair_sums(Floats a, Floats b) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  return {_mm512_add_ps(_mm512_permutex2var_ps(a.v, even, b.v), _mm512_permutex2var_ps(a.v, odd, b.v))};
+}
+
+// A table of 16 bytes, looked up 64 times at once; indices below 16.
+struct Table16 {
+  __m512i v;
+};
+inline Table16 table16(const uint8_t* p) {
+  return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline Bytes lookup(const Table16& t, Bytes index) { return {_mm512_shuffle_epi8(t.v, index.v)}; }
+
+// A table of 32 bytes; indices below 32.
+struct Table32 {
+  __m512i v;
+};
+inline Table32 table32(const uint8_t* p) {
+  return {_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline Bytes lookup(const Table32& t, Bytes index) { return {_mm512_permutexvar_epi8(index.v, t.v)}; }
+
+// The low or high N bits of every byte's nibbles ...: fields of bytes.
+template <int SHIFT>
+inline Bytes field(Bytes x, Bytes mask) {
+  if constexpr (SHIFT == 0) return {_mm512_and_si512(x.v, mask.v)};
+  return {_mm512_and_si512(_mm512_srli_epi16(x.v, SHIFT), mask.v)};
+}
+
+// The top bits of 5-bit codes: 16 bytes for 64 bytes of nibbles. Byte 4G + k of the plane belongs to bytes 16G + 4j + k; its
+// bit 2j + FIELD becomes bit 4.
+struct Planes {
+  __m512i v;
+};
+inline Planes spread_planes(const uint8_t* p) {
+  const __m512i word = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm512_permutexvar_epi32(word, _mm512_castsi128_si512(bits))};
+}
+template <int FIELD>
+inline Bytes plane_bits(Planes x) {
+  const __m512i bit =
+      _mm512_slli_epi32(_mm512_broadcast_i32x4(_mm_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040)), FIELD);
+  return {_mm512_maskz_set1_epi8(_mm512_test_epi8_mask(x.v, bit), 16)};
+}
+
+// 48 bytes of 3-bit codes, as groups of three words whose nibbles' top bits hold a fourth, become 64 bytes of nibbles. The
+// top bits of the first three words stay as they are. Reads 64 bytes.
+inline Bytes spread_three_bits(const uint8_t* p) {
+  const __m512i word = _mm512_setr_epi32(0, 1, 2, 0, 3, 4, 5, 3, 6, 7, 8, 6, 9, 10, 11, 9);
+  const __m512i x = _mm512_permutexvar_epi32(word, _mm512_loadu_si512(p));
+  const __m512i second = _mm512_shuffle_epi32(x, static_cast<_MM_PERM_ENUM>(0x55));
+  const __m512i third = _mm512_shuffle_epi32(x, static_cast<_MM_PERM_ENUM>(0xAA));
+  __m512i last = _mm512_and_si512(_mm512_srli_epi32(x, 3), _mm512_set1_epi32(0x11111111));
+  // last | (word & mask)
+  last = _mm512_ternarylogic_epi32(last, _mm512_srli_epi32(second, 2), _mm512_set1_epi32(0x22222222), 0xF8);
+  last = _mm512_ternarylogic_epi32(last, _mm512_srli_epi32(third, 1), _mm512_set1_epi32(0x44444444), 0xF8);
+  return {_mm512_mask_mov_epi32(x, 0x8888, last)};
+}
+
+// -- Levels times 16-bit factors: the inner loop of every score and every sum of values.
+//
+// A byte product needs one unsigned operand, so levels are stored with kLevelBias added, and a factor is two signed bytes,
+// 256 * high + low. What the bias adds, kLevelBias * sum of factors, is for the caller to take away.
+constexpr int kLevelBias = 128;
+
+struct Levels {
+  __m512i v;
+};
+struct Factors {  // of 64 levels
+  __m512i high, low;
+};
+struct Products {
+  __m512i high, low;
+};
+inline Levels widen(Bytes levels) { return {levels.v}; }
+inline Products no_products() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+// Lane i gains the products of levels 4i .. 4i + 3 with their factors.
+inline void multiply_add(Products& sum, Levels levels, const Factors& factors) {
+  sum.high = _mm512_dpbusd_epi32(sum.high, levels.v, factors.high);
+  sum.low = _mm512_dpbusd_epi32(sum.low, levels.v, factors.low);
+}
+inline Ints total(Products p) { return {_mm512_add_epi32(_mm512_slli_epi32(p.high, 8), p.low)}; }
+inline Products starting_from(Ints x) { return {_mm512_setzero_si512(), x.v}; }
+
+inline void make_factors(Factors* to, const int16_t* f) {  // f: [64]
+  int8_t* high = reinterpret_cast<int8_t*>(&to->high);
+  int8_t* low = reinterpret_cast<int8_t*>(&to->low);
+  for (int i = 0; i < 64; ++i) {
+    high[i] = static_cast<int8_t>((f[i] + 128) >> 8);
+    low[i] = static_cast<int8_t>(f[i] & 255);
+  }
+}
+
+// Sixteen factors, one per token of a value block, as four words of the four tokens (2q, 2q + 1, 2q + 8, 2q + 9) that share
+// a word of codes; spread() repeats them word by word.
+struct TokenFactors {
+  __m128i high, low;
+};
+inline TokenFactors token_factors(Ints f) {
+  const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(f.v, _mm512_set1_epi32(128)), 8);
+  const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+  return {_mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), order), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(f.v), order)};
+}
+inline Factors spread(const TokenFactors& f, Ints quads) {
+  return {_mm512_permutexvar_epi32(quads.v, _mm512_castsi128_si512(f.high)),
+          _mm512_permutexvar_epi32(quads.v, _mm512_castsi128_si512(f.low))};
+}
+
+// ---- AVX2, with FMA and F16C -------------------------------------------------------------------------------------
+
+#elif defined(TURBOQUANT_AVX2)
+
+struct Floats {
+  __m256 a, b;
+};
+struct Ints {
+  __m256i a, b;
+};
+struct Shorts {
+  __m256i a, b;
+};
+struct Bytes {
+  __m256i a, b;
+};
+struct Mask {
+  __m256i a, b;
+};
+
+inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store256(void* p, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+
+inline Floats broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Ints broadcast(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline Bytes broadcast(uint8_t x) {
+  return {_mm256_set1_epi8(static_cast<char>(x)), _mm256_set1_epi8(static_cast<char>(x))};
+}
+
+inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline Ints load(const int32_t* p) { return {load256(p), load256(p + 8)}; }
+inline Shorts load(const int16_t* p) { return {load256(p), load256(p + 16)}; }
+inline Bytes load(const uint8_t* p) { return {load256(p), load256(p + 32)}; }
+inline void store(float* p, Floats x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
+inline void store(int32_t* p, Ints x) { store256(p, x.a), store256(p + 8, x.b); }
+inline void store(int16_t* p, Shorts x) { store256(p, x.a), store256(p + 16, x.b); }
+inline void store(uint8_t* p, Bytes x) { store256(p, x.a), store256(p + 32, x.b); }
+
+inline Floats load_float(const float* p) { return load(p); }
+inline Floats load_float(const Half* p) { return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))}; }
+inline Floats load_float(const BFloat16* p) {
+  const auto eight = [](const BFloat16* q) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(q)), 16));
+  };
+  return {eight(p), eight(p + 8)};
+}
+inline void store_float(float* p, Floats x) { store(p, x); }
+inline void store_float(Half* p, Floats x) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, kNearest));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.b, kNearest));
+}
+inline void store_float(BFloat16* p, Floats x) {
+  const auto rounded = [](__m256 f) {
+    const __m256i bits = _mm256_castps_si256(f);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(f, f, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(_mm256_srli_epi32(up, 16), _mm256_set1_epi32(0x7fc0), nan);
+  };
+  store256(p, _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded(x.a), rounded(x.b)), 0xD8));
+}
+
+inline Floats operator+(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline Floats operator-(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline Floats operator*(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline Floats operator/(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline Floats max(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline Floats min(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline Floats abs(Floats x) {
+  const __m256 keep = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  return {_mm256_and_ps(x.a, keep), _mm256_and_ps(x.b, keep)};
+}
+inline Ints operator+(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline Ints operator-(Ints x, Ints y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+template <int N>
+inline Ints shift_left(Ints x) {
+  return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)};
+}
+template <int N>
+inline Ints shift_right(Ints x) {
+  return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)};
+}
+inline Bytes operator&(Bytes x, Bytes y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline Bytes operator|(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline Bytes operator^(Bytes x, Bytes y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+
+template <int OP>
+inline Mask compare(Floats x, Floats y) {
+  return {_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, OP)), _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, OP))};
+}
+inline Mask operator<(Floats x, Floats y) { return compare<_CMP_LT_OQ>(x, y); }
+inline Mask operator<=(Floats x, Floats y) { return compare<_CMP_LE_OQ>(x, y); }
+inline Mask is_nan(Floats x) { return compare<_CMP_UNORD_Q>(x, x); }
+inline Mask operator<(Ints x, Ints y) { return {_mm256_cmpgt_epi32(y.a, x.a), _mm256_cmpgt_epi32(y.b, x.b)}; }
+inline Mask operator&(Mask x, Mask y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline Mask operator|(Mask x, Mask y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline bool any(Mask m) { return _mm256_movemask_epi8(_mm256_or_si256(m.a, m.b)) != 0; }
+inline Floats select(Mask m, Floats yes, Floats no) {
+  return {_mm256_blendv_ps(no.a, yes.a, _mm256_castsi256_ps(m.a)),
+          _mm256_blendv_ps(no.b, yes.b, _mm256_castsi256_ps(m.b))};
+}
+inline Ints select(Mask m, Ints yes, Ints no) {
+  return {_mm256_blendv_epi8(no.a, yes.a, m.a), _mm256_blendv_epi8(no.b, yes.b, m.b)};
+}
+
+inline Ints round_to_ints(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline Floats as_floats(Ints x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+inline Ints as_ints(Floats x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+
+template <int H>
+inline Floats swap_lanes(Floats x) {
+  if constexpr (H == 1) return {_mm256_permute_ps(x.a, 0xB1), _mm256_permute_ps(x.b, 0xB1)};
+  if constexpr (H == 2) return {_mm256_permute_ps(x.a, 0x4E), _mm256_permute_ps(x.b, 0x4E)};
+  if constexpr (H == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+  if constexpr (H == 8) return {x.b, x.a};
+}
+template <int H>
+inline Floats butterfly(Floats x) {
+  if constexpr (H == 8) return {_mm256_add_ps(x.a, x.b), _mm256_sub_ps(x.a, x.b)};
+  constexpr int upper = H == 1 ? 0xAA : H == 2 ? 0xCC : 0xF0;
+  const Floats other = swap_lanes<H>(x), sum = x + other, difference = other - x;
+  return {_mm256_blend_ps(sum.a, difference.a, upper), _mm256_blend_ps(sum.b, difference.b, upper)};
+}
+
+inline __m256 pair_sums(__m256 low, __m256 high) {
+  const __m256 sums = _mm256_add_ps(_mm256_shuffle_ps(low, high, 0x88), _mm256_shuffle_ps(low, high, 0xDD));
+  return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(sums), 0xD8));
+}
+inline __m256i pair_sums(__m256i low, __m256i high) {
+  const __m256 l = _mm256_castsi256_ps(low), h = _mm256_castsi256_ps(high);
+  const __m256i even = _mm256_castps_si256(_mm256_shuffle_ps(l, h, 0x88));
+  const __m256i odd = _mm256_castps_si256(_mm256_shuffle_ps(l, h, 0xDD));
+  return _mm256_permute4x64_epi64(_mm256_add_epi32(even, odd), 0xD8);
+}
+inline Ints pair_sums(Ints x, Ints y) { return {pair_sums(x.a, x.b), pair_sums(y.a, y.b)}; }
+inline Floats pair_sums(Floats x, Floats y) { return {pair_sums(x.a, x.b), pair_sums(y.a, y.b)}; }
+
+struct Table16 {
+  __m256i v;
+};
+inline Table16 table16(const uint8_t* p) { return {_mm256_broadcastsi128_si256(load128(p))}; }
+inline Bytes lookup(const Table16& t, Bytes index) {
+  return {_mm256_shuffle_epi8(t.v, index.a), _mm256_shuffle_epi8(t.v, index.b)};
+}
+struct Table32 {
+  __m256i low, high;
+};
+inline Table32 table32(const uint8_t* p) {
+  return {_mm256_broadcastsi128_si256(load128(p)), _mm256_broadcastsi128_si256(load128(p + 16))};
+}
+inline Bytes lookup(const Table32& t, Bytes index) {
+  const auto half = [&](__m256i i) {  // bit 4 of the index, moved to bit 7, chooses the table
+    return _mm256_blendv_epi8(_mm256_shuffle_epi8(t.low, _mm256_and_si256(i, _mm256_set1_epi8(15))),
+                              _mm256_shuffle_epi8(t.high, _mm256_and_si256(i, _mm256_set1_epi8(15))),
+                              _mm256_slli_epi16(i, 3));
+  };
+  return {half(index.a), half(index.b)};
+}
+
+template <int SHIFT>
+inline Bytes field(Bytes x, Bytes mask) {
+  if constexpr (SHIFT == 0) return x & mask;
+  return Bytes{_mm256_srli_epi16(x.a, SHIFT), _mm256_srli_epi16(x.b, SHIFT)} & mask;
+}
+
+struct Planes {
+  __m256i a, b;
+};
+inline Planes spread_planes(const uint8_t* p) {
+  const __m256i bits = _mm256_broadcastsi128_si256(load128(p));
+  return {_mm256_permutevar8x32_epi32(bits, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)),
+          _mm256_permutevar8x32_epi32(bits, _mm256_setr_epi32(2, 2, 2, 2, 3, 3, 3, 3))};
+}
+template <int FIELD>
+inline Bytes plane_bits(Planes x) {
+  const __m256i bit = _mm256_slli_epi32(_mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x01010101,
+                                                          0x04040404, 0x10101010, 0x40404040),
+                                        FIELD);
+  const auto sixteen = [&](__m256i v) {
+    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(v, bit), bit), _mm256_set1_epi8(16));
+  };
+  return {sixteen(x.a), sixteen(x.b)};
+}
+
+inline Bytes spread_three_bits(const uint8_t* p) {
+  const auto two = [](const uint8_t* q) {
+    const __m256i raw = _mm256_inserti128_si256(_mm256_castsi128_si256(load128(q)), load128(q + 12), 1);
+    const __m256i x = _mm256_shuffle_epi32(raw, 0x24);  // words 0 1 2 0
+    const __m256i second = _mm256_shuffle_epi32(raw, 0x55), third = _mm256_shuffle_epi32(raw, 0xAA);
+    const __m256i last =
+        _mm256_or_si256(_mm256_or_si256(_mm256_and_si256(_mm256_srli_epi32(x, 3), _mm256_set1_epi32(0x11111111)),
+                                        _mm256_and_si256(_mm256_srli_epi32(second, 2), _mm256_set1_epi32(0x22222222))),
+                        _mm256_and_si256(_mm256_srli_epi32(third, 1), _mm256_set1_epi32(0x44444444)));
+    return _mm256_blend_epi32(x, last, 0x88);
+  };
+  return {two(p), two(p + 24)};
+}
+
+// Levels become 16-bit numbers, even and odd bytes apart, and meet 16-bit factors in the same order: no bias.
+constexpr int kLevelBias = 0;
+
+struct Levels {
+  __m256i even_a, odd_a, even_b, odd_b;
+};
+struct Factors {
+  __m256i even_a, odd_a, even_b, odd_b;
+};
+struct Products {
+  __m256i a, b;
+};
+inline Levels widen(Bytes x) {
+  const auto even = [](__m256i v) { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); };
+  const auto odd = [](__m256i v) { return _mm256_srai_epi16(v, 8); };
+  return {even(x.a), odd(x.a), even(x.b), odd(x.b)};
+}
+inline Products no_products() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline void multiply_add(Products& sum, const Levels& l, const Factors& f) {
+  const auto both = [](__m256i s, __m256i le, __m256i fe, __m256i lo, __m256i fo) {
+    return _mm256_add_epi32(_mm256_add_epi32(s, _mm256_madd_epi16(le, fe)), _mm256_madd_epi16(lo, fo));
+  };
+  sum.a = both(sum.a, l.even_a, f.even_a, l.odd_a, f.odd_a);
+  sum.b = both(sum.b, l.even_b, f.even_b, l.odd_b, f.odd_b);
+}
+inline Ints total(Products p) { return {p.a, p.b}; }
+inline Products starting_from(Ints x) { return {x.a, x.b}; }
+
+inline void make_factors(Factors* to, const int16_t* f) {
+  int16_t* out = reinterpret_cast<int16_t*>(to);
+  for (int i = 0; i < 64; ++i) out[i / 32 * 32 + i % 2 * 16 + i % 32 / 2] = f[i];
+}
+
+struct TokenFactors {
+  __m256i even, odd;  // word q: factors of tokens (2q, 2q + 8) and (2q + 1, 2q + 9); the same in both halves
+};
+inline TokenFactors token_factors(Ints f) {
+  // the low half of each word holds token t < 8, the high half token t + 8
+  const __m256i both = _mm256_blend_epi16(f.a, _mm256_slli_epi32(f.b, 16), 0xAA);
+  return {_mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6)),
+          _mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(1, 3, 5, 7, 1, 3, 5, 7))};
+}
+inline Factors spread(const TokenFactors& f, Ints quads) {
+  return {_mm256_permutevar8x32_epi32(f.even, quads.a), _mm256_permutevar8x32_epi32(f.odd, quads.a),
+          _mm256_permutevar8x32_epi32(f.even, quads.b), _mm256_permutevar8x32_epi32(f.odd, quads.b)};
+}
+
+// ---- Plain C++ ---------------------------------------------------------------------------------------------------
+
+#else
+
+struct Floats {
+  float v[16];
+};
+struct Ints {
+  int32_t v[16];
+};
+struct Shorts {
+  int16_t v[32];
+};
+struct Bytes {
+  uint8_t v[64];
+};
+struct Mask {
+  bool v[16];
+};
+
+// A vector whose lane i is fn(i).
+template <typename Vector, typename Fn>
+inline Vector lanes(Fn&& fn) {
+  Vector x;
+  constexpr int n = static_cast<int>(sizeof(x.v) / sizeof(x.v[0]));
+  for (int i = 0; i < n; ++i) x.v[i] = fn(i);
+  return x;
+}
+
+inline Floats broadcast(float x) {
+  return lanes<Floats>([&](int) { return x; });
+}
+inline Ints broadcast(int32_t x) {
+  return lanes<Ints>([&](int) { return x; });
+}
+inline Bytes broadcast(uint8_t x) {
+  return lanes<Bytes>([&](int) { return x; });
+}
+
+template <typename Vector, typename T>
+inline Vector load_lanes(const T* p) {
+  Vector x;
+  memcpy(x.v, p, sizeof x.v);
+  return x;
+}
+inline Floats load(const float* p) { return load_lanes<Floats>(p); }
+inline Ints load(const int32_t* p) { return load_lanes<Ints>(p); }
+inline Shorts load(const int16_t* p) { return load_lanes<Shorts>(p); }
+inline Bytes load(const uint8_t* p) { return load_lanes<Bytes>(p); }
+inline void store(float* p, const Floats& x) { memcpy(p, x.v, sizeof x.v); }
+inline void store(int32_t* p, const Ints& x) { memcpy(p, x.v, sizeof x.v); }
+inline void store(int16_t* p, const Shorts& x) { memcpy(p, x.v, sizeof x.v); }
+inline void store(uint8_t* p, const Bytes& x) { memcpy(p, x.v, sizeof x.v); }
+
+inline float half_to_float(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
+  if (exponent == 31) return bits_to_float(sign | 0x7F800000 | fraction << 13 | (fraction ? 0x400000 : 0));
+  if (exponent == 0) {  // zero and subnormals: fraction * 2^-24, exactly
+    const float x = static_cast<float>(fraction) * (1.0f / (1 << 24));
+    return bits_to_float(float_to_bits(x) | sign);
+  }
+  return bits_to_float(sign | (exponent + 112) << 23 | fraction << 13);
+}
+inline uint16_t float_to_half(float f) {
+  const uint32_t bits = float_to_bits(f), sign = bits >> 16 & 0x8000, x = bits & 0x7FFFFFFF;
+  if (x > 0x7F800000) return static_cast<uint16_t>(sign | 0x7E00 | (x >> 13 & 0x1FF));
+  if (x >= 0x477FF000) return static_cast<uint16_t>(sign | 0x7C00);  // 65520 and more round to infinity
+  if (x < 0x38800000) {  // below 2^-14: adding 1/2 leaves the rounded multiple of 2^-24 in the last bits
+    return static_cast<uint16_t>(sign | (float_to_bits(bits_to_float(x) + 0.5f) - 0x3F000000));
+  }
+  return static_cast<uint16_t>(sign | (x - 0x38000000 + 0xFFF + (x >> 13 & 1)) >> 13);
+}
+inline uint16_t float_to_bfloat16(float f) {
+  const uint32_t x = float_to_bits(f);
+  return static_cast<uint16_t>(f != f ? 0x7FC0 : (x + 0x7FFF + (x >> 16 & 1)) >> 16);
+}
+inline Floats load_float(const float* p) { return load(p); }
+inline Floats load_float(const Half* p) {
+  return lanes<Floats>([&](int i) { return half_to_float(p[i].bits); });
+}
+inline Floats load_float(const BFloat16* p) {
+  return lanes<Floats>([&](int i) { return bits_to_float(static_cast<uint32_t>(p[i].bits) << 16); });
+}
+inline void store_float(float* p, const Floats& x) { store(p, x); }
+inline void store_float(Half* p, const Floats& x) {
+  for (int i = 0; i < 16; ++i) p[i].bits = float_to_half(x.v[i]);
+}
+inline void store_float(BFloat16* p, const Floats& x) {
+  for (int i = 0; i < 16; ++i) p[i].bits = float_to_bfloat16(x.v[i]);
+}
+
+inline Floats operator+(const Floats& a, const Floats& b) {
+  return lanes<Floats>([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Floats operator-(const Floats& a, const Floats& b) {
+  return lanes<Floats>([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline Floats operator*(const Floats& a, const Floats& b) {
+  return lanes<Floats>([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Floats operator/(const Floats& a, const Floats& b) {
+  return lanes<Floats>([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline Floats max(const Floats& a, const Floats& b) {
+  return lanes<Floats>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Floats min(const Floats& a, const Floats& b) {
+  return lanes<Floats>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Floats abs(const Floats& a) {
+  return lanes<Floats>([&](int i) { return __builtin_fabsf(a.v[i]); });
+}
+// Unsigned inside: sums may wrap on their way to a result that fits.
+inline Ints operator+(const Ints& a, const Ints& b) {
+  return lanes<Ints>([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) + b.v[i]); });
+}
+inline Ints operator-(const Ints& a, const Ints& b) {
+  return lanes<Ints>([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) - b.v[i]); });
+}
+template <int N>
+inline Ints shift_left(const Ints& a) {
+  return lanes<Ints>([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) << N); });
+}
+template <int N>
+inline Ints shift_right(const Ints& a) {
+  return lanes<Ints>([&](int i) { return a.v[i] >> N; });
+}
+inline Bytes operator&(const Bytes& a, const Bytes& b) {
+  return lanes<Bytes>([&](int i) { return a.v[i] & b.v[i]; });
+}
+inline Bytes operator|(const Bytes& a, const Bytes& b) {
+  return lanes<Bytes>([&](int i) { return a.v[i] | b.v[i]; });
+}
+inline Bytes operator^(const Bytes& a, const Bytes& b) {
+  return lanes<Bytes>([&](int i) { return a.v[i] ^ b.v[i]; });
+}
+
+inline Mask operator<(const Floats& a, const Floats& b) {
+  return lanes<Mask>([&](int i) { return a.v[i] < b.v[i]; });
+}
+inline Mask operator<=(const Floats& a, const Floats& b) {
+  return lanes<Mask>([&](int i) { return a.v[i] <= b.v[i]; });
+}
+inline Mask is_nan(const Floats& a) {
+  return lanes<Mask>([&](int i) { return a.v[i] != a.v[i]; });
+}
+inline Mask operator<(const Ints& a, const Ints& b) {
+  return lanes<Mask>([&](int i) { return a.v[i] < b.v[i]; });
+}
+inline Mask operator&(const Mask& a, const Mask& b) {
+  return lanes<Mask>([&](int i) { return a.v[i] && b.v[i]; });
+}
+inline Mask operator|(const Mask& a, const Mask& b) {
+  return lanes<Mask>([&](int i) { return a.v[i] || b.v[i]; });
+}
+inline bool any(const Mask& m) {
+  bool found = false;
+  for (bool lane : m.v) found |= lane;
+  return found;
+}
+inline Floats select(const Mask& m, const Floats& yes, const Floats& no) {
+  return lanes<Floats>([&](int i) { return m.v[i] ? yes.v[i] : no.v[i]; });
+}
+inline Ints select(const Mask& m, const Ints& yes, const Ints& no) {
+  return lanes<Ints>([&](int i) { return m.v[i] ? yes.v[i] : no.v[i]; });
+}
+
+// Nearest, ties to even; what does not fit an int32, and NaN, becomes the least int32, as on x86. Adding and taking away
+// 1.5 * 2^23 rounds numbers below 2^22 without a call to the library; from 2^23 on floats are integers.
+inline int32_t round_to_int(float x) {
+  if (!(x >= -2147483648.0f && x < 2147483648.0f)) return INT32_MIN;
+  const float big = x < 0 ? -8388608.0f : 8388608.0f;
+  return static_cast<int32_t>(__builtin_fabsf(x) < 8388608.0f ? (x + big) - big : x);
+}
+inline Ints round_to_ints(const Floats& x) {
+  return lanes<Ints>([&](int i) { return round_to_int(x.v[i]); });
+}
+inline Floats to_floats(const Ints& x) {
+  return lanes<Floats>([&](int i) { return static_cast<float>(x.v[i]); });
+}
+inline Floats as_floats(const Ints& x) {
+  Floats y;
+  memcpy(y.v, x.v, sizeof y.v);
+  return y;
+}
+inline Ints as_ints(const Floats& x) {
+  Ints y;
+  memcpy(y.v, x.v, sizeof y.v);
+  return y;
+}
+
+template <int H>
+inline Floats swap_lanes(const Floats& x) {
+  return lanes<Floats>([&](int i) { return x.v[i ^ H]; });
+}
+template <int H>
+inline Floats butterfly(const Floats& x) {
+  return lanes<Floats>([&](int i) { return i & H ? x.v[i ^ H] - x.v[i] : x.v[i] + x.v[i ^ H]; });
+}
+
+template <typename Vector>
+inline Vector pair_sums(const Vector& a, const Vector& b) {
+  return lanes<Vector>([&](int i) { return i < 8 ? a.v[2 * i] + a.v[2 * i + 1] : b.v[2 * i - 16] + b.v[2 * i - 15]; });
+}
+
+struct Table16 {
+  uint8_t v[16];
+};
+inline Table16 table16(const uint8_t* p) {
+  return lanes<Table16>([&](int i) { return p[i]; });
+}
+struct Table32 {
+  uint8_t v[32];
+};
+inline Table32 table32(const uint8_t* p) {
+  return lanes<Table32>([&](int i) { return p[i]; });
+}
+template <typename Table>
+inline Bytes lookup(const Table& t, const Bytes& index) {
+  return lanes<Bytes>([&](int i) { return t.v[index.v[i]]; });
+}
+
+template <int SHIFT>
+inline Bytes field(const Bytes& x, const Bytes& mask) {
+  return lanes<Bytes>([&](int i) { return x.v[i] >> SHIFT & mask.v[i]; });
+}
+
+struct Planes {
+  uint8_t v[16];
+};
+inline Planes spread_planes(const uint8_t* p) {
+  return lanes<Planes>([&](int i) { return p[i]; });
+}
+template <int FIELD>
+inline Bytes plane_bits(const Planes& x) {
+  return lanes<Bytes>([&](int i) { return (x.v[4 * (i / 16) + i % 4] >> (2 * (i / 4 % 4) + FIELD) & 1) << 4; });
+}
+
+inline Bytes spread_three_bits(const uint8_t* p) {
+  uint32_t in[12], out[16];
+  memcpy(in, p, sizeof in);
+  for (int g = 0; g < 4; ++g) {
+    const uint32_t* w = in + 3 * g;
+    for (int j = 0; j < 3; ++j) out[4 * g + j] = w[j];
+    out[4 * g + 3] = (w[0] >> 3 & 0x11111111) | (w[1] >> 2 & 0x22222222) | (w[2] >> 1 & 0x44444444);
+  }
+  Bytes x;
+  memcpy(x.v, out, sizeof x.v);
+  return x;
+}
+
+constexpr int kLevelBias = 0;
+
+struct Levels {
+  int16_t v[64];
+};
+struct Factors {
+  int16_t v[64];
+};
+struct Products {
+  int32_t v[16];
+};
+inline Levels widen(const Bytes& x) {
+  return lanes<Levels>([&](int i) { return static_cast<int8_t>(x.v[i]); });
+}
+inline Products no_products() { return {}; }
+inline void multiply_add(Products& sum, const Levels& l, const Factors& f) {
+  for (int i = 0; i < 16; ++i) {
+    for (int k = 4 * i; k < 4 * i + 4; ++k) sum.v[i] += l.v[k] * f.v[k];
+  }
+}
+inline Ints total(const Products& p) {
+  return lanes<Ints>([&](int i) { return p.v[i]; });
+}
+inline Products starting_from(const Ints& x) {
+  return lanes<Products>([&](int i) { return x.v[i]; });
+}
+inline void make_factors(Factors* to, const int16_t* f) { memcpy(to->v, f, sizeof to->v); }
+
+struct TokenFactors {
+  int16_t v[16];
+};
+inline TokenFactors token_factors(const Ints& f) {
+  return lanes<TokenFactors>([&](int i) { return static_cast<int16_t>(f.v[2 * (i / 4) + i % 2 + 4 * (i & 2)]); });
+}
+inline Factors spread(const TokenFactors& f, const Ints& quads) {
+  return lanes<Factors>([&](int i) { return f.v[4 * quads.v[i / 4] + i % 4]; });
+}
+
+#endif
+
+// ---- In words of the above ---------------------------------------------------------------------------------------
+
+inline float first_lane(Floats x) {
+  float lane[16];
+  store(lane, x);
+  return lane[0];
+}
+
+// Sum and maximum of all lanes, always by the same tree.
+inline float sum_lanes(Floats x) {
+  const Floats zero = broadcast(0.0f);
+  for (int n = 16; n > 1; n /= 2) x = pair_sums(x, zero);
+  return first_lane(x);
+}
+inline float greatest(Floats x) {
+  x = max(x, swap_lanes<8>(x));
+  x = max(x, swap_lanes<4>(x));
+  x = max(x, swap_lanes<2>(x));
+  return first_lane(max(x, swap_lanes<1>(x)));
+}
+
+// Lane j gets the sum of one of sixteen equal runs of lanes: x holds 16 / TOKENS vectors, each with TOKENS runs.
+template <int TOKENS>
+inline Ints sum_runs(Ints* x) {
+  for (int n = 16 / TOKENS; n > 1; n /= 2) {
+    for (int i = 0; i < n / 2; ++i) x[i] = pair_sums(x[2 * i], x[2 * i + 1]);
+  }
+  return x[0];
+}
+
+// 2^n for -126 <= n <= 127.
+inline Floats power_of_two(Ints n) { return as_floats(shift_left<23>(n + broadcast(127))); }
+
+// e^x for x <= 88, within 2 units in the last place; 0 below -87.3; NaN stays.
+inline Floats exp(Floats x) {
+  const Mask tiny = x < broadcast(-87.3f);
+  x = max(broadcast(-87.3f), x);
+  const Ints n = round_to_ints(x * broadcast(1.44269504f));
+  const Floats f = to_floats(n);
+  const Floats r = (x - f * broadcast(0.693359375f)) - f * broadcast(-2.12194440e-4f);
+  Floats p = broadcast(1.9875691500e-4f);
+  p = p * r + broadcast(1.3981999507e-3f);
+  p = p * r + broadcast(8.3334519073e-3f);
+  p = p * r + broadcast(4.1665795894e-2f);
+  p = p * r + broadcast(1.6666665459e-1f);
+  p = p * r + broadcast(5.0000001201e-1f);
+  const Floats e = ((p * r) * r + r) + broadcast(1.0f);
+  return select(tiny, broadcast(0.0f), e * power_of_two(n));
+}
+
+}  // namespace turboquant::cpu::TURBOQUANT_LEVEL
