@@ -41,7 +41,8 @@ inline void spread_plane(const uint8_t* plane, int d, uint8_t* to) {
   }
 }
 
-// Where a block's groups of sixteen tokens stand. Groups that no query sees are not read: their pages may be gone.
+// Where a block's groups of sixteen tokens stand. Groups that no query sees are not read: their pages may be gone. In their
+// place `values` names another group, and their weights are zero.
 struct Block {
   int first_group, end_group;
   CodeRows keys[kGroups];
@@ -126,6 +127,9 @@ inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t 
       b.values[g] = to;
     }
   }
+  for (int g = 0; g < kGroups; ++g) {
+    if (g < b.first_group || g >= b.end_group) b.values[g] = b.values[b.first_group];
+  }
   return b;
 }
 
@@ -190,8 +194,9 @@ inline Weights weigh(const PagedKeys& k, const Block& b, Floats* logits, int64_t
   if (heavy == 0 && !any(bad)) return {keep, 0};
 
   const Floats inverse = broadcast(kGreatestWeight / heavy);
-  for (int g = g0; g < g1; ++g) {
-    const TokenFactors f = token_factors(round_to_ints(logits[g] * inverse));
+  for (int g = 0; g < kGroups; ++g) {
+    const bool unseen = g < g0 || g >= g1;
+    const TokenFactors f = token_factors(unseen ? broadcast(0) : round_to_ints(logits[g] * inverse));
     for (int p = 0; p < k.panels.patterns; ++p) to[p * kGroups + g] = spread(f, load(k.panels.quads + 16 * p));
   }
   return {keep, any(bad) ? __builtin_nanf("") : heavy / kGreatestWeight * format::kLevelUnit};
@@ -208,7 +213,8 @@ inline void add_fields(const PagedKeys& k, const Block& b, const LevelBytes<BITS
   for (int f = 0; f < kFields; ++f) {
     for (int q = 0; q < QUERIES; ++q) sum[f][q] = starting_from(bias[pattern][q]);
   }
-  for (int g = b.first_group; g < b.end_group; ++g) {
+#pragma GCC unroll 8
+  for (int g = 0; g < kGroups; ++g) {
     const Bytes x = load(b.values[g] + 64 * panel);
     const Factors* w = weights + pattern * kGroups + g;
     const Levels first = widen(table.template levels<FIELD>(x));
@@ -237,7 +243,7 @@ inline void add_values(const PagedKeys& k, const Block& b, const LevelBytes<BITS
       Products sum = no_products();
       if constexpr (kLevelBias != 0) {
         const Levels one = widen(broadcast(static_cast<uint8_t>(kLevelBias)));
-        for (int g = b.first_group; g < b.end_group; ++g) multiply_add(sum, one, weights[q * stride + p * kGroups + g]);
+        for (int g = 0; g < kGroups; ++g) multiply_add(sum, one, weights[q * stride + p * kGroups + g]);
       }
       bias[p][q] = broadcast(0) - total(sum);
     }

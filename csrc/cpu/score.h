@@ -116,10 +116,10 @@ struct CodeRows {
 
 // Adds one chunk's products for the queries of a group.
 template <int BITS, int QUERIES>
-inline void add_chunk(Products (&sum)[QUERIES], const LevelBytes<BITS>& table, const uint8_t* codes,
-                      const uint8_t* plane, const Factors* const (&factors)[QUERIES], int unit) {
+ALWAYS_INLINE void add_chunk(Products (&sum)[QUERIES], const LevelBytes<BITS>& table, const uint8_t* codes,
+                             const uint8_t* plane, const Factors* const (&factors)[QUERIES], int unit) {
   const Bytes x = load(codes);
-  const auto add = [&](const Bytes& levels, int field) {
+  const auto add = [&](const Bytes& levels, int field) __attribute__((always_inline)) {
     const Levels l = widen(levels);
     for (int q = 0; q < QUERIES; ++q) multiply_add(sum[q], l, factors[q][unit + field]);
   };
@@ -135,22 +135,44 @@ inline void add_chunk(Products (&sum)[QUERIES], const LevelBytes<BITS>& table, c
   }
 }
 
-// dots[q] = the products of query q with each of sixteen rows.
-template <int BITS, int QUERIES, int ROWS>
+// dots[q]: the products of query q with each of sixteen rows, ROWS of which lie in a chunk, or which take `chunks` each
+// (known to the compiler where CHUNKS is not 0).
+template <int BITS, int QUERIES, int ROWS, int CHUNKS>
 inline void dot_rows(const CodeRows& codes, const LevelBytes<BITS>& table, const Factors* const (&factors)[QUERIES],
                      int chunks, Ints (&dots)[QUERIES]) {
-  Ints part[QUERIES][16 / ROWS];
-  for (int i = 0; i < 16 / ROWS; ++i) {
-    const uint8_t* row = codes.rows + i * ROWS * codes.row_stride;
-    const uint8_t* plane = codes.planes + i * ROWS * codes.plane_stride;
-    Products sum[QUERIES];
+  const auto row = [&](int i, Products(&sum)[QUERIES]) __attribute__((always_inline)) {
     for (int q = 0; q < QUERIES; ++q) sum[q] = no_products();
-    for (int c = 0; c < chunks; ++c) {
-      add_chunk<BITS, QUERIES>(sum, table, row + 64 * c, plane + 16 * c, factors, c * Chunk<BITS>::kFields);
+    const uint8_t* code = codes.rows + i * codes.row_stride;
+    const uint8_t* plane = codes.planes + i * codes.plane_stride;
+    for (int c = 0; c < (CHUNKS ? CHUNKS : chunks); ++c) {
+      add_chunk<BITS, QUERIES>(sum, table, code + 64 * c, plane + 16 * c, factors, c * Chunk<BITS>::kFields);
     }
-    for (int q = 0; q < QUERIES; ++q) part[q][i] = total(sum[q]);
+  };
+  if constexpr (ROWS <= 2) {  // four vectors at a time, so that they stay in registers
+    Ints quads[QUERIES][4];
+    for (int j = 0; j < 4 / ROWS; ++j) {
+      Products a[QUERIES], b[QUERIES], c[QUERIES], d[QUERIES];
+      row((4 * j) * ROWS, a), row((4 * j + 1) * ROWS, b), row((4 * j + 2) * ROWS, c), row((4 * j + 3) * ROWS, d);
+      for (int q = 0; q < QUERIES; ++q) quads[q][j] = sum_quads(total(a[q]), total(b[q]), total(c[q]), total(d[q]));
+    }
+    for (int q = 0; q < QUERIES; ++q) {
+      if constexpr (ROWS == 1) dots[q] = sum_quarters(quads[q][0], quads[q][1], quads[q][2], quads[q][3]);
+      if constexpr (ROWS == 2) dots[q] = sum_halves(quads[q][0], quads[q][1]);
+    }
+  } else {  // short rows: neighbouring lanes, until one lane is left of each
+    Ints part[QUERIES][16 / ROWS];
+    for (int i = 0; i < 16 / ROWS; ++i) {
+      Products sum[QUERIES];
+      row(i * ROWS, sum);
+      for (int q = 0; q < QUERIES; ++q) part[q][i] = total(sum[q]);
+    }
+    for (int q = 0; q < QUERIES; ++q) {
+      for (int n = 16 / ROWS; n > 1; n /= 2) {
+        for (int i = 0; i < n / 2; ++i) part[q][i] = pair_sums(part[q][2 * i], part[q][2 * i + 1]);
+      }
+      dots[q] = part[q][0];
+    }
   }
-  for (int q = 0; q < QUERIES; ++q) dots[q] = sum_runs<ROWS>(part[q]);
 }
 
 // The same for any number of rows per chunk.
@@ -159,14 +181,13 @@ inline void dot_sixteen(const CodeRows& codes, int d, const LevelBytes<BITS>& ta
                         const Factors* const (&factors)[QUERIES], Ints (&dots)[QUERIES]) {
   const int chunks = chunks_per_row(d, BITS);
   switch (rows_per_chunk(d, BITS)) {
-    case 16: return dot_rows<BITS, QUERIES, 16>(codes, table, factors, 1, dots);
-    case 8: return dot_rows<BITS, QUERIES, 8>(codes, table, factors, 1, dots);
-    case 4: return dot_rows<BITS, QUERIES, 4>(codes, table, factors, 1, dots);
-    case 2: return dot_rows<BITS, QUERIES, 2>(codes, table, factors, 1, dots);
+    case 16: return dot_rows<BITS, QUERIES, 16, 1>(codes, table, factors, 1, dots);
+    case 8: return dot_rows<BITS, QUERIES, 8, 1>(codes, table, factors, 1, dots);
+    case 4: return dot_rows<BITS, QUERIES, 4, 1>(codes, table, factors, 1, dots);
+    case 2: return dot_rows<BITS, QUERIES, 2, 1>(codes, table, factors, 1, dots);
     default:
-      if (chunks == 1) return dot_rows<BITS, QUERIES, 1>(codes, table, factors, 1, dots);
-      if (chunks == 2) return dot_rows<BITS, QUERIES, 1>(codes, table, factors, 2, dots);
-      return dot_rows<BITS, QUERIES, 1>(codes, table, factors, chunks, dots);
+      if (chunks == 1) return dot_rows<BITS, QUERIES, 1, 1>(codes, table, factors, 1, dots);
+      return dot_rows<BITS, QUERIES, 1, 0>(codes, table, factors, chunks, dots);
   }
 }
 

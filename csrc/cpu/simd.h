@@ -30,6 +30,9 @@ inline void prefetch(const void* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
 }
 
+// Verbs whose arguments must stay in registers.
+#define ALWAYS_INLINE [[gnu::always_inline]] inline
+
 constexpr float kInfinity = __builtin_inff();
 
 inline float bits_to_float(uint32_t bits) {
@@ -164,6 +167,27 @@ inline Floats pair_sums(Floats a, Floats b) {
   return {_mm512_add_ps(_mm512_permutex2var_ps(a.v, even, b.v), _mm512_permutex2var_ps(a.v, odd, b.v))};
 }
 
+// Lane 4l + i: the sum of lanes 4l .. 4l + 3 of the i-th argument.
+ALWAYS_INLINE Ints sum_quads(Ints a, Ints b, Ints c, Ints d) {
+  const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a.v, b.v), _mm512_unpackhi_epi32(a.v, b.v));
+  const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c.v, d.v), _mm512_unpackhi_epi32(c.v, d.v));
+  return {_mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd))};
+}
+// Lane 4i + k: the sum over l of lanes 4l + k of the i-th argument.
+ALWAYS_INLINE Ints sum_quarters(Ints a, Ints b, Ints c, Ints d) {
+  const __m512i ab =
+      _mm512_add_epi32(_mm512_shuffle_i32x4(a.v, b.v, 0x44), _mm512_shuffle_i32x4(a.v, b.v, 0xEE));
+  const __m512i cd =
+      _mm512_add_epi32(_mm512_shuffle_i32x4(c.v, d.v, 0x44), _mm512_shuffle_i32x4(c.v, d.v, 0xEE));
+  return {_mm512_add_epi32(_mm512_shuffle_i32x4(ab, cd, 0x88), _mm512_shuffle_i32x4(ab, cd, 0xDD))};
+}
+// Lanes 8i + 2k and 8i + 2k + 1: the sums over the lower and over the upper two l of lanes 4l + k of the i-th argument.
+ALWAYS_INLINE Ints sum_halves(Ints a, Ints b) {
+  const __m512i sums =
+      _mm512_add_epi32(_mm512_shuffle_i32x4(a.v, b.v, 0x88), _mm512_shuffle_i32x4(a.v, b.v, 0xDD));
+  return {_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), sums)};
+}
+
 // A table of 16 bytes, looked up 64 times at once; indices below 16.
 struct Table16 {
   __m512i v;
@@ -208,7 +232,7 @@ inline Bytes plane_bits(Planes x) {
 
 // 48 bytes of 3-bit codes, as groups of three words whose nibbles' top bits hold a fourth, become 64 bytes of nibbles. The
 // top bits of the first three words stay as they are. Reads 64 bytes.
-inline Bytes spread_three_bits(const uint8_t* p) {
+ALWAYS_INLINE Bytes spread_three_bits(const uint8_t* p) {
   const __m512i word = _mm512_setr_epi32(0, 1, 2, 0, 3, 4, 5, 3, 6, 7, 8, 6, 9, 10, 11, 9);
   const __m512i x = _mm512_permutexvar_epi32(word, _mm512_loadu_si512(p));
   const __m512i second = _mm512_shuffle_epi32(x, static_cast<_MM_PERM_ENUM>(0x55));
@@ -235,10 +259,10 @@ struct Factors {  // of 64 levels
 struct Products {
   __m512i high, low;
 };
-inline Levels widen(Bytes levels) { return {levels.v}; }
+ALWAYS_INLINE Levels widen(Bytes levels) { return {levels.v}; }
 inline Products no_products() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
 // Lane i gains the products of levels 4i .. 4i + 3 with their factors.
-inline void multiply_add(Products& sum, Levels levels, const Factors& factors) {
+ALWAYS_INLINE void multiply_add(Products& sum, Levels levels, const Factors& factors) {
   sum.high = _mm512_dpbusd_epi32(sum.high, levels.v, factors.high);
   sum.low = _mm512_dpbusd_epi32(sum.low, levels.v, factors.low);
 }
@@ -264,7 +288,7 @@ inline TokenFactors token_factors(Ints f) {
   const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
   return {_mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), order), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(f.v), order)};
 }
-inline Factors spread(const TokenFactors& f, Ints quads) {
+ALWAYS_INLINE Factors spread(const TokenFactors& f, Ints quads) {
   return {_mm512_permutexvar_epi32(quads.v, _mm512_castsi128_si512(f.high)),
           _mm512_permutexvar_epi32(quads.v, _mm512_castsi128_si512(f.low))};
 }
@@ -406,6 +430,28 @@ inline __m256i pair_sums(__m256i low, __m256i high) {
   const __m256i odd = _mm256_castps_si256(_mm256_shuffle_ps(l, h, 0xDD));
   return _mm256_permute4x64_epi64(_mm256_add_epi32(even, odd), 0xD8);
 }
+inline __m256i sum_quads(__m256i a, __m256i b, __m256i c, __m256i d) {
+  const __m256i ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+  const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+  return _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+}
+ALWAYS_INLINE Ints sum_quads(const Ints& w, const Ints& x, const Ints& y, const Ints& z) {
+  return {sum_quads(w.a, x.a, y.a, z.a), sum_quads(w.b, x.b, y.b, z.b)};
+}
+ALWAYS_INLINE Ints sum_quarters(const Ints& w, const Ints& x, const Ints& y, const Ints& z) {
+  const auto two = [](const Ints& first, const Ints& second) {
+    const __m256i f = _mm256_add_epi32(first.a, first.b), s = _mm256_add_epi32(second.a, second.b);
+    return _mm256_add_epi32(_mm256_permute2x128_si256(f, s, 0x20), _mm256_permute2x128_si256(f, s, 0x31));
+  };
+  return {two(w, x), two(y, z)};
+}
+ALWAYS_INLINE Ints sum_halves(const Ints& x, const Ints& y) {
+  const auto one = [](const Ints& v) {
+    const __m256i sums = _mm256_add_epi32(_mm256_permute2x128_si256(v.a, v.b, 0x20), _mm256_permute2x128_si256(v.a, v.b, 0x31));
+    return _mm256_permutevar8x32_epi32(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  };
+  return {one(x), one(y)};
+}
 inline Ints pair_sums(Ints x, Ints y) { return {pair_sums(x.a, x.b), pair_sums(y.a, y.b)}; }
 inline Floats pair_sums(Floats x, Floats y) { return {pair_sums(x.a, x.b), pair_sums(y.a, y.b)}; }
 
@@ -456,7 +502,7 @@ inline Bytes plane_bits(Planes x) {
   return {sixteen(x.a), sixteen(x.b)};
 }
 
-inline Bytes spread_three_bits(const uint8_t* p) {
+ALWAYS_INLINE Bytes spread_three_bits(const uint8_t* p) {
   const auto two = [](const uint8_t* q) {
     const __m256i raw = _mm256_inserti128_si256(_mm256_castsi128_si256(load128(q)), load128(q + 12), 1);
     const __m256i x = _mm256_shuffle_epi32(raw, 0x24);  // words 0 1 2 0
@@ -482,13 +528,13 @@ struct Factors {
 struct Products {
   __m256i a, b;
 };
-inline Levels widen(Bytes x) {
+ALWAYS_INLINE Levels widen(Bytes x) {
   const auto even = [](__m256i v) { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); };
   const auto odd = [](__m256i v) { return _mm256_srai_epi16(v, 8); };
   return {even(x.a), odd(x.a), even(x.b), odd(x.b)};
 }
 inline Products no_products() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-inline void multiply_add(Products& sum, const Levels& l, const Factors& f) {
+ALWAYS_INLINE void multiply_add(Products& sum, const Levels& l, const Factors& f) {
   const auto both = [](__m256i s, __m256i le, __m256i fe, __m256i lo, __m256i fo) {
     return _mm256_add_epi32(_mm256_add_epi32(s, _mm256_madd_epi16(le, fe)), _mm256_madd_epi16(lo, fo));
   };
@@ -512,7 +558,7 @@ inline TokenFactors token_factors(Ints f) {
   return {_mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6)),
           _mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(1, 3, 5, 7, 1, 3, 5, 7))};
 }
-inline Factors spread(const TokenFactors& f, Ints quads) {
+ALWAYS_INLINE Factors spread(const TokenFactors& f, Ints quads) {
   return {_mm256_permutevar8x32_epi32(f.even, quads.a), _mm256_permutevar8x32_epi32(f.odd, quads.a),
           _mm256_permutevar8x32_epi32(f.even, quads.b), _mm256_permutevar8x32_epi32(f.odd, quads.b)};
 }
@@ -722,6 +768,28 @@ inline Vector pair_sums(const Vector& a, const Vector& b) {
   return lanes<Vector>([&](int i) { return i < 8 ? a.v[2 * i] + a.v[2 * i + 1] : b.v[2 * i - 16] + b.v[2 * i - 15]; });
 }
 
+inline Ints sum_quads(const Ints& a, const Ints& b, const Ints& c, const Ints& d) {
+  const Ints* x[4] = {&a, &b, &c, &d};
+  return lanes<Ints>([&](int i) {
+    const int32_t* v = x[i % 4]->v + i / 4 * 4;
+    return v[0] + v[1] + v[2] + v[3];
+  });
+}
+inline Ints sum_quarters(const Ints& a, const Ints& b, const Ints& c, const Ints& d) {
+  const Ints* x[4] = {&a, &b, &c, &d};
+  return lanes<Ints>([&](int i) {
+    const int32_t* v = x[i / 4]->v + i % 4;
+    return v[0] + v[4] + v[8] + v[12];
+  });
+}
+inline Ints sum_halves(const Ints& a, const Ints& b) {
+  const Ints* x[2] = {&a, &b};
+  return lanes<Ints>([&](int i) {
+    const int32_t* v = x[i / 8]->v + i % 8 / 2 + 8 * (i % 2);
+    return v[0] + v[4];
+  });
+}
+
 struct Table16 {
   uint8_t v[16];
 };
@@ -755,7 +823,7 @@ inline Bytes plane_bits(const Planes& x) {
   return lanes<Bytes>([&](int i) { return (x.v[4 * (i / 16) + i % 4] >> (2 * (i / 4 % 4) + FIELD) & 1) << 4; });
 }
 
-inline Bytes spread_three_bits(const uint8_t* p) {
+ALWAYS_INLINE Bytes spread_three_bits(const uint8_t* p) {
   uint32_t in[12], out[16];
   memcpy(in, p, sizeof in);
   for (int g = 0; g < 4; ++g) {
@@ -779,11 +847,11 @@ struct Factors {
 struct Products {
   int32_t v[16];
 };
-inline Levels widen(const Bytes& x) {
+ALWAYS_INLINE Levels widen(const Bytes& x) {
   return lanes<Levels>([&](int i) { return static_cast<int8_t>(x.v[i]); });
 }
 inline Products no_products() { return {}; }
-inline void multiply_add(Products& sum, const Levels& l, const Factors& f) {
+ALWAYS_INLINE void multiply_add(Products& sum, const Levels& l, const Factors& f) {
   for (int i = 0; i < 16; ++i) {
     for (int k = 4 * i; k < 4 * i + 4; ++k) sum.v[i] += l.v[k] * f.v[k];
   }
@@ -802,7 +870,7 @@ struct TokenFactors {
 inline TokenFactors token_factors(const Ints& f) {
   return lanes<TokenFactors>([&](int i) { return static_cast<int16_t>(f.v[2 * (i / 4) + i % 2 + 4 * (i & 2)]); });
 }
-inline Factors spread(const TokenFactors& f, const Ints& quads) {
+ALWAYS_INLINE Factors spread(const TokenFactors& f, const Ints& quads) {
   return lanes<Factors>([&](int i) { return f.v[4 * quads.v[i / 4] + i % 4]; });
 }
 
@@ -829,20 +897,12 @@ inline float greatest(Floats x) {
   return first_lane(max(x, swap_lanes<1>(x)));
 }
 
-// Lane j gets the sum of one of sixteen equal runs of lanes: x holds 16 / TOKENS vectors, each with TOKENS runs.
-template <int TOKENS>
-inline Ints sum_runs(Ints* x) {
-  for (int n = 16 / TOKENS; n > 1; n /= 2) {
-    for (int i = 0; i < n / 2; ++i) x[i] = pair_sums(x[2 * i], x[2 * i + 1]);
-  }
-  return x[0];
-}
 
 // 2^n for -126 <= n <= 127.
 inline Floats power_of_two(Ints n) { return as_floats(shift_left<23>(n + broadcast(127))); }
 
 // e^x for x <= 88, within 2 units in the last place; 0 below -87.3; NaN stays.
-inline Floats exp(Floats x) {
+ALWAYS_INLINE Floats exp(Floats x) {
   const Mask tiny = x < broadcast(-87.3f);
   x = max(broadcast(-87.3f), x);
   const Ints n = round_to_ints(x * broadcast(1.44269504f));
