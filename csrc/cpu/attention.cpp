@@ -204,7 +204,7 @@ class PagedAttention {
     keys_.soft_cap = a.soft_cap;
     std::copy(a.key_levels.begin(), a.key_levels.end(), keys_.key_levels);
     std::copy(a.value_levels.begin(), a.value_levels.end(), keys_.value_levels);
-    code_bits_ = keys_.record.key_bits == 3 ? 4 : keys_.record.key_bits;
+    code_bits_ = keys_.record.key_bits == 3 && a.d % 32 != 0 ? 4 : keys_.record.key_bits;
     factor_bytes_ = kernels().query_factor_bytes(static_cast<int>(a.d), code_bits_);
     for (const Tile& t : tiles_) {
       for (int64_t i = 0; i < t.spans(); ++i) spans_.push_back({&t - tiles_.data(), i});

@@ -16,19 +16,38 @@ constexpr int kMaxPatterns = 8;
 constexpr int kQueryGroup = 4;  // queries that share a look-up
 constexpr float kGreatestWeight = 32639;
 
-// Three-bit codes are spread to nibbles in scratch memory before use; every other width is read in place.
-constexpr int nibbles(int bits) { return bits == 3 ? 4 : bits; }
+// Rows that are read in place: all but those of three-bit codes whose last group has 16 channels, which is three 16-bit
+// words. Such rows become four-bit rows in scratch memory.
+inline bool keys_in_place(const format::Record& r) { return r.key_bits != 3 || r.head_dim % 32 == 0; }
 
-// The bytes of three-bit rows as four-bit rows. Full groups of 32 channels are 12 bytes and become 16; a last group of 16
-// channels is three 16-bit words and becomes 8 bytes.
+// How the dot products read keys.
+inline int dot_bits(const format::Record& r) { return keys_in_place(r) ? r.key_bits : 4; }
+
 inline void spread_row(const uint8_t* row, int d, uint8_t* to) {
-  for (int c = 0; c + 32 <= d; c += 128) store(to + c / 2, spread_three_bits(row + c / 32 * 12));
-  if (d % 32 == 0) return;
+  for (int c = 0; c + 32 <= d; c += 32) {
+    uint32_t w[4];
+    memcpy(w, row + c / 32 * 12, 12);
+    w[3] = (w[0] >> 3 & 0x11111111) | (w[1] >> 2 & 0x22222222) | (w[2] >> 1 & 0x44444444);
+    memcpy(to + c / 2, w, 16);
+  }
   uint64_t words = 0;
   memcpy(&words, row + d / 32 * 12, 6);
   const uint64_t first = words & 0xFFFF, second = words >> 16 & 0xFFFF, third = words >> 32;
   words |= ((first >> 3 & 0x1111) | (second >> 2 & 0x2222) | (third >> 1 & 0x4444)) << 48;
   memcpy(to + d / 32 * 16, &words, 8);
+}
+
+// The values of 16 tokens in three-bit codes, as panels of nibbles: of 64 channels, groups of three words (12 bytes) become
+// panels of their first, second, third and fourth words, sixteen groups at a time. Other channels are nibbles already.
+inline void spread_values(const uint8_t* block, int d, uint8_t* to) {
+  const int full = d / 64 * 384, rest = d % 64 * 8;
+  for (int i = 0; i < full; i += 192) {
+    Bytes x[4];
+    for (int g = 0; g < 4; ++g) x[g] = load_quarters(block + i + 12 * g, 48);
+    gather_three_bits(x);
+    for (int j = 0; j < 4; ++j) store(to + i / 3 * 4 + 64 * j, x[j]);
+  }
+  memcpy(to + full / 3 * 4, block + full, rest);
 }
 
 // The plane of a row whose last group has 16 channels, in the order of full groups.
@@ -62,7 +81,7 @@ inline int64_t round_up_64(int64_t n) { return (n + 63) / 64 * 64; }
 inline int spread_plane_bytes(int d) { return (d + 31) / 32 * 4; }
 
 inline int64_t scratch_keys(const PagedKeys& k) {
-  return k.record.key_bits == 3 ? round_up_64(kBlockTokens * k.record.head_dim / 2 + 64) : 0;
+  return keys_in_place(k.record) ? 0 : round_up_64(kBlockTokens * k.record.head_dim / 2 + 64);
 }
 inline int64_t scratch_planes(const PagedKeys& k) {
   const int d = k.record.head_dim;
@@ -104,7 +123,7 @@ inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t 
     const uint8_t* rows = tile + in_tile * r.key_row_bytes();
     const uint8_t* planes = tile + r.key_planes() + in_tile * r.key_plane_bytes();
     b.keys[g] = {rows, r.key_row_bytes(), planes, r.key_plane_bytes()};
-    if (r.key_bits == 3) {
+    if (!keys_in_place(r)) {
       uint8_t* to = scratch.keys + g * kGroupTokens * (d / 2);
       for (int t = 0; t < kGroupTokens; ++t) spread_row(rows + t * r.key_row_bytes(), d, to + t * (d / 2));
       b.keys[g].rows = to;
@@ -121,9 +140,7 @@ inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t 
     b.values[g] = tile + r.value_blocks() + in_tile / kGroupTokens * r.value_block_bytes();
     if (r.value_bits == 3) {
       uint8_t* to = scratch.values + g * 8 * d;
-      const int full = d / 64 * 384, rest = d % 64 * 8;
-      for (int i = 0; i < full; i += 48) store(to + i / 3 * 4, spread_three_bits(b.values[g] + i));
-      memcpy(to + full / 3 * 4, b.values[g] + full, rest);
+      spread_values(b.values[g], d, to);
       b.values[g] = to;
     }
   }
@@ -256,7 +273,7 @@ inline void add_values(const PagedKeys& k, const Block& b, const LevelBytes<BITS
 
 // One block for QUERIES queries, `from` on.
 template <int KEY_BITS, int VALUE_BITS, int QUERIES>
-inline void attend_block(const PagedKeys& k, const Block& b, const LevelBytes<KEY_BITS>& keys,
+inline void attend_block(const PagedKeys& k, const Block& b, const LevelBytes<nibbles(KEY_BITS)>& keys,
                          const LevelBytes<VALUE_BITS>& values, int64_t begin, const QueryRows& rows, int from,
                          const PartialRows& out, const Scratch& scratch) {
   const int d = k.record.head_dim;
@@ -296,7 +313,7 @@ inline void attend_block(const PagedKeys& k, const Block& b, const LevelBytes<KE
 template <int KEY_BITS, int VALUE_BITS>
 void attend_codes(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
                   const QueryRows& rows, const PartialRows& out, const Scratch& scratch) {
-  const LevelBytes<KEY_BITS> keys(k.key_levels, 1 << k.record.key_bits);
+  const LevelBytes<nibbles(KEY_BITS)> keys(k.key_levels, 1 << k.record.key_bits);
   const LevelBytes<VALUE_BITS> values(k.value_levels, 1 << k.record.value_bits);
   for (int64_t start = begin; start < end; start += kBlockTokens) {
     int64_t first = INT64_MAX, last = start;
@@ -333,8 +350,9 @@ void attend_values(const PagedKeys& k, const int32_t* block_table, int64_t kv_he
 inline void attend_pages(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
                          const QueryRows& rows, const PartialRows& out, void* memory) {
   const Scratch scratch = scratch_of(k, memory);
-  switch (nibbles(k.record.key_bits)) {
+  switch (dot_bits(k.record)) {
     case 2: return attend_values<2>(k, block_table, kv_head, begin, end, rows, out, scratch);
+    case 3: return attend_values<3>(k, block_table, kv_head, begin, end, rows, out, scratch);
     case 4: return attend_values<4>(k, block_table, kv_head, begin, end, rows, out, scratch);
     case 5: return attend_values<5>(k, block_table, kv_head, begin, end, rows, out, scratch);
     default: return attend_values<8>(k, block_table, kv_head, begin, end, rows, out, scratch);

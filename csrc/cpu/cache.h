@@ -78,7 +78,11 @@ class PanelMap {
     for (int t = 0; t < format::kValueGroup; ++t) {
       for (int c = 0; c < r.head_dim; ++c) {
         const format::Piece piece = r.value(t, c).piece[0];
-        const int byte = piece.byte - r.value_blocks(), word = byte / 4, field = piece.shift / bits;
+        const int byte = piece.byte - r.value_blocks(), field = piece.shift / bits;
+        int word = byte / 4;
+        if (record.value_bits == 3 && c < r.head_dim / 64 * 64) {  // four words of sixteen lanes become four panels
+          word = word / 64 * 64 + word % 4 * 16 + word % 64 / 4;
+        }
         quad_of_[word] = t % 8 / 2;
         channel_[(word / 16 * fields + field) * 16 + word % 16] = c;
       }

@@ -1,7 +1,8 @@
 // Integer dot products of queries with packed rows of levels: what `score` and `paged_attention` are made of.
 //
 // A query becomes 16-bit integers once; codes become levels by table look-up in registers; products are exact in int32.
-// Codes are read in chunks of 64 bytes: 64, 128 or 256 channels of one row, or several short rows at once.
+// Four rows are read at once, 16 bytes of each ("quarters" of a register), so that a lane's sum belongs to one row and only
+// four lanes have to be added in the end.
 #pragma once
 
 #include "kernels.h"
@@ -9,28 +10,24 @@
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
-// How rows of a code width lie in chunks. Three-bit codes are read after spreading to nibbles, so they count as 4 bits.
-template <int BITS>
-struct Chunk {
-  static_assert(BITS == 2 || BITS == 4 || BITS == 5 || BITS == 8);
-  static constexpr int kFields = BITS == 2 ? 4 : BITS == 8 ? 1 : 2;  // codes per byte
-  static constexpr int kChannels = 64 * kFields;
-};
-constexpr int chunk_fields(int bits) { return bits == 2 ? 4 : bits == 8 ? 1 : 2; }
+// The bits of a code where the dot products meet it: three-bit codes are nibbles by then.
+constexpr int nibbles(int bits) { return bits == 3 ? 4 : bits; }
 
-// Rows of d channels in one chunk: several where they fill it exactly, else one row takes chunks of its own.
-inline int rows_per_chunk(int d, int bits) {
-  const int channels = 64 * chunk_fields(bits);
-  if (bits == 5 && d % 32 != 0) return 1;  // planes have padding there
-  return d < channels && channels % d == 0 ? channels / d : 1;
-}
-inline int chunks_per_row(int d, int bits) {
-  const int channels = 64 * chunk_fields(bits);
-  return (d + channels - 1) / channels;
+constexpr int quarter_fields(int bits) { return bits == 2 ? 4 : bits == 8 ? 1 : 2; }  // codes of a byte
+constexpr int quarter_channels(int bits) { return 16 * quarter_fields(bits); }
+inline int quarters_per_row(int d, int bits) { return (d + quarter_channels(bits) - 1) / quarter_channels(bits); }
+
+// Which channel is in field `field` of byte `byte` of a row's quarter. Three-bit rows of whole sets of 128 channels are
+// gathered: quarter j of a set holds word j of its four groups of 32 channels.
+inline int quarter_channel(int d, int bits, int quarter, int byte, int field) {
+  if (bits == 3 && d % 128 == 0) {
+    return quarter / 4 * 128 + byte / 4 * 32 + quarter % 4 * 8 + byte % 4 * 2 + field;
+  }
+  return quarter * quarter_channels(bits) + byte * quarter_fields(bits) + field;
 }
 
 inline int64_t query_factor_bytes(int d, int bits) {
-  return static_cast<int64_t>(chunks_per_row(d, bits)) * chunk_fields(bits) * sizeof(Factors);
+  return static_cast<int64_t>(quarters_per_row(d, bits)) * quarter_fields(bits) * sizeof(Factors);
 }
 
 // Greatest integer that a query channel may become: 256 * 127 + 127, less where d products would leave int32.
@@ -51,16 +48,16 @@ inline float query_factors(const float* q, int d, int bits, int max_level, void*
   const double inverse = unit > 0 ? 1 / unit : 0;
   const auto integer = [&](int c) { return static_cast<int32_t>(__builtin_rint(q[c] * inverse)); };
 
-  const int fields = chunk_fields(bits), channels = 64 * fields, rows = rows_per_chunk(d, bits);
   Factors* to = static_cast<Factors*>(factors);
   uint32_t total = 0;
-  for (int chunk = 0; chunk < chunks_per_row(d, bits); ++chunk) {
-    for (int field = 0; field < fields; ++field) {
+  for (int quarter = 0; quarter < quarters_per_row(d, bits); ++quarter) {
+    for (int field = 0; field < quarter_fields(bits); ++field) {
       int16_t f[64];
-      for (int i = 0; i < 64; ++i) {
-        const int c = chunk * channels + fields * i + field, channel = rows > 1 ? c % d : c;
-        f[i] = static_cast<int16_t>(unit > 0 && channel < d ? integer(channel) : 0);
-        if (c < d) total += static_cast<uint32_t>(f[i]);
+      for (int i = 0; i < 16; ++i) {
+        const int c = quarter_channel(d, bits, quarter, i, field);
+        f[i] = static_cast<int16_t>(unit > 0 && c < d ? integer(c) : 0);
+        total += static_cast<uint32_t>(f[i]);
+        for (int row = 1; row < 4; ++row) f[16 * row + i] = f[i];
       }
       make_factors(to++, f);
     }
@@ -106,25 +103,25 @@ struct LevelBytes<5> {
   }
 };
 
-// Sixteen rows of codes. Reading runs up to 63 bytes past a row (15 past a plane).
+// Sixteen rows of codes. Reading runs up to 15 bytes past a row.
 struct CodeRows {
   const uint8_t* rows;
   int64_t row_stride;
-  const uint8_t* planes;  // bit 4 of 5-bit codes
+  const uint8_t* planes;  // bit 4 of 5-bit codes, four bytes for 16 bytes of a row
   int64_t plane_stride;
 };
 
-// Adds one chunk's products for the queries of a group.
+// Adds the products of one quarter of four rows for the queries of a group. BITS 3 means: nibbles by now.
 template <int BITS, int QUERIES>
-ALWAYS_INLINE void add_chunk(Products (&sum)[QUERIES], const LevelBytes<BITS>& table, const uint8_t* codes,
-                             const uint8_t* plane, const Factors* const (&factors)[QUERIES], int unit) {
-  const Bytes x = load(codes);
+ALWAYS_INLINE void add_quarter(Products (&sum)[QUERIES], const LevelBytes<nibbles(BITS)>& table, const Bytes& x,
+                               const uint8_t* planes, int64_t plane_stride, const Factors* const (&factors)[QUERIES],
+                               int unit) {
   const auto add = [&](const Bytes& levels, int field) __attribute__((always_inline)) {
     const Levels l = widen(levels);
     for (int q = 0; q < QUERIES; ++q) multiply_add(sum[q], l, factors[q][unit + field]);
   };
   if constexpr (BITS == 5) {
-    const Planes top = spread_planes(plane);
+    const Bytes top = load_words(planes, plane_stride);
     add(lookup(table.table, field<0>(x, broadcast(uint8_t{15})) | plane_bits<0>(top)), 0);
     add(lookup(table.table, field<4>(x, broadcast(uint8_t{15})) | plane_bits<1>(top)), 1);
   } else {
@@ -135,60 +132,44 @@ ALWAYS_INLINE void add_chunk(Products (&sum)[QUERIES], const LevelBytes<BITS>& t
   }
 }
 
-// dots[q]: the products of query q with each of sixteen rows, ROWS of which lie in a chunk, or which take `chunks` each
-// (known to the compiler where CHUNKS is not 0).
-template <int BITS, int QUERIES, int ROWS, int CHUNKS>
-inline void dot_rows(const CodeRows& codes, const LevelBytes<BITS>& table, const Factors* const (&factors)[QUERIES],
-                     int chunks, Ints (&dots)[QUERIES]) {
-  const auto row = [&](int i, Products(&sum)[QUERIES]) __attribute__((always_inline)) {
-    for (int q = 0; q < QUERIES; ++q) sum[q] = no_products();
-    const uint8_t* code = codes.rows + i * codes.row_stride;
-    const uint8_t* plane = codes.planes + i * codes.plane_stride;
-    for (int c = 0; c < (CHUNKS ? CHUNKS : chunks); ++c) {
-      add_chunk<BITS, QUERIES>(sum, table, code + 64 * c, plane + 16 * c, factors, c * Chunk<BITS>::kFields);
-    }
-  };
-  if constexpr (ROWS <= 2) {  // four vectors at a time, so that they stay in registers
-    Ints quads[QUERIES][4];
-    for (int j = 0; j < 4 / ROWS; ++j) {
-      Products a[QUERIES], b[QUERIES], c[QUERIES], d[QUERIES];
-      row((4 * j) * ROWS, a), row((4 * j + 1) * ROWS, b), row((4 * j + 2) * ROWS, c), row((4 * j + 3) * ROWS, d);
-      for (int q = 0; q < QUERIES; ++q) quads[q][j] = sum_quads(total(a[q]), total(b[q]), total(c[q]), total(d[q]));
-    }
-    for (int q = 0; q < QUERIES; ++q) {
-      if constexpr (ROWS == 1) dots[q] = sum_quarters(quads[q][0], quads[q][1], quads[q][2], quads[q][3]);
-      if constexpr (ROWS == 2) dots[q] = sum_halves(quads[q][0], quads[q][1]);
-    }
-  } else {  // short rows: neighbouring lanes, until one lane is left of each
-    Ints part[QUERIES][16 / ROWS];
-    for (int i = 0; i < 16 / ROWS; ++i) {
-      Products sum[QUERIES];
-      row(i * ROWS, sum);
-      for (int q = 0; q < QUERIES; ++q) part[q][i] = total(sum[q]);
-    }
-    for (int q = 0; q < QUERIES; ++q) {
-      for (int n = 16 / ROWS; n > 1; n /= 2) {
-        for (int i = 0; i < n / 2; ++i) part[q][i] = pair_sums(part[q][2 * i], part[q][2 * i + 1]);
-      }
-      dots[q] = part[q][0];
-    }
-  }
-}
-
-// The same for any number of rows per chunk.
+// dots[q]: the products of query q with each of sixteen rows of d channels.
 template <int BITS, int QUERIES>
-inline void dot_sixteen(const CodeRows& codes, int d, const LevelBytes<BITS>& table,
+inline void dot_sixteen(const CodeRows& codes, int d, const LevelBytes<nibbles(BITS)>& table,
                         const Factors* const (&factors)[QUERIES], Ints (&dots)[QUERIES]) {
-  const int chunks = chunks_per_row(d, BITS);
-  switch (rows_per_chunk(d, BITS)) {
-    case 16: return dot_rows<BITS, QUERIES, 16, 1>(codes, table, factors, 1, dots);
-    case 8: return dot_rows<BITS, QUERIES, 8, 1>(codes, table, factors, 1, dots);
-    case 4: return dot_rows<BITS, QUERIES, 4, 1>(codes, table, factors, 1, dots);
-    case 2: return dot_rows<BITS, QUERIES, 2, 1>(codes, table, factors, 1, dots);
-    default:
-      if (chunks == 1) return dot_rows<BITS, QUERIES, 1, 1>(codes, table, factors, 1, dots);
-      return dot_rows<BITS, QUERIES, 1, 0>(codes, table, factors, chunks, dots);
+  constexpr int kFields = quarter_fields(BITS);
+  const int quarters = quarters_per_row(d, BITS);
+  const int64_t stride = 4 * codes.row_stride, plane_stride = 4 * codes.plane_stride;
+  Ints part[QUERIES][4];
+  for (int i = 0; i < 4; ++i) {  // rows i, 4 + i, 8 + i, 12 + i: then lane 4l + i of the sums is row 4l + i
+    const uint8_t* row = codes.rows + i * codes.row_stride;
+    const uint8_t* plane = codes.planes + i * codes.plane_stride;
+    Products sum[QUERIES];
+    for (int q = 0; q < QUERIES; ++q) sum[q] = no_products();
+    const auto add = [&](const Bytes& x, int quarter) __attribute__((always_inline)) {
+      add_quarter<BITS, QUERIES>(sum, table, x, plane + 4 * quarter, plane_stride, factors, quarter * kFields);
+    };
+    int u = 0;
+    if constexpr (BITS == 3) {
+      if (d % 128 == 0) {
+        for (; u < quarters; u += 4) {
+          Bytes x[4];
+          for (int g = 0; g < 4; ++g) x[g] = load_quarters(row + 12 * (u + g), stride);
+          gather_three_bits(x);
+          for (int j = 0; j < 4; ++j) add(x[j], u + j);
+        }
+      }
+      for (; u < quarters; ++u) add(append_three_bits(load_quarters(row + 12 * u, stride)), u);
+    } else {
+      for (; u + 4 <= quarters; u += 4) {
+        Bytes x[4];
+        load_quarters(row + 16 * u, stride, x);
+        for (int j = 0; j < 4; ++j) add(x[j], u + j);
+      }
+      for (; u < quarters; ++u) add(load_quarters(row + 16 * u, stride), u);
+    }
+    for (int q = 0; q < QUERIES; ++q) part[q][i] = total(sum[q]);
   }
+  for (int q = 0; q < QUERIES; ++q) dots[q] = sum_quads(part[q][0], part[q][1], part[q][2], part[q][3]);
 }
 
 }  // namespace turboquant::cpu::TURBOQUANT_LEVEL

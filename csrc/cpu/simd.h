@@ -173,19 +173,29 @@ ALWAYS_INLINE Ints sum_quads(Ints a, Ints b, Ints c, Ints d) {
   const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c.v, d.v), _mm512_unpackhi_epi32(c.v, d.v));
   return {_mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd))};
 }
-// Lane 4i + k: the sum over l of lanes 4l + k of the i-th argument.
-ALWAYS_INLINE Ints sum_quarters(Ints a, Ints b, Ints c, Ints d) {
-  const __m512i ab =
-      _mm512_add_epi32(_mm512_shuffle_i32x4(a.v, b.v, 0x44), _mm512_shuffle_i32x4(a.v, b.v, 0xEE));
-  const __m512i cd =
-      _mm512_add_epi32(_mm512_shuffle_i32x4(c.v, d.v, 0x44), _mm512_shuffle_i32x4(c.v, d.v, 0xEE));
-  return {_mm512_add_epi32(_mm512_shuffle_i32x4(ab, cd, 0x88), _mm512_shuffle_i32x4(ab, cd, 0xDD))};
+// Four times 16 bytes, `stride` apart.
+ALWAYS_INLINE Bytes load_quarters(const uint8_t* p, int64_t stride) {
+  const auto at = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * stride)); };
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(at(0)), at(1), 1);
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(at(2)), at(3), 1);
+  return {_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1)};
 }
-// Lanes 8i + 2k and 8i + 2k + 1: the sums over the lower and over the upper two l of lanes 4l + k of the i-th argument.
-ALWAYS_INLINE Ints sum_halves(Ints a, Ints b) {
-  const __m512i sums =
-      _mm512_add_epi32(_mm512_shuffle_i32x4(a.v, b.v, 0x88), _mm512_shuffle_i32x4(a.v, b.v, 0xDD));
-  return {_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), sums)};
+// The same for four runs of 16 bytes that follow each other: x[i] = load_quarters(p + 16 i, stride).
+ALWAYS_INLINE void load_quarters(const uint8_t* p, int64_t stride, Bytes (&x)[4]) {
+  const __m512i a = load(p).v, b = load(p + stride).v, c = load(p + 2 * stride).v, d = load(p + 3 * stride).v;
+  const __m512i ab = _mm512_shuffle_i32x4(a, b, 0x44), cd = _mm512_shuffle_i32x4(c, d, 0x44);
+  const __m512i ab2 = _mm512_shuffle_i32x4(a, b, 0xEE), cd2 = _mm512_shuffle_i32x4(c, d, 0xEE);
+  x[0] = {_mm512_shuffle_i32x4(ab, cd, 0x88)};
+  x[1] = {_mm512_shuffle_i32x4(ab, cd, 0xDD)};
+  x[2] = {_mm512_shuffle_i32x4(ab2, cd2, 0x88)};
+  x[3] = {_mm512_shuffle_i32x4(ab2, cd2, 0xDD)};
+}
+// Four times 4 bytes, `stride` apart, each repeated four times.
+ALWAYS_INLINE Bytes load_words(const uint8_t* p, int64_t stride) {
+  int32_t w[4];
+  for (int i = 0; i < 4; ++i) memcpy(&w[i], p + i * stride, 4);
+  const __m512i word = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  return {_mm512_permutexvar_epi32(word, _mm512_castsi128_si512(_mm_setr_epi32(w[0], w[1], w[2], w[3])))};
 }
 
 // A table of 16 bytes, looked up 64 times at once; indices below 16.
@@ -213,35 +223,37 @@ inline Bytes field(Bytes x, Bytes mask) {
   return {_mm512_and_si512(_mm512_srli_epi16(x.v, SHIFT), mask.v)};
 }
 
-// The top bits of 5-bit codes: 16 bytes for 64 bytes of nibbles. Byte 4G + k of the plane belongs to bytes 16G + 4j + k; its
-// bit 2j + FIELD becomes bit 4.
-struct Planes {
-  __m512i v;
-};
-inline Planes spread_planes(const uint8_t* p) {
-  const __m512i word = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm512_permutexvar_epi32(word, _mm512_castsi128_si512(bits))};
-}
+// The top bits of 5-bit codes, from the plane's four bytes of each quarter (load_words): bit 2j + FIELD of byte k belongs to
+// byte 4j + k of the quarter. It becomes bit 4.
 template <int FIELD>
-inline Bytes plane_bits(Planes x) {
-  const __m512i bit =
-      _mm512_slli_epi32(_mm512_broadcast_i32x4(_mm_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040)), FIELD);
+ALWAYS_INLINE Bytes plane_bits(Bytes x) {
+  const __m512i bit = _mm512_slli_epi32(
+      _mm512_broadcast_i32x4(_mm_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040)), FIELD);
   return {_mm512_maskz_set1_epi8(_mm512_test_epi8_mask(x.v, bit), 16)};
 }
 
-// 48 bytes of 3-bit codes, as groups of three words whose nibbles' top bits hold a fourth, become 64 bytes of nibbles. The
-// top bits of the first three words stay as they are. Reads 64 bytes.
-ALWAYS_INLINE Bytes spread_three_bits(const uint8_t* p) {
-  const __m512i word = _mm512_setr_epi32(0, 1, 2, 0, 3, 4, 5, 3, 6, 7, 8, 6, 9, 10, 11, 9);
-  const __m512i x = _mm512_permutexvar_epi32(word, _mm512_loadu_si512(p));
-  const __m512i second = _mm512_shuffle_epi32(x, static_cast<_MM_PERM_ENUM>(0x55));
-  const __m512i third = _mm512_shuffle_epi32(x, static_cast<_MM_PERM_ENUM>(0xAA));
-  __m512i last = _mm512_and_si512(_mm512_srli_epi32(x, 3), _mm512_set1_epi32(0x11111111));
-  // last | (word & mask)
+// Three-bit codes are three words of nibbles whose top bits hold a fourth. x: in every quarter of x[i] the three words of one
+// group, and anything. Afterwards x[j] holds word j of the four groups, top bits left as they are.
+ALWAYS_INLINE void gather_three_bits(Bytes (&x)[4]) {
+  const __m512i low = _mm512_unpacklo_epi32(x[0].v, x[1].v), high = _mm512_unpackhi_epi32(x[0].v, x[1].v);
+  const __m512i low2 = _mm512_unpacklo_epi32(x[2].v, x[3].v), high2 = _mm512_unpackhi_epi32(x[2].v, x[3].v);
+  x[0] = {_mm512_unpacklo_epi64(low, low2)};
+  x[1] = {_mm512_unpackhi_epi64(low, low2)};
+  x[2] = {_mm512_unpacklo_epi64(high, high2)};
+  x[3] = {_mm512_and_si512(_mm512_srli_epi32(x[0].v, 3), _mm512_set1_epi32(0x11111111))};
+  // 0xF8: first | (second & third)
+  x[3] = {_mm512_ternarylogic_epi32(x[3].v, _mm512_srli_epi32(x[1].v, 2), _mm512_set1_epi32(0x22222222), 0xF8)};
+  x[3] = {_mm512_ternarylogic_epi32(x[3].v, _mm512_srli_epi32(x[2].v, 1), _mm512_set1_epi32(0x44444444), 0xF8)};
+}
+// The same of one group in every quarter, which keeps its place: word 3 comes last.
+ALWAYS_INLINE Bytes append_three_bits(Bytes x) {
+  const __m512i second = _mm512_shuffle_epi32(x.v, static_cast<_MM_PERM_ENUM>(0x55));
+  const __m512i third = _mm512_shuffle_epi32(x.v, static_cast<_MM_PERM_ENUM>(0xAA));
+  const __m512i first = _mm512_shuffle_epi32(x.v, static_cast<_MM_PERM_ENUM>(0x00));
+  __m512i last = _mm512_and_si512(_mm512_srli_epi32(first, 3), _mm512_set1_epi32(0x11111111));
   last = _mm512_ternarylogic_epi32(last, _mm512_srli_epi32(second, 2), _mm512_set1_epi32(0x22222222), 0xF8);
   last = _mm512_ternarylogic_epi32(last, _mm512_srli_epi32(third, 1), _mm512_set1_epi32(0x44444444), 0xF8);
-  return {_mm512_mask_mov_epi32(x, 0x8888, last)};
+  return {_mm512_mask_mov_epi32(x.v, 0x8888, last)};
 }
 
 // -- Levels times 16-bit factors: the inner loop of every score and every sum of values.
@@ -438,20 +450,6 @@ inline __m256i sum_quads(__m256i a, __m256i b, __m256i c, __m256i d) {
 ALWAYS_INLINE Ints sum_quads(const Ints& w, const Ints& x, const Ints& y, const Ints& z) {
   return {sum_quads(w.a, x.a, y.a, z.a), sum_quads(w.b, x.b, y.b, z.b)};
 }
-ALWAYS_INLINE Ints sum_quarters(const Ints& w, const Ints& x, const Ints& y, const Ints& z) {
-  const auto two = [](const Ints& first, const Ints& second) {
-    const __m256i f = _mm256_add_epi32(first.a, first.b), s = _mm256_add_epi32(second.a, second.b);
-    return _mm256_add_epi32(_mm256_permute2x128_si256(f, s, 0x20), _mm256_permute2x128_si256(f, s, 0x31));
-  };
-  return {two(w, x), two(y, z)};
-}
-ALWAYS_INLINE Ints sum_halves(const Ints& x, const Ints& y) {
-  const auto one = [](const Ints& v) {
-    const __m256i sums = _mm256_add_epi32(_mm256_permute2x128_si256(v.a, v.b, 0x20), _mm256_permute2x128_si256(v.a, v.b, 0x31));
-    return _mm256_permutevar8x32_epi32(sums, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-  };
-  return {one(x), one(y)};
-}
 inline Ints pair_sums(Ints x, Ints y) { return {pair_sums(x.a, x.b), pair_sums(y.a, y.b)}; }
 inline Floats pair_sums(Floats x, Floats y) { return {pair_sums(x.a, x.b), pair_sums(y.a, y.b)}; }
 
@@ -483,37 +481,58 @@ inline Bytes field(Bytes x, Bytes mask) {
   return Bytes{_mm256_srli_epi16(x.a, SHIFT), _mm256_srli_epi16(x.b, SHIFT)} & mask;
 }
 
-struct Planes {
-  __m256i a, b;
-};
-inline Planes spread_planes(const uint8_t* p) {
-  const __m256i bits = _mm256_broadcastsi128_si256(load128(p));
-  return {_mm256_permutevar8x32_epi32(bits, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)),
-          _mm256_permutevar8x32_epi32(bits, _mm256_setr_epi32(2, 2, 2, 2, 3, 3, 3, 3))};
+ALWAYS_INLINE Bytes load_quarters(const uint8_t* p, int64_t stride) {
+  return {_mm256_inserti128_si256(_mm256_castsi128_si256(load128(p)), load128(p + stride), 1),
+          _mm256_inserti128_si256(_mm256_castsi128_si256(load128(p + 2 * stride)), load128(p + 3 * stride), 1)};
 }
+ALWAYS_INLINE void load_quarters(const uint8_t* p, int64_t stride, Bytes (&x)[4]) {
+  for (int i = 0; i < 4; ++i) x[i] = load_quarters(p + 16 * i, stride);
+}
+ALWAYS_INLINE Bytes load_words(const uint8_t* p, int64_t stride) {
+  const auto two = [&](const uint8_t* q) {
+    int32_t first, second;
+    memcpy(&first, q, 4), memcpy(&second, q + stride, 4);
+    return _mm256_inserti128_si256(_mm256_set1_epi32(first), _mm_set1_epi32(second), 1);
+  };
+  return {two(p), two(p + 2 * stride)};
+}
+
 template <int FIELD>
-inline Bytes plane_bits(Planes x) {
-  const __m256i bit = _mm256_slli_epi32(_mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x01010101,
-                                                          0x04040404, 0x10101010, 0x40404040),
-                                        FIELD);
+ALWAYS_INLINE Bytes plane_bits(Bytes x) {
+  const __m256i bit = _mm256_slli_epi32(
+      _mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x01010101, 0x04040404, 0x10101010, 0x40404040),
+      FIELD);
   const auto sixteen = [&](__m256i v) {
     return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(v, bit), bit), _mm256_set1_epi8(16));
   };
   return {sixteen(x.a), sixteen(x.b)};
 }
 
-ALWAYS_INLINE Bytes spread_three_bits(const uint8_t* p) {
-  const auto two = [](const uint8_t* q) {
-    const __m256i raw = _mm256_inserti128_si256(_mm256_castsi128_si256(load128(q)), load128(q + 12), 1);
-    const __m256i x = _mm256_shuffle_epi32(raw, 0x24);  // words 0 1 2 0
-    const __m256i second = _mm256_shuffle_epi32(raw, 0x55), third = _mm256_shuffle_epi32(raw, 0xAA);
+inline __m256i fourth_word(__m256i first, __m256i second, __m256i third) {
+  const __m256i a = _mm256_and_si256(_mm256_srli_epi32(first, 3), _mm256_set1_epi32(0x11111111));
+  const __m256i b = _mm256_and_si256(_mm256_srli_epi32(second, 2), _mm256_set1_epi32(0x22222222));
+  const __m256i c = _mm256_and_si256(_mm256_srli_epi32(third, 1), _mm256_set1_epi32(0x44444444));
+  return _mm256_or_si256(_mm256_or_si256(a, b), c);
+}
+inline void gather_three_bits(__m256i& a, __m256i& b, __m256i& c, __m256i& d) {
+  const __m256i low = _mm256_unpacklo_epi32(a, b), high = _mm256_unpackhi_epi32(a, b);
+  const __m256i low2 = _mm256_unpacklo_epi32(c, d), high2 = _mm256_unpackhi_epi32(c, d);
+  a = _mm256_unpacklo_epi64(low, low2);
+  b = _mm256_unpackhi_epi64(low, low2);
+  c = _mm256_unpacklo_epi64(high, high2);
+  d = fourth_word(a, b, c);
+}
+ALWAYS_INLINE void gather_three_bits(Bytes (&x)[4]) {
+  gather_three_bits(x[0].a, x[1].a, x[2].a, x[3].a);
+  gather_three_bits(x[0].b, x[1].b, x[2].b, x[3].b);
+}
+ALWAYS_INLINE Bytes append_three_bits(Bytes x) {
+  const auto half = [](__m256i v) {
     const __m256i last =
-        _mm256_or_si256(_mm256_or_si256(_mm256_and_si256(_mm256_srli_epi32(x, 3), _mm256_set1_epi32(0x11111111)),
-                                        _mm256_and_si256(_mm256_srli_epi32(second, 2), _mm256_set1_epi32(0x22222222))),
-                        _mm256_and_si256(_mm256_srli_epi32(third, 1), _mm256_set1_epi32(0x44444444)));
-    return _mm256_blend_epi32(x, last, 0x88);
+        fourth_word(_mm256_shuffle_epi32(v, 0x00), _mm256_shuffle_epi32(v, 0x55), _mm256_shuffle_epi32(v, 0xAA));
+    return _mm256_blend_epi32(v, last, 0x88);
   };
-  return {two(p), two(p + 24)};
+  return {half(x.a), half(x.b)};
 }
 
 // Levels become 16-bit numbers, even and odd bytes apart, and meet 16-bit factors in the same order: no bias.
@@ -775,21 +794,6 @@ inline Ints sum_quads(const Ints& a, const Ints& b, const Ints& c, const Ints& d
     return v[0] + v[1] + v[2] + v[3];
   });
 }
-inline Ints sum_quarters(const Ints& a, const Ints& b, const Ints& c, const Ints& d) {
-  const Ints* x[4] = {&a, &b, &c, &d};
-  return lanes<Ints>([&](int i) {
-    const int32_t* v = x[i / 4]->v + i % 4;
-    return v[0] + v[4] + v[8] + v[12];
-  });
-}
-inline Ints sum_halves(const Ints& a, const Ints& b) {
-  const Ints* x[2] = {&a, &b};
-  return lanes<Ints>([&](int i) {
-    const int32_t* v = x[i / 8]->v + i % 8 / 2 + 8 * (i % 2);
-    return v[0] + v[4];
-  });
-}
-
 struct Table16 {
   uint8_t v[16];
 };
@@ -812,28 +816,44 @@ inline Bytes field(const Bytes& x, const Bytes& mask) {
   return lanes<Bytes>([&](int i) { return x.v[i] >> SHIFT & mask.v[i]; });
 }
 
-struct Planes {
-  uint8_t v[16];
-};
-inline Planes spread_planes(const uint8_t* p) {
-  return lanes<Planes>([&](int i) { return p[i]; });
+inline Bytes load_quarters(const uint8_t* p, int64_t stride) {
+  Bytes x;
+  for (int i = 0; i < 4; ++i) memcpy(x.v + 16 * i, p + i * stride, 16);
+  return x;
 }
-template <int FIELD>
-inline Bytes plane_bits(const Planes& x) {
-  return lanes<Bytes>([&](int i) { return (x.v[4 * (i / 16) + i % 4] >> (2 * (i / 4 % 4) + FIELD) & 1) << 4; });
+inline void load_quarters(const uint8_t* p, int64_t stride, Bytes (&x)[4]) {
+  for (int i = 0; i < 4; ++i) x[i] = load_quarters(p + 16 * i, stride);
+}
+inline Bytes load_words(const uint8_t* p, int64_t stride) {
+  Bytes x;
+  for (int i = 0; i < 16; ++i) memcpy(x.v + 4 * i, p + i / 4 * stride, 4);
+  return x;
 }
 
-ALWAYS_INLINE Bytes spread_three_bits(const uint8_t* p) {
-  uint32_t in[12], out[16];
-  memcpy(in, p, sizeof in);
-  for (int g = 0; g < 4; ++g) {
-    const uint32_t* w = in + 3 * g;
-    for (int j = 0; j < 3; ++j) out[4 * g + j] = w[j];
-    out[4 * g + 3] = (w[0] >> 3 & 0x11111111) | (w[1] >> 2 & 0x22222222) | (w[2] >> 1 & 0x44444444);
+template <int FIELD>
+inline Bytes plane_bits(const Bytes& x) {
+  return lanes<Bytes>([&](int i) { return (x.v[i] >> (2 * (i / 4 % 4) + FIELD) & 1) << 4; });
+}
+
+inline uint32_t fourth_word(uint32_t first, uint32_t second, uint32_t third) {
+  return (first >> 3 & 0x11111111) | (second >> 2 & 0x22222222) | (third >> 1 & 0x44444444);
+}
+inline Bytes append_three_bits(const Bytes& x) {
+  uint32_t w[16];
+  memcpy(w, x.v, sizeof w);
+  for (int l = 0; l < 16; l += 4) w[l + 3] = fourth_word(w[l], w[l + 1], w[l + 2]);
+  return load(reinterpret_cast<const uint8_t*>(w));
+}
+inline void gather_three_bits(Bytes (&x)[4]) {
+  uint32_t in[4][16], out[4][16];
+  for (int i = 0; i < 4; ++i) {
+    x[i] = append_three_bits(x[i]);
+    memcpy(in[i], x[i].v, sizeof in[i]);
   }
-  Bytes x;
-  memcpy(x.v, out, sizeof x.v);
-  return x;
+  for (int i = 0; i < 4; ++i) {
+    for (int l = 0; l < 16; ++l) out[l % 4][l / 4 * 4 + i] = in[i][l];
+  }
+  for (int j = 0; j < 4; ++j) memcpy(x[j].v, out[j], sizeof out[j]);
 }
 
 constexpr int kLevelBias = 0;
