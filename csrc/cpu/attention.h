@@ -234,11 +234,12 @@ inline void add_fields(const PagedKeys& k, const Block& b, const LevelBytes<BITS
   for (int g = 0; g < kGroups; ++g) {
     const Bytes x = load(b.values[g] + 64 * panel);
     const Factors* w = weights + pattern * kGroups + g;
-    const Levels first = widen(table.template levels<FIELD>(x));
-    for (int q = 0; q < QUERIES; ++q) multiply_add(sum[0][q], first, w[q * stride]);
-    if constexpr (kFields == 2) {
-      const Levels second = widen(table.template levels<FIELD + 1>(x));
-      for (int q = 0; q < QUERIES; ++q) multiply_add(sum[1][q], second, w[q * stride]);
+    Levels levels[kFields];
+    levels[0] = widen(table.template levels<FIELD>(x));
+    if constexpr (kFields == 2) levels[1] = widen(table.template levels<FIELD + 1>(x));
+    for (int q = 0; q < QUERIES; ++q) {
+      const Factors& f = w[q * stride];
+      for (int i = 0; i < kFields; ++i) multiply_add(sum[i][q], levels[i], f);
     }
   }
   for (int f = 0; f < kFields; ++f) {

@@ -111,28 +111,19 @@ struct CodeRows {
   int64_t plane_stride;
 };
 
-// Adds the products of one quarter of four rows for the queries of a group. BITS 3 means: nibbles by now.
-template <int BITS, int QUERIES>
-ALWAYS_INLINE void add_quarter(Products (&sum)[QUERIES], const LevelBytes<nibbles(BITS)>& table, const Bytes& x,
-                               const uint8_t* planes, int64_t plane_stride, const Factors* const (&factors)[QUERIES],
-                               int unit) {
-  const auto add = [&](const Bytes& levels, int field) __attribute__((always_inline)) {
-    const Levels l = widen(levels);
-    for (int q = 0; q < QUERIES; ++q) multiply_add(sum[q], l, factors[q][unit + field]);
-  };
+// The levels of field FIELD of one quarter of four rows. BITS 3 means: nibbles by now.
+template <int BITS, int FIELD>
+ALWAYS_INLINE Levels quarter_levels(const LevelBytes<nibbles(BITS)>& table, const Bytes& x, const Bytes& planes) {
   if constexpr (BITS == 5) {
-    const Bytes top = load_words(planes, plane_stride);
-    add(lookup(table.table, field<0>(x, broadcast(uint8_t{15})) | plane_bits<0>(top)), 0);
-    add(lookup(table.table, field<4>(x, broadcast(uint8_t{15})) | plane_bits<1>(top)), 1);
+    return widen(lookup(table.table, field<4 * FIELD>(x, broadcast(uint8_t{15})) | plane_bits<FIELD>(planes)));
   } else {
-    add(table.template levels<0>(x), 0);
-    if constexpr (BITS < 8) add(table.template levels<1>(x), 1);
-    if constexpr (BITS == 2) add(table.template levels<2>(x), 2);
-    if constexpr (BITS == 2) add(table.template levels<3>(x), 3);
+    return widen(table.template levels<FIELD>(x));
   }
 }
 
 // dots[q]: the products of query q with each of sixteen rows of d channels.
+//
+// Rows i, 4 + i, 8 + i and 12 + i are read together: lane 4l + i of the sums is then row 4l + i.
 template <int BITS, int QUERIES>
 inline void dot_sixteen(const CodeRows& codes, int d, const LevelBytes<nibbles(BITS)>& table,
                         const Factors* const (&factors)[QUERIES], Ints (&dots)[QUERIES]) {
@@ -140,32 +131,37 @@ inline void dot_sixteen(const CodeRows& codes, int d, const LevelBytes<nibbles(B
   const int quarters = quarters_per_row(d, BITS);
   const int64_t stride = 4 * codes.row_stride, plane_stride = 4 * codes.plane_stride;
   Ints part[QUERIES][4];
-  for (int i = 0; i < 4; ++i) {  // rows i, 4 + i, 8 + i, 12 + i: then lane 4l + i of the sums is row 4l + i
+  for (int i = 0; i < 4; ++i) {
     const uint8_t* row = codes.rows + i * codes.row_stride;
     const uint8_t* plane = codes.planes + i * codes.plane_stride;
     Products sum[QUERIES];
     for (int q = 0; q < QUERIES; ++q) sum[q] = no_products();
-    const auto add = [&](const Bytes& x, int quarter) __attribute__((always_inline)) {
-      add_quarter<BITS, QUERIES>(sum, table, x, plane + 4 * quarter, plane_stride, factors, quarter * kFields);
+    const auto add_field = [&]<int FIELD>(const Bytes& x, const Bytes& top, int quarter) __attribute__((always_inline)) {
+      const Levels levels = quarter_levels<BITS, FIELD>(table, x, top);
+      for (int q = 0; q < QUERIES; ++q) multiply_add(sum[q], levels, factors[q][quarter * kFields + FIELD]);
     };
-    int u = 0;
-    if constexpr (BITS == 3) {
-      if (d % 128 == 0) {
-        for (; u < quarters; u += 4) {
-          Bytes x[4];
-          for (int g = 0; g < 4; ++g) x[g] = load_quarters(row + 12 * (u + g), stride);
-          gather_three_bits(x);
-          for (int j = 0; j < 4; ++j) add(x[j], u + j);
-        }
-      }
-      for (; u < quarters; ++u) add(append_three_bits(load_quarters(row + 12 * u, stride)), u);
-    } else {
-      for (; u + 4 <= quarters; u += 4) {
-        Bytes x[4];
+    const auto add = [&](const Bytes& x, int quarter) __attribute__((always_inline)) {
+      const Bytes top = BITS == 5 ? load_words(plane + 4 * quarter, plane_stride) : x;
+      add_field.template operator()<0>(x, top, quarter);
+      if constexpr (kFields > 1) add_field.template operator()<1>(x, top, quarter);
+      if constexpr (kFields > 2) add_field.template operator()<2>(x, top, quarter);
+      if constexpr (kFields > 2) add_field.template operator()<3>(x, top, quarter);
+    };
+    int u = 0;  // four quarters at once, then what is left
+    for (; u + 4 <= quarters && (BITS != 3 || d % 128 == 0); u += 4) {
+      Bytes x[4];
+      if constexpr (BITS == 3) {
+        for (int g = 0; g < 4; ++g) x[g] = load_quarters(row + 12 * (u + g), stride);
+        gather_three_bits(x);
+      } else {
         load_quarters(row + 16 * u, stride, x);
-        for (int j = 0; j < 4; ++j) add(x[j], u + j);
       }
-      for (; u < quarters; ++u) add(load_quarters(row + 16 * u, stride), u);
+      for (int j = 0; j < 4; ++j) add(x[j], u + j);
+    }
+    for (; u < quarters; ++u) {
+      Bytes x = load_quarters(row + (BITS == 3 ? 12 : 16) * u, stride);
+      if constexpr (BITS == 3) x = append_three_bits(x);
+      add(x, u);
     }
     for (int q = 0; q < QUERIES; ++q) part[q][i] = total(sum[q]);
   }
