@@ -74,7 +74,7 @@ struct Tile {
 // Everything between the queries and the output, one row after the other.
 struct Workspace {
   std::vector<float> plain, rotated;  // queries, [rows, d]
-  std::vector<uint8_t> factors;       // [rows, factor_bytes]
+  Scratch factors{0};                 // [rows, factor_bytes]
   std::vector<float> unit, shift;     // [rows]
   std::vector<int32_t> correction;
   std::vector<int64_t> first, end;                        // packed keys of a row
@@ -210,6 +210,7 @@ class PagedAttention {
       for (int64_t i = 0; i < t.spans(); ++i) spans_.push_back({&t - tiles_.data(), i});
       if (has_tail(t)) spans_.push_back({&t - tiles_.data(), t.spans()});
       rows_ = t.at + t.rows;
+      most_rows_ = std::max(most_rows_, t.rows);
       parts_ = t.part + (t.spans() + 1) * t.rows;
     }
   }
@@ -222,14 +223,13 @@ class PagedAttention {
       for (int64_t t = begin; t < end; ++t) prepare(tiles_[t]);
     });
     parallel_for(spans_.size(), 1, [&](int64_t begin, int64_t end) {
-      std::vector<uint8_t> scratch(kernels().attend_scratch_bytes(keys_) + 64);
-      std::vector<float> sums(std::max<int64_t>(kTileRows * slots(), 32 * a_.d));
+      Scratch scratch(kernels().attend_scratch_bytes(keys_)), sums(4 * std::max(most_rows_ * slots(), 32 * a_.d));
       for (int64_t i = begin; i < end; ++i) {
         const Tile& t = tiles_[spans_[i].tile];
         if (spans_[i].span < t.spans()) {
           attend_span(t, spans_[i].span, scratch, sums);
         } else {
-          attend_tail(t, sums.data());
+          attend_tail(t, sums.as<float>());
         }
       }
     });
@@ -258,7 +258,7 @@ class PagedAttention {
     Workspace& w = work_;
     w.plain.resize(rows_ * a_.d);
     w.rotated.resize(rows_ * a_.d);
-    w.factors.resize(rows_ * factor_bytes_ + 64);
+    w.factors = Scratch(rows_ * factor_bytes_);
     for (auto* v : {&w.unit, &w.shift}) v->resize(rows_);
     w.correction.resize(rows_);
     for (auto* v : {&w.first, &w.end, &w.visible, &w.sinks, &w.recent, &w.position}) v->resize(rows_);
@@ -266,13 +266,11 @@ class PagedAttention {
     w.sum.assign(parts_, 0);
     w.sums.assign(parts_ * a_.d, 0);
   }
-  uint8_t* factors(int64_t row) {
-    const auto base = (reinterpret_cast<uintptr_t>(work_.factors.data()) + 63) / 64 * 64;
-    return reinterpret_cast<uint8_t*>(base) + row * factor_bytes_;
-  }
+  uint8_t* factors(int64_t row) const { return work_.factors.as<uint8_t>() + row * factor_bytes_; }
 
   void prepare(const Tile& t) {
     Workspace& w = work_;
+    std::vector<int16_t> integers(a_.d + 64);
     dispatch_float(a_.q.scalar_type(), [&](auto tag) {
       using T = typename decltype(tag)::type;
       const T* q = static_cast<const T*>(a_.q.data_ptr());
@@ -286,7 +284,8 @@ class PagedAttention {
         rotate(rotated, a_.key_signs, split_);
         const int d = static_cast<int>(a_.d);
         const float unit =
-            kernels().query_factors(rotated, d, code_bits_, a_.max_key_level, factors(at), &w.correction[at]);
+            kernels().query_factors(rotated, d, code_bits_, a_.max_key_level, factors(at), &w.correction[at],
+                                    integers.data());
         w.unit[at] = unit * format::kLevelUnit * a_.softmax_scale;
         w.shift[at] = a_.center ? dot(plain, a_.center + t.kv_head * a_.d, a_.d) * a_.softmax_scale : 0;
 
@@ -302,21 +301,23 @@ class PagedAttention {
     });
   }
 
-  void attend_span(const Tile& t, int64_t span, std::vector<uint8_t>& scratch, std::vector<float>& sums) {
+  void attend_span(const Tile& t, int64_t span, const Scratch& scratch, const Scratch& memory) {
     Workspace& w = work_;
     const int64_t part = t.part + span * t.rows, begin = t.begin + span * kSpanTokens;
     const QueryRows rows{static_cast<int>(t.rows), factors(t.at),  &w.unit[t.at], &w.correction[t.at],
                          &w.shift[t.at],           &w.first[t.at], &w.end[t.at]};
-    std::fill(sums.begin(), sums.begin() + t.rows * slots(), 0.0f);
-    const PartialRows out{&w.max[part], &w.sum[part], sums.data(), slots()};
-    const auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64;
+    float* sums = memory.as<float>();
+    std::fill(sums, sums + t.rows * slots(), 0.0f);
+    const PartialRows out{&w.max[part], &w.sum[part], sums, slots()};
     kernels().attend_pages(keys_, a_.table + t.sequence * a_.max_pages, t.kv_head, begin,
-                           std::min(begin + kSpanTokens, t.end), rows, out, reinterpret_cast<void*>(aligned));
-    const ValuePanels& p = keys_.panels;
+                           std::min(begin + kSpanTokens, t.end), rows, out, scratch.as<void>());
     for (int64_t r = 0; r < t.rows; ++r) {  // from the order of the panels to channels
       float* to = &w.sums[(part + r) * a_.d];
-      const float* from = sums.data() + r * slots();
-      for (int64_t i = 0; i < slots(); ++i) to[p.channel[i]] += from[i];
+      const float* from = sums + r * slots();
+      const int32_t* words = keys_.panels.words;
+      for (int64_t c = 0; c < a_.d; ++c, words += 4) {
+        to[c] = (from[words[0]] + from[words[1]]) + (from[words[2]] + from[words[3]]);
+      }
     }
   }
 
@@ -375,7 +376,7 @@ class PagedAttention {
   format::Split split_;
   PagedKeys keys_;
   int code_bits_;
-  int64_t factor_bytes_, rows_ = 0, parts_ = 0;
+  int64_t factor_bytes_, rows_ = 0, most_rows_ = 0, parts_ = 0;
   Workspace work_;
 };
 

@@ -74,7 +74,7 @@ class PanelMap {
     if (r.value_bits == 3) r.value_bits = 4;  // spread to nibbles, three-bit blocks have the layout of four-bit ones
     const int bits = r.value_bits, panels = r.value_block_bytes() / 64, fields = 8 / bits;
     quad_of_.assign(panels * 16, -1);
-    channel_.assign(panels * fields * 16, -1);
+    words_.resize(r.head_dim * 4);
     for (int t = 0; t < format::kValueGroup; ++t) {
       for (int c = 0; c < r.head_dim; ++c) {
         const format::Piece piece = r.value(t, c).piece[0];
@@ -84,7 +84,7 @@ class PanelMap {
           word = word / 64 * 64 + word % 4 * 16 + word % 64 / 4;
         }
         quad_of_[word] = t % 8 / 2;
-        channel_[(word / 16 * fields + field) * 16 + word % 16] = c;
+        words_[c * 4 + t % 8 / 2] = (word / 16 * fields + field) * 16 + word % 16;
       }
     }
     for (int p = 0; p < panels; ++p) {
@@ -96,13 +96,13 @@ class PanelMap {
       if (16 * pattern == static_cast<int>(quads_.size())) quads_.insert(quads_.end(), begin, begin + 16);
       pattern_.push_back(pattern);
     }
-    panels_ = {panels, static_cast<int>(quads_.size() / 16), quads_.data(), pattern_.data(), fields, channel_.data()};
+    panels_ = {panels, static_cast<int>(quads_.size() / 16), quads_.data(), pattern_.data(), fields, words_.data()};
   }
   PanelMap(const PanelMap&) = delete;
   const ValuePanels& get() const { return panels_; }
 
  private:
-  std::vector<int32_t> quad_of_, quads_, pattern_, channel_;
+  std::vector<int32_t> quad_of_, quads_, pattern_, words_;
   ValuePanels panels_;
 };
 

@@ -23,7 +23,7 @@ struct ValuePanels {
   const int32_t* quads;    // [patterns, 16]: which quad of tokens a word belongs to
   const int32_t* pattern;  // [panels]
   int fields;              // codes of a byte
-  const int32_t* channel;  // [panels, fields, 16]: where the sum of a word goes
+  const int32_t* words;    // [head_dim, 4]: the words of the sums, [panels, fields, 16], that make up a channel
 };
 
 // What all work of a paged_attention call shares.
@@ -74,7 +74,9 @@ struct Kernels {
   // Bytes of the integers of one query that meets packed keys of `bits`, a multiple of 64.
   int64_t (*query_factor_bytes)(int d, int bits);
   // q: [d], rotated -> its integers; returns their unit, 0 for a zero query, NaN for one with a NaN or an infinity.
-  float (*query_factors)(const float* q, int d, int bits, int max_level, void* factors, int32_t* correction);
+  // scratch: int16 [d + 64]
+  float (*query_factors)(const float* q, int d, int bits, int max_level, void* factors, int32_t* correction,
+                         int16_t* scratch);
 
   int64_t (*attend_scratch_bytes)(const PagedKeys& keys);
   // Adds keys [begin, end) of a sequence; begin is a multiple of kBlockTokens. block_table: the sequence's row.

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -66,6 +68,23 @@ void parallel_for(int64_t n, int64_t grain, Fn&& fn) {
 inline Tensor empty_like_shape(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
   return torch::stable::new_empty(like, shape, dtype);
 }
+
+// Memory for kernels, aligned to cache lines, with nothing in it.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) : memory_(static_cast<uint8_t*>(::operator new(bytes + 1, kAlignment))) {}
+  template <typename T>
+  T* as() const {
+    return reinterpret_cast<T*>(memory_.get());
+  }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  struct Free {
+    void operator()(uint8_t* p) const { ::operator delete(p, kAlignment); }
+  };
+  std::unique_ptr<uint8_t[], Free> memory_;
+};
 
 // Addresses the last-dimension rows of a tensor with arbitrary outer strides: row(i) of the flattened leading dims.
 class Rows {

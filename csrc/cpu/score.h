@@ -17,15 +17,6 @@ constexpr int quarter_fields(int bits) { return bits == 2 ? 4 : bits == 8 ? 1 : 
 constexpr int quarter_channels(int bits) { return 16 * quarter_fields(bits); }
 inline int quarters_per_row(int d, int bits) { return (d + quarter_channels(bits) - 1) / quarter_channels(bits); }
 
-// Which channel is in field `field` of byte `byte` of a row's quarter. Three-bit rows of whole sets of 128 channels are
-// gathered: quarter j of a set holds word j of its four groups of 32 channels.
-inline int quarter_channel(int d, int bits, int quarter, int byte, int field) {
-  if (bits == 3 && d % 128 == 0) {
-    return quarter / 4 * 128 + byte / 4 * 32 + quarter % 4 * 8 + byte % 4 * 2 + field;
-  }
-  return quarter * quarter_channels(bits) + byte * quarter_fields(bits) + field;
-}
-
 inline int64_t query_factor_bytes(int d, int bits) {
   return static_cast<int64_t>(quarters_per_row(d, bits)) * quarter_fields(bits) * sizeof(Factors);
 }
@@ -36,34 +27,63 @@ inline int greatest_factor(int d, int max_level) {
   return fits < 32639 ? static_cast<int>(fits) : 32639;
 }
 
-inline float query_factors(const float* q, int d, int bits, int max_level, void* factors, int32_t* correction) {
-  float greatest = 0;
-  bool finite = true;
-  for (int c = 0; c < d; ++c) {
-    const float a = __builtin_fabsf(q[c]);
-    finite &= a < kInfinity;
-    greatest = a > greatest ? a : greatest;
+// Where a row's channels go: to[i] for the bytes of one quarter and field.
+inline void quarter_channels(const int16_t* row, int d, int bits, int quarter, int field, int16_t (&to)[16]) {
+  if (bits == 3 && d % 128 == 0) {  // gathered: quarter j of a set holds word j of its four groups of 32 channels
+    const int16_t* set = row + quarter / 4 * 128 + quarter % 4 * 8 + field;
+    for (int i = 0; i < 16; ++i) to[i] = set[i / 4 * 32 + i % 4 * 2];
+    return;
   }
-  const double unit = finite ? static_cast<double>(greatest) / greatest_factor(d, max_level) : 0;
-  const double inverse = unit > 0 ? 1 / unit : 0;
-  const auto integer = [&](int c) { return static_cast<int32_t>(__builtin_rint(q[c] * inverse)); };
+  const int fields = quarter_fields(bits);
+  const int16_t* first = row + quarter * quarter_channels(bits) + field;
+  for (int i = 0; i < 16; ++i) to[i] = first[fields * i];
+}
+
+// scratch: int16 [d + 64]
+inline float query_factors(const float* q, int d, int bits, int max_level, void* factors, int32_t* correction,
+                           int16_t* scratch) {
+  Floats most = broadcast(0.0f);
+  Mask finite = most <= most;
+  int c = 0;
+  for (; c + 16 <= d; c += 16) {
+    const Floats a = abs(load(q + c));
+    finite = finite & (a < broadcast(kInfinity));
+    most = max(most, a);
+  }
+  float greatest_channel = greatest(most);
+  bool all_finite = all(finite);
+  for (; c < d; ++c) {
+    const float a = __builtin_fabsf(q[c]);
+    all_finite &= a < kInfinity;
+    greatest_channel = a > greatest_channel ? a : greatest_channel;
+  }
+  if (!all_finite) greatest_channel = 0;
+
+  // integer = x / unit; 2^-e keeps the inverse of a tiny unit finite
+  const int e = scale_exponent(greatest_channel);
+  const float down = power_of_two(-e), limit = static_cast<float>(greatest_factor(d, max_level));
+  const float inverse = greatest_channel > 0 ? limit / (greatest_channel * down) : 0;
+  for (c = 0; c + 16 <= d; c += 16) {
+    int32_t lane[16];
+    store(lane, round_to_ints((load(q + c) * broadcast(down)) * broadcast(inverse)));
+    for (int i = 0; i < 16; ++i) scratch[c + i] = static_cast<int16_t>(lane[i]);
+  }
+  for (; c < d; ++c) scratch[c] = static_cast<int16_t>(__builtin_rintf((q[c] * down) * inverse));
+  memset(scratch + d, 0, 64 * sizeof *scratch);
+  if (greatest_channel == 0) memset(scratch, 0, d * sizeof *scratch);
 
   Factors* to = static_cast<Factors*>(factors);
   uint32_t total = 0;
+  for (c = 0; c < d; ++c) total += static_cast<uint32_t>(static_cast<int32_t>(scratch[c]));
   for (int quarter = 0; quarter < quarters_per_row(d, bits); ++quarter) {
     for (int field = 0; field < quarter_fields(bits); ++field) {
-      int16_t f[64];
-      for (int i = 0; i < 16; ++i) {
-        const int c = quarter_channel(d, bits, quarter, i, field);
-        f[i] = static_cast<int16_t>(unit > 0 && c < d ? integer(c) : 0);
-        total += static_cast<uint32_t>(f[i]);
-        for (int row = 1; row < 4; ++row) f[16 * row + i] = f[i];
-      }
+      int16_t f[16];
+      quarter_channels(scratch, d, bits, quarter, field, f);
       make_factors(to++, f);
     }
   }
   *correction = static_cast<int32_t>(0u - static_cast<uint32_t>(kLevelBias) * total);
-  return finite ? static_cast<float>(unit) : __builtin_nanf("");
+  return all_finite ? (greatest_channel * down / limit) * power_of_two(e) : __builtin_nanf("");
 }
 
 // The bytes that stand for the levels of codes: kLevelBias added.

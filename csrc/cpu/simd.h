@@ -130,6 +130,7 @@ inline Mask operator<(Ints a, Ints b) { return {_mm512_cmplt_epi32_mask(a.v, b.v
 inline Mask operator&(Mask a, Mask b) { return {static_cast<__mmask16>(a.v & b.v)}; }
 inline Mask operator|(Mask a, Mask b) { return {static_cast<__mmask16>(a.v | b.v)}; }
 inline bool any(Mask m) { return m.v != 0; }
+inline bool all(Mask m) { return m.v == 0xFFFF; }
 inline Floats select(Mask m, Floats yes, Floats no) { return {_mm512_mask_mov_ps(no.v, m.v, yes.v)}; }
 inline Ints select(Mask m, Ints yes, Ints no) { return {_mm512_mask_mov_epi32(no.v, m.v, yes.v)}; }
 
@@ -281,13 +282,11 @@ ALWAYS_INLINE void multiply_add(Products& sum, Levels levels, const Factors& fac
 inline Ints total(Products p) { return {_mm512_add_epi32(_mm512_slli_epi32(p.high, 8), p.low)}; }
 inline Products starting_from(Ints x) { return {_mm512_setzero_si512(), x.v}; }
 
-inline void make_factors(Factors* to, const int16_t* f) {  // f: [64]
-  int8_t* high = reinterpret_cast<int8_t*>(&to->high);
-  int8_t* low = reinterpret_cast<int8_t*>(&to->low);
-  for (int i = 0; i < 64; ++i) {
-    high[i] = static_cast<int8_t>((f[i] + 128) >> 8);
-    low[i] = static_cast<int8_t>(f[i] & 255);
-  }
+// The factors of the sixteen bytes of every quarter.
+inline void make_factors(Factors* to, const int16_t (&f)[16]) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(f));
+  const __m256i high = _mm256_srai_epi16(_mm256_add_epi16(x, _mm256_set1_epi16(128)), 8);
+  *to = {_mm512_broadcast_i32x4(_mm256_cvtepi16_epi8(high)), _mm512_broadcast_i32x4(_mm256_cvtepi16_epi8(x))};
 }
 
 // Sixteen factors, one per token of a value block, as four words of the four tokens (2q, 2q + 1, 2q + 8, 2q + 9) that share
@@ -404,6 +403,7 @@ inline Mask operator<(Ints x, Ints y) { return {_mm256_cmpgt_epi32(y.a, x.a), _m
 inline Mask operator&(Mask x, Mask y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 inline Mask operator|(Mask x, Mask y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 inline bool any(Mask m) { return _mm256_movemask_epi8(_mm256_or_si256(m.a, m.b)) != 0; }
+inline bool all(Mask m) { return _mm256_movemask_epi8(_mm256_and_si256(m.a, m.b)) == -1; }
 inline Floats select(Mask m, Floats yes, Floats no) {
   return {_mm256_blendv_ps(no.a, yes.a, _mm256_castsi256_ps(m.a)),
           _mm256_blendv_ps(no.b, yes.b, _mm256_castsi256_ps(m.b))};
@@ -563,9 +563,11 @@ ALWAYS_INLINE void multiply_add(Products& sum, const Levels& l, const Factors& f
 inline Ints total(Products p) { return {p.a, p.b}; }
 inline Products starting_from(Ints x) { return {x.a, x.b}; }
 
-inline void make_factors(Factors* to, const int16_t* f) {
-  int16_t* out = reinterpret_cast<int16_t*>(to);
-  for (int i = 0; i < 64; ++i) out[i / 32 * 32 + i % 2 * 16 + i % 32 / 2] = f[i];
+inline void make_factors(Factors* to, const int16_t (&f)[16]) {
+  alignas(16) int16_t even[8], odd[8];
+  for (int i = 0; i < 8; ++i) even[i] = f[2 * i], odd[i] = f[2 * i + 1];
+  const __m256i e = _mm256_broadcastsi128_si256(load128(even)), o = _mm256_broadcastsi128_si256(load128(odd));
+  *to = {e, o, e, o};
 }
 
 struct TokenFactors {
@@ -742,6 +744,11 @@ inline bool any(const Mask& m) {
   for (bool lane : m.v) found |= lane;
   return found;
 }
+inline bool all(const Mask& m) {
+  bool every = true;
+  for (bool lane : m.v) every &= lane;
+  return every;
+}
 inline Floats select(const Mask& m, const Floats& yes, const Floats& no) {
   return lanes<Floats>([&](int i) { return m.v[i] ? yes.v[i] : no.v[i]; });
 }
@@ -882,7 +889,9 @@ inline Ints total(const Products& p) {
 inline Products starting_from(const Ints& x) {
   return lanes<Products>([&](int i) { return x.v[i]; });
 }
-inline void make_factors(Factors* to, const int16_t* f) { memcpy(to->v, f, sizeof to->v); }
+inline void make_factors(Factors* to, const int16_t (&f)[16]) {
+  for (int i = 0; i < 64; ++i) to->v[i] = f[i % 16];
+}
 
 struct TokenFactors {
   int16_t v[16];
@@ -917,6 +926,15 @@ inline float greatest(Floats x) {
   return first_lane(max(x, swap_lanes<1>(x)));
 }
 
+
+// 2^e for |e| <= 126, exactly.
+inline float power_of_two(int e) { return bits_to_float(static_cast<uint32_t>(e + 127) << 23); }
+
+// The exponent e of x, so that x * 2^-e is near 1: limited to 2^+-100, where such a product stays a normal number.
+inline int scale_exponent(float x) {
+  const int e = static_cast<int>(float_to_bits(x) >> 23 & 255) - 127;
+  return e < -100 ? -100 : e > 100 ? 100 : e;
+}
 
 // 2^n for -126 <= n <= 127.
 inline Floats power_of_two(Ints n) { return as_floats(shift_left<23>(n + broadcast(127))); }
