@@ -283,9 +283,8 @@ class PagedAttention {
         std::copy(plain, plain + a_.d, rotated);
         rotate(rotated, a_.key_signs, split_);
         const int d = static_cast<int>(a_.d);
-        const float unit =
-            kernels().query_factors(rotated, d, code_bits_, a_.max_key_level, factors(at), &w.correction[at],
-                                    integers.data());
+        const float unit = kernels().query_factors(rotated, d, code_bits_, a_.max_key_level, factors(at),
+                                                   &w.correction[at], integers.data());
         w.unit[at] = unit * format::kLevelUnit * a_.softmax_scale;
         w.shift[at] = a_.center ? dot(plain, a_.center + t.kv_head * a_.d, a_.d) * a_.softmax_scale : 0;
 

@@ -63,6 +63,7 @@ inline void spread_plane(const uint8_t* plane, int d, uint8_t* to) {
 // Where a block's groups of sixteen tokens stand. Groups that no query sees are not read: their pages may be gone. In their
 // place `values` names another group, and their weights are zero.
 struct Block {
+  int64_t begin;  // its first key
   int first_group, end_group;
   CodeRows keys[kGroups];
   const uint8_t* values[kGroups];
@@ -103,20 +104,40 @@ inline Scratch scratch_of(const PagedKeys& k, void* memory) {
   return s;
 }
 
+// Where sixteen tokens of a sequence stand.
+struct Place {
+  const uint8_t* tile;
+  int in_tile;
+};
+inline Place find(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t key) {
+  const format::Record& r = k.record;
+  const int token = static_cast<int>(key % r.page_size);
+  const int64_t page = block_table[key / r.page_size];
+  return {k.pages + (page * k.kv_heads + kv_head) * r.record_bytes() + r.tile_of(token), token % r.tile_tokens()};
+}
+
+// Asks for the codes of sixteen tokens that a later block needs: pages lie anywhere, so the processor cannot guess.
+inline void prefetch_group(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t key) {
+  const format::Record& r = k.record;
+  const Place p = find(k, block_table, kv_head, key);
+  prefetch(p.tile + p.in_tile * r.key_row_bytes(), kGroupTokens * r.key_row_bytes());
+  prefetch(p.tile + r.value_blocks() + p.in_tile / kGroupTokens * r.value_block_bytes(), r.value_block_bytes());
+  prefetch(p.tile + r.key_scales() + 2 * p.in_tile, 1);
+  prefetch(p.tile + r.value_scales() + 2 * p.in_tile, 1);
+}
+
 // Finds the groups of the block that starts at key `begin`, [first, end) of which some query sees.
 inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t first,
                         int64_t end, const Scratch& scratch) {
   const format::Record& r = k.record;
   const int d = r.head_dim;
   Block b;
+  b.begin = begin;
   b.first_group = first > begin ? static_cast<int>((first - begin) / kGroupTokens) : 0;
   const int64_t last = (end - begin + kGroupTokens - 1) / kGroupTokens;
   b.end_group = last < kGroups ? static_cast<int>(last) : kGroups;
   for (int g = b.first_group; g < b.end_group; ++g) {
-    const int64_t key = begin + g * kGroupTokens;
-    const int token = static_cast<int>(key % r.page_size), in_tile = token % r.tile_tokens();
-    const int64_t page = block_table[key / r.page_size];
-    const uint8_t* tile = k.pages + (page * k.kv_heads + kv_head) * r.record_bytes() + r.tile_of(token);
+    const auto [tile, in_tile] = find(k, block_table, kv_head, begin + g * kGroupTokens);
     b.key_scales[g] = reinterpret_cast<const Half*>(tile + r.key_scales()) + in_tile;
     b.value_scales[g] = reinterpret_cast<const Half*>(tile + r.value_scales()) + in_tile;
 
@@ -155,6 +176,14 @@ inline Floats soft_capped(Floats x, float cap) {  // cap * tanh(x / cap)
   return broadcast(cap) - broadcast(2 * cap) / (e + broadcast(1.0f));
 }
 
+// Lifts a running maximum to `to`; returns what sums relative to the old one are worth now.
+inline float raise(float* maximum, float to) {
+  if (!(to > *maximum)) return 1;
+  const float keep = *maximum == -kInfinity ? 0 : first_lane(exp(broadcast(*maximum - to)));
+  *maximum = to;
+  return keep;
+}
+
 // The softmax numerators of one query's logits in a block.
 struct Weights {
   float keep;  // what earlier sums are worth under the new maximum
@@ -168,8 +197,7 @@ inline Weights weigh(const PagedKeys& k, const Block& b, Floats* logits, int64_t
   const bool edge = first > g0 * kGroupTokens || end < g1 * kGroupTokens;
   const Ints from = broadcast(static_cast<int32_t>(first < 0 ? 0 : first > kBlockTokens ? kBlockTokens : first));
   const Ints until = broadcast(static_cast<int32_t>(end < 0 ? 0 : end > kBlockTokens ? kBlockTokens : end));
-  const int32_t count[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const Ints lane = load(count);
+  const Ints lane = lane_numbers();
   const auto seen = [&](int g) {
     const Ints key = lane + broadcast(int32_t{g * kGroupTokens});
     return (from - broadcast(1) < key) & (key < until);
@@ -187,13 +215,9 @@ inline Weights weigh(const PagedKeys& k, const Block& b, Floats* logits, int64_t
     *row_sum = __builtin_nanf("");
     return {1, 0};
   }
-  const float block_max = greatest(top), before = *row_max;
-  if (block_max == -kInfinity) return {1, 0};
-  if (block_max > before) *row_max = block_max;
+  const float keep = raise(row_max, greatest(top));
+  if (*row_max == -kInfinity) return {1, 0};
   const Floats shift = broadcast(*row_max);
-  const float keep = *row_max == before     ? 1.0f
-                     : before == -kInfinity ? 0.0f
-                                            : first_lane(exp(broadcast(before) - shift));
 
   Floats total = broadcast(0.0f), heaviest = broadcast(0.0f);
   bad = is_nan(total);
@@ -272,27 +296,39 @@ inline void add_values(const PagedKeys& k, const Block& b, const LevelBytes<BITS
   }
 }
 
-// One block for QUERIES queries, `from` on.
+// A span of keys and the queries that attend to it.
+struct Span {
+  const PagedKeys& keys;
+  const int32_t* block_table;
+  int64_t kv_head, begin, end;
+  const QueryRows& rows;
+  const PartialRows& out;
+  Scratch scratch;
+};
+
+// Queries first .. first + QUERIES - 1 of the span attend to one block.
 template <int KEY_BITS, int VALUE_BITS, int QUERIES>
-inline void attend_block(const PagedKeys& k, const Block& b, const LevelBytes<nibbles(KEY_BITS)>& keys,
-                         const LevelBytes<VALUE_BITS>& values, int64_t begin, const QueryRows& rows, int from,
-                         const PartialRows& out, const Scratch& scratch) {
+inline void attend_block(const Span& span, const Block& b, const LevelBytes<nibbles(KEY_BITS)>& keys,
+                         const LevelBytes<VALUE_BITS>& values, int first) {
+  const PagedKeys& k = span.keys;
+  const QueryRows& rows = span.rows;
   const int d = k.record.head_dim;
   const int64_t factor_bytes = query_factor_bytes(d, KEY_BITS);
   const Factors* factors[QUERIES];
   for (int q = 0; q < QUERIES; ++q) {
     factors[q] =
-        reinterpret_cast<const Factors*>(static_cast<const uint8_t*>(rows.factors) + (from + q) * factor_bytes);
+        reinterpret_cast<const Factors*>(static_cast<const uint8_t*>(rows.factors) + (first + q) * factor_bytes);
   }
   Floats logits[QUERIES][kGroups];
   for (int g = b.first_group; g < b.end_group; ++g) {
+    const int64_t later = b.begin + kBlockTokens + g * kGroupTokens;
+    if (first == 0 && later < span.end) prefetch_group(k, span.block_table, span.kv_head, later);
     Ints dots[QUERIES];
     dot_sixteen<KEY_BITS, QUERIES>(b.keys[g], d, keys, factors, dots);
-    prefetch(b.values[g], k.record.value_block_bytes());
     const Floats scale = load_float(b.key_scales[g]);
     for (int q = 0; q < QUERIES; ++q) {
-      const Ints dot = dots[q] + broadcast(rows.correction[from + q]);
-      logits[q][g] = to_floats(dot) * (scale * broadcast(rows.unit[from + q])) + broadcast(rows.shift[from + q]);
+      const Ints dot = dots[q] + broadcast(rows.correction[first + q]);
+      logits[q][g] = to_floats(dot) * (scale * broadcast(rows.unit[first + q])) + broadcast(rows.shift[first + q]);
     }
   }
 
@@ -301,139 +337,134 @@ inline void attend_block(const PagedKeys& k, const Block& b, const LevelBytes<ni
   bool useful = false;
   const int stride = k.panels.patterns * kGroups;
   for (int q = 0; q < QUERIES; ++q) {
-    const int row = from + q;
-    weight[q] = weigh(k, b, logits[q], rows.first[row] - begin, rows.end[row] - begin, out.max + row, out.sum + row,
-                      scratch.weights + q * stride);
-    sums[q] = out.sums + row * out.stride;
-    useful |= !(weight[q].unit == 0) || weight[q].keep != 1;
-    if (weight[q].unit == 0) memset(scratch.weights + q * stride, 0, stride * sizeof(Factors));
+    const int row = first + q;
+    Factors* to = span.scratch.weights + q * stride;
+    weight[q] = weigh(k, b, logits[q], rows.first[row] - b.begin, rows.end[row] - b.begin, span.out.max + row,
+                      span.out.sum + row, to);
+    if (weight[q].unit == 0) memset(to, 0, stride * sizeof *to);
+    useful |= weight[q].unit != 0 || weight[q].keep != 1;
+    sums[q] = span.out.sums + row * span.out.stride;
   }
-  if (useful) add_values<VALUE_BITS, QUERIES>(k, b, values, scratch.weights, weight, sums);
+  if (useful) add_values<VALUE_BITS, QUERIES>(k, b, values, span.scratch.weights, weight, sums);
 }
 
 template <int KEY_BITS, int VALUE_BITS>
-void attend_codes(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
-                  const QueryRows& rows, const PartialRows& out, const Scratch& scratch) {
+void attend_codes(const Span& span) {
+  const PagedKeys& k = span.keys;
+  const QueryRows& rows = span.rows;
   const LevelBytes<nibbles(KEY_BITS)> keys(k.key_levels, 1 << k.record.key_bits);
   const LevelBytes<VALUE_BITS> values(k.value_levels, 1 << k.record.value_bits);
-  for (int64_t start = begin; start < end; start += kBlockTokens) {
-    int64_t first = INT64_MAX, last = start;
-    for (int r = 0; r < rows.count; ++r) {
-      if (rows.first[r] >= rows.end[r]) continue;
-      first = rows.first[r] < first ? rows.first[r] : first;
-      last = rows.end[r] > last ? rows.end[r] : last;
+  int64_t first = INT64_MAX, end = span.begin;  // of the keys that some query sees
+  for (int r = 0; r < rows.count; ++r) {
+    if (rows.first[r] >= rows.end[r]) continue;
+    first = rows.first[r] < first ? rows.first[r] : first;
+    end = rows.end[r] > end ? rows.end[r] : end;
+  }
+  end = end < span.end ? end : span.end;
+  for (int64_t begin = span.begin; begin < end; begin += kBlockTokens) {
+    if (begin + kBlockTokens <= first) continue;
+    const Block b = find_block(k, span.block_table, span.kv_head, begin, first, end, span.scratch);
+    int q = 0;
+    for (; q + 4 <= rows.count; q += 4) attend_block<KEY_BITS, VALUE_BITS, 4>(span, b, keys, values, q);
+    if (q + 2 <= rows.count) {
+      attend_block<KEY_BITS, VALUE_BITS, 2>(span, b, keys, values, q);
+      q += 2;
     }
-    const int64_t stop = start + kBlockTokens < end ? start + kBlockTokens : end;
-    last = last < stop ? last : stop;
-    if (first >= last) continue;
-    const Block b = find_block(k, block_table, kv_head, start, first, last, scratch);
-    int r = 0;
-    for (; r + 4 <= rows.count; r += 4)
-      attend_block<KEY_BITS, VALUE_BITS, 4>(k, b, keys, values, start, rows, r, out, scratch);
-    if (r + 2 <= rows.count) {
-      attend_block<KEY_BITS, VALUE_BITS, 2>(k, b, keys, values, start, rows, r, out, scratch);
-      r += 2;
-    }
-    if (r < rows.count) attend_block<KEY_BITS, VALUE_BITS, 1>(k, b, keys, values, start, rows, r, out, scratch);
+    if (q < rows.count) attend_block<KEY_BITS, VALUE_BITS, 1>(span, b, keys, values, q);
   }
 }
 
 template <int KEY_BITS>
-void attend_values(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
-                   const QueryRows& rows, const PartialRows& out, const Scratch& scratch) {
-  switch (nibbles(k.record.value_bits)) {
-    case 2: return attend_codes<KEY_BITS, 2>(k, block_table, kv_head, begin, end, rows, out, scratch);
-    case 4: return attend_codes<KEY_BITS, 4>(k, block_table, kv_head, begin, end, rows, out, scratch);
-    default: return attend_codes<KEY_BITS, 8>(k, block_table, kv_head, begin, end, rows, out, scratch);
+void attend_values(const Span& span) {
+  switch (nibbles(span.keys.record.value_bits)) {
+    case 2: return attend_codes<KEY_BITS, 2>(span);
+    case 4: return attend_codes<KEY_BITS, 4>(span);
+    default: return attend_codes<KEY_BITS, 8>(span);
   }
 }
 
 inline void attend_pages(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
-                         const QueryRows& rows, const PartialRows& out, void* memory) {
-  const Scratch scratch = scratch_of(k, memory);
+                         const QueryRows& rows, const PartialRows& out, void* scratch) {
+  const Span span{k, block_table, kv_head, begin, end, rows, out, scratch_of(k, scratch)};
   switch (dot_bits(k.record)) {
-    case 2: return attend_values<2>(k, block_table, kv_head, begin, end, rows, out, scratch);
-    case 3: return attend_values<3>(k, block_table, kv_head, begin, end, rows, out, scratch);
-    case 4: return attend_values<4>(k, block_table, kv_head, begin, end, rows, out, scratch);
-    case 5: return attend_values<5>(k, block_table, kv_head, begin, end, rows, out, scratch);
-    default: return attend_values<8>(k, block_table, kv_head, begin, end, rows, out, scratch);
+    case 2: return attend_values<2>(span);
+    case 3: return attend_values<3>(span);
+    case 4: return attend_values<4>(span);
+    case 5: return attend_values<5>(span);
+    default: return attend_values<8>(span);
   }
 }
 
 // ---- The exact tail ----------------------------------------------------------------------------------------------
 
-// Keys first .. first + count - 1, at most sixteen, for every query. k, v: float32 [16, d]
-inline void attend_sixteen(const ExactKeys& e, const float* key, const float* value, int64_t first, int64_t seen_end,
-                           int row, float softmax_scale, float soft_cap, const PartialRows& out, int64_t run_begin,
-                           int64_t run_end) {
+// Keys [begin, end) of the sequence, as far as query `row` attends to them in the tail.
+struct ExactRun {
+  int64_t begin, end;
+};
+inline ExactRun sink_run(const ExactKeys& e, int row) {
+  const int64_t end = e.position[row] + 1;
+  return {e.first[row], e.sinks[row] < end ? e.sinks[row] : end};
+}
+inline ExactRun recent_run(const ExactKeys& e, int row) {
+  return {e.first[row] > e.recent[row] ? e.first[row] : e.recent[row], e.position[row] + 1};
+}
+
+// Query `row` attends to those of sixteen keys that are in its run; the first is key `first`. key, value: float32 [16, d]
+inline void attend_sixteen(const ExactKeys& e, const float* key, const float* value, int64_t first, int row,
+                           ExactRun run, float softmax_scale, float soft_cap, const PartialRows& out) {
   const int d = static_cast<int>(e.d);
-  (void)seen_end;
+  const float* q = e.q + row * e.d;
   Floats part[16];
   for (int t = 0; t < 16; ++t) {
-    Floats s = broadcast(0.0f);
-    for (int c = 0; c < d; c += 16) s = s + load(e.q + row * e.d + c) * load(key + t * d + c);
-    part[t] = s;
+    part[t] = broadcast(0.0f);
+    for (int c = 0; c < d; c += 16) part[t] = part[t] + load(q + c) * load(key + t * d + c);
   }
   for (int n = 16; n > 1; n /= 2) {
     for (int i = 0; i < n / 2; ++i) part[i] = pair_sums(part[2 * i], part[2 * i + 1]);
   }
   Floats logit = part[0] * broadcast(softmax_scale);
   if (soft_cap > 0) logit = soft_capped(logit, soft_cap);
-  const int32_t count[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const Ints lane = load(count);
-  const int64_t from = run_begin - first, until = run_end - first;
-  const Mask seen = (broadcast(static_cast<int32_t>(from < 0    ? -1
-                                                    : from > 16 ? 16
-                                                                : from - 1)) < lane) &
-                    (lane < broadcast(static_cast<int32_t>(until < 0    ? 0
-                                                           : until > 16 ? 16
-                                                                        : until)));
+  const int64_t from = run.begin > first ? run.begin - first : 0;
+  const int64_t until = run.end - first < 16 ? run.end - first : 16;
+  if (from >= until) return;
+  const Mask seen = (broadcast(static_cast<int32_t>(from - 1)) < lane_numbers()) &
+                    (lane_numbers() < broadcast(static_cast<int32_t>(until)));
   logit = select(seen, logit, broadcast(-kInfinity));
   if (any(is_nan(logit))) {
     out.sum[row] = __builtin_nanf("");
     return;
   }
-  const float block_max = greatest(logit), before = out.max[row];
-  if (block_max == -kInfinity) return;
-  if (block_max > before) out.max[row] = block_max;
-  const float keep = out.max[row] == before ? 1.0f
-                     : before == -kInfinity ? 0.0f
-                                            : first_lane(exp(broadcast(before - out.max[row])));
+  const float keep = raise(out.max + row, greatest(logit));
+  if (out.max[row] == -kInfinity) return;
   const Floats p = exp(logit - broadcast(out.max[row]));
   out.sum[row] = out.sum[row] * keep + sum_lanes(p);
   float weight[16];
   store(weight, p);
   float* to = out.sums + row * out.stride;
   for (int c = 0; c < d; c += 16) {
-    Floats s = load(to + c) * broadcast(keep);
-    for (int t = 0; t < 16; ++t) {
-      if (first + t >= run_begin && first + t < run_end) s = s + broadcast(weight[t]) * load(value + t * d + c);
-    }
-    store(to + c, s);
+    Floats sum = load(to + c) * broadcast(keep);
+    for (int64_t t = from; t < until; ++t) sum = sum + broadcast(weight[t]) * load(value + t * d + c);
+    store(to + c, sum);
   }
 }
 
-template <typename T>
-void attend_run(const ExactKeys& e, const T* tail, int count, float softmax_scale, float soft_cap,
-                const PartialRows& out, float* scratch, bool recent) {
+// All queries attend to their runs of one kind.
+template <typename T, typename RunOf>
+void attend_runs(const ExactKeys& e, const T* tail, int count, RunOf&& run_of, float softmax_scale, float soft_cap,
+                 const PartialRows& out, float* scratch) {
   const int d = static_cast<int>(e.d);
-  const auto run_begin = [&](int r) {
-    return recent ? (e.first[r] > e.recent[r] ? e.first[r] : e.recent[r]) : e.first[r];
-  };
-  const auto run_end = [&](int r) {
-    return recent ? e.position[r] + 1 : (e.sinks[r] < e.position[r] + 1 ? e.sinks[r] : e.position[r] + 1);
-  };
   int64_t begin = INT64_MAX, end = 0;
   for (int r = 0; r < count; ++r) {
-    if (run_begin(r) >= run_end(r)) continue;
-    begin = run_begin(r) < begin ? run_begin(r) : begin;
-    end = run_end(r) > end ? run_end(r) : end;
+    const ExactRun run = run_of(r);
+    if (run.begin >= run.end) continue;
+    begin = run.begin < begin ? run.begin : begin;
+    end = run.end > end ? run.end : end;
   }
   float* key = scratch;
   float* value = scratch + 16 * d;
   for (int64_t first = begin; first < end; first += 16) {
     for (int t = 0; t < 16; ++t) {
-      const int64_t p = first + t < end ? first + t : end - 1;  // what is behind the end is masked
+      const int64_t p = first + t < end ? first + t : end - 1;  // what stands behind the end is not seen
       const int64_t row = p < e.sink_tokens ? p : e.sink_tokens + (p - e.sink_tokens) % e.ring;
       const T* k = tail + row * 2 * d;
       for (int c = 0; c < d; c += 16) {
@@ -441,19 +472,17 @@ void attend_run(const ExactKeys& e, const T* tail, int count, float softmax_scal
         store(value + t * d + c, load_float(k + d + c));
       }
     }
-    for (int r = 0; r < count; ++r) {
-      if (run_begin(r) < run_end(r)) {
-        attend_sixteen(e, key, value, first, end, r, softmax_scale, soft_cap, out, run_begin(r), run_end(r));
-      }
-    }
+    for (int r = 0; r < count; ++r) attend_sixteen(e, key, value, first, r, run_of(r), softmax_scale, soft_cap, out);
   }
 }
 
 inline void attend_exact(const ExactKeys& e, int count, float softmax_scale, float soft_cap, const PartialRows& out,
                          float* scratch) {
   const auto both = [&](const auto* tail) {
-    attend_run(e, tail, count, softmax_scale, soft_cap, out, scratch, false);
-    attend_run(e, tail, count, softmax_scale, soft_cap, out, scratch, true);
+    const auto sinks = [&](int row) { return sink_run(e, row); };
+    const auto recent = [&](int row) { return recent_run(e, row); };
+    attend_runs(e, tail, count, sinks, softmax_scale, soft_cap, out, scratch);
+    attend_runs(e, tail, count, recent, softmax_scale, soft_cap, out, scratch);
   };
   switch (e.dtype) {
     case 0: return both(static_cast<const float*>(e.tail));

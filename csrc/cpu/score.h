@@ -156,10 +156,12 @@ inline void dot_sixteen(const CodeRows& codes, int d, const LevelBytes<nibbles(B
     const uint8_t* plane = codes.planes + i * codes.plane_stride;
     Products sum[QUERIES];
     for (int q = 0; q < QUERIES; ++q) sum[q] = no_products();
-    const auto add_field = [&]<int FIELD>(const Bytes& x, const Bytes& top, int quarter) __attribute__((always_inline)) {
-      const Levels levels = quarter_levels<BITS, FIELD>(table, x, top);
-      for (int q = 0; q < QUERIES; ++q) multiply_add(sum[q], levels, factors[q][quarter * kFields + FIELD]);
-    };
+    const auto add_field = [&]<int FIELD>(const Bytes& x, const Bytes& top, int quarter)
+                               __attribute__((always_inline)) {
+                                 const Levels levels = quarter_levels<BITS, FIELD>(table, x, top);
+                                 for (int q = 0; q < QUERIES; ++q)
+                                   multiply_add(sum[q], levels, factors[q][quarter * kFields + FIELD]);
+                               };
     const auto add = [&](const Bytes& x, int quarter) __attribute__((always_inline)) {
       const Bytes top = BITS == 5 ? load_words(plane + 4 * quarter, plane_stride) : x;
       add_field.template operator()<0>(x, top, quarter);

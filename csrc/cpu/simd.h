@@ -228,8 +228,8 @@ inline Bytes field(Bytes x, Bytes mask) {
 // byte 4j + k of the quarter. It becomes bit 4.
 template <int FIELD>
 ALWAYS_INLINE Bytes plane_bits(Bytes x) {
-  const __m512i bit = _mm512_slli_epi32(
-      _mm512_broadcast_i32x4(_mm_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040)), FIELD);
+  const __m512i bit =
+      _mm512_slli_epi32(_mm512_broadcast_i32x4(_mm_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040)), FIELD);
   return {_mm512_maskz_set1_epi8(_mm512_test_epi8_mask(x.v, bit), 16)};
 }
 
@@ -499,9 +499,9 @@ ALWAYS_INLINE Bytes load_words(const uint8_t* p, int64_t stride) {
 
 template <int FIELD>
 ALWAYS_INLINE Bytes plane_bits(Bytes x) {
-  const __m256i bit = _mm256_slli_epi32(
-      _mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x01010101, 0x04040404, 0x10101010, 0x40404040),
-      FIELD);
+  const __m256i bit = _mm256_slli_epi32(_mm256_setr_epi32(0x01010101, 0x04040404, 0x10101010, 0x40404040, 0x01010101,
+                                                          0x04040404, 0x10101010, 0x40404040),
+                                        FIELD);
   const auto sixteen = [&](__m256i v) {
     return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(v, bit), bit), _mm256_set1_epi8(16));
   };
@@ -907,6 +907,11 @@ ALWAYS_INLINE Factors spread(const TokenFactors& f, const Ints& quads) {
 
 // ---- In words of the above ---------------------------------------------------------------------------------------
 
+inline Ints lane_numbers() {
+  const int32_t number[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load(number);
+}
+
 inline float first_lane(Floats x) {
   float lane[16];
   store(lane, x);
@@ -925,7 +930,6 @@ inline float greatest(Floats x) {
   x = max(x, swap_lanes<2>(x));
   return first_lane(max(x, swap_lanes<1>(x)));
 }
-
 
 // 2^e for |e| <= 126, exactly.
 inline float power_of_two(int e) { return bits_to_float(static_cast<uint32_t>(e + 127) << 23); }
