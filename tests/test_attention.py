@@ -200,6 +200,65 @@ def test_a_long_sequence(name, dtype, device):
     check(build(tt.preset(name, 128), [4095, 700], dtype=dtype, center=True, tail=True), device)
 
 
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 300}])
+def test_many_queries_over_many_keys(options, device):
+    """More rows and more keys than one piece of work has."""
+    config = tt.preset("k4v3", 64, page_size=16)
+    check(build(config, [2500, 90], [70, 33], tail=True), device, **options)
+
+
+def test_a_sequence_does_not_depend_on_its_batch_or_on_threads(device):
+    config = tt.preset("k3v3", 64)
+    case = build(config, [2500, 37, 300], tail=True)
+    out, lse = run(case, device)
+    for i in range(3):
+        alone = case._replace(
+            block_table=case.block_table[i : i + 1],
+            seq_lens=case.seq_lens[i : i + 1],
+            tail=case.tail._replace(slots=case.tail.slots[i : i + 1]),
+            q=case.q[i : i + 1],
+        )
+        one_out, one_lse = run(alone, device)
+        assert torch.equal(one_out, out[i : i + 1]) and torch.equal(one_lse, lse[i : i + 1])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 if threads == 1 else 1)
+        again, again_lse = run(case, device)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(again, out) and torch.equal(again_lse, lse)
+
+
+@pytest.mark.parametrize("gap", [0.0, 6.0, 10.0, 10.4, 11.0, 12.0, 20.0])
+def test_one_key_far_above_many(gap, device):
+    """Weights near and below the unit they are rounded to: 127 keys, each e^-gap of one other.
+
+    Every weight is off by at most half a unit, so the mean of 128 values is off by at most
+    128 / 2 units of the largest weight, whatever the softmax looks like.
+    """
+    d = 64
+    config = tt.preset("k8v8", d, sink_tokens=0, recent_window=0, page_size=64)
+    tables = tt.make_tables(config, 0)
+    k = torch.zeros(128, 1, d)
+    k[77, 0, 3] = gap
+    v = torch.full((128, 1, d), 2.0)
+    v[77] = -1.0
+    cache = tt.allocate_cache(config, 2, 1)
+    tt.cache_store(k, v, cache, torch.arange(128), config, tables)
+    q = torch.zeros(1, 1, d)
+    q[0, 0, 3] = 1.0
+    arguments = (cache, int32(0, 1)[None], int32(128), config, tables)
+    moved = tuple(to_device(a, device) for a in arguments)
+    kind = torch.device(device).type
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(
+        "turboquant::paged_attention", kind.upper()
+    ):
+        pytest.skip(f"paged_attention has no {kind} kernel in this release")
+    out, _ = tt.paged_attention(q.to(device), *moved, softmax_scale=1.0)
+    exact, _ = paged_attention_reference(q, *arguments, softmax_scale=1.0)
+    assert (out.cpu().double() - exact).abs().max() <= 3.0 * 128 / 2 / 32639
+
+
 @pytest.mark.parametrize("d", [*HEAD_DIMS, 16, 48, 144, 1024])
 @pytest.mark.parametrize("name", ["k4v4", "k5v3u", "k3v2"])
 def test_head_dimensions(name, d, device):
