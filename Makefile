@@ -13,7 +13,10 @@ SOURCES := setup.py pyproject.toml LICENSE $(wildcard README.md) \
 PY_FILES  := setup.py $(wildcard torch_turboquant tests benchmarks wheels)
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help demo test bench wheel audit lint format clean FORCE
+# The tests that ask the CPU kernels for right results; tests/test_simd.py compares the levels with each other.
+LEVEL_TESTS := $(patsubst %,tests/test_%.py,attention cache codec group hadamard pack qjl score worked_example)
+
+.PHONY: help demo test levels bench wheel audit lint format clean FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -25,6 +28,10 @@ demo: $(VENV)/.installed ## a language model with a quantised cache (DEMO_ARGS=.
 
 test: $(VENV)/.installed ## all tests, on the installed wheel (PYTEST_ARGS=...)
 	$(BIN)/pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
+
+levels: $(VENV)/.installed ## tests of the CPU kernels at the levels that `make test` does not use (AVX2, plain C++)
+	for level in avx2 portable; do \
+	    $(BIN)/pytest -n auto --maxprocesses 4 --cpu-level $$level $(LEVEL_TESTS) $(PYTEST_ARGS) || exit 1; done
 
 bench: $(VENV)/.installed ## all benchmarks (BENCH_ARGS=...)
 	for file in benchmarks/bench_*.py; do $(BIN)/python $$file $(BENCH_ARGS) || exit 1; done

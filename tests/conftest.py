@@ -8,6 +8,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 import torch_turboquant
+from torch_turboquant import _library
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,6 +27,14 @@ hypothesis.settings.register_profile(
     "turboquant", deadline=None, derandomize=True, database=None, print_blob=True
 )
 hypothesis.settings.load_profile("turboquant")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cpu-level",
+        choices=("avx512", "avx2", "portable"),
+        help="run all CPU kernels at this level (skips everything where the processor lacks it)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,12 +48,24 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)  # one core per worker
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    level = config.getoption("--cpu-level")
+    if level and level not in _library.cpu_levels():
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=f"this processor has no CPU level {level}"))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cpu_level(request: pytest.FixtureRequest) -> Iterator[None]:
+    """--cpu-level, for the whole session."""
+    level = request.config.getoption("--cpu-level")
+    with _library.force_cpu_level(level) if level else nullcontext():
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -110,7 +110,8 @@ def test_info_as_json():
     assert info["version"] == torch_turboquant.__version__
     assert info["torch"] == torch.__version__
     assert info["format_version"] == 1
-    assert info["instruction_set"]
+    assert info["cpu_level"] == info["cpu_levels"][0]
+    assert info["cpu_levels"][-1] == "portable"
     for name, library in info["libraries"].items():
         assert Path(library["path"]).stat().st_size == library["bytes"]
         assert library["torch_target"] == "0x020b000000000000", name
@@ -125,6 +126,8 @@ def test_info_as_text():
     facts = dict(line.split("  ", 1) for line in done.stdout.splitlines())
     assert facts["version"].strip() == torch_turboquant.__version__
     assert "libturboquant_cpu.so" in facts["cpu library"]
+    assert facts["cpu level"].strip() == torch_turboquant.build_info()["cpu_levels"][0]
+    assert facts["cpu levels"].split() == torch_turboquant.build_info()["cpu_levels"]
     assert (
         facts["cuda devices"].strip() == ", ".join(torch_turboquant.build_info()["devices"]["cuda"])
         or "none"

@@ -8,6 +8,8 @@ the GPU driver, so processes may still fork.
 import ctypes
 import json
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,38 @@ def load_libraries() -> dict[str, dict[str, Any]]:
 
 
 _libraries = load_libraries()
+_cpu = ctypes.CDLL(_libraries["cpu"]["path"])
+for _name in ("turboquant_cpu_levels", "turboquant_cpu_level"):
+    getattr(_cpu, _name).restype = ctypes.c_char_p
+_cpu.turboquant_cpu_force_level.argtypes = [ctypes.c_char_p]
+_cpu.turboquant_cpu_force_level.restype = ctypes.c_bool
+
+
+def cpu_levels() -> list[str]:
+    """The levels of CPU kernels that this processor runs, best first (docs/design.md, Levels)."""
+    return _cpu.turboquant_cpu_levels().decode().split()
+
+
+def cpu_level() -> str:
+    """The level in use: the best one, unless a test forced another."""
+    return _cpu.turboquant_cpu_level().decode()
+
+
+@contextmanager
+def force_cpu_level(name: str) -> Iterator[None]:
+    """For tests: all CPU kernels of the process are those of level `name` until the block ends.
+
+    Raises ValueError if this processor does not run it.
+    """
+    before = cpu_level()
+    if not name or not _cpu.turboquant_cpu_force_level(name.encode()):
+        raise ValueError(
+            f"this processor has no CPU level {name!r}, supported: {', '.join(cpu_levels())}"
+        )
+    try:
+        yield
+    finally:
+        _cpu.turboquant_cpu_force_level(before.encode())
 
 
 def _processor() -> str:
@@ -110,7 +144,8 @@ def build_info() -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "format_version": _libraries["cpu"]["format_version"],
-        "instruction_set": _libraries["cpu"]["instruction_set"],
+        "cpu_level": cpu_level(),
+        "cpu_levels": cpu_levels(),
         "cuda": cuda,
         "cuda_architectures": _libraries.get("cuda", {}).get("architectures", "").split(),
         "libraries": _libraries,

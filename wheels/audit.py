@@ -4,9 +4,10 @@
 
 Of each library: no C++ symbol of torch and none of Python, every torch C function there since the
 oldest torch supported, no CUDA runtime and no libtorch_python needed at run time, no search path
-and no folder of this machine inside, nothing exported but its build information. Of the wheel: its
-tag, its size, and that it computes a Hadamard transform in a fresh virtual environment that holds
-torch and nothing else of ours. Prints a table; the exit status is 1 if anything failed.
+and no folder of this machine inside, nothing exported but its build information and the choice of
+its CPU level. Of the wheel: its tag, its size, and that it computes a Hadamard transform in a fresh
+virtual environment that holds torch and nothing else of ours. Prints a table; the exit status is 1
+if anything failed.
 """
 
 import argparse
@@ -29,6 +30,15 @@ MAX_BYTES = 40 * 2**20  # all architectures take about 25 MiB today; the aim is 
 SYSTEM = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2"}
 SYSTEM |= {"libpthread.so.0", "librt.so.1", "libdl.so.2"}  # separate before glibc 2.34
 NEEDED = {"cpu": {"libtorch_cpu.so"}, "cuda": {"libtorch.so"}}
+EXPORTS = {
+    "cpu": {
+        "turboquant_cpu_build_info",
+        "turboquant_cpu_level",
+        "turboquant_cpu_levels",
+        "turboquant_cpu_force_level",
+    },
+    "cuda": {"turboquant_cuda_build_info"},
+}
 
 # Runs where only the wheel and torch are installed.
 SMOKE = """
@@ -105,8 +115,7 @@ def audit_library(table: Table, name: str, path: Path) -> None:
             for symbol in elf.get_section_by_name(".dynsym").iter_symbols()
             if symbol.entry.st_shndx != "SHN_UNDEF" and symbol.name
         }
-        wanted = {f"turboquant_{name}_build_info"}
-        table.row(f"{name}: exports", " ".join(sorted(exported)), exported == wanted)
+        table.row(f"{name}: exports", " ".join(sorted(exported)), exported == EXPORTS[name])
         table.empty(
             f"{name}: debug sections",
             [s.name for s in elf.iter_sections() if s.name.startswith(".debug")],
