@@ -74,20 +74,31 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture(scope="session")
-def native() -> ModuleType:
-    """csrc/format.h for Python (tests/native), compiled when its sources changed."""
+def build_native(name: str) -> Path:
+    """A module of tests/native, compiled where its sources changed."""
     filelock = pytest.importorskip("filelock")
-    pytest.importorskip("pybind11")
+    for module in ("ninja", "pybind11"):
+        pytest.importorskip(module)
     folder = ROOT / "build" / "tests-native"
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-I", str(ROOT / "tests/native/setup.py"), "--quiet", "build_ext"]
-    command += [f"--build-lib={folder}", f"--build-temp={folder}/objects"]
-    with filelock.FileLock(folder / "lock"):  # xdist workers share it
+    command = [sys.executable, "-I", str(ROOT / "tests/native/build.py"), name]
+    with filelock.FileLock(folder / f"{name}.lock"):  # xdist workers share it
         done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (path,) = folder.glob("turboquant_native*.so")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / f"{name}.so"
+
+
+@pytest.fixture(scope="session")
+def native() -> ModuleType:
+    """csrc/format.h for Python (tests/native)."""
+    path = build_native("turboquant_native")
     spec = importlib.util.spec_from_file_location("turboquant_native", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def sanitized() -> Path:
+    """The CPU kernels for a Python that has the sanitizers loaded (tests/native)."""
+    return build_native("turboquant_sanitized")

@@ -1,0 +1,312 @@
+// The kernels of every level with random arguments, for AddressSanitizer and UBSan (tests/test_sanitizers.py). No torch.
+//
+// A case makes its arguments in memory of exactly the promised size, calls kernels, and keeps what they wrote, which must
+// be the same at every level. To add a kernel: a function below, and its name in CASES.
+#include <pybind11/pybind11.h>
+
+#include <concepts>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/panels.h"
+#include "format.h"
+
+extern "C" const char* turboquant_cpu_levels();
+extern "C" bool turboquant_cpu_force_level(const char* name);
+
+namespace py = pybind11;
+namespace format = turboquant::format;
+using namespace turboquant::cpu;
+
+namespace {
+
+// ---- Memory and values ---------------------------------------------------------------------------------------------------
+
+// What memory holds before anyone writes it: differs from level to level, so that a result that depends on it shows.
+uint8_t stale_byte = 0;
+
+// n elements at an address that is a multiple of `align` bytes and of no more, nothing behind them.
+template <typename T>
+class Memory {
+ public:
+  explicit Memory(int64_t n, size_t align = alignof(T)) : n_(n) {
+    const size_t shift = align < 64 ? align : 0;
+    void* p = nullptr;
+    if (posix_memalign(&p, 64, shift + n * sizeof(T)) != 0) throw std::bad_alloc();
+    memory_.reset(static_cast<uint8_t*>(p));
+    std::memset(p, stale_byte, shift + n * sizeof(T));
+    data_ = reinterpret_cast<T*>(memory_.get() + shift);
+  }
+  template <std::invocable<int64_t> Fn>
+  Memory(int64_t n, Fn&& fn) : Memory(n) {
+    for (int64_t i = 0; i < n; ++i) data_[i] = fn(i);
+  }
+  T* get() { return data_; }
+  const T* get() const { return data_; }
+  T& operator[](int64_t i) { return data_[i]; }
+  const T& operator[](int64_t i) const { return data_[i]; }
+  int64_t size() const { return n_; }
+
+ private:
+  struct Free {
+    void operator()(uint8_t* p) const { std::free(p); }
+  };
+  std::unique_ptr<uint8_t, Free> memory_;
+  T* data_;
+  int64_t n_;
+};
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 2 + 1) {}
+  uint64_t word() {
+    state_ += 0x9E3779B97F4A7C15;
+    uint64_t z = state_;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+    z = (z ^ z >> 27) * 0x94D049BB133111EB;
+    return z ^ z >> 31;
+  }
+  int64_t below(int64_t n) { return static_cast<int64_t>(word() % static_cast<uint64_t>(n)); }
+  int64_t between(int64_t low, int64_t high) { return low + below(high - low + 1); }
+  bool one_in(int64_t n) { return below(n) == 0; }
+  template <typename T, size_t N>
+  T any_of(const T (&list)[N]) {
+    return list[below(N)];
+  }
+  float number() { return static_cast<float>(below(1 << 24)) / (1 << 23) - 1; }  // -1 .. 1
+
+  // [n], mostly ordinary; else zeros, one-hot, of extreme size, or with a NaN or an infinity
+  void fill(float* x, int64_t n) {
+    const float sizes[] = {1, 1, 1, 1, 1e-30f, 1e30f, 1e-42f, 3e38f, 0};
+    const float size = any_of(sizes);
+    for (int64_t i = 0; i < n; ++i) x[i] = number() * size;
+    const float bad[] = {__builtin_nanf(""), __builtin_inff(), -__builtin_inff()};
+    if (one_in(20)) x[below(n)] = any_of(bad);
+    if (one_in(20)) {
+      std::fill(x, x + n, 0.0f);
+      x[below(n)] = -1.5f;
+    }
+  }
+  uint8_t code_byte(int bits) {  // the 8-bit grid never writes 0x80
+    const auto byte = static_cast<uint8_t>(word());
+    return bits == 8 && byte == 0x80 ? 0x81 : byte;
+  }
+  uint16_t half(bool finite) {
+    const uint16_t special[] = {0, 1, 0x7BFF, 0x8001, 0x7C00, 0x7E00};
+    if (one_in(40)) return finite ? special[below(4)] : any_of(special);
+    return static_cast<uint16_t>(0x2000 + below(0x1000));
+  }
+  // [2^bits], increasing and symmetric
+  void levels(int8_t* to, int bits) {
+    const int half = 1 << (bits - 1);
+    int level = 0;
+    for (int i = 0; i < half; ++i) {
+      level = static_cast<int>(between(level + 1, 127 - (half - 1 - i)));
+      to[half + i] = static_cast<int8_t>(level);
+      to[half - 1 - i] = static_cast<int8_t>(-level);
+    }
+  }
+  int head_dim() {
+    for (;;) {
+      const int64_t d = 16 * between(1, one_in(4) ? 64 : 18);
+      if (format::valid_head_dim(d)) return static_cast<int>(d);
+    }
+  }
+  int vector_dim() {
+    for (;;) {
+      const int64_t d = between(2, one_in(4) ? format::kMaxVectorDim : 300);
+      if (format::split_dim(d).valid()) return static_cast<int>(d);
+    }
+  }
+
+ private:
+  uint64_t state_;
+};
+
+// What kernels wrote. One kind of NaN: which of two a sum hands on is not defined.
+class Written {
+ public:
+  template <typename T>
+  void add(const T* p, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+      T x = p[i];
+      if (x != x) x = static_cast<T>(__builtin_nanf(""));
+      bytes_.append(reinterpret_cast<const char*>(&x), sizeof x);
+    }
+  }
+  template <typename T>
+  void add(const Memory<T>& m) {
+    add(m.get(), m.size());
+  }
+  const std::string& bytes() const { return bytes_; }
+
+ private:
+  std::string bytes_;
+};
+
+// ---- Cases ---------------------------------------------------------------------------------------------------------------
+
+// Queries as integers. Their bytes are the level's own; only units are compared.
+struct Queries {
+  Memory<uint8_t> factors;
+  Memory<float> unit;
+  Memory<int32_t> correction;
+
+  Queries(const Kernels& k, Random& random, int64_t count, int d, int bits, int max_level)
+      : factors(count * k.query_factor_bytes(d, bits), 64), unit(count), correction(count) {
+    for (int64_t i = 0; i < count; ++i) {
+      Memory<float> q(d);
+      random.fill(q.get(), d);
+      uint8_t* to = factors.get() + i * k.query_factor_bytes(d, bits);
+      Memory<int16_t> scratch(d + 64);
+      unit[i] = k.query_factors(q.get(), d, bits, max_level, to, &correction[i], scratch.get());
+    }
+  }
+};
+
+void query_factors(const Kernels& k, Random& random, Written& written) {
+  const int widths[] = {2, 4, 5, 8}, bits = random.any_of(widths);
+  const Queries q(k, random, 3, random.vector_dim(), bits, static_cast<int>(random.between(1, 127)));
+  written.add(q.unit);
+}
+
+// Softmax of queries in progress, without any key yet.
+struct Partial {
+  Memory<float> max, sum, sums;
+  PartialRows rows;
+
+  Partial(int64_t count, int64_t stride)
+      : max(count, [](int64_t) { return -__builtin_inff(); }), sum(count, [](int64_t) { return 0.0f; }),
+        sums(count * stride, [](int64_t) { return 0.0f; }), rows{max.get(), sum.get(), sums.get(), stride} {}
+  void keep(Written& written) const {
+    written.add(max);
+    written.add(sum);
+    written.add(sums);
+  }
+};
+
+Memory<uint8_t> random_pages(Random& random, const format::Record& r, int64_t records) {
+  Memory<uint8_t> pages(records * r.record_bytes(), 64);
+  const int widest = std::max(r.key_bits, r.value_bits);
+  const bool finite = !random.one_in(3);
+  for (int64_t i = 0; i < records; ++i) {
+    uint8_t* record = pages.get() + i * r.record_bytes();
+    for (int b = 0; b < r.record_bytes(); ++b) record[b] = random.code_byte(widest);
+    for (int t = 0; t < r.page_size; ++t) {
+      for (const int place : {r.key_scale(t), r.value_scale(t)}) {
+        const uint16_t half = random.half(finite);
+        std::memcpy(record + place, &half, sizeof half);
+      }
+    }
+  }
+  return pages;
+}
+
+void attend_pages(const Kernels& k, Random& random, Written& written) {
+  const int key_widths[] = {2, 3, 4, 5, 8}, value_widths[] = {2, 3, 4, 8}, page_sizes[] = {16, 32, 64, 128};
+  const format::Record r{random.head_dim(), random.any_of(page_sizes), random.any_of(key_widths),
+                         random.any_of(value_widths)};
+  const int64_t kv_heads = random.between(1, 2), num_pages = random.between(1, 3), length = random.between(1, 400);
+  const Memory<uint8_t> pages = random_pages(random, r, num_pages * kv_heads);
+  const Memory<int32_t> table((length + r.page_size - 1) / r.page_size,
+                              [&](int64_t) { return static_cast<int32_t>(random.below(num_pages)); });
+  const PanelMap panels(r);
+  const float caps[] = {0, 0, 0.5f, 30};
+  PagedKeys keys{r, panels.get(), pages.get(), kv_heads, {}, {}, random.any_of(caps)};
+  if (r.key_bits < 8) random.levels(keys.key_levels, r.key_bits);
+  if (r.value_bits < 8) random.levels(keys.value_levels, r.value_bits);
+  const int max_level = r.key_bits == 8 ? 127 : keys.key_levels[(1 << r.key_bits) - 1];
+
+  const int count = static_cast<int>(random.between(1, 9));
+  // three-bit rows with a half group are read as four-bit ones
+  const int layout = r.key_bits == 3 && r.head_dim % 32 != 0 ? 4 : r.key_bits;
+  Queries q(k, random, count, r.head_dim, layout, max_level);
+  for (int i = 0; i < count; ++i) q.unit[i] /= 32 * static_cast<float>(r.head_dim);
+  const Memory<float> shift(count, [&](int64_t) { return random.one_in(2) ? 0 : random.number(); });
+  const int64_t begin = random.below(length) / kBlockTokens * kBlockTokens;
+  Memory<int64_t> first(count), end(count);
+  for (int i = 0; i < count; ++i) {
+    first[i] = random.one_in(2) ? 0 : random.below(length);
+    end[i] = random.one_in(2) ? length : random.between(0, length);
+  }
+  Memory<uint8_t> scratch(k.attend_scratch_bytes(keys), 64);
+  const Partial out(count, static_cast<int64_t>(keys.panels.panels) * keys.panels.fields * 16);
+  k.attend_pages(keys, table.get(), random.below(kv_heads), begin, length,
+                 {count, q.factors.get(), q.unit.get(), q.correction.get(), shift.get(), first.get(), end.get()},
+                 out.rows, scratch.get());
+  out.keep(written);
+}
+
+void attend_exact(const Kernels& k, Random& random, Written& written) {
+  const int64_t d = random.head_dim(), sink_tokens = random.between(0, 5), window = random.between(0, 40);
+  const int64_t length = random.between(1, 90), ring = std::max<int64_t>(1, window + random.below(5));
+  const int count = static_cast<int>(random.between(1, 9)), dtype = static_cast<int>(random.below(3));
+  const int64_t item = dtype == 0 ? 4 : 2, rows = sink_tokens + ring;
+  Memory<uint8_t> tail(rows * 2 * d * item, item);
+  for (int64_t i = 0; i < rows * 2 * d; ++i) {
+    const float x = random.one_in(2000) ? __builtin_nanf("") : random.number();
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    const uint16_t half = random.half(true), top = static_cast<uint16_t>(bits >> 16);
+    std::memcpy(tail.get() + i * item, dtype == 0 ? static_cast<const void*>(&bits) : dtype == 1 ? &half : &top, item);
+  }
+  Memory<float> q(count * d);
+  Memory<int64_t> first(count), sinks(count), recent(count), position(count);
+  for (int i = 0; i < count; ++i) {
+    random.fill(q.get() + i * d, d);
+    position[i] = std::max<int64_t>(0, length - 1 - random.below(std::max<int64_t>(1, ring - window + 1)));
+    first[i] = random.one_in(2) ? 0 : random.between(0, position[i]);
+    sinks[i] = random.between(0, sink_tokens);
+    recent[i] = std::min(std::max(position[i] - window + 1, sink_tokens), position[i] + 1);
+  }
+  Memory<float> scratch(32 * d);
+  const float caps[] = {0, 0, 0.5f, 30};
+  const Partial out(count, d);
+  k.attend_exact({tail.get(), dtype, d, sink_tokens, ring, q.get(), first.get(), sinks.get(), recent.get(),
+                  position.get()},
+                 count, 0.1f, random.any_of(caps), out.rows, scratch.get());
+  out.keep(written);
+}
+
+using Case = void(const Kernels& k, Random& random, Written& written);
+const std::map<std::string, Case*> CASES = {
+    {"query_factors", query_factors},
+    {"attend_pages", attend_pages},
+    {"attend_exact", attend_exact},
+};
+
+py::bytes run(const std::string& name, const std::string& level, uint64_t seed) {
+  if (!turboquant_cpu_force_level(level.c_str())) throw std::invalid_argument("no level " + level);
+  stale_byte = static_cast<uint8_t>(level.size() * 0x25 + 0x55);
+  Random random(seed);
+  Written written;
+  CASES.at(name)(kernels(), random, written);
+  return written.bytes();
+}
+
+// For the test that the sanitizers work.
+int misbehave(const std::string& how, int n) {
+  Memory<uint8_t> bytes(24, 64);
+  Memory<int32_t> words(2, 64);
+  if (how == "read beyond") return bytes[24 + n];
+  if (how == "shift") return 1 << (32 + n);
+  if (how == "misaligned") return reinterpret_cast<const int32_t*>(bytes.get() + 1 + n)[0];
+  throw std::invalid_argument(how);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(turboquant_sanitized, m) {
+  py::list cases;
+  for (const auto& [name, fn] : CASES) cases.append(name);
+  m.attr("CASES") = cases;
+  m.attr("LEVELS") = py::str(turboquant_cpu_levels()).attr("split")();
+  m.def("run", &run);
+  m.def("misbehave", &misbehave);
+}
