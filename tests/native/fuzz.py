@@ -1,5 +1,5 @@
-"""Runs the cases of kernels.cpp at every level, in a process that tests/test_sanitizers.py starts with
-the sanitizers loaded. They end it at the first error, and its last line says where it was.
+"""Runs the cases of kernels.cpp at every level, in a process that has the sanitizers loaded
+(tests/test_sanitizers.py). They end it at the first error; its last line says where it was.
 
     python fuzz.py turboquant_sanitized.so SEEDS
     python fuzz.py turboquant_sanitized.so "read beyond"
