@@ -42,6 +42,11 @@ def device_name(device: torch.device | str) -> str:
     return models[0].split(":", 1)[1].strip() if models else "CPU"
 
 
+def short_name(dtype: torch.dtype) -> str:
+    """fp32, fp16 or bf16."""
+    return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+
+
 def commit_name() -> str:
     """The short hash of the checkout, with "-dirty" if files differ from it."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
