@@ -36,8 +36,8 @@ extern "C" void begin() {
   CALLGRIND_ZERO_STATS;
 }
 extern "C" void end(const char* name) {
-  CALLGRIND_STOP_INSTRUMENTATION;
   CALLGRIND_DUMP_STATS_AT(name);
+  CALLGRIND_STOP_INSTRUMENTATION;
 }
 """
 
