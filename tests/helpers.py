@@ -4,6 +4,9 @@ byte comparison. The references that ops are compared with live in the package, 
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -69,6 +72,19 @@ def hard_vectors(d: int, signs: Tensor) -> Tensor:
     rows.append(torch.round(noise[7] * 2) / 2)
     rows.append(noise[8])
     return torch.stack(rows)
+
+
+def at_the_end_of_memory(x: Tensor) -> Tensor:
+    """A copy of x whose last byte is followed by a page that must not be read or written."""
+    size, page = x.numel() * x.element_size(), mmap.PAGESIZE
+    whole = -(-max(size, 1) // page) * page
+    memory = mmap.mmap(-1, whole + page)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))  # keeps it from being unmapped
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin + whole), ctypes.c_size_t(page), 0) == 0
+    copy = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=whole - size)
+    copy = copy.view(x.dtype).view(x.shape)
+    copy.copy_(x)
+    return copy
 
 
 def assert_same_bytes(actual: Tensor, expected: Tensor) -> None:

@@ -1,8 +1,8 @@
 """The CPU kernels at every level that this processor runs: the same bytes as in plain C++, whatever
 the shapes, values and number of threads; and what keeps a level's instructions to itself.
 
-Inputs are random bytes and hard values, at odd addresses and strides. What is right is not asked
-here: the other tests do, and run at one level with `pytest --cpu-level avx2`.
+Inputs are random bytes and hard values, at odd addresses and strides and where memory ends. What is
+right is not asked here: the other tests do, and run at one level with `pytest --cpu-level avx2`.
 """
 
 import math
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_turboquant as tt
-from tests.helpers import FLOATS, assert_same_bytes, generator, randn
+from tests.helpers import FLOATS, assert_same_bytes, at_the_end_of_memory, generator, randn
 from torch_turboquant import _library
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.format import PAGE_SIZES, dense_row_bytes, valid_head_dim, valid_vector_dim
@@ -73,26 +73,33 @@ def code_bytes(*shape: int, bits: int, seed: int) -> Tensor:
 def random_levels(bits: int, seed: int) -> Tensor:
     """int8 [2^bits], increasing and symmetric."""
     upper = 1 + torch.randperm(127, generator=generator(seed))[: 2 ** (bits - 1)].sort().values
-    return torch.cat([-upper.flip(0), upper]).to(torch.int8)
+    return last(torch.cat([-upper.flip(0), upper]).to(torch.int8))
 
 
 def random_steps(count: int, seed: int) -> Tensor:
     """float32 [count], increasing, around the step that fits levels up to 127."""
     steps = torch.rand(count, generator=generator(seed)).sort().values + 0.1 * torch.arange(count)
-    return (steps + 0.05) * (3 / 127)
+    return last((steps + 0.05) * (3 / 127))
 
 
 def signs(d: int, seed: int) -> Tensor:
-    return tt.random_signs(d, seed)
+    return last(tt.random_signs(d, seed))
+
+
+def last(x: Tensor) -> Tensor:
+    """x where memory ends: to read or write behind it would end the process."""
+    return at_the_end_of_memory(x) if x.numel() else x
 
 
 def somewhere(x: Tensor, offset: int, gap: int = 0) -> Tensor:
-    """x at an address that is off by `offset` elements, its rows `gap` elements apart."""
+    """x with its rows `gap` elements apart, `offset` elements before memory ends."""
     d = x.shape[-1]
     rows = x.numel() // d if d else 0
-    memory = torch.zeros(offset + rows * (d + gap), dtype=x.dtype)
-    view = memory[offset:].view(*x.shape[:-1], d + gap)[..., :d]
-    return view.copy_(x)
+    if rows == 0:
+        return x
+    memory = last(torch.zeros(rows * (d + gap) - gap + offset, dtype=x.dtype))
+    strides = [math.prod(x.shape[i + 1 : -1]) * (d + gap) for i in range(x.dim() - 1)]
+    return memory.as_strided(x.shape, (*strides, 1)).copy_(x)
 
 
 # ---- calls: each draws the arguments of one op and returns it as a function without arguments
@@ -131,7 +138,7 @@ def pack_call(draw):
     seed, rows = draw(st.integers(0, 999), "seed"), rows_of(draw, d)
     codes = torch.randint(2**bits, (rows, d), generator=generator(seed), dtype=torch.uint8)
     codes = somewhere(codes, draw(st.integers(0, 3), "offset"))
-    packed = code_bytes(rows, dense_row_bytes(d, bits), bits=bits, seed=seed)
+    packed = last(code_bytes(rows, dense_row_bytes(d, bits), bits=bits, seed=seed))
     return lambda: (tt.pack(codes, bits), tt.unpack(packed, bits, d))
 
 
@@ -142,7 +149,7 @@ def encode_call(draw):
     count = draw(st.sampled_from((1, 2, 3, 8, 64)), "steps")
     steps = random_steps(count, seed)
     mode = draw(st.sampled_from(list(tt.SCALE_MODES)), "mode")
-    center = 3 * randn(d, seed=seed) if draw(st.booleans(), "center") else None
+    center = last(3 * randn(d, seed=seed)) if draw(st.booleans(), "center") else None
     return lambda: tt.encode(x, signs(d, seed), levels, steps, bits, mode, center)
 
 
@@ -151,14 +158,14 @@ def dense_rows(draw, d: int, keys: int, seed: int):
     bits, levels = codebook(draw, seed)
     packed = code_bytes(keys, dense_row_bytes(d, bits), bits=bits, seed=seed)
     packed = somewhere(packed, draw(st.integers(0, 3), "offset of codes"))
-    return packed, somewhere(halves(keys, seed=seed), 1), levels, bits
+    return packed, last(halves(keys, seed=seed)), levels, bits
 
 
 def decode_call(draw):
     d = draw(st.sampled_from(VECTOR_DIMS), "d")
     seed, dtype = draw(st.integers(0, 999), "seed"), draw(st.sampled_from(FLOATS), "dtype")
     packed, scale, levels, bits = dense_rows(draw, d, rows_of(draw, d), seed)
-    center = 3 * randn(d, seed=seed) if draw(st.booleans(), "center") else None
+    center = last(3 * randn(d, seed=seed)) if draw(st.booleans(), "center") else None
     return lambda: (tt.decode(packed, scale, signs(d, seed), levels, bits, center, dtype),)
 
 
@@ -167,8 +174,8 @@ def group_call(draw):
     d = group * draw(st.integers(1, 5), "groups")
     x, seed = vector_input(draw, d)
     rows = x.shape[0]
-    packed = code_bytes(rows, d * bits // 8, bits=bits, seed=seed)
-    scale, zero = halves(rows, d // group, seed=seed), halves(rows, d // group, seed=seed + 1)
+    packed = last(code_bytes(rows, d * bits // 8, bits=bits, seed=seed))
+    scale, zero = (last(halves(rows, d // group, seed=seed + i)) for i in range(2))
 
     def call():
         decoded = tt.group_decode(packed, scale, zero, group, bits, d, x.dtype)
@@ -180,7 +187,7 @@ def group_call(draw):
 def projection(draw, d: int, seed: int) -> Tensor:
     if d % 8 == 0 and draw(st.booleans(), "structured"):
         return signs(d, seed + 1)
-    return tt.gaussian_projection(8 * draw(st.integers(1, 6), "eighth of m"), d, seed)
+    return last(tt.gaussian_projection(8 * draw(st.integers(1, 6), "eighth of m"), d, seed))
 
 
 def sketch_call(draw):
@@ -200,10 +207,10 @@ def score_call(draw):
     packed, scale = packed.view(batch, keys, packed.shape[-1]), scale.view(batch, keys)
     q = vectors(batch, queries, d, seed=seed, dtype=dtype)
     q = somewhere(q, draw(st.integers(0, 3), "offset"), draw(st.integers(0, 3), "gap"))
-    center = 3 * randn(d, seed=seed) if draw(st.booleans(), "center") else None
+    center = last(3 * randn(d, seed=seed)) if draw(st.booleans(), "center") else None
     s = projection(draw, d, seed)
-    sign_bits = code_bytes(batch, keys, s.shape[0] // 8, bits=1, seed=seed)
-    norm = vectors(batch, keys, 1, seed=seed)[..., 0].abs()
+    sign_bits = last(code_bytes(batch, keys, s.shape[0] // 8, bits=1, seed=seed))
+    norm = last(vectors(batch, keys, 1, seed=seed)[..., 0].abs())
     sketch = (sign_bits, norm, s)
     arguments = (q, packed, scale, signs(d, seed), levels, bits, center)
     return lambda: (
@@ -240,7 +247,7 @@ def cache_tables(draw, config: CacheConfig, heads: int, seed: int, steps: int = 
         value_levels,
         random_steps(steps, seed),
         random_steps(steps, seed + 1),
-        3 * randn(heads, d, seed=seed) if draw(st.booleans(), "center") else None,
+        last(3 * randn(heads, d, seed=seed)) if draw(st.booleans(), "center") else None,
     )
 
 
@@ -254,7 +261,7 @@ def random_cache(config: CacheConfig, pages: int, heads: int, seed: int, finite=
     scale = scale.view(torch.uint8).unflatten(-1, (-1, 2))
     for i in range(2):
         cache[..., torch.tensor(places) + i] = scale[..., i]
-    return cache
+    return last(cache)
 
 
 def int32(numbers) -> Tensor:
@@ -288,7 +295,7 @@ def store_call(draw):
     length = min(draw(st.integers(0, 40), "loaded"), pages * config.page_size)
 
     def call():
-        cache, tail = before.clone(), tt.Tail(ring.clone(), torch.arange(len(counts)))
+        cache, tail = last(before), tt.Tail(last(ring), torch.arange(len(counts)))
         tt.cache_store(
             qkv[:, :heads],
             qkv[:, heads:],
@@ -344,14 +351,16 @@ def attention_call(draw):
             1,
         )
         slots = torch.randperm(seqs + 1, generator=g)[:seqs] - 1
-        tail = tt.Tail(ring, slots, valid.int() if draw(st.booleans(), "valid") else None)
+        tail = tt.Tail(
+            last(ring), last(slots), valid.int() if draw(st.booleans(), "valid") else None
+        )
     options = {
         "softmax_scale": draw(st.sampled_from((None, 0.01, 1.0)), "softmax scale"),
         "sliding_window": draw(st.sampled_from((0, 0, 1, 17, 129, 200)), "sliding window"),
         "soft_cap": draw(st.sampled_from((0.0, 0.0, 0.5, 30.0)), "soft cap"),
         "sink_logits": 2 * randn(group * heads, seed=seed) if draw(st.booleans(), "sink") else None,
     }
-    lens, cu = int32(lengths), starts(counts)
+    block_table, lens, cu = last(block_table), last(int32(lengths)), last(starts(counts))
     return lambda: tt.paged_attention(
         q,
         cache,
@@ -373,7 +382,7 @@ def merge_call(draw):
     for side in range(2):
         lse = vectors(rows, 1, seed=seed + side)[:, 0].clamp(-1e3, 1e3)
         lse[torch.rand(rows, generator=generator(seed + side)) < 0.2] = -torch.inf
-        sides += [vectors(rows, d, seed=seed + side, dtype=dtype), lse]
+        sides += [last(vectors(rows, d, seed=seed + side, dtype=dtype)), last(lse)]
     return lambda: tt.merge_attention(*sides)
 
 
