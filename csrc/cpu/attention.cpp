@@ -270,7 +270,7 @@ class PagedAttention {
 
   void prepare(const Tile& t) {
     Workspace& w = work_;
-    std::vector<int16_t> integers(a_.d + 64);
+    std::vector<int16_t> integers(a_.d + kQueryMargin);
     dispatch_float(a_.q.scalar_type(), [&](auto tag) {
       using T = typename decltype(tag)::type;
       const T* q = static_cast<const T*>(a_.q.data_ptr());

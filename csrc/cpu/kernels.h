@@ -68,13 +68,45 @@ struct ExactKeys {
   const int64_t* position;
 };
 
+// ---- score and qjl -----------------------------------------------------------------------------------------------
+
+constexpr int kBitString = 16;  // plus 1, 3 or 5: the layout of rows that are bit strings; other layouts are the width
+
+// Rows of codes, each with a scale: standalone vectors, or sign bits with the lengths of their residuals.
+struct DenseRows {
+  const uint8_t* rows;  // [count, row_bytes]
+  int64_t row_bytes;
+  const uint8_t* end;  // of the memory that may be read
+  int d;
+  int layout;
+  int8_t levels[32];           // of codes up to 5 bits
+  const uint16_t* half_scale;  // [count]: float16, or null for
+  const float* scale;          // [count]
+};
+
+struct ScoreQueries {
+  int count;
+  const void* factors;        // [count, query_factor_bytes]
+  const float* unit;          // [count]: what an integer stands for, times what a level stands for
+  const int32_t* correction;  // [count]
+  const float* shift;         // [count]: added to every score
+};
+
+struct Scores {
+  float* scores;   // [queries, stride]
+  int64_t stride;  // keys of the whole row
+  bool add;        // to what is there
+};
+
+constexpr int kQueryMargin = 128;  // of query_factors' scratch
+
 struct Kernels {
   const char* level;
 
-  // Bytes of the integers of one query that meets packed keys of `bits`, a multiple of 64.
+  // Bytes of the integers of one query that meets packed keys of `bits` (a layout), a multiple of 64.
   int64_t (*query_factor_bytes)(int d, int bits);
   // q: [d], rotated -> its integers; returns their unit, 0 for a zero query, NaN for one with a NaN or an infinity.
-  // scratch: int16 [d + 64]
+  // scratch: int16 [d + kQueryMargin]
   float (*query_factors)(const float* q, int d, int bits, int max_level, void* factors, int32_t* correction,
                          int16_t* scratch);
 
@@ -86,6 +118,11 @@ struct Kernels {
   // out.sums: [count, d]; scratch: float [32, d]
   void (*attend_exact)(const ExactKeys& keys, int count, float softmax_scale, float soft_cap, const PartialRows& out,
                        float* scratch);
+
+  // out.scores[i, key] for keys [begin, end) = integer product * unit[i] * scale[key] + shift[i].
+  // scratch: [16 * row_bytes + 64]
+  void (*score_rows)(const DenseRows& keys, int64_t begin, int64_t end, const ScoreQueries& queries, const Scores& out,
+                     uint8_t* scratch);
 };
 
 // The level in use. Chosen at the first call.

@@ -16,6 +16,7 @@ constexpr Kernels make_table(const char* level) {
       .attend_scratch_bytes = attend_scratch_bytes,
       .attend_pages = attend_pages,
       .attend_exact = attend_exact,
+      .score_rows = score_rows,
   };
 }
 

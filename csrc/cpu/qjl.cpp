@@ -39,24 +39,28 @@ Tensor qjl_score(const Tensor& q, const Tensor& sign_bits, const Tensor& norm, c
   check_sketch(sign_bits, norm, q, shape, sketch.bytes());
 
   Tensor out = empty_like_shape(q, shape.out, ScalarType::Float);
-  const uint8_t* bits = static_cast<const uint8_t*>(sign_bits.data_ptr());
-  const float* norms = static_cast<const float*>(norm.data_ptr());
   float* to = static_cast<float*>(out.data_ptr());
+  const DenseRows keys = sketch_rows(sketch, sign_bits, norm);
   const Rows rows(q);
-  const int64_t m = sketch.rows();
-  parallel_for(shape.batch, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> queries(shape.queries * d), projected(shape.queries * m), scratch(d);
-    for (int64_t b = begin; b < end; ++b) {
-      load_queries(q, rows, b, shape.queries, d, queries.data());
-      for (int64_t i = 0; i < shape.queries; ++i) {
-        sketch.project(queries.data() + i * d, projected.data() + i * m, scratch.data());
-        for (int64_t j = 0; j < shape.keys; ++j) {
-          const int64_t key = b * shape.keys + j;
-          to[(b * shape.queries + i) * shape.keys + j] =
-              sketch.factor() * norms[key] * sketch.signed_sum(bits + key * sketch.bytes(), projected.data() + i * m);
-        }
-      }
+  struct Worker {
+    const Tensor& q;
+    const Rows& rows;
+    const ScoreShape& shape;
+    float* out;
+    int64_t d;
+    SketchQueries integers;
+    std::vector<float> plain;
+
+    void prepare(int64_t b, int64_t first, int64_t count) {
+      load_queries(q, rows, shape, b, first, count, d, plain.data());
+      for (int64_t i = 0; i < count; ++i) integers.set(i, plain.data() + i * d);
     }
+    void score(int64_t b, int64_t first, int64_t count, int64_t begin, int64_t end) {
+      integers.score(count, b * shape.keys + begin, b * shape.keys + end, scores_of(shape, out, b, first, false));
+    }
+  };
+  for_score_blocks(shape, keys.row_bytes, [&] {
+    return Worker{q, rows, shape, to, d, SketchQueries(sketch, keys), std::vector<float>(kScoreQueries * d)};
   });
   return out;
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "codec.h"
+#include "queries.h"
 #include "runtime.h"
 
 namespace turboquant::cpu {
@@ -30,6 +31,7 @@ class Sketch {
     factor_ = static_cast<float>(dense ? std::sqrt(kPi / 2) / m_ : std::sqrt(kPi / (2.0 * d)));
   }
 
+  int64_t dim() const { return d_; }
   int64_t rows() const { return m_; }
   int64_t bytes() const { return m_ / 8; }
   float factor() const { return factor_; }
@@ -61,16 +63,6 @@ class Sketch {
     return std::sqrt(tree_sum(scratch, split_)) * power_of_two(e);
   }
 
-  // sum of +-projected_q[i] by the bits: the estimator without norm and factor.
-  float signed_sum(const uint8_t* bits, const float* projected_q) const {
-    float part[8] = {};
-    for (int64_t i = 0; i < m_; i += 8) {
-      const unsigned byte = bits[i / 8];
-      for (int k = 0; k < 8; ++k) part[k] += byte >> k & 1 ? projected_q[i + k] : -projected_q[i + k];
-    }
-    return ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
-  }
-
  private:
   const float* matrix_ = nullptr;  // [m, d], dense
   const float* signs_ = nullptr;   // [d], structured
@@ -79,13 +71,42 @@ class Sketch {
   float factor_ = 0;
 };
 
-// All queries of one batch entry as float32 [queries, d]; `entry` counts the flattened leading dimensions.
-inline void load_queries(const Tensor& q, const Rows& rows, int64_t entry, int64_t queries, int64_t d, float* out) {
-  dispatch_float(q.scalar_type(), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const T* in = static_cast<const T*>(q.data_ptr());
-    for (int64_t i = 0; i < queries; ++i) to_float(in + rows(entry * queries + i), out + i * d, d);
-  });
+// Sign bits as rows of 1-bit codes with the levels -1 and 1 and the lengths as their scales.
+inline DenseRows sketch_rows(const Sketch& sketch, const Tensor& sign_bits, const Tensor& norm) {
+  DenseRows rows{};
+  rows.rows = static_cast<const uint8_t*>(sign_bits.data_ptr());
+  rows.row_bytes = sketch.bytes();
+  rows.end = rows.rows + sign_bits.numel();
+  rows.d = static_cast<int>(sketch.rows());
+  rows.layout = dense_layout(1);
+  rows.levels[0] = -1;
+  rows.levels[1] = 1;
+  rows.scale = static_cast<const float*>(norm.data_ptr());
+  return rows;
 }
+
+// The queries of one thread's work, projected.
+class SketchQueries {
+ public:
+  SketchQueries(const Sketch& sketch, const DenseRows& keys)
+      : sketch_(sketch), keys_(keys), queries_(kScoreQueries, sketch.rows(), keys.layout, 1), projected_(sketch.rows()),
+        space_(sketch.dim()), scratch_(16 * keys.row_bytes + 64) {}
+
+  void set(int64_t i, const float* q) {
+    sketch_.project(q, projected_.data(), space_.data());
+    queries_.set(i, projected_.data(), sketch_.factor(), 0);
+  }
+  // The first `count` queries and keys [begin, end), which are counted over all batch entries.
+  void score(int64_t count, int64_t begin, int64_t end, const Scores& out) {
+    kernels().score_rows(keys_, begin, end, queries_.first(count), out, scratch_.data());
+  }
+
+ private:
+  const Sketch& sketch_;
+  const DenseRows& keys_;
+  IntegerQueries queries_;
+  std::vector<float> projected_, space_;
+  std::vector<uint8_t> scratch_;
+};
 
 }  // namespace turboquant::cpu

@@ -13,8 +13,17 @@ namespace turboquant::cpu::TURBOQUANT_LEVEL {
 // The bits of a code where the dot products meet it: three-bit codes are nibbles by then.
 constexpr int nibbles(int bits) { return bits == 3 ? 4 : bits; }
 
-constexpr int quarter_fields(int bits) { return bits == 2 ? 4 : bits == 8 ? 1 : 2; }  // codes of a byte
+// Layouts are the code widths of pages, and bit strings (kBitString + bits), which dense rows of 1, 3 and 5 bits are. What
+// 16 bytes of a bit string hold of whole sets of 16 codes counts as a quarter, and every set as a field.
+constexpr bool is_string(int bits) { return bits > kBitString; }
+constexpr int quarter_fields(int bits) {  // codes of a byte, or sets of 16 codes
+  if (is_string(bits)) return 8 / (bits - kBitString);
+  return bits == 2 ? 4 : bits == 8 ? 1 : 2;
+}
 constexpr int quarter_channels(int bits) { return 16 * quarter_fields(bits); }
+constexpr int quarter_bytes(int bits) {
+  return is_string(bits) ? quarter_channels(bits) / 8 * (bits - kBitString) : bits == 3 ? 12 : 16;
+}
 inline int quarters_per_row(int d, int bits) { return (d + quarter_channels(bits) - 1) / quarter_channels(bits); }
 
 inline int64_t query_factor_bytes(int d, int bits) {
@@ -35,11 +44,11 @@ inline void quarter_channels(const int16_t* row, int d, int bits, int quarter, i
     return;
   }
   const int fields = quarter_fields(bits);
-  const int16_t* first = row + quarter * quarter_channels(bits) + field;
-  for (int i = 0; i < 16; ++i) to[i] = first[fields * i];
+  const int16_t* first = row + quarter * quarter_channels(bits);
+  for (int i = 0; i < 16; ++i) to[i] = first[is_string(bits) ? 16 * field + i : fields * i + field];
 }
 
-// scratch: int16 [d + 64]
+// scratch: int16 [d + kQueryMargin]
 inline float query_factors(const float* q, int d, int bits, int max_level, void* factors, int32_t* correction,
                            int16_t* scratch) {
   Floats most = broadcast(0.0f);
@@ -69,7 +78,7 @@ inline float query_factors(const float* q, int d, int bits, int max_level, void*
     for (int i = 0; i < 16; ++i) scratch[c + i] = static_cast<int16_t>(lane[i]);
   }
   for (; c < d; ++c) scratch[c] = static_cast<int16_t>(__builtin_rintf((q[c] * down) * inverse));
-  memset(scratch + d, 0, 64 * sizeof *scratch);
+  memset(scratch + d, 0, kQueryMargin * sizeof *scratch);
   if (greatest_channel == 0) memset(scratch, 0, d * sizeof *scratch);
 
   Factors* to = static_cast<Factors*>(factors);
@@ -123,6 +132,18 @@ struct LevelBytes<5> {
   }
 };
 
+template <int BITS>
+  requires(BITS > kBitString)
+struct LevelBytes<BITS> {
+  CodeTable<BITS - kBitString> table;
+  explicit LevelBytes(const int8_t* levels, int = 0) {
+    constexpr int kCount = 1 << (BITS - kBitString);
+    uint8_t bytes[kCount];
+    for (int i = 0; i < kCount; ++i) bytes[i] = level_byte(levels[i]);
+    table = code_table<BITS - kBitString>(bytes);
+  }
+};
+
 // Sixteen rows of codes. Reading runs up to 15 bytes past a row.
 struct CodeRows {
   const uint8_t* rows;
@@ -134,7 +155,9 @@ struct CodeRows {
 // The levels of field FIELD of one quarter of four rows. BITS 3 means: nibbles by now.
 template <int BITS, int FIELD>
 ALWAYS_INLINE Levels quarter_levels(const LevelBytes<nibbles(BITS)>& table, const Bytes& x, const Bytes& planes) {
-  if constexpr (BITS == 5) {
+  if constexpr (is_string(BITS)) {
+    return widen(lookup_string<BITS - kBitString, 16 * FIELD>(table.table, x));
+  } else if constexpr (BITS == 5) {
     return widen(lookup(table.table, field<4 * FIELD>(x, broadcast(uint8_t{15})) | plane_bits<FIELD>(planes)));
   } else {
     return widen(table.template levels<FIELD>(x));
@@ -153,7 +176,7 @@ inline void dot_sixteen(const CodeRows& codes, int d, const LevelBytes<nibbles(B
   Ints part[QUERIES][4];
   for (int i = 0; i < 4; ++i) {
     const uint8_t* row = codes.rows + i * codes.row_stride;
-    const uint8_t* plane = codes.planes + i * codes.plane_stride;
+    const uint8_t* plane = BITS == 5 ? codes.planes + i * codes.plane_stride : nullptr;
     Products sum[QUERIES];
     for (int q = 0; q < QUERIES; ++q) sum[q] = no_products();
     const auto add_field = [&]<int FIELD>(const Bytes& x, const Bytes& top, int quarter)
@@ -168,9 +191,17 @@ inline void dot_sixteen(const CodeRows& codes, int d, const LevelBytes<nibbles(B
       if constexpr (kFields > 1) add_field.template operator()<1>(x, top, quarter);
       if constexpr (kFields > 2) add_field.template operator()<2>(x, top, quarter);
       if constexpr (kFields > 2) add_field.template operator()<3>(x, top, quarter);
+      if constexpr (kFields > 4) {
+        if (d - quarter * quarter_channels(BITS) <= 64) return;
+        add_field.template operator()<4>(x, top, quarter);
+        add_field.template operator()<5>(x, top, quarter);
+        add_field.template operator()<6>(x, top, quarter);
+        add_field.template operator()<7>(x, top, quarter);
+      }
     };
     int u = 0;  // four quarters at once, then what is left
-    for (; u + 4 <= quarters && (BITS != 3 || d % 128 == 0); u += 4) {
+    const bool in_fours = BITS == 3 ? d % 128 == 0 : quarter_bytes(BITS) == 16;
+    for (; u + 4 <= quarters && in_fours; u += 4) {
       Bytes x[4];
       if constexpr (BITS == 3) {
         for (int g = 0; g < 4; ++g) x[g] = load_quarters(row + 12 * (u + g), stride);
@@ -181,13 +212,88 @@ inline void dot_sixteen(const CodeRows& codes, int d, const LevelBytes<nibbles(B
       for (int j = 0; j < 4; ++j) add(x[j], u + j);
     }
     for (; u < quarters; ++u) {
-      Bytes x = load_quarters(row + (BITS == 3 ? 12 : 16) * u, stride);
+      Bytes x = load_quarters(row + quarter_bytes(BITS) * u, stride);
       if constexpr (BITS == 3) x = append_three_bits(x);
       add(x, u);
     }
     for (int q = 0; q < QUERIES; ++q) part[q][i] = total(sum[q]);
   }
   for (int q = 0; q < QUERIES; ++q) dots[q] = sum_quads(part[q][0], part[q][1], part[q][2], part[q][3]);
+}
+
+// ---- Dense rows ----------------------------------------------------------------------------------------------------
+
+inline Floats load_scales(const DenseRows& k, int64_t first, int count) {
+  if (count == 16) {
+    return k.half_scale ? load_float(reinterpret_cast<const Half*>(k.half_scale) + first) : load(k.scale + first);
+  }
+  Half half[16] = {};
+  float scale[16] = {};
+  if (k.half_scale) {
+    memcpy(half, k.half_scale + first, count * sizeof(Half));
+    return load_float(half);
+  }
+  memcpy(scale, k.scale + first, count * sizeof(float));
+  return load(scale);
+}
+
+// Scores of keys [begin, end) for queries from .. from + QUERIES - 1.
+template <int BITS, int QUERIES>
+inline void score_queries(const DenseRows& k, const LevelBytes<BITS>& table, int64_t begin, int64_t end,
+                          const ScoreQueries& q, int from, const Scores& out, uint8_t* scratch) {
+  const int64_t factor_bytes = query_factor_bytes(k.d, BITS);
+  const Factors* factors[QUERIES];
+  for (int i = 0; i < QUERIES; ++i) {
+    factors[i] = reinterpret_cast<const Factors*>(static_cast<const uint8_t*>(q.factors) + (from + i) * factor_bytes);
+  }
+  for (int64_t key = begin; key < end; key += 16) {
+    const int count = end - key < 16 ? static_cast<int>(end - key) : 16;
+    const uint8_t* rows = k.rows + key * k.row_bytes;
+    if (k.end - rows < 16 * k.row_bytes + 15) {  // what is read would leave the tensor
+      memcpy(scratch, rows, count * k.row_bytes);
+      rows = scratch;
+    }
+    Ints dots[QUERIES];
+    dot_sixteen<BITS, QUERIES>({rows, k.row_bytes, nullptr, 0}, k.d, table, factors, dots);
+    const Floats scale = load_scales(k, key, count);
+    for (int i = 0; i < QUERIES; ++i) {
+      const Floats dot = to_floats(dots[i] + broadcast(q.correction[from + i]));
+      const Floats score = (dot * broadcast(q.unit[from + i])) * scale + broadcast(q.shift[from + i]);
+      float* to = out.scores + (from + i) * out.stride + key;
+      if (count == 16) {
+        store(to, out.add ? load(to) + score : score);
+      } else {
+        float lane[16];
+        store(lane, score);
+        for (int j = 0; j < count; ++j) to[j] = out.add ? to[j] + lane[j] : lane[j];
+      }
+    }
+  }
+}
+
+template <int BITS>
+void score_codes(const DenseRows& k, int64_t begin, int64_t end, const ScoreQueries& q, const Scores& out,
+                 uint8_t* scratch) {
+  const LevelBytes<BITS> table(k.levels, 1 << (BITS > kBitString ? BITS - kBitString : BITS));
+  int i = 0;
+  for (; i + 4 <= q.count; i += 4) score_queries<BITS, 4>(k, table, begin, end, q, i, out, scratch);
+  if (i + 2 <= q.count) {
+    score_queries<BITS, 2>(k, table, begin, end, q, i, out, scratch);
+    i += 2;
+  }
+  if (i < q.count) score_queries<BITS, 1>(k, table, begin, end, q, i, out, scratch);
+}
+
+inline void score_rows(const DenseRows& k, int64_t begin, int64_t end, const ScoreQueries& q, const Scores& out,
+                       uint8_t* scratch) {
+  switch (k.layout) {
+    case kBitString + 1: return score_codes<kBitString + 1>(k, begin, end, q, out, scratch);
+    case 2: return score_codes<2>(k, begin, end, q, out, scratch);
+    case kBitString + 3: return score_codes<kBitString + 3>(k, begin, end, q, out, scratch);
+    case 4: return score_codes<4>(k, begin, end, q, out, scratch);
+    case kBitString + 5: return score_codes<kBitString + 5>(k, begin, end, q, out, scratch);
+    default: return score_codes<8>(k, begin, end, q, out, scratch);
+  }
 }
 
 }  // namespace turboquant::cpu::TURBOQUANT_LEVEL

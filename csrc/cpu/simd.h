@@ -257,6 +257,34 @@ ALWAYS_INLINE Bytes append_three_bits(Bytes x) {
   return {_mm512_mask_mov_epi32(x.v, 0x8888, last)};
 }
 
+// Dense rows of 1, 3 and 5 bits are bit strings: each quarter of x begins with one, of which codes FIRST .. FIRST + 15 are
+// looked up. FIRST is a multiple of 16.
+template <int BITS>
+struct CodeTable {
+  __m512i v;  // the table, repeated
+};
+template <int BITS>
+inline CodeTable<BITS> code_table(const uint8_t* p) {  // p: [2^BITS]
+  uint8_t bytes[64];
+  for (int i = 0; i < 64; ++i) bytes[i] = p[i % (1 << BITS)];
+  return {_mm512_loadu_si512(bytes)};
+}
+template <int BITS, int FIRST>
+ALWAYS_INLINE Bytes lookup_string(const CodeTable<BITS>& t, Bytes x) {
+  // Eight codes are BITS bytes: those go to a quadword, then each code to the bottom of its byte. The bits above it only
+  // choose another copy of the table.
+  uint8_t from[16];
+  uint64_t down = 0;
+  for (int i = 0; i < 16; ++i) {
+    const int byte = (FIRST + i / 8 * 8) * BITS / 8 + i % 8;
+    from[i] = static_cast<uint8_t>(byte < 16 ? byte : 15);
+  }
+  for (int k = 0; k < 8; ++k) down |= static_cast<uint64_t>(BITS * k) << 8 * k;
+  const __m512i eights = _mm512_shuffle_epi8(x.v, table16(from).v);
+  const __m512i codes = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(static_cast<int64_t>(down)), eights);
+  return {_mm512_permutexvar_epi8(codes, t.v)};
+}
+
 // -- Levels times 16-bit factors: the inner loop of every score and every sum of values.
 //
 // A byte product needs one unsigned operand, so levels are stored with kLevelBias added, and a factor is two signed bytes,
@@ -533,6 +561,66 @@ ALWAYS_INLINE Bytes append_three_bits(Bytes x) {
     return _mm256_blend_epi32(v, last, 0x88);
   };
   return {half(x.a), half(x.b)};
+}
+
+template <int BITS>
+struct CodeTable {
+  Table16 v;  // the table, repeated
+};
+template <>
+struct CodeTable<5> {
+  Table32 v;
+};
+template <>
+struct CodeTable<1> {
+  __m256i zero, one;
+};
+template <int BITS>
+inline CodeTable<BITS> code_table(const uint8_t* p) {
+  uint8_t bytes[16];
+  for (int i = 0; i < 16; ++i) bytes[i] = p[i % (1 << BITS)];
+  return {table16(bytes)};
+}
+template <>
+inline CodeTable<5> code_table<5>(const uint8_t* p) {
+  return {table32(p)};
+}
+template <>
+inline CodeTable<1> code_table<1>(const uint8_t* p) {
+  return {_mm256_set1_epi8(static_cast<char>(p[0])), _mm256_set1_epi8(static_cast<char>(p[1]))};
+}
+template <int BITS, int FIRST>
+ALWAYS_INLINE Bytes lookup_string(const CodeTable<BITS>& t, const Bytes& x) {
+  if constexpr (BITS == 1) {
+    uint8_t from[16], bit[16];
+    for (int i = 0; i < 16; ++i)
+      from[i] = static_cast<uint8_t>((FIRST + i) / 8), bit[i] = static_cast<uint8_t>(1 << i % 8);
+    const __m256i f = table16(from).v, b = table16(bit).v;
+    const auto half = [&](__m256i v) {
+      const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(v, f), b), b);
+      return _mm256_blendv_epi8(t.zero, t.one, set);
+    };
+    return {half(x.a), half(x.b)};
+  } else {
+    // Two codes lie within two bytes: those go to a word, whose top they reach by a multiplication. From there one goes to
+    // the bottom of each byte.
+    uint8_t from[16];
+    int16_t up[8];
+    for (int w = 0; w < 8; ++w) {
+      const int bit = (FIRST + 2 * w) * BITS;
+      from[2 * w] = static_cast<uint8_t>(bit / 8);
+      from[2 * w + 1] = static_cast<uint8_t>(bit / 8 + 1);
+      up[w] = static_cast<int16_t>(1 << (16 - 2 * BITS - bit % 8));
+    }
+    const __m256i f = table16(from).v, u = _mm256_broadcastsi128_si256(load128(up));
+    const auto half = [&](__m256i v) {
+      const __m256i y = _mm256_mullo_epi16(_mm256_shuffle_epi8(v, f), u);
+      __m256i even = _mm256_srli_epi16(y, 16 - 2 * BITS);
+      if constexpr (BITS == 5) even = _mm256_and_si256(even, _mm256_set1_epi16(31));  // else the table is repeated
+      return _mm256_or_si256(even, _mm256_and_si256(_mm256_srli_epi16(y, 8 - BITS), _mm256_set1_epi16(-256)));
+    };
+    return lookup(t.v, Bytes{half(x.a), half(x.b)});
+  }
 }
 
 // Levels become 16-bit numbers, even and odd bytes apart, and meet 16-bit factors in the same order: no bias.
@@ -861,6 +949,24 @@ inline void gather_three_bits(Bytes (&x)[4]) {
     for (int l = 0; l < 16; ++l) out[l % 4][l / 4 * 4 + i] = in[i][l];
   }
   for (int j = 0; j < 4; ++j) memcpy(x[j].v, out[j], sizeof out[j]);
+}
+
+template <int BITS>
+struct CodeTable {
+  uint8_t v[1 << BITS];
+};
+template <int BITS>
+inline CodeTable<BITS> code_table(const uint8_t* p) {
+  return lanes<CodeTable<BITS> >([&](int i) { return p[i]; });
+}
+template <int BITS, int FIRST>
+inline Bytes lookup_string(const CodeTable<BITS>& t, const Bytes& x) {
+  return lanes<Bytes>([&](int i) {
+    const int bit = (FIRST + i % 16) * BITS;
+    const uint8_t* p = x.v + i / 16 * 16 + bit / 8;
+    const unsigned two = p[0] | (bit % 8 + BITS > 8 ? static_cast<unsigned>(p[1]) << 8 : 0);
+    return t.v[two >> bit % 8 & ((1 << BITS) - 1)];
+  });
 }
 
 constexpr int kLevelBias = 0;
