@@ -5,6 +5,7 @@ byte comparison. The references that ops are compared with live in the package, 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 
 import numpy as np
@@ -103,6 +104,30 @@ def assert_same_bytes(actual: Tensor, expected: Tensor) -> None:
             f"{len(np.unique(wrong))} of {actual.numel()} elements differ, the first at "
             f"{tuple(map(int, place))}: {actual[place]} instead of {expected[place]}"
         )
+
+
+def rounded_query_error(q: Tensor, rotation: Tensor, length: Tensor, max_level: int) -> Tensor:
+    """What CPU scores may lose to queries of 16-bit integers: float64 [..., queries, keys].
+
+    A query meets codes as multiples of a unit, its largest channel after the rotation [m, d]
+    divided by 32639 (by less where m products with the largest level would leave int32). So a
+    channel is off by at most half a unit, sigma 0.29 units, and channels are independent: five
+    sigma of the sum over the channels of a key are 1.5 units times its length [..., keys] there.
+    """
+    steps = min(32639, (2**31 - 1) // (max_level * rotation.shape[0]))
+    unit = (q.double() @ rotation.double().T).abs().amax(-1) / steps
+    return 1.5 * unit[..., None] * length.double()[..., None, :]
+
+
+def sketch_rounding(q: Tensor, norm: Tensor, projection: Tensor) -> Tensor:
+    """The same for sketches: rows of m signs."""
+    m, d = projection.shape[0], q.shape[-1]
+    if projection.dim() == 2:
+        matrix, factor = projection, math.sqrt(math.pi / 2) / m
+    else:
+        matrix = torch.from_numpy(rotation_matrix(d, projection))
+        factor = math.sqrt(math.pi / (2 * d))
+    return rounded_query_error(q, matrix, factor * math.sqrt(m) * norm.double(), 1)
 
 
 def signs_of(d: int, seed: int = 0) -> Tensor:
