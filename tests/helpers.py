@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_turboquant.codebook import Codebook
+from torch_turboquant.hadamard import hadamard
 from torch_turboquant.signs import random_signs, rotation_matrix
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256, 512, 576)
@@ -106,28 +107,32 @@ def assert_same_bytes(actual: Tensor, expected: Tensor) -> None:
         )
 
 
-def rounded_query_error(q: Tensor, rotation: Tensor, length: Tensor, max_level: int) -> Tensor:
+def rounded_query_error(rotated: Tensor, length: Tensor, max_level: int) -> Tensor:
     """What CPU scores may lose to queries of 16-bit integers: float64 [..., queries, keys].
 
-    A query meets codes as multiples of a unit, its largest channel after the rotation [m, d]
+    A rotated query [..., queries, m] meets codes as multiples of a unit, its largest channel
     divided by 32639 (by less where m products with the largest level would leave int32). So a
     channel is off by at most half a unit, sigma 0.29 units, and channels are independent: five
-    sigma of the sum over the channels of a key are 1.5 units times its length [..., keys] there.
+    sigma of the sum over the channels of a key are 1.5 units times its length [..., keys].
     """
-    steps = min(32639, (2**31 - 1) // (max_level * rotation.shape[0]))
-    unit = (q.double() @ rotation.double().T).abs().amax(-1) / steps
+    steps = min(32639, (2**31 - 1) // (max_level * rotated.shape[-1]))
+    unit = rotated.double().abs().amax(-1) / steps
     return 1.5 * unit[..., None] * length.double()[..., None, :]
 
 
-def sketch_rounding(q: Tensor, norm: Tensor, projection: Tensor) -> Tensor:
-    """The same for sketches: rows of m signs."""
-    m, d = projection.shape[0], q.shape[-1]
+def code_score_rounding(q: Tensor, signs: Tensor, length: Tensor, bits: int) -> Tensor:
+    """The same for score; length [..., keys] is that of the decoded keys, without a center."""
+    return rounded_query_error(hadamard(q.float(), signs), length, 128 if bits == 8 else 127)
+
+
+def sketch_score_rounding(q: Tensor, norm: Tensor, projection: Tensor) -> Tensor:
+    """The same for qjl_score; norm [..., keys] is that of the residuals."""
+    m = projection.shape[0]
     if projection.dim() == 2:
-        matrix, factor = projection, math.sqrt(math.pi / 2) / m
+        projected, factor = q.float() @ projection.T, math.sqrt(math.pi / 2) / m
     else:
-        matrix = torch.from_numpy(rotation_matrix(d, projection))
-        factor = math.sqrt(math.pi / (2 * d))
-    return rounded_query_error(q, matrix, factor * math.sqrt(m) * norm.double(), 1)
+        projected, factor = hadamard(q.float(), projection), math.sqrt(math.pi / (2 * m))
+    return rounded_query_error(projected, factor * math.sqrt(m) * norm.double(), 1)
 
 
 def signs_of(d: int, seed: int = 0) -> Tensor:

@@ -19,11 +19,13 @@ from tests.helpers import (
     FLOATS,
     HEAD_DIMS,
     assert_same_bytes,
+    code_score_rounding,
     codebook_tensors,
     generator,
     hard_vectors,
     randn,
     signs_of,
+    sketch_score_rounding,
 )
 from torch_turboquant.format import valid_vector_dim
 from torch_turboquant.signs import SignKind, random_signs
@@ -144,14 +146,16 @@ def score_inputs(d, dtype, seed, bits, grid, kind=None, center=False):
 
 def score_bound(t: Tensors) -> Tensor:
     """Float32 sums of d products, twice: 2 d roundings of what has the size |q| times the key's
-    length (and center, and residual)."""
+    length (and center, and residual); and queries of 16-bit integers on the CPU."""
     d = t["x"].shape[-1]
     size = t["scale"].double().nan_to_num()[..., None, :] * (4 * d**0.5)
+    rounding = code_score_rounding(t["x"], t["signs"], size[..., 0, :], 8)
     if t.get("norm") is not None:
         size = size + 4 * t["norm"].double()[..., None, :] * d**0.5
+        rounding += sketch_score_rounding(t["x"], t["norm"].nan_to_num(), t["projection"])
     if t["center"] is not None:
         size = size + t["center"].double().norm()
-    return 4 * d * EPS * t["x"].double().norm(dim=-1)[..., None] * size
+    return rounding + 4 * d * EPS * t["x"].double().norm(dim=-1)[..., None] * size
 
 
 def scores(bits: int, grid: str, kind: str | None = None, center: bool = False) -> Case:
@@ -187,8 +191,10 @@ def sketch_scores(kind: str) -> Case:
 
     def bound(t):
         d = t["x"].shape[-1]
-        size = 4 * t["norm"].double().nan_to_num()[..., None, :] * d**0.5
-        return 4 * d * EPS * t["x"].double().norm(dim=-1)[..., None] * size
+        norm = t["norm"].double().nan_to_num()
+        rounding = sketch_score_rounding(t["x"], norm, t["projection"])
+        size = 4 * norm[..., None, :] * d**0.5
+        return rounding + 4 * d * EPS * t["x"].double().norm(dim=-1)[..., None] * size
 
     return Case(
         inputs,

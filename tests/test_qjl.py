@@ -14,7 +14,7 @@ from tests.helpers import (
     hard_vectors,
     randn,
     signs_of,
-    sketch_rounding,
+    sketch_score_rounding,
 )
 from torch_turboquant.qjl import qjl_score_reference, qjl_sketch_reference
 from torch_turboquant.signs import SignKind, random_signs
@@ -95,7 +95,7 @@ def test_score_against_float64(kind, dtype, device):
     size = projected.sum(-1) if kind == "dense" else projected * d
     factor = math.sqrt(math.pi / 2) / 56 if kind == "dense" else math.sqrt(math.pi / (2 * d))
     bound = 2 * d * EPS * factor * size[..., None] * norm.double()[..., None, :]
-    bound = bound + sketch_rounding(q, norm, s)  # the CPU's queries are 16-bit integers
+    bound = bound + sketch_score_rounding(q, norm, s)  # the CPU's queries are 16-bit integers
     assert ((out - exact).abs() <= bound).all()
     assert exact.abs().min() > 0  # nothing is vacuous here
 

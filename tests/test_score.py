@@ -11,14 +11,14 @@ from tests.helpers import (
     FLOATS,
     HEAD_DIMS,
     assert_same_bytes,
+    code_score_rounding,
     codebook_tensors,
     randn,
-    rounded_query_error,
     signs_of,
-    sketch_rounding,
+    sketch_score_rounding,
 )
 from torch_turboquant.score import score_reference
-from torch_turboquant.signs import SignKind, random_signs, rotation_matrix
+from torch_turboquant.signs import SignKind, random_signs
 
 EPS = 2.0**-24
 
@@ -39,10 +39,9 @@ def bounds(
     rounded_query_error, for the codes and for the sketch."""
     d = q.shape[-1]
     length = tt.decode(packed, scale, signs, levels, bits).double().norm(dim=-1)
-    rotation = torch.from_numpy(rotation_matrix(d, signs))
-    rounding = rounded_query_error(q, rotation, length, 128 if bits == 8 else 127)
+    rounding = code_score_rounding(q, signs, length, bits)
     if projection is not None:
-        rounding = rounding + sketch_rounding(q, norm, projection)
+        rounding = rounding + sketch_score_rounding(q, norm, projection)
         length = length + 4 * norm.double()  # the estimate varies by pi/2 |q|^2 norm^2 / d
     if center is not None:
         length = length + center.double().norm()
