@@ -123,6 +123,11 @@ struct Kernels {
   // scratch: [16 * row_bytes + 64]
   void (*score_rows)(const DenseRows& keys, int64_t begin, int64_t end, const ScoreQueries& queries, const Scores& out,
                      uint8_t* scratch);
+
+  // out[i] = matrix[i] . x by the fixed tree. matrix: [rows, d]
+  void (*project)(const float* matrix, int64_t rows, format::Split split, const float* x, float* out);
+  // Bit i: x[i] >= 0. x: [count], a multiple of 8
+  void (*sign_bits)(const float* x, int64_t count, uint8_t* bits);
 };
 
 // The level in use. Chosen at the first call.

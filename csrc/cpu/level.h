@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "kernels.h"
+#include "project.h"
 #include "score.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
@@ -17,6 +18,8 @@ constexpr Kernels make_table(const char* level) {
       .attend_pages = attend_pages,
       .attend_exact = attend_exact,
       .score_rows = score_rows,
+      .project = project,
+      .sign_bits = sign_bits,
   };
 }
 

@@ -21,10 +21,10 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
     using T = typename decltype(tag)::type;
     const T* in = static_cast<const T*>(residual.data_ptr());
     parallel_for(rows.count(), 8, [&](int64_t begin, int64_t end) {
-      std::vector<float> r(d), projected(sketch.rows()), scratch(d);
+      std::vector<float> r(d), projected(sketch.rows());
       for (int64_t i = begin; i < end; ++i) {
         to_float(in + rows(i), r.data(), d);
-        norm_out[i] = sketch.sketch(r.data(), bits_out + i * sketch.bytes(), projected.data(), scratch.data());
+        norm_out[i] = sketch.sketch(r.data(), bits_out + i * sketch.bytes(), projected.data());
       }
     });
   });

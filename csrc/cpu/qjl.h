@@ -31,36 +31,32 @@ class Sketch {
     factor_ = static_cast<float>(dense ? std::sqrt(kPi / 2) / m_ : std::sqrt(kPi / (2.0 * d)));
   }
 
-  int64_t dim() const { return d_; }
   int64_t rows() const { return m_; }
   int64_t bytes() const { return m_ / 8; }
   float factor() const { return factor_; }
 
-  // x: [d] -> out: [m], scratch: [d]. Each dense row is summed by the fixed tree, so sketches are the same on every device.
-  void project(const float* x, float* out, float* scratch) const {
-    if (signs_) {
-      std::memcpy(out, x, d_ * sizeof(float));
-      rotate(out, signs_, split_);
-      return;
-    }
-    for (int64_t i = 0; i < m_; ++i) {
-      for (int64_t c = 0; c < d_; ++c) scratch[c] = matrix_[i * d_ + c] * x[c];
-      out[i] = tree_sum(scratch, split_);
-    }
+  // x: [d] -> out: [m]. Each dense row is summed by the fixed tree, so sketches are the same on every device.
+  void project(const float* x, float* out) const {
+    if (matrix_) return kernels().project(matrix_, m_, split_, x, out);
+    std::memcpy(out, x, d_ * sizeof(float));
+    rotate(out, signs_, split_);
   }
 
-  // r: [d], destroyed -> bits: [bytes()]; returns the norm. projected: [m] and scratch: [d] are work space.
-  float sketch(float* r, uint8_t* bits, float* projected, float* scratch) const {
-    std::memset(bits, 0, bytes());
+  // r: [d], destroyed -> bits: [bytes()]; returns the norm. projected: [m], work space.
+  float sketch(float* r, uint8_t* bits, float* projected) const {
     const float amax = finite_amax(r, static_cast<int>(d_));
-    if (!(amax <= FLT_MAX)) return NAN;
+    if (!(amax <= FLT_MAX)) {
+      std::memset(bits, 0, bytes());
+      return NAN;
+    }
     const int e = prescale_exponent(amax);
     const float down = power_of_two(-e);
     for (int64_t c = 0; c < d_; ++c) r[c] *= down;
-    project(r, projected, scratch);
-    for (int64_t i = 0; i < m_; ++i) bits[i / 8] |= static_cast<uint8_t>((projected[i] >= 0) << i % 8);
-    for (int64_t c = 0; c < d_; ++c) scratch[c] = r[c] * r[c];
-    return std::sqrt(tree_sum(scratch, split_)) * power_of_two(e);
+    project(r, projected);
+    kernels().sign_bits(projected, m_, bits);
+    float square;
+    kernels().project(r, 1, split_, r, &square);
+    return std::sqrt(square) * power_of_two(e);
   }
 
  private:
@@ -90,10 +86,10 @@ class SketchQueries {
  public:
   SketchQueries(const Sketch& sketch, const DenseRows& keys)
       : sketch_(sketch), keys_(keys), queries_(kScoreQueries, sketch.rows(), keys.layout, 1), projected_(sketch.rows()),
-        space_(sketch.dim()), scratch_(16 * keys.row_bytes + 64) {}
+        scratch_(16 * keys.row_bytes + 64) {}
 
   void set(int64_t i, const float* q) {
-    sketch_.project(q, projected_.data(), space_.data());
+    sketch_.project(q, projected_.data());
     queries_.set(i, projected_.data(), sketch_.factor(), 0);
   }
   // The first `count` queries and keys [begin, end), which are counted over all batch entries.
@@ -105,7 +101,7 @@ class SketchQueries {
   const Sketch& sketch_;
   const DenseRows& keys_;
   IntegerQueries queries_;
-  std::vector<float> projected_, space_;
+  std::vector<float> projected_;
   std::vector<uint8_t> scratch_;
 };
 

@@ -129,6 +129,7 @@ inline Mask is_nan(Floats a) { return {_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q
 inline Mask operator<(Ints a, Ints b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
 inline Mask operator&(Mask a, Mask b) { return {static_cast<__mmask16>(a.v & b.v)}; }
 inline Mask operator|(Mask a, Mask b) { return {static_cast<__mmask16>(a.v | b.v)}; }
+inline uint16_t mask_bits(Mask m) { return m.v; }  // bit i: lane i
 inline bool any(Mask m) { return m.v != 0; }
 inline bool all(Mask m) { return m.v == 0xFFFF; }
 inline Floats select(Mask m, Floats yes, Floats no) { return {_mm512_mask_mov_ps(no.v, m.v, yes.v)}; }
@@ -430,6 +431,10 @@ inline Mask is_nan(Floats x) { return compare<_CMP_UNORD_Q>(x, x); }
 inline Mask operator<(Ints x, Ints y) { return {_mm256_cmpgt_epi32(y.a, x.a), _mm256_cmpgt_epi32(y.b, x.b)}; }
 inline Mask operator&(Mask x, Mask y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 inline Mask operator|(Mask x, Mask y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline uint16_t mask_bits(Mask m) {
+  const int low = _mm256_movemask_ps(_mm256_castsi256_ps(m.a)), high = _mm256_movemask_ps(_mm256_castsi256_ps(m.b));
+  return static_cast<uint16_t>(low | high << 8);
+}
 inline bool any(Mask m) { return _mm256_movemask_epi8(_mm256_or_si256(m.a, m.b)) != 0; }
 inline bool all(Mask m) { return _mm256_movemask_epi8(_mm256_and_si256(m.a, m.b)) == -1; }
 inline Floats select(Mask m, Floats yes, Floats no) {
@@ -826,6 +831,11 @@ inline Mask operator&(const Mask& a, const Mask& b) {
 }
 inline Mask operator|(const Mask& a, const Mask& b) {
   return lanes<Mask>([&](int i) { return a.v[i] || b.v[i]; });
+}
+inline uint16_t mask_bits(const Mask& m) {
+  int bits = 0;
+  for (int i = 0; i < 16; ++i) bits |= m.v[i] << i;
+  return static_cast<uint16_t>(bits);
 }
 inline bool any(const Mask& m) {
   bool found = false;
