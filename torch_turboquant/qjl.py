@@ -61,7 +61,8 @@ def qjl_score(q: Tensor, sign_bits: Tensor, norm: Tensor, projection: Tensor) ->
         projection: as given to qjl_sketch.
 
     Returns:
-        float32 [..., queries, keys].
+        float32 [..., queries, keys]. On the CPU the projected query is rounded to 16-bit integers,
+        see docs/ops.md: an error of about 1e-5 |q| norm.
 
     Raises:
         TypeError: another dtype.
@@ -135,7 +136,7 @@ def qjl_sketch_reference(residual: Tensor, projection: Tensor) -> tuple[Tensor, 
 
 
 def qjl_score_reference(q: Tensor, sign_bits: Tensor, norm: Tensor, projection: Tensor) -> Tensor:
-    """The estimator in float64 (the op accumulates in float32): float64 [..., queries, keys]."""
+    """The estimator in float64: float64 [..., queries, keys]."""
     signs = 2.0 * unpack_reference(sign_bits, 1, projection.shape[0]).double() - 1.0
     if projection.dim() == 2:
         factor = math.sqrt(math.pi / 2) / projection.shape[0]

@@ -46,7 +46,9 @@ def score(
             none.
 
     Returns:
-        float32 [..., queries, keys]: <q, decoded key> + <q, center> + the sketch's estimate.
+        float32 [..., queries, keys]: <q, decoded key> + <q, center> + the sketch's estimate. On the
+        CPU the rotated query is rounded to 16-bit integers, see docs/ops.md: an error of about
+        1e-5 |q| |key|.
 
     Raises:
         TypeError: another dtype.

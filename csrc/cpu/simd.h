@@ -971,42 +971,48 @@ inline CodeTable<BITS> code_table(const uint8_t* p) {
 }
 template <int BITS, int FIRST>
 inline Bytes lookup_string(const CodeTable<BITS>& t, const Bytes& x) {
-  return lanes<Bytes>([&](int i) {
-    const int bit = (FIRST + i % 16) * BITS;
-    const uint8_t* p = x.v + i / 16 * 16 + bit / 8;
-    const unsigned two = p[0] | (bit % 8 + BITS > 8 ? static_cast<unsigned>(p[1]) << 8 : 0);
-    return t.v[two >> bit % 8 & ((1 << BITS) - 1)];
-  });
+  Bytes y;
+  for (int i = 0; i < 64; i += 8) {
+    uint64_t codes = 0;  // eight of them
+    memcpy(&codes, x.v + i / 16 * 16 + (FIRST + i % 16) * BITS / 8, BITS);
+    for (int k = 0; k < 8; ++k) y.v[i + k] = t.v[codes >> k * BITS & ((1 << BITS) - 1)];
+  }
+  return y;
 }
 
 constexpr int kLevelBias = 0;
 
+// Even and odd bytes apart, and a sum for each of the 32 words, so that every loop is one that compilers vectorise.
 struct Levels {
-  int16_t v[64];
+  int16_t even[32], odd[32];
 };
 struct Factors {
-  int16_t v[64];
+  int16_t even[32], odd[32];
 };
 struct Products {
-  int32_t v[16];
+  int32_t v[32];
 };
 ALWAYS_INLINE Levels widen(const Bytes& x) {
-  return lanes<Levels>([&](int i) { return static_cast<int8_t>(x.v[i]); });
+  Levels l;
+  for (int i = 0; i < 32; ++i) {
+    l.even[i] = static_cast<int8_t>(x.v[2 * i]);
+    l.odd[i] = static_cast<int8_t>(x.v[2 * i + 1]);
+  }
+  return l;
 }
 inline Products no_products() { return {}; }
 ALWAYS_INLINE void multiply_add(Products& sum, const Levels& l, const Factors& f) {
-  for (int i = 0; i < 16; ++i) {
-    for (int k = 4 * i; k < 4 * i + 4; ++k) sum.v[i] += l.v[k] * f.v[k];
-  }
+  for (int i = 0; i < 32; ++i) sum.v[i] += l.even[i] * f.even[i];
+  for (int i = 0; i < 32; ++i) sum.v[i] += l.odd[i] * f.odd[i];
 }
 inline Ints total(const Products& p) {
-  return lanes<Ints>([&](int i) { return p.v[i]; });
+  return lanes<Ints>([&](int i) { return p.v[2 * i] + p.v[2 * i + 1]; });
 }
 inline Products starting_from(const Ints& x) {
-  return lanes<Products>([&](int i) { return x.v[i]; });
+  return lanes<Products>([&](int i) { return i % 2 ? 0 : x.v[i / 2]; });
 }
 inline void make_factors(Factors* to, const int16_t (&f)[16]) {
-  for (int i = 0; i < 64; ++i) to->v[i] = f[i % 16];
+  for (int i = 0; i < 32; ++i) to->even[i] = f[2 * i % 16], to->odd[i] = f[2 * i % 16 + 1];
 }
 
 struct TokenFactors {
@@ -1016,7 +1022,12 @@ inline TokenFactors token_factors(const Ints& f) {
   return lanes<TokenFactors>([&](int i) { return static_cast<int16_t>(f.v[2 * (i / 4) + i % 2 + 4 * (i & 2)]); });
 }
 ALWAYS_INLINE Factors spread(const TokenFactors& f, const Ints& quads) {
-  return lanes<Factors>([&](int i) { return f.v[4 * quads.v[i / 4] + i % 4]; });
+  Factors to;
+  for (int i = 0; i < 32; ++i) {
+    const int16_t* quad = f.v + 4 * quads.v[i / 2] + i % 2 * 2;
+    to.even[i] = quad[0], to.odd[i] = quad[1];
+  }
+  return to;
 }
 
 #endif
