@@ -970,11 +970,12 @@ inline CodeTable<BITS> code_table(const uint8_t* p) {
   return lanes<CodeTable<BITS> >([&](int i) { return p[i]; });
 }
 template <int BITS, int FIRST>
-inline Bytes lookup_string(const CodeTable<BITS>& t, const Bytes& x) {
+ALWAYS_INLINE Bytes lookup_string(const CodeTable<BITS>& t, const Bytes& x) {
   Bytes y;
   for (int i = 0; i < 64; i += 8) {
-    uint64_t codes = 0;  // eight of them
-    memcpy(&codes, x.v + i / 16 * 16 + (FIRST + i % 16) * BITS / 8, BITS);
+    const uint8_t* p = x.v + i / 16 * 16 + (FIRST + i % 16) * BITS / 8;
+    uint64_t codes = p[0];  // eight of them
+    for (int k = 1; k < BITS; ++k) codes |= static_cast<uint64_t>(p[k]) << 8 * k;
     for (int k = 0; k < 8; ++k) y.v[i + k] = t.v[codes >> k * BITS & ((1 << BITS) - 1)];
   }
   return y;
