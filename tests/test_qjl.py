@@ -11,6 +11,7 @@ import torch_turboquant as tt
 from tests.helpers import (
     FLOATS,
     assert_same_bytes,
+    at_the_end_of_memory,
     hard_vectors,
     randn,
     signs_of,
@@ -98,6 +99,19 @@ def test_score_against_float64(kind, dtype, device):
     bound = bound + sketch_score_rounding(q, norm, s)  # the CPU's queries are 16-bit integers
     assert ((out - exact).abs() <= bound).all()
     assert exact.abs().min() > 0  # nothing is vacuous here
+
+
+@pytest.mark.parametrize("kind", ["dense", "structured"])
+@pytest.mark.parametrize("d", [8, 40, 64, 144])
+def test_nothing_is_read_behind_a_tensor(d, kind):
+    """Every argument ends where memory does."""
+    s, x, q = projection(kind, d, rows=56), randn(19, d, seed=1), randn(3, d, seed=2)
+    sketch = tt.qjl_sketch(x, s)
+    s_end = at_the_end_of_memory(s)
+    for actual, expected in zip(tt.qjl_sketch(at_the_end_of_memory(x), s_end), sketch, strict=True):
+        assert_same_bytes(actual, expected)
+    guarded = [at_the_end_of_memory(t) for t in (q, *sketch)]
+    assert_same_bytes(tt.qjl_score(*guarded, s_end), tt.qjl_score(q, *sketch, s))
 
 
 def test_empty_sides():

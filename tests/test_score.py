@@ -11,6 +11,7 @@ from tests.helpers import (
     FLOATS,
     HEAD_DIMS,
     assert_same_bytes,
+    at_the_end_of_memory,
     code_score_rounding,
     codebook_tensors,
     randn,
@@ -195,6 +196,20 @@ def test_rows_at_any_address(d, bits, device):
         around[offset : offset + packed.numel()] = packed.flatten()
         moved = around[offset : offset + packed.numel()].view(packed.shape)
         assert_same_bytes(tt.score(q.to(device), moved, scale, *constants), out)
+
+
+@pytest.mark.parametrize("d", [2, 8, 20, 40, 80, 128, 320])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
+def test_nothing_is_read_behind_a_tensor(d, bits):
+    """Every argument ends where memory does."""
+    for queries, keys in ((1, 1), (3, 16), (5, 33)):
+        q, x = randn(queries, d, seed=1), randn(keys, d, seed=2)
+        stored = encoded(x, bits, "uniform" if bits == 8 else "lloyd", randn(d, seed=3))
+        s = tt.gaussian_projection(24, d, 1)
+        call = (q, *stored, *tt.qjl_sketch(x, s), s)
+        guarded = [at_the_end_of_memory(t) if isinstance(t, torch.Tensor) else t for t in call]
+        assert_same_bytes(tt.score(*guarded), tt.score(*call))
+        assert_same_bytes(tt.score(*guarded[:7]), tt.score(*call[:7]))
 
 
 def test_special_queries(device):

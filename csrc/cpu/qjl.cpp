@@ -60,7 +60,8 @@ Tensor qjl_score(const Tensor& q, const Tensor& sign_bits, const Tensor& norm, c
     }
   };
   for_score_blocks(shape, keys.row_bytes, [&] {
-    return Worker{q, rows, shape, to, d, SketchQueries(sketch, keys), std::vector<float>(kScoreQueries * d)};
+    return Worker{
+        q, rows, shape, to, d, SketchQueries(sketch, keys, shape), std::vector<float>(queries_at_once(shape) * d)};
   });
   return out;
 }

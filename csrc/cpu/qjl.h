@@ -84,9 +84,9 @@ inline DenseRows sketch_rows(const Sketch& sketch, const Tensor& sign_bits, cons
 // The queries of one thread's work, projected.
 class SketchQueries {
  public:
-  SketchQueries(const Sketch& sketch, const DenseRows& keys)
-      : sketch_(sketch), keys_(keys), queries_(kScoreQueries, sketch.rows(), keys.layout, 1), projected_(sketch.rows()),
-        scratch_(16 * keys.row_bytes + 64) {}
+  SketchQueries(const Sketch& sketch, const DenseRows& keys, const ScoreShape& shape)
+      : sketch_(sketch), keys_(keys), queries_(queries_at_once(shape), sketch.rows(), keys.layout, 1),
+        projected_(sketch.rows()), scratch_(16 * keys.row_bytes + 64) {}
 
   void set(int64_t i, const float* q) {
     sketch_.project(q, projected_.data());

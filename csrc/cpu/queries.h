@@ -41,6 +41,7 @@ class IntegerQueries {
 // Keys and queries of one piece of work: few enough for the nearest cache, enough to pay for a call.
 constexpr int64_t kScoreKeys = 512;
 constexpr int64_t kScoreQueries = 64;
+inline int64_t queries_at_once(const ScoreShape& s) { return std::min(s.queries, kScoreQueries); }
 
 // Splits [batch, queries, keys] among threads. make() gives a thread its worker; worker.prepare(b, first query, count) comes
 // before worker.score(b, first query, count, first key, end key), once for all key blocks that follow each other.

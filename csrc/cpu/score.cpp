@@ -32,9 +32,9 @@ class Worker {
   Worker(const Tensor& q, const Rows& rows, const ScoreShape& shape, const DenseVectors& vectors, const DenseRows& keys,
          const float* center, const Sketch* sketch, const DenseRows& signs, float* out)
       : q_(q), rows_(rows), shape_(shape), vectors_(vectors), keys_(keys), center_(center), out_(out),
-        integers_(kScoreQueries, vectors.d, keys.layout, max_level(keys, vectors.bits)),
-        queries_(kScoreQueries * vectors.d), scratch_(16 * keys.row_bytes + 64) {
-    if (sketch) sketch_.emplace(*sketch, signs);
+        integers_(queries_at_once(shape), vectors.d, keys.layout, max_level(keys, vectors.bits)),
+        queries_(queries_at_once(shape) * vectors.d), scratch_(16 * keys.row_bytes + 64) {
+    if (sketch) sketch_.emplace(*sketch, signs, shape);
   }
 
   void prepare(int64_t b, int64_t first, int64_t count) {
@@ -66,7 +66,7 @@ class Worker {
   float* out_;           // [batch, queries, keys]
   IntegerQueries integers_;
   std::optional<SketchQueries> sketch_;
-  std::vector<float> queries_;  // [kScoreQueries, d]
+  std::vector<float> queries_;  // [queries at once, d]
   std::vector<uint8_t> scratch_;
 };
 
