@@ -12,7 +12,6 @@ struct DenseVectors {
   const uint16_t* scale;  // [count]
   const float* signs;     // [d]
   LevelTable table;
-  const int8_t* levels;  // [2^bits], or null: the uniform grid
   format::Split split;
   int64_t count, d, row_bytes;
   int bits;
@@ -28,12 +27,10 @@ struct DenseVectors {
 inline DenseVectors checked_dense_vectors(const Tensor& packed, const Tensor& scale, const Tensor& signs,
                                           const OptionalTensor& levels, int64_t bits) {
   const int64_t d = check_dense_vectors(packed, scale, signs, bits), row_bytes = format::dense_row_bytes(d, bits);
-  const int8_t* given = checked_levels(levels, packed, bits, "levels");
   return {static_cast<const uint8_t*>(packed.data_ptr()),
           static_cast<const uint16_t*>(scale.data_ptr()),
           static_cast<const float*>(signs.data_ptr()),
-          LevelTable(static_cast<int>(bits), given),
-          given,
+          LevelTable(static_cast<int>(bits), checked_levels(levels, packed, bits, "levels")),
           format::split_dim(d),
           packed.numel() / row_bytes,
           d,
