@@ -101,6 +101,22 @@ def test_score_against_float64(kind, dtype, device):
     assert exact.abs().min() > 0  # nothing is vacuous here
 
 
+@pytest.mark.parametrize("rows", [8, 40, 64, 72, 136, 1000, 4096])
+def test_scores_with_any_number_of_rows(rows, device):
+    d, s = 48, projection("dense", 48, rows)
+    q, x = randn(7, d, seed=1), randn(21, d, seed=2)
+    q[2], q[5, 3], x[4], x[20, 7] = 0, torch.nan, 0, torch.inf
+    bits, norm = qjl_sketch_reference(x, s)
+    out = tt.qjl_score(*(t.to(device) for t in (q, bits, norm, s))).cpu()
+    assert out[5].isnan().all() and out[:, 20].isnan().all()
+    queries, keys = [i for i in range(7) if i != 5], list(range(20))
+    q, bits, norm, out = q[queries], bits[keys], norm[keys], out[queries][:, keys]
+    assert (out[2] == 0).all() and (out[:, 4] == 0).all()
+    bound = 4 * d * EPS * q.double().norm(dim=-1)[:, None] * norm.double()
+    bound = bound + sketch_score_rounding(q, norm, s)
+    assert ((out - qjl_score_reference(q, bits, norm, s)).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("kind", ["dense", "structured"])
 @pytest.mark.parametrize("d", [8, 40, 64, 144])
 def test_nothing_is_read_behind_a_tensor(d, kind):

@@ -17,11 +17,6 @@ ALWAYS_INLINE Floats sums_of_neighbours(const float* row, const float* x) {
     return pair_sums(sums_of_neighbours<VECTORS / 2>(row, x), sums_of_neighbours<VECTORS / 2>(row + kHalf, x + kHalf));
   }
 }
-template <>
-inline Floats sums_of_neighbours<16>(const float* row, const float* x) {
-  return pair_sums(sums_of_neighbours<8>(row, x), sums_of_neighbours<8>(row + 128, x + 128));
-}
-
 // The same of a block of n channels, a power of two from 16 on.
 inline Floats sums_of_block(const float* row, const float* x, int n) {
   switch (n) {

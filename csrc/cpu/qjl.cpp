@@ -59,7 +59,7 @@ Tensor qjl_score(const Tensor& q, const Tensor& sign_bits, const Tensor& norm, c
       integers.score(count, b * shape.keys + begin, b * shape.keys + end, scores_of(shape, out, b, first, false));
     }
   };
-  for_score_blocks(shape, keys.row_bytes, [&] {
+  for_score_blocks(shape, keys.row_bytes, sketch.query_bytes(), [&] {
     return Worker{
         q, rows, shape, to, d, SketchQueries(sketch, keys, shape), std::vector<float>(queries_at_once(shape) * d)};
   });

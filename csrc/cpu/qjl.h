@@ -34,6 +34,8 @@ class Sketch {
   int64_t rows() const { return m_; }
   int64_t bytes() const { return m_ / 8; }
   float factor() const { return factor_; }
+  // for_score_blocks' query_bytes
+  int64_t query_bytes() const { return 64 * (d_ + m_) + (matrix_ ? m_ * d_ / 2 : 0); }
 
   // x: [d] -> out: [m]. Each dense row is summed by the fixed tree, so sketches are the same on every device.
   void project(const float* x, float* out) const {

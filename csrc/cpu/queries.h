@@ -45,13 +45,13 @@ inline int64_t queries_at_once(const ScoreShape& s) { return std::min(s.queries,
 
 // Splits [batch, queries, keys] among threads. make() gives a thread its worker; worker.prepare(b, first query, count) comes
 // before worker.score(b, first query, count, first key, end key), once for all key blocks that follow each other.
-// row_bytes: what a query reads of a key.
+// row_bytes: what a query reads of a key; query_bytes: what could be read of keys in the time that it takes to prepare it.
 template <typename Make>
-void for_score_blocks(const ScoreShape& s, int64_t row_bytes, Make&& make) {
+void for_score_blocks(const ScoreShape& s, int64_t row_bytes, int64_t query_bytes, Make&& make) {
   const int64_t tiles = (s.queries + kScoreQueries - 1) / kScoreQueries;
   const int64_t blocks = (s.keys + kScoreKeys - 1) / kScoreKeys;
-  // A thread is worth waking for about 20 microseconds: 256 KB of codes.
-  const int64_t work = std::min(s.keys, kScoreKeys) * std::min(s.queries, kScoreQueries) * row_bytes;
+  // A thread is worth waking for about 10 microseconds: 256 KB of codes.
+  const int64_t work = queries_at_once(s) * (std::min(s.keys, kScoreKeys) * row_bytes + query_bytes);
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(work, 1));
   parallel_for(s.batch * tiles * blocks, grain, [&](int64_t begin, int64_t end) {
     auto worker = make();

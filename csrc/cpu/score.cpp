@@ -101,7 +101,8 @@ Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const T
   float* to = static_cast<float*>(out.data_ptr());
   const float* key_signs = static_cast<const float*>(signs.data_ptr());
   const Rows rows(q);
-  for_score_blocks(shape, keys.row_bytes + sketches.row_bytes, [&] {
+  const int64_t query_bytes = 64 * d + (sketched ? sketch->query_bytes() : 0);
+  for_score_blocks(shape, keys.row_bytes + sketches.row_bytes, query_bytes, [&] {
     return Worker(q, rows, shape, keys, key_signs, mean, sketched ? &*sketch : nullptr, sketches, to);
   });
   return out;
