@@ -35,10 +35,12 @@ def encoded(x, bits, grid, center=None, device="cpu"):
 def bounds(
     q, packed, scale, signs, levels, bits, center, sign_bits=None, norm=None, projection=None
 ):
-    """Largest error of each score. float32: the rotation of q and the sum over d each round at most
-    about d times; sums of d terms of random sign stay far below that. Integers: see
-    rounded_query_error, for the codes and for the sketch."""
-    d = q.shape[-1]
+    """Largest error of each score.
+
+    float32: coordinates of the rotated query are off by about log2(d) roundings each, and sums over
+    d terms of random sign by sqrt(d) of theirs: together below 64 roundings of |q| times the length
+    of the key. Integers: see rounded_query_error, for the codes and for the sketch.
+    """
     length = tt.decode(packed, scale, signs, levels, bits).double().norm(dim=-1)
     rounding = code_score_rounding(q, signs, length, bits)
     if projection is not None:
@@ -46,7 +48,7 @@ def bounds(
         length = length + 4 * norm.double()  # the estimate varies by pi/2 |q|^2 norm^2 / d
     if center is not None:
         length = length + center.double().norm()
-    return rounding + d * EPS * q.double().norm(dim=-1)[..., None] * length[..., None, :]
+    return rounding + 64 * EPS * q.double().norm(dim=-1)[..., None] * length[..., None, :]
 
 
 def assert_close(out, q, *stored):
