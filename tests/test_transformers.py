@@ -256,7 +256,7 @@ def check_against_oracle(
 
 
 def assert_close(actual, expected, tolerance=5e-4):
-    """Inputs that differ in their last bits may round to other integers: see check_against_oracle."""
+    """Inputs that differ in their last bits may round to other integers."""
     scale = expected.abs().max().item()
     error = (actual.float() - expected.float()).abs().max().item()
     assert error <= tolerance * scale, f"error {error}, scale {scale}"

@@ -164,7 +164,7 @@ struct Queries {
       Memory<float> q(d);
       random.fill(q.get(), d);
       uint8_t* to = factors.get() + i * k.query_factor_bytes(d, bits);
-      Memory<int16_t> scratch(d + 64);
+      Memory<int16_t> scratch(d + kQueryMargin);
       unit[i] = k.query_factors(q.get(), d, bits, max_level, to, &correction[i], scratch.get());
     }
   }
