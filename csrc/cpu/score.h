@@ -71,15 +71,16 @@ inline float query_factors(const float* q, int d, int bits, int max_level, void*
   // integer = x / unit; 2^-e keeps the inverse of a tiny unit finite
   const int e = scale_exponent(greatest_channel);
   const float down = power_of_two(-e), limit = static_cast<float>(greatest_factor(d, max_level));
-  const float inverse = greatest_channel > 0 ? limit / (greatest_channel * down) : 0;
-  for (c = 0; c + 16 <= d; c += 16) {
-    int32_t lane[16];
-    store(lane, round_to_ints((load(q + c) * broadcast(down)) * broadcast(inverse)));
-    for (int i = 0; i < 16; ++i) scratch[c + i] = static_cast<int16_t>(lane[i]);
+  memset(scratch, 0, (d + kQueryMargin) * sizeof *scratch);
+  if (greatest_channel > 0) {
+    const float inverse = limit / (greatest_channel * down);
+    for (c = 0; c + 16 <= d; c += 16) {
+      int32_t lane[16];
+      store(lane, round_to_ints((load(q + c) * broadcast(down)) * broadcast(inverse)));
+      for (int i = 0; i < 16; ++i) scratch[c + i] = static_cast<int16_t>(lane[i]);
+    }
+    for (; c < d; ++c) scratch[c] = static_cast<int16_t>(__builtin_rintf((q[c] * down) * inverse));
   }
-  for (; c < d; ++c) scratch[c] = static_cast<int16_t>(__builtin_rintf((q[c] * down) * inverse));
-  memset(scratch + d, 0, kQueryMargin * sizeof *scratch);
-  if (greatest_channel == 0) memset(scratch, 0, d * sizeof *scratch);
 
   Factors* to = static_cast<Factors*>(factors);
   uint32_t total = 0;
