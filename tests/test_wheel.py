@@ -137,7 +137,7 @@ def test_info_as_text():
 def test_no_command_is_an_error():
     done = python("-m", "torch_turboquant")
     assert done.returncode == 2
-    assert "info" in done.stderr and "demo" in done.stderr
+    assert all(command in done.stderr for command in ("info", "memory", "demo"))
 
 
 @pytest.mark.parametrize("when", ["add_arguments", "run"])

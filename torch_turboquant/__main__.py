@@ -1,4 +1,4 @@
-"""The command line: `python -m torch_turboquant info` and `python -m torch_turboquant demo`."""
+"""The command line: `python -m torch_turboquant info`, `memory` and `demo`."""
 
 import argparse
 import importlib
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from torch_turboquant import memory
 from torch_turboquant._library import build_info
 
 
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="what is installed and what it runs on")
     info.add_argument("--json", action="store_true", help="print JSON")
+    planner = commands.add_parser("memory", help="what a model's KV cache takes, preset by preset")
+    memory.add_arguments(planner)
     demo = commands.add_parser("demo", help="a language model with a quantised cache")
     try:
         # The demo needs the packages of an extra: nothing else may depend on them.
@@ -55,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+    if args.command == "memory":
+        return memory.run(args)
     facts = build_info()
     if args.json:
         print(json.dumps(facts, indent=2))

@@ -1,0 +1,95 @@
+"""Which layer is stored how: one configuration for all, more bits at both ends, or layer by layer.
+
+The layers of a model may differ in bits, grids, scale modes, search and seed. They share what the
+bookkeeping of a sequence is made of: head_dim, the page size and the exact tail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch_turboquant.config import PRESETS, CacheConfig
+
+SHARED_FIELDS = ("head_dim", "page_size", "sink_tokens", "recent_window")
+
+LayerChoice = str | CacheConfig | None
+
+
+def layer_configs(
+    base: CacheConfig,
+    windows: Sequence[int | None],
+    *,
+    layer_presets: Mapping[int, LayerChoice] | Sequence[LayerChoice] | None = None,
+    boundary_layers: int = 0,
+    boundary_preset: str = "k8v8",
+) -> list[CacheConfig]:
+    """The configuration of every layer of a model.
+
+    Args:
+        base: of all layers that nothing below names.
+        windows: one entry per layer: its sliding window in tokens, 0 for full attention, None for a
+            layer that holds no keys and values.
+        layer_presets: layer -> preset or CacheConfig (negative layers count from the end), or one
+            entry per layer, None for "as otherwise". A preset changes bits and grids only. Wins
+            over boundary_layers.
+        boundary_layers: so many full-attention layers at each end of the model get boundary_preset.
+        boundary_preset: a name of PRESETS.
+
+    Returns:
+        One CacheConfig per layer.
+
+    Raises:
+        ValueError: an unknown preset, a layer that the model does not have or that is named twice,
+            a CacheConfig that differs from base in a field of SHARED_FIELDS.
+    """
+    count = len(windows)
+    if boundary_layers < 0:
+        raise ValueError(f"boundary_layers must be 0 or more, got {boundary_layers}")
+    configs = [base] * count
+    at_boundary = _with_preset(base, boundary_preset)  # a wrong name is wrong also if not used
+    if boundary_layers:
+        full = [layer for layer, window in enumerate(windows) if window == 0]
+        for layer in {*full[:boundary_layers], *full[-boundary_layers:]}:
+            configs[layer] = at_boundary
+    for layer, choice in _choices(layer_presets, count).items():
+        if isinstance(choice, CacheConfig):
+            for field in SHARED_FIELDS:
+                if getattr(choice, field) != getattr(base, field):
+                    raise ValueError(
+                        f"the configuration of layer {layer} has {field}={getattr(choice, field)}, "
+                        f"the cache {getattr(base, field)}; layers may differ in all fields but "
+                        f"{', '.join(SHARED_FIELDS)}"
+                    )
+            configs[layer] = choice
+        elif choice is not None:
+            configs[layer] = _with_preset(base, choice)
+    return configs
+
+
+def _with_preset(base: CacheConfig, name: str) -> CacheConfig:
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}")
+    return replace(base, **PRESETS[name]._asdict())
+
+
+def _choices(
+    given: Mapping[int, LayerChoice] | Sequence[LayerChoice] | None, count: int
+) -> dict[int, LayerChoice]:
+    """`layer_presets` with layers 0 .. count - 1."""
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        raise ValueError(f"layer_presets names a preset per layer, got {given!r} for all")
+    if not isinstance(given, Mapping):
+        if len(given) != count:
+            raise ValueError(f"layer_presets has {len(given)} entries, the model {count} layers")
+        given = dict(enumerate(given))
+    choices = {}
+    for layer, choice in given.items():
+        if not -count <= layer < count:
+            raise ValueError(f"layer_presets names layer {layer}, the model has {count} layers")
+        if layer % count in choices:
+            raise ValueError(f"layer_presets names layer {layer % count} twice")
+        choices[layer % count] = choice
+    return choices
