@@ -231,9 +231,11 @@ def check_against_oracle(
     """Every layer's recorded results; quantisation must matter `coarse` times the tolerance.
 
     The tolerance is what rounding the weights of 128 keys to integers may cost (`bounds` in
-    test_attention.py), relative to the largest output.
+    test_attention.py), relative to the largest output. config: of all layers, or a list with one
+    per layer.
     """
-    for layer, parts in enumerate(recorder.layers):
+    configs = config if isinstance(config, list) else [config] * len(recorder.layers)
+    for layer, (parts, config) in enumerate(zip(recorder.layers, configs, strict=True)):
         query, key, value, actual = (torch.cat(part, 2) for part in parts)
         if center == "auto":
             first = key[:, :, :exact_columns]
@@ -523,8 +525,8 @@ def test_calibrated_center(tmp_path):
         check_against_oracle(recorder, config, 10, center=centers)
 
     pytest.importorskip("safetensors")
-    save_centers(tmp_path / "c.safetensors", centers)
-    loaded = load_centers(tmp_path / "c.safetensors")
+    save_centers(tmp_path / "c.safetensors", centers, model)
+    loaded = load_centers(tmp_path / "c.safetensors", model)
     assert all(torch.equal(a, b) for a, b in zip(loaded, centers, strict=True))
     path = tmp_path / "c.safetensors"
     with TurboQuantCache.for_model(model, config=config, center=path) as cache:

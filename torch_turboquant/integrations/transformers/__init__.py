@@ -22,7 +22,12 @@ end of a `with` block or the end of the cache's life restore the model.
 Center. Keys are stored relative to one constant vector per layer and KV head, which softmax cannot
 see. center="auto" learns it from the first CENTER_TOKENS tokens or more (mean key after the sink
 tokens, padding excluded). Until that many have been seen, the layers hold them as they are and
-attend exactly; then everything is encoded at once. A learned center stays until `reset()`.
+attend exactly; then everything is encoded at once. A learned center stays until `reset()`. Centers
+of a calibration text (`calibrate`) can be saved; the file names the model's shape and RoPE, and is
+refused by any other model.
+
+Layers. All layers have one configuration unless `boundary_layers` or `layer_presets` say otherwise
+(torch_turboquant.policy).
 
 Memory. Without `max_cache_len` pages are added as sequences grow (half as much again each time, so
 a growth step briefly holds two copies of one layer). With it, pages for `max_batch_size` sequences

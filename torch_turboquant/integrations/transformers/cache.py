@@ -22,8 +22,10 @@ from torch_turboquant.integrations.transformers.models import (
     text_config,
 )
 from torch_turboquant.integrations.transformers.sequences import Sequences
+from torch_turboquant.policy import LayerChoice, layer_configs
 
 Centers = Sequence[Tensor] | Mapping[int, Tensor]
+LayerPresets = Mapping[int, LayerChoice] | Sequence[LayerChoice]
 
 
 class TurboQuantCache(Attachable, Cache):
@@ -43,6 +45,9 @@ class TurboQuantCache(Attachable, Cache):
         max_cache_len: int | None = None,
         max_q_len: int = 32,
         center: str | os.PathLike | Centers | None = "auto",
+        layer_presets: LayerPresets | None = None,
+        boundary_layers: int = 0,
+        boundary_preset: str = "k8v8",
         cache_device: str | torch.device = "auto",
     ) -> None:
         """See `for_model`."""
@@ -51,7 +56,7 @@ class TurboQuantCache(Attachable, Cache):
         windows = layer_windows(model)
         auto = isinstance(center, str) and center == "auto"
         if isinstance(center, (str, os.PathLike)) and not auto:
-            center = centers.load_centers(center)
+            center = centers.load_centers(center, model)
         if center is not None and not auto:
             have = sorted(center) if isinstance(center, Mapping) else list(range(len(center)))
             if have != list(range(len(windows))):
@@ -59,12 +64,19 @@ class TurboQuantCache(Attachable, Cache):
                     f"center needs one tensor for each of {len(windows)} layers, got {have}"
                 )
         self.config = config
+        self.configs = layer_configs(
+            config,
+            windows,
+            layer_presets=layer_presets,
+            boundary_layers=boundary_layers,
+            boundary_preset=boundary_preset,
+        )
         self.center = center
         self.sequences = Sequences(config, max_batch_size, max_cache_len, max_q_len, auto)
         layers = [
             TurboQuantLayer(
                 index,
-                config,
+                self.configs[index],
                 self.sequences,
                 None if auto or center is None else center[index],
                 window,
@@ -86,6 +98,9 @@ class TurboQuantCache(Attachable, Cache):
         max_cache_len: int | None = None,
         max_q_len: int = 32,
         center: str | os.PathLike | Centers | None = "auto",
+        layer_presets: LayerPresets | None = None,
+        boundary_layers: int = 0,
+        boundary_preset: str = "k8v8",
         cache_device: str | torch.device = "auto",
         **overrides: Any,
     ) -> TurboQuantCache:
@@ -104,7 +119,14 @@ class TurboQuantCache(Attachable, Cache):
                 of up to as many loses nothing.
             center: "auto" (learned from the first tokens), None (off), one tensor [kv_heads,
                 head_dim] per layer as `calibrate` returns them, or the path of a file written by
-                `save_centers`.
+                `save_centers` (of a model of the same shape and RoPE, or it is refused).
+            layer_presets: layer -> preset or CacheConfig (negative: from the end), or one entry per
+                layer (None: as otherwise); wins over boundary_layers. Presets change bits and
+                grids; a CacheConfig may differ in all but head_dim, page_size, sink_tokens and
+                recent_window.
+            boundary_layers: so many full-attention layers at each end of the model get
+                boundary_preset.
+            boundary_preset: a name of PRESETS.
             cache_device: where pages live and attention over them runs. "auto" is the model's
                 device if the ops have kernels for it, else the CPU, with tensors copied across.
 
@@ -125,6 +147,9 @@ class TurboQuantCache(Attachable, Cache):
             max_cache_len=max_cache_len,
             max_q_len=max_q_len,
             center=center,
+            layer_presets=layer_presets,
+            boundary_layers=boundary_layers,
+            boundary_preset=boundary_preset,
             cache_device=cache_device,
         )
 
@@ -218,26 +243,35 @@ class TurboQuantCache(Attachable, Cache):
 
         pages: pages that hold tokens; pages_allocated: all pages; tail: the exact first and last
         tokens; tables: constants of the codec; waiting: tokens not yet encoded because the center
-        is still to be learned; total: everything allocated.
+        is still to be learned; total: everything allocated. With max_cache_len, pages_allocated and
+        tail are what `python -m torch_turboquant memory --whole-sliding` predicts.
         """
+        layers = self.memory_by_layer()
+        return {name: sum(layer[name] for layer in layers) for name in layers[0]}
+
+    def memory_by_layer(self) -> list[dict[str, int]]:
+        """The same for each layer."""
         used = sum(math.ceil(n / self.config.page_size) for n in self.sequences.lengths())
-        pages = allocated = tail = tables = waiting = 0
+        out = []
         for layer in self.layers:
-            if layer.pages is not None:
-                allocated += _nbytes(layer.pages)
-                if self.sequences.encoded:
-                    pages += used * _nbytes(layer.pages) // layer.pages.shape[0]
-            tail += _nbytes(layer.ring)
-            tables += sum(_nbytes(t) for t in layer.tables or ())
-            waiting += sum(_nbytes(t) for t in layer.waiting or ())
-        return {
-            "pages": pages,
-            "pages_allocated": allocated,
-            "tail": tail,
-            "tables": tables,
-            "waiting": waiting,
-            "total": allocated + tail + tables + waiting,
-        }
+            allocated = _nbytes(layer.pages)
+            pages = 0
+            if layer.pages is not None and self.sequences.encoded:
+                pages = used * (allocated // layer.pages.shape[0])
+            tail = _nbytes(layer.ring)
+            tables = sum(_nbytes(t) for t in layer.tables or ())
+            waiting = sum(_nbytes(t) for t in layer.waiting or ())
+            out.append(
+                {
+                    "pages": pages,
+                    "pages_allocated": allocated,
+                    "tail": tail,
+                    "tables": tables,
+                    "waiting": waiting,
+                    "total": allocated + tail + tables + waiting,
+                }
+            )
+        return out
 
     @staticmethod
     def calibrate(

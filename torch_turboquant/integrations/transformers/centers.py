@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from torch_turboquant.integrations.transformers.models import layer_windows
+from torch_turboquant.integrations.transformers.models import (
+    head_dim_of,
+    layer_windows,
+    text_config,
+)
 from torch_turboquant.integrations.transformers.sequences import CENTER_TOKENS, Forward
+
+FILE_FORMAT = "torch_turboquant centers 1"
 
 
 def mean_key(keys: Tensor, forward: Forward) -> Tensor:
@@ -59,23 +66,97 @@ def calibrate(
     return [(s / count).float() for s in sums]
 
 
-def save_centers(path: str | os.PathLike, centers: Sequence[Tensor]) -> None:
-    """Writes centers to a safetensors file that `center=path` reads (needs safetensors)."""
+# ---- files
+
+
+def fingerprint(model: nn.Module) -> dict[str, str]:
+    """What a file of centers must agree on with a model: they are means of its keys after RoPE."""
+    config = text_config(model)
+    rope = {
+        name: getattr(config, name)
+        for name in ("rope_parameters", "no_rope_layers")
+        if getattr(config, name, None) is not None
+    }
+    return {
+        "format": FILE_FORMAT,
+        "model_type": str(config.model_type),
+        "layers": str(config.num_hidden_layers),
+        "hidden_size": str(config.hidden_size),
+        "attention_heads": str(config.num_attention_heads),
+        "kv_heads": str(getattr(config, "num_key_value_heads", None)),
+        "head_dim": str(head_dim_of(config)),
+        "rope": json.dumps(_without_none(rope), sort_keys=True) if rope else "none",
+    }
+
+
+def save_centers(path: str | os.PathLike, centers: Sequence[Tensor], model: nn.Module) -> None:
+    """Writes centers to a safetensors file that `center=path` reads (needs safetensors).
+
+    Args:
+        path: of the file.
+        centers: float32 [kv_heads, head_dim] per layer, of TurboQuantCache.calibrate or
+            TurboQuantCache.centers.
+        model: whose centers they are; the file carries its fingerprint (shape, RoPE).
+
+    Raises:
+        ValueError: centers that do not fit the model.
+    """
     from safetensors.torch import save_file
 
-    save_file({f"layers.{i}.center": c.contiguous() for i, c in enumerate(centers)}, path)
+    expected = fingerprint(model)
+    tensors = {f"layers.{i}.center": c.float().contiguous() for i, c in enumerate(centers)}
+    _check_tensors("centers", tensors, expected)
+    save_file(tensors, path, metadata=expected)
 
 
-def load_centers(path: str | os.PathLike) -> list[Tensor]:
+def load_centers(path: str | os.PathLike, model: nn.Module) -> list[Tensor]:
     """Reads a file of `save_centers`: one float32 [kv_heads, head_dim] per layer.
 
     Raises:
-        ValueError: the file holds anything else.
+        ValueError: the file holds anything else, or centers of a model with another fingerprint.
     """
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
-    tensors = load_file(path)
-    names = [f"layers.{i}.center" for i in range(len(tensors))]
-    if set(names) != set(tensors):
-        raise ValueError(f"{path} is no file of centers: it holds {sorted(tensors)[:3]}, ...")
-    return [tensors[name].float() for name in names]
+    with safe_open(path, "pt") as file:
+        found = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    if found.get("format") != FILE_FORMAT:
+        raise ValueError(
+            f"{path} is no file of centers: its format is {found.get('format')!r}, expected "
+            f"{FILE_FORMAT!r}"
+        )
+    expected = fingerprint(model)
+    wrong = [
+        f"{name} {found.get(name)!r}, the model's is {value!r}"
+        for name, value in expected.items()
+        if found.get(name) != value
+    ]
+    if wrong:
+        raise ValueError(f"{path} holds the centers of another model: {'; '.join(wrong)}")
+    _check_tensors(str(path), tensors, expected)
+    return [tensors[f"layers.{i}.center"] for i in range(len(tensors))]
+
+
+def _check_tensors(where: str, tensors: Mapping[str, Tensor], expected: Mapping[str, str]) -> None:
+    """Raises unless these are finite centers of every layer."""
+    names = {f"layers.{i}.center" for i in range(int(expected["layers"]))}
+    if set(tensors) != names:
+        raise ValueError(
+            f"{where}: {len(tensors)} centers, expected one for each of {len(names)} layers"
+        )
+    head_dim = int(expected["head_dim"])
+    for name, tensor in tensors.items():
+        good = tensor.dtype == torch.float32 and tensor.dim() == 2 and tensor.shape[1] == head_dim
+        if not good:
+            raise ValueError(
+                f"{where}: {name} is {tensor.dtype} {list(tensor.shape)}, expected torch.float32 "
+                f"[kv_heads, {head_dim}]"
+            )
+        if not tensor.isfinite().all():
+            raise ValueError(f"{where}: {name} has numbers that are not finite")
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value
