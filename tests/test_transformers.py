@@ -159,8 +159,8 @@ class Recorder:
             self.layers[layer_idx][2].append(value)
             return update(key, value, layer_idx, *args, **kwargs)
 
-        def recorded_attention(module, query, key, value, mask, **kwargs):
-            out, weights = attention(module, query, key, value, mask, **kwargs)
+        def recorded_attention(module, query, key, value, attention_mask=None, **kwargs):
+            out, weights = attention(module, query, key, value, attention_mask, **kwargs)
             self.layers[module.layer_idx][0].append(query)
             self.layers[module.layer_idx][3].append(out.transpose(1, 2))
             self.options[module.layer_idx] = kwargs

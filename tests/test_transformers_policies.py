@@ -27,6 +27,7 @@ from torch_turboquant.integrations.transformers import (  # noqa: E402
     load_centers,
     save_centers,
 )
+from torch_turboquant.integrations.transformers.centers import fingerprint  # noqa: E402
 from torch_turboquant.integrations.transformers.models import layer_windows  # noqa: E402
 from torch_turboquant.memory import AttentionLayer, attention_layers, packed_memory  # noqa: E402
 from torch_turboquant.policy import layer_configs  # noqa: E402
@@ -200,6 +201,12 @@ def test_centers_of_another_model_are_refused(tmp_path, match, other):
         with pytest.raises(ValueError, match=match):
             use(path, other)
     assert other.config._attn_implementation == "sdpa"
+
+
+def test_a_model_without_rope_says_so():
+    config = transformers.GPT2Config(vocab_size=101, n_embd=64, n_layer=1, n_head=4)
+    assert fingerprint(transformers.GPT2LMHeadModel(config))["rope"] == "none"
+    assert "rope_theta" in fingerprint(make_model())["rope"]
 
 
 def test_files_that_are_no_centers(tmp_path):

@@ -182,7 +182,9 @@ def _mask(previous: str, *args: Any, config: Any = None, **kwargs: Any) -> Tenso
         build = AttentionMaskInterface().get(previous)
         return None if build is None else build(*args, config=config, **kwargs)
     causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
-    if kwargs.get("use_vmap") or not (causal or kwargs.get("local_size")):
+    # a window of 0 too: Qwen2-MoE makes a mask for sliding layers also where it has none
+    sliding = kwargs.get("local_size") is not None
+    if kwargs.get("use_vmap") or not (causal or sliding):
         raise ValueError(
             "the model asks for a mask other than causal or sliding-window attention with left "
             "padding, which TurboQuantCache does not support after the first forward"

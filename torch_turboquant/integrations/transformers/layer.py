@@ -222,16 +222,16 @@ class TurboQuantLayer(CacheLayerMixin):
                 "does not support; it supports scaling, softcap, sliding_window and s_aux (sinks)"
             )
         window = kwargs.get("sliding_window") or 0
-        if window and self.sliding_window and window != self.sliding_window:
+        if window and window != self.sliding_window:
             raise ValueError(
-                f"layer {self.index} attends with sliding_window={window}, its configuration says "
-                f"{self.sliding_window}"
+                f"layer {self.index} attends with sliding_window={window}, its configuration and "
+                f"masks say {self.sliding_window} (0: none)"
             )
         sinks = kwargs.get("s_aux")
         scaling = kwargs.get("scaling")
         return {
             "softmax_scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            "sliding_window": window or self.sliding_window,
+            "sliding_window": self.sliding_window,
             "soft_cap": float(kwargs.get("softcap") or 0.0),
             "sink_logits": None if sinks is None else sinks.to(self.store_device, torch.float32),
         }

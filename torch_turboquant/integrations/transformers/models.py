@@ -36,7 +36,8 @@ def layer_windows(model: nn.Module) -> list[int]:
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if types is None:
-        types = ["sliding_attention" if window else "full_attention"] * layers
+        slides = window and _has_sliding_masks(model)
+        types = ["sliding_attention" if slides else "full_attention"] * layers
     problem = None
     if getattr(model.config, "is_encoder_decoder", False) or getattr(
         config, "add_cross_attention", False
@@ -64,6 +65,12 @@ def layer_windows(model: nn.Module) -> list[int]:
             "full or sliding-window self-attention in every layer, MHA, GQA or MQA"
         )
     return [int(window) if kind == "sliding_attention" else 0 for kind in types]
+
+
+def _has_sliding_masks(model: nn.Module) -> bool:
+    """Whether the model makes sliding-window masks: some configurations name a window for none."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
 
 
 def original_attention(previous: str, module: nn.Module) -> Callable:
