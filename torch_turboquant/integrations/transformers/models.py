@@ -18,13 +18,16 @@ def text_config(model: nn.Module) -> Any:
 
 def head_dim_of(config: Any) -> int:
     """As named by the configuration; hidden_size / heads only where it names none (Qwen2)."""
+    differ = ValueError(
+        f"{type(config).__name__} has layers of different head_dim; TurboQuantCache "
+        "supports one head_dim for all layers"
+    )
     try:
         named = getattr(config, "head_dim", None)
     except RuntimeError as error:  # transformers refuses to name one where layers differ
-        raise ValueError(
-            f"{type(config).__name__} has layers of different head_dim; TurboQuantCache "
-            "supports one head_dim for all layers"
-        ) from error
+        raise differ from error
+    if getattr(config, "global_head_dim", None) not in (None, named):  # Gemma 4 before that
+        raise differ
     return named if named is not None else config.hidden_size // config.num_attention_heads
 
 
@@ -35,7 +38,10 @@ def layer_windows(model: nn.Module) -> list[int]:
     layers = config.num_hidden_layers
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
-    if types is None:
+    blocks = getattr(config, "layers_block_type", None)
+    if types is None and blocks:  # hybrid models of older versions
+        types = ["full_attention" if kind == "attention" else kind for kind in blocks]
+    elif types is None:
         slides = window and _has_sliding_masks(model)
         types = ["sliding_attention" if slides else "full_attention"] * layers
     problem = None
