@@ -380,9 +380,9 @@ def test_32_layers_of_8_heads_of_128(capsys):
     for context, published in fp16.items():
         _, rows = caches(capsys, shape + f"--context {context}")
         assert rows["bf16"]["request"] == published * MiB  # right, if MB means MiB
-        # Their records take the 100 bytes of our k3v3: 3-bit keys with two float16 norms, and
-        # values at 2 bits, not 3, with a float16 pair for every 32. Their 128 exact tokens are not
-        # encoded until they leave the buffer; ours are, so that pages are always complete.
+        # The sizes fit records of 100 bytes, as our k3v3: 3-bit keys with two float16 norms, and
+        # values at 2 bits, not 3, with a float16 pair for every 32; and 128 exact tokens that are
+        # encoded when they leave the buffer. Ours are when they come: pages are always complete.
         theirs = 128 * 3 // 8 + 2 * 2 + int(128 * groups(2, 32)) // 8
         assert theirs == 100 == tq.preset("k3v3", 128).bytes_per_token
         k3v3 = rows["k3v3"]
@@ -461,14 +461,14 @@ def test_qwen3_5_122b_at_100k(capsys, tmp_path):
     ]
     assert round(rows["bf16"]["request"] / MiB) == 2344  # right, if MB means MiB
     assert round(rows["fp8"]["request"] / MiB) == 1172
-    # The measured 449 is the arithmetic of 3-bit keys with two float16 norms and 2-bit values in
-    # groups of 32: 196 bytes, the same as our k3v3 at this head_dim.
+    # 449 is the arithmetic of 3-bit keys with two float16 norms and 2-bit values in groups of 32
+    # (the text says 64): 196 bytes, the same as our k3v3 at this head_dim.
     theirs = 256 * 3 // 8 + 2 * 2 + int(256 * groups(2, 32)) // 8
     assert theirs == 196 == tq.preset("k3v3", 256).bytes_per_token
     assert round(rows["k3v3"]["pages"] / MiB) == 449
     assert round(rows["bf16"]["pages"] / rows["k3v3"]["pages"], 1) == 5.2
     # wrong: groups of 64 were said to add 0.5 bits to the mean of keys and values (5.33x); they add
-    # 0.25 (5.8x). The rest is the norms and the smaller group,
+    # 0.25 (5.8x). Norms and the smaller group account for the rest,
     mean = (3 + groups(2, 64)) / 2
     assert mean == 2.75 and round(16 / mean, 1) == 5.8
     assert round(16 / ((3 + 32 / 256 + groups(2, 32)) / 2), 1) == 5.2
