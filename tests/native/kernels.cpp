@@ -274,11 +274,46 @@ void attend_exact(const Kernels& k, Random& random, Written& written) {
   out.keep(written);
 }
 
+void score_rows(const Kernels& k, Random& random, Written& written) {
+  const int widths[] = {1, 2, 3, 4, 5, 8}, bits = random.any_of(widths), d = random.vector_dim();
+  const int64_t row_bytes = format::dense_row_bytes(d, bits), keys = random.between(1, 70);
+  const Memory<uint8_t> packed(keys * row_bytes, [&](int64_t) { return random.code_byte(bits); });
+  const Memory<uint16_t> halves(keys, [&](int64_t) { return random.half(false); });
+  Memory<float> lengths(keys);
+  random.fill(lengths.get(), keys);
+  const bool half = random.one_in(2);
+  const int layout = bits % 2 ? kBitString + bits : bits;
+  DenseRows rows{packed.get(), row_bytes, packed.get() + packed.size(),  d,
+                 layout,       {},        half ? halves.get() : nullptr, half ? nullptr : lengths.get()};
+  if (bits < 8) random.levels(rows.levels, bits);
+
+  const int count = static_cast<int>(random.between(1, 9));
+  const Queries q(k, random, count, d, layout, bits == 8 ? 127 : rows.levels[(1 << bits) - 1]);
+  const Memory<float> shift(count, [&](int64_t) { return random.number(); });
+  const int64_t begin = random.below(keys), end = random.between(begin, keys);
+  const Memory<float> scores(count * keys, [](int64_t) { return 1.0f; });
+  Memory<uint8_t> scratch(16 * row_bytes + 64);
+  k.score_rows(rows, begin, end, {count, q.factors.get(), q.unit.get(), q.correction.get(), shift.get()},
+               {const_cast<float*>(scores.get()), keys, random.one_in(2)}, scratch.get());
+  written.add(scores);
+}
+
+void project(const Kernels& k, Random& random, Written& written) {
+  const int64_t d = random.vector_dim(), rows = 8 * random.between(1, 6);
+  Memory<float> matrix(rows * d), x(d), out(rows);
+  for (int64_t i = 0; i < rows; ++i) random.fill(matrix.get() + i * d, d);
+  random.fill(x.get(), d);
+  k.project(matrix.get(), rows, format::split_dim(d), x.get(), out.get());
+  Memory<uint8_t> bits(rows / 8);
+  k.sign_bits(out.get(), rows, bits.get());
+  written.add(out);
+  written.add(bits);
+}
+
 using Case = void(const Kernels& k, Random& random, Written& written);
 const std::map<std::string, Case*> CASES = {
-    {"query_factors", query_factors},
-    {"attend_pages", attend_pages},
-    {"attend_exact", attend_exact},
+    {"query_factors", query_factors}, {"attend_pages", attend_pages}, {"attend_exact", attend_exact},
+    {"score_rows", score_rows},       {"project", project},
 };
 
 py::bytes run(const std::string& name, const std::string& level, uint64_t seed) {
