@@ -65,46 +65,31 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
     place_in_tail(to, batch, *ring);
   }
 
-  const RecordMap& map = record_map(record);
-  uint8_t* pages = static_cast<uint8_t*>(cache.data_ptr());
-  const format::Split split = format::split_dim(d);
-  const float* mean = center ? static_cast<const float*>(center->data_ptr()) : nullptr;
-  const float* k_signs = static_cast<const float*>(key_signs.data_ptr());
-  const float* v_signs = static_cast<const float*>(value_signs.data_ptr());
-  dispatch_float(k.scalar_type(), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const T* k_in = static_cast<const T*>(k.data_ptr());
-    const T* v_in = static_cast<const T*>(v.data_ptr());
-    T* exact = ring ? static_cast<T*>(ring->tensor.data_ptr()) : nullptr;
-    parallel_for(tokens * kv_heads, 8, [&](int64_t begin, int64_t end) {
-      Encoder key_encoder(key_book, k_signs, split, static_cast<ScaleMode>(key_scale_mode));
-      Encoder value_encoder(value_book, v_signs, split, static_cast<ScaleMode>(value_scale_mode));
-      std::vector<float> x(d);
-      std::vector<uint8_t> codes(d);
-      for (int64_t item = begin; item < end; ++item) {
-        const int64_t token = item / kv_heads, head = item % kv_heads, slot = to.slot[token];
-        if (slot < 0) continue;
-        const T* key = k_in + token * k.stride(0) + head * k.stride(1);
-        const T* value = v_in + token * v.stride(0) + head * v.stride(1);
-        uint8_t* rec = pages + (slot / page_size * kv_heads + head) * record.record_bytes();
-        const int offset = static_cast<int>(slot % page_size);
-
-        to_float(key, x.data(), d);
-        if (mean) subtract(x.data(), mean + head * d, d);
-        const uint16_t key_scale = key_encoder(x.data(), codes.data());
-        map.write_key(rec, offset, codes.data(), key_scale);
-
-        to_float(value, x.data(), d);
-        const uint16_t value_scale = value_encoder(x.data(), codes.data());
-        map.write_value(rec, offset, codes.data(), value_scale);
-
-        if (to.sequence[token] >= 0) {
-          const int64_t row = ring->slots[to.sequence[token]], position = to.position[token];
-          std::memcpy(exact + ring->offset(row, head, position, 0), key, d * sizeof(T));
-          std::memcpy(exact + ring->offset(row, head, position, 1), value, d * sizeof(T));
-        }
-      }
-    });
+  const StoredTokens stored{record,
+                            {k.data_ptr(), k.stride(0), k.stride(1), static_cast<const float*>(key_signs.data_ptr()),
+                             key_book.quantiser(d, key_scale_mode)},
+                            {v.data_ptr(), v.stride(0), v.stride(1), static_cast<const float*>(value_signs.data_ptr()),
+                             value_book.quantiser(d, value_scale_mode)},
+                            floats_of(center),
+                            dtype_index(k.scalar_type()),
+                            static_cast<uint8_t*>(cache.data_ptr()),
+                            kv_heads,
+                            to.slot.data()};
+  const auto copy_to_tail = [&](int64_t token, int64_t head) {
+    const int64_t sequence = to.sequence[token], size = k.element_size();
+    if (sequence < 0) return;
+    uint8_t* exact = static_cast<uint8_t*>(ring->tensor.data_ptr());
+    const auto copy = [&](const Tensor& x, int kind) {
+      const uint8_t* from = static_cast<const uint8_t*>(x.data_ptr());
+      std::memcpy(exact + size * ring->offset(ring->slots[sequence], head, to.position[token], kind),
+                  from + size * (token * x.stride(0) + head * x.stride(1)), size * d);
+    };
+    copy(k, 0);
+    copy(v, 1);
+  };
+  parallel_for(tokens * kv_heads, row_grain(d, 32), [&](int64_t begin, int64_t end) {
+    kernels().store_tokens(stored, begin, end);
+    for (int64_t item = begin; ring && item < end; ++item) copy_to_tail(item / kv_heads, item % kv_heads);
   });
 }
 
@@ -133,47 +118,26 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
                     max_seq_len);
     check_pages(table, max_pages, cache.size(0), record.page_size, s, 0, lengths[s]);
   }
-  const LevelTable key_table(record.key_bits, checked_levels(key_levels, cache, key_bits, "key_levels"));
-  const LevelTable value_table(record.value_bits, checked_levels(value_levels, cache, value_bits, "value_levels"));
+  const Levels key_table(record.key_bits, checked_levels(key_levels, cache, key_bits, "key_levels"));
+  const Levels value_table(record.value_bits, checked_levels(value_levels, cache, value_bits, "value_levels"));
 
   Tensor k = empty_like_shape(cache, {seqs, max_seq_len, kv_heads, d}, dtype);
   Tensor v = empty_like_shape(cache, {seqs, max_seq_len, kv_heads, d}, dtype);
-  const RecordMap& map = record_map(record);
-  const uint8_t* pages = static_cast<const uint8_t*>(cache.data_ptr());
-  const format::Split split = format::split_dim(d);
-  const float* mean = center ? static_cast<const float*>(center->data_ptr()) : nullptr;
-  const float* k_signs = static_cast<const float*>(key_signs.data_ptr());
-  const float* v_signs = static_cast<const float*>(value_signs.data_ptr());
-  dispatch_float(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    T* k_out = static_cast<T*>(k.data_ptr());
-    T* v_out = static_cast<T*>(v.data_ptr());
-    parallel_for(seqs * max_seq_len * kv_heads, 32, [&](int64_t begin, int64_t end) {
-      std::vector<float> x(d);
-      std::vector<uint8_t> codes(d);
-      for (int64_t item = begin; item < end; ++item) {
-        const int64_t head = item % kv_heads, token = item / kv_heads % max_seq_len, s = item / kv_heads / max_seq_len;
-        if (token >= lengths[s]) {
-          std::memset(static_cast<void*>(k_out + item * d), 0, d * sizeof(T));
-          std::memset(static_cast<void*>(v_out + item * d), 0, d * sizeof(T));
-          continue;
-        }
-        const int64_t page = table[s * max_pages + token / page_size];
-        const uint8_t* rec = pages + (page * kv_heads + head) * record.record_bytes();
-        const int offset = static_cast<int>(token % page_size);
-
-        const float key_scale = map.read_key(rec, offset, codes.data());
-        key_table.decode(codes.data(), key_scale, x.data(), static_cast<int>(d));
-        rotate_back(x.data(), k_signs, split);
-        if (mean) add(x.data(), mean + head * d, d);
-        from_float(x.data(), k_out + item * d, d);
-
-        const float value_scale = map.read_value(rec, offset, codes.data());
-        value_table.decode(codes.data(), value_scale, x.data(), static_cast<int>(d));
-        rotate_back(x.data(), v_signs, split);
-        from_float(x.data(), v_out + item * d, d);
-      }
-    });
+  const LoadedTokens loaded{record,
+                            static_cast<const uint8_t*>(cache.data_ptr()),
+                            table,
+                            lengths.data(),
+                            kv_heads,
+                            max_pages,
+                            max_seq_len,
+                            key_table.of,
+                            value_table.of,
+                            static_cast<const float*>(key_signs.data_ptr()),
+                            static_cast<const float*>(value_signs.data_ptr()),
+                            floats_of(center),
+                            dtype_index(dtype)};
+  parallel_for(seqs * max_seq_len * kv_heads, row_grain(d, 8), [&](int64_t begin, int64_t end) {
+    kernels().load_tokens(loaded, begin, end, k.data_ptr(), v.data_ptr());
   });
   return {k, v};
 }

@@ -1,5 +1,4 @@
-// Reading and writing the codes of one token in a page record, and what a batch of sequences looks like: shared by the cache
-// and the attention ops.
+// What a batch of sequences, their pages and their exact tail look like: shared by the cache and the attention ops.
 #pragma once
 
 #include <map>
@@ -7,97 +6,18 @@
 #include <mutex>
 #include <tuple>
 
-#include "codec.h"
 #include "panels.h"
 #include "runtime.h"
+#include "vectors.h"
 
 namespace turboquant::cpu {
 
-// The places of all codes of one kind (keys or values) in a tile, flattened from format.h into tables: one look-up per
-// channel, plus a short list of further pieces for codes whose bits are spread.
-class CodeMap {
- public:
-  // locate(token, channel) -> format::Pieces, for the tokens of the first tile
-  template <typename Locate>
-  CodeMap(int tokens, int d, Locate&& locate) : d_(d), first_(tokens * d), more_(tokens) {
-    for (int t = 0; t < tokens; ++t) {
-      for (int c = 0; c < d; ++c) {
-        const format::Pieces p = locate(t, c);
-        first_[t * d + c] = p.piece[0];
-        for (int i = 1; i < p.count; ++i) more_[t].push_back({c, p.piece[i]});
-      }
-    }
-  }
-
-  // codes: [d] of `token` (inside the tile)
-  void read(const uint8_t* tile, int token, uint8_t* codes) const {
-    const format::Piece* first = first_.data() + token * d_;
-    for (int c = 0; c < d_; ++c)
-      codes[c] = static_cast<uint8_t>(tile[first[c].byte] >> first[c].shift & mask(first[c]));
-    for (const Extra& x : more_[token]) {
-      codes[x.channel] |=
-          static_cast<uint8_t>((tile[x.piece.byte] >> x.piece.shift & mask(x.piece)) << x.piece.code_shift);
-    }
-  }
-
-  // Writes every byte that the token owns among its pieces; other tokens' bytes are never touched, not even read.
-  void write(uint8_t* tile, int token, const uint8_t* codes) const {
-    const format::Piece* first = first_.data() + token * d_;
-    for (int c = 0; c < d_; ++c) tile[first[c].byte] = 0;
-    for (const Extra& x : more_[token]) tile[x.piece.byte] = 0;
-    for (int c = 0; c < d_; ++c)
-      tile[first[c].byte] |= static_cast<uint8_t>((codes[c] & mask(first[c])) << first[c].shift);
-    for (const Extra& x : more_[token]) {
-      tile[x.piece.byte] |=
-          static_cast<uint8_t>((codes[x.channel] >> x.piece.code_shift & mask(x.piece)) << x.piece.shift);
-    }
-  }
-
- private:
-  struct Extra {
-    int channel;
-    format::Piece piece;
-  };
-  static unsigned mask(const format::Piece& p) { return (1u << p.width) - 1; }
-
-  int d_;
-  std::vector<format::Piece> first_;      // [tokens, d]
-  std::vector<std::vector<Extra>> more_;  // [tokens]
-};
-
-// A record's geometry with its code tables.
+// A record's geometry with its tables.
 struct RecordMap {
   format::Record record;
-  CodeMap keys, values;
   PanelMap panels;
 
-  explicit RecordMap(const format::Record& r)
-      : record(r), keys(r.tile_tokens(), r.head_dim, [&](int t, int c) { return r.key(t, c); }),
-        values(r.tile_tokens(), r.head_dim, [&](int t, int c) { return r.value(t, c); }), panels(r) {}
-
-  int tile_token(int token) const { return token % record.tile_tokens(); }
-
-  void write_key(uint8_t* rec, int token, const uint8_t* codes, uint16_t scale) const {
-    uint8_t* tile = rec + record.tile_of(token);
-    const int t = tile_token(token);  // rows may end in padding, which belongs to the token and is always zero
-    std::memset(tile + t * record.key_row_bytes(), 0, record.key_row_bytes());
-    std::memset(tile + record.key_planes() + t * record.key_plane_bytes(), 0, record.key_plane_bytes());
-    keys.write(tile, t, codes);
-    store_half(rec + record.key_scale(token), scale);
-  }
-  void write_value(uint8_t* rec, int token, const uint8_t* codes, uint16_t scale) const {
-    values.write(rec + record.tile_of(token), tile_token(token), codes);
-    store_half(rec + record.value_scale(token), scale);
-  }
-  // Codes of a token [d]; returns its scale.
-  float read_key(const uint8_t* rec, int token, uint8_t* codes) const {
-    keys.read(rec + record.tile_of(token), tile_token(token), codes);
-    return load_half(rec + record.key_scale(token));
-  }
-  float read_value(const uint8_t* rec, int token, uint8_t* codes) const {
-    values.read(rec + record.tile_of(token), tile_token(token), codes);
-    return load_half(rec + record.value_scale(token));
-  }
+  explicit RecordMap(const format::Record& r) : record(r), panels(r) {}
 };
 
 // The tables of a geometry, made once per process: a decode step calls with the same few geometries again and again.

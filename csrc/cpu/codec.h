@@ -1,241 +1,252 @@
-// Encoding and decoding of one vector (docs/format.md sections 4 to 6), shared by the standalone codec and the paged cache.
+// Encoding and decoding of vectors (docs/format.md sections 4 to 6), shared by the standalone codec and the paged cache.
 //
-// After rotation and scaling to length sqrt(d), coordinates become integers in units of 2^-12 sigma. Finding a code is
-// then an integer comparison and every sum over channels that decides anything is an integer sum: the bytes do not
-// depend on the order in which a device adds.
+// After rotation and scaling to length sqrt(d), coordinates become integers u in units of 2^-12 sigma. Finding a code is
+// then an integer comparison and every sum over channels that decides anything is an integer sum. All of it takes 16-bit
+// lanes: u is 16 * high + low, boundaries of up to 5 bits are multiples of 16 and meet `high` alone.
 #pragma once
 
-#include <algorithm>
-#include <cfloat>
-#include <cmath>
-#include <cstring>
-#include <vector>
-
-#include "../format.h"
 #include "hadamard.h"
-#include "runtime.h"
+#include "kernels.h"
+#include "pack.h"
+#include "simd.h"
 
-namespace turboquant::cpu {
+namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
-enum class ScaleMode { kNorm = 0, kPreserve = 1, kMse = 2, kUnbiased = 3 };
+constexpr int kMaxRow = format::kMaxVectorDim + 64;  // vectors are padded to whole registers
 
-// 2^e for |e| <= 126, exactly.
-inline float power_of_two(int e) {
-  const uint32_t bits = static_cast<uint32_t>(e + 127) << 23;
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-// The exponent by which a vector is scaled before any sum of squares, so that nothing over- or underflows.
-inline int prescale_exponent(float amax) {
-  uint32_t bits;
-  std::memcpy(&bits, &amax, sizeof bits);
-  return std::clamp(static_cast<int>(bits >> 23 & 255) - 127, -100, 100);
-}
-
-// max |x|, or infinity when any channel is NaN or infinite.
-inline float finite_amax(const float* x, int d) {
-  float amax = 0;
-  bool finite = true;
-  for (int c = 0; c < d; ++c) {
-    const float a = std::fabs(x[c]);
-    finite &= a <= FLT_MAX;
-    amax = a > amax ? a : amax;
-  }
-  return finite ? amax : INFINITY;
-}
-
-// Levels and boundaries of every candidate step, prepared once per call.
-class Codebook {
- public:
-  // levels: int8 [2^bits] or null (uniform grid); steps: [num_steps]
-  Codebook(int bits, const int8_t* levels, const float* steps, int num_steps)
-      : bits_(bits), steps_(steps, steps + num_steps), levels_(format::num_levels(bits)) {
-    const int n = format::num_levels(bits);
-    for (int r = 0; r < n; ++r) levels_[r] = levels ? levels[r] : format::uniform_level(bits, r);
-    const int grain = format::boundary_grain(bits);
-    for (float step : steps_) {
-      const float units = step * (format::kUnitsPerSigma / 2 / static_cast<float>(grain));
-      for (int r = 0; r + 1 < n; ++r) {
-        const float boundary = std::nearbyint(static_cast<float>(levels_[r] + levels_[r + 1]) * units);
-        boundaries_.push_back(grain *
-                              static_cast<int>(std::clamp(boundary, -format::kMaxBoundary, format::kMaxBoundary)));
-      }
-    }
-  }
-
-  int bits() const { return bits_; }
-  int num_steps() const { return static_cast<int>(steps_.size()); }
-  float step(int s) const { return steps_[s]; }
-  int level(int rank) const { return levels_[rank]; }
-
-  // rank[c] = how many boundaries of candidate s are <= u[c].
-  void quantise(int s, const int32_t* u, int32_t* rank, int d) const {
-    const int n = static_cast<int>(levels_.size()) - 1;
-    const int32_t* boundary = boundaries_.data() + static_cast<size_t>(s) * n;
-    if (n > 32) {
-      for (int c = 0; c < d; ++c)
-        rank[c] = static_cast<int32_t>(std::upper_bound(boundary, boundary + n, u[c]) - boundary);
-      return;
-    }
-    std::fill(rank, rank + d, 0);
-    for (int i = 0; i < n; ++i) {  // few boundaries: whole rows of comparisons, which compilers vectorise
-      const int32_t t = boundary[i];
-      for (int c = 0; c < d; ++c) rank[c] += t <= u[c];
-    }
-  }
-
- private:
-  int bits_;
-  std::vector<float> steps_;
-  std::vector<int32_t> levels_;      // [ranks]
-  std::vector<int32_t> boundaries_;  // [num_steps, ranks - 1]
+// One vector on its way through the encoder. Channels behind d are zero.
+struct EncoderScratch {
+  alignas(64) float y[kMaxRow];
+  int16_t high[kMaxRow + 64],
+      low[kMaxRow + 128];  // of unequal size, so that they do not share places in the first cache
+  uint8_t codes[kMaxRow];
 };
 
-// Encodes vectors of one kind (keys, values or standalone). Not shared between threads: it owns its scratch.
-class Encoder {
- public:
-  Encoder(const Codebook& book, const float* signs, format::Split split, ScaleMode mode)
-      : book_(book), signs_(signs), split_(split), mode_(mode), d_(split.blocks * split.block), u_(d_), rank_(d_),
-        best_(d_), squares_(d_) {}
-
-  // x: [d] float32 with the center already subtracted, destroyed. codes: [d]. Returns the float16 bits of the scale.
-  uint16_t operator()(float* x, uint8_t* codes) {
-    const float amax = finite_amax(x, d_);
-    if (!(amax <= FLT_MAX)) {
-      std::memset(codes, 0, d_);
-      return format::kNanScale;
-    }
-    const int e = prescale_exponent(amax);
-    const float down = power_of_two(-e);
-    for (int c = 0; c < d_; ++c) x[c] *= down;
-    apply_signs(x, signs_, d_);
-    transform_unscaled(x, split_);
-    for (int c = 0; c < d_; ++c) squares_[c] = x[c] * x[c];
-    const float length = std::sqrt(tree_sum(squares_.data(), split_));
-
-    if (amax == 0) {
-      std::fill(u_.begin(), u_.end(), 0);
-    } else {
-      const float k = static_cast<float>(format::kUnitsPerSigma * std::sqrt(static_cast<double>(d_))) / length;
-      for (int c = 0; c < d_; ++c) u_[c] = static_cast<int32_t>(std::nearbyint(x[c] * k));
-    }
-    const Fit fit = search();
-    for (int c = 0; c < d_; ++c) codes[c] = format::code_of_rank(book_.bits(), best_[c]);
-    if (amax == 0 || fit.a <= 0) return 0;
-    return half_bits(std::min(scale(fit, length * block_norm(split_)) * power_of_two(e), format::kMaxHalf));
+// y = x - center; returns the bits of max |y|: above those of any finite number if there is a NaN or an infinity.
+template <bool WHOLE, typename T>
+inline int32_t load_row(const T* x, const float* center, int d, float* y) {
+  Ints most = broadcast(0);
+  for (int c = 0; c < d; c += 16) {
+    Floats v = load_some<WHOLE>(x + c, d - c);
+    if (center) v = v - load_some<WHOLE>(center + c, d - c);
+    most = max(most, as_ints(abs(v)));
+    store(y + c, v);
   }
+  return greatest(most);
+}
 
- private:
-  // Best candidate so far: its sums in float32, its step, its merit.
-  struct Fit {
-    float a, b, step, merit;
+// The candidate's codes and the sums A and B.
+struct Sums {
+  int32_t dot, square;
+};
+
+// The sums of all lanes of two vectors.
+inline Sums sum_both(Ints a, Ints b) {
+  const Ints zero = broadcast(0);
+  Ints x = pair_sums(a, b);
+  for (int i = 0; i < 3; ++i) x = pair_sums(x, zero);
+  int32_t lane[16];
+  store(lane, x);
+  return {lane[0], lane[1]};
+}
+
+// A and B of one candidate whose level(c) gives 32 levels, and codes.
+template <typename Level>
+inline Sums sum_levels(const EncoderScratch& s, int d, Level&& level) {
+  Ints high = broadcast(0), low = broadcast(0), square = broadcast(0);
+  for (int c = 0; c < d; c += 32) {
+    Shorts l = level(c);
+    if (d - c < 32) l = keep_first(l, d - c);
+    high = multiply_add(high, load(s.high + c), l);
+    low = multiply_add(low, load(s.low + c), l);
+    square = multiply_add(square, l, l);
+  }
+  return sum_both(shift_left<4>(high) + low, square);
+}
+
+// Levels of up to 5 bits: by the search tree.
+template <int BITS>
+inline Sums quantise(EncoderScratch& s, int d, const Quantiser& q, int step, float) {
+  const Boundaries<BITS> boundaries(q.boundaries + 64 * step);
+  const LevelTable levels = level_table(q.levels);
+  return sum_levels(s, d, [&](int c) {
+    const Shorts rank = count_boundaries(boundaries, load(s.high + c));
+    store_bytes(s.codes + c, rank);
+    return lookup(levels, rank);
+  });
+}
+
+// Levels of 8 bits: 254 boundaries, so a level is guessed by a division and corrected until the boundaries on both sides
+// agree. They do not decrease, so it does not matter where the search starts. k: what makes y a coordinate.
+template <>
+inline Sums quantise<8>(EncoderScratch& s, int d, const Quantiser& q, int step, float k) {
+  const float size = q.steps[step], widest = 1 << 20;  // beyond it all boundaries but 0 are out of reach
+  const float half = size * (format::kUnitsPerSigma / 2);
+  const Floats units = broadcast(half < widest ? half : widest);
+  const Floats guess = broadcast(k / (size * format::kUnitsPerSigma)), factor = broadcast(k);
+  const Ints one = broadcast(1), top = broadcast(127), bottom = broadcast(-127);
+  const auto above = [&](Ints level) { return round_to_ints(to_floats(level + level + one) * units); };
+  const auto sixteen = [&](const float* y) {
+    const Floats coordinate = load(y);
+    const Ints u = round_to_ints(coordinate * factor), next = u + one;
+    Ints level = round_to_ints(min(max(coordinate * guess, broadcast(-127.0f)), broadcast(127.0f)));
+    for (;;) {
+      const Mask up = (above(level) < next) & (level < top);
+      if (!any(up)) break;
+      level = select(up, level + one, level);
+    }
+    for (;;) {
+      const Mask down = (u < above(level - one)) & (bottom < level);
+      if (!any(down)) break;
+      level = select(down, level - one, level);
+    }
+    return level;
   };
+  return sum_levels(s, d, [&](int c) {
+    const Shorts level = narrow(sixteen(s.y + c), sixteen(s.y + c + 16));
+    store_bytes(s.codes + c, level);
+    return level;
+  });
+}
 
-  // Leaves the ranks of the candidate with the least squared error in best_; ties keep the smaller step.
-  Fit search() {
-    Fit best{0, 0, 0, -1};
-    for (int s = 0; s < book_.num_steps(); ++s) {
-      book_.quantise(s, u_.data(), rank_.data(), d_);
-      int32_t dot = 0, square = 0;
-      for (int c = 0; c < d_; ++c) {
-        const int32_t level = book_.level(rank_[c]);
-        dot += u_[c] * level;
-        square += level * level;
-      }
-      const float a = static_cast<float>(dot) * (1 / format::kUnitsPerSigma), b = static_cast<float>(square);
-      const float merit = dot > 0 ? a * a / b : 0;
-      if (merit > best.merit) {
-        best = {a, b, book_.step(s), merit};
-        std::swap(rank_, best_);
-      }
-    }
-    return best;
+// Leaves the codes of the candidate with the least squared error; ties keep the smaller step. Returns its scale before the
+// power of two is put back, 0 for degenerate levels. r: the vector's length.
+template <int BITS>
+inline float search(EncoderScratch& s, int d, const Quantiser& q, float r, float k) {
+  float best_a = 0, best_b = 0, best_merit = -1;
+  int best = 0;
+  for (int step = 0; step < q.num_steps; ++step) {
+    const Sums sums = quantise<BITS>(s, d, q, step, k);
+    const float a = static_cast<float>(sums.dot) * (1 / format::kUnitsPerSigma), b = static_cast<float>(sums.square);
+    const float merit = sums.dot > 0 ? a * a / b : 0;
+    if (merit > best_merit) best = step, best_a = a, best_b = b, best_merit = merit;
   }
-
-  // docs/format.md section 5, step 7, before the power of two is put back.
-  float scale(const Fit& fit, float r) const {
-    const double root = std::sqrt(static_cast<double>(d_));
-    const float over = static_cast<float>(32 / root), times = static_cast<float>(32 * root);
-    switch (mode_) {
-      case ScaleMode::kNorm: return r * over * fit.step;
-      case ScaleMode::kPreserve: return r * 32 / std::sqrt(fit.b);
-      case ScaleMode::kMse: return r * over * (fit.a / fit.b);
-      default: return r * times / fit.a;
-    }
+  if (best + 1 < q.num_steps) quantise<BITS>(s, d, q, best, k);
+  if (!(best_a > 0)) return 0;
+  switch (q.scale_mode) {
+    case 0: return r * q.over * q.steps[best];
+    case 1: return r * 32 / __builtin_sqrtf(best_b);
+    case 2: return r * q.over * (best_a / best_b);
+    default: return r * q.times / best_a;
   }
+}
 
-  const Codebook& book_;
-  const float* signs_;
-  format::Split split_;
-  ScaleMode mode_;
-  int d_;
-  std::vector<int32_t> u_, rank_, best_;
-  std::vector<float> squares_;
+// Calls fn(Bits<BITS>{}) for a codec's width.
+template <int BITS>
+struct Bits {
+  static constexpr int kBits = BITS;
+};
+template <typename Fn>
+inline void dispatch_bits(int bits, Fn&& fn) {
+  switch (bits) {
+    case 1: return fn(Bits<1>{});
+    case 2: return fn(Bits<2>{});
+    case 3: return fn(Bits<3>{});
+    case 4: return fn(Bits<4>{});
+    case 5: return fn(Bits<5>{});
+    default: return fn(Bits<8>{});
+  }
+}
+
+// s.y: what load_row left there, `greatest` what it returned. Leaves the codes in s.codes; returns the float16 scale.
+inline uint16_t encode_row(EncoderScratch& s, format::Split split, const float* signs, const Quantiser& q,
+                           int32_t greatest) {
+  const int d = split.blocks * split.block, padded = (d + 63) / 64 * 64;
+  if (greatest >= 0x7F800000) {
+    memset(s.codes, 0, padded);
+    return format::kNanScale;
+  }
+  const int e = scale_exponent(bits_to_float(static_cast<uint32_t>(greatest)));
+  const Floats down = broadcast(power_of_two(-e));
+  for (int c = 0; c < d; c += 16) store(s.y + c, load(s.y + c) * down * load_some<false>(signs + c, d - c));
+  transform(s.y, split, 1.0f);
+  alignas(64) float squares[kMaxRow];
+  for (int c = 0; c < d; c += 16) {
+    const Floats v = load(s.y + c);
+    store(squares + c, v * v);
+  }
+  const float length = __builtin_sqrtf(tree_sum(squares, split));
+
+  for (int c = d; c < padded; ++c) s.y[c] = 0;
+  const float k = greatest ? q.units / length : 0;
+  for (int c = 0; c < d; c += 32) {
+    const Ints u = round_to_ints(load(s.y + c) * broadcast(k)), v = round_to_ints(load(s.y + c + 16) * broadcast(k));
+    store(s.high + c, narrow(shift_right<4>(u), shift_right<4>(v)));
+    store(s.low + c, narrow(u & broadcast(15), v & broadcast(15)));
+  }
+  const float r = length * block_norm(split.block);
+  float scale = 0;
+  dispatch_bits(q.bits, [&](auto b) { scale = search<b.kBits>(s, d, q, r, k); });
+  scale = scale * power_of_two(e);
+  scale = scale < format::kMaxHalf ? scale : format::kMaxHalf;
+  for (int c = d; c < padded; ++c) s.codes[c] = 0;
+  return float_to_half(greatest ? scale : 0);
+}
+
+// Rows of x to dense rows of codes and a scale each.
+inline void encode(const EncodeRows& rows, const Quantiser& q, uint8_t* packed, uint16_t* scale) {
+  const int d = rows.split.blocks * rows.split.block;
+  const int64_t row_bytes = format::dense_row_bytes(d, q.bits);
+  const uint8_t* end = packed + rows.count * row_bytes;
+  const BitLayout layout(q.bits);
+  EncoderScratch s;
+  dispatch_rows(rows.dtype, d, [&](auto tag) {
+    const auto* x = static_cast<const typename decltype(tag)::type*>(rows.x);
+    for (int64_t r = 0; r < rows.count; ++r, packed += row_bytes) {
+      const int32_t greatest = load_row<tag.kWhole>(x + r * rows.stride, rows.center, d, s.y);
+      scale[r] = encode_row(s, rows.split, rows.signs, q, greatest);
+      pack_row(s.codes, packed, d, q.bits, layout, end);
+    }
+  });
+}
+
+// ---- Decoding ------------------------------------------------------------------------------------------------------
+
+struct DecoderScratch {
+  alignas(64) float y[kMaxRow];
+  uint8_t codes[kMaxRow], levels[kMaxRow];
 };
 
-// Levels must increase and be symmetric; the CPU can look, so it does.
-inline const int8_t* checked_levels(const OptionalTensor& levels, const Tensor& first, int64_t bits, const char* name) {
-  check_levels(levels, first, bits, name);
-  if (!levels) return nullptr;
-  const int8_t* l = static_cast<const int8_t*>(levels->data_ptr());
-  const int n = 1 << bits;
-  bool good = true;
-  for (int i = 0; i < n; ++i) good &= l[i] == -l[n - 1 - i] && (i == 0 || l[i - 1] < l[i]);
-  STD_TORCH_CHECK(good, name, " must increase and be symmetric (level i = -level ", n - 1, " - i)");
-  return l;
+// s.codes: [d], padded to 64 with any codes -> s.y, the vector without its signs. levels: of codes up to 5 bits
+inline void rotate_codes(DecoderScratch& s, format::Split split, int bits, const Table32& levels, uint16_t scale) {
+  const int d = split.blocks * split.block;
+  for (int c = 0; c < d && bits < 8; c += 64) store(s.levels + c, lookup(levels, load(s.codes + c)));
+  const int8_t* level = reinterpret_cast<const int8_t*>(bits < 8 ? s.levels : s.codes);
+  const Floats unit = broadcast(half_to_float(scale) * format::kLevelUnit);
+  for (int c = 0; c < d; c += 16) store(s.y + c, unit * load_float(level + c));
+  transform(s.y, split, block_norm(split.block));
 }
 
-inline Codebook checked_codebook(const Tensor& first, const OptionalTensor& levels, const Tensor& steps, int64_t bits,
-                                 const char* levels_name, const char* steps_name) {
-  const int8_t* l = checked_levels(levels, first, bits, levels_name);
-  check_steps(steps, first, steps_name);
-  const float* s = static_cast<const float*>(steps.data_ptr());
-  const int n = static_cast<int>(steps.size(0));
-  bool good = true;
-  for (int i = 0; i < n; ++i) good &= s[i] > (i ? s[i - 1] : 0.0f) && s[i] <= FLT_MAX;
-  STD_TORCH_CHECK(good, steps_name, " must be positive, finite and increasing");
-  return Codebook(static_cast<int>(bits), l, s, n);
-}
-
-inline void subtract(float* x, const float* y, int64_t d) {
-  for (int64_t c = 0; c < d; ++c) x[c] -= y[c];
-}
-inline void add(float* x, const float* y, int64_t d) {
-  for (int64_t c = 0; c < d; ++c) x[c] += y[c];
-}
-
-// Dot product in sixteen partial sums, so that compilers vectorise it without reassociating anything themselves.
-inline float dot(const float* a, const float* b, int64_t d) {
-  float part[16] = {};
-  int64_t c = 0;
-  for (; c + 16 <= d; c += 16) {
-    for (int i = 0; i < 16; ++i) part[i] += a[c + i] * b[c + i];
+// The same to the vector itself; out: [d].
+template <typename T, bool WHOLE>
+inline void decode_row(DecoderScratch& s, format::Split split, const float* signs, const float* center, int bits,
+                       const Table32& levels, uint16_t scale, T* out) {
+  const int d = split.blocks * split.block;
+  rotate_codes(s, split, bits, levels, scale);
+  for (int c = 0; c < d; c += 16) {
+    Floats v = load(s.y + c) * load_some<WHOLE>(signs + c, d - c);
+    if (center) v = v + load_some<WHOLE>(center + c, d - c);
+    store_some<WHOLE>(out + c, v, d - c);
   }
-  for (; c < d; ++c) part[c % 16] += a[c] * b[c];
-  for (int n = 8; n > 0; n /= 2) {
-    for (int i = 0; i < n; ++i) part[i] += part[i + n];
-  }
-  return part[0];
 }
 
-// What every code of a width stands for, as float32 levels times kLevelUnit: one look-up per channel.
-class LevelTable {
- public:
-  LevelTable(int bits, const int8_t* levels) : value_(1 << bits) {
-    for (int code = 0; code < 1 << bits; ++code) {
-      value_[code] = static_cast<float>(format::level_of_code(bits, levels, code));
+// Dense rows of codes and their scales to rows of `out`.
+inline void decode(const DecodeRows& rows, void* out) {
+  const int d = rows.split.blocks * rows.split.block;
+  const int64_t row_bytes = format::dense_row_bytes(d, rows.bits);
+  const uint8_t* end = rows.packed + rows.count * row_bytes;
+  const BitLayout layout(rows.bits);
+  const Table32 levels = table32(reinterpret_cast<const uint8_t*>(rows.levels));
+  DecoderScratch s;
+  memset(s.codes, 0, (d + 63) / 64 * 64);
+  dispatch_rows(rows.dtype, d, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      unpack_row(rows.packed + r * row_bytes, s.codes, d, rows.bits, layout, end);
+      decode_row<T, tag.kWhole>(s, rows.split, rows.signs, rows.center, rows.bits, levels, rows.scale[r],
+                                static_cast<T*>(out) + r * d);
     }
-  }
-  // out[c] = (scale / 32) * level: the vector in the rotated space. Exact in float32.
-  void decode(const uint8_t* codes, float scale, float* out, int d) const {
-    const float unit = scale * format::kLevelUnit;
-    for (int c = 0; c < d; ++c) out[c] = unit * value_[codes[c]];
-  }
+  });
+}
 
- private:
-  std::vector<float> value_;  // [2^bits]
-};
-
-}  // namespace turboquant::cpu
+}  // namespace turboquant::cpu::TURBOQUANT_LEVEL

@@ -1,29 +1,10 @@
 // group_encode, group_decode: affine quantisation of groups of channels, scale and zero per group (docs/format.md
 // section 10). The paper-form baseline for values.
-#include "dense.h"
+#include "kernels.h"
+#include "runtime.h"
 
 namespace turboquant::cpu {
 namespace {
-
-uint16_t limited_half_bits(float x) { return half_bits(std::clamp(x, -format::kMaxHalf, format::kMaxHalf)); }
-
-// One group: x [group] -> codes [group]; returns the float16 bits of scale and zero.
-std::pair<uint16_t, uint16_t> encode_group(const float* x, uint8_t* codes, int64_t group, int64_t bits) {
-  std::memset(codes, 0, group);
-  if (!(finite_amax(x, static_cast<int>(group)) <= FLT_MAX)) return {format::kNanScale, format::kNanScale};
-  const auto [least, greatest] = std::minmax_element(x, x + group);
-  const float low = *least + 0.0f, high = *greatest + 0.0f;  // of equal zeros either may be found: +0 counts
-  const float top = static_cast<float>((1 << bits) - 1);
-  const uint16_t zero_bits = limited_half_bits(low), scale_bits = limited_half_bits((high - low) / top);
-  const float zero = half_value(zero_bits), scale = half_value(scale_bits);
-  if (scale > 0) {
-    const float inverse = 1 / scale;
-    for (int64_t c = 0; c < group; ++c) {
-      codes[c] = static_cast<uint8_t>(std::clamp(std::floor((x[c] - zero) * inverse + 0.5f), 0.0f, top));
-    }
-  }
-  return {scale_bits, zero_bits};
-}
 
 // x: [..., d] float, stride 1 in the last dimension -> packed [..., row_bytes], scale and zero float16 [..., d / group]
 std::tuple<Tensor, Tensor, Tensor> group_encode(const Tensor& x, int64_t group, int64_t bits) {
@@ -41,19 +22,14 @@ std::tuple<Tensor, Tensor, Tensor> group_encode(const Tensor& x, int64_t group, 
   uint16_t* zero_out = static_cast<uint16_t*>(zero.data_ptr());
   const Rows rows(x);
   dispatch_float(x.scalar_type(), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const T* in = static_cast<const T*>(x.data_ptr());
-    parallel_for(rows.count(), 64, [&](int64_t begin, int64_t end) {
-      std::vector<float> vector(d);
-      std::vector<uint8_t> codes(d);
-      for (int64_t r = begin; r < end; ++r) {
-        to_float(in + rows(r), vector.data(), d);
-        for (int64_t g = 0; g < groups; ++g) {
-          std::tie(scale_out[r * groups + g], zero_out[r * groups + g]) =
-              encode_group(vector.data() + g * group, codes.data() + g * group, group, bits);
-        }
-        pack_row(codes.data(), packed_out + r * row_bytes, d, static_cast<int>(bits));
-      }
+    const auto* in = static_cast<const typename decltype(tag)::type*>(x.data_ptr());
+    parallel_for(rows.count(), row_grain(d, 4), [&](int64_t begin, int64_t end) {
+      rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
+        kernels().group_encode({dtype_index(x.scalar_type()), static_cast<int>(group), static_cast<int>(bits), count,
+                                d},
+                               in + offset, stride, packed_out + first * row_bytes, scale_out + first * groups,
+                               zero_out + first * groups);
+      });
     });
   });
   return {packed, scale, zero};
@@ -73,17 +49,10 @@ Tensor group_decode(const Tensor& packed, const Tensor& scale, const Tensor& zer
   Tensor out = empty_like_shape(packed, leading_shape(packed, 1, {d}), dtype);
   const uint8_t* in = static_cast<const uint8_t*>(packed.data_ptr());
   dispatch_float(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    T* to = static_cast<T*>(out.data_ptr());
-    parallel_for(packed.numel() / row_bytes, 64, [&](int64_t begin, int64_t end) {
-      std::vector<uint8_t> codes(d);
-      for (int64_t r = begin; r < end; ++r) {
-        unpack_row(in + r * row_bytes, codes.data(), d, static_cast<int>(bits));
-        for (int64_t c = 0; c < d; ++c) {
-          const int64_t g = r * groups + c / group;
-          to[r * d + c] = static_cast<T>(static_cast<float>(codes[c]) * half_value(scales[g]) + half_value(zeros[g]));
-        }
-      }
+    auto* to = static_cast<typename decltype(tag)::type*>(out.data_ptr());
+    parallel_for(packed.numel() / row_bytes, row_grain(d, 2), [&](int64_t begin, int64_t end) {
+      kernels().group_decode({dtype_index(dtype), static_cast<int>(group), static_cast<int>(bits), end - begin, d},
+                             in + begin * row_bytes, scales + begin * groups, zeros + begin * groups, to + begin * d);
     });
   });
   return out;

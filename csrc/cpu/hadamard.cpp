@@ -1,23 +1,9 @@
 // hadamard: the signed orthonormal Walsh-Hadamard transform of the last dimension (docs/format.md section 2).
-#include "hadamard.h"
-
+#include "kernels.h"
 #include "runtime.h"
 
 namespace turboquant::cpu {
 namespace {
-
-// One row: to float32, rotate, one rounding back to T.
-template <typename T>
-void hadamard_row(const T* x, T* out, const float* signs, bool inverse, format::Split split, float* y) {
-  const int d = split.blocks * split.block;
-  to_float(x, y, d);
-  if (inverse) {
-    rotate_back(y, signs, split);
-  } else {
-    rotate(y, signs, split);
-  }
-  from_float(y, out, d);
-}
 
 // x: [..., d] with stride 1 in the last dimension, signs: float32 [d] -> contiguous [..., d]
 Tensor hadamard(const Tensor& x, const Tensor& signs, bool inverse) {
@@ -34,9 +20,11 @@ Tensor hadamard(const Tensor& x, const Tensor& signs, bool inverse) {
     using T = typename decltype(tag)::type;
     const T* in = static_cast<const T*>(x.data_ptr());
     T* to = static_cast<T*>(out.data_ptr());
-    parallel_for(rows.count(), 32, [&](int64_t begin, int64_t end) {
-      std::vector<float> y(d);
-      for (int64_t r = begin; r < end; ++r) hadamard_row(in + rows(r), to + r * d, s, inverse, split, y.data());
+    parallel_for(rows.count(), row_grain(d, 1), [&](int64_t begin, int64_t end) {
+      rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
+        kernels().hadamard(in + offset, to + first * d,
+                           {dtype_index(x.scalar_type()), count, stride, split, s, inverse});
+      });
     });
   });
   return out;

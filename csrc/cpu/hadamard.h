@@ -1,89 +1,253 @@
 // The signed orthonormal Walsh-Hadamard transform of one vector, in the fixed order of docs/format.md section 2, and the
-// fixed summation tree of section 5. Everything that rotates on the CPU calls these.
+// fixed summation tree of section 5. Every kernel that rotates calls these.
+//
+// Butterflies run in registers: the first four inside vectors of 16 channels, the others between vectors. Blocks of more
+// than 256 channels are rows of 256, and then columns of those rows. Blocks of less than 16 channels take plain loops.
 #pragma once
 
-#include <cmath>
+#include "kernels.h"
+#include "simd.h"
 
-#include "../format.h"
+namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
-namespace turboquant::cpu {
+constexpr int kRow = 256;  // channels whose butterflies run in registers
 
-// float32(1 / sqrt(n)): what makes the butterflies of a block orthonormal.
-inline float block_norm(format::Split split) {
-  return static_cast<float>(1.0 / std::sqrt(static_cast<double>(split.block)));
+// float32(1 / sqrt(n)): what makes the butterflies of a block of n = 2^k channels orthonormal.
+inline float block_norm(int n) {
+  const int k = __builtin_ctz(static_cast<unsigned>(n));
+  return (k % 2 ? 0.707106781f : 1.0f) * bits_to_float(static_cast<uint32_t>(127 - k / 2) << 23);
 }
 
-// The butterflies of every block. y: [blocks * block]
-inline void butterflies(float* y, format::Split split) {
-  for (int b = 0; b < split.blocks; ++b) {
-    float* x = y + b * split.block;
-    for (int h = 1; h < split.block; h *= 2) {
-      for (int i = 0; i < split.block; i += 2 * h) {
-        for (int j = i; j < i + h; ++j) {
-          const float p = x[j], q = x[j + h];
-          x[j] = p + q;
-          x[j + h] = p - q;
-        }
-      }
+// Up to 16 numbers, zero behind them; and back. WHOLE: there are always 16.
+template <bool WHOLE, typename T>
+inline Floats load_some(const T* p, int64_t count) {
+  if (WHOLE || count >= 16) return load_float(p);
+  T some[16] = {};
+  memcpy(some, p, count * sizeof(T));
+  return load_float(some);
+}
+template <bool WHOLE, typename T>
+inline void store_some(T* p, Floats x, int64_t count) {
+  if (WHOLE || count >= 16) return store_float(p, x);
+  T some[16];
+  store_float(some, x);
+  memcpy(p, some, count * sizeof(T));
+}
+
+// Butterflies between COUNT vectors.
+template <int COUNT>
+inline void butterflies_between(Floats (&x)[COUNT]) {
+#pragma GCC unroll kUnroll
+  for (int h = 1; h < COUNT; h *= 2) {
+#pragma GCC unroll kUnroll
+    for (int i = 0; i < COUNT; ++i) {
+      if (i & h) continue;
+      const Floats p = x[i], q = x[i + h];
+      x[i] = p + q;
+      x[i + h] = p - q;
     }
   }
 }
 
-// The orthonormal m x m factor across blocks.
-inline void mix_blocks(float* y, format::Split split) {
-  const int m = split.blocks, n = split.block;
-  if (m == 1) return;
-  for (int i = 0; i < n; ++i) {
-    float in[format::kMaxBlocks];
-    for (int j = 0; j < m; ++j) in[j] = y[j * n + i];
-    for (int b = 0; b < m; ++b) {
-      float sum = format::hartley(m, 0) * in[0];
-      for (int j = 1; j < m; ++j) sum += format::hartley(m, b * j % m) * in[j];
+// The butterflies of COUNT vectors of consecutive channels, then the factor.
+template <int COUNT>
+inline void butterfly_row(float* y, float factor) {
+  Floats x[COUNT];
+#pragma GCC unroll kUnroll
+  for (int i = 0; i < COUNT; ++i) x[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(y + 16 * i)))));
+  butterflies_between(x);
+#pragma GCC unroll kUnroll
+  for (int i = 0; i < COUNT; ++i) store(y + 16 * i, x[i] * broadcast(factor));
+}
+
+// Butterflies between ROWS rows, then the factor.
+template <int ROWS>
+inline void butterfly_columns(float* y, float factor) {
+  for (int c = 0; c < kRow; c += 16) {
+    Floats x[ROWS];
+    for (int i = 0; i < ROWS; ++i) x[i] = load(y + i * kRow + c);
+    butterflies_between(x);
+    for (int i = 0; i < ROWS; ++i) store(y + i * kRow + c, x[i] * broadcast(factor));
+  }
+}
+
+// All butterflies of one block of 16 channels and more, then the factor.
+inline void butterfly_block(float* y, int n, float factor) {
+  switch (n) {
+    case 16: return butterfly_row<1>(y, factor);
+    case 32: return butterfly_row<2>(y, factor);
+    case 64: return butterfly_row<4>(y, factor);
+    case 128: return butterfly_row<8>(y, factor);
+    case 256: return butterfly_row<16>(y, factor);
+    default: break;
+  }
+  for (int c = 0; c < n; c += kRow) butterfly_row<16>(y + c, 1.0f);
+  switch (n / kRow) {
+    case 2: return butterfly_columns<2>(y, factor);
+    case 4: return butterfly_columns<4>(y, factor);
+    case 8: return butterfly_columns<8>(y, factor);
+    default: return butterfly_columns<16>(y, factor);
+  }
+}
+
+inline void butterfly_small_block(float* y, int n, float factor) {
+  for (int h = 1; h < n; h *= 2) {
+    for (int i = 0; i < n; ++i) {
+      if (i & h) continue;
+      const float p = y[i], q = y[i + h];
+      y[i] = p + q;
+      y[i + h] = p - q;
+    }
+  }
+  for (int i = 0; i < n; ++i) y[i] *= factor;
+}
+
+// The orthonormal M x M factor across blocks of n channels.
+template <int M>
+inline void mix_blocks(float* y, int n) {
+  int i = 0;
+  for (; i + 16 <= n; i += 16) {
+    Floats in[M];
+    for (int j = 0; j < M; ++j) in[j] = load(y + j * n + i);
+    for (int b = 0; b < M; ++b) {
+      Floats sum = broadcast(format::hartley(M, 0)) * in[0];
+      for (int j = 1; j < M; ++j) sum = sum + broadcast(format::hartley(M, b * j % M)) * in[j];
+      store(y + b * n + i, sum);
+    }
+  }
+  for (; i < n; ++i) {
+    float in[M];
+    for (int j = 0; j < M; ++j) in[j] = y[j * n + i];
+    for (int b = 0; b < M; ++b) {
+      float sum = format::hartley(M, 0) * in[0];
+      for (int j = 1; j < M; ++j) sum += format::hartley(M, b * j % M) * in[j];
       y[b * n + i] = sum;
     }
   }
 }
 
-// core(y) but for the factor 1 / sqrt(n): what an encoder needs, whose codes do not depend on the length.
-inline void transform_unscaled(float* y, format::Split split) {
-  butterflies(y, split);
-  mix_blocks(y, split);
+// core(y) in place with `factor` for 1 / sqrt(n). An encoder has 1 there: its codes do not depend on the length.
+[[gnu::noinline]] inline void transform(float* y, format::Split split, float factor) {
+  for (int b = 0; b < split.blocks; ++b) {
+    (split.block < 16 ? butterfly_small_block : butterfly_block)(y + b * split.block, split.block, factor);
+  }
+  switch (split.blocks) {
+    case 3: return mix_blocks<3>(y, split.block);
+    case 5: return mix_blocks<5>(y, split.block);
+    case 7: return mix_blocks<7>(y, split.block);
+    case 9: return mix_blocks<9>(y, split.block);
+    default: return;
+  }
 }
 
-// core(y), in place.
-inline void transform(float* y, format::Split split) {
-  butterflies(y, split);
-  const float norm = block_norm(split);
-  for (int c = 0; c < split.blocks * split.block; ++c) y[c] *= norm;
-  mix_blocks(y, split);
+inline void multiply(float* y, const float* by, int d) {
+  for (int c = 0; c < d; ++c) y[c] *= by[c];
 }
-
-// Multiplication by the signs, the other half of the rotation.
-inline void apply_signs(float* y, const float* signs, int d) {
-  for (int c = 0; c < d; ++c) y[c] *= signs[c];
-}
-
 inline void rotate(float* y, const float* signs, format::Split split) {
-  apply_signs(y, signs, split.blocks * split.block);
-  transform(y, split);
+  multiply(y, signs, split.blocks * split.block);
+  transform(y, split, block_norm(split.block));
 }
-
 inline void rotate_back(float* y, const float* signs, format::Split split) {
-  transform(y, split);
-  apply_signs(y, signs, split.blocks * split.block);
+  transform(y, split, block_norm(split.block));
+  multiply(y, signs, split.blocks * split.block);
 }
 
-// Sum of p[d] over neighbouring pairs, then over blocks in order; destroys p.
-inline float tree_sum(float* p, format::Split split) {
+// ---- The sum of fixed order ----------------------------------------------------------------------------------------
+
+// The sum of 16 COUNT numbers over neighbouring pairs.
+template <int COUNT>
+inline float tree(const float* p) {
+  Floats x[COUNT];
+#pragma GCC unroll kUnroll
+  for (int i = 0; i < COUNT; ++i) x[i] = load(p + 16 * i);
+#pragma GCC unroll kUnroll
+  for (int n = COUNT / 2; n > 0; n /= 2) {
+#pragma GCC unroll kUnroll
+    for (int i = 0; i < n; ++i) x[i] = pair_sums(x[2 * i], x[2 * i + 1]);
+  }
+  return sum_lanes(x[0]);
+}
+
+// The sum of a block of n channels, 16 and more.
+inline float tree_block(float* p, int n) {
+  switch (n) {
+    case 16: return tree<1>(p);
+    case 32: return tree<2>(p);
+    case 64: return tree<4>(p);
+    case 128: return tree<8>(p);
+    default: break;
+  }
+  float part[format::kMaxVectorDim / kRow];
+  int parts = n / kRow;
+  for (int i = 0; i < parts; ++i) part[i] = tree<16>(p + kRow * i);
+  for (; parts > 1; parts /= 2) {
+    for (int i = 0; i < parts / 2; ++i) part[i] = part[2 * i] + part[2 * i + 1];
+  }
+  return part[0];
+}
+
+inline float tree_small_block(float* p, int n) {
+  for (n /= 2; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) p[i] = p[2 * i] + p[2 * i + 1];
+  }
+  return p[0];
+}
+
+// Sum of p [d] over pairs of a block, then over blocks in order; destroys p.
+[[gnu::noinline]] inline float tree_sum(float* p, format::Split split) {
   float total = 0;
   for (int b = 0; b < split.blocks; ++b) {
-    float* t = p + b * split.block;
-    for (int n = split.block / 2; n > 0; n /= 2) {
-      for (int i = 0; i < n; ++i) t[i] = t[2 * i] + t[2 * i + 1];
-    }
-    total = b ? total + t[0] : t[0];
+    const float sum = (split.block < 16 ? tree_small_block : tree_block)(p + b * split.block, split.block);
+    total = b ? total + sum : sum;
   }
   return total;
 }
 
-}  // namespace turboquant::cpu
+// ---- The op --------------------------------------------------------------------------------------------------------
+
+// Channels c to c + 15 of x times those of `by`, if there is such a factor.
+template <bool WHOLE>
+inline Floats times(Floats x, const float* by, int c, int d) {
+  return by ? x * load_some<WHOLE>(by + c, d - c) : x;
+}
+
+template <typename T, bool WHOLE>
+inline void hadamard_rows(const T* x, T* out, const HadamardRows& rows) {
+  const format::Split split = rows.split;
+  const int d = split.blocks * split.block;
+  const float norm = block_norm(split.block);
+  const float* before = rows.inverse ? nullptr : rows.signs;
+  const float* after = rows.inverse ? rows.signs : nullptr;
+  const int64_t count = rows.count, stride = rows.stride;
+  alignas(64) float y[format::kMaxVectorDim];
+  for (int64_t r = 0; r < count; ++r, x += stride, out += d) {
+    for (int c = 0; c < d; c += 16) store(y + c, times<WHOLE>(load_some<WHOLE>(x + c, d - c), before, c, d));
+    transform(y, split, norm);
+    for (int c = 0; c < d; c += 16) store_some<WHOLE>(out + c, times<WHOLE>(load(y + c), after, c, d), d - c);
+  }
+}
+
+// Calls fn with a Tag of the type that `dtype` means and whether all rows of d channels are whole vectors.
+template <typename T, bool WHOLE>
+struct RowTag {
+  using type = T;
+  static constexpr bool kWhole = WHOLE;
+};
+template <typename Fn>
+inline void dispatch_rows(int dtype, int d, Fn&& fn) {
+  const bool whole = d % 16 == 0;
+  switch (dtype) {
+    case 0: return whole ? fn(RowTag<float, true>{}) : fn(RowTag<float, false>{});
+    case 1: return whole ? fn(RowTag<Half, true>{}) : fn(RowTag<Half, false>{});
+    default: return whole ? fn(RowTag<BFloat16, true>{}) : fn(RowTag<BFloat16, false>{});
+  }
+}
+
+inline void hadamard(const void* x, void* out, const HadamardRows& rows) {
+  dispatch_rows(rows.dtype, rows.split.blocks * rows.split.block, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    hadamard_rows<T, tag.kWhole>(static_cast<const T*>(x), static_cast<T*>(out), rows);
+  });
+}
+
+}  // namespace turboquant::cpu::TURBOQUANT_LEVEL

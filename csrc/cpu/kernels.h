@@ -68,6 +68,88 @@ struct ExactKeys {
   const int64_t* position;
 };
 
+// ---- Vectors -------------------------------------------------------------------------------------------------------
+
+// Rows of d channels to rotate: `stride` elements apart, written one after the other.
+struct HadamardRows {
+  int dtype;  // 0 float32, 1 float16, 2 bfloat16
+  int64_t count, stride;
+  format::Split split;
+  const float* signs;  // [d]
+  bool inverse;
+};
+
+// What an encoder needs besides the rotation (docs/format.md sections 4 and 5).
+struct Quantiser {
+  int bits, num_steps, scale_mode;
+  const float* steps;  // [num_steps]
+  // [num_steps, 64]: up to 5 bits, in units of 2^-8 sigma, as search trees: 2k and 2k + 1 follow on k = 1, 2, ...
+  const int16_t* boundaries;
+  const int8_t* levels;      // [32]
+  float units, over, times;  // float32 of 4096 sqrt(d), 32 / sqrt(d), 32 sqrt(d)
+};
+
+struct EncodeRows {
+  const void* x;
+  int dtype;
+  int64_t count, stride;
+  format::Split split;
+  const float* signs;   // [d]
+  const float* center;  // [d] or null
+};
+
+struct DecodeRows {
+  const uint8_t* packed;  // [count, row_bytes]
+  const uint16_t* scale;  // [count]
+  int64_t count;
+  int bits;
+  const int8_t* levels;  // [32], of codes up to 5 bits
+  format::Split split;
+  const float* signs;   // [d]
+  const float* center;  // [d] or null
+  int dtype;            // of the output
+};
+
+// Rows of affine groups.
+struct GroupRows {
+  int dtype, group, bits;
+  int64_t count, d;
+};
+
+// ---- Cache -----------------------------------------------------------------------------------------------------------
+
+// What all work of a cache_store call shares. An item is a token of a KV head.
+struct StoredTokens {
+  struct Kind {  // keys or values
+    const void* x;
+    int64_t token_stride, head_stride;
+    const float* signs;  // [d]
+    Quantiser quantiser;
+  };
+  format::Record record;
+  Kind keys, values;
+  const float* center;  // [kv_heads, d] or null
+  int dtype;
+  uint8_t* pages;  // [num_pages, kv_heads, record_bytes]
+  int64_t kv_heads;
+  const int64_t* slots;  // [tokens]
+};
+
+// What all work of a cache_load call shares. An item is a KV head of a token of a sequence.
+struct LoadedTokens {
+  format::Record record;
+  const uint8_t* pages;        // [num_pages, kv_heads, record_bytes]
+  const int32_t* block_table;  // [seqs, max_pages]
+  const int64_t* lengths;      // [seqs]
+  int64_t kv_heads, max_pages, max_seq_len;
+  const int8_t* key_levels;  // [32], of codes up to 5 bits
+  const int8_t* value_levels;
+  const float* key_signs;  // [d]
+  const float* value_signs;
+  const float* center;  // [kv_heads, d] or null
+  int dtype;            // of the output
+};
+
 // ---- score and qjl -----------------------------------------------------------------------------------------------
 
 constexpr int kBitString = 16;  // plus 1, 3 or 5: the layout of rows that are bit strings; other layouts are the width
@@ -102,6 +184,34 @@ constexpr int kQueryMargin = 128;  // of query_factors' scratch
 
 struct Kernels {
   const char* level;
+
+  // x, out: rows of one dtype
+  void (*hadamard)(const void* x, void* out, const HadamardRows& rows);
+  // One vector in place, y: [d]
+  void (*rotate)(float* y, const float* signs, format::Split split);
+  void (*rotate_back)(float* y, const float* signs, format::Split split);
+
+  // codes: [rows, d], packed: [rows, dense_row_bytes(d, bits)]
+  void (*pack)(const uint8_t* codes, uint8_t* packed, int64_t rows, int64_t d, int bits);
+  void (*unpack)(const uint8_t* packed, uint8_t* codes, int64_t rows, int64_t d, int bits);
+  // Whether all codes are below 2^bits
+  bool (*codes_fit)(const uint8_t* codes, int64_t count, int bits);
+
+  // packed: [rows, row_bytes], scale: [rows]
+  void (*encode)(const EncodeRows& rows, const Quantiser& quantiser, uint8_t* packed, uint16_t* scale);
+  // out: [rows, d]
+  void (*decode)(const DecodeRows& rows, void* out);
+
+  // scale, zero: [rows, d / group]
+  void (*group_encode)(const GroupRows& rows, const void* x, int64_t stride, uint8_t* packed, uint16_t* scale,
+                       uint16_t* zero);
+  void (*group_decode)(const GroupRows& rows, const uint8_t* packed, const uint16_t* scale, const uint16_t* zero,
+                       void* out);
+
+  // Items [begin, end); those of slot -1 are left out.
+  void (*store_tokens)(const StoredTokens& tokens, int64_t begin, int64_t end);
+  // k, v: [items, d], zero behind the end of a sequence
+  void (*load_tokens)(const LoadedTokens& tokens, int64_t begin, int64_t end, void* k, void* v);
 
   // Bytes of the integers of one query that meets packed keys of `bits` (a layout), a multiple of 64.
   int64_t (*query_factor_bytes)(int d, int bits);

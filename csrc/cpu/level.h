@@ -2,8 +2,13 @@
 #pragma once
 
 #include "attention.h"
+#include "codec.h"
+#include "group.h"
+#include "hadamard.h"
 #include "kernels.h"
+#include "pack.h"
 #include "project.h"
+#include "record.h"
 #include "score.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
@@ -12,6 +17,18 @@ extern const Kernels kTable;
 constexpr Kernels make_table(const char* level) {
   return {
       .level = level,
+      .hadamard = hadamard,
+      .rotate = rotate,
+      .rotate_back = rotate_back,
+      .pack = pack,
+      .unpack = unpack,
+      .codes_fit = codes_fit,
+      .encode = encode,
+      .decode = decode,
+      .group_encode = group_encode,
+      .group_decode = group_decode,
+      .store_tokens = store_tokens,
+      .load_tokens = load_tokens,
       .query_factor_bytes = query_factor_bytes,
       .query_factors = query_factors,
       .attend_scratch_bytes = attend_scratch_bytes,

@@ -1,8 +1,7 @@
 // pack, unpack: dense little-endian bit strings of codes, 1 to 8 bits (docs/format.md section 7).
-#include "pack.h"
-
 #include <atomic>
 
+#include "kernels.h"
 #include "runtime.h"
 
 namespace turboquant::cpu {
@@ -15,16 +14,15 @@ Tensor pack(const Tensor& codes, int64_t bits) {
   const uint8_t* in = static_cast<const uint8_t*>(codes.data_ptr());
 
   std::atomic<bool> in_range{true};
-  parallel_for(codes.numel(), 1 << 16, [&](int64_t begin, int64_t end) {
-    const bool fits = std::all_of(in + begin, in + end, [&](uint8_t c) { return c >> bits == 0; });
-    if (!fits) in_range = false;
+  parallel_for(codes.numel(), 1 << 18, [&](int64_t begin, int64_t end) {
+    if (!kernels().codes_fit(in + begin, end - begin, static_cast<int>(bits))) in_range = false;
   });
   STD_TORCH_CHECK(in_range, "codes holds values of ", 1 << bits, " or more, which do not fit ", bits, " bits");
 
   Tensor packed = empty_like_shape(codes, leading_shape(codes, 1, {row_bytes}), ScalarType::Byte);
   uint8_t* out = static_cast<uint8_t*>(packed.data_ptr());
-  parallel_for(rows, 64, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) pack_row(in + r * d, out + r * row_bytes, d, bits);
+  parallel_for(rows, row_grain(d, 1), [&](int64_t begin, int64_t end) {
+    kernels().pack(in + begin * d, out + begin * row_bytes, end - begin, d, static_cast<int>(bits));
   });
   return packed;
 }
@@ -37,8 +35,8 @@ Tensor unpack(const Tensor& packed, int64_t bits, int64_t d) {
   Tensor codes = empty_like_shape(packed, leading_shape(packed, 1, {d}), ScalarType::Byte);
   const uint8_t* in = static_cast<const uint8_t*>(packed.data_ptr());
   uint8_t* out = static_cast<uint8_t*>(codes.data_ptr());
-  parallel_for(packed.numel() / row_bytes, 64, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) unpack_row(in + r * row_bytes, out + r * d, d, bits);
+  parallel_for(packed.numel() / row_bytes, row_grain(d, 1), [&](int64_t begin, int64_t end) {
+    kernels().unpack(in + begin * row_bytes, out + begin * d, end - begin, d, static_cast<int>(bits));
   });
   return codes;
 }

@@ -86,14 +86,25 @@ class Scratch {
   std::unique_ptr<uint8_t[], Free> memory_;
 };
 
+// What the kernels call a dtype (kernels.h).
+inline int dtype_index(ScalarType dtype) { return dtype == ScalarType::Float ? 0 : dtype == ScalarType::Half ? 1 : 2; }
+
+// Rows worth a thread when one channel of a row costs `work`.
+inline int64_t row_grain(int64_t d, int64_t work) { return 1 + (1 << 18) / (d * work); }
+
 // Addresses the last-dimension rows of a tensor with arbitrary outer strides: row(i) of the flattened leading dims.
 class Rows {
  public:
   explicit Rows(const Tensor& t, int64_t inner_dims = 1) {
     for (int64_t i = 0; i + inner_dims < t.dim(); ++i) {
-      sizes_.push_back(t.size(i));
-      strides_.push_back(t.stride(i));
       count_ *= t.size(i);
+      if (!sizes_.empty() && strides_.back() == t.stride(i) * t.size(i)) {  // goes on where the last dimension ended
+        sizes_.back() *= t.size(i);
+        strides_.back() = t.stride(i);
+      } else {
+        sizes_.push_back(t.size(i));
+        strides_.push_back(t.stride(i));
+      }
     }
   }
   int64_t count() const { return count_; }
@@ -102,6 +113,15 @@ class Rows {
     int64_t offset = 0;
     for (size_t k = sizes_.size(); k-- > 0; i /= sizes_[k]) offset += i % sizes_[k] * strides_[k];
     return offset;
+  }
+  // Calls fn(first, count, offset, stride) for the longest runs of rows begin .. end - 1 that lie at equal distances.
+  template <typename Fn>
+  void runs(int64_t begin, int64_t end, Fn&& fn) const {
+    const int64_t size = sizes_.empty() ? 1 : sizes_.back(), stride = sizes_.empty() ? 0 : strides_.back();
+    for (int64_t next; begin < end; begin = next) {
+      next = std::min(end, (begin / size + 1) * size);
+      fn(begin, next - begin, (*this)(begin), stride);
+    }
   }
 
  private:

@@ -50,6 +50,8 @@ inline uint32_t float_to_bits(float x) {
 
 #if defined(TURBOQUANT_AVX512)
 
+constexpr int kUnroll = 16;  // loops over a row's vectors, which stay in registers
+
 struct Floats {
   __m512 v;
 };
@@ -88,17 +90,24 @@ inline Floats load_float(const BFloat16* p) {
   return {_mm512_castsi512_ps(
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
 }
+inline Floats load_float(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
+}
+inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
+inline uint16_t float_to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline void store_float(float* p, Floats x) { store(p, x); }
 inline void store_float(Half* p, Floats x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 inline void store_float(BFloat16* p, Floats x) {
-  const __m512i bits = _mm512_castps_si512(x.v);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
-  const __m512i rounded = _mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), nan, _mm512_set1_epi32(0x7fc0));
+  const __m512i bits = _mm512_castps_si512(x.v), one = _mm512_set1_epi32(1);
+  const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  const __m512i half = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+  const __m512i up = _mm512_mask_add_epi32(half, odd, half, one);
+  const __mmask16 number = _mm512_cmp_ps_mask(x.v, x.v, _CMP_ORD_Q);
+  const __m512i rounded = _mm512_mask_srli_epi32(_mm512_set1_epi32(0x7fc0), number, up, 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
 }
 
@@ -107,6 +116,7 @@ inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; 
 inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }  // a > b ? a : b
+inline Ints max(Ints a, Ints b) { return {_mm512_max_epi32(a.v, b.v)}; }
 inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }  // a < b ? a : b
 inline Floats abs(Floats a) { return {_mm512_abs_ps(a.v)}; }
 inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
@@ -119,6 +129,7 @@ template <int N>
 inline Ints shift_right(Ints a) {  // keeps the sign
   return {_mm512_srai_epi32(a.v, N)};
 }
+inline Ints operator&(Ints a, Ints b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline Bytes operator&(Bytes a, Bytes b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline Bytes operator|(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
 inline Bytes operator^(Bytes a, Bytes b) { return {_mm512_xor_si512(a.v, b.v)}; }
@@ -135,7 +146,8 @@ inline bool all(Mask m) { return m.v == 0xFFFF; }
 inline Floats select(Mask m, Floats yes, Floats no) { return {_mm512_mask_mov_ps(no.v, m.v, yes.v)}; }
 inline Ints select(Mask m, Ints yes, Ints no) { return {_mm512_mask_mov_epi32(no.v, m.v, yes.v)}; }
 
-inline Ints round_to_ints(Floats x) { return {_mm512_cvtps_epi32(x.v)}; }  // nearest, ties to even
+inline Ints round_to_ints(Floats x) { return {_mm512_cvtps_epi32(x.v)}; }      // nearest, ties to even
+inline Ints truncate_to_ints(Floats x) { return {_mm512_cvttps_epi32(x.v)}; }  // towards zero; must fit
 inline Floats to_floats(Ints x) { return {_mm512_cvtepi32_ps(x.v)}; }
 inline Floats as_floats(Ints x) { return {_mm512_castsi512_ps(x.v)}; }
 inline Ints as_ints(Floats x) { return {_mm512_castps_si512(x.v)}; }
@@ -286,6 +298,87 @@ ALWAYS_INLINE Bytes lookup_string(const CodeTable<BITS>& t, Bytes x) {
   return {_mm512_permutexvar_epi8(codes, t.v)};
 }
 
+// -- Sixteen-bit lanes: what an encoder counts and multiplies.
+
+// The low halves of a's lanes, then of b's; the numbers fit.
+inline Shorts narrow(Ints a, Ints b) {
+  const __m256i low = _mm512_cvtepi32_epi16(a.v), high = _mm512_cvtepi32_epi16(b.v);
+  return {_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1)};
+}
+// Only the first n lanes, n < 32; zero behind them.
+inline Shorts keep_first(Shorts x, int n) { return {_mm512_maskz_mov_epi16((1u << n) - 1, x.v)}; }
+// The low bytes of all lanes.
+inline void store_bytes(uint8_t* p, Shorts x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi16_epi8(x.v));
+}
+// Lane i of the sum gains a[2i] * b[2i] + a[2i + 1] * b[2i + 1].
+inline Ints multiply_add(Ints sum, Shorts a, Shorts b) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
+
+// 2^BITS - 1 boundaries as a search tree: tree[1] is the middle one, those of its halves are tree[2] and tree[3], and so
+// on. Reads 64 numbers.
+template <int BITS>
+struct Boundaries {
+  __m512i row[BITS];
+  explicit Boundaries(const int16_t* tree) {
+    row[0] = _mm512_set1_epi16(tree[1]);
+    for (int k = 1; k < BITS; ++k) row[k] = _mm512_loadu_si512(tree + (1 << k));
+  }
+};
+// How many boundaries are <= u.
+template <int BITS>
+inline Shorts count_boundaries(const Boundaries<BITS>& b, Shorts u) {
+  const __m512i one = _mm512_set1_epi16(1);
+  __m512i rank = _mm512_maskz_mov_epi16(_mm512_cmple_epi16_mask(b.row[0], u.v), one);
+  for (int k = 1; k < BITS; ++k) {
+    const __mmask32 upper = _mm512_cmple_epi16_mask(_mm512_permutexvar_epi16(rank, b.row[k]), u.v);
+    rank = _mm512_add_epi16(rank, rank);
+    rank = _mm512_mask_add_epi16(rank, upper, rank, one);
+  }
+  return {rank};
+}
+
+// A table of 32 signed bytes; indices below 32.
+struct LevelTable {
+  __m512i v;
+};
+inline LevelTable level_table(const int8_t* p) {
+  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline Shorts lookup(const LevelTable& t, Shorts index) { return {_mm512_permutexvar_epi16(index.v, t.v)}; }
+
+// -- Dense bit strings, 1 to 7 bits: 64 codes are 8 * bits bytes.
+
+struct BitLayout {
+  __m512i pair, quad, shift, gather;  // packing: weights of codes, how far words move, which bytes remain
+  __m512i spread, offset, mask;       // unpacking: bytes of each word, first bits of its codes
+  explicit BitLayout(int bits) {
+    alignas(64) uint8_t to[64], from[64], at[64];
+    for (int i = 0; i < 64; ++i) {
+      to[i] = static_cast<uint8_t>(i < 8 * bits ? i / bits * 8 + i % bits : 7);
+      from[i] = static_cast<uint8_t>(i / 8 * bits + (i % 8 < bits ? i % 8 : 0));
+      at[i] = static_cast<uint8_t>(i % 8 * bits);
+    }
+    pair = _mm512_set1_epi16(static_cast<int16_t>(1 | 1 << (8 + bits)));
+    quad = _mm512_set1_epi32(static_cast<int32_t>(1 | int64_t{1} << (16 + 2 * bits)));
+    shift = _mm512_set1_epi64(32 - 4 * bits);
+    gather = _mm512_load_si512(to), spread = _mm512_load_si512(from), offset = _mm512_load_si512(at);
+    mask = _mm512_set1_epi8(static_cast<char>((1 << bits) - 1));
+  }
+};
+// Writes 64 bytes, of which 8 * bits count.
+inline void store_packed(uint8_t* p, const BitLayout& l, int /*bits*/, Bytes codes) {
+  const __m512i pairs = _mm512_maddubs_epi16(l.pair, codes.v), quads = _mm512_madd_epi16(pairs, l.quad);
+  const __m512i low = _mm512_and_si512(quads, _mm512_set1_epi64(0xFFFFFFFF));
+  const __m512i high = _mm512_andnot_si512(_mm512_set1_epi64(0xFFFFFFFF), quads);
+  const __m512i words = _mm512_or_si512(low, _mm512_srlv_epi64(high, l.shift));
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi8(l.gather, words));
+}
+// Reads 64 bytes, of which 8 * bits count.
+inline Bytes load_packed(const uint8_t* p, const BitLayout& l, int /*bits*/) {
+  const __m512i words = _mm512_permutexvar_epi8(l.spread, _mm512_loadu_si512(p));
+  return {_mm512_and_si512(_mm512_multishift_epi64_epi8(l.offset, words), l.mask)};
+}
+
 // -- Levels times 16-bit factors: the inner loop of every score and every sum of values.
 //
 // A byte product needs one unsigned operand, so levels are stored with kLevelBias added, and a factor is two signed bytes,
@@ -337,6 +430,8 @@ ALWAYS_INLINE Factors spread(const TokenFactors& f, Ints quads) {
 
 #elif defined(TURBOQUANT_AVX2)
 
+constexpr int kUnroll = 16;
+
 struct Floats {
   __m256 a, b;
 };
@@ -380,6 +475,13 @@ inline Floats load_float(const BFloat16* p) {
   };
   return {eight(p), eight(p + 8)};
 }
+inline Floats load_float(const int8_t* p) {
+  const __m128i bytes = load128(p);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
+inline uint16_t float_to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline void store_float(float* p, Floats x) { store(p, x); }
 inline void store_float(Half* p, Floats x) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
@@ -403,6 +505,7 @@ inline Floats operator*(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _
 inline Floats operator/(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 inline Floats max(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline Floats min(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline Ints max(Ints x, Ints y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
 inline Floats abs(Floats x) {
   const __m256 keep = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   return {_mm256_and_ps(x.a, keep), _mm256_and_ps(x.b, keep)};
@@ -417,6 +520,7 @@ template <int N>
 inline Ints shift_right(Ints x) {
   return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)};
 }
+inline Ints operator&(Ints x, Ints y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 inline Bytes operator&(Bytes x, Bytes y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 inline Bytes operator|(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 inline Bytes operator^(Bytes x, Bytes y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
@@ -446,6 +550,7 @@ inline Ints select(Mask m, Ints yes, Ints no) {
 }
 
 inline Ints round_to_ints(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline Ints truncate_to_ints(Floats x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
 inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline Floats as_floats(Ints x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 inline Ints as_ints(Floats x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
@@ -628,6 +733,111 @@ ALWAYS_INLINE Bytes lookup_string(const CodeTable<BITS>& t, const Bytes& x) {
   }
 }
 
+inline Shorts narrow(Ints x, Ints y) {
+  const auto sixteen = [](Ints z) { return _mm256_permute4x64_epi64(_mm256_packs_epi32(z.a, z.b), 0xD8); };
+  return {sixteen(x), sixteen(y)};
+}
+inline Shorts keep_first(Shorts x, int n) {
+  const __m256i count = _mm256_set1_epi16(static_cast<int16_t>(n));
+  const __m256i lane = _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return {_mm256_and_si256(x.a, _mm256_cmpgt_epi16(count, lane)),
+          _mm256_and_si256(x.b, _mm256_cmpgt_epi16(count, _mm256_add_epi16(lane, _mm256_set1_epi16(16))))};
+}
+inline void store_bytes(uint8_t* p, Shorts x) {
+  const __m256i low = _mm256_set1_epi16(255);
+  const __m256i bytes = _mm256_packus_epi16(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
+  store256(p, _mm256_permute4x64_epi64(bytes, 0xD8));
+}
+inline Ints multiply_add(Ints sum, Shorts x, Shorts y) {
+  return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(x.b, y.b))};
+}
+
+// A row of the tree has up to 8 boundaries, which byte shuffles look up, or 16, for which there are two.
+template <int BITS>
+struct Boundaries {
+  __m256i row[BITS], last;
+  explicit Boundaries(const int16_t* tree) {
+    row[0] = _mm256_set1_epi16(tree[1]);
+    for (int k = 1; k < BITS; ++k) row[k] = _mm256_broadcastsi128_si256(load128(tree + (1 << k)));
+    last = _mm256_broadcastsi128_si256(load128(tree + 24));
+  }
+};
+template <int BITS>
+inline Shorts count_boundaries(const Boundaries<BITS>& b, Shorts u) {
+  const auto sixteen = [&](__m256i x) {
+    // The bytes of word `rank` are 2 rank and 2 rank + 1: the index is 0x202 rank + 0x100.
+    const __m256i below = _mm256_cmpgt_epi16(b.row[0], x);
+    __m256i index = _mm256_add_epi16(_mm256_set1_epi16(0x302), _mm256_and_si256(below, _mm256_set1_epi16(-0x202)));
+    for (int k = 1; k < BITS; ++k) {
+      __m256i boundary = _mm256_shuffle_epi8(b.row[k], index);
+      if (k == 4) boundary = _mm256_blendv_epi8(_mm256_shuffle_epi8(b.last, index), boundary, below);
+      const __m256i still = _mm256_and_si256(_mm256_cmpgt_epi16(boundary, x), _mm256_set1_epi16(-0x202));
+      index = _mm256_add_epi16(_mm256_add_epi16(index, index), _mm256_add_epi16(still, _mm256_set1_epi16(0x102)));
+    }
+    return _mm256_and_si256(_mm256_srli_epi16(index, 1), _mm256_set1_epi16(127));
+  };
+  return {sixteen(u.a), sixteen(u.b)};
+}
+
+struct LevelTable {
+  __m256i low, high;
+};
+inline LevelTable level_table(const int8_t* p) {
+  return {_mm256_broadcastsi128_si256(load128(p)), _mm256_broadcastsi128_si256(load128(p + 16))};
+}
+inline Shorts lookup(const LevelTable& t, Shorts index) {
+  const auto sixteen = [&](__m256i i) {  // the level arrives in the upper byte; bit 4 of the index chooses the table
+    const __m256i upper = _mm256_slli_epi16(i, 8);
+    const __m256i level = _mm256_blendv_epi8(_mm256_shuffle_epi8(t.low, upper), _mm256_shuffle_epi8(t.high, upper),
+                                             _mm256_slli_epi16(i, 11));
+    return _mm256_srai_epi16(level, 8);
+  };
+  return {sixteen(index.a), sixteen(index.b)};
+}
+
+// Codes are joined two by two in 16, 32 and 64-bit words, and torn apart in the other order.
+struct BitLayout {
+  __m256i pair, quad, gather, spread;
+  explicit BitLayout(int bits) {
+    alignas(16) uint8_t to[16], from[16];
+    for (int i = 0; i < 16; ++i) {
+      to[i] = static_cast<uint8_t>(i < 2 * bits ? i / bits * 8 + i % bits : 0x80);
+      from[i] = static_cast<uint8_t>(i % 8 < bits ? i / 8 * bits + i % 8 : 0x80);
+    }
+    pair = _mm256_set1_epi16(static_cast<int16_t>(1 | 1 << (8 + bits)));
+    quad = _mm256_set1_epi32(static_cast<int32_t>(1 | int64_t{1} << (16 + 2 * bits)));
+    gather = _mm256_broadcastsi128_si256(load128(to)), spread = _mm256_broadcastsi128_si256(load128(from));
+  }
+};
+inline void store_packed(uint8_t* p, const BitLayout& l, int bits, Bytes codes) {
+  const __m128i move = _mm_cvtsi32_si128(32 - 4 * bits);
+  const auto half = [&](uint8_t* to, __m256i x) {
+    const __m256i quads = _mm256_madd_epi16(_mm256_maddubs_epi16(l.pair, x), l.quad);
+    const __m256i none = _mm256_setzero_si256();
+    const __m256i low = _mm256_blend_epi32(quads, none, 0xAA), high = _mm256_blend_epi32(none, quads, 0xAA);
+    const __m256i bytes = _mm256_shuffle_epi8(_mm256_or_si256(low, _mm256_srl_epi64(high, move)), l.gather);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(bytes));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * bits), _mm256_extracti128_si256(bytes, 1));
+  };
+  half(p, codes.a);
+  half(p + 4 * bits, codes.b);
+}
+inline Bytes load_packed(const uint8_t* p, const BitLayout& l, int bits) {
+  const auto half = [&](const uint8_t* from) {
+    const __m256i raw = _mm256_inserti128_si256(_mm256_castsi128_si256(load128(from)), load128(from + 2 * bits), 1);
+    __m256i x = _mm256_shuffle_epi8(raw, l.spread);
+    const auto tear = [&](int width, __m256i low) {  // words of 2 * width bits: the upper half of the codes moves up
+      const __m256i upper = _mm256_sll_epi64(_mm256_andnot_si256(low, x), _mm_cvtsi32_si128(width - width / 8 * bits));
+      x = _mm256_or_si256(_mm256_and_si256(x, low), upper);
+    };
+    tear(32, _mm256_set1_epi64x((int64_t{1} << 4 * bits) - 1));
+    tear(16, _mm256_set1_epi32((1 << 2 * bits) - 1));
+    tear(8, _mm256_set1_epi16(static_cast<int16_t>((1 << bits) - 1)));
+    return x;
+  };
+  return {half(p), half(p + 4 * bits)};
+}
+
 // Levels become 16-bit numbers, even and odd bytes apart, and meet 16-bit factors in the same order: no bias.
 constexpr int kLevelBias = 0;
 
@@ -680,6 +890,8 @@ ALWAYS_INLINE Factors spread(const TokenFactors& f, Ints quads) {
 // ---- Plain C++ ---------------------------------------------------------------------------------------------------
 
 #else
+
+constexpr int kUnroll = 1;  // a vector is a loop already
 
 struct Floats {
   float v[16];
@@ -760,6 +972,9 @@ inline Floats load_float(const Half* p) {
 inline Floats load_float(const BFloat16* p) {
   return lanes<Floats>([&](int i) { return bits_to_float(static_cast<uint32_t>(p[i].bits) << 16); });
 }
+inline Floats load_float(const int8_t* p) {
+  return lanes<Floats>([&](int i) { return static_cast<float>(p[i]); });
+}
 inline void store_float(float* p, const Floats& x) { store(p, x); }
 inline void store_float(Half* p, const Floats& x) {
   for (int i = 0; i < 16; ++i) p[i].bits = float_to_half(x.v[i]);
@@ -786,6 +1001,9 @@ inline Floats max(const Floats& a, const Floats& b) {
 inline Floats min(const Floats& a, const Floats& b) {
   return lanes<Floats>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
 }
+inline Ints max(const Ints& a, const Ints& b) {
+  return lanes<Ints>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
 inline Floats abs(const Floats& a) {
   return lanes<Floats>([&](int i) { return __builtin_fabsf(a.v[i]); });
 }
@@ -803,6 +1021,9 @@ inline Ints shift_left(const Ints& a) {
 template <int N>
 inline Ints shift_right(const Ints& a) {
   return lanes<Ints>([&](int i) { return a.v[i] >> N; });
+}
+inline Ints operator&(const Ints& a, const Ints& b) {
+  return lanes<Ints>([&](int i) { return a.v[i] & b.v[i]; });
 }
 inline Bytes operator&(const Bytes& a, const Bytes& b) {
   return lanes<Bytes>([&](int i) { return a.v[i] & b.v[i]; });
@@ -857,12 +1078,17 @@ inline Ints select(const Mask& m, const Ints& yes, const Ints& no) {
 // Nearest, ties to even; what does not fit an int32, and NaN, becomes the least int32, as on x86. Adding and taking away
 // 1.5 * 2^23 rounds numbers below 2^22 without a call to the library; from 2^23 on floats are integers.
 inline int32_t round_to_int(float x) {
-  if (!(x >= -2147483648.0f && x < 2147483648.0f)) return INT32_MIN;
-  const float big = x < 0 ? -8388608.0f : 8388608.0f;
-  return static_cast<int32_t>(__builtin_fabsf(x) < 8388608.0f ? (x + big) - big : x);
+  const float big = __builtin_copysignf(8388608.0f, x), rounded = (x + big) - big;
+  const float whole = __builtin_fabsf(x) < 8388608.0f ? rounded : x;
+  const bool fits = (whole >= -2147483648.0f) & (whole < 2147483648.0f);
+  const int32_t number = static_cast<int32_t>(fits ? whole : 0.0f);
+  return fits ? number : INT32_MIN;
 }
 inline Ints round_to_ints(const Floats& x) {
   return lanes<Ints>([&](int i) { return round_to_int(x.v[i]); });
+}
+inline Ints truncate_to_ints(const Floats& x) {
+  return lanes<Ints>([&](int i) { return static_cast<int32_t>(x.v[i]); });
 }
 inline Floats to_floats(const Ints& x) {
   return lanes<Floats>([&](int i) { return static_cast<float>(x.v[i]); });
@@ -981,6 +1207,76 @@ ALWAYS_INLINE Bytes lookup_string(const CodeTable<BITS>& t, const Bytes& x) {
   return y;
 }
 
+inline Shorts narrow(const Ints& a, const Ints& b) {
+  return lanes<Shorts>([&](int i) { return static_cast<int16_t>(i < 16 ? a.v[i] : b.v[i - 16]); });
+}
+inline Shorts keep_first(const Shorts& x, int n) {
+  return lanes<Shorts>([&](int i) { return i < n ? x.v[i] : 0; });
+}
+inline void store_bytes(uint8_t* p, const Shorts& x) {
+  for (int i = 0; i < 32; ++i) p[i] = static_cast<uint8_t>(x.v[i]);
+}
+inline Ints multiply_add(const Ints& sum, const Shorts& a, const Shorts& b) {
+  return sum + lanes<Ints>([&](int i) { return a.v[2 * i] * b.v[2 * i] + a.v[2 * i + 1] * b.v[2 * i + 1]; });
+}
+
+template <int BITS>
+struct Boundaries {
+  int16_t v[1 << BITS];
+  explicit Boundaries(const int16_t* tree) { memcpy(v, tree, sizeof v); }
+};
+template <int BITS>
+inline Shorts count_boundaries(const Boundaries<BITS>& b, const Shorts& u) {
+  Shorts rank = {};
+  for (int k = 1; k < 1 << BITS; ++k) {
+    for (int i = 0; i < 32; ++i) rank.v[i] = static_cast<int16_t>(rank.v[i] + (b.v[k] <= u.v[i]));
+  }
+  return rank;
+}
+
+struct LevelTable {
+  int8_t v[32];
+};
+inline LevelTable level_table(const int8_t* p) {
+  return lanes<LevelTable>([&](int i) { return p[i]; });
+}
+inline Shorts lookup(const LevelTable& t, const Shorts& index) {
+  return lanes<Shorts>([&](int i) { return t.v[index.v[i]]; });
+}
+
+// Eight codes are one 64-bit word: joined two by two, and torn apart in the other order.
+struct BitLayout {
+  explicit BitLayout(int) {}
+};
+inline void store_packed(uint8_t* p, const BitLayout&, int bits, const Bytes& codes) {
+  uint64_t words[8];
+  memcpy(words, codes.v, sizeof words);
+  for (int k = 0; k < 8; ++k) {
+    uint64_t x = words[k];
+    x = (x & 0x00FF00FF00FF00FF) | (x & 0xFF00FF00FF00FF00) >> (8 - bits);
+    x = (x & 0x0000FFFF0000FFFF) | (x & 0xFFFF0000FFFF0000) >> (16 - 2 * bits);
+    x = (x & 0x00000000FFFFFFFF) | (x & 0xFFFFFFFF00000000) >> (32 - 4 * bits);
+    memcpy(p + k * bits, &x, sizeof x);
+  }
+}
+inline Bytes load_packed(const uint8_t* p, const BitLayout&, int bits) {
+  const uint64_t low4 = (uint64_t{1} << 4 * bits) - 1;
+  const uint64_t low2 = ((uint64_t{1} << 2 * bits) - 1) * 0x0000000100000001;
+  const uint64_t low1 = ((uint64_t{1} << bits) - 1) * 0x0001000100010001;
+  uint64_t words[8];
+  for (int k = 0; k < 8; ++k) {
+    uint64_t x;
+    memcpy(&x, p + k * bits, sizeof x);
+    x &= (uint64_t{1} << 8 * bits) - 1;
+    x = (x & low4) | (x & ~low4) << (32 - 4 * bits);
+    x = (x & low2) | (x & ~low2) << (16 - 2 * bits);
+    words[k] = (x & low1) | (x & ~low1) << (8 - bits);
+  }
+  Bytes codes;
+  memcpy(codes.v, words, sizeof words);
+  return codes;
+}
+
 constexpr int kLevelBias = 0;
 
 // Even and odd bytes apart, and a sum for each of the 32 words, so that every loop is one that compilers vectorise.
@@ -1057,6 +1353,22 @@ inline float greatest(Floats x) {
   x = max(x, swap_lanes<4>(x));
   x = max(x, swap_lanes<2>(x));
   return first_lane(max(x, swap_lanes<1>(x)));
+}
+
+inline float least(Floats x) {
+  x = min(x, swap_lanes<8>(x));
+  x = min(x, swap_lanes<4>(x));
+  x = min(x, swap_lanes<2>(x));
+  return first_lane(min(x, swap_lanes<1>(x)));
+}
+inline int32_t greatest(Ints x) {
+  x = max(x, as_ints(swap_lanes<8>(as_floats(x))));
+  x = max(x, as_ints(swap_lanes<4>(as_floats(x))));
+  x = max(x, as_ints(swap_lanes<2>(as_floats(x))));
+  x = max(x, as_ints(swap_lanes<1>(as_floats(x))));
+  int32_t lane[16];
+  store(lane, x);
+  return lane[0];
 }
 
 // 2^e for |e| <= 126, exactly.

@@ -9,13 +9,14 @@
 #include <tuple>
 #include <vector>
 
+#define TURBOQUANT_LEVEL portable
 #include "cpu/hadamard.h"
 #include "cpu/pack.h"
 #include "format.h"
 
 namespace py = pybind11;
 namespace format = turboquant::format;
-namespace cpu = turboquant::cpu;
+namespace cpu = turboquant::cpu::portable;
 
 using Place = std::tuple<int, int, int, int>;  // byte, shift, width, code_shift
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
