@@ -76,13 +76,12 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
                             kv_heads,
                             to.slot.data()};
   const auto copy_to_tail = [&](int64_t token, int64_t head) {
-    const int64_t sequence = to.sequence[token], size = k.element_size();
+    const int64_t sequence = to.sequence[token];
     if (sequence < 0) return;
-    uint8_t* exact = static_cast<uint8_t*>(ring->tensor.data_ptr());
     const auto copy = [&](const Tensor& x, int kind) {
-      const uint8_t* from = static_cast<const uint8_t*>(x.data_ptr());
-      std::memcpy(exact + size * ring->offset(ring->slots[sequence], head, to.position[token], kind),
-                  from + size * (token * x.stride(0) + head * x.stride(1)), size * d);
+      const int64_t row = ring->offset(ring->slots[sequence], head, to.position[token], kind);
+      std::memcpy(element(ring->tensor, row), element(x, token * x.stride(0) + head * x.stride(1)),
+                  d * k.element_size());
     };
     copy(k, 0);
     copy(v, 1);

@@ -18,14 +18,10 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
   uint16_t* scale_out = static_cast<uint16_t*>(scale.data_ptr());
   const float* s = static_cast<const float*>(signs.data_ptr());
   const Rows rows(x);
-  dispatch_float(x.scalar_type(), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const T* in = static_cast<const T*>(x.data_ptr());
-    parallel_for(rows.count(), row_grain(d, 16), [&](int64_t begin, int64_t end) {
-      rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
-        kernels().encode({in + offset, dtype_index(x.scalar_type()), count, stride, split, s, floats_of(center)},
-                         quantiser, packed_out + first * row_bytes, scale_out + first);
-      });
+  parallel_for(rows.count(), row_grain(d, 16), [&](int64_t begin, int64_t end) {
+    rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
+      kernels().encode({element(x, offset), dtype_index(x.scalar_type()), count, stride, split, s, floats_of(center)},
+                       quantiser, packed_out + first * row_bytes, scale_out + first);
     });
   });
   return {packed, scale};
@@ -44,14 +40,10 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
   const uint8_t* in = static_cast<const uint8_t*>(packed.data_ptr());
   const uint16_t* scales = static_cast<const uint16_t*>(scale.data_ptr());
   const float* s = static_cast<const float*>(signs.data_ptr());
-  dispatch_float(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    T* to = static_cast<T*>(out.data_ptr());
-    parallel_for(packed.numel() / row_bytes, row_grain(d, 4), [&](int64_t begin, int64_t end) {
-      kernels().decode({in + begin * row_bytes, scales + begin, end - begin, static_cast<int>(bits), table.of,
-                        format::split_dim(d), s, floats_of(center), dtype_index(dtype)},
-                       to + begin * d);
-    });
+  parallel_for(packed.numel() / row_bytes, row_grain(d, 4), [&](int64_t begin, int64_t end) {
+    kernels().decode({in + begin * row_bytes, scales + begin, end - begin, static_cast<int>(bits), table.of,
+                      format::split_dim(d), s, floats_of(center), dtype_index(dtype)},
+                     element(out, begin * d));
   });
   return out;
 }

@@ -21,15 +21,11 @@ std::tuple<Tensor, Tensor, Tensor> group_encode(const Tensor& x, int64_t group, 
   uint16_t* scale_out = static_cast<uint16_t*>(scale.data_ptr());
   uint16_t* zero_out = static_cast<uint16_t*>(zero.data_ptr());
   const Rows rows(x);
-  dispatch_float(x.scalar_type(), [&](auto tag) {
-    const auto* in = static_cast<const typename decltype(tag)::type*>(x.data_ptr());
-    parallel_for(rows.count(), row_grain(d, 4), [&](int64_t begin, int64_t end) {
-      rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
-        kernels().group_encode({dtype_index(x.scalar_type()), static_cast<int>(group), static_cast<int>(bits), count,
-                                d},
-                               in + offset, stride, packed_out + first * row_bytes, scale_out + first * groups,
-                               zero_out + first * groups);
-      });
+  parallel_for(rows.count(), row_grain(d, 4), [&](int64_t begin, int64_t end) {
+    rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
+      kernels().group_encode({dtype_index(x.scalar_type()), static_cast<int>(group), static_cast<int>(bits), count, d},
+                             element(x, offset), stride, packed_out + first * row_bytes, scale_out + first * groups,
+                             zero_out + first * groups);
     });
   });
   return {packed, scale, zero};
@@ -48,12 +44,10 @@ Tensor group_decode(const Tensor& packed, const Tensor& scale, const Tensor& zer
 
   Tensor out = empty_like_shape(packed, leading_shape(packed, 1, {d}), dtype);
   const uint8_t* in = static_cast<const uint8_t*>(packed.data_ptr());
-  dispatch_float(dtype, [&](auto tag) {
-    auto* to = static_cast<typename decltype(tag)::type*>(out.data_ptr());
-    parallel_for(packed.numel() / row_bytes, row_grain(d, 2), [&](int64_t begin, int64_t end) {
-      kernels().group_decode({dtype_index(dtype), static_cast<int>(group), static_cast<int>(bits), end - begin, d},
-                             in + begin * row_bytes, scales + begin * groups, zeros + begin * groups, to + begin * d);
-    });
+  parallel_for(packed.numel() / row_bytes, row_grain(d, 2), [&](int64_t begin, int64_t end) {
+    kernels().group_decode({dtype_index(dtype), static_cast<int>(group), static_cast<int>(bits), end - begin, d},
+                           in + begin * row_bytes, scales + begin * groups, zeros + begin * groups,
+                           element(out, begin * d));
   });
   return out;
 }

@@ -16,15 +16,10 @@ Tensor hadamard(const Tensor& x, const Tensor& signs, bool inverse) {
   Tensor out = empty_like_shape(x, leading_shape(x, 0, {}), x.scalar_type());
   const Rows rows(x);
   const float* s = static_cast<const float*>(signs.data_ptr());
-  dispatch_float(x.scalar_type(), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const T* in = static_cast<const T*>(x.data_ptr());
-    T* to = static_cast<T*>(out.data_ptr());
-    parallel_for(rows.count(), row_grain(d, 1), [&](int64_t begin, int64_t end) {
-      rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
-        kernels().hadamard(in + offset, to + first * d,
-                           {dtype_index(x.scalar_type()), count, stride, split, s, inverse});
-      });
+  parallel_for(rows.count(), row_grain(d, 1), [&](int64_t begin, int64_t end) {
+    rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
+      kernels().hadamard(element(x, offset), element(out, first * d),
+                         {dtype_index(x.scalar_type()), count, stride, split, s, inverse});
     });
   });
   return out;

@@ -48,17 +48,6 @@ void from_float(const float* in, T* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(in[i]);
 }
 
-inline uint16_t half_bits(float x) { return Half(x).x; }
-inline float half_value(uint16_t bits) { return static_cast<float>(Half(bits, Half::from_bits())); }
-
-// Scales lie at even bytes of a record but need no alignment in a dense view.
-inline float load_half(const uint8_t* p) {
-  uint16_t bits;
-  std::memcpy(&bits, p, sizeof bits);
-  return half_value(bits);
-}
-inline void store_half(uint8_t* p, uint16_t bits) { std::memcpy(p, &bits, sizeof bits); }
-
 // fn(begin, end) over [0, n) on torch's threads; `grain` is the least work worth a thread.
 template <typename Fn>
 void parallel_for(int64_t n, int64_t grain, Fn&& fn) {
@@ -85,6 +74,11 @@ class Scratch {
   };
   std::unique_ptr<uint8_t[], Free> memory_;
 };
+
+// Where element i of a tensor's memory is.
+inline void* element(const Tensor& t, int64_t i) {
+  return static_cast<char*>(t.data_ptr()) + i * static_cast<int64_t>(t.element_size());
+}
 
 // What the kernels call a dtype (kernels.h).
 inline int dtype_index(ScalarType dtype) { return dtype == ScalarType::Float ? 0 : dtype == ScalarType::Half ? 1 : 2; }
