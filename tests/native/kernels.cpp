@@ -150,6 +150,43 @@ class Written {
   std::string bytes_;
 };
 
+// n numbers of one dtype (0 float32, 1 float16, 2 bfloat16) at an address that fits it and no more, in rows of d.
+struct Numbers {
+  int dtype;
+  int64_t item;
+  Memory<uint8_t> bytes;
+
+  Numbers(int dtype, int64_t n) : dtype(dtype), item(dtype == 0 ? 4 : 2), bytes(n * item, item) {}
+  Numbers(Random& random, int dtype, int64_t n, int64_t d) : Numbers(dtype, n) {
+    for (int64_t i = 0; i < n; i += d) {
+      const int64_t count = std::min(d, n - i);
+      Memory<float> row(count);
+      random.fill(row.get(), count);
+      for (int64_t c = 0; c < count; ++c) {
+        const uint16_t half = random.half(false);
+        uint32_t bits;
+        std::memcpy(&bits, &row[c], sizeof bits);
+        const auto top = static_cast<uint16_t>(bits >> 16);
+        std::memcpy(bytes.get() + (i + c) * item,
+                    dtype == 0   ? static_cast<const void*>(&bits)
+                    : dtype == 1 ? &half
+                                 : &top,
+                    item);
+      }
+    }
+  }
+  void keep(Written& written) const {
+    if (dtype == 0) return written.add(reinterpret_cast<const float*>(bytes.get()), bytes.size() / 4);
+    const int infinity = dtype == 1 ? 0x7C00 : 0x7F80;
+    for (int64_t i = 0; i < bytes.size(); i += 2) {
+      uint16_t x;
+      std::memcpy(&x, bytes.get() + i, sizeof x);
+      if ((x & 0x7FFF) > infinity) x = 0x7FFF;
+      written.add(&x, 1);
+    }
+  }
+};
+
 // ---- Cases ---------------------------------------------------------------------------------------------------------------
 
 // Queries as integers. Their bytes are the level's own; only units are compared.
@@ -310,10 +347,175 @@ void project(const Kernels& k, Random& random, Written& written) {
   written.add(bits);
 }
 
+Memory<float> random_signs(Random& random, int64_t d) {
+  return {d, [&](int64_t) { return random.one_in(2) ? 1.0f : -1.0f; }};
+}
+// [n] around 0, or nothing
+std::unique_ptr<Memory<float>> random_center(Random& random, int64_t n) {
+  if (random.one_in(2)) return nullptr;
+  return std::make_unique<Memory<float>>(n, [&](int64_t) { return 3 * random.number(); });
+}
+
+void hadamard(const Kernels& k, Random& random, Written& written) {
+  const int64_t d = random.vector_dim(), count = random.between(0, 5), stride = d + random.below(4);
+  const int dtype = static_cast<int>(random.below(3));
+  const Memory<float> signs = random_signs(random, d);
+  const Numbers x(random, dtype, count == 0 ? 0 : (count - 1) * stride + d, d), out(dtype, count * d);
+  k.hadamard(x.bytes.get(), const_cast<uint8_t*>(out.bytes.get()),
+             {dtype, count, stride, format::split_dim(d), signs.get(), random.one_in(2)});
+  out.keep(written);
+  written.add(&d, 1);
+}
+
+void rotate(const Kernels& k, Random& random, Written& written) {
+  const int64_t d = random.vector_dim();
+  const Memory<float> signs = random_signs(random, d);
+  Memory<float> y(d), p(d);
+  random.fill(y.get(), d);
+  random.fill(p.get(), d);
+  (random.one_in(2) ? k.rotate : k.rotate_back)(y.get(), signs.get(), format::split_dim(d));
+  const float sum = k.tree_sum(p.get(), format::split_dim(d));
+  written.add(y);
+  written.add(&sum, 1);
+}
+
+void pack(const Kernels& k, Random& random, Written& written) {
+  const int64_t rows = random.between(1, 20), d = random.between(1, 300);
+  const int bits = static_cast<int>(random.between(1, 8));
+  const int64_t row_bytes = format::dense_row_bytes(d, bits);
+  const Memory<uint8_t> codes(rows * d, [&](int64_t) { return static_cast<uint8_t>(random.below(1 << bits)); });
+  const Memory<uint8_t> packed(rows * row_bytes, [&](int64_t) { return random.code_byte(bits); });
+  Memory<uint8_t> to_packed(rows * row_bytes), to_codes(rows * d);
+  k.pack(codes.get(), to_packed.get(), rows, d, bits);
+  k.unpack(packed.get(), to_codes.get(), rows, d, bits);
+  written.add(to_packed);
+  written.add(to_codes);
+  const uint8_t fit[] = {k.codes_fit(codes.get(), codes.size(), bits), k.codes_fit(codes.get(), d, bits - 1)};
+  written.add(fit, 2);
+}
+
+const int kCodecWidths[] = {1, 2, 3, 4, 5, 8};
+
+// Steps, boundaries and levels of random sizes.
+struct Book {
+  int count;
+  Memory<float> steps;
+  Memory<int16_t> boundaries;
+  Memory<int8_t> levels;
+  Quantiser quantiser;
+
+  Book(Random& random, int bits, int64_t d)
+      : count(static_cast<int>(random.between(1, 8))), steps(count), boundaries(64 * count), levels(32),
+        quantiser{bits,
+                  count,
+                  static_cast<int>(random.below(4)),
+                  steps.get(),
+                  boundaries.get(),
+                  levels.get(),
+                  4096 * __builtin_sqrtf(static_cast<float>(d)),
+                  32 / __builtin_sqrtf(static_cast<float>(d)),
+                  32 * __builtin_sqrtf(static_cast<float>(d))} {
+    std::fill(levels.get(), levels.get() + 32, 0);
+    if (bits < 8) random.levels(levels.get(), bits);
+    for (int i = 0; i < count; ++i) {
+      steps[i] = (i ? steps[i - 1] : 0) + (random.one_in(9) ? 1e4f : 0.01f * (random.number() + 1.1f));
+      int16_t sorted[32] = {};
+      for (int j = 1; j < 1 << bits && bits < 8; ++j) sorted[j] = static_cast<int16_t>(random.between(-3000, 3000));
+      std::sort(sorted + 1, sorted + (bits < 8 ? 1 << bits : 1));
+      std::fill(&boundaries[64 * i], &boundaries[64 * i] + 64, 0);
+      for (int node = 1, depth = 0; node < 1 << bits && bits < 8; ++node) {
+        depth += node == 2 << depth;
+        boundaries[64 * i + node] = sorted[(2 * (node - (1 << depth)) + 1) << (bits - 1 - depth)];
+      }
+    }
+  }
+};
+
+void encode(const Kernels& k, Random& random, Written& written) {
+  const int64_t d = random.vector_dim(), count = random.between(1, 5), stride = d + random.below(4);
+  const int dtype = static_cast<int>(random.below(3)), bits = random.any_of(kCodecWidths);
+  const Memory<float> signs = random_signs(random, d);
+  const auto center = random_center(random, d);
+  const Numbers x(random, dtype, (count - 1) * stride + d, d);
+  const Book book(random, bits, d);
+  Memory<uint8_t> packed(count * format::dense_row_bytes(d, bits));
+  Memory<uint16_t> scale(count);
+  k.encode({x.bytes.get(), dtype, count, stride, format::split_dim(d), signs.get(), center ? center->get() : nullptr},
+           book.quantiser, packed.get(), scale.get());
+  written.add(packed);
+  written.add(scale);
+}
+
+void decode(const Kernels& k, Random& random, Written& written) {
+  const int64_t d = random.vector_dim(), count = random.between(1, 5);
+  const int dtype = static_cast<int>(random.below(3)), bits = random.any_of(kCodecWidths);
+  const Memory<float> signs = random_signs(random, d);
+  const auto center = random_center(random, d);
+  const Book book(random, bits, d);
+  const Memory<uint8_t> packed(count * format::dense_row_bytes(d, bits),
+                               [&](int64_t) { return random.code_byte(bits); });
+  const Memory<uint16_t> scale(count, [&](int64_t) { return random.half(false); });
+  const Numbers out(dtype, count * d);
+  k.decode({packed.get(), scale.get(), count, bits, book.levels.get(), format::split_dim(d), signs.get(),
+            center ? center->get() : nullptr, dtype},
+           const_cast<uint8_t*>(out.bytes.get()));
+  out.keep(written);
+}
+
+void cache(const Kernels& k, Random& random, Written& written) {
+  const int key_widths[] = {2, 3, 4, 5, 8}, value_widths[] = {2, 3, 4, 8}, page_sizes[] = {16, 32, 64, 128};
+  const format::Record r{random.head_dim(), random.any_of(page_sizes), random.any_of(key_widths),
+                         random.any_of(value_widths)};
+  const int64_t d = r.head_dim, kv_heads = random.between(1, 3), pages = random.between(1, 2);
+  const int64_t tokens = random.between(1, 6), item_stride = d + random.below(4), items = tokens * kv_heads;
+  const int dtype = static_cast<int>(random.below(3));
+  const Memory<float> key_signs = random_signs(random, d), value_signs = random_signs(random, d);
+  const Book key_book(random, r.key_bits, d), value_book(random, r.value_bits, d);
+  const auto center = random_center(random, kv_heads * d);
+  const float* offset = center ? center->get() : nullptr;
+  const int64_t size = (items - 1) * item_stride + d;
+  const Numbers x(random, dtype, size, d), y(random, dtype, size, d);
+  Memory<uint8_t> stored = random_pages(random, r, pages * kv_heads);
+  Memory<int64_t> slots(tokens);
+  for (int64_t t = 0; t < tokens; ++t) slots[t] = random.one_in(5) ? -1 : (7 * t + 3) % (pages * r.page_size);
+  const int64_t begin = random.below(items);
+  k.store_tokens({r,
+                  {x.bytes.get(), kv_heads * item_stride, item_stride, key_signs.get(), key_book.quantiser},
+                  {y.bytes.get(), kv_heads * item_stride, item_stride, value_signs.get(), value_book.quantiser},
+                  offset,
+                  dtype,
+                  stored.get(),
+                  kv_heads,
+                  slots.get()},
+                 begin, items);
+  written.add(stored);
+
+  const int64_t seqs = random.between(1, 2), longest = random.between(1, 40);
+  const int64_t max_pages = (longest + r.page_size - 1) / r.page_size;
+  const Memory<int32_t> table(seqs * max_pages, [&](int64_t) { return static_cast<int32_t>(random.below(pages)); });
+  const Memory<int64_t> lengths(seqs, [&](int64_t) { return random.between(0, longest); });
+  const int64_t rows = seqs * longest * kv_heads;
+  const Numbers keys(dtype, rows * d), values(dtype, rows * d);
+  k.load_tokens({r, stored.get(), table.get(), lengths.get(), kv_heads, max_pages, longest, key_book.levels.get(),
+                 value_book.levels.get(), key_signs.get(), value_signs.get(), offset, dtype},
+                0, rows, const_cast<uint8_t*>(keys.bytes.get()), const_cast<uint8_t*>(values.bytes.get()));
+  keys.keep(written);
+  values.keep(written);
+}
+
 using Case = void(const Kernels& k, Random& random, Written& written);
 const std::map<std::string, Case*> CASES = {
-    {"query_factors", query_factors}, {"attend_pages", attend_pages}, {"attend_exact", attend_exact},
-    {"score_rows", score_rows},       {"project", project},
+    {"query_factors", query_factors},
+    {"attend_pages", attend_pages},
+    {"attend_exact", attend_exact},
+    {"score_rows", score_rows},
+    {"project", project},
+    {"hadamard", hadamard},
+    {"rotate", rotate},
+    {"pack", pack},
+    {"encode", encode},
+    {"decode", decode},
+    {"cache", cache},
 };
 
 py::bytes run(const std::string& name, const std::string& level, uint64_t seed) {
