@@ -370,13 +370,10 @@ void hadamard(const Kernels& k, Random& random, Written& written) {
 void rotate(const Kernels& k, Random& random, Written& written) {
   const int64_t d = random.vector_dim();
   const Memory<float> signs = random_signs(random, d);
-  Memory<float> y(d), p(d);
+  Memory<float> y(d);
   random.fill(y.get(), d);
-  random.fill(p.get(), d);
   (random.one_in(2) ? k.rotate : k.rotate_back)(y.get(), signs.get(), format::split_dim(d));
-  const float sum = k.tree_sum(p.get(), format::split_dim(d));
   written.add(y);
-  written.add(&sum, 1);
 }
 
 void pack(const Kernels& k, Random& random, Written& written) {
@@ -503,6 +500,22 @@ void cache(const Kernels& k, Random& random, Written& written) {
   values.keep(written);
 }
 
+void group(const Kernels& k, Random& random, Written& written) {
+  const int group = random.one_in(2) ? 32 : 64, bits = random.one_in(2) ? 2 : 4,
+            dtype = static_cast<int>(random.below(3));
+  const int64_t d = group * random.between(1, 5), count = random.between(1, 6), stride = d + random.below(4);
+  const GroupRows rows{dtype, group, bits, count, d};
+  const Numbers x(random, dtype, (count - 1) * stride + d, d), decoded(dtype, count * d);
+  Memory<uint8_t> packed(count * format::dense_row_bytes(d, bits));
+  Memory<uint16_t> scale(count * d / group), zero(count * d / group);
+  k.group_encode(rows, x.bytes.get(), stride, packed.get(), scale.get(), zero.get());
+  k.group_decode(rows, packed.get(), scale.get(), zero.get(), const_cast<uint8_t*>(decoded.bytes.get()));
+  written.add(packed);
+  written.add(scale);
+  written.add(zero);
+  decoded.keep(written);
+}
+
 using Case = void(const Kernels& k, Random& random, Written& written);
 const std::map<std::string, Case*> CASES = {
     {"query_factors", query_factors},
@@ -515,6 +528,7 @@ const std::map<std::string, Case*> CASES = {
     {"pack", pack},
     {"encode", encode},
     {"decode", decode},
+    {"group", group},
     {"cache", cache},
 };
 
