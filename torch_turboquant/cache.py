@@ -124,16 +124,37 @@ def allocate_tail(
         raise ValueError("a config with sink_tokens = 0 and recent_window = 0 needs no tail")
     if max_q_len < 1:
         raise ValueError(f"max_q_len is {max_q_len}, supported: 1 and more")
-    ring = max(1, config.recent_window + max_q_len - 1)
     return torch.zeros(
         max_seqs,
         num_kv_heads,
-        config.sink_tokens + ring,
+        config.sink_tokens + ring_rows(config, max_q_len),
         2,
         config.head_dim,
         dtype=dtype,
         device=device,
     )
+
+
+# What a ring holds of a sequence, as host integers: all positions from `first` on. tail_valid tells
+# attention (docs/format.md, section 9).
+
+
+def ring_rows(config: CacheConfig, max_q_len: int) -> int:
+    """Rows of the ring for calls of up to max_q_len new tokens: the tail's without the sinks."""
+    return max(1, config.recent_window + max_q_len - 1)
+
+
+def ring_first_stored(first: int, seq_len: int, ring: int) -> int:
+    """`first` once a sequence has been stored up to seq_len."""
+    return max(first, seq_len - ring)
+
+
+def ring_first_rolled_back(first: int, seq_len: int) -> int:
+    """`first` once a sequence has been cut to seq_len: rows of later positions count no more.
+
+    A ring that holds nothing older than the last token holds all that come from here on.
+    """
+    return min(first, seq_len)
 
 
 def cache_store(
@@ -324,7 +345,7 @@ def check_tail(
     rows = ring.shape[2] if isinstance(ring, Tensor) and ring.dim() == 5 else None
     shape = (None, kv_heads, rows, 2, config.head_dim)
     _checks.check_constant("tail", ring, device, dtype, shape)
-    need = config.sink_tokens + max(1, config.recent_window + max_q_len - 1)
+    need = config.sink_tokens + ring_rows(config, max_q_len)
     if rows < need:
         raise ValueError(
             f"tail has {rows} rows, expected at least {need}: sink_tokens ({config.sink_tokens}) + "

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_turboquant.cache import ring_first_rolled_back, ring_first_stored, ring_rows
 from torch_turboquant.config import CacheConfig
 
 CENTER_TOKENS = 64  # that a center is learned from, at least
@@ -83,7 +84,7 @@ class Forward:
         valid = torch.zeros(self.rows, 2, dtype=torch.int32)
         for row, (length, kept) in enumerate(zip(lengths, self.ring_first, strict=False)):
             valid[row, 0] = min(length, self.sink_tokens)
-            valid[row, 1] = max(kept, length - self.ring_tokens)
+            valid[row, 1] = ring_first_stored(kept, length, self.ring_tokens)
         table = torch.arange(self.batch * self.pages, dtype=torch.int32)
 
         def put(t: Tensor | None) -> Tensor | None:
@@ -114,7 +115,7 @@ class Sequences:
     ) -> None:
         self.config, self.rows, self.max_len, self.max_q_len = config, rows, max_len, max_q_len
         self.has_tail = config.sink_tokens + config.recent_window > 0
-        self.ring_tokens = max(1, config.recent_window + max_q_len - 1)
+        self.ring_tokens = ring_rows(config, max_q_len)
         self.auto_center = auto
         self.pages = math.ceil(max_len / config.page_size) if max_len else 0
         self.forward: Forward | None = None
@@ -159,7 +160,7 @@ class Sequences:
             # before the forward, not after: a failed one has overwritten its part of the ring too
             for row, length in enumerate(self.forward.lengths(self.forward.total)):
                 kept = self.ring_first[row]
-                self.ring_first[row] = max(kept, length - self.ring_tokens)
+                self.ring_first[row] = ring_first_stored(kept, length, self.ring_tokens)
 
     def commit(self) -> None:
         """The planned forward has gone through all layers."""
@@ -180,9 +181,8 @@ class Sequences:
             self.batch, self.pads, self.ring_first = 0, [], [0] * self.rows
 
     def _clamp_ring(self) -> None:
-        """A ring that holds nothing older than the last token holds all that come from here on."""
         for row, length in enumerate(self.lengths()):
-            self.ring_first[row] = min(self.ring_first[row], length)
+            self.ring_first[row] = ring_first_rolled_back(self.ring_first[row], length)
 
     def select(self, rows: list[int]) -> None:
         self.batch = len(rows)
