@@ -22,6 +22,14 @@ from torch_turboquant.group import group_decode, group_encode
 from torch_turboquant.hadamard import hadamard
 from torch_turboquant.pack import pack, unpack
 from torch_turboquant.paper import TurboQuantKVCache, TurboQuantMSE, TurboQuantProd
+from torch_turboquant.pool import (
+    ExportedSequence,
+    PagedKVPool,
+    PoolBatch,
+    PoolBytes,
+    PoolExhausted,
+    PoolSequence,
+)
 from torch_turboquant.qjl import gaussian_projection, qjl_score, qjl_sketch
 from torch_turboquant.score import score
 from torch_turboquant.signs import SignKind, random_signs
@@ -32,6 +40,12 @@ __all__ = [
     "CacheConfig",
     "CacheTables",
     "Codebook",
+    "ExportedSequence",
+    "PagedKVPool",
+    "PoolBatch",
+    "PoolBytes",
+    "PoolExhausted",
+    "PoolSequence",
     "Preset",
     "Record",
     "SignKind",
