@@ -116,14 +116,33 @@ inline Place find(const PagedKeys& k, const int32_t* block_table, int64_t kv_hea
   return {k.pages + (page * k.kv_heads + kv_head) * r.record_bytes() + r.tile_of(token), token % r.tile_tokens()};
 }
 
-// Asks for the codes of sixteen tokens that a later block needs: pages lie anywhere, so the processor cannot guess.
-inline void prefetch_group(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t key) {
+// The codes that the next block needs, asked for while this one is computed: pages lie anywhere, so the processor cannot
+// guess. A few cache lines at a time: processors drop what exceeds their queues.
+struct Ahead {
+  const uint8_t* keys[kGroups];  // null: nothing to ask for
+  const uint8_t* values[kGroups];
+  int64_t key_bytes, value_bytes;
+};
+inline Ahead find_ahead(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end) {
   const format::Record& r = k.record;
-  const Place p = find(k, block_table, kv_head, key);
-  prefetch(p.tile + p.in_tile * r.key_row_bytes(), kGroupTokens * r.key_row_bytes());
-  prefetch(p.tile + r.value_blocks() + p.in_tile / kGroupTokens * r.value_block_bytes(), r.value_block_bytes());
-  prefetch(p.tile + r.key_scales() + 2 * p.in_tile, 1);
-  prefetch(p.tile + r.value_scales() + 2 * p.in_tile, 1);
+  Ahead a = {};
+  a.key_bytes = kGroupTokens * r.key_row_bytes();
+  a.value_bytes = r.value_block_bytes();
+  for (int g = 0; g < kGroups && begin + g * kGroupTokens < end; ++g) {
+    const Place p = find(k, block_table, kv_head, begin + g * kGroupTokens);
+    a.keys[g] = p.tile + p.in_tile * r.key_row_bytes();
+    a.values[g] = p.tile + r.value_blocks() + p.in_tile / kGroupTokens * r.value_block_bytes();
+  }
+  return a;
+}
+ALWAYS_INLINE void prefetch_keys(const Ahead& a, int g) {
+  if (a.keys[g]) prefetch(a.keys[g], a.key_bytes);
+}
+ALWAYS_INLINE void prefetch_values(const Ahead& a, int line) {
+  if (64 * line >= a.value_bytes) return;
+  for (int g = 0; g < kGroups; ++g) {
+    if (a.values[g]) prefetch(a.values[g] + 64 * line, 1);
+  }
 }
 
 // Finds the groups of the block that starts at key `begin`, [first, end) of which some query sees.
@@ -276,8 +295,8 @@ inline void add_fields(const PagedKeys& k, const Block& b, const LevelBytes<BITS
 }
 
 template <int BITS, int QUERIES>
-inline void add_values(const PagedKeys& k, const Block& b, const LevelBytes<BITS>& table, const Factors* weights,
-                       const Weights (&weight)[QUERIES], float* const (&sums)[QUERIES]) {
+inline void add_values(const PagedKeys& k, const Block& b, const LevelBytes<BITS>& table, const Ahead& ahead,
+                       const Factors* weights, const Weights (&weight)[QUERIES], float* const (&sums)[QUERIES]) {
   Ints bias[kMaxPatterns][QUERIES];  // takes away what kLevelBias adds
   const int stride = k.panels.patterns * kGroups;
   for (int p = 0; p < k.panels.patterns; ++p) {
@@ -291,6 +310,7 @@ inline void add_values(const PagedKeys& k, const Block& b, const LevelBytes<BITS
     }
   }
   for (int panel = 0; panel < k.panels.panels; ++panel) {
+    prefetch_values(ahead, panel);
     add_fields<BITS, 0>(k, b, table, panel, weights, bias, weight, sums);
     if constexpr (BITS == 2) add_fields<BITS, 2>(k, b, table, panel, weights, bias, weight, sums);
   }
@@ -309,7 +329,7 @@ struct Span {
 // Queries first .. first + QUERIES - 1 of the span attend to one block.
 template <int KEY_BITS, int VALUE_BITS, int QUERIES>
 inline void attend_block(const Span& span, const Block& b, const LevelBytes<nibbles(KEY_BITS)>& keys,
-                         const LevelBytes<VALUE_BITS>& values, int first) {
+                         const LevelBytes<VALUE_BITS>& values, const Ahead& ahead, int first) {
   const PagedKeys& k = span.keys;
   const QueryRows& rows = span.rows;
   const int d = k.record.head_dim;
@@ -321,8 +341,7 @@ inline void attend_block(const Span& span, const Block& b, const LevelBytes<nibb
   }
   Floats logits[QUERIES][kGroups];
   for (int g = b.first_group; g < b.end_group; ++g) {
-    const int64_t later = b.begin + kBlockTokens + g * kGroupTokens;
-    if (first == 0 && later < span.end) prefetch_group(k, span.block_table, span.kv_head, later);
+    prefetch_keys(ahead, g);
     Ints dots[QUERIES];
     dot_sixteen<KEY_BITS, QUERIES>(b.keys[g], d, keys, factors, dots);
     const Floats scale = load_float(b.key_scales[g]);
@@ -345,7 +364,7 @@ inline void attend_block(const Span& span, const Block& b, const LevelBytes<nibb
     useful |= weight[q].unit != 0 || weight[q].keep != 1;
     sums[q] = span.out.sums + row * span.out.stride;
   }
-  if (useful) add_values<VALUE_BITS, QUERIES>(k, b, values, span.scratch.weights, weight, sums);
+  if (useful) add_values<VALUE_BITS, QUERIES>(k, b, values, ahead, span.scratch.weights, weight, sums);
 }
 
 template <int KEY_BITS, int VALUE_BITS>
@@ -364,13 +383,18 @@ void attend_codes(const Span& span) {
   for (int64_t begin = span.begin; begin < end; begin += kBlockTokens) {
     if (begin + kBlockTokens <= first) continue;
     const Block b = find_block(k, span.block_table, span.kv_head, begin, first, end, span.scratch);
+    Ahead ahead = find_ahead(k, span.block_table, span.kv_head, begin + kBlockTokens, end);
     int q = 0;
-    for (; q + 4 <= rows.count; q += 4) attend_block<KEY_BITS, VALUE_BITS, 4>(span, b, keys, values, q);
-    if (q + 2 <= rows.count) {
-      attend_block<KEY_BITS, VALUE_BITS, 2>(span, b, keys, values, q);
-      q += 2;
+    for (; q + 4 <= rows.count; q += 4) {
+      attend_block<KEY_BITS, VALUE_BITS, 4>(span, b, keys, values, ahead, q);
+      ahead = {};  // once is enough
     }
-    if (q < rows.count) attend_block<KEY_BITS, VALUE_BITS, 1>(span, b, keys, values, q);
+    if (q + 2 <= rows.count) {
+      attend_block<KEY_BITS, VALUE_BITS, 2>(span, b, keys, values, ahead, q);
+      q += 2;
+      ahead = {};
+    }
+    if (q < rows.count) attend_block<KEY_BITS, VALUE_BITS, 1>(span, b, keys, values, ahead, q);
   }
 }
 

@@ -25,13 +25,13 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// Verbs whose arguments must stay in registers, and what compilers think has no effect.
+#define ALWAYS_INLINE [[gnu::always_inline]] inline
+
 // Asks for the cache lines of [p, p + bytes), which will be read soon.
-inline void prefetch(const void* p, int64_t bytes) {
+ALWAYS_INLINE void prefetch(const void* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
 }
-
-// Verbs whose arguments must stay in registers.
-#define ALWAYS_INLINE [[gnu::always_inline]] inline
 
 constexpr float kInfinity = __builtin_inff();
 
