@@ -29,8 +29,8 @@ const std::vector<const Kernels*>& levels() {
     std::vector<const Kernels*> found;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool v2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi") &&
-                    __builtin_cpu_supports("bmi2");
+    const bool v2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+                    __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
     const bool v4 = v2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                     __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");

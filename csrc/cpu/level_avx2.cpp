@@ -1,5 +1,5 @@
-// The kernels for AVX2 with F16C and BMI2: Haswell, Zen and later.
-// cxx x86_64: -mavx2 -mf16c -mbmi -mbmi2
+// The kernels for AVX2 with FMA, F16C and BMI2: Haswell, Zen and later.
+// cxx x86_64: -mavx2 -mfma -mf16c -mbmi -mbmi2
 #if defined(__AVX2__)
 #define TURBOQUANT_LEVEL avx2
 #define TURBOQUANT_AVX2

@@ -161,12 +161,13 @@ inline Floats swap_lanes(Floats x) {
   if constexpr (H == 8) return {_mm512_shuffle_f32x4(x.v, x.v, 0x4E)};
 }
 
-// Lane i: (a + b of the pair) where bit H of i is clear, a - b where it is set.
+// Lane i: a + b of the pair (i, i ^ H) where bit H of i is clear, a - b where it is set. A fused product by 1 or -1 is the
+// sum or the difference itself, rounded once.
 template <int H>
 inline Floats butterfly(Floats x) {
-  constexpr __mmask16 upper = H == 1 ? 0xAAAA : H == 2 ? 0xCCCC : H == 4 ? 0xF0F0 : 0xFF00;
-  const __m512 other = swap_lanes<H>(x).v;
-  return {_mm512_mask_sub_ps(_mm512_add_ps(x.v, other), upper, other, x.v)};
+  constexpr int upper = H == 1 ? 0xAAAA : H == 2 ? 0xCCCC : H == 4 ? 0xF0F0 : 0xFF00;
+  const __m512 sign = _mm512_mask_blend_ps(static_cast<__mmask16>(upper), _mm512_set1_ps(1), _mm512_set1_ps(-1));
+  return {_mm512_fmadd_ps(x.v, sign, swap_lanes<H>(x).v)};
 }
 
 // The eight sums of neighbours of a, then those of b.
@@ -566,8 +567,9 @@ template <int H>
 inline Floats butterfly(Floats x) {
   if constexpr (H == 8) return {_mm256_add_ps(x.a, x.b), _mm256_sub_ps(x.a, x.b)};
   constexpr int upper = H == 1 ? 0xAA : H == 2 ? 0xCC : 0xF0;
-  const Floats other = swap_lanes<H>(x), sum = x + other, difference = other - x;
-  return {_mm256_blend_ps(sum.a, difference.a, upper), _mm256_blend_ps(sum.b, difference.b, upper)};
+  const __m256 sign = _mm256_blend_ps(_mm256_set1_ps(1), _mm256_set1_ps(-1), upper);
+  const Floats other = swap_lanes<H>(x);
+  return {_mm256_fmadd_ps(x.a, sign, other.a), _mm256_fmadd_ps(x.b, sign, other.b)};
 }
 
 inline __m256 pair_sums(__m256 low, __m256 high) {
