@@ -273,13 +273,13 @@ def test_the_reference_perplexity_is_the_models(model):
 
 def test_generation_stops_at_the_end_and_not_too_early(model):
     prompts = [PROSE[None, :40], PROSE[None, 50:120]]
-    answers, rate = measure.generate(model, None, prompts, 12)
+    answers, rate = measure.generate(model, lambda: measure.new_cache(model, None), prompts, 12)
     assert [len(a) for a in answers] == [12, 12] and rate > 0
     with torch.no_grad():
         logits = model(torch.cat([prompts[1][0], answers[1]])[None]).logits[0]
     assert torch.equal(logits[69:-1].argmax(-1), answers[1])
     assert model.config._attn_implementation == "sdpa"
-    measure.generate(model, "k4v4", prompts, 2)
+    measure.generate(model, lambda: measure.new_cache(model, "k4v4"), prompts, 2)
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -136,13 +136,25 @@ def sha256(path: Path) -> str:
 
 
 def load_model(folder: Path, device: str = "auto") -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct and its tokenizer, ready to generate.
+    """SmolLM2-135M-Instruct and its tokenizer, ready to generate: see `load_dense`.
 
-    float32 on the CPU, bfloat16 on a GPU. The 4-bit weights of the GGUF file are expanded once and
-    kept as safetensors beside it.
+    The 4-bit weights of the GGUF file are expanded once and kept as safetensors beside it.
 
     Raises:
         AssetError: see `fetch`.
+    """
+    dense = folder / "SmolLM2-135M-Instruct"
+    if not (dense / "tokenizer.json").exists():
+        _expand(fetch(MODEL, folder), dense)
+    return load_dense(dense, device)
+
+
+def load_dense(dense: Path, device: str = "auto") -> tuple[Any, Any]:
+    """The model and the tokenizer in a folder of transformers, float32 on CPUs, bfloat16 on GPUs.
+
+    Args:
+        dense: the folder; nothing is downloaded.
+        device: cpu, cuda, cuda:1, ...; "auto": cuda where torch sees it.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -151,9 +163,6 @@ def load_model(folder: Path, device: str = "auto") -> tuple[Any, Any]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     logging.disable_progress_bar()
-    dense = folder / "SmolLM2-135M-Instruct"
-    if not (dense / "tokenizer.json").exists():
-        _expand(fetch(MODEL, folder), dense)
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=dtype, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(dense, local_files_only=True)
     return model.to(device).eval(), tokenizer

@@ -13,14 +13,16 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from torch_turboquant.integrations.transformers import TurboQuantCache
@@ -110,18 +112,20 @@ def divergence(reference: Tensor, logits: Tensor) -> tuple[float, int]:
 # ----------------------------------------------------------------------------------- the caches
 
 
-def _new_cache(model: Any, preset: str | None) -> DynamicCache | TurboQuantCache:
+def new_cache(model: Any, preset: str | None) -> DynamicCache | TurboQuantCache:
+    """A cache for one sequence; preset None is the uncompressed one."""
     if preset is None:
         return DynamicCache(config=model.config)
     return TurboQuantCache.for_model(model, preset)
 
 
-def _detach(cache: DynamicCache | TurboQuantCache) -> None:
+def detach(cache: Cache) -> None:
+    """Gives the model back as it was before `new_cache`."""
     if isinstance(cache, TurboQuantCache):
         cache.detach()
 
 
-def _cache_bytes(cache: DynamicCache | TurboQuantCache) -> tuple[float, int]:
+def cache_bytes(cache: DynamicCache | TurboQuantCache) -> tuple[float, int]:
     """(bytes that one more token adds, bytes in all), measured from the tensors."""
     if isinstance(cache, TurboQuantCache):
         memory = cache.memory_bytes()
@@ -181,15 +185,16 @@ class _Clock(BaseStreamer):
 
 @torch.no_grad()
 def generate(
-    model: Any, preset: str | None, prompts: Sequence[Tensor], new_tokens: int
+    model: Any, make_cache: Callable[[], Cache], prompts: Sequence[Tensor], new_tokens: int
 ) -> tuple[list[Tensor], float]:
     """Greedy answers of `model.generate`: int64 [at most new_tokens] each, and tokens per second.
 
-    The rate is that of the median step, so that a busy machine disturbs it little.
+    Every prompt, int64 [1, n], gets a cache of its own. The rate is that of the median step, so
+    that a busy machine disturbs it little.
     """
     answers, steps = [], []
     for prompt in prompts:
-        cache, clock = _new_cache(model, preset), _Clock()
+        cache, clock = make_cache(), _Clock()
         prompt = prompt.to(model.device)
         output = model.generate(
             prompt,
@@ -200,13 +205,35 @@ def generate(
             max_new_tokens=new_tokens,
             min_new_tokens=min(new_tokens, MIN_NEW_TOKENS),
         )
-        _detach(cache)
+        detach(cache)
         answers.append(output[0, prompt.shape[1] :].cpu())
         steps += clock.steps()
     return answers, 1 / statistics.median(steps) if steps else math.nan
 
 
 @torch.no_grad()
+def predictions(
+    model: Any, cache: Cache, ids: Tensor, prefill: int, chunk: int
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Teacher forcing through a cache: reads ids[:prefill] at once, then predicts the rest.
+
+    Args:
+        ids: int64 [n] on the model's device.
+        cache: empty.
+        prefill: tokens of the first forward, 1 to n - 1.
+        chunk: tokens of the others.
+
+    Yields:
+        (start, end, logits [end - start, vocabulary] that predict ids[start:end]).
+    """
+    last = model(ids[None, :prefill], past_key_values=cache, logits_to_keep=1).logits[0]
+    for start in range(prefill, len(ids), chunk):
+        end = min(start + chunk, len(ids))
+        new = model(ids[None, start:end], past_key_values=cache).logits[0]
+        yield start, end, torch.cat([last, new[:-1]])
+        last = new[-1:]
+
+
 def read_prose(
     model: Any, presets: Sequence[str | None], prose: Tensor, prefill: int, chunk: int
 ) -> list[Result]:
@@ -214,36 +241,28 @@ def read_prose(
 
     All caches advance together, chunk by chunk, so that no logits need to be kept.
     """
-    caches = [_new_cache(model, preset) for preset in presets]
+    caches = [new_cache(model, preset) for preset in presets]
     results = [Result(preset) for preset in presets]
     losses = [0.0] * len(presets)
     matches = [0] * len(presets)
     ids = prose.to(model.device)
     scored = len(ids) - prefill
-    starts = [0, *range(prefill, len(ids), chunk)]
-    ends = [*starts[1:], len(ids)]
-    last = [torch.empty(0)] * len(presets)  # logits that predict the next chunk's first token
-    for start, end in tqdm(list(zip(starts, ends, strict=True)), "reading prose", leave=False):
-        reference = None
-        for i, cache in enumerate(caches):
-            keep = 1 if start == 0 else 0
-            output = model(ids[None, start:end], past_key_values=cache, logits_to_keep=keep)
-            logits = torch.cat([last[i], output.logits[0, :-1]]) if start else None
-            last[i] = output.logits[0, -1:]
-            if logits is None:
-                continue
+    readers = [predictions(model, cache, ids, prefill, chunk) for cache in caches]
+    together = zip(*readers, strict=True)
+    for parts in tqdm(together, "reading prose", total=-(-scored // chunk), leave=False):
+        reference = parts[0][2]
+        for i, (start, end, logits) in enumerate(parts):
             losses[i] += negative_log_likelihood(logits, ids[start:end])
-            reference = logits if reference is None else reference
             kl, same = divergence(reference, logits)
             results[i].kl += kl / scored
             matches[i] += same
     for i, (result, cache) in enumerate(zip(results, caches, strict=True)):
         result.info = describe(model, result.preset, cache)
-        result.bytes_per_token, result.bytes_total = _cache_bytes(cache)
+        result.bytes_per_token, result.bytes_total = cache_bytes(cache)
         result.tokens, result.scored = len(ids), scored
         result.perplexity = math.exp(losses[i] / scored)
         result.top1 = matches[i] / scored
-        _detach(cache)
+        detach(cache)
     return results
 
 
@@ -261,7 +280,7 @@ def compare(
     results = read_prose(model, names, prose, prefill, chunk)
     for result in tqdm(results, "generating", leave=False):
         result.answers, result.tokens_per_second = generate(
-            model, result.preset, prompts, new_tokens
+            model, partial(new_cache, model, result.preset), prompts, new_tokens
         )
         pairs = zip(results[0].answers, result.answers, strict=True)
         equal = sum(equal_prefix(a, b) for a, b in pairs)
