@@ -137,22 +137,23 @@ def test_info_as_text():
 def test_no_command_is_an_error():
     done = python("-m", "torch_turboquant")
     assert done.returncode == 2
-    assert all(command in done.stderr for command in ("info", "memory", "demo"))
+    assert all(command in done.stderr for command in ("info", "memory", "demo", "eval"))
 
 
 @pytest.mark.parametrize("when", ["add_arguments", "run"])
-def test_demo_names_the_extra_it_needs(monkeypatch, capsys, when):
+@pytest.mark.parametrize("name", ["demo", "eval"])
+def test_programs_name_the_extra_they_need(monkeypatch, capsys, name, when):
     def missing(*_):
         raise ModuleNotFoundError("No module named 'gguf'", name="gguf")
 
-    program = ModuleType("torch_turboquant.demo")
+    program = ModuleType(f"torch_turboquant.{name}")
     program.add_arguments = lambda parser: None
     program.run = lambda args: 0
     setattr(program, when, missing)
-    monkeypatch.setitem(sys.modules, "torch_turboquant.demo", program)
-    assert command_line.main(["demo"]) == 1
+    monkeypatch.setitem(sys.modules, f"torch_turboquant.{name}", program)
+    assert command_line.main([name]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "gguf" in line and "pip install 'torch_turboquant[demo]'" in line
+    assert "gguf" in line and f"pip install 'torch_turboquant[{name}]'" in line
 
 
 def test_demo_passes_its_arguments_on(monkeypatch):

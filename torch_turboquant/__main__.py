@@ -1,4 +1,4 @@
-"""The command line: `python -m torch_turboquant info`, `memory` and `demo`."""
+"""The command line: `python -m torch_turboquant info`, `memory`, `demo` and `eval`."""
 
 import argparse
 import importlib
@@ -41,20 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     info.add_argument("--json", action="store_true", help="print JSON")
     planner = commands.add_parser("memory", help="what a model's KV cache takes, preset by preset")
     memory.add_arguments(planner)
-    demo = commands.add_parser("demo", help="a language model with a quantised cache")
+    programs = {
+        "demo": commands.add_parser("demo", help="a language model with a quantised cache"),
+        "eval": commands.add_parser("eval", help="what quantised caches do to a model's quality"),
+    }
+    name = argv[0] if argv and argv[0] in programs else None
     try:
-        # The demo needs the packages of an extra: nothing else may depend on them.
-        if argv[:1] == ["demo"]:
-            program = importlib.import_module("torch_turboquant.demo")
-            program.add_arguments(demo)
+        # These need the packages of an extra: nothing else may depend on them.
+        if name:
+            program = importlib.import_module(f"torch_turboquant.{name}")
+            program.add_arguments(programs[name])
         args = parser.parse_args(argv)
-        if args.command == "demo":
+        if name:
             return program.run(args)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("torch_turboquant"):
             raise
         print(
-            f"demo needs the package {error.name}: pip install 'torch_turboquant[demo]'",
+            f"{name} needs the package {error.name}: pip install 'torch_turboquant[{name}]'",
             file=sys.stderr,
         )
         return 1

@@ -27,7 +27,8 @@ def default_cache_dir() -> Path:
     return Path(base) / "torch_turboquant"
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """The type of an option that is a positive integer."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
@@ -46,6 +47,26 @@ def _presets(text: str) -> tuple[str, ...]:
     return names
 
 
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """--device, of everything that runs a model."""
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="cpu, cuda, cuda:1, ... (default: cuda where torch sees it)",
+    )
+
+
+def add_cache_dir_argument(parser: argparse.ArgumentParser) -> None:
+    """--cache-dir, of everything that may download the model and the text."""
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help=f"where the model and the text are kept (default {default_cache_dir()})",
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's options."""
     parser.add_argument(
@@ -57,44 +78,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--new-tokens",
-        type=_positive,
+        type=positive,
         default=96,
         metavar="N",
         help="tokens to generate for each prompt (default 96)",
     )
     parser.add_argument(
         "--prefill",
-        type=_positive,
+        type=positive,
         default=512,
         metavar="N",
         help="tokens of prose to read at once (default 512)",
     )
     parser.add_argument(
         "--score-tokens",
-        type=_positive,
+        type=positive,
         default=1536,
         metavar="N",
         help="tokens of prose to predict after that, through the cache (default 1536)",
     )
     parser.add_argument(
         "--chunk",
-        type=_positive,
+        type=positive,
         default=32,
         metavar="N",
         help="tokens per forward while predicting; does not change the results (default 32)",
     )
-    parser.add_argument(
-        "--device",
-        default="auto",
-        help="cpu, cuda, cuda:1, ... (default: cuda where torch sees it)",
-    )
-    parser.add_argument(
-        "--cache-dir",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help=f"where the model and the text are kept (default {default_cache_dir()})",
-    )
+    add_device_argument(parser)
+    add_cache_dir_argument(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
 
 

@@ -97,16 +97,19 @@ def equal_prefix(a: Tensor, b: Tensor) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-def negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
-    """Sum over tokens, in nats: logits [n, vocabulary], targets int64 [n]."""
-    return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="sum").item()
+def negative_log_likelihood(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of every token, in nats, float32 [n]: logits [n, vocabulary], targets int64 [n]."""
+    return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
 
 
-def divergence(reference: Tensor, logits: Tensor) -> tuple[float, int]:
-    """Sum over tokens of KL(reference || logits) in nats, and how often the top token agrees."""
+def divergence(reference: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(reference || logits) of every token in nats, float32 [n], and whether the top one agrees.
+
+    Args:
+        reference, logits: [n, vocabulary].
+    """
     p, q = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
-    kl = (p.exp() * (p - q)).sum().item()
-    return kl, int((p.argmax(-1) == q.argmax(-1)).sum())
+    return (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)
 
 
 # ----------------------------------------------------------------------------------- the caches
@@ -252,10 +255,10 @@ def read_prose(
     for parts in tqdm(together, "reading prose", total=-(-scored // chunk), leave=False):
         reference = parts[0][2]
         for i, (start, end, logits) in enumerate(parts):
-            losses[i] += negative_log_likelihood(logits, ids[start:end])
+            losses[i] += negative_log_likelihood(logits, ids[start:end]).sum().item()
             kl, same = divergence(reference, logits)
-            results[i].kl += kl / scored
-            matches[i] += same
+            results[i].kl += kl.sum().item() / scored
+            matches[i] += int(same.sum())
     for i, (result, cache) in enumerate(zip(results, caches, strict=True)):
         result.info = describe(model, result.preset, cache)
         result.bytes_per_token, result.bytes_total = cache_bytes(cache)

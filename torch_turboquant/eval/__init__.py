@@ -1,0 +1,184 @@
+"""The evaluation: what quantised caches do to the quality of a model, beside what they take.
+
+    python -m torch_turboquant eval --model PATH --text FILE
+
+Every cache predicts the same text token by token through itself; perplexity, KL divergence and
+agreement are those to the uncompressed cache. docs/quality.md says what came out.
+
+caches: the names of caches. controls: published ways of quantising, to compare with. measure:
+predictions and intervals. layers: errors of single layers. rows: what is left to measure, and the
+rows of results. report: table, JSON, picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch_turboquant.config import PRESETS
+from torch_turboquant.demo import (
+    add_cache_dir_argument,
+    add_device_argument,
+    default_cache_dir,
+    positive,
+)
+
+ARTICLES = 12  # of Wikipedia, where no text is given
+
+
+def _choices(text: str) -> list[Any]:
+    """Caches separated by spaces or semicolons."""
+    from torch_turboquant.eval.caches import Choice
+
+    try:
+        return [Choice.parse(part) for part in text.replace(";", " ").split()]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def default_caches() -> str:
+    """All presets and all controls, as --caches takes them."""
+    from torch_turboquant.eval.controls import CONTROLS
+
+    return " ".join([*PRESETS, *CONTROLS])
+
+
+def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is measured, on which model and text: every option but the device and the outputs."""
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="folder of a transformers model (default: the demo's, downloaded once)",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text to predict (default: the demo's Wikipedia articles)",
+    )
+    parser.add_argument(
+        "--caches",
+        type=_choices,
+        default=default_caches(),
+        metavar="'A B ...'",
+        help="caches beside the uncompressed one: presets, also with changes "
+        "(k4v4:recent_window=0,center=none), and controls (default: all of both: %(default)s)",
+    )
+    parser.add_argument(
+        "--segments",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="pieces of text, each with an empty cache (default %(default)s)",
+    )
+    parser.add_argument(
+        "--prefill",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="tokens of a segment to read at once (default %(default)s)",
+    )
+    parser.add_argument(
+        "--score-tokens",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="tokens of a segment to predict after that, through the cache (default %(default)s); "
+        "the uncompressed predictions are held in memory, 4 bytes x vocabulary each",
+    )
+    parser.add_argument(
+        "--chunk",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="tokens per forward while predicting (default %(default)s)",
+    )
+    add_cache_dir_argument(parser)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m torch_turboquant eval`."""
+    add_measure_arguments(parser)
+    add_device_argument(parser)
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("quality.json"),
+        metavar="FILE",
+        help="rows; what it has of the same run is not measured again (default %(default)s)",
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="also draw quality against size (PNG, SVG)"
+    )
+
+
+def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
+    """(model, tokenizer, the model's name, text) of --model, --text and --cache-dir.
+
+    Raises:
+        AssetError: the demo's model or text cannot be had.
+        OSError, ValueError: a path that holds something else.
+    """
+    from torch_turboquant.demo import assets
+
+    folder = args.cache_dir or default_cache_dir()
+    if args.model is None:
+        model, tokenizer = assets.load_model(folder, device)
+        name = "SmolLM2-135M-Instruct"
+    else:
+        model, tokenizer = assets.load_dense(args.model, device)
+        name = args.model.resolve().name
+    if args.text is None:
+        text = "\n\n".join(assets.load_articles(folder, ARTICLES))
+    else:
+        text = args.text.read_text(encoding="utf-8")
+    return model, tokenizer, name, text
+
+
+def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, save: Any) -> Any:
+    """`rows.evaluate` with the options of `add_measure_arguments` and what `load` has loaded."""
+    from torch_turboquant.eval.measure import segments
+    from torch_turboquant.eval.rows import Settings, evaluate
+
+    model, tokenizer, name, text = loaded
+    settings = Settings(args.segments, args.prefill, args.score_tokens, args.chunk)
+    ids = segments(tokenizer, text, args.segments, args.prefill + args.score_tokens)
+    return evaluate(model, name, args.caches, ids, settings, origin, done, save)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the evaluation; returns the exit status."""
+    from torch_turboquant.demo import report as demo_report
+    from torch_turboquant.demo.assets import AssetError
+    from torch_turboquant.eval import report
+    from torch_turboquant.eval.rows import without
+
+    if args.picture:
+        import matplotlib  # noqa: F401  its absence is said now rather than at the end
+    try:
+        loaded = load(args, args.device)
+        origin = {
+            "name": "quality",
+            "device": demo_report.device_name(str(loaded[0].device)),
+            "commit": demo_report.commit(),
+            "command": shlex.join(["python", "-m", "torch_turboquant", *sys.argv[1:]]),
+        }
+        done = report.read_json(args.json)
+
+        def save(rows: list[dict[str, Any]]) -> None:
+            report.write_json(args.json, without(done, rows) + rows)
+
+        rows = measure_rows(args, loaded, origin, done, save)
+    except (AssetError, OSError, ValueError) as error:
+        print(f"eval: {error}", file=sys.stderr)
+        return 1
+    report.show(rows)
+    print(f"\nRows: {args.json}")
+    if args.picture:
+        report.picture(args.picture, rows)
+        print(f"Picture: {args.picture}")
+    return 0

@@ -1,0 +1,109 @@
+"""Which cache is measured: uncompressed, a preset with changes, or a control; named by one word.
+
+none                                    uncompressed
+k4v4                                    a preset
+k4v4:recent_window=0,center=none        the same with changes: any field of CacheConfig,
+                                        and center, boundary_layers, boundary_preset
+kivi4                                   a control (controls.py)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from torch_turboquant.config import PRESETS, CacheConfig, preset
+from torch_turboquant.eval.controls import CONTROLS, ControlCache, is_control
+from torch_turboquant.integrations.transformers import TurboQuantCache
+
+UNCOMPRESSED = "none"
+CONTEXT = 8192  # tokens, at which bytes that do not grow with the sequence are counted in
+_HALF = 2  # bytes of a 16-bit number
+
+_FIELDS = {f.name: f.type for f in fields(CacheConfig) if f.name != "head_dim"}
+_OPTIONS = {"center": "str", "boundary_layers": "int", "boundary_preset": "str"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One cache to measure."""
+
+    text: str  # as the user wrote it, without spaces
+    name: str
+    kind: str  # "uncompressed", "packed" or "control"
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        """Raises ValueError, naming what there is, if `text` is none of the forms above."""
+        text = "".join(text.split())
+        name, _, rest = text.partition(":")
+        if name in PRESETS:
+            changes = dict(_change(name, part) for part in rest.split(",") if part)
+            preset(name, 64, **{k: v for k, v in changes.items() if k in _FIELDS})  # checks values
+            return cls(text, name, "packed", changes)
+        if rest:
+            raise ValueError(f"{text!r}: only presets ({', '.join(PRESETS)}) take changes")
+        if name == UNCOMPRESSED:
+            return cls(text, name, "uncompressed")
+        if is_control(name):
+            return cls(text, name, "control")
+        raise ValueError(
+            f"unknown cache {name!r}; there are {UNCOMPRESSED}, the presets {', '.join(PRESETS)} "
+            f"and the controls {', '.join(CONTROLS)}"
+        )
+
+    def make(self, model: Any) -> Cache:
+        """An empty cache for one sequence of the model."""
+        if self.kind == "packed":
+            return TurboQuantCache.for_model(model, self.name, **self.changes)
+        config = model.config.get_text_config(decoder=True)
+        if self.kind == "control":
+            return ControlCache(config, self.name)
+        return DynamicCache(config=config)
+
+
+def _change(name: str, part: str) -> tuple[str, Any]:
+    key, equals, value = part.partition("=")
+    types = _FIELDS | _OPTIONS
+    if not equals or key not in types:
+        raise ValueError(f"{name}:{part}: write field=value; the fields are {', '.join(types)}")
+    if value == "none":
+        return key, None
+    if types[key] != "int":
+        return key, value
+    try:
+        return key, int(value)
+    except ValueError:
+        raise ValueError(f"{name}:{part}: {key} is an integer") from None
+
+
+def sizes(cache: Cache, model: Any, head_dim: int) -> dict[str, float]:
+    """Bytes and bits of a cache that has been used.
+
+    Returns:
+        bytes_per_token: that one more token adds, all layers, scales and padding included.
+        bytes_per_token_8k: the same with everything that is there once (exact tokens, at 16 bits a
+            number) spread over 8,192 tokens.
+        bits_per_value, bits_per_value_8k: both, per channel of a key or value.
+    """
+    if isinstance(cache, TurboQuantCache):
+        grows = cache.bytes_per_token
+        once = cache.memory_bytes()["tail"] * _HALF // model.dtype.itemsize
+        numbers = 2 * head_dim * sum(layer.kv_heads for layer in cache.layers)
+    elif isinstance(cache, ControlCache):
+        grows, once = cache.bytes_per_token, cache.exact_bytes
+        numbers = 2 * head_dim * sum(layer.kv_heads for layer in cache.layers)
+    else:
+        numbers = 2 * head_dim * sum(layer.keys.shape[1] for layer in cache.layers)
+        grows, once = _HALF * numbers, 0  # at 16 bits, whatever this machine runs in
+    whole = grows + once / CONTEXT
+    return {
+        "bytes_per_token": grows,
+        "bytes_per_token_8k": whole,
+        "bits_per_value": 8 * grows / numbers,
+        "bits_per_value_8k": 8 * whole / numbers,
+    }

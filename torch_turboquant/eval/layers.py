@@ -1,0 +1,224 @@
+"""What a cache does to single layers: the uncompressed model's own keys, values and queries, stored
+and read back layer by layer, so that no layer sees the errors of the one before.
+
+Read back is what the cache would attend to after the last token: codes decoded, exact tokens exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+
+from torch_turboquant.cache import cache_load
+from torch_turboquant.hadamard import hadamard
+from torch_turboquant.integrations.transformers import TurboQuantCache
+from torch_turboquant.integrations.transformers.models import original_attention, text_config
+from torch_turboquant.signs import SignKind, random_signs
+
+QUERIES = 32  # last tokens whose attention is compared
+SINKS = 4  # first tokens left out of channel statistics: their keys are outliers
+_NAME = "turboquant_eval_recording"
+
+
+class Activations(NamedTuple):
+    """What one attention layer was called with, for one sequence of n tokens."""
+
+    queries: Tensor  # [heads, QUERIES or n, head_dim] of the last tokens
+    keys: Tensor  # [kv_heads, n, head_dim], after RoPE
+    values: Tensor  # [kv_heads, n, head_dim]
+    options: dict[str, Any]  # scaling, softcap, sliding_window, s_aux
+
+
+@torch.no_grad()
+def record(model: Any, ids: Tensor) -> list[Activations]:
+    """The attention inputs of every layer in one uncompressed forward over ids, int64 [n]."""
+    found: dict[int, Activations] = {}
+
+    def note(module, query, key, value, options) -> None:
+        found[module.layer_idx] = Activations(
+            query[0, :, -QUERIES:].clone(), key[0].clone(), value[0].clone(), options
+        )
+
+    with _recording(model, note):
+        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+    return [found[i] for i in range(len(found))]
+
+
+@contextmanager
+def _recording(model: Any, note: Any) -> Iterator[None]:
+    """Calls note(module, query, key, value, options) in front of the model's own attention."""
+    config = text_config(model)
+    previous = config._attn_implementation or "eager"
+
+    def attention(module, query, key, value, mask, **kwargs):
+        names = ("scaling", "softcap", "sliding_window", "s_aux")
+        note(module, query, key, value, {name: kwargs.get(name) for name in names})
+        return original_attention(previous, module)(module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register(_NAME, attention)
+    AttentionMaskInterface.register(_NAME, AttentionMaskInterface().get(previous))
+    config._attn_implementation_internal = _NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = previous
+
+
+# ---------------------------------------------------------------------------- through a cache
+
+
+@torch.no_grad()
+def read_back(
+    cache: Cache, layers: list[Activations], prefill: int, chunk: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of every layer as an empty cache holds them: float32 [kv_heads, n, head_dim].
+
+    Args:
+        cache: of caches.Choice.make, attached or not.
+        prefill, chunk: tokens of the first store, which a center is learned from, and of the
+            others.
+    """
+    packed = isinstance(cache, TurboQuantCache)
+    n = layers[0].keys.shape[1]
+    step = min(chunk, cache.sequences.max_q_len) if packed else chunk
+    starts = [0, *range(min(prefill, n), n, step)]
+    for start, end in zip(starts, [*starts[1:], n], strict=True):
+        if packed:
+            cache.sequences.begin(1, end - start, None)
+        for index, layer in enumerate(layers):
+            cache.update(layer.keys[None, :, start:end], layer.values[None, :, start:end], index)
+        if packed:
+            cache.sequences.commit()
+            for held in cache.layers:
+                held.finish()
+    for index, layer in enumerate(layers):
+        yield _packed(cache, index, layer) if packed else _plain(cache.layers[index])
+
+
+def _plain(layer: Any) -> tuple[Tensor, Tensor]:
+    return layer.keys[0].float(), layer.values[0].float()
+
+
+def _packed(cache: TurboQuantCache, index: int, layer: Activations) -> tuple[Tensor, Tensor]:
+    held, n = cache.layers[index], layer.keys.shape[1]
+    exact = layer.keys.float(), layer.values.float()
+    if not cache.sequences.encoded:
+        return exact
+    device, config = held.store_device, held.config
+    table = torch.arange(len(held.pages), dtype=torch.int32, device=device)[None]
+    lengths = torch.tensor([n], dtype=torch.int32, device=device)
+    decoded = cache_load(held.pages, table, lengths, config, held.tables, n, torch.float32)
+    recent = n - min(n, config.recent_window)
+    out = []
+    for codes, original in zip(decoded, exact, strict=True):
+        x = codes[0].transpose(0, 1).to(original.device, copy=True)
+        x[:, : config.sink_tokens] = original[:, : config.sink_tokens]
+        x[:, recent:] = original[:, recent:]
+        out.append(x)
+    return tuple(out)
+
+
+# ------------------------------------------------------------------------------------- metrics
+
+
+def errors(layer: Activations, keys: Tensor, values: Tensor) -> dict[str, float | None]:
+    """What decoded keys and values [kv_heads, n, head_dim] do to one layer.
+
+    Returns:
+        key_nmse, value_nmse: squared error over squared length, of the tokens that are not exact.
+        key_snr_db, value_snr_db: the same tokens' energy around the channel means over the squared
+            error, in decibels; None without an error.
+        score_cosine: mean over queries of the cosine between true and decoded attention scores,
+            the mean of each taken off (softmax cannot see it).
+        output_error: root mean square error of the attention's output over that of the output.
+    """
+    out: dict[str, float | None] = {}
+    pairs = (("key", layer.keys.float(), keys), ("value", layer.values.float(), values))
+    for name, x, y in pairs:
+        coded = (x != y).any(-1).any(0)
+        error = (x - y)[:, coded].double().square().sum().item()
+        energy = x[:, coded].double().square().sum().item()
+        around = (x - x.mean(1, keepdim=True))[:, coded].double().square().sum().item()
+        out[f"{name}_nmse"] = error / energy if energy else 0.0
+        out[f"{name}_snr_db"] = 10 * math.log10(around / error) if error and around else None
+    true_scores, true_output = attend(layer, layer.keys.float(), layer.values.float())
+    scores, output = attend(layer, keys, values)
+    seen = true_scores.isfinite()
+    count = seen.sum(-1, keepdim=True)
+
+    def centered(s: Tensor) -> Tensor:
+        s = s.masked_fill(~seen, 0.0)
+        return (s - s.sum(-1, keepdim=True) / count).masked_fill(~seen, 0.0)
+
+    cosine = torch.cosine_similarity(centered(true_scores), centered(scores), dim=-1)
+    out["score_cosine"] = cosine.double().mean().item()
+    error = (output - true_output).double().square().mean() / true_output.double().square().mean()
+    out["output_error"] = error.sqrt().item()
+    return out
+
+
+def attend(layer: Activations, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention of the layer's queries over float32 [kv_heads, n, head_dim] each.
+
+    Returns:
+        scores [heads, queries, n], -inf where a query does not look, and output [heads, queries,
+        head_dim].
+    """
+    q = layer.queries.float()
+    heads, queries, dim = q.shape
+    groups = heads // keys.shape[0]
+    keys, values = (x.repeat_interleave(groups, 0) for x in (keys, values))
+    scaling = layer.options.get("scaling")
+    scores = q @ keys.transpose(1, 2) * (dim**-0.5 if scaling is None else scaling)
+    cap = layer.options.get("softcap")
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    n = keys.shape[1]
+    at = torch.arange(n - queries, n, device=q.device)[:, None]
+    token = torch.arange(n, device=q.device)
+    unseen = token > at
+    window = layer.options.get("sliding_window")
+    if window:
+        unseen |= token <= at - window
+    scores = scores.masked_fill(unseen, -math.inf)
+    sinks = layer.options.get("s_aux")
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:  # one more logit per head, which takes weight and gives nothing
+        extra = sinks.float().view(-1, 1, 1).expand(-1, queries, 1)
+        weights = torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
+    return scores, weights @ values
+
+
+def channel_spread(index: int, layer: Activations) -> dict[str, float]:
+    """Largest over smallest mean square of a channel, the mean over KV heads.
+
+    For keys as they are, after the center (their mean) is taken off, after the rotation, after
+    both; for values as they are and rotated. 1 is what one scalar codebook for all channels wants.
+    """
+
+    def spread(x: Tensor) -> float:
+        power = x.double().square().mean(1)
+        return (power.amax(-1) / power.amin(-1).clamp(min=1e-30)).mean().item()
+
+    keys, values = (x[:, SINKS:].float() for x in (layer.keys, layer.values))
+    rotate = [
+        random_signs(keys.shape[-1], 0, index, kind).to(keys.device)
+        for kind in (SignKind.KEYS, SignKind.VALUES)
+    ]
+    centered = keys - keys.mean(1, keepdim=True)
+    return {
+        "key": spread(keys),
+        "key_centered": spread(centered),
+        "key_rotated": spread(hadamard(keys, rotate[0])),
+        "key_centered_rotated": spread(hadamard(centered, rotate[0])),
+        "value": spread(values),
+        "value_rotated": spread(hadamard(values, rotate[1])),
+    }

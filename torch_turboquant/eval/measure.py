@@ -1,0 +1,144 @@
+"""Predictions through a cache, compared with those of the uncompressed one.
+
+Every segment of the text is read as the demo reads its prose: a first part at once, then every
+token is predicted by a forward that reads all earlier keys and values from the cache. Means come
+with 95% intervals from a bootstrap over blocks of neighbouring tokens, whose errors are related;
+intervals of differences are paired: both caches on the same resampled blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers.cache_utils import Cache
+
+from torch_turboquant.demo.measure import detach, divergence, negative_log_likelihood, predictions
+from torch_turboquant.demo.measure import prose_tokens as text_tokens
+
+BLOCK = 32  # tokens of a block
+RESAMPLES = 10_000
+
+
+def segments(tokenizer: Any, text: str, count: int, length: int) -> Tensor:
+    """The beginning of a text as sequences for the model: int64 [count, length].
+
+    Every segment starts with the token that the tokenizer itself puts before a text, if any.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+    before = torch.tensor(tokenizer("").input_ids[:1], dtype=torch.int64)
+    ids = text_tokens(tokenizer, [text], count * (length - len(before)))
+    return torch.cat([before.expand(count, -1), ids.view(count, -1)], dim=1)
+
+
+@dataclass
+class Reading:
+    """What one cache did with every scored token: float32 and bool [segments, tokens], CPU."""
+
+    loss: Tensor  # negative log-likelihood of the true token, nats
+    kl: Tensor  # to the uncompressed predictions, nats
+    same: Tensor  # the most likely token is that of the uncompressed predictions
+
+
+@torch.no_grad()
+def read(
+    model: Any,
+    make: Callable[[], Cache],
+    text: Tensor,
+    prefill: int,
+    chunk: int,
+    reference: list[Tensor] | None = None,
+    title: str = "",
+) -> tuple[Reading, list[Tensor], Cache]:
+    """Predicts text[:, prefill:] through a new cache per segment.
+
+    Args:
+        text: int64 [segments, n].
+        prefill, chunk: tokens of the first forward, and of the others.
+        reference: float32 [n - prefill, vocabulary] per segment on the CPU, the uncompressed
+            logits; None: this is the uncompressed cache.
+
+    Returns:
+        What was measured; the logits, if reference was None; the last segment's cache, detached.
+    """
+    losses, kls, sames, kept = [], [], [], []
+    scored = text.shape[1] - prefill
+    bar = tqdm(total=len(text) * scored, desc=title, unit=" tokens", leave=False)
+    for number, ids in enumerate(text.to(model.device)):
+        cache = make()
+        logits_of_segment = []
+        try:
+            for start, end, logits in predictions(model, cache, ids, prefill, chunk):
+                base = logits
+                if reference is None:
+                    logits_of_segment.append(logits.float().cpu())
+                else:
+                    base = reference[number][start - prefill : end - prefill].to(logits.device)
+                kl, same = divergence(base, logits)
+                losses.append(negative_log_likelihood(logits, ids[start:end]).cpu())
+                kls.append(kl.cpu())
+                sames.append(same.cpu())
+                bar.update(end - start)
+        finally:
+            detach(cache)
+        if reference is None:
+            kept.append(torch.cat(logits_of_segment))
+    bar.close()
+    shape = (len(text), scored)
+    reading = Reading(*(torch.cat(parts).view(shape) for parts in (losses, kls, sames)))
+    return reading, kept, cache
+
+
+# ----------------------------------------------------------------------------------- summaries
+
+
+def block_means(x: Tensor) -> np.ndarray:
+    """Means of neighbouring tokens of [segments, tokens]: float64 [segments * blocks].
+
+    A rest shorter than a block joins the last block; all blocks weigh the same.
+    """
+    rows = [row.split(BLOCK) for row in x.double()]
+    out = []
+    for parts in rows:
+        parts = list(parts)
+        if len(parts) > 1 and len(parts[-1]) < BLOCK:
+            parts[-2:] = [torch.cat(parts[-2:])]
+        out += [part.mean().item() for part in parts]
+    return np.array(out)
+
+
+def interval(blocks: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """The 95% interval of the mean of blocks, by bootstrap; the same numbers every time."""
+    values = np.asarray(blocks, dtype=np.float64)
+    chosen = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(values[chosen].mean(1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def summary(reading: Reading, base: Reading | None = None) -> dict[str, Any]:
+    """Means with their intervals, as numbers of a row; base: the uncompressed reading.
+
+    The intervals rest on `block_means`, the means on all tokens.
+    """
+    row: dict[str, Any] = {}
+    loss = reading.loss.double().mean().item()
+    row["perplexity"] = math.exp(loss)
+    row["perplexity_interval"] = [math.exp(x) for x in interval(block_means(reading.loss))]
+    if base is None:
+        return row
+    change = reading.loss.double() - base.loss.double()
+    row["perplexity_change"] = math.expm1(change.mean().item())
+    row["perplexity_change_interval"] = [math.expm1(x) for x in interval(block_means(change))]
+    row["kl"] = reading.kl.double().mean().item()
+    row["kl_interval"] = list(interval(block_means(reading.kl)))
+    row["top1_agreement"] = reading.same.double().mean().item()
+    row["top1_agreement_interval"] = list(interval(block_means(reading.same)))
+    return row

@@ -1,0 +1,126 @@
+"""How an evaluation is shown: a table of at most 100 columns, JSON rows, a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_turboquant.demo.report import WIDTH, table
+
+Row = dict[str, Any]
+
+
+def quality_table(rows: Sequence[Row]) -> str:
+    """One line per cache, in the order of its size."""
+    header = "cache,bits,B/token,perplexity,change,±,KL,±,top-1,output,K NMSE,V NMSE".split(",")
+    lines = []
+    for row in sorted(rows, key=lambda r: -r["bits_per_value_8k"]):
+        line = [
+            row["cache"],
+            f"{row['bits_per_value_8k']:.2f}",
+            f"{row['bytes_per_token_8k']:,.0f}",
+            f"{row['perplexity']:.3f}",
+        ]
+        if row["kind"] == "uncompressed":
+            low, high = row["perplexity_interval"]
+            line += ["", f"{(high - low) / 2:.2f}", *[""] * 6]
+        else:
+            line += [
+                f"{100 * row['perplexity_change']:+.2f}%",
+                f"{100 * _half_width(row['perplexity_change_interval']):.2f}",
+                f"{row['kl']:.4f}",
+                f"{_half_width(row['kl_interval']):.4f}",
+                f"{100 * row['top1_agreement']:.1f}%",
+                f"{row['mean_output_error']:.3f}",
+                f"{row['mean_key_nmse']:.1e}",
+                f"{row['mean_value_nmse']:.1e}",
+            ]
+        lines.append(line)
+    return table(header, lines)
+
+
+def _half_width(interval: Sequence[float]) -> float:
+    return (interval[1] - interval[0]) / 2
+
+
+def legend(rows: Sequence[Row]) -> str:
+    """What the columns mean, with the numbers of this run."""
+    r = rows[0]
+    scored = r["segments"] * r["scored_tokens"]
+    text = (
+        "bits: per channel of a key or value, and B/token: of all layers, both all in at 8,192 "
+        "tokens (scales, padding, exact tokens at 16 bits). "
+        f"perplexity, KL (nats) and top-1 agreement: {scored:,} tokens, each predicted through the "
+        f"cache ({r['segments']} segments of {r['context']:,}). ±: half of a 95% interval, by "
+        "bootstrap over blocks of 32 tokens; of the perplexity itself where nothing is compressed, "
+        "else of its change, in percent. output: relative error of the attention output; NMSE: "
+        "squared error over squared length; all three the mean over layers."
+    )
+    return textwrap.fill(text, WIDTH)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Prints the report."""
+    r = rows[0]
+    shape = f"{r['layers']} layers, {r['q_heads']}/{r['kv_heads']} heads of {r['head_dim']}"
+    print(f"\n{r['model']} ({r['dtype']}): {shape}; {r['device']}\n")
+    print(quality_table(rows) + "\n")
+    print(legend(rows))
+
+
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    """A list of rows, one per line, complete or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    lines = [json.dumps(row, allow_nan=False) for row in finite(rows)]
+    partial.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    partial.replace(path)
+
+
+def finite(value: Any) -> Any:
+    """The same data with None for infinities and NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(path: Path) -> list[Row]:
+    """What `write_json` wrote, or nothing if there is no file."""
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def picture(path: Path, rows: Sequence[Row]) -> None:
+    """Quality against size: KL over bits per value, one point per cache (needs matplotlib)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
+    for kind, colour, marker in (("packed", "tab:blue", "o"), ("control", "tab:orange", "s")):
+        points = [r for r in rows if r["kind"] == kind]
+        bits, kl = [r["bits_per_value_8k"] for r in points], [r["kl"] for r in points]
+        error = [
+            [max(0.0, r["kl"] - r["kl_interval"][0]) for r in points],
+            [max(0.0, r["kl_interval"][1] - r["kl"]) for r in points],
+        ]
+        axes.errorbar(
+            bits, kl, error, fmt=marker, color=colour, label=kind, capsize=2, elinewidth=0.8
+        )
+        for r in points:
+            at = (r["bits_per_value_8k"], r["kl"])
+            axes.annotate(r["cache"], at, xytext=(5, 4), textcoords="offset points", fontsize=8)
+    axes.set_yscale("log")
+    axes.set_xlabel("bits per key or value channel, everything included, at 8,192 tokens")
+    axes.set_ylabel("mean KL divergence to the uncompressed model, nats (95% intervals)")
+    r = rows[0]
+    axes.set_title(f"{r['model']}: {r['segments'] * r['scored_tokens']:,} tokens through the cache")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
