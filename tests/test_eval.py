@@ -1,0 +1,692 @@
+"""The evaluation on tiny random models: its metrics against direct computations, its controls
+against their formats, and that an interrupted run goes on.
+"""
+
+import argparse
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers.models.gemma2 import Gemma2Config
+from transformers.models.gpt_oss import GptOssConfig
+from transformers.models.mistral import MistralConfig
+
+from tests.helpers import generator, randn
+from torch_turboquant import decode, encode
+from torch_turboquant import eval as evaluation
+from torch_turboquant.cache import make_tables
+from torch_turboquant.config import preset
+from torch_turboquant.demo import assets
+from torch_turboquant.eval import caches, controls, layers, measure, report, rows
+from torch_turboquant.eval.caches import Choice
+from torch_turboquant.eval.controls import ControlCache
+from torch_turboquant.paper import TurboQuantMSE, TurboQuantProd
+from torch_turboquant.signs import SignKind
+
+DIM, HEADS, LAYERS = 64, 2, 2
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": HEADS,
+    "head_dim": DIM,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "max_position_embeddings": 4096,
+}
+
+
+def tiny(config_class=LlamaConfig, **more):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config_class(**{**SHAPE, **more})).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny()
+
+
+TEXT = torch.randint(1, 64, (2, 260), generator=generator(3))  # 0 is padding: a zero vector
+PREFILL, CHUNK = 160, 20  # divides what comes before and after
+
+
+def reading(model, name, text=TEXT, prefill=PREFILL, chunk=CHUNK):
+    base, logits, _ = measure.read(model, lambda: DynamicCache(), text, prefill, chunk)
+    if name == "none":
+        return base
+    make = Choice.parse(name).make
+    return measure.read(model, lambda: make(model), text, prefill, chunk, logits)[0]
+
+
+# ---------------------------------------------------------------------------------- the names
+
+
+def test_names_of_caches():
+    assert Choice.parse("none").kind == "uncompressed"
+    assert Choice.parse("k4v4").kind == "packed" and Choice.parse("k4v4").changes == {}
+    changed = Choice.parse(" k4v4: recent_window=0, center=none,boundary_layers=1,key_grid=uniform")
+    assert changed.text == "k4v4:recent_window=0,center=none,boundary_layers=1,key_grid=uniform"
+    assert changed.changes == {
+        "recent_window": 0,
+        "center": None,
+        "boundary_layers": 1,
+        "key_grid": "uniform",
+    }
+    assert all(Choice.parse(name).kind == "control" for name in controls.CONTROLS)
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("k9v9", "presets k8v8"),
+        ("kivi1", "controls fp8"),
+        ("qjl6", "controls fp8"),
+        ("kivi4:center=none", "only presets"),
+        ("k4v4:windows=3", "recent_window"),
+        ("k4v4:search", "field=value"),
+        ("k4v4:search=many", "integer"),
+        ("k4v4:search=1000", "1 to 64"),
+    ],
+)
+def test_names_that_are_refused(text, says):
+    with pytest.raises(ValueError, match=says):
+        Choice.parse(text)
+
+
+def test_changes_reach_the_cache(model):
+    cache = Choice.parse("k4v4:recent_window=7,center=none,boundary_layers=1").make(model)
+    cache.detach()
+    assert cache.config.recent_window == 7 and cache.center is None
+    assert [c.key_bits for c in cache.configs] == [8, 8]
+
+
+# ------------------------------------------------------------------------------------- sizes
+
+# Bytes of a key and a value of 64 channels, by hand from the formats.
+TOKEN_BYTES = {
+    "fp8": 64 + 64,
+    "fp8s": 64 + 64,
+    "int8": 2 * (64 + 4),
+    "int4": 2 * (32 + 4),
+    "q4_0": 2 * 2 * 18,
+    "q8_0": 2 * 2 * 34,
+    "q4_0h": 2 * 2 * 18,
+    "kivi4": (32 + 64 * 4 / 32) + (32 + 2 * 4),
+    "kivi2": (16 + 64 * 4 / 32) + (16 + 2 * 4),
+    "channel4": 32 + (32 + 4),
+    "qjl4": (24 + 2 + 8 + 4) + (32 + 2),  # codes, scale, sketch, norm; codes, scale
+}
+
+
+def test_every_control_has_its_size_here():
+    assert set(controls.CONTROLS) <= set(TOKEN_BYTES)
+
+
+@pytest.mark.parametrize("name", TOKEN_BYTES)
+def test_bytes_of_controls(model, name):
+    cache = ControlCache(model.config, name)
+    with torch.no_grad():
+        model(TEXT[:1, :40], past_key_values=cache)
+    size = caches.sizes(cache, model, DIM)
+    assert size["bytes_per_token"] == TOKEN_BYTES[name] * HEADS * LAYERS
+    assert size["bits_per_value"] == pytest.approx(TOKEN_BYTES[name] * 8 / (2 * DIM))
+    exact = 2 * 128 * DIM * HEADS * LAYERS * 2 if name.startswith("kivi") else 0
+    grown = size["bytes_per_token_8k"] - size["bytes_per_token"]
+    assert grown == pytest.approx(exact / 8192)
+
+
+def test_bytes_of_presets_and_of_no_compression(model):
+    cache = Choice.parse("k4v4").make(model)
+    with torch.no_grad():
+        model(TEXT[:1, :90], past_key_values=cache)
+    cache.detach()
+    size = caches.sizes(cache, model, DIM)
+    config = preset("k4v4", DIM)
+    assert size["bytes_per_token"] == config.bytes_per_token * HEADS * LAYERS
+    rows_held = config.sink_tokens + config.recent_window + cache.sequences.max_q_len - 1
+    tail = rows_held * 2 * DIM * HEADS * LAYERS * 2  # 16 bits, though this model runs in 32
+    assert size["bytes_per_token_8k"] == size["bytes_per_token"] + tail / 8192
+    assert size["bits_per_value_8k"] == pytest.approx(
+        8 * size["bytes_per_token_8k"] / (2 * DIM * HEADS * LAYERS)
+    )
+    plain = DynamicCache()
+    with torch.no_grad():
+        model(TEXT[:1, :9], past_key_values=plain)
+    size = caches.sizes(plain, model, DIM)
+    assert size["bits_per_value"] == size["bits_per_value_8k"] == 16
+
+
+# ---------------------------------------------------------------------------- the quantisers
+
+
+def test_affine_is_the_formula(device):
+    x = randn(3, 5, 7, seed=1).to(device) * 4 + 2
+    got = controls.affine(x, 3, -1).cpu().numpy()
+    for index in np.ndindex(3, 5):
+        row = x[index].cpu().numpy()
+        low = np.float32(np.float16(row.min()))
+        step = np.float32(np.float16((row.max() - low) / np.float32(7)))
+        codes = np.clip(np.round((row - low) / step), 0, 7)
+        np.testing.assert_allclose(got[index], low + codes * step, rtol=1e-6)
+    assert len(np.unique(got[0, 0])) <= 8
+    constant = torch.full((2, 4), 0.5, device=device)
+    assert torch.equal(controls.affine(constant, 4, -1), constant)
+
+
+def test_blocks_are_those_of_llama_cpp(device):
+    """quantize_row_q4_0: d = max / -8, codes min(15, int8(x / d + 8.5))."""
+    x = randn(6, 64, seed=2)
+    x[0, :32] = 0
+    got = controls.blocks(x.to(device), 4).cpu()
+    for row in range(6):
+        for start in (0, 32):
+            part = x[row, start : start + 32].numpy()
+            largest = part[np.abs(part).argmax()]
+            d = np.float32(np.float16(largest / np.float32(-8)))
+            expected = np.zeros(32, np.float32)
+            if d:
+                codes = np.minimum(15, (part / d + np.float32(8.5)).astype(np.int8))
+                expected = (codes - np.float32(8)) * d
+            found = got[row, start : start + 32].numpy()
+            # a tie may be rounded either way
+            ties = np.abs(np.abs(part / (d or 1)) % 1 - 0.5) < 1e-5
+            np.testing.assert_allclose(found[~ties], expected[~ties], rtol=1e-6)
+
+
+def test_fp8_clips_and_scales(device):
+    x = torch.tensor([1000.0, -1000.0, 0.3, 17.0, 1e-9], device=device)
+    assert controls.fp8(x).tolist() == [448.0, -448.0, 0.3125, 17.0 - 1.0, 0.0]
+    layer = controls.ScaledFp8(0, 8)
+    keys, values = x.view(1, 1, 5, 1), x.view(1, 1, 5, 1) / 100
+    layer.calibrate(keys, values)
+    k, v = layer.code(keys, values)
+    assert k.flatten()[:2].tolist() == pytest.approx([1000.0, -1000.0])
+    assert torch.allclose(v * 100, k)
+
+
+def through(layer, keys, values, chunk):
+    """Feeds [1, heads, n, d] after a first forward of 150 tokens; what each forward was handed."""
+    handed = [layer.update(keys[:, :, :150], values[:, :, :150])]
+    for start in range(150, keys.shape[2], chunk):
+        part = slice(start, start + chunk)
+        handed.append(layer.update(keys[:, :, part], values[:, :, part]))
+    return handed
+
+
+def test_kivi_keeps_its_residual_exact(device):
+    n = 300
+    keys, values = (randn(1, HEADS, n, DIM, seed=s).to(device) for s in (1, 2))
+    layer = controls.Kivi(0, 2)
+    handed = through(layer, keys, values, 1)
+    assert torch.equal(handed[0][0], keys[:, :, :150])  # the prompt attends exactly
+    groups = keys[:, :, :256].unflatten(2, (8, 32))
+    coded = controls.affine(groups, 2, 3).flatten(2, 3)
+    assert torch.equal(layer.keys[:, :, :256], coded)
+    assert torch.equal(layer.keys[:, :, 256:], keys[:, :, 256:])
+    coded = controls.affine(values[:, :, :172].unflatten(-1, (2, 32)), 2, -1).flatten(-2)
+    assert torch.equal(layer.values[:, :, :172], coded)
+    assert torch.equal(layer.values[:, :, 172:], values[:, :, 172:])
+    # a query reads keys as they are before its own token closes a group
+    at = 255 - 150 + 1
+    assert torch.equal(handed[at][0][:, :, 128:], keys[:, :, 128:256])
+    assert not torch.equal(handed[at + 1][0][:, :, 128:256], keys[:, :, 128:256])
+    together = controls.Kivi(0, 2)
+    through(together, keys, values, 30)
+    assert torch.equal(together.keys, layer.keys) and torch.equal(together.values, layer.values)
+
+
+@pytest.mark.parametrize("name", ["fp8s", "int4", "q4_0", "q4_0h", "channel4", "qjl3"])
+def test_tokens_are_coded_one_by_one(model, name, device):
+    """How the tokens are cut into forwards does not matter, and later queries read codes."""
+    keys, values = (randn(1, HEADS, 200, DIM, seed=s).to(device) for s in (1, 2))
+    one, many = (ControlCache(model.config, name).layers[1] for _ in range(2))
+    handed = through(one, keys, values, 1)
+    through(many, keys, values, 25)
+    torch.testing.assert_close(one.keys, many.keys)
+    torch.testing.assert_close(one.values, many.values)
+    assert torch.equal(handed[0][0], keys[:, :, :150])
+    assert torch.equal(handed[-1][0], one.keys)
+    assert not torch.equal(one.keys[:, :, -1], keys[:, :, -1])
+
+
+def test_channel_ranges_are_those_of_the_first_forward(device):
+    keys, values = (randn(1, HEADS, 50, DIM, seed=s).to(device) for s in (1, 2))
+    layer = controls.PerChannel(0, 16)
+    layer.update(keys, values)
+    torch.testing.assert_close(layer.keys, keys, atol=2e-3, rtol=0)
+    layer.update(keys[:, :, :1] + 100, values[:, :, :1])
+    torch.testing.assert_close(layer.keys[:, :, 50], keys.amax(2), atol=5e-3, rtol=0)
+
+
+def test_two_stages_are_the_papers(device):
+    keys, values = (randn(1, HEADS, 30, DIM, seed=s).to(device) for s in (1, 2))
+    layer = controls.TwoStage(3, 4)
+    layer.update(keys, values)
+    prod = TurboQuantProd(DIM, 4, layer=3, device=device)
+    queries = randn(1, HEADS, 5, DIM, seed=7).to(device)
+    expected = prod.score(queries, prod.quantize(keys))
+    torch.testing.assert_close(queries @ layer.keys.transpose(2, 3), expected, atol=1e-3, rtol=1e-3)
+    mse = TurboQuantMSE(DIM, 4, layer=3, kind=SignKind.VALUES, device=device)
+    torch.testing.assert_close(layer.values, mse.dequantize(mse.quantize(values)))
+
+
+def test_rotation_spreads_an_outlier(device):
+    x = torch.zeros(1, 1, 1, DIM, device=device)
+    x[..., 5] = 8.0
+    x += 0.3 * randn(1, 1, 1, DIM, seed=1).to(device)
+    plain, rotated = controls.Blocks(0, 4), controls.RotatedBlocks(0, 4)
+    for layer in (plain, rotated):
+        layer.update(x, x)
+    assert (rotated.keys - x).square().sum() < 0.5 * (plain.keys - x).square().sum()
+
+
+@pytest.mark.parametrize("family", ["int{}", "q{}_0", "q{}_0h", "kivi{}"])
+def test_many_bits_are_no_compression(model, family):
+    kl = [reading(model, family.format(bits)).kl.mean().item() for bits in (2, 4, 8, 16)]
+    assert kl[0] > kl[1] > kl[2] and kl[3] < 1e-5, kl
+    assert kl[1] > 1e-4
+
+
+def test_other_controls_order_as_their_bits(model):
+    kl = {n: reading(model, n).kl.mean().item() for n in ("fp8s", "qjl2", "qjl3", "qjl5")}
+    assert kl["qjl2"] > kl["qjl3"] > kl["qjl5"] > kl["fp8s"] > 0
+    kl = [reading(model, f"channel{bits}").kl.mean().item() for bits in (2, 4, 12)]
+    assert kl[0] > kl[1] > kl[2] > 0
+
+
+# --------------------------------------------------------------------------------- the reading
+
+
+def test_the_uncompressed_reading_is_the_models(model):
+    found = reading(model, "none")
+    with torch.no_grad():
+        logits = model(TEXT).logits[:, PREFILL - 1 : -1]
+    expected = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), TEXT[:, PREFILL:], reduction="none"
+    )
+    torch.testing.assert_close(found.loss, expected, rtol=1e-4, atol=1e-4)
+    assert found.kl.abs().max() == 0 and found.same.all()
+
+
+@pytest.mark.parametrize("name", ["k3v2", "kivi2", "q2_0h"])
+def test_a_reading_is_token_by_token_decoding(model, name):
+    """KL, agreement and loss of every token, worked out from plain probabilities."""
+    text = TEXT[:1]
+    found = reading(model, name, text)
+    cache = Choice.parse(name).make(model)
+    with torch.no_grad():
+        exact = model(text).logits[0, PREFILL - 1 : -1].double().softmax(-1)
+        last = [model(text[:, :PREFILL], past_key_values=cache).logits[0, -1]]
+        for i in range(PREFILL, text.shape[1] - 1):
+            last.append(model(text[:, i : i + 1], past_key_values=cache).logits[0, -1])
+    measure.detach(cache)
+    q = torch.stack(last).double().softmax(-1)
+    kl = (exact * (exact / q).log()).sum(-1)
+    if name == "kivi2":  # reads a few values more exactly when tokens come together
+        assert found.kl.mean().item() == pytest.approx(kl.mean().item(), rel=0.2)
+        return
+    torch.testing.assert_close(found.kl[0].double(), kl, rtol=0.02, atol=1e-4)
+    assert (found.same[0] == (exact.argmax(-1) == q.argmax(-1))).double().mean() > 0.97
+    true = q[torch.arange(len(q)), text[0, PREFILL:]]
+    torch.testing.assert_close(found.loss[0].double(), -true.log(), rtol=0.01, atol=1e-3)
+
+
+def test_the_model_is_as_before_when_reading_fails(model, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("stop")
+
+    monkeypatch.setattr(measure, "negative_log_likelihood", fail)
+    make = Choice.parse("k4v4").make
+    with pytest.raises(RuntimeError, match="stop"):
+        measure.read(model, lambda: make(model), TEXT, PREFILL, CHUNK)
+    assert model.config._attn_implementation == "sdpa"
+
+
+# ------------------------------------------------------------------------------------ intervals
+
+
+def test_block_means():
+    x = torch.arange(150, dtype=torch.float32).view(2, 75)
+    assert measure.block_means(x).tolist() == [15.5, (32 + 74) / 2, 75 + 15.5, 75 + (32 + 74) / 2]
+    assert measure.block_means(torch.ones(1, 5, dtype=torch.bool)).tolist() == [1.0]
+
+
+def test_intervals():
+    values = np.random.default_rng(1).normal(3.0, 2.0, 400)
+    low, high = measure.interval(values)
+    half = 1.96 * values.std(ddof=1) / math.sqrt(400)
+    assert low == pytest.approx(values.mean() - half, abs=0.02)
+    assert high == pytest.approx(values.mean() + half, abs=0.02)
+    assert measure.interval(values) == (low, high)
+    assert measure.interval([2.0, 2.0]) == (2.0, 2.0)
+
+
+def test_summary():
+    loss, other = torch.rand(2, 2, 64, generator=generator(1))
+    base = measure.Reading(loss, torch.zeros(2, 64), torch.ones(2, 64, dtype=torch.bool))
+    same = torch.rand(2, 64, generator=generator(2)) < 0.9
+    row = measure.summary(measure.Reading(loss + 0.1, other, same), base)
+    assert row["perplexity"] == pytest.approx(math.exp(loss.mean().item() + 0.1), rel=1e-6)
+    assert row["perplexity_change"] == pytest.approx(math.expm1(0.1), rel=1e-5)
+    # the same everywhere: paired, it is known exactly, though the perplexity is not
+    assert row["perplexity_change_interval"] == pytest.approx([math.expm1(0.1)] * 2, rel=1e-4)
+    low, high = row["perplexity_interval"]
+    assert low < row["perplexity"] - 0.01 and high > row["perplexity"] + 0.01
+    assert row["kl"] == pytest.approx(other.mean().item(), rel=1e-6)
+    assert row["top1_agreement"] == pytest.approx(same.float().mean().item(), rel=1e-6)
+    assert row["kl_interval"][0] < row["kl"] < row["kl_interval"][1]
+    assert "kl" not in measure.summary(base)
+
+
+# --------------------------------------------------------------------------------- single layers
+
+MODELS = {
+    "llama": lambda: tiny(),
+    "eager": lambda: tiny(attn_implementation="eager"),
+    "mistral": lambda: tiny(MistralConfig, sliding_window=24),
+    "gemma2": lambda: tiny(Gemma2Config, sliding_window=24, attn_logit_softcapping=2.0),
+    "gpt_oss": lambda: tiny(
+        GptOssConfig, sliding_window=24, num_local_experts=2, num_experts_per_tok=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_of_recorded_layers_is_the_models(name):
+    """Scaling, soft cap, sliding window and sinks included."""
+    model = MODELS[name]()
+    before = model.config._attn_implementation
+    inputs = {}
+    hooks = [
+        layer.self_attn.o_proj.register_forward_pre_hook(
+            lambda _, args, i=i: inputs.update({i: args[0]})
+        )
+        for i, layer in enumerate(model.model.layers)
+    ]
+    recorded = layers.record(model, TEXT[0, :100])
+    assert model.config._attn_implementation == before
+    assert len(recorded) == LAYERS
+    for hook in hooks:
+        hook.remove()
+    for i, layer in enumerate(recorded):
+        assert layer.keys.shape == (HEADS, 100, DIM)
+        _, output = layers.attend(layer, layer.keys, layer.values)
+        expected = inputs[i][0, -layers.QUERIES :].unflatten(-1, (4, DIM)).transpose(0, 1)
+        torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def recorded(model):
+    return layers.record(model, TEXT[0, :200])
+
+
+def test_keys_and_values_are_the_caches(model, recorded):
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(TEXT[:1, :200], past_key_values=cache)
+    for layer, held in zip(recorded, cache.layers, strict=True):
+        torch.testing.assert_close(layer.keys, held.keys[0])
+        torch.testing.assert_close(layer.values, held.values[0])
+
+
+def test_errors_of_a_layer(recorded):
+    layer = recorded[1]
+    keys, values = layer.keys.clone(), layer.values.clone()
+    noise = randn(HEADS, 150, DIM, seed=4)
+    keys[:, 20:170] += 0.1 * noise
+    values[:, 20:170] *= 1.1
+    found = layers.errors(layer, keys, values)
+    part = layer.keys[:, 20:170]
+    error = (0.1 * noise).square().sum()
+    assert found["key_nmse"] == pytest.approx((error / part.square().sum()).item(), rel=1e-3)
+    around = (part - layer.keys.mean(1, keepdim=True)).square().sum()
+    assert found["key_snr_db"] == pytest.approx(10 * math.log10(around / error), rel=1e-3)
+    assert found["value_nmse"] == pytest.approx(0.01, rel=1e-3)
+
+    # scores and outputs of the last query by hand
+    q, groups = layer.queries[:, -1], 2
+    cosines, outputs = [], []
+    for head in range(4):
+        true, near = (k[head // groups] @ q[head] for k in (layer.keys, keys))
+        a, b = true - true.mean(), near - near.mean()
+        cosines.append((a @ b / (a.norm() * b.norm())).item())
+        exact = (true / 8).softmax(-1) @ layer.values[head // groups]
+        outputs.append(((near / 8).softmax(-1) @ values[head // groups], exact))
+    one = layers.errors(layer._replace(queries=layer.queries[:, -1:]), keys, values)
+    assert one["score_cosine"] == pytest.approx(sum(cosines) / 4, rel=1e-4)
+    got, exact = (torch.stack(x) for x in zip(*outputs, strict=True))
+    expected = (got - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert one["output_error"] == pytest.approx(expected.item(), rel=1e-3)
+
+    # a constant on every key is invisible to softmax
+    moved = layers.errors(layer, layer.keys + 0.5, layer.values)
+    assert moved["score_cosine"] == pytest.approx(1.0, abs=1e-5)
+    assert moved["output_error"] < 1e-4 and moved["key_nmse"] > 0.01
+
+
+def test_nothing_changed_is_no_error(recorded):
+    found = layers.errors(recorded[0], recorded[0].keys, recorded[0].values)
+    assert found["key_nmse"] == found["value_nmse"] == found["output_error"] == 0.0
+    assert found["key_snr_db"] is None
+    assert found["score_cosine"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_packed_keys_are_read_back_as_encoded(model, recorded):
+    cache = Choice.parse("k4v3:center=none,sink_tokens=0,recent_window=0").make(model)
+    back = list(layers.read_back(cache, recorded, 120, 20))
+    cache.detach()
+    config = cache.config
+    for index, (layer, (keys, values)) in enumerate(zip(recorded, back, strict=True)):
+        t = make_tables(config, index)
+        packed, scale = encode(layer.keys, t.key_signs, t.key_levels, t.key_steps, 4, "unbiased")
+        assert torch.equal(keys, decode(packed, scale, t.key_signs, t.key_levels, 4))
+        packed, scale = encode(layer.values, t.value_signs, t.value_levels, t.value_steps, 3, "mse")
+        assert torch.equal(values, decode(packed, scale, t.value_signs, t.value_levels, 3))
+
+
+def test_the_tail_is_read_back_exactly(model, recorded):
+    cache = Choice.parse("k4v4").make(model)
+    back = list(layers.read_back(cache, recorded, 120, 50))
+    cache.detach()
+    for layer, pair in zip(recorded, back, strict=True):
+        for x, y in zip((layer.keys, layer.values), pair, strict=True):
+            same = (x == y).all(-1).all(0)
+            assert same.nonzero()[:, 0].tolist() == [*range(4), *range(136, 200)]
+    expected = [layer.keys[:, 4:120].mean(1) for layer in recorded]  # learned from the first store
+    for center, mean in zip(cache.centers, expected, strict=True):
+        torch.testing.assert_close(center, mean)
+
+
+def test_controls_are_read_back_as_coded(model, recorded):
+    cache = ControlCache(model.config, "int4")
+    for layer, (keys, values) in zip(
+        recorded, layers.read_back(cache, recorded, 120, 20), strict=True
+    ):
+        assert torch.equal(keys, controls.affine(layer.keys, 4, -1))
+        assert torch.equal(values, controls.affine(layer.values, 4, -1))
+
+
+def test_channel_spread():
+    keys = randn(HEADS, 2000, DIM, seed=1)
+    values = randn(HEADS, 2000, DIM, seed=2)
+    keys[..., 3] += 30.0  # a biased channel: the center removes it, the rotation spreads it
+    values[..., 7] *= 10.0
+    spread = layers.channel_spread(0, layers.Activations(keys, keys, values, {}))
+    assert spread["key"] > 500
+    assert spread["key_centered"] < 1.5 and spread["key_centered_rotated"] < 1.5
+    assert spread["value"] > 60 and spread["value_rotated"] < 2
+    power = values[:, layers.SINKS :].double().square().mean(1)
+    expected = (power.amax(-1) / power.amin(-1)).mean().item()
+    assert spread["value"] == pytest.approx(expected)
+
+
+# ----------------------------------------------------------------------------- whole evaluations
+
+SETTINGS = rows.Settings(segments=2, prefill=PREFILL, scored_tokens=100, chunk=CHUNK)
+CHOICES = [Choice.parse(name) for name in ("k4v4", "int4", "k2v2")]
+ORIGIN = {"name": "quality", "device": "a device", "commit": None, "command": "x"}
+
+
+@pytest.fixture
+def readings(monkeypatch):
+    """The names of the caches that were read; `stop` interrupts one of them."""
+    seen = argparse.Namespace(names=[], stop=None)
+    read = measure.read
+
+    def counted(*args, **kwargs):
+        if kwargs["title"] == seen.stop:
+            raise KeyboardInterrupt
+        seen.names.append(kwargs["title"])
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(measure, "read", counted)
+    return seen
+
+
+def evaluate(model, done=(), settings=SETTINGS, choices=CHOICES, save=lambda rows: None):
+    return rows.evaluate(model, "tiny", choices, TEXT, settings, ORIGIN, done, save)
+
+
+@pytest.fixture(scope="module")
+def result(model):
+    return evaluate(model)
+
+
+def test_rows(model, result):
+    assert [row["cache"] for row in result] == ["none", "k4v4", "int4", "k2v2"]
+    assert [row["kind"] for row in result] == ["uncompressed", "packed", "control", "packed"]
+    base = reading(model, "none")
+    assert result[0]["perplexity"] == pytest.approx(base.loss.mean().exp().item(), rel=1e-4)
+    assert set(result[0]["channel_spread"]) >= {"key", "key_centered_rotated", "value_rotated"}
+    for row in result[1:]:
+        found = reading(model, row["cache"])
+        assert row["kl"] == pytest.approx(found.kl.double().mean().item(), rel=1e-4)
+        assert row["top1_agreement"] == found.same.double().mean().item()
+        assert all(len(values) == LAYERS for values in row["by_layer"].values())
+        assert row["mean_key_nmse"] == pytest.approx(np.mean(row["by_layer"]["key_nmse"]))
+        assert row["context"] == 260 and row["head_dim"] == DIM and row["segments"] == 2
+    assert result[3]["kl"] > result[1]["kl"] > 0
+    assert result[3]["mean_output_error"] > result[1]["mean_output_error"] > 0
+
+
+def test_an_interrupted_run_goes_on(model, result, readings):
+    saved = []
+    readings.stop = "int4"
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, save=lambda rows: saved.append(list(rows)))
+    assert [row["cache"] for row in saved[-1]] == ["none", "k4v4"]
+    readings.stop, readings.names[:] = None, []
+    again = evaluate(model, json.loads(json.dumps(saved[-1])))
+    assert readings.names == ["none", "int4", "k2v2"]  # the reference, and what was missing
+    assert json.dumps(again) == json.dumps(result)
+    readings.names.clear()
+    assert evaluate(model, again) == again and readings.names == []
+
+
+def test_rows_of_other_settings_do_not_count(model, result, readings):
+    other = rows.Settings(2, PREFILL, 100, 25)
+    found = evaluate(model, result, settings=other, choices=CHOICES[1:2])
+    assert readings.names == ["none", "int4"]
+    assert rows.without(result, found) == result
+    assert rows.without(result, result[1:3]) == [result[0], result[3]]
+
+
+# ----------------------------------------------------------------------------------- the report
+
+
+def test_table_and_legend(result, capsys):
+    report.show(result)
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines()) <= 100
+    names = [line.split()[0] for line in text.splitlines()[5:9]]  # largest first
+    assert names == ["none", "int4", "k4v4", "k2v2"]
+    words = " ".join(text.split())
+    assert "200 tokens" in words and "2 segments of 260" in words
+    assert f"{result[1]['kl']:.4f}" in text
+
+
+def test_json_has_no_nan(tmp_path):
+    path = tmp_path / "rows.json"
+    assert report.read_json(path) == []
+    report.write_json(path, [{"a": math.inf, "b": [1.0, math.nan], "c": {"d": 2}}, {"a": 1}])
+    assert report.read_json(path) == [{"a": None, "b": [1.0, None], "c": {"d": 2}}, {"a": 1}]
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]
+
+
+def test_picture(tmp_path, result):
+    pytest.importorskip("matplotlib")
+    report.picture(tmp_path / "quality.png", result)
+    assert (tmp_path / "quality.png").stat().st_size > 5000
+
+
+# ----------------------------------------------------------------------------- the command line
+
+
+class Tokenizer:
+    """Bytes as tokens, after a first token of its own if it has one."""
+
+    def __init__(self, first=()):
+        self.first = list(first)
+
+    def __call__(self, text, return_tensors=None, add_special_tokens=True):
+        ids = self.first * add_special_tokens + [b % 64 for b in text.encode()]
+        return argparse.Namespace(input_ids=torch.tensor([ids]) if return_tensors else ids)
+
+
+def test_segments():
+    text = "".join(chr(33 + i) for i in range(20))
+    plain = measure.segments(Tokenizer(), text, 2, 8)
+    assert plain.tolist() == [list(range(33, 41)), list(range(41, 49))]
+    first = measure.segments(Tokenizer([5]), text, 2, 8)
+    assert first.tolist() == [[5, *range(33, 40)], [5, *range(40, 47)]]
+    with pytest.raises(ValueError, match="the text has 20 tokens"):
+        measure.segments(Tokenizer(), text, 3, 8)
+
+
+def test_the_command(model, tmp_path, monkeypatch, readings, capsys):
+    monkeypatch.setattr(assets, "load_dense", lambda path, device: (model, Tokenizer()))
+    (tmp_path / "text.txt").write_text("A text of a few words. " * 20)
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    argv = ["--model", str(tmp_path / "tiny"), "--text", str(tmp_path / "text.txt")]
+    argv += ["--json", str(tmp_path / "out.json"), "--segments", "1", "--prefill", "80"]
+    argv += ["--score-tokens", "40"]
+    args = parser.parse_args([*argv, "--caches", "k4v4 int8"])
+    assert evaluation.run(args) == 0
+    text = capsys.readouterr().out
+    assert "tiny (float32): 2 layers, 4/2 heads of 64" in text and "int8" in text
+    assert readings.names == ["none", "k4v4", "int8"]
+    readings.names.clear()
+    assert evaluation.run(parser.parse_args([*argv, "--caches", "int8 fp8"])) == 0
+    assert readings.names == ["none", "fp8"]
+    names = [row["cache"] for row in report.read_json(tmp_path / "out.json")]
+    assert sorted(names) == ["fp8", "int8", "k4v4", "none"]
+
+    assert evaluation.run(parser.parse_args([*argv, "--score-tokens", "4000"])) == 1
+    assert "the text has 460 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [("--caches", "k9v9"), ("--chunk", "0")])
+def test_options_that_are_refused(argv, capsys):
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(argv)
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_the_default_is_everything():
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    names = [choice.text for choice in parser.parse_args([]).caches]
+    assert set(controls.CONTROLS) < set(names) and "k5v4u" in names and "k2v2" in names
