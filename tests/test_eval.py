@@ -23,9 +23,10 @@ from torch_turboquant import eval as evaluation
 from torch_turboquant.cache import make_tables
 from torch_turboquant.config import preset
 from torch_turboquant.demo import assets
-from torch_turboquant.eval import caches, controls, layers, measure, report, rows
+from torch_turboquant.eval import caches, controls, layers, measure, needle, report, rows, tasks
 from torch_turboquant.eval.caches import Choice
 from torch_turboquant.eval.controls import ControlCache
+from torch_turboquant.eval.session import Session
 from torch_turboquant.paper import TurboQuantMSE, TurboQuantProd
 from torch_turboquant.signs import SignKind
 
@@ -601,6 +602,205 @@ def test_rows_of_other_settings_do_not_count(model, result, readings):
     assert rows.without(result, result[1:3]) == [result[0], result[3]]
 
 
+# --------------------------------------------------------------------------- questions, answers
+
+
+class Tokenizer:
+    """Bytes as tokens, after a first token of its own if it has one."""
+
+    def __init__(self, first=()):
+        self.first = list(first)
+
+    def __call__(self, text, return_tensors=None, add_special_tokens=True):
+        ids = self.first * add_special_tokens + [b % 64 for b in text.encode()]
+        return argparse.Namespace(input_ids=torch.tensor([ids]) if return_tensors else ids)
+
+    def decode(self, ids):
+        return "".join(chr(64 + i) for i in ids)
+
+
+def ask(model, parts, most=12, name="none"):
+    cache = Choice.parse(name).make(model)
+    session = Session(model, Tokenizer(), cache)
+    for part in parts:
+        session.read(part)
+    answer = session.answer(most)
+    measure.detach(cache)
+    return answer, cache
+
+
+def test_a_session_is_greedy_generation(model):
+    prompt = TEXT[0, :90]
+    answer, cache = ask(model, [prompt[:60], prompt[60:89], prompt[89:]])
+    assert cache.get_seq_length() == 90 + len(answer)
+    expected = prompt.tolist()
+    for _ in range(12):
+        with torch.no_grad():
+            expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
+    assert answer == expected[90:]
+
+
+def test_a_session_ends(model, monkeypatch):
+    answer, _ = ask(model, [TEXT[0, :90]])
+    at = next(i for i in range(1, 12) if answer[i] not in answer[:i])
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [answer[at]])
+    assert ask(model, [TEXT[0, :90]])[0] == answer[:at]
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    newline = answer[at]
+    monkeypatch.setattr(
+        Tokenizer, "decode", lambda self, ids: "\n" if ids == [newline] else "x" * len(ids)
+    )
+    assert ask(model, [TEXT[0, :90]])[0] == answer[:at]
+
+
+class Reader:
+    """Stands in for Session: remembers the last `memory` bytes that it read before the question."""
+
+    memory = 10**6
+
+    def __init__(self, model, tokenizer, cache):
+        self.parts = []
+
+    def read(self, ids):
+        self.parts.append(ids.tolist())
+
+    def answer(self, most):
+        return self.parts
+
+
+def test_needles_are_found_where_they_are(monkeypatch):
+    class Bytes(Tokenizer):
+        def __call__(self, text, add_special_tokens=True):
+            return argparse.Namespace(input_ids=list(text.encode()))
+
+        def decode(self, parts):
+            haystack, question = (bytes(part).decode() for part in parts)
+            assert question == needle.QUESTION
+            lengths.append(len(haystack))
+            return haystack[-Reader.memory :]
+
+    lengths = []
+    monkeypatch.setattr(needle, "Session", Reader)
+    text = "hay " * 300
+    found = needle.search(None, Bytes(), text, lambda: None, [200, 1000])
+    assert lengths == [200] * 5 + [1000] * 5
+    assert found["share"] == 1.0 and found["found"] == [[True] * 5] * 2
+    monkeypatch.setattr(Reader, "memory", 600)
+    found = needle.search(None, Bytes(), text, lambda: None, [200, 1000])
+    assert found["found"] == [[True] * 5, [False, False, True, True, True]]
+    assert found["share"] == 0.8 and found["depths"] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    with pytest.raises(ValueError, match="the needle needs 5000"):
+        needle.search(None, Bytes(), text, lambda: None, [5000])
+
+
+def test_secrets_differ():
+    secrets = {needle.number(length, depth) for length in (512, 1024) for depth in needle.DEPTHS}
+    assert len(secrets) == 10 and all(len(s) == 5 and s.isdigit() for s in secrets)
+    assert needle.number(512, 0.25) == needle.number(512, 0.25)
+
+
+def test_the_tasks():
+    work = tasks.prompts()
+    assert len(work) == 40 and len(set(work)) == 40
+    assert {kind for kind, *_ in work} == {
+        "classification",
+        "extraction",
+        "arithmetic",
+        "reasoning",
+        "verification",
+    }
+    for kind in tasks.KINDS:
+        assert len(kind.pairs) == tasks.EXAMPLES + 8
+        assert len({case for case, _ in kind.pairs}) == len(kind.pairs)
+    pairs = {kind.name: kind.pairs for kind in tasks.KINDS}
+    assert all(city in sentence for sentence, city in pairs["extraction"])
+    for expression, value in pairs["arithmetic"]:
+        a, sign, b = expression.split()
+        results = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}
+        assert results[sign] == int(value)
+    assert len(tasks.CONVERSATIONS) >= 5
+    assert all(len(questions) == 3 for _, questions in tasks.CONVERSATIONS)
+    config = preset("k5v4u", DIM)  # what the answer needs is not in the exact tail
+    assert len(tasks.NOTE.split()) > config.sink_tokens + config.recent_window
+
+
+def test_agreement():
+    base = {"prompts": [[i, 1] for i in range(40)], "turns": [[1, 2, 3], [4], [], [5]]}
+    found = {"prompts": [list(x) for x in base["prompts"]], "turns": [[1, 2], [4], [], [6]]}
+    found["prompts"][0] = [0, 9]
+    found["prompts"][39] = [7, 1]
+    got = tasks.agreement(Tokenizer(), found, base)
+    assert got["first_token"] == 39 / 40 and got["whole_answer"] == 38 / 40
+    assert got["kinds"]["classification"] == got["kinds"]["verification"] == 7 / 8
+    assert got["kinds"]["arithmetic"] == 1.0
+    assert got["turn_first_token"] == 3 / 4 and got["turn_whole_answer"] == 2 / 4
+    assert got["right"] == 0.0
+
+    class Right(Tokenizer):
+        def decode(self, ids):
+            return f" {tasks.prompts()[ids[0]][3].upper()}, I think"
+
+    assert tasks.agreement(Right(), base, base)["right"] == 1.0
+
+
+def test_answers(model, monkeypatch):
+    monkeypatch.setattr(tasks, "KINDS", tasks.KINDS[:2])
+    monkeypatch.setattr(tasks, "CONVERSATIONS", tasks.CONVERSATIONS[:1])
+
+    def said(name):
+        make = Choice.parse(name).make
+        return tasks.answers(model, Tokenizer(), lambda: make(model))
+
+    base = said("none")
+    assert len(base["prompts"]) == 16 and len(base["turns"]) == 3
+    assert base == said("int16") != said("int2")
+    assert base != said("k2v2")
+    _, examples, case, _ = tasks.prompts()[0]
+    ids = torch.tensor([b % 64 for b in (examples + case).encode()])
+    assert ask(model, [ids], tasks.NEW_TOKENS)[0] == base["prompts"][0]
+
+
+def test_extras_join_finished_rows(model, result, readings):
+    calls = []
+
+    def run(make, title, base):
+        calls.append((title, None if base is None else base["value"]))
+        cache = make()
+        measure.detach(cache)
+        if title == "k2v2" and len(calls) < 5:
+            raise KeyboardInterrupt
+        return {"value": len(title)}
+
+    extra = rows.Extra("more", {"size": 3}, run)
+    saved = []
+
+    def again(done, extras):
+        return rows.evaluate(
+            model,
+            "tiny",
+            CHOICES,
+            TEXT,
+            SETTINGS,
+            ORIGIN,
+            done,
+            lambda rows: saved.append(list(rows)),
+            extras,
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        again(result, [extra])
+    assert readings.names == []  # the text is not read again
+    assert calls == [("none", None), ("k4v4", 4), ("int4", 4), ("k2v2", 4)]
+    found = again(saved[-1], [extra])
+    assert calls[4:] == [("k2v2", 4)]
+    expected = {"size": 3, "value": 4, "commit": None, "command": "x"}
+    assert [row["more"] for row in found] == [expected] * 4
+    assert [{k: v for k, v in row.items() if k != "more"} for row in found] == result
+    calls[:] = [None] * 5
+    again(found, [extra._replace(same={"size": 4})])  # another grid is measured anew
+    assert len(calls) == 9
+
+
 # ----------------------------------------------------------------------------------- the report
 
 
@@ -613,6 +813,24 @@ def test_table_and_legend(result, capsys):
     words = " ".join(text.split())
     assert "200 tokens" in words and "2 segments of 260" in words
     assert f"{result[1]['kl']:.4f}" in text
+
+
+def test_table_of_answers(result, capsys):
+    assert report.answers_table(result) is None
+    shares = {"first_token": 0.9, "whole_answer": 0.5, "right": 0.25}
+    shares |= {"turn_first_token": 1.0, "turn_whole_answer": 0.75}
+    grid = {"lengths": [512, 2048], "found": [[True, False], [True, True]]}
+    report.show([{**result[0], "tasks": shares, "needle": grid}, {**result[1], "tasks": shares}])
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
+    assert "none 16.00 3 of 4 90% 50% 25% 100% 75%".split() in lines
+    assert [
+        "k4v4",
+        f"{result[1]['bits_per_value_8k']:.2f}",
+        *"90% 50% 25% 100% 75%".split(),
+    ] in lines
+    assert "512, 2,048 tokens" in " ".join(text.split())
+    assert max(len(line) for line in text.splitlines()) <= 100
 
 
 def test_json_has_no_nan(tmp_path):
@@ -632,17 +850,6 @@ def test_picture(tmp_path, result):
 # ----------------------------------------------------------------------------- the command line
 
 
-class Tokenizer:
-    """Bytes as tokens, after a first token of its own if it has one."""
-
-    def __init__(self, first=()):
-        self.first = list(first)
-
-    def __call__(self, text, return_tensors=None, add_special_tokens=True):
-        ids = self.first * add_special_tokens + [b % 64 for b in text.encode()]
-        return argparse.Namespace(input_ids=torch.tensor([ids]) if return_tensors else ids)
-
-
 def test_segments():
     text = "".join(chr(33 + i) for i in range(20))
     plain = measure.segments(Tokenizer(), text, 2, 8)
@@ -660,7 +867,7 @@ def test_the_command(model, tmp_path, monkeypatch, readings, capsys):
     evaluation.add_arguments(parser)
     argv = ["--model", str(tmp_path / "tiny"), "--text", str(tmp_path / "text.txt")]
     argv += ["--json", str(tmp_path / "out.json"), "--segments", "1", "--prefill", "80"]
-    argv += ["--score-tokens", "40"]
+    argv += ["--score-tokens", "40", "--needle", "200"]
     args = parser.parse_args([*argv, "--caches", "k4v4 int8"])
     assert evaluation.run(args) == 0
     text = capsys.readouterr().out
@@ -671,6 +878,10 @@ def test_the_command(model, tmp_path, monkeypatch, readings, capsys):
     assert readings.names == ["none", "fp8"]
     names = [row["cache"] for row in report.read_json(tmp_path / "out.json")]
     assert sorted(names) == ["fp8", "int8", "k4v4", "none"]
+
+    assert [len(row["needle"]["found"][0]) for row in report.read_json(tmp_path / "out.json")] == [
+        5
+    ] * 4
 
     assert evaluation.run(parser.parse_args([*argv, "--score-tokens", "4000"])) == 1
     assert "the text has 460 tokens" in capsys.readouterr().err

@@ -6,8 +6,9 @@ Every cache predicts the same text token by token through itself; perplexity, KL
 agreement are those to the uncompressed cache. docs/quality.md says what came out.
 
 caches: the names of caches. controls: published ways of quantising, to compare with. measure:
-predictions and intervals. layers: errors of single layers. rows: what is left to measure, and the
-rows of results. report: table, JSON, picture.
+predictions and intervals. layers: errors of single layers. needle, tasks: questions answered
+through the cache. rows: what is left to measure, and the rows of results. report: table, JSON,
+picture.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch_turboquant.demo import (
 )
 
 ARTICLES = 12  # of Wikipedia, where no text is given
+NEEDLE_LENGTHS = (512, 1024, 2048)
 
 
 def _choices(text: str) -> list[Any]:
@@ -97,6 +99,19 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens per forward while predicting (default %(default)s)",
     )
+    parser.add_argument(
+        "--needle",
+        type=positive,
+        nargs="*",
+        metavar="TOKENS",
+        help="also hide a number in texts of so many tokens, at five depths, and ask for it "
+        f"(without lengths: {' '.join(map(str, NEEDLE_LENGTHS))})",
+    )
+    parser.add_argument(
+        "--tasks",
+        action="store_true",
+        help="also compare greedy answers: 40 prompts of five kinds, and conversations",
+    )
     add_cache_dir_argument(parser)
 
 
@@ -142,12 +157,17 @@ def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
 def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, save: Any) -> Any:
     """`rows.evaluate` with the options of `add_measure_arguments` and what `load` has loaded."""
     from torch_turboquant.eval.measure import segments
-    from torch_turboquant.eval.rows import Settings, evaluate
+    from torch_turboquant.eval.rows import Settings, evaluate, needle_extra, tasks_extra
 
     model, tokenizer, name, text = loaded
     settings = Settings(args.segments, args.prefill, args.score_tokens, args.chunk)
     ids = segments(tokenizer, text, args.segments, args.prefill + args.score_tokens)
-    return evaluate(model, name, args.caches, ids, settings, origin, done, save)
+    extras = []
+    if args.needle is not None:
+        extras.append(needle_extra(model, tokenizer, text, args.needle or NEEDLE_LENGTHS))
+    if args.tasks:
+        extras.append(tasks_extra(model, tokenizer))
+    return evaluate(model, name, args.caches, ids, settings, origin, done, save, extras)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_turboquant.demo.report import WIDTH, table
+from torch_turboquant.eval.tasks import CONVERSATIONS, prompts
 
 Row = dict[str, Any]
 
@@ -43,6 +44,42 @@ def quality_table(rows: Sequence[Row]) -> str:
     return table(header, lines)
 
 
+def answers_table(rows: Sequence[Row]) -> str | None:
+    """One line per cache with a needle grid or tasks; None if no row has any."""
+    header = "cache,bits,needle,first token,whole answer,right,turns: first,whole".split(",")
+    lines = []
+    for row in sorted(rows, key=lambda r: -r["bits_per_value_8k"]):
+        needle, tasks = row.get("needle"), row.get("tasks")
+        if not (needle or tasks):
+            continue
+        line = [row["cache"], f"{row['bits_per_value_8k']:.2f}", ""]
+        if needle:
+            cells = [cell for found in needle["found"] for cell in found]
+            line[2] = f"{sum(cells)} of {len(cells)}"
+        names = ("first_token", "whole_answer", "right", "turn_first_token", "turn_whole_answer")
+        line += [f"{100 * tasks[name]:.0f}%" if tasks else "" for name in names]
+        lines.append(line)
+    return table(header, lines) if lines else None
+
+
+def answers_legend(rows: Sequence[Row]) -> str:
+    """What the columns of `answers_table` mean."""
+    lengths = next((r["needle"]["lengths"] for r in rows if r.get("needle")), [])
+    text = (
+        "needle: cells in which the hidden number was found"
+        + (
+            f" (texts of {', '.join(f'{n:,}' for n in lengths)} tokens, 5 depths)"
+            if lengths
+            else ""
+        )
+        + f". first token, whole answer: of {len(prompts())} prompts, how many are as without "
+        "compression; right: how many begin with the expected answer. turns: the same for "
+        f"{sum(len(questions) for _, questions in CONVERSATIONS)} turns of conversations, every "
+        "cache going on from what it said itself."
+    )
+    return textwrap.fill(text, WIDTH)
+
+
 def _half_width(interval: Sequence[float]) -> float:
     return (interval[1] - interval[0]) / 2
 
@@ -70,6 +107,10 @@ def show(rows: Sequence[Row]) -> None:
     print(f"\n{r['model']} ({r['dtype']}): {shape}; {r['device']}\n")
     print(quality_table(rows) + "\n")
     print(legend(rows))
+    answers = answers_table(rows)
+    if answers:
+        print("\n" + answers + "\n")
+        print(answers_legend(rows))
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:

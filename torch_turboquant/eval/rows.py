@@ -11,13 +11,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from torch_turboquant.eval import layers, measure
+from torch_turboquant.eval import layers, measure, needle, tasks
 from torch_turboquant.eval.caches import UNCOMPRESSED, Choice, sizes
 from torch_turboquant.integrations.transformers.models import head_dim_of, text_config
 
@@ -66,6 +66,41 @@ def without(rows: Sequence[Row], replaced: Sequence[Row]) -> list[Row]:
     return [row for row in rows if identity(row) not in new]
 
 
+class Extra(NamedTuple):
+    """Something else that is measured for every cache and goes into its row."""
+
+    key: str
+    same: Row  # entries that a finished measurement of the same kind has
+    run: Callable[[Callable[[], Any], str, Row | None], Row]
+    """(makes a cache, its name, the uncompressed measurement or None: this is it) -> entries."""
+
+    def lacks(self, row: Row) -> bool:
+        found = row.get(self.key) or {}
+        return any(found.get(key) != value for key, value in self.same.items())
+
+
+def needle_extra(model: Any, tokenizer: Any, text: str, lengths: Sequence[int]) -> Extra:
+    """The needle grid of needle.py, as row["needle"]."""
+
+    def run(make: Callable[[], Any], title: str, base: Row | None) -> Row:
+        return needle.search(model, tokenizer, text, make, lengths, title=title)
+
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    same = {"lengths": list(lengths), "depths": list(needle.DEPTHS), "haystack": digest}
+    return Extra("needle", same, run)
+
+
+def tasks_extra(model: Any, tokenizer: Any) -> Extra:
+    """Answers and agreement of tasks.py, as row["tasks"]."""
+
+    def run(make: Callable[[], Any], title: str, base: Row | None) -> Row:
+        found = tasks.answers(model, tokenizer, make, title)
+        shares = tasks.agreement(tokenizer, found, found if base is None else base["answers"])
+        return {**shares, "answers": found}
+
+    return Extra("tasks", {"version": tasks.version()}, run)
+
+
 def evaluate(
     model: Any,
     name: str,
@@ -75,6 +110,7 @@ def evaluate(
     origin: Row,
     done: Sequence[Row] = (),
     save: Callable[[list[Row]], None] = lambda rows: None,
+    extras: Sequence[Extra] = (),
 ) -> list[Row]:
     """Measures every choice; the uncompressed cache is always measured, and first.
 
@@ -84,52 +120,80 @@ def evaluate(
         text: int64 [segments, prefill + scored_tokens] on the CPU (measure.segments).
         origin: put in front of every row; names the device.
         done: rows of earlier runs.
-        save: called with all rows of this run, finished ones first, whenever there is a new one.
+        save: called with all rows of this run that are there, whenever one has changed.
+        extras: measured for every choice as well, where its row lacks them.
 
     Returns:
         One row per choice, in their order, that of the uncompressed cache in front.
     """
     about = {**origin, **describe(model, name, text, settings)}
-    choices = [Choice.parse(UNCOMPRESSED), *(c for c in choices if c.kind != "uncompressed")]
+    others = {c.text: c for c in choices if c.kind != "uncompressed"}  # each of them once
+    choices = [Choice.parse(UNCOMPRESSED), *others.values()]
     finished = {
         row["cache"]: row for row in done if all(row.get(key) == about[key] for key in _SAME)
     }
     pending = [c for c in choices if c.text not in finished]
-    if not pending:
-        return [finished[c.text] for c in choices]
+    if pending:
+        readings = _Readings(model, text, settings)
+    for choice in tqdm(choices, "caches", leave=False):
+        if choice in pending:
+            finished[choice.text] = {
+                **about,
+                "cache": choice.text,
+                "kind": choice.kind,
+                **readings.measure(choice),
+            }
+            save([finished[c.text] for c in choices if c.text in finished])
+        for extra in extras:
+            row = finished[choice.text]
+            if extra.lacks(row):
+                base = None if choice is choices[0] else finished[UNCOMPRESSED][extra.key]
+                found = extra.run(partial(choice.make, model), choice.text, base)
+                origins = {key: about.get(key) for key in ("commit", "command")}
+                finished[choice.text] = {**row, extra.key: {**extra.same, **found, **origins}}
+                save([finished[c.text] for c in choices if c.text in finished])
+    return [finished[c.text] for c in choices]
 
-    config = text_config(model)
-    read = partial(measure.read, model, text=text, prefill=settings.prefill, chunk=settings.chunk)
-    # Its predictions are what the others are compared with, so it runs in any case.
-    base, logits, cache = read(make=partial(choices[0].make, model), title=UNCOMPRESSED)
-    recorded = layers.record(model, text[0])
-    spread = [layers.channel_spread(i, layer) for i, layer in enumerate(recorded)]
-    if choices[0] in pending:
-        finished[UNCOMPRESSED] = {
-            **about,
-            "cache": UNCOMPRESSED,
-            "kind": "uncompressed",
-            **sizes(cache, model, head_dim_of(config)),
-            **measure.summary(base),
-            "channel_spread": _columns(spread),
-        }
-        save([finished[c.text] for c in choices if c.text in finished])
-    bar = tqdm([c for c in pending if c.kind != "uncompressed"], "caches", leave=False)
-    for choice in bar:
-        make = partial(choice.make, model)
-        reading, _, cache = read(make=make, reference=logits, title=choice.text)
-        by_layer = _layers(make(), recorded, settings)
-        finished[choice.text] = {
-            **about,
-            "cache": choice.text,
-            "kind": choice.kind,
-            **sizes(cache, model, head_dim_of(config)),
-            **measure.summary(reading, base),
+
+class _Readings:
+    """Measures caches on one text; holds what all of them are compared with."""
+
+    def __init__(self, model: Any, text: Tensor, settings: Settings) -> None:
+        self.model, self.text, self.settings = model, text, settings
+        make = partial(Choice.parse(UNCOMPRESSED).make, model)
+        self.base, self.logits, self.cache = self._read(make, UNCOMPRESSED, None)
+        self.recorded = layers.record(model, text[0])
+
+    def _read(self, make: Callable[[], Any], title: str, reference: list[Tensor] | None) -> Any:
+        return measure.read(
+            self.model,
+            make,
+            self.text,
+            self.settings.prefill,
+            self.settings.chunk,
+            reference=reference,
+            title=title,
+        )
+
+    def measure(self, choice: Choice) -> Row:
+        """The measured part of a row."""
+        head_dim = head_dim_of(text_config(self.model))
+        if choice.kind == "uncompressed":
+            spread = [layers.channel_spread(i, layer) for i, layer in enumerate(self.recorded)]
+            return {
+                **sizes(self.cache, self.model, head_dim),
+                **measure.summary(self.base),
+                "channel_spread": _columns(spread),
+            }
+        make = partial(choice.make, self.model)
+        reading, _, cache = self._read(make, choice.text, self.logits)
+        by_layer = _layers(make(), self.recorded, self.settings)
+        return {
+            **sizes(cache, self.model, head_dim),
+            **measure.summary(reading, self.base),
             **{f"mean_{key}": _mean(values) for key, values in by_layer.items()},
             "by_layer": by_layer,
         }
-        save([finished[c.text] for c in choices if c.text in finished])
-    return [finished[c.text] for c in choices]
 
 
 def _layers(cache: Any, recorded: list[layers.Activations], settings: Settings) -> Row:

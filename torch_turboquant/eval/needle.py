@@ -1,0 +1,84 @@
+"""Needle retrieval: one sentence with a number, hidden in a long text, asked for through the cache.
+
+A grid of lengths (tokens of the text) and depths (where the sentence is, 0 the beginning, 1 the
+end). The number depends on the cell only, so every cache searches for the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers.cache_utils import Cache
+
+from torch_turboquant.demo.measure import detach
+from torch_turboquant.eval.session import Session, tokens_of
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+NEEDLE = " The secret number of the old lighthouse is {}. "
+QUESTION = (
+    "\n\nQuestion: What is the secret number of the old lighthouse?\nAnswer: The secret number"
+)
+QUESTION += " of the old lighthouse is"
+DIGITS = 5
+NEW_TOKENS = 12
+
+
+def number(length: int, depth: float) -> str:
+    """The cell's secret, five digits."""
+    seed = [length, round(1000 * depth)]
+    return str(np.random.default_rng(seed).integers(10 ** (DIGITS - 1), 10**DIGITS))
+
+
+def search(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    make: Callable[[], Cache],
+    lengths: Sequence[int],
+    depths: Sequence[float] = DEPTHS,
+    title: str = "",
+) -> dict[str, Any]:
+    """Asks for the number in every cell.
+
+    Args:
+        text: the haystack; its first tokens are used.
+        make: makes an empty cache.
+        lengths: tokens of haystack and needle together.
+
+    Returns:
+        lengths, depths, found (one list of booleans per length) and share (of cells, 0 to 1).
+
+    Raises:
+        ValueError: the text is shorter than the longest length.
+    """
+    first = tokens_of(tokenizer, text, first=True)
+    if len(first) < max(lengths):
+        raise ValueError(f"the text has {len(first)} tokens, the needle needs {max(lengths)}")
+    question = tokens_of(tokenizer, QUESTION)
+    found = []
+    bar = tqdm(total=len(lengths) * len(depths), desc=f"{title} needle", leave=False)
+    for length in lengths:
+        line = []
+        for depth in depths:
+            secret = number(length, depth)
+            needle = tokens_of(tokenizer, NEEDLE.format(secret))
+            hay = first[: length - len(needle)]
+            at = max(1, round(depth * len(hay)))  # a first token of the tokenizer's stays first
+            cache = make()
+            try:
+                session = Session(model, tokenizer, cache)
+                session.read(torch.cat([hay[:at], needle, hay[at:]]))
+                session.read(question)
+                answer = tokenizer.decode(session.answer(NEW_TOKENS))
+            finally:
+                detach(cache)
+            line.append(secret in answer.replace(",", ""))
+            bar.update()
+        found.append(line)
+    bar.close()
+    share = float(np.mean(found))
+    return {"lengths": list(lengths), "depths": list(depths), "found": found, "share": share}

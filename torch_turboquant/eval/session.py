@@ -1,0 +1,46 @@
+"""A greedy conversation through one cache, in as many forwards as wanted.
+
+The first forward of a packed cache attends exactly, so a prompt that is read at once says nothing
+about the cache. Here the material comes first and the question in a forward of its own, which reads
+the material from the cache, as a later turn of a chat does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+
+def tokens_of(tokenizer: Any, text: str, first: bool = False) -> Tensor:
+    """int64 [n]; first: with the token that the tokenizer puts before a text, if any."""
+    return torch.tensor(tokenizer(text, add_special_tokens=first).input_ids, dtype=torch.int64)
+
+
+class Session:
+    """A model, a cache, and the logits that predict the next token."""
+
+    def __init__(self, model: Any, tokenizer: Any, cache: Cache) -> None:
+        self.model, self.tokenizer, self.cache = model, tokenizer, cache
+        eos = model.generation_config.eos_token_id
+        self.ends = set(eos) if isinstance(eos, (list, tuple)) else {eos}
+
+    @torch.no_grad()
+    def read(self, ids: Tensor) -> None:
+        """One forward over ids, int64 [n], n at least 1."""
+        ids = ids.to(self.model.device)[None]
+        output = self.model(ids, past_key_values=self.cache, logits_to_keep=1)
+        self.next = output.logits[0, -1]
+
+    def answer(self, most: int) -> list[int]:
+        """Greedy tokens up to the end of the line or text, `most` at most; all in the cache."""
+        out: list[int] = []
+        while len(out) < most:
+            token = int(self.next.argmax())
+            if token in self.ends or (out and "\n" in self.tokenizer.decode([token])):
+                break
+            out.append(token)
+            self.read(torch.tensor([token]))
+        return out
