@@ -5,6 +5,7 @@ against their formats, and that an interrupted run goes on.
 import argparse
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -901,3 +902,27 @@ def test_the_default_is_everything():
     evaluation.add_arguments(parser)
     names = [choice.text for choice in parser.parse_args([]).caches]
     assert set(controls.CONTROLS) < set(names) and "k5v4u" in names and "k2v2" in names
+
+
+# ---------------------------------------------------------------------------------- the document
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "quality_smollm2_135m_instruct.json"
+
+
+def test_the_document_says_what_the_result_file_says():
+    found = {row["cache"]: row for row in json.loads(RESULTS.read_text())}
+    text = (ROOT / "docs" / "quality.md").read_text()
+    table = text.split("<!-- quality -->")[1].split("<!-- end -->")[0]
+    lines = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    lines = [line for line in lines if line and line[0] in found]
+    assert sorted(line[0] for line in lines) == sorted(found)
+    for name, bits, perplexity, kl, top1, *_ in lines:
+        row = found[name]
+        assert bits == f"{row['bits_per_value_8k']:.2f}"
+        if name == "none":
+            assert perplexity.split()[0] == f"{row['perplexity']:.2f}"
+            continue
+        assert perplexity.split()[0] == f"{100 * row['perplexity_change']:+.2f}%"
+        assert kl.split()[0] == f"{row['kl']:.4f}"
+        assert top1 == f"{100 * row['top1_agreement']:.1f}%"

@@ -153,9 +153,16 @@ def picture(path: Path, rows: Sequence[Row]) -> None:
         axes.errorbar(
             bits, kl, error, fmt=marker, color=colour, label=kind, capsize=2, elinewidth=0.8
         )
-        for r in points:
-            at = (r["bits_per_value_8k"], r["kl"])
-            axes.annotate(r["cache"], at, xytext=(5, 4), textcoords="offset points", fontsize=8)
+    last = None
+    compressed = [r for r in rows if r["kind"] != "uncompressed"]
+    for r in sorted(compressed, key=lambda r: (round(r["bits_per_value_8k"], 1), r["kl"])):
+        x, y = r["bits_per_value_8k"], r["kl"]
+        # on the right, but on the left if long, or if a close neighbour's is on the right
+        near = last and abs(x - last[0]) < 0.3 and 0.75 < last[1] / max(y, 1e-30) < 1.34
+        right = len(r["cache"]) < 10 and not (near and last[2])
+        where = {"xytext": (6, -3) if right else (-6, -3), "ha": "left" if right else "right"}
+        axes.annotate(r["cache"], (x, y), textcoords="offset points", fontsize=7, **where)
+        last = (x, y, right)
     axes.set_yscale("log")
     axes.set_xlabel("bits per key or value channel, everything included, at 8,192 tokens")
     axes.set_ylabel("mean KL divergence to the uncompressed model, nats (95% intervals)")
