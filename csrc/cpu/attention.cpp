@@ -2,9 +2,10 @@
 //
 // Keys are never rotated back: with R the rotation, q . key = (R q) . (scale / 32 * levels) + q . center, so the query is rotated
 // once. Values are summed in the rotated space and the sum is rotated back once. Keys of the exact tail (sinks and recent
-// window, docs/format.md section 9) are scored and summed unrotated and join through the same running maximum.
+// window, docs/format.md section 9) are scored and summed unrotated and join in the end.
 //
-// One piece of work is one (sequence, KV head): all its queries and query heads share every key and value that is unpacked.
+// One piece of work is a span of keys of one (sequence, KV head): all its queries and query heads share every key and value
+// that is unpacked (attention.h). The partial results of spans and of the tail are joined in a fixed order.
 #include "cache.h"
 
 namespace turboquant::cpu {
@@ -73,9 +74,9 @@ struct Tile {
 
 // Everything between the queries and the output, one row after the other.
 struct Workspace {
-  std::vector<float> plain, rotated;  // queries, [rows, d]
-  Scratch factors{0};                 // [rows, factor_bytes]
-  std::vector<float> unit, shift;     // [rows]
+  std::vector<float> plain;        // queries, [rows, d]
+  Scratch factors{0};              // the same rotated, as integers: [rows, factor_bytes]
+  std::vector<float> unit, shift;  // [rows]
   std::vector<int32_t> correction;
   std::vector<int64_t> first, end;                        // packed keys of a row
   std::vector<int64_t> visible, sinks, recent, position;  // and its exact ones
@@ -257,7 +258,6 @@ class PagedAttention {
   void allocate() {
     Workspace& w = work_;
     w.plain.resize(rows_ * a_.d);
-    w.rotated.resize(rows_ * a_.d);
     w.factors = Scratch(rows_ * factor_bytes_);
     for (auto* v : {&w.unit, &w.shift}) v->resize(rows_);
     w.correction.resize(rows_);
@@ -270,6 +270,7 @@ class PagedAttention {
 
   void prepare(const Tile& t) {
     Workspace& w = work_;
+    std::vector<float> rotated(a_.d);
     std::vector<int16_t> integers(a_.d + kQueryMargin);
     dispatch_float(a_.q.scalar_type(), [&](auto tag) {
       using T = typename decltype(tag)::type;
@@ -278,12 +279,11 @@ class PagedAttention {
         const Row x = row(t, r);
         const int64_t at = t.at + r;
         float* plain = w.plain.data() + at * a_.d;
-        float* rotated = w.rotated.data() + at * a_.d;
         to_float(q + x.token * a_.q.stride(0) + x.head * a_.q.stride(1), plain, a_.d);
-        std::copy(plain, plain + a_.d, rotated);
-        rotate(rotated, a_.key_signs, split_);
+        std::copy(plain, plain + a_.d, rotated.begin());
+        rotate(rotated.data(), a_.key_signs, split_);
         const int d = static_cast<int>(a_.d);
-        const float unit = kernels().query_factors(rotated, d, code_bits_, a_.max_key_level, factors(at),
+        const float unit = kernels().query_factors(rotated.data(), d, code_bits_, a_.max_key_level, factors(at),
                                                    &w.correction[at], integers.data());
         w.unit[at] = unit * format::kLevelUnit * a_.softmax_scale;
         w.shift[at] = a_.center ? dot(plain, a_.center + t.kv_head * a_.d, a_.d) * a_.softmax_scale : 0;
