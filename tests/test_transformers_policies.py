@@ -111,9 +111,8 @@ def predicted(model, configs, context, **options):
     layers = attention_layers(model.config.to_dict())
     assert [layer.window for layer in layers] == layer_windows(model)
     return packed_memory(
-        "", layers, configs, context, tail_itemsize=model.dtype.itemsize, whole_sliding=True,
-        **options,
-    )  # fmt: skip
+        "", layers, configs, context, tail_itemsize=model.dtype.itemsize, **options
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -133,7 +132,7 @@ def test_memory_is_what_the_command_predicts(name, policy):
         assert memory["total"] == expected.request + expected.constants
         assert cache.bytes_per_token == expected.bytes_per_token
         for index, (layer, own) in enumerate(zip(cache.layers, layers, strict=True)):
-            shape = AttentionLayer(layer.kv_heads, config.head_dim)
+            shape = AttentionLayer(layer.kv_heads, config.head_dim, layer.sliding_window)
             one = packed_memory("", [shape], [cache.configs[index]], context, max_q_len=5,
                                 tail_itemsize=4)  # fmt: skip
             assert own["total"] == one.request + one.constants

@@ -111,7 +111,7 @@ def _packed(cache: TurboQuantCache, index: int, layer: Activations) -> tuple[Ten
     exact = layer.keys.float(), layer.values.float()
     if not cache.sequences.encoded:
         return exact
-    device, config = held.store_device, held.config
+    device, config = held.device, held.config
     table = torch.arange(len(held.pages), dtype=torch.int32, device=device)[None]
     lengths = torch.tensor([n], dtype=torch.int32, device=device)
     decoded = cache_load(held.pages, table, lengths, config, held.tables, n, torch.float32)

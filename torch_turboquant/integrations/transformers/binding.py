@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, create_masks_for_generate
 
 from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
 from torch_turboquant.integrations.transformers.models import original_attention, text_config
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PREFIX = "turboquant_"
+_ATTRIBUTE = "_turboquant_binding"  # of the modules of an attached model
+_MASKS = "create_masks_for_generate"  # what `generate` asks the model for, if the model has it
 
 
 class Attachable:
     """What a cache needs so that a Binding can serve it."""
 
     sequences: Sequences
-    layers: list[TurboQuantLayer]
+    packed: list[TurboQuantLayer]
     binding: Binding | None = None
     _release: weakref.finalize | None = None
 
@@ -52,16 +55,18 @@ class Binding:
     """The link between one decoder and the caches attached to it.
 
     Two hooks on the decoder: before a forward, note which cache it runs on and plan it; afterwards,
-    let the counts move. The attention and mask functions below look here.
+    let the counts move. The attention and mask functions below look here. torch.compile traces all
+    of this.
     """
 
-    def __init__(self, decoder: nn.Module, config: Any) -> None:
+    attached = 0  # a copy of a model carries copies of these, bound to nothing: they do nothing
+    cache: Attachable | None = None  # of the running forward
+
+    def __init__(self, model: nn.Module, decoder: nn.Module, config: Any) -> None:
         current = config._attn_implementation or "eager"
         self.previous = current.removeprefix(_PREFIX)  # a copy of an attached model carries it
         self.name = _PREFIX + self.previous
-        self.config = config
-        self.attached = 0
-        self.running: weakref.ref[Attachable] | None = None
+        self.model, self.config = model, config
         modules = [m for m in decoder.modules() if hasattr(m, "layer_idx")]
         for module in modules:
             if hasattr(module, "num_key_value_groups"):
@@ -79,14 +84,21 @@ class Binding:
             decoder.register_forward_hook(self._after, always_call=True),
         ]
         config._attn_implementation_internal = self.name
-        for module in (decoder, *modules):
-            _BINDINGS[module] = self
+        self.modules = [decoder, *modules]
+        for module in self.modules:
+            setattr(module, _ATTRIBUTE, self)
+        _BY_CONFIG[id(config)] = self
+        masks = getattr(model, _MASKS, create_masks_for_generate)
+        if not isinstance(masks, partial) or masks.func is not _early_masks:
+            setattr(model, _MASKS, partial(_early_masks, masks))
 
     @classmethod
     def of(cls, model: nn.Module) -> Binding:
         """The binding of the model's decoder, made if needed; counts one cache more."""
         decoder = model.get_decoder()
-        binding = _BINDINGS.get(decoder) or cls(decoder, text_config(model))
+        binding = getattr(decoder, _ATTRIBUTE, None)
+        if binding is None or not binding.attached:
+            binding = cls(model, decoder, text_config(model))
         binding.attached += 1
         return binding
 
@@ -99,22 +111,18 @@ class Binding:
             hook.remove()
         if self.config._attn_implementation == self.name:
             self.config._attn_implementation_internal = self.previous
-        for module in [m for m, binding in _BINDINGS.items() if binding is self]:
-            del _BINDINGS[module]
-
-    @property
-    def cache(self) -> Attachable | None:
-        """The cache of the running forward."""
-        return None if self.running is None else self.running()
+        for module in self.modules:
+            delattr(module, _ATTRIBUTE)
+        del _BY_CONFIG[id(self.config)]
+        delattr(self.model, _MASKS)
 
     def __reduce__(self) -> tuple:
-        # a copy of the model carries copies of the hooks: those are bound to nothing and do nothing
         return object.__new__, (Binding,)
 
     def _before(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if _BINDINGS.get(decoder) is not self:
+        if not self.attached:
             return
-        self.running = None
+        self.cache = None
         call = dict(zip(self.parameters, args, strict=False)) | kwargs
         cache = call.get("past_key_values")
         if not isinstance(cache, Attachable):
@@ -132,12 +140,10 @@ class Binding:
         if tokens is None:
             tokens = call["inputs_embeds"]
         cache.sequences.begin(tokens.shape[0], tokens.shape[1], call.get("attention_mask"))
-        self.running = weakref.ref(cache)
+        self.cache = cache
 
     def _after(self, decoder: nn.Module, args: tuple, output: Any) -> None:
-        if _BINDINGS.get(decoder) is not self:
-            return
-        cache, self.running = self.cache, None
+        cache, self.cache = self.cache, None
         if cache is None:
             return
         sequences = cache.sequences
@@ -145,11 +151,11 @@ class Binding:
             sequences.abort()
         else:
             sequences.commit()
-        for layer in cache.layers:
+        for layer in cache.packed:
             layer.finish()
 
 
-_BINDINGS: weakref.WeakKeyDictionary[nn.Module, Binding] = weakref.WeakKeyDictionary()
+_BY_CONFIG: dict[int, Binding] = {}  # id of the text configuration -> who is attached there
 
 
 def _attention(
@@ -162,11 +168,11 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention implementation "turboquant_<previous>"."""
-    binding = _BINDINGS.get(module)
+    binding = getattr(module, _ATTRIBUTE, None)
     cache = None if binding is None else binding.cache
-    original = original_attention(previous, module)
+    original = partial(original_attention, previous, module)
     if cache is None:
-        return original(module, query, key, value, attention_mask, **kwargs)
+        return original()(module, query, key, value, attention_mask, **kwargs)
     layer = cache.layers[module.layer_idx]
     return layer.attend(original, module, query, key, value, attention_mask, **kwargs)
 
@@ -176,7 +182,7 @@ def _mask(previous: str, *args: Any, config: Any = None, **kwargs: Any) -> Tenso
 
     paged_attention needs none: causality, padding and sliding windows follow from the lengths.
     """
-    binding = next((b for b in _BINDINGS.values() if b.config is config), None)
+    binding = _BY_CONFIG.get(id(config))
     cache = None if binding is None else binding.cache
     if cache is None or cache.sequences.forward.exact:
         build = AttentionMaskInterface().get(previous)
@@ -190,3 +196,20 @@ def _mask(previous: str, *args: Any, config: Any = None, **kwargs: Any) -> Tenso
             "padding, which TurboQuantCache does not support after the first forward"
         )
     return None
+
+
+def _early_masks(
+    original: Callable,
+    *args: Any,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Masks that `generate` makes before a forward on a cache which can be compiled.
+
+    Ours are made within the forward, from the padding; a step needs none, and has to have the same
+    inputs whatever the length.
+    """
+    if isinstance(past_key_values, Attachable):
+        return None if past_key_values.sequences.stepping else attention_mask
+    return original(*args, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)

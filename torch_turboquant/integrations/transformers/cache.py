@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,9 @@ from torch_turboquant.policy import LayerChoice, layer_configs
 Centers = Sequence[Tensor] | Mapping[int, Tensor]
 LayerPresets = Mapping[int, LayerChoice] | Sequence[LayerChoice]
 
+# In older versions (5.5) a positive argument of crop is the number of tokens to keep.
+_CROPS_TO_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
+
 
 class TurboQuantCache(Attachable, Cache):
     """Packed KV cache of a model; see the package's text for how it works.
@@ -48,11 +52,13 @@ class TurboQuantCache(Attachable, Cache):
         layer_presets: LayerPresets | None = None,
         boundary_layers: int = 0,
         boundary_preset: str = "k8v8",
-        cache_device: str | torch.device = "auto",
+        static: bool = False,
     ) -> None:
         """See `for_model`."""
         if max_batch_size < 1 or max_q_len < 1 or (max_cache_len is not None and max_cache_len < 1):
             raise ValueError("max_batch_size, max_q_len and max_cache_len must be positive")
+        if static and max_cache_len is None:
+            raise ValueError("a static cache needs its max_cache_len")
         windows = layer_windows(model)
         auto = isinstance(center, str) and center == "auto"
         if isinstance(center, (str, os.PathLike)) and not auto:
@@ -72,7 +78,15 @@ class TurboQuantCache(Attachable, Cache):
             boundary_preset=boundary_preset,
         )
         self.center = center
-        self.sequences = Sequences(config, max_batch_size, max_cache_len, max_q_len, auto)
+        self.sequences = Sequences(
+            config,
+            max_batch_size,
+            max_cache_len,
+            max_q_len,
+            auto=auto,
+            static=static,
+            windows=windows,
+        )
         layers = [
             TurboQuantLayer(
                 index,
@@ -80,10 +94,10 @@ class TurboQuantCache(Attachable, Cache):
                 self.sequences,
                 None if auto or center is None else center[index],
                 window,
-                cache_device,
             )
             for index, window in enumerate(windows)
         ]
+        self.packed = layers
         super().__init__(layers=layers)
         self.attach(model)
 
@@ -101,7 +115,7 @@ class TurboQuantCache(Attachable, Cache):
         layer_presets: LayerPresets | None = None,
         boundary_layers: int = 0,
         boundary_preset: str = "k8v8",
-        cache_device: str | torch.device = "auto",
+        static: bool = False,
         **overrides: Any,
     ) -> TurboQuantCache:
         """A cache for `model`, attached to it.
@@ -127,8 +141,10 @@ class TurboQuantCache(Attachable, Cache):
             boundary_layers: so many full-attention layers at each end of the model get
                 boundary_preset.
             boundary_preset: a name of PRESETS.
-            cache_device: where pages live and attention over them runs. "auto" is the model's
-                device if the ops have kernels for it, else the CPU, with tensors copied across.
+            static: fixed capacity (max_batch_size, max_cache_len), lengths on the device: forwards
+                after the prompt can be compiled and captured in CUDA graphs. A center is learned
+                from the first forward, however short. Later forwards need no attention_mask, and
+                one that is given is not looked at.
 
         Raises:
             ValueError: a model or option that is not supported; the text names what is.
@@ -150,13 +166,13 @@ class TurboQuantCache(Attachable, Cache):
             layer_presets=layer_presets,
             boundary_layers=boundary_layers,
             boundary_preset=boundary_preset,
-            cache_device=cache_device,
+            static=static,
         )
 
     def attach(self, model: nn.Module) -> None:
         """Makes `model` able to use this cache; `for_model` has done it already."""
         windows = layer_windows(model)
-        if windows != [layer.sliding_window for layer in self.layers]:
+        if windows != [layer.sliding_window for layer in self.packed]:
             raise ValueError("this cache was made for a model with other layers")
         if head_dim_of(text_config(model)) != self.config.head_dim:
             raise ValueError(f"this cache was made for head_dim {self.config.head_dim}")
@@ -166,7 +182,7 @@ class TurboQuantCache(Attachable, Cache):
 
     def reset(self) -> None:
         """Forgets all tokens and a learned center; keeps memory and attachment."""
-        for layer in self.layers:
+        for layer in self.packed:
             layer.reset()
         self.sequences.reset()
 
@@ -176,6 +192,8 @@ class TurboQuantCache(Attachable, Cache):
         Up to max_q_len - 1 tokens nothing else changes. Beyond that, tokens which the ring of the
         tail no longer holds are read from their codes until new ones have come.
         """
+        if tokens_to_remove > 0 and _CROPS_TO_LENGTH:
+            tokens_to_remove = min(0, tokens_to_remove - self.get_seq_length())
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative one"
@@ -206,7 +224,7 @@ class TurboQuantCache(Attachable, Cache):
             return
         if max(chosen) >= sequences.batch:
             raise ValueError(f"sequence {max(chosen)} of {sequences.batch}")
-        for layer in self.layers:
+        for layer in self.packed:
             layer.select_rows(rows)
         sequences.select(chosen)
 
@@ -215,16 +233,16 @@ class TurboQuantCache(Attachable, Cache):
     @property
     def centers(self) -> list[Tensor] | None:
         """Centers in use: float32 [kv_heads, head_dim] per layer. None: off, or to be learned."""
-        tables = [layer.tables for layer in self.layers]
-        if any(t is None or t.center is None for t in tables):
+        tables = [layer.tables for layer in self.packed]
+        if not self.sequences.center_known or any(t is None or t.center is None for t in tables):
             return None
-        return [t.center.cpu() for t in tables]
+        return [t.center.to("cpu", copy=True) for t in tables]
 
     @property
     def cache_device(self) -> torch.device | None:
-        """Where the first layer keeps its pages; None before the first forward."""
-        first = self.layers[0]
-        return first.store_device if first.is_initialized else None
+        """Where the first layer keeps its pages: where it runs. None before the first forward."""
+        first = self.packed[0]
+        return first.device if first.is_initialized else None
 
     @property
     def bytes_per_token(self) -> int:
@@ -234,7 +252,7 @@ class TurboQuantCache(Attachable, Cache):
         """
         return sum(
             _nbytes(layer.pages) // (layer.pages.shape[0] * self.config.page_size)
-            for layer in self.layers
+            for layer in self.packed
             if layer.pages is not None
         )
 
@@ -244,20 +262,22 @@ class TurboQuantCache(Attachable, Cache):
         pages: pages that hold tokens; pages_allocated: all pages; tail: the exact first and last
         tokens; tables: constants of the codec; waiting: tokens not yet encoded because the center
         is still to be learned; total: everything allocated. With max_cache_len, pages_allocated and
-        tail are what `python -m torch_turboquant memory --whole-sliding` predicts.
+        tail are what `python -m torch_turboquant memory` predicts.
         """
         layers = self.memory_by_layer()
         return {name: sum(layer[name] for layer in layers) for name in layers[0]}
 
     def memory_by_layer(self) -> list[dict[str, int]]:
         """The same for each layer."""
-        used = sum(math.ceil(n / self.config.page_size) for n in self.sequences.lengths())
+        self.sequences.pull()
+        used = [math.ceil(n / self.config.page_size) for n in self.sequences.lengths()]
         out = []
-        for layer in self.layers:
+        for layer in self.packed:
             allocated = _nbytes(layer.pages)
             pages = 0
             if layer.pages is not None and self.sequences.encoded:
-                pages = used * (allocated // layer.pages.shape[0])
+                owned = self.sequences.window_pages(layer.sliding_window)
+                pages = sum(min(n, owned) for n in used) * (allocated // layer.pages.shape[0])
             tail = _nbytes(layer.ring)
             tables = sum(_nbytes(t) for t in layer.tables or ())
             waiting = sum(_nbytes(t) for t in layer.waiting or ())

@@ -24,10 +24,12 @@ FILE_FORMAT = "torch_turboquant centers 1"
 def mean_key(keys: Tensor, forward: Forward) -> Tensor:
     """Mean over the tokens of all sequences after their sinks: [b, h, n, d] -> float32 [h, d].
 
-    Sink tokens are left out because their keys are outliers, and read exactly in any case.
+    Sink tokens are left out because their keys are outliers, and read exactly in any case; the last
+    one counts where a static cache has got nothing else.
     """
     position = torch.arange(keys.shape[2]) - torch.tensor(forward.pads)[:, None]
-    chosen = (position >= forward.sink_tokens).to(keys.device, torch.float32)
+    skipped = min(forward.sink_tokens, int(position.max()))
+    chosen = (position >= skipped).to(keys.device, torch.float32)
     total = torch.einsum("bhnd,bn->hd", keys.float(), chosen)
     return total / chosen.sum()
 

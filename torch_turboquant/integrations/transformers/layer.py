@@ -20,19 +20,24 @@ from torch_turboquant.cache import (
 )
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.transformers.centers import mean_key
-from torch_turboquant.integrations.transformers.sequences import Forward, Piece, Sequences
+from torch_turboquant.integrations.transformers.sequences import (
+    Forward,
+    Piece,
+    Sequences,
+    Step,
+    fixed,
+)
 
 
 class TurboQuantLayer(CacheLayerMixin):
     """Packed keys and values of one attention layer; made by TurboQuantCache.
 
-    Tensors: `pages` uint8 [max_batch_size * pages per sequence, kv_heads, record_bytes], `ring`
-    (the exact tail) [max_batch_size, kv_heads, ring tokens, 2, head_dim] in the model's dtype,
-    `tables` the constants of the codec. Until a center could be learned, `waiting` holds the first
-    few keys and values as they came.
+    Tensors, all where the layer's keys come from: `pages` uint8 [max_batch_size * pages per
+    sequence, kv_heads, record_bytes], `ring` (the exact tail) [max_batch_size, kv_heads, ring
+    tokens, 2, head_dim] in the model's dtype, `tables` the constants of the codec. Until a center
+    could be learned, `waiting` holds the first few keys and values as they came.
     """
 
-    is_compileable = False
     is_croppable = True
 
     def __init__(
@@ -42,13 +47,12 @@ class TurboQuantLayer(CacheLayerMixin):
         sequences: Sequences,
         center: Tensor | None,
         sliding_window: int,
-        cache_device: str | torch.device,
     ) -> None:
         super().__init__()
         self.index, self.config, self.sequences = index, config, sequences
         self.center, self.sliding_window = center, sliding_window
         self.is_sliding = sliding_window > 0
-        self.cache_device = cache_device
+        self.is_compileable = sequences.static
         self.pages: Tensor | None = None
         self.ring: Tensor | None = None
         self.tables: CacheTables | None = None
@@ -66,7 +70,6 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"equal shapes with head_dim {self.config.head_dim} (no latent attention)"
             )
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.store_device = _storage_device(self.cache_device, self.device)
         if self.center is not None and self.center.shape != (self.kv_heads, head_dim):
             raise ValueError(
                 f"center of layer {self.index} has shape {list(self.center.shape)}, expected "
@@ -79,9 +82,19 @@ class TurboQuantLayer(CacheLayerMixin):
                 self.kv_heads,
                 self.dtype,
                 max_q_len=self.sequences.max_q_len,
-                device=self.store_device,
+                device=self.device,
             )
+        if self.sequences.max_len:
+            self._reserve()
+            self.sequences.counters_on(self.device, self._pages)
+            if self.sequences.static:
+                fixed(self.pages, self.ring)
         self.is_initialized = True
+
+    @property
+    def _pages(self) -> int:
+        """Pages of a sequence; the rest of its tokens the layer's window has left."""
+        return self.sequences.window_pages(self.sliding_window)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -111,8 +124,8 @@ class TurboQuantLayer(CacheLayerMixin):
             self.waiting = (key_states, value_states)
         else:
             self._make_tables(key_states, forward)
-            self._reserve(forward.pages)
-            self._store(forward.piece(0, self.store_device), key_states, value_states, forward)
+            self._reserve()
+            self._store(forward.piece(0, self.device, self._pages), key_states, value_states)
         self._handed = (key_states, value_states)
         return self._handed
 
@@ -120,30 +133,30 @@ class TurboQuantLayer(CacheLayerMixin):
         """The constants of the codec, with the center of these keys where none is given."""
         if self.tables is not None and self.sequences.center_known:
             return
-        center = self.center
-        if self.sequences.auto_center:
-            center = mean_key(keys, forward)
-        center = None if center is None else center.to(self.store_device, torch.float32)
-        self.tables = make_tables(self.config, self.index, self.store_device, center)
+        center = mean_key(keys, forward) if self.sequences.auto_center else self.center
+        if self.tables is None:
+            self.tables = make_tables(self.config, self.index, self.device, center)
+            if self.sequences.static:
+                fixed(*self.tables)
+        else:  # of an earlier prompt
+            self.tables.center.copy_(center)
 
-    def _reserve(self, pages: int) -> None:
-        """Makes room for `pages` pages per sequence; what is stored keeps its place in its row."""
-        rows = self.sequences.rows
+    def _reserve(self) -> None:
+        """Makes room for the pages of all sequences; what is stored keeps its place in its row."""
+        rows, pages = self.sequences.rows, self._pages
         have = 0 if self.pages is None else self.pages.shape[0] // rows
         if have >= pages:
             return
-        grown = allocate_cache(self.config, rows * pages, self.kv_heads, self.store_device)
+        grown = allocate_cache(self.config, rows * pages, self.kv_heads, self.device)
         if have:
             grown.unflatten(0, (rows, pages))[:, :have] = self.pages.unflatten(0, (rows, have))
         self.pages = grown
 
-    def _store(self, piece: Piece, keys: Tensor, values: Tensor, forward: Forward) -> None:
+    def _store(self, piece: Piece, keys: Tensor, values: Tensor) -> None:
         """Encodes the piece's columns of keys and values [batch, kv_heads, columns, head_dim]."""
-        start = forward.total - keys.shape[2]  # the column that keys begin with
-        chosen = slice(piece.first - start, piece.last - start)
         cache_store(
-            _tokens(keys[:, :, chosen].to(self.store_device), piece),
-            _tokens(values[:, :, chosen].to(self.store_device), piece),
+            _tokens(keys, piece),
+            _tokens(values, piece),
             self.pages,
             piece.slot_mapping,
             self.config,
@@ -160,7 +173,7 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def attend(
         self,
-        original: Callable,
+        original: Callable[[], Callable],
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -168,7 +181,10 @@ class TurboQuantLayer(CacheLayerMixin):
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of query [batch, heads, new, head_dim] over the cache, after `update`."""
+        """Attention of query [batch, heads, new, head_dim] over the cache, after `update`.
+
+        original: returns the attention that the model had before.
+        """
         forward = self.sequences.forward
         handed, self._handed = self._handed, None
         if handed is None or key is not handed[0] or value is not handed[1]:
@@ -177,17 +193,15 @@ class TurboQuantLayer(CacheLayerMixin):
                 "attention (or shares them between layers), which TurboQuantCache does not support"
             )
         if forward.exact:
-            return original(module, query, key, value, attention_mask, **kwargs)
+            return original()(module, query, key, value, attention_mask, **kwargs)
         options = self._options(module, query, kwargs)
         outputs = []
         for index in range(len(forward.pieces)):
-            piece = forward.piece(index, self.store_device)
+            piece = forward.piece(index, self.device, self._pages)
             if index > 0:  # update has stored the first one
-                self._store(piece, key, value, forward)
-            columns = slice(piece.first - forward.past, piece.last - forward.past)
-            q = _tokens(query[:, :, columns].to(self.store_device), piece)
+                self._store(piece, key, value)
             out, _ = paged_attention(
-                q,
+                _tokens(query, piece),
                 self.pages,
                 piece.block_table,
                 piece.seq_lens,
@@ -200,7 +214,7 @@ class TurboQuantLayer(CacheLayerMixin):
             )
             outputs.append(_columns(out, piece, forward.batch))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return out.to(query.device), None
+        return out, None
 
     def _options(self, module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The attention function's keyword arguments as paged_attention's; refuses the others."""
@@ -233,15 +247,21 @@ class TurboQuantLayer(CacheLayerMixin):
             "softmax_scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             "sliding_window": self.sliding_window,
             "soft_cap": float(kwargs.get("softcap") or 0.0),
-            "sink_logits": None if sinks is None else sinks.to(self.store_device, torch.float32),
+            "sink_logits": None if sinks is None else sinks.float(),
         }
 
     # -- what transformers asks
 
-    def get_seq_length(self) -> int:
-        return self.sequences.columns
+    def get_seq_length(self) -> int | Tensor:
+        sequences = self.sequences
+        if isinstance(sequences.forward, Step):
+            return sequences.counters[self.device].columns
+        sequences.pull()
+        return sequences.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if isinstance(self.sequences.forward, Step):  # no mask is made, nothing may depend on data
+            return self.sequences.max_len, 0
         return self.sequences.columns + query_length, 0
 
     def get_max_length(self) -> int:
@@ -251,10 +271,8 @@ class TurboQuantLayer(CacheLayerMixin):
         return self.get_max_length()
 
     def reset(self) -> None:
-        """Forgets the tokens and a learned center; keeps the memory."""
+        """Forgets the tokens; keeps the memory."""
         self.waiting = self._handed = None
-        if self.sequences.auto_center:
-            self.tables = None
 
     def select_rows(self, rows: Tensor) -> None:
         """Sequence i becomes the former sequence rows[i]: int64 [new batch] on the CPU."""
@@ -280,8 +298,8 @@ _KNOWN_KWARGS = frozenset(
 
 
 def _tokens(x: Tensor, piece: Piece) -> Tensor:
-    """[batch, heads, columns, dim] -> [tokens, heads, dim] without padding."""
-    x = x.transpose(1, 2).flatten(0, 1)
+    """[batch, heads, columns, dim] -> the piece's [tokens, heads, dim] without padding."""
+    x = x[:, :, piece.columns].transpose(1, 2).flatten(0, 1)
     return x if piece.real is None else x.index_select(0, piece.real)
 
 
@@ -290,18 +308,3 @@ def _columns(x: Tensor, piece: Piece, batch: int) -> Tensor:
     if piece.real is not None:
         x = x.new_zeros(batch * piece.max_q_len, *x.shape[1:]).index_copy_(0, piece.real, x)
     return x.unflatten(0, (batch, piece.max_q_len))
-
-
-def _storage_device(requested: str | torch.device, model_device: torch.device) -> torch.device:
-    if requested != "auto":
-        return torch.device(requested)
-    return model_device if _has_kernels(model_device) else torch.device("cpu")
-
-
-def _has_kernels(device: torch.device) -> bool:
-    """Whether the ops of the cache are implemented for this kind of device."""
-    key = device.type.upper()
-    return key == "CPU" or all(
-        torch._C._dispatch_has_kernel_for_dispatch_key(f"turboquant::{op}", key)
-        for op in ("cache_store", "paged_attention")
-    )

@@ -1,8 +1,13 @@
 """Which sequences are in a cache and how long they are, and what one forward does with them.
 
-Everything here is host integers, shared by all layers, and small index tensors made from them. A
-*column* is a position of the batch as the model sees it, left padding included; a *position* is the
-place of a token in its own sequence.
+All layers share what is here. A *column* is a position of the batch as the model sees it, left
+padding included; a *position* is the place of a token in its own sequence.
+
+Two plans of a forward do the same arithmetic. `Forward` works on host integers, for every kind of
+forward. `Step` works on tensors of the device, for the static form once its prompt is stored: it
+depends on shapes alone, so that it can be compiled and captured, and the one number that moves is
+`Counters.columns`. Host integers are read back (`pull`) only where something other than a step is
+asked for.
 """
 
 from __future__ import annotations
@@ -23,8 +28,7 @@ _FIRST_PAGES = 256  # tokens per sequence that the first allocation of a growing
 class Piece(NamedTuple):
     """Up to max_q_len columns of a batch, as the ops want them; tensors on one device."""
 
-    first: int  # columns [first, last) of the batch
-    last: int
+    columns: slice  # of the queries, keys and values at hand
     real: Tensor | None  # int64: which of the batch * columns tokens are no padding; None: all
     slot_mapping: Tensor
     seq_lens: Tensor
@@ -47,32 +51,33 @@ class Forward:
         after_sinks = sum(max(0, length - self.sink_tokens) for length in self.lengths(self.total))
         # exact: attend with the model's own attention; encode: write pages in this forward
         self.exact = self.past == 0 or not sequences.encoded
-        self.encode = sequences.center_known or sequences.encoded or after_sinks >= CENTER_TOKENS
+        enough = after_sinks >= CENTER_TOKENS or sequences.static
+        self.encode = sequences.center_known or sequences.encoded or enough
         if self.exact:
             self.pieces = [(0, self.total)] if self.encode else []
         else:
-            # the ring holds what max_q_len new queries may read exactly, so no piece is longer
-            step = sequences.max_q_len if sequences.has_tail else new
-            self.pieces = [
-                (c, min(c + step, self.total)) for c in range(self.past, self.total, step)
-            ]
-        self._built: dict[tuple[int, torch.device], Piece] = {}
+            self.pieces = sequences.pieces(self.past, new)
+        self._built: dict[tuple[int, torch.device, int], Piece] = {}
 
     def lengths(self, column: int) -> list[int]:
         """Tokens of every sequence among the columns before `column`."""
         return [max(0, column - pad) for pad in self.pads]
 
-    def piece(self, index: int, device: torch.device) -> Piece:
-        """The index-th piece of `pieces` on `device`."""
-        if (index, device) not in self._built:
-            self._built[index, device] = self._build(*self.pieces[index], device)
-        return self._built[index, device]
+    def piece(self, index: int, device: torch.device, pages: int) -> Piece:
+        """The index-th piece of `pieces` on `device`, for a layer with `pages` pages a sequence."""
+        key = index, device, pages
+        if key not in self._built:
+            self._built[key] = self._build(*self.pieces[index], device, pages)
+        return self._built[key]
 
-    def _build(self, first: int, last: int, device: torch.device) -> Piece:
+    def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
         lengths = self.lengths(last)
         position = torch.arange(first, last) - torch.tensor(self.pads)[:, None]
-        # pages of a row are contiguous: page id = row * pages + position // page_size
-        slots = torch.arange(self.batch)[:, None] * (self.pages * self.page_size) + position
+        slots = token_slots(position, torch.arange(self.batch), pages * self.page_size)
+        if pages < self.pages:  # a prompt longer than its window: later tokens take these slots
+            last_page = (torch.tensor(lengths) - 1)[:, None] // self.page_size
+            gone = position // self.page_size <= last_page - pages
+            slots = slots.masked_fill(gone, -1)
         real, cu_seqlens_q = None, None
         if max(self.pads) > first:
             real = (position >= 0).flatten().nonzero()[:, 0]
@@ -85,40 +90,141 @@ class Forward:
         for row, (length, kept) in enumerate(zip(lengths, self.ring_first, strict=False)):
             valid[row, 0] = min(length, self.sink_tokens)
             valid[row, 1] = ring_first_stored(kept, length, self.ring_tokens)
-        table = torch.arange(self.batch * self.pages, dtype=torch.int32)
+        table = block_tables(self.batch, self.pages, pages)
 
         def put(t: Tensor | None) -> Tensor | None:
             return None if t is None else t.to(device)
 
+        start = 0 if self.exact else self.past  # the column that keys and queries begin with
         return Piece(
-            first,
-            last,
+            slice(first - start, last - start),
             put(real),
             put(slots.flatten()),
             put(torch.tensor(lengths, dtype=torch.int32)),
             put(cu_seqlens_q),
             last - first,
-            put(table.view(self.batch, self.pages)),
+            put(table),
             put(torch.arange(self.batch)),
             put(valid),
         )
 
 
+class Counters:
+    """Where the sequences of the static form stand, in tensors of one device that never move."""
+
+    def __init__(self, sequences: Sequences, device: torch.device) -> None:
+        rows = sequences.rows
+        self.columns = torch.zeros((), dtype=torch.int32, device=device)
+        self.pads = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.ring_first = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.rows = torch.arange(rows, device=device)
+        self.tables: dict[int, Tensor] = {}  # pages of a sequence in a layer -> block table
+        fixed(self.columns, self.pads, self.ring_first, self.rows)
+
+    def add_table(self, sequences: Sequences, pages: int) -> None:
+        if pages not in self.tables:
+            table = block_tables(sequences.rows, sequences.pages, pages)
+            self.tables[pages] = table.to(self.columns.device)
+            fixed(self.tables[pages])
+
+
+class Step:
+    """A forward after the first one of the static form: what Forward does, from shapes alone."""
+
+    exact, encode = False, True
+
+    def __init__(self, sequences: Sequences, batch: int, new: int) -> None:
+        self.sequences, self.batch, self.new, self.pages = sequences, batch, new, sequences.pages
+        self.pieces = sequences.pieces(0, new)
+        self._built: dict[tuple[int, torch.device, int], Piece] = {}
+        first = sequences.first_counters
+        longest = first.columns + new - first.pads[:batch].min()
+        # without a look at the device from here: on a GPU the process stops at this assertion
+        torch._assert_async(
+            longest <= sequences.max_len,
+            f"the tokens do not fit into max_cache_len={sequences.max_len}",
+        )
+
+    def piece(self, index: int, device: torch.device, pages: int) -> Piece:
+        key = index, device, pages
+        if key not in self._built:
+            self._built[key] = self._build(*self.pieces[index], device, pages)
+        return self._built[key]
+
+    def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
+        sequences, batch, new = self.sequences, self.batch, last - first
+        counters, config = sequences.counters[device], sequences.config
+        lengths = counters.columns + last - counters.pads
+        position = (lengths[:batch] - new)[:, None] + torch.arange(new, device=device)
+        slots = token_slots(position, counters.rows[:batch], pages * config.page_size)
+        cu_seqlens_q = None
+        if new > 1:
+            cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * new
+        held = torch.maximum(counters.ring_first, lengths - sequences.ring_tokens)
+        return Piece(
+            slice(first, last),
+            None,
+            slots.flatten(),
+            lengths[:batch],
+            cu_seqlens_q,
+            new,
+            counters.tables[pages][:batch],
+            counters.rows[:batch],
+            torch.stack([lengths.clamp(max=config.sink_tokens), held], dim=1),
+        )
+
+    def commit(self) -> None:
+        for counters in self.sequences.counters.values():
+            counters.columns.add_(self.new)
+
+
+def token_slots(position: Tensor, rows: Tensor, room: int) -> Tensor:
+    """Slots of tokens [batch, n]. A sequence owns `room` slots in a row, and uses them in a ring.
+
+    The ring goes round only in layers that see no more than a window.
+    """
+    return rows[:, None] * room + position.remainder(room)
+
+
+def block_tables(rows: int, longest: int, pages: int) -> Tensor:
+    """The same for pages: int32 [rows, longest], where each row owns `pages`."""
+    table = torch.arange(rows)[:, None] * pages + torch.arange(longest) % pages
+    return table.to(torch.int32)
+
+
+def fixed(*tensors: Tensor | None) -> None:
+    """Tells torch.compile that these stay at their address, so that CUDA graphs copy nothing."""
+    for tensor in tensors:
+        if tensor is not None:
+            torch._dynamo.mark_static_address(tensor)
+
+
 class Sequences:
-    """Lengths, left padding and page counts of the batch: host integers shared by all layers.
+    """Lengths, left padding and page counts of the batch, shared by all layers.
 
     Counts move only when a forward has succeeded, so one that fails leaves the cache as it was.
     """
 
     def __init__(
-        self, config: CacheConfig, rows: int, max_len: int | None, max_q_len: int, auto: bool
+        self,
+        config: CacheConfig,
+        rows: int,
+        max_len: int | None,
+        max_q_len: int,
+        *,
+        auto: bool,
+        static: bool,
+        windows: list[int],
     ) -> None:
         self.config, self.rows, self.max_len, self.max_q_len = config, rows, max_len, max_q_len
         self.has_tail = config.sink_tokens + config.recent_window > 0
         self.ring_tokens = ring_rows(config, max_q_len)
-        self.auto_center = auto
+        self.auto_center, self.static = auto, static
+        self.windows = sorted({window for window in windows if window})
         self.pages = math.ceil(max_len / config.page_size) if max_len else 0
-        self.forward: Forward | None = None
+        self.forward: Forward | Step | None = None
+        self.counters: dict[torch.device, Counters] = {}
+        self.first_counters: Counters | None = None  # of the first layer's device
         self.reset()
 
     def reset(self) -> None:
@@ -126,18 +232,71 @@ class Sequences:
         self.columns = 0
         self.pads: list[int] = []
         self.ring_first = [0] * self.rows  # first position that each row of the tail still holds
+        self.stored = [0] * self.rows  # up to which each row has ever been stored
         self.encoded = False
         self.center_known = not self.auto_center
+        self.stepping = False  # whether the next forward can be a Step
         self.forward = None
+        self.push()
 
     def lengths(self) -> list[int]:
         return [max(0, self.columns - pad) for pad in self.pads]
+
+    def window_pages(self, window: int) -> int:
+        """Pages that a sequence owns in a layer: all, or those max_q_len queries can see."""
+        if not window:
+            return self.pages
+        visible = window + self.max_q_len - 1
+        return min(self.pages, 1 + math.ceil((visible - 1) / self.config.page_size))
+
+    def pieces(self, first: int, new: int) -> list[tuple[int, int]]:
+        """Columns [first, first + new) in parts that one call of attention takes.
+
+        The ring of the tail, and the pages of a window, hold what max_q_len queries see.
+        """
+        step = self.max_q_len if self.has_tail or self.windows else new
+        last = first + new
+        return [(c, min(c + step, last)) for c in range(first, last, step)]
+
+    # -- the device's counters, in the static form
+
+    def counters_on(self, device: torch.device, pages: int) -> None:
+        """Makes sure that steps find what they need for a layer on `device`."""
+        if not self.static:
+            return
+        if device not in self.counters:
+            self.counters[device] = Counters(self, device)
+            self.first_counters = self.first_counters or self.counters[device]
+        self.counters[device].add_table(self, pages)
+
+    def pull(self) -> None:
+        """Host integers as the device has them: waits for it."""
+        if self.first_counters is not None:
+            self.columns = int(self.first_counters.columns)
+            self._note_stored(self.lengths())
+
+    def push(self) -> None:
+        """The device's counters as the host has them."""
+        pads = torch.tensor(self.pads + [0] * (self.rows - len(self.pads)), dtype=torch.int32)
+        ring_first = torch.tensor(self.ring_first, dtype=torch.int32)
+        for counters in self.counters.values():
+            counters.columns.fill_(self.columns)
+            counters.pads.copy_(pads)
+            counters.ring_first.copy_(ring_first)
+
+    def _note_stored(self, lengths: list[int]) -> None:
+        """Tokens have been written up to `lengths`: the ring and windows have lost older ones."""
+        for row, length in enumerate(lengths):
+            self.ring_first[row] = ring_first_stored(self.ring_first[row], length, self.ring_tokens)
+            self.stored[row] = max(self.stored[row], length)
+
+    # -- forwards
 
     def begin(self, batch: int, new: int, attention_mask: Any) -> None:
         """Plans a forward of `new` columns, or raises before anything has been written."""
         if self.forward is not None:
             self.abort()  # interrupted where no hook could tell
-        if self.columns and batch != self.batch:
+        if self.batch and batch != self.batch:
             raise ValueError(
                 f"this cache holds {self.batch} sequences, the forward has a batch of {batch}; "
                 "use reset() or another cache"
@@ -147,6 +306,17 @@ class Sequences:
                 f"batch of {batch} (beams included), but the cache was made for "
                 f"max_batch_size={self.rows} sequences"
             )
+        if self.stepping:
+            _check_form(attention_mask)
+            self.forward = Step(self, batch, new)
+            return
+        if self.static and torch.compiler.is_compiling():
+            raise RuntimeError(
+                "the first forward of a prompt (and one after a forward that failed) cannot be "
+                "compiled: call the model itself, and the compiled model from then on"
+            )
+        if self.encoded:
+            self._check_windows(self.lengths())
         pads = self._left_padding(batch, new, attention_mask)
         longest = self.columns + new - min(pads)
         if self.max_len and longest > self.max_len:
@@ -157,38 +327,71 @@ class Sequences:
             self.pages = max(needed, self.pages * 3 // 2, first)
         self.forward = Forward(self, batch, new, pads)
         if self.forward.encode:
-            # before the forward, not after: a failed one has overwritten its part of the ring too
-            for row, length in enumerate(self.forward.lengths(self.forward.total)):
-                kept = self.ring_first[row]
-                self.ring_first[row] = ring_first_stored(kept, length, self.ring_tokens)
+            # before the forward, not after: a failed one has overwritten older tokens too
+            self._note_stored(self.forward.lengths(self.forward.total))
 
     def commit(self) -> None:
         """The planned forward has gone through all layers."""
         done, self.forward = self.forward, None
+        if isinstance(done, Step):
+            done.commit()
+            return
         self.batch, self.columns, self.pads = done.batch, done.total, done.pads
         self.encoded = self.encoded or done.encode
         self.center_known = self.center_known or done.encode
+        # not where a sequence has had nothing but padding: more of it may come
+        self.stepping = self.static and self.encoded and max(self.pads) < self.columns
+        self.push()
 
     def abort(self) -> None:
         """The planned forward has failed: its tokens were never there."""
-        self.forward = None
+        done, self.forward = self.forward, None
+        if isinstance(done, Step):
+            self.pull()
+            self._note_stored([length + done.new for length in self.lengths()])
+        self.stepping = False  # look again
         self._clamp_ring()
+        self.push()
 
     def crop(self, tokens: int) -> None:
-        self.columns = max(0, self.columns - tokens)
+        """Removes the last `tokens` tokens of every sequence."""
+        self.pull()
+        kept = max(0, self.columns - tokens)
+        self._check_windows([max(0, kept - pad) for pad in self.pads])
+        self.columns = kept
         self._clamp_ring()
-        if self.columns == 0:
-            self.batch, self.pads, self.ring_first = 0, [], [0] * self.rows
+        if kept == 0:
+            self.batch, self.pads, self.stepping = 0, [], False
+            self.ring_first, self.stored = [0] * self.rows, [0] * self.rows
+        self.push()
+
+    def _check_windows(self, lengths: list[int]) -> None:
+        """Raises where pages of a window were used again for tokens that are no more."""
+        size = self.config.page_size
+        for window in self.windows:
+            pages = self.window_pages(window)
+            for length, stored in zip(lengths, self.stored, strict=False):
+                held = (max(0, stored - 1) // size - pages + 1) * size
+                if length and max(0, length - window + 1) < held:
+                    raise RuntimeError(
+                        f"layers with a sliding window of {window} keep its tokens and "
+                        f"{self.max_q_len - 1} more (max_q_len - 1): {stored} tokens cannot be cut "
+                        f"to {length}"
+                    )
 
     def _clamp_ring(self) -> None:
         for row, length in enumerate(self.lengths()):
             self.ring_first[row] = ring_first_rolled_back(self.ring_first[row], length)
 
     def select(self, rows: list[int]) -> None:
+        """Sequence i becomes a copy of the former sequence rows[i]."""
+        self.pull()
         self.batch = len(rows)
         self.pads = [self.pads[r] for r in rows]
-        kept = [self.ring_first[r] for r in rows]
-        self.ring_first = kept + [0] * (self.rows - len(kept))
+        for name in ("ring_first", "stored"):
+            kept = [getattr(self, name)[r] for r in rows]
+            setattr(self, name, kept + [0] * (self.rows - len(kept)))
+        self.push()
 
     def _left_padding(self, batch: int, new: int, mask: Any) -> list[int]:
         """Padding tokens in front of every sequence; refuses every other kind of mask."""
@@ -200,12 +403,7 @@ class Sequences:
                     "attention_mask"
                 )
             return [0] * batch
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(
-                "TurboQuantCache supports causal attention with left padding, given as a 2D "
-                f"attention_mask [batch, tokens so far]; got {shape}"
-            )
+        _check_form(mask)
         if tuple(mask.shape) != (batch, total):
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}, expected {(batch, total)}: "
@@ -225,3 +423,12 @@ class Sequences:
                     f"filled with {old}"
                 )
         return pads
+
+
+def _check_form(mask: Any) -> None:
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            "TurboQuantCache supports causal attention with left padding, given as a 2D "
+            f"attention_mask [batch, tokens so far]; got {shape}"
+        )
