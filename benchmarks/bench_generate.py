@@ -1,0 +1,423 @@
+"""Generating text with a model of the shape of Llama-3.1-8B: memory and time by kind of cache.
+
+The model has random weights, which changes no time. Contestants, each in the ways it can run:
+
+    dynamic      DynamicCache and scaled_dot_product_attention
+    static       StaticCache and scaled_dot_product_attention
+    quanto, hqq, fp8   QuantizedCache of transformers, where its backend is installed
+    k4v4, ...    TurboQuantCache of that preset
+
+    eager        the model as it is (TurboQuantCache: the growing form)
+    graph        the whole step captured in a CUDA graph (static forms only)
+    compile      torch.compile(mode="reduce-overhead", fullgraph=True) (static forms only)
+
+A row of "decode" says how long one more token of a batch takes at a context that is already there
+(tpot_ms: the median step, from its input to the next token's id), what the cache's tensors take
+(cache_bytes), and the peak of everything while decoding. The context is random keys and values
+written straight into the cache, as its numbers change no time either ("filled": "random"). A row
+of "prompt" runs a real prompt through the model: time to first token and the peak meanwhile.
+
+predicted_bytes is what `python -m torch_turboquant memory` says, or two bytes a number.
+largest_batch follows from the device's memory: what is left beside weights and everything else of
+this row, in requests of this context.
+
+    python benchmarks/bench_generate.py            the whole table, into results/h200_generate.json
+    python benchmarks/bench_generate.py --quick    its most important rows, in three minutes
+    python benchmarks/bench_generate.py --only 'k4v4.*graph'   rows whose title matches
+    python benchmarks/bench_generate.py --device cpu   a tiny model, printed only: to try the program
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import common
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+from transformers.cache_utils import Cache, QuantizedCache
+
+from torch_turboquant.integrations.transformers import TurboQuantCache
+from torch_turboquant.memory import attention_layers, packed_memory
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+TINY = LLAMA_8B | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 500,
+}
+QUANTIZED = ("quanto", "hqq", "fp8")
+STEPS_AHEAD = 64  # room for the tokens that are generated here
+STATIC = ("graph", "compile")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row to measure."""
+
+    part: str  # decode, prompt
+    kind: str
+    mode: str
+    batch: int
+    context: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.part} {self.kind} {self.mode} {self.batch}x{self.context}"
+
+    @property
+    def packed(self) -> bool:
+        return self.kind not in ("dynamic", "static", *QUANTIZED)
+
+
+def whole_table() -> Iterator[Case]:
+    presets = ("k4v4", "k5v4u", "k4v4u", "k3v3")
+    for context in (100, 1024, 8192, 32768, 131072):
+        for batch in (1, 8, 16, 32):
+            for kind in ("dynamic", *QUANTIZED):
+                yield Case("decode", kind, "eager", batch, context)
+            yield Case("decode", "k4v4", "eager", batch, context)
+            for kind in ("static", *presets):
+                yield Case("decode", kind, "graph", batch, context)
+    for context, batch in ((1024, 1), (32768, 16)):
+        for kind in ("static", "k4v4"):
+            yield Case("decode", kind, "compile", batch, context)
+    for context in (100, 1024, 8192, 32768, 131072):
+        for kind in ("dynamic", "k4v4", "k5v4u"):
+            yield Case("prompt", kind, "eager", 1, context)
+    for kind in ("dynamic", "k4v4"):
+        yield Case("prompt", kind, "eager", 8, 8192)
+
+
+def quick_table() -> Iterator[Case]:
+    for context, batch in ((8192, 1), (32768, 16), (131072, 1), (1024, 32)):
+        yield Case("decode", "dynamic", "eager", batch, context)
+        yield Case("decode", "k4v4", "eager", batch, context)
+        for kind in ("static", "k4v4", "k5v4u"):
+            yield Case("decode", kind, "graph", batch, context)
+    for context in (1024, 8192, 32768):
+        for kind in ("dynamic", "k4v4"):
+            yield Case("prompt", kind, "eager", 1, context)
+    for kind in ("static", "k4v4"):
+        yield Case("decode", kind, "compile", 1, 8192)
+
+
+def tiny_table() -> Iterator[Case]:
+    for kind, mode in (
+        ("dynamic", "eager"),
+        ("fp8", "eager"),
+        ("k4v4", "eager"),
+        ("static", "compile"),
+        ("k4v4", "compile"),
+    ):
+        yield Case("decode", kind, mode, 2, 200)
+    for kind in ("dynamic", "k4v4"):
+        yield Case("prompt", kind, "eager", 2, 200)
+
+
+# ------------------------------------------------------------------------------------- caches
+
+
+class Unavailable(Exception):
+    """This contestant cannot run here; the text says why."""
+
+
+@contextmanager
+def made(case: Case, model) -> Iterator[Cache]:
+    """An empty cache of the case."""
+    room = case.context + STEPS_AHEAD
+    static = case.mode in STATIC
+    if case.kind == "dynamic":
+        yield DynamicCache(config=model.config)
+    elif case.kind == "static":
+        yield StaticCache(config=model.config, max_cache_len=room)
+    elif case.kind in QUANTIZED:
+        try:
+            cache = QuantizedCache(case.kind, model.config)
+        except (ImportError, ValueError) as error:
+            raise Unavailable(str(error).splitlines()[0]) from error
+        yield cache
+    else:
+        with TurboQuantCache.for_model(
+            model, case.kind, max_batch_size=case.batch, max_cache_len=room, static=static
+        ) as cache:
+            yield cache
+
+
+def fill(cache: Cache, model, case: Case) -> None:
+    """Random keys and values of `context` tokens in every layer."""
+    config = model.config
+    shape = case.batch, case.context, config.num_key_value_heads, config.head_dim
+    generator = torch.Generator(model.device).manual_seed(0)
+
+    def noise() -> Tensor:
+        x = torch.empty(shape, dtype=model.dtype, device=model.device)
+        return x.normal_(generator=generator).transpose(1, 2)
+
+    if case.packed:
+        cache.sequences.begin(case.batch, case.context, None)
+    for layer in range(config.num_hidden_layers):
+        cache.update(noise(), noise(), layer)
+    if case.packed:
+        cache.sequences.commit()
+        for layer in cache.layers:
+            layer.finish()
+
+
+def tensors_of(held: object) -> list[Tensor]:
+    """All tensors that an object's attributes hold, quantised ones by their parts."""
+    if isinstance(held, (list, tuple)):
+        return [t for part in held for t in tensors_of(part)]
+    if isinstance(held, Tensor) and type(held) is Tensor:
+        return [held]
+    return [t for part in getattr(held, "__dict__", {}).values() for t in tensors_of(part)]
+
+
+def bytes_of(cache: Cache, case: Case) -> int:
+    """What the cache's own tensors take, once each."""
+    if case.packed:
+        return cache.memory_bytes()["total"]
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for layer in cache.layers
+        for t in tensors_of(layer)
+    }
+    return sum(storages.values())
+
+
+def predicted_bytes(model, case: Case) -> int | None:
+    """Of the cache as it is allocated in this case."""
+    layers = attention_layers(model.config.to_dict())
+    room = case.context + STEPS_AHEAD
+    if case.packed:
+        with TurboQuantCache.for_model(model, case.kind) as cache:
+            configs = cache.configs
+        memory = packed_memory("", layers, configs, room, tail_itemsize=model.dtype.itemsize)
+        return case.batch * memory.request + memory.constants
+    if case.kind in QUANTIZED:
+        return None
+    tokens = room if case.kind == "static" else case.context
+    numbers = sum(2 * layer.kv_heads * layer.head_dim for layer in layers)
+    return case.batch * tokens * numbers * model.dtype.itemsize
+
+
+# --------------------------------------------------------------------------------- measuring
+
+
+class Device:
+    """Clock and memory of the device under test."""
+
+    def __init__(self, name: str) -> None:
+        self.cuda = torch.device(name).type == "cuda"
+
+    def clean(self) -> None:
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def seconds(self) -> float:
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated() if self.cuda else 0
+
+    def total(self) -> int:
+        return torch.cuda.mem_get_info()[1] if self.cuda else 0
+
+
+def stepper(case: Case, model, cache: Cache) -> Callable[[Tensor], Tensor]:
+    """One decode step: ids [batch, 1] -> the next ids [batch, 1]."""
+
+    def step(ids: Tensor) -> Tensor:
+        return model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+
+    if case.mode == "eager":
+        return step
+    if case.mode == "compile":
+        cuda = model.device.type == "cuda"
+        mode = {"mode": "reduce-overhead"} if cuda else {"backend": "aot_eager"}
+        return torch.compile(step, fullgraph=True, dynamic=False, **mode)
+    ids = torch.zeros(case.batch, 1, dtype=torch.int64, device=model.device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step(ids)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step(ids)
+
+    def replay(given: Tensor) -> Tensor:
+        ids.copy_(given)
+        graph.replay()
+        return result
+
+    return replay
+
+
+def decode(case: Case, model, device: Device, steps: int) -> dict:
+    """Times of steps behind a context; see the text of this file."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    with made(case, model) as cache:
+        fill(cache, model, case)
+        held = bytes_of(cache, case)
+        device.clean()
+        started = device.seconds()
+        step = stepper(case, model, cache)
+        ids = torch.full((case.batch, 1), 7, dtype=torch.int64, device=model.device)
+        for _ in range(3):  # compiles, or captures
+            ids = step(ids).clone()
+        ready = device.seconds() - started
+        times = []
+        for _ in range(steps):
+            started = device.seconds()
+            ids = step(ids).clone()
+            times.append(device.seconds() - started)
+        peak = device.peak()
+        del step
+    row = {
+        "tpot_ms": 1e3 * statistics.median(times),
+        "tpot_min_ms": 1e3 * min(times),
+        "ready_s": ready,
+        "cache_bytes": held,
+        "predicted_bytes": predicted_bytes(model, case),
+        "filled": "random",
+    }
+    if device.cuda:
+        rest = peak - held - weights
+        free = device.total() - weights - rest
+        row |= {"peak_bytes": peak, "weights_bytes": weights, "everything_else_bytes": rest}
+        row["largest_batch"] = int(free // (held / case.batch))
+    return row
+
+
+def prompt(case: Case, model, device: Device, repeats: int) -> dict:
+    """A real prompt: its time until the first token's id is there, the best of `repeats`."""
+    generator = torch.Generator().manual_seed(1)
+    shape = case.batch, case.context
+    ids = torch.randint(1, model.config.vocab_size, shape, generator=generator).to(model.device)
+    times = []
+    for attempt in range(repeats + 1):
+        with made(case, model) as cache:
+            device.clean()
+            started = device.seconds()
+            logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+            logits.argmax(-1).cpu()
+            if attempt:  # the first one loads kernels
+                times.append(device.seconds() - started)
+            held, peak = bytes_of(cache, case), device.peak()
+        del cache, logits
+    return {
+        "ttft_ms": 1e3 * min(times),
+        "cache_bytes": held,
+        "peak_bytes": peak,
+        "filled": "prompt",
+    }
+
+
+def measure(case: Case, model, device: Device, quick: bool) -> dict:
+    """The row of a case, or why there is none."""
+    origin = {
+        "part": case.part,
+        "kind": case.kind,
+        "mode": case.mode,
+        "batch": case.batch,
+        "context": case.context,
+    }
+    try:
+        if case.part == "decode":
+            return origin | decode(case, model, device, 12 if quick else 32)
+        return origin | prompt(case, model, device, 1 if quick else 3)
+    except Unavailable as error:
+        return origin | {"not_run": str(error)}
+    except torch.cuda.OutOfMemoryError:
+        return origin | {
+            "not_run": "out of memory",
+            "predicted_bytes": predicted_bytes(model, case),
+        }
+    finally:
+        torch._dynamo.reset()
+        device.clean()
+
+
+def describe(row: dict) -> str:
+    title = f"{row['part']:6} {row['kind']:7} {row['mode']:7} {row['batch']:3} x {row['context']:6}"
+    if "not_run" in row:
+        return f"{title}  {row['not_run'][:60]}"
+    if row["part"] == "prompt":
+        return f"{title}  first token {row['ttft_ms']:9.2f} ms"
+    text = f"{title}  {row['tpot_ms']:8.3f} ms a token, cache {row['cache_bytes'] / 2**30:7.3f} GiB"
+    if row["predicted_bytes"]:
+        text += f" ({100 * (row['cache_bytes'] / row['predicted_bytes'] - 1):+.2f}%)"
+    if "largest_batch" in row:
+        text += f", else {row['everything_else_bytes'] / 2**30:6.3f}, fits {row['largest_batch']}"
+    return text
+
+
+def kept_rows(rows: list[dict], name: str) -> list[dict]:
+    """Rows of an earlier run on this device that were not measured again, as they are."""
+    path = common.RESULTS / f"{name}.json"
+    keys = ("part", "kind", "mode", "batch", "context")
+    new = {tuple(row[k] for k in keys) for row in rows}
+    old = json.loads(path.read_text()) if path.exists() else []
+    return [row for row in old if tuple(row[k] for k in keys) not in new]
+
+
+def main() -> None:
+    options = common.parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="fewer rows, fewer steps")
+    options.add_argument("--only", help="regular expression: rows whose title it finds")
+    options.add_argument("--seconds", type=float, default=1e9, help="start no row after so long")
+    arguments = options.parse_args()
+    device = Device(arguments.device)
+    shape = LLAMA_8B if device.cuda else TINY
+    table = quick_table() if arguments.quick else whole_table()
+    if not device.cuda:
+        table = tiny_table()
+    cases = [c for c in table if not arguments.only or re.search(arguments.only, c.title)]
+
+    started = time.perf_counter()
+    with torch.device(arguments.device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16).eval()
+    print(f"model in {time.perf_counter() - started:.1f} s", flush=True)
+    rows = []
+    with torch.no_grad():
+        for case in cases:
+            if time.perf_counter() - started > arguments.seconds:
+                print(f"stopped before: {case.title}")
+                break
+            rows.append(measure(case, model, device, arguments.quick))
+            print(describe(rows[-1]), f"[{time.perf_counter() - started:.0f} s]", flush=True)
+    arguments.dry_run |= not device.cuda
+    name = "h200_generate"
+    common.write_rows(name, kept_rows(rows, name) + rows, arguments)
+
+
+if __name__ == "__main__":
+    main()
