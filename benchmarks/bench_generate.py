@@ -24,7 +24,7 @@ this row, in requests of this context.
     python benchmarks/bench_generate.py            the whole table, into results/h200_generate.json
     python benchmarks/bench_generate.py --quick    its most important rows, in three minutes
     python benchmarks/bench_generate.py --only 'k4v4.*graph'   rows whose title matches
-    python benchmarks/bench_generate.py --device cpu   a tiny model, printed only: to try the program
+    python benchmarks/bench_generate.py --device cpu     a tiny model, only printed: a try
 """
 
 from __future__ import annotations

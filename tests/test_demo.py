@@ -320,12 +320,6 @@ def test_report(results, tmp_path, capsys):
     assert rows[2]["kl"] == results[2].kl and rows[0]["context"] == 180
 
 
-def test_two_devices_are_named(results):
-    assert report.device_note(results) is None
-    elsewhere = measure.Result("k4v4", info={"model_device": "cuda:0", "cache_device": "cpu"})
-    assert "cuda:0" in report.device_note([elsewhere])
-
-
 def test_only_different_endings_are_shown(results):
     a = measure.Result(None, answers=[torch.arange(6)])
     b = measure.Result("k8v8", answers=[torch.arange(6)])

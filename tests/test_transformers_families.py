@@ -18,18 +18,34 @@ from transformers import (  # noqa: E402
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    DynamicCache,
 )
 from transformers.masking_utils import eager_mask  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 from tests.test_transformers import COMMON, feed, generate, make_ids, quantised  # noqa: E402
 from torch_turboquant import make_tables  # noqa: E402
-from torch_turboquant.integrations.transformers import TurboQuantCache  # noqa: E402
+from torch_turboquant.integrations.transformers import (  # noqa: E402
+    TurboQuantCache,
+    TurboQuantLayer,
+    load_centers,
+    save_centers,
+)
+from torch_turboquant.integrations.transformers.models import layer_windows  # noqa: E402
 
 WINDOW = {"sliding_window": 24}
 WIDE = {"head_dim": 32}  # not hidden_size / heads
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
 LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+MINOR = int(transformers.__version__.split(".")[1])
+# layers of hybrid models, whose names have changed
+ONE_OF_THREE = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+BLOCKS = ["linear_attention", "full_attention"] if MINOR >= 17 else ["mamba", "attention"]
+CONV = {"layer_types": ["conv", "full_attention", "conv"]}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16,
+         "mamba_chunk_size": 16}  # fmt: skip
+LINEAR_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16}  # fmt: skip
 MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 SUPPORTED = {
@@ -60,10 +76,16 @@ SUPPORTED = {
     "gpt_oss": {**WIDE, **LOCAL_EXPERTS, **MIXED},  # learned sinks
     "granite": {},
     "granitemoe": LOCAL_EXPERTS,
+    "granitemoehybrid": {**MAMBA, **LOCAL_EXPERTS, "shared_intermediate_size": 32,
+                         "layer_types": [BLOCKS[0], BLOCKS[1], BLOCKS[0]]},
     "granitemoeshared": LOCAL_EXPERTS,
     "hunyuan_v1_dense": WIDE,
     "internlm3": WIDE,
     "jais2": WIDE,
+    "jamba": {"num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2,
+              "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False},
+    "lfm2": CONV,
+    "lfm2_moe": {**CONV, **EXPERTS},
     "llama": WIDE,
     "ministral": {**WIDE, **MIXED},
     "ministral3": WIDE,
@@ -72,9 +94,12 @@ SUPPORTED = {
     "mixtral": {**LOCAL_EXPERTS, **WINDOW},
     "nanochat": {},
     "nemotron": WIDE,
+    "nemotron_h": {**WIDE, "layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 8,
+                   "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 16},
     "olmo": {},
     "olmo2": {},
     "olmo3": MIXED,
+    "olmo_hybrid": {**LINEAR_HEADS, **ONE_OF_THREE},
     "olmoe": EXPERTS,
     "opt": {},  # learned positions
     "persimmon": {},
@@ -84,20 +109,26 @@ SUPPORTED = {
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOW},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3": WIDE,
+    "qwen3_5_text": {**WIDE, **LINEAR_HEADS, **ONE_OF_THREE},
     "qwen3_moe": {**WIDE, **EXPERTS},
+    "qwen3_next": {**WIDE, **EXPERTS, **LINEAR_HEADS, **ONE_OF_THREE,
+                   "shared_expert_intermediate_size": 32},
+    "recurrent_gemma": {"attention_window_size": 24, "lru_width": 64,
+                        "block_types": ["recurrent", "attention"]},
     "seed_oss": WIDE,
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "stablelm": {},
     "starcoder2": WINDOW,
     "vaultgemma": {**WIDE, **MIXED, "attn_logit_softcapping": 0.2},
-}
+}  # fmt: skip
+# earlier versions have another attention or cache class of their own for these
+SINCE = {"nemotron": 17, "nemotron_h": 17, "olmo_hybrid": 17, "recurrent_gemma": 18}
 FAMILIES = {**SUPPORTED, "llama with a window": {**WIDE, **WINDOW}}  # which llama does not read
 
 MLA = "latent attention"
 INTERFACE = "does not go through transformers' AttentionInterface"
-LINEAR = "layers of type .'(linear_attention|mamba|recurrent)'"  # the name depends on the version
+LINEAR = "only layers of type .'(linear_attention|mamba)'"  # the name depends on the version
 REFUSED = {
-    "bamba": ({}, LINEAR),
     "bloom": ({}, INTERFACE),
     "codegen": ({}, INTERFACE),
     "deepseek_v2": ({}, MLA),
@@ -105,16 +136,11 @@ REFUSED = {
     "falcon_h1": ({}, "layers of type .'hybrid'"),
     "falcon_mamba": ({}, LINEAR),
     "gptj": ({}, INTERFACE),
-    "granitemoehybrid": ({}, LINEAR),
-    "jamba": ({}, LINEAR),
-    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "layers of type .'conv'"),
     "llama4_text": ({**LOCAL_EXPERTS, **WIDE}, "chunked attention"),
     "mamba": ({}, LINEAR),
+    "minimax": (LOCAL_EXPERTS, "a cache class of its own .MiniMaxCache"),
     "minicpm3": ({}, MLA),
     "mpt": ({}, INTERFACE),
-    "nemotron_h": ({}, "layers of type"),
-    "qwen3_next": ({**WIDE, **EXPERTS, "num_hidden_layers": 4}, "layers of type .'linear_att"),
-    "recurrent_gemma": ({}, f"{LINEAR}|{INTERFACE}"),
     "xglm": ({}, INTERFACE),
 }
 # only their attention shows it: refused in a forward
@@ -140,8 +166,8 @@ def make_config(family, options):
 
 
 def make_model(family, options):
-    if family == "nemotron" and int(transformers.__version__.split(".")[1]) < 17:
-        pytest.skip("an attention of its own in this version")
+    if MINOR < SINCE.get(family, 0):
+        pytest.skip("not supported with this version")
     config = make_config(family, options)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -236,3 +262,60 @@ def test_families_that_are_refused_while_running(family):
     with pytest.raises((ValueError, RuntimeError), match=match):
         with TurboQuantCache.for_model(model, page_size=16) as cache:
             feed(model, cache, make_ids(80), 75, 1, 1)
+
+
+HYBRIDS = ["qwen3_next", "lfm2", "jamba"]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrid_models(family):
+    """Only layers with keys and values are ours; what their other states cannot do is refused."""
+    model, ids = make_model(family, SUPPORTED[family]), make_ids(90, 2)
+    attends = [window is not None for window in layer_windows(model)]
+    centers = TurboQuantCache.calibrate(model, make_ids(90, seed=5))
+    assert [center is not None for center in centers] == attends and True in attends
+    with TurboQuantCache.for_model(model, "k3v2", center=centers, max_batch_size=2) as cache:
+        packed = [isinstance(layer, TurboQuantLayer) for layer in cache.layers]
+        assert packed == attends
+        first = feed(model, cache, ids, 80, *[1] * 10)
+        learned = cache.centers
+        assert [center is not None for center in learned] == attends
+        with pytest.raises(RuntimeError, match="cannot take tokens back"):
+            cache.crop(-1)
+        cache.reset()
+        assert torch.equal(feed(model, cache, ids, 80, *[1] * 10), first)
+        cache.reset()
+        feed(model, cache, ids, 80, *[1] * 10)
+        cache.reorder_cache(torch.tensor([1, 1]))
+        swapped = feed(model, cache, ids[[0, 0], :1])
+        torch.testing.assert_close(swapped[0], swapped[1])
+        hook = model.model.layers[2].register_forward_pre_hook(lambda *a: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids[:, :1], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(RuntimeError, match="reset"):
+            model(ids[:, :1], past_key_values=cache)
+        cache.reset()
+        feed(model, cache, ids, 80)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_centers_of_hybrid_models_in_files(family, tmp_path):
+    pytest.importorskip("safetensors")
+    model, path = make_model(family, SUPPORTED[family]), tmp_path / "centers.safetensors"
+    centers = TurboQuantCache.calibrate(model, make_ids(90, seed=5))
+    save_centers(path, centers, model)
+    for saved, loaded in zip(centers, load_centers(path, model), strict=True):
+        assert saved is loaded is None or torch.equal(saved, loaded)
+    with TurboQuantCache.for_model(model, center=path, page_size=16) as cache:
+        feed(model, cache, make_ids(20), 10)
+
+
+def test_bamba_decodes_as_with_its_own_cache():
+    """transformers' cached forwards of it differ from its uncached one: no reference but them."""
+    model = make_model("bamba", {**MAMBA, "attn_layer_indices": [1]})
+    ids, logits = make_ids(100), []
+    with TurboQuantCache.for_model(model, "k8v8") as cache:
+        for each in (cache, DynamicCache(config=model.config)):
+            logits.append(feed(model, each, ids, 80, *[1] * 20))
+    torch.testing.assert_close(*logits, rtol=0, atol=2e-3)

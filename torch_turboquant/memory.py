@@ -270,8 +270,8 @@ def packed_memory(
         max_q_len: new tokens that one attention call takes; the tail holds max_q_len - 1 tokens
             more than its window.
         center: whether keys have a center.
-        whole_sliding: sliding layers keep all tokens (as TurboQuantCache does), not only the pages
-            that max_q_len queries can see.
+        whole_sliding: sliding layers keep all tokens, not only the pages that max_q_len queries can
+            see (as in TurboQuantCache).
 
     Raises:
         ValueError: context or max_q_len below 1, or a head_dim that packed caches do not have.
@@ -437,7 +437,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cache.add_argument(
         "--whole-sliding",
         action="store_true",
-        help="sliding layers keep every token, as TurboQuantCache does, not only their window",
+        help="sliding layers keep every token, not only their window as in TurboQuantCache",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
 

@@ -70,18 +70,6 @@ def legend(results: Sequence[Result]) -> str:
     return textwrap.fill(text, WIDTH)
 
 
-def device_note(results: Sequence[Result]) -> str | None:
-    """Says it plainly when the packed caches do not live where the model runs."""
-    info = results[-1].info
-    if info["cache_device"] == info["model_device"]:
-        return None
-    return (
-        f"Note: the model runs on {info['model_device']}, but this build has no attention kernels "
-        f"for it:\npacked caches and their attention are on the {info['cache_device']}, so "
-        "tokens/s compares two devices."
-    )
-
-
 def answers(results: Sequence[Result], tokenizer: Any) -> str:
     """The generated texts: the uncompressed one in full, the others from where they differ."""
     parts = []
@@ -117,9 +105,6 @@ def show(results: Sequence[Result], tokenizer: Any) -> None:
     print(f"torch {torch.__version__}\n")
     print(quality_table(results) + "\n")
     print(legend(results))
-    note = device_note(results)
-    if note:
-        print(note)
     print("\n" + answers(results, tokenizer))
 
 

@@ -93,7 +93,7 @@ def sizes(cache: Cache, model: Any, head_dim: int) -> dict[str, float]:
     if isinstance(cache, TurboQuantCache):
         grows = cache.bytes_per_token
         once = cache.memory_bytes()["tail"] * _HALF // model.dtype.itemsize
-        numbers = 2 * head_dim * sum(layer.kv_heads for layer in cache.layers)
+        numbers = 2 * head_dim * sum(layer.kv_heads for layer in cache.packed)
     elif isinstance(cache, ControlCache):
         grows, once = cache.bytes_per_token, cache.exact_bytes
         numbers = 2 * head_dim * sum(layer.kv_heads for layer in cache.layers)

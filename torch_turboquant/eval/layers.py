@@ -96,7 +96,7 @@ def read_back(
             cache.update(layer.keys[None, :, start:end], layer.values[None, :, start:end], index)
         if packed:
             cache.sequences.commit()
-            for held in cache.layers:
+            for held in cache.packed:
                 held.finish()
     for index, layer in enumerate(layers):
         yield _packed(cache, index, layer) if packed else _plain(cache.layers[index])

@@ -15,24 +15,35 @@ attention function registered with transformers reads the pages themselves.
    A long continuation goes piece by piece, so that its result does not depend on how it is cut.
 
 Attaching. A cache attaches itself to its model: the text configuration's attention implementation
-becomes "turboquant_<previous>", and two hooks on the decoder tell which cache a forward runs on. In
-a forward with any other cache, or none, this implementation *is* the previous one. `detach()`, the
-end of a `with` block or the end of the cache's life restore the model.
+becomes "turboquant_<previous>", two hooks on the decoder tell which cache a forward runs on, and
+the model's `create_masks_for_generate` leaves masks to the forward. With any other cache, or none,
+all of these do what was done before. `detach()`, the end of a `with` block or the end of the
+cache's life restore the model.
 
 Center. Keys are stored relative to one constant vector per layer and KV head, which softmax cannot
 see. center="auto" learns it from the first CENTER_TOKENS tokens or more (mean key after the sink
 tokens, padding excluded). Until that many have been seen, the layers hold them as they are and
-attend exactly; then everything is encoded at once. A learned center stays until `reset()`. Centers
-of a calibration text (`calibrate`) can be saved; the file names the model's shape and RoPE, and is
-refused by any other model.
+attend exactly; then everything is encoded at once (the static form does not wait). A learned center
+stays until `reset()`. Centers of a calibration text (`calibrate`) can be saved; the file names the
+model's shape and RoPE, and is refused by any other model.
 
 Layers. All layers have one configuration unless `boundary_layers` or `layer_presets` say otherwise
 (torch_turboquant.policy).
 
-Memory. Without `max_cache_len` pages are added as sequences grow (half as much again each time, so
-a growth step briefly holds two copies of one layer). With it, pages for `max_batch_size` sequences
-of that length are allocated at the first forward and never move. Sliding-window layers keep the
-pages of their whole sequence.
+Memory. Everything of a layer lives on the device that the layer's keys come from. Without
+`max_cache_len` pages are added as sequences grow (half as much again each time, so a growth step
+briefly holds two copies of one layer). With it, pages for `max_batch_size` sequences of that length
+are allocated at the first forward and never move. A sequence owns as many pages in a sliding-window
+layer as max_q_len queries can see, and goes round in them.
+
+Static form. With `static=True` the lengths live on the device as well, and what a forward after the
+prompt does follows from the shapes of its inputs: it can be compiled in one piece, without another
+compilation as the context grows, and be captured in a CUDA graph. `generate` compiles it by itself
+where it would with transformers' StaticCache. Host and device meet only where something else than
+such a step is asked for: a prompt, `crop`, a reordering, a size.
+
+Hybrid models. Layers of linear attention or convolution keep the cache layers of transformers; only
+layers with keys and values are packed. The states of the others cannot take tokens back.
 """
 
 try:

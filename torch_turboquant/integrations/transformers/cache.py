@@ -20,12 +20,13 @@ from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     layer_windows,
+    plain_layers,
     text_config,
 )
 from torch_turboquant.integrations.transformers.sequences import Sequences
 from torch_turboquant.policy import LayerChoice, layer_configs
 
-Centers = Sequence[Tensor] | Mapping[int, Tensor]
+Centers = Sequence[Tensor | None] | Mapping[int, Tensor]
 LayerPresets = Mapping[int, LayerChoice] | Sequence[LayerChoice]
 
 # In older versions (5.5) a positive argument of crop is the number of tokens to keep.
@@ -64,10 +65,12 @@ class TurboQuantCache(Attachable, Cache):
         if isinstance(center, (str, os.PathLike)) and not auto:
             center = centers.load_centers(center, model)
         if center is not None and not auto:
-            have = sorted(center) if isinstance(center, Mapping) else list(range(len(center)))
-            if have != list(range(len(windows))):
+            pairs = center.items() if isinstance(center, Mapping) else enumerate(center)
+            have = sorted(layer for layer, tensor in pairs if tensor is not None)
+            need = [layer for layer, window in enumerate(windows) if window is not None]
+            if have != need:
                 raise ValueError(
-                    f"center needs one tensor for each of {len(windows)} layers, got {have}"
+                    f"center needs one tensor for each of {len(need)} layers, got {have}"
                 )
         self.config = config
         self.configs = layer_configs(
@@ -87,17 +90,15 @@ class TurboQuantCache(Attachable, Cache):
             static=static,
             windows=windows,
         )
-        layers = [
-            TurboQuantLayer(
-                index,
-                self.configs[index],
-                self.sequences,
-                None if auto or center is None else center[index],
-                window,
-            )
-            for index, window in enumerate(windows)
-        ]
-        self.packed = layers
+        self.windows = windows
+        layers = plain_layers(model)
+        for index, window in enumerate(windows):
+            if window is not None:
+                given = None if auto or center is None else center[index]
+                config = self.configs[index]
+                layers[index] = TurboQuantLayer(index, config, self.sequences, given, window)
+        self.packed = [layer for layer in layers if isinstance(layer, TurboQuantLayer)]
+        self.states = [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
         super().__init__(layers=layers)
         self.attach(model)
 
@@ -121,8 +122,9 @@ class TurboQuantCache(Attachable, Cache):
         """A cache for `model`, attached to it.
 
         Args:
-            model: a decoder of transformers whose attention goes through AttentionInterface, with
-                full or sliding-window attention in every layer.
+            model: a decoder of transformers whose attention goes through AttentionInterface, full
+                or with a sliding window. Layers of linear attention or convolution between them
+                keep the cache that they have in transformers.
             preset: name of a configuration (torch_turboquant.config.PRESETS); `overrides` change
                 its fields, for example recent_window=128.
             config: a CacheConfig instead of a preset.
@@ -172,7 +174,7 @@ class TurboQuantCache(Attachable, Cache):
     def attach(self, model: nn.Module) -> None:
         """Makes `model` able to use this cache; `for_model` has done it already."""
         windows = layer_windows(model)
-        if windows != [layer.sliding_window for layer in self.packed]:
+        if windows != self.windows:
             raise ValueError("this cache was made for a model with other layers")
         if head_dim_of(text_config(model)) != self.config.head_dim:
             raise ValueError(f"this cache was made for head_dim {self.config.head_dim}")
@@ -182,7 +184,7 @@ class TurboQuantCache(Attachable, Cache):
 
     def reset(self) -> None:
         """Forgets all tokens and a learned center; keeps memory and attachment."""
-        for layer in self.packed:
+        for layer in self.layers:
             layer.reset()
         self.sequences.reset()
 
@@ -197,6 +199,11 @@ class TurboQuantCache(Attachable, Cache):
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative one"
+            )
+        if tokens_to_remove and self.states:
+            raise RuntimeError(
+                "layers without keys and values (linear attention, convolution) cannot take tokens "
+                "back"
             )
         self.sequences.crop(-tokens_to_remove)
 
@@ -226,17 +233,25 @@ class TurboQuantCache(Attachable, Cache):
             raise ValueError(f"sequence {max(chosen)} of {sequences.batch}")
         for layer in self.packed:
             layer.select_rows(rows)
+        for layer in self.states:
+            layer.reorder_cache(rows)
         sequences.select(chosen)
 
     # -- what it holds
 
     @property
-    def centers(self) -> list[Tensor] | None:
-        """Centers in use: float32 [kv_heads, head_dim] per layer. None: off, or to be learned."""
+    def centers(self) -> list[Tensor | None] | None:
+        """Centers in use: float32 [kv_heads, head_dim] per layer (None for a layer without keys).
+
+        None: off, or to be learned.
+        """
         tables = [layer.tables for layer in self.packed]
         if not self.sequences.center_known or any(t is None or t.center is None for t in tables):
             return None
-        return [t.center.to("cpu", copy=True) for t in tables]
+        found: list[Tensor | None] = [None] * len(self.layers)
+        for layer in self.packed:
+            found[layer.index] = layer.tables.center.to("cpu", copy=True)
+        return found
 
     @property
     def cache_device(self) -> torch.device | None:
@@ -261,14 +276,15 @@ class TurboQuantCache(Attachable, Cache):
 
         pages: pages that hold tokens; pages_allocated: all pages; tail: the exact first and last
         tokens; tables: constants of the codec; waiting: tokens not yet encoded because the center
-        is still to be learned; total: everything allocated. With max_cache_len, pages_allocated and
+        is still to be learned; total: everything allocated. States of layers without keys and
+        values are not counted. With max_cache_len, pages_allocated and
         tail are what `python -m torch_turboquant memory` predicts.
         """
         layers = self.memory_by_layer()
         return {name: sum(layer[name] for layer in layers) for name in layers[0]}
 
     def memory_by_layer(self) -> list[dict[str, int]]:
-        """The same for each layer."""
+        """The same for each layer with keys and values."""
         self.sequences.pull()
         used = [math.ceil(n / self.config.page_size) for n in self.sequences.lengths()]
         out = []
@@ -301,7 +317,7 @@ class TurboQuantCache(Attachable, Cache):
         *,
         skip: int = 4,
         chunk: int = 512,
-    ) -> list[Tensor]:
+    ) -> list[Tensor | None]:
         """Mean keys of a text, for `center=`.
 
         Args:
@@ -310,7 +326,7 @@ class TurboQuantCache(Attachable, Cache):
             chunk: tokens per forward.
 
         Returns:
-            One float32 [kv_heads, head_dim] per layer, on the CPU.
+            One float32 [kv_heads, head_dim] per layer, on the CPU; None for a layer without keys.
 
         Raises:
             ValueError: fewer than CENTER_TOKENS tokens, or text without a tokenizer.

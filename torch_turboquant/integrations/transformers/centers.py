@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache
 
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     layer_windows,
+    plain_layers,
     text_config,
 )
 from torch_turboquant.integrations.transformers.sequences import CENTER_TOKENS, Forward
@@ -42,7 +43,7 @@ def calibrate(
     *,
     skip: int = 4,
     chunk: int = 512,
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     """See TurboQuantCache.calibrate."""
     if isinstance(inputs, str):
         inputs = [inputs]
@@ -58,14 +59,15 @@ def calibrate(
             f"calibrate needs at least {CENTER_TOKENS} tokens after the first {skip} of every "
             f"sequence, got {count}"
         )
-    sums = [0.0] * len(layer_windows(model))
+    sums = [None if window is None else 0.0 for window in layer_windows(model)]
     for ids in inputs:
-        cache = DynamicCache()
+        cache = Cache(layers=plain_layers(model))
         for part in ids.to(model.device).split(chunk):
             model(part[None], past_key_values=cache, use_cache=True)
         for index, layer in enumerate(cache.layers):
-            sums[index] = sums[index] + layer.keys[0, :, skip:].double().sum(1).cpu()
-    return [(s / count).float() for s in sums]
+            if sums[index] is not None:
+                sums[index] = sums[index] + layer.keys[0, :, skip:].double().sum(1).cpu()
+    return [None if s is None else (s / count).float() for s in sums]
 
 
 # ---- files
@@ -91,13 +93,15 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
     }
 
 
-def save_centers(path: str | os.PathLike, centers: Sequence[Tensor], model: nn.Module) -> None:
+def save_centers(
+    path: str | os.PathLike, centers: Sequence[Tensor | None], model: nn.Module
+) -> None:
     """Writes centers to a safetensors file that `center=path` reads (needs safetensors).
 
     Args:
         path: of the file.
-        centers: float32 [kv_heads, head_dim] per layer, of TurboQuantCache.calibrate or
-            TurboQuantCache.centers.
+        centers: float32 [kv_heads, head_dim] per layer with attention, None for others, of
+            TurboQuantCache.calibrate or TurboQuantCache.centers.
         model: whose centers they are; the file carries its fingerprint (shape, RoPE).
 
     Raises:
@@ -106,13 +110,15 @@ def save_centers(path: str | os.PathLike, centers: Sequence[Tensor], model: nn.M
     from safetensors.torch import save_file
 
     expected = fingerprint(model)
-    tensors = {f"layers.{i}.center": c.float().contiguous() for i, c in enumerate(centers)}
-    _check_tensors("centers", tensors, expected)
+    tensors = {
+        f"layers.{i}.center": c.float().contiguous() for i, c in enumerate(centers) if c is not None
+    }
+    _check_tensors("centers", tensors, expected, layer_windows(model))
     save_file(tensors, path, metadata=expected)
 
 
-def load_centers(path: str | os.PathLike, model: nn.Module) -> list[Tensor]:
-    """Reads a file of `save_centers`: one float32 [kv_heads, head_dim] per layer.
+def load_centers(path: str | os.PathLike, model: nn.Module) -> list[Tensor | None]:
+    """Reads a file of `save_centers`: its `centers`.
 
     Raises:
         ValueError: the file holds anything else, or centers of a model with another fingerprint.
@@ -135,13 +141,19 @@ def load_centers(path: str | os.PathLike, model: nn.Module) -> list[Tensor]:
     ]
     if wrong:
         raise ValueError(f"{path} holds the centers of another model: {'; '.join(wrong)}")
-    _check_tensors(str(path), tensors, expected)
-    return [tensors[f"layers.{i}.center"] for i in range(len(tensors))]
+    windows = layer_windows(model)
+    _check_tensors(str(path), tensors, expected, windows)
+    return [tensors.get(f"layers.{i}.center") for i in range(len(windows))]
 
 
-def _check_tensors(where: str, tensors: Mapping[str, Tensor], expected: Mapping[str, str]) -> None:
-    """Raises unless these are finite centers of every layer."""
-    names = {f"layers.{i}.center" for i in range(int(expected["layers"]))}
+def _check_tensors(
+    where: str,
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, str],
+    windows: Sequence[int | None],
+) -> None:
+    """Raises unless these are finite centers of every layer with attention."""
+    names = {f"layers.{i}.center" for i, window in enumerate(windows) if window is not None}
     if set(tensors) != names:
         raise ValueError(
             f"{where}: {len(tensors)} centers, expected one for each of {len(names)} layers"

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 
 def text_config(model: nn.Module) -> Any:
@@ -31,8 +32,25 @@ def head_dim_of(config: Any) -> int:
     return named if named is not None else config.hidden_size // config.num_attention_heads
 
 
-def layer_windows(model: nn.Module) -> list[int]:
-    """Sliding window of every layer, 0 for full attention; refuses all other models."""
+_ATTENTION = {"full_attention", "attention", "sliding_attention"}
+# Layers of transformers' caches that hold no keys and values. They are kept as they are.
+_STATES = {"LinearAttentionLayer", "DummyLayer"}
+
+
+def plain_layers(model: nn.Module) -> list[Any]:
+    """Cache layers of transformers itself for this model, full ones wherever there is attention."""
+    windows = layer_windows(model)
+    if None not in windows:
+        return [DynamicLayer() for _ in windows]
+    own = DynamicCache(config=text_config(model)).layers
+    return [o if w is None else DynamicLayer() for w, o in zip(windows, own, strict=True)]
+
+
+def layer_windows(model: nn.Module) -> list[int | None]:
+    """Sliding window of every layer, 0 for full attention; refuses models that are not supported.
+
+    None: a layer that attends to nothing but has a state (linear attention, convolution), or none.
+    """
     config = text_config(model)
     name = type(model).__name__
     layers = config.num_hidden_layers
@@ -44,6 +62,7 @@ def layer_windows(model: nn.Module) -> list[int]:
     elif types is None:
         slides = window and _has_sliding_masks(model)
         types = ["sliding_attention" if slides else "full_attention"] * layers
+    others = sorted(_unsupported(types, config))
     problem = None
     if getattr(model.config, "is_encoder_decoder", False) or getattr(
         config, "add_cross_attention", False
@@ -55,22 +74,52 @@ def layer_windows(model: nn.Module) -> list[int]:
         getattr(config, "kv_sharing_modes", None) or ()
     ):
         problem = "layers that share keys and values"
+    elif _own_cache(model):
+        problem = f"a cache class of its own ({_own_cache(model)})"
     elif getattr(config, "alibi", False):
         problem = "ALiBi"
     elif getattr(config, "attention_chunk_size", None) and "chunked_attention" in types:
         problem = "chunked attention"
-    elif set(types) - {"full_attention", "sliding_attention"}:
-        problem = f"layers of type {sorted(set(types) - {'full_attention', 'sliding_attention'})}"
+    elif others:
+        problem = f"layers of type {others}"
     elif len(types) != layers:
         problem = f"{len(types)} layer_types for {layers} layers"
+    elif not _ATTENTION.intersection(types):
+        problem = f"no attention, only layers of type {sorted(set(types))}"
     elif not getattr(model, "_can_set_attn_implementation", lambda: False)():
         problem = "attention that does not go through transformers' AttentionInterface"
     if problem:
         raise ValueError(
             f"TurboQuantCache does not support {name}: it has {problem}. Supported: decoders with "
-            "full or sliding-window self-attention in every layer, MHA, GQA or MQA"
+            "full or sliding-window self-attention, MHA, GQA or MQA, and layers of linear "
+            "attention or convolution between them"
         )
-    return [int(window) if kind == "sliding_attention" else 0 for kind in types]
+    of_kind = {"sliding_attention": int(window or 0), "full_attention": 0, "attention": 0}
+    return [of_kind.get(kind) for kind in types]
+
+
+def _unsupported(types: list[str], config: Any) -> set[str]:
+    """Types of layers that are neither attention nor a state which transformers keeps for us."""
+    if set(types) <= _ATTENTION:
+        return set()
+    own = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
+    if len(own) != len(types):
+        return set(types) - _ATTENTION
+    return {
+        kind
+        for kind, layer in zip(types, own, strict=True)
+        if kind not in _ATTENTION and layer not in _STATES
+    }
+
+
+def _own_cache(model: nn.Module) -> str | None:
+    """Name of the cache class that the model's own file defines, if any."""
+    home = vars(sys.modules[type(model).__module__])
+    for name, value in home.items():
+        if isinstance(value, type) and issubclass(value, Cache):
+            if value.__module__ == home["__name__"]:
+                return name
+    return None
 
 
 def _has_sliding_masks(model: nn.Module) -> bool:

@@ -214,12 +214,13 @@ class Sequences:
         *,
         auto: bool,
         static: bool,
-        windows: list[int],
+        windows: list[int | None],
     ) -> None:
         self.config, self.rows, self.max_len, self.max_q_len = config, rows, max_len, max_q_len
         self.has_tail = config.sink_tokens + config.recent_window > 0
         self.ring_tokens = ring_rows(config, max_q_len)
         self.auto_center, self.static = auto, static
+        self.has_states = None in windows  # layers with a state that nothing can take back
         self.windows = sorted({window for window in windows if window})
         self.pages = math.ceil(max_len / config.page_size) if max_len else 0
         self.forward: Forward | Step | None = None
@@ -236,6 +237,7 @@ class Sequences:
         self.encoded = False
         self.center_known = not self.auto_center
         self.stepping = False  # whether the next forward can be a Step
+        self.lost = False
         self.forward = None
         self.push()
 
@@ -296,6 +298,11 @@ class Sequences:
         """Plans a forward of `new` columns, or raises before anything has been written."""
         if self.forward is not None:
             self.abort()  # interrupted where no hook could tell
+        if self.lost:
+            raise RuntimeError(
+                "a forward on this cache has failed, and layers without keys and values have lost "
+                "the state that they had before: reset() it"
+            )
         if self.batch and batch != self.batch:
             raise ValueError(
                 f"this cache holds {self.batch} sequences, the forward has a batch of {batch}; "
@@ -350,6 +357,7 @@ class Sequences:
             self.pull()
             self._note_stored([length + done.new for length in self.lengths()])
         self.stepping = False  # look again
+        self.lost = self.has_states
         self._clamp_ring()
         self.push()
 
