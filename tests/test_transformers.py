@@ -14,6 +14,7 @@ import copy
 import gc
 import inspect
 import itertools
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -651,9 +652,11 @@ def test_other_caches_work_as_before_while_attached():
 
 def test_a_detached_cache_is_refused_and_can_come_back():
     model, ids = make_model(), make_ids(80)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
     cache = TurboQuantCache.for_model(model, "k4v4")
     feed(model, cache, ids[:, :70])
     cache.detach()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
     with pytest.raises(RuntimeError, match="attached again"):
         model(ids[:, 70:], past_key_values=cache)
     cache.attach(model)
@@ -671,6 +674,17 @@ def test_a_forgotten_cache_restores_the_model():
     gc.collect()
     assert model.config._attn_implementation == "sdpa"
     assert not model.model._forward_pre_hooks and not model.model._forward_hooks
+
+
+def test_a_cache_does_not_keep_its_model():
+    model = make_model()
+    cache = TurboQuantCache.for_model(model, "k4v4")
+    feed(model, cache, make_ids(70))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    cache.detach()
 
 
 def test_a_copy_of_an_attached_model_is_an_ordinary_model():
@@ -910,21 +924,42 @@ def test_generation_on_cuda():
     assert torch.equal(drafted[:, :110], greedy)
 
 
+def spread(model, homes):
+    """The model with every part on its device; inputs follow, as under a device_map."""
+
+    def follow(module, args, kwargs):
+        home = next(module.parameters()).device
+
+        def move(x):
+            if isinstance(x, tuple):
+                return tuple(move(part) for part in x)
+            return x.to(home) if isinstance(x, torch.Tensor) else x
+
+        return move(args), {name: move(x) for name, x in kwargs.items()}
+
+    for module, home in homes:
+        module.to(home).register_forward_pre_hook(follow, with_kwargs=True)
+    return model
+
+
 @pytest.mark.cuda
-@pytest.mark.parametrize("devices", ["cuda:0 cpu", "cuda:0 cuda:1"])
-def test_every_layer_lives_where_its_model_layer_does(devices):
-    first, second = devices.split()
+@pytest.mark.parametrize("second", ["cpu", "cuda:1"])
+@pytest.mark.parametrize("form", [{}, {"static": True, "max_cache_len": 128}])
+def test_every_layer_lives_where_its_model_layer_does(second, form):
+    first = "cuda:0"
     if second == "cuda:1" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    accelerate = pytest.importorskip("accelerate")
     model, ids = make_calm_model(), make_ids(100)
     with TurboQuantCache.for_model(model, "k8v8") as cache:
         expected = generate(model, ids, cache)
-    homes = {"model.embed_tokens": first, "model.rotary_emb": first, "model.layers.0": first}
-    homes |= {"model.layers.1": second, "model.layers.2": second, "model.norm": second}
-    model = accelerate.dispatch_model(model, homes | {"lm_head": second}, main_device=first)
-    for form in ({}, {"static": True, "max_cache_len": 128}):
-        with TurboQuantCache.for_model(model, "k8v8", **form) as cache:
-            tokens = generate(model, ids.to(first), cache, disable_compile=True)
-            assert [str(layer.pages.device) for layer in cache.layers] == [first, second, second]
-        assert torch.equal(tokens.cpu(), expected)
+    decoder = model.model
+    fronts = [decoder.embed_tokens, decoder.layers[0]]
+    backs = [*decoder.layers[1:], decoder.norm, model.lm_head]
+    decoder.rotary_emb.to(first)
+    spread(model, [(m, first) for m in fronts] + [(m, second) for m in backs])
+    with TurboQuantCache.for_model(model, "k8v8", **form) as cache:
+        tokens = generate(model, ids.to(first), cache, disable_compile=True)
+        assert [str(layer.pages.device) for layer in cache.layers] == [first, second, second]
+        cache.crop(-5)
+        feed(model, cache, tokens[:, -5:], 1, 4)
+    assert torch.equal(tokens.cpu(), expected)

@@ -66,7 +66,7 @@ class Binding:
         current = config._attn_implementation or "eager"
         self.previous = current.removeprefix(_PREFIX)  # a copy of an attached model carries it
         self.name = _PREFIX + self.previous
-        self.model, self.config = model, config
+        self.config = config
         modules = [m for m in decoder.modules() if hasattr(m, "layer_idx")]
         for module in modules:
             if hasattr(module, "num_key_value_groups"):
@@ -84,13 +84,14 @@ class Binding:
             decoder.register_forward_hook(self._after, always_call=True),
         ]
         config._attn_implementation_internal = self.name
-        self.modules = [decoder, *modules]
-        for module in self.modules:
+        for module in (decoder, *modules):
             setattr(module, _ATTRIBUTE, self)
         _BY_CONFIG[id(config)] = self
         masks = getattr(model, _MASKS, create_masks_for_generate)
         if not isinstance(masks, partial) or masks.func is not _early_masks:
             setattr(model, _MASKS, partial(_early_masks, masks))
+        attributes = [(model, _MASKS), *((module, _ATTRIBUTE) for module in (decoder, *modules))]
+        self.attributes = [(weakref.ref(module), name) for module, name in attributes]
 
     @classmethod
     def of(cls, model: nn.Module) -> Binding:
@@ -111,10 +112,10 @@ class Binding:
             hook.remove()
         if self.config._attn_implementation == self.name:
             self.config._attn_implementation_internal = self.previous
-        for module in self.modules:
-            delattr(module, _ATTRIBUTE)
+        for module, name in self.attributes:
+            if module() is not None:
+                delattr(module(), name)
         del _BY_CONFIG[id(self.config)]
-        delattr(self.model, _MASKS)
 
     def __reduce__(self) -> tuple:
         return object.__new__, (Binding,)
