@@ -4,6 +4,8 @@ The model has random weights, which changes no time. Contestants, each in the wa
 
     dynamic      DynamicCache and scaled_dot_product_attention
     static       StaticCache and scaled_dot_product_attention
+    unmasked     StaticCache, read to its end without a mask by scaled_dot_product_attention on
+                 grouped heads: no right tokens, but the time that a bfloat16 cache could reach
     quanto, hqq, fp8   QuantizedCache of transformers, where its backend is installed
     k4v4, ...    TurboQuantCache of that preset
 
@@ -41,7 +43,13 @@ from dataclasses import dataclass
 import common
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    StaticCache,
+)
 from transformers.cache_utils import Cache, QuantizedCache
 
 from torch_turboquant.integrations.transformers import TurboQuantCache
@@ -88,7 +96,7 @@ class Case:
 
     @property
     def packed(self) -> bool:
-        return self.kind not in ("dynamic", "static", *QUANTIZED)
+        return self.kind not in ("dynamic", "static", "unmasked", *QUANTIZED)
 
 
 def whole_table() -> Iterator[Case]:
@@ -98,7 +106,7 @@ def whole_table() -> Iterator[Case]:
             for kind in ("dynamic", *QUANTIZED):
                 yield Case("decode", kind, "eager", batch, context)
             yield Case("decode", "k4v4", "eager", batch, context)
-            for kind in ("static", *presets):
+            for kind in ("static", "unmasked", *presets):
                 yield Case("decode", kind, "graph", batch, context)
     for context, batch in ((1024, 1), (32768, 16)):
         for kind in ("static", "k4v4"):
@@ -114,7 +122,7 @@ def quick_table() -> Iterator[Case]:
     for context, batch in ((8192, 1), (32768, 16), (131072, 1), (1024, 32)):
         yield Case("decode", "dynamic", "eager", batch, context)
         yield Case("decode", "k4v4", "eager", batch, context)
-        for kind in ("static", "k4v4", "k5v4u"):
+        for kind in ("static", "unmasked", "k4v4", "k5v4u"):
             yield Case("decode", kind, "graph", batch, context)
     for context in (1024, 8192, 32768):
         for kind in ("dynamic", "k4v4"):
@@ -129,6 +137,7 @@ def tiny_table() -> Iterator[Case]:
         ("fp8", "eager"),
         ("k4v4", "eager"),
         ("static", "compile"),
+        ("unmasked", "compile"),
         ("k4v4", "compile"),
     ):
         yield Case("decode", kind, mode, 2, 200)
@@ -137,6 +146,17 @@ def tiny_table() -> Iterator[Case]:
 
 
 # ------------------------------------------------------------------------------------- caches
+
+
+def unmasked(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """Attention of one query to everything in a static cache; the heads of a group side by side."""
+    batch, heads, _, d = query.shape
+    grouped = query.view(batch, key.shape[1], -1, d)
+    out = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, scale=scaling)
+    return out.reshape(batch, 1, heads, d), None
+
+
+AttentionInterface.register("unmasked", unmasked)
 
 
 class Unavailable(Exception):
@@ -152,6 +172,13 @@ def made(case: Case, model) -> Iterator[Cache]:
         yield DynamicCache(config=model.config)
     elif case.kind == "static":
         yield StaticCache(config=model.config, max_cache_len=room)
+    elif case.kind == "unmasked":
+        before = model.config._attn_implementation
+        model.set_attn_implementation("unmasked")
+        try:
+            yield StaticCache(config=model.config, max_cache_len=room)
+        finally:
+            model.set_attn_implementation(before)
     elif case.kind in QUANTIZED:
         try:
             cache = QuantizedCache(case.kind, model.config)
@@ -217,7 +244,7 @@ def predicted_bytes(model, case: Case) -> int | None:
         return case.batch * memory.request + memory.constants
     if case.kind in QUANTIZED:
         return None
-    tokens = room if case.kind == "static" else case.context
+    tokens = room if case.kind in ("static", "unmasked") else case.context
     numbers = sum(2 * layer.kv_heads * layer.head_dim for layer in layers)
     return case.batch * tokens * numbers * model.dtype.itemsize
 
@@ -366,7 +393,7 @@ def measure(case: Case, model, device: Device, quick: bool) -> dict:
 
 
 def describe(row: dict) -> str:
-    title = f"{row['part']:6} {row['kind']:7} {row['mode']:7} {row['batch']:3} x {row['context']:6}"
+    title = f"{row['part']:6} {row['kind']:8} {row['mode']:7} {row['batch']:3} x {row['context']:6}"
     if "not_run" in row:
         return f"{title}  {row['not_run'][:60]}"
     if row["part"] == "prompt":

@@ -709,6 +709,22 @@ def test_a_copy_of_an_attached_model_is_an_ordinary_model():
     assert torch.equal(feed(model, DynamicCache(), ids, 60, 1), expected)
 
 
+@pytest.mark.parametrize("form", [{}, {"static": True, "max_cache_len": 128}])
+def test_a_copy_of_a_cache_goes_its_own_way(form):
+    model, ids = make_model(), make_ids(120, 2)
+    with TurboQuantCache.for_model(model, "k3v2", max_batch_size=2, **form) as cache:
+        feed(model, cache, ids[:, :90], 80, 1)
+        twin = copy.deepcopy(cache)
+        expected = feed(model, cache, ids[:, 90:], *[1] * 30)
+        with pytest.raises(ValueError, match="not attached to this model"):
+            model(ids[:, 90:91], past_key_values=twin)
+        twin.attach(model)
+        assert torch.equal(feed(model, twin, ids[:, 90:], *[1] * 30), expected)
+        twin.detach()
+        feed(model, cache, ids[:, :1])
+        assert (cache.get_seq_length(), twin.get_seq_length()) == (121, 120)
+
+
 def test_saving_an_attached_model(tmp_path):
     model, ids = make_model(), make_ids(70)
     with TurboQuantCache.for_model(model, "k4v4"):
