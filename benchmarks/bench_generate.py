@@ -379,7 +379,7 @@ def measure(case: Case, model, device: Device, quick: bool) -> dict:
     try:
         if case.part == "decode":
             return origin | decode(case, model, device, 12 if quick else 32)
-        return origin | prompt(case, model, device, 1 if quick else 3)
+        return origin | prompt(case, model, device, 3)
     except Unavailable as error:
         return origin | {"not_run": str(error)}
     except torch.cuda.OutOfMemoryError:

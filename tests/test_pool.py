@@ -918,7 +918,7 @@ def test_a_sequence_moves_to_another_pool(device):
     for row in (100, 101, 102):
         actual = step(target, [copy], [[row]])
         expected = step(pool, [seq], [[row]])
-        assert_same_results([[t.cpu() for t in layer] for layer in actual], expected)
+        assert_same_results(actual, [[t.to(device) for t in layer] for layer in expected])
     assert target.free_pages == 2
 
     small = make_pool(centers=CENTERS, max_q_len=1)

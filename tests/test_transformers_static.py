@@ -344,12 +344,12 @@ def test_other_caches_compile_while_attached():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt_oss"])
 def test_cuda_graphs(name):
     """mode="reduce-overhead": captured once, replayed while the context grows, as eager execution.
 
     Compiled matrix products round differently, and so may codes: the graph is compared bit for bit
-    with the same compiled code without graphs.
+    with the same compiled code without graphs. (The experts of gpt_oss wait for the device.)
     """
     model, ids = make_model(name).cuda(), make_ids(140, 2).cuda()
     options = {"config": make_config(model, "k3v2"), "static": True, "max_cache_len": ROOM}

@@ -194,6 +194,7 @@ class TurboQuantCache(Attachable, Cache):
         Up to max_q_len - 1 tokens nothing else changes. Beyond that, tokens which the ring of the
         tail no longer holds are read from their codes until new ones have come.
         """
+        tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted generation
         if tokens_to_remove > 0 and _CROPS_TO_LENGTH:
             tokens_to_remove = min(0, tokens_to_remove - self.get_seq_length())
         if tokens_to_remove > 0:

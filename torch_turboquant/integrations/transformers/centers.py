@@ -28,11 +28,11 @@ def mean_key(keys: Tensor, forward: Forward) -> Tensor:
     Sink tokens are left out because their keys are outliers, and read exactly in any case; the last
     one counts where a static cache has got nothing else.
     """
-    position = torch.arange(keys.shape[2]) - torch.tensor(forward.pads)[:, None]
-    skipped = min(forward.sink_tokens, int(position.max()))
-    chosen = (position >= skipped).to(keys.device, torch.float32)
-    total = torch.einsum("bhnd,bn->hd", keys.float(), chosen)
-    return total / chosen.sum()
+    skipped = min(forward.sink_tokens, max(forward.lengths(forward.total)) - 1)
+    if not any(forward.pads):
+        return keys[:, :, skipped:].mean((0, 2), dtype=torch.float32)
+    chosen = forward.tokens_from(skipped, keys.device)
+    return torch.einsum("bhnd,bn->hd", keys.float(), chosen) / chosen.sum()
 
 
 @torch.no_grad()

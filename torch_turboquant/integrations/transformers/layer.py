@@ -21,7 +21,6 @@ from torch_turboquant.cache import (
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.transformers.centers import mean_key
 from torch_turboquant.integrations.transformers.sequences import (
-    Forward,
     Piece,
     Sequences,
     Step,
@@ -50,7 +49,8 @@ class TurboQuantLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.index, self.config, self.sequences = index, config, sequences
-        self.center, self.sliding_window = center, sliding_window
+        self.sliding_window = sliding_window
+        self.constants = make_tables(config, index, center=center)  # on the CPU
         self.is_sliding = sliding_window > 0
         self.is_compileable = sequences.static
         self.pages: Tensor | None = None
@@ -70,11 +70,17 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"equal shapes with head_dim {self.config.head_dim} (no latent attention)"
             )
         self.dtype, self.device = key_states.dtype, key_states.device
-        if self.center is not None and self.center.shape != (self.kv_heads, head_dim):
+        center = self.constants.center
+        if center is not None and center.shape != (self.kv_heads, head_dim):
             raise ValueError(
-                f"center of layer {self.index} has shape {list(self.center.shape)}, expected "
+                f"center of layer {self.index} has shape {list(center.shape)}, expected "
                 f"[kv_heads, head_dim] = [{self.kv_heads}, {head_dim}]"
             )
+        if self.sequences.auto_center:
+            center = torch.zeros(self.kv_heads, head_dim)
+        self.tables = CacheTables(
+            *(_put(t, self.device) for t in self.constants._replace(center=center))
+        )
         if self.sequences.has_tail:
             self.ring = allocate_tail(
                 self.config,
@@ -88,7 +94,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self._reserve()
             self.sequences.counters_on(self.device, self._pages)
             if self.sequences.static:
-                fixed(self.pages, self.ring)
+                fixed(self.pages, self.ring, *self.tables)
         self.is_initialized = True
 
     @property
@@ -123,23 +129,12 @@ class TurboQuantLayer(CacheLayerMixin):
         if forward.exact and not forward.encode:
             self.waiting = (key_states, value_states)
         else:
-            self._make_tables(key_states, forward)
+            if not self.sequences.center_known:
+                self.tables.center.copy_(mean_key(key_states, forward))
             self._reserve()
             self._store(forward.piece(0, self.device, self._pages), key_states, value_states)
         self._handed = (key_states, value_states)
         return self._handed
-
-    def _make_tables(self, keys: Tensor, forward: Forward) -> None:
-        """The constants of the codec, with the center of these keys where none is given."""
-        if self.tables is not None and self.sequences.center_known:
-            return
-        center = mean_key(keys, forward) if self.sequences.auto_center else self.center
-        if self.tables is None:
-            self.tables = make_tables(self.config, self.index, self.device, center)
-            if self.sequences.static:
-                fixed(*self.tables)
-        else:  # of an earlier prompt
-            self.tables.center.copy_(center)
 
     def _reserve(self) -> None:
         """Makes room for the pages of all sequences; what is stored keeps its place in its row."""
@@ -288,6 +283,13 @@ class TurboQuantLayer(CacheLayerMixin):
         self._handed = None
         if self.sequences.encoded:
             self.waiting = None
+
+
+def _put(t: Tensor | None, device: torch.device) -> Tensor | None:
+    """On the device, without waiting for what it is doing."""
+    if t is None or device.type != "cuda":
+        return t
+    return t.pin_memory().to(device, non_blocking=True)
 
 
 _KNOWN_KWARGS = frozenset(

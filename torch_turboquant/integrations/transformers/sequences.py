@@ -58,10 +58,18 @@ class Forward:
         else:
             self.pieces = sequences.pieces(self.past, new)
         self._built: dict[tuple[int, torch.device, int], Piece] = {}
+        self._chosen: dict[torch.device, Tensor] = {}
 
     def lengths(self, column: int) -> list[int]:
         """Tokens of every sequence among the columns before `column`."""
         return [max(0, column - pad) for pad in self.pads]
+
+    def tokens_from(self, position: int, device: torch.device) -> Tensor:
+        """1 at the tokens from this position on, else 0: float32 [batch, columns]."""
+        if device not in self._chosen:
+            place = torch.arange(self.total) - torch.tensor(self.pads)[:, None]
+            self._chosen[device] = (place >= position).to(device, torch.float32)
+        return self._chosen[device]
 
     def piece(self, index: int, device: torch.device, pages: int) -> Piece:
         """The index-th piece of `pieces` on `device`, for a layer with `pages` pages a sequence."""
