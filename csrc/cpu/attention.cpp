@@ -95,44 +95,15 @@ int64_t largest_query_count(const Batch& batch) {
   return most;
 }
 
-Attention checked_attention(const Tensor& q, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
-                            const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
-                            const OptionalTensor& value_levels, const OptionalTensor& center, int64_t page_size,
-                            int64_t key_bits, int64_t value_bits, double softmax_scale,
-                            const OptionalTensor& cu_seqlens_q, int64_t max_q_len, const OptionalTensor& tail,
-                            const OptionalTensor& tail_slots, const OptionalTensor& tail_valid, int64_t sink_tokens,
-                            int64_t recent_window, int64_t sliding_window, double soft_cap,
-                            const OptionalTensor& sink_logits) {
-  check_float(q, "q");
-  check_shape(q, "q", {-1, -1, -1});
-  check_unit_last_stride(q, "q");
-  const int64_t tokens = q.size(0), q_heads = q.size(1), d = q.size(2);
-  const format::Record record = check_record(d, page_size, key_bits, value_bits);
-  check_cache(cache, q, record);
-  const int64_t kv_heads = cache.size(1);
-  STD_TORCH_CHECK(kv_heads > 0 && q_heads % kv_heads == 0, "q has ", q_heads, " heads and the cache ", kv_heads,
-                  " KV heads: supported are multiples");
-  check_constant(key_signs, q, "key_signs", ScalarType::Float, {d});
-  check_constant(value_signs, q, "value_signs", ScalarType::Float, {d});
-  check_center(center, q, kv_heads, d);
-  if (sink_logits) check_constant(*sink_logits, q, "sink_logits", ScalarType::Float, {q_heads});
-  STD_TORCH_CHECK(max_q_len >= 1, "max_q_len is ", max_q_len, ", supported: 1 and more");
-  STD_TORCH_CHECK(sliding_window >= 0, "sliding_window is ", sliding_window, ", supported: 0 (none) and more");
-  STD_TORCH_CHECK(recent_window >= 0, "recent_window is ", recent_window, ", supported: 0 and more");
-  STD_TORCH_CHECK(soft_cap >= 0 && std::isfinite(soft_cap), "soft_cap is ", soft_cap, ", supported: 0 (none) and more");
-  STD_TORCH_CHECK(std::isfinite(softmax_scale), "softmax_scale is ", softmax_scale, ", supported: finite numbers");
-
-  Batch batch = checked_batch(seq_lens, cu_seqlens_q, q, tokens);
-  STD_TORCH_CHECK(largest_query_count(batch) <= max_q_len, "a sequence has ", largest_query_count(batch),
-                  " queries, more than max_q_len ", max_q_len);
-  check_constant(block_table, q, "block_table", ScalarType::Int, {batch.count, -1});
+Attention checked_attention(const AttentionCall& c) {
+  const format::Record record = check_attention(c);
+  const Tensor& q = c.q;
+  const int64_t tokens = c.tokens(), q_heads = c.q_heads(), kv_heads = c.kv_heads(), d = c.head_dim();
+  Batch batch = checked_batch(c.seq_lens, c.cu_seqlens_q, q, tokens);
+  STD_TORCH_CHECK(largest_query_count(batch) <= c.max_q_len, "a sequence has ", largest_query_count(batch),
+                  " queries, more than max_q_len ", c.max_q_len);
   std::optional<TailView> ring;
-  if (tail) {
-    ring = checked_tail(*tail, tail_slots, q, batch.count, kv_heads, d, sink_tokens);
-    STD_TORCH_CHECK(ring->ring >= recent_window + max_q_len - 1, "the tail has room for ", ring->ring,
-                    " recent tokens, needed: recent_window + max_q_len - 1 = ", recent_window + max_q_len - 1);
-    if (tail_valid) check_constant(*tail_valid, q, "tail_valid", ScalarType::Int, {tail->size(0), 2});
-  }
+  if (c.tail) ring = checked_tail(*c.tail, c.tail_slots, q, batch.count, kv_heads, d, c.sink_tokens);
 
   Attention a{q,
               tokens,
@@ -142,27 +113,27 @@ Attention checked_attention(const Tensor& q, const Tensor& cache, const Tensor& 
               q_heads / kv_heads,
               std::move(batch),
               &record_map(record),
-              static_cast<const uint8_t*>(cache.data_ptr()),
-              static_cast<const int32_t*>(block_table.data_ptr()),
-              block_table.size(1),
-              static_cast<const float*>(key_signs.data_ptr()),
-              static_cast<const float*>(value_signs.data_ptr()),
-              center ? static_cast<const float*>(center->data_ptr()) : nullptr,
-              sink_logits ? static_cast<const float*>(sink_logits->data_ptr()) : nullptr,
-              level_list(record.key_bits, checked_levels(key_levels, q, key_bits, "key_levels")),
-              level_list(record.value_bits, checked_levels(value_levels, q, value_bits, "value_levels")),
+              static_cast<const uint8_t*>(c.cache.data_ptr()),
+              static_cast<const int32_t*>(c.block_table.data_ptr()),
+              c.block_table.size(1),
+              static_cast<const float*>(c.key_signs.data_ptr()),
+              static_cast<const float*>(c.value_signs.data_ptr()),
+              c.center ? static_cast<const float*>(c.center->data_ptr()) : nullptr,
+              c.sink_logits ? static_cast<const float*>(c.sink_logits->data_ptr()) : nullptr,
+              level_list(record.key_bits, checked_levels(c.key_levels, q, c.key_bits, "key_levels")),
+              level_list(record.value_bits, checked_levels(c.value_levels, q, c.value_bits, "value_levels")),
               0,
               ring,
-              tail && tail_valid ? static_cast<const int32_t*>(tail_valid->data_ptr()) : nullptr,
-              recent_window,
-              sliding_window,
-              static_cast<float>(softmax_scale),
-              static_cast<float>(soft_cap)};
+              c.tail && c.tail_valid ? static_cast<const int32_t*>(c.tail_valid->data_ptr()) : nullptr,
+              c.recent_window,
+              c.sliding_window,
+              static_cast<float>(c.softmax_scale),
+              static_cast<float>(c.soft_cap)};
   a.max_key_level = a.key_levels.empty() ? 127 : a.key_levels.back();
   for (int64_t s = 0; s < a.batch.count; ++s) {
     if (a.batch.queries(s) == 0 || a.batch.length[s] == 0) continue;
     const int64_t first = a.first_visible(a.batch.position(s, 0));
-    check_pages(a.table, a.max_pages, cache.size(0), record.page_size, s, first, a.batch.length[s]);
+    check_pages(a.table, a.max_pages, c.cache.size(0), record.page_size, s, first, a.batch.length[s]);
   }
   return a;
 }
@@ -401,10 +372,11 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& cache,
                                            const OptionalTensor& tail_slots, const OptionalTensor& tail_valid,
                                            int64_t sink_tokens, int64_t recent_window, int64_t sliding_window,
                                            double soft_cap, const OptionalTensor& sink_logits) {
-  const Attention a =
-      checked_attention(q, cache, block_table, seq_lens, key_signs, value_signs, key_levels, value_levels, center,
-                        page_size, key_bits, value_bits, softmax_scale, cu_seqlens_q, max_q_len, tail, tail_slots,
-                        tail_valid, sink_tokens, recent_window, sliding_window, soft_cap, sink_logits);
+  const AttentionCall call{
+      q,          cache,      block_table, seq_lens,      key_signs,      value_signs,  key_levels, value_levels,
+      center,     page_size,  key_bits,    value_bits,    softmax_scale,  cu_seqlens_q, max_q_len,  tail,
+      tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,     sink_logits};
+  const Attention a = checked_attention(call);
   Tensor out = empty_like_shape(q, {a.tokens, a.q_heads, a.d}, q.scalar_type());
   Tensor lse = empty_like_shape(q, {a.tokens, a.q_heads}, ScalarType::Float);
   attend(a, out, lse);
@@ -419,12 +391,12 @@ void paged_attention_out(const Tensor& q, const Tensor& cache, const Tensor& blo
                          const OptionalTensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& tail_valid,
                          int64_t sink_tokens, int64_t recent_window, int64_t sliding_window, double soft_cap,
                          const OptionalTensor& sink_logits) {
-  const Attention a =
-      checked_attention(q, cache, block_table, seq_lens, key_signs, value_signs, key_levels, value_levels, center,
-                        page_size, key_bits, value_bits, softmax_scale, cu_seqlens_q, max_q_len, tail, tail_slots,
-                        tail_valid, sink_tokens, recent_window, sliding_window, soft_cap, sink_logits);
-  check_constant(out, q, "out", q.scalar_type(), {a.tokens, a.q_heads, a.d});
-  check_constant(lse, q, "lse", ScalarType::Float, {a.tokens, a.q_heads});
+  const AttentionCall call{
+      q,          cache,      block_table, seq_lens,      key_signs,      value_signs,  key_levels, value_levels,
+      center,     page_size,  key_bits,    value_bits,    softmax_scale,  cu_seqlens_q, max_q_len,  tail,
+      tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,     sink_logits};
+  const Attention a = checked_attention(call);
+  check_attention_outputs(call, out, lse);
   attend(a, out, lse);
 }
 

@@ -53,15 +53,12 @@ inline std::vector<int64_t> checked_seq_lens(const Tensor& seq_lens, const Tenso
 inline Batch checked_batch(const Tensor& seq_lens, const OptionalTensor& cu_seqlens_q, const Tensor& first,
                            int64_t tokens) {
   Batch batch;
+  batch.count = check_batch(seq_lens, cu_seqlens_q, first, tokens);
   batch.length = checked_seq_lens(seq_lens, first);
-  batch.count = seq_lens.size(0);
   if (!cu_seqlens_q) {
-    STD_TORCH_CHECK(batch.count == tokens, "without cu_seqlens_q every sequence has one new token, but there are ",
-                    batch.count, " sequences and ", tokens, " tokens");
     for (int64_t s = 0; s <= batch.count; ++s) batch.query_begin.push_back(s);
     return batch;
   }
-  check_constant(*cu_seqlens_q, first, "cu_seqlens_q", ScalarType::Int, {batch.count + 1});
   const int32_t* cu = static_cast<const int32_t*>(cu_seqlens_q->data_ptr());
   batch.query_begin.assign(cu, cu + batch.count + 1);
   STD_TORCH_CHECK(cu[0] == 0 && cu[batch.count] <= tokens, "cu_seqlens_q must start at 0 and end at no more than the ",
@@ -92,14 +89,7 @@ struct TailView {
 
 inline TailView checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Tensor& first, int64_t seqs,
                              int64_t kv_heads, int64_t d, int64_t sink_tokens) {
-  check_device(tail, first, "tail");
-  check_dtype(tail, "tail", {first.scalar_type()});
-  check_shape(tail, "tail", {-1, kv_heads, -1, 2, d});
-  check_contiguous(tail, "tail");
-  STD_TORCH_CHECK(sink_tokens >= 0 && sink_tokens < tail.size(2), "sink_tokens is ", sink_tokens, " but the tail has ",
-                  tail.size(2), " rows: supported are 0 to rows - 1");
-  STD_TORCH_CHECK(tail_slots.has_value(), "tail needs tail_slots");
-  check_constant(*tail_slots, first, "tail_slots", ScalarType::Long, {seqs});
+  check_tail(tail, tail_slots, first, seqs, kv_heads, d, sink_tokens);
   const int64_t* slots = static_cast<const int64_t*>(tail_slots->data_ptr());
   for (int64_t s = 0; s < seqs; ++s) {
     STD_TORCH_CHECK(slots[s] >= -1 && slots[s] < tail.size(0), "tail_slots holds ", slots[s], ", supported: -1 to ",
