@@ -1,8 +1,115 @@
+// paged_attention: checks a call, describes it for the kernels (attention.cuh) and chooses one of them.
 // merge_attention: joins the attention of the same queries over two disjoint sets of keys.
-#include "tensors.cuh"
+#include "attention.cuh"
+
+#include "codec.cuh"
+#include "prefill.cuh"
 
 namespace turboquant::cuda {
 namespace {
+
+// ---- paged_attention --------------------------------------------------------------------------------------------------
+
+int checked_int(int64_t n, const char* name) {
+  STD_TORCH_CHECK(n <= INT32_MAX, name, " is ", n, ", supported on CUDA: up to ", INT32_MAX);
+  return static_cast<int>(n);
+}
+
+const float* floats(const OptionalTensor& t) { return t ? static_cast<const float*>(t->data_ptr()) : nullptr; }
+const int32_t* integers(const OptionalTensor& t) { return t ? static_cast<const int32_t*>(t->data_ptr()) : nullptr; }
+
+// out: [tokens, q_heads, d] like q, lse: float32 [tokens, q_heads], both contiguous and checked
+void attend(const AttentionCall& c, const format::Record& record, const Tensor& out, const Tensor& lse) {
+  STD_TORCH_CHECK(aligned(c.cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
+  STD_TORCH_CHECK(!c.tail || aligned(c.tail->data_ptr(), 16), "tail must start at a multiple of 16 bytes");
+  if (out.numel() == 0) return;
+  const Launch launch(c.q);
+  const AlignedRows q(c.q, 16);
+  const bool copied = q.data() != c.q.data_ptr();
+  const Constant key_signs(c.key_signs), value_signs(c.value_signs), center(c.center);
+
+  Attention a{};
+  a.q = q.data();
+  a.q_token_stride = copied ? c.q_heads() * c.head_dim() : c.q.stride(0);
+  a.q_head_stride = copied ? c.head_dim() : c.q.stride(1);
+  a.out = out.data_ptr();
+  a.lse = static_cast<float*>(lse.data_ptr());
+  a.dtype = c.q.scalar_type();
+  a.tokens = checked_int(c.tokens(), "the number of tokens");
+  a.q_heads = checked_int(c.q_heads(), "the number of query heads");
+  a.kv_heads = checked_int(c.kv_heads(), "the number of KV heads");
+  a.group = a.q_heads / a.kv_heads;
+  a.softmax_scale = static_cast<float>(c.softmax_scale);
+  a.soft_cap = static_cast<float>(c.soft_cap);
+  a.sink_logits = floats(c.sink_logits);
+
+  a.seq_lens = static_cast<const int32_t*>(c.seq_lens.data_ptr());
+  a.query_begin = integers(c.cu_seqlens_q);
+  a.block_table = static_cast<const int32_t*>(c.block_table.data_ptr());
+  a.seqs = checked_int(c.seqs(), "the number of sequences");
+  a.max_pages = checked_int(c.block_table.size(1), "the width of block_table");
+  a.max_q_len = static_cast<int>(std::min(c.max_q_len, c.tokens()));
+  a.sliding_window = static_cast<int>(std::min<int64_t>(c.sliding_window, INT32_MAX));
+
+  a.pages = bytes_of(c.cache);
+  a.num_pages = c.cache.size(0);
+  a.record = record;
+  a.key_signs = key_signs.data();
+  a.value_signs = value_signs.data();
+  a.key_levels = levels_data(c.key_levels);
+  a.value_levels = levels_data(c.value_levels);
+  a.center = center.data();
+
+  if (c.tail) {
+    a.tail = c.tail->data_ptr();
+    a.tail_slots = static_cast<const int64_t*>(c.tail_slots->data_ptr());
+    a.tail_valid = integers(c.tail_valid);
+    a.max_seqs = checked_int(c.tail->size(0), "the number of tails");
+    a.sink_tokens = checked_int(c.sink_tokens, "sink_tokens");
+    a.ring = checked_int(c.tail->size(2) - c.sink_tokens, "the length of a tail");
+    a.recent_window = static_cast<int>(c.recent_window);  // not longer than the ring
+  }
+  prefill(a, launch, c.q.get_device_index());
+}
+
+std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& cache, const Tensor& block_table,
+                                           const Tensor& seq_lens, const Tensor& key_signs, const Tensor& value_signs,
+                                           const OptionalTensor& key_levels, const OptionalTensor& value_levels,
+                                           const OptionalTensor& center, int64_t page_size, int64_t key_bits,
+                                           int64_t value_bits, double softmax_scale, const OptionalTensor& cu_seqlens_q,
+                                           int64_t max_q_len, const OptionalTensor& tail,
+                                           const OptionalTensor& tail_slots, const OptionalTensor& tail_valid,
+                                           int64_t sink_tokens, int64_t recent_window, int64_t sliding_window,
+                                           double soft_cap, const OptionalTensor& sink_logits) {
+  const AttentionCall call{
+      q,          cache,      block_table, seq_lens,      key_signs,      value_signs,  key_levels, value_levels,
+      center,     page_size,  key_bits,    value_bits,    softmax_scale,  cu_seqlens_q, max_q_len,  tail,
+      tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,     sink_logits};
+  const format::Record record = check_attention(call);
+  Tensor out = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
+  Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(1)}, ScalarType::Float);
+  attend(call, record, out, lse);
+  return {out, lse};
+}
+
+void paged_attention_out(const Tensor& q, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
+                         const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
+                         const OptionalTensor& value_levels, const OptionalTensor& center, int64_t page_size,
+                         int64_t key_bits, int64_t value_bits, double softmax_scale, const Tensor& out,
+                         const Tensor& lse, const OptionalTensor& cu_seqlens_q, int64_t max_q_len,
+                         const OptionalTensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& tail_valid,
+                         int64_t sink_tokens, int64_t recent_window, int64_t sliding_window, double soft_cap,
+                         const OptionalTensor& sink_logits) {
+  const AttentionCall call{
+      q,          cache,      block_table, seq_lens,      key_signs,      value_signs,  key_levels, value_levels,
+      center,     page_size,  key_bits,    value_bits,    softmax_scale,  cu_seqlens_q, max_q_len,  tail,
+      tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,     sink_logits};
+  const format::Record record = check_attention(call);
+  check_attention_outputs(call, out, lse);
+  attend(call, record, out, lse);
+}
+
+// ---- merge_attention --------------------------------------------------------------------------------------------------
 
 constexpr int kThreads = 256;
 
@@ -80,5 +187,7 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
+  m.impl("paged_attention", TORCH_BOX(&turboquant::cuda::paged_attention));
+  m.impl("paged_attention_out", TORCH_BOX(&turboquant::cuda::paged_attention_out));
   m.impl("merge_attention", TORCH_BOX(&turboquant::cuda::merge_attention));
 }

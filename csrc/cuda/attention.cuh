@@ -44,7 +44,9 @@ struct Attention {
   int max_seqs, sink_tokens, ring, recent_window;
 
   // The queries of sequence s are tokens [first_query(s), first_query(s) + num_queries(s)).
-  __device__ __forceinline__ int first_query(int s) const { return query_begin ? min(max(query_begin[s], 0), tokens) : s; }
+  __device__ __forceinline__ int first_query(int s) const {
+    return query_begin ? min(max(query_begin[s], 0), tokens) : s;
+  }
   __device__ __forceinline__ int num_queries(int s) const {
     if (!query_begin) return 1;
     return min(max(min(query_begin[s + 1], tokens) - first_query(s), 0), max_q_len);

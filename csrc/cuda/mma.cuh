@@ -1,6 +1,6 @@
-// Integer matrix products of one warp on tensor cores: D = A B + D with A 16 x 32, B 32 x 8 (both of bytes), D 16 x 8 (int32).
+// Matrix products of one warp on tensor cores: D = A B + D.
 //
-// Fragments, with g = lane / 4 and t = lane % 4; the four bytes of a word are neighbours in k, lowest first:
+// Bytes: A 16 x 32, B 32 x 8, D 16 x 8 (int32). Fragments, with g = lane / 4 and t = lane % 4; the four bytes of a word are neighbours in k, lowest first:
 //   a[0] row g,     k 4t..4t+3       a[2] row g,     k 16+4t..        b[0] column g, k 4t..
 //   a[1] row g + 8, k 4t..4t+3       a[3] row g + 8, k 16+4t..        b[1] column g, k 16+4t..
 //   d[0], d[1] row g, columns 2t, 2t+1                                d[2], d[3] row g + 8, columns 2t, 2t+1
@@ -39,6 +39,23 @@ __device__ __forceinline__ void mma_bytes(int (&d)[4], const uint32_t (&a)[4], u
           : "r"(a[i]), "r"(k));
     }
   }
+#endif
+}
+
+// Halves: A 16 x 16, B 16 x 8, D 16 x 8 (float32). Fragments as above, but a word holds two neighbours in k, so that 4t becomes
+// 2t and 16+4t becomes 8+2t.
+__device__ __forceinline__ void mma_halves(float* d, const uint4& a, uint32_t b0, uint32_t b1) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+#else  // Turing: 16 x 8 x 8
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.x), "r"(a.y), "r"(b0));
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.z), "r"(a.w), "r"(b1));
 #endif
 }
 
