@@ -1,0 +1,84 @@
+"""Attention in float64 on any device, over keys and values that cache_load has decoded.
+
+paged_attention_reference reads the pages by itself but only on the CPU, one query at a time; this
+one is for long contexts and large batches on the device under test. What both share is nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def exact_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_lens: list[int],
+    q_lens: list[int],
+    *,
+    exact_k: Tensor | None = None,
+    exact_v: Tensor | None = None,
+    sinks: int = 0,
+    window: int = 0,
+    softmax_scale: float | None = None,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) in float64 of paged_attention.
+
+    Args:
+        q: [tokens, q_heads, d].
+        k, v: [seqs, max_len, kv_heads, d], decoded.
+        seq_lens, q_lens: of each sequence; its queries are its last tokens.
+        exact_k, exact_v: of k's shape, seen by a query at p instead of k and v where the key is one
+            of the first `sinks` tokens or of the `window` tokens up to p. None: nowhere.
+        Others: as in paged_attention.
+    """
+    d, kv_heads = q.shape[2], k.shape[2]
+    scale = 1 / math.sqrt(d) if softmax_scale is None else softmax_scale
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64, device=q.device)
+    if sink_logits is not None:
+        lse[: sum(q_lens)] = sink_logits.double()
+    end = 0
+    for s, (length, count) in enumerate(zip(seq_lens, q_lens, strict=True)):
+        begin, end = end, end + count
+        if count == 0 or length == 0:
+            continue
+        first = max(0, length - count - sliding_window + 1) if sliding_window else 0
+        key = torch.arange(first, length, device=q.device)
+        position = torch.arange(length - count, length, device=q.device)[:, None]
+        seen = key <= position
+        if sliding_window:
+            seen &= key > position - sliding_window
+        queries = q[begin:end].double().unflatten(1, (kv_heads, -1))  # [count, kv_heads, group, d]
+
+        def scores(keys: Tensor, s=s, queries=queries, key=key) -> Tensor:
+            return scale * torch.einsum("mhgd,jhd->mhgj", queries, keys[s, key].double())
+
+        score = scores(k)
+        near = torch.zeros_like(seen)
+        if exact_k is not None:
+            near = (key < sinks) | (position - key < window)
+            score = torch.where(near[:, None, None], scores(exact_k), score)
+        if soft_cap > 0:
+            score = soft_cap * torch.tanh(score / soft_cap)
+        score = score.masked_fill(~seen[:, None, None], -torch.inf)
+        total = score.logsumexp(-1)
+        if sink_logits is not None:
+            total = torch.logaddexp(total, sink_logits.double().view(kv_heads, -1))
+        weight = torch.exp(score - total[..., None])
+
+        def sums(weights: Tensor, values: Tensor, s=s, key=key) -> Tensor:
+            return torch.einsum("mhgj,jhd->mhgd", weights, values[s, key].double())
+
+        result = sums(weight * ~near[:, None, None], v)
+        if exact_v is not None:
+            result += sums(weight * near[:, None, None], exact_v)
+        out[begin:end] = result.flatten(1, 2)
+        lse[begin:end] = total.flatten(1, 2)
+    return out, lse
