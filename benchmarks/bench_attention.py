@@ -18,11 +18,13 @@ in the row, with the reason. "of read" compares with a sum over 4 GiB.
     python benchmarks/bench_attention.py --prefill         2,048 queries over 32,768 older tokens
     python benchmarks/bench_attention.py --cases '^k4v4 '  rows that match, printed only
     python benchmarks/bench_attention.py --baselines-only  without us, printed only
+    python benchmarks/bench_attention.py --table           the result file as Markdown
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import math
 import re
 import statistics
@@ -519,15 +521,39 @@ def print_row(row: Row) -> None:
     )
 
 
+def print_markdown(rows: list[Row]) -> None:
+    """Tables for docs/performance.md; rows of one shape are ordered as measured."""
+    print("| case | ms | eager | TB/s | of read | best bf16 | vs bf16 | vs fp8 | largest error |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        fp8 = row["speedup_vs_fp8"]
+        cells = (
+            row["row"],
+            f"{row['ours_ms']:.4f}",
+            f"{row['ours_eager_ms']:.4f}",
+            f"{row['achieved_tb_s']:.2f}",
+            f"{row['fraction_of_read_bandwidth']:.0%}",
+            f"{row['best_bf16_ms']:.4f} ms, {row['best_bf16_name']}",
+            f"{row['speedup_vs_bf16']:.2f}x",
+            "-" if fp8 is None else f"{fp8:.2f}x",
+            f"{row['max_error']:.1e}",
+        )
+        print(f"| {' | '.join(cells)} |")
+
+
 def main() -> None:
     options = common.parser(__doc__)
     options.add_argument("--cases", default="", help="regular expression of rows; prints only")
     options.add_argument("--quick", action="store_true", help="five rows; prints only")
     options.add_argument("--prefill", action="store_true", help="only the rows of 2,048 queries")
     options.add_argument("--baselines-only", action="store_true", help="without us; prints only")
+    options.add_argument("--table", action="store_true", help="prints the result file")
     options.add_argument("--seconds", type=float, default=0.1, help="of one contestant's replays")
     arguments = options.parse_args()
     arguments.dry_run |= bool(arguments.cases or arguments.quick or arguments.baselines_only)
+    if arguments.table:
+        print_markdown(json.loads((common.RESULTS / "h200_attention.json").read_text()))
+        return
     if torch.device(arguments.device).type != "cuda":
         print("This benchmark needs a CUDA device; bench_cpu.py measures attention on CPUs.")
         return
