@@ -4,6 +4,6 @@
 [ $# -gt 0 ] || set -- memcheck racecheck synccheck
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 for tool; do
-    compute-sanitizer --tool "$tool" --error-exitcode 1 --print-limit 20 --kernel-regex kns=turboquant \
+    compute-sanitizer --tool "$tool" --error-exitcode 1 --print-limit 20 --kernel-name kernel_substring=turboquant \
         "${PYTHON:-python3}" -P -m pytest -q -x -m cuda -p no:cacheprovider -k tiny tests/test_decode.py || exit 1
 done

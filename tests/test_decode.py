@@ -4,11 +4,12 @@ device, and all that a serving loop does with it: graphs, streams, compilation.
 Caches start full of stale bytes whose scales are NaN, tails full of NaN, and block tables hold
 garbage where no page is needed. test_attention.py has the small cases, on both devices.
 
-How near: out = sum of p_j v_j. If every score is off by a random error of standard deviation e, so
-is every p_j by a factor of about 1 + e, and for values in random directions |error| / |out| = e: a
-cosine of 1 - e^2 / 2. So the cosine that is promised gives e; no channel may be off by more than
-six times e times the root mean square of its row (plus half a unit of the output's dtype), no lse
-by more than three times e (above 32, where single scores decide, in proportion).
+How near: queries and softmax weights of 11 significant bits, the fewest that a tensor core takes in
+float16, move every score by a random error of about e = (1 + s) 2^-11, s being the standard
+deviation of the logits, and so every weight by a factor of 1 + e. For values in random directions
+that moves out = sum of p_j v_j by e |out|. So no channel may be off by more than 6 e times the root
+mean square of its row (plus half a unit of the output's dtype), no lse by more than 3 e. The cosine
+of every row is above 0.9999 for s up to 3, above 0.999 for 10.
 """
 
 import itertools
@@ -37,6 +38,11 @@ MANY_PRESETS = ("k4v4", "k4v4u", "k5v4u", "k3v3", "k4v2", "k8v8")
 def least_cosine(spread: float) -> float:
     """Promised for logits of this standard deviation."""
     return 0.9999 if spread <= 3 else 0.999
+
+
+def score_error(spread: float) -> float:
+    """e, of the text above."""
+    return (1 + spread) * 2.0**-11
 
 
 class Case(NamedTuple):
@@ -207,12 +213,11 @@ def expected(case: Case, **options) -> tuple[Tensor, Tensor]:
 
 def assert_near(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], spread: float) -> None:
     (out, lse), (exact_out, exact_lse) = found, exact
-    error = math.sqrt(2 * (1 - least_cosine(spread)))
+    error = score_error(spread)
     assert torch.equal(lse == -torch.inf, exact_lse == -torch.inf)
     finite = torch.isfinite(exact_lse)
     assert torch.isfinite(lse[finite]).all()
-    lse_error = (lse.double() - exact_lse)[finite].abs()
-    assert (lse_error <= 3 * error * (exact_lse[finite].abs() / 32).clamp(1)).all()
+    assert (lse.double() - exact_lse)[finite].abs().max() <= 3 * error
     some = exact_out.norm(dim=-1) > 1e-5  # a large learned sink leaves nothing, no key leaves 0
     assert torch.equal(out[~finite], torch.zeros_like(out[~finite]))
     off = (out.double() - exact_out).abs() - HALF_UNIT[out.dtype] * exact_out.abs()
@@ -286,7 +291,7 @@ def test_many_queries_equal_sequential_steps(q_len, tail, name):
             q=case.q[rows], lengths=case.lengths - (q_len - 1 - i), starts=None, max_q_len=1
         )
         one, one_lse = check(step)
-        assert_near((out[rows], lse[rows]), (one.double(), one_lse.double()), 1.0)
+        assert_near((out[rows], lse[rows]), (one.double(), one_lse.double()), 3.0)
 
 
 def test_mixed_numbers_of_queries():
@@ -581,8 +586,10 @@ def test_vectors_of_extreme_size(name):
     k[0, 70] = 0.0
     v[0, 70] = 0.0
     case = build(tt.preset(name, 128), [300], dtype=torch.float32, k=k, v=v)
-    out, _ = check(case._replace(q=case.q * 0.1))
-    assert torch.isfinite(out).all()
+    case = case._replace(q=case.q * 0.1)
+    (out, lse), (exact, _) = attend(case), expected(case)
+    assert torch.isfinite(out).all() and torch.isfinite(lse).all()
+    assert torch.nn.functional.cosine_similarity(out.double(), exact, dim=-1).min() > 0.9999
 
 
 def test_a_broken_token_spoils_only_who_sees_it():
