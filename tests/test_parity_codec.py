@@ -118,6 +118,18 @@ def test_codec_many(d):
         actual = tt.encode(*on_cuda(x, signs, levels, steps), bits, mode, to_device(mean, "cuda"))
         for a, e in zip(actual, expected, strict=True):
             assert_same_bytes(a, e)
+        # Every row elsewhere, in two dimensions that cannot be merged.
+        wide = torch.stack([x[::2], x[1::2], x[::2]], 1).cuda()[:, :2]
+        assert not wide.is_contiguous()
+        on_device = on_cuda(signs, levels, steps)
+        actual = tt.encode(wide, *on_device, bits, mode, to_device(mean, "cuda"))
+        for a, e in zip(actual, expected, strict=True):
+            assert_same_bytes(a.flatten(0, 1), e)
+        for dtype in FLOATS[1:]:
+            y = tt.decode(*expected, signs, levels, bits, mean, dtype)
+            on_device = on_cuda(*expected, signs, levels)
+            moved = to_device(mean, "cuda")
+            assert_same_floats(tt.decode(*on_device, bits, moved, dtype), y)
 
 
 def test_codebooks_of_ones_own():

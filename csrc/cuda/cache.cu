@@ -6,12 +6,15 @@
 
 #include <algorithm>
 
+#include "tile_launch.cuh"
+
 namespace turboquant::cuda {
 namespace {
 
 constexpr int kKeys = 0;                           // the kind of a block of keys; that of values is 1
 constexpr int kBlockTokens = format::kValueGroup;  // tokens of a value block
 constexpr int64_t kMaxGridY = 65535;
+constexpr int64_t kFewVectors = 2048;  // keys or values of a decode step
 
 // ---- Store ------------------------------------------------------------------------------------------------------------
 
@@ -40,6 +43,46 @@ struct StoreArguments {
 template <int M, int LOG_N>
 using StoreTraits = HadamardTraits<M, LOG_N, (1 << LOG_N) / 8 < 32 ? (1 << LOG_N) / 8 : 32>;
 
+// What a lane reads of a vector, as it is stored: it can be on its way while other things are.
+template <typename Traits>
+struct StoredChannels {
+  static_assert(Traits::kVec == 8);
+  static constexpr int kOctets = Traits::kPerLane / 8;
+  uint4 word[kOctets][2];  // the second of float32 only
+
+  __device__ __forceinline__ StoredChannels(const void* data, int element_size, int64_t offset, int lane) {
+#pragma unroll
+    for (int o = 0; o < kOctets; ++o) {
+      const auto from = static_cast<const uint8_t*>(data) + (offset + Traits::channel(lane, o)) * element_size;
+      word[o][0] = __ldg(reinterpret_cast<const uint4*>(from));
+      word[o][1] = element_size == 4 ? __ldg(reinterpret_cast<const uint4*>(from) + 1) : uint4{};
+    }
+  }
+  __device__ __forceinline__ void to_floats(ScalarType dtype, float (&y)[Traits::kPerLane]) const {
+#pragma unroll
+    for (int o = 0; o < kOctets; ++o) {
+      float* to = y + 8 * o;
+      const uint32_t w[8] = {word[o][0].x, word[o][0].y, word[o][0].z, word[o][0].w,
+                             word[o][1].x, word[o][1].y, word[o][1].z, word[o][1].w};
+      if (dtype == ScalarType::BFloat16) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          to[2 * i] = __uint_as_float(w[i] << 16), to[2 * i + 1] = __uint_as_float(w[i] & 0xFFFF0000);
+        }
+      } else if (dtype == ScalarType::Half) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 pair = __half22float2(reinterpret_cast<const __half2&>(w[i]));
+          to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) to[i] = __uint_as_float(w[i]);
+      }
+    }
+  }
+};
+
 template <typename Traits>
 __global__ void __launch_bounds__(kBlockTokens* Traits::kLanes) store_kernel(const __grid_constant__ StoreArguments a) {
   extern __shared__ uint4 staged[];
@@ -52,18 +95,23 @@ __global__ void __launch_bounds__(kBlockTokens* Traits::kLanes) store_kernel(con
   const RecordLayout& layout = a.layout;
   const Codebook& book = a.book[kind];
 
-  const int64_t slot = token < a.tokens ? a.slots[token] : -1;
-  const Token to = a.pages.token(slot, head, layout);
+  // All loads are under way before the first of them is waited for.
   const int64_t from = (token < a.tokens ? token : 0) * a.heads[kind].token_stride + head * a.heads[kind].head_stride;
-  float y[Traits::kPerLane];
-  load_as<Traits>(a.heads[kind].data, a.dtype, from, lane, y);
-  if (kind == kKeys && a.center) subtract<Traits>(y, a.center + head * Traits::kDim, lane);
+  const StoredChannels<Traits> stored(a.heads[kind].data, a.element_size, from, lane);
+  const int64_t slot = token < a.tokens ? a.slots[token] : -1;
+  float signs[Traits::kPerLane], y[Traits::kPerLane];
+  load<Traits>(a.signs[kind], lane, signs);
   shared.fill(book, threadIdx.x, blockDim.x);
+  const Token to = a.pages.token(slot, head, layout);
   if (lane == 0) tokens[mine] = to;
+  stored.to_floats(a.dtype, y);
+  if (kind == kKeys && a.center) subtract<Traits>(y, a.center + head * Traits::kDim, lane);
+#pragma unroll
+  for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], signs[i]);
   __syncthreads();
 
   Octet octet[Octets<Traits>::kCount];
-  const uint16_t scale = encode_vector<Traits>(y, a.signs[kind], lane, shared, book, a.constants, octet);
+  const uint16_t scale = encode_vector<Traits>(y, lane, shared, book, a.constants, octet);
   const int stride = row_stride(row_words(Traits::kDim, book.bits));
   uint32_t* rows = reinterpret_cast<uint32_t*>(staged);
   uint32_t* row = rows + mine * stride;
@@ -240,6 +288,18 @@ class HeadRows {
   AlignedRows rows_;
 };
 
+TileSource tile_source(const Heads& heads, const Tensor& like, const Codebook& book, const Constant& signs,
+                       const float* center) {
+  const int64_t size = like.element_size();
+  return {static_cast<const uint8_t*>(heads.data),
+          heads.token_stride * size,
+          heads.head_stride * size,
+          book,
+          signs.data(),
+          center,
+          like.size(2)};
+}
+
 Tail checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& seq_lens,
                   const OptionalTensor& cu_seqlens_q, const Tensor& k, int64_t sink_tokens) {
   STD_TORCH_CHECK(seq_lens.has_value(), "tail needs seq_lens");
@@ -299,6 +359,22 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
   const Constant k_signs(key_signs), v_signs(value_signs), mean(center);
   const Launch launch(k);
   const format::Split split = format::split_dim(d);
+  const TileArguments tiles{{tile_source(keys.heads(), k, key_book, k_signs, mean.data()),
+                             tile_source(values.heads(), k, value_book, v_signs, nullptr)},
+                            2,
+                            tokens,
+                            static_cast<int>(kv_heads),
+                            k.scalar_type(),
+                            encode_constants(split),
+                            pages,
+                            RecordLayout(record),
+                            static_cast<const int64_t*>(slot_mapping.data_ptr()),
+                            ring,
+                            nullptr,
+                            nullptr,
+                            0};
+  if (launch_tiles(tiles, split, launch.stream())) return launch.check("cache_store");
+
   const StoreArguments arguments{{keys.heads(), values.heads()},
                                  {key_book, value_book},
                                  {k_signs.data(), v_signs.data()},
@@ -313,7 +389,9 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
                                  static_cast<int>(k.element_size())};
   dispatch_head_dim(split, [&](auto m, auto log_n) {
     using Traits = StoreTraits<m, log_n>;
-    const int count = kBlockTokens;
+    // A value block is put together by one block of threads; few tokens rather use more multiprocessors.
+    const bool few = tokens * kv_heads < kFewVectors;
+    const int count = few ? std::max(kBlockTokens / 4, 32 / Traits::kLanes) : kBlockTokens;
     const int row_bytes = 4 * row_stride(row_words(Traits::kDim, static_cast<int>(std::max(key_bits, value_bits))));
     const dim3 grid(num_blocks(tokens, count), static_cast<unsigned>(kv_heads), 2);
     store_kernel<Traits>
@@ -363,6 +441,26 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
                                 mean.data(),
                                 {k.data_ptr(), v.data_ptr()},
                                 dtype};
+  LoadTileArguments tiles{};
+  for (int s = 0; s < 2; ++s) {
+    tiles.source[s] = {s == kKeys ? record.key_bits : record.value_bits, arguments.levels[s], arguments.signs[s],
+                       s == kKeys ? mean.data() : nullptr, arguments.out[s]};
+  }
+  tiles.sources = 2;
+  tiles.heads = static_cast<int>(kv_heads);
+  tiles.dtype = dtype;
+  tiles.seqs = seqs;
+  tiles.max_length = max_seq_len;
+  tiles.pages = pages;
+  tiles.layout = arguments.layout;
+  tiles.table = arguments.table;
+  tiles.lengths = arguments.lengths;
+  tiles.max_pages = arguments.max_pages;
+  if (launch_load_tiles(tiles, format::split_dim(d), launch.stream())) {
+    launch.check("cache_load");
+    return {k, v};
+  }
+
   dispatch_head_dim(format::split_dim(d), [&](auto m, auto log_n) {
     using Traits = DefaultHadamard<m, log_n>;
     constexpr int count = load_tokens<Traits>();

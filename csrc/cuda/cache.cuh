@@ -19,6 +19,7 @@ struct RecordLayout {
   int key_row_bytes, key_plane_bytes, value_block_bytes;
   int key_planes, value_blocks, key_scales, value_scales;  // sections of a tile
 
+  RecordLayout() = default;
   explicit RecordLayout(const format::Record& r)
       : head_dim(r.head_dim), octets(r.head_dim / 8), key_bits(r.key_bits), value_bits(r.value_bits),
         page_shift(log2(r.page_size)), tile_shift(log2(r.tile_tokens())), record_bytes(r.record_bytes()),

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "tile_launch.cuh"
+
 namespace turboquant::cuda {
 namespace {
 
@@ -38,8 +40,9 @@ __global__ void __launch_bounds__(kThreads)
   float y[Traits::kPerLane];
   load_as<Traits>(x, dtype, rows(active ? row : 0), lane, y);
   if (center) subtract<Traits>(y, center, lane);
+  apply_signs<Traits>(y, signs, lane);
   Octet octet[Octets<Traits>::kCount];
-  const uint16_t bits16 = encode_vector<Traits>(y, signs, lane, shared, book, constants, octet);
+  const uint16_t bits16 = encode_vector<Traits>(y, lane, shared, book, constants, octet);
   if (active && lane == 0) scale[row] = bits16;
 
 #pragma unroll
@@ -82,6 +85,34 @@ __global__ void __launch_bounds__(kThreads)
   if (active) store_as<Traits>(y, lane, out, dtype, row * Traits::kDim);
 }
 
+// Many vectors, in at most two leading dimensions; false where that does not apply.
+bool encode_tiles(const AlignedRows& in, const Tensor& x, const Codebook& book, const Constant& signs,
+                  const Constant& center, format::Split split, int row_bytes, const Tensor& packed, const Tensor& scale,
+                  const Launch& launch) {
+  const Rows& rows = in.rows();
+  if (rows.dims > 2 || rows.size[rows.dims - 1] > INT32_MAX) return false;
+  const int64_t size = x.element_size();
+  TileArguments a{};
+  a.source[0] = {
+      static_cast<const uint8_t*>(in.data()), rows.stride[0] * size, 0, book, signs.data(), center.data(), 0};
+  a.sources = 1;
+  a.tokens = rows.count;
+  a.heads = 1;
+  if (rows.dims == 2) {
+    a.source[0].head_stride = rows.stride[1] * size;
+    a.tokens = rows.size[0];
+    a.heads = static_cast<int>(rows.size[1]);
+  }
+  a.dtype = x.scalar_type();
+  a.constants = encode_constants(split);
+  a.packed = static_cast<uint8_t*>(packed.data_ptr());
+  a.scale = static_cast<uint16_t*>(scale.data_ptr());
+  a.row_bytes = row_bytes;
+  if (!launch_tiles(a, split, launch.stream())) return false;
+  launch.check("encode");
+  return true;
+}
+
 // x: [..., d] float, stride 1 in the last dimension -> packed uint8 [..., row_bytes], scale float16 [...]
 std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const OptionalTensor& levels,
                                   const Tensor& steps, int64_t bits, int64_t scale_mode, const OptionalTensor& center) {
@@ -97,6 +128,7 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
   const AlignedRows in(x, word_bytes(std::min(8, split.block), x.element_size()));
   const Constant s(signs), mean(center);
   const Launch launch(x);
+  if (encode_tiles(in, x, book, s, mean, split, row_bytes, packed, scale, launch)) return {packed, scale};
   dispatch_dim(split, [&](auto traits) {
     using Traits = decltype(traits);
     encode_kernel<Traits>
@@ -107,6 +139,25 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
     launch.check("encode");
   });
   return {packed, scale};
+}
+
+// Many vectors; false where that does not apply.
+bool decode_tiles(const DenseVectors& vectors, const Tensor& packed, const Tensor& scale, const Constant& signs,
+                  const OptionalTensor& levels, int bits, const Constant& center, ScalarType dtype, const Tensor& out,
+                  const Launch& launch) {
+  if (!aligned(packed.data_ptr(), 8)) return false;
+  LoadTileArguments a{};
+  a.source[0] = {bits, levels_data(levels), signs.data(), center.data(), out.data_ptr()};
+  a.sources = a.heads = 1;
+  a.dtype = dtype;
+  a.seqs = 1;
+  a.max_length = vectors.count;
+  a.packed = bytes_of(packed);
+  a.scale = static_cast<const uint16_t*>(scale.data_ptr());
+  a.row_bytes = vectors.row_bytes;
+  if (!launch_load_tiles(a, vectors.split, launch.stream())) return false;
+  launch.check("decode");
+  return true;
 }
 
 // packed: uint8 [..., row_bytes], scale: float16 [...], both contiguous -> [..., d] of `dtype`; d is that of signs
@@ -121,6 +172,7 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
 
   const Constant s(signs), mean(center);
   const Launch launch(packed);
+  if (decode_tiles(vectors, packed, scale, s, levels, static_cast<int>(bits), mean, dtype, out, launch)) return out;
   dispatch_dim(vectors.split, [&](auto traits) {
     using Traits = decltype(traits);
     decode_kernel<Traits>

@@ -180,23 +180,17 @@ inline EncodeConstants encode_constants(format::Split split) {
 // has the magnitude of ~u = -u - 1, because one that lies on a boundary belongs to the upper code.
 struct SharedCodebook {
   static constexpr int kMaxSteps = 64, kMaxHalf = 16;
-  int boundary[kMaxSteps * (kMaxHalf - 1)];  // up to 5 bits, in grains: [num_steps][half - 1]
+  int boundary[kMaxSteps][kMaxHalf];  // up to 5 bits, in grains: half - 1 of each candidate, increasing
   float step[kMaxSteps];
   int level[kMaxHalf];  // of the magnitudes 0 to half - 1
 
-  // The caller synchronises.
+  // The caller synchronises. Every thread loads what it needs at once: of a short kernel, waiting for memory is most.
   __device__ __forceinline__ void fill(const Codebook& book, int thread, int threads) {
-    for (int s = thread; s < book.num_steps; s += threads) step[s] = book.steps[s];
-    if (book.bits == 8) return;
-    const int half = 1 << (book.bits - 1), inner = half - 1;
-    for (int i = thread; i < half; i += threads) level[i] = format::level_of_code(book.bits, book.levels, half + i);
-    for (int i = thread; i < book.num_steps * inner; i += threads) {
-      const int s = i / inner, below = half + i % inner;
-      const int sum = format::level_of_code(book.bits, book.levels, below) +
-                      format::level_of_code(book.bits, book.levels, below + 1);
-      const float units = __fmul_rn(book.steps[s], format::kUnitsPerSigma / 2 / format::boundary_grain(1));
-      boundary[i] = static_cast<int>(fminf(rintf(__fmul_rn(static_cast<float>(sum), units)), format::kMaxBoundary));
-    }
+    const int entries = book.num_steps * kMaxHalf;
+    fill_entry(book, thread, thread < entries);
+    fill_entry(book, thread + threads, thread + threads < entries);
+#pragma unroll 1
+    for (int i = thread + 2 * threads; i < entries; i += threads) fill_entry(book, i, true);
   }
 
   // Magnitudes of N coordinates under candidate s: how many positive boundaries are <= u, or <= ~u.
@@ -213,11 +207,27 @@ struct SharedCodebook {
       cell[i] = static_cast<int>(static_cast<unsigned>(u[i] ^ u[i] >> 31) / format::boundary_grain(1));
       magnitude[i] = 0;
     }
-    const int inner = (1 << (bits - 1)) - 1;
-    for (int j = 0; j < inner; ++j) {
-      const int t = boundary[s * inner + j];
+    for (int step = 1 << bits >> 2; step > 0; step /= 2) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) magnitude[i] += t <= cell[i];
+      for (int i = 0; i < N; ++i) {
+        if (boundary[s][magnitude[i] + step - 1] <= cell[i]) magnitude[i] += step;
+      }
+    }
+  }
+
+  // Boundary i % 16 of candidate i / 16, and with the first ones steps and levels.
+  __device__ __forceinline__ void fill_entry(const Codebook& book, int i, bool exists) {
+    const int s = i / kMaxHalf, j = i % kMaxHalf, half = book.bits == 8 ? 0 : 1 << (book.bits - 1), code = half + j;
+    const bool has_level = exists && j < half, has_boundary = exists && j + 1 < half;
+    const float step_size = exists ? book.steps[s] : 0;
+    const int below = has_level ? format::level_of_code(book.bits, book.levels, code) : 0;
+    const int above = has_boundary ? format::level_of_code(book.bits, book.levels, code + 1) : 0;
+    if (exists && j == 0) step[s] = step_size;
+    if (has_level && s == 0) level[j] = below;
+    if (has_boundary) {
+      const float units = __fmul_rn(step_size, format::kUnitsPerSigma / 2 / format::boundary_grain(1));
+      const float at = rintf(__fmul_rn(static_cast<float>(below + above), units));
+      boundary[s][j] = static_cast<int>(fminf(at, format::kMaxBoundary));
     }
   }
 
@@ -281,12 +291,12 @@ struct Fit {
   }
 };
 
-// Encodes what a group of lanes holds of a vector, from which a center was subtracted already. y: destroyed. signs: float32 [d].
+// Encodes what a group of lanes holds of a vector, from which a center was subtracted and which was multiplied by the signs already.
+// (The power of two of section 5, step 3 commutes with signs.) y: destroyed.
 // Returns the bits of the float16 scale, in every lane. All 32 lanes of the warp take part.
 template <typename Traits>
-__device__ __forceinline__ uint16_t encode_vector(float (&y)[Traits::kPerLane], const float* signs, int lane,
-                                                  const SharedCodebook& shared, const Codebook& book,
-                                                  const EncodeConstants& constants,
+__device__ __forceinline__ uint16_t encode_vector(float (&y)[Traits::kPerLane], int lane, const SharedCodebook& shared,
+                                                  const Codebook& book, const EncodeConstants& constants,
                                                   Octet (&octet)[Octets<Traits>::kCount]) {
   constexpr int lanes = Traits::kLanes, count = Traits::kPerLane;
   const int bits = book.bits;
@@ -300,7 +310,6 @@ __device__ __forceinline__ uint16_t encode_vector(float (&y)[Traits::kPerLane], 
 #pragma unroll
   for (int i = 0; i < count; ++i) y[i] = __fmul_rn(y[i], down);
 
-  apply_signs<Traits>(y, signs, lane);
   transform_unscaled<Traits>(y, lane);
   float square[count];
 #pragma unroll
@@ -312,42 +321,68 @@ __device__ __forceinline__ uint16_t encode_vector(float (&y)[Traits::kPerLane], 
 #pragma unroll
   for (int i = 0; i < count; ++i) u[i] = __float2int_rn(__fmul_rn(y[i], k));
 
+  // Where a lane holds little, candidates are tried four at a time, so that their shuffles overlap.
+  constexpr int octets = Octets<Traits>::kCount, together = octets <= 2 ? 4 : 1;
+  const bool single = book.num_steps == 1;
+  int magnitude[8 * octets];
   Fit best{0, 0, 0};
   float best_merit = -1;
   int kept = 0;
-  for (int s = 0; s < book.num_steps; ++s) {
-    int dot = 0, squares = 0;
+  const auto sum_up = [&](int s, int& dot, int& squares) {
+    dot = squares = 0;
 #pragma unroll
-    for (int q = 0; q < Octets<Traits>::kCount; ++q) {
-      int magnitude[8];
-      shared.magnitudes<8>(bits, s, u + 8 * q, magnitude);
+    for (int q = 0; q < octets; ++q) {
+      shared.magnitudes<8>(bits, s, u + 8 * q, magnitude + 8 * q);
 #pragma unroll
       for (int i = 0; i < 8 && 8 * q + i < count; ++i) {
-        const int level = shared.level_of(bits, magnitude[i]);
+        const int level = shared.level_of(bits, magnitude[8 * q + i]);
         dot += abs(u[8 * q + i]) * level;
         squares += level * level;
       }
     }
-    const Fit fit = Fit::of_sums(group_sum<lanes>(dot), group_sum<lanes>(squares), shared.step[s]);
+  };
+  const auto consider = [&](int s, int dot, int squares) {
+    const Fit fit = Fit::of_sums(dot, squares, shared.step[s]);
     const float merit = fit.merit();
     if (merit > best_merit) {
       best = fit;
       best_merit = merit;
       kept = s;
     }
+  };
+  if (single) {
+    int dot, squares;
+    sum_up(0, dot, squares);
+    consider(0, group_sum<lanes>(dot), group_sum<lanes>(squares));
+  } else {
+    for (int s = 0; s < book.num_steps; s += together) {
+      int dot[together], squares[together];
+#pragma unroll
+      for (int j = 0; j < together; ++j) sum_up(min(s + j, book.num_steps - 1), dot[j], squares[j]);
+#pragma unroll
+      for (int bit = 1; bit < lanes; bit *= 2) {
+#pragma unroll
+        for (int j = 0; j < together; ++j) {
+          dot[j] += __shfl_xor_sync(0xffffffff, dot[j], bit);
+          squares[j] += __shfl_xor_sync(0xffffffff, squares[j], bit);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < together; ++j) consider(min(s + j, book.num_steps - 1), dot[j], squares[j]);
+    }
+#pragma unroll
+    for (int q = 0; q < octets; ++q) shared.magnitudes<8>(bits, kept, u + 8 * q, magnitude + 8 * q);
   }
 
   const int half = 1 << (bits - 1);
 #pragma unroll
-  for (int q = 0; q < Octets<Traits>::kCount; ++q) {
-    int magnitude[8];
-    shared.magnitudes<8>(bits, kept, u + 8 * q, magnitude);
+  for (int q = 0; q < octets; ++q) {
     octet[q] = {0, 0};
 #pragma unroll
     for (int i = 0; i < 8 && 8 * q + i < count; ++i) {
       const bool negative = u[8 * q + i] < 0;
-      const int code = bits == 8 ? (negative ? -magnitude[i] : magnitude[i]) & 255
-                                 : (negative ? half - 1 - magnitude[i] : half + magnitude[i]);
+      const int m = magnitude[8 * q + i];
+      const int code = bits == 8 ? (negative ? -m : m) & 255 : (negative ? half - 1 - m : half + m);
       if (finite) octet[q].set(bits, i, code);
     }
   }

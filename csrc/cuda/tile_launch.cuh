@@ -1,0 +1,75 @@
+// What tiles.cu and load_tiles.cu do for the ops: encode and decode many vectors at the speed of memory, where they
+// can.
+#pragma once
+
+#include "cache.cuh"
+
+namespace turboquant::cuda {
+
+// Vectors of `heads` heads of tokens, strides in bytes; rows start at multiples of 16 bytes.
+struct TileSource {
+  const uint8_t* data;
+  int64_t token_stride, head_stride;
+  Codebook book;
+  const float* signs;
+  const float* center;    // float32, or null
+  int64_t center_stride;  // between heads, in elements
+};
+
+struct TileArguments {
+  TileSource source[2];  // keys and values, or vectors
+  int sources;
+  int64_t tokens;
+  int heads;
+  ScalarType dtype;
+  EncodeConstants constants;
+
+  // Keys and values go to pages and to the tail,
+  Pages pages;
+  RecordLayout layout;
+  const int64_t* slots;
+  Tail tail;
+
+  // vectors to dense rows [tokens, heads, row_bytes] and scales [tokens, heads].
+  uint8_t* packed;
+  uint16_t* scale;
+  int row_bytes;
+};
+
+// Codes to be decoded, of keys and values or of vectors.
+struct LoadTileSource {
+  int bits;
+  const int8_t* levels;
+  const float* signs;
+  const float* center;  // [heads, d] or null
+  void* out;            // [seqs, max_length, heads, d]
+};
+
+struct LoadTileArguments {
+  LoadTileSource source[2];
+  int sources, heads;
+  ScalarType dtype;  // of what is decoded
+  int64_t seqs, max_length;
+
+  // From pages,
+  Pages pages;
+  RecordLayout layout;
+  const int32_t* table;    // [seqs, max_pages]
+  const int32_t* lengths;  // [seqs]
+  int64_t max_pages;
+
+  // or from dense rows [max_length, row_bytes] that start at multiples of 8 bytes, and scales.
+  const uint8_t* packed;
+  const uint16_t* scale;
+  int row_bytes;
+
+  int tiles, tiles_of_sequence;  // filled in by the launch
+};
+
+// False where there are too few vectors, or no kernel for them.
+bool launch_load_tiles(const LoadTileArguments& arguments, format::Split split, cudaStream_t stream);
+
+// False where there are too few vectors to fill the device, or no kernel for them: then nothing was launched.
+bool launch_tiles(const TileArguments& arguments, format::Split split, cudaStream_t stream);
+
+}  // namespace turboquant::cuda

@@ -1,0 +1,227 @@
+// The kernel for many vectors (tiles.cuh): keys and values into page records, or vectors into dense rows.
+//
+// As many blocks as the device holds at once build their tables and then share out the tiles, a tile being the
+// neighbouring tokens of one head that a warp holds at a time. Warps work on their own, each on keys or on values:
+// while a warp encodes one tile, the next one is on its way into shared memory. What is packed leaves from registers.
+#include "tiles.cuh"
+
+#include <algorithm>
+#include <atomic>
+
+#include "tile_launch.cuh"
+
+namespace turboquant::cuda {
+namespace {
+
+constexpr int kMostWarps = 16;  // of a block: as many as have the registers that they need
+
+template <typename Traits>
+constexpr int kStageWords = Traits::kVectors * kStageStride<Traits>;
+
+// Shared memory in words: table and signs of each source, then what each warp stages.
+template <typename Traits, bool SEARCH>
+constexpr int kSourceWords = kTableWords<Traits, SEARCH> + Traits::kLanes * kSignStride;
+
+enum class RowKind { kKey, kValue, kDense };
+
+template <typename Traits, typename T, bool SEARCH>
+__global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_constant__ TileArguments a) {
+  constexpr int kTokens = kTileTokens<Traits>, kLanes = Traits::kLanes;
+  extern __shared__ uint4 dynamic[];
+  __shared__ SharedCodebook books[2];
+  uint32_t* words = reinterpret_cast<uint32_t*>(dynamic);
+  const int threads = blockDim.x, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int part = lane % kLanes, vector = lane / kLanes;
+
+  // Of two neighbouring warps one takes keys and one values, every scheduler as many of both.
+  const int s = (warp + warp / 4) % a.sources, warps = threads / 32 / a.sources;
+  const TileSource& source = a.source[s];
+  const RowKind kind = a.packed ? RowKind::kDense : s == 0 ? RowKind::kKey : RowKind::kValue;
+  uint32_t* table = words + s * kSourceWords<Traits, SEARCH>;
+  uint32_t* signs = table + kTableWords<Traits, SEARCH> + part * kSignStride;
+  uint32_t* stage = words + a.sources * kSourceWords<Traits, SEARCH> + warp * kStageWords<Traits>;
+
+  const int tiles = static_cast<int>((a.tokens + kTokens - 1) / kTokens) * kPasses<Traits>;
+  const int item = blockIdx.x * warps + warp / a.sources, items_on = gridDim.x * warps;
+  int tile = item / a.heads, head = item % a.heads;
+  const int tiles_on = items_on / a.heads, heads_on = items_on % a.heads;
+  // What no copy reaches must be numbers.
+  for (int i = lane; i < kStageWords<Traits>; i += 32) stage[i] = 0;
+  __syncwarp();
+  const auto start_copies = [&] {  // lane v sees to vector v
+    if (tile >= tiles) return;
+    const int64_t token =
+        int64_t{tile / kPasses<Traits>} * kTokens + token_of_vector<Traits>(lane, tile % kPasses<Traits>);
+    WarpRows<Traits>::start(stage, source.data + token * source.token_stride + head * source.head_stride,
+                            lane < Traits::kVectors && token < a.tokens, lane);
+  };
+  start_copies();
+  for (int t = 0; t < a.sources; ++t) {
+    books[t].fill(a.source[t].book, threadIdx.x, threads);
+    fill_signs<Traits>(words + t * kSourceWords<Traits, SEARCH> + kTableWords<Traits, SEARCH>, a.source[t].signs,
+                       threadIdx.x, threads);
+  }
+  __syncthreads();
+  for (int t = 0; t < a.sources; ++t) {
+    const Codebook& book = a.source[t].book;
+    fill_table<Traits, SEARCH>(reinterpret_cast<uint8_t*>(words + t * kSourceWords<Traits, SEARCH>), books[t],
+                               book.bits, book.num_steps, threadIdx.x, threads);
+  }
+  __syncthreads();
+
+  const TableBook with{&books[s], reinterpret_cast<const uint8_t*>(table), source.book.bits, source.book.num_steps};
+#pragma unroll 1
+  while (tile < tiles) {
+    const int number = token_of_vector<Traits>(vector, tile % kPasses<Traits>), from_head = head;
+    const int64_t token = int64_t{tile / kPasses<Traits>} * kTokens + number;
+    const bool exists = token < a.tokens;
+    const int64_t slot = exists && !a.packed ? a.slots[token] : -1;
+
+    WarpRows<Traits>::wait();
+    float y[64];
+    const Rotated v = rotate_vector<Traits>(y, part, [&](float (&y)[64]) {
+      const uint32_t* staged = stage + vector * kStageStride<Traits> + 32 * part;
+      const float* center = source.center ? source.center + from_head * source.center_stride + 64 * part : nullptr;
+      read_staged<T>(staged, signs, center, part, y);
+    });
+    __syncwarp();
+    tile += tiles_on;
+    head += heads_on;
+    if (head >= a.heads) {
+      head -= a.heads;
+      ++tile;
+    }
+    start_copies();
+
+    const bool zero = v.length == 0;
+    const float factor = zero ? 0.0f : __fdiv_rn(a.constants.units, v.length);
+    const float k[2] = {is_negated<Traits>(part, 0) ? -factor : factor, is_negated<Traits>(part, 1) ? -factor : factor};
+    LaneCodes codes;
+    Fit fit;
+    const bool wide = source.book.bits == 5;
+    if constexpr (SEARCH) {
+      fit = wide ? encode_search<Traits, true>(y, k, with, codes) : encode_search<Traits, false>(y, k, with, codes);
+    } else {
+      fit = wide ? encode_single<Traits, true>(y, k, with, codes) : encode_single<Traits, false>(y, k, with, codes);
+    }
+    uint16_t scale = zero ? 0 : fit.scale(source.book.scale_mode, v.length, v.exponent, a.constants);
+    if (!v.finite) {
+      scale = format::kNanScale;
+#pragma unroll
+      for (int o = 0; o < 8; ++o) codes.low[o] = 0;
+      codes.high[0] = codes.high[1] = 0;
+    }
+
+    const Token to = kind == RowKind::kDense ? Token{} : a.pages.token(slot, from_head, a.layout);
+    if (kind == RowKind::kDense) {
+      if (exists) {
+        const int64_t row = token * a.heads + from_head;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          put_dense_group(codes.low + 4 * h, codes.high[h], source.book.bits, Traits::group(part, h),
+                          a.packed + row * a.row_bytes);
+        }
+        if (part == 0) a.scale[row] = scale;
+      }
+    } else if (kind == RowKind::kKey) {
+      if (to.tile) {
+        uint8_t *row = to.key_row(a.layout), *plane = to.key_plane(a.layout);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          put_key_group(codes.low + 4 * h, codes.high[h], source.book.bits, Traits::group(part, h), row, plane);
+        }
+        if (part == 0) *to.key_scale(a.layout) = scale;
+      }
+    } else {
+      // Are the tokens those of a value block, in its order?
+      const int64_t begin = slot - number % format::kValueGroup;
+      const int64_t common = __shfl_sync(0xffffffff, begin, lane - vector % format::kValueGroup * kLanes - part);
+      const bool together = __all_sync(0xffffffff, to.tile && begin == common && begin % format::kValueGroup == 0);
+      put_value<Traits>(codes, source.book.bits, part, to.tile ? to.value_block(a.layout) : nullptr, to.number,
+                        together);
+      if (to.tile && part == 0) *to.value_scale(a.layout) = scale;
+    }
+    if (a.tail.data && to.tile) {
+      const int64_t kept = a.tail.row(token);
+      constexpr int bytes = 2 * Traits::kDim;
+      if (kept >= 0) {
+        copy_bytes(source.data + token * source.token_stride + from_head * source.head_stride,
+                   a.tail.at(kept, from_head, s, bytes), bytes, part, kLanes);
+      }
+    }
+  }
+}
+
+// ---- Host side ------------------------------------------------------------------------------------------------------
+
+constexpr int kMostDevices = 64;
+constexpr int kLeastWarps = 4;  // fewer hide too little of what each of them waits for
+
+struct DeviceLimits {
+  int multiprocessors, shared_bytes;
+};
+DeviceLimits limits_of(int device) {
+  DeviceLimits l{};
+  check_cuda(cudaDeviceGetAttribute(&l.multiprocessors, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  check_cuda(cudaDeviceGetAttribute(&l.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+             "cudaDeviceGetAttribute");
+  return l;
+}
+
+template <typename Traits, typename T, bool SEARCH>
+bool launch_tile_kernel(const TileArguments& a, cudaStream_t stream) {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  const DeviceLimits limits = limits_of(device);
+  const int fixed = 4 * a.sources * kSourceWords<Traits, SEARCH>, own = 4 * kStageWords<Traits>;
+  const int available = limits.shared_bytes - static_cast<int>(2 * sizeof(SharedCodebook)) - 1024;
+  const int warps = std::min(kMostWarps, (available - fixed) / own) / 8 * 8;
+  if (warps < kLeastWarps) return false;
+  const int64_t items =
+      (a.tokens + kTileTokens<Traits> - 1) / kTileTokens<Traits> * kPasses<Traits> * a.heads * a.sources;
+  if (2 * items < int64_t{limits.multiprocessors} * warps || items > INT32_MAX / 2) return false;
+
+  const int bytes = fixed + warps * own;
+  static std::atomic<int> allowed[kMostDevices];  // shared memory that was asked for already
+  if (device >= kMostDevices || allowed[device].load() < bytes) {
+    check_cuda(cudaFuncSetAttribute(tile_kernel<Traits, T, SEARCH>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+               "cudaFuncSetAttribute");
+    if (device < kMostDevices) allowed[device].store(bytes);
+  }
+  tile_kernel<Traits, T, SEARCH><<<static_cast<unsigned>(limits.multiprocessors), 32 * warps, bytes, stream>>>(a);
+  return true;
+}
+
+template <int LOG_N, typename T>
+bool launch_dim(const TileArguments& a, cudaStream_t stream) {
+  using Traits = TileTraits<LOG_N>;
+  bool search = false;
+  for (int s = 0; s < a.sources; ++s) {
+    const Codebook& book = a.source[s].book;
+    if (book.bits > 5 || book.num_steps > kMostCandidates) return false;
+    search = search || book.num_steps > 1;
+  }
+  if (!search) return launch_tile_kernel<Traits, T, false>(a, stream);
+  // Several candidates need |u| < 2^16.
+  if constexpr (Traits::kDim <= 128) return launch_tile_kernel<Traits, T, true>(a, stream);
+  return false;
+}
+
+}  // namespace
+
+bool launch_tiles(const TileArguments& a, format::Split split, cudaStream_t stream) {
+  const auto launch = [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    switch (split.blocks * split.block) {
+      case 64: return launch_dim<6, T>(a, stream);
+      case 128: return launch_dim<7, T>(a, stream);
+      case 256: return launch_dim<8, T>(a, stream);
+      default: return false;
+    }
+  };
+  if (a.dtype == ScalarType::BFloat16) return launch(Tag<__nv_bfloat16>{});
+  return a.dtype == ScalarType::Half && launch(Tag<__half>{});
+}
+
+}  // namespace turboquant::cuda

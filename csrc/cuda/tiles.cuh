@@ -1,0 +1,758 @@
+// Many vectors of 64, 128 or 256 channels: a lane of a warp holds 64 of them. What encoder, decoder and sketches share,
+// and the encoder, in which tables in shared memory replace the arithmetic of what a coordinate becomes. The bytes are
+// those of codec.cuh.
+//
+// An encoder that keeps up with memory has some twenty instructions for a channel, so each step has its trick:
+//
+// * Lanes that share a vector exchange half of their registers for a butterfly between them, so that it costs half a
+//   shuffle. Which half is the same register in both, because the partner's two halves lie the other way round from the
+//   start.
+// * A power of two in front of a vector changes no code. So vectors are scaled (format.md section 5, step 3) only when
+//   their squares would leave a safe range; that also finds zeros, infinities and NaN. Terms that the two ways round
+//   differently are 2^-66 of the length and could show only through several nested ties.
+// * Integers live as subnormal floats: x * 2^-149 rounds to the nearest integer, ties to even, and leaves |u| in the
+//   low bits with the sign on top. A product with 2^-4 that rounds down, plus the table's start, is the place of cell u
+//   >> 4 in the table.
+// * An entry for every cell that a coordinate can reach holds what becomes of it: sign and magnitude of the code in a
+//   nibble, for up to eight candidates. Byte permutations look up the levels of four nibbles at a time, and dot
+//   products of bytes do the sums.
+#pragma once
+
+#include "cache.cuh"
+
+namespace turboquant::cuda {
+
+// ---- Vectors in lanes -----------------------------------------------------------------------------------------------
+
+template <int LOG_N>
+struct TileTraits {
+  static constexpr int kLogDim = LOG_N, kDim = 1 << LOG_N, kPerLane = 64;
+  static constexpr int kLanes = kDim / kPerLane, kVectors = 32 / kLanes;  // of a vector, of a warp
+  static_assert(kLanes == 1 || kLanes == 2 || kLanes == 4);
+
+  // Rotated, half h of a lane is this group of 32 channels.
+  static __device__ __forceinline__ int group(int part, int h) { return h * kLanes + part; }
+};
+
+// The part of a vector that a lane reads lies the other way round: its second 32 channels first.
+__device__ __forceinline__ int turned(int part) { return part & 1; }
+
+// Bytes of `low` and `high` by the low four nibbles of `selector`.
+__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
+  return out;
+}
+
+// ---- Staged vectors -------------------------------------------------------------------------------------------------
+
+// Words between vectors, and between the signs of the lanes of a vector: 16-byte accesses of eight neighbouring lanes
+// meet different banks (those of d = 256 in two turns).
+template <typename Traits>
+constexpr int kStageStride = Traits::kDim / 2 + 4;
+constexpr int kSignStride = 68;
+
+// Rows of the vectors of a warp, each seen to by one lane, 16 bytes at a time: neighbouring lanes move neighbouring
+// bytes.
+template <typename Traits>
+struct WarpRows {
+  static constexpr int kChunks = Traits::kDim / 8, kTogether = 32 / kChunks, kTimes = Traits::kVectors / kTogether;
+
+  // fn(row in global memory + the lane's place, its place in shared memory) for every vector v whose lane v has a row.
+  template <typename Fn>
+  static __device__ __forceinline__ void each(const void* mine, bool exists, int lane, Fn&& fn) {
+    const auto row = reinterpret_cast<unsigned long long>(exists ? mine : nullptr);
+    const int first = lane / kChunks, place = lane % kChunks;
+    const bool all = __all_sync(0xffffffff, exists || lane >= Traits::kVectors);
+    if (all) {
+#pragma unroll
+      for (int k = 0; k < kTimes; ++k) {
+        const auto from = __shfl_sync(0xffffffff, row, first + k * kTogether);
+        fn(from + 16 * place, (first + k * kTogether) * kStageStride<Traits> + 4 * place);
+      }
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < kTimes; ++k) {
+        const auto from = __shfl_sync(0xffffffff, row, first + k * kTogether);
+        if (from) fn(from + 16 * place, (first + k * kTogether) * kStageStride<Traits> + 4 * place);
+      }
+    }
+  }
+
+  // To shared memory, arriving while the warp goes on, where the device can do that; and the wait for it.
+  static __device__ __forceinline__ void start(uint32_t* stage, const void* mine, bool exists, int lane) {
+    each(mine, exists, lane, [&](unsigned long long from, int at) {
+#if __CUDA_ARCH__ >= 800
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                       static_cast<uint32_t>(__cvta_generic_to_shared(stage + at))),
+                   "l"(from)
+                   : "memory");
+#else
+      *reinterpret_cast<uint4*>(stage + at) = __ldg(reinterpret_cast<const uint4*>(from));
+#endif
+    });
+  }
+  static __device__ __forceinline__ void wait() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+    __syncwarp();
+  }
+
+  // From shared memory, where they may then be written again.
+  static __device__ __forceinline__ void send(const uint32_t* rows, void* mine, bool exists, int lane) {
+    __syncwarp();
+    each(mine, exists, lane, [&](unsigned long long to, int at) {
+      __stwb(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(rows + at));
+    });
+    __syncwarp();
+  }
+};
+
+// Tokens of a tile, which lie next to each other; vectors that take four lanes share them out to two passes.
+template <typename Traits>
+constexpr int kTileTokens = Traits::kLanes == 1 ? 32 : 16;
+template <typename Traits>
+constexpr int kPasses = kTileTokens<Traits> / Traits::kVectors;
+
+// A vector of a warp as a token of the 16 of a value block, or of 32. Vectors that take four lanes come in two passes,
+// and each has tokens that share words of the block.
+template <typename Traits>
+__device__ __forceinline__ int token_of_vector(int vector, int pass) {
+  return Traits::kLanes == 4 ? vector % 4 + 4 * pass + 8 * (vector / 4) : vector;
+}
+
+// Sign bits of the channels, a row for each lane of a vector.
+template <typename Traits>
+__device__ __forceinline__ void fill_signs(uint32_t* rows, const float* signs, int thread, int threads) {
+  for (int i = thread; i < Traits::kDim; i += threads) {
+    rows[i / 64 * kSignStride + i % 64] = __float_as_uint(signs[i]) & 0x80000000;
+  }
+}
+
+// A lane's staged channels as float32, less the center if there is one, with their signs. What is done to 16 channels
+// ends before the next are read, or compilers keep everything in registers at once.
+template <typename T>
+__device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t* signs, const float* center, int part,
+                                            float (&y)[64]) {
+#pragma unroll
+  for (int i = 0; i < 64; i += 16) {
+    const int from = i % 32 + 32 * (i / 32 ^ turned(part));
+    uint32_t word[8], sign[16];
+#pragma unroll
+    for (int k = 0; k < 8; k += 4) {
+      const uint4 w = *reinterpret_cast<const uint4*>(row + from / 2 + k);
+      word[k] = w.x, word[k + 1] = w.y, word[k + 2] = w.z, word[k + 3] = w.w;
+    }
+#pragma unroll
+    for (int k = 0; k < 16; k += 4) {
+      const uint4 s = *reinterpret_cast<const uint4*>(signs + from + k);
+      sign[k] = s.x, sign[k + 1] = s.y, sign[k + 2] = s.z, sign[k + 3] = s.w;
+    }
+    float* to = y + i;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if constexpr (std::is_same_v<T, __half>) {
+        const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word[k]));
+        to[2 * k] = __uint_as_float(__float_as_uint(pair.x) ^ sign[2 * k]);
+        to[2 * k + 1] = __uint_as_float(__float_as_uint(pair.y) ^ sign[2 * k + 1]);
+      } else {  // a sign bit is added, which flips it
+        to[2 * k] = __uint_as_float(word[k] * 65536u + sign[2 * k]);
+        to[2 * k + 1] = __uint_as_float((word[k] & 0xFFFF0000) ^ sign[2 * k + 1]);
+      }
+    }
+    if (center) {  // -(a - b) = (-a) - (-b)
+#pragma unroll
+      for (int k = 0; k < 16; k += 4) {
+        const float4 c = __ldg(reinterpret_cast<const float4*>(center + from + k));
+        to[k] = __fsub_rn(to[k], __uint_as_float(__float_as_uint(c.x) ^ sign[k]));
+        to[k + 1] = __fsub_rn(to[k + 1], __uint_as_float(__float_as_uint(c.y) ^ sign[k + 1]));
+        to[k + 2] = __fsub_rn(to[k + 2], __uint_as_float(__float_as_uint(c.z) ^ sign[k + 2]));
+        to[k + 3] = __fsub_rn(to[k + 3], __uint_as_float(__float_as_uint(c.w) ^ sign[k + 3]));
+      }
+    }
+    asm volatile("" ::: "memory");
+  }
+}
+
+// ---- Rotation -------------------------------------------------------------------------------------------------------
+
+// Butterflies of a vector. A lane's halves may come out with the other sign (is_negated), which costs nothing; with
+// EXACT they do not, and zeros have the sign that they should.
+template <typename Traits, bool EXACT = false>
+__device__ __forceinline__ void rotate_tile(float (&y)[64], int part) {
+#pragma unroll
+  for (int h = 1; h < 32; h *= 2) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+      if ((i & h) == 0) {
+        const float p = y[i], q = y[i + h];
+        y[i] = __fadd_rn(p, q);
+        y[i + h] = __fsub_rn(p, q);
+      }
+    }
+  }
+  // Products with 1 and -1 are exact: what is rounded are sums and differences.
+  const float first = turned(part) ? -1.0f : 1.0f;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const float p = y[i], q = y[i + 32];
+    y[i] = __fmaf_rn(first, p, q);
+    y[i + 32] = __fmaf_rn(-first, q, p);
+  }
+#pragma unroll
+  for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
+    // The next partner wants its halves the other way round.
+    const bool swapped = part & 2 * bit;
+    const float own_side = part & bit ? -1.0f : 1.0f, next_side = swapped ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const float own = y[i];
+      if constexpr (EXACT) {
+        const float other = __shfl_xor_sync(0xffffffff, __fmul_rn(own_side, y[i + 32]), bit);  // -own_side times it
+        const float sum = __fmaf_rn(-own_side, other, own), difference = __fmaf_rn(own_side, own, other);
+        y[i] = swapped && 2 * bit < Traits::kLanes ? difference : sum;
+        y[i + 32] = swapped && 2 * bit < Traits::kLanes ? sum : difference;
+      } else {
+        const float other = __shfl_xor_sync(0xffffffff, y[i + 32], bit);
+        y[i] = __fmaf_rn(next_side, other, own);
+        y[i + 32] = __fmaf_rn(-next_side, other, own);
+      }
+    }
+  }
+}
+
+// The upper of two partners takes the difference the wrong way round.
+template <typename Traits>
+__device__ __forceinline__ bool is_negated(int part, int h) {
+  if (Traits::kLanes == 1) return false;
+  if (Traits::kLanes == 2) return h == 1 && part == 1;
+  return h == 0 ? part == 3 : part == 2;
+}
+
+// What a lane holds after rotate_tile, times the factors of its channels, plus the center if there is one, as
+// numbers of the vector that starts at `row` in shared memory.
+template <typename Traits, typename T>
+__device__ __forceinline__ void put_rotated(const float (&y)[64], const float* factors, const float* center, int part,
+                                            T* row) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int begin = 32 * Traits::group(part, h);
+#pragma unroll
+    for (int i = 0; i < 32; i += 8) {
+      const float4* factor = reinterpret_cast<const float4*>(factors + begin + i);
+      const float4 f[2] = {factor[0], factor[1]};
+      float z[8] = {f[0].x, f[0].y, f[0].z, f[0].w, f[1].x, f[1].y, f[1].z, f[1].w};
+#pragma unroll
+      for (int k = 0; k < 8; ++k) z[k] = __fmul_rn(y[32 * h + i + k], z[k]);
+      if (center) {
+        float c[8];
+        load_floats<8>(center + begin + i, c);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) z[k] = __fadd_rn(z[k], c[k]);
+      }
+      uint32_t word[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if constexpr (std::is_same_v<T, __half>) {
+          const __half2 pair = __floats2half2_rn(z[2 * k], z[2 * k + 1]);
+          word[k] = reinterpret_cast<const uint32_t&>(pair);
+        } else {
+          const __nv_bfloat162 pair = __floats2bfloat162_rn(z[2 * k], z[2 * k + 1]);
+          word[k] = reinterpret_cast<const uint32_t&>(pair);
+        }
+      }
+      *reinterpret_cast<uint4*>(row + begin + i) = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+  }
+}
+
+// Sum of squares of N channels over neighbouring pairs (format.md section 5, step 4), depth first: few live registers.
+template <int N>
+__device__ __forceinline__ float square_tree(const float* y) {
+  if constexpr (N == 1) {
+    return __fmul_rn(y[0], y[0]);
+  } else {
+    return __fadd_rn(square_tree<N / 2>(y), square_tree<N / 2>(y + N / 2));
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ float sum_of_squares(const float (&y)[64]) {
+  float t[2] = {square_tree<32>(y), square_tree<32>(y + 32)};
+#pragma unroll
+  for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) t[h] = __fadd_rn(t[h], __shfl_xor_sync(0xffffffff, t[h], bit));
+  }
+  return __fadd_rn(t[0], t[1]);
+}
+
+// A rotated vector: y in the lanes' registers, its length, and the power of two that was taken out.
+struct Rotated {
+  float length;
+  int exponent;
+  bool finite;  // else y is zero
+};
+
+// read(y): what the vector was stored as, signs applied.
+template <typename Traits, typename Read>
+__device__ __forceinline__ Rotated rotate_vector(float (&y)[64], int part, Read&& read) {
+  Rotated v{0, 0, true};
+  bool scaled = false;
+#pragma unroll 1
+  while (true) {
+    read(y);
+    if (scaled) {  // rare
+      uint32_t largest = 0;
+#pragma unroll
+      for (int i = 0; i < 64; ++i) largest = max(largest, __float_as_uint(y[i]) & 0x7FFFFFFF);
+      largest = group_max<Traits::kLanes>(largest);
+      v.finite = largest < 0x7F800000;
+      v.exponent = min(max(static_cast<int>(largest >> 23) - 127, -100), 100);
+      const float down = power_of_two(-v.exponent);
+#pragma unroll
+      for (int i = 0; i < 64; ++i) y[i] = v.finite ? __fmul_rn(y[i], down) : 0.0f;
+    }
+    rotate_tile<Traits>(y, part);
+    const float squares = sum_of_squares<Traits>(y);
+    v.length = __fsqrt_rn(squares);
+    if (scaled || __all_sync(0xffffffff, squares >= 0x1p-60f && squares <= 0x1p100f)) return v;
+    scaled = true;
+  }
+}
+
+// ---- Tables ---------------------------------------------------------------------------------------------------------
+
+// Cells u >> 4 on either side of zero that a vector can reach: |u| <= 4096 sqrt(d), rounding aside.
+constexpr int table_reach(int d) {
+  int reach = 0;
+  while (reach * reach < 65536 * d) ++reach;  // 256 sqrt(d)
+  return reach + 2;
+}
+template <typename Traits>
+constexpr int kReach = table_reach(Traits::kDim);
+template <typename Traits>
+constexpr int kCells = 2 * kReach<Traits>;
+template <typename Traits, bool SEARCH>
+constexpr int kTableWords = SEARCH ? (kCells<Traits> + 3) / 4 * 4 : (kCells<Traits> + 15) / 16 * 4;
+
+constexpr int kMostCandidates = 8;
+
+// Entries of all cells, a byte each or a word; the caller has synchronised after filling the book, and does so again. A
+// nibble holds a magnitude and, where it leaves room, the sign (set: not negative) in bit 3; the sign of 5-bit codes is
+// bit 4 of bytes.
+template <typename Traits, bool SEARCH>
+__device__ __forceinline__ void fill_table(uint8_t* table, const SharedCodebook& book, int bits, int steps, int thread,
+                                           int threads) {
+  const int inner = (1 << (bits - 1)) - 1;
+  int top = 0;  // no boundary lies beyond
+  for (int s = 0; s < steps; ++s) top = inner ? max(top, book.boundary[s][inner - 1]) : 0;
+  for (int i = thread; i < kCells<Traits>; i += threads) {
+    const int cell = i - kReach<Traits>, positive = cell ^ cell >> 31;
+    const uint32_t sign = cell >= 0 ? (bits < 5 ? 8 : 16) : 0;
+    uint32_t entry = 0;
+#pragma unroll 1
+    for (int s = 0; s < (SEARCH ? kMostCandidates : 1); ++s) {
+      int magnitude = inner;
+      if (positive < top) {
+        magnitude = 0;
+        for (int step = 1 << bits >> 2; step > 0; step /= 2) {
+          if (book.boundary[s < steps ? s : 0][magnitude + step - 1] <= positive) magnitude += step;
+        }
+      }
+      entry |= (magnitude | (SEARCH && bits == 5 ? 0 : sign)) << 4 * s;
+    }
+    if constexpr (SEARCH) {
+      reinterpret_cast<uint32_t*>(table)[i] = entry;
+    } else {
+      table[i] = static_cast<uint8_t>(entry);
+    }
+  }
+}
+
+// Rounds to the nearest integer, as a subnormal float.
+__device__ __forceinline__ float subnormal_integer(float x) { return __fmul_rn(x, 0x1p-149f); }
+
+// What is in the table for such an integer. middle: where cell 0 is, in entries of shared memory, as another.
+template <bool SEARCH>
+__device__ __forceinline__ float table_middle(const uint8_t* table, int reach) {
+  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(table));
+  float middle = __uint_as_float((SEARCH ? at / 4 : at) + reach);
+  asm("" : "+f"(middle));  // in a register: next to an immediate operand it would be copied there for each cell
+  return middle;
+}
+template <bool SEARCH>
+__device__ __forceinline__ uint32_t look_up(float u, float middle) {
+  const uint32_t at = __float_as_uint(__fmaf_rd(u, 0.0625f, middle));
+  uint32_t entry;
+  if constexpr (SEARCH) {
+    asm("ld.shared.u32 %0, [%1];" : "=r"(entry) : "r"(4 * at));
+  } else {
+    asm("ld.shared.u8 %0, [%1];" : "=r"(entry) : "r"(at));
+  }
+  return entry;
+}
+
+// ---- Encoding -------------------------------------------------------------------------------------------------------
+
+// What a warp needs to encode with a codebook.
+struct TableBook {
+  const SharedCodebook* book;
+  const uint8_t* table;
+  int bits, steps;
+};
+
+// A lane's codes: four bits of eight channels in a word, and the fifth bits of 32 channels.
+struct LaneCodes {
+  uint32_t low[8], high[2];
+};
+
+// The levels of magnitudes, a byte each. WIDE: of 16, else of 8.
+template <bool WIDE>
+struct LevelBytes {
+  uint32_t word[WIDE ? 4 : 2];
+
+  __device__ __forceinline__ explicit LevelBytes(const SharedCodebook& book) {
+#pragma unroll
+    for (int i = 0; i < (WIDE ? 4 : 2); ++i) {
+      word[i] = 0;
+#pragma unroll
+      for (int b = 0; b < 4; ++b) word[i] |= static_cast<uint32_t>(book.level[4 * i + b]) << 8 * b;
+    }
+  }
+
+  // Of the four low nibbles; bit 3 is 0 unless WIDE.
+  __device__ __forceinline__ uint32_t of(uint32_t nibbles) const {
+    if constexpr (!WIDE) return permute(word[0], word[1], nibbles);
+    const uint32_t upper = permute(0x80808080, 0x80808080, nibbles), low = nibbles & 0x77777777;  // 255 or 128
+    return (permute(word[WIDE ? 2 : 0], word[WIDE ? 3 : 1], low) & upper) | (permute(word[0], word[1], low) & ~upper);
+  }
+};
+
+// Nibbles of signs and magnitudes to codes of up to four bits.
+__device__ __forceinline__ void codes_of_signs(uint32_t (&x)[8], int bits) {
+  if (bits == 4) {  // 8 + m or 7 - m
+#pragma unroll
+    for (int o = 0; o < 8; ++o) x[o] ^= (~x[o] >> 3 & 0x11111111) * 7;
+  } else {
+    const uint32_t ones = (1u << (bits - 1)) - 1;
+#pragma unroll
+    for (int o = 0; o < 8; ++o) {
+      const uint32_t negative = ~x[o] >> 3 & 0x11111111;
+      x[o] = ((x[o] & 0x77777777) ^ negative * ones) + ((negative ^ 0x11111111) << (bits - 1));
+    }
+  }
+}
+
+// Bits 0 to 7 to the lowest bits of nibbles.
+__device__ __forceinline__ uint32_t nibbles_of_bits(uint32_t b) {
+  b = (b & 15) | (b & 0xF0) << 12;
+  b = (b & 0x00030003) | (b & 0x000C000C) << 6;
+  return (b & 0x01010101) | (b & 0x02020202) << 3;
+}
+
+// One candidate: codes and sums in one pass. k: of each half. |u| < 2^17: what 16 bits do not hold of it is rare, and
+// added apart.
+template <typename Traits, bool WIDE>
+__device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (&k)[2], const TableBook& with,
+                                             LaneCodes& codes) {
+  const float middle = table_middle<false>(with.table, kReach<Traits>);
+  const LevelBytes<WIDE> levels(*with.book);
+  uint32_t dot[2] = {}, square[2] = {}, over = 0;
+#pragma unroll
+  for (int o = 0; o < 8; ++o) {
+    uint32_t u[8], x = 0, negative = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float integer = subnormal_integer(__fmul_rn(y[8 * o + i], k[o / 4]));
+      const uint32_t entry = look_up<false>(integer, middle);
+      u[i] = __float_as_uint(integer);
+      if constexpr (Traits::kDim > 128) over |= u[i];
+      x = __funnelshift_r(x, entry, 4);
+      if constexpr (WIDE) negative |= (~entry >> 4 & 1) << i;
+    }
+    const uint32_t magnitudes = WIDE ? x : x & 0x77777777;
+    const uint32_t first = levels.of(magnitudes), second = levels.of(magnitudes >> 16);
+    square[0] = __dp4a(first, first, square[0]);
+    square[1] = __dp4a(second, second, square[1]);
+    dot[0] = __dp2a_lo(permute(u[0], u[1], 0x5410), first, dot[0]);
+    dot[1] = __dp2a_lo(permute(u[4], u[5], 0x5410), second, dot[1]);
+    dot[0] = __dp2a_hi(permute(u[2], u[3], 0x5410), first, dot[0]);
+    dot[1] = __dp2a_hi(permute(u[6], u[7], 0x5410), second, dot[1]);
+    if constexpr (WIDE) {
+      codes.low[o] = x ^ nibbles_of_bits(negative) * 15;
+      codes.high[o / 4] = (o % 4 ? codes.high[o / 4] : 0) | (negative ^ 255) << 8 * (o % 4);
+    } else {
+      codes.low[o] = x;
+    }
+  }
+  if constexpr (!WIDE) codes_of_signs(codes.low, with.bits);
+  if (Traits::kDim > 128 && (over & 0x10000)) {
+#pragma unroll 1
+    for (int o = 0; o < 8; ++o) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float one = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) one = o == j ? y[8 * j + i] : one;
+        const uint32_t u = __float_as_uint(subnormal_integer(__fmul_rn(one, k[o / 4])));
+        // Beyond every boundary of sensible steps, but the table knows.
+        const uint32_t entry = look_up<false>(__uint_as_float(u), middle);
+        if (u & 0x10000) dot[0] += static_cast<uint32_t>(with.book->level[entry & (WIDE ? 15 : 7)]) << 16;
+      }
+    }
+  }
+  return Fit::of_sums(group_sum<Traits::kLanes>(static_cast<int>(dot[0] + dot[1])),
+                      group_sum<Traits::kLanes>(static_cast<int>(square[0] + square[1])), with.book->step[0]);
+}
+
+// a / b, correctly rounded where neither they nor the quotient come near the ends of the range: what __fdiv_rn does
+// after asking.
+__device__ __forceinline__ float divide(float a, float b) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
+  r = __fmaf_rn(r, __fmaf_rn(-b, r, 1), r);
+  const float q = __fmul_rn(a, r);
+  return __fmaf_rn(r, __fmaf_rn(-b, q, a), q);
+}
+
+// Several candidates; |u| < 2^16.
+template <typename Traits, bool WIDE>
+__device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (&k)[2], const TableBook& with,
+                                             LaneCodes& codes) {
+  constexpr uint32_t kNibble = WIDE ? 0x0F0F0F0F : 0x07070707;
+  const SharedCodebook& book = *with.book;
+  const float middle = table_middle<true>(with.table, kReach<Traits>);
+  const LevelBytes<WIDE> levels(book);
+
+  uint32_t dot[kMostCandidates] = {}, square[kMostCandidates] = {};
+  uint32_t entry[64];
+  codes.high[0] = codes.high[1] = 0;
+#pragma unroll
+  for (int i = 0; i < 64; i += 4) {
+    uint32_t u[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float x = subnormal_integer(__fmul_rn(y[i + j], k[i / 32]));
+      u[j] = __float_as_uint(x);
+      entry[i + j] = look_up<true>(x, middle);
+    }
+    if constexpr (WIDE) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float z = __fadd_rn(__uint_as_float(u[j]), 0.0f);  // -0 is positive
+        codes.high[i / 32] = __funnelshift_l(__float_as_uint(z), codes.high[i / 32], 1);
+      }
+    }
+    const uint32_t first = permute(u[0], u[1], 0x5410), second = permute(u[2], u[3], 0x5410);
+    // Nibbles of four channels under candidates of even and odd number.
+    const uint32_t even[2] = {(entry[i] & kNibble) | (entry[i + 1] << 4 & kNibble << 4),
+                              (entry[i + 2] & kNibble) | (entry[i + 3] << 4 & kNibble << 4)};
+    const uint32_t odd[2] = {(entry[i] >> 4 & kNibble) | (entry[i + 1] & kNibble << 4),
+                             (entry[i + 2] >> 4 & kNibble) | (entry[i + 3] & kNibble << 4)};
+#pragma unroll
+    for (int s = 0; s < kMostCandidates; ++s) {
+      const uint32_t (&of)[2] = s % 2 ? odd : even;
+      const uint32_t nibbles = permute(of[0], of[1], s < 4 ? 0x5140 : 0x7362);  // of two candidates
+      const uint32_t level = levels.of(s & 2 ? nibbles >> 16 : nibbles);
+      square[s] = __dp4a(level, level, square[s]);
+      dot[s] = __dp2a_lo(first, level, dot[s]);
+      dot[s] = __dp2a_hi(second, level, dot[s]);
+    }
+  }
+
+#pragma unroll
+  for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
+#pragma unroll
+    for (int s = 0; s < kMostCandidates; ++s) {
+      dot[s] += __shfl_xor_sync(0xffffffff, dot[s], bit);
+      square[s] += __shfl_xor_sync(0xffffffff, square[s], bit);
+    }
+  }
+  float best_merit = -1;
+  int kept = 0, kept_dot = 0, kept_square = 0;
+#pragma unroll
+  for (int s = 0; s < kMostCandidates; ++s) {
+    const Fit fit = Fit::of_sums(static_cast<int>(dot[s]), static_cast<int>(square[s]), 0);
+    const float merit = fit.a > 0 ? divide(__fmul_rn(fit.a, fit.a), fit.b) : 0;
+    if (s < with.steps && merit > best_merit) {
+      best_merit = merit;
+      kept = s, kept_dot = static_cast<int>(dot[s]), kept_square = static_cast<int>(square[s]);
+    }
+  }
+  const Fit best = Fit::of_sums(kept_dot, kept_square, book.step[kept]);
+
+  const int shift = 28 - 4 * kept;
+#pragma unroll
+  for (int o = 0; o < 8; ++o) {
+    uint32_t x = 0;
+#pragma unroll
+    for (int i = 7; i >= 0; --i) x = __funnelshift_l(entry[8 * o + i] << shift, x, 4);
+    codes.low[o] = x;
+  }
+  if constexpr (!WIDE) codes_of_signs(codes.low, with.bits);
+  if constexpr (WIDE) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t negative = __brev(codes.high[h]);
+      codes.high[h] = ~negative;
+#pragma unroll
+      for (int o = 0; o < 4; ++o) codes.low[4 * h + o] ^= nibbles_of_bits(negative >> 8 * o & 255) * 15;
+    }
+  }
+  return best;
+}
+
+// ---- Stores ---------------------------------------------------------------------------------------------------------
+
+template <int N>
+__device__ __forceinline__ void put_words(uint8_t* to, const uint32_t (&word)[N]) {
+  if constexpr (N == 4) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+  } else if constexpr (N == 2) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) reinterpret_cast<uint32_t*>(to)[i] = word[i];
+  }
+}
+
+// A group of 32 channels in the row of a key; its fifth bits in the plane.
+__device__ __forceinline__ void put_key_group(const uint32_t* low, uint32_t high, int bits, int group, uint8_t* row,
+                                              uint8_t* plane) {
+  if (bits >= 4) {
+    put_words<4>(row + 16 * group, {low[0], low[1], low[2], low[3]});
+    if (bits == 5) {
+      const auto spread = [](uint32_t b) { return (b & 3) | (b & 0x0C) << 6 | (b & 0x30) << 12 | (b & 0xC0) << 18; };
+      const uint32_t word = spread(high) | spread(high >> 8) << 2 | spread(high >> 16) << 4 | spread(high >> 24) << 6;
+      *reinterpret_cast<uint32_t*>(plane + 4 * group) = word;
+    }
+  } else if (bits == 3) {
+    uint32_t out[3];
+#pragma unroll
+    for (int j = 0; j < 3; ++j) out[j] = low[j] | (low[3] << (3 - j) & 0x88888888);
+    put_words<3>(row + 12 * group, out);
+  } else {
+    put_words<2>(row + 8 * group, {close_nibbles(low[0], 2) | close_nibbles(low[1], 2) << 16,
+                                   close_nibbles(low[2], 2) | close_nibbles(low[3], 2) << 16});
+  }
+}
+
+// The same in a dense row.
+__device__ __forceinline__ void put_dense_group(const uint32_t* low, uint32_t high, int bits, int group, uint8_t* row) {
+  uint8_t* to = row + 4 * bits * group;
+  if (bits == 4) return put_words<4>(to, {low[0], low[1], low[2], low[3]});
+  uint64_t string[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) string[i] = dense_string({low[i], bits == 5 ? high >> 8 * i & 255 : 0}, bits);
+  if (bits == 1) {
+    put_words<1>(to, {static_cast<uint32_t>(string[0] | string[1] << 8 | string[2] << 16 | string[3] << 24)});
+  } else if (bits == 2) {
+    put_words<2>(to, {static_cast<uint32_t>(string[0] | string[1] << 16),
+                      static_cast<uint32_t>(string[2] | string[3] << 16)});
+  } else if (bits == 3) {
+    put_words<3>(to, {static_cast<uint32_t>(string[0] | string[1] << 24),
+                      static_cast<uint32_t>(string[1] >> 8 | string[2] << 16),
+                      static_cast<uint32_t>(string[2] >> 16 | string[3] << 8)});
+  } else {
+    put_words<5>(to, {static_cast<uint32_t>(string[0]), static_cast<uint32_t>(string[0] >> 32 | string[1] << 8),
+                      static_cast<uint32_t>(string[1] >> 24 | string[2] << 16),
+                      static_cast<uint32_t>(string[2] >> 16 | string[3] << 24), static_cast<uint32_t>(string[3] >> 8)});
+  }
+}
+
+// A lane's octets from two groups, kLanes groups apart, to neighbouring ones: the exchanges of rotate_tile undone.
+template <typename Traits>
+__device__ __forceinline__ void to_neighbours(uint32_t (&low)[8], int part) {
+#pragma unroll
+  for (int bit = Traits::kLanes / 2; bit > 0; bit /= 2) {
+    const bool upper = part & bit;
+#pragma unroll
+    for (int o = 0; o < 4; ++o) {
+      const uint32_t other = __shfl_xor_sync(0xffffffff, upper ? low[o] : low[o + 4], bit);
+      low[o] = upper ? other : low[o];
+      low[o + 4] = upper ? low[o + 4] : other;
+    }
+  }
+}
+
+// Stores N words of a token, word n of even (parity 0) or odd channels, in its value block: channel g = 2 i + parity is
+// byte i of the token's word, and byte b of the block's word at `at` + lane_bytes * (4 g + q). If `together`, the four
+// tokens that share words are those of four lanes, and transpose 4 x 4 bytes between them: a lane gets the words of i =
+// its b.
+template <typename Traits, int N>
+__device__ __forceinline__ void put_value_words(uint32_t (&even)[N], uint32_t (&odd)[N], uint8_t* at, int lane_bytes,
+                                                int number, bool together) {
+  constexpr int near = Traits::kLanes,
+                far = Traits::kLanes == 4 ? 16 : 8 * Traits::kLanes;  // the lane of token ^ 1, token ^ 8
+  const int q = value_q(number), b = value_b(number);
+  if (together) {
+    const uint32_t first = b & 1 ? 0x3715 : 0x6240, second = b & 2 ? 0x3276 : 0x5410;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      even[n] = permute(even[n], __shfl_xor_sync(0xffffffff, even[n], near), first);
+      even[n] = permute(even[n], __shfl_xor_sync(0xffffffff, even[n], far), second);
+      odd[n] = permute(odd[n], __shfl_xor_sync(0xffffffff, odd[n], near), first);
+      odd[n] = permute(odd[n], __shfl_xor_sync(0xffffffff, odd[n], far), second);
+    }
+    uint8_t* to = at + lane_bytes * (8 * b + q);
+    put_words<N>(to, even);
+    put_words<N>(to + 4 * lane_bytes, odd);
+  } else if (at) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint8_t* to = at + lane_bytes * (8 * i + q) + 4 * n + b;
+        to[0] = static_cast<uint8_t>(even[n] >> 8 * i);
+        to[4 * lane_bytes] = static_cast<uint8_t>(odd[n] >> 8 * i);
+      }
+    }
+  }
+}
+
+// The codes of a lane in its token's value block; block: null where there is no token. together: in all lanes of the
+// warp or none.
+template <typename Traits>
+__device__ __forceinline__ void put_value(LaneCodes& codes, int bits, int part, uint8_t* block, int number,
+                                          bool together) {
+  uint32_t (&low)[8] = codes.low;
+  // Octet a in the low nibbles, b in the high ones: even channels, odd channels.
+  const auto even = [](uint32_t a, uint32_t b) { return (a & 0x0F0F0F0F) | (b << 4 & 0xF0F0F0F0); };
+  const auto odd = [](uint32_t a, uint32_t b) { return (a >> 4 & 0x0F0F0F0F) | (b & 0xF0F0F0F0); };
+  if (bits == 3) {  // 64 channels together
+    to_neighbours<Traits>(low, part);
+    uint32_t e[4], o[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) e[j] = even(low[2 * j], low[2 * j + 1]), o[j] = odd(low[2 * j], low[2 * j + 1]);
+    uint32_t e3[3], o3[3];
+#pragma unroll
+    for (int j = 0; j < 3; ++j) {
+      e3[j] = e[j] | (e[3] << (3 - j) & 0x88888888);
+      o3[j] = o[j] | (o[3] << (3 - j) & 0x88888888);
+    }
+    put_value_words<Traits, 3>(e3, o3, block ? block + 384 * part : nullptr, 12, number, together);
+    return;
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int group = Traits::group(part, h);
+    const uint32_t* l = low + 4 * h;
+    if (bits == 4) {
+      uint32_t e[2] = {even(l[0], l[1]), even(l[2], l[3])}, o[2] = {odd(l[0], l[1]), odd(l[2], l[3])};
+      put_value_words<Traits, 2>(e, o, block ? block + 512 * (group / 2) + 8 * (group % 2) : nullptr, 16, number,
+                                 together);
+    } else {
+      const auto close = [](uint32_t a, uint32_t b) {
+        return (a & 0x03030303) | (a >> 2 & 0x0C0C0C0C) | (b << 4 & 0x30303030) | (b << 2 & 0xC0C0C0C0);
+      };
+      uint32_t e[1] = {close(even(l[0], l[1]), even(l[2], l[3]))}, o[1] = {close(odd(l[0], l[1]), odd(l[2], l[3]))};
+      constexpr int words = Traits::kDim < 128 ? Traits::kDim / 32 : 4;
+      put_value_words<Traits, 1>(e, o, block ? block + 512 * (group / 4) + 4 * (group % 4) : nullptr, 4 * words, number,
+                                 together);
+    }
+  }
+}
+
+}  // namespace turboquant::cuda
