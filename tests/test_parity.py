@@ -396,6 +396,41 @@ def test_equal_magnitudes_cancel():
                 assert_same_bytes(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", FLOATS[1:])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_many_sketches(d, dtype):
+    """Enough for the kernel that takes many, hard ones among them; rows of a wider tensor."""
+    n = 132 * 4 * 32 * 2 + 5
+    x = randn(n, d, seed=d) * torch.logspace(-20, 8, n)[:, None]
+    x[::7, :2] = 100 * x[::7, 2:3]
+    x[::14, 1] *= -1  # large ones cancel
+    x[::5] = torch.round(x[::5].clamp(-3, 3))  # exact zeros
+    hard = hard_vectors(d, signs_of(d))
+    x[50 : 50 + len(hard)] = hard
+    x = torch.stack([x, x.flip(0)], 1).to(dtype)[:, 1]
+    s = projection("structured", d)
+    wide = torch.stack([x, x], 1).cuda()
+    for y in (x.cuda(), wide[:, 1], wide[::2, :1]):
+        expected = tt.qjl_sketch(y.cpu().contiguous(), s)
+        for actual, e in zip(tt.qjl_sketch(y, s.cuda()), expected, strict=True):
+            broken = e.isnan() if e.is_floating_point() else torch.zeros_like(e, dtype=torch.bool)
+            assert_same_bytes(actual.cpu()[~broken], e[~broken])
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS[1:])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_many_vectors_transformed(d, dtype, inverse):
+    """Enough for the kernel that takes many; rows of a wider tensor."""
+    n = 132 * 4 * 32 * 2 + 5
+    x = (randn(n, d, seed=d) * torch.logspace(-4, 3, n)[:, None]).to(dtype)
+    signs = signs_of(d)
+    wide = torch.stack([x, x.flip(0)], 1).cuda()
+    for y in (x.cuda(), wide[:, 1], wide[::3, :1]):
+        expected = tt.hadamard(y.cpu().contiguous(), signs, inverse)
+        assert_same_bytes(tt.hadamard(y, signs.cuda(), inverse), expected)
+
+
 # ---- layouts
 
 

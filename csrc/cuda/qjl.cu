@@ -2,13 +2,14 @@
 //
 // The structured projection is memory bound: a few lanes hold a vector, rotate it and collect the sign bits of their channels.
 // Bits of exact zeros, and of sums that only the scaling by a power of two decides, need more care than the rest: a warp that
-// meets one goes over its vectors again, exactly as the format says. Unusual d take a kernel that always does so.
+// meets one goes over its vectors again, exactly as the format says. Unusual d take a kernel that always does so, and many 16-bit
+// vectors of 64, 128 or 256 channels one that holds them as the encoder does (tiles.cuh).
 // The dense projection is bound by arithmetic: its products are summed in a fixed order, without fused additions.
 #include "qjl.cuh"
 
 #include <algorithm>
 
-#include "codec.cuh"
+#include "tiles.cuh"
 
 namespace turboquant::cuda {
 namespace {
@@ -162,6 +163,94 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncwarp();
     if (active && lane == 0) norms[vector] = norm;
+  }
+}
+
+// ---- Structured, many vectors -------------------------------------------------------------------------------------------
+
+constexpr int kTileWarps = 4, kTileBlocks = 5;  // of a block, of a multiprocessor
+
+template <typename Traits, typename T>
+__global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks)
+    sketch_tile_kernel(const T* residual, const __grid_constant__ Rows rows, const float* signs, uint32_t* bits,
+                       float* norms) {
+  constexpr int kVectors = Traits::kVectors, kLanes = Traits::kLanes, kStride = kStageStride<Traits>;
+  __shared__ alignas(16) uint32_t sign_rows[kLanes * kSignStride];
+  __shared__ alignas(16) uint32_t stages[kTileWarps][kVectors * kStride];
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int part = lane % kLanes, vector = lane / kLanes;
+  uint32_t* stage = stages[warp];
+  for (int i = lane; i < kVectors * kStride; i += 32) stage[i] = 0;
+  fill_signs<Traits>(sign_rows, signs, threadIdx.x, 32 * kTileWarps);
+  __syncthreads();
+
+  const int64_t on = int64_t{gridDim.x} * kTileWarps * kVectors;
+  int64_t first = (int64_t{blockIdx.x} * kTileWarps + warp) * kVectors;
+  const auto start_copies = [&] {
+    if (first >= rows.count) return;
+    const bool exists = lane < kVectors && first + lane < rows.count;
+    WarpRows<Traits>::start(stage, residual + rows(exists ? first + lane : 0), exists, lane);
+  };
+  start_copies();
+
+#pragma unroll 1
+  while (first < rows.count) {
+    const int64_t mine = first + vector;
+    WarpRows<Traits>::wait();
+    float norm;
+    uint32_t negative[2];
+#pragma unroll 1
+    for (bool exact = false;; exact = true) {
+      float y[64];
+      read_staged<T>(stage + vector * kStride + 32 * part, sign_rows + part * kSignStride, nullptr, part, y);
+      bool broken = false;
+      float up = 1;
+      if (exact) {
+        uint32_t amax = 0;
+#pragma unroll
+        for (int i = 0; i < 64; ++i) amax = max(amax, magnitude_bits(y[i]));
+        amax = group_max<kLanes>(amax);
+        broken = amax >= kInfinityBits;
+        up = power_of_two(prescale_exponent(amax));
+        const float down = power_of_two(-prescale_exponent(amax));
+#pragma unroll
+        for (int i = 0; i < 64; ++i) y[i] = __fmul_rn(y[i], down);
+      }
+      float sum = __fadd_rn(square_tree<32>(y), square_tree<32>(y + 32));
+#pragma unroll
+      for (int bit = 1; bit < kLanes; bit *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffff, sum, bit));
+      norm = broken ? nan_norm() : __fmul_rn(__fsqrt_rn(sum), up);
+      rotate_tile<Traits>(y, part);
+      if (exact) {  // -0 counts as positive
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+          const float z = __fmul_rn(is_negated<Traits>(part, i / 32) ? -y[i] : y[i], block_norm(Traits::kLogDim));
+          y[i] = z >= 0 ? 1.0f : -1.0f;
+        }
+      }
+      float least = INFINITY;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        negative[h] = 0;
+#pragma unroll
+        for (int i = 31; i >= 0; --i) {
+          negative[h] = __funnelshift_l(__float_as_uint(y[32 * h + i]), negative[h], 1);
+          least = fminf(least, fabsf(y[32 * h + i]));
+        }
+        if (!exact && is_negated<Traits>(part, h)) negative[h] = ~negative[h];
+        if (broken) negative[h] = 0xffffffff;
+      }
+      // As in sketch_kernel.
+      if (exact || __all_sync(0xffffffff, sum >= 0x1p-60f && sum <= 0x1p100f && least > norm * 0x1p-30f)) break;
+    }
+    __syncwarp();
+    first += on;
+    start_copies();
+    if (mine < rows.count) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) bits[mine * (Traits::kDim / 32) + Traits::group(part, h)] = ~negative[h];
+      if (part == 0) norms[mine] = norm;
+    }
   }
 }
 
@@ -350,6 +439,37 @@ bool dispatch_usual_dim(format::Split split, Fn&& fn) {
   }
 }
 
+// False where there are too few vectors, or no kernel for them.
+bool launch_sketch_tiles(const AlignedRows& in, ScalarType dtype, format::Split split, const Constant& signs,
+                         uint8_t* bits, float* norms, cudaStream_t stream) {
+  int device = 0, multiprocessors = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+             "cudaDeviceGetAttribute");
+  const auto launch = [&](auto tag, auto traits) {
+    using T = typename decltype(tag)::type;
+    using Traits = decltype(traits);
+    const int64_t tiles = (in.rows().count + Traits::kVectors - 1) / Traits::kVectors;
+    if (tiles < int64_t{multiprocessors} * kTileWarps) return false;
+    const int64_t blocks = std::min<int64_t>(multiprocessors * kTileBlocks, (tiles + kTileWarps - 1) / kTileWarps);
+    sketch_tile_kernel<Traits, T>
+        <<<static_cast<unsigned>(blocks), 32 * kTileWarps, 0, stream>>>(static_cast<const T*>(in.data()), in.rows(),
+                                                                        signs.data(), reinterpret_cast<uint32_t*>(bits),
+                                                                        norms);
+    return true;
+  };
+  const auto of_dim = [&](auto tag) {
+    switch (split.blocks * split.block) {
+      case 64: return launch(tag, TileTraits<6>{});
+      case 128: return launch(tag, TileTraits<7>{});
+      case 256: return launch(tag, TileTraits<8>{});
+      default: return false;
+    }
+  };
+  if (dtype == ScalarType::BFloat16) return of_dim(Tag<__nv_bfloat16>{});
+  return dtype == ScalarType::Half && of_dim(Tag<__half>{});
+}
+
 // residual: [..., d] float, stride 1 in the last dimension -> sign_bits uint8 [..., m / 8], norm float32 [...]
 std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& projection) {
   check_float(residual, "residual");
@@ -382,6 +502,10 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
     }
   } else {
     const Constant signs(projection);
+    if (launch_sketch_tiles(in, dtype, split, signs, bits_out, norm_out, launch.stream())) {
+      launch.check("qjl_sketch");
+      return {bits, norm};
+    }
     const bool usual = dispatch_usual_dim(split, [&](auto traits) {
       using Traits = decltype(traits);
       constexpr int per_block = kThreads / Traits::kLanes * kRepeats<Traits>;
