@@ -61,13 +61,14 @@ struct Attention {
     return sliding_window > 0 ? max(0, position - sliding_window + 1) : 0;
   }
 
+  __device__ __forceinline__ bool has_tail(int s) const { return tail && tail_slots[s] >= 0 && tail_slots[s] < max_seqs; }
   // Keys [0, sinks) and [recent, position] of a query come from the tail, what lies between from codes.
   struct Exact {
     int sinks, recent;
   };
   __device__ __forceinline__ Exact exact(int s, int position) const {
-    const int64_t slot = tail ? tail_slots[s] : -1;
-    if (slot < 0 || slot >= max_seqs) return {0, position + 1};
+    if (!has_tail(s)) return {0, position + 1};
+    const int64_t slot = tail_slots[s];
     int sinks = sink_tokens, first = position - recent_window + 1;
     if (tail_valid) sinks = min(sinks, tail_valid[2 * slot]), first = max(first, tail_valid[2 * slot + 1]);
     return {max(sinks, 0), min(max(first, sink_tokens), position + 1)};

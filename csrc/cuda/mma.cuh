@@ -11,12 +11,20 @@
 
 namespace turboquant::cuda {
 
-// A: signed bytes, or unsigned ones; B: signed bytes.
-template <bool UNSIGNED_A = false>
+// Bytes of either side are signed or unsigned.
+template <bool UNSIGNED_A = false, bool UNSIGNED_B = false>
 __device__ __forceinline__ void mma_bytes(int (&d)[4], const uint32_t (&a)[4], uint2 b) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  if constexpr (UNSIGNED_A) {
+  if constexpr (UNSIGNED_A && UNSIGNED_B) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+  } else if constexpr (UNSIGNED_A) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+  } else if constexpr (UNSIGNED_B) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
   } else {
@@ -25,6 +33,7 @@ __device__ __forceinline__ void mma_bytes(int (&d)[4], const uint32_t (&a)[4], u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
   }
 #else  // Turing: 8 x 8 x 16, whose fragments are a quarter of these
+  static_assert(!UNSIGNED_B);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     int* half = d + 2 * (i % 2);

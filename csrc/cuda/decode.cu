@@ -1,0 +1,171 @@
+// The launch of the decode kernel: which kernel, how its shared memory is cut, and counters that need no clearing.
+#include "decode.h"
+
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+#include "decode.cuh"
+
+namespace turboquant::cuda {
+namespace {
+
+constexpr int kMaxRows = 16;  // beyond it, another kernel reads the codes fewer times
+
+DecodeKernel kernel_of(const Attention& a) {
+  const int rows = a.max_q_len * a.group;
+  const bool key_uniform = !a.key_levels, value_uniform = !a.value_levels;
+  const format::Record& r = a.record;
+  switch (r.head_dim) {
+    case 64: return find_decode<64>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
+    case 128: return find_decode<128>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
+    case 192: return find_decode<192>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
+    case 256: return find_decode<256>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
+    default: return {};
+  }
+}
+
+// What launches need to know about the current device.
+struct Device {
+  int index, multiprocessors, shared_per_multiprocessor, shared_per_block;
+
+  static Device current() {
+    static std::mutex mutex;
+    static std::vector<Device> known;
+    int index = 0;
+    check_cuda(cudaGetDevice(&index), "cudaGetDevice");
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const Device& d : known) {
+      if (d.index == index) return d;
+    }
+    const auto attribute = [&](cudaDeviceAttr name) {
+      int value = 0;
+      check_cuda(cudaDeviceGetAttribute(&value, name, index), "cudaDeviceGetAttribute");
+      return value;
+    };
+    known.push_back({index, attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+                     attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)});
+    return known.back();
+  }
+};
+
+int grid_of(const DecodeKernel& k, const Device& device) {
+  return std::min(kMaxDecodeGrid, k.blocks * device.multiprocessors);
+}
+
+int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// As many warps as possible, then as many slots.
+DecodePlan plan_of(const DecodeKernel& k, const SlotLayout& layout, const Device& device, int grid, int d) {
+  constexpr int kReserved = 1024;  // of every block, by CUDA
+  const int limit = std::min(device.shared_per_block, device.shared_per_multiprocessor / k.blocks - kReserved);
+  DecodePlan best{};
+  for (int warps = k.threads / 32; warps >= 1 && best.warps == 0; --warps) {
+    // States of half the warps; or what joins the parts of a segment; or a row of exact keys for each warp.
+    const int join = 4 * std::max({(warps + 1) / 2 * k.join_floats, k.rows * (d + 8 + grid) + 128 * warps, warps * d});
+    const int rows = up_to(k.rows * static_cast<int>(sizeof(DecodeRow)) + 4, 16);
+    const int places = 2 * warps * static_cast<int>(sizeof(DecodePlace));
+    const int plain = 4 * k.rows * d;
+    const int fixed = k.query_bytes + plain + up_to(join, 16) + rows + places, slot = layout.bytes + kBarrierBytes;
+    const int slots = std::min((limit - fixed) / (warps * slot), 8) / kUnitSteps * kUnitSteps;
+    if (slots < kUnitSteps) continue;
+    best.warps = warps, best.slots = slots;
+    best.queries = warps * slots * slot;
+    best.plain = best.queries + k.query_bytes;
+    best.join = best.plain + plain;
+    best.rows = best.join + up_to(join, 16);
+    best.places = best.rows + rows;
+    best.bytes = best.places + places;
+  }
+  STD_TORCH_CHECK(best.warps > 0, "paged_attention: a record of ", layout.bytes, " bytes for 32 tokens does not fit into ",
+                  limit, " bytes of shared memory");
+  return best;
+}
+
+// ---- Counters of arrivals ---------------------------------------------------------------------------------------------
+//
+// They are 0 before and after every launch, so they are cleared once, by the loader, and never again. Launches that may run at the same
+// time must not share them: a stream runs its launches one after the other and has counters of its own; a captured launch gets
+// counters that no other launch will have, because its graph may be replayed on any stream.
+
+constexpr int kCounters = 1 << 20;
+__device__ uint32_t counters[kCounters];
+
+class Counters {
+ public:
+  // Null: there are none left.
+  static uint32_t* take(const Device& device, cudaStream_t stream, int count) {
+    static std::mutex mutex;
+    static std::vector<Counters> all;
+    cudaStreamCaptureStatus status;
+    check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    const std::lock_guard<std::mutex> lock(mutex);
+    auto own = std::find_if(all.begin(), all.end(), [&](const Counters& c) { return c.device_ == device.index; });
+    if (own == all.end()) {
+      void* memory = nullptr;
+      check_cuda(cudaGetSymbolAddress(&memory, counters), "cudaGetSymbolAddress");
+      all.push_back(Counters{device.index, static_cast<uint32_t*>(memory)});
+      own = all.end() - 1;
+    }
+    if (status == cudaStreamCaptureStatusNone) {
+      for (const Stream& s : own->streams_) {
+        if (s.stream == stream && s.count >= count) return s.counters;
+      }
+    }
+    if (own->used_ + count > kCounters) return nullptr;
+    uint32_t* fresh = own->memory_ + own->used_;
+    own->used_ += count;
+    if (status == cudaStreamCaptureStatusNone) own->streams_.push_back({stream, count, fresh});
+    return fresh;
+  }
+
+ private:
+  struct Stream {
+    cudaStream_t stream;
+    int count;
+    uint32_t* counters;
+  };
+  Counters(int device, uint32_t* memory) : device_(device), memory_(memory) {}
+
+  int device_;
+  uint32_t* memory_;
+  int used_ = 0;
+  std::vector<Stream> streams_;
+};
+
+}  // namespace
+
+bool decode_takes(const Attention& a) {
+  return static_cast<int64_t>(a.max_q_len) * a.group <= kMaxRows && kernel_of(a).kernel;
+}
+
+int64_t decode_workspace_bytes(const Attention& a) {
+  const DecodeKernel k = kernel_of(a);
+  const int64_t grid = grid_of(k, Device::current());
+  return grid * (2 * k.rows * (a.record.head_dim + 4) + 1) * 4;
+}
+
+void decode(const Attention& a, void* workspace, cudaStream_t stream) {
+  const DecodeKernel k = kernel_of(a);
+  const Device device = Device::current();
+  const SlotLayout layout(a.record, a.dtype == ScalarType::Float ? 4 : 2);
+  const int grid = grid_of(k, device);
+  DecodePlan plan = plan_of(k, layout, device, grid, a.record.head_dim);
+  const int64_t blocks = (int64_t{a.max_q_len} * a.group + k.rows - 1) / k.rows;
+  const int64_t units =
+      int64_t{a.max_pages} * a.record.page_size / kUnitTokens + 2 + a.sink_tokens + int64_t{a.ring};
+  STD_TORCH_CHECK(units * blocks * a.kv_heads * a.seqs <= INT32_MAX, "paged_attention: ", a.seqs, " sequences of up to ",
+                  int64_t{a.max_pages} * a.record.page_size, " tokens are more work than one call can count");
+
+  plan.parts = static_cast<float*>(workspace);
+  plan.arrivals = Counters::take(device, stream, grid);
+  if (!plan.arrivals) {  // thousands of captured launches: this one clears its own
+    plan.arrivals = static_cast<uint32_t*>(workspace) + int64_t{grid} * 2 * k.rows * (a.record.head_dim + 4);
+    check_cuda(cudaMemsetAsync(plan.arrivals, 0, int64_t{grid} * 4, stream), "cudaMemsetAsync");
+  }
+  check_cuda(cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes), "paged_attention");
+  void* arguments[] = {const_cast<Attention*>(&a), const_cast<SlotLayout*>(&layout), &plan};
+  check_cuda(cudaLaunchKernel(k.kernel, dim3(grid), dim3(plan.warps * 32), arguments, plan.bytes, stream), "paged_attention");
+}
+
+}  // namespace turboquant::cuda

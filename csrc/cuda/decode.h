@@ -1,0 +1,31 @@
+// The decode kernel as its callers see it: which calls it takes, what memory it needs, the launch. (The kernel: decode.cuh.)
+#pragma once
+
+#include "attention.cuh"
+
+namespace turboquant::cuda {
+
+// Whether the decode kernel exists for the head_dim, bits and grids of a call, and its rows (max_q_len * group) are few.
+bool decode_takes(const Attention& a);
+
+// Bytes of memory for partial results that a launch on the current device needs; its contents do not matter.
+int64_t decode_workspace_bytes(const Attention& a);
+
+// One launch. workspace: aligned to 16 bytes.
+void decode(const Attention& a, void* workspace, cudaStream_t stream);
+
+// A compiled kernel; kernel is null where there is none.
+struct DecodeKernel {
+  const void* kernel = nullptr;
+  int rows = 0;         // of a block of rows
+  int blocks = 0;       // per multiprocessor that its registers allow
+  int threads = 0;      // of a block at most
+  int query_bytes = 0;  // of the queries' operands
+  int join_floats = 0;  // of a warp's state
+};
+
+// For keys and values of so many bits, one of 4, 8 and 16 rows: defined in decode_<head_dim>.cu.
+template <int D>
+DecodeKernel find_decode(int key_bits, bool key_uniform, int value_bits, bool value_uniform, int rows);
+
+}  // namespace turboquant::cuda

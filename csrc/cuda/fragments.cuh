@@ -1,0 +1,275 @@
+// From the codes of page records (docs/format.md section 8) to operands of tensor cores (mma.cuh), a lane's words at a time.
+//
+// Keys: rows of the product are 16 tokens, k runs over channels. Values: rows are 16 channels, k runs over 32 tokens. Either way a
+// code becomes a byte, in one of three ways:
+//   masks   a uniform grid: codes stay where they are in their word, so some bytes count 8 or 16 times; `level = 2 code - top`
+//           is left to the sums, which subtract top times the sum of the other side;
+//   tables  Lloyd-Max levels: a byte permutation looks up four codes. Its tables have eight entries, so levels of 4 bits come
+//           in two, `plus` for the upper half of the codes and `minus`, the lower half with its sign changed; a code of the other half
+//           gives 0, and the two products are subtracted;
+//   none    8 bits: codes are levels.
+#pragma once
+
+#include "../format.h"
+#include "mma.cuh"
+
+namespace turboquant::cuda {
+
+constexpr uint32_t kLowNibbles = 0x0F0F0F0F, kHighNibbles = 0xF0F0F0F0;
+
+// x where the bits of `mask` are set, else y.
+__device__ __forceinline__ uint32_t choose_bits(uint32_t mask, uint32_t x, uint32_t y) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(x), "r"(y));
+  return out;
+}
+
+template <int SHIFT>  // to the left; negative: to the right
+__device__ __forceinline__ uint32_t shifted(uint32_t x) {
+  if constexpr (SHIFT >= 0) return x << SHIFT;
+  return x >> -SHIFT;
+}
+
+// Levels by byte permutation. `TWO`: 16 levels, else up to 8.
+template <bool TWO>
+struct LevelTable {
+  uint32_t low, high;  // levels 0-3 and 4-7; of two tables those of codes 8-11 and 12-15
+  uint32_t minus_low = 0, minus_high = 0;
+
+  __device__ __forceinline__ LevelTable(const int8_t* levels, int bits) {  // [2^bits]; null: nobody looks
+    if (!levels) {
+      low = high = 0;
+    } else if constexpr (TWO) {
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(levels);
+      minus_low = __vneg4(words[0]), minus_high = __vneg4(words[1]), low = words[2], high = words[3];
+    } else {
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(levels);
+      low = words[0], high = bits > 2 ? words[1] : 0;
+    }
+  }
+
+  // The bytes of four codes in the low nibbles of `codes`; with two tables `plus` wants their top bits flipped.
+  __device__ __forceinline__ uint32_t plus(uint32_t codes) const { return select_bytes(low, high, codes); }
+  __device__ __forceinline__ uint32_t minus(uint32_t codes) const { return select_bytes(minus_low, minus_high, codes); }
+};
+
+// The four words of eight 3-bit codes each that three words hold: the last one's bits are the top bits of the others' nibbles.
+__device__ __forceinline__ void spread_three_bits(const uint32_t (&w)[3], uint32_t (&codes)[4]) {
+  codes[3] = (w[0] >> 3 & 0x11111111) | (w[1] >> 2 & 0x22222222);
+  codes[3] |= w[2] >> 1 & 0x44444444;
+#pragma unroll
+  for (int j = 0; j < 3; ++j) codes[j] = w[j] & 0x77777777;
+}
+
+// Words from shared memory, 4-byte aligned or as well as their number allows.
+template <int N>
+__device__ __forceinline__ void read_words(const uint8_t* from, uint32_t (&w)[N]) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      const uint4 x = reinterpret_cast<const uint4*>(from)[i / 4];
+      w[i] = x.x, w[i + 1] = x.y, w[i + 2] = x.z, w[i + 3] = x.w;
+    }
+  } else if constexpr (N == 2) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    w[0] = x.x, w[1] = x.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) w[i] = reinterpret_cast<const uint32_t*>(from)[i];
+  }
+}
+
+// ---- Keys -------------------------------------------------------------------------------------------------------------
+
+// Channels are taken in chunks; a lane's share of a chunk (a quarter: t = lane % 4) lies in neighbouring words of a key row.
+template <int D, int BITS, bool UNIFORM>
+struct KeyCodes {
+  static constexpr int kBits = BITS;
+  static constexpr bool kUniform = UNIFORM;
+  static constexpr bool kMasks = UNIFORM && BITS < 8, kTwoTables = !UNIFORM && BITS == 4;
+  static_assert(BITS == 8 ? UNIFORM : BITS == 5 ? UNIFORM : BITS == 4 || (!UNIFORM && BITS < 4), "no such keys");
+  static_assert(D % 64 == 0);
+
+  static constexpr int kChunk = D % 128 == 0 ? 128 : 64;
+  static constexpr int kChunks = D / kChunk;
+  static constexpr int kFrags = kChunk / 32;                                    // products of a chunk
+  static constexpr int kWords = BITS == 3 ? 3 : (BITS == 5 ? 4 : BITS) * kChunk / 128;  // of a lane
+  static constexpr int kSets = kMasks || kTwoTables ? 2 : 1;  // kinds of sums: those of low and high nibbles, or of two tables
+
+  // sum of q * level = (weighted sums - kZero * sum of q) * kUnit
+  static constexpr int kWeight0 = BITS == 4 && UNIFORM ? 16 : BITS == 5 ? 8 : 1, kWeight1 = kTwoTables ? -1 : 1;
+  static constexpr int kZero = !kMasks ? 0 : BITS == 4 ? 8 * 15 : 4 * 31;
+  static constexpr float kUnit = !kMasks ? 1.0f : BITS == 4 ? 1.0f / 8 : 1.0f / 4;
+
+  struct Words {
+    uint32_t w[kWords];
+    uint32_t plane;  // 5 bits: the top bits
+  };
+
+  // row, plane: of one token. Words stay as they are for 4, 5 and 8 bits; else they become nibbles: `spread`.
+  static __device__ __forceinline__ void load(const uint8_t* row, const uint8_t* plane, int chunk, int t, Words& x) {
+    if constexpr (BITS == 3) {
+      constexpr int kGroups = kChunk / 32;  // of 32 channels, 12 bytes each
+      read_words(row + 12 * (chunk * kGroups + t * kGroups / 4), x.w);
+    } else {
+      read_words(row + 4 * kWords * (4 * chunk + t), x.w);
+    }
+    if constexpr (BITS == 5) {
+      x.plane = *reinterpret_cast<const uint32_t*>(plane + (kChunk == 128 ? 4 * (4 * chunk + t) : 4 * (2 * chunk + t / 2)));
+      if constexpr (kChunk == 64) x.plane >>= 4 * (t & 1);
+    }
+  }
+
+  // What expand takes: for tables a word of nibbles per product or half product, else the words themselves.
+  static constexpr int kPrepared = BITS == 3 ? 4 : BITS == 2 ? 2 * kWords : kWords;
+  struct Prepared {
+    uint32_t w[kPrepared];
+    uint32_t plane;
+  };
+  static __device__ __forceinline__ void prepare(const Words& x, int t, Prepared& p) {
+    p.plane = x.plane;
+    if constexpr (BITS == 3) {
+      spread_three_bits(x.w, p.w);
+      if constexpr (kChunk == 64) {  // two lanes share a group
+#pragma unroll
+        for (int j = 0; j < 4; ++j) p.w[j] >>= 16 * (t & 1);
+      }
+    } else if constexpr (BITS == 2) {
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) p.w[2 * j] = x.w[j] & 0x33333333, p.w[2 * j + 1] = x.w[j] >> 2 & 0x33333333;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) p.w[j] = x.w[j];
+    }
+  }
+
+  // The set that product `i` of a chunk adds to (with two tables: both).
+  static constexpr __device__ int set_of(int i) { return kMasks ? i % 2 : 0; }
+
+  // Product i of a chunk: rows of g and h (8 rows further down). minus: with two tables only.
+  template <int I>
+  static __device__ __forceinline__ void expand(const Prepared& g, const Prepared& h, const LevelTable<kTwoTables>& table,
+                                                uint32_t (&a)[4], uint32_t (&minus)[4]) {
+    if constexpr (BITS == 8) {
+      a[0] = g.w[2 * I], a[1] = h.w[2 * I], a[2] = g.w[2 * I + 1], a[3] = h.w[2 * I + 1];
+    } else if constexpr (BITS == 4 && UNIFORM) {
+      constexpr uint32_t kMask = I % 2 ? kHighNibbles : kLowNibbles;
+      constexpr int j = I / 2 * 2;
+      a[0] = g.w[j] & kMask, a[1] = h.w[j] & kMask, a[2] = g.w[j + 1] & kMask, a[3] = h.w[j + 1] & kMask;
+    } else if constexpr (BITS == 5) {
+      constexpr int j = I / 2 * 2;
+      a[0] = five_bits<I % 2, j>(g.w[j], g.plane), a[1] = five_bits<I % 2, j>(h.w[j], h.plane);
+      a[2] = five_bits<I % 2, j + 1>(g.w[j + 1], g.plane), a[3] = five_bits<I % 2, j + 1>(h.w[j + 1], h.plane);
+    } else if constexpr (BITS == 4) {
+      const uint32_t x = g.w[I] ^ 0x88888888, y = h.w[I] ^ 0x88888888;
+      a[0] = table.plus(x), a[1] = table.plus(y), a[2] = table.plus(x >> 16), a[3] = table.plus(y >> 16);
+      minus[0] = table.minus(g.w[I]), minus[1] = table.minus(h.w[I]);
+      minus[2] = table.minus(g.w[I] >> 16), minus[3] = table.minus(h.w[I] >> 16);
+    } else if constexpr (BITS == 3 && kChunk == 64) {
+      a[0] = table.plus(g.w[2 * I]), a[1] = table.plus(h.w[2 * I]);
+      a[2] = table.plus(g.w[2 * I + 1]), a[3] = table.plus(h.w[2 * I + 1]);
+    } else {
+      a[0] = table.plus(g.w[I]), a[1] = table.plus(h.w[I]), a[2] = table.plus(g.w[I] >> 16), a[3] = table.plus(h.w[I] >> 16);
+    }
+  }
+
+  // Where a channel is among the operands of the other side: product, half of it (b.x or b.y), lane % 4 and byte.
+  struct Place {
+    int frag, half, t, byte;
+  };
+  static __device__ __forceinline__ Place place(int channel) {
+    const int chunk = channel / kChunk, c = channel % kChunk, share = kChunk / 4;
+    const int t = c / share, x = c % share;  // x: in the lane's share
+    const int first = chunk * kFrags;
+    if constexpr (BITS == 8) return {first + x / 8, x / 4 % 2, t, x % 4};
+    if constexpr (kMasks) return {first + x / 16 * 2 + x % 2, x / 8 % 2, t, x % 8 / 2};
+    if constexpr (BITS == 4) return {first + x / 8, x % 8 / 4, t, x % 4};
+    if constexpr (BITS == 2) return {first + x / 16 * 2 + x % 2, x % 16 / 8, t, x % 8 / 2};
+    if constexpr (kChunk == 128) return {first + x / 8, x % 8 / 4, t, x % 4};
+    const int group = c / 32, j = c % 32 / 8, i = c % 8;  // 3 bits in chunks of 64
+    return {first + j / 2, j % 2, 2 * group + i / 4, i % 4};
+  }
+
+ private:
+  // Four codes of 5 bits: the even (SIDE 0) or odd channels of word J of a group, the odd ones eight times as large.
+  template <int SIDE, int J>
+  static __device__ __forceinline__ uint32_t five_bits(uint32_t w, uint32_t plane) {
+    if constexpr (SIDE == 0) return (w & kLowNibbles) | (shifted<4 - 2 * J>(plane) & 0x10101010);
+    return (w >> 1 & 0x78787878) | (shifted<6 - 2 * J>(plane) & 0x80808080);
+  }
+};
+
+// ---- Values -----------------------------------------------------------------------------------------------------------
+
+// Channels are taken in groups of 64, four products of 16 channels; a lane's words of two blocks of 16 tokens make an operand.
+template <int D, int BITS, bool UNIFORM>
+struct ValueCodes {
+  static constexpr int kBits = BITS;
+  static constexpr bool kUniform = UNIFORM;
+  static constexpr bool kMasks = UNIFORM && BITS < 8, kTwoTables = !UNIFORM && BITS == 4;
+  static_assert(BITS == 8 ? UNIFORM : BITS == 4 || BITS == 3 || (!UNIFORM && BITS == 2), "no such values");
+  static_assert(D % 64 == 0);
+
+  static constexpr int kGroups = D / 64;
+  static constexpr int kWords = BITS;  // of a lane in a group and block: 64 channels * 4 tokens * BITS / 32 lanes / 32 bits
+  // Order of the tokens of a lane within an operand's bytes: those of the two blocks in turn, or one block after the other.
+  static constexpr bool kMixed = !UNIFORM;
+
+  // level = 2 code - kTop for masks; the upper eight rows of a product count kUpper times.
+  static constexpr int kTop = (1 << BITS) - 1;
+  static constexpr float kUpper = kMasks ? 16 : 1;
+
+  struct Words {
+    uint32_t w[kWords == 3 ? 4 : kWords];
+  };
+
+  // block: of 16 tokens
+  static __device__ __forceinline__ void load(const uint8_t* block, int group, int lane, Words& x) {
+    if constexpr (BITS == 3) {
+      uint32_t w[3];
+      read_words(block + 384 * group + 12 * lane, w);
+      spread_three_bits(w, x.w);
+    } else if constexpr (BITS == 2) {
+      constexpr int kUnits = D / 32;  // in chunks of four; two of them are a group
+      const int chunk = group / 2, words = kUnits - 4 * chunk < 4 ? 2 : 4;
+      read_words(block + 512 * chunk + 4 * words * lane + 8 * (group % 2), x.w);
+    } else {
+      constexpr int kChunks = BITS / 4;  // of 512 bytes
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        uint32_t w[4];
+        read_words(block + 512 * (group * kChunks + i) + 16 * lane, w);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x.w[4 * i + j] = w[j];
+      }
+    }
+  }
+
+  // Product I of a group: channels 16 I and up. a, b: the two blocks.
+  template <int I>
+  static __device__ __forceinline__ void expand(const Words& a, const Words& b, const LevelTable<kTwoTables>& table,
+                                                uint32_t (&plus)[4], uint32_t (&minus)[4]) {
+    if constexpr (BITS == 8) {
+      plus[0] = a.w[2 * I], plus[1] = a.w[2 * I + 1], plus[2] = b.w[2 * I], plus[3] = b.w[2 * I + 1];
+    } else if constexpr (kMasks) {
+      plus[0] = a.w[I] & kLowNibbles, plus[1] = a.w[I] & kHighNibbles;
+      plus[2] = b.w[I] & kLowNibbles, plus[3] = b.w[I] & kHighNibbles;
+    } else {
+      uint32_t x, y;  // codes of the lower and upper eight channels: nibbles of both blocks in turn
+      if constexpr (BITS == 2) {
+        const uint32_t m = I % 2 ? choose_bits(kLowNibbles, a.w[I / 2] >> 4, b.w[I / 2])
+                                 : choose_bits(kLowNibbles, a.w[I / 2], b.w[I / 2] << 4);
+        x = m & 0x33333333, y = m >> 2 & 0x33333333;
+      } else {
+        x = choose_bits(kLowNibbles, a.w[I], b.w[I] << 4), y = choose_bits(kLowNibbles, a.w[I] >> 4, b.w[I]);
+      }
+      if constexpr (kTwoTables) {
+        minus[0] = table.minus(x), minus[1] = table.minus(y), minus[2] = table.minus(x >> 16), minus[3] = table.minus(y >> 16);
+        x ^= 0x88888888, y ^= 0x88888888;
+      }
+      plus[0] = table.plus(x), plus[1] = table.plus(y), plus[2] = table.plus(x >> 16), plus[3] = table.plus(y >> 16);
+    }
+  }
+};
+
+}  // namespace turboquant::cuda

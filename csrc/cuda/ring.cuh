@@ -1,0 +1,93 @@
+// A warp's ring of buffers in shared memory, filled asynchronously: what differs between architectures about copying lives here.
+//
+// Every slot has a barrier in shared memory whose phase flips when its bytes have arrived. From sm_90 on one instruction of one
+// lane copies a whole block; on sm_80 to sm_89 all lanes copy 16 bytes at a time.
+#pragma once
+
+#include <cstdint>
+
+namespace turboquant::cuda {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kBulkCopies = true;
+#else
+constexpr bool kBulkCopies = false;
+#endif
+
+// Makes a slot's barrier ready; by one lane, before `barriers_ready`.
+__device__ __forceinline__ void init_barrier(uint64_t* barrier) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(kBulkCopies ? 1 : 32) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void barriers_ready() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+
+// Waits for the phase of a slot to end.
+__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t phase) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(phase)
+      : "memory");
+#elif __CUDA_ARCH__ >= 800
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(phase)
+      : "memory");
+#endif
+}
+
+// Fills two slots: a lane copies one block, `bytes` long (a multiple of 16, aligned to 16), from `from` (null: none) to `to`, which lies
+// in the second slot where `second` is true. All lanes of the warp call it; a slot's phase ends when all of it is there.
+__device__ __forceinline__ void copy_blocks(uint64_t* first_barrier, uint64_t* second_barrier, uint8_t* to, bool second,
+                                            const uint8_t* from, int bytes) {
+  const unsigned blocks = __ballot_sync(0xffffffff, from != nullptr);
+  const int lane = static_cast<int>(threadIdx.x & 31);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const unsigned seconds = __ballot_sync(0xffffffff, second);
+  if (lane < 2) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(
+                     shared_address(lane ? second_barrier : first_barrier)),
+                 "r"(__popc(blocks & (lane ? seconds : ~seconds)) * bytes)
+                 : "memory");
+  }
+  __syncwarp();
+  if (from) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(second ? second_barrier : first_barrier))
+                 : "memory");
+  }
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  for (unsigned rest = blocks; rest; rest &= rest - 1) {
+    const int owner = __ffs(static_cast<int>(rest)) - 1;
+    const uint32_t target = __shfl_sync(0xffffffff, shared_address(to), owner);
+    const uint64_t source = __shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(from), owner);
+    for (int i = 16 * lane; i < bytes; i += 512) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + i), "l"(source + i) : "memory");
+    }
+  }
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(first_barrier)) : "memory");
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(second_barrier)) : "memory");
+#endif
+}
+
+}  // namespace turboquant::cuda
