@@ -3,6 +3,7 @@
 #include "attention.cuh"
 
 #include "codec.cuh"
+#include "decode.h"
 #include "prefill.cuh"
 
 namespace turboquant::cuda {
@@ -69,7 +70,12 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
     a.ring = checked_int(c.tail->size(2) - c.sink_tokens, "the length of a tail");
     a.recent_window = static_cast<int>(c.recent_window);  // not longer than the ring
   }
-  prefill(a, launch, c.q.get_device_index());
+  if (decode_takes(a)) {
+    const Tensor workspace = torch::stable::new_empty(c.q, {decode_workspace_bytes(a)}, ScalarType::Byte);
+    decode(a, workspace.data_ptr(), launch.stream());
+  } else {
+    prefill(a, launch, c.q.get_device_index());
+  }
 }
 
 std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& cache, const Tensor& block_table,

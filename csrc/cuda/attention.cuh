@@ -61,7 +61,9 @@ struct Attention {
     return sliding_window > 0 ? max(0, position - sliding_window + 1) : 0;
   }
 
-  __device__ __forceinline__ bool has_tail(int s) const { return tail && tail_slots[s] >= 0 && tail_slots[s] < max_seqs; }
+  __device__ __forceinline__ bool has_tail(int s) const {
+    return tail && tail_slots[s] >= 0 && tail_slots[s] < max_seqs;
+  }
   // Keys [0, sinks) and [recent, position] of a query come from the tail, what lies between from codes.
   struct Exact {
     int sinks, recent;

@@ -27,7 +27,7 @@ DecodeKernel kernel_of(const Attention& a) {
 
 // What launches need to know about the current device.
 struct Device {
-  int index, multiprocessors, shared_per_multiprocessor, shared_per_block;
+  int index, major, multiprocessors, shared_per_multiprocessor, shared_per_block;
 
   static Device current() {
     static std::mutex mutex;
@@ -43,7 +43,8 @@ struct Device {
       check_cuda(cudaDeviceGetAttribute(&value, name, index), "cudaDeviceGetAttribute");
       return value;
     };
-    known.push_back({index, attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+    known.push_back({index, attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrMultiProcessorCount),
+                     attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
                      attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)});
     return known.back();
   }
@@ -77,8 +78,8 @@ DecodePlan plan_of(const DecodeKernel& k, const SlotLayout& layout, const Device
     best.places = best.rows + rows;
     best.bytes = best.places + places;
   }
-  STD_TORCH_CHECK(best.warps > 0, "paged_attention: a record of ", layout.bytes, " bytes for 32 tokens does not fit into ",
-                  limit, " bytes of shared memory");
+  STD_TORCH_CHECK(best.warps > 0, "paged_attention: a record of ", layout.bytes,
+                  " bytes for 32 tokens does not fit into ", limit, " bytes of shared memory");
   return best;
 }
 
@@ -136,7 +137,9 @@ class Counters {
 }  // namespace
 
 bool decode_takes(const Attention& a) {
-  return static_cast<int64_t>(a.max_q_len) * a.group <= kMaxRows && kernel_of(a).kernel;
+  constexpr int kLeastMajor = 8;  // copies that end in a barrier, see ring.cuh
+  return static_cast<int64_t>(a.max_q_len) * a.group <= kMaxRows && kernel_of(a).kernel &&
+         Device::current().major >= kLeastMajor;
 }
 
 int64_t decode_workspace_bytes(const Attention& a) {
@@ -152,10 +155,10 @@ void decode(const Attention& a, void* workspace, cudaStream_t stream) {
   const int grid = grid_of(k, device);
   DecodePlan plan = plan_of(k, layout, device, grid, a.record.head_dim);
   const int64_t blocks = (int64_t{a.max_q_len} * a.group + k.rows - 1) / k.rows;
-  const int64_t units =
-      int64_t{a.max_pages} * a.record.page_size / kUnitTokens + 2 + a.sink_tokens + int64_t{a.ring};
-  STD_TORCH_CHECK(units * blocks * a.kv_heads * a.seqs <= INT32_MAX, "paged_attention: ", a.seqs, " sequences of up to ",
-                  int64_t{a.max_pages} * a.record.page_size, " tokens are more work than one call can count");
+  const int64_t units = int64_t{a.max_pages} * a.record.page_size / kUnitTokens + 2 + a.sink_tokens + int64_t{a.ring};
+  STD_TORCH_CHECK(units * blocks * a.kv_heads * a.seqs <= INT32_MAX, "paged_attention: ", a.seqs,
+                  " sequences of up to ", int64_t{a.max_pages} * a.record.page_size,
+                  " tokens are more work than one call can count");
 
   plan.parts = static_cast<float*>(workspace);
   plan.arrivals = Counters::take(device, stream, grid);
@@ -163,9 +166,11 @@ void decode(const Attention& a, void* workspace, cudaStream_t stream) {
     plan.arrivals = static_cast<uint32_t*>(workspace) + int64_t{grid} * 2 * k.rows * (a.record.head_dim + 4);
     check_cuda(cudaMemsetAsync(plan.arrivals, 0, int64_t{grid} * 4, stream), "cudaMemsetAsync");
   }
-  check_cuda(cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes), "paged_attention");
+  check_cuda(cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes),
+             "paged_attention");
   void* arguments[] = {const_cast<Attention*>(&a), const_cast<SlotLayout*>(&layout), &plan};
-  check_cuda(cudaLaunchKernel(k.kernel, dim3(grid), dim3(plan.warps * 32), arguments, plan.bytes, stream), "paged_attention");
+  check_cuda(cudaLaunchKernel(k.kernel, dim3(grid), dim3(plan.warps * 32), arguments, plan.bytes, stream),
+             "paged_attention");
 }
 
 }  // namespace turboquant::cuda

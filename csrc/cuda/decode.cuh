@@ -23,28 +23,30 @@
 
 namespace turboquant::cuda {
 
-constexpr int kStepTokens = 32;     // keys of a slot of the ring: two value blocks
-constexpr int kUnitSteps = 2;       // slots of a unit
+constexpr int kStepTokens = 32;  // keys of a slot of the ring: two value blocks
+constexpr int kUnitSteps = 2;    // slots of a unit
 constexpr int kUnitTokens = kStepTokens * kUnitSteps;
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
-constexpr float kNoKey = -1e38f;    // a running maximum before the first key
+constexpr float kNoKey = -1e38f;  // a running maximum before the first key
 constexpr int kMaxDecodeGrid = 4096;
 
 // Where things are in a slot: 32 tokens, one tile or two. Offsets in bytes.
 struct SlotLayout {
-  int bytes;                                                  // of a slot; its barrier follows
-  int copies, copy_shift, copy_bytes;                         // of a slot: 1 or 2; one brings 2^copy_shift tokens, a tile
-  int page_shift, record_bytes;                               // a page has 2^page_shift tokens
-  int exact_keys, exact_bytes;                                // of the exact tail in a slot; of one, key and value
-  int planes, values, key_scales, value_scales;               // sections of the first 16 tokens
-  int next_keys, next_planes, next_values, next_scales;       // from there to tokens 16-31
+  int bytes;                                             // of a slot; its barrier follows
+  int copies, copy_shift, copy_bytes;                    // of a slot: 1 or 2; one brings 2^copy_shift tokens, a tile
+  int page_shift, record_bytes;                          // a page has 2^page_shift tokens
+  int exact_keys, exact_bytes;                           // of the exact tail in a slot; of one, key and value
+  int planes, values, key_scales, value_scales;          // sections of the first 16 tokens
+  int next_keys, next_planes, next_values, next_scales;  // from there to tokens 16-31
 
   SlotLayout(const format::Record& r, int element_bytes)
       : bytes(kStepTokens / r.tile_tokens() * r.tile_bytes()), copies(kStepTokens / r.tile_tokens()),
-        copy_shift(r.tile_tokens() == 16 ? 4 : 5), copy_bytes(r.tile_bytes()),
-        page_shift(r.page_size == 16 ? 4 : r.page_size == 32 ? 5 : r.page_size == 64 ? 6 : 7), record_bytes(r.record_bytes()),
-        exact_keys(0), exact_bytes(2 * r.head_dim * element_bytes), planes(r.key_planes()), values(r.value_blocks()),
-        key_scales(r.key_scales()), value_scales(r.value_scales()) {
+        copy_shift(r.tile_tokens() == 16 ? 4 : 5), copy_bytes(r.tile_bytes()), page_shift(r.page_size == 16   ? 4
+                                                                                          : r.page_size == 32 ? 5
+                                                                                          : r.page_size == 64 ? 6
+                                                                                                              : 7),
+        record_bytes(r.record_bytes()), exact_keys(0), exact_bytes(2 * r.head_dim * element_bytes),
+        planes(r.key_planes()), values(r.value_blocks()), key_scales(r.key_scales()), value_scales(r.value_scales()) {
     exact_keys = bytes / exact_bytes < 8 ? bytes / exact_bytes : 8;
     const bool one = r.tile_tokens() == kStepTokens;
     next_keys = one ? 16 * r.key_row_bytes() : r.tile_bytes();
@@ -56,12 +58,12 @@ struct SlotLayout {
 
 // Shared memory of a block, in bytes from its start.
 struct DecodePlan {
-  int warps, slots;          // warps of a block, slots of a warp's ring, which comes first
-  int queries, plain;        // queries as operands, and as they came: float [rows, d]
-  int join, rows;            // results to be joined; what is known about each row
-  int places, bytes;         // [warps, 2] places in the list of work; all
-  float* parts;              // [grid, 2, rows, 4 + d]: partial results
-  uint32_t* arrivals;        // [grid], 0 between launches
+  int warps, slots;    // warps of a block, slots of a warp's ring, which comes first
+  int queries, plain;  // queries as operands, and as they came: float [rows, d]
+  int join, rows;      // results to be joined; what is known about each row
+  int places, bytes;   // [warps, 2] places in the list of work; all
+  float* parts;        // [grid, 2, rows, 4 + d]: partial results
+  uint32_t* arrivals;  // [grid], 0 between launches
 };
 
 constexpr int kBarrierBytes = 16;
@@ -75,9 +77,9 @@ struct DecodeRow {
 
 // All that follows from the length of a sequence.
 struct DecodeSequence {
-  int queries, length, blocks;    // blocks of rows
-  int first, coded, units;        // first key of unit 0; units of codes; units with the exact ones that follow
-  int sinks, recent, exact;       // exact keys that some row sees: [0, sinks) and [recent, length), together `exact`
+  int queries, length, blocks;  // blocks of rows
+  int first, coded, units;      // first key of unit 0; units of codes; units with the exact ones that follow
+  int sinks, recent, exact;     // exact keys that some row sees: [0, sinks) and [recent, length), together `exact`
 
   __device__ __forceinline__ int rows(const Attention& a) const { return queries * a.group; }
 };
@@ -190,26 +192,26 @@ __device__ __forceinline__ void write_float(void* p, ScalarType dtype, int64_t i
 template <class Keys, class Values, int D, int N>
 struct DecodeTraits {
   static constexpr int kRows = 4 * N;
-  static constexpr int kFrags = D / 32;       // operands of a row's query
-  static constexpr int kTiles = D / 16;       // products of an output
+  static constexpr int kFrags = D / 32;         // operands of a row's query
+  static constexpr int kTiles = D / 16;         // products of an output
   static constexpr int kSums = 2 * kTiles * N;  // floats of a lane
   static constexpr int kJoin = kSums + 2 * N;   // and its maxima and denominators
   static constexpr int kLog = D % 3 == 0 ? (D == 192 ? 6 : 5) : D == 64 ? 6 : D == 128 ? 7 : 8;
   using Rotation = HadamardTraits<D % 3 == 0 ? 3 : 1, kLog, 32, (1 << kLog) / 32>;
-  static constexpr int kPerLane = D / 32;     // channels of a row in a lane of its warp
+  static constexpr int kPerLane = D / 32;  // channels of a row in a lane of its warp
   static constexpr format::Record kRecord{D, 32, Keys::kBits, Values::kBits};
   static constexpr int kKeyRow = kRecord.key_row_bytes(), kPlaneRow = kRecord.key_plane_bytes();
-  static constexpr int kHead = 4;             // maximum, denominator and what aligns the sums to 16 bytes
-  static constexpr int kPart = kHead + D;     // floats of a row's partial result
+  static constexpr int kHead = 4;          // maximum, denominator and what aligns the sums to 16 bytes
+  static constexpr int kPart = kHead + D;  // floats of a row's partial result
 };
 
 // A lane's part of the running softmax of its rows.
 template <class X>
 struct DecodeState {
   static constexpr int N = X::kRows / 4;
-  float max[N];     // in integer scores
-  float total[N];   // of the lane's own tokens
-  float weights[N]; // the same of rounded weights times value scales
+  float max[N];      // in integer scores
+  float total[N];    // of the lane's own tokens
+  float weights[N];  // the same of rounded weights times value scales
   float sums[X::kTiles][N][2];
 
   __device__ __forceinline__ void clear() {
@@ -229,9 +231,11 @@ class Decoder {
   using X = DecodeTraits<Keys, Values, D, N>;
   static constexpr int kRows = X::kRows;
 
-  __device__ __forceinline__ Decoder(const Attention& a, const SlotLayout& layout, const DecodePlan& plan, uint8_t* shared)
+  __device__ __forceinline__ Decoder(const Attention& a, const SlotLayout& layout, const DecodePlan& plan,
+                                     uint8_t* shared)
       : a_(a), layout_(layout), plan_(plan), shared_(shared), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32),
-        g_(lane_ / 4), t_(lane_ % 4), key_table_(a.key_levels, Keys::kBits), value_table_(a.value_levels, Values::kBits) {}
+        g_(lane_ / 4), t_(lane_ % 4), key_table_(a.key_levels, Keys::kBits),
+        value_table_(a.value_levels, Values::kBits) {}
 
   __device__ __forceinline__ void run() {
     int begin, end;
@@ -269,50 +273,43 @@ class Decoder {
     __syncwarp();
   }
 
-  // Units [begin, end) are this block's; false: none. Leaves the warp's places at the segment that holds `begin`.
+  // Units [begin, end) are this block's; false: none. Leaves the warp's places at the segment that holds `begin`. Every warp works this
+  // out for itself, without waiting for the others: a lane counts the units of `each` neighbouring sequences.
   __device__ __forceinline__ bool find_work(int& begin, int& end) {
-    int* scan = reinterpret_cast<int*>(shared_ + plan_.join);  // [warps], later [2]
-    const int threads = blockDim.x, each = (a_.seqs + threads - 1) / threads;
-    const int mine = static_cast<int>(threadIdx.x) * each;
     prefetch_constants();
+    const int each = (a_.seqs + 31) / 32, mine = lane_ * each;
     int units = 0, segments = 0;
     for (int s = mine; s < min(mine + each, a_.seqs); ++s) {
       const DecodeSequence x = describe<kRows>(a_, layout_, s);
       units += x.units * x.blocks * a_.kv_heads, segments += x.blocks * a_.kv_heads;
     }
-    segments = __reduce_add_sync(0xffffffff, segments);
-    int before = units;  // inclusive scan, then made exclusive
+    int before = units;  // an inclusive sum over lanes, then an exclusive one
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int other = __shfl_up_sync(0xffffffff, before, d);
       if (lane_ >= d) before += other;
+      segments += __shfl_xor_sync(0xffffffff, segments, d);
     }
-    if (lane_ == 31) scan[warp_] = before, scan[32 + warp_] = segments;
-    __syncthreads();
-    int base = 0, total = 0;
-    segments = 0;
-    for (int w = 0; w < plan_.warps; ++w) {
-      if (w < warp_) base += scan[w];
-      total += scan[w], segments += scan[32 + w];
-    }
+    const int total = __shfl_sync(0xffffffff, before, 31);
+    before -= units;
+    clear_padding();
     // Blocks share the units equally, but where there are few: no warp without a unit, and a segment is not cut for less.
     const int parts = min(static_cast<int>(gridDim.x), max((total + plan_.warps - 1) / plan_.warps, segments));
-    clear_padding();
     if (static_cast<int>(blockIdx.x) >= parts) return false;
     share_ = total / parts, longer_ = total % parts;
     begin = part_begin(blockIdx.x), end = part_begin(blockIdx.x + 1);
-    before += base - units;
-    __syncthreads();
-    if (before <= begin && begin < before + units) {
-      int s = mine;
+
+    const bool owns = before <= begin && begin < before + units;
+    int s = mine;
+    if (owns) {
       for (int n; begin >= before + (n = units_of(s)); ++s) before += n;
-      scan[0] = s, scan[1] = before;
     }
-    __syncthreads();
-    DecodePlace p{scan[0], 0, 0, scan[1], describe<kRows>(a_, layout_, scan[0])};
+    const int owner = __ffs(static_cast<int>(__ballot_sync(0xffffffff, owns))) - 1;
+    s = __shfl_sync(0xffffffff, s, owner), before = __shfl_sync(0xffffffff, before, owner);
+    DecodePlace p{s, 0, 0, before, describe<kRows>(a_, layout_, s)};
     p.template seek<kRows>(a_, layout_, begin);
     if (lane_ < 2) place(lane_) = p;
-    __syncthreads();  // `scan` is free again
+    __syncwarp();
     return true;
   }
   __device__ __forceinline__ int units_of(int s) const {
@@ -429,7 +426,8 @@ class Decoder {
   // Starts the copies of a unit, and looks up the blocks of the next.
   __device__ __forceinline__ void fetch(uint8_t* first, uint8_t* second) {
     if (fetch_unit_ >= fetch_stop_) return;  // nothing is left
-    const int bytes = fetch_exact_ ? layout_.exact_bytes : layout_.copy_bytes, per_slot = fetch_exact_ ? 8 : layout_.copies;
+    const int bytes = fetch_exact_ ? layout_.exact_bytes : layout_.copy_bytes,
+              per_slot = fetch_exact_ ? 8 : layout_.copies;
     const bool later = lane_ >= per_slot;
     uint8_t* to = later ? second + (lane_ - per_slot) * bytes : first + lane_ * bytes;
     const uint8_t* from = fetch_exact_ ? exact_address() : block_address();
@@ -625,8 +623,8 @@ class Decoder {
     }
   }
   template <int I>
-  __device__ __forceinline__ void multiply_frags(const typename Keys::Prepared& x, const typename Keys::Prepared& y, int chunk,
-                                                 int (&sums)[N][Keys::kSets][4]) const {
+  __device__ __forceinline__ void multiply_frags(const typename Keys::Prepared& x, const typename Keys::Prepared& y,
+                                                 int chunk, int (&sums)[N][Keys::kSets][4]) const {
     if constexpr (I < Keys::kFrags) {
       uint32_t a[4], minus[4];
       Keys::template expand<I>(x, y, key_table_, a, minus);
@@ -647,7 +645,8 @@ class Decoder {
     for (int n = 0; n < N; ++n) {
       const DecodeRow& row = rows()[4 * n + t_];
 #pragma unroll
-      for (int i = 0; i < 4 * kUnitSteps; ++i) score[n][i] = limit * tanhf(fmaf(score[n][i], row.unit, row.shift) / limit);
+      for (int i = 0; i < 4 * kUnitSteps; ++i)
+        score[n][i] = limit * tanhf(fmaf(score[n][i], row.unit, row.shift) / limit);
     }
   }
 
@@ -667,8 +666,9 @@ class Decoder {
   // Softmax weights of row n's tokens under the running maximum, times value scales, as the operands of the second product; returns
   // what one of their units is worth. edge: some keys are masked; what their scale is does not matter.
   template <int n>
-  __device__ __forceinline__ float soften(const float (&score)[4 * kUnitSteps], const float (&value_scale)[4 * kUnitSteps],
-                                          bool edge, uint2 (&weight)[kUnitSteps]) {
+  __device__ __forceinline__ float soften(const float (&score)[4 * kUnitSteps],
+                                          const float (&value_scale)[4 * kUnitSteps], bool edge,
+                                          uint2 (&weight)[kUnitSteps]) {
     constexpr int kScores = 4 * kUnitSteps;
     const float u = unit_[n];
     float most = score[0];
@@ -703,7 +703,8 @@ class Decoder {
       moved[i] = transposed(select_bytes(x, x, 0x1010));
     }
     if constexpr (Values::kMasks) {
-      state_.weights[n] = fmaf(static_cast<float>(static_cast<int>(sum - kScores * 0x4B000000u)), down, state_.weights[n]);
+      state_.weights[n] =
+          fmaf(static_cast<float>(static_cast<int>(sum - kScores * 0x4B000000u)), down, state_.weights[n]);
     }
     // Columns are a row's high and low bytes in turn.
     const uint32_t bytes = Values::kMixed ? (g_ & 1 ? 0x6420 : 0x7531) : (g_ & 1 ? 0x6240 : 0x7351);
@@ -725,8 +726,8 @@ class Decoder {
     for (int i = 0; i < X::kTiles; ++i) state_.sums[i][n][0] *= by, state_.sums[i][n][1] *= by;
   }
 
-  __device__ __forceinline__ void multiply_values(uint8_t* const (&base)[kUnitSteps], const uint2 (&weight)[N][kUnitSteps],
-                                                  const float (&factor)[N]) {
+  __device__ __forceinline__ void multiply_values(uint8_t* const (&base)[kUnitSteps],
+                                                  const uint2 (&weight)[N][kUnitSteps], const float (&factor)[N]) {
 #pragma unroll
     for (int group = 0; group < Values::kGroups; ++group) {
       typename Values::Words a[kUnitSteps], b[kUnitSteps];
@@ -801,7 +802,8 @@ class Decoder {
     for (int n = 0; n < N; ++n) {
       const auto add = [](float x, float y) { return x + y; };
       total[n] = over_tokens(state_.total[n], add);
-      m[n] = total[n] == 0 ? -INFINITY : fmaf(state_.max[n], unit_[n], a_.soft_cap > 0 ? 0.0f : rows()[4 * n + t_].shift);
+      m[n] =
+          total[n] == 0 ? -INFINITY : fmaf(state_.max[n], unit_[n], a_.soft_cap > 0 ? 0.0f : rows()[4 * n + t_].shift);
       const float less = Values::kMasks ? Values::kTop * over_tokens(state_.weights[n], add) : 0.0f;
 #pragma unroll
       for (int i = 0; i < X::kTiles; ++i) {
@@ -869,7 +871,7 @@ class Decoder {
     int* flag = reinterpret_cast<int*>(rows() + kRows);
     if (threadIdx.x == 0) {
       const unsigned others = static_cast<unsigned>(last - first);
-      __threadfence();  // for what all threads of the block wrote
+      __threadfence();                                              // for what all threads of the block wrote
       *flag = atomicInc(plan_.arrivals + first, others) == others;  // back to 0 with the last
       __threadfence();
     }
@@ -981,7 +983,8 @@ class Decoder {
   // Exact keys `first` and up for row r. Lanes hold neighbouring channels, and sums over them are distributed: lanes 2 j and 2 j + 1 get
   // the score of key j, 0-7 in the first slot and 8-15 in the second. The weighted values are rotated like those of codes, and pass
   // through shared memory to the lanes that collect the row.
-  __device__ __forceinline__ void attend_exact_row(const DecodePlace& at, int r, int first, uint8_t* const (&base)[kUnitSteps]) {
+  __device__ __forceinline__ void attend_exact_row(const DecodePlace& at, int r, int first,
+                                                   uint8_t* const (&base)[kUnitSteps]) {
     static_assert(kUnitSteps == 2);
     int token, head, position;
     if (!find_row(at, r, token, head, position)) return;
@@ -1004,8 +1007,8 @@ class Decoder {
 
     const int j = lane_ / 2, key = exact_key(at, first + j / 8 * per_slot + j % 8);
     const Attention::Exact exact = a_.exact(at.sequence, position);
-    const bool sees = holds(j) && key >= a_.first_visible(position) && key <= position &&
-                      (key < exact.sinks || key >= exact.recent);
+    const bool sees =
+        holds(j) && key >= a_.first_visible(position) && key <= position && (key < exact.sinks || key >= exact.recent);
     // In the numbers of the integer scores, so that one running maximum serves both.
     const DecodeRow& row = rows()[r];
     const bool capped = a_.soft_cap > 0;
@@ -1085,9 +1088,10 @@ template <class Keys, class Values, int D, int N>
 __global__ void __launch_bounds__(decode_threads(), decode_blocks(N, D))
     decode_kernel(const __grid_constant__ Attention a, const __grid_constant__ SlotLayout layout,
                   const __grid_constant__ DecodePlan plan) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // decode_takes asks
   extern __shared__ __align__(128) uint8_t shared[];
-  Decoder<Keys, Values, D, N> decoder(a, layout, plan, shared);
-  decoder.run();
+  Decoder<Keys, Values, D, N>(a, layout, plan, shared).run();
+#endif
 }
 
 }  // namespace turboquant::cuda

@@ -9,8 +9,12 @@ namespace turboquant::cuda {
 template <class Keys, class Values, int D, int N>
 DecodeKernel decode_entry() {
   using X = DecodeTraits<Keys, Values, D, N>;
-  return {reinterpret_cast<const void*>(&decode_kernel<Keys, Values, D, N>), X::kRows, decode_blocks(N, D),
-          decode_threads(), N * X::kFrags * 32 * 8, 32 * X::kJoin};
+  return {reinterpret_cast<const void*>(&decode_kernel<Keys, Values, D, N>),
+          X::kRows,
+          decode_blocks(N, D),
+          decode_threads(),
+          N * X::kFrags * 32 * 8,
+          32 * X::kJoin};
 }
 
 template <class Keys, class Values, int D>

@@ -92,9 +92,10 @@ struct KeyCodes {
 
   static constexpr int kChunk = D % 128 == 0 ? 128 : 64;
   static constexpr int kChunks = D / kChunk;
-  static constexpr int kFrags = kChunk / 32;                                    // products of a chunk
+  static constexpr int kFrags = kChunk / 32;                                            // products of a chunk
   static constexpr int kWords = BITS == 3 ? 3 : (BITS == 5 ? 4 : BITS) * kChunk / 128;  // of a lane
-  static constexpr int kSets = kMasks || kTwoTables ? 2 : 1;  // kinds of sums: those of low and high nibbles, or of two tables
+  static constexpr int kSets =
+      kMasks || kTwoTables ? 2 : 1;  // kinds of sums: those of low and high nibbles, or of two tables
 
   // sum of q * level = (weighted sums - kZero * sum of q) * kUnit
   static constexpr int kWeight0 = BITS == 4 && UNIFORM ? 16 : BITS == 5 ? 8 : 1, kWeight1 = kTwoTables ? -1 : 1;
@@ -115,7 +116,8 @@ struct KeyCodes {
       read_words(row + 4 * kWords * (4 * chunk + t), x.w);
     }
     if constexpr (BITS == 5) {
-      x.plane = *reinterpret_cast<const uint32_t*>(plane + (kChunk == 128 ? 4 * (4 * chunk + t) : 4 * (2 * chunk + t / 2)));
+      x.plane =
+          *reinterpret_cast<const uint32_t*>(plane + (kChunk == 128 ? 4 * (4 * chunk + t) : 4 * (2 * chunk + t / 2)));
       if constexpr (kChunk == 64) x.plane >>= 4 * (t & 1);
     }
   }
@@ -148,8 +150,9 @@ struct KeyCodes {
 
   // Product i of a chunk: rows of g and h (8 rows further down). minus: with two tables only.
   template <int I>
-  static __device__ __forceinline__ void expand(const Prepared& g, const Prepared& h, const LevelTable<kTwoTables>& table,
-                                                uint32_t (&a)[4], uint32_t (&minus)[4]) {
+  static __device__ __forceinline__ void expand(const Prepared& g, const Prepared& h,
+                                                const LevelTable<kTwoTables>& table, uint32_t (&a)[4],
+                                                uint32_t (&minus)[4]) {
     if constexpr (BITS == 8) {
       a[0] = g.w[2 * I], a[1] = h.w[2 * I], a[2] = g.w[2 * I + 1], a[3] = h.w[2 * I + 1];
     } else if constexpr (BITS == 4 && UNIFORM) {
@@ -169,7 +172,8 @@ struct KeyCodes {
       a[0] = table.plus(g.w[2 * I]), a[1] = table.plus(h.w[2 * I]);
       a[2] = table.plus(g.w[2 * I + 1]), a[3] = table.plus(h.w[2 * I + 1]);
     } else {
-      a[0] = table.plus(g.w[I]), a[1] = table.plus(h.w[I]), a[2] = table.plus(g.w[I] >> 16), a[3] = table.plus(h.w[I] >> 16);
+      a[0] = table.plus(g.w[I]), a[1] = table.plus(h.w[I]), a[2] = table.plus(g.w[I] >> 16),
+      a[3] = table.plus(h.w[I] >> 16);
     }
   }
 
@@ -211,7 +215,8 @@ struct ValueCodes {
   static_assert(D % 64 == 0);
 
   static constexpr int kGroups = D / 64;
-  static constexpr int kWords = BITS;  // of a lane in a group and block: 64 channels * 4 tokens * BITS / 32 lanes / 32 bits
+  static constexpr int kWords =
+      BITS;  // of a lane in a group and block: 64 channels * 4 tokens * BITS / 32 lanes / 32 bits
   // Order of the tokens of a lane within an operand's bytes: those of the two blocks in turn, or one block after the other.
   static constexpr bool kMixed = !UNIFORM;
 
@@ -264,7 +269,8 @@ struct ValueCodes {
         x = choose_bits(kLowNibbles, a.w[I], b.w[I] << 4), y = choose_bits(kLowNibbles, a.w[I] >> 4, b.w[I]);
       }
       if constexpr (kTwoTables) {
-        minus[0] = table.minus(x), minus[1] = table.minus(y), minus[2] = table.minus(x >> 16), minus[3] = table.minus(y >> 16);
+        minus[0] = table.minus(x), minus[1] = table.minus(y), minus[2] = table.minus(x >> 16),
+        minus[3] = table.minus(y >> 16);
         x ^= 0x88888888, y ^= 0x88888888;
       }
       plus[0] = table.plus(x), plus[1] = table.plus(y), plus[2] = table.plus(x >> 16), plus[3] = table.plus(y >> 16);

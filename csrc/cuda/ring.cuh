@@ -21,7 +21,8 @@ constexpr bool kBulkCopies = false;
 // Makes a slot's barrier ready; by one lane, before `barriers_ready`.
 __device__ __forceinline__ void init_barrier(uint64_t* barrier) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(kBulkCopies ? 1 : 32) : "memory");
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(kBulkCopies ? 1 : 32)
+               : "memory");
 #endif
 }
 
