@@ -178,6 +178,25 @@ __device__ __forceinline__ float read_float(const void* p, ScalarType dtype, int
   return static_cast<const float*>(p)[i];
 }
 
+// N neighbours as float32 from shared memory, N even, aligned to their size or 16 bytes.
+template <int N, typename T>
+__device__ __forceinline__ void read_floats(const T* from, float* y) {
+  constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
+  uint32_t word[kWords];
+  read_words(reinterpret_cast<const uint8_t*>(from), word);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if constexpr (std::is_same_v<T, float>) {
+      y[i] = __uint_as_float(word[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word[i]));
+      y[2 * i] = pair.x, y[2 * i + 1] = pair.y;
+    } else {
+      y[2 * i] = __uint_as_float(word[i] << 16), y[2 * i + 1] = __uint_as_float(word[i] & 0xFFFF0000);
+    }
+  }
+}
+
 __device__ __forceinline__ void write_float(void* p, ScalarType dtype, int64_t i, float x) {
   if (dtype == ScalarType::BFloat16) {
     static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(x);
@@ -962,10 +981,32 @@ class Decoder {
     uint8_t* base[kUnitSteps];
 #pragma unroll
     for (int step = 0; step < kUnitSteps; ++step) base[step] = arrived();
-#pragma unroll 1
-    for (int r = 0; r < kRows; ++r) attend_exact_row(at, r, first, base);
+    if (a_.dtype == ScalarType::BFloat16) {
+      attend_exact_rows<__nv_bfloat16>(at, first, base);
+    } else if (a_.dtype == ScalarType::Half) {
+      attend_exact_rows<__half>(at, first, base);
+    } else {
+      attend_exact_rows<float>(at, first, base);
+    }
     __syncwarp();
     fetch(base[0], base[1]);
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void attend_exact_rows(const DecodePlace& at, int first,
+                                                    uint8_t* const (&base)[kUnitSteps]) {
+#pragma unroll 1
+    for (int r = 0; r < kRows; ++r) attend_exact_row<T>(at, r, first, base);
+  }
+
+  // A lane's channels of a key (or value) of the tail.
+  template <typename T>
+  __device__ __forceinline__ void read_exact(const uint8_t* row, float (&y)[X::kPerLane]) const {
+    using R = typename X::Rotation;
+#pragma unroll
+    for (int k = 0; k < X::kPerLane / R::kVec; ++k) {
+      read_floats<R::kVec>(reinterpret_cast<const T*>(row) + R::channel(lane_, k), y + k * R::kVec);
+    }
   }
 
   // Sums of 16 numbers over lanes that differ in the bits 1-4: lane 2 j gets those of number j.
@@ -983,6 +1024,7 @@ class Decoder {
   // Exact keys `first` and up for row r. Lanes hold neighbouring channels, and sums over them are distributed: lanes 2 j and 2 j + 1 get
   // the score of key j, 0-7 in the first slot and 8-15 in the second. The weighted values are rotated like those of codes, and pass
   // through shared memory to the lanes that collect the row.
+  template <typename T>
   __device__ __forceinline__ void attend_exact_row(const DecodePlace& at, int r, int first,
                                                    uint8_t* const (&base)[kUnitSteps]) {
     static_assert(kUnitSteps == 2);
@@ -999,8 +1041,10 @@ class Decoder {
     for (int j = 0; j < 16; ++j) {
       v[j] = 0;
       if (!holds(j)) continue;
+      float k[X::kPerLane];
+      read_exact<T>(address(j), k);
 #pragma unroll
-      for (int c = 0; c < X::kPerLane; ++c) v[j] = fmaf(q[c], read_float(address(j), a_.dtype, channel(c)), v[j]);
+      for (int c = 0; c < X::kPerLane; ++c) v[j] = fmaf(q[c], k[c], v[j]);
     }
     distribute<8>(v);
     float score = (v[0] + __shfl_xor_sync(0xffffffff, v[0], 1)) * a_.softmax_scale;
@@ -1034,8 +1078,10 @@ class Decoder {
     for (int k = 0; k < 16; ++k) {
       const float weight = __shfl_sync(0xffffffff, p, 2 * k);
       if (weight == 0) continue;  // what no one sees may be anything
+      float value[X::kPerLane];
+      read_exact<T>(address(k) + D * sizeof(T), value);
 #pragma unroll
-      for (int c = 0; c < X::kPerLane; ++c) y[c] = fmaf(weight, read_float(address(k), a_.dtype, D + channel(c)), y[c]);
+      for (int c = 0; c < X::kPerLane; ++c) y[c] = fmaf(weight, value[c], y[c]);
     }
     rotate<typename X::Rotation>(y, a_.value_signs, lane_);
     float* scratch = join() + warp_ * D;  // free until a warp leaves its state there, which waits for all

@@ -56,6 +56,14 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t phase) 
 #endif
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// Arrives at a barrier whose phase ends when `bytes` more are there.
+__device__ __forceinline__ void expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+#endif
+
 // Fills two slots: a lane copies one block, `bytes` long (a multiple of 16, aligned to 16), from `from` (null: none) to `to`, which lies
 // in the second slot where `second` is true. All lanes of the warp call it; a slot's phase ends when all of it is there.
 __device__ __forceinline__ void copy_blocks(uint64_t* first_barrier, uint64_t* second_barrier, uint8_t* to, bool second,
@@ -64,11 +72,9 @@ __device__ __forceinline__ void copy_blocks(uint64_t* first_barrier, uint64_t* s
   const int lane = static_cast<int>(threadIdx.x & 31);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   const unsigned seconds = __ballot_sync(0xffffffff, second);
-  if (lane < 2) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(
-                     shared_address(lane ? second_barrier : first_barrier)),
-                 "r"(__popc(blocks & (lane ? seconds : ~seconds)) * bytes)
-                 : "memory");
+  if (lane == 0) {
+    expect(first_barrier, __popc(blocks & ~seconds) * bytes);
+    expect(second_barrier, __popc(blocks & seconds) * bytes);
   }
   __syncwarp();
   if (from) {
