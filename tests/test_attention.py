@@ -134,6 +134,14 @@ def run(case, device="cpu", **options):
     return out.cpu(), lse.cpu()
 
 
+def assert_same_results(actual, expected, device):
+    """Of the same queries in different calls: bit for bit, but on CUDA what else a call is about
+    decides where work is cut, and so how sums and softmax weights (16 bits) are rounded."""
+    if device == "cpu":
+        return assert_same_bytes(actual, expected)
+    assert (actual - expected).abs().max() <= 2.0**-14 * expected.abs().max()
+
+
 def bounds(case, device="cpu", softmax_scale=None):
     """What the kernels may cost: (error of a score and of lse, error of an output before rounding).
 
@@ -549,9 +557,9 @@ def test_rows_that_the_tail_does_not_hold(sinks_held, first_held, device):
     tail = tt.Tail(ring, case.tail.slots, valid)
     out, _ = check(case._replace(tail=tail), device)
     everything, _ = check(case, device)
-    assert_same_bytes(out[2], everything[2])  # the other sequence does not care
+    assert_same_results(out[2], everything[2], device)  # the other sequence does not care
     if sinks_held == 3 and first_held <= 24:  # the first query is at 29, its window begins at 24
-        assert_same_bytes(out, everything)
+        assert_same_results(out, everything, device)
     if sinks_held == 0 and first_held == 40:
         without, _ = run(case._replace(tail=None), device)
         assert (out[:2] - without[:2]).abs().max() <= bounds(case, device)[1]
@@ -565,7 +573,7 @@ def test_sequences_without_a_tail(device):
     mixed, _ = check(case._replace(tail=case.tail._replace(slots=slots)), device)
     exact, _ = run(case, device)
     codes, _ = run(case._replace(tail=None), device)
-    assert_same_bytes(mixed[[0, 2]], exact[[0, 2]])
+    assert_same_results(mixed[[0, 2]], exact[[0, 2]], device)
     assert (mixed[1] - codes[1]).abs().max() <= bounds(case, device)[1]
     assert (exact[1] - codes[1]).abs().max() > 5 * bounds(case, device)[1]
 

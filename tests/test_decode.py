@@ -211,7 +211,10 @@ def expected(case: Case, **options) -> tuple[Tensor, Tensor]:
     return exact_attention(case.q, *decoded(case), lengths, case.q_lens, **exact, **options)
 
 
-def assert_near(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], spread: float) -> None:
+def assert_near(
+    found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], spread: float, roundings: int = 1
+) -> None:
+    """`exact` may be a rounded result itself: then there are two roundings between them."""
     (out, lse), (exact_out, exact_lse) = found, exact
     error = score_error(spread)
     assert torch.equal(lse == -torch.inf, exact_lse == -torch.inf)
@@ -220,7 +223,7 @@ def assert_near(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], spre
     assert (lse.double() - exact_lse)[finite].abs().max() <= 3 * error
     some = exact_out.norm(dim=-1) > 1e-5  # a large learned sink leaves nothing, no key leaves 0
     assert torch.equal(out[~finite], torch.zeros_like(out[~finite]))
-    off = (out.double() - exact_out).abs() - HALF_UNIT[out.dtype] * exact_out.abs()
+    off = (out.double() - exact_out).abs() - roundings * HALF_UNIT[out.dtype] * exact_out.abs()
     rms = exact_out.square().mean(-1, keepdim=True).sqrt()
     assert (off <= 6 * error * rms + 2.0**-24).all()
     cosine = torch.nn.functional.cosine_similarity(out.double()[some], exact_out[some], dim=-1)
@@ -291,7 +294,7 @@ def test_many_queries_equal_sequential_steps(q_len, tail, name):
             q=case.q[rows], lengths=case.lengths - (q_len - 1 - i), starts=None, max_q_len=1
         )
         one, one_lse = check(step)
-        assert_near((out[rows], lse[rows]), (one.double(), one_lse.double()), 3.0)
+        assert_near((out[rows], lse[rows]), (one.double(), one_lse.double()), 3.0, roundings=2)
 
 
 def test_mixed_numbers_of_queries():

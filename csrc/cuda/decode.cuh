@@ -968,7 +968,10 @@ class Decoder {
       const float inverse = total == 0 ? 0 : by / total;
 #pragma unroll
       for (int i = 0; i < X::kPerLane; ++i) write_float(a_.out, a_.dtype, to * D + channel(i), y[i] * inverse);
-      if (lane_ == 0) a_.lse[to] = total == 0 ? -INFINITY : (m + log2f(total)) * kLn2;
+      if (lane_ == 0) {
+        const bool only_sink = by == 0;  // whose logit needs no rounding
+        a_.lse[to] = total == 0 ? -INFINITY : only_sink ? a_.sink_logits[head] : (m + log2f(total)) * kLn2;
+      }
     }
   }
 
