@@ -9,6 +9,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("setuptools")  # inductor imports it, too late once a test has loaded distutils
 
 from transformers import CompileConfig, DynamicCache  # noqa: E402
 
