@@ -184,17 +184,7 @@ __device__ __forceinline__ void read_floats(const T* from, float* y) {
   constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
   uint32_t word[kWords];
   read_words(reinterpret_cast<const uint8_t*>(from), word);
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    if constexpr (std::is_same_v<T, float>) {
-      y[i] = __uint_as_float(word[i]);
-    } else if constexpr (std::is_same_v<T, __half>) {
-      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word[i]));
-      y[2 * i] = pair.x, y[2 * i + 1] = pair.y;
-    } else {
-      y[2 * i] = __uint_as_float(word[i] << 16), y[2 * i + 1] = __uint_as_float(word[i] & 0xFFFF0000);
-    }
-  }
+  floats_of_words<T>(word, y);
 }
 
 __device__ __forceinline__ void write_float(void* p, ScalarType dtype, int64_t i, float x) {

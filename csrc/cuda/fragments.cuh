@@ -26,8 +26,11 @@ __device__ __forceinline__ uint32_t choose_bits(uint32_t mask, uint32_t x, uint3
 
 template <int SHIFT>  // to the left; negative: to the right
 __device__ __forceinline__ uint32_t shifted(uint32_t x) {
-  if constexpr (SHIFT >= 0) return x << SHIFT;
-  return x >> -SHIFT;
+  if constexpr (SHIFT >= 0) {
+    return x << SHIFT;
+  } else {
+    return x >> -SHIFT;
+  }
 }
 
 // Levels by byte permutation. `TWO`: 16 levels, else up to 8.

@@ -77,6 +77,22 @@ void dispatch_float(ScalarType dtype, Fn&& fn) {
   }
 }
 
+// Words of elements of type T as float32.
+template <typename T, int WORDS>
+__device__ __forceinline__ void floats_of_words(const uint32_t (&word)[WORDS], float* y) {
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) {
+    if constexpr (std::is_same_v<T, float>) {
+      y[i] = __uint_as_float(word[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word[i]));
+      y[2 * i] = pair.x, y[2 * i + 1] = pair.y;
+    } else {
+      y[2 * i] = __uint_as_float(word[i] << 16), y[2 * i + 1] = __uint_as_float(word[i] & 0xFFFF0000);
+    }
+  }
+}
+
 // N neighbouring elements as float32, N even, moved 16 bytes at a time or all at once where they are fewer; memory is aligned
 // to that. Rounding is to nearest even. What is loaded must not be written by the same kernel. (The intrinsics are there because
 // the compiler splits some plain 16-byte accesses.)
@@ -98,17 +114,7 @@ __device__ __forceinline__ void load_floats(const T* from, float* y) {
       word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
     }
   }
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    if constexpr (std::is_same_v<T, float>) {
-      y[i] = __uint_as_float(word[i]);
-    } else if constexpr (std::is_same_v<T, __half>) {
-      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word[i]));
-      y[2 * i] = pair.x, y[2 * i + 1] = pair.y;
-    } else {
-      y[2 * i] = __uint_as_float(word[i] << 16), y[2 * i + 1] = __uint_as_float(word[i] & 0xFFFF0000);
-    }
-  }
+  floats_of_words<T>(word, y);
 }
 
 template <int N, typename T>

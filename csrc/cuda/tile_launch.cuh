@@ -66,6 +66,21 @@ struct LoadTileArguments {
   int tiles, tiles_of_sequence;  // filled in by the launch
 };
 
+// fn(log2 d, Tag<dtype>) for the vectors that tiles are made of; false for others.
+template <typename Fn>
+bool dispatch_tiles(ScalarType dtype, format::Split split, Fn&& fn) {
+  const auto of_type = [&](auto tag) {
+    switch (split.blocks * split.block) {
+      case 64: return fn(std::integral_constant<int, 6>{}, tag);
+      case 128: return fn(std::integral_constant<int, 7>{}, tag);
+      case 256: return fn(std::integral_constant<int, 8>{}, tag);
+      default: return false;
+    }
+  };
+  if (dtype == ScalarType::BFloat16) return of_type(Tag<__nv_bfloat16>{});
+  return dtype == ScalarType::Half && of_type(Tag<__half>{});
+}
+
 // False where there are too few vectors, or no kernel for them.
 bool launch_load_tiles(const LoadTileArguments& arguments, format::Split split, cudaStream_t stream);
 

@@ -211,17 +211,9 @@ bool launch_dim(const TileArguments& a, cudaStream_t stream) {
 }  // namespace
 
 bool launch_tiles(const TileArguments& a, format::Split split, cudaStream_t stream) {
-  const auto launch = [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    switch (split.blocks * split.block) {
-      case 64: return launch_dim<6, T>(a, stream);
-      case 128: return launch_dim<7, T>(a, stream);
-      case 256: return launch_dim<8, T>(a, stream);
-      default: return false;
-    }
-  };
-  if (a.dtype == ScalarType::BFloat16) return launch(Tag<__nv_bfloat16>{});
-  return a.dtype == ScalarType::Half && launch(Tag<__half>{});
+  return dispatch_tiles(a.dtype, split, [&](auto log_d, auto tag) {
+    return launch_dim<log_d, typename decltype(tag)::type>(a, stream);
+  });
 }
 
 }  // namespace turboquant::cuda
