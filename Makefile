@@ -42,9 +42,10 @@ wheel: build/wheel/.built ## the wheel for this machine, in build/wheel
 audit: build/wheel/.built ## proves that the wheel runs elsewhere, and puts it, tagged manylinux, into wheels/dist
 	$(BIN)/python wheels/audit.py build/wheel/*.whl
 
-lint: $(VENV)/.requirements ## style, without changing anything
+lint: $(VENV)/.requirements ## style and types, without changing anything
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
+	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 format: $(VENV)/.requirements ## style, by changing the files

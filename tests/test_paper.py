@@ -312,7 +312,7 @@ def test_cache_scores_are_near_the_true_ones():
 
 
 def held_tensors(cache: TurboQuantKVCache) -> list[torch.Tensor]:
-    return [*(cache._packed or ()), cache._keys, cache._values]
+    return [*(cache._packed or ()), *cache._exact]
 
 
 @pytest.mark.parametrize("chunks", ([1] * 100, [40, 1, 1, 30, 28], [99, 1], [3, 97]))

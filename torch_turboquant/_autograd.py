@@ -7,6 +7,9 @@ would be lost, and else passes the call on. It is not run at all under torch.inf
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 OPS = (
@@ -29,14 +32,14 @@ OPS = (
 _below_autograd = torch._C._after_autograd_keyset
 
 
-def _refuse_gradients(name: str):
+def _refuse_gradients(name: str) -> Callable[..., Any]:
     op = getattr(torch.ops.turboquant, name).default
     redispatch = op.redispatch
     types = [str(argument.type) for argument in op._schema.arguments]
     # a call may be shorter than the schema: trailing defaults are left out
     tensors = tuple(i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]"))
 
-    def kernel(keyset, *args):
+    def kernel(keyset: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():
             for i in tensors:
                 if i < len(args) and args[i] is not None and args[i].requires_grad:

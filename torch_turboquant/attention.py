@@ -9,6 +9,7 @@ such as the exact chunk of a prefill and its prefix in codes.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,7 +150,7 @@ def paged_attention(
         soft_cap,
         sink_logits,
     )
-    if out is None:
+    if out is None or lse is None:
         return torch.ops.turboquant.paged_attention.default(*constants, *options)
     _checks.check_constant("out", out, device, q.dtype, (tokens, q_heads, d))
     _checks.check_constant("lse", lse, device, torch.float32, (tokens, q_heads))
@@ -186,18 +187,20 @@ def merge_attention(
 
 
 @torch.library.register_fake("turboquant::paged_attention")
-def _paged_attention_fake(q, *others):
+def _paged_attention_fake(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     torch._check(q.dim() == 3, lambda: "q must be [tokens, q_heads, d]")
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.register_fake("turboquant::paged_attention_out")
-def _paged_attention_out_fake(q, *others) -> None:
+def _paged_attention_out_fake(q: Tensor, *others: Any) -> None:
     return None
 
 
 @torch.library.register_fake("turboquant::merge_attention")
-def _merge_attention_fake(out_a, lse_a, out_b, lse_b):
+def _merge_attention_fake(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
     torch._check(
         out_a.shape == out_b.shape and lse_a.shape == lse_b.shape == out_a.shape[:-1],
         lambda: "both parts must be out [..., d] and lse [...] of the same queries",
@@ -209,21 +212,21 @@ def _merge_attention_fake(out_a, lse_a, out_b, lse_b):
 
 
 def paged_attention_reference(
-    q,
-    cache,
-    block_table,
-    seq_lens,
-    config,
-    tables,
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
     *,
-    cu_seqlens_q=None,
-    max_q_len=1,
-    softmax_scale=None,
-    tail=None,
-    sliding_window=0,
-    soft_cap=0.0,
-    sink_logits=None,
-):
+    cu_seqlens_q: Tensor | None = None,
+    max_q_len: int = 1,
+    softmax_scale: float | None = None,
+    tail: Tail | None = None,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Decode everything, then dense attention, all in float64: (out, lse) in float64."""
     tokens, q_heads, d = q.shape
     group = q_heads // cache.shape[1]
@@ -290,7 +293,9 @@ def _exact(j: int, position: int, config: CacheConfig, sinks_held: int, first_he
     return position - j < config.recent_window and j >= first_held
 
 
-def merge_attention_reference(out_a, lse_a, out_b, lse_b):
+def merge_attention_reference(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
     """The join in float64: (out, lse) in float64."""
     lse_a, lse_b = lse_a.double(), lse_b.double()
     lse = torch.logaddexp(lse_a, lse_b)

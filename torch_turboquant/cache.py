@@ -13,8 +13,9 @@ among the call's tokens (absent: one new token per sequence).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -200,12 +201,12 @@ def cache_store(
     check_cache(cache, k.device, config, kv_heads)
     check_tables(tables, k.device, config, kv_heads)
     _checks.check_constant("slot_mapping", slot_mapping, k.device, torch.int64, (tokens,))
-    if tail is not None and seq_lens is None:
-        raise ValueError("tail needs seq_lens")
     if seq_lens is not None:
         check_batch(seq_lens, cu_seqlens_q, k.device, tokens)
     ring = slots = None
     if tail is not None:
+        if seq_lens is None:
+            raise ValueError("tail needs seq_lens")
         check_tail(tail, k.device, k.dtype, config, kv_heads, seq_lens.shape[0])
         ring, slots, _ = tail
     torch.ops.turboquant.cache_store.default(
@@ -342,10 +343,8 @@ def check_tail(
 ) -> None:
     """Window and sinks are the config's; a call of max_q_len queries needs that many more rows."""
     ring, slots, valid = tail
-    rows = ring.shape[2] if isinstance(ring, Tensor) and ring.dim() == 5 else None
-    shape = (None, kv_heads, rows, 2, config.head_dim)
-    _checks.check_constant("tail", ring, device, dtype, shape)
-    need = config.sink_tokens + ring_rows(config, max_q_len)
+    _checks.check_constant("tail", ring, device, dtype, (None, kv_heads, None, 2, config.head_dim))
+    rows, need = ring.shape[2], config.sink_tokens + ring_rows(config, max_q_len)
     if rows < need:
         raise ValueError(
             f"tail has {rows} rows, expected at least {need}: sink_tokens ({config.sink_tokens}) + "
@@ -360,27 +359,27 @@ def check_tail(
 
 
 @torch.library.register_fake("turboquant::cache_store")
-def _cache_store_fake(k, v, cache, slot_mapping, *constants) -> None:
+def _cache_store_fake(k: Tensor, *others: Any) -> None:
     return None
 
 
 @torch.library.register_fake("turboquant::cache_load")
 def _cache_load_fake(
-    cache,
-    block_table,
-    seq_lens,
-    key_signs,
-    value_signs,
-    key_levels,
-    value_levels,
-    center,
-    head_dim,
-    page_size,
-    key_bits,
-    value_bits,
-    max_seq_len,
-    dtype,
-):
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    key_signs: Tensor,
+    value_signs: Tensor,
+    key_levels: Tensor | None,
+    value_levels: Tensor | None,
+    center: Tensor | None,
+    head_dim: int,
+    page_size: int,
+    key_bits: int,
+    value_bits: int,
+    max_seq_len: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     shape = (seq_lens.shape[0], max_seq_len, cache.shape[1], head_dim)
     return cache.new_empty(shape, dtype=dtype), cache.new_empty(shape, dtype=dtype)
 
@@ -407,7 +406,16 @@ def tail_row_reference(position: int, sink_tokens: int, ring: int) -> int:
 
 
 def cache_store_reference(
-    k, v, cache, slot_mapping, config, tables, *, tail=None, seq_lens=None, cu_seqlens_q=None
+    k: Tensor,
+    v: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    *,
+    tail: Tail | None = None,
+    seq_lens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
 ) -> None:
     """cache_store in plain PyTorch and numpy: the same bytes."""
     key_codes, key_scales = quantise_reference(
@@ -442,7 +450,7 @@ def cache_store_reference(
                 key_scales[token, head].numpy(),
                 value_scales[token, head].numpy(),
             )
-    if tail is None:
+    if tail is None or seq_lens is None:
         return
     ring = tail.ring.shape[2] - config.sink_tokens
     places = token_places_reference(k.shape[0], seq_lens, cu_seqlens_q)
@@ -456,21 +464,34 @@ def cache_store_reference(
         tail.ring[tail.slots[sequence], :, row, 1] = v[token]
 
 
-def read_pages_reference(cache, pages, config) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def read_pages_reference(
+    cache: Tensor, pages: Tensor, config: CacheConfig
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of a list of pages: [tokens, kv_heads, d] uint8 and [tokens, kv_heads]."""
     records = cache[pages].numpy()
+
+    def by_token(part: np.ndarray) -> Tensor:
+        """[pages, heads, page_size, ...] -> [pages * page_size, heads, ...]"""
+        return torch.from_numpy(part).transpose(1, 2).flatten(0, 1)
+
     key_scales, value_scales = format.read_scales(config.record, records)
-    parts = (
-        format.read_keys(config.record, records),
-        format.read_values(config.record, records),
-        key_scales,
-        value_scales,
+    return (
+        by_token(format.read_keys(config.record, records)),
+        by_token(format.read_values(config.record, records)),
+        by_token(key_scales),
+        by_token(value_scales),
     )
-    # [pages, heads, page_size, ...] -> [pages * page_size, heads, ...]
-    return tuple(torch.from_numpy(part).transpose(1, 2).flatten(0, 1) for part in parts)
 
 
-def cache_load_reference(cache, block_table, seq_lens, config, tables, max_seq_len, dtype):
+def cache_load_reference(
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    max_seq_len: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     """cache_load in plain PyTorch and numpy, with every rounding of docs/format.md."""
     shape = (seq_lens.shape[0], max_seq_len, cache.shape[1], config.head_dim)
     k, v = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)

@@ -115,13 +115,29 @@ def decode(
 
 
 @torch.library.register_fake("turboquant::encode")
-def _encode_fake(x, signs, levels, steps, bits, scale_mode, center=None):
+def _encode_fake(
+    x: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    steps: Tensor,
+    bits: int,
+    scale_mode: int,
+    center: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     packed = x.new_empty((*x.shape[:-1], dense_row_bytes(x.shape[-1], bits)), dtype=torch.uint8)
     return packed, x.new_empty(x.shape[:-1], dtype=torch.float16)
 
 
 @torch.library.register_fake("turboquant::decode")
-def _decode_fake(packed, scale, signs, levels, bits, dtype, center=None):
+def _decode_fake(
+    packed: Tensor,
+    scale: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    bits: int,
+    dtype: torch.dtype,
+    center: Tensor | None = None,
+) -> Tensor:
     check_fake_rows(packed, signs.shape[0], bits)
     return packed.new_empty((*packed.shape[:-1], signs.shape[0]), dtype=dtype)
 
@@ -187,7 +203,7 @@ def quantise_reference(
     table = level_table_reference(levels, bits)
     sums = (table[1:] + table[:-1]).float()
     grain = 1 if bits == 8 else 16
-    best = None
+    best: list[Tensor] = []
     for step in steps.float():
         boundaries = (
             grain * torch.round(sums * (step * (2048 / grain))).clamp(-(2**26), 2**26).long()
@@ -199,7 +215,7 @@ def quantise_reference(
         b = (level * level).sum(-1).float()
         merit = torch.where(total > 0, a * a / b, torch.zeros_like(a))
         step = step.expand_as(a)
-        if best is None:
+        if not best:
             best = [merit, rank, total, a, b, step]
             continue
         better = merit > best[0]
@@ -244,7 +260,15 @@ def dequantise_reference(
     return (x if center is None else x + center).to(dtype)
 
 
-def encode_reference(x, signs, levels, steps, bits, scale_mode="mse", center=None):
+def encode_reference(
+    x: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    steps: Tensor,
+    bits: int,
+    scale_mode: str = "mse",
+    center: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """encode in plain PyTorch, with every rounding of docs/format.md."""
     codes, scale = quantise_reference(
         x, signs, levels, steps, bits, SCALE_MODES[scale_mode], center
@@ -252,7 +276,15 @@ def encode_reference(x, signs, levels, steps, bits, scale_mode="mse", center=Non
     return pack_reference(codes, bits), scale
 
 
-def decode_reference(packed, scale, signs, levels, bits, center=None, dtype=torch.float32):
+def decode_reference(
+    packed: Tensor,
+    scale: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    bits: int,
+    center: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """decode in plain PyTorch, with every rounding of docs/format.md."""
     codes = unpack_reference(packed, bits, signs.shape[0])
     return dequantise_reference(codes, scale, signs, levels, bits, center, dtype)

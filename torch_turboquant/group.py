@@ -86,7 +86,7 @@ def _check_group(name: str, d: int, group: int, bits: int) -> None:
 
 
 @torch.library.register_fake("turboquant::group_encode")
-def _group_encode_fake(x, group, bits):
+def _group_encode_fake(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     lead, d = x.shape[:-1], x.shape[-1]
     packed = x.new_empty((*lead, dense_row_bytes(d, bits)), dtype=torch.uint8)
     scale = x.new_empty((*lead, d // group), dtype=torch.float16)
@@ -94,7 +94,9 @@ def _group_encode_fake(x, group, bits):
 
 
 @torch.library.register_fake("turboquant::group_decode")
-def _group_decode_fake(packed, scale, zero, group, bits, d, dtype):
+def _group_decode_fake(
+    packed: Tensor, scale: Tensor, zero: Tensor, group: int, bits: int, d: int, dtype: torch.dtype
+) -> Tensor:
     check_fake_rows(packed, d, bits)
     return packed.new_empty((*packed.shape[:-1], d), dtype=dtype)
 
@@ -119,7 +121,15 @@ def group_encode_reference(x: Tensor, group: int, bits: int) -> tuple[Tensor, Te
     return pack_reference(code.to(torch.uint8).flatten(-2), bits), scale, zero
 
 
-def group_decode_reference(packed, scale, zero, group, bits, d, dtype=torch.float32):
+def group_decode_reference(
+    packed: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    group: int,
+    bits: int,
+    d: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """The op in plain PyTorch, with every rounding of docs/format.md, section 10."""
     code = unpack_reference(packed, bits, d).float().unflatten(-1, (-1, group))
     x = code * scale.float()[..., None] + zero.float()[..., None]

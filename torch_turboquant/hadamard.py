@@ -9,6 +9,7 @@ across blocks (docs/format.md, section 2).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ def _hadamard_fake(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
     _, signs, inverse = inputs
     if ctx.needs_input_grad[1]:
         raise RuntimeError("turboquant::hadamard has a gradient for x only: detach the signs")
@@ -59,7 +60,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.inverse = inverse
 
 
-def _backward(ctx, grad: Tensor):
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (signs,) = ctx.saved_tensors
     grad = torch.ops.turboquant.hadamard.default(grad.contiguous(), signs, not ctx.inverse)
     return grad, None, None
@@ -98,10 +99,10 @@ def core_reference(y: Tensor, scaled: bool = True) -> Tensor:
     if m > 1:
         matrix = torch.from_numpy(hartley_matrix(m)).float().to(y.device)
         blocks = []
-        for b in range(m):
-            total = matrix[b, 0] * y[..., 0, :]
+        for row in matrix:
+            total = row[0] * y[..., 0, :]
             for j in range(1, m):
-                total = total + matrix[b, j] * y[..., j, :]
+                total = total + row[j] * y[..., j, :]
             blocks.append(total)
         y = torch.stack(blocks, dim=-2)
     return y.reshape(*lead, d)

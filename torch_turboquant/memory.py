@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,7 +111,7 @@ def attention_layers(
         own = _of_layer(config, index, layer_type in _FULL)
         window = 0
         if layer_type not in _FULL:
-            window = config.get("sliding_window")
+            window = config.get("sliding_window") or 0
             if not window:
                 raise ValueError("the configuration has sliding layers but names no sliding_window")
         layers.append(
@@ -166,7 +166,7 @@ def _of_layer(config: Mapping[str, Any], index: int, full: bool) -> dict[str, An
 
 def _layer_types(config: Mapping[str, Any]) -> list[str]:
     """One type per layer, from whichever of the keys in use says it."""
-    kind = config.get("model_type")
+    kind: Any = config.get("model_type")
     count = _number(config, "num_hidden_layers", "--layers, --kv-heads and --head-dim")
     window = config.get("sliding_window")
     if config.get("use_sliding_window") is False:
@@ -369,10 +369,10 @@ def parse_count(text: str) -> int:
     return int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]])
 
 
-def _argument(parse):
+def _argument(parse: Callable[[str], int]) -> Callable[[str], int]:
     """`parse` for argparse, which shows the text of this error only."""
 
-    def parsed(text: str):
+    def parsed(text: str) -> int:
         try:
             return parse(text)
         except ValueError as error:
@@ -456,7 +456,8 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         if None in by_hand:
             raise ValueError("--layers needs --kv-heads and --head-dim")
         _check_positive(layers=args.layers, kv_heads=args.kv_heads, head_dim=args.head_dim)
-        layers = [AttentionLayer(args.kv_heads, args.head_dim)] * args.layers
+        one = AttentionLayer(args.kv_heads, args.head_dim)
+        layers: list[AttentionLayer | None] = [one] * args.layers
     elif args.config is None:
         raise ValueError("give --config, or --layers, --kv-heads and --head-dim")
     else:

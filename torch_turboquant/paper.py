@@ -292,12 +292,12 @@ class TurboQuantKVCache:
             head_dim, key_bits, seed, sketch, layer=layer, device=device
         )
         self._packed: _Packed | None = None
-        self._keys: Tensor | None = None  # the exact buffer, [batch, heads, tokens, head_dim]
-        self._values: Tensor | None = None
+        # keys and values of the exact buffer, [batch, heads, tokens, head_dim]
+        self._exact: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
         """Tokens held, packed and exact."""
-        return self._packed_tokens() + (0 if self._keys is None else self._keys.shape[2])
+        return self._packed_tokens() + (0 if self._exact is None else self._exact[0].shape[2])
 
     def prefill(self, keys: Tensor, values: Tensor) -> None:
         """Fills the empty cache with a prompt: `append` that refuses to follow other tokens.
@@ -320,9 +320,11 @@ class TurboQuantKVCache:
             ValueError: another shape, dtype or device.
         """
         self._check_tokens(keys, values)
-        if self._keys is not None:
-            keys = torch.cat([self._keys, keys], dim=2)
-            values = torch.cat([self._values, values], dim=2)
+        if self._exact is not None:
+            keys, values = (
+                torch.cat([held, new], dim=2)
+                for held, new in zip(self._exact, (keys, values), strict=True)
+            )
         leaving = max(0, keys.shape[2] - self.buffer_size)
         if leaving:
             new = self._pack(keys[:, :, :leaving], values[:, :, :leaving])
@@ -331,8 +333,10 @@ class TurboQuantKVCache:
                 new = _Packed(*(torch.cat(pair, dim=2) for pair in zip(old, new, strict=True)))
             self._packed = new
         # copies, so that the buffer does not keep a whole prompt alive
-        self._keys = keys[:, :, leaving:].clone(memory_format=torch.contiguous_format)
-        self._values = values[:, :, leaving:].clone(memory_format=torch.contiguous_format)
+        self._exact = (
+            keys[:, :, leaving:].clone(memory_format=torch.contiguous_format),
+            values[:, :, leaving:].clone(memory_format=torch.contiguous_format),
+        )
 
     def attention_scores(self, query: Tensor, scale: float | None = None) -> Tensor:
         """Attention logits of queries against every token held; masking is the caller's.
@@ -349,8 +353,9 @@ class TurboQuantKVCache:
             ValueError: another shape.
             RuntimeError: the cache is empty.
         """
+        keys, _ = self._held()
         q = self._grouped(query, self.head_dim, "query")
-        scores = q.float() @ self._keys.float().transpose(-1, -2)
+        scores = q.float() @ keys.float().transpose(-1, -2)
         if self._packed is not None:
             coded = self.key_quantizer.score(q, QuantizedProd(*self._packed[:4]))
             scores = torch.cat([coded, scores], dim=-1)
@@ -371,16 +376,17 @@ class TurboQuantKVCache:
             ValueError: another shape.
             RuntimeError: the cache is empty.
         """
+        _, values = self._held()
         w = self._grouped(weights, len(self), "weights").float()
         packed = self._packed_tokens()
-        out = w[..., packed:] @ self._values.float()
+        out = w[..., packed:] @ values.float()
         if self._packed is not None:
             codes, scales, zeros = self._packed[4:]
             past = group_decode(
                 codes, scales, zeros, self.group_size, self.value_bits, self.head_dim
             )
             out += w[..., :packed] @ past
-        return out.view(*weights.shape[:-1], -1).to(self._values.dtype)
+        return out.view(*weights.shape[:-1], -1).to(values.dtype)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of every tensor held, by name, and their "total".
@@ -389,14 +395,20 @@ class TurboQuantKVCache:
         """
         quantizer = self.key_quantizer
         mse = quantizer.mse
-        held = dict.fromkeys(_Packed._fields, ())
+        parts = dict.fromkeys([*_Packed._fields, "buffer_keys", "buffer_values"], 0)
         if self._packed is not None:
-            held = {name: (tensor,) for name, tensor in self._packed._asdict().items()}
-        held["buffer_keys"] = () if self._keys is None else (self._keys,)
-        held["buffer_values"] = () if self._values is None else (self._values,)
-        held["constants"] = (mse.signs, mse.levels, mse.steps, quantizer.projection)
-        parts = {name: sum(tensor.nbytes for tensor in some) for name, some in held.items()}
+            parts |= {name: tensor.nbytes for name, tensor in self._packed._asdict().items()}
+        if self._exact is not None:
+            keys, values = self._exact
+            parts |= {"buffer_keys": keys.nbytes, "buffer_values": values.nbytes}
+        constants = (mse.signs, mse.levels, mse.steps, quantizer.projection)
+        parts["constants"] = sum(t.nbytes for t in constants if t is not None)
         return {**parts, "total": sum(parts.values())}
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        if self._exact is None:
+            raise RuntimeError("the cache is empty: prefill or append first")
+        return self._exact
 
     def _packed_tokens(self) -> int:
         return 0 if self._packed is None else self._packed.key_codes.shape[2]
@@ -419,9 +431,9 @@ class TurboQuantKVCache:
                 f"keys and values must have one shape, got {list(keys.shape)} "
                 f"and {list(values.shape)}"
             )
-        if self._keys is None:
+        if self._exact is None:
             return
-        for name, x, held in (("keys", keys, self._keys), ("values", values, self._values)):
+        for name, x, held in zip(("keys", "values"), (keys, values), self._exact, strict=True):
             wanted = (*held.shape[:2], held.dtype, held.device)
             given = (*x.shape[:2], x.dtype, x.device)
             if given != wanted:
@@ -432,9 +444,7 @@ class TurboQuantKVCache:
 
     def _grouped(self, x: Tensor, last: int, name: str) -> Tensor:
         """[batch, query_heads, queries, last] -> [batch, heads, group * queries, last]."""
-        if self._keys is None:
-            raise RuntimeError("the cache is empty: prefill or append first")
-        batch, heads = self._keys.shape[:2]
+        batch, heads = self._held()[0].shape[:2]
         if x.dim() != 4 or x.shape[0] != batch or x.shape[1] % heads or x.shape[3] != last:
             raise ValueError(
                 f"{name} must have shape [{batch}, a multiple of {heads} heads, queries, {last}], "

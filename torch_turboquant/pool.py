@@ -542,8 +542,8 @@ class PagedKVPool:
             fresh = self._top(plan.pages)
             copies = fresh[: len(plan.copies)]
             end = len(copies)
-            for (row, index, _), page in zip(plan.copies, copies, strict=True):
-                rows[row, index] = page
+            for (row, column, _), page in zip(plan.copies, copies, strict=True):
+                rows[row, column] = page
             for row, start, stop in plan.runs:
                 rows[row, start:stop] = fresh[end : end + stop - start]
                 end += stop - start
@@ -1006,7 +1006,7 @@ class PagedKVPool:
         return _host(array, self.device).to(self.device, non_blocking=True)
 
     def _tail(self, layer: int, batch: PoolBatch) -> Tail | None:
-        if self.tails is None:
+        if self.tails is None or batch.tail_slots is None:
             return None
         return Tail(self.tails[layer], batch.tail_slots, batch.tail_valid)
 

@@ -104,14 +104,14 @@ def check_fake_leading(q: Tensor, keys: Tensor) -> None:
 
 
 @torch.library.register_fake("turboquant::qjl_sketch")
-def _qjl_sketch_fake(residual, projection):
+def _qjl_sketch_fake(residual: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
     lead = residual.shape[:-1]
     bits = residual.new_empty((*lead, dense_row_bytes(projection.shape[0], 1)), dtype=torch.uint8)
     return bits, residual.new_empty(lead, dtype=torch.float32)
 
 
 @torch.library.register_fake("turboquant::qjl_score")
-def _qjl_score_fake(q, sign_bits, norm, projection):
+def _qjl_score_fake(q: Tensor, sign_bits: Tensor, norm: Tensor, projection: Tensor) -> Tensor:
     check_fake_leading(q, sign_bits)
     return q.new_empty((*q.shape[:-1], sign_bits.shape[-2]), dtype=torch.float32)
 

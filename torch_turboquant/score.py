@@ -68,15 +68,14 @@ def score(
     _checks.check_levels(levels, device, bits)
     if center is not None:
         _checks.check_constant("center", center, device, torch.float32, (d,))
-    given = (sign_bits is not None, residual_norm is not None, projection is not None)
-    if any(given):
-        if not all(given):
-            raise ValueError("sign_bits, residual_norm and projection come together or not at all")
+    if sign_bits is not None and residual_norm is not None and projection is not None:
         check_projection(projection, device, d)
         _checks.check_constant(
             "sign_bits", sign_bits, device, torch.uint8, (*lead, keys, projection.shape[0] // 8)
         )
         _checks.check_constant("residual_norm", residual_norm, device, torch.float32, (*lead, keys))
+    elif any(part is not None for part in (sign_bits, residual_norm, projection)):
+        raise ValueError("sign_bits, residual_norm and projection come together or not at all")
     return torch.ops.turboquant.score.default(
         q, packed, scale, signs, levels, bits, center, sign_bits, residual_norm, projection
     )
@@ -87,17 +86,17 @@ def score(
 
 @torch.library.register_fake("turboquant::score")
 def _score_fake(
-    q,
-    packed,
-    scale,
-    signs,
-    levels,
-    bits,
-    center=None,
-    sign_bits=None,
-    residual_norm=None,
-    projection=None,
-):
+    q: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    bits: int,
+    center: Tensor | None = None,
+    sign_bits: Tensor | None = None,
+    residual_norm: Tensor | None = None,
+    projection: Tensor | None = None,
+) -> Tensor:
     check_fake_leading(q, packed)
     return q.new_empty((*q.shape[:-1], packed.shape[-2]), dtype=torch.float32)
 
@@ -106,17 +105,17 @@ def _score_fake(
 
 
 def score_reference(
-    q,
-    packed,
-    scale,
-    signs,
-    levels,
-    bits,
-    center=None,
-    sign_bits=None,
-    residual_norm=None,
-    projection=None,
-):
+    q: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    bits: int,
+    center: Tensor | None = None,
+    sign_bits: Tensor | None = None,
+    residual_norm: Tensor | None = None,
+    projection: Tensor | None = None,
+) -> Tensor:
     """Decoded keys, the center and the estimator in float64: float64 [..., queries, keys]."""
     level = level_of_code_reference(unpack_reference(packed, bits, q.shape[-1]), levels, bits)
     rotated = scale.double()[..., None] * level.double() / 32
@@ -124,6 +123,6 @@ def score_reference(
     out = q.double() @ keys.transpose(-1, -2)
     if center is not None:
         out = out + (q.double() @ center.double())[..., None]
-    if projection is not None:
+    if sign_bits is not None and residual_norm is not None and projection is not None:
         out = out + qjl_score_reference(q, sign_bits, residual_norm, projection)
     return out
