@@ -10,13 +10,13 @@ BENCH_ARGS  ?=
 
 SOURCES := setup.py pyproject.toml LICENSE $(wildcard README.md) \
            $(shell find csrc torch_turboquant -type f -not -path '*/__pycache__/*' -not -path '*/lib/*')
-PY_FILES  := setup.py $(wildcard torch_turboquant tests benchmarks examples wheels)
+PY_FILES  := setup.py $(wildcard torch_turboquant tests benchmarks docs examples wheels)
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 # The tests that ask the CPU kernels for right results; tests/test_simd.py compares the levels with each other.
 LEVEL_TESTS := $(patsubst %,tests/test_%.py,attention cache codec group hadamard pack qjl score worked_example)
 
-.PHONY: help demo test levels bench wheel audit lint format clean FORCE
+.PHONY: help demo test levels bench docs wheel audit lint format clean FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -33,8 +33,12 @@ levels: $(VENV)/.installed ## tests of the CPU kernels at the levels that `make 
 	for level in avx2 portable; do \
 	    $(BIN)/pytest -n auto --maxprocesses 4 --cpu-level $$level $(LEVEL_TESTS) $(PYTEST_ARGS) || exit 1; done
 
-bench: $(VENV)/.installed ## all benchmarks (BENCH_ARGS=...)
+bench: $(VENV)/.installed ## all benchmarks that this machine can run (BENCH_ARGS=...), then `make docs`
 	for file in benchmarks/bench_*.py; do $(BIN)/python $$file $(BENCH_ARGS) || exit 1; done
+	$(BIN)/python docs/generate.py
+
+docs: $(VENV)/.installed ## tables and pictures from benchmarks/results, the ops from their docstrings
+	$(BIN)/python docs/generate.py
 
 wheel: build/wheel/.built ## the wheel for this machine, in build/wheel
 	@ls build/wheel/*.whl

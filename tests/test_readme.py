@@ -38,7 +38,7 @@ def test_transformers_example():
 
 def test_paged_example():
     names: dict = {}
-    exec(compile(BLOCKS[1], "README.md", "exec"), names)
+    exec(compile(BLOCKS[2], "README.md", "exec"), names)
     config, k, v, q = (names[n] for n in ("config", "k", "v", "q"))
     assert config.bytes_per_token == 132
     scores = torch.einsum("qhd,khd->hqk", q.float(), k.float().repeat_interleave(4, 1)) / 128**0.5
@@ -49,7 +49,7 @@ def test_paged_example():
 
 def test_vector_example():
     names: dict = {}
-    exec(compile(BLOCKS[2], "README.md", "exec"), names)
+    exec(compile(BLOCKS[1], "README.md", "exec"), names)
     keys, q, decoded, scores = (names[n] for n in ("keys", "q", "decoded", "scores"))
     assert (decoded - keys).pow(2).sum() / keys.pow(
         2

@@ -4,6 +4,39 @@ Keys are never decoded: the query is rotated once, scores come from codes and sc
 accumulated in the rotated space and the result is rotated back once. Sink tokens and the recent
 window come exact from the tail, in the same softmax. merge_attention joins two partial results,
 such as the exact chunk of a prefill and its prefix in codes.
+
+A query at position i (the last of n new ones stands at seq_len - 1) sees the keys j <= i, and with
+a sliding window only j > i - sliding_window. Then, in this order:
+
+1. score = softmax_scale * (q . decoded key without center + q . center); for keys of the exact tail
+   softmax_scale * (q . key);
+2. soft_cap > 0: score = soft_cap * tanh(score / soft_cap);
+3. softmax over the visible keys, with exp(sink_logits[head]) added to the denominator if given.
+
+Rounding. The CPU kernel multiplies integers: a rotated query is rounded to 16 bits (multiples of
+its largest channel / 32639), the weights of every 128 keys, softmax numerator times value scale, to
+multiples of the largest of them / 32639. A score is then off by about 10^-5 of
+softmax_scale * |q| |key|, an output by about 10^-4 of its length, a hundred times less than what
+8-bit codes cost; never more than half a unit per channel and key. Sums that follow are exact, so
+results do not depend on the processor, the number of threads or the other sequences of the call.
+
+CUDA has two kernels. Decode steps, that is max_q_len times query heads per KV head up to 16,
+d = 64, 128, 192 or 256 and the bits and grids of the presets, on compute capability 8.0 and later,
+take the one of csrc/cuda/decode.cuh: queries are rounded to 16 bits as on the CPU (multiples of the
+largest channel / 32512), weights times value scales of 64 keys to multiples of the largest / 65500,
+keys and values of the exact tail not at all. It is one launch with a fixed grid and reads lengths
+and block tables on the device; scratch memory depends on the device only. Results are the same in
+every run; what else is in the batch decides where the work is cut and so moves roundings, by about
+10^-5 of the largest output.
+
+Everything else takes the kernel of csrc/cuda/prefill.cu, which multiplies float16 on tensor cores
+with float32 sums: a query is rounded with a power of two of its own, rotated for codes and as it is
+for keys of the exact tail; levels of codes are exact, and so are keys and values of a float16 or
+bfloat16 tail (those of a float32 tail are rounded like a query, keys without their center). A
+weight times its value's scale is rounded last. So a score is off by about 2 * 10^-4 of its standard
+deviation over random keys, an output by at most 2^-11 of the largest value in addition. (What is
+below 2^-18 of the largest product of weight and scale so far is off by 2^-29 of that.) The result
+of a sequence does not depend on the rest of the batch, and is the same in every run.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ The inner product with a decoded key is taken in the rotated space: the query is
 every key costs one dot product with its levels, and its scale is applied at the end. Keys are never
 decoded. An optional sketch of the residuals (qjl.py) adds the paper's unbiased correction
 (Algorithm 2, TurboQuant_prod).
+
+On the CPU a query is rotated or projected once and rounded to 16-bit integers, which puts a score
+off by about 10^-5 of |q| |key| (or |q| |residual|), less than a thousandth of what an 8-bit code
+costs; from 513 channels on the integers have fewer bits, so that sums of any levels fit 32 bits.
 """
 
 from __future__ import annotations

@@ -1,0 +1,342 @@
+"""Writes what documents say of code and results: `make docs`.
+
+A document holds blocks between <!-- name --> and <!-- end -->. The functions below write them, the
+ops from schemas and docstrings, numbers from benchmarks/results; the rest of a document is written
+by hand. Pictures are drawn from the same files. It needs no GPU and measures nothing.
+
+    python docs/generate.py            writes blocks and pictures
+    python docs/generate.py --check    names documents that say something else; writes nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.cuda import is_available as cuda_is_available
+
+import torch_turboquant as tq
+from torch_turboquant.eval import report
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from common import RESULTS, device_name  # noqa: E402
+
+Row = dict[str, Any]
+
+
+# ---- the ops
+
+
+def op_names() -> list[str]:
+    """All ops, in the order of csrc/ops.cpp."""
+    return re.findall(r'm\.def\("(\w+)\(', (ROOT / "csrc" / "ops.cpp").read_text())
+
+
+def ops() -> str:
+    """A section per room, with the text of its file; under it its functions with their ops."""
+    parts, room = [], None
+    names = op_names()
+    for name in names:
+        function = getattr(tq, name, None)
+        if function is None:
+            continue  # an op that another one's function calls
+        module = inspect.getmodule(function)
+        if module.__name__ != room:
+            room = module.__name__
+            parts += [f"## {room.rpartition('.')[2]}", inspect.getdoc(module)]
+        schemas = [schema(op) for op in names if op in (name, f"{name}_out")]
+        signature = str(inspect.signature(function, eval_str=True))
+        signature = re.sub(r"torch_turboquant\.\w+\.|torch\.(?=Tensor)", "", signature)
+        parts += [f"### {name}"]
+        parts += ["```\n" + "\n\n".join(schemas) + "\n```"]
+        parts += ["```python\n" + wrapped(f"torch_turboquant.{name}{signature}") + "\n```"]
+        parts += [docstring(inspect.getdoc(function))]
+    return "\n\n".join(parts)
+
+
+def schema(op: str) -> str:
+    text = str(getattr(torch.ops.turboquant, op).default._schema)
+    return wrapped(text.removeprefix("turboquant::"))
+
+
+def wrapped(call: str) -> str:
+    """A call in lines of at most 110 characters, arguments under each other."""
+    first, *others = call.split(", ")
+    indent = " " * (first.index("(") + 1)
+    lines = [first]
+    for argument in others:
+        lines[-1] += ","
+        if len(lines[-1]) + len(argument) > 108:
+            lines.append(indent + argument)
+        else:
+            lines[-1] += " " + argument
+    return "\n".join(lines)
+
+
+def docstring(text: str) -> str:
+    """Sections of a docstring as paragraphs, arguments as a list."""
+    parts = []
+    for part in re.split(r"\n(?=(?:Args|Returns|Raises):\n)", text):
+        title, _, body = part.partition(":\n")
+        if title not in ("Args", "Returns", "Raises"):
+            parts.append(part.strip())
+            continue
+        body = inspect.cleandoc(body)
+        items = re.sub(r"^(\w[\w, ]*): ", r"- `\1`: ", body, flags=re.MULTILINE)
+        parts.append(f"{title}:\n\n{items}")
+    return "\n\n".join(parts)
+
+
+# ---- the results
+
+
+def rows(name: str) -> list[Row]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def digest(name: str) -> str:
+    """What a picture carries to say which results it shows."""
+    return hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()
+
+
+def source(name: str) -> str:
+    """Where numbers come from, for the README: the file and its command."""
+    (command,) = {re.sub(r" --commit \S+", "", row["command"]) for row in rows(name)}
+    return f"[{name}.json](benchmarks/results/{name}.json): `{command}`"
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    ruled = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in ruled)
+
+
+DECODE = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 32, "q_len": 1, "tail": False}
+LARGE = 64, 8192
+QUALITY = "quality_smollm2_135m_instruct"
+OTHERS = {"kivi4": "KIVI, 4 bits", "q4_0h": "4-bit blocks, rotated", "int4": "int4 per token"}
+
+
+def decode_rows(**changes: Any) -> dict[tuple[int, int], dict[str, Row]]:
+    """Attention of decode steps on the GPU: (batch, context) -> preset -> row."""
+    wanted = {**DECODE, **changes}
+    found: dict[tuple[int, int], dict[str, Row]] = {}
+    for row in rows("h200_attention"):
+        if wanted.items() <= row.items():
+            found.setdefault((row["batch"], row["context"]), {})[row["preset"]] = row
+    return found
+
+
+def name_of(shape: tuple[int, int]) -> str:
+    return f"{shape[0]} x {shape[1]:,}"
+
+
+def microseconds(ms: float) -> str:
+    return f"{1000 * ms:.0f} us" if ms < 1 else f"{ms:.2f} ms"
+
+
+def us_and_ratio(row: Row) -> str:
+    return f"{microseconds(row['ours_ms'])}, {row['speedup_vs_bf16']:.2f}x"
+
+
+def attention_table() -> str:
+    """Shapes against presets."""
+    found = decode_rows()
+    presets = list(found[LARGE])
+    lines = []
+    for shape, row in sorted(found.items(), key=lambda item: -item[0][0] * item[0][1]):
+        any_row = next(iter(row.values()))
+        lines.append(
+            [
+                name_of(shape),
+                f"{microseconds(any_row['best_bf16_ms'])}, {any_row['best_bf16_name']}",
+                microseconds(any_row["fp8_ms"]) if any_row["fp8_ms"] else "-",
+                *(us_and_ratio(row[name]) if name in row else "" for name in presets),
+            ]
+        )
+    return table(["batch x context", "best bf16", "fp8", *presets], lines)
+
+
+VARIANTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "8 query heads for 8 KV heads": (LARGE, {"q_heads": 8}),
+    "64 for 8": (LARGE, {"q_heads": 64}),
+    "128 for 8": (LARGE, {"q_heads": 128}),
+    "four queries": (LARGE, {"q_len": 4}),
+    "`head_dim` 64": (LARGE, {"head_dim": 64}),
+    "`head_dim` 256, 64 x 4,096": ((64, 4096), {"head_dim": 256}),
+    "12 for 2, 128 x 8,192": ((128, 8192), {"q_heads": 12, "kv_heads": 2}),
+    "8 for 1, 128 x 8,192": ((128, 8192), {"q_heads": 8, "kv_heads": 1}),
+    "pages of 16": (LARGE, {"page_size": 16}),
+    "pages of 128": (LARGE, {"page_size": 128}),
+    "exact tail": (LARGE, {"tail": True}),
+    "2,048 queries over 32,768 tokens": ((1, 34816), {"q_len": 2048}),
+}
+
+
+def variants_table() -> str:
+    """What else a step may have, in two presets."""
+    lines = []
+    for label, (shape, changes) in VARIANTS.items():
+        found = decode_rows(**changes)[shape]
+        bf16 = microseconds(found["k4v4"]["best_bf16_ms"])
+        lines.append([label, bf16, *(us_and_ratio(found[name]) for name in ("k4v4u", "k4v4"))])
+    return table(["64 x 8,192 but", "best bf16", "k4v4u", "k4v4"], lines)
+
+
+def overview() -> str:
+    """The README's table: size, speed and quality of presets, bf16, fp8 and other ways."""
+    quality = {row["cache"]: row for row in rows(QUALITY)}
+    speed = decode_rows()[LARGE]
+    any_row = next(iter(speed.values()))
+    lines = []
+    for cache in ("none", "fp8", "k8v8", "k5v4u", "k4v4u", "k4v4", "k3v3", *OTHERS):
+        row = quality[cache]
+        label = {"none": "bf16 (quality: float32)"}.get(cache, OTHERS.get(cache, cache))
+        cells = [
+            f"**{label}**" if row["kind"] == "packed" else label,
+            f"{row['bytes_per_token_8k']:,.0f}",
+            f"{16 / row['bits_per_value_8k']:.2f}x",
+        ]
+        bf16 = any_row["best_bf16_ms"]
+        if cache == "none":
+            cells += [microseconds(bf16), "", f"{row['perplexity']:.2f}", "", ""]
+            lines.append(cells)
+            continue
+        ms = any_row["fp8_ms"] if cache == "fp8" else speed.get(cache, {}).get("ours_ms")
+        cells += [microseconds(ms), f"{bf16 / ms:.1f}x"] if ms else ["", ""]
+        cells += [
+            f"{100 * row['perplexity_change']:+.2f}%",
+            f"{row['kl']:.4f}",
+            f"{100 * row['top1_agreement']:.1f}%",
+        ]
+        lines.append(cells)
+    header = "cache,bytes per token,smaller,attention on an H200,faster,perplexity,KL,same top-1"
+    return (
+        table(header.split(","), lines)
+        + "\n\nSize and quality: "
+        + source(QUALITY).split(" --caches")[0]
+        + "`, SmolLM2-135M over Wikipedia prose, exact tail and scales counted at 8,192 tokens"
+        f" ([more](docs/quality.md)). Speed: {source('h200_attention')}, a decode step of "
+        f"{name_of(LARGE)} tokens, 32 query heads, 8 KV heads of 128, against the fastest of five "
+        "bf16 kernels and FlashInfer's fp8 ([more](docs/performance.md)); empty: not measured."
+    )
+
+
+def generation() -> str:
+    """The README's sentence on whole models."""
+    found = {
+        (row["kind"], row["mode"]): row["tpot_ms"]
+        for row in rows("h200_generate")
+        if (row["part"], row["batch"], row["context"]) == ("decode", 16, 32768)
+    }
+    plain = min(ms for (kind, mode), ms in found.items() if kind in ("unmasked", "static"))
+    return (
+        "A Llama-3.1-8B-shaped model with random weights generates a token for 16 sequences of "
+        f"32,768 tokens in {found['k4v4', 'graph']:.1f} ms with k4v4, {plain:.1f} ms with the "
+        f"fastest bfloat16 way and {found['dynamic', 'eager']:.0f} ms with transformers' "
+        f"`DynamicCache` ({source('h200_generate')})."
+    )
+
+
+def speed_picture(path: Path) -> None:
+    """Speed-up of a decode step's attention against what the cache holds, a line per preset."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = sorted(decode_rows().items(), key=lambda item: (item[0][0] * item[0][1], item[0]))
+    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
+    for preset in decode_rows()[LARGE]:
+        points = [
+            (x, row[preset]["speedup_vs_bf16"]) for x, (_, row) in enumerate(found) if preset in row
+        ]
+        axes.plot(*zip(*points, strict=True), marker="o", label=preset)
+    fp8 = []
+    for x, (_, row) in enumerate(found):
+        any_row = next(iter(row.values()))
+        if any_row["fp8_ms"]:
+            fp8.append((x, any_row["best_bf16_ms"] / any_row["fp8_ms"]))
+    axes.plot(*zip(*fp8, strict=True), marker="s", linestyle="--", color="gray", label="fp8")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(found)), [name_of(shape) for shape, _ in found])
+    axes.set_xlabel("sequences x context")
+    axes.set_ylabel("times as fast as the best bf16 kernel")
+    axes.set_title("Attention of a decode step on an H200, 32 query heads, 8 KV heads of 128")
+    axes.set_ylim(bottom=0)
+    axes.grid(True, axis="y", alpha=0.3)
+    axes.legend(ncols=2)
+    figure.savefig(path, dpi=110, metadata={"Software": None, "Source": digest("h200_attention")})
+    pyplot.close(figure)
+
+
+def quality_picture(path: Path) -> None:
+    report.picture(path, rows(QUALITY))
+
+
+# ---- documents
+
+BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"overview": overview, "generation": generation},
+    "docs/ops.md": {"ops": ops},
+    "docs/performance.md": {"attention": attention_table, "variants": variants_table},
+}
+PICTURES: dict[str, Callable[[Path], None]] = {
+    "docs/pictures/attention_h200.png": speed_picture,
+    f"benchmarks/results/{QUALITY}.png": quality_picture,
+}
+
+
+def filled(document: str) -> tuple[str, str]:
+    """A document as it is, and as it should be."""
+    old = new = (ROOT / document).read_text()
+    for name, block in BLOCKS[document].items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        new, count = re.subn(
+            pattern, lambda m, b=block: f"{m[1]}{b()}\n{m[2]}", new, flags=re.DOTALL
+        )
+        if count != 1:
+            raise ValueError(f"{document} has {count} blocks <!-- {name} -->, expected one")
+    return old, new
+
+
+def outdated() -> Iterator[str]:
+    for document in BLOCKS:
+        old, new = filled(document)
+        if old != new:
+            yield document
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        found = list(outdated())
+        print("\n".join(f"{document}: run make docs" for document in found) or "all up to date")
+        return bool(found)
+    for document in BLOCKS:
+        old, new = filled(document)
+        (ROOT / document).write_text(new)
+        print(f"{document}: {'as it was' if old == new else 'written'}")
+    for picture, draw in PICTURES.items():
+        draw(ROOT / picture)
+        print(f"{picture}: drawn")
+    here = {device_name(kind) for kind in ("cpu", "cuda") if kind == "cpu" or cuda_is_available()}
+    for path in sorted(RESULTS.glob("*.json")):
+        for device in sorted({row["device"] for row in rows(path.stem)} - here):
+            print(
+                f"{path.stem}: numbers of {device} come from the result file, not from this machine"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
