@@ -10,7 +10,7 @@ BENCH_ARGS  ?=
 
 SOURCES := setup.py pyproject.toml LICENSE $(wildcard README.md) \
            $(shell find csrc torch_turboquant -type f -not -path '*/__pycache__/*' -not -path '*/lib/*')
-PY_FILES  := setup.py $(wildcard torch_turboquant tests benchmarks docs examples wheels)
+PY_FILES  := setup.py $(wildcard torch_turboquant tests benchmarks docs/*.py examples wheels)
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 # The tests that ask the CPU kernels for right results; tests/test_simd.py compares the levels with each other.

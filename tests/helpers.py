@@ -5,8 +5,12 @@ byte comparison. The references that ops are compared with live in the package, 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import mmap
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -30,6 +34,22 @@ CODEBOOKS = (
     (8, "uniform"),
 )
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def load_script(path: str) -> ModuleType:
+    """A program of this project that is not installed, as a module; `path` is from its root."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    sys.path.insert(0, str((ROOT / path).parent))  # as if it had been started
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
 
 
 def generator(seed: int) -> torch.Generator:

@@ -1,23 +1,23 @@
 """Documents say what the code and the result files say, and lead to files that exist."""
 
-import importlib.util
+import ast
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+import torch_turboquant as tq
+from tests.helpers import ROOT, load_script
+
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
 
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
     """docs/generate.py."""
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/generate.py")
 
 
 def test_generated_blocks_are_up_to_date(generate):
@@ -56,3 +56,91 @@ def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
         if not target.startswith(("http", "#")):
             assert (path.parent / target.split("#")[0]).exists(), target
+
+
+# ---- messages of docs/troubleshooting.md
+
+
+def python_texts(path: Path) -> list[str]:
+    """String constants; what an f-string fills in is a gap."""
+    texts = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = (n.value if isinstance(n, ast.Constant) else "\0" for n in node.values)
+            texts.append("".join(parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+    return texts
+
+
+def cpp_texts(path: Path) -> list[str]:
+    """String literals; those of one call, or one after the other, are one text with gaps."""
+    calls = re.findall(r'"(?:[^"\\]|\\.)*"(?:[^";{}]|"(?:[^"\\]|\\.)*")*', path.read_text())
+    return ["\0".join(re.findall(r'"((?:[^"\\]|\\.)*)"', call)) for call in calls]
+
+
+def quoted_messages() -> list[str]:
+    """First cells of the tables, each quoted text: without those that torch raises."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    cells = re.findall(r"^\| (.*?) \|", text, re.MULTILINE)
+    return [m for cell in cells if "(by torch)" not in cell for m in re.findall(r"`(.+?)`", cell)]
+
+
+def test_quoted_messages_exist():
+    texts = [text for path in ROOT.glob("torch_turboquant/**/*.py") for text in python_texts(path)]
+    texts += python_texts(ROOT / "setup.py")
+    for path in ROOT.glob("csrc/**/*.*"):
+        texts += cpp_texts(path)
+    names = {"PoolExhausted", "center="}
+    messages = [message for message in quoted_messages() if message not in names]
+    assert len(messages) > 50
+    for message in messages:
+        parts = [re.escape(part.strip()) for part in message.split("…")]
+        pattern = re.compile(".*".join(parts), re.DOTALL)
+        assert any(pattern.search(text) for text in texts), message
+
+
+# ---- docs/migration.md
+
+MIGRATION = (ROOT / "docs" / "migration.md").read_text()
+
+
+def test_sizes_in_the_migration_table():
+    rows = re.findall(r"^\| [^|]+ \| \d+ \| `([^|]+)` \| (\d+) \|", MIGRATION, re.MULTILINE)
+    assert len(rows) == 6
+    for name, size in rows:
+        config = tq.preset(name, 128) if name in tq.PRESETS else tq.CacheConfig(128, 3, 4)
+        assert config.bytes_per_token == int(size), name
+
+
+def test_the_migrated_lines_run():
+    transformers = pytest.importorskip("transformers")
+    code = re.findall(r"```python\n(.*?)```", MIGRATION, re.DOTALL)[1]
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        vocab_size=32,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.generation_config.max_new_tokens = 4
+    names = {"model": model, "inputs": {"input_ids": torch.randint(0, 32, (1, 9))}}
+    exec(compile(code, "migration.md", "exec"), names)
+    assert names["out"].shape == (1, 13) and names["cache"].config.recent_window == 128
+
+
+# ---- files that documents name
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_are_named_exist(path):
+    named = re.findall(
+        r"`((?:csrc|tests|docs|benchmarks|examples|wheels|torch_turboquant)/[\w/.]+\.\w+)`",
+        path.read_text(),
+    )
+    made = {"csrc/cuda/decode_96.cu"}  # what docs/extending.md tells to add
+    for name in set(named) - made:
+        assert (ROOT / name).exists() or name.endswith(".so"), name

@@ -2,13 +2,11 @@
 nothing."""
 
 import dataclasses
-import importlib.util
 import json
 import random
 import sys
 import threading
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import torch_turboquant as tt
-from tests.helpers import assert_same_bytes, randn
+from tests.helpers import ROOT, assert_same_bytes, load_script, randn
 from torch_turboquant.cache import tail_row_reference
-
-ROOT = Path(__file__).parents[1]
 
 LAYERS, HEADS, D, PAGE = 2, 2, 16, 16
 SINKS, WINDOW, MAX_Q = 2, 5, 3
@@ -1134,11 +1130,7 @@ def test_pools_that_are_refused():
 
 def test_continuous_batching(device):
     """The example asserts that its tokens are those of one request after the other."""
-    path = ROOT / "examples" / "continuous_batching.py"
-    spec = importlib.util.spec_from_file_location("continuous_batching", path)
-    example = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = example  # dataclasses look there
-    spec.loader.exec_module(example)
+    example = load_script("examples/continuous_batching.py")
     seen, requests = example.main(["--device", str(device)])
     assert len(requests) == 32 and seen["steps with requests waiting"] > 0
     assert 8 <= seen["most at a time"] < 32 and seen["fewest pages"] < 8

@@ -1,7 +1,6 @@
 """The installed wheel: tag, metadata, libraries, what it says of itself and how it fails."""
 
 import importlib.metadata
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -13,10 +12,10 @@ import pytest
 import torch
 
 import torch_turboquant
+from tests.helpers import ROOT, load_script
 from torch_turboquant import __main__ as command_line
 from torch_turboquant import _library
 
-ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = sorted((Path(torch_turboquant.__file__).parent / "lib").glob("*.so"))
 
 
@@ -64,10 +63,7 @@ def test_the_wheel_holds_the_package_and_nothing_else():
 def audit() -> ModuleType:
     for module in ("auditwheel", "elftools", "torch_abi_audit"):
         pytest.importorskip(module)
-    spec = importlib.util.spec_from_file_location("audit", ROOT / "wheels" / "audit.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("wheels/audit.py")
 
 
 @pytest.mark.parametrize("path", LIBRARIES, ids=lambda path: path.stem)
