@@ -7,6 +7,7 @@ BIN    := $(VENV)/bin
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
+AUDIT_ARGS  ?=
 
 SOURCES := setup.py pyproject.toml LICENSE $(wildcard README.md) \
            $(shell find csrc torch_turboquant -type f -not -path '*/__pycache__/*' -not -path '*/lib/*')
@@ -43,8 +44,8 @@ docs: $(VENV)/.installed ## tables and pictures from benchmarks/results, the ops
 wheel: build/wheel/.built ## the wheel for this machine, in build/wheel
 	@ls build/wheel/*.whl
 
-audit: build/wheel/.built ## proves that the wheel runs elsewhere, and puts it, tagged manylinux, into wheels/dist
-	$(BIN)/python wheels/audit.py build/wheel/*.whl
+audit: build/wheel/.built ## proves that the wheel runs elsewhere, and puts it, tagged manylinux, into wheels/dist (AUDIT_ARGS=...)
+	$(BIN)/python wheels/audit.py $(AUDIT_ARGS) build/wheel/*.whl
 
 lint: $(VENV)/.requirements ## style and types, without changing anything
 	$(BIN)/ruff check $(PY_FILES)

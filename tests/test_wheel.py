@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from types import ModuleType
 
@@ -56,6 +57,34 @@ def test_the_wheel_holds_the_package_and_nothing_else():
     assert not strangers
 
 
+def test_the_source_distribution_holds_what_a_build_needs(tmp_path):
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "sdist", "--dist-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    here = {
+        "setup.py",
+        "pyproject.toml",
+        "LICENSE",
+        "README.md",
+        "Makefile",
+        "requirements-dev.txt",
+    }
+    for folder in ("csrc", "torch_turboquant", "tests", "docs", "examples", "benchmarks", "wheels"):
+        files = (ROOT / folder).rglob("*.*")
+        here |= {
+            str(f.relative_to(ROOT))
+            for f in files
+            if f.suffix in (".py", ".cpp", ".h", ".cu", ".cuh", ".md")
+        }
+    assert not here - names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
 # ---- the libraries
 
 
@@ -97,6 +126,16 @@ def test_the_audit_finds(audit, tmp_path, capsys, row, code):
 
 
 # ---- what it says of itself
+
+
+def test_the_manifest_is_of_wheels_like_this():
+    entries = json.loads((ROOT / "wheels" / "manifest.json").read_text())
+    assert entries
+    for entry in entries:
+        name = f"torch_turboquant-{torch_turboquant.__version__}-py3-none-manylinux_2_"
+        assert entry["wheel"].startswith(name)
+        assert entry["bytes"] < 40 * 2**20 and len(entry["sha256"]) == 64
+        assert any("fresh" in what for what in entry["checks"])
 
 
 def test_info_as_json():

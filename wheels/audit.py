@@ -6,12 +6,17 @@ Of each library: no C++ symbol of torch and none of Python, every torch C functi
 oldest torch supported, no CUDA runtime and no libtorch_python needed at run time, no search path
 and no folder of this machine inside, nothing exported but its build information and the choice of
 its CPU level. Of the wheel: its tag, its size, and that it computes a Hadamard transform in a fresh
-virtual environment that holds torch and nothing else of ours. Prints a table; the exit status is 1
-if anything failed.
+virtual environment that holds torch and nothing else of ours, once for each --torch. Prints a
+table, which wheels/manifest.json keeps with the wheel's SHA-256, one entry per platform and choice
+of CUDA architectures; the exit status is 1 if anything failed.
 """
 
 import argparse
+import hashlib
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,9 +30,11 @@ from torch_abi_audit.symbols import extract_undefined_symbols
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "wheels" / "dist"
+MANIFEST = ROOT / "wheels" / "manifest.json"
 MIN_TORCH = Version("2.11.0")
 MAX_BYTES = 40 * 2**20  # all architectures take about 25 MiB today; the aim is 20
-SYSTEM = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6", "ld-linux-x86-64.so.2"}
+SYSTEM = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "libstdc++.so.6"}
+SYSTEM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 SYSTEM |= {"libpthread.so.0", "librt.so.1", "libdl.so.2"}  # separate before glibc 2.34
 NEEDED = {"cpu": {"libtorch_cpu.so"}, "cuda": {"libtorch.so"}}
 EXPORTS = {
@@ -62,8 +69,9 @@ for d in (64, 96, 128, 160, 256):
     want = (x.double() * signs.double()) @ hadamard_matrix(d)
     back = torch.ops.turboquant.hadamard(y, signs, True)
     worst = max(worst, (y - want).abs().max().item(), (back - x).abs().max().item())
-libraries = " ".join(torch_turboquant.build_info()["libraries"])
-print(f"{worst:.1e} with torch {torch.__version__}, loaded: {libraries}")
+import platform
+versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+print(f"{worst:.1e}, {versions}, loaded: {' '.join(torch_turboquant.build_info()['libraries'])}")
 raise SystemExit(0 if worst < 4e-6 else 1)
 """
 
@@ -73,9 +81,11 @@ class Table:
 
     def __init__(self) -> None:
         self.failed = False
+        self.rows: list[tuple[str, str]] = []
 
     def row(self, what: str, result: object, ok: bool) -> None:
         self.failed |= not ok
+        self.rows.append((what, str(result)))
         print(f"{'ok' if ok else 'FAIL':<6}{what:<34}{result}", flush=True)
 
     def empty(self, what: str, found: list[str]) -> None:
@@ -143,9 +153,36 @@ def repair(wheel: Path, folder: Path) -> Path | None:
     return wheels[0]
 
 
-def smoke_test(wheel: Path, torch: str, folder: Path) -> tuple[bool, str]:
+def cuda_architectures(content: Path) -> str:
+    """What the CUDA library says of itself; empty without one."""
+    found = [path for path in content.rglob("libturboquant_cuda.so")]
+    if not found:
+        return ""
+    described = re.search(rb'"architectures": "([^"]*)"', found[0].read_bytes())
+    return described[1].decode() if described else "unknown"
+
+
+def write_manifest(wheel: Path, architectures: str, table: Table) -> None:
+    """Replaces the entry of this platform and these architectures, and keeps the others."""
+    entry = {
+        "wheel": wheel.name,
+        "cuda_architectures": architectures,
+        "bytes": wheel.stat().st_size,
+        "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        "checks": dict(table.rows),
+    }
+    entries = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else []
+    entries = [
+        old
+        for old in entries
+        if (old["wheel"], old["cuda_architectures"]) != (wheel.name, architectures)
+    ]
+    MANIFEST.write_text(json.dumps([*entries, entry], indent=1) + "\n")
+
+
+def smoke_test(python: str, wheel: Path, torch: str, folder: Path) -> tuple[bool, str]:
     """Installs torch and the wheel, nothing else, in a new virtual environment and runs SMOKE."""
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([python, "-m", "venv", folder], check=True)
     python = str(folder / "bin" / "python")
     steps = [
         [
@@ -169,7 +206,15 @@ def smoke_test(wheel: Path, torch: str, folder: Path) -> tuple[bool, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--torch", default="2.13.0", help="version for the smoke test")
+    parser.add_argument(
+        "--torch",
+        action="append",
+        metavar="VERSION[@PYTHON]",
+        help="of the smoke test, with another interpreter than this one; may be repeated",
+    )
+    parser.add_argument(
+        "--no-manifest", action="store_true", help="for a wheel that nobody will be given"
+    )
     args = parser.parse_args()
 
     table = Table()
@@ -192,8 +237,11 @@ def main() -> int:
         else:
             tag = "-".join(final.stem.split("-")[-3:])
             table.row("wheel: tag", tag, tag.startswith("py3-none-manylinux_2_"))
-            ok, text = smoke_test(final, args.torch, work / "venv")
-            table.row("wheel: largest error, fresh venv", text, ok)
+            for choice in args.torch or ["2.13.0"]:
+                torch, _, python = choice.partition("@")
+                ok, text = smoke_test(python or sys.executable, final, torch, work / "venv")
+                table.row(f"wheel: error, fresh, torch {torch}", text, ok)
+                shutil.rmtree(work / "venv")  # several GB
 
         if table.failed:
             print(f"audit failed: {args.wheel.name} does not go to {DIST.relative_to(ROOT)}")
@@ -202,6 +250,8 @@ def main() -> int:
         for old in DIST.glob("*.whl"):
             old.unlink()
         (DIST / final.name).write_bytes(final.read_bytes())
+        if not args.no_manifest:
+            write_manifest(final, cuda_architectures(work / "content"), table)
         print(f"audit passed: {(DIST / final.name).relative_to(ROOT)}")
     return 0
 
