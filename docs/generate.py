@@ -246,6 +246,68 @@ def generation() -> str:
     )
 
 
+def soak() -> str:
+    """One column per device."""
+    found = rows("soak")
+    lines = [
+        ["", *(row["device"] for row in found)],
+        ["minutes", *(f"{row['minutes']:.0f}" for row in found)],
+        ["preset, dtype", *(f"{row['preset']}, {row['dtype']}" for row in found)],
+    ]
+    for name in (
+        *(
+            "steps",
+            "arrive",
+            "grow",
+            "tokens attended",
+            "fork",
+            "cut",
+            "roll back",
+            "move",
+            "leave",
+        ),
+        *("exhausted", "pages checked", "attention checked"),
+    ):
+        lines.append([name, *(f"{row[name]:,}" for row in found)])
+    lines.append(
+        [
+            "largest error of attention, of the largest value (limit)",
+            *(f"{row['worst_error']:.1e} ({row['tolerance']:.0e})" for row in found),
+        ]
+    )
+    for name, label in (
+        ("process_mib", "memory of the process"),
+        ("gpu_mib", "tensors on the GPU"),
+    ):
+        ends = (
+            f"{row[name][0]:.1f} MiB after a tenth of the time, at most {max(row[name]):.1f}, "
+            f"{row[name][-1]:.1f} at the end"
+            if any(row[name])
+            else ""
+            for row in found
+        )
+        lines.append([label, *ends])
+    return table(lines[0], lines[1:])
+
+
+def fuzz() -> str:
+    """Random cases of one run of the tests, counted from their sources."""
+    tests = ROOT / "tests"
+    calls = re.findall(
+        r"^    (\w+)_call: (\d+),$", (tests / "test_simd.py").read_text(), re.MULTILINE
+    )
+    seeds = int(re.search(r"^SEEDS = (\d+)", (tests / "test_sanitizers.py").read_text(), re.M)[1])
+    kernels = (tests / "native" / "kernels.cpp").read_text().split("CASES = {")[1].split("};")[0]
+    names = re.findall(r'\{"(\w+)"', kernels)
+    lines = [[name, f"{int(count):,}"] for name, count in calls]
+    return (
+        table(["random calls, every level against plain C++", "each"], lines)
+        + f"\n\nUnder AddressSanitizer and UBSan: {len(names)} kernels ({', '.join(names)}), "
+        f"{seeds:,} seeds each at every level: {len(names) * seeds * 3:,} runs on a processor with "
+        "AVX-512."
+    )
+
+
 def speed_picture(path: Path) -> None:
     """Speed-up of a decode step's attention against what the cache holds, a line per preset."""
     import matplotlib
@@ -287,6 +349,7 @@ def quality_picture(path: Path) -> None:
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"overview": overview, "generation": generation},
     "docs/ops.md": {"ops": ops},
+    "docs/reliability.md": {"soak": soak, "fuzz": fuzz},
     "docs/performance.md": {"attention": attention_table, "variants": variants_table},
 }
 PICTURES: dict[str, Callable[[Path], None]] = {

