@@ -24,7 +24,6 @@ import torch
 from torch.cuda import is_available as cuda_is_available
 
 import torch_turboquant as tq
-from torch_turboquant.eval import report
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -341,6 +340,8 @@ def speed_picture(path: Path) -> None:
 
 
 def quality_picture(path: Path) -> None:
+    from torch_turboquant.eval import report  # needs the packages of an extra
+
     report.picture(path, rows(QUALITY))
 
 
