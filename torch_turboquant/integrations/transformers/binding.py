@@ -30,7 +30,7 @@ class Attachable:
     sequences: Sequences
     packed: list[TurboQuantLayer]
     binding: Binding | None = None
-    _release: weakref.finalize | None = None
+    _release: weakref.finalize[..., Any] | None = None
 
     def attach(self, model: nn.Module) -> None:
         """Makes `model` able to use this cache."""
@@ -117,10 +117,10 @@ class Binding:
                 delattr(module(), name)
         del _BY_CONFIG[id(self.config)]
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (Binding,)
 
-    def _before(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.attached:
             return
         self.cache = None
@@ -143,7 +143,7 @@ class Binding:
         cache.sequences.begin(tokens.shape[0], tokens.shape[1], call.get("attention_mask"))
         self.cache = cache
 
-    def _after(self, decoder: nn.Module, args: tuple, output: Any) -> None:
+    def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         cache, self.cache = self.cache, None
         if cache is None:
             return
@@ -200,7 +200,7 @@ def _mask(previous: str, *args: Any, config: Any = None, **kwargs: Any) -> Tenso
 
 
 def _early_masks(
-    original: Callable,
+    original: Callable[..., Any],
     *args: Any,
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,

@@ -49,7 +49,7 @@ class TurboQuantCache(Attachable, Cache):
         max_batch_size: int = 1,
         max_cache_len: int | None = None,
         max_q_len: int = 32,
-        center: str | os.PathLike | Centers | None = "auto",
+        center: str | os.PathLike[str] | Centers | None = "auto",
         layer_presets: LayerPresets | None = None,
         boundary_layers: int = 0,
         boundary_preset: str = "k8v8",
@@ -62,10 +62,13 @@ class TurboQuantCache(Attachable, Cache):
             raise ValueError("a static cache needs its max_cache_len")
         windows = layer_windows(model)
         auto = isinstance(center, str) and center == "auto"
-        if isinstance(center, (str, os.PathLike)) and not auto:
-            center = centers.load_centers(center, model)
-        if center is not None and not auto:
-            pairs = center.items() if isinstance(center, Mapping) else enumerate(center)
+        known: Centers | None
+        if isinstance(center, (str, os.PathLike)):
+            known = None if auto else centers.load_centers(center, model)
+        else:
+            known = center
+        if known is not None:
+            pairs = known.items() if isinstance(known, Mapping) else enumerate(known)
             have = sorted(layer for layer, tensor in pairs if tensor is not None)
             need = [layer for layer, window in enumerate(windows) if window is not None]
             if have != need:
@@ -80,7 +83,7 @@ class TurboQuantCache(Attachable, Cache):
             boundary_layers=boundary_layers,
             boundary_preset=boundary_preset,
         )
-        self.center = center
+        self.center = "auto" if auto else known
         self.sequences = Sequences(
             config,
             max_batch_size,
@@ -94,7 +97,7 @@ class TurboQuantCache(Attachable, Cache):
         layers = plain_layers(model)
         for index, window in enumerate(windows):
             if window is not None:
-                given = None if auto or center is None else center[index]
+                given = None if known is None else known[index]
                 config = self.configs[index]
                 layers[index] = TurboQuantLayer(index, config, self.sequences, given, window)
         self.packed = [layer for layer in layers if isinstance(layer, TurboQuantLayer)]
@@ -112,7 +115,7 @@ class TurboQuantCache(Attachable, Cache):
         max_batch_size: int = 1,
         max_cache_len: int | None = None,
         max_q_len: int = 32,
-        center: str | os.PathLike | Centers | None = "auto",
+        center: str | os.PathLike[str] | Centers | None = "auto",
         layer_presets: LayerPresets | None = None,
         boundary_layers: int = 0,
         boundary_preset: str = "k8v8",

@@ -45,28 +45,29 @@ def calibrate(
     chunk: int = 512,
 ) -> list[Tensor | None]:
     """See TurboQuantCache.calibrate."""
-    if isinstance(inputs, str):
-        inputs = [inputs]
-    if not isinstance(inputs, Tensor):
-        if tokenizer is None:
-            raise ValueError("calibrate: text needs its tokenizer")
-        inputs = [tokenizer(text, return_tensors="pt").input_ids[0] for text in inputs]
-    elif inputs.dim() == 1:
-        inputs = [inputs]
-    count = sum(max(0, len(ids) - skip) for ids in inputs)
+    if isinstance(inputs, Tensor):
+        sequences = [inputs] if inputs.dim() == 1 else list(inputs)
+    elif tokenizer is None:
+        raise ValueError("calibrate: text needs its tokenizer")
+    else:
+        texts = [inputs] if isinstance(inputs, str) else inputs
+        sequences = [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
+    count = sum(max(0, len(ids) - skip) for ids in sequences)
     if count < CENTER_TOKENS:
         raise ValueError(
             f"calibrate needs at least {CENTER_TOKENS} tokens after the first {skip} of every "
             f"sequence, got {count}"
         )
-    sums = [None if window is None else 0.0 for window in layer_windows(model)]
-    for ids in inputs:
+    zero = torch.zeros((), dtype=torch.float64)
+    sums = [None if window is None else zero for window in layer_windows(model)]
+    for ids in sequences:
         cache = Cache(layers=plain_layers(model))
         for part in ids.to(model.device).split(chunk):
             model(part[None], past_key_values=cache, use_cache=True)
         for index, layer in enumerate(cache.layers):
-            if sums[index] is not None:
-                sums[index] = sums[index] + layer.keys[0, :, skip:].double().sum(1).cpu()
+            so_far = sums[index]
+            if so_far is not None:
+                sums[index] = so_far + layer.keys[0, :, skip:].double().sum(1).cpu()
     return [None if s is None else (s / count).float() for s in sums]
 
 
@@ -94,7 +95,7 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
 
 
 def save_centers(
-    path: str | os.PathLike, centers: Sequence[Tensor | None], model: nn.Module
+    path: str | os.PathLike[str], centers: Sequence[Tensor | None], model: nn.Module
 ) -> None:
     """Writes centers to a safetensors file that `center=path` reads (needs safetensors).
 
@@ -117,7 +118,7 @@ def save_centers(
     save_file(tensors, path, metadata=expected)
 
 
-def load_centers(path: str | os.PathLike, model: nn.Module) -> list[Tensor | None]:
+def load_centers(path: str | os.PathLike[str], model: nn.Module) -> list[Tensor | None]:
     """Reads a file of `save_centers`: its `centers`.
 
     Raises:

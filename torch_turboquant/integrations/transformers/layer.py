@@ -168,7 +168,7 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def attend(
         self,
-        original: Callable[[], Callable],
+        original: Callable[[], Callable[..., Any]],
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -256,7 +256,7 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if isinstance(self.sequences.forward, Step):  # no mask is made, nothing may depend on data
-            return self.sequences.max_len, 0
+            return self.get_max_length(), 0
         return self.sequences.columns + query_length, 0
 
     def get_max_length(self) -> int:
@@ -272,7 +272,9 @@ class TurboQuantLayer(CacheLayerMixin):
     def select_rows(self, rows: Tensor) -> None:
         """Sequence i becomes the former sequence rows[i]: int64 [new batch] on the CPU."""
         if self.waiting is not None:
-            self.waiting = tuple(w.index_select(0, rows.to(w.device)) for w in self.waiting)
+            keys, values = self.waiting
+            chosen = rows.to(keys.device)
+            self.waiting = keys.index_select(0, chosen), values.index_select(0, chosen)
         for tensor in (self.pages, self.ring):
             if tensor is not None:
                 by_row = tensor.unflatten(0, (self.sequences.rows, -1))

@@ -128,7 +128,7 @@ def _has_sliding_masks(model: nn.Module) -> bool:
     return hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
 
 
-def original_attention(previous: str, module: nn.Module) -> Callable:
+def original_attention(previous: str, module: nn.Module) -> Callable[..., Any]:
     """What the module would call without this file; "eager" lives beside the module's class."""
     home = sys.modules[type(module).__module__]
     if previous == "eager":
