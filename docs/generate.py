@@ -190,6 +190,72 @@ def variants_table() -> str:
     return table(["64 x 8,192 but", "best bf16", "k4v4u", "k4v4"], lines)
 
 
+def cpu_attention_table() -> str:
+    """Contexts against two presets, and the level below the best."""
+    found = {
+        (row["row"].split()[1], row["level"], row["context"], row["batch"]): row
+        for row in rows("cpu")
+        if row["row"].startswith("attention k")
+    }
+    lines = []
+    for context, batch in ((8192, 1), (32768, 1), (65536, 1), (8192, 4), (32768, 4)):
+        line = [f"{context:,} x {batch}"]
+        for preset, level in (("k4v4", "avx512"), ("k3v3", "avx512"), ("k4v4", "avx2")):
+            row = found[preset, level, context, batch]
+            line += [f"{row['ms']:.2f} ms", f"{row['speedup_vs_bf16']:.1f}x"]
+            if level == "avx512":
+                line.append(f"{row['speedup_vs_float32']:.1f}x")
+        lines.append(line)
+    header = "context x batch,k4v4,vs bfloat16,vs float32,k3v3,vs bfloat16,vs float32"
+    return table([*header.split(","), "k4v4, AVX2", "vs bfloat16"], lines)
+
+
+def generation_table() -> str:
+    """A whole model: milliseconds per token, and how many sequences fit."""
+    found: dict[tuple[int, int], dict[str, Row]] = {}
+    for row in rows("h200_generate"):
+        if (row["part"], row.get("mode")) == ("decode", "graph"):
+            found.setdefault((row["batch"], row["context"]), {})[row["kind"]] = row
+    lines = []
+    for shape, by_kind in found.items():
+        times = (f"{by_kind[kind]['tpot_ms']:.1f}" for kind in ("unmasked", "k4v4", "k5v4u"))
+        fits = (f"{by_kind[kind]['largest_batch']:,}" for kind in ("unmasked", "k4v4"))
+        lines.append([name_of(shape), *times, " and ".join(fits)])
+    header = ["batch x context", "bf16", "k4v4", "k5v4u", "largest batch that fits: bf16 and k4v4"]
+    return table(header, lines)
+
+
+CODEC = {
+    "`hadamard` d = 64 / 128 / 256": [f"hadamard d={d} bf16" for d in (64, 128, 256)],
+    "`pack` 3 / 4 / 8 bit": [f"pack {bits} bit" for bits in (3, 4, 8)],
+    "`unpack` 3 / 4 / 8 bit": [f"unpack {bits} bit" for bits in (3, 4, 8)],
+    "`encode` 4 bit, 1 / 8 candidates": ["encode 4 bit S=1", "encode 4 bit S=8"],
+    "`decode` 4 / 3 bit": ["decode 4 bit", "decode 3 bit"],
+    "`qjl_sketch` structured": ["qjl_sketch structured"],
+    "`cache_store` k4v4, 1 / 8 candidates": ["cache_store k4v4 S=1", "cache_store k4v4 S=8"],
+    "`cache_store` k3v3, 1 / 8": ["cache_store k3v3 S=1", "cache_store k3v3 S=8"],
+    "`cache_store` k5v4u, 1 / 8": ["cache_store k5v4u S=1", "cache_store k5v4u S=8"],
+    "`cache_load` k4v4 / k3v3": ["cache_load k4v4", "cache_load k3v3"],
+}
+
+
+def codec_table() -> str:
+    found = {row["row"]: row for row in rows("h200_codec")}
+    lines = []
+    for label, names in CODEC.items():
+        some = [found[name] for name in names]
+        eager = (f"{row['eager_ms'] / row['ms']:.0f}x" if row["eager_ms"] else "-" for row in some)
+        lines.append(
+            [
+                label,
+                " / ".join(f"{1000 * row['ms']:.0f}" for row in some),
+                " / ".join(f"{row['of']:.2f}" for row in some),
+                " / ".join(eager),
+            ]
+        )
+    return table(["op", "us", "of a copy's speed", "over PyTorch eager"], lines)
+
+
 def overview() -> str:
     """The README's table: size, speed and quality of presets, bf16, fp8 and other ways."""
     quality = {row["cache"]: row for row in rows(QUALITY)}
@@ -351,7 +417,13 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"overview": overview, "generation": generation},
     "docs/ops.md": {"ops": ops},
     "docs/reliability.md": {"soak": soak, "fuzz": fuzz},
-    "docs/performance.md": {"attention": attention_table, "variants": variants_table},
+    "docs/performance.md": {
+        "cpu attention": cpu_attention_table,
+        "attention": attention_table,
+        "variants": variants_table,
+        "generation": generation_table,
+        "codec": codec_table,
+    },
 }
 PICTURES: dict[str, Callable[[Path], None]] = {
     "docs/pictures/attention_h200.png": speed_picture,
