@@ -978,3 +978,42 @@ def test_every_layer_lives_where_its_model_layer_does(second, form):
         cache.crop(-5)
         feed(model, cache, tokens[:, -5:], 1, 4)
     assert torch.equal(tokens.cpu(), expected)
+
+
+# --------------------------------------------------------------------------- what is refused late
+
+
+def test_attaching_to_another_model():
+    model = make_model()
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        for match, other in (
+            ("a model with other layers", make_model(num_hidden_layers=2)),
+            ("made for head_dim 32", make_model(head_dim=16)),
+        ):
+            with pytest.raises(ValueError, match=match):
+                cache.attach(other)
+            assert other.config._attn_implementation == "sdpa"
+
+
+def test_selecting_sequences_that_are_not_there():
+    model, ids = make_model(), make_ids(80, 2)
+    with TurboQuantCache.for_model(model, "k4v4", max_batch_size=2) as cache:
+        feed(model, cache, ids)
+        with pytest.raises(ValueError, match="sequence 2 of 2"):
+            cache.reorder_cache(torch.tensor([0, 2]))
+        with pytest.raises(ValueError, match="4 sequences do not fit into max_batch_size=2"):
+            cache.batch_repeat_interleave(2)
+        before = cache.layers[0].pages.clone()
+        cache.reorder_cache(torch.tensor([0, 1]))
+        assert torch.equal(cache.layers[0].pages, before)
+
+
+def test_embeddings_instead_of_tokens():
+    model, ids = make_model(), make_ids(75)
+    embeddings = model.get_input_embeddings()(ids)
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        expected = feed(model, cache, ids, 70)
+        cache.reset()
+        parts = (embeddings[:, :70], embeddings[:, 70:])
+        got = [model(inputs_embeds=part, past_key_values=cache).logits for part in parts]
+        assert torch.equal(torch.cat(got, dim=1), expected)
