@@ -289,6 +289,7 @@ def overview() -> str:
         + "\n\nSize and quality: "
         + source(QUALITY).split(" --caches")[0]
         + "`, SmolLM2-135M over Wikipedia prose, exact tail and scales counted at 8,192 tokens"
+        "; of the other ways only KIVI keeps tokens exact, which is most of the difference"
         f" ([more](docs/quality.md)). Speed: {source('h200_attention')}, a decode step of "
         f"{name_of(LARGE)} tokens, 32 query heads, 8 KV heads of 128, against the fastest of five "
         "bf16 kernels and FlashInfer's fp8 ([more](docs/performance.md)); empty: not measured."
