@@ -57,17 +57,20 @@ int grid_of(const DecodeKernel& k, const Device& device) {
 int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // As many warps as possible, then as many slots.
-DecodePlan plan_of(const DecodeKernel& k, const SlotLayout& layout, const Device& device, int grid, int d) {
+DecodePlan plan_of(const DecodeKernel& k, const SlotLayout& layout, const Device& device, int d, bool tail) {
   constexpr int kReserved = 1024;  // of every block, by CUDA
   const int limit = std::min(device.shared_per_block, device.shared_per_multiprocessor / k.blocks - kReserved);
   DecodePlan best{};
   for (int warps = k.threads / 32; warps >= 1 && best.warps == 0; --warps) {
-    // States of half the warps; or what joins the parts of a segment; or a row of exact keys for each warp.
-    const int join = 4 * std::max({(warps + 1) / 2 * k.join_floats, k.rows * (d + 8 + grid) + 128 * warps, warps * d});
+    // States of half the warps; or what groups of threads have of a segment; or a row of exact keys for each warp.
+    const int join =
+        4 * std::max({(warps + 1) / 2 * k.join_floats, std::max(k.rows * d, 128 * warps) / d * (d + 4), warps * d});
     const int rows = up_to(k.rows * static_cast<int>(sizeof(DecodeRow)) + 4, 16);
-    const int places = 2 * warps * static_cast<int>(sizeof(DecodePlace));
-    const int plain = 4 * k.rows * d;
-    const int fixed = k.query_bytes + plain + up_to(join, 16) + rows + places, slot = layout.bytes + kBarrierBytes;
+    const int places = up_to(2 * warps * static_cast<int>(sizeof(DecodePlace)), 16);
+    const int copies = warps * static_cast<int>(sizeof(DecodeCopies));
+    const int plain = tail ? 4 * k.rows * d : 0;
+    const int fixed = k.query_bytes + plain + up_to(join, 16) + rows + places + copies,
+              slot = layout.bytes + kBarrierBytes;
     const int slots = std::min((limit - fixed) / (warps * slot), 8) / kUnitSteps * kUnitSteps;
     if (slots < kUnitSteps) continue;
     best.warps = warps, best.slots = slots;
@@ -76,7 +79,8 @@ DecodePlan plan_of(const DecodeKernel& k, const SlotLayout& layout, const Device
     best.join = best.plain + plain;
     best.rows = best.join + up_to(join, 16);
     best.places = best.rows + rows;
-    best.bytes = best.places + places;
+    best.copies = best.places + places;
+    best.bytes = best.copies + copies;
   }
   STD_TORCH_CHECK(best.warps > 0, "paged_attention: a record of ", layout.bytes,
                   " bytes for 32 tokens does not fit into ", limit, " bytes of shared memory");
@@ -137,8 +141,9 @@ class Counters {
 }  // namespace
 
 bool decode_takes(const Attention& a) {
-  constexpr int kLeastMajor = 8;  // copies that end in a barrier, see ring.cuh
-  return static_cast<int64_t>(a.max_q_len) * a.group <= kMaxRows && kernel_of(a).kernel &&
+  constexpr int kLeastMajor = 8;                                         // copies that end in a barrier, see ring.cuh
+  const bool exact_in_halves = !a.tail || a.dtype != ScalarType::Float;  // what its products of exact keys take
+  return static_cast<int64_t>(a.max_q_len) * a.group <= kMaxRows && exact_in_halves && kernel_of(a).kernel &&
          Device::current().major >= kLeastMajor;
 }
 
@@ -153,7 +158,7 @@ void decode(const Attention& a, void* workspace, cudaStream_t stream) {
   const Device device = Device::current();
   const SlotLayout layout(a.record, a.dtype == ScalarType::Float ? 4 : 2);
   const int grid = grid_of(k, device);
-  DecodePlan plan = plan_of(k, layout, device, grid, a.record.head_dim);
+  DecodePlan plan = plan_of(k, layout, device, a.record.head_dim, a.tail);
   const int64_t blocks = (int64_t{a.max_q_len} * a.group + k.rows - 1) / k.rows;
   const int64_t units = int64_t{a.max_pages} * a.record.page_size / kUnitTokens + 2 + a.sink_tokens + int64_t{a.ring};
   STD_TORCH_CHECK(units * blocks * a.kv_heads * a.seqs <= INT32_MAX, "paged_attention: ", a.seqs,

@@ -61,7 +61,8 @@ struct DecodePlan {
   int warps, slots;    // warps of a block, slots of a warp's ring, which comes first
   int queries, plain;  // queries as operands, and as they came: float [rows, d]
   int join, rows;      // results to be joined; what is known about each row
-  int places, bytes;   // [warps, 2] places in the list of work; all
+  int places, copies;  // [warps, 2] places in the list of work; [warps] what is copied
+  int bytes;           // all
   float* parts;        // [grid, 2, rows, 4 + d]: partial results
   uint32_t* arrivals;  // [grid], 0 between launches
 };
@@ -108,6 +109,11 @@ struct DecodePlace {
   int begin;  // of the segment's units in the list
   DecodeSequence about;
 
+  // Before a sequence whose units begin at `begin`.
+  static __device__ __forceinline__ DecodePlace before(const Attention& a, int sequence, int begin) {
+    return {sequence - 1, a.kv_heads - 1, 0, begin, {}};
+  }
+
   __device__ __forceinline__ int end() const { return begin + about.units; }
   __device__ __forceinline__ int coded_end() const { return begin + about.coded; }
 
@@ -129,6 +135,13 @@ struct DecodePlace {
       } while (about.blocks == 0);
     }
   }
+};
+
+// What a warp needs to know about the segment that it copies. In shared memory, to spare registers.
+struct __align__(16) DecodeCopies {
+  int first, length, visible;  // key of unit 0 of the list; keys; pages before `visible` may be gone
+  int head, exact;             // exact: units of the tail
+  const int32_t* table;        // the sequence's row of block_table
 };
 
 __device__ __forceinline__ float max_or_nan(float x, float y) {
@@ -156,6 +169,17 @@ __device__ __forceinline__ void for_each(F&& f) {
   }
 }
 
+// Counts an arrival of a block; true: of `count` it was the last, and the counter is 0 again. What the block wrote before its last
+// barrier is seen by those who arrive later, and the other way round.
+__device__ __forceinline__ bool count_arrival(uint32_t* counter, int count) {
+  const uint32_t last = static_cast<uint32_t>(count - 1);
+  uint32_t before;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 700
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+#endif
+  return before == last;
+}
+
 // Over the lanes that share t.
 template <typename Op>
 __device__ __forceinline__ float over_tokens(float x, Op&& op) {
@@ -176,15 +200,6 @@ __device__ __forceinline__ float read_float(const void* p, ScalarType dtype, int
   if (dtype == ScalarType::BFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
   if (dtype == ScalarType::Half) return __half2float(static_cast<const __half*>(p)[i]);
   return static_cast<const float*>(p)[i];
-}
-
-// N neighbours as float32 from shared memory, N even, aligned to their size or 16 bytes.
-template <int N, typename T>
-__device__ __forceinline__ void read_floats(const T* from, float* y) {
-  constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
-  uint32_t word[kWords];
-  read_words(reinterpret_cast<const uint8_t*>(from), word);
-  floats_of_words<T>(word, y);
 }
 
 __device__ __forceinline__ void write_float(void* p, ScalarType dtype, int64_t i, float x) {
@@ -258,8 +273,16 @@ class Decoder {
       prepare_queries(at);
       state_.clear();
       const int first = at.about.first - at.begin * kUnitTokens;
-      for (; unit < min(to, coded); unit += plan_.warps) attend(first + unit * kUnitTokens);
-      for (; unit < to; unit += plan_.warps) attend_exact(at, unit - coded);
+      const bool empty = coded == at.begin && at.about.exact == 0;  // has a unit, but nothing in it
+      for (; unit < min(to, coded); unit += plan_.warps) {
+        attend(first + unit * kUnitTokens);
+        fetch();
+      }
+      for (; unit < to; unit += plan_.warps) {
+        if (empty) continue;
+        attend_exact(at, unit - coded);
+        fetch();
+      }
       finish_segment(at, from, to);
       from = to;
     }
@@ -273,6 +296,9 @@ class Decoder {
   __device__ __forceinline__ DecodePlace& place(int which) const {
     return reinterpret_cast<DecodePlace*>(shared_ + plan_.places)[2 * warp_ + which];
   }
+  __device__ __forceinline__ DecodeCopies& copies() const {
+    return reinterpret_cast<DecodeCopies*>(shared_ + plan_.copies)[warp_];
+  }
   __device__ __forceinline__ void seek(DecodePlace& place, int unit) const {
     DecodePlace p = place;
     if (unit < p.end()) return;
@@ -282,8 +308,8 @@ class Decoder {
     __syncwarp();
   }
 
-  // Units [begin, end) are this block's; false: none. Leaves the warp's places at the segment that holds `begin`. Every warp works this
-  // out for itself, without waiting for the others: a lane counts the units of `each` neighbouring sequences.
+  // Units [begin, end) are this block's; false: none. Leaves the warp's places before the sequence that holds `begin`, or shortly
+  // before that. Every warp works this out for itself, without waiting for the others: a lane counts the units of `each` neighbouring sequences.
   __device__ __forceinline__ bool find_work(int& begin, int& end) {
     prefetch_constants();
     const int each = (a_.seqs + 31) / 32, mine = lane_ * each;
@@ -309,21 +335,11 @@ class Decoder {
     begin = part_begin(blockIdx.x), end = part_begin(blockIdx.x + 1);
 
     const bool owns = before <= begin && begin < before + units;
-    int s = mine;
-    if (owns) {
-      for (int n; begin >= before + (n = units_of(s)); ++s) before += n;
-    }
     const int owner = __ffs(static_cast<int>(__ballot_sync(0xffffffff, owns))) - 1;
-    s = __shfl_sync(0xffffffff, s, owner), before = __shfl_sync(0xffffffff, before, owner);
-    DecodePlace p{s, 0, 0, before, describe<kRows>(a_, layout_, s)};
-    p.template seek<kRows>(a_, layout_, begin);
-    if (lane_ < 2) place(lane_) = p;
+    before = __shfl_sync(0xffffffff, before, owner);
+    if (lane_ < 2) place(lane_) = DecodePlace::before(a_, owner * each, before);
     __syncwarp();
     return true;
-  }
-  __device__ __forceinline__ int units_of(int s) const {
-    const DecodeSequence x = describe<kRows>(a_, layout_, s);
-    return x.units * x.blocks * a_.kv_heads;
   }
   // Blocks have share_ units, the first longer_ of them one more.
   __device__ __forceinline__ int part_begin(int block) const { return block * share_ + min(block, longer_); }
@@ -361,8 +377,12 @@ class Decoder {
     }
     barriers_ready();
     __syncwarp();
-    look_up();
-    for (int i = 0; i < plan_.slots; i += kUnitSteps) fetch(ring_ + i * stride(), ring_ + (i + 1) * stride());
+    // The first round has nothing to copy yet: so that look_up, which is long, stands here once.
+#pragma unroll 1
+    for (int i = -kUnitSteps; i < plan_.slots; i += kUnitSteps) {
+      if (i >= 0) copy(ring_ + i * stride(), ring_ + (i + 1) * stride());
+      look_up();
+    }
   }
   __device__ __forceinline__ int stride() const { return layout_.bytes + kBarrierBytes; }
   __device__ __forceinline__ uint64_t* barrier(uint8_t* slot) const {
@@ -372,20 +392,21 @@ class Decoder {
   // What is needed to find the next unit's bytes: a lane has one of its blocks, and loads the page of a block of codes, -1 for none. Nothing
   // waits for it before `fetch`.
   __device__ __forceinline__ void look_up() {
-    if (fetch_unit_ >= fetch_stop_) find_fetch_run();
+    if (fetch_unit_ >= fetch_stop_ && fetch_stop_ != 0) find_fetch_run();
     page_ = -1;
-    if (fetch_unit_ >= fetch_stop_ || fetch_exact_ || lane_ >= kUnitSteps * layout_.copies) return;
-    const int token = fetch_token();
-    if (token >= fetch_length_ || token + (1 << layout_.copy_shift) <= fetch_visible_) return;
-    page_ = __ldg(fetch_table_ + (token >> layout_.page_shift));
+    const DecodeCopies c = copies();
+    if (fetch_unit_ >= fetch_stop_ || c.exact || lane_ >= kUnitSteps * layout_.copies) return;
+    const int token = fetch_token(c);
+    if (token >= c.length || token + (1 << layout_.copy_shift) <= c.visible) return;
+    page_ = __ldg(c.table + (token >> layout_.page_shift));
   }
-  __device__ __forceinline__ int fetch_token() const {
-    return fetch_first_ + fetch_unit_ * kUnitTokens + (lane_ << layout_.copy_shift);
+  __device__ __forceinline__ int fetch_token(const DecodeCopies& c) const {
+    return c.first + fetch_unit_ * kUnitTokens + (lane_ << layout_.copy_shift);
   }
-  __device__ __forceinline__ const uint8_t* block_address() const {
+  __device__ __forceinline__ const uint8_t* block_address(const DecodeCopies& c) const {
     if (static_cast<unsigned>(page_) >= static_cast<unsigned>(a_.num_pages)) return nullptr;
-    const int tile = (fetch_token() & ((1 << layout_.page_shift) - 1)) >> layout_.copy_shift;
-    return a_.pages + (int64_t{page_} * a_.kv_heads + fetch_head_) * layout_.record_bytes + tile * layout_.copy_bytes;
+    const int tile = (fetch_token(c) & ((1 << layout_.page_shift) - 1)) >> layout_.copy_shift;
+    return a_.pages + (int64_t{page_} * a_.kv_heads + c.head) * layout_.record_bytes + tile * layout_.copy_bytes;
   }
   // Exact keys: lanes 0-7 copy to the first slot, 8-15 to the second.
   __device__ __forceinline__ const uint8_t* exact_address() const {
@@ -409,15 +430,21 @@ class Decoder {
         return;
       }
       seek(next, fetch_unit_);
-      fetch_exact_ = fetch_unit_ >= next.coded_end();
-      if (!fetch_exact_ || next.about.exact > 0) break;
+      if (fetch_unit_ < next.coded_end() || next.about.exact > 0) break;
     }
-    fetch_stop_ = min(fetch_end_, fetch_exact_ ? next.end() : next.coded_end());
-    fetch_first_ = next.about.first - next.begin * kUnitTokens;
-    fetch_length_ = next.about.length, fetch_head_ = next.head;
-    fetch_visible_ = a_.first_visible(next.about.length - next.about.queries);  // pages before it may be gone
-    fetch_table_ = a_.block_table + int64_t{next.sequence} * a_.max_pages;
-    if (!fetch_exact_) prefetch_queries(next);
+    const bool exact = fetch_unit_ >= next.coded_end();
+    fetch_stop_ = min(fetch_end_, exact ? next.end() : next.coded_end());
+    __syncwarp();
+    if (lane_ == 0) {
+      copies() = {next.about.first - next.begin * kUnitTokens,
+                  next.about.length,
+                  a_.first_visible(next.about.length - next.about.queries),
+                  next.head,
+                  exact,
+                  a_.block_table + int64_t{next.sequence} * a_.max_pages};
+    }
+    __syncwarp();
+    if (!exact) prefetch_queries(next);
   }
 
   // Its queries will be wanted soon, too: each warp asks for the rows that it will prepare.
@@ -432,29 +459,30 @@ class Decoder {
     }
   }
 
-  // Starts the copies of a unit, and looks up the blocks of the next.
-  __device__ __forceinline__ void fetch(uint8_t* first, uint8_t* second) {
+  // The slots of the unit at hand get other contents, and the pages of what follows are looked up; the next slots are at hand.
+  __device__ __forceinline__ void fetch() {
+    __syncwarp();
+    copy(slot_, slot_ + stride());
+    look_up();
+    slot_ += kUnitSteps * stride();
+    if (slot_ == ring_ + plan_.slots * stride()) slot_ = ring_, phase_ ^= 1;
+  }
+  __device__ __forceinline__ void copy(uint8_t* first, uint8_t* second) {
     if (fetch_unit_ >= fetch_stop_) return;  // nothing is left
-    const int bytes = fetch_exact_ ? layout_.exact_bytes : layout_.copy_bytes,
-              per_slot = fetch_exact_ ? 8 : layout_.copies;
+    const DecodeCopies c = copies();
+    const int bytes = c.exact ? layout_.exact_bytes : layout_.copy_bytes, per_slot = c.exact ? 8 : layout_.copies;
     const bool later = lane_ >= per_slot;
     uint8_t* to = later ? second + (lane_ - per_slot) * bytes : first + lane_ * bytes;
-    const uint8_t* from = fetch_exact_ ? exact_address() : block_address();
+    const uint8_t* from = c.exact ? exact_address() : block_address(c);
     copy_blocks(barrier(first), barrier(second), to, later, from, bytes);
     fetch_unit_ += plan_.warps;
-    look_up();
-  }
-
-  __device__ __forceinline__ uint8_t* arrived() {
-    uint8_t* s = slot_;
-    wait_barrier(barrier(s), phase_);
-    slot_ += stride();
-    if (slot_ == ring_ + plan_.slots * stride()) slot_ = ring_, phase_ ^= 1;
-    return s;
   }
 
   // ---- Queries
 
+  __device__ __forceinline__ float* plain() const {  // [rows, d]
+    return reinterpret_cast<float*>(shared_ + plan_.plain);
+  }
   __device__ __forceinline__ DecodeRow* rows() const { return reinterpret_cast<DecodeRow*>(shared_ + plan_.rows); }
 
   // The row `r` of the segment's block: token and head among all, position of its query; false: there is no such row.
@@ -497,9 +525,10 @@ class Decoder {
         const Attention::Exact exact = a_.exact(at.sequence, position);
         row.first = max(a_.first_visible(position), exact.sinks), row.end = exact.recent;
       }
-      float* plain = reinterpret_cast<float*>(shared_ + plan_.plain) + r * D;
+      if (a_.tail) {
 #pragma unroll
-      for (int i = 0; i < X::kPerLane; ++i) plain[channel(i)] = y[i];
+        for (int i = 0; i < X::kPerLane; ++i) plain()[r * D + channel(i)] = y[i];
+      }
       rotate<typename X::Rotation>(y, a_.key_signs, lane_);
       float largest = 1e-30f;
 #pragma unroll
@@ -565,13 +594,20 @@ class Decoder {
   }
   static __device__ __forceinline__ int to_second(int row, int next) { return Values::kMixed ? 8 * row : next; }
 
+  // The slots of the unit at hand.
+  __device__ __forceinline__ void slots(uint8_t* (&base)[kUnitSteps]) const {
+#pragma unroll
+    for (int step = 0; step < kUnitSteps; ++step) base[step] = slot_ + step * stride();
+  }
+
   // begin: the first token of the unit
   __device__ __forceinline__ void attend(int begin) {
     uint8_t* base[kUnitSteps];
+    slots(base);
     float score[N][4 * kUnitSteps], value_scale[4 * kUnitSteps];
 #pragma unroll
     for (int step = 0; step < kUnitSteps; ++step) {
-      base[step] = arrived();
+      wait_barrier(barrier(base[step]), phase_);
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         float s[N][2];
@@ -593,8 +629,6 @@ class Decoder {
     float factor[N];
     for_each<N>([&](auto n) { factor[n] = soften<n>(score[n], value_scale, edge, weight[n]); });
     multiply_values(base, weight, factor);
-    __syncwarp();
-    fetch(base[0], base[1]);
   }
 
   // Integer scores of the lane's rows for one of its pairs of tokens, times the key scales.
@@ -655,8 +689,12 @@ class Decoder {
       const DecodeRow& row = rows()[4 * n + t_];
 #pragma unroll
       for (int i = 0; i < 4 * kUnitSteps; ++i)
-        score[n][i] = limit * tanhf(fmaf(score[n][i], row.unit, row.shift) / limit);
+        score[n][i] = limit * tanh_fast(fmaf(score[n][i], row.unit, row.shift) / limit);
     }
+  }
+  // Within 1e-6, absolute.
+  static __device__ __forceinline__ float tanh_fast(float x) {
+    return 1 - __fdividef(2.0f, exp2_fast(2 * kLog2E * x) + 1);
   }
 
   // Keys that a row does not see; their slots may hold anything.
@@ -787,15 +825,15 @@ class Decoder {
   __device__ __forceinline__ void finish_segment(const DecodePlace& at, int from, int to) {
     join_warps();
     __syncthreads();
-    if (from == at.begin && to == at.end()) {
-      finish_rows(at);
-    } else {
+    bool all = from == at.begin && to == at.end();
+    if (!all) {
       float* part = this->part(static_cast<int>(blockIdx.x), from == at.begin);
       for (int i = threadIdx.x; i < kRows * X::kPart / 4; i += blockDim.x) {
         reinterpret_cast<float4*>(part)[i] = reinterpret_cast<const float4*>(join())[i];
       }
-      join_blocks(at, block_of(at.begin), block_of(at.end() - 1));
+      all = join_blocks(block_of(at.begin), block_of(at.end() - 1));
     }
+    if (all) finish_rows(at);
     __syncthreads();
   }
 
@@ -874,66 +912,83 @@ class Decoder {
     }
   }
 
-  // Leaves this block's part to the last of the blocks that share the segment; if that is this one, joins all, in their order.
-  __device__ __forceinline__ void join_blocks(const DecodePlace& at, int first, int last) {
+  // Leaves this block's part to the last of the blocks that share the segment; true: that is this one, and it has joined all, in their
+  // order.
+  __device__ __forceinline__ bool join_blocks(int first, int last) const {
     __syncthreads();
     int* flag = reinterpret_cast<int*>(rows() + kRows);
-    if (threadIdx.x == 0) {
-      const unsigned others = static_cast<unsigned>(last - first);
-      __threadfence();                                              // for what all threads of the block wrote
-      *flag = atomicInc(plan_.arrivals + first, others) == others;  // back to 0 with the last
-      __threadfence();
-    }
-    __syncthreads();
-    if (!*flag) return;
-
     const int count = last - first + 1;
-    float* weights = join() + kRows * X::kPart;  // [rows, count]
-    for (int r = warp_; r < kRows; r += plan_.warps) {
-      float m = -INFINITY, total = 0;
-      for (int i = lane_; i < count; i += 32) m = fmaxf(m, __ldcg(part(first + i, i == 0) + r * X::kPart));
-#pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffff, m, bit));
-      for (int i = lane_; i < count; i += 32) {
-        const float2 x = __ldcg(reinterpret_cast<const float2*>(part(first + i, i == 0) + r * X::kPart));
-        const float weight = x.x == -INFINITY ? 0 : exp2_fast(x.x - m);
-        weights[r * count + i] = weight;
-        total = fmaf(weight, x.y, total);
-      }
-#pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) total += __shfl_xor_sync(0xffffffff, total, bit);
-      if (lane_ == 0) join()[r * X::kPart] = m, join()[r * X::kPart + 1] = total;
-    }
+    if (threadIdx.x == 0) *flag = count_arrival(plan_.arrivals + first, count);
     __syncthreads();
-    // Four channels of a row for a thread; several threads share the parts where rows are few.
-    constexpr int kQuads = kRows * D / 4;
+    if (!*flag) return false;
+
+    // Four channels of a row for a thread; several threads share the parts where rows are few. Parts are read eight at a time, all at
+    // once, under a running maximum.
+    constexpr int kQuads = kRows * D / 4, kBatch = 8;
     const int groups = max(1, static_cast<int>(blockDim.x) / kQuads);
-    float4* shares = reinterpret_cast<float4*>(weights + (kRows * count + 3) / 4 * 4);  // [groups - 1, quads]
+    constexpr int kShare = kRows * X::kPart;  // of a group
     for (int e = threadIdx.x; e < groups * kQuads; e += blockDim.x) {
-      const int group = e / kQuads, quad = e % kQuads, r = quad / (D / 4);
-      const int at_part = r * X::kPart + X::kHead + 4 * (quad % (D / 4));
+      const int group = e / kQuads, quad = e % kQuads, r = quad / (D / 4), channel = 4 * (quad % (D / 4));
+      float m = -INFINITY, total = 0;
       float4 sum{0, 0, 0, 0};
-#pragma unroll 8
-      for (int i = group; i < count; i += groups) {
-        const float4 x = __ldcg(reinterpret_cast<const float4*>(part(first + i, i == 0) + at_part));
-        const float weight = weights[r * count + i];
-        if (weight == 0) continue;
-        sum.x = fmaf(weight, x.x, sum.x), sum.y = fmaf(weight, x.y, sum.y);
-        sum.z = fmaf(weight, x.z, sum.z), sum.w = fmaf(weight, x.w, sum.w);
+      for (int begin = group; begin < count; begin += kBatch * groups) {
+        float2 head[kBatch];
+        float4 x[kBatch];
+        float top = m;
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const int i = begin + k * groups;
+          head[k] = {-INFINITY, 0}, x[k] = {0, 0, 0, 0};
+          if (i >= count) continue;
+          const float* from = part(first + i, i == 0) + r * X::kPart;
+          head[k] = __ldcg(reinterpret_cast<const float2*>(from));
+          x[k] = __ldcg(reinterpret_cast<const float4*>(from + X::kHead + channel));
+        }
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) top = fmaxf(top, head[k].x);
+        const float by = weight_of(m, top);
+        m = top, total *= by, sum.x *= by, sum.y *= by, sum.z *= by, sum.w *= by;
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const float weight = weight_of(head[k].x, top);
+          if (weight == 0) continue;
+          total = fmaf(weight, head[k].y, total);
+          sum.x = fmaf(weight, x[k].x, sum.x), sum.y = fmaf(weight, x[k].y, sum.y);
+          sum.z = fmaf(weight, x[k].z, sum.z), sum.w = fmaf(weight, x[k].w, sum.w);
+        }
       }
-      (group == 0 ? *reinterpret_cast<float4*>(join() + at_part) : shares[(group - 1) * kQuads + quad]) = sum;
+      float* to = join() + group * kShare + r * X::kPart;
+      if (channel == 0) to[0] = m, to[1] = total;
+      *reinterpret_cast<float4*>(to + X::kHead + channel) = sum;
     }
     __syncthreads();
-    if (groups > 1 && static_cast<int>(threadIdx.x) < kQuads) {
-      const int quad = static_cast<int>(threadIdx.x), r = quad / (D / 4);
-      float4& sum = *reinterpret_cast<float4*>(join() + r * X::kPart + X::kHead + 4 * (quad % (D / 4)));
-      for (int g = 1; g < groups; ++g) {
-        const float4 x = shares[(g - 1) * kQuads + quad];
-        sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+    if (groups > 1) {
+      const int quad = static_cast<int>(threadIdx.x), r = quad / (D / 4), channel = 4 * (quad % (D / 4));
+      float m = -INFINITY, total = 0;
+      float4 sum{0, 0, 0, 0};
+      if (quad < kQuads) {
+        const float* from = join() + r * X::kPart;
+        for (int g = 0; g < groups; ++g) m = fmaxf(m, from[g * kShare]);
+        for (int g = 0; g < groups; ++g) {
+          const float4 x = *reinterpret_cast<const float4*>(from + g * kShare + X::kHead + channel);
+          const float weight = weight_of(from[g * kShare], m);
+          total = fmaf(weight, from[g * kShare + 1], total);
+          sum.x = fmaf(weight, x.x, sum.x), sum.y = fmaf(weight, x.y, sum.y);
+          sum.z = fmaf(weight, x.z, sum.z), sum.w = fmaf(weight, x.w, sum.w);
+        }
       }
+      __syncthreads();
+      if (quad < kQuads) {
+        float* to = join() + r * X::kPart;
+        if (channel == 0) to[0] = m, to[1] = total;
+        *reinterpret_cast<float4*>(to + X::kHead + channel) = sum;
+      }
+      __syncthreads();
     }
-    __syncthreads();
-    finish_rows(at);
+    return true;
+  }
+  static __device__ __forceinline__ float weight_of(float part, float top) {
+    return part == -INFINITY ? 0 : exp2_fast(part - top);
   }
 
   // From the sums of all keys of a segment, in the rotated space at the start of `join`, to results.
@@ -967,132 +1022,130 @@ class Decoder {
 
   // ---- The exact tail
 
-  // A unit of exact keys, one row after the other.
+  // A unit of exact keys.
   __device__ __forceinline__ void attend_exact(const DecodePlace& at, int unit) {
-    const int first = unit * kUnitSteps * layout_.exact_keys;
-    if (at.about.exact == 0) return;  // a segment without any key has a unit, but nothing in it
     uint8_t* base[kUnitSteps];
+    slots(base);
+    const int first = unit * kUnitSteps * layout_.exact_keys;
 #pragma unroll
-    for (int step = 0; step < kUnitSteps; ++step) base[step] = arrived();
+    for (int step = 0; step < kUnitSteps; ++step) wait_barrier(barrier(base[step]), phase_);
     if (a_.dtype == ScalarType::BFloat16) {
-      attend_exact_rows<__nv_bfloat16>(at, first, base);
-    } else if (a_.dtype == ScalarType::Half) {
-      attend_exact_rows<__half>(at, first, base);
+      attend_exact_keys<__nv_bfloat16>(at, first, base);
     } else {
-      attend_exact_rows<float>(at, first, base);
+      attend_exact_keys<__half>(at, first, base);
     }
-    __syncwarp();
-    fetch(base[0], base[1]);
   }
 
+  // x as a number of type T and one that holds what is left of it, side by side.
   template <typename T>
-  __device__ __forceinline__ void attend_exact_rows(const DecodePlace& at, int first,
+  static __device__ __forceinline__ uint32_t split(float x) {
+    float kept[2];
+    floats_of_words<T>({pack<T>(x, 0)}, kept);
+    return pack<T>(x, x - kept[0]);
+  }
+  template <typename T>
+  static __device__ __forceinline__ uint32_t pack(float x, float y) {
+    if constexpr (std::is_same_v<T, __half>) {
+      const __half2 both = __floats2half2_rn(x, y);
+      return reinterpret_cast<const uint32_t&>(both);
+    } else {
+      const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+      return reinterpret_cast<const uint32_t&>(both);
+    }
+  }
+
+  // Exact keys `first` and up, 0-7 in the first slot and 8-15 in the second, on tensor cores. A row again has two columns, so that its
+  // results lie where those of codes do: a weight is the sum of two numbers of type T; a query is of that type, and leaves its second
+  // column empty. The output of a row is rotated like that of codes.
+  template <typename T>
+  __device__ __forceinline__ void attend_exact_keys(const DecodePlace& at, int first,
                                                     uint8_t* const (&base)[kUnitSteps]) {
-#pragma unroll 1
-    for (int r = 0; r < kRows; ++r) attend_exact_row<T>(at, r, first, base);
-  }
-
-  // A lane's channels of a key (or value) of the tail.
-  template <typename T>
-  __device__ __forceinline__ void read_exact(const uint8_t* row, float (&y)[X::kPerLane]) const {
-    using R = typename X::Rotation;
-#pragma unroll
-    for (int k = 0; k < X::kPerLane / R::kVec; ++k) {
-      read_floats<R::kVec>(reinterpret_cast<const T*>(row) + R::channel(lane_, k), y + k * R::kVec);
-    }
-  }
-
-  // Sums of 16 numbers over lanes that differ in the bits 1-4: lane 2 j gets those of number j.
-  template <int HALF>
-  __device__ __forceinline__ void distribute(float (&v)[16]) const {
-    const bool up = lane_ & (2 * HALF);  // keeps the upper half
-#pragma unroll
-    for (int j = 0; j < HALF; ++j) {
-      const float send = up ? v[j] : v[j + HALF];
-      v[j] = (up ? v[j + HALF] : v[j]) + __shfl_xor_sync(0xffffffff, send, 2 * HALF);
-    }
-    if constexpr (HALF > 1) distribute<HALF / 2>(v);
-  }
-
-  // Exact keys `first` and up for row r. Lanes hold neighbouring channels, and sums over them are distributed: lanes 2 j and 2 j + 1 get
-  // the score of key j, 0-7 in the first slot and 8-15 in the second. The weighted values are rotated like those of codes, and pass
-  // through shared memory to the lanes that collect the row.
-  template <typename T>
-  __device__ __forceinline__ void attend_exact_row(const DecodePlace& at, int r, int first,
-                                                   uint8_t* const (&base)[kUnitSteps]) {
     static_assert(kUnitSteps == 2);
-    int token, head, position;
-    if (!find_row(at, r, token, head, position)) return;
     const int per_slot = layout_.exact_keys, left = at.about.exact - first;
     const auto holds = [&](int j) { return j % 8 < per_slot && j / 8 * per_slot + j % 8 < left; };
-    const auto address = [&](int j) { return base[j / 8] + j % 8 * layout_.exact_bytes; };
-    float q[X::kPerLane], v[16];
-    const float* plain = reinterpret_cast<const float*>(shared_ + plan_.plain) + r * D;
-#pragma unroll
-    for (int c = 0; c < X::kPerLane; ++c) q[c] = plain[channel(c)];
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      v[j] = 0;
-      if (!holds(j)) continue;
-      float k[X::kPerLane];
-      read_exact<T>(address(j), k);
-#pragma unroll
-      for (int c = 0; c < X::kPerLane; ++c) v[j] = fmaf(q[c], k[c], v[j]);
-    }
-    distribute<8>(v);
-    float score = (v[0] + __shfl_xor_sync(0xffffffff, v[0], 1)) * a_.softmax_scale;
-
-    const int j = lane_ / 2, key = exact_key(at, first + j / 8 * per_slot + j % 8);
-    const Attention::Exact exact = a_.exact(at.sequence, position);
-    const bool sees =
-        holds(j) && key >= a_.first_visible(position) && key <= position && (key < exact.sinks || key >= exact.recent);
-    // In the numbers of the integer scores, so that one running maximum serves both.
-    const DecodeRow& row = rows()[r];
-    const bool capped = a_.soft_cap > 0;
-    if (capped) score = a_.soft_cap * tanhf(score / a_.soft_cap);
-    const float unit = capped ? 1.0f : row.unit;
-    score = capped ? score * kLog2E : (score * kLog2E - row.shift) / unit;
-    if (!sees) score = -INFINITY;
-    float most = score;
-#pragma unroll
-    for (int bit = 2; bit < 32; bit *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, bit));
-    float max = 0;
+    // What no one holds may be anything, and must not spoil a sum: there, another key is looked at, and counts nothing.
+    const auto row_of = [&](int j) {
+      return holds(j) ? (j < 8 ? base[0] : base[1]) + j % 8 * layout_.exact_bytes : base[0];
+    };
     for_each<N>([&](auto n) {
-      if (n != r / 4) return;
-      const bool grows = t_ == r % 4 && (most - state_.max[n]) * unit > 16;
-      if (__any_sync(0xffffffff, grows)) rescale<n>(grows ? most : kNoKey, unit);
-      max = __shfl_sync(0xffffffff, state_.max[n], r % 4);
-    });
-    const float p = sees ? exp2_fast((score - max) * unit) : 0;
-    float total = p, y[X::kPerLane] = {};
+      float dot[4] = {};
+      const float* query = plain() + (4 * n + g_ / 2) * D + 16 * t_;
+      const uint8_t *key0 = row_of(g_) + 16 * t_ * sizeof(T), *key1 = row_of(g_ + 8) + 16 * t_ * sizeof(T);
 #pragma unroll
-    for (int bit = 2; bit < 32; bit *= 2) total += __shfl_xor_sync(0xffffffff, total, bit);
+      for (int c = 0; c < D; c += 64) {
 #pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      const float weight = __shfl_sync(0xffffffff, p, 2 * k);
-      if (weight == 0) continue;  // what no one sees may be anything
-      float value[X::kPerLane];
-      read_exact<T>(address(k) + D * sizeof(T), value);
-#pragma unroll
-      for (int c = 0; c < X::kPerLane; ++c) y[c] = fmaf(weight, value[c], y[c]);
-    }
-    rotate<typename X::Rotation>(y, a_.value_signs, lane_);
-    float* scratch = join() + warp_ * D;  // free until a warp leaves its state there, which waits for all
-#pragma unroll
-    for (int c = 0; c < X::kPerLane; ++c) scratch[channel(c)] = y[c];
-    __syncwarp();
-    for_each<N>([&](auto n) {
-      if (n != r / 4 || t_ != r % 4) return;
-      if (g_ == 0) state_.total[n] += total;
-#pragma unroll
-      for (int i = 0; i < X::kTiles; ++i) {
-        // In the numbers of the sums (join_warps): before the factors that wait for the end.
-        constexpr float kFactor = 1 / format::kLevelUnit / (Values::kMasks ? 2 : 1);
-        state_.sums[i][n][0] = fmaf(scratch[16 * i + g_], kFactor, state_.sums[i][n][0]);
-        state_.sums[i][n][1] = fmaf(scratch[16 * i + 8 + g_], kFactor * Values::kUpper, state_.sums[i][n][1]);
+        for (int i = 0; i < 16; i += 4) {  // in any order of channels that both sides agree on
+          const float4 q = *reinterpret_cast<const float4*>(query + c + i);
+          const uint32_t q0 = g_ % 2 ? 0 : pack<T>(q.x, q.y), q1 = g_ % 2 ? 0 : pack<T>(q.z, q.w);
+          const uint2 x = *reinterpret_cast<const uint2*>(key0 + (c + i) * sizeof(T));
+          const uint2 y = *reinterpret_cast<const uint2*>(key1 + (c + i) * sizeof(T));
+          mma_floats<T>(dot, {x.x, y.x, x.y, y.y}, q0, q1);
+        }
       }
+
+      // Scores of the lane's row for keys g and g + 8, in the numbers of the integer scores, so that one running maximum serves both.
+      int token, head, position;
+      const bool real = find_row(at, 4 * n + t_, token, head, position);
+      const Attention::Exact exact = real ? a_.exact(at.sequence, position) : Attention::Exact{};
+      const DecodeRow& row = rows()[4 * n + t_];
+      const bool capped = a_.soft_cap > 0;
+      float score[2], p[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int j = 8 * h + g_, k = exact_key(at, first + h * per_slot + g_);
+        score[h] = dot[2 * h] * a_.softmax_scale;
+        if (capped) score[h] = a_.soft_cap * tanh_fast(score[h] / a_.soft_cap);
+        score[h] = capped ? score[h] * kLog2E : (score[h] * kLog2E - row.shift) / unit_[n];
+        const bool sees = real && holds(j) && k >= a_.first_visible(position) && k <= position &&
+                          (k < exact.sinks || k >= exact.recent);
+        if (!sees) score[h] = -INFINITY;
+      }
+      const float most = fmaxf(score[0], score[1]), u = unit_[n];
+      if (__any_sync(0xffffffff, (most - state_.max[n]) * u > 16)) rescale<n>(most, u);
+      uint32_t weight[2];
+      constexpr float kDown = 1.0f / 16;  // weights go up to 2^16, which is too much for float16
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        p[h] = score[h] == -INFINITY ? 0 : exp2_fast((score[h] - state_.max[n]) * u);
+        state_.total[n] += p[h];
+        weight[h] = transposed(split<T>(p[h] * kDown));
+      }
+
+      float sums[X::kTiles][2];
+#pragma unroll
+      for (int i = 0; i < X::kTiles; ++i) {  // of 16 channels
+        float d[4] = {};
+        const uint8_t* row = row_of(lane_ % 8 + lane_ / 16 * 8) + (D + 16 * i + lane_ / 8 % 2 * 8) * sizeof(T);
+        mma_floats<T>(d, load_transposed(row), weight[0], weight[1]);
+        sums[i][0] = d[0] + d[1], sums[i][1] = d[2] + d[3];
+      }
+      float* scratch = join() + warp_ * D;  // free until a warp leaves its state there, which waits for all
+#pragma unroll 1
+      for (int r = 0; r < 4; ++r) {
+        __syncwarp();
+        if (t_ == r) {
+#pragma unroll
+          for (int i = 0; i < X::kTiles; ++i) scratch[16 * i + g_] = sums[i][0], scratch[16 * i + 8 + g_] = sums[i][1];
+        }
+        __syncwarp();
+        float y[X::kPerLane];
+#pragma unroll
+        for (int c = 0; c < X::kPerLane; ++c) y[c] = scratch[channel(c)];
+        rotate<typename X::Rotation>(y, a_.value_signs, lane_);
+#pragma unroll
+        for (int c = 0; c < X::kPerLane; ++c) scratch[channel(c)] = y[c];
+        __syncwarp();
+        if (t_ != r) continue;
+#pragma unroll
+        for (int i = 0; i < X::kTiles; ++i) {
+          // In the numbers of the sums (join_warps): before the factors that wait for the end.
+          constexpr float kFactor = 1 / (kDown * format::kLevelUnit) / (Values::kMasks ? 2 : 1);
+          state_.sums[i][n][0] = fmaf(scratch[16 * i + g_], kFactor, state_.sums[i][n][0]);
+          state_.sums[i][n][1] = fmaf(scratch[16 * i + 8 + g_], kFactor * Values::kUpper, state_.sums[i][n][1]);
+        }
+      }
+      __syncwarp();
     });
-    __syncwarp();
   }
 
   const Attention& a_;
@@ -1107,9 +1160,6 @@ class Decoder {
   uint8_t *ring_, *slot_;  // the warp's slots, and the next to arrive
   uint32_t phase_;
   int fetch_unit_, fetch_end_, fetch_stop_;  // what is copied next
-  bool fetch_exact_;
-  int fetch_first_, fetch_length_, fetch_visible_, fetch_head_;
-  const int32_t* fetch_table_;
   int page_;
 
   uint2 query_[N][X::kFrags];

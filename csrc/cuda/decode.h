@@ -6,7 +6,7 @@
 namespace turboquant::cuda {
 
 // Whether the decode kernel exists for the head_dim, bits and grids of a call and for the current device (compute capability 8.0 and
-// later), and the rows of a KV head (max_q_len * group) are few.
+// later), the rows of a KV head (max_q_len * group) are few, and an exact tail is of a 16-bit type.
 bool decode_takes(const Attention& a);
 
 // Bytes of memory for partial results that a launch on the current device needs; its contents do not matter.

@@ -7,7 +7,11 @@
 // Sums over k do not depend on which k is which, so callers number channels as it suits them, as long as A and B agree.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
+#include <type_traits>
 
 namespace turboquant::cuda {
 
@@ -66,6 +70,32 @@ __device__ __forceinline__ void mma_halves(float* d, const uint4& a, uint32_t b0
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a.z), "r"(a.w), "r"(b1));
 #endif
+}
+
+// The same for T of 16 bits, from sm_80 on.
+template <typename T>
+__device__ __forceinline__ void mma_floats(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    mma_halves(d, a, b0, b1);
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+#endif
+  }
+}
+
+// Four 8 x 8 tiles of 16-bit numbers from shared memory, transposed: lane i gives the address of row i % 8 of tile i / 8.
+__device__ __forceinline__ uint4 load_transposed(const void* row) {
+  uint4 x{};
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row))));
+#endif
+  return x;
 }
 
 // Each of the four result bytes is the byte of {low, high} that a nibble of `selector` names; a nibble of 8 and more gives the
