@@ -98,6 +98,8 @@ def test_names_of_caches():
         ("k4v4:search", "field=value"),
         ("k4v4:search=many", "integer"),
         ("k4v4:search=1000", "1 to 64"),
+        ("k4v4:layers=0@k9v9", "layer@preset"),
+        ("k4v4:layers=first@k8v8", "layer@preset"),
     ],
 )
 def test_names_that_are_refused(text, says):
@@ -110,6 +112,9 @@ def test_changes_reach_the_cache(model):
     cache.detach()
     assert cache.config.recent_window == 7 and cache.center is None
     assert [c.key_bits for c in cache.configs] == [8, 8]
+    cache = Choice.parse("k4v4:layers=-1@k3v2").make(model)
+    cache.detach()
+    assert [c.key_bits for c in cache.configs] == [4, 3]
 
 
 # ------------------------------------------------------------------------------------- sizes
@@ -509,6 +514,23 @@ def test_the_tail_is_read_back_exactly(model, recorded):
         torch.testing.assert_close(center, mean)
 
 
+def test_a_window_is_read_back_as_far_as_it_is_held():
+    sliding = tiny(MistralConfig, sliding_window=40)
+    recorded = layers.record(sliding, TEXT[0, :200])
+    cache = Choice.parse("k4v4:center=none,recent_window=8,page_size=16").make(sliding)
+    back = list(layers.read_back(cache, recorded, 120, 20))
+    cache.detach()
+    for index, (layer, (keys, values)) in enumerate(zip(recorded, back, strict=True)):
+        same = (keys == layer.keys).all(-1).all(0)
+        coded = (~same).nonzero()[:, 0].tolist()
+        assert coded == list(range(coded[0], 192)) and coded[0] <= 200 - 40 - layers.QUERIES + 1
+        t = make_tables(cache.config, index)
+        packed, scale = encode(layer.keys, t.key_signs, t.key_levels, t.key_steps, 4, "unbiased")
+        decoded = decode(packed, scale, t.key_signs, t.key_levels, 4)
+        assert torch.equal(keys[:, coded], decoded[:, coded])
+        assert 0 < layers.errors(layer, keys, values)["output_error"] < 0.5
+
+
 def test_controls_are_read_back_as_coded(model, recorded):
     cache = ControlCache(model.config, "int4")
     for layer, (keys, values) in zip(
@@ -574,6 +596,8 @@ def test_rows(model, result):
         found = reading(model, row["cache"])
         assert row["kl"] == pytest.approx(found.kl.double().mean().item(), rel=1e-4)
         assert row["top1_agreement"] == found.same.double().mean().item()
+        eighth = found.kl[:, 13:26].double().mean().item()  # 100 tokens: parts of 13 and 12
+        assert row["kl_by_position"][1] == pytest.approx(eighth, rel=1e-3)
         assert all(len(values) == LAYERS for values in row["by_layer"].values())
         assert row["mean_key_nmse"] == pytest.approx(np.mean(row["by_layer"]["key_nmse"]))
         assert row["context"] == 260 and row["head_dim"] == DIM and row["segments"] == 2
@@ -862,7 +886,7 @@ def test_segments():
 
 
 def test_the_command(model, tmp_path, monkeypatch, readings, capsys):
-    monkeypatch.setattr(assets, "load_dense", lambda path, device: (model, Tokenizer()))
+    monkeypatch.setattr(assets, "load_dense", lambda path, device, dtype: (model, Tokenizer()))
     (tmp_path / "text.txt").write_text("A text of a few words. " * 20)
     parser = argparse.ArgumentParser()
     evaluation.add_arguments(parser)

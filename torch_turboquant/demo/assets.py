@@ -140,7 +140,9 @@ def sha256(path: Path) -> str:
 # --------------------------------------------------------------------------------------- model
 
 
-def load_model(folder: Path, device: str = "auto") -> tuple[Any, Any]:
+def load_model(
+    folder: Path, device: str = "auto", dtype: torch.dtype | None = None
+) -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct and its tokenizer, ready to generate: see `load_dense`.
 
     The 4-bit weights of the GGUF file are expanded once and kept as safetensors beside it.
@@ -151,22 +153,26 @@ def load_model(folder: Path, device: str = "auto") -> tuple[Any, Any]:
     dense = folder / "SmolLM2-135M-Instruct"
     if not (dense / "tokenizer.json").exists():
         _expand(fetch(MODEL, folder), dense)
-    return load_dense(dense, device)
+    return load_dense(dense, device, dtype)
 
 
-def load_dense(dense: Path, device: str = "auto") -> tuple[Any, Any]:
-    """The model and the tokenizer in a folder of transformers, float32 on CPUs, bfloat16 on GPUs.
+def load_dense(
+    dense: Path, device: str = "auto", dtype: torch.dtype | None = None
+) -> tuple[Any, Any]:
+    """The model and the tokenizer in a folder of transformers.
 
     Args:
         dense: the folder; nothing is downloaded.
         device: cpu, cuda, cuda:1, ...; "auto": cuda where torch sees it.
+        dtype: to compute in; None: float32 on CPUs, bfloat16 on GPUs.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    if dtype is None:
+        dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=dtype, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(dense, local_files_only=True)

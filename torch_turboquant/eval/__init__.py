@@ -29,6 +29,7 @@ from torch_turboquant.demo import (
 
 ARTICLES = 12  # of Wikipedia, where no text is given
 NEEDLE_LENGTHS = (512, 1024, 2048)
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _choices(text: str) -> list[Any]:
@@ -55,6 +56,12 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="PATH",
         help="folder of a transformers model (default: the demo's, downloaded once)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="to compute in: float32 shows what a cache does and nothing else, the others add "
+        "their own rounding to every cache (default: float32 on CPUs, bfloat16 on GPUs)",
     )
     parser.add_argument(
         "--text",
@@ -90,7 +97,7 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
         default=1024,
         metavar="N",
         help="tokens of a segment to predict after that, through the cache (default %(default)s); "
-        "the uncompressed predictions are held in memory, 4 bytes x vocabulary each",
+        "the uncompressed predictions are held on the device, 4 bytes x vocabulary each",
     )
     parser.add_argument(
         "--chunk",
@@ -132,20 +139,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
-    """(model, tokenizer, the model's name, text) of --model, --text and --cache-dir.
+    """(model, tokenizer, the model's name, text) of --model, --dtype, --text and --cache-dir.
 
     Raises:
         AssetError: the demo's model or text cannot be had.
         OSError, ValueError: a path that holds something else.
     """
+    import torch
+
     from torch_turboquant.demo import assets
 
     folder = args.cache_dir or default_cache_dir()
+    dtype = getattr(torch, args.dtype) if args.dtype else None
     if args.model is None:
-        model, tokenizer = assets.load_model(folder, device)
+        model, tokenizer = assets.load_model(folder, device, dtype)
         name = "SmolLM2-135M-Instruct"
     else:
-        model, tokenizer = assets.load_dense(args.model, device)
+        model, tokenizer = assets.load_dense(args.model, device, dtype)
         name = args.model.resolve().name
     if args.text is None:
         text = "\n\n".join(assets.load_articles(folder, ARTICLES))

@@ -3,7 +3,9 @@
 none                                    uncompressed
 k4v4                                    a preset
 k4v4:recent_window=0,center=none        the same with changes: any field of CacheConfig,
-                                        and center, boundary_layers, boundary_preset
+                                        center (auto, none or a file of save_centers),
+                                        boundary_layers, boundary_preset, and single layers:
+k3v3:layers=0@k8v8+-1@k4v4              the first and the last layer otherwise
 kivi4                                   a control (controls.py)
 """
 
@@ -24,7 +26,7 @@ CONTEXT = 8192  # tokens, at which bytes that do not grow with the sequence are 
 _HALF = 2  # bytes of a 16-bit number
 
 _FIELDS = {f.name: f.type for f in fields(CacheConfig) if f.name != "head_dim"}
-_OPTIONS = {"center": "str", "boundary_layers": "int", "boundary_preset": "str"}
+_OPTIONS = {"center": "str", "boundary_layers": "int", "boundary_preset": "str", "layers": "str"}
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,26 @@ class Choice:
     def make(self, model: Any) -> Cache:
         """An empty cache for one sequence of the model."""
         if self.kind == "packed":
-            return TurboQuantCache.for_model(model, self.name, **self.changes)
+            options = {_ARGUMENTS.get(key, key): value for key, value in self.changes.items()}
+            return TurboQuantCache.for_model(model, self.name, **options)
         config = model.config.get_text_config(decoder=True)
         if self.kind == "control":
             return ControlCache(config, self.name)
         return DynamicCache(config=config)
+
+
+_ARGUMENTS = {"layers": "layer_presets"}  # of for_model, where they have another name
+
+
+def _layers(text: str) -> dict[int, str]:
+    """0@k8v8+1@k4v4 as {0: "k8v8", 1: "k4v4"}."""
+    pairs = [part.partition("@")[::2] for part in text.split("+")]
+    if any(preset not in PRESETS for _, preset in pairs):
+        raise ValueError(f"layers={text}: write layer@preset, joined by +")
+    try:
+        return {int(layer): preset for layer, preset in pairs}
+    except ValueError:
+        raise ValueError(f"layers={text}: write layer@preset, joined by +") from None
 
 
 def _change(name: str, part: str) -> tuple[str, Any]:
@@ -73,6 +90,8 @@ def _change(name: str, part: str) -> tuple[str, Any]:
         raise ValueError(f"{name}:{part}: write field=value; the fields are {', '.join(types)}")
     if value == "none":
         return key, None
+    if key == "layers":
+        return key, _layers(value)
     if types[key] != "int":
         return key, value
     try:

@@ -2,6 +2,7 @@
 and read back layer by layer, so that no layer sees the errors of the one before.
 
 Read back is what the cache would attend to after the last token: codes decoded, exact tokens exact.
+Tokens that a sliding window has let go of count as exact: no query sees them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch_turboquant.cache import cache_load
 from torch_turboquant.hadamard import hadamard
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.integrations.transformers.models import original_attention, text_config
+from torch_turboquant.integrations.transformers.sequences import block_tables
 from torch_turboquant.signs import SignKind, random_signs
 
 QUERIES = 32  # last tokens whose attention is compared
@@ -112,14 +114,18 @@ def _packed(cache: TurboQuantCache, index: int, layer: Activations) -> tuple[Ten
     if not cache.sequences.encoded:
         return exact
     device, config = held.device, held.config
-    table = torch.arange(len(held.pages), dtype=torch.int32, device=device)[None]
+    size, pages = config.page_size, len(held.pages)
+    blocks = -(-n // size)
+    table = block_tables(1, blocks, pages).to(device)
     lengths = torch.tensor([n], dtype=torch.int32, device=device)
     decoded = cache_load(held.pages, table, lengths, config, held.tables, n, torch.float32)
     recent = n - min(n, config.recent_window)
+    first = max(0, blocks - pages) * size  # a sliding window has let go of the tokens before
     out = []
     for codes, original in zip(decoded, exact, strict=True):
         x = codes[0].transpose(0, 1).to(original.device, copy=True)
-        x[:, : config.sink_tokens] = original[:, : config.sink_tokens]
+        exact_head = max(first, config.sink_tokens)
+        x[:, :exact_head] = original[:, :exact_head]
         x[:, recent:] = original[:, recent:]
         out.append(x)
     return tuple(out)

@@ -23,6 +23,7 @@ from torch_turboquant.demo.measure import detach, divergence, negative_log_likel
 from torch_turboquant.demo.measure import prose_tokens as text_tokens
 
 BLOCK = 32  # tokens of a block
+PARTS = 8  # of a segment, whose divergence is told apart: does it grow with the position?
 RESAMPLES = 10_000
 
 
@@ -63,8 +64,8 @@ def read(
     Args:
         text: int64 [segments, n].
         prefill, chunk: tokens of the first forward, and of the others.
-        reference: float32 [n - prefill, vocabulary] per segment on the CPU, the uncompressed
-            logits; None: this is the uncompressed cache.
+        reference: float32 [n - prefill, vocabulary] per segment, the uncompressed logits; None:
+            this is the uncompressed cache.
 
     Returns:
         What was measured; the logits, if reference was None; the last segment's cache, detached.
@@ -74,26 +75,25 @@ def read(
     bar = tqdm(total=len(text) * scored, desc=title, unit=" tokens", leave=False)
     for number, ids in enumerate(text.to(model.device)):
         cache = make()
-        logits_of_segment = []
         try:
             for start, end, logits in predictions(model, cache, ids, prefill, chunk):
                 base = logits
                 if reference is None:
-                    logits_of_segment.append(logits.float().cpu())
+                    if start == prefill:  # one tensor from the beginning: it may be large
+                        kept.append(logits.new_empty(scored, logits.shape[-1], dtype=torch.float32))
+                    kept[number][start - prefill : end - prefill] = logits
                 else:
-                    base = reference[number][start - prefill : end - prefill].to(logits.device)
+                    base = reference[number][start - prefill : end - prefill]
                 kl, same = divergence(base, logits)
-                losses.append(negative_log_likelihood(logits, ids[start:end]).cpu())
-                kls.append(kl.cpu())
-                sames.append(same.cpu())
+                losses.append(negative_log_likelihood(logits, ids[start:end]))
+                kls.append(kl)
+                sames.append(same)
                 bar.update(end - start)
         finally:
             detach(cache)
-        if reference is None:
-            kept.append(torch.cat(logits_of_segment))
     bar.close()
     shape = (len(text), scored)
-    reading = Reading(*(torch.cat(parts).view(shape) for parts in (losses, kls, sames)))
+    reading = Reading(*(torch.cat(parts).view(shape).cpu() for parts in (losses, kls, sames)))
     return reading, kept, cache
 
 
@@ -139,6 +139,8 @@ def summary(reading: Reading, base: Reading | None = None) -> dict[str, Any]:
     row["perplexity_change_interval"] = [math.expm1(x) for x in interval(block_means(change))]
     row["kl"] = reading.kl.double().mean().item()
     row["kl_interval"] = list(interval(block_means(reading.kl)))
+    parts = reading.kl.double().tensor_split(PARTS, dim=1)
+    row["kl_by_position"] = [float(f"{part.mean().item():.4g}") for part in parts]
     row["top1_agreement"] = reading.same.double().mean().item()
     row["top1_agreement_interval"] = list(interval(block_means(reading.same)))
     return row
