@@ -48,13 +48,13 @@ def record(model: Any, ids: Tensor) -> list[Activations]:
             query[0, :, -QUERIES:].clone(), key[0].clone(), value[0].clone(), options
         )
 
-    with _recording(model, note):
+    with recording(model, note):
         model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     return [found[i] for i in range(len(found))]
 
 
 @contextmanager
-def _recording(model: Any, note: Any) -> Iterator[None]:
+def recording(model: Any, note: Any) -> Iterator[None]:
     """Calls note(module, query, key, value, options) in front of the model's own attention."""
     config = text_config(model)
     previous = config._attn_implementation or "eager"
