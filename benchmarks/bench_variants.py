@@ -82,8 +82,11 @@ class Coder:
         d = self.variance.shape[-1]
         self.scale = None
         if "keyscale" in options and keys:
-            scale = (seen.query_energy / self.variance.clamp(min=1e-12)) ** 0.25
-            self.scale = (scale / scale.log().mean(-1, keepdim=True).exp())[:, None]
+            # some channels of some models are always zero
+            energy, spread = (
+                x + 1e-3 * x.mean(-1, keepdim=True) for x in (seen.query_energy, self.variance)
+            )
+            self.scale = ((energy / spread) ** 0.25)[:, None]
         if "haar" in options:
             noise = torch.randn(d, d, generator=torch.Generator().manual_seed(2 * layer + kind))
             self.haar = torch.linalg.qr(noise)[0].to(device)
