@@ -6,12 +6,15 @@ k4v4:recent_window=0,center=none        the same with changes: any field of Cach
                                         center (auto, none or a file of save_centers),
                                         boundary_layers, boundary_preset, and single layers:
 k3v3:layers=0@k8v8+-1@k4v4              the first and the last layer otherwise
+k3v3:layers=FILE.json                   the same from {"0": "k8v8", "-1": "k4v4"}
 kivi4                                   a control (controls.py)
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from transformers import DynamicCache
@@ -73,8 +76,11 @@ _ARGUMENTS = {"layers": "layer_presets"}  # of for_model, where they have anothe
 
 
 def _layers(text: str) -> dict[int, str]:
-    """0@k8v8+1@k4v4 as {0: "k8v8", 1: "k4v4"}."""
-    pairs = [part.partition("@")[::2] for part in text.split("+")]
+    """0@k8v8+1@k4v4, or a file, as {0: "k8v8", 1: "k4v4"}."""
+    if text.endswith(".json"):
+        pairs = list(json.loads(Path(text).read_text()).items())
+    else:
+        pairs = [part.partition("@")[::2] for part in text.split("+")]
     if any(preset not in PRESETS for _, preset in pairs):
         raise ValueError(f"layers={text}: write layer@preset, joined by +")
     try:

@@ -1,0 +1,100 @@
+"""Which layer gets how many bits: divergence measured layer by layer, then the best under a budget.
+
+One layer at a time is stored with a preset, all others with k8v8, which changes next to nothing.
+The divergences of layers add up well enough to choose by: the least sum whose mean size is within
+the budget. The result is what `TurboQuantCache.for_model(layer_presets=...)` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from tqdm import tqdm
+
+from torch_turboquant.config import preset
+from torch_turboquant.eval import measure
+from torch_turboquant.eval.caches import UNCOMPRESSED, Choice
+from torch_turboquant.integrations.transformers import TurboQuantCache
+from torch_turboquant.integrations.transformers.models import (
+    head_dim_of,
+    layer_windows,
+    text_config,
+)
+
+REST = "k8v8"  # of the layers that are not being measured
+PRESETS = ("k2v2", "k3v2", "k3v3", "k4v2", "k4v3", "k4v4", "k5v3u", "k5v4u", "k8v4", "k8v8")
+STEPS = 1 << 12  # of the budget, in which sizes are counted
+
+
+def sensitivities(
+    model: Any,
+    ids: Tensor,
+    prefill: int,
+    chunk: int,
+    presets: Sequence[str] = PRESETS,
+    **options: Any,
+) -> dict[int, list[float]]:
+    """Layer -> mean KL divergence, in nats, with each of the presets in that layer alone.
+
+    Args:
+        ids: int64 [segments, n], read as by measure.read.
+        options: of TurboQuantCache.for_model, for all layers.
+    """
+    make = partial(Choice.parse(UNCOMPRESSED).make, model)
+    _, reference, _ = measure.read(model, make, ids, prefill, chunk)
+    layers = [i for i, window in enumerate(layer_windows(model)) if window is not None]
+    found: dict[int, list[float]] = {layer: [] for layer in layers}
+    for layer in tqdm(layers, "layers", leave=False):
+        for name in presets:
+            chosen = {layer: name}
+            make = partial(TurboQuantCache.for_model, model, REST, layer_presets=chosen, **options)
+            reading, _, _ = measure.read(model, make, ids, prefill, chunk, reference)
+            found[layer].append(max(0.0, reading.kl.double().mean().item()))
+    return found
+
+
+def allocate(
+    divergence: dict[int, list[float]], bits: Sequence[float], budget: float
+) -> dict[int, int]:
+    """Layer -> number of its preset: the least sum of divergences whose mean size is in the budget.
+
+    Args:
+        divergence: of `sensitivities`.
+        bits: per value, of the presets.
+        budget: bits per value, mean over the layers.
+
+    Raises:
+        ValueError: the budget is below the smallest preset.
+    """
+    if min(bits) > budget:
+        raise ValueError(f"no preset has {budget} bits or less; the smallest has {min(bits):.3f}")
+    # Sizes above the smallest, rounded up to whole steps: the budget holds exactly.
+    extra = np.array(bits) - min(bits)
+    total = (budget - min(bits)) * len(divergence)
+    sizes = (
+        np.ceil(extra / total * STEPS - 1e-9).astype(int) if total else (extra > 0) * (STEPS + 1)
+    )
+    best = np.zeros(STEPS + 1)  # least sum for each number of steps that may be spent
+    choices = []
+    for costs in divergence.values():
+        options = np.full((len(bits), STEPS + 1), np.inf)
+        for number, (size, cost) in enumerate(zip(sizes, costs, strict=True)):
+            if size <= STEPS:
+                options[number, size:] = best[: STEPS + 1 - size] + cost
+        choices.append(options.argmin(0))
+        best = options.min(0)
+    left, chosen = STEPS, {}
+    for layer, numbers in zip(reversed(divergence), reversed(choices), strict=True):
+        chosen[layer] = int(numbers[left])
+        left -= sizes[chosen[layer]]
+    return dict(sorted(chosen.items()))
+
+
+def bits_of(model: Any, presets: Sequence[str] = PRESETS) -> list[float]:
+    """Bits per value of presets, without the exact tail."""
+    dim = head_dim_of(text_config(model))
+    return [preset(name, dim).bits_per_value for name in presets]
