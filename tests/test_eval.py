@@ -3,6 +3,7 @@ against their formats, and that an interrupted run goes on.
 """
 
 import argparse
+import itertools
 import json
 import math
 from pathlib import Path
@@ -24,7 +25,17 @@ from torch_turboquant import eval as evaluation
 from torch_turboquant.cache import make_tables
 from torch_turboquant.config import preset
 from torch_turboquant.demo import assets
-from torch_turboquant.eval import caches, controls, layers, measure, needle, report, rows, tasks
+from torch_turboquant.eval import (
+    allocation,
+    caches,
+    controls,
+    layers,
+    measure,
+    needle,
+    report,
+    rows,
+    tasks,
+)
 from torch_turboquant.eval.caches import Choice
 from torch_turboquant.eval.controls import ControlCache
 from torch_turboquant.eval.session import Session
@@ -625,6 +636,52 @@ def test_rows_of_other_settings_do_not_count(model, result, readings):
     assert readings.names == ["none", "int4"]
     assert rows.without(result, found) == result
     assert rows.without(result, result[1:3]) == [result[0], result[3]]
+
+
+# ------------------------------------------------------------------------- bits layer by layer
+
+
+@pytest.mark.parametrize("budget", [2.1, 2.5, 3.0, 3.9, 4.2])
+def test_an_allocation_is_the_best_in_its_budget(budget):
+    bits, layers = [2.1, 2.6, 3.1, 4.2], range(4)
+    random = np.random.default_rng(int(10 * budget))
+    lost = {layer: sorted(random.random(4), reverse=True) for layer in layers}
+    chosen = allocation.allocate(lost, bits, budget)
+    assert list(chosen) == list(layers)
+
+    def cost(numbers):
+        return sum(lost[layer][n] for layer, n in zip(layers, numbers, strict=True))
+
+    inside = [
+        numbers
+        for numbers in itertools.product(range(4), repeat=4)
+        if sum(bits[n] for n in numbers) / 4 <= budget + 1e-9
+    ]
+    assert tuple(chosen.values()) in inside
+    assert cost(chosen.values()) == pytest.approx(min(map(cost, inside)))
+
+
+def test_an_allocation_needs_room_for_the_smallest():
+    with pytest.raises(ValueError, match="the smallest has 2"):
+        allocation.allocate({0: [1.0, 0.5]}, [2.1, 3.1], 2.0)
+
+
+def test_sensitivities_are_those_of_single_layers(model):
+    names = ("k2v2", "k8v8")
+    found = allocation.sensitivities(model, TEXT[:1], PREFILL, CHUNK, names, recent_window=16)
+    assert list(found) == list(range(LAYERS))
+    text = "k8v8:recent_window=16,layers=1@k2v2"
+    alone = reading(model, text, TEXT[:1]).kl.double().mean().item()
+    assert found[1][0] == pytest.approx(alone, rel=1e-4)
+    assert all(lost[0] > 10 * lost[1] for lost in found.values())
+
+
+def test_layers_of_a_file(model, tmp_path):
+    path = tmp_path / "chosen.json"
+    path.write_text('{"0": "k8v4", "1": "k3v2"}')
+    cache = Choice.parse(f"k4v4:layers={path}").make(model)
+    cache.detach()
+    assert [(c.key_bits, c.value_bits) for c in cache.configs] == [(8, 4), (3, 2)]
 
 
 # --------------------------------------------------------------------------- questions, answers
