@@ -184,6 +184,28 @@ def test_bytes_of_presets_and_of_no_compression(model):
     assert size["bits_per_value"] == size["bits_per_value_8k"] == 16
 
 
+@pytest.mark.parametrize("name", ["none", "k4v4", "int8", "kivi4"])
+def test_a_window_holds_no_more_than_it_needs(name):
+    sliding = tiny(MistralConfig, sliding_window=40)
+    cache = Choice.parse(name).make(sliding)
+    with torch.no_grad():
+        sliding(TEXT[:1, :200], past_key_values=cache)
+    size = caches.sizes(cache, sliding, DIM)
+    values = 2 * DIM * HEADS * LAYERS
+    if name == "k4v4":
+        cache.detach()
+        tokens = 32 * (1 + math.ceil((40 + 31 - 1) / 32))  # whole pages, and what max_q_len needs
+        grows, once = preset("k4v4", DIM).bytes_per_token * HEADS * LAYERS, 99 * values * 2
+    else:
+        tokens, grows = 40, {"none": 2 * values, "int8": 68 * 2 * HEADS * LAYERS}.get(name)
+        grows, once = (
+            (grows, 0) if grows else (TOKEN_BYTES[name] * HEADS * LAYERS, 128 * values * 2)
+        )
+    assert size["bytes_per_token"] == grows
+    assert size["bytes_per_token_8k"] == pytest.approx(grows + once / 8192)
+    assert size["bytes_8k"] == pytest.approx(grows * tokens + once)
+
+
 # ---------------------------------------------------------------------------- the quantisers
 
 

@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 from torch_turboquant.config import PRESETS, CacheConfig, preset
 from torch_turboquant.eval.controls import CONTROLS, ControlCache, is_control
 from torch_turboquant.integrations.transformers import TurboQuantCache
+from torch_turboquant.integrations.transformers.models import layer_windows
 
 UNCOMPRESSED = "none"
 CONTEXT = 8192  # tokens, at which bytes that do not grow with the sequence are counted in
@@ -114,21 +115,37 @@ def sizes(cache: Cache, model: Any, head_dim: int) -> dict[str, float]:
         bytes_per_token_8k: the same with everything that is there once (exact tokens, at 16 bits a
             number) spread over 8,192 tokens.
         bits_per_value, bits_per_value_8k: both, per channel of a key or value.
+        bytes_8k: what 8,192 tokens take, all in, where layers with a sliding window let go of what
+            they do not need.
     """
+    windows = [window for window in layer_windows(model) if window is not None]
+    held = [min(CONTEXT, window or CONTEXT) for window in windows]
     if isinstance(cache, TurboQuantCache):
-        grows = cache.bytes_per_token
+        layers, size = cache.packed, cache.config.page_size
+        grows = [_page_bytes(layer) // size for layer in layers]
         once = cache.memory_bytes()["tail"] * _HALF // model.dtype.itemsize
-        numbers = 2 * head_dim * sum(layer.kv_heads for layer in cache.packed)
+        pages = [w and cache.sequences.pages_of_window(w) for w in windows]
+        held = [min(CONTEXT, n * size or CONTEXT) for n in pages]
+        heads = [layer.kv_heads for layer in layers]
     elif isinstance(cache, ControlCache):
-        grows, once = cache.bytes_per_token, cache.exact_bytes
-        numbers = 2 * head_dim * sum(layer.kv_heads for layer in cache.layers)
+        heads = [layer.kv_heads for layer in cache.layers]
+        grows = [layer.kv_heads * layer.token_bytes() for layer in cache.layers]
+        once = cache.exact_bytes
     else:
-        numbers = 2 * head_dim * sum(layer.keys.shape[1] for layer in cache.layers)
-        grows, once = _HALF * numbers, 0  # at 16 bits, whatever this machine runs in
-    whole = grows + once / CONTEXT
+        heads = [layer.keys.shape[1] for layer in cache.layers]
+        grows = [2 * head_dim * n * _HALF for n in heads]  # 16 bits, whatever this machine runs in
+        once = 0
+    numbers = 2 * head_dim * sum(heads)
+    whole = sum(grows) + once / CONTEXT
     return {
-        "bytes_per_token": grows,
+        "bytes_per_token": sum(grows),
         "bytes_per_token_8k": whole,
-        "bits_per_value": 8 * grows / numbers,
+        "bits_per_value": 8 * sum(grows) / numbers,
         "bits_per_value_8k": 8 * whole / numbers,
+        "bytes_8k": once + sum(n * tokens for n, tokens in zip(grows, held, strict=True)),
     }
+
+
+def _page_bytes(layer: Any) -> int:
+    """Bytes of one page of a packed layer, all its heads; 0 before anything has been encoded."""
+    return 0 if layer.pages is None else layer.pages[0].numel()

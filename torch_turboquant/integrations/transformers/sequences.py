@@ -256,8 +256,12 @@ class Sequences:
         """Pages that a sequence owns in a layer: all, or those max_q_len queries can see."""
         if not window:
             return self.pages
+        return min(self.pages, self.pages_of_window(window))
+
+    def pages_of_window(self, window: int) -> int:
+        """Pages that max_q_len queries see through a window, however it lies over them."""
         visible = window + self.max_q_len - 1
-        return min(self.pages, 1 + math.ceil((visible - 1) / self.config.page_size))
+        return 1 + math.ceil((visible - 1) / self.config.page_size)
 
     def pieces(self, first: int, new: int) -> list[tuple[int, int]]:
         """Columns [first, first + new) in parts that one call of attention takes.
