@@ -21,6 +21,16 @@ def test_presets_are_what_their_names_say():
     assert list(PRESETS) == ("k8v8 k8v4 k5v4u k5v3u k4v4 k4v4u k4v3 k4v2 k3v3 k3v2 k2v2".split())
 
 
+def test_named_presets_are_presets():
+    assert list(tt.NAMED_PRESETS) == ["near-lossless", "balanced", "smallest"]
+    sizes = []
+    for use, name in tt.NAMED_PRESETS.items():
+        assert tt.preset(use, 128, search=1) == tt.preset(name, 128, search=1)
+        sizes.append(tt.preset(use, 128).bytes_per_token)
+    assert sizes == sorted(sizes, reverse=True)
+    assert not set(tt.NAMED_PRESETS) & set(PRESETS)
+
+
 def test_defaults():
     config = CacheConfig(128, 4, 3)
     assert config == tt.preset("k4v3", 128)

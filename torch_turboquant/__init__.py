@@ -16,7 +16,7 @@ from torch_turboquant.cache import (
 )
 from torch_turboquant.codebook import Codebook
 from torch_turboquant.codec import SCALE_MODES, decode, encode
-from torch_turboquant.config import PRESETS, CacheConfig, Preset, preset
+from torch_turboquant.config import NAMED_PRESETS, PRESETS, CacheConfig, Preset, preset
 from torch_turboquant.format import Record
 from torch_turboquant.group import group_decode, group_encode
 from torch_turboquant.hadamard import hadamard
@@ -35,6 +35,7 @@ from torch_turboquant.score import score
 from torch_turboquant.signs import SignKind, random_signs
 
 __all__ = [
+    "NAMED_PRESETS",
     "PRESETS",
     "SCALE_MODES",
     "CacheConfig",

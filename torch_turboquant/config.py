@@ -128,18 +128,35 @@ PRESETS: dict[str, Preset] = {
     "k2v2": Preset(2, 2, "lloyd", "lloyd"),
 }
 
+# What docs/quality.md found: the best of their size on the models measured there.
+NAMED_PRESETS = {"near-lossless": "k5v4u", "balanced": "k3v3", "smallest": "k3v2"}
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of a name of PRESETS or NAMED_PRESETS.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    found = PRESETS.get(NAMED_PRESETS.get(name, name))
+    if found is None:
+        raise ValueError(
+            f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}, and by their use "
+            f"{', '.join(NAMED_PRESETS)}"
+        )
+    return found
+
 
 def preset(name: str, head_dim: int, **overrides: object) -> CacheConfig:
     """The configuration of a named preset.
 
     Args:
-        name: one of PRESETS: k<key bits>v<value bits>, with a final u for the uniform grid.
+        name: one of PRESETS (k<key bits>v<value bits>, with a final u for the uniform grid) or of
+            NAMED_PRESETS.
         head_dim: channels of a head.
         overrides: any other field of CacheConfig.
 
     Raises:
         ValueError: an unknown name, or fields that CacheConfig rejects.
     """
-    if name not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}")
-    return CacheConfig(head_dim, **{**PRESETS[name]._asdict(), **overrides})
+    return CacheConfig(head_dim, **{**find_preset(name)._asdict(), **overrides})

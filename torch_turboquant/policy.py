@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torch_turboquant.config import PRESETS, CacheConfig
+from torch_turboquant.config import CacheConfig, find_preset
 
 SHARED_FIELDS = ("head_dim", "page_size", "sink_tokens", "recent_window")
 
@@ -68,9 +68,7 @@ def layer_configs(
 
 
 def _with_preset(base: CacheConfig, name: str) -> CacheConfig:
-    if name not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}")
-    return replace(base, **PRESETS[name]._asdict())
+    return replace(base, **find_preset(name)._asdict())
 
 
 def _choices(

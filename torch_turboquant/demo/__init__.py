@@ -36,14 +36,14 @@ def positive(text: str) -> int:
 
 
 def _presets(text: str) -> tuple[str, ...]:
-    from torch_turboquant.config import PRESETS
+    from torch_turboquant.config import find_preset
 
     names = tuple(name.strip() for name in text.split(","))
-    unknown = [name for name in names if name not in PRESETS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"unknown preset {', '.join(unknown)}; the presets are {', '.join(PRESETS)}"
-        )
+    try:
+        for name in names:
+            find_preset(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return names
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from torch_turboquant.config import PRESETS, CacheConfig, preset
+from torch_turboquant.config import NAMED_PRESETS, PRESETS, CacheConfig, preset
 from torch_turboquant.eval.controls import CONTROLS, ControlCache, is_control
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.integrations.transformers.models import layer_windows
@@ -47,7 +47,7 @@ class Choice:
         """Raises ValueError, naming what there is, if `text` is none of the forms above."""
         text = "".join(text.split())
         name, _, rest = text.partition(":")
-        if name in PRESETS:
+        if name in PRESETS or name in NAMED_PRESETS:
             changes = dict(_change(name, part) for part in rest.split(",") if part)
             preset(name, 64, **{k: v for k, v in changes.items() if k in _FIELDS})  # checks values
             return cls(text, name, "packed", changes)
