@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch_turboquant.config import NAMED_PRESETS
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "quality.md"
 MODELS = {
@@ -148,6 +150,33 @@ def long_table(results: Results) -> str:
     return lines(["cache", *(f"{model}, {n:,}" for _, model, n in pairs)], body)
 
 
+def named_table(results: Results) -> str:
+    """The presets with a name, at both lengths that all models have."""
+    body = []
+    for use, cache in NAMED_PRESETS.items():
+        for context in (SHORT, 8192):
+            rows = results.of(cache, context=context)
+            line = [f"**{use}** ({cache})", f"{context:,}", " / ".join(cell(r, bits) for r in rows)]
+            for row in rows:
+                line += [cell(row, divergence), cell(row, agreement)]
+            body.append(line)
+    return lines(["preset", "tokens", "bits", *per_model("KL", "top-1")], body)
+
+
+def memory_table(results: Results) -> str:
+    """What 8,192 tokens take."""
+    plain = results.of("none")
+    body = []
+    for cache in ("none", "int8", "kivi4", *NAMED_PRESETS.values(), "k2v2"):
+        rows = results.of(cache)
+        line = [title(cache, rows)]
+        for row, base in zip(rows, plain, strict=True):
+            times = "" if row is None else f" ({base['bytes_8k'] / row['bytes_8k']:.2f}x)"
+            line.append("" if row is None else f"{row['bytes_8k'] / 2**20:.1f}{times}")
+        body.append(line)
+    return lines(["MiB at 8,192 tokens", *MODELS], body)
+
+
 def position_table(results: Results, caches: Sequence[str], context: int) -> str:
     """KL by the eighths of one long segment."""
     body = []
@@ -272,6 +301,8 @@ def tables() -> dict[str, str]:
     ]
     return {
         "quality": main_table(quality),
+        "named": named_table(quality),
+        "memory": memory_table(quality),
         "centers": study(quality, CENTERS),
         "tails": study(quality, TAILS),
         "bits": study(quality, BITS),
