@@ -12,6 +12,7 @@ from pathlib import Path
 
 import common
 
+from torch_turboquant import PRESETS
 from torch_turboquant import eval as evaluation
 from torch_turboquant.demo.measure import prose_tokens
 from torch_turboquant.eval import allocation
@@ -25,6 +26,7 @@ def main() -> None:
         "--start", type=int, default=70_000, help="token of the text to begin with"
     )
     options.add_argument("--budgets", type=float, nargs="*", default=[2.7, 3.0, 3.3, 4.0, 4.7])
+    options.add_argument("--presets", nargs="*", default=allocation.PRESETS, choices=list(PRESETS))
     options.add_argument("--recent-window", type=int, default=64)
     arguments = options.parse_args()
     model, tokenizer, model_name, text = evaluation.load(arguments, arguments.device)
@@ -36,11 +38,12 @@ def main() -> None:
         ids,
         arguments.prefill,
         arguments.chunk,
+        arguments.presets,
         recent_window=arguments.recent_window,
     )
-    sizes = allocation.bits_of(model)
+    sizes = allocation.bits_of(model, arguments.presets)
     rows = [
-        {"model": model_name, "layer": layer, **dict(zip(allocation.PRESETS, kl, strict=True))}
+        {"model": model_name, "layer": layer, **dict(zip(arguments.presets, kl, strict=True))}
         for layer, kl in found.items()
     ]
     short = model_name.split("-")[0]
@@ -48,7 +51,7 @@ def main() -> None:
         if budget < min(sizes):
             continue
         chosen = allocation.allocate(found, sizes, budget)
-        names = {layer: allocation.PRESETS[number] for layer, number in chosen.items()}
+        names = {layer: arguments.presets[number] for layer, number in chosen.items()}
         total = sum(found[layer][number] for layer, number in chosen.items())
         mean = sum(sizes[number] for number in chosen.values()) / len(chosen)
         rows.append(

@@ -652,6 +652,14 @@ def test_an_interrupted_run_goes_on(model, result, readings):
     assert evaluate(model, again) == again and readings.names == []
 
 
+def test_rows_without_single_layers(model, result, capsys):
+    found = rows.evaluate(model, "tiny", CHOICES[:1], TEXT, SETTINGS, ORIGIN, single_layers=False)
+    assert found[1]["kl"] == result[1]["kl"] and not set(found[1]) & {"by_layer", "mean_key_nmse"}
+    assert "channel_spread" not in found[0]
+    report.show(found)
+    assert "k4v4" in capsys.readouterr().out
+
+
 def test_rows_of_other_settings_do_not_count(model, result, readings):
     other = rows.Settings(2, PREFILL, 100, 25)
     found = evaluate(model, result, settings=other, choices=CHOICES[1:2])

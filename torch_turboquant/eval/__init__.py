@@ -107,6 +107,11 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens per forward while predicting (default %(default)s)",
     )
     parser.add_argument(
+        "--no-layers",
+        action="store_true",
+        help="leave out the errors of single layers, which need all keys and values at once",
+    )
+    parser.add_argument(
         "--needle",
         type=positive,
         nargs="*",
@@ -177,7 +182,10 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
         extras.append(needle_extra(model, tokenizer, text, args.needle or NEEDLE_LENGTHS))
     if args.tasks:
         extras.append(tasks_extra(model, tokenizer))
-    return evaluate(model, name, args.caches, ids, settings, origin, done, save, extras)
+    single_layers = not args.no_layers
+    return evaluate(
+        model, name, args.caches, ids, settings, origin, done, save, extras, single_layers
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -36,9 +36,14 @@ def quality_table(rows: Sequence[Row]) -> str:
                 f"{row['kl']:.4f}",
                 f"{_half_width(row['kl_interval']):.4f}",
                 f"{100 * row['top1_agreement']:.1f}%",
-                f"{row['mean_output_error']:.3f}",
-                f"{row['mean_key_nmse']:.1e}",
-                f"{row['mean_value_nmse']:.1e}",
+                *(
+                    format(row[f"mean_{name}"], form) if f"mean_{name}" in row else ""
+                    for name, form in (
+                        ("output_error", ".3f"),
+                        ("key_nmse", ".1e"),
+                        ("value_nmse", ".1e"),
+                    )
+                ),
             ]
         lines.append(line)
     return table(header, lines)

@@ -111,6 +111,7 @@ def evaluate(
     done: Sequence[Row] = (),
     save: Callable[[list[Row]], None] = lambda rows: None,
     extras: Sequence[Extra] = (),
+    single_layers: bool = True,
 ) -> list[Row]:
     """Measures every choice; the uncompressed cache is always measured, and first.
 
@@ -122,6 +123,7 @@ def evaluate(
         done: rows of earlier runs.
         save: called with all rows of this run that are there, whenever one has changed.
         extras: measured for every choice as well, where its row lacks them.
+        single_layers: also measure the errors of single layers (layers.py).
 
     Returns:
         One row per choice, in their order, that of the uncompressed cache in front.
@@ -134,7 +136,7 @@ def evaluate(
     }
     pending = [c for c in choices if c.text not in finished]
     if pending:
-        readings = _Readings(model, text, settings)
+        readings = _Readings(model, text, settings, single_layers)
     for choice in tqdm(choices, "caches", leave=False):
         if choice in pending:
             finished[choice.text] = {
@@ -158,11 +160,11 @@ def evaluate(
 class _Readings:
     """Measures caches on one text; holds what all of them are compared with."""
 
-    def __init__(self, model: Any, text: Tensor, settings: Settings) -> None:
+    def __init__(self, model: Any, text: Tensor, settings: Settings, single_layers: bool) -> None:
         self.model, self.text, self.settings = model, text, settings
         make = partial(Choice.parse(UNCOMPRESSED).make, model)
         self.base, self.logits, self.cache = self._read(make, UNCOMPRESSED, None)
-        self.recorded = layers.record(model, text[0])
+        self.recorded = layers.record(model, text[0]) if single_layers else None
 
     def _read(self, make: Callable[[], Any], title: str, reference: list[Tensor] | None) -> Any:
         return measure.read(
@@ -179,21 +181,19 @@ class _Readings:
         """The measured part of a row."""
         head_dim = head_dim_of(text_config(self.model))
         if choice.kind == "uncompressed":
-            spread = [layers.channel_spread(i, layer) for i, layer in enumerate(self.recorded)]
-            return {
-                **sizes(self.cache, self.model, head_dim),
-                **measure.summary(self.base),
-                "channel_spread": _columns(spread),
-            }
+            row = {**sizes(self.cache, self.model, head_dim), **measure.summary(self.base)}
+            if self.recorded is not None:
+                spread = [layers.channel_spread(i, layer) for i, layer in enumerate(self.recorded)]
+                row["channel_spread"] = _columns(spread)
+            return row
         make = partial(choice.make, self.model)
         reading, _, cache = self._read(make, choice.text, self.logits)
-        by_layer = _layers(make(), self.recorded, self.settings)
-        return {
-            **sizes(cache, self.model, head_dim),
-            **measure.summary(reading, self.base),
-            **{f"mean_{key}": _mean(values) for key, values in by_layer.items()},
-            "by_layer": by_layer,
-        }
+        row = {**sizes(cache, self.model, head_dim), **measure.summary(reading, self.base)}
+        if self.recorded is not None:
+            by_layer = _layers(make(), self.recorded, self.settings)
+            row |= {f"mean_{key}": _mean(values) for key, values in by_layer.items()}
+            row["by_layer"] = by_layer
+        return row
 
 
 def _layers(cache: Any, recorded: list[layers.Activations], settings: Settings) -> Row:
