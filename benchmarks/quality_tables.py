@@ -204,6 +204,11 @@ def answers_table(results: Results, model: str) -> str:
     return lines([*header, "turns, first token", "turns, whole answer", "KL"], body)
 
 
+def spread(ratio: float) -> str:
+    """A ratio of variances; channels that are always zero have none."""
+    return f"{ratio:,.1f}" if ratio < 1e9 else "zeros"
+
+
 SPREAD = {
     "key": "keys",
     "key_centered": "keys, centered",
@@ -222,7 +227,7 @@ def spread_table(results: Results) -> str:
         line = [name]
         for row in rows:
             values = row["channel_spread"][key] if row else []
-            line += [f"{sum(values) / len(values):.1f}", f"{max(values):.0f}"] if row else ["", ""]
+            line += [spread(sum(values) / len(values)), spread(max(values))] if row else ["", ""]
         body.append(line)
     return lines(["", *per_model("mean of the layers", "worst layer")], body)
 
@@ -315,7 +320,7 @@ def tables() -> dict[str, str]:
         "allocation": allocation_table(quality),
         "variants": study(variants, variants.names()),
         "long": long_table(quality),
-        "position": position_table(quality, ["k4v4", "k3v2"], 32768),
+        "position": position_table(quality, ["k5v4u", "k4v4", "k3v2"], 8192),
         "spread": spread_table(quality),
         **{f"answers {model}": answers_table(quality, model) for model in MODELS},
     }
