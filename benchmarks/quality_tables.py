@@ -1,7 +1,6 @@
 """The tables of docs/quality.md, from the result files: what stands between their marks.
 
-python benchmarks/quality_tables.py            writes them
-python benchmarks/quality_tables.py --check    says which are not up to date
+--check only says whether they are up to date; --pictures also draws the pictures of the page.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 from torch_turboquant.config import NAMED_PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "quality.md"
 MODELS = {
     "SmolLM2-135M": "smollm2_135m_instruct",
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 def read(kind: str, file: str) -> list[Row]:
     """The rows of benchmarks/results/<kind>_<file>.json, nothing if there is none."""
-    path = ROOT / "benchmarks" / "results" / f"{kind}_{file}.json"
+    path = RESULTS / f"{kind}_{file}.json"
     return json.loads(path.read_text()) if path.exists() else []
 
 
@@ -244,6 +244,21 @@ def allocation_table(results: Results) -> str:
     return lines(["model", "bits without the tail", "layers"], body)
 
 
+def search_table() -> str:
+    """Nearest neighbours: benchmarks/bench_search.py."""
+    ks = (1, 2, 4, 8, 16, 64)
+    body = [
+        [
+            row["method"],
+            str(row["bytes"]),
+            f"{row['indexing_s']:.2f} s",
+            *(f"{100 * row[f'recall_1_at_{k}']:.1f}%" for k in ks),
+        ]
+        for row in json.loads((RESULTS / "search.json").read_text())
+    ]
+    return lines(["", "bytes", "indexing", *(f"1@{k}" for k in ks)], body)
+
+
 CENTERS = [
     *"k4v4 k4v4:center=none k4v4:center=text.safetensors k4v4:center=code.safetensors".split(),
     "k4v4:center=biases.safetensors",
@@ -312,7 +327,7 @@ def tables() -> dict[str, str]:
         "tails": study(quality, TAILS),
         "bits": study(quality, BITS),
         "grids": study(quality, GRIDS),
-        "search": study(quality, SEARCH),
+        "steps": study(quality, SEARCH),
         "scales": study(quality, SCALES),
         "boundary": study(quality, BOUNDARY),
         "seeds": study(quality, SEEDS),
@@ -322,6 +337,7 @@ def tables() -> dict[str, str]:
         "long": long_table(quality),
         "position": position_table(quality, ["k5v4u", "k4v4", "k3v2"], 8192),
         "spread": spread_table(quality),
+        "search": search_table(),
         **{f"answers {model}": answers_table(quality, model) for model in MODELS},
     }
 
@@ -337,17 +353,30 @@ def filled(text: str) -> str:
     return pattern.sub(lambda m: f"<!-- table {m[1]} -->\n{made[m[1]]}\n<!-- end -->", text)
 
 
+def pictures() -> None:
+    """Quality against size, presets and controls as they are, one picture per model."""
+    from torch_turboquant.eval import report
+
+    results = Results("quality")
+    for number, file in enumerate(MODELS.values()):
+        rows = [results.of(cache)[number] for cache in results.names() if ":" not in cache]
+        report.picture(RESULTS / f"quality_{file}.png", [row for row in rows if row])
+
+
 def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--check", action="store_true", help="writes nothing")
+    options.add_argument("--pictures", action="store_true", help="needs matplotlib")
     arguments = options.parse_args()
     text = PAGE.read_text()
     new = filled(text)
     if arguments.check:
         sys.exit(0 if new == text else f"{PAGE.name}: run benchmarks/quality_tables.py")
     PAGE.write_text(new)
+    if arguments.pictures:
+        pictures()
 
 
 if __name__ == "__main__":
