@@ -1,29 +1,21 @@
-"""The tables of docs/quality.md, from the result files: what stands between their marks.
-
---check only says whether they are up to date; --pictures also draws the pictures of the page.
-"""
+"""The tables of docs/quality.md, from the result files; docs/generate.py puts them there."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
+
+from common import RESULTS
 
 from torch_turboquant.config import NAMED_PRESETS
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "quality.md"
 MODELS = {
     "SmolLM2-135M": "smollm2_135m_instruct",
     "Qwen2.5-Coder-1.5B": "qwen2_5_coder_1_5b_instruct",
     "Gemma-3-270M": "gemma_3_270m",
 }
-SHORT = 2048  # tokens of a segment of the main table
+LENGTHS = SHORT, LONG = 2048, 8192  # tokens of a segment; the main tables are of the first
 PACKED = "packed"
 Row = dict[str, Any]
 
@@ -121,11 +113,11 @@ def main_table(results: Results) -> str:
     return lines(["cache", "bits", *per_model("perplexity", "KL", "top-1")], body)
 
 
-def study(results: Results, caches: Sequence[str], **where: Any) -> str:
+def study(results: Results, caches: Sequence[str]) -> str:
     """KL of some caches."""
     body = []
     for cache in caches:
-        rows = results.of(cache, **where)
+        rows = results.of(cache)
         if any(rows):
             sizes = " / ".join(cell(r, bits) for r in rows)
             body.append([title(cache, rows), sizes, *(cell(r, divergence) for r in rows)])
@@ -134,15 +126,9 @@ def study(results: Results, caches: Sequence[str], **where: Any) -> str:
 
 def long_table(results: Results) -> str:
     """KL at every length."""
-    lengths = sorted({context for _, d, context, _ in results.rows if d == "float32"})
-    pairs = [
-        (i, model, n)
-        for i, model in enumerate(MODELS)
-        for n in lengths
-        if results.of("none", context=n)[i]
-    ]
+    pairs = [(i, model, n) for i, model in enumerate(MODELS) for n in LENGTHS]
     body = []
-    for cache in results.names(context=8192):
+    for cache in results.names(context=LONG):
         if cache == "none":
             continue
         found = [results.of(cache, context=n)[i] for i, _, n in pairs]
@@ -154,7 +140,7 @@ def named_table(results: Results) -> str:
     """The presets with a name, at both lengths that all models have."""
     body = []
     for use, cache in NAMED_PRESETS.items():
-        for context in (SHORT, 8192):
+        for context in LENGTHS:
             rows = results.of(cache, context=context)
             line = [f"**{use}** ({cache})", f"{context:,}", " / ".join(cell(r, bits) for r in rows)]
             for row in rows:
@@ -190,7 +176,11 @@ def position_table(results: Results, caches: Sequence[str], context: int) -> str
 
 def answers_table(results: Results, model: str) -> str:
     """Needles and tasks of one model."""
-    rows = [row for (m, *_), row in results.rows.items() if m == model and row.get("needle")]
+    rows = [
+        row
+        for (m, dtype, *_), row in results.rows.items()
+        if (m, dtype) == (model, "bfloat16") and row.get("needle")
+    ]
     rows.sort(key=lambda row: -row["bits_per_value_8k"])
     body = []
     for row in rows:
@@ -232,18 +222,6 @@ def spread_table(results: Results) -> str:
     return lines(["", *per_model("mean of the layers", "worst layer")], body)
 
 
-def allocation_table(results: Results) -> str:
-    """What single layers lose, the most sensitive first, and how many there are."""
-    body = []
-    for name, file in MODELS.items():
-        for row in read("allocation", file):
-            if "budget" in row:
-                kinds = list(row["layers"].values())
-                counts = [f"{kinds.count(k)} x {k}" for k in dict.fromkeys(sorted(kinds))]
-                body.append([name, f"{row['bits']:.2f}", ", ".join(counts)])
-    return lines(["model", "bits without the tail", "layers"], body)
-
-
 def search_table() -> str:
     """Nearest neighbours: benchmarks/bench_search.py."""
     ks = (1, 2, 4, 8, 16, 64)
@@ -280,104 +258,33 @@ TAILS = [
         ":center=none,sink_tokens=0,recent_window=0",
     )
 ]
-BITS = (
-    "k8v4:value_bits=3 k8v4:value_bits=2 k5v3u:value_bits=2,value_grid=lloyd k4v4 k4v3 k4v2 "
-    "k4v4:key_bits=3 k4v4:key_bits=2 k3v3 k3v3:key_bits=2 k3v2 k2v2"
-).split()
 GRIDS = (
     "k5v4u:key_grid=lloyd,value_grid=lloyd k5v4u:key_grid=lloyd k5v4u:value_grid=lloyd k5v4u "
     "k5v3u:key_grid=lloyd,value_grid=lloyd k5v3u:value_grid=lloyd k5v3u k4v4 "
     "k4v4:value_grid=uniform k4v4u k3v3 k3v3:key_grid=uniform,value_grid=uniform k3v2 "
     "k3v2:key_grid=uniform,value_grid=uniform k2v2 k2v2:key_grid=uniform,value_grid=uniform"
 ).split()
-SEARCH = (
+STEPS = (
     "k4v4:search=1 k4v4 k4v4:search=32 k4v4u:search=1 k4v4u k5v4u:search=1 k5v4u k3v2:search=1 "
     "k3v2 k3v2:search=32"
 ).split()
-SCALES = [
-    "k4v4",
-    *(f"k4v4:key_scale_mode={mode}" for mode in ("norm", "preserve", "mse")),
-    *(f"k4v4:value_scale_mode={mode}" for mode in ("norm", "preserve", "unbiased")),
-    "k3v2",
-    *(f"k3v2:key_scale_mode={mode}" for mode in ("preserve", "mse")),
-    *(f"k3v2:value_scale_mode={mode}" for mode in ("preserve", "unbiased")),
-]
-BOUNDARY = (
-    "k4v4:boundary_layers=2 k3v3 k3v3:boundary_layers=2 "
-    "k3v3:boundary_layers=2,boundary_preset=k4v4 k3v2 k3v2:boundary_layers=2 "
-    "k3v2:boundary_layers=2,boundary_preset=k4v4 k2v2 k2v2:boundary_layers=2,boundary_preset=k4v4"
-).split()
-SEEDS = "k4v4 k4v4:seed=1 k4v4:seed=2 k3v2 k3v2:seed=1 k3v2:seed=2".split()
 
 
-def tables() -> dict[str, str]:
-    """Name of a mark -> what stands after it."""
-    quality, variants = Results("quality"), Results("variants")
-    dims = {"SmolLM2-135M": 64, "Qwen2.5-Coder-1.5B": 128, "Gemma-3-270M": 256}
-    budgets = [
-        f"k3v2:layers={model.split('-')[0]}-{budget}.json"
-        for budget in ("2.7", "3.0", "3.3", "4.0", "4.8")
-        for model in dims
-    ]
-    return {
-        "quality": main_table(quality),
-        "named": named_table(quality),
-        "memory": memory_table(quality),
-        "centers": study(quality, CENTERS),
-        "tails": study(quality, TAILS),
-        "bits": study(quality, BITS),
-        "grids": study(quality, GRIDS),
-        "steps": study(quality, SEARCH),
-        "scales": study(quality, SCALES),
-        "boundary": study(quality, BOUNDARY),
-        "seeds": study(quality, SEEDS),
-        "layers": study(quality, budgets),
-        "allocation": allocation_table(quality),
-        "variants": study(variants, variants.names()),
-        "long": long_table(quality),
-        "position": position_table(quality, ["k5v4u", "k4v4", "k3v2"], 8192),
-        "spread": spread_table(quality),
-        "search": search_table(),
-        **{f"answers {model}": answers_table(quality, model) for model in MODELS},
-    }
+def _of_quality(make: Callable[..., str], *args: Any) -> Callable[[], str]:
+    return lambda: make(Results("quality"), *args)
 
 
-def filled(text: str) -> str:
-    """The page with all of its tables up to date.
-
-    Raises:
-        KeyError: a mark that is no table's.
-    """
-    made = tables()
-    pattern = re.compile(r"<!-- table (.+?) -->\n.*?<!-- end -->", re.DOTALL)
-    return pattern.sub(lambda m: f"<!-- table {m[1]} -->\n{made[m[1]]}\n<!-- end -->", text)
-
-
-def pictures() -> None:
-    """Quality against size, presets and controls as they are, one picture per model."""
-    from torch_turboquant.eval import report
-
-    results = Results("quality")
-    for number, file in enumerate(MODELS.values()):
-        rows = [results.of(cache)[number] for cache in results.names() if ":" not in cache]
-        report.picture(RESULTS / f"quality_{file}.png", [row for row in rows if row])
-
-
-def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument("--check", action="store_true", help="writes nothing")
-    options.add_argument("--pictures", action="store_true", help="needs matplotlib")
-    arguments = options.parse_args()
-    text = PAGE.read_text()
-    new = filled(text)
-    if arguments.check:
-        sys.exit(0 if new == text else f"{PAGE.name}: run benchmarks/quality_tables.py")
-    PAGE.write_text(new)
-    if arguments.pictures:
-        pictures()
-
-
-if __name__ == "__main__":
-    main()
+TABLES: dict[str, Callable[[], str]] = {
+    "quality": _of_quality(main_table),
+    "named": _of_quality(named_table),
+    "memory": _of_quality(memory_table),
+    "centers": _of_quality(study, CENTERS),
+    "tails": _of_quality(study, TAILS),
+    "grids": _of_quality(study, GRIDS),
+    "steps": _of_quality(study, STEPS),
+    "long": _of_quality(long_table),
+    "position": _of_quality(position_table, ["k5v4u", "k4v4", "k3v2"], LONG),
+    "spread": _of_quality(spread_table),
+    "search": search_table,
+    **{f"answers {model}": _of_quality(answers_table, model) for model in MODELS},
+}

@@ -27,6 +27,7 @@ import torch_turboquant as tq
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import quality_tables  # noqa: E402
 from common import RESULTS, device_name  # noqa: E402
 
 Row = dict[str, Any]
@@ -258,9 +259,9 @@ def codec_table() -> str:
     return table(["op", "us", "of a copy's speed", "over PyTorch eager"], lines)
 
 
-def quality_rows() -> dict[str, Row]:
+def quality_rows(name: str = QUALITY) -> dict[str, Row]:
     """Of the shortest segments, computed in float32: cache -> row."""
-    found = [row for row in rows(QUALITY) if row["dtype"] == "float32"]
+    found = [row for row in rows(name) if row["dtype"] == "float32"]
     shortest = min(row["context"] for row in found)
     return {row["cache"]: row for row in found if row["context"] == shortest}
 
@@ -417,9 +418,11 @@ def speed_picture(path: Path) -> None:
 
 
 def quality_picture(path: Path) -> None:
+    """Presets and controls as they are: a picture has no room for changes."""
     from torch_turboquant.eval import report  # needs the packages of an extra
 
-    report.picture(path, list(quality_rows().values()))
+    found = quality_rows(path.stem)
+    report.picture(path, [row for cache, row in found.items() if ":" not in cache])
 
 
 # ---- documents
@@ -428,6 +431,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"overview": overview, "generation": generation},
     "docs/ops.md": {"ops": ops},
     "docs/reliability.md": {"soak": soak, "fuzz": fuzz},
+    "docs/quality.md": quality_tables.TABLES,
     "docs/performance.md": {
         "cpu attention": cpu_attention_table,
         "attention": attention_table,
@@ -438,7 +442,10 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
 }
 PICTURES: dict[str, Callable[[Path], None]] = {
     "docs/pictures/attention_h200.png": speed_picture,
-    f"benchmarks/results/{QUALITY}.png": quality_picture,
+    **{
+        f"benchmarks/results/quality_{file}.png": quality_picture
+        for file in quality_tables.MODELS.values()
+    },
 }
 
 

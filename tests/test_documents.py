@@ -34,6 +34,29 @@ def test_other_numbers_would_show(generate, monkeypatch):
     assert {"README.md", "docs/performance.md"} <= set(generate.outdated())
 
 
+def test_other_quality_would_show(generate, monkeypatch):
+    real = generate.quality_tables.read
+
+    def worse(kind, file):
+        return [{**row, "kl": 2 * row["kl"]} if "kl" in row else row for row in real(kind, file)]
+
+    monkeypatch.setattr(generate.quality_tables, "read", worse)
+    assert list(generate.outdated()) == ["docs/quality.md"]
+
+
+def test_a_row_of_the_quality_page_by_hand(generate):
+    tables = generate.quality_tables
+    results = tables.Results("quality")
+    row = results.of("k5v4u")[1]
+    assert row["model"] == "Qwen2.5-Coder-1.5B-Instruct" and row["head_dim"] == 128
+    line = next(x for x in tables.main_table(results).splitlines() if "**k5v4u**" in x)
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[1].split(" / ")[1] == f"{row['bits_per_value_8k']:.2f}"
+    assert cells[5] == f"{100 * row['perplexity_change']:+.2f}%"
+    assert cells[6].split()[0] == f"{row['kl']:.4f}"
+    assert cells[7] == f"{100 * row['top1_agreement']:.1f}%"
+
+
 def test_another_docstring_would_show(generate, monkeypatch):
     monkeypatch.setattr(generate.tq.pack, "__doc__", "Something else.")
     assert list(generate.outdated()) == ["docs/ops.md"]

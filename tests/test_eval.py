@@ -3,11 +3,9 @@ against their formats, and that an interrupted run goes on.
 """
 
 import argparse
-import importlib.util
 import itertools
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -1014,39 +1012,3 @@ def test_the_default_is_everything():
     evaluation.add_arguments(parser)
     names = [choice.text for choice in parser.parse_args([]).caches]
     assert set(controls.CONTROLS) < set(names) and "k5v4u" in names and "k2v2" in names
-
-
-# ---------------------------------------------------------------------------------- the document
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def quality_tables():
-    path = ROOT / "benchmarks" / "quality_tables.py"
-    spec = importlib.util.spec_from_file_location("quality_tables", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_document_says_what_the_result_files_say(quality_tables):
-    text = quality_tables.PAGE.read_text()
-    assert text.count("<!-- table ") == text.count("<!-- end -->") > 5
-    assert quality_tables.filled(text) == text
-    changed = text.replace("| **k5v4u** | 4.94", "| **k5v4u** | 4.95")
-    assert changed != text and quality_tables.filled(changed) == text
-    with pytest.raises(KeyError, match="nothing"):
-        quality_tables.filled("<!-- table nothing -->\n<!-- end -->")
-
-
-def test_a_table_by_hand(quality_tables):
-    results = quality_tables.Results("quality")
-    row = results.of("k5v4u")[1]
-    assert row["model"] == "Qwen2.5-Coder-1.5B-Instruct" and row["head_dim"] == 128
-    line = next(x for x in quality_tables.main_table(results).splitlines() if "**k5v4u**" in x)
-    cells = [cell.strip() for cell in line.split("|")[1:-1]]
-    assert cells[1].split(" / ")[1] == f"{row['bits_per_value_8k']:.2f}"
-    assert cells[5] == f"{100 * row['perplexity_change']:+.2f}%"
-    assert cells[6].split()[0] == f"{row['kl']:.4f}"
-    assert cells[7] == f"{100 * row['top1_agreement']:.1f}%"
