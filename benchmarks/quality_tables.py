@@ -222,6 +222,23 @@ def spread_table(results: Results) -> str:
     return lines(["", *per_model("mean of the layers", "worst layer")], body)
 
 
+def allocation_table() -> str:
+    """The layers of every budget, and what they make of the whole model."""
+    quality = Results("quality")
+    body = []
+    for number, (name, file) in enumerate(MODELS.items()):
+        for row in read("allocation", file):
+            if "budget" not in row:
+                continue
+            kinds = list(row["layers"].values())
+            counts = (f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(sorted(kinds)))
+            short = row["model"].split("-")[0]
+            measured = quality.of(f"k3v2:layers={short}-{row['budget']}.json")[number]
+            shown = [cell(measured, show) for show in (bits, divergence, agreement)]
+            body.append([name, *shown, ", ".join(counts)])
+    return lines(["model", "bits", "KL", "top-1", "layers"], body)
+
+
 def search_table() -> str:
     """Nearest neighbours: benchmarks/bench_search.py."""
     ks = (1, 2, 4, 8, 16, 64)
@@ -258,6 +275,10 @@ TAILS = [
         ":center=none,sink_tokens=0,recent_window=0",
     )
 ]
+BITS = (
+    "k8v4:value_bits=3 k8v4:value_bits=2 k5v3u:value_bits=2,value_grid=lloyd k4v4 k4v3 k4v2 "
+    "k4v4:key_bits=3 k4v4:key_bits=2 k3v3 k3v3:key_bits=2 k3v2 k2v2"
+).split()
 GRIDS = (
     "k5v4u:key_grid=lloyd,value_grid=lloyd k5v4u:key_grid=lloyd k5v4u:value_grid=lloyd k5v4u "
     "k5v3u:key_grid=lloyd,value_grid=lloyd k5v3u:value_grid=lloyd k5v3u k4v4 "
@@ -270,6 +291,22 @@ STEPS = (
 ).split()
 
 
+SCALES = [
+    "k4v4",
+    *(f"k4v4:key_scale_mode={mode}" for mode in ("norm", "preserve", "mse")),
+    *(f"k4v4:value_scale_mode={mode}" for mode in ("norm", "preserve", "unbiased")),
+    "k3v2",
+    *(f"k3v2:key_scale_mode={mode}" for mode in ("preserve", "mse")),
+    *(f"k3v2:value_scale_mode={mode}" for mode in ("preserve", "unbiased")),
+]
+BOUNDARY = (
+    "k4v4:boundary_layers=2 k3v3 k3v3:boundary_layers=2 "
+    "k3v3:boundary_layers=2,boundary_preset=k4v4 k3v2 k3v2:boundary_layers=2 "
+    "k3v2:boundary_layers=2,boundary_preset=k4v4 k2v2 k2v2:boundary_layers=2,boundary_preset=k4v4"
+).split()
+SEEDS = "k4v4 k4v4:seed=1 k4v4:seed=2 k3v2 k3v2:seed=1 k3v2:seed=2".split()
+
+
 def _of_quality(make: Callable[..., str], *args: Any) -> Callable[[], str]:
     return lambda: make(Results("quality"), *args)
 
@@ -280,10 +317,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": _of_quality(memory_table),
     "centers": _of_quality(study, CENTERS),
     "tails": _of_quality(study, TAILS),
+    "bits": _of_quality(study, BITS),
     "grids": _of_quality(study, GRIDS),
     "steps": _of_quality(study, STEPS),
+    "scales": _of_quality(study, SCALES),
+    "seeds": _of_quality(study, SEEDS),
+    "boundary": _of_quality(study, BOUNDARY),
+    "allocation": allocation_table,
     "long": _of_quality(long_table),
     "position": _of_quality(position_table, ["k5v4u", "k4v4", "k3v2"], LONG),
+    "position 32768": _of_quality(position_table, ["k5v4u", "k4v4", "k3v3"], 32768),
     "spread": _of_quality(spread_table),
     "search": search_table,
     **{f"answers {model}": _of_quality(answers_table, model) for model in MODELS},

@@ -129,7 +129,7 @@ PRESETS: dict[str, Preset] = {
 }
 
 # What docs/quality.md found: the best of their size on the models measured there.
-NAMED_PRESETS = {"near-lossless": "k5v4u", "balanced": "k3v3", "smallest": "k3v2"}
+NAMED_PRESETS = {"near-lossless": "k5v4u", "balanced": "k4v2", "smallest": "k3v2"}
 
 
 def find_preset(name: str) -> Preset:
