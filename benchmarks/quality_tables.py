@@ -239,6 +239,17 @@ def allocation_table() -> str:
     return lines(["model", "bits", "KL", "top-1", "layers"], body)
 
 
+def variants_table() -> str:
+    """What formats that do not exist would do: benchmarks/bench_variants.py."""
+    body = []
+    for name, file in MODELS.items():
+        rows = [row for row in read("variants", file) if "kl" in row]
+        for row in sorted(rows, key=lambda row: (-row["bits_per_value_8k"], row["kl"])):
+            shown = [show(row) for show in (bits, perplexity, divergence, agreement)]
+            body.append([name, row["cache"], *shown])
+    return lines(["model", "variant", "bits", "perplexity", "KL", "top-1"], body)
+
+
 def search_table() -> str:
     """Nearest neighbours: benchmarks/bench_search.py."""
     ks = (1, 2, 4, 8, 16, 64)
@@ -329,5 +340,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "position 32768": _of_quality(position_table, ["k5v4u", "k4v4", "k3v3"], 32768),
     "spread": _of_quality(spread_table),
     "search": search_table,
+    "formats": variants_table,
     **{f"answers {model}": _of_quality(answers_table, model) for model in MODELS},
 }
