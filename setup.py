@@ -26,7 +26,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.dist import Distribution
 
-# Machine code runs on every GPU of its major version and a later minor one: 8.0 also serves 8.6 and 8.9.
+# Machine code also runs on later minor versions of a GPU: that of 8.0 on 8.6 and 8.9.
 ARCHITECTURES = "7.5;8.0;9.0a;10.0;12.0+PTX"
 TORCH_TARGET = "0x020b000000000000"  # torch 2.11 (0x0210... would be 2.16)
 OBJECTS = Path("build/native")
