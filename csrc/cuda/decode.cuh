@@ -59,7 +59,7 @@ struct SlotLayout {
 // Shared memory of a block, in bytes from its start.
 struct DecodePlan {
   int warps, slots;    // warps of a block, slots of a warp's ring, which comes first
-  int queries, plain;  // queries as operands, and as they came: float [rows, d]
+  int queries, plain;  // queries as operands; as they came, float [rows, d], where there is an exact tail
   int join, rows;      // results to be joined; what is known about each row
   int places, copies;  // [warps, 2] places in the list of work; [warps] what is copied
   int bytes;           // all
