@@ -161,6 +161,16 @@ def calibrated(model, tokens=90):
     return TurboQuantCache.calibrate(model, make_ids(tokens, seed=5))
 
 
+def test_centers_that_share_memory_are_saved(tmp_path):
+    pytest.importorskip("safetensors")
+    model, path = make_model("llama"), tmp_path / "centers.safetensors"
+    shared = torch.stack(calibrated(model)).unbind()
+    for centers in (shared, [shared[0]] * len(shared)):
+        save_centers(path, centers, model)
+        loaded = load_centers(path, model)
+        assert all(torch.equal(a, b) for a, b in zip(loaded, centers, strict=True))
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "llama-mqa-48"])
 def test_saved_centers_come_back(tmp_path, name):
     pytest.importorskip("safetensors")

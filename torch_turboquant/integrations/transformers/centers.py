@@ -111,8 +111,11 @@ def save_centers(
     from safetensors.torch import save_file
 
     expected = fingerprint(model)
+    # Copies: safetensors refuses tensors that share memory, as those of one tensor's rows do.
     tensors = {
-        f"layers.{i}.center": c.float().contiguous() for i, c in enumerate(centers) if c is not None
+        f"layers.{i}.center": c.float().clone(memory_format=torch.contiguous_format)
+        for i, c in enumerate(centers)
+        if c is not None
     }
     _check_tensors("centers", tensors, expected, layer_windows(model))
     save_file(tensors, path, metadata=expected)
