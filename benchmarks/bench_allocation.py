@@ -59,8 +59,7 @@ def main() -> None:
         )
         print(f"{budget:.2f} bits: {mean:.3f}, sum of KL {total:.5f}: {' '.join(names.values())}")
         Path(f"{short}-{budget}.json").write_text(json.dumps(names))
-    name = "allocation_" + model_name.lower().replace("-", "_").replace(".", "_")
-    common.write_rows(name, rows, arguments)
+    common.write_rows(common.file_name("allocation", model_name), rows, arguments)
 
 
 if __name__ == "__main__":

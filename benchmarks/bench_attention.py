@@ -24,7 +24,6 @@ in the row, with the reason. "of read" compares with a sum over 4 GiB.
 from __future__ import annotations
 
 import gc
-import json
 import math
 import re
 import statistics
@@ -523,11 +522,11 @@ def print_row(row: Row) -> None:
 
 def print_markdown(rows: list[Row]) -> None:
     """Tables for docs/performance.md; rows of one shape are ordered as measured."""
-    print("| case | ms | eager | TB/s | of read | best bf16 | vs bf16 | vs fp8 | largest error |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    header = "case,ms,eager,TB/s,of read,best bf16,vs bf16,vs fp8,largest error".split(",")
+    body = []
     for row in rows:
         ratios = (row[f"speedup_vs_{kind}"] for kind in ("bf16", "fp8"))
-        cells = (
+        cells = [
             row["row"],
             f"{row['ours_ms']:.4f}",
             f"{row['ours_eager_ms']:.4f}",
@@ -536,8 +535,9 @@ def print_markdown(rows: list[Row]) -> None:
             f"{row['best_bf16_ms']} ms, {row['best_bf16_name']}",
             *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
             f"{row['max_error']:.1e}",
-        )
-        print(f"| {' | '.join(cells)} |")
+        ]
+        body.append(cells)
+    print(common.markdown(header, body))
 
 
 def main() -> None:
@@ -551,7 +551,7 @@ def main() -> None:
     arguments = options.parse_args()
     arguments.dry_run |= bool(arguments.cases or arguments.quick or arguments.baselines_only)
     if arguments.table:
-        print_markdown(json.loads((common.RESULTS / "h200_attention.json").read_text()))
+        print_markdown(common.read_rows("h200_attention"))
         return
     if torch.device(arguments.device).type != "cuda":
         print("This benchmark needs a CUDA device; bench_cpu.py measures attention on CPUs.")

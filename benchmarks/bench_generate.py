@@ -32,7 +32,6 @@ this row, in requests of this context.
 from __future__ import annotations
 
 import gc
-import json
 import re
 import statistics
 import time
@@ -408,10 +407,9 @@ def describe(row: dict) -> str:
 
 def kept_rows(rows: list[dict], name: str) -> list[dict]:
     """Rows of an earlier run on this device that were not measured again, as they are."""
-    path = common.RESULTS / f"{name}.json"
     keys = ("part", "kind", "mode", "batch", "context")
     new = {tuple(row[k] for k in keys) for row in rows}
-    old = json.loads(path.read_text()) if path.exists() else []
+    old = common.read_rows(name, missing_ok=True)
     return [row for row in old if tuple(row[k] for k in keys) not in new]
 
 

@@ -21,16 +21,10 @@ def main() -> None:
     options.add_argument("--no-picture", action="store_true", help="does not need matplotlib")
     arguments = options.parse_args()
     loaded = evaluation.load(arguments, arguments.device)
-    name = "quality_" + loaded[2].lower().replace("-", "_").replace(".", "_")
-    path = common.RESULTS / f"{name}.json"
-    device = common.device_name(arguments.device)
-    done = [row for row in report.read_json(path) if row["device"] == device]
-    origin = {
-        "name": name,
-        "device": device,
-        "commit": arguments.commit or common.commit_name(),
-        "command": common.command_line(),
-    }
+    name = common.file_name("quality", loaded[2])
+    origin = common.origin(name, arguments)
+    old = common.read_rows(name, missing_ok=True)
+    done = [row for row in old if row["device"] == origin["device"]]
 
     def save(new: list[dict[str, Any]]) -> None:
         common.write_rows(name, report.finite(rows.without(done, new) + new), arguments)
@@ -38,7 +32,7 @@ def main() -> None:
     measured = evaluation.measure_rows(arguments, loaded, origin, done, save)
     report.show(measured)
     if not (arguments.no_picture or arguments.dry_run):
-        report.picture(path.with_suffix(".png"), measured)
+        report.picture(common.RESULTS / f"{name}.png", measured)
 
 
 if __name__ == "__main__":

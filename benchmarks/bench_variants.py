@@ -238,16 +238,10 @@ def main() -> None:
     seen = tuple(statistics(model, behind))
     dim = head_dim_of(text_config(model))
     names = [n for n in arguments.variants if not (n.endswith("block64") and dim == 64)]
-    name = "variants_" + model_name.lower().replace("-", "_").replace(".", "_")
-    path = common.RESULTS / f"{name}.json"
-    device = common.device_name(arguments.device)
-    origin = {
-        "name": name,
-        "device": device,
-        "commit": arguments.commit or common.commit_name(),
-        "command": common.command_line(),
-    }
-    done = [row for row in report.read_json(path) if row["device"] == device]
+    name = common.file_name("variants", model_name)
+    origin = common.origin(name, arguments)
+    old = common.read_rows(name, missing_ok=True)
+    done = [row for row in old if row["device"] == origin["device"]]
 
     def save(new: list[dict[str, Any]]) -> None:
         common.write_rows(name, report.finite(rows.without(done, new) + new), arguments)

@@ -1,4 +1,4 @@
-"""What all benchmarks share: their options, and result files that say where numbers come from.
+"""What all benchmarks share: their options, result files that say where numbers come from, tables.
 
 A result file, benchmarks/results/<name>.json, is a list of rows. Every row carries its device, the
 commit and the command that made it. Writing replaces the rows of the same device and keeps those of
@@ -12,12 +12,16 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+
+Row = dict[str, Any]
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -62,8 +66,29 @@ def command_line() -> str:
     return shlex.join(["python", str(script), *sys.argv[1:]])
 
 
-def write_rows(name: str, rows: list[dict], arguments: argparse.Namespace) -> None:
-    """Completes rows with name, device, commit and command, and puts them into the result file.
+def file_name(kind: str, model: str) -> str:
+    """The result file of one model: quality, Gemma-3-270M -> quality_gemma_3_270m."""
+    return f"{kind}_{model}".lower().replace("-", "_").replace(".", "_")
+
+
+def origin(name: str, arguments: argparse.Namespace) -> Row:
+    """What every row of a result file says first: name, device, commit and command."""
+    return {
+        "name": name,
+        "device": device_name(arguments.device),
+        "commit": arguments.commit or commit_name(),
+        "command": command_line(),
+    }
+
+
+def read_rows(name: str, missing_ok: bool = False) -> list[Row]:
+    """All rows of a result file; missing_ok: none if there is no file."""
+    path = RESULTS / f"{name}.json"
+    return [] if missing_ok and not path.exists() else json.loads(path.read_text())
+
+
+def write_rows(name: str, rows: list[Row], arguments: argparse.Namespace) -> None:
+    """Completes rows with their origin, and puts them into the result file.
 
     Args:
         name: of the benchmark and the file.
@@ -72,16 +97,16 @@ def write_rows(name: str, rows: list[dict], arguments: argparse.Namespace) -> No
     """
     if arguments.dry_run:
         return
-    origin = {
-        "name": name,
-        "device": device_name(arguments.device),
-        "commit": arguments.commit or commit_name(),
-        "command": command_line(),
-    }
+    source = origin(name, arguments)
+    kept = [row for row in read_rows(name, missing_ok=True) if row["device"] != source["device"]]
+    lines = [json.dumps(row) for row in kept + [{**source, **row} for row in rows]]
     path = RESULTS / f"{name}.json"
-    old = json.loads(path.read_text()) if path.exists() else []
-    kept = [row for row in old if row["device"] != origin["device"]]
-    lines = [json.dumps(row) for row in kept + [{**origin, **row} for row in rows]]
     path.parent.mkdir(exist_ok=True)
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n")  # a row a line: readable differences
     print(f"{len(rows)} rows in {path.relative_to(ROOT)}")
+
+
+def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common import RESULTS
+from common import Row, file_name, markdown, read_rows
 
 from torch_turboquant.config import NAMED_PRESETS
 
-MODELS = {
-    "SmolLM2-135M": "smollm2_135m_instruct",
-    "Qwen2.5-Coder-1.5B": "qwen2_5_coder_1_5b_instruct",
-    "Gemma-3-270M": "gemma_3_270m",
+MODELS = {  # as tables name them -> as result files do
+    "SmolLM2-135M": "SmolLM2-135M-Instruct",
+    "Qwen2.5-Coder-1.5B": "Qwen2.5-Coder-1.5B-Instruct",
+    "Gemma-3-270M": "Gemma-3-270M",
 }
 LENGTHS = SHORT, LONG = 2048, 8192  # tokens of a segment; the main tables are of the first
 PACKED = "packed"
-Row = dict[str, Any]
-
-
-def read(kind: str, file: str) -> list[Row]:
-    """The rows of benchmarks/results/<kind>_<file>.json, nothing if there is none."""
-    path = RESULTS / f"{kind}_{file}.json"
-    return json.loads(path.read_text()) if path.exists() else []
 
 
 class Results:
@@ -31,8 +23,8 @@ class Results:
 
     def __init__(self, kind: str) -> None:
         self.rows: dict[tuple[str, str, int, str], Row] = {}
-        for name, file in MODELS.items():
-            for row in read(kind, file):
+        for name, model in MODELS.items():
+            for row in read_rows(file_name(kind, model), missing_ok=True):
                 if "cache" in row:
                     self.rows[name, row["dtype"], row["context"], row["cache"]] = row
 
@@ -50,12 +42,6 @@ class Results:
 
 
 # ---------------------------------------------------------------------------------- cells, tables
-
-
-def lines(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
-    rows = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def title(cache: str, rows: Sequence[Row | None]) -> str:
@@ -110,7 +96,7 @@ def main_table(results: Results) -> str:
         for row in rows:
             line += [cell(row, show) for show in (perplexity, divergence, agreement)]
         body.append(line)
-    return lines(["cache", "bits", *per_model("perplexity", "KL", "top-1")], body)
+    return markdown(["cache", "bits", *per_model("perplexity", "KL", "top-1")], body)
 
 
 def study(results: Results, caches: Sequence[str]) -> str:
@@ -121,7 +107,7 @@ def study(results: Results, caches: Sequence[str]) -> str:
         if any(rows):
             sizes = " / ".join(cell(r, bits) for r in rows)
             body.append([title(cache, rows), sizes, *(cell(r, divergence) for r in rows)])
-    return lines(["cache", "bits", *MODELS], body)
+    return markdown(["cache", "bits", *MODELS], body)
 
 
 def long_table(results: Results) -> str:
@@ -133,7 +119,7 @@ def long_table(results: Results) -> str:
             continue
         found = [results.of(cache, context=n)[i] for i, _, n in pairs]
         body.append([title(cache, found), *(cell(row, divergence) for row in found)])
-    return lines(["cache", *(f"{model}, {n:,}" for _, model, n in pairs)], body)
+    return markdown(["cache", *(f"{model}, {n:,}" for _, model, n in pairs)], body)
 
 
 def named_table(results: Results) -> str:
@@ -146,7 +132,7 @@ def named_table(results: Results) -> str:
             for row in rows:
                 line += [cell(row, divergence), cell(row, agreement)]
             body.append(line)
-    return lines(["preset", "tokens", "bits", *per_model("KL", "top-1")], body)
+    return markdown(["preset", "tokens", "bits", *per_model("KL", "top-1")], body)
 
 
 def memory_table(results: Results) -> str:
@@ -160,7 +146,7 @@ def memory_table(results: Results) -> str:
             times = "" if row is None else f" ({base['bytes_8k'] / row['bytes_8k']:.2f}x)"
             line.append("" if row is None else f"{row['bytes_8k'] / 2**20:.1f}{times}")
         body.append(line)
-    return lines(["MiB at 8,192 tokens", *MODELS], body)
+    return markdown(["MiB at 8,192 tokens", *MODELS], body)
 
 
 def position_table(results: Results, caches: Sequence[str], context: int) -> str:
@@ -171,7 +157,7 @@ def position_table(results: Results, caches: Sequence[str], context: int) -> str
             if row:
                 parts = [f"{x:.4f}" for x in row["kl_by_position"]]
                 body.append([model, title(cache, [row]), *parts])
-    return lines(["model", "cache", *(f"{i}/8" for i in range(1, 9))], body)
+    return markdown(["model", "cache", *(f"{i}/8" for i in range(1, 9))], body)
 
 
 def answers_table(results: Results, model: str) -> str:
@@ -191,7 +177,7 @@ def answers_table(results: Results, model: str) -> str:
         body.append([title(row["cache"], [row]), bits(row), *cells, *shares, divergence(row)])
     lengths = [f"needle {n:,}" for n in rows[0]["needle"]["lengths"]] if rows else []
     header = ["cache", "bits", *lengths, "first token", "whole answer", "right"]
-    return lines([*header, "turns, first token", "turns, whole answer", "KL"], body)
+    return markdown([*header, "turns, first token", "turns, whole answer", "KL"], body)
 
 
 def spread(ratio: float) -> str:
@@ -219,15 +205,15 @@ def spread_table(results: Results) -> str:
             values = row["channel_spread"][key] if row else []
             line += [spread(sum(values) / len(values)), spread(max(values))] if row else ["", ""]
         body.append(line)
-    return lines(["", *per_model("mean of the layers", "worst layer")], body)
+    return markdown(["", *per_model("mean of the layers", "worst layer")], body)
 
 
 def allocation_table() -> str:
     """The layers of every budget, and what they make of the whole model."""
     quality = Results("quality")
     body = []
-    for number, (name, file) in enumerate(MODELS.items()):
-        for row in read("allocation", file):
+    for number, (name, model) in enumerate(MODELS.items()):
+        for row in read_rows(file_name("allocation", model), missing_ok=True):
             if "budget" not in row:
                 continue
             kinds = list(row["layers"].values())
@@ -236,18 +222,19 @@ def allocation_table() -> str:
             measured = quality.of(f"k3v2:layers={short}-{row['budget']}.json")[number]
             shown = [cell(measured, show) for show in (bits, divergence, agreement)]
             body.append([name, *shown, ", ".join(counts)])
-    return lines(["model", "bits", "KL", "top-1", "layers"], body)
+    return markdown(["model", "bits", "KL", "top-1", "layers"], body)
 
 
 def variants_table() -> str:
     """What formats that do not exist would do: benchmarks/bench_variants.py."""
     body = []
-    for name, file in MODELS.items():
-        rows = [row for row in read("variants", file) if "kl" in row]
+    for name, model in MODELS.items():
+        found = read_rows(file_name("variants", model), missing_ok=True)
+        rows = [row for row in found if "kl" in row]
         for row in sorted(rows, key=lambda row: (-row["bits_per_value_8k"], row["kl"])):
             shown = [show(row) for show in (bits, perplexity, divergence, agreement)]
             body.append([name, row["cache"], *shown])
-    return lines(["model", "variant", "bits", "perplexity", "KL", "top-1"], body)
+    return markdown(["model", "variant", "bits", "perplexity", "KL", "top-1"], body)
 
 
 def search_table() -> str:
@@ -260,9 +247,9 @@ def search_table() -> str:
             f"{row['indexing_s']:.2f} s",
             *(f"{100 * row[f'recall_1_at_{k}']:.1f}%" for k in ks),
         ]
-        for row in json.loads((RESULTS / "search.json").read_text())
+        for row in read_rows("search")
     ]
-    return lines(["", "bytes", "indexing", *(f"1@{k}" for k in ks)], body)
+    return markdown(["", "bytes", "indexing", *(f"1@{k}" for k in ks)], body)
 
 
 CENTERS = [

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -28,10 +27,7 @@ import torch_turboquant as tq
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import quality_tables  # noqa: E402
-from common import RESULTS, device_name  # noqa: E402
-
-Row = dict[str, Any]
-
+from common import RESULTS, Row, device_name, file_name, markdown, read_rows  # noqa: E402
 
 # ---- the ops
 
@@ -99,10 +95,6 @@ def docstring(text: str) -> str:
 # ---- the results
 
 
-def rows(name: str) -> list[Row]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
 def digest(name: str) -> str:
     """What a picture carries to say which results it shows."""
     return hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()
@@ -116,14 +108,9 @@ def source(name: str, some: Iterable[Row]) -> str:
     return f"[{name}.json](benchmarks/results/{name}.json): {text}"
 
 
-def table(header: list[str], lines: list[list[str]]) -> str:
-    ruled = [header, ["---"] * len(header), *lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in ruled)
-
-
 DECODE = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 32, "q_len": 1, "tail": False}
 LARGE = 64, 8192
-QUALITY = "quality_smollm2_135m_instruct"
+QUALITY = file_name("quality", quality_tables.MODELS["SmolLM2-135M"])
 OTHERS = {"kivi4": "KIVI, 4 bits", "q4_0h": "4-bit blocks, rotated", "int4": "int4 per token"}
 
 
@@ -131,7 +118,7 @@ def decode_rows(**changes: Any) -> dict[tuple[int, int], dict[str, Row]]:
     """Attention of decode steps on the GPU: (batch, context) -> preset -> row."""
     wanted = {**DECODE, **changes}
     found: dict[tuple[int, int], dict[str, Row]] = {}
-    for row in rows("h200_attention"):
+    for row in read_rows("h200_attention"):
         if wanted.items() <= row.items():
             found.setdefault((row["batch"], row["context"]), {})[row["preset"]] = row
     return found
@@ -164,7 +151,7 @@ def attention_table() -> str:
                 *(us_and_ratio(row[name]) if name in row else "" for name in presets),
             ]
         )
-    return table(["batch x context", "best bf16", "fp8", *presets], lines)
+    return markdown(["batch x context", "best bf16", "fp8", *presets], lines)
 
 
 VARIANTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
@@ -190,14 +177,14 @@ def variants_table() -> str:
         found = decode_rows(**changes)[shape]
         bf16 = microseconds(found["k4v4"]["best_bf16_ms"])
         lines.append([label, bf16, *(us_and_ratio(found[name]) for name in ("k4v4u", "k4v4"))])
-    return table(["64 x 8,192 but", "best bf16", "k4v4u", "k4v4"], lines)
+    return markdown(["64 x 8,192 but", "best bf16", "k4v4u", "k4v4"], lines)
 
 
 def cpu_attention_table() -> str:
     """Contexts against two presets, and the level below the best."""
     found = {
         (row["row"].split()[1], row["level"], row["context"], row["batch"]): row
-        for row in rows("cpu")
+        for row in read_rows("cpu")
         if row["row"].startswith("attention k")
     }
     lines = []
@@ -210,13 +197,13 @@ def cpu_attention_table() -> str:
                 line.append(f"{row['speedup_vs_float32']:.1f}x")
         lines.append(line)
     header = "context x batch,k4v4,vs bfloat16,vs float32,k3v3,vs bfloat16,vs float32"
-    return table([*header.split(","), "k4v4, AVX2", "vs bfloat16"], lines)
+    return markdown([*header.split(","), "k4v4, AVX2", "vs bfloat16"], lines)
 
 
 def generation_table() -> str:
     """A whole model: milliseconds per token, and how many sequences fit."""
     found: dict[tuple[int, int], dict[str, Row]] = {}
-    for row in rows("h200_generate"):
+    for row in read_rows("h200_generate"):
         if (row["part"], row.get("mode")) == ("decode", "graph"):
             found.setdefault((row["batch"], row["context"]), {})[row["kind"]] = row
     lines = []
@@ -225,7 +212,7 @@ def generation_table() -> str:
         fits = (f"{by_kind[kind]['largest_batch']:,}" for kind in ("unmasked", "k4v4"))
         lines.append([name_of(shape), *times, " and ".join(fits)])
     header = ["batch x context", "bf16", "k4v4", "k5v4u", "largest batch that fits: bf16 and k4v4"]
-    return table(header, lines)
+    return markdown(header, lines)
 
 
 CODEC = {
@@ -243,7 +230,7 @@ CODEC = {
 
 
 def codec_table() -> str:
-    found = {row["row"]: row for row in rows("h200_codec")}
+    found = {row["row"]: row for row in read_rows("h200_codec")}
     lines = []
     for label, names in CODEC.items():
         some = [found[name] for name in names]
@@ -256,12 +243,12 @@ def codec_table() -> str:
                 " / ".join(eager),
             ]
         )
-    return table(["op", "us", "of a copy's speed", "over PyTorch eager"], lines)
+    return markdown(["op", "us", "of a copy's speed", "over PyTorch eager"], lines)
 
 
 def quality_rows(name: str = QUALITY) -> dict[str, Row]:
     """Of the shortest segments, computed in float32: cache -> row."""
-    found = [row for row in rows(name) if row["dtype"] == "float32"]
+    found = [row for row in read_rows(name) if row["dtype"] == "float32"]
     shortest = min(row["context"] for row in found)
     return {row["cache"]: row for row in found if row["context"] == shortest}
 
@@ -295,7 +282,7 @@ def overview() -> str:
         lines.append(cells)
     header = "cache,bytes per token,smaller,attention on an H200,faster,perplexity,KL,same top-1"
     return (
-        table(header.split(","), lines)
+        markdown(header.split(","), lines)
         + "\n\nSize and quality: "
         + source(QUALITY, quality.values())
         + ", SmolLM2-135M over Wikipedia prose, exact tail and scales counted at 8,192 tokens; of "
@@ -310,7 +297,7 @@ def overview() -> str:
 def generation() -> str:
     """The README's sentence on whole models."""
     found, some = {}, []
-    for row in rows("h200_generate"):
+    for row in read_rows("h200_generate"):
         if (row["part"], row["batch"], row["context"]) == ("decode", 16, 32768):
             found[row["kind"], row["mode"]] = row["tpot_ms"]
             some.append(row)
@@ -325,7 +312,7 @@ def generation() -> str:
 
 def soak() -> str:
     """One column per device."""
-    found = rows("soak")
+    found = read_rows("soak")
     lines = [
         ["", *(row["device"] for row in found)],
         ["minutes", *(f"{row['minutes']:.0f}" for row in found)],
@@ -364,7 +351,7 @@ def soak() -> str:
             for row in found
         )
         lines.append([label, *ends])
-    return table(lines[0], lines[1:])
+    return markdown(lines[0], lines[1:])
 
 
 def fuzz() -> str:
@@ -378,7 +365,7 @@ def fuzz() -> str:
     names = re.findall(r'\{"(\w+)"', kernels)
     lines = [[name, f"{int(count):,}"] for name, count in calls]
     return (
-        table(["random calls, every level against plain C++", "each"], lines)
+        markdown(["random calls, every level against plain C++", "each"], lines)
         + f"\n\nUnder AddressSanitizer and UBSan: {len(names)} kernels ({', '.join(names)}), "
         f"{seeds:,} seeds each at every level: {len(names) * seeds * 3:,} runs on a processor with "
         "AVX-512."
@@ -443,8 +430,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
 PICTURES: dict[str, Callable[[Path], None]] = {
     "docs/pictures/attention_h200.png": speed_picture,
     **{
-        f"benchmarks/results/quality_{file}.png": quality_picture
-        for file in quality_tables.MODELS.values()
+        f"benchmarks/results/{file_name('quality', model)}.png": quality_picture
+        for model in quality_tables.MODELS.values()
     },
 }
 
@@ -485,7 +472,7 @@ def main() -> int:
         print(f"{picture}: drawn")
     here = {device_name(kind) for kind in ("cpu", "cuda") if kind == "cpu" or cuda_is_available()}
     for path in sorted(RESULTS.glob("*.json")):
-        for device in sorted({row["device"] for row in rows(path.stem)} - here):
+        for device in sorted({row["device"] for row in read_rows(path.stem)} - here):
             print(
                 f"{path.stem}: numbers of {device} come from the result file, not from this machine"
             )
