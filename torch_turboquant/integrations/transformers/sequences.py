@@ -39,25 +39,41 @@ class Piece(NamedTuple):
     tail_valid: Tensor
 
 
-class Forward:
-    """What one forward call does, worked out once and used by all layers."""
+class Pieces:
+    """The pieces of one forward, each worked out once and used by all layers."""
+
+    exact: bool  # attend with the model's own attention
+    encode: bool  # write pages in this forward
+
+    def __init__(self, batch: int, new: int, columns: list[tuple[int, int]]) -> None:
+        self.batch, self.new, self.pieces = batch, new, columns
+        self._built: dict[tuple[int, torch.device, int], Piece] = {}
+
+    def piece(self, index: int, device: torch.device, pages: int) -> Piece:
+        """The index-th piece of `pieces` on `device`, for a layer with `pages` pages a sequence."""
+        key = index, device, pages
+        if key not in self._built:
+            self._built[key] = self._build(*self.pieces[index], device, pages)
+        return self._built[key]
+
+    def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
+        raise NotImplementedError
+
+
+class Forward(Pieces):
+    """A forward of any kind, from integers of the host."""
 
     def __init__(self, sequences: Sequences, batch: int, new: int, pads: list[int]) -> None:
-        self.batch, self.past, self.new, self.pads = batch, sequences.columns, new, pads
-        self.total = self.past + new
+        self.past, self.total, self.pads = sequences.columns, sequences.columns + new, pads
         self.pages, self.page_size = sequences.pages, sequences.config.page_size
         self.rows, self.sink_tokens = sequences.rows, sequences.config.sink_tokens
         self.ring_first, self.ring_tokens = list(sequences.ring_first), sequences.ring_tokens
         after_sinks = sum(max(0, length - self.sink_tokens) for length in self.lengths(self.total))
-        # exact: attend with the model's own attention; encode: write pages in this forward
         self.exact = self.past == 0 or not sequences.encoded
         enough = after_sinks >= CENTER_TOKENS or sequences.static
         self.encode = sequences.center_known or sequences.encoded or enough
-        if self.exact:
-            self.pieces = [(0, self.total)] if self.encode else []
-        else:
-            self.pieces = sequences.pieces(self.past, new)
-        self._built: dict[tuple[int, torch.device, int], Piece] = {}
+        whole = [(0, self.total)] if self.encode else []
+        super().__init__(batch, new, whole if self.exact else sequences.pieces(self.past, new))
         self._chosen: dict[torch.device, Tensor] = {}
 
     def lengths(self, column: int) -> list[int]:
@@ -70,13 +86,6 @@ class Forward:
             place = torch.arange(self.total) - torch.tensor(self.pads)[:, None]
             self._chosen[device] = (place >= position).to(device, torch.float32)
         return self._chosen[device]
-
-    def piece(self, index: int, device: torch.device, pages: int) -> Piece:
-        """The index-th piece of `pieces` on `device`, for a layer with `pages` pages a sequence."""
-        key = index, device, pages
-        if key not in self._built:
-            self._built[key] = self._build(*self.pieces[index], device, pages)
-        return self._built[key]
 
     def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
         lengths = self.lengths(last)
@@ -136,15 +145,14 @@ class Counters:
             fixed(self.tables[pages])
 
 
-class Step:
+class Step(Pieces):
     """A forward after the first one of the static form: what Forward does, from shapes alone."""
 
     exact, encode = False, True
 
     def __init__(self, sequences: Sequences, batch: int, new: int) -> None:
-        self.sequences, self.batch, self.new, self.pages = sequences, batch, new, sequences.pages
-        self.pieces = sequences.pieces(0, new)
-        self._built: dict[tuple[int, torch.device, int], Piece] = {}
+        super().__init__(batch, new, sequences.pieces(0, new))
+        self.sequences = sequences
         first = sequences.first_counters
         longest = first.columns + new - first.pads[:batch].min()
         # without a look at the device from here: on a GPU the process stops at this assertion
@@ -152,12 +160,6 @@ class Step:
             longest <= sequences.max_len,
             f"the tokens do not fit into max_cache_len={sequences.max_len}",
         )
-
-    def piece(self, index: int, device: torch.device, pages: int) -> Piece:
-        key = index, device, pages
-        if key not in self._built:
-            self._built[key] = self._build(*self.pieces[index], device, pages)
-        return self._built[key]
 
     def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
         sequences, batch, new = self.sequences, self.batch, last - first
