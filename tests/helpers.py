@@ -11,8 +11,10 @@ import mmap
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -50,6 +52,25 @@ def load_script(path: str) -> ModuleType:
     finally:
         sys.path.pop(0)
     return module
+
+
+def tiny_llama(**changes: Any) -> torch.nn.Module:
+    """A Llama of two layers with the same random weights every time; changes: of its config."""
+    transformers = pytest.importorskip("transformers")
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "eos_token_id": None,  # answers have the length that is asked for
+        "bos_token_id": None,
+        "pad_token_id": 0,  # prompts of other tokens have no padding
+    }
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**shape, **changes})).eval()
 
 
 def generator(seed: int) -> torch.Generator:

@@ -14,8 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import LlamaConfig, LlamaForCausalLM
-
+from tests.helpers import tiny_llama
 from torch_turboquant import demo
 from torch_turboquant.demo import assets, measure, report
 
@@ -225,22 +224,7 @@ class Tokenizer:
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        initializer_range=0.2,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-        max_position_embeddings=4096,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(initializer_range=0.2, max_position_embeddings=4096)
 
 
 PROSE = torch.randint(0, 64, (180,), generator=torch.Generator().manual_seed(3))

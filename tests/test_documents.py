@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torch_turboquant as tq
-from tests.helpers import ROOT, load_script
+from tests.helpers import ROOT, load_script, tiny_llama
 
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
 
@@ -138,20 +138,10 @@ def test_sizes_in_the_migration_table():
 
 
 def test_the_migrated_lines_run():
-    transformers = pytest.importorskip("transformers")
     code = re.findall(r"```python\n(.*?)```", MIGRATION, re.DOTALL)[1]
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        vocab_size=32,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = tiny_llama()
     model.generation_config.max_new_tokens = 4
-    names = {"model": model, "inputs": {"input_ids": torch.randint(0, 32, (1, 9))}}
+    names = {"model": model, "inputs": {"input_ids": torch.arange(1, 10)[None]}}
     exec(compile(code, "migration.md", "exec"), names)
     assert names["out"].shape == (1, 13) and names["cache"].config.recent_window == 128
 

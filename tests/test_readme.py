@@ -3,11 +3,10 @@
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 import torch_turboquant as tq
-from tests.helpers import code_score_rounding
+from tests.helpers import code_score_rounding, generator, tiny_llama
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -18,19 +17,8 @@ def test_there_are_three_examples():
 
 
 def test_transformers_example():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=64,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    prompt = torch.randint(0, 64, (1, 80))
-    names = {"model": model, "inputs": {"input_ids": prompt}}
+    prompt = torch.randint(1, 64, (1, 80), generator=generator(1))
+    names = {"model": tiny_llama(), "inputs": {"input_ids": prompt}}
     exec(compile(BLOCKS[0], "README.md", "exec"), names)
     assert names["out"].shape == (1, 180)
     assert names["cache"].memory_bytes()["pages"] > 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torch_turboquant as tq
-from tests.helpers import load_script, randn
+from tests.helpers import generator, load_script, randn, tiny_llama
 
 # ---- the soak
 
@@ -95,20 +95,10 @@ def test_a_reservation_without_device_memory_changes_nothing(monkeypatch, failin
 
 
 def test_a_transformers_cache_that_cannot_grow_stays_as_it_was(monkeypatch):
-    transformers = pytest.importorskip("transformers")
+    model = tiny_llama()
     from torch_turboquant.integrations.transformers import TurboQuantCache, layer
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=50,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    ids = torch.randint(0, 50, (1, 400))
+    ids = torch.randint(1, 64, (1, 400), generator=generator(1))
     allocate, calls = layer.allocate_cache, []
 
     def full_in_the_second_layer(*arguments):
@@ -195,7 +185,7 @@ def test_an_interrupted_copy_leaves_no_half_file(assets, asset, tmp_path, monkey
 
 @pytest.mark.parametrize("keep", [0, 7, 100, -1])
 def test_a_damaged_file_of_centers_is_refused(tmp_path, keep):
-    transformers = pytest.importorskip("transformers")
+    model, path = tiny_llama(), tmp_path / "centers.safetensors"
     pytest.importorskip("safetensors")
     from torch_turboquant.integrations.transformers import (
         TurboQuantCache,
@@ -203,16 +193,7 @@ def test_a_damaged_file_of_centers_is_refused(tmp_path, keep):
         save_centers,
     )
 
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        vocab_size=20,
-    )
-    model, path = transformers.LlamaForCausalLM(config), tmp_path / "centers.safetensors"
-    save_centers(path, [torch.ones(1, 32), torch.zeros(1, 32)], model)
+    save_centers(path, [torch.ones(2, 32), torch.zeros(2, 32)], model)
     load_centers(path, model)
     path.write_bytes(path.read_bytes()[:keep])
     for use in (load_centers, lambda p, m: TurboQuantCache.for_model(m, center=p)):
