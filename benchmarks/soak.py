@@ -23,6 +23,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from common import device_name, parser, short_name, write_rows
@@ -231,11 +232,17 @@ class Soak:
         assert (self.pool.free_pages, self.pool.free_seqs) == (PAGES, SEQS), "something was lost"
 
 
-def memory(device: torch.device) -> tuple[float, float]:
-    """MiB of this process, and of tensors on the GPU."""
+class Memory(NamedTuple):
+    """What the program takes, in MiB."""
+
+    process: float
+    gpu: float  # its tensors there
+
+
+def memory(device: torch.device) -> Memory:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     gpu = torch.cuda.memory_allocated(device) / 2**20 if device.type == "cuda" else 0.0
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, gpu
+    return Memory(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, gpu)
 
 
 @torch.inference_mode()
@@ -258,7 +265,7 @@ def main(arguments: list[str] | None = None) -> dict:
             samples.append(memory(device))
             print(
                 f"{spent:11.2f}{soak.counts['steps']:9}{len(soak.rows):11}"
-                f"{soak.pool.free_pages:12}{samples[-1][0]:13.1f}{samples[-1][1]:11.1f}"
+                f"{soak.pool.free_pages:12}{samples[-1].process:13.1f}{samples[-1].gpu:11.1f}"
                 f"{soak.worst_error:13.1e}",
                 flush=True,
             )
@@ -276,8 +283,8 @@ def main(arguments: list[str] | None = None) -> dict:
         **soak.counts,
         "worst_error": soak.worst_error,
         "tolerance": TOLERANCE[soak.dtype],
-        "process_mib": [round(process, 1) for process, _ in settled],
-        "gpu_mib": [round(gpu, 2) for _, gpu in settled],
+        "process_mib": [round(sample.process, 1) for sample in settled],
+        "gpu_mib": [round(sample.gpu, 2) for sample in settled],
     }
     print(", ".join(f"{name}: {number:,}" for name, number in soak.counts.items()))
     print(f"{device_name(device)}: nothing lost, nothing different")

@@ -314,24 +314,14 @@ def soak() -> str:
     """One column per device."""
     found = read_rows("soak")
     lines = [
-        ["", *(row["device"] for row in found)],
         ["minutes", *(f"{row['minutes']:.0f}" for row in found)],
         ["preset, dtype", *(f"{row['preset']}, {row['dtype']}" for row in found)],
     ]
-    for name in (
-        *(
-            "steps",
-            "arrive",
-            "grow",
-            "tokens attended",
-            "fork",
-            "cut",
-            "roll back",
-            "move",
-            "leave",
-        ),
-        *("exhausted", "pages checked", "attention checked"),
-    ):
+    counts = (
+        "steps,arrive,grow,tokens attended,fork,cut,roll back,move,leave,exhausted,pages checked,"
+        "attention checked"
+    )
+    for name in counts.split(","):
         lines.append([name, *(f"{row[name]:,}" for row in found)])
     lines.append(
         [
@@ -351,7 +341,7 @@ def soak() -> str:
             for row in found
         )
         lines.append([label, *ends])
-    return markdown(lines[0], lines[1:])
+    return markdown(["", *(row["device"] for row in found)], lines)
 
 
 def fuzz() -> str:
