@@ -176,8 +176,8 @@ class PagedAttention {
     keys_.soft_cap = a.soft_cap;
     std::copy(a.key_levels.begin(), a.key_levels.end(), keys_.key_levels);
     std::copy(a.value_levels.begin(), a.value_levels.end(), keys_.value_levels);
-    code_bits_ = keys_.record.key_bits == 3 && a.d % 32 != 0 ? 4 : keys_.record.key_bits;
-    factor_bytes_ = kernels().query_factor_bytes(static_cast<int>(a.d), code_bits_);
+    key_layout_ = kernels().key_layout(keys_.record);
+    factor_bytes_ = kernels().query_factor_bytes(static_cast<int>(a.d), key_layout_);
     for (const Tile& t : tiles_) {
       for (int64_t i = 0; i < t.spans(); ++i) spans_.push_back({&t - tiles_.data(), i});
       if (has_tail(t)) spans_.push_back({&t - tiles_.data(), t.spans()});
@@ -254,7 +254,7 @@ class PagedAttention {
         std::copy(plain, plain + a_.d, rotated.begin());
         rotate(rotated.data(), a_.key_signs, split_);
         const int d = static_cast<int>(a_.d);
-        const float unit = kernels().query_factors(rotated.data(), d, code_bits_, a_.max_key_level, factors(at),
+        const float unit = kernels().query_factors(rotated.data(), d, key_layout_, a_.max_key_level, factors(at),
                                                    &w.correction[at], integers.data());
         w.unit[at] = unit * format::kLevelUnit * a_.softmax_scale;
         w.shift[at] = a_.center ? dot(plain, a_.center + t.kv_head * a_.d, a_.d) * a_.softmax_scale : 0;
@@ -345,7 +345,7 @@ class PagedAttention {
   std::vector<Span> spans_;
   format::Split split_;
   PagedKeys keys_;
-  int code_bits_;
+  int key_layout_;
   int64_t factor_bytes_, rows_ = 0, most_rows_ = 0, parts_ = 0;
   Workspace work_;
 };

@@ -20,8 +20,7 @@ constexpr float kGreatestWeight = 32639;
 // words. Such rows become four-bit rows in scratch memory.
 inline bool keys_in_place(const format::Record& r) { return r.key_bits != 3 || r.head_dim % 32 == 0; }
 
-// How the dot products read keys.
-inline int dot_bits(const format::Record& r) { return keys_in_place(r) ? r.key_bits : 4; }
+inline int key_layout(const format::Record& r) { return keys_in_place(r) ? r.key_bits : 4; }
 
 inline void spread_row(const uint8_t* row, int d, uint8_t* to) {
   for (int c = 0; c + 32 <= d; c += 32) {
@@ -410,7 +409,7 @@ void attend_values(const Span& span) {
 inline void attend_pages(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
                          const QueryRows& rows, const PartialRows& out, void* scratch) {
   const Span span{k, block_table, kv_head, begin, end, rows, out, scratch_of(k, scratch)};
-  switch (dot_bits(k.record)) {
+  switch (key_layout(k.record)) {
     case 2: return attend_values<2>(span);
     case 3: return attend_values<3>(span);
     case 4: return attend_values<4>(span);

@@ -220,6 +220,8 @@ struct Kernels {
   float (*query_factors)(const float* q, int d, int bits, int max_level, void* factors, int32_t* correction,
                          int16_t* scratch);
 
+  // The layout in which attend_pages reads keys, for the integers of their queries.
+  int (*key_layout)(const format::Record& record);
   int64_t (*attend_scratch_bytes)(const PagedKeys& keys);
   // Adds keys [begin, end) of a sequence; begin is a multiple of kBlockTokens. block_table: the sequence's row.
   // out.sums: [count, panels * fields * 16], words of the panels' lanes.

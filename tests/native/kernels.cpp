@@ -261,9 +261,7 @@ void attend_pages(const Kernels& k, Random& random, Written& written) {
   const int max_level = r.key_bits == 8 ? 127 : keys.key_levels[(1 << r.key_bits) - 1];
 
   const int count = static_cast<int>(random.between(1, 9));
-  // three-bit rows with a half group are read as four-bit ones
-  const int layout = r.key_bits == 3 && r.head_dim % 32 != 0 ? 4 : r.key_bits;
-  Queries q(k, random, count, r.head_dim, layout, max_level);
+  Queries q(k, random, count, r.head_dim, k.key_layout(r), max_level);
   for (int i = 0; i < count; ++i) q.unit[i] /= 32 * static_cast<float>(r.head_dim);
   const Memory<float> shift(count, [&](int64_t) { return random.one_in(2) ? 0 : random.number(); });
   const int64_t begin = random.below(length) / kBlockTokens * kBlockTokens;
