@@ -6,6 +6,7 @@
 //
 // One piece of work is a span of keys of one (sequence, KV head): all its queries and query heads share every key and value
 // that is unpacked (attention.h). The partial results of spans and of the tail are joined in a fixed order.
+#include "../attention_call.h"
 #include "cache.h"
 
 namespace turboquant::cpu {
@@ -95,8 +96,7 @@ int64_t largest_query_count(const Batch& batch) {
   return most;
 }
 
-Attention checked_attention(const AttentionCall& c) {
-  const format::Record record = check_attention(c);
+Attention checked_attention(const AttentionCall& c, const format::Record& record) {
   const Tensor& q = c.q;
   const int64_t tokens = c.tokens(), q_heads = c.q_heads(), kv_heads = c.kv_heads(), d = c.head_dim();
   Batch batch = checked_batch(c.seq_lens, c.cu_seqlens_q, q, tokens);
@@ -350,8 +350,8 @@ class PagedAttention {
   Workspace work_;
 };
 
-// out: [tokens, q_heads, d] like q, lse: float32 [tokens, q_heads], both contiguous
-void attend(const Attention& a, const Tensor& out, const Tensor& lse) {
+void attend(const AttentionCall& call, const format::Record& record, const Tensor& out, const Tensor& lse) {
+  const Attention a = checked_attention(call, record);
   float* lse_out = static_cast<float*>(lse.data_ptr());
   dispatch_float(a.q.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -361,43 +361,6 @@ void attend(const Attention& a, const Tensor& out, const Tensor& lse) {
     std::fill(lse_out + used * a.q_heads, lse_out + a.tokens * a.q_heads, -INFINITY);
     PagedAttention(a).run(to, lse_out);
   });
-}
-
-std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& cache, const Tensor& block_table,
-                                           const Tensor& seq_lens, const Tensor& key_signs, const Tensor& value_signs,
-                                           const OptionalTensor& key_levels, const OptionalTensor& value_levels,
-                                           const OptionalTensor& center, int64_t page_size, int64_t key_bits,
-                                           int64_t value_bits, double softmax_scale, const OptionalTensor& cu_seqlens_q,
-                                           int64_t max_q_len, const OptionalTensor& tail,
-                                           const OptionalTensor& tail_slots, const OptionalTensor& tail_valid,
-                                           int64_t sink_tokens, int64_t recent_window, int64_t sliding_window,
-                                           double soft_cap, const OptionalTensor& sink_logits) {
-  const AttentionCall call{
-      q,          cache,      block_table, seq_lens,      key_signs,      value_signs,  key_levels, value_levels,
-      center,     page_size,  key_bits,    value_bits,    softmax_scale,  cu_seqlens_q, max_q_len,  tail,
-      tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,     sink_logits};
-  const Attention a = checked_attention(call);
-  Tensor out = empty_like_shape(q, {a.tokens, a.q_heads, a.d}, q.scalar_type());
-  Tensor lse = empty_like_shape(q, {a.tokens, a.q_heads}, ScalarType::Float);
-  attend(a, out, lse);
-  return {out, lse};
-}
-
-void paged_attention_out(const Tensor& q, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
-                         const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
-                         const OptionalTensor& value_levels, const OptionalTensor& center, int64_t page_size,
-                         int64_t key_bits, int64_t value_bits, double softmax_scale, const Tensor& out,
-                         const Tensor& lse, const OptionalTensor& cu_seqlens_q, int64_t max_q_len,
-                         const OptionalTensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& tail_valid,
-                         int64_t sink_tokens, int64_t recent_window, int64_t sliding_window, double soft_cap,
-                         const OptionalTensor& sink_logits) {
-  const AttentionCall call{
-      q,          cache,      block_table, seq_lens,      key_signs,      value_signs,  key_levels, value_levels,
-      center,     page_size,  key_bits,    value_bits,    softmax_scale,  cu_seqlens_q, max_q_len,  tail,
-      tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,     sink_logits};
-  const Attention a = checked_attention(call);
-  check_attention_outputs(call, out, lse);
-  attend(a, out, lse);
 }
 
 // out_a, out_b: [..., d] of one dtype, lse_a, lse_b: float32 [...], all contiguous -> merged out and lse
@@ -438,7 +401,8 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
 }  // namespace turboquant::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CPU, m) {
-  m.impl("paged_attention", TORCH_BOX(&turboquant::cpu::paged_attention));
-  m.impl("paged_attention_out", TORCH_BOX(&turboquant::cpu::paged_attention_out));
+  using Ops = turboquant::AttentionOps<turboquant::cpu::attend>;
+  m.impl("paged_attention", TORCH_BOX(&Ops::paged_attention));
+  m.impl("paged_attention_out", TORCH_BOX(&Ops::paged_attention_out));
   m.impl("merge_attention", TORCH_BOX(&turboquant::cpu::merge_attention));
 }

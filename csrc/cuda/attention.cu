@@ -2,6 +2,7 @@
 // merge_attention: joins the attention of the same queries over two disjoint sets of keys.
 #include "attention.cuh"
 
+#include "../attention_call.h"
 #include "codec.cuh"
 #include "decode.h"
 #include "prefill.cuh"
@@ -19,7 +20,6 @@ int checked_int(int64_t n, const char* name) {
 const float* floats(const OptionalTensor& t) { return t ? static_cast<const float*>(t->data_ptr()) : nullptr; }
 const int32_t* integers(const OptionalTensor& t) { return t ? static_cast<const int32_t*>(t->data_ptr()) : nullptr; }
 
-// out: [tokens, q_heads, d] like q, lse: float32 [tokens, q_heads], both contiguous and checked
 void attend(const AttentionCall& c, const format::Record& record, const Tensor& out, const Tensor& lse) {
   STD_TORCH_CHECK(aligned(c.cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
   STD_TORCH_CHECK(!c.tail || aligned(c.tail->data_ptr(), 16), "tail must start at a multiple of 16 bytes");
@@ -76,43 +76,6 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
   } else {
     prefill(a, launch, c.q.get_device_index());
   }
-}
-
-std::tuple<Tensor, Tensor> paged_attention(const Tensor& q, const Tensor& cache, const Tensor& block_table,
-                                           const Tensor& seq_lens, const Tensor& key_signs, const Tensor& value_signs,
-                                           const OptionalTensor& key_levels, const OptionalTensor& value_levels,
-                                           const OptionalTensor& center, int64_t page_size, int64_t key_bits,
-                                           int64_t value_bits, double softmax_scale, const OptionalTensor& cu_seqlens_q,
-                                           int64_t max_q_len, const OptionalTensor& tail,
-                                           const OptionalTensor& tail_slots, const OptionalTensor& tail_valid,
-                                           int64_t sink_tokens, int64_t recent_window, int64_t sliding_window,
-                                           double soft_cap, const OptionalTensor& sink_logits) {
-  const AttentionCall call{
-      q,          cache,      block_table, seq_lens,      key_signs,      value_signs,  key_levels, value_levels,
-      center,     page_size,  key_bits,    value_bits,    softmax_scale,  cu_seqlens_q, max_q_len,  tail,
-      tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,     sink_logits};
-  const format::Record record = check_attention(call);
-  Tensor out = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
-  Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(1)}, ScalarType::Float);
-  attend(call, record, out, lse);
-  return {out, lse};
-}
-
-void paged_attention_out(const Tensor& q, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
-                         const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
-                         const OptionalTensor& value_levels, const OptionalTensor& center, int64_t page_size,
-                         int64_t key_bits, int64_t value_bits, double softmax_scale, const Tensor& out,
-                         const Tensor& lse, const OptionalTensor& cu_seqlens_q, int64_t max_q_len,
-                         const OptionalTensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& tail_valid,
-                         int64_t sink_tokens, int64_t recent_window, int64_t sliding_window, double soft_cap,
-                         const OptionalTensor& sink_logits) {
-  const AttentionCall call{
-      q,          cache,      block_table, seq_lens,      key_signs,      value_signs,  key_levels, value_levels,
-      center,     page_size,  key_bits,    value_bits,    softmax_scale,  cu_seqlens_q, max_q_len,  tail,
-      tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,     sink_logits};
-  const format::Record record = check_attention(call);
-  check_attention_outputs(call, out, lse);
-  attend(call, record, out, lse);
 }
 
 // ---- merge_attention --------------------------------------------------------------------------------------------------
@@ -193,7 +156,8 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
-  m.impl("paged_attention", TORCH_BOX(&turboquant::cuda::paged_attention));
-  m.impl("paged_attention_out", TORCH_BOX(&turboquant::cuda::paged_attention_out));
+  using Ops = turboquant::AttentionOps<turboquant::cuda::attend>;
+  m.impl("paged_attention", TORCH_BOX(&Ops::paged_attention));
+  m.impl("paged_attention_out", TORCH_BOX(&Ops::paged_attention_out));
   m.impl("merge_attention", TORCH_BOX(&turboquant::cuda::merge_attention));
 }

@@ -1,0 +1,115 @@
+// A call of paged_attention: its arguments, their checks, and the two ops that a backend makes of its `attend`.
+#pragma once
+
+#include <tuple>
+
+#include <torch/csrc/stable/ops.h>
+
+#include "checks.h"
+
+namespace turboquant {
+
+// What paged_attention takes, in the order of its schema (csrc/ops.cpp).
+struct AttentionCall {
+  const Tensor &q, &cache, &block_table, &seq_lens, &key_signs, &value_signs;
+  const OptionalTensor &key_levels, &value_levels, &center;
+  int64_t page_size, key_bits, value_bits;
+  double softmax_scale;
+  const OptionalTensor& cu_seqlens_q;
+  int64_t max_q_len;
+  const OptionalTensor &tail, &tail_slots, &tail_valid;
+  int64_t sink_tokens, recent_window, sliding_window;
+  double soft_cap;
+  const OptionalTensor& sink_logits;
+
+  int64_t tokens() const { return q.size(0); }
+  int64_t q_heads() const { return q.size(1); }
+  int64_t head_dim() const { return q.size(2); }
+  int64_t kv_heads() const { return cache.size(1); }
+  int64_t seqs() const { return seq_lens.size(0); }
+};
+
+// Everything that can be said without reading values. Returns the geometry of the cache's records.
+inline format::Record check_attention(const AttentionCall& c) {
+  const Tensor& q = c.q;
+  check_float(q, "q");
+  check_shape(q, "q", {-1, -1, -1});
+  check_unit_last_stride(q, "q");
+  const int64_t d = c.head_dim();
+  const format::Record record = check_record(d, c.page_size, c.key_bits, c.value_bits);
+  check_cache(c.cache, q, record);
+  const int64_t kv_heads = c.kv_heads();
+  STD_TORCH_CHECK(kv_heads > 0 && c.q_heads() % kv_heads == 0, "q has ", c.q_heads(), " heads and the cache ", kv_heads,
+                  " KV heads: supported are multiples");
+  check_constant(c.key_signs, q, "key_signs", ScalarType::Float, {d});
+  check_constant(c.value_signs, q, "value_signs", ScalarType::Float, {d});
+  check_levels(c.key_levels, q, c.key_bits, "key_levels");
+  check_levels(c.value_levels, q, c.value_bits, "value_levels");
+  check_center(c.center, q, kv_heads, d);
+  if (c.sink_logits) check_constant(*c.sink_logits, q, "sink_logits", ScalarType::Float, {c.q_heads()});
+  STD_TORCH_CHECK(c.max_q_len >= 1, "max_q_len is ", c.max_q_len, ", supported: 1 and more");
+  STD_TORCH_CHECK(c.sliding_window >= 0, "sliding_window is ", c.sliding_window, ", supported: 0 (none) and more");
+  STD_TORCH_CHECK(c.recent_window >= 0, "recent_window is ", c.recent_window, ", supported: 0 and more");
+  STD_TORCH_CHECK(c.soft_cap >= 0 && std::isfinite(c.soft_cap), "soft_cap is ", c.soft_cap,
+                  ", supported: 0 (none) and more");
+  STD_TORCH_CHECK(std::isfinite(c.softmax_scale), "softmax_scale is ", c.softmax_scale, ", supported: finite numbers");
+  const int64_t seqs = check_batch(c.seq_lens, c.cu_seqlens_q, q, c.tokens());
+  check_constant(c.block_table, q, "block_table", ScalarType::Int, {seqs, -1});
+  if (c.tail) {
+    check_tail(*c.tail, c.tail_slots, q, seqs, kv_heads, d, c.sink_tokens);
+    const int64_t ring = c.tail->size(2) - c.sink_tokens, needed = c.recent_window + c.max_q_len - 1;
+    STD_TORCH_CHECK(ring >= needed, "the tail has room for ", ring,
+                    " recent tokens, needed: recent_window + max_q_len - 1 = ", needed);
+    if (c.tail_valid) check_constant(*c.tail_valid, q, "tail_valid", ScalarType::Int, {c.tail->size(0), 2});
+  }
+  return record;
+}
+
+// The tensors of the _out variant.
+inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, const Tensor& lse) {
+  check_constant(out, c.q, "out", c.q.scalar_type(), {c.tokens(), c.q_heads(), c.head_dim()});
+  check_constant(lse, c.q, "lse", ScalarType::Float, {c.tokens(), c.q_heads()});
+}
+
+// paged_attention and paged_attention_out: with new tensors for the results, or with given ones.
+// attend: gets a checked call; fills out, [tokens, q_heads, d] like q, and lse, float32 [tokens, q_heads], both contiguous.
+template <void (*attend)(const AttentionCall& call, const format::Record& record, const Tensor& out, const Tensor& lse)>
+struct AttentionOps {
+  static std::tuple<Tensor, Tensor> paged_attention(
+      const Tensor& q, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens, const Tensor& key_signs,
+      const Tensor& value_signs, const OptionalTensor& key_levels, const OptionalTensor& value_levels,
+      const OptionalTensor& center, int64_t page_size, int64_t key_bits, int64_t value_bits, double softmax_scale,
+      const OptionalTensor& cu_seqlens_q, int64_t max_q_len, const OptionalTensor& tail,
+      const OptionalTensor& tail_slots, const OptionalTensor& tail_valid, int64_t sink_tokens, int64_t recent_window,
+      int64_t sliding_window, double soft_cap, const OptionalTensor& sink_logits) {
+    const AttentionCall call{
+        q,          cache,      block_table, seq_lens,      key_signs,      value_signs,  key_levels, value_levels,
+        center,     page_size,  key_bits,    value_bits,    softmax_scale,  cu_seqlens_q, max_q_len,  tail,
+        tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,     sink_logits};
+    const format::Record record = check_attention(call);
+    Tensor out = torch::stable::new_empty(q, {call.tokens(), call.q_heads(), call.head_dim()}, q.scalar_type());
+    Tensor lse = torch::stable::new_empty(q, {call.tokens(), call.q_heads()}, ScalarType::Float);
+    attend(call, record, out, lse);
+    return {out, lse};
+  }
+
+  static void paged_attention_out(const Tensor& q, const Tensor& cache, const Tensor& block_table,
+                                  const Tensor& seq_lens, const Tensor& key_signs, const Tensor& value_signs,
+                                  const OptionalTensor& key_levels, const OptionalTensor& value_levels,
+                                  const OptionalTensor& center, int64_t page_size, int64_t key_bits, int64_t value_bits,
+                                  double softmax_scale, const Tensor& out, const Tensor& lse,
+                                  const OptionalTensor& cu_seqlens_q, int64_t max_q_len, const OptionalTensor& tail,
+                                  const OptionalTensor& tail_slots, const OptionalTensor& tail_valid,
+                                  int64_t sink_tokens, int64_t recent_window, int64_t sliding_window, double soft_cap,
+                                  const OptionalTensor& sink_logits) {
+    const AttentionCall call{
+        q,          cache,      block_table, seq_lens,      key_signs,      value_signs,  key_levels, value_levels,
+        center,     page_size,  key_bits,    value_bits,    softmax_scale,  cu_seqlens_q, max_q_len,  tail,
+        tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,     sink_logits};
+    const format::Record record = check_attention(call);
+    check_attention_outputs(call, out, lse);
+    attend(call, record, out, lse);
+  }
+};
+
+}  // namespace turboquant
