@@ -760,9 +760,19 @@ def test_layouts_of_q(dtype, device):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_given_outputs_are_written(dtype, device):
-    case = build(tt.preset("k4v4", 64), [20, 33], dtype=dtype, center=True, tail=True)
-    expected = run(case, device)
-    args, kwargs = case.arguments()
+    """No two arguments are alike: this op has them in an order of its own."""
+    config = tt.preset("k3v2", 64, page_size=16, sink_tokens=2, recent_window=5)
+    case = build(config, [40, 33], [1, 3], dtype=dtype, center=True, tail=True)
+    valid = int32([0, 0], [2, 31], [1, 38], [0, 0])
+    options = {
+        "tail": case.tail._replace(valid=valid),
+        "softmax_scale": 0.2,
+        "sliding_window": 24,
+        "soft_cap": 3.0,
+        "sink_logits": randn(4, seed=9),
+    }
+    expected = run(case, device, **options)
+    args, kwargs = case.arguments(**options)
     out = torch.full_like(case.q, torch.nan).to(device)
     lse = torch.full(case.q.shape[:2], torch.nan, device=device)
     result = tt.paged_attention(
