@@ -27,6 +27,9 @@ this row, in requests of this context.
     python benchmarks/bench_generate.py --quick    its most important rows, in three minutes
     python benchmarks/bench_generate.py --only 'k4v4.*graph'   rows whose title matches
     python benchmarks/bench_generate.py --device cpu     a tiny model, only printed: a try
+
+Every row is written when it is there. Rows that the result file has of the same device and commit
+are not measured again, so an interrupted run goes on where it was; delete them to do so.
 """
 
 from __future__ import annotations
@@ -77,6 +80,9 @@ TINY = LLAMA_8B | {
 QUANTIZED = ("quanto", "hqq", "fp8")
 STEPS_AHEAD = 64  # room for the tokens that are generated here
 STATIC = ("graph", "compile")
+AT_MOST = 10.0  # seconds of timed steps or prompts, beyond the least that a median needs
+
+Identity = tuple[str, str, str, int, int]  # part, kind, mode, batch, context
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,10 @@ class Case:
     context: int
 
     @property
+    def identity(self) -> Identity:
+        return self.part, self.kind, self.mode, self.batch, self.context
+
+    @property
     def title(self) -> str:
         return f"{self.part} {self.kind} {self.mode} {self.batch}x{self.context}"
 
@@ -101,7 +111,7 @@ class Case:
 def whole_table() -> Iterator[Case]:
     presets = ("k4v4", "k5v4u", "k4v4u", "k3v3")
     for context in (100, 1024, 8192, 32768, 131072):
-        for batch in (1, 8, 16, 32):
+        for batch in (1, 8, 16, 32) if context == 32768 else (1, 8, 32):
             for kind in ("dynamic", *QUANTIZED):
                 yield Case("decode", kind, "eager", batch, context)
             yield Case("decode", "k4v4", "eager", batch, context)
@@ -319,8 +329,8 @@ def decode(case: Case, model, device: Device, steps: int) -> dict:
         for _ in range(3):  # compiles, or captures
             ids = step(ids).clone()
         ready = device.seconds() - started
-        times = []
-        for _ in range(steps):
+        times: list[float] = []
+        while len(times) < steps and (len(times) < 5 or sum(times) < AT_MOST):
             started = device.seconds()
             ids = step(ids).clone()
             times.append(device.seconds() - started)
@@ -343,12 +353,14 @@ def decode(case: Case, model, device: Device, steps: int) -> dict:
 
 
 def prompt(case: Case, model, device: Device, repeats: int) -> dict:
-    """A real prompt: its time until the first token's id is there, the best of `repeats`."""
+    """A real prompt: its time until the first token's id is there, the best of `repeats` at most."""
     generator = torch.Generator().manual_seed(1)
     shape = case.batch, case.context
     ids = torch.randint(1, model.config.vocab_size, shape, generator=generator).to(model.device)
-    times = []
+    times: list[float] = []
     for attempt in range(repeats + 1):
+        if sum(times) > AT_MOST:
+            break
         with made(case, model) as cache:
             device.clean()
             started = device.seconds()
@@ -386,6 +398,10 @@ def measure(case: Case, model, device: Device, quick: bool) -> dict:
             "not_run": "out of memory",
             "predicted_bytes": predicted_bytes(model, case),
         }
+    except RuntimeError as error:
+        if case.kind not in QUANTIZED:  # theirs to run or not; ours must
+            raise
+        return origin | {"not_run": (str(error).splitlines() or [type(error).__name__])[0]}
     finally:
         torch._dynamo.reset()
         device.clean()
@@ -405,12 +421,9 @@ def describe(row: dict) -> str:
     return text
 
 
-def kept_rows(rows: list[dict], name: str) -> list[dict]:
-    """Rows of an earlier run on this device that were not measured again, as they are."""
-    keys = ("part", "kind", "mode", "batch", "context")
-    new = {tuple(row[k] for k in keys) for row in rows}
-    old = common.read_rows(name, missing_ok=True)
-    return [row for row in old if tuple(row[k] for k in keys) not in new]
+def identity(row: dict) -> Identity:
+    """That of the case that a row is of."""
+    return row["part"], row["kind"], row["mode"], row["batch"], row["context"]
 
 
 def main() -> None:
@@ -420,28 +433,35 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=1e9, help="start no row after so long")
     arguments = options.parse_args()
     device = Device(arguments.device)
+    arguments.dry_run |= not device.cuda
     shape = LLAMA_8B if device.cuda else TINY
     table = quick_table() if arguments.quick else whole_table()
     if not device.cuda:
         table = tiny_table()
     cases = [c for c in table if not arguments.only or re.search(arguments.only, c.title)]
+    name = "h200_generate"
+    arguments.commit = arguments.commit or common.commit_name()
+    here = common.device_name(arguments.device)
+    found = {identity(row): row for row in common.read_rows(name, missing_ok=True) if row["device"] == here}
+    done = {key for key, row in found.items() if row["commit"] == arguments.commit}
 
     started = time.perf_counter()
     with torch.device(arguments.device):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.bfloat16).eval()
     print(f"model in {time.perf_counter() - started:.1f} s", flush=True)
-    rows = []
+    origin = {"commit": arguments.commit, "command": common.command_line()}
     with torch.no_grad():
         for case in cases:
+            if case.identity in done:
+                continue
             if time.perf_counter() - started > arguments.seconds:
                 print(f"stopped before: {case.title}")
                 break
-            rows.append(measure(case, model, device, arguments.quick))
-            print(describe(rows[-1]), f"[{time.perf_counter() - started:.0f} s]", flush=True)
-    arguments.dry_run |= not device.cuda
-    name = "h200_generate"
-    common.write_rows(name, kept_rows(rows, name) + rows, arguments)
+            row = measure(case, model, device, arguments.quick)
+            print(describe(row), f"[{time.perf_counter() - started:.0f} s]", flush=True)
+            found[case.identity] = {**origin, **row}
+            common.write_rows(name, list(found.values()), arguments)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,9 @@ def write_rows(name: str, rows: list[Row], arguments: argparse.Namespace) -> Non
     lines = [json.dumps(row) for row in kept + [{**source, **row} for row in rows]]
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")  # a row a line: readable differences
+    partial = path.with_suffix(".partial")  # whoever interrupts this keeps the old file
+    partial.write_text("[\n" + ",\n".join(lines) + "\n]\n")  # a row a line: readable differences
+    partial.replace(path)
     print(f"{len(rows)} rows in {path.relative_to(ROOT)}")
 
 
