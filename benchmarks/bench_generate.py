@@ -353,7 +353,7 @@ def decode(case: Case, model, device: Device, steps: int) -> dict:
 
 
 def prompt(case: Case, model, device: Device, repeats: int) -> dict:
-    """A real prompt: its time until the first token's id is there, the best of `repeats` at most."""
+    """A real prompt: its time until the first token's id is there, the best of a few."""
     generator = torch.Generator().manual_seed(1)
     shape = case.batch, case.context
     ids = torch.randint(1, model.config.vocab_size, shape, generator=generator).to(model.device)
