@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -394,6 +395,88 @@ def speed_picture(path: Path) -> None:
     pyplot.close(figure)
 
 
+THEORY_DIM = 128
+THEORY_KINDS = {  # of rows of bench_distortion: grid, search, scale mode, sketch
+    "as in the paper": ("lloyd", 1, "norm", None),
+    "8 steps, least squares": ("lloyd", 8, "mse", None),
+    "8 steps, unbiased": ("lloyd", 8, "unbiased", None),
+    "evenly spaced, 8 steps": ("uniform", 8, "mse", None),
+    "Gaussian sketch": ("lloyd", 1, "norm", "gaussian"),
+    "Hadamard sketch": ("lloyd", 1, "norm", "hadamard"),
+}
+
+
+def theory_rows(kind: str) -> list[Row]:
+    """Of one way of quantising at THEORY_DIM, by bits."""
+    keys = ("grid", "search", "scale_mode", "sketch")
+    found = [
+        row
+        for row in rows("distortion")
+        if (row["head_dim"], *(row[key] for key in keys)) == (THEORY_DIM, *THEORY_KINDS[kind])
+    ]
+    return sorted(found, key=lambda row: row["bits"])
+
+
+def theory_table() -> str:
+    """Errors in units of the lower bound 4^-bits, and what is left of an inner product."""
+    body = []
+    for kind in THEORY_KINDS:
+        sketch = THEORY_KINDS[kind][3]
+        error = "inner" if sketch else "measured"
+        by_bits = {row["bits"]: row for row in theory_rows(kind)}
+        some = [by_bits.get(bits) for bits in range(1, 6)]
+        times = [f"{row[error] * 4 ** row['bits']:.2f}" if row else "" for row in some]
+        ratios = [abs(row[error] / row["expected"] - 1) for row in some if row and row["expected"]]
+        slopes = [f"{by_bits[bits]['slope']:.3f}" for bits in (2, 4)]
+        body.append([kind, *times, f"{100 * max(ratios):.1f}%" if ratios else "", *slopes])
+    bits = [f"{n} bits" if n > 1 else "1 bit" for n in range(1, 6)]
+    return table(["", *bits, "off theory by", "slope, 2 bits", "4 bits"], body)
+
+
+def theory_picture(path: Path) -> None:
+    """Errors of vectors and of inner products in units of the lower bound, against bits."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colors = dict(
+        zip(THEORY_KINDS, pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False)
+    )
+    markers = dict(zip(THEORY_KINDS, "osv^DP", strict=True))
+    paper, squares, unbiased, even, *sketches = THEORY_KINDS
+    panels = (
+        ("squared error of a vector", "measured", math.sqrt(3) * math.pi / 2),
+        ("squared error of inner products", "inner", math.sqrt(3) * math.pi**2),
+    )
+    shown = (paper, squares, unbiased, even), (paper, unbiased, *sketches)
+    figure, both = pyplot.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    for axes, (title, error, bound), kinds in zip(both, panels, shown, strict=True):
+        axes.axhline(bound, color="black", linewidth=0.9, linestyle="--", label="paper's bound")
+        for kind in kinds:
+            points = [row for row in theory_rows(kind) if row["bits"] <= 5]
+            x, scale = [row["bits"] for row in points], [4 ** row["bits"] for row in points]
+            y = [row[error] * n for row, n in zip(points, scale, strict=True)]
+            axes.plot(x, y, markers[kind], color=colors[kind], ms=5, label=kind)
+            if all(row["expected"] for row in points):
+                y = [row["expected"] * n for row, n in zip(points, scale, strict=True)]
+                axes.plot(x, y, color=colors[kind], linewidth=0.9)
+        axes.axhline(1, color="black", linewidth=0.9, linestyle=":", label="lower bound")
+        axes.set_xticks(range(1, 6))
+        axes.set_xlabel("bits per coordinate")
+        axes.set_title(title, fontsize=10)
+        axes.grid(True, axis="y", alpha=0.3)
+        axes.legend(fontsize=8, ncols=2, loc="upper center")
+    both[0].set_ylim(0.9, 3.5)
+    both[0].set_ylabel("times the lower bound, 4^-bits")
+    both[1].set_yscale("log")
+    both[1].set_ylim(0.9, 60)
+    both[1].set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    both[1].set_ylabel("times the lower bound, 4^-bits / 128")
+    figure.savefig(path, dpi=110, metadata={"Software": None, "Source": digest("distortion")})
+    pyplot.close(figure)
+
+
 def quality_picture(path: Path) -> None:
     """Presets and controls as they are: a picture has no room for changes."""
     from torch_turboquant.eval import report  # needs the packages of an extra
@@ -408,7 +491,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"overview": overview, "generation": generation},
     "docs/ops.md": {"ops": ops},
     "docs/reliability.md": {"soak": soak, "fuzz": fuzz},
-    "docs/quality.md": quality_tables.TABLES,
+    "docs/quality.md": {**quality_tables.TABLES, "theory": theory_table},
     "docs/performance.md": {
         "cpu attention": cpu_attention_table,
         "attention": attention_table,
@@ -419,6 +502,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
 }
 PICTURES: dict[str, Callable[[Path], None]] = {
     "docs/pictures/attention_h200.png": speed_picture,
+    "docs/pictures/distortion.png": theory_picture,
     **{
         f"benchmarks/results/{file_name('quality', model)}.png": quality_picture
         for model in quality_tables.MODELS.values()

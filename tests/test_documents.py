@@ -83,10 +83,13 @@ def test_every_op_has_its_text(generate):
         assert f"\n{name}(" in text, name
 
 
-def test_the_picture_shows_the_present_results(generate):
+@pytest.mark.parametrize(
+    ("picture", "results"), [("attention_h200", "h200_attention"), ("distortion", "distortion")]
+)
+def test_the_picture_shows_the_present_results(generate, picture, results):
     image = pytest.importorskip("PIL.Image")
-    with image.open(ROOT / "docs" / "pictures" / "attention_h200.png") as picture:
-        assert picture.info["Source"] == generate.digest("h200_attention"), "run make docs"
+    with image.open(ROOT / "docs" / "pictures" / f"{picture}.png") as drawn:
+        assert drawn.info["Source"] == generate.digest(results), "run make docs"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
