@@ -103,7 +103,7 @@ def digest(name: str) -> str:
 
 def source(name: str, some: Iterable[Row]) -> str:
     """Where these rows come from, for the README: the file and its commands."""
-    noise = r" --(commit|caches|cache-dir) ('[^']*'|\S+)"
+    noise = r" --(commit|caches|cache-dir|only|seconds) ('[^']*'|\S+)"
     commands = dict.fromkeys(re.sub(noise, "", row["command"]) for row in some)
     text = " and ".join(f"`{command}`" for command in commands)
     return f"[{name}.json](benchmarks/results/{name}.json): {text}"
@@ -201,19 +201,62 @@ def cpu_attention_table() -> str:
     return markdown([*header.split(","), "k4v4, AVX2", "vs bfloat16"], lines)
 
 
+def generated(part: str) -> dict[tuple[int, int], dict[tuple[str, str], Row]]:
+    """Rows of bench_generate on the GPU: (batch, context) -> (kind, mode) -> row."""
+    found: dict[tuple[int, int], dict[tuple[str, str], Row]] = {}
+    for row in read_rows("h200_generate"):
+        if row["part"] == part:
+            shape = row["batch"], row["context"]
+            found.setdefault(shape, {})[row["kind"], row["mode"]] = row
+    return dict(sorted(found.items(), key=lambda item: item[0][::-1]))
+
+
+def milliseconds(row: Row | None, key: str) -> str:
+    """Empty where nothing was measured."""
+    if row is None or "not_run" in row:
+        return "no room" if row and row["not_run"] == "out of memory" else ""
+    return f"{row[key]:.1f}" if row[key] < 100 else f"{row[key]:,.0f}"
+
+
 def generation_table() -> str:
     """A whole model: milliseconds per token, and how many sequences fit."""
-    found: dict[tuple[int, int], dict[str, Row]] = {}
-    for row in read_rows("h200_generate"):
-        if (row["part"], row.get("mode")) == ("decode", "graph"):
-            found.setdefault((row["batch"], row["context"]), {})[row["kind"]] = row
+    columns = {
+        "`DynamicCache`": ("dynamic", "eager"),
+        "`QuantizedCache`, quanto": ("quanto", "eager"),
+        "`StaticCache`": ("static", "graph"),
+        "bf16": ("unmasked", "graph"),
+        "k4v4": ("k4v4", "graph"),
+        "k5v4u": ("k5v4u", "graph"),
+    }
     lines = []
-    for shape, by_kind in found.items():
-        times = (f"{by_kind[kind]['tpot_ms']:.1f}" for kind in ("unmasked", "k4v4", "k5v4u"))
-        fits = (f"{by_kind[kind]['largest_batch']:,}" for kind in ("unmasked", "k4v4"))
-        lines.append([name_of(shape), *times, " and ".join(fits)])
-    header = ["batch x context", "bf16", "k4v4", "k5v4u", "largest batch that fits: bf16 and k4v4"]
-    return markdown(header, lines)
+    for shape, some in generated("decode").items():
+        if ("k4v4", "graph") in some:
+            times = (milliseconds(some.get(column), "tpot_ms") for column in columns.values())
+            rows_of = (some.get((kind, "graph"), {}) for kind in ("unmasked", "k4v4"))
+            fits = (row.get("largest_batch") for row in rows_of)
+            text = " and ".join("-" if n is None else f"{n:,}" for n in fits)
+            lines.append([name_of(shape), *times, text])
+    return markdown(["batch x context", *columns, "largest batch that fits: bf16 and k4v4"], lines)
+
+
+def compiled_table() -> str:
+    """The same through torch.compile."""
+    lines = []
+    for shape, some in generated("decode").items():
+        pair = [some.get((kind, "compile")) for kind in ("static", "k4v4")]
+        if any(pair):
+            lines.append([name_of(shape), *(milliseconds(row, "tpot_ms") for row in pair)])
+    return markdown(["batch x context", "`StaticCache`", "k4v4"], lines)
+
+
+def prompts_table() -> str:
+    """Milliseconds to the first token."""
+    kinds = ("dynamic", "k4v4", "k5v4u")
+    lines = [
+        [name_of(shape), *(milliseconds(some.get((k, "eager")), "ttft_ms") for k in kinds)]
+        for shape, some in generated("prompt").items()
+    ]
+    return markdown(["batch x context", "`DynamicCache`", *kinds[1:]], lines)
 
 
 CODEC = {
@@ -297,11 +340,9 @@ def overview() -> str:
 
 def generation() -> str:
     """The README's sentence on whole models."""
-    found, some = {}, []
-    for row in read_rows("h200_generate"):
-        if (row["part"], row["batch"], row["context"]) == ("decode", 16, 32768):
-            found[row["kind"], row["mode"]] = row["tpot_ms"]
-            some.append(row)
+    by_kind = generated("decode")[16, 32768]
+    found = {kind: row["tpot_ms"] for kind, row in by_kind.items() if "tpot_ms" in row}
+    some = [row for row in by_kind.values() if "tpot_ms" in row]
     plain = min(ms for (kind, mode), ms in found.items() if kind in ("unmasked", "static"))
     return (
         "A Llama-3.1-8B-shaped model with random weights generates a token for 16 sequences of "
@@ -411,7 +452,7 @@ def theory_rows(kind: str) -> list[Row]:
     keys = ("grid", "search", "scale_mode", "sketch")
     found = [
         row
-        for row in rows("distortion")
+        for row in read_rows("distortion")
         if (row["head_dim"], *(row[key] for key in keys)) == (THEORY_DIM, *THEORY_KINDS[kind])
     ]
     return sorted(found, key=lambda row: row["bits"])
@@ -430,7 +471,7 @@ def theory_table() -> str:
         slopes = [f"{by_bits[bits]['slope']:.3f}" for bits in (2, 4)]
         body.append([kind, *times, f"{100 * max(ratios):.1f}%" if ratios else "", *slopes])
     bits = [f"{n} bits" if n > 1 else "1 bit" for n in range(1, 6)]
-    return table(["", *bits, "off theory by", "slope, 2 bits", "4 bits"], body)
+    return markdown(["", *bits, "off theory by", "slope, 2 bits", "4 bits"], body)
 
 
 def theory_picture(path: Path) -> None:
@@ -497,6 +538,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "attention": attention_table,
         "variants": variants_table,
         "generation": generation_table,
+        "compiled": compiled_table,
+        "prompts": prompts_table,
         "codec": codec_table,
     },
 }
