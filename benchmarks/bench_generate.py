@@ -398,7 +398,7 @@ def measure(case: Case, model, device: Device, quick: bool) -> dict:
             "not_run": "out of memory",
             "predicted_bytes": predicted_bytes(model, case),
         }
-    except RuntimeError as error:
+    except Exception as error:
         if case.kind not in QUANTIZED:  # theirs to run or not; ours must
             raise
         return origin | {"not_run": (str(error).splitlines() or [type(error).__name__])[0]}
