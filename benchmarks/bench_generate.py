@@ -442,7 +442,8 @@ def main() -> None:
     name = "h200_generate"
     arguments.commit = arguments.commit or common.commit_name()
     here = common.device_name(arguments.device)
-    found = {identity(row): row for row in common.read_rows(name, missing_ok=True) if row["device"] == here}
+    rows = common.read_rows(name, missing_ok=True)
+    found = {identity(row): row for row in rows if row["device"] == here}
     done = {key for key, row in found.items() if row["commit"] == arguments.commit}
 
     started = time.perf_counter()
