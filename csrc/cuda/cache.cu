@@ -85,6 +85,7 @@ struct StoredChannels {
 
 template <typename Traits>
 __global__ void __launch_bounds__(kBlockTokens* Traits::kLanes) store_kernel(const __grid_constant__ StoreArguments a) {
+  let_next_kernel_begin();  // that is paged_attention
   extern __shared__ uint4 staged[];
   __shared__ SharedCodebook shared;
   __shared__ Token tokens[kBlockTokens];

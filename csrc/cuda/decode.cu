@@ -50,41 +50,64 @@ struct Device {
   }
 };
 
-int grid_of(const DecodeKernel& k, const Device& device) {
-  return std::min(kMaxDecodeGrid, k.blocks * device.multiprocessors);
-}
+SlotLayout slot_layout(const Attention& a) { return {a.record, a.dtype == ScalarType::Float ? 4 : 2}; }
 
 int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// As many warps as possible, then as many slots.
-DecodePlan plan_of(const DecodeKernel& k, const SlotLayout& layout, const Device& device, int d, bool tail) {
+// As many warps as possible, up to `most`, then as many slots; no warps: there is not enough shared memory.
+DecodePlan plan_of(const DecodeKernel& k, int most, int per_multiprocessor, const SlotLayout& layout,
+                   const Device& device, int d) {
   constexpr int kReserved = 1024;  // of every block, by CUDA
-  const int limit = std::min(device.shared_per_block, device.shared_per_multiprocessor / k.blocks - kReserved);
+  const int limit =
+      std::min(device.shared_per_block, device.shared_per_multiprocessor / per_multiprocessor - kReserved);
   DecodePlan best{};
-  for (int warps = k.threads / 32; warps >= 1 && best.warps == 0; --warps) {
+  for (int warps = most; warps >= 1 && best.warps == 0; --warps) {
     // States of half the warps; or what groups of threads have of a segment; or a row of exact keys for each warp.
-    const int join =
-        4 * std::max({(warps + 1) / 2 * k.join_floats, std::max(k.rows * d, 128 * warps) / d * (d + 4), warps * d});
-    const int rows = up_to(k.rows * static_cast<int>(sizeof(DecodeRow)) + 4, 16);
-    const int places = up_to(2 * warps * static_cast<int>(sizeof(DecodePlace)), 16);
-    const int copies = warps * static_cast<int>(sizeof(DecodeCopies));
-    const int plain = tail ? 4 * k.rows * d : 0;
-    const int fixed = k.query_bytes + plain + up_to(join, 16) + rows + places + copies,
+    const int join = 4 * std::max({(warps + 1) / 2 * k.join_floats, 128 * warps / d * (d + 4), warps * d});
+    const int result = 4 * k.rows * (d + 4);
+    const int rows = up_to(k.rows * static_cast<int>(sizeof(DecodeRow)) + 8, 16);
+    const int notes = (warps + 1) * static_cast<int>(sizeof(DecodeNotes));
+    const int plain = k.rows * layout.exact_bytes / 2, signs = 2 * 4 * d;
+    const int fixed = k.query_bytes + plain + signs + up_to(join, 16) + result + rows + notes,
               slot = layout.bytes + kBarrierBytes;
     const int slots = std::min((limit - fixed) / (warps * slot), 8) / kUnitSteps * kUnitSteps;
     if (slots < kUnitSteps) continue;
     best.warps = warps, best.slots = slots;
     best.queries = warps * slots * slot;
     best.plain = best.queries + k.query_bytes;
-    best.join = best.plain + plain;
-    best.rows = best.join + up_to(join, 16);
-    best.places = best.rows + rows;
-    best.copies = best.places + places;
-    best.bytes = best.copies + copies;
+    best.signs = best.plain + plain;
+    best.join = best.signs + signs;
+    best.result = best.join + up_to(join, 16);
+    best.rows = best.result + result;
+    best.notes = best.rows + rows;
+    best.bytes = best.notes + notes;
   }
-  STD_TORCH_CHECK(best.warps > 0, "paged_attention: a record of ", layout.bytes,
-                  " bytes for 32 tokens does not fit into ", limit, " bytes of shared memory");
   return best;
+}
+
+struct Shape {
+  DecodePlan plan;
+  int grid;
+};
+
+// Few segments want blocks of eight warps, because there are fewer parts to be joined; many want blocks of four, because what a border
+// costs one of them, others on its multiprocessor can use. An exact tail is several units at a segment's end, for several warps.
+Shape shape_of(const DecodeKernel& k, const Device& device, const SlotLayout& layout, const Attention& a) {
+  const int d = a.record.head_dim;
+  const auto shape = [&](int warps, int per_multiprocessor) {
+    return Shape{plan_of(k, warps, per_multiprocessor, layout, device, d),
+                 std::min(kMaxDecodeGrid, per_multiprocessor * device.multiprocessors)};
+  };
+  const int64_t blocks = (int64_t{a.max_q_len} * a.group + k.rows - 1) / k.rows;
+  if (int64_t{a.seqs} * a.kv_heads * blocks > int64_t{device.multiprocessors} * (a.tail ? 4 : 1)) {
+    const Shape small = shape(kMaxWarps / 2, k.small_blocks);
+    if (small.plan.warps == kMaxWarps / 2) return small;
+  }
+  const Shape large = shape(kMaxWarps, k.blocks);
+  STD_TORCH_CHECK(large.plan.warps > 0, "paged_attention: a record of ", layout.bytes,
+                  " bytes for 32 tokens does not fit into the ", device.shared_per_block,
+                  " bytes of shared memory that a block can have");
+  return large;
 }
 
 // ---- Counters of arrivals ---------------------------------------------------------------------------------------------
@@ -149,22 +172,23 @@ bool decode_takes(const Attention& a) {
 
 int64_t decode_workspace_bytes(const Attention& a) {
   const DecodeKernel k = kernel_of(a);
-  const int64_t grid = grid_of(k, Device::current());
+  const int64_t grid = shape_of(k, Device::current(), slot_layout(a), a).grid;
   return grid * (2 * k.rows * (a.record.head_dim + 4) + 1) * 4;
 }
 
 void decode(const Attention& a, void* workspace, cudaStream_t stream) {
   const DecodeKernel k = kernel_of(a);
   const Device device = Device::current();
-  const SlotLayout layout(a.record, a.dtype == ScalarType::Float ? 4 : 2);
-  const int grid = grid_of(k, device);
-  DecodePlan plan = plan_of(k, layout, device, a.record.head_dim, a.tail);
+  const SlotLayout layout = slot_layout(a);
+  auto [plan, grid] = shape_of(k, device, layout, a);
   const int64_t blocks = (int64_t{a.max_q_len} * a.group + k.rows - 1) / k.rows;
-  const int64_t units = int64_t{a.max_pages} * a.record.page_size / kUnitTokens + 2 + a.sink_tokens + int64_t{a.ring};
+  const int64_t units =
+      int64_t{a.max_pages} * a.record.page_size / kUnitTokens + 2 + a.sink_tokens + int64_t{a.ring} + kBorderUnits;
   STD_TORCH_CHECK(units * blocks * a.kv_heads * a.seqs <= INT32_MAX, "paged_attention: ", a.seqs,
                   " sequences of up to ", int64_t{a.max_pages} * a.record.page_size,
                   " tokens are more work than one call can count");
 
+  plan.per_group = (65536 + a.group - 1) / a.group;
   plan.parts = static_cast<float*>(workspace);
   plan.arrivals = Counters::take(device, stream, grid);
   if (!plan.arrivals) {  // thousands of captured launches: this one clears its own
@@ -174,7 +198,7 @@ void decode(const Attention& a, void* workspace, cudaStream_t stream) {
   check_cuda(cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes),
              "paged_attention");
   void* arguments[] = {const_cast<Attention*>(&a), const_cast<SlotLayout*>(&layout), &plan};
-  check_cuda(cudaLaunchKernel(k.kernel, dim3(grid), dim3(plan.warps * 32), arguments, plan.bytes, stream),
+  check_cuda(launch_early(k.kernel, grid, plan.warps * 32, plan.bytes, arguments, stream, device.major),
              "paged_attention");
 }
 

@@ -9,11 +9,12 @@
 // Lane (g, t) = (lane / 4, lane % 4) so holds tokens of row t in the scores and channels of row t in the output: maxima, weights and
 // rescaling need no exchange, only the weights change places, by transposing 8 x 8 tiles (movmatrix).
 //
-// Work is a flat list: sequences, their KV heads, blocks of rows, and units of keys. Block i of a fixed grid takes the i-th equal
-// part of the list; its warps take units in turn, each with its own ring of asynchronous copies that runs ahead across all borders.
-// A run of units of one (sequence, KV head, block of rows) is a segment: its warps' results are joined in a tree; a segment
-// that is only a part is left in the workspace, and the last of the blocks that share it joins the parts in their order. So results
-// are the same in every run, lengths are read on the device, and the workspace depends on the grid only.
+// Work is a flat list: sequences, their KV heads, blocks of rows, and units of keys; the units of one (sequence, KV head, block of
+// rows) are a segment. The blocks of a fixed grid cut the list (DecodeCut): where there are enough blocks each has a part of one
+// segment, else several segments. A block's warps take units in turn, each with its own ring of asynchronous copies that runs ahead
+// across all borders. At the end of a segment its warps' results are joined in a tree; a segment that is only a part is left in the
+// workspace, and the last of the blocks that share it joins the parts in their order. So results are the same in every run, lengths
+// are read on the device, and the workspace depends on the grid only.
 #pragma once
 
 #include "attention.cuh"
@@ -27,7 +28,7 @@ constexpr int kStepTokens = 32;  // keys of a slot of the ring: two value blocks
 constexpr int kUnitSteps = 2;    // slots of a unit
 constexpr int kUnitTokens = kStepTokens * kUnitSteps;
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
-constexpr float kNoKey = -1e38f;  // a running maximum before the first key
+constexpr float kNoKey = -1e30f;  // a running maximum before the first key: below all scores, and finite times a unit
 constexpr int kMaxDecodeGrid = 4096;
 
 // Where things are in a slot: 32 tokens, one tile or two. Offsets in bytes.
@@ -59,10 +60,13 @@ struct SlotLayout {
 // Shared memory of a block, in bytes from its start.
 struct DecodePlan {
   int warps, slots;    // warps of a block, slots of a warp's ring, which comes first
-  int queries, plain;  // queries as operands; as they came, float [rows, d], where there is an exact tail
-  int join, rows;      // results to be joined; what is known about each row
-  int places, copies;  // [warps, 2] places in the list of work; [warps] what is copied
+  int queries, plain;  // queries as operands; as they came, [rows, d] of their type
+  int signs;           // float [2, d]: of keys, of values
+  int join, result;    // states of the warps; what becomes of them, [rows, 4 + d]
+  int rows;            // what is known about each row
+  int notes;           // [warps + 1] what a warp knows about its work, and what all begin with
   int bytes;           // all
+  int per_group;       // 2^16 / group, rounded up
   float* parts;        // [grid, 2, rows, 4 + d]: partial results
   uint32_t* arrivals;  // [grid], 0 between launches
 };
@@ -103,45 +107,76 @@ __device__ __forceinline__ DecodeSequence describe(const Attention& a, const Slo
   return x;
 }
 
-// A place in the flat list of work.
+// Which numbers of the list of work are whose: from `start` on, block `base` + i has the i-th of equal parts, the first `longer` of
+// which have one more. A border between segments costs a block time, because no unit is attended while results are joined and
+// queries prepared; so `gap` numbers before the first unit of a segment stand for no unit.
+struct DecodeCut {
+  int start, base;
+  unsigned share, longer;
+  int gap;
+
+  __device__ __forceinline__ int begin(int block) const {
+    const unsigned i = block - base;
+    return start + static_cast<int>(i * share + min(i, longer));
+  }
+  __device__ __forceinline__ int block_of(int unit) const {
+    const unsigned i = unit - start, in_longer = longer * (share + 1);
+    return base + static_cast<int>(i < in_longer ? i / (share + 1) : longer + (i - in_longer) / share);
+  }
+};
+constexpr int kBorderUnits = 16;  // the time of a border
+constexpr int kLeastUnits = 8;    // a segment is not cut into less
+
+// Of numbers that are not negative; signed division takes longer.
+__device__ __forceinline__ int quotient(int x, int y) {
+  return static_cast<int>(static_cast<unsigned>(x) / static_cast<unsigned>(y));
+}
+
+// A place in the list of work: a segment.
 struct DecodePlace {
   int sequence, head, block;
-  int begin;  // of the segment's units in the list
+  int origin;  // the sequence's first number in the list
+  int begin;   // of the segment's units
   DecodeSequence about;
 
-  // Before a sequence whose units begin at `begin`.
-  static __device__ __forceinline__ DecodePlace before(const Attention& a, int sequence, int begin) {
-    return {sequence - 1, a.kv_heads - 1, 0, begin, {}};
+  // Before a sequence whose numbers begin at `origin`.
+  static __device__ __forceinline__ DecodePlace before(int sequence, int origin) {
+    return {sequence - 1, 0, 0, origin, origin, {}};
   }
 
   __device__ __forceinline__ int end() const { return begin + about.units; }
   __device__ __forceinline__ int coded_end() const { return begin + about.coded; }
 
-  // Moves on to the (sequence, head, block) that holds `unit`.
+  // Moves on to the (sequence, head, block) that holds `unit`, or comes after the gap that does.
   template <int ROWS>
-  __device__ __forceinline__ void seek(const Attention& a, const SlotLayout& layout, int unit) {
-    while (unit >= end()) {
-      begin = end();
-      if (++block < about.blocks) continue;
-      block = 0;
-      if (++head < a.kv_heads) continue;
-      head = 0;
-      do {
-        if (++sequence >= a.seqs) {  // the end of the list
-          about.units = INT32_MAX - begin, about.coded = about.exact = 0;
-          return;
-        }
-        about = describe<ROWS>(a, layout, sequence);
-      } while (about.blocks == 0);
+  __device__ __forceinline__ void seek(const Attention& a, const SlotLayout& layout, int gap, int unit) {
+    while (unit >= origin + (about.units + gap) * about.blocks * a.kv_heads) {
+      origin += (about.units + gap) * about.blocks * a.kv_heads;
+      if (++sequence >= a.seqs) {  // the end of the list
+        begin = INT32_MAX - 1, about.units = 1, about.coded = about.exact = 0;
+        return;
+      }
+      about = describe<ROWS>(a, layout, sequence);
     }
+    const int segment = quotient(unit - origin, about.units + gap);
+    head = about.blocks == 1 ? segment : quotient(segment, about.blocks), block = segment - head * about.blocks;
+    begin = origin + segment * (about.units + gap) + gap;
   }
 };
 
-// What a warp needs to know about the segment that it copies. In shared memory, to spare registers.
+// What a warp needs to know about the segment that it copies.
 struct __align__(16) DecodeCopies {
   int first, length, visible;  // key of unit 0 of the list; keys; pages before `visible` may be gone
   int head, exact;             // exact: units of the tail
   const int32_t* table;        // the sequence's row of block_table
+};
+
+// What a warp knows about its work, and rarely looks at. In shared memory, to spare registers.
+struct DecodeNotes {
+  DecodeCopies copies;
+  DecodeCut cut;
+  DecodePlace attended, fetched;  // what it attends to; what it copies next
+  int begin, end;                 // of the block's numbers
 };
 
 __device__ __forceinline__ float max_or_nan(float x, float y) {
@@ -152,12 +187,6 @@ __device__ __forceinline__ float max_or_nan(float x, float y) {
 #else
   return x != x || x > y ? x : y;
 #endif
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
 }
 
 // f(0), .., f(N - 1) with constants, so that what they index stays in registers for certain.
@@ -178,6 +207,22 @@ __device__ __forceinline__ bool count_arrival(uint32_t* counter, int count) {
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
 #endif
   return before == last;
+}
+
+// Over the lanes of a warp.
+__device__ __forceinline__ int sum_of_lanes(int x) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  return __reduce_add_sync(0xffffffff, x);
+#else
+  return x;  // decode_takes asks
+#endif
+}
+__device__ __forceinline__ int max_of_lanes(int x) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xffffffff, x);
+#else
+  return x;
+#endif
 }
 
 // Over the lanes that share t.
@@ -202,15 +247,12 @@ __device__ __forceinline__ float read_float(const void* p, ScalarType dtype, int
   return static_cast<const float*>(p)[i];
 }
 
-__device__ __forceinline__ void write_float(void* p, ScalarType dtype, int64_t i, float x) {
-  if (dtype == ScalarType::BFloat16) {
-    static_cast<__nv_bfloat16*>(p)[i] = __float2bfloat16_rn(x);
-  } else if (dtype == ScalarType::Half) {
-    static_cast<__half*>(p)[i] = __float2half_rn(x);
-  } else {
-    static_cast<float*>(p)[i] = x;
-  }
-}
+// Blocks have up to eight warps; or four, and more of them share a multiprocessor (decode.cu chooses).
+constexpr int kMaxWarps = 8;
+constexpr int decode_blocks(int n, int d) { return n * d <= 128 ? 2 : 1; }
+constexpr int decode_small_blocks(int n, int d) { return n * d <= 128 ? 4 : n * d <= 256 && d <= 128 ? 3 : 2; }
+// What registers must suffice for.
+constexpr int decode_threads(int n, int d) { return 128 * decode_small_blocks(n, d) / decode_blocks(n, d); }
 
 // N: products of four rows each.
 template <class Keys, class Values, int D, int N>
@@ -262,99 +304,176 @@ class Decoder {
         value_table_(a.value_levels, Values::kBits) {}
 
   __device__ __forceinline__ void run() {
-    int begin, end;
-    if (!find_work(begin, end)) return;
-    start_ring(begin, end);
-    int unit = begin + warp_;
-    for (int from = begin; from < end;) {
-      seek(place(0), from);
-      const DecodePlace& at = place(0);
-      const int to = min(end, at.end()), coded = at.coded_end();
+    let_next_kernel_begin();
+    prefetch_constants();
+    wait_for_previous_kernel();
+    if (!find_work()) return;
+    slot_ = nullptr;  // the ring has not begun
+    const DecodePlace& at = notes().attended;
+    for (int unit = notes().begin + warp_; at.begin < notes().end; seek(notes().attended, stop())) {
+      while (unit < at.begin) unit += plan_.warps;  // a gap
+      ask_for_queries(at);  // the first time before the ring asks for more than can arrive at once
+      if (!slot_) start_ring();
       prepare_queries(at);
       state_.clear();
       const int first = at.about.first - at.begin * kUnitTokens;
-      const bool empty = coded == at.begin && at.about.exact == 0;  // has a unit, but nothing in it
-      for (; unit < min(to, coded); unit += plan_.warps) {
+      for (const int end = min(stop(), at.coded_end()); unit < end; unit += plan_.warps) {
         attend(first + unit * kUnitTokens);
         fetch();
       }
-      for (; unit < to; unit += plan_.warps) {
+      const bool empty = at.about.coded == 0 && at.about.exact == 0;  // has a unit, but nothing in it
+      for (const int end = stop(); unit < end; unit += plan_.warps) {
         if (empty) continue;
-        attend_exact(at, unit - coded);
+        attend_exact(at, unit - at.coded_end());
         fetch();
       }
-      finish_segment(at, from, to);
-      from = to;
+      finish_segment(at, max(notes().begin, at.begin), stop());
+      if (stop() == notes().end) return;
     }
   }
 
  private:
   // ---- The list of work
 
-  // Places live in shared memory, because they are large and rarely looked at: a warp has one for what it attends (0), one for what
-  // it copies next (1).
-  __device__ __forceinline__ DecodePlace& place(int which) const {
-    return reinterpret_cast<DecodePlace*>(shared_ + plan_.places)[2 * warp_ + which];
-  }
-  __device__ __forceinline__ DecodeCopies& copies() const {
-    return reinterpret_cast<DecodeCopies*>(shared_ + plan_.copies)[warp_];
+  __device__ __forceinline__ DecodeNotes& notes() const {
+    return reinterpret_cast<DecodeNotes*>(shared_ + plan_.notes)[warp_];
   }
   __device__ __forceinline__ void seek(DecodePlace& place, int unit) const {
     DecodePlace p = place;
     if (unit < p.end()) return;
-    p.template seek<kRows>(a_, layout_, unit);
+    p.template seek<kRows>(a_, layout_, notes().cut.gap, unit);
     __syncwarp();
     if (lane_ == 0) place = p;
     __syncwarp();
   }
 
-  // Units [begin, end) are this block's; false: none. Leaves the warp's places before the sequence that holds `begin`, or shortly
-  // before that. Every warp works this out for itself, without waiting for the others: a lane counts the units of `each` neighbouring sequences.
-  __device__ __forceinline__ bool find_work(int& begin, int& end) {
-    prefetch_constants();
-    const int each = (a_.seqs + 31) / 32, mine = lane_ * each;
-    int units = 0, segments = 0;
-    for (int s = mine; s < min(mine + each, a_.seqs); ++s) {
-      const DecodeSequence x = describe<kRows>(a_, layout_, s);
-      units += x.units * x.blocks * a_.kv_heads, segments += x.blocks * a_.kv_heads;
-    }
-    int before = units;  // an inclusive sum over lanes, then an exclusive one
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(0xffffffff, before, d);
-      if (lane_ >= d) before += other;
-      segments += __shfl_xor_sync(0xffffffff, segments, d);
-    }
-    const int total = __shfl_sync(0xffffffff, before, 31);
-    before -= units;
-    clear_padding();
-    // Blocks share the units equally, but where there are few: no warp without a unit, and a segment is not cut for less.
-    const int parts = min(static_cast<int>(gridDim.x), max((total + plan_.warps - 1) / plan_.warps, segments));
-    if (static_cast<int>(blockIdx.x) >= parts) return false;
-    share_ = total / parts, longer_ = total % parts;
-    begin = part_begin(blockIdx.x), end = part_begin(blockIdx.x + 1);
+  // Where the block's part of the segment at hand ends.
+  __device__ __forceinline__ int stop() const { return min(notes().end, notes().attended.end()); }
 
-    const bool owns = before <= begin && begin < before + units;
-    const int owner = __ffs(static_cast<int>(__ballot_sync(0xffffffff, owns))) - 1;
-    before = __shfl_sync(0xffffffff, before, owner);
-    if (lane_ < 2) place(lane_) = DecodePlace::before(a_, owner * each, before);
+  // Numbers [begin, end) of the list are this block's; false: none. Leaves the warps' places at what holds `begin`. The first warp works
+  // it out: eight would wait for each other's divisions.
+  __device__ __forceinline__ bool find_work() const {
+    DecodeNotes* all = reinterpret_cast<DecodeNotes*>(shared_ + plan_.notes);
+    DecodeNotes& found = all[plan_.warps];
+    if (warp_ == 0 && !cut_work(found) && lane_ == 0) found.begin = found.end = 0;
+    for (int i = threadIdx.x; i < 2 * D; i += blockDim.x) signs()[i] = (i < D ? a_.key_signs : a_.value_signs - D)[i];
+    clear_padding();
+    __syncthreads();
+    if (found.begin >= found.end) return false;
+    constexpr int kWords = sizeof(DecodeNotes) / sizeof(uint32_t);
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(&found);
+    uint32_t* own = reinterpret_cast<uint32_t*>(all + warp_);
+    for (int i = lane_; i < kWords; i += 32) own[i] = from[i];
     __syncwarp();
     return true;
   }
-  // Blocks have share_ units, the first longer_ of them one more.
-  __device__ __forceinline__ int part_begin(int block) const { return block * share_ + min(block, longer_); }
-  // The block that has a unit.
-  __device__ __forceinline__ int block_of(int unit) const {
-    const int in_longer = longer_ * (share_ + 1);
-    return unit < in_longer ? unit / (share_ + 1) : longer_ + (unit - in_longer) / share_;
+  // A lane counts for neighbouring sequences.
+  __device__ __forceinline__ bool cut_work(DecodeNotes& found) const {
+    const int each = (a_.seqs + 31) / 32, mine = lane_ * each, behind = min(mine + each, a_.seqs);
+    const int grid = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x), room = plan_.slots * stride();
+    uint2* counts = reinterpret_cast<uint2*>(shared_);  // [seqs] units, segments, where the ring will be
+    const bool remember = a_.seqs <= room / static_cast<int>(sizeof(uint2));
+    int units = 0, segments = 0, least = INT32_MAX, most = 0;
+    for (int s = mine; s < behind; ++s) {
+      const DecodeSequence x = describe<kRows>(a_, layout_, s);
+      const int count = x.blocks * a_.kv_heads;
+      if (remember) counts[s] = uint2{static_cast<unsigned>(x.units), static_cast<unsigned>(count)};
+      units += x.units * count, segments += count;
+      if (count > 0) least = min(least, x.units), most = max(most, x.units);
+    }
+    const int borders = sum_of_lanes(segments);
+    if (borders == 0) return false;
+    const int total = sum_of_lanes(units), numbers = total + kBorderUnits * borders;
+    least = -max_of_lanes(-least), most = max_of_lanes(most);
+    const bool alike = least == most;
+    const int fair = max(quotient(numbers + grid - 1, grid), kLeastUnits);
+
+    // Parts of one segment each, equal ones: of the least size, up to `fair`, for which there are enough blocks.
+    const auto parts_of = [&](uint2 count, int size) { return count.y * ((count.x + size - 1) / size); };
+    const auto parts = [&](int size) {
+      int n = 0;
+#pragma unroll 1
+      for (int s = mine; s < behind; ++s) n += parts_of(counts[s], size);
+      return n;
+    };
+    int size = fair + 1;
+    if (remember && borders <= grid) {
+      if (alike) {
+        const int n = quotient(grid, borders);
+        size = max(quotient(most + n - 1, n), kLeastUnits);
+      } else if (sum_of_lanes(parts(fair)) <= grid) {
+        size = fair;
+        for (int low = max(quotient(total + grid - 1, grid), kLeastUnits); low < size;) {
+          const int middle = (low + size) / 2;
+          const bool enough = sum_of_lanes(parts(middle)) <= grid;
+          (enough ? size : low) = enough ? middle : middle + 1;
+        }
+      }
+    }
+    DecodeCut cut;
+    int begin, end;
+    int owner, before;  // the lane whose sequences hold `begin`, and the number before them
+    if (size <= fair) {
+      const int n = parts(size);
+      int first = sum_of_lanes_before(n);
+      const unsigned owns = __ballot_sync(0xffffffff, first <= block && block < first + n);
+      if (!owns) return false;
+      owner = __ffs(static_cast<int>(owns)) - 1, before = 0;
+      cut = {0, 0, 0, 0, 0};
+      if (lane_ == owner) {
+        int s = mine;
+        uint2 count = counts[s];
+        for (int n; n = parts_of(count, size), block >= first + n; count = counts[++s]) {
+          first += n, cut.start += count.x * count.y;
+        }
+        const unsigned n = (count.x + size - 1) / size, segment = (block - first) / n;
+        cut.start += segment * count.x, cut.base = first + segment * n, cut.share = count.x / n,
+                                        cut.longer = count.x % n;
+      }
+      cut.start = __shfl_sync(0xffffffff, cut.start, owner), cut.base = __shfl_sync(0xffffffff, cut.base, owner);
+      cut.share = __shfl_sync(0xffffffff, cut.share, owner), cut.longer = __shfl_sync(0xffffffff, cut.longer, owner);
+      begin = cut.begin(block), end = cut.begin(block + 1);
+    } else {
+      // Several segments: whole ones, where all are alike and that takes no longer, else cut anywhere.
+      const int whole = quotient(borders + grid - 1, grid) * (most + kBorderUnits), share = quotient(numbers, grid);
+      cut = {0, 0, static_cast<unsigned>(share), static_cast<unsigned>(numbers - share * grid), kBorderUnits};
+      if (alike && whole - kBorderUnits <= fair) cut.share = whole, cut.longer = 0;
+      if (cut.share == 0) cut.share = 1, cut.longer = 0;
+      begin = cut.begin(block), end = min(cut.begin(block + 1), numbers);
+      if (begin >= end) return false;
+      const int own = units + kBorderUnits * segments;
+      before = sum_of_lanes_before(own);
+      owner = __ffs(static_cast<int>(__ballot_sync(0xffffffff, before <= begin && begin < before + own))) - 1;
+      before = __shfl_sync(0xffffffff, before, owner);
+    }
+    __syncwarp();
+    DecodePlace at = DecodePlace::before(owner * each, before);
+    at.template seek<kRows>(a_, layout_, cut.gap, begin);
+    if (lane_ == 0) {
+      found.copies = {}, found.cut = cut, found.begin = begin, found.end = end;
+      found.attended = found.fetched = at;
+    }
+    __syncwarp();
+    return true;
+  }
+  // Of the lanes before this one.
+  __device__ __forceinline__ int sum_of_lanes_before(int x) const {
+    int sum = x;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(0xffffffff, sum, d);
+      if (lane_ >= d) sum += other;
+    }
+    return sum - x;
   }
 
-  // What later steps would wait for is asked for now.
+  // What later steps would wait for is asked for now. Not for the first level of the cache: the kernel ahead may still be writing it.
   __device__ __forceinline__ void prefetch_constants() const {
     const int i = static_cast<int>(threadIdx.x) * 32;
-    if (i < D) prefetch(a_.key_signs + i), prefetch(a_.value_signs + i);
+    if (i >= D) return;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(a_.key_signs + i));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(a_.value_signs + i));
   }
-  static __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 
   // Tokens behind the last sequence see nothing.
   __device__ __forceinline__ void clear_padding() const {
@@ -362,16 +481,16 @@ class Decoder {
     const int64_t first = int64_t{used} * a_.q_heads, last = int64_t{a_.tokens} * a_.q_heads;
     const int64_t threads = int64_t{gridDim.x} * blockDim.x, mine = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
     for (int64_t i = first + mine; i < last; i += threads) a_.lse[i] = -INFINITY;
-    for (int64_t i = first * D + mine; i < last * D; i += threads) write_float(a_.out, a_.dtype, i, 0);
+    for (int64_t i = first * D + mine; i < last * D; i += threads) store_float(a_.out, a_.dtype, i, 0);
   }
 
   // ---- Copies
 
   // Slots are used again in the order in which they were read, so a slot's next contents are fetched into it right away.
-  __device__ __forceinline__ void start_ring(int begin, int end) {
+  __device__ __forceinline__ void start_ring() {
     ring_ = shared_ + warp_ * plan_.slots * stride();
     slot_ = ring_, phase_ = 0;
-    fetch_unit_ = begin + warp_, fetch_end_ = end, fetch_stop_ = -1;
+    fetch_unit_ = notes().begin + warp_, fetch_stop_ = -1;
     if (lane_ == 0) {
       for (int i = 0; i < plan_.slots; ++i) init_barrier(barrier(ring_ + i * stride()));
     }
@@ -394,7 +513,7 @@ class Decoder {
   __device__ __forceinline__ void look_up() {
     if (fetch_unit_ >= fetch_stop_ && fetch_stop_ != 0) find_fetch_run();
     page_ = -1;
-    const DecodeCopies c = copies();
+    const DecodeCopies c = notes().copies;
     if (fetch_unit_ >= fetch_stop_ || c.exact || lane_ >= kUnitSteps * layout_.copies) return;
     const int token = fetch_token(c);
     if (token >= c.length || token + (1 << layout_.copy_shift) <= c.visible) return;
@@ -410,7 +529,7 @@ class Decoder {
   }
   // Exact keys: lanes 0-7 copy to the first slot, 8-15 to the second.
   __device__ __forceinline__ const uint8_t* exact_address() const {
-    const DecodePlace& at = place(1);
+    const DecodePlace& at = notes().fetched;
     const int i = ((fetch_unit_ - at.coded_end()) * kUnitSteps + lane_ / 8) * layout_.exact_keys + lane_ % 8;
     if (lane_ >= 8 * kUnitSteps || lane_ % 8 >= layout_.exact_keys || i >= at.about.exact) return nullptr;
     const int key = exact_key(at, i), rows = a_.sink_tokens + a_.ring;
@@ -423,38 +542,40 @@ class Decoder {
   }
   // The next unit that has something to copy, the end of the units like it, and what look_up needs of its segment.
   __device__ __forceinline__ void find_fetch_run() {
-    DecodePlace& next = place(1);
+    DecodePlace& next = notes().fetched;
     for (;; fetch_unit_ += plan_.warps) {
-      if (fetch_unit_ >= fetch_end_) {
+      if (fetch_unit_ >= notes().end) {
         fetch_stop_ = 0;
         return;
       }
       seek(next, fetch_unit_);
+      if (fetch_unit_ < next.begin) continue;  // in a gap
       if (fetch_unit_ < next.coded_end() || next.about.exact > 0) break;
     }
     const bool exact = fetch_unit_ >= next.coded_end();
-    fetch_stop_ = min(fetch_end_, exact ? next.end() : next.coded_end());
+    fetch_stop_ = min(notes().end, exact ? next.end() : next.coded_end());
     __syncwarp();
     if (lane_ == 0) {
-      copies() = {next.about.first - next.begin * kUnitTokens,
-                  next.about.length,
-                  a_.first_visible(next.about.length - next.about.queries),
-                  next.head,
-                  exact,
-                  a_.block_table + int64_t{next.sequence} * a_.max_pages};
+      notes().copies = {next.about.first - next.begin * kUnitTokens,
+                        next.about.length,
+                        a_.first_visible(next.about.length - next.about.queries),
+                        next.head,
+                        exact,
+                        a_.block_table + int64_t{next.sequence} * a_.max_pages};
     }
     __syncwarp();
     if (!exact) prefetch_queries(next);
   }
 
-  // Its queries will be wanted soon, too: each warp asks for the rows that it will prepare.
+  // Its queries will be wanted soon, too, and would then arrive after all that is on its way: each warp asks for the rows that it will
+  // prepare.
   __device__ __forceinline__ void prefetch_queries(const DecodePlace& at) const {
     for (int r = warp_; r < kRows; r += plan_.warps) {
       int token, head, position;
-      if (find_row(at, r, token, head, position)) {
-        const int bytes = a_.dtype == ScalarType::Float ? 4 : 2, i = lane_ * 128;
-        const int64_t start = token * a_.q_token_stride + head * a_.q_head_stride;
-        if (i < D * bytes) prefetch(static_cast<const uint8_t*>(a_.q) + start * bytes + i);
+      if (!find_row(at, r, token, head, position)) continue;
+      const int64_t start = (token * a_.q_token_stride + head * a_.q_head_stride) * element_bytes();
+      if (lane_ * 128 < D * element_bytes()) {
+        asm volatile("prefetch.global.L1 [%0];" ::"l"(static_cast<const uint8_t*>(a_.q) + start + lane_ * 128));
       }
     }
   }
@@ -469,7 +590,7 @@ class Decoder {
   }
   __device__ __forceinline__ void copy(uint8_t* first, uint8_t* second) {
     if (fetch_unit_ >= fetch_stop_) return;  // nothing is left
-    const DecodeCopies c = copies();
+    const DecodeCopies c = notes().copies;
     const int bytes = c.exact ? layout_.exact_bytes : layout_.copy_bytes, per_slot = c.exact ? 8 : layout_.copies;
     const bool later = lane_ >= per_slot;
     uint8_t* to = later ? second + (lane_ - per_slot) * bytes : first + lane_ * bytes;
@@ -480,42 +601,70 @@ class Decoder {
 
   // ---- Queries
 
-  __device__ __forceinline__ float* plain() const {  // [rows, d]
-    return reinterpret_cast<float*>(shared_ + plan_.plain);
-  }
+  __device__ __forceinline__ int element_bytes() const { return a_.dtype == ScalarType::Float ? 4 : 2; }
+  __device__ __forceinline__ uint8_t* plain() const { return shared_ + plan_.plain; }
+  __device__ __forceinline__ float* signs() const { return reinterpret_cast<float*>(shared_ + plan_.signs); }
   __device__ __forceinline__ DecodeRow* rows() const { return reinterpret_cast<DecodeRow*>(shared_ + plan_.rows); }
 
   // The row `r` of the segment's block: token and head among all, position of its query; false: there is no such row.
   __device__ __forceinline__ bool find_row(const DecodePlace& at, int r, int& token, int& head, int& position) const {
     const int index = at.block * kRows + r;
     if (index >= at.about.rows(a_)) return false;
-    const int i = index / a_.group;
+    const int i = index * plan_.per_group >> 16;  // index / group, index being small
     token = a_.first_query(at.sequence) + i;
-    head = at.head * a_.group + index % a_.group;
+    head = (at.head - i) * a_.group + index;
     position = at.about.length - at.about.queries + i;
     return true;
   }
 
-  __device__ __forceinline__ void read_query(int token, int head, float (&y)[X::kPerLane]) const {
-    const int64_t start = token * a_.q_token_stride + head * a_.q_head_stride;
-#pragma unroll
-    for (int i = 0; i < X::kPerLane; ++i) y[i] = read_float(a_.q, a_.dtype, start + channel(i));
+  // Starts to copy the rows that the warp will prepare to `plain`.
+  __device__ __forceinline__ void ask_for_queries(const DecodePlace& at) const {
+    const int size = element_bytes();
+#pragma unroll 1
+    for (int r = warp_; r < kRows; r += plan_.warps) {
+      int token, head, position;
+      if (!find_row(at, r, token, head, position)) continue;
+      const int64_t start = token * a_.q_token_stride + head * a_.q_head_stride;
+      const uint8_t* from = static_cast<const uint8_t*>(a_.q) + start * size;
+      uint8_t* to = plain() + r * D * size;
+      if (reinterpret_cast<uint64_t>(from) % 16 == 0) {
+        for (int i = 16 * lane_; i < D * size; i += 512) copy_async<true>(to + i, from + i);
+      } else {
+        for (int i = size * lane_; i < D * size; i += 32 * size) {
+          if (size == 4) {
+            *reinterpret_cast<uint32_t*>(to + i) = *reinterpret_cast<const uint32_t*>(from + i);
+          } else {
+            *reinterpret_cast<uint16_t*>(to + i) = *reinterpret_cast<const uint16_t*>(from + i);
+          }
+        }
+      }
+    }
+    commit_copies();
   }
   // The channel of a lane's element i when a warp holds a row.
   __device__ __forceinline__ int channel(int i) const {
     return X::Rotation::channel(lane_, i / X::Rotation::kVec) + i % X::Rotation::kVec;
   }
 
+  __device__ __forceinline__ void apply(const float* signs, float (&y)[X::kPerLane]) const {
+#pragma unroll
+    for (int i = 0; i < X::kPerLane; ++i) y[i] *= signs[channel(i)];
+  }
+
   // Rotates the rows of a segment, a warp per row, and lays them out as operands; ends with all warps holding theirs.
   __device__ __forceinline__ void prepare_queries(const DecodePlace& at) {
     uint8_t* operands = shared_ + plan_.queries;  // [N, frags, 32 lanes, x and y, 4]
+    wait_for_committed_copies();
+    __syncwarp();
+#pragma unroll 1
     for (int r = warp_; r < kRows; r += plan_.warps) {
       int token, head, position;
-      float y[X::kPerLane] = {};
+      float y[X::kPerLane];
       DecodeRow row{1, 0, 0, 0, 0};
       const bool real = find_row(at, r, token, head, position);
+#pragma unroll
+      for (int i = 0; i < X::kPerLane; ++i) y[i] = real ? read_float(plain(), a_.dtype, r * D + channel(i)) : 0;
       if (real) {
-        read_query(token, head, y);
         if (a_.center) {
 #pragma unroll
           for (int i = 0; i < X::kPerLane; ++i) {
@@ -525,18 +674,16 @@ class Decoder {
         const Attention::Exact exact = a_.exact(at.sequence, position);
         row.first = max(a_.first_visible(position), exact.sinks), row.end = exact.recent;
       }
-      if (a_.tail) {
-#pragma unroll
-        for (int i = 0; i < X::kPerLane; ++i) plain()[r * D + channel(i)] = y[i];
-      }
-      rotate<typename X::Rotation>(y, a_.key_signs, lane_);
+      apply(signs(), y);
+      transform<typename X::Rotation>(y, lane_);
       float largest = 1e-30f;
 #pragma unroll
       for (int i = 0; i < X::kPerLane; ++i) largest = max_or_nan(largest, fabsf(y[i]));
+      largest =
+          __int_as_float(max_of_lanes(__float_as_int(largest)));  // not negative: ordered like integers, NaN above all
+      if (a_.center) {
 #pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) {
-        largest = max_or_nan(largest, __shfl_xor_sync(0xffffffff, largest, bit));
-        row.shift += __shfl_xor_sync(0xffffffff, row.shift, bit);
+        for (int bit = 1; bit < 32; bit *= 2) row.shift += __shfl_xor_sync(0xffffffff, row.shift, bit);
       }
       constexpr float kLargest = 127 * 256;  // so that the high byte stays within +-127
       const float scale = a_.softmax_scale * kLog2E, factor = (scale < 0 ? -kLargest : kLargest) / largest;
@@ -551,8 +698,7 @@ class Decoder {
         to[4 * 8] = static_cast<uint8_t>(x - 256 * high);  // the next column: four lanes on
         sum += x;
       }
-#pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
+      sum = sum_of_lanes(sum);
       if (lane_ == 0) {
         row.unit = max_or_nan(largest / kLargest * fabsf(scale) * format::kLevelUnit * Keys::kUnit, 1e-30f);
         row.shift *= scale;
@@ -570,12 +716,9 @@ class Decoder {
       const DecodeRow& row = rows()[4 * n + t_];
       unit_[n] = a_.soft_cap > 0 ? 1.0f : row.unit, zero_[n] = row.zero;
     }
-    all_first_ = 0, all_end_ = INT32_MAX;
-    const int last = min(kRows, at.about.rows(a_) - at.block * kRows);
-#pragma unroll 1
-    for (int r = 0; r < last; ++r) {
-      all_first_ = max(all_first_, rows()[r].first), all_end_ = min(all_end_, rows()[r].end);
-    }
+    const bool real = lane_ < min(kRows, at.about.rows(a_) - at.block * kRows);
+    all_first_ = max_of_lanes(real ? rows()[lane_].first : 0);
+    all_end_ = -max_of_lanes(real ? -rows()[lane_].end : -INT32_MAX);
   }
 
   // ---- A unit of keys
@@ -605,6 +748,7 @@ class Decoder {
     uint8_t* base[kUnitSteps];
     slots(base);
     float score[N][4 * kUnitSteps], value_scale[4 * kUnitSteps];
+    ScaleRange scales;
 #pragma unroll
     for (int step = 0; step < kUnitSteps; ++step) {
       wait_barrier(barrier(base[step]), phase_);
@@ -612,9 +756,11 @@ class Decoder {
       for (int pair = 0; pair < 2; ++pair) {
         float s[N][2];
         multiply_keys(base[step], pair, s);
-        const uint8_t* scales = base[step] + layout_.value_scales + to_first(2, layout_.next_scales);
-        if (pair) scales += to_second(2, layout_.next_scales);
-        const float2 v = __half22float2(*reinterpret_cast<const __half2*>(scales));
+        const uint8_t* from = base[step] + layout_.value_scales + to_first(2, layout_.next_scales);
+        if (pair) from += to_second(2, layout_.next_scales);
+        const __half2 both = *reinterpret_cast<const __half2*>(from);
+        const float2 v = __half22float2(both);
+        scales.add(both);
         const int i = 4 * step + 2 * pair;
         value_scale[i] = v.x, value_scale[i + 1] = v.y;
 #pragma unroll
@@ -627,7 +773,10 @@ class Decoder {
 
     uint2 weight[N][kUnitSteps];
     float factor[N];
-    for_each<N>([&](auto n) { factor[n] = soften<n>(score[n], value_scale, edge, weight[n]); });
+    scales.finish();
+    // Where scales differ much, their largest says too little about the largest product with a weight.
+    const bool exact = edge || !(scales.least() * 8 >= scales.most());
+    for_each<N>([&](auto n) { factor[n] = soften<n>(score[n], value_scale, scales.most(), exact, weight[n]); });
     multiply_values(base, weight, factor);
   }
 
@@ -710,45 +859,68 @@ class Decoder {
     }
   }
 
-  // Softmax weights of row n's tokens under the running maximum, times value scales, as the operands of the second product; returns
-  // what one of their units is worth. edge: some keys are masked; what their scale is does not matter.
+  // The least and the largest value scale of a unit: NaN if one is.
+  struct ScaleRange {
+    __half2 top, bottom;
+    bool any = false;
+
+    __device__ __forceinline__ void add(__half2 x) {
+      top = any ? __hmax2_nan(top, x) : x, bottom = any ? __hmin2_nan(bottom, x) : x, any = true;
+    }
+    // Over the lanes: `top` becomes (largest, - least).
+    __device__ __forceinline__ void finish() {
+      top = __hmax2_nan(__lows2half2(top, __hneg2(bottom)), __highs2half2(top, __hneg2(bottom)));
+#pragma unroll
+      for (int bit = 4; bit < 32; bit *= 2) top = __hmax2_nan(top, __shfl_xor_sync(0xffffffff, top, bit));
+    }
+    __device__ __forceinline__ float most() const { return __low2float(top); }
+    __device__ __forceinline__ float least() const { return -__high2float(top); }
+  };
+
+  // Softmax weights of row n's tokens times value scales, as the operands of the second product: integers, whose unit is returned in
+  // terms of the running maximum. largest: of the value scales; exact: the largest product is to be found, and keys may be masked, whose
+  // scale does not matter.
   template <int n>
   __device__ __forceinline__ float soften(const float (&score)[4 * kUnitSteps],
-                                          const float (&value_scale)[4 * kUnitSteps], bool edge,
+                                          const float (&value_scale)[4 * kUnitSteps], float largest, bool exact,
                                           uint2 (&weight)[kUnitSteps]) {
     constexpr int kScores = 4 * kUnitSteps;
     const float u = unit_[n];
-    float most = score[0];
+    float most = kNoKey;
 #pragma unroll
-    for (int i = 1; i < kScores; ++i) most = fmaxf(most, score[i]);
+    for (int i = 0; i < kScores; ++i) most = fmaxf(most, score[i]);
+    most = over_tokens(most, [](float x, float y) { return fmaxf(x, y); });  // of the lane's row
     // The maximum may lag behind: weights up to 2^16 do no harm, and most units so need no rescaling.
     if (__any_sync(0xffffffff, (most - state_.max[n]) * u > 16)) rescale<n>(most, u);
 
-    const float offset = -state_.max[n] * u;
-    float w[kScores], largest = 1e-30f;
+    float v[kScores];
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) v[i] = value_scale[i];
+    if (exact) {
+      largest = 0;
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        v[i] = score[i] == -INFINITY ? 0 : v[i];
+        largest = max_or_nan(largest, exp2_fast((score[i] - most) * u) * v[i]);
+      }
+      largest = over_tokens(largest, [](float x, float y) { return max_or_nan(x, y); });
+    }
+    // Integers go up to 65,500; `offset` serves both ways, so that its rounding does not matter.
+    constexpr float kLog2Largest = 15.999f, kInteger = 8388608;  // adding 2^23 leaves an integer in the low bits
+    const float offset = fmaf(-most, u, kLog2Largest - __log2f(max_or_nan(largest, 1e-30f)));
+    const float down =
+        most > kNoKey ? exp2_fast(fmaf(-state_.max[n], u, -offset)) : 0;  // without a key, 0 times anything
+    float total = 0;
+    uint32_t moved[kScores], sum = 0;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const float p = exp2_fast(fmaf(score[i], u, offset));
-      state_.total[n] += p;
-      w[i] = p * value_scale[i];
-    }
-    if (edge) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) w[i] = score[i] == -INFINITY ? 0 : w[i];
-    }
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) largest = max_or_nan(largest, w[i]);
-    largest = over_tokens(largest, [](float x, float y) { return max_or_nan(x, y); });
-    constexpr float kLargest = 65500, kInteger = 8388608;  // adding 2^23 leaves an integer in the low bits
-    const float up = __fdividef(kLargest, largest), down = largest * (1 / kLargest);
-    uint32_t moved[kScores];
-    uint32_t sum = 0;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const uint32_t x = __float_as_uint(fmaf(w[i], up, kInteger));
+      total += p;
+      const uint32_t x = __float_as_uint(fmaf(p, v[i], kInteger));
       sum += x;
       moved[i] = transposed(select_bytes(x, x, 0x1010));
     }
+    state_.total[n] = fmaf(total, down, state_.total[n]);
     if constexpr (Values::kMasks) {
       state_.weights[n] =
           fmaf(static_cast<float>(static_cast<int>(sum - kScores * 0x4B000000u)), down, state_.weights[n]);
@@ -765,7 +937,7 @@ class Decoder {
 
   template <int n>
   __device__ __forceinline__ void rescale(float most, float u) {
-    most = fmaxf(over_tokens(most, [](float x, float y) { return fmaxf(x, y); }), state_.max[n]);  // of the lane's row
+    most = fmaxf(most, state_.max[n]);
     const float by = exp2_fast((state_.max[n] - most) * u);
     state_.max[n] = most;
     state_.total[n] *= by, state_.weights[n] *= by;
@@ -821,17 +993,16 @@ class Decoder {
 
   __device__ __forceinline__ float* join() const { return reinterpret_cast<float*>(shared_ + plan_.join); }
 
+  __device__ __forceinline__ float* result() const { return reinterpret_cast<float*>(shared_ + plan_.result); }
+
   // Units [from, to) of the list were this block's share of the segment.
   __device__ __forceinline__ void finish_segment(const DecodePlace& at, int from, int to) {
-    join_warps();
-    __syncthreads();
     bool all = from == at.begin && to == at.end();
+    join_warps(all ? result() : part(static_cast<int>(blockIdx.x), from == at.begin));
+    __syncthreads();
     if (!all) {
-      float* part = this->part(static_cast<int>(blockIdx.x), from == at.begin);
-      for (int i = threadIdx.x; i < kRows * X::kPart / 4; i += blockDim.x) {
-        reinterpret_cast<float4*>(part)[i] = reinterpret_cast<const float4*>(join())[i];
-      }
-      all = join_blocks(block_of(at.begin), block_of(at.end() - 1));
+      const DecodeCut& cut = notes().cut;
+      all = join_blocks(cut.block_of(at.begin), cut.block_of(at.end() - 1));
     }
     if (all) finish_rows(at);
     __syncthreads();
@@ -842,8 +1013,9 @@ class Decoder {
     return plan_.parts + static_cast<int64_t>(2 * block + (opens ? 1 : 0)) * kRows * X::kPart;
   }
 
-  // The warps' states become one, laid out by rows at the start of `join`.
-  __device__ __forceinline__ void join_warps() {
+  // The warps' states become one, laid out by rows: [rows, 4 + d] in shared or global memory. Half of the warps first take in another's
+  // state, to save memory; then all share the work.
+  __device__ __forceinline__ void join_warps(float* to) {
     float m[N], total[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -864,50 +1036,67 @@ class Decoder {
       }
     }
     __syncthreads();  // scratch of exact keys was there
-    for (int count = plan_.warps; count > 1;) {
-      const int half = (count + 1) / 2;
-      float* to = join() + (warp_ < half ? warp_ : warp_ - half) * X::kJoin * 32 + lane_;
-      if (warp_ >= half && warp_ < count) {
+    const int half = (plan_.warps + 1) / 2;
+    float* state = join() + warp_ % half * X::kJoin * 32 + lane_;
+    const auto element = [&](int n, int i, int h) -> float& {
+      return state[32 * (2 * N + (n * X::kTiles + i) * 2 + h)];
+    };
+    const auto leave = [&] {
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          to[32 * n] = m[n], to[32 * (N + n)] = total[n];
+      for (int n = 0; n < N; ++n) {
+        state[32 * n] = m[n], state[32 * (N + n)] = total[n];
 #pragma unroll
-          for (int i = 0; i < X::kTiles; ++i) {
-            to[32 * (2 * N + (i * N + n) * 2)] = state_.sums[i][n][0];
-            to[32 * (2 * N + (i * N + n) * 2 + 1)] = state_.sums[i][n][1];
-          }
-        }
+        for (int i = 0; i < X::kTiles; ++i)
+          element(n, i, 0) = state_.sums[i][n][0], element(n, i, 1) = state_.sums[i][n][1];
       }
-      __syncthreads();
-      if (warp_ + half < count) {
+    };
+    // One copy of `leave`: the upper half in the first round, the lower in the second.
+#pragma unroll 1
+    for (int round = 0; round < 2; ++round) {
+      if (round == 1 && warp_ + half < plan_.warps) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          const float other = to[32 * n], top = fmaxf(m[n], other);
-          const float mine = m[n] == -INFINITY ? 0 : exp2_fast(m[n] - top);
-          const float theirs = other == -INFINITY ? 0 : exp2_fast(other - top);
-          m[n] = top, total[n] = mine * total[n] + theirs * to[32 * (N + n)];
+          const float top = fmaxf(m[n], state[32 * n]);
+          const float mine = weight_of(m[n], top), theirs = weight_of(state[32 * n], top);
+          m[n] = top, total[n] = mine * total[n] + theirs * state[32 * (N + n)];
 #pragma unroll
           for (int i = 0; i < X::kTiles; ++i) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
               float& x = state_.sums[i][n][h];
-              x = mine * x + theirs * to[32 * (2 * N + (i * N + n) * 2 + h)];
+              x = mine * x + theirs * element(n, i, h);
             }
           }
         }
       }
+      if ((warp_ < half) == (round == 1)) leave();
       __syncthreads();
-      count = half;
     }
-    if (warp_ == 0) {
+    constexpr int kStates = kMaxWarps / 2;
+#pragma unroll 1
+    for (int n = 0; n < N; ++n) {
+      const auto of = [&](int warp, int i) { return join()[(warp * X::kJoin + i) * 32 + lane_]; };
+      float weight[kStates], top = -INFINITY;
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
-        float* row = join() + (4 * n + t_) * X::kPart;
-        if (g_ == 0) row[0] = m[n], row[1] = total[n];
+      for (int w = 0; w < kStates; ++w) weight[w] = w < half ? of(w, n) : -INFINITY, top = fmaxf(top, weight[w]);
 #pragma unroll
-        for (int i = 0; i < X::kTiles; ++i) {
-          row[X::kHead + 16 * i + g_] = state_.sums[i][n][0], row[X::kHead + 16 * i + 8 + g_] = state_.sums[i][n][1];
+      for (int w = 0; w < kStates; ++w) weight[w] = weight_of(weight[w], top);
+      const auto sum = [&](int i) {
+        float x = 0;
+#pragma unroll
+        for (int w = 0; w < kStates; ++w) {
+          if (w < half) x = fmaf(weight[w], of(w, i), x);
         }
+        return x;
+      };
+      float* row = to + (4 * n + t_) * X::kPart;
+      if (warp_ == 0) {
+        const float all = sum(N + n);
+        if (g_ == 0) row[0] = top, row[1] = all;
+      }
+#pragma unroll 1
+      for (int i = warp_; i < 2 * X::kTiles; i += plan_.warps) {  // eight channels
+        row[X::kHead + 8 * i + g_] = sum(2 * N + 2 * X::kTiles * n + i);
       }
     }
   }
@@ -915,7 +1104,6 @@ class Decoder {
   // Leaves this block's part to the last of the blocks that share the segment; true: that is this one, and it has joined all, in their
   // order.
   __device__ __forceinline__ bool join_blocks(int first, int last) const {
-    __syncthreads();
     int* flag = reinterpret_cast<int*>(rows() + kRows);
     const int count = last - first + 1;
     if (threadIdx.x == 0) *flag = count_arrival(plan_.arrivals + first, count);
@@ -927,6 +1115,7 @@ class Decoder {
     constexpr int kQuads = kRows * D / 4, kBatch = 8;
     const int groups = max(1, static_cast<int>(blockDim.x) / kQuads);
     constexpr int kShare = kRows * X::kPart;  // of a group
+    float* to_groups = groups > 1 ? join() : result();
     for (int e = threadIdx.x; e < groups * kQuads; e += blockDim.x) {
       const int group = e / kQuads, quad = e % kQuads, r = quad / (D / 4), channel = 4 * (quad % (D / 4));
       float m = -INFINITY, total = 0;
@@ -957,7 +1146,7 @@ class Decoder {
           sum.z = fmaf(weight, x[k].z, sum.z), sum.w = fmaf(weight, x[k].w, sum.w);
         }
       }
-      float* to = join() + group * kShare + r * X::kPart;
+      float* to = to_groups + group * kShare + r * X::kPart;
       if (channel == 0) to[0] = m, to[1] = total;
       *reinterpret_cast<float4*>(to + X::kHead + channel) = sum;
     }
@@ -977,9 +1166,8 @@ class Decoder {
           sum.z = fmaf(weight, x.z, sum.z), sum.w = fmaf(weight, x.w, sum.w);
         }
       }
-      __syncthreads();
       if (quad < kQuads) {
-        float* to = join() + r * X::kPart;
+        float* to = result() + r * X::kPart;
         if (channel == 0) to[0] = m, to[1] = total;
         *reinterpret_cast<float4*>(to + X::kHead + channel) = sum;
       }
@@ -991,14 +1179,15 @@ class Decoder {
     return part == -INFINITY ? 0 : exp2_fast(part - top);
   }
 
-  // From the sums of all keys of a segment, in the rotated space at the start of `join`, to results.
+  // From the sums of all keys of a segment, in the rotated space in `result`, to results.
   __device__ __forceinline__ void finish_rows(const DecodePlace& at) const {
     for (int r = warp_; r < kRows; r += plan_.warps) {
-      const float* from = join() + r * X::kPart;
+      const float* from = result() + r * X::kPart;
       float m = from[0], total = from[1], y[X::kPerLane];
 #pragma unroll
       for (int i = 0; i < X::kPerLane; ++i) y[i] = from[X::kHead + channel(i)];
-      rotate_back<typename X::Rotation>(y, a_.value_signs, lane_);
+      transform<typename X::Rotation>(y, lane_);
+      apply(signs() + D, y);
       int token, head, position;
       if (!find_row(at, r, token, head, position)) continue;
       float by = 1;
@@ -1012,7 +1201,7 @@ class Decoder {
       const int64_t to = int64_t{token} * a_.q_heads + head;
       const float inverse = total == 0 ? 0 : by / total;
 #pragma unroll
-      for (int i = 0; i < X::kPerLane; ++i) write_float(a_.out, a_.dtype, to * D + channel(i), y[i] * inverse);
+      for (int i = 0; i < X::kPerLane; ++i) store_float(a_.out, a_.dtype, to * D + channel(i), y[i] * inverse);
       if (lane_ == 0) {
         const bool only_sink = by == 0;  // whose logit needs no rounding
         a_.lse[to] = total == 0 ? -INFINITY : only_sink ? a_.sink_logits[head] : (m + log2f(total)) * kLn2;
@@ -1040,18 +1229,8 @@ class Decoder {
   template <typename T>
   static __device__ __forceinline__ uint32_t split(float x) {
     float kept[2];
-    floats_of_words<T>({pack<T>(x, 0)}, kept);
-    return pack<T>(x, x - kept[0]);
-  }
-  template <typename T>
-  static __device__ __forceinline__ uint32_t pack(float x, float y) {
-    if constexpr (std::is_same_v<T, __half>) {
-      const __half2 both = __floats2half2_rn(x, y);
-      return reinterpret_cast<const uint32_t&>(both);
-    } else {
-      const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
-      return reinterpret_cast<const uint32_t&>(both);
-    }
+    floats_of_words<T>({word_of_floats<T>(x, 0)}, kept);
+    return word_of_floats<T>(x, x - kept[0]);
   }
 
   // Exact keys `first` and up, 0-7 in the first slot and 8-15 in the second, on tensor cores. A row again has two columns, so that its
@@ -1069,17 +1248,16 @@ class Decoder {
     };
     for_each<N>([&](auto n) {
       float dot[4] = {};
-      const float* query = plain() + (4 * n + g_ / 2) * D + 16 * t_;
+      const T* query = reinterpret_cast<const T*>(plain()) + (4 * n + g_ / 2) * D + 16 * t_;
       const uint8_t *key0 = row_of(g_) + 16 * t_ * sizeof(T), *key1 = row_of(g_ + 8) + 16 * t_ * sizeof(T);
 #pragma unroll
       for (int c = 0; c < D; c += 64) {
 #pragma unroll
         for (int i = 0; i < 16; i += 4) {  // in any order of channels that both sides agree on
-          const float4 q = *reinterpret_cast<const float4*>(query + c + i);
-          const uint32_t q0 = g_ % 2 ? 0 : pack<T>(q.x, q.y), q1 = g_ % 2 ? 0 : pack<T>(q.z, q.w);
+          const uint2 q = g_ % 2 ? uint2{0, 0} : *reinterpret_cast<const uint2*>(query + c + i);
           const uint2 x = *reinterpret_cast<const uint2*>(key0 + (c + i) * sizeof(T));
           const uint2 y = *reinterpret_cast<const uint2*>(key1 + (c + i) * sizeof(T));
-          mma_floats<T>(dot, {x.x, y.x, x.y, y.y}, q0, q1);
+          mma_floats<T>(dot, {x.x, y.x, x.y, y.y}, q.x, q.y);
         }
       }
 
@@ -1090,6 +1268,8 @@ class Decoder {
       const DecodeRow& row = rows()[4 * n + t_];
       const bool capped = a_.soft_cap > 0;
       float score[2], p[2];
+      unsigned seen[2];     // by lanes
+      bool hidden = false;  // a key is held that the row does not see
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int j = 8 * h + g_, k = exact_key(at, first + h * per_slot + g_);
@@ -1099,8 +1279,10 @@ class Decoder {
         const bool sees = real && holds(j) && k >= a_.first_visible(position) && k <= position &&
                           (k < exact.sinks || k >= exact.recent);
         if (!sees) score[h] = -INFINITY;
+        seen[h] = __ballot_sync(0xffffffff, sees), hidden |= real && holds(j) && !sees;
       }
-      const float most = fmaxf(score[0], score[1]), u = unit_[n];
+      const float u = unit_[n];
+      const float most = over_tokens(fmaxf(score[0], score[1]), [](float x, float y) { return fmaxf(x, y); });
       if (__any_sync(0xffffffff, (most - state_.max[n]) * u > 16)) rescale<n>(most, u);
       uint32_t weight[2];
       constexpr float kDown = 1.0f / 16;  // weights go up to 2^16, which is too much for float16
@@ -1111,19 +1293,30 @@ class Decoder {
         weight[h] = transposed(split<T>(p[h] * kDown));
       }
 
+      const uint8_t* values = row_of(lane_ % 8 + lane_ / 16 * 8) + (D + lane_ / 8 % 2 * 8) * sizeof(T);
       float sums[X::kTiles][2];
 #pragma unroll
       for (int i = 0; i < X::kTiles; ++i) {  // of 16 channels
         float d[4] = {};
-        const uint8_t* row = row_of(lane_ % 8 + lane_ / 16 * 8) + (D + 16 * i + lane_ / 8 % 2 * 8) * sizeof(T);
-        mma_floats<T>(d, load_transposed(row), weight[0], weight[1]);
+        mma_floats<T>(d, load_transposed(values + 16 * i * sizeof(T)), weight[0], weight[1]);
         sums[i][0] = d[0] + d[1], sums[i][1] = d[2] + d[3];
+      }
+      // A weight of 0 does not undo a value that is no number: where one may have come from a key that a row does not see, rows are
+      // multiplied once more, each with one of the keys that it sees in place of the others.
+      bool alone = __any_sync(0xffffffff, hidden);
+      if (alone) {
+        float spoiled = 0;  // stays 0 if all are finite
+#pragma unroll
+        for (int i = 0; i < X::kTiles; ++i) spoiled = fmaf(sums[i][0] + sums[i][1], 0, spoiled);
+        alone = __any_sync(0xffffffff, spoiled != 0);
       }
       float* scratch = join() + warp_ * D;  // free until a warp leaves its state there, which waits for all
 #pragma unroll 1
       for (int r = 0; r < 4; ++r) {
         __syncwarp();
-        if (t_ == r) {
+        if (alone) {
+          multiply_alone<T>(r, seen, row_of, weight, scratch);
+        } else if (t_ == r) {
 #pragma unroll
           for (int i = 0; i < X::kTiles; ++i) scratch[16 * i + g_] = sums[i][0], scratch[16 * i + 8 + g_] = sums[i][1];
         }
@@ -1131,7 +1324,8 @@ class Decoder {
         float y[X::kPerLane];
 #pragma unroll
         for (int c = 0; c < X::kPerLane; ++c) y[c] = scratch[channel(c)];
-        rotate<typename X::Rotation>(y, a_.value_signs, lane_);
+        apply(signs() + D, y);
+        transform<typename X::Rotation>(y, lane_);
 #pragma unroll
         for (int c = 0; c < X::kPerLane; ++c) scratch[channel(c)] = y[c];
         __syncwarp();
@@ -1148,6 +1342,24 @@ class Decoder {
     });
   }
 
+  // The sums of the row of lanes with t = r, over the keys that it sees only.
+  template <typename T, typename RowOf>
+  __device__ __forceinline__ void multiply_alone(int r, const unsigned (&seen)[2], RowOf&& row_of,
+                                                 const uint32_t (&weight)[2], float* scratch) const {
+    const auto sees = [&](int j) { return ((j < 8 ? seen[0] : seen[1]) >> (4 * (j % 8) + r) & 1) != 0; };
+    int some = 0;
+    while (some < 16 && !sees(some)) ++some;
+    const int j = lane_ % 8 + lane_ / 16 * 8;
+    const uint8_t* values = row_of(some == 16 || sees(j) ? j : some) + (D + lane_ / 8 % 2 * 8) * sizeof(T);
+#pragma unroll 1
+    for (int i = 0; i < X::kTiles; ++i) {
+      float d[4] = {};
+      mma_floats<T>(d, load_transposed(values + 16 * i * sizeof(T)), weight[0], weight[1]);
+      if (t_ != r) continue;
+      scratch[16 * i + g_] = some == 16 ? 0 : d[0] + d[1], scratch[16 * i + 8 + g_] = some == 16 ? 0 : d[2] + d[3];
+    }
+  }
+
   const Attention& a_;
   const SlotLayout& layout_;
   const DecodePlan& plan_;
@@ -1155,11 +1367,10 @@ class Decoder {
   const int warp_, lane_, g_, t_;
   const LevelTable<Keys::kTwoTables> key_table_;
   const LevelTable<Values::kTwoTables> value_table_;
-  int share_, longer_;  // of the list of work, see part_begin
 
   uint8_t *ring_, *slot_;  // the warp's slots, and the next to arrive
   uint32_t phase_;
-  int fetch_unit_, fetch_end_, fetch_stop_;  // what is copied next
+  int fetch_unit_, fetch_stop_;  // what is copied next
   int page_;
 
   uint2 query_[N][X::kFrags];
@@ -1169,12 +1380,8 @@ class Decoder {
   DecodeState<X> state_;
 };
 
-// Threads of a block, and blocks of a multiprocessor that registers must suffice for.
-constexpr int decode_threads() { return 256; }
-constexpr int decode_blocks(int n, int d) { return n * d <= 128 ? 2 : 1; }
-
 template <class Keys, class Values, int D, int N>
-__global__ void __launch_bounds__(decode_threads(), decode_blocks(N, D))
+__global__ void __launch_bounds__(decode_threads(N, D), decode_blocks(N, D))
     decode_kernel(const __grid_constant__ Attention a, const __grid_constant__ SlotLayout layout,
                   const __grid_constant__ DecodePlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // decode_takes asks

@@ -18,11 +18,11 @@ void decode(const Attention& a, void* workspace, cudaStream_t stream);
 // A compiled kernel; kernel is null where there is none.
 struct DecodeKernel {
   const void* kernel = nullptr;
-  int rows = 0;         // of a block of rows
-  int blocks = 0;       // per multiprocessor that its registers allow
-  int threads = 0;      // of a block at most
-  int query_bytes = 0;  // of the queries' operands
-  int join_floats = 0;  // of a warp's state
+  int rows = 0;          // of a block of rows
+  int blocks = 0;        // of eight warps, per multiprocessor: as many as its registers allow
+  int small_blocks = 0;  // the same of four warps
+  int query_bytes = 0;   // of the queries' operands
+  int join_floats = 0;   // of a warp's state
 };
 
 // For keys and values of so many bits, one of 4, 8 and 16 rows: defined in decode_<head_dim>.cu.

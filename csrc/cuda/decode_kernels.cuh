@@ -12,7 +12,7 @@ DecodeKernel decode_entry() {
   return {reinterpret_cast<const void*>(&decode_kernel<Keys, Values, D, N>),
           X::kRows,
           decode_blocks(N, D),
-          decode_threads(),
+          decode_small_blocks(N, D),
           N * X::kFrags * 32 * 8,
           32 * X::kJoin};
 }

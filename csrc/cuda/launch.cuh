@@ -52,6 +52,30 @@ class Launch {
   cudaStream_t stream_ = nullptr;
 };
 
+// A launch may be allowed to begin while the kernel ahead of it in the stream is still running (launch_early). It must wait before it
+// reads or writes what others know. Before sm_90 there is nothing to wait for.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// From here on, such a kernel behind this one may begin.
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+inline cudaError_t launch_early(const void* kernel, int grid, int threads, int shared_bytes, void** arguments,
+                                cudaStream_t stream, int compute_major) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream, config.attrs = &early, config.numAttrs = compute_major >= 9 ? 1 : 0;
+  return cudaLaunchKernelExC(&config, kernel, arguments);
+}
+
 // Blocks of a grid in one dimension.
 inline unsigned num_blocks(int64_t work, int64_t per_block) {
   const int64_t blocks = (work + per_block - 1) / per_block;
@@ -93,6 +117,30 @@ __device__ __forceinline__ void floats_of_words(const uint32_t (&word)[WORDS], f
   }
 }
 
+// Two floats as a word of elements of a 16-bit type T, rounded to nearest even.
+template <typename T>
+__device__ __forceinline__ uint32_t word_of_floats(float x, float y) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(x, y);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+// Element i of a tensor, rounded to nearest even.
+__device__ __forceinline__ void store_float(void* to, ScalarType dtype, int64_t i, float y) {
+  if (dtype == ScalarType::BFloat16) {
+    static_cast<__nv_bfloat16*>(to)[i] = __float2bfloat16_rn(y);
+  } else if (dtype == ScalarType::Half) {
+    static_cast<__half*>(to)[i] = __float2half_rn(y);
+  } else {
+    static_cast<float*>(to)[i] = y;
+  }
+}
+
 // N neighbouring elements as float32, N even, moved 16 bytes at a time or all at once where they are fewer; memory is aligned
 // to that. Rounding is to nearest even. What is loaded must not be written by the same kernel. (The intrinsics are there because
 // the compiler splits some plain 16-byte accesses.)
@@ -125,12 +173,8 @@ __device__ __forceinline__ void store_floats(const float* y, T* to) {
   for (int i = 0; i < kWords; ++i) {
     if constexpr (std::is_same_v<T, float>) {
       word[i] = __float_as_uint(y[i]);
-    } else if constexpr (std::is_same_v<T, __half>) {
-      const __half2 pair = __floats2half2_rn(y[2 * i], y[2 * i + 1]);
-      word[i] = reinterpret_cast<const uint32_t&>(pair);
     } else {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(y[2 * i], y[2 * i + 1]);
-      word[i] = reinterpret_cast<const uint32_t&>(pair);
+      word[i] = word_of_floats<T>(y[2 * i], y[2 * i + 1]);
     }
   }
   if constexpr (kWords == 1) {

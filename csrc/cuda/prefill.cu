@@ -24,6 +24,7 @@
 
 #include "cache.cuh"
 #include "mma.cuh"
+#include "ring.cuh"
 #include "wgmma.cuh"
 
 namespace turboquant::cuda {
@@ -117,12 +118,6 @@ struct SharedLayout {
 
 // ---- Small things -----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ __forceinline__ float power_of_two(int e) { return __int_as_float((min(max(e, -126), 127) + 127) << 23); }
 
 __device__ __forceinline__ int exponent_of(uint32_t bits) { return static_cast<int>(bits >> 23) - 127; }
@@ -144,20 +139,8 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-__device__ __forceinline__ uint32_t halves(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
+__device__ __forceinline__ uint32_t halves(float low, float high) { return word_of_floats<__half>(low, high); }
 
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from)
-               : "memory");
-#else
-  *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
-#endif
-}
 __device__ __forceinline__ void wait_for_copies() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -172,16 +155,6 @@ __device__ __forceinline__ void load_octet(const void* x, ScalarType dtype, int6
     load_floats<8>(static_cast<const __half*>(x) + offset, y);
   } else {
     load_floats<8>(static_cast<const float*>(x) + offset, y);
-  }
-}
-
-__device__ __forceinline__ void store_element(void* x, ScalarType dtype, int64_t i, float y) {
-  if (dtype == ScalarType::BFloat16) {
-    static_cast<__nv_bfloat16*>(x)[i] = __float2bfloat16_rn(y);
-  } else if (dtype == ScalarType::Half) {
-    static_cast<__half*>(x)[i] = __float2half_rn(y);
-  } else {
-    static_cast<float*>(x)[i] = y;
   }
 }
 
@@ -1123,7 +1096,7 @@ class Block {
         const float factor = constants_.factor[from];
         const int64_t to = (at.token * a_.q_heads + at.head) * d;
         for (int c = lane_; c < d; c += 32) {
-          store_element(a_.out, a_.dtype, to + c, mine[r * stride + c] * (factor * a_.value_signs[c]));
+          store_float(a_.out, a_.dtype, to + c, mine[r * stride + c] * (factor * a_.value_signs[c]));
         }
       }
     }
@@ -1151,7 +1124,7 @@ class Block {
 __device__ inline void clear_padding(const Attention& a, unsigned block, unsigned blocks) {
   const int first = min(max(a.query_begin[a.seqs], 0), a.tokens), d = a.record.head_dim;
   for (int64_t row = int64_t{first} * a.q_heads + block; row < int64_t{a.tokens} * a.q_heads; row += blocks) {
-    for (int c = threadIdx.x; c < d; c += blockDim.x) store_element(a.out, a.dtype, row * d + c, 0);
+    for (int c = threadIdx.x; c < d; c += blockDim.x) store_float(a.out, a.dtype, row * d + c, 0);
     if (threadIdx.x == 0) a.lse[row] = -INFINITY;
   }
 }

@@ -253,15 +253,7 @@ __device__ __forceinline__ void put_rotated(const float (&y)[64], const float* f
       }
       uint32_t word[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if constexpr (std::is_same_v<T, __half>) {
-          const __half2 pair = __floats2half2_rn(z[2 * k], z[2 * k + 1]);
-          word[k] = reinterpret_cast<const uint32_t&>(pair);
-        } else {
-          const __nv_bfloat162 pair = __floats2bfloat162_rn(z[2 * k], z[2 * k + 1]);
-          word[k] = reinterpret_cast<const uint32_t&>(pair);
-        }
-      }
+      for (int k = 0; k < 4; ++k) word[k] = word_of_floats<T>(z[2 * k], z[2 * k + 1]);
       *reinterpret_cast<uint4*>(row + begin + i) = make_uint4(word[0], word[1], word[2], word[3]);
     }
   }
