@@ -434,6 +434,25 @@ def test_one_long_sequence_among_short_ones():
     check(build(config, lengths, q_heads=8, kv_heads=1, tail=True))
 
 
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads"),
+    [
+        ([4096] * 3, 2),  # equal parts of every segment
+        ([64, 4000, 2500, 1, 700], 2),  # parts of several sizes
+        ([512] * 60, 8),  # whole segments, several to a block
+        ([100 + 37 * i % 900 for i in range(90)], 8),  # cut anywhere
+        ([0] * 500 + [200] + [0] * 700, 1),  # more sequences than a block remembers
+        ([1] * 300, 8),
+    ],
+    ids=["parts", "uneven", "whole", "anywhere", "sparse", "tiny"],
+)
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_ways_to_cut_the_work(lengths, kv_heads, q_len):
+    q_lens = [min(q_len, n) for n in lengths] if q_len > 1 else None
+    case = build(tt.preset("k4v4u", 128), lengths, q_lens, q_heads=4 * kv_heads, kv_heads=kv_heads)
+    check(case)
+
+
 def test_pages_beyond_4_gib():
     config = tt.preset("k4v4u", 128, page_size=128)
     case = build(config, [1000])
@@ -595,16 +614,17 @@ def test_vectors_of_extreme_size(name):
     assert torch.nn.functional.cosine_similarity(out.double(), exact, dim=-1).min() > 0.9999
 
 
-def test_a_broken_token_spoils_only_who_sees_it():
+@pytest.mark.parametrize("tail", [False, True])
+def test_a_broken_token_spoils_only_who_sees_it(tail):
     """A NaN in the key or value of one head: the queries that see it, nobody else."""
-    config = tt.preset("k4v4", 128)
-    clean = build(config, [300, 300], [3, 3], dtype=torch.float32)
+    config, dtype = tt.preset("k4v4", 128), BF16 if tail else torch.float32
+    clean = build(config, [300, 300], [3, 3], dtype=dtype, tail=tail)
     out, _ = check(clean)
     for which in ("k", "v"):
         for position, seeing in ((5, [0, 1, 2]), (298, [1, 2]), (299, [2])):
             parts = {"k": clean.k.clone(), "v": clean.v.clone()}
             parts[which][0, position, 0, 7] = torch.nan
-            case = build(config, [300, 300], [3, 3], dtype=torch.float32, **parts)
+            case = build(config, [300, 300], [3, 3], dtype=dtype, tail=tail, **parts)
             spoiled, _ = attend(case)
             assert spoiled[seeing, :4].isnan().all()
             spared = [i for i in range(3) if i not in seeing]
@@ -683,6 +703,34 @@ def test_nothing_waits_for_the_device():
         attend(case, out=out, lse=lse)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_the_kernel_ahead_writes_is_read():
+    """A launch may begin before the kernel ahead of it has ended, and must then wait for it."""
+    lengths = [5000, 77, 300]
+    cases = [build(tt.preset("k4v4", 128), lengths, tail=True, seed=10 * i) for i in range(4)]
+    wanted = []
+    for case in cases:
+        torch.cuda.synchronize()
+        first = attend(case)[0]
+        torch.cuda.synchronize()
+        wanted.append((first, attend(case._replace(q=first))[0]))
+    one = build(tt.preset("k4v4", 128), lengths, tail=True, seed=99)
+
+    def written(case: Case) -> list[Tensor]:
+        return [case.q, case.cache, case.table, case.lengths, case.tail.ring]
+
+    for last, (case, (first, second)) in itertools.product(
+        range(5), zip(cases, wanted, strict=True)
+    ):
+        pairs = list(zip(written(one), written(case), strict=True))
+        for to, _ in pairs:
+            to.zero_()
+        for to, source in pairs[last + 1 :] + pairs[: last + 1]:  # `last` right before the launch
+            to.copy_(source)
+        out = attend(one)[0]
+        assert_same_bytes(attend(one._replace(q=out))[0], second)
+        assert_same_bytes(out, first)
 
 
 def test_another_stream():
