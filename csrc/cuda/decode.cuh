@@ -12,9 +12,9 @@
 // Work is a flat list: sequences, their KV heads, blocks of rows, and units of keys; the units of one (sequence, KV head, block of
 // rows) are a segment. The blocks of a fixed grid cut the list (DecodeCut): where there are enough blocks each has a part of one
 // segment, else several segments. A block's warps take units in turn, each with its own ring of asynchronous copies that runs ahead
-// across all borders. At the end of a segment its warps' results are joined in a tree; a segment that is only a part is left in the
-// workspace, and the last of the blocks that share it joins the parts in their order. So results are the same in every run, lengths
-// are read on the device, and the workspace depends on the grid only.
+// across all borders. At the end of a segment its warps' results are joined; a segment that is only a part is left in the workspace,
+// and the last of the blocks that share it joins the parts in their order. So results are the same in every run, lengths are read on
+// the device, and the workspace depends on the grid only.
 #pragma once
 
 #include "attention.cuh"
