@@ -209,22 +209,6 @@ __device__ __forceinline__ bool count_arrival(uint32_t* counter, int count) {
   return before == last;
 }
 
-// Over the lanes of a warp.
-__device__ __forceinline__ int sum_of_lanes(int x) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  return __reduce_add_sync(0xffffffff, x);
-#else
-  return x;  // decode_takes asks
-#endif
-}
-__device__ __forceinline__ int max_of_lanes(int x) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(0xffffffff, x);
-#else
-  return x;
-#endif
-}
-
 // Over the lanes that share t.
 template <typename Op>
 __device__ __forceinline__ float over_tokens(float x, Op&& op) {

@@ -123,16 +123,6 @@ __device__ __forceinline__ float power_of_two(int e) { return __int_as_float((mi
 __device__ __forceinline__ int exponent_of(uint32_t bits) { return static_cast<int>(bits >> 23) - 127; }
 constexpr uint32_t kInfinityBits = 0x7F800000;
 
-__device__ __forceinline__ uint32_t warp_max(uint32_t x) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(0xffffffff, x);
-#else
-#pragma unroll
-  for (int bit = 16; bit > 0; bit /= 2) x = max(x, __shfl_xor_sync(0xffffffff, x, bit));
-  return x;
-#endif
-}
-
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int bit = 16; bit > 0; bit /= 2) x += __shfl_xor_sync(0xffffffff, x, bit);
@@ -140,12 +130,6 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 
 __device__ __forceinline__ uint32_t halves(float low, float high) { return word_of_floats<__half>(low, high); }
-
-__device__ __forceinline__ void wait_for_copies() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
 
 // Eight channels from `offset` elements on; for whole 16-byte words.
 __device__ __forceinline__ void load_octet(const void* x, ScalarType dtype, int64_t offset, float (&y)[8]) {
@@ -513,7 +497,7 @@ class Block {
         const int r = first + k;
         uint32_t largest = 0;
         for (int c = lane_; c < d; c += 32) largest = max(largest, __float_as_uint(scratch[k * d + c]) & 0x7FFFFFFF);
-        largest = warp_max(largest);
+        largest = max_of_lanes(largest);
         const bool finite = largest < kInfinityBits;
         const int e = max(exponent_of(largest), -100);
         const float scale = a_.softmax_scale;
@@ -709,7 +693,7 @@ class Block {
           for (int c = 0; c < 8; ++c) largest = max(largest, __float_as_uint(y[c]) & 0x7FFFFFFF);
         }
       }
-      largest = warp_max(largest);
+      largest = max_of_lanes(largest);
       const bool finite = largest < kInfinityBits;
       const int e = max(exponent_of(largest), -100);
       const float up = power_of_two(14 - e);
@@ -837,7 +821,7 @@ class Block {
     }
     hidden = hidden || !__all_sync(0xffffffff, keys_only);
     finite = __all_sync(0xffffffff, finite);
-    largest = warp_max(largest);
+    largest = max_of_lanes(largest);
 
     int unit = softmax.unit;  // of the sums from now on
     if (largest) {

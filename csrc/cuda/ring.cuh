@@ -12,7 +12,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes of a lane; waited for with all before the last `commit_copies`. FIRST_LEVEL: by way of the first level of the cache.
+// 16 bytes of a lane. FIRST_LEVEL: by way of the first level of the cache.
 template <bool FIRST_LEVEL = false>
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -33,6 +33,12 @@ __device__ __forceinline__ void commit_copies() {
 __device__ __forceinline__ void wait_for_committed_copies() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group 0;" ::: "memory");
+#endif
+}
+// The same for all of the lane's copies, those of `copy_blocks` before sm_90 included.
+__device__ __forceinline__ void wait_for_copies() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 
