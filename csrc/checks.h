@@ -157,8 +157,22 @@ inline void check_kv(const Tensor& k, const Tensor& v) {
   check_unit_last_stride(v, "v");
 }
 
+// center: float32 [kv_heads, d] of a cache's keys or [d] of standalone vectors; or [3, ...]: centers, scales, inverse scales.
 inline void check_center(const OptionalTensor& center, const Tensor& first, int64_t kv_heads, int64_t d) {
-  if (center) check_constant(*center, first, "center", ScalarType::Float, {kv_heads, d});
+  if (!center) return;
+  if (center->dim() == 3) return check_constant(*center, first, "center", ScalarType::Float, {3, kv_heads, d});
+  check_constant(*center, first, "center", ScalarType::Float, {kv_heads, d});
+}
+inline void check_center(const OptionalTensor& center, const Tensor& first, int64_t d) {
+  if (!center) return;
+  if (center->dim() == 2) return check_constant(*center, first, "center", ScalarType::Float, {3, d});
+  check_constant(*center, first, "center", ScalarType::Float, {d});
+}
+
+// data: of a checked `center` of `heads` heads of d channels (1 head: standalone vectors), or of a copy of it; null: none
+inline format::Channels channels_of(const OptionalTensor& center, const float* data, int64_t heads, int64_t d) {
+  if (!center || center->numel() == heads * d) return {data, nullptr, nullptr};
+  return {data, data + heads * d, data + 2 * heads * d};
 }
 
 // ---- Shapes [..., x] that must agree in their leading dimensions ----------------------------------------------------
@@ -223,7 +237,7 @@ inline format::Split check_encode(const Tensor& x, const Tensor& signs, int64_t 
   check_codec_bits(bits);
   check_scale_mode(scale_mode, "scale_mode");
   check_constant(signs, x, "signs", ScalarType::Float, {d});
-  if (center) check_constant(*center, x, "center", ScalarType::Float, {d});
+  check_center(center, x, d);
   return split;
 }
 

@@ -1,7 +1,7 @@
 // The packed format, in code: the only file that knows where a code lives. docs/format.md is the same in words.
 //
-// Three parts, in the order of that page: the transform's constants (section 2), the arithmetic of one code (section 4),
-// and the geometry of page records (section 8). Everything is constexpr and runs on host and device; no torch, no allocation.
+// In the order of that page: the transform's constants (section 2), the arithmetic of one code (section 4), what is done to
+// channels (section 5), and the geometry of rows and page records (sections 7 and 8). Everything is constexpr and runs on host and device; no torch, no allocation.
 #pragma once
 
 #include <cstdint>
@@ -81,6 +81,19 @@ TURBOQUANT_HD constexpr int level_of_code(int bits, const int8_t* levels, unsign
   if (bits == 8) return static_cast<int8_t>(code);
   return levels ? levels[code] : 2 * static_cast<int>(code) - ((1 << bits) - 1);
 }
+
+// ---- Section 5: vectors before their rotation -----------------------------------------------------------------------
+
+// What a vector is stored relative to: (x - center) * scale is rotated and coded, and decodes as y * inverse + center. float32
+// [d] each, or [heads, d]; null where there is none.
+struct Channels {
+  const float *center, *scale, *inverse;
+
+  TURBOQUANT_HD constexpr Channels of_head(int64_t head, int64_t d) const {
+    const auto at = [&](const float* x) { return x ? x + head * d : nullptr; };
+    return {at(center), at(scale), at(inverse)};
+  }
+};
 
 // ---- Section 7: dense rows ----------------------------------------------------------------------------------------
 

@@ -176,6 +176,11 @@ def sketch_score_rounding(q: Tensor, norm: Tensor, projection: Tensor) -> Tensor
     return rounded_query_error(projected, factor * math.sqrt(m) * norm.double(), 1)
 
 
+def scales(*shape: int, seed: int) -> Tensor:
+    """Scales of channels: powers of two of exponents between -1 and 1."""
+    return 2 ** torch.empty(shape).uniform_(-1, 1, generator=generator(seed))
+
+
 def signs_of(d: int, seed: int = 0) -> Tensor:
     return random_signs(d, seed)
 

@@ -21,10 +21,12 @@ from tests.helpers import (
     garbage_cache,
     paged,
     randn,
+    scales,
     to_device,
 )
 from torch_turboquant.attention import merge_attention_reference, paged_attention_reference
 from torch_turboquant.cache import CacheTables
+from torch_turboquant.codec import Channels
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.signs import rotation_matrix
 
@@ -79,7 +81,9 @@ def build(
     """Stores whole sequences, the last q_lens tokens of each in a call of their own."""
     d = config.head_dim
     offset = 8.0 * randn(kv_heads, d, seed=seed + 50) if center else torch.zeros(kv_heads, d)
-    tables = tt.make_tables(config, 1, center=offset if center else None)
+    scaled = tt.scaled_center(offset, scales(kv_heads, d, seed=seed + 51))
+    given = {False: None, True: offset, "scaled": scaled}[center]
+    tables = tt.make_tables(config, 1, center=given)
     num_pages, table, slots = paged(lengths, config.page_size, seed)
     cache = garbage_cache(config, num_pages, kv_heads, seed)
     new = q_lens or [min(1, n) for n in lengths]
@@ -156,22 +160,29 @@ def bounds(case, device="cpu", softmax_scale=None):
     """
     d = case.config.head_dim
     scale = softmax_scale or 1 / math.sqrt(d)
-    q, center = case.q.double(), case.tables.center
+    q, channels = case.q.double(), Channels.of(case.tables.center, 2)
     length = max(part.double().norm(dim=-1).max().item() for part in case.k if len(part))
+    k = torch.cat(case.k).double()
+    coded = k if channels.center is None else k - channels.center.double()
+    scaled = q
+    if channels.scale is not None:
+        coded = coded * channels.scale.double()
+        group = q.shape[1] // k.shape[1]
+        scaled = q * channels.inverse.double().repeat_interleave(group, 0)
     rounding = weight = 0
     if len(q):
         rotation = torch.from_numpy(rotation_matrix(d, case.tables.key_signs)).T
         if torch.device(device).type == "cpu":
-            rounding = 1.5 * length * (q @ rotation).abs().max().item() / 32639
+            most = max(length, coded.norm(dim=-1).max().item())
+            rounding = 1.5 * most * (scaled @ rotation).abs().max().item() / 32639
             weight = 1.5 * math.sqrt(128) / 32639
         else:
-            k = torch.cat(case.k).double()
-            coded = k if center is None else k - center.double()
-            rounding, weight = half_products(q @ rotation, coded @ rotation), 2.0**-11
+            rounding, weight = half_products(scaled @ rotation, coded @ rotation), 2.0**-11
             if case.tail is not None and case.q.dtype == torch.float32:
-                rounding, weight = max(rounding, 2 * half_products(q, coded)), 2 * weight
-    if center is not None:
-        length += 2 * center.double().norm(dim=-1).max().item()
+                plain = k if channels.center is None else k - channels.center.double()
+                rounding, weight = max(rounding, 2 * half_products(q, plain)), 2 * weight
+    if channels.center is not None:
+        length += 2 * channels.center.double().norm(dim=-1).max().item()
     rounding *= scale
     score = rounding + 4 * EPS * (1 + scale * length * q.norm(dim=-1).max().item())
     largest = max(part.double().abs().max().item() for part in case.v if len(part))
@@ -227,7 +238,7 @@ def test_presets_and_lengths(name, page_size, device):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", ["k4v4", "k3v3", "k5v4u"])
 def test_a_long_sequence(name, dtype, device):
-    check(build(tt.preset(name, 128), [4095, 700], dtype=dtype, center=True, tail=True), device)
+    check(build(tt.preset(name, 128), [4095, 700], dtype=dtype, center="scaled", tail=True), device)
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 300}])
@@ -245,7 +256,7 @@ def test_continued_prefills(d, dtype, device):
     lengths, q_lens = [330, 65, 40, 150], [300, 65, 0, 17]
     if d > 256:  # the reference takes its time
         lengths, q_lens = [120, 33, 20, 70], [40, 33, 0, 3]
-    case = build(config, lengths, q_lens, q_heads=6, dtype=dtype, center=True, tail=d != 80)
+    case = build(config, lengths, q_lens, q_heads=6, dtype=dtype, center="scaled", tail=d != 80)
     check(case, device)
     check(case, device, sliding_window=50, soft_cap=20.0, sink_logits=randn(6, seed=3))
 
@@ -439,7 +450,7 @@ def rebuild(together, i, q_len, step):
     soft_cap=st.sampled_from([0.0, 0.5, 30.0]),
     sinks=st.booleans(),
     tail=st.booleans(),
-    center=st.booleans(),
+    center=st.sampled_from([False, True, "scaled"]),
     window=st.integers(0, 20),
     sink_tokens=st.integers(0, 6),
     softmax_scale=st.sampled_from([None, 0.3, 1.0]),

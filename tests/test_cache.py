@@ -19,6 +19,7 @@ from tests.helpers import (
     hard_vectors,
     paged,
     randn,
+    scales,
     to_device,
 )
 from torch_turboquant.cache import (
@@ -74,6 +75,8 @@ def test_bytes_of_all_presets(name, d, page_size, device):
     config = tt.preset(name, d, page_size=page_size)
     dtype = FLOATS[PAGE_SIZES.index(page_size) % 3]
     center = 20.0 * (torch.arange(d) % 17 == 3).expand(HEADS, d)
+    if page_size > 32:
+        center = tt.scaled_center(center, scales(HEADS, d, seed=7))
     tables = tt.make_tables(config, 5, center=center if page_size > 16 else None)
     k, v = random_kv(21, d, dtype=dtype)
     slots = torch.randperm(2 * page_size, generator=generator(1))[:21]
@@ -398,7 +401,8 @@ def test_the_ring_holds_the_last_positions():
 def test_loaded_values_are_the_references(name, dtype, device):
     d, page_size = 112, 16
     config = tt.preset(name, d, page_size=page_size)
-    tables = tt.make_tables(config, 4, center=randn(HEADS, d, seed=1))
+    center = tt.scaled_center(randn(HEADS, d, seed=1), scales(HEADS, d, seed=2))
+    tables = tt.make_tables(config, 4, center=center)
     lengths = [0, 1, 15, 16, 17, 40]
     num_pages, table, slots = paged(lengths, page_size)
     k, v = random_kv(sum(lengths), d)
@@ -418,7 +422,7 @@ def test_loaded_values_are_the_references(name, dtype, device):
         assert_same_bytes(actual, reference)  # stale NaN bytes would show
         for s, length in enumerate(lengths):
             assert not actual[s, length:].any()
-    error = (loaded[0][5, :40].cpu().float() - k[-40:]).norm() / (k[-40:] - tables.center).norm()
+    error = (loaded[0][5, :40].cpu().float() - k[-40:]).norm() / (k[-40:] - center[0]).norm()
     assert error < 0.4
 
 
@@ -518,8 +522,15 @@ def test_tables():
     assert tables.center.dtype == torch.float32 and tables.center.shape == (3, 96)
     assert tt.make_tables(tt.preset("k5v4u", 64), 0).key_levels is None
     assert tt.make_tables(tt.preset("k8v8", 64), 0).value_levels is None
-    with pytest.raises(ValueError, match=r"center has shape \[96\], expected \[kv_heads, 96\]"):
-        tt.make_tables(config, 2, center=torch.zeros(96))
+    center = tt.scaled_center(randn(5, 96, seed=1), scales(5, 96, seed=2))
+    assert_same_bytes(tt.make_tables(config, 2, center=center).center, center)
+    rounded = tt.make_tables(config, 2, center=center.bfloat16()).center
+    assert torch.equal(rounded[2], 1 / rounded[1])  # not the inverse that was rounded
+    for wrong in (torch.zeros(96), torch.zeros(2, 5, 96), torch.zeros(5, 95)):
+        with pytest.raises(ValueError, match=r"center has shape .*, expected \[kv_heads, 96\] or"):
+            tt.make_tables(config, 2, center=wrong)
+    with pytest.raises(ValueError, match="scale must be positive and finite"):
+        tt.make_tables(config, 2, center=torch.zeros(3, 5, 96))
 
 
 def test_allocation():

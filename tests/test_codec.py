@@ -17,6 +17,7 @@ from tests.helpers import (
     codebook_tensors,
     hard_vectors,
     randn,
+    scales,
     signs_of,
 )
 from torch_turboquant.codebook import distortion
@@ -54,6 +55,9 @@ def test_bytes_on_random_vectors(d, bits, grid, device):
     compare(x.half(), d, bits, grid, 8, "mse", device)
     compare(x.bfloat16(), d, bits, grid, 8, "unbiased", device)
     compare(x, d, bits, grid, 3, "norm", device, center=randn(d, seed=9))
+    scaled = tt.scaled_center(randn(d, seed=9), scales(d, seed=10))
+    compare(x, d, bits, grid, 8, "unbiased", device, center=scaled)
+    compare(x.bfloat16(), d, bits, grid, 1, "mse", device, center=scaled)
 
 
 @pytest.mark.parametrize(("bits", "grid"), CODEBOOKS)
@@ -284,6 +288,28 @@ def test_center_is_subtracted_and_added():
     assert (decoded - x).norm() < 0.1 * spread
     plain = tt.decode(*tt.encode(x, signs, levels, steps, 4), signs, levels, 4)
     assert (plain - x).norm() > spread  # without it the constant part drowns the rest
+
+
+def test_channels_are_scaled_and_scaled_back():
+    d, signs = 64, signs_of(64)
+    levels, steps = codebook_tensors(d, 4, "lloyd", 8)
+    center, scale = 100 * randn(d, seed=4), scales(d, seed=5)
+    scaled = tt.scaled_center(center, scale)
+    assert scaled.shape == (3, d) and torch.equal(scaled[2], 1 / scale)
+    x = randn(50, d, seed=6) / scale + center
+    packed, stored = tt.encode(x, signs, levels, steps, 4, "mse", scaled)
+    alone = tt.encode((x - center) * scale, signs, levels, steps, 4, "mse")
+    assert_same_bytes(packed, alone[0])
+    assert_same_bytes(stored, alone[1])
+    decoded = tt.decode(packed, stored, signs, levels, 4, scaled)
+    inner = tt.decode(packed, stored, signs, levels, 4)
+    assert_same_bytes(decoded, inner * (1 / scale) + center)
+    with pytest.raises(ValueError, match="scale must be positive and finite"):
+        tt.scaled_center(center, -scale)
+    with pytest.raises(ValueError, match="scale must be positive and finite"):
+        tt.scaled_center(center, torch.full((d,), 1e-45))  # its inverse is infinite
+    with pytest.raises(ValueError, match=r"scale has shape \[32\]"):
+        tt.scaled_center(center, scale[:32])
 
 
 @given(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import torch_turboquant as tt
-from tests.helpers import FLOATS, assert_same_bytes, paged
+from tests.helpers import FLOATS, assert_same_bytes, paged, scales
 from tests.oracle import exact_attention
 from torch_turboquant.cache import CacheTables
 from torch_turboquant.config import CacheConfig
@@ -114,7 +114,7 @@ def build(
     kv_heads: int = 2,
     dtype: torch.dtype = BF16,
     spread: float = 1.0,
-    center: bool = False,
+    center: bool | str = False,
     tail: bool = False,
     max_q_len: int | None = None,
     seed: int = 0,
@@ -124,7 +124,10 @@ def build(
     """Stores whole sequences; the logits of random queries have the given standard deviation."""
     d, most = config.head_dim, max(lengths)
     offset = 8.0 * randn(kv_heads, d, seed=seed + 1) if center else None
-    tables = tt.make_tables(config, 1, DEVICE, offset)
+    given = offset
+    if center == "scaled":
+        given = tt.scaled_center(offset, scales(kv_heads, d, seed=seed + 5).to(DEVICE))
+    tables = tt.make_tables(config, 1, DEVICE, given)
     if k is None:
         k = randn(len(lengths), most, kv_heads, d, seed=seed + 2)
         k = (k + offset if center else k).to(dtype)
@@ -251,7 +254,7 @@ def test_presets_and_lengths(name, page_size):
 @pytest.mark.parametrize("name", MANY_PRESETS)
 @pytest.mark.parametrize("d", [64, 80, 96, 112, 128, 160, 192, 256, 512, 576])
 def test_head_dimensions(d, name):
-    check(build(tt.preset(name, d), [1000, 33], [1, 3], center=True, tail=True))
+    check(build(tt.preset(name, d), [1000, 33], [1, 3], center="scaled", tail=True))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -276,7 +279,7 @@ def test_flat_and_peaked_softmax(name, spread, dtype):
 @pytest.mark.parametrize("name", ["k4v4", "k4v4u", "k3v3"])
 @pytest.mark.parametrize("d", [64, 256])
 def test_peaked_softmax_of_other_head_dimensions(d, name):
-    check(build(tt.preset(name, d), [5000, 100], [2, 1], spread=10.0, center=True, tail=True))
+    check(build(tt.preset(name, d), [5000, 100], [2, 1], spread=10.0, center="scaled", tail=True))
 
 
 @pytest.mark.parametrize("name", ["k4v4", "k5v4u"])
@@ -330,7 +333,7 @@ def test_everything_at_once(seed):
         kv_heads=kv_heads,
         dtype=chance.choice(FLOATS),
         spread=chance.choice([1.0, 3.0]),
-        center=chance.random() < 0.5,
+        center=chance.choice([False, True, "scaled"]),
         tail=tail,
         seed=100 * seed,
     )

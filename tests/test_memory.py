@@ -215,8 +215,9 @@ def test_prediction_equals_what_is_allocated(
         token += layer.kv_heads * config.bytes_per_token
         if any(tail):
             ring += nbytes(tq.allocate_tail(config, 1, layer.kv_heads, dtype, max_q_len))
-        mean = torch.zeros(layer.kv_heads, layer.head_dim) if center else None
-        tables += nbytes(*tq.make_tables(config, 0, center=mean))
+        ones = torch.ones(layer.kv_heads, layer.head_dim)
+        learned = tq.scaled_center(ones, ones) if center else None
+        tables += nbytes(*tq.make_tables(config, 0, center=learned))
     assert (got.bytes_per_token, got.pages, got.tail) == (token, pages, ring)
     assert got.constants == tables
     assert got.request == pages + ring
@@ -334,7 +335,7 @@ def test_options_of_the_command(capsys):
     assert rows["k4v4"]["tail"] == 4 * 2 * (1 + 2 + 2) * 2 * 128 * 4
     assert rows["k4v4"]["pages"] == 4 * 2 * 128 * 132
     with_center = caches(capsys, model)[1]["k4v4"]["constants"]
-    assert with_center - rows["k4v4"]["constants"] == 4 * 2 * 128 * 4
+    assert with_center - rows["k4v4"]["constants"] == 3 * 4 * 2 * 128 * 4
 
 
 @pytest.mark.parametrize("line, match", [

@@ -1042,9 +1042,12 @@ def test_bytes_are_said_beforehand(config, center, device):
         "device": device,
     }
     dims = [c.head_dim for c in (config if isinstance(config, list) else [config] * 2)]
-    centers = [torch.zeros(3, d) for d in dims] if center else None
+    ones = [torch.ones(3, d) for d in dims]
+    centers = [tt.scaled_center(x, x) for x in ones] if center else None
     said = tt.PagedKVPool.bytes_needed(config, centers=centers, **sizes)
     assert said == tt.PagedKVPool.bytes_needed(config, centers=center, **sizes)
+    plain = tt.PagedKVPool.bytes_needed(config, centers=ones, **sizes)
+    assert said.tables - plain.tables == (2 * 3 * 4 * sum(dims) if center else -3 * 4 * sum(dims))
     pool = tt.PagedKVPool(config, centers=centers, **sizes)
     assert said == pool.bytes
     tensors = [

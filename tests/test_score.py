@@ -15,9 +15,11 @@ from tests.helpers import (
     code_score_rounding,
     codebook_tensors,
     randn,
+    scales,
     signs_of,
     sketch_score_rounding,
 )
+from torch_turboquant.codec import Channels
 from torch_turboquant.score import score_reference
 from torch_turboquant.signs import SignKind, random_signs
 
@@ -42,13 +44,16 @@ def bounds(
     of the key. Integers: see rounded_query_error, for the codes and for the sketch.
     """
     length = tt.decode(packed, scale, signs, levels, bits).double().norm(dim=-1)
-    rounding = code_score_rounding(q, signs, length, bits)
+    center, _, inverse = Channels.of(center, 1)
+    scaled = q if inverse is None else q.float() * inverse
+    rounding = code_score_rounding(scaled, signs, length, bits)
     if projection is not None:
         rounding = rounding + sketch_score_rounding(q, norm, projection)
         length = length + 4 * norm.double()  # the estimate varies by pi/2 |q|^2 norm^2 / d
     if center is not None:
         length = length + center.double().norm()
-    return rounding + 64 * EPS * q.double().norm(dim=-1)[..., None] * length[..., None, :]
+    size = torch.maximum(q.double().norm(dim=-1), scaled.double().norm(dim=-1))
+    return rounding + 64 * EPS * size[..., None] * length[..., None, :]
 
 
 def assert_close(out, q, *stored):
@@ -65,7 +70,7 @@ def on_cpu(values):
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_against_float64(d, bits, grid, device):
     q, x, center = randn(2, 3, d, seed=1), randn(2, 37, d, seed=2), 10 * randn(d, seed=3)
-    for c in (None, center):
+    for c in (None, center, tt.scaled_center(center, scales(d, seed=4))):
         stored = encoded(x, bits, grid, c, device)
         out = tt.score(q.to(device), *stored)
         assert out.shape == (2, 3, 37) and out.dtype == torch.float32

@@ -197,10 +197,14 @@ def quantised(key, value, config, tables):
     return [x[0].unflatten(0, (batch, n)).transpose(1, 2).double() for x in loaded]
 
 
-def mean_key(key, pads, sinks):
-    """The center that a first forward over these keys teaches: float32 [heads, d]."""
-    kept = (torch.arange(key.shape[2]) - pads[:, None] >= sinks).double()
-    return (torch.einsum("bhnd,bn->hd", key.double(), kept) / kept.sum()).float()
+def learned_center(key, pads, sinks):
+    """What a first forward over these keys teaches: float32 [3, heads, d]."""
+    kept = key.double().transpose(1, 2)[torch.arange(key.shape[2]) - pads[:, None] >= sinks]
+    variance = kept.var(0, correction=0)
+    scale = (variance + variance.mean(-1, keepdim=True) / len(kept)) ** -0.25
+    scaled = (variance * scale**2).mean(-1, keepdim=True)
+    scale = scale * (variance.mean(-1, keepdim=True) / scaled).sqrt()  # keys as long as before
+    return torch.stack([kept.mean(0), scale, 1 / scale]).float()
 
 
 def oracle(query, key, value, layer, options, config, exact_columns, center, pads, first_held=0):
@@ -247,8 +251,8 @@ def check_against_oracle(
         query, key, value, actual = (torch.cat(part, 2) for part in parts)
         if center == "auto":
             first = key[:, :, :exact_columns]
-            mean = mean_key(first, torch.tensor(pads or [0]), config.sink_tokens)
-            torch.testing.assert_close(recorder.cache.centers[layer], mean, rtol=1e-5, atol=1e-5)
+            learned = learned_center(first, torch.tensor(pads or [0]), config.sink_tokens)
+            torch.testing.assert_close(recorder.cache.centers[layer], learned, rtol=1e-4, atol=1e-5)
             given = recorder.cache.centers[layer]  # bit for bit, so that no code differs
         else:
             given = center and center[layer]
@@ -518,7 +522,8 @@ def test_a_waiting_cache_can_be_cropped_and_reordered():
         cache.reorder_cache(torch.tensor([1, 1]))
         swapped = ids[[1, 1]]
         actual = feed(model, cache, swapped[:, 20:], *[1] * 80)
-    assert_close(actual, model(swapped).logits[:, 20:], 2e-2)
+    # what 8 bits change in this model; other rows or another order change everything
+    assert_close(actual, model(swapped).logits[:, 20:], 3e-2)
 
 
 def test_calibrated_center(tmp_path):
@@ -527,8 +532,11 @@ def test_calibrated_center(tmp_path):
     centers = TurboQuantCache.calibrate(model, text, chunk=33)
     reference = DynamicCache()
     model(text, past_key_values=reference)
-    for layer, center in zip(reference.layers, centers, strict=True):
-        torch.testing.assert_close(center, layer.keys[:, :, 4:].mean((0, 2)), rtol=1e-3, atol=1e-4)
+    means = TurboQuantCache.calibrate(model, text, chunk=33, scaled=False)
+    for layer, center, mean in zip(reference.layers, centers, means, strict=True):
+        learned = learned_center(layer.keys, torch.zeros(2), 4)
+        torch.testing.assert_close(center, learned, rtol=1e-3, atol=1e-4)
+        assert torch.equal(mean, center[0])
     config = make_config(model)
     with recorded(model, config, center=centers) as (cache, recorder):
         actual = feed(model, cache, ids, 10, 1, 1)  # no need to wait for tokens

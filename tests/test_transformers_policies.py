@@ -227,8 +227,10 @@ def test_files_that_are_no_centers(tmp_path):
         load_centers(path, model)
     for match, centers in {
         "2 centers, expected one for each of 3": good[:2],
-        r"\[2, 16\], expected torch.float32 \[kv_heads, 32\]": [good[0], good[1][:, :16], good[2]],
-        "not finite": [good[0], good[1] * torch.nan, good[2]],
+        r"\[3, 2, 16\], expected torch.float32 \[kv_heads, 32\] or": [*good[:2], good[2][..., :16]],
+        r"\[2, 2, 32\], expected torch.float32 \[kv_heads, 32\] or": [*good[:2], good[2][:2]],
+        "has scales whose inverses are others": [good[0], good[1] * 2, good[2]],
+        "not finite": [good[0], good[1][0] * torch.nan, good[2]],
     }.items():
         with pytest.raises(ValueError, match=match):
             save_centers(path, centers, model)

@@ -15,7 +15,7 @@ from torch_turboquant.cache import (
     make_tables,
 )
 from torch_turboquant.codebook import Codebook
-from torch_turboquant.codec import SCALE_MODES, decode, encode
+from torch_turboquant.codec import SCALE_MODES, decode, encode, scaled_center
 from torch_turboquant.config import NAMED_PRESETS, PRESETS, CacheConfig, Preset, preset
 from torch_turboquant.format import Record
 from torch_turboquant.group import group_decode, group_encode
@@ -74,6 +74,7 @@ __all__ = [
     "qjl_score",
     "qjl_sketch",
     "random_signs",
+    "scaled_center",
     "score",
     "unpack",
 ]

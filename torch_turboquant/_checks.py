@@ -84,6 +84,13 @@ def check_constant(
         raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
 
 
+def check_center(center: Tensor | None, device: torch.device, shape: tuple[int, ...]) -> None:
+    """[*shape], or [3, *shape] with scales of channels (codec.scaled_center)."""
+    if center is not None:
+        scaled = isinstance(center, Tensor) and center.dim() == len(shape) + 1
+        check_constant("center", center, device, torch.float32, (3, *shape) if scaled else shape)
+
+
 def check_output_dtype(dtype: torch.dtype) -> None:
     if dtype not in FLOATS:
         raise TypeError(f"dtype is {dtype}, supported: {_names(FLOATS)}")

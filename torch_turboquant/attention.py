@@ -59,7 +59,7 @@ from torch_turboquant.cache import (
     tail_row_reference,
     token_places_reference,
 )
-from torch_turboquant.codec import level_of_code_reference
+from torch_turboquant.codec import Channels, level_of_code_reference
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.signs import rotation_matrix
 
@@ -286,8 +286,11 @@ def paged_attention_reference(
                 )
                 levels = level_of_code_reference(key_codes, tables.key_levels, config.key_bits)
                 k = (key_scales.double()[..., None] * levels / 32) @ key_rotation
-                if tables.center is not None:
-                    k = k + tables.center.double()
+                channels = Channels.of(tables.center, 2)
+                if channels.inverse is not None:
+                    k = k * channels.inverse.double()
+                if channels.center is not None:
+                    k = k + channels.center.double()
                 levels = level_of_code_reference(
                     value_codes, tables.value_levels, config.value_bits
                 )

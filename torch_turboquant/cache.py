@@ -21,7 +21,13 @@ from torch import Tensor
 
 from torch_turboquant import _checks, format
 from torch_turboquant.codebook import Codebook
-from torch_turboquant.codec import SCALE_MODES, dequantise_reference, quantise_reference
+from torch_turboquant.codec import (
+    SCALE_MODES,
+    Channels,
+    dequantise_reference,
+    quantise_reference,
+    scaled_center,
+)
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.signs import SignKind, random_signs
 
@@ -42,7 +48,8 @@ class CacheTables(NamedTuple):
     value_steps: Tensor
     """float32 [S]: candidate steps, increasing."""
     center: Tensor | None
-    """float32 [kv_heads, head_dim] subtracted from keys before they are encoded, or None."""
+    """float32 [kv_heads, head_dim] subtracted from keys before they are encoded, or None; or
+    [3, kv_heads, head_dim], which scales their channels as well (codec.scaled_center)."""
 
 
 class Tail(NamedTuple):
@@ -68,17 +75,24 @@ def make_tables(
         config: the cache.
         layer: 0 and more; every layer has its own signs.
         device: of the cache.
-        center: [kv_heads, head_dim], any floating dtype: the mean key of this layer, or None.
+        center: [kv_heads, head_dim], any floating dtype: the mean key of this layer, or None;
+            or [3, kv_heads, head_dim] of codec.scaled_center.
 
     Raises:
-        ValueError: a center of another shape, or codebooks that the config's grids do not have.
+        ValueError: a center of another shape, scales that are not positive and finite, or codebooks
+            that the config's grids do not have.
     """
     d = config.head_dim
     keys = Codebook.make(d, config.key_bits, config.key_grid)
     values = Codebook.make(d, config.value_bits, config.value_grid)
     if center is not None:
-        if center.dim() != 2 or center.shape[1] != d:
-            raise ValueError(f"center has shape {list(center.shape)}, expected [kv_heads, {d}]")
+        if center.shape[-1] != d or center.shape[:-2] not in ((), (3,)) or center.dim() < 2:
+            raise ValueError(
+                f"center has shape {list(center.shape)}, expected [kv_heads, {d}] or "
+                f"[3, kv_heads, {d}]"
+            )
+        if center.dim() == 3:
+            center = scaled_center(center[0], center[1])
         center = center.detach().to(device, torch.float32).contiguous()
     return CacheTables(
         random_signs(d, config.seed, layer, SignKind.KEYS).to(device),
@@ -314,8 +328,7 @@ def check_tables(
             raise ValueError(f"{kind}_levels do not fit the config's {kind}_grid {grid!r}")
         _checks.check_levels(levels, device, bits, f"{kind}_levels")
         _checks.check_steps(steps, device, f"{kind}_steps")
-    if tables.center is not None:
-        _checks.check_constant("center", tables.center, device, torch.float32, (kv_heads, d))
+    _checks.check_center(tables.center, device, (kv_heads, d))
 
 
 def check_batch(
@@ -425,7 +438,7 @@ def cache_store_reference(
         tables.key_steps,
         config.key_bits,
         SCALE_MODES[config.key_scale_mode],
-        tables.center,
+        Channels.of(tables.center, 2),
     )
     value_codes, value_scales = quantise_reference(
         v,
@@ -506,7 +519,7 @@ def cache_load_reference(
             tables.key_signs,
             tables.key_levels,
             config.key_bits,
-            tables.center,
+            Channels.of(tables.center, 2),
             dtype,
         )[:length]
         v[s, :length] = dequantise_reference(
@@ -515,7 +528,6 @@ def cache_load_reference(
             tables.value_signs,
             tables.value_levels,
             config.value_bits,
-            None,
-            dtype,
+            dtype=dtype,
         )[:length]
     return k, v

@@ -5,13 +5,15 @@ several step sizes are tried for each vector, and the stored scale can make the 
 least-squares one, keep its length, or keep its inner product with the original. With one step and
 scale mode "norm" it is the paper's quantiser.
 
-A vector decodes as  inverse transform of (scale * level of each code / 32), plus the center.
+A vector decodes as  inverse transform of (scale * level of each code / 32), plus the center; with
+scales of channels (scaled_center) it is the vector less its center, scaled, that is stored.
 Codes and scales are the same bytes on every device (docs/format.md, sections 4 to 7).
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +51,8 @@ def encode(
             standard deviation of a coordinate. The one with the least error is kept.
         bits: 1, 2, 3, 4, 5 or 8.
         scale_mode: "norm" (the paper), "preserve", "mse" or "unbiased".
-        center: float32 [d], subtracted first.
+        center: float32 [d], subtracted first; or [3, d] of scaled_center, which scales channels
+            as well.
 
     Returns:
         packed: uint8 [..., ceil(d * bits / 8)], dense rows.
@@ -67,8 +70,7 @@ def encode(
     _checks.check_constant("signs", signs, device, torch.float32, (d,))
     _checks.check_levels(levels, device, bits)
     _checks.check_steps(steps, device)
-    if center is not None:
-        _checks.check_constant("center", center, device, torch.float32, (d,))
+    _checks.check_center(center, device, (d,))
     return torch.ops.turboquant.encode.default(x, signs, levels, steps, bits, mode, center)
 
 
@@ -106,9 +108,36 @@ def decode(
     check_rows("packed", packed, d, bits)
     _checks.check_constant("scale", scale, device, torch.float16, tuple(packed.shape[:-1]))
     _checks.check_levels(levels, device, bits)
-    if center is not None:
-        _checks.check_constant("center", center, device, torch.float32, (d,))
+    _checks.check_center(center, device, (d,))
     return torch.ops.turboquant.decode.default(packed, scale, signs, levels, bits, dtype, center)
+
+
+def scaled_center(center: Tensor, scale: Tensor) -> Tensor:
+    """A `center` that scales channels as well: what is rotated and coded is (x - center) * scale.
+
+    The rotation spreads the error of a vector evenly over what it rotates. With scales it can be
+    made small where queries are large: inner products with q see the errors of a channel times
+    q / scale.
+
+    Args:
+        center: [..., d], any floating dtype.
+        scale: [..., d], positive.
+
+    Returns:
+        float32 [3, ..., d]: center, scale, 1 / scale.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, or scales that are not positive and finite.
+    """
+    _checks.check_dtype("center", center, _checks.FLOATS)
+    _checks.check_dtype("scale", scale, _checks.FLOATS)
+    _checks.check_shape("scale", scale, tuple(center.shape))
+    center, scale = center.detach().float(), scale.detach().float()
+    inverse = 1 / scale
+    if not (torch.isfinite(scale) & torch.isfinite(inverse) & (scale > 0)).all():
+        raise ValueError("scale must be positive and finite, and so must be its inverse")
+    return torch.stack([center, scale, inverse])
 
 
 # ---- fakes
@@ -166,6 +195,24 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return (exponent + 127 << 23).to(torch.int32).view(torch.float32)
 
 
+class Channels(NamedTuple):
+    """The parts of a `center`: [d] or [kv_heads, d] each."""
+
+    center: Tensor | None
+    scale: Tensor | None
+    inverse: Tensor | None
+
+    @classmethod
+    def of(cls, center: Tensor | None, dims: int) -> Channels:
+        """dims: of a center without scales."""
+        if center is not None and center.dim() > dims:
+            return cls(*center.unbind())
+        return cls(center, None, None)
+
+
+NO_CHANNELS = Channels(None, None, None)
+
+
 def quantise_reference(
     x: Tensor,
     signs: Tensor,
@@ -173,16 +220,18 @@ def quantise_reference(
     steps: Tensor,
     bits: int,
     scale_mode: int,
-    center: Tensor | None = None,
+    channels: Channels = NO_CHANNELS,
 ) -> tuple[Tensor, Tensor]:
     """Codes uint8 [..., d], scales float16 [...]: docs/format.md, section 5, step by step."""
     d = x.shape[-1]
     root = math.sqrt(d)
 
-    # 1, 2: the center, and vectors that cannot be coded
+    # 1, 2: center and scales of channels, and vectors that cannot be coded
     x = x.float()
-    if center is not None:
-        x = x - center
+    if channels.center is not None:
+        x = x - channels.center
+    if channels.scale is not None:
+        x = x * channels.scale
     broken = ~torch.isfinite(x).all(-1)
     x = torch.where(broken[..., None], torch.zeros_like(x), x)
     amax = x.abs().amax(-1)
@@ -251,13 +300,17 @@ def dequantise_reference(
     signs: Tensor,
     levels: Tensor | None,
     bits: int,
-    center: Tensor | None = None,
+    channels: Channels = NO_CHANNELS,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Codes and scales -> vectors: docs/format.md, section 6."""
     level = level_of_code_reference(codes, levels, bits)
     x = signs * core_reference((scale.float() * 2.0**-5)[..., None] * level.float())
-    return (x if center is None else x + center).to(dtype)
+    if channels.inverse is not None:
+        x = x * channels.inverse
+    if channels.center is not None:
+        x = x + channels.center
+    return x.to(dtype)
 
 
 def encode_reference(
@@ -271,7 +324,7 @@ def encode_reference(
 ) -> tuple[Tensor, Tensor]:
     """encode in plain PyTorch, with every rounding of docs/format.md."""
     codes, scale = quantise_reference(
-        x, signs, levels, steps, bits, SCALE_MODES[scale_mode], center
+        x, signs, levels, steps, bits, SCALE_MODES[scale_mode], Channels.of(center, 1)
     )
     return pack_reference(codes, bits), scale
 
@@ -287,4 +340,5 @@ def decode_reference(
 ) -> Tensor:
     """decode in plain PyTorch, with every rounding of docs/format.md."""
     codes = unpack_reference(packed, bits, signs.shape[0])
-    return dequantise_reference(codes, scale, signs, levels, bits, center, dtype)
+    channels = Channels.of(center, 1)
+    return dequantise_reference(codes, scale, signs, levels, bits, channels, dtype)

@@ -269,7 +269,7 @@ def packed_memory(
         tail_itemsize: bytes of an element of the model's dtype.
         max_q_len: new tokens that one attention call takes; the tail holds max_q_len - 1 tokens
             more than its window.
-        center: whether keys have a center.
+        center: whether keys have a center and scales of channels.
         whole_sliding: sliding layers keep all tokens, not only the pages that max_q_len queries can
             see (as in TurboQuantCache).
 
@@ -289,7 +289,7 @@ def packed_memory(
         if config.sink_tokens or config.recent_window:
             rows = config.sink_tokens + max(1, config.recent_window + max_q_len - 1)
             tail += rows * layer.kv_heads * 2 * layer.head_dim * tail_itemsize
-        constants += _constants(config, layer.kv_heads if center else 0)
+        constants += _constants(config, 3 * layer.kv_heads if center else 0)
     return CacheMemory(name, per_token, pages, tail, constants)
 
 
@@ -326,9 +326,9 @@ def _pages(context: int, visible: int, page_size: int) -> int:
     return min(whole, 1 - (1 - visible) // page_size) if visible else whole
 
 
-def _constants(config: CacheConfig, centers: int) -> int:
+def _constants(config: CacheConfig, center_rows: int) -> int:
     """Bytes of make_tables: signs, candidate steps, levels where the grid has any, the center."""
-    size = 2 * 4 * config.head_dim + 2 * 4 * config.search + 4 * centers * config.head_dim
+    size = 2 * 4 * config.head_dim + 2 * 4 * config.search + 4 * center_rows * config.head_dim
     for bits, grid in (
         (config.key_bits, config.key_grid),
         (config.value_bits, config.value_grid),

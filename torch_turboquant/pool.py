@@ -287,7 +287,7 @@ class PagedKVPool:
         """The `bytes` of a pool made with the same arguments, without making it.
 
         Args:
-            centers: as for the pool, or True for one per layer.
+            centers: as for the pool, or True for one per layer with scales of channels.
             device: has no influence.
 
         Raises:
@@ -299,16 +299,16 @@ class PagedKVPool:
         rows = first.sink_tokens + ring_rows(first, max_q_len) if _has_tail(first) else 0
         tokens = num_pages * first.page_size if max_seq_len is None else max_seq_len
         if isinstance(centers, bool):
-            with_center = [centers] * len(configs)
+            rows_of_centers = [3 * centers * num_kv_heads] * len(configs)
         else:
             checked = _checked_centers(centers, configs, num_kv_heads)
-            with_center = [center is not None for center in checked]
+            rows_of_centers = [0 if x is None else x.numel() // x.shape[-1] for x in checked]
         constants = {c: _nbytes(make_tables(c, 0)) for c in set(configs)}
         pages = tail = tables = 0
-        for c, center in zip(configs, with_center, strict=True):
+        for c, center_rows in zip(configs, rows_of_centers, strict=True):
             pages += num_pages * num_kv_heads * c.record_bytes
             tail += max_seqs * num_kv_heads * rows * 2 * c.head_dim * dtype.itemsize
-            tables += constants[c] + center * num_kv_heads * c.head_dim * 4
+            tables += constants[c] + center_rows * c.head_dim * 4
         host = 4 * (max_seqs * -(-tokens // first.page_size) + 2 * num_pages)
         return PoolBytes(pages, tail, tables, host)
 
@@ -372,8 +372,8 @@ class PagedKVPool:
         """Fixes what is subtracted from keys before they are encoded, before the first page is.
 
         Args:
-            centers: [num_kv_heads, head_dim] per layer, any floating dtype; None: no center, for
-                one layer or for all.
+            centers: [num_kv_heads, head_dim] per layer, any floating dtype, or [3, num_kv_heads,
+                head_dim] of scaled_center; None: no center, for one layer or for all.
 
         Raises:
             RuntimeError: a page was taken before.
@@ -1072,7 +1072,8 @@ def _checked_centers(
         if center is not None:
             name = f"center of layer {layer}"
             _checks.check_dtype(name, center, _checks.FLOATS)
-            _checks.check_shape(name, center, (kv_heads, c.head_dim))
+            shape = (kv_heads, c.head_dim)
+            _checks.check_shape(name, center, shape if center.dim() == 2 else (3, *shape))
             if not torch.isfinite(center).all():
                 raise ValueError(f"{name} holds NaN or infinity")
     return centers

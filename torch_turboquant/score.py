@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
-from torch_turboquant.codec import level_of_code_reference
+from torch_turboquant.codec import Channels, level_of_code_reference
 from torch_turboquant.pack import check_rows, unpack_reference
 from torch_turboquant.qjl import (
     _rotation,
@@ -70,8 +70,7 @@ def score(
     _checks.check_constant("scale", scale, device, torch.float16, (*lead, keys))
     _checks.check_constant("signs", signs, device, torch.float32, (d,))
     _checks.check_levels(levels, device, bits)
-    if center is not None:
-        _checks.check_constant("center", center, device, torch.float32, (d,))
+    _checks.check_center(center, device, (d,))
     if sign_bits is not None and residual_norm is not None and projection is not None:
         check_projection(projection, device, d)
         _checks.check_constant(
@@ -124,9 +123,12 @@ def score_reference(
     level = level_of_code_reference(unpack_reference(packed, bits, q.shape[-1]), levels, bits)
     rotated = scale.double()[..., None] * level.double() / 32
     keys = rotated @ _rotation(signs)  # the rows of the inverse: rotated^T R
+    channels = Channels.of(center, 1)
+    if channels.inverse is not None:
+        keys = keys * channels.inverse.double()
     out = q.double() @ keys.transpose(-1, -2)
-    if center is not None:
-        out = out + (q.double() @ center.double())[..., None]
+    if channels.center is not None:
+        out = out + (q.double() @ channels.center.double())[..., None]
     if sign_bits is not None and residual_norm is not None and projection is not None:
         out = out + qjl_score_reference(q, sign_bits, residual_norm, projection)
     return out

@@ -1,7 +1,7 @@
 // paged_attention, merge_attention: softmax attention straight from packed pages.
 //
-// Keys are never rotated back: with R the rotation, q . key = (R q) . (scale / 32 * levels) + q . center, so the query is rotated
-// once. Values are summed in the rotated space and the sum is rotated back once. Keys of the exact tail (sinks and recent
+// Keys are never rotated back: with R the rotation and s the scales of channels, q . key = (R (q / s)) . (scale / 32 * levels) +
+// q . center, so the query is rotated once. Values are summed in the rotated space and the sum is rotated back once. Keys of the exact tail (sinks and recent
 // window, docs/format.md section 9) are scored and summed unrotated and join in the end.
 //
 // One piece of work is a span of keys of one (sequence, KV head): all its queries and query heads share every key and value
@@ -23,7 +23,7 @@ struct Attention {
   int64_t max_pages;
   const float* key_signs;
   const float* value_signs;
-  const float* center;                           // [kv_heads, d] or null
+  format::Channels channels;                     // [kv_heads, d]
   const float* sink_logits;                      // [q_heads] or null
   std::vector<int8_t> key_levels, value_levels;  // [2^bits]; empty for 8 bits
   int max_key_level;
@@ -118,7 +118,7 @@ Attention checked_attention(const AttentionCall& c, const format::Record& record
               c.block_table.size(1),
               static_cast<const float*>(c.key_signs.data_ptr()),
               static_cast<const float*>(c.value_signs.data_ptr()),
-              c.center ? static_cast<const float*>(c.center->data_ptr()) : nullptr,
+              channels_of(c.center, floats_of(c.center), kv_heads, d),
               c.sink_logits ? static_cast<const float*>(c.sink_logits->data_ptr()) : nullptr,
               level_list(record.key_bits, checked_levels(c.key_levels, q, c.key_bits, "key_levels")),
               level_list(record.value_bits, checked_levels(c.value_levels, q, c.value_bits, "value_levels")),
@@ -251,13 +251,15 @@ class PagedAttention {
         const int64_t at = t.at + r;
         float* plain = w.plain.data() + at * a_.d;
         to_float(q + x.token * a_.q.stride(0) + x.head * a_.q.stride(1), plain, a_.d);
+        const format::Channels channels = a_.channels.of_head(t.kv_head, a_.d);
         std::copy(plain, plain + a_.d, rotated.begin());
+        if (channels.inverse) multiply(rotated.data(), channels.inverse, a_.d);
         rotate(rotated.data(), a_.key_signs, split_);
         const int d = static_cast<int>(a_.d);
         const float unit = kernels().query_factors(rotated.data(), d, key_layout_, a_.max_key_level, factors(at),
                                                    &w.correction[at], integers.data());
         w.unit[at] = unit * format::kLevelUnit * a_.softmax_scale;
-        w.shift[at] = a_.center ? dot(plain, a_.center + t.kv_head * a_.d, a_.d) * a_.softmax_scale : 0;
+        w.shift[at] = channels.center ? dot(plain, channels.center, a_.d) * a_.softmax_scale : 0;
 
         const Attention::Exact exact = a_.exact(t.sequence, x.position);
         const int64_t first = a_.first_visible(x.position);

@@ -36,7 +36,7 @@ void place_in_tail(Destinations& to, const Batch& batch, const TailView& tail) {
 }
 
 // k, v: [tokens, kv_heads, d]; cache: uint8 [num_pages, kv_heads, record_bytes], written; slot_mapping: int64 [tokens];
-// center: float32 [kv_heads, d]; tail: [max_seqs, kv_heads, rows, 2, d], written
+// center: float32 [kv_heads, d] or [3, kv_heads, d]; tail: [max_seqs, kv_heads, rows, 2, d], written
 void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Tensor& slot_mapping,
                  const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
                  const OptionalTensor& value_levels, const Tensor& key_steps, const Tensor& value_steps,
@@ -70,7 +70,7 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
                              key_book.quantiser(d, key_scale_mode)},
                             {v.data_ptr(), v.stride(0), v.stride(1), static_cast<const float*>(value_signs.data_ptr()),
                              value_book.quantiser(d, value_scale_mode)},
-                            floats_of(center),
+                            channels_of(center, floats_of(center), kv_heads, d),
                             dtype_index(k.scalar_type()),
                             static_cast<uint8_t*>(cache.data_ptr()),
                             kv_heads,
@@ -133,7 +133,7 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
                             value_table.of,
                             static_cast<const float*>(key_signs.data_ptr()),
                             static_cast<const float*>(value_signs.data_ptr()),
-                            floats_of(center),
+                            channels_of(center, floats_of(center), kv_heads, d),
                             dtype_index(dtype)};
   parallel_for(seqs * max_seq_len * kv_heads, row_grain(d, 8), [&](int64_t begin, int64_t end) {
     kernels().load_tokens(loaded, begin, end, k.data_ptr(), v.data_ptr());

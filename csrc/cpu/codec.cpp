@@ -17,11 +17,12 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
   uint8_t* packed_out = static_cast<uint8_t*>(packed.data_ptr());
   uint16_t* scale_out = static_cast<uint16_t*>(scale.data_ptr());
   const float* s = static_cast<const float*>(signs.data_ptr());
+  const format::Channels channels = channels_of(center, floats_of(center), 1, d);
   const Rows rows(x);
   parallel_for(rows.count(), row_grain(d, 16), [&](int64_t begin, int64_t end) {
     rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
-      kernels().encode({element(x, offset), dtype_index(x.scalar_type()), count, stride, split, s, floats_of(center)},
-                       quantiser, packed_out + first * row_bytes, scale_out + first);
+      kernels().encode({element(x, offset), dtype_index(x.scalar_type()), count, stride, split, s, channels}, quantiser,
+                       packed_out + first * row_bytes, scale_out + first);
     });
   });
   return {packed, scale};
@@ -34,7 +35,8 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
   check_output_dtype(dtype);
   const int64_t d = check_dense_vectors(packed, scale, signs, bits), row_bytes = format::dense_row_bytes(d, bits);
   const Levels table(static_cast<int>(bits), checked_levels(levels, packed, bits, "levels"));
-  if (center) check_constant(*center, packed, "center", ScalarType::Float, {d});
+  check_center(center, packed, d);
+  const format::Channels channels = channels_of(center, floats_of(center), 1, d);
 
   Tensor out = empty_like_shape(packed, leading_shape(packed, 1, {d}), dtype);
   const uint8_t* in = static_cast<const uint8_t*>(packed.data_ptr());
@@ -42,7 +44,7 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
   const float* s = static_cast<const float*>(signs.data_ptr());
   parallel_for(packed.numel() / row_bytes, row_grain(d, 4), [&](int64_t begin, int64_t end) {
     kernels().decode({in + begin * row_bytes, scales + begin, end - begin, static_cast<int>(bits), table.of,
-                      format::split_dim(d), s, floats_of(center), dtype_index(dtype)},
+                      format::split_dim(d), s, channels, dtype_index(dtype)},
                      element(out, begin * d));
   });
   return out;

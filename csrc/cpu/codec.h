@@ -22,13 +22,14 @@ struct EncoderScratch {
   uint8_t codes[kMaxRow];
 };
 
-// y = x - center; returns the bits of max |y|: above those of any finite number if there is a NaN or an infinity.
+// y = (x - center) * scale; returns the bits of max |y|: above those of any finite number if there is a NaN or an infinity.
 template <bool WHOLE, typename T>
-inline int32_t load_row(const T* x, const float* center, int d, float* y) {
+inline int32_t load_row(const T* x, const format::Channels& channels, int d, float* y) {
   Ints most = broadcast(0);
   for (int c = 0; c < d; c += 16) {
     Floats v = load_some<WHOLE>(x + c, d - c);
-    if (center) v = v - load_some<WHOLE>(center + c, d - c);
+    if (channels.center) v = v - load_some<WHOLE>(channels.center + c, d - c);
+    if (channels.scale) v = v * load_some<WHOLE>(channels.scale + c, d - c);
     most = max(most, as_ints(abs(v)));
     store(y + c, v);
   }
@@ -193,7 +194,7 @@ inline void encode(const EncodeRows& rows, const Quantiser& q, uint8_t* packed, 
   dispatch_rows(rows.dtype, d, [&](auto tag) {
     const auto* x = static_cast<const typename decltype(tag)::type*>(rows.x);
     for (int64_t r = 0; r < rows.count; ++r, packed += row_bytes) {
-      const int32_t greatest = load_row<tag.kWhole>(x + r * rows.stride, rows.center, d, s.y);
+      const int32_t greatest = load_row<tag.kWhole>(x + r * rows.stride, rows.channels, d, s.y);
       scale[r] = encode_row(s, rows.split, rows.signs, q, greatest);
       pack_row(s.codes, packed, d, q.bits, layout, end);
     }
@@ -219,13 +220,14 @@ inline void rotate_codes(DecoderScratch& s, format::Split split, int bits, const
 
 // The same to the vector itself; out: [d].
 template <typename T, bool WHOLE>
-inline void decode_row(DecoderScratch& s, format::Split split, const float* signs, const float* center, int bits,
-                       const Table32& levels, uint16_t scale, T* out) {
+inline void decode_row(DecoderScratch& s, format::Split split, const float* signs, const format::Channels& channels,
+                       int bits, const Table32& levels, uint16_t scale, T* out) {
   const int d = split.blocks * split.block;
   rotate_codes(s, split, bits, levels, scale);
   for (int c = 0; c < d; c += 16) {
     Floats v = load(s.y + c) * load_some<WHOLE>(signs + c, d - c);
-    if (center) v = v + load_some<WHOLE>(center + c, d - c);
+    if (channels.inverse) v = v * load_some<WHOLE>(channels.inverse + c, d - c);
+    if (channels.center) v = v + load_some<WHOLE>(channels.center + c, d - c);
     store_some<WHOLE>(out + c, v, d - c);
   }
 }
@@ -243,7 +245,7 @@ inline void decode(const DecodeRows& rows, void* out) {
     using T = typename decltype(tag)::type;
     for (int64_t r = 0; r < rows.count; ++r) {
       unpack_row(rows.packed + r * row_bytes, s.codes, d, rows.bits, layout, end);
-      decode_row<T, tag.kWhole>(s, rows.split, rows.signs, rows.center, rows.bits, levels, rows.scale[r],
+      decode_row<T, tag.kWhole>(s, rows.split, rows.signs, rows.channels, rows.bits, levels, rows.scale[r],
                                 static_cast<T*>(out) + r * d);
     }
   });

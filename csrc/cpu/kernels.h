@@ -94,8 +94,8 @@ struct EncodeRows {
   int dtype;
   int64_t count, stride;
   format::Split split;
-  const float* signs;   // [d]
-  const float* center;  // [d] or null
+  const float* signs;         // [d]
+  format::Channels channels;  // [d]
 };
 
 struct DecodeRows {
@@ -105,9 +105,9 @@ struct DecodeRows {
   int bits;
   const int8_t* levels;  // [32], of codes up to 5 bits
   format::Split split;
-  const float* signs;   // [d]
-  const float* center;  // [d] or null
-  int dtype;            // of the output
+  const float* signs;         // [d]
+  format::Channels channels;  // [d]
+  int dtype;                  // of the output
 };
 
 // Rows of affine groups.
@@ -128,7 +128,7 @@ struct StoredTokens {
   };
   format::Record record;
   Kind keys, values;
-  const float* center;  // [kv_heads, d] or null
+  format::Channels channels;  // [kv_heads, d] of keys
   int dtype;
   uint8_t* pages;  // [num_pages, kv_heads, record_bytes]
   int64_t kv_heads;
@@ -146,8 +146,8 @@ struct LoadedTokens {
   const int8_t* value_levels;
   const float* key_signs;  // [d]
   const float* value_signs;
-  const float* center;  // [kv_heads, d] or null
-  int dtype;            // of the output
+  format::Channels channels;  // [kv_heads, d] of keys
+  int dtype;                  // of the output
 };
 
 // ---- score and qjl -----------------------------------------------------------------------------------------------

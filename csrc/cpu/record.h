@@ -228,15 +228,15 @@ inline void store_tokens(const StoredTokens& s, int64_t begin, int64_t end) {
       if (slot < 0) continue;
       uint8_t* record = s.pages + (slot / r.page_size * s.kv_heads + head) * record_bytes;
       const int place = static_cast<int>(slot % r.page_size);
-      const auto encode = [&](const StoredTokens::Kind& kind, const float* center) {
+      const auto encode = [&](const StoredTokens::Kind& kind, const format::Channels& channels) {
         const T* x = static_cast<const T*>(kind.x) + token * kind.token_stride + head * kind.head_stride;
-        const int32_t greatest = load_row<true>(x, center, d, scratch.y);
+        const int32_t greatest = load_row<true>(x, channels, d, scratch.y);
         return encode_row(scratch, split, kind.signs, kind.quantiser, greatest);
       };
-      const uint16_t key_scale = encode(s.keys, s.center ? s.center + head * d : nullptr);
+      const uint16_t key_scale = encode(s.keys, s.channels.of_head(head, d));
       write_key(r, record, place, scratch.codes, layout);
       memcpy(record + r.key_scale(place), &key_scale, sizeof key_scale);
-      const uint16_t value_scale = encode(s.values, nullptr);
+      const uint16_t value_scale = encode(s.values, {});
       visit_values(r, place, ValueWriter{record, scratch.codes});
       memcpy(record + r.value_scale(place), &value_scale, sizeof value_scale);
     }
@@ -273,11 +273,11 @@ inline void load_tokens(const LoadedTokens& l, int64_t begin, int64_t end, void*
         return bits;
       };
       read_key(r, record, place, scratch.codes, layout);
-      decode_row<T, true>(scratch, split, l.key_signs, l.center ? l.center + head * d : nullptr, r.key_bits, key_levels,
+      decode_row<T, true>(scratch, split, l.key_signs, l.channels.of_head(head, d), r.key_bits, key_levels,
                           scale(r.key_scale(place)), key);
       visit_values(r, place, ValueReader{record, scratch.codes});
-      decode_row<T, true>(scratch, split, l.value_signs, nullptr, r.value_bits, value_levels,
-                          scale(r.value_scale(place)), value);
+      decode_row<T, true>(scratch, split, l.value_signs, {}, r.value_bits, value_levels, scale(r.value_scale(place)),
+                          value);
     }
   });
 }

@@ -33,8 +33,8 @@ int max_level(const DenseRows& rows) { return rows.layout == 8 ? 128 : -rows.lev
 class Worker {
  public:
   Worker(const Tensor& q, const Rows& rows, const ScoreShape& shape, const DenseRows& keys, const float* signs,
-         const float* center, const Sketch* sketch, const DenseRows& sketches, float* out)
-      : q_(q), rows_(rows), shape_(shape), keys_(keys), signs_(signs), center_(center), out_(out),
+         const format::Channels& channels, const Sketch* sketch, const DenseRows& sketches, float* out)
+      : q_(q), rows_(rows), shape_(shape), keys_(keys), signs_(signs), channels_(channels), out_(out),
         integers_(queries_at_once(shape), keys.d, keys.layout, max_level(keys)),
         queries_(queries_at_once(shape) * keys.d), scratch_(16 * keys.row_bytes + 64) {
     if (sketch) sketch_.emplace(*sketch, sketches, shape);
@@ -45,8 +45,9 @@ class Worker {
     load_queries(q_, rows_, shape_, b, first, count, d, queries_.data());
     for (int64_t i = 0; i < count; ++i) {
       float* query = queries_.data() + i * d;
-      const float shift = center_ ? dot(query, center_, d) : 0;
+      const float shift = channels_.center ? dot(query, channels_.center, d) : 0;
       if (sketch_) sketch_->set(i, query);
+      if (channels_.inverse) multiply(query, channels_.inverse, d);
       rotate(query, signs_, format::split_dim(d));
       integers_.set(i, query, format::kLevelUnit, shift);
     }
@@ -64,16 +65,16 @@ class Worker {
   const Rows& rows_;
   const ScoreShape& shape_;
   const DenseRows& keys_;
-  const float* signs_;   // [d]
-  const float* center_;  // [d] or null
-  float* out_;           // [batch, queries, keys]
+  const float* signs_;         // [d]
+  format::Channels channels_;  // [d]
+  float* out_;                 // [batch, queries, keys]
   IntegerQueries integers_;
   std::optional<SketchQueries> sketch_;
   std::vector<float> queries_;  // [queries at once, d]
   std::vector<uint8_t> scratch_;
 };
 
-// q: [..., queries, d], packed: uint8 [..., keys, row_bytes], scale: float16 [..., keys], center: float32 [d],
+// q: [..., queries, d], packed: uint8 [..., keys, row_bytes], scale: float16 [..., keys], center: float32 [d] or [3, d],
 // sign_bits: uint8 [..., keys, m / 8], residual_norm: float32 [..., keys], projection as in qjl.h -> float32 [..., queries, keys]
 Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const Tensor& signs,
              const OptionalTensor& levels, int64_t bits, const OptionalTensor& center, const OptionalTensor& sign_bits,
@@ -84,8 +85,8 @@ Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const T
   const DenseRows keys = checked_rows(packed, scale, signs, levels, static_cast<int>(bits));
   const int64_t d = keys.d;
   STD_TORCH_CHECK(q.size(q.dim() - 1) == d, "q has shape ", shape_text(q), ", expected [..., ", d, "] as signs say");
-  if (center) check_constant(*center, q, "center", ScalarType::Float, {d});
-  const float* mean = center ? static_cast<const float*>(center->data_ptr()) : nullptr;
+  check_center(center, q, d);
+  const format::Channels channels = channels_of(center, floats_of(center), 1, d);
   const bool sketched = projection.has_value();
   STD_TORCH_CHECK(sign_bits.has_value() == sketched && residual_norm.has_value() == sketched,
                   "sign_bits, residual_norm and projection come together or not at all");
@@ -103,7 +104,7 @@ Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const T
   const Rows rows(q);
   const int64_t query_bytes = 64 * d + (sketched ? sketch->query_bytes() : 0);
   for_score_blocks(shape, keys.row_bytes + sketches.row_bytes, query_bytes, [&] {
-    return Worker(q, rows, shape, keys, key_signs, mean, sketched ? &*sketch : nullptr, sketches, to);
+    return Worker(q, rows, shape, keys, key_signs, channels, sketched ? &*sketch : nullptr, sketches, to);
   });
   return out;
 }

@@ -128,6 +128,10 @@ inline void add(float* x, const float* y, int64_t d) {
   for (int64_t c = 0; c < d; ++c) x[c] += y[c];
 }
 
+inline void multiply(float* x, const float* y, int64_t d) {
+  for (int64_t c = 0; c < d; ++c) x[c] *= y[c];
+}
+
 // Dot product in sixteen partial sums, so that compilers vectorise it without reassociating anything themselves.
 inline float dot(const float* a, const float* b, int64_t d) {
   float part[16] = {};

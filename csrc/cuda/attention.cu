@@ -27,7 +27,7 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
   const Launch launch(c.q);
   const AlignedRows q(c.q, 16);
   const bool copied = q.data() != c.q.data_ptr();
-  const Constant key_signs(c.key_signs), value_signs(c.value_signs), center(c.center);
+  const Constant key_signs(c.key_signs), value_signs(c.value_signs), constants(c.center);
 
   Attention a{};
   a.q = q.data();
@@ -59,7 +59,7 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
   a.value_signs = value_signs.data();
   a.key_levels = levels_data(c.key_levels);
   a.value_levels = levels_data(c.value_levels);
-  a.center = center.data();
+  a.channels = channels_of(c.center, constants.data(), c.kv_heads(), c.head_dim());
 
   if (c.tail) {
     a.tail = c.tail->data_ptr();

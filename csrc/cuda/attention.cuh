@@ -62,7 +62,7 @@ struct Attention {
   const float* value_signs;    // [d]
   const int8_t* key_levels;    // [2^key_bits]; null: the uniform grid
   const int8_t* value_levels;  // [2^value_bits]; null: the uniform grid
-  const float* center;         // [kv_heads, d] or null
+  format::Channels channels;   // [kv_heads, d]
 
   // The exact tail (docs/format.md section 9)
   const void* tail;           // [max_seqs, kv_heads, sink_tokens + ring, 2, d] of `dtype`; null: none

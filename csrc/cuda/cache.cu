@@ -28,7 +28,7 @@ struct StoreArguments {
   Heads heads[2];  // keys, values
   Codebook book[2];
   const float* signs[2];
-  const float* center;  // [kv_heads, d] of keys, or null
+  format::Channels channels;  // [kv_heads, d] of keys
   const int64_t* slots;
   int64_t tokens;
   Pages pages;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kBlockTokens* Traits::kLanes) store_kernel(con
   const Token to = a.pages.token(slot, head, layout);
   if (lane == 0) tokens[mine] = to;
   stored.to_floats(a.dtype, y);
-  if (kind == kKeys && a.center) subtract<Traits>(y, a.center + head * Traits::kDim, lane);
+  if (kind == kKeys) to_centered<Traits>(y, a.channels.of_head(head, Traits::kDim), lane);
 #pragma unroll
   for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], signs[i]);
   __syncthreads();
@@ -159,8 +159,8 @@ struct LoadArguments {
   int64_t blocks;  // of 16 tokens in a sequence
   const float* signs[2];
   const int8_t* levels[2];
-  const float* center;
-  void* out[2];  // [seqs, max_length, kv_heads, d]
+  format::Channels channels;  // [kv_heads, d] of keys
+  void* out[2];               // [seqs, max_length, kv_heads, d]
   ScalarType dtype;
 };
 
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(load_tokens<Traits>() * Traits::kLanes)
   float y[Traits::kPerLane];
   decode_rotated<Traits>(octet, bits, table, scale, y);
   rotate_back<Traits>(y, a.signs[kind], lane);
-  if (kind == kKeys && a.center) add<Traits>(y, a.center + head * Traits::kDim, lane);
+  if (kind == kKeys) from_centered<Traits>(y, a.channels.of_head(head, Traits::kDim), lane);
   if (!exists) return;
   if (!from.tile) {
 #pragma unroll
@@ -290,14 +290,14 @@ class HeadRows {
 };
 
 TileSource tile_source(const Heads& heads, const Tensor& like, const Codebook& book, const Constant& signs,
-                       const float* center) {
+                       const format::Channels& channels) {
   const int64_t size = like.element_size();
   return {static_cast<const uint8_t*>(heads.data),
           heads.token_stride * size,
           heads.head_stride * size,
           book,
           signs.data(),
-          center,
+          channels,
           like.size(2)};
 }
 
@@ -329,7 +329,7 @@ Tail checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Op
 }
 
 // k, v: [tokens, kv_heads, d]; cache: uint8 [num_pages, kv_heads, record_bytes], written; slot_mapping: int64 [tokens];
-// center: float32 [kv_heads, d]; tail: [max_seqs, kv_heads, rows, 2, d], written
+// center: float32 [kv_heads, d] or [3, kv_heads, d]; tail: [max_seqs, kv_heads, rows, 2, d], written
 void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Tensor& slot_mapping,
                  const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
                  const OptionalTensor& value_levels, const Tensor& key_steps, const Tensor& value_steps,
@@ -357,11 +357,12 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
   if (tokens == 0 || kv_heads == 0) return;
 
   const HeadRows keys(k), values(v);
-  const Constant k_signs(key_signs), v_signs(value_signs), mean(center);
+  const Constant k_signs(key_signs), v_signs(value_signs), constants(center);
+  const format::Channels channels = channels_of(center, constants.data(), kv_heads, d);
   const Launch launch(k);
   const format::Split split = format::split_dim(d);
-  const TileArguments tiles{{tile_source(keys.heads(), k, key_book, k_signs, mean.data()),
-                             tile_source(values.heads(), k, value_book, v_signs, nullptr)},
+  const TileArguments tiles{{tile_source(keys.heads(), k, key_book, k_signs, channels),
+                             tile_source(values.heads(), k, value_book, v_signs, {})},
                             2,
                             tokens,
                             static_cast<int>(kv_heads),
@@ -379,7 +380,7 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
   const StoreArguments arguments{{keys.heads(), values.heads()},
                                  {key_book, value_book},
                                  {k_signs.data(), v_signs.data()},
-                                 mean.data(),
+                                 channels,
                                  static_cast<const int64_t*>(slot_mapping.data_ptr()),
                                  tokens,
                                  pages,
@@ -427,7 +428,8 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
   Tensor v = torch::stable::new_empty(cache, {seqs, max_seq_len, kv_heads, d}, dtype);
   if (k.numel() == 0) return {k, v};
 
-  const Constant k_signs(key_signs), v_signs(value_signs), mean(center);
+  const Constant k_signs(key_signs), v_signs(value_signs), constants(center);
+  const format::Channels channels = channels_of(center, constants.data(), kv_heads, d);
   const Launch launch(cache);
   const LoadArguments arguments{pages,
                                 RecordLayout(record),
@@ -439,13 +441,13 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
                                 (max_seq_len + kBlockTokens - 1) / kBlockTokens,
                                 {k_signs.data(), v_signs.data()},
                                 {levels_data(key_levels), levels_data(value_levels)},
-                                mean.data(),
+                                channels,
                                 {k.data_ptr(), v.data_ptr()},
                                 dtype};
   LoadTileArguments tiles{};
   for (int s = 0; s < 2; ++s) {
     tiles.source[s] = {s == kKeys ? record.key_bits : record.value_bits, arguments.levels[s], arguments.signs[s],
-                       s == kKeys ? mean.data() : nullptr, arguments.out[s]};
+                       s == kKeys ? channels : format::Channels{}, arguments.out[s]};
   }
   tiles.sources = 2;
   tiles.heads = static_cast<int>(kv_heads);

@@ -25,7 +25,7 @@ int shared_bytes(int row_bytes) {
 template <typename Traits>
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(const void* x, const __grid_constant__ Rows rows, ScalarType dtype, const float* signs,
-                  const float* center, const __grid_constant__ Codebook book,
+                  const __grid_constant__ format::Channels channels, const __grid_constant__ Codebook book,
                   const __grid_constant__ EncodeConstants constants, int row_bytes, uint8_t* packed, uint16_t* scale) {
   extern __shared__ uint4 staged[];
   uint8_t* bytes = reinterpret_cast<uint8_t*>(staged);
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool active = row < rows.count;  // the others of the last block stay for the shuffles
   float y[Traits::kPerLane];
   load_as<Traits>(x, dtype, rows(active ? row : 0), lane, y);
-  if (center) subtract<Traits>(y, center, lane);
+  to_centered<Traits>(y, channels, lane);
   apply_signs<Traits>(y, signs, lane);
   Octet octet[Octets<Traits>::kCount];
   const uint16_t bits16 = encode_vector<Traits>(y, lane, shared, book, constants, octet);
@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(kThreads)
 template <typename Traits>
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(const uint8_t* packed, const uint16_t* scale, int64_t count, int row_bytes, const float* signs,
-                  const int8_t* levels, int bits, const float* center, ScalarType dtype, void* out) {
+                  const int8_t* levels, int bits, const __grid_constant__ format::Channels channels, ScalarType dtype,
+                  void* out) {
   extern __shared__ uint4 staged[];
   __shared__ float table[32];
   constexpr int vectors = block_vectors<Traits>();
@@ -81,20 +82,19 @@ __global__ void __launch_bounds__(kThreads)
   const float s = active ? __half2float(__ushort_as_half(scale[row])) : 0.0f;
   decode_rotated<Traits>(octet, bits, table, s, y);
   rotate_back<Traits>(y, signs, lane);
-  if (center) add<Traits>(y, center, lane);
+  from_centered<Traits>(y, channels, lane);
   if (active) store_as<Traits>(y, lane, out, dtype, row * Traits::kDim);
 }
 
 // Many vectors, in at most two leading dimensions; false where that does not apply.
 bool encode_tiles(const AlignedRows& in, const Tensor& x, const Codebook& book, const Constant& signs,
-                  const Constant& center, format::Split split, int row_bytes, const Tensor& packed, const Tensor& scale,
-                  const Launch& launch) {
+                  const format::Channels& channels, format::Split split, int row_bytes, const Tensor& packed,
+                  const Tensor& scale, const Launch& launch) {
   const Rows& rows = in.rows();
   if (rows.dims > 2 || rows.size[rows.dims - 1] > INT32_MAX) return false;
   const int64_t size = x.element_size();
   TileArguments a{};
-  a.source[0] = {
-      static_cast<const uint8_t*>(in.data()), rows.stride[0] * size, 0, book, signs.data(), center.data(), 0};
+  a.source[0] = {static_cast<const uint8_t*>(in.data()), rows.stride[0] * size, 0, book, signs.data(), channels, 0};
   a.sources = 1;
   a.tokens = rows.count;
   a.heads = 1;
@@ -126,15 +126,16 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
   if (x.numel() == 0) return {packed, scale};
 
   const AlignedRows in(x, word_bytes(std::min(8, split.block), x.element_size()));
-  const Constant s(signs), mean(center);
+  const Constant s(signs), constants(center);
+  const format::Channels channels = channels_of(center, constants.data(), 1, d);
   const Launch launch(x);
-  if (encode_tiles(in, x, book, s, mean, split, row_bytes, packed, scale, launch)) return {packed, scale};
+  if (encode_tiles(in, x, book, s, channels, split, row_bytes, packed, scale, launch)) return {packed, scale};
   dispatch_dim(split, [&](auto traits) {
     using Traits = decltype(traits);
     encode_kernel<Traits>
         <<<num_blocks(in.rows().count, block_vectors<Traits>()), kThreads, shared_bytes<Traits>(row_bytes),
-           launch.stream()>>>(in.data(), in.rows(), x.scalar_type(), s.data(), mean.data(), book,
-                              encode_constants(split), row_bytes, static_cast<uint8_t*>(packed.data_ptr()),
+           launch.stream()>>>(in.data(), in.rows(), x.scalar_type(), s.data(), channels, book, encode_constants(split),
+                              row_bytes, static_cast<uint8_t*>(packed.data_ptr()),
                               static_cast<uint16_t*>(scale.data_ptr()));
     launch.check("encode");
   });
@@ -143,11 +144,11 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
 
 // Many vectors; false where that does not apply.
 bool decode_tiles(const DenseVectors& vectors, const Tensor& packed, const Tensor& scale, const Constant& signs,
-                  const OptionalTensor& levels, int bits, const Constant& center, ScalarType dtype, const Tensor& out,
-                  const Launch& launch) {
+                  const OptionalTensor& levels, int bits, const format::Channels& channels, ScalarType dtype,
+                  const Tensor& out, const Launch& launch) {
   if (!aligned(packed.data_ptr(), 8)) return false;
   LoadTileArguments a{};
-  a.source[0] = {bits, levels_data(levels), signs.data(), center.data(), out.data_ptr()};
+  a.source[0] = {bits, levels_data(levels), signs.data(), channels, out.data_ptr()};
   a.sources = a.heads = 1;
   a.dtype = dtype;
   a.seqs = 1;
@@ -166,20 +167,21 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
   check_codec_bits(bits);
   check_output_dtype(dtype);
   const DenseVectors vectors = checked_dense_vectors(packed, scale, signs, levels, bits);
-  if (center) check_constant(*center, packed, "center", ScalarType::Float, {vectors.d});
+  check_center(center, packed, vectors.d);
   Tensor out = torch::stable::new_empty(packed, leading_shape(packed, 1, {vectors.d}), dtype);
   if (vectors.count == 0) return out;
 
-  const Constant s(signs), mean(center);
+  const Constant s(signs), constants(center);
+  const format::Channels channels = channels_of(center, constants.data(), 1, vectors.d);
   const Launch launch(packed);
-  if (decode_tiles(vectors, packed, scale, s, levels, static_cast<int>(bits), mean, dtype, out, launch)) return out;
+  if (decode_tiles(vectors, packed, scale, s, levels, static_cast<int>(bits), channels, dtype, out, launch)) return out;
   dispatch_dim(vectors.split, [&](auto traits) {
     using Traits = decltype(traits);
     decode_kernel<Traits>
         <<<num_blocks(vectors.count, block_vectors<Traits>()), kThreads, shared_bytes<Traits>(vectors.row_bytes),
            launch.stream()>>>(bytes_of(packed), static_cast<const uint16_t*>(scale.data_ptr()), vectors.count,
-                              vectors.row_bytes, s.data(), levels_data(levels), static_cast<int>(bits), mean.data(),
-                              dtype, out.data_ptr());
+                              vectors.row_bytes, s.data(), levels_data(levels), static_cast<int>(bits), channels, dtype,
+                              out.data_ptr());
     launch.check("decode");
   });
   return out;

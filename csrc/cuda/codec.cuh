@@ -135,20 +135,35 @@ __device__ __forceinline__ void decode_rotated(const Octet* octet, int bits, con
   for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(unit, level_of(octet[i / 8], bits, i % 8, table));
 }
 
-// y + center and y - center; center: float32 [d], aligned like signs.
+// y = (y - center) * scale, and back. channels: float32 [d] each, aligned like signs.
 template <typename Traits>
-__device__ __forceinline__ void add(float (&y)[Traits::kPerLane], const float* center, int lane) {
+__device__ __forceinline__ void to_centered(float (&y)[Traits::kPerLane], const format::Channels& channels, int lane) {
   float c[Traits::kPerLane];
-  load<Traits>(center, lane, c);
+  if (channels.center) {
+    load<Traits>(channels.center, lane, c);
 #pragma unroll
-  for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fadd_rn(y[i], c[i]);
+    for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fsub_rn(y[i], c[i]);
+  }
+  if (channels.scale) {
+    load<Traits>(channels.scale, lane, c);
+#pragma unroll
+    for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], c[i]);
+  }
 }
 template <typename Traits>
-__device__ __forceinline__ void subtract(float (&y)[Traits::kPerLane], const float* center, int lane) {
+__device__ __forceinline__ void from_centered(float (&y)[Traits::kPerLane], const format::Channels& channels,
+                                              int lane) {
   float c[Traits::kPerLane];
-  load<Traits>(center, lane, c);
+  if (channels.inverse) {
+    load<Traits>(channels.inverse, lane, c);
 #pragma unroll
-  for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fsub_rn(y[i], c[i]);
+    for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], c[i]);
+  }
+  if (channels.center) {
+    load<Traits>(channels.center, lane, c);
+#pragma unroll
+    for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fadd_rn(y[i], c[i]);
+  }
 }
 
 // ---- Encoding -------------------------------------------------------------------------------------------------------

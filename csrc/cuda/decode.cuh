@@ -630,9 +630,10 @@ class Decoder {
     return X::Rotation::channel(lane_, i / X::Rotation::kVec) + i % X::Rotation::kVec;
   }
 
-  __device__ __forceinline__ void apply(const float* signs, float (&y)[X::kPerLane]) const {
+  // factors: [d], signs or scales
+  __device__ __forceinline__ void apply(const float* factors, float (&y)[X::kPerLane]) const {
 #pragma unroll
-    for (int i = 0; i < X::kPerLane; ++i) y[i] *= signs[channel(i)];
+    for (int i = 0; i < X::kPerLane; ++i) y[i] *= factors[channel(i)];
   }
 
   // Rotates the rows of a segment, a warp per row, and lays them out as operands; ends with all warps holding theirs.
@@ -649,12 +650,12 @@ class Decoder {
 #pragma unroll
       for (int i = 0; i < X::kPerLane; ++i) y[i] = real ? read_float(plain(), a_.dtype, r * D + channel(i)) : 0;
       if (real) {
-        if (a_.center) {
+        const format::Channels of_head = a_.channels.of_head(at.head, D);
+        if (of_head.center) {
 #pragma unroll
-          for (int i = 0; i < X::kPerLane; ++i) {
-            row.shift = fmaf(y[i], a_.center[int64_t{at.head} * D + channel(i)], row.shift);
-          }
+          for (int i = 0; i < X::kPerLane; ++i) row.shift = fmaf(y[i], of_head.center[channel(i)], row.shift);
         }
+        if (of_head.inverse) apply(of_head.inverse, y);
         const Attention::Exact exact = a_.exact(at.sequence, position);
         row.first = max(a_.first_visible(position), exact.sinks), row.end = exact.recent;
       }
@@ -665,7 +666,7 @@ class Decoder {
       for (int i = 0; i < X::kPerLane; ++i) largest = max_or_nan(largest, fabsf(y[i]));
       largest =
           __int_as_float(max_of_lanes(__float_as_int(largest)));  // not negative: ordered like integers, NaN above all
-      if (a_.center) {
+      if (a_.channels.center) {
 #pragma unroll
         for (int bit = 1; bit < 32; bit *= 2) row.shift += __shfl_xor_sync(0xffffffff, row.shift, bit);
       }

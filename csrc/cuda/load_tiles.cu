@@ -346,9 +346,9 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks) load_tile_kernel(const _
     fetch(fetched);
     rotate_tile<Traits, true>(y, part);
 
-    const float* center = source.center ? source.center + int64_t{from_head} * Traits::kDim : nullptr;
+    const format::Channels channels = source.channels.of_head(from_head, Traits::kDim);
     uint32_t* row = rows[warp] + vector * kStageStride<Traits>;
-    put_rotated<Traits>(y, factors[s], center, part, reinterpret_cast<T*>(row));
+    put_rotated<Traits>(y, factors[s], channels, part, reinterpret_cast<T*>(row));
     if (!there) {
 #pragma unroll 1
       for (int h = 0; h < 2; ++h) {

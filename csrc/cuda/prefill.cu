@@ -453,7 +453,9 @@ class Block {
   // ---- Queries
 
   // Are the keys at hand without their center? Codes are; so are exact keys of float32, which float16 can round better then.
-  __device__ __forceinline__ bool centered() const { return a_.center && (!exact_ || a_.dtype == ScalarType::Float); }
+  __device__ __forceinline__ bool centered() const {
+    return a_.channels.center && (!exact_ || a_.dtype == ScalarType::Float);
+  }
 
   // Rows as float16, rotated for codes, unrotated for exact keys. Word ((16-row tile * groups + G) * 2 + i) * 32 + lane is what
   // tensor cores take as A from rows g and g + 8: channels 32 G + 8 t + 4 i and the next, then the two after these. Warpgroups
@@ -462,7 +464,8 @@ class Block {
     const int d = x_.layout.head_dim, octets = x_.layout.octets;
     float* scratch = reinterpret_cast<float*>(shared_ + SharedLayout<S>::kKeys) + warp_ * kStageRows * d;
     const bool rotated = !exact_;
-    const float* center = centered() ? a_.center + int64_t{head_} * d : nullptr;
+    const format::Channels channels = a_.channels.of_head(head_, d);
+    const float* center = centered() ? channels.center : nullptr;
     for (int first = kStageRows * warp_; first < S::kRows; first += kStageRows * S::kWarps) {
 #pragma unroll
       for (int k = 0; k < kStageRows; ++k) {
@@ -484,6 +487,11 @@ class Block {
             load_floats<8>(a_.key_signs + 8 * o, other);
 #pragma unroll
             for (int i = 0; i < 8; ++i) y[i] *= other[i];
+            if (channels.inverse) {
+              load_floats<8>(channels.inverse + 8 * o, other);
+#pragma unroll
+              for (int i = 0; i < 8; ++i) y[i] *= other[i];
+            }
           }
           store_shared(y, scratch + k * d + 8 * o);
         }
@@ -675,7 +683,7 @@ class Block {
       const int ring_row =
           position < a_.sink_tokens ? position : a_.sink_tokens + (position - a_.sink_tokens) % a_.ring;
       const int64_t from = ((tail_row_ + ring_row) * 2 + is_value) * d;
-      const float* center = !is_value && centered() ? a_.center + int64_t{head_} * d : nullptr;
+      const float* center = !is_value && centered() ? a_.channels.center + int64_t{head_} * d : nullptr;
       const auto load = [&](int o, float (&y)[8]) {
         load_octet(a_.tail, a_.dtype, from + 8 * o, y);
         if (!center) return;

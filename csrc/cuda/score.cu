@@ -1,5 +1,5 @@
 // score, qjl_score: attention scores straight from packed standalone vectors and from sketches of their residuals. The query is
-// rotated once; keys are never rotated back: <q, key> = <R q, scale / 32 * levels> + <q, center>, plus the sketch's estimate.
+// rotated once; keys are never rotated back: <q, key> = <R (q / s), scale / 32 * levels> + <q, center>, s the scales of channels, plus the sketch's estimate.
 //
 // Keys are read once, at the speed of memory, so expanding codes must cost next to nothing: levels are bytes, and tensor cores
 // multiply bytes. A query coordinate becomes an integer in units of 2^-25 of the largest one's power of two, and its four bytes
@@ -41,7 +41,7 @@ struct ScoreArguments {
   const __half* scale;
   const float* signs;
   const int8_t* levels;
-  const float* center;  // or null
+  format::Channels channels;  // [d]
   int bits, row_bytes, steps;
 
   const uint8_t* sign_bits;  // sketches: rows of sketch_bytes; null without them
@@ -81,9 +81,9 @@ __device__ __forceinline__ float load_query(const ScoreArguments& a, int64_t at)
   return static_cast<const float*>(a.q)[at];
 }
 
-// q * factors -> y[d] in shared memory, by one warp; factors may be null. Returns this lane's part of <q, others>, others null: 0.
+// q * factors * inverse -> y[d] in shared memory, by one warp; factors may be null. Returns this lane's part of <q, center>.
 __device__ __forceinline__ float load_products(const ScoreArguments& a, int64_t from, const float* factors,
-                                               const float* others, float* y, int lane) {
+                                               const format::Channels& channels, float* y, int lane) {
   constexpr int kAhead = 4;  // loads that are under way together
   float sum = 0;
 #pragma unroll 1
@@ -94,7 +94,8 @@ __device__ __forceinline__ float load_products(const ScoreArguments& a, int64_t 
       const int c = base + 32 * i;
       x[i] = c < a.d ? load_query(a, from + c) : 0;
       factor[i] = factors && c < a.d ? factors[c] : 1;
-      other[i] = others && c < a.d ? others[c] : 0;
+      if (channels.inverse && c < a.d) factor[i] *= channels.inverse[c];
+      other[i] = channels.center && c < a.d ? channels.center[c] : 0;
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
@@ -107,14 +108,18 @@ __device__ __forceinline__ float load_products(const ScoreArguments& a, int64_t 
 
 // The same and then the transform, for the usual d = 128.
 __device__ __forceinline__ float rotate_in_registers(const ScoreArguments& a, int64_t from, const float* signs,
-                                                     const float* center, float* y, int lane) {
+                                                     const format::Channels& channels, float* y, int lane) {
   using Traits = HadamardTraits<1, 7, 32, 4>;
-  float x[4], sign[4], mean[4] = {}, sum = 0;
+  float x[4], sign[4], mean[4] = {}, inverse[4] = {1, 1, 1, 1}, sum = 0;
   load_as<Traits>(a.q, a.q_dtype, from, lane, x);
   load<Traits>(signs, lane, sign);
-  if (center) load<Traits>(center, lane, mean);
+  if (channels.center) load<Traits>(channels.center, lane, mean);
+  if (channels.inverse) load<Traits>(channels.inverse, lane, inverse);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sum = __fmaf_rn(x[i], mean[i], sum), x[i] = __fmul_rn(x[i], sign[i]);
+  for (int i = 0; i < 4; ++i) {
+    sum = __fmaf_rn(x[i], mean[i], sum);
+    x[i] = __fmul_rn(x[i], __fmul_rn(sign[i], inverse[i]));
+  }
   transform<Traits>(x, lane);
   *reinterpret_cast<float4*>(y + 4 * lane) = make_float4(x[0], x[1], x[2], x[3]);
   __syncwarp();
@@ -177,12 +182,12 @@ __device__ __forceinline__ void prepare_queries(const ScoreArguments& a, int64_t
   float *y = side.work + query * stride, total = 0;
   if (mine) {
     const float* factors = !sketched ? a.signs : dense ? nullptr : a.projection;
-    const float* center = sketched ? nullptr : a.center;
+    const format::Channels channels = sketched ? format::Channels{} : a.channels;
     const int64_t from = a.q_rows(first_row + query);
     if (a.in_registers && !dense) {
-      total = rotate_in_registers(a, from, factors, center, y, lane);
+      total = rotate_in_registers(a, from, factors, channels, y, lane);
     } else {
-      total = load_products(a, from, factors, center, y, lane);
+      total = load_products(a, from, factors, channels, y, lane);
       if (!dense) transform_shared(y, a.split, lane);
     }
   }
@@ -546,7 +551,7 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   if (out.numel() == 0) return out;
   const Launch launch(q);
   const AlignedRows in(q, d == 128 ? word_bytes(4, q.element_size()) : 1);
-  a.in_registers = d == 128 && aligned(a.signs, 16) && aligned(a.center, 16) && aligned(a.projection, 16);
+  a.in_registers = d == 128 && aligned(a.signs, 16) && aligned(a.channels.center, 16) && aligned(a.projection, 16);
   a.q = in.data();
   a.q_rows = in.rows();
   a.q_dtype = q.scalar_type();
@@ -565,7 +570,7 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   return out;
 }
 
-// q: [..., queries, d], packed: uint8 [..., keys, row_bytes], scale: float16 [..., keys], center: float32 [d],
+// q: [..., queries, d], packed: uint8 [..., keys, row_bytes], scale: float16 [..., keys], center: float32 [d] or [3, d],
 // sign_bits: uint8 [..., keys, m / 8], residual_norm: float32 [..., keys], projection as in qjl.cuh -> float32 [..., queries, keys]
 Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const Tensor& signs,
              const OptionalTensor& levels, int64_t bits, const OptionalTensor& center, const OptionalTensor& sign_bits,
@@ -576,7 +581,7 @@ Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const T
   const DenseVectors keys = checked_dense_vectors(packed, scale, signs, levels, bits);
   STD_TORCH_CHECK(q.size(q.dim() - 1) == keys.d, "q has shape ", shape_text(q), ", expected [..., ", keys.d,
                   "] as signs say");
-  if (center) check_constant(*center, q, "center", ScalarType::Float, {keys.d});
+  check_center(center, q, keys.d);
   const bool sketched = projection.has_value();
   STD_TORCH_CHECK(sign_bits.has_value() == sketched && residual_norm.has_value() == sketched,
                   "sign_bits, residual_norm and projection come together or not at all");
@@ -586,7 +591,7 @@ Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const T
   a.scale = static_cast<const __half*>(scale.data_ptr());
   a.signs = static_cast<const float*>(signs.data_ptr());
   a.levels = levels_data(levels);
-  a.center = center ? static_cast<const float*>(center->data_ptr()) : nullptr;
+  a.channels = channels_of(center, center ? static_cast<const float*>(center->data_ptr()) : nullptr, 1, keys.d);
   a.bits = static_cast<int>(bits);
   a.row_bytes = keys.row_bytes;
   a.steps = static_cast<int>((keys.d + kStretch - 1) / kStretch);

@@ -12,8 +12,8 @@ struct TileSource {
   int64_t token_stride, head_stride;
   Codebook book;
   const float* signs;
-  const float* center;    // float32, or null
-  int64_t center_stride;  // between heads, in elements
+  format::Channels channels;  // [d] of the first head
+  int64_t channel_stride;     // between heads, in elements
 };
 
 struct TileArguments {
@@ -41,8 +41,8 @@ struct LoadTileSource {
   int bits;
   const int8_t* levels;
   const float* signs;
-  const float* center;  // [heads, d] or null
-  void* out;            // [seqs, max_length, heads, d]
+  format::Channels channels;  // [heads, d]
+  void* out;                  // [seqs, max_length, heads, d]
 };
 
 struct LoadTileArguments {

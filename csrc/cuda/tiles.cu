@@ -81,8 +81,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
     float y[64];
     const Rotated v = rotate_vector<Traits>(y, part, [&](float (&y)[64]) {
       const uint32_t* staged = stage + vector * kStageStride<Traits> + 32 * part;
-      const float* center = source.center ? source.center + from_head * source.center_stride + 64 * part : nullptr;
-      read_staged<T>(staged, signs, center, part, y);
+      read_staged<T>(staged, signs, source.channels.of_head(1, from_head * source.channel_stride + 64 * part), part, y);
     });
     __syncwarp();
     tile += tiles_on;

@@ -130,11 +130,11 @@ __device__ __forceinline__ void fill_signs(uint32_t* rows, const float* signs, i
   }
 }
 
-// A lane's staged channels as float32, less the center if there is one, with their signs. What is done to 16 channels
-// ends before the next are read, or compilers keep everything in registers at once.
+// A lane's staged channels as float32, less the center and scaled if so asked, with their signs. What is done to 16
+// channels ends before the next are read, or compilers keep everything in registers at once.
 template <typename T>
-__device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t* signs, const float* center, int part,
-                                            float (&y)[64]) {
+__device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t* signs,
+                                            const format::Channels& channels, int part, float (&y)[64]) {
 #pragma unroll
   for (int i = 0; i < 64; i += 16) {
     const int from = i % 32 + 32 * (i / 32 ^ turned(part));
@@ -161,14 +161,22 @@ __device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t*
         to[2 * k + 1] = __uint_as_float((word[k] & 0xFFFF0000) ^ sign[2 * k + 1]);
       }
     }
-    if (center) {  // -(a - b) = (-a) - (-b)
+    if (channels.center) {  // -(a - b) = (-a) - (-b)
 #pragma unroll
       for (int k = 0; k < 16; k += 4) {
-        const float4 c = __ldg(reinterpret_cast<const float4*>(center + from + k));
+        const float4 c = __ldg(reinterpret_cast<const float4*>(channels.center + from + k));
         to[k] = __fsub_rn(to[k], __uint_as_float(__float_as_uint(c.x) ^ sign[k]));
         to[k + 1] = __fsub_rn(to[k + 1], __uint_as_float(__float_as_uint(c.y) ^ sign[k + 1]));
         to[k + 2] = __fsub_rn(to[k + 2], __uint_as_float(__float_as_uint(c.z) ^ sign[k + 2]));
         to[k + 3] = __fsub_rn(to[k + 3], __uint_as_float(__float_as_uint(c.w) ^ sign[k + 3]));
+      }
+    }
+    if (channels.scale) {
+#pragma unroll
+      for (int k = 0; k < 16; k += 4) {
+        const float4 c = __ldg(reinterpret_cast<const float4*>(channels.scale + from + k));
+        to[k] = __fmul_rn(to[k], c.x), to[k + 1] = __fmul_rn(to[k + 1], c.y);
+        to[k + 2] = __fmul_rn(to[k + 2], c.z), to[k + 3] = __fmul_rn(to[k + 3], c.w);
       }
     }
     asm volatile("" ::: "memory");
@@ -230,11 +238,11 @@ __device__ __forceinline__ bool is_negated(int part, int h) {
   return h == 0 ? part == 3 : part == 2;
 }
 
-// What a lane holds after rotate_tile, times the factors of its channels, plus the center if there is one, as
-// numbers of the vector that starts at `row` in shared memory.
+// What a lane holds after rotate_tile, times the factors of its channels, scaled back and plus the center if so asked,
+// as numbers of the vector that starts at `row` in shared memory.
 template <typename Traits, typename T>
-__device__ __forceinline__ void put_rotated(const float (&y)[64], const float* factors, const float* center, int part,
-                                            T* row) {
+__device__ __forceinline__ void put_rotated(const float (&y)[64], const float* factors,
+                                            const format::Channels& channels, int part, T* row) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int begin = 32 * Traits::group(part, h);
@@ -245,9 +253,14 @@ __device__ __forceinline__ void put_rotated(const float (&y)[64], const float* f
       float z[8] = {f[0].x, f[0].y, f[0].z, f[0].w, f[1].x, f[1].y, f[1].z, f[1].w};
 #pragma unroll
       for (int k = 0; k < 8; ++k) z[k] = __fmul_rn(y[32 * h + i + k], z[k]);
-      if (center) {
-        float c[8];
-        load_floats<8>(center + begin + i, c);
+      float c[8];
+      if (channels.inverse) {
+        load_floats<8>(channels.inverse + begin + i, c);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) z[k] = __fmul_rn(z[k], c[k]);
+      }
+      if (channels.center) {
+        load_floats<8>(channels.center + begin + i, c);
 #pragma unroll
         for (int k = 0; k < 8; ++k) z[k] = __fadd_rn(z[k], c[k]);
       }

@@ -3,7 +3,8 @@
 none                                    uncompressed
 k4v4                                    a preset
 k4v4:recent_window=0,center=none        the same with changes: any field of CacheConfig,
-                                        center (auto, none or a file of save_centers),
+                                        center (auto, mean, none or a file of
+                                        save_centers),
                                         boundary_layers, boundary_preset, and single layers:
 k3v3:layers=0@k8v8+-1@k4v4              the first and the last layer otherwise
 k3v3:layers=FILE.json                   the same from {"0": "k8v8", "-1": "k4v4"}

@@ -61,10 +61,10 @@ class TurboQuantCache(Attachable, Cache):
         if static and max_cache_len is None:
             raise ValueError("a static cache needs its max_cache_len")
         windows = layer_windows(model)
-        auto = isinstance(center, str) and center == "auto"
+        learned = center if isinstance(center, str) and center in ("auto", "mean") else None
         known: Centers | None
         if isinstance(center, (str, os.PathLike)):
-            known = None if auto else centers.load_centers(center, model)
+            known = None if learned else centers.load_centers(center, model)
         else:
             known = center
         if known is not None:
@@ -83,13 +83,13 @@ class TurboQuantCache(Attachable, Cache):
             boundary_layers=boundary_layers,
             boundary_preset=boundary_preset,
         )
-        self.center = "auto" if auto else known
+        self.center = learned or known
         self.sequences = Sequences(
             config,
             max_batch_size,
             max_cache_len,
             max_q_len,
-            auto=auto,
+            learned_center=learned,
             static=static,
             windows=windows,
         )
@@ -136,9 +136,11 @@ class TurboQuantCache(Attachable, Cache):
             max_q_len: new tokens that one attention call takes; longer continuations go in pieces
                 of this length. The tail holds max_q_len - 1 tokens more than its window, so `crop`
                 of up to as many loses nothing.
-            center: "auto" (learned from the first tokens), None (off), one tensor [kv_heads,
-                head_dim] per layer as `calibrate` returns them, or the path of a file written by
-                `save_centers` (of a model of the same shape and RoPE, or it is refused).
+            center: "auto" (mean key and scales of channels, learned from the first tokens), "mean"
+                (the mean key alone, learned in the same way), None (off), one tensor per layer as
+                `calibrate` returns them (float32 [kv_heads, head_dim], or [3, kv_heads, head_dim]
+                of torch_turboquant.scaled_center), or the path of a file written by `save_centers`
+                (of a model of the same shape and RoPE, or it is refused).
             layer_presets: layer -> preset or CacheConfig (negative: from the end), or one entry per
                 layer (None: as otherwise); wins over boundary_layers. Presets change bits and
                 grids; a CacheConfig may differ in all but head_dim, page_size, sink_tokens and
@@ -245,9 +247,10 @@ class TurboQuantCache(Attachable, Cache):
 
     @property
     def centers(self) -> list[Tensor | None] | None:
-        """Centers in use: float32 [kv_heads, head_dim] per layer (None for a layer without keys).
+        """Centers in use, one per layer (None for a layer without keys).
 
-        None: off, or to be learned.
+        float32 [kv_heads, head_dim], or with scales of channels [3, kv_heads, head_dim]
+        (torch_turboquant.scaled_center). None: off, or to be learned.
         """
         tables = [layer.tables for layer in self.packed]
         if not self.sequences.center_known or any(t is None or t.center is None for t in tables):
@@ -321,21 +324,24 @@ class TurboQuantCache(Attachable, Cache):
         *,
         skip: int = 4,
         chunk: int = 512,
+        scaled: bool = True,
     ) -> list[Tensor | None]:
-        """Mean keys of a text, for `center=`.
+        """Centers learned from a text, for `center=`: mean keys, and scales of their channels.
 
         Args:
             inputs: token ids, int64 [n] or [batch, n] without padding; or text, with its tokenizer.
             skip: first tokens of each sequence to leave out (their keys are outliers).
             chunk: tokens per forward.
+            scaled: with scales of channels; False: mean keys alone.
 
         Returns:
-            One float32 [kv_heads, head_dim] per layer, on the CPU; None for a layer without keys.
+            One float32 [3, kv_heads, head_dim] per layer (torch_turboquant.scaled_center), or
+            [kv_heads, head_dim] without scales, on the CPU; None for a layer without keys.
 
         Raises:
             ValueError: fewer than CENTER_TOKENS tokens, or text without a tokenizer.
         """
-        return centers.calibrate(model, inputs, tokenizer, skip=skip, chunk=chunk)
+        return centers.calibrate(model, inputs, tokenizer, skip=skip, chunk=chunk, scaled=scaled)
 
 
 def _nbytes(tensor: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""Centers: the constant key vectors that keys are stored relative to."""
+"""Centers: what keys are stored relative to, their mean and the scales of their channels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from torch_turboquant.codec import scaled_center
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     layer_windows,
@@ -22,17 +23,43 @@ from torch_turboquant.integrations.transformers.sequences import CENTER_TOKENS, 
 FILE_FORMAT = "torch_turboquant centers 1"
 
 
-def mean_key(keys: Tensor, forward: Forward) -> Tensor:
-    """Mean over the tokens of all sequences after their sinks: [b, h, n, d] -> float32 [h, d].
+def channel_scale(variance: Tensor, count: Tensor | int) -> Tensor:
+    """Scales of channels, from their variances over `count` keys: float32 [..., head_dim].
+
+    The rotation spreads the error of a key evenly over its channels, so a query sees the sum of
+    (q / scale)^2 of them, while the size of that error goes with the sum of scale^2 * variance. The
+    product is least where scale^4 is the energy of the query over the variance. Queries are taken
+    as alike in all channels: measuring them too gains less than a tenth more, and needs queries.
+    A share of the average variance stands for what so few keys cannot show, and keeps scales of
+    channels that are always zero finite. The length of keys stays as it is, on average.
+    """
+    average = variance.mean(-1, keepdim=True)
+    scale = (variance + average / count).pow(-0.25)
+    scale = scale * (average / (scale.square() * variance).mean(-1, keepdim=True)).sqrt()
+    return torch.where(average > 0, scale, 1.0)
+
+
+def learn(keys: Tensor, forward: Forward, scaled: bool) -> Tensor:
+    """The center of all tokens after their sequences' sinks: [b, h, n, d] -> float32 [h, d].
+
+    scaled: with the scales of channels, [3, h, d] (codec.scaled_center).
 
     Sink tokens are left out because their keys are outliers, and read exactly in any case; the last
     one counts where a static cache has got nothing else.
     """
     skipped = min(forward.sink_tokens, max(forward.lengths(forward.total)) - 1)
-    if not any(forward.pads):
-        return keys[:, :, skipped:].mean((0, 2), dtype=torch.float32)
-    chosen = forward.tokens_from(skipped, keys.device)
-    return torch.einsum("bhnd,bn->hd", keys.float(), chosen) / chosen.sum()
+    keys = keys.float()
+    chosen = forward.tokens_from(skipped, keys.device)  # [b, n]
+    count = chosen.sum()
+
+    def mean(x: Tensor) -> Tensor:
+        return torch.einsum("bhnd,bn->hd", x, chosen) / count
+
+    center = mean(keys)
+    if not scaled:
+        return center
+    scale = channel_scale(mean((keys - center[:, None]).square()), count)
+    return torch.stack([center, scale, 1 / scale])  # scaled_center would wait for the device
 
 
 @torch.no_grad()
@@ -43,6 +70,7 @@ def calibrate(
     *,
     skip: int = 4,
     chunk: int = 512,
+    scaled: bool = True,
 ) -> list[Tensor | None]:
     """See TurboQuantCache.calibrate."""
     if isinstance(inputs, Tensor):
@@ -59,16 +87,25 @@ def calibrate(
             f"sequence, got {count}"
         )
     zero = torch.zeros((), dtype=torch.float64)
-    sums = [None if window is None else zero for window in layer_windows(model)]
+    found = [None if window is None else (zero, zero) for window in layer_windows(model)]
     for ids in sequences:
         cache = Cache(layers=plain_layers(model))
         for part in ids.to(model.device).split(chunk):
             model(part[None], past_key_values=cache, use_cache=True)
         for index, layer in enumerate(cache.layers):
-            so_far = sums[index]
+            so_far = found[index]
             if so_far is not None:
-                sums[index] = so_far + layer.keys[0, :, skip:].double().sum(1).cpu()
-    return [None if s is None else (s / count).float() for s in sums]
+                keys = layer.keys[0, :, skip:].double()
+                sums = keys.sum(1).cpu(), keys.square().sum(1).cpu()
+                found[index] = so_far[0] + sums[0], so_far[1] + sums[1]
+
+    def center(sums: tuple[Tensor, Tensor]) -> Tensor:
+        mean, square = (s / count for s in sums)
+        variance = (square - mean.square()).clamp(min=0)
+        scale = channel_scale(variance, count)
+        return scaled_center(mean.float(), scale.float()) if scaled else mean.float()
+
+    return [None if sums is None else center(sums) for sums in found]
 
 
 # ---- files
@@ -101,8 +138,8 @@ def save_centers(
 
     Args:
         path: of the file.
-        centers: float32 [kv_heads, head_dim] per layer with attention, None for others, of
-            TurboQuantCache.calibrate or TurboQuantCache.centers.
+        centers: float32 [kv_heads, head_dim] or [3, kv_heads, head_dim] per layer with attention,
+            None for others, of TurboQuantCache.calibrate or TurboQuantCache.centers.
         model: whose centers they are; the file carries its fingerprint (shape, RoPE).
 
     Raises:
@@ -168,14 +205,16 @@ def _check_tensors(
         )
     head_dim = int(expected["head_dim"])
     for name, tensor in tensors.items():
-        good = tensor.dtype == torch.float32 and tensor.dim() == 2 and tensor.shape[1] == head_dim
-        if not good:
+        good = tensor.dtype == torch.float32 and tensor.dim() in (2, 3)
+        if not (good and tensor.shape[-1] == head_dim and tensor.shape[:-2] in ((), (3,))):
             raise ValueError(
                 f"{where}: {name} is {tensor.dtype} {list(tensor.shape)}, expected torch.float32 "
-                f"[kv_heads, {head_dim}]"
+                f"[kv_heads, {head_dim}] or [3, kv_heads, {head_dim}]"
             )
         if not tensor.isfinite().all():
             raise ValueError(f"{where}: {name} has numbers that are not finite")
+        if tensor.dim() == 3 and not ((tensor[1] > 0) & (tensor[2] == 1 / tensor[1])).all():
+            raise ValueError(f"{where}: {name} has scales whose inverses are others")
 
 
 def _without_none(value: Any) -> Any:

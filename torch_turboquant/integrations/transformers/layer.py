@@ -18,8 +18,9 @@ from torch_turboquant.cache import (
     cache_store,
     make_tables,
 )
+from torch_turboquant.codec import scaled_center
 from torch_turboquant.config import CacheConfig
-from torch_turboquant.integrations.transformers.centers import mean_key
+from torch_turboquant.integrations.transformers.centers import learn
 from torch_turboquant.integrations.transformers.sequences import (
     Piece,
     Sequences,
@@ -71,13 +72,15 @@ class TurboQuantLayer(CacheLayerMixin):
             )
         self.dtype, self.device = key_states.dtype, key_states.device
         center = self.constants.center
-        if center is not None and center.shape != (self.kv_heads, head_dim):
+        if center is not None and center.shape[-2:] != (self.kv_heads, head_dim):
             raise ValueError(
                 f"center of layer {self.index} has shape {list(center.shape)}, expected "
-                f"[kv_heads, head_dim] = [{self.kv_heads}, {head_dim}]"
+                f"[kv_heads, head_dim] = [{self.kv_heads}, {head_dim}], or 3 of these"
             )
-        if self.sequences.auto_center:
+        if self.sequences.learned_center:
             center = torch.zeros(self.kv_heads, head_dim)
+            if self.sequences.learned_center == "auto":
+                center = scaled_center(center, torch.ones_like(center))
         self.tables = CacheTables(
             *(_put(t, self.device) for t in self.constants._replace(center=center))
         )
@@ -130,7 +133,8 @@ class TurboQuantLayer(CacheLayerMixin):
             self.waiting = (key_states, value_states)
         else:
             if not self.sequences.center_known:
-                self.tables.center.copy_(mean_key(key_states, forward))
+                scaled = self.sequences.learned_center == "auto"
+                self.tables.center.copy_(learn(key_states, forward, scaled))
             self._reserve()
             self._store(forward.piece(0, self.device, self._pages), key_states, value_states)
         self._handed = (key_states, value_states)

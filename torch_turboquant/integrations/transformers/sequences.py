@@ -222,14 +222,14 @@ class Sequences:
         max_len: int | None,
         max_q_len: int,
         *,
-        auto: bool,
+        learned_center: str | None,
         static: bool,
         windows: list[int | None],
     ) -> None:
         self.config, self.rows, self.max_len, self.max_q_len = config, rows, max_len, max_q_len
         self.has_tail = config.sink_tokens + config.recent_window > 0
         self.ring_tokens = ring_rows(config, max_q_len)
-        self.auto_center, self.static = auto, static
+        self.learned_center, self.static = learned_center, static  # "auto", "mean" or None
         self.has_states = None in windows  # layers with a state that nothing can take back
         self.windows = sorted({window for window in windows if window})
         self.pages = math.ceil(max_len / config.page_size) if max_len else 0
@@ -245,7 +245,7 @@ class Sequences:
         self.ring_first = [0] * self.rows  # first position that each row of the tail still holds
         self.stored = [0] * self.rows  # up to which each row has ever been stored
         self.encoded = False
-        self.center_known = not self.auto_center
+        self.center_known = self.learned_center is None
         self.stepping = False  # whether the next forward can be a Step
         self.lost = False
         self.forward = None
