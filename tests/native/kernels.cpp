@@ -348,11 +348,23 @@ void project(const Kernels& k, Random& random, Written& written) {
 Memory<float> random_signs(Random& random, int64_t d) {
   return {d, [&](int64_t) { return random.one_in(2) ? 1.0f : -1.0f; }};
 }
-// [n] around 0, or nothing
-std::unique_ptr<Memory<float>> random_center(Random& random, int64_t n) {
-  if (random.one_in(2)) return nullptr;
-  return std::make_unique<Memory<float>>(n, [&](int64_t) { return 3 * random.number(); });
-}
+// A center of n channels around 0, or none; with scales of channels, or without.
+struct RandomChannels {
+  std::unique_ptr<Memory<float>> center, scale, inverse;
+
+  RandomChannels(Random& random, int64_t n) {
+    const auto some = [&](auto&& make) { return std::make_unique<Memory<float>>(n, make); };
+    if (random.one_in(2)) return;
+    center = some([&](int64_t) { return 3 * random.number(); });
+    if (random.one_in(2)) return;
+    scale = some([&](int64_t) { return 0.25f + std::fabs(random.number()); });
+    inverse = some([&](int64_t c) { return 1 / scale->get()[c]; });
+  }
+  format::Channels get() const {
+    const auto of = [](const auto& x) { return x ? x->get() : nullptr; };
+    return {of(center), of(scale), of(inverse)};
+  }
+};
 
 void hadamard(const Kernels& k, Random& random, Written& written) {
   const int64_t d = random.vector_dim(), count = random.between(0, 5), stride = d + random.below(4);
@@ -430,13 +442,13 @@ void encode(const Kernels& k, Random& random, Written& written) {
   const int64_t d = random.vector_dim(), count = random.between(1, 5), stride = d + random.below(4);
   const int dtype = static_cast<int>(random.below(3)), bits = random.any_of(kCodecWidths);
   const Memory<float> signs = random_signs(random, d);
-  const auto center = random_center(random, d);
+  const RandomChannels channels(random, d);
   const Numbers x(random, dtype, (count - 1) * stride + d, d);
   const Book book(random, bits, d);
   Memory<uint8_t> packed(count * format::dense_row_bytes(d, bits));
   Memory<uint16_t> scale(count);
-  k.encode({x.bytes.get(), dtype, count, stride, format::split_dim(d), signs.get(), center ? center->get() : nullptr},
-           book.quantiser, packed.get(), scale.get());
+  k.encode({x.bytes.get(), dtype, count, stride, format::split_dim(d), signs.get(), channels.get()}, book.quantiser,
+           packed.get(), scale.get());
   written.add(packed);
   written.add(scale);
 }
@@ -445,14 +457,14 @@ void decode(const Kernels& k, Random& random, Written& written) {
   const int64_t d = random.vector_dim(), count = random.between(1, 5);
   const int dtype = static_cast<int>(random.below(3)), bits = random.any_of(kCodecWidths);
   const Memory<float> signs = random_signs(random, d);
-  const auto center = random_center(random, d);
+  const RandomChannels channels(random, d);
   const Book book(random, bits, d);
   const Memory<uint8_t> packed(count * format::dense_row_bytes(d, bits),
                                [&](int64_t) { return random.code_byte(bits); });
   const Memory<uint16_t> scale(count, [&](int64_t) { return random.half(false); });
   const Numbers out(dtype, count * d);
   k.decode({packed.get(), scale.get(), count, bits, book.levels.get(), format::split_dim(d), signs.get(),
-            center ? center->get() : nullptr, dtype},
+            channels.get(), dtype},
            const_cast<uint8_t*>(out.bytes.get()));
   out.keep(written);
 }
@@ -466,8 +478,7 @@ void cache(const Kernels& k, Random& random, Written& written) {
   const int dtype = static_cast<int>(random.below(3));
   const Memory<float> key_signs = random_signs(random, d), value_signs = random_signs(random, d);
   const Book key_book(random, r.key_bits, d), value_book(random, r.value_bits, d);
-  const auto center = random_center(random, kv_heads * d);
-  const float* offset = center ? center->get() : nullptr;
+  const RandomChannels channels(random, kv_heads * d);
   const int64_t size = (items - 1) * item_stride + d;
   const Numbers x(random, dtype, size, d), y(random, dtype, size, d);
   Memory<uint8_t> stored = random_pages(random, r, pages * kv_heads);
@@ -477,7 +488,7 @@ void cache(const Kernels& k, Random& random, Written& written) {
   k.store_tokens({r,
                   {x.bytes.get(), kv_heads * item_stride, item_stride, key_signs.get(), key_book.quantiser},
                   {y.bytes.get(), kv_heads * item_stride, item_stride, value_signs.get(), value_book.quantiser},
-                  offset,
+                  channels.get(),
                   dtype,
                   stored.get(),
                   kv_heads,
@@ -492,7 +503,7 @@ void cache(const Kernels& k, Random& random, Written& written) {
   const int64_t rows = seqs * longest * kv_heads;
   const Numbers keys(dtype, rows * d), values(dtype, rows * d);
   k.load_tokens({r, stored.get(), table.get(), lengths.get(), kv_heads, max_pages, longest, key_book.levels.get(),
-                 value_book.levels.get(), key_signs.get(), value_signs.get(), offset, dtype},
+                 value_book.levels.get(), key_signs.get(), value_signs.get(), channels.get(), dtype},
                 0, rows, const_cast<uint8_t*>(keys.bytes.get()), const_cast<uint8_t*>(values.bytes.get()));
   keys.keep(written);
   values.keep(written);
