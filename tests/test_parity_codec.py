@@ -132,6 +132,23 @@ def test_codec_many(d):
             assert_same_floats(tt.decode(*on_device, bits, moved, dtype), y)
 
 
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_decode_any_scale(d):
+    """Every float16 as a scale of many vectors: the signs of zeros, infinities, NaN."""
+    scale = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    signs, center = signs_of(d), randn(d, seed=d)
+    channels = torch.stack([center, *(torch.exp2(randn(d, seed=d + i)) for i in (1, 2))])
+    for bits in (8, 4):
+        draw = generator(bits)
+        packed = torch.randint(256, (len(scale), d * bits // 8), generator=draw, dtype=torch.uint8)
+        packed[torch.rand(packed.shape, generator=draw) < 0.9] = 0
+        for mean, dtype in itertools.product((None, center, channels), FLOATS[1:]):
+            expected = tt.decode(packed, scale, signs, None, bits, mean, dtype)
+            on_device = on_cuda(packed, scale, signs)
+            actual = tt.decode(*on_device, None, bits, to_device(mean, "cuda"), dtype)
+            assert_same_floats(actual, expected)
+
+
 def test_codebooks_of_ones_own():
     """Levels and steps that no table was made for: crowded, far apart, beyond every coordinate."""
     d, bits = 128, 3
@@ -266,9 +283,10 @@ def check_load(config, tables, cache: Tensor, dtype: torch.dtype, seed: int = 0)
     room = cache.shape[0] * config.page_size
     lengths = torch.tensor([room, 0, room // 2 + 3, 1], dtype=torch.int32)
     table = torch.stack([pages, pages, pages.flip(0), pages])
-    for longest in (room, room + 21):
-        expected = tt.cache_load(cache, table, lengths, config, tables, longest, dtype)
-        on_device = on_cuda(cache, table, lengths)
+    for longest in (room - 5, room, room + 21):
+        shown = lengths.clamp(max=longest)
+        expected = tt.cache_load(cache, table, shown, config, tables, longest, dtype)
+        on_device = on_cuda(cache, table, shown)
         actual = tt.cache_load(*on_device, config, to_device(tables, "cuda"), longest, dtype)
         for a, e in zip(actual, expected, strict=True):
             assert_same_floats(a, e)

@@ -63,7 +63,7 @@ struct LoadTileArguments {
   const uint16_t* scale;
   int row_bytes;
 
-  int tiles, tiles_of_sequence;  // filled in by the launch
+  int tiles_of_sequence;  // filled in by the launch
 };
 
 // fn(log2 d, Tag<dtype>) for the vectors that tiles are made of; false for others.

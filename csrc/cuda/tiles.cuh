@@ -1,6 +1,6 @@
-// Many vectors of 64, 128 or 256 channels: a lane of a warp holds 64 of them. What encoder, decoder and sketches share,
-// and the encoder, in which tables in shared memory replace the arithmetic of what a coordinate becomes. The bytes are
-// those of codec.cuh.
+// Many vectors of 64, 128 or 256 channels: a lane of a warp holds 64 of them. What encoder and sketches share, and the
+// encoder, in which tables in shared memory replace the arithmetic of what a coordinate becomes. The bytes are those of
+// codec.cuh.
 //
 // An encoder that keeps up with memory has some twenty instructions for a channel, so each step has its trick:
 //
@@ -98,15 +98,6 @@ struct WarpRows {
 #endif
     __syncwarp();
   }
-
-  // From shared memory, where they may then be written again.
-  static __device__ __forceinline__ void send(const uint32_t* rows, void* mine, bool exists, int lane) {
-    __syncwarp();
-    each(mine, exists, lane, [&](unsigned long long to, int at) {
-      __stwb(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(rows + at));
-    });
-    __syncwarp();
-  }
 };
 
 // Tokens of a tile, which lie next to each other; vectors that take four lanes share them out to two passes.
@@ -185,9 +176,8 @@ __device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t*
 
 // ---- Rotation -------------------------------------------------------------------------------------------------------
 
-// Butterflies of a vector. A lane's halves may come out with the other sign (is_negated), which costs nothing; with
-// EXACT they do not, and zeros have the sign that they should.
-template <typename Traits, bool EXACT = false>
+// Butterflies of a vector. A lane's halves may come out with the other sign (is_negated), which costs nothing.
+template <typename Traits>
 __device__ __forceinline__ void rotate_tile(float (&y)[64], int part) {
 #pragma unroll
   for (int h = 1; h < 32; h *= 2) {
@@ -212,20 +202,13 @@ __device__ __forceinline__ void rotate_tile(float (&y)[64], int part) {
   for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
     // The next partner wants its halves the other way round.
     const bool swapped = part & 2 * bit;
-    const float own_side = part & bit ? -1.0f : 1.0f, next_side = swapped ? -1.0f : 1.0f;
+    const float next_side = swapped ? -1.0f : 1.0f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const float own = y[i];
-      if constexpr (EXACT) {
-        const float other = __shfl_xor_sync(0xffffffff, __fmul_rn(own_side, y[i + 32]), bit);  // -own_side times it
-        const float sum = __fmaf_rn(-own_side, other, own), difference = __fmaf_rn(own_side, own, other);
-        y[i] = swapped && 2 * bit < Traits::kLanes ? difference : sum;
-        y[i + 32] = swapped && 2 * bit < Traits::kLanes ? sum : difference;
-      } else {
-        const float other = __shfl_xor_sync(0xffffffff, y[i + 32], bit);
-        y[i] = __fmaf_rn(next_side, other, own);
-        y[i + 32] = __fmaf_rn(-next_side, other, own);
-      }
+      const float other = __shfl_xor_sync(0xffffffff, y[i + 32], bit);
+      y[i] = __fmaf_rn(next_side, other, own);
+      y[i + 32] = __fmaf_rn(-next_side, other, own);
     }
   }
 }
@@ -236,40 +219,6 @@ __device__ __forceinline__ bool is_negated(int part, int h) {
   if (Traits::kLanes == 1) return false;
   if (Traits::kLanes == 2) return h == 1 && part == 1;
   return h == 0 ? part == 3 : part == 2;
-}
-
-// What a lane holds after rotate_tile, times the factors of its channels, scaled back and plus the center if so asked,
-// as numbers of the vector that starts at `row` in shared memory.
-template <typename Traits, typename T>
-__device__ __forceinline__ void put_rotated(const float (&y)[64], const float* factors,
-                                            const format::Channels& channels, int part, T* row) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int begin = 32 * Traits::group(part, h);
-#pragma unroll
-    for (int i = 0; i < 32; i += 8) {
-      const float4* factor = reinterpret_cast<const float4*>(factors + begin + i);
-      const float4 f[2] = {factor[0], factor[1]};
-      float z[8] = {f[0].x, f[0].y, f[0].z, f[0].w, f[1].x, f[1].y, f[1].z, f[1].w};
-#pragma unroll
-      for (int k = 0; k < 8; ++k) z[k] = __fmul_rn(y[32 * h + i + k], z[k]);
-      float c[8];
-      if (channels.inverse) {
-        load_floats<8>(channels.inverse + begin + i, c);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) z[k] = __fmul_rn(z[k], c[k]);
-      }
-      if (channels.center) {
-        load_floats<8>(channels.center + begin + i, c);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) z[k] = __fadd_rn(z[k], c[k]);
-      }
-      uint32_t word[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) word[k] = word_of_floats<T>(z[2 * k], z[2 * k + 1]);
-      *reinterpret_cast<uint4*>(row + begin + i) = make_uint4(word[0], word[1], word[2], word[3]);
-    }
-  }
 }
 
 // Sum of squares of N channels over neighbouring pairs (format.md section 5, step 4), depth first: few live registers.
