@@ -32,9 +32,13 @@ from torch_turboquant import decode, encode, hadamard
 from torch_turboquant import eval as evaluation
 from torch_turboquant.codebook import Codebook
 from torch_turboquant.demo.measure import prose_tokens
-from torch_turboquant.eval import layers, measure, report, rows
+from torch_turboquant.eval import measure, report, rows
 from torch_turboquant.eval.controls import BLOCK, ControlCache, ControlLayer, blocks
-from torch_turboquant.integrations.transformers.models import head_dim_of, text_config
+from torch_turboquant.integrations.transformers.models import (
+    head_dim_of,
+    recording,
+    text_config,
+)
 from torch_turboquant.signs import SignKind, random_signs
 
 SINKS, WINDOW, SEARCH = 4, 64, 8  # as in the default CacheConfig
@@ -66,7 +70,7 @@ def statistics(model: Any, ids: Tensor) -> list[Statistics]:
     def note(module, query, key, value, options) -> None:
         found[module.layer_idx] = Statistics(query[0], key[0], value[0])
 
-    with layers.recording(model, note):
+    with recording(model, note):
         model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     return [found[i] for i in range(len(found))]
 

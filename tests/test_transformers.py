@@ -38,6 +38,10 @@ from torch_turboquant.integrations.transformers import (  # noqa: E402
     load_centers,
     save_centers,
 )
+from torch_turboquant.integrations.transformers.models import (  # noqa: E402
+    recording,
+    rotary_partners,
+)
 
 VOCAB = 101
 
@@ -154,6 +158,8 @@ class Recorder:
         self.cache = cache
         self.layers = [([], [], [], []) for _ in cache.layers]
         self.options = [{} for _ in cache.layers]
+        self.teachers = {}  # queries of the forward that a layer's center was learned in
+        self.partners = rotary_partners(model)
         name = model.config._attn_implementation
         attention, update = AttentionInterface()[name], cache.update
 
@@ -163,6 +169,8 @@ class Recorder:
             return update(key, value, layer_idx, *args, **kwargs)
 
         def recorded_attention(module, query, key, value, attention_mask=None, **kwargs):
+            if not cache.sequences.center_known:
+                self.teachers[module.layer_idx] = query.cpu()
             out, weights = attention(module, query, key, value, attention_mask, **kwargs)
             self.layers[module.layer_idx][0].append(query)
             self.layers[module.layer_idx][3].append(out.transpose(1, 2))
@@ -197,14 +205,24 @@ def quantised(key, value, config, tables):
     return [x[0].unflatten(0, (batch, n)).transpose(1, 2).double() for x in loaded]
 
 
-def learned_center(key, pads, sinks):
-    """What a first forward over these keys teaches: float32 [3, heads, d]."""
-    kept = key.double().transpose(1, 2)[torch.arange(key.shape[2]) - pads[:, None] >= sinks]
-    variance = kept.var(0, correction=0)
-    scale = (variance + variance.mean(-1, keepdim=True) / len(kept)) ** -0.25
-    scaled = (variance * scale**2).mean(-1, keepdim=True)
-    scale = scale * (variance.mean(-1, keepdim=True) / scaled).sqrt()  # keys as long as before
-    return torch.stack([kept.mean(0), scale, 1 / scale]).float()
+def learned_center(key, query, pads, sinks, partners):
+    """What a first forward over these keys teaches: float32 [3, heads, d].
+
+    query: of the last tokens; partners: of rotary_partners.
+    """
+    tokens = torch.arange(key.shape[2]) - pads[:, None] >= sinks
+    kept = key.double().transpose(1, 2)[tokens]
+    mean, variance = kept.mean(0), kept.var(0, correction=0)
+    seen = query.double().transpose(1, 2)[tokens[:, -query.shape[2] :]]
+    energy = seen.square().mean(0).unflatten(0, (key.shape[1], -1)).mean(1)
+
+    def spread(x):
+        x = torch.stack([x, x[:, partners]]).mean(0)
+        return x + 8 * x.mean(1, keepdim=True) / len(kept)
+
+    scale = (spread(energy) / spread(variance + mean**2 / 2)) ** 0.25
+    scale = scale * (variance.sum(1) / (variance * scale**2).sum(1)).sqrt()[:, None]  # as long
+    return torch.stack([mean, scale, 1 / scale]).float()
 
 
 def oracle(query, key, value, layer, options, config, exact_columns, center, pads, first_held=0):
@@ -250,8 +268,10 @@ def check_against_oracle(
     for layer, (parts, config) in enumerate(zip(recorder.layers, configs, strict=True)):
         query, key, value, actual = (torch.cat(part, 2) for part in parts)
         if center == "auto":
-            first = key[:, :, :exact_columns]
-            learned = learned_center(first, torch.tensor(pads or [0]), config.sink_tokens)
+            first, last = key[:, :, :exact_columns], recorder.teachers[layer]
+            learned = learned_center(
+                first, last, torch.tensor(pads or [0]), config.sink_tokens, recorder.partners
+            )
             torch.testing.assert_close(recorder.cache.centers[layer], learned, rtol=1e-4, atol=1e-5)
             given = recorder.cache.centers[layer]  # bit for bit, so that no code differs
         else:
@@ -439,7 +459,7 @@ def test_left_padded_batch_equals_each_sequence_alone(name, sizes):
     """Also when the padding goes on beyond the first forward."""
     model = make_model(name)
     ids, mask = padded([100, 61, 31], 100)
-    centers = TurboQuantCache.calibrate(model, make_ids(90, seed=5))
+    centers = TurboQuantCache.calibrate(model, make_ids(90, seed=7))
     options = {"config": make_config(model), "center": centers, "max_q_len": 8}
     with TurboQuantCache.for_model(model, max_batch_size=4, **options) as cache:
         together = feed(model, cache, ids, *sizes, *[1] * 3, mask=mask)
@@ -532,9 +552,13 @@ def test_calibrated_center(tmp_path):
     centers = TurboQuantCache.calibrate(model, text, chunk=33)
     reference = DynamicCache()
     model(text, past_key_values=reference)
+    queries = {}
+    with recording(model, lambda module, query, *others: queries.update({module.layer_idx: query})):
+        model(text, use_cache=False)
     means = TurboQuantCache.calibrate(model, text, chunk=33, scaled=False)
-    for layer, center, mean in zip(reference.layers, centers, means, strict=True):
-        learned = learned_center(layer.keys, torch.zeros(2), 4)
+    parts = zip(reference.layers, queries.values(), centers, means, strict=True)
+    for layer, query, center, mean in parts:
+        learned = learned_center(layer.keys, query, torch.zeros(2), 4, rotary_partners(model))
         torch.testing.assert_close(center, learned, rtol=1e-3, atol=1e-4)
         assert torch.equal(mean, center[0])
     config = make_config(model)

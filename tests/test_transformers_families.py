@@ -31,7 +31,10 @@ from torch_turboquant.integrations.transformers import (  # noqa: E402
     load_centers,
     save_centers,
 )
-from torch_turboquant.integrations.transformers.models import layer_windows  # noqa: E402
+from torch_turboquant.integrations.transformers.models import (  # noqa: E402
+    layer_windows,
+    rotary_partners,
+)
 
 WINDOW = {"sliding_window": 24}
 WIDE = {"head_dim": 32}  # not hidden_size / heads
@@ -319,3 +322,14 @@ def test_bamba_decodes_as_with_its_own_cache():
         for each in (cache, DynamicCache(config=model.config)):
             logits.append(feed(model, each, ids, 80, *[1] * 20))
     torch.testing.assert_close(*logits, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("family, partners", [
+    ("llama", [*range(16, 32), *range(16)]),
+    ("cohere", [1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14]),  # neighbours
+    ("phi", [4, 5, 6, 7, 0, 1, 2, 3, *range(8, 16)]),  # half of the channels
+    ("gpt2", [*range(16)]),  # no RoPE
+])  # fmt: skip
+def test_channels_that_rope_turns_into_each_other(family, partners):
+    model = make_model(family, FAMILIES[family])
+    assert rotary_partners(model).tolist() == partners

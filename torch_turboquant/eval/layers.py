@@ -9,30 +9,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from torch_turboquant.cache import cache_load
 from torch_turboquant.hadamard import hadamard
 from torch_turboquant.integrations.transformers import TurboQuantCache
-from torch_turboquant.integrations.transformers.models import original_attention, text_config
+from torch_turboquant.integrations.transformers.models import recording
 from torch_turboquant.integrations.transformers.sequences import block_tables
 from torch_turboquant.signs import SignKind, random_signs
 
 QUERIES = 32  # last tokens whose attention is compared
 SINKS = 4  # first tokens left out of channel statistics: their keys are outliers
-_NAME = "turboquant_eval_recording"
 
 
 class Activations(NamedTuple):
     """What one attention layer was called with, for one sequence of n tokens."""
 
-    queries: Tensor  # [heads, QUERIES or n, head_dim] of the last tokens
+    queries: Tensor  # [heads, n, head_dim]
     keys: Tensor  # [kv_heads, n, head_dim], after RoPE
     values: Tensor  # [kv_heads, n, head_dim]
     options: dict[str, Any]  # scaling, softcap, sliding_window, s_aux
@@ -45,32 +42,12 @@ def record(model: Any, ids: Tensor) -> list[Activations]:
 
     def note(module, query, key, value, options) -> None:
         found[module.layer_idx] = Activations(
-            query[0, :, -QUERIES:].clone(), key[0].clone(), value[0].clone(), options
+            query[0].clone(), key[0].clone(), value[0].clone(), options
         )
 
     with recording(model, note):
         model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     return [found[i] for i in range(len(found))]
-
-
-@contextmanager
-def recording(model: Any, note: Any) -> Iterator[None]:
-    """Calls note(module, query, key, value, options) in front of the model's own attention."""
-    config = text_config(model)
-    previous = config._attn_implementation or "eager"
-
-    def attention(module, query, key, value, mask, **kwargs):
-        names = ("scaling", "softcap", "sliding_window", "s_aux")
-        note(module, query, key, value, {name: kwargs.get(name) for name in names})
-        return original_attention(previous, module)(module, query, key, value, mask, **kwargs)
-
-    AttentionInterface.register(_NAME, attention)
-    AttentionMaskInterface.register(_NAME, AttentionMaskInterface().get(previous))
-    config._attn_implementation_internal = _NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = previous
 
 
 # ---------------------------------------------------------------------------- through a cache
@@ -96,6 +73,8 @@ def read_back(
             cache.sequences.begin(1, end - start, None)
         for index, layer in enumerate(layers):
             cache.update(layer.keys[None, :, start:end], layer.values[None, :, start:end], index)
+            if packed:  # what attention does after the update
+                cache.layers[index].settle(layer.queries[None, :, start:end])
         if packed:
             cache.sequences.commit()
             for held in cache.packed:
@@ -145,6 +124,7 @@ def errors(layer: Activations, keys: Tensor, values: Tensor) -> dict[str, float 
             the mean of each taken off (softmax cannot see it).
         output_error: root mean square error of the attention's output over that of the output.
     """
+    layer = layer._replace(queries=layer.queries[:, -QUERIES:])
     out: dict[str, float | None] = {}
     pairs = (("key", layer.keys.float(), keys), ("value", layer.values.float(), values))
     for name, x, y in pairs:

@@ -21,6 +21,7 @@ from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     layer_windows,
     plain_layers,
+    rotary_partners,
     text_config,
 )
 from torch_turboquant.integrations.transformers.sequences import Sequences
@@ -92,6 +93,7 @@ class TurboQuantCache(Attachable, Cache):
             learned_center=learned,
             static=static,
             windows=windows,
+            partners=rotary_partners(model),
         )
         self.windows = windows
         layers = plain_layers(model)

@@ -16,49 +16,73 @@ from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     layer_windows,
     plain_layers,
+    recording,
+    rotary_partners,
     text_config,
 )
 from torch_turboquant.integrations.transformers.sequences import CENTER_TOKENS, Forward
 
 FILE_FORMAT = "torch_turboquant centers 1"
+PRIOR_TOKENS = 8  # of scales of channels, before any token has been seen
 
 
-def channel_scale(variance: Tensor, count: Tensor | int) -> Tensor:
-    """Scales of channels, from their variances over `count` keys: float32 [..., head_dim].
+def channel_scale(
+    center: Tensor, variance: Tensor, energy: Tensor, count: Tensor | int, partners: Tensor
+) -> Tensor:
+    """Scales of key channels: float32 [kv_heads, head_dim].
 
-    The rotation spreads the error of a key evenly over its channels, so a query sees the sum of
-    (q / scale)^2 of them, while the size of that error goes with the sum of scale^2 * variance. The
-    product is least where scale^4 is the energy of the query over the variance. Queries are taken
-    as alike in all channels: measuring them too gains less than a tenth more, and needs queries.
-    A share of the average variance stands for what so few keys cannot show, and keeps scales of
-    channels that are always zero finite. The length of keys stays as it is, on average.
+    The rotation spreads the error of a key evenly over its channels, and a score adds up these
+    errors times (query / scale): its error goes with the sum of scale^2 * variance times that of
+    energy / scale^2, which is least where scale^4 = energy / variance. What is learned must hold
+    for later tokens: RoPE turns pairs of channels into each other, so both have what they have on
+    average, and turns the mean key away from the center, which then varies as well; half of the
+    center's square stands for that. The average of all channels counts as PRIOR_TOKENS more tokens,
+    for what a few cannot show; it also keeps scales of channels that are always zero finite. Keys stay as long as they are.
+
+    Args:
+        center: mean of `count` keys, [kv_heads, head_dim].
+        variance: of their channels.
+        energy: mean square of the queries' channels, over the query heads of a KV head.
+        partners: of rotary_partners.
     """
-    average = variance.mean(-1, keepdim=True)
-    scale = (variance + average / count).pow(-0.25)
-    scale = scale * (average / (scale.square() * variance).mean(-1, keepdim=True)).sqrt()
-    return torch.where(average > 0, scale, 1.0)
+
+    def spread(x: Tensor) -> Tensor:
+        x = (x + x[..., partners]) / 2
+        return x + x.mean(-1, keepdim=True) * (PRIOR_TOKENS / count)
+
+    ratio = spread(energy) / spread(variance + center.square() / 2)
+    scale = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).pow(0.25)
+    longer = (scale.square() * variance).mean(-1, keepdim=True) / variance.mean(-1, keepdim=True)
+    return scale * torch.where(longer > 0, longer, 1.0).rsqrt()
 
 
-def learn(keys: Tensor, forward: Forward, scaled: bool) -> Tensor:
-    """The center of all tokens after their sequences' sinks: [b, h, n, d] -> float32 [h, d].
-
-    scaled: with the scales of channels, [3, h, d] (codec.scaled_center).
+def learn(
+    keys: Tensor, queries: Tensor, forward: Forward, partners: Tensor, scaled: bool
+) -> Tensor:
+    """The center of all tokens after their sequences' sinks: float32 [kv_heads, head_dim].
 
     Sink tokens are left out because their keys are outliers, and read exactly in any case; the last
     one counts where a static cache has got nothing else.
+
+    Args:
+        keys: [batch, kv_heads, tokens, head_dim].
+        queries: [batch, heads, new, head_dim] of the last tokens.
+        scaled: with the scales of channels, [3, kv_heads, head_dim] (codec.scaled_center).
     """
     skipped = min(forward.sink_tokens, max(forward.lengths(forward.total)) - 1)
-    keys = keys.float()
+    keys, heads = keys.float(), keys.shape[1]
     chosen = forward.tokens_from(skipped, keys.device)  # [b, n]
-    count = chosen.sum()
 
-    def mean(x: Tensor) -> Tensor:
-        return torch.einsum("bhnd,bn->hd", x, chosen) / count
+    def mean(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.einsum("bhnd,bn->hd", x, weight) / weight.sum()
 
-    center = mean(keys)
+    center = mean(keys, chosen)
     if not scaled:
         return center
-    scale = channel_scale(mean((keys - center[:, None]).square()), count)
+    variance = mean((keys - center[:, None]).square(), chosen)
+    new = chosen[:, -queries.shape[2] :]
+    energy = mean(queries.float().square(), new).unflatten(0, (heads, -1)).mean(1)
+    scale = channel_scale(center, variance, energy, chosen.sum(), partners.to(keys.device))
     return torch.stack([center, scale, 1 / scale])  # scaled_center would wait for the device
 
 
@@ -86,26 +110,32 @@ def calibrate(
             f"calibrate needs at least {CENTER_TOKENS} tokens after the first {skip} of every "
             f"sequence, got {count}"
         )
-    zero = torch.zeros((), dtype=torch.float64)
-    found = [None if window is None else (zero, zero) for window in layer_windows(model)]
-    for ids in sequences:
-        cache = Cache(layers=plain_layers(model))
-        for part in ids.to(model.device).split(chunk):
-            model(part[None], past_key_values=cache, use_cache=True)
-        for index, layer in enumerate(cache.layers):
-            so_far = found[index]
-            if so_far is not None:
-                keys = layer.keys[0, :, skip:].double()
-                sums = keys.sum(1).cpu(), keys.square().sum(1).cpu()
-                found[index] = so_far[0] + sums[0], so_far[1] + sums[1]
+    windows, partners = layer_windows(model), rotary_partners(model)
+    sums: dict[int, Tensor] = {}  # of a layer's keys, their squares and the queries' squares
+    seen = 0  # tokens of the sequence before the part at hand
 
-    def center(sums: tuple[Tensor, Tensor]) -> Tensor:
-        mean, square = (s / count for s in sums)
+    def note(module: Any, query: Tensor, key: Tensor, *others: Any) -> None:
+        begin = max(0, skip - seen)
+        new = query[0, :, begin:].double()
+        keys = key[0, :, key.shape[2] - query.shape[2] + begin :].double()
+        energy = new.square().sum(1).unflatten(0, (len(keys), -1)).mean(1)
+        found = torch.stack([keys.sum(1), keys.square().sum(1), energy]).cpu()
+        sums[module.layer_idx] = sums.get(module.layer_idx, 0) + found
+
+    with recording(model, note):
+        for ids in sequences:
+            cache, seen = Cache(layers=plain_layers(model)), 0
+            for part in ids.to(model.device).split(chunk):
+                model(part[None], past_key_values=cache, use_cache=True)
+                seen += len(part)
+
+    def center(layer: int) -> Tensor:
+        mean, square, energy = sums[layer] / count
         variance = (square - mean.square()).clamp(min=0)
-        scale = channel_scale(variance, count)
+        scale = channel_scale(mean, variance, energy, count, partners)
         return scaled_center(mean.float(), scale.float()) if scaled else mean.float()
 
-    return [None if sums is None else center(sums) for sums in found]
+    return [None if w is None else center(layer) for layer, w in enumerate(windows)]
 
 
 # ---- files

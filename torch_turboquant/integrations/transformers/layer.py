@@ -129,16 +129,27 @@ class TurboQuantLayer(CacheLayerMixin):
             held = [w[:, :, : forward.past] for w in self.waiting]
             key_states = torch.cat([held[0], key_states], dim=2)
             value_states = torch.cat([held[1], value_states], dim=2)
+        self._handed = (key_states, value_states)
         if forward.exact and not forward.encode:
-            self.waiting = (key_states, value_states)
-        else:
-            if not self.sequences.center_known:
-                scaled = self.sequences.learned_center == "auto"
-                self.tables.center.copy_(learn(key_states, forward, scaled))
+            self.waiting = self._handed
+        elif self.sequences.center_known:
             self._reserve()
             self._store(forward.piece(0, self.device, self._pages), key_states, value_states)
-        self._handed = (key_states, value_states)
         return self._handed
+
+    def settle(self, query: Tensor) -> None:
+        """Learns a center that is to be learned in this forward, then stores what `update` got.
+
+        query: [batch, heads, new, head_dim]. The scales of channels need it, so `update` cannot.
+        """
+        forward = self.sequences.forward
+        if self._handed is None or not forward.encode or self.sequences.center_known:
+            return
+        keys, values = self._handed
+        scaled = self.sequences.learned_center == "auto"
+        self.tables.center.copy_(learn(keys, query, forward, self.sequences.partners, scaled))
+        self._reserve()
+        self._store(forward.piece(0, self.device, self._pages), keys, values)
 
     def _reserve(self) -> None:
         """Makes room for the pages of all sequences; what is stored keeps its place in its row."""
@@ -185,12 +196,14 @@ class TurboQuantLayer(CacheLayerMixin):
         original: returns the attention that the model had before.
         """
         forward = self.sequences.forward
-        handed, self._handed = self._handed, None
+        handed = self._handed
         if handed is None or key is not handed[0] or value is not handed[1]:
             raise RuntimeError(
                 f"{type(module).__name__} changes keys or values between the cache's update and "
                 "attention (or shares them between layers), which TurboQuantCache does not support"
             )
+        self.settle(query)
+        self._handed = None
         if forward.exact:
             return original()(module, query, key, value, attention_mask, **kwargs)
         options = self._options(module, query, kwargs)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-from transformers import AttentionInterface, DynamicCache
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 
@@ -141,3 +143,48 @@ def original_attention(previous: str, module: nn.Module) -> Callable[..., Any]:
             "with attn_implementation='sdpa'"
         )
     return function
+
+
+def rotary_partners(model: nn.Module) -> Tensor:
+    """The channel that RoPE turns each channel of a head into: int64 [head_dim].
+
+    Asked of the model's own rotate_half. A channel that is not rotated, or of a model where this
+    cannot be told, is its own partner.
+    """
+    partners = torch.arange(head_dim_of(text_config(model)))
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    rotate = getattr(sys.modules[type(decoder).__module__], "rotate_half", None)
+    buffers = decoder.named_buffers()
+    sizes = {2 * buffer.numel() for name, buffer in buffers if name.endswith("inv_freq")}
+    if rotate is None or len(sizes) != 1:
+        return partners
+    rotated = partners[: sizes.pop()]
+    found = rotate(rotated + 1).abs() - 1
+    if found.sort().values.equal(rotated):
+        partners[: len(rotated)] = found
+    return partners
+
+
+@contextmanager
+def recording(model: nn.Module, note: Callable[..., None]) -> Iterator[None]:
+    """Calls note(module, query, key, value, options) in front of the model's own attention."""
+    config = text_config(model)
+    previous = config._attn_implementation or "eager"
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        names = ("scaling", "softcap", "sliding_window", "s_aux")
+        note(module, query, key, value, {name: kwargs.get(name) for name in names})
+        return original_attention(previous, module)(module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register(_RECORDING, attention)
+    AttentionMaskInterface.register(_RECORDING, AttentionMaskInterface().get(previous))
+    config._attn_implementation_internal = _RECORDING
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = previous
+
+
+_RECORDING = "turboquant_recording"

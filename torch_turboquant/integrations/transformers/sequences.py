@@ -225,11 +225,13 @@ class Sequences:
         learned_center: str | None,
         static: bool,
         windows: list[int | None],
+        partners: Tensor,
     ) -> None:
         self.config, self.rows, self.max_len, self.max_q_len = config, rows, max_len, max_q_len
         self.has_tail = config.sink_tokens + config.recent_window > 0
         self.ring_tokens = ring_rows(config, max_q_len)
         self.learned_center, self.static = learned_center, static  # "auto", "mean" or None
+        self.partners = partners  # channels that RoPE turns into each other (rotary_partners)
         self.has_states = None in windows  # layers with a state that nothing can take back
         self.windows = sorted({window for window in windows if window})
         self.pages = math.ceil(max_len / config.page_size) if max_len else 0
