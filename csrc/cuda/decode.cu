@@ -68,12 +68,11 @@ DecodePlan plan_of(const DecodeKernel& k, int most, int per_multiprocessor, cons
     const int rows = up_to(k.rows * static_cast<int>(sizeof(DecodeRow)) + 8, 16);
     const int notes = (warps + 1) * static_cast<int>(sizeof(DecodeNotes));
     const int plain = k.rows * layout.exact_bytes / 2, signs = 2 * 4 * d;
-    const int fixed = k.query_bytes + plain + signs + up_to(join, 16) + result + rows + notes,
-              slot = layout.bytes + kBarrierBytes;
+    const int fixed = k.query_bytes + plain + signs + up_to(join, 16) + result + rows + notes, slot = layout.stride;
     const int slots = std::min((limit - fixed) / (warps * slot), 8) / kUnitSteps * kUnitSteps;
     if (slots < kUnitSteps) continue;
-    best.warps = warps, best.slots = slots;
-    best.queries = warps * slots * slot;
+    best.warps = warps, best.slots = slots, best.ring = slots * slot;
+    best.queries = warps * best.ring;
     best.plain = best.queries + k.query_bytes;
     best.signs = best.plain + plain;
     best.join = best.signs + signs;
@@ -187,6 +186,10 @@ void decode(const Attention& a, void* workspace, cudaStream_t stream) {
   STD_TORCH_CHECK(units * blocks * a.kv_heads * a.seqs <= INT32_MAX, "paged_attention: ", a.seqs,
                   " sequences of up to ", int64_t{a.max_pages} * a.record.page_size,
                   " tokens are more work than one call can count");
+
+  const int64_t page_bytes = int64_t{a.kv_heads} * a.record.record_bytes();
+  STD_TORCH_CHECK(a.num_pages * page_bytes <= int64_t{UINT32_MAX} * kPlaceBytes, "paged_attention: ", a.num_pages,
+                  " pages of ", page_bytes, " bytes are more than one call can address");
 
   plan.per_group = (65536 + a.group - 1) / a.group;
   plan.parts = static_cast<float*>(workspace);

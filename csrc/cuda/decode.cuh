@@ -30,22 +30,27 @@ constexpr int kUnitTokens = kStepTokens * kUnitSteps;
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 constexpr float kNoKey = -1e30f;  // a running maximum before the first key: below all scores, and finite times a unit
 constexpr int kMaxDecodeGrid = 4096;
+constexpr int kPlaceBytes =
+    64;  // all blocks of codes begin at multiples of it: a tile is 16 tokens times a multiple of 4 bytes
+constexpr int kBarrierBytes = 16;
 
 // Where things are in a slot: 32 tokens, one tile or two. Offsets in bytes.
 struct SlotLayout {
-  int bytes;                                             // of a slot; its barrier follows
+  int bytes, stride;                                     // of a slot; its barrier follows, and then the next slot
   int copies, copy_shift, copy_bytes;                    // of a slot: 1 or 2; one brings 2^copy_shift tokens, a tile
+  int unit_shift;                                        // a unit takes 2^unit_shift of them
   int page_shift, record_bytes;                          // a page has 2^page_shift tokens
   int exact_keys, exact_bytes;                           // of the exact tail in a slot; of one, key and value
   int planes, values, key_scales, value_scales;          // sections of the first 16 tokens
   int next_keys, next_planes, next_values, next_scales;  // from there to tokens 16-31
 
   SlotLayout(const format::Record& r, int element_bytes)
-      : bytes(kStepTokens / r.tile_tokens() * r.tile_bytes()), copies(kStepTokens / r.tile_tokens()),
-        copy_shift(r.tile_tokens() == 16 ? 4 : 5), copy_bytes(r.tile_bytes()), page_shift(r.page_size == 16   ? 4
-                                                                                          : r.page_size == 32 ? 5
-                                                                                          : r.page_size == 64 ? 6
-                                                                                                              : 7),
+      : bytes(kStepTokens / r.tile_tokens() * r.tile_bytes()), stride(bytes + kBarrierBytes),
+        copies(kStepTokens / r.tile_tokens()), copy_shift(r.tile_tokens() == 16 ? 4 : 5), copy_bytes(r.tile_bytes()),
+        unit_shift(r.tile_tokens() == 16 ? 2 : 1), page_shift(r.page_size == 16   ? 4
+                                                              : r.page_size == 32 ? 5
+                                                              : r.page_size == 64 ? 6
+                                                                                  : 7),
         record_bytes(r.record_bytes()), exact_keys(0), exact_bytes(2 * r.head_dim * element_bytes),
         planes(r.key_planes()), values(r.value_blocks()), key_scales(r.key_scales()), value_scales(r.value_scales()) {
     exact_keys = bytes / exact_bytes < 8 ? bytes / exact_bytes : 8;
@@ -60,6 +65,7 @@ struct SlotLayout {
 // Shared memory of a block, in bytes from its start.
 struct DecodePlan {
   int warps, slots;    // warps of a block, slots of a warp's ring, which comes first
+  int ring;            // bytes of a warp's ring
   int queries, plain;  // queries as operands; as they came, [rows, d] of their type
   int signs;           // float [2, d]: of keys, of values
   int join, result;    // states of the warps; what becomes of them, [rows, 4 + d]
@@ -70,8 +76,6 @@ struct DecodePlan {
   float* parts;        // [grid, 2, rows, 4 + d]: partial results
   uint32_t* arrivals;  // [grid], 0 between launches
 };
-
-constexpr int kBarrierBytes = 16;
 
 // What the keys of one query row are, and its numbers.
 struct DecodeRow {
@@ -177,6 +181,7 @@ struct DecodeNotes {
   DecodeCut cut;
   DecodePlace attended, fetched;  // what it attends to; what it copies next
   int begin, end;                 // of the block's numbers
+  int fetch_unit, fetch_stop;     // between two batches: what its copies go on with
 };
 
 __device__ __forceinline__ float max_or_nan(float x, float y) {
@@ -292,12 +297,12 @@ class Decoder {
     prefetch_constants();
     wait_for_previous_kernel();
     if (!find_work()) return;
-    slot_ = nullptr;  // the ring has not begun
+    slot_ = -1;  // the ring has not begun
     const DecodePlace& at = notes().attended;
     for (int unit = notes().begin + warp_; at.begin < notes().end; seek(notes().attended, stop())) {
       while (unit < at.begin) unit += plan_.warps;  // a gap
       ask_for_queries(at);  // the first time before the ring asks for more than can arrive at once
-      if (!slot_) start_ring();
+      if (slot_ < 0) start_ring();
       prepare_queries(at);
       state_.clear();
       const int first = at.about.first - at.begin * kUnitTokens;
@@ -354,7 +359,7 @@ class Decoder {
   // A lane counts for neighbouring sequences.
   __device__ __forceinline__ bool cut_work(DecodeNotes& found) const {
     const int each = (a_.seqs + 31) / 32, mine = lane_ * each, behind = min(mine + each, a_.seqs);
-    const int grid = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x), room = plan_.slots * stride();
+    const int grid = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x), room = plan_.ring;
     uint2* counts = reinterpret_cast<uint2*>(shared_);  // [seqs] units, segments, where the ring will be
     const bool remember = a_.seqs <= room / static_cast<int>(sizeof(uint2));
     int units = 0, segments = 0, least = INT32_MAX, most = 0;
@@ -469,49 +474,118 @@ class Decoder {
   }
 
   // ---- Copies
+  //
+  // To find where a unit's bytes are takes more instructions than to ask for them. So it is done for a batch of the warp's next units at
+  // once, 8 or 16 of one segment: a lane has a block of one of them. What was found lies in the last lanes; `turn_` is the first whose
+  // block is still to be copied, 32: there is none. Meanwhile the pages of the next batch are on their way, and nothing waits for them
+  // before it begins.
 
   // Slots are used again in the order in which they were read, so a slot's next contents are fetched into it right away.
   __device__ __forceinline__ void start_ring() {
-    ring_ = shared_ + warp_ * plan_.slots * stride();
-    slot_ = ring_, phase_ = 0;
-    fetch_unit_ = notes().begin + warp_, fetch_stop_ = -1;
+    slot_ = warp_ * plan_.ring, phase_ = 0, turn_ = 32;
     if (lane_ == 0) {
-      for (int i = 0; i < plan_.slots; ++i) init_barrier(barrier(ring_ + i * stride()));
+      notes().fetch_unit = notes().begin + warp_, notes().fetch_stop = -1;
+      for (int i = 0; i < plan_.slots; ++i) init_barrier(barrier(slot_ + i * layout_.stride), layout_.copies);
     }
     barriers_ready();
     __syncwarp();
     // The first round has nothing to copy yet: so that look_up, which is long, stands here once.
 #pragma unroll 1
-    for (int i = -kUnitSteps; i < plan_.slots; i += kUnitSteps) {
-      if (i >= 0) copy(ring_ + i * stride(), ring_ + (i + 1) * stride());
-      look_up();
-    }
+    for (int i = -kUnitSteps; i < plan_.slots; i += kUnitSteps) copy(slot_ + i * layout_.stride);
   }
-  __device__ __forceinline__ int stride() const { return layout_.bytes + kBarrierBytes; }
-  __device__ __forceinline__ uint64_t* barrier(uint8_t* slot) const {
-    return reinterpret_cast<uint64_t*>(slot + layout_.bytes);
+  __device__ __forceinline__ uint64_t* barrier(int slot) const {
+    return reinterpret_cast<uint64_t*>(shared_ + slot + layout_.bytes);
   }
 
-  // What is needed to find the next unit's bytes: a lane has one of its blocks, and loads the page of a block of codes, -1 for none. Nothing
-  // waits for it before `fetch`.
+  // The unit of the next batch whose block the lane has, and the block's first token.
+  __device__ __forceinline__ int batch_unit() const {
+    return fetch_unit_ + (lane_ >> layout_.unit_shift) * plan_.warps;
+  }
+  __device__ __forceinline__ int batch_token(const DecodeCopies& c) const {
+    const int block = lane_ & ((1 << layout_.unit_shift) - 1);
+    return c.first + batch_unit() * kUnitTokens + (block << layout_.copy_shift);
+  }
+  // Loads the pages of the next batch, -1 for none.
   __device__ __forceinline__ void look_up() {
     if (fetch_unit_ >= fetch_stop_ && fetch_stop_ != 0) find_fetch_run();
     page_ = -1;
     const DecodeCopies c = notes().copies;
-    if (fetch_unit_ >= fetch_stop_ || c.exact || lane_ >= kUnitSteps * layout_.copies) return;
-    const int token = fetch_token(c);
+    if (batch_unit() >= fetch_stop_ || c.exact) return;
+    const int token = batch_token(c);
     if (token >= c.length || token + (1 << layout_.copy_shift) <= c.visible) return;
     page_ = __ldg(c.table + (token >> layout_.page_shift));
   }
-  __device__ __forceinline__ int fetch_token(const DecodeCopies& c) const {
-    return c.first + fetch_unit_ * kUnitTokens + (lane_ << layout_.copy_shift);
+  // The batch whose pages were looked up becomes the one at hand. A unit of exact keys is no batch: its copies to slot `first` and the one
+  // behind it begin.
+  __device__ __forceinline__ void next_batch(int first) {
+    if (fetch_unit_ >= fetch_stop_) return;
+    const DecodeCopies c = notes().copies;
+    if (c.exact) {
+      copy_exact(first);
+      fetch_unit_ += plan_.warps;
+      return;
+    }
+    const int lanes = __popc(__ballot_sync(0xffffffff, batch_unit() < fetch_stop_));
+    turn_ = 32 - lanes;
+    source_ = __shfl_sync(0xffffffff, block_place(c), lane_ - turn_);
+    fetch_unit_ += (lanes >> layout_.unit_shift) * plan_.warps;
   }
-  __device__ __forceinline__ const uint8_t* block_address(const DecodeCopies& c) const {
-    if (static_cast<unsigned>(page_) >= static_cast<unsigned>(a_.num_pages)) return nullptr;
-    const int tile = (fetch_token(c) & ((1 << layout_.page_shift) - 1)) >> layout_.copy_shift;
-    return a_.pages + (int64_t{page_} * a_.kv_heads + c.head) * layout_.record_bytes + tile * layout_.copy_bytes;
+  // Where the lane's block of the next batch lies behind `pages`, in kPlaceBytes; kNowhere: there is none.
+  static constexpr uint32_t kNowhere = ~0u;
+  __device__ __forceinline__ uint32_t block_place(const DecodeCopies& c) const {
+    if (static_cast<unsigned>(page_) >= static_cast<unsigned>(a_.num_pages)) return kNowhere;
+    const uint32_t tile = (batch_token(c) & ((1 << layout_.page_shift) - 1)) >> layout_.copy_shift;
+    return (static_cast<uint32_t>(page_) * a_.kv_heads + c.head) * (layout_.record_bytes / kPlaceBytes) +
+           tile * (layout_.copy_bytes / kPlaceBytes);
   }
-  // Exact keys: lanes 0-7 copy to the first slot, 8-15 to the second.
+
+  // The slots of the unit at hand get other contents; the next slots are at hand.
+  __device__ __forceinline__ void fetch() {
+    __syncwarp();
+    copy(slot_);
+    slot_ += kUnitSteps * layout_.stride;
+    if (slot_ == (warp_ + 1) * plan_.ring) slot_ -= plan_.ring, phase_ ^= 1;
+  }
+  // Starts to copy the next unit, if any, to slot `first` and the one behind it. Only then the batch after its own is looked up: at the
+  // beginning of a launch nothing may come before the first bytes.
+  __device__ __forceinline__ void copy(int first) {
+    const bool batch_begins = turn_ == 32;
+    if (batch_begins) {
+      fetch_unit_ = notes().fetch_unit, fetch_stop_ = notes().fetch_stop;
+      if (fetch_stop_ == 0) return;  // nothing is left
+      next_batch(first);
+    }
+    if (turn_ != 32) copy_codes(first);
+    if (batch_begins) {
+      look_up();
+      __syncwarp();
+      if (lane_ == 0) notes().fetch_unit = fetch_unit_, notes().fetch_stop = fetch_stop_;
+      __syncwarp();
+    }
+  }
+  // The next unit of the batch at hand.
+  __device__ __forceinline__ void copy_codes(int first) {
+    const bool mine = static_cast<unsigned>(lane_ - turn_) < 1u << layout_.unit_shift;
+    const int i = lane_ & ((1 << layout_.unit_shift) - 1);  // of the unit's blocks
+    const int later = i >> (layout_.unit_shift - 1), slot = first + later * layout_.stride;
+    const int bytes = source_ == kNowhere ? 0 : layout_.copy_bytes;
+    copy_blocks(barrier(first), barrier(first + layout_.stride), barrier(slot), mine ? bytes : -1,
+                shared_ + slot + (i & (layout_.copies - 1)) * layout_.copy_bytes,
+                a_.pages + uint64_t{source_} * kPlaceBytes, mine ? bytes : 0);
+    turn_ += 1 << layout_.unit_shift;
+  }
+  // Exact keys of the next unit: lanes 0-7 copy to the first slot, 8-15 to the second. As many lanes announce bytes as for codes.
+  __device__ __forceinline__ void copy_exact(int first) const {
+    const uint8_t* from = exact_address();
+    const int i = lane_ % 8, keys = __popc(__ballot_sync(0xffffffff, from != nullptr) >> (lane_ & 8) & 0xFF);
+    const int slot = lane_ < 8 ? first : first + layout_.stride;
+    const bool announces = lane_ < 8 * kUnitSteps && i < layout_.copies;
+    const int all = i == 0 ? keys * layout_.exact_bytes : 0;
+    copy_blocks(barrier(first), barrier(first + layout_.stride), barrier(slot), announces ? all : -1,
+                shared_ + slot + i * layout_.exact_bytes, from, from ? layout_.exact_bytes : 0);
+  }
+
+  // Of the lane's exact key; null: it has none.
   __device__ __forceinline__ const uint8_t* exact_address() const {
     const DecodePlace& at = notes().fetched;
     const int i = ((fetch_unit_ - at.coded_end()) * kUnitSteps + lane_ / 8) * layout_.exact_keys + lane_ % 8;
@@ -562,25 +636,6 @@ class Decoder {
         asm volatile("prefetch.global.L1 [%0];" ::"l"(static_cast<const uint8_t*>(a_.q) + start + lane_ * 128));
       }
     }
-  }
-
-  // The slots of the unit at hand get other contents, and the pages of what follows are looked up; the next slots are at hand.
-  __device__ __forceinline__ void fetch() {
-    __syncwarp();
-    copy(slot_, slot_ + stride());
-    look_up();
-    slot_ += kUnitSteps * stride();
-    if (slot_ == ring_ + plan_.slots * stride()) slot_ = ring_, phase_ ^= 1;
-  }
-  __device__ __forceinline__ void copy(uint8_t* first, uint8_t* second) {
-    if (fetch_unit_ >= fetch_stop_) return;  // nothing is left
-    const DecodeCopies c = notes().copies;
-    const int bytes = c.exact ? layout_.exact_bytes : layout_.copy_bytes, per_slot = c.exact ? 8 : layout_.copies;
-    const bool later = lane_ >= per_slot;
-    uint8_t* to = later ? second + (lane_ - per_slot) * bytes : first + lane_ * bytes;
-    const uint8_t* from = c.exact ? exact_address() : block_address(c);
-    copy_blocks(barrier(first), barrier(second), to, later, from, bytes);
-    fetch_unit_ += plan_.warps;
   }
 
   // ---- Queries
@@ -723,14 +778,14 @@ class Decoder {
   static __device__ __forceinline__ int to_second(int row, int next) { return Values::kMixed ? 8 * row : next; }
 
   // The slots of the unit at hand.
-  __device__ __forceinline__ void slots(uint8_t* (&base)[kUnitSteps]) const {
+  __device__ __forceinline__ void slots(int (&base)[kUnitSteps]) const {
 #pragma unroll
-    for (int step = 0; step < kUnitSteps; ++step) base[step] = slot_ + step * stride();
+    for (int step = 0; step < kUnitSteps; ++step) base[step] = slot_ + step * layout_.stride;
   }
 
   // begin: the first token of the unit
   __device__ __forceinline__ void attend(int begin) {
-    uint8_t* base[kUnitSteps];
+    int base[kUnitSteps];
     slots(base);
     float score[N][4 * kUnitSteps], value_scale[4 * kUnitSteps];
     ScaleRange scales;
@@ -740,8 +795,8 @@ class Decoder {
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         float s[N][2];
-        multiply_keys(base[step], pair, s);
-        const uint8_t* from = base[step] + layout_.value_scales + to_first(2, layout_.next_scales);
+        multiply_keys(shared_ + base[step], pair, s);
+        const uint8_t* from = shared_ + base[step] + layout_.value_scales + to_first(2, layout_.next_scales);
         if (pair) from += to_second(2, layout_.next_scales);
         const __half2 both = *reinterpret_cast<const __half2*>(from);
         const float2 v = __half22float2(both);
@@ -930,14 +985,14 @@ class Decoder {
     for (int i = 0; i < X::kTiles; ++i) state_.sums[i][n][0] *= by, state_.sums[i][n][1] *= by;
   }
 
-  __device__ __forceinline__ void multiply_values(uint8_t* const (&base)[kUnitSteps],
-                                                  const uint2 (&weight)[N][kUnitSteps], const float (&factor)[N]) {
+  __device__ __forceinline__ void multiply_values(const int (&base)[kUnitSteps], const uint2 (&weight)[N][kUnitSteps],
+                                                  const float (&factor)[N]) {
 #pragma unroll
     for (int group = 0; group < Values::kGroups; ++group) {
       typename Values::Words a[kUnitSteps], b[kUnitSteps];
 #pragma unroll
       for (int step = 0; step < kUnitSteps; ++step) {
-        const uint8_t* block = base[step] + layout_.values;
+        const uint8_t* block = shared_ + base[step] + layout_.values;
         Values::load(block, group, lane_, a[step]);
         Values::load(block + layout_.next_values, group, lane_, b[step]);
       }
@@ -1198,7 +1253,7 @@ class Decoder {
 
   // A unit of exact keys.
   __device__ __forceinline__ void attend_exact(const DecodePlace& at, int unit) {
-    uint8_t* base[kUnitSteps];
+    int base[kUnitSteps];
     slots(base);
     const int first = unit * kUnitSteps * layout_.exact_keys;
 #pragma unroll
@@ -1222,14 +1277,13 @@ class Decoder {
   // results lie where those of codes do: a weight is the sum of two numbers of type T; a query is of that type, and leaves its second
   // column empty. The output of a row is rotated like that of codes.
   template <typename T>
-  __device__ __forceinline__ void attend_exact_keys(const DecodePlace& at, int first,
-                                                    uint8_t* const (&base)[kUnitSteps]) {
+  __device__ __forceinline__ void attend_exact_keys(const DecodePlace& at, int first, const int (&base)[kUnitSteps]) {
     static_assert(kUnitSteps == 2);
     const int per_slot = layout_.exact_keys, left = at.about.exact - first;
     const auto holds = [&](int j) { return j % 8 < per_slot && j / 8 * per_slot + j % 8 < left; };
     // What no one holds may be anything, and must not spoil a sum: there, another key is looked at, and counts nothing.
     const auto row_of = [&](int j) {
-      return holds(j) ? (j < 8 ? base[0] : base[1]) + j % 8 * layout_.exact_bytes : base[0];
+      return shared_ + (holds(j) ? (j < 8 ? base[0] : base[1]) + j % 8 * layout_.exact_bytes : base[0]);
     };
     for_each<N>([&](auto n) {
       float dot[4] = {};
@@ -1353,10 +1407,13 @@ class Decoder {
   const LevelTable<Keys::kTwoTables> key_table_;
   const LevelTable<Values::kTwoTables> value_table_;
 
-  uint8_t *ring_, *slot_;  // the warp's slots, and the next to arrive
+  int slot_;  // the next to arrive of the warp's slots
   uint32_t phase_;
-  int fetch_unit_, fetch_stop_;  // what is copied next
-  int page_;
+  uint32_t source_;  // the lane's block of the batch at hand
+  int turn_;         // the first lane whose block is still to be copied
+  int page_;         // of the lane's block in the next batch
+  int fetch_unit_,
+      fetch_stop_;  // the first unit of the next batch, and the end of the units like it; only while `copy` runs
 
   uint2 query_[N][X::kFrags];
   float unit_[N];  // of rows 4 n + t

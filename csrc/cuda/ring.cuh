@@ -48,10 +48,10 @@ constexpr bool kBulkCopies = true;
 constexpr bool kBulkCopies = false;
 #endif
 
-// Makes a slot's barrier ready; by one lane, before `barriers_ready`.
-__device__ __forceinline__ void init_barrier(uint64_t* barrier) {
+// Makes a slot's barrier ready, which `lanes` lanes announce bytes to; by one lane, before `barriers_ready`.
+__device__ __forceinline__ void init_barrier(uint64_t* barrier, int lanes) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(kBulkCopies ? 1 : 32)
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(kBulkCopies ? lanes : 32)
                : "memory");
 #endif
 }
@@ -94,31 +94,26 @@ __device__ __forceinline__ void expect(uint64_t* barrier, int bytes) {
 }
 #endif
 
-// Fills two slots: a lane copies one block, `bytes` long (a multiple of 16, aligned to 16), from `from` (null: none) to `to`, which lies
-// in the second slot where `second` is true. All lanes of the warp call it; a slot's phase ends when all of it is there.
-__device__ __forceinline__ void copy_blocks(uint64_t* first_barrier, uint64_t* second_barrier, uint8_t* to, bool second,
-                                            const uint8_t* from, int bytes) {
-  const unsigned blocks = __ballot_sync(0xffffffff, from != nullptr);
-  const int lane = static_cast<int>(threadIdx.x & 31);
+// A lane's part in filling two slots, one after the other: it copies `bytes` bytes, 0 or a multiple of 16, from `from` to `to`, aligned
+// to 16, in the slot of `barrier`; and it announces so many bytes of that slot (announced; negative: others do). All lanes of the warp
+// call it; a slot's phase ends when as many lanes as init_barrier said have announced bytes, and all of them are there.
+__device__ __forceinline__ void copy_blocks(uint64_t* first_barrier, uint64_t* second_barrier, uint64_t* barrier,
+                                            int announced, uint8_t* to, const uint8_t* from, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const unsigned seconds = __ballot_sync(0xffffffff, second);
-  if (lane == 0) {
-    expect(first_barrier, __popc(blocks & ~seconds) * bytes);
-    expect(second_barrier, __popc(blocks & seconds) * bytes);
-  }
-  __syncwarp();
-  if (from) {
+  if (announced >= 0) expect(barrier, announced);
+  if (bytes) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(second ? second_barrier : first_barrier))
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
   }
 #elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  for (unsigned rest = blocks; rest; rest &= rest - 1) {
+  for (unsigned rest = __ballot_sync(0xffffffff, bytes != 0); rest; rest &= rest - 1) {
     const int owner = __ffs(static_cast<int>(rest)) - 1;
     const uint32_t target = __shfl_sync(0xffffffff, shared_address(to), owner);
     const uint64_t source = __shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(from), owner);
-    for (int i = 16 * lane; i < bytes; i += 512) {
+    const int size = __shfl_sync(0xffffffff, bytes, owner);
+    for (int i = 16 * static_cast<int>(threadIdx.x & 31); i < size; i += 512) {
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + i), "l"(source + i) : "memory");
     }
   }
