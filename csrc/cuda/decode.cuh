@@ -80,7 +80,7 @@ struct DecodePlan {
 // What the keys of one query row are, and its numbers.
 struct DecodeRow {
   float unit, shift;  // score * log2(e) = unit * integer score + shift
-  int zero;           // what the sums of masked grids are too large by
+  int zero;           // what the sums over channels are too large by
   int first, end;     // keys [first, end) come from codes
 };
 
@@ -864,7 +864,7 @@ class Decoder {
       for (int n = 0; n < N; ++n) {
         const uint2 b = query_[n][chunk * Keys::kFrags + I];
         mma_bytes<Keys::kMasks>(sums[n][Keys::set_of(I)], a, b);
-        if constexpr (Keys::kTwoTables) mma_bytes(sums[n][1], minus, b);
+        if constexpr (Keys::kTwoTables) mma_bytes(sums[n][0], minus, b);
       }
       multiply_frags<I + 1>(x, y, chunk, sums);
     }
@@ -961,7 +961,7 @@ class Decoder {
       moved[i] = transposed(select_bytes(x, x, 0x1010));
     }
     state_.total[n] = fmaf(total, down, state_.total[n]);
-    if constexpr (Values::kMasks) {
+    if constexpr (Values::kTop != 0) {
       state_.weights[n] =
           fmaf(static_cast<float>(static_cast<int>(sum - kScores * 0x4B000000u)), down, state_.weights[n]);
     }
@@ -1004,7 +1004,7 @@ class Decoder {
                                                  const typename Values::Words (&b)[kUnitSteps], int group,
                                                  const uint2 (&weight)[N][kUnitSteps], const float (&factor)[N]) {
     if constexpr (I < 4) {
-      int sums[N][4] = {}, less[N][4] = {};
+      int sums[N][4] = {};
 #pragma unroll
       for (int step = 0; step < kUnitSteps; ++step) {
         uint32_t plus[4], minus[4];
@@ -1012,15 +1012,14 @@ class Decoder {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           mma_bytes<Values::kMasks, true>(sums[n], plus, weight[n][step]);
-          if constexpr (Values::kTwoTables) mma_bytes<false, true>(less[n], minus, weight[n][step]);
+          if constexpr (Values::kTwoTables) mma_bytes<false, true>(sums[n], minus, weight[n][step]);
         }
       }
 #pragma unroll
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          int x = sums[n][2 * h] * 256 + sums[n][2 * h + 1];
-          if constexpr (Values::kTwoTables) x -= less[n][2 * h] * 256 + less[n][2 * h + 1];
+          const int x = sums[n][2 * h] * 256 + sums[n][2 * h + 1];
           float& to = state_.sums[4 * group + I][n][h];
           to = fmaf(static_cast<float>(x), factor[n], to);  // the upper rows' factor kUpper waits for the end
         }
@@ -1063,15 +1062,14 @@ class Decoder {
       total[n] = over_tokens(state_.total[n], add);
       m[n] =
           total[n] == 0 ? -INFINITY : fmaf(state_.max[n], unit_[n], a_.soft_cap > 0 ? 0.0f : rows()[4 * n + t_].shift);
-      const float less = Values::kMasks ? Values::kTop * over_tokens(state_.weights[n], add) : 0.0f;
+      const float less = Values::kTop != 0 ? Values::kTop * over_tokens(state_.weights[n], add) : 0.0f;
 #pragma unroll
       for (int i = 0; i < X::kTiles; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& x = state_.sums[i][n][h];
           if (h) x *= 1 / Values::kUpper;
-          if constexpr (Values::kMasks) x = 2 * x - less;
-          x *= format::kLevelUnit;
+          x = (Values::kStep * x - less) * format::kLevelUnit;
         }
       }
     }
@@ -1372,7 +1370,7 @@ class Decoder {
 #pragma unroll
         for (int i = 0; i < X::kTiles; ++i) {
           // In the numbers of the sums (join_warps): before the factors that wait for the end.
-          constexpr float kFactor = 1 / (kDown * format::kLevelUnit) / (Values::kMasks ? 2 : 1);
+          constexpr float kFactor = 1 / (kDown * format::kLevelUnit) / Values::kStep;
           state_.sums[i][n][0] = fmaf(scratch[16 * i + g_], kFactor, state_.sums[i][n][0]);
           state_.sums[i][n][1] = fmaf(scratch[16 * i + 8 + g_], kFactor * Values::kUpper, state_.sums[i][n][1]);
         }

@@ -5,8 +5,9 @@
 //   masks   a uniform grid: codes stay where they are in their word, so some bytes count 8 or 16 times; `level = 2 code - top`
 //           is left to the sums, which subtract top times the sum of the other side;
 //   tables  Lloyd-Max levels: a byte permutation looks up four codes. Its tables have eight entries, so levels of 4 bits come
-//           in two, `plus` for the upper half of the codes and `minus`, the lower half with its sign changed; a code of the other half
-//           gives 0, and the two products are subtracted;
+//           in two, `plus` for the upper half of the codes, which are positive, and `minus` for the lower half, which are negative. A
+//           code of the other half selects the sign of a byte: 0 in `plus` and -1 in `minus`. So `minus` holds levels less 1, both
+//           products go into one sum, and every code counts its level less 1;
 //   none    8 bits: codes are levels.
 #pragma once
 
@@ -33,6 +34,14 @@ __device__ __forceinline__ uint32_t shifted(uint32_t x) {
   }
 }
 
+// 0. A compiler does not see that, and so does not see either that what it is or'ed to is the same in all lanes.
+__device__ __forceinline__ uint32_t zero_of_lane() {
+  uint32_t below = 0, up_to = 0;
+  asm("mov.u32 %0, %%lanemask_lt;" : "=r"(below));
+  asm("mov.u32 %0, %%lanemask_le;" : "=r"(up_to));
+  return below & ~up_to;
+}
+
 // Levels by byte permutation. `TWO`: 16 levels, else up to 8.
 template <bool TWO>
 struct LevelTable {
@@ -44,11 +53,15 @@ struct LevelTable {
       low = high = 0;
     } else if constexpr (TWO) {
       const uint32_t* words = reinterpret_cast<const uint32_t*>(levels);
-      minus_low = __vneg4(words[0]), minus_high = __vneg4(words[1]), low = words[2], high = words[3];
+      minus_low = __vsub4(words[0], 0x01010101), minus_high = __vsub4(words[1], 0x01010101);
+      low = words[2], high = words[3];
     } else {
       const uint32_t* words = reinterpret_cast<const uint32_t*>(levels);
       low = words[0], high = bits > 2 ? words[1] : 0;
     }
+    // In registers of the lanes: from those of the warp, where they else may be kept, every look-up would begin with a move.
+    const uint32_t zero = zero_of_lane();
+    low |= zero, high |= zero, minus_low |= zero, minus_high |= zero;
   }
 
   // The bytes of four codes in the low nibbles of `codes`; with two tables `plus` wants their top bits flipped.
@@ -97,12 +110,11 @@ struct KeyCodes {
   static constexpr int kChunks = D / kChunk;
   static constexpr int kFrags = kChunk / 32;                                            // products of a chunk
   static constexpr int kWords = BITS == 3 ? 3 : (BITS == 5 ? 4 : BITS) * kChunk / 128;  // of a lane
-  static constexpr int kSets =
-      kMasks || kTwoTables ? 2 : 1;  // kinds of sums: those of low and high nibbles, or of two tables
+  static constexpr int kSets = kMasks ? 2 : 1;  // kinds of sums: of low and high nibbles
 
   // sum of q * level = (weighted sums - kZero * sum of q) * kUnit
-  static constexpr int kWeight0 = BITS == 4 && UNIFORM ? 16 : BITS == 5 ? 8 : 1, kWeight1 = kTwoTables ? -1 : 1;
-  static constexpr int kZero = !kMasks ? 0 : BITS == 4 ? 8 * 15 : 4 * 31;
+  static constexpr int kWeight0 = BITS == 4 && UNIFORM ? 16 : BITS == 5 ? 8 : 1, kWeight1 = 1;
+  static constexpr int kZero = kTwoTables ? -1 : !kMasks ? 0 : BITS == 4 ? 8 * 15 : 4 * 31;
   static constexpr float kUnit = !kMasks ? 1.0f : BITS == 4 ? 1.0f / 8 : 1.0f / 4;
 
   struct Words {
@@ -148,7 +160,7 @@ struct KeyCodes {
     }
   }
 
-  // The set that product `i` of a chunk adds to (with two tables: both).
+  // The set that product `i` of a chunk adds to.
   static constexpr __device__ int set_of(int i) { return kMasks ? i % 2 : 0; }
 
   // Product i of a chunk: rows of g and h (8 rows further down). minus: with two tables only.
@@ -223,8 +235,8 @@ struct ValueCodes {
   // Order of the tokens of a lane within an operand's bytes: those of the two blocks in turn, or one block after the other.
   static constexpr bool kMixed = !UNIFORM;
 
-  // level = 2 code - kTop for masks; the upper eight rows of a product count kUpper times.
-  static constexpr int kTop = (1 << BITS) - 1;
+  // level = kStep * what a code counts - kTop; the upper eight rows of a product count kUpper times.
+  static constexpr int kStep = kMasks ? 2 : 1, kTop = kMasks ? (1 << BITS) - 1 : kTwoTables ? -1 : 0;
   static constexpr float kUpper = kMasks ? 16 : 1;
 
   struct Words {
