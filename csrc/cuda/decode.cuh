@@ -951,26 +951,28 @@ class Decoder {
     const float down =
         most > kNoKey ? exp2_fast(fmaf(-state_.max[n], u, -offset)) : 0;  // without a key, 0 times anything
     float total = 0;
-    uint32_t moved[kScores], sum = 0;
+    uint32_t integer[kScores], sum = 0;
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       const float p = exp2_fast(fmaf(score[i], u, offset));
       total += p;
-      const uint32_t x = __float_as_uint(fmaf(p, v[i], kInteger));
-      sum += x;
-      moved[i] = transposed(select_bytes(x, x, 0x1010));
+      integer[i] = __float_as_uint(fmaf(p, v[i], kInteger));
+      sum += integer[i];
     }
     state_.total[n] = fmaf(total, down, state_.total[n]);
     if constexpr (Values::kTop != 0) {
       state_.weights[n] =
           fmaf(static_cast<float>(static_cast<int>(sum - kScores * 0x4B000000u)), down, state_.weights[n]);
     }
-    // Columns are a row's high and low bytes in turn.
-    const uint32_t bytes = Values::kMixed ? (g_ & 1 ? 0x6420 : 0x7531) : (g_ & 1 ? 0x6240 : 0x7351);
+    // Columns are a row's high and low bytes in turn. A 16-bit number of a tile holds a byte of two tokens, so that a transposition moves
+    // the weights of both.
+    const auto column = [&](int i) {
+      const uint32_t x = transposed(select_bytes(integer[i], integer[i + 1], 0x4051));
+      return Values::kMixed ? select_bytes(x, x, 0x3120) : x;
+    };
 #pragma unroll
     for (int step = 0; step < kUnitSteps; ++step) {
-      weight[step].x = select_bytes(moved[4 * step], moved[4 * step + 1], bytes);
-      weight[step].y = select_bytes(moved[4 * step + 2], moved[4 * step + 3], bytes);
+      weight[step] = uint2{column(4 * step), column(4 * step + 2)};
     }
     return down;
   }
