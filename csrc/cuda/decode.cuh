@@ -36,12 +36,12 @@ constexpr int kBarrierBytes = 16;
 
 // Where things are in a slot: 32 tokens, one tile or two. Offsets in bytes.
 struct SlotLayout {
-  int bytes, stride;                                     // of a slot; its barrier follows, and then the next slot
-  int copies, copy_shift, copy_bytes;                    // of a slot: 1 or 2; one brings 2^copy_shift tokens, a tile
-  int unit_shift;                                        // a unit takes 2^unit_shift of them
-  int page_shift, record_bytes;                          // a page has 2^page_shift tokens
-  int exact_keys, exact_bytes;                           // of the exact tail in a slot; of one, key and value
-  int planes, values, key_scales, value_scales;          // sections of the first 16 tokens
+  int bytes, stride;                             // of a slot; its barrier follows, and then the next slot
+  int copies, copy_shift, copy_bytes;            // of a slot: 1 or 2; one brings 2^copy_shift tokens, a tile
+  int unit_shift;                                // a unit takes 2^unit_shift of them
+  int page_shift, record_bytes;                  // a page has 2^page_shift tokens
+  int exact_keys, exact_bytes, exact_stride;     // of the exact tail in a slot; of one, key and value; to the next
+  int planes, values, key_scales, value_scales;  // sections of the first 16 tokens
   int next_keys, next_planes, next_values, next_scales;  // from there to tokens 16-31
 
   SlotLayout(const format::Record& r, int element_bytes)
@@ -52,8 +52,9 @@ struct SlotLayout {
                                                               : r.page_size == 64 ? 6
                                                                                   : 7),
         record_bytes(r.record_bytes()), exact_keys(0), exact_bytes(2 * r.head_dim * element_bytes),
+        exact_stride(exact_bytes + 16),  // so that eight of them lie in different banks
         planes(r.key_planes()), values(r.value_blocks()), key_scales(r.key_scales()), value_scales(r.value_scales()) {
-    exact_keys = bytes / exact_bytes < 8 ? bytes / exact_bytes : 8;
+    exact_keys = bytes / exact_stride < 8 ? bytes / exact_stride : 8;
     const bool one = r.tile_tokens() == kStepTokens;
     next_keys = one ? 16 * r.key_row_bytes() : r.tile_bytes();
     next_planes = one ? 16 * r.key_plane_bytes() : r.tile_bytes();
@@ -582,7 +583,7 @@ class Decoder {
     const bool announces = lane_ < 8 * kUnitSteps && i < layout_.copies;
     const int all = i == 0 ? keys * layout_.exact_bytes : 0;
     copy_blocks(barrier(first), barrier(first + layout_.stride), barrier(slot), announces ? all : -1,
-                shared_ + slot + i * layout_.exact_bytes, from, from ? layout_.exact_bytes : 0);
+                shared_ + slot + i * layout_.exact_stride, from, from ? layout_.exact_bytes : 0);
   }
 
   // Of the lane's exact key; null: it has none.
@@ -1274,8 +1275,8 @@ class Decoder {
   }
 
   // Exact keys `first` and up, 0-7 in the first slot and 8-15 in the second, on tensor cores. A row again has two columns, so that its
-  // results lie where those of codes do: a weight is the sum of two numbers of type T; a query is of that type, and leaves its second
-  // column empty. The output of a row is rotated like that of codes.
+  // results lie where those of codes do: a weight is the sum of two numbers of type T; a query is of that type, and nobody looks at its
+  // second column. The output of a row is rotated, like that of codes.
   template <typename T>
   __device__ __forceinline__ void attend_exact_keys(const DecodePlace& at, int first, const int (&base)[kUnitSteps]) {
     static_assert(kUnitSteps == 2);
@@ -1283,27 +1284,22 @@ class Decoder {
     const auto holds = [&](int j) { return j % 8 < per_slot && j / 8 * per_slot + j % 8 < left; };
     // What no one holds may be anything, and must not spoil a sum: there, another key is looked at, and counts nothing.
     const auto row_of = [&](int j) {
-      return shared_ + (holds(j) ? (j < 8 ? base[0] : base[1]) + j % 8 * layout_.exact_bytes : base[0]);
+      return shared_ + (holds(j) ? (j < 8 ? base[0] : base[1]) + j % 8 * layout_.exact_stride : base[0]);
     };
     for_each<N>([&](auto n) {
       float dot[4] = {};
-      const T* query = reinterpret_cast<const T*>(plain()) + (4 * n + g_ / 2) * D + 16 * t_;
-      const uint8_t *key0 = row_of(g_) + 16 * t_ * sizeof(T), *key1 = row_of(g_ + 8) + 16 * t_ * sizeof(T);
+      const uint8_t* query = plain() + ((4 * n + lane_ % 8 / 2) * D + lane_ / 8 * 8) * sizeof(T);
+      const uint8_t* keys = row_of(lane_ % 16) + lane_ / 16 * 8 * sizeof(T);
 #pragma unroll
-      for (int c = 0; c < D; c += 64) {
-#pragma unroll
-        for (int i = 0; i < 16; i += 4) {  // in any order of channels that both sides agree on
-          const uint2 q = g_ % 2 ? uint2{0, 0} : *reinterpret_cast<const uint2*>(query + c + i);
-          const uint2 x = *reinterpret_cast<const uint2*>(key0 + (c + i) * sizeof(T));
-          const uint2 y = *reinterpret_cast<const uint2*>(key1 + (c + i) * sizeof(T));
-          mma_floats<T>(dot, {x.x, y.x, x.y, y.y}, q.x, q.y);
-        }
+      for (int c = 0; c < D; c += 32) {
+        const uint4 q = load_tiles(query + c * sizeof(T));
+        mma_floats<T>(dot, load_tiles(keys + c * sizeof(T)), q.x, q.y);
+        mma_floats<T>(dot, load_tiles(keys + (c + 16) * sizeof(T)), q.z, q.w);
       }
 
       // Scores of the lane's row for keys g and g + 8, in the numbers of the integer scores, so that one running maximum serves both.
       int token, head, position;
       const bool real = find_row(at, 4 * n + t_, token, head, position);
-      const Attention::Exact exact = real ? a_.exact(at.sequence, position) : Attention::Exact{};
       const DecodeRow& row = rows()[4 * n + t_];
       const bool capped = a_.soft_cap > 0;
       float score[2], p[2];
@@ -1316,7 +1312,7 @@ class Decoder {
         if (capped) score[h] = a_.soft_cap * tanh_fast(score[h] / a_.soft_cap);
         score[h] = capped ? score[h] * kLog2E : (score[h] * kLog2E - row.shift) / unit_[n];
         const bool sees = real && holds(j) && k >= a_.first_visible(position) && k <= position &&
-                          (k < exact.sinks || k >= exact.recent);
+                          (k < at.about.sinks || k >= row.end);
         if (!sees) score[h] = -INFINITY;
         seen[h] = __ballot_sync(0xffffffff, sees), hidden |= real && holds(j) && !sees;
       }
@@ -1333,52 +1329,58 @@ class Decoder {
       }
 
       const uint8_t* values = row_of(lane_ % 8 + lane_ / 16 * 8) + (D + lane_ / 8 % 2 * 8) * sizeof(T);
-      float sums[X::kTiles][2];
+      float y[2 * X::kTiles];  // channel 8 e + g of row t
 #pragma unroll
-      for (int i = 0; i < X::kTiles; ++i) {  // of 16 channels
+      for (int i = 0; i < X::kTiles; ++i) {
         float d[4] = {};
         mma_floats<T>(d, load_transposed(values + 16 * i * sizeof(T)), weight[0], weight[1]);
-        sums[i][0] = d[0] + d[1], sums[i][1] = d[2] + d[3];
+        y[2 * i] = d[0] + d[1], y[2 * i + 1] = d[2] + d[3];
       }
       // A weight of 0 does not undo a value that is no number: where one may have come from a key that a row does not see, rows are
       // multiplied once more, each with one of the keys that it sees in place of the others.
-      bool alone = __any_sync(0xffffffff, hidden);
-      if (alone) {
+      if (__any_sync(0xffffffff, hidden)) {
         float spoiled = 0;  // stays 0 if all are finite
 #pragma unroll
-        for (int i = 0; i < X::kTiles; ++i) spoiled = fmaf(sums[i][0] + sums[i][1], 0, spoiled);
-        alone = __any_sync(0xffffffff, spoiled != 0);
-      }
-      float* scratch = join() + warp_ * D;  // free until a warp leaves its state there, which waits for all
+        for (int e = 0; e < 2 * X::kTiles; ++e) spoiled = fmaf(y[e], 0, spoiled);
+        if (__any_sync(0xffffffff, spoiled != 0)) {
+          float* scratch = join() + warp_ * D;  // free until a warp leaves its state there, which waits for all
 #pragma unroll 1
-      for (int r = 0; r < 4; ++r) {
-        __syncwarp();
-        if (alone) {
-          multiply_alone<T>(r, seen, row_of, weight, scratch);
-        } else if (t_ == r) {
+          for (int r = 0; r < 4; ++r) {
+            __syncwarp();
+            multiply_alone<T>(r, seen, row_of, weight, scratch);
+            __syncwarp();
 #pragma unroll
-          for (int i = 0; i < X::kTiles; ++i) scratch[16 * i + g_] = sums[i][0], scratch[16 * i + 8 + g_] = sums[i][1];
-        }
-        __syncwarp();
-        float y[X::kPerLane];
-#pragma unroll
-        for (int c = 0; c < X::kPerLane; ++c) y[c] = scratch[channel(c)];
-        apply(signs() + D, y);
-        transform<typename X::Rotation>(y, lane_);
-#pragma unroll
-        for (int c = 0; c < X::kPerLane; ++c) scratch[channel(c)] = y[c];
-        __syncwarp();
-        if (t_ != r) continue;
-#pragma unroll
-        for (int i = 0; i < X::kTiles; ++i) {
-          // In the numbers of the sums (join_warps): before the factors that wait for the end.
-          constexpr float kFactor = 1 / (kDown * format::kLevelUnit) / Values::kStep;
-          state_.sums[i][n][0] = fmaf(scratch[16 * i + g_], kFactor, state_.sums[i][n][0]);
-          state_.sums[i][n][1] = fmaf(scratch[16 * i + 8 + g_], kFactor * Values::kUpper, state_.sums[i][n][1]);
+            for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = t_ == r ? scratch[8 * e + g_] : y[e];
+          }
         }
       }
-      __syncwarp();
+      rotate_columns(y);
+      // In the numbers of the sums (join_warps): before what waits for the end.
+      constexpr float kFactor = block_norm(X::kLog) / (kDown * format::kLevelUnit * Values::kStep);
+#pragma unroll
+      for (int i = 0; i < X::kTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float factor = h ? kFactor * Values::kUpper : kFactor;
+          state_.sums[i][n][h] = fmaf(y[2 * i + h], factor, state_.sums[i][n][h]);
+        }
+      }
     });
+  }
+
+  // Rotates the columns of a product's results as values were rotated, but for the factor 1 / sqrt(n). y: channel 8 e + g of row t.
+  __device__ __forceinline__ void rotate_columns(float (&y)[2 * X::kTiles]) const {
+    using Columns = HadamardTraits<X::Rotation::kBlocks, X::kLog, 8, 1>;
+#pragma unroll
+    for (int e = 0; e < 2 * X::kTiles; ++e) y[e] *= signs()[D + 8 * e + g_];
+#pragma unroll
+    for (int bit = 1; bit < 8; bit *= 2) {
+      const float side = g_ & bit ? -1.0f : 1.0f;
+#pragma unroll
+      for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = fmaf(side, y[e], __shfl_xor_sync(0xffffffff, y[e], 4 * bit));
+    }
+    lane_butterflies<Columns, 1, Columns::kChunks>(y);
+    mix_blocks<Columns>(y);
   }
 
   // The sums of the row of lanes with t = r, over the keys that it sees only.

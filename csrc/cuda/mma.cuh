@@ -87,7 +87,18 @@ __device__ __forceinline__ void mma_floats(float (&d)[4], const uint4& a, uint32
   }
 }
 
-// Four 8 x 8 tiles of 16-bit numbers from shared memory, transposed: lane i gives the address of row i % 8 of tile i / 8.
+// Four 8 x 8 tiles of 16-bit numbers from shared memory: lane i gives the address of row i % 8 of tile i / 8.
+__device__ __forceinline__ uint4 load_tiles(const void* row) {
+  uint4 x{};
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row))));
+#endif
+  return x;
+}
+
+// The same, transposed.
 __device__ __forceinline__ uint4 load_transposed(const void* row) {
   uint4 x{};
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
