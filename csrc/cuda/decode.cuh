@@ -30,18 +30,17 @@ constexpr int kUnitTokens = kStepTokens * kUnitSteps;
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 constexpr float kNoKey = -1e30f;  // a running maximum before the first key: below all scores, and finite times a unit
 constexpr int kMaxDecodeGrid = 4096;
-constexpr int kPlaceBytes =
-    64;  // all blocks of codes begin at multiples of it: a tile is 16 tokens times a multiple of 4 bytes
+constexpr uint32_t kPlaceBytes = 64;  // blocks of codes begin at multiples of it: 16 tokens times a multiple of 4 bytes
 constexpr int kBarrierBytes = 16;
 
 // Where things are in a slot: 32 tokens, one tile or two. Offsets in bytes.
 struct SlotLayout {
-  int bytes, stride;                             // of a slot; its barrier follows, and then the next slot
-  int copies, copy_shift, copy_bytes;            // of a slot: 1 or 2; one brings 2^copy_shift tokens, a tile
-  int unit_shift;                                // a unit takes 2^unit_shift of them
-  int page_shift, record_bytes;                  // a page has 2^page_shift tokens
-  int exact_keys, exact_bytes, exact_stride;     // of the exact tail in a slot; of one, key and value; to the next
-  int planes, values, key_scales, value_scales;  // sections of the first 16 tokens
+  int bytes, stride;                                     // of a slot; its barrier follows, and then the next slot
+  int copies, copy_shift, copy_bytes;                    // of a slot: 1 or 2; one brings 2^copy_shift tokens, a tile
+  int unit_shift;                                        // a unit takes 2^unit_shift of them
+  int page_shift, record_bytes;                          // a page has 2^page_shift tokens
+  int exact_keys, exact_bytes, exact_stride;             // keys of the exact tail in a slot; of one; to the next
+  int planes, values, key_scales, value_scales;          // sections of the first 16 tokens
   int next_keys, next_planes, next_values, next_scales;  // from there to tokens 16-31
 
   SlotLayout(const format::Record& r, int element_bytes)
@@ -581,9 +580,9 @@ class Decoder {
     const int i = lane_ % 8, keys = __popc(__ballot_sync(0xffffffff, from != nullptr) >> (lane_ & 8) & 0xFF);
     const int slot = lane_ < 8 ? first : first + layout_.stride;
     const bool announces = lane_ < 8 * kUnitSteps && i < layout_.copies;
-    const int all = i == 0 ? keys * layout_.exact_bytes : 0;
-    copy_blocks(barrier(first), barrier(first + layout_.stride), barrier(slot), announces ? all : -1,
-                shared_ + slot + i * layout_.exact_stride, from, from ? layout_.exact_bytes : 0);
+    copy_blocks(barrier(first), barrier(first + layout_.stride), barrier(slot),
+                !announces ? -1 : (i == 0 ? keys * layout_.exact_bytes : 0), shared_ + slot + i * layout_.exact_stride,
+                from, from ? layout_.exact_bytes : 0);
   }
 
   // Of the lane's exact key; null: it has none.
@@ -1414,8 +1413,8 @@ class Decoder {
   uint32_t source_;  // the lane's block of the batch at hand
   int turn_;         // the first lane whose block is still to be copied
   int page_;         // of the lane's block in the next batch
-  int fetch_unit_,
-      fetch_stop_;  // the first unit of the next batch, and the end of the units like it; only while `copy` runs
+  // The first unit of the next batch, and the end of the units like it; only while `copy` runs.
+  int fetch_unit_, fetch_stop_;
 
   uint2 query_[N][X::kFrags];
   float unit_[N];  // of rows 4 n + t
