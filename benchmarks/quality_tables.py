@@ -15,7 +15,9 @@ MODELS = {  # as tables name them -> as result files do
     "Gemma-3-270M": "Gemma-3-270M",
 }
 LENGTHS = SHORT, LONG = 2048, 8192  # tokens of a segment; the main tables are of the first
+FAR = 32768
 PACKED = "packed"
+MEAN = "center=mean"  # keys relative to their mean, no scales of channels
 
 
 class Results:
@@ -48,6 +50,13 @@ def title(cache: str, rows: Sequence[Row | None]) -> str:
     """The name; bold if it is one of the packed caches."""
     packed = any(row and row["kind"] == PACKED for row in rows)
     return f"**{cache}**" if packed else cache
+
+
+def with_mean(cache: str) -> str:
+    """The same cache with the center alone; one that says its center stays."""
+    if "center=" in cache:
+        return cache
+    return f"{cache}{',' if ':' in cache else ':'}{MEAN}"
 
 
 def cell(row: Row | None, show: Callable[[Row], str]) -> str:
@@ -99,11 +108,11 @@ def main_table(results: Results) -> str:
     return markdown(["cache", "bits", *per_model("perplexity", "KL", "top-1")], body)
 
 
-def study(results: Results, caches: Sequence[str]) -> str:
-    """KL of some caches."""
+def study(results: Results, caches: Sequence[str], mean: bool = False) -> str:
+    """KL of some caches; mean: with the center alone, which their names then do not say."""
     body = []
     for cache in caches:
-        rows = results.of(cache)
+        rows = results.of(with_mean(cache) if mean else cache)
         if any(rows):
             sizes = " / ".join(cell(r, bits) for r in rows)
             body.append([title(cache, rows), sizes, *(cell(r, divergence) for r in rows)])
@@ -115,7 +124,7 @@ def long_table(results: Results) -> str:
     pairs = [(i, model, n) for i, model in enumerate(MODELS) for n in LENGTHS]
     body = []
     for cache in results.names(context=LONG):
-        if cache == "none":
+        if cache == "none" or MEAN in cache:
             continue
         found = [results.of(cache, context=n)[i] for i, _, n in pairs]
         body.append([title(cache, found), *(cell(row, divergence) for row in found)])
@@ -123,15 +132,16 @@ def long_table(results: Results) -> str:
 
 
 def named_table(results: Results) -> str:
-    """The presets with a name, at both lengths that all models have."""
+    """The presets with a name, at two lengths; the smallest with a shorter window at one."""
+    lines = [(use, cache, n) for use, cache in NAMED_PRESETS.items() for n in LENGTHS]
+    lines.append(("smallest", f"{NAMED_PRESETS['smallest']}:recent_window=32", SHORT))
     body = []
-    for use, cache in NAMED_PRESETS.items():
-        for context in LENGTHS:
-            rows = results.of(cache, context=context)
-            line = [f"**{use}** ({cache})", f"{context:,}", " / ".join(cell(r, bits) for r in rows)]
-            for row in rows:
-                line += [cell(row, divergence), cell(row, agreement)]
-            body.append(line)
+    for use, cache, context in lines:
+        rows = results.of(cache, context=context)
+        line = [f"**{use}** ({cache})", f"{context:,}", " / ".join(cell(r, bits) for r in rows)]
+        for row in rows:
+            line += [cell(row, divergence), cell(row, agreement)]
+        body.append(line)
     return markdown(["preset", "tokens", "bits", *per_model("KL", "top-1")], body)
 
 
@@ -147,6 +157,21 @@ def memory_table(results: Results) -> str:
             line.append("" if row is None else f"{row['bytes_8k'] / 2**20:.1f}{times}")
         body.append(line)
     return markdown(["MiB at 8,192 tokens", *MODELS], body)
+
+
+def gains_table(results: Results) -> str:
+    """KL with the center alone, and with scales of channels as well, at every length."""
+    lengths = (*LENGTHS, FAR)
+    body = []
+    for number, model in enumerate(MODELS):
+        for cache in ("k5v4u", "k4v4", "k4v2", "k3v3", "k3v2", "k2v2"):
+            line = [model, f"**{cache}**"]
+            for n in lengths:
+                both = (results.of(name, context=n)[number] for name in (with_mean(cache), cache))
+                line += [cell(row, divergence) for row in both]
+            body.append(line)
+    header = (f"{n:,}: {name}" for n in lengths for name in ("mean", "with scales"))
+    return markdown(["model", "cache", *header], body)
 
 
 def position_table(results: Results, caches: Sequence[str], context: int) -> str:
@@ -166,6 +191,10 @@ def answers_table(results: Results, model: str) -> str:
         row
         for (m, dtype, *_), row in results.rows.items()
         if (m, dtype) == (model, "bfloat16") and row.get("needle")
+    ]
+    newer = {row["cache"] for row in rows}
+    rows = [
+        row for row in rows if row["cache"].removesuffix(f":{MEAN}") not in newer - {row["cache"]}
     ]
     rows.sort(key=lambda row: -row["bits_per_value_8k"])
     body = []
@@ -219,7 +248,7 @@ def allocation_table() -> str:
             kinds = list(row["layers"].values())
             counts = (f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(sorted(kinds)))
             short = row["model"].split("-")[0]
-            measured = quality.of(f"k3v2:layers={short}-{row['budget']}.json")[number]
+            measured = quality.of(f"k3v2:layers={short}-{row['budget']}.json,{MEAN}")[number]
             shown = [cell(measured, show) for show in (bits, divergence, agreement)]
             body.append([name, *shown, ", ".join(counts)])
     return markdown(["model", "bits", "KL", "top-1", "layers"], body)
@@ -255,10 +284,16 @@ def search_table() -> str:
 
 
 CENTERS = [
-    *"k4v4 k4v4:center=none k4v4:center=text.safetensors k4v4:center=code.safetensors".split(),
-    "k4v4:center=biases.safetensors",
-    *"k3v2 k3v2:center=none k3v2:center=text.safetensors k3v2:center=code.safetensors".split(),
-    *"k3v2:center=biases.safetensors k5v4u k5v4u:center=none".split(),
+    f"{base}{center}"
+    for base in ("k5v4u", "k4v4", "k4v2", "k3v3", "k3v2")
+    for center in (
+        "",
+        ":center=mean",
+        ":center=none",
+        ":center=text.safetensors",
+        ":center=code.safetensors",
+        ":center=biases.safetensors",
+    )
 ]
 TAILS = [
     f"{base}{change}"
@@ -307,6 +342,14 @@ BOUNDARY = (
 SEEDS = "k4v4 k4v4:seed=1 k4v4:seed=2 k3v2 k3v2:seed=1 k3v2:seed=2".split()
 
 
+POSITIONS = "k5v4u k4v4 k3v3 k3v2".split()
+FAR_POSITIONS = [
+    f"{base}{center}"
+    for base in ("k5v4u", "k4v4", "k4v2", "k3v3", "k3v2")
+    for center in ("", f":{MEAN}")
+]
+
+
 def _of_quality(make: Callable[..., str], *args: Any) -> Callable[[], str]:
     return lambda: make(Results("quality"), *args)
 
@@ -316,17 +359,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "named": _of_quality(named_table),
     "memory": _of_quality(memory_table),
     "centers": _of_quality(study, CENTERS),
-    "tails": _of_quality(study, TAILS),
-    "bits": _of_quality(study, BITS),
-    "grids": _of_quality(study, GRIDS),
-    "steps": _of_quality(study, STEPS),
-    "scales": _of_quality(study, SCALES),
-    "seeds": _of_quality(study, SEEDS),
-    "boundary": _of_quality(study, BOUNDARY),
+    "gains": _of_quality(gains_table),
+    "tails": _of_quality(study, TAILS, True),
+    "bits": _of_quality(study, BITS, True),
+    "grids": _of_quality(study, GRIDS, True),
+    "steps": _of_quality(study, STEPS, True),
+    "scales": _of_quality(study, SCALES, True),
+    "seeds": _of_quality(study, SEEDS, True),
+    "boundary": _of_quality(study, BOUNDARY, True),
     "allocation": allocation_table,
     "long": _of_quality(long_table),
-    "position": _of_quality(position_table, ["k5v4u", "k4v4", "k3v2"], LONG),
-    "position 32768": _of_quality(position_table, ["k5v4u", "k4v4", "k4v2", "k3v3", "k3v2"], 32768),
+    "position": _of_quality(position_table, POSITIONS, LONG),
+    "position 32768": _of_quality(position_table, FAR_POSITIONS, FAR),
     "spread": _of_quality(spread_table),
     "search": search_table,
     "formats": variants_table,

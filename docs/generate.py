@@ -103,7 +103,7 @@ def digest(name: str) -> str:
 
 def source(name: str, some: Iterable[Row]) -> str:
     """Where these rows come from, for the README: the file and its commands."""
-    noise = r" --(commit|caches|cache-dir|only|seconds) ('[^']*'|\S+)"
+    noise = r" --((commit|caches|cache-dir|only|seconds) ('[^']*'|\S+)|no-picture|no-layers)"
     commands = dict.fromkeys(re.sub(noise, "", row["command"]) for row in some)
     text = " and ".join(f"`{command}`" for command in commands)
     return f"[{name}.json](benchmarks/results/{name}.json): {text}"
@@ -291,10 +291,9 @@ def codec_table() -> str:
 
 
 def quality_rows(name: str = QUALITY) -> dict[str, Row]:
-    """Of the shortest segments, computed in float32: cache -> row."""
-    found = [row for row in read_rows(name) if row["dtype"] == "float32"]
-    shortest = min(row["context"] for row in found)
-    return {row["cache"]: row for row in found if row["context"] == shortest}
+    """Of the shorter segments of docs/quality.md, computed in float32: cache -> row."""
+    wanted = {"dtype": "float32", "context": quality_tables.SHORT}
+    return {row["cache"]: row for row in read_rows(name) if wanted.items() <= row.items()}
 
 
 def overview() -> str:
