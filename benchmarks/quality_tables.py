@@ -186,16 +186,16 @@ def position_table(results: Results, caches: Sequence[str], context: int) -> str
 
 
 def answers_table(results: Results, model: str) -> str:
-    """Needles and tasks of one model."""
+    """Needles and tasks of one model; with the mean alone where a default has no tasks."""
     rows = [
         row
         for (m, dtype, *_), row in results.rows.items()
         if (m, dtype) == (model, "bfloat16") and row.get("needle")
     ]
-    newer = {row["cache"] for row in rows}
-    rows = [
-        row for row in rows if row["cache"].removesuffix(f":{MEAN}") not in newer - {row["cache"]}
-    ]
+    replaced = {
+        with_mean(row["cache"]) for row in rows if row.get("tasks") and MEAN not in row["cache"]
+    }
+    rows = [row for row in rows if row["cache"] not in replaced]
     rows.sort(key=lambda row: -row["bits_per_value_8k"])
     body = []
     for row in rows:
@@ -342,7 +342,7 @@ BOUNDARY = (
 SEEDS = "k4v4 k4v4:seed=1 k4v4:seed=2 k3v2 k3v2:seed=1 k3v2:seed=2".split()
 
 
-POSITIONS = "k5v4u k4v4 k3v3 k3v2".split()
+POSITIONS = f"k5v4u k4v4 k4v2 k3v3 k3v3:{MEAN} k3v2".split()
 FAR_POSITIONS = [
     f"{base}{center}"
     for base in ("k5v4u", "k4v4", "k4v2", "k3v3", "k3v2")

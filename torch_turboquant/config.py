@@ -128,7 +128,7 @@ PRESETS: dict[str, Preset] = {
     "k2v2": Preset(2, 2, "lloyd", "lloyd"),
 }
 
-# What docs/quality.md found: the best of their size on the models measured there.
+# What docs/quality.md recommends for the models measured there.
 NAMED_PRESETS = {"near-lossless": "k5v4u", "balanced": "k4v2", "smallest": "k3v2"}
 
 
