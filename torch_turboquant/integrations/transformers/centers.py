@@ -36,8 +36,9 @@ def channel_scale(
     energy / scale^2, which is least where scale^4 = energy / variance. What is learned must hold
     for later tokens: RoPE turns pairs of channels into each other, so both have what they have on
     average, and turns the mean key away from the center, which then varies as well; half of the
-    center's square stands for that. The average of all channels counts as PRIOR_TOKENS more tokens,
-    for what a few cannot show; it also keeps scales of channels that are always zero finite. Keys stay as long as they are.
+    center's square stands for that. The average of all channels counts as PRIOR_TOKENS more
+    tokens, for what a few cannot show; it also keeps scales of channels that are always zero
+    finite. Keys stay as long as they are.
 
     Args:
         center: mean of `count` keys, [kv_heads, head_dim].
