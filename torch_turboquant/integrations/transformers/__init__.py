@@ -22,11 +22,11 @@ cache's life restore the model.
 
 Center. Keys are stored relative to one constant vector per layer and KV head, which softmax cannot
 see, and with their channels scaled, which queries take back. center="auto" learns both from the
-first CENTER_TOKENS tokens or more (mean and variances of keys after the sink tokens, padding
-excluded), center="mean" the mean alone. Until that many have been seen, the layers hold them as
-they are and attend exactly; then everything is encoded at once (the static form does not wait). A
-learned center stays until `reset()`. Centers of a calibration text (`calibrate`) can be saved; the
-file names the model's shape and RoPE, and is refused by any other model.
+first CENTER_TOKENS tokens or more (means and variances of keys, sizes of queries, after the sink
+tokens, padding excluded), center="mean" the mean alone. Until that many have been seen, the layers
+hold them as they are and attend exactly; then everything is encoded at once (the static form does
+not wait). A learned center stays until `reset()`. Centers of a calibration text (`calibrate`) can
+be saved; the file names the model's shape and RoPE, and is refused by any other model.
 
 Layers. All layers have one configuration unless `boundary_layers` or `layer_presets` say otherwise
 (torch_turboquant.policy).
