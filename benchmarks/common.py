@@ -108,6 +108,18 @@ def write_rows(name: str, rows: list[Row], arguments: argparse.Namespace) -> Non
     print(f"{len(rows)} rows in {path.relative_to(ROOT)}")
 
 
+def write_progress(name: str, rows: list[Row], key: str, arguments: argparse.Namespace) -> None:
+    """write_rows of a run that goes on: rows of this device that it has not come to yet stay.
+
+    Args:
+        key: of a row, what it is about.
+    """
+    seen = {row[key] for row in rows}
+    device = origin(name, arguments)["device"]
+    old = [row for row in read_rows(name, missing_ok=True) if row["device"] == device]
+    write_rows(name, rows + [row for row in old if row[key] not in seen], arguments)
+
+
 def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     """A table of Markdown."""
     lines = [header, ["---"] * len(header), *body]
