@@ -91,6 +91,11 @@ def check_center(center: Tensor | None, device: torch.device, shape: tuple[int, 
         check_constant("center", center, device, torch.float32, (3, *shape) if scaled else shape)
 
 
+def fits_center(center: Tensor, d: int) -> bool:
+    """Whether it is [heads, d], or [3, heads, d] with scales of channels."""
+    return center.dim() >= 2 and center.shape[-1] == d and center.shape[:-2] in ((), (3,))
+
+
 def check_output_dtype(dtype: torch.dtype) -> None:
     if dtype not in FLOATS:
         raise TypeError(f"dtype is {dtype}, supported: {_names(FLOATS)}")

@@ -86,7 +86,7 @@ def make_tables(
     keys = Codebook.make(d, config.key_bits, config.key_grid)
     values = Codebook.make(d, config.value_bits, config.value_grid)
     if center is not None:
-        if center.shape[-1] != d or center.shape[:-2] not in ((), (3,)) or center.dim() < 2:
+        if not _checks.fits_center(center, d):
             raise ValueError(
                 f"center has shape {list(center.shape)}, expected [kv_heads, {d}] or "
                 f"[3, kv_heads, {d}]"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from torch_turboquant import _checks
 from torch_turboquant.codec import scaled_center
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
@@ -236,8 +237,7 @@ def _check_tensors(
         )
     head_dim = int(expected["head_dim"])
     for name, tensor in tensors.items():
-        good = tensor.dtype == torch.float32 and tensor.dim() in (2, 3)
-        if not (good and tensor.shape[-1] == head_dim and tensor.shape[:-2] in ((), (3,))):
+        if tensor.dtype != torch.float32 or not _checks.fits_center(tensor, head_dim):
             raise ValueError(
                 f"{where}: {name} is {tensor.dtype} {list(tensor.shape)}, expected torch.float32 "
                 f"[kv_heads, {head_dim}] or [3, kv_heads, {head_dim}]"
