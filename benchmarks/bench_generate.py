@@ -204,21 +204,25 @@ def made(case: Case, model) -> Iterator[Cache]:
 def fill(cache: Cache, model, case: Case) -> None:
     """Random keys and values of `context` tokens in every layer."""
     config = model.config
-    shape = case.batch, case.context, config.num_key_value_heads, config.head_dim
     generator = torch.Generator(model.device).manual_seed(0)
 
-    def noise() -> Tensor:
+    def noise(heads: int) -> Tensor:
+        shape = case.batch, case.context, heads, config.head_dim
         x = torch.empty(shape, dtype=model.dtype, device=model.device)
         return x.normal_(generator=generator).transpose(1, 2)
 
     if case.packed:
         cache.sequences.begin(case.batch, case.context, None)
     for layer in range(config.num_hidden_layers):
-        cache.update(noise(), noise(), layer)
+        heads = config.num_key_value_heads
+        cache.update(noise(heads), noise(heads), layer)
+        if case.packed:  # a center and scales are learned, and what came is stored then
+            cache.layers[layer].settle(noise(config.num_attention_heads))
     if case.packed:
         cache.sequences.commit()
         for layer in cache.layers:
             layer.finish()
+            assert layer.pages[0].any(), "nothing was stored: this would measure an empty cache"
 
 
 def tensors_of(held: object) -> list[Tensor]:
