@@ -12,11 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from torch_turboquant.cache import make_tables
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.config import preset as preset_config
 from torch_turboquant.integrations.transformers import centers
 from torch_turboquant.integrations.transformers.binding import Attachable
-from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
+from torch_turboquant.integrations.transformers.layer import (
+    ConstantsByDevice,
+    TurboQuantLayer,
+    nbytes,
+)
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     layer_windows,
@@ -93,15 +98,20 @@ class TurboQuantCache(Attachable, Cache):
             learned_center=learned,
             static=static,
             windows=windows,
-            partners=rotary_partners(model),
         )
         self.windows = windows
         layers = plain_layers(model)
-        for index, window in enumerate(windows):
-            if window is not None:
-                given = None if known is None else known[index]
-                config = self.configs[index]
-                layers[index] = TurboQuantLayer(index, config, self.sequences, given, window)
+        tables = {
+            index: make_tables(
+                self.configs[index], index, center=None if known is None else known[index]
+            )
+            for index, window in enumerate(windows)
+            if window is not None
+        }
+        constants = ConstantsByDevice(tables, rotary_partners(model))
+        for index in tables:
+            config, window = self.configs[index], windows[index]
+            layers[index] = TurboQuantLayer(index, config, self.sequences, constants, window)
         self.packed = [layer for layer in layers if isinstance(layer, TurboQuantLayer)]
         self.states = [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
         super().__init__(layers=layers)
@@ -275,7 +285,7 @@ class TurboQuantCache(Attachable, Cache):
         Measured from the pages; 0 before the first token has been encoded.
         """
         return sum(
-            _nbytes(layer.pages) // (layer.pages.shape[0] * self.config.page_size)
+            nbytes(layer.pages) // (layer.pages.shape[0] * self.config.page_size)
             for layer in self.packed
             if layer.pages is not None
         )
@@ -298,14 +308,14 @@ class TurboQuantCache(Attachable, Cache):
         used = [math.ceil(n / self.config.page_size) for n in self.sequences.lengths()]
         out = []
         for layer in self.packed:
-            allocated = _nbytes(layer.pages)
+            allocated = nbytes(layer.pages)
             pages = 0
             if layer.pages is not None and self.sequences.encoded:
                 owned = self.sequences.window_pages(layer.sliding_window)
                 pages = sum(min(n, owned) for n in used) * (allocated // layer.pages.shape[0])
-            tail = _nbytes(layer.ring)
-            tables = sum(_nbytes(t) for t in layer.tables or ())
-            waiting = sum(_nbytes(t) for t in layer.waiting or ())
+            tail = nbytes(layer.ring)
+            tables = sum(nbytes(t) for t in layer.tables or ())
+            waiting = sum(nbytes(t) for t in layer.waiting or ())
             out.append(
                 {
                     "pages": pages,
@@ -344,7 +354,3 @@ class TurboQuantCache(Attachable, Cache):
             ValueError: fewer than CENTER_TOKENS tokens, or text without a tokenizer.
         """
         return centers.calibrate(model, inputs, tokenizer, skip=skip, chunk=chunk, scaled=scaled)
-
-
-def _nbytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()

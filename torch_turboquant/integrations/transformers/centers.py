@@ -28,7 +28,7 @@ PRIOR_TOKENS = 8  # of scales of channels, before any token has been seen
 
 
 def channel_scale(
-    center: Tensor, variance: Tensor, energy: Tensor, count: Tensor | int, partners: Tensor
+    center: Tensor, variance: Tensor, energy: Tensor, count: int, partners: Tensor
 ) -> Tensor:
     """Scales of key channels: float32 [kv_heads, head_dim].
 
@@ -48,12 +48,11 @@ def channel_scale(
         partners: of rotary_partners.
     """
 
-    def spread(x: Tensor) -> Tensor:
-        x = (x + x[..., partners]) / 2
-        return x + x.mean(-1, keepdim=True) * (PRIOR_TOKENS / count)
-
-    ratio = spread(energy) / spread(variance + center.square() / 2)
-    scale = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0).pow(0.25)
+    spread = torch.stack([energy, variance + center.square() / 2])
+    spread = (spread + spread[..., partners]) / 2
+    spread = spread + spread.mean(-1, keepdim=True) * (PRIOR_TOKENS / count)
+    ratio = (spread[0] / spread[1]).nan_to_num(0.0, 0.0, 0.0)
+    scale = torch.where(ratio > 0, ratio, 1.0).pow(0.25)
     longer = (scale.square() * variance).mean(-1, keepdim=True) / variance.mean(-1, keepdim=True)
     return scale * torch.where(longer > 0, longer, 1.0).rsqrt()
 
@@ -69,22 +68,23 @@ def learn(
     Args:
         keys: [batch, kv_heads, tokens, head_dim].
         queries: [batch, heads, new, head_dim] of the last tokens.
+        partners: of rotary_partners, where the keys are.
         scaled: with the scales of channels, [3, kv_heads, head_dim] (codec.scaled_center).
     """
     skipped = min(forward.sink_tokens, max(forward.lengths(forward.total)) - 1)
-    keys, heads = keys.float(), keys.shape[1]
-    chosen = forward.tokens_from(skipped, keys.device)  # [b, n]
-
-    def mean(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.einsum("bhnd,bn->hd", x, weight) / weight.sum()
-
-    center = mean(keys, chosen)
+    keys = forward.tokens_from(skipped, keys)
+    count = keys.shape[0] * keys.shape[2]
+    center = keys.mean((0, 2), dtype=torch.float32)
     if not scaled:
         return center
-    variance = mean((keys - center[:, None]).square(), chosen)
-    new = chosen[:, -queries.shape[2] :]
-    energy = mean(queries.float().square(), new).unflatten(0, (heads, -1)).mean(1)
-    scale = channel_scale(center, variance, energy, chosen.sum(), partners.to(keys.device))
+
+    def mean_square(x: Tensor) -> Tensor:  # without a float32 copy of x
+        norm = torch.linalg.vector_norm(x, dim=(0, 2), dtype=torch.float32)
+        return norm.square() / (x.shape[0] * x.shape[2])
+
+    variance = mean_square(keys - center[:, None])
+    energy = mean_square(forward.tokens_from(skipped, queries)).unflatten(0, (len(center), -1))
+    scale = channel_scale(center, variance, energy.mean(1), count, partners)
     return torch.stack([center, scale, 1 / scale])  # scaled_center would wait for the device
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,7 @@ from torch_turboquant.cache import (
     allocate_cache,
     allocate_tail,
     cache_store,
-    make_tables,
 )
-from torch_turboquant.codec import scaled_center
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.transformers.centers import learn
 from torch_turboquant.integrations.transformers.sequences import (
@@ -27,6 +25,30 @@ from torch_turboquant.integrations.transformers.sequences import (
     Step,
     fixed,
 )
+
+
+class Constants(NamedTuple):
+    """What all layers need and nothing changes, on one device."""
+
+    tables: dict[int, CacheTables]  # of each layer; without a center that is to be learned
+    partners: Tensor  # channels that RoPE turns into each other (rotary_partners)
+
+
+class ConstantsByDevice:
+    """Constants wherever layers run: one transfer for all of them, when the first layer asks."""
+
+    def __init__(self, tables: dict[int, CacheTables], partners: Tensor) -> None:
+        self.host = Constants(tables, partners)
+        self.known = {partners.device: self.host}
+
+    def on(self, device: torch.device) -> Constants:
+        if device not in self.known:
+            tables = self.host.tables
+            tensors = [t for layer in tables.values() for t in layer] + [self.host.partners]
+            moved = iter(_put(tensors, device))
+            placed = {index: CacheTables(*(next(moved) for _ in tables[index])) for index in tables}
+            self.known[device] = Constants(placed, next(moved))
+        return self.known[device]
 
 
 class TurboQuantLayer(CacheLayerMixin):
@@ -45,13 +67,13 @@ class TurboQuantLayer(CacheLayerMixin):
         index: int,
         config: CacheConfig,
         sequences: Sequences,
-        center: Tensor | None,
+        constants: ConstantsByDevice,
         sliding_window: int,
     ) -> None:
         super().__init__()
         self.index, self.config, self.sequences = index, config, sequences
+        self.constants = constants
         self.sliding_window = sliding_window
-        self.constants = make_tables(config, index, center=center)  # on the CPU
         self.is_sliding = sliding_window > 0
         self.is_compileable = sequences.static
         self.pages: Tensor | None = None
@@ -71,19 +93,16 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"equal shapes with head_dim {self.config.head_dim} (no latent attention)"
             )
         self.dtype, self.device = key_states.dtype, key_states.device
-        center = self.constants.center
+        self.tables = self.constants.on(self.device).tables[self.index]
+        center = self.tables.center
         if center is not None and center.shape[-2:] != (self.kv_heads, head_dim):
             raise ValueError(
                 f"center of layer {self.index} has shape {list(center.shape)}, expected "
                 f"[kv_heads, head_dim] = [{self.kv_heads}, {head_dim}], or 3 of these"
             )
         if self.sequences.learned_center:
-            center = torch.zeros(self.kv_heads, head_dim)
-            if self.sequences.learned_center == "auto":
-                center = scaled_center(center, torch.ones_like(center))
-        self.tables = CacheTables(
-            *(_put(t, self.device) for t in self.constants._replace(center=center))
-        )
+            shape = (3, self.kv_heads, head_dim)[self.sequences.learned_center == "mean" :]
+            self.tables = self.tables._replace(center=torch.zeros(shape, device=self.device))
         if self.sequences.has_tail:
             self.ring = allocate_tail(
                 self.config,
@@ -147,7 +166,8 @@ class TurboQuantLayer(CacheLayerMixin):
             return
         keys, values = self._handed
         scaled = self.sequences.learned_center == "auto"
-        self.tables.center.copy_(learn(keys, query, forward, self.sequences.partners, scaled))
+        partners = self.constants.on(self.device).partners
+        self.tables.center.copy_(learn(keys, query, forward, partners, scaled))
         self._reserve()
         self._store(forward.piece(0, self.device, self._pages), keys, values)
 
@@ -304,11 +324,30 @@ class TurboQuantLayer(CacheLayerMixin):
             self.waiting = None
 
 
-def _put(t: Tensor | None, device: torch.device) -> Tensor | None:
-    """On the device, without waiting for what it is doing."""
-    if t is None or device.type != "cuda":
-        return t
-    return t.pin_memory().to(device, non_blocking=True)
+_ALIGNED = 256  # bytes, as an allocation of its own would be
+
+
+def _put(tensors: list[Tensor | None], device: torch.device) -> list[Tensor | None]:
+    """Copies on a device, in one transfer that does not wait for what the device is doing."""
+    offsets = [0]
+    for t in tensors:
+        offsets.append(offsets[-1] + -(-nbytes(t) // _ALIGNED) * _ALIGNED)
+    host = torch.zeros(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def part(buffer: Tensor, t: Tensor, offset: int) -> Tensor:
+        return buffer[offset : offset + nbytes(t)].view(t.dtype).view(t.shape)
+
+    placed = list(zip(tensors, offsets, strict=False))
+    for t, offset in placed:
+        if t is not None:
+            part(host, t, offset).copy_(t)
+    there = host.to(device, non_blocking=True)
+    return [None if t is None else part(there, t, offset) for t, offset in placed]
+
+
+def nbytes(t: Tensor | None) -> int:
+    """Of a tensor's numbers; 0 without one."""
+    return 0 if t is None else t.numel() * t.element_size()
 
 
 _KNOWN_KWARGS = frozenset(

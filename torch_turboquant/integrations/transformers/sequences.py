@@ -74,18 +74,26 @@ class Forward(Pieces):
         self.encode = sequences.center_known or sequences.encoded or enough
         whole = [(0, self.total)] if self.encode else []
         super().__init__(batch, new, whole if self.exact else sequences.pieces(self.past, new))
-        self._chosen: dict[torch.device, Tensor] = {}
+        self._chosen: dict[tuple[torch.device, int], Tensor] = {}
 
     def lengths(self, column: int) -> list[int]:
         """Tokens of every sequence among the columns before `column`."""
         return [max(0, column - pad) for pad in self.pads]
 
-    def tokens_from(self, position: int, device: torch.device) -> Tensor:
-        """1 at the tokens from this position on, else 0: float32 [batch, columns]."""
-        if device not in self._chosen:
-            place = torch.arange(self.total) - torch.tensor(self.pads)[:, None]
-            self._chosen[device] = (place >= position).to(device, torch.float32)
-        return self._chosen[device]
+    def tokens_from(self, position: int, x: Tensor) -> Tensor:
+        """x [batch, heads, columns, dim] of the last columns, without padding and earlier tokens.
+
+        With padding, what all sequences have left comes as one: [1, heads, tokens, dim].
+        """
+        first = self.total - x.shape[2]
+        if not any(self.pads):
+            return x[:, :, max(0, position - first) :]
+        key = x.device, first
+        if key not in self._chosen:
+            place = torch.arange(first, self.total) - torch.tensor(self.pads)[:, None]
+            self._chosen[key] = (place >= position).flatten().nonzero()[:, 0].to(x.device)
+        chosen = x.transpose(1, 2).flatten(0, 1).index_select(0, self._chosen[key])
+        return chosen.transpose(0, 1)[None]
 
     def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
         lengths = self.lengths(last)
@@ -225,13 +233,11 @@ class Sequences:
         learned_center: str | None,
         static: bool,
         windows: list[int | None],
-        partners: Tensor,
     ) -> None:
         self.config, self.rows, self.max_len, self.max_q_len = config, rows, max_len, max_q_len
         self.has_tail = config.sink_tokens + config.recent_window > 0
         self.ring_tokens = ring_rows(config, max_q_len)
         self.learned_center, self.static = learned_center, static  # "auto", "mean" or None
-        self.partners = partners  # channels that RoPE turns into each other (rotary_partners)
         self.has_states = None in windows  # layers with a state that nothing can take back
         self.windows = sorted({window for window in windows if window})
         self.pages = math.ceil(max_len / config.page_size) if max_len else 0
