@@ -131,10 +131,15 @@ def long_table(results: Results) -> str:
     return markdown(["cache", *(f"{model}, {n:,}" for _, model, n in pairs)], body)
 
 
+def named(use: str) -> str:
+    """A preset with a name, as rows call it: "k3v2:recent_window=40"."""
+    preset, options = NAMED_PRESETS[use]
+    return ":".join([preset, *(f"{field}={value}" for field, value in options.items())])
+
+
 def named_table(results: Results) -> str:
-    """The presets with a name, at two lengths; the smallest with a shorter window at one."""
-    lines = [(use, cache, n) for use, cache in NAMED_PRESETS.items() for n in LENGTHS]
-    lines.append(("smallest", f"{NAMED_PRESETS['smallest']}:recent_window=32", SHORT))
+    """The presets with a name, at two lengths."""
+    lines = [(use, named(use), n) for use in NAMED_PRESETS for n in LENGTHS]
     body = []
     for use, cache, context in lines:
         rows = results.of(cache, context=context)
@@ -149,7 +154,7 @@ def memory_table(results: Results) -> str:
     """What 8,192 tokens take."""
     plain = results.of("none")
     body = []
-    for cache in ("none", "int8", "kivi4", *NAMED_PRESETS.values(), "k2v2"):
+    for cache in ("none", "int8", "kivi4", *map(named, NAMED_PRESETS), "k2v2"):
         rows = results.of(cache)
         line = [title(cache, rows)]
         for row, base in zip(rows, plain, strict=True):

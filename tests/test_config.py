@@ -24,8 +24,9 @@ def test_presets_are_what_their_names_say():
 def test_named_presets_are_presets():
     assert list(tt.NAMED_PRESETS) == ["near-lossless", "balanced", "smallest"]
     sizes = []
-    for use, name in tt.NAMED_PRESETS.items():
-        assert tt.preset(use, 128, search=1) == tt.preset(name, 128, search=1)
+    for use, (name, options) in tt.NAMED_PRESETS.items():
+        assert tt.preset(use, 128, search=1) == tt.preset(name, 128, search=1, **options)
+        assert tt.preset(use, 128, recent_window=7) == tt.preset(name, 128, recent_window=7)
         sizes.append(tt.preset(use, 128).bytes_per_token)
     assert sizes == sorted(sizes, reverse=True)
     assert not set(tt.NAMED_PRESETS) & set(PRESETS)

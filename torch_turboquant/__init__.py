@@ -16,7 +16,14 @@ from torch_turboquant.cache import (
 )
 from torch_turboquant.codebook import Codebook
 from torch_turboquant.codec import SCALE_MODES, decode, encode, scaled_center
-from torch_turboquant.config import NAMED_PRESETS, PRESETS, CacheConfig, Preset, preset
+from torch_turboquant.config import (
+    NAMED_PRESETS,
+    PRESETS,
+    CacheConfig,
+    NamedPreset,
+    Preset,
+    preset,
+)
 from torch_turboquant.format import Record
 from torch_turboquant.group import group_decode, group_encode
 from torch_turboquant.hadamard import hadamard
@@ -42,6 +49,7 @@ __all__ = [
     "CacheTables",
     "Codebook",
     "ExportedSequence",
+    "NamedPreset",
     "PagedKVPool",
     "PoolBatch",
     "PoolBytes",

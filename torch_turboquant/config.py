@@ -128,17 +128,29 @@ PRESETS: dict[str, Preset] = {
     "k2v2": Preset(2, 2, "lloyd", "lloyd"),
 }
 
+
+class NamedPreset(NamedTuple):
+    """A preset chosen for a use, with fields of CacheConfig that differ from their defaults."""
+
+    preset: str
+    options: dict[str, int]
+
+
 # What docs/quality.md recommends for the models measured there.
-NAMED_PRESETS = {"near-lossless": "k5v4u", "balanced": "k4v2", "smallest": "k3v2"}
+NAMED_PRESETS: dict[str, NamedPreset] = {
+    "near-lossless": NamedPreset("k5v4u", {}),
+    "balanced": NamedPreset("k4v2", {}),
+    "smallest": NamedPreset("k3v2", {"recent_window": 40}),
+}
 
 
 def find_preset(name: str) -> Preset:
-    """The preset of a name of PRESETS or NAMED_PRESETS.
+    """Bits and grids of a name of PRESETS or NAMED_PRESETS.
 
     Raises:
         ValueError: an unknown name.
     """
-    found = PRESETS.get(NAMED_PRESETS.get(name, name))
+    found = PRESETS.get(NAMED_PRESETS[name].preset if name in NAMED_PRESETS else name)
     if found is None:
         raise ValueError(
             f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}, and by their use "
@@ -154,9 +166,10 @@ def preset(name: str, head_dim: int, **overrides: object) -> CacheConfig:
         name: one of PRESETS (k<key bits>v<value bits>, with a final u for the uniform grid) or of
             NAMED_PRESETS.
         head_dim: channels of a head.
-        overrides: any other field of CacheConfig.
+        overrides: any other field of CacheConfig; they win over the options of a named preset.
 
     Raises:
         ValueError: an unknown name, or fields that CacheConfig rejects.
     """
-    return CacheConfig(head_dim, **{**find_preset(name)._asdict(), **overrides})
+    options = NAMED_PRESETS[name].options if name in NAMED_PRESETS else {}
+    return CacheConfig(head_dim, **{**find_preset(name)._asdict(), **options, **overrides})
