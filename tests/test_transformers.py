@@ -38,6 +38,8 @@ from torch_turboquant.integrations.transformers import (  # noqa: E402
     load_centers,
     save_centers,
 )
+from torch_turboquant.integrations.transformers.centers import channel_scale  # noqa: E402
+from torch_turboquant.integrations.transformers.layer import ConstantsByDevice  # noqa: E402
 from torch_turboquant.integrations.transformers.models import (  # noqa: E402
     recording,
     rotary_partners,
@@ -574,6 +576,39 @@ def test_calibrated_center(tmp_path):
     path = tmp_path / "c.safetensors"
     with TurboQuantCache.for_model(model, config=config, center=path) as cache:
         assert_close(feed(model, cache, ids, 10, 1, 1), actual, 1e-6)
+
+
+def test_scales_of_heads_that_hold_nothing():
+    """Keys or queries of zeros say nothing about channels: their scales are 1."""
+    torch.manual_seed(0)
+    center, variance, energy = torch.randn(3, 32), torch.rand(3, 32), torch.rand(3, 32)
+    partners = (torch.arange(32) + 16) % 32
+    whole = channel_scale(center, variance, energy, 100, partners)
+    center[0] = variance[0] = energy[1] = 0
+    found = channel_scale(center, variance, energy, 100, partners)
+    assert torch.equal(found[2], whole[2])
+    torch.testing.assert_close(found[:2], torch.ones(2, 32))
+    # queries count by their share only, and keys stay as long as they are
+    torch.testing.assert_close(channel_scale(center, variance, 7 * energy, 100, partners), found)
+    torch.testing.assert_close((found**2 * variance).sum(-1), variance.sum(-1))
+
+
+def test_constants_reach_another_device():
+    center = torch.randn(2, 32)
+    tables = {
+        0: make_tables(preset("k4v4", 32), 0, center=center),
+        2: make_tables(preset("k5v4u", 32), 2),
+    }
+    constants = ConstantsByDevice(tables, torch.arange(32).flip(0))
+    assert constants.on(torch.device("cpu")).tables is tables
+    moved = constants.on(torch.device("cpu:0"))  # the same memory, but another name
+    assert torch.equal(moved.partners, torch.arange(32).flip(0))
+    for layer, table in tables.items():
+        for there, here in zip(moved.tables[layer], table, strict=True):
+            assert (there is None) == (here is None)
+            if here is not None:
+                assert torch.equal(there, here) and there.dtype == here.dtype
+                assert there.data_ptr() != here.data_ptr() and there.data_ptr() % 64 == 0
 
 
 def test_calibrate_takes_text():

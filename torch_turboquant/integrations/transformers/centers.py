@@ -44,17 +44,19 @@ def channel_scale(
     Args:
         center: mean of `count` keys, [kv_heads, head_dim].
         variance: of their channels.
-        energy: mean square of the queries' channels, over the query heads of a KV head.
+        energy: mean square of the queries' channels, over the query heads of a KV head, or any
+            multiple of it.
         partners: of rotary_partners.
     """
 
-    spread = torch.stack([energy, variance + center.square() / 2])
-    spread = (spread + spread[..., partners]) / 2
-    spread = spread + spread.mean(-1, keepdim=True) * (PRIOR_TOKENS / count)
-    ratio = (spread[0] / spread[1]).nan_to_num(0.0, 0.0, 0.0)
-    scale = torch.where(ratio > 0, ratio, 1.0).pow(0.25)
-    longer = (scale.square() * variance).mean(-1, keepdim=True) / variance.mean(-1, keepdim=True)
-    return scale * torch.where(longer > 0, longer, 1.0).rsqrt()
+    spread = torch.stack([energy, torch.addcmul(variance, center, center, value=0.5)])
+    spread = spread + spread.index_select(-1, partners)
+    spread = torch.add(spread, spread.mean(-1, keepdim=True), alpha=PRIOR_TOKENS / count)
+    # A head whose queries or keys are all zero has the same ratio, 0, infinite or NaN, everywhere.
+    ratio = (spread[0] / spread[1]).nan_to_num(1.0, 1.0).clamp(min=1e-30)
+    scale = ratio.pow(0.25)
+    longer = (scale.square() * variance).sum(-1, keepdim=True) / variance.sum(-1, keepdim=True)
+    return scale * longer.nan_to_num(1.0).rsqrt()
 
 
 def learn(
@@ -73,18 +75,14 @@ def learn(
     """
     skipped = min(forward.sink_tokens, max(forward.lengths(forward.total)) - 1)
     keys = forward.tokens_from(skipped, keys)
-    count = keys.shape[0] * keys.shape[2]
-    center = keys.mean((0, 2), dtype=torch.float32)
     if not scaled:
-        return center
-
-    def mean_square(x: Tensor) -> Tensor:  # without a float32 copy of x
-        norm = torch.linalg.vector_norm(x, dim=(0, 2), dtype=torch.float32)
-        return norm.square() / (x.shape[0] * x.shape[2])
-
-    variance = mean_square(keys - center[:, None])
-    energy = mean_square(forward.tokens_from(skipped, queries)).unflatten(0, (len(center), -1))
-    scale = channel_scale(center, variance, energy.mean(1), count, partners)
+        return keys.mean((0, 2), dtype=torch.float32)
+    variance, center = torch.var_mean(keys.float(), (0, 2), correction=0)
+    queries = forward.tokens_from(skipped, queries).unflatten(1, (len(center), -1))
+    # a norm, because it needs no float32 copy of all queries
+    energy = torch.linalg.vector_norm(queries, dim=(0, 2, 3), dtype=torch.float32).square()
+    count = keys.shape[0] * keys.shape[2]
+    scale = channel_scale(center, variance, energy, count, partners)
     return torch.stack([center, scale, 1 / scale])  # scaled_center would wait for the device
 
 

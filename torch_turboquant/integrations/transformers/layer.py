@@ -329,20 +329,19 @@ _ALIGNED = 256  # bytes, as an allocation of its own would be
 
 def _put(tensors: list[Tensor | None], device: torch.device) -> list[Tensor | None]:
     """Copies on a device, in one transfer that does not wait for what the device is doing."""
-    offsets = [0]
-    for t in tensors:
-        offsets.append(offsets[-1] + -(-nbytes(t) // _ALIGNED) * _ALIGNED)
-    host = torch.zeros(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    sizes = [-(-nbytes(t) // _ALIGNED) * _ALIGNED for t in tensors]
+    host = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
 
-    def part(buffer: Tensor, t: Tensor, offset: int) -> Tensor:
-        return buffer[offset : offset + nbytes(t)].view(t.dtype).view(t.shape)
+    def parts(buffer: Tensor) -> list[Tensor | None]:
+        return [
+            None if t is None else room[: nbytes(t)].view(t.dtype).view(t.shape)
+            for t, room in zip(tensors, buffer.split(sizes), strict=True)
+        ]
 
-    placed = list(zip(tensors, offsets, strict=False))
-    for t, offset in placed:
+    for t, part in zip(tensors, parts(host), strict=True):
         if t is not None:
-            part(host, t, offset).copy_(t)
-    there = host.to(device, non_blocking=True)
-    return [None if t is None else part(there, t, offset) for t, offset in placed]
+            part.copy_(t)
+    return parts(host.to(device, non_blocking=True))
 
 
 def nbytes(t: Tensor | None) -> int:
