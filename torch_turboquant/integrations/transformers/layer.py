@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
@@ -331,17 +332,14 @@ def _put(tensors: list[Tensor | None], device: torch.device) -> list[Tensor | No
     """Copies on a device, in one transfer that does not wait for what the device is doing."""
     sizes = [-(-nbytes(t) // _ALIGNED) * _ALIGNED for t in tensors]
     host = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-    def parts(buffer: Tensor) -> list[Tensor | None]:
-        return [
-            None if t is None else room[: nbytes(t)].view(t.dtype).view(t.shape)
-            for t, room in zip(tensors, buffer.split(sizes), strict=True)
-        ]
-
-    for t, part in zip(tensors, parts(host), strict=True):
+    for t, room in zip(tensors, np.split(host.numpy(), np.cumsum(sizes)), strict=False):
         if t is not None:
-            part.copy_(t)
-    return parts(host.to(device, non_blocking=True))
+            room[: nbytes(t)] = t.numpy().reshape(-1).view(np.uint8)
+    there = host.to(device, non_blocking=True).split(sizes)
+    return [
+        None if t is None else part[: nbytes(t)].view(t.dtype).view(t.shape)
+        for t, part in zip(tensors, there, strict=True)
+    ]
 
 
 def nbytes(t: Tensor | None) -> int:
