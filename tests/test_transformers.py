@@ -223,7 +223,7 @@ def learned_center(key, query, pads, sinks, partners):
         return x + 8 * x.mean(1, keepdim=True) / len(kept)
 
     scale = (spread(energy) / spread(variance + mean**2 / 2)) ** 0.25
-    scale = scale * (variance.sum(1) / (variance * scale**2).sum(1)).sqrt()[:, None]  # as long
+    scale = scale / scale.mean(1, keepdim=True)
     return torch.stack([mean, scale, 1 / scale]).float()
 
 
@@ -473,7 +473,7 @@ def test_left_padded_batch_equals_each_sequence_alone(name, sizes):
             continue
         with TurboQuantCache.for_model(model, **options) as cache:
             alone = feed(model, cache, ids[row : row + 1, pad:], first)
-        assert_close(together[row, pad:], alone[0])
+        assert_close(together[row, pad:], alone[0], 1e-3)  # a code or two rounds the other way
 
 
 def test_padded_batch_equals_the_oracle():
@@ -588,9 +588,9 @@ def test_scales_of_heads_that_hold_nothing():
     found = channel_scale(center, variance, energy, 100, partners)
     assert torch.equal(found[2], whole[2])
     torch.testing.assert_close(found[:2], torch.ones(2, 32))
-    # queries count by their share only, and keys stay as long as they are
+    # queries count by their share only
     torch.testing.assert_close(channel_scale(center, variance, 7 * energy, 100, partners), found)
-    torch.testing.assert_close((found**2 * variance).sum(-1), variance.sum(-1))
+    torch.testing.assert_close(found.mean(-1), torch.ones(3))
 
 
 def test_constants_reach_another_device():

@@ -39,7 +39,7 @@ def channel_scale(
     average, and turns the mean key away from the center, which then varies as well; half of the
     center's square stands for that. The average of all channels counts as PRIOR_TOKENS more
     tokens, for what a few cannot show; it also keeps scales of channels that are always zero
-    finite. Keys stay as long as they are.
+    finite. Their mean over the channels is 1.
 
     Args:
         center: mean of `count` keys, [kv_heads, head_dim].
@@ -52,11 +52,9 @@ def channel_scale(
     spread = torch.stack([energy, torch.addcmul(variance, center, center, value=0.5)])
     spread = spread + spread.index_select(-1, partners)
     spread = torch.add(spread, spread.mean(-1, keepdim=True), alpha=PRIOR_TOKENS / count)
+    scale = (spread[0] / spread[1]).pow(0.25)
     # A head whose queries or keys are all zero has the same ratio, 0, infinite or NaN, everywhere.
-    ratio = (spread[0] / spread[1]).nan_to_num(1.0, 1.0).clamp(min=1e-30)
-    scale = ratio.pow(0.25)
-    longer = (scale.square() * variance).sum(-1, keepdim=True) / variance.sum(-1, keepdim=True)
-    return scale * longer.nan_to_num(1.0).rsqrt()
+    return (scale / scale.mean(-1, keepdim=True)).nan_to_num(1.0)
 
 
 def learn(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
@@ -329,17 +328,20 @@ _ALIGNED = 256  # bytes, as an allocation of its own would be
 
 
 def _put(tensors: list[Tensor | None], device: torch.device) -> list[Tensor | None]:
-    """Copies on a device, in one transfer that does not wait for what the device is doing."""
-    sizes = [-(-nbytes(t) // _ALIGNED) * _ALIGNED for t in tensors]
-    host = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for t, room in zip(tensors, np.split(host.numpy(), np.cumsum(sizes)), strict=False):
-        if t is not None:
-            room[: nbytes(t)] = t.numpy().reshape(-1).view(np.uint8)
-    there = host.to(device, non_blocking=True).split(sizes)
-    return [
-        None if t is None else part[: nbytes(t)].view(t.dtype).view(t.shape)
-        for t, part in zip(tensors, there, strict=True)
-    ]
+    """Copies on a device: one transfer for each dtype, none waits for what the device is doing."""
+    moved: dict[int, Tensor] = {}
+    for dtype in {t.dtype for t in tensors if t is not None}:
+        group = [t for t in tensors if t is not None and t.dtype == dtype]
+        aligned = torch.zeros(_ALIGNED // dtype.itemsize, dtype=dtype)
+        gaps = [aligned[: -t.numel() % len(aligned)] for t in group]
+        parts = [x for t, gap in zip(group, gaps, strict=True) for x in (t.flatten(), gap)]
+        host = torch.cat(parts)
+        if device.type == "cuda":
+            host = host.pin_memory()
+        there = host.to(device, non_blocking=True, copy=True).split([len(x) for x in parts])
+        for t, part in zip(group, there[::2], strict=True):
+            moved[id(t)] = part if t.dim() == 1 else part.view(t.shape)
+    return [None if t is None else moved[id(t)] for t in tensors]
 
 
 def nbytes(t: Tensor | None) -> int:
