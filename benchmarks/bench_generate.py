@@ -217,12 +217,12 @@ def fill(cache: Cache, model, case: Case) -> None:
         heads = config.num_key_value_heads
         cache.update(noise(heads), noise(heads), layer)
         if case.packed:  # a center and scales are learned, and what came is stored then
-            cache.layers[layer].settle(noise(config.num_attention_heads))
+            held = cache.layers[layer]
+            held.settle(noise(config.num_attention_heads))
+            held.finish()  # or the exact keys and values of all layers would stay
+            assert held.pages[0].any(), "nothing was stored: this would measure an empty cache"
     if case.packed:
         cache.sequences.commit()
-        for layer in cache.layers:
-            layer.finish()
-            assert layer.pages[0].any(), "nothing was stored: this would measure an empty cache"
 
 
 def tensors_of(held: object) -> list[Tensor]:
