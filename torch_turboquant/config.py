@@ -139,7 +139,7 @@ class NamedPreset(NamedTuple):
 # What docs/quality.md recommends for the models measured there.
 NAMED_PRESETS: dict[str, NamedPreset] = {
     "near-lossless": NamedPreset("k5v4u", {}),
-    "balanced": NamedPreset("k4v2", {}),
+    "balanced": NamedPreset("k3v3", {}),
     "smallest": NamedPreset("k3v2", {"recent_window": 40}),
 }
 
