@@ -1,11 +1,10 @@
 // cache_store, cache_load: paged, packed keys and values (docs/format.md section 8) and the exact tail (section 9).
 //
-// A block works on neighbouring tokens of one head, its keys or its values: a group of lanes encodes or decodes a vector in
-// registers, shared memory turns octets into words of the record and back. One launch does keys and values of all heads.
+// One launch does keys and values of all heads. Here are the kernels that know every length, type and width (any.cuh); those
+// that are in use have their own, for many tokens (tiles.cuh) and for few (few.cu).
 #include "cache.cuh"
 
-#include <algorithm>
-
+#include "any.cuh"
 #include "tile_launch.cuh"
 
 namespace turboquant::cuda {
@@ -18,133 +17,62 @@ constexpr int64_t kFewVectors = 2048;  // keys or values of a decode step
 
 // ---- Store ------------------------------------------------------------------------------------------------------------
 
-// k or v: element strides; the last dimension has stride 1.
-struct Heads {
-  const void* data;
-  int64_t token_stride, head_stride;
-};
+// Words between the vectors of a block: gather_block reads rows of octets there, from different banks.
+__host__ __device__ constexpr int store_stride(int d) { return any_words(d) + 4; }
 
-struct StoreArguments {
-  Heads heads[2];  // keys, values
-  Codebook book[2];
-  const float* signs[2];
-  format::Channels channels;  // [kv_heads, d] of keys
-  const int64_t* slots;
-  int64_t tokens;
-  Pages pages;
-  RecordLayout layout;
-  Tail tail;
-  EncodeConstants constants;
-  ScalarType dtype;
-  int element_size;
-};
-
-// As many lanes as a vector has octets in a block, up to a warp: for the few tokens of a decode step, the shortest way through.
-template <int M, int LOG_N>
-using StoreTraits = HadamardTraits<M, LOG_N, (1 << LOG_N) / 8 < 32 ? (1 << LOG_N) / 8 : 32>;
-
-// What a lane reads of a vector, as it is stored: it can be on its way while other things are.
-template <typename Traits>
-struct StoredChannels {
-  static_assert(Traits::kVec == 8);
-  static constexpr int kOctets = Traits::kPerLane / 8;
-  uint4 word[kOctets][2];  // the second of float32 only
-
-  __device__ __forceinline__ StoredChannels(const void* data, int element_size, int64_t offset, int lane) {
-#pragma unroll
-    for (int o = 0; o < kOctets; ++o) {
-      const auto from = static_cast<const uint8_t*>(data) + (offset + Traits::channel(lane, o)) * element_size;
-      word[o][0] = __ldg(reinterpret_cast<const uint4*>(from));
-      word[o][1] = element_size == 4 ? __ldg(reinterpret_cast<const uint4*>(from) + 1) : uint4{};
-    }
-  }
-  __device__ __forceinline__ void to_floats(ScalarType dtype, float (&y)[Traits::kPerLane]) const {
-#pragma unroll
-    for (int o = 0; o < kOctets; ++o) {
-      float* to = y + 8 * o;
-      const uint32_t w[8] = {word[o][0].x, word[o][0].y, word[o][0].z, word[o][0].w,
-                             word[o][1].x, word[o][1].y, word[o][1].z, word[o][1].w};
-      if (dtype == ScalarType::BFloat16) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          to[2 * i] = __uint_as_float(w[i] << 16), to[2 * i + 1] = __uint_as_float(w[i] & 0xFFFF0000);
-        }
-      } else if (dtype == ScalarType::Half) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 pair = __half22float2(reinterpret_cast<const __half2&>(w[i]));
-          to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) to[i] = __uint_as_float(w[i]);
-      }
-    }
-  }
-};
-
-template <typename Traits>
-__global__ void __launch_bounds__(kBlockTokens* Traits::kLanes) store_kernel(const __grid_constant__ StoreArguments a) {
+// A warp is a token of one head, its key or its value.
+__global__ void __launch_bounds__(32 * kBlockTokens)
+    store_kernel(const __grid_constant__ TileArguments a, const __grid_constant__ AnyShape shape) {
   let_next_kernel_begin();  // that is paged_attention
-  extern __shared__ uint4 staged[];
+  extern __shared__ uint4 dynamic[];
   __shared__ SharedCodebook shared;
   __shared__ Token tokens[kBlockTokens];
   const int kind = blockIdx.z, head = blockIdx.y;
-  const int lane = threadIdx.x % Traits::kLanes, mine = threadIdx.x / Traits::kLanes,
-            count = blockDim.x / Traits::kLanes;
-  const int64_t first = int64_t{blockIdx.x} * count, token = first + mine;
+  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, count = blockDim.x / 32;
+  const int64_t token = int64_t{blockIdx.x} * count + mine;
   const RecordLayout& layout = a.layout;
-  const Codebook& book = a.book[kind];
+  const TileSource& source = a.source[kind];
+  const Codebook& book = source.book;
+  const int d = shape.d, stride = store_stride(d);
+  uint32_t* rows = reinterpret_cast<uint32_t*>(dynamic);
+  uint32_t* row = rows + mine * stride;
+  float* y = reinterpret_cast<float*>(row);
 
-  // All loads are under way before the first of them is waited for.
-  const int64_t from = (token < a.tokens ? token : 0) * a.heads[kind].token_stride + head * a.heads[kind].head_stride;
-  const StoredChannels<Traits> stored(a.heads[kind].data, a.element_size, from, lane);
   const int64_t slot = token < a.tokens ? a.slots[token] : -1;
-  float signs[Traits::kPerLane], y[Traits::kPerLane];
-  load<Traits>(a.signs[kind], lane, signs);
-  shared.fill(book, threadIdx.x, blockDim.x);
+  const uint8_t* from = source.data + (token < a.tokens ? token : 0) * source.token_stride + head * source.head_stride;
   const Token to = a.pages.token(slot, head, layout);
   if (lane == 0) tokens[mine] = to;
-  stored.to_floats(a.dtype, y);
-  if (kind == kKeys) to_centered<Traits>(y, a.channels.of_head(head, Traits::kDim), lane);
-#pragma unroll
-  for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], signs[i]);
+  shared.fill(book, threadIdx.x, blockDim.x);
+  load_any(y, d, from, a.dtype, 0, source.signs, source.channels.of_head(head, source.channel_stride), lane);
   __syncthreads();
-
-  Octet octet[Octets<Traits>::kCount];
-  const uint16_t scale = encode_vector<Traits>(y, lane, shared, book, a.constants, octet);
-  const int stride = row_stride(row_words(Traits::kDim, book.bits));
-  uint32_t* rows = reinterpret_cast<uint32_t*>(staged);
-  uint32_t* row = rows + mine * stride;
-#pragma unroll
-  for (int q = 0; q < Octets<Traits>::kCount; ++q) {
-    write_octet(row, layout.octets, book.bits, Octets<Traits>::index(lane, q), octet[q]);
+  const AnyCodes codes = encode_any(y, y + any_stride(d), shape, lane, shared, book, a.constants);
+  for (int o = lane; o < layout.octets; o += 32) {
+    write_octet(row, layout.octets, book.bits, o, codes.octet(o, d, shared, book.bits));
   }
 
   if (a.tail.data && to.tile) {
     const int64_t kept = a.tail.row(token);
-    const int bytes = Traits::kDim * a.element_size;
-    const uint8_t* source = static_cast<const uint8_t*>(a.heads[kind].data) + from * a.element_size;
-    if (kept >= 0) copy_bytes(source, a.tail.at(kept, head, kind, bytes), bytes, lane, Traits::kLanes);
+    const int bytes = d * (a.dtype == ScalarType::Float ? 4 : 2);
+    if (kept >= 0) copy_bytes(from, a.tail.at(kept, head, kind, bytes), bytes, lane, 32);
   }
+  __syncwarp();
   if (kind == kKeys) {
-    __syncwarp();
     if (!to.tile) return;
-    store_key(row, to, layout, lane, Traits::kLanes);
-    if (lane == 0) *to.key_scale(layout) = scale;
+    store_key(row, to, layout, lane, 32);
+    if (lane == 0) *to.key_scale(layout) = codes.scale;
     return;
   }
   // A block of 16 tokens that is written as a whole is put together first; else every token writes the bytes that it owns.
   const bool together = to.tile && to.tile == tokens[0].tile && to.number == tokens[0].number + mine;
-  if (to.tile && lane == 0) *to.value_scale(layout) = scale;
+  if (to.tile && lane == 0) *to.value_scale(layout) = codes.scale;
   if (__syncthreads_and(together && count == kBlockTokens && tokens[0].number % kBlockTokens == 0)) {
     uint32_t* image = rows + kBlockTokens * stride;
-    gather_block(rows, stride, image, {Traits::kDim, book.bits}, threadIdx.x, kBlockTokens * Traits::kLanes);
+    gather_block(rows, stride, image, {d, book.bits}, threadIdx.x, 32 * kBlockTokens);
     __syncthreads();
     copy_bytes(reinterpret_cast<const uint8_t*>(image), tokens[0].value_block(layout), layout.value_block_bytes,
-               threadIdx.x, kBlockTokens * Traits::kLanes);
+               threadIdx.x, 32 * kBlockTokens);
   } else if (to.tile) {
-    store_value(row, to, layout, lane, Traits::kLanes);
+    store_value(row, to, layout, lane, 32);
   }
 }
 
@@ -156,7 +84,6 @@ struct LoadArguments {
   const int32_t* table;    // [seqs, max_pages]
   const int32_t* lengths;  // [seqs]
   int64_t seqs, max_pages, max_length;
-  int64_t blocks;  // of 16 tokens in a sequence
   const float* signs[2];
   const int8_t* levels[2];
   format::Channels channels;  // [kv_heads, d] of keys
@@ -164,116 +91,70 @@ struct LoadArguments {
   ScalarType dtype;
 };
 
-// Groups of lanes of a block: at least the 16 tokens of a value block, about four warps.
-template <typename Traits>
-constexpr int load_tokens() {
-  return Traits::kLanes < 128 / kBlockTokens ? 128 / Traits::kLanes : kBlockTokens;
-}
+constexpr int kLoadWarps = 4;  // of a block, at most
 
-template <typename Traits>
-__global__ void __launch_bounds__(load_tokens<Traits>() * Traits::kLanes)
-    load_kernel(const __grid_constant__ LoadArguments a) {
-  constexpr int count = load_tokens<Traits>(), threads = count * Traits::kLanes;
-  extern __shared__ uint4 staged[];
+// A warp is a token of one head, its key or its value.
+__global__ void __launch_bounds__(32 * kLoadWarps)
+    load_kernel(const __grid_constant__ LoadArguments a, const __grid_constant__ AnyShape shape) {
+  extern __shared__ uint4 dynamic[];
   __shared__ float table[32];
-  __shared__ Token tokens[count];
   const int kind = blockIdx.z, head = blockIdx.y;
-  const int lane = threadIdx.x % Traits::kLanes, mine = threadIdx.x / Traits::kLanes;
+  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, count = blockDim.x / 32;
   const RecordLayout& layout = a.layout;
-  const int bits = kind == kKeys ? layout.key_bits : layout.value_bits;
-  fill_levels(table, a.levels[kind], bits, threadIdx.x, threads);
+  const int bits = kind == kKeys ? layout.key_bits : layout.value_bits, d = shape.d;
+  fill_levels(table, a.levels[kind], bits, threadIdx.x, blockDim.x);
 
-  // Where the tokens of the call's blocks of 16 are.
-  const int64_t block = int64_t{blockIdx.x} * (count / kBlockTokens) + mine / kBlockTokens;
-  const int64_t sequence = block / a.blocks, position = block % a.blocks * kBlockTokens + mine % kBlockTokens;
+  const int64_t number = int64_t{blockIdx.x} * count + mine, sequence = number / a.max_length,
+                position = number % a.max_length;
+  const bool exists = sequence < a.seqs;
   Token from{nullptr, 0};
-  bool exists = false;
-  if (block < a.seqs * a.blocks) {
-    exists = position < a.max_length;
-    const int64_t page = position >> layout.page_shift;
-    if (exists && position < a.lengths[sequence] && page < a.max_pages) {
-      from = a.pages.token(a.table[sequence * a.max_pages + page], position & ((1 << layout.page_shift) - 1), head,
-                           layout);
-    }
+  const int64_t page = position >> layout.page_shift;
+  if (exists && position < a.lengths[sequence] && page < a.max_pages) {
+    from =
+        a.pages.token(a.table[sequence * a.max_pages + page], position & ((1 << layout.page_shift) - 1), head, layout);
   }
-  if (lane == 0) tokens[mine] = from;
   __syncthreads();
 
-  const ValueLayout values{Traits::kDim, layout.value_bits};
-  uint32_t* rows = reinterpret_cast<uint32_t*>(staged);
-  const int stride =
-      row_stride(kind == kKeys ? (layout.key_row_bytes + layout.key_plane_bytes) / 4 : values.fragments());
-  uint32_t* row = rows + mine * stride;
-  if (kind == kKeys) {
-    if (from.tile) load_key(row, from, layout, lane, Traits::kLanes);
-    __syncwarp();
-  } else {
-    uint32_t* images = rows + count * stride;
-    for (int b = 0; b < count / kBlockTokens; ++b) {
-      const Token& first = tokens[b * kBlockTokens];
-      if (first.tile) {
-        copy_bytes(first.value_block(layout), reinterpret_cast<uint8_t*>(images) + b * layout.value_block_bytes,
-                   layout.value_block_bytes, threadIdx.x, threads);
-      }
-    }
-    __syncthreads();
-    for (int b = 0; b < count / kBlockTokens; ++b) {
-      scatter_block(images + b * layout.value_block_bytes / 4, rows + b * kBlockTokens * stride, stride, values,
-                    threadIdx.x, threads);
-    }
-    __syncthreads();
-  }
-
+  float* y = reinterpret_cast<float*>(dynamic) + mine * any_words(d);
+  uint32_t* row = reinterpret_cast<uint32_t*>(y) + any_stride(d);
   float scale = 0;
-  if (from.tile)
+  if (from.tile) {
+    if (kind == kKeys) {
+      load_key(row, from, layout, lane, 32);
+    } else {
+      load_value(row, from, layout, lane, 32);
+    }
     scale = __half2float(__ushort_as_half(*(kind == kKeys ? from.key_scale(layout) : from.value_scale(layout))));
-  Octet octet[Octets<Traits>::kCount];
-#pragma unroll
-  for (int q = 0; q < Octets<Traits>::kCount; ++q) {
-    const int o = Octets<Traits>::index(lane, q);
-    octet[q] =
-        kind == kKeys ? key_octet(row, row + layout.key_row_bytes / 4, layout.octets, bits, o) : values.octet(row, o);
   }
-  float y[Traits::kPerLane];
-  decode_rotated<Traits>(octet, bits, table, scale, y);
-  rotate_back<Traits>(y, a.signs[kind], lane);
-  if (kind == kKeys) from_centered<Traits>(y, a.channels.of_head(head, Traits::kDim), lane);
-  if (!exists) return;
-  if (!from.tile) {
-#pragma unroll
-    for (int i = 0; i < Traits::kPerLane; ++i) y[i] = 0;
+  __syncwarp();
+  for (int o = lane; o < layout.octets; o += 32) {
+    const Octet octet = !from.tile      ? Octet{0, 0}
+                        : kind == kKeys ? key_octet(row, row + layout.key_row_bytes / 4, layout.octets, bits, o)
+                                        : ValueLayout{d, bits}.octet(row, o);
+    put_any_octet(y, d, o, octet, bits, table, scale);
   }
-  store_as<Traits>(y, lane, a.out[kind], a.dtype,
-                   ((sequence * a.max_length + position) * a.pages.kv_heads + head) * Traits::kDim);
+  const int64_t at = (number * a.pages.kv_heads + head) * d;
+  if (from.tile || !exists) {
+    store_any(y, shape, a.signs[kind], kind == kKeys ? a.channels.of_head(head, d) : format::Channels{}, a.out[kind],
+              a.dtype, at, exists, lane);
+  } else {
+    for (int i = 2 * lane; i < d; i += 64) store_two(a.out[kind], a.dtype, at + i, {0, 0});
+  }
 }
 
 // ---- Host side --------------------------------------------------------------------------------------------------------
-
-// Calls fn(std::integral_constant<int, m>, std::integral_constant<int, log2(n)>) for every d of a page record.
-template <int M, int LOG_N = 4, typename Fn>
-void dispatch_block(format::Split split, Fn&& fn) {
-  if constexpr (M << LOG_N <= format::kMaxHeadDim) {
-    if (split.block == 1 << LOG_N) return fn(std::integral_constant<int, M>{}, std::integral_constant<int, LOG_N>{});
-    dispatch_block<M, LOG_N + 1>(split, fn);
-  }
-}
-
-template <typename Fn>
-void dispatch_head_dim(format::Split split, Fn&& fn) {
-  switch (split.blocks) {
-    case 1: return dispatch_block<1>(split, fn);
-    case 3: return dispatch_block<3>(split, fn);
-    case 5: return dispatch_block<5>(split, fn);
-    case 7: return dispatch_block<7>(split, fn);
-    default: return dispatch_block<9>(split, fn);
-  }
-}
 
 Pages checked_pages(const Tensor& cache, const Tensor& first, const format::Record& record) {
   check_cache(cache, first, record);
   STD_TORCH_CHECK(aligned(cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
   return {static_cast<uint8_t*>(cache.data_ptr()), cache.size(0), static_cast<int>(cache.size(1))};
 }
+
+// k or v: element strides; the last dimension has stride 1.
+struct Heads {
+  const void* data;
+  int64_t token_stride, head_stride;
+};
 
 // k or v itself, or a copy with aligned rows.
 class HeadRows {
@@ -375,31 +256,17 @@ void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Te
                             nullptr,
                             nullptr,
                             0};
-  if (launch_tiles(tiles, split, launch.stream())) return launch.check("cache_store");
+  if (launch_tiles(tiles, split, launch.stream()) || launch_few(tiles, split, launch.stream())) {
+    return launch.check("cache_store");
+  }
 
-  const StoreArguments arguments{{keys.heads(), values.heads()},
-                                 {key_book, value_book},
-                                 {k_signs.data(), v_signs.data()},
-                                 channels,
-                                 static_cast<const int64_t*>(slot_mapping.data_ptr()),
-                                 tokens,
-                                 pages,
-                                 RecordLayout(record),
-                                 ring,
-                                 encode_constants(split),
-                                 k.scalar_type(),
-                                 static_cast<int>(k.element_size())};
-  dispatch_head_dim(split, [&](auto m, auto log_n) {
-    using Traits = StoreTraits<m, log_n>;
-    // A value block is put together by one block of threads; few tokens rather use more multiprocessors.
-    const bool few = tokens * kv_heads < kFewVectors;
-    const int count = few ? std::max(kBlockTokens / 4, 32 / Traits::kLanes) : kBlockTokens;
-    const int row_bytes = 4 * row_stride(row_words(Traits::kDim, static_cast<int>(std::max(key_bits, value_bits))));
-    const dim3 grid(num_blocks(tokens, count), static_cast<unsigned>(kv_heads), 2);
-    store_kernel<Traits>
-        <<<grid, count * Traits::kLanes, count * row_bytes + record.value_block_bytes(), launch.stream()>>>(arguments);
-    launch.check("cache_store");
-  });
+  // A value block is put together by one block of threads; few tokens rather use more multiprocessors.
+  const int warps = any_warps(store_stride(static_cast<int>(d)), tokens * kv_heads < kFewVectors ? 4 : kBlockTokens);
+  const int shared_bytes =
+      4 * warps * store_stride(static_cast<int>(d)) + (warps == kBlockTokens ? record.value_block_bytes() : 0);
+  const dim3 grid(num_blocks(tokens, warps), static_cast<unsigned>(kv_heads), 2);
+  store_kernel<<<grid, 32 * warps, shared_bytes, launch.stream()>>>(tiles, AnyShape(split));
+  launch.check("cache_store");
 }
 
 // cache: uint8 [num_pages, kv_heads, record_bytes], block_table: int32 [seqs, max_pages], seq_lens: int32 [seqs]
@@ -438,7 +305,6 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
                                 seqs,
                                 block_table.size(1),
                                 max_seq_len,
-                                (max_seq_len + kBlockTokens - 1) / kBlockTokens,
                                 {k_signs.data(), v_signs.data()},
                                 {levels_data(key_levels), levels_data(value_levels)},
                                 channels,
@@ -464,16 +330,10 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
     return {k, v};
   }
 
-  dispatch_head_dim(format::split_dim(d), [&](auto m, auto log_n) {
-    using Traits = DefaultHadamard<m, log_n>;
-    constexpr int count = load_tokens<Traits>();
-    const int key_bytes = count * 4 * row_stride((record.key_row_bytes() + record.key_plane_bytes()) / 4);
-    const int value_bytes = count * 4 * row_stride(ValueLayout{Traits::kDim, record.value_bits}.fragments()) +
-                            count / kBlockTokens * record.value_block_bytes();
-    const dim3 grid(num_blocks(seqs * arguments.blocks, count / kBlockTokens), static_cast<unsigned>(kv_heads), 2);
-    load_kernel<Traits><<<grid, count * Traits::kLanes, std::max(key_bytes, value_bytes), launch.stream()>>>(arguments);
-    launch.check("cache_load");
-  });
+  const int words = any_words(static_cast<int>(d)), warps = any_warps(words, kLoadWarps);
+  const dim3 grid(num_blocks(seqs * max_seq_len, warps), static_cast<unsigned>(kv_heads), 2);
+  load_kernel<<<grid, 32 * warps, 4 * warps * words, launch.stream()>>>(arguments, AnyShape(format::split_dim(d)));
+  launch.check("cache_load");
   return {k, v};
 }
 

@@ -334,18 +334,18 @@ __device__ __forceinline__ void load_key(uint32_t* row, const Token& from, const
   for (int w = lane; w < r.key_plane_bytes / 4; w += lanes) row[r.key_row_bytes / 4 + w] = in[w];
 }
 
-// Rows of fragments of 16 tokens from their value block.
-__device__ __forceinline__ void scatter_block(const uint32_t* block, uint32_t* rows, int stride, ValueLayout values,
-                                              int thread, int threads) {
-  for (int i = thread; i < 4 * values.fragments(); i += threads) {
-    const int q = i % 4, f = i / 4;
+// A token's fragments from its value block, byte by byte: tokens that share words are read at the same time.
+__device__ __forceinline__ void load_value(uint32_t* row, const Token& from, const RecordLayout& r, int lane,
+                                           int lanes) {
+  const ValueLayout values{r.head_dim, r.value_bits};
+  const uint8_t* block = from.value_block(r);
+  for (int f = lane; f < values.fragments(); f += lanes) {
     const ValueLayout::Place place = values.place(f);
-    uint32_t word[4];
+    const uint8_t* in = block + place.at + value_q(from.number) * place.q_step + value_b(from.number);
+    uint32_t fragment = 0;
 #pragma unroll
-    for (int g = 0; g < 4; ++g) word[g] = block[(place.at + g * place.step + q * place.q_step) / 4];
-    transpose_bytes(word);
-#pragma unroll
-    for (int b = 0; b < 4; ++b) rows[value_token(q, b) * stride + f] = word[b];
+    for (int i = 0; i < 4; ++i) fragment |= static_cast<uint32_t>(in[i * place.step]) << 8 * i;
+    row[f] = fragment;
   }
 }
 

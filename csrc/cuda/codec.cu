@@ -1,89 +1,64 @@
 // encode, decode: standalone vectors [..., d] as dense rows and one scale each (docs/format.md sections 5 to 7).
 //
 // The rows of a block's vectors are one run of bytes: it passes through shared memory, so that memory sees whole words.
-#include "codec.cuh"
-
 #include <algorithm>
 
+#include "any.cuh"
 #include "tile_launch.cuh"
 
 namespace turboquant::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kMostWarps = 4;  // of a block
 
-// Bytes of the vectors of one block, and room to read past them.
-template <typename Traits>
-constexpr int block_vectors() {
-  return kThreads / Traits::kLanes;
-}
-template <typename Traits>
-int shared_bytes(int row_bytes) {
-  return (block_vectors<Traits>() * row_bytes + 3) / 4 * 4 + 8;
-}
-
-template <typename Traits>
-__global__ void __launch_bounds__(kThreads)
-    encode_kernel(const void* x, const __grid_constant__ Rows rows, ScalarType dtype, const float* signs,
+// A warp is a vector.
+__global__ void __launch_bounds__(32 * kMostWarps)
+    encode_kernel(const void* x, const __grid_constant__ Rows rows, ScalarType dtype,
+                  const __grid_constant__ AnyShape shape, const float* signs,
                   const __grid_constant__ format::Channels channels, const __grid_constant__ Codebook book,
                   const __grid_constant__ EncodeConstants constants, int row_bytes, uint8_t* packed, uint16_t* scale) {
-  extern __shared__ uint4 staged[];
-  uint8_t* bytes = reinterpret_cast<uint8_t*>(staged);
+  extern __shared__ uint4 dynamic[];
   __shared__ SharedCodebook shared;
-  shared.fill(book, threadIdx.x, kThreads);
+  shared.fill(book, threadIdx.x, blockDim.x);
   __syncthreads();
 
-  constexpr int vectors = block_vectors<Traits>();
-  const int lane = threadIdx.x % Traits::kLanes, mine = threadIdx.x / Traits::kLanes;
-  const int64_t first = int64_t{blockIdx.x} * vectors, row = first + mine;
-  const bool active = row < rows.count;  // the others of the last block stay for the shuffles
-  float y[Traits::kPerLane];
-  load_as<Traits>(x, dtype, rows(active ? row : 0), lane, y);
-  to_centered<Traits>(y, channels, lane);
-  apply_signs<Traits>(y, signs, lane);
-  Octet octet[Octets<Traits>::kCount];
-  const uint16_t bits16 = encode_vector<Traits>(y, lane, shared, book, constants, octet);
-  if (active && lane == 0) scale[row] = bits16;
+  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, d = shape.d;
+  const int64_t row = int64_t{blockIdx.x} * (blockDim.x / 32) + mine;
+  if (row >= rows.count) return;
+  float* y = reinterpret_cast<float*>(dynamic) + mine * any_words(d);
+  load_any(y, d, x, dtype, rows(row), signs, channels, lane);
+  const AnyCodes codes = encode_any(y, y + any_stride(d), shape, lane, shared, book, constants);
+  if (lane == 0) scale[row] = codes.scale;
 
-#pragma unroll
-  for (int q = 0; q < Octets<Traits>::kCount; ++q) {
-    const int begin = Octets<Traits>::index(lane, q) * book.bits;
-    const uint64_t string = dense_string(octet[q], book.bits);
-    for (int i = 0; i < min(book.bits, row_bytes - begin); ++i) bytes[mine * row_bytes + begin + i] = string >> 8 * i;
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(y);
+  for (int o = lane; 8 * o < d; o += 32) {
+    const int begin = o * book.bits;
+    const uint64_t string = dense_string(codes.octet(o, d, shared, book.bits), book.bits);
+    for (int i = 0; i < min(book.bits, row_bytes - begin); ++i) bytes[begin + i] = string >> 8 * i;
   }
-  __syncthreads();
-  copy_bytes(bytes, packed + first * row_bytes, min(int64_t{vectors}, rows.count - first) * row_bytes, threadIdx.x,
-             kThreads);
+  __syncwarp();
+  copy_bytes(bytes, packed + row * row_bytes, row_bytes, lane, 32);
 }
 
-template <typename Traits>
-__global__ void __launch_bounds__(kThreads)
-    decode_kernel(const uint8_t* packed, const uint16_t* scale, int64_t count, int row_bytes, const float* signs,
-                  const int8_t* levels, int bits, const __grid_constant__ format::Channels channels, ScalarType dtype,
-                  void* out) {
-  extern __shared__ uint4 staged[];
+__global__ void __launch_bounds__(32 * kMostWarps)
+    decode_kernel(const uint8_t* packed, const uint16_t* scale, int64_t count, int row_bytes,
+                  const __grid_constant__ AnyShape shape, const float* signs, const int8_t* levels, int bits,
+                  const __grid_constant__ format::Channels channels, ScalarType dtype, void* out) {
+  extern __shared__ uint4 dynamic[];
   __shared__ float table[32];
-  constexpr int vectors = block_vectors<Traits>();
-  const int lane = threadIdx.x % Traits::kLanes, mine = threadIdx.x / Traits::kLanes;
-  const int64_t first = int64_t{blockIdx.x} * vectors, row = first + mine;
-  const bool active = row < count;
-  copy_bytes(packed + first * row_bytes, reinterpret_cast<uint8_t*>(staged),
-             min(int64_t{vectors}, count - first) * row_bytes, threadIdx.x, kThreads);
-  fill_levels(table, levels, bits, threadIdx.x, kThreads);
+  fill_levels(table, levels, bits, threadIdx.x, blockDim.x);
   __syncthreads();
 
-  Octet octet[Octets<Traits>::kCount];
-#pragma unroll
-  for (int q = 0; q < Octets<Traits>::kCount; ++q) {
-    const int begin = mine * row_bytes + Octets<Traits>::index(lane, q) * bits;
-    octet[q] = read_octet(reinterpret_cast<const uint32_t*>(staged), begin, bits);
-  }
-  float y[Traits::kPerLane];
-  const float s = active ? __half2float(__ushort_as_half(scale[row])) : 0.0f;
-  decode_rotated<Traits>(octet, bits, table, s, y);
-  rotate_back<Traits>(y, signs, lane);
-  from_centered<Traits>(y, channels, lane);
-  if (active) store_as<Traits>(y, lane, out, dtype, row * Traits::kDim);
+  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, d = shape.d;
+  const int64_t row = int64_t{blockIdx.x} * (blockDim.x / 32) + mine;
+  if (row >= count) return;
+  float* y = reinterpret_cast<float*>(dynamic) + mine * any_words(d);
+  uint32_t* words = reinterpret_cast<uint32_t*>(y + any_stride(d));  // and room to read past a row
+  copy_bytes(packed + row * row_bytes, reinterpret_cast<uint8_t*>(words), row_bytes, lane, 32);
+  const float s = __half2float(__ushort_as_half(scale[row]));
+  __syncwarp();
+  for (int o = lane; 8 * o < d; o += 32) put_any_octet(y, d, o, read_octet(words, o * bits, bits), bits, table, s);
+  store_any(y, shape, signs, channels, out, dtype, row * d, true, lane);
 }
 
 // Many vectors, in at most two leading dimensions; false where that does not apply.
@@ -130,15 +105,11 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
   const format::Channels channels = channels_of(center, constants.data(), 1, d);
   const Launch launch(x);
   if (encode_tiles(in, x, book, s, channels, split, row_bytes, packed, scale, launch)) return {packed, scale};
-  dispatch_dim(split, [&](auto traits) {
-    using Traits = decltype(traits);
-    encode_kernel<Traits>
-        <<<num_blocks(in.rows().count, block_vectors<Traits>()), kThreads, shared_bytes<Traits>(row_bytes),
-           launch.stream()>>>(in.data(), in.rows(), x.scalar_type(), s.data(), channels, book, encode_constants(split),
-                              row_bytes, static_cast<uint8_t*>(packed.data_ptr()),
-                              static_cast<uint16_t*>(scale.data_ptr()));
-    launch.check("encode");
-  });
+  const int words = any_words(static_cast<int>(d)), warps = any_warps(words, kMostWarps);
+  encode_kernel<<<num_blocks(in.rows().count, warps), 32 * warps, 4 * warps * words, launch.stream()>>>(
+      in.data(), in.rows(), x.scalar_type(), AnyShape(split), s.data(), channels, book, encode_constants(split),
+      row_bytes, static_cast<uint8_t*>(packed.data_ptr()), static_cast<uint16_t*>(scale.data_ptr()));
+  launch.check("encode");
   return {packed, scale};
 }
 
@@ -175,15 +146,11 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
   const format::Channels channels = channels_of(center, constants.data(), 1, vectors.d);
   const Launch launch(packed);
   if (decode_tiles(vectors, packed, scale, s, levels, static_cast<int>(bits), channels, dtype, out, launch)) return out;
-  dispatch_dim(vectors.split, [&](auto traits) {
-    using Traits = decltype(traits);
-    decode_kernel<Traits>
-        <<<num_blocks(vectors.count, block_vectors<Traits>()), kThreads, shared_bytes<Traits>(vectors.row_bytes),
-           launch.stream()>>>(bytes_of(packed), static_cast<const uint16_t*>(scale.data_ptr()), vectors.count,
-                              vectors.row_bytes, s.data(), levels_data(levels), static_cast<int>(bits), channels, dtype,
-                              out.data_ptr());
-    launch.check("decode");
-  });
+  const int words = any_words(static_cast<int>(vectors.d)), warps = any_warps(words, kMostWarps);
+  decode_kernel<<<num_blocks(vectors.count, warps), 32 * warps, 4 * warps * words, launch.stream()>>>(
+      bytes_of(packed), static_cast<const uint16_t*>(scale.data_ptr()), vectors.count, vectors.row_bytes,
+      AnyShape(vectors.split), s.data(), levels_data(levels), static_cast<int>(bits), channels, dtype, out.data_ptr());
+  launch.check("decode");
   return out;
 }
 

@@ -87,4 +87,7 @@ bool launch_load_tiles(const LoadTileArguments& arguments, format::Split split, 
 // False where there are too few vectors to fill the device, or no kernel for them: then nothing was launched.
 bool launch_tiles(const TileArguments& arguments, format::Split split, cudaStream_t stream);
 
+// The same for the keys and values of few tokens: false where there is no kernel for them.
+bool launch_few(const TileArguments& arguments, format::Split split, cudaStream_t stream);
+
 }  // namespace turboquant::cuda
