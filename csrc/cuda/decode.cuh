@@ -9,9 +9,8 @@
 // Lane (g, t) = (lane / 4, lane % 4) so holds tokens of row t in the scores and channels of row t in the output: maxima, weights and
 // rescaling need no exchange, only the weights change places, by transposing 8 x 8 tiles (movmatrix).
 //
-// Work is a flat list: sequences, their KV heads, blocks of rows, and units of keys; the units of one (sequence, KV head, block of
-// rows) are a segment. The blocks of a fixed grid cut the list (DecodeCut): where there are enough blocks each has a part of one
-// segment, else several segments. A block's warps take units in turn, each with its own ring of asynchronous copies that runs ahead
+// Work is a flat list of units of keys, which the blocks of a fixed grid cut among themselves (work.cuh); the units of one (sequence,
+// KV head, block of rows) are a segment. A block's warps take units in turn, each with its own ring of asynchronous copies that runs ahead
 // across all borders. At the end of a segment its warps' results are joined; a segment that is only a part is left in the workspace,
 // and the last of the blocks that share it joins the parts in their order. So results are the same in every run, lengths are read on
 // the device, and the workspace depends on the grid only.
@@ -21,12 +20,12 @@
 #include "fragments.cuh"
 #include "hadamard.cuh"
 #include "ring.cuh"
+#include "work.cuh"
 
 namespace turboquant::cuda {
 
-constexpr int kStepTokens = 32;  // keys of a slot of the ring: two value blocks
-constexpr int kUnitSteps = 2;    // slots of a unit
-constexpr int kUnitTokens = kStepTokens * kUnitSteps;
+constexpr int kStepTokens = 32;                        // keys of a slot of the ring: two value blocks
+constexpr int kUnitSteps = kUnitTokens / kStepTokens;  // slots of a unit
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 constexpr float kNoKey = -1e30f;  // a running maximum before the first key: below all scores, and finite times a unit
 constexpr int kMaxDecodeGrid = 4096;
@@ -82,90 +81,6 @@ struct DecodeRow {
   float unit, shift;  // score * log2(e) = unit * integer score + shift
   int zero;           // what the sums over channels are too large by
   int first, end;     // keys [first, end) come from codes
-};
-
-// All that follows from the length of a sequence.
-struct DecodeSequence {
-  int queries, length, blocks;  // blocks of rows
-  int first, coded, units;      // first key of unit 0; units of codes; units with the exact ones that follow
-  int sinks, recent, exact;     // exact keys that some row sees: [0, sinks) and [recent, length), together `exact`
-
-  __device__ __forceinline__ int rows(const Attention& a) const { return queries * a.group; }
-};
-
-template <int ROWS>
-__device__ __forceinline__ DecodeSequence describe(const Attention& a, const SlotLayout& layout, int s) {
-  DecodeSequence x;
-  x.queries = a.num_queries(s), x.length = a.length(s);
-  x.blocks = (x.queries * a.group + ROWS - 1) / ROWS;
-  const int begin = x.length - x.queries, last = x.length - 1;
-  const Attention::Exact at_begin = a.exact(s, begin), at_last = a.exact(s, last);
-  const int first = max(max(a.first_visible(begin), at_begin.sinks), 0), end = max(at_last.recent, 0);
-  x.first = first / kUnitTokens * kUnitTokens;
-  x.coded = first < end ? (end - x.first + kUnitTokens - 1) / kUnitTokens : 0;
-  x.sinks = min(at_begin.sinks, x.length);
-  x.recent = a.has_tail(s) ? max(min(at_begin.recent, x.length), x.sinks) : x.length;
-  x.exact = x.sinks + x.length - x.recent;
-  const int per_unit = kUnitSteps * layout.exact_keys;
-  x.units = max(1, x.coded + (x.exact + per_unit - 1) / per_unit);
-  return x;
-}
-
-// Which numbers of the list of work are whose: from `start` on, block `base` + i has the i-th of equal parts, the first `longer` of
-// which have one more. A border between segments costs a block time, because no unit is attended while results are joined and
-// queries prepared; so `gap` numbers before the first unit of a segment stand for no unit.
-struct DecodeCut {
-  int start, base;
-  unsigned share, longer;
-  int gap;
-
-  __device__ __forceinline__ int begin(int block) const {
-    const unsigned i = block - base;
-    return start + static_cast<int>(i * share + min(i, longer));
-  }
-  __device__ __forceinline__ int block_of(int unit) const {
-    const unsigned i = unit - start, in_longer = longer * (share + 1);
-    return base + static_cast<int>(i < in_longer ? i / (share + 1) : longer + (i - in_longer) / share);
-  }
-};
-constexpr int kBorderUnits = 16;  // the time of a border
-constexpr int kLeastUnits = 8;    // a segment is not cut into less
-
-// Of numbers that are not negative; signed division takes longer.
-__device__ __forceinline__ int quotient(int x, int y) {
-  return static_cast<int>(static_cast<unsigned>(x) / static_cast<unsigned>(y));
-}
-
-// A place in the list of work: a segment.
-struct DecodePlace {
-  int sequence, head, block;
-  int origin;  // the sequence's first number in the list
-  int begin;   // of the segment's units
-  DecodeSequence about;
-
-  // Before a sequence whose numbers begin at `origin`.
-  static __device__ __forceinline__ DecodePlace before(int sequence, int origin) {
-    return {sequence - 1, 0, 0, origin, origin, {}};
-  }
-
-  __device__ __forceinline__ int end() const { return begin + about.units; }
-  __device__ __forceinline__ int coded_end() const { return begin + about.coded; }
-
-  // Moves on to the (sequence, head, block) that holds `unit`, or comes after the gap that does.
-  template <int ROWS>
-  __device__ __forceinline__ void seek(const Attention& a, const SlotLayout& layout, int gap, int unit) {
-    while (unit >= origin + (about.units + gap) * about.blocks * a.kv_heads) {
-      origin += (about.units + gap) * about.blocks * a.kv_heads;
-      if (++sequence >= a.seqs) {  // the end of the list
-        begin = INT32_MAX - 1, about.units = 1, about.coded = about.exact = 0;
-        return;
-      }
-      about = describe<ROWS>(a, layout, sequence);
-    }
-    const int segment = quotient(unit - origin, about.units + gap);
-    head = about.blocks == 1 ? segment : quotient(segment, about.blocks), block = segment - head * about.blocks;
-    begin = origin + segment * (about.units + gap) + gap;
-  }
 };
 
 // What a warp needs to know about the segment that it copies.
@@ -330,21 +245,34 @@ class Decoder {
   __device__ __forceinline__ void seek(DecodePlace& place, int unit) const {
     DecodePlace p = place;
     if (unit < p.end()) return;
-    p.template seek<kRows>(a_, layout_, notes().cut.gap, unit);
+    p.template seek<kRows>(a_, exact_per_unit(), notes().cut.gap, unit);
     __syncwarp();
     if (lane_ == 0) place = p;
     __syncwarp();
   }
 
+  __device__ __forceinline__ int exact_per_unit() const { return kUnitSteps * layout_.exact_keys; }
+
   // Where the block's part of the segment at hand ends.
   __device__ __forceinline__ int stop() const { return min(notes().end, notes().attended.end()); }
 
-  // Numbers [begin, end) of the list are this block's; false: none. Leaves the warps' places at what holds `begin`. The first warp works
-  // it out: eight would wait for each other's divisions.
+  // The block's share of the list (work.cuh); false: there is none. Leaves the warps' places where it begins. The first warp works it
+  // out: eight would wait for each other's divisions.
   __device__ __forceinline__ bool find_work() const {
     DecodeNotes* all = reinterpret_cast<DecodeNotes*>(shared_ + plan_.notes);
     DecodeNotes& found = all[plan_.warps];
-    if (warp_ == 0 && !cut_work(found) && lane_ == 0) found.begin = found.end = 0;
+    if (warp_ == 0) {
+      DecodeShare share;
+      uint2* room = reinterpret_cast<uint2*>(shared_);  // where the ring will be
+      const bool any = cut_work<kRows>(a_, exact_per_unit(), room, plan_.ring, share);
+      if (lane_ == 0) {
+        found.begin = found.end = 0;
+        if (any) {
+          found.copies = {}, found.cut = share.cut, found.begin = share.begin, found.end = share.end;
+          found.attended = found.fetched = share.place;
+        }
+      }
+    }
     for (int i = threadIdx.x; i < 2 * D; i += blockDim.x) signs()[i] = (i < D ? a_.key_signs : a_.value_signs - D)[i];
     clear_padding();
     __syncthreads();
@@ -356,106 +284,6 @@ class Decoder {
     __syncwarp();
     return true;
   }
-  // A lane counts for neighbouring sequences.
-  __device__ __forceinline__ bool cut_work(DecodeNotes& found) const {
-    const int each = (a_.seqs + 31) / 32, mine = lane_ * each, behind = min(mine + each, a_.seqs);
-    const int grid = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x), room = plan_.ring;
-    uint2* counts = reinterpret_cast<uint2*>(shared_);  // [seqs] units, segments, where the ring will be
-    const bool remember = a_.seqs <= room / static_cast<int>(sizeof(uint2));
-    int units = 0, segments = 0, least = INT32_MAX, most = 0;
-    for (int s = mine; s < behind; ++s) {
-      const DecodeSequence x = describe<kRows>(a_, layout_, s);
-      const int count = x.blocks * a_.kv_heads;
-      if (remember) counts[s] = uint2{static_cast<unsigned>(x.units), static_cast<unsigned>(count)};
-      units += x.units * count, segments += count;
-      if (count > 0) least = min(least, x.units), most = max(most, x.units);
-    }
-    const int borders = sum_of_lanes(segments);
-    if (borders == 0) return false;
-    const int total = sum_of_lanes(units), numbers = total + kBorderUnits * borders;
-    least = -max_of_lanes(-least), most = max_of_lanes(most);
-    const bool alike = least == most;
-    const int fair = max(quotient(numbers + grid - 1, grid), kLeastUnits);
-
-    // Parts of one segment each, equal ones: of the least size, up to `fair`, for which there are enough blocks.
-    const auto parts_of = [&](uint2 count, int size) { return count.y * ((count.x + size - 1) / size); };
-    const auto parts = [&](int size) {
-      int n = 0;
-#pragma unroll 1
-      for (int s = mine; s < behind; ++s) n += parts_of(counts[s], size);
-      return n;
-    };
-    int size = fair + 1;
-    if (remember && borders <= grid) {
-      if (alike) {
-        const int n = quotient(grid, borders);
-        size = max(quotient(most + n - 1, n), kLeastUnits);
-      } else if (sum_of_lanes(parts(fair)) <= grid) {
-        size = fair;
-        for (int low = max(quotient(total + grid - 1, grid), kLeastUnits); low < size;) {
-          const int middle = (low + size) / 2;
-          const bool enough = sum_of_lanes(parts(middle)) <= grid;
-          (enough ? size : low) = enough ? middle : middle + 1;
-        }
-      }
-    }
-    DecodeCut cut;
-    int begin, end;
-    int owner, before;  // the lane whose sequences hold `begin`, and the number before them
-    if (size <= fair) {
-      const int n = parts(size);
-      int first = sum_of_lanes_before(n);
-      const unsigned owns = __ballot_sync(0xffffffff, first <= block && block < first + n);
-      if (!owns) return false;
-      owner = __ffs(static_cast<int>(owns)) - 1, before = 0;
-      cut = {0, 0, 0, 0, 0};
-      if (lane_ == owner) {
-        int s = mine;
-        uint2 count = counts[s];
-        for (int n; n = parts_of(count, size), block >= first + n; count = counts[++s]) {
-          first += n, cut.start += count.x * count.y;
-        }
-        const unsigned n = (count.x + size - 1) / size, segment = (block - first) / n;
-        cut.start += segment * count.x, cut.base = first + segment * n, cut.share = count.x / n,
-                                        cut.longer = count.x % n;
-      }
-      cut.start = __shfl_sync(0xffffffff, cut.start, owner), cut.base = __shfl_sync(0xffffffff, cut.base, owner);
-      cut.share = __shfl_sync(0xffffffff, cut.share, owner), cut.longer = __shfl_sync(0xffffffff, cut.longer, owner);
-      begin = cut.begin(block), end = cut.begin(block + 1);
-    } else {
-      // Several segments: whole ones, where all are alike and that takes no longer, else cut anywhere.
-      const int whole = quotient(borders + grid - 1, grid) * (most + kBorderUnits), share = quotient(numbers, grid);
-      cut = {0, 0, static_cast<unsigned>(share), static_cast<unsigned>(numbers - share * grid), kBorderUnits};
-      if (alike && whole - kBorderUnits <= fair) cut.share = whole, cut.longer = 0;
-      if (cut.share == 0) cut.share = 1, cut.longer = 0;
-      begin = cut.begin(block), end = min(cut.begin(block + 1), numbers);
-      if (begin >= end) return false;
-      const int own = units + kBorderUnits * segments;
-      before = sum_of_lanes_before(own);
-      owner = __ffs(static_cast<int>(__ballot_sync(0xffffffff, before <= begin && begin < before + own))) - 1;
-      before = __shfl_sync(0xffffffff, before, owner);
-    }
-    __syncwarp();
-    DecodePlace at = DecodePlace::before(owner * each, before);
-    at.template seek<kRows>(a_, layout_, cut.gap, begin);
-    if (lane_ == 0) {
-      found.copies = {}, found.cut = cut, found.begin = begin, found.end = end;
-      found.attended = found.fetched = at;
-    }
-    __syncwarp();
-    return true;
-  }
-  // Of the lanes before this one.
-  __device__ __forceinline__ int sum_of_lanes_before(int x) const {
-    int sum = x;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(0xffffffff, sum, d);
-      if (lane_ >= d) sum += other;
-    }
-    return sum - x;
-  }
-
   // What later steps would wait for is asked for now. Not for the first level of the cache: the kernel ahead may still be writing it.
   __device__ __forceinline__ void prefetch_constants() const {
     const int i = static_cast<int>(threadIdx.x) * 32;
