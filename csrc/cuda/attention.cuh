@@ -70,37 +70,45 @@ struct Attention {
   const int32_t* tail_valid;  // [max_seqs, 2] (sinks held, first position held by the ring); null: everything
   int max_seqs, sink_tokens, ring, recent_window;
 
-  // The queries of sequence s are tokens [first_query(s), first_query(s) + num_queries(s)).
-  __device__ __forceinline__ int first_query(int s) const {
-    return query_begin ? min(max(query_begin[s], 0), tokens) : s;
+  // early: what the kernel ahead of this one may still be writing is read past the first level of the cache, which would keep it.
+  template <typename T>
+  static __device__ __forceinline__ T read(const T* from, bool early) {
+    return early ? __ldcg(from) : *from;
   }
-  __device__ __forceinline__ int num_queries(int s) const {
+
+  // The queries of sequence s are tokens [first_query(s), first_query(s) + num_queries(s)).
+  __device__ __forceinline__ int first_query(int s, bool early = false) const {
+    return query_begin ? min(max(read(query_begin + s, early), 0), tokens) : s;
+  }
+  __device__ __forceinline__ int num_queries(int s, bool early = false) const {
     if (!query_begin) return 1;
-    return min(max(min(query_begin[s + 1], tokens) - first_query(s), 0), max_q_len);
+    return min(max(min(read(query_begin + s + 1, early), tokens) - first_query(s, early), 0), max_q_len);
   }
   // Tokens of sequence s, limited to what block_table has room for.
-  __device__ __forceinline__ int length(int s) const {
+  __device__ __forceinline__ int length(int s, bool early = false) const {
     const int64_t room = int64_t{max_pages} * record.page_size;
-    return static_cast<int>(min(static_cast<int64_t>(max(seq_lens[s], 0)), room));
+    return static_cast<int>(min(static_cast<int64_t>(max(read(seq_lens + s, early), 0)), room));
   }
   // Query i of sequence s stands at length(s) - num_queries(s) + i and sees keys [first_visible(p), p].
   __device__ __forceinline__ int first_visible(int position) const {
     return sliding_window > 0 ? max(0, position - sliding_window + 1) : 0;
   }
 
-  __device__ __forceinline__ bool has_tail(int s) const {
-    return tail && tail_slots[s] >= 0 && tail_slots[s] < max_seqs;
-  }
-  // Keys [0, sinks) and [recent, position] of a query come from the tail, what lies between from codes.
-  struct Exact {
-    int sinks, recent;
+  // What the exact tail holds of a sequence.
+  struct Tail {
+    bool any;
+    int sinks, first;  // positions [0, sinks), and from `first` on
   };
-  __device__ __forceinline__ Exact exact(int s, int position) const {
-    if (!has_tail(s)) return {0, position + 1};
-    const int64_t slot = tail_slots[s];
-    int sinks = sink_tokens, first = position - recent_window + 1;
-    if (tail_valid) sinks = min(sinks, tail_valid[2 * slot]), first = max(first, tail_valid[2 * slot + 1]);
-    return {max(sinks, 0), min(max(first, sink_tokens), position + 1)};
+  __device__ __forceinline__ Tail tail_of(int s, bool early = false) const {
+    const int64_t slot = tail ? read(tail_slots + s, early) : -1;
+    if (slot < 0 || slot >= max_seqs) return {false, 0, 0};
+    if (!tail_valid) return {true, sink_tokens, sink_tokens};
+    return {true, max(min(sink_tokens, read(tail_valid + 2 * slot, early)), 0),
+            max(sink_tokens, read(tail_valid + 2 * slot + 1, early))};
+  }
+  // Keys [0, tail.sinks) and [recent, position] of a query come from the tail, what lies between from codes.
+  __device__ __forceinline__ int recent(const Tail& tail, int position) const {
+    return tail.any ? min(max(position - recent_window + 1, tail.first), position + 1) : position + 1;
   }
 };
 

@@ -54,7 +54,8 @@ SlotLayout slot_layout(const Attention& a) { return {a.record, a.dtype == Scalar
 
 int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// As many warps as possible, up to `most`, then as many slots; no warps: there is not enough shared memory.
+// As many warps as possible, up to `most`, then as many slots, then room for the states of all warps instead of half; no warps: there is
+// not enough shared memory.
 DecodePlan plan_of(const DecodeKernel& k, int most, int per_multiprocessor, const SlotLayout& layout,
                    const Device& device, int d) {
   constexpr int kReserved = 1024;  // of every block, by CUDA
@@ -62,24 +63,26 @@ DecodePlan plan_of(const DecodeKernel& k, int most, int per_multiprocessor, cons
       std::min(device.shared_per_block, device.shared_per_multiprocessor / per_multiprocessor - kReserved);
   DecodePlan best{};
   for (int warps = most; warps >= 1 && best.warps == 0; --warps) {
-    // States of half the warps; or what groups of threads have of a segment; or a row of exact keys for each warp.
-    const int join = 4 * std::max({(warps + 1) / 2 * k.join_floats, 128 * warps / d * (d + 4), warps * d});
-    const int result = 4 * k.rows * (d + 4);
-    const int rows = up_to(k.rows * static_cast<int>(sizeof(DecodeRow)) + 8, 16);
-    const int notes = (warps + 1) * static_cast<int>(sizeof(DecodeNotes));
-    const int plain = k.rows * layout.exact_bytes / 2, signs = 2 * 4 * d;
-    const int fixed = k.query_bytes + plain + signs + up_to(join, 16) + result + rows + notes, slot = layout.stride;
-    const int slots = std::min((limit - fixed) / (warps * slot), 8) / kUnitSteps * kUnitSteps;
-    if (slots < kUnitSteps) continue;
-    best.warps = warps, best.slots = slots, best.ring = slots * slot;
-    best.queries = warps * best.ring;
-    best.plain = best.queries + k.query_bytes;
-    best.signs = best.plain + plain;
-    best.join = best.signs + signs;
-    best.result = best.join + up_to(join, 16);
-    best.rows = best.result + result;
-    best.notes = best.rows + rows;
-    best.bytes = best.notes + notes;
+    for (const int states : {warps, (warps + 1) / 2}) {
+      // States; or what groups of threads have of a segment; or a row of exact keys for each warp.
+      const int join = 4 * std::max({states * k.join_floats, std::max(128 * warps / d, k.rows) * (d + 4), warps * d});
+      const int result = 4 * k.rows * (d + 4);
+      const int rows = up_to(k.rows * static_cast<int>(sizeof(DecodeRow)) + 8, 16);
+      const int notes = (warps + 1) * static_cast<int>(sizeof(DecodeNotes));
+      const int plain = k.rows * layout.exact_bytes / 2, signs = 2 * 4 * d + 2 * kMaxLevels;
+      const int fixed = k.query_bytes + plain + signs + up_to(join, 16) + result + rows + notes, slot = layout.stride;
+      const int slots = std::min((limit - fixed) / (warps * slot), 8) / kUnitSteps * kUnitSteps;
+      if (slots < kUnitSteps || slots <= best.slots) continue;
+      best.warps = warps, best.states = states, best.slots = slots, best.ring = slots * slot;
+      best.queries = warps * best.ring;
+      best.plain = best.queries + k.query_bytes;
+      best.signs = best.plain + plain;
+      best.join = best.signs + signs;
+      best.result = best.join + up_to(join, 16);
+      best.rows = best.result + result;
+      best.notes = best.rows + rows;
+      best.bytes = best.notes + notes;
+    }
   }
   return best;
 }
@@ -192,6 +195,7 @@ void decode(const Attention& a, void* workspace, cudaStream_t stream) {
                   " pages of ", page_bytes, " bytes are more than one call can address");
 
   plan.per_group = (65536 + a.group - 1) / a.group;
+  plan.early = device.major >= 9 && a.seqs <= 32;  // more than a warp looks at at once are better looked at once
   plan.parts = static_cast<float*>(workspace);
   plan.arrivals = Counters::take(device, stream, grid);
   if (!plan.arrivals) {  // thousands of captured launches: this one clears its own

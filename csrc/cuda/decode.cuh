@@ -31,6 +31,7 @@ constexpr float kNoKey = -1e30f;  // a running maximum before the first key: bel
 constexpr int kMaxDecodeGrid = 4096;
 constexpr uint32_t kPlaceBytes = 64;  // blocks of codes begin at multiples of it: 16 tokens times a multiple of 4 bytes
 constexpr int kBarrierBytes = 16;
+constexpr int kMaxLevels = 16;  // of a table
 
 // Where things are in a slot: 32 tokens, one tile or two. Offsets in bytes.
 struct SlotLayout {
@@ -66,12 +67,14 @@ struct DecodePlan {
   int warps, slots;    // warps of a block, slots of a warp's ring, which comes first
   int ring;            // bytes of a warp's ring
   int queries, plain;  // queries as operands; as they came, [rows, d] of their type
-  int signs;           // float [2, d]: of keys, of values
+  int signs;           // float [2, d]: of keys, of values; behind them int8 [2, kMaxLevels]: levels
+  int states;          // of warps, for which there is room at a time: all or half
   int join, result;    // states of the warps; what becomes of them, [rows, 4 + d]
   int rows;            // what is known about each row
   int notes;           // [warps + 1] what a warp knows about its work, and what all begin with
   int bytes;           // all
   int per_group;       // 2^16 / group, rounded up
+  int early;           // 1: the launch may begin before the kernel ahead has ended
   float* parts;        // [grid, 2, rows, 4 + d]: partial results
   uint32_t* arrivals;  // [grid], 0 between launches
 };
@@ -97,6 +100,7 @@ struct DecodeNotes {
   DecodePlace attended, fetched;  // what it attends to; what it copies next
   int begin, end;                 // of the block's numbers
   int fetch_unit, fetch_stop;     // between two batches: what its copies go on with
+  int first_block, blocks;        // which share the segment at hand
 };
 
 __device__ __forceinline__ float max_or_nan(float x, float y) {
@@ -204,21 +208,18 @@ class Decoder {
   __device__ __forceinline__ Decoder(const Attention& a, const SlotLayout& layout, const DecodePlan& plan,
                                      uint8_t* shared)
       : a_(a), layout_(layout), plan_(plan), shared_(shared), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32),
-        g_(lane_ / 4), t_(lane_ % 4), key_table_(a.key_levels, Keys::kBits),
-        value_table_(a.value_levels, Values::kBits) {}
+        g_(lane_ / 4), t_(lane_ % 4) {}
 
   __device__ __forceinline__ void run() {
     let_next_kernel_begin();
     prefetch_constants();
-    wait_for_previous_kernel();
-    if (!find_work()) return;
-    slot_ = -1;  // the ring has not begun
+    if (!start()) return;
+    look_at_levels();
     const DecodePlace& at = notes().attended;
-    for (int unit = notes().begin + warp_; at.begin < notes().end; seek(notes().attended, stop())) {
+    for (int unit = notes().begin + warp_;;) {
       while (unit < at.begin) unit += plan_.warps;  // a gap
-      ask_for_queries(at);  // the first time before the ring asks for more than can arrive at once
-      if (slot_ < 0) start_ring();
       prepare_queries(at);
+      find_sharers(at);
       state_.clear();
       const int first = at.about.first - at.begin * kUnitTokens;
       for (const int end = min(stop(), at.coded_end()); unit < end; unit += plan_.warps) {
@@ -233,6 +234,9 @@ class Decoder {
       }
       finish_segment(at, max(notes().begin, at.begin), stop());
       if (stop() == notes().end) return;
+      seek(notes().attended, stop());
+      if (at.begin >= notes().end) return;
+      ask_for_queries(at);
     }
   }
 
@@ -256,34 +260,119 @@ class Decoder {
   // Where the block's part of the segment at hand ends.
   __device__ __forceinline__ int stop() const { return min(notes().end, notes().attended.end()); }
 
-  // The block's share of the list (work.cuh); false: there is none. Leaves the warps' places where it begins. The first warp works it
-  // out: eight would wait for each other's divisions.
-  __device__ __forceinline__ bool find_work() const {
+  // The beginning of a launch, up to the first copies of the ring; false: the block has no work.
+  //
+  // It need not wait for the kernel ahead to find its work and to have its first bytes brought near: what lengths and pages say until
+  // then is most likely still true behind it. There, all is read once more, and pages that are meant are copied; if anything has
+  // changed, work is found again. Copies are asked for behind the queries, because what a warp loads arrives after all that was asked
+  // for before.
+  __device__ __forceinline__ bool start() {
+    slot_ = warp_ * plan_.ring, phase_ = 0, turn_ = 32;
+    if (lane_ == 0) {
+      for (int i = 0; i < plan_.slots; ++i) init_barrier(barrier(slot_ + i * layout_.stride), layout_.copies);
+    }
+    barriers_ready();
+    __syncwarp();
+    enum { kGuess, kFind, kAsk };
+    int step = plan_.early ? kGuess : kFind;
+    bool known = false, looked = false;  // work has been found by guess, and its pages have been looked up
+    const DecodePlace& at = notes().attended;
+    // Round by round, so that what is long stands here once.
+#pragma unroll 1
+    for (int i = -kUnitSteps; i < plan_.slots;) {
+      bool changed = false, look = true;
+      if (i < 0) {
+        if (step == kFind) wait_for_previous_kernel();
+        if (known && looked) read_pages();
+        if (step == kAsk) wait_for_committed_copies();
+        if ((step == kAsk || known) && at.begin < notes().end) ask_for_queries(at);
+        if (step != kAsk) changed = find_work(step == kGuess, known);
+        if (step != kGuess && at.begin >= notes().end) return false;
+        const int unit = notes().begin + warp_;
+        look = step == kGuess ? at.begin <= unit && unit < min(notes().end, at.coded_end())
+                              : step == kFind && (changed || !looked);
+        if (step == kGuess) looked = look;
+      }
+      if (look) copy(slot_ + i * layout_.stride);  // the first one has nothing to copy yet, and only looks up
+      if (i < 0) {
+        if (step == kGuess) {
+          if (looked) prefetch_ring();
+          known = true, step = kFind;
+          __syncthreads();
+          continue;
+        }
+        if (step == kFind && changed) {
+          known = false, step = kAsk;
+          continue;
+        }
+      }
+      i += kUnitSteps;
+    }
+    return true;
+  }
+
+  // The block's share of the list (work.cuh), for all warps; false: it is what was known. The first warp works it out: eight would wait
+  // for each other's divisions.
+  __device__ __forceinline__ bool find_work(bool guess, bool known) const {
     DecodeNotes* all = reinterpret_cast<DecodeNotes*>(shared_ + plan_.notes);
     DecodeNotes& found = all[plan_.warps];
     if (warp_ == 0) {
       DecodeShare share;
-      uint2* room = reinterpret_cast<uint2*>(shared_);  // where the ring will be
-      const bool any = cut_work<kRows>(a_, exact_per_unit(), room, plan_.ring, share);
+      const bool changed = cut_work<kRows>(a_, exact_per_unit(), reinterpret_cast<uint2*>(join()),
+                                           plan_.result - plan_.join, guess, known ? &found.attended : nullptr, share);
       if (lane_ == 0) {
-        found.begin = found.end = 0;
-        if (any) {
+        flag() = changed;
+        if (changed) {
           found.copies = {}, found.cut = share.cut, found.begin = share.begin, found.end = share.end;
           found.attended = found.fetched = share.place;
         }
       }
     }
-    for (int i = threadIdx.x; i < 2 * D; i += blockDim.x) signs()[i] = (i < D ? a_.key_signs : a_.value_signs - D)[i];
-    clear_padding();
+    if (!guess) {
+      // By the other warps, which wait for the first one.
+      const int begin = plan_.warps > 1 ? 32 : 0, mine = static_cast<int>(threadIdx.x) - begin;
+      const int threads = static_cast<int>(blockDim.x) - begin;
+      if (mine >= 0) {
+        for (int i = mine; i < 2 * D; i += threads) signs()[i] = (i < D ? a_.key_signs : a_.value_signs - D)[i];
+        copy_levels<Keys>(a_.key_levels, key_levels(), mine);
+        copy_levels<Values>(a_.value_levels, value_levels(), mine);
+        clear_padding(mine, threads);
+      }
+    }
     __syncthreads();
-    if (found.begin >= found.end) return false;
+    if (!flag()) return false;
     constexpr int kWords = sizeof(DecodeNotes) / sizeof(uint32_t);
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&found);
     uint32_t* own = reinterpret_cast<uint32_t*>(all + warp_);
     for (int i = lane_; i < kWords; i += 32) own[i] = from[i];
     __syncwarp();
+    if (lane_ == 0) notes().fetch_unit = notes().begin + warp_, notes().fetch_stop = -1;
+    __syncwarp();
     return true;
   }
+  // Of the block: whatever its threads have to tell each other around a barrier.
+  __device__ __forceinline__ int& flag() const { return *reinterpret_cast<int*>(rows() + kRows); }
+
+  // What was looked up is asked for, as much of it as the ring will take.
+  __device__ __forceinline__ void prefetch_ring() const {
+    const uint32_t place = block_place(notes().copies);
+    if ((lane_ >> layout_.unit_shift) * kUnitSteps < plan_.slots && place != kNowhere) {
+      prefetch_bytes(a_.pages + uint64_t{place} * kPlaceBytes, layout_.copy_bytes);
+    }
+  }
+
+  template <class Codes>
+  static __device__ __forceinline__ void copy_levels(const int8_t* from, int8_t* to, int mine) {
+    if constexpr (!Codes::kUniform) {
+      if (mine < 1 << Codes::kBits) to[mine] = from[mine];
+    }
+  }
+  // Of what find_work brought.
+  __device__ __forceinline__ void look_at_levels() {
+    if constexpr (!Keys::kUniform) key_table_ = {key_levels(), Keys::kBits};
+    if constexpr (!Values::kUniform) value_table_ = {value_levels(), Values::kBits};
+  }
+
   // What later steps would wait for is asked for now. Not for the first level of the cache: the kernel ahead may still be writing it.
   __device__ __forceinline__ void prefetch_constants() const {
     const int i = static_cast<int>(threadIdx.x) * 32;
@@ -293,10 +382,10 @@ class Decoder {
   }
 
   // Tokens behind the last sequence see nothing.
-  __device__ __forceinline__ void clear_padding() const {
+  __device__ __forceinline__ void clear_padding(int thread, int of_block) const {
     const int used = a_.query_begin ? min(max(a_.query_begin[a_.seqs], 0), a_.tokens) : min(a_.seqs, a_.tokens);
     const int64_t first = int64_t{used} * a_.q_heads, last = int64_t{a_.tokens} * a_.q_heads;
-    const int64_t threads = int64_t{gridDim.x} * blockDim.x, mine = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    const int64_t threads = int64_t{gridDim.x} * of_block, mine = int64_t{blockIdx.x} * of_block + thread;
     for (int64_t i = first + mine; i < last; i += threads) a_.lse[i] = -INFINITY;
     for (int64_t i = first * D + mine; i < last * D; i += threads) store_float(a_.out, a_.dtype, i, 0);
   }
@@ -308,19 +397,6 @@ class Decoder {
   // block is still to be copied, 32: there is none. Meanwhile the pages of the next batch are on their way, and nothing waits for them
   // before it begins.
 
-  // Slots are used again in the order in which they were read, so a slot's next contents are fetched into it right away.
-  __device__ __forceinline__ void start_ring() {
-    slot_ = warp_ * plan_.ring, phase_ = 0, turn_ = 32;
-    if (lane_ == 0) {
-      notes().fetch_unit = notes().begin + warp_, notes().fetch_stop = -1;
-      for (int i = 0; i < plan_.slots; ++i) init_barrier(barrier(slot_ + i * layout_.stride), layout_.copies);
-    }
-    barriers_ready();
-    __syncwarp();
-    // The first round has nothing to copy yet: so that look_up, which is long, stands here once.
-#pragma unroll 1
-    for (int i = -kUnitSteps; i < plan_.slots; i += kUnitSteps) copy(slot_ + i * layout_.stride);
-  }
   __device__ __forceinline__ uint64_t* barrier(int slot) const {
     return reinterpret_cast<uint64_t*>(shared_ + slot + layout_.bytes);
   }
@@ -336,12 +412,15 @@ class Decoder {
   // Loads the pages of the next batch, -1 for none.
   __device__ __forceinline__ void look_up() {
     if (fetch_unit_ >= fetch_stop_ && fetch_stop_ != 0) find_fetch_run();
+    read_pages();
+  }
+  __device__ __forceinline__ void read_pages() {
     page_ = -1;
     const DecodeCopies c = notes().copies;
     if (batch_unit() >= fetch_stop_ || c.exact) return;
     const int token = batch_token(c);
     if (token >= c.length || token + (1 << layout_.copy_shift) <= c.visible) return;
-    page_ = __ldg(c.table + (token >> layout_.page_shift));
+    page_ = __ldcg(c.table + (token >> layout_.page_shift));
   }
   // The batch whose pages were looked up becomes the one at hand. A unit of exact keys is no batch: its copies to slot `first` and the one
   // behind it begin.
@@ -367,7 +446,8 @@ class Decoder {
            tile * (layout_.copy_bytes / kPlaceBytes);
   }
 
-  // The slots of the unit at hand get other contents; the next slots are at hand.
+  // The slots of the unit at hand get other contents; the next slots are at hand. (Slots are used again in the order in which they were
+  // read.)
   __device__ __forceinline__ void fetch() {
     __syncwarp();
     copy(slot_);
@@ -419,7 +499,7 @@ class Decoder {
     const int i = ((fetch_unit_ - at.coded_end()) * kUnitSteps + lane_ / 8) * layout_.exact_keys + lane_ % 8;
     if (lane_ >= 8 * kUnitSteps || lane_ % 8 >= layout_.exact_keys || i >= at.about.exact) return nullptr;
     const int key = exact_key(at, i), rows = a_.sink_tokens + a_.ring;
-    const int row = key < a_.sink_tokens ? key : a_.sink_tokens + (key - a_.sink_tokens) % a_.ring;
+    const int row = key < a_.sink_tokens ? key : a_.sink_tokens + remainder(key - a_.sink_tokens, a_.ring);
     const int64_t head = a_.tail_slots[at.sequence] * a_.kv_heads + at.head;
     return static_cast<const uint8_t*>(a_.tail) + (head * rows + row) * layout_.exact_bytes;
   }
@@ -450,13 +530,13 @@ class Decoder {
                         a_.block_table + int64_t{next.sequence} * a_.max_pages};
     }
     __syncwarp();
-    if (!exact) prefetch_queries(next);
+    if (!exact && next.begin != notes().attended.begin) prefetch_queries(next);
   }
 
   // Its queries will be wanted soon, too, and would then arrive after all that is on its way: each warp asks for the rows that it will
   // prepare.
   __device__ __forceinline__ void prefetch_queries(const DecodePlace& at) const {
-    for (int r = warp_; r < kRows; r += plan_.warps) {
+    for (int r = first_row(); r < kRows; r += plan_.warps) {
       int token, head, position;
       if (!find_row(at, r, token, head, position)) continue;
       const int64_t start = (token * a_.q_token_stride + head * a_.q_head_stride) * element_bytes();
@@ -471,7 +551,12 @@ class Decoder {
   __device__ __forceinline__ int element_bytes() const { return a_.dtype == ScalarType::Float ? 4 : 2; }
   __device__ __forceinline__ uint8_t* plain() const { return shared_ + plan_.plain; }
   __device__ __forceinline__ float* signs() const { return reinterpret_cast<float*>(shared_ + plan_.signs); }
+  __device__ __forceinline__ int8_t* key_levels() const { return reinterpret_cast<int8_t*>(signs() + 2 * D); }
+  __device__ __forceinline__ int8_t* value_levels() const { return key_levels() + kMaxLevels; }
   __device__ __forceinline__ DecodeRow* rows() const { return reinterpret_cast<DecodeRow*>(shared_ + plan_.rows); }
+
+  // The first row that the warp prepares: the last warps begin, because the first one finds the block's work.
+  __device__ __forceinline__ int first_row() const { return plan_.warps - 1 - warp_; }
 
   // The row `r` of the segment's block: token and head among all, position of its query; false: there is no such row.
   __device__ __forceinline__ bool find_row(const DecodePlace& at, int r, int& token, int& head, int& position) const {
@@ -488,9 +573,9 @@ class Decoder {
   __device__ __forceinline__ void ask_for_queries(const DecodePlace& at) const {
     const int size = element_bytes();
 #pragma unroll 1
-    for (int r = warp_; r < kRows; r += plan_.warps) {
+    for (int r = first_row(); r < kRows; r += plan_.warps) {
       int token, head, position;
-      if (!find_row(at, r, token, head, position)) continue;
+      if (!find_row(at, r, token, head, position) || token >= a_.tokens) continue;  // a guess may see too many
       const int64_t start = token * a_.q_token_stride + head * a_.q_head_stride;
       const uint8_t* from = static_cast<const uint8_t*>(a_.q) + start * size;
       uint8_t* to = plain() + r * D * size;
@@ -525,7 +610,7 @@ class Decoder {
     wait_for_committed_copies();
     __syncwarp();
 #pragma unroll 1
-    for (int r = warp_; r < kRows; r += plan_.warps) {
+    for (int r = first_row(); r < kRows; r += plan_.warps) {
       int token, head, position;
       float y[X::kPerLane];
       DecodeRow row{1, 0, 0, 0, 0};
@@ -539,8 +624,8 @@ class Decoder {
           for (int i = 0; i < X::kPerLane; ++i) row.shift = fmaf(y[i], of_head.center[channel(i)], row.shift);
         }
         if (of_head.inverse) apply(of_head.inverse, y);
-        const Attention::Exact exact = a_.exact(at.sequence, position);
-        row.first = max(a_.first_visible(position), exact.sinks), row.end = exact.recent;
+        const Attention::Tail tail = a_.tail_of(at.sequence);
+        row.first = max(a_.first_visible(position), tail.sinks), row.end = a_.recent(tail, position);
       }
       apply(signs(), y);
       transform<typename X::Rotation>(y, lane_);
@@ -640,11 +725,23 @@ class Decoder {
     if (edge) mask(begin + first_token(), score);
 
     uint2 weight[N][kUnitSteps];
-    float factor[N];
+    float factor[N], most[N];
     scales.finish();
+    bool far = false;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      most[n] = kNoKey;
+#pragma unroll
+      for (int i = 0; i < 4 * kUnitSteps; ++i) most[n] = fmaxf(most[n], score[n][i]);
+      most[n] = over_tokens(most[n], [](float x, float y) { return fmaxf(x, y); });  // of the lane's row
+      far |= (most[n] - state_.max[n]) * unit_[n] > 16;
+    }
+    // The maximum may lag behind: weights up to 2^16 do no harm, and most units so need no rescaling.
+    if (__any_sync(0xffffffff, far)) for_each<N>([&](auto n) { rescale<n>(most[n], unit_[n]); });
     // Where scales differ much, their largest says too little about the largest product with a weight.
     const bool exact = edge || !(scales.least() * 8 >= scales.most());
-    for_each<N>([&](auto n) { factor[n] = soften<n>(score[n], value_scale, scales.most(), exact, weight[n]); });
+    const float log_largest = log_of(scales.most());
+    for_each<N>([&](auto n) { factor[n] = soften<n>(score[n], most[n], value_scale, log_largest, exact, weight[n]); });
     multiply_values(base, weight, factor);
   }
 
@@ -749,33 +846,26 @@ class Decoder {
   // terms of the running maximum. largest: of the value scales; exact: the largest product is to be found, and keys may be masked, whose
   // scale does not matter.
   template <int n>
-  __device__ __forceinline__ float soften(const float (&score)[4 * kUnitSteps],
-                                          const float (&value_scale)[4 * kUnitSteps], float largest, bool exact,
+  __device__ __forceinline__ float soften(const float (&score)[4 * kUnitSteps], float most,
+                                          const float (&value_scale)[4 * kUnitSteps], float log_largest, bool exact,
                                           uint2 (&weight)[kUnitSteps]) {
     constexpr int kScores = 4 * kUnitSteps;
     const float u = unit_[n];
-    float most = kNoKey;
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) most = fmaxf(most, score[i]);
-    most = over_tokens(most, [](float x, float y) { return fmaxf(x, y); });  // of the lane's row
-    // The maximum may lag behind: weights up to 2^16 do no harm, and most units so need no rescaling.
-    if (__any_sync(0xffffffff, (most - state_.max[n]) * u > 16)) rescale<n>(most, u);
-
     float v[kScores];
 #pragma unroll
     for (int i = 0; i < kScores; ++i) v[i] = value_scale[i];
     if (exact) {
-      largest = 0;
+      float largest = 0;
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
         v[i] = score[i] == -INFINITY ? 0 : v[i];
         largest = max_or_nan(largest, exp2_fast((score[i] - most) * u) * v[i]);
       }
-      largest = over_tokens(largest, [](float x, float y) { return max_or_nan(x, y); });
+      log_largest = log_of(over_tokens(largest, [](float x, float y) { return max_or_nan(x, y); }));
     }
     // Integers go up to 65,500; `offset` serves both ways, so that its rounding does not matter.
     constexpr float kLog2Largest = 15.999f, kInteger = 8388608;  // adding 2^23 leaves an integer in the low bits
-    const float offset = fmaf(-most, u, kLog2Largest - __log2f(max_or_nan(largest, 1e-30f)));
+    const float offset = fmaf(-most, u, kLog2Largest - log_largest);
     const float down =
         most > kNoKey ? exp2_fast(fmaf(-state_.max[n], u, -offset)) : 0;  // without a key, 0 times anything
     float total = 0;
@@ -804,6 +894,8 @@ class Decoder {
     }
     return down;
   }
+
+  static __device__ __forceinline__ float log_of(float largest) { return __log2f(max_or_nan(largest, 1e-30f)); }
 
   template <int n>
   __device__ __forceinline__ void rescale(float most, float u) {
@@ -864,16 +956,24 @@ class Decoder {
 
   __device__ __forceinline__ float* result() const { return reinterpret_cast<float*>(shared_ + plan_.result); }
 
+  // Which blocks share a segment: worked out while the first bytes are on their way.
+  __device__ __forceinline__ void find_sharers(const DecodePlace& at) const {
+    const DecodeCut& cut = notes().cut;
+    const int first = cut.block_of(at.begin), last = cut.block_of(at.end() - 1);
+    __syncwarp();
+    if (lane_ == 0) notes().first_block = first, notes().blocks = last - first + 1;
+    __syncwarp();
+  }
+
   // Units [from, to) of the list were this block's share of the segment.
   __device__ __forceinline__ void finish_segment(const DecodePlace& at, int from, int to) {
-    bool all = from == at.begin && to == at.end();
-    join_warps(all ? result() : part(static_cast<int>(blockIdx.x), from == at.begin));
+    const bool whole = from == at.begin && to == at.end();
+    join_warps(whole ? result() : part(static_cast<int>(blockIdx.x), from == at.begin));
     __syncthreads();
-    if (!all) {
-      const DecodeCut& cut = notes().cut;
-      all = join_blocks(cut.block_of(at.begin), cut.block_of(at.end() - 1));
-    }
-    if (all) finish_rows(at);
+    const float* parts = result();
+    int groups = 1;
+    if (!whole) parts = join(), groups = arrives_last() ? join_blocks() : 0;
+    if (groups > 0) finish_rows(at, parts, groups);
     __syncthreads();
   }
 
@@ -882,8 +982,8 @@ class Decoder {
     return plan_.parts + static_cast<int64_t>(2 * block + (opens ? 1 : 0)) * kRows * X::kPart;
   }
 
-  // The warps' states become one, laid out by rows: [rows, 4 + d] in shared or global memory. Half of the warps first take in another's
-  // state, to save memory; then all share the work.
+  // The warps' states become one, laid out by rows: [rows, 4 + d] in shared or global memory. Where memory is short, half of the warps
+  // first take in another's state; then all share the work.
   __device__ __forceinline__ void join_warps(float* to) {
     float m[N], total[N];
 #pragma unroll
@@ -904,8 +1004,8 @@ class Decoder {
       }
     }
     __syncthreads();  // scratch of exact keys was there
-    const int half = (plan_.warps + 1) / 2;
-    float* state = join() + warp_ % half * X::kJoin * 32 + lane_;
+    const int states = plan_.states;
+    float* state = join() + warp_ % states * X::kJoin * 32 + lane_;
     const auto element = [&](int n, int i, int h) -> float& {
       return state[32 * (2 * N + (n * X::kTiles + i) * 2 + h)];
     };
@@ -918,10 +1018,10 @@ class Decoder {
           element(n, i, 0) = state_.sums[i][n][0], element(n, i, 1) = state_.sums[i][n][1];
       }
     };
-    // One copy of `leave`: the upper half in the first round, the lower in the second.
+    // One copy of `leave`: those that have no room, if any, in the first round, the others in the second.
 #pragma unroll 1
-    for (int round = 0; round < 2; ++round) {
-      if (round == 1 && warp_ + half < plan_.warps) {
+    for (int round = states < plan_.warps ? 0 : 1; round < 2; ++round) {
+      if (round == 1 && warp_ + states < plan_.warps) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           const float top = fmaxf(m[n], state[32 * n]);
@@ -937,23 +1037,23 @@ class Decoder {
           }
         }
       }
-      if ((warp_ < half) == (round == 1)) leave();
+      if ((warp_ < states) == (round == 1)) leave();
       __syncthreads();
     }
-    constexpr int kStates = kMaxWarps / 2;
+    constexpr int kStates = kMaxWarps;
 #pragma unroll 1
     for (int n = 0; n < N; ++n) {
       const auto of = [&](int warp, int i) { return join()[(warp * X::kJoin + i) * 32 + lane_]; };
       float weight[kStates], top = -INFINITY;
 #pragma unroll
-      for (int w = 0; w < kStates; ++w) weight[w] = w < half ? of(w, n) : -INFINITY, top = fmaxf(top, weight[w]);
+      for (int w = 0; w < kStates; ++w) weight[w] = w < states ? of(w, n) : -INFINITY, top = fmaxf(top, weight[w]);
 #pragma unroll
       for (int w = 0; w < kStates; ++w) weight[w] = weight_of(weight[w], top);
       const auto sum = [&](int i) {
         float x = 0;
 #pragma unroll
         for (int w = 0; w < kStates; ++w) {
-          if (w < half) x = fmaf(weight[w], of(w, i), x);
+          if (w < states) x = fmaf(weight[w], of(w, i), x);
         }
         return x;
       };
@@ -969,21 +1069,20 @@ class Decoder {
     }
   }
 
-  // Leaves this block's part to the last of the blocks that share the segment; true: that is this one, and it has joined all, in their
-  // order.
-  __device__ __forceinline__ bool join_blocks(int first, int last) const {
-    int* flag = reinterpret_cast<int*>(rows() + kRows);
-    const int count = last - first + 1;
-    if (threadIdx.x == 0) *flag = count_arrival(plan_.arrivals + first, count);
+  // Leaves this block's part to the last of the blocks that share the segment; true: that is this one.
+  __device__ __forceinline__ bool arrives_last() const {
+    if (threadIdx.x == 0) flag() = count_arrival(plan_.arrivals + notes().first_block, notes().blocks);
     __syncthreads();
-    if (!*flag) return false;
+    return flag();
+  }
 
+  // The parts of all blocks that share the segment become a few, [groups, rows, 4 + d] in `join`, in their order: the number of groups.
+  __device__ __forceinline__ int join_blocks() const {
+    const int first = notes().first_block, count = notes().blocks;
     // Four channels of a row for a thread; several threads share the parts where rows are few. Parts are read eight at a time, all at
     // once, under a running maximum.
     constexpr int kQuads = kRows * D / 4, kBatch = 8;
     const int groups = max(1, static_cast<int>(blockDim.x) / kQuads);
-    constexpr int kShare = kRows * X::kPart;  // of a group
-    float* to_groups = groups > 1 ? join() : result();
     for (int e = threadIdx.x; e < groups * kQuads; e += blockDim.x) {
       const int group = e / kQuads, quad = e % kQuads, r = quad / (D / 4), channel = 4 * (quad % (D / 4));
       float m = -INFINITY, total = 0;
@@ -1014,46 +1113,32 @@ class Decoder {
           sum.z = fmaf(weight, x[k].z, sum.z), sum.w = fmaf(weight, x[k].w, sum.w);
         }
       }
-      float* to = to_groups + group * kShare + r * X::kPart;
+      float* to = join() + group * kShare + r * X::kPart;
       if (channel == 0) to[0] = m, to[1] = total;
       *reinterpret_cast<float4*>(to + X::kHead + channel) = sum;
     }
     __syncthreads();
-    if (groups > 1) {
-      const int quad = static_cast<int>(threadIdx.x), r = quad / (D / 4), channel = 4 * (quad % (D / 4));
-      float m = -INFINITY, total = 0;
-      float4 sum{0, 0, 0, 0};
-      if (quad < kQuads) {
-        const float* from = join() + r * X::kPart;
-        for (int g = 0; g < groups; ++g) m = fmaxf(m, from[g * kShare]);
-        for (int g = 0; g < groups; ++g) {
-          const float4 x = *reinterpret_cast<const float4*>(from + g * kShare + X::kHead + channel);
-          const float weight = weight_of(from[g * kShare], m);
-          total = fmaf(weight, from[g * kShare + 1], total);
-          sum.x = fmaf(weight, x.x, sum.x), sum.y = fmaf(weight, x.y, sum.y);
-          sum.z = fmaf(weight, x.z, sum.z), sum.w = fmaf(weight, x.w, sum.w);
-        }
-      }
-      if (quad < kQuads) {
-        float* to = result() + r * X::kPart;
-        if (channel == 0) to[0] = m, to[1] = total;
-        *reinterpret_cast<float4*>(to + X::kHead + channel) = sum;
-      }
-      __syncthreads();
-    }
-    return true;
+    return groups;
   }
   static __device__ __forceinline__ float weight_of(float part, float top) {
     return part == -INFINITY ? 0 : exp2_fast(part - top);
   }
 
-  // From the sums of all keys of a segment, in the rotated space in `result`, to results.
-  __device__ __forceinline__ void finish_rows(const DecodePlace& at) const {
+  static constexpr int kShare = kRows * X::kPart;  // of a group
+
+  // From the sums of all keys of a segment, in the rotated space, to results. parts: [groups, rows, 4 + d] in shared memory.
+  __device__ __forceinline__ void finish_rows(const DecodePlace& at, const float* parts, int groups) const {
+#pragma unroll 1
     for (int r = warp_; r < kRows; r += plan_.warps) {
-      const float* from = result() + r * X::kPart;
-      float m = from[0], total = from[1], y[X::kPerLane];
+      const float* from = parts + r * X::kPart;
+      float m = -INFINITY, total = 0, y[X::kPerLane] = {};
+#pragma unroll 1
+      for (int g = 0; g < groups; ++g, from += kShare) {
+        const float top = fmaxf(m, from[0]), by = weight_of(m, top), weight = weight_of(from[0], top);
+        m = top, total = total * by + weight * from[1];
 #pragma unroll
-      for (int i = 0; i < X::kPerLane; ++i) y[i] = from[X::kHead + channel(i)];
+        for (int i = 0; i < X::kPerLane; ++i) y[i] = y[i] * by + weight * from[X::kHead + channel(i)];
+      }
       transform<typename X::Rotation>(y, lane_);
       apply(signs() + D, y);
       int token, head, position;
@@ -1233,8 +1318,8 @@ class Decoder {
   const DecodePlan& plan_;
   uint8_t* shared_;
   const int warp_, lane_, g_, t_;
-  const LevelTable<Keys::kTwoTables> key_table_;
-  const LevelTable<Values::kTwoTables> value_table_;
+  LevelTable<Keys::kTwoTables> key_table_{nullptr, 0};
+  LevelTable<Values::kTwoTables> value_table_{nullptr, 0};
 
   int slot_;  // the next to arrive of the warp's slots
   uint32_t phase_;

@@ -53,7 +53,7 @@ class Launch {
 };
 
 // A launch may be allowed to begin while the kernel ahead of it in the stream is still running (launch_early). It must wait before it
-// reads or writes what others know. Before sm_90 there is nothing to wait for.
+// reads or writes what others know, and believe nothing that it has read before. Before sm_90 there is nothing to wait for.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

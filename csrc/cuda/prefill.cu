@@ -415,8 +415,8 @@ class Block {
       Seen seen{0, 0, 0, 0};
       const int position = first_position + (first_row_ + r) / a_.group;
       if (r < rows_ && position >= 0) {
-        const Attention::Exact exact = a_.exact(sequence_, position);
-        seen = {a_.first_visible(position), min(exact.sinks, position + 1), exact.recent, position + 1};
+        const Attention::Tail tail = a_.tail_of(sequence_);
+        seen = {a_.first_visible(position), min(tail.sinks, position + 1), a_.recent(tail, position), position + 1};
       }
       constants_.seen[r] = seen;
     }

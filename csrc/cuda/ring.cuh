@@ -94,6 +94,13 @@ __device__ __forceinline__ void expect(uint64_t* barrier, int bytes) {
 }
 #endif
 
+// Asks for `bytes` bytes, a multiple of 16, to be brought to the second level of the cache.
+__device__ __forceinline__ void prefetch_bytes(const uint8_t* from, int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // A lane's part in filling two slots, one after the other: it copies `bytes` bytes, 0 or a multiple of 16, from `from` to `to`, aligned
 // to 16, in the slot of `barrier`; and it announces so many bytes of that slot (announced; negative: others do). All lanes of the warp
 // call it; a slot's phase ends when as many lanes as init_barrier said have announced bytes, and all of them are there.

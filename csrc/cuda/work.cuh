@@ -20,30 +20,41 @@ constexpr int kUnitTokens = 64;   // keys of a unit of codes
 constexpr int kBorderUnits = 16;  // the time of a border
 constexpr int kLeastUnits = 8;    // a segment is not cut into less
 
+// Of numbers that are not negative; signed division takes longer.
+__device__ __forceinline__ int quotient(int x, int y) {
+  return static_cast<int>(static_cast<unsigned>(x) / static_cast<unsigned>(y));
+}
+__device__ __forceinline__ int remainder(int x, int y) {
+  return static_cast<int>(static_cast<unsigned>(x) % static_cast<unsigned>(y));
+}
+
 // All that follows from the length of a sequence.
 struct DecodeSequence {
   int queries, length, blocks;  // blocks of rows
   int first, coded, units;      // first key of unit 0; units of codes; units with the exact ones that follow
   int sinks, recent, exact;     // exact keys that some row sees: [0, sinks) and [recent, length), together `exact`
 
+  bool operator==(const DecodeSequence&) const = default;
   __device__ __forceinline__ int rows(const Attention& a) const { return queries * a.group; }
 };
 
 // ROWS: of a block of rows; per_unit: exact keys of a unit.
 template <int ROWS>
-__device__ __forceinline__ DecodeSequence describe(const Attention& a, int per_unit, int s) {
+__device__ __forceinline__ DecodeSequence describe(const Attention& a, int per_unit, int s, bool early) {
   DecodeSequence x;
-  x.queries = a.num_queries(s), x.length = a.length(s);
-  x.blocks = (x.queries * a.group + ROWS - 1) / ROWS;
-  const int begin = x.length - x.queries, last = x.length - 1;
-  const Attention::Exact at_begin = a.exact(s, begin), at_last = a.exact(s, last);
-  const int first = max(max(a.first_visible(begin), at_begin.sinks), 0), end = max(at_last.recent, 0);
-  x.first = first / kUnitTokens * kUnitTokens;
-  x.coded = first < end ? (end - x.first + kUnitTokens - 1) / kUnitTokens : 0;
-  x.sinks = min(at_begin.sinks, x.length);
-  x.recent = a.has_tail(s) ? max(min(at_begin.recent, x.length), x.sinks) : x.length;
+  x.queries = a.num_queries(s, early), x.length = a.length(s, early);
+  x.blocks = quotient(x.queries * a.group + ROWS - 1, ROWS);
+  const Attention::Tail tail = a.tail_of(s, early);
+  const int begin = x.length - x.queries;
+  const int first = max(a.first_visible(begin), tail.sinks), end = max(a.recent(tail, x.length - 1), 0);
+  x.first = first & -kUnitTokens;
+  x.coded = first < end ? quotient(end - x.first + kUnitTokens - 1, kUnitTokens) : 0;
+  x.sinks = min(tail.sinks, x.length);
+  x.recent = tail.any ? max(min(a.recent(tail, begin), x.length), x.sinks) : x.length;
   x.exact = x.sinks + x.length - x.recent;
-  x.units = max(1, x.coded + (x.exact + per_unit - 1) / per_unit);
+  x.units = x.coded;
+  if (x.exact > 0) x.units += quotient(x.exact + per_unit - 1, per_unit);
+  x.units = max(x.units, 1);
   return x;
 }
 
@@ -65,11 +76,6 @@ struct DecodeCut {
   }
 };
 
-// Of numbers that are not negative; signed division takes longer.
-__device__ __forceinline__ int quotient(int x, int y) {
-  return static_cast<int>(static_cast<unsigned>(x) / static_cast<unsigned>(y));
-}
-
 // A place in the list of work: a segment.
 struct DecodePlace {
   int sequence, head, block;
@@ -87,14 +93,14 @@ struct DecodePlace {
 
   // Moves on to the (sequence, head, block) that holds `unit`, or comes after the gap that does.
   template <int ROWS>
-  __device__ __forceinline__ void seek(const Attention& a, int per_unit, int gap, int unit) {
+  __device__ __forceinline__ void seek(const Attention& a, int per_unit, int gap, int unit, bool early = false) {
     while (unit >= origin + (about.units + gap) * about.blocks * a.kv_heads) {
       origin += (about.units + gap) * about.blocks * a.kv_heads;
       if (++sequence >= a.seqs) {  // the end of the list
         begin = INT32_MAX - 1, about.units = 1, about.coded = about.exact = 0;
         return;
       }
-      about = describe<ROWS>(a, per_unit, sequence);
+      about = describe<ROWS>(a, per_unit, sequence, early);
     }
     const int segment = quotient(unit - origin, about.units + gap);
     head = about.blocks == 1 ? segment : quotient(segment, about.blocks), block = segment - head * about.blocks;
@@ -114,32 +120,40 @@ __device__ __forceinline__ int sum_of_lanes_before(int x) {
   return sum - x;
 }
 
-// A block's share of the list: numbers [begin, end), the first of which lies at `place`.
+// A block's share of the list: numbers [begin, end), the first of which lies at `place`; none: begin = end.
 struct DecodeShare {
   DecodeCut cut;
   int begin, end;
   DecodePlace place;
 };
 
-// One warp finds its block's share; false: there is none. A lane counts for neighbouring sequences. counts: shared memory of `room`
-// bytes, for units and segments of each sequence.
+// One warp finds its block's share. A lane counts for neighbouring sequences. counts: shared memory of `room` bytes, for units and
+// segments of each sequence. early: lengths are read while the kernel ahead may still be writing them. known: null, or the place that
+// was found so; false: nothing has changed since, and all that was found is true.
 template <int ROWS>
-__device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2* counts, int room,
-                                         DecodeShare& found) {
+__device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2* counts, int room, bool early,
+                                         const DecodePlace* known, DecodeShare& found) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int each = (a.seqs + 31) / 32, mine = lane * each, behind = min(mine + each, a.seqs);
   const int grid = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   const bool remember = a.seqs <= room / static_cast<int>(sizeof(uint2));
   int units = 0, segments = 0, least = INT32_MAX, most = 0;
+  bool same = known && remember;
   for (int s = mine; s < behind; ++s) {
-    const DecodeSequence x = describe<ROWS>(a, per_unit, s);
+    const DecodeSequence x = describe<ROWS>(a, per_unit, s, early);
     const int count = x.blocks * a.kv_heads;
-    if (remember) counts[s] = uint2{static_cast<unsigned>(x.units), static_cast<unsigned>(count)};
+    if (remember) {
+      const uint2 now{static_cast<unsigned>(x.units), static_cast<unsigned>(count)}, then = counts[s];
+      if (known) same &= now.x == then.x && now.y == then.y && (s != known->sequence || x == known->about);
+      counts[s] = now;
+    }
     units += x.units * count, segments += count;
     if (count > 0) least = min(least, x.units), most = max(most, x.units);
   }
+  if (__all_sync(0xffffffff, same)) return false;
+  found.begin = found.end = 0, found.place = DecodePlace::before(0, 0);
   const int borders = sum_of_lanes(segments);
-  if (borders == 0) return false;
+  if (borders == 0) return true;
   const int total = sum_of_lanes(units), numbers = total + kBorderUnits * borders;
   least = -max_of_lanes(-least), most = max_of_lanes(most);
   const bool alike = least == most;
@@ -174,7 +188,7 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
     const int n = parts(size);
     int first = sum_of_lanes_before(n);
     const unsigned owns = __ballot_sync(0xffffffff, first <= block && block < first + n);
-    if (!owns) return false;
+    if (!owns) return true;
     owner = __ffs(static_cast<int>(owns)) - 1, before = 0;
     cut = {0, 0, 0, 0, 0};
     if (lane == owner) {
@@ -196,7 +210,7 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
     if (alike && whole - kBorderUnits <= fair) cut.share = whole, cut.longer = 0;
     if (cut.share == 0) cut.share = 1, cut.longer = 0;
     begin = cut.begin(block), end = min(cut.begin(block + 1), numbers);
-    if (begin >= end) return false;
+    if (begin >= end) return true;
     const int own = units + kBorderUnits * segments;
     before = sum_of_lanes_before(own);
     owner = __ffs(static_cast<int>(__ballot_sync(0xffffffff, before <= begin && begin < before + own))) - 1;
@@ -204,7 +218,7 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
   }
   __syncwarp();
   found = {cut, begin, end, DecodePlace::before(owner * each, before)};
-  found.place.template seek<ROWS>(a, per_unit, cut.gap, begin);
+  found.place.template seek<ROWS>(a, per_unit, cut.gap, begin, early);
   return true;
 }
 
