@@ -14,8 +14,7 @@ MODELS = {  # as tables name them -> as result files do
     "Qwen2.5-Coder-1.5B": "Qwen2.5-Coder-1.5B-Instruct",
     "Gemma-3-270M": "Gemma-3-270M",
 }
-LENGTHS = SHORT, LONG = 2048, 8192  # tokens of a segment; the main tables are of the first
-FAR = 32768
+LENGTHS = SHORT, LONG, FAR = 2048, 8192, 32768  # tokens of a segment; most tables: the first
 PACKED = "packed"
 MEAN = "center=mean"  # keys relative to their mean, no scales of channels
 
@@ -50,13 +49,6 @@ def title(cache: str, rows: Sequence[Row | None]) -> str:
     """The name; bold if it is one of the packed caches."""
     packed = any(row and row["kind"] == PACKED for row in rows)
     return f"**{cache}**" if packed else cache
-
-
-def with_mean(cache: str) -> str:
-    """The same cache with the center alone; one that says its center stays."""
-    if "center=" in cache:
-        return cache
-    return f"{cache}{',' if ':' in cache else ':'}{MEAN}"
 
 
 def cell(row: Row | None, show: Callable[[Row], str]) -> str:
@@ -108,11 +100,11 @@ def main_table(results: Results) -> str:
     return markdown(["cache", "bits", *per_model("perplexity", "KL", "top-1")], body)
 
 
-def study(results: Results, caches: Sequence[str], mean: bool = False) -> str:
-    """KL of some caches; mean: with the center alone, which their names then do not say."""
+def study(results: Results, caches: Sequence[str]) -> str:
+    """KL of some caches."""
     body = []
     for cache in caches:
-        rows = results.of(with_mean(cache) if mean else cache)
+        rows = results.of(cache)
         if any(rows):
             sizes = " / ".join(cell(r, bits) for r in rows)
             body.append([title(cache, rows), sizes, *(cell(r, divergence) for r in rows)])
@@ -120,8 +112,9 @@ def study(results: Results, caches: Sequence[str], mean: bool = False) -> str:
 
 
 def long_table(results: Results) -> str:
-    """KL at every length."""
-    pairs = [(i, model, n) for i, model in enumerate(MODELS) for n in LENGTHS]
+    """KL at every length that a model was measured at."""
+    measured = {(model, n) for model, _, n, _ in results.rows}
+    pairs = [(i, m, n) for i, m in enumerate(MODELS) for n in LENGTHS if (m, n) in measured]
     body = []
     for cache in results.names(context=LONG):
         if cache == "none" or MEAN in cache:
@@ -138,11 +131,13 @@ def named(use: str) -> str:
 
 
 def named_table(results: Results) -> str:
-    """The presets with a name, at two lengths."""
+    """The presets with a name, at every length."""
     lines = [(use, named(use), n) for use in NAMED_PRESETS for n in LENGTHS]
     body = []
     for use, cache, context in lines:
         rows = results.of(cache, context=context)
+        if not any(rows):
+            continue
         line = [f"**{use}** ({cache})", f"{context:,}", " / ".join(cell(r, bits) for r in rows)]
         for row in rows:
             line += [cell(row, divergence), cell(row, agreement)]
@@ -166,16 +161,16 @@ def memory_table(results: Results) -> str:
 
 def gains_table(results: Results) -> str:
     """KL with the center alone, and with scales of channels as well, at every length."""
-    lengths = (*LENGTHS, FAR)
     body = []
     for number, model in enumerate(MODELS):
         for cache in ("k5v4u", "k4v4", "k4v2", "k3v3", "k3v2", "k2v2"):
             line = [model, f"**{cache}**"]
-            for n in lengths:
-                both = (results.of(name, context=n)[number] for name in (with_mean(cache), cache))
+            for n in LENGTHS:
+                names = f"{cache}:{MEAN}", cache
+                both = (results.of(name, context=n)[number] for name in names)
                 line += [cell(row, divergence) for row in both]
             body.append(line)
-    header = (f"{n:,}: {name}" for n in lengths for name in ("mean", "with scales"))
+    header = (f"{n:,}: {name}" for n in LENGTHS for name in ("mean", "with scales"))
     return markdown(["model", "cache", *header], body)
 
 
@@ -191,23 +186,18 @@ def position_table(results: Results, caches: Sequence[str], context: int) -> str
 
 
 def answers_table(results: Results, model: str) -> str:
-    """Needles and tasks of one model; with the mean alone where a default has no tasks."""
+    """Needles and tasks of one model."""
     rows = [
         row
-        for (m, dtype, *_), row in results.rows.items()
-        if (m, dtype) == (model, "bfloat16") and row.get("needle")
+        for (m, dtype, _, cache), row in results.rows.items()
+        if (m, dtype) == (model, "bfloat16") and row.get("needle") and MEAN not in cache
     ]
-    replaced = {
-        with_mean(row["cache"]) for row in rows if row.get("tasks") and MEAN not in row["cache"]
-    }
-    rows = [row for row in rows if row["cache"] not in replaced]
     rows.sort(key=lambda row: -row["bits_per_value_8k"])
     body = []
     for row in rows:
-        tasks = row.get("tasks")
         cells = [f"{sum(found)}" for found in row["needle"]["found"]]
         names = ("first_token", "whole_answer", "right", "turn_first_token", "turn_whole_answer")
-        shares = [f"{100 * tasks[name]:.0f}%" if tasks else "" for name in names]
+        shares = [f"{100 * row['tasks'][name]:.0f}%" for name in names]
         body.append([title(row["cache"], [row]), bits(row), *cells, *shares, divergence(row)])
     lengths = [f"needle {n:,}" for n in rows[0]["needle"]["lengths"]] if rows else []
     header = ["cache", "bits", *lengths, "first token", "whole answer", "right"]
@@ -247,13 +237,13 @@ def allocation_table() -> str:
     quality = Results("quality")
     body = []
     for number, (name, model) in enumerate(MODELS.items()):
-        for row in read_rows(file_name("allocation", model), missing_ok=True):
-            if "budget" not in row:
-                continue
+        found = read_rows(file_name("allocation", model), missing_ok=True)
+        rows = [row for row in found if "budget" in row]
+        for row in sorted(rows, key=lambda row: -row["budget"]):
             kinds = list(row["layers"].values())
             counts = (f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(sorted(kinds)))
             short = row["model"].split("-")[0]
-            measured = quality.of(f"k3v2:layers={short}-{row['budget']}.json,{MEAN}")[number]
+            measured = quality.of(f"k3v2:layers={short}-{row['budget']}.json")[number]
             shown = [cell(measured, show) for show in (bits, divergence, agreement)]
             body.append([name, *shown, ", ".join(counts)])
     return markdown(["model", "bits", "KL", "top-1", "layers"], body)
@@ -302,7 +292,7 @@ CENTERS = [
 ]
 TAILS = [
     f"{base}{change}"
-    for base in ("k4v4", "k3v2")
+    for base in ("k4v4", "k3v3", "k3v2")
     for change in (
         "",
         ":sink_tokens=0",
@@ -310,6 +300,8 @@ TAILS = [
         ":sink_tokens=16",
         ":recent_window=0",
         ":recent_window=32",
+        ":recent_window=40",
+        ":recent_window=48",
         ":recent_window=128",
         ":sink_tokens=0,recent_window=0",
         ":center=none,sink_tokens=0,recent_window=0",
@@ -340,9 +332,10 @@ SCALES = [
     *(f"k3v2:value_scale_mode={mode}" for mode in ("preserve", "unbiased")),
 ]
 BOUNDARY = (
-    "k4v4:boundary_layers=2 k3v3 k3v3:boundary_layers=2 "
-    "k3v3:boundary_layers=2,boundary_preset=k4v4 k3v2 k3v2:boundary_layers=2 "
-    "k3v2:boundary_layers=2,boundary_preset=k4v4 k2v2 k2v2:boundary_layers=2,boundary_preset=k4v4"
+    "k4v4 k4v4:boundary_layers=2 k3v3 k3v3:boundary_layers=2 "
+    "k3v3:boundary_layers=1,boundary_preset=k4v4 k3v3:boundary_layers=2,boundary_preset=k4v4 "
+    "k3v2 k3v2:boundary_layers=2 k3v2:boundary_layers=2,boundary_preset=k4v4 "
+    "k2v2 k2v2:boundary_layers=2,boundary_preset=k4v4"
 ).split()
 SEEDS = "k4v4 k4v4:seed=1 k4v4:seed=2 k3v2 k3v2:seed=1 k3v2:seed=2".split()
 
@@ -365,13 +358,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": _of_quality(memory_table),
     "centers": _of_quality(study, CENTERS),
     "gains": _of_quality(gains_table),
-    "tails": _of_quality(study, TAILS, True),
-    "bits": _of_quality(study, BITS, True),
-    "grids": _of_quality(study, GRIDS, True),
-    "steps": _of_quality(study, STEPS, True),
-    "scales": _of_quality(study, SCALES, True),
-    "seeds": _of_quality(study, SEEDS, True),
-    "boundary": _of_quality(study, BOUNDARY, True),
+    "tails": _of_quality(study, TAILS),
+    "bits": _of_quality(study, BITS),
+    "grids": _of_quality(study, GRIDS),
+    "steps": _of_quality(study, STEPS),
+    "scales": _of_quality(study, SCALES),
+    "seeds": _of_quality(study, SEEDS),
+    "boundary": _of_quality(study, BOUNDARY),
     "allocation": allocation_table,
     "long": _of_quality(long_table),
     "position": _of_quality(position_table, POSITIONS, LONG),
