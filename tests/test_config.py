@@ -18,6 +18,7 @@ def test_presets_are_what_their_names_say():
         config = tt.preset(name, 128)
         assert (config.key_bits, config.value_bits) == (bits.key_bits, bits.value_bits)
         assert (config.key_grid, config.value_grid) == (bits.key_grid, bits.value_grid)
+        assert config.value_scale_mode == ("unbiased" if name in ("k4v2", "k3v2") else "mse")
     assert list(PRESETS) == ("k8v8 k8v4 k5v4u k5v3u k4v4 k4v4u k4v3 k4v2 k3v3 k3v2 k2v2".split())
 
 

@@ -106,14 +106,17 @@ class CacheConfig:
 
 
 class Preset(NamedTuple):
-    """Bits and grids of keys and values."""
+    """Bits and grids of keys and values, and what the scales of values make true."""
 
     key_bits: int
     value_bits: int
     key_grid: str
     value_grid: str
+    value_scale_mode: str = "mse"
 
 
+# Errors of 2-bit values average out over what a query sees; what "mse" takes off their length does
+# not.
 PRESETS: dict[str, Preset] = {
     "k8v8": Preset(8, 8, "uniform", "uniform"),
     "k8v4": Preset(8, 4, "uniform", "lloyd"),
@@ -122,9 +125,9 @@ PRESETS: dict[str, Preset] = {
     "k4v4": Preset(4, 4, "lloyd", "lloyd"),
     "k4v4u": Preset(4, 4, "uniform", "uniform"),
     "k4v3": Preset(4, 3, "lloyd", "lloyd"),
-    "k4v2": Preset(4, 2, "lloyd", "lloyd"),
+    "k4v2": Preset(4, 2, "lloyd", "lloyd", "unbiased"),
     "k3v3": Preset(3, 3, "lloyd", "lloyd"),
-    "k3v2": Preset(3, 2, "lloyd", "lloyd"),
+    "k3v2": Preset(3, 2, "lloyd", "lloyd", "unbiased"),
     "k2v2": Preset(2, 2, "lloyd", "lloyd"),
 }
 
@@ -139,13 +142,13 @@ class NamedPreset(NamedTuple):
 # What docs/quality.md recommends for the models measured there.
 NAMED_PRESETS: dict[str, NamedPreset] = {
     "near-lossless": NamedPreset("k5v4u", {}),
-    "balanced": NamedPreset("k3v3", {}),
+    "balanced": NamedPreset("k4v2", {}),
     "smallest": NamedPreset("k3v2", {"recent_window": 40}),
 }
 
 
 def find_preset(name: str) -> Preset:
-    """Bits and grids of a name of PRESETS or NAMED_PRESETS.
+    """The preset of a name of PRESETS or NAMED_PRESETS.
 
     Raises:
         ValueError: an unknown name.

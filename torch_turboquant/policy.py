@@ -31,8 +31,8 @@ def layer_configs(
         windows: one entry per layer: its sliding window in tokens, 0 for full attention, None for a
             layer that holds no keys and values.
         layer_presets: layer -> preset or CacheConfig (negative layers count from the end), or one
-            entry per layer, None for "as otherwise". A preset changes bits and grids only. Wins
-            over boundary_layers.
+            entry per layer, None for "as otherwise". A preset changes bits, grids and the scale
+            mode of values only. Wins over boundary_layers.
         boundary_layers: so many full-attention layers at each end of the model get boundary_preset.
         boundary_preset: a name of PRESETS.
 

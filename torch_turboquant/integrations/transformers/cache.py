@@ -154,9 +154,9 @@ class TurboQuantCache(Attachable, Cache):
                 of torch_turboquant.scaled_center), or the path of a file written by `save_centers`
                 (of a model of the same shape and RoPE, or it is refused).
             layer_presets: layer -> preset or CacheConfig (negative: from the end), or one entry per
-                layer (None: as otherwise); wins over boundary_layers. Presets change bits and
-                grids; a CacheConfig may differ in all but head_dim, page_size, sink_tokens and
-                recent_window.
+                layer (None: as otherwise); wins over boundary_layers. Presets change bits, grids
+                and the scale mode of values; a CacheConfig may differ in all but head_dim,
+                page_size, sink_tokens and recent_window.
             boundary_layers: so many full-attention layers at each end of the model get
                 boundary_preset.
             boundary_preset: a name of PRESETS.
