@@ -7,7 +7,7 @@ from typing import Any
 
 from common import Row, file_name, markdown, read_rows
 
-from torch_turboquant.config import NAMED_PRESETS
+from torch_turboquant.config import NAMED_PRESETS, PRESETS
 
 MODELS = {  # as tables name them -> as result files do
     "SmolLM2-135M": "SmolLM2-135M-Instruct",
@@ -40,6 +40,14 @@ class Results:
             if (d, c) == (dtype, context):
                 found[cache] = max(found.get(cache, 0.0), row["bits_per_value_8k"])
         return sorted(found, key=lambda name: -found[name])
+
+
+def valued(cache: str, mode: str = "mse") -> str:
+    """A cache as rows call it when its values have this scale mode; studies have all "mse"."""
+    preset, _, changes = cache.partition(":")
+    if PRESETS[preset].value_scale_mode != mode:
+        changes = ",".join(filter(None, (f"value_scale_mode={mode}", changes)))
+    return f"{preset}:{changes}" if changes else preset
 
 
 # ---------------------------------------------------------------------------------- cells, tables
@@ -164,13 +172,29 @@ def gains_table(results: Results) -> str:
     body = []
     for number, model in enumerate(MODELS):
         for cache in ("k5v4u", "k4v4", "k4v2", "k3v3", "k3v2", "k2v2"):
-            line = [model, f"**{cache}**"]
+            line = [model, f"**{valued(cache)}**"]
             for n in LENGTHS:
-                names = f"{cache}:{MEAN}", cache
+                names = valued(f"{cache}:{MEAN}"), valued(cache)
                 both = (results.of(name, context=n)[number] for name in names)
                 line += [cell(row, divergence) for row in both]
             body.append(line)
     header = (f"{n:,}: {name}" for n in LENGTHS for name in ("mean", "with scales"))
+    return markdown(["model", "cache", *header], body)
+
+
+def values_table(results: Results) -> str:
+    """KL by the scale mode of values, where more than the default was measured."""
+    modes, lengths = ("mse", "preserve", "unbiased"), (SHORT, LONG)
+    body = []
+    for number, model in enumerate(MODELS):
+        for cache in ("k5v4u", "k4v4", "k4v3", "k3v3", "k4v2", "k3v2", "k2v2"):
+            line = [model, f"**{cache}**"]
+            for n in lengths:
+                rows = [results.of(valued(cache, mode), context=n)[number] for mode in modes]
+                alone = sum(row is not None for row in rows) == 1
+                line += ["" if alone else cell(row, divergence) for row in rows]
+            body.append(line)
+    header = (f"{n:,}: {mode}" for n in lengths for mode in modes)
     return markdown(["model", "cache", *header], body)
 
 
@@ -243,7 +267,7 @@ def allocation_table() -> str:
             kinds = list(row["layers"].values())
             counts = (f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(sorted(kinds)))
             short = row["model"].split("-")[0]
-            measured = quality.of(f"k3v2:layers={short}-{row['budget']}.json")[number]
+            measured = quality.of(valued(f"k3v2:layers={short}-{row['budget']}.json"))[number]
             shown = [cell(measured, show) for show in (bits, divergence, agreement)]
             body.append([name, *shown, ", ".join(counts)])
     return markdown(["model", "bits", "KL", "top-1", "layers"], body)
@@ -279,7 +303,7 @@ def search_table() -> str:
 
 
 CENTERS = [
-    f"{base}{center}"
+    valued(f"{base}{center}")
     for base in ("k5v4u", "k4v4", "k4v2", "k3v3", "k3v2")
     for center in (
         "",
@@ -291,7 +315,7 @@ CENTERS = [
     )
 ]
 TAILS = [
-    f"{base}{change}"
+    valued(f"{base}{change}")
     for base in ("k4v4", "k3v3", "k3v2")
     for change in (
         "",
@@ -306,46 +330,59 @@ TAILS = [
         ":sink_tokens=0,recent_window=0",
         ":center=none,sink_tokens=0,recent_window=0",
     )
-]
+] + ["k3v2", named("smallest")]
 BITS = (
-    "k8v4:value_bits=3 k8v4:value_bits=2 k5v3u:value_bits=2,value_grid=lloyd k4v4 k4v3 k4v2 "
-    "k4v4:key_bits=3 k4v4:key_bits=2 k3v3 k3v3:key_bits=2 k3v2 k2v2"
+    "k8v4:value_bits=3 k8v4:value_bits=2 k5v3u:value_bits=2,value_grid=lloyd k4v4 k4v3 "
+    f"{valued('k4v2')} k4v2 k4v4:key_bits=3 k4v4:key_bits=2 k3v3 k3v3:key_bits=2 "
+    f"{valued('k3v2')} k3v2 k2v2"
 ).split()
-GRIDS = (
-    "k5v4u:key_grid=lloyd,value_grid=lloyd k5v4u:key_grid=lloyd k5v4u:value_grid=lloyd k5v4u "
-    "k5v3u:key_grid=lloyd,value_grid=lloyd k5v3u:value_grid=lloyd k5v3u k4v4 "
-    "k4v4:value_grid=uniform k4v4u k3v3 k3v3:key_grid=uniform,value_grid=uniform k3v2 "
-    "k3v2:key_grid=uniform,value_grid=uniform k2v2 k2v2:key_grid=uniform,value_grid=uniform"
-).split()
-STEPS = (
-    "k4v4:search=1 k4v4 k4v4:search=32 k4v4u:search=1 k4v4u k5v4u:search=1 k5v4u k3v2:search=1 "
-    "k3v2 k3v2:search=32"
-).split()
+GRIDS = [
+    valued(cache)
+    for cache in (
+        "k5v4u:key_grid=lloyd,value_grid=lloyd k5v4u:key_grid=lloyd k5v4u:value_grid=lloyd k5v4u "
+        "k5v3u:key_grid=lloyd,value_grid=lloyd k5v3u:value_grid=lloyd k5v3u k4v4 "
+        "k4v4:value_grid=uniform k4v4u k3v3 k3v3:key_grid=uniform,value_grid=uniform k3v2 "
+        "k3v2:key_grid=uniform,value_grid=uniform k2v2 k2v2:key_grid=uniform,value_grid=uniform"
+    ).split()
+]
+STEPS = [
+    valued(cache)
+    for cache in (
+        "k4v4:search=1 k4v4 k4v4:search=32 k4v4u:search=1 k4v4u k5v4u:search=1 k5v4u k3v2:search=1 "
+        "k3v2 k3v2:search=32"
+    ).split()
+]
 
 
 SCALES = [
     "k4v4",
     *(f"k4v4:key_scale_mode={mode}" for mode in ("norm", "preserve", "mse")),
-    *(f"k4v4:value_scale_mode={mode}" for mode in ("norm", "preserve", "unbiased")),
-    "k3v2",
-    *(f"k3v2:key_scale_mode={mode}" for mode in ("preserve", "mse")),
-    *(f"k3v2:value_scale_mode={mode}" for mode in ("preserve", "unbiased")),
+    "k4v4:value_scale_mode=norm",
+    valued("k3v2"),
+    *(valued(f"k3v2:key_scale_mode={mode}") for mode in ("preserve", "mse")),
 ]
-BOUNDARY = (
-    "k4v4 k4v4:boundary_layers=2 k3v3 k3v3:boundary_layers=2 "
-    "k3v3:boundary_layers=1,boundary_preset=k4v4 k3v3:boundary_layers=2,boundary_preset=k4v4 "
-    "k3v2 k3v2:boundary_layers=2 k3v2:boundary_layers=2,boundary_preset=k4v4 "
-    "k2v2 k2v2:boundary_layers=2,boundary_preset=k4v4"
+BOUNDARY = [
+    valued(cache)
+    for cache in (
+        "k4v4 k4v4:boundary_layers=2 k3v3 k3v3:boundary_layers=2 "
+        "k3v3:boundary_layers=1,boundary_preset=k4v4 k3v3:boundary_layers=2,boundary_preset=k4v4 "
+        "k3v2 k3v2:boundary_layers=2 k3v2:boundary_layers=2,boundary_preset=k4v4 "
+        "k2v2 k2v2:boundary_layers=2,boundary_preset=k4v4"
+    ).split()
+]
+SEEDS = [
+    *("k4v4", "k4v4:seed=1", "k4v4:seed=2"),
+    *(valued(f"k3v2{seed}") for seed in ("", ":seed=1", ":seed=2")),
+]
+
+
+POSITIONS = (
+    f"k5v4u k4v4 {valued('k4v2')} k4v2 k3v3 k3v3:{MEAN} {valued('k3v2')} k3v2 {named('smallest')}"
 ).split()
-SEEDS = "k4v4 k4v4:seed=1 k4v4:seed=2 k3v2 k3v2:seed=1 k3v2:seed=2".split()
-
-
-POSITIONS = f"k5v4u k4v4 k4v2 k3v3 k3v3:{MEAN} k3v2".split()
-FAR_POSITIONS = [
-    f"{base}{center}"
-    for base in ("k5v4u", "k4v4", "k4v2", "k3v3", "k3v2")
-    for center in ("", f":{MEAN}")
-]
+FAR_POSITIONS = (
+    f"k5v4u k5v4u:{MEAN} k4v4 k4v4:{MEAN} {valued(f'k4v2:{MEAN}')} {valued('k4v2')} k4v2 "
+    f"k3v3 k3v3:{MEAN} {valued(f'k3v2:{MEAN}')} {valued('k3v2')} {named('smallest')}"
+).split()
 
 
 def _of_quality(make: Callable[..., str], *args: Any) -> Callable[[], str]:
@@ -363,6 +400,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "grids": _of_quality(study, GRIDS),
     "steps": _of_quality(study, STEPS),
     "scales": _of_quality(study, SCALES),
+    "values": _of_quality(values_table),
     "seeds": _of_quality(study, SEEDS),
     "boundary": _of_quality(study, BOUNDARY),
     "allocation": allocation_table,
