@@ -302,7 +302,7 @@ def overview() -> str:
     speed = decode_rows()[LARGE]
     any_row = next(iter(speed.values()))
     lines = []
-    for cache in ("none", "fp8", "k8v8", "k5v4u", "k4v4u", "k4v4", "k3v3", *OTHERS):
+    for cache in ("none", "fp8", "k8v8", "k5v4u", "k4v4u", "k4v4", "k4v2", *OTHERS):
         row = quality[cache]
         label = {"none": "bf16 (quality: float32)"}.get(cache, OTHERS.get(cache, cache))
         cells = [
