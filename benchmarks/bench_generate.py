@@ -54,6 +54,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, QuantizedCache
 
+from torch_turboquant.eval.layers import store
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.memory import attention_layers, packed_memory
 
@@ -211,18 +212,15 @@ def fill(cache: Cache, model, case: Case) -> None:
         x = torch.empty(shape, dtype=model.dtype, device=model.device)
         return x.normal_(generator=generator).transpose(1, 2)
 
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    layers = (
+        (noise(heads) if case.packed else None, noise(kv_heads), noise(kv_heads))
+        for _ in range(config.num_hidden_layers)
+    )
+    store(cache, case.batch, case.context, layers)
     if case.packed:
-        cache.sequences.begin(case.batch, case.context, None)
-    for layer in range(config.num_hidden_layers):
-        heads = config.num_key_value_heads
-        cache.update(noise(heads), noise(heads), layer)
-        if case.packed:  # a center and scales are learned, and what came is stored then
-            held = cache.layers[layer]
-            held.settle(noise(config.num_attention_heads))
-            held.finish()  # or the exact keys and values of all layers would stay
-            assert held.pages[0].any(), "nothing was stored: this would measure an empty cache"
-    if case.packed:
-        cache.sequences.commit()
+        stored = all(layer.pages[0].any() for layer in cache.packed)
+        assert stored, "nothing was stored: this would measure an empty cache"
 
 
 def tensors_of(held: object) -> list[Tensor]:

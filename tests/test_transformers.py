@@ -38,6 +38,7 @@ from torch_turboquant.integrations.transformers import (  # noqa: E402
     load_centers,
     save_centers,
 )
+from torch_turboquant.integrations.transformers import layer as layer_room  # noqa: E402
 from torch_turboquant.integrations.transformers.centers import channel_scale  # noqa: E402
 from torch_turboquant.integrations.transformers.layer import ConstantsByDevice  # noqa: E402
 from torch_turboquant.integrations.transformers.models import (  # noqa: E402
@@ -595,20 +596,55 @@ def test_scales_of_heads_that_hold_nothing():
 
 def test_constants_reach_another_device():
     center = torch.randn(2, 32)
-    tables = {
-        0: make_tables(preset("k4v4", 32), 0, center=center),
-        2: make_tables(preset("k5v4u", 32), 2),
-    }
-    constants = ConstantsByDevice(tables, torch.arange(32).flip(0))
-    assert constants.on(torch.device("cpu")).tables is tables
-    moved = constants.on(torch.device("cpu:0"))  # the same memory, but another name
-    assert torch.equal(moved.partners, torch.arange(32).flip(0))
-    for layer, table in tables.items():
-        for there, here in zip(moved.tables[layer], table, strict=True):
-            assert (there is None) == (here is None)
-            if here is not None:
-                assert torch.equal(there, here) and there.dtype == here.dtype
-                assert there.data_ptr() != here.data_ptr() and there.data_ptr() % 64 == 0
+    configs = {0: preset("k4v4", 32), 2: preset("k5v4u", 32)}
+    constants = ConstantsByDevice(configs, {0: center}, torch.arange(32).flip(0))
+    expected = {0: make_tables(configs[0], 0, center=center), 2: make_tables(configs[2], 2)}
+    places = []
+    for name in ("cpu", "cpu:0"):  # the same memory under two names
+        placed = constants.on(torch.device(name))
+        assert torch.equal(placed.partners, torch.arange(32).flip(0))
+        for layer, table in expected.items():
+            for there, here in zip(placed.tables[layer], table, strict=True):
+                assert (there is None) == (here is None)
+                if here is not None:
+                    assert torch.equal(there, here) and there.dtype == here.dtype
+                    assert there.data_ptr() % 64 == 0
+                    places.append(there.data_ptr())
+        assert constants.on(torch.device(name)) is placed
+    assert len(set(places)) > len(places) // 2
+    # another cache of such layers has the same tables, but centers of its own
+    other = ConstantsByDevice(configs, {}, torch.arange(32)).on(torch.device("cpu")).tables
+    assert other[0].key_signs is constants.on(torch.device("cpu")).tables[0].key_signs
+    assert other[0].center is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("center", ["auto", "mean"])
+def test_layers_learn_together_what_they_would_alone(monkeypatch, family, center):
+    """A first forward learns centers of several layers at once, as far as it has few tokens."""
+    model, ids = make_model(family), make_ids(80, 2)
+    sizes = []
+    learn = layer_room.learn
+
+    def noted(keys, *others, **more):
+        sizes.append(len(keys))
+        return learn(keys, *others, **more)
+
+    monkeypatch.setattr(layer_room, "learn", noted)
+    found = []
+    layers = model.config.num_hidden_layers
+    for together, expected in ((8192, [layers]), (1, [1] * layers), (2 * 2 * 70, [2, 1])):
+        monkeypatch.setattr(layer_room, "_TOGETHER", together)
+        sizes.clear()
+        with TurboQuantCache.for_model(model, "k8v8", max_batch_size=2, center=center) as cache:
+            logits = feed(model, cache, ids, 70, 1)
+            found.append((cache.centers, logits))
+            assert all(one.pages.any() and one.waiting is None for one in cache.packed)
+        assert sizes == expected
+    for centers, logits in found[1:]:
+        for one, other in zip(centers, found[0][0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert_close(logits, found[0][1], 1e-2)
 
 
 def test_calibrate_takes_text():
@@ -647,7 +683,7 @@ def test_reset_forgets_a_learned_center():
 def test_crop_within_the_ring_leaves_no_trace(removed):
     """max_q_len - 1 tokens can be taken back."""
     model, ids, draft = make_model(), make_ids(110), make_ids(9, seed=3)
-    config = make_config(model, "k8v8")  # with few bits a code that rounds the other way shows
+    config = make_config(model)
     with TurboQuantCache.for_model(model, config=config, max_q_len=9) as cache:
         feed(model, cache, ids[:, :90], 80, 1)
         kept = 9 - removed
@@ -656,7 +692,8 @@ def test_crop_within_the_ring_leaves_no_trace(removed):
         actual = feed(model, cache, ids[:, 90 + kept :], 1, 3)
         cache.reset()
         expected = feed(model, cache, ids, 80, *[1] * (10 + kept), 1, 3)
-    assert_close(actual, expected[:, 90 + kept :])
+    # Exact tokens that had become codes would be 6e-3 at least, codes that round otherwise 5e-4.
+    assert_close(actual, expected[:, 90 + kept :], 2e-3)
 
 
 def test_deep_crop_reads_codes_until_the_ring_is_full_again():

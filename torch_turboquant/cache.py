@@ -85,15 +85,6 @@ def make_tables(
     d = config.head_dim
     keys = Codebook.make(d, config.key_bits, config.key_grid)
     values = Codebook.make(d, config.value_bits, config.value_grid)
-    if center is not None:
-        if not _checks.fits_center(center, d):
-            raise ValueError(
-                f"center has shape {list(center.shape)}, expected [kv_heads, {d}] or "
-                f"[3, kv_heads, {d}]"
-            )
-        if center.dim() == 3:
-            center = scaled_center(center[0], center[1])
-        center = center.detach().to(device, torch.float32).contiguous()
     return CacheTables(
         random_signs(d, config.seed, layer, SignKind.KEYS).to(device),
         random_signs(d, config.seed, layer, SignKind.VALUES).to(device),
@@ -101,8 +92,20 @@ def make_tables(
         values.levels_tensor(device),
         keys.steps_tensor(config.search, device),
         values.steps_tensor(config.search, device),
-        center,
+        None if center is None else make_center(center, d, device),
     )
+
+
+def make_center(center: Tensor, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
+    """A center as CacheTables holds it; see make_tables."""
+    if not _checks.fits_center(center, head_dim):
+        raise ValueError(
+            f"center has shape {list(center.shape)}, expected [kv_heads, {head_dim}] or "
+            f"[3, kv_heads, {head_dim}]"
+        )
+    if center.dim() == 3:
+        center = scaled_center(center[0], center[1])
+    return center.detach().to(device, torch.float32).contiguous()
 
 
 def allocate_cache(

@@ -8,7 +8,7 @@ Tokens that a sliding window has let go of count as exact: no query sees them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,26 @@ def record(model: Any, ids: Tensor) -> list[Activations]:
 
 
 @torch.no_grad()
+def store(cache: Cache, batch: int, new: int, layers: Iterable[Sequence[Tensor | None]]) -> None:
+    """Stores new tokens of every layer as a forward would, without one.
+
+    Args:
+        cache: of any kind; a TurboQuantCache attached or not.
+        layers: of each one in turn queries [batch, heads, new, head_dim] (other caches than
+            TurboQuantCache need none), keys and values [batch, kv_heads, new, head_dim].
+    """
+    packed = isinstance(cache, TurboQuantCache)
+    if packed:
+        cache.sequences.begin(batch, new, None)
+    for index, (queries, keys, values) in enumerate(layers):
+        cache.update(keys, values, index)
+        if packed:  # what attention does after the update
+            cache.layers[index].settle(queries)
+    if packed:
+        cache.end_forward()
+
+
+@torch.no_grad()
 def read_back(
     cache: Cache, layers: list[Activations], prefill: int, chunk: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -69,16 +89,8 @@ def read_back(
     step = min(chunk, cache.sequences.max_q_len) if packed else chunk
     starts = [0, *range(min(prefill, n), n, step)]
     for start, end in zip(starts, [*starts[1:], n], strict=True):
-        if packed:
-            cache.sequences.begin(1, end - start, None)
-        for index, layer in enumerate(layers):
-            cache.update(layer.keys[None, :, start:end], layer.values[None, :, start:end], index)
-            if packed:  # what attention does after the update
-                cache.layers[index].settle(layer.queries[None, :, start:end])
-        if packed:
-            cache.sequences.commit()
-            for held in cache.packed:
-                held.finish()
+        inputs = ((x.queries, x.keys, x.values) for x in layers)
+        store(cache, 1, end - start, ([t[None, :, start:end] for t in x] for x in inputs))
     for index, layer in enumerate(layers):
         yield _packed(cache, index, layer) if packed else _plain(cache.layers[index])
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, create_masks_for_generate
 
-from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
+from torch_turboquant.integrations.transformers.layer import TurboQuantLayer, settle
 from torch_turboquant.integrations.transformers.models import original_attention, text_config
 from torch_turboquant.integrations.transformers.sequences import Sequences
 
@@ -43,6 +43,17 @@ class Attachable:
         if self._release is not None:
             self._release()
         self.binding = self._release = None
+
+    def end_forward(self, succeeded: bool = True) -> None:
+        """What `sequences.begin` planned has gone through all layers, or has failed."""
+        if succeeded:
+            if self.sequences.forward.unsettled:
+                settle(self.sequences.forward)
+            self.sequences.commit()
+        else:
+            self.sequences.abort()
+        for layer in self.packed:
+            layer.finish()
 
     def __enter__(self) -> Self:
         return self
@@ -145,15 +156,8 @@ class Binding:
 
     def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         cache, self.cache = self.cache, None
-        if cache is None:
-            return
-        sequences = cache.sequences
-        if output is None:  # the forward has raised
-            sequences.abort()
-        else:
-            sequences.commit()
-        for layer in cache.packed:
-            layer.finish()
+        if cache is not None:
+            cache.end_forward(succeeded=output is not None)  # no output: it has raised
 
 
 _BY_CONFIG: dict[int, Binding] = {}  # id of the text configuration -> who is attached there

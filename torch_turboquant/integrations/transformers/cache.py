@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from torch_turboquant.cache import make_tables
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.config import preset as preset_config
 from torch_turboquant.integrations.transformers import centers
@@ -101,17 +100,16 @@ class TurboQuantCache(Attachable, Cache):
         )
         self.windows = windows
         layers = plain_layers(model)
-        tables = {
-            index: make_tables(
-                self.configs[index], index, center=None if known is None else known[index]
+        packed = {i: self.configs[i] for i, window in enumerate(windows) if window is not None}
+        centers_of = {} if known is None else {index: known[index] for index in packed}
+        constants = ConstantsByDevice(packed, centers_of, rotary_partners(model))
+        device = next(model.parameters()).device
+        if device.type != "meta":
+            constants.on(device)  # here, because a first forward would wait for it
+        for index, config in packed.items():
+            layers[index] = TurboQuantLayer(
+                index, config, self.sequences, constants, windows[index]
             )
-            for index, window in enumerate(windows)
-            if window is not None
-        }
-        constants = ConstantsByDevice(tables, rotary_partners(model))
-        for index in tables:
-            config, window = self.configs[index], windows[index]
-            layers[index] = TurboQuantLayer(index, config, self.sequences, constants, window)
         self.packed = [layer for layer in layers if isinstance(layer, TurboQuantLayer)]
         self.states = [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
         super().__init__(layers=layers)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +18,18 @@ from torch_turboquant.cache import (
     allocate_cache,
     allocate_tail,
     cache_store,
+    make_center,
+    make_tables,
 )
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.transformers.centers import learn
 from torch_turboquant.integrations.transformers.sequences import (
+    Forward,
     Piece,
     Sequences,
     Step,
     fixed,
+    put_together,
 )
 
 
@@ -35,20 +41,75 @@ class Constants(NamedTuple):
 
 
 class ConstantsByDevice:
-    """Constants wherever layers run: one transfer for all of them, when the first layer asks."""
+    """Constants wherever layers run."""
 
-    def __init__(self, tables: dict[int, CacheTables], partners: Tensor) -> None:
-        self.host = Constants(tables, partners)
-        self.known = {partners.device: self.host}
+    def __init__(
+        self,
+        configs: dict[int, CacheConfig],
+        centers: Mapping[int, Tensor],
+        partners: Tensor,
+    ) -> None:
+        """Of each layer its config and, unless that is to be learned or off, its center."""
+        self.configs, self.partners = tuple(configs.items()), partners
+        self.centers = {i: make_center(c, configs[i].head_dim) for i, c in centers.items()}
+        self.known: dict[torch.device, Constants] = {}
 
     def on(self, device: torch.device) -> Constants:
         if device not in self.known:
-            tables = self.host.tables
-            tensors = [t for layer in tables.values() for t in layer] + [self.host.partners]
-            moved = iter(_put(tensors, device))
-            placed = {index: CacheTables(*(next(moved) for _ in tables[index])) for index in tables}
-            self.known[device] = Constants(placed, next(moved))
+            tables = dict(_tables_on(self.configs, device))
+            *centers, partners = put_together([*self.centers.values(), self.partners], device)
+            for index, center in zip(self.centers, centers, strict=True):
+                tables[index] = tables[index]._replace(center=center)
+            self.known[device] = Constants(tables, partners)
         return self.known[device]
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def _tables_on(
+    configs: tuple[tuple[int, CacheConfig], ...], device: torch.device
+) -> dict[int, CacheTables]:
+    """Tables of layers without their centers; all caches of such layers share them."""
+    host = {index: make_tables(config, index) for index, config in configs}
+    tensors = [t for table in host.values() for t in table if t is not None]
+    placed = iter(put_together(tensors, device))
+    return {
+        index: CacheTables(*(t if t is None else next(placed) for t in table))
+        for index, table in host.items()
+    }
+
+
+class Unsettled(NamedTuple):
+    """What one forward brought to a layer whose center it is to be learned from."""
+
+    layer: TurboQuantLayer
+    query: Tensor  # [batch, heads, new, head_dim]
+    key: Tensor  # [batch, kv_heads, tokens, head_dim]
+    value: Tensor
+
+
+# Tokens of a batch in all layers that wait for their centers, at most but for the last layer's: the
+# host needs longer to start what learns a center than a GPU to read so many tokens.
+_TOGETHER = 8192
+
+
+def settle(forward: Forward) -> None:
+    """Learns the centers of all layers that wait for it, then stores what they were handed."""
+    unsettled, forward.unsettled = forward.unsettled, []
+    alike: dict[Any, list[Unsettled]] = defaultdict(list)
+    for one in unsettled:
+        alike[one.layer.device, one.query.shape, one.key.shape].append(one)
+    for group in alike.values():
+        first = group[0].layer
+        centers = learn(
+            [one.key for one in group],
+            [one.query for one in group],
+            forward,
+            first.constants.on(first.device).partners,
+            scaled=first.sequences.learned_center == "auto",
+        )
+        for one, center in zip(group, centers, strict=True):
+            one.layer.store_with(center, one.key, one.value)
 
 
 class TurboQuantLayer(CacheLayerMixin):
@@ -101,7 +162,8 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"[kv_heads, head_dim] = [{self.kv_heads}, {head_dim}], or 3 of these"
             )
         if self.sequences.learned_center:
-            shape = (3, self.kv_heads, head_dim)[self.sequences.learned_center == "mean" :]
+            scaled = self.sequences.learned_center == "auto"
+            shape = (3, self.kv_heads, head_dim) if scaled else (self.kv_heads, head_dim)
             self.tables = self.tables._replace(center=torch.zeros(shape, device=self.device))
         if self.sequences.has_tail:
             self.ring = allocate_tail(
@@ -157,19 +219,22 @@ class TurboQuantLayer(CacheLayerMixin):
         return self._handed
 
     def settle(self, query: Tensor) -> None:
-        """Learns a center that is to be learned in this forward, then stores what `update` got.
+        """After `update`: has a center learned, if this forward learns one, and then stores.
 
         query: [batch, heads, new, head_dim]. The scales of channels need it, so `update` cannot.
         """
         forward = self.sequences.forward
-        if self._handed is None or not forward.encode or self.sequences.center_known:
-            return
-        keys, values = self._handed
-        scaled = self.sequences.learned_center == "auto"
-        partners = self.constants.on(self.device).partners
-        self.tables.center.copy_(learn(keys, query, forward, partners, scaled))
+        if forward.encode and not self.sequences.center_known and self._handed is not None:
+            forward.unsettled.append(Unsettled(self, query, *self._handed))
+            if len(forward.unsettled) * forward.batch * forward.total >= _TOGETHER:
+                settle(forward)
+        self._handed = None
+
+    def store_with(self, center: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Takes a center that was learned, and stores all tokens of this forward with it."""
+        self.tables.center.copy_(center)
         self._reserve()
-        self._store(forward.piece(0, self.device, self._pages), keys, values)
+        self._store(self.sequences.forward.piece(0, self.device, self._pages), keys, values)
 
     def _reserve(self) -> None:
         """Makes room for the pages of all sequences; what is stored keeps its place in its row."""
@@ -215,15 +280,13 @@ class TurboQuantLayer(CacheLayerMixin):
 
         original: returns the attention that the model had before.
         """
-        forward = self.sequences.forward
-        handed = self._handed
+        forward, handed = self.sequences.forward, self._handed
         if handed is None or key is not handed[0] or value is not handed[1]:
             raise RuntimeError(
                 f"{type(module).__name__} changes keys or values between the cache's update and "
                 "attention (or shares them between layers), which TurboQuantCache does not support"
             )
         self.settle(query)
-        self._handed = None
         if forward.exact:
             return original()(module, query, key, value, attention_mask, **kwargs)
         options = self._options(module, query, kwargs)
@@ -324,29 +387,9 @@ class TurboQuantLayer(CacheLayerMixin):
             self.waiting = None
 
 
-_ALIGNED = 256  # bytes, as an allocation of its own would be
-
-
-def _put(tensors: list[Tensor | None], device: torch.device) -> list[Tensor | None]:
-    """Copies on a device: one transfer for each dtype, none waits for what the device is doing."""
-    moved: dict[int, Tensor] = {}
-    for dtype in {t.dtype for t in tensors if t is not None}:
-        group = [t for t in tensors if t is not None and t.dtype == dtype]
-        aligned = torch.zeros(_ALIGNED // dtype.itemsize, dtype=dtype)
-        gaps = [aligned[: -t.numel() % len(aligned)] for t in group]
-        parts = [x for t, gap in zip(group, gaps, strict=True) for x in (t.flatten(), gap)]
-        host = torch.cat(parts)
-        if device.type == "cuda":
-            host = host.pin_memory()
-        there = host.to(device, non_blocking=True, copy=True).split([len(x) for x in parts])
-        for t, part in zip(group, there[::2], strict=True):
-            moved[id(t)] = part if t.dim() == 1 else part.view(t.shape)
-    return [None if t is None else moved[id(t)] for t in tensors]
-
-
 def nbytes(t: Tensor | None) -> int:
     """Of a tensor's numbers; 0 without one."""
-    return 0 if t is None else t.numel() * t.element_size()
+    return 0 if t is None else t.nbytes
 
 
 _KNOWN_KWARGS = frozenset(

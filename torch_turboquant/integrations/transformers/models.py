@@ -151,7 +151,7 @@ def rotary_partners(model: nn.Module) -> Tensor:
     Asked of the model's own rotate_half. A channel that is not rotated, or of a model where this
     cannot be told, is its own partner.
     """
-    partners = torch.arange(head_dim_of(text_config(model)))
+    partners = torch.arange(head_dim_of(text_config(model)), device="cpu")
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     rotate = getattr(sys.modules[type(decoder).__module__], "rotate_half", None)
     buffers = decoder.named_buffers()

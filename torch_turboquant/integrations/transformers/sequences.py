@@ -47,6 +47,7 @@ class Pieces:
 
     def __init__(self, batch: int, new: int, columns: list[tuple[int, int]]) -> None:
         self.batch, self.new, self.pieces = batch, new, columns
+        self.unsettled: list[Any] = []  # layers that wait for their centers: layer.Unsettled
         self._built: dict[tuple[int, torch.device, int], Piece] = {}
 
     def piece(self, index: int, device: torch.device, pages: int) -> Piece:
@@ -117,21 +118,21 @@ class Forward(Pieces):
             valid[row, 1] = ring_first_stored(kept, length, self.ring_tokens)
         table = block_tables(self.batch, self.pages, pages)
 
-        def put(t: Tensor | None) -> Tensor | None:
-            return None if t is None else t.to(device)
-
         start = 0 if self.exact else self.past  # the column that keys and queries begin with
-        return Piece(
+        host = Piece(
             slice(first - start, last - start),
-            put(real),
-            put(slots.flatten()),
-            put(torch.tensor(lengths, dtype=torch.int32)),
-            put(cu_seqlens_q),
+            real,
+            slots.flatten(),
+            torch.tensor(lengths, dtype=torch.int32),
+            cu_seqlens_q,
             last - first,
-            put(table),
-            put(torch.arange(self.batch)),
-            put(valid),
+            table,
+            torch.arange(self.batch),
+            valid,
         )
+        tensors = {name: t for name, t in host._asdict().items() if isinstance(t, Tensor)}
+        placed = put_together(list(tensors.values()), device)
+        return host._replace(**dict(zip(tensors, placed, strict=True)))
 
 
 class Counters:
@@ -208,6 +209,29 @@ def block_tables(rows: int, longest: int, pages: int) -> Tensor:
     """The same for pages: int32 [rows, longest], where each row owns `pages`."""
     table = torch.arange(rows)[:, None] * pages + torch.arange(longest) % pages
     return table.to(torch.int32)
+
+
+_ALIGNED = 256  # bytes, as an allocation of its own would be
+
+
+def put_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of the host's tensors on a device: one transfer, which waits for nothing.
+
+    Equal ones become one.
+    """
+    contents = [t.numpy().tobytes() for t in tensors]
+    places: dict[bytes, int] = {}
+    host = bytearray()
+    for data in contents:
+        if data not in places:
+            places[data] = len(host)
+            host += data + bytes(_ALIGNED - len(data) % _ALIGNED)
+    together = torch.empty(len(host), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = together.copy_(torch.frombuffer(host, dtype=torch.uint8)).to(device, non_blocking=True)
+    return [
+        there[places[data] :][: len(data)].view(t.dtype).view(t.shape)
+        for t, data in zip(tensors, contents, strict=True)
+    ]
 
 
 def fixed(*tensors: Tensor | None) -> None:
