@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks)
 #pragma unroll 1
     for (bool exact = false;; exact = true) {
       float y[64];
-      read_staged<T>(stage + vector * kStride + 32 * part, sign_rows + part * kSignStride, {}, part, y);
+      read_staged<T, false>(stage + vector * kStride + 32 * part, sign_rows + part * kSignStride, {}, part, y);
       bool broken = false;
       float up = 1;
       if (exact) {

@@ -81,11 +81,12 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
     float y[64];
     const Rotated v = rotate_vector<Traits>(y, part, [&](float (&y)[64]) {
       const uint32_t* staged = stage + vector * kStageStride<Traits> + 32 * part;
-      // By hand: through of_head, which also finds the inverse, compilers spill a hundred bytes.
-      const int64_t first = from_head * source.channel_stride + 64 * part;
-      const float* center = source.channels.center ? source.channels.center + first : nullptr;
-      const float* scale = source.channels.scale ? source.channels.scale + first : nullptr;
-      read_staged<T>(staged, signs, {center, scale, nullptr}, part, y);
+      if (source.channels.center) {
+        const auto channels = source.channels.from(from_head * source.channel_stride + 64 * part);
+        read_staged<T, true>(staged, signs, channels, part, y);
+      } else {
+        read_staged<T, false>(staged, signs, {}, part, y);
+      }
     });
     __syncwarp();
     tile += tiles_on;
