@@ -35,36 +35,15 @@ inline int any_warps(int words, int most) {
 // ---- Channels of a vector in memory -----------------------------------------------------------------------------------
 
 // Two neighbouring channels, i even; rows start at multiples of two elements.
-__device__ __forceinline__ float2 load_two(const void* x, ScalarType dtype, int64_t i) {
-  float y[2];
-  if (dtype == ScalarType::BFloat16) {
-    load_floats<2>(static_cast<const __nv_bfloat16*>(x) + i, y);
-  } else if (dtype == ScalarType::Half) {
-    load_floats<2>(static_cast<const __half*>(x) + i, y);
-  } else {
-    load_floats<2>(static_cast<const float*>(x) + i, y);
-  }
-  return {y[0], y[1]};
-}
-
-__device__ __forceinline__ void store_two(void* x, ScalarType dtype, int64_t i, float2 v) {
-  const float y[2] = {v.x, v.y};
-  if (dtype == ScalarType::BFloat16) {
-    store_floats<2>(y, static_cast<__nv_bfloat16*>(x) + i);
-  } else if (dtype == ScalarType::Half) {
-    store_floats<2>(y, static_cast<__half*>(x) + i);
-  } else {
-    store_floats<2>(y, static_cast<float*>(x) + i);
-  }
-}
-
 __device__ __forceinline__ float2 two(const float* x, int i) { return __ldg(reinterpret_cast<const float2*>(x + i)); }
 
 // The vector at `offset`, less the center, scaled and with its signs, as section 5 rotates it.
 __device__ __forceinline__ void load_any(float* y, int d, const void* x, ScalarType dtype, int64_t offset,
                                          const float* signs, const format::Channels& channels, int lane) {
   for (int i = 2 * lane; i < d; i += 64) {
-    float2 v = load_two(x, dtype, offset + i);
+    float pair[2];
+    load_floats_as<2>(x, dtype, offset + i, pair);
+    float2 v{pair[0], pair[1]};
     if (channels.center) {
       const float2 c = two(channels.center, i);
       v = {__fsub_rn(v.x, c.x), __fsub_rn(v.y, c.y)};
@@ -281,7 +260,8 @@ __device__ __forceinline__ void store_any(float* y, const AnyShape& s, const flo
       const float2 c = two(channels.center, i);
       v = {__fadd_rn(v.x, c.x), __fadd_rn(v.y, c.y)};
     }
-    store_two(out, dtype, offset + i, v);
+    const float pair[2] = {v.x, v.y};
+    store_floats_as<2>(pair, out, dtype, offset + i);
   }
 }
 

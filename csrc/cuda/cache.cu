@@ -138,7 +138,8 @@ __global__ void __launch_bounds__(32 * kLoadWarps)
     store_any(y, shape, a.signs[kind], kind == kKeys ? a.channels.of_head(head, d) : format::Channels{}, a.out[kind],
               a.dtype, at, exists, lane);
   } else {
-    for (int i = 2 * lane; i < d; i += 64) store_two(a.out[kind], a.dtype, at + i, {0, 0});
+    const float zeros[2] = {};
+    for (int i = 2 * lane; i < d; i += 64) store_floats_as<2>(zeros, a.out[kind], a.dtype, at + i);
   }
 }
 

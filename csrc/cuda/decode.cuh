@@ -149,12 +149,6 @@ __device__ __forceinline__ uint32_t transposed(uint32_t x) {  // an 8 x 8 tile o
   return out;
 }
 
-__device__ __forceinline__ float read_float(const void* p, ScalarType dtype, int64_t i) {
-  if (dtype == ScalarType::BFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(p)[i]);
-  if (dtype == ScalarType::Half) return __half2float(static_cast<const __half*>(p)[i]);
-  return static_cast<const float*>(p)[i];
-}
-
 // Blocks have up to eight warps; or four, and more of them share a multiprocessor (decode.cu chooses).
 constexpr int kMaxWarps = 8;
 constexpr int decode_blocks(int n, int d) { return n * d <= 128 ? 2 : 1; }
@@ -616,7 +610,7 @@ class Decoder {
       DecodeRow row{1, 0, 0, 0, 0};
       const bool real = find_row(at, r, token, head, position);
 #pragma unroll
-      for (int i = 0; i < X::kPerLane; ++i) y[i] = real ? read_float(plain(), a_.dtype, r * D + channel(i)) : 0;
+      for (int i = 0; i < X::kPerLane; ++i) y[i] = real ? load_float(plain(), a_.dtype, r * D + channel(i)) : 0;
       if (real) {
         const format::Channels of_head = a_.channels.of_head(at.head, D);
         if (of_head.center) {

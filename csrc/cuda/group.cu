@@ -22,20 +22,6 @@ __device__ __forceinline__ __half limited_half(float x) {
   return __float2half_rn(fminf(fmaxf(x, -format::kMaxHalf), format::kMaxHalf));
 }
 
-// 16 channels of a lane, any dtype.
-__device__ __forceinline__ void load_channels(const void* x, int64_t at, ScalarType dtype, float (&y)[kEncoded]) {
-#pragma unroll
-  for (int k = 0; k < kEncoded; k += 8) {
-    if (dtype == ScalarType::BFloat16) {
-      load_floats<8>(static_cast<const __nv_bfloat16*>(x) + at + k, y + k);
-    } else if (dtype == ScalarType::Half) {
-      load_floats<8>(static_cast<const __half*>(x) + at + k, y + k);
-    } else {
-      load_floats<8>(static_cast<const float*>(x) + at + k, y + k);
-    }
-  }
-}
-
 // x: rows of `row_groups` groups -> packed codes and constants of all groups, contiguous
 template <int GROUP, int BITS>
 __global__ void __launch_bounds__(kThreads, 8)
@@ -54,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 8)
   }
 
   float y[kEncoded];
-  load_channels(x, from + lane * kEncoded, dtype, y);
+  load_floats_as<kEncoded>(x, dtype, from + lane * kEncoded, y);
   float low = y[0], high = y[0], broken = 0;  // broken: NaN if any channel is NaN or infinite
 #pragma unroll
   for (int i = 0; i < kEncoded; ++i) {

@@ -51,30 +51,18 @@ __device__ __forceinline__ void store(const float (&y)[Traits::kPerLane], int la
   }
 }
 
-// The same for a dtype known at run time, `offset` elements from the start. It matters to loads and stores only: not worth
-// another copy of every kernel.
+// The same for a dtype known at run time, `at` elements from the start.
 template <typename Traits>
-__device__ __forceinline__ void load_as(const void* x, ScalarType dtype, int64_t offset, int lane,
+__device__ __forceinline__ void load_as(const void* x, ScalarType dtype, int64_t at, int lane,
                                         float (&y)[Traits::kPerLane]) {
-  if (dtype == ScalarType::BFloat16) {
-    load<Traits>(static_cast<const __nv_bfloat16*>(x) + offset, lane, y);
-  } else if (dtype == ScalarType::Half) {
-    load<Traits>(static_cast<const __half*>(x) + offset, lane, y);
-  } else {
-    load<Traits>(static_cast<const float*>(x) + offset, lane, y);
-  }
+  with_float_type(dtype,
+                  [&](auto tag) { load<Traits>(static_cast<const typename decltype(tag)::type*>(x) + at, lane, y); });
 }
 
 template <typename Traits>
-__device__ __forceinline__ void store_as(const float (&y)[Traits::kPerLane], int lane, void* out, ScalarType dtype,
-                                         int64_t offset) {
-  if (dtype == ScalarType::BFloat16) {
-    store<Traits>(y, lane, static_cast<__nv_bfloat16*>(out) + offset);
-  } else if (dtype == ScalarType::Half) {
-    store<Traits>(y, lane, static_cast<__half*>(out) + offset);
-  } else {
-    store<Traits>(y, lane, static_cast<float*>(out) + offset);
-  }
+__device__ __forceinline__ void store_as(const float (&y)[Traits::kPerLane], int lane, void* x, ScalarType dtype,
+                                         int64_t at) {
+  with_float_type(dtype, [&](auto tag) { store<Traits>(y, lane, static_cast<typename decltype(tag)::type*>(x) + at); });
 }
 
 // Lanes for d = m * 2^log_n: at least four where rows are long enough, so that a group reads 64 bytes at a time, and

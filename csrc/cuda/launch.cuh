@@ -130,17 +130,6 @@ __device__ __forceinline__ uint32_t word_of_floats(float x, float y) {
   }
 }
 
-// Element i of a tensor, rounded to nearest even.
-__device__ __forceinline__ void store_float(void* to, ScalarType dtype, int64_t i, float y) {
-  if (dtype == ScalarType::BFloat16) {
-    static_cast<__nv_bfloat16*>(to)[i] = __float2bfloat16_rn(y);
-  } else if (dtype == ScalarType::Half) {
-    static_cast<__half*>(to)[i] = __float2half_rn(y);
-  } else {
-    static_cast<float*>(to)[i] = y;
-  }
-}
-
 // N neighbouring elements as float32, N even, moved 16 bytes at a time or all at once where they are fewer; memory is aligned
 // to that. Rounding is to nearest even. What is loaded must not be written by the same kernel. (The intrinsics are there because
 // the compiler splits some plain 16-byte accesses.)
@@ -186,6 +175,45 @@ __device__ __forceinline__ void store_floats(const float* y, T* to) {
     for (int i = 0; i < kWords; i += 4) {
       __stwb(reinterpret_cast<uint4*>(to) + i / 4, make_uint4(word[i], word[i + 1], word[i + 2], word[i + 3]));
     }
+  }
+}
+
+// The same for a dtype known at run time, `at` elements from the start. It matters to loads and stores only: not worth another
+// copy of every kernel.
+template <typename Fn>
+__device__ __forceinline__ void with_float_type(ScalarType dtype, Fn&& fn) {
+  if (dtype == ScalarType::BFloat16) {
+    fn(Tag<__nv_bfloat16>{});
+  } else if (dtype == ScalarType::Half) {
+    fn(Tag<__half>{});
+  } else {
+    fn(Tag<float>{});
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void load_floats_as(const void* x, ScalarType dtype, int64_t at, float* y) {
+  with_float_type(dtype,
+                  [&](auto tag) { load_floats<N>(static_cast<const typename decltype(tag)::type*>(x) + at, y); });
+}
+template <int N>
+__device__ __forceinline__ void store_floats_as(const float* y, void* x, ScalarType dtype, int64_t at) {
+  with_float_type(dtype, [&](auto tag) { store_floats<N>(y, static_cast<typename decltype(tag)::type*>(x) + at); });
+}
+
+// A single element.
+__device__ __forceinline__ float load_float(const void* x, ScalarType dtype, int64_t at) {
+  if (dtype == ScalarType::BFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(x)[at]);
+  if (dtype == ScalarType::Half) return __half2float(static_cast<const __half*>(x)[at]);
+  return static_cast<const float*>(x)[at];
+}
+__device__ __forceinline__ void store_float(void* x, ScalarType dtype, int64_t at, float y) {
+  if (dtype == ScalarType::BFloat16) {
+    static_cast<__nv_bfloat16*>(x)[at] = __float2bfloat16_rn(y);
+  } else if (dtype == ScalarType::Half) {
+    static_cast<__half*>(x)[at] = __float2half_rn(y);
+  } else {
+    static_cast<float*>(x)[at] = y;
   }
 }
 

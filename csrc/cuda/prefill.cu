@@ -131,17 +131,6 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 __device__ __forceinline__ uint32_t halves(float low, float high) { return word_of_floats<__half>(low, high); }
 
-// Eight channels from `offset` elements on; for whole 16-byte words.
-__device__ __forceinline__ void load_octet(const void* x, ScalarType dtype, int64_t offset, float (&y)[8]) {
-  if (dtype == ScalarType::BFloat16) {
-    load_floats<8>(static_cast<const __nv_bfloat16*>(x) + offset, y);
-  } else if (dtype == ScalarType::Half) {
-    load_floats<8>(static_cast<const __half*>(x) + offset, y);
-  } else {
-    load_floats<8>(static_cast<const float*>(x) + offset, y);
-  }
-}
-
 // ---- From codes to float16 --------------------------------------------------------------------------------------------
 
 // 128 + level of eight codes, a byte each, from their nibbles in this order. Tables of byte permutations have eight entries, so
@@ -475,7 +464,7 @@ class Block {
           float y[8] = {};
           if (r < rows_) {
             const Row at = row(r);
-            load_octet(a_.q, a_.dtype, at.token * a_.q_token_stride + at.head * a_.q_head_stride + 8 * o, y);
+            load_floats_as<8>(a_.q, a_.dtype, at.token * a_.q_token_stride + at.head * a_.q_head_stride + 8 * o, y);
           }
           float other[8];
           if (center) {
@@ -685,7 +674,7 @@ class Block {
       const int64_t from = ((tail_row_ + ring_row) * 2 + is_value) * d;
       const float* center = !is_value && centered() ? a_.channels.center + int64_t{head_} * d : nullptr;
       const auto load = [&](int o, float (&y)[8]) {
-        load_octet(a_.tail, a_.dtype, from + 8 * o, y);
+        load_floats_as<8>(a_.tail, a_.dtype, from + 8 * o, y);
         if (!center) return;
         float c[8];
         load_floats<8>(center + 8 * o, c);

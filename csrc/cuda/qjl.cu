@@ -29,12 +29,6 @@ __device__ __forceinline__ int prescale_exponent(uint32_t amax_bits) {
 
 __device__ __forceinline__ float nan_norm() { return __int_as_float(0x7FC00000); }
 
-__device__ __forceinline__ float load_as_float(const void* x, ScalarType dtype, int64_t at) {
-  if (dtype == ScalarType::BFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(x)[at]);
-  if (dtype == ScalarType::Half) return __half2float(static_cast<const __half*>(x)[at]);
-  return static_cast<const float*>(x)[at];
-}
-
 // A group of lanes takes several vectors, one after the other, and keeps the signs in registers where they fit.
 template <typename Traits>
 constexpr bool kHoldsSigns = Traits::kPerLane <= 64;
@@ -267,7 +261,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t from = rows(vector);
   uint32_t amax = 0;
   for (int c = lane; c < d; c += 32) {
-    y[c] = load_as_float(residual, dtype, from + c);
+    y[c] = load_float(residual, dtype, from + c);
     amax = max(amax, magnitude_bits(y[c]));
   }
   amax = group_max<32>(amax);
@@ -335,7 +329,7 @@ __global__ void __launch_bounds__(kDenseThreads, 2)
     uint32_t amax = 0;
     if (v < count) {
       const int64_t from = rows(first + v);
-      for (int c = lane; c < d; c += 32) amax = max(amax, magnitude_bits(load_as_float(residual, dtype, from + c)));
+      for (int c = lane; c < d; c += 32) amax = max(amax, magnitude_bits(load_float(residual, dtype, from + c)));
     }
     amax = group_max<32>(amax);
     if (lane == 0) {
@@ -369,7 +363,7 @@ __global__ void __launch_bounds__(kDenseThreads, 2)
         if (c < width) {
 #pragma unroll 4
           for (int v = thread / kTileChannels; v < kTileVectors; v += kDenseThreads / kTileChannels) {
-            vectors[v][c] = __fmul_rn(load_as_float(residual, dtype, start[v] + from + c), down[v]);
+            vectors[v][c] = __fmul_rn(load_float(residual, dtype, start[v] + from + c), down[v]);
           }
 #pragma unroll 4
           for (int r = thread / kTileChannels; r < kTileRows; r += kDenseThreads / kTileChannels) {

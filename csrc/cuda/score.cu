@@ -75,12 +75,6 @@ struct Layout {
   }
 };
 
-__device__ __forceinline__ float load_query(const ScoreArguments& a, int64_t at) {
-  if (a.q_dtype == ScalarType::BFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(a.q)[at]);
-  if (a.q_dtype == ScalarType::Half) return __half2float(static_cast<const __half*>(a.q)[at]);
-  return static_cast<const float*>(a.q)[at];
-}
-
 // q * factors * inverse -> y[d] in shared memory, by one warp; factors may be null. Returns this lane's part of <q, center>.
 __device__ __forceinline__ float load_products(const ScoreArguments& a, int64_t from, const float* factors,
                                                const format::Channels& channels, float* y, int lane) {
@@ -92,7 +86,7 @@ __device__ __forceinline__ float load_products(const ScoreArguments& a, int64_t 
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int c = base + 32 * i;
-      x[i] = c < a.d ? load_query(a, from + c) : 0;
+      x[i] = c < a.d ? load_float(a.q, a.q_dtype, from + c) : 0;
       factor[i] = factors && c < a.d ? factors[c] : 1;
       if (channels.inverse && c < a.d) factor[i] *= channels.inverse[c];
       other[i] = channels.center && c < a.d ? channels.center[c] : 0;
