@@ -68,17 +68,7 @@ __device__ __forceinline__ void any_pass(float* y, int d, int log_h, int lane) {
     float v[R];
 #pragma unroll
     for (int k = 0; k < R; ++k) v[k] = at[k << log_h];
-#pragma unroll
-    for (int h = 1; h < R; h *= 2) {
-#pragma unroll
-      for (int k = 0; k < R; ++k) {
-        if ((k & h) == 0) {
-          const float p = v[k], q = v[k + h];
-          v[k] = __fadd_rn(p, q);
-          v[k + h] = __fsub_rn(p, q);
-        }
-      }
-    }
+    lane_butterflies<1, R>(v);
 #pragma unroll
     for (int k = 0; k < R; ++k) at[k << log_h] = v[k];
   }
@@ -92,12 +82,7 @@ __device__ __forceinline__ void any_mix(float* y, int block, int lane) {
 #pragma unroll
     for (int j = 0; j < M; ++j) in[j] = y[j * block + i];
 #pragma unroll
-    for (int b = 0; b < M; ++b) {
-      float sum = __fmul_rn(format::hartley(M, 0), in[0]);
-#pragma unroll
-      for (int j = 1; j < M; ++j) sum = __fadd_rn(sum, __fmul_rn(format::hartley(M, b * j % M), in[j]));
-      y[b * block + i] = sum;
-    }
+    for (int b = 0; b < M; ++b) y[b * block + i] = hartley_entry<M>(in, b);
   }
   __syncwarp();
 }
@@ -131,12 +116,7 @@ __device__ __forceinline__ void any_tree_pass(float* t, int d, int log_h, int la
     float v[R];
 #pragma unroll
     for (int k = 0; k < R; ++k) v[k] = at[k << log_h];
-#pragma unroll
-    for (int n = R / 2; n > 0; n /= 2) {
-#pragma unroll
-      for (int k = 0; k < n; ++k) v[k] = __fadd_rn(v[2 * k], v[2 * k + 1]);
-    }
-    *at = v[0];
+    *at = pair_sum(v);
   }
   __syncwarp();
 }

@@ -1285,7 +1285,7 @@ class Decoder {
 #pragma unroll
       for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = fmaf(side, y[e], __shfl_xor_sync(0xffffffff, y[e], 4 * bit));
     }
-    lane_butterflies<Columns, 1, Columns::kChunks>(y);
+    lane_butterflies<1, Columns::kChunks>(y);
     mix_blocks<Columns>(y);
   }
 

@@ -105,12 +105,12 @@ constexpr float block_norm(int log_n) {
 }
 
 // Butterflies between channels of a lane, for distances FROM, 2 FROM, .. below TO.
-template <typename Traits, int FROM, int TO>
-__device__ __forceinline__ void lane_butterflies(float (&y)[Traits::kPerLane]) {
+template <int FROM, int TO, int N>
+__device__ __forceinline__ void lane_butterflies(float (&y)[N]) {
 #pragma unroll
   for (int h = FROM; h < TO; h *= 2) {
 #pragma unroll
-    for (int i = 0; i < Traits::kPerLane; ++i) {
+    for (int i = 0; i < N; ++i) {
       if ((i & h) == 0) {
         const float p = y[i], q = y[i + h];
         y[i] = __fadd_rn(p, q);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void lane_butterflies(float (&y)[Traits::kPerLane]) {
 // The butterflies of every block. y: what lane `lane` of its group of kLanes lanes holds. All 32 lanes of the warp take part.
 template <typename Traits>
 __device__ __forceinline__ void butterflies(float (&y)[Traits::kPerLane], int lane) {
-  lane_butterflies<Traits, 1, Traits::kVec>(y);
+  lane_butterflies<1, Traits::kVec>(y);
 #pragma unroll
   for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
     // A lane adds its partner's value to its own, or subtracts its own from it: the two results of the butterfly, bit for
@@ -134,10 +134,19 @@ __device__ __forceinline__ void butterflies(float (&y)[Traits::kPerLane], int la
       y[i] = __fmaf_rn(side, y[i], __shfl_xor_sync(0xffffffff, y[i], bit));
     }
   }
-  lane_butterflies<Traits, Traits::kVec, Traits::kVec * Traits::kChunks>(y);
+  lane_butterflies<Traits::kVec, Traits::kVec * Traits::kChunks>(y);
 }
 
-// The orthonormal m x m factor across blocks.
+// The orthonormal m x m factor: entry k of the result.
+template <int M>
+__device__ __forceinline__ float hartley_entry(const float (&in)[M], int k) {
+  float sum = __fmul_rn(format::hartley(M, 0), in[0]);
+#pragma unroll
+  for (int j = 1; j < M; ++j) sum = __fadd_rn(sum, __fmul_rn(format::hartley(M, k * j % M), in[j]));
+  return sum;
+}
+
+// The same across the blocks that a lane holds.
 template <typename Traits>
 __device__ __forceinline__ void mix_blocks(float (&y)[Traits::kPerLane]) {
   constexpr int m = Traits::kBlocks, per_block = Traits::kVec * Traits::kChunks;
@@ -148,12 +157,7 @@ __device__ __forceinline__ void mix_blocks(float (&y)[Traits::kPerLane]) {
 #pragma unroll
       for (int j = 0; j < m; ++j) in[j] = y[j * per_block + i];
 #pragma unroll
-      for (int b = 0; b < m; ++b) {
-        float sum = __fmul_rn(format::hartley(m, 0), in[0]);
-#pragma unroll
-        for (int j = 1; j < m; ++j) sum = __fadd_rn(sum, __fmul_rn(format::hartley(m, b * j % m), in[j]));
-        y[b * per_block + i] = sum;
-      }
+      for (int b = 0; b < m; ++b) y[b * per_block + i] = hartley_entry<m>(in, b);
     }
   }
 }
@@ -196,6 +200,17 @@ __device__ __forceinline__ void rotate_back(float (&y)[Traits::kPerLane], const 
   apply_signs<Traits>(y, signs, lane);
 }
 
+// Sum of N numbers over neighbouring pairs, in place.
+template <int N>
+__device__ __forceinline__ float pair_sum(float (&v)[N]) {
+#pragma unroll
+  for (int n = N / 2; n > 0; n /= 2) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) v[i] = __fadd_rn(v[2 * i], v[2 * i + 1]);
+  }
+  return v[0];
+}
+
 // Sum of p[d] over neighbouring pairs, then over blocks in order (docs/format.md section 5), known to all lanes of the group.
 template <typename Traits>
 __device__ __forceinline__ float tree_sum(const float (&p)[Traits::kPerLane]) {
@@ -209,23 +224,14 @@ __device__ __forceinline__ float tree_sum(const float (&p)[Traits::kPerLane]) {
       float v[vec];
 #pragma unroll
       for (int i = 0; i < vec; ++i) v[i] = p[(b * chunks + c) * vec + i];
-#pragma unroll
-      for (int n = vec / 2; n > 0; n /= 2) {
-#pragma unroll
-        for (int i = 0; i < n; ++i) v[i] = __fadd_rn(v[2 * i], v[2 * i + 1]);
-      }
-      t[c] = v[0];
+      t[c] = pair_sum(v);
 #pragma unroll
       for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
         t[c] = __fadd_rn(t[c], __shfl_xor_sync(0xffffffff, t[c], bit));
       }
     }
-#pragma unroll
-    for (int n = chunks / 2; n > 0; n /= 2) {
-#pragma unroll
-      for (int i = 0; i < n; ++i) t[i] = __fadd_rn(t[2 * i], t[2 * i + 1]);
-    }
-    total = b ? __fadd_rn(total, t[0]) : t[0];
+    const float sum = pair_sum(t);
+    total = b ? __fadd_rn(total, sum) : sum;
   }
   return total;
 }

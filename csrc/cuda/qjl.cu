@@ -45,14 +45,14 @@ __device__ __forceinline__ void signed_butterflies(float (&y)[Traits::kPerLane],
     y[i] = __fmaf_rn(sign[i + 1], q, p);
     y[i + 1] = __fmaf_rn(-sign[i + 1], q, p);
   }
-  lane_butterflies<Traits, 2, Traits::kVec>(y);
+  lane_butterflies<2, Traits::kVec>(y);
 #pragma unroll
   for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
     const float side = lane & bit ? -1.0f : 1.0f;  // as in butterflies()
 #pragma unroll
     for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmaf_rn(side, y[i], __shfl_xor_sync(0xffffffff, y[i], bit));
   }
-  lane_butterflies<Traits, Traits::kVec, Traits::kVec * Traits::kChunks>(y);
+  lane_butterflies<Traits::kVec, Traits::kVec * Traits::kChunks>(y);
 }
 
 // residual: rows of Traits::kDim channels -> bits: [count, d / 8], norms: [count]

@@ -180,17 +180,7 @@ __device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t*
 // Butterflies of a vector. A lane's halves may come out with the other sign (is_negated), which costs nothing.
 template <typename Traits>
 __device__ __forceinline__ void rotate_tile(float (&y)[64], int part) {
-#pragma unroll
-  for (int h = 1; h < 32; h *= 2) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      if ((i & h) == 0) {
-        const float p = y[i], q = y[i + h];
-        y[i] = __fadd_rn(p, q);
-        y[i + h] = __fsub_rn(p, q);
-      }
-    }
-  }
+  lane_butterflies<1, 32>(y);
   // Products with 1 and -1 are exact: what is rounded are sums and differences.
   const float first = turned(part) ? -1.0f : 1.0f;
 #pragma unroll
