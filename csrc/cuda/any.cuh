@@ -170,7 +170,7 @@ __device__ __forceinline__ AnyCodes encode_any(float* y, float* room, const AnyS
                                                const EncodeConstants& constants) {
   uint32_t largest = 0;
   for (int i = lane; i < s.d; i += 32) largest = max(largest, __float_as_uint(y[i]) & 0x7FFFFFFF);
-  largest = group_max<32>(largest);
+  largest = max_of_lanes(largest);
   const int e = min(max(static_cast<int>(largest >> 23) - 127, -100), 100);
   const float down = power_of_two(-e);
   for (int i = lane; i < s.d; i += 32) y[i] = __fmul_rn(y[i], down);
@@ -201,7 +201,7 @@ __device__ __forceinline__ AnyCodes encode_any(float* y, float* room, const AnyS
         squares += level * level;
       }
     }
-    const Fit fit = Fit::of_sums(group_sum<32>(dot), group_sum<32>(squares), shared.step[c]);
+    const Fit fit = Fit::of_sums(sum_of_lanes(dot), sum_of_lanes(squares), shared.step[c]);
     const float merit = fit.merit();
     if (merit > best_merit) best = fit, best_merit = merit, codes.kept = c;
   }

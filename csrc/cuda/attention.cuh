@@ -9,27 +9,6 @@
 
 namespace turboquant::cuda {
 
-// Over the lanes of a warp.
-__device__ __forceinline__ int sum_of_lanes(int x) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  return __reduce_add_sync(0xffffffff, x);
-#else
-#pragma unroll
-  for (int bit = 16; bit > 0; bit /= 2) x += __shfl_xor_sync(0xffffffff, x, bit);
-  return x;
-#endif
-}
-template <typename T>  // int or uint32_t
-__device__ __forceinline__ T max_of_lanes(T x) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  return __reduce_max_sync(0xffffffff, x);
-#else
-#pragma unroll
-  for (int bit = 16; bit > 0; bit /= 2) x = max(x, __shfl_xor_sync(0xffffffff, x, bit));
-  return x;
-#endif
-}
-
 __device__ __forceinline__ float exp2_fast(float x) {
   float out;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));

@@ -262,20 +262,6 @@ struct SharedCodebook {
   }
 };
 
-// Sum and maximum over the lanes of a group, known to all of them.
-template <int LANES>
-__device__ __forceinline__ int group_sum(int x) {
-#pragma unroll
-  for (int bit = 1; bit < LANES; bit *= 2) x += __shfl_xor_sync(0xffffffff, x, bit);
-  return x;
-}
-template <int LANES>
-__device__ __forceinline__ uint32_t group_max(uint32_t x) {
-#pragma unroll
-  for (int bit = 1; bit < LANES; bit *= 2) x = max(x, __shfl_xor_sync(0xffffffff, x, bit));
-  return x;
-}
-
 // 2^e for |e| <= 126.
 __device__ __forceinline__ float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
 
@@ -318,7 +304,7 @@ __device__ __forceinline__ uint16_t encode_vector(float (&y)[Traits::kPerLane], 
   uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < count; ++i) largest = max(largest, __float_as_uint(y[i]) & 0x7FFFFFFF);
-  largest = group_max<lanes>(largest);
+  largest = max_of_lanes<lanes>(largest);
   const bool finite = largest < 0x7F800000;
   const int e = min(max(static_cast<int>(largest >> 23) - 127, -100), 100);
   const float down = power_of_two(-e);
@@ -368,7 +354,7 @@ __device__ __forceinline__ uint16_t encode_vector(float (&y)[Traits::kPerLane], 
   if (single) {
     int dot, squares;
     sum_up(0, dot, squares);
-    consider(0, group_sum<lanes>(dot), group_sum<lanes>(squares));
+    consider(0, sum_of_lanes<lanes>(dot), sum_of_lanes<lanes>(squares));
   } else {
     for (int s = 0; s < book.num_steps; s += together) {
       int dot[together], squares[together];

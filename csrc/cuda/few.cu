@@ -66,23 +66,6 @@ struct PairEntry {
 };
 static_assert(32 * kWarps >= kMostCandidates * kMostBoundaries);
 
-// ---- Sums of a group of lanes -----------------------------------------------------------------------------------------
-
-template <int LANES>
-__device__ __forceinline__ int few_sum(int x) {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (LANES == 32) return __reduce_add_sync(0xffffffff, x);
-#endif
-  return group_sum<LANES>(x);
-}
-template <int LANES>
-__device__ __forceinline__ uint32_t few_max(uint32_t x) {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (LANES == 32) return __reduce_max_sync(0xffffffff, x);
-#endif
-  return group_max<LANES>(x);
-}
-
 // ---- Codes of four channels -------------------------------------------------------------------------------------------
 
 // Four neighbouring coordinates, in pairs.
@@ -249,7 +232,7 @@ struct Candidates {
         d = __dp2a_hi(quads[q].size[1], level, d);
         if constexpr (Traits::kDim > 128) d += __dp4a(quads[q].over, level, 0u) << 16;
       }
-      const int all_d = few_sum<kLanes>(static_cast<int>(d)), all_b = few_sum<kLanes>(static_cast<int>(b));
+      const int all_d = sum_of_lanes<kLanes>(static_cast<int>(d)), all_b = sum_of_lanes<kLanes>(static_cast<int>(b));
       if (lane == s) dot = all_d, squares = all_b;
     }
   }
@@ -318,7 +301,7 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
       asm volatile("" : "+f"(y[i]));  // nothing of this is done before
       largest = max(largest, __float_as_uint(y[i]) & 0x7FFFFFFF);
     }
-    largest = few_max<kLanes>(largest);
+    largest = max_of_lanes<kLanes>(largest);
     finite = largest < 0x7F800000;
     e = min(max(static_cast<int>(largest >> 23) - 127, -100), 100);
     const float down = power_of_two(-e);
@@ -351,7 +334,7 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
   if (steps > 1) {
     const float quotient = divide(__fmul_rn(fit.a, fit.a), fit.b);
     const float merit = fit.a > 0 ? quotient : 0;  // 0 where there is no candidate
-    const uint32_t most = few_max<kLanes>(__float_as_uint(merit));
+    const uint32_t most = max_of_lanes<kLanes>(__float_as_uint(merit));
     const uint32_t all = __ballot_sync(0xffffffff, __float_as_uint(merit) == most);
     kept = __ffs(all >> (own - lane)) - 1;
 #pragma unroll

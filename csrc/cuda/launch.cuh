@@ -83,6 +83,37 @@ inline unsigned num_blocks(int64_t work, int64_t per_block) {
   return static_cast<unsigned>(blocks);
 }
 
+// ---- Lanes of a warp ----------------------------------------------------------------------------------------------
+
+// Sum and maximum over groups of LANES neighbouring lanes of a warp, known to all of them; all 32 take part. Whole warps have
+// an instruction for that from sm_80 on.
+template <int LANES = 32>
+__device__ __forceinline__ int sum_of_lanes(int x) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (LANES == 32) {
+    return __reduce_add_sync(0xffffffff, x);
+  } else
+#endif
+  {
+#pragma unroll
+    for (int bit = 1; bit < LANES; bit *= 2) x += __shfl_xor_sync(0xffffffff, x, bit);
+    return x;
+  }
+}
+template <int LANES = 32, typename T>  // int or uint32_t
+__device__ __forceinline__ T max_of_lanes(T x) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (LANES == 32) {
+    return __reduce_max_sync(0xffffffff, x);
+  } else
+#endif
+  {
+#pragma unroll
+    for (int bit = 1; bit < LANES; bit *= 2) x = max(x, __shfl_xor_sync(0xffffffff, x, bit));
+    return x;
+  }
+}
+
 // ---- Dtypes -------------------------------------------------------------------------------------------------------
 
 template <typename T>

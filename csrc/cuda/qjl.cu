@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
         uint32_t amax = 0;
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) amax = max(amax, magnitude_bits(y[i]));
-        amax = group_max<kLanes>(amax);
+        amax = max_of_lanes<kLanes>(amax);
         broken = amax >= kInfinityBits;
         up = power_of_two(prescale_exponent(amax));
         const float down = power_of_two(-prescale_exponent(amax));
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, kTileBlocks)
         uint32_t amax = 0;
 #pragma unroll
         for (int i = 0; i < 64; ++i) amax = max(amax, magnitude_bits(y[i]));
-        amax = group_max<kLanes>(amax);
+        amax = max_of_lanes<kLanes>(amax);
         broken = amax >= kInfinityBits;
         up = power_of_two(prescale_exponent(amax));
         const float down = power_of_two(-prescale_exponent(amax));
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreads)
     y[c] = load_float(residual, dtype, from + c);
     amax = max(amax, magnitude_bits(y[c]));
   }
-  amax = group_max<32>(amax);
+  amax = max_of_lanes(amax);
   const int e = prescale_exponent(amax);
   const bool broken = amax >= kInfinityBits;
   for (int c = lane; c < d; c += 32) {
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(kDenseThreads, 2)
       const int64_t from = rows(first + v);
       for (int c = lane; c < d; c += 32) amax = max(amax, magnitude_bits(load_float(residual, dtype, from + c)));
     }
-    amax = group_max<32>(amax);
+    amax = max_of_lanes(amax);
     if (lane == 0) {
       down[v] = power_of_two(-prescale_exponent(amax)), broken[v] = amax >= kInfinityBits;
       start[v] = rows(first + min(v, count - 1));

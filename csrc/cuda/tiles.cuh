@@ -252,7 +252,7 @@ __device__ __forceinline__ Rotated rotate_vector(float (&y)[64], int part, Read&
       uint32_t largest = 0;
 #pragma unroll
       for (int i = 0; i < 64; ++i) largest = max(largest, __float_as_uint(y[i]) & 0x7FFFFFFF);
-      largest = group_max<Traits::kLanes>(largest);
+      largest = max_of_lanes<Traits::kLanes>(largest);
       v.finite = largest < 0x7F800000;
       v.exponent = min(max(static_cast<int>(largest >> 23) - 127, -100), 100);
       const float down = power_of_two(-v.exponent);
@@ -448,8 +448,8 @@ __device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (
       }
     }
   }
-  return Fit::of_sums(group_sum<Traits::kLanes>(static_cast<int>(dot[0] + dot[1])),
-                      group_sum<Traits::kLanes>(static_cast<int>(square[0] + square[1])), with.book->step[0]);
+  return Fit::of_sums(sum_of_lanes<Traits::kLanes>(static_cast<int>(dot[0] + dot[1])),
+                      sum_of_lanes<Traits::kLanes>(static_cast<int>(square[0] + square[1])), with.book->step[0]);
 }
 
 // a / b, correctly rounded where neither they nor the quotient come near the ends of the range: what __fdiv_rn does
