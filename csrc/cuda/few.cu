@@ -284,11 +284,7 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
 
   float squares = rotate_few<Traits>(y, lane);
   entry.put(book, thread);
-  const int64_t page = slot >> a.layout.page_shift;
-  const int offset = static_cast<int>(slot) & ((1 << a.layout.page_shift) - 1);
-  uint8_t* tile = a.pages.data + (page * a.pages.kv_heads + head) * a.layout.record_bytes +
-                  (offset >> a.layout.tile_shift) * a.layout.tile_bytes;
-  const Token to{page >= 0 && page < a.pages.num_pages ? tile : nullptr, offset & ((1 << a.layout.tile_shift) - 1)};
+  const Token to = a.pages.token(slot, head, a.layout);
 
   // As in rotate_vector, a power of two is taken out only where the vector needs it.
   int e = 0;
