@@ -236,4 +236,20 @@ TURBOQUANT_HD constexpr void write_code(uint8_t* record, const Pieces& p, unsign
   }
 }
 
+// ---- Section 9: the exact tail --------------------------------------------------------------------------------------
+
+// Its rows are sinks, which hold the first positions, and a ring, which holds the last ones. No argument is negative.
+template <typename T>
+TURBOQUANT_HD constexpr T tail_row(T position, T sink_tokens, T ring) {
+  using Fast = decltype(T{} + 0u);  // int divides faster without its sign
+  return position < sink_tokens
+             ? position
+             : sink_tokens + static_cast<T>(static_cast<Fast>(position - sink_tokens) % static_cast<Fast>(ring));
+}
+
+// Does a sequence of `length` tokens keep this one? Later tokens take the rows of the others.
+TURBOQUANT_HD constexpr bool tail_keeps(int64_t position, int64_t length, int64_t sink_tokens, int64_t ring) {
+  return position < sink_tokens || position >= length - ring;
+}
+
 }  // namespace turboquant::format

@@ -488,7 +488,7 @@ void attend_runs(const ExactKeys& e, const T* tail, int count, RunOf&& run_of, f
   for (int64_t first = begin; first < end; first += 16) {
     for (int t = 0; t < 16; ++t) {
       const int64_t p = first + t < end ? first + t : end - 1;  // what stands behind the end is not seen
-      const int64_t row = p < e.sink_tokens ? p : e.sink_tokens + (p - e.sink_tokens) % e.ring;
+      const int64_t row = format::tail_row(p, e.sink_tokens, e.ring);
       const T* k = tail + row * 2 * d;
       for (int c = 0; c < d; c += 16) {
         store(key + t * d + c, load_float(k + c));

@@ -27,7 +27,7 @@ void place_in_tail(Destinations& to, const Batch& batch, const TailView& tail) {
     if (tail.slots[s] < 0) continue;
     for (int64_t i = 0; i < batch.queries(s); ++i) {
       const int64_t token = batch.query_begin[s] + i, position = batch.position(s, i);
-      const bool kept = position < tail.sink_tokens || position >= batch.length[s] - tail.ring;
+      const bool kept = format::tail_keeps(position, batch.length[s], tail.sink_tokens, tail.ring);
       if (position < 0 || to.slot[token] < 0 || !kept) continue;
       to.sequence[token] = s;
       to.position[token] = position;

@@ -78,12 +78,9 @@ struct TailView {
   const int64_t* slots;  // [seqs], row of each sequence, -1 none
   int64_t max_seqs, kv_heads, rows, ring, sink_tokens, d;
 
-  int64_t row_of(int64_t position) const {
-    return position < sink_tokens ? position : sink_tokens + (position - sink_tokens) % ring;
-  }
   // Offset in elements of the key (kind 0) or value (1) at `position`.
   int64_t offset(int64_t slot, int64_t head, int64_t position, int kind) const {
-    return (((slot * kv_heads + head) * rows + row_of(position)) * 2 + kind) * d;
+    return (((slot * kv_heads + head) * rows + format::tail_row(position, sink_tokens, ring)) * 2 + kind) * d;
   }
 };
 

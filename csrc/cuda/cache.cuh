@@ -102,8 +102,8 @@ struct Tail {
     const int64_t slot = slots[s], length = lengths[s], position = length - end + token;
     const int ring = rows - sink_tokens;
     if (slot < 0 || slot >= max_seqs || position < 0) return -1;
-    if (position < sink_tokens) return slot * rows + position;
-    return position < length - ring ? -1 : slot * rows + sink_tokens + (position - sink_tokens) % ring;
+    if (!format::tail_keeps(position, length, sink_tokens, ring)) return -1;
+    return slot * rows + format::tail_row<int64_t>(position, sink_tokens, ring);
   }
 };
 

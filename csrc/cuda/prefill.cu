@@ -669,9 +669,8 @@ class Block {
       const bool is_value = i % 2;
       const int position = index < sinks_count_ ? sinks_begin_ + index : recent_begin_ + index - sinks_count_;
       const bool is_key = index < exact_count_;
-      const int ring_row =
-          position < a_.sink_tokens ? position : a_.sink_tokens + (position - a_.sink_tokens) % a_.ring;
-      const int64_t from = ((tail_row_ + ring_row) * 2 + is_value) * d;
+      const int row = format::tail_row(position, a_.sink_tokens, a_.ring);
+      const int64_t from = ((tail_row_ + row) * 2 + is_value) * d;
       const float* center = !is_value && centered() ? a_.channels.center + int64_t{head_} * d : nullptr;
       const auto load = [&](int o, float (&y)[8]) {
         load_floats_as<8>(a_.tail, a_.dtype, from + 8 * o, y);
