@@ -164,7 +164,7 @@ struct AnyCodes {
   }
 };
 
-// Encodes what load_any left in y, as encode_vector does. room: any_stride(d) words. All lanes of the warp take part.
+// Encodes what load_any left in y (section 5; its power of two commutes with signs). room: any_stride(d) words. All lanes of the warp take part.
 __device__ __forceinline__ AnyCodes encode_any(float* y, float* room, const AnyShape& s, int lane,
                                                const SharedCodebook& shared, const Codebook& book,
                                                const EncodeConstants& constants) {
@@ -212,7 +212,7 @@ __device__ __forceinline__ AnyCodes encode_any(float* y, float* room, const AnyS
 
 // ---- Decoding ---------------------------------------------------------------------------------------------------------
 
-// Levels of octet o into y, as decode_rotated does.
+// Levels of octet o into y: scale / 32 * level (section 6).
 __device__ __forceinline__ void put_any_octet(float* y, int d, int o, Octet octet, int bits, const float* table,
                                               float scale) {
   const float unit = __fmul_rn(scale, format::kLevelUnit);

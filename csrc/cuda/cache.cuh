@@ -110,11 +110,6 @@ struct Tail {
 // ---- Rows of octets in shared memory --------------------------------------------------------------------------------
 
 // Word `o` of a row is Octet::low of octet o; Octet::high follows `octets` words later, for 5 and 8 bits only.
-__host__ __device__ constexpr int row_words(int d, int bits) { return d / 8 * (bits > 4 ? 2 : 1); }
-
-// Words between rows: 16-byte aligned, and 16-byte accesses of eight neighbouring rows meet different banks.
-__host__ __device__ constexpr int row_stride(int words) { return (words + 3) / 8 * 8 + 4; }
-
 __device__ __forceinline__ void write_octet(uint32_t* row, int octets, int bits, int o, Octet octet) {
   row[o] = octet.low;
   if (bits > 4) row[octets + o] = octet.high;

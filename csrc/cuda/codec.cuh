@@ -1,5 +1,5 @@
-// Encoding and decoding of one vector that lies in the registers of a few lanes of a warp (docs/format.md sections 4 to 7);
-// shared by the standalone codec, the paged cache and the scores.
+// What kernels that encode and decode share (docs/format.md sections 4 to 7), whichever way they hold their vectors: any.cuh,
+// tiles.cuh and few.cu.
 //
 // Codes travel as octets: the eight codes of channels 8 o to 8 o + 7 in two registers. What follows is in the order of the
 // format: octets and dense rows, levels, encoding.
@@ -98,19 +98,6 @@ __device__ __forceinline__ void copy_bytes(const uint8_t* from, uint8_t* to, int
   for (int64_t i = done + thread; i < bytes; i += threads) to[i] = from[i];
 }
 
-// How a lane's registers make octets: octet q of the lane is registers 8 q to 8 q + 7. Vectors of blocks below 8 lie in one
-// lane, and their last octet may be short.
-template <typename Traits>
-struct Octets {
-  static_assert(Traits::kVec % 8 == 0 || Traits::kLanes == 1);
-  static constexpr int kCount = (Traits::kPerLane + 7) / 8;
-  // Its number in the vector.
-  static __device__ __forceinline__ int index(int lane, int q) {
-    if constexpr (Traits::kVec % 8) return q;
-    return Traits::channel(lane, 8 * q / Traits::kVec) / 8 + 8 * q % Traits::kVec / 8;
-  }
-};
-
 // ---- Levels ---------------------------------------------------------------------------------------------------------
 
 // Writes the level of every code up to 5 bits to shared memory, float [2^bits]; the caller synchronises. 8-bit codes need none.
@@ -124,46 +111,6 @@ __device__ __forceinline__ void fill_levels(float* table, const int8_t* levels, 
 __device__ __forceinline__ float level_of(Octet o, int bits, int i, const float* table) {
   const unsigned code = o.code(bits, i);
   return bits == 8 ? static_cast<float>(static_cast<int8_t>(code)) : table[code];
-}
-
-// A lane's part of a vector in the rotated space: y = scale / 32 * level (section 6). octet: kCount of them.
-template <typename Traits>
-__device__ __forceinline__ void decode_rotated(const Octet* octet, int bits, const float* table, float scale,
-                                               float (&y)[Traits::kPerLane]) {
-  const float unit = __fmul_rn(scale, format::kLevelUnit);
-#pragma unroll
-  for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(unit, level_of(octet[i / 8], bits, i % 8, table));
-}
-
-// y = (y - center) * scale, and back. channels: float32 [d] each, aligned like signs.
-template <typename Traits>
-__device__ __forceinline__ void to_centered(float (&y)[Traits::kPerLane], const format::Channels& channels, int lane) {
-  float c[Traits::kPerLane];
-  if (channels.center) {
-    load<Traits>(channels.center, lane, c);
-#pragma unroll
-    for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fsub_rn(y[i], c[i]);
-  }
-  if (channels.scale) {
-    load<Traits>(channels.scale, lane, c);
-#pragma unroll
-    for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], c[i]);
-  }
-}
-template <typename Traits>
-__device__ __forceinline__ void from_centered(float (&y)[Traits::kPerLane], const format::Channels& channels,
-                                              int lane) {
-  float c[Traits::kPerLane];
-  if (channels.inverse) {
-    load<Traits>(channels.inverse, lane, c);
-#pragma unroll
-    for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], c[i]);
-  }
-  if (channels.center) {
-    load<Traits>(channels.center, lane, c);
-#pragma unroll
-    for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fadd_rn(y[i], c[i]);
-  }
 }
 
 // ---- Encoding -------------------------------------------------------------------------------------------------------
@@ -291,105 +238,6 @@ struct Fit {
     return __half_as_ushort(__float2half_rn(fminf(__fmul_rn(scale, power_of_two(e)), format::kMaxHalf)));
   }
 };
-
-// Encodes what a group of lanes holds of a vector, from which a center was subtracted and which was multiplied by the signs already.
-// (The power of two of section 5, step 3 commutes with signs.) y: destroyed.
-// Returns the bits of the float16 scale, in every lane. All 32 lanes of the warp take part.
-template <typename Traits>
-__device__ __forceinline__ uint16_t encode_vector(float (&y)[Traits::kPerLane], int lane, const SharedCodebook& shared,
-                                                  const Codebook& book, const EncodeConstants& constants,
-                                                  Octet (&octet)[Octets<Traits>::kCount]) {
-  constexpr int lanes = Traits::kLanes, count = Traits::kPerLane;
-  const int bits = book.bits;
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < count; ++i) largest = max(largest, __float_as_uint(y[i]) & 0x7FFFFFFF);
-  largest = max_of_lanes<lanes>(largest);
-  const bool finite = largest < 0x7F800000;
-  const int e = min(max(static_cast<int>(largest >> 23) - 127, -100), 100);
-  const float down = power_of_two(-e);
-#pragma unroll
-  for (int i = 0; i < count; ++i) y[i] = __fmul_rn(y[i], down);
-
-  transform_unscaled<Traits>(y, lane);
-  float square[count];
-#pragma unroll
-  for (int i = 0; i < count; ++i) square[i] = __fmul_rn(y[i], y[i]);
-  const float length = __fsqrt_rn(tree_sum<Traits>(square));
-
-  const float k = largest == 0 ? 0.0f : __fdiv_rn(constants.units, length);
-  int u[8 * Octets<Traits>::kCount] = {};
-#pragma unroll
-  for (int i = 0; i < count; ++i) u[i] = __float2int_rn(__fmul_rn(y[i], k));
-
-  // Where a lane holds little, candidates are tried four at a time, so that their shuffles overlap.
-  constexpr int octets = Octets<Traits>::kCount, together = octets <= 2 ? 4 : 1;
-  const bool single = book.num_steps == 1;
-  int magnitude[8 * octets];
-  Fit best{0, 0, 0};
-  float best_merit = -1;
-  int kept = 0;
-  const auto sum_up = [&](int s, int& dot, int& squares) {
-    dot = squares = 0;
-#pragma unroll
-    for (int q = 0; q < octets; ++q) {
-      shared.magnitudes<8>(bits, s, u + 8 * q, magnitude + 8 * q);
-#pragma unroll
-      for (int i = 0; i < 8 && 8 * q + i < count; ++i) {
-        const int level = shared.level_of(bits, magnitude[8 * q + i]);
-        dot += abs(u[8 * q + i]) * level;
-        squares += level * level;
-      }
-    }
-  };
-  const auto consider = [&](int s, int dot, int squares) {
-    const Fit fit = Fit::of_sums(dot, squares, shared.step[s]);
-    const float merit = fit.merit();
-    if (merit > best_merit) {
-      best = fit;
-      best_merit = merit;
-      kept = s;
-    }
-  };
-  if (single) {
-    int dot, squares;
-    sum_up(0, dot, squares);
-    consider(0, sum_of_lanes<lanes>(dot), sum_of_lanes<lanes>(squares));
-  } else {
-    for (int s = 0; s < book.num_steps; s += together) {
-      int dot[together], squares[together];
-#pragma unroll
-      for (int j = 0; j < together; ++j) sum_up(min(s + j, book.num_steps - 1), dot[j], squares[j]);
-#pragma unroll
-      for (int bit = 1; bit < lanes; bit *= 2) {
-#pragma unroll
-        for (int j = 0; j < together; ++j) {
-          dot[j] += __shfl_xor_sync(0xffffffff, dot[j], bit);
-          squares[j] += __shfl_xor_sync(0xffffffff, squares[j], bit);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < together; ++j) consider(min(s + j, book.num_steps - 1), dot[j], squares[j]);
-    }
-#pragma unroll
-    for (int q = 0; q < octets; ++q) shared.magnitudes<8>(bits, kept, u + 8 * q, magnitude + 8 * q);
-  }
-
-  const int half = 1 << (bits - 1);
-#pragma unroll
-  for (int q = 0; q < octets; ++q) {
-    octet[q] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < 8 && 8 * q + i < count; ++i) {
-      const bool negative = u[8 * q + i] < 0;
-      const int m = magnitude[8 * q + i];
-      const int code = bits == 8 ? (negative ? -m : m) & 255 : (negative ? half - 1 - m : half + m);
-      if (finite) octet[q].set(bits, i, code);
-    }
-  }
-  if (!finite) return format::kNanScale;
-  return largest == 0 ? 0 : best.scale(book.scale_mode, length, e, constants);
-}
 
 // ---- Host side ------------------------------------------------------------------------------------------------------
 

@@ -162,13 +162,6 @@ __device__ __forceinline__ void mix_blocks(float (&y)[Traits::kPerLane]) {
   }
 }
 
-// core(y) but for the factor 1 / sqrt(n): what an encoder needs, whose codes do not depend on the length.
-template <typename Traits>
-__device__ __forceinline__ void transform_unscaled(float (&y)[Traits::kPerLane], int lane) {
-  butterflies<Traits>(y, lane);
-  mix_blocks<Traits>(y);
-}
-
 // core(y), in place.
 template <typename Traits>
 __device__ __forceinline__ void transform(float (&y)[Traits::kPerLane], int lane) {
@@ -186,18 +179,6 @@ __device__ __forceinline__ void apply_signs(float (&y)[Traits::kPerLane], const 
   load<Traits>(signs, lane, s);
 #pragma unroll
   for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], s[i]);
-}
-
-template <typename Traits>
-__device__ __forceinline__ void rotate(float (&y)[Traits::kPerLane], const float* signs, int lane) {
-  apply_signs<Traits>(y, signs, lane);
-  transform<Traits>(y, lane);
-}
-
-template <typename Traits>
-__device__ __forceinline__ void rotate_back(float (&y)[Traits::kPerLane], const float* signs, int lane) {
-  transform<Traits>(y, lane);
-  apply_signs<Traits>(y, signs, lane);
 }
 
 // Sum of N numbers over neighbouring pairs, in place.
