@@ -286,32 +286,30 @@ constexpr int kMostCandidates = 8;
 
 // Entries of all cells, a byte each or a word; the caller has synchronised after filling the book, and does so again. A
 // nibble holds a magnitude and, where it leaves room, the sign (set: not negative) in bit 3; the sign of 5-bit codes is
-// bit 4 of bytes.
+// bit 4 of bytes. A thread finds the magnitudes of all candidates side by side: one search waits for the other nowhere.
 template <typename Traits, bool SEARCH>
 __device__ __forceinline__ void fill_table(uint8_t* table, const SharedCodebook& book, int bits, int steps, int thread,
                                            int threads) {
+  constexpr int kCandidates = SEARCH ? kMostCandidates : 1;
   const int inner = (1 << (bits - 1)) - 1;
-  int top = 0;  // no boundary lies beyond
-  for (int s = 0; s < steps; ++s) top = inner ? max(top, book.boundary[s][inner - 1]) : 0;
-  for (int i = thread; i < kCells<Traits>; i += threads) {
-    const int cell = i - kReach<Traits>, positive = cell ^ cell >> 31;
-    const uint32_t sign = cell >= 0 ? (bits < 5 ? 8 : 16) : 0;
-    uint32_t entry = 0;
+  const uint32_t sign = SEARCH && bits == 5 ? 0 : SEARCH ? 0x88888888 : bits < 5 ? 8 : 16;
+  for (int positive = thread; positive < kReach<Traits>; positive += threads) {
+    int magnitude[kCandidates] = {};
 #pragma unroll 1
-    for (int s = 0; s < (SEARCH ? kMostCandidates : 1); ++s) {
-      int magnitude = inner;
-      if (positive < top) {
-        magnitude = 0;
-        for (int step = 1 << bits >> 2; step > 0; step /= 2) {
-          if (book.boundary[s < steps ? s : 0][magnitude + step - 1] <= positive) magnitude += step;
-        }
+    for (int step = (inner + 1) / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int s = 0; s < kCandidates; ++s) {
+        if (book.boundary[s < steps ? s : 0][magnitude[s] + step - 1] <= positive) magnitude[s] += step;
       }
-      entry |= (magnitude | (SEARCH && bits == 5 ? 0 : sign)) << 4 * s;
     }
+    uint32_t entry = 0;
+#pragma unroll
+    for (int s = 0; s < kCandidates; ++s) entry |= magnitude[s] << 4 * s;
+    const int above = kReach<Traits> + positive, below = kReach<Traits> - 1 - positive;
     if constexpr (SEARCH) {
-      reinterpret_cast<uint32_t*>(table)[i] = entry;
+      reinterpret_cast<uint32_t*>(table)[above] = entry | sign, reinterpret_cast<uint32_t*>(table)[below] = entry;
     } else {
-      table[i] = static_cast<uint8_t>(entry);
+      table[above] = static_cast<uint8_t>(entry | sign), table[below] = static_cast<uint8_t>(entry);
     }
   }
 }
