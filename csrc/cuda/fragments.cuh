@@ -3,7 +3,8 @@
 // Keys: rows of the product are 16 tokens, k runs over channels. Values: rows are 16 channels, k runs over 32 tokens. Either way a
 // code becomes a byte, in one of three ways:
 //   masks   a uniform grid: codes stay where they are in their word, so some bytes count 8 or 16 times; `level = 2 code - top`
-//           is left to the sums, which subtract top times the sum of the other side;
+//           is left to the sums, which subtract top times the sum of the other side. Keys of 4 bits need half of the masks: a shift
+//           brings low nibbles to where high ones are, and what comes along below them is taken off the query (kShifts);
 //   tables  Lloyd-Max levels: a byte permutation looks up four codes. Its tables have eight entries, so levels of 4 bits come
 //           in two, `plus` for the upper half of the codes, which are positive, and `minus` for the lower half, which are negative. A
 //           code of the other half selects the sign of a byte: 0 in `plus` and -1 in `minus`. So `minus` holds levels less 1, both
@@ -103,6 +104,10 @@ struct KeyCodes {
   static constexpr int kBits = BITS;
   static constexpr bool kUniform = UNIFORM;
   static constexpr bool kMasks = UNIFORM && BITS < 8, kTwoTables = !UNIFORM && BITS == 4;
+  // A word holds channels c to c + 7, c a multiple of 8, in nibbles from the lowest up. Products take its odd ones masked, as bytes
+  // that count 16 times, and its even ones shifted, with the same weight: so there is one sum for both. Below the code of channel 2,
+  // 4 or 6 is then that of the channel before it, which so counts a sixteenth of this channel's query as well: what its own is less by.
+  static constexpr bool kShifts = UNIFORM && BITS == 4;
   static_assert(BITS == 8 ? UNIFORM : BITS == 5 ? UNIFORM : BITS == 4 || (!UNIFORM && BITS < 4), "no such keys");
   static_assert(D % 64 == 0);
 
@@ -110,11 +115,14 @@ struct KeyCodes {
   static constexpr int kChunks = D / kChunk;
   static constexpr int kFrags = kChunk / 32;                                            // products of a chunk
   static constexpr int kWords = BITS == 3 ? 3 : (BITS == 5 ? 4 : BITS) * kChunk / 128;  // of a lane
-  static constexpr int kSets = kMasks ? 2 : 1;  // kinds of sums: of low and high nibbles
+  static constexpr int kSets = kMasks && !kShifts ? 2 : 1;  // kinds of sums: of low and high nibbles
 
-  // sum of q * level = (weighted sums - kZero * sum of q) * kUnit
-  static constexpr int kWeight0 = BITS == 4 && UNIFORM ? 16 : BITS == 5 ? 8 : 1, kWeight1 = 1;
-  static constexpr int kZero = kTwoTables ? -1 : !kMasks ? 0 : BITS == 4 ? 8 * 15 : 4 * 31;
+  // sum of q * level = (weighted sums - sum of q * twice_zero / 2) * kUnit
+  static constexpr int kWeight0 = BITS == 5 ? 8 : 1, kWeight1 = 1;
+  static constexpr __device__ int twice_zero(int channel) {
+    if (kShifts) return channel % 2 == 0 && channel % 8 ? 15 * 17 : 15 * 16;
+    return kTwoTables ? -2 : kMasks ? 8 * 31 : 0;
+  }
   static constexpr float kUnit = !kMasks ? 1.0f : BITS == 4 ? 1.0f / 8 : 1.0f / 4;
 
   struct Words {
@@ -161,7 +169,7 @@ struct KeyCodes {
   }
 
   // The set that product `i` of a chunk adds to.
-  static constexpr __device__ int set_of(int i) { return kMasks ? i % 2 : 0; }
+  static constexpr __device__ int set_of(int i) { return kSets == 2 ? i % 2 : 0; }
 
   // Product i of a chunk: rows of g and h (8 rows further down). minus: with two tables only.
   template <int I>
@@ -171,9 +179,9 @@ struct KeyCodes {
     if constexpr (BITS == 8) {
       a[0] = g.w[2 * I], a[1] = h.w[2 * I], a[2] = g.w[2 * I + 1], a[3] = h.w[2 * I + 1];
     } else if constexpr (BITS == 4 && UNIFORM) {
-      constexpr uint32_t kMask = I % 2 ? kHighNibbles : kLowNibbles;
       constexpr int j = I / 2 * 2;
-      a[0] = g.w[j] & kMask, a[1] = h.w[j] & kMask, a[2] = g.w[j + 1] & kMask, a[3] = h.w[j + 1] & kMask;
+      a[0] = to_high<I % 2>(g.w[j]), a[1] = to_high<I % 2>(h.w[j]);
+      a[2] = to_high<I % 2>(g.w[j + 1]), a[3] = to_high<I % 2>(h.w[j + 1]);
     } else if constexpr (BITS == 5) {
       constexpr int j = I / 2 * 2;
       a[0] = five_bits<I % 2, j>(g.w[j], g.plane), a[1] = five_bits<I % 2, j>(h.w[j], h.plane);
@@ -210,6 +218,11 @@ struct KeyCodes {
   }
 
  private:
+  // Four codes of 4 bits in the high nibbles: the even (SIDE 0, with something below them) or odd channels of a word.
+  template <int SIDE>
+  static __device__ __forceinline__ uint32_t to_high(uint32_t w) {
+    return SIDE == 0 ? w << 4 : w & kHighNibbles;
+  }
   // Four codes of 5 bits: the even (SIDE 0) or odd channels of word J of a group, the odd ones eight times as large.
   template <int SIDE, int J>
   static __device__ __forceinline__ uint32_t five_bits(uint32_t w, uint32_t plane) {
