@@ -751,7 +751,13 @@ class Decoder {
     // Where scales differ much, their largest says too little about the largest product with a weight.
     const bool exact = edge || !(scales.least() * 8 >= scales.most());
     const float log_largest = log_of(scales.most());
-    for_each<N>([&](auto n) { factor[n] = soften<n>(score[n], most[n], value_scale, log_largest, exact, weight[n]); });
+    // One branch for all rows: between branches of their own their instructions would not mix.
+    if (exact) {
+      for_each<N>([&](auto n) { factor[n] = soften<n, true>(score[n], most[n], value_scale, log_largest, weight[n]); });
+    } else {
+      for_each<N>(
+          [&](auto n) { factor[n] = soften<n, false>(score[n], most[n], value_scale, log_largest, weight[n]); });
+    }
     multiply_values(base, weight, factor);
   }
 
@@ -807,13 +813,13 @@ class Decoder {
 
   // Capped scores are in units of their own: 1 / log2(e).
   __device__ __forceinline__ void cap(float (&score)[N][4 * kUnitSteps]) const {
-    const float limit = a_.soft_cap * kLog2E;
+    const float limit = a_.soft_cap * kLog2E, inverse = 1 / limit;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const DecodeRow& row = rows()[4 * n + t_];
 #pragma unroll
       for (int i = 0; i < 4 * kUnitSteps; ++i)
-        score[n][i] = limit * tanh_fast(fmaf(score[n][i], row.unit, row.shift) / limit);
+        score[n][i] = limit * tanh_fast(fmaf(score[n][i], row.unit, row.shift) * inverse);
     }
   }
   // Within 1e-6, absolute.
@@ -827,9 +833,10 @@ class Decoder {
     for (int n = 0; n < N; ++n) {
       const DecodeRow& row = rows()[4 * n + t_];
 #pragma unroll
+      const unsigned keys = max(row.end - row.first, 0);
       for (int i = 0; i < 4 * kUnitSteps; ++i) {
         const int key = token + i / 4 * kStepTokens + i % 4 / 2 * kPairStep + i % 2;
-        if (key < row.first || key >= row.end) score[n][i] = -INFINITY;
+        score[n][i] = static_cast<unsigned>(key - row.first) < keys ? score[n][i] : -INFINITY;
       }
     }
   }
@@ -853,18 +860,18 @@ class Decoder {
   };
 
   // Softmax weights of row n's tokens times value scales, as the operands of the second product: integers, whose unit is returned in
-  // terms of the running maximum. largest: of the value scales; exact: the largest product is to be found, and keys may be masked, whose
+  // terms of the running maximum. log_largest: of the value scales. EXACT: the largest product is to be found, and keys may be masked, whose
   // scale does not matter.
-  template <int n>
+  template <int n, bool EXACT>
   __device__ __forceinline__ float soften(const float (&score)[4 * kUnitSteps], float most,
-                                          const float (&value_scale)[4 * kUnitSteps], float log_largest, bool exact,
+                                          const float (&value_scale)[4 * kUnitSteps], float log_largest,
                                           uint2 (&weight)[kUnitSteps]) {
     constexpr int kScores = 4 * kUnitSteps;
     const float u = unit_[n];
     float v[kScores];
 #pragma unroll
     for (int i = 0; i < kScores; ++i) v[i] = value_scale[i];
-    if (exact) {
+    if constexpr (EXACT) {
       float largest = 0;
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
