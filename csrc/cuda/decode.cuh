@@ -32,6 +32,7 @@ constexpr int kMaxDecodeGrid = 4096;
 constexpr uint32_t kPlaceBytes = 64;  // blocks of codes begin at multiples of it: 16 tokens times a multiple of 4 bytes
 constexpr int kBarrierBytes = 16;
 constexpr int kMaxLevels = 16;  // of a table
+constexpr int kExactBytes = 2;  // of a number of the exact tail
 
 // Where things are in a slot: 32 tokens, one tile or two. Offsets in bytes.
 struct SlotLayout {
@@ -598,7 +599,6 @@ class Decoder {
     for (int i = 0; i < X::kPerLane; ++i) y[i] *= factors[channel(i)];
   }
 
-  // Rotates the rows of a segment, a warp per row, and lays them out as operands; ends with all warps holding theirs.
   // What codes count too often (KeyCodes::kShifts): of each odd channel a sixteenth of the next one, if their codes share a word.
   __device__ __forceinline__ void take_off_neighbours(float (&y)[X::kPerLane]) const {
     constexpr int kVec = X::Rotation::kVec;
@@ -614,6 +614,7 @@ class Decoder {
     }
   }
 
+  // Rotates the rows of a segment, a warp per row, and lays them out as operands; ends with all warps holding theirs.
   __device__ __forceinline__ void prepare_queries(const DecodePlace& at) {
     uint8_t* operands = shared_ + plan_.queries;  // [N, frags, 32 lanes, x and y, 4]
     wait_for_committed_copies();
@@ -638,8 +639,8 @@ class Decoder {
       }
       apply(signs(), y);
       transform<typename X::Rotation>(y, lane_);
-      float largest = 1e-30f;
       if constexpr (Keys::kShifts) take_off_neighbours(y);
+      float largest = 1e-30f;
 #pragma unroll
       for (int i = 0; i < X::kPerLane; ++i) largest = max_or_nan(largest, fabsf(y[i]));
       largest =
@@ -832,8 +833,8 @@ class Decoder {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const DecodeRow& row = rows()[4 * n + t_];
-#pragma unroll
       const unsigned keys = max(row.end - row.first, 0);
+#pragma unroll
       for (int i = 0; i < 4 * kUnitSteps; ++i) {
         const int key = token + i / 4 * kStepTokens + i % 4 / 2 * kPairStep + i % 2;
         score[n][i] = static_cast<unsigned>(key - row.first) < keys ? score[n][i] : -INFINITY;
@@ -1181,34 +1182,16 @@ class Decoder {
 
   // ---- The exact tail
 
-  // A unit of exact keys.
+  // A unit of exact keys, 0-7 in the first slot and 8-15 in the second, on tensor cores. A row again has two columns, so that its results
+  // lie where those of codes do: a weight is the sum of two numbers of the tail's type; a query is of that type, and nobody looks at its
+  // second column. The output of a row is rotated, like that of codes.
   __device__ __forceinline__ void attend_exact(const DecodePlace& at, int unit) {
+    static_assert(kUnitSteps == 2);
     int base[kUnitSteps];
     slots(base);
     const int first = unit * kUnitSteps * layout_.exact_keys;
 #pragma unroll
     for (int step = 0; step < kUnitSteps; ++step) wait_barrier(barrier(base[step]), phase_);
-    if (a_.dtype == ScalarType::BFloat16) {
-      attend_exact_keys<__nv_bfloat16>(at, first, base);
-    } else {
-      attend_exact_keys<__half>(at, first, base);
-    }
-  }
-
-  // x as a number of type T and one that holds what is left of it, side by side.
-  template <typename T>
-  static __device__ __forceinline__ uint32_t split(float x) {
-    float kept[2];
-    floats_of_words<T>({word_of_floats<T>(x, 0)}, kept);
-    return word_of_floats<T>(x, x - kept[0]);
-  }
-
-  // Exact keys `first` and up, 0-7 in the first slot and 8-15 in the second, on tensor cores. A row again has two columns, so that its
-  // results lie where those of codes do: a weight is the sum of two numbers of type T; a query is of that type, and nobody looks at its
-  // second column. The output of a row is rotated, like that of codes.
-  template <typename T>
-  __device__ __forceinline__ void attend_exact_keys(const DecodePlace& at, int first, const int (&base)[kUnitSteps]) {
-    static_assert(kUnitSteps == 2);
     const int per_slot = layout_.exact_keys, left = at.about.exact - first;
     const auto holds = [&](int j) { return j % 8 < per_slot && j / 8 * per_slot + j % 8 < left; };
     // What no one holds may be anything, and must not spoil a sum: there, another key is looked at, and counts nothing.
@@ -1217,13 +1200,13 @@ class Decoder {
     };
     for_each<N>([&](auto n) {
       float dot[4] = {};
-      const uint8_t* query = plain() + ((4 * n + lane_ % 8 / 2) * D + lane_ / 8 * 8) * sizeof(T);
-      const uint8_t* keys = row_of(lane_ % 16) + lane_ / 16 * 8 * sizeof(T);
+      const uint8_t* query = plain() + ((4 * n + lane_ % 8 / 2) * D + lane_ / 8 * 8) * kExactBytes;
+      const uint8_t* keys = row_of(lane_ % 16) + lane_ / 16 * 8 * kExactBytes;
 #pragma unroll
       for (int c = 0; c < D; c += 32) {
-        const uint4 q = load_tiles(query + c * sizeof(T));
-        mma_floats<T>(dot, load_tiles(keys + c * sizeof(T)), q.x, q.y);
-        mma_floats<T>(dot, load_tiles(keys + (c + 16) * sizeof(T)), q.z, q.w);
+        const uint4 q = load_tiles(query + c * kExactBytes);
+        multiply_exact(dot, load_tiles(keys + c * kExactBytes), q.x, q.y);
+        multiply_exact(dot, load_tiles(keys + (c + 16) * kExactBytes), q.z, q.w);
       }
 
       // Scores of the lane's row for keys g and g + 8, in the numbers of the integer scores, so that one running maximum serves both.
@@ -1238,8 +1221,8 @@ class Decoder {
       for (int h = 0; h < 2; ++h) {
         const int j = 8 * h + g_, k = exact_key(at, first + h * per_slot + g_);
         score[h] = dot[2 * h] * a_.softmax_scale;
-        if (capped) score[h] = a_.soft_cap * tanh_fast(score[h] / a_.soft_cap);
-        score[h] = capped ? score[h] * kLog2E : (score[h] * kLog2E - row.shift) / unit_[n];
+        if (capped) score[h] = a_.soft_cap * tanh_fast(__fdividef(score[h], a_.soft_cap));
+        score[h] = capped ? score[h] * kLog2E : __fdividef(score[h] * kLog2E - row.shift, unit_[n]);
         const bool sees = real && holds(j) && k >= a_.first_visible(position) && k <= position &&
                           (k < at.about.sinks || k >= row.end);
         if (!sees) score[h] = -INFINITY;
@@ -1254,15 +1237,15 @@ class Decoder {
       for (int h = 0; h < 2; ++h) {
         p[h] = score[h] == -INFINITY ? 0 : exp2_fast((score[h] - state_.max[n]) * u);
         state_.total[n] += p[h];
-        weight[h] = transposed(split<T>(p[h] * kDown));
+        weight[h] = transposed(split(p[h] * kDown));
       }
 
-      const uint8_t* values = row_of(lane_ % 8 + lane_ / 16 * 8) + (D + lane_ / 8 % 2 * 8) * sizeof(T);
+      const uint8_t* values = row_of(lane_ % 8 + lane_ / 16 * 8) + (D + lane_ / 8 % 2 * 8) * kExactBytes;
       float y[2 * X::kTiles];  // channel 8 e + g of row t
 #pragma unroll
       for (int i = 0; i < X::kTiles; ++i) {
         float d[4] = {};
-        mma_floats<T>(d, load_transposed(values + 16 * i * sizeof(T)), weight[0], weight[1]);
+        multiply_exact(d, load_transposed(values + 16 * i * kExactBytes), weight[0], weight[1]);
         y[2 * i] = d[0] + d[1], y[2 * i + 1] = d[2] + d[3];
       }
       // A weight of 0 does not undo a value that is no number: where one may have come from a key that a row does not see, rows are
@@ -1276,7 +1259,7 @@ class Decoder {
 #pragma unroll 1
           for (int r = 0; r < 4; ++r) {
             __syncwarp();
-            multiply_alone<T>(r, seen, row_of, weight, scratch);
+            multiply_alone(r, seen, row_of, weight, scratch);
             __syncwarp();
 #pragma unroll
             for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = t_ == r ? scratch[8 * e + g_] : y[e];
@@ -1297,6 +1280,25 @@ class Decoder {
     });
   }
 
+  // The tail is of either 16-bit type. These two know which: all else is one copy of the code for both.
+  __device__ __forceinline__ void multiply_exact(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) const {
+    if (a_.dtype == ScalarType::BFloat16) {
+      mma_floats<__nv_bfloat16>(d, a, b0, b1);
+    } else {
+      mma_floats<__half>(d, a, b0, b1);
+    }
+  }
+  // x as a number of the tail's type and one that holds what is left of it, side by side.
+  __device__ __forceinline__ uint32_t split(float x) const {
+    return a_.dtype == ScalarType::BFloat16 ? split_as<__nv_bfloat16>(x) : split_as<__half>(x);
+  }
+  template <typename T>
+  static __device__ __forceinline__ uint32_t split_as(float x) {
+    float kept[2];
+    floats_of_words<T>({word_of_floats<T>(x, 0)}, kept);
+    return word_of_floats<T>(x, x - kept[0]);
+  }
+
   // Rotates the columns of a product's results as values were rotated, but for the factor 1 / sqrt(n). y: channel 8 e + g of row t.
   __device__ __forceinline__ void rotate_columns(float (&y)[2 * X::kTiles]) const {
     using Columns = HadamardTraits<X::Rotation::kBlocks, X::kLog, 8, 1>;
@@ -1313,18 +1315,18 @@ class Decoder {
   }
 
   // The sums of the row of lanes with t = r, over the keys that it sees only.
-  template <typename T, typename RowOf>
+  template <typename RowOf>
   __device__ __forceinline__ void multiply_alone(int r, const unsigned (&seen)[2], RowOf&& row_of,
                                                  const uint32_t (&weight)[2], float* scratch) const {
     const auto sees = [&](int j) { return ((j < 8 ? seen[0] : seen[1]) >> (4 * (j % 8) + r) & 1) != 0; };
     int some = 0;
     while (some < 16 && !sees(some)) ++some;
     const int j = lane_ % 8 + lane_ / 16 * 8;
-    const uint8_t* values = row_of(some == 16 || sees(j) ? j : some) + (D + lane_ / 8 % 2 * 8) * sizeof(T);
+    const uint8_t* values = row_of(some == 16 || sees(j) ? j : some) + (D + lane_ / 8 % 2 * 8) * kExactBytes;
 #pragma unroll 1
     for (int i = 0; i < X::kTiles; ++i) {
       float d[4] = {};
-      mma_floats<T>(d, load_transposed(values + 16 * i * sizeof(T)), weight[0], weight[1]);
+      multiply_exact(d, load_transposed(values + 16 * i * kExactBytes), weight[0], weight[1]);
       if (t_ != r) continue;
       scratch[16 * i + g_] = some == 16 ? 0 : d[0] + d[1], scratch[16 * i + 8 + g_] = some == 16 ? 0 : d[2] + d[3];
     }
