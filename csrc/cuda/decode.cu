@@ -93,7 +93,7 @@ struct Shape {
 };
 
 // Few segments want blocks of eight warps, because there are fewer parts to be joined; many want blocks of four, because what a border
-// costs one of them, others on its multiprocessor can use. An exact tail is several units at a segment's end, for several warps.
+// costs one of them, others on its multiprocessor can use.
 Shape shape_of(const DecodeKernel& k, const Device& device, const SlotLayout& layout, const Attention& a) {
   const int d = a.record.head_dim;
   const auto shape = [&](int warps, int per_multiprocessor) {
@@ -101,7 +101,7 @@ Shape shape_of(const DecodeKernel& k, const Device& device, const SlotLayout& la
                  std::min(kMaxDecodeGrid, per_multiprocessor * device.multiprocessors)};
   };
   const int64_t blocks = (int64_t{a.max_q_len} * a.group + k.rows - 1) / k.rows;
-  if (int64_t{a.seqs} * a.kv_heads * blocks > int64_t{device.multiprocessors} * (a.tail ? 4 : 1)) {
+  if (int64_t{a.seqs} * a.kv_heads * blocks > device.multiprocessors) {
     const Shape small = shape(kMaxWarps / 2, k.small_blocks);
     if (small.plan.warps == kMaxWarps / 2) return small;
   }
