@@ -18,6 +18,7 @@ DecodeKernel kernel_of(const Attention& a) {
   const format::Record& r = a.record;
   switch (r.head_dim) {
     case 64: return find_decode<64>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
+    case 96: return find_decode<96>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
     case 128: return find_decode<128>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
     case 192: return find_decode<192>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
     case 256: return find_decode<256>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);

@@ -161,10 +161,10 @@ constexpr int decode_threads(int n, int d) { return 128 * decode_small_blocks(n,
 template <class Keys, class Values, int D, int N>
 struct DecodeTraits {
   static constexpr int kRows = 4 * N;
-  static constexpr int kFrags = D / 32;         // operands of a row's query
-  static constexpr int kTiles = D / 16;         // products of an output
-  static constexpr int kSums = 2 * kTiles * N;  // floats of a lane
-  static constexpr int kJoin = kSums + 2 * N;   // and its maxima and denominators
+  static constexpr int kFrags = Keys::kChunks * Keys::kFrags;  // operands of a row's query
+  static constexpr int kTiles = D / 16;                        // products of an output
+  static constexpr int kSums = 2 * kTiles * N;                 // floats of a lane
+  static constexpr int kJoin = kSums + 2 * N;                  // and its maxima and denominators
   static constexpr int kLog = D % 3 == 0 ? (D == 192 ? 6 : 5) : D == 64 ? 6 : D == 128 ? 7 : 8;
   using Rotation = HadamardTraits<D % 3 == 0 ? 3 : 1, kLog, 32, (1 << kLog) / 32>;
   static constexpr int kPerLane = D / 32;  // channels of a row in a lane of its warp
@@ -602,14 +602,15 @@ class Decoder {
   // What codes count too often (KeyCodes::kShifts): of each odd channel a sixteenth of the next one, if their codes share a word.
   __device__ __forceinline__ void take_off_neighbours(float (&y)[X::kPerLane]) const {
     constexpr int kVec = X::Rotation::kVec;
-    static_assert(kVec % 2 == 0);
+    static_assert(kVec == 1 || kVec % 2 == 0);
 #pragma unroll
     for (int k = 0; k < X::kPerLane; k += kVec) {
       const float of_next_lane = __shfl_down_sync(0xffffffff, y[k], 1);
 #pragma unroll
-      for (int i = 1; i < kVec; i += 2) {
+      for (int i = kVec == 1 ? 0 : 1; i < kVec; i += 2) {
         const float next = i + 1 < kVec ? y[k + i + 1] : of_next_lane;
-        if (channel(k + i) % 8 != 7) y[k + i] = fmaf(next, -1.0f / 16, y[k + i]);
+        const int c = channel(k + i);
+        if ((kVec > 1 || c % 2 == 1) && c % 8 != 7) y[k + i] = fmaf(next, -1.0f / 16, y[k + i]);
       }
     }
   }
@@ -661,6 +662,13 @@ class Decoder {
         to[0] = static_cast<uint8_t>(high);
         to[4 * 8] = static_cast<uint8_t>(x - 256 * high);  // the next column: four lanes on
         sum += x * Keys::twice_zero(channel(i));
+      }
+      if constexpr (32 * X::kFrags > D) {  // channels that only the operands have
+        static_assert(32 * X::kFrags == D + 32);
+        const auto place = Keys::place(D + lane_);
+        uint8_t* to = operands + ((r / 4 * X::kFrags + place.frag) * 32 + 8 * (r % 4) + place.t) * 8 + 4 * place.half +
+                      place.byte;
+        to[0] = to[4 * 8] = 0;
       }
       sum = sum_of_lanes(sum);
       if (lane_ == 0) {
@@ -944,6 +952,7 @@ class Decoder {
                                                  const typename Values::Words (&b)[kUnitSteps], int group,
                                                  const uint2 (&weight)[N][kUnitSteps], const float (&factor)[N]) {
     if constexpr (I < 4) {
+      if (4 * group + I >= X::kTiles) return;
       int sums[N][4] = {};
 #pragma unroll
       for (int step = 0; step < kUnitSteps; ++step) {

@@ -21,9 +21,9 @@ template <class Keys, class Values, int D>
 DecodeKernel decode_of_rows(int rows) {
   if (rows <= 4) return decode_entry<Keys, Values, D, 1>();
   if (rows <= 8) return decode_entry<Keys, Values, D, 2>();
-  if constexpr (D <= 128) {
+  if constexpr (D == 64 || D == 128) {
     return decode_entry<Keys, Values, D, 4>();
-  } else {  // more would not fit into registers: blocks of eight rows
+  } else {  // blocks of eight rows: more would not fit into registers, or are rare
     return decode_entry<Keys, Values, D, 2>();
   }
 }

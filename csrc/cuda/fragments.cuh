@@ -98,7 +98,8 @@ __device__ __forceinline__ void read_words(const uint8_t* from, uint32_t (&w)[N]
 
 // ---- Keys -------------------------------------------------------------------------------------------------------------
 
-// Channels are taken in chunks; a lane's share of a chunk (a quarter: t = lane % 4) lies in neighbouring words of a key row.
+// Channels are taken in chunks; a lane's share of a chunk (a quarter: t = lane % 4) lies in neighbouring words of a key row. The last
+// chunk of 96 channels is half full: what lanes read behind the row's end meets zeros on the other side.
 template <int D, int BITS, bool UNIFORM>
 struct KeyCodes {
   static constexpr int kBits = BITS;
@@ -109,10 +110,10 @@ struct KeyCodes {
   // 4 or 6 is then that of the channel before it, which so counts a sixteenth of this channel's query as well: what its own is less by.
   static constexpr bool kShifts = UNIFORM && BITS == 4;
   static_assert(BITS == 8 ? UNIFORM : BITS == 5 ? UNIFORM : BITS == 4 || (!UNIFORM && BITS < 4), "no such keys");
-  static_assert(D % 64 == 0);
+  static_assert(D % 32 == 0);
 
   static constexpr int kChunk = D % 128 == 0 ? 128 : 64;
-  static constexpr int kChunks = D / kChunk;
+  static constexpr int kChunks = (D + kChunk - 1) / kChunk;
   static constexpr int kFrags = kChunk / 32;                                            // products of a chunk
   static constexpr int kWords = BITS == 3 ? 3 : (BITS == 5 ? 4 : BITS) * kChunk / 128;  // of a lane
   static constexpr int kSets = kMasks && !kShifts ? 2 : 1;  // kinds of sums: of low and high nibbles
@@ -233,16 +234,17 @@ struct KeyCodes {
 
 // ---- Values -----------------------------------------------------------------------------------------------------------
 
-// Channels are taken in groups of 64, four products of 16 channels; a lane's words of two blocks of 16 tokens make an operand.
+// Channels are taken in groups of 64, four products of 16 channels, the last group of 96 channels two; a lane's words of two blocks
+// of 16 tokens make an operand.
 template <int D, int BITS, bool UNIFORM>
 struct ValueCodes {
   static constexpr int kBits = BITS;
   static constexpr bool kUniform = UNIFORM;
   static constexpr bool kMasks = UNIFORM && BITS < 8, kTwoTables = !UNIFORM && BITS == 4;
   static_assert(BITS == 8 ? UNIFORM : BITS == 4 || BITS == 3 || (!UNIFORM && BITS == 2), "no such values");
-  static_assert(D % 64 == 0);
+  static_assert(D % 32 == 0);
 
-  static constexpr int kGroups = D / 64;
+  static constexpr int kGroups = (D + 63) / 64;
   static constexpr int kWords =
       BITS;  // of a lane in a group and block: 64 channels * 4 tokens * BITS / 32 lanes / 32 bits
   // Order of the tokens of a lane within an operand's bytes: those of the two blocks in turn, or one block after the other.
@@ -258,20 +260,40 @@ struct ValueCodes {
 
   // block: of 16 tokens
   static __device__ __forceinline__ void load(const uint8_t* block, int group, int lane, Words& x) {
+    const bool half = 64 * group + 64 > D;  // of the group
     if constexpr (BITS == 3) {
+      if (half) {  // without the third word that two full ones would fill
+        uint32_t w[2];
+        read_words(block + 384 * group + 8 * lane, w);
+        x = {{w[0] & 0x77777777, w[1] & 0x77777777}};
+        return;
+      }
       uint32_t w[3];
       read_words(block + 384 * group + 12 * lane, w);
       spread_three_bits(w, x.w);
     } else if constexpr (BITS == 2) {
       constexpr int kUnits = D / 32;  // in chunks of four; two of them are a group
-      const int chunk = group / 2, words = kUnits - 4 * chunk < 4 ? 2 : 4;
-      read_words(block + 512 * chunk + 4 * words * lane + 8 * (group % 2), x.w);
-    } else {
-      constexpr int kChunks = BITS / 4;  // of 512 bytes
+      const int chunk = group / 2, words = kUnits - 4 * chunk < 4 ? kUnits - 4 * chunk : 4;
+      const uint8_t* from = block + 512 * chunk + 4 * words * lane + 8 * (group % 2);
+      if (words % 2 == 0) {
+        read_words(from, x.w);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
+        for (int i = 0; i < 2; ++i) x.w[i] = half && i ? 0 : reinterpret_cast<const uint32_t*>(from)[i];
+      }
+    } else {
+      constexpr int kChunks = BITS / 4;  // of 512 bytes, or half of it
+      x = {};
+#pragma unroll
+      for (int i = 0; i < (half ? (kChunks + 1) / 2 : kChunks); ++i) {
+        const uint8_t* from = block + 512 * (group * kChunks + i);
+        if (half && BITS == 4) {
+          const uint2 w = *reinterpret_cast<const uint2*>(from + 8 * lane);
+          x.w[0] = w.x, x.w[1] = w.y;
+          continue;
+        }
         uint32_t w[4];
-        read_words(block + 512 * (group * kChunks + i) + 16 * lane, w);
+        read_words(from + 16 * lane, w);
 #pragma unroll
         for (int j = 0; j < 4; ++j) x.w[4 * i + j] = w[j];
       }
