@@ -162,6 +162,8 @@ VARIANTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "four queries": (LARGE, {"q_len": 4}),
     "`head_dim` 64": (LARGE, {"head_dim": 64}),
     "`head_dim` 256, 64 x 4,096": ((64, 4096), {"head_dim": 256}),
+    "`head_dim` 96, 32 for 32, 16 x 8,192": ((16, 8192), {"head_dim": 96, "kv_heads": 32}),
+    "`head_dim` 80, 32 for 32, 8 x 8,192": ((8, 8192), {"head_dim": 80, "kv_heads": 32}),
     "12 for 2, 128 x 8,192": ((128, 8192), {"q_heads": 12, "kv_heads": 2}),
     "8 for 1, 128 x 8,192": ((128, 8192), {"q_heads": 8, "kv_heads": 1}),
     "pages of 16": (LARGE, {"page_size": 16}),
