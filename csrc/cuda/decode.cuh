@@ -608,9 +608,9 @@ class Decoder {
       const float of_next_lane = __shfl_down_sync(0xffffffff, y[k], 1);
 #pragma unroll
       for (int i = kVec == 1 ? 0 : 1; i < kVec; i += 2) {
-        const float next = i + 1 < kVec ? y[k + i + 1] : of_next_lane;
         const int c = channel(k + i);
-        if ((kVec > 1 || c % 2 == 1) && c % 8 != 7) y[k + i] = fmaf(next, -1.0f / 16, y[k + i]);
+        const bool none = (kVec == 1 && c % 2 == 0) || c % 8 == 7;
+        y[k + i] = fmaf(none ? 0 : i + 1 < kVec ? y[k + i + 1] : of_next_lane, -1.0f / 16, y[k + i]);
       }
     }
   }
@@ -760,12 +760,18 @@ class Decoder {
     // Where scales differ much, their largest says too little about the largest product with a weight.
     const bool exact = edge || !(scales.least() * 8 >= scales.most());
     const float log_largest = log_of(scales.most());
-    // One branch for all rows: between branches of their own their instructions would not mix.
-    if (exact) {
-      for_each<N>([&](auto n) { factor[n] = soften<n, true>(score[n], most[n], value_scale, log_largest, weight[n]); });
-    } else {
+    // Several times four rows share one branch: between branches of their own their instructions would not mix. One alone is shorter with
+    // a branch inside.
+    const auto weigh = [&](auto exactly) {
       for_each<N>(
-          [&](auto n) { factor[n] = soften<n, false>(score[n], most[n], value_scale, log_largest, weight[n]); });
+          [&](auto n) { factor[n] = soften<n>(score[n], most[n], value_scale, log_largest, exactly, weight[n]); });
+    };
+    if constexpr (N == 1) {
+      weigh(exact);
+    } else if (exact) {
+      weigh(std::true_type{});
+    } else {
+      weigh(std::false_type{});
     }
     multiply_values(base, weight, factor);
   }
@@ -822,7 +828,8 @@ class Decoder {
 
   // Capped scores are in units of their own: 1 / log2(e).
   __device__ __forceinline__ void cap(float (&score)[N][4 * kUnitSteps]) const {
-    const float limit = a_.soft_cap * kLog2E, inverse = 1 / limit;
+    // A true division has a rare path, which waits for all that is on its way; and it would be done ahead of the loop, cap or not.
+    const float limit = a_.soft_cap * kLog2E, inverse = __fdividef(1.0f, limit);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const DecodeRow& row = rows()[4 * n + t_];
@@ -869,18 +876,18 @@ class Decoder {
   };
 
   // Softmax weights of row n's tokens times value scales, as the operands of the second product: integers, whose unit is returned in
-  // terms of the running maximum. log_largest: of the value scales. EXACT: the largest product is to be found, and keys may be masked, whose
-  // scale does not matter.
-  template <int n, bool EXACT>
+  // terms of the running maximum. log_largest: of the value scales; exact, maybe a constant: the largest product is to be found, and keys may
+  // be masked, whose scale does not matter.
+  template <int n, typename Bool>
   __device__ __forceinline__ float soften(const float (&score)[4 * kUnitSteps], float most,
-                                          const float (&value_scale)[4 * kUnitSteps], float log_largest,
+                                          const float (&value_scale)[4 * kUnitSteps], float log_largest, Bool exact,
                                           uint2 (&weight)[kUnitSteps]) {
     constexpr int kScores = 4 * kUnitSteps;
     const float u = unit_[n];
     float v[kScores];
 #pragma unroll
     for (int i = 0; i < kScores; ++i) v[i] = value_scale[i];
-    if constexpr (EXACT) {
+    if (exact) {
       float largest = 0;
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
