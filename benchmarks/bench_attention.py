@@ -113,6 +113,7 @@ QUICK = (
     Case("k4v4u", LONG),
     Case("k4v4u", SHORT),
 )
+FLASHINFER_DIMS = (64, 128, 256)
 PREFILLS = tuple(Case(name, PREFILL) for name in (*BOTH, "k5v4u"))
 
 
@@ -289,6 +290,8 @@ class Plain:
         if flashinfer is None:
             raise RuntimeError(why_no_flashinfer)
         s = self.shape
+        if s.head_dim not in FLASHINFER_DIMS:  # others take the device down with them
+            raise RuntimeError(f"head_dim {s.head_dim} is none of {FLASHINFER_DIMS}")
         pages = s.context // BASELINE_PAGE
         starts = torch.arange(s.batch + 1, dtype=torch.int32)
         last = torch.full((s.batch,), BASELINE_PAGE, dtype=torch.int32)

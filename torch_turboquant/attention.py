@@ -20,9 +20,9 @@ softmax_scale * |q| |key|, an output by about 10^-4 of its length, a hundred tim
 8-bit codes cost; never more than half a unit per channel and key. Sums that follow are exact, so
 results do not depend on the processor, the number of threads or the other sequences of the call.
 
-CUDA has two kernels. Decode steps, that is max_q_len times query heads per KV head up to 16,
-d = 64, 96, 128, 192 or 256 and the bits and grids of the presets, on compute capability 8.0 and
-later, take the one of csrc/cuda/decode.cuh: queries are rounded to 16 bits as on the CPU (multiples of the
+CUDA has two kernels. Decode steps, that is max_q_len times query heads per KV head up to 16, d =
+64, 96, 128, 192 or 256 and the bits and grids of the presets, on compute capability 8.0 and later,
+take the one of csrc/cuda/decode.cuh: queries are rounded to 16 bits as on the CPU (multiples of the
 largest channel / 32512), weights times value scales of 64 keys to multiples of the largest / 65500,
 keys and values of the exact tail not at all. It is one launch with a fixed grid and reads lengths
 and block tables on the device; scratch memory depends on the device only. Results are the same in
