@@ -277,7 +277,7 @@ def test_flat_and_peaked_softmax(name, spread, dtype):
 
 
 @pytest.mark.parametrize("name", ["k4v4", "k4v4u", "k3v3"])
-@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("d", [64, 96, 256])
 def test_peaked_softmax_of_other_head_dimensions(d, name):
     check(build(tt.preset(name, d), [5000, 100], [2, 1], spread=10.0, center="scaled", tail=True))
 
@@ -1003,3 +1003,10 @@ def test_tiny(name, q_len):
 def test_tiny_head_dimensions(d):
     config = tt.preset("k4v4", d, page_size=32, search=1)
     check(build(config, [100, 1], [2, 1], kv_heads=1, tail=True))
+
+
+@pytest.mark.parametrize("name", ["k4v4", "k4v4u", "k5v4u", "k3v3", "k4v2", "k8v8"])
+def test_tiny_half_full_chunks(name):
+    """96 channels: what is read behind the rows of keys meets zeros."""
+    config = tt.preset(name, 96, page_size=16, search=1, recent_window=5)
+    check(build(config, [100, 16, 1], [2, 1, 1], kv_heads=1, tail=True))

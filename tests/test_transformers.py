@@ -609,6 +609,7 @@ def test_constants_reach_another_device():
                 if here is not None:
                     assert torch.equal(there, here) and there.dtype == here.dtype
                     assert there.data_ptr() % 64 == 0
+                    assert there.data_ptr() != center.data_ptr()
                     places.append(there.data_ptr())
         assert constants.on(torch.device(name)) is placed
     assert len(set(places)) > len(places) // 2
@@ -645,6 +646,19 @@ def test_layers_learn_together_what_they_would_alone(monkeypatch, family, center
         for one, other in zip(centers, found[0][0], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
         assert_close(logits, found[0][1], 1e-2)
+
+
+def test_learning_that_fails_leaves_nothing(monkeypatch):
+    model, ids = make_model(), make_ids(90)
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        with monkeypatch.context() as patch:
+            patch.setattr(layer_room, "learn", lambda *args, **more: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                feed(model, cache, ids[:, :80])
+        assert cache.sequences.forward is None and cache.get_seq_length() == 0
+        actual = feed(model, cache, ids, 80, 1)
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        assert_close(actual, feed(model, cache, ids, 80, 1), 1e-6)
 
 
 def test_calibrate_takes_text():

@@ -34,7 +34,7 @@ inline int any_warps(int words, int most) {
 
 // ---- Channels of a vector in memory -----------------------------------------------------------------------------------
 
-// Two neighbouring channels, i even; rows start at multiples of two elements.
+// Two neighbouring constants, i even.
 __device__ __forceinline__ float2 two(const float* x, int i) { return __ldg(reinterpret_cast<const float2*>(x + i)); }
 
 // The vector at `offset`, less the center, scaled and with its signs, as section 5 rotates it.

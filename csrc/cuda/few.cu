@@ -11,7 +11,7 @@
 //   is greatest stores the scale.
 // * What a record keeps of four channels is put together by shuffles and leaves from registers.
 //
-// The bytes are those of codec.cuh.
+// The bytes are those of any.cuh.
 #include <cuda_fp16.h>
 
 #include "tile_launch.cuh"

@@ -48,12 +48,20 @@ class Attachable:
         """What `sequences.begin` planned has gone through all layers, or has failed."""
         if succeeded:
             if self.sequences.forward.unsettled:
-                settle(self.sequences.forward)
+                self._settle()
             self.sequences.commit()
         else:
             self.sequences.abort()
         for layer in self.packed:
             layer.finish()
+
+    def _settle(self) -> None:
+        """What is left of it, or the forward has failed."""
+        try:
+            settle(self.sequences.forward)
+        except BaseException:
+            self.end_forward(succeeded=False)
+            raise
 
     def __enter__(self) -> Self:
         return self

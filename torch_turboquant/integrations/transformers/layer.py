@@ -73,6 +73,8 @@ def _tables_on(
     host = {index: make_tables(config, index) for index, config in configs}
     tensors = [t for table in host.values() for t in table if t is not None]
     placed = iter(put_together(tensors, device))
+    if device.type == "cuda":  # once: another cache may use them on any stream
+        torch.cuda.current_stream(device).synchronize()
     return {
         index: CacheTables(*(t if t is None else next(placed) for t in table))
         for index, table in host.items()

@@ -217,7 +217,7 @@ _ALIGNED = 256  # bytes, as an allocation of its own would be
 def put_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     """Copies of the host's tensors on a device: one transfer, which waits for nothing.
 
-    Equal ones become one.
+    Those with the same bytes share memory, so nobody may write to them.
     """
     contents = [t.numpy().tobytes() for t in tensors]
     places: dict[bytes, int] = {}
@@ -226,7 +226,8 @@ def put_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
         if data not in places:
             places[data] = len(host)
             host += data + bytes(_ALIGNED - len(data) % _ALIGNED)
-    together = torch.empty(len(host), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    pinned = device.type == "cuda"
+    together = torch.empty(len(host), dtype=torch.uint8, device="cpu", pin_memory=pinned)
     there = together.copy_(torch.frombuffer(host, dtype=torch.uint8)).to(device, non_blocking=True)
     return [
         there[places[data] :][: len(data)].view(t.dtype).view(t.shape)
