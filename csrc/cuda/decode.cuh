@@ -615,6 +615,12 @@ class Decoder {
     }
   }
 
+  // Where the high byte of a row's channel is among the operands.
+  static __device__ __forceinline__ uint8_t* operand(uint8_t* operands, int r, int channel) {
+    const auto place = Keys::place(channel);
+    return operands + ((r / 4 * X::kFrags + place.frag) * 32 + 8 * (r % 4) + place.t) * 8 + 4 * place.half + place.byte;
+  }
+
   // Rotates the rows of a segment, a warp per row, and lays them out as operands; ends with all warps holding theirs.
   __device__ __forceinline__ void prepare_queries(const DecodePlace& at) {
     uint8_t* operands = shared_ + plan_.queries;  // [N, frags, 32 lanes, x and y, 4]
@@ -656,18 +662,14 @@ class Decoder {
 #pragma unroll
       for (int i = 0; i < X::kPerLane; ++i) {
         const int x = __float2int_rn(y[i] * factor), high = (x + 128) >> 8;
-        const auto place = Keys::place(channel(i));
-        uint8_t* to = operands + ((r / 4 * X::kFrags + place.frag) * 32 + 8 * (r % 4) + place.t) * 8 + 4 * place.half +
-                      place.byte;
+        uint8_t* to = operand(operands, r, channel(i));
         to[0] = static_cast<uint8_t>(high);
         to[4 * 8] = static_cast<uint8_t>(x - 256 * high);  // the next column: four lanes on
         sum += x * Keys::twice_zero(channel(i));
       }
       if constexpr (32 * X::kFrags > D) {  // channels that only the operands have
         static_assert(32 * X::kFrags == D + 32);
-        const auto place = Keys::place(D + lane_);
-        uint8_t* to = operands + ((r / 4 * X::kFrags + place.frag) * 32 + 8 * (r % 4) + place.t) * 8 + 4 * place.half +
-                      place.byte;
+        uint8_t* to = operand(operands, r, D + lane_);
         to[0] = to[4 * 8] = 0;
       }
       sum = sum_of_lanes(sum);
