@@ -18,8 +18,11 @@ DecodeKernel kernel_of(const Attention& a) {
   const format::Record& r = a.record;
   switch (r.head_dim) {
     case 64: return find_decode<64>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
+    case 80: return find_decode<80>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
     case 96: return find_decode<96>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
+    case 112: return find_decode<112>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
     case 128: return find_decode<128>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
+    case 160: return find_decode<160>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
     case 192: return find_decode<192>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
     case 256: return find_decode<256>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
     default: return {};
@@ -195,6 +198,7 @@ void decode(const Attention& a, void* workspace, cudaStream_t stream) {
   STD_TORCH_CHECK(a.num_pages * page_bytes <= int64_t{UINT32_MAX} * kPlaceBytes, "paged_attention: ", a.num_pages,
                   " pages of ", page_bytes, " bytes are more than one call can address");
 
+  plan.codes = k.codes;
   plan.per_group = (65536 + a.group - 1) / a.group;
   plan.early = device.major >= 9 && a.seqs <= 32;  // more than a warp looks at at once are better looked at once
   plan.parts = static_cast<float*>(workspace);

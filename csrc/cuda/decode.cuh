@@ -16,6 +16,9 @@
 // the device, and the workspace depends on the grid only.
 #pragma once
 
+#include <algorithm>
+#include <bit>
+
 #include "attention.cuh"
 #include "fragments.cuh"
 #include "hadamard.cuh"
@@ -75,6 +78,7 @@ struct DecodePlan {
   int notes;           // [warps + 1] what a warp knows about its work, and what all begin with
   int bytes;           // all
   int per_group;       // 2^16 / group, rounded up
+  CodeFacts codes;     // what pages hold
   int early;           // 1: the launch may begin before the kernel ahead has ended
   float* parts;        // [grid, 2, rows, 4 + d]: partial results
   uint32_t* arrivals;  // [grid], 0 between launches
@@ -158,18 +162,21 @@ constexpr int decode_small_blocks(int n, int d) { return n * d <= 128 ? 4 : n * 
 constexpr int decode_threads(int n, int d) { return 128 * decode_small_blocks(n, d) / decode_blocks(n, d); }
 
 // N: products of four rows each.
-template <class Keys, class Values, int D, int N>
+template <int D, int N>
 struct DecodeTraits {
+  using Operands = QueryOperands<D>;
   static constexpr int kRows = 4 * N;
-  static constexpr int kFrags = Keys::kChunks * Keys::kFrags;  // operands of a row's query
-  static constexpr int kTiles = D / 16;                        // products of an output
-  static constexpr int kSums = 2 * kTiles * N;                 // floats of a lane
-  static constexpr int kJoin = kSums + 2 * N;                  // and its maxima and denominators
-  static constexpr int kLog = D % 3 == 0 ? (D == 192 ? 6 : 5) : D == 64 ? 6 : D == 128 ? 7 : 8;
-  using Rotation = HadamardTraits<D % 3 == 0 ? 3 : 1, kLog, 32, (1 << kLog) / 32>;
-  static constexpr int kPerLane = D / 32;  // channels of a row in a lane of its warp
-  static constexpr format::Record kRecord{D, 32, Keys::kBits, Values::kBits};
-  static constexpr int kKeyRow = kRecord.key_row_bytes(), kPlaneRow = kRecord.key_plane_bytes();
+  static constexpr int kFrags = Operands::kChunks * Operands::kFrags;  // of a row's query
+  static constexpr int kTiles = D / 16;                                // products of an output
+  static constexpr int kSums = 2 * kTiles * N;                         // floats of a lane
+  static constexpr int kJoin = kSums + 2 * N;                          // and its maxima and denominators
+  // A row lies in a warp, some channels of each of its blocks in a lane; where blocks have only 16 channels, in half of a warp, and once
+  // more in the other half.
+  static constexpr format::Split kSplit = format::split_dim(D);
+  static constexpr int kLog = std::countr_zero(static_cast<unsigned>(kSplit.block));
+  static constexpr int kRowLanes = std::min(kSplit.block, 32);
+  using Rotation = HadamardTraits<kSplit.blocks, kLog, kRowLanes, kSplit.block / kRowLanes>;
+  static constexpr int kPerLane = Rotation::kPerLane;
   static constexpr int kHead = 4;          // maximum, denominator and what aligns the sums to 16 bytes
   static constexpr int kPart = kHead + D;  // floats of a row's partial result
 };
@@ -194,10 +201,10 @@ struct DecodeState {
   }
 };
 
-template <class Keys, class Values, int D, int N>
+template <int D, int N>
 class Decoder {
  public:
-  using X = DecodeTraits<Keys, Values, D, N>;
+  using X = DecodeTraits<D, N>;
   static constexpr int kRows = X::kRows;
 
   __device__ __forceinline__ Decoder(const Attention& a, const SlotLayout& layout, const DecodePlan& plan,
@@ -209,18 +216,13 @@ class Decoder {
     let_next_kernel_begin();
     prefetch_constants();
     if (!start()) return;
-    look_at_levels();
     const DecodePlace& at = notes().attended;
     for (int unit = notes().begin + warp_;;) {
       while (unit < at.begin) unit += plan_.warps;  // a gap
       prepare_queries(at);
       find_sharers(at);
       state_.clear();
-      const int first = at.about.first - at.begin * kUnitTokens;
-      for (const int end = min(stop(), at.coded_end()); unit < end; unit += plan_.warps) {
-        attend(first + unit * kUnitTokens);
-        fetch();
-      }
+      unit = attend_codes(at, unit, min(stop(), at.coded_end()));
       const bool empty = at.about.coded == 0 && at.about.exact == 0;  // has a unit, but nothing in it
       for (const int end = stop(); unit < end; unit += plan_.warps) {
         if (empty) continue;
@@ -329,8 +331,8 @@ class Decoder {
       const int threads = static_cast<int>(blockDim.x) - begin;
       if (mine >= 0) {
         for (int i = mine; i < 2 * D; i += threads) signs()[i] = (i < D ? a_.key_signs : a_.value_signs - D)[i];
-        copy_levels<Keys>(a_.key_levels, key_levels(), mine);
-        copy_levels<Values>(a_.value_levels, value_levels(), mine);
+        copy_levels(a_.key_levels, a_.record.key_bits, key_levels(), mine);
+        copy_levels(a_.value_levels, a_.record.value_bits, value_levels(), mine);
         clear_padding(mine, threads);
       }
     }
@@ -356,16 +358,8 @@ class Decoder {
     }
   }
 
-  template <class Codes>
-  static __device__ __forceinline__ void copy_levels(const int8_t* from, int8_t* to, int mine) {
-    if constexpr (!Codes::kUniform) {
-      if (mine < 1 << Codes::kBits) to[mine] = from[mine];
-    }
-  }
-  // Of what find_work brought.
-  __device__ __forceinline__ void look_at_levels() {
-    if constexpr (!Keys::kUniform) key_table_ = {key_levels(), Keys::kBits};
-    if constexpr (!Values::kUniform) value_table_ = {value_levels(), Values::kBits};
+  static __device__ __forceinline__ void copy_levels(const int8_t* from, int bits, int8_t* to, int mine) {
+    if (from && mine < kMaxLevels) to[mine] = level_entry(from, bits, mine);
   }
 
   // What later steps would wait for is asked for now. Not for the first level of the cache: the kernel ahead may still be writing it.
@@ -588,10 +582,11 @@ class Decoder {
     }
     commit_copies();
   }
-  // The channel of a lane's element i when a warp holds a row.
+  // The channel of a lane's element i when a warp holds a row; whether the lane's elements are the ones that count.
   __device__ __forceinline__ int channel(int i) const {
-    return X::Rotation::channel(lane_, i / X::Rotation::kVec) + i % X::Rotation::kVec;
+    return X::Rotation::channel(lane_ % X::kRowLanes, i / X::Rotation::kVec) + i % X::Rotation::kVec;
   }
+  __device__ __forceinline__ bool counts() const { return X::kRowLanes == 32 || lane_ < X::kRowLanes; }
 
   // factors: [d], signs or scales
   __device__ __forceinline__ void apply(const float* factors, float (&y)[X::kPerLane]) const {
@@ -616,8 +611,8 @@ class Decoder {
   }
 
   // Where the high byte of a row's channel is among the operands.
-  static __device__ __forceinline__ uint8_t* operand(uint8_t* operands, int r, int channel) {
-    const auto place = Keys::place(channel);
+  static __device__ __forceinline__ uint8_t* operand(uint8_t* operands, CodeOrder order, int r, int channel) {
+    const auto place = X::Operands::place(order, channel);
     return operands + ((r / 4 * X::kFrags + place.frag) * 32 + 8 * (r % 4) + place.t) * 8 + 4 * place.half + place.byte;
   }
 
@@ -646,7 +641,7 @@ class Decoder {
       }
       apply(signs(), y);
       transform<typename X::Rotation>(y, lane_);
-      if constexpr (Keys::kShifts) take_off_neighbours(y);
+      if (plan_.codes.shifts) take_off_neighbours(y);
       float largest = 1e-30f;
 #pragma unroll
       for (int i = 0; i < X::kPerLane; ++i) largest = max_or_nan(largest, fabsf(y[i]));
@@ -654,7 +649,7 @@ class Decoder {
           __int_as_float(max_of_lanes(__float_as_int(largest)));  // not negative: ordered like integers, NaN above all
       if (a_.channels.center) {
 #pragma unroll
-        for (int bit = 1; bit < 32; bit *= 2) row.shift += __shfl_xor_sync(0xffffffff, row.shift, bit);
+        for (int bit = 1; bit < X::kRowLanes; bit *= 2) row.shift += __shfl_xor_sync(0xffffffff, row.shift, bit);
       }
       constexpr float kLargest = 127 * 256;  // so that the high byte stays within +-127
       const float scale = a_.softmax_scale * kLog2E, factor = (scale < 0 ? -kLargest : kLargest) / largest;
@@ -662,19 +657,20 @@ class Decoder {
 #pragma unroll
       for (int i = 0; i < X::kPerLane; ++i) {
         const int x = __float2int_rn(y[i] * factor), high = (x + 128) >> 8;
-        uint8_t* to = operand(operands, r, channel(i));
+        if (!counts()) continue;
+        uint8_t* to = operand(operands, plan_.codes.order, r, channel(i));
         to[0] = static_cast<uint8_t>(high);
         to[4 * 8] = static_cast<uint8_t>(x - 256 * high);  // the next column: four lanes on
-        sum += x * Keys::twice_zero(channel(i));
+        sum += x * plan_.codes.twice_zero(channel(i));
       }
-      if constexpr (32 * X::kFrags > D) {  // channels that only the operands have
-        static_assert(32 * X::kFrags == D + 32);
-        uint8_t* to = operand(operands, r, D + lane_);
+#pragma unroll
+      for (int c = D + lane_; c < X::Operands::kChannels; c += 32) {  // channels that only the operands have
+        uint8_t* to = operand(operands, plan_.codes.order, r, c);
         to[0] = to[4 * 8] = 0;
       }
       sum = sum_of_lanes(sum);
       if (lane_ == 0) {
-        row.unit = max_or_nan(largest / kLargest * fabsf(scale) * format::kLevelUnit * Keys::kUnit, 1e-30f);
+        row.unit = max_or_nan(largest / kLargest * fabsf(scale) * format::kLevelUnit * plan_.codes.key_unit, 1e-30f);
         row.shift *= scale;
         row.zero = sum >> 1;
         rows()[r] = row;
@@ -699,17 +695,23 @@ class Decoder {
 
   // The lane's tokens of a step, two for each pair of scores: an even token below 16 (or 24, see ValueCodes::kMixed) and the next.
   // Chosen so that after the transposition a lane holds the weights of its tokens in the order of the values' operands.
+  template <class Values>
   static constexpr int kPairStep = Values::kMixed ? 8 : 16;  // from the first pair of tokens to the second
+  template <class Values>
   __device__ __forceinline__ int first_token() const {
     return Values::kMixed ? (g_ & 1 ? g_ + 15 : g_) : (g_ & 1 ? g_ + 7 : g_);
   }
   // Of a section whose rows are `row` bytes, with `next` from tokens 0-15 to 16-31: from the slot's start to the lane's first token,
   // and from there to the second pair.
+  template <class Values>
   __device__ __forceinline__ int to_first(int row, int next) const {
-    const int token = first_token();
+    const int token = first_token<Values>();
     return (token & 15) * row + (token >> 4) * next;
   }
-  static __device__ __forceinline__ int to_second(int row, int next) { return Values::kMixed ? 8 * row : next; }
+  template <class Values>
+  static __device__ __forceinline__ int to_second(int row, int next) {
+    return Values::kMixed ? 8 * row : next;
+  }
 
   // The slots of the unit at hand.
   __device__ __forceinline__ void slots(int (&base)[kUnitSteps]) const {
@@ -717,10 +719,29 @@ class Decoder {
     for (int step = 0; step < kUnitSteps; ++step) base[step] = slot_ + step * layout_.stride;
   }
 
+  // Units of codes from `unit` up to `end`; returns the warp's next one. Counts tokens: one number fewer to be remembered.
+  __device__ __forceinline__ int attend_codes(const DecodePlace& at, int unit, int end) {
+    const int step = plan_.warps * kUnitTokens;
+    int token = at.first_token(unit);
+    for (const int last = at.first_token(end); token < last; token += step) {
+      attend(token);
+      fetch();
+    }
+    return at.unit_of(token);
+  }
+
   // begin: the first token of the unit
   __device__ __forceinline__ void attend(int begin) {
+    with_pair<D>(plan_.codes.pair, [&](auto pair) { attend_as<typename decltype(pair)::type>(begin); });
+  }
+  template <class Pair>
+  __device__ __forceinline__ void attend_as(int begin) {
+    using Keys = typename Pair::Keys;
+    using Values = typename Pair::Values;
     int base[kUnitSteps];
     slots(base);
+    const LevelTable<Keys::kTwoTables> key_table(Keys::kUniform ? nullptr : key_levels());
+    const LevelTable<Values::kTwoTables> value_table(Values::kUniform ? nullptr : value_levels());
     float score[N][4 * kUnitSteps], value_scale[4 * kUnitSteps];
     ScaleRange scales;
 #pragma unroll
@@ -729,9 +750,9 @@ class Decoder {
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         float s[N][2];
-        multiply_keys(shared_ + base[step], pair, s);
-        const uint8_t* from = shared_ + base[step] + layout_.value_scales + to_first(2, layout_.next_scales);
-        if (pair) from += to_second(2, layout_.next_scales);
+        multiply_keys<Pair>(shared_ + base[step], pair, key_table, s);
+        const uint8_t* from = shared_ + base[step] + layout_.value_scales + to_first<Values>(2, layout_.next_scales);
+        if (pair) from += to_second<Values>(2, layout_.next_scales);
         const __half2 both = *reinterpret_cast<const __half2*>(from);
         const float2 v = __half22float2(both);
         scales.add(both);
@@ -743,7 +764,7 @@ class Decoder {
     }
     if (a_.soft_cap > 0) cap(score);
     const bool edge = begin < all_first_ || begin + kUnitTokens > all_end_;
-    if (edge) mask(begin + first_token(), score);
+    if (edge) mask<Values>(begin + first_token<Values>(), score);
 
     uint2 weight[N][kUnitSteps];
     float factor[N], most[N];
@@ -765,8 +786,9 @@ class Decoder {
     // Several times four rows share one branch: between branches of their own their instructions would not mix. One alone is shorter with
     // a branch inside.
     const auto weigh = [&](auto exactly) {
-      for_each<N>(
-          [&](auto n) { factor[n] = soften<n>(score[n], most[n], value_scale, log_largest, exactly, weight[n]); });
+      for_each<N>([&](auto n) {
+        factor[n] = soften<Values, n>(score[n], most[n], value_scale, log_largest, exactly, weight[n]);
+      });
     };
     if constexpr (N == 1) {
       weigh(exact);
@@ -775,29 +797,35 @@ class Decoder {
     } else {
       weigh(std::false_type{});
     }
-    multiply_values(base, weight, factor);
+    multiply_values<Values>(base, value_table, weight, factor);
   }
 
   // Integer scores of the lane's rows for one of its pairs of tokens, times the key scales.
-  __device__ __forceinline__ void multiply_keys(const uint8_t* base, int pair, float (&s)[N][2]) const {
+  template <class Pair, class Table>
+  __device__ __forceinline__ void multiply_keys(const uint8_t* base, int pair, const Table& table,
+                                                float (&s)[N][2]) const {
+    using Keys = typename Pair::Keys;
+    using Values = typename Pair::Values;
+    constexpr format::Record kRecord{D, 32, Keys::kBits, Values::kBits};
+    constexpr int kKeyRow = kRecord.key_row_bytes(), kPlaneRow = kRecord.key_plane_bytes();
     int sums[N][Keys::kSets][4] = {};
-    const uint8_t* row = base + to_first(X::kKeyRow, layout_.next_keys);
-    const uint8_t* plane = base + layout_.planes + to_first(X::kPlaneRow, layout_.next_planes);
-    const uint8_t* scales = base + layout_.key_scales + to_first(2, layout_.next_scales);
+    const uint8_t* row = base + to_first<Values>(kKeyRow, layout_.next_keys);
+    const uint8_t* plane = base + layout_.planes + to_first<Values>(kPlaneRow, layout_.next_planes);
+    const uint8_t* scales = base + layout_.key_scales + to_first<Values>(2, layout_.next_scales);
     if (pair) {
-      row += to_second(X::kKeyRow, layout_.next_keys);
-      plane += to_second(X::kPlaneRow, layout_.next_planes);
-      scales += to_second(2, layout_.next_scales);
+      row += to_second<Values>(kKeyRow, layout_.next_keys);
+      plane += to_second<Values>(kPlaneRow, layout_.next_planes);
+      scales += to_second<Values>(2, layout_.next_scales);
     }
 #pragma unroll
-    for (int chunk = 0; chunk < Keys::kChunks; ++chunk) {
+    for (int chunk = 0; chunk < X::Operands::kChunks; ++chunk) {
       typename Keys::Words x, y;
       typename Keys::Prepared p, q;
       Keys::load(row, plane, chunk, t_, x);
-      Keys::load(row + X::kKeyRow, plane + X::kPlaneRow, chunk, t_, y);
+      Keys::load(row + kKeyRow, plane + kPlaneRow, chunk, t_, y);
       Keys::prepare(x, t_, p);
       Keys::prepare(y, t_, q);
-      multiply_frags<0>(p, q, chunk, sums);
+      multiply_frags<Keys, 0>(p, q, chunk, table, sums);
     }
     const float2 k = __half22float2(*reinterpret_cast<const __half2*>(scales));
 #pragma unroll
@@ -812,19 +840,19 @@ class Decoder {
       }
     }
   }
-  template <int I>
+  template <class Keys, int I, class Table>
   __device__ __forceinline__ void multiply_frags(const typename Keys::Prepared& x, const typename Keys::Prepared& y,
-                                                 int chunk, int (&sums)[N][Keys::kSets][4]) const {
-    if constexpr (I < Keys::kFrags) {
+                                                 int chunk, const Table& table, int (&sums)[N][Keys::kSets][4]) const {
+    if constexpr (I < X::Operands::kFrags) {
       uint32_t a[4], minus[4];
-      Keys::template expand<I>(x, y, key_table_, a, minus);
+      Keys::template expand<I>(x, y, table, a, minus);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        const uint2 b = query_[n][chunk * Keys::kFrags + I];
+        const uint2 b = query_[n][chunk * X::Operands::kFrags + I];
         mma_bytes<Keys::kMasks>(sums[n][Keys::set_of(I)], a, b);
         if constexpr (Keys::kTwoTables) mma_bytes(sums[n][0], minus, b);
       }
-      multiply_frags<I + 1>(x, y, chunk, sums);
+      multiply_frags<Keys, I + 1>(x, y, chunk, table, sums);
     }
   }
 
@@ -846,6 +874,7 @@ class Decoder {
   }
 
   // Keys that a row does not see; their slots may hold anything.
+  template <class Values>
   __device__ __forceinline__ void mask(int token, float (&score)[N][4 * kUnitSteps]) const {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -853,7 +882,7 @@ class Decoder {
       const unsigned keys = max(row.end - row.first, 0);
 #pragma unroll
       for (int i = 0; i < 4 * kUnitSteps; ++i) {
-        const int key = token + i / 4 * kStepTokens + i % 4 / 2 * kPairStep + i % 2;
+        const int key = token + i / 4 * kStepTokens + i % 4 / 2 * kPairStep<Values> + i % 2;
         score[n][i] = static_cast<unsigned>(key - row.first) < keys ? score[n][i] : -INFINITY;
       }
     }
@@ -880,7 +909,7 @@ class Decoder {
   // Softmax weights of row n's tokens times value scales, as the operands of the second product: integers, whose unit is returned in
   // terms of the running maximum. log_largest: of the value scales; exact, maybe a constant: the largest product is to be found, and keys may
   // be masked, whose scale does not matter.
-  template <int n, typename Bool>
+  template <class Values, int n, typename Bool>
   __device__ __forceinline__ float soften(const float (&score)[4 * kUnitSteps], float most,
                                           const float (&value_scale)[4 * kUnitSteps], float log_largest, Bool exact,
                                           uint2 (&weight)[kUnitSteps]) {
@@ -942,8 +971,9 @@ class Decoder {
     for (int i = 0; i < X::kTiles; ++i) state_.sums[i][n][0] *= by, state_.sums[i][n][1] *= by;
   }
 
-  __device__ __forceinline__ void multiply_values(const int (&base)[kUnitSteps], const uint2 (&weight)[N][kUnitSteps],
-                                                  const float (&factor)[N]) {
+  template <class Values, class Table>
+  __device__ __forceinline__ void multiply_values(const int (&base)[kUnitSteps], const Table& table,
+                                                  const uint2 (&weight)[N][kUnitSteps], const float (&factor)[N]) {
 #pragma unroll
     for (int group = 0; group < Values::kGroups; ++group) {
       typename Values::Words a[kUnitSteps], b[kUnitSteps];
@@ -953,20 +983,21 @@ class Decoder {
         Values::load(block, group, lane_, a[step]);
         Values::load(block + layout_.next_values, group, lane_, b[step]);
       }
-      multiply_tiles<0>(a, b, group, weight, factor);
+      multiply_tiles<Values, 0>(a, b, group, table, weight, factor);
     }
   }
-  template <int I>
+  template <class Values, int I, class Table>
   __device__ __forceinline__ void multiply_tiles(const typename Values::Words (&a)[kUnitSteps],
                                                  const typename Values::Words (&b)[kUnitSteps], int group,
-                                                 const uint2 (&weight)[N][kUnitSteps], const float (&factor)[N]) {
+                                                 const Table& table, const uint2 (&weight)[N][kUnitSteps],
+                                                 const float (&factor)[N]) {
     if constexpr (I < 4) {
       if (4 * group + I >= X::kTiles) return;
       int sums[N][4] = {};
 #pragma unroll
       for (int step = 0; step < kUnitSteps; ++step) {
         uint32_t plus[4], minus[4];
-        Values::template expand<I>(a[step], b[step], value_table_, plus, minus);
+        Values::template expand<I>(a[step], b[step], table, plus, minus);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           mma_bytes<Values::kMasks, true>(sums[n], plus, weight[n][step]);
@@ -982,7 +1013,7 @@ class Decoder {
           to = fmaf(static_cast<float>(x), factor[n], to);  // the upper rows' factor kUpper waits for the end
         }
       }
-      multiply_tiles<I + 1>(a, b, group, weight, factor);
+      multiply_tiles<Values, I + 1>(a, b, group, table, weight, factor);
     }
   }
 
@@ -1028,14 +1059,13 @@ class Decoder {
       total[n] = over_tokens(state_.total[n], add);
       m[n] =
           total[n] == 0 ? -INFINITY : fmaf(state_.max[n], unit_[n], a_.soft_cap > 0 ? 0.0f : rows()[4 * n + t_].shift);
-      const float less = Values::kTop != 0 ? Values::kTop * over_tokens(state_.weights[n], add) : 0.0f;
+      const float less = plan_.codes.value_top * over_tokens(state_.weights[n], add);
 #pragma unroll
       for (int i = 0; i < X::kTiles; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& x = state_.sums[i][n][h];
-          if (h) x *= 1 / Values::kUpper;
-          x = (Values::kStep * x - less) * format::kLevelUnit;
+          x = (plan_.codes.value_steps[h] * x - less) * format::kLevelUnit;
         }
       }
     }
@@ -1190,7 +1220,9 @@ class Decoder {
       const int64_t to = int64_t{token} * a_.q_heads + head;
       const float inverse = total == 0 ? 0 : by / total;
 #pragma unroll
-      for (int i = 0; i < X::kPerLane; ++i) store_float(a_.out, a_.dtype, to * D + channel(i), y[i] * inverse);
+      for (int i = 0; i < X::kPerLane; ++i) {
+        if (counts()) store_float(a_.out, a_.dtype, to * D + channel(i), y[i] * inverse);
+      }
       if (lane_ == 0) {
         const bool only_sink = by == 0;  // whose logit needs no rounding
         a_.lse[to] = total == 0 ? -INFINITY : only_sink ? a_.sink_logits[head] : (m + log2f(total)) * kLn2;
@@ -1224,7 +1256,7 @@ class Decoder {
       for (int c = 0; c < D; c += 32) {
         const uint4 q = load_tiles(query + c * kExactBytes);
         multiply_exact(dot, load_tiles(keys + c * kExactBytes), q.x, q.y);
-        multiply_exact(dot, load_tiles(keys + (c + 16) * kExactBytes), q.z, q.w);
+        if (c + 16 < D) multiply_exact(dot, load_tiles(keys + (c + 16) * kExactBytes), q.z, q.w);
       }
 
       // Scores of the lane's row for keys g and g + 8, in the numbers of the integer scores, so that one running maximum serves both.
@@ -1286,12 +1318,12 @@ class Decoder {
       }
       rotate_columns(y);
       // In the numbers of the sums (join_warps): before what waits for the end.
-      constexpr float kFactor = block_norm(X::kLog) / (kDown * format::kLevelUnit * Values::kStep);
+      constexpr float kFactor = block_norm(X::kLog) / (kDown * format::kLevelUnit);
 #pragma unroll
       for (int i = 0; i < X::kTiles; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float factor = h ? kFactor * Values::kUpper : kFactor;
+          const float factor = kFactor * plan_.codes.value_inverses[h];
           state_.sums[i][n][h] = fmaf(y[2 * i + h], factor, state_.sums[i][n][h]);
         }
       }
@@ -1355,8 +1387,6 @@ class Decoder {
   const DecodePlan& plan_;
   uint8_t* shared_;
   const int warp_, lane_, g_, t_;
-  LevelTable<Keys::kTwoTables> key_table_{nullptr, 0};
-  LevelTable<Values::kTwoTables> value_table_{nullptr, 0};
 
   int slot_;  // the next to arrive of the warp's slots
   uint32_t phase_;
@@ -1373,13 +1403,13 @@ class Decoder {
   DecodeState<X> state_;
 };
 
-template <class Keys, class Values, int D, int N>
+template <int D, int N>
 __global__ void __launch_bounds__(decode_threads(N, D), decode_blocks(N, D))
     decode_kernel(const __grid_constant__ Attention a, const __grid_constant__ SlotLayout layout,
                   const __grid_constant__ DecodePlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // decode_takes asks
   extern __shared__ __align__(128) uint8_t shared[];
-  Decoder<Keys, Values, D, N>(a, layout, plan, shared).run();
+  Decoder<D, N>(a, layout, plan, shared).run();
 #endif
 }
 

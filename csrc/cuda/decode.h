@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.cuh"
+#include "fragments.cuh"
 
 namespace turboquant::cuda {
 
@@ -23,6 +24,7 @@ struct DecodeKernel {
   int small_blocks = 0;  // the same of four warps
   int query_bytes = 0;   // of the queries' operands
   int join_floats = 0;   // of a warp's state
+  CodeFacts codes{};
 };
 
 // For keys and values of so many bits, one of 4, 8 and 16 rows: defined in decode_<head_dim>.cu.

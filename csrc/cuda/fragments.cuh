@@ -12,6 +12,8 @@
 //   none    8 bits: codes are levels.
 #pragma once
 
+#include <tuple>
+
 #include "../format.h"
 #include "mma.cuh"
 
@@ -35,12 +37,10 @@ __device__ __forceinline__ uint32_t shifted(uint32_t x) {
   }
 }
 
-// 0. A compiler does not see that, and so does not see either that what it is or'ed to is the same in all lanes.
-__device__ __forceinline__ uint32_t zero_of_lane() {
-  uint32_t below = 0, up_to = 0;
-  asm("mov.u32 %0, %%lanemask_lt;" : "=r"(below));
-  asm("mov.u32 %0, %%lanemask_le;" : "=r"(up_to));
-  return below & ~up_to;
+// What a table holds of a code: 0 where there is none, a level less 1 in `minus`. levels: [2^bits]
+__device__ __forceinline__ int8_t level_entry(const int8_t* levels, int bits, int code) {
+  if (code >= 1 << bits) return 0;
+  return static_cast<int8_t>(levels[code] - (bits == 4 && code < 8 ? 1 : 0));
 }
 
 // Levels by byte permutation. `TWO`: 16 levels, else up to 8.
@@ -49,20 +49,14 @@ struct LevelTable {
   uint32_t low, high;  // levels 0-3 and 4-7; of two tables those of codes 8-11 and 12-15
   uint32_t minus_low = 0, minus_high = 0;
 
-  __device__ __forceinline__ LevelTable(const int8_t* levels, int bits) {  // [2^bits]; null: nobody looks
-    if (!levels) {
-      low = high = 0;
-    } else if constexpr (TWO) {
-      const uint32_t* words = reinterpret_cast<const uint32_t*>(levels);
-      minus_low = __vsub4(words[0], 0x01010101), minus_high = __vsub4(words[1], 0x01010101);
-      low = words[2], high = words[3];
+  // entries: 16, aligned to as many bytes; null: nobody looks.
+  explicit __device__ __forceinline__ LevelTable(const int8_t* entries) {
+    const uint4 w = entries ? *reinterpret_cast<const uint4*>(entries) : uint4{};
+    if constexpr (TWO) {
+      minus_low = w.x, minus_high = w.y, low = w.z, high = w.w;
     } else {
-      const uint32_t* words = reinterpret_cast<const uint32_t*>(levels);
-      low = words[0], high = bits > 2 ? words[1] : 0;
+      low = w.x, high = w.y;
     }
-    // In registers of the lanes: from those of the warp, where they else may be kept, every look-up would begin with a move.
-    const uint32_t zero = zero_of_lane();
-    low |= zero, high |= zero, minus_low |= zero, minus_high |= zero;
   }
 
   // The bytes of four codes in the low nibbles of `codes`; with two tables `plus` wants their top bits flipped.
@@ -96,12 +90,58 @@ __device__ __forceinline__ void read_words(const uint8_t* from, uint32_t (&w)[N]
   }
 }
 
+// The first `n` of a lane's words, of which each lane has `words`.
+template <int N>
+__device__ __forceinline__ void read_some_words(const uint8_t* from, int n, int words, uint32_t (&w)[N]) {
+  if (n == 2 && words % 2 == 0) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    w[0] = x.x, w[1] = x.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i < n) w[i] = reinterpret_cast<const uint32_t*>(from)[i];
+    }
+  }
+}
+
+// ---- Queries: the other side of keys ----------------------------------------------------------------------------------
+
+// How the channels of a lane's share lie in its words of a key row: in their order, the even ones of a word before its odd ones, or
+// as the words of a group of 3-bit codes that two lanes share.
+enum class CodeOrder { kPlain, kInterleaved, kShared };
+
+// Channels are taken in chunks, a quarter of a chunk by each lane (t = lane % 4). The last chunk may be filled in part: lanes without
+// channels, which read behind the end of a key row, meet zeros here.
+template <int D>
+struct QueryOperands {
+  static constexpr int kChunk = D % 128 == 0 ? 128 : 64;
+  static constexpr int kChunks = (D + kChunk - 1) / kChunk;
+  static constexpr int kFrags = kChunk / 32;          // products of a chunk
+  static constexpr int kChannels = kChunks * kChunk;  // with those that stand for none
+  static constexpr bool kHalfGroup = D % 32 != 0;  // the last group of channels has 16 instead of 32 (docs/format.md)
+  static_assert(D % 16 == 0);
+
+  // Where a channel is among the operands: product, half of it (b.x or b.y), lane % 4 and byte.
+  struct Place {
+    int frag, half, t, byte;
+  };
+  static __device__ __forceinline__ Place place(CodeOrder order, int channel) {
+    const int chunk = channel / kChunk, c = channel % kChunk, share = kChunk / 4;
+    const int t = c / share, x = c % share;  // x: in the lane's share
+    const int first = chunk * kFrags;
+    if (order == CodeOrder::kInterleaved) return {first + x / 16 * 2 + x % 2, x / 8 % 2, t, x % 8 / 2};
+    const bool shared = order == CodeOrder::kShared && channel < (kHalfGroup ? D - 16 : D);
+    if (!shared) return {first + x / 8, x / 4 % 2, t, x % 4};
+    const int group = c / 32, j = c % 32 / 8, i = c % 8;
+    return {first + j / 2, j % 2, 2 * group + i / 4, i % 4};
+  }
+};
+
 // ---- Keys -------------------------------------------------------------------------------------------------------------
 
-// Channels are taken in chunks; a lane's share of a chunk (a quarter: t = lane % 4) lies in neighbouring words of a key row. The last
-// chunk of 96 channels is half full: what lanes read behind the row's end meets zeros on the other side.
 template <int D, int BITS, bool UNIFORM>
 struct KeyCodes {
+  using Operands = QueryOperands<D>;
   static constexpr int kBits = BITS;
   static constexpr bool kUniform = UNIFORM;
   static constexpr bool kMasks = UNIFORM && BITS < 8, kTwoTables = !UNIFORM && BITS == 4;
@@ -110,20 +150,17 @@ struct KeyCodes {
   // 4 or 6 is then that of the channel before it, which so counts a sixteenth of this channel's query as well: what its own is less by.
   static constexpr bool kShifts = UNIFORM && BITS == 4;
   static_assert(BITS == 8 ? UNIFORM : BITS == 5 ? UNIFORM : BITS == 4 || (!UNIFORM && BITS < 4), "no such keys");
-  static_assert(D % 32 == 0);
 
-  static constexpr int kChunk = D % 128 == 0 ? 128 : 64;
-  static constexpr int kChunks = (D + kChunk - 1) / kChunk;
-  static constexpr int kFrags = kChunk / 32;                                            // products of a chunk
+  static constexpr int kChunk = Operands::kChunk;
+  static constexpr CodeOrder kOrder = kMasks || BITS == 2         ? CodeOrder::kInterleaved
+                                      : BITS == 3 && kChunk == 64 ? CodeOrder::kShared
+                                                                  : CodeOrder::kPlain;
   static constexpr int kWords = BITS == 3 ? 3 : (BITS == 5 ? 4 : BITS) * kChunk / 128;  // of a lane
   static constexpr int kSets = kMasks && !kShifts ? 2 : 1;  // kinds of sums: of low and high nibbles
 
-  // sum of q * level = (weighted sums - sum of q * twice_zero / 2) * kUnit
+  // sum of q * level = (weighted sums - sum of q * twice_zero / 2) * kUnit (CodeFacts::twice_zero)
   static constexpr int kWeight0 = BITS == 5 ? 8 : 1, kWeight1 = 1;
-  static constexpr __device__ int twice_zero(int channel) {
-    if (kShifts) return channel % 2 == 0 && channel % 8 ? 15 * 17 : 15 * 16;
-    return kTwoTables ? -2 : kMasks ? 8 * 31 : 0;
-  }
+  static constexpr int kTwiceZero = kShifts ? 15 * 16 : kTwoTables ? -2 : kMasks ? 8 * 31 : 0;
   static constexpr float kUnit = !kMasks ? 1.0f : BITS == 4 ? 1.0f / 8 : 1.0f / 4;
 
   struct Words {
@@ -133,16 +170,23 @@ struct KeyCodes {
 
   // row, plane: of one token. Words stay as they are for 4, 5 and 8 bits; else they become nibbles: `spread`.
   static __device__ __forceinline__ void load(const uint8_t* row, const uint8_t* plane, int chunk, int t, Words& x) {
+    constexpr int kGroups = kChunk / 32;  // of 32 channels
+    const int group = chunk * kGroups + t * kGroups / 4;
+    const bool half = Operands::kHalfGroup && group == D / 32;
     if constexpr (BITS == 3) {
-      constexpr int kGroups = kChunk / 32;  // of 32 channels, 12 bytes each
-      read_words(row + 12 * (chunk * kGroups + t * kGroups / 4), x.w);
+      read_words(row + 12 * group, x.w);
+      if (half) x.w[2] = x.w[1], x.w[1] = x.w[0] >> 16;  // words of four codes; their upper halves are not looked at
     } else {
       read_words(row + 4 * kWords * (4 * chunk + t), x.w);
     }
     if constexpr (BITS == 5) {
-      x.plane =
-          *reinterpret_cast<const uint32_t*>(plane + (kChunk == 128 ? 4 * (4 * chunk + t) : 4 * (2 * chunk + t / 2)));
-      if constexpr (kChunk == 64) x.plane >>= 4 * (t & 1);
+      x.plane = *reinterpret_cast<const uint32_t*>(plane + 4 * group);
+      if (half) {  // its bits are those of four words of four codes: as those of two words of eight
+        const uint32_t y = (x.plane & 0xFFFF) | (x.plane << 14 & 0xFFFF0000);
+        x.plane = (y & 0x03030303) | (y >> 2 & 0x0C0C0C0C);
+      } else if constexpr (kChunk == 64) {
+        x.plane >>= 4 * (t & 1);
+      }
     }
   }
 
@@ -201,23 +245,6 @@ struct KeyCodes {
     }
   }
 
-  // Where a channel is among the operands of the other side: product, half of it (b.x or b.y), lane % 4 and byte.
-  struct Place {
-    int frag, half, t, byte;
-  };
-  static __device__ __forceinline__ Place place(int channel) {
-    const int chunk = channel / kChunk, c = channel % kChunk, share = kChunk / 4;
-    const int t = c / share, x = c % share;  // x: in the lane's share
-    const int first = chunk * kFrags;
-    if constexpr (BITS == 8) return {first + x / 8, x / 4 % 2, t, x % 4};
-    if constexpr (kMasks) return {first + x / 16 * 2 + x % 2, x / 8 % 2, t, x % 8 / 2};
-    if constexpr (BITS == 4) return {first + x / 8, x % 8 / 4, t, x % 4};
-    if constexpr (BITS == 2) return {first + x / 16 * 2 + x % 2, x % 16 / 8, t, x % 8 / 2};
-    if constexpr (kChunk == 128) return {first + x / 8, x % 8 / 4, t, x % 4};
-    const int group = c / 32, j = c % 32 / 8, i = c % 8;  // 3 bits in chunks of 64
-    return {first + j / 2, j % 2, 2 * group + i / 4, i % 4};
-  }
-
  private:
   // Four codes of 4 bits in the high nibbles: the even (SIDE 0, with something below them) or odd channels of a word.
   template <int SIDE>
@@ -234,15 +261,14 @@ struct KeyCodes {
 
 // ---- Values -----------------------------------------------------------------------------------------------------------
 
-// Channels are taken in groups of 64, four products of 16 channels, the last group of 96 channels two; a lane's words of two blocks
-// of 16 tokens make an operand.
+// Channels are taken in groups of 64, four products of 16 channels, in the last group maybe fewer; a lane's words of two blocks of 16
+// tokens make an operand.
 template <int D, int BITS, bool UNIFORM>
 struct ValueCodes {
   static constexpr int kBits = BITS;
   static constexpr bool kUniform = UNIFORM;
   static constexpr bool kMasks = UNIFORM && BITS < 8, kTwoTables = !UNIFORM && BITS == 4;
   static_assert(BITS == 8 ? UNIFORM : BITS == 4 || BITS == 3 || (!UNIFORM && BITS == 2), "no such values");
-  static_assert(D % 32 == 0);
 
   static constexpr int kGroups = (D + 63) / 64;
   static constexpr int kWords =
@@ -260,40 +286,40 @@ struct ValueCodes {
 
   // block: of 16 tokens
   static __device__ __forceinline__ void load(const uint8_t* block, int group, int lane, Words& x) {
-    const bool half = 64 * group + 64 > D;  // of the group
+    const int tiles = min(D - 64 * group, 64) / 16;  // of the group
+    x = {};
     if constexpr (BITS == 3) {
-      if (half) {  // without the third word that two full ones would fill
-        uint32_t w[2];
-        read_words(block + 384 * group + 8 * lane, w);
-        x = {{w[0] & 0x77777777, w[1] & 0x77777777}};
-        return;
-      }
-      uint32_t w[3];
-      read_words(block + 384 * group + 12 * lane, w);
-      spread_three_bits(w, x.w);
-    } else if constexpr (BITS == 2) {
-      constexpr int kUnits = D / 32;  // in chunks of four; two of them are a group
-      const int chunk = group / 2, words = kUnits - 4 * chunk < 4 ? kUnits - 4 * chunk : 4;
-      const uint8_t* from = block + 512 * chunk + 4 * words * lane + 8 * (group % 2);
-      if (words % 2 == 0) {
-        read_words(from, x.w);
-      } else {
+      if (tiles == 4) {
+        uint32_t w[3];
+        read_words(block + 384 * group + 12 * lane, w);
+        spread_three_bits(w, x.w);
+      } else {  // without spare bits, in which a fourth word could be
+        read_some_words(block + 384 * group + 4 * tiles * lane, tiles, tiles, x.w);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) x.w[i] = half && i ? 0 : reinterpret_cast<const uint32_t*>(from)[i];
+        for (int i = 0; i < 3; ++i) x.w[i] &= 0x77777777;
+      }
+    } else if constexpr (BITS == 2) {
+      constexpr int kUnits = D / 32;  // words of a lane, in chunks of four; two of them are a group
+      const int chunk = group / 2, words = min(kUnits - 4 * chunk, 4), mine = min(kUnits - 2 * group, 2);
+      const uint8_t* from = block + 512 * chunk + 4 * words * lane + 8 * (group % 2);
+      read_some_words(from, mine, words, x.w);
+      if (tiles % 2 == 1) {  // 16 channels, whose words two lanes share
+        const uint32_t both = *reinterpret_cast<const uint32_t*>(block + 128 * kUnits + 4 * (lane % 16));
+        x.w[tiles / 2] = both >> 4 * (lane / 16);
       }
     } else {
-      constexpr int kChunks = BITS / 4;  // of 512 bytes, or half of it
-      x = {};
+      constexpr int kPerTile = BITS / 4;  // words, in chunks of four
 #pragma unroll
-      for (int i = 0; i < (half ? (kChunks + 1) / 2 : kChunks); ++i) {
-        const uint8_t* from = block + 512 * (group * kChunks + i);
-        if (half && BITS == 4) {
-          const uint2 w = *reinterpret_cast<const uint2*>(from + 8 * lane);
-          x.w[0] = w.x, x.w[1] = w.y;
-          continue;
+      for (int i = 0; i < kPerTile; ++i) {
+        const int words = min(kPerTile * tiles - 4 * i, 4);
+        if (words <= 0) continue;
+        uint32_t w[4] = {};
+        const uint8_t* from = block + 512 * (group * kPerTile + i) + 4 * words * lane;
+        if (words == 4) {
+          read_words(from, w);
+        } else {
+          read_some_words(from, words, words, w);
         }
-        uint32_t w[4];
-        read_words(from + 16 * lane, w);
 #pragma unroll
         for (int j = 0; j < 4; ++j) x.w[4 * i + j] = w[j];
       }
@@ -327,5 +353,63 @@ struct ValueCodes {
     }
   }
 };
+
+// ---- Pairs ------------------------------------------------------------------------------------------------------------
+
+template <class K, class V>
+struct CodePair {
+  using Keys = K;
+  using Values = V;
+};
+
+// Those of the presets (torch_turboquant/config.py) and no others; a grid of 8 bits is always uniform.
+template <int D>
+using CodePairs = std::tuple<CodePair<KeyCodes<D, 8, true>, ValueCodes<D, 8, true>>,    //
+                             CodePair<KeyCodes<D, 8, true>, ValueCodes<D, 4, false>>,   //
+                             CodePair<KeyCodes<D, 5, true>, ValueCodes<D, 4, true>>,    //
+                             CodePair<KeyCodes<D, 5, true>, ValueCodes<D, 3, true>>,    //
+                             CodePair<KeyCodes<D, 4, true>, ValueCodes<D, 4, true>>,    //
+                             CodePair<KeyCodes<D, 4, false>, ValueCodes<D, 4, false>>,  //
+                             CodePair<KeyCodes<D, 4, false>, ValueCodes<D, 3, false>>,  //
+                             CodePair<KeyCodes<D, 4, false>, ValueCodes<D, 2, false>>,  //
+                             CodePair<KeyCodes<D, 3, false>, ValueCodes<D, 3, false>>,  //
+                             CodePair<KeyCodes<D, 3, false>, ValueCodes<D, 2, false>>,  //
+                             CodePair<KeyCodes<D, 2, false>, ValueCodes<D, 2, false>>>;
+
+// What must be known of a pair away from its products.
+struct CodeFacts {
+  int pair;  // its index
+  CodeOrder order;
+  bool shifts;
+  int key_twice_zero;
+  float key_unit;
+  float value_steps[2], value_inverses[2];  // kStep of the lower rows of a product and of the upper ones; 1 / these
+  float value_top;
+
+  template <class Pair>
+  static constexpr CodeFacts of(int index) {
+    using K = typename Pair::Keys;
+    using V = typename Pair::Values;
+    constexpr float step = V::kStep, upper = step / V::kUpper;
+    return {index, K::kOrder, K::kShifts, K::kTwiceZero, K::kUnit, {step, upper}, {1 / step, 1 / upper}, V::kTop};
+  }
+  // Of kShifts, channels with another one below them count a sixteenth more.
+  __device__ __forceinline__ int twice_zero(int channel) const {
+    return shifts && channel % 2 == 0 && channel % 8 ? key_twice_zero * 17 / 16 : key_twice_zero;
+  }
+};
+
+// Calls f(std::type_identity<CodePair>{}) for the pair of an index; [LOW, HIGH) holds it.
+template <int D, int LOW = 0, int HIGH = std::tuple_size_v<CodePairs<D>>, typename F>
+__device__ __forceinline__ void with_pair(int index, F&& f) {
+  constexpr int kMiddle = (LOW + HIGH) / 2;
+  if constexpr (HIGH - LOW == 1) {
+    f(std::type_identity<std::tuple_element_t<LOW, CodePairs<D>>>{});
+  } else if (index < kMiddle) {
+    with_pair<D, LOW, kMiddle>(index, f);
+  } else {
+    with_pair<D, kMiddle, HIGH>(index, f);
+  }
+}
 
 }  // namespace turboquant::cuda

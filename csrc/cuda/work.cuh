@@ -90,6 +90,9 @@ struct DecodePlace {
 
   __device__ __forceinline__ int end() const { return begin + about.units; }
   __device__ __forceinline__ int coded_end() const { return begin + about.coded; }
+  // Of a unit of codes, and back.
+  __device__ __forceinline__ int first_token(int unit) const { return about.first + (unit - begin) * kUnitTokens; }
+  __device__ __forceinline__ int unit_of(int token) const { return begin + (token - about.first) / kUnitTokens; }
 
   // Moves on to the (sequence, head, block) that holds `unit`, or comes after the gap that does.
   template <int ROWS>
