@@ -21,13 +21,13 @@ softmax_scale * |q| |key|, an output by about 10^-4 of its length, a hundred tim
 results do not depend on the processor, the number of threads or the other sequences of the call.
 
 CUDA has two kernels. Decode steps, that is max_q_len times query heads per KV head up to 16, d =
-64, 96, 128, 192 or 256 and the bits and grids of the presets, on compute capability 8.0 and later,
-take the one of csrc/cuda/decode.cuh: queries are rounded to 16 bits as on the CPU (multiples of the
-largest channel / 32512), weights times value scales of 64 keys to multiples of the largest / 65500,
-keys and values of the exact tail not at all. It is one launch with a fixed grid and reads lengths
-and block tables on the device; scratch memory depends on the device only. Results are the same in
-every run; what else is in the batch decides where the work is cut and so moves roundings, by about
-10^-5 of the largest output.
+64, 80, 96, 112, 128, 160, 192, 256, 512 or 576 and the bits and grids of the presets, on compute
+capability 8.0 and later, take the one of csrc/cuda/decode.cuh: queries are rounded to 16 bits as on
+the CPU (multiples of the largest channel / 32512), weights times value scales of 64 keys to
+multiples of the largest / 65500, keys and values of the exact tail not at all. It is one launch
+with a fixed grid and reads lengths and block tables on the device; scratch memory depends on the
+device only. Results are the same in every run; what else is in the batch decides where the work is
+cut and so moves roundings, by about 10^-5 of the largest output.
 
 Everything else takes the kernel of csrc/cuda/prefill.cu, which multiplies float16 on tensor cores
 with float32 sums: a query is rounded with a power of two of its own, rotated for codes and as it is
