@@ -148,14 +148,51 @@ def paged_attention(
         raise ValueError(f"soft_cap is {soft_cap}, supported: 0 (none) and more")
     if sink_logits is not None:
         _checks.check_constant("sink_logits", sink_logits, device, torch.float32, (q_heads,))
-    ring = slots = valid = None
-    sinks = window = 0
     if tail is not None:
         check_tail(tail, device, q.dtype, config, kv_heads, seqs, max_q_len)
-        ring, slots, valid = tail
-        sinks, window = config.sink_tokens, config.recent_window
     if (out is None) != (lse is None):
         raise ValueError("out and lse come together or not at all")
+    if out is not None and lse is not None:
+        _checks.check_constant("out", out, device, q.dtype, (tokens, q_heads, d))
+        _checks.check_constant("lse", lse, device, torch.float32, (tokens, q_heads))
+    return attend_checked(
+        q,
+        cache,
+        block_table,
+        seq_lens,
+        config,
+        tables,
+        cu_seqlens_q,
+        max_q_len,
+        softmax_scale,
+        tail,
+        sliding_window,
+        soft_cap,
+        sink_logits,
+        out,
+        lse,
+    )
+
+
+def attend_checked(
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    cu_seqlens_q: Tensor | None,
+    max_q_len: int,
+    softmax_scale: float,
+    tail: Tail | None,
+    sliding_window: int,
+    soft_cap: float,
+    sink_logits: Tensor | None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """paged_attention of arguments that were made to fit: the op alone looks at them."""
+    ring, slots, valid = (None, None, None) if tail is None else tail
     constants = (
         q,
         cache,
@@ -177,16 +214,14 @@ def paged_attention(
         ring,
         slots,
         valid,
-        sinks,
-        window,
+        0 if tail is None else config.sink_tokens,
+        0 if tail is None else config.recent_window,
         sliding_window,
         soft_cap,
         sink_logits,
     )
     if out is None or lse is None:
         return torch.ops.turboquant.paged_attention.default(*constants, *options)
-    _checks.check_constant("out", out, device, q.dtype, (tokens, q_heads, d))
-    _checks.check_constant("lse", lse, device, torch.float32, (tokens, q_heads))
     torch.ops.turboquant.paged_attention_out.default(*constants, out, lse, *options)
     return out, lse
 

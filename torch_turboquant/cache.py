@@ -142,15 +142,15 @@ def allocate_tail(
         raise ValueError("a config with sink_tokens = 0 and recent_window = 0 needs no tail")
     if max_q_len < 1:
         raise ValueError(f"max_q_len is {max_q_len}, supported: 1 and more")
-    return torch.zeros(
-        max_seqs,
-        num_kv_heads,
-        config.sink_tokens + ring_rows(config, max_q_len),
-        2,
-        config.head_dim,
-        dtype=dtype,
-        device=device,
-    )
+    shape = tail_shape(config, max_seqs, num_kv_heads, max_q_len)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def tail_shape(
+    config: CacheConfig, max_seqs: int, num_kv_heads: int, max_q_len: int
+) -> tuple[int, ...]:
+    rows = config.sink_tokens + ring_rows(config, max_q_len)
+    return max_seqs, num_kv_heads, rows, 2, config.head_dim
 
 
 # What a ring holds of a sequence, as host integers: all positions from `first` on. tail_valid tells
@@ -220,12 +220,25 @@ def cache_store(
     _checks.check_constant("slot_mapping", slot_mapping, k.device, torch.int64, (tokens,))
     if seq_lens is not None:
         check_batch(seq_lens, cu_seqlens_q, k.device, tokens)
-    ring = slots = None
     if tail is not None:
         if seq_lens is None:
             raise ValueError("tail needs seq_lens")
         check_tail(tail, k.device, k.dtype, config, kv_heads, seq_lens.shape[0])
-        ring, slots, _ = tail
+    store_checked(k, v, cache, slot_mapping, config, tables, tail, seq_lens, cu_seqlens_q)
+
+
+def store_checked(
+    k: Tensor,
+    v: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    tail: Tail | None,
+    seq_lens: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+) -> None:
+    """cache_store of arguments that were made to fit: the op alone looks at them."""
     torch.ops.turboquant.cache_store.default(
         k,
         v,
@@ -243,8 +256,8 @@ def cache_store(
         config.value_bits,
         SCALE_MODES[config.key_scale_mode],
         SCALE_MODES[config.value_scale_mode],
-        ring,
-        slots,
+        None if tail is None else tail.ring,
+        None if tail is None else tail.slots,
         seq_lens,
         cu_seqlens_q,
         config.sink_tokens,
