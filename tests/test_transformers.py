@@ -15,6 +15,7 @@ import gc
 import inspect
 import itertools
 import weakref
+from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -35,6 +36,7 @@ from torch_turboquant.cache import allocate_cache  # noqa: E402
 from torch_turboquant.integrations.transformers import (  # noqa: E402
     CENTER_TOKENS,
     TurboQuantCache,
+    TurboQuantLayer,
     load_centers,
     save_centers,
 )
@@ -45,6 +47,7 @@ from torch_turboquant.integrations.transformers.models import (  # noqa: E402
     recording,
     rotary_partners,
 )
+from torch_turboquant.integrations.transformers.sequences import zeros_together  # noqa: E402
 
 VOCAB = 101
 
@@ -902,6 +905,107 @@ def test_pages_grow_or_are_there_from_the_start():
     assert_close(fixed, grown, 1e-6)
 
 
+def shared(layers, name):
+    """How many layers share each allocation, in the order of their first ones."""
+    places = [getattr(layer, name).untyped_storage().data_ptr() for layer in layers]
+    return list(Counter(places).values())
+
+
+@pytest.mark.parametrize("center", ["auto", None])
+def test_layers_that_are_alike_get_their_memory_together(center):
+    model, ids = make_model(num_hidden_layers=5), make_ids(600)
+    options = {"boundary_layers": 1, "center": center}
+    with TurboQuantCache.for_model(model, "k4v4", **options) as cache:
+        feed(model, cache, ids[:, :100])
+        assert shared(cache.packed, "pages") == shared(cache.packed, "ring") == [2, 3]
+        held = [layer.pages.clone() for layer in cache.packed]
+        logits = feed(model, cache, ids[:, 100:], 200, 300)  # more pages, layer by layer
+        assert shared(cache.packed, "pages") == [1] * 5
+        for layer, pages in zip(cache.packed, held, strict=True):
+            full = 100 // cache.config.page_size
+            assert torch.equal(layer.pages[:full], pages[:full])
+    for form in ({"max_cache_len": 600}, {"max_cache_len": 600, "static": True}):
+        with TurboQuantCache.for_model(model, "k4v4", **options, **form) as cache:
+            assert torch.equal(feed(model, cache, ids, 100, 200, 300)[:, 100:], logits)
+            together = [1] * 5 if "static" in form else [2, 3]  # torch.compile would see aliases
+            assert shared(cache.packed, "pages") == shared(cache.packed, "ring") == together
+
+
+def test_memory_together_is_of_one_device_shape_and_dtype():
+    model = make_model("mistral", num_hidden_layers=6, layer_types=["full_attention"] * 6)
+    options = {"max_cache_len": 200, "max_batch_size": 2, "center": None}
+    with TurboQuantCache.for_model(model, "k4v4", **options) as cache:
+        cache.sequences.begin(1, 70, None)
+        for layer in cache.packed:
+            layer.device, layer.dtype, layer.kv_heads = torch.device("cpu"), torch.bfloat16, 3
+        one, two, three, four = cache.packed[2:]
+        one.device, two.dtype, three.kv_heads = torch.device("meta"), torch.float32, 2
+        four.sliding_window = 24
+        layer_room._allocate(cache.packed)
+        first = cache.packed[0]
+        for layer in cache.packed:
+            assert layer.pages.device == layer.ring.device == layer.device
+            assert layer.pages.dtype == torch.uint8 and layer.ring.dtype == layer.dtype
+            assert layer.pages.shape[1] == layer.ring.shape[1] == layer.kv_heads
+            assert len(layer.pages) == 2 * cache.sequences.window_pages(layer.sliding_window)
+            assert layer.pages.is_contiguous() and layer.ring.is_contiguous()
+        for layer in cache.packed[1:]:
+            apart = layer.pages.untyped_storage()._cdata != first.pages.untyped_storage()._cdata
+            assert apart == (layer is not cache.packed[1])
+        cache.sequences.abort()
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 64), (1,)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_zeros_together_begin_where_allocations_would(shape, dtype):
+    tensors = zeros_together(3, shape, dtype, torch.device("cpu"))
+    first = tensors[0].data_ptr()
+    for i, tensor in enumerate(tensors):
+        assert tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
+        assert (tensor.data_ptr() - first) % 256 == 0
+        assert not tensor.any()
+        tensor.fill_(i + 1)
+    assert [int(t.float().sum()) for t in tensors] == [(i + 1) * t.numel() for i, t in
+                                                       enumerate(tensors)]  # fmt: skip
+
+
+def test_a_longer_prompt_after_a_reset_gets_more_pages():
+    model, ids = make_model(), make_ids(700)
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        feed(model, cache, ids[:, :70])
+        few = len(cache.packed[0].pages)
+        cache.reset()
+        actual = feed(model, cache, ids, 600, 100)
+        assert len(cache.packed[0].pages) > few
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        assert torch.equal(actual, feed(model, cache, ids, 600, 100))
+
+
+def test_few_queries_wait_for_a_center(monkeypatch):
+    """They are larger than keys and values: what a center needs of them is taken soon."""
+    model, queries, alive = make_model(num_hidden_layers=9), [], []
+    settle, learn = TurboQuantLayer.settle, layer_room.learn
+
+    def noted(layer, query):
+        queries.append(weakref.ref(query))
+        settle(layer, query)
+
+    def counted(*args):
+        alive.append(sum(query() is not None for query in queries))
+        return learn(*args)
+
+    monkeypatch.setattr(layer_room, "_QUERIES_TOGETHER", 4)
+    monkeypatch.setattr(TurboQuantLayer, "settle", noted)
+    monkeypatch.setattr(layer_room, "learn", counted)
+    for layer in model.model.layers:
+        layer.register_forward_hook(
+            lambda *args: alive.append(sum(query() is not None for query in queries))
+        )
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        feed(model, cache, make_ids(80))
+    assert alive == [1, 2, 3, 0, 1, 2, 3, 0, 1, 0]
+
+
 def test_memory_is_measured_from_tensors():
     model, ids = make_model(), make_ids(200, 2)
     config = CacheConfig(32, 4, 4)
@@ -1003,6 +1107,26 @@ def test_forwards_that_are_refused():
         model.set_attn_implementation("eager")
         refuse("was changed", RuntimeError, tokens=one, attention_mask=ok)
     assert model.config._attn_implementation == "eager"  # not ours to restore any more
+
+
+def test_keys_of_another_dtype_or_device_are_refused():
+    model, ids = make_model(), make_ids(80)
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        feed(model, cache, ids[:, :70])
+        model.bfloat16()
+        for tokens in (ids[:, 70:71], ids[:, 70:]):
+            with pytest.raises(TypeError, match="bfloat16, but holds"):
+                model(tokens, past_key_values=cache)
+        elsewhere = torch.zeros(1, 2, 1, 32, device="meta")
+        cache.sequences.begin(1, 1, None)
+        with pytest.raises(ValueError, match="got keys on meta, but is on cpu"):
+            cache.update(elsewhere, elsewhere, 0)
+        model.float()
+        feed(model, cache, ids[:, 70:])
+        assert cache.get_seq_length() == 80
+    with TurboQuantCache.for_model(model.double(), "k4v4") as cache:
+        with pytest.raises(TypeError, match="float64, supported: float32, float16, bfloat16"):
+            model(ids, past_key_values=cache)
 
 
 def test_keys_changed_on_the_way_are_noticed():

@@ -31,11 +31,13 @@ be saved; the file names the model's shape and RoPE, and is refused by any other
 Layers. All layers have one configuration unless `boundary_layers` or `layer_presets` say otherwise
 (torch_turboquant.policy).
 
-Memory. Everything of a layer lives on the device that the layer's keys come from. Without
-`max_cache_len` pages are added as sequences grow (half as much again each time, so a growth step
-briefly holds two copies of one layer). With it, pages for `max_batch_size` sequences of that length
-are allocated at the first forward and never move. A sequence owns as many pages in a sliding-window
-layer as max_q_len queries can see, and goes round in them.
+Memory. Everything of a layer lives on the device that the layer's keys come from. Layers that are
+alike share the allocation of their first pages, and of their tails, as far as a prompt is short;
+those of the static form do not. Without `max_cache_len` pages are added as sequences grow (half as
+much again each time and layer by layer, so a growth step briefly holds two copies of one layer, and
+the first one of all layers that share their pages). With it, pages for `max_batch_size` sequences
+of that length are allocated at the first forward and never move. A sequence owns as many pages in a
+sliding-window layer as max_q_len queries can see, and goes round in them.
 
 Static form. With `static=True` the lengths live on the device as well, and what a forward after the
 prompt does follows from the shapes of its inputs: it can be compiled in one piece, without another

@@ -58,7 +58,7 @@ class Attachable:
     def _settle(self) -> None:
         """What is left of it, or the forward has failed."""
         try:
-            settle(self.sequences.forward)
+            settle(self.sequences)
         except BaseException:
             self.end_forward(succeeded=False)
             raise

@@ -57,8 +57,17 @@ def channel_scale(
     return (scale / scale.mean(-1, keepdim=True)).nan_to_num(1.0)
 
 
+def query_strengths(queries: list[Tensor], kv_heads: int, forward: Forward) -> Tensor:
+    """How long queries are, channel by channel: float32 [layers, kv_heads, head_dim].
+
+    queries: of each layer, [batch, new, heads, head_dim] of the last tokens.
+    """
+    grouped = forward.after_sinks(_stacked(queries)).unflatten(3, (kv_heads, -1))
+    return torch.linalg.vector_norm(grouped, dim=(1, 2, 4), dtype=torch.float32)
+
+
 def learn(
-    keys: list[Tensor], queries: list[Tensor], forward: Forward, partners: Tensor, scaled: bool
+    keys: list[Tensor], strengths: list[Tensor], forward: Forward, partners: Tensor
 ) -> Tensor:
     """Centers of layers, from all tokens after the sinks: float32 [layers, kv_heads, head_dim].
 
@@ -66,27 +75,20 @@ def learn(
     one counts where a static cache has got nothing else.
 
     Args:
-        keys: of each layer, [batch, kv_heads, tokens, head_dim].
-        queries: of each layer, [batch, heads, new, head_dim] of the last tokens.
+        keys: of each layer, [batch, tokens, kv_heads, head_dim].
+        strengths: of each layer's queries (query_strengths), for scales of channels as well:
+            [layers, 3, kv_heads, head_dim] (codec.scaled_center). Empty: without.
         partners: of rotary_partners, where the keys are.
-        scaled: with the scales of channels, [layers, 3, kv_heads, head_dim] (codec.scaled_center).
     """
-    skipped = min(forward.sink_tokens, max(forward.lengths(forward.total)) - 1)
-
-    def together(tensors: list[Tensor]) -> Tensor:
-        """[layers, batch, tokens, heads, head_dim]: as projections lie in memory."""
-        return _stacked([forward.tokens_from(skipped, x).transpose(1, 2) for x in tensors])
-
-    key = together(keys)
+    key = forward.after_sinks(_stacked(keys))
     center = key.mean((1, 2), dtype=torch.float32)
-    if not scaled:
+    if not strengths:
         return center
     # norms: on a GPU five times as fast as torch.var, and the queries need no float32 copy
     around = torch.linalg.vector_norm(key - center[:, None, None], dim=(1, 2))
-    grouped = together(queries).unflatten(3, (center.shape[1], -1))
-    strength = torch.linalg.vector_norm(grouped, dim=(1, 2, 4), dtype=torch.float32)
     count = key.shape[1] * key.shape[2]
-    scale = channel_scale(center, around.square() / count, strength.square(), count, partners)
+    energy = _stacked(strengths).square()
+    scale = channel_scale(center, around.square() / count, energy, count, partners)
     return torch.stack([center, scale, 1 / scale], dim=1)  # scaled_center would wait for the device
 
 

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from torch_turboquant.attention import paged_attention
+from torch_turboquant import _checks
+from torch_turboquant.attention import attend_checked
 from torch_turboquant.cache import (
     CacheTables,
     Tail,
     allocate_cache,
-    allocate_tail,
-    cache_store,
     make_center,
     make_tables,
+    store_checked,
+    tail_shape,
 )
 from torch_turboquant.config import CacheConfig
-from torch_turboquant.integrations.transformers.centers import learn
+from torch_turboquant.integrations.transformers.centers import learn, query_strengths
 from torch_turboquant.integrations.transformers.sequences import (
     Forward,
     Piece,
@@ -30,7 +32,10 @@ from torch_turboquant.integrations.transformers.sequences import (
     Step,
     fixed,
     put_together,
+    zeros_together,
 )
+
+T = TypeVar("T")
 
 
 class Constants(NamedTuple):
@@ -81,37 +86,93 @@ def _tables_on(
     }
 
 
-class Unsettled(NamedTuple):
-    """What one forward brought to a layer whose center it is to be learned from."""
+@dataclass
+class Unsettled:
+    """What an exact forward brought to a layer, [batch, tokens, heads, head_dim] each."""
 
     layer: TurboQuantLayer
-    query: Tensor  # [batch, heads, new, head_dim]
-    key: Tensor  # [batch, kv_heads, tokens, head_dim]
+    query: Tensor | None  # where scales of channels are to be learned, until they are measured
+    key: Tensor
     value: Tensor
+    strength: Tensor | None = None  # of the queries (query_strengths)
 
 
-# Tokens of a batch in all layers that wait for their centers, at most but for the last layer's: the
+# Tokens of a batch in all layers that wait to be settled, at most but for the last layer's: the
 # host needs longer to start what learns a center than a GPU to read so many tokens.
 _TOGETHER = 8192
+# Layers whose queries are kept until they are measured: they may be many times as large as keys.
+_QUERIES_TOGETHER = 8
 
 
-def settle(forward: Forward) -> None:
-    """Learns the centers of all layers that wait for it, then stores what they were handed."""
+def settle(sequences: Sequences) -> None:
+    """What layers still need of an exact forward: their centers, memory, their tokens stored."""
+    forward = sequences.forward
     unsettled, forward.unsettled = forward.unsettled, []
-    alike: dict[Any, list[Unsettled]] = defaultdict(list)
-    for one in unsettled:
-        alike[one.layer.device, one.query.shape, one.key.shape].append(one)
-    for group in alike.values():
+    if forward.encode and not sequences.center_known:
+        # ahead of the memory, which then takes the place of what this has needed
+        measure(unsettled, forward)
+        _learn(unsettled, sequences)
+    if forward.encode or sequences.max_len:
+        _allocate([one.layer for one in unsettled])
+    if forward.encode:
+        pieces = [forward.piece(0, one.layer.device, one.layer.owned_pages) for one in unsettled]
+        # nobody wants gradients (`update` has seen to that): without their records views and ops
+        # take less of the host's time
+        with torch.inference_mode():
+            for one, piece in zip(unsettled, pieces, strict=True):
+                one.layer.store(piece, one.key, one.value)
+
+
+def measure(unsettled: list[Unsettled], forward: Forward) -> None:
+    """What a center needs to know of queries, of those layers that still hold theirs."""
+    held = [one for one in unsettled if one.query is not None]
+    for group in _alike(held, lambda one: (one.layer.device, one.query.shape, one.layer.kv_heads)):
+        queries = [one.query for one in group]
+        strengths = query_strengths(queries, group[0].layer.kv_heads, forward)
+        for one, strength in zip(group, strengths, strict=True):
+            one.query, one.strength = None, strength
+
+
+def _learn(unsettled: list[Unsettled], sequences: Sequences) -> None:
+    for group in _alike(unsettled, lambda one: (one.layer.device, one.key.shape)):
         first = group[0].layer
         centers = learn(
             [one.key for one in group],
-            [one.query for one in group],
-            forward,
+            [one.strength for one in group if one.strength is not None],
+            sequences.forward,
             first.constants.on(first.device).partners,
-            scaled=first.sequences.learned_center == "auto",
         )
         for one, center in zip(group, centers, strict=True):
-            one.layer.store_with(center, one.key, one.value)
+            one.layer.take_center(center)
+
+
+def _allocate(layers: list[TurboQuantLayer]) -> None:
+    """Memory for what layers are about to store, the first one in one piece for all that are alike.
+
+    Not in the static form: torch.compile takes tensors that are written and share memory for one.
+    """
+    for layer in layers:
+        if layer.pages is not None:
+            layer.reserve()
+
+    def key(layer: TurboQuantLayer) -> Any:
+        alone = layer.index if layer.sequences.static else None
+        return layer.device, layer.dtype, layer.shapes(), alone
+
+    for group in _alike([layer for layer in layers if layer.pages is None], key):
+        first, count = group[0], len(group)
+        pages, ring = first.shapes()
+        memory = zeros_together(count, pages, torch.uint8, first.device)
+        rings = zeros_together(count, ring, first.dtype, first.device) if ring else [None] * count
+        for layer, own_pages, own_ring in zip(group, memory, rings, strict=True):
+            layer.take_memory(own_pages, own_ring)
+
+
+def _alike(items: Iterable[T], key: Callable[[T], Any]) -> Iterable[list[T]]:
+    groups: dict[Any, list[T]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups.values()
 
 
 class TurboQuantLayer(CacheLayerMixin):
@@ -156,6 +217,7 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"equal shapes with head_dim {self.config.head_dim} (no latent attention)"
             )
         self.dtype, self.device = key_states.dtype, key_states.device
+        _checks.check_output_dtype(self.dtype)
         self.tables = self.constants.on(self.device).tables[self.index]
         center = self.tables.center
         if center is not None and center.shape[-2:] != (self.kv_heads, head_dim):
@@ -163,30 +225,38 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"center of layer {self.index} has shape {list(center.shape)}, expected "
                 f"[kv_heads, head_dim] = [{self.kv_heads}, {head_dim}], or 3 of these"
             )
-        if self.sequences.learned_center:
-            scaled = self.sequences.learned_center == "auto"
-            shape = (3, self.kv_heads, head_dim) if scaled else (self.kv_heads, head_dim)
-            self.tables = self.tables._replace(center=torch.zeros(shape, device=self.device))
-        if self.sequences.has_tail:
-            self.ring = allocate_tail(
-                self.config,
-                self.sequences.rows,
-                self.kv_heads,
-                self.dtype,
-                max_q_len=self.sequences.max_q_len,
-                device=self.device,
-            )
-        if self.sequences.max_len:
-            self._reserve()
-            self.sequences.counters_on(self.device, self._pages)
-            if self.sequences.static:
-                fixed(self.pages, self.ring, *self.tables)
+        if self.sequences.static:
+            fixed(*self.tables)
         self.is_initialized = True
 
     @property
-    def _pages(self) -> int:
+    def owned_pages(self) -> int:
         """Pages of a sequence; the rest of its tokens the layer's window has left."""
         return self.sequences.window_pages(self.sliding_window)
+
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """Of the layer's pages, and of its ring if it has one."""
+        config, rows, heads = self.config, self.sequences.rows, self.kv_heads
+        ring = None
+        if self.sequences.has_tail:
+            ring = tail_shape(config, rows, heads, self.sequences.max_q_len)
+        return (rows * self.owned_pages, heads, config.record_bytes), ring
+
+    def take_memory(self, pages: Tensor, ring: Tensor | None) -> None:
+        """The layer's first memory: zeros."""
+        self.pages, self.ring = pages, ring
+        if self.sequences.static:
+            self.sequences.counters_on(self.device, self.owned_pages)
+            fixed(pages, ring)
+
+    def take_center(self, center: Tensor) -> None:
+        """A center that was learned; another one, after `reset`, goes where the first one was."""
+        if self.tables.center is None:
+            self.tables = self.tables._replace(center=center)
+            if self.sequences.static:
+                fixed(center)
+        else:
+            self.tables.center.copy_(center)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -208,6 +278,14 @@ class TurboQuantLayer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        elif key_states.dtype != self.dtype:
+            raise TypeError(
+                f"layer {self.index} got keys of {key_states.dtype}, but holds {self.dtype}"
+            )
+        elif key_states.device != self.device:
+            raise ValueError(
+                f"layer {self.index} got keys on {key_states.device}, but is on {self.device}"
+            )
         if forward.exact and forward.past > 0:
             held = [w[:, :, : forward.past] for w in self.waiting]
             key_states = torch.cat([held[0], key_states], dim=2)
@@ -215,52 +293,58 @@ class TurboQuantLayer(CacheLayerMixin):
         self._handed = (key_states, value_states)
         if forward.exact and not forward.encode:
             self.waiting = self._handed
-        elif self.sequences.center_known:
-            self._reserve()
-            self._store(forward.piece(0, self.device, self._pages), key_states, value_states)
+        elif not forward.exact:
+            self.reserve()
+            piece = forward.piece(0, self.device, self.owned_pages)
+            self.store(piece, key_states.transpose(1, 2), value_states.transpose(1, 2))
         return self._handed
 
     def settle(self, query: Tensor) -> None:
-        """After `update`: has a center learned, if this forward learns one, and then stores.
+        """After `update`: hands an exact forward's tokens on to be stored.
 
-        query: [batch, heads, new, head_dim]. The scales of channels need it, so `update` cannot.
+        query: [batch, heads, new, head_dim]. Scales of channels need it, so `update` cannot.
         """
         forward = self.sequences.forward
-        if forward.encode and not self.sequences.center_known and self._handed is not None:
-            forward.unsettled.append(Unsettled(self, query, *self._handed))
-            if len(forward.unsettled) * forward.batch * forward.total >= _TOGETHER:
-                settle(forward)
+        if forward.exact and self._handed is not None:
+            measured = forward.encode and self.sequences.learns_scales
+            key, value = self._handed
+            forward.unsettled.append(
+                Unsettled(
+                    self,
+                    query.transpose(1, 2) if measured else None,
+                    key.transpose(1, 2),
+                    value.transpose(1, 2),
+                )
+            )
+            layers = len(forward.unsettled)
+            if layers * forward.batch * forward.total >= _TOGETHER:
+                settle(self.sequences)
+            elif layers % _QUERIES_TOGETHER == 0:
+                measure(forward.unsettled, forward)
         self._handed = None
 
-    def store_with(self, center: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Takes a center that was learned, and stores all tokens of this forward with it."""
-        self.tables.center.copy_(center)
-        self._reserve()
-        self._store(self.sequences.forward.piece(0, self.device, self._pages), keys, values)
-
-    def _reserve(self) -> None:
+    def reserve(self) -> None:
         """Makes room for the pages of all sequences; what is stored keeps its place in its row."""
-        rows, pages = self.sequences.rows, self._pages
-        have = 0 if self.pages is None else self.pages.shape[0] // rows
+        rows, pages = self.sequences.rows, self.owned_pages
+        have = self.pages.shape[0] // rows
         if have >= pages:
             return
         grown = allocate_cache(self.config, rows * pages, self.kv_heads, self.device)
-        if have:
-            grown.unflatten(0, (rows, pages))[:, :have] = self.pages.unflatten(0, (rows, have))
+        grown.unflatten(0, (rows, pages))[:, :have] = self.pages.unflatten(0, (rows, have))
         self.pages = grown
 
-    def _store(self, piece: Piece, keys: Tensor, values: Tensor) -> None:
-        """Encodes the piece's columns of keys and values [batch, kv_heads, columns, head_dim]."""
-        cache_store(
+    def store(self, piece: Piece, keys: Tensor, values: Tensor) -> None:
+        """Encodes the piece's columns of keys and values [batch, columns, kv_heads, head_dim]."""
+        store_checked(
             _tokens(keys, piece),
             _tokens(values, piece),
             self.pages,
             piece.slot_mapping,
             self.config,
             self.tables,
-            tail=self._tail(piece),
-            seq_lens=piece.seq_lens,
-            cu_seqlens_q=piece.cu_seqlens_q,
+            self._tail(piece),
+            piece.seq_lens,
+            piece.cu_seqlens_q,
         )
 
     def _tail(self, piece: Piece) -> Tail | None:
@@ -294,18 +378,18 @@ class TurboQuantLayer(CacheLayerMixin):
         options = self._options(module, query, kwargs)
         outputs = []
         for index in range(len(forward.pieces)):
-            piece = forward.piece(index, self.device, self._pages)
+            piece = forward.piece(index, self.device, self.owned_pages)
             if index > 0:  # update has stored the first one
-                self._store(piece, key, value)
-            out, _ = paged_attention(
-                _tokens(query, piece),
+                self.store(piece, key.transpose(1, 2), value.transpose(1, 2))
+            out, _ = attend_checked(
+                _tokens(query.transpose(1, 2), piece),
                 self.pages,
                 piece.block_table,
                 piece.seq_lens,
                 self.config,
                 self.tables,
-                cu_seqlens_q=piece.cu_seqlens_q,
-                max_q_len=piece.max_q_len,
+                piece.cu_seqlens_q,
+                piece.max_q_len,
                 tail=self._tail(piece),
                 **options,
             )
@@ -402,8 +486,10 @@ _KNOWN_KWARGS = frozenset(
 
 
 def _tokens(x: Tensor, piece: Piece) -> Tensor:
-    """[batch, heads, columns, dim] -> the piece's [tokens, heads, dim] without padding."""
-    x = x[:, :, piece.columns].transpose(1, 2).flatten(0, 1)
+    """[batch, columns, heads, dim] -> the piece's [tokens, heads, dim] without padding."""
+    if piece.columns is not None:
+        x = x[:, piece.columns]
+    x = x.flatten(0, 1)
     return x if piece.real is None else x.index_select(0, piece.real)
 
 

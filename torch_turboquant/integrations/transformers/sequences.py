@@ -28,7 +28,7 @@ _FIRST_PAGES = 256  # tokens per sequence that the first allocation of a growing
 class Piece(NamedTuple):
     """Up to max_q_len columns of a batch, as the ops want them; tensors on one device."""
 
-    columns: slice  # of the queries, keys and values at hand
+    columns: slice | None  # of the queries, keys and values at hand; None: all
     real: Tensor | None  # int64: which of the batch * columns tokens are no padding; None: all
     slot_mapping: Tensor
     seq_lens: Tensor
@@ -47,7 +47,7 @@ class Pieces:
 
     def __init__(self, batch: int, new: int, columns: list[tuple[int, int]]) -> None:
         self.batch, self.new, self.pieces = batch, new, columns
-        self.unsettled: list[Any] = []  # layers that wait for their centers: layer.Unsettled
+        self.unsettled: list[Any] = []  # what layers wait for: layer.Unsettled
         self._built: dict[tuple[int, torch.device, int], Piece] = {}
 
     def piece(self, index: int, device: torch.device, pages: int) -> Piece:
@@ -75,26 +75,28 @@ class Forward(Pieces):
         self.encode = sequences.center_known or sequences.encoded or enough
         whole = [(0, self.total)] if self.encode else []
         super().__init__(batch, new, whole if self.exact else sequences.pieces(self.past, new))
+        self.padded = any(pads)
+        self.skipped = min(self.sink_tokens, max(self.lengths(self.total)) - 1)
         self._chosen: dict[tuple[torch.device, int], Tensor] = {}
 
     def lengths(self, column: int) -> list[int]:
         """Tokens of every sequence among the columns before `column`."""
         return [max(0, column - pad) for pad in self.pads]
 
-    def tokens_from(self, position: int, x: Tensor) -> Tensor:
-        """x [batch, heads, columns, dim] of the last columns, without padding and earlier tokens.
+    def after_sinks(self, x: Tensor) -> Tensor:
+        """x [layers, batch, columns, heads, dim] of the last columns, without padding and sinks.
 
-        With padding, what all sequences have left comes as one: [1, heads, tokens, dim].
+        The last token counts where there is nothing else. With padding, what all sequences have
+        left comes as one: [layers, 1, tokens, heads, dim].
         """
         first = self.total - x.shape[2]
-        if not any(self.pads):
-            return x[:, :, max(0, position - first) :]
+        if not self.padded:
+            return x[:, :, max(0, self.skipped - first) :]
         key = x.device, first
         if key not in self._chosen:
             place = torch.arange(first, self.total) - torch.tensor(self.pads)[:, None]
-            self._chosen[key] = (place >= position).flatten().nonzero()[:, 0].to(x.device)
-        chosen = x.transpose(1, 2).flatten(0, 1).index_select(0, self._chosen[key])
-        return chosen.transpose(0, 1)[None]
+            self._chosen[key] = (place >= self.skipped).flatten().nonzero()[:, 0].to(x.device)
+        return x.flatten(1, 2).index_select(1, self._chosen[key])[:, None]
 
     def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
         lengths = self.lengths(last)
@@ -120,7 +122,7 @@ class Forward(Pieces):
 
         start = 0 if self.exact else self.past  # the column that keys and queries begin with
         host = Piece(
-            slice(first - start, last - start),
+            None if (first, last) == (start, self.total) else slice(first - start, last - start),
             real,
             slots.flatten(),
             torch.tensor(lengths, dtype=torch.int32),
@@ -181,7 +183,7 @@ class Step(Pieces):
             cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * new
         held = torch.maximum(counters.ring_first, lengths - sequences.ring_tokens)
         return Piece(
-            slice(first, last),
+            None if new == self.new else slice(first, last),
             None,
             slots.flatten(),
             lengths[:batch],
@@ -235,6 +237,15 @@ def put_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     ]
 
 
+def zeros_together(
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Zeros of one shape in one allocation, each aligned as in an allocation of its own."""
+    numbers, aligned = math.prod(shape), _ALIGNED // dtype.itemsize
+    whole = torch.zeros(count, -(-numbers // aligned) * aligned, dtype=dtype, device=device)
+    return whole[:, :numbers].view(count, *shape).unbind()
+
+
 def fixed(*tensors: Tensor | None) -> None:
     """Tells torch.compile that these stay at their address, so that CUDA graphs copy nothing."""
     for tensor in tensors:
@@ -283,6 +294,11 @@ class Sequences:
         self.lost = False
         self.forward = None
         self.push()
+
+    @property
+    def learns_scales(self) -> bool:
+        """Whether this forward, if it encodes, learns scales of channels as well as means."""
+        return self.learned_center == "auto" and not self.center_known
 
     def lengths(self) -> list[int]:
         return [max(0, self.columns - pad) for pad in self.pads]
