@@ -107,7 +107,7 @@ def _packed(cache: TurboQuantCache, index: int, layer: Activations) -> tuple[Ten
     device, config = held.device, held.config
     size, pages = config.page_size, len(held.pages)
     blocks = -(-n // size)
-    table = block_tables(1, blocks, pages).to(device)
+    table = torch.from_numpy(block_tables(1, blocks, pages)).to(device)
     lengths = torch.tensor([n], dtype=torch.int32, device=device)
     decoded = cache_load(held.pages, table, lengths, config, held.tables, n, torch.float32)
     recent = n - min(n, config.recent_window)

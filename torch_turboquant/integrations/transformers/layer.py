@@ -62,7 +62,9 @@ class ConstantsByDevice:
     def on(self, device: torch.device) -> Constants:
         if device not in self.known:
             tables = dict(_tables_on(self.configs, device))
-            *centers, partners = put_together([*self.centers.values(), self.partners], device)
+            *centers, partners = put_together(
+                [x.numpy() for x in (*self.centers.values(), self.partners)], device
+            )
             for index, center in zip(self.centers, centers, strict=True):
                 tables[index] = tables[index]._replace(center=center)
             self.known[device] = Constants(tables, partners)
@@ -76,8 +78,8 @@ def _tables_on(
 ) -> dict[int, CacheTables]:
     """Tables of layers without their centers; all caches of such layers share them."""
     host = {index: make_tables(config, index) for index, config in configs}
-    tensors = [t for table in host.values() for t in table if t is not None]
-    placed = iter(put_together(tensors, device))
+    arrays = [t.numpy() for table in host.values() for t in table if t is not None]
+    placed = iter(put_together(arrays, device))
     if device.type == "cuda":  # once: another cache may use them on any stream
         torch.cuda.current_stream(device).synchronize()
     return {

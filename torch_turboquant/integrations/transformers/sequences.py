@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,42 +100,42 @@ class Forward(Pieces):
         return x.flatten(1, 2).index_select(1, self._chosen[key])[:, None]
 
     def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
-        lengths = self.lengths(last)
-        position = torch.arange(first, last) - torch.tensor(self.pads)[:, None]
-        slots = token_slots(position, torch.arange(self.batch), pages * self.page_size)
+        # numpy: all of it is a few integers, and its calls take a third of torch's time
+        lengths = np.array(self.lengths(last), dtype=np.int32)
+        position = np.arange(first, last) - np.array(self.pads)[:, None]
+        slots = token_slots(position, np.arange(self.batch), pages * self.page_size)
         if pages < self.pages:  # a prompt longer than its window: later tokens take these slots
-            last_page = (torch.tensor(lengths) - 1)[:, None] // self.page_size
-            gone = position // self.page_size <= last_page - pages
-            slots = slots.masked_fill(gone, -1)
+            last_page = (lengths - 1)[:, None] // self.page_size
+            slots[position // self.page_size <= last_page - pages] = -1
+        slots = slots.ravel()
         real, cu_seqlens_q = None, None
         if max(self.pads) > first:
-            real = (position >= 0).flatten().nonzero()[:, 0]
-            slots = slots.flatten()[real]
-            counts = [min(last - first, length) for length in lengths]
-            cu_seqlens_q = torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32)
+            real = (position >= 0).ravel().nonzero()[0]
+            slots = slots[real]
+            counts = np.minimum(lengths, last - first)
+            cu_seqlens_q = np.append(0, counts.cumsum()).astype(np.int32)
         elif last - first > 1:
-            cu_seqlens_q = torch.arange(self.batch + 1, dtype=torch.int32) * (last - first)
-        valid = torch.zeros(self.rows, 2, dtype=torch.int32)
+            cu_seqlens_q = np.arange(self.batch + 1, dtype=np.int32) * np.int32(last - first)
+        valid = np.zeros((self.rows, 2), dtype=np.int32)
         for row, (length, kept) in enumerate(zip(lengths, self.ring_first, strict=False)):
-            valid[row, 0] = min(length, self.sink_tokens)
-            valid[row, 1] = ring_first_stored(kept, length, self.ring_tokens)
-        table = block_tables(self.batch, self.pages, pages)
+            held = ring_first_stored(kept, length, self.ring_tokens)
+            valid[row] = min(length, self.sink_tokens), held
 
         start = 0 if self.exact else self.past  # the column that keys and queries begin with
         host = Piece(
             None if (first, last) == (start, self.total) else slice(first - start, last - start),
             real,
-            slots.flatten(),
-            torch.tensor(lengths, dtype=torch.int32),
+            slots,
+            lengths,
             cu_seqlens_q,
             last - first,
-            table,
-            torch.arange(self.batch),
+            block_tables(self.batch, self.pages, pages),
+            np.arange(self.batch),
             valid,
         )
-        tensors = {name: t for name, t in host._asdict().items() if isinstance(t, Tensor)}
-        placed = put_together(list(tensors.values()), device)
-        return host._replace(**dict(zip(tensors, placed, strict=True)))
+        arrays = {name: x for name, x in host._asdict().items() if isinstance(x, np.ndarray)}
+        placed = put_together(list(arrays.values()), device)
+        return host._replace(**dict(zip(arrays, placed, strict=True)))
 
 
 class Counters:
@@ -152,7 +153,7 @@ class Counters:
     def add_table(self, sequences: Sequences, pages: int) -> None:
         if pages not in self.tables:
             table = block_tables(sequences.rows, sequences.pages, pages)
-            self.tables[pages] = table.to(self.columns.device)
+            self.tables[pages] = torch.from_numpy(table).to(self.columns.device)
             fixed(self.tables[pages])
 
 
@@ -199,29 +200,30 @@ class Step(Pieces):
             counters.columns.add_(self.new)
 
 
-def token_slots(position: Tensor, rows: Tensor, room: int) -> Tensor:
+def token_slots(position: Any, rows: Any, room: int) -> Any:
     """Slots of tokens [batch, n]. A sequence owns `room` slots in a row, and uses them in a ring.
 
     The ring goes round only in layers that see no more than a window.
     """
-    return rows[:, None] * room + position.remainder(room)
+    return rows[:, None] * room + position % room
 
 
-def block_tables(rows: int, longest: int, pages: int) -> Tensor:
+def block_tables(rows: int, longest: int, pages: int) -> np.ndarray:
     """The same for pages: int32 [rows, longest], where each row owns `pages`."""
-    table = torch.arange(rows)[:, None] * pages + torch.arange(longest) % pages
-    return table.to(torch.int32)
+    table = np.arange(rows)[:, None] * pages + np.arange(longest) % pages
+    return table.astype(np.int32)
 
 
+_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int8", "int32", "int64", "float32")}
 _ALIGNED = 256  # bytes, as an allocation of its own would be
 
 
-def put_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of the host's tensors on a device: one transfer, which waits for nothing.
+def put_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copies of the host's arrays on a device: one transfer, which waits for nothing.
 
     Those with the same bytes share memory, so nobody may write to them.
     """
-    contents = [t.numpy().tobytes() for t in tensors]
+    contents = [x.tobytes() for x in arrays]
     places: dict[bytes, int] = {}
     host = bytearray()
     for data in contents:
@@ -232,8 +234,8 @@ def put_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     together = torch.empty(len(host), dtype=torch.uint8, device="cpu", pin_memory=pinned)
     there = together.copy_(torch.frombuffer(host, dtype=torch.uint8)).to(device, non_blocking=True)
     return [
-        there[places[data] :][: len(data)].view(t.dtype).view(t.shape)
-        for t, data in zip(tensors, contents, strict=True)
+        there[places[data] : places[data] + len(data)].view(_DTYPES[x.dtype]).view(x.shape)
+        for x, data in zip(arrays, contents, strict=True)
     ]
 
 
