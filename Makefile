@@ -14,6 +14,12 @@ SOURCES := setup.py pyproject.toml LICENSE $(wildcard README.md) \
 PY_FILES  := setup.py $(wildcard torch_turboquant tests benchmarks docs/*.py examples wheels)
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
+# Programs that write benchmarks/results, with the options that tables need. What this machine has not got, each of them
+# says itself.
+BENCHMARKS := bench_attention.py bench_codec.py "bench_cpu.py --levels all --instructions" bench_distortion.py \
+              bench_generate.py bench_search.py "soak.py --minutes 10" bench_quality.py bench_variants.py \
+              bench_allocation.py
+
 # The tests that ask the CPU kernels for right results; tests/test_simd.py compares the levels with each other.
 LEVEL_TESTS := $(patsubst %,tests/test_%.py,attention cache codec group hadamard pack qjl score worked_example)
 
@@ -34,9 +40,11 @@ levels: $(VENV)/.installed ## tests of the CPU kernels at the levels that `make 
 	for level in avx2 portable; do \
 	    $(BIN)/pytest -n auto --maxprocesses 4 --cpu-level $$level $(LEVEL_TESTS) $(PYTEST_ARGS) || exit 1; done
 
-bench: $(VENV)/.installed ## all benchmarks that this machine can run (BENCH_ARGS=...), then `make docs`
-	for file in benchmarks/bench_*.py; do $(BIN)/python $$file $(BENCH_ARGS) || exit 1; done
-	$(BIN)/python docs/generate.py
+bench: $(VENV)/.installed ## hours: all benchmarks that this machine can run (BENCH_ARGS=...), then `make docs`
+	failed=; for program in $(BENCHMARKS); do \
+	    $(BIN)/python benchmarks/$$program $(BENCH_ARGS) || failed="$$failed, $$program"; done; \
+	$(BIN)/python docs/generate.py; \
+	test -z "$$failed" || { echo "failed$$failed"; exit 1; }
 
 docs: $(VENV)/.installed ## tables and pictures from benchmarks/results, the ops from their docstrings
 	$(BIN)/python docs/generate.py

@@ -12,7 +12,7 @@ kernel; in a graph of one node (what a launch costs) and per node of a graph of 
 
     python benchmarks/bench_codec.py                  everything, into results/h200_codec.json
     python benchmarks/bench_codec.py --only score     rows whose name matches, printed only
-    python benchmarks/bench_codec.py --device cpu     small sizes
+    python benchmarks/bench_codec.py --device cpu     small sizes, printed only (see bench_cpu.py)
 """
 
 from __future__ import annotations
@@ -483,9 +483,9 @@ def main() -> None:
     options.add_argument("--only", help="regular expression of row names; writes no result file")
     options.add_argument("--repeats", type=int, default=21, help="default: %(default)s")
     arguments = options.parse_args()
-    arguments.dry_run |= arguments.only is not None
     wanted = re.compile(arguments.only or "")
     device = torch.device(arguments.device)
+    arguments.dry_run |= arguments.only is not None or device.type != "cuda"
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True  # what eager code would choose
     rows, timer, results = Rows(device), Timer(device, arguments.repeats), []

@@ -115,11 +115,16 @@ QUALITY = file_name("quality", quality_tables.MODELS["SmolLM2-135M"])
 OTHERS = {"kivi4": "KIVI, 4 bits", "q4_0h": "4-bit blocks, rotated", "int4": "int4 per token"}
 
 
+def h200_rows(name: str) -> list[Row]:
+    """Of the GPU that documents and pictures name; a file may hold rows of others."""
+    return [row for row in read_rows(name) if row["device"] == "NVIDIA H200"]
+
+
 def decode_rows(**changes: Any) -> dict[tuple[int, int], dict[str, Row]]:
     """Attention of decode steps on the GPU: (batch, context) -> preset -> row."""
     wanted = {**DECODE, **changes}
     found: dict[tuple[int, int], dict[str, Row]] = {}
-    for row in read_rows("h200_attention"):
+    for row in h200_rows("h200_attention"):
         if wanted.items() <= row.items():
             found.setdefault((row["batch"], row["context"]), {})[row["preset"]] = row
     return found
@@ -206,7 +211,7 @@ def cpu_attention_table() -> str:
 def generated(part: str) -> dict[tuple[int, int], dict[tuple[str, str], Row]]:
     """Rows of bench_generate on the GPU: (batch, context) -> (kind, mode) -> row."""
     found: dict[tuple[int, int], dict[tuple[str, str], Row]] = {}
-    for row in read_rows("h200_generate"):
+    for row in h200_rows("h200_generate"):
         if row["part"] == part:
             shape = row["batch"], row["context"]
             found.setdefault(shape, {})[row["kind"], row["mode"]] = row
@@ -276,7 +281,7 @@ CODEC = {
 
 
 def codec_table() -> str:
-    found = {row["row"]: row for row in read_rows("h200_codec")}
+    found = {row["row"]: row for row in h200_rows("h200_codec")}
     lines = []
     for label, names in CODEC.items():
         some = [found[name] for name in names]
@@ -449,14 +454,14 @@ THEORY_KINDS = {  # of rows of bench_distortion: grid, search, scale mode, sketc
 
 
 def theory_rows(kind: str) -> list[Row]:
-    """Of one way of quantising at THEORY_DIM, by bits."""
+    """Of one way of quantising at THEORY_DIM, by bits; the last device's."""
     keys = ("grid", "search", "scale_mode", "sketch")
-    found = [
-        row
+    found = {
+        row["bits"]: row
         for row in read_rows("distortion")
         if (row["head_dim"], *(row[key] for key in keys)) == (THEORY_DIM, *THEORY_KINDS[kind])
-    ]
-    return sorted(found, key=lambda row: row["bits"])
+    }
+    return [found[bits] for bits in sorted(found)]
 
 
 def theory_table() -> str:
