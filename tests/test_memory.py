@@ -258,7 +258,7 @@ def test_requests_in_a_budget():
         assert memory.requests_in(exactly) == count
         assert memory.requests_in(exactly - 1) == max(0, count - 1)
     for options in ({"context": 0}, {"context": 5, "max_q_len": 0}):
-        with pytest.raises(ValueError, match="1 or more"):
+        with pytest.raises(ValueError, match="supported: 1 and more"):
             plain_memory("", [AttentionLayer(1, 64)], 2, **options)
 
 
@@ -342,7 +342,7 @@ def test_options_of_the_command(capsys):
     ("", "give --config"),
     ("--layers 3", "--layers needs --kv-heads and --head-dim"),
     ("--layers 3 --kv-heads 1 --head-dim 64 --config x", "give one of them"),
-    ("--layers 0 --kv-heads 1 --head-dim 64", "layers must be 1 or more"),
+    ("--layers 0 --kv-heads 1 --head-dim 64", "layers is 0, supported: 1 and more"),
     ("--config nowhere", "cannot read the model configuration nowhere"),
     ("--layers 3 --kv-heads 1 --head-dim 22", "head_dim is 22, supported"),
     ("--layers 3 --kv-heads 1 --head-dim 64 --key-bits 4", "come together"),

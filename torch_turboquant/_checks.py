@@ -114,6 +114,12 @@ def check_bits(bits: int, supported: tuple[int, ...], name: str = "bits") -> Non
         raise ValueError(f"{name} is {bits}, supported: {', '.join(map(str, supported))}")
 
 
+def check_positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} is {number}, supported: 1 and more")
+
+
 def check_scale_mode(mode: str, modes: dict[str, int], name: str = "scale_mode") -> int:
     if mode not in modes:
         raise ValueError(f"{name} is {mode!r}, supported: {', '.join(modes)}")

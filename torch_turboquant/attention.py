@@ -61,7 +61,7 @@ from torch_turboquant.cache import (
 )
 from torch_turboquant.codec import Channels, level_of_code_reference
 from torch_turboquant.config import CacheConfig
-from torch_turboquant.signs import rotation_matrix
+from torch_turboquant.signs import rotation_tensor
 
 
 def paged_attention(
@@ -136,8 +136,7 @@ def paged_attention(
     check_batch(seq_lens, cu_seqlens_q, device, tokens)
     seqs = seq_lens.shape[0]
     _checks.check_constant("block_table", block_table, device, torch.int32, (seqs, None))
-    if max_q_len < 1:
-        raise ValueError(f"max_q_len is {max_q_len}, supported: 1 and more")
+    _checks.check_positive(max_q_len=max_q_len)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(d)
     elif not math.isfinite(softmax_scale):
@@ -300,8 +299,8 @@ def paged_attention_reference(
     group = q_heads // cache.shape[1]
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(d)
-    key_rotation = torch.from_numpy(rotation_matrix(d, tables.key_signs))
-    value_rotation = torch.from_numpy(rotation_matrix(d, tables.value_signs))
+    key_rotation = rotation_tensor(tables.key_signs)
+    value_rotation = rotation_tensor(tables.value_signs)
     out = torch.zeros(tokens, q_heads, d, dtype=torch.float64)
     lse = torch.full((tokens, q_heads), -torch.inf, dtype=torch.float64)
 

@@ -140,8 +140,7 @@ def allocate_tail(
     _checks.check_output_dtype(dtype)
     if config.sink_tokens == 0 and config.recent_window == 0:
         raise ValueError("a config with sink_tokens = 0 and recent_window = 0 needs no tail")
-    if max_q_len < 1:
-        raise ValueError(f"max_q_len is {max_q_len}, supported: 1 and more")
+    _checks.check_positive(max_q_len=max_q_len)
     shape = tail_shape(config, max_seqs, num_kv_heads, max_q_len)
     return torch.zeros(shape, dtype=dtype, device=device)
 

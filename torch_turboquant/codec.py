@@ -190,7 +190,7 @@ def level_of_code_reference(codes: Tensor, levels: Tensor | None, bits: int) -> 
     return level_table_reference(levels, bits)[codes.long()]
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
+def power_of_two(exponent: Tensor) -> Tensor:
     """float32 2^exponent for -126 <= exponent <= 127, by its bits."""
     return (exponent + 127 << 23).to(torch.int32).view(torch.float32)
 
@@ -238,7 +238,7 @@ def quantise_reference(
 
     # 3: an exact power of two into a safe range
     exponent = ((amax.view(torch.int32) >> 23) - 127).clamp(-100, 100)
-    x = x * _power_of_two(-exponent)[..., None]
+    x = x * power_of_two(-exponent)[..., None]
 
     # 4, 5: rotate, normalise to a length of sqrt(d), as integers in units of 2^-12
     y = core_reference(signs * x, scaled=False)
@@ -285,7 +285,7 @@ def quantise_reference(
     else:
         scale = r * torch.tensor(32 * root, dtype=torch.float32) / a
     scale = torch.where((total <= 0) | (amax == 0), torch.zeros_like(scale), scale)
-    scale = (scale * _power_of_two(exponent)).clamp(max=65504).half()
+    scale = (scale * power_of_two(exponent)).clamp(max=65504).half()
 
     nan = torch.full((), 0x7E00, dtype=torch.int16).view(torch.float16)
     scale = torch.where(broken, nan, scale)

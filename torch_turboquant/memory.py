@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_turboquant._checks import check_positive
+from torch_turboquant.cache import ring_rows
 from torch_turboquant.config import PRESETS, CacheConfig
 from torch_turboquant.policy import layer_configs
 
@@ -276,7 +278,7 @@ def packed_memory(
     Raises:
         ValueError: context or max_q_len below 1, or a head_dim that packed caches do not have.
     """
-    _check_positive(context=context, max_q_len=max_q_len)
+    check_positive(context=context, max_q_len=max_q_len)
     per_token = pages = tail = constants = 0
     for layer, config in zip(layers, configs, strict=True):
         if layer is None:
@@ -287,7 +289,7 @@ def packed_memory(
         per_token += layer.kv_heads * config.bytes_per_token
         pages += held * layer.kv_heads * config.record_bytes
         if config.sink_tokens or config.recent_window:
-            rows = config.sink_tokens + max(1, config.recent_window + max_q_len - 1)
+            rows = config.sink_tokens + ring_rows(config, max_q_len)
             tail += rows * layer.kv_heads * 2 * layer.head_dim * tail_itemsize
         constants += _constants(config, 3 * layer.kv_heads if center else 0)
     return CacheMemory(name, per_token, pages, tail, constants)
@@ -304,7 +306,7 @@ def plain_memory(
     whole_sliding: bool = False,
 ) -> CacheMemory:
     """A paged cache of plain numbers of `itemsize` bytes; arguments as in packed_memory."""
-    _check_positive(context=context, max_q_len=max_q_len)
+    check_positive(context=context, max_q_len=max_q_len)
     per_token = pages = 0
     for layer in filter(None, layers):
         token = layer.kv_heads * 2 * layer.head_dim * itemsize
@@ -312,12 +314,6 @@ def plain_memory(
         per_token += token
         pages += _pages(context, visible, page_size) * page_size * token
     return CacheMemory(name, per_token, pages, 0, 0)
-
-
-def _check_positive(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if value < 1:
-            raise ValueError(f"{name} must be 1 or more, got {value}")
 
 
 def _pages(context: int, visible: int, page_size: int) -> int:
@@ -455,7 +451,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError("--layers describes the model in place of --config: give one of them")
         if None in by_hand:
             raise ValueError("--layers needs --kv-heads and --head-dim")
-        _check_positive(layers=args.layers, kv_heads=args.kv_heads, head_dim=args.head_dim)
+        check_positive(layers=args.layers, kv_heads=args.kv_heads, head_dim=args.head_dim)
         one = AttentionLayer(args.kv_heads, args.head_dim)
         layers: list[AttentionLayer | None] = [one] * args.layers
     elif args.config is None:

@@ -57,8 +57,7 @@ def unpack(packed: Tensor, bits: int, d: int) -> Tensor:
         ValueError: other bits, another stride or last dimension.
     """
     _checks.check_bits(bits, PACK_BITS)
-    if d < 1:
-        raise ValueError(f"d is {d}, supported: 1 and more")
+    _checks.check_positive(d=d)
     check_rows("packed", packed, d, bits)
     return torch.ops.turboquant.unpack.default(packed, bits, d)
 

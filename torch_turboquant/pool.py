@@ -488,7 +488,7 @@ class PagedKVPool:
             ValueError: numbers below 1, or tokens other than seqs with max_q_len = 1.
         """
         tokens = seqs * max_q_len if tokens is None else tokens
-        _check_positive(seqs=seqs, tokens=tokens, max_q_len=max_q_len)
+        _checks.check_positive(seqs=seqs, tokens=tokens, max_q_len=max_q_len)
         if max_q_len == 1 and tokens != seqs:
             raise ValueError(f"tokens is {tokens}, supported with max_q_len = 1: seqs ({seqs})")
         batch = PoolBatch(self, max_q_len)
@@ -1044,7 +1044,7 @@ def _checked_configs(
 ) -> tuple[CacheConfig, ...]:
     """One config per layer, and sizes that make sense."""
     _checks.check_output_dtype(dtype)
-    _check_positive(
+    _checks.check_positive(
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         num_pages=num_pages,
@@ -1077,12 +1077,6 @@ def _checked_centers(
             if not torch.isfinite(center).all():
                 raise ValueError(f"{name} holds NaN or infinity")
     return centers
-
-
-def _check_positive(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name} is {number}, supported: 1 and more")
 
 
 def _counts(sequences: Sequence[PoolSequence], new_tokens: int | Sequence[int]) -> tuple[int, ...]:

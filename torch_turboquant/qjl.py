@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
-from torch_turboquant.codec import _power_of_two
+from torch_turboquant.codec import power_of_two
 from torch_turboquant.format import dense_row_bytes
 from torch_turboquant.hadamard import core_reference, sqrt_reference, tree_sum_reference
 from torch_turboquant.pack import pack_reference, unpack_reference
-from torch_turboquant.signs import gaussian_projection, rotation_matrix
+from torch_turboquant.signs import gaussian_projection, rotation_tensor
 
 __all__ = ["gaussian_projection", "qjl_score", "qjl_sketch"]
 
@@ -125,13 +125,13 @@ def qjl_sketch_reference(residual: Tensor, projection: Tensor) -> tuple[Tensor, 
     broken = ~torch.isfinite(r).all(-1)
     r = torch.where(broken[..., None], torch.zeros_like(r), r)
     exponent = ((r.abs().amax(-1).view(torch.int32) >> 23) - 127).clamp(-100, 100)
-    r = r * _power_of_two(-exponent)[..., None]
+    r = r * power_of_two(-exponent)[..., None]
     if projection.dim() == 2:
         projected = tree_sum_reference(projection * r[..., None, :])
     else:
         projected = core_reference(projection * r)
     bits = ((projected >= 0) & ~broken[..., None]).to(torch.uint8)
-    norm = sqrt_reference(tree_sum_reference(r * r)) * _power_of_two(exponent)
+    norm = sqrt_reference(tree_sum_reference(r * r)) * power_of_two(exponent)
     return pack_reference(bits, 1), torch.where(broken, torch.full_like(norm, torch.nan), norm)
 
 
@@ -143,9 +143,5 @@ def qjl_score_reference(q: Tensor, sign_bits: Tensor, norm: Tensor, projection: 
         projected = q.double() @ projection.double().T
     else:
         factor = math.sqrt(math.pi / (2 * projection.shape[0]))
-        projected = q.double() @ _rotation(projection).T
+        projected = q.double() @ rotation_tensor(projection).T
     return factor * norm.double()[..., None, :] * (projected @ signs.transpose(-1, -2))
-
-
-def _rotation(signs: Tensor) -> Tensor:
-    return torch.from_numpy(rotation_matrix(signs.shape[0], signs.cpu())).to(signs.device)

@@ -18,12 +18,8 @@ from torch import Tensor
 from torch_turboquant import _checks
 from torch_turboquant.codec import Channels, level_of_code_reference
 from torch_turboquant.pack import check_rows, unpack_reference
-from torch_turboquant.qjl import (
-    _rotation,
-    check_fake_leading,
-    check_projection,
-    qjl_score_reference,
-)
+from torch_turboquant.qjl import check_fake_leading, check_projection, qjl_score_reference
+from torch_turboquant.signs import rotation_tensor
 
 
 def score(
@@ -122,7 +118,7 @@ def score_reference(
     """Decoded keys, the center and the estimator in float64: float64 [..., queries, keys]."""
     level = level_of_code_reference(unpack_reference(packed, bits, q.shape[-1]), levels, bits)
     rotated = scale.double()[..., None] * level.double() / 32
-    keys = rotated @ _rotation(signs)  # the rows of the inverse: rotated^T R
+    keys = rotated @ rotation_tensor(signs)  # the rows of the inverse: rotated^T R
     channels = Channels.of(center, 1)
     if channels.inverse is not None:
         keys = keys * channels.inverse.double()

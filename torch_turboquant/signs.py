@@ -143,3 +143,9 @@ def rotation_matrix(d: int, signs: torch.Tensor | np.ndarray) -> np.ndarray:
     if signs.shape != (d,):
         raise ValueError(f"signs must have shape [{d}], got {list(signs.shape)}")
     return np.kron(hartley_matrix(m), walsh_hadamard_matrix(n)) / math.sqrt(n) * signs
+
+
+def rotation_tensor(signs: torch.Tensor) -> torch.Tensor:
+    """The same for PyTorch, on the device of the signs: float64 [d, d]."""
+    matrix = rotation_matrix(signs.shape[0], signs.cpu())
+    return torch.from_numpy(matrix).to(signs.device)
