@@ -1,4 +1,4 @@
-# One command each, all through .venv; `make` alone lists them. Needs Python >= 3.10, g++ >= 11, make; CUDA where nvcc is.
+# One command each, all through .venv; `make` alone lists them. Needs Python >= 3.11 (requirements-dev.txt does), g++ >= 11; CUDA where nvcc is.
 # TORCH_TURBOQUANT_BUILD_CUDA and TORCH_CUDA_ARCH_LIST (see setup.py) choose what is built.
 
 PYTHON ?= python3

@@ -92,11 +92,20 @@ def test_the_picture_shows_the_present_results(generate, picture, results):
         assert drawn.info["Source"] == generate.digest(results), "run make docs"
 
 
+def anchors(path: Path) -> list[str]:
+    """What headings are called in links: small letters, dashes, no punctuation."""
+    titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
-        if not target.startswith(("http", "#")):
-            assert (path.parent / target.split("#")[0]).exists(), target
+        if not target.startswith("http"):
+            name, _, anchor = target.partition("#")
+            file = path.parent / name if name else path
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), target
 
 
 # ---- messages of docs/troubleshooting.md
