@@ -438,46 +438,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
 
 
-def report(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command prints, from its arguments.
-
-    Raises:
-        ValueError: arguments that do not fit together; a model that is not supported; weights that
-            do not fit.
-    """
-    by_hand = (args.layers, args.kv_heads, args.head_dim)
+def _layers(args: argparse.Namespace) -> list[AttentionLayer | None]:
+    """The layers of --config, or of --layers, --kv-heads and --head-dim."""
     if args.layers is not None:
         if args.config is not None:
             raise ValueError("--layers describes the model in place of --config: give one of them")
-        if None in by_hand:
+        if args.kv_heads is None or args.head_dim is None:
             raise ValueError("--layers needs --kv-heads and --head-dim")
         check_positive(layers=args.layers, kv_heads=args.kv_heads, head_dim=args.head_dim)
-        one = AttentionLayer(args.kv_heads, args.head_dim)
-        layers: list[AttentionLayer | None] = [one] * args.layers
-    elif args.config is None:
+        return [AttentionLayer(args.kv_heads, args.head_dim)] * args.layers
+    if args.config is None:
         raise ValueError("give --config, or --layers, --kv-heads and --head-dim")
-    else:
-        layers = attention_layers(
-            read_config(args.config), kv_heads=args.kv_heads, head_dim=args.head_dim
-        )
+    config = read_config(args.config)
+    layers = attention_layers(config, kv_heads=args.kv_heads, head_dim=args.head_dim)
     if not any(layers):
         raise ValueError("no layer of this model keeps keys and values")
+    return layers
+
+
+def _budget(args: argparse.Namespace) -> int | None:
+    """Bytes that are left for caches; None without --gpu-memory."""
+    if args.gpu_memory is None:
+        if args.weights or args.parameters or args.reserve:
+            raise ValueError("--weights, --parameters and --reserve need --gpu-memory")
+        return None
+    weights = args.weights or 0
+    if args.parameters is not None:
+        weights = int(args.parameters * DTYPE_BYTES[args.parameters_dtype])
+    budget: int = args.gpu_memory - weights - args.reserve
+    if budget <= 0:
+        raise ValueError(
+            f"weights and reserve take {_size(weights + args.reserve)}, the memory has "
+            f"{_size(args.gpu_memory)}: nothing is left for a cache"
+        )
+    return budget
+
+
+def _rows(args: argparse.Namespace, layers: Sequence[AttentionLayer | None]) -> list[CacheMemory]:
+    """bf16, fp8, every preset, and --key-bits with --value-bits."""
     if (args.key_bits is None) != (args.value_bits is None):
         raise ValueError("--key-bits and --value-bits come together")
-    budget = None
-    if args.gpu_memory is not None:
-        weights = args.weights or 0
-        if args.parameters is not None:
-            weights = int(args.parameters * DTYPE_BYTES[args.parameters_dtype])
-        budget = args.gpu_memory - weights - args.reserve
-        if budget <= 0:
-            raise ValueError(
-                f"weights and reserve take {_size(weights + args.reserve)}, the memory has "
-                f"{_size(args.gpu_memory)}: nothing is left for a cache"
-            )
-    elif args.weights or args.parameters or args.reserve:
-        raise ValueError("--weights, --parameters and --reserve need --gpu-memory")
-
     common = {"max_q_len": args.max_q_len, "whole_sliding": args.whole_sliding}
     rows = [
         plain_memory(name, layers, itemsize, args.context, page_size=args.page_size, **common)
@@ -516,6 +516,18 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
                 **common,
             )
         )
+    return rows
+
+
+def report(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command prints, from its arguments.
+
+    Raises:
+        ValueError: arguments that do not fit together; a model that is not supported; weights that
+            do not fit.
+    """
+    layers, budget = _layers(args), _budget(args)
+    rows = _rows(args, layers)
     return {
         "layers": [
             {"count": count, **({} if layer is None else layer._asdict())}
