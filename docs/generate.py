@@ -395,13 +395,17 @@ def soak() -> str:
 def fuzz() -> str:
     """Random cases of one run of the tests, counted from their sources."""
     tests = ROOT / "tests"
-    calls = re.findall(
-        r"^    (\w+)_call: (\d+),$", (tests / "test_simd.py").read_text(), re.MULTILINE
-    )
+    simd = (tests / "test_simd.py").read_text()
+    calls = re.findall(r"^    (\w+_call): (\d+),$", simd, re.MULTILINE)
+    bodies = dict(re.findall(r"^def (\w+_call)\((.*?)(?=^\S)", simd, re.MULTILINE | re.DOTALL))
     seeds = int(re.search(r"^SEEDS = (\d+)", (tests / "test_sanitizers.py").read_text(), re.M)[1])
     kernels = (tests / "native" / "kernels.cpp").read_text().split("CASES = {")[1].split("};")[0]
     names = re.findall(r'\{"(\w+)"', kernels)
-    lines = [[name, f"{int(count):,}"] for name, count in calls]
+    lines = []
+    for call, count in calls:
+        called = set(re.findall(r"\btt\.(\w+)\(", bodies[call]))
+        ops = ", ".join(f"`{op}`" for op in op_names() if op in called)
+        lines.append([ops, f"{int(count):,}"])
     return (
         markdown(["random calls, every level against plain C++", "each"], lines)
         + f"\n\nUnder AddressSanitizer and UBSan: {len(names)} kernels ({', '.join(names)}), "
