@@ -201,6 +201,21 @@ def test_every_row_has_a_cause_and_a_cure():
     assert not [row[0] for row in rows if not (row[1].strip() and row[2].strip())]
 
 
+# ---- docs/transformers.md
+
+
+def test_the_documented_static_cache_runs():
+    text = (ROOT / "docs" / "transformers.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    model = tiny_llama()
+    from torch_turboquant.integrations.transformers import TurboQuantCache
+
+    names = {"model": model, "inputs": {"input_ids": torch.arange(1, 10).expand(8, -1)}}
+    names["TurboQuantCache"] = TurboQuantCache
+    exec(compile(code, "transformers.md", "exec"), names)
+    assert names["out"].shape == (8, 109) and names["cache"].sequences.static
+
+
 # ---- docs/migration.md
 
 MIGRATION = (ROOT / "docs" / "migration.md").read_text()

@@ -138,7 +138,7 @@ def allocate_tail(
         ValueError: a config without sink tokens and window, or max_q_len below 1.
     """
     _checks.check_output_dtype(dtype)
-    if config.sink_tokens == 0 and config.recent_window == 0:
+    if not config.has_tail:
         raise ValueError("a config with sink_tokens = 0 and recent_window = 0 needs no tail")
     _checks.check_positive(max_q_len=max_q_len)
     shape = tail_shape(config, max_seqs, num_kv_heads, max_q_len)

@@ -89,6 +89,11 @@ class CacheConfig:
         return self.record.record_bytes
 
     @property
+    def has_tail(self) -> bool:
+        """Whether any tokens stay exact: the first ones, or the last."""
+        return self.sink_tokens + self.recent_window > 0
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's key and value of one KV head, scales and padding included."""
         whole, rest = divmod(self.record_bytes, self.page_size)

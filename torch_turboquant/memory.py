@@ -288,7 +288,7 @@ def packed_memory(
         held = _pages(context, visible, config.page_size)
         per_token += layer.kv_heads * config.bytes_per_token
         pages += held * layer.kv_heads * config.record_bytes
-        if config.sink_tokens or config.recent_window:
+        if config.has_tail:
             rows = config.sink_tokens + ring_rows(config, max_q_len)
             tail += rows * layer.kv_heads * 2 * layer.head_dim * tail_itemsize
         constants += _constants(config, 3 * layer.kv_heads if center else 0)

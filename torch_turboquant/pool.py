@@ -261,7 +261,7 @@ class PagedKVPool:
             allocate_cache(c, num_pages, num_kv_heads, self.device) for c in self.configs
         ]
         self.tails: list[Tensor] | None = None
-        if _has_tail(first):
+        if first.has_tail:
             self.tails = [
                 allocate_tail(c, max_seqs, num_kv_heads, dtype, max_q_len, self.device)
                 for c in self.configs
@@ -296,7 +296,7 @@ class PagedKVPool:
         sizes = (num_layers, num_kv_heads, num_pages, max_seqs, dtype, max_seq_len, max_q_len)
         configs = _checked_configs(config, *sizes)
         first = configs[0]
-        rows = first.sink_tokens + ring_rows(first, max_q_len) if _has_tail(first) else 0
+        rows = first.sink_tokens + ring_rows(first, max_q_len) if first.has_tail else 0
         tokens = num_pages * first.page_size if max_seq_len is None else max_seq_len
         if isinstance(centers, bool):
             rows_of_centers = [3 * centers * num_kv_heads] * len(configs)
@@ -396,7 +396,7 @@ class PagedKVPool:
             "format_version": FORMAT_VERSION,
             "kv_heads": self.num_kv_heads,
             "tail_dtype": str(self.dtype).removeprefix("torch.")
-            if _has_tail(self.configs[0])
+            if self.configs[0].has_tail
             else None,
             "layers": [
                 {
@@ -986,7 +986,7 @@ class PagedKVPool:
             cu = np.full(seqs + 1, new, dtype=np.int32)
             cu[: n + 1] = np.concatenate([[0], np.cumsum(count)])
         tail_slots = tail_valid = None
-        if _has_tail(self.configs[0]):
+        if self.configs[0].has_tail:
             tail_slots = np.full(seqs, -1, dtype=np.int64)
             tail_slots[:n] = [s._row for s in sequences]
             tail_valid = np.zeros((self.max_seqs, 2), dtype=np.int32)
@@ -1083,10 +1083,6 @@ def _counts(sequences: Sequence[PoolSequence], new_tokens: int | Sequence[int]) 
     if isinstance(new_tokens, (int, np.integer)):
         new_tokens = [new_tokens] * len(sequences)
     return tuple(int(n) for n in new_tokens)
-
-
-def _has_tail(config: CacheConfig) -> bool:
-    return config.sink_tokens + config.recent_window > 0
 
 
 def _nbytes(tensors: Iterable[Tensor | None]) -> int:
