@@ -15,6 +15,7 @@ of every row is above 0.9999 for s up to 3, above 0.999 for 10.
 import itertools
 import math
 import random
+import re
 from typing import NamedTuple
 
 import pytest
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 import torch_turboquant as tt
-from tests.helpers import FLOATS, assert_same_bytes, paged, scales
+from tests.helpers import FLOATS, ROOT, assert_same_bytes, paged, scales
 from tests.oracle import exact_attention
 from torch_turboquant.cache import CacheTables
 from torch_turboquant.config import CacheConfig
@@ -649,21 +650,33 @@ def few_cases() -> list[Case]:
     ]
 
 
+def kernels_of(case: Case) -> list[str]:
+    """Names of what a call launches."""
+    attend(case)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        attend(case)
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    return [event.name for event in profile.events() if event.device_type == cuda]
+
+
 def test_one_launch():
     """Rotation of the queries, splits, their merge, tail and inverse rotation: one kernel."""
     for case in few_cases():
-        attend(case)
-        torch.cuda.synchronize()
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            attend(case)
-            torch.cuda.synchronize()
-        kernels = [
-            event.name
-            for event in profile.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-        ]
+        kernels = kernels_of(case)
         assert len(kernels) == 1, kernels
+
+
+def test_which_head_dimensions_have_a_decode_kernel():
+    """Those that the README names; others expand the whole cache."""
+    row = re.search(r"^\| `paged_attention` .*$", (ROOT / "README.md").read_text(), re.MULTILINE)[0]
+    named = re.search(r"and later and ([\d, ]+) or (\d+) channels", row)
+    dims = [int(d) for d in (*named[1].split(", "), named[2])]
+    assert len(dims) == 10
+    for d in (*dims, 48, 224):
+        kernels = kernels_of(build(tt.preset("k4v4", d), [100]))
+        assert ("decode_kernel" in kernels[0]) == (d in dims), (d, kernels)
 
 
 def test_scratch_memory_does_not_grow():

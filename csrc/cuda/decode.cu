@@ -25,6 +25,8 @@ DecodeKernel kernel_of(const Attention& a) {
     case 160: return find_decode<160>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
     case 192: return find_decode<192>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
     case 256: return find_decode<256>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
+    case 512: return find_decode<512>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
+    case 576: return find_decode<576>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
     default: return {};
   }
 }
