@@ -137,7 +137,6 @@ def decode_cases() -> Iterator[Case]:
         Shape(16, 8192, kv_heads=32, head_dim=96),  # Phi-3-mini
         Shape(16, 8192, kv_heads=32, head_dim=80),  # Phi-2
         Shape(64, 8192, head_dim=160),  # StableLM-2-12B
-        Shape(16, 8192, q_heads=16, kv_heads=4, head_dim=512),
         Shape(128, 8192, q_heads=12, kv_heads=2),  # Qwen2.5-1.5B
         Shape(128, 8192, q_heads=8, kv_heads=1),  # one of eight shards of Llama-70B
     ):
