@@ -273,7 +273,7 @@ class Sequences:
         windows: list[int | None],
     ) -> None:
         self.config, self.rows, self.max_len, self.max_q_len = config, rows, max_len, max_q_len
-        self.has_tail = config.sink_tokens + config.recent_window > 0
+        self.has_tail = config.has_tail
         self.ring_tokens = ring_rows(config, max_q_len)
         self.learned_center, self.static = learned_center, static  # "auto", "mean" or None
         self.has_states = None in windows  # layers with a state that nothing can take back
