@@ -166,8 +166,9 @@ __device__ __forceinline__ uint4 in_order(uint2 bytes) {
           level_halves<0x4342>(bytes.y)};
 }
 
-// Octet `o` of a key: nibbles in `low`; in `high` two bits of 5-bit codes in each byte, or four more bytes.
-template <int BITS>
+// Octet `o` of a key: nibbles in `low`; in `high` two bits of 5-bit codes in each byte, or four more bytes. WHOLE: there are whole groups
+// of 32 channels only (a branch here would wait for the octets before it, one by one).
+template <int BITS, bool WHOLE>
 __device__ __forceinline__ uint2 key_codes(const uint8_t* row, const uint8_t* plane, int octets, int o) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(row);
   if constexpr (BITS == 8) return reinterpret_cast<const uint2*>(row)[o];
@@ -175,7 +176,7 @@ __device__ __forceinline__ uint2 key_codes(const uint8_t* row, const uint8_t* pl
   if constexpr (BITS == 3) return {key_octet(words, nullptr, octets, 3, o).low, 0};
   if constexpr (BITS == 2) return {open_nibbles(reinterpret_cast<const uint16_t*>(row)[o], 2), 0};
   const uint32_t* high = reinterpret_cast<const uint32_t*>(plane);
-  if ((o | 3) < octets) return {words[o], high[o / 4] >> 2 * (o % 4)};
+  if (WHOLE || (o | 3) < octets) return {words[o], high[o / 4] >> 2 * (o % 4)};
   const uint32_t b = key_octet(words, high, octets, 5, o).high;
   return {words[o], (b & 3) | (b & 0x0C) << 6 | (b & 0x30) << 12 | (b & 0xC0) << 18};
 }
@@ -575,7 +576,7 @@ class Block {
 
   // Where there are no codes, beyond d or of a key that is none, those of another place are expanded: levels are finite, and
   // meet zeros or nothing. All codes are read before anything is stored, so that their reads need not wait for each other.
-  template <int BITS>
+  template <int BITS, bool WHOLE = false>
   __device__ __forceinline__ void expand_keys(int step) {
     // Eight lanes that store at the same time store 128 neighbouring bytes.
     const int t = S::kHopper ? lane_ / 8 : t_, key = warp_ % S::kOctets * 8 + (S::kHopper ? lane_ % 8 : g_);
@@ -588,15 +589,21 @@ class Block {
       const uint8_t* plane = from.tile + x_.layout.key_planes + from.number * x_.layout.key_plane_bytes;
 #pragma unroll
       for (int k = 0; k < S::kExpansions; ++k) {
-        codes[k] = key_codes<BITS>(row, plane, x_.layout.octets, min(first + k * kStride, x_.layout.octets - 1));
+        codes[k] = key_codes<BITS, WHOLE>(row, plane, x_.layout.octets, min(first + k * kStride, x_.layout.octets - 1));
       }
     }
     const uint4 table = constants_.table[0];
-    const uint8_t* fives = a_.key_levels ? constants_.fives : nullptr;
     uint4* out = keys(step) + key_word(key, first);
+    const auto put = [&](const uint8_t* fives) {
 #pragma unroll
-    for (int k = 0; k < S::kExpansions; ++k) {
-      out[k * key_word(0, kStride)] = key_levels<BITS>(codes[k], table, fives);
+      for (int k = 0; k < S::kExpansions; ++k) {
+        out[k * key_word(0, kStride)] = key_levels<BITS>(codes[k], table, fives);
+      }
+    };
+    if (BITS == 5 && a_.key_levels) {
+      put(constants_.fives);
+    } else {
+      put(nullptr);
     }
   }
 
@@ -649,7 +656,13 @@ class Block {
       case 2: expand_keys<2>(step); break;
       case 3: expand_keys<3>(step); break;
       case 4: expand_keys<4>(step); break;
-      case 5: expand_keys<5>(step); break;
+      case 5:
+        if (x_.layout.octets % 4 == 0) {
+          expand_keys<5, true>(step);
+        } else {
+          expand_keys<5>(step);
+        }
+        break;
       default: expand_keys<8>(step); break;
     }
     switch (x_.layout.value_bits) {
