@@ -730,6 +730,7 @@ class Decoder {
     return at.unit_of(token);
   }
 
+  // The only place that depends on the pair of bits: all pairs share a kernel, whose other code would else be there for each of them.
   // begin: the first token of the unit
   __device__ __forceinline__ void attend(int begin) {
     with_pair<D>(plan_.codes.pair, [&](auto pair) { attend_as<typename decltype(pair)::type>(begin); });
