@@ -240,7 +240,7 @@ class TurboQuantLayer(CacheLayerMixin):
         """Of the layer's pages, and of its ring if it has one."""
         config, rows, heads = self.config, self.sequences.rows, self.kv_heads
         ring = None
-        if self.sequences.has_tail:
+        if self.sequences.config.has_tail:
             ring = tail_shape(config, rows, heads, self.sequences.max_q_len)
         return (rows * self.owned_pages, heads, config.record_bytes), ring
 

@@ -273,7 +273,6 @@ class Sequences:
         windows: list[int | None],
     ) -> None:
         self.config, self.rows, self.max_len, self.max_q_len = config, rows, max_len, max_q_len
-        self.has_tail = config.has_tail
         self.ring_tokens = ring_rows(config, max_q_len)
         self.learned_center, self.static = learned_center, static  # "auto", "mean" or None
         self.has_states = None in windows  # layers with a state that nothing can take back
@@ -321,7 +320,7 @@ class Sequences:
 
         The ring of the tail, and the pages of a window, hold what max_q_len queries see.
         """
-        step = self.max_q_len if self.has_tail or self.windows else new
+        step = self.max_q_len if self.config.has_tail or self.windows else new
         last = first + new
         return [(c, min(c + step, last)) for c in range(first, last, step)]
 
