@@ -12,7 +12,7 @@ import torch
 import torch_turboquant as tq
 from tests.helpers import ROOT, load_script, tiny_llama
 
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[!.]*/README.md")]
 
 
 @pytest.fixture(scope="module")
