@@ -146,16 +146,32 @@ inline void check_cache(const Tensor& cache, const Tensor& first, const format::
   check_constant(cache, first, "cache", ScalarType::Byte, {-1, -1, record.record_bytes()});
 }
 
-// k, v: [tokens, kv_heads, d] of one dtype, stride 1 in the last dimension
-inline void check_kv(const Tensor& k, const Tensor& v) {
+// k, v: [tokens, kv_heads, d], or of a batch [batch, kv_heads, new, d], of one dtype, stride 1 in the last dimension
+inline void check_kv(const Tensor& k, const Tensor& v, bool of_batch = false) {
   check_float(k, "k");
-  check_shape(k, "k", {-1, -1, -1});
+  of_batch ? check_shape(k, "k", {-1, -1, -1, -1}) : check_shape(k, "k", {-1, -1, -1});
   check_unit_last_stride(k, "k");
   check_device(v, k, "v");
   check_dtype(v, "v", {k.scalar_type()});
-  check_shape(v, "v", {k.size(0), k.size(1), k.size(2)});
+  of_batch ? check_shape(v, "v", {k.size(0), k.size(1), k.size(2), k.size(3)})
+           : check_shape(v, "v", {k.size(0), k.size(1), k.size(2)});
   check_unit_last_stride(v, "v");
 }
+
+// Keys or values of tokens by their strides: [tokens, heads, d], or [batch, heads, new, d].
+struct TokenRows {
+  int64_t tokens, heads, d, token_stride, head_stride;
+  bool even;  // whether all tokens lie at equal distances; else the strides say nothing
+
+  explicit TokenRows(const Tensor& t)
+      : tokens(t.size(0)), heads(t.size(1)), d(t.size(t.dim() - 1)), token_stride(t.stride(0)),
+        head_stride(t.stride(1)), even(true) {
+    if (t.dim() == 3) return;
+    const int64_t batch = t.size(0), count = t.size(2);
+    tokens = batch * count;
+    if (count > 1) token_stride = t.stride(2), even = batch <= 1 || t.stride(0) == count * t.stride(2);
+  }
+};
 
 // center: float32 [kv_heads, d] of a cache's keys or [d] of standalone vectors; or [3, ...]: centers, scales, inverse scales.
 inline void check_center(const OptionalTensor& center, const Tensor& first, int64_t kv_heads, int64_t d) {

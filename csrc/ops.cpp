@@ -33,12 +33,21 @@ STABLE_TORCH_LIBRARY(turboquant, m) {
   m.def("score(Tensor q, Tensor packed, Tensor scale, Tensor signs, Tensor? levels, int bits, Tensor? center=None,"
         " Tensor? sign_bits=None, Tensor? residual_norm=None, Tensor? projection=None) -> Tensor");
 
+  // -- center: what keys are stored relative to, learned from a prompt -----------------------------------------------------
+  m.def("query_energy(Tensor[] queries, int kv_heads, int skip=0) -> Tensor");
+  m.def("learn_center(Tensor[] keys, Tensor[] energies, Tensor? partners=None, int skip=0) -> Tensor");
+
   // -- cache: pages of packed keys and values, and the exact tail ----------------------------------------------------------
   m.def("cache_store(Tensor k, Tensor v, Tensor(a!) cache, Tensor slot_mapping,"
         " Tensor key_signs, Tensor value_signs, Tensor? key_levels, Tensor? value_levels, Tensor key_steps, Tensor value_steps,"
         " Tensor? center, int page_size, int key_bits, int value_bits, int key_scale_mode, int value_scale_mode,"
         " Tensor(b!)? tail=None, Tensor? tail_slots=None, Tensor? seq_lens=None, Tensor? cu_seqlens_q=None,"
         " int sink_tokens=0) -> ()");
+  m.def("cache_store_layers(Tensor[] k, Tensor[] v, Tensor(a!)[] caches, Tensor slot_mapping,"
+        " Tensor[] key_signs, Tensor[] value_signs, Tensor? key_levels, Tensor? value_levels, Tensor key_steps,"
+        " Tensor value_steps, Tensor[] centers, int page_size, int key_bits, int value_bits, int key_scale_mode,"
+        " int value_scale_mode, Tensor(b!)[] tails, Tensor? tail_slots=None, Tensor? seq_lens=None,"
+        " Tensor? cu_seqlens_q=None, int sink_tokens=0) -> ()");
   m.def("cache_load(Tensor cache, Tensor block_table, Tensor seq_lens,"
         " Tensor key_signs, Tensor value_signs, Tensor? key_levels, Tensor? value_levels, Tensor? center,"
         " int head_dim, int page_size, int key_bits, int value_bits, int max_seq_len, ScalarType dtype)"

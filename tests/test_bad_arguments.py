@@ -723,6 +723,24 @@ def test_gradients_are_refused(name, call):
     assert inputs or name in ("pack", "unpack")
 
 
+def test_gradients_of_lists_are_refused():
+    x = floats(1, 2, 5, 16)
+    needs = [x, x.clone().requires_grad_()]
+    energy, partners = floats(2, 16).requires_grad_(), torch.arange(16)
+    for name, call in (
+        ("query_energy", lambda: tt.query_energy(needs, 2)),
+        ("learn_center", lambda: tt.learn_center(needs)),
+        (
+            "learn_center",
+            lambda: tt.learn_center([x], [energy], partners),
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=f"turboquant::{name} takes no gradient"):
+            call()
+        with torch.no_grad():
+            call()
+
+
 def test_the_transform_has_no_gradient_for_its_signs():
     with pytest.raises(RuntimeError, match="gradient for x only: detach the signs"):
         tt.hadamard(floats(2, D), SIGNS.clone().requires_grad_())

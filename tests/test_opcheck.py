@@ -125,6 +125,33 @@ def cache_store_samples():
         yield k, v, cache, slots, *tables, *numbers, *extra
 
 
+def query_energy_samples():
+    for dtype in DTYPES:
+        queries = [randn(2, 4, 7, 16, seed=i, dtype=dtype) for i in range(3)]
+        yield queries, 2
+        yield [q.transpose(1, 2).contiguous().transpose(1, 2) for q in queries], 4, 3
+
+
+def learn_center_samples():
+    for dtype in DTYPES:
+        keys = [randn(2, 4, 7, 16, seed=i, dtype=dtype) for i in range(3)]
+        yield keys, [], None, 2
+        energies = list(ops.query_energy(keys, 4).unbind())
+        yield keys, energies, torch.arange(16)
+
+
+def cache_store_layers_samples():
+    for sample in cache_store_samples():
+        k, v, cache, slots, key_signs, value_signs, *book, center = sample[:11]
+        numbers, extra = sample[11:16], sample[16:]
+        k, v = (x.transpose(0, 1)[None] for x in (k, v))
+        lists = [[x, x] for x in (k, v)] + [[cache, cache.clone()]]
+        signs = [[x, x] for x in (key_signs, value_signs)]
+        centers = [] if center is None else [center, center]
+        rings = [extra[0], extra[0].clone()] if extra else []
+        yield *lists, slots, *signs, *book, centers, *numbers, rings, *extra[1:]
+
+
 def cache_load_samples():
     for name, dtype in zip(("k4v4", "k5v3u", "k8v8"), DTYPES, strict=True):
         config, tables, table, slots, cache, k, v, *_ = cache_parts(name, dtype, True, False)
@@ -186,13 +213,16 @@ NAMES = sorted(
 
 def test_every_op_is_listed():
     assert NAMES == sorted(
-        "cache_load cache_store decode encode group_decode group_encode hadamard merge_attention "
-        "pack paged_attention paged_attention_out qjl_score qjl_sketch score unpack".split()
+        "cache_load cache_store cache_store_layers decode encode group_decode group_encode "
+        "hadamard learn_center merge_attention pack paged_attention paged_attention_out qjl_score "
+        "qjl_sketch query_energy score unpack".split()
     )
 
 
 def moved(value, device):
-    """A tensor on the device, a leaf as before; anything else as it is."""
+    """Tensors on the device, leaves as before; anything else as it is."""
+    if isinstance(value, list):
+        return [moved(item, device) for item in value]
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().to(device).requires_grad_(value.requires_grad)

@@ -12,8 +12,10 @@ from torch_turboquant.cache import (
     allocate_tail,
     cache_load,
     cache_store,
+    cache_store_layers,
     make_tables,
 )
+from torch_turboquant.center import learn_center, query_energy
 from torch_turboquant.codebook import Codebook
 from torch_turboquant.codec import SCALE_MODES, decode, encode, scaled_center
 from torch_turboquant.config import (
@@ -68,12 +70,14 @@ __all__ = [
     "build_info",
     "cache_load",
     "cache_store",
+    "cache_store_layers",
     "decode",
     "encode",
     "gaussian_projection",
     "group_decode",
     "group_encode",
     "hadamard",
+    "learn_center",
     "make_tables",
     "merge_attention",
     "pack",
@@ -81,6 +85,7 @@ __all__ = [
     "preset",
     "qjl_score",
     "qjl_sketch",
+    "query_energy",
     "random_signs",
     "scaled_center",
     "score",

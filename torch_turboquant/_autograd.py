@@ -22,7 +22,10 @@ OPS = (
     "qjl_sketch",
     "qjl_score",
     "score",
+    "query_energy",
+    "learn_center",
     "cache_store",
+    "cache_store_layers",
     "cache_load",
     "paged_attention",
     "paged_attention_out",
@@ -38,15 +41,17 @@ def _refuse_gradients(name: str) -> Callable[..., Any]:
     types = [str(argument.type) for argument in op._schema.arguments]
     # a call may be shorter than the schema: trailing defaults are left out
     tensors = tuple(i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]"))
+    lists = tuple(i for i, t in enumerate(types) if t == "List[Tensor]")
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():
-            for i in tensors:
-                if i < len(args) and args[i] is not None and args[i].requires_grad:
-                    raise RuntimeError(
-                        f"turboquant::{name} takes no gradient: call it under torch.no_grad() or "
-                        "detach its inputs"
-                    )
+            given = [args[i] for i in tensors if i < len(args) and args[i] is not None]
+            given += [tensor for i in lists if i < len(args) for tensor in args[i]]
+            if any(tensor.requires_grad for tensor in given):
+                raise RuntimeError(
+                    f"turboquant::{name} takes no gradient: call it under torch.no_grad() or "
+                    "detach its inputs"
+                )
         return redispatch(keyset & _below_autograd, *args)
 
     return kernel

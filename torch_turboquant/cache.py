@@ -13,6 +13,7 @@ among the call's tokens (absent: one new token per sequence).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -263,6 +264,125 @@ def store_checked(
     )
 
 
+def cache_store_layers(
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    caches: Sequence[Tensor],
+    slot_mapping: Tensor,
+    config: CacheConfig,
+    tables: Sequence[CacheTables],
+    *,
+    tails: Sequence[Tail] = (),
+    seq_lens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+) -> None:
+    """cache_store for layers that are alike, in one call: a prompt's host time is short.
+
+    Args:
+        k, v: of each layer [batch, kv_heads, new, head_dim], as its attention has them; the tokens
+            of a call are those of the first sequence, then those of the second. Otherwise as those
+            of cache_store.
+        caches: of each layer, as in cache_store; written. No two may overlap.
+        slot_mapping: int64 [batch * new], for all layers.
+        config: of all caches.
+        tables: of each layer.
+        tails: of each layer, with the same slots; empty: none.
+        seq_lens, cu_seqlens_q: as in cache_store, for all layers.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as cache_store, before anything is written; lists of
+            different lengths.
+    """
+    layers = len(k)
+    for name, items, needed in (
+        ("v", v, True),
+        ("caches", caches, True),
+        ("tables", tables, True),
+        ("tails", tails, False),
+    ):
+        if len(items) != layers and (needed or len(items)):
+            raise ValueError(f"{name} are of {len(items)} layers, k of {layers}")
+    if not layers:
+        return
+    device = k[0].device
+    for i, (key, value, cache, table) in enumerate(zip(k, v, caches, tables, strict=True)):
+        _checks.check_vectors("k", key, 4)
+        _checks.check_device("k", key, device)
+        _checks.check_dtype("v", value, (key.dtype,))
+        _checks.check_device("v", value, device)
+        _checks.check_shape("v", value, tuple(key.shape))
+        _checks.check_unit_stride("v", value)
+        batch, kv_heads, new, d = key.shape
+        if d != config.head_dim:
+            raise ValueError(f"k has head_dim {d}, but the config has {config.head_dim}")
+        check_cache(cache, device, config, kv_heads)
+        check_tables(table, device, config, kv_heads)
+        if (table.center is None) != (tables[0].center is None):
+            raise ValueError("tables of some layers have a center and those of others have none")
+        tokens = batch * new
+        _checks.check_constant("slot_mapping", slot_mapping, device, torch.int64, (tokens,))
+        if seq_lens is not None:
+            check_batch(seq_lens, cu_seqlens_q, device, tokens)
+        if tails:
+            if seq_lens is None:
+                raise ValueError("tail needs seq_lens")
+            check_tail(tails[i], device, key.dtype, config, kv_heads, seq_lens.shape[0])
+            if tails[i].slots is not tails[0].slots:
+                raise ValueError("tails of all layers must have the same slots")
+    rings, slots = [tail.ring for tail in tails], tails[0].slots if tails else None
+    store_layers_checked(
+        list(k),
+        list(v),
+        list(caches),
+        slot_mapping,
+        config,
+        tables,
+        rings,
+        slots,
+        seq_lens,
+        cu_seqlens_q,
+    )
+
+
+def store_layers_checked(
+    k: list[Tensor],
+    v: list[Tensor],
+    caches: list[Tensor],
+    slot_mapping: Tensor,
+    config: CacheConfig,
+    tables: Sequence[CacheTables],
+    rings: list[Tensor],
+    tail_slots: Tensor | None,
+    seq_lens: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+) -> None:
+    """cache_store_layers of arguments that were made to fit: the op alone looks at them."""
+    shared = tables[0]
+    torch.ops.turboquant.cache_store_layers.default(
+        k,
+        v,
+        caches,
+        slot_mapping,
+        [table.key_signs for table in tables],
+        [table.value_signs for table in tables],
+        shared.key_levels,
+        shared.value_levels,
+        shared.key_steps,
+        shared.value_steps,
+        [] if shared.center is None else [table.center for table in tables],
+        config.page_size,
+        config.key_bits,
+        config.value_bits,
+        SCALE_MODES[config.key_scale_mode],
+        SCALE_MODES[config.value_scale_mode],
+        rings,
+        tail_slots,
+        seq_lens,
+        cu_seqlens_q,
+        config.sink_tokens,
+    )
+
+
 def cache_load(
     cache: Tensor,
     block_table: Tensor,
@@ -388,6 +508,11 @@ def check_tail(
 
 @torch.library.register_fake("turboquant::cache_store")
 def _cache_store_fake(k: Tensor, *others: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("turboquant::cache_store_layers")
+def _cache_store_layers_fake(k: list[Tensor], *others: Any) -> None:
     return None
 
 

@@ -1,6 +1,8 @@
 // cache_store, cache_load: paged, packed keys and values (docs/format.md section 8) and the exact tail (section 9).
 #include "cache.h"
 
+#include "../cache_call.h"
+
 namespace turboquant::cpu {
 namespace {
 
@@ -11,8 +13,7 @@ struct Destinations {
   std::vector<int64_t> position;  // [tokens]
 };
 
-Destinations checked_destinations(const Tensor& slot_mapping, const Tensor& k, int64_t num_slots) {
-  const int64_t tokens = k.size(0);
+Destinations checked_destinations(const Tensor& slot_mapping, const Tensor& k, int64_t tokens, int64_t num_slots) {
   check_constant(slot_mapping, k, "slot_mapping", ScalarType::Long, {tokens});
   const int64_t* p = static_cast<const int64_t*>(slot_mapping.data_ptr());
   for (int64_t i = 0; i < tokens; ++i) {
@@ -35,62 +36,86 @@ void place_in_tail(Destinations& to, const Batch& batch, const TailView& tail) {
   }
 }
 
-// k, v: [tokens, kv_heads, d]; cache: uint8 [num_pages, kv_heads, record_bytes], written; slot_mapping: int64 [tokens];
-// center: float32 [kv_heads, d] or [3, kv_heads, d]; tail: [max_seqs, kv_heads, rows, 2, d], written
-void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Tensor& slot_mapping,
-                 const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
-                 const OptionalTensor& value_levels, const Tensor& key_steps, const Tensor& value_steps,
-                 const OptionalTensor& center, int64_t page_size, int64_t key_bits, int64_t value_bits,
-                 int64_t key_scale_mode, int64_t value_scale_mode, const OptionalTensor& tail,
-                 const OptionalTensor& tail_slots, const OptionalTensor& seq_lens, const OptionalTensor& cu_seqlens_q,
-                 int64_t sink_tokens) {
-  check_kv(k, v);
-  const int64_t tokens = k.size(0), kv_heads = k.size(1), d = k.size(2);
-  const format::Record record = check_record(d, page_size, key_bits, value_bits);
-  check_cache(cache, k, record);
-  STD_TORCH_CHECK(cache.size(1) == kv_heads, "cache has ", cache.size(1), " KV heads but k has ", kv_heads);
-  check_constant(key_signs, k, "key_signs", ScalarType::Float, {d});
-  check_constant(value_signs, k, "value_signs", ScalarType::Float, {d});
-  check_center(center, k, kv_heads, d);
-  check_scale_mode(key_scale_mode, "key_scale_mode");
-  check_scale_mode(value_scale_mode, "value_scale_mode");
-  const Codebook key_book = checked_codebook(k, key_levels, key_steps, key_bits, "key_levels", "key_steps");
-  const Codebook value_book = checked_codebook(k, value_levels, value_steps, value_bits, "value_levels", "value_steps");
-  Destinations to = checked_destinations(slot_mapping, k, cache.size(0) * page_size);
-  std::optional<TailView> ring;
-  if (tail) {
-    STD_TORCH_CHECK(seq_lens.has_value(), "tail needs seq_lens");
-    const Batch batch = checked_batch(*seq_lens, cu_seqlens_q, k, tokens);
-    ring = checked_tail(*tail, tail_slots, k, batch.count, kv_heads, d, sink_tokens);
-    place_in_tail(to, batch, *ring);
+// k or v, [tokens, heads, d] or [batch, heads, new, d]: itself, or a copy whose tokens lie at equal distances.
+struct HeadRows {
+  Tensor tensor;
+  TokenRows rows;
+
+  explicit HeadRows(const Tensor& t) : tensor(t), rows(t) {
+    if (rows.even) return;
+    const Tensor by_token = torch::stable::transpose(t, 1, 2);
+    tensor = empty_like_shape(t, leading_shape(by_token, 0, {}), t.scalar_type());
+    torch::stable::copy_(tensor, by_token);
+    rows.token_stride = rows.heads * rows.d, rows.head_stride = rows.d;
+  }
+  const void* of(int64_t token, int64_t head) const {
+    return element(tensor, token * rows.token_stride + head * rows.head_stride);
+  }
+  StoredTokens::Kind vectors(const Tensor& signs, const Quantiser& quantiser) const {
+    return {tensor.data_ptr(), rows.token_stride, rows.head_stride, static_cast<const float*>(signs.data_ptr()),
+            quantiser};
+  }
+};
+
+// A layer's keys and values, checked, and where they go.
+class LayerStore {
+ public:
+  LayerStore(const StoreLayer& layer, const StoreCall& call)
+      : record_(layer.record(call)), keys_(layer.k), values_(layer.v), cache_(layer.cache), key_signs_(layer.key_signs),
+        value_signs_(layer.value_signs), center_(layer.center), call_(call),
+        key_book_(checked_codebook(layer.k, call.key_levels, call.key_steps, call.key_bits, "key_levels", "key_steps")),
+        value_book_(checked_codebook(layer.k, call.value_levels, call.value_steps, call.value_bits, "value_levels",
+                                     "value_steps")) {
+    const TokenRows& rows = keys_.rows;
+    check_cache(cache_, layer.k, record_);
+    layer.check(call, rows);
+    to_ = checked_destinations(call.slot_mapping, layer.k, rows.tokens, cache_.size(0) * call.page_size);
+    if (!layer.tail) return;
+    const Batch batch = checked_batch(*call.seq_lens, call.cu_seqlens_q, layer.k, rows.tokens);
+    ring_ = checked_tail(*layer.tail, call.tail_slots, layer.k, batch.count, rows.heads, rows.d, call.sink_tokens);
+    place_in_tail(to_, batch, *ring_);
   }
 
-  const StoredTokens stored{record,
-                            {k.data_ptr(), k.stride(0), k.stride(1), static_cast<const float*>(key_signs.data_ptr()),
-                             key_book.quantiser(d, key_scale_mode)},
-                            {v.data_ptr(), v.stride(0), v.stride(1), static_cast<const float*>(value_signs.data_ptr()),
-                             value_book.quantiser(d, value_scale_mode)},
-                            channels_of(center, floats_of(center), kv_heads, d),
-                            dtype_index(k.scalar_type()),
-                            static_cast<uint8_t*>(cache.data_ptr()),
-                            kv_heads,
-                            to.slot.data()};
-  const auto copy_to_tail = [&](int64_t token, int64_t head) {
-    const int64_t sequence = to.sequence[token];
-    if (sequence < 0) return;
-    const auto copy = [&](const Tensor& x, int kind) {
-      const int64_t row = ring->offset(ring->slots[sequence], head, to.position[token], kind);
-      std::memcpy(element(ring->tensor, row), element(x, token * x.stride(0) + head * x.stride(1)),
-                  d * k.element_size());
+  // On torch's threads, one layer after the other.
+  static void run(const std::vector<LayerStore>& layers, const char*) {
+    for (const LayerStore& layer : layers) layer.run();
+  }
+
+ private:
+  void run() const {
+    const int64_t kv_heads = keys_.rows.heads, d = keys_.rows.d, bytes = d * keys_.tensor.element_size();
+    const StoredTokens stored{record_,
+                              keys_.vectors(key_signs_, key_book_.quantiser(d, call_.key_scale_mode)),
+                              values_.vectors(value_signs_, value_book_.quantiser(d, call_.value_scale_mode)),
+                              channels_of(center_, floats_of(center_), kv_heads, d),
+                              dtype_index(keys_.tensor.scalar_type()),
+                              static_cast<uint8_t*>(cache_.data_ptr()),
+                              kv_heads,
+                              to_.slot.data()};
+    const auto copy_to_tail = [&](int64_t token, int64_t head) {
+      const int64_t sequence = to_.sequence[token];
+      if (sequence < 0) return;
+      const auto row = [&](int kind) {
+        return element(ring_->tensor, ring_->offset(ring_->slots[sequence], head, to_.position[token], kind));
+      };
+      std::memcpy(row(0), keys_.of(token, head), bytes);
+      std::memcpy(row(1), values_.of(token, head), bytes);
     };
-    copy(k, 0);
-    copy(v, 1);
-  };
-  parallel_for(tokens * kv_heads, row_grain(d, 32), [&](int64_t begin, int64_t end) {
-    kernels().store_tokens(stored, begin, end);
-    for (int64_t item = begin; ring && item < end; ++item) copy_to_tail(item / kv_heads, item % kv_heads);
-  });
-}
+    parallel_for(keys_.rows.tokens * kv_heads, row_grain(d, 32), [&](int64_t begin, int64_t end) {
+      kernels().store_tokens(stored, begin, end);
+      for (int64_t item = begin; ring_ && item < end; ++item) copy_to_tail(item / kv_heads, item % kv_heads);
+    });
+  }
+
+  format::Record record_;
+  HeadRows keys_, values_;
+  Tensor cache_, key_signs_, value_signs_;
+  OptionalTensor center_;
+  const StoreCall& call_;
+  Codebook key_book_, value_book_;
+  Destinations to_;
+  std::optional<TailView> ring_;
+};
 
 // cache: uint8 [num_pages, kv_heads, record_bytes], block_table: int32 [seqs, max_pages], seq_lens: int32 [seqs]
 // -> k, v: [seqs, max_seq_len, kv_heads, head_dim] of `dtype`, zero from seq_len on
@@ -145,6 +170,7 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
 }  // namespace turboquant::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CPU, m) {
-  m.impl("cache_store", TORCH_BOX(&turboquant::cpu::cache_store));
+  m.impl("cache_store", TORCH_BOX(&turboquant::cache_store<turboquant::cpu::LayerStore>));
+  m.impl("cache_store_layers", TORCH_BOX(&turboquant::cache_store_layers<turboquant::cpu::LayerStore>));
   m.impl("cache_load", TORCH_BOX(&turboquant::cpu::cache_load));
 }

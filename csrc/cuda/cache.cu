@@ -4,6 +4,7 @@
 // that are in use have their own, for many tokens (tiles.cuh) and for few (few.cu).
 #include "cache.cuh"
 
+#include "../cache_call.h"
 #include "any.cuh"
 #include "tile_launch.cuh"
 
@@ -151,124 +152,110 @@ Pages checked_pages(const Tensor& cache, const Tensor& first, const format::Reco
   return {static_cast<uint8_t*>(cache.data_ptr()), cache.size(0), static_cast<int>(cache.size(1))};
 }
 
-// k or v: element strides; the last dimension has stride 1.
-struct Heads {
-  const void* data;
-  int64_t token_stride, head_stride;
-};
-
-// k or v itself, or a copy with aligned rows.
+// k or v, [tokens, heads, d] or [batch, heads, new, d]: itself, or a copy with aligned rows.
 class HeadRows {
  public:
-  explicit HeadRows(const Tensor& t) : tensor_(t), rows_(t, word_bytes(8, t.element_size())) {}
-  Heads heads() const {
-    if (rows_.data() == tensor_.data_ptr()) return {rows_.data(), tensor_.stride(0), tensor_.stride(1)};
-    return {rows_.data(), tensor_.size(1) * tensor_.size(2), tensor_.size(2)};
+  explicit HeadRows(const Tensor& t) : tensor_(t), rows_(t) {
+    const int64_t size = t.element_size(), bytes = word_bytes(8, static_cast<int>(size));
+    const auto fits = [&](int64_t count, int64_t stride) { return count <= 1 || stride * size % bytes == 0; };
+    const bool good = rows_.even && aligned(t.data_ptr(), bytes) && fits(rows_.tokens, rows_.token_stride) &&
+                      fits(rows_.heads, rows_.head_stride);
+    if (good || t.numel() == 0) return;
+    const Tensor by_token = t.dim() == 3 ? t : torch::stable::transpose(t, 1, 2);
+    tensor_ = torch::stable::new_empty(t, leading_shape(by_token, 0, {}), t.scalar_type());
+    torch::stable::copy_(tensor_, by_token);
+    rows_.token_stride = rows_.heads * rows_.d, rows_.head_stride = rows_.d;
+  }
+  const Tensor& tensor() const { return tensor_; }
+  TileSource source(const Codebook& book, const Constant& signs, const format::Channels& channels) const {
+    const int64_t size = tensor_.element_size();
+    return {static_cast<const uint8_t*>(tensor_.data_ptr()),
+            rows_.token_stride * size,
+            rows_.head_stride * size,
+            book,
+            signs.data(),
+            channels,
+            rows_.d};
   }
 
  private:
   Tensor tensor_;
-  AlignedRows rows_;
+  TokenRows rows_;
 };
 
-TileSource tile_source(const Heads& heads, const Tensor& like, const Codebook& book, const Constant& signs,
-                       const format::Channels& channels) {
-  const int64_t size = like.element_size();
-  return {static_cast<const uint8_t*>(heads.data),
-          heads.token_stride * size,
-          heads.head_stride * size,
-          book,
-          signs.data(),
-          channels,
-          like.size(2)};
-}
-
-Tail checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const OptionalTensor& seq_lens,
-                  const OptionalTensor& cu_seqlens_q, const Tensor& k, int64_t sink_tokens) {
-  STD_TORCH_CHECK(seq_lens.has_value(), "tail needs seq_lens");
-  check_constant(*seq_lens, k, "seq_lens", ScalarType::Int, {-1});
-  const int64_t seqs = seq_lens->size(0);
-  if (cu_seqlens_q) {
-    check_constant(*cu_seqlens_q, k, "cu_seqlens_q", ScalarType::Int, {seqs + 1});
-  } else {
-    STD_TORCH_CHECK(seqs == k.size(0), "without cu_seqlens_q every sequence has one new token, but there are ", seqs,
-                    " sequences and ", k.size(0), " tokens");
-  }
-  check_constant(tail, k, "tail", k.scalar_type(), {-1, k.size(1), -1, 2, k.size(2)});
-  STD_TORCH_CHECK(sink_tokens >= 0 && sink_tokens < tail.size(2), "sink_tokens is ", sink_tokens, " but the tail has ",
-                  tail.size(2), " rows: supported are 0 to rows - 1");
-  STD_TORCH_CHECK(tail_slots.has_value(), "tail needs tail_slots");
-  check_constant(*tail_slots, k, "tail_slots", ScalarType::Long, {seqs});
+Tail checked_tail(const Tensor& tail, const StoreCall& call, const Tensor& k, const TokenRows& rows) {
+  const int64_t seqs = check_batch(*call.seq_lens, call.cu_seqlens_q, k, rows.tokens);
+  check_tail(tail, call.tail_slots, k, seqs, rows.heads, rows.d, call.sink_tokens);
   return {static_cast<uint8_t*>(tail.data_ptr()),
-          static_cast<const int64_t*>(tail_slots->data_ptr()),
-          static_cast<const int32_t*>(seq_lens->data_ptr()),
-          cu_seqlens_q ? static_cast<const int32_t*>(cu_seqlens_q->data_ptr()) : nullptr,
+          static_cast<const int64_t*>(call.tail_slots->data_ptr()),
+          static_cast<const int32_t*>(call.seq_lens->data_ptr()),
+          call.cu_seqlens_q ? static_cast<const int32_t*>(call.cu_seqlens_q->data_ptr()) : nullptr,
           seqs,
           tail.size(0),
           static_cast<int>(tail.size(2)),
-          static_cast<int>(sink_tokens),
-          static_cast<int>(k.size(1))};
+          static_cast<int>(call.sink_tokens),
+          static_cast<int>(rows.heads)};
 }
 
-// k, v: [tokens, kv_heads, d]; cache: uint8 [num_pages, kv_heads, record_bytes], written; slot_mapping: int64 [tokens];
-// center: float32 [kv_heads, d] or [3, kv_heads, d]; tail: [max_seqs, kv_heads, rows, 2, d], written
-void cache_store(const Tensor& k, const Tensor& v, const Tensor& cache, const Tensor& slot_mapping,
-                 const Tensor& key_signs, const Tensor& value_signs, const OptionalTensor& key_levels,
-                 const OptionalTensor& value_levels, const Tensor& key_steps, const Tensor& value_steps,
-                 const OptionalTensor& center, int64_t page_size, int64_t key_bits, int64_t value_bits,
-                 int64_t key_scale_mode, int64_t value_scale_mode, const OptionalTensor& tail,
-                 const OptionalTensor& tail_slots, const OptionalTensor& seq_lens, const OptionalTensor& cu_seqlens_q,
-                 int64_t sink_tokens) {
-  check_kv(k, v);
-  const int64_t tokens = k.size(0), kv_heads = k.size(1), d = k.size(2);
-  const format::Record record = check_record(d, page_size, key_bits, value_bits);
-  const Pages pages = checked_pages(cache, k, record);
-  STD_TORCH_CHECK(cache.size(1) == kv_heads, "cache has ", cache.size(1), " KV heads but k has ", kv_heads);
-  STD_TORCH_CHECK(kv_heads <= kMaxGridY, "k has ", kv_heads, " KV heads, supported: up to ", kMaxGridY);
-  check_constant(key_signs, k, "key_signs", ScalarType::Float, {d});
-  check_constant(value_signs, k, "value_signs", ScalarType::Float, {d});
-  check_center(center, k, kv_heads, d);
-  check_scale_mode(key_scale_mode, "key_scale_mode");
-  check_scale_mode(value_scale_mode, "value_scale_mode");
-  const Codebook key_book =
-      checked_codebook(k, key_levels, key_steps, key_bits, key_scale_mode, "key_levels", "key_steps");
-  const Codebook value_book =
-      checked_codebook(k, value_levels, value_steps, value_bits, value_scale_mode, "value_levels", "value_steps");
-  check_constant(slot_mapping, k, "slot_mapping", ScalarType::Long, {tokens});
-  const Tail ring = tail ? checked_tail(*tail, tail_slots, seq_lens, cu_seqlens_q, k, sink_tokens) : Tail{};
-  if (tokens == 0 || kv_heads == 0) return;
-
-  const HeadRows keys(k), values(v);
-  const Constant k_signs(key_signs), v_signs(value_signs), constants(center);
-  const format::Channels channels = channels_of(center, constants.data(), kv_heads, d);
-  const Launch launch(k);
-  const format::Split split = format::split_dim(d);
-  const TileArguments tiles{{tile_source(keys.heads(), k, key_book, k_signs, channels),
-                             tile_source(values.heads(), k, value_book, v_signs, {})},
-                            2,
-                            tokens,
-                            static_cast<int>(kv_heads),
-                            k.scalar_type(),
-                            encode_constants(split),
-                            pages,
-                            RecordLayout(record),
-                            static_cast<const int64_t*>(slot_mapping.data_ptr()),
-                            ring,
-                            nullptr,
-                            nullptr,
-                            0};
-  if (launch_tiles(tiles, split, launch.stream()) || launch_few(tiles, split, launch.stream())) {
-    return launch.check("cache_store");
+// A layer's keys and values, checked, and with them all that their kernel has to know.
+class LayerStore {
+ public:
+  LayerStore(const StoreLayer& layer, const StoreCall& call)
+      : record_(layer.record(call)), split_(format::split_dim(record_.head_dim)), keys_(layer.k), values_(layer.v),
+        key_signs_(layer.key_signs), value_signs_(layer.value_signs), center_(layer.center) {
+    const Tensor& k = layer.k;
+    const TokenRows rows(k);
+    const Pages pages = checked_pages(layer.cache, k, record_);
+    layer.check(call, rows);
+    STD_TORCH_CHECK(rows.heads <= kMaxGridY, "k has ", rows.heads, " KV heads, supported: up to ", kMaxGridY);
+    const Codebook key_book = checked_codebook(k, call.key_levels, call.key_steps, call.key_bits, call.key_scale_mode,
+                                               "key_levels", "key_steps");
+    const Codebook value_book = checked_codebook(k, call.value_levels, call.value_steps, call.value_bits,
+                                                 call.value_scale_mode, "value_levels", "value_steps");
+    check_constant(call.slot_mapping, k, "slot_mapping", ScalarType::Long, {rows.tokens});
+    const Tail tail = layer.tail ? checked_tail(*layer.tail, call, k, rows) : Tail{};
+    const format::Channels channels = channels_of(layer.center, center_.data(), rows.heads, rows.d);
+    tiles_ = {{keys_.source(key_book, key_signs_, channels), values_.source(value_book, value_signs_, {})},
+              2,
+              rows.tokens,
+              static_cast<int>(rows.heads),
+              k.scalar_type(),
+              encode_constants(split_),
+              pages,
+              RecordLayout(record_),
+              static_cast<const int64_t*>(call.slot_mapping.data_ptr()),
+              tail,
+              nullptr,
+              nullptr,
+              0};
   }
 
-  // A value block is put together by one block of threads; few tokens rather use more multiprocessors.
-  const int warps = any_warps(store_stride(static_cast<int>(d)), tokens * kv_heads < kFewVectors ? 4 : kBlockTokens);
-  const int shared_bytes =
-      4 * warps * store_stride(static_cast<int>(d)) + (warps == kBlockTokens ? record.value_block_bytes() : 0);
-  const dim3 grid(num_blocks(tokens, warps), static_cast<unsigned>(kv_heads), 2);
-  store_kernel<<<grid, 32 * warps, shared_bytes, launch.stream()>>>(tiles, AnyShape(split));
-  launch.check("cache_store");
-}
+  static void run(const std::vector<LayerStore>& layers, const char* op) {
+    const Launch launch(layers[0].keys_.tensor());
+    for (const LayerStore& layer : layers) layer.start(launch.stream());
+    launch.check(op);
+  }
+
+ private:
+  void start(cudaStream_t stream) const {
+    const int64_t tokens = tiles_.tokens;
+    if (tokens == 0 || tiles_.heads == 0) return;
+    if (launch_tiles(tiles_, split_, stream) || launch_few(tiles_, split_, stream)) return;
+
+    // A value block is put together by one block of threads; few tokens rather use more multiprocessors.
+    const int stride = store_stride(record_.head_dim);
+    const int warps = any_warps(stride, tokens * tiles_.heads < kFewVectors ? 4 : kBlockTokens);
+    const int shared_bytes = 4 * warps * stride + (warps == kBlockTokens ? record_.value_block_bytes() : 0);
+    const dim3 grid(num_blocks(tokens, warps), static_cast<unsigned>(tiles_.heads), 2);
+    store_kernel<<<grid, 32 * warps, shared_bytes, stream>>>(tiles_, AnyShape(split_));
+  }
+
+  format::Record record_;
+  format::Split split_;
+  HeadRows keys_, values_;
+  Constant key_signs_, value_signs_, center_;
+  TileArguments tiles_;
+};
 
 // cache: uint8 [num_pages, kv_heads, record_bytes], block_table: int32 [seqs, max_pages], seq_lens: int32 [seqs]
 // -> k, v: [seqs, max_seq_len, kv_heads, head_dim] of `dtype`, zero from seq_len on
@@ -342,6 +329,7 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
-  m.impl("cache_store", TORCH_BOX(&turboquant::cuda::cache_store));
+  m.impl("cache_store", TORCH_BOX(&turboquant::cache_store<turboquant::cuda::LayerStore>));
+  m.impl("cache_store_layers", TORCH_BOX(&turboquant::cache_store_layers<turboquant::cuda::LayerStore>));
   m.impl("cache_load", TORCH_BOX(&turboquant::cuda::cache_load));
 }

@@ -66,9 +66,9 @@ def store(cache: Cache, batch: int, new: int, layers: Iterable[Sequence[Tensor |
     if packed:
         cache.sequences.begin(batch, new, None)
     for index, (queries, keys, values) in enumerate(layers):
-        cache.update(keys, values, index)
+        stored = cache.update(keys, values, index)
         if packed:  # what attention does after the update
-            cache.layers[index].settle(queries)
+            cache.layers[index].hand_on(None, queries, *stored)
     if packed:
         cache.end_forward()
 

@@ -28,6 +28,7 @@ class Attachable:
     """What a cache needs so that a Binding can serve it."""
 
     sequences: Sequences
+    layers: Any
     packed: list[TurboQuantLayer]
     binding: Binding | None = None
     _release: weakref.finalize[..., Any] | None = None
@@ -86,10 +87,11 @@ class Binding:
         self.previous = current.removeprefix(_PREFIX)  # a copy of an attached model carries it
         self.name = _PREFIX + self.previous
         self.config = config
+        self.originals: dict[type[nn.Module], Callable[..., Any]] = {}  # of classes of attention
         modules = [m for m in decoder.modules() if hasattr(m, "layer_idx")]
         for module in modules:
             if hasattr(module, "num_key_value_groups"):
-                original_attention(self.previous, module)  # raises here rather than in a forward
+                self.original(module)  # raises here rather than in a forward
                 if module.config is not config:
                     raise ValueError(
                         f"{type(module).__name__} has a configuration of its own; TurboQuantCache "
@@ -121,6 +123,13 @@ class Binding:
             binding = cls(model, decoder, text_config(model))
         binding.attached += 1
         return binding
+
+    def original(self, module: nn.Module) -> Callable[..., Any]:
+        """The attention that the module had before; looked up once for its class."""
+        found = self.originals.get(type(module))
+        if found is None:
+            found = self.originals[type(module)] = original_attention(self.previous, module)
+        return found
 
     def release(self) -> None:
         """One cache less; the last one restores the model."""
@@ -181,13 +190,14 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention implementation "turboquant_<previous>"."""
-    binding = getattr(module, _ATTRIBUTE, None)
-    cache = None if binding is None else binding.cache
-    original = partial(original_attention, previous, module)
-    if cache is None:
-        return original()(module, query, key, value, attention_mask, **kwargs)
-    layer = cache.layers[module.layer_idx]
-    return layer.attend(original, module, query, key, value, attention_mask, **kwargs)
+    binding: Binding | None = getattr(module, _ATTRIBUTE, None)
+    if binding is None or binding.cache is None:
+        original = original_attention(previous, module)
+        return original(module, query, key, value, attention_mask, **kwargs)
+    layer = binding.cache.layers[module.layer_idx]
+    if layer.hand_on(module, query, key, value):
+        return binding.original(module)(module, query, key, value, attention_mask, **kwargs)
+    return layer.attend(module, query, key, value, **kwargs)
 
 
 def _mask(previous: str, *args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:

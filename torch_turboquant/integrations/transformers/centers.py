@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from torch_turboquant import _checks
+from torch_turboquant.center import channel_scale
 from torch_turboquant.codec import scaled_center
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
@@ -24,77 +25,32 @@ from torch_turboquant.integrations.transformers.models import (
 from torch_turboquant.integrations.transformers.sequences import CENTER_TOKENS, Forward
 
 FILE_FORMAT = "torch_turboquant centers 1"
-PRIOR_TOKENS = 8  # of scales of channels, before any token has been seen
 
 
-def channel_scale(
-    center: Tensor, variance: Tensor, energy: Tensor, count: int, partners: Tensor
-) -> Tensor:
-    """Scales of key channels: float32 [..., kv_heads, head_dim].
+def query_energies(queries: list[Tensor], kv_heads: int, forward: Forward) -> Tensor:
+    """How large queries are (query_energy), of all tokens that learn counts.
 
-    The rotation spreads the error of a key evenly over its channels, and a score adds up these
-    errors times (query / scale): its error goes with the sum of scale^2 * variance times that of
-    energy / scale^2, which is least where scale^4 = energy / variance. What is learned must hold
-    for later tokens: RoPE turns pairs of channels into each other, so both have what they have on
-    average, and turns the mean key away from the center, which then varies as well; half of the
-    center's square stands for that. The average of all channels counts as PRIOR_TOKENS more
-    tokens, for what a few cannot show; it also keeps scales of channels that are always zero
-    finite. Their mean over the channels is 1.
-
-    Args:
-        center: mean of `count` keys, [..., kv_heads, head_dim].
-        variance: of their channels.
-        energy: mean square of the queries' channels, over the query heads of a KV head, or any
-            multiple of it.
-        partners: of rotary_partners.
+    queries: of each layer, [batch, heads, new, head_dim] of the last tokens.
     """
-
-    spread = torch.stack([energy, torch.addcmul(variance, center, center, value=0.5)])
-    spread = spread + spread.index_select(-1, partners)
-    spread = torch.add(spread, spread.mean(-1, keepdim=True), alpha=PRIOR_TOKENS / count)
-    scale = (spread[0] / spread[1]).pow(0.25)
-    # A head whose queries or keys are all zero has the same ratio, 0, infinite or NaN, everywhere.
-    return (scale / scale.mean(-1, keepdim=True)).nan_to_num(1.0)
+    queries, skip = forward.after_sinks(queries)
+    with torch.inference_mode():  # nobody wants gradients of these, nor keeps them
+        return torch.ops.turboquant.query_energy.default(queries, kv_heads, skip)
 
 
-def query_strengths(queries: list[Tensor], kv_heads: int, forward: Forward) -> Tensor:
-    """How long queries are, channel by channel: float32 [layers, kv_heads, head_dim].
-
-    queries: of each layer, [batch, new, heads, head_dim] of the last tokens.
-    """
-    grouped = forward.after_sinks(_stacked(queries)).unflatten(3, (kv_heads, -1))
-    return torch.linalg.vector_norm(grouped, dim=(1, 2, 4), dtype=torch.float32)
-
-
-def learn(
-    keys: list[Tensor], strengths: list[Tensor], forward: Forward, partners: Tensor
-) -> Tensor:
-    """Centers of layers, from all tokens after the sinks: float32 [layers, kv_heads, head_dim].
+def learn(keys: list[Tensor], energies: list[Tensor], forward: Forward, partners: Tensor) -> Tensor:
+    """Centers of layers (learn_center), from all tokens after the sinks.
 
     Sink tokens are left out because their keys are outliers, and read exactly in any case; the last
     one counts where a static cache has got nothing else.
 
     Args:
-        keys: of each layer, [batch, tokens, kv_heads, head_dim].
-        strengths: of each layer's queries (query_strengths), for scales of channels as well:
-            [layers, 3, kv_heads, head_dim] (codec.scaled_center). Empty: without.
+        keys: of each layer, [batch, kv_heads, tokens, head_dim].
+        energies: of each layer's queries (query_energies), for scales of channels as well; or none.
         partners: of rotary_partners, where the keys are.
     """
-    key = forward.after_sinks(_stacked(keys))
-    center = key.mean((1, 2), dtype=torch.float32)
-    if not strengths:
-        return center
-    # norms: on a GPU five times as fast as torch.var, and the queries need no float32 copy
-    around = torch.linalg.vector_norm(key - center[:, None, None], dim=(1, 2))
-    count = key.shape[1] * key.shape[2]
-    energy = _stacked(strengths).square()
-    scale = channel_scale(center, around.square() / count, energy, count, partners)
-    return torch.stack([center, scale, 1 / scale], dim=1)  # scaled_center would wait for the device
-
-
-def _stacked(tensors: list[Tensor]) -> Tensor:
-    """torch.stack, which would copy a single one too."""
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
+    keys, skip = forward.after_sinks(keys)
+    known = partners if energies else None
+    return torch.ops.turboquant.learn_center.default(keys, energies, known, skip)
 
 
 @torch.no_grad()

@@ -21,10 +21,11 @@ from torch_turboquant.cache import (
     make_center,
     make_tables,
     store_checked,
+    store_layers_checked,
     tail_shape,
 )
 from torch_turboquant.config import CacheConfig
-from torch_turboquant.integrations.transformers.centers import learn, query_strengths
+from torch_turboquant.integrations.transformers.centers import learn, query_energies
 from torch_turboquant.integrations.transformers.sequences import (
     Forward,
     Piece,
@@ -88,15 +89,15 @@ def _tables_on(
     }
 
 
-@dataclass
+@dataclass(slots=True)
 class Unsettled:
-    """What an exact forward brought to a layer, [batch, tokens, heads, head_dim] each."""
+    """What an exact forward brought to a layer, [batch, heads, tokens, head_dim] each."""
 
     layer: TurboQuantLayer
-    query: Tensor | None  # where scales of channels are to be learned, until they are measured
+    query: Tensor | None  # where scales of channels are to be learned, until it is measured
     key: Tensor
     value: Tensor
-    strength: Tensor | None = None  # of the queries (query_strengths)
+    energy: Tensor | None = None  # of the queries (query_energies)
 
 
 # Tokens of a batch in all layers that wait to be settled, at most but for the last layer's: the
@@ -117,12 +118,7 @@ def settle(sequences: Sequences) -> None:
     if forward.encode or sequences.max_len:
         _allocate([one.layer for one in unsettled])
     if forward.encode:
-        pieces = [forward.piece(0, one.layer.device, one.layer.owned_pages) for one in unsettled]
-        # nobody wants gradients (`update` has seen to that): without their records views and ops
-        # take less of the host's time
-        with torch.inference_mode():
-            for one, piece in zip(unsettled, pieces, strict=True):
-                one.layer.store(piece, one.key, one.value)
+        _store(unsettled, forward)
 
 
 def measure(unsettled: list[Unsettled], forward: Forward) -> None:
@@ -130,9 +126,9 @@ def measure(unsettled: list[Unsettled], forward: Forward) -> None:
     held = [one for one in unsettled if one.query is not None]
     for group in _alike(held, lambda one: (one.layer.device, one.query.shape, one.layer.kv_heads)):
         queries = [one.query for one in group]
-        strengths = query_strengths(queries, group[0].layer.kv_heads, forward)
-        for one, strength in zip(group, strengths, strict=True):
-            one.query, one.strength = None, strength
+        energies = query_energies(queries, group[0].layer.kv_heads, forward)
+        for one, energy in zip(group, energies.unbind(), strict=True):
+            one.query, one.energy = None, energy
 
 
 def _learn(unsettled: list[Unsettled], sequences: Sequences) -> None:
@@ -140,12 +136,45 @@ def _learn(unsettled: list[Unsettled], sequences: Sequences) -> None:
         first = group[0].layer
         centers = learn(
             [one.key for one in group],
-            [one.strength for one in group if one.strength is not None],
+            [one.energy for one in group if one.energy is not None],
             sequences.forward,
             first.constants.on(first.device).partners,
         )
-        for one, center in zip(group, centers, strict=True):
+        for one, center in zip(group, centers.unbind(), strict=True):
             one.layer.take_center(center)
+
+
+def _store(unsettled: list[Unsettled], forward: Forward) -> None:
+    def key(one: Unsettled) -> Any:
+        layer = one.layer
+        return layer.device, layer.owned_pages, id(layer.config), one.key.shape
+
+    for group in _alike(unsettled, key):
+        layers: list[Any] = [one.layer for one in group]  # Any: their tensors are there by now
+        first = layers[0]
+        piece = forward.piece(0, first.device, first.owned_pages)
+        # nobody wants gradients (`update` has seen to that): without their records the op takes
+        # less of the host's time
+        with torch.inference_mode():
+            store_layers_checked(
+                [_columns_kept(one.key, piece) for one in group],
+                [_columns_kept(one.value, piece) for one in group],
+                [layer.pages for layer in layers],
+                piece.slot_mapping,
+                first.config,
+                [layer.tables for layer in layers],
+                [] if first.ring is None else [layer.ring for layer in layers],
+                piece.tail_slots,
+                piece.seq_lens,
+                piece.cu_seqlens_q,
+            )
+
+
+def _columns_kept(x: Tensor, piece: Piece) -> Tensor:
+    """[batch, heads, columns, dim] of all columns -> the same; padded, [1, heads, tokens, dim]."""
+    if piece.real is None:
+        return x
+    return x.transpose(1, 2).flatten(0, 1).index_select(0, piece.real).transpose(0, 1)[None]
 
 
 def _allocate(layers: list[TurboQuantLayer]) -> None:
@@ -153,21 +182,18 @@ def _allocate(layers: list[TurboQuantLayer]) -> None:
 
     Not in the static form: torch.compile takes tensors that are written and share memory for one.
     """
+    new = [layer for layer in layers if layer.pages is None]
     for layer in layers:
         if layer.pages is not None:
             layer.reserve()
-
-    def key(layer: TurboQuantLayer) -> Any:
-        alone = layer.index if layer.sequences.static else None
-        return layer.device, layer.dtype, layer.shapes(), alone
-
-    for group in _alike([layer for layer in layers if layer.pages is None], key):
-        first, count = group[0], len(group)
-        pages, ring = first.shapes()
-        memory = zeros_together(count, pages, torch.uint8, first.device)
-        rings = zeros_together(count, ring, first.dtype, first.device) if ring else [None] * count
-        for layer, own_pages, own_ring in zip(group, memory, rings, strict=True):
-            layer.take_memory(own_pages, own_ring)
+        elif layer.sequences.static:
+            zeros = [torch.zeros(s, dtype=t, device=layer.device) for s, t in layer.wanted()]
+            layer.take_memory(*zeros)
+    together = [layer for layer in new if not layer.sequences.static]
+    for group in _alike(together, lambda layer: (layer.device, *layer.wanted())):
+        memory = zeros_together(len(group), group[0].wanted(), group[0].device)
+        for layer, tensors in zip(group, memory, strict=True):
+            layer.take_memory(*tensors)
 
 
 def _alike(items: Iterable[T], key: Callable[[T], Any]) -> Iterable[list[T]]:
@@ -236,15 +262,16 @@ class TurboQuantLayer(CacheLayerMixin):
         """Pages of a sequence; the rest of its tokens the layer's window has left."""
         return self.sequences.window_pages(self.sliding_window)
 
-    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """Of the layer's pages, and of its ring if it has one."""
+    def wanted(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and types of the layer's pages, and of its ring if it has one."""
         config, rows, heads = self.config, self.sequences.rows, self.kv_heads
-        ring = None
-        if self.sequences.config.has_tail:
-            ring = tail_shape(config, rows, heads, self.sequences.max_q_len)
-        return (rows * self.owned_pages, heads, config.record_bytes), ring
+        pages = (rows * self.owned_pages, heads, config.record_bytes)
+        if not self.sequences.config.has_tail:
+            return [(pages, torch.uint8)]
+        ring = tail_shape(config, rows, heads, self.sequences.max_q_len)
+        return [(pages, torch.uint8), (ring, self.dtype)]
 
-    def take_memory(self, pages: Tensor, ring: Tensor | None) -> None:
+    def take_memory(self, pages: Tensor, ring: Tensor | None = None) -> None:
         """The layer's first memory: zeros."""
         self.pages, self.ring = pages, ring
         if self.sequences.static:
@@ -301,30 +328,6 @@ class TurboQuantLayer(CacheLayerMixin):
             self.store(piece, key_states.transpose(1, 2), value_states.transpose(1, 2))
         return self._handed
 
-    def settle(self, query: Tensor) -> None:
-        """After `update`: hands an exact forward's tokens on to be stored.
-
-        query: [batch, heads, new, head_dim]. Scales of channels need it, so `update` cannot.
-        """
-        forward = self.sequences.forward
-        if forward.exact and self._handed is not None:
-            measured = forward.encode and self.sequences.learns_scales
-            key, value = self._handed
-            forward.unsettled.append(
-                Unsettled(
-                    self,
-                    query.transpose(1, 2) if measured else None,
-                    key.transpose(1, 2),
-                    value.transpose(1, 2),
-                )
-            )
-            layers = len(forward.unsettled)
-            if layers * forward.batch * forward.total >= _TOGETHER:
-                settle(self.sequences)
-            elif layers % _QUERIES_TOGETHER == 0:
-                measure(forward.unsettled, forward)
-        self._handed = None
-
     def reserve(self) -> None:
         """Makes room for the pages of all sequences; what is stored keeps its place in its row."""
         rows, pages = self.sequences.rows, self.owned_pages
@@ -344,29 +347,22 @@ class TurboQuantLayer(CacheLayerMixin):
             piece.slot_mapping,
             self.config,
             self.tables,
-            self._tail(piece),
+            self.tail(piece),
             piece.seq_lens,
             piece.cu_seqlens_q,
         )
 
-    def _tail(self, piece: Piece) -> Tail | None:
+    def tail(self, piece: Piece) -> Tail | None:
+        """The exact tail of the piece's sequences, if the cache has one."""
         return None if self.ring is None else Tail(self.ring, piece.tail_slots, piece.tail_valid)
 
     # -- attending
 
-    def attend(
-        self,
-        original: Callable[[], Callable[..., Any]],
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention of query [batch, heads, new, head_dim] over the cache, after `update`.
+    def hand_on(self, module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """After `update`: whether the model's own attention is to go on with these.
 
-        original: returns the attention that the model had before.
+        An exact forward's tokens are stored later: centers of several layers are learned at once,
+        and need the query [batch, heads, new, head_dim], which `update` does not see.
         """
         forward, handed = self.sequences.forward, self._handed
         if handed is None or key is not handed[0] or value is not handed[1]:
@@ -374,9 +370,22 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"{type(module).__name__} changes keys or values between the cache's update and "
                 "attention (or shares them between layers), which TurboQuantCache does not support"
             )
-        self.settle(query)
+        self._handed = None
         if forward.exact:
-            return original()(module, query, key, value, attention_mask, **kwargs)
+            unsettled = forward.unsettled
+            unsettled.append(Unsettled(self, query if forward.learns_scales else None, key, value))
+            layers = len(unsettled)
+            if layers * forward.batch * forward.total >= _TOGETHER:
+                settle(self.sequences)
+            elif layers % _QUERIES_TOGETHER == 0:
+                measure(unsettled, forward)
+        return forward.exact
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of query [batch, heads, new, head_dim] over the cache, after `hand_on`."""
+        forward = self.sequences.forward
         options = self._options(module, query, kwargs)
         outputs = []
         for index in range(len(forward.pieces)):
@@ -392,7 +401,7 @@ class TurboQuantLayer(CacheLayerMixin):
                 self.tables,
                 piece.cu_seqlens_q,
                 piece.max_q_len,
-                tail=self._tail(piece),
+                tail=self.tail(piece),
                 **options,
             )
             outputs.append(_columns(out, piece, forward.batch))

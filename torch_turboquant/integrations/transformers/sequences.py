@@ -13,6 +13,7 @@ asked for.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,9 +36,9 @@ class Piece(NamedTuple):
     seq_lens: Tensor
     cu_seqlens_q: Tensor | None
     max_q_len: int
-    block_table: Tensor
     tail_slots: Tensor
-    tail_valid: Tensor
+    block_table: Any  # a tensor, and so is tail_valid; None: this piece is only stored
+    tail_valid: Any
 
 
 class Pieces:
@@ -45,6 +46,7 @@ class Pieces:
 
     exact: bool  # attend with the model's own attention
     encode: bool  # write pages in this forward
+    learns_scales = False  # of channels: queries are measured
 
     def __init__(self, batch: int, new: int, columns: list[tuple[int, int]]) -> None:
         self.batch, self.new, self.pieces = batch, new, columns
@@ -74,6 +76,8 @@ class Forward(Pieces):
         self.exact = self.past == 0 or not sequences.encoded
         enough = after_sinks >= CENTER_TOKENS or sequences.static
         self.encode = sequences.center_known or sequences.encoded or enough
+        unknown = not sequences.center_known
+        self.learns_scales = self.encode and unknown and sequences.learned_center == "auto"
         whole = [(0, self.total)] if self.encode else []
         super().__init__(batch, new, whole if self.exact else sequences.pieces(self.past, new))
         self.padded = any(pads)
@@ -84,20 +88,23 @@ class Forward(Pieces):
         """Tokens of every sequence among the columns before `column`."""
         return [max(0, column - pad) for pad in self.pads]
 
-    def after_sinks(self, x: Tensor) -> Tensor:
-        """x [layers, batch, columns, heads, dim] of the last columns, without padding and sinks.
+    def after_sinks(self, layers: list[Tensor]) -> tuple[list[Tensor], int]:
+        """The same layers without padding, and how many of their first tokens are sinks.
 
-        The last token counts where there is nothing else. With padding, what all sequences have
-        left comes as one: [layers, 1, tokens, heads, dim].
+        layers: [batch, heads, columns, dim] of the last columns. The last token is no sink where
+        there is nothing else. With padding, what all sequences have left after their sinks comes as
+        one: [1, heads, tokens, dim].
         """
-        first = self.total - x.shape[2]
+        first = self.total - layers[0].shape[2]
         if not self.padded:
-            return x[:, :, max(0, self.skipped - first) :]
-        key = x.device, first
+            return layers, max(0, self.skipped - first)
+        key = layers[0].device, first
         if key not in self._chosen:
             place = torch.arange(first, self.total) - torch.tensor(self.pads)[:, None]
-            self._chosen[key] = (place >= self.skipped).flatten().nonzero()[:, 0].to(x.device)
-        return x.flatten(1, 2).index_select(1, self._chosen[key])[:, None]
+            self._chosen[key] = (place >= self.skipped).flatten().nonzero()[:, 0].to(key[0])
+        chosen = self._chosen[key]
+        tokens = [x.transpose(1, 2).flatten(0, 1).index_select(0, chosen) for x in layers]
+        return [x.transpose(0, 1)[None] for x in tokens], 0
 
     def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
         # numpy: all of it is a few integers, and its calls take a third of torch's time
@@ -116,11 +123,6 @@ class Forward(Pieces):
             cu_seqlens_q = np.append(0, counts.cumsum()).astype(np.int32)
         elif last - first > 1:
             cu_seqlens_q = np.arange(self.batch + 1, dtype=np.int32) * np.int32(last - first)
-        valid = np.zeros((self.rows, 2), dtype=np.int32)
-        for row, (length, kept) in enumerate(zip(lengths, self.ring_first, strict=False)):
-            held = ring_first_stored(kept, length, self.ring_tokens)
-            valid[row] = min(length, self.sink_tokens), held
-
         start = 0 if self.exact else self.past  # the column that keys and queries begin with
         host = Piece(
             None if (first, last) == (start, self.total) else slice(first - start, last - start),
@@ -129,13 +131,20 @@ class Forward(Pieces):
             lengths,
             cu_seqlens_q,
             last - first,
-            block_tables(self.batch, self.pages, pages),
             np.arange(self.batch),
-            valid,
+            None if self.exact else block_tables(self.batch, self.pages, pages),
+            None if self.exact else self._tail_valid(lengths),
         )
         arrays = {name: x for name, x in host._asdict().items() if isinstance(x, np.ndarray)}
         placed = put_together(list(arrays.values()), device)
         return host._replace(**dict(zip(arrays, placed, strict=True)))
+
+    def _tail_valid(self, lengths: np.ndarray) -> np.ndarray:
+        valid = np.zeros((self.rows, 2), dtype=np.int32)
+        for row, (length, kept) in enumerate(zip(lengths, self.ring_first, strict=False)):
+            held = ring_first_stored(kept, length, self.ring_tokens)
+            valid[row] = min(length, self.sink_tokens), held
+        return valid
 
 
 class Counters:
@@ -190,8 +199,8 @@ class Step(Pieces):
             lengths[:batch],
             cu_seqlens_q,
             new,
-            counters.tables[pages][:batch],
             counters.rows[:batch],
+            counters.tables[pages][:batch],
             torch.stack([lengths.clamp(max=config.sink_tokens), held], dim=1),
         )
 
@@ -240,12 +249,20 @@ def put_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]
 
 
 def zeros_together(
-    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, ...]:
-    """Zeros of one shape in one allocation, each aligned as in an allocation of its own."""
-    numbers, aligned = math.prod(shape), _ALIGNED // dtype.itemsize
-    whole = torch.zeros(count, -(-numbers // aligned) * aligned, dtype=dtype, device=device)
-    return whole[:, :numbers].view(count, *shape).unbind()
+    count: int, wanted: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device
+) -> Iterator[list[Tensor]]:
+    """`count` times zeros of the wanted shapes and types, all in one allocation.
+
+    Each is aligned as in an allocation of its own.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
+    places = [count * -(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    whole = torch.zeros(sum(places), dtype=torch.uint8, device=device)
+    parts = [
+        part.view(count, -1)[:, :size].view(dtype).view(count, *shape).unbind()
+        for part, size, (shape, dtype) in zip(whole.split(places), sizes, wanted, strict=True)
+    ]
+    return map(list, zip(*parts, strict=True))
 
 
 def fixed(*tensors: Tensor | None) -> None:
@@ -295,11 +312,6 @@ class Sequences:
         self.lost = False
         self.forward = None
         self.push()
-
-    @property
-    def learns_scales(self) -> bool:
-        """Whether this forward, if it encodes, learns scales of channels as well as means."""
-        return self.learned_center == "auto" and not self.center_known
 
     def lengths(self) -> list[int]:
         return [max(0, self.columns - pad) for pad in self.pads]

@@ -1,0 +1,244 @@
+// query_energy, learn_center: what keys are stored relative to, learned from the keys and queries of a prompt.
+//
+// A prompt waits for this between its last layer and its first token, so what counts is how little the host has to start: one or
+// two kernels for all layers. A block sums up a part of the rows of a head, a thread is a channel; a second kernel puts the parts
+// of a head together. Sums are float32 within a part, around the part's own mean, and float64 between parts.
+#include <algorithm>
+
+#include "../center.h"
+#include "launch.cuh"
+
+namespace turboquant::cuda {
+namespace {
+
+constexpr int kMostLayers = 64;  // of a launch: where they are is among its parameters
+constexpr int kThreads = 256;
+constexpr int kUnroll = 8;        // rows whose loads are under way together
+constexpr int kRowsOfPart = 512;  // at least, where there are more
+constexpr int kMostParts = 128;
+
+// The vectors of layers. A row is a token of one of `group` neighbouring heads.
+struct LayerRows {
+  const void* data[kMostLayers];   // the first token that counts
+  int64_t stride[kMostLayers][3];  // of batch, head, token
+  ScalarType dtype;
+  int64_t tokens, rows;
+  int d, group, parts;
+
+  __host__ __device__ int64_t begin(int part) const { return rows * part / parts; }
+  __device__ __forceinline__ int64_t at(int layer, int head, int64_t row) const {
+    const bool small = rows <= UINT32_MAX;  // divisions of 64 bits are slow
+    const int64_t outer = small ? static_cast<uint32_t>(row) / static_cast<uint32_t>(tokens) : row / tokens;
+    const int64_t b = small ? static_cast<uint32_t>(outer) / static_cast<uint32_t>(group) : outer / group;
+    const int64_t h = head * group + outer - b * group, t = row - outer * tokens;
+    return b * stride[layer][0] + h * stride[layer][1] + t * stride[layer][2];
+  }
+};
+
+// Where energies of layers are, float32 [heads, d] each; null: none.
+struct LayerEnergies {
+  const float* data[kMostLayers];
+};
+
+// Sums over a part's rows of fn(channel's value), for the first threads of a block: those of the first row.
+template <typename Fn>
+__device__ __forceinline__ float sum_of_part(const LayerRows& x, float* shared, Fn&& fn) {
+  const int part = blockIdx.x, head = blockIdx.y, layer = blockIdx.z;
+  const int channel = threadIdx.x % x.d, mine = threadIdx.x / x.d, side_by_side = blockDim.x / x.d;
+  const int64_t end = x.begin(part + 1);
+  float sum = 0;
+  for (int64_t row = x.begin(part) + mine; row < end; row += kUnroll * side_by_side) {
+    float value[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int64_t r = row + i * side_by_side;
+      value[i] = r < end ? load_float(x.data[layer], x.dtype, x.at(layer, head, r) + channel) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (row + i * side_by_side < end) sum += fn(value[i]);
+    }
+  }
+  __syncthreads();
+  shared[threadIdx.x] = sum;
+  __syncthreads();
+  for (int i = 1; mine == 0 && i < side_by_side; ++i) sum += shared[threadIdx.x + i * x.d];
+  return sum;
+}
+
+// -> out: [layers, heads, parts, d]: a part's share of the mean square
+__global__ void __launch_bounds__(kMostLayerDim) energy_kernel(const __grid_constant__ LayerRows x, float* out) {
+  extern __shared__ float shared[];
+  const float sum = sum_of_part(x, shared, [](float v) { return v * v; });
+  const int64_t place = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  if (threadIdx.x < x.d) out[place * x.d + threadIdx.x] = sum / static_cast<float>(x.rows);
+}
+
+// parts: [layers * heads, parts, d] -> out: [layers * heads, d]
+__global__ void __launch_bounds__(kMostLayerDim) sum_kernel(const float* from, int parts, int d, float* out) {
+  double sum = 0;
+  for (int p = 0; p < parts; ++p) sum += from[(int64_t{blockIdx.x} * parts + p) * d + threadIdx.x];
+  out[int64_t{blockIdx.x} * d + threadIdx.x] = static_cast<float>(sum);
+}
+
+// -> out: [layers, heads, parts, 2, d]: a part's mean, and its squares around that
+__global__ void __launch_bounds__(kMostLayerDim) moments_kernel(const __grid_constant__ LayerRows x, float* out) {
+  extern __shared__ float shared[];
+  __shared__ float mean_of[kMostLayerDim];
+  const int part = blockIdx.x, channel = threadIdx.x % x.d;
+  const float count = static_cast<float>(x.begin(part + 1) - x.begin(part));
+  const float sum = sum_of_part(x, shared, [](float v) { return v; });
+  if (threadIdx.x < x.d) mean_of[channel] = sum / count;
+  __syncthreads();
+  const float mean = mean_of[channel];
+  const float squares = sum_of_part(x, shared, [&](float v) { return (v - mean) * (v - mean); });
+  if (threadIdx.x >= x.d) return;
+  const int64_t place = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * gridDim.x + part;
+  out[2 * place * x.d + channel] = mean;
+  out[(2 * place + 1) * x.d + channel] = squares;
+}
+
+// Sum over a block of at most 1,024 threads, known to all of them.
+__device__ __forceinline__ double sum_of_block(double x) {
+  __shared__ double of_warp[32];
+#pragma unroll
+  for (int bit = 1; bit < 32; bit *= 2) x += __shfl_xor_sync(0xffffffff, x, bit);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+  __syncthreads();
+  double sum = 0;
+  for (unsigned w = 0; w < blockDim.x / 32; ++w) sum += of_warp[w];
+  return sum;
+}
+
+// A channel's share and its partner's, with that of average channels. partner: known to lie in the block
+__device__ __forceinline__ double spread(double own, int partner, double* shared, int d, double prior) {
+  __syncthreads();
+  shared[threadIdx.x] = own;
+  __syncthreads();
+  const double both = own + shared[partner];
+  return both + prior * sum_of_block(threadIdx.x < d ? both : 0) / d;
+}
+
+// moments: of moments_kernel -> out: [layers, heads, d], or with partners [layers, 3, heads, d]. The rule is that of channel_scale
+// in torch_turboquant/center.py.
+__global__ void __launch_bounds__(kMostLayerDim)
+    center_kernel(const __grid_constant__ LayerRows x, const float* moments,
+                  const __grid_constant__ LayerEnergies energies, const int64_t* partners, float* out) {
+  __shared__ double shared[kMostLayerDim];
+  const int head = blockIdx.x, layer = blockIdx.y, heads = gridDim.x, c = threadIdx.x;
+  const bool exists = c < x.d;
+  const float* of_part = moments + (int64_t{layer} * heads + head) * x.parts * 2 * x.d + c;  // [parts, 2, d]
+  const auto rows_of = [&](int p) { return static_cast<double>(x.begin(p + 1) - x.begin(p)); };
+  const double rows = static_cast<double>(x.rows);
+  double mean = 0, squares = 0;
+  for (int p = 0; exists && p < x.parts; ++p) mean += rows_of(p) * of_part[2 * p * x.d];
+  mean /= rows;
+  for (int p = 0; exists && p < x.parts; ++p) {
+    const double apart = of_part[2 * p * x.d] - mean;
+    squares += of_part[(2 * p + 1) * x.d] + rows_of(p) * apart * apart;
+  }
+  const auto place = [&](int part) {
+    return ((int64_t{layer} * (partners ? kCenterParts : 1) + part) * heads + head) * x.d + c;
+  };
+  if (exists) out[place(kMean)] = static_cast<float>(mean);
+  if (!partners) return;
+
+  // A value out of range cannot be refused without waiting for the device: such a channel is its own partner.
+  const int64_t named = exists ? partners[c] : c;
+  const int partner = named >= 0 && named < x.d ? static_cast<int>(named) : c;
+  const double prior = kPriorTokens / rows;
+  const double wanted = spread(exists ? energies.data[layer][head * x.d + c] : 0, partner, shared, x.d, prior);
+  const double given = spread(exists ? squares / rows + kMeanInVariance * mean * mean : 0, partner, shared, x.d, prior);
+  const double root = exists ? sqrt(sqrt(wanted / given)) : 0;
+  const double relative = root / (sum_of_block(root) / x.d);
+  // of a head whose queries or keys are all zero: the same ratio, 0, infinite or NaN, everywhere
+  const float scale = isfinite(relative) ? static_cast<float>(relative) : 1.0f;
+  if (exists) out[place(kScale)] = scale, out[place(kInverse)] = __fdiv_rn(1.0f, scale);
+}
+
+// ---- Host side --------------------------------------------------------------------------------------------------------
+
+// Layers first .. first + count - 1.
+LayerRows layer_rows(const std::vector<Tensor>& x, const LayerVectors& shape, int64_t first, int64_t count,
+                     int64_t group, int64_t skip) {
+  LayerRows rows{};
+  for (int64_t i = 0; i < count; ++i) {
+    const Tensor& t = x[first + i];
+    const int64_t skipped = skip * t.stride(2) * static_cast<int64_t>(t.element_size());
+    rows.data[i] = static_cast<const uint8_t*>(t.data_ptr()) + skipped;
+    for (int k = 0; k < 3; ++k) rows.stride[i][k] = t.stride(k);
+  }
+  rows.dtype = x[0].scalar_type();
+  rows.tokens = shape.tokens;
+  rows.rows = shape.batch * shape.tokens * group;
+  rows.d = static_cast<int>(shape.d), rows.group = static_cast<int>(group);
+  rows.parts = static_cast<int>(std::min<int64_t>((rows.rows + kRowsOfPart - 1) / kRowsOfPart, kMostParts));
+  return rows;
+}
+
+int threads_of(int64_t d) { return static_cast<int>(d <= kThreads ? kThreads / d * d : d); }
+
+// queries: of every layer [batch, heads, tokens, d] -> float32 [layers, kv_heads, d]
+Tensor query_energy(const std::vector<Tensor>& queries, int64_t kv_heads, int64_t skip) {
+  const LayerVectors shape = check_layers(queries, "queries", skip);
+  const int64_t group = check_query_group(shape, kv_heads), d = shape.d;
+  Tensor out = torch::stable::new_empty(queries[0], {shape.layers, kv_heads, d}, ScalarType::Float);
+  const Launch launch(out);
+  for (int64_t first = 0; first < shape.layers; first += kMostLayers) {
+    const int64_t count = std::min<int64_t>(shape.layers - first, kMostLayers), heads = count * kv_heads;
+    const LayerRows x = layer_rows(queries, shape, first, count, group, skip);
+    const dim3 grid(x.parts, static_cast<unsigned>(kv_heads), static_cast<unsigned>(count));
+    float* to = static_cast<float*>(out.data_ptr()) + first * kv_heads * d;
+    if (x.parts == 1) {
+      energy_kernel<<<grid, threads_of(d), 4 * threads_of(d), launch.stream()>>>(x, to);
+    } else {
+      Tensor parts = torch::stable::new_empty(queries[0], {heads, x.parts, d}, ScalarType::Float);
+      float* part = static_cast<float*>(parts.data_ptr());
+      energy_kernel<<<grid, threads_of(d), 4 * threads_of(d), launch.stream()>>>(x, part);
+      sum_kernel<<<static_cast<unsigned>(heads), static_cast<unsigned>(d), 0, launch.stream()>>>(part, x.parts, x.d,
+                                                                                                 to);
+    }
+  }
+  launch.check("query_energy");
+  return out;
+}
+
+// keys: of every layer [batch, kv_heads, tokens, d]; energies: of every layer float32 [kv_heads, d], or none; partners: int64 [d]
+// -> float32 [layers, kv_heads, d], with energies [layers, 3, kv_heads, d]
+Tensor learn_center(const std::vector<Tensor>& keys, const std::vector<Tensor>& energies,
+                    const OptionalTensor& partners, int64_t skip) {
+  const LayerVectors shape = check_layers(keys, "keys", skip);
+  check_energies(energies, partners, keys[0], shape);
+  const int64_t d = shape.d, heads = shape.heads, parts = partners ? kCenterParts : 1;
+  const std::vector<int64_t> sizes =
+      partners ? std::vector<int64_t>{shape.layers, parts, heads, d} : std::vector<int64_t>{shape.layers, heads, d};
+  Tensor out = torch::stable::new_empty(keys[0], sizes, ScalarType::Float);
+  const Launch launch(out);
+  for (int64_t first = 0; first < shape.layers; first += kMostLayers) {
+    const int64_t count = std::min<int64_t>(shape.layers - first, kMostLayers);
+    const LayerRows x = layer_rows(keys, shape, first, count, 1, skip);
+    LayerEnergies energy{};
+    for (int64_t i = 0; partners && i < count; ++i) {
+      energy.data[i] = static_cast<const float*>(energies[first + i].data_ptr());
+    }
+    Tensor moments = torch::stable::new_empty(keys[0], {count, heads, x.parts, 2, d}, ScalarType::Float);
+    float* part = static_cast<float*>(moments.data_ptr());
+    moments_kernel<<<dim3(x.parts, static_cast<unsigned>(heads), static_cast<unsigned>(count)), threads_of(d),
+                     4 * threads_of(d), launch.stream()>>>(x, part);
+    center_kernel<<<dim3(static_cast<unsigned>(heads), static_cast<unsigned>(count)),
+                    static_cast<unsigned>((d + 31) / 32 * 32), 0, launch.stream()>>>(
+        x, part, energy, partners ? static_cast<const int64_t*>(partners->data_ptr()) : nullptr,
+        static_cast<float*>(out.data_ptr()) + first * parts * heads * d);
+  }
+  launch.check("learn_center");
+  return out;
+}
+
+}  // namespace
+}  // namespace turboquant::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
+  m.impl("query_energy", TORCH_BOX(&turboquant::cuda::query_energy));
+  m.impl("learn_center", TORCH_BOX(&turboquant::cuda::learn_center));
+}
