@@ -3,7 +3,9 @@
 // Such a launch is over before its instructions are in a cache, so what counts is how many there are on the way through, and how
 // many of them wait for each other. A warp holds a vector, four channels in a lane, one block keys or values:
 //
+// * Parameters are few, and lie in two lines of the constant cache: what of them is not there yet arrives at once.
 // * Everything that is read is on its way before the first of it is waited for.
+// * One candidate, the usual case, has a kernel of its own, in which no warp waits for another.
 // * Where the tiles have tables, boundaries of a candidate are compared with two coordinates at once: 16-bit integers below
 //   2^15 - 2^10 have the order of the float16 numbers of the same bits. A true comparison is 65535 in 16 bits, sums of which
 //   stay apart after one multiplication, and four counts make the selector of a byte permutation, which looks up levels.
@@ -22,49 +24,94 @@ namespace {
 
 constexpr int kWarps = 8;   // of a block: one block on a multiprocessor is on its way sooner than two
 constexpr int kUnroll = 4;  // candidates whose waits overlap
+static_assert(kMostCandidates % kUnroll == 0);
 constexpr int kMostBoundaries = 16;
 constexpr uint32_t kBeyond = 0x7C00;  // no coordinate is there
 
 template <int LOG_N>
 using FewTraits = HadamardTraits<1, LOG_N, (1 << LOG_N) / 4 < 32 ? (1 << LOG_N) / 4 : 32, 4>;
 
-// ---- Codebooks --------------------------------------------------------------------------------------------------------
+// ---- Parameters -------------------------------------------------------------------------------------------------------
 
-// The positive half, as in SharedCodebook, for comparisons of pairs.
-struct PairBook {
-  uint32_t boundary[kMostCandidates][kMostBoundaries];  // both halves alike, in grains
-  float step[kMostCandidates];
-  uint8_t level[kMostBoundaries];
+// Keys or values.
+struct FewSource {
+  const uint8_t* data;
+  const float* signs;
+  const float *center, *factor;  // [heads, d], null where there is none
+  const int8_t* levels;          // [2^bits], null for the uniform grid
+  const float* steps;            // [num_steps]
+  uint32_t token_stride, head_stride;
+  uint16_t section, scales;  // of a tile: planes of keys or blocks of values, and scales
+  uint8_t bits, num_steps, scale_mode;
 };
 
-// Entry i of the book: read first, written to shared memory later.
+// As Tail.
+struct FewTail {
+  uint8_t* data;
+  const int64_t* slots;
+  const int32_t *lengths, *begins;
+  int seqs, rows, sink_tokens;
+  uint32_t max_seqs;
+};
+
+// What of TileArguments is needed, as narrow as it comes. On sm_90, 48 bytes end a line of 64.
+struct FewArguments {
+  const int64_t* slots;
+  uint8_t* pages;
+  uint32_t tokens, heads, num_pages, record_bytes, tile_bytes;
+  uint8_t page_shift, tile_shift, has_tail;
+  alignas(16) FewSource source[2];
+  FewTail tail;
+};
+static_assert(sizeof(FewSource) == 64 && offsetof(FewArguments, source) == 48);
+
+// encode_constants of 2^LOG_N channels: what the compiler knows needs no parameter.
+template <int LOG_N>
+struct FewConstants {
+  static constexpr double root() {
+    double r = LOG_N % 2 ? 1.41421356237309504880 : 1.0;
+    for (int i = 0; i < LOG_N / 2; ++i) r *= 2;
+    return r;
+  }
+  static constexpr float kUnits = static_cast<float>(format::kUnitsPerSigma * root());
+  static constexpr float kNorm = static_cast<float>(1 / root());
+  static constexpr float kOverRoot = static_cast<float>(32 / root());
+  static constexpr float kTimesRoot = static_cast<float>(32 * root());
+};
+
+// ---- Codebooks --------------------------------------------------------------------------------------------------------
+
+// The positive half of a candidate, as in SharedCodebook, for comparisons of pairs: both halves of a word alike, in grains.
+struct PairBoundaries {
+  uint32_t at[kMostBoundaries];
+};
+struct PairLevels {
+  uint8_t of[kMostBoundaries];
+};
+
+// Entry j of candidate s: read first, written to shared memory later.
 struct PairEntry {
   int below, above;
   float step;
   bool has_level, has_boundary;
 
-  __device__ __forceinline__ PairEntry(const Codebook& book, int i) {
-    const int s = static_cast<unsigned>(i) / kMostBoundaries, j = i % kMostBoundaries, half = 1 << (book.bits - 1);
-    has_level = s < book.num_steps && j < half, has_boundary = s < book.num_steps && j + 1 < half;
-    below = 2 * j + 1, above = below + 2, step = 0;
-    if (has_level) step = __ldg(book.steps + s);
-    if (book.levels) {
-      if (has_level) below = __ldg(book.levels + half + j);
-      if (has_boundary) above = __ldg(book.levels + half + j + 1);
-    }
+  __device__ __forceinline__ PairEntry(const FewSource& source, int s, int j) {
+    const int half = 1 << (source.bits - 1);
+    const bool given = source.levels;
+    has_level = s < source.num_steps && j < half, has_boundary = s < source.num_steps && j + 1 < half;
+    below = 2 * j + 1, above = below + 2;
+    const int8_t* levels = source.levels + (half + j);
+    step = __ldg(source.steps + (s < source.num_steps ? s : 0));
+    if (given && has_level) below = __ldg(levels);
+    if (given && has_boundary) above = __ldg(levels + 1);
   }
-  __device__ __forceinline__ void put(PairBook& book, int i) const {
-    const int s = static_cast<unsigned>(i) / kMostBoundaries, j = i % kMostBoundaries;
+  __device__ __forceinline__ uint32_t boundary() const {
     const float units = __fmul_rn(step, format::kUnitsPerSigma / 2 / format::boundary_grain(1));
     const float at = rintf(__fmul_rn(static_cast<float>(below + above), units));
-    const uint32_t bits = has_boundary ? static_cast<uint32_t>(fminf(at, kBeyond)) : kBeyond;
-    if (s >= kMostCandidates) return;  // more threads than entries
-    book.boundary[s][j] = bits * 0x10001;
-    if (j == 0) book.step[s] = step;
-    if (s == 0) book.level[j] = static_cast<uint8_t>(has_level ? below : 0);
+    return (has_boundary ? static_cast<uint32_t>(fminf(at, kBeyond)) : kBeyond) * 0x10001;
   }
+  __device__ __forceinline__ uint8_t level() const { return static_cast<uint8_t>(has_level ? below : 0); }
 };
-static_assert(32 * kWarps >= kMostCandidates * kMostBoundaries);
 
 // ---- Codes of four channels -------------------------------------------------------------------------------------------
 
@@ -116,32 +163,32 @@ struct QuadLevels {
 
 // What a record keeps of four channels of a key: octet halves are 16 bits. lane: of its vector, quad q holds channels 128 q
 // + 4 lane and up. codes: low nibbles. high: fifth bits.
-__device__ __forceinline__ void put_few_key(uint32_t codes, uint32_t high, int bits, int lane, int quad, uint8_t* row,
-                                            uint8_t* plane) {
+__device__ __forceinline__ void put_few_key(uint32_t codes, uint32_t high, int bits, int lane, int quad, bool stored,
+                                            uint8_t* row, uint8_t* plane) {
   const int place = lane + 32 * quad, j = lane / 2 % 4;
   if (bits == 3) {
     const uint32_t last = __shfl_sync(0xffffffff, codes, threadIdx.x % 32 | 6);
     codes |= last << (3 - j) & 0x8888;
-    if (row && j < 3) *reinterpret_cast<uint16_t*>(row + place / 8 * 12 + 4 * j + place % 2 * 2) = codes;
+    if (stored && j < 3) *reinterpret_cast<uint16_t*>(row + place / 8 * 12 + 4 * j + place % 2 * 2) = codes;
     return;
   }
   if (bits == 2) {
     codes = (codes & 0x0303) | (codes >> 2 & 0x0C0C);
-    if (row) row[place] = codes | codes >> 4;
+    if (stored) row[place] = codes | codes >> 4;
     return;
   }
-  if (row) *reinterpret_cast<uint16_t*>(row + 2 * place) = codes;
+  if (stored) *reinterpret_cast<uint16_t*>(row + 2 * place) = codes;
   if (bits == 5) {
     uint32_t both = ((high & 3) | (high & 12) << 6) << 2 * j;
     both |= __shfl_xor_sync(0xffffffff, both, 2);
     both |= __shfl_xor_sync(0xffffffff, both, 4);
-    if (row && j == 0) *reinterpret_cast<uint16_t*>(plane + place / 8 * 4 + place % 2 * 2) = both;
+    if (stored && j == 0) *reinterpret_cast<uint16_t*>(plane + place / 8 * 4 + place % 2 * 2) = both;
   }
 }
 
-// The same of a value, whose token owns bytes that lie apart. block: null where there is no token.
+// The same of a value, whose token owns bytes that lie apart. number: of the token in its block.
 template <int D>
-__device__ __forceinline__ void put_few_value(uint32_t codes, int bits, int lane, int quad, uint8_t* block,
+__device__ __forceinline__ void put_few_value(uint32_t codes, int bits, int lane, int quad, bool stored, uint8_t* block,
                                               int number) {
   const int place = lane + 32 * quad;
   uint32_t x = (codes | codes << 8) & 0x00FF00FF;
@@ -164,15 +211,14 @@ __device__ __forceinline__ void put_few_value(uint32_t codes, int bits, int lane
   // Lanes with the same channel set share out its bytes.
   x >>= 8 * (lane & 2);
   to += stride * (16 * (lane & 1) + 4 * (lane & 2) + value_q(number));
-  if (block && owner) to[0] = x, to[4 * stride] = x >> 8;
+  if (stored && owner) to[0] = x, to[4 * stride] = x >> 8;
 }
 
 // ---- Rotation ---------------------------------------------------------------------------------------------------------
 
-// Butterflies; returns tree(y * y).
+// tree(y * y)
 template <typename Traits>
-__device__ __forceinline__ float rotate_few(float (&y)[Traits::kPerLane], int lane) {
-  butterflies<Traits>(y, lane);
+__device__ __forceinline__ float sum_of_squares(const float (&y)[Traits::kPerLane]) {
   float square[Traits::kPerLane];
 #pragma unroll
   for (int i = 0; i < Traits::kPerLane; ++i) square[i] = __fmul_rn(y[i], y[i]);
@@ -187,109 +233,218 @@ __device__ __forceinline__ float root(float x) {
   return __fmaf_rn(__fmaf_rn(-y, y, x), __fmul_rn(r, 0.5f), y);
 }
 
-// ---- The kernel -------------------------------------------------------------------------------------------------------
+// ---- Candidates -------------------------------------------------------------------------------------------------------
 
-// Tries the candidates on the coordinates of a warp's vectors. WIDE: 16 boundaries instead of 8.
+// What a candidate makes of the coordinates of a lane. WIDE: 16 boundaries instead of 8.
 template <typename Traits, bool WIDE>
-struct Candidates {
-  static constexpr int kLanes = Traits::kLanes, kQuads = Traits::kChunks;
-  int dot = 0, squares = 0;        // of the candidate of the lane's number
-  uint32_t selector[kQuads] = {};  // of the last one
+struct Tried {
+  static constexpr int kQuads = Traits::kChunks;
+  uint32_t dot = 0, squares = 0;
+  uint32_t selector[kQuads];
 
-  __device__ __forceinline__ Candidates(const Quad (&quads)[kQuads], const PairBook& book, int steps, int lane,
-                                        uint16_t (*selectors)[kQuads][32], int own) {
-    const QuadLevels levels{*reinterpret_cast<const uint4*>(book.level)};
-#pragma unroll kUnroll
-    for (int s = 0; s < steps; ++s) {
-      const uint4* boundaries = reinterpret_cast<const uint4*>(book.boundary[s]);
-      uint32_t count[kQuads][2] = {};
+  __device__ __forceinline__ Tried(const Quad (&quads)[kQuads], const PairBoundaries& book, const QuadLevels& levels) {
+    uint32_t count[kQuads][2] = {};
 #pragma unroll
-      for (int j = 0; j < (WIDE ? 4 : 2); ++j) {
-        const uint4 four = boundaries[j];
-#pragma unroll
-        for (int q = 0; q < kQuads; ++q) {
-#pragma unroll
-          for (int p = 0; p < 2; ++p) {
-            const auto reached = [&](uint32_t boundary) {
-              return __hge2_mask(reinterpret_cast<const __half2&>(quads[q].cell[p]),
-                                 reinterpret_cast<const __half2&>(boundary));
-            };
-            count[q][p] += reached(four.x) + reached(four.y) + reached(four.z) + reached(four.w);
-          }
-        }
-      }
-      uint32_t d = 0, b = 0;
+    for (int j = 0; j < (WIDE ? 4 : 2); ++j) {
+      const uint4 four = reinterpret_cast<const uint4*>(book.at)[j];
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
-        // -65537 times a sum of 65535 in 16 bits are the counts; the second pair's go between those of the first.
-        uint32_t x = (count[q][0] + 256 * count[q][1]) * -65537u;
-        x += x >> 12;
-        selector[q] = x;
-        selectors[s][q][own] = static_cast<uint16_t>(x);
-        const uint32_t level = levels.of<WIDE>(x);
-        b = __dp4a(level, level, b);
-        d = __dp2a_lo(quads[q].size[0], level, d);
-        d = __dp2a_hi(quads[q].size[1], level, d);
-        if constexpr (Traits::kDim > 128) d += __dp4a(quads[q].over, level, 0u) << 16;
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+          const auto reached = [&](uint32_t boundary) {
+            return __hge2_mask(reinterpret_cast<const __half2&>(quads[q].cell[p]),
+                               reinterpret_cast<const __half2&>(boundary));
+          };
+          count[q][p] += reached(four.x) + reached(four.y) + reached(four.z);
+          if (j != (WIDE ? 3 : 1)) count[q][p] += reached(four.w);  // no magnitude is above the last one
+        }
       }
-      const int all_d = sum_of_lanes<kLanes>(static_cast<int>(d)), all_b = sum_of_lanes<kLanes>(static_cast<int>(b));
-      if (lane == s) dot = all_d, squares = all_b;
+    }
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      // -65537 times a sum of 65535 in 16 bits are the counts; the second pair's go between those of the first.
+      uint32_t x = (count[q][0] + 256 * count[q][1]) * -65537u;
+      x += x >> 12;
+      selector[q] = x;
+      const uint32_t level = levels.of<WIDE>(x);
+      squares = __dp4a(level, level, squares);
+      dot = __dp2a_lo(quads[q].size[0], level, dot);
+      dot = __dp2a_hi(quads[q].size[1], level, dot);
+      if constexpr (Traits::kDim > 128) dot += __dp4a(quads[q].over, level, 0u) << 16;
     }
   }
 };
 
-template <typename Traits, typename T>
-__global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant__ TileArguments a) {
+// Tries all of them; sums end in the lane of the candidate's number.
+template <typename Traits, bool WIDE>
+struct Candidates {
+  static constexpr int kLanes = Traits::kLanes, kQuads = Traits::kChunks;
+  int dot = 0, squares = 0;
+
+  __device__ __forceinline__ Candidates(const Quad (&quads)[kQuads], const PairBoundaries* books,
+                                        const QuadLevels& levels, int steps, int lane,
+                                        uint16_t (*selectors)[kQuads][32], int own) {
+#pragma unroll 1
+    for (int first = 0; first < steps; first += kUnroll) {
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {  // books have that many
+        const int s = first + i;
+        const Tried<Traits, WIDE> tried(quads, books[s], levels);
+#pragma unroll
+        for (int q = 0; q < kQuads; ++q) selectors[s][q][own] = static_cast<uint16_t>(tried.selector[q]);
+        const int all_d = sum_of_lanes<kLanes>(static_cast<int>(tried.dot));
+        const int all_b = sum_of_lanes<kLanes>(static_cast<int>(tried.squares));
+        if (lane == s) dot = all_d, squares = all_b;
+      }
+    }
+    if (lane >= steps) dot = squares = 0;
+  }
+};
+
+// Fit::scale without its questions: of vectors that were scaled where they had to be, nothing comes near the ends of the range.
+template <typename Constants>
+__device__ __forceinline__ uint16_t few_scale(const Fit& fit, int mode, float length, int e) {
+  const float r = __fmul_rn(length, Constants::kNorm), over = __fmul_rn(r, Constants::kOverRoot);
+  float scale;
+  if (mode == 0) {
+    scale = __fmul_rn(over, fit.step);
+  } else {
+    float above = mode == 2 ? fit.a : __fmul_rn(r, Constants::kTimesRoot), below = mode == 2 ? fit.b : fit.a;
+    if (mode == 1) above = __fmul_rn(r, 32), below = root(fit.b);
+    scale = divide(above, below);
+    if (mode == 2) scale = __fmul_rn(over, scale);
+  }
+  scale = fminf(__fmul_rn(scale, power_of_two(e)), format::kMaxHalf);
+  return fit.a > 0 ? __half_as_ushort(__float2half_rn(scale)) : 0;
+}
+
+// ---- The exact tail ---------------------------------------------------------------------------------------------------
+
+// Where a token is kept: read first, worked out later. slot: -1 if it has no sequence.
+struct FewPlace {
+  int64_t slot = -1;
+  int length, from_end;  // its distance to the sequence's end
+
+  FewPlace() = default;
+  __device__ __forceinline__ FewPlace(const FewTail& tail, int token) {
+    int s = token, end = token + 1;
+    if (tail.begins) {  // the last sequence that begins at or before the token
+      int high = tail.seqs;
+      s = 0;
+      while (high - s > 1) {
+        const int middle = (s + high) / 2;
+        (tail.begins[middle] <= token ? s : high) = middle;
+      }
+      end = tail.begins[s + 1];
+    }
+    if (s >= tail.seqs || token >= end) return;
+    slot = __ldg(tail.slots + s), length = __ldg(tail.lengths + s), from_end = end - token;
+  }
+
+  // Null where it is not kept.
+  __device__ __forceinline__ uint8_t* at(const FewTail& tail, uint32_t heads, uint32_t head, int kind,
+                                         int bytes) const {
+    const int64_t position = int64_t{length} - from_end;
+    const int ring = tail.rows - tail.sink_tokens;
+    if (static_cast<uint64_t>(slot) >= tail.max_seqs || position < 0) return nullptr;
+    if (!format::tail_keeps(position, length, tail.sink_tokens, ring)) return nullptr;
+    const uint32_t row = format::tail_row<int>(static_cast<int>(position), tail.sink_tokens, ring);
+    const uint32_t sequence = static_cast<uint32_t>(slot) * heads + head;
+    return tail.data + ((uint64_t{sequence} * static_cast<uint32_t>(tail.rows) + row) * 2 + kind) * bytes;
+  }
+};
+
+// ---- The kernel -------------------------------------------------------------------------------------------------------
+
+// What the candidates need in shared memory, and with one candidate every warp for itself.
+template <int QUADS, bool SEARCH>
+struct FewShared {
+  PairBoundaries boundaries[SEARCH ? kMostCandidates : kWarps];
+  PairLevels levels[SEARCH ? 1 : kWarps];
+  float step[kMostCandidates];
+  uint16_t selectors[SEARCH ? kWarps : 1][kMostCandidates][QUADS][32];
+};
+
+template <typename Traits, typename T, bool SEARCH>
+__global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant__ FewArguments a) {
   let_next_kernel_begin();
   constexpr int kLanes = Traits::kLanes, kQuads = Traits::kChunks, kVectors = 32 / kLanes;  // of a warp
-  constexpr int kPerLane = Traits::kPerLane;
-  __shared__ __align__(16) PairBook book;
-  __shared__ uint16_t selectors[kWarps][kMostCandidates][kQuads][32];
+  constexpr int kPerLane = Traits::kPerLane, kDim = Traits::kDim;
+  using Constants = FewConstants<Traits::kLogBlock>;
+  __shared__ __align__(16) FewShared<kQuads, SEARCH> shared;
   unsigned thread = threadIdx.x;
   asm volatile("" : "+r"(thread));  // read once
-  const int kind = blockIdx.z, head = blockIdx.y, warp = thread / 32, lane = thread % kLanes;
-  const TileSource& source = a.source[kind];
-  const int token = blockIdx.x * (kWarps * kVectors) + thread / kLanes;
+  const int kind = blockIdx.z, warp = thread / 32, lane = thread % kLanes, own = thread % 32;
+  const uint32_t head = blockIdx.y;
+  const FewSource& source = a.source[kind];
+  const uint32_t token = blockIdx.x * (kWarps * kVectors) + thread / kLanes;
   const bool exists = token < a.tokens;
 
   // All loads are under way before the first of them is waited for.
-  const uint8_t* from = source.data + (exists ? token : 0) * source.token_stride + head * source.head_stride;
+  const uint32_t readable = exists ? token : 0;
+  const uint8_t* from = source.data + uint64_t{readable} * source.token_stride + uint64_t{head} * source.head_stride;
   uint32_t word[kQuads][2];
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) {
     const uint2 w = __ldg(reinterpret_cast<const uint2*>(from) + lane + 32 * q);
     word[q][0] = w.x, word[q][1] = w.y;
   }
+  const int64_t slot = __ldg(a.slots + readable);
   float signs[kPerLane], center[kPerLane] = {}, factor[kPerLane] = {};
   load<Traits>(source.signs, lane, signs);
-  const format::Channels channels = source.channels.of_head(head, source.channel_stride);
-  if (channels.center) load<Traits>(channels.center, lane, center);
-  if (channels.scale) load<Traits>(channels.scale, lane, factor);
-  const PairEntry entry(source.book, thread);
-  const int64_t slot = exists ? __ldg(a.slots + token) : -1;
+  if (source.center) load<Traits>(source.center + head * kDim, lane, center);
+  if (source.factor) load<Traits>(source.factor + head * kDim, lane, factor);
+  const int number_s = SEARCH ? thread / kMostBoundaries : 0, number_j = thread % kMostBoundaries;
+  const PairEntry entry(source, number_s, number_j);
+  FewPlace place;
+  if (a.has_tail) place = FewPlace(a.tail, static_cast<int>(token));
 
   float x[kPerLane], y[kPerLane];
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) floats_of_words<T>(word[q], x + 4 * q);
-  if (channels.center) {
+  if (source.center) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) x[i] = __fsub_rn(x[i], center[i]);
   }
-  if (channels.scale) {
+  if (source.factor) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) x[i] = __fmul_rn(x[i], factor[i]);
   }
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) y[i] = x[i] = __fmul_rn(x[i], signs[i]);
 
-  float squares = rotate_few<Traits>(y, lane);
-  entry.put(book, thread);
-  const Token to = a.pages.token(slot, head, a.layout);
+  butterflies<Traits>(y, lane);
+  // While shuffles are waited for, the book and the token's place.
+  if constexpr (SEARCH) {
+    if (number_s < kMostCandidates) {  // there are more threads than entries
+      shared.boundaries[number_s].at[number_j] = entry.boundary();
+      if (number_j == 0) shared.step[number_s] = entry.step;
+      if (number_s == 0) shared.levels[0].of[number_j] = entry.level();
+    }
+  } else {  // two lanes write the same
+    shared.boundaries[warp].at[number_j] = entry.boundary();
+    shared.levels[warp].of[number_j] = entry.level();
+  }
+  __syncwarp();
+
+  // The token's place in its page, as Pages::token has it.
+  const uint64_t page = static_cast<uint64_t>(slot >> a.page_shift);
+  const bool stored = exists && page < a.num_pages;
+  const uint32_t offset = static_cast<uint32_t>(slot) & ((1u << a.page_shift) - 1);
+  const uint32_t number = offset & ((1u << a.tile_shift) - 1);
+  const uint64_t tile =
+      uint64_t{static_cast<uint32_t>(page) * a.heads + head} * a.record_bytes + (offset >> a.tile_shift) * a.tile_bytes;
+  const int bits = source.bits;
+  uint64_t codes_at = tile + (kind == 0 ? number * (kDim / 8 * min(bits, 4))  // without fifth bits
+                                        : source.section + number / format::kValueGroup * (2 * kDim * bits));
+  uint64_t scale_at = tile + source.scales + 2 * number;
+  asm volatile("" : "+l"(codes_at), "+l"(scale_at));  // nothing of this is left for later
+  float squares = sum_of_squares<Traits>(y);
 
   // As in rotate_vector, a power of two is taken out only where the vector needs it.
   int e = 0;
-  bool finite = true;
-  if (!__all_sync(0xffffffff, squares >= 0x1p-60f && squares <= 0x1p100f)) {
+  bool finite = true, zero = false;
+  if (!__all_sync(0xffffffff, squares >= 0x1p-60f && squares <= 0x1p100f)) [[unlikely]] {
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
@@ -303,38 +458,52 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
     const float down = power_of_two(-e);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) y[i] = finite ? __fmul_rn(y[i], down) : 0.0f;
-    squares = rotate_few<Traits>(y, lane);
+    butterflies<Traits>(y, lane);
+    squares = sum_of_squares<Traits>(y);
+    zero = squares == 0;
+    if (zero) squares = 1;  // all coordinates are zero, whatever they are multiplied by
   }
-  const bool zero = squares == 0;
-  const float length = zero ? 0 : root(squares), k = zero ? 0 : divide(a.constants.units, length);
+  const float length = root(squares), k = divide(Constants::kUnits, length);
   Quad quads[kQuads];
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) quads[q] = Quad(y + 4 * q, k);
 
-  __syncthreads();
-  const int bits = source.book.bits, steps = source.book.num_steps, own = thread % 32;
-  int dot, level_squares;
+  if constexpr (SEARCH) __syncthreads();
+  const PairBoundaries* boundaries = shared.boundaries + (SEARCH ? 0 : warp);
+  const QuadLevels levels{*reinterpret_cast<const uint4*>(shared.levels[SEARCH ? 0 : warp].of)};
   uint32_t selector[kQuads];
-  const auto keep = [&](const auto& tried) {
-    dot = tried.dot, level_squares = tried.squares;
-#pragma unroll
-    for (int q = 0; q < kQuads; ++q) selector[q] = tried.selector[q];
-  };
-  if (bits < 5) {
-    keep(Candidates<Traits, false>(quads, book, steps, lane, selectors[warp], own));
+  int dot, level_squares, kept = 0;
+  float step = entry.step;
+  if constexpr (SEARCH) {
+    const auto keep = [&](const auto& tried) { dot = tried.dot, level_squares = tried.squares; };
+    if (bits < 5) {
+      keep(Candidates<Traits, false>(quads, boundaries, levels, source.num_steps, lane, shared.selectors[warp], own));
+    } else {
+      keep(Candidates<Traits, true>(quads, boundaries, levels, source.num_steps, lane, shared.selectors[warp], own));
+    }
+    step = shared.step[lane % kMostCandidates];
   } else {
-    keep(Candidates<Traits, true>(quads, book, steps, lane, selectors[warp], own));
+    const auto keep = [&](const auto& tried) {
+      dot = tried.dot, level_squares = tried.squares;
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) selector[q] = tried.selector[q];
+    };
+    if (bits < 5) [[likely]] {
+      keep(Tried<Traits, false>(quads, *boundaries, levels));
+    } else {
+      keep(Tried<Traits, true>(quads, *boundaries, levels));
+    }
+    dot = sum_of_lanes<kLanes>(dot), level_squares = sum_of_lanes<kLanes>(level_squares);
   }
-  const Fit fit = Fit::of_sums(dot, level_squares, book.step[lane % kMostCandidates]);
-  int kept = 0;
-  if (steps > 1) {
+  const Fit fit = Fit::of_sums(dot, level_squares, step);
+  if constexpr (SEARCH) {
     const float quotient = divide(__fmul_rn(fit.a, fit.a), fit.b);
     const float merit = fit.a > 0 ? quotient : 0;  // 0 where there is no candidate
     const uint32_t most = max_of_lanes<kLanes>(__float_as_uint(merit));
     const uint32_t all = __ballot_sync(0xffffffff, __float_as_uint(merit) == most);
     kept = __ffs(all >> (own - lane)) - 1;
 #pragma unroll
-    for (int q = 0; q < kQuads; ++q) selector[q] = selectors[warp][kept][q][own];
+    for (int q = 0; q < kQuads; ++q) selector[q] = shared.selectors[warp][kept][q][own];
   }
 
   const uint32_t half = 1 << (bits - 1), ones = 2 * half - 1;
@@ -345,34 +514,91 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
     codes = finite ? codes & 0xFFFF : 0;
     if (kind == 0) {
       const uint32_t high = (~negative & 1) | (~negative >> 3 & 2) | (~negative >> 6 & 4) | (~negative >> 9 & 8);
-      put_few_key(codes, finite ? high : 0, bits, lane, q, to.tile ? to.key_row(a.layout) : nullptr,
-                  to.key_plane(a.layout));
+      put_few_key(codes, finite ? high : 0, bits, lane, q, stored, a.pages + codes_at,
+                  a.pages + tile + source.section + number * (kDim / 8));
     } else {
-      put_few_value<Traits::kDim>(codes, bits, lane, q, to.tile ? to.value_block(a.layout) : nullptr, to.number);
+      put_few_value<kDim>(codes, bits, lane, q, stored, a.pages + codes_at, number % format::kValueGroup);
     }
   }
-  if (to.tile && lane == kept) {
-    uint16_t scale = zero ? 0 : fit.scale(source.book.scale_mode, length, e, a.constants);
+  if (stored && lane == kept) {
+    uint16_t scale = zero ? 0 : few_scale<Constants>(fit, source.scale_mode, length, e);
     if (!finite) scale = format::kNanScale;
-    *(kind == 0 ? to.key_scale(a.layout) : to.value_scale(a.layout)) = scale;
+    *reinterpret_cast<uint16_t*>(a.pages + scale_at) = scale;
   }
-  if (a.tail.data && to.tile) {
-    const int64_t row = a.tail.row(token);
-    if (row >= 0) copy_bytes(from, a.tail.at(row, head, kind, 2 * Traits::kDim), 2 * Traits::kDim, lane, kLanes);
+  if (a.has_tail && stored) {
+    uint8_t* to = place.at(a.tail, a.heads, head, kind, 2 * kDim);
+    if (!to) return;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      reinterpret_cast<uint2*>(to)[lane + 32 * q] = make_uint2(word[q][0], word[q][1]);
+    }
   }
+}
+
+// ---- Host side --------------------------------------------------------------------------------------------------------
+
+// False where a number needs more room than it has here.
+bool few_arguments(const TileArguments& a, FewArguments& few) {
+  const auto fits = [](int64_t n) { return n >= 0 && n <= INT32_MAX; };
+  if (!fits(a.tokens) || !fits(a.pages.num_pages * a.heads) || a.layout.tile_bytes > UINT16_MAX) return false;
+  few = {a.slots,
+         a.pages.data,
+         static_cast<uint32_t>(a.tokens),
+         static_cast<uint32_t>(a.heads),
+         static_cast<uint32_t>(a.pages.num_pages),
+         static_cast<uint32_t>(a.layout.record_bytes),
+         static_cast<uint32_t>(a.layout.tile_bytes),
+         static_cast<uint8_t>(a.layout.page_shift),
+         static_cast<uint8_t>(a.layout.tile_shift),
+         a.tail.data != nullptr,
+         {},
+         {}};
+  for (int kind = 0; kind < 2; ++kind) {
+    const TileSource& source = a.source[kind];
+    const Codebook& book = source.book;
+    if (book.bits > 5 || book.num_steps > kMostCandidates) return false;
+    if (!fits(source.token_stride) || !fits(source.head_stride)) return false;
+    few.source[kind] = {source.data,
+                        source.signs,
+                        source.channels.center,
+                        source.channels.scale,
+                        book.levels,
+                        book.steps,
+                        static_cast<uint32_t>(source.token_stride),
+                        static_cast<uint32_t>(source.head_stride),
+                        static_cast<uint16_t>(kind == 0 ? a.layout.key_planes : a.layout.value_blocks),
+                        static_cast<uint16_t>(kind == 0 ? a.layout.key_scales : a.layout.value_scales),
+                        static_cast<uint8_t>(book.bits),
+                        static_cast<uint8_t>(book.num_steps),
+                        static_cast<uint8_t>(book.scale_mode)};
+  }
+  if (a.tail.data) {
+    const Tail& tail = a.tail;
+    if (!fits(tail.seqs) || !fits(tail.max_seqs * a.heads) || reinterpret_cast<uintptr_t>(tail.data) % 8) return false;
+    few.tail = {tail.data,
+                tail.slots,
+                tail.lengths,
+                tail.begins,
+                static_cast<int>(tail.seqs),
+                tail.rows,
+                tail.sink_tokens,
+                static_cast<uint32_t>(tail.max_seqs)};
+  }
+  return true;
 }
 
 }  // namespace
 
 bool launch_few(const TileArguments& a, format::Split split, cudaStream_t stream) {
-  if (a.tokens > INT32_MAX) return false;
-  for (const TileSource& source : a.source) {
-    if (source.book.bits > 5 || source.book.num_steps > kMostCandidates) return false;
-  }
+  FewArguments few;
+  if (!few_arguments(a, few)) return false;
+  const bool search = few.source[0].num_steps > 1 || few.source[1].num_steps > 1;
   return dispatch_tiles(a.dtype, split, [&](auto log_d, auto tag) {
     using Traits = FewTraits<log_d>;
+    using T = typename decltype(tag)::type;
     const dim3 grid(num_blocks(a.tokens, kWarps * 32 / Traits::kLanes), static_cast<unsigned>(a.heads), 2);
-    few_kernel<Traits, typename decltype(tag)::type><<<grid, 32 * kWarps, 0, stream>>>(a);
+    const auto kernel = search ? few_kernel<Traits, T, true> : few_kernel<Traits, T, false>;
+    kernel<<<grid, 32 * kWarps, 0, stream>>>(few);
     return true;
   });
 }
