@@ -7,8 +7,9 @@
 // * Everything that is read is on its way before the first of it is waited for.
 // * One candidate, the usual case, has a kernel of its own, in which no warp waits for another.
 // * Where the tiles have tables, boundaries of a candidate are compared with two coordinates at once: 16-bit integers below
-//   2^15 - 2^10 have the order of the float16 numbers of the same bits. A true comparison is 65535 in 16 bits, sums of which
-//   stay apart after one multiplication, and four counts make the selector of a byte permutation, which looks up levels.
+//   2^15 - 2^10 have the order of the float16 numbers of the same bits. A true comparison is 65535 in 16 bits, which chooses the
+//   boundary that decides the next bit of a magnitude, and four magnitudes make the selector of a byte permutation, which looks
+//   up levels.
 // * A candidate's sums end in the lane of its number, so that lanes divide for all candidates at once; the lane whose merit
 //   is greatest stores the scale.
 // * What a record keeps of four channels is put together by shuffles and leaves from registers.
@@ -235,6 +236,33 @@ __device__ __forceinline__ float root(float x) {
 
 // ---- Candidates -------------------------------------------------------------------------------------------------------
 
+// The boundary that decides bit STEPS - 1 - K of magnitudes whose upper bits are in `set`; M of them are left to choose by,
+// the rest is in I.
+template <int STEPS, int K, int M = K, int I = 0>
+__device__ __forceinline__ uint32_t deciding(const uint32_t (&boundary)[1 << STEPS], const uint32_t (&set)[STEPS]) {
+  if constexpr (M == 0) {
+    return boundary[((2 * I + 1) << (STEPS - 1 - K)) - 1];
+  } else {
+    const uint32_t below = deciding<STEPS, K, M - 1, I>(boundary, set);
+    const uint32_t above = deciding<STEPS, K, M - 1, I | 1 << (K - M)>(boundary, set);
+    return (above & set[M - 1]) | (below & ~set[M - 1]);
+  }
+}
+
+// Magnitudes of two coordinates, in the low bits of halves.
+template <int STEPS, int K = 0>
+__device__ __forceinline__ uint32_t magnitudes(uint32_t cell, const uint32_t (&boundary)[1 << STEPS],
+                                               uint32_t (&set)[STEPS]) {
+  const uint32_t at = deciding<STEPS, K>(boundary, set);
+  set[K] = __hge2_mask(reinterpret_cast<const __half2&>(cell), reinterpret_cast<const __half2&>(at));
+  const uint32_t bit = set[K] & 0x10001u << (STEPS - 1 - K);
+  if constexpr (K + 1 == STEPS) {
+    return bit;
+  } else {
+    return bit | magnitudes<STEPS, K + 1>(cell, boundary, set);
+  }
+}
+
 // What a candidate makes of the coordinates of a lane. WIDE: 16 boundaries instead of 8.
 template <typename Traits, bool WIDE>
 struct Tried {
@@ -243,28 +271,20 @@ struct Tried {
   uint32_t selector[kQuads];
 
   __device__ __forceinline__ Tried(const Quad (&quads)[kQuads], const PairBoundaries& book, const QuadLevels& levels) {
-    uint32_t count[kQuads][2] = {};
+    constexpr int kSteps = WIDE ? 4 : 3;
+    uint32_t boundary[1 << kSteps];
 #pragma unroll
-    for (int j = 0; j < (WIDE ? 4 : 2); ++j) {
+    for (int j = 0; j < (1 << kSteps) / 4; ++j) {
       const uint4 four = reinterpret_cast<const uint4*>(book.at)[j];
-#pragma unroll
-      for (int q = 0; q < kQuads; ++q) {
-#pragma unroll
-        for (int p = 0; p < 2; ++p) {
-          const auto reached = [&](uint32_t boundary) {
-            return __hge2_mask(reinterpret_cast<const __half2&>(quads[q].cell[p]),
-                               reinterpret_cast<const __half2&>(boundary));
-          };
-          count[q][p] += reached(four.x) + reached(four.y) + reached(four.z);
-          if (j != (WIDE ? 3 : 1)) count[q][p] += reached(four.w);  // no magnitude is above the last one
-        }
-      }
+      boundary[4 * j] = four.x, boundary[4 * j + 1] = four.y, boundary[4 * j + 2] = four.z,
+                   boundary[4 * j + 3] = four.w;
     }
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
-      // -65537 times a sum of 65535 in 16 bits are the counts; the second pair's go between those of the first.
-      uint32_t x = (count[q][0] + 256 * count[q][1]) * -65537u;
-      x += x >> 12;
+      uint32_t set[2][kSteps];
+      uint32_t x = magnitudes<kSteps>(quads[q].cell[0], boundary, set[0]) |
+                   magnitudes<kSteps>(quads[q].cell[1], boundary, set[1]) << 8;
+      x |= x >> 12;  // the second channels of pairs between the first ones
       selector[q] = x;
       const uint32_t level = levels.of<WIDE>(x);
       squares = __dp4a(level, level, squares);
