@@ -6,14 +6,15 @@
 #include <algorithm>
 
 #include "../center.h"
-#include "launch.cuh"
+#include "tensors.cuh"
 
 namespace turboquant::cuda {
 namespace {
 
 constexpr int kMostLayers = 64;  // of a launch: where they are is among its parameters
 constexpr int kThreads = 256;
-constexpr int kUnroll = 8;        // rows whose loads are under way together
+constexpr int kWide = 8;          // channels of a thread, where rows can be read 16 bytes at a time
+constexpr int kUnroll = 4;        // rows whose loads are under way together
 constexpr int kRowsOfPart = 512;  // at least, where there are more
 constexpr int kMostParts = 128;
 
@@ -40,38 +41,59 @@ struct LayerEnergies {
   const float* data[kMostLayers];
 };
 
-// Sums over a part's rows of fn(channel's value), for the first threads of a block: those of the first row.
-template <typename Fn>
-__device__ __forceinline__ float sum_of_part(const LayerRows& x, float* shared, Fn&& fn) {
+// Sums over a part's rows of fn(channel, value). A thread has N neighbouring channels of every so many rows; sums[c] are known
+// to all when this returns. shared: [rows side by side, d]
+template <int N, typename Fn>
+__device__ __forceinline__ void sum_part(const LayerRows& x, float* shared, float* sums, Fn&& fn) {
   const int part = blockIdx.x, head = blockIdx.y, layer = blockIdx.z;
-  const int channel = threadIdx.x % x.d, mine = threadIdx.x / x.d, side_by_side = blockDim.x / x.d;
+  const int lanes = x.d / N, first = threadIdx.x % lanes * N;
+  const int mine = threadIdx.x / lanes, side_by_side = blockDim.x / lanes;
   const int64_t end = x.begin(part + 1);
-  float sum = 0;
-  for (int64_t row = x.begin(part) + mine; row < end; row += kUnroll * side_by_side) {
-    float value[kUnroll];
+  float sum[N] = {};
+  with_float_type(x.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* from = static_cast<const T*>(x.data[layer]) + first;
+    for (int64_t row = x.begin(part) + mine; row < end; row += kUnroll * side_by_side) {
+      float value[kUnroll][N];
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int64_t r = row + i * side_by_side;
-      value[i] = r < end ? load_float(x.data[layer], x.dtype, x.at(layer, head, r) + channel) : 0;
-    }
+      for (int i = 0; i < kUnroll; ++i) {
+        const int64_t r = min(row + i * side_by_side, end - 1);  // once more what is there: not counted
+        const T* at = from + x.at(layer, head, r);
+        if constexpr (N == 1) {
+          value[i][0] = static_cast<float>(*at);
+        } else {
+          load_floats<N>(at, value[i]);
+        }
+      }
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      if (row + i * side_by_side < end) sum += fn(value[i]);
+      for (int i = 0; i < kUnroll; ++i) {
+        if (row + i * side_by_side >= end) break;
+#pragma unroll
+        for (int c = 0; c < N; ++c) sum[c] += fn(first + c, value[i][c]);
+      }
     }
+  });
+  __syncthreads();  // shared and sums may still be in use
+#pragma unroll
+  for (int c = 0; c < N; ++c) shared[mine * x.d + first + c] = sum[c];
+  __syncthreads();
+  for (int c = threadIdx.x; c < x.d; c += blockDim.x) {
+    float total = 0;
+    for (int i = 0; i < side_by_side; ++i) total += shared[i * x.d + c];
+    sums[c] = total;
   }
   __syncthreads();
-  shared[threadIdx.x] = sum;
-  __syncthreads();
-  for (int i = 1; mine == 0 && i < side_by_side; ++i) sum += shared[threadIdx.x + i * x.d];
-  return sum;
 }
 
 // -> out: [layers, heads, parts, d]: a part's share of the mean square
-__global__ void __launch_bounds__(kMostLayerDim) energy_kernel(const __grid_constant__ LayerRows x, float* out) {
+template <int N>
+__global__ void __launch_bounds__(N == 1 ? kMostLayerDim : kThreads)
+    energy_kernel(const __grid_constant__ LayerRows x, float* out) {
   extern __shared__ float shared[];
-  const float sum = sum_of_part(x, shared, [](float v) { return v * v; });
+  __shared__ float sums[kMostLayerDim];
+  sum_part<N>(x, shared, sums, [](int, float v) { return v * v; });
   const int64_t place = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-  if (threadIdx.x < x.d) out[place * x.d + threadIdx.x] = sum / static_cast<float>(x.rows);
+  for (int c = threadIdx.x; c < x.d; c += blockDim.x) out[place * x.d + c] = sums[c] / static_cast<float>(x.rows);
 }
 
 // parts: [layers * heads, parts, d] -> out: [layers * heads, d]
@@ -82,20 +104,20 @@ __global__ void __launch_bounds__(kMostLayerDim) sum_kernel(const float* from, i
 }
 
 // -> out: [layers, heads, parts, 2, d]: a part's mean, and its squares around that
-__global__ void __launch_bounds__(kMostLayerDim) moments_kernel(const __grid_constant__ LayerRows x, float* out) {
+template <int N>
+__global__ void __launch_bounds__(N == 1 ? kMostLayerDim : kThreads)
+    moments_kernel(const __grid_constant__ LayerRows x, float* out) {
   extern __shared__ float shared[];
-  __shared__ float mean_of[kMostLayerDim];
-  const int part = blockIdx.x, channel = threadIdx.x % x.d;
-  const float count = static_cast<float>(x.begin(part + 1) - x.begin(part));
-  const float sum = sum_of_part(x, shared, [](float v) { return v; });
-  if (threadIdx.x < x.d) mean_of[channel] = sum / count;
-  __syncthreads();
-  const float mean = mean_of[channel];
-  const float squares = sum_of_part(x, shared, [&](float v) { return (v - mean) * (v - mean); });
-  if (threadIdx.x >= x.d) return;
+  __shared__ float sums[kMostLayerDim], mean[kMostLayerDim];
+  const int part = blockIdx.x;
   const int64_t place = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * gridDim.x + part;
-  out[2 * place * x.d + channel] = mean;
-  out[(2 * place + 1) * x.d + channel] = squares;
+  float* to = out + 2 * place * x.d;
+  const float count = static_cast<float>(x.begin(part + 1) - x.begin(part));
+  sum_part<N>(x, shared, sums, [](int, float v) { return v; });
+  for (int c = threadIdx.x; c < x.d; c += blockDim.x) to[c] = mean[c] = sums[c] / count;
+  __syncthreads();
+  sum_part<N>(x, shared, sums, [&](int c, float v) { return (v - mean[c]) * (v - mean[c]); });
+  for (int c = threadIdx.x; c < x.d; c += blockDim.x) to[x.d + c] = sums[c];
 }
 
 // Sum over a block of at most 1,024 threads, known to all of them.
@@ -177,7 +199,21 @@ LayerRows layer_rows(const std::vector<Tensor>& x, const LayerVectors& shape, in
   return rows;
 }
 
-int threads_of(int64_t d) { return static_cast<int>(d <= kThreads ? kThreads / d * d : d); }
+// Calls fn(N, threads of a block, bytes of shared memory).
+template <typename Fn>
+void with_width(const LayerRows& x, int64_t layers, int64_t element_size, Fn&& fn) {
+  bool wide = x.d % kWide == 0;
+  for (int64_t i = 0; i < layers; ++i) {
+    wide = wide && aligned(x.data[i], 16);
+    for (const int64_t stride : x.stride[i]) wide = wide && stride * element_size % 16 == 0;
+  }
+  const auto run = [&](auto width) {
+    const int lanes = x.d / width, threads = lanes <= kThreads ? kThreads / lanes * lanes : lanes;
+    fn(width, threads, 4 * threads * width);
+  };
+  if (wide) return run(std::integral_constant<int, kWide>{});
+  run(std::integral_constant<int, 1>{});
+}
 
 // queries: of every layer [batch, heads, tokens, d] -> float32 [layers, kv_heads, d]
 Tensor query_energy(const std::vector<Tensor>& queries, int64_t kv_heads, int64_t skip) {
@@ -190,12 +226,13 @@ Tensor query_energy(const std::vector<Tensor>& queries, int64_t kv_heads, int64_
     const LayerRows x = layer_rows(queries, shape, first, count, group, skip);
     const dim3 grid(x.parts, static_cast<unsigned>(kv_heads), static_cast<unsigned>(count));
     float* to = static_cast<float*>(out.data_ptr()) + first * kv_heads * d;
-    if (x.parts == 1) {
-      energy_kernel<<<grid, threads_of(d), 4 * threads_of(d), launch.stream()>>>(x, to);
-    } else {
-      Tensor parts = torch::stable::new_empty(queries[0], {heads, x.parts, d}, ScalarType::Float);
-      float* part = static_cast<float*>(parts.data_ptr());
-      energy_kernel<<<grid, threads_of(d), 4 * threads_of(d), launch.stream()>>>(x, part);
+    std::optional<Tensor> parts;
+    if (x.parts > 1) parts = torch::stable::new_empty(out, {heads, x.parts, d}, ScalarType::Float);
+    float* part = parts ? static_cast<float*>(parts->data_ptr()) : to;
+    with_width(x, count, queries[0].element_size(), [&](auto width, int threads, int bytes) {
+      energy_kernel<width><<<grid, threads, bytes, launch.stream()>>>(x, part);
+    });
+    if (parts) {
       sum_kernel<<<static_cast<unsigned>(heads), static_cast<unsigned>(d), 0, launch.stream()>>>(part, x.parts, x.d,
                                                                                                  to);
     }
@@ -224,8 +261,10 @@ Tensor learn_center(const std::vector<Tensor>& keys, const std::vector<Tensor>& 
     }
     Tensor moments = torch::stable::new_empty(keys[0], {count, heads, x.parts, 2, d}, ScalarType::Float);
     float* part = static_cast<float*>(moments.data_ptr());
-    moments_kernel<<<dim3(x.parts, static_cast<unsigned>(heads), static_cast<unsigned>(count)), threads_of(d),
-                     4 * threads_of(d), launch.stream()>>>(x, part);
+    const dim3 grid(x.parts, static_cast<unsigned>(heads), static_cast<unsigned>(count));
+    with_width(x, count, keys[0].element_size(), [&](auto width, int threads, int bytes) {
+      moments_kernel<width><<<grid, threads, bytes, launch.stream()>>>(x, part);
+    });
     center_kernel<<<dim3(static_cast<unsigned>(heads), static_cast<unsigned>(count)),
                     static_cast<unsigned>((d + 31) / 32 * 32), 0, launch.stream()>>>(
         x, part, energy, partners ? static_cast<const int64_t*>(partners->data_ptr()) : nullptr,
