@@ -104,7 +104,7 @@ class Unsettled:
 # host needs longer to start what learns a center than a GPU to read so many tokens.
 _TOGETHER = 8192
 # Layers whose queries are kept until they are measured: they may be many times as large as keys.
-_QUERIES_TOGETHER = 8
+_QUERIES_TOGETHER = 16
 
 
 def settle(sequences: Sequences) -> None:
