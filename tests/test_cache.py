@@ -113,6 +113,52 @@ def test_scale_modes_and_searches(key_mode, value_mode, device):
         check_store(config, tt.make_tables(config, 0), k, v, torch.arange(9), 1, device)
 
 
+@pytest.mark.parametrize("search", [1, 2, 8])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("name", ["k4v4", "k5v4u", "k3v3", "k2v2"])
+def test_bytes_of_few_tokens(name, d, search, device):
+    """Those that a GPU has a kernel for: hard vectors, all scale modes, with and without center."""
+    modes = list(tt.SCALE_MODES)
+    center = 20.0 * (torch.arange(d) % 17 == 3).expand(HEADS, d)
+    for case, (dtype, known) in enumerate(
+        (
+            (torch.bfloat16, None),
+            (torch.float16, center),
+            (torch.bfloat16, tt.scaled_center(center, scales(HEADS, d, seed=7))),
+        )
+    ):
+        config = tt.preset(
+            name,
+            d,
+            search=search,
+            page_size=16 << case,
+            key_scale_mode=modes[case],
+            value_scale_mode=modes[case + 1],
+        )
+        tables = tt.make_tables(config, 3, center=known)
+        hard = torch.stack(
+            [hard_vectors(d, tables.key_signs), hard_vectors(d, tables.value_signs)], 1
+        )
+        k, v = (torch.cat([x.to(dtype), y]) for x, y in
+                zip((hard, hard.flip(1, 2)), random_kv(20, d, dtype=dtype), strict=True))  # fmt: skip
+        pages = 1 + len(k) // config.page_size
+        slots = torch.randperm(pages * config.page_size, generator=generator(2))[: len(k)]
+        slots[::5] = -1
+        check_store(config, tables, k, v, slots, pages, device)
+
+
+@pytest.mark.parametrize("search", [1, 8])
+@pytest.mark.parametrize("name", ["k4v4", "k5v4u", "k3v2"])
+def test_tiny_steps(name, search, device):
+    """For compute-sanitizer (tests/sanitize_cuda.sh): a decode step, few tokens of a prompt."""
+    config = tt.preset(name, 128, search=search, sink_tokens=2, recent_window=3)
+    for lengths, cu in ((int32(1, 2, 7), None), (int32(9, 5), int32(0, 6, 8))):
+        tokens = len(lengths) if cu is None else int(cu[-1])
+        k, v = random_kv(tokens, 128, dtype=torch.bfloat16)
+        rows = torch.arange(len(lengths)).flip(0)
+        check_tail(config, k, v, lengths, cu, rows, 8, 4, device)
+
+
 def test_records_hold_what_encode_makes():
     """The cache stores the codes and scales of the codec, whatever their places."""
     config = tt.preset("k4v2", 96, page_size=16)

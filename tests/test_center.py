@@ -69,6 +69,15 @@ def test_against_float64(tokens, skip, by_token, dtype, device):
         compare(keys, queries, skip, device)
 
 
+@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize("d", [6, 64])
+def test_tiny_layers(d, by_token, device):
+    """For compute-sanitizer (tests/sanitize_cuda.sh): one part and several."""
+    for tokens in (3, 700):
+        keys = make_layers(2, (1, 2, tokens, d), torch.bfloat16, 1, by_token)
+        compare(keys, make_layers(2, (1, 4, tokens, d), torch.bfloat16, 11, by_token), 2, device)
+
+
 @given(
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 3),
