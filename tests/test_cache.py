@@ -136,11 +136,10 @@ def test_bytes_of_few_tokens(name, d, search, device):
             value_scale_mode=modes[case + 1],
         )
         tables = tt.make_tables(config, 3, center=known)
-        hard = torch.stack(
-            [hard_vectors(d, tables.key_signs), hard_vectors(d, tables.value_signs)], 1
-        )
-        k, v = (torch.cat([x.to(dtype), y]) for x, y in
-                zip((hard, hard.flip(1, 2)), random_kv(20, d, dtype=dtype), strict=True))  # fmt: skip
+        hard = [hard_vectors(d, x) for x in (tables.key_signs, tables.value_signs)]
+        k, v = random_kv(20, d, dtype=dtype)
+        k = torch.cat([torch.stack(hard, 1).to(dtype), k])
+        v = torch.cat([torch.stack(hard[::-1], 1).to(dtype), v])
         pages = 1 + len(k) // config.page_size
         slots = torch.randperm(pages * config.page_size, generator=generator(2))[: len(k)]
         slots[::5] = -1

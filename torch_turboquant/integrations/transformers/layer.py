@@ -124,7 +124,11 @@ def settle(sequences: Sequences) -> None:
 def measure(unsettled: list[Unsettled], forward: Forward) -> None:
     """What a center needs to know of queries, of those layers that still hold theirs."""
     held = [one for one in unsettled if one.query is not None]
-    for group in _alike(held, lambda one: (one.layer.device, one.query.shape, one.layer.kv_heads)):
+
+    def key(one: Unsettled) -> Any:
+        return one.layer.device, one.query.dtype, one.query.shape, one.layer.kv_heads
+
+    for group in _alike(held, key):
         queries = [one.query for one in group]
         energies = query_energies(queries, group[0].layer.kv_heads, forward)
         for one, energy in zip(group, energies.unbind(), strict=True):
@@ -132,7 +136,7 @@ def measure(unsettled: list[Unsettled], forward: Forward) -> None:
 
 
 def _learn(unsettled: list[Unsettled], sequences: Sequences) -> None:
-    for group in _alike(unsettled, lambda one: (one.layer.device, one.key.shape)):
+    for group in _alike(unsettled, lambda one: (one.layer.device, one.layer.dtype, one.key.shape)):
         first = group[0].layer
         centers = learn(
             [one.key for one in group],
