@@ -74,6 +74,7 @@ struct FewConstants {
     for (int i = 0; i < LOG_N / 2; ++i) r *= 2;
     return r;
   }
+  static constexpr bool kPowerOfTwo = LOG_N % 2 == 0;
   static constexpr float kUnits = static_cast<float>(format::kUnitsPerSigma * root());
   static constexpr float kNorm = static_cast<float>(1 / root());
   static constexpr float kOverRoot = static_cast<float>(32 / root());
@@ -162,57 +163,82 @@ struct QuadLevels {
   }
 };
 
-// What a record keeps of four channels of a key: octet halves are 16 bits. lane: of its vector, quad q holds channels 128 q
-// + 4 lane and up. codes: low nibbles. high: fifth bits.
-__device__ __forceinline__ void put_few_key(uint32_t codes, uint32_t high, int bits, int lane, int quad, bool stored,
-                                            uint8_t* row, uint8_t* plane) {
-  const int place = lane + 32 * quad, j = lane / 2 % 4;
-  if (bits == 3) {
-    const uint32_t last = __shfl_sync(0xffffffff, codes, threadIdx.x % 32 | 6);
-    codes |= last << (3 - j) & 0x8888;
-    if (stored && j < 3) *reinterpret_cast<uint16_t*>(row + place / 8 * 12 + 4 * j + place % 2 * 2) = codes;
-    return;
+// Where a tile keeps the codes of a lane: what is known before its token is. lane: of its vector, quad q holds channels
+// 4 LANES q + 4 lane and up.
+struct FewTarget {
+  int at;           // of token 0
+  int shift, mask;  // tokens of a row of keys, or of a block of values
+  int pitch;        // between those
+  int stride;       // of a value's bytes
+  int quad;         // to the next quad
+  bool is_owner;
+
+  // In a key's row octet halves are 16 bits; of three bits, bit planes are words.
+  template <int D, int LANES>
+  static __device__ __forceinline__ FewTarget of_key(int bits, int lane) {
+    const int j = lane / 2 % 4, at = bits == 3 ? lane / 8 * 12 + 4 * j + lane % 2 * 2 : bits == 2 ? lane : 2 * lane;
+    const int low = min(bits, 4);  // without fifth bits
+    return {at, 0, 0, D / 8 * low, 0, LANES / 2 * low, bits != 3 || j < 3};
   }
-  if (bits == 2) {
-    codes = (codes & 0x0303) | (codes >> 2 & 0x0C0C);
-    if (stored) row[place] = codes | codes >> 4;
-    return;
+
+  // A value's token owns bytes that lie apart. Lanes with the same channel set share them out.
+  template <int D, int LANES>
+  static __device__ __forceinline__ FewTarget of_value(int bits, int lane, int section) {
+    static_assert(format::kValueGroup == 16);
+    const bool two = bits == 2;
+    const int set = two ? 512 * (lane / 32) + 4 * (lane / 8 % 4) : 128 * bits * (lane / 16) + 4 * (lane / 4 % 4);
+    const int stride = bits == 3 ? 12 : two && D < 128 ? D / 8 : 16;
+    const bool is_owner = bits == 4 || (bits == 3 ? lane / 4 % 4 < 3 : !(lane & 4));
+    return {section + set + stride * (16 * (lane & 1) + 4 * (lane & 2)),
+            4,
+            15,
+            2 * D * bits,
+            stride,
+            LANES == 32 ? 256 * bits
+            : two       ? 8
+                        : 128 * bits,
+            is_owner};
   }
-  if (stored) *reinterpret_cast<uint16_t*>(row + 2 * place) = codes;
-  if (bits == 5) {
+
+  __device__ __forceinline__ uint32_t of_token(uint32_t number) const {
+    const int inner = number & mask;
+    return at + (number >> shift) * pitch + value_b(inner) + stride * value_q(inner);
+  }
+};
+
+// codes: low nibbles. high: fifth bits.
+__device__ __forceinline__ void put_few_key(uint32_t codes, uint32_t high, int bits, int lane, bool stored, uint8_t* to,
+                                            uint8_t* plane) {
+  if (bits >= 4) {
+    if (stored) *reinterpret_cast<uint16_t*>(to) = codes;
+    if (bits == 4) return;
+    const int j = lane / 2 % 4;
     uint32_t both = ((high & 3) | (high & 12) << 6) << 2 * j;
     both |= __shfl_xor_sync(0xffffffff, both, 2);
     both |= __shfl_xor_sync(0xffffffff, both, 4);
-    if (stored && j == 0) *reinterpret_cast<uint16_t*>(plane + place / 8 * 4 + place % 2 * 2) = both;
+    if (stored && j == 0) *reinterpret_cast<uint16_t*>(plane + lane / 8 * 4 + lane % 2 * 2) = both;
+  } else if (bits == 3) {
+    const uint32_t last = __shfl_sync(0xffffffff, codes, threadIdx.x % 32 | 6);
+    codes |= last << (3 - lane / 2 % 4) & 0x8888;
+    if (stored) *reinterpret_cast<uint16_t*>(to) = codes;
+  } else {
+    codes = (codes & 0x0303) | (codes >> 2 & 0x0C0C);
+    if (stored) *to = codes | codes >> 4;
   }
 }
 
-// The same of a value, whose token owns bytes that lie apart. number: of the token in its block.
-template <int D>
-__device__ __forceinline__ void put_few_value(uint32_t codes, int bits, int lane, int quad, bool stored, uint8_t* block,
-                                              int number) {
-  const int place = lane + 32 * quad;
+__device__ __forceinline__ void put_few_value(uint32_t codes, int bits, int lane, bool stored, uint8_t* to, int step) {
   uint32_t x = (codes | codes << 8) & 0x00FF00FF;
   x = (x | x << 4) & 0x0F0F0F0F;  // byte i: channel i
   x <<= bits == 2 ? lane & 6 : 2 * (lane & 2);
   x |= __shfl_xor_sync(0xffffffff, x, 2);
-  uint8_t* to = block + value_b(number);
-  int stride = 16;
-  bool owner = true;
-  if (bits == 4) {
-    to += 512 * (place / 16) + 4 * (place / 4 % 4);
-  } else if (bits == 3) {
-    const int j = lane / 4 % 4;
-    x |= __shfl_sync(0xffffffff, x, threadIdx.x % 32 | 12) << (3 - j) & 0x88888888;
-    to += 384 * (place / 16) + 4 * j, stride = 12, owner = j < 3;
-  } else {
-    x |= __shfl_xor_sync(0xffffffff, x, 4);
-    to += 512 * (place / 32) + 4 * (place / 8 % 4), stride = D < 128 ? D / 8 : 16, owner = !(lane & 4);
+  if (bits != 4) {
+    const int own = threadIdx.x % 32;
+    const uint32_t other = __shfl_sync(0xffffffff, x, bits == 3 ? own | 12 : own ^ 4);
+    x |= bits == 3 ? other << (3 - lane / 4 % 4) & 0x88888888 : other;
   }
-  // Lanes with the same channel set share out its bytes.
   x >>= 8 * (lane & 2);
-  to += stride * (16 * (lane & 1) + 4 * (lane & 2) + value_q(number));
-  if (stored && owner) to[0] = x, to[4 * stride] = x >> 8;
+  if (stored) to[0] = x, to[step] = x >> 8;
 }
 
 // ---- Rotation ---------------------------------------------------------------------------------------------------------
@@ -233,6 +259,28 @@ __device__ __forceinline__ float root(float x) {
   const float y = __fmul_rn(x, r);
   return __fmaf_rn(__fmaf_rn(-y, y, x), __fmul_rn(r, 0.5f), y);
 }
+
+// A vector's length and what makes units of its coordinates, from the sum of their squares: root(squares) and
+// divide(kUnits, length). The reciprocal of the root is within two units of the length's reciprocal, which saves asking for
+// one: quotients are the same for all lengths, unless kUnits is a power of two.
+template <typename Constants>
+struct LengthAndUnits {
+  float length, k;
+
+  __device__ __forceinline__ explicit LengthAndUnits(float squares) {
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(squares));
+    const float y = __fmul_rn(squares, r);
+    length = __fmaf_rn(__fmaf_rn(-y, y, squares), __fmul_rn(r, 0.5f), y);
+    if constexpr (Constants::kPowerOfTwo) {
+      k = divide(Constants::kUnits, length);
+    } else {
+      r = __fmaf_rn(r, __fmaf_rn(-length, r, 1), r);
+      const float q = __fmul_rn(Constants::kUnits, r);
+      k = __fmaf_rn(r, __fmaf_rn(-length, q, Constants::kUnits), q);
+    }
+  }
+};
 
 // ---- Candidates -------------------------------------------------------------------------------------------------------
 
@@ -270,12 +318,14 @@ struct Tried {
   uint32_t dot = 0, squares = 0;
   uint32_t selector[kQuads];
 
-  __device__ __forceinline__ Tried(const Quad (&quads)[kQuads], const PairBoundaries& book, const QuadLevels& levels) {
+  // first: of the boundaries, read before.
+  __device__ __forceinline__ Tried(const Quad (&quads)[kQuads], const PairBoundaries& book, const QuadLevels& levels,
+                                   const uint4 (&first)[2]) {
     constexpr int kSteps = WIDE ? 4 : 3;
     uint32_t boundary[1 << kSteps];
 #pragma unroll
     for (int j = 0; j < (1 << kSteps) / 4; ++j) {
-      const uint4 four = reinterpret_cast<const uint4*>(book.at)[j];
+      const uint4 four = j < 2 ? first[j % 2] : reinterpret_cast<const uint4*>(book.at)[j];
       boundary[4 * j] = four.x, boundary[4 * j + 1] = four.y, boundary[4 * j + 2] = four.z,
                    boundary[4 * j + 3] = four.w;
     }
@@ -309,7 +359,8 @@ struct Candidates {
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {  // books have that many
         const int s = first + i;
-        const Tried<Traits, WIDE> tried(quads, books[s], levels);
+        const uint4* book = reinterpret_cast<const uint4*>(books[s].at);
+        const Tried<Traits, WIDE> tried(quads, books[s], levels, {book[0], book[1]});
 #pragma unroll
         for (int q = 0; q < kQuads; ++q) selectors[s][q][own] = static_cast<uint16_t>(tried.selector[q]);
         const int all_d = sum_of_lanes<kLanes>(static_cast<int>(tried.dot));
@@ -322,18 +373,16 @@ struct Candidates {
 };
 
 // Fit::scale without its questions: of vectors that were scaled where they had to be, nothing comes near the ends of the range.
+// All lanes work it out, without a branch.
 template <typename Constants>
 __device__ __forceinline__ uint16_t few_scale(const Fit& fit, int mode, float length, int e) {
   const float r = __fmul_rn(length, Constants::kNorm), over = __fmul_rn(r, Constants::kOverRoot);
-  float scale;
-  if (mode == 0) {
-    scale = __fmul_rn(over, fit.step);
-  } else {
-    float above = mode == 2 ? fit.a : __fmul_rn(r, Constants::kTimesRoot), below = mode == 2 ? fit.b : fit.a;
-    if (mode == 1) above = __fmul_rn(r, 32), below = root(fit.b);
-    scale = divide(above, below);
-    if (mode == 2) scale = __fmul_rn(over, scale);
-  }
+  const float above = mode == 2 ? fit.a : __fmul_rn(r, mode == 1 ? 32 : Constants::kTimesRoot);
+  float below = mode == 2 ? fit.b : fit.a;
+  if (mode == 1) below = root(fit.b);
+  const float quotient = divide(above, below);
+  float scale = mode == 0 ? fit.step : quotient;
+  scale = mode % 2 == 0 ? __fmul_rn(over, scale) : scale;
   scale = fminf(__fmul_rn(scale, power_of_two(e)), format::kMaxHalf);
   return fit.a > 0 ? __half_as_ushort(__float2half_rn(scale)) : 0;
 }
@@ -419,6 +468,11 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
   FewPlace place;
   if (a.has_tail) place = FewPlace(a.tail, static_cast<int>(token));
 
+  // While they are waited for, what can be known.
+  const int bits = source.bits;
+  const FewTarget target = kind == 0 ? FewTarget::of_key<kDim, kLanes>(bits, lane)
+                                     : FewTarget::of_value<kDim, kLanes>(bits, lane, source.section);
+
   float x[kPerLane], y[kPerLane];
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) floats_of_words<T>(word[q], x + 4 * q);
@@ -454,12 +508,11 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
   const uint32_t number = offset & ((1u << a.tile_shift) - 1);
   const uint64_t tile =
       uint64_t{static_cast<uint32_t>(page) * a.heads + head} * a.record_bytes + (offset >> a.tile_shift) * a.tile_bytes;
-  const int bits = source.bits;
-  uint64_t codes_at = tile + (kind == 0 ? number * (kDim / 8 * min(bits, 4))  // without fifth bits
-                                        : source.section + number / format::kValueGroup * (2 * kDim * bits));
-  uint64_t scale_at = tile + source.scales + 2 * number;
+  uint64_t codes_at = tile + target.of_token(number), scale_at = tile + source.scales + 2 * number;
   asm volatile("" : "+l"(codes_at), "+l"(scale_at));  // nothing of this is left for later
+  const int mode = source.scale_mode;
   float squares = sum_of_squares<Traits>(y);
+  LengthAndUnits<Constants> scaled(squares);  // while lanes are asked
 
   // As in rotate_vector, a power of two is taken out only where the vector needs it.
   int e = 0;
@@ -482,15 +535,23 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
     squares = sum_of_squares<Traits>(y);
     zero = squares == 0;
     if (zero) squares = 1;  // all coordinates are zero, whatever they are multiplied by
+    scaled = LengthAndUnits<Constants>(squares);
   }
-  const float length = root(squares), k = divide(Constants::kUnits, length);
+  // What a warp wrote for itself is read while the coordinates are still to come.
+  const PairBoundaries* boundaries = shared.boundaries + (SEARCH ? 0 : warp);
+  const uint4* first_from = reinterpret_cast<const uint4*>(boundaries->at);
+  const uint4* levels_from = reinterpret_cast<const uint4*>(shared.levels[SEARCH ? 0 : warp].of);
+  uint4 first[2];
+  QuadLevels levels;
+  if constexpr (!SEARCH) first[0] = first_from[0], first[1] = first_from[1], levels.word = *levels_from;
   Quad quads[kQuads];
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) quads[q] = Quad(y + 4 * q, k);
+  for (int q = 0; q < kQuads; ++q) quads[q] = Quad(y + 4 * q, scaled.k);
 
-  if constexpr (SEARCH) __syncthreads();
-  const PairBoundaries* boundaries = shared.boundaries + (SEARCH ? 0 : warp);
-  const QuadLevels levels{*reinterpret_cast<const uint4*>(shared.levels[SEARCH ? 0 : warp].of)};
+  if constexpr (SEARCH) {
+    __syncthreads();
+    levels.word = *levels_from;
+  }
   uint32_t selector[kQuads];
   int dot, level_squares, kept = 0;
   float step = entry.step;
@@ -509,14 +570,15 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
       for (int q = 0; q < kQuads; ++q) selector[q] = tried.selector[q];
     };
     if (bits < 5) [[likely]] {
-      keep(Tried<Traits, false>(quads, *boundaries, levels));
+      keep(Tried<Traits, false>(quads, *boundaries, levels, first));
     } else {
-      keep(Tried<Traits, true>(quads, *boundaries, levels));
+      keep(Tried<Traits, true>(quads, *boundaries, levels, first));
     }
     dot = sum_of_lanes<kLanes>(dot), level_squares = sum_of_lanes<kLanes>(level_squares);
   }
-  const Fit fit = Fit::of_sums(dot, level_squares, step);
+  Fit fit;
   if constexpr (SEARCH) {
+    fit = Fit::of_sums(dot, level_squares, step);
     const float quotient = divide(__fmul_rn(fit.a, fit.a), fit.b);
     const float merit = fit.a > 0 ? quotient : 0;  // 0 where there is no candidate
     const uint32_t most = max_of_lanes<kLanes>(__float_as_uint(merit));
@@ -527,6 +589,7 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
   }
 
   const uint32_t half = 1 << (bits - 1), ones = 2 * half - 1;
+  const bool codes_stored = stored && target.is_owner;
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) {
     const uint32_t negative = quads[q].negative_nibbles();
@@ -534,17 +597,18 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
     codes = finite ? codes & 0xFFFF : 0;
     if (kind == 0) {
       const uint32_t high = (~negative & 1) | (~negative >> 3 & 2) | (~negative >> 6 & 4) | (~negative >> 9 & 8);
-      put_few_key(codes, finite ? high : 0, bits, lane, q, stored, a.pages + codes_at,
-                  a.pages + tile + source.section + number * (kDim / 8));
+      put_few_key(codes, finite ? high : 0, bits, lane, codes_stored, a.pages + codes_at + q * target.quad,
+                  a.pages + tile + source.section + number * (kDim / 8) + q * (kLanes / 2));
     } else {
-      put_few_value<kDim>(codes, bits, lane, q, stored, a.pages + codes_at, number % format::kValueGroup);
+      put_few_value(codes, bits, lane, codes_stored, a.pages + codes_at + q * target.quad, 4 * target.stride);
     }
   }
-  if (stored && lane == kept) {
-    uint16_t scale = zero ? 0 : few_scale<Constants>(fit, source.scale_mode, length, e);
-    if (!finite) scale = format::kNanScale;
-    *reinterpret_cast<uint16_t*>(a.pages + scale_at) = scale;
-  }
+  // The sums are asked for after the codes, which leave in the meantime.
+  if constexpr (!SEARCH) fit = Fit::of_sums(dot, level_squares, step);
+  uint16_t scale = few_scale<Constants>(fit, mode, scaled.length, e);
+  if (zero) scale = 0;
+  if (!finite) scale = format::kNanScale;
+  if (stored && lane == kept) *reinterpret_cast<uint16_t*>(a.pages + scale_at) = scale;
   if (a.has_tail && stored) {
     uint8_t* to = place.at(a.tail, a.heads, head, kind, 2 * kDim);
     if (!to) return;
