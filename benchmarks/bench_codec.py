@@ -161,6 +161,7 @@ class Rows:
             yield Row(f"encode {bits} bit S={search}", lambda b=bits, s=search: self.encode(b, s))
         for bits in (4, 3):
             yield Row(f"decode {bits} bit", lambda b=bits: self.decode(b))
+        yield Row("expand 1:4", self.expand)
         for group, bits in ((32, 4), (64, 2)):
             yield Row(
                 f"group_encode {group} x {bits} bit", lambda g=group, b=bits: self.group(g, b, 0)
@@ -231,6 +232,12 @@ class Rows:
             size,
             lambda: c.decode_eager(packed, scale, torch.bfloat16),
         )
+
+    def expand(self) -> Work:
+        """No op of ours: PyTorch writes four bytes for each that it reads, as decoding does."""
+        x = torch.randint(2**62, (self.vectors * D // 16,), device=self.device)
+        out = torch.empty(len(x), 4, dtype=x.dtype, device=self.device)
+        return Work(lambda: out.copy_(x[:, None].expand(-1, 4)), x.nbytes + out.nbytes)
 
     def group(self, group: int, bits: int, decode: int) -> Work:
         x, top = self.randn(self.vectors, D), 2**bits - 1

@@ -279,6 +279,7 @@ CODEC = {
     "`unpack` 3 / 4 / 8 bit": [f"unpack {bits} bit" for bits in (3, 4, 8)],
     "`encode` 4 bit, 1 / 8 candidates": ["encode 4 bit S=1", "encode 4 bit S=8"],
     "`decode` 4 / 3 bit": ["decode 4 bit", "decode 3 bit"],
+    "PyTorch, 1 byte to 4": ["expand 1:4"],
     "`qjl_sketch` structured": ["qjl_sketch structured"],
     "`cache_store` k4v4, 1 / 8 candidates": ["cache_store k4v4 S=1", "cache_store k4v4 S=8"],
     "`cache_store` k3v3, 1 / 8": ["cache_store k3v3 S=1", "cache_store k3v3 S=8"],
