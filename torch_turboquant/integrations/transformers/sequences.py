@@ -355,6 +355,8 @@ class Sequences:
 
     def push(self) -> None:
         """The device's counters as the host has them."""
+        if not self.counters:
+            return
         pads = torch.tensor(self.pads + [0] * (self.rows - len(self.pads)), dtype=torch.int32)
         ring_first = torch.tensor(self.ring_first, dtype=torch.int32)
         for counters in self.counters.values():
