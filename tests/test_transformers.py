@@ -921,11 +921,11 @@ def test_memory_together_is_of_one_device_shape_and_dtype():
     with TurboQuantCache.for_model(model, "k4v4", **options) as cache:
         cache.sequences.begin(1, 70, None)
         for layer in cache.packed:
-            layer.device, layer.dtype, layer.kv_heads = torch.device("cpu"), torch.bfloat16, 3
+            layer.prepare(3, torch.bfloat16, torch.device("cpu"))
         one, two, three, four = cache.packed[2:]
         one.device, two.dtype, three.kv_heads = torch.device("meta"), torch.float32, 2
         four.sliding_window = 24
-        layer_room._allocate(cache.packed)
+        layer_room.allocate(cache.packed)
         first = cache.packed[0]
         for layer in cache.packed:
             assert layer.pages.device == layer.ring.device == layer.device
@@ -954,6 +954,47 @@ def test_zeros_together_begin_where_allocations_would(shape, dtype):
         assert (tensor == i + 1).all()
     storages = {tensor.untyped_storage()._cdata for tensor in tensors}
     assert len(storages) == 1
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_capacity_is_allocated_at_once(static):
+    """When the cache is made; the static form's memory comes with its counters."""
+    model, ids = make_model(), make_ids(100, 2)
+    options = {"max_batch_size": 2, "max_cache_len": 300, "static": static}
+    with TurboQuantCache.for_model(model, "k4v4", **options) as cache:
+        made = cache.memory_bytes()
+        assert (made["pages_allocated"] > 0) == (not static) and made["pages"] == 0
+        places = [(one.pages, one.ring) for one in cache.packed]
+        feed(model, cache, ids[:, :90], 90)
+        after = cache.memory_bytes()
+        for name in ("pages_allocated", "tail"):
+            assert after[name] == made[name] or static
+        for one, (pages, ring) in zip(cache.packed, places, strict=True):
+            assert (one.pages is pages and one.ring is ring) == (not static)
+        logits = feed(model, cache, ids[:, 90:])
+    with TurboQuantCache.for_model(model, "k4v4", max_batch_size=2) as grown:
+        feed(model, grown, ids[:, :90], 90)
+        assert torch.equal(feed(model, grown, ids[:, 90:]), logits)
+
+
+def test_memory_for_keys_that_no_parameter_promised(monkeypatch):
+    """Of another type, or of other heads: layers let go of what was allocated for them."""
+    model, ids = make_model(), make_ids(100)
+    for name, value in (("dtype", torch.bfloat16), ("num_key_value_heads", 1)):
+        with monkeypatch.context() as patch:
+            if name == "dtype":
+                promised = [p.to(value) for p in model.parameters()]
+                patch.setattr(model, "parameters", lambda p=promised: iter(p))
+            else:
+                patch.setattr(model.config, name, value)
+            cache = TurboQuantCache.for_model(model, "k4v4", max_cache_len=200)
+        wrong = [one.ring for one in cache.packed]
+        with cache, TurboQuantCache.for_model(model, "k4v4", max_cache_len=200) as right:
+            assert cache.packed[0].ring.dtype == value or cache.packed[0].kv_heads == value
+            assert torch.equal(feed(model, cache, ids, 90), feed(model, right, ids, 90))
+            assert cache.memory_bytes() == right.memory_bytes()
+            pairs = zip(cache.packed, wrong, strict=True)
+            assert all(one.ring is not ring for one, ring in pairs)
 
 
 def test_a_longer_prompt_after_a_reset_gets_more_pages():

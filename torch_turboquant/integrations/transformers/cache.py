@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from torch_turboquant import _checks
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.config import preset as preset_config
 from torch_turboquant.integrations.transformers import centers
@@ -19,6 +20,7 @@ from torch_turboquant.integrations.transformers.binding import Attachable
 from torch_turboquant.integrations.transformers.layer import (
     ConstantsByDevice,
     TurboQuantLayer,
+    allocate,
     nbytes,
 )
 from torch_turboquant.integrations.transformers.models import (
@@ -111,9 +113,28 @@ class TurboQuantCache(Attachable, Cache):
                 index, config, self.sequences, constants, windows[index]
             )
         self.packed = [layer for layer in layers if isinstance(layer, TurboQuantLayer)]
+        if max_cache_len is not None and not static and device.type != "meta":
+            self._allocate(model)
         self.states = [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
         super().__init__(layers=layers)
         self.attach(model)
+
+    def _allocate(self, model: nn.Module) -> None:
+        """All memory at once, for layers as the model's parameters and configuration promise them.
+
+        One that turns out to be another kind takes its own with the first forward, as all layers do
+        of a model that lies on several devices.
+        """
+        places = {(p.device, p.dtype) for p in model.parameters() if p.is_floating_point()}
+        config = text_config(model)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        if len(places) > 1 or not isinstance(heads, int):
+            return
+        device, dtype = places.pop()
+        if dtype in _checks.FLOATS:
+            for layer in self.packed:
+                layer.prepare(heads, dtype, device)
+            allocate(self.packed)
 
     @classmethod
     def for_model(
@@ -142,7 +163,8 @@ class TurboQuantCache(Attachable, Cache):
                 its fields, for example recent_window=128.
             config: a CacheConfig instead of a preset.
             max_batch_size: sequences, beams included.
-            max_cache_len: tokens per sequence to allocate at once; None grows as needed.
+            max_cache_len: tokens per sequence to allocate at once, here and now (with static=True:
+                with the first forward); None grows as needed.
             max_q_len: new tokens that one attention call takes; longer continuations go in pieces
                 of this length. The tail holds max_q_len - 1 tokens more than its window, so `crop`
                 of up to as many loses nothing.
@@ -280,7 +302,7 @@ class TurboQuantCache(Attachable, Cache):
     def bytes_per_token(self) -> int:
         """Bytes that one more token of one sequence adds: packed keys and values of all layers.
 
-        Measured from the pages; 0 before the first token has been encoded.
+        Measured from the pages; 0 before there are any.
         """
         return sum(
             nbytes(layer.pages) // (layer.pages.shape[0] * self.config.page_size)

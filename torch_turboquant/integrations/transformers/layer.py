@@ -116,7 +116,7 @@ def settle(sequences: Sequences) -> None:
         measure(unsettled, forward)
         _learn(unsettled, sequences)
     if forward.encode or sequences.max_len:
-        _allocate([one.layer for one in unsettled])
+        allocate([one.layer for one in unsettled])
     if forward.encode:
         _store(unsettled, forward)
 
@@ -181,7 +181,7 @@ def _columns_kept(x: Tensor, piece: Piece) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1).index_select(0, piece.real).transpose(0, 1)[None]
 
 
-def _allocate(layers: list[TurboQuantLayer]) -> None:
+def allocate(layers: list[TurboQuantLayer]) -> None:
     """Memory for what layers are about to store, the first one in one piece for all that are alike.
 
     Not in the static form: torch.compile takes tensors that are written and share memory for one.
@@ -232,6 +232,8 @@ class TurboQuantLayer(CacheLayerMixin):
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window > 0
         self.is_compileable = sequences.static
+        self.kv_heads = 0  # until it is known with its dtype and device
+        self.dtype, self.device = torch.float32, torch.device("cpu")
         self.pages: Tensor | None = None
         self.ring: Tensor | None = None
         self.tables: CacheTables | None = None
@@ -240,25 +242,32 @@ class TurboQuantLayer(CacheLayerMixin):
 
     # -- storing
 
+    def prepare(self, kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
+        """What the layer is going to hold, and where."""
+        self.kv_heads, self.dtype, self.device = kv_heads, dtype, device
+        self.tables = self.constants.on(device).tables[self.index]
+        self.pages = self.ring = None
+        if self.sequences.static:
+            fixed(*self.tables)
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        _, self.kv_heads, _, head_dim = key_states.shape
+        _, kv_heads, _, head_dim = key_states.shape
         if head_dim != self.config.head_dim or value_states.shape != key_states.shape:
             raise ValueError(
                 f"layer {self.index} has keys {list(key_states.shape)} and values "
                 f"{list(value_states.shape)} [batch, heads, tokens, dim]; this cache supports "
                 f"equal shapes with head_dim {self.config.head_dim} (no latent attention)"
             )
-        self.dtype, self.device = key_states.dtype, key_states.device
-        _checks.check_output_dtype(self.dtype)
-        self.tables = self.constants.on(self.device).tables[self.index]
+        holds = kv_heads, key_states.dtype, key_states.device
+        if holds != (self.kv_heads, self.dtype, self.device):
+            _checks.check_output_dtype(key_states.dtype)
+            self.prepare(*holds)
         center = self.tables.center
-        if center is not None and center.shape[-2:] != (self.kv_heads, head_dim):
+        if center is not None and center.shape[-2:] != (kv_heads, head_dim):
             raise ValueError(
                 f"center of layer {self.index} has shape {list(center.shape)}, expected "
-                f"[kv_heads, head_dim] = [{self.kv_heads}, {head_dim}], or 3 of these"
+                f"[kv_heads, head_dim] = [{kv_heads}, {head_dim}], or 3 of these"
             )
-        if self.sequences.static:
-            fixed(*self.tables)
         self.is_initialized = True
 
     @property
