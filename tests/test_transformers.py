@@ -997,6 +997,18 @@ def test_memory_for_keys_that_no_parameter_promised(monkeypatch):
             assert all(one.ring is not ring for one, ring in pairs)
 
 
+def test_memory_of_a_model_of_several_types_comes_later(monkeypatch):
+    model, ids = make_model(), make_ids(90)
+    promised = [model.lm_head.weight.bfloat16(), *model.parameters()]
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "parameters", lambda: iter(promised))
+        cache = TurboQuantCache.for_model(model, "k4v4", max_cache_len=200)
+    with cache:
+        assert not any(cache.memory_bytes().values())
+        feed(model, cache, ids)
+        assert cache.memory_bytes()["pages"] > 0
+
+
 def test_a_longer_prompt_after_a_reset_gets_more_pages():
     model, ids = make_model(), make_ids(700)
     with TurboQuantCache.for_model(model, "k4v4") as cache:

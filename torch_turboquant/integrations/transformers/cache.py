@@ -123,18 +123,17 @@ class TurboQuantCache(Attachable, Cache):
         """All memory at once, for layers as the model's parameters and configuration promise them.
 
         One that turns out to be another kind takes its own with the first forward, as all layers do
-        of a model that lies on several devices.
+        of a model on several devices or of several types.
         """
         places = {(p.device, p.dtype) for p in model.parameters() if p.is_floating_point()}
         config = text_config(model)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        if len(places) > 1 or not isinstance(heads, int):
+        device, dtype = places.pop() if len(places) == 1 else (None, None)
+        if device is None or dtype not in _checks.FLOATS or not isinstance(heads, int):
             return
-        device, dtype = places.pop()
-        if dtype in _checks.FLOATS:
-            for layer in self.packed:
-                layer.prepare(heads, dtype, device)
-            allocate(self.packed)
+        for layer in self.packed:
+            layer.prepare(heads, dtype, device)
+        allocate(self.packed)
 
     @classmethod
     def for_model(
