@@ -25,8 +25,8 @@ struct StoreLayer {
   bool of_batch;                          // which of the two
   const Tensor& cache;                    // uint8 [num_pages, kv_heads, record_bytes], written
   const Tensor &key_signs, &value_signs;  // float32 [d]
-  const OptionalTensor &center,
-      &tail;  // float32 [kv_heads, d] or [3, kv_heads, d]; [max_seqs, kv_heads, rows, 2, d], written
+  const OptionalTensor& center;           // float32 [kv_heads, d] or [3, kv_heads, d]
+  const OptionalTensor& tail;             // [max_seqs, kv_heads, rows, 2, d], written
 
   // Checks k and v, too.
   format::Record record(const StoreCall& call) const {

@@ -208,11 +208,29 @@ def cache_store(
             (checked on the CPU, before anything is written).
     """
     _checks.check_vectors("k", k, 3)
+    tokens = k.shape[0]
+    _check_store(k, v, cache, slot_mapping, config, tables, tail, seq_lens, cu_seqlens_q, tokens)
+    store_checked(k, v, cache, slot_mapping, config, tables, tail, seq_lens, cu_seqlens_q)
+
+
+def _check_store(
+    k: Tensor,
+    v: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    tail: Tail | None,
+    seq_lens: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    tokens: int,
+) -> None:
+    """All but k's own dtype and number of dimensions; the second of these is kv_heads."""
     _checks.check_dtype("v", v, (k.dtype,))
     _checks.check_device("v", v, k.device)
     _checks.check_shape("v", v, tuple(k.shape))
     _checks.check_unit_stride("v", v)
-    tokens, kv_heads, d = k.shape
+    kv_heads, d = k.shape[1], k.shape[-1]
     if d != config.head_dim:
         raise ValueError(f"k has head_dim {d}, but the config has {config.head_dim}")
     check_cache(cache, k.device, config, kv_heads)
@@ -224,7 +242,6 @@ def cache_store(
         if seq_lens is None:
             raise ValueError("tail needs seq_lens")
         check_tail(tail, k.device, k.dtype, config, kv_heads, seq_lens.shape[0])
-    store_checked(k, v, cache, slot_mapping, config, tables, tail, seq_lens, cu_seqlens_q)
 
 
 def store_checked(
@@ -308,27 +325,15 @@ def cache_store_layers(
     for i, (key, value, cache, table) in enumerate(zip(k, v, caches, tables, strict=True)):
         _checks.check_vectors("k", key, 4)
         _checks.check_device("k", key, device)
-        _checks.check_dtype("v", value, (key.dtype,))
-        _checks.check_device("v", value, device)
-        _checks.check_shape("v", value, tuple(key.shape))
-        _checks.check_unit_stride("v", value)
-        batch, kv_heads, new, d = key.shape
-        if d != config.head_dim:
-            raise ValueError(f"k has head_dim {d}, but the config has {config.head_dim}")
-        check_cache(cache, device, config, kv_heads)
-        check_tables(table, device, config, kv_heads)
+        tail = tails[i] if tails else None
+        tokens = key.shape[0] * key.shape[2]
+        _check_store(
+            key, value, cache, slot_mapping, config, table, tail, seq_lens, cu_seqlens_q, tokens
+        )
         if (table.center is None) != (tables[0].center is None):
             raise ValueError("tables of some layers have a center and those of others have none")
-        tokens = batch * new
-        _checks.check_constant("slot_mapping", slot_mapping, device, torch.int64, (tokens,))
-        if seq_lens is not None:
-            check_batch(seq_lens, cu_seqlens_q, device, tokens)
-        if tails:
-            if seq_lens is None:
-                raise ValueError("tail needs seq_lens")
-            check_tail(tails[i], device, key.dtype, config, kv_heads, seq_lens.shape[0])
-            if tails[i].slots is not tails[0].slots:
-                raise ValueError("tails of all layers must have the same slots")
+        if tail is not None and tail.slots is not tails[0].slots:
+            raise ValueError("tails of all layers must have the same slots")
     rings, slots = [tail.ring for tail in tails], tails[0].slots if tails else None
     store_layers_checked(
         list(k),

@@ -1,8 +1,9 @@
 // query_energy, learn_center: what keys are stored relative to, learned from the keys and queries of a prompt.
 //
 // A prompt waits for this between its last layer and its first token, so what counts is how little the host has to start: one or
-// two kernels for all layers. A block sums up a part of the rows of a head, a thread is a channel; a second kernel puts the parts
-// of a head together. Sums are float32 within a part, around the part's own mean, and float64 between parts.
+// two kernels for all layers. A block sums up a part of the rows of a head, a thread eight channels where rows are aligned, else
+// one; a second kernel puts the parts of a head together. Sums are float32 within a part, around the part's own mean, and float64
+// between parts.
 #include <algorithm>
 
 #include "../center.h"

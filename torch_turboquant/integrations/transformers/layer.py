@@ -31,6 +31,7 @@ from torch_turboquant.integrations.transformers.sequences import (
     Piece,
     Sequences,
     Step,
+    chosen_tokens,
     fixed,
     put_together,
     zeros_together,
@@ -161,8 +162,8 @@ def _store(unsettled: list[Unsettled], forward: Forward) -> None:
         # less of the host's time
         with torch.inference_mode():
             store_layers_checked(
-                [_columns_kept(one.key, piece) for one in group],
-                [_columns_kept(one.value, piece) for one in group],
+                [chosen_tokens(one.key, piece.real) for one in group],
+                [chosen_tokens(one.value, piece.real) for one in group],
                 [layer.pages for layer in layers],
                 piece.slot_mapping,
                 first.config,
@@ -174,26 +175,20 @@ def _store(unsettled: list[Unsettled], forward: Forward) -> None:
             )
 
 
-def _columns_kept(x: Tensor, piece: Piece) -> Tensor:
-    """[batch, heads, columns, dim] of all columns -> the same; padded, [1, heads, tokens, dim]."""
-    if piece.real is None:
-        return x
-    return x.transpose(1, 2).flatten(0, 1).index_select(0, piece.real).transpose(0, 1)[None]
-
-
 def allocate(layers: list[TurboQuantLayer]) -> None:
     """Memory for what layers are about to store, the first one in one piece for all that are alike.
 
     Not in the static form: torch.compile takes tensors that are written and share memory for one.
     """
-    new = [layer for layer in layers if layer.pages is None]
+    together = []
     for layer in layers:
         if layer.pages is not None:
             layer.reserve()
         elif layer.sequences.static:
             zeros = [torch.zeros(s, dtype=t, device=layer.device) for s, t in layer.wanted()]
             layer.take_memory(*zeros)
-    together = [layer for layer in new if not layer.sequences.static]
+        else:
+            together.append(layer)
     for group in _alike(together, lambda layer: (layer.device, *layer.wanted())):
         memory = zeros_together(len(group), group[0].wanted(), group[0].device)
         for layer, tensors in zip(group, memory, strict=True):
@@ -360,13 +355,12 @@ class TurboQuantLayer(CacheLayerMixin):
             piece.slot_mapping,
             self.config,
             self.tables,
-            self.tail(piece),
+            self._tail(piece),
             piece.seq_lens,
             piece.cu_seqlens_q,
         )
 
-    def tail(self, piece: Piece) -> Tail | None:
-        """The exact tail of the piece's sequences, if the cache has one."""
+    def _tail(self, piece: Piece) -> Tail | None:
         return None if self.ring is None else Tail(self.ring, piece.tail_slots, piece.tail_valid)
 
     # -- attending
@@ -414,7 +408,7 @@ class TurboQuantLayer(CacheLayerMixin):
                 self.tables,
                 piece.cu_seqlens_q,
                 piece.max_q_len,
-                tail=self.tail(piece),
+                tail=self._tail(piece),
                 **options,
             )
             outputs.append(_columns(out, piece, forward.batch))

@@ -102,9 +102,7 @@ class Forward(Pieces):
         if key not in self._chosen:
             place = torch.arange(first, self.total) - torch.tensor(self.pads)[:, None]
             self._chosen[key] = (place >= self.skipped).flatten().nonzero()[:, 0].to(key[0])
-        chosen = self._chosen[key]
-        tokens = [x.transpose(1, 2).flatten(0, 1).index_select(0, chosen) for x in layers]
-        return [x.transpose(0, 1)[None] for x in tokens], 0
+        return [chosen_tokens(x, self._chosen[key]) for x in layers], 0
 
     def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
         # numpy: all of it is a few integers, and its calls take a third of torch's time
@@ -207,6 +205,16 @@ class Step(Pieces):
     def commit(self) -> None:
         for counters in self.sequences.counters.values():
             counters.columns.add_(self.new)
+
+
+def chosen_tokens(x: Tensor, chosen: Tensor | None) -> Tensor:
+    """x [batch, heads, columns, dim], or the tokens `chosen` of all sequences as those of one.
+
+    chosen: int64, of batch * columns: [1, heads, tokens, dim]; None: all of them, as they are.
+    """
+    if chosen is None:
+        return x
+    return x.transpose(1, 2).flatten(0, 1).index_select(0, chosen).transpose(0, 1)[None]
 
 
 def token_slots(position: Any, rows: Any, room: int) -> Any:
