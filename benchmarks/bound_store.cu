@@ -23,7 +23,7 @@
 // Left out, so that these are bounds and no op: a scale of NaN, slots that are not 16 consecutive ones (tested for, but
 // never handled), correctly rounded roots and quotients, and in fp32 vectors of a size out of float16's range.
 //
-// nvcc -O3 -std=c++20 -arch=sm_90a -o /tmp/bound_store benchmarks/bound_store.cu && /tmp/bound_store
+// mkdir -p build && nvcc -O3 -std=c++20 -arch=sm_90a -o build/bound_store benchmarks/bound_store.cu && build/bound_store
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
