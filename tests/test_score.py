@@ -190,6 +190,26 @@ def test_many_keys_and_queries_are_single_ones(d, bits, grid, device):
         assert_same_bytes(one, out[b, i : i + 1, j : j + 1])
 
 
+@pytest.mark.parametrize("sketched", [False, True])
+@pytest.mark.parametrize(("bits", "grid"), CODEBOOKS)
+def test_a_query_alone(bits, grid, sketched, device):
+    """One query over many keys takes a way of its own on CUDA; its scores are those of several."""
+    q, x = randn(3, 2, 128, seed=1), randn(3, 777, 128, seed=2)
+    for center in (None, randn(128, seed=3)):
+        packed, scale, *constants = encoded(x, bits, grid, center, device)
+        sketch = ()
+        if sketched:
+            s = random_signs(128, 0, kind=SignKind.SKETCH).to(device)
+            sketch = (*tt.qjl_sketch(x.to(device), s), s)
+        for dtype in FLOATS:
+            queries = q.to(device, dtype)
+            for keys in (32, 33, 256, 287, 288, 777):
+                cut = [t[:, :keys].contiguous() for t in (packed, scale, *sketch[:2])]
+                stored = (*cut[:2], *constants, *cut[2:], *sketch[2:])
+                both = tt.score(queries, *stored)
+                assert_same_bytes(tt.score(queries[:, 1:], *stored), both[:, 1:])
+
+
 @pytest.mark.parametrize("d", [6, 48, 80, 128])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
 def test_rows_at_any_address(d, bits, device):

@@ -5,6 +5,8 @@
 // multiply bytes. A query coordinate becomes an integer in units of 2^-25 of the largest one's power of two, and its four bytes
 // are four columns of the matrix product; sums of 128 channels are exact integers, so this is as accurate as float32.
 //
+// Two kernels: one for everything, and one for what is usual (one query, d = 128), where most is known when it is compiled.
+//
 // A warp takes 32 keys at a time: lane 4 g + t reads channels 32 t to 32 t + 31 of keys g, g + 8, g + 16 and g + 24 of each
 // stretch of 128 channels, and these words become its fragments without any exchange between lanes.
 #include <algorithm>
@@ -23,8 +25,11 @@ constexpr int kStretch = 128;                   // channels, or bits of a sketch
 constexpr int kGroup = 32;                      // of which a lane has this many
 constexpr int kMaxQueries = 4;                  // of a block; each pair of them shares the columns of a product
 constexpr int kBlocksPerSm = 2;
-constexpr int kWorthwhile = 32;  // times kBlockKeys: keys that are worth the preparation of a query
-constexpr int kPointBits = 25;   // of a coordinate after the point; sketches need room for a factor of 8
+constexpr int kWorthwhile = 32;       // times kBlockKeys: keys that are worth the preparation of a query
+constexpr int kUsual = 128;           // channels of a vector, and bits of a sketch
+constexpr int kMostGridRows = 65535;  // of a grid's second dimension
+constexpr int usual_blocks_per_sm(int bits) { return bits == 0 ? 4 : 2; }
+constexpr int kPointBits = 25;  // of a coordinate after the point; sketches need room for a factor of 8
 
 struct ScoreArguments {
   const void* q;
@@ -120,10 +125,38 @@ __device__ __forceinline__ float rotate_in_registers(const ScoreArguments& a, in
   return sum;
 }
 
-// Coordinates y[count] of one query as integers, cut into bytes and laid out as columns, by one warp. bits = 0: for a sketch.
-// total: this lane's part of the side's total.
-__device__ __forceinline__ void make_columns(const float* y, int count, int bits, int steps, int query, int queries,
-                                             const Side& side, float total, int lane) {
+// The power of two below the largest coordinate, from its bits without the sign, and what a unit of coordinates then stands for.
+__device__ __forceinline__ int exponent_of(uint32_t amax) {
+  return min(max(static_cast<int>(amax >> 23) - 127, -126), 126);
+}
+__device__ __forceinline__ float unit_of(uint32_t amax) {
+  return amax < 0x7F800000 ? power_of_two(exponent_of(amax)) : __int_as_float(0x7FC00000);
+}
+
+// Word `word` of group t of a step of the columns, from coordinates y[count], times `down` integers, cut into bytes. bits = 0: for a
+// sketch.
+__device__ __forceinline__ void make_column(const float* y, int count, float down, int bits, bool uniform, int step,
+                                            int t, int word, int query, int queries, uint32_t* columns) {
+  uint32_t bytes[4];  // of each channel, a balanced number in base 256
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int c = step * kStretch + t * kGroup +
+                  (bits ? channel_of_byte(bits, uniform, word, j) : channel_of_sketch_byte(word, j));
+    int point = c < count ? __float2int_rn(y[c] * down * (1 << kPointBits)) : 0;
+    point <<= bits ? shift_of_byte(bits, uniform, j) : shift_of_sketch_word(word);
+    bytes[j] = (static_cast<uint32_t>(point) + 0x80808080) ^ 0x80808080;
+  }
+  // Four bytes of four channels, turned.
+  const uint32_t low01 = select_bytes(bytes[0], bytes[1], 0x5140), low23 = select_bytes(bytes[2], bytes[3], 0x5140);
+  const uint32_t high01 = select_bytes(bytes[0], bytes[1], 0x7362), high23 = select_bytes(bytes[2], bytes[3], 0x7362);
+  uint32_t* to = columns + (((step * 4 + word / 2) * queries + query) * 16 + t * 4) * 2 + word % 2;
+  to[0] = select_bytes(low01, low23, 0x5410), to[2] = select_bytes(low01, low23, 0x7632);
+  to[4] = select_bytes(high01, high23, 0x5410), to[6] = select_bytes(high01, high23, 0x7632);
+}
+
+// All columns of one query, by one warp. bits = 0: for a sketch. total: this lane's part of the side's total.
+__device__ __forceinline__ void make_columns(const float* y, int count, int bits, bool uniform, int steps, int query,
+                                             int queries, const Side& side, float total, int lane) {
   uint32_t amax = 0;
 #pragma unroll 4
   for (int c = lane; c < count; c += 32) {
@@ -135,37 +168,17 @@ __device__ __forceinline__ void make_columns(const float* y, int count, int bits
     amax = max(amax, __shfl_xor_sync(0xffffffff, amax, bit));
     total += __shfl_xor_sync(0xffffffff, total, bit);
   }
-  const int e = min(max(static_cast<int>(amax >> 23) - 127, -126), 126);
-  const float down = power_of_two(-e);
-  if (lane == 0) {
-    side.unit[query] = amax < 0x7F800000 ? power_of_two(e) : __int_as_float(0x7FC00000);
-    side.total[query] = total;
-  }
-
+  const float down = power_of_two(-exponent_of(amax));
+  if (lane == 0) side.unit[query] = unit_of(amax), side.total[query] = total;
 #pragma unroll 1
   for (int i = lane; i < steps * 32; i += 32) {  // [step][t][word]
-    const int step = i / 32, t = i / 8 % 4, word = i % 8;
-    uint32_t bytes[4];  // of each channel, a balanced number in base 256
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int c =
-          step * kStretch + t * kGroup + (bits ? channel_of_byte(bits, word, j) : channel_of_sketch_byte(word, j));
-      int point = c < count ? __float2int_rn(y[c] * down * (1 << kPointBits)) : 0;
-      if (bits == 0) point <<= shift_of_sketch_word(word);
-      bytes[j] = (static_cast<uint32_t>(point) + 0x80808080) ^ 0x80808080;
-    }
-    // Four bytes of four channels, turned.
-    const uint32_t low01 = select_bytes(bytes[0], bytes[1], 0x5140), low23 = select_bytes(bytes[2], bytes[3], 0x5140);
-    const uint32_t high01 = select_bytes(bytes[0], bytes[1], 0x7362), high23 = select_bytes(bytes[2], bytes[3], 0x7362);
-    uint32_t* to = side.columns + (((step * 4 + word / 2) * queries + query) * 16 + t * 4) * 2 + word % 2;
-    to[0] = select_bytes(low01, low23, 0x5410), to[2] = select_bytes(low01, low23, 0x7632);
-    to[4] = select_bytes(high01, high23, 0x5410), to[6] = select_bytes(high01, high23, 0x7632);
+    make_column(y, count, down, bits, uniform, i / 32, i / 8 % 4, i % 8, query, queries, side.columns);
   }
 }
 
 // Everything that depends on the queries alone, by a whole block: warp w prepares query w % 4, for the codes where w < 4, else
 // for the sketch. The caller synchronises.
-template <int BITS, bool SKETCH>
+template <int BITS, bool UNIFORM, bool SKETCH>
 __device__ __forceinline__ void prepare_queries(const ScoreArguments& a, int64_t first_row, int queries,
                                                 const Side& codes, const Side& sketch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, query = warp % kMaxQueries;
@@ -209,7 +222,8 @@ __device__ __forceinline__ void prepare_queries(const ScoreArguments& a, int64_t
     if (dense) y += a.d;
   }
   if (!mine) return;
-  make_columns(y, count, sketched ? 0 : BITS, sketched ? a.sketch_steps : a.steps, query, queries, side, total, lane);
+  make_columns(y, count, sketched ? 0 : BITS, UNIFORM, sketched ? a.sketch_steps : a.steps, query, queries, side, total,
+               lane);
 }
 
 // ---- Keys ---------------------------------------------------------------------------------------------------------
@@ -305,6 +319,10 @@ struct Keys {
   }
 };
 
+// What a sum of levels counts, for a coordinate of 1.
+template <typename Codes>
+constexpr float kCodeUnit = format::kLevelUnit / (1 << kPointBits) / (1 << Codes::kPlace);
+
 // Two bytes of a coordinate's four, for one row of a product: lanes with even t hold the lower two.
 __device__ __forceinline__ float two_bytes(int low, int high) { return static_cast<float>(high * 256 + low); }
 
@@ -319,7 +337,7 @@ __device__ __forceinline__ void join_bytes(const float (&part)[4], int t, float 
   }
 }
 
-template <int BITS, bool SKETCH, int PAIRS, bool ALIGNED>
+template <int BITS, bool UNIFORM, bool SKETCH, int PAIRS, bool ALIGNED>
 __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
     score_kernel(const __grid_constant__ ScoreArguments a) {
   extern __shared__ uint4 shared[];
@@ -348,10 +366,11 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
                    constants + kMaxQueries};
   const Side sketch{words + layout.code_columns, codes.work + layout.code_work, constants + 2 * kMaxQueries,
                     constants + 3 * kMaxQueries};
-  fill_table(table, BITS, a.levels);
-  prepare_queries<BITS, SKETCH>(a, batch * a.queries + first_query, queries, codes, sketch);
+  if (!(BITS == 5 && UNIFORM)) fill_table(table, BITS, a.levels);
+  prepare_queries<BITS, UNIFORM, SKETCH>(a, batch * a.queries + first_query, queries, codes, sketch);
   __syncthreads();
-  const Expansion<BITS> expansion(table);
+  using Codes = Expansion<BITS, UNIFORM>;
+  const Codes expansion(table);
 
   // The column of products that this lane holds: byte g % 4 of query g / 4 of a pair; a query that is not there repeats another.
   // Scores that it writes: those of query t / 2.
@@ -389,9 +408,11 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
             const uint2 b = code_column[pair][(step * 4 + i) * queries * 16];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              mma_bytes(plus[pair][h], {p[2 * h][0], p[2 * h + 1][0], p[2 * h][1], p[2 * h + 1][1]}, b);
-              if constexpr (Expansion<BITS>::kSigned) {
-                mma_bytes(minus[pair][h], {n[2 * h][0], n[2 * h + 1][0], n[2 * h][1], n[2 * h + 1][1]}, b);
+              mma_bytes<Codes::kUnsigned>(plus[pair][h], {p[2 * h][0], p[2 * h + 1][0], p[2 * h][1], p[2 * h + 1][1]},
+                                          b);
+              if constexpr (Codes::kSigned) {
+                mma_bytes<Codes::kUnsigned>(minus[pair][h],
+                                            {n[2 * h][0], n[2 * h + 1][0], n[2 * h][1], n[2 * h + 1][1]}, b);
               }
             }
           }
@@ -401,7 +422,7 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
 #pragma unroll
           for (int r = 0; r < 4; ++r) {
             const int *x = plus[pair][r / 2] + r % 2 * 2, *y = minus[pair][r / 2] + r % 2 * 2;
-            code_part[pair][r] += two_bytes(x[0] - y[0], x[1] - y[1]);
+            code_part[pair][r] += two_bytes(Codes::kTimes * x[0] - y[0], Codes::kTimes * x[1] - y[1]);
           }
         }
       }
@@ -443,7 +464,7 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
         for (int k = 0; k < 2; ++k) {
           float score = 0;
           if constexpr (BITS > 0) {
-            constexpr float unit = format::kLevelUnit / (1 << kPointBits);
+            constexpr float unit = kCodeUnit<Codes>;
             score = __fmaf_rn(code_sum[k] * unit * code_unit[pair], __half2float(now.scale[k]), shift[pair]);
           }
           if constexpr (SKETCH) {
@@ -468,6 +489,226 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
   }
 }
 
+// ---- Keys of the usual size, one query -------------------------------------------------------------------------------
+
+// What a lane holds of 32 keys: parts of the keys g, g + 8, g + 16 and g + 24, and the constants of key g + 8 t, whose score it writes.
+template <int BITS, bool SKETCH>
+struct UsualPart {
+  uint32_t code[4][BITS ? BITS : 1], bit[4];
+  __half scale;
+  float norm;
+};
+
+// Where a lane finds them.
+template <int BITS, bool SKETCH>
+struct UsualKeys {
+  static constexpr int kRow = BITS * kUsual / 8, kSketchRow = kUsual / 8;  // bytes
+  const uint8_t *codes, *bits;
+  const __half* scale;
+  const float* norm;
+
+  __device__ __forceinline__ UsualKeys(const ScoreArguments& a, int64_t row, int g, int t)
+      : codes(a.packed + (row + g) * kRow + t * (4 * BITS)), bits(a.sign_bits + (row + g) * kSketchRow + t * 4),
+        scale(a.scale + row + 8 * t + g), norm(a.norm + row + 8 * t + g) {}
+
+  __device__ __forceinline__ void advance(int keys) {
+    codes += int64_t{keys} * kRow, bits += int64_t{keys} * kSketchRow, scale += keys, norm += keys;
+  }
+  __device__ __forceinline__ void load(UsualPart<BITS, SKETCH>& part) const {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      if constexpr (BITS > 0) load_words<BITS, true>(codes, 8 * r * kRow, 0, part.code[r]);
+      if constexpr (SKETCH) load_words<1, true>(bits, 8 * r * kSketchRow, 0, part.bit + r);
+    }
+    if constexpr (BITS > 0) part.scale = __ldg(scale);
+    if constexpr (SKETCH) part.norm = __ldg(norm);
+  }
+};
+
+// Keeps the compiler from computing x anew where it is used, in every turn.
+template <typename T>
+__device__ __forceinline__ void keep(T& x) {
+  if constexpr (std::is_same_v<T, float>) {
+    asm volatile("" : "+f"(x));
+  } else {
+    asm volatile("" : "+r"(x));
+  }
+}
+
+// The sum of key g + 8 t of 32: lanes with even t hold the lower two bytes of a coordinate, odd ones the upper two, and lane t + 2
+// the same as lane t, so that each of them converts half of it. weight: what a unit of this lane's bytes counts.
+__device__ __forceinline__ float sum_of_key(const int (&sums)[2][4], int times, int less, int t, float weight) {
+  int both[4];  // bytes, of keys g + 8 r
+#pragma unroll
+  for (int r = 0; r < 4; ++r) both[r] = times * (sums[r / 2][r % 2 * 2 + 1] * 256 + sums[r / 2][r % 2 * 2]) - less;
+  const int even = t < 2 ? both[0] : both[2], odd = t < 2 ? both[1] : both[3];
+  const float mine = static_cast<float>(t % 2 ? odd : even) * weight;
+  const float theirs = static_cast<float>(t % 2 ? even : odd) * weight;
+  return mine + __shfl_xor_sync(0xffffffff, theirs, 1);
+}
+
+// The kernel above for what is usual: one query, d = 128, sketches of 128 bits by a structured projection or none, at least 32 keys.
+// Its scores are the same to the bit.
+template <int BITS, bool UNIFORM, bool SKETCH>
+__global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
+    score_usual_kernel(const __grid_constant__ ScoreArguments a) {
+  using Codes = Expansion<BITS, UNIFORM>;
+  __shared__ alignas(16) float work[2][kUsual];
+  __shared__ alignas(16) uint32_t columns[2][kUsual];
+  __shared__ float units[2], totals[2];
+  __shared__ alignas(16) int8_t table[32];
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+
+  // A block's keys are rows 0 to count - 1 from here, at least 32: the last block may do some of the one before it again.
+  const int64_t batch = blockIdx.y, first_key = min(int64_t{blockIdx.x} * a.span, a.keys - kTileKeys);
+  const int count = static_cast<int>(min(int64_t{a.span}, a.keys - first_key)), last = count - kTileKeys;
+  const int64_t first_row = batch * a.keys + first_key;
+
+  // Memory is asked first for what the query needs, then for keys. Warp 0 prepares the query for the codes, the next one for sketches.
+  using Traits = HadamardTraits<1, 7, 32, 4>;
+  const bool sketched = SKETCH && warp == (BITS ? 1 : 0), prepares = warp == 0 || sketched;
+  const bool full = a.q_dtype == ScalarType::Float, fills = BITS > 0 && BITS < 5 && warp == kWarps - 1;
+  float x[4], factor[4], mean[4] = {}, inverse[4] = {1, 1, 1, 1};
+  uint4 words{};
+  int level = 0;
+  if (prepares) {
+    const uint8_t* q = static_cast<const uint8_t*>(a.q) + (a.q_rows(batch) + 4 * lane) * (full ? 4 : 2);
+    if (full) {
+      words = __ldg(reinterpret_cast<const uint4*>(q));
+    } else {
+      const uint2 half = __ldg(reinterpret_cast<const uint2*>(q));
+      words.x = half.x, words.y = half.y;
+    }
+    load<Traits>(sketched ? a.projection : a.signs, lane, factor);
+    if (!sketched && a.channels.center) load<Traits>(a.channels.center, lane, mean);
+    if (!sketched && a.channels.inverse) load<Traits>(a.channels.inverse, lane, inverse);
+  }
+  if (fills && lane < 1 << BITS) level = format::level_of_code(BITS, a.levels, lane);
+
+  int key = warp * kTileKeys, row = min(key, last);
+  UsualKeys<BITS, SKETCH> keys(a, first_row + row, g, t);
+  UsualPart<BITS, SKETCH> part[2];
+  if (key < count) keys.load(part[0]);
+  float* out = a.out + first_row + row + 8 * t + g;
+
+  if (fills) table[lane] = static_cast<int8_t>(level);
+  if (prepares) {
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w}, half[2] = {words.x, words.y};
+    if (full) {
+      floats_of_words<float>(word, x);
+    } else if (a.q_dtype == ScalarType::Half) {
+      floats_of_words<__half>(half, x);
+    } else {
+      floats_of_words<__nv_bfloat16>(half, x);
+    }
+    float total = 0, *y = work[sketched];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      total = __fmaf_rn(x[i], mean[i], total);
+      x[i] = __fmul_rn(x[i], __fmul_rn(factor[i], inverse[i]));
+    }
+    transform<Traits>(x, lane);
+    *reinterpret_cast<float4*>(y + 4 * lane) = make_float4(x[0], x[1], x[2], x[3]);
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) amax = max(amax, __float_as_uint(x[i]) & 0x7FFFFFFF);
+    amax = max_of_lanes(amax);
+    __syncwarp();
+    make_column(y, kUsual, power_of_two(-exponent_of(amax)), sketched ? 0 : BITS, UNIFORM, 0, lane / 8, lane % 8, 0, 1,
+                columns[sketched]);
+    if (sketched || a.channels.center) {  // else it is 0
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (sketched) total += y[lane + 32 * i];
+      }
+#pragma unroll
+      for (int bit = 1; bit < 32; bit *= 2) total += __shfl_xor_sync(0xffffffff, total, bit);
+    }
+    if (lane == 0) units[sketched] = unit_of(amax), totals[sketched] = total;
+  }
+  __syncthreads();
+  if (key >= count) return;
+
+  // The column of products that this lane holds is byte g % 4 of a coordinate.
+  Codes expansion(table);
+  expansion.add_minus();
+  if constexpr (BITS == 4) keep(expansion.minus_low), keep(expansion.minus_high);
+  uint2 code_column[4], sketch_column[4];
+  int start[4] = {}, less = 0;  // what sums begin with; what is taken off them
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int at = i * 16 + t * 4 + g % 4;
+    if constexpr (BITS > 0) code_column[i] = reinterpret_cast<const uint2*>(columns[0])[at];
+    if constexpr (SKETCH) sketch_column[i] = reinterpret_cast<const uint2*>(columns[1])[at];
+    if constexpr (Codes::kSigned) {
+      constexpr uint32_t x = Codes::kConstant;
+      mma_bytes<Codes::kUnsigned>(start, {x, x, x, x}, code_column[i]);
+    }
+  }
+  if constexpr (Codes::kTimes > 1) {
+    less = start[1] * 256 + start[0];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) start[k] = 0;
+  }
+  float code_weight = (t % 2 ? 65536 : 1) * kCodeUnit<Codes>;
+  float sketch_weight = (t % 2 ? 65536 : 1) * (2.0f / 8 / (1 << kPointBits));
+  keep(code_weight), keep(sketch_weight);
+  const float code_unit = units[0], shift = totals[0], sketch_unit = units[1], minus_total = -totals[1];
+
+  // One turn: fetches the next one, adds this one up and writes its scores. False where none follows. The last 32 keys of a block may
+  // overlap others, whose scores are then written twice.
+  const auto advance = [&](const auto& now, auto& next) {
+    key += kBlockKeys;
+    const int step = min(key, last) - row;
+    keys.advance(step);
+    if (key < count) keys.load(next);
+
+    float score = 0;
+    if constexpr (BITS > 0) {
+      int sums[2][4];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) sums[k / 4][k % 4] = start[k % 4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t p[4][2], n[4][2];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) expansion.levels(now.code[r], i, p[r], n[r]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          mma_bytes<Codes::kUnsigned>(sums[h], {p[2 * h][0], p[2 * h + 1][0], p[2 * h][1], p[2 * h + 1][1]},
+                                      code_column[i]);
+          if constexpr (Codes::kSigned && Codes::kTimes == 1) {
+            mma_bytes(sums[h], {n[2 * h][0], n[2 * h + 1][0], n[2 * h][1], n[2 * h + 1][1]}, code_column[i]);
+          }
+        }
+      }
+      const float sum = sum_of_key(sums, Codes::kTimes, less, t, code_weight);
+      score = __fmaf_rn(sum * code_unit, __half2float(now.scale), shift);
+    }
+    if constexpr (SKETCH) {
+      int sums[2][4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t even = 0x01010101u << 2 * (i % 2), odd = 0x02020202u << 2 * (i % 2);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t x = now.bit[2 * h] >> i / 2 * 4, y = now.bit[2 * h + 1] >> i / 2 * 4;
+          mma_bytes<true>(sums[h], {x & even, y & even, x & odd, y & odd}, sketch_column[i]);
+        }
+      }
+      // sum of +-q = 2 (sum over bits that are 1) - (sum of all)
+      const float sum = sum_of_key(sums, 1, 0, t, sketch_weight);
+      const float estimate = a.factor * now.norm * __fmaf_rn(sum, sketch_unit, minus_total);
+      score = score + estimate;
+    }
+    *out = score;
+    out += step, row += step;
+    return key < count;
+  };
+  while (advance(part[0], part[1]) && advance(part[1], part[0])) {
+  }
+}
+
 // ---- Host ---------------------------------------------------------------------------------------------------------
 
 int device_attribute(cudaDeviceAttr attribute, int device) {
@@ -476,10 +717,21 @@ int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
-template <int BITS, bool SKETCH, int PAIRS, bool ALIGNED>
+// Enough blocks to fill the device once, more only where each still has keys enough; offsets in a block have 32 bits.
+void share_keys(ScoreArguments& a, int64_t rows, int blocks_per_sm, int device) {
+  const int64_t tiles = (a.keys + kBlockKeys - 1) / kBlockKeys;
+  const int64_t resident = int64_t{blocks_per_sm} * device_attribute(cudaDevAttrMultiProcessorCount, device);
+  const int64_t addressable = (int64_t{1} << 30) / std::max({a.row_bytes, a.sketch_bytes, 1}) / kBlockKeys;
+  const int64_t blocks = std::min(tiles, std::max(resident / rows, tiles / kWorthwhile + 1));
+  const int64_t block_tiles = std::min((tiles + blocks - 1) / blocks, addressable);
+  a.span = static_cast<int>(block_tiles * kBlockKeys);
+  a.key_blocks = static_cast<int>((tiles + block_tiles - 1) / block_tiles);
+}
+
+template <int BITS, bool UNIFORM, bool SKETCH, int PAIRS, bool ALIGNED>
 void launch_kernel(ScoreArguments& a, int64_t batch, const Launch& launch, int device) {
   const int bytes = Layout(a, std::min(a.queries, 2 * PAIRS)).bytes();
-  const auto kernel = score_kernel<BITS, SKETCH, PAIRS, ALIGNED>;
+  const auto kernel = score_kernel<BITS, UNIFORM, SKETCH, PAIRS, ALIGNED>;
   if (bytes > 48 << 10) {
     const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - 1024;
     STD_TORCH_CHECK(bytes <= most, "scores of d = ", a.d, " and sketches of ", a.m, " bits take ", bytes,
@@ -487,30 +739,40 @@ void launch_kernel(ScoreArguments& a, int64_t batch, const Launch& launch, int d
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "score");
   }
 
-  // Enough blocks to fill the device once, more only where each still has keys enough; offsets in a block have 32 bits.
   a.query_blocks = (a.queries + 2 * PAIRS - 1) / (2 * PAIRS);
-  const int64_t rows = batch * a.query_blocks, tiles = (a.keys + kBlockKeys - 1) / kBlockKeys;
-  const int64_t resident = int64_t{kBlocksPerSm} * device_attribute(cudaDevAttrMultiProcessorCount, device);
-  const int64_t addressable = (int64_t{1} << 30) / std::max({a.row_bytes, a.sketch_bytes, 1}) / kBlockKeys;
-  const int64_t blocks = std::min(tiles, std::max(resident / rows, tiles / kWorthwhile + 1));
-  const int64_t block_tiles = std::min((tiles + blocks - 1) / blocks, addressable);
-  a.span = static_cast<int>(block_tiles * kBlockKeys);
-  a.key_blocks = static_cast<int>((tiles + block_tiles - 1) / block_tiles);
+  const int64_t rows = batch * a.query_blocks;
+  share_keys(a, rows, kBlocksPerSm, device);
   kernel<<<num_blocks(rows * a.key_blocks, 1), kThreads, bytes, launch.stream()>>>(a);
 }
 
+template <int BITS, bool UNIFORM, bool SKETCH>
+void launch_usual(ScoreArguments& a, int64_t batch, const Launch& launch, int device) {
+  share_keys(a, batch, usual_blocks_per_sm(BITS), device);
+  const dim3 grid(a.key_blocks, static_cast<unsigned>(batch));
+  score_usual_kernel<BITS, UNIFORM, SKETCH><<<grid, kThreads, 0, launch.stream()>>>(a);
+}
+
 // Four queries at a time where registers allow it. Rows at any address share one kernel per width.
-template <int BITS>
+template <int BITS, bool UNIFORM = false>
 void launch_bits(ScoreArguments& a, int64_t batch, bool aligned, const Launch& launch, int device) {
-  if (!aligned) return launch_kernel<BITS, true, 1, false>(a, batch, launch, device);
+  if (!aligned) return launch_kernel<BITS, UNIFORM, true, 1, false>(a, batch, launch, device);
   const bool many = a.queries > 2 && Layout(a, 4).bytes() <= 48 << 10;
+  const bool usual = a.queries == 1 && a.keys >= kTileKeys && a.in_registers && batch <= kMostGridRows &&
+                     (!a.sign_bits || (!a.dense && a.m == kUsual));
   if constexpr (BITS == 0) {
-    if (many) return launch_kernel<0, true, 2, true>(a, batch, launch, device);
-    return launch_kernel<0, true, 1, true>(a, batch, launch, device);
+    if (usual) return launch_usual<0, false, true>(a, batch, launch, device);
+    if (many) return launch_kernel<0, false, true, 2, true>(a, batch, launch, device);
+    return launch_kernel<0, false, true, 1, true>(a, batch, launch, device);
   } else {
-    if (a.sign_bits) return launch_kernel<BITS, true, 1, true>(a, batch, launch, device);
-    if (many) return launch_kernel<BITS, false, 2, true>(a, batch, launch, device);
-    return launch_kernel<BITS, false, 1, true>(a, batch, launch, device);
+    if constexpr (BITS != 5 || UNIFORM) {
+      if constexpr (BITS < 8) {  // registers do not suffice
+        if (usual && a.sign_bits) return launch_usual<BITS, UNIFORM, true>(a, batch, launch, device);
+      }
+      if (usual && !a.sign_bits) return launch_usual<BITS, UNIFORM, false>(a, batch, launch, device);
+    }
+    if (a.sign_bits) return launch_kernel<BITS, UNIFORM, true, 1, true>(a, batch, launch, device);
+    if (many) return launch_kernel<BITS, UNIFORM, false, 2, true>(a, batch, launch, device);
+    return launch_kernel<BITS, UNIFORM, false, 1, true>(a, batch, launch, device);
   }
 }
 
@@ -557,7 +819,10 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
     case 2: launch_bits<2>(a, shape.batch, words, launch, device); break;
     case 3: launch_bits<3>(a, shape.batch, words, launch, device); break;
     case 4: launch_bits<4>(a, shape.batch, words, launch, device); break;
-    case 5: launch_bits<5>(a, shape.batch, words, launch, device); break;
+    case 5:
+      a.levels ? launch_bits<5>(a, shape.batch, words, launch, device)
+               : launch_bits<5, true>(a, shape.batch, words, launch, device);
+      break;
     default: launch_bits<8>(a, shape.batch, words, launch, device); break;
   }
   launch.check(name);
