@@ -471,7 +471,7 @@ def decode_step(rows: Rows, name: str, search: int, repeats: int) -> dict[str, o
                     call()
             graphs[f"{kind}_us_{'launch' if nodes == 1 else 'node'}"] = graph, nodes
     times: dict[str, list[float]] = {key: [] for key in graphs}
-    for i in range(-3, repeats):
+    for i in range(-3, 10 * repeats):  # a clock of 32 ns: medians of few would differ by its steps
         for key, (graph, nodes) in graphs.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(100_000)
