@@ -117,4 +117,17 @@ __device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, ui
   return out;
 }
 
+// The lesser magnitudes of two pairs of bfloat16; their signs mean nothing.
+__device__ __forceinline__ uint32_t least_magnitudes(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 860
+  uint32_t least;
+  asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(least) : "r"(a), "r"(b));
+  return least;
+#else
+  const auto pair = [](uint32_t x) { return __habs2(reinterpret_cast<const __nv_bfloat162&>(x)); };
+  const __nv_bfloat162 least = __hmin2(pair(a), pair(b));
+  return reinterpret_cast<const uint32_t&>(least);
+#endif
+}
+
 }  // namespace turboquant::cuda
