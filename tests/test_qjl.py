@@ -46,6 +46,25 @@ def test_bytes(d, dtype, kind, device):
         assert not bits.cpu()[broken].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_bytes_of_many(d, dtype, device):
+    """Enough for tensor cores, where few, some or all neighbours have sums near zero."""
+    s, hard = projection("structured", d), hard_vectors(d, signs_of(d, 7))
+    x = randn(9001, d, seed=d)
+    x[1000:2000] = (2 * x[1000:2000]).round()  # sums of exactly zero are frequent
+    x[2000:2500] = -0.0 * x[2000:2500]
+    x[3000 : 3000 + len(hard)] = hard
+    x[4000 : 4000 + 17 * len(hard) : 17] = hard
+    x = x.to(dtype)
+    bits, norm = (t.cpu() for t in tt.qjl_sketch(x.to(device), s.to(device)))
+    expected = qjl_sketch_reference(x, s)
+    good = torch.isfinite(expected[1])
+    assert_same_bytes(bits, expected[0])
+    assert_same_bytes(norm[good], expected[1][good])
+    assert torch.equal(norm.isnan(), ~torch.isfinite(x).all(-1))
+
+
 @pytest.mark.parametrize("rows", [8, 40, 264])
 def test_any_number_of_rows(rows, device):
     x, s = randn(5, 64, seed=rows), projection("dense", 64, rows)
