@@ -6,27 +6,37 @@
 // seventh, and scale * sum rounds once, as the format's seventh stage does. What comes after that is in floats: an
 // eighth stage, the factor 1 / sqrt(n), signs, channels.
 //
-// A warp takes 16 neighbouring tokens of one head. Levels are the left operand of the products: a lane holds a quarter
-// of the channels of two tokens, looked up four at a time by byte permutations. Channels are numbered so that it gets 8
-// neighbours of the result, which leave from its registers.
+// A warp takes 16 neighbouring tokens of one head. While it decodes them, the codes of the next ones are copied to shared
+// memory: loads into registers that take long would hold up the short ones, which are counted together with them. Levels
+// are the left operand of the products: a lane holds a quarter of the channels of two tokens, looked up four at a time by
+// byte permutations. Channels are numbered so that it gets 8 neighbours of the result. They go to shared memory first,
+// because memory takes whole vectors faster than parts of them.
 #include "tiles.cuh"
 
 #include <algorithm>
 
 #include "mma.cuh"
+#include "ring.cuh"
 #include "tile_launch.cuh"
 
 namespace turboquant::cuda {
 namespace {
 
-constexpr int kWarps = 4;         // of a block
 constexpr int kTokens = 16;       // of a warp: rows g and g + 8 of products, g = lane / 4
 constexpr int kSetChannels = 64;  // of one product: a set
 
 template <int LOG_N>
 struct LoadTraits {
   static constexpr int kLogDim = LOG_N, kDim = 1 << LOG_N, kSets = kDim / kSetChannels;
-  static constexpr int kBlocks = kDim <= 128 ? 4 : 3;  // of a multiprocessor: more would have too few registers
+  static constexpr int kWarps = kDim <= 128 ? 4 : 2;   // of a block
+  static constexpr int kBlocks = kDim <= 128 ? 4 : 6;  // of a multiprocessor: more would have too few registers
+
+  // Between the staged vectors of a tile: two of them, of which eight lanes write 64 bytes each, meet different banks.
+  static constexpr int kStageBytes = 2 * kDim + 64;
+  static constexpr int kChunks = kDim / 8, kTogether = 32 / kChunks;  // of 16 bytes in a vector; vectors of a store
+
+  // What arrives: codes of up to 8 bits, or of 4 and then the fifth ones, and scales.
+  static constexpr int kScales = kTokens * kDim, kSlotBytes = kScales + 2 * kTokens;
 };
 
 // ---- Channels ---------------------------------------------------------------------------------------------------------
@@ -44,87 +54,103 @@ __device__ __forceinline__ int channel_of_column(int step, int word, int column)
   return column % 2 | word << 1 | column / 2 << 3 | step << 5;
 }
 
-// What a lane holds of the right operand (step, word), for both products: 1 or -1, as bytes.
+// What a lane holds of the right operand (step, word), for both products: 1 or -1, as bytes. The sign of a byte is the
+// parity of the bits that its channel and the column share: that of byte 0, and what bits 0 and 1 of the byte change.
 __device__ __forceinline__ uint4 butterfly_operand(bool values, int step, int word, int lane) {
-  uint32_t out[4] = {};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    for (int byte = 0; byte < 4; ++byte) {
-      const int k = channel_of_operand(values, i / 2, i % 2, lane % 4, byte),
-                n = channel_of_column(step, word, lane / 4);
-      out[i] |= (__popc(k & n) & 1 ? 0xFFu : 1u) << 8 * byte;
-    }
-  }
-  return make_uint4(out[0], out[1], out[2], out[3]);
+  const int n = channel_of_column(step, word, lane / 4), t = lane % 4;
+  const auto flips = [n](int channel, uint32_t bytes) { return __popc(channel & n) & 1 ? bytes : 0; };
+  const uint32_t own = 0x01010101 ^ flips(channel_of_operand(values, 0, 0, t, 0), 0xFEFEFEFE) ^
+                       flips(channel_of_operand(values, 0, 0, 0, 1), 0xFE00FE00) ^
+                       flips(channel_of_operand(values, 0, 0, 0, 2), 0xFEFE0000);
+  const uint32_t half = flips(channel_of_operand(values, 0, 1, 0, 0), 0xFEFEFEFE),
+                 product = flips(channel_of_operand(values, 1, 0, 0, 0), 0xFEFEFEFE);
+  return make_uint4(own, own ^ half, own ^ product, own ^ half ^ product);
 }
 
 // ---- Codes ------------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint32_t load_word(const uint8_t* from) {
-  return __ldg(reinterpret_cast<const uint32_t*>(from));
-}
-__device__ __forceinline__ uint2 load_pair(const uint8_t* from) { return __ldg(reinterpret_cast<const uint2*>(from)); }
-__device__ __forceinline__ uint4 load_four(const uint8_t* from) { return __ldg(reinterpret_cast<const uint4*>(from)); }
+__device__ __forceinline__ uint32_t load_word(const uint8_t* from) { return *reinterpret_cast<const uint32_t*>(from); }
+__device__ __forceinline__ uint2 load_pair(const uint8_t* from) { return *reinterpret_cast<const uint2*>(from); }
+__device__ __forceinline__ uint4 load_four(const uint8_t* from) { return *reinterpret_cast<const uint4*>(from); }
 
-// What a lane reads of its two tokens: on its way while the tokens before are decoded.
+// How a lane reads its 16 codes of a token in a set.
+enum class Load { kPair, kFour, kThreeWords, kTwoWords, kWord, kTwoPairs };
+
+// Where it reads them, in bytes from where the codes of 16 tokens start: found once for all tiles.
 template <typename Traits>
-struct Fetched {
-  uint32_t word[Traits::kSets][2][4];  // [set][token][..]; of values both tokens together
-  uint16_t scale[2];
-  bool there[2];  // is something stored, and asked for?
+struct LaneReads {
+  Load load;
+  int codes, to_token, to_set, to_sets;  // of its first token; to the other one, to the next set, to the next two
 
-  // The lane's 16 codes of token i in set h, whose codes start at `row`, their fifth bits at `plane`.
-  __device__ __forceinline__ void get_key(int bits, const uint8_t* row, const uint8_t* plane, int h, int i, int t) {
-    uint32_t (&w)[4] = word[h][i];
-    if (bits == 8) {
-      const uint4 x = load_four(row + 16 * t);
-      w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
-    } else if (bits >= 4) {
-      const uint2 x = load_pair(row + 8 * t);
-      w[0] = x.x, w[1] = x.y;
-      if (bits == 5) w[2] = load_word(plane + 4 * (t / 2));
-    } else if (bits == 3) {
-#pragma unroll
-      for (int n = 0; n < 3; ++n) w[n] = load_word(row + 12 * (t / 2) + 4 * n);
-    } else {
-      w[0] = load_word(row + 4 * t);
-    }
+  static __device__ __forceinline__ LaneReads of_keys(const RecordLayout& r, int g, int t) {
+    const int bits = r.key_bits == 5 ? 4 : r.key_bits, row = r.key_row_bytes;
+    const Load load = bits == 8 ? Load::kFour : bits == 4 ? Load::kPair : bits == 3 ? Load::kThreeWords : Load::kWord;
+    return {load, g * row + (bits == 3 ? 12 * (t / 2) : 2 * bits * t), 8 * row, 8 * bits, 16 * bits};
   }
 
-  // The same of a dense row, which starts at a multiple of 8 bytes.
-  __device__ __forceinline__ void get_dense(int bits, const uint8_t* row, int h, int i, int t) {
-    uint32_t (&w)[4] = word[h][i];
-    if (bits == 8) {
-      const uint2 x = load_pair(row + 16 * t), y = load_pair(row + 16 * t + 8);
-      w[0] = x.x, w[1] = x.y, w[2] = y.x, w[3] = y.y;
-    } else if (bits == 4) {
-      const uint2 x = load_pair(row + 8 * t);
-      w[0] = x.x, w[1] = x.y;
-    } else {
-      const uint8_t* from = row + (2 * bits * t & ~3);
-      w[0] = load_word(from);
-      if (bits == 3 || bits == 5) w[1] = load_word(from + 4);
-      if (bits == 5) w[2] = load_word(from + 8);
-    }
+  // The lane's channels are 2 t and 2 t + 1 of each eight; both tokens come together.
+  static __device__ __forceinline__ LaneReads of_values(const RecordLayout& r, int g, int t) {
+    const int bits = r.value_bits, words = bits == 2 && Traits::kSets == 1 ? 2 : bits == 3 ? 3 : 4;
+    const Load load = bits == 4 ? Load::kFour : bits == 3 ? Load::kThreeWords : Load::kPair;
+    return {load, 4 * words * (8 * t + g / 2), 16 * words, bits == 2 ? 8 : 128 * bits, bits == 2 ? 512 : 256 * bits};
   }
 
-  // Values of at most four bits, of both tokens, from their block. The lane's channels are 2 t and 2 t + 1 of each eight.
-  __device__ __forceinline__ void get_value(int bits, const uint8_t* block, int h, int g, int t) {
+  // Codes of odd bits start in the middle of a word.
+  static __device__ __forceinline__ LaneReads of_rows(int bits, int row_bytes, int g, int t) {
+    const Load load = bits == 8   ? Load::kTwoPairs
+                      : bits == 5 ? Load::kThreeWords
+                      : bits == 4 ? Load::kPair
+                      : bits == 3 ? Load::kTwoWords
+                                  : Load::kWord;
+    return {load, g * row_bytes + (2 * bits * t & ~3), 8 * row_bytes, 8 * bits, 16 * bits};
+  }
+};
+
+// The codes of a lane's two tokens as they are stored: [set][token][..]; of values both tokens together.
+template <typename Traits>
+struct StoredCodes {
+  uint32_t word[Traits::kSets][2][4];
+
+  __device__ __forceinline__ StoredCodes(const LaneReads<Traits>& reads, const uint8_t* codes) {
+    const auto each = [&](auto&& load) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t (&w)[4] = word[h][i];
-      const int lane = 4 * (2 * t + i) + g / 2;
-      if (bits == 4) {
-        const uint4 x = load_four(block + 512 * h + 16 * lane);
-        w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
-      } else if (bits == 3) {
-#pragma unroll
-        for (int n = 0; n < 3; ++n) w[n] = load_word(block + 384 * h + 12 * lane + 4 * n);
-      } else {
-        constexpr int words = Traits::kSets == 1 ? 2 : 4;
-        const uint2 x = load_pair(block + 512 * (h / 2) + 4 * words * lane + 8 * (h % 2));
-        w[0] = x.x, w[1] = x.y;
+      for (int h = 0; h < Traits::kSets; ++h) {
+        const uint8_t* from = codes + (reads.codes + h / 2 * reads.to_sets + h % 2 * reads.to_set);
+        load(from, word[h][0]);
+        load(from + reads.to_token, word[h][1]);
       }
+    };
+    const auto words = [](const uint8_t* from, uint32_t* w, int count) {
+      for (int n = 0; n < count; ++n) w[n] = load_word(from + 4 * n);
+    };
+    const auto pair = [](const uint8_t* from, uint32_t* w) {
+      const uint2 x = load_pair(from);
+      w[0] = x.x, w[1] = x.y;
+    };
+    if (reads.load == Load::kPair) {
+      each(pair);
+    } else if (reads.load == Load::kFour) {
+      each([](const uint8_t* from, uint32_t* w) {
+        const uint4 x = load_four(from);
+        w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
+      });
+    } else if (reads.load == Load::kThreeWords) {
+      each([&](const uint8_t* from, uint32_t* w) { words(from, w, 3); });
+    } else if (reads.load == Load::kTwoWords) {
+      each([&](const uint8_t* from, uint32_t* w) { words(from, w, 2); });
+    } else if (reads.load == Load::kWord) {
+      each([&](const uint8_t* from, uint32_t* w) { words(from, w, 1); });
+    } else {
+      each([&](const uint8_t* from, uint32_t* w) { pair(from, w), pair(from + 8, w + 2); });
+    }
+  }
+
+  // The fifth bits of keys, from their planes.
+  __device__ __forceinline__ void get_planes(const uint8_t* planes, int plane_bytes, int g, int t) {
+#pragma unroll
+    for (int h = 0; h < Traits::kSets; ++h) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) word[h][i][2] = load_word(planes + (g + 8 * i) * plane_bytes + 8 * h + 4 * (t / 2));
     }
   }
 };
@@ -174,8 +200,8 @@ __device__ __forceinline__ void open_dense(int bits, const uint32_t (&w)[4], int
 }
 
 // Values of both tokens: they are bytes b and b + 2 of words, b = g % 2.
-template <typename Fetch>
-__device__ __forceinline__ void open_value(int bits, const Fetch& f, int h, int g, Codes (&codes)[2][2]) {
+template <typename Traits>
+__device__ __forceinline__ void open_value(int bits, const StoredCodes<Traits>& f, int h, int g, Codes (&codes)[2][2]) {
   const uint32_t own = g % 2 ? 0x7351 : 0x6240;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -204,18 +230,15 @@ __device__ __forceinline__ void open_value(int bits, const Fetch& f, int h, int 
 struct LevelTable {
   uint32_t word[8];
 
-  __device__ __forceinline__ LevelTable(const int8_t* levels, int bits) {
-    if (bits == 8) return;
+  // levels: as `fill` leaves them.
+  __device__ __forceinline__ explicit LevelTable(const int8_t (&levels)[32]) {
 #pragma unroll
-    for (int w = 0; w < 8; ++w) {
-      word[w] = 0;
-      if (w > 0 && 4 * w >= 1 << bits) continue;
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const int code = min(4 * w + b, (1 << bits) - 1);
-        word[w] |= static_cast<uint32_t>(format::level_of_code(bits, levels, code) & 255) << 8 * b;
-      }
-    }
+    for (int w = 0; w < 8; ++w) word[w] = reinterpret_cast<const uint32_t*>(levels)[w];
+  }
+
+  // Writes level `code` of 32 to shared memory.
+  static __device__ __forceinline__ void fill(int8_t (&to)[32], const int8_t* levels, int bits, int code) {
+    to[code] = static_cast<int8_t>(code < 1 << bits ? format::level_of_code(bits, levels, code) : 0);
   }
 
   // Of the four low nibbles.
@@ -249,7 +272,7 @@ template <typename Traits>
 using Operands = uint32_t[Traits::kSets][2][4];
 
 template <int BITS, typename Traits>
-__device__ __forceinline__ void put_levels(const Fetched<Traits>& f, const LevelTable& table, int bits, bool dense,
+__device__ __forceinline__ void put_levels(const StoredCodes<Traits>& f, const LevelTable& table, int bits, bool dense,
                                            bool values, int g, int t, Operands<Traits>& a) {
 #pragma unroll
   for (int h = 0; h < Traits::kSets; ++h) {
@@ -287,8 +310,7 @@ __device__ __forceinline__ void put_levels(const Fetched<Traits>& f, const Level
 
 // A tile: neighbouring tokens of a sequence and a head. Neighbouring warps take neighbouring heads, then the next tile.
 struct Place {
-  int64_t sequence;
-  int tile, head;
+  int sequence, tile, head;
 
   __device__ __forceinline__ Place(int item, int heads, int tiles)
       : sequence(item / heads / tiles), tile(item / heads % tiles), head(item % heads) {}
@@ -303,52 +325,77 @@ struct Place {
   }
 };
 
-template <typename Traits>
-__device__ __forceinline__ void fetch_dense(const LoadTileArguments& a, int64_t begin, int bits, int g, int t,
-                                            Fetched<Traits>& f) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int64_t position = begin + g + 8 * i;
-    f.there[i] = position < a.max_length;
-    if (!f.there[i]) continue;
-    const uint8_t* row = a.packed + position * a.row_bytes;
-#pragma unroll
-    for (int h = 0; h < Traits::kSets; ++h) f.get_dense(bits, row + 8 * bits * h, h, i, t);
-    f.scale[i] = a.scale[position];
+// What leads to the page of a tile: asked for while codes become levels, and looked at after that.
+struct PageAhead {
+  int page, length;
+
+  __device__ __forceinline__ PageAhead(const LoadTileArguments& a, const Place& place) : page(-1), length(0) {
+    const int number = place.tile * kTokens >> a.layout.page_shift;
+    if (place.sequence >= static_cast<int>(a.seqs) || number >= a.max_pages) return;
+    length = a.lengths[place.sequence];
+    page = a.table[int64_t{place.sequence} * a.max_pages + number];
   }
+};
+
+// What a lane copies of each tile: lane 0 codes, lane 1 scales, lane 2 fifth bits, in one run of bytes each.
+struct LaneRun {
+  int bytes, to;      // to: in the slot
+  int announced;      // bytes of all lanes, by lane 0; by others -1
+  int from, to_half;  // of pages: in a tile of a record; to its second 16 tokens
+
+  template <typename Traits>
+  static __device__ __forceinline__ LaneRun of_pages(const RecordLayout& r, bool values, int lane) {
+    const int codes = values ? r.value_block_bytes : kTokens * r.key_row_bytes;
+    const int planes = values ? 0 : kTokens * r.key_plane_bytes, scales = 2 * kTokens;
+    if (lane == 0) return {codes, 0, codes + planes + scales, values ? r.value_blocks : 0, codes};
+    if (lane == 1) return {scales, Traits::kScales, -1, values ? r.value_scales : r.key_scales, scales};
+    if (lane == 2) return {planes, codes, -1, r.key_planes, planes};
+    return {0, 0, -1, 0, 0};
+  }
+  template <typename Traits>
+  static __device__ __forceinline__ LaneRun of_rows(int row_bytes, int lane) {
+    const int codes = kTokens * row_bytes, scales = 2 * kTokens;
+    if (lane == 0) return {codes, 0, codes + scales, 0, 0};
+    if (lane == 1) return {scales, Traits::kScales, -1, 0, 0};
+    return {0, 0, -1, 0, 0};
+  }
+
+  // copies: else the lanes announce that nothing comes.
+  __device__ __forceinline__ void start(bool copies, uint8_t* slot, const uint8_t* source, uint64_t* barrier) const {
+    fill_slot(barrier, copies ? announced : min(announced, 0), slot + to, source, copies ? bytes : 0);
+  }
+};
+
+// Starts copying a tile of dense rows into the warp's slot. Returns how many there are, up to 16.
+template <typename Traits>
+__device__ __forceinline__ int fetch_dense(const LoadTileArguments& a, int begin, const LaneRun& run, int lane,
+                                           uint8_t* slot, uint64_t* barrier) {
+  const uint8_t *rows = a.packed + int64_t{begin} * a.row_bytes,
+                *scales = reinterpret_cast<const uint8_t*>(a.scale + begin);
+  const int count = static_cast<int>(min(a.max_length - begin, int64_t{kTokens}));
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(rows) | reinterpret_cast<uintptr_t>(scales);
+  const bool whole = count == kTokens && addresses % 16 == 0;
+  if (!whole) {  // the last tile, or, of tensors at such addresses, all
+#pragma unroll 1
+    for (int i = lane; i < count * a.row_bytes / 8; i += 32) {
+      reinterpret_cast<uint2*>(slot)[i] = reinterpret_cast<const uint2*>(rows)[i];
+    }
+    if (lane < count) reinterpret_cast<uint16_t*>(slot + Traits::kScales)[lane] = a.scale[begin + lane];
+    __syncwarp();
+  }
+  run.start(whole, slot, lane ? scales : rows, barrier);
+  return count;
 }
 
-// Tokens of a tile are those of a value block, and share a page. Beyond the end of a sequence, or of what is asked for,
-// the block is read all the same, since lanes share its words.
-template <typename Traits>
-__device__ __forceinline__ void fetch_page(const LoadTileArguments& a, const Place& place, bool values, int bits, int g,
-                                           int t, Fetched<Traits>& f) {
-  const int64_t begin = int64_t{place.tile} * kTokens, page = begin >> a.layout.page_shift;
-  const int64_t length = min(int64_t{a.lengths[place.sequence]}, a.max_length);
-  if (begin >= length || page >= a.max_pages) return;
-  const Token from = a.pages.token(a.table[place.sequence * a.max_pages + page],
-                                   static_cast<int>(begin) & ((1 << a.layout.page_shift) - 1), place.head, a.layout);
-  if (!from.tile) return;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) f.there[i] = begin + g + 8 * i < length;
-  if (values) {
-    const uint8_t* block = from.value_block(a.layout);
-#pragma unroll
-    for (int h = 0; h < Traits::kSets; ++h) f.get_value(bits, block, h, g, t);
-    const uint16_t* scale = from.value_scale(a.layout) + g;
-    f.scale[0] = scale[0], f.scale[1] = scale[8];
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const Token own{from.tile, from.number + g + 8 * i};
-    const uint8_t *row = own.key_row(a.layout), *plane = own.key_plane(a.layout);
-#pragma unroll
-    for (int h = 0; h < Traits::kSets; ++h) {
-      f.get_key(bits, row + 8 * (bits == 5 ? 4 : bits) * h, plane + 8 * h, h, i, t);
-    }
-    f.scale[i] = *own.key_scale(a.layout);
-  }
+// The same of a page. Tokens of a tile are those of a value block, and share a page. Beyond the end of a sequence, or of
+// what is asked for, codes are copied all the same. Returns how many tokens are there.
+__device__ __forceinline__ int fetch_page(const LoadTileArguments& a, const Place& place, const PageAhead& ahead,
+                                          const LaneRun& run, uint8_t* slot, uint64_t* barrier) {
+  const int begin = place.tile * kTokens, count = min(ahead.length, static_cast<int>(a.max_length)) - begin;
+  const Token from =
+      a.pages.token(count > 0 ? ahead.page : -1, begin & ((1 << a.layout.page_shift) - 1), place.head, a.layout);
+  run.start(from.tile, slot, from.tile + (run.from + (from.number ? run.to_half : 0)), barrier);
+  return from.tile ? count : 0;
 }
 
 // ---- Numbers --------------------------------------------------------------------------------------------------------
@@ -410,6 +457,25 @@ __device__ __forceinline__ void with_channels(Numbers<Traits>& y, const float* f
   }
 }
 
+// Vectors of a tile, staged in shared memory, to where they belong: whole ones, or halves of them, in one store.
+template <typename Traits>
+__device__ __forceinline__ void put_staged(const uint8_t* staged, void* out, const Place& place,
+                                           const LoadTileArguments& a, int lane) {
+  const int first = lane / Traits::kChunks, at = 16 * (lane % Traits::kChunks);
+  const int begin = place.tile * kTokens, left = static_cast<int>(a.max_length) - begin;
+  const uint8_t* from = staged + first * Traits::kStageBytes + at;
+  uint8_t* to = static_cast<uint8_t*>(out) + at +
+                ((int64_t{place.sequence} * a.max_length + begin + first) * a.heads + place.head) * (2 * Traits::kDim);
+  const int64_t on = int64_t{a.heads} * (2 * Traits::kDim * Traits::kTogether);
+#pragma unroll
+  for (int k = 0; k < kTokens; k += Traits::kTogether) {
+    if (k + first < left) {
+      __stwb(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(from + k * Traits::kStageBytes));
+    }
+    to += on;
+  }
+}
+
 // One vector, of which each lane holds what the butterflies of the format want: rare. y: its levels times its scale, [d]
 // in shared memory; row: [d]. All of the warp take part.
 template <typename Traits, typename T>
@@ -442,43 +508,41 @@ __device__ __forceinline__ void put_plainly(float* y, const float* factors, cons
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
 template <typename Traits, typename T>
-__global__ void __launch_bounds__(32 * kWarps, Traits::kBlocks)
+__global__ void __launch_bounds__(32 * Traits::kWarps, Traits::kBlocks)
     load_tile_kernel(const __grid_constant__ LoadTileArguments a) {
-  constexpr int kSets = Traits::kSets, kDim = Traits::kDim;
+  constexpr int kSets = Traits::kSets, kDim = Traits::kDim, kWarps = Traits::kWarps;
   __shared__ alignas(16) float factors[2][kDim];
   __shared__ uint4 butterflies[2][8][32];  // [source][4 step + word][lane]
-  __shared__ float numbers[kWarps][kDim];
+  __shared__ alignas(16) int8_t level_bytes[2][32];
+  __shared__ alignas(16) uint8_t stages[kWarps][kTokens * Traits::kStageBytes];
+  __shared__ alignas(16) uint8_t slots[kWarps][Traits::kSlotBytes];
+  __shared__ uint64_t barriers[kWarps];
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
-  // Signs times 1 / sqrt(n).
-  for (int i = threadIdx.x; i < a.sources * kDim; i += 32 * kWarps) {
-    factors[i / kDim][i % kDim] = __fmul_rn(a.source[i / kDim].signs[i % kDim], block_norm(Traits::kLogDim));
-  }
-  for (int i = warp; i < 8 * a.sources; i += kWarps) {
-    butterflies[i / 8][i % 8][lane] = butterfly_operand(i >= 8, i / 4 % 2, i % 4, lane);
-  }
-  __syncthreads();
+  uint8_t *staged = stages[warp], *slot = slots[warp];
+  uint64_t* barrier = barriers + warp;
+  if (lane == 0) init_barrier(barrier, 1);
+  barriers_ready();
+  __syncwarp();
 
   // Neighbouring warps take keys and values in turn.
   const int s = warp % a.sources;
   const bool values = s == 1;
   const LoadTileSource& source = a.source[s];
   const int bits = source.bits;
-  const LevelTable levels(source.levels, bits);
-  const int warps = kWarps / a.sources, tiles = a.tiles_of_sequence;
+  const int warps = kWarps / a.sources, tiles = a.tiles_of_sequence, seqs = static_cast<int>(a.seqs);
+  const LaneReads<Traits> reads = a.packed ? LaneReads<Traits>::of_rows(bits, a.row_bytes, g, t)
+                                  : values ? LaneReads<Traits>::of_values(a.layout, g, t)
+                                           : LaneReads<Traits>::of_keys(a.layout, g, t);
   Place place(blockIdx.x * warps + warp / a.sources, a.heads, tiles);
   const Place on(gridDim.x * warps, a.heads, tiles);
-
-  // Starts reading the lane's tokens of a tile.
-  const auto fetch = [&](Fetched<Traits>& f) {
-    f.scale[0] = f.scale[1] = 0;
-    f.there[0] = f.there[1] = false;
-    if (place.sequence >= a.seqs) return;
-    if (a.packed) {
-      fetch_dense<Traits>(a, int64_t{place.tile} * kTokens, bits, g, t, f);
-    } else {
-      fetch_page<Traits>(a, place, values, bits, g, t, f);
-    }
+  const LaneRun run =
+      a.packed ? LaneRun::of_rows<Traits>(a.row_bytes, lane) : LaneRun::of_pages<Traits>(a.layout, values, lane);
+  // Starts copying a tile. Returns how many tokens are there.
+  const auto fetch = [&](const Place& place, const PageAhead& ahead) {
+    if (place.sequence >= seqs) return 0;
+    return a.packed ? fetch_dense<Traits>(a, place.tile * kTokens, run, lane, slot, barrier)
+                    : fetch_page(a, place, ahead, run, slot, barrier);
   };
 
   int middle[4];  // in registers: what sums start from
@@ -487,33 +551,48 @@ __global__ void __launch_bounds__(32 * kWarps, Traits::kBlocks)
     middle[i] = __float_as_int(kMiddle);
     asm("" : "+r"(middle[i]));
   }
-  Fetched<Traits> fetched;
-  fetch(fetched);
+  uint32_t phase = 0;
+  int coming = fetch(place, PageAhead(a, place));
+  Place next = place;
+  next.advance(on, a.heads, tiles);
+
+  // Meanwhile: signs times 1 / sqrt(n), matrices, levels.
+  for (int i = threadIdx.x; i < a.sources * kDim; i += 32 * kWarps) {
+    factors[i / kDim][i % kDim] = __fmul_rn(a.source[i / kDim].signs[i % kDim], block_norm(Traits::kLogDim));
+  }
+  for (int i = warp; i < 8 * a.sources; i += kWarps) {
+    butterflies[i / 8][i % 8][lane] = butterfly_operand(i >= 8, i / 4 % 2, i % 4, lane);
+  }
+  if (warp < a.sources) LevelTable::fill(level_bytes[warp], a.source[warp].levels, a.source[warp].bits, lane);
+  __syncthreads();
+
 #pragma unroll 1
-  while (place.sequence < a.seqs) {
-    const Place from = place;
-    const int64_t begin = int64_t{from.tile} * kTokens;
+  for (; place.sequence < seqs; place = next, next.advance(on, a.heads, tiles)) {
+    const PageAhead ahead(a, next);
+    const int count = coming;
+    wait_slot(barrier, phase);
+    phase ^= 1;
+    StoredCodes<Traits> codes(reads, slot);
+    if (bits == 5 && !a.packed) {
+      codes.get_planes(slot + kTokens * a.layout.key_row_bytes, a.layout.key_plane_bytes, g, t);
+    }
     Operands<Traits> operands;
+    const LevelTable levels(level_bytes[s]);  // anew for every tile: registers are rare
     switch (bits) {
-      case 8: put_levels<8>(fetched, levels, bits, a.packed, values, g, t, operands); break;
-      case 5: put_levels<5>(fetched, levels, bits, a.packed, values, g, t, operands); break;
-      case 4: put_levels<4>(fetched, levels, bits, a.packed, values, g, t, operands); break;
-      default: put_levels<3>(fetched, levels, bits, a.packed, values, g, t, operands); break;
+      case 8: put_levels<8>(codes, levels, bits, a.packed, values, g, t, operands); break;
+      case 5: put_levels<5>(codes, levels, bits, a.packed, values, g, t, operands); break;
+      case 4: put_levels<4>(codes, levels, bits, a.packed, values, g, t, operands); break;
+      default: put_levels<3>(codes, levels, bits, a.packed, values, g, t, operands); break;
     }
     float unit[2], offset[2];
-    bool there[2], exists[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      unit[i] = __fmul_rn(__half2float(__ushort_as_half(fetched.scale[i])), format::kLevelUnit);
+      const __half scale = reinterpret_cast<const __half*>(slot + Traits::kScales)[g + 8 * i];
+      unit[i] = g + 8 * i < count ? __fmul_rn(__half2float(scale), format::kLevelUnit) : 0.0f;
       offset[i] = __fmul_rn(unit[i], -kMiddle);
-      there[i] = fetched.there[i];
-      exists[i] = begin + g + 8 * i < a.max_length;
     }
-    // Token g, and the way to g + 8.
-    T* first = static_cast<T*>(source.out) + ((from.sequence * a.max_length + begin + g) * a.heads + from.head) * kDim;
-    const int64_t to_second = int64_t{a.heads} * (8 * kDim);
-    place.advance(on, a.heads, tiles);
-    fetch(fetched);
+    __syncwarp();
+    coming = fetch(next, ahead);
 
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
@@ -541,7 +620,7 @@ __global__ void __launch_bounds__(32 * kWarps, Traits::kBlocks)
       }
       multiply_shared<Traits>(y, factors[s] + channel);
       if (source.channels.center) {  // scales never come alone
-        const format::Channels channels = source.channels.of_head(from.head, kDim);
+        const format::Channels channels = source.channels.of_head(place.head, kDim);
         if (channels.inverse) {
           with_channels<Traits>(y, channels.inverse + channel, [](float a, float b) { return __fmul_rn(a, b); });
         }
@@ -554,24 +633,30 @@ __global__ void __launch_bounds__(32 * kWarps, Traits::kBlocks)
           uint32_t word[4];
 #pragma unroll
           for (int k = 0; k < 4; ++k) word[k] = word_of_floats<T>(y[h][8 * i + 2 * k], y[h][8 * i + 2 * k + 1]);
-          if (exists[i]) {
-            __stwb(reinterpret_cast<uint4*>(first + i * to_second + kSetChannels * h + channel),
-                   make_uint4(word[0], word[1], word[2], word[3]));
-          }
+          *reinterpret_cast<uint4*>(staged + (g + 8 * i) * Traits::kStageBytes + 2 * (kSetChannels * h + channel)) =
+              make_uint4(word[0], word[1], word[2], word[3]);
         }
       }
     }
+    __syncwarp();
+    put_staged<Traits>(staged, source.out, place, a, lane);
+    __syncwarp();
 
     // Rare: tokens that are not there are zeros. And which zero or NaN a sum gives depends, where scales are zero,
     // negative, infinite or NaN, on how it is made: such tokens go through the butterflies as they are.
-    bool odd[2];
+    bool there[2], odd[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) odd[i] = there[i] && !(unit[i] > 0 && unit[i] < INFINITY);
+    for (int i = 0; i < 2; ++i) {
+      there[i] = g + 8 * i < count;
+      odd[i] = there[i] && !(unit[i] > 0 && unit[i] < INFINITY);
+    }
     if (!__any_sync(0xffffffff, !there[0] || !there[1] || odd[0] || odd[1])) continue;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
-      T* own = first + i * to_second;
-      if (!(i ? there[1] : there[0]) && (i ? exists[1] : exists[0])) {
+      const int position = place.tile * kTokens + g + 8 * i;
+      T* own = static_cast<T*>(source.out) +
+               ((int64_t{place.sequence} * a.max_length + position) * a.heads + place.head) * kDim;
+      if (!(i ? there[1] : there[0]) && position < static_cast<int>(a.max_length)) {
 #pragma unroll 1
         for (int n = 8 * t; n < kDim; n += 32) *reinterpret_cast<uint4*>(own + n) = make_uint4(0, 0, 0, 0);
       }
@@ -579,7 +664,7 @@ __global__ void __launch_bounds__(32 * kWarps, Traits::kBlocks)
       for (uint32_t left = __ballot_sync(0xffffffff, i ? odd[1] : odd[0]); left; left &= left - 1) {
         const int one = __ffs(left) - 1;  // a lane of the token: each of its four puts its numbers there
         if (one % 4) continue;
-        float* y = numbers[warp];
+        float* y = reinterpret_cast<float*>(staged);
         if (g == one / 4) {
 #pragma unroll
           for (int n = 0; n < 4 * kSets; ++n) {
@@ -593,7 +678,7 @@ __global__ void __launch_bounds__(32 * kWarps, Traits::kBlocks)
           }
         }
         __syncwarp();
-        put_plainly<Traits>(y, factors[s], source.channels.of_head(from.head, kDim), lane,
+        put_plainly<Traits>(y, factors[s], source.channels.of_head(place.head, kDim), lane,
                             own + (one / 4 - g) * (int64_t{a.heads} * kDim));
       }
     }
@@ -606,16 +691,17 @@ template <int LOG_N, typename T>
 bool launch_dim(LoadTileArguments a, cudaStream_t stream) {
   using Traits = LoadTraits<LOG_N>;
   const int64_t of_sequence = (a.max_length + kTokens - 1) / kTokens, items = a.seqs * of_sequence * a.heads;
-  if (items > INT32_MAX / 2) return false;
+  // The kernel counts items and positions with 32 bits.
+  if (items > INT32_MAX / 2 || a.max_length > INT32_MAX - kTokens) return false;
   int device = 0, multiprocessors = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
              "cudaDeviceGetAttribute");
-  if (items * a.sources < multiprocessors * kWarps) return false;
+  if (items * a.sources < multiprocessors * Traits::kWarps) return false;
   const int64_t blocks =
-      std::min<int64_t>(multiprocessors * Traits::kBlocks, (items * a.sources + kWarps - 1) / kWarps);
+      std::min<int64_t>(multiprocessors * Traits::kBlocks, (items * a.sources + Traits::kWarps - 1) / Traits::kWarps);
   a.tiles_of_sequence = static_cast<int>(of_sequence);
-  load_tile_kernel<Traits, T><<<static_cast<unsigned>(blocks), 32 * kWarps, 0, stream>>>(a);
+  load_tile_kernel<Traits, T><<<static_cast<unsigned>(blocks), 32 * Traits::kWarps, 0, stream>>>(a);
   return true;
 }
 

@@ -101,6 +101,17 @@ __device__ __forceinline__ void prefetch_bytes(const uint8_t* from, int bytes) {
 #endif
 }
 
+// What each lane asks for, 16 bytes at a time and by all lanes of the warp: how devices before sm_90 copy blocks.
+__device__ __forceinline__ void copy_together(uint8_t* to, const uint8_t* from, int bytes) {
+  for (unsigned rest = __ballot_sync(0xffffffff, bytes != 0); rest; rest &= rest - 1) {
+    const int owner = __ffs(static_cast<int>(rest)) - 1, size = __shfl_sync(0xffffffff, bytes, owner);
+    const auto target = reinterpret_cast<uint8_t*>(__shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(to), owner));
+    const auto source =
+        reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(from), owner));
+    for (int i = 16 * static_cast<int>(threadIdx.x & 31); i < size; i += 512) copy_async(target + i, source + i);
+  }
+}
+
 // A lane's part in filling two slots, one after the other: it copies `bytes` bytes, 0 or a multiple of 16, from `from` to `to`, aligned
 // to 16, in the slot of `barrier`; and it announces so many bytes of that slot (announced; negative: others do). All lanes of the warp
 // call it; a slot's phase ends when as many lanes as init_barrier said have announced bytes, and all of them are there.
@@ -115,18 +126,29 @@ __device__ __forceinline__ void copy_blocks(uint64_t* first_barrier, uint64_t* s
                  : "memory");
   }
 #elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  for (unsigned rest = __ballot_sync(0xffffffff, bytes != 0); rest; rest &= rest - 1) {
-    const int owner = __ffs(static_cast<int>(rest)) - 1;
-    const uint32_t target = __shfl_sync(0xffffffff, shared_address(to), owner);
-    const uint64_t source = __shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(from), owner);
-    const int size = __shfl_sync(0xffffffff, bytes, owner);
-    for (int i = 16 * static_cast<int>(threadIdx.x & 31); i < size; i += 512) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + i), "l"(source + i) : "memory");
-    }
-  }
+  copy_together(to, from, bytes);
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(first_barrier)) : "memory");
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(second_barrier)) : "memory");
 #endif
+}
+
+// A slot of a warp alone: a lane's part in filling it, as above, and the wait of all lanes for what they asked for. Every phase of the
+// barrier (init_barrier: one lane) is announced once. Devices before sm_90 need no barrier for that.
+__device__ __forceinline__ void fill_slot(uint64_t* barrier, int announced, uint8_t* to, const uint8_t* from,
+                                          int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  copy_blocks(barrier, barrier, barrier, announced, to, from, bytes);
+#else
+  copy_together(to, from, bytes);
+#endif
+}
+__device__ __forceinline__ void wait_slot(uint64_t* barrier, uint32_t phase) {
+  if constexpr (kBulkCopies) {
+    wait_barrier(barrier, phase);
+  } else {
+    wait_for_copies();
+    __syncwarp();
+  }
 }
 
 }  // namespace turboquant::cuda
