@@ -12,6 +12,7 @@
 #include "codec.cuh"
 #include "hadamard.cuh"
 #include "mma.cuh"
+#include "ring.cuh"
 
 namespace turboquant::cuda {
 namespace {
@@ -289,10 +290,7 @@ __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG
       for (int k = 0; k < kChunks; ++k) {
         if constexpr (kStaged) {
           const int chunk = 4 * k + part;
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(
-                           __cvta_generic_to_shared(stages[warp] + Tile::place(row + 8 * v, chunk)))),
-                       "l"(from + 8 * chunk)
-                       : "memory");
+          copy_async(stages[warp] + Tile::place(row + 8 * v, chunk), from + 8 * chunk);
         } else {
           ahead[v][k] = __ldg(reinterpret_cast<const uint4*>(from) + part * kChunks + k);
         }
@@ -307,7 +305,7 @@ __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG
     first += on;
     uint32_t word[2][kWords];
     if constexpr (kStaged) {
-      asm volatile("cp.async.wait_all;" ::: "memory");
+      wait_for_copies();
       __syncwarp();
     }
 #pragma unroll
