@@ -28,8 +28,8 @@ constexpr int kSetChannels = 64;  // of one product: a set
 template <int LOG_N>
 struct LoadTraits {
   static constexpr int kLogDim = LOG_N, kDim = 1 << LOG_N, kSets = kDim / kSetChannels;
-  static constexpr int kWarps = kDim <= 128 ? 4 : 2;   // of a block
-  static constexpr int kBlocks = kDim <= 128 ? 4 : 6;  // of a multiprocessor: more would have too few registers
+  static constexpr int kWarps = kDim <= 128 ? 4 : 2,
+                       kBlocks = 4;  // of a block, of a multiprocessor: registers for no more
 
   // Between the staged vectors of a tile: two of them, of which eight lanes write 64 bytes each, meet different banks.
   static constexpr int kStageBytes = 2 * kDim + 64;

@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(kThreads)
 // log2(d) 2^-24 times the sum of all magnitudes, which is within sqrt(d) times the length. Of tensor cores suppose little: they add
 // four or more numbers at a time to the sum so far, and cut each of them, and the result, off at 24 bits of the largest. If all is
 // cut by as much as can be, and the same way, both together are off by 2^-15.9 of the length for d = 64, by 2^-15.3 for 128 and by
-// 2^-14.04 for 256. The bound is 2^-14: 3.9, 2.6 and 1.03 times that, and 10, 6 and 2.9 times for tensor cores that add sixteen
-// numbers at a time and keep two more bits. Of vectors of random numbers 0.3%, 0.6% and 1.2% have a sum within it.
+// 2^-14.04 for 256. The bound is 2^-15 and for 256 2^-14: 1.9, 1.3 and 1.03 times that, and 5, 3 and 2.9 times for tensor cores that
+// add sixteen numbers at a time and keep two more bits. Of vectors of random numbers 0.2%, 0.3% and 1.2% have a sum within it.
 
 template <int LOG_N>
 struct SketchTile {
@@ -427,7 +427,8 @@ __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG
     }
     const float smallest = with_neighbour(least[0], least[1], [](float a, float b) { return fminf(a, b); });
     // Within these bounds of the length the power of two changes no rounding that matters, as in sketch_kernel.
-    const bool clear = sum >= 0x1p-60f && sum <= 0x1p100f && __fmul_rn(smallest, smallest) > __fmul_rn(sum, 0x1p-28f);
+    constexpr float kBound = LOG_N < 8 ? 0x1p-30f : 0x1p-28f;  // squared
+    const bool clear = sum >= 0x1p-60f && sum <= 0x1p100f && __fmul_rn(smallest, smallest) > __fmul_rn(sum, kBound);
     uint32_t again = __ballot_sync(0xffffffff, mine < rows.count && !clear && !(odd ? zero[1] : zero[0]));
     again = (again | again >> 2) & 0x33333333;  // of either half of a vector's lanes, bit 4 row + v
 
