@@ -45,7 +45,7 @@ struct Token {
     return tile + r.key_planes + number * r.key_plane_bytes;
   }
   __device__ __forceinline__ uint8_t* value_block(const RecordLayout& r) const {
-    return tile + r.value_blocks + number / format::kValueGroup * r.value_block_bytes;
+    return tile + r.value_blocks + static_cast<unsigned>(number) / format::kValueGroup * r.value_block_bytes;
   }
   __device__ __forceinline__ uint16_t* key_scale(const RecordLayout& r) const {
     return reinterpret_cast<uint16_t*>(tile + r.key_scales) + number;
@@ -64,7 +64,8 @@ struct Pages {
 
   __device__ __forceinline__ Token token(int64_t page, int offset, int head, const RecordLayout& r) const {
     if (page < 0 || page >= num_pages) return {nullptr, 0};
-    uint8_t* record = data + (page * kv_heads + head) * r.record_bytes;
+    // No memory holds 2^32 records.
+    uint8_t* record = data + uint64_t{static_cast<uint32_t>(page) * kv_heads + head} * r.record_bytes;
     return {record + (offset >> r.tile_shift) * r.tile_bytes, offset & ((1 << r.tile_shift) - 1)};
   }
   __device__ __forceinline__ Token token(int64_t slot, int head, const RecordLayout& r) const {
@@ -172,8 +173,8 @@ __device__ __forceinline__ Octet key_octet(const uint32_t* row, const uint32_t* 
 // ---- Values -----------------------------------------------------------------------------------------------------------
 
 // Token `s` of a block owns byte b of words that start at multiples of q; the four tokens of a word differ in b only.
-__device__ __forceinline__ int value_q(int token) { return token % 8 / 2; }
-__device__ __forceinline__ int value_b(int token) { return token % 2 + 2 * (token / 8 % 2); }
+__device__ __forceinline__ int value_q(unsigned token) { return token % 8 / 2; }
+__device__ __forceinline__ int value_b(unsigned token) { return token % 2 + 2 * (token / 8 % 2); }
 __device__ __forceinline__ int value_token(int q, int b) { return 2 * q + b % 2 + 8 * (b / 2); }
 
 // word[i] of byte b <- byte i of word[b]

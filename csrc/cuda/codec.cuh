@@ -212,6 +212,31 @@ struct SharedCodebook {
 // 2^e for |e| <= 126.
 __device__ __forceinline__ float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
 
+// a / b and the root of s, correctly rounded: the steps of __fdiv_rn and __fsqrt_rn after they have asked whether
+// arguments, results and remainders keep clear of the ends of the range. Here they do:
+//
+// * Vectors are scaled to a largest magnitude in [1, 2), or from 2^-49 to 2^28 where the power of two is at its limit,
+//   unless the sum of their squares is from 2^-60 to 2^100 as they are. So a length that divides, or is divided, is from
+//   2^-49 to 2^51.
+// * A fit's sums have a scale only if `a` is positive: then it is from 2^-12 to 2^19, and b, which has a level that is not
+//   zero, an integer below 2^31.
+// * Constants are from 2^-4 to 2^20. What float16 cannot hold shows later, after the power of two has come back.
+//
+// Vectors that are zero or not finite have a scale of their own; what comes out for them here is not used.
+__device__ __forceinline__ float divide(float a, float b) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
+  r = __fmaf_rn(r, __fmaf_rn(-b, r, 1), r);
+  const float q = __fmul_rn(a, r);
+  return __fmaf_rn(r, __fmaf_rn(-b, q, a), q);
+}
+__device__ __forceinline__ float root(float s) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(s));
+  const float q = __fmul_rn(s, r);
+  return __fmaf_rn(__fmaf_rn(-q, q, s), __fmul_rn(r, 0.5f), q);
+}
+
 // What a candidate makes of a vector: the float32 sums of section 5, step 6, and its step.
 struct Fit {
   float a, b, step;
@@ -231,9 +256,9 @@ struct Fit {
     float scale;
     switch (mode) {
       case 0: scale = __fmul_rn(__fmul_rn(r, constants.over_root), step); break;
-      case 1: scale = __fdiv_rn(__fmul_rn(r, 32), __fsqrt_rn(b)); break;
-      case 2: scale = __fmul_rn(__fmul_rn(r, constants.over_root), __fdiv_rn(a, b)); break;
-      default: scale = __fdiv_rn(__fmul_rn(r, constants.times_root), a); break;
+      case 1: scale = divide(__fmul_rn(r, 32), root(b)); break;
+      case 2: scale = __fmul_rn(__fmul_rn(r, constants.over_root), divide(a, b)); break;
+      default: scale = divide(__fmul_rn(r, constants.times_root), a); break;
     }
     return __half_as_ushort(__float2half_rn(fminf(__fmul_rn(scale, power_of_two(e)), format::kMaxHalf)));
   }

@@ -252,14 +252,6 @@ __device__ __forceinline__ float sum_of_squares(const float (&y)[Traits::kPerLan
   return tree_sum<Traits>(square);
 }
 
-// __fsqrt_rn where x is far from the ends of the range: it asks whether it is.
-__device__ __forceinline__ float root(float x) {
-  float r;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  const float y = __fmul_rn(x, r);
-  return __fmaf_rn(__fmaf_rn(-y, y, x), __fmul_rn(r, 0.5f), y);
-}
-
 // A vector's length and what makes units of its coordinates, from the sum of their squares: root(squares) and
 // divide(kUnits, length). The reciprocal of the root is within two units of the length's reciprocal, which saves asking for
 // one: quotients are the same for all lengths, unless kUnits is a power of two.

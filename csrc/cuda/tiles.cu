@@ -27,33 +27,36 @@ enum class RowKind { kKey, kValue, kDense };
 template <typename Traits, typename T, bool SEARCH>
 __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_constant__ TileArguments a) {
   constexpr int kTokens = kTileTokens<Traits>, kLanes = Traits::kLanes;
+  // Whether a slot is on its way while its vector is encoded, or asked for after: where registers are short.
+  constexpr bool kSlotFirst = !SEARCH && kLanes == 2;
   extern __shared__ uint4 dynamic[];
   __shared__ SharedCodebook books[2];
+  __shared__ alignas(16) uint32_t levels[2][4];
   uint32_t* words = reinterpret_cast<uint32_t*>(dynamic);
   const int threads = blockDim.x, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int part = lane % kLanes, vector = lane / kLanes;
 
-  // Of two neighbouring warps one takes keys and one values, every scheduler as many of both.
-  const int s = (warp + warp / 4) % a.sources, warps = threads / 32 / a.sources;
-  const TileSource& source = a.source[s];
-  const RowKind kind = a.packed ? RowKind::kDense : s == 0 ? RowKind::kKey : RowKind::kValue;
-  uint32_t* table = words + s * kSourceWords<Traits, SEARCH>;
-  uint32_t* signs = table + kTableWords<Traits, SEARCH> + part * kSignStride;
+  // Of two neighbouring warps one takes keys and one values, every scheduler as many of both; then they change over,
+  // since values take longer.
+  int next = (warp + warp / 4) % a.sources;
+  const int warps = threads / 32 / a.sources;
   uint32_t* stage = words + a.sources * kSourceWords<Traits, SEARCH> + warp * kStageWords<Traits>;
 
-  const int tiles = static_cast<int>((a.tokens + kTokens - 1) / kTokens) * kPasses<Traits>;
-  const int item = blockIdx.x * warps + warp / a.sources, items_on = gridDim.x * warps;
+  const int tokens = static_cast<int>(a.tokens);
+  const int tiles = (tokens + kTokens - 1) / kTokens * kPasses<Traits>;
+  // The last tiles, fewer than there are warps, go to all multiprocessors.
+  const int item = warp / a.sources * gridDim.x + blockIdx.x, items_on = gridDim.x * warps;
   int tile = item / a.heads, head = item % a.heads;
   const int tiles_on = items_on / a.heads, heads_on = items_on % a.heads;
-  // What no copy reaches must be numbers.
-  for (int i = lane; i < kStageWords<Traits>; i += 32) stage[i] = 0;
-  __syncwarp();
-  const auto start_copies = [&] {  // lane v sees to vector v
+  const auto start_copies = [&] {
     if (tile >= tiles) return;
-    const int64_t token =
-        int64_t{tile / kPasses<Traits>} * kTokens + token_of_vector<Traits>(lane, tile % kPasses<Traits>);
-    WarpRows<Traits>::start(stage, source.data + token * source.token_stride + head * source.head_stride,
-                            lane < Traits::kVectors && token < a.tokens, lane);
+    const TileSource& from = a.source[next];
+    const int stride = static_cast<int>(from.token_stride);
+    const int first = tile / kPasses<Traits> * kTokens + token_of_vector<Traits>(0, tile % kPasses<Traits>);
+    WarpRows<Traits>::start_all(stage,
+                                from.data + int64_t{first} * stride +
+                                    int64_t{head} * static_cast<int>(from.head_stride),
+                                stride, tokens - first, lane, [](int v) { return token_of_vector<Traits>(v, 0); });
   };
   start_copies();
   for (int t = 0; t < a.sources; ++t) {
@@ -66,16 +69,20 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
     const Codebook& book = a.source[t].book;
     fill_table<Traits, SEARCH>(reinterpret_cast<uint8_t*>(words + t * kSourceWords<Traits, SEARCH>), books[t],
                                book.bits, book.num_steps, threadIdx.x, threads);
+    fill_level_bytes(levels[t], books[t], threadIdx.x);
   }
   __syncthreads();
 
-  const TableBook with{&books[s], reinterpret_cast<const uint8_t*>(table), source.book.bits, source.book.num_steps};
 #pragma unroll 1
   while (tile < tiles) {
-    const int number = token_of_vector<Traits>(vector, tile % kPasses<Traits>), from_head = head;
-    const int64_t token = int64_t{tile / kPasses<Traits>} * kTokens + number;
-    const bool exists = token < a.tokens;
-    const int64_t slot = exists && !a.packed ? a.slots[token] : -1;
+    const int now = next, from_head = head, number = token_of_vector<Traits>(vector, tile % kPasses<Traits>);
+    const int token = tile / kPasses<Traits> * kTokens + number;
+    const bool exists = token < tokens;
+    int64_t slot = kSlotFirst && exists && !a.packed ? a.slots[token] : -1;
+    const TileSource& source = a.source[now];
+    const RowKind kind = a.packed ? RowKind::kDense : now == 0 ? RowKind::kKey : RowKind::kValue;
+    const uint32_t* table = words + now * kSourceWords<Traits, SEARCH>;
+    const uint32_t* signs = table + kTableWords<Traits, SEARCH> + part * kSignStride;
 
     WarpRows<Traits>::wait();
     float y[64];
@@ -83,12 +90,13 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
       const uint32_t* staged = stage + vector * kStageStride<Traits> + 32 * part;
       if (source.channels.center) {
         const auto channels = source.channels.from(from_head * source.channel_stride + 64 * part);
-        read_staged<T, true>(staged, signs, channels, part, y);
+        read_staged<T, true>(staged, signs, channels, y);
       } else {
-        read_staged<T, false>(staged, signs, {}, part, y);
+        read_staged<T, false>(staged, signs, {}, y);
       }
     });
     __syncwarp();
+    next = a.sources - 1 - now;
     tile += tiles_on;
     head += heads_on;
     if (head >= a.heads) {
@@ -98,28 +106,28 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
     start_copies();
 
     const bool zero = v.length == 0;
-    const float factor = zero ? 0.0f : __fdiv_rn(a.constants.units, v.length);
+    const float factor = zero ? 0.0f : divide(a.constants.units, v.length);
     const float k[2] = {is_negated<Traits>(part, 0) ? -factor : factor, is_negated<Traits>(part, 1) ? -factor : factor};
+    const TableBook with{&books[now], reinterpret_cast<const uint8_t*>(table), levels[now], source.book.bits,
+                         source.book.num_steps};
     LaneCodes codes;
     Fit fit;
     const bool wide = source.book.bits == 5;
     if constexpr (SEARCH) {
-      fit = wide ? encode_search<Traits, true>(y, k, with, codes) : encode_search<Traits, false>(y, k, with, codes);
+      fit = wide ? encode_search<Traits, true>(y, k, v.finite, with, codes)
+                 : encode_search<Traits, false>(y, k, v.finite, with, codes);
     } else {
-      fit = wide ? encode_single<Traits, true>(y, k, with, codes) : encode_single<Traits, false>(y, k, with, codes);
+      fit = wide ? encode_single<Traits, true>(y, k, v.finite, with, codes)
+                 : encode_single<Traits, false>(y, k, v.finite, with, codes);
     }
+    if (!kSlotFirst && exists && !a.packed) slot = a.slots[token];
     uint16_t scale = zero ? 0 : fit.scale(source.book.scale_mode, v.length, v.exponent, a.constants);
-    if (!v.finite) {
-      scale = format::kNanScale;
-#pragma unroll
-      for (int o = 0; o < 8; ++o) codes.low[o] = 0;
-      codes.high[0] = codes.high[1] = 0;
-    }
+    if (!v.finite) scale = format::kNanScale;
 
     const Token to = kind == RowKind::kDense ? Token{} : a.pages.token(slot, from_head, a.layout);
     if (kind == RowKind::kDense) {
       if (exists) {
-        const int64_t row = token * a.heads + from_head;
+        const int64_t row = int64_t{token} * a.heads + from_head;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           put_dense_group(codes.low + 4 * h, codes.high[h], source.book.bits, Traits::group(part, h),
@@ -141,16 +149,15 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
       const int64_t begin = slot - number % format::kValueGroup;
       const int64_t common = __shfl_sync(0xffffffff, begin, lane - vector % format::kValueGroup * kLanes - part);
       const bool together = __all_sync(0xffffffff, to.tile && begin == common && begin % format::kValueGroup == 0);
-      put_value<Traits>(codes, source.book.bits, part, to.tile ? to.value_block(a.layout) : nullptr, to.number,
-                        together);
+      put_value<Traits>(codes, source.book.bits, part, to.value_block(a.layout), to.number, together, to.tile);
       if (to.tile && part == 0) *to.value_scale(a.layout) = scale;
     }
     if (a.tail.data && to.tile) {
       const int64_t kept = a.tail.row(token);
       constexpr int bytes = 2 * Traits::kDim;
       if (kept >= 0) {
-        copy_bytes(source.data + token * source.token_stride + from_head * source.head_stride,
-                   a.tail.at(kept, from_head, s, bytes), bytes, part, kLanes);
+        copy_bytes(source.data + int64_t{token} * source.token_stride + from_head * source.head_stride,
+                   a.tail.at(kept, from_head, now, bytes), bytes, part, kLanes);
       }
     }
   }
@@ -184,7 +191,10 @@ bool launch_tile_kernel(const TileArguments& a, cudaStream_t stream) {
   if (warps < kLeastWarps) return false;
   const int64_t items =
       (a.tokens + kTileTokens<Traits> - 1) / kTileTokens<Traits> * kPasses<Traits> * a.heads * a.sources;
-  if (2 * items < int64_t{limits.multiprocessors} * warps || items > INT32_MAX / 2) return false;
+  if (2 * items < int64_t{limits.multiprocessors} * warps || std::max(items, a.tokens) > INT32_MAX / 2) return false;
+  for (int s = 0; s < a.sources; ++s) {
+    if (std::max(a.source[s].token_stride, a.source[s].head_stride) > INT32_MAX) return false;
+  }
 
   const int bytes = fixed + warps * own;
   static std::atomic<int> allowed[kMostDevices];  // shared memory that was asked for already

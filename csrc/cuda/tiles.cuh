@@ -4,8 +4,8 @@
 // An encoder that keeps up with memory has some twenty instructions for a channel, so each step has its trick:
 //
 // * Lanes that share a vector exchange half of their registers for a butterfly between them, so that it costs half a
-//   shuffle. Which half is the same register in both, because the partner's two halves lie the other way round from the
-//   start.
+//   shuffle. Which half is the same register in both, because the stage before leaves the partner's sums and differences
+//   the other way round.
 // * A power of two in front of a vector changes no code. So vectors are scaled (format.md section 5, step 3) only when
 //   their squares would leave a safe range; that also finds zeros, infinities and NaN. Terms that the two ways round
 //   differently are 2^-66 of the length and could show only through several nested ties.
@@ -33,13 +33,17 @@ struct TileTraits {
   static __device__ __forceinline__ int group(int part, int h) { return h * kLanes + part; }
 };
 
-// The part of a vector that a lane reads lies the other way round: its second 32 channels first.
-__device__ __forceinline__ int turned(int part) { return part & 1; }
-
 // Bytes of `low` and `high` by the low four nibbles of `selector`.
 __device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t out;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
+  return out;
+}
+
+// Bits of x where the mask is set, else of y.
+__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t x, uint32_t y) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(out) : "r"(x), "r"(y), "r"(mask));
   return out;
 }
 
@@ -78,19 +82,45 @@ struct WarpRows {
     }
   }
 
-  // To shared memory, arriving while the warp goes on, where the device can do that; and the wait for it.
-  static __device__ __forceinline__ void start(uint32_t* stage, const void* mine, bool exists, int lane) {
-    each(mine, exists, lane, [&](unsigned long long from, int at) {
+  // 16 bytes to shared memory, arriving while the warp goes on, where the device can do that.
+  static __device__ __forceinline__ void copy(uint32_t* to, unsigned long long from) {
 #if __CUDA_ARCH__ >= 800
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                       static_cast<uint32_t>(__cvta_generic_to_shared(stage + at))),
-                   "l"(from)
-                   : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+                 "l"(from)
+                 : "memory");
 #else
-      *reinterpret_cast<uint4*>(stage + at) = __ldg(reinterpret_cast<const uint4*>(from));
+    *reinterpret_cast<uint4*>(to) = __ldg(reinterpret_cast<const uint4*>(from));
 #endif
-    });
   }
+  static __device__ __forceinline__ void start(uint32_t* stage, const void* mine, bool exists, int lane) {
+    each(mine, exists, lane, [&](unsigned long long from, int at) { copy(stage + at, from); });
+  }
+  // Those of all vectors, row place_of(v) of rows that lie `stride` bytes apart, and the last of `count` rows for those
+  // beyond it. Places of sums are sums of places.
+  template <typename PlaceOf>
+  static __device__ __forceinline__ void start_all(uint32_t* stage, const uint8_t* rows, int stride, int count,
+                                                   int lane, PlaceOf&& place_of) {
+    const int first = lane / kChunks, place = lane % kChunks;
+    const uint8_t* from = rows + 16 * place;
+    uint32_t* to = stage + first * kStageStride<Traits> + 4 * place;
+    const auto of_row = [&](const uint8_t* base, int row) {
+      return reinterpret_cast<unsigned long long>(base + row * int64_t{stride});
+    };
+    if (place_of(Traits::kVectors - 1) < count) {
+      from += place_of(first) * int64_t{stride};
+      asm("" : "+l"(from));  // one multiplication for each place, not one for all of its terms
+#pragma unroll
+      for (int k = 0; k < kTimes; ++k) {
+        copy(to + k * kTogether * kStageStride<Traits>, of_row(from, place_of(k * kTogether)));
+      }
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < kTimes; ++k) {
+        copy(to + k * kTogether * kStageStride<Traits>, of_row(from, min(place_of(first + k * kTogether), count - 1)));
+      }
+    }
+  }
+  // The wait for them.
   static __device__ __forceinline__ void wait() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -125,19 +155,18 @@ __device__ __forceinline__ void fill_signs(uint32_t* rows, const float* signs, i
 // center pay nothing for those that have one: asking again for every 16 channels takes up to a twelfth of the kernel's time.
 template <typename T, bool CENTERED>
 __device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t* signs,
-                                            const format::Channels& channels, int part, float (&y)[64]) {
+                                            const format::Channels& channels, float (&y)[64]) {
 #pragma unroll
   for (int i = 0; i < 64; i += 16) {
-    const int from = i % 32 + 32 * (i / 32 ^ turned(part));
     uint32_t word[8], sign[16];
 #pragma unroll
     for (int k = 0; k < 8; k += 4) {
-      const uint4 w = *reinterpret_cast<const uint4*>(row + from / 2 + k);
+      const uint4 w = *reinterpret_cast<const uint4*>(row + i / 2 + k);
       word[k] = w.x, word[k + 1] = w.y, word[k + 2] = w.z, word[k + 3] = w.w;
     }
 #pragma unroll
     for (int k = 0; k < 16; k += 4) {
-      const uint4 s = *reinterpret_cast<const uint4*>(signs + from + k);
+      const uint4 s = *reinterpret_cast<const uint4*>(signs + i + k);
       sign[k] = s.x, sign[k + 1] = s.y, sign[k + 2] = s.z, sign[k + 3] = s.w;
     }
     float* to = y + i;
@@ -155,7 +184,7 @@ __device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t*
     if constexpr (CENTERED) {  // -(a - b) = (-a) - (-b)
 #pragma unroll
       for (int k = 0; k < 16; k += 4) {
-        const float4 c = __ldg(reinterpret_cast<const float4*>(channels.center + from + k));
+        const float4 c = __ldg(reinterpret_cast<const float4*>(channels.center + i + k));
         to[k] = __fsub_rn(to[k], __uint_as_float(__float_as_uint(c.x) ^ sign[k]));
         to[k + 1] = __fsub_rn(to[k + 1], __uint_as_float(__float_as_uint(c.y) ^ sign[k + 1]));
         to[k + 2] = __fsub_rn(to[k + 2], __uint_as_float(__float_as_uint(c.z) ^ sign[k + 2]));
@@ -164,7 +193,7 @@ __device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t*
       if (channels.scale) {
 #pragma unroll
         for (int k = 0; k < 16; k += 4) {
-          const float4 c = __ldg(reinterpret_cast<const float4*>(channels.scale + from + k));
+          const float4 c = __ldg(reinterpret_cast<const float4*>(channels.scale + i + k));
           to[k] = __fmul_rn(to[k], c.x), to[k + 1] = __fmul_rn(to[k + 1], c.y);
           to[k + 2] = __fmul_rn(to[k + 2], c.z), to[k + 3] = __fmul_rn(to[k + 3], c.w);
         }
@@ -180,12 +209,13 @@ __device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t*
 template <typename Traits>
 __device__ __forceinline__ void rotate_tile(float (&y)[64], int part) {
   lane_butterflies<1, 32>(y);
-  // Products with 1 and -1 are exact: what is rounded are sums and differences.
-  const float first = turned(part) ? -1.0f : 1.0f;
+  // Products with 1 and -1 are exact: what is rounded are sums and differences. A lane whose first partner is below it
+  // has the differences first.
+  const float first = part & 1 ? -1.0f : 1.0f;
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
     const float p = y[i], q = y[i + 32];
-    y[i] = __fmaf_rn(first, p, q);
+    y[i] = __fmaf_rn(first, q, p);
     y[i + 32] = __fmaf_rn(-first, q, p);
   }
 #pragma unroll
@@ -260,8 +290,14 @@ __device__ __forceinline__ Rotated rotate_vector(float (&y)[64], int part, Read&
     }
     rotate_tile<Traits>(y, part);
     const float squares = sum_of_squares<Traits>(y);
-    v.length = __fsqrt_rn(squares);
-    if (scaled || __all_sync(0xffffffff, squares >= 0x1p-60f && squares <= 0x1p100f)) return v;
+    if (__all_sync(0xffffffff, squares >= 0x1p-60f && squares <= 0x1p100f)) {
+      v.length = root(squares);
+      return v;
+    }
+    if (scaled) {
+      v.length = __fsqrt_rn(squares);
+      return v;
+    }
     scaled = true;
   }
 }
@@ -279,19 +315,20 @@ constexpr int kReach = table_reach(Traits::kDim);
 template <typename Traits>
 constexpr int kCells = 2 * kReach<Traits>;
 template <typename Traits, bool SEARCH>
-constexpr int kTableWords = SEARCH ? (kCells<Traits> + 3) / 4 * 4 : (kCells<Traits> + 15) / 16 * 4;
+constexpr int kTableWords = SEARCH ? kCells<Traits> / 4 * 4 + 4 : kCells<Traits> / 16 * 4 + 4;
 
 constexpr int kMostCandidates = 8;
 
-// Entries of all cells, a byte each or a word; the caller has synchronised after filling the book, and does so again. A
-// nibble holds a magnitude and, where it leaves room, the sign (set: not negative) in bit 3; the sign of 5-bit codes is
-// bit 4 of bytes. A thread finds the magnitudes of all candidates side by side: one search waits for the other nowhere.
+// Entries of all cells, a byte each or a word, and behind them that of code 0; the caller has synchronised after filling
+// the book, and does so again. A nibble holds a magnitude and above it, where there is room, the sign (set: not
+// negative); that of 5-bit codes is bit 4 of bytes. A thread finds the magnitudes of all candidates side by side: one
+// search waits for the other nowhere.
 template <typename Traits, bool SEARCH>
 __device__ __forceinline__ void fill_table(uint8_t* table, const SharedCodebook& book, int bits, int steps, int thread,
                                            int threads) {
   constexpr int kCandidates = SEARCH ? kMostCandidates : 1;
   const int inner = (1 << (bits - 1)) - 1;
-  const uint32_t sign = SEARCH && bits == 5 ? 0 : SEARCH ? 0x88888888 : bits < 5 ? 8 : 16;
+  const uint32_t sign = SEARCH && bits == 5 ? 0 : (SEARCH ? 0x11111111 : 1) << (bits - 1);
   for (int positive = thread; positive < kReach<Traits>; positive += threads) {
     int magnitude[kCandidates] = {};
 #pragma unroll 1
@@ -311,16 +348,24 @@ __device__ __forceinline__ void fill_table(uint8_t* table, const SharedCodebook&
       table[above] = static_cast<uint8_t>(entry | sign), table[below] = static_cast<uint8_t>(entry);
     }
   }
+  if (thread == 0) {
+    if constexpr (SEARCH) {
+      reinterpret_cast<uint32_t*>(table)[kCells<Traits>] = bits == 5 ? 0 : inner * 0x11111111;
+    } else {
+      table[kCells<Traits>] = static_cast<uint8_t>(inner);
+    }
+  }
 }
 
 // Rounds to the nearest integer, as a subnormal float.
 __device__ __forceinline__ float subnormal_integer(float x) { return __fmul_rn(x, 0x1p-149f); }
 
-// What is in the table for such an integer. middle: where cell 0 is, in entries of shared memory, as another.
-template <bool SEARCH>
-__device__ __forceinline__ float table_middle(const uint8_t* table, int reach) {
+// What is in the table for such an integer. middle: where cell 0 is, in entries of shared memory, as another. For zeros
+// that stand for a vector that is not finite, it is where code 0 is.
+template <typename Traits, bool SEARCH>
+__device__ __forceinline__ float table_middle(const uint8_t* table, bool finite) {
   const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(table));
-  float middle = __uint_as_float((SEARCH ? at / 4 : at) + reach);
+  float middle = __uint_as_float((SEARCH ? at / 4 : at) + (finite ? kReach<Traits> : kCells<Traits>));
   asm("" : "+f"(middle));  // in a register: next to an immediate operand it would be copied there for each cell
   return middle;
 }
@@ -342,7 +387,11 @@ __device__ __forceinline__ uint32_t look_up(float u, float middle) {
 struct TableBook {
   const SharedCodebook* book;
   const uint8_t* table;
+  const uint32_t* levels;  // of fill_level_bytes
   int bits, steps;
+
+  // Those of all magnitudes, once for each candidate or channel of a word.
+  __device__ __forceinline__ uint32_t magnitudes(uint32_t each) const { return each * ((1u << (bits - 1)) - 1); }
 };
 
 // A lane's codes: four bits of eight channels in a word, and the fifth bits of 32 channels.
@@ -351,40 +400,36 @@ struct LaneCodes {
 };
 
 // The levels of magnitudes, a byte each. WIDE: of 16, else of 8.
+__device__ __forceinline__ void fill_level_bytes(uint32_t (&words)[4], const SharedCodebook& book, int thread) {
+  if (thread >= 4) return;
+  words[thread] = 0;
+#pragma unroll
+  for (int b = 0; b < 4; ++b) words[thread] |= static_cast<uint32_t>(book.level[4 * thread + b]) << 8 * b;
+}
+
 template <bool WIDE>
 struct LevelBytes {
   uint32_t word[WIDE ? 4 : 2];
 
-  __device__ __forceinline__ explicit LevelBytes(const SharedCodebook& book) {
+  __device__ __forceinline__ explicit LevelBytes(const uint32_t* words) {
 #pragma unroll
-    for (int i = 0; i < (WIDE ? 4 : 2); ++i) {
-      word[i] = 0;
-#pragma unroll
-      for (int b = 0; b < 4; ++b) word[i] |= static_cast<uint32_t>(book.level[4 * i + b]) << 8 * b;
-    }
+    for (int i = 0; i < (WIDE ? 4 : 2); ++i) word[i] = words[i];
   }
 
-  // Of the four low nibbles; bit 3 is 0 unless WIDE.
+  // Of the four low nibbles; bit 3 is 0 unless WIDE. A nibble that has it makes a permutation repeat a level's sign, which
+  // is 0: each half of the levels leaves out what belongs to the other.
   __device__ __forceinline__ uint32_t of(uint32_t nibbles) const {
-    if constexpr (!WIDE) return permute(word[0], word[1], nibbles);
-    const uint32_t upper = permute(0x80808080, 0x80808080, nibbles), low = nibbles & 0x77777777;  // 255 or 128
-    return (permute(word[WIDE ? 2 : 0], word[WIDE ? 3 : 1], low) & upper) | (permute(word[0], word[1], low) & ~upper);
+    const uint32_t level = permute(word[0], word[1], nibbles);
+    if constexpr (!WIDE) return level;
+    return level | permute(word[WIDE ? 2 : 0], word[WIDE ? 3 : 1], nibbles ^ 0x8888);
   }
 };
 
-// Nibbles of signs and magnitudes to codes of up to four bits.
+// Nibbles of signs and magnitudes to codes of up to four bits: half + m, or half - 1 - m.
 __device__ __forceinline__ void codes_of_signs(uint32_t (&x)[8], int bits) {
-  if (bits == 4) {  // 8 + m or 7 - m
+  const uint32_t ones = (1u << (bits - 1)) - 1;
 #pragma unroll
-    for (int o = 0; o < 8; ++o) x[o] ^= (~x[o] >> 3 & 0x11111111) * 7;
-  } else {
-    const uint32_t ones = (1u << (bits - 1)) - 1;
-#pragma unroll
-    for (int o = 0; o < 8; ++o) {
-      const uint32_t negative = ~x[o] >> 3 & 0x11111111;
-      x[o] = ((x[o] & 0x77777777) ^ negative * ones) + ((negative ^ 0x11111111) << (bits - 1));
-    }
-  }
+  for (int o = 0; o < 8; ++o) x[o] ^= (~(x[o] >> (bits - 1)) & 0x11111111) * ones;
 }
 
 // Bits 0 to 7 to the lowest bits of nibbles.
@@ -397,37 +442,46 @@ __device__ __forceinline__ uint32_t nibbles_of_bits(uint32_t b) {
 // One candidate: codes and sums in one pass. k: of each half. |u| < 2^17: what 16 bits do not hold of it is rare, and
 // added apart.
 template <typename Traits, bool WIDE>
-__device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (&k)[2], const TableBook& with,
-                                             LaneCodes& codes) {
-  const float middle = table_middle<false>(with.table, kReach<Traits>);
-  const LevelBytes<WIDE> levels(*with.book);
+__device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (&k)[2], bool finite,
+                                             const TableBook& with, LaneCodes& codes) {
+  const float middle = table_middle<Traits, false>(with.table, finite);
+  const uint32_t all_magnitudes = with.magnitudes(0x11111111);
+  const LevelBytes<WIDE> levels(with.levels);
   uint32_t dot[2] = {}, square[2] = {}, over = 0;
 #pragma unroll
   for (int o = 0; o < 8; ++o) {
-    uint32_t u[8], x = 0, negative = 0;
+    uint32_t u[8], part[2] = {};  // entries: bytes of even and odd channels, or nibbles of four channels each
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float integer = subnormal_integer(__fmul_rn(y[8 * o + i], k[o / 4]));
       const uint32_t entry = look_up<false>(integer, middle);
       u[i] = __float_as_uint(integer);
       if constexpr (Traits::kDim > 128) over |= u[i];
-      x = __funnelshift_r(x, entry, 4);
-      if constexpr (WIDE) negative |= (~entry >> 4 & 1) << i;
+      if constexpr (WIDE) {
+        part[i % 2] += entry << 8 * (i / 2);
+      } else {
+        part[i / 4] += entry << 4 * (i % 4);
+      }
     }
-    const uint32_t magnitudes = WIDE ? x : x & 0x77777777;
-    const uint32_t first = levels.of(magnitudes), second = levels.of(magnitudes >> 16);
+    uint32_t first, second;
+    if constexpr (WIDE) {
+      const uint32_t magnitudes = select_bits(0x0F0F0F0F, part[0], part[1] << 4);
+      const uint32_t positive = select_bits(0x0F0F0F0F, part[0] >> 4, part[1]);  // the lowest bits of nibbles
+      const uint32_t pairs = (positive | positive >> 3) & 0x03030303;
+      const uint32_t byte = __dp4a(pairs, 0x40100401u, 0u);
+      codes.low[o] = magnitudes ^ ~(positive * 15);
+      codes.high[o / 4] = (o % 4 ? codes.high[o / 4] : 0) + (byte << 8 * (o % 4));
+      first = levels.of(magnitudes), second = levels.of(magnitudes >> 16);
+    } else {
+      codes.low[o] = part[1] * 65536 + part[0];
+      first = levels.of(part[0] & all_magnitudes), second = levels.of(part[1] & all_magnitudes);
+    }
     square[0] = __dp4a(first, first, square[0]);
     square[1] = __dp4a(second, second, square[1]);
     dot[0] = __dp2a_lo(permute(u[0], u[1], 0x5410), first, dot[0]);
     dot[1] = __dp2a_lo(permute(u[4], u[5], 0x5410), second, dot[1]);
     dot[0] = __dp2a_hi(permute(u[2], u[3], 0x5410), first, dot[0]);
     dot[1] = __dp2a_hi(permute(u[6], u[7], 0x5410), second, dot[1]);
-    if constexpr (WIDE) {
-      codes.low[o] = x ^ nibbles_of_bits(negative) * 15;
-      codes.high[o / 4] = (o % 4 ? codes.high[o / 4] : 0) | (negative ^ 255) << 8 * (o % 4);
-    } else {
-      codes.low[o] = x;
-    }
   }
   if constexpr (!WIDE) codes_of_signs(codes.low, with.bits);
   if (Traits::kDim > 128 && (over & 0x10000)) {
@@ -441,7 +495,7 @@ __device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (
         const uint32_t u = __float_as_uint(subnormal_integer(__fmul_rn(one, k[o / 4])));
         // Beyond every boundary of sensible steps, but the table knows.
         const uint32_t entry = look_up<false>(__uint_as_float(u), middle);
-        if (u & 0x10000) dot[0] += static_cast<uint32_t>(with.book->level[entry & (WIDE ? 15 : 7)]) << 16;
+        if (u & 0x10000) dot[0] += static_cast<uint32_t>(with.book->level[entry & with.magnitudes(1)]) << 16;
       }
     }
   }
@@ -449,36 +503,27 @@ __device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (
                       sum_of_lanes<Traits::kLanes>(static_cast<int>(square[0] + square[1])), with.book->step[0]);
 }
 
-// a / b, correctly rounded where neither they nor the quotient come near the ends of the range: what __fdiv_rn does
-// after asking.
-__device__ __forceinline__ float divide(float a, float b) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
-  r = __fmaf_rn(r, __fmaf_rn(-b, r, 1), r);
-  const float q = __fmul_rn(a, r);
-  return __fmaf_rn(r, __fmaf_rn(-b, q, a), q);
-}
-
 // Several candidates; |u| < 2^16.
 template <typename Traits, bool WIDE>
-__device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (&k)[2], const TableBook& with,
-                                             LaneCodes& codes) {
-  constexpr uint32_t kNibble = WIDE ? 0x0F0F0F0F : 0x07070707;
+__device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (&k)[2], bool finite,
+                                             const TableBook& with, LaneCodes& codes) {
   const SharedCodebook& book = *with.book;
-  const float middle = table_middle<true>(with.table, kReach<Traits>);
-  const LevelBytes<WIDE> levels(book);
+  const float middle = table_middle<Traits, true>(with.table, finite);
+  const uint32_t all_magnitudes = WIDE ? 0xFFFFFFFF : with.magnitudes(0x11111111);
+  const LevelBytes<WIDE> levels(with.levels);
 
   uint32_t dot[kMostCandidates] = {}, square[kMostCandidates] = {};
-  uint32_t entry[64];
+  // Nibbles of two channels under the candidates of even and odd number, a byte for each candidate.
+  uint32_t pairs[2][32];
   codes.high[0] = codes.high[1] = 0;
 #pragma unroll
   for (int i = 0; i < 64; i += 4) {
-    uint32_t u[4];
+    uint32_t u[4], entry[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float x = subnormal_integer(__fmul_rn(y[i + j], k[i / 32]));
       u[j] = __float_as_uint(x);
-      entry[i + j] = look_up<true>(x, middle);
+      entry[j] = look_up<true>(x, middle);
     }
     if constexpr (WIDE) {
 #pragma unroll
@@ -488,15 +533,16 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
       }
     }
     const uint32_t first = permute(u[0], u[1], 0x5410), second = permute(u[2], u[3], 0x5410);
-    // Nibbles of four channels under candidates of even and odd number.
-    const uint32_t even[2] = {(entry[i] & kNibble) | (entry[i + 1] << 4 & kNibble << 4),
-                              (entry[i + 2] & kNibble) | (entry[i + 3] << 4 & kNibble << 4)};
-    const uint32_t odd[2] = {(entry[i] >> 4 & kNibble) | (entry[i + 1] & kNibble << 4),
-                             (entry[i + 2] >> 4 & kNibble) | (entry[i + 3] & kNibble << 4)};
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      pairs[0][(i + j) / 2] = select_bits(0x0F0F0F0F, entry[j], entry[j + 1] << 4);
+      pairs[1][(i + j) / 2] = select_bits(0x0F0F0F0F, entry[j] >> 4, entry[j + 1]);
+    }
 #pragma unroll
     for (int s = 0; s < kMostCandidates; ++s) {
-      const uint32_t (&of)[2] = s % 2 ? odd : even;
-      const uint32_t nibbles = permute(of[0], of[1], s < 4 ? 0x5140 : 0x7362);  // of two candidates
+      const uint32_t* of = pairs[s % 2] + i / 2;
+      // of two candidates
+      const uint32_t nibbles = permute(of[0], of[1], s < 4 ? 0x5140 : 0x7362) & all_magnitudes;
       const uint32_t level = levels.of(s & 2 ? nibbles >> 16 : nibbles);
       square[s] = __dp4a(level, level, square[s]);
       dot[s] = __dp2a_lo(first, level, dot[s]);
@@ -525,20 +571,20 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
   }
   const Fit best = Fit::of_sums(kept_dot, kept_square, book.step[kept]);
 
-  const int shift = 28 - 4 * kept;
+  const uint32_t bytes = 0x40 + kept / 2 * 0x11;  // that of a word, and that of another
 #pragma unroll
   for (int o = 0; o < 8; ++o) {
-    uint32_t x = 0;
+    uint32_t of[4];
 #pragma unroll
-    for (int i = 7; i >= 0; --i) x = __funnelshift_l(entry[8 * o + i] << shift, x, 4);
-    codes.low[o] = x;
+    for (int j = 0; j < 4; ++j) of[j] = kept % 2 ? pairs[1][4 * o + j] : pairs[0][4 * o + j];
+    codes.low[o] = permute(permute(of[0], of[1], bytes), permute(of[2], of[3], bytes), 0x5410);
   }
   if constexpr (!WIDE) codes_of_signs(codes.low, with.bits);
   if constexpr (WIDE) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t negative = __brev(codes.high[h]);
-      codes.high[h] = ~negative;
+      codes.high[h] = finite ? ~negative : 0;
 #pragma unroll
       for (int o = 0; o < 4; ++o) codes.low[4 * h + o] ^= nibbles_of_bits(negative >> 8 * o & 255) * 15;
     }
@@ -563,8 +609,9 @@ __device__ __forceinline__ void put_words(uint8_t* to, const uint32_t (&word)[N]
 // A group of 32 channels in the row of a key; its fifth bits in the plane.
 __device__ __forceinline__ void put_key_group(const uint32_t* low, uint32_t high, int bits, int group, uint8_t* row,
                                               uint8_t* plane) {
+  uint8_t* to = row + 4 * min(bits, 4) * group;
   if (bits >= 4) {
-    put_words<4>(row + 16 * group, {low[0], low[1], low[2], low[3]});
+    put_words<4>(to, {low[0], low[1], low[2], low[3]});
     if (bits == 5) {
       const auto spread = [](uint32_t b) { return (b & 3) | (b & 0x0C) << 6 | (b & 0x30) << 12 | (b & 0xC0) << 18; };
       const uint32_t word = spread(high) | spread(high >> 8) << 2 | spread(high >> 16) << 4 | spread(high >> 24) << 6;
@@ -574,10 +621,10 @@ __device__ __forceinline__ void put_key_group(const uint32_t* low, uint32_t high
     uint32_t out[3];
 #pragma unroll
     for (int j = 0; j < 3; ++j) out[j] = low[j] | (low[3] << (3 - j) & 0x88888888);
-    put_words<3>(row + 12 * group, out);
+    put_words<3>(to, out);
   } else {
-    put_words<2>(row + 8 * group, {close_nibbles(low[0], 2) | close_nibbles(low[1], 2) << 16,
-                                   close_nibbles(low[2], 2) | close_nibbles(low[3], 2) << 16});
+    put_words<2>(to, {close_nibbles(low[0], 2) | close_nibbles(low[1], 2) << 16,
+                      close_nibbles(low[2], 2) | close_nibbles(low[3], 2) << 16});
   }
 }
 
@@ -625,7 +672,7 @@ __device__ __forceinline__ void to_neighbours(uint32_t (&low)[8], int part) {
 // its b.
 template <typename Traits, int N>
 __device__ __forceinline__ void put_value_words(uint32_t (&even)[N], uint32_t (&odd)[N], uint8_t* at, int lane_bytes,
-                                                int number, bool together) {
+                                                int number, bool together, bool exists) {
   constexpr int near = Traits::kLanes,
                 far = Traits::kLanes == 4 ? 16 : 8 * Traits::kLanes;  // the lane of token ^ 1, token ^ 8
   const int q = value_q(number), b = value_b(number);
@@ -641,7 +688,7 @@ __device__ __forceinline__ void put_value_words(uint32_t (&even)[N], uint32_t (&
     uint8_t* to = at + lane_bytes * (8 * b + q);
     put_words<N>(to, even);
     put_words<N>(to + 4 * lane_bytes, odd);
-  } else if (at) {
+  } else if (exists) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -654,15 +701,14 @@ __device__ __forceinline__ void put_value_words(uint32_t (&even)[N], uint32_t (&
   }
 }
 
-// The codes of a lane in its token's value block; block: null where there is no token. together: in all lanes of the
-// warp or none.
+// The codes of a lane in its token's value block, if there is one. together: in all lanes of the warp or none.
 template <typename Traits>
 __device__ __forceinline__ void put_value(LaneCodes& codes, int bits, int part, uint8_t* block, int number,
-                                          bool together) {
+                                          bool together, bool exists) {
   uint32_t (&low)[8] = codes.low;
   // Octet a in the low nibbles, b in the high ones: even channels, odd channels.
-  const auto even = [](uint32_t a, uint32_t b) { return (a & 0x0F0F0F0F) | (b << 4 & 0xF0F0F0F0); };
-  const auto odd = [](uint32_t a, uint32_t b) { return (a >> 4 & 0x0F0F0F0F) | (b & 0xF0F0F0F0); };
+  const auto even = [](uint32_t a, uint32_t b) { return select_bits(0x0F0F0F0F, a, b << 4); };
+  const auto odd = [](uint32_t a, uint32_t b) { return select_bits(0x0F0F0F0F, a >> 4, b); };
   if (bits == 3) {  // 64 channels together
     to_neighbours<Traits>(low, part);
     uint32_t e[4], o[4];
@@ -674,7 +720,7 @@ __device__ __forceinline__ void put_value(LaneCodes& codes, int bits, int part, 
       e3[j] = e[j] | (e[3] << (3 - j) & 0x88888888);
       o3[j] = o[j] | (o[3] << (3 - j) & 0x88888888);
     }
-    put_value_words<Traits, 3>(e3, o3, block ? block + 384 * part : nullptr, 12, number, together);
+    put_value_words<Traits, 3>(e3, o3, block + 384 * part, 12, number, together, exists);
     return;
   }
 #pragma unroll
@@ -683,16 +729,15 @@ __device__ __forceinline__ void put_value(LaneCodes& codes, int bits, int part, 
     const uint32_t* l = low + 4 * h;
     if (bits == 4) {
       uint32_t e[2] = {even(l[0], l[1]), even(l[2], l[3])}, o[2] = {odd(l[0], l[1]), odd(l[2], l[3])};
-      put_value_words<Traits, 2>(e, o, block ? block + 512 * (group / 2) + 8 * (group % 2) : nullptr, 16, number,
-                                 together);
+      put_value_words<Traits, 2>(e, o, block + 512 * (group / 2) + 8 * (group % 2), 16, number, together, exists);
     } else {
       const auto close = [](uint32_t a, uint32_t b) {
         return (a & 0x03030303) | (a >> 2 & 0x0C0C0C0C) | (b << 4 & 0x30303030) | (b << 2 & 0xC0C0C0C0);
       };
       uint32_t e[1] = {close(even(l[0], l[1]), even(l[2], l[3]))}, o[1] = {close(odd(l[0], l[1]), odd(l[2], l[3]))};
       constexpr int words = Traits::kDim < 128 ? Traits::kDim / 32 : 4;
-      put_value_words<Traits, 1>(e, o, block ? block + 512 * (group / 4) + 4 * (group % 4) : nullptr, 4 * words, number,
-                                 together);
+      put_value_words<Traits, 1>(e, o, block + 512 * (group / 4) + 4 * (group % 4), 4 * words, number, together,
+                                 exists);
     }
   }
 }
