@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
     Fit fit;
     const bool wide = source.book.bits == 5;
     if constexpr (SEARCH) {
-      fit = wide ? encode_search<Traits, true>(y, k, v.finite, with, codes)
-                 : encode_search<Traits, false>(y, k, v.finite, with, codes);
+      fit = wide ? encode_search<Traits, true>(y, k, part, v.finite, with, codes)
+                 : encode_search<Traits, false>(y, k, part, v.finite, with, codes);
     } else {
       fit = wide ? encode_single<Traits, true>(y, k, v.finite, with, codes)
                  : encode_single<Traits, false>(y, k, v.finite, with, codes);

@@ -505,7 +505,7 @@ __device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (
 
 // Several candidates; |u| < 2^16.
 template <typename Traits, bool WIDE>
-__device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (&k)[2], bool finite,
+__device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (&k)[2], int part, bool finite,
                                              const TableBook& with, LaneCodes& codes) {
   const SharedCodebook& book = *with.book;
   const float middle = table_middle<Traits, true>(with.table, finite);
@@ -550,23 +550,35 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
     }
   }
 
+  // Two lanes of a vector share the candidates out, and then tell each other which of theirs is best.
+  static_assert(Traits::kLanes <= 2);
+  constexpr int kOwn = kMostCandidates / Traits::kLanes;
+  const bool upper = part > 0;
+  if constexpr (Traits::kLanes == 2) {
+    const auto add = [upper](uint32_t& sum, uint32_t second) {
+      const uint32_t other = __shfl_xor_sync(0xffffffff, upper ? sum : second, 1);
+      sum = (upper ? second : sum) + other;
+    };
 #pragma unroll
-  for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
-#pragma unroll
-    for (int s = 0; s < kMostCandidates; ++s) {
-      dot[s] += __shfl_xor_sync(0xffffffff, dot[s], bit);
-      square[s] += __shfl_xor_sync(0xffffffff, square[s], bit);
-    }
+    for (int s = 0; s < kOwn; ++s) add(dot[s], dot[s + kOwn]), add(square[s], square[s + kOwn]);
   }
   float best_merit = -1;
   int kept = 0, kept_dot = 0, kept_square = 0;
 #pragma unroll
-  for (int s = 0; s < kMostCandidates; ++s) {
+  for (int s = 0; s < kOwn; ++s) {
     const Fit fit = Fit::of_sums(static_cast<int>(dot[s]), static_cast<int>(square[s]), 0);
     const float merit = fit.a > 0 ? divide(__fmul_rn(fit.a, fit.a), fit.b) : 0;
-    if (s < with.steps && merit > best_merit) {
+    if (s + part * kOwn < with.steps && merit > best_merit) {
       best_merit = merit;
-      kept = s, kept_dot = static_cast<int>(dot[s]), kept_square = static_cast<int>(square[s]);
+      kept = s + part * kOwn, kept_dot = static_cast<int>(dot[s]), kept_square = static_cast<int>(square[s]);
+    }
+  }
+  if constexpr (Traits::kLanes == 2) {
+    const float merit = __shfl_xor_sync(0xffffffff, best_merit, 1);
+    const int other = __shfl_xor_sync(0xffffffff, kept, 1), other_dot = __shfl_xor_sync(0xffffffff, kept_dot, 1),
+              other_square = __shfl_xor_sync(0xffffffff, kept_square, 1);
+    if (merit > best_merit || (upper && merit == best_merit)) {  // of equal ones the first
+      kept = other, kept_dot = other_dot, kept_square = other_square;
     }
   }
   const Fit best = Fit::of_sums(kept_dot, kept_square, book.step[kept]);
