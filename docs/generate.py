@@ -281,6 +281,11 @@ CODEC = {
     "`decode` 4 / 3 bit": ["decode 4 bit", "decode 3 bit"],
     "PyTorch, 1 byte to 4": ["expand 1:4"],
     "`qjl_sketch` structured": ["qjl_sketch structured"],
+    "`score` 4 bit / with a sketch / `qjl_score`, 131,072 keys, of a sum's speed": [
+        "score 4 bit 131072 keys",
+        "score 4 bit + sketch 131072 keys",
+        "qjl_score 131072 keys",
+    ],
     "`cache_store` k4v4, 1 / 8 candidates": ["cache_store k4v4 S=1", "cache_store k4v4 S=8"],
     "`cache_store` k3v3, 1 / 8": ["cache_store k3v3 S=1", "cache_store k3v3 S=8"],
     "`cache_store` k5v4u, 1 / 8": ["cache_store k5v4u S=1", "cache_store k5v4u S=8"],
