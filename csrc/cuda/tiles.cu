@@ -53,10 +53,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
     const TileSource& from = a.source[next];
     const int stride = static_cast<int>(from.token_stride);
     const int first = tile / kPasses<Traits> * kTokens + token_of_vector<Traits>(0, tile % kPasses<Traits>);
-    WarpRows<Traits>::start_all(stage,
-                                from.data + int64_t{first} * stride +
-                                    int64_t{head} * static_cast<int>(from.head_stride),
-                                stride, tokens - first, lane, [](int v) { return token_of_vector<Traits>(v, 0); });
+    start_rows<Traits>(stage, from.data + int64_t{first} * stride + int64_t{head} * static_cast<int>(from.head_stride),
+                       stride, tokens - first, lane, [](int v) { return token_of_vector<Traits>(v, 0); });
   };
   start_copies();
   for (int t = 0; t < a.sources; ++t) {
@@ -84,7 +82,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
     const uint32_t* table = words + now * kSourceWords<Traits, SEARCH>;
     const uint32_t* signs = table + kTableWords<Traits, SEARCH> + part * kSignStride;
 
-    WarpRows<Traits>::wait();
+    wait_for_copies();
+    __syncwarp();
     float y[64];
     const Rotated v = rotate_vector<Traits>(y, part, [&](float (&y)[64]) {
       const uint32_t* staged = stage + vector * kStageStride<Traits> + 32 * part;

@@ -18,6 +18,7 @@
 #pragma once
 
 #include "cache.cuh"
+#include "ring.cuh"
 
 namespace turboquant::cuda {
 
@@ -55,79 +56,32 @@ template <typename Traits>
 constexpr int kStageStride = Traits::kDim / 2 + 4;
 constexpr int kSignStride = 68;
 
-// Rows of the vectors of a warp, each seen to by one lane, 16 bytes at a time: neighbouring lanes move neighbouring
-// bytes.
-template <typename Traits>
-struct WarpRows {
-  static constexpr int kChunks = Traits::kDim / 8, kTogether = 32 / kChunks, kTimes = Traits::kVectors / kTogether;
-
-  // fn(row in global memory + the lane's place, its place in shared memory) for every vector v whose lane v has a row.
-  template <typename Fn>
-  static __device__ __forceinline__ void each(const void* mine, bool exists, int lane, Fn&& fn) {
-    const auto row = reinterpret_cast<unsigned long long>(exists ? mine : nullptr);
-    const int first = lane / kChunks, place = lane % kChunks;
-    const bool all = __all_sync(0xffffffff, exists || lane >= Traits::kVectors);
-    if (all) {
+// Starts copying all vectors of a warp to shared memory, 16 bytes at a time: neighbouring lanes move neighbouring bytes.
+// Vector v is row place_of(v) of rows that lie `stride` bytes apart, or the last of `count` rows if it is beyond it. Places
+// of sums are sums of places.
+template <typename Traits, typename PlaceOf>
+__device__ __forceinline__ void start_rows(uint32_t* stage, const uint8_t* rows, int stride, int count, int lane,
+                                           PlaceOf&& place_of) {
+  constexpr int kChunks = Traits::kDim / 8, kTogether = 32 / kChunks, kTimes = Traits::kVectors / kTogether;
+  const int first = lane / kChunks, place = lane % kChunks;
+  const uint8_t* from = rows + 16 * place;
+  uint32_t* to = stage + first * kStageStride<Traits> + 4 * place;
+  const auto of_row = [&](const uint8_t* base, int row) { return base + row * int64_t{stride}; };
+  if (place_of(Traits::kVectors - 1) < count) {
+    from += place_of(first) * int64_t{stride};
+    asm("" : "+l"(from));  // one multiplication for each place, not one for all of its terms
 #pragma unroll
-      for (int k = 0; k < kTimes; ++k) {
-        const auto from = __shfl_sync(0xffffffff, row, first + k * kTogether);
-        fn(from + 16 * place, (first + k * kTogether) * kStageStride<Traits> + 4 * place);
-      }
-    } else {
+    for (int k = 0; k < kTimes; ++k) {
+      copy_async(to + k * kTogether * kStageStride<Traits>, of_row(from, place_of(k * kTogether)));
+    }
+  } else {
 #pragma unroll 1
-      for (int k = 0; k < kTimes; ++k) {
-        const auto from = __shfl_sync(0xffffffff, row, first + k * kTogether);
-        if (from) fn(from + 16 * place, (first + k * kTogether) * kStageStride<Traits> + 4 * place);
-      }
+    for (int k = 0; k < kTimes; ++k) {
+      copy_async(to + k * kTogether * kStageStride<Traits>,
+                 of_row(from, min(place_of(first + k * kTogether), count - 1)));
     }
   }
-
-  // 16 bytes to shared memory, arriving while the warp goes on, where the device can do that.
-  static __device__ __forceinline__ void copy(uint32_t* to, unsigned long long from) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-                 "l"(from)
-                 : "memory");
-#else
-    *reinterpret_cast<uint4*>(to) = __ldg(reinterpret_cast<const uint4*>(from));
-#endif
-  }
-  static __device__ __forceinline__ void start(uint32_t* stage, const void* mine, bool exists, int lane) {
-    each(mine, exists, lane, [&](unsigned long long from, int at) { copy(stage + at, from); });
-  }
-  // Those of all vectors, row place_of(v) of rows that lie `stride` bytes apart, and the last of `count` rows for those
-  // beyond it. Places of sums are sums of places.
-  template <typename PlaceOf>
-  static __device__ __forceinline__ void start_all(uint32_t* stage, const uint8_t* rows, int stride, int count,
-                                                   int lane, PlaceOf&& place_of) {
-    const int first = lane / kChunks, place = lane % kChunks;
-    const uint8_t* from = rows + 16 * place;
-    uint32_t* to = stage + first * kStageStride<Traits> + 4 * place;
-    const auto of_row = [&](const uint8_t* base, int row) {
-      return reinterpret_cast<unsigned long long>(base + row * int64_t{stride});
-    };
-    if (place_of(Traits::kVectors - 1) < count) {
-      from += place_of(first) * int64_t{stride};
-      asm("" : "+l"(from));  // one multiplication for each place, not one for all of its terms
-#pragma unroll
-      for (int k = 0; k < kTimes; ++k) {
-        copy(to + k * kTogether * kStageStride<Traits>, of_row(from, place_of(k * kTogether)));
-      }
-    } else {
-#pragma unroll 1
-      for (int k = 0; k < kTimes; ++k) {
-        copy(to + k * kTogether * kStageStride<Traits>, of_row(from, min(place_of(first + k * kTogether), count - 1)));
-      }
-    }
-  }
-  // The wait for them.
-  static __device__ __forceinline__ void wait() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-    __syncwarp();
-  }
-};
+}
 
 // Tokens of a tile, which lie next to each other; vectors that take four lanes share them out to two passes.
 template <typename Traits>
@@ -399,7 +353,7 @@ struct LaneCodes {
   uint32_t low[8], high[2];
 };
 
-// The levels of magnitudes, a byte each. WIDE: of 16, else of 8.
+// The levels of magnitudes, a byte each, in shared memory, by the first threads of a block; the caller synchronises.
 __device__ __forceinline__ void fill_level_bytes(uint32_t (&words)[4], const SharedCodebook& book, int thread) {
   if (thread >= 4) return;
   words[thread] = 0;
@@ -407,6 +361,7 @@ __device__ __forceinline__ void fill_level_bytes(uint32_t (&words)[4], const Sha
   for (int b = 0; b < 4; ++b) words[thread] |= static_cast<uint32_t>(book.level[4 * thread + b]) << 8 * b;
 }
 
+// The same in registers. WIDE: of 16 magnitudes, else of 8.
 template <bool WIDE>
 struct LevelBytes {
   uint32_t word[WIDE ? 4 : 2];
