@@ -134,13 +134,14 @@ struct Quad {
       grain[i] = __float_as_uint(__fmaf_rd(u, 1.0f / 16, kInteger));
       whole[i] = __float_as_uint(__fadd_rn(fabsf(u), 0x1p23f));
     }
-    over = permute(permute(whole[0], whole[1], 0x62), permute(whole[2], whole[3], 0x62), 0x5410) & 0x01010101;
+    over = select_bytes(select_bytes(whole[0], whole[1], 0x62), select_bytes(whole[2], whole[3], 0x62), 0x5410) &
+           0x01010101;
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      const uint32_t pair = permute(grain[2 * p], grain[2 * p + 1], 0x5410);
-      negative[p] = permute(pair, pair, 0xBB99);
+      const uint32_t pair = select_bytes(grain[2 * p], grain[2 * p + 1], 0x5410);
+      negative[p] = select_bytes(pair, pair, 0xBB99);
       cell[p] = pair ^ negative[p];
-      size[p] = permute(whole[2 * p], whole[2 * p + 1], 0x5410);
+      size[p] = select_bytes(whole[2 * p], whole[2 * p + 1], 0x5410);
     }
   }
 
@@ -157,9 +158,9 @@ struct QuadLevels {
 
   template <bool WIDE>
   __device__ __forceinline__ uint32_t of(uint32_t selector) const {
-    if constexpr (!WIDE) return permute(word.x, word.y, selector);
-    const uint32_t upper = permute(0x80808080, 0x80808080, selector), low = selector & 0x7777;  // 255 or 128
-    return (permute(word.z, word.w, low) & upper) | (permute(word.x, word.y, low) & ~upper);
+    if constexpr (!WIDE) return select_bytes(word.x, word.y, selector);
+    const uint32_t upper = select_bytes(0x80808080, 0x80808080, selector), low = selector & 0x7777;  // 255 or 128
+    return (select_bytes(word.z, word.w, low) & upper) | (select_bytes(word.x, word.y, low) & ~upper);
   }
 };
 

@@ -206,15 +206,15 @@ __device__ __forceinline__ void open_value(int bits, const StoredCodes<Traits>& 
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const uint32_t* w = f.word[h][n];
-    const uint32_t first = permute(w[0], w[1], own);
+    const uint32_t first = select_bytes(w[0], w[1], own);
     if (bits == 2) {
       codes[0][n].low = open_nibbles(first & 0xFFFF, 2), codes[1][n].low = open_nibbles(first >> 16, 2);
       continue;
     }
-    const uint32_t second = permute(w[2], w[3], own);
+    const uint32_t second = select_bytes(w[2], w[3], own);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint32_t x = permute(first, second, i ? 0x7632 : 0x5410);
+      uint32_t x = select_bytes(first, second, i ? 0x7632 : 0x5410);
       if (bits == 3) {
         const uint32_t last = (x >> 3 & 0x11) | (x >> 10 & 0x22) | (x >> 17 & 0x44);
         x = (x & 0x00777777) | last << 24;
@@ -243,7 +243,7 @@ struct LevelTable {
 
   // Of the four low nibbles.
   __device__ __forceinline__ uint32_t eight(int first, uint32_t nibbles) const {
-    return permute(word[first], word[first + 1], nibbles);
+    return select_bytes(word[first], word[first + 1], nibbles);
   }
 
   // Of codes 4 n to 4 n + 3. BITS: 3 for all up to 3.
@@ -261,7 +261,7 @@ struct LevelTable {
 
  private:
   // 255 where a selector's nibble is 1, 0 where it is 0.
-  static __device__ __forceinline__ uint32_t mask_of(uint32_t nibbles) { return permute(0xFF00, 0, nibbles); }
+  static __device__ __forceinline__ uint32_t mask_of(uint32_t nibbles) { return select_bytes(0xFF00, 0, nibbles); }
   static __device__ __forceinline__ uint32_t choose(uint32_t mask, uint32_t one, uint32_t zero) {
     return (one & mask) | (zero & ~mask);
   }

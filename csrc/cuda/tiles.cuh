@@ -18,6 +18,7 @@
 #pragma once
 
 #include "cache.cuh"
+#include "mma.cuh"
 #include "ring.cuh"
 
 namespace turboquant::cuda {
@@ -33,13 +34,6 @@ struct TileTraits {
   // Rotated, half h of a lane is this group of 32 channels.
   static __device__ __forceinline__ int group(int part, int h) { return h * kLanes + part; }
 };
-
-// Bytes of `low` and `high` by the low four nibbles of `selector`.
-__device__ __forceinline__ uint32_t permute(uint32_t low, uint32_t high, uint32_t selector) {
-  uint32_t out;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
-  return out;
-}
 
 // Bits of x where the mask is set, else of y.
 __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t x, uint32_t y) {
@@ -374,9 +368,9 @@ struct LevelBytes {
   // Of the four low nibbles; bit 3 is 0 unless WIDE. A nibble that has it makes a permutation repeat a level's sign, which
   // is 0: each half of the levels leaves out what belongs to the other.
   __device__ __forceinline__ uint32_t of(uint32_t nibbles) const {
-    const uint32_t level = permute(word[0], word[1], nibbles);
+    const uint32_t level = select_bytes(word[0], word[1], nibbles);
     if constexpr (!WIDE) return level;
-    return level | permute(word[WIDE ? 2 : 0], word[WIDE ? 3 : 1], nibbles ^ 0x8888);
+    return level | select_bytes(word[WIDE ? 2 : 0], word[WIDE ? 3 : 1], nibbles ^ 0x8888);
   }
 };
 
@@ -433,10 +427,10 @@ __device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (
     }
     square[0] = __dp4a(first, first, square[0]);
     square[1] = __dp4a(second, second, square[1]);
-    dot[0] = __dp2a_lo(permute(u[0], u[1], 0x5410), first, dot[0]);
-    dot[1] = __dp2a_lo(permute(u[4], u[5], 0x5410), second, dot[1]);
-    dot[0] = __dp2a_hi(permute(u[2], u[3], 0x5410), first, dot[0]);
-    dot[1] = __dp2a_hi(permute(u[6], u[7], 0x5410), second, dot[1]);
+    dot[0] = __dp2a_lo(select_bytes(u[0], u[1], 0x5410), first, dot[0]);
+    dot[1] = __dp2a_lo(select_bytes(u[4], u[5], 0x5410), second, dot[1]);
+    dot[0] = __dp2a_hi(select_bytes(u[2], u[3], 0x5410), first, dot[0]);
+    dot[1] = __dp2a_hi(select_bytes(u[6], u[7], 0x5410), second, dot[1]);
   }
   if constexpr (!WIDE) codes_of_signs(codes.low, with.bits);
   if (Traits::kDim > 128 && (over & 0x10000)) {
@@ -487,7 +481,7 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
         codes.high[i / 32] = __funnelshift_l(__float_as_uint(z), codes.high[i / 32], 1);
       }
     }
-    const uint32_t first = permute(u[0], u[1], 0x5410), second = permute(u[2], u[3], 0x5410);
+    const uint32_t first = select_bytes(u[0], u[1], 0x5410), second = select_bytes(u[2], u[3], 0x5410);
 #pragma unroll
     for (int j = 0; j < 4; j += 2) {
       pairs[0][(i + j) / 2] = select_bits(0x0F0F0F0F, entry[j], entry[j + 1] << 4);
@@ -497,7 +491,7 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
     for (int s = 0; s < kMostCandidates; ++s) {
       const uint32_t* of = pairs[s % 2] + i / 2;
       // of two candidates
-      const uint32_t nibbles = permute(of[0], of[1], s < 4 ? 0x5140 : 0x7362) & all_magnitudes;
+      const uint32_t nibbles = select_bytes(of[0], of[1], s < 4 ? 0x5140 : 0x7362) & all_magnitudes;
       const uint32_t level = levels.of(s & 2 ? nibbles >> 16 : nibbles);
       square[s] = __dp4a(level, level, square[s]);
       dot[s] = __dp2a_lo(first, level, dot[s]);
@@ -544,7 +538,7 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
     uint32_t of[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) of[j] = kept % 2 ? pairs[1][4 * o + j] : pairs[0][4 * o + j];
-    codes.low[o] = permute(permute(of[0], of[1], bytes), permute(of[2], of[3], bytes), 0x5410);
+    codes.low[o] = select_bytes(select_bytes(of[0], of[1], bytes), select_bytes(of[2], of[3], bytes), 0x5410);
   }
   if constexpr (!WIDE) codes_of_signs(codes.low, with.bits);
   if constexpr (WIDE) {
@@ -647,10 +641,10 @@ __device__ __forceinline__ void put_value_words(uint32_t (&even)[N], uint32_t (&
     const uint32_t first = b & 1 ? 0x3715 : 0x6240, second = b & 2 ? 0x3276 : 0x5410;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      even[n] = permute(even[n], __shfl_xor_sync(0xffffffff, even[n], near), first);
-      even[n] = permute(even[n], __shfl_xor_sync(0xffffffff, even[n], far), second);
-      odd[n] = permute(odd[n], __shfl_xor_sync(0xffffffff, odd[n], near), first);
-      odd[n] = permute(odd[n], __shfl_xor_sync(0xffffffff, odd[n], far), second);
+      even[n] = select_bytes(even[n], __shfl_xor_sync(0xffffffff, even[n], near), first);
+      even[n] = select_bytes(even[n], __shfl_xor_sync(0xffffffff, even[n], far), second);
+      odd[n] = select_bytes(odd[n], __shfl_xor_sync(0xffffffff, odd[n], near), first);
+      odd[n] = select_bytes(odd[n], __shfl_xor_sync(0xffffffff, odd[n], far), second);
     }
     uint8_t* to = at + lane_bytes * (8 * b + q);
     put_words<N>(to, even);
