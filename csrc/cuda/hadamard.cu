@@ -12,6 +12,61 @@ namespace {
 
 constexpr int kThreads = 128;
 
+// The signs of a lane's channels, a bit each: read as float32 numbers they would take twice the way through the first-level
+// cache that vectors of a 16-bit dtype take.
+template <typename Traits>
+class LaneSigns {
+ public:
+  static constexpr int kWords = (Traits::kDim + 31) / 32;
+
+  // A thread's part in writing the signs of all channels to shared memory; the caller synchronises in between. Numbers
+  // are asked for first and looked at later.
+  class Filler {
+   public:
+    __device__ __forceinline__ explicit Filler(const float* signs) {
+#pragma unroll
+      for (int k = 0; k < kTimes; ++k) {
+        const int channel = k * kThreads + threadIdx.x;
+        sign_[k] = channel < Traits::kDim ? __ldg(signs + channel) : 1.0f;
+      }
+    }
+    __device__ __forceinline__ void fill(uint32_t (&bits)[kWords]) const {
+#pragma unroll
+      for (int k = 0; k < kTimes; ++k) {
+        const int word = (k * kThreads + threadIdx.x) / 32;
+        const uint32_t negative = __ballot_sync(0xffffffff, sign_[k] < 0);
+        if (threadIdx.x % 32 == 0 && word < kWords) bits[word] = negative;
+      }
+    }
+
+   private:
+    static constexpr int kTimes = (Traits::kDim + kThreads - 1) / kThreads;
+    float sign_[kTimes];
+  };
+
+  __device__ __forceinline__ LaneSigns(const uint32_t (&bits)[kWords], int lane) {
+    constexpr int vec = Traits::kVec;
+#pragma unroll
+    for (int k = 0; k < Traits::kPerLane / vec; ++k) {
+      const int channel = Traits::channel(lane, k);
+      uint32_t some = reinterpret_cast<const uint8_t*>(bits)[channel / 8];
+      if constexpr (vec < 8) some = some >> channel % 8 & ((1u << vec) - 1);
+      uint32_t& word = word_[k * vec / 32];
+      word = (k * vec % 32 ? word : 0) | some << k * vec % 32;
+    }
+  }
+
+  __device__ __forceinline__ void apply(float (&y)[Traits::kPerLane]) const {
+#pragma unroll
+    for (int i = 0; i < Traits::kPerLane; ++i) {
+      y[i] = __uint_as_float(__float_as_uint(y[i]) ^ (word_[i / 32] << (31 - i % 32) & 0x80000000));
+    }
+  }
+
+ private:
+  uint32_t word_[(Traits::kPerLane + 31) / 32];
+};
+
 template <typename Traits>
 __global__ void __launch_bounds__(kThreads)
     hadamard_kernel(const void* x, const __grid_constant__ Rows rows, const float* signs, bool inverse,
@@ -21,12 +76,17 @@ __global__ void __launch_bounds__(kThreads)
   const bool active = row < rows.count;  // the others of the last block stay for the shuffles
   const int64_t from = rows(active ? row : 0), to = row * Traits::kDim;
 
+  __shared__ uint32_t bits[LaneSigns<Traits>::kWords];
+  const typename LaneSigns<Traits>::Filler filler(signs);
   float y[Traits::kPerLane];
   load_as<Traits>(x, dtype, from, lane, y);
+  filler.fill(bits);
+  __syncthreads();
+  const LaneSigns<Traits> own(bits, lane);
 
-  if (!inverse) apply_signs<Traits>(y, signs, lane);
+  if (!inverse) own.apply(y);
   transform<Traits>(y, lane);
-  if (inverse) apply_signs<Traits>(y, signs, lane);
+  if (inverse) own.apply(y);
 
   if (!active) return;
   store_as<Traits>(y, lane, out, dtype, to);
@@ -44,12 +104,12 @@ Tensor hadamard(const Tensor& x, const Tensor& signs, bool inverse) {
   if (x.numel() == 0) return out;
 
   const int vec = std::min(8, split.block);
-  const AlignedRows in(x, word_bytes(vec, x.element_size())), s(signs, word_bytes(vec, 4));
+  const AlignedRows in(x, word_bytes(vec, x.element_size()));
   const Launch launch(x);
   dispatch_dim(split, [&](auto traits) {
     using Traits = decltype(traits);
     hadamard_kernel<Traits><<<num_blocks(in.rows().count, kThreads / Traits::kLanes), kThreads, 0, launch.stream()>>>(
-        in.data(), in.rows(), static_cast<const float*>(s.data()), inverse, x.scalar_type(), out.data_ptr());
+        in.data(), in.rows(), static_cast<const float*>(signs.data_ptr()), inverse, x.scalar_type(), out.data_ptr());
     launch.check("hadamard");
   });
   return out;
