@@ -35,7 +35,7 @@ struct Octet {
   }
 };
 
-// Eight nibbles of which `bits` <= 4 bits are used, closed up to 8 * bits bits; and back.
+// Eight nibbles of which `bits` <= 4 bits are used, closed up to 8 * bits bits; and back, whatever is above them.
 __device__ __forceinline__ uint32_t close_nibbles(uint32_t x, int bits) {
   const int gap = 4 - bits;
   x = (x & 0x0F0F0F0F) | (x & 0xF0F0F0F0) >> gap;
@@ -44,10 +44,10 @@ __device__ __forceinline__ uint32_t close_nibbles(uint32_t x, int bits) {
 }
 __device__ __forceinline__ uint32_t open_nibbles(uint32_t x, int bits) {
   const int gap = 4 - bits;
-  const uint32_t half = (1u << 4 * bits) - 1, pair = (1u << 2 * bits) - 1, one = (1u << bits) - 1;
-  x = (x & half) | (x & half << 4 * bits) << 4 * gap;
-  x = (x & 0x00010001 * pair) | (x & 0x00010001 * (pair << 2 * bits)) << 2 * gap;
-  return (x & 0x01010101 * one) | (x & 0x01010101 * (one << bits)) << gap;
+  x = (x & 0x0000FFFF) | (x << 4 * gap & 0xFFFF0000);  // what is above codes goes in the end
+  x = (x & 0x00FF00FF) | (x << 2 * gap & 0xFF00FF00);
+  x = (x & 0x0F0F0F0F) | (x << gap & 0xF0F0F0F0);
+  return x & 0x11111111 * ((1u << bits) - 1);
 }
 
 // Four codes of 5 bits from four nibbles and four high bits; and back.

@@ -70,87 +70,80 @@ __device__ __forceinline__ uint4 butterfly_operand(bool values, int step, int wo
 // ---- Codes ------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t load_word(const uint8_t* from) { return *reinterpret_cast<const uint32_t*>(from); }
-__device__ __forceinline__ uint2 load_pair(const uint8_t* from) { return *reinterpret_cast<const uint2*>(from); }
-__device__ __forceinline__ uint4 load_four(const uint8_t* from) { return *reinterpret_cast<const uint4*>(from); }
 
-// How a lane reads its 16 codes of a token in a set.
-enum class Load { kPair, kFour, kThreeWords, kTwoWords, kWord, kTwoPairs };
+// N words of shared memory, two or four of them at a time where N allows it.
+template <int N>
+__device__ __forceinline__ void load_words(const uint8_t* from, uint32_t* to) {
+  if constexpr (N == 4) {
+    const uint4 x = *reinterpret_cast<const uint4*>(from);
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+  } else if constexpr (N == 2) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    to[0] = x.x, to[1] = x.y;
+  } else {
+#pragma unroll
+    for (int n = 0; n < N; ++n) to[n] = load_word(from + 4 * n);
+  }
+}
 
-// Where it reads them, in bytes from where the codes of 16 tokens start: found once for all tiles.
-template <typename Traits>
+enum class Kind { kKeys, kValues, kRows };
+
+// Where a lane reads the codes of its tokens, in bytes from where those of 16 tokens start: found once for all tiles.
 struct LaneReads {
-  Load load;
   int codes, to_token, to_set, to_sets;  // of its first token; to the other one, to the next set, to the next two
+  int planes;                            // bytes of a token's fifth bits
 
   static __device__ __forceinline__ LaneReads of_keys(const RecordLayout& r, int g, int t) {
     const int bits = r.key_bits == 5 ? 4 : r.key_bits, row = r.key_row_bytes;
-    const Load load = bits == 8 ? Load::kFour : bits == 4 ? Load::kPair : bits == 3 ? Load::kThreeWords : Load::kWord;
-    return {load, g * row + (bits == 3 ? 12 * (t / 2) : 2 * bits * t), 8 * row, 8 * bits, 16 * bits};
+    return {g * row + (bits == 3 ? 12 * (t / 2) : 2 * bits * t), 8 * row, 8 * bits, 16 * bits, r.key_plane_bytes};
   }
 
   // The lane's channels are 2 t and 2 t + 1 of each eight; both tokens come together.
-  static __device__ __forceinline__ LaneReads of_values(const RecordLayout& r, int g, int t) {
-    const int bits = r.value_bits, words = bits == 2 && Traits::kSets == 1 ? 2 : bits == 3 ? 3 : 4;
-    const Load load = bits == 4 ? Load::kFour : bits == 3 ? Load::kThreeWords : Load::kPair;
-    return {load, 4 * words * (8 * t + g / 2), 16 * words, bits == 2 ? 8 : 128 * bits, bits == 2 ? 512 : 256 * bits};
+  static __device__ __forceinline__ LaneReads of_values(const RecordLayout& r, int sets, int g, int t) {
+    const int bits = r.value_bits, words = bits == 2 && sets == 1 ? 2 : bits == 3 ? 3 : 4;
+    return {4 * words * (8 * t + g / 2), 16 * words, bits == 2 ? 8 : 128 * bits, bits == 2 ? 512 : 256 * bits, 0};
   }
 
   // Codes of odd bits start in the middle of a word.
   static __device__ __forceinline__ LaneReads of_rows(int bits, int row_bytes, int g, int t) {
-    const Load load = bits == 8   ? Load::kTwoPairs
-                      : bits == 5 ? Load::kThreeWords
-                      : bits == 4 ? Load::kPair
-                      : bits == 3 ? Load::kTwoWords
-                                  : Load::kWord;
-    return {load, g * row_bytes + (2 * bits * t & ~3), 8 * row_bytes, 8 * bits, 16 * bits};
+    return {g * row_bytes + (2 * bits * t & ~3), 8 * row_bytes, 8 * bits, 16 * bits, 0};
   }
 };
 
-// The codes of a lane's two tokens as they are stored: [set][token][..]; of values both tokens together.
-template <typename Traits>
+// Words that hold the 16 codes of a lane of one token and set; of values, eight of both tokens.
+template <Kind KIND, int BITS>
+constexpr int kReadWords = BITS == 8                            ? 4
+                           : BITS == 5                          ? 3
+                           : KIND == Kind::kValues              ? BITS
+                           : BITS == 4                          ? 2
+                           : BITS == 3 && KIND == Kind::kKeys   ? 3
+                           : BITS == 3                          ? 2
+                                                                : 1;
+
+// The codes of a lane's two tokens as they are stored: [set][token][..].
+template <typename Traits, Kind KIND, int BITS>
 struct StoredCodes {
-  uint32_t word[Traits::kSets][2][4];
+  uint32_t word[Traits::kSets][2][kReadWords<KIND, BITS>];
 
-  __device__ __forceinline__ StoredCodes(const LaneReads<Traits>& reads, const uint8_t* codes) {
-    const auto each = [&](auto&& load) {
-#pragma unroll
-      for (int h = 0; h < Traits::kSets; ++h) {
-        const uint8_t* from = codes + (reads.codes + h / 2 * reads.to_sets + h % 2 * reads.to_set);
-        load(from, word[h][0]);
-        load(from + reads.to_token, word[h][1]);
-      }
-    };
-    const auto words = [](const uint8_t* from, uint32_t* w, int count) {
-      for (int n = 0; n < count; ++n) w[n] = load_word(from + 4 * n);
-    };
-    const auto pair = [](const uint8_t* from, uint32_t* w) {
-      const uint2 x = load_pair(from);
-      w[0] = x.x, w[1] = x.y;
-    };
-    if (reads.load == Load::kPair) {
-      each(pair);
-    } else if (reads.load == Load::kFour) {
-      each([](const uint8_t* from, uint32_t* w) {
-        const uint4 x = load_four(from);
-        w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
-      });
-    } else if (reads.load == Load::kThreeWords) {
-      each([&](const uint8_t* from, uint32_t* w) { words(from, w, 3); });
-    } else if (reads.load == Load::kTwoWords) {
-      each([&](const uint8_t* from, uint32_t* w) { words(from, w, 2); });
-    } else if (reads.load == Load::kWord) {
-      each([&](const uint8_t* from, uint32_t* w) { words(from, w, 1); });
-    } else {
-      each([&](const uint8_t* from, uint32_t* w) { pair(from, w), pair(from + 8, w + 2); });
-    }
-  }
-
-  // The fifth bits of keys, from their planes.
-  __device__ __forceinline__ void get_planes(const uint8_t* planes, int plane_bytes, int g, int t) {
+  // codes: those of 16 tokens, in shared memory.
+  __device__ __forceinline__ StoredCodes(const LaneReads& reads, const uint8_t* codes, int key_row_bytes, int g, int t) {
 #pragma unroll
     for (int h = 0; h < Traits::kSets; ++h) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) word[h][i][2] = load_word(planes + (g + 8 * i) * plane_bytes + 8 * h + 4 * (t / 2));
+      for (int i = 0; i < 2; ++i) {
+        const uint8_t* from = codes + (reads.codes + h / 2 * reads.to_sets + h % 2 * reads.to_set + i * reads.to_token);
+        uint32_t* to = word[h][i];
+        if constexpr (KIND == Kind::kRows && BITS == 8) {  // rows are aligned to 8 bytes
+          load_words<2>(from, to), load_words<2>(from + 8, to + 2);
+        } else if constexpr (KIND == Kind::kRows && BITS == 3) {  // and these to 4
+          to[0] = load_word(from), to[1] = load_word(from + 4);
+        } else if constexpr (KIND == Kind::kKeys && BITS == 5) {  // a plane has the fifth bits
+          load_words<2>(from, to);
+          to[2] = load_word(codes + kTokens * key_row_bytes + (g + 8 * i) * reads.planes + 8 * h + 4 * (t / 2));
+        } else {
+          load_words<kReadWords<KIND, BITS>>(from, to);
+        }
+      }
     }
   }
 };
@@ -160,66 +153,71 @@ struct Codes {
   uint32_t low, fifth;
 };
 
-__device__ __forceinline__ void open_key(int bits, const uint32_t (&w)[4], int t, Codes (&codes)[2]) {
-  if (bits >= 4) {
+// 16 codes of a key.
+template <int BITS>
+__device__ __forceinline__ void open_key(const uint32_t* w, int t, Codes (&codes)[2]) {
+  if constexpr (BITS >= 4) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       codes[n].low = w[n];
-      const uint32_t pairs = w[2] >> (4 * (t % 2) + 2 * n) & 0x03030303;
-      codes[n].fifth = (pairs | pairs << 3) & 0x11111111;
+      if constexpr (BITS == 5) {
+        const uint32_t pairs = w[2] >> (4 * (t % 2) + 2 * n) & 0x03030303;
+        codes[n].fifth = (pairs | pairs << 3) & 0x11111111;
+      }
     }
-  } else if (bits == 3) {
+  } else if constexpr (BITS == 3) {
     const uint32_t last = (w[0] >> 3 & 0x11111111) | (w[1] >> 2 & 0x22222222) | (w[2] >> 1 & 0x44444444);
     codes[0].low = (t % 2 ? w[2] : w[0]) & 0x77777777;
-    codes[1].low = t % 2 ? last : w[1] & 0x77777777;
+    codes[1].low = (t % 2 ? last : w[1]) & 0x77777777;
   } else {
-    codes[0].low = open_nibbles(w[0] & 0xFFFF, 2), codes[1].low = open_nibbles(w[0] >> 16, 2);
+    codes[0].low = open_nibbles(w[0], 2), codes[1].low = open_nibbles(w[0] >> 16, 2);
   }
 }
 
-__device__ __forceinline__ void open_dense(int bits, const uint32_t (&w)[4], int t, Codes (&codes)[2]) {
-  if (bits == 4) {
-    codes[0].low = w[0], codes[1].low = w[1];
-    return;
-  }
-  const int shift = bits % 2 ? 16 * (t % 2) : 0;
-  const uint32_t first = __funnelshift_r(w[0], w[1], shift), second = __funnelshift_r(w[1], w[2], shift);
-  if (bits == 5) {
-    const uint32_t third = w[2] >> shift;
+// The same of a dense row.
+template <int BITS>
+__device__ __forceinline__ void open_row(const uint32_t* w, int t, Codes (&codes)[2]) {
+  const int shift = BITS % 2 ? 16 * (t % 2) : 0;
+  if constexpr (BITS == 5) {
+    const uint32_t first = __funnelshift_r(w[0], w[1], shift), second = __funnelshift_r(w[1], w[2], shift),
+                   third = w[2] >> shift;
     const Octet a = octet_of_string(first | static_cast<uint64_t>(second) << 32, 5),
                 b = octet_of_string(second >> 8 | static_cast<uint64_t>(third) << 24, 5);
     codes[0] = {a.low, nibbles_of_bits(a.high)}, codes[1] = {b.low, nibbles_of_bits(b.high)};
-  } else if (bits == 3) {
-    codes[0].low = open_nibbles(first & 0xFFFFFF, 3);
-    codes[1].low = open_nibbles(__funnelshift_r(first, second, 24) & 0xFFFFFF, 3);
-  } else if (bits == 2) {
-    codes[0].low = open_nibbles(w[0] & 0xFFFF, 2), codes[1].low = open_nibbles(w[0] >> 16, 2);
+  } else if constexpr (BITS == 4) {
+    codes[0].low = w[0], codes[1].low = w[1];
+  } else if constexpr (BITS == 3) {
+    const uint32_t first = __funnelshift_r(w[0], w[1], shift), second = w[1] >> shift;
+    codes[0].low = open_nibbles(first, 3);
+    codes[1].low = open_nibbles(__funnelshift_r(first, second, 24), 3);
+  } else if constexpr (BITS == 2) {
+    codes[0].low = open_nibbles(w[0], 2), codes[1].low = open_nibbles(w[0] >> 16, 2);
   } else {
+    const uint32_t first = w[0] >> shift;
     codes[0].low = nibbles_of_bits(first & 255), codes[1].low = nibbles_of_bits(first >> 8 & 255);
   }
 }
 
-// Values of both tokens: they are bytes b and b + 2 of words, b = g % 2.
-template <typename Traits>
-__device__ __forceinline__ void open_value(int bits, const StoredCodes<Traits>& f, int h, int g, Codes (&codes)[2][2]) {
+// Values of both tokens: they are bytes b and b + 2 of words, b = g % 2. w: [8 codes][words]
+template <int BITS>
+__device__ __forceinline__ void open_values(const uint32_t (&w)[2][BITS], int g, Codes (&codes)[2][2]) {
   const uint32_t own = g % 2 ? 0x7351 : 0x6240;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    const uint32_t* w = f.word[h][n];
-    const uint32_t first = select_bytes(w[0], w[1], own);
-    if (bits == 2) {
-      codes[0][n].low = open_nibbles(first & 0xFFFF, 2), codes[1][n].low = open_nibbles(first >> 16, 2);
-      continue;
-    }
-    const uint32_t second = select_bytes(w[2], w[3], own);
+    const uint32_t first = select_bytes(w[n][0], w[n][1], own);
+    if constexpr (BITS == 2) {
+      codes[0][n].low = open_nibbles(first, 2), codes[1][n].low = open_nibbles(first >> 16, 2);
+    } else {
+      const uint32_t second = select_bytes(w[n][2], w[n][BITS - 1], own);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t x = select_bytes(first, second, i ? 0x7632 : 0x5410);
-      if (bits == 3) {
-        const uint32_t last = (x >> 3 & 0x11) | (x >> 10 & 0x22) | (x >> 17 & 0x44);
-        x = (x & 0x00777777) | last << 24;
+      for (int i = 0; i < 2; ++i) {
+        uint32_t x = select_bytes(first, second, i ? 0x7632 : 0x5410);
+        if constexpr (BITS == 3) {
+          const uint32_t last = (x >> 3 & 0x11) | (x >> 10 & 0x22) | (x >> 17 & 0x44);
+          x = (x & 0x00777777) | last << 24;
+        }
+        codes[i][n].low = x;
       }
-      codes[i][n].low = x;
     }
   }
 }
@@ -246,10 +244,10 @@ struct LevelTable {
     return select_bytes(word[first], word[first + 1], nibbles);
   }
 
-  // Of codes 4 n to 4 n + 3. BITS: 3 for all up to 3.
+  // Of codes 4 n to 4 n + 3.
   template <int BITS>
   __device__ __forceinline__ uint32_t of(const Codes& codes, int n) const {
-    if constexpr (BITS == 3) return eight(0, codes.low >> 16 * n);
+    if constexpr (BITS <= 3) return eight(0, codes.low >> 16 * n);
     const uint32_t low = (codes.low & 0x77777777) >> 16 * n;
     const uint32_t upper = mask_of((codes.low >> 3 & 0x11111111) >> 16 * n);
     uint32_t bytes = choose(upper, eight(2, low), eight(0, low));
@@ -271,24 +269,22 @@ struct LevelTable {
 template <typename Traits>
 using Operands = uint32_t[Traits::kSets][2][4];
 
-template <int BITS, typename Traits>
-__device__ __forceinline__ void put_levels(const StoredCodes<Traits>& f, const LevelTable& table, int bits, bool dense,
-                                           bool values, int g, int t, Operands<Traits>& a) {
+// count: how many of the 16 tokens are there.
+template <typename Traits, Kind KIND, int BITS>
+__device__ __forceinline__ void put_levels(const StoredCodes<Traits, KIND, BITS>& stored, const LevelTable& table,
+                                           int count, int g, int t, Operands<Traits>& a) {
 #pragma unroll
   for (int h = 0; h < Traits::kSets; ++h) {
     Codes codes[2][2] = {};  // [token][half]
-    if constexpr (BITS != 8) {
-      if (BITS != 5 && values) {
-        open_value(bits, f, h, g, codes);
-      } else {
+    if constexpr (BITS == 8) {
+      // levels already
+    } else if constexpr (KIND == Kind::kValues) {
+      open_values<BITS>(stored.word[h], g, codes);
+    } else {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (dense) {
-            open_dense(bits, f.word[h][i], t, codes[i]);
-          } else {
-            open_key(bits, f.word[h][i], t, codes[i]);
-          }
-        }
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (KIND == Kind::kKeys) open_key<BITS>(stored.word[h][i], t, codes[i]);
+        if constexpr (KIND == Kind::kRows) open_row<BITS>(stored.word[h][i], t, codes[i]);
       }
     }
 #pragma unroll
@@ -297,12 +293,36 @@ __device__ __forceinline__ void put_levels(const StoredCodes<Traits>& f, const L
       for (int r = 0; r < 4; ++r) {
         const int token = r % 2, half = r / 2;
         if constexpr (BITS == 8) {
-          a[h][product][r] = f.word[h][token][2 * half + product];
+          // Those of tokens that are not there count for nothing either way. But words that were only loaded would stay
+          // in registers as they came, and every product, of codes of all widths, would begin with moves.
+          a[h][product][r] = g + 8 * token < count ? stored.word[h][token][2 * half + product] : 0;
         } else {
           a[h][product][r] = table.of<BITS>(codes[token][half], product);
         }
       }
     }
+  }
+}
+
+// Calls fn<KIND, BITS>() for the codes there are: a case each, because one that asks for every few of them asks often.
+template <typename Fn>
+__device__ __forceinline__ void dispatch_codes(Kind kind, int bits, Fn&& fn) {
+  const auto choice = [](Kind kind, int bits) { return 8 * static_cast<int>(kind) + bits - 1; };
+  switch (choice(kind, bits)) {
+    case 1: return fn.template operator()<Kind::kKeys, 2>();
+    case 2: return fn.template operator()<Kind::kKeys, 3>();
+    case 3: return fn.template operator()<Kind::kKeys, 4>();
+    case 4: return fn.template operator()<Kind::kKeys, 5>();
+    case 7: return fn.template operator()<Kind::kKeys, 8>();
+    case 9: return fn.template operator()<Kind::kValues, 2>();
+    case 10: return fn.template operator()<Kind::kValues, 3>();
+    case 11: return fn.template operator()<Kind::kValues, 4>();
+    case 16: return fn.template operator()<Kind::kRows, 1>();
+    case 17: return fn.template operator()<Kind::kRows, 2>();
+    case 18: return fn.template operator()<Kind::kRows, 3>();
+    case 19: return fn.template operator()<Kind::kRows, 4>();
+    case 20: return fn.template operator()<Kind::kRows, 5>();
+    default: return fn.template operator()<Kind::kRows, 8>();
   }
 }
 
@@ -531,9 +551,10 @@ __global__ void __launch_bounds__(32 * Traits::kWarps, Traits::kBlocks)
   const LoadTileSource& source = a.source[s];
   const int bits = source.bits;
   const int warps = kWarps / a.sources, tiles = a.tiles_of_sequence, seqs = static_cast<int>(a.seqs);
-  const LaneReads<Traits> reads = a.packed ? LaneReads<Traits>::of_rows(bits, a.row_bytes, g, t)
-                                  : values ? LaneReads<Traits>::of_values(a.layout, g, t)
-                                           : LaneReads<Traits>::of_keys(a.layout, g, t);
+  const Kind kind = a.packed ? Kind::kRows : values ? Kind::kValues : Kind::kKeys;
+  const LaneReads reads = a.packed ? LaneReads::of_rows(bits, a.row_bytes, g, t)
+                          : values ? LaneReads::of_values(a.layout, kSets, g, t)
+                                   : LaneReads::of_keys(a.layout, g, t);
   Place place(blockIdx.x * warps + warp / a.sources, a.heads, tiles);
   const Place on(gridDim.x * warps, a.heads, tiles);
   const LaneRun run =
@@ -572,18 +593,11 @@ __global__ void __launch_bounds__(32 * Traits::kWarps, Traits::kBlocks)
     const int count = coming;
     wait_slot(barrier, phase);
     phase ^= 1;
-    StoredCodes<Traits> codes(reads, slot);
-    if (bits == 5 && !a.packed) {
-      codes.get_planes(slot + kTokens * a.layout.key_row_bytes, a.layout.key_plane_bytes, g, t);
-    }
     Operands<Traits> operands;
     const LevelTable levels(level_bytes[s]);  // anew for every tile: registers are rare
-    switch (bits) {
-      case 8: put_levels<8>(codes, levels, bits, a.packed, values, g, t, operands); break;
-      case 5: put_levels<5>(codes, levels, bits, a.packed, values, g, t, operands); break;
-      case 4: put_levels<4>(codes, levels, bits, a.packed, values, g, t, operands); break;
-      default: put_levels<3>(codes, levels, bits, a.packed, values, g, t, operands); break;
-    }
+    dispatch_codes(kind, bits, [&]<Kind KIND, int BITS>() {
+      put_levels(StoredCodes<Traits, KIND, BITS>(reads, slot, a.layout.key_row_bytes, g, t), levels, count, g, t, operands);
+    });
     float unit[2], offset[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
