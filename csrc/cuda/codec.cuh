@@ -14,6 +14,13 @@
 
 namespace turboquant::cuda {
 
+// Bits of x where the mask is set, else of y.
+__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t x, uint32_t y) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(out) : "r"(x), "r"(y), "r"(mask));
+  return out;
+}
+
 // ---- Octets and dense rows ------------------------------------------------------------------------------------------
 
 // Up to 5 bits: bits 0 to 3 of code i are nibble i of `low`, its bit 4 is bit i of `high`. 8 bits: a byte each, codes 0 to 3
@@ -44,9 +51,9 @@ __device__ __forceinline__ uint32_t close_nibbles(uint32_t x, int bits) {
 }
 __device__ __forceinline__ uint32_t open_nibbles(uint32_t x, int bits) {
   const int gap = 4 - bits;
-  x = (x & 0x0000FFFF) | (x << 4 * gap & 0xFFFF0000);  // what is above codes goes in the end
-  x = (x & 0x00FF00FF) | (x << 2 * gap & 0xFF00FF00);
-  x = (x & 0x0F0F0F0F) | (x << gap & 0xF0F0F0F0);
+  x = select_bits(0x0000FFFF, x, x << 4 * gap);  // what is above codes goes in the end
+  x = select_bits(0x00FF00FF, x, x << 2 * gap);
+  x = select_bits(0x0F0F0F0F, x, x << gap);
   return x & 0x11111111 * ((1u << bits) - 1);
 }
 

@@ -148,7 +148,8 @@ struct StoredCodes {
   }
 };
 
-// Eight codes of up to four bits as nibbles; `fifth`: their fifth bits, as nibbles.
+// Eight codes of up to four bits as nibbles. `fifth`: their fifth bits, those of codes 2 b and 2 b + 1 bits 6 and 7 of
+// byte b, whose other bits mean nothing.
 struct Codes {
   uint32_t low, fifth;
 };
@@ -161,12 +162,12 @@ __device__ __forceinline__ void open_key(const uint32_t* w, int t, Codes (&codes
     for (int n = 0; n < 2; ++n) {
       codes[n].low = w[n];
       if constexpr (BITS == 5) {
-        const uint32_t pairs = w[2] >> (4 * (t % 2) + 2 * n) & 0x03030303;
-        codes[n].fifth = (pairs | pairs << 3) & 0x11111111;
+        codes[n].fifth = w[2] << (6 - 2 * n - 4 * (t % 2));
       }
     }
   } else if constexpr (BITS == 3) {
-    const uint32_t last = (w[0] >> 3 & 0x11111111) | (w[1] >> 2 & 0x22222222) | (w[2] >> 1 & 0x44444444);
+    // The uppermost bits of the nibbles of three words are the last eight codes.
+    const uint32_t last = select_bits(0x88888888, w[2], select_bits(0x88888888, w[1], w[0] >> 1) >> 1) >> 1;
     codes[0].low = (t % 2 ? w[2] : w[0]) & 0x77777777;
     codes[1].low = (t % 2 ? last : w[1]) & 0x77777777;
   } else {
@@ -183,7 +184,8 @@ __device__ __forceinline__ void open_row(const uint32_t* w, int t, Codes (&codes
                    third = w[2] >> shift;
     const Octet a = octet_of_string(first | static_cast<uint64_t>(second) << 32, 5),
                 b = octet_of_string(second >> 8 | static_cast<uint64_t>(third) << 24, 5);
-    codes[0] = {a.low, nibbles_of_bits(a.high)}, codes[1] = {b.low, nibbles_of_bits(b.high)};
+    const auto spread = [](uint32_t b) { return b << 6 | b << 12 | b << 18 | b << 24; };
+    codes[0] = {a.low, spread(a.high)}, codes[1] = {b.low, spread(b.high)};
   } else if constexpr (BITS == 4) {
     codes[0].low = w[0], codes[1].low = w[1];
   } else if constexpr (BITS == 3) {
@@ -213,8 +215,9 @@ __device__ __forceinline__ void open_values(const uint32_t (&w)[2][BITS], int g,
       for (int i = 0; i < 2; ++i) {
         uint32_t x = select_bytes(first, second, i ? 0x7632 : 0x5410);
         if constexpr (BITS == 3) {
-          const uint32_t last = (x >> 3 & 0x11) | (x >> 10 & 0x22) | (x >> 17 & 0x44);
-          x = (x & 0x00777777) | last << 24;
+          // The last two codes are the uppermost bits of the other six: a product brings them to the last byte, and
+          // nothing to those bits.
+          x = select_bits(0x00777777, x, (x & 0x00888888) * (1 << 21 | 1 << 14 | 1 << 7));
         }
         codes[i][n].low = x;
       }
@@ -244,24 +247,24 @@ struct LevelTable {
     return select_bytes(word[first], word[first + 1], nibbles);
   }
 
-  // Of codes 4 n to 4 n + 3.
+  // Of codes 4 n to 4 n + 3. low: the lower three bits of all eight.
   template <int BITS>
-  __device__ __forceinline__ uint32_t of(const Codes& codes, int n) const {
-    if constexpr (BITS <= 3) return eight(0, codes.low >> 16 * n);
-    const uint32_t low = (codes.low & 0x77777777) >> 16 * n;
-    const uint32_t upper = mask_of((codes.low >> 3 & 0x11111111) >> 16 * n);
-    uint32_t bytes = choose(upper, eight(2, low), eight(0, low));
+  __device__ __forceinline__ uint32_t of(const Codes& codes, uint32_t low, int n) const {
+    low >>= 16 * n;
+    if constexpr (BITS <= 3) return eight(0, low);
+    const uint32_t fourth = signs(codes.low << 4, codes.low, n);
+    uint32_t bytes = select_bits(fourth, eight(2, low), eight(0, low));
     if constexpr (BITS == 5) {
-      bytes = choose(mask_of(codes.fifth >> 16 * n), choose(upper, eight(6, low), eight(4, low)), bytes);
+      const uint32_t fifth = signs(codes.fifth << 1, codes.fifth, n);
+      bytes = select_bits(fifth, select_bits(fourth, eight(6, low), eight(4, low)), bytes);
     }
     return bytes;
   }
 
  private:
-  // 255 where a selector's nibble is 1, 0 where it is 0.
-  static __device__ __forceinline__ uint32_t mask_of(uint32_t nibbles) { return select_bytes(0xFF00, 0, nibbles); }
-  static __device__ __forceinline__ uint32_t choose(uint32_t mask, uint32_t one, uint32_t zero) {
-    return (one & mask) | (zero & ~mask);
+  // Four bytes, 255 where a byte is negative, else 0: bytes 2 n of `even`, 2 n of `odd`, 2 n + 1 of `even`, 2 n + 1 of `odd`.
+  static __device__ __forceinline__ uint32_t signs(uint32_t even, uint32_t odd, int n) {
+    return select_bytes(even, odd, n ? 0xFBEA : 0xD9C8);
   }
 };
 
@@ -288,16 +291,19 @@ __device__ __forceinline__ void put_levels(const StoredCodes<Traits, KIND, BITS>
       }
     }
 #pragma unroll
-    for (int product = 0; product < 2; ++product) {
+    for (int r = 0; r < 4; ++r) {
+      const int token = r % 2, half = r / 2;
+      uint32_t low = codes[token][half].low;
+      if constexpr (BITS == 4 || BITS == 5) low &= 0x77777777;
+      asm("" : "+r"(low));  // masked and then shifted, not both for each product
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int token = r % 2, half = r / 2;
+      for (int product = 0; product < 2; ++product) {
         if constexpr (BITS == 8) {
           // Those of tokens that are not there count for nothing either way. But words that were only loaded would stay
           // in registers as they came, and every product, of codes of all widths, would begin with moves.
           a[h][product][r] = g + 8 * token < count ? stored.word[h][token][2 * half + product] : 0;
         } else {
-          a[h][product][r] = table.of<BITS>(codes[token][half], product);
+          a[h][product][r] = table.of<BITS>(codes[token][half], low, product);
         }
       }
     }
@@ -357,38 +363,22 @@ struct PageAhead {
   }
 };
 
-// What a lane copies of each tile: lane 0 codes, lane 1 scales, lane 2 fifth bits, in one run of bytes each.
-struct LaneRun {
-  int bytes, to;      // to: in the slot
-  int announced;      // bytes of all lanes, by lane 0; by others -1
-  int from, to_half;  // of pages: in a tile of a record; to its second 16 tokens
+// What is copied of each tile: codes, fifth bits and scales, in one run of bytes each.
+struct TileRuns {
+  int codes, planes;                           // bytes
+  int from_codes, from_planes, from_scales;    // of pages: in a tile of a record
 
-  template <typename Traits>
-  static __device__ __forceinline__ LaneRun of_pages(const RecordLayout& r, bool values, int lane) {
-    const int codes = values ? r.value_block_bytes : kTokens * r.key_row_bytes;
-    const int planes = values ? 0 : kTokens * r.key_plane_bytes, scales = 2 * kTokens;
-    if (lane == 0) return {codes, 0, codes + planes + scales, values ? r.value_blocks : 0, codes};
-    if (lane == 1) return {scales, Traits::kScales, -1, values ? r.value_scales : r.key_scales, scales};
-    if (lane == 2) return {planes, codes, -1, r.key_planes, planes};
-    return {0, 0, -1, 0, 0};
+  static __device__ __forceinline__ TileRuns of_pages(const RecordLayout& r, bool values) {
+    if (values) return {r.value_block_bytes, 0, r.value_blocks, 0, r.value_scales};
+    return {kTokens * r.key_row_bytes, kTokens * r.key_plane_bytes, 0, r.key_planes, r.key_scales};
   }
-  template <typename Traits>
-  static __device__ __forceinline__ LaneRun of_rows(int row_bytes, int lane) {
-    const int codes = kTokens * row_bytes, scales = 2 * kTokens;
-    if (lane == 0) return {codes, 0, codes + scales, 0, 0};
-    if (lane == 1) return {scales, Traits::kScales, -1, 0, 0};
-    return {0, 0, -1, 0, 0};
-  }
-
-  // copies: else the lanes announce that nothing comes.
-  __device__ __forceinline__ void start(bool copies, uint8_t* slot, const uint8_t* source, uint64_t* barrier) const {
-    fill_slot(barrier, copies ? announced : min(announced, 0), slot + to, source, copies ? bytes : 0);
-  }
+  static __device__ __forceinline__ TileRuns of_rows(int row_bytes) { return {kTokens * row_bytes, 0, 0, 0, 0}; }
 };
+constexpr int kScaleBytes = 2 * kTokens;
 
 // Starts copying a tile of dense rows into the warp's slot. Returns how many there are, up to 16.
 template <typename Traits>
-__device__ __forceinline__ int fetch_dense(const LoadTileArguments& a, int begin, const LaneRun& run, int lane,
+__device__ __forceinline__ int fetch_dense(const LoadTileArguments& a, int begin, const TileRuns& runs, int lane,
                                            uint8_t* slot, uint64_t* barrier) {
   const uint8_t *rows = a.packed + int64_t{begin} * a.row_bytes,
                 *scales = reinterpret_cast<const uint8_t*>(a.scale + begin);
@@ -403,18 +393,23 @@ __device__ __forceinline__ int fetch_dense(const LoadTileArguments& a, int begin
     if (lane < count) reinterpret_cast<uint16_t*>(slot + Traits::kScales)[lane] = a.scale[begin + lane];
     __syncwarp();
   }
-  run.start(whole, slot, lane ? scales : rows, barrier);
+  fill_slot(barrier, {{slot, rows, whole ? runs.codes : 0}, {slot + Traits::kScales, scales, whole ? kScaleBytes : 0}});
   return count;
 }
 
 // The same of a page. Tokens of a tile are those of a value block, and share a page. Beyond the end of a sequence, or of
 // what is asked for, codes are copied all the same. Returns how many tokens are there.
+template <typename Traits>
 __device__ __forceinline__ int fetch_page(const LoadTileArguments& a, const Place& place, const PageAhead& ahead,
-                                          const LaneRun& run, uint8_t* slot, uint64_t* barrier) {
+                                          const TileRuns& runs, uint8_t* slot, uint64_t* barrier) {
   const int begin = place.tile * kTokens, count = min(ahead.length, static_cast<int>(a.max_length)) - begin;
   const Token from =
       a.pages.token(count > 0 ? ahead.page : -1, begin & ((1 << a.layout.page_shift) - 1), place.head, a.layout);
-  run.start(from.tile, slot, from.tile + (run.from + (from.number ? run.to_half : 0)), barrier);
+  const auto run = [&](int to, int begin, int bytes) {  // a tile has two of each
+    return Run{slot + to, from.tile + (begin + (from.number ? bytes : 0)), from.tile ? bytes : 0};
+  };
+  fill_slot(barrier, {run(0, runs.from_codes, runs.codes), run(runs.codes, runs.from_planes, runs.planes),
+                      run(Traits::kScales, runs.from_scales, kScaleBytes)});
   return from.tile ? count : 0;
 }
 
@@ -557,13 +552,12 @@ __global__ void __launch_bounds__(32 * Traits::kWarps, Traits::kBlocks)
                                    : LaneReads::of_keys(a.layout, g, t);
   Place place(blockIdx.x * warps + warp / a.sources, a.heads, tiles);
   const Place on(gridDim.x * warps, a.heads, tiles);
-  const LaneRun run =
-      a.packed ? LaneRun::of_rows<Traits>(a.row_bytes, lane) : LaneRun::of_pages<Traits>(a.layout, values, lane);
+  const TileRuns runs = a.packed ? TileRuns::of_rows(a.row_bytes) : TileRuns::of_pages(a.layout, values);
   // Starts copying a tile. Returns how many tokens are there.
   const auto fetch = [&](const Place& place, const PageAhead& ahead) {
     if (place.sequence >= seqs) return 0;
-    return a.packed ? fetch_dense<Traits>(a, place.tile * kTokens, run, lane, slot, barrier)
-                    : fetch_page(a, place, ahead, run, slot, barrier);
+    return a.packed ? fetch_dense<Traits>(a, place.tile * kTokens, runs, lane, slot, barrier)
+                    : fetch_page<Traits>(a, place, ahead, runs, slot, barrier);
   };
 
   int middle[4];  // in registers: what sums start from

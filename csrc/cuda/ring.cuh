@@ -92,6 +92,14 @@ __device__ __forceinline__ void expect(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
+
+// Copies `bytes` bytes, a multiple of 16 and more than 0, to shared memory, which the barrier's phase waits for.
+__device__ __forceinline__ void copy_bulk(uint8_t* to, const uint8_t* from, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
 #endif
 
 // Asks for `bytes` bytes, a multiple of 16, to be brought to the second level of the cache.
@@ -119,12 +127,7 @@ __device__ __forceinline__ void copy_blocks(uint64_t* first_barrier, uint64_t* s
                                             int announced, uint8_t* to, const uint8_t* from, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (announced >= 0) expect(barrier, announced);
-  if (bytes) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
-  }
+  if (bytes) copy_bulk(to, from, bytes, barrier);
 #elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   copy_together(to, from, bytes);
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(first_barrier)) : "memory");
@@ -132,14 +135,37 @@ __device__ __forceinline__ void copy_blocks(uint64_t* first_barrier, uint64_t* s
 #endif
 }
 
-// A slot of a warp alone: a lane's part in filling it, as above, and the wait of all lanes for what they asked for. Every phase of the
-// barrier (init_barrier: one lane) is announced once. Devices before sm_90 need no barrier for that.
-__device__ __forceinline__ void fill_slot(uint64_t* barrier, int announced, uint8_t* to, const uint8_t* from,
-                                          int bytes) {
+// `bytes` bytes, a multiple of 16, from `from` to `to`, both aligned to 16.
+struct Run {
+  uint8_t* to;
+  const uint8_t* from;
+  int bytes;
+};
+
+// Fills a slot of a warp alone: all lanes call it with the same runs, one of which may be empty; and the wait of all lanes for
+// what they asked for. Every phase of the barrier (init_barrier: one lane) is filled once. Devices before sm_90 need no
+// barrier for that. From sm_90 on it is one lane that copies: of several, each would have a turn of a loop.
+template <int N>
+__device__ __forceinline__ void fill_slot(uint64_t* barrier, const Run (&runs)[N]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  copy_blocks(barrier, barrier, barrier, announced, to, from, bytes);
+  uint32_t elected;
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(elected));
+  if (!elected) return;
+  int bytes = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) bytes += runs[i].bytes;
+  expect(barrier, bytes);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (runs[i].bytes) copy_bulk(runs[i].to, runs[i].from, runs[i].bytes, barrier);
+  }
 #else
-  copy_together(to, from, bytes);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    for (int at = 16 * static_cast<int>(threadIdx.x & 31); at < runs[i].bytes; at += 512) {
+      copy_async(runs[i].to + at, runs[i].from + at);
+    }
+  }
 #endif
 }
 __device__ __forceinline__ void wait_slot(uint64_t* barrier, uint32_t phase) {

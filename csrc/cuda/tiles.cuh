@@ -35,13 +35,6 @@ struct TileTraits {
   static __device__ __forceinline__ int group(int part, int h) { return h * kLanes + part; }
 };
 
-// Bits of x where the mask is set, else of y.
-__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t x, uint32_t y) {
-  uint32_t out;
-  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(out) : "r"(x), "r"(y), "r"(mask));
-  return out;
-}
-
 // ---- Staged vectors -------------------------------------------------------------------------------------------------
 
 // Words between vectors, and between the signs of the lanes of a vector: 16-byte accesses of eight neighbouring lanes
