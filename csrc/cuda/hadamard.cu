@@ -10,7 +10,7 @@
 namespace turboquant::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 64;  // blocks that end soon make room soon
 
 // The signs of a lane's channels, a bit each: read as float32 numbers they would take twice the way through the first-level
 // cache that vectors of a 16-bit dtype take.
