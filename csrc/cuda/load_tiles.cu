@@ -86,8 +86,6 @@ __device__ __forceinline__ void load_words(const uint8_t* from, uint32_t* to) {
   }
 }
 
-enum class Kind { kKeys, kValues, kRows };
-
 // Where a lane reads the codes of its tokens, in bytes from where those of 16 tokens start: found once for all tiles.
 struct LaneReads {
   int codes, to_token, to_set, to_sets;  // of its first token; to the other one, to the next set, to the next two
@@ -307,28 +305,6 @@ __device__ __forceinline__ void put_levels(const StoredCodes<Traits, KIND, BITS>
         }
       }
     }
-  }
-}
-
-// Calls fn<KIND, BITS>() for the codes there are: a case each, because one that asks for every few of them asks often.
-template <typename Fn>
-__device__ __forceinline__ void dispatch_codes(Kind kind, int bits, Fn&& fn) {
-  const auto choice = [](Kind kind, int bits) { return 8 * static_cast<int>(kind) + bits - 1; };
-  switch (choice(kind, bits)) {
-    case 1: return fn.template operator()<Kind::kKeys, 2>();
-    case 2: return fn.template operator()<Kind::kKeys, 3>();
-    case 3: return fn.template operator()<Kind::kKeys, 4>();
-    case 4: return fn.template operator()<Kind::kKeys, 5>();
-    case 7: return fn.template operator()<Kind::kKeys, 8>();
-    case 9: return fn.template operator()<Kind::kValues, 2>();
-    case 10: return fn.template operator()<Kind::kValues, 3>();
-    case 11: return fn.template operator()<Kind::kValues, 4>();
-    case 16: return fn.template operator()<Kind::kRows, 1>();
-    case 17: return fn.template operator()<Kind::kRows, 2>();
-    case 18: return fn.template operator()<Kind::kRows, 3>();
-    case 19: return fn.template operator()<Kind::kRows, 4>();
-    case 20: return fn.template operator()<Kind::kRows, 5>();
-    default: return fn.template operator()<Kind::kRows, 8>();
   }
 }
 

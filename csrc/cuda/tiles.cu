@@ -22,8 +22,6 @@ constexpr int kStageWords = Traits::kVectors * kStageStride<Traits>;
 template <typename Traits, bool SEARCH>
 constexpr int kSourceWords = kTableWords<Traits, SEARCH> + Traits::kLanes * kSignStride;
 
-enum class RowKind { kKey, kValue, kDense };
-
 template <typename Traits, typename T, bool SEARCH>
 __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_constant__ TileArguments a) {
   constexpr int kTokens = kTileTokens<Traits>, kLanes = Traits::kLanes;
@@ -33,7 +31,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
   __shared__ SharedCodebook books[2];
   __shared__ alignas(16) uint32_t levels[2][4];
   uint32_t* words = reinterpret_cast<uint32_t*>(dynamic);
-  const int threads = blockDim.x, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int threads = blockDim.x, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0),
+            lane = threadIdx.x % 32;
   const int part = lane % kLanes, vector = lane / kLanes;
 
   // Of two neighbouring warps one takes keys and one values, every scheduler as many of both; then they change over,
@@ -51,10 +50,12 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
   const auto start_copies = [&] {
     if (tile >= tiles) return;
     const TileSource& from = a.source[next];
-    const int stride = static_cast<int>(from.token_stride);
+    const uint32_t stride = static_cast<uint32_t>(from.token_stride);
     const int first = tile / kPasses<Traits> * kTokens + token_of_vector<Traits>(0, tile % kPasses<Traits>);
-    start_rows<Traits>(stage, from.data + int64_t{first} * stride + int64_t{head} * static_cast<int>(from.head_stride),
-                       stride, tokens - first, lane, [](int v) { return token_of_vector<Traits>(v, 0); });
+    const uint8_t* rows = from.data + uint64_t{static_cast<uint32_t>(first)} * stride +
+                          uint64_t{static_cast<uint32_t>(head)} * static_cast<uint32_t>(from.head_stride);
+    start_rows<Traits>(stage, rows, stride, tokens - first, lane,
+                       [](int v) { return token_of_vector<Traits>(v, 0); });
   };
   start_copies();
   for (int t = 0; t < a.sources; ++t) {
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
     const bool exists = token < tokens;
     int64_t slot = kSlotFirst && exists && !a.packed ? a.slots[token] : -1;
     const TileSource& source = a.source[now];
-    const RowKind kind = a.packed ? RowKind::kDense : now == 0 ? RowKind::kKey : RowKind::kValue;
+    const Kind kind = a.packed ? Kind::kRows : now == 0 ? Kind::kKeys : Kind::kValues;
     const uint32_t* table = words + now * kSourceWords<Traits, SEARCH>;
     const uint32_t* signs = table + kTableWords<Traits, SEARCH> + part * kSignStride;
 
@@ -123,34 +124,41 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
     uint16_t scale = zero ? 0 : fit.scale(source.book.scale_mode, v.length, v.exponent, a.constants);
     if (!v.finite) scale = format::kNanScale;
 
-    const Token to = kind == RowKind::kDense ? Token{} : a.pages.token(slot, from_head, a.layout);
-    if (kind == RowKind::kDense) {
-      if (exists) {
-        const int64_t row = int64_t{token} * a.heads + from_head;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          put_dense_group(codes.low + 4 * h, codes.high[h], source.book.bits, Traits::group(part, h),
-                          a.packed + row * a.row_bytes);
-        }
-        if (part == 0) a.scale[row] = scale;
-      }
-    } else if (kind == RowKind::kKey) {
-      if (to.tile) {
+    const Token to = a.packed ? Token{} : a.pages.token(slot, from_head, a.layout);
+    dispatch_codes(kind, source.book.bits, [&]<Kind KIND, int BITS>() {
+      if constexpr (BITS == 8) {
+        // other kernels' codes
+      } else if constexpr (KIND == Kind::kKeys) {
+        if (!to.tile) return;
         uint8_t *row = to.key_row(a.layout), *plane = to.key_plane(a.layout);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          put_key_group(codes.low + 4 * h, codes.high[h], source.book.bits, Traits::group(part, h), row, plane);
+          put_key_group<BITS>(codes.low + 4 * h, codes.high[h], Traits::group(part, h), row, plane);
         }
-        if (part == 0) *to.key_scale(a.layout) = scale;
+        if (part == 0) __stwb(to.key_scale(a.layout), scale);
+      } else if constexpr (KIND == Kind::kValues) {
+        // Are the tokens those of a value block, in its order?
+        const int64_t begin = slot - number % format::kValueGroup;
+        const int64_t common =
+            __shfl_sync(0xffffffff, begin, lane - vector % format::kValueGroup * kLanes - part);
+        const bool together = __all_sync(0xffffffff, to.tile && begin == common && begin % format::kValueGroup == 0);
+        if constexpr (BITS == 3) to_neighbours<Traits>(codes.low, part);
+        if (together) {
+          put_value<Traits, BITS, true>(codes.low, part, to.value_block(a.layout), to.number);
+        } else if (to.tile) {
+          put_value<Traits, BITS, false>(codes.low, part, to.value_block(a.layout), to.number);
+        }
+        if (to.tile && part == 0) __stwb(to.value_scale(a.layout), scale);
+      } else if (exists) {
+        const int64_t row = int64_t{token} * a.heads + from_head;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          put_dense_group<BITS>(codes.low + 4 * h, codes.high[h], Traits::group(part, h),
+                                a.packed + row * a.row_bytes);
+        }
+        if (part == 0) a.scale[row] = scale;
       }
-    } else {
-      // Are the tokens those of a value block, in its order?
-      const int64_t begin = slot - number % format::kValueGroup;
-      const int64_t common = __shfl_sync(0xffffffff, begin, lane - vector % format::kValueGroup * kLanes - part);
-      const bool together = __all_sync(0xffffffff, to.tile && begin == common && begin % format::kValueGroup == 0);
-      put_value<Traits>(codes, source.book.bits, part, to.value_block(a.layout), to.number, together, to.tile);
-      if (to.tile && part == 0) *to.value_scale(a.layout) = scale;
-    }
+    });
     if (a.tail.data && to.tile) {
       const int64_t kept = a.tail.row(token);
       constexpr int bytes = 2 * Traits::kDim;

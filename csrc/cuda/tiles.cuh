@@ -35,6 +35,32 @@ struct TileTraits {
   static __device__ __forceinline__ int group(int part, int h) { return h * kLanes + part; }
 };
 
+// How codes are stored: in pages, or as dense rows.
+enum class Kind { kKeys, kValues, kRows };
+
+// Calls fn<KIND, BITS>() for the codes there are. A case for each of them: what is asked for every few codes is asked often,
+// and a warp has nothing else to do while it waits for a branch.
+template <typename Fn>
+__device__ __forceinline__ void dispatch_codes(Kind kind, int bits, Fn&& fn) {
+  const auto choice = [](Kind kind, int bits) { return 8 * static_cast<int>(kind) + bits - 1; };
+  switch (choice(kind, bits)) {
+    case 1: return fn.template operator()<Kind::kKeys, 2>();
+    case 2: return fn.template operator()<Kind::kKeys, 3>();
+    case 3: return fn.template operator()<Kind::kKeys, 4>();
+    case 4: return fn.template operator()<Kind::kKeys, 5>();
+    case 7: return fn.template operator()<Kind::kKeys, 8>();
+    case 9: return fn.template operator()<Kind::kValues, 2>();
+    case 10: return fn.template operator()<Kind::kValues, 3>();
+    case 11: return fn.template operator()<Kind::kValues, 4>();
+    case 16: return fn.template operator()<Kind::kRows, 1>();
+    case 17: return fn.template operator()<Kind::kRows, 2>();
+    case 18: return fn.template operator()<Kind::kRows, 3>();
+    case 19: return fn.template operator()<Kind::kRows, 4>();
+    case 20: return fn.template operator()<Kind::kRows, 5>();
+    default: return fn.template operator()<Kind::kRows, 8>();
+  }
+}
+
 // ---- Staged vectors -------------------------------------------------------------------------------------------------
 
 // Words between vectors, and between the signs of the lanes of a vector: 16-byte accesses of eight neighbouring lanes
@@ -47,15 +73,15 @@ constexpr int kSignStride = 68;
 // Vector v is row place_of(v) of rows that lie `stride` bytes apart, or the last of `count` rows if it is beyond it. Places
 // of sums are sums of places.
 template <typename Traits, typename PlaceOf>
-__device__ __forceinline__ void start_rows(uint32_t* stage, const uint8_t* rows, int stride, int count, int lane,
+__device__ __forceinline__ void start_rows(uint32_t* stage, const uint8_t* rows, uint32_t stride, int count, int lane,
                                            PlaceOf&& place_of) {
   constexpr int kChunks = Traits::kDim / 8, kTogether = 32 / kChunks, kTimes = Traits::kVectors / kTogether;
   const int first = lane / kChunks, place = lane % kChunks;
   const uint8_t* from = rows + 16 * place;
   uint32_t* to = stage + first * kStageStride<Traits> + 4 * place;
-  const auto of_row = [&](const uint8_t* base, int row) { return base + row * int64_t{stride}; };
+  const auto of_row = [&](const uint8_t* base, uint32_t row) { return base + uint64_t{row} * stride; };
   if (place_of(Traits::kVectors - 1) < count) {
-    from += place_of(first) * int64_t{stride};
+    from = of_row(from, place_of(first));
     asm("" : "+l"(from));  // one multiplication for each place, not one for all of its terms
 #pragma unroll
     for (int k = 0; k < kTimes; ++k) {
@@ -551,27 +577,28 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
 template <int N>
 __device__ __forceinline__ void put_words(uint8_t* to, const uint32_t (&word)[N]) {
   if constexpr (N == 4) {
-    *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+    __stwb(reinterpret_cast<uint4*>(to), make_uint4(word[0], word[1], word[2], word[3]));
   } else if constexpr (N == 2) {
-    *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[1]);
+    __stwb(reinterpret_cast<uint2*>(to), make_uint2(word[0], word[1]));
   } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) reinterpret_cast<uint32_t*>(to)[i] = word[i];
+    for (int i = 0; i < N; ++i) __stwb(reinterpret_cast<uint32_t*>(to) + i, word[i]);
   }
 }
 
 // A group of 32 channels in the row of a key; its fifth bits in the plane.
-__device__ __forceinline__ void put_key_group(const uint32_t* low, uint32_t high, int bits, int group, uint8_t* row,
+template <int BITS>
+__device__ __forceinline__ void put_key_group(const uint32_t* low, uint32_t high, int group, uint8_t* row,
                                               uint8_t* plane) {
-  uint8_t* to = row + 4 * min(bits, 4) * group;
-  if (bits >= 4) {
+  uint8_t* to = row + 4 * min(BITS, 4) * group;
+  if constexpr (BITS >= 4) {
     put_words<4>(to, {low[0], low[1], low[2], low[3]});
-    if (bits == 5) {
+    if constexpr (BITS == 5) {
       const auto spread = [](uint32_t b) { return (b & 3) | (b & 0x0C) << 6 | (b & 0x30) << 12 | (b & 0xC0) << 18; };
-      const uint32_t word = spread(high) | spread(high >> 8) << 2 | spread(high >> 16) << 4 | spread(high >> 24) << 6;
-      *reinterpret_cast<uint32_t*>(plane + 4 * group) = word;
+      put_words<1>(plane + 4 * group, {spread(high) | spread(high >> 8) << 2 | spread(high >> 16) << 4 |
+                                       spread(high >> 24) << 6});
     }
-  } else if (bits == 3) {
+  } else if constexpr (BITS == 3) {
     uint32_t out[3];
 #pragma unroll
     for (int j = 0; j < 3; ++j) out[j] = low[j] | (low[3] << (3 - j) & 0x88888888);
@@ -583,18 +610,20 @@ __device__ __forceinline__ void put_key_group(const uint32_t* low, uint32_t high
 }
 
 // The same in a dense row.
-__device__ __forceinline__ void put_dense_group(const uint32_t* low, uint32_t high, int bits, int group, uint8_t* row) {
-  uint8_t* to = row + 4 * bits * group;
-  if (bits == 4) return put_words<4>(to, {low[0], low[1], low[2], low[3]});
+template <int BITS>
+__device__ __forceinline__ void put_dense_group(const uint32_t* low, uint32_t high, int group, uint8_t* row) {
+  uint8_t* to = row + 4 * BITS * group;
   uint64_t string[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) string[i] = dense_string({low[i], bits == 5 ? high >> 8 * i & 255 : 0}, bits);
-  if (bits == 1) {
+  for (int i = 0; i < 4; ++i) string[i] = dense_string({low[i], BITS == 5 ? high >> 8 * i & 255 : 0}, BITS);
+  if constexpr (BITS == 4) {
+    put_words<4>(to, {low[0], low[1], low[2], low[3]});
+  } else if constexpr (BITS == 1) {
     put_words<1>(to, {static_cast<uint32_t>(string[0] | string[1] << 8 | string[2] << 16 | string[3] << 24)});
-  } else if (bits == 2) {
+  } else if constexpr (BITS == 2) {
     put_words<2>(to, {static_cast<uint32_t>(string[0] | string[1] << 16),
                       static_cast<uint32_t>(string[2] | string[3] << 16)});
-  } else if (bits == 3) {
+  } else if constexpr (BITS == 3) {
     put_words<3>(to, {static_cast<uint32_t>(string[0] | string[1] << 24),
                       static_cast<uint32_t>(string[1] >> 8 | string[2] << 16),
                       static_cast<uint32_t>(string[2] >> 16 | string[3] << 8)});
@@ -621,16 +650,15 @@ __device__ __forceinline__ void to_neighbours(uint32_t (&low)[8], int part) {
 }
 
 // Stores N words of a token, word n of even (parity 0) or odd channels, in its value block: channel g = 2 i + parity is
-// byte i of the token's word, and byte b of the block's word at `at` + lane_bytes * (4 g + q). If `together`, the four
-// tokens that share words are those of four lanes, and transpose 4 x 4 bytes between them: a lane gets the words of i =
-// its b.
-template <typename Traits, int N>
+// byte i of the token's word, and byte b of the block's word at `at` + lane_bytes * (4 g + q). TOGETHER: the four tokens that
+// share words are those of four lanes, and transpose 4 x 4 bytes between them: a lane gets the words of i = its b.
+template <typename Traits, bool TOGETHER, int N>
 __device__ __forceinline__ void put_value_words(uint32_t (&even)[N], uint32_t (&odd)[N], uint8_t* at, int lane_bytes,
-                                                int number, bool together, bool exists) {
+                                                int number) {
   constexpr int near = Traits::kLanes,
                 far = Traits::kLanes == 4 ? 16 : 8 * Traits::kLanes;  // the lane of token ^ 1, token ^ 8
   const int q = value_q(number), b = value_b(number);
-  if (together) {
+  if constexpr (TOGETHER) {
     const uint32_t first = b & 1 ? 0x3715 : 0x6240, second = b & 2 ? 0x3276 : 0x5410;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -642,29 +670,26 @@ __device__ __forceinline__ void put_value_words(uint32_t (&even)[N], uint32_t (&
     uint8_t* to = at + lane_bytes * (8 * b + q);
     put_words<N>(to, even);
     put_words<N>(to + 4 * lane_bytes, odd);
-  } else if (exists) {
+  } else {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint8_t* to = at + lane_bytes * (8 * i + q) + 4 * n + b;
-        to[0] = static_cast<uint8_t>(even[n] >> 8 * i);
-        to[4 * lane_bytes] = static_cast<uint8_t>(odd[n] >> 8 * i);
+        __stwb(to, static_cast<uint8_t>(even[n] >> 8 * i));
+        __stwb(to + 4 * lane_bytes, static_cast<uint8_t>(odd[n] >> 8 * i));
       }
     }
   }
 }
 
-// The codes of a lane in its token's value block, if there is one. together: in all lanes of the warp or none.
-template <typename Traits>
-__device__ __forceinline__ void put_value(LaneCodes& codes, int bits, int part, uint8_t* block, int number,
-                                          bool together, bool exists) {
-  uint32_t (&low)[8] = codes.low;
+// The codes of a lane in its token's value block.
+template <typename Traits, int BITS, bool TOGETHER>
+__device__ __forceinline__ void put_value(const uint32_t (&low)[8], int part, uint8_t* block, int number) {
   // Octet a in the low nibbles, b in the high ones: even channels, odd channels.
   const auto even = [](uint32_t a, uint32_t b) { return select_bits(0x0F0F0F0F, a, b << 4); };
   const auto odd = [](uint32_t a, uint32_t b) { return select_bits(0x0F0F0F0F, a >> 4, b); };
-  if (bits == 3) {  // 64 channels together
-    to_neighbours<Traits>(low, part);
+  if constexpr (BITS == 3) {  // 64 channels together
     uint32_t e[4], o[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) e[j] = even(low[2 * j], low[2 * j + 1]), o[j] = odd(low[2 * j], low[2 * j + 1]);
@@ -674,24 +699,23 @@ __device__ __forceinline__ void put_value(LaneCodes& codes, int bits, int part, 
       e3[j] = e[j] | (e[3] << (3 - j) & 0x88888888);
       o3[j] = o[j] | (o[3] << (3 - j) & 0x88888888);
     }
-    put_value_words<Traits, 3>(e3, o3, block + 384 * part, 12, number, together, exists);
-    return;
-  }
+    put_value_words<Traits, TOGETHER, 3>(e3, o3, block + 384 * part, 12, number);
+  } else {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int group = Traits::group(part, h);
-    const uint32_t* l = low + 4 * h;
-    if (bits == 4) {
-      uint32_t e[2] = {even(l[0], l[1]), even(l[2], l[3])}, o[2] = {odd(l[0], l[1]), odd(l[2], l[3])};
-      put_value_words<Traits, 2>(e, o, block + 512 * (group / 2) + 8 * (group % 2), 16, number, together, exists);
-    } else {
-      const auto close = [](uint32_t a, uint32_t b) {
-        return (a & 0x03030303) | (a >> 2 & 0x0C0C0C0C) | (b << 4 & 0x30303030) | (b << 2 & 0xC0C0C0C0);
-      };
-      uint32_t e[1] = {close(even(l[0], l[1]), even(l[2], l[3]))}, o[1] = {close(odd(l[0], l[1]), odd(l[2], l[3]))};
-      constexpr int words = Traits::kDim < 128 ? Traits::kDim / 32 : 4;
-      put_value_words<Traits, 1>(e, o, block + 512 * (group / 4) + 4 * (group % 4), 4 * words, number, together,
-                                 exists);
+    for (int h = 0; h < 2; ++h) {
+      const int group = Traits::group(part, h);
+      const uint32_t* l = low + 4 * h;
+      if constexpr (BITS == 4) {
+        uint32_t e[2] = {even(l[0], l[1]), even(l[2], l[3])}, o[2] = {odd(l[0], l[1]), odd(l[2], l[3])};
+        put_value_words<Traits, TOGETHER, 2>(e, o, block + 512 * (group / 2) + 8 * (group % 2), 16, number);
+      } else {
+        const auto close = [](uint32_t a, uint32_t b) {
+          return (a & 0x03030303) | (a >> 2 & 0x0C0C0C0C) | (b << 4 & 0x30303030) | (b << 2 & 0xC0C0C0C0);
+        };
+        uint32_t e[1] = {close(even(l[0], l[1]), even(l[2], l[3]))}, o[1] = {close(odd(l[0], l[1]), odd(l[2], l[3]))};
+        constexpr int words = Traits::kDim < 128 ? Traits::kDim / 32 : 4;
+        put_value_words<Traits, TOGETHER, 1>(e, o, block + 512 * (group / 4) + 4 * (group % 4), 4 * words, number);
+      }
     }
   }
 }
