@@ -110,21 +110,21 @@ struct LaneReads {
 
 // Words that hold the 16 codes of a lane of one token and set; of values, eight of both tokens.
 template <Kind KIND, int BITS>
-constexpr int kReadWords = BITS == 8                            ? 4
-                           : BITS == 5                          ? 3
-                           : KIND == Kind::kValues              ? BITS
-                           : BITS == 4                          ? 2
-                           : BITS == 3 && KIND == Kind::kKeys   ? 3
-                           : BITS == 3                          ? 2
-                                                                : 1;
+__host__ __device__ constexpr int read_words() {
+  if (BITS == 8) return 4;
+  if (KIND == Kind::kValues) return BITS;
+  if (KIND == Kind::kKeys) return BITS == 5 ? 3 : BITS == 4 ? 2 : BITS == 3 ? 3 : 1;
+  return (BITS + 1) / 2;  // those of odd bits start in the middle of a word
+}
 
 // The codes of a lane's two tokens as they are stored: [set][token][..].
 template <typename Traits, Kind KIND, int BITS>
 struct StoredCodes {
-  uint32_t word[Traits::kSets][2][kReadWords<KIND, BITS>];
+  uint32_t word[Traits::kSets][2][read_words<KIND, BITS>()];
 
   // codes: those of 16 tokens, in shared memory.
-  __device__ __forceinline__ StoredCodes(const LaneReads& reads, const uint8_t* codes, int key_row_bytes, int g, int t) {
+  __device__ __forceinline__ StoredCodes(const LaneReads& reads, const uint8_t* codes, int key_row_bytes, int g,
+                                         int t) {
 #pragma unroll
     for (int h = 0; h < Traits::kSets; ++h) {
 #pragma unroll
@@ -139,7 +139,7 @@ struct StoredCodes {
           load_words<2>(from, to);
           to[2] = load_word(codes + kTokens * key_row_bytes + (g + 8 * i) * reads.planes + 8 * h + 4 * (t / 2));
         } else {
-          load_words<kReadWords<KIND, BITS>>(from, to);
+          load_words<read_words<KIND, BITS>()>(from, to);
         }
       }
     }
@@ -341,8 +341,8 @@ struct PageAhead {
 
 // What is copied of each tile: codes, fifth bits and scales, in one run of bytes each.
 struct TileRuns {
-  int codes, planes;                           // bytes
-  int from_codes, from_planes, from_scales;    // of pages: in a tile of a record
+  int codes, planes;                         // bytes
+  int from_codes, from_planes, from_scales;  // of pages: in a tile of a record
 
   static __device__ __forceinline__ TileRuns of_pages(const RecordLayout& r, bool values) {
     if (values) return {r.value_block_bytes, 0, r.value_blocks, 0, r.value_scales};
@@ -566,7 +566,8 @@ __global__ void __launch_bounds__(32 * Traits::kWarps, Traits::kBlocks)
     Operands<Traits> operands;
     const LevelTable levels(level_bytes[s]);  // anew for every tile: registers are rare
     dispatch_codes(kind, bits, [&]<Kind KIND, int BITS>() {
-      put_levels(StoredCodes<Traits, KIND, BITS>(reads, slot, a.layout.key_row_bytes, g, t), levels, count, g, t, operands);
+      const StoredCodes<Traits, KIND, BITS> stored(reads, slot, a.layout.key_row_bytes, g, t);
+      put_levels(stored, levels, count, g, t, operands);
     });
     float unit[2], offset[2];
 #pragma unroll

@@ -31,8 +31,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
   __shared__ SharedCodebook books[2];
   __shared__ alignas(16) uint32_t levels[2][4];
   uint32_t* words = reinterpret_cast<uint32_t*>(dynamic);
-  const int threads = blockDim.x, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0),
-            lane = threadIdx.x % 32;
+  const int threads = blockDim.x, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int part = lane % kLanes, vector = lane / kLanes;
 
   // Of two neighbouring warps one takes keys and one values, every scheduler as many of both; then they change over,
@@ -54,8 +53,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
     const int first = tile / kPasses<Traits> * kTokens + token_of_vector<Traits>(0, tile % kPasses<Traits>);
     const uint8_t* rows = from.data + uint64_t{static_cast<uint32_t>(first)} * stride +
                           uint64_t{static_cast<uint32_t>(head)} * static_cast<uint32_t>(from.head_stride);
-    start_rows<Traits>(stage, rows, stride, tokens - first, lane,
-                       [](int v) { return token_of_vector<Traits>(v, 0); });
+    start_rows<Traits>(stage, rows, stride, tokens - first, lane, [](int v) { return token_of_vector<Traits>(v, 0); });
   };
   start_copies();
   for (int t = 0; t < a.sources; ++t) {
@@ -139,8 +137,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
       } else if constexpr (KIND == Kind::kValues) {
         // Are the tokens those of a value block, in its order?
         const int64_t begin = slot - number % format::kValueGroup;
-        const int64_t common =
-            __shfl_sync(0xffffffff, begin, lane - vector % format::kValueGroup * kLanes - part);
+        const int64_t common = __shfl_sync(0xffffffff, begin, lane - vector % format::kValueGroup * kLanes - part);
         const bool together = __all_sync(0xffffffff, to.tile && begin == common && begin % format::kValueGroup == 0);
         if constexpr (BITS == 3) to_neighbours<Traits>(codes.low, part);
         if (together) {
@@ -153,8 +150,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
         const int64_t row = int64_t{token} * a.heads + from_head;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          put_dense_group<BITS>(codes.low + 4 * h, codes.high[h], Traits::group(part, h),
-                                a.packed + row * a.row_bytes);
+          put_dense_group<BITS>(codes.low + 4 * h, codes.high[h], Traits::group(part, h), a.packed + row * a.row_bytes);
         }
         if (part == 0) a.scale[row] = scale;
       }

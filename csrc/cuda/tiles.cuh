@@ -595,8 +595,8 @@ __device__ __forceinline__ void put_key_group(const uint32_t* low, uint32_t high
     put_words<4>(to, {low[0], low[1], low[2], low[3]});
     if constexpr (BITS == 5) {
       const auto spread = [](uint32_t b) { return (b & 3) | (b & 0x0C) << 6 | (b & 0x30) << 12 | (b & 0xC0) << 18; };
-      put_words<1>(plane + 4 * group, {spread(high) | spread(high >> 8) << 2 | spread(high >> 16) << 4 |
-                                       spread(high >> 24) << 6});
+      put_words<1>(plane + 4 * group,
+                   {spread(high) | spread(high >> 8) << 2 | spread(high >> 16) << 4 | spread(high >> 24) << 6});
     }
   } else if constexpr (BITS == 3) {
     uint32_t out[3];
