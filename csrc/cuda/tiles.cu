@@ -56,10 +56,12 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
     start_rows<Traits>(stage, rows, stride, tokens - first, lane, [](int v) { return token_of_vector<Traits>(v, 0); });
   };
   start_copies();
-  for (int t = 0; t < a.sources; ++t) {
-    books[t].fill(a.source[t].book, threadIdx.x, threads);
+  // What comes from memory, a quarter of the threads asks for each, so that all wait once.
+  const int quarter = threads / 4, asked = warp / (quarter / 32), t = asked % 2;
+  if (t < a.sources && asked < 2) books[t].fill(a.source[t].book, threadIdx.x % quarter, quarter);
+  if (t < a.sources && asked >= 2) {
     fill_signs<Traits>(words + t * kSourceWords<Traits, SEARCH> + kTableWords<Traits, SEARCH>, a.source[t].signs,
-                       threadIdx.x, threads);
+                       threadIdx.x % quarter, quarter);
   }
   __syncthreads();
   for (int t = 0; t < a.sources; ++t) {
@@ -190,7 +192,7 @@ bool launch_tile_kernel(const TileArguments& a, cudaStream_t stream) {
   const DeviceLimits limits = limits_of(device);
   const int fixed = 4 * a.sources * kSourceWords<Traits, SEARCH>, own = 4 * kStageWords<Traits>;
   const int available = limits.shared_bytes - static_cast<int>(2 * sizeof(SharedCodebook)) - 1024;
-  const int warps = std::min(kMostWarps, (available - fixed) / own) / 8 * 8;
+  const int warps = std::min(kMostWarps, (available - fixed) / own) / 8 * 8;  // quarters of keys and of values
   if (warps < kLeastWarps) return false;
   const int64_t items =
       (a.tokens + kTileTokens<Traits> - 1) / kTileTokens<Traits> * kPasses<Traits> * a.heads * a.sources;

@@ -288,31 +288,40 @@ constexpr int kMostCandidates = 8;
 
 // Entries of all cells, a byte each or a word, and behind them that of code 0; the caller has synchronised after filling
 // the book, and does so again. A nibble holds a magnitude and above it, where there is room, the sign (set: not
-// negative); that of 5-bit codes is bit 4 of bytes. A thread finds the magnitudes of all candidates side by side: one
-// search waits for the other nowhere.
+// negative); that of 5-bit codes is bit 4 of bytes. A thread finds the magnitudes of all candidates, or of some cells, side
+// by side: one search waits for the other nowhere.
 template <typename Traits, bool SEARCH>
 __device__ __forceinline__ void fill_table(uint8_t* table, const SharedCodebook& book, int bits, int steps, int thread,
                                            int threads) {
-  constexpr int kCandidates = SEARCH ? kMostCandidates : 1;
+  constexpr int kCandidates = SEARCH ? kMostCandidates : 1, kTogether = SEARCH ? 1 : 4;
   const int inner = (1 << (bits - 1)) - 1;
   const uint32_t sign = SEARCH && bits == 5 ? 0 : (SEARCH ? 0x11111111 : 1) << (bits - 1);
-  for (int positive = thread; positive < kReach<Traits>; positive += threads) {
-    int magnitude[kCandidates] = {};
+  for (int first = thread; first < kReach<Traits>; first += kTogether * threads) {
+    int magnitude[kTogether][kCandidates] = {};
 #pragma unroll 1
     for (int step = (inner + 1) / 2; step > 0; step /= 2) {
 #pragma unroll
-      for (int s = 0; s < kCandidates; ++s) {
-        if (book.boundary[s < steps ? s : 0][magnitude[s] + step - 1] <= positive) magnitude[s] += step;
+      for (int c = 0; c < kTogether; ++c) {
+#pragma unroll
+        for (int s = 0; s < kCandidates; ++s) {
+          int& m = magnitude[c][s];
+          if (book.boundary[s < steps ? s : 0][m + step - 1] <= first + c * threads) m += step;
+        }
       }
     }
-    uint32_t entry = 0;
 #pragma unroll
-    for (int s = 0; s < kCandidates; ++s) entry |= magnitude[s] << 4 * s;
-    const int above = kReach<Traits> + positive, below = kReach<Traits> - 1 - positive;
-    if constexpr (SEARCH) {
-      reinterpret_cast<uint32_t*>(table)[above] = entry | sign, reinterpret_cast<uint32_t*>(table)[below] = entry;
-    } else {
-      table[above] = static_cast<uint8_t>(entry | sign), table[below] = static_cast<uint8_t>(entry);
+    for (int c = 0; c < kTogether; ++c) {
+      const int positive = first + c * threads;
+      if (positive >= kReach<Traits>) break;
+      uint32_t entry = 0;
+#pragma unroll
+      for (int s = 0; s < kCandidates; ++s) entry |= magnitude[c][s] << 4 * s;
+      const int above = kReach<Traits> + positive, below = kReach<Traits> - 1 - positive;
+      if constexpr (SEARCH) {
+        reinterpret_cast<uint32_t*>(table)[above] = entry | sign, reinterpret_cast<uint32_t*>(table)[below] = entry;
+      } else {
+        table[above] = static_cast<uint8_t>(entry | sign), table[below] = static_cast<uint8_t>(entry);
+      }
     }
   }
   if (thread == 0) {
