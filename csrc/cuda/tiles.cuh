@@ -70,8 +70,8 @@ constexpr int kStageStride = Traits::kDim / 2 + 4;
 constexpr int kSignStride = 68;
 
 // Starts copying all vectors of a warp to shared memory, 16 bytes at a time: neighbouring lanes move neighbouring bytes.
-// Vector v is row place_of(v) of rows that lie `stride` bytes apart, or the last of `count` rows if it is beyond it. Places
-// of sums are sums of places.
+// Vector v is row place_of(v) of rows that lie `stride` bytes apart, or, beyond the last of `count` rows, that one; it is
+// before the first where count is not positive. Places of sums are sums of places.
 template <typename Traits, typename PlaceOf>
 __device__ __forceinline__ void start_rows(uint32_t* stage, const uint8_t* rows, uint32_t stride, int count, int lane,
                                            PlaceOf&& place_of) {
@@ -79,8 +79,8 @@ __device__ __forceinline__ void start_rows(uint32_t* stage, const uint8_t* rows,
   const int first = lane / kChunks, place = lane % kChunks;
   const uint8_t* from = rows + 16 * place;
   uint32_t* to = stage + first * kStageStride<Traits> + 4 * place;
-  const auto of_row = [&](const uint8_t* base, uint32_t row) { return base + uint64_t{row} * stride; };
   if (place_of(Traits::kVectors - 1) < count) {
+    const auto of_row = [&](const uint8_t* base, uint32_t row) { return base + uint64_t{row} * stride; };
     from = of_row(from, place_of(first));
     asm("" : "+l"(from));  // one multiplication for each place, not one for all of its terms
 #pragma unroll
@@ -90,8 +90,8 @@ __device__ __forceinline__ void start_rows(uint32_t* stage, const uint8_t* rows,
   } else {
 #pragma unroll 1
     for (int k = 0; k < kTimes; ++k) {
-      copy_async(to + k * kTogether * kStageStride<Traits>,
-                 of_row(from, min(place_of(first + k * kTogether), count - 1)));
+      const int64_t row = min(place_of(first + k * kTogether), count - 1);
+      copy_async(to + k * kTogether * kStageStride<Traits>, from + row * stride);
     }
   }
 }
