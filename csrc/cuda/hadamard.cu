@@ -19,29 +19,36 @@ class LaneSigns {
  public:
   static constexpr int kWords = (Traits::kDim + 31) / 32;
 
-  // A thread's part in writing the signs of all channels to shared memory; the caller synchronises in between. Numbers
-  // are asked for first and looked at later.
+  // A thread's part in writing the signs of all channels to shared memory; the caller synchronises in between. Those of the
+  // usual lengths are asked for first and looked at later.
   class Filler {
    public:
-    __device__ __forceinline__ explicit Filler(const float* signs) {
+    __device__ __forceinline__ explicit Filler(const float* signs) : signs_(signs) {
 #pragma unroll
-      for (int k = 0; k < kTimes; ++k) {
-        const int channel = k * kThreads + threadIdx.x;
-        sign_[k] = channel < Traits::kDim ? __ldg(signs + channel) : 1.0f;
-      }
+      for (int k = 0; k < kAhead; ++k) ahead_[k] = sign(k);
     }
     __device__ __forceinline__ void fill(uint32_t (&bits)[kWords]) const {
 #pragma unroll
-      for (int k = 0; k < kTimes; ++k) {
-        const int word = (k * kThreads + threadIdx.x) / 32;
-        const uint32_t negative = __ballot_sync(0xffffffff, sign_[k] < 0);
-        if (threadIdx.x % 32 == 0 && word < kWords) bits[word] = negative;
-      }
+      for (int k = 0; k < kAhead; ++k) fill_words(bits, k, ahead_[k]);
+#pragma unroll 1
+      for (int k = kAhead; k < kTimes; ++k) fill_words(bits, k, sign(k));
     }
 
    private:
-    static constexpr int kTimes = (Traits::kDim + kThreads - 1) / kThreads;
-    float sign_[kTimes];
+    static constexpr int kTimes = (Traits::kDim + kThreads - 1) / kThreads, kAhead = kTimes < 8 ? kTimes : 8;
+
+    __device__ __forceinline__ float sign(int k) const {
+      const int channel = k * kThreads + threadIdx.x;
+      return channel < Traits::kDim ? __ldg(signs_ + channel) : 1.0f;
+    }
+    static __device__ __forceinline__ void fill_words(uint32_t (&bits)[kWords], int k, float sign) {
+      const int word = (k * kThreads + threadIdx.x) / 32;
+      const uint32_t negative = __ballot_sync(0xffffffff, sign < 0);
+      if (threadIdx.x % 32 == 0 && word < kWords) bits[word] = negative;
+    }
+
+    const float* signs_;
+    float ahead_[kAhead];
   };
 
   __device__ __forceinline__ LaneSigns(const uint32_t (&bits)[kWords], int lane) {
