@@ -229,7 +229,8 @@ __device__ __forceinline__ float power_of_two(int e) { return __int_as_float((e 
 //   zero, an integer below 2^31.
 // * Constants are from 2^-4 to 2^20. What float16 cannot hold shows later, after the power of two has come back.
 //
-// Vectors that are zero or not finite have a scale of their own; what comes out for them here is not used.
+// Vectors that are zero or not finite, or whose `a` is not positive, have a scale of their own; what comes out for them here is
+// not used.
 __device__ __forceinline__ float divide(float a, float b) {
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
