@@ -365,8 +365,7 @@ struct Candidates {
   }
 };
 
-// Fit::scale without its questions: of vectors that were scaled where they had to be, nothing comes near the ends of the range.
-// All lanes work it out, without a branch.
+// Fit::scale with constants that compilers know.
 template <typename Constants>
 __device__ __forceinline__ uint16_t few_scale(const Fit& fit, int mode, float length, int e) {
   const float r = __fmul_rn(length, Constants::kNorm), over = __fmul_rn(r, Constants::kOverRoot);

@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_words(const uint8_t* from, uint32_t* to) {
 
 // Where a lane reads the codes of its tokens, in bytes from where those of 16 tokens start: found once for all tiles.
 struct LaneReads {
-  int codes, to_token, to_set, to_sets;  // of its first token; to the other one, to the next set, to the next two
+  int codes, to_other, to_set, to_sets;  // of the first; to the other token or eight values, the next set, the next two
   int planes;                            // bytes of a token's fifth bits
 
   static __device__ __forceinline__ LaneReads of_keys(const RecordLayout& r, int g, int t) {
@@ -117,7 +117,7 @@ __host__ __device__ constexpr int read_words() {
   return (BITS + 1) / 2;  // those of odd bits start in the middle of a word
 }
 
-// The codes of a lane's two tokens as they are stored: [set][token][..].
+// The codes of a lane's two tokens as they are stored: [set][token][..], of values [set][eight of both tokens][..].
 template <typename Traits, Kind KIND, int BITS>
 struct StoredCodes {
   uint32_t word[Traits::kSets][2][read_words<KIND, BITS>()];
@@ -129,11 +129,11 @@ struct StoredCodes {
     for (int h = 0; h < Traits::kSets; ++h) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint8_t* from = codes + (reads.codes + h / 2 * reads.to_sets + h % 2 * reads.to_set + i * reads.to_token);
+        const uint8_t* from = codes + (reads.codes + h / 2 * reads.to_sets + h % 2 * reads.to_set + i * reads.to_other);
         uint32_t* to = word[h][i];
-        if constexpr (KIND == Kind::kRows && BITS == 8) {  // rows are aligned to 8 bytes
+        if constexpr (KIND == Kind::kRows && BITS == 8) {
           load_words<2>(from, to), load_words<2>(from + 8, to + 2);
-        } else if constexpr (KIND == Kind::kRows && BITS == 3) {  // and these to 4
+        } else if constexpr (KIND == Kind::kRows && BITS == 3) {  // aligned to 4 bytes only
           to[0] = load_word(from), to[1] = load_word(from + 4);
         } else if constexpr (KIND == Kind::kKeys && BITS == 5) {  // a plane has the fifth bits
           load_words<2>(from, to);
@@ -381,8 +381,8 @@ __device__ __forceinline__ int fetch_page(const LoadTileArguments& a, const Plac
   const int begin = place.tile * kTokens, count = min(ahead.length, static_cast<int>(a.max_length)) - begin;
   const Token from =
       a.pages.token(count > 0 ? ahead.page : -1, begin & ((1 << a.layout.page_shift) - 1), place.head, a.layout);
-  const auto run = [&](int to, int begin, int bytes) {  // a tile has two of each
-    return Run{slot + to, from.tile + (begin + (from.number ? bytes : 0)), from.tile ? bytes : 0};
+  const auto run = [&](int to, int at, int bytes) {  // a tile has two of each
+    return Run{slot + to, from.tile + (at + (from.number ? bytes : 0)), from.tile ? bytes : 0};
   };
   fill_slot(barrier, {run(0, runs.from_codes, runs.codes), run(runs.codes, runs.from_planes, runs.planes),
                       run(Traits::kScales, runs.from_scales, kScaleBytes)});

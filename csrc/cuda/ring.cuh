@@ -1,7 +1,7 @@
 // A warp's ring of buffers in shared memory, filled asynchronously: what differs between architectures about copying lives here.
 //
 // Every slot has a barrier in shared memory whose phase flips when its bytes have arrived. From sm_90 on one instruction of one
-// lane copies a whole block; on sm_80 to sm_89 all lanes copy 16 bytes at a time.
+// lane copies a whole block; on sm_80 to sm_89 all lanes copy 16 bytes at a time, and before that they wait for what they copy.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ __device__ __forceinline__ void wait_for_committed_copies() {
   asm volatile("cp.async.wait_group 0;" ::: "memory");
 #endif
 }
-// The same for all of the lane's copies, those of `copy_blocks` before sm_90 included.
+// The same for all of the lane's copies, those of `copy_blocks` and `fill_slot` before sm_90 included.
 __device__ __forceinline__ void wait_for_copies() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -142,7 +142,7 @@ struct Run {
   int bytes;
 };
 
-// Fills a slot of a warp alone: all lanes call it with the same runs, one of which may be empty; and the wait of all lanes for
+// Fills a slot of a warp alone: all lanes call it with the same runs, some or all of which may be empty; and the wait of all lanes for
 // what they asked for. Every phase of the barrier (init_barrier: one lane) is filled once. Devices before sm_90 need no
 // barrier for that. From sm_90 on it is one lane that copies: of several, each would have a turn of a loop.
 template <int N>

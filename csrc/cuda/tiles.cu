@@ -171,7 +171,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
 // ---- Host side ------------------------------------------------------------------------------------------------------
 
 constexpr int kMostDevices = 64;
-constexpr int kLeastWarps = 4;  // fewer hide too little of what each of them waits for
+// As many of keys as of values on each scheduler. Fewer hide too little of what each of them waits for.
+constexpr int kLeastWarps = 8;
 
 struct DeviceLimits {
   int multiprocessors, shared_bytes;
@@ -192,7 +193,7 @@ bool launch_tile_kernel(const TileArguments& a, cudaStream_t stream) {
   const DeviceLimits limits = limits_of(device);
   const int fixed = 4 * a.sources * kSourceWords<Traits, SEARCH>, own = 4 * kStageWords<Traits>;
   const int available = limits.shared_bytes - static_cast<int>(2 * sizeof(SharedCodebook)) - 1024;
-  const int warps = std::min(kMostWarps, (available - fixed) / own) / 8 * 8;  // quarters of keys and of values
+  const int warps = std::min(kMostWarps, (available - fixed) / own) / kLeastWarps * kLeastWarps;
   if (warps < kLeastWarps) return false;
   const int64_t items =
       (a.tokens + kTileTokens<Traits> - 1) / kTileTokens<Traits> * kPasses<Traits> * a.heads * a.sources;

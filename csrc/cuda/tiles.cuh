@@ -1,5 +1,6 @@
 // The encoder for many vectors of 64, 128 or 256 channels: a lane of a warp holds 64 of them, and tables in shared memory
-// replace the arithmetic of what a coordinate becomes. The bytes are those of any.cuh.
+// replace the arithmetic of what a coordinate becomes. The bytes are those of any.cuh. First what the decoder
+// (load_tiles.cu) uses, too.
 //
 // An encoder that keeps up with memory has some twenty instructions for a channel, so each step has its trick:
 //
@@ -27,7 +28,7 @@ namespace turboquant::cuda {
 
 template <int LOG_N>
 struct TileTraits {
-  static constexpr int kLogDim = LOG_N, kDim = 1 << LOG_N, kPerLane = 64;
+  static constexpr int kDim = 1 << LOG_N, kPerLane = 64;
   static constexpr int kLanes = kDim / kPerLane, kVectors = 32 / kLanes;  // of a vector, of a warp
   static_assert(kLanes == 1 || kLanes == 2 || kLanes == 4);
 
@@ -37,26 +38,26 @@ struct TileTraits {
 
 // How codes are stored: in pages, or as dense rows.
 enum class Kind { kKeys, kValues, kRows };
+constexpr int choice_of(Kind kind, int bits) { return 8 * static_cast<int>(kind) + bits - 1; }
 
-// Calls fn<KIND, BITS>() for the codes there are. A case for each of them: what is asked for every few codes is asked often,
-// and a warp has nothing else to do while it waits for a branch.
+// Calls fn<KIND, BITS>() for the codes there are, which launches have made sure of. A case for each of them: what is asked
+// for every few codes is asked often, and a warp has nothing else to do while it waits for a branch.
 template <typename Fn>
 __device__ __forceinline__ void dispatch_codes(Kind kind, int bits, Fn&& fn) {
-  const auto choice = [](Kind kind, int bits) { return 8 * static_cast<int>(kind) + bits - 1; };
-  switch (choice(kind, bits)) {
-    case 1: return fn.template operator()<Kind::kKeys, 2>();
-    case 2: return fn.template operator()<Kind::kKeys, 3>();
-    case 3: return fn.template operator()<Kind::kKeys, 4>();
-    case 4: return fn.template operator()<Kind::kKeys, 5>();
-    case 7: return fn.template operator()<Kind::kKeys, 8>();
-    case 9: return fn.template operator()<Kind::kValues, 2>();
-    case 10: return fn.template operator()<Kind::kValues, 3>();
-    case 11: return fn.template operator()<Kind::kValues, 4>();
-    case 16: return fn.template operator()<Kind::kRows, 1>();
-    case 17: return fn.template operator()<Kind::kRows, 2>();
-    case 18: return fn.template operator()<Kind::kRows, 3>();
-    case 19: return fn.template operator()<Kind::kRows, 4>();
-    case 20: return fn.template operator()<Kind::kRows, 5>();
+  switch (choice_of(kind, bits)) {
+    case choice_of(Kind::kKeys, 2): return fn.template operator()<Kind::kKeys, 2>();
+    case choice_of(Kind::kKeys, 3): return fn.template operator()<Kind::kKeys, 3>();
+    case choice_of(Kind::kKeys, 4): return fn.template operator()<Kind::kKeys, 4>();
+    case choice_of(Kind::kKeys, 5): return fn.template operator()<Kind::kKeys, 5>();
+    case choice_of(Kind::kKeys, 8): return fn.template operator()<Kind::kKeys, 8>();
+    case choice_of(Kind::kValues, 2): return fn.template operator()<Kind::kValues, 2>();
+    case choice_of(Kind::kValues, 3): return fn.template operator()<Kind::kValues, 3>();
+    case choice_of(Kind::kValues, 4): return fn.template operator()<Kind::kValues, 4>();
+    case choice_of(Kind::kRows, 1): return fn.template operator()<Kind::kRows, 1>();
+    case choice_of(Kind::kRows, 2): return fn.template operator()<Kind::kRows, 2>();
+    case choice_of(Kind::kRows, 3): return fn.template operator()<Kind::kRows, 3>();
+    case choice_of(Kind::kRows, 4): return fn.template operator()<Kind::kRows, 4>();
+    case choice_of(Kind::kRows, 5): return fn.template operator()<Kind::kRows, 5>();
     default: return fn.template operator()<Kind::kRows, 8>();
   }
 }
@@ -583,6 +584,7 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
 
 // ---- Stores ---------------------------------------------------------------------------------------------------------
 
+// By an instruction for global memory: compilers lose sight of where pages lie, and take one for any memory.
 template <int N>
 __device__ __forceinline__ void put_words(uint8_t* to, const uint32_t (&word)[N]) {
   if constexpr (N == 4) {
