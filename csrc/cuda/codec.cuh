@@ -10,16 +10,10 @@
 
 #include "../format.h"
 #include "hadamard.cuh"
+#include "mma.cuh"
 #include "tensors.cuh"
 
 namespace turboquant::cuda {
-
-// Bits of x where the mask is set, else of y.
-__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t x, uint32_t y) {
-  uint32_t out;
-  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(out) : "r"(x), "r"(y), "r"(mask));
-  return out;
-}
 
 // ---- Octets and dense rows ------------------------------------------------------------------------------------------
 

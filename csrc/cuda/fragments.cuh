@@ -21,13 +21,6 @@ namespace turboquant::cuda {
 
 constexpr uint32_t kLowNibbles = 0x0F0F0F0F, kHighNibbles = 0xF0F0F0F0;
 
-// x where the bits of `mask` are set, else y.
-__device__ __forceinline__ uint32_t choose_bits(uint32_t mask, uint32_t x, uint32_t y) {
-  uint32_t out;
-  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(x), "r"(y));
-  return out;
-}
-
 template <int SHIFT>  // to the left; negative: to the right
 __device__ __forceinline__ uint32_t shifted(uint32_t x) {
   if constexpr (SHIFT >= 0) {
@@ -338,11 +331,11 @@ struct ValueCodes {
     } else {
       uint32_t x, y;  // codes of the lower and upper eight channels: nibbles of both blocks in turn
       if constexpr (BITS == 2) {
-        const uint32_t m = I % 2 ? choose_bits(kLowNibbles, a.w[I / 2] >> 4, b.w[I / 2])
-                                 : choose_bits(kLowNibbles, a.w[I / 2], b.w[I / 2] << 4);
+        const uint32_t m = I % 2 ? select_bits(kLowNibbles, a.w[I / 2] >> 4, b.w[I / 2])
+                                 : select_bits(kLowNibbles, a.w[I / 2], b.w[I / 2] << 4);
         x = m & 0x33333333, y = m >> 2 & 0x33333333;
       } else {
-        x = choose_bits(kLowNibbles, a.w[I], b.w[I] << 4), y = choose_bits(kLowNibbles, a.w[I] >> 4, b.w[I]);
+        x = select_bits(kLowNibbles, a.w[I], b.w[I] << 4), y = select_bits(kLowNibbles, a.w[I] >> 4, b.w[I]);
       }
       if constexpr (kTwoTables) {
         minus[0] = table.minus(x), minus[1] = table.minus(y), minus[2] = table.minus(x >> 16),

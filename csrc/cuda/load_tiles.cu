@@ -22,8 +22,9 @@
 namespace turboquant::cuda {
 namespace {
 
-constexpr int kTokens = 16;       // of a warp: rows g and g + 8 of products, g = lane / 4
-constexpr int kSetChannels = 64;  // of one product: a set
+constexpr int kTokens = 16;               // of a warp: rows g and g + 8 of products, g = lane / 4
+constexpr int kScaleBytes = 2 * kTokens;  // their scales
+constexpr int kSetChannels = 64;          // of one product: a set
 
 template <int LOG_N>
 struct LoadTraits {
@@ -36,7 +37,7 @@ struct LoadTraits {
   static constexpr int kChunks = kDim / 8, kTogether = 32 / kChunks;  // of 16 bytes in a vector; vectors of a store
 
   // What arrives: codes of up to 8 bits, or of 4 and then the fifth ones, and scales.
-  static constexpr int kScales = kTokens * kDim, kSlotBytes = kScales + 2 * kTokens;
+  static constexpr int kScales = kTokens * kDim, kSlotBytes = kScales + kScaleBytes;
 };
 
 // ---- Channels ---------------------------------------------------------------------------------------------------------
@@ -350,7 +351,6 @@ struct TileRuns {
   }
   static __device__ __forceinline__ TileRuns of_rows(int row_bytes) { return {kTokens * row_bytes, 0, 0, 0, 0}; }
 };
-constexpr int kScaleBytes = 2 * kTokens;
 
 // Starts copying a tile of dense rows into the warp's slot. Returns how many there are, up to 16.
 template <typename Traits>

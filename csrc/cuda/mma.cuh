@@ -117,6 +117,13 @@ __device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, ui
   return out;
 }
 
+// Bits of x where the mask is set, else of y.
+__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t x, uint32_t y) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(out) : "r"(x), "r"(y), "r"(mask));
+  return out;
+}
+
 // The lesser magnitudes of two pairs of bfloat16; their signs mean nothing.
 __device__ __forceinline__ uint32_t least_magnitudes(uint32_t a, uint32_t b) {
 #if __CUDA_ARCH__ >= 860

@@ -109,14 +109,19 @@ __device__ __forceinline__ void prefetch_bytes(const uint8_t* from, int bytes) {
 #endif
 }
 
-// What each lane asks for, 16 bytes at a time and by all lanes of the warp: how devices before sm_90 copy blocks.
+// How devices before sm_90 copy blocks: what all lanes of the warp ask for, 16 bytes at a time,
+__device__ __forceinline__ void copy_by_lanes(uint8_t* to, const uint8_t* from, int bytes) {
+  for (int i = 16 * static_cast<int>(threadIdx.x & 31); i < bytes; i += 512) copy_async(to + i, from + i);
+}
+
+// and what each of them asks for, one after the other.
 __device__ __forceinline__ void copy_together(uint8_t* to, const uint8_t* from, int bytes) {
   for (unsigned rest = __ballot_sync(0xffffffff, bytes != 0); rest; rest &= rest - 1) {
     const int owner = __ffs(static_cast<int>(rest)) - 1, size = __shfl_sync(0xffffffff, bytes, owner);
     const auto target = reinterpret_cast<uint8_t*>(__shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(to), owner));
     const auto source =
         reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(from), owner));
-    for (int i = 16 * static_cast<int>(threadIdx.x & 31); i < size; i += 512) copy_async(target + i, source + i);
+    copy_by_lanes(target, source, size);
   }
 }
 
@@ -161,11 +166,7 @@ __device__ __forceinline__ void fill_slot(uint64_t* barrier, const Run (&runs)[N
   }
 #else
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    for (int at = 16 * static_cast<int>(threadIdx.x & 31); at < runs[i].bytes; at += 512) {
-      copy_async(runs[i].to + at, runs[i].from + at);
-    }
-  }
+  for (int i = 0; i < N; ++i) copy_by_lanes(runs[i].to, runs[i].from, runs[i].bytes);
 #endif
 }
 __device__ __forceinline__ void wait_slot(uint64_t* barrier, uint32_t phase) {

@@ -319,6 +319,12 @@ struct Keys {
   }
 };
 
+// Adds the product of levels, two words for each of a lane's four keys, in keys 2 h and 2 h + 1.
+template <bool UNSIGNED>
+__device__ __forceinline__ void add_levels(int (&sums)[4], const uint32_t (&levels)[4][2], int h, uint2 column) {
+  mma_bytes<UNSIGNED>(sums, {levels[2 * h][0], levels[2 * h + 1][0], levels[2 * h][1], levels[2 * h + 1][1]}, column);
+}
+
 // What a sum of levels counts, for a coordinate of 1.
 template <typename Codes>
 constexpr float kCodeUnit = format::kLevelUnit / (1 << kPointBits) / (1 << Codes::kPlace);
@@ -408,12 +414,8 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
             const uint2 b = code_column[pair][(step * 4 + i) * queries * 16];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-              mma_bytes<Codes::kUnsigned>(plus[pair][h], {p[2 * h][0], p[2 * h + 1][0], p[2 * h][1], p[2 * h + 1][1]},
-                                          b);
-              if constexpr (Codes::kSigned) {
-                mma_bytes<Codes::kUnsigned>(minus[pair][h],
-                                            {n[2 * h][0], n[2 * h + 1][0], n[2 * h][1], n[2 * h + 1][1]}, b);
-              }
+              add_levels<Codes::kUnsigned>(plus[pair][h], p, h, b);
+              if constexpr (Codes::kSigned) add_levels<Codes::kUnsigned>(minus[pair][h], n, h, b);
             }
           }
         }
@@ -675,11 +677,8 @@ __global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
         for (int r = 0; r < 4; ++r) expansion.levels(now.code[r], i, p[r], n[r]);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          mma_bytes<Codes::kUnsigned>(sums[h], {p[2 * h][0], p[2 * h + 1][0], p[2 * h][1], p[2 * h + 1][1]},
-                                      code_column[i]);
-          if constexpr (Codes::kSigned && Codes::kTimes == 1) {
-            mma_bytes(sums[h], {n[2 * h][0], n[2 * h + 1][0], n[2 * h][1], n[2 * h + 1][1]}, code_column[i]);
-          }
+          add_levels<Codes::kUnsigned>(sums[h], p, h, code_column[i]);
+          if constexpr (Codes::kSigned && Codes::kTimes == 1) add_levels<false>(sums[h], n, h, code_column[i]);
         }
       }
       const float sum = sum_of_key(sums, Codes::kTimes, less, t, code_weight);
