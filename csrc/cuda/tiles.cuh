@@ -1,6 +1,6 @@
 // The encoder for many vectors of 64, 128 or 256 channels: a lane of a warp holds 64 of them, and tables in shared memory
 // replace the arithmetic of what a coordinate becomes. The bytes are those of any.cuh. First what the decoder
-// (load_tiles.cu) uses, too.
+// (load_tiles.cuh) uses, too.
 //
 // An encoder that keeps up with memory has some twenty instructions for a channel, so each step has its trick:
 //
