@@ -55,7 +55,9 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
                           uint64_t{static_cast<uint32_t>(head)} * static_cast<uint32_t>(from.head_stride);
     start_rows<Traits>(stage, rows, stride, tokens - first, lane, [](int v) { return token_of_vector<Traits>(v, 0); });
   };
-  start_copies();
+  // The first vectors of all warps keep memory busy for longer than tables of one candidate take, and would hold up what those
+  // wait for, the kernel's code included. So they come after the tables, if these are not those of several candidates.
+  if constexpr (SEARCH) start_copies();
   // What comes from memory, a quarter of the threads asks for each, so that all wait once.
   const int quarter = threads / 4, asked = warp / (quarter / 32), t = asked % 2;
   if (t < a.sources && asked < 2) books[t].fill(a.source[t].book, threadIdx.x % quarter, quarter);
@@ -66,10 +68,11 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1) tile_kernel(const __grid_c
   __syncthreads();
   for (int t = 0; t < a.sources; ++t) {
     const Codebook& book = a.source[t].book;
-    fill_table<Traits, SEARCH>(reinterpret_cast<uint8_t*>(words + t * kSourceWords<Traits, SEARCH>), books[t],
-                               book.bits, book.num_steps, threadIdx.x, threads);
+    fill_table<Traits, SEARCH>(words + t * kSourceWords<Traits, SEARCH>, books[t], book.bits, book.num_steps,
+                               threadIdx.x, threads);
     fill_level_bytes(levels[t], books[t], threadIdx.x);
   }
+  if constexpr (!SEARCH) start_copies();
   __syncthreads();
 
 #pragma unroll 1

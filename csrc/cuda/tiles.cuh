@@ -272,11 +272,11 @@ __device__ __forceinline__ Rotated rotate_vector(float (&y)[64], int part, Read&
 
 // ---- Tables ---------------------------------------------------------------------------------------------------------
 
-// Cells u >> 4 on either side of zero that a vector can reach: |u| <= 4096 sqrt(d), rounding aside.
+// Cells u >> 4 on either side of zero that a vector can reach: |u| <= 4096 sqrt(d), rounding aside. Whole words of them.
 constexpr int table_reach(int d) {
   int reach = 0;
   while (reach * reach < 65536 * d) ++reach;  // 256 sqrt(d)
-  return reach + 2;
+  return (reach + 2 + 3) / 4 * 4;
 }
 template <typename Traits>
 constexpr int kReach = table_reach(Traits::kDim);
@@ -289,15 +289,16 @@ constexpr int kMostCandidates = 8;
 
 // Entries of all cells, a byte each or a word, and behind them that of code 0; the caller has synchronised after filling
 // the book, and does so again. A nibble holds a magnitude and above it, where there is room, the sign (set: not
-// negative); that of 5-bit codes is bit 4 of bytes. A thread finds the magnitudes of all candidates, or of some cells, side
-// by side: one search waits for the other nowhere.
+// negative); that of 5-bit codes is bit 4 of bytes. A thread finds the magnitudes of all candidates, or of a word's cells,
+// side by side: one search waits for the other nowhere.
 template <typename Traits, bool SEARCH>
-__device__ __forceinline__ void fill_table(uint8_t* table, const SharedCodebook& book, int bits, int steps, int thread,
+__device__ __forceinline__ void fill_table(uint32_t* table, const SharedCodebook& book, int bits, int steps, int thread,
                                            int threads) {
   constexpr int kCandidates = SEARCH ? kMostCandidates : 1, kTogether = SEARCH ? 1 : 4;
   const int inner = (1 << (bits - 1)) - 1;
-  const uint32_t sign = SEARCH && bits == 5 ? 0 : (SEARCH ? 0x11111111 : 1) << (bits - 1);
-  for (int first = thread; first < kReach<Traits>; first += kTogether * threads) {
+  const uint32_t sign = SEARCH && bits == 5 ? 0 : (SEARCH ? 0x11111111 : 0x01010101) << (bits - 1);
+  constexpr int kZero = kReach<Traits> / kTogether;  // where cell 0 is, in words
+  for (int word = thread; word < kZero; word += threads) {
     int magnitude[kTogether][kCandidates] = {};
 #pragma unroll 1
     for (int step = (inner + 1) / 2; step > 0; step /= 2) {
@@ -306,32 +307,20 @@ __device__ __forceinline__ void fill_table(uint8_t* table, const SharedCodebook&
 #pragma unroll
         for (int s = 0; s < kCandidates; ++s) {
           int& m = magnitude[c][s];
-          if (book.boundary[s < steps ? s : 0][m + step - 1] <= first + c * threads) m += step;
+          if (book.boundary[s < steps ? s : 0][m + step - 1] <= word * kTogether + c) m += step;
         }
       }
     }
+    uint32_t entries = 0;
 #pragma unroll
     for (int c = 0; c < kTogether; ++c) {
-      const int positive = first + c * threads;
-      if (positive >= kReach<Traits>) break;
-      uint32_t entry = 0;
 #pragma unroll
-      for (int s = 0; s < kCandidates; ++s) entry |= magnitude[c][s] << 4 * s;
-      const int above = kReach<Traits> + positive, below = kReach<Traits> - 1 - positive;
-      if constexpr (SEARCH) {
-        reinterpret_cast<uint32_t*>(table)[above] = entry | sign, reinterpret_cast<uint32_t*>(table)[below] = entry;
-      } else {
-        table[above] = static_cast<uint8_t>(entry | sign), table[below] = static_cast<uint8_t>(entry);
-      }
+      for (int s = 0; s < kCandidates; ++s) entries |= magnitude[c][s] << (8 * c + 4 * s);
     }
+    table[kZero + word] = entries | sign;
+    table[kZero - 1 - word] = SEARCH ? entries : __byte_perm(entries, 0, 0x0123);
   }
-  if (thread == 0) {
-    if constexpr (SEARCH) {
-      reinterpret_cast<uint32_t*>(table)[kCells<Traits>] = bits == 5 ? 0 : inner * 0x11111111;
-    } else {
-      table[kCells<Traits>] = static_cast<uint8_t>(inner);
-    }
-  }
+  if (thread == 0) table[2 * kZero] = SEARCH ? (bits == 5 ? 0 : inner * 0x11111111) : inner;
 }
 
 // Rounds to the nearest integer, as a subnormal float.
