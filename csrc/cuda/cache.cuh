@@ -134,13 +134,18 @@ __device__ __forceinline__ uint32_t key_word(const uint32_t* row, int octets, in
   return row[o] | (last << 3 & 0x8888) | (last << 18 & 0x88880000);
 }
 
+// The four pairs of bits 0 to 7, in a byte each.
+__device__ __forceinline__ uint32_t spread_pairs(uint32_t b) {
+  return (b & 3) | (b & 0x0C) << 6 | (b & 0x30) << 12 | (b & 0xC0) << 18;
+}
+
 // Word `group` of a key plane: the fifth bits.
 __device__ __forceinline__ uint32_t plane_word(const uint32_t* row, int octets, int group) {
-  const auto spread = [](uint32_t b) { return (b & 3) | (b & 0x0C) << 6 | (b & 0x30) << 12 | (b & 0xC0) << 18; };
   const uint32_t* high = row + octets + 4 * group;
   if (4 * group + 4 <= octets)
-    return spread(high[0]) | spread(high[1]) << 2 | spread(high[2]) << 4 | spread(high[3]) << 6;
-  return spread(high[0] & 15) | spread(high[0] >> 4) << 2 | spread(high[1] & 15) << 4 | spread(high[1] >> 4) << 6;
+    return spread_pairs(high[0]) | spread_pairs(high[1]) << 2 | spread_pairs(high[2]) << 4 | spread_pairs(high[3]) << 6;
+  return spread_pairs(high[0] & 15) | spread_pairs(high[0] >> 4) << 2 | spread_pairs(high[1] & 15) << 4 |
+         spread_pairs(high[1] >> 4) << 6;
 }
 
 // Octet o of a key, from the words of its row and plane.
@@ -187,6 +192,11 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
   word[3] = __byte_perm(c, d, 0x7632);
 }
 
+// Bytes of four codes of 2 bits, from two words whose nibbles they are.
+__device__ __forceinline__ uint32_t close_twos(uint32_t a, uint32_t b) {
+  return (a & 0x03030303) | (a >> 2 & 0x0C0C0C0C) | (b << 4 & 0x30303030) | (b << 2 & 0xC0C0C0C0);
+}
+
 // What a token owns in a value block as fragments of four bytes. Fragment f belongs to the set of channels n = f / 2 that
 // share a word, and of them to half the g: g = 2 i + f % 2 is byte i (8 bits: g = 4 (f % 2) + i).
 struct ValueLayout {
@@ -226,8 +236,7 @@ struct ValueLayout {
       return pair(row, 4 * set + j, h) | (pair(row, 4 * set + 3, h) << (3 - j) & 0x88888888);
     }
     if (n < d / 32) {
-      const uint32_t a = pair(row, 2 * n, h), b = pair(row, 2 * n + 1, h);
-      return (a & 0x03030303) | (a >> 2 & 0x0C0C0C0C) | (b << 4 & 0x30303030) | (b << 2 & 0xC0C0C0C0);
+      return close_twos(pair(row, 2 * n, h), pair(row, 2 * n + 1, h));
     }
     const auto spread = [](uint32_t x) { return (x & 3) | (x & 0x30) << 4 | (x & 0x300) << 8 | (x & 0x3000) << 12; };
     const uint32_t a = row[4 * n], b = row[4 * n + 1];

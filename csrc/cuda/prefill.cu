@@ -178,7 +178,7 @@ __device__ __forceinline__ uint2 key_codes(const uint8_t* row, const uint8_t* pl
   const uint32_t* high = reinterpret_cast<const uint32_t*>(plane);
   if (WHOLE || (o | 3) < octets) return {words[o], high[o / 4] >> 2 * (o % 4)};
   const uint32_t b = key_octet(words, high, octets, 5, o).high;
-  return {words[o], (b & 3) | (b & 0x0C) << 6 | (b & 0x30) << 12 | (b & 0xC0) << 18};
+  return {words[o], spread_pairs(b)};
 }
 
 // Its levels. fives: 128 + level of 5-bit codes, null for the uniform grid

@@ -594,9 +594,8 @@ __device__ __forceinline__ void put_key_group(const uint32_t* low, uint32_t high
   if constexpr (BITS >= 4) {
     put_words<4>(to, {low[0], low[1], low[2], low[3]});
     if constexpr (BITS == 5) {
-      const auto spread = [](uint32_t b) { return (b & 3) | (b & 0x0C) << 6 | (b & 0x30) << 12 | (b & 0xC0) << 18; };
-      put_words<1>(plane + 4 * group,
-                   {spread(high) | spread(high >> 8) << 2 | spread(high >> 16) << 4 | spread(high >> 24) << 6});
+      put_words<1>(plane + 4 * group, {spread_pairs(high) | spread_pairs(high >> 8) << 2 |
+                                       spread_pairs(high >> 16) << 4 | spread_pairs(high >> 24) << 6});
     }
   } else if constexpr (BITS == 3) {
     uint32_t out[3];
@@ -709,10 +708,8 @@ __device__ __forceinline__ void put_value(const uint32_t (&low)[8], int part, ui
         uint32_t e[2] = {even(l[0], l[1]), even(l[2], l[3])}, o[2] = {odd(l[0], l[1]), odd(l[2], l[3])};
         put_value_words<Traits, TOGETHER, 2>(e, o, block + 512 * (group / 2) + 8 * (group % 2), 16, number);
       } else {
-        const auto close = [](uint32_t a, uint32_t b) {
-          return (a & 0x03030303) | (a >> 2 & 0x0C0C0C0C) | (b << 4 & 0x30303030) | (b << 2 & 0xC0C0C0C0);
-        };
-        uint32_t e[1] = {close(even(l[0], l[1]), even(l[2], l[3]))}, o[1] = {close(odd(l[0], l[1]), odd(l[2], l[3]))};
+        uint32_t e[1] = {close_twos(even(l[0], l[1]), even(l[2], l[3]))};
+        uint32_t o[1] = {close_twos(odd(l[0], l[1]), odd(l[2], l[3]))};
         constexpr int words = Traits::kDim < 128 ? Traits::kDim / 32 : 4;
         put_value_words<Traits, TOGETHER, 1>(e, o, block + 512 * (group / 4) + 4 * (group % 4), 4 * words, number);
       }
