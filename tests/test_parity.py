@@ -602,3 +602,43 @@ def test_mixed_devices_are_refused():
     s = projection("structured", 64)
     with pytest.raises((ValueError, RuntimeError), match="device"):
         tt.qjl_sketch(torch.zeros(2, 64, device="cuda"), s)
+
+
+# ---- few and small: for compute-sanitizer (tests/sanitize_cuda.sh)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tiny(name):
+    for d in (64, 96):
+        check(CASES[name], d, torch.bfloat16)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 5, 8])
+def test_tiny_bit_strings(bits):
+    """Whole chunks of codes, and rows that end inside a byte."""
+    for d in (4096, 13):
+        for case in bit_strings(bits):
+            check(case, d)
+
+
+@pytest.mark.parametrize("kind", [None, "structured", "dense"])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_tiny_scores(bits, kind):
+    """The kernel for one query, and that for any number of them."""
+    case = scores(bits, "uniform" if bits == 8 else "lloyd", kind)
+    inputs = case.inputs(128, torch.bfloat16, bits)
+    for queries in (1, 3):
+        some = inputs | {"x": inputs["x"][:, :queries].contiguous()}
+        results = case.call(to(some, "cuda"), 128, torch.bfloat16)
+        compare(case, some, results, case.call(some, 128, torch.bfloat16))
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_tiny_rows_of_many(d):
+    """As many vectors as the kernels for many take."""
+    x, s = randn(132 * 4 * 32 + 5, d, seed=d, dtype=torch.bfloat16), projection("structured", d)
+    assert_same_bytes(tt.hadamard(x.cuda(), s.cuda()), tt.hadamard(x, s))
+    for actual, expected in zip(
+        tt.qjl_sketch(x.cuda(), s.cuda()), tt.qjl_sketch(x, s), strict=True
+    ):
+        assert_same_bytes(actual, expected)

@@ -559,3 +559,32 @@ def test_nothing_to_do():
         4,
     )
     assert packed.shape == (0, 3, 64) and scale.shape == (0, 3) and packed.is_cuda
+
+
+# ---- small: for compute-sanitizer (tests/sanitize_cuda.sh)
+
+# Channels of the fewest vectors that the kernels for many take, tail ends apart.
+FEWEST = 132 * 16 * 16 * 64
+
+
+@pytest.mark.parametrize("bits, grid", CODEBOOKS)
+def test_tiny_codec(bits, grid):
+    for d, n in ((128, FEWEST // 128 + 3), (128, 20), (96, 20)):
+        check_codec(d, bits, grid, (8, 1)[bits % 2], "mse", torch.bfloat16, bits % 2 == 0, n)
+
+
+@pytest.mark.parametrize("name, search", [("k4v4", 1), ("k3v3", 8), ("k5v4u", 1), ("k2v2", 1)])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_tiny_cache(d, name, search):
+    """Many tokens whose value blocks are whole or in pieces, and few."""
+    config = tt.preset(name, d, search=search, sink_tokens=2, recent_window=3)
+    tokens = FEWEST // (2 * 8 * d) + 3
+    for order, some, tail in (
+        ("aligned", tokens, True),
+        ("random", tokens, False),
+        ("random", 21, True),
+    ):
+        call = make_call(
+            config, order, some, torch.bfloat16, d, 8, center=name == "k3v3", tail=tail
+        )
+        check_load(config, call.tables, check_store(call), torch.bfloat16)

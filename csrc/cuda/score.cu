@@ -228,35 +228,52 @@ __device__ __forceinline__ void prepare_queries(const ScoreArguments& a, int64_t
 
 // ---- Keys ---------------------------------------------------------------------------------------------------------
 
-// WORDS words at `offset` of p. ALIGNED: one load, or WORDS of them; else only the aligned words that hold a byte before `end`.
-template <int WORDS, bool ALIGNED>
-__device__ __forceinline__ void load_words(const uint8_t* p, uint32_t offset, uint32_t end, uint32_t* word) {
-  if constexpr (ALIGNED && WORDS % 4 == 0) {
+// WORDS words at `offset` of p, in one load or WORDS of them.
+template <int WORDS>
+__device__ __forceinline__ void load_words(const uint8_t* p, uint32_t offset, uint32_t* word) {
+  if constexpr (WORDS % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < WORDS; i += 4) {
       const uint4 w = __ldg(reinterpret_cast<const uint4*>(p + offset) + i / 4);
       word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
     }
-  } else if constexpr (ALIGNED && WORDS == 2) {
+  } else if constexpr (WORDS == 2) {
     const uint2 w = __ldg(reinterpret_cast<const uint2*>(p + offset));
     word[0] = w.x, word[1] = w.y;
-  } else if constexpr (ALIGNED) {
+  } else {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) word[i] = __ldg(reinterpret_cast<const uint32_t*>(p + offset) + i);
-  } else {
-    const uint8_t *begin = p + offset, *stop = p + end;
-    const unsigned shift = reinterpret_cast<uintptr_t>(begin) % 4;
-    const uint8_t* base = begin - shift;
-    const auto load = [&](int i) {
-      return base + 4 * i < stop ? __ldg(reinterpret_cast<const uint32_t*>(base) + i) : 0;
-    };
-    uint32_t low = load(0);
+  }
+}
+
+// The word in which rows at any address end: behind their last byte there may be no memory.
+struct LastWord {
+  const uint8_t* at;
+  uint32_t bytes;
+
+  LastWord() = default;
+  __device__ __forceinline__ explicit LastWord(const uint8_t* end)
+      : at(end - reinterpret_cast<uintptr_t>(end) % 4), bytes(0) {
+#pragma unroll 1
+    for (const uint8_t* p = at; p < end; ++p) bytes |= static_cast<uint32_t>(__ldg(p)) << 8 * (p - at);
+  }
+};
+
+// The same at any address, from aligned words up to the last.
+template <int WORDS>
+__device__ __forceinline__ void load_words(const uint8_t* p, uint32_t offset, uint32_t* word, const LastWord& last) {
+  const uint8_t* begin = p + offset;
+  const unsigned shift = reinterpret_cast<uintptr_t>(begin) % 4;
+  const uint8_t* base = begin - shift;
+  const auto load = [&](int i) {
+    return base + 4 * i < last.at ? __ldg(reinterpret_cast<const uint32_t*>(base) + i) : last.bytes;
+  };
+  uint32_t low = load(0);
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) {
-      const uint32_t high = load(i + 1);
-      word[i] = __funnelshift_r(low, high, 8 * shift);
-      low = high;
-    }
+  for (int i = 0; i < WORDS; ++i) {
+    const uint32_t high = load(i + 1);
+    word[i] = __funnelshift_r(low, high, 8 * shift);
+    low = high;
   }
 }
 
@@ -268,11 +285,17 @@ struct Keys {
   const __half* scales;
   const float* norms;
   int count, row_bytes, sketch_bytes, groups, sketch_groups;
+  LastWord last_code, last_bit;
 
   __device__ Keys(const ScoreArguments& a, int64_t first, int n)
       : codes(a.packed + first * a.row_bytes), bits(a.sign_bits + first * a.sketch_bytes), scales(a.scale + first),
         norms(a.norm + first), count(n), row_bytes(a.row_bytes), sketch_bytes(a.sketch_bytes),
-        groups((a.d + kGroup - 1) / kGroup), sketch_groups((a.m + kGroup - 1) / kGroup) {}
+        groups((a.d + kGroup - 1) / kGroup), sketch_groups((a.m + kGroup - 1) / kGroup) {
+    if constexpr (!ALIGNED) {
+      last_code = LastWord(codes + static_cast<uint32_t>(count * row_bytes));
+      last_bit = LastWord(bits + static_cast<uint32_t>(count * sketch_bytes));
+    }
+  }
 
   // Brings the keys of a few more turns of the block closer: they are read as soon as the queries are prepared.
   __device__ __forceinline__ void prefetch() const {
@@ -294,6 +317,16 @@ struct Keys {
     float norm[2];
   };
 
+  template <int WORDS>
+  static __device__ __forceinline__ void load_part(const uint8_t* rows, uint32_t offset, uint32_t* word,
+                                                   const LastWord& last) {
+    if constexpr (ALIGNED) {
+      load_words<WORDS>(rows, offset, word);
+    } else {
+      load_words<WORDS>(rows, offset, word, last);
+    }
+  }
+
   // Keys from `key` on, clamped to the last, step `step`. A lane beyond the end of a row keeps what it has: it meets zeros.
   __device__ __forceinline__ void load(int key, int step, int g, int t, Part& part) const {
     const int group = 4 * step + t;
@@ -301,13 +334,10 @@ struct Keys {
     for (int r = 0; r < 4; ++r) {
       const uint32_t row = min(key + 8 * r + g, count - 1);
       if constexpr (BITS > 0) {
-        const uint32_t start = row * row_bytes;
-        if (group < groups)
-          load_words<BITS, ALIGNED>(codes, start + group * (4 * BITS), start + row_bytes, part.code[r]);
+        if (group < groups) load_part<BITS>(codes, row * row_bytes + group * (4 * BITS), part.code[r], last_code);
       }
       if constexpr (SKETCH) {
-        const uint32_t start = row * sketch_bytes;
-        if (group < sketch_groups) load_words<1, ALIGNED>(bits, start + group * 4, start + sketch_bytes, part.bit + r);
+        if (group < sketch_groups) load_part<1>(bits, row * sketch_bytes + group * 4, part.bit + r, last_bit);
       }
     }
 #pragma unroll
@@ -519,8 +549,8 @@ struct UsualKeys {
   __device__ __forceinline__ void load(UsualPart<BITS, SKETCH>& part) const {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      if constexpr (BITS > 0) load_words<BITS, true>(codes, 8 * r * kRow, 0, part.code[r]);
-      if constexpr (SKETCH) load_words<1, true>(bits, 8 * r * kSketchRow, 0, part.bit + r);
+      if constexpr (BITS > 0) load_words<BITS>(codes, 8 * r * kRow, part.code[r]);
+      if constexpr (SKETCH) load_words<1>(bits, 8 * r * kSketchRow, part.bit + r);
     }
     if constexpr (BITS > 0) part.scale = __ldg(scale);
     if constexpr (SKETCH) part.norm = __ldg(norm);
