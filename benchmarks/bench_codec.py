@@ -453,7 +453,7 @@ def measure(row: Row, timer: Timer) -> dict[str, object]:
 def decode_step(rows: Rows, name: str, search: int, repeats: int) -> dict[str, object]:
     """Microseconds of one graph launch, and of one node among 100.
 
-    Where a graph lies makes a difference of up to 0.3 us, so each is captured several times.
+    Where a graph lies makes a difference of 0.2 us, so all are captured several times, by turns.
     """
     config, tables, cache, _, slots = rows.cache(name, search, 65536)
     k, v = (rows.randn(64, 2 * HEADS, D)[:, :HEADS] for _ in range(2))
@@ -464,16 +464,17 @@ def decode_step(rows: Rows, name: str, search: int, repeats: int) -> dict[str, o
     }
     out: dict[str, object] = {"row": f"decode step 64 tokens {name} S={search}"}
     graphs: dict[str, tuple[list[torch.cuda.CUDAGraph], int]] = {}
-    for kind, call in works.items():
-        for nodes in (1, 100):
-            call()
-            torch.cuda.synchronize()
-            copies = [torch.cuda.CUDAGraph() for _ in range(7)]
-            for graph in copies:
+    for _ in range(7):
+        for kind, call in works.items():
+            for nodes in (1, 100):
+                call()
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     for _ in range(nodes):
                         call()
-            graphs[f"{kind}_us_{'launch' if nodes == 1 else 'node'}"] = copies, nodes
+                key = f"{kind}_us_{'launch' if nodes == 1 else 'node'}"
+                graphs.setdefault(key, ([], nodes))[0].append(graph)
     times: dict[str, list[float]] = {key: [] for key in graphs}
     for i in range(-7, 10 * repeats):  # a clock of 32 ns: medians of few would differ by its steps
         for key, (copies, nodes) in graphs.items():
