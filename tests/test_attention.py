@@ -261,6 +261,14 @@ def test_continued_prefills(d, dtype, device):
     check(case, device, sliding_window=50, soft_cap=20.0, sink_logits=randn(6, seed=3))
 
 
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256, 512])
+def test_tiny_prefills(d, device):
+    """For compute-sanitizer (tests/sanitize_cuda.sh): more rows than a decode step has."""
+    config = tt.preset("k5v4u" if d % 64 else "k4v3", d, page_size=16, recent_window=5)
+    case = build(config, [90, 20], [40, 3], kv_heads=1, dtype=torch.bfloat16, tail=True)
+    check(case, device, sliding_window=50)
+
+
 @pytest.mark.parametrize("group", [1, 5, 16])
 def test_groups_of_a_prefill(group, device):
     """Blocks of rows begin and end inside a group."""
