@@ -147,7 +147,7 @@ inline void check_cache(const Tensor& cache, const Tensor& first, const format::
 }
 
 // k, v: [tokens, kv_heads, d], or of a batch [batch, kv_heads, new, d], of one dtype, stride 1 in the last dimension
-inline void check_kv(const Tensor& k, const Tensor& v, bool of_batch = false) {
+inline void check_kv(const Tensor& k, const Tensor& v, bool of_batch) {
   check_float(k, "k");
   of_batch ? check_shape(k, "k", {-1, -1, -1, -1}) : check_shape(k, "k", {-1, -1, -1});
   check_unit_last_stride(k, "k");
