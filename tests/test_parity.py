@@ -609,8 +609,9 @@ def test_mixed_devices_are_refused():
 
 @pytest.mark.parametrize("name", CASES)
 def test_tiny(name):
-    for d in (64, 96):
-        check(CASES[name], d, torch.bfloat16)
+    """Lengths that kernels know, and others."""
+    for d in (24, 48, 64, 96):
+        check(CASES[name], d, torch.bfloat16, seed=d)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 5, 8])
