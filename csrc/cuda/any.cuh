@@ -169,9 +169,9 @@ __device__ __forceinline__ AnyCodes encode_any(float* y, float* room, const AnyS
                                                const SharedCodebook& shared, const Codebook& book,
                                                const EncodeConstants& constants) {
   uint32_t largest = 0;
-  for (int i = lane; i < s.d; i += 32) largest = max(largest, __float_as_uint(y[i]) & 0x7FFFFFFF);
+  for (int i = lane; i < s.d; i += 32) largest = max(largest, magnitude_bits(y[i]));
   largest = max_of_lanes(largest);
-  const int e = min(max(static_cast<int>(largest >> 23) - 127, -100), 100);
+  const int e = prescale_exponent(largest);
   const float down = power_of_two(-e);
   for (int i = lane; i < s.d; i += 32) y[i] = __fmul_rn(y[i], down);
   __syncwarp();
@@ -184,7 +184,7 @@ __device__ __forceinline__ AnyCodes encode_any(float* y, float* room, const AnyS
 
   Fit best{0, 0, 0};
   float best_merit = -1;
-  AnyCodes codes{u, 0, 0, largest < 0x7F800000};
+  AnyCodes codes{u, 0, 0, largest < kInfinityBits};
 #pragma unroll 1
   for (int c = 0; c < book.num_steps; ++c) {
     int dot = 0, squares = 0;

@@ -210,6 +210,17 @@ struct SharedCodebook {
   }
 };
 
+// Magnitudes as their bits: these have the order of the values, NaN above infinity.
+constexpr uint32_t kInfinityBits = 0x7F800000;
+__device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
+
+// Section 5, step 3: the exponent of a vector, from the bits of its largest magnitude.
+__device__ __forceinline__ int prescale_exponent(uint32_t largest) {
+  return min(max(static_cast<int>(largest >> 23) - 127, -100), 100);
+}
+
+__device__ __forceinline__ float quiet_nan() { return __int_as_float(0x7FC00000); }
+
 // 2^e for |e| <= 126.
 __device__ __forceinline__ float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
 

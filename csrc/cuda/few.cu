@@ -515,11 +515,11 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
     for (int i = 0; i < kPerLane; ++i) {
       y[i] = x[i];
       asm volatile("" : "+f"(y[i]));  // nothing of this is done before
-      largest = max(largest, __float_as_uint(y[i]) & 0x7FFFFFFF);
+      largest = max(largest, magnitude_bits(y[i]));
     }
     largest = max_of_lanes<kLanes>(largest);
-    finite = largest < 0x7F800000;
-    e = min(max(static_cast<int>(largest >> 23) - 127, -100), 100);
+    finite = largest < kInfinityBits;
+    e = prescale_exponent(largest);
     const float down = power_of_two(-e);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) y[i] = finite ? __fmul_rn(y[i], down) : 0.0f;

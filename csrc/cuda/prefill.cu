@@ -121,7 +121,6 @@ struct SharedLayout {
 __device__ __forceinline__ float power_of_two(int e) { return __int_as_float((min(max(e, -126), 127) + 127) << 23); }
 
 __device__ __forceinline__ int exponent_of(uint32_t bits) { return static_cast<int>(bits >> 23) - 127; }
-constexpr uint32_t kInfinityBits = 0x7F800000;
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -494,7 +493,7 @@ class Block {
       for (int k = 0; k < kStageRows; ++k) {
         const int r = first + k;
         uint32_t largest = 0;
-        for (int c = lane_; c < d; c += 32) largest = max(largest, __float_as_uint(scratch[k * d + c]) & 0x7FFFFFFF);
+        for (int c = lane_; c < d; c += 32) largest = max(largest, magnitude_bits(scratch[k * d + c]));
         largest = max_of_lanes(largest);
         const bool finite = largest < kInfinityBits;
         const int e = max(exponent_of(largest), -100);
@@ -516,7 +515,7 @@ class Block {
         }
         if (lane_ == 0) {
           const float unit = power_of_two(e - 14) * (scale == 0 ? 1.0f : fabsf(scale) * kLog2E);
-          constants_.factor[r] = !finite ? __int_as_float(0x7FC00000) : rotated ? unit * x_.norm : unit;
+          constants_.factor[r] = !finite ? quiet_nan() : rotated ? unit * x_.norm : unit;
         }
       }
       __syncwarp();
@@ -699,7 +698,7 @@ class Block {
           float y[8];
           load(o, y);
 #pragma unroll
-          for (int c = 0; c < 8; ++c) largest = max(largest, __float_as_uint(y[c]) & 0x7FFFFFFF);
+          for (int c = 0; c < 8; ++c) largest = max(largest, magnitude_bits(y[c]));
         }
       }
       largest = max_of_lanes(largest);
@@ -725,7 +724,7 @@ class Block {
         }
       }
       if (lane_ == 0) {
-        const float scale = !is_key ? 0 : finite ? power_of_two(e - 14) : __int_as_float(0x7FC00000);
+        const float scale = !is_key ? 0 : finite ? power_of_two(e - 14) : quiet_nan();
         (is_value ? to.value_scale : to.key_scale)[key] = scale;
         if (!is_value) to.position[key] = is_key ? position : -1;
       }
@@ -822,7 +821,7 @@ class Block {
 #pragma unroll
     for (int i = 0; i < S::kKeys; i += 32) {
       if (S::kKeys % 32 == 0 || lane_ < S::kKeys) {
-        const uint32_t bits = __float_as_uint(column.value_scale[i + lane_]) & 0x7FFFFFFF;
+        const uint32_t bits = magnitude_bits(column.value_scale[i + lane_]);
         keys_only = keys_only && column.position[i + lane_] >= 0;
         finite = finite && bits < kInfinityBits;
         if (bits < kInfinityBits) largest = max(largest, bits);

@@ -9,6 +9,8 @@
 
 #include <algorithm>
 
+#include "codec.cuh"
+#include "hadamard.cuh"
 #include "sketch_tiles.cuh"
 
 namespace turboquant::cuda {
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) square[i] = __fmul_rn(y[i], y[i]);
       const float sum = tree_sum<Traits>(square);
-      norm = broken ? nan_norm() : __fmul_rn(__fsqrt_rn(sum), up);
+      norm = broken ? quiet_nan() : __fmul_rn(__fsqrt_rn(sum), up);
 
       if constexpr (!kHoldsSigns<Traits>) load<Traits>(signs, lane, sign);
       signed_butterflies<Traits>(y, sign, lane);
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) {
     float sum = square[0];
     for (int b = 1; b < m; ++b) sum = __fadd_rn(sum, square[b * n]);
-    norms[vector] = broken ? nan_norm() : __fmul_rn(__fsqrt_rn(sum), power_of_two(e));
+    norms[vector] = broken ? quiet_nan() : __fmul_rn(__fsqrt_rn(sum), power_of_two(e));
   }
 }
 
@@ -309,7 +311,7 @@ __global__ void __launch_bounds__(kDenseThreads, 2)
     }
     if (tile_row == 0 && lane < kOwnVectors && own + lane < count) {
       const float norm = __fdiv_rn(__fsqrt_rn(length), down[own + lane]);  // an exact division
-      norms[first + own + lane] = broken[own + lane] ? nan_norm() : norm;
+      norms[first + own + lane] = broken[own + lane] ? quiet_nan() : norm;
     }
   }
 }

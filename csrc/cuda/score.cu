@@ -130,7 +130,7 @@ __device__ __forceinline__ int exponent_of(uint32_t amax) {
   return min(max(static_cast<int>(amax >> 23) - 127, -126), 126);
 }
 __device__ __forceinline__ float unit_of(uint32_t amax) {
-  return amax < 0x7F800000 ? power_of_two(exponent_of(amax)) : __int_as_float(0x7FC00000);
+  return amax < kInfinityBits ? power_of_two(exponent_of(amax)) : quiet_nan();
 }
 
 // Word `word` of group t of a step of the columns, from coordinates y[count], times `down` integers, cut into bytes. bits = 0: for a
@@ -160,7 +160,7 @@ __device__ __forceinline__ void make_columns(const float* y, int count, int bits
   uint32_t amax = 0;
 #pragma unroll 4
   for (int c = lane; c < count; c += 32) {
-    amax = max(amax, __float_as_uint(y[c]) & 0x7FFFFFFF);
+    amax = max(amax, magnitude_bits(y[c]));
     if (bits == 0) total += y[c];
   }
 #pragma unroll 1  // shuffles are long where the compiler does not know that all lanes are here
@@ -643,7 +643,7 @@ __global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
     *reinterpret_cast<float4*>(y + 4 * lane) = make_float4(x[0], x[1], x[2], x[3]);
     uint32_t amax = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) amax = max(amax, __float_as_uint(x[i]) & 0x7FFFFFFF);
+    for (int i = 0; i < 4; ++i) amax = max(amax, magnitude_bits(x[i]));
     amax = max_of_lanes(amax);
     __syncwarp();
     make_column(y, kUsual, power_of_two(-exponent_of(amax)), sketched ? 0 : BITS, UNIFORM, 0, lane / 8, lane % 8, 0, 1,

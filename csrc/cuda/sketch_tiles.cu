@@ -14,6 +14,7 @@
 
 #include <algorithm>
 
+#include "hadamard.cuh"
 #include "mma.cuh"
 #include "ring.cuh"
 
@@ -92,7 +93,7 @@ __device__ __forceinline__ void sketch_exactly(const T* vector, const float* sig
     for (int i = 0; i < 8; ++i) byte |= static_cast<uint32_t>(y[8 * k + i] >= 0) << i;  // -0 counts as positive
     bits[Traits::channel(lane, k) / 8] = broken ? 0 : static_cast<uint8_t>(byte);
   }
-  if (lane == 0) *norm = broken ? nan_norm() : __fmul_rn(__fsqrt_rn(sum), power_of_two(e));
+  if (lane == 0) *norm = broken ? quiet_nan() : __fmul_rn(__fsqrt_rn(sum), power_of_two(e));
 }
 
 template <int LOG_N, typename T>

@@ -248,10 +248,10 @@ __device__ __forceinline__ Rotated rotate_vector(float (&y)[64], int part, Read&
     if (scaled) {  // rare
       uint32_t largest = 0;
 #pragma unroll
-      for (int i = 0; i < 64; ++i) largest = max(largest, __float_as_uint(y[i]) & 0x7FFFFFFF);
+      for (int i = 0; i < 64; ++i) largest = max(largest, magnitude_bits(y[i]));
       largest = max_of_lanes<Traits::kLanes>(largest);
-      v.finite = largest < 0x7F800000;
-      v.exponent = min(max(static_cast<int>(largest >> 23) - 127, -100), 100);
+      v.finite = largest < kInfinityBits;
+      v.exponent = prescale_exponent(largest);
       const float down = power_of_two(-v.exponent);
 #pragma unroll
       for (int i = 0; i < 64; ++i) y[i] = v.finite ? __fmul_rn(y[i], down) : 0.0f;
