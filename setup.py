@@ -1,7 +1,7 @@
 """Builds the two shared libraries of the wheel and tags it for every Python.
 
 lib/libturboquant_cpu.so   csrc/ops.cpp, csrc/cpu/*.cpp: the op schemas and the CPU kernels; always.
-lib/libturboquant_cuda.so  csrc/cuda/*.cu: the CUDA kernels; where nvcc is found.
+lib/libturboquant_cuda.so  csrc/cuda/**/*.cu: the CUDA kernels; where nvcc is found.
 
 Both use the LibTorch stable ABI only, no Python and no C++ symbol of torch, so that one wheel
 (py3-none-<platform>) serves every Python >= 3.10 and every torch >= 2.11, with or without CUDA.
@@ -152,7 +152,7 @@ def ninja_file(version: str, nvcc: str | None) -> str:
 
     text += library("cpu", "cxx", [Path("csrc/ops.cpp"), *sorted(Path("csrc/cpu").glob("*.cpp"))])
     if nvcc:
-        text += library("cuda", "nvcc", sorted(Path("csrc/cuda").glob("*.cu")))
+        text += library("cuda", "nvcc", sorted(Path("csrc/cuda").rglob("*.cu")))
     return text
 
 

@@ -13,6 +13,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include "dtype.h"
 #include "format.h"
 
 namespace turboquant {
@@ -20,6 +21,14 @@ namespace turboquant {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+
+static_assert(static_cast<int>(Dtype::kFloat16) == static_cast<int>(ScalarType::Half) &&
+              static_cast<int>(Dtype::kFloat32) == static_cast<int>(ScalarType::Float) &&
+              static_cast<int>(Dtype::kBFloat16) == static_cast<int>(ScalarType::BFloat16));
+
+// Of a checked floating-point type.
+inline Dtype dtype_of(ScalarType t) { return static_cast<Dtype>(t); }
+inline Dtype dtype_of(const Tensor& t) { return dtype_of(t.scalar_type()); }
 
 inline const char* dtype_name(ScalarType t) {
   switch (t) {

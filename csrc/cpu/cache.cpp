@@ -1,7 +1,7 @@
 // cache_store, cache_load: paged, packed keys and values (docs/format.md section 8) and the exact tail (section 9).
-#include "cache.h"
+#include "cpu/cache.h"
 
-#include "../cache_call.h"
+#include "calls/cache.h"
 
 namespace turboquant::cpu {
 namespace {

@@ -6,9 +6,9 @@
 #include <mutex>
 #include <tuple>
 
-#include "panels.h"
-#include "runtime.h"
-#include "vectors.h"
+#include "cpu/panels.h"
+#include "cpu/runtime.h"
+#include "cpu/vectors.h"
 
 namespace turboquant::cpu {
 

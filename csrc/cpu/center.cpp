@@ -1,8 +1,8 @@
 // query_energy, learn_center: what keys are stored relative to, learned from the keys and queries of a prompt.
 #include <cmath>
 
-#include "../center.h"
-#include "runtime.h"
+#include "calls/center.h"
+#include "cpu/runtime.h"
 
 namespace turboquant::cpu {
 namespace {

@@ -1,5 +1,5 @@
 // encode, decode: standalone vectors [..., d] as dense rows and one scale each (docs/format.md sections 5 to 7).
-#include "vectors.h"
+#include "cpu/vectors.h"
 
 namespace turboquant::cpu {
 namespace {

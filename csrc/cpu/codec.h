@@ -5,10 +5,10 @@
 // lanes: u is 16 * high + low, boundaries of up to 5 bits are multiples of 16 and meet `high` alone.
 #pragma once
 
-#include "hadamard.h"
-#include "kernels.h"
-#include "pack.h"
-#include "simd.h"
+#include "cpu/hadamard.h"
+#include "cpu/kernels.h"
+#include "cpu/pack.h"
+#include "cpu/simd.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels.h"
+#include "cpu/kernels.h"
 
 namespace turboquant::cpu {
 

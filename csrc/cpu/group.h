@@ -1,10 +1,10 @@
 // Affine quantisation of groups of channels (docs/format.md section 10).
 #pragma once
 
-#include "hadamard.h"
-#include "kernels.h"
-#include "pack.h"
-#include "simd.h"
+#include "cpu/hadamard.h"
+#include "cpu/kernels.h"
+#include "cpu/pack.h"
+#include "cpu/simd.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 

@@ -5,8 +5,8 @@
 // than 256 channels are rows of 256, and then columns of those rows. Blocks of less than 16 channels take plain loops.
 #pragma once
 
-#include "kernels.h"
-#include "simd.h"
+#include "cpu/kernels.h"
+#include "cpu/simd.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "../format.h"
+#include "format.h"
 
 namespace turboquant::cpu {
 

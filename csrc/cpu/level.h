@@ -1,15 +1,15 @@
 // The kernels of one level, gathered in its table. Included once by each level_*.cpp file.
 #pragma once
 
-#include "attention.h"
-#include "codec.h"
-#include "group.h"
-#include "hadamard.h"
-#include "kernels.h"
-#include "pack.h"
-#include "project.h"
-#include "record.h"
-#include "score.h"
+#include "cpu/attention.h"
+#include "cpu/codec.h"
+#include "cpu/group.h"
+#include "cpu/hadamard.h"
+#include "cpu/kernels.h"
+#include "cpu/pack.h"
+#include "cpu/project.h"
+#include "cpu/record.h"
+#include "cpu/score.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 

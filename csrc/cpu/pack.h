@@ -1,8 +1,8 @@
 // Dense rows: d codes of `bits` bits as one little-endian bit string (docs/format.md section 7), 64 codes at once.
 #pragma once
 
-#include "kernels.h"
-#include "simd.h"
+#include "cpu/kernels.h"
+#include "cpu/simd.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 

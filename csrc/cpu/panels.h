@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "kernels.h"
+#include "cpu/kernels.h"
 
 namespace turboquant::cpu {
 

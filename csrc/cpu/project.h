@@ -2,8 +2,8 @@
 // and their signs as bits.
 #pragma once
 
-#include "kernels.h"
-#include "simd.h"
+#include "cpu/kernels.h"
+#include "cpu/simd.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 

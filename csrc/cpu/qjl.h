@@ -6,9 +6,9 @@
 //   float32 [d], signs of an orthonormal rotation: estimate = sqrt(pi / (2 d)) * norm * sum of sign_i * (R q)_i
 #pragma once
 
-#include "queries.h"
-#include "runtime.h"
-#include "vectors.h"
+#include "cpu/queries.h"
+#include "cpu/runtime.h"
+#include "cpu/vectors.h"
 
 namespace turboquant::cpu {
 

@@ -2,10 +2,10 @@
 // 64 bits holds the codes of eight neighbouring channels, a byte each. csrc/format.h says the same place by place.
 #pragma once
 
-#include "codec.h"
-#include "kernels.h"
-#include "pack.h"
-#include "simd.h"
+#include "cpu/codec.h"
+#include "cpu/kernels.h"
+#include "cpu/pack.h"
+#include "cpu/simd.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 

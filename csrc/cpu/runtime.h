@@ -15,7 +15,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
-#include "../checks.h"
+#include "checks.h"
 
 namespace turboquant::cpu {
 

@@ -5,8 +5,8 @@
 // four lanes have to be added in the end.
 #pragma once
 
-#include "kernels.h"
-#include "simd.h"
+#include "cpu/kernels.h"
+#include "cpu/simd.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 

@@ -5,8 +5,8 @@
 #include <cfloat>
 #include <cmath>
 
-#include "kernels.h"
-#include "runtime.h"
+#include "cpu/kernels.h"
+#include "cpu/runtime.h"
 
 namespace turboquant::cpu {
 

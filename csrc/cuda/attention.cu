@@ -1,11 +1,11 @@
-// paged_attention: checks a call, describes it for the kernels (attention.cuh) and chooses one of them.
+// paged_attention: checks a call, describes it for the kernels (attention/call.cuh) and chooses one of them.
 // merge_attention: joins the attention of the same queries over two disjoint sets of keys.
-#include "attention.cuh"
+#include "cuda/attention/call.cuh"
 
-#include "../attention_call.h"
-#include "codec.cuh"
-#include "decode.h"
-#include "prefill.cuh"
+#include "calls/attention.h"
+#include "cuda/attention/general.cuh"
+#include "cuda/attention/split_kv.cuh"
+#include "cuda/codec/arguments.cuh"
 
 namespace turboquant::cuda {
 namespace {
@@ -35,7 +35,7 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
   a.q_head_stride = copied ? c.head_dim() : c.q.stride(1);
   a.out = out.data_ptr();
   a.lse = static_cast<float*>(lse.data_ptr());
-  a.dtype = c.q.scalar_type();
+  a.dtype = dtype_of(c.q);
   a.tokens = checked_int(c.tokens(), "the number of tokens");
   a.q_heads = checked_int(c.q_heads(), "the number of query heads");
   a.kv_heads = checked_int(c.kv_heads(), "the number of KV heads");
@@ -70,11 +70,11 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
     a.ring = checked_int(c.tail->size(2) - c.sink_tokens, "the length of a tail");
     a.recent_window = static_cast<int>(c.recent_window);  // not longer than the ring
   }
-  if (decode_takes(a)) {
-    const Tensor workspace = torch::stable::new_empty(c.q, {decode_workspace_bytes(a)}, ScalarType::Byte);
-    decode(a, workspace.data_ptr(), launch.stream());
+  if (split_kv_takes(a)) {
+    const Tensor workspace = torch::stable::new_empty(c.q, {split_kv_workspace_bytes(a)}, ScalarType::Byte);
+    attend_split_kv(a, workspace.data_ptr(), launch.stream());
   } else {
-    prefill(a, launch, c.q.get_device_index());
+    attend_general(a, c.q.get_device_index(), launch.stream());
   }
 }
 
@@ -134,7 +134,7 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
   const int64_t rows = lse.numel();
   if (out.numel() == 0) return {out, lse};
   const Launch launch(out_a);
-  dispatch_float(out_a.scalar_type(), [&](auto tag) {
+  dispatch_float(dtype_of(out_a), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto start = [&](auto width) {
       merge_kernel<width><<<num_blocks(out.numel(), kThreads * width), kThreads, 0, launch.stream()>>>(

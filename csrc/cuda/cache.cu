@@ -1,12 +1,13 @@
 // cache_store, cache_load: paged, packed keys and values (docs/format.md section 8) and the exact tail (section 9).
 //
-// One launch does keys and values of all heads. Here are the kernels that know every length, type and width (any.cuh); those
-// that are in use have their own, for many tokens (tiles.cuh) and for few (few.cu).
-#include "cache.cuh"
+// One launch does keys and values of all heads. Here are the kernels that know every length, type and width (codec/generic.cuh); those
+// that are in use have their own, for many tokens (codec/encode_bulk.cuh) and for few (codec/encode_step.cu).
+#include "cuda/codec/record.cuh"
 
-#include "../cache_call.h"
-#include "any.cuh"
-#include "tile_launch.cuh"
+#include "calls/cache.h"
+#include "cuda/codec/arguments.cuh"
+#include "cuda/codec/bulk.cuh"
+#include "cuda/codec/generic.cuh"
 
 namespace turboquant::cuda {
 namespace {
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(32 * kBlockTokens)
 
   if (a.tail.data && to.tile) {
     const int64_t kept = a.tail.row(token);
-    const int bytes = d * (a.dtype == ScalarType::Float ? 4 : 2);
+    const int bytes = d * (a.dtype == Dtype::kFloat32 ? 4 : 2);
     if (kept >= 0) copy_bytes(from, a.tail.at(kept, head, kind, bytes), bytes, lane, 32);
   }
   __syncwarp();
@@ -89,7 +90,7 @@ struct LoadArguments {
   const int8_t* levels[2];
   format::Channels channels;  // [kv_heads, d] of keys
   void* out[2];               // [seqs, max_length, kv_heads, d]
-  ScalarType dtype;
+  Dtype dtype;
 };
 
 constexpr int kLoadWarps = 4;  // of a block, at most
@@ -219,7 +220,7 @@ class LayerStore {
               2,
               rows.tokens,
               static_cast<int>(rows.heads),
-              k.scalar_type(),
+              dtype_of(k),
               encode_constants(split_),
               pages,
               RecordLayout(record_),
@@ -240,7 +241,7 @@ class LayerStore {
   void start(cudaStream_t stream) const {
     const int64_t tokens = tiles_.tokens;
     if (tokens == 0 || tiles_.heads == 0) return;
-    if (launch_tiles(tiles_, split_, stream) || launch_few(tiles_, split_, stream)) return;
+    if (launch_encode_bulk(tiles_, split_, stream) || launch_encode_step(tiles_, split_, stream)) return;
 
     // A value block is put together by one block of threads; few tokens rather use more multiprocessors.
     const int stride = store_stride(record_.head_dim);
@@ -297,7 +298,7 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
                                 {levels_data(key_levels), levels_data(value_levels)},
                                 channels,
                                 {k.data_ptr(), v.data_ptr()},
-                                dtype};
+                                dtype_of(dtype)};
   LoadTileArguments tiles{};
   for (int s = 0; s < 2; ++s) {
     tiles.source[s] = {s == kKeys ? record.key_bits : record.value_bits, arguments.levels[s], arguments.signs[s],
@@ -305,7 +306,7 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
   }
   tiles.sources = 2;
   tiles.heads = static_cast<int>(kv_heads);
-  tiles.dtype = dtype;
+  tiles.dtype = dtype_of(dtype);
   tiles.seqs = seqs;
   tiles.max_length = max_seq_len;
   tiles.pages = pages;
@@ -313,7 +314,7 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
   tiles.table = arguments.table;
   tiles.lengths = arguments.lengths;
   tiles.max_pages = arguments.max_pages;
-  if (launch_load_tiles(tiles, format::split_dim(d), launch.stream())) {
+  if (launch_decode_bulk(tiles, format::split_dim(d), launch.stream())) {
     launch.check("cache_load");
     return {k, v};
   }

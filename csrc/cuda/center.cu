@@ -6,8 +6,8 @@
 // between parts.
 #include <algorithm>
 
-#include "../center.h"
-#include "tensors.cuh"
+#include "calls/center.h"
+#include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda {
 namespace {
@@ -23,7 +23,7 @@ constexpr int kMostParts = 128;
 struct LayerRows {
   const void* data[kMostLayers];   // the first token that counts
   int64_t stride[kMostLayers][3];  // of batch, head, token
-  ScalarType dtype;
+  Dtype dtype;
   int64_t tokens, rows;
   int d, group, parts;
 
@@ -192,7 +192,7 @@ LayerRows layer_rows(const std::vector<Tensor>& x, const LayerVectors& shape, in
     rows.data[i] = static_cast<const uint8_t*>(t.data_ptr()) + skipped;
     for (int k = 0; k < 3; ++k) rows.stride[i][k] = t.stride(k);
   }
-  rows.dtype = x[0].scalar_type();
+  rows.dtype = dtype_of(x[0]);
   rows.tokens = shape.tokens;
   rows.rows = shape.batch * shape.tokens * group;
   rows.d = static_cast<int>(shape.d), rows.group = static_cast<int>(group);

@@ -3,8 +3,9 @@
 // The rows of a block's vectors are one run of bytes: it passes through shared memory, so that memory sees whole words.
 #include <algorithm>
 
-#include "any.cuh"
-#include "tile_launch.cuh"
+#include "cuda/codec/arguments.cuh"
+#include "cuda/codec/bulk.cuh"
+#include "cuda/codec/generic.cuh"
 
 namespace turboquant::cuda {
 namespace {
@@ -13,10 +14,10 @@ constexpr int kMostWarps = 4;  // of a block
 
 // A warp is a vector.
 __global__ void __launch_bounds__(32 * kMostWarps)
-    encode_kernel(const void* x, const __grid_constant__ Rows rows, ScalarType dtype,
-                  const __grid_constant__ AnyShape shape, const float* signs,
-                  const __grid_constant__ format::Channels channels, const __grid_constant__ Codebook book,
-                  const __grid_constant__ EncodeConstants constants, int row_bytes, uint8_t* packed, uint16_t* scale) {
+    encode_kernel(const void* x, const __grid_constant__ Rows rows, Dtype dtype, const __grid_constant__ AnyShape shape,
+                  const float* signs, const __grid_constant__ format::Channels channels,
+                  const __grid_constant__ Codebook book, const __grid_constant__ EncodeConstants constants,
+                  int row_bytes, uint8_t* packed, uint16_t* scale) {
   extern __shared__ uint4 dynamic[];
   __shared__ SharedCodebook shared;
   shared.fill(book, threadIdx.x, blockDim.x);
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 __global__ void __launch_bounds__(32 * kMostWarps)
     decode_kernel(const uint8_t* packed, const uint16_t* scale, int64_t count, int row_bytes,
                   const __grid_constant__ AnyShape shape, const float* signs, const int8_t* levels, int bits,
-                  const __grid_constant__ format::Channels channels, ScalarType dtype, void* out) {
+                  const __grid_constant__ format::Channels channels, Dtype dtype, void* out) {
   extern __shared__ uint4 dynamic[];
   __shared__ float table[32];
   fill_levels(table, levels, bits, threadIdx.x, blockDim.x);
@@ -78,12 +79,12 @@ bool encode_tiles(const AlignedRows& in, const Tensor& x, const Codebook& book, 
     a.tokens = rows.size[0];
     a.heads = static_cast<int>(rows.size[1]);
   }
-  a.dtype = x.scalar_type();
+  a.dtype = dtype_of(x);
   a.constants = encode_constants(split);
   a.packed = static_cast<uint8_t*>(packed.data_ptr());
   a.scale = static_cast<uint16_t*>(scale.data_ptr());
   a.row_bytes = row_bytes;
-  if (!launch_tiles(a, split, launch.stream())) return false;
+  if (!launch_encode_bulk(a, split, launch.stream())) return false;
   launch.check("encode");
   return true;
 }
@@ -107,15 +108,15 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
   if (encode_tiles(in, x, book, s, channels, split, row_bytes, packed, scale, launch)) return {packed, scale};
   const int words = any_words(static_cast<int>(d)), warps = any_warps(words, kMostWarps);
   encode_kernel<<<num_blocks(in.rows().count, warps), 32 * warps, 4 * warps * words, launch.stream()>>>(
-      in.data(), in.rows(), x.scalar_type(), AnyShape(split), s.data(), channels, book, encode_constants(split),
-      row_bytes, static_cast<uint8_t*>(packed.data_ptr()), static_cast<uint16_t*>(scale.data_ptr()));
+      in.data(), in.rows(), dtype_of(x), AnyShape(split), s.data(), channels, book, encode_constants(split), row_bytes,
+      static_cast<uint8_t*>(packed.data_ptr()), static_cast<uint16_t*>(scale.data_ptr()));
   launch.check("encode");
   return {packed, scale};
 }
 
 // Many vectors; false where that does not apply.
 bool decode_tiles(const DenseVectors& vectors, const Tensor& packed, const Tensor& scale, const Constant& signs,
-                  const OptionalTensor& levels, int bits, const format::Channels& channels, ScalarType dtype,
+                  const OptionalTensor& levels, int bits, const format::Channels& channels, Dtype dtype,
                   const Tensor& out, const Launch& launch) {
   if (!aligned(packed.data_ptr(), 8)) return false;
   LoadTileArguments a{};
@@ -127,7 +128,7 @@ bool decode_tiles(const DenseVectors& vectors, const Tensor& packed, const Tenso
   a.packed = bytes_of(packed);
   a.scale = static_cast<const uint16_t*>(scale.data_ptr());
   a.row_bytes = vectors.row_bytes;
-  if (!launch_load_tiles(a, vectors.split, launch.stream())) return false;
+  if (!launch_decode_bulk(a, vectors.split, launch.stream())) return false;
   launch.check("decode");
   return true;
 }
@@ -145,11 +146,13 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
   const Constant s(signs), constants(center);
   const format::Channels channels = channels_of(center, constants.data(), 1, vectors.d);
   const Launch launch(packed);
-  if (decode_tiles(vectors, packed, scale, s, levels, static_cast<int>(bits), channels, dtype, out, launch)) return out;
+  if (decode_tiles(vectors, packed, scale, s, levels, static_cast<int>(bits), channels, dtype_of(dtype), out, launch))
+    return out;
   const int words = any_words(static_cast<int>(vectors.d)), warps = any_warps(words, kMostWarps);
   decode_kernel<<<num_blocks(vectors.count, warps), 32 * warps, 4 * warps * words, launch.stream()>>>(
       bytes_of(packed), static_cast<const uint16_t*>(scale.data_ptr()), vectors.count, vectors.row_bytes,
-      AnyShape(vectors.split), s.data(), levels_data(levels), static_cast<int>(bits), channels, dtype, out.data_ptr());
+      AnyShape(vectors.split), s.data(), levels_data(levels), static_cast<int>(bits), channels, dtype_of(dtype),
+      out.data_ptr());
   launch.check("decode");
   return out;
 }

@@ -4,7 +4,7 @@
 // Memory bound. A lane encodes 16 neighbouring channels, two or four lanes share a group; decoding takes 8 channels per lane.
 #include <cfloat>
 
-#include "tensors.cuh"
+#include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda {
 namespace {
@@ -25,7 +25,7 @@ __device__ __forceinline__ __half limited_half(float x) {
 // x: rows of `row_groups` groups -> packed codes and constants of all groups, contiguous
 template <int GROUP, int BITS>
 __global__ void __launch_bounds__(kThreads, 8)
-    group_encode_kernel(const void* x, const __grid_constant__ Rows rows, int64_t row_groups, ScalarType dtype,
+    group_encode_kernel(const void* x, const __grid_constant__ Rows rows, int64_t row_groups, Dtype dtype,
                         uint8_t* packed, __half* scales, __half* zeros) {
   constexpr int kLanes = GROUP / kEncoded;
   constexpr float top = (1 << BITS) - 1;
@@ -147,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> group_encode(const Tensor& x, int64_t group, 
   const auto run = [&](auto width, auto size) {
     group_encode_kernel<size, width>
         <<<num_blocks(scale.numel(), kThreads * kEncoded / size), kThreads, 0, launch.stream()>>>(
-            in.data(), in.rows(), groups, x.scalar_type(), static_cast<uint8_t*>(packed.data_ptr()),
+            in.data(), in.rows(), groups, dtype_of(x), static_cast<uint8_t*>(packed.data_ptr()),
             static_cast<__half*>(scale.data_ptr()), static_cast<__half*>(zero.data_ptr()));
   };
   dispatch_bits(bits, [&](auto width) {
@@ -176,7 +176,7 @@ Tensor group_decode(const Tensor& packed, const Tensor& scale, const Tensor& zer
   const Launch launch(packed);
   const Tensor words = aligned(packed.data_ptr(), 4) ? packed : torch::stable::clone(packed);
   dispatch_bits(bits, [&](auto width) {
-    dispatch_float(dtype, [&](auto tag) {
+    dispatch_float(dtype_of(dtype), [&](auto tag) {
       using T = typename decltype(tag)::type;
       group_decode_kernel<width>
           <<<num_blocks(count, kThreads * kDecodeRepeats * kDecoded), kThreads, 0, launch.stream()>>>(

@@ -1,11 +1,11 @@
 // hadamard: the signed orthonormal Walsh-Hadamard transform of the last dimension (docs/format.md section 2).
 //
 // Memory bound: every vector is read once and written once, 16 bytes at a time, and lives in registers in between.
-#include "hadamard.cuh"
+#include "cuda/codec/transform.cuh"
 
 #include <algorithm>
 
-#include "tensors.cuh"
+#include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda {
 namespace {
@@ -75,9 +75,8 @@ class LaneSigns {
 };
 
 template <typename Traits>
-__global__ void __launch_bounds__(kThreads)
-    hadamard_kernel(const void* x, const __grid_constant__ Rows rows, const float* signs, bool inverse,
-                    ScalarType dtype, void* out) {
+__global__ void __launch_bounds__(kThreads) hadamard_kernel(const void* x, const __grid_constant__ Rows rows,
+                                                            const float* signs, bool inverse, Dtype dtype, void* out) {
   const int lane = threadIdx.x % Traits::kLanes;
   const int64_t row = int64_t{blockIdx.x} * (kThreads / Traits::kLanes) + threadIdx.x / Traits::kLanes;
   const bool active = row < rows.count;  // the others of the last block stay for the shuffles
@@ -116,7 +115,7 @@ Tensor hadamard(const Tensor& x, const Tensor& signs, bool inverse) {
   dispatch_dim(split, [&](auto traits) {
     using Traits = decltype(traits);
     hadamard_kernel<Traits><<<num_blocks(in.rows().count, kThreads / Traits::kLanes), kThreads, 0, launch.stream()>>>(
-        in.data(), in.rows(), static_cast<const float*>(signs.data_ptr()), inverse, x.scalar_type(), out.data_ptr());
+        in.data(), in.rows(), static_cast<const float*>(signs.data_ptr()), inverse, dtype_of(x), out.data_ptr());
     launch.check("hadamard");
   });
   return out;

@@ -3,7 +3,7 @@
 // Rows of whole bytes lie behind each other without a gap, so the whole tensor is one bit string: a thread turns 16 codes (16
 // bytes) into 2 * bits bytes or back. Rows that end inside a byte take a slower kernel. A code too large for its bits cannot
 // be reported without waiting for the device: its upper bits are dropped.
-#include "tensors.cuh"
+#include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda {
 namespace {

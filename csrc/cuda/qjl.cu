@@ -3,15 +3,15 @@
 // The structured projection is memory bound: a few lanes hold a vector, rotate it and collect the sign bits of their channels.
 // Bits of exact zeros, and of sums that only the scaling by a power of two decides, need more care than the rest: a warp that
 // meets one goes over its vectors again, exactly as the format says. Unusual d take a kernel that always does so, and many 16-bit
-// vectors of 64, 128 or 256 channels one on tensor cores (sketch_tiles.cu).
+// vectors of 64, 128 or 256 channels one on tensor cores (score/sketch_bulk.cu).
 // The dense projection is bound by arithmetic: its products are summed in a fixed order, without fused additions.
-#include "qjl.cuh"
+#include "cuda/score/projection.cuh"
 
 #include <algorithm>
 
-#include "codec.cuh"
-#include "hadamard.cuh"
-#include "sketch_tiles.cuh"
+#include "cuda/codec/arguments.cuh"
+#include "cuda/codec/transform.cuh"
+#include "cuda/score/sketch_bulk.cuh"
 
 namespace turboquant::cuda {
 namespace {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void signed_butterflies(float (&y)[Traits::kPerLane],
 // residual: rows of Traits::kDim channels -> bits: [count, d / 8], norms: [count]
 template <typename Traits>
 __global__ void __launch_bounds__(kThreads)
-    sketch_kernel(const void* residual, const __grid_constant__ Rows rows, const float* signs, ScalarType dtype,
+    sketch_kernel(const void* residual, const __grid_constant__ Rows rows, const float* signs, Dtype dtype,
                   uint8_t* bits, float* norms) {
   constexpr int kLanes = Traits::kLanes, kPerLane = Traits::kPerLane, kBytes = kPerLane / 8;
   constexpr int kVectors = 32 / kLanes, kWarpBytes = 4 * kPerLane;  // of a warp at a time
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
     // The next vectors are on their way to the cache while these are in registers.
     if (repeat + 1 < kRepeats<Traits> && vector + kVectors < rows.count) {
       const int64_t next = rows(vector + kVectors) + lane * kPerLane;
-      const char* p = static_cast<const char*>(residual) + next * (dtype == ScalarType::Float ? 4 : 2);
+      const char* p = static_cast<const char*>(residual) + next * (dtype == Dtype::kFloat32 ? 4 : 2);
       asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
     }
 
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads)
 // Any d, a warp per vector, in dynamic shared memory: [vectors of the block][2][d].
 __global__ void __launch_bounds__(kThreads)
     sketch_any_kernel(const void* residual, const __grid_constant__ Rows rows, format::Split split, const float* signs,
-                      ScalarType dtype, uint8_t* bits, float* norms) {
+                      Dtype dtype, uint8_t* bits, float* norms) {
   extern __shared__ float shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, m = split.blocks, n = split.block, d = m * n;
   const int64_t vector = int64_t{blockIdx.x} * (blockDim.x / 32) + warp;
@@ -217,8 +217,8 @@ __device__ __forceinline__ float product_tree(const float* a, const float* b) {
 // A block takes kTileVectors vectors and all rows of the projection. The squares of a vector are one more row.
 template <int INNER>
 __global__ void __launch_bounds__(kDenseThreads, 2)
-    dense_sketch_kernel(const void* residual, const __grid_constant__ Rows rows, ScalarType dtype,
-                        const float* projection, int m, int blocks, int n, uint8_t* bits, float* norms) {
+    dense_sketch_kernel(const void* residual, const __grid_constant__ Rows rows, Dtype dtype, const float* projection,
+                        int m, int blocks, int n, uint8_t* bits, float* norms) {
   __shared__ alignas(16) float vectors[kTileVectors][kStride];
   __shared__ alignas(16) float tile[kTileRows][kStride];
   __shared__ float down[kTileVectors];  // 2^-e of each vector
@@ -351,7 +351,7 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
   float* norm_out = static_cast<float*>(norm.data_ptr());
 
   const Launch launch(residual);
-  const ScalarType dtype = residual.scalar_type();
+  const Dtype dtype = dtype_of(residual);
   const AlignedRows in(residual, sketch.dense ? 1 : 16);
   const Rows& rows = in.rows();
   if (sketch.dense) {
@@ -368,7 +368,7 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
     }
   } else {
     const Constant signs(projection);
-    if (launch_sketch_tiles(in, dtype, split, signs, bits_out, norm_out, launch.stream())) {
+    if (launch_sketch_bulk(in.data(), rows, dtype, split, signs.data(), bits_out, norm_out, launch.stream())) {
       launch.check("qjl_sketch");
       return {bits, norm};
     }

@@ -11,9 +11,9 @@
 // stretch of 128 channels, and these words become its fragments without any exchange between lanes.
 #include <algorithm>
 
-#include "codec.cuh"
-#include "expand.cuh"
-#include "qjl.cuh"
+#include "cuda/codec/arguments.cuh"
+#include "cuda/score/operands.cuh"
+#include "cuda/score/projection.cuh"
 
 namespace turboquant::cuda {
 namespace {
@@ -34,7 +34,7 @@ constexpr int kPointBits = 25;  // of a coordinate after the point; sketches nee
 struct ScoreArguments {
   const void* q;
   Rows q_rows;  // batch * queries
-  ScalarType q_dtype;
+  Dtype q_dtype;
   int queries, d;
   format::Split split;
   int64_t keys;
@@ -599,7 +599,7 @@ __global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
   // Memory is asked first for what the query needs, then for keys. Warp 0 prepares the query for the codes, the next one for sketches.
   using Traits = HadamardTraits<1, 7, 32, 4>;
   const bool sketched = SKETCH && warp == (BITS ? 1 : 0), prepares = warp == 0 || sketched;
-  const bool full = a.q_dtype == ScalarType::Float, fills = BITS > 0 && BITS < 5 && warp == kWarps - 1;
+  const bool full = a.q_dtype == Dtype::kFloat32, fills = BITS > 0 && BITS < 5 && warp == kWarps - 1;
   float x[4], factor[4], mean[4] = {}, inverse[4] = {1, 1, 1, 1};
   uint4 words{};
   int level = 0;
@@ -628,7 +628,7 @@ __global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
     const uint32_t word[4] = {words.x, words.y, words.z, words.w}, half[2] = {words.x, words.y};
     if (full) {
       floats_of_words<float>(word, x);
-    } else if (a.q_dtype == ScalarType::Half) {
+    } else if (a.q_dtype == Dtype::kFloat16) {
       floats_of_words<__half>(half, x);
     } else {
       floats_of_words<__nv_bfloat16>(half, x);
@@ -839,7 +839,7 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   a.in_registers = d == 128 && aligned(a.signs, 16) && aligned(a.channels.center, 16) && aligned(a.projection, 16);
   a.q = in.data();
   a.q_rows = in.rows();
-  a.q_dtype = q.scalar_type();
+  a.q_dtype = dtype_of(q);
   a.out = static_cast<float*>(out.data_ptr());
   const int device = q.get_device_index();
   switch (a.bits) {
@@ -859,7 +859,7 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
 }
 
 // q: [..., queries, d], packed: uint8 [..., keys, row_bytes], scale: float16 [..., keys], center: float32 [d] or [3, d],
-// sign_bits: uint8 [..., keys, m / 8], residual_norm: float32 [..., keys], projection as in qjl.cuh -> float32 [..., queries, keys]
+// sign_bits: uint8 [..., keys, m / 8], residual_norm: float32 [..., keys], projection as in score/projection.cuh -> float32 [..., queries, keys]
 Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const Tensor& signs,
              const OptionalTensor& levels, int64_t bits, const OptionalTensor& center, const OptionalTensor& sign_bits,
              const OptionalTensor& residual_norm, const OptionalTensor& projection) {

@@ -1,0 +1,408 @@
+// From the codes of page records (docs/format.md section 8) to operands of tensor cores (common/mma.cuh), a lane's words at a time.
+//
+// Keys: rows of the product are 16 tokens, k runs over channels. Values: rows are 16 channels, k runs over 32 tokens. Either way a
+// code becomes a byte, in one of three ways:
+//   masks   a uniform grid: codes stay where they are in their word, so some bytes count 8 or 16 times; `level = 2 code - top`
+//           is left to the sums, which subtract top times the sum of the other side. Keys of 4 bits need half of the masks: a shift
+//           brings low nibbles to where high ones are, and what comes along below them is taken off the query (kShifts);
+//   tables  Lloyd-Max levels: a byte permutation looks up four codes. Its tables have eight entries, so levels of 4 bits come
+//           in two, `plus` for the upper half of the codes, which are positive, and `minus` for the lower half, which are negative. A
+//           code of the other half selects the sign of a byte: 0 in `plus` and -1 in `minus`. So `minus` holds levels less 1, both
+//           products go into one sum, and every code counts its level less 1;
+//   none    8 bits: codes are levels.
+#pragma once
+
+#include <tuple>
+
+#include "cuda/common/mma.cuh"
+#include "format.h"
+
+namespace turboquant::cuda {
+
+constexpr uint32_t kLowNibbles = 0x0F0F0F0F, kHighNibbles = 0xF0F0F0F0;
+
+template <int SHIFT>  // to the left; negative: to the right
+__device__ __forceinline__ uint32_t shifted(uint32_t x) {
+  if constexpr (SHIFT >= 0) {
+    return x << SHIFT;
+  } else {
+    return x >> -SHIFT;
+  }
+}
+
+// What a table holds of a code: 0 where there is none, a level less 1 in `minus`. levels: [2^bits]
+__device__ __forceinline__ int8_t level_entry(const int8_t* levels, int bits, int code) {
+  if (code >= 1 << bits) return 0;
+  return static_cast<int8_t>(levels[code] - (bits == 4 && code < 8 ? 1 : 0));
+}
+
+// Levels by byte permutation. `TWO`: 16 levels, else up to 8.
+template <bool TWO>
+struct LevelTable {
+  uint32_t low, high;  // levels 0-3 and 4-7; of two tables those of codes 8-11 and 12-15
+  uint32_t minus_low = 0, minus_high = 0;
+
+  // entries: 16, aligned to as many bytes; null: nobody looks.
+  explicit __device__ __forceinline__ LevelTable(const int8_t* entries) {
+    const uint4 w = entries ? *reinterpret_cast<const uint4*>(entries) : uint4{};
+    if constexpr (TWO) {
+      minus_low = w.x, minus_high = w.y, low = w.z, high = w.w;
+    } else {
+      low = w.x, high = w.y;
+    }
+  }
+
+  // The bytes of four codes in the low nibbles of `codes`; with two tables `plus` wants their top bits flipped.
+  __device__ __forceinline__ uint32_t plus(uint32_t codes) const { return select_bytes(low, high, codes); }
+  __device__ __forceinline__ uint32_t minus(uint32_t codes) const { return select_bytes(minus_low, minus_high, codes); }
+};
+
+// The four words of eight 3-bit codes each that three words hold: the last one's bits are the top bits of the others' nibbles.
+__device__ __forceinline__ void spread_three_bits(const uint32_t (&w)[3], uint32_t (&codes)[4]) {
+  codes[3] = (w[0] >> 3 & 0x11111111) | (w[1] >> 2 & 0x22222222);
+  codes[3] |= w[2] >> 1 & 0x44444444;
+#pragma unroll
+  for (int j = 0; j < 3; ++j) codes[j] = w[j] & 0x77777777;
+}
+
+// Words from shared memory, 4-byte aligned or as well as their number allows.
+template <int N>
+__device__ __forceinline__ void read_words(const uint8_t* from, uint32_t (&w)[N]) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      const uint4 x = reinterpret_cast<const uint4*>(from)[i / 4];
+      w[i] = x.x, w[i + 1] = x.y, w[i + 2] = x.z, w[i + 3] = x.w;
+    }
+  } else if constexpr (N == 2) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    w[0] = x.x, w[1] = x.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) w[i] = reinterpret_cast<const uint32_t*>(from)[i];
+  }
+}
+
+// The first `n` of a lane's words, of which each lane has `words`.
+template <int N>
+__device__ __forceinline__ void read_some_words(const uint8_t* from, int n, int words, uint32_t (&w)[N]) {
+  if (n == 2 && words % 2 == 0) {
+    const uint2 x = *reinterpret_cast<const uint2*>(from);
+    w[0] = x.x, w[1] = x.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i < n) w[i] = reinterpret_cast<const uint32_t*>(from)[i];
+    }
+  }
+}
+
+// ---- Queries: the other side of keys ----------------------------------------------------------------------------------
+
+// How the channels of a lane's share lie in its words of a key row: in their order, the even ones of a word before its odd ones, or
+// as the words of a group of 3-bit codes that two lanes share.
+enum class CodeOrder { kPlain, kInterleaved, kShared };
+
+// Channels are taken in chunks, a quarter of a chunk by each lane (t = lane % 4). The last chunk may be filled in part: lanes without
+// channels, which read behind the end of a key row, meet zeros here.
+template <int D>
+struct QueryOperands {
+  static constexpr int kChunk = D % 128 == 0 ? 128 : 64;
+  static constexpr int kChunks = (D + kChunk - 1) / kChunk;
+  static constexpr int kFrags = kChunk / 32;          // products of a chunk
+  static constexpr int kChannels = kChunks * kChunk;  // with those that stand for none
+  static constexpr bool kHalfGroup = D % 32 != 0;  // the last group of channels has 16 instead of 32 (docs/format.md)
+  static_assert(D % 16 == 0);
+
+  // Where a channel is among the operands: product, half of it (b.x or b.y), lane % 4 and byte.
+  struct Place {
+    int frag, half, t, byte;
+  };
+  static __device__ __forceinline__ Place place(CodeOrder order, int channel) {
+    const int chunk = channel / kChunk, c = channel % kChunk, share = kChunk / 4;
+    const int t = c / share, x = c % share;  // x: in the lane's share
+    const int first = chunk * kFrags;
+    if (order == CodeOrder::kInterleaved) return {first + x / 16 * 2 + x % 2, x / 8 % 2, t, x % 8 / 2};
+    const bool shared = order == CodeOrder::kShared && channel < (kHalfGroup ? D - 16 : D);
+    if (!shared) return {first + x / 8, x / 4 % 2, t, x % 4};
+    const int group = c / 32, j = c % 32 / 8, i = c % 8;
+    return {first + j / 2, j % 2, 2 * group + i / 4, i % 4};
+  }
+};
+
+// ---- Keys -------------------------------------------------------------------------------------------------------------
+
+template <int D, int BITS, bool UNIFORM>
+struct KeyCodes {
+  using Operands = QueryOperands<D>;
+  static constexpr int kBits = BITS;
+  static constexpr bool kUniform = UNIFORM;
+  static constexpr bool kMasks = UNIFORM && BITS < 8, kTwoTables = !UNIFORM && BITS == 4;
+  // A word holds channels c to c + 7, c a multiple of 8, in nibbles from the lowest up. Products take its odd ones masked, as bytes
+  // that count 16 times, and its even ones shifted, with the same weight: so there is one sum for both. Below the code of channel 2,
+  // 4 or 6 is then that of the channel before it, which so counts a sixteenth of this channel's query as well: what its own is less by.
+  static constexpr bool kShifts = UNIFORM && BITS == 4;
+  static_assert(BITS == 8 ? UNIFORM : BITS == 5 ? UNIFORM : BITS == 4 || (!UNIFORM && BITS < 4), "no such keys");
+
+  static constexpr int kChunk = Operands::kChunk;
+  static constexpr CodeOrder kOrder = kMasks || BITS == 2         ? CodeOrder::kInterleaved
+                                      : BITS == 3 && kChunk == 64 ? CodeOrder::kShared
+                                                                  : CodeOrder::kPlain;
+  static constexpr int kWords = BITS == 3 ? 3 : (BITS == 5 ? 4 : BITS) * kChunk / 128;  // of a lane
+  static constexpr int kSets = kMasks && !kShifts ? 2 : 1;  // kinds of sums: of low and high nibbles
+
+  // sum of q * level = (weighted sums - sum of q * twice_zero / 2) * kUnit (CodeFacts::twice_zero)
+  static constexpr int kWeight0 = BITS == 5 ? 8 : 1, kWeight1 = 1;
+  static constexpr int kTwiceZero = kShifts ? 15 * 16 : kTwoTables ? -2 : kMasks ? 8 * 31 : 0;
+  static constexpr float kUnit = !kMasks ? 1.0f : BITS == 4 ? 1.0f / 8 : 1.0f / 4;
+
+  struct Words {
+    uint32_t w[kWords];
+    uint32_t plane;  // 5 bits: the top bits
+  };
+
+  // row, plane: of one token. Words stay as they are for 4, 5 and 8 bits; else they become nibbles: `spread`.
+  static __device__ __forceinline__ void load(const uint8_t* row, const uint8_t* plane, int chunk, int t, Words& x) {
+    constexpr int kGroups = kChunk / 32;  // of 32 channels
+    const int group = chunk * kGroups + t * kGroups / 4;
+    const bool half = Operands::kHalfGroup && group == D / 32;
+    if constexpr (BITS == 3) {
+      read_words(row + 12 * group, x.w);
+      if (half) x.w[2] = x.w[1], x.w[1] = x.w[0] >> 16;  // words of four codes; their upper halves are not looked at
+    } else {
+      read_words(row + 4 * kWords * (4 * chunk + t), x.w);
+    }
+    if constexpr (BITS == 5) {
+      x.plane = *reinterpret_cast<const uint32_t*>(plane + 4 * group);
+      if (half) {  // its bits are those of four words of four codes: as those of two words of eight
+        const uint32_t y = (x.plane & 0xFFFF) | (x.plane << 14 & 0xFFFF0000);
+        x.plane = (y & 0x03030303) | (y >> 2 & 0x0C0C0C0C);
+      } else if constexpr (kChunk == 64) {
+        x.plane >>= 4 * (t & 1);
+      }
+    }
+  }
+
+  // What expand takes: for tables a word of nibbles per product or half product, else the words themselves.
+  static constexpr int kPrepared = BITS == 3 ? 4 : BITS == 2 ? 2 * kWords : kWords;
+  struct Prepared {
+    uint32_t w[kPrepared];
+    uint32_t plane;
+  };
+  static __device__ __forceinline__ void prepare(const Words& x, int t, Prepared& p) {
+    p.plane = x.plane;
+    if constexpr (BITS == 3) {
+      spread_three_bits(x.w, p.w);
+      if constexpr (kChunk == 64) {  // two lanes share a group
+#pragma unroll
+        for (int j = 0; j < 4; ++j) p.w[j] >>= 16 * (t & 1);
+      }
+    } else if constexpr (BITS == 2) {
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) p.w[2 * j] = x.w[j] & 0x33333333, p.w[2 * j + 1] = x.w[j] >> 2 & 0x33333333;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) p.w[j] = x.w[j];
+    }
+  }
+
+  // The set that product `i` of a chunk adds to.
+  static constexpr __device__ int set_of(int i) { return kSets == 2 ? i % 2 : 0; }
+
+  // Product i of a chunk: rows of g and h (8 rows further down). minus: with two tables only.
+  template <int I>
+  static __device__ __forceinline__ void expand(const Prepared& g, const Prepared& h,
+                                                const LevelTable<kTwoTables>& table, uint32_t (&a)[4],
+                                                uint32_t (&minus)[4]) {
+    if constexpr (BITS == 8) {
+      a[0] = g.w[2 * I], a[1] = h.w[2 * I], a[2] = g.w[2 * I + 1], a[3] = h.w[2 * I + 1];
+    } else if constexpr (BITS == 4 && UNIFORM) {
+      constexpr int j = I / 2 * 2;
+      a[0] = to_high<I % 2>(g.w[j]), a[1] = to_high<I % 2>(h.w[j]);
+      a[2] = to_high<I % 2>(g.w[j + 1]), a[3] = to_high<I % 2>(h.w[j + 1]);
+    } else if constexpr (BITS == 5) {
+      constexpr int j = I / 2 * 2;
+      a[0] = five_bits<I % 2, j>(g.w[j], g.plane), a[1] = five_bits<I % 2, j>(h.w[j], h.plane);
+      a[2] = five_bits<I % 2, j + 1>(g.w[j + 1], g.plane), a[3] = five_bits<I % 2, j + 1>(h.w[j + 1], h.plane);
+    } else if constexpr (BITS == 4) {
+      const uint32_t x = g.w[I] ^ 0x88888888, y = h.w[I] ^ 0x88888888;
+      a[0] = table.plus(x), a[1] = table.plus(y), a[2] = table.plus(x >> 16), a[3] = table.plus(y >> 16);
+      minus[0] = table.minus(g.w[I]), minus[1] = table.minus(h.w[I]);
+      minus[2] = table.minus(g.w[I] >> 16), minus[3] = table.minus(h.w[I] >> 16);
+    } else if constexpr (BITS == 3 && kChunk == 64) {
+      a[0] = table.plus(g.w[2 * I]), a[1] = table.plus(h.w[2 * I]);
+      a[2] = table.plus(g.w[2 * I + 1]), a[3] = table.plus(h.w[2 * I + 1]);
+    } else {
+      a[0] = table.plus(g.w[I]), a[1] = table.plus(h.w[I]), a[2] = table.plus(g.w[I] >> 16),
+      a[3] = table.plus(h.w[I] >> 16);
+    }
+  }
+
+ private:
+  // Four codes of 4 bits in the high nibbles: the even (SIDE 0, with something below them) or odd channels of a word.
+  template <int SIDE>
+  static __device__ __forceinline__ uint32_t to_high(uint32_t w) {
+    return SIDE == 0 ? w << 4 : w & kHighNibbles;
+  }
+  // Four codes of 5 bits: the even (SIDE 0) or odd channels of word J of a group, the odd ones eight times as large.
+  template <int SIDE, int J>
+  static __device__ __forceinline__ uint32_t five_bits(uint32_t w, uint32_t plane) {
+    if constexpr (SIDE == 0) return (w & kLowNibbles) | (shifted<4 - 2 * J>(plane) & 0x10101010);
+    return (w >> 1 & 0x78787878) | (shifted<6 - 2 * J>(plane) & 0x80808080);
+  }
+};
+
+// ---- Values -----------------------------------------------------------------------------------------------------------
+
+// Channels are taken in groups of 64, four products of 16 channels, in the last group maybe fewer; a lane's words of two blocks of 16
+// tokens make an operand.
+template <int D, int BITS, bool UNIFORM>
+struct ValueCodes {
+  static constexpr int kBits = BITS;
+  static constexpr bool kUniform = UNIFORM;
+  static constexpr bool kMasks = UNIFORM && BITS < 8, kTwoTables = !UNIFORM && BITS == 4;
+  static_assert(BITS == 8 ? UNIFORM : BITS == 4 || BITS == 3 || (!UNIFORM && BITS == 2), "no such values");
+
+  static constexpr int kGroups = (D + 63) / 64;
+  static constexpr int kWords =
+      BITS;  // of a lane in a group and block: 64 channels * 4 tokens * BITS / 32 lanes / 32 bits
+  // Order of the tokens of a lane within an operand's bytes: those of the two blocks in turn, or one block after the other.
+  static constexpr bool kMixed = !UNIFORM;
+
+  // level = kStep * what a code counts - kTop; the upper eight rows of a product count kUpper times.
+  static constexpr int kStep = kMasks ? 2 : 1, kTop = kMasks ? (1 << BITS) - 1 : kTwoTables ? -1 : 0;
+  static constexpr float kUpper = kMasks ? 16 : 1;
+
+  struct Words {
+    uint32_t w[kWords == 3 ? 4 : kWords];
+  };
+
+  // block: of 16 tokens
+  static __device__ __forceinline__ void load(const uint8_t* block, int group, int lane, Words& x) {
+    const int tiles = min(D - 64 * group, 64) / 16;  // of the group
+    x = {};
+    if constexpr (BITS == 3) {
+      if (tiles == 4) {
+        uint32_t w[3];
+        read_words(block + 384 * group + 12 * lane, w);
+        spread_three_bits(w, x.w);
+      } else {  // without spare bits, in which a fourth word could be
+        read_some_words(block + 384 * group + 4 * tiles * lane, tiles, tiles, x.w);
+#pragma unroll
+        for (int i = 0; i < 3; ++i) x.w[i] &= 0x77777777;
+      }
+    } else if constexpr (BITS == 2) {
+      constexpr int kUnits = D / 32;  // words of a lane, in chunks of four; two of them are a group
+      const int chunk = group / 2, words = min(kUnits - 4 * chunk, 4), mine = min(kUnits - 2 * group, 2);
+      const uint8_t* from = block + 512 * chunk + 4 * words * lane + 8 * (group % 2);
+      read_some_words(from, mine, words, x.w);
+      if (tiles % 2 == 1) {  // 16 channels, whose words two lanes share
+        const uint32_t both = *reinterpret_cast<const uint32_t*>(block + 128 * kUnits + 4 * (lane % 16));
+        x.w[tiles / 2] = both >> 4 * (lane / 16);
+      }
+    } else {
+      constexpr int kPerTile = BITS / 4;  // words, in chunks of four
+#pragma unroll
+      for (int i = 0; i < kPerTile; ++i) {
+        const int words = min(kPerTile * tiles - 4 * i, 4);
+        if (words <= 0) continue;
+        uint32_t w[4] = {};
+        const uint8_t* from = block + 512 * (group * kPerTile + i) + 4 * words * lane;
+        if (words == 4) {
+          read_words(from, w);
+        } else {
+          read_some_words(from, words, words, w);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x.w[4 * i + j] = w[j];
+      }
+    }
+  }
+
+  // Product I of a group: channels 16 I and up. a, b: the two blocks.
+  template <int I>
+  static __device__ __forceinline__ void expand(const Words& a, const Words& b, const LevelTable<kTwoTables>& table,
+                                                uint32_t (&plus)[4], uint32_t (&minus)[4]) {
+    if constexpr (BITS == 8) {
+      plus[0] = a.w[2 * I], plus[1] = a.w[2 * I + 1], plus[2] = b.w[2 * I], plus[3] = b.w[2 * I + 1];
+    } else if constexpr (kMasks) {
+      plus[0] = a.w[I] & kLowNibbles, plus[1] = a.w[I] & kHighNibbles;
+      plus[2] = b.w[I] & kLowNibbles, plus[3] = b.w[I] & kHighNibbles;
+    } else {
+      uint32_t x, y;  // codes of the lower and upper eight channels: nibbles of both blocks in turn
+      if constexpr (BITS == 2) {
+        const uint32_t m = I % 2 ? select_bits(kLowNibbles, a.w[I / 2] >> 4, b.w[I / 2])
+                                 : select_bits(kLowNibbles, a.w[I / 2], b.w[I / 2] << 4);
+        x = m & 0x33333333, y = m >> 2 & 0x33333333;
+      } else {
+        x = select_bits(kLowNibbles, a.w[I], b.w[I] << 4), y = select_bits(kLowNibbles, a.w[I] >> 4, b.w[I]);
+      }
+      if constexpr (kTwoTables) {
+        minus[0] = table.minus(x), minus[1] = table.minus(y), minus[2] = table.minus(x >> 16),
+        minus[3] = table.minus(y >> 16);
+        x ^= 0x88888888, y ^= 0x88888888;
+      }
+      plus[0] = table.plus(x), plus[1] = table.plus(y), plus[2] = table.plus(x >> 16), plus[3] = table.plus(y >> 16);
+    }
+  }
+};
+
+// ---- Pairs ------------------------------------------------------------------------------------------------------------
+
+template <class K, class V>
+struct CodePair {
+  using Keys = K;
+  using Values = V;
+};
+
+// Those of the presets (torch_turboquant/config.py) and no others; a grid of 8 bits is always uniform.
+template <int D>
+using CodePairs = std::tuple<CodePair<KeyCodes<D, 8, true>, ValueCodes<D, 8, true>>,    //
+                             CodePair<KeyCodes<D, 8, true>, ValueCodes<D, 4, false>>,   //
+                             CodePair<KeyCodes<D, 5, true>, ValueCodes<D, 4, true>>,    //
+                             CodePair<KeyCodes<D, 5, true>, ValueCodes<D, 3, true>>,    //
+                             CodePair<KeyCodes<D, 4, true>, ValueCodes<D, 4, true>>,    //
+                             CodePair<KeyCodes<D, 4, false>, ValueCodes<D, 4, false>>,  //
+                             CodePair<KeyCodes<D, 4, false>, ValueCodes<D, 3, false>>,  //
+                             CodePair<KeyCodes<D, 4, false>, ValueCodes<D, 2, false>>,  //
+                             CodePair<KeyCodes<D, 3, false>, ValueCodes<D, 3, false>>,  //
+                             CodePair<KeyCodes<D, 3, false>, ValueCodes<D, 2, false>>,  //
+                             CodePair<KeyCodes<D, 2, false>, ValueCodes<D, 2, false>>>;
+
+// What must be known of a pair away from its products.
+struct CodeFacts {
+  int pair;  // its index
+  CodeOrder order;
+  bool shifts;
+  int key_twice_zero;
+  float key_unit;
+  float value_steps[2], value_inverses[2];  // kStep of the lower rows of a product and of the upper ones; 1 / these
+  float value_top;
+
+  template <class Pair>
+  static constexpr CodeFacts of(int index) {
+    using K = typename Pair::Keys;
+    using V = typename Pair::Values;
+    constexpr float step = V::kStep, upper = step / V::kUpper;
+    return {index, K::kOrder, K::kShifts, K::kTwiceZero, K::kUnit, {step, upper}, {1 / step, 1 / upper}, V::kTop};
+  }
+  // Of kShifts, channels with another one below them count a sixteenth more.
+  __device__ __forceinline__ int twice_zero(int channel) const {
+    return shifts && channel % 2 == 0 && channel % 8 ? key_twice_zero * 17 / 16 : key_twice_zero;
+  }
+};
+
+// Calls f(std::type_identity<CodePair>{}) for the pair of an index; [LOW, HIGH) holds it.
+template <int D, int LOW = 0, int HIGH = std::tuple_size_v<CodePairs<D>>, typename F>
+__device__ __forceinline__ void with_pair(int index, F&& f) {
+  constexpr int kMiddle = (LOW + HIGH) / 2;
+  if constexpr (HIGH - LOW == 1) {
+    f(std::type_identity<std::tuple_element_t<LOW, CodePairs<D>>>{});
+  } else if (index < kMiddle) {
+    with_pair<D, LOW, kMiddle>(index, f);
+  } else {
+    with_pair<D, kMiddle, HIGH>(index, f);
+  }
+}
+
+}  // namespace turboquant::cuda

@@ -1,0 +1,37 @@
+// The arguments of the codec's ops, checked, as kernels take them. Host only.
+#pragma once
+
+#include "cuda/codec/codebook.cuh"
+#include "cuda/common/torch.cuh"
+
+namespace turboquant::cuda {
+
+inline const int8_t* levels_data(const OptionalTensor& levels) {
+  return levels ? static_cast<const int8_t*>(levels->data_ptr()) : nullptr;
+}
+
+inline Codebook checked_codebook(const Tensor& first, const OptionalTensor& levels, const Tensor& steps, int64_t bits,
+                                 int64_t scale_mode, const char* levels_name, const char* steps_name) {
+  check_levels(levels, first, bits, levels_name);
+  check_steps(steps, first, steps_name);
+  return {levels_data(levels), static_cast<const float*>(steps.data_ptr()), static_cast<int>(bits),
+          static_cast<int>(steps.size(0)), static_cast<int>(scale_mode)};
+}
+
+// Packed standalone vectors: rows of codes, a scale each, one rotation. d is the length of signs.
+struct DenseVectors {
+  format::Split split;
+  int64_t count, d;
+  int row_bytes;
+};
+
+// packed: uint8 [..., row_bytes], scale: float16 [...], both contiguous
+inline DenseVectors checked_dense_vectors(const Tensor& packed, const Tensor& scale, const Tensor& signs,
+                                          const OptionalTensor& levels, int64_t bits) {
+  const int64_t d = check_dense_vectors(packed, scale, signs, bits);
+  const int64_t row_bytes = format::dense_row_bytes(d, static_cast<int>(bits));
+  check_levels(levels, packed, bits, "levels");
+  return {format::split_dim(d), packed.numel() / row_bytes, d, static_cast<int>(row_bytes)};
+}
+
+}  // namespace turboquant::cuda

@@ -1,0 +1,277 @@
+// What kernels that encode and decode share (docs/format.md sections 4 to 7), whichever way they hold their vectors: codec/generic.cuh,
+// codec/encode_bulk.cuh and codec/encode_step.cu.
+//
+// Codes travel as octets: the eight codes of channels 8 o to 8 o + 7 in two registers. What follows is in the order of the
+// format: octets and dense rows, levels, encoding.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "cuda/codec/transform.cuh"
+#include "cuda/common/mma.cuh"
+#include "format.h"
+
+namespace turboquant::cuda {
+
+// ---- Octets and dense rows ------------------------------------------------------------------------------------------
+
+// Up to 5 bits: bits 0 to 3 of code i are nibble i of `low`, its bit 4 is bit i of `high`. 8 bits: a byte each, codes 0 to 3
+// in `low`, 4 to 7 in `high`.
+struct Octet {
+  uint32_t low, high;
+
+  __device__ __forceinline__ unsigned code(int bits, int i) const {
+    if (bits == 8) return (i < 4 ? low >> 8 * i : high >> 8 * (i - 4)) & 255;
+    return (low >> 4 * i & 15) | (high >> i & 1) << 4;
+  }
+  __device__ __forceinline__ void set(int bits, int i, unsigned code) {  // of zeros
+    if (bits == 8) {
+      (i < 4 ? low : high) |= code << 8 * (i % 4);
+    } else {
+      low |= (code & 15) << 4 * i;
+      high |= code >> 4 << i;
+    }
+  }
+};
+
+// Eight nibbles of which `bits` <= 4 bits are used, closed up to 8 * bits bits; and back, whatever is above them.
+__device__ __forceinline__ uint32_t close_nibbles(uint32_t x, int bits) {
+  const int gap = 4 - bits;
+  x = (x & 0x0F0F0F0F) | (x & 0xF0F0F0F0) >> gap;
+  x = (x & 0x00FF00FF) | (x & 0xFF00FF00) >> 2 * gap;
+  return (x & 0x0000FFFF) | (x & 0xFFFF0000) >> 4 * gap;
+}
+__device__ __forceinline__ uint32_t open_nibbles(uint32_t x, int bits) {
+  const int gap = 4 - bits;
+  x = select_bits(0x0000FFFF, x, x << 4 * gap);  // what is above codes goes in the end
+  x = select_bits(0x00FF00FF, x, x << 2 * gap);
+  x = select_bits(0x0F0F0F0F, x, x << gap);
+  return x & 0x11111111 * ((1u << bits) - 1);
+}
+
+// Four codes of 5 bits from four nibbles and four high bits; and back.
+__device__ __forceinline__ uint32_t close_fives(uint32_t nibbles, uint32_t high) {
+  uint32_t x = (nibbles & 0x00FF) | (nibbles & 0xFF00) << 2;
+  x = (x & 0x03C0F) | (x & 0x3C0F0) << 1;
+  return x | ((high << 4 | high << 8 | high << 12 | high << 16) & 0x84210);
+}
+__device__ __forceinline__ uint32_t open_fives(uint32_t x, uint32_t* high) {
+  *high = (x >> 4 & 1) | (x >> 8 & 2) | (x >> 12 & 4) | (x >> 16 & 8);
+  x = (x & 0x03C0F) | (x & 0x781E0) >> 1;
+  return (x & 0x000FF) | (x & 0x3FC00) >> 2;
+}
+
+// An octet as a bit string of 8 * bits bits (section 7); and back.
+__device__ __forceinline__ uint64_t dense_string(Octet o, int bits) {
+  if (bits == 8) return o.low | uint64_t{o.high} << 32;
+  if (bits < 5) return close_nibbles(o.low, bits);
+  return close_fives(o.low & 0xFFFF, o.high & 15) | uint64_t{close_fives(o.low >> 16, o.high >> 4)} << 20;
+}
+__device__ __forceinline__ Octet octet_of_string(uint64_t string, int bits) {
+  const uint32_t low = static_cast<uint32_t>(string);
+  if (bits == 8) return {low, static_cast<uint32_t>(string >> 32)};
+  if (bits < 5) return {open_nibbles(low, bits), 0};
+  uint32_t high[2];
+  const uint32_t first = open_fives(low & 0xFFFFF, high), second = open_fives(string >> 20 & 0xFFFFF, high + 1);
+  return {first | second << 16, high[0] | high[1] << 4};
+}
+
+// Octet whose string starts at `byte` of `words`. Reads up to 8 bytes past the word of that byte.
+__device__ __forceinline__ Octet read_octet(const uint32_t* words, int byte, int bits) {
+  const int w = byte / 4, shift = byte % 4 * 8;
+  const uint32_t next = words[w + 1];
+  uint64_t string = __funnelshift_r(words[w], next, shift);
+  if (bits > 4) string |= uint64_t{__funnelshift_r(next, words[w + 2], shift)} << 32;
+  return octet_of_string(string, bits);
+}
+
+// Copies between global and shared memory, 16 bytes at a time where both sides start at such a multiple.
+__device__ __forceinline__ void copy_bytes(const uint8_t* from, uint8_t* to, int64_t bytes, int thread, int threads) {
+  int64_t done = 0;
+  if ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0) {
+    done = bytes / 16 * 16;
+    for (int64_t i = 16 * thread; i < done; i += 16 * threads) {
+      *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+    }
+  }
+  for (int64_t i = done + thread; i < bytes; i += threads) to[i] = from[i];
+}
+
+// ---- Levels ---------------------------------------------------------------------------------------------------------
+
+// Writes the level of every code up to 5 bits to shared memory, float [2^bits]; the caller synchronises. 8-bit codes need none.
+__device__ __forceinline__ void fill_levels(float* table, const int8_t* levels, int bits, int thread, int threads) {
+  if (bits == 8) return;
+  for (int code = thread; code < 1 << bits; code += threads) {
+    table[code] = static_cast<float>(format::level_of_code(bits, levels, code));
+  }
+}
+
+__device__ __forceinline__ float level_of(Octet o, int bits, int i, const float* table) {
+  const unsigned code = o.code(bits, i);
+  return bits == 8 ? static_cast<float>(static_cast<int8_t>(code)) : table[code];
+}
+
+// ---- Encoding -------------------------------------------------------------------------------------------------------
+
+// A codebook as kernels get it.
+struct Codebook {
+  const int8_t* levels;  // [2^bits], null for the uniform grid
+  const float* steps;    // [num_steps]
+  int bits;
+  int num_steps;
+  int scale_mode;
+};
+
+// float32 constants of section 5, computed on the host as the CPU does.
+struct EncodeConstants {
+  float units;       // 4096 sqrt(d)
+  float norm;        // 1 / sqrt(n)
+  float over_root;   // 32 / sqrt(d)
+  float times_root;  // 32 sqrt(d)
+};
+inline EncodeConstants encode_constants(format::Split split) {
+  const double root = std::sqrt(static_cast<double>(split.blocks * split.block));
+  return {static_cast<float>(format::kUnitsPerSigma * root),
+          static_cast<float>(1 / std::sqrt(static_cast<double>(split.block))), static_cast<float>(32 / root),
+          static_cast<float>(32 * root)};
+}
+
+// Levels and boundaries of a codebook in shared memory. Both are symmetric, so the positive half is enough: a coordinate u < 0
+// has the magnitude of ~u = -u - 1, because one that lies on a boundary belongs to the upper code.
+struct SharedCodebook {
+  static constexpr int kMaxSteps = 64, kMaxHalf = 16;
+  int boundary[kMaxSteps][kMaxHalf];  // up to 5 bits, in grains: half - 1 of each candidate, increasing
+  float step[kMaxSteps];
+  int level[kMaxHalf];  // of the magnitudes 0 to half - 1
+
+  // The caller synchronises. Every thread loads what it needs at once: of a short kernel, waiting for memory is most.
+  __device__ __forceinline__ void fill(const Codebook& book, int thread, int threads) {
+    const int entries = book.num_steps * kMaxHalf;
+    fill_entry(book, thread, thread < entries);
+    fill_entry(book, thread + threads, thread + threads < entries);
+#pragma unroll 1
+    for (int i = thread + 2 * threads; i < entries; i += threads) fill_entry(book, i, true);
+  }
+
+  // Magnitudes of N coordinates under candidate s: how many positive boundaries are <= u, or <= ~u.
+  template <int N>
+  __device__ __forceinline__ void magnitudes(int bits, int s, const int* u, int* magnitude) const {
+    if (bits == 8) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) magnitude[i] = byte_magnitude(step[s], u[i] ^ u[i] >> 31);
+      return;
+    }
+    int cell[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      cell[i] = static_cast<int>(static_cast<unsigned>(u[i] ^ u[i] >> 31) / format::boundary_grain(1));
+      magnitude[i] = 0;
+    }
+    for (int step = 1 << bits >> 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (boundary[s][magnitude[i] + step - 1] <= cell[i]) magnitude[i] += step;
+      }
+    }
+  }
+
+  // Boundary i % 16 of candidate i / 16, and with the first ones steps and levels.
+  __device__ __forceinline__ void fill_entry(const Codebook& book, int i, bool exists) {
+    const int s = i / kMaxHalf, j = i % kMaxHalf, half = book.bits == 8 ? 0 : 1 << (book.bits - 1), code = half + j;
+    const bool has_level = exists && j < half, has_boundary = exists && j + 1 < half;
+    const float step_size = exists ? book.steps[s] : 0;
+    const int below = has_level ? format::level_of_code(book.bits, book.levels, code) : 0;
+    const int above = has_boundary ? format::level_of_code(book.bits, book.levels, code + 1) : 0;
+    if (exists && j == 0) step[s] = step_size;
+    if (has_level && s == 0) level[j] = below;
+    if (has_boundary) {
+      const float units = __fmul_rn(step_size, format::kUnitsPerSigma / 2 / format::boundary_grain(1));
+      const float at = rintf(__fmul_rn(static_cast<float>(below + above), units));
+      boundary[s][j] = static_cast<int>(fminf(at, format::kMaxBoundary));
+    }
+  }
+
+  // On the 8-bit grid a division finds the neighbourhood; the boundaries, multiples of a rounded step, decide.
+  static __device__ __forceinline__ int byte_magnitude(float step, int u) {
+    const float units = __fmul_rn(step, format::kUnitsPerSigma / 2);
+    const auto boundary = [units](int below) { return rintf(__fmul_rn(static_cast<float>(2 * below + 1), units)); };
+    const float x = static_cast<float>(u);
+    int m = static_cast<int>(fminf(__fdividef(x, 2 * units) + 0.5f, 127.0f));
+    while (m < 127 && boundary(m) <= x) ++m;
+    while (m > 0 && boundary(m - 1) > x) --m;
+    return m;
+  }
+
+  __device__ __forceinline__ int level_of(int bits, int magnitude) const {
+    return bits == 8 ? magnitude : level[magnitude];
+  }
+};
+
+// Magnitudes as their bits: these have the order of the values, NaN above infinity.
+constexpr uint32_t kInfinityBits = 0x7F800000;
+__device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
+
+// Section 5, step 3: the exponent of a vector, from the bits of its largest magnitude.
+__device__ __forceinline__ int prescale_exponent(uint32_t largest) {
+  return min(max(static_cast<int>(largest >> 23) - 127, -100), 100);
+}
+
+__device__ __forceinline__ float quiet_nan() { return __int_as_float(0x7FC00000); }
+
+// 2^e for |e| <= 126.
+__device__ __forceinline__ float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
+
+// a / b and the root of s, correctly rounded: the steps of __fdiv_rn and __fsqrt_rn after they have asked whether
+// arguments, results and remainders keep clear of the ends of the range. Here they do:
+//
+// * Vectors are scaled to a largest magnitude in [1, 2), or from 2^-49 to 2^28 where the power of two is at its limit,
+//   unless the sum of their squares is from 2^-60 to 2^100 as they are. So a length that divides, or is divided, is from
+//   2^-49 to 2^51.
+// * A fit's sums have a scale only if `a` is positive: then it is from 2^-12 to 2^19, and b, which has a level that is not
+//   zero, an integer below 2^31.
+// * Constants are from 2^-4 to 2^20. What float16 cannot hold shows later, after the power of two has come back.
+//
+// Vectors that are zero or not finite, or whose `a` is not positive, have a scale of their own; what comes out for them here is
+// not used.
+__device__ __forceinline__ float divide(float a, float b) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
+  r = __fmaf_rn(r, __fmaf_rn(-b, r, 1), r);
+  const float q = __fmul_rn(a, r);
+  return __fmaf_rn(r, __fmaf_rn(-b, q, a), q);
+}
+__device__ __forceinline__ float root(float s) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(s));
+  const float q = __fmul_rn(s, r);
+  return __fmaf_rn(__fmaf_rn(-q, q, s), __fmul_rn(r, 0.5f), q);
+}
+
+// What a candidate makes of a vector: the float32 sums of section 5, step 6, and its step.
+struct Fit {
+  float a, b, step;
+
+  static __device__ __forceinline__ Fit of_sums(int dot, int squares, float step) {
+    return {__fmul_rn(static_cast<float>(dot), 1 / format::kUnitsPerSigma), static_cast<float>(squares), step};
+  }
+
+  // Greatest for the least error.
+  __device__ __forceinline__ float merit() const { return a > 0 ? __fdiv_rn(__fmul_rn(a, a), b) : 0; }
+
+  // Section 5, step 7: the bits of the float16 scale of a vector of length `length` (before the transform's factor) that was
+  // multiplied by 2^-e. Modes 0 to 3 are t * step, t / root(b), t * (a / b) and t / a, t a multiple of the length: all in one
+  // line, because branches take longer.
+  __device__ __forceinline__ uint16_t scale(int mode, float length, int e, const EncodeConstants& constants) const {
+    const float t = __fmul_rn(__fmul_rn(length, constants.norm), mode == 1   ? 32
+                                                                 : mode == 3 ? constants.times_root
+                                                                             : constants.over_root);
+    const float quotient = divide(mode == 2 ? a : t, mode == 1 ? root(b) : mode == 3 ? a : b);
+    const float scale = mode == 0 ? __fmul_rn(t, step) : mode == 2 ? __fmul_rn(t, quotient) : quotient;
+    const __half rounded = __float2half_rn(fminf(__fmul_rn(scale, power_of_two(e)), format::kMaxHalf));
+    return a > 0 ? __half_as_ushort(rounded) : 0;
+  }
+};
+
+}  // namespace turboquant::cuda

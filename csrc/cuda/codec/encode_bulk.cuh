@@ -1,0 +1,720 @@
+// The encoder for many vectors of 64, 128 or 256 channels: a lane of a warp holds 64 of them, and tables in shared memory
+// replace the arithmetic of what a coordinate becomes. The bytes are those of codec/generic.cuh. First what the decoder
+// (codec/decode_bulk.cuh) uses, too.
+//
+// An encoder that keeps up with memory has some twenty instructions for a channel, so each step has its trick:
+//
+// * Lanes that share a vector exchange half of their registers for a butterfly between them, so that it costs half a
+//   shuffle. Which half is the same register in both, because the stage before leaves the partner's sums and differences
+//   the other way round.
+// * A power of two in front of a vector changes no code. So vectors are scaled (format.md section 5, step 3) only when
+//   their squares would leave a safe range; that also finds zeros, infinities and NaN. Terms that the two ways round
+//   differently are 2^-66 of the length and could show only through several nested ties.
+// * Integers live as subnormal floats: x * 2^-149 rounds to the nearest integer, ties to even, and leaves |u| in the
+//   low bits with the sign on top. A product with 2^-4 that rounds down, plus the table's start, is the place of cell u
+//   >> 4 in the table.
+// * An entry for every cell that a coordinate can reach holds what becomes of it: sign and magnitude of the code in a
+//   nibble, for up to eight candidates. Byte permutations look up the levels of four nibbles at a time, and dot
+//   products of bytes do the sums.
+#pragma once
+
+#include "cuda/codec/record.cuh"
+#include "cuda/common/async_copy.cuh"
+#include "cuda/common/mma.cuh"
+
+namespace turboquant::cuda {
+
+// ---- Vectors in lanes -----------------------------------------------------------------------------------------------
+
+template <int LOG_N>
+struct TileTraits {
+  static constexpr int kDim = 1 << LOG_N, kPerLane = 64;
+  static constexpr int kLanes = kDim / kPerLane, kVectors = 32 / kLanes;  // of a vector, of a warp
+  static_assert(kLanes == 1 || kLanes == 2 || kLanes == 4);
+
+  // Rotated, half h of a lane is this group of 32 channels.
+  static __device__ __forceinline__ int group(int part, int h) { return h * kLanes + part; }
+};
+
+// How codes are stored: in pages, or as dense rows.
+enum class Kind { kKeys, kValues, kRows };
+constexpr int choice_of(Kind kind, int bits) { return 8 * static_cast<int>(kind) + bits - 1; }
+
+// Calls fn<KIND, BITS>() for the codes there are, which launches have made sure of. A case for each of them: what is asked
+// for every few codes is asked often, and a warp has nothing else to do while it waits for a branch.
+template <typename Fn>
+__device__ __forceinline__ void dispatch_codes(Kind kind, int bits, Fn&& fn) {
+  switch (choice_of(kind, bits)) {
+    case choice_of(Kind::kKeys, 2): return fn.template operator()<Kind::kKeys, 2>();
+    case choice_of(Kind::kKeys, 3): return fn.template operator()<Kind::kKeys, 3>();
+    case choice_of(Kind::kKeys, 4): return fn.template operator()<Kind::kKeys, 4>();
+    case choice_of(Kind::kKeys, 5): return fn.template operator()<Kind::kKeys, 5>();
+    case choice_of(Kind::kKeys, 8): return fn.template operator()<Kind::kKeys, 8>();
+    case choice_of(Kind::kValues, 2): return fn.template operator()<Kind::kValues, 2>();
+    case choice_of(Kind::kValues, 3): return fn.template operator()<Kind::kValues, 3>();
+    case choice_of(Kind::kValues, 4): return fn.template operator()<Kind::kValues, 4>();
+    case choice_of(Kind::kRows, 1): return fn.template operator()<Kind::kRows, 1>();
+    case choice_of(Kind::kRows, 2): return fn.template operator()<Kind::kRows, 2>();
+    case choice_of(Kind::kRows, 3): return fn.template operator()<Kind::kRows, 3>();
+    case choice_of(Kind::kRows, 4): return fn.template operator()<Kind::kRows, 4>();
+    case choice_of(Kind::kRows, 5): return fn.template operator()<Kind::kRows, 5>();
+    default: return fn.template operator()<Kind::kRows, 8>();
+  }
+}
+
+// ---- Staged vectors -------------------------------------------------------------------------------------------------
+
+// Words between vectors, and between the signs of the lanes of a vector: 16-byte accesses of eight neighbouring lanes
+// meet different banks (those of d = 256 in two turns).
+template <typename Traits>
+constexpr int kStageStride = Traits::kDim / 2 + 4;
+constexpr int kSignStride = 68;
+
+// Starts copying all vectors of a warp to shared memory, 16 bytes at a time: neighbouring lanes move neighbouring bytes.
+// Vector v is row place_of(v) of rows that lie `stride` bytes apart, or, beyond the last of `count` rows, that one; it is
+// before the first where count is not positive. Places of sums are sums of places.
+template <typename Traits, typename PlaceOf>
+__device__ __forceinline__ void start_rows(uint32_t* stage, const uint8_t* rows, uint32_t stride, int count, int lane,
+                                           PlaceOf&& place_of) {
+  constexpr int kChunks = Traits::kDim / 8, kTogether = 32 / kChunks, kTimes = Traits::kVectors / kTogether;
+  const int first = lane / kChunks, place = lane % kChunks;
+  const uint8_t* from = rows + 16 * place;
+  uint32_t* to = stage + first * kStageStride<Traits> + 4 * place;
+  if (place_of(Traits::kVectors - 1) < count) {
+    const auto of_row = [&](const uint8_t* base, uint32_t row) { return base + uint64_t{row} * stride; };
+    from = of_row(from, place_of(first));
+    asm("" : "+l"(from));  // one multiplication for each place, not one for all of its terms
+#pragma unroll
+    for (int k = 0; k < kTimes; ++k) {
+      copy_async(to + k * kTogether * kStageStride<Traits>, of_row(from, place_of(k * kTogether)));
+    }
+  } else {
+#pragma unroll 1
+    for (int k = 0; k < kTimes; ++k) {
+      const int64_t row = min(place_of(first + k * kTogether), count - 1);
+      copy_async(to + k * kTogether * kStageStride<Traits>, from + row * stride);
+    }
+  }
+}
+
+// Tokens of a tile, which lie next to each other; vectors that take four lanes share them out to two passes.
+template <typename Traits>
+constexpr int kTileTokens = Traits::kLanes == 1 ? 32 : 16;
+template <typename Traits>
+constexpr int kPasses = kTileTokens<Traits> / Traits::kVectors;
+
+// A vector of a warp as a token of the 16 of a value block, or of 32. Vectors that take four lanes come in two passes,
+// and each has tokens that share words of the block.
+template <typename Traits>
+__device__ __forceinline__ int token_of_vector(int vector, int pass) {
+  return Traits::kLanes == 4 ? vector % 4 + 4 * pass + 8 * (vector / 4) : vector;
+}
+
+// Sign bits of the channels, a row for each lane of a vector.
+template <typename Traits>
+__device__ __forceinline__ void fill_signs(uint32_t* rows, const float* signs, int thread, int threads) {
+  for (int i = thread; i < Traits::kDim; i += threads) {
+    rows[i / 64 * kSignStride + i % 64] = __float_as_uint(signs[i]) & 0x80000000;
+  }
+}
+
+// A lane's staged channels as float32 with their signs; CENTERED: less the center, and scaled if there are scales. What is
+// done to 16 channels ends before the next are read, or compilers keep everything in registers at once. Vectors without a
+// center pay nothing for those that have one: asking again for every 16 channels takes up to a twelfth of the kernel's time.
+template <typename T, bool CENTERED>
+__device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t* signs,
+                                            const format::Channels& channels, float (&y)[64]) {
+#pragma unroll
+  for (int i = 0; i < 64; i += 16) {
+    uint32_t word[8], sign[16];
+#pragma unroll
+    for (int k = 0; k < 8; k += 4) {
+      const uint4 w = *reinterpret_cast<const uint4*>(row + i / 2 + k);
+      word[k] = w.x, word[k + 1] = w.y, word[k + 2] = w.z, word[k + 3] = w.w;
+    }
+#pragma unroll
+    for (int k = 0; k < 16; k += 4) {
+      const uint4 s = *reinterpret_cast<const uint4*>(signs + i + k);
+      sign[k] = s.x, sign[k + 1] = s.y, sign[k + 2] = s.z, sign[k + 3] = s.w;
+    }
+    float* to = y + i;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if constexpr (std::is_same_v<T, __half>) {
+        const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word[k]));
+        to[2 * k] = __uint_as_float(__float_as_uint(pair.x) ^ sign[2 * k]);
+        to[2 * k + 1] = __uint_as_float(__float_as_uint(pair.y) ^ sign[2 * k + 1]);
+      } else {  // a sign bit is added, which flips it
+        to[2 * k] = __uint_as_float(word[k] * 65536u + sign[2 * k]);
+        to[2 * k + 1] = __uint_as_float((word[k] & 0xFFFF0000) ^ sign[2 * k + 1]);
+      }
+    }
+    if constexpr (CENTERED) {  // -(a - b) = (-a) - (-b)
+#pragma unroll
+      for (int k = 0; k < 16; k += 4) {
+        const float4 c = __ldg(reinterpret_cast<const float4*>(channels.center + i + k));
+        to[k] = __fsub_rn(to[k], __uint_as_float(__float_as_uint(c.x) ^ sign[k]));
+        to[k + 1] = __fsub_rn(to[k + 1], __uint_as_float(__float_as_uint(c.y) ^ sign[k + 1]));
+        to[k + 2] = __fsub_rn(to[k + 2], __uint_as_float(__float_as_uint(c.z) ^ sign[k + 2]));
+        to[k + 3] = __fsub_rn(to[k + 3], __uint_as_float(__float_as_uint(c.w) ^ sign[k + 3]));
+      }
+      if (channels.scale) {
+#pragma unroll
+        for (int k = 0; k < 16; k += 4) {
+          const float4 c = __ldg(reinterpret_cast<const float4*>(channels.scale + i + k));
+          to[k] = __fmul_rn(to[k], c.x), to[k + 1] = __fmul_rn(to[k + 1], c.y);
+          to[k + 2] = __fmul_rn(to[k + 2], c.z), to[k + 3] = __fmul_rn(to[k + 3], c.w);
+        }
+      }
+    }
+    asm volatile("" ::: "memory");
+  }
+}
+
+// ---- Rotation -------------------------------------------------------------------------------------------------------
+
+// Butterflies of a vector. A lane's halves may come out with the other sign (is_negated), which costs nothing.
+template <typename Traits>
+__device__ __forceinline__ void rotate_tile(float (&y)[64], int part) {
+  lane_butterflies<1, 32>(y);
+  // Products with 1 and -1 are exact: what is rounded are sums and differences. A lane whose first partner is below it
+  // has the differences first.
+  const float first = part & 1 ? -1.0f : 1.0f;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const float p = y[i], q = y[i + 32];
+    y[i] = __fmaf_rn(first, q, p);
+    y[i + 32] = __fmaf_rn(-first, q, p);
+  }
+#pragma unroll
+  for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
+    // The next partner wants its halves the other way round.
+    const bool swapped = part & 2 * bit;
+    const float next_side = swapped ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const float own = y[i];
+      const float other = __shfl_xor_sync(0xffffffff, y[i + 32], bit);
+      y[i] = __fmaf_rn(next_side, other, own);
+      y[i + 32] = __fmaf_rn(-next_side, other, own);
+    }
+  }
+}
+
+// The upper of two partners takes the difference the wrong way round.
+template <typename Traits>
+__device__ __forceinline__ bool is_negated(int part, int h) {
+  if (Traits::kLanes == 1) return false;
+  if (Traits::kLanes == 2) return h == 1 && part == 1;
+  return h == 0 ? part == 3 : part == 2;
+}
+
+// Sum of squares of N channels over neighbouring pairs (format.md section 5, step 4), depth first: few live registers.
+template <int N>
+__device__ __forceinline__ float square_tree(const float* y) {
+  if constexpr (N == 1) {
+    return __fmul_rn(y[0], y[0]);
+  } else {
+    return __fadd_rn(square_tree<N / 2>(y), square_tree<N / 2>(y + N / 2));
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ float sum_of_squares(const float (&y)[64]) {
+  float t[2] = {square_tree<32>(y), square_tree<32>(y + 32)};
+#pragma unroll
+  for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) t[h] = __fadd_rn(t[h], __shfl_xor_sync(0xffffffff, t[h], bit));
+  }
+  return __fadd_rn(t[0], t[1]);
+}
+
+// A rotated vector: y in the lanes' registers, its length, and the power of two that was taken out.
+struct Rotated {
+  float length;
+  int exponent;
+  bool finite;  // else y is zero
+};
+
+// read(y): what the vector was stored as, signs applied.
+template <typename Traits, typename Read>
+__device__ __forceinline__ Rotated rotate_vector(float (&y)[64], int part, Read&& read) {
+  Rotated v{0, 0, true};
+  bool scaled = false;
+#pragma unroll 1
+  while (true) {
+    read(y);
+    if (scaled) {  // rare
+      uint32_t largest = 0;
+#pragma unroll
+      for (int i = 0; i < 64; ++i) largest = max(largest, magnitude_bits(y[i]));
+      largest = max_of_lanes<Traits::kLanes>(largest);
+      v.finite = largest < kInfinityBits;
+      v.exponent = prescale_exponent(largest);
+      const float down = power_of_two(-v.exponent);
+#pragma unroll
+      for (int i = 0; i < 64; ++i) y[i] = v.finite ? __fmul_rn(y[i], down) : 0.0f;
+    }
+    rotate_tile<Traits>(y, part);
+    const float squares = sum_of_squares<Traits>(y);
+    if (__all_sync(0xffffffff, squares >= 0x1p-60f && squares <= 0x1p100f)) {
+      v.length = root(squares);
+      return v;
+    }
+    if (scaled) {
+      v.length = __fsqrt_rn(squares);
+      return v;
+    }
+    scaled = true;
+  }
+}
+
+// ---- Tables ---------------------------------------------------------------------------------------------------------
+
+// Cells u >> 4 on either side of zero that a vector can reach: |u| <= 4096 sqrt(d), rounding aside. Whole words of them.
+constexpr int table_reach(int d) {
+  int reach = 0;
+  while (reach * reach < 65536 * d) ++reach;  // 256 sqrt(d)
+  return (reach + 2 + 3) / 4 * 4;
+}
+template <typename Traits>
+constexpr int kReach = table_reach(Traits::kDim);
+template <typename Traits>
+constexpr int kCells = 2 * kReach<Traits>;
+template <typename Traits, bool SEARCH>
+constexpr int kTableWords = SEARCH ? kCells<Traits> / 4 * 4 + 4 : kCells<Traits> / 16 * 4 + 4;
+
+constexpr int kMostCandidates = 8;
+
+// Entries of all cells, a byte each or a word, and behind them that of code 0; the caller has synchronised after filling
+// the book, and does so again. A nibble holds a magnitude and above it, where there is room, the sign (set: not
+// negative); that of 5-bit codes is bit 4 of bytes. A thread finds the magnitudes of all candidates, or of a word's cells,
+// side by side: one search waits for the other nowhere.
+template <typename Traits, bool SEARCH>
+__device__ __forceinline__ void fill_table(uint32_t* table, const SharedCodebook& book, int bits, int steps, int thread,
+                                           int threads) {
+  constexpr int kCandidates = SEARCH ? kMostCandidates : 1, kTogether = SEARCH ? 1 : 4;
+  const int inner = (1 << (bits - 1)) - 1;
+  const uint32_t sign = SEARCH && bits == 5 ? 0 : (SEARCH ? 0x11111111 : 0x01010101) << (bits - 1);
+  constexpr int kZero = kReach<Traits> / kTogether;  // where cell 0 is, in words
+  for (int word = thread; word < kZero; word += threads) {
+    int magnitude[kTogether][kCandidates] = {};
+#pragma unroll 1
+    for (int step = (inner + 1) / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int c = 0; c < kTogether; ++c) {
+#pragma unroll
+        for (int s = 0; s < kCandidates; ++s) {
+          int& m = magnitude[c][s];
+          if (book.boundary[s < steps ? s : 0][m + step - 1] <= word * kTogether + c) m += step;
+        }
+      }
+    }
+    uint32_t entries = 0;
+#pragma unroll
+    for (int c = 0; c < kTogether; ++c) {
+#pragma unroll
+      for (int s = 0; s < kCandidates; ++s) entries |= magnitude[c][s] << (8 * c + 4 * s);
+    }
+    table[kZero + word] = entries | sign;
+    table[kZero - 1 - word] = SEARCH ? entries : __byte_perm(entries, 0, 0x0123);
+  }
+  if (thread == 0) table[2 * kZero] = SEARCH ? (bits == 5 ? 0 : inner * 0x11111111) : inner;
+}
+
+// Rounds to the nearest integer, as a subnormal float.
+__device__ __forceinline__ float subnormal_integer(float x) { return __fmul_rn(x, 0x1p-149f); }
+
+// What is in the table for such an integer. middle: where cell 0 is, in entries of shared memory, as another. For zeros
+// that stand for a vector that is not finite, it is where code 0 is.
+template <typename Traits, bool SEARCH>
+__device__ __forceinline__ float table_middle(const uint8_t* table, bool finite) {
+  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(table));
+  float middle = __uint_as_float((SEARCH ? at / 4 : at) + (finite ? kReach<Traits> : kCells<Traits>));
+  asm("" : "+f"(middle));  // in a register: next to an immediate operand it would be copied there for each cell
+  return middle;
+}
+template <bool SEARCH>
+__device__ __forceinline__ uint32_t look_up(float u, float middle) {
+  const uint32_t at = __float_as_uint(__fmaf_rd(u, 0.0625f, middle));
+  uint32_t entry;
+  if constexpr (SEARCH) {
+    asm("ld.shared.u32 %0, [%1];" : "=r"(entry) : "r"(4 * at));
+  } else {
+    asm("ld.shared.u8 %0, [%1];" : "=r"(entry) : "r"(at));
+  }
+  return entry;
+}
+
+// ---- Encoding -------------------------------------------------------------------------------------------------------
+
+// What a warp needs to encode with a codebook.
+struct TableBook {
+  const SharedCodebook* book;
+  const uint8_t* table;
+  const uint32_t* levels;  // of fill_level_bytes
+  int bits, steps;
+
+  // Those of all magnitudes, once for each candidate or channel of a word.
+  __device__ __forceinline__ uint32_t magnitudes(uint32_t each) const { return each * ((1u << (bits - 1)) - 1); }
+};
+
+// A lane's codes: four bits of eight channels in a word, and the fifth bits of 32 channels.
+struct LaneCodes {
+  uint32_t low[8], high[2];
+};
+
+// The levels of magnitudes, a byte each, in shared memory, by the first threads of a block; the caller synchronises.
+__device__ __forceinline__ void fill_level_bytes(uint32_t (&words)[4], const SharedCodebook& book, int thread) {
+  if (thread >= 4) return;
+  words[thread] = 0;
+#pragma unroll
+  for (int b = 0; b < 4; ++b) words[thread] |= static_cast<uint32_t>(book.level[4 * thread + b]) << 8 * b;
+}
+
+// The same in registers. WIDE: of 16 magnitudes, else of 8.
+template <bool WIDE>
+struct LevelBytes {
+  uint32_t word[WIDE ? 4 : 2];
+
+  __device__ __forceinline__ explicit LevelBytes(const uint32_t* words) {
+#pragma unroll
+    for (int i = 0; i < (WIDE ? 4 : 2); ++i) word[i] = words[i];
+  }
+
+  // Of the four low nibbles; bit 3 is 0 unless WIDE. A nibble that has it makes a permutation repeat a level's sign, which
+  // is 0: each half of the levels leaves out what belongs to the other.
+  __device__ __forceinline__ uint32_t of(uint32_t nibbles) const {
+    const uint32_t level = select_bytes(word[0], word[1], nibbles);
+    if constexpr (!WIDE) return level;
+    return level | select_bytes(word[WIDE ? 2 : 0], word[WIDE ? 3 : 1], nibbles ^ 0x8888);
+  }
+};
+
+// Nibbles of signs and magnitudes to codes of up to four bits: half + m, or half - 1 - m.
+__device__ __forceinline__ void codes_of_signs(uint32_t (&x)[8], int bits) {
+  const uint32_t ones = (1u << (bits - 1)) - 1;
+#pragma unroll
+  for (int o = 0; o < 8; ++o) x[o] ^= (~(x[o] >> (bits - 1)) & 0x11111111) * ones;
+}
+
+// Bits 0 to 7 to the lowest bits of nibbles.
+__device__ __forceinline__ uint32_t nibbles_of_bits(uint32_t b) {
+  b = (b & 15) | (b & 0xF0) << 12;
+  b = (b & 0x00030003) | (b & 0x000C000C) << 6;
+  return (b & 0x01010101) | (b & 0x02020202) << 3;
+}
+
+// One candidate: codes and sums in one pass. k: of each half. |u| < 2^17: what 16 bits do not hold of it is rare, and
+// added apart.
+template <typename Traits, bool WIDE>
+__device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (&k)[2], bool finite,
+                                             const TableBook& with, LaneCodes& codes) {
+  const float middle = table_middle<Traits, false>(with.table, finite);
+  const uint32_t all_magnitudes = with.magnitudes(0x11111111);
+  const LevelBytes<WIDE> levels(with.levels);
+  uint32_t dot[2] = {}, square[2] = {}, over = 0;
+#pragma unroll
+  for (int o = 0; o < 8; ++o) {
+    uint32_t u[8], part[2] = {};  // entries: bytes of even and odd channels, or nibbles of four channels each
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float integer = subnormal_integer(__fmul_rn(y[8 * o + i], k[o / 4]));
+      const uint32_t entry = look_up<false>(integer, middle);
+      u[i] = __float_as_uint(integer);
+      if constexpr (Traits::kDim > 128) over |= u[i];
+      if constexpr (WIDE) {
+        part[i % 2] += entry << 8 * (i / 2);
+      } else {
+        part[i / 4] += entry << 4 * (i % 4);
+      }
+    }
+    uint32_t first, second;
+    if constexpr (WIDE) {
+      const uint32_t magnitudes = select_bits(0x0F0F0F0F, part[0], part[1] << 4);
+      const uint32_t positive = select_bits(0x0F0F0F0F, part[0] >> 4, part[1]);  // the lowest bits of nibbles
+      const uint32_t pairs = (positive | positive >> 3) & 0x03030303;
+      const uint32_t byte = __dp4a(pairs, 0x40100401u, 0u);
+      codes.low[o] = magnitudes ^ ~(positive * 15);
+      codes.high[o / 4] = (o % 4 ? codes.high[o / 4] : 0) + (byte << 8 * (o % 4));
+      first = levels.of(magnitudes), second = levels.of(magnitudes >> 16);
+    } else {
+      codes.low[o] = part[1] * 65536 + part[0];
+      first = levels.of(part[0] & all_magnitudes), second = levels.of(part[1] & all_magnitudes);
+    }
+    square[0] = __dp4a(first, first, square[0]);
+    square[1] = __dp4a(second, second, square[1]);
+    dot[0] = __dp2a_lo(select_bytes(u[0], u[1], 0x5410), first, dot[0]);
+    dot[1] = __dp2a_lo(select_bytes(u[4], u[5], 0x5410), second, dot[1]);
+    dot[0] = __dp2a_hi(select_bytes(u[2], u[3], 0x5410), first, dot[0]);
+    dot[1] = __dp2a_hi(select_bytes(u[6], u[7], 0x5410), second, dot[1]);
+  }
+  if constexpr (!WIDE) codes_of_signs(codes.low, with.bits);
+  if (Traits::kDim > 128 && (over & 0x10000)) {
+#pragma unroll 1
+    for (int o = 0; o < 8; ++o) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float one = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) one = o == j ? y[8 * j + i] : one;
+        const uint32_t u = __float_as_uint(subnormal_integer(__fmul_rn(one, k[o / 4])));
+        // Beyond every boundary of sensible steps, but the table knows.
+        const uint32_t entry = look_up<false>(__uint_as_float(u), middle);
+        if (u & 0x10000) dot[0] += static_cast<uint32_t>(with.book->level[entry & with.magnitudes(1)]) << 16;
+      }
+    }
+  }
+  return Fit::of_sums(sum_of_lanes<Traits::kLanes>(static_cast<int>(dot[0] + dot[1])),
+                      sum_of_lanes<Traits::kLanes>(static_cast<int>(square[0] + square[1])), with.book->step[0]);
+}
+
+// Several candidates; |u| < 2^16.
+template <typename Traits, bool WIDE>
+__device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (&k)[2], int part, bool finite,
+                                             const TableBook& with, LaneCodes& codes) {
+  const SharedCodebook& book = *with.book;
+  const float middle = table_middle<Traits, true>(with.table, finite);
+  const uint32_t all_magnitudes = WIDE ? 0xFFFFFFFF : with.magnitudes(0x11111111);
+  const LevelBytes<WIDE> levels(with.levels);
+
+  uint32_t dot[kMostCandidates] = {}, square[kMostCandidates] = {};
+  // Nibbles of two channels under the candidates of even and odd number, a byte for each candidate.
+  uint32_t pairs[2][32];
+  codes.high[0] = codes.high[1] = 0;
+#pragma unroll
+  for (int i = 0; i < 64; i += 4) {
+    uint32_t u[4], entry[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float x = subnormal_integer(__fmul_rn(y[i + j], k[i / 32]));
+      u[j] = __float_as_uint(x);
+      entry[j] = look_up<true>(x, middle);
+    }
+    if constexpr (WIDE) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float z = __fadd_rn(__uint_as_float(u[j]), 0.0f);  // -0 is positive
+        codes.high[i / 32] = __funnelshift_l(__float_as_uint(z), codes.high[i / 32], 1);
+      }
+    }
+    const uint32_t first = select_bytes(u[0], u[1], 0x5410), second = select_bytes(u[2], u[3], 0x5410);
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      pairs[0][(i + j) / 2] = select_bits(0x0F0F0F0F, entry[j], entry[j + 1] << 4);
+      pairs[1][(i + j) / 2] = select_bits(0x0F0F0F0F, entry[j] >> 4, entry[j + 1]);
+    }
+#pragma unroll
+    for (int s = 0; s < kMostCandidates; ++s) {
+      const uint32_t* of = pairs[s % 2] + i / 2;
+      // of two candidates
+      const uint32_t nibbles = select_bytes(of[0], of[1], s < 4 ? 0x5140 : 0x7362) & all_magnitudes;
+      const uint32_t level = levels.of(s & 2 ? nibbles >> 16 : nibbles);
+      square[s] = __dp4a(level, level, square[s]);
+      dot[s] = __dp2a_lo(first, level, dot[s]);
+      dot[s] = __dp2a_hi(second, level, dot[s]);
+    }
+  }
+
+  // Two lanes of a vector share the candidates out, and then tell each other which of theirs is best.
+  static_assert(Traits::kLanes <= 2);
+  constexpr int kOwn = kMostCandidates / Traits::kLanes;
+  const bool upper = part > 0;
+  if constexpr (Traits::kLanes == 2) {
+    const auto add = [upper](uint32_t& sum, uint32_t second) {
+      const uint32_t other = __shfl_xor_sync(0xffffffff, upper ? sum : second, 1);
+      sum = (upper ? second : sum) + other;
+    };
+#pragma unroll
+    for (int s = 0; s < kOwn; ++s) add(dot[s], dot[s + kOwn]), add(square[s], square[s + kOwn]);
+  }
+  float best_merit = -1;
+  int kept = 0, kept_dot = 0, kept_square = 0;
+#pragma unroll
+  for (int s = 0; s < kOwn; ++s) {
+    const Fit fit = Fit::of_sums(static_cast<int>(dot[s]), static_cast<int>(square[s]), 0);
+    const float merit = fit.a > 0 ? divide(__fmul_rn(fit.a, fit.a), fit.b) : 0;
+    if (s + part * kOwn < with.steps && merit > best_merit) {
+      best_merit = merit;
+      kept = s + part * kOwn, kept_dot = static_cast<int>(dot[s]), kept_square = static_cast<int>(square[s]);
+    }
+  }
+  if constexpr (Traits::kLanes == 2) {
+    const float merit = __shfl_xor_sync(0xffffffff, best_merit, 1);
+    const int other = __shfl_xor_sync(0xffffffff, kept, 1), other_dot = __shfl_xor_sync(0xffffffff, kept_dot, 1),
+              other_square = __shfl_xor_sync(0xffffffff, kept_square, 1);
+    if (merit > best_merit || (upper && merit == best_merit)) {  // of equal ones the first
+      kept = other, kept_dot = other_dot, kept_square = other_square;
+    }
+  }
+  const Fit best = Fit::of_sums(kept_dot, kept_square, book.step[kept]);
+
+  const uint32_t bytes = 0x40 + kept / 2 * 0x11;  // that of a word, and that of another
+#pragma unroll
+  for (int o = 0; o < 8; ++o) {
+    uint32_t of[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) of[j] = kept % 2 ? pairs[1][4 * o + j] : pairs[0][4 * o + j];
+    codes.low[o] = select_bytes(select_bytes(of[0], of[1], bytes), select_bytes(of[2], of[3], bytes), 0x5410);
+  }
+  if constexpr (!WIDE) codes_of_signs(codes.low, with.bits);
+  if constexpr (WIDE) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t negative = __brev(codes.high[h]);
+      codes.high[h] = finite ? ~negative : 0;
+#pragma unroll
+      for (int o = 0; o < 4; ++o) codes.low[4 * h + o] ^= nibbles_of_bits(negative >> 8 * o & 255) * 15;
+    }
+  }
+  return best;
+}
+
+// ---- Stores ---------------------------------------------------------------------------------------------------------
+
+// By an instruction for global memory: compilers lose sight of where pages lie, and take one for any memory.
+template <int N>
+__device__ __forceinline__ void put_words(uint8_t* to, const uint32_t (&word)[N]) {
+  if constexpr (N == 4) {
+    __stwb(reinterpret_cast<uint4*>(to), make_uint4(word[0], word[1], word[2], word[3]));
+  } else if constexpr (N == 2) {
+    __stwb(reinterpret_cast<uint2*>(to), make_uint2(word[0], word[1]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) __stwb(reinterpret_cast<uint32_t*>(to) + i, word[i]);
+  }
+}
+
+// A group of 32 channels in the row of a key; its fifth bits in the plane.
+template <int BITS>
+__device__ __forceinline__ void put_key_group(const uint32_t* low, uint32_t high, int group, uint8_t* row,
+                                              uint8_t* plane) {
+  uint8_t* to = row + 4 * min(BITS, 4) * group;
+  if constexpr (BITS >= 4) {
+    put_words<4>(to, {low[0], low[1], low[2], low[3]});
+    if constexpr (BITS == 5) {
+      put_words<1>(plane + 4 * group, {spread_pairs(high) | spread_pairs(high >> 8) << 2 |
+                                       spread_pairs(high >> 16) << 4 | spread_pairs(high >> 24) << 6});
+    }
+  } else if constexpr (BITS == 3) {
+    uint32_t out[3];
+#pragma unroll
+    for (int j = 0; j < 3; ++j) out[j] = low[j] | (low[3] << (3 - j) & 0x88888888);
+    put_words<3>(to, out);
+  } else {
+    put_words<2>(to, {close_nibbles(low[0], 2) | close_nibbles(low[1], 2) << 16,
+                      close_nibbles(low[2], 2) | close_nibbles(low[3], 2) << 16});
+  }
+}
+
+// The same in a dense row.
+template <int BITS>
+__device__ __forceinline__ void put_dense_group(const uint32_t* low, uint32_t high, int group, uint8_t* row) {
+  uint8_t* to = row + 4 * BITS * group;
+  uint64_t string[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) string[i] = dense_string({low[i], BITS == 5 ? high >> 8 * i & 255 : 0}, BITS);
+  if constexpr (BITS == 4) {
+    put_words<4>(to, {low[0], low[1], low[2], low[3]});
+  } else if constexpr (BITS == 1) {
+    put_words<1>(to, {static_cast<uint32_t>(string[0] | string[1] << 8 | string[2] << 16 | string[3] << 24)});
+  } else if constexpr (BITS == 2) {
+    put_words<2>(to, {static_cast<uint32_t>(string[0] | string[1] << 16),
+                      static_cast<uint32_t>(string[2] | string[3] << 16)});
+  } else if constexpr (BITS == 3) {
+    put_words<3>(to, {static_cast<uint32_t>(string[0] | string[1] << 24),
+                      static_cast<uint32_t>(string[1] >> 8 | string[2] << 16),
+                      static_cast<uint32_t>(string[2] >> 16 | string[3] << 8)});
+  } else {
+    put_words<5>(to, {static_cast<uint32_t>(string[0]), static_cast<uint32_t>(string[0] >> 32 | string[1] << 8),
+                      static_cast<uint32_t>(string[1] >> 24 | string[2] << 16),
+                      static_cast<uint32_t>(string[2] >> 16 | string[3] << 24), static_cast<uint32_t>(string[3] >> 8)});
+  }
+}
+
+// A lane's octets from two groups, kLanes groups apart, to neighbouring ones: the exchanges of rotate_tile undone.
+template <typename Traits>
+__device__ __forceinline__ void to_neighbours(uint32_t (&low)[8], int part) {
+#pragma unroll
+  for (int bit = Traits::kLanes / 2; bit > 0; bit /= 2) {
+    const bool upper = part & bit;
+#pragma unroll
+    for (int o = 0; o < 4; ++o) {
+      const uint32_t other = __shfl_xor_sync(0xffffffff, upper ? low[o] : low[o + 4], bit);
+      low[o] = upper ? other : low[o];
+      low[o + 4] = upper ? low[o + 4] : other;
+    }
+  }
+}
+
+// Stores N words of a token, word n of even (parity 0) or odd channels, in its value block: channel g = 2 i + parity is
+// byte i of the token's word, and byte b of the block's word at `at` + lane_bytes * (4 g + q). TOGETHER: the four tokens that
+// share words are those of four lanes, and transpose 4 x 4 bytes between them: a lane gets the words of i = its b.
+template <typename Traits, bool TOGETHER, int N>
+__device__ __forceinline__ void put_value_words(uint32_t (&even)[N], uint32_t (&odd)[N], uint8_t* at, int lane_bytes,
+                                                int number) {
+  constexpr int near = Traits::kLanes,
+                far = Traits::kLanes == 4 ? 16 : 8 * Traits::kLanes;  // the lane of token ^ 1, token ^ 8
+  const int q = value_q(number), b = value_b(number);
+  if constexpr (TOGETHER) {
+    const uint32_t first = b & 1 ? 0x3715 : 0x6240, second = b & 2 ? 0x3276 : 0x5410;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      even[n] = select_bytes(even[n], __shfl_xor_sync(0xffffffff, even[n], near), first);
+      even[n] = select_bytes(even[n], __shfl_xor_sync(0xffffffff, even[n], far), second);
+      odd[n] = select_bytes(odd[n], __shfl_xor_sync(0xffffffff, odd[n], near), first);
+      odd[n] = select_bytes(odd[n], __shfl_xor_sync(0xffffffff, odd[n], far), second);
+    }
+    uint8_t* to = at + lane_bytes * (8 * b + q);
+    put_words<N>(to, even);
+    put_words<N>(to + 4 * lane_bytes, odd);
+  } else {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint8_t* to = at + lane_bytes * (8 * i + q) + 4 * n + b;
+        __stwb(to, static_cast<uint8_t>(even[n] >> 8 * i));
+        __stwb(to + 4 * lane_bytes, static_cast<uint8_t>(odd[n] >> 8 * i));
+      }
+    }
+  }
+}
+
+// The codes of a lane in its token's value block.
+template <typename Traits, int BITS, bool TOGETHER>
+__device__ __forceinline__ void put_value(const uint32_t (&low)[8], int part, uint8_t* block, int number) {
+  // Octet a in the low nibbles, b in the high ones: even channels, odd channels.
+  const auto even = [](uint32_t a, uint32_t b) { return select_bits(0x0F0F0F0F, a, b << 4); };
+  const auto odd = [](uint32_t a, uint32_t b) { return select_bits(0x0F0F0F0F, a >> 4, b); };
+  if constexpr (BITS == 3) {  // 64 channels together
+    uint32_t e[4], o[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) e[j] = even(low[2 * j], low[2 * j + 1]), o[j] = odd(low[2 * j], low[2 * j + 1]);
+    uint32_t e3[3], o3[3];
+#pragma unroll
+    for (int j = 0; j < 3; ++j) {
+      e3[j] = e[j] | (e[3] << (3 - j) & 0x88888888);
+      o3[j] = o[j] | (o[3] << (3 - j) & 0x88888888);
+    }
+    put_value_words<Traits, TOGETHER, 3>(e3, o3, block + 384 * part, 12, number);
+  } else {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int group = Traits::group(part, h);
+      const uint32_t* l = low + 4 * h;
+      if constexpr (BITS == 4) {
+        uint32_t e[2] = {even(l[0], l[1]), even(l[2], l[3])}, o[2] = {odd(l[0], l[1]), odd(l[2], l[3])};
+        put_value_words<Traits, TOGETHER, 2>(e, o, block + 512 * (group / 2) + 8 * (group % 2), 16, number);
+      } else {
+        uint32_t e[1] = {close_twos(even(l[0], l[1]), even(l[2], l[3]))};
+        uint32_t o[1] = {close_twos(odd(l[0], l[1]), odd(l[2], l[3]))};
+        constexpr int words = Traits::kDim < 128 ? Traits::kDim / 32 : 4;
+        put_value_words<Traits, TOGETHER, 1>(e, o, block + 512 * (group / 4) + 4 * (group % 4), 4 * words, number);
+      }
+    }
+  }
+}
+
+}  // namespace turboquant::cuda

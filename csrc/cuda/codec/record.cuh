@@ -1,0 +1,357 @@
+// Codes of tokens on their way between registers and page records (docs/format.md section 8): csrc/format.h once more, but a
+// word at a time.
+//
+// Both directions pass through shared memory. There a token is a row of octets (codec/codebook.cuh), and what a record keeps of it is
+// made of whole words: words of a key row, and for values fragments, the four bytes of one token in four words of its block.
+#pragma once
+
+#include "cuda/codec/codebook.cuh"
+
+namespace turboquant::cuda {
+
+// ---- Records ----------------------------------------------------------------------------------------------------------
+
+// format::Record worked out on the host: page and tile sizes are powers of two.
+struct RecordLayout {
+  int head_dim, octets, key_bits, value_bits;
+  int page_shift, tile_shift;
+  int record_bytes, tile_bytes;
+  int key_row_bytes, key_plane_bytes, value_block_bytes;
+  int key_planes, value_blocks, key_scales, value_scales;  // sections of a tile
+
+  RecordLayout() = default;
+  explicit RecordLayout(const format::Record& r)
+      : head_dim(r.head_dim), octets(r.head_dim / 8), key_bits(r.key_bits), value_bits(r.value_bits),
+        page_shift(log2(r.page_size)), tile_shift(log2(r.tile_tokens())), record_bytes(r.record_bytes()),
+        tile_bytes(r.tile_bytes()), key_row_bytes(r.key_row_bytes()), key_plane_bytes(r.key_plane_bytes()),
+        value_block_bytes(r.value_block_bytes()), key_planes(r.key_planes()), value_blocks(r.value_blocks()),
+        key_scales(r.key_scales()), value_scales(r.value_scales()) {}
+
+ private:
+  static int log2(int n) {
+    int shift = 0;
+    while (1 << shift < n) ++shift;
+    return shift;
+  }
+};
+
+// A token of one head: its tile and its number in it; no tile where there is none.
+struct Token {
+  uint8_t* tile;
+  int number;
+
+  __device__ __forceinline__ uint8_t* key_row(const RecordLayout& r) const { return tile + number * r.key_row_bytes; }
+  __device__ __forceinline__ uint8_t* key_plane(const RecordLayout& r) const {
+    return tile + r.key_planes + number * r.key_plane_bytes;
+  }
+  __device__ __forceinline__ uint8_t* value_block(const RecordLayout& r) const {
+    return tile + r.value_blocks + static_cast<unsigned>(number) / format::kValueGroup * r.value_block_bytes;
+  }
+  __device__ __forceinline__ uint16_t* key_scale(const RecordLayout& r) const {
+    return reinterpret_cast<uint16_t*>(tile + r.key_scales) + number;
+  }
+  __device__ __forceinline__ uint16_t* value_scale(const RecordLayout& r) const {
+    return reinterpret_cast<uint16_t*>(tile + r.value_scales) + number;
+  }
+};
+
+// The pages of all heads. Values of slots and page ids cannot be checked without waiting for the device: what is out of range
+// is no token.
+struct Pages {
+  uint8_t* data;  // [num_pages, kv_heads, record_bytes]
+  int64_t num_pages;
+  int kv_heads;
+
+  __device__ __forceinline__ Token token(int64_t page, int offset, int head, const RecordLayout& r) const {
+    if (page < 0 || page >= num_pages) return {nullptr, 0};
+    // No memory holds 2^32 records.
+    uint8_t* record = data + uint64_t{static_cast<uint32_t>(page) * kv_heads + head} * r.record_bytes;
+    return {record + (offset >> r.tile_shift) * r.tile_bytes, offset & ((1 << r.tile_shift) - 1)};
+  }
+  __device__ __forceinline__ Token token(int64_t slot, int head, const RecordLayout& r) const {
+    return token(slot >> r.page_shift, static_cast<int>(slot) & ((1 << r.page_shift) - 1), head, r);
+  }
+};
+
+// The exact tail. A token's row, or that it has none, follows from its sequence and position.
+struct Tail {
+  uint8_t* data;           // [max_seqs, kv_heads, sink_tokens + ring, 2, d]; null: no tail
+  const int64_t* slots;    // [seqs]
+  const int32_t* lengths;  // [seqs]
+  const int32_t* begins;   // [seqs + 1]; null: one token per sequence
+  int64_t seqs, max_seqs;
+  int rows, sink_tokens, kv_heads;
+
+  // The key (kind 0) or value (1) of a row, `bytes` long.
+  __device__ __forceinline__ uint8_t* at(int64_t row, int head, int kind, int bytes) const {
+    return data + (((row / rows * kv_heads + head) * rows + row % rows) * 2 + kind) * bytes;
+  }
+
+  // Row of `token` among max_seqs * rows, -1 where it is not kept.
+  __device__ __forceinline__ int64_t row(int64_t token) const {
+    int64_t s = token, end = token + 1;
+    if (begins) {  // the last sequence that begins at or before the token
+      int64_t high = seqs;
+      s = 0;
+      while (high - s > 1) {
+        const int64_t middle = (s + high) / 2;
+        (begins[middle] <= token ? s : high) = middle;
+      }
+      end = begins[s + 1];
+    }
+    if (s >= seqs || token >= end) return -1;
+    const int64_t slot = slots[s], length = lengths[s], position = length - end + token;
+    const int ring = rows - sink_tokens;
+    if (slot < 0 || slot >= max_seqs || position < 0) return -1;
+    if (!format::tail_keeps(position, length, sink_tokens, ring)) return -1;
+    return slot * rows + format::tail_row<int64_t>(position, sink_tokens, ring);
+  }
+};
+
+// ---- Rows of octets in shared memory --------------------------------------------------------------------------------
+
+// Word `o` of a row is Octet::low of octet o; Octet::high follows `octets` words later, for 5 and 8 bits only.
+__device__ __forceinline__ void write_octet(uint32_t* row, int octets, int bits, int o, Octet octet) {
+  row[o] = octet.low;
+  if (bits > 4) row[octets + o] = octet.high;
+}
+
+// ---- Keys -------------------------------------------------------------------------------------------------------------
+
+// Word w of a key row, from its octets.
+__device__ __forceinline__ uint32_t key_word(const uint32_t* row, int octets, int bits, int w) {
+  switch (bits) {
+    case 8: return row[w % 2 * octets + w / 2];
+    case 2: return close_nibbles(row[2 * w], 2) | close_nibbles(row[2 * w + 1], 2) << 16;
+    case 3: break;
+    default: return row[w];
+  }
+  // The bits of the last quarter of a group lie over the nibbles of the other three.
+  const int j = w % 3, o = w / 3 * 4;
+  if (o + 4 <= octets) return row[o + j] | (row[o + 3] << (3 - j) & 0x88888888);
+  const uint32_t last = row[o + 1] >> 16;
+  if (j == 1) return (row[o + 1] & 0xFFFF) | (last << 1 & 0x8888);
+  return row[o] | (last << 3 & 0x8888) | (last << 18 & 0x88880000);
+}
+
+// The four pairs of bits 0 to 7, in a byte each.
+__device__ __forceinline__ uint32_t spread_pairs(uint32_t b) {
+  return (b & 3) | (b & 0x0C) << 6 | (b & 0x30) << 12 | (b & 0xC0) << 18;
+}
+
+// Word `group` of a key plane: the fifth bits.
+__device__ __forceinline__ uint32_t plane_word(const uint32_t* row, int octets, int group) {
+  const uint32_t* high = row + octets + 4 * group;
+  if (4 * group + 4 <= octets)
+    return spread_pairs(high[0]) | spread_pairs(high[1]) << 2 | spread_pairs(high[2]) << 4 | spread_pairs(high[3]) << 6;
+  return spread_pairs(high[0] & 15) | spread_pairs(high[0] >> 4) << 2 | spread_pairs(high[1] & 15) << 4 |
+         spread_pairs(high[1] >> 4) << 6;
+}
+
+// Octet o of a key, from the words of its row and plane.
+__device__ __forceinline__ Octet key_octet(const uint32_t* row, const uint32_t* plane, int octets, int bits, int o) {
+  const int j = o % 4, first = o - j, whole = first + 4 <= octets;
+  switch (bits) {
+    case 8: return {row[2 * o], row[2 * o + 1]};
+    case 4: return {row[o], 0};
+    case 2: return {open_nibbles(row[o / 2] >> 16 * (o % 2) & 0xFFFF, 2), 0};
+    default: break;
+  }
+  if (bits == 5) {
+    if (whole) {
+      const uint32_t pairs = plane[o / 4] >> 2 * j & 0x03030303;
+      return {row[o], (pairs | pairs >> 6 | pairs >> 12 | pairs >> 18) & 255};
+    }
+    const uint32_t pairs = plane[o / 4] >> 4 * j;  // quarters 2 j and 2 j + 1 of four channels each
+    return {row[o], (pairs & 3) | (pairs >> 6 & 0x0C) | (pairs & 0x0C) << 2 | (pairs >> 4 & 0xC0)};
+  }
+  const uint32_t* word = row + first / 4 * 3;
+  if (whole) {
+    if (j < 3) return {word[j] & 0x77777777, 0};
+    return {(word[0] >> 3 & 0x11111111) | (word[1] >> 2 & 0x22222222) | (word[2] >> 1 & 0x44444444), 0};
+  }
+  if (j == 0) return {word[0] & 0x77777777, 0};
+  const uint32_t last = (word[0] >> 3 & 0x1111) | (word[0] >> 18 & 0x2222) | (word[1] >> 1 & 0x4444);
+  return {(word[1] & 0x7777) | last << 16, 0};
+}
+
+// ---- Values -----------------------------------------------------------------------------------------------------------
+
+// Token `s` of a block owns byte b of words that start at multiples of q; the four tokens of a word differ in b only.
+__device__ __forceinline__ int value_q(unsigned token) { return token % 8 / 2; }
+__device__ __forceinline__ int value_b(unsigned token) { return token % 2 + 2 * (token / 8 % 2); }
+__device__ __forceinline__ int value_token(int q, int b) { return 2 * q + b % 2 + 8 * (b / 2); }
+
+// word[i] of byte b <- byte i of word[b]
+__device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
+  const uint32_t a = __byte_perm(word[0], word[1], 0x5140), b = __byte_perm(word[2], word[3], 0x5140);
+  const uint32_t c = __byte_perm(word[0], word[1], 0x7362), d = __byte_perm(word[2], word[3], 0x7362);
+  word[0] = __byte_perm(a, b, 0x5410);
+  word[1] = __byte_perm(a, b, 0x7632);
+  word[2] = __byte_perm(c, d, 0x5410);
+  word[3] = __byte_perm(c, d, 0x7632);
+}
+
+// Bytes of four codes of 2 bits, from two words whose nibbles they are.
+__device__ __forceinline__ uint32_t close_twos(uint32_t a, uint32_t b) {
+  return (a & 0x03030303) | (a >> 2 & 0x0C0C0C0C) | (b << 4 & 0x30303030) | (b << 2 & 0xC0C0C0C0);
+}
+
+// What a token owns in a value block as fragments of four bytes. Fragment f belongs to the set of channels n = f / 2 that
+// share a word, and of them to half the g: g = 2 i + f % 2 is byte i (8 bits: g = 4 (f % 2) + i).
+struct ValueLayout {
+  int d, bits;
+
+  static constexpr uint32_t kEven = 0x0F0F0F0F, kOdd = 0xF0F0F0F0;
+
+  __host__ __device__ constexpr int fragments() const {
+    return format::Record{d, 16, 4, bits}.value_block_bytes() / (4 * format::kValueGroup);
+  }
+
+  // Where byte i of a fragment is in the block: at + i * step + q * q_step + b.
+  struct Place {
+    int at, step, q_step;
+  };
+  __device__ __forceinline__ Place place(int f) const {
+    const int h = f % 2, n = f / 2;
+    if (bits == 3) {
+      const int set = n / 3, rest = d % 64 / 16;
+      if (set < d / 64) return {384 * set + 4 * (n % 3) + 48 * h, 96, 12};
+      return {384 * (d / 64) + 4 * (n - d / 64 * 3) + 16 * rest * h, 32 * rest, 4 * rest};
+    }
+    const int units = d * bits / 64;
+    if (n == units) return {128 * units, 16, 4};
+    const int words = min(4, units - n / 4 * 4);
+    return {512 * (n / 4) + 4 * (n % 4) + (bits == 8 ? 64 : 16) * words * h, (bits == 8 ? 16 : 32) * words, 4 * words};
+  }
+
+  // Fragment f of a token from its row of octets.
+  __device__ __forceinline__ uint32_t fragment(const uint32_t* row, int f) const {
+    const int h = f % 2, n = f / 2;
+    if (bits == 8) return row[h * (d / 8) + n];
+    if (bits == 4) return pair(row, n, h);
+    if (bits == 3) {
+      const int set = n / 3, j = n % 3;
+      if (set >= d / 64) return pair(row, n + d / 64, h);
+      return pair(row, 4 * set + j, h) | (pair(row, 4 * set + 3, h) << (3 - j) & 0x88888888);
+    }
+    if (n < d / 32) {
+      return close_twos(pair(row, 2 * n, h), pair(row, 2 * n + 1, h));
+    }
+    const auto spread = [](uint32_t x) { return (x & 3) | (x & 0x30) << 4 | (x & 0x300) << 8 | (x & 0x3000) << 12; };
+    const uint32_t a = row[4 * n], b = row[4 * n + 1];
+    return spread(a) | spread(b) << 2 | spread(a >> 16) << 4 | spread(b >> 16) << 6;
+  }
+
+  // Octet o of a token from its row of fragments.
+  __device__ __forceinline__ Octet octet(const uint32_t* row, int o) const {
+    if (bits == 8) return {row[2 * o], row[2 * o + 1]};
+    if (bits == 4) return {half_pair(row[o & ~1], row[o | 1], o % 2), 0};
+    if (bits == 3) {
+      const int set = o / 8, j = o / 2 % 4;
+      if (j < 3 || set >= d / 64) {
+        const uint32_t* word = row + 2 * (3 * set + j);
+        return {half_pair(word[0], word[1], o % 2) & 0x77777777, 0};
+      }
+      uint32_t even = 0, odd = 0;
+#pragma unroll
+      for (int k = 0; k < 3; ++k) {
+        even |= (row[2 * (3 * set + k)] >> 3 & 0x11111111) << k;
+        odd |= (row[2 * (3 * set + k) + 1] >> 3 & 0x11111111) << k;
+      }
+      return {half_pair(even, odd, o % 2), 0};
+    }
+    const int n = o / 4;
+    if (n < d / 32) {
+      const int shift = 2 * (o % 4);
+      return {(row[2 * n] >> shift & 0x03030303) | (row[2 * n + 1] >> shift & 0x03030303) << 4, 0};
+    }
+    const auto close = [](uint32_t x) { return (x & 3) | (x >> 4 & 0x30) | (x >> 8 & 0x300) | (x >> 12 & 0x3000); };
+    const uint32_t both = row[2 * n] >> 2 * (o % 4);
+    return {close(both) | close(both >> 4) << 16, 0};
+  }
+
+ private:
+  // Two octets, one parity of channels, the first octet's codes in the low nibbles of the bytes; and back.
+  static __device__ __forceinline__ uint32_t pair(const uint32_t* row, int p, int h) {
+    const uint32_t a = row[2 * p], b = row[2 * p + 1];
+    return h ? (a >> 4 & kEven) | (b & kOdd) : (a & kEven) | (b << 4 & kOdd);
+  }
+  static __device__ __forceinline__ uint32_t half_pair(uint32_t even, uint32_t odd, int second) {
+    return second ? (even >> 4 & kEven) | (odd & kOdd) : (even & kEven) | (odd << 4 & kOdd);
+  }
+};
+
+// ---- Between shared memory and records ----------------------------------------------------------------------------------
+
+// The row of octets of a token into its record, by `lanes` lanes.
+__device__ __forceinline__ void store_key(const uint32_t* row, const Token& to, const RecordLayout& r, int lane,
+                                          int lanes) {
+  uint32_t* out = reinterpret_cast<uint32_t*>(to.key_row(r));
+  if (r.key_row_bytes % 16 == 0) {
+    for (int w = 4 * lane; w < r.key_row_bytes / 4; w += 4 * lanes) {
+      uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) word[i] = key_word(row, r.octets, r.key_bits, w + i);
+      *reinterpret_cast<uint4*>(out + w) = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+  } else {
+    for (int w = lane; w < r.key_row_bytes / 4; w += lanes) out[w] = key_word(row, r.octets, r.key_bits, w);
+  }
+  out = reinterpret_cast<uint32_t*>(to.key_plane(r));
+  for (int w = lane; w < r.key_plane_bytes / 4; w += lanes) out[w] = plane_word(row, r.octets, w);
+}
+
+// Byte by byte: other tokens own the rest of each word.
+__device__ __forceinline__ void store_value(const uint32_t* row, const Token& to, const RecordLayout& r, int lane,
+                                            int lanes) {
+  const ValueLayout values{r.head_dim, r.value_bits};
+  uint8_t* block = to.value_block(r);
+  for (int f = lane; f < values.fragments(); f += lanes) {
+    const uint32_t fragment = values.fragment(row, f);
+    const ValueLayout::Place place = values.place(f);
+    uint8_t* out = block + place.at + value_q(to.number) * place.q_step + value_b(to.number);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i * place.step] = static_cast<uint8_t>(fragment >> 8 * i);
+  }
+}
+
+// The value block of 16 neighbouring tokens from their rows.
+__device__ __forceinline__ void gather_block(const uint32_t* rows, int stride, uint32_t* block, ValueLayout values,
+                                             int thread, int threads) {
+  for (int i = thread; i < 4 * values.fragments(); i += threads) {
+    const int q = i % 4, f = i / 4;
+    uint32_t word[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) word[b] = values.fragment(rows + value_token(q, b) * stride, f);
+    transpose_bytes(word);
+    const ValueLayout::Place place = values.place(f);
+#pragma unroll
+    for (int g = 0; g < 4; ++g) block[(place.at + g * place.step + q * place.q_step) / 4] = word[g];
+  }
+}
+
+// A token's key row, its plane behind it, as they are in the record.
+__device__ __forceinline__ void load_key(uint32_t* row, const Token& from, const RecordLayout& r, int lane, int lanes) {
+  const uint32_t* in = reinterpret_cast<const uint32_t*>(from.key_row(r));
+  for (int w = lane; w < r.key_row_bytes / 4; w += lanes) row[w] = in[w];
+  in = reinterpret_cast<const uint32_t*>(from.key_plane(r));
+  for (int w = lane; w < r.key_plane_bytes / 4; w += lanes) row[r.key_row_bytes / 4 + w] = in[w];
+}
+
+// A token's fragments from its value block, byte by byte: tokens that share words are read at the same time.
+__device__ __forceinline__ void load_value(uint32_t* row, const Token& from, const RecordLayout& r, int lane,
+                                           int lanes) {
+  const ValueLayout values{r.head_dim, r.value_bits};
+  const uint8_t* block = from.value_block(r);
+  for (int f = lane; f < values.fragments(); f += lanes) {
+    const ValueLayout::Place place = values.place(f);
+    const uint8_t* in = block + place.at + value_q(from.number) * place.q_step + value_b(from.number);
+    uint32_t fragment = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fragment |= static_cast<uint32_t>(in[i * place.step]) << 8 * i;
+    row[f] = fragment;
+  }
+}
+
+}  // namespace turboquant::cuda

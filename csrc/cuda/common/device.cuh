@@ -1,0 +1,210 @@
+// What all kernels share, and no torch: launches that overlap, lanes of a warp, loads and stores of any dtype, rows of a
+// strided tensor.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "dtype.h"
+
+namespace turboquant::cuda {
+
+// ---- Launches that overlap ----------------------------------------------------------------------------------------
+
+// A launch may be allowed to begin while the kernel ahead of it in the stream is still running (launch_early in torch.cuh). It must wait before it
+// reads or writes what others know, and believe nothing that it has read before. Before sm_90 there is nothing to wait for.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// From here on, such a kernel behind this one may begin.
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// ---- Lanes of a warp ----------------------------------------------------------------------------------------------
+
+// Sum and maximum over groups of LANES neighbouring lanes of a warp, known to all of them; all 32 take part. Whole warps have
+// an instruction for that from sm_80 on.
+template <int LANES = 32>
+__device__ __forceinline__ int sum_of_lanes(int x) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (LANES == 32) {
+    return __reduce_add_sync(0xffffffff, x);
+  } else
+#endif
+  {
+#pragma unroll
+    for (int bit = 1; bit < LANES; bit *= 2) x += __shfl_xor_sync(0xffffffff, x, bit);
+    return x;
+  }
+}
+template <int LANES = 32, typename T>  // int or uint32_t
+__device__ __forceinline__ T max_of_lanes(T x) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (LANES == 32) {
+    return __reduce_max_sync(0xffffffff, x);
+  } else
+#endif
+  {
+#pragma unroll
+    for (int bit = 1; bit < LANES; bit *= 2) x = max(x, __shfl_xor_sync(0xffffffff, x, bit));
+    return x;
+  }
+}
+
+// ---- Dtypes -------------------------------------------------------------------------------------------------------
+
+template <typename T>
+struct Tag {
+  using type = T;
+};
+
+// Words of elements of type T as float32.
+template <typename T, int WORDS>
+__device__ __forceinline__ void floats_of_words(const uint32_t (&word)[WORDS], float* y) {
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) {
+    if constexpr (std::is_same_v<T, float>) {
+      y[i] = __uint_as_float(word[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word[i]));
+      y[2 * i] = pair.x, y[2 * i + 1] = pair.y;
+    } else {
+      y[2 * i] = __uint_as_float(word[i] << 16), y[2 * i + 1] = __uint_as_float(word[i] & 0xFFFF0000);
+    }
+  }
+}
+
+// Two floats as a word of elements of a 16-bit type T, rounded to nearest even.
+template <typename T>
+__device__ __forceinline__ uint32_t word_of_floats(float x, float y) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(x, y);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+// N neighbouring elements as float32, N even, moved 16 bytes at a time or all at once where they are fewer; memory is aligned
+// to that. Rounding is to nearest even. What is loaded must not be written by the same kernel. (The intrinsics are there because
+// the compiler splits some plain 16-byte accesses.)
+constexpr int word_bytes(int n, int element_size) { return n * element_size < 16 ? n * element_size : 16; }
+
+template <int N, typename T>
+__device__ __forceinline__ void load_floats(const T* from, float* y) {
+  constexpr int kWords = N * sizeof(T) / 4;
+  uint32_t word[kWords];
+  if constexpr (kWords == 1) {
+    word[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
+  } else if constexpr (kWords == 2) {
+    const uint2 w = __ldg(reinterpret_cast<const uint2*>(from));
+    word[0] = w.x, word[1] = w.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      const uint4 w = __ldg(reinterpret_cast<const uint4*>(from) + i / 4);
+      word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
+    }
+  }
+  floats_of_words<T>(word, y);
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void store_floats(const float* y, T* to) {
+  constexpr int kWords = N * sizeof(T) / 4;
+  uint32_t word[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    if constexpr (std::is_same_v<T, float>) {
+      word[i] = __float_as_uint(y[i]);
+    } else {
+      word[i] = word_of_floats<T>(y[2 * i], y[2 * i + 1]);
+    }
+  }
+  if constexpr (kWords == 1) {
+    __stwb(reinterpret_cast<uint32_t*>(to), word[0]);
+  } else if constexpr (kWords == 2) {
+    __stwb(reinterpret_cast<uint2*>(to), make_uint2(word[0], word[1]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4) {
+      __stwb(reinterpret_cast<uint4*>(to) + i / 4, make_uint4(word[i], word[i + 1], word[i + 2], word[i + 3]));
+    }
+  }
+}
+
+// The same for a dtype known at run time, `at` elements from the start. It matters to loads and stores only: not worth another
+// copy of every kernel.
+template <typename Fn>
+__device__ __forceinline__ void with_float_type(Dtype dtype, Fn&& fn) {
+  if (dtype == Dtype::kBFloat16) {
+    fn(Tag<__nv_bfloat16>{});
+  } else if (dtype == Dtype::kFloat16) {
+    fn(Tag<__half>{});
+  } else {
+    fn(Tag<float>{});
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void load_floats_as(const void* x, Dtype dtype, int64_t at, float* y) {
+  with_float_type(dtype,
+                  [&](auto tag) { load_floats<N>(static_cast<const typename decltype(tag)::type*>(x) + at, y); });
+}
+template <int N>
+__device__ __forceinline__ void store_floats_as(const float* y, void* x, Dtype dtype, int64_t at) {
+  with_float_type(dtype, [&](auto tag) { store_floats<N>(y, static_cast<typename decltype(tag)::type*>(x) + at); });
+}
+
+// A single element.
+__device__ __forceinline__ float load_float(const void* x, Dtype dtype, int64_t at) {
+  if (dtype == Dtype::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(x)[at]);
+  if (dtype == Dtype::kFloat16) return __half2float(static_cast<const __half*>(x)[at]);
+  return static_cast<const float*>(x)[at];
+}
+__device__ __forceinline__ void store_float(void* x, Dtype dtype, int64_t at, float y) {
+  if (dtype == Dtype::kBFloat16) {
+    static_cast<__nv_bfloat16*>(x)[at] = __float2bfloat16_rn(y);
+  } else if (dtype == Dtype::kFloat16) {
+    static_cast<__half*>(x)[at] = __float2half_rn(y);
+  } else {
+    static_cast<float*>(x)[at] = y;
+  }
+}
+
+// ---- Rows of a strided tensor -------------------------------------------------------------------------------------
+
+// Offset in elements of row i of the flattened leading dimensions; passed to kernels by value.
+struct Rows {
+  static constexpr int kMaxDims = 6;
+  int64_t size[kMaxDims];  // outermost first; size[0] is not needed to find a row
+  int64_t stride[kMaxDims];
+  int dims;
+  int64_t count;
+
+  __device__ __forceinline__ int64_t operator()(int64_t i) const {
+    int64_t offset = 0;
+#pragma unroll 1
+    for (int k = dims - 1; k > 0; --k) {
+      // Divisions of 64 bits are slow, and rarely needed.
+      const int64_t next = i <= UINT32_MAX && size[k] <= UINT32_MAX
+                               ? static_cast<uint32_t>(i) / static_cast<uint32_t>(size[k])
+                               : i / size[k];
+      offset += (i - next * size[k]) * stride[k];
+      i = next;
+    }
+    return offset + i * stride[0];
+  }
+};
+
+}  // namespace turboquant::cuda

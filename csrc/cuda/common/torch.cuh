@@ -1,0 +1,143 @@
+// The seam between the host side of an op and torch: device and stream of a launch, its error check, and tensors as kernels
+// take them. A header with device code does not include this one.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <string>
+
+#include "checks.h"
+#include "cuda/common/device.cuh"
+
+namespace turboquant::cuda {
+
+// ---- Launching ----------------------------------------------------------------------------------------------------
+
+// CUDA's reason, and for the reasons that depend on the machine what to do about them.
+inline void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::string advice;
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion) {
+    advice = "; this build holds kernels for the architectures " TURBOQUANT_CUDA_ARCHITECTURES
+             ": build the wheel with the device's own in TORCH_CUDA_ARCH_LIST";
+  } else if (error == cudaErrorInsufficientDriver) {
+    advice = "; this build needs a driver for CUDA " + std::to_string(CUDART_VERSION / 1000) +
+             ": update the driver, or build the wheel with an older nvcc";
+  }
+  STD_TORCH_CHECK(false, what, ": ", cudaGetErrorString(error), advice);
+}
+
+// Makes the device of a tensor current for its lifetime, and knows torch's stream there.
+class Launch {
+ public:
+  explicit Launch(const Tensor& t) : guard_(t.get_device_index()) {
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+  cudaStream_t stream() const { return stream_; }
+
+  // After every kernel launch.
+  void check(const char* kernel) const { check_cuda(cudaGetLastError(), kernel); }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_ = nullptr;
+};
+
+inline cudaError_t launch_early(const void* kernel, int grid, int threads, int shared_bytes, void** arguments,
+                                cudaStream_t stream, int compute_major) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream, config.attrs = &early, config.numAttrs = compute_major >= 9 ? 1 : 0;
+  return cudaLaunchKernelExC(&config, kernel, arguments);
+}
+
+// Blocks of a grid in one dimension.
+inline unsigned num_blocks(int64_t work, int64_t per_block) {
+  const int64_t blocks = (work + per_block - 1) / per_block;
+  STD_TORCH_CHECK(blocks <= INT32_MAX, "tensor is too large: ", blocks, " blocks, CUDA allows ", INT32_MAX);
+  return static_cast<unsigned>(blocks);
+}
+
+// ---- Dtypes -------------------------------------------------------------------------------------------------------
+
+// Calls fn(Tag<float | __half | __nv_bfloat16>) for the type of a tensor's elements.
+template <typename Fn>
+void dispatch_float(Dtype dtype, Fn&& fn) {
+  switch (dtype) {
+    case Dtype::kFloat32: return fn(Tag<float>{});
+    case Dtype::kFloat16: return fn(Tag<__half>{});
+    case Dtype::kBFloat16: return fn(Tag<__nv_bfloat16>{});
+  }
+}
+
+// ---- Tensors ------------------------------------------------------------------------------------------------------
+
+// All but the last dimension of t, neighbouring dimensions merged where their strides allow it. A result with dims = 0 means
+// that more than kMaxDims are left.
+inline Rows rows_of(const Tensor& t) {
+  Rows rows{{}, {}, 0, 1};
+  for (int64_t i = 0; i + 1 < t.dim(); ++i) {
+    const int64_t size = t.size(i), stride = t.stride(i);
+    rows.count *= size;
+    if (size == 1) continue;
+    const int last = rows.dims - 1;
+    if (rows.dims && rows.stride[last] == size * stride) {
+      rows.size[last] *= size;
+      rows.stride[last] = stride;
+    } else if (rows.dims < Rows::kMaxDims) {
+      rows.size[rows.dims] = size;
+      rows.stride[rows.dims++] = stride;
+    } else {
+      return Rows{{}, {}, 0, rows.count};
+    }
+  }
+  if (rows.dims == 0) rows = Rows{{rows.count}, {0}, 1, rows.count};  // a single row
+  return rows;
+}
+
+inline bool aligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+
+// The rows of a tensor with stride 1 in its last dimension, each of them starting at a multiple of `bytes`. A tensor that is
+// not like that, or has more dimensions than a kernel takes, is copied once.
+class AlignedRows {
+ public:
+  AlignedRows(const Tensor& t, int64_t bytes) : tensor_(t), rows_(rows_of(t)) {
+    bool good = rows_.dims > 0 && aligned(t.data_ptr(), bytes);
+    for (int k = 0; k < rows_.dims; ++k)
+      good = good && rows_.stride[k] * static_cast<int64_t>(t.element_size()) % bytes == 0;
+    if (good || t.numel() == 0) return;
+    tensor_ = torch::stable::new_empty(t, leading_shape(t, 0, {}), t.scalar_type());
+    torch::stable::copy_(tensor_, t);
+    rows_ = rows_of(tensor_);
+  }
+  const Rows& rows() const { return rows_; }
+  const void* data() const { return tensor_.data_ptr(); }
+
+ private:
+  Tensor tensor_;  // keeps a copy alive until the kernel is launched
+  Rows rows_;
+};
+
+// A checked float32 constant (signs, center) that kernels can read 16 bytes at a time; null where it is absent.
+class Constant {
+ public:
+  explicit Constant(const OptionalTensor& t) : tensor_(t) {
+    if (t && !aligned(t->data_ptr(), 16)) tensor_ = torch::stable::clone(*t);
+  }
+  const float* data() const { return tensor_ ? static_cast<const float*>(tensor_->data_ptr()) : nullptr; }
+
+ private:
+  OptionalTensor tensor_;  // keeps a copy alive until the kernel is launched
+};
+
+inline const uint8_t* bytes_of(const Tensor& t) { return static_cast<const uint8_t*>(t.data_ptr()); }
+
+}  // namespace turboquant::cuda
