@@ -173,7 +173,7 @@ __device__ __forceinline__ uint2 key_codes(const uint8_t* row, const uint8_t* pl
   const uint32_t* words = reinterpret_cast<const uint32_t*>(row);
   if constexpr (BITS == 8) return reinterpret_cast<const uint2*>(row)[o];
   if constexpr (BITS == 4) return {words[o], 0};
-  if constexpr (BITS == 3) return {key_octet(words, nullptr, octets, 3, o).low, 0};
+  if constexpr (BITS == 3) return {spread_key_octet(words, octets, o).low, 0};
   if constexpr (BITS == 2) return {open_nibbles(reinterpret_cast<const uint16_t*>(row)[o], 2), 0};
   const uint32_t* high = reinterpret_cast<const uint32_t*>(plane);
   if (WHOLE || (o | 3) < octets) return {words[o], high[o / 4] >> 2 * (o % 4)};
