@@ -30,13 +30,14 @@ scratch memory depends on the device only. Results are the same in every run; th
 of a batch decide where the work is cut and so move roundings, by about 10^-5 of the largest output.
 
 The general kernel (csrc/cuda/attention/general.cu) takes all other calls. It multiplies float16 on
-tensor cores with float32 sums: a query is rounded with a power of two of its own, rotated for codes and as it is
-for keys of the exact tail; levels of codes are exact, and so are keys and values of a float16 or
-bfloat16 tail (those of a float32 tail are rounded like a query, keys without their center). A
-weight times its value's scale is rounded last. So a score is off by about 2 * 10^-4 of its standard
-deviation over random keys, an output by at most 2^-11 of the largest value in addition. (What is
-below 2^-18 of the largest product of weight and scale so far is off by 2^-29 of that.) The result
-of a sequence does not depend on the rest of the batch, and is the same in every run.
+tensor cores with float32 sums: a query is rounded with a power of two of its own, rotated for codes
+and as it is for keys of the exact tail; levels of codes are exact, and so are keys and values of a
+float16 or bfloat16 tail (those of a float32 tail are rounded like a query, keys without their
+center). A weight times its value's scale is rounded last. So a score is off by about 2 * 10^-4 of
+its standard deviation over random keys, an output by at most 2^-11 of the largest value in
+addition. (What is below 2^-18 of the largest product of weight and scale so far is off by 2^-29 of
+that.) The result of a sequence does not depend on the rest of the batch, and is the same in every
+run.
 """
 
 from __future__ import annotations
