@@ -23,7 +23,7 @@ from tests.pool.harness import (
     state,
     vectors,
 )
-from torch_turboquant.cache import tail_row_reference
+from torch_turboquant.ops.cache import tail_row_reference
 
 
 class Model:

@@ -18,9 +18,9 @@ import transformers
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from torch_turboquant import cache_load, cache_store, make_tables, preset
-from torch_turboquant.cache import allocate_cache
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.integrations.transformers.models import rotary_partners
+from torch_turboquant.ops.cache import allocate_cache
 
 VOCAB = 101
 
