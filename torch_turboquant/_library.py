@@ -70,7 +70,8 @@ def load(name: str, folder: Path = LIBRARY_FOLDER) -> dict[str, Any]:
 def load_libraries() -> dict[str, dict[str, Any]]:
     """Loads what this torch can use; the keys are "cpu" and, where loaded, "cuda".
 
-    A wheel built without nvcc or without a GPU has no CUDA library: ops on CUDA tensors raise NotImplementedError.
+    A wheel built without nvcc or without a GPU has no CUDA library: ops on CUDA tensors raise
+    NotImplementedError.
     """
     check_torch_version(torch.__version__)
     libraries = {"cpu": load("cpu")}
