@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import torch_turboquant as tt
 from tests.helpers import ROOT, assert_same_bytes, load_script, randn
-from torch_turboquant.cache import tail_row_reference
+from torch_turboquant.ops.cache import tail_row_reference
 
 LAYERS, HEADS, D, PAGE = 2, 2, 16, 16
 SINKS, WINDOW, MAX_Q = 2, 5, 3

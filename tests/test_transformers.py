@@ -32,7 +32,6 @@ from transformers import (  # noqa: E402
 )
 
 from torch_turboquant import CacheConfig, cache_load, cache_store, make_tables, preset  # noqa: E402
-from torch_turboquant.cache import allocate_cache  # noqa: E402
 from torch_turboquant.integrations.transformers import (  # noqa: E402
     CENTER_TOKENS,
     TurboQuantCache,
@@ -47,6 +46,7 @@ from torch_turboquant.integrations.transformers.models import (  # noqa: E402
     rotary_partners,
 )
 from torch_turboquant.integrations.transformers.sequences import zeros_together  # noqa: E402
+from torch_turboquant.ops.cache import allocate_cache  # noqa: E402
 
 VOCAB = 101
 
