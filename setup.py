@@ -1,6 +1,6 @@
 """Builds the two shared libraries of the wheel and tags it for every Python.
 
-lib/libturboquant_cpu.so   csrc/ops.cpp, csrc/cpu/*.cpp: the op schemas and the CPU kernels; always.
+lib/libturboquant_cpu.so   csrc/ops.cpp, csrc/cpu/**/*.cpp: the op schemas and the CPU kernels; always.
 lib/libturboquant_cuda.so  csrc/cuda/**/*.cu: the CUDA kernels; where nvcc is found.
 
 Both use the LibTorch stable ABI only, no Python and no C++ symbol of torch, so that one wheel
@@ -150,7 +150,7 @@ def ninja_file(version: str, nvcc: str | None) -> str:
         lines.append(f"build {target}: link_{name} {' '.join(objects)} | csrc/exports.map")
         return "\n".join(lines) + "\n"
 
-    text += library("cpu", "cxx", [Path("csrc/ops.cpp"), *sorted(Path("csrc/cpu").glob("*.cpp"))])
+    text += library("cpu", "cxx", [Path("csrc/ops.cpp"), *sorted(Path("csrc/cpu").rglob("*.cpp"))])
     if nvcc:
         text += library("cuda", "nvcc", sorted(Path("csrc/cuda").rglob("*.cu")))
     return text
