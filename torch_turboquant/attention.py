@@ -22,7 +22,7 @@ results do not depend on the processor, the number of threads or the other seque
 
 CUDA has two kernels. Decode steps, that is max_q_len times query heads per KV head up to 16, d =
 64, 80, 96, 112, 128, 160, 192, 256, 512 or 576 and the bits and grids of the presets, on compute
-capability 8.0 and later, take the one of csrc/cuda/attention/split_kv_kernel.cuh: queries are rounded to 16 bits as on
+capability 8.0 and later, take the one of csrc/cuda/attention/split_kv/kernel.cuh: queries are rounded to 16 bits as on
 the CPU (multiples of the largest channel / 32512), weights times value scales of 64 keys to
 multiples of the largest / 65500, keys and values of the exact tail not at all. It is one launch
 with a fixed grid and reads lengths and block tables on the device; scratch memory depends on the
