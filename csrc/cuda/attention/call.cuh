@@ -9,12 +9,6 @@
 
 namespace turboquant::cuda {
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-}
-
 struct Attention {
   // Queries and results
   const void* q;                          // [tokens, q_heads, d] of `dtype`, stride 1 in d

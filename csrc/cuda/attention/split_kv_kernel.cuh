@@ -22,6 +22,7 @@
 #include "cuda/attention/call.cuh"
 #include "cuda/attention/operands.cuh"
 #include "cuda/attention/schedule.cuh"
+#include "cuda/attention/softmax_math.cuh"
 #include "cuda/codec/transform.cuh"
 #include "cuda/common/async_copy.cuh"
 
@@ -29,7 +30,6 @@ namespace turboquant::cuda {
 
 constexpr int kStepTokens = 32;                        // keys of a slot of the ring: two value blocks
 constexpr int kUnitSteps = kUnitTokens / kStepTokens;  // slots of a unit
-constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 constexpr float kNoKey = -1e30f;  // a running maximum before the first key: below all scores, and finite times a unit
 constexpr int kMaxDecodeGrid = 4096;
 constexpr uint32_t kPlaceBytes = 64;  // blocks of codes begin at multiples of it: 16 tokens times a multiple of 4 bytes
