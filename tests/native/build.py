@@ -36,7 +36,7 @@ FLAGS = {
 }
 NINJA = """\
 builddir = {folder}
-flags = -std=c++20 -fPIC -ffp-contract=off -fvisibility=hidden -Icsrc {flags}
+flags = -std=c++20 -Werror=switch -fPIC -ffp-contract=off -fvisibility=hidden -Icsrc {flags}
 
 rule cxx
   command = {cxx} $flags $extra -MMD -MF $out.d -c $in -o $out
