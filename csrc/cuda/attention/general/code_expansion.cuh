@@ -16,51 +16,57 @@ class CodeExpansion {
 
   __device__ __forceinline__ void expand(const PageStages<S>& pages, int step) const {
     expand_scalars(pages, step);
-    switch (block_.x.layout.key_bits) {
-      case 2: expand_keys<2>(pages, step); break;
-      case 3: expand_keys<3>(pages, step); break;
-      case 4: expand_keys<4>(pages, step); break;
-      case 5:
-        if (block_.x.layout.octets % 4 == 0) {
-          expand_keys<5, true>(pages, step);
-        } else {
-          expand_keys<5>(pages, step);
-        }
-        break;
-      default: expand_keys<8>(pages, step); break;
-    }
-    switch (block_.x.layout.value_bits) {
-      case 2: expand_values<2>(pages, step); break;
-      case 3: expand_values<3>(pages, step); break;
-      case 4: expand_values<4>(pages, step); break;
-      default: expand_values<8>(pages, step); break;
-    }
+    expand_keys(pages, step);
+    expand_values(pages, step);
   }
 
  private:
   using Layout = OperandLayout<S>;
-  using Place = typename PageStages<S>::Place;
+  using Width = format::Width;
 
   __device__ __forceinline__ void expand_scalars(const PageStages<S>& pages, int step) const {
     const int key = block_.thread.index;
     if (key >= S::kKeys) return;
     const RecordLayout& layout = block_.x.layout;
     KeyScalars<S>& to = block_.shared.scalars(step);
-    const Place from = pages.place(step, key);
+    const Token from = pages.token(step, key);
     const bool exists = pages.exists(step, key);
     float key_scale = 0, value_scale = 0;
     if (exists) {
-      key_scale = __half2float(reinterpret_cast<const __half*>(from.tile + layout.key_scales)[from.number]);
-      value_scale = __half2float(reinterpret_cast<const __half*>(from.tile + layout.value_scales)[from.number]);
+      key_scale = __half2float(__ushort_as_half(*from.key_scale(layout)));
+      value_scale = __half2float(__ushort_as_half(*from.value_scale(layout)));
     }
     to.key_scale[key] = key_scale * format::kLevelUnit;
     to.value_scale[key] = value_scale * format::kLevelUnit;
     to.position[key] = exists ? pages.position(step) + key : -1;
   }
 
-  // A warp expands some octets of eight keys.
-  template <int BITS, bool WHOLE = false>
   __device__ __forceinline__ void expand_keys(const PageStages<S>& pages, int step) const {
+    switch (block_.a.record.key_width()) {
+      case Width::k2: return expand_keys_of<Width::k2>(pages, step);
+      case Width::k3: return expand_keys_of<Width::k3>(pages, step);
+      case Width::k4: return expand_keys_of<Width::k4>(pages, step);
+      case Width::k5:
+        if (block_.x.layout.octets % 4 == 0) return expand_keys_of<Width::k5, true>(pages, step);
+        return expand_keys_of<Width::k5>(pages, step);
+      case Width::k8: return expand_keys_of<Width::k8>(pages, step);
+      case Width::k1: return;  // no width of keys
+    }
+  }
+  __device__ __forceinline__ void expand_values(const PageStages<S>& pages, int step) const {
+    switch (block_.a.record.value_width()) {
+      case Width::k2: return expand_values_of<Width::k2>(pages, step);
+      case Width::k3: return expand_values_of<Width::k3>(pages, step);
+      case Width::k4: return expand_values_of<Width::k4>(pages, step);
+      case Width::k8: return expand_values_of<Width::k8>(pages, step);
+      case Width::k1:
+      case Width::k5: return;  // no widths of values
+    }
+  }
+
+  // A warp expands some octets of eight keys.
+  template <Width WIDTH, bool WHOLE = false>
+  __device__ __forceinline__ void expand_keys_of(const PageStages<S>& pages, int step) const {
     const RecordLayout& layout = block_.x.layout;
     const int warp = block_.thread.warp, lane = block_.thread.lane;
     // Eight lanes that store at the same time store 128 neighbouring bytes.
@@ -68,53 +74,52 @@ class CodeExpansion {
     const int key = warp % S::kKeyOctets * 8 + (S::kHopper ? lane % 8 : block_.thread.g);
     const int first = 4 * (warp / S::kKeyOctets) + t;
     constexpr int kStride = 4 * (S::kWarps / S::kKeyOctets);
-    const Place from = pages.place(step, key);
+    const Token from = pages.token(step, key);
     uint2 codes[S::kThreadWords] = {};
     if (S::kStaged || from.tile) {
-      const uint8_t* row = from.tile + from.number * layout.key_row_bytes;
-      const uint8_t* plane = from.tile + layout.key_planes + from.number * layout.key_plane_bytes;
+      const uint8_t *row = from.key_row(layout), *plane = from.key_plane(layout);
 #pragma unroll
       for (int k = 0; k < S::kThreadWords; ++k) {
-        codes[k] = key_codes<BITS, WHOLE>(row, plane, layout.octets, min(first + k * kStride, layout.octets - 1));
+        codes[k] = key_codes<WIDTH, WHOLE>(row, plane, layout.octets, min(first + k * kStride, layout.octets - 1));
       }
     }
     const LevelTables& levels = block_.shared.constants().levels;
     const uint4 table = levels.keys;
     uint4* out = block_.shared.keys(step) + Layout::key_word(key, first);
-    const auto store = [&](const uint8_t* fives) {
+    const auto store = [&](const uint8_t* plane_table) {
 #pragma unroll
       for (int k = 0; k < S::kThreadWords; ++k) {
-        out[k * Layout::key_word(0, kStride)] = key_levels<BITS>(codes[k], table, fives);
+        out[k * Layout::key_word(0, kStride)] = key_levels<WIDTH>(codes[k], table, plane_table);
       }
     };
-    if (BITS == 5 && block_.a.key_levels) {
-      store(levels.fives);
+    if (format::has_plane(WIDTH) && block_.a.key_levels) {
+      store(levels.plane_keys);
     } else {
       store(nullptr);
     }
   }
 
-  // A warp expands some chunks of 16 channels of a value block.
-  template <int BITS>
-  __device__ __forceinline__ void expand_values(const PageStages<S>& pages, int step) const {
+  // A warp expands some slices of 16 channels of a value block.
+  template <Width WIDTH>
+  __device__ __forceinline__ void expand_values_of(const PageStages<S>& pages, int step) const {
     const RecordLayout& layout = block_.x.layout;
     const int warp = block_.thread.warp, lane = block_.thread.lane;
     const int block = warp % S::kValueBlocks, first = warp / S::kValueBlocks;
     constexpr int kStride = S::kWarps / S::kValueBlocks;
-    const Place from = pages.place(step, 16 * block);
+    const Token from = pages.token(step, format::kValueGroup * block);
     uint2 codes[S::kThreadWords] = {};
     if (S::kStaged || from.tile) {
-      const uint8_t* bytes = from.tile + layout.value_blocks + from.number / 16 * layout.value_block_bytes;
+      const uint8_t* bytes = from.value_block(layout);
 #pragma unroll
       for (int k = 0; k < S::kThreadWords; ++k) {
-        codes[k] = value_codes<BITS>(bytes, layout.head_dim, min(first + k * kStride, layout.octets / 2 - 1), lane);
+        codes[k] = value_codes<WIDTH>(bytes, layout.head_dim, min(first + k * kStride, layout.octets / 2 - 1), lane);
       }
     }
     const uint4 table = block_.shared.constants().levels.values;
-    uint4* out = block_.shared.values(step) + Layout::value_chunk(block, first);
+    uint4* out = block_.shared.values(step) + Layout::value_slice(block, first);
 #pragma unroll
     for (int k = 0; k < S::kThreadWords; ++k) {
-      Layout::store_values(out + k * kStride * Layout::kChunkWords, lane, value_levels<BITS>(codes[k], table));
+      Layout::store_values(out + k * kStride * Layout::kSliceWords, lane, value_levels<WIDTH>(codes[k], table));
     }
   }
 

@@ -24,7 +24,7 @@ class ExactTail {
     recent_begin_ = max(first.recent_begin(), a.sink_tokens);
     keys_ = sinks_ + (a.recent_window > 0 ? max(last.end - recent_begin_, 0) : 0);
     steps_ = (keys_ + S::kKeys - 1) / S::kKeys;
-    first_row_ = (slot * a.kv_heads + block_.work.kv_head) * (a.sink_tokens + a.ring);
+    slot_ = slot;
   }
   __device__ __forceinline__ int steps() const { return steps_; }
 
@@ -41,7 +41,8 @@ class ExactTail {
     const int position = index < sinks_ ? sinks_begin_ + index : recent_begin_ + index - sinks_;
     const bool exists = index < keys_;
     const int row = format::tail_row(position, a.sink_tokens, a.ring);
-    const int64_t from = ((first_row_ + row) * 2 + is_value) * d;
+    const int64_t from =
+        d * format::tail_vector<int64_t>(slot_, block_.work.kv_head, a.kv_heads, row, a.sink_tokens + a.ring, is_value);
     const float* center =
         !is_value && block_.x.centered(true) ? a.channels.center + int64_t{block_.work.kv_head} * d : nullptr;
     const auto load = [&](int o, float (&y)[8]) {
@@ -90,7 +91,7 @@ class ExactTail {
   // Undefined where the sequence has no tail: then steps_ is 0.
   int sinks_begin_, sinks_;  // position of the first visible sink, and how many there are
   int recent_begin_, keys_;  // position of the first visible recent token; sinks and recent tokens together
-  int64_t first_row_;        // of the sequence and KV head in the tail, counted over all of them
+  int64_t slot_;             // of the sequence in the tail
 };
 
 }  // namespace turboquant::cuda::general

@@ -43,7 +43,7 @@ class GeneralBlock {
     const Arguments& x = block_.x;
     const int thread = block_.thread.index;
     BlockConstants<S>& constants = block_.shared.constants();
-    constants.levels.fill(x.layout.key_bits, a.key_levels, x.layout.value_bits, a.value_levels, thread);
+    constants.levels.fill(a.record, a.key_levels, a.value_levels, thread);
     if (thread < format::kMaxBlocks) {
       constants.hartley[thread] = thread < x.split.blocks ? format::hartley(x.split.blocks, thread) : 0;
     }
@@ -67,7 +67,7 @@ class GeneralBlock {
       if (S::kStaged) wait_for_copies();
       __syncthreads();
       if (S::kStaged && !exact) pages_.copy(step + 2);
-      const uint8_t* tile = nullptr;  // its address is stored at the end of the iteration, when it has arrived
+      uint8_t* tile = nullptr;  // its address is stored at the end of the iteration, when it has arrived
       if (!exact && thread < tiles) tile = pages_.find_tile(step + 3, thread);
       if constexpr (S::kBuffers == 1) {
         expand(exact, step);

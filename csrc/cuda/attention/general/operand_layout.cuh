@@ -20,9 +20,9 @@ struct OperandLayout {
     if constexpr (S::kHopper) {
       queries[(r / 64 * S::kChannelOctets + o) * 64 + r % 64] = word;
     } else {
-      // Word ((strip * chunks + chunk) * 2 + i) * 32 + lane: of rows g and g + 8, channels 8 t + 4 i and the next of the chunk's 32,
-      // then the two after these.
-      uint32_t* to = reinterpret_cast<uint32_t*>(queries + (r / 16 * S::kKeyChunks + o / 4) * 64 + r % 8 * 4 + o % 4);
+      // Word ((strip * slices + slice) * 2 + i) * 32 + lane holds, of rows g and g + 8, channels 8 t + 4 i and the next one of
+      // the slice's 32, then the same of the two channels after these.
+      uint32_t* to = reinterpret_cast<uint32_t*>(queries + (r / 16 * S::kKeySlices + o / 4) * 64 + r % 8 * 4 + o % 4);
       to += r % 16 / 8;
       to[0] = word.x, to[2] = word.y, to[128] = word.z, to[130] = word.w;
     }
@@ -34,24 +34,24 @@ struct OperandLayout {
     return (o / 4 * S::kKeyOctets + key / 8) * 32 + key % 8 * 4 + o % 4;
   }
 
-  // The words of a chunk of 16 channels of a value block. The chunks of a block follow each other.
-  static constexpr int kChunkWords = S::kHopper ? 16 : 32;
-  static __device__ __forceinline__ int value_chunk(int block, int chunk) {
-    return S::kHopper ? (block * S::kChannelOctets + chunk) * 16 : (block * S::kValueChunks + chunk) * 32;
+  // The words of a slice of 16 channels of a value block. The slices of a block follow each other.
+  static constexpr int kSliceWords = S::kHopper ? 16 : 32;
+  static __device__ __forceinline__ int value_slice(int block, int slice) {
+    return S::kHopper ? (block * S::kChannelOctets + slice) * 16 : (block * S::kValueSlices + slice) * 32;
   }
-  // A lane's part of a chunk: `word` as value_levels makes it.
-  static __device__ __forceinline__ void store_values(uint4* chunk, int lane, const uint4& word) {
+  // A lane's part of a slice: `word` as value_levels makes it.
+  static __device__ __forceinline__ void store_values(uint4* slice, int lane, const uint4& word) {
     if constexpr (S::kHopper) {
-      uint32_t* to = reinterpret_cast<uint32_t*>(chunk) + lane;
+      uint32_t* to = reinterpret_cast<uint32_t*>(slice) + lane;
       to[0] = word.x, to[S::kChannelOctets * 32] = word.y, to[32] = word.z, to[S::kChannelOctets * 32 + 32] = word.w;
     } else {
-      chunk[lane] = word;
+      slice[lane] = word;
     }
   }
   // Octet o of one value.
   static __device__ __forceinline__ void store_value(uint4* values, int key, int o, const float (&y)[8]) {
     uint4* block = S::kHopper ? values + (key / 8 * S::kChannelOctets + o) * 8
-                              : values + (key / 16 * S::kValueChunks + o / 2) * 32 + key % 8 / 2;
+                              : values + (key / 16 * S::kValueSlices + o / 2) * 32 + key % 8 / 2;
     const int half = S::kHopper ? key % 8 : 4 * (o % 2) + 2 * (key % 16 / 8) + key % 2;
 #pragma unroll
     for (int c = 0; c < 8; ++c) {

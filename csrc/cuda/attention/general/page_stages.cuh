@@ -32,7 +32,7 @@ class PageStages {
   __device__ __forceinline__ int tiles() const { return max(S::kKeys >> block_.x.layout.tile_shift, 1); }  // of a step
 
   // The address of tile i of a step in its page, or null; by any thread.
-  __device__ __forceinline__ const uint8_t* find_tile(int step, int i) const {
+  __device__ __forceinline__ uint8_t* find_tile(int step, int i) const {
     const Attention& a = block_.a;
     const RecordLayout& layout = block_.x.layout;
     const int shift = layout.tile_shift;
@@ -41,13 +41,14 @@ class PageStages {
     const int64_t page = a.block_table[int64_t{block_.work.sequence} * a.max_pages + (position >> layout.page_shift)];
     if (page < 0 || page >= a.num_pages) return nullptr;
     const int number = (position & ((1 << layout.page_shift) - 1)) >> shift;
-    return a.pages + (page * a.kv_heads + block_.work.kv_head) * layout.record_bytes + number * layout.tile_bytes;
+    const int64_t record = format::record_offset(page, block_.work.kv_head, a.kv_heads, layout.record_bytes);
+    return const_cast<uint8_t*>(a.pages) + record + number * layout.tile_bytes;  // Token's pointers are only read from
   }
   // Makes an address known to all threads, behind the next synchronisation.
-  __device__ __forceinline__ void set_tile(int step, int i, const uint8_t* tile) const {
+  __device__ __forceinline__ void set_tile(int step, int i, uint8_t* tile) const {
     block_.shared.constants().tile[step % kKnownSteps][i] = tile;
   }
-  __device__ __forceinline__ const uint8_t* tile(int step, int i) const {
+  __device__ __forceinline__ uint8_t* tile(int step, int i) const {
     return block_.shared.constants().tile[step % kKnownSteps][i];
   }
 
@@ -66,12 +67,8 @@ class PageStages {
 
   // ---- Keys
 
-  // A key's tile, in shared memory if STAGED, and its number in the tile. Without STAGED the tile is null where there is no page.
-  struct Place {
-    const uint8_t* tile;
-    int number;
-  };
-  __device__ __forceinline__ Place place(int step, int key) const {
+  // A key in its tile, which is in shared memory if STAGED. Without STAGED the tile is null where there is no page.
+  __device__ __forceinline__ Token token(int step, int key) const {
     const int shift = block_.x.layout.tile_shift, mask = (1 << shift) - 1;
     if constexpr (S::kStaged) {
       return {stage(step) + (key >> shift) * block_.x.layout.tile_bytes, key & mask};

@@ -54,18 +54,18 @@ class Scores {
     for (int i = 0; i < 4 * S::kKeyOctets * S::kStrips; ++i) x_[i / (4 * S::kKeyOctets)][i % (4 * S::kKeyOctets)] = 0;
     const uint4* key = block_.shared.keys(step) + block_.thread.lane;
     const uint4* query =
-        block_.shared.queries() + block_.thread.row_warp * S::kStrips * S::kKeyChunks * 64 + block_.thread.lane;
-#pragma unroll(S::kWhole ? S::kKeyChunks : 1)
-    for (int chunk = 0; chunk < S::kKeyChunks; ++chunk) {
-      if (!S::kWhole && 32 * chunk >= block_.x.layout.head_dim) break;
+        block_.shared.queries() + block_.thread.row_warp * S::kStrips * S::kKeySlices * 64 + block_.thread.lane;
+#pragma unroll(S::kWhole ? S::kKeySlices : 1)
+    for (int slice = 0; slice < S::kKeySlices; ++slice) {
+      if (!S::kWhole && 32 * slice >= block_.x.layout.head_dim) break;
       uint4 q[S::kStrips][2];
 #pragma unroll
       for (int i = 0; i < 2 * S::kStrips; ++i) {
-        q[i / 2][i % 2] = query[(i / 2 * S::kKeyChunks + chunk) * 64 + i % 2 * 32];
+        q[i / 2][i % 2] = query[(i / 2 * S::kKeySlices + slice) * 64 + i % 2 * 32];
       }
 #pragma unroll
       for (int o = 0; o < S::kKeyOctets; ++o) {
-        const uint4 k = key[(chunk * S::kKeyOctets + o) * 32];
+        const uint4 k = key[(slice * S::kKeyOctets + o) * 32];
 #pragma unroll
         for (int i = 0; i < S::kStrips; ++i) mma_halves(x_[i] + 4 * o, q[i][0], k.x, k.y);
 #pragma unroll

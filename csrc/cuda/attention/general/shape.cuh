@@ -25,9 +25,9 @@ struct Shape {
   static constexpr int kRows = 16 * STRIPS * ROW_WARPS;
   static constexpr int kLaneRows = 2 * STRIPS;  // rows of which a lane holds some columns
 
-  // Chunks are neighbouring channels that one product of a warp takes: two times 16 of keys, 16 of values.
-  static constexpr int kChannelOctets = DIM / 8, kKeyChunks = DIM / 32, kValueChunks = DIM / 16;
-  static constexpr int kWarpChunks = kValueChunks / COLUMN_WARPS;  // of values, those that a warp sums
+  // Slices are the channels that a warp multiplies at once: 32 of keys in two products, 16 of values.
+  static constexpr int kChannelOctets = DIM / 8, kKeySlices = DIM / 32, kValueSlices = DIM / 16;
+  static constexpr int kWarpSlices = kValueSlices / COLUMN_WARPS;  // of values, those that a warp sums
   static constexpr int kProductChannels = DIM % 64 ? 32 : 64;      // value channels of a warpgroup's product
   static constexpr bool kWhole =
       DIM <= 256;  // the zeros between d and DIM are multiplied too, which costs less than to skip them
@@ -36,7 +36,7 @@ struct Shape {
   static constexpr int kOperandWords = KEYS * DIM / 8;  // of 16 bytes: the keys (or values) of a step as float16
   static constexpr int kThreadWords = kOperandWords / kThreads;
   static_assert(kOperandWords % kThreads == 0 && kWarps % kKeyOctets == 0 && kWarps % kValueBlocks == 0);
-  static_assert(kValueChunks % COLUMN_WARPS == 0);
+  static_assert(kValueSlices % COLUMN_WARPS == 0);
 };
 
 // A thread's place in its block. In a tensor-core fragment a lane holds row (or column) g = lane / 4 and the pair t = lane % 4.

@@ -41,8 +41,8 @@ struct BlockConstants {
       [S::kRows];  // base-2 score = product with a row's float16 query * factor + shift; in the end: output = sum * factor
   float shift[S::kRows];
   LevelTables levels;
-  float hartley[format::kMaxBlocks];                  // row 1 of the transform's odd factor
-  const uint8_t* tile[kKnownSteps][S::kValueBlocks];  // the record tiles that hold a step's keys; null: no keys
+  float hartley[format::kMaxBlocks];            // row 1 of the transform's odd factor
+  uint8_t* tile[kKnownSteps][S::kValueBlocks];  // the record tiles that hold a step's keys; null: no keys
 };
 
 __host__ __device__ constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }

@@ -44,9 +44,9 @@ class ValueSums {
 #pragma unroll
       for (int i = 0; i < S::kStrips; ++i) p[i] = fragment(weights.strip(i) + 8 * block);
 #pragma unroll
-      for (int c = 0; c < S::kWarpChunks; ++c) {
+      for (int c = 0; c < S::kWarpSlices; ++c) {
         if (!S::kWhole && 16 * (c * S::kColumnWarps + block_.thread.column_warp) >= block_.x.layout.head_dim) break;
-        const uint4 v = value[(block * S::kValueChunks + c * S::kColumnWarps) * 32];
+        const uint4 v = value[(block * S::kValueSlices + c * S::kColumnWarps) * 32];
 #pragma unroll
         for (int i = 0; i < S::kStrips; ++i) {
           mma_halves(sums_[i] + 8 * c, p[i], v.x, v.y);
@@ -59,7 +59,7 @@ class ValueSums {
   // Row 2 strip + h of the lane.
   __device__ __forceinline__ void scale_row(int strip, int h, float factor) {
 #pragma unroll
-    for (int c = 0; c < 4 * S::kWarpChunks; ++c) sums_[strip][c / 2 * 4 + 2 * h + c % 2] *= factor;
+    for (int c = 0; c < 4 * S::kWarpSlices; ++c) sums_[strip][c / 2 * 4 + 2 * h + c % 2] *= factor;
   }
 
   // Calls fn(low, high, at) for every pair of neighbouring channels below d that a lane has of a strip; `at` is the pair's place among
@@ -72,7 +72,7 @@ class ValueSums {
     for (int i = 0; i < S::kStrips; ++i) {  // with a constant index the sums stay in registers
       if (i != strip) continue;
 #pragma unroll
-      for (int c = 0; c < 4 * S::kWarpChunks; ++c) {
+      for (int c = 0; c < 4 * S::kWarpSlices; ++c) {
         const int channel = 16 * (c / 4 * S::kColumnWarps + thread.column_warp) + c / 2 % 2 * 8 + 2 * thread.t;
         float2* at = reinterpret_cast<float2*>(rows + (16 * thread.row_warp + c % 2 * 8 + thread.g) * stride + channel);
         if (channel < d) fn(sums_[i][2 * c], sums_[i][2 * c + 1], at);
@@ -87,7 +87,7 @@ class ValueSums {
   }
 
   const BlockContext<S>& block_;
-  float sums_[S::kStrips][8 * S::kWarpChunks] = {};  // of eight channels after eight channels, as in Scores::Strip
+  float sums_[S::kStrips][8 * S::kWarpSlices] = {};  // of eight channels after eight channels, as in Scores::Strip
 };
 
 }  // namespace turboquant::cuda::general
