@@ -2,22 +2,24 @@
 //
 // Attention of many queries over packed pages.
 //
-// A thread block has up to 256 rows, a row being one query of one query head of a KV head, and goes through the keys that they
-// see, 16 to 64 at a time. The levels of those keys and values are expanded into shared memory as float16, which holds them
-// exactly, in the order in which tensor cores read them. Each warp then computes scores, softmax weights and sums of values for
-// its own rows, with all sums in registers. While one half of the warps expands the next keys, the other half multiplies.
+// A thread block has up to 256 rows, a row being one query of one query head of a KV head, and goes through the keys
+// that they see, 16 to 64 at a time. The levels of those keys and values are expanded into shared memory as float16,
+// which holds them exactly, in the order in which tensor cores read them. Each warp then computes scores, softmax
+// weights and sums of values for its own rows, with all sums in registers. While one half of the warps expands the
+// next keys, the other half multiplies.
 //
 // Why this is the attention of the decoded cache:
 //   * Keys and values stay rotated. The query is rotated once, the sum of values is rotated back once.
-//   * A query is rounded to float16 with a power of two of its own (general/queries.cuh). Its products with levels, times the key's
-//     scale, are its scores.
-//   * Weights are relative to a reference that changes by powers of two only, and their float16 products with the values' scales
-//     lose nothing that counts (general/softmax.cuh).
-//   * Exact keys of the tail come first, in the same way: unrotated queries, keys and values as float16 with a power of two per
-//     vector (general/exact_tail.cuh). Their sum is rotated, the keys in codes are added, and the whole is rotated back.
-//   * A scale that is NaN, as in a page that nobody wrote or a token that could not be encoded, reaches only the rows that see its
-//     token: levels are finite whatever the bytes are, and the score or weight of a key that a row does not see is replaced, not
-//     multiplied.
+//   * A query is rounded to float16 with a power of two of its own (general/queries.cuh). Its products with levels,
+//     times the key's scale, are its scores.
+//   * Weights are relative to a reference that changes by powers of two only, and their float16 products with the
+//     values' scales lose nothing that counts (general/softmax.cuh).
+//   * Exact keys of the tail come first, in the same way: unrotated queries, keys and values as float16 with a power
+//     of two per vector (general/exact_tail.cuh). Their sum is rotated, the keys in codes are added, and the whole is
+//     rotated back.
+//   * A scale that is NaN, as in a page that nobody wrote or a token that could not be encoded, reaches only the rows
+//     that see its token: levels are finite whatever the bytes are, and the score or weight of a key that a row does
+//     not see is replaced, not multiplied.
 #include "cuda/attention/general.cuh"
 
 #include <algorithm>
@@ -71,7 +73,8 @@ bool launch_small(const Attention& a, Arguments& x, int most_shared, cudaStream_
   return launch_shape<Shape<1024, 1, 1, 4, 16, 1, false>>(a, x, most_shared, stream);
 }
 
-// Does this build have code for the device's products of warpgroups? They exist on compute capability 9.0, in code for 9.0a only.
+// Does this build have code for the device's products of warpgroups? They exist on compute capability 9.0, in code for
+// 9.0a only.
 bool has_warpgroup_products(const DeviceFacts& device) {
   return device.major == 9 && device.minor == 0 &&
          std::string(TURBOQUANT_CUDA_ARCHITECTURES).find("9.0a") != std::string::npos;

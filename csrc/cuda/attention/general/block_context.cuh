@@ -1,5 +1,6 @@
-// What every part of a block may ask: the call, the block's share of it, the thread's place and the shared memory. A part changes
-// none of these; what it does change is its own state, or the contents of the shared memory that it fills.
+// What every part of a block may ask: the call, the block's share of it, the thread's place and the shared memory. A
+// part changes none of these; what it does change is its own state, or the contents of the shared memory that it
+// fills.
 #pragma once
 
 #include "cuda/attention/general/shared_memory.cuh"

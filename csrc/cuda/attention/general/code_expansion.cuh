@@ -6,9 +6,9 @@
 
 namespace turboquant::cuda::general {
 
-// Where there are no codes, beyond d or of a key that does not exist, the codes of another place are expanded: every level is
-// finite, and its products are with zeros or are masked. All codes are read before anything is stored, so that the reads
-// do not wait for each other.
+// Where there are no codes, beyond d or of a key that does not exist, the codes of another place are expanded: every
+// level is finite, and its products are with zeros or are masked. All codes are read before anything is stored, so
+// that the reads do not wait for each other.
 template <typename S>
 class CodeExpansion {
  public:

@@ -1,5 +1,5 @@
-// The exact keys and values of a sequence's tail (docs/format.md section 9), step by step, from their own dtype to float16 in
-// shared memory. A step's keys are the visible sinks and then the visible recent tokens, without a gap.
+// The exact keys and values of a sequence's tail (docs/format.md section 9), step by step, from their own dtype to
+// float16 in shared memory. A step's keys are the visible sinks and then the visible recent tokens, without a gap.
 #pragma once
 
 #include "cuda/attention/general/block_context.cuh"

@@ -1,7 +1,7 @@
 // Codes of page records (docs/format.md section 8) become their levels as float16, which holds every level exactly.
 //
-// Words of a record come in, words of eight float16 go out, all in registers. In between a level is a byte that holds 128 + level,
-// because one byte permutation and one addition turn two such bytes into float16.
+// Words of a record come in, words of eight float16 go out, all in registers. In between a level is a byte that holds
+// 128 + level, because one byte permutation and one addition turn two such bytes into float16.
 #pragma once
 
 #include "cuda/codec/record.cuh"
@@ -10,10 +10,10 @@
 
 namespace turboquant::cuda::general {
 
-// ---- Tables of levels -------------------------------------------------------------------------------------------------
+// ---- Tables of levels ----------------------------------------------------------------------------------------------
 
-// Codes of fewer than 4 bits are counted from here, in the middle of the 16 nibbles: then the positive levels, the upper half of
-// the codes, have the highest bit of their nibble, as they have with 4 bits.
+// Codes of fewer than 4 bits are counted from here, in the middle of the 16 nibbles: then the positive levels, the
+// upper half of the codes, have the highest bit of their nibble, as they have with 4 bits.
 __host__ __device__ constexpr int first_nibble(format::Width width) { return 8 - (1 << format::num_bits(width)) / 2; }
 
 // What expansion looks up, in shared memory.
@@ -44,11 +44,11 @@ struct LevelTables {
   }
 };
 
-// ---- Levels as float16 ------------------------------------------------------------------------------------------------
+// ---- Levels as float16 ---------------------------------------------------------------------------------------------
 
-// 128 + level of eight nibbles, in their order. A byte permutation chooses among eight bytes, and for a nibble of 8 and more it
-// repeats the sign of one (select_bytes), which is 0 here. So one permutation finds the positive levels and another one minus
-// the negative levels.
+// 128 + level of eight nibbles, in their order. A byte permutation chooses among eight bytes, and for a nibble of 8
+// and more it repeats the sign of one (select_bytes), which is 0 here. So one permutation finds the positive levels
+// and another one minus the negative levels.
 __device__ __forceinline__ uint2 level_bytes(uint32_t nibbles, const uint4& table) {
   const uint32_t high = nibbles ^ 0x88888888;
   return {0x80808080 + select_bytes(table.x, table.y, high) - select_bytes(table.z, table.w, nibbles),
@@ -69,11 +69,11 @@ __device__ __forceinline__ uint4 in_order(uint2 bytes) {
           level_halves<0x4342>(bytes.y)};
 }
 
-// ---- Keys -------------------------------------------------------------------------------------------------------------
+// ---- Keys ----------------------------------------------------------------------------------------------------------
 
-// Octet `o` of a key: nibbles in x; in y four more bytes where codes are bytes, or the fifth bits of a plane, two in each byte.
-// row, plane: the key's words in the record. WHOLE: d is a multiple of 32, so that no plane word is cut (a branch for that would
-// make every octet wait for the one before it).
+// Octet `o` of a key: nibbles in x; in y four more bytes where codes are bytes, or the fifth bits of a plane, two in
+// each byte. row, plane: the key's words in the record. WHOLE: d is a multiple of 32, so that no plane word is cut (a
+// branch for that would make every octet wait for the one before it).
 template <format::Width WIDTH, bool WHOLE>
 __device__ __forceinline__ uint2 key_codes(const uint8_t* row, const uint8_t* plane, int octets, int o) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(row);
@@ -116,7 +116,7 @@ __device__ __forceinline__ uint4 key_levels(uint2 codes, const uint4& table, con
   }
 }
 
-// ---- Values -----------------------------------------------------------------------------------------------------------
+// ---- Values --------------------------------------------------------------------------------------------------------
 
 // The first byte of what a lane has of a unit in a value block (format::kUnitBytes), of `units` units.
 __device__ __forceinline__ int unit_byte(int unit, int units, int lane) {
@@ -124,8 +124,9 @@ __device__ __forceinline__ int unit_byte(int unit, int units, int lane) {
   return format::kChunkBytes * chunk + 4 * words * lane + 4 * (unit % format::kChunkUnits);
 }
 
-// The codes of one slice of 16 channels and of the four tokens that a lane's words in a value block hold, a byte per token: channel
-// 16 slice + lane / 4 in the low nibble, the channel eight further on in the high one. Codes of a byte: a word for each of the two.
+// The codes of one slice of 16 channels and of the four tokens that a lane's words in a value block hold, a byte per
+// token: channel 16 slice + lane / 4 in the low nibble, the channel eight further on in the high one. Codes of a byte:
+// a word for each of the two.
 template <format::Width WIDTH>
 __device__ __forceinline__ uint2 value_codes(const uint8_t* block, int d, int slice, int lane) {
   const auto word = [&](int byte) { return *reinterpret_cast<const uint32_t*>(block + byte); };

@@ -1,4 +1,5 @@
-// Float32 vectors become float16 with a power of two of their own: exact for float16 and bfloat16, rounded once for float32.
+// Float32 vectors become float16 with a power of two of their own: exact for float16 and bfloat16, rounded once for
+// float32.
 #pragma once
 
 #include "cuda/codec/codebook.cuh"
@@ -14,8 +15,8 @@ __device__ __forceinline__ float clamped_power_of_two(int e) {
 // The exponent of a float32 magnitude from its bits, nothing limited: -127 for zero, 128 for infinity and NaN.
 __device__ __forceinline__ int exponent_of_bits(uint32_t bits) { return static_cast<int>(bits >> 23) - 127; }
 
-// A vector's exponent e from the bits of its largest magnitude. Times 2^(kHalfExponent - e) it fills the range of float16; below
-// 2^-100 it uses less of that range, because the factor must be a normal float32.
+// A vector's exponent e from the bits of its largest magnitude. Times 2^(kHalfExponent - e) it fills the range of
+// float16; below 2^-100 it uses less of that range, because the factor must be a normal float32.
 constexpr int kHalfExponent = 14;
 __device__ __forceinline__ int half_exponent(uint32_t largest) { return max(exponent_of_bits(largest), -100); }
 

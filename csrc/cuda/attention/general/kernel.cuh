@@ -8,8 +8,8 @@
 
 namespace turboquant::cuda::general {
 
-// Up to two passes over keys: over the exact ones, then over those in codes. Both passes run the same loops, with `exact` a variable, so
-// that the instructions are there once.
+// Up to two passes over keys: over the exact ones, then over those in codes. Both passes run the same loops, with
+// `exact` a variable, so that the instructions are there once.
 template <typename S>
 class GeneralBlock {
  public:
@@ -49,7 +49,8 @@ class GeneralBlock {
     }
   }
 
-  // All steps of a pass. With two buffers an iteration expands the keys of the next step while it multiplies those of this one.
+  // All steps of a pass. With two buffers an iteration expands the keys of the next step while it multiplies those of
+  // this one.
   __device__ __forceinline__ void attend(bool exact, int steps) {
     constexpr int kFirst = S::kBuffers == 2 ? -1 : 0;  // the iteration before the first step only expands
     const int tiles = pages_.tiles(), thread = block_.thread.index;
@@ -60,7 +61,8 @@ class GeneralBlock {
       __syncthreads();
       if (S::kStaged) pages_.copy(0);
     }
-    // One half of the warps expands first and the other multiplies first, so that each scheduler has warps of both kinds.
+    // One half of the warps expands first and the other multiplies first, so that each scheduler has warps of both
+    // kinds.
     const bool expands_first = block_.thread.warp / 4 % 2 == 0;
 #pragma unroll 1
     for (int step = kFirst; step < steps; ++step) {
@@ -161,8 +163,8 @@ __device__ __forceinline__ void run_block(const Arguments& x, uint8_t* shared) {
   GeneralBlock<S>(block).run();
 }
 
-// Whether a kernel has code for the architecture that is being compiled: devices with products of warpgroups use nothing else for
-// the shapes that come with and without.
+// Whether a kernel has code for the architecture that is being compiled: devices with products of warpgroups use
+// nothing else for the shapes that come with and without.
 template <typename S>
 constexpr bool kCompiled = S::kHopper ? kWarpgroupProducts : !(S::kStaged && kWarpgroupProducts);
 

@@ -1,8 +1,9 @@
-// Where the float16 elements of queries, keys and values are in shared memory: in the order in which tensor cores take them.
+// Where the float16 elements of queries, keys and values are in shared memory: in the order in which tensor cores take
+// them.
 //
-// Without warpgroups (common/mma.cuh) a lane reads 16 bytes at once that hold its part of a fragment. A lane's words of a pair of
-// products over channels are 8 neighbouring channels of one key; the products number their channels to suit that.
-// Warpgroups (common/wgmma.cuh) read blocks of 128 bytes, 8 rows of 8 neighbouring elements.
+// Without warpgroups (common/mma.cuh) a lane reads 16 bytes at once that hold its part of a fragment. A lane's words
+// of a pair of products over channels are 8 neighbouring channels of one key; the products number their channels to
+// suit that. Warpgroups (common/wgmma.cuh) read blocks of 128 bytes, 8 rows of 8 neighbouring elements.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -20,8 +21,8 @@ struct OperandLayout {
     if constexpr (S::kHopper) {
       queries[(r / 64 * S::kChannelOctets + o) * 64 + r % 64] = word;
     } else {
-      // Word ((strip * slices + slice) * 2 + i) * 32 + lane holds, of rows g and g + 8, channels 8 t + 4 i and the next one of
-      // the slice's 32, then the same of the two channels after these.
+      // Word ((strip * slices + slice) * 2 + i) * 32 + lane holds, of rows g and g + 8, channels 8 t + 4 i and the
+      // next one of the slice's 32, then the same of the two channels after these.
       uint32_t* to = reinterpret_cast<uint32_t*>(queries + (r / 16 * S::kKeySlices + o / 4) * 64 + r % 8 * 4 + o % 4);
       to += r % 16 / 8;
       to[0] = word.x, to[2] = word.y, to[128] = word.z, to[130] = word.w;

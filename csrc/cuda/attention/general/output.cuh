@@ -11,8 +11,9 @@ class Output {
  public:
   __device__ __forceinline__ explicit Output(const BlockContext<S>& block) : block_(block) {}
 
-  // After a pass. The sums of exact values are rotated, so that values in codes, which are stored rotated, can be added to them.
-  // After the last pass, over codes, the sums are rotated back: lse and the outputs of all rows are written.
+  // After a pass. The sums of exact values are rotated, so that values in codes, which are stored rotated, can be
+  // added to them. After the last pass, over codes, the sums are rotated back: lse and the outputs of all rows are
+  // written.
   __device__ __forceinline__ void finish(bool exact, const Softmax<S>& softmax, ValueSums<S>& sums) const {
     if (!exact) finish_rows(softmax);
     exchange(exact, sums);
@@ -47,8 +48,8 @@ class Output {
     }
   }
 
-  // One strip of every team at a time becomes float32 rows in shared memory, which the warps transform, and goes back into the sums or
-  // to the outputs.
+  // One strip of every team at a time becomes float32 rows in shared memory, which the warps transform, and goes back
+  // into the sums or to the outputs.
   __device__ __forceinline__ void exchange(bool exact, ValueSums<S>& sums) const {
     const int d = block_.x.layout.head_dim, stride = SharedMemory<S>::sum_stride(d), lane = block_.thread.lane;
     float* rows = block_.shared.sum_rows();

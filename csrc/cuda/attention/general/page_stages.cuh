@@ -1,8 +1,8 @@
-// The keys in codes that a block goes through, step by step: which they are, where their pages have them, and their copies to
-// shared memory.
+// The keys in codes that a block goes through, step by step: which they are, where their pages have them, and their
+// copies to shared memory.
 //
-// A step's tiles are found three steps before it is multiplied and their copies are issued two steps before, so that neither the
-// block table nor the pages are waited for.
+// A step's tiles are found three steps before it is multiplied and their copies are issued two steps before, so that
+// neither the block table nor the pages are waited for.
 #pragma once
 
 #include "cuda/attention/general/block_context.cuh"
@@ -15,7 +15,8 @@ class PageStages {
  public:
   __device__ __forceinline__ explicit PageStages(const BlockContext<S>& block) : block_(block) {}
 
-  // The keys that some row sees. The limits of visible keys grow with the position, so the first and the last row know them.
+  // The keys that some row sees. The limits of visible keys grow with the position, so the first and the last row know
+  // them.
   __device__ __forceinline__ void select(const VisibleKeys& first, const VisibleKeys& last) {
     begin_ = first.coded_begin(), end_ = last.recent;
     aligned_begin_ = begin_ / S::kKeys * S::kKeys;
@@ -23,7 +24,8 @@ class PageStages {
   }
   __device__ __forceinline__ int steps() const { return steps_; }
 
-  // The position of a step's first key. Where it is before the first key, or the step ends behind the last, there are no keys.
+  // The position of a step's first key. Where it is before the first key, or the step ends behind the last, there are
+  // no keys.
   __device__ __forceinline__ int position(int step) const { return aligned_begin_ + step * S::kKeys; }
   __device__ __forceinline__ bool holds(int position) const { return position >= begin_ && position < end_; }
 

@@ -20,9 +20,9 @@ class Queries {
  public:
   __device__ __forceinline__ explicit Queries(const BlockContext<S>& block) : block_(block) {}
 
-  // For keys in codes, which are rotated, queries are rotated too; for exact keys they are as they are. Each row has a power of two
-  // of its own, so that its largest element is between 2^14 and 2^15 and float16 loses as little as it can. A row with an infinity
-  // or a NaN becomes zeros with a factor of NaN.
+  // For keys in codes, which are rotated, queries are rotated too; for exact keys they are as they are. Each row has a
+  // power of two of its own, so that its largest element is between 2^14 and 2^15 and float16 loses as little as it
+  // can. A row with an infinity or a NaN becomes zeros with a factor of NaN.
   // Writes queries, `factor` and `shift`; the caller synchronises. The keys' shared memory is scratch meanwhile.
   __device__ __forceinline__ void prepare(bool exact) const {
     const Arguments& x = block_.x;

@@ -1,5 +1,5 @@
-// The transform of docs/format.md section 2 for float32 rows in shared memory, by one warp. Rows of any d that the format allows
-// take this way; where d is a compile-time constant, codec/transform.cuh keeps them in registers.
+// The transform of docs/format.md section 2 for float32 rows in shared memory, by one warp. Rows of any d that the
+// format allows take this way; where d is a compile-time constant, codec/transform.cuh keeps them in registers.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,8 +8,8 @@
 
 namespace turboquant::cuda::general {
 
-// Calls fn(row, word) for all words of all rows; neighbouring lanes have neighbouring words. Where a row has fewer words than a
-// warp has lanes, the lanes divide into several rows.
+// Calls fn(row, word) for all words of all rows; neighbouring lanes have neighbouring words. Where a row has fewer
+// words than a warp has lanes, the lanes divide into several rows.
 template <typename Fn>
 __device__ __forceinline__ void for_each_word(int rows, int words, int lane, Fn&& fn) {
   const int at_once = words < 32 ? 32 / words : 1, first = words < 32 ? lane % words : lane;
@@ -29,8 +29,8 @@ __device__ __forceinline__ void store_shared(const float (&y)[8], float* x) {
   reinterpret_cast<float4*>(x)[1] = make_float4(y[4], y[5], y[6], y[7]);
 }
 
-// rows: [count, stride]. In place, without signs and without the factor 1 / sqrt(split.block). hartley: row 1 of the odd factor's
-// matrix, format::hartley(split.blocks, 0 ..)
+// rows: [count, stride]. In place, without signs and without the factor 1 / sqrt(split.block). hartley: row 1 of the
+// odd factor's matrix, format::hartley(split.blocks, 0 ..)
 __device__ __forceinline__ void transform_rows(float* rows, int stride, int count, format::Split split,
                                                const float* hartley, int lane) {
   const int d = split.blocks * split.block;

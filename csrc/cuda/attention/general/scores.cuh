@@ -1,5 +1,5 @@
-// The products of a warp's query rows with the keys of a step, in registers. They become scores, and then weights, in place
-// (softmax.cuh).
+// The products of a warp's query rows with the keys of a step, in registers. They become scores, and then weights, in
+// place (softmax.cuh).
 #pragma once
 
 #include "cuda/attention/general/block_context.cuh"

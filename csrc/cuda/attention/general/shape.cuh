@@ -1,9 +1,10 @@
-// How the general attention kernel cuts its work: which rows and keys a thread block holds at once, and which of them belong to
-// a thread.
+// How the general attention kernel cuts its work: which rows and keys a thread block holds at once, and which of them
+// belong to a thread.
 //
-// A row is one query of one query head. Rows are multiplied in strips: 16 rows are one tensor-core product of a warp, 64 rows one
-// of a warpgroup. A team is the warps that hold the same strips: on Hopper the four warps of a warpgroup, elsewhere the warps
-// that share rows and divide the value channels among themselves. Keys are taken kKeys at a time, which is called a step.
+// A row is one query of one query head. Rows are multiplied in strips: 16 rows are one tensor-core product of a warp,
+// 64 rows one of a warpgroup. A team is the warps that hold the same strips: on Hopper the four warps of a warpgroup,
+// elsewhere the warps that share rows and divide the value channels among themselves. Keys are taken kKeys at a time,
+// which is called a step.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,8 +12,8 @@
 namespace turboquant::cuda::general {
 
 // DIM: channels, d rounded up. ROW_WARPS x COLUMN_WARPS warps have STRIPS strips each and divide the value channels by
-// COLUMN_WARPS. With two BUFFERS the keys of the next step are expanded while those of this step are multiplied. STAGED: codes
-// are copied to shared memory two steps ahead. HOPPER: products of warpgroups (common/wgmma.cuh).
+// COLUMN_WARPS. With two BUFFERS the keys of the next step are expanded while those of this step are multiplied.
+// STAGED: codes are copied to shared memory two steps ahead. HOPPER: products of warpgroups (common/wgmma.cuh).
 template <int DIM, int STRIPS, int ROW_WARPS, int COLUMN_WARPS, int KEYS, int BUFFERS, bool STAGED, bool HOPPER = false>
 struct Shape {
   static constexpr int kDim = DIM, kStrips = STRIPS, kRowWarps = ROW_WARPS, kColumnWarps = COLUMN_WARPS, kKeys = KEYS;
@@ -39,7 +40,8 @@ struct Shape {
   static_assert(kValueSlices % COLUMN_WARPS == 0);
 };
 
-// A thread's place in its block. In a tensor-core fragment a lane holds row (or column) g = lane / 4 and the pair t = lane % 4.
+// A thread's place in its block. In a tensor-core fragment a lane holds row (or column) g = lane / 4 and the pair t =
+// lane % 4.
 template <typename S>
 struct Thread {
   int index, warp, lane, g, t, row_warp, column_warp;

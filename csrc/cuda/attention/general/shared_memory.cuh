@@ -1,9 +1,10 @@
 // The shared memory of a block of the general attention kernel, in this order:
 //
-//   BlockConstants | queries float16 [kRows, kDim] | keys float16 [kBuffers, kKeys, kDim] | values, the same size | staged codes [2]
+//   BlockConstants | queries float16 [kRows, kDim] | keys float16 [kBuffers, kKeys, kDim] | values, the same size |
+//   staged codes [2]
 //
-// The order within queries, keys and values is the one that tensor cores read (operand_layout.cuh). When sums become outputs,
-// float32 rows take the place of everything behind the constants.
+// The order within queries, keys and values is the one that tensor cores read (operand_layout.cuh). When sums become
+// outputs, float32 rows take the place of everything behind the constants.
 #pragma once
 
 #include <algorithm>
@@ -37,8 +38,8 @@ template <typename S>
 struct BlockConstants {
   KeyScalars<S> scalars[S::kBuffers];
   VisibleKeys visible[S::kRows];
-  float factor
-      [S::kRows];  // base-2 score = product with a row's float16 query * factor + shift; in the end: output = sum * factor
+  // Base-2 score = product with a row's float16 query * factor + shift. In the end, output = sum * factor.
+  float factor[S::kRows];
   float shift[S::kRows];
   LevelTables levels;
   float hartley[format::kMaxBlocks];            // row 1 of the transform's odd factor

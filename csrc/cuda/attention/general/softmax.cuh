@@ -1,9 +1,10 @@
-// The running softmax of a warp's rows: scores become weights, and what has been summed follows when the reference changes.
+// The running softmax of a warp's rows: scores become weights, and what has been summed follows when the reference
+// changes.
 //
-// A weight is 2^(score - reference). The reference is an integer that follows a row's largest score: it is raised only when a score
-// is more than 2^6 above it, so sums are seldom rescaled, and always by powers of two. A weight times its value's scale
-// is rounded to float16 in units of 2^exponent, with an exponent that puts the largest possible product between 2^4 and
-// 2^15: what underflows there is below 2^-29 of the row's largest weight so far.
+// A weight is 2^(score - reference). The reference is an integer that follows a row's largest score: it is raised only
+// when a score is more than 2^6 above it, so sums are seldom rescaled, and always by powers of two. A weight times its
+// value's scale is rounded to float16 in units of 2^exponent, with an exponent that puts the largest possible product
+// between 2^4 and 2^15: what underflows there is below 2^-29 of the row's largest weight so far.
 #pragma once
 
 #include "cuda/attention/general/mask.cuh"
@@ -45,8 +46,8 @@ class Softmax {
     for (int i = 0; i < S::kLaneRows; ++i) reference_[i] = kNoReference, total_[i] = 0;
   }
 
-  // The exponent of the sums from a step on, by the largest scale of its values. It does not fall by more than 40 below the
-  // greatest exponent so far: what is in the sums would overflow.
+  // The exponent of the sums from a step on, by the largest scale of its values. It does not fall by more than 40
+  // below the greatest exponent so far: what is in the sums would overflow.
   __device__ __forceinline__ int next_exponent(uint32_t largest) {
     int exponent = exponent_;
     if (largest) {
@@ -59,8 +60,8 @@ class Softmax {
   // After all strips of a step have been weighed with it.
   __device__ __forceinline__ void set_exponent(int exponent) { exponent_ = exponent; }
 
-  // A strip of x, products of queries and keys, becomes weights times values' scales in units of 2^exponent; its sums come to
-  // the same reference and exponent. hidden: some row does not see some key. finite: KeySummary::finite
+  // A strip of x, products of queries and keys, becomes weights times values' scales in units of 2^exponent; its sums
+  // come to the same reference and exponent. hidden: some row does not see some key. finite: KeySummary::finite
   __device__ __forceinline__ void weigh(int strip, int step, bool exact, bool hidden, bool finite, int exponent,
                                         typename Scores<S>::Strip& x, ValueSums<S>& sums) {
     const KeyScalars<S>& keys = block_.shared.scalars(step);

@@ -62,8 +62,8 @@ class ValueSums {
     for (int c = 0; c < 4 * S::kWarpSlices; ++c) sums_[strip][c / 2 * 4 + 2 * h + c % 2] *= factor;
   }
 
-  // Calls fn(low, high, at) for every pair of neighbouring channels below d that a lane has of a strip; `at` is the pair's place among
-  // float32 rows, one strip of every team, `stride` apart.
+  // Calls fn(low, high, at) for every pair of neighbouring channels below d that a lane has of a strip; `at` is the
+  // pair's place among float32 rows, one strip of every team, `stride` apart.
   template <typename Fn>
   __device__ __forceinline__ void for_each_pair(int strip, float* rows, int stride, Fn&& fn) {
     const Thread<S>& thread = block_.thread;

@@ -1,7 +1,7 @@
 // The arguments of the general attention kernel, and the part of a call that one thread block does.
 //
-// Rows of one sequence and KV head are numbered by query, then by query head of the group: row r is query r / group under the
-// head kv_head * group + r % group.
+// Rows of one sequence and KV head are numbered by query, then by query head of the group: row r is query r / group
+// under the head kv_head * group + r % group.
 #pragma once
 
 #include "cuda/attention/call.cuh"
@@ -18,8 +18,9 @@ struct Arguments {
   int row_blocks;                      // thread blocks that share a sequence and KV head
   unsigned work_blocks, clear_blocks;  // the last blocks of the grid clear the rows of tokens without a sequence
 
-  // Do the keys of this pass lack their center, so that each query's product with the center is added to its scores? Codes
-  // are stored without it. From exact float32 keys it is subtracted here, because float16 then rounds them better.
+  // Do the keys of this pass lack their center, so that each query's product with the center is added to its scores?
+  // Codes are stored without it. From exact float32 keys it is subtracted here, because float16 then rounds them
+  // better.
   __device__ __forceinline__ bool centered(bool exact) const {
     return a.channels.center && (!exact || a.dtype == Dtype::kFloat32);
   }
