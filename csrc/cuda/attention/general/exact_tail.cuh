@@ -24,7 +24,7 @@ class ExactTail {
     recent_begin_ = max(first.recent_begin(), a.sink_tokens);
     keys_ = sinks_ + (a.recent_window > 0 ? max(last.end - recent_begin_, 0) : 0);
     steps_ = (keys_ + S::kKeys - 1) / S::kKeys;
-    slot_ = slot;
+    slot_ = static_cast<int>(slot);
   }
   __device__ __forceinline__ int steps() const { return steps_; }
 
@@ -91,7 +91,7 @@ class ExactTail {
   // Undefined where the sequence has no tail: then steps_ is 0.
   int sinks_begin_, sinks_;  // position of the first visible sink, and how many there are
   int recent_begin_, keys_;  // position of the first visible recent token; sinks and recent tokens together
-  int64_t slot_;             // of the sequence in the tail
+  int slot_;                 // of the sequence in the tail
 };
 
 }  // namespace turboquant::cuda::general

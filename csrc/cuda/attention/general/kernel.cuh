@@ -53,10 +53,11 @@ class GeneralBlock {
   // this one.
   __device__ __forceinline__ void attend(bool exact, int steps) {
     constexpr int kFirst = S::kBuffers == 2 ? -1 : 0;  // the iteration before the first step only expands
-    const int tiles = pages_.tiles(), thread = block_.thread.index;
+    const int thread = block_.thread.index;
     if (!exact) {
-      for (int i = thread; i < (kFirst + 3) * tiles; i += S::kThreads) {
-        pages_.set_tile(i / tiles, i % tiles, pages_.find_tile(i / tiles, i % tiles));
+      for (int i = thread; i < (kFirst + 3) * pages_.tiles(); i += S::kThreads) {
+        const int step = i / pages_.tiles(), tile = i % pages_.tiles();
+        pages_.set_tile(step, tile, pages_.find_tile(step, tile));
       }
       __syncthreads();
       if (S::kStaged) pages_.copy(0);
@@ -70,7 +71,7 @@ class GeneralBlock {
       __syncthreads();
       if (S::kStaged && !exact) pages_.copy(step + 2);
       uint8_t* tile = nullptr;  // its address is stored at the end of the iteration, when it has arrived
-      if (!exact && thread < tiles) tile = pages_.find_tile(step + 3, thread);
+      if (!exact && thread < pages_.tiles()) tile = pages_.find_tile(step + 3, thread);
       if constexpr (S::kBuffers == 1) {
         expand(exact, step);
         __syncthreads();
@@ -85,7 +86,7 @@ class GeneralBlock {
           }
         }
       }
-      if (!exact && thread < tiles) pages_.set_tile(step + 3, thread, tile);
+      if (!exact && thread < pages_.tiles()) pages_.set_tile(step + 3, thread, tile);
     }
   }
 

@@ -29,7 +29,7 @@ struct Arguments {
 struct WorkItem {
   int sequence, kv_head;
   int first_row, rows;  // of the sequence and KV head
-  int64_t first_query;  // token of the sequence's first query
+  int first_query;      // token of the sequence's first query
 
   struct Query {
     int64_t token;
@@ -37,7 +37,7 @@ struct WorkItem {
   };
   __device__ __forceinline__ Query query(int row, int group) const {
     const int i = (first_row + row) / group;
-    return {first_query + i, kv_head * group + first_row + row - i * group};
+    return {int64_t{first_query} + i, kv_head * group + first_row + row - i * group};
   }
 };
 
