@@ -10,8 +10,8 @@
 #include <vector>
 
 #define TURBOQUANT_LEVEL portable
-#include "cpu/hadamard.h"
-#include "cpu/pack.h"
+#include "cpu/kernels/hadamard.h"
+#include "cpu/kernels/pack.h"
 #include "format.h"
 
 namespace py = pybind11;
@@ -123,13 +123,13 @@ PYBIND11_MODULE(turboquant_native, m) {
   m.def("pack_row", [](const Bytes& codes, int bits) {
     require(codes.ndim() == 1 && bits >= 1 && bits <= 8, "codes must be [d], bits 1 to 8");
     Bytes packed(format::dense_row_bytes(codes.size(), bits));
-    cpu::pack_row(codes.data(), packed.mutable_data(), codes.size(), bits);
+    cpu::pack(codes.data(), packed.mutable_data(), 1, codes.size(), bits);
     return packed;
   });
   m.def("unpack_row", [](const Bytes& packed, int64_t d, int bits) {
     require(bits >= 1 && bits <= 8 && packed.size() == format::dense_row_bytes(d, bits), "packed has the wrong size");
     Bytes codes(d);
-    cpu::unpack_row(packed.data(), codes.mutable_data(), d, bits);
+    cpu::unpack(packed.data(), codes.mutable_data(), 1, d, bits);
     return codes;
   });
 

@@ -1,0 +1,377 @@
+"""Attention over the packed cache: decode steps, speculative steps and small prefills.
+
+Keys are never decoded: the query is rotated once, scores come from codes and scales, values are
+accumulated in the rotated space and the result is rotated back once. Sink tokens and the recent
+window come exact from the tail, in the same softmax. merge_attention joins two partial results,
+such as the exact chunk of a prefill and its prefix in codes.
+
+A query at position i (the last of n new ones stands at seq_len - 1) sees the keys j <= i, and with
+a sliding window only j > i - sliding_window. Then, in this order:
+
+1. score = softmax_scale * (q . decoded key without center + q . center); for keys of the exact tail
+   softmax_scale * (q . key);
+2. soft_cap > 0: score = soft_cap * tanh(score / soft_cap);
+3. softmax over the visible keys, with exp(sink_logits[head]) added to the denominator if given.
+
+Rounding. The CPU kernel multiplies integers: a rotated query is rounded to 16 bits (multiples of
+its largest channel / 32639), the weights of every 128 keys, softmax numerator times value scale, to
+multiples of the largest of them / 32639. A score is then off by about 10^-5 of
+softmax_scale * |q| |key|, an output by about 10^-4 of its length, a hundred times less than what
+8-bit codes cost; never more than half a unit per channel and key. Sums that follow are exact, so
+results do not depend on the processor, the number of threads or the other sequences of the call.
+
+CUDA has two kernels. The split-KV kernel (csrc/cuda/attention/split_kv.cu) takes calls of up to 16
+query rows, that is max_q_len times query heads per KV head, with d = 64, 80, 96, 112, 128, 160,
+192, 256, 512 or 576 and the bits and grids of the presets, on compute capability 8.0 and later. It
+rounds queries to 16 bits as on the CPU (multiples of the largest channel / 32512) and weights times
+value scales of 64 keys to multiples of the largest / 65500; keys and values of the exact tail are
+not rounded. It is one launch with a fixed grid and reads lengths and block tables on the device;
+scratch memory depends on the device only. Results are the same in every run; the other sequences
+of a batch decide where the work is cut and so move roundings, by about 10^-5 of the largest output.
+
+The general kernel (csrc/cuda/attention/general.cu) takes all other calls. It multiplies float16 on
+tensor cores with float32 sums: a query is rounded with a power of two of its own, rotated for codes
+and as it is for keys of the exact tail; levels of codes are exact, and so are keys and values of a
+float16 or bfloat16 tail (those of a float32 tail are rounded like a query, keys without their
+center). A weight times its value's scale is rounded last. So a score is off by about 2 * 10^-4 of
+its standard deviation over random keys, an output by at most 2^-11 of the largest value in
+addition. (What is below 2^-18 of the largest product of weight and scale so far is off by 2^-29 of
+that.) The result of a sequence does not depend on the rest of the batch, and is the same in every
+run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_turboquant import _checks
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.ops.cache import (
+    CacheTables,
+    Tail,
+    check_batch,
+    check_cache,
+    check_tables,
+    check_tail,
+    read_pages_reference,
+    tail_row_reference,
+    token_places_reference,
+)
+from torch_turboquant.ops.codec import Channels, level_of_code_reference
+from torch_turboquant.signs import rotation_tensor
+
+
+def paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_q_len: int = 1,
+    softmax_scale: float | None = None,
+    tail: Tail | None = None,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of the last tokens of each sequence over its packed cache.
+
+    Query i of a sequence with q_len queries stands at position p = seq_len - q_len + i and sees the
+    keys j <= p; with a sliding window only j > p - sliding_window. The tokens must have been stored
+    (cache_store) before.
+
+    Args:
+        q: [tokens, q_heads, head_dim], float32, float16 or bfloat16, stride 1 in the last
+            dimension; q_heads a multiple of kv_heads: query head h reads KV head
+            h // (q_heads / kv_heads).
+        cache: uint8 [num_pages, kv_heads, record_bytes], contiguous.
+        block_table: int32 [seqs, max_pages]: the pages of each sequence in order; entries that no
+            query needs are not read.
+        seq_lens: int32 [seqs], with the new tokens; 0 for padding.
+        config, tables: of the cache.
+        cu_seqlens_q: int32 [seqs + 1]: where each sequence's queries start among the tokens;
+            absent: one query per sequence.
+        max_q_len: an upper bound of the queries of a sequence.
+        softmax_scale: factor of the scores; None: 1 / sqrt(head_dim).
+        tail: of q's dtype: keys j < config.sink_tokens and p - j < config.recent_window come from
+            it. None: everything comes from codes.
+        sliding_window: 0: none.
+        soft_cap: > 0: a score s becomes soft_cap * tanh(s / soft_cap). 0: none.
+        sink_logits: float32 [q_heads]: each adds exp(logit) to the softmax denominator, and to lse.
+        out, lse: written instead of new tensors; given together, contiguous, out of q's shape and
+            dtype, lse float32 [tokens, q_heads].
+
+    Returns:
+        out: [tokens, q_heads, head_dim], q's dtype; 0 for a query without any key.
+        lse: float32 [tokens, q_heads], the natural logarithm of the softmax denominator; without
+            any key it is the sink logit, or -inf.
+        Rows of tokens past the last sequence are 0 and -inf.
+        On the CPU queries and weights are rounded to 16-bit integers, see docs/ops.md; the result
+        of a sequence depends neither on the rest of the batch nor on the number of threads.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, stride or device; a tail with too few rows.
+        RuntimeError: values of block_table, seq_lens, cu_seqlens_q or tail.slots out of range
+            (checked on the CPU).
+    """
+    d = _checks.check_vectors("q", q, 3)
+    tokens, q_heads, _ = q.shape
+    if d != config.head_dim:
+        raise ValueError(f"q has head_dim {d}, but the config has {config.head_dim}")
+    device = q.device
+    check_cache(cache, device, config, None)
+    kv_heads = cache.shape[1]
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(f"q has {q_heads} heads, expected a multiple of the cache's {kv_heads}")
+    check_tables(tables, device, config, kv_heads)
+    check_batch(seq_lens, cu_seqlens_q, device, tokens)
+    seqs = seq_lens.shape[0]
+    _checks.check_constant("block_table", block_table, device, torch.int32, (seqs, None))
+    _checks.check_positive(max_q_len=max_q_len)
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(d)
+    elif not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale is {softmax_scale}, supported: finite numbers")
+    if sliding_window < 0:
+        raise ValueError(f"sliding_window is {sliding_window}, supported: 0 (none) and more")
+    if not 0.0 <= soft_cap < math.inf:
+        raise ValueError(f"soft_cap is {soft_cap}, supported: 0 (none) and more")
+    if sink_logits is not None:
+        _checks.check_constant("sink_logits", sink_logits, device, torch.float32, (q_heads,))
+    if tail is not None:
+        check_tail(tail, device, q.dtype, config, kv_heads, seqs, max_q_len)
+    if (out is None) != (lse is None):
+        raise ValueError("out and lse come together or not at all")
+    if out is not None and lse is not None:
+        _checks.check_constant("out", out, device, q.dtype, (tokens, q_heads, d))
+        _checks.check_constant("lse", lse, device, torch.float32, (tokens, q_heads))
+    return attend_checked(
+        q,
+        cache,
+        block_table,
+        seq_lens,
+        config,
+        tables,
+        cu_seqlens_q,
+        max_q_len,
+        softmax_scale,
+        tail,
+        sliding_window,
+        soft_cap,
+        sink_logits,
+        out,
+        lse,
+    )
+
+
+def attend_checked(
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    cu_seqlens_q: Tensor | None,
+    max_q_len: int,
+    softmax_scale: float,
+    tail: Tail | None,
+    sliding_window: int,
+    soft_cap: float,
+    sink_logits: Tensor | None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """paged_attention of arguments that were made to fit: the op alone looks at them."""
+    ring, slots, valid = (None, None, None) if tail is None else tail
+    constants = (
+        q,
+        cache,
+        block_table,
+        seq_lens,
+        tables.key_signs,
+        tables.value_signs,
+        tables.key_levels,
+        tables.value_levels,
+        tables.center,
+        config.page_size,
+        config.key_bits,
+        config.value_bits,
+        softmax_scale,
+    )
+    options = (
+        cu_seqlens_q,
+        max_q_len,
+        ring,
+        slots,
+        valid,
+        0 if tail is None else config.sink_tokens,
+        0 if tail is None else config.recent_window,
+        sliding_window,
+        soft_cap,
+        sink_logits,
+    )
+    if out is None or lse is None:
+        return torch.ops.turboquant.paged_attention.default(*constants, *options)
+    torch.ops.turboquant.paged_attention_out.default(*constants, out, lse, *options)
+    return out, lse
+
+
+def merge_attention(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Joins the attention of the same queries over two disjoint sets of keys.
+
+    Args:
+        out_a, out_b: [..., head_dim], one dtype of float32, float16 and bfloat16, contiguous.
+        lse_a, lse_b: float32 [...], contiguous; -inf: no keys, that part is ignored.
+
+    Returns:
+        out, lse as if computed over both sets at once, up to rounding.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, stride or device.
+    """
+    _checks.check_vectors("out_a", out_a)
+    device, shape = out_a.device, tuple(out_a.shape)
+    _checks.check_constant("out_a", out_a, device, out_a.dtype, shape)
+    _checks.check_constant("out_b", out_b, device, out_a.dtype, shape)
+    _checks.check_constant("lse_a", lse_a, device, torch.float32, shape[:-1])
+    _checks.check_constant("lse_b", lse_b, device, torch.float32, shape[:-1])
+    return torch.ops.turboquant.merge_attention.default(out_a, lse_a, out_b, lse_b)
+
+
+# ---- fakes
+
+
+@torch.library.register_fake("turboquant::paged_attention")
+def _paged_attention_fake(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    torch._check(q.dim() == 3, lambda: "q must be [tokens, q_heads, d]")
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.register_fake("turboquant::paged_attention_out")
+def _paged_attention_out_fake(q: Tensor, *others: Any) -> None:
+    return None
+
+
+@torch.library.register_fake("turboquant::merge_attention")
+def _merge_attention_fake(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    torch._check(
+        out_a.shape == out_b.shape and lse_a.shape == lse_b.shape == out_a.shape[:-1],
+        lambda: "both parts must be out [..., d] and lse [...] of the same queries",
+    )
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+# ---- references: CPU tensors only
+
+
+def paged_attention_reference(
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_q_len: int = 1,
+    softmax_scale: float | None = None,
+    tail: Tail | None = None,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Decode everything, then dense attention, all in float64: (out, lse) in float64."""
+    tokens, q_heads, d = q.shape
+    group = q_heads // cache.shape[1]
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(d)
+    key_rotation = rotation_tensor(tables.key_signs)
+    value_rotation = rotation_tensor(tables.value_signs)
+    out = torch.zeros(tokens, q_heads, d, dtype=torch.float64)
+    lse = torch.full((tokens, q_heads), -torch.inf, dtype=torch.float64)
+
+    decoded = {}  # of each sequence: what its pages hold
+    for token, (s, position) in enumerate(token_places_reference(tokens, seq_lens, cu_seqlens_q)):
+        if s < 0:
+            continue
+        first = max(0, position - sliding_window + 1) if sliding_window else 0
+        seen = slice(first, position + 1)
+        if position >= 0:
+            if s not in decoded:
+                pages = block_table[s, : -(-int(seq_lens[s]) // config.page_size)].long()
+                # pages that the window has left may be gone
+                pages[: first // config.page_size] = pages[first // config.page_size]
+                key_codes, value_codes, key_scales, value_scales = read_pages_reference(
+                    cache, pages, config
+                )
+                levels = level_of_code_reference(key_codes, tables.key_levels, config.key_bits)
+                k = (key_scales.double()[..., None] * levels / 32) @ key_rotation
+                channels = Channels.of(tables.center, 2)
+                if channels.inverse is not None:
+                    k = k * channels.inverse.double()
+                if channels.center is not None:
+                    k = k + channels.center.double()
+                levels = level_of_code_reference(
+                    value_codes, tables.value_levels, config.value_bits
+                )
+                v = (value_scales.double()[..., None] * levels / 32) @ value_rotation
+                decoded[s] = k, v
+            k, v = (part[seen].clone() for part in decoded[s])
+            if tail is not None and tail.slots[s] >= 0:
+                slot = int(tail.slots[s])
+                held = (config.sink_tokens, 0) if tail.valid is None else tail.valid[slot].tolist()
+                for j in range(first, position + 1):
+                    if not _exact(j, position, config, *held):
+                        continue
+                    ring = tail.ring.shape[2] - config.sink_tokens
+                    row = tail.ring[slot, :, tail_row_reference(j, config.sink_tokens, ring)]
+                    k[j - first], v[j - first] = row[:, 0].double(), row[:, 1].double()
+        else:
+            k = v = torch.zeros(0, cache.shape[1], d, dtype=torch.float64)
+        k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))
+        s_ = softmax_scale * torch.einsum("hd,jhd->hj", q[token].double(), k)
+        if soft_cap > 0:
+            s_ = soft_cap * torch.tanh(s_ / soft_cap)
+        if sink_logits is not None:
+            total = torch.logsumexp(torch.cat([s_, sink_logits.double()[:, None]], dim=1), dim=1)
+        else:
+            total = torch.logsumexp(s_, dim=1)
+        lse[token] = total
+        if s_.shape[1]:
+            out[token] = torch.einsum("hj,jhd->hd", torch.exp(s_ - total[:, None]), v)
+    return out, lse
+
+
+def _exact(j: int, position: int, config: CacheConfig, sinks_held: int, first_held: int) -> bool:
+    """Whether the query at this position reads key j from the tail (docs/format.md, section 9)."""
+    if j < config.sink_tokens:
+        return j < sinks_held
+    return position - j < config.recent_window and j >= first_held
+
+
+def merge_attention_reference(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The join in float64: (out, lse) in float64."""
+    lse_a, lse_b = lse_a.double(), lse_b.double()
+    lse = torch.logaddexp(lse_a, lse_b)
+    out = torch.zeros(out_a.shape, dtype=torch.float64)
+    for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
+        weight = torch.where(part_lse > -torch.inf, torch.exp(part_lse - lse), 0.0)[..., None]
+        out = out + torch.where(weight > 0, weight * part.double(), 0.0)
+    return out, lse
