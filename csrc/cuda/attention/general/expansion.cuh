@@ -82,10 +82,10 @@ __device__ __forceinline__ uint2 key_codes(const uint8_t* row, const uint8_t* pl
   } else if constexpr (format::has_plane(WIDTH)) {
     const uint32_t* high = reinterpret_cast<const uint32_t*>(plane);
     if (WHOLE || (o | 3) < octets) return {words[o], high[o / 4] >> 2 * (o % 4)};
-    const uint32_t fifth_bits = key_octet(words, high, octets, format::num_bits(WIDTH), o).high;
+    const uint32_t fifth_bits = plane_key_octet(words, high, octets, o).high;
     return {words[o], spread_pairs(fifth_bits)};
   } else if constexpr (format::is_spread(WIDTH)) {
-    return {key_octet(words, nullptr, octets, format::num_bits(WIDTH), o).low, 0};
+    return {spread_key_octet(words, octets, o).low, 0};
   } else if constexpr (format::field_bits(WIDTH) < 4) {
     return {open_nibbles(reinterpret_cast<const uint16_t*>(row)[o], format::num_bits(WIDTH)), 0};
   } else {
