@@ -308,13 +308,6 @@ inline ScoreShape checked_score_shape(const Tensor& q, const Tensor& packed, con
   return s;
 }
 
-// The stored sketch of the keys that `shape` describes: sign_bits uint8 [..., keys, bytes], norm float32 [..., keys].
-inline void check_sketch(const Tensor& sign_bits, const Tensor& norm, const Tensor& q, const ScoreShape& shape,
-                         int64_t bytes) {
-  check_beside(sign_bits, q, "sign_bits", ScalarType::Byte, 2, {shape.keys, bytes});
-  check_beside(norm, q, "the residual norm", ScalarType::Float, 2, {shape.keys});
-}
-
 // ---- Attention --------------------------------------------------------------------------------------------------------
 
 // seq_lens: int32 [seqs], cu_seqlens_q: int32 [seqs + 1] or absent (one new token per sequence). Returns seqs.

@@ -1,9 +1,10 @@
 // The table of contents: every op of torch.ops.turboquant, its schema and nothing else. Kernels register themselves in
 // csrc/cpu/<room>.cpp and csrc/cuda/<room>.cu; fake implementations and documentation are in torch_turboquant/<room>.py.
+// The aggregates in csrc/calls repeat the long lists of arguments, field by field in the same order.
 //
-// Conventions: integers name what would be strings (scale_mode: 0 norm, 1 preserve, 2 mse, 3 unbiased), because strings
-// cost microseconds per call. Constants of a cache (signs, levels, steps, center) are tensors, so that CUDA graphs hold no
-// host state. `levels` absent means the uniform grid. Ops take no gradient, except hadamard.
+// Conventions: integers stand for names (scale_mode: 0 norm, 1 preserve, 2 mse, 3 unbiased), because strings cost
+// microseconds per call. Constants of a cache (signs, levels, steps, center) are tensors, so that CUDA graphs hold no host
+// state. Absent `levels` mean the uniform grid. Ops take no gradient, except for hadamard.
 #include <torch/csrc/stable/library.h>
 
 // clang-format off: one line per group of arguments
@@ -53,19 +54,16 @@ STABLE_TORCH_LIBRARY(turboquant, m) {
         " int head_dim, int page_size, int key_bits, int value_bits, int max_seq_len, ScalarType dtype)"
         " -> (Tensor k, Tensor v)");
 
-  // -- attention: decode and small prefills over the packed cache ----------------------------------------------------------
-  m.def("paged_attention(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens,"
-        " Tensor key_signs, Tensor value_signs, Tensor? key_levels, Tensor? value_levels, Tensor? center,"
-        " int page_size, int key_bits, int value_bits, float softmax_scale,"
-        " Tensor? cu_seqlens_q=None, int max_q_len=1,"
-        " Tensor? tail=None, Tensor? tail_slots=None, Tensor? tail_valid=None, int sink_tokens=0, int recent_window=0,"
-        " int sliding_window=0, float soft_cap=0.0, Tensor? sink_logits=None) -> (Tensor out, Tensor lse)");
-  m.def("paged_attention_out(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens,"
-        " Tensor key_signs, Tensor value_signs, Tensor? key_levels, Tensor? value_levels, Tensor? center,"
-        " int page_size, int key_bits, int value_bits, float softmax_scale, Tensor(a!) out, Tensor(b!) lse,"
-        " Tensor? cu_seqlens_q=None, int max_q_len=1,"
-        " Tensor? tail=None, Tensor? tail_slots=None, Tensor? tail_valid=None, int sink_tokens=0, int recent_window=0,"
-        " int sliding_window=0, float soft_cap=0.0, Tensor? sink_logits=None) -> ()");
+  // -- attention: decode steps and small prefills over the packed cache ---------------------------------------------------
+#define PAGED_ATTENTION_ARGUMENTS                                                                                        \
+  "Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens,"                                                         \
+  " Tensor key_signs, Tensor value_signs, Tensor? key_levels, Tensor? value_levels, Tensor? center,"                     \
+  " int page_size, int key_bits, int value_bits, float softmax_scale,"                                                   \
+  " Tensor? cu_seqlens_q=None, int max_q_len=1,"                                                                         \
+  " Tensor? tail=None, Tensor? tail_slots=None, Tensor? tail_valid=None, int sink_tokens=0, int recent_window=0,"        \
+  " int sliding_window=0, float soft_cap=0.0, Tensor? sink_logits=None"
+  m.def("paged_attention(" PAGED_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)");
+  m.def("paged_attention_out(" PAGED_ATTENTION_ARGUMENTS ", *, Tensor(a!) out, Tensor(b!) lse) -> ()");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
 }
 // clang-format on

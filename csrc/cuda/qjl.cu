@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "calls/sketch.h"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/codec/transform.cuh"
 #include "cuda/score/sketch_bulk.cuh"
