@@ -1,4 +1,5 @@
-// The element types of vectors, as kernels know them: kernels know no torch. The numbers are torch's own (checks.h proves it).
+// The element types of vectors, as kernels know them: kernels know no torch. The numbers are torch's own (checks.h
+// proves it).
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,8 @@ struct Tag {
   using type = T;
 };
 
-// Calls fn with a Tag of the type that a backend (ElementTypes) has for `dtype`. Always inlined, because the CPU kernels are
-// compiled once per instruction set and must not share functions.
+// Calls fn with a Tag of the type that a backend (ElementTypes) has for `dtype`. Always inlined, because the CPU
+// kernels are compiled once per instruction set and must not share functions.
 template <typename ElementTypes, typename Fn>
 inline __attribute__((always_inline)) decltype(auto) dispatch_dtype(Dtype dtype, Fn&& fn) {
   switch (dtype) {

@@ -80,7 +80,8 @@ inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, c
 }
 
 // The ops of a backend, for boxed() (calls/boxed.h): with new tensors for the results, or with given ones.
-// attend: gets a checked call; fills out, [tokens, q_heads, d] like q, and lse, float32 [tokens, q_heads], both contiguous.
+// attend: gets a checked call; fills out, [tokens, q_heads, d] like q, and lse, float32 [tokens, q_heads], both
+// contiguous.
 using Attend = void(const AttentionCall& call, const format::Record& record, const Tensor& out, const Tensor& lse);
 
 template <Attend* attend>

@@ -1,7 +1,8 @@
-// Makes a kernel that torch can call of a function that takes its arguments as one aggregate (AttentionCall, StoreCall, ..).
+// Turns a function that takes its arguments as one aggregate, such as AttentionCall, into a kernel that torch can call.
 //
-// The fields of the aggregate stand in the order of the op's schema, so that the schema (csrc/ops.cpp) and the aggregate are
-// the only two lists of these arguments in C++. TORCH_BOX does the same for functions with one parameter per argument.
+// The fields of the aggregate stand in the order of the op's schema, so that the schema (csrc/ops.cpp) and the
+// aggregate are the only two lists of these arguments in C++. TORCH_BOX does the same for functions with one parameter
+// per argument.
 #pragma once
 
 #include <tuple>
@@ -26,10 +27,10 @@ struct OtherArgument {
     return torch::stable::detail::to<T>(value);
   }
 };
-// Otherwise an optional field would take its argument for a tensor, through the constructor of optional that takes a value.
+// Otherwise the constructor of optional that takes a value would make an optional field of its argument as a tensor.
 static_assert(!std::is_constructible_v<torch::stable::Tensor, OtherArgument>);
 
-// Finds the kind of every field of an aggregate, from the first to the last, by trying which argument can initialise it.
+// Finds the kind of every field of an aggregate, one after the other, by trying which argument can initialise it.
 template <typename Call, typename... Known>
 constexpr auto find_arguments() {
   if constexpr (requires { Call{std::declval<Known>()..., std::declval<OtherArgument>()}; }) {
@@ -71,7 +72,7 @@ struct Results<std::tuple<Tensors...>> {
   }
 };
 
-// A kernel takes a call and, if it is an _out variant, the tensors that it writes: they are the last arguments of the schema.
+// A kernel takes a call. That of an _out variant also takes the tensors that it writes, the last ones of the schema.
 template <auto kernel, typename Result, typename Call, typename... Outputs>
 void run_boxed(Result (*)(const Call&, const Outputs&...), StableIValue* stack, uint64_t num_arguments,
                uint64_t num_results) {

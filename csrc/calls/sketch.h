@@ -1,6 +1,7 @@
 // The projection of a sketch (docs/format.md section 10), checked: both backends' qjl ops and `score` need it.
 //
-// There are two kinds, told apart by their shape. Each has a scale of its own; to confuse them silently loses the estimate.
+// There are two kinds, told apart by their shape. Each has a scale of its own; to confuse them silently loses the
+// estimate.
 //   float32 [m, d], dense Gaussian entries:        estimate = sqrt(pi/2) / m * norm * sum of sign_i * (S q)_i
 //   float32 [d], signs of an orthonormal rotation: estimate = sqrt(pi / (2 d)) * norm * sum of sign_i * (R q)_i
 #pragma once

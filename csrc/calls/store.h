@@ -1,5 +1,5 @@
-// Calls of cache_store and cache_store_layers: their arguments and their checks. Everything is checked before anything is
-// written.
+// Calls of cache_store and cache_store_layers: their arguments and their checks. Everything is checked before anything
+// is written.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -9,8 +9,8 @@
 
 namespace turboquant {
 
-// The arguments of the two ops in the order of their schemas (csrc/ops.cpp). They differ in what every layer has for itself:
-// one tensor, or a list with a tensor per layer.
+// The arguments of the two ops in the order of their schemas (csrc/ops.cpp). They differ in what every layer has for
+// itself: one tensor, or a list with a tensor per layer.
 template <typename Tensors, typename OptionalTensors>
 struct StoreArguments {
   Tensors k, v;                             // [tokens, kv_heads, d], of several layers [batch, kv_heads, new, d]
@@ -37,8 +37,8 @@ struct StoreLayer {
   OptionalTensor center, tail;
 };
 
-// k or v, [tokens, heads, d] or [batch, heads, new, d]: the tensor itself, or a copy if tokens lie at unequal distances or rows
-// do not start at multiples of `alignment` bytes.
+// k or v, [tokens, heads, d] or [batch, heads, new, d]: the tensor itself, or a copy if tokens lie at unequal distances
+// or rows do not start at multiples of `alignment` bytes.
 struct HeadRows {
   Tensor tensor;
   TokenRows rows;
@@ -79,8 +79,8 @@ void check_store(const StoreLayer& layer, const Call& call, const format::Record
   STD_TORCH_CHECK(!layer.tail || call.seq_lens.has_value(), "tail needs seq_lens");
 }
 
-// The ops of a backend, for boxed() (calls/boxed.h). LayerStore is the backend's class for the keys and values of one layer:
-// its constructor checks everything and writes nothing, LayerStore::run(layers, op) stores them.
+// The ops of a backend, for boxed() (calls/boxed.h). LayerStore is the backend's class for the keys and values of one
+// layer: its constructor checks everything and writes nothing, LayerStore::run(layers, op) stores them.
 template <typename LayerStore>
 void cache_store(const StoreCall& c) {
   std::vector<LayerStore> layer;

@@ -1,11 +1,12 @@
 // paged_attention, merge_attention: softmax attention straight from packed pages.
 //
-// Keys are never rotated back: with R the rotation and s the scales of channels, q . key = (R (q / s)) . (scale / 32 * levels)
-// + q . center, so the query is rotated once. Values are summed in the rotated space, and the sum is rotated back once. Keys of
-// the exact tail (sinks and recent window, docs/format.md section 9) are scored and summed unrotated and join in the end.
+// Keys are never rotated back: with R the rotation and s the scales of channels, q . key = (R (q / s)) . (scale / 32 *
+// levels) + q . center, so the query is rotated once. Values are summed in the rotated space, and the sum is rotated
+// back once. Keys of the exact tail (sinks and recent window, docs/format.md section 9) are scored and summed unrotated
+// and join in the end.
 //
-// A unit of work is a span of keys of one (sequence, KV head): all its queries and query heads share every key and value that
-// is unpacked (kernels/attention.h). The partial results of spans and of the tail are joined in a fixed order.
+// A unit of work is a span of keys of one (sequence, KV head): all its queries and query heads share every key and
+// value that is unpacked (kernels/attention.h). Partial results of spans and of the tail are joined in a fixed order.
 #include "calls/attention.h"
 
 #include <optional>
@@ -69,13 +70,13 @@ struct Row {
 constexpr int64_t kRowsAtOnce = 128;   // rows of a unit of work: their sums stay in the cache
 constexpr int64_t kSpanTokens = 2048;  // keys of a unit of work; a multiple of kBlockTokens
 
-// Rows that share keys (queries of one sequence, query heads of one KV head), and the cut of their keys into spans. The cut
+// Rows that share keys: queries of one sequence, query heads of one KV head. Their keys are cut into spans. The cut
 // depends on lengths only, so results do not depend on the number of threads.
-struct RowGroup {
+struct RowSet {
   int64_t sequence, kv_head;
   int64_t first_row, rows;  // among those of (sequence, KV head), query-major
   int64_t begin, end;       // packed keys that some row sees; begin is the first of a block
-  int64_t at;               // index of the first row among those of all groups
+  int64_t at;               // index of the first row among those of all sets
   int64_t part;             // index of the first partial result
   int64_t spans() const { return (end - begin + kSpanTokens - 1) / kSpanTokens; }
 };
@@ -90,6 +91,7 @@ struct Workspace {
   std::vector<int64_t> visible, sinks, recent, position;  // and its exact ones
   std::vector<float> max, sum, sums;                      // partial results: [parts], [parts], [parts, d]
 };
+
 int64_t largest_query_count(const Batch& batch) {
   int64_t most = 0;
   for (int64_t s = 0; s < batch.count; ++s) most = std::max(most, batch.queries(s));
@@ -136,15 +138,15 @@ Attention checked_attention(const AttentionCall& c, const format::Record& record
   return a;
 }
 
-// Cuts the rows of a call into groups.
-std::vector<RowGroup> groups_of(const Attention& a) {
-  std::vector<RowGroup> groups;
+// Cuts the rows of a call into sets.
+std::vector<RowSet> sets_of(const Attention& a) {
+  std::vector<RowSet> sets;
   int64_t at = 0, part = 0;
   for (int64_t s = 0; s < a.batch.count; ++s) {
     const int64_t rows = a.batch.queries(s) * a.group;
     for (int64_t head = 0; head < a.kv_heads; ++head) {
       for (int64_t first = 0; first < rows; first += kRowsAtOnce) {
-        RowGroup t{.sequence = s,
+        RowSet set{.sequence = s,
                    .kv_head = head,
                    .first_row = first,
                    .rows = std::min(kRowsAtOnce, rows - first),
@@ -152,29 +154,29 @@ std::vector<RowGroup> groups_of(const Attention& a) {
                    .end = 0,
                    .at = at,
                    .part = part};
-        for (int64_t i = first / a.group; i <= (first + t.rows - 1) / a.group; ++i) {
+        for (int64_t i = first / a.group; i <= (first + set.rows - 1) / a.group; ++i) {
           const int64_t position = a.batch.position(s, i);
           const Attention::Exact exact = a.exact(s, position);
           const int64_t from = std::max(a.first_visible(position), exact.sinks),
                         end = std::min(position + 1, exact.recent);
           if (from >= end) continue;
-          t.begin = std::min(t.begin, from);
-          t.end = std::max(t.end, end);
+          set.begin = std::min(set.begin, from);
+          set.end = std::max(set.end, end);
         }
-        t.begin = t.end == 0 ? 0 : t.begin / kBlockTokens * kBlockTokens;
-        at += t.rows;
-        part += (t.spans() + 1) * t.rows;  // the exact keys come after the spans
-        groups.push_back(t);
+        set.begin = set.end == 0 ? 0 : set.begin / kBlockTokens * kBlockTokens;
+        at += set.rows;
+        part += (set.spans() + 1) * set.rows;  // the exact keys come after the spans
+        sets.push_back(set);
       }
     }
   }
-  return groups;
+  return sets;
 }
 
 class PagedAttention {
  public:
   explicit PagedAttention(const Attention& a)
-      : a_(a), groups_(groups_of(a)), split_(format::split_dim(a.d)), layout_(key_layout(a.record)),
+      : a_(a), sets_(sets_of(a)), split_(format::split_dim(a.d)), layout_(key_layout(a.record)),
         factor_bytes_(kernels().query_factor_bytes(static_cast<int>(a.d), layout_)) {
     keys_.record = a.record;
     keys_.panels = panel_map(a.record).get();
@@ -183,12 +185,12 @@ class PagedAttention {
     keys_.soft_cap = a.soft_cap;
     std::copy_n(a.key_levels.of, kTableLevels, keys_.key_levels);
     std::copy_n(a.value_levels.of, kTableLevels, keys_.value_levels);
-    for (const RowGroup& t : groups_) {
-      for (int64_t i = 0; i < t.spans(); ++i) spans_.push_back({&t - groups_.data(), i});
-      if (has_tail(t)) spans_.push_back({&t - groups_.data(), t.spans()});
-      rows_ = t.at + t.rows;
-      most_rows_ = std::max(most_rows_, t.rows);
-      parts_ = t.part + (t.spans() + 1) * t.rows;
+    for (const RowSet& set : sets_) {
+      for (int64_t i = 0; i < set.spans(); ++i) spans_.push_back({&set - sets_.data(), i});
+      if (has_tail(set)) spans_.push_back({&set - sets_.data(), set.spans()});
+      rows_ = set.at + set.rows;
+      most_rows_ = std::max(most_rows_, set.rows);
+      parts_ = set.part + (set.spans() + 1) * set.rows;
     }
   }
 
@@ -196,40 +198,40 @@ class PagedAttention {
   template <typename T>
   void run(T* out, float* lse) {
     allocate();
-    parallel_for(groups_.size(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t) prepare(groups_[t]);
+    parallel_for(sets_.size(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) prepare(sets_[i]);
     });
     parallel_for(spans_.size(), 1, [&](int64_t begin, int64_t end) {
       Scratch scratch(kernels().attend_scratch_bytes(keys_)), sums(4 * std::max(most_rows_ * lanes(), 32 * a_.d));
       for (int64_t i = begin; i < end; ++i) {
-        const RowGroup& t = groups_[spans_[i].group];
-        if (spans_[i].span < t.spans()) {
-          attend_span(t, spans_[i].span, scratch, sums);
+        const RowSet& set = sets_[spans_[i].set];
+        if (spans_[i].span < set.spans()) {
+          attend_span(set, spans_[i].span, scratch, sums);
         } else {
-          attend_tail(t, sums.as<float>());
+          attend_tail(set, sums.as<float>());
         }
       }
     });
-    parallel_for(groups_.size(), 1, [&](int64_t begin, int64_t end) {
+    parallel_for(sets_.size(), 1, [&](int64_t begin, int64_t end) {
       std::vector<float> coded(a_.d), exact(a_.d);
-      for (int64_t t = begin; t < end; ++t) {
-        for (int64_t r = 0; r < groups_[t].rows; ++r) finish(groups_[t], r, coded.data(), exact.data(), out, lse);
+      for (int64_t i = begin; i < end; ++i) {
+        for (int64_t r = 0; r < sets_[i].rows; ++r) finish(sets_[i], r, coded.data(), exact.data(), out, lse);
       }
     });
   }
 
  private:
   struct Span {
-    int64_t group, span;
+    int64_t set, span;
   };
 
-  bool has_tail(const RowGroup& t) const { return a_.tail && a_.tail->slots[t.sequence] >= 0; }
+  bool has_tail(const RowSet& set) const { return a_.tail && a_.tail->slots[set.sequence] >= 0; }
   // Sums of a row in the order of the panels.
   int64_t lanes() const { return keys_.panels.panels * keys_.panels.fields * 16; }
 
-  Row row(const RowGroup& t, int64_t r) const {
-    const int64_t i = (t.first_row + r) / a_.group, g = (t.first_row + r) % a_.group;
-    return {a_.batch.query_begin[t.sequence] + i, t.kv_head * a_.group + g, a_.batch.position(t.sequence, i)};
+  Row row(const RowSet& set, int64_t r) const {
+    const int64_t i = (set.first_row + r) / a_.group, g = (set.first_row + r) % a_.group;
+    return {a_.batch.query_begin[set.sequence] + i, set.kv_head * a_.group + g, a_.batch.position(set.sequence, i)};
   }
 
   void allocate() {
@@ -245,7 +247,7 @@ class PagedAttention {
   }
   uint8_t* factors(int64_t row) const { return work_.factors.as<uint8_t>() + row * factor_bytes_; }
 
-  void prepare(const RowGroup& t) {
+  void prepare(const RowSet& set) {
     Workspace& w = work_;
     std::vector<float> rotated(a_.d);
     std::vector<int16_t> integers(a_.d + kQueryMargin);
@@ -253,12 +255,12 @@ class PagedAttention {
     dispatch_float(dtype_of(queries), [&](auto tag) {
       using T = typename decltype(tag)::type;
       const T* q = data_of<T>(queries);
-      for (int64_t r = 0; r < t.rows; ++r) {
-        const Row x = row(t, r);
-        const int64_t at = t.at + r;
+      for (int64_t r = 0; r < set.rows; ++r) {
+        const Row x = row(set, r);
+        const int64_t at = set.at + r;
         float* plain = w.plain.data() + at * a_.d;
         to_float(q + x.token * queries.stride(0) + x.head * queries.stride(1), plain, a_.d);
-        const format::Channels channels = a_.channels.of_head(t.kv_head, a_.d);
+        const format::Channels channels = a_.channels.of_head(set.kv_head, a_.d);
         std::copy(plain, plain + a_.d, rotated.begin());
         if (channels.inverse) multiply(rotated.data(), channels.inverse, a_.d);
         rotate(rotated.data(), a_.key_signs, split_);
@@ -268,7 +270,7 @@ class PagedAttention {
         w.unit[at] = unit * format::kLevelUnit * a_.softmax_scale;
         w.shift[at] = channels.center ? dot(plain, channels.center, a_.d) * a_.softmax_scale : 0;
 
-        const Attention::Exact exact = a_.exact(t.sequence, x.position);
+        const Attention::Exact exact = a_.exact(set.sequence, x.position);
         const int64_t first = a_.first_visible(x.position);
         w.visible[at] = first;
         w.first[at] = std::max(first, exact.sinks);
@@ -280,22 +282,22 @@ class PagedAttention {
     });
   }
 
-  void attend_span(const RowGroup& t, int64_t span, const Scratch& scratch, const Scratch& memory) {
+  void attend_span(const RowSet& set, int64_t span, const Scratch& scratch, const Scratch& memory) {
     Workspace& w = work_;
-    const int64_t part = t.part + span * t.rows, begin = t.begin + span * kSpanTokens;
-    const QueryRows rows{.count = static_cast<int>(t.rows),
-                         .factors = factors(t.at),
-                         .unit = &w.unit[t.at],
-                         .correction = &w.correction[t.at],
-                         .shift = &w.shift[t.at],
-                         .first = &w.first[t.at],
-                         .end = &w.end[t.at]};
+    const int64_t part = set.part + span * set.rows, begin = set.begin + span * kSpanTokens;
+    const QueryRows rows{.count = static_cast<int>(set.rows),
+                         .factors = factors(set.at),
+                         .unit = &w.unit[set.at],
+                         .correction = &w.correction[set.at],
+                         .shift = &w.shift[set.at],
+                         .first = &w.first[set.at],
+                         .end = &w.end[set.at]};
     float* sums = memory.as<float>();
-    std::fill(sums, sums + t.rows * lanes(), 0.0f);
+    std::fill(sums, sums + set.rows * lanes(), 0.0f);
     const PartialRows out{.max = &w.max[part], .sum = &w.sum[part], .sums = sums, .stride = lanes()};
-    kernels().attend_pages(keys_, a_.table + t.sequence * a_.max_pages, t.kv_head, begin,
-                           std::min(begin + kSpanTokens, t.end), rows, out, scratch.as<void>());
-    for (int64_t r = 0; r < t.rows; ++r) {  // from the order of the panels to that of channels
+    kernels().attend_pages(keys_, a_.table + set.sequence * a_.max_pages, set.kv_head, begin,
+                           std::min(begin + kSpanTokens, set.end), rows, out, scratch.as<void>());
+    for (int64_t r = 0; r < set.rows; ++r) {  // from the order of the panels to that of channels
       float* to = &w.sums[(part + r) * a_.d];
       const float* from = sums + r * lanes();
       const int32_t* words = keys_.panels.words;
@@ -305,40 +307,40 @@ class PagedAttention {
     }
   }
 
-  void attend_tail(const RowGroup& t, float* scratch) {
+  void attend_tail(const RowSet& set, float* scratch) {
     Workspace& w = work_;
     const TailView& tail = *a_.tail;
-    const int64_t part = t.part + t.spans() * t.rows;
-    const ExactKeys exact{.tail = tail.vector(tail.slots[t.sequence], t.kv_head, 0, 0),
+    const int64_t part = set.part + set.spans() * set.rows;
+    const ExactKeys exact{.tail = tail.vector(tail.slots[set.sequence], set.kv_head, 0, 0),
                           .dtype = dtype_of(tail.tensor),
                           .d = a_.d,
                           .sink_tokens = tail.sink_tokens,
                           .ring = tail.ring,
-                          .q = &w.plain[t.at * a_.d],
-                          .first = &w.visible[t.at],
-                          .sinks = &w.sinks[t.at],
-                          .recent = &w.recent[t.at],
-                          .position = &w.position[t.at]};
+                          .q = &w.plain[set.at * a_.d],
+                          .first = &w.visible[set.at],
+                          .sinks = &w.sinks[set.at],
+                          .recent = &w.recent[set.at],
+                          .position = &w.position[set.at]};
     const PartialRows out{.max = &w.max[part], .sum = &w.sum[part], .sums = &w.sums[part * a_.d], .stride = a_.d};
-    kernels().attend_exact(exact, static_cast<int>(t.rows), a_.softmax_scale, a_.soft_cap, out, scratch);
+    kernels().attend_exact(exact, static_cast<int>(set.rows), a_.softmax_scale, a_.soft_cap, out, scratch);
   }
 
   // Joins the partial results of a row, in the order of the spans.
   template <typename T>
-  void finish(const RowGroup& t, int64_t r, float* coded, float* exact, T* out, float* lse) {
+  void finish(const RowSet& set, int64_t r, float* coded, float* exact, T* out, float* lse) {
     const Workspace& w = work_;
-    const Row x = row(t, r);
+    const Row x = row(set, r);
     const float* sink = a_.sink_logits ? a_.sink_logits + x.head : nullptr;  // one more logit, without a value
     float top = sink ? *sink : -INFINITY, total = 0;
-    for (int64_t i = 0; i <= t.spans(); ++i) top = std::max(top, w.max[t.part + i * t.rows + r]);
+    for (int64_t i = 0; i <= set.spans(); ++i) top = std::max(top, w.max[set.part + i * set.rows + r]);
     std::fill(coded, coded + a_.d, 0.0f);
     std::fill(exact, exact + a_.d, 0.0f);
-    for (int64_t i = 0; i <= t.spans(); ++i) {
-      const int64_t part = t.part + i * t.rows + r;
+    for (int64_t i = 0; i <= set.spans(); ++i) {
+      const int64_t part = set.part + i * set.rows + r;
       if (w.sum[part] == 0) continue;
       const float weight = std::exp(w.max[part] - top);
       total += weight * w.sum[part];
-      float* to = i < t.spans() ? coded : exact;
+      float* to = i < set.spans() ? coded : exact;
       for (int64_t c = 0; c < a_.d; ++c) to[c] += weight * w.sums[part * a_.d + c];
     }
     if (sink && top != -INFINITY) total += std::exp(*sink - top);
@@ -352,7 +354,7 @@ class PagedAttention {
   }
 
   const Attention& a_;
-  std::vector<RowGroup> groups_;
+  std::vector<RowSet> sets_;
   std::vector<Span> spans_;
   format::Split split_;
   Layout layout_;  // of keys

@@ -1,4 +1,5 @@
-// query_energy, learn_center: what keys are stored relative to, learned from the keys and queries of a prompt.
+// query_energy, learn_center: the center that keys are stored relative to, learned from the keys and queries of a
+// prompt.
 #include <cmath>
 
 #include "calls/center.h"
@@ -74,8 +75,8 @@ void make_scales(const std::vector<double>& mean, const std::vector<double>& var
   }
 }
 
-// keys: of every layer [batch, kv_heads, tokens, d]; energies: of every layer float32 [kv_heads, d], or none; partners: int64 [d]
-// -> float32 [layers, kv_heads, d], with energies [layers, 3, kv_heads, d]
+// keys: of every layer [batch, kv_heads, tokens, d]; energies: of every layer float32 [kv_heads, d], or none;
+// partners: int64 [d] -> float32 [layers, kv_heads, d], with energies [layers, 3, kv_heads, d]
 Tensor learn_center(const std::vector<Tensor>& keys, const std::vector<Tensor>& energies,
                     const OptionalTensor& partners, int64_t skip) {
   const LayerVectors shape = check_layers(keys, "keys", skip);

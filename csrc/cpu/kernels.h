@@ -1,8 +1,8 @@
-// The seam between the ops, compiled for any machine, and the kernels, compiled once per instruction set ("level"): plain
-// structs and function pointers, no torch. A level is chosen once, by what the processor can do.
+// The seam between the ops, compiled for any machine, and the kernels, compiled once per instruction set ("level"):
+// plain structs and function pointers, no torch. A level is chosen once, by what the processor can do.
 //
-// This file has data only, and functions that are always inlined: any other function would be compiled for every level under
-// one name, and the linker could keep the AVX-512 copy for a machine without it.
+// This file has data only, and functions that are always inlined. Any other function would be compiled for every level
+// under one name, and the linker could keep the AVX-512 copy for a machine without it.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@ constexpr int kTreeNodes = 64;
 constexpr int kBlockTokens = 128;  // keys that share one running maximum and one unit of their weights
 constexpr int kGroupTokens = 16;   // tokens of a value block, and keys scored at once
 
-// Value blocks as panels of 64 bytes: 16 words of codes, each of four tokens. PanelMap (attention/panels.h) derives them from
-// format.h.
+// Value blocks as panels of 64 bytes: 16 words of codes, each of four tokens. PanelMap (attention/panels.h) derives
+// them from format.h.
 struct ValuePanels {
   int panels;              // of a block, in which spread codes are nibbles by now
   int patterns;            // the number of different orders of token quads
@@ -92,8 +92,8 @@ struct Quantiser {
   format::ScaleMode scale_mode;
   int num_steps;
   const float* steps;  // [num_steps]
-  // [num_steps, kTreeNodes]: of codes with a table, in units of 2^-8 sigma, as search trees: the children of node k = 1, 2, ..
-  // are nodes 2k and 2k + 1.
+  // [num_steps, kTreeNodes]: of codes with a table, in units of 2^-8 sigma, as search trees: the children of node k =
+  // 1, 2, .. are nodes 2k and 2k + 1.
   const int16_t* boundaries;
   const int8_t* levels;      // [kTableLevels]
   float units, over, times;  // float32 of 4096 sqrt(d), 32 / sqrt(d), 32 sqrt(d)
@@ -127,7 +127,7 @@ struct GroupRows {
   int64_t count, d;
 };
 
-// ---- Cache -----------------------------------------------------------------------------------------------------------
+// ---- Cache ----------------------------------------------------------------------------------------------------------
 
 // All work of a cache_store call shares this. An item is a token of a KV head.
 struct StoredTokens {

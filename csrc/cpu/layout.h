@@ -1,5 +1,5 @@
-// How integer dot products read rows of codes. The layout of a row is chosen here, once for page records and once for dense
-// rows; queries are laid out to match (kernels/dot_products.h). All of it is always inlined, see kernels.h.
+// How integer dot products read rows of codes. The layout of a row is chosen here, once for page records and once for
+// dense rows; queries are laid out to match (kernels/dot_products.h). All of it is always inlined, see kernels.h.
 #pragma once
 
 #include "format.h"
@@ -9,8 +9,8 @@ namespace turboquant::cpu {
 // Where the codes of 16 bytes of a row (a "quarter" of a 64-byte vector) belong.
 struct Layout {
   format::Width width;
-  // Whether the row is one bit string whose codes cross bytes. 16 bytes of it hold whole sets of 16 codes; each set is a
-  // field. Otherwise a byte holds one code, or several: its fields.
+  // Whether the row is one bit string whose codes cross bytes. 16 bytes of it hold whole sets of 16 codes; each set is
+  // a field. Otherwise a byte holds one code, or several: its fields.
   bool string;
 };
 
@@ -32,8 +32,8 @@ TURBOQUANT_HD constexpr Layout dense_layout(format::Width w) {
   return {w, false};
 }
 
-// Key rows of a record are read in place, with one exception: three-bit rows whose last group has 16 channels, three 16-bit
-// words. Such rows become rows of nibbles in scratch memory.
+// Key rows of a record are read in place, with one exception: three-bit rows whose last group has 16 channels, three
+// 16-bit words. Such rows become rows of nibbles in scratch memory.
 TURBOQUANT_HD constexpr bool keys_in_place(const format::Record& r) {
   return !format::is_spread(r.key_width()) || r.head_dim % 32 == 0;
 }

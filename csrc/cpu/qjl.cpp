@@ -1,5 +1,5 @@
-// qjl_sketch, qjl_score: sign bits of a projected residual, and inner products with them (the paper's Algorithm 2, second
-// stage). Bits: docs/format.md section 10.
+// qjl_sketch, qjl_score: sign bits of a projected residual, and inner products with them (the second stage of Algorithm
+// 2 of the paper). docs/format.md section 10 fixes the bits.
 #include "cpu/common/torch.h"
 #include "cpu/score/queries.h"
 #include "cpu/score/sketch.h"

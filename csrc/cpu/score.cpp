@@ -1,5 +1,5 @@
-// score: attention scores straight from packed standalone vectors. The query is rotated once; keys are never rotated back:
-// <q, key> = <R q, scale / 32 * levels> + <q, center>, plus the sketch's estimate of the residual when there is one.
+// score: attention scores straight from packed standalone vectors. The query is rotated once, keys are never rotated
+// back: <q, key> = <R q, scale / 32 * levels> + <q, center>, plus the estimate of the residual if there is a sketch.
 #include "calls/score.h"
 
 #include <algorithm>

@@ -1,7 +1,8 @@
-// Runs the kernels of every level with random arguments, for AddressSanitizer and UBSan (tests/test_sanitizers.py). No torch.
+// Runs the kernels of every level with random arguments, for AddressSanitizer and UBSan (tests/test_sanitizers.py). No
+// torch.
 //
-// A case makes its arguments in memory of exactly the promised size, calls kernels and keeps the bytes that they wrote, which
-// must be the same at every level. A new kernel needs a function below, and its name in CASES.
+// A case makes its arguments in memory of exactly the promised size, calls kernels and keeps the bytes that they wrote,
+// which must be the same at every level. A new kernel needs a function below, and its name in CASES.
 #include <pybind11/pybind11.h>
 
 #include <concepts>
@@ -29,9 +30,10 @@ using namespace turboquant::cpu;
 
 namespace {
 
-// ---- Memory and values ---------------------------------------------------------------------------------------------------
+// ---- Memory and values ----------------------------------------------------------------------------------------------
 
-// Memory holds this byte before anyone writes it. It differs from level to level, so that a result that depends on it shows.
+// Memory holds this byte before anyone writes it. It differs from level to level, so that a result that depends on it
+// shows.
 uint8_t stale_byte = 0;
 
 // n elements at an address that is a multiple of `align` bytes and of no more, nothing behind them.
@@ -196,7 +198,7 @@ struct Numbers {
   }
 };
 
-// ---- Cases ---------------------------------------------------------------------------------------------------------------
+// ---- Cases ----------------------------------------------------------------------------------------------------------
 
 // Queries as integers. Their bytes are the level's own; only units are compared.
 struct Queries {

@@ -12,8 +12,8 @@
 
 namespace turboquant::cpu {
 
-// The value block as attention reads it, panel by panel (kernels.h): the tokens and channels of every word. The constructor
-// finds them by asking format.h for every code of a block.
+// The value block as attention reads it, panel by panel (kernels.h): the tokens and channels of every word. The
+// constructor finds them by asking format.h for every code of a block.
 class PanelMap {
  public:
   explicit PanelMap(const format::Record& record) {

@@ -1,4 +1,5 @@
-// What a batch of sequences, their pages and their exact tail look like: shared by the cache and the attention ops.
+// A batch of sequences, their pages and their exact tail, with checks of their values. The cache and the attention ops
+// share it.
 #pragma once
 
 #include <map>

@@ -1,5 +1,5 @@
-// The seam between the ops of the CPU and torch: dtype switch, conversions, threads and allocation. Nothing else in csrc/cpu
-// uses more of torch than Tensor itself.
+// The seam between the ops of the CPU and torch: dtype switch, conversions, threads and allocation. Nothing else in
+// csrc/cpu uses more of torch than Tensor itself.
 #pragma once
 
 #include <algorithm>

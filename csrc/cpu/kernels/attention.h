@@ -1,8 +1,9 @@
 // Softmax attention of a group of queries over packed pages, 128 keys at a time.
 //
-// Scores are integer dot products (dot_products.h). Each block of keys has one maximum and one unit for its weights: a weight,
-// softmax numerator times value scale, becomes a 15-bit integer, and values are summed as integers too. Only the sums of a
-// block become float32. An integer weight is off by at most 2^-16 of the largest weight in its block of 128 keys.
+// Scores are integer dot products (dot_products.h). Each block of keys has one maximum and one unit for its weights: a
+// weight, softmax numerator times value scale, becomes a 15-bit integer, and values are summed as integers too. Only
+// the sums of a block become float32. An integer weight is off by at most 2^-16 of the largest weight in its block of
+// 128 keys.
 //
 // Sums stay in the order of the packed values ("panels", 16 words of four tokens each) until the span of keys is done.
 #pragma once
@@ -32,9 +33,9 @@ inline void expand_row(const uint8_t* row, int d, uint8_t* to) {
   memcpy(to + d / 32 * 16, &words, 8);
 }
 
-// Writes a value block of spread codes as panels of nibbles. In a set of channels, the three words of a lane become words of
-// the first, second and third panel, and the bits above their codes a word of the fourth, sixteen lanes at a time. The
-// channels behind the last set are nibbles already.
+// Writes a value block of spread codes as panels of nibbles. In a set of channels, the three words of a lane become
+// words of the first, second and third panel, and the bits above their codes a word of the fourth, sixteen lanes at a
+// time. The channels behind the last set are nibbles already.
 inline void expand_values(const uint8_t* block, int d, uint8_t* to) {
   constexpr int kLane = 4 * format::kSpreadUnits, kSixteen = 16 * kLane;  // bytes
   const int full = d / format::kSpreadChannels * format::kSpreadBytes;
@@ -58,8 +59,8 @@ inline void expand_plane(const uint8_t* plane, int d, uint8_t* to) {
   }
 }
 
-// The addresses of a block's groups of sixteen tokens. Groups that no query sees are not read, because their pages may be
-// gone: `values` names another group instead, and their weights are zero.
+// The addresses of a block's groups of sixteen tokens. Groups that no query sees are not read, because their pages may
+// be gone: `values` names another group instead, and their weights are zero.
 struct Block {
   int64_t begin;  // its first key
   int first_group, end_group;
@@ -117,8 +118,9 @@ inline TokenAddress find(const PagedKeys& k, const int32_t* block_table, int64_t
   return {k.pages + record + r.tile_of(token), token % r.tile_tokens()};
 }
 
-// The codes of the next block are prefetched while this one is computed: pages lie anywhere, so the processor cannot predict
-// their addresses. A few cache lines are issued at a time, because processors drop prefetches that exceed their queues.
+// The codes of the next block are prefetched while this one is computed: pages lie anywhere, so the processor cannot
+// predict their addresses. A few cache lines are issued at a time, because processors drop prefetches that exceed their
+// queues.
 struct Ahead {
   const uint8_t* keys[kGroups];  // null: nothing to prefetch
   const uint8_t* values[kGroups];
@@ -427,7 +429,7 @@ inline ExactRun recent_run(const ExactKeys& e, int row) {
   return {e.first[row] > e.recent[row] ? e.first[row] : e.recent[row], e.position[row] + 1};
 }
 
-// Query `row` attends to those of sixteen keys that are in its run; the first is key `first`. key, value: float32 [16, d]
+// Query `row` attends to those of sixteen keys, from key `first` on, that are in its run. key, value: float32 [16, d]
 inline void attend_sixteen(const ExactKeys& e, const float* key, const float* value, int64_t first, int row,
                            ExactRun run, float softmax_scale, float soft_cap, const PartialRows& out) {
   const int d = static_cast<int>(e.d);

@@ -6,8 +6,8 @@
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
-// codes: [d] -> packed: [dense_row_bytes(d, bits)]. May overwrite the bytes between there and `end`, because rows are written
-// in order.
+// codes: [d] -> packed: [dense_row_bytes(d, bits)]. May overwrite the bytes between there and `end`, because rows are
+// written in order.
 inline void pack_row(const uint8_t* codes, uint8_t* packed, int64_t d, int bits, const BitLayout& layout,
                      const uint8_t* end) {
   if (bits == format::kMaxBits) {  // codes are bytes

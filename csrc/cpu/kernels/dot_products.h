@@ -1,8 +1,8 @@
 // Integer dot products of queries with packed rows of codes: `score` and `paged_attention` are made of them.
 //
-// A query becomes 16-bit integers once, codes become levels by table look-up in registers, and products are exact in int32.
-// Four rows are read at once, 16 bytes of each ("quarters" of a vector), so that the sum of a lane belongs to one row and only
-// four lanes have to be added in the end. cpu/layout.h says where the codes of a quarter belong.
+// A query becomes 16-bit integers once, codes become levels by table look-up in registers, and products are exact in
+// int32. Four rows are read at once, 16 bytes of each ("quarters" of a vector), so that the sum of a lane belongs to
+// one row and only four lanes have to be added in the end. cpu/layout.h says where the codes of a quarter belong.
 #pragma once
 
 #include "cpu/kernels.h"

@@ -1,5 +1,5 @@
-// Reading and writing the codes of one token in a page record (docs/format.md section 8), eight channels at a time: a word of
-// 64 bits holds the codes of eight neighbouring channels, a byte each. csrc/format.h says the same code by code.
+// Reads and writes the codes of one token in a page record (docs/format.md section 8), eight channels at a time: a word
+// of 64 bits holds the codes of eight neighbouring channels, a byte each. csrc/format.h says the same code by code.
 #pragma once
 
 #include "cpu/kernels/bit_string.h"
@@ -19,7 +19,7 @@ inline void store_word(uint8_t* p, uint64_t word) {
   memcpy(p, &word, BYTES);
 }
 
-// ---- Keys ------------------------------------------------------------------------------------------------------------
+// ---- Keys -----------------------------------------------------------------------------------------------------------
 
 // Calls fn for the four words of each group of channels: 8 bytes each, or 4 in a last group of 16 channels.
 template <int BYTES>
@@ -124,10 +124,10 @@ inline void read_key(const format::Record& r, const uint8_t* record, int token, 
   }
 }
 
-// ---- Values ----------------------------------------------------------------------------------------------------------
+// ---- Values ---------------------------------------------------------------------------------------------------------
 
-// Calls a visitor for the words of a token in its value block. Byte g of a word (one channel of each of some octets) lies
-// g * `distance` bytes behind `at`. The visitor joins or splits the codes of these octets.
+// Calls a visitor for the words of a token in its value block. Byte g of a word (one channel of each of some octets)
+// lies g * `distance` bytes behind `at`. The visitor joins or splits the codes of these octets.
 constexpr int kLaneBytes = 4 * format::kSpreadUnits;  // of a set of spread codes
 template <typename Visitor>
 inline void visit_values(const format::Record& r, int token, Visitor&& visit) {

@@ -1,8 +1,8 @@
-// Encoding and decoding of vectors (docs/format.md sections 4 to 6), shared by the standalone codec and the paged cache.
+// Encodes and decodes a vector (docs/format.md sections 4 to 6), for the standalone codec and for the paged cache.
 //
-// After rotation and scaling to length sqrt(d), coordinates become integers u in units of 2^-12 sigma. Finding a code is
-// then an integer comparison and every sum over channels that decides anything is an integer sum. All of it takes 16-bit
-// lanes: u is 16 * high + low, boundaries of up to 5 bits are multiples of 16 and meet `high` alone.
+// After rotation and scaling to length sqrt(d), coordinates become integers u in units of 2^-12 sigma. Finding a code
+// is then an integer comparison and every sum over channels that decides anything is an integer sum. All of it takes
+// 16-bit lanes: u is 16 * high + low, boundaries of up to 5 bits are multiples of 16 and meet `high` alone.
 #pragma once
 
 #include "cpu/kernels/rows.h"
@@ -12,14 +12,15 @@ namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
 constexpr int kMaxRow = format::kMaxVectorDim + 64;  // vectors are padded to whole registers
 
-// One vector on its way through the encoder. Channels behind d are zero.
+// The stages of a vector in the encoder. Channels behind d are zero.
 struct EncoderScratch {
   alignas(64) float y[kMaxRow];
   int16_t high[kMaxRow + 64], low[kMaxRow + 128];  // unequal sizes, so that they do not share sets of the L1 cache
   uint8_t codes[kMaxRow];
 };
 
-// y = (x - center) * scale; returns the bits of max |y|: above those of any finite number if there is a NaN or an infinity.
+// y = (x - center) * scale. Returns the bits of max |y|, which are above those of any finite number if there is a NaN or
+// an infinity.
 template <bool WHOLE, typename T>
 inline int32_t load_row(const T* x, const format::Channels& channels, int d, float* y) {
   Ints most = broadcast(0);
@@ -33,7 +34,7 @@ inline int32_t load_row(const T* x, const format::Channels& channels, int d, flo
   return greatest(most);
 }
 
-// The candidate's codes and the sums A and B.
+// The sums A and B of a candidate.
 struct Sums {
   int32_t dot, square;
 };
@@ -48,7 +49,7 @@ inline Sums sum_both(Ints a, Ints b) {
   return {lane[0], lane[1]};
 }
 
-// A and B of one candidate whose level(c) gives 32 levels, and codes.
+// A and B of one candidate. level(c) stores 32 codes from channel c on and returns their levels.
 template <typename Level>
 inline Sums sum_levels(const EncoderScratch& s, int d, Level&& level) {
   Ints high = broadcast(0), low = broadcast(0), square = broadcast(0);
@@ -75,9 +76,9 @@ inline Sums quantise(EncoderScratch& s, int d, const Quantiser& q, int step, flo
   });
 }
 
-// Codes that are levels have 254 boundaries: a level is guessed by a division and corrected until the boundaries on both
-// sides agree. Boundaries do not decrease, so it does not matter where the search starts. k: the factor that makes y a
-// coordinate.
+// Codes that are levels have 254 boundaries: a level is guessed by a division and corrected until the boundaries on
+// both sides agree. Boundaries do not decrease, so it does not matter where the search starts. k: the factor that makes
+// y a coordinate.
 template <format::Width WIDTH>
   requires(format::levels_are_codes(WIDTH))
 inline Sums quantise(EncoderScratch& s, int d, const Quantiser& q, int step, float k) {
@@ -111,8 +112,8 @@ inline Sums quantise(EncoderScratch& s, int d, const Quantiser& q, int step, flo
   });
 }
 
-// Leaves the codes of the candidate with the least squared error; ties keep the smaller step. Returns its scale before the
-// power of two is put back, 0 for degenerate levels. r: the vector's length.
+// Leaves the codes of the candidate with the least squared error; ties keep the smaller step. Returns its scale before
+// the power of two is put back, 0 for degenerate levels. r: the vector's length.
 template <format::Width WIDTH>
 inline float search(EncoderScratch& s, int d, const Quantiser& q, float r, float k) {
   float best_a = 0, best_b = 0, best_merit = -1;

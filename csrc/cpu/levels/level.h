@@ -1,4 +1,4 @@
-// The kernels of one level, gathered in its table. Included once by each file in levels/.
+// Gathers the kernels of one level in its table. Each file in levels/ includes this header once.
 #pragma once
 
 #include "cpu/kernels.h"

@@ -46,10 +46,10 @@ constexpr int64_t kScoreKeys = 512;
 constexpr int64_t kScoreQueries = 64;
 inline int64_t queries_at_once(const ScoreShape& s) { return std::min(s.queries, kScoreQueries); }
 
-// Splits [batch, queries, keys] among threads. make() gives a thread its worker. worker.prepare(b, first query, count) comes
-// before worker.score(b, first query, count, first key, end key), once for all key blocks that follow each other.
-// row_bytes: the bytes of a key that a query reads; query_bytes: the bytes of keys that could be read in the time that it
-// takes to prepare a query.
+// Splits [batch, queries, keys] among threads. make() gives a thread its worker. worker.prepare(b, first query, count)
+// comes before worker.score(b, first query, count, first key, end key), once for all key blocks that follow each other.
+// row_bytes: the bytes of a key that a query reads; query_bytes: the bytes of keys that could be read in the time that
+// it takes to prepare a query.
 template <typename Make>
 void for_score_blocks(const ScoreShape& s, int64_t row_bytes, int64_t query_bytes, Make&& make) {
   const int64_t tiles = (s.queries + kScoreQueries - 1) / kScoreQueries;

@@ -1,5 +1,5 @@
-// The 1-bit sketch (quantised Johnson-Lindenstrauss) of a residual and its inner-product estimator, which the qjl ops and `score`
-// share. docs/format.md section 10 fixes the bits.
+// The 1-bit sketch (quantised Johnson-Lindenstrauss) of a residual and its inner-product estimator, which the qjl ops
+// and `score` share. docs/format.md section 10 fixes the bits.
 #pragma once
 
 #include <algorithm>
