@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import torch_turboquant as tt
-from torch_turboquant.codec import level_table_reference
+from torch_turboquant.ops.codec import level_table_reference
 from torch_turboquant.signs import SignKind, random_signs, rotation_matrix
 
 D = 128

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_turboquant.codebook import Codebook
-from torch_turboquant.hadamard import hadamard
+from torch_turboquant.ops.hadamard import hadamard
 from torch_turboquant.signs import random_signs, rotation_matrix
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256, 512, 576)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import torch_turboquant as tt
-from torch_turboquant.cache import cache_store_reference
-from torch_turboquant.codec import encode_reference
+from torch_turboquant.ops.cache import cache_store_reference
+from torch_turboquant.ops.codec import encode_reference
 from torch_turboquant.signs import random_words
 
 DATA = Path(__file__).parent / "data"

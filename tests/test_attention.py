@@ -24,10 +24,10 @@ from tests.helpers import (
     scales,
     to_device,
 )
-from torch_turboquant.attention import merge_attention_reference, paged_attention_reference
-from torch_turboquant.cache import CacheTables
-from torch_turboquant.codec import Channels
 from torch_turboquant.config import CacheConfig
+from torch_turboquant.ops.attention import merge_attention_reference, paged_attention_reference
+from torch_turboquant.ops.cache import CacheTables
+from torch_turboquant.ops.codec import Channels
 from torch_turboquant.signs import rotation_matrix
 
 EPS = 2.0**-24

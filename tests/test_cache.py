@@ -22,13 +22,13 @@ from tests.helpers import (
     scales,
     to_device,
 )
-from torch_turboquant.cache import (
+from torch_turboquant.format import PAGE_SIZES
+from torch_turboquant.ops.cache import (
     cache_load_reference,
     cache_store_reference,
     tail_row_reference,
 )
-from torch_turboquant.codec import encode_reference
-from torch_turboquant.format import PAGE_SIZES
+from torch_turboquant.ops.codec import encode_reference
 
 _spec = importlib.util.spec_from_file_location(
     "make_golden", Path(__file__).with_name("make_golden.py")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import torch_turboquant as tt
 from tests.helpers import FLOATS, randn
-from torch_turboquant.center import (
+from torch_turboquant.ops.center import (
     channel_scale,
     learn_center_reference,
     query_energy_reference,

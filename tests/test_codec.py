@@ -21,7 +21,7 @@ from tests.helpers import (
     signs_of,
 )
 from torch_turboquant.codebook import distortion
-from torch_turboquant.codec import SCALE_MODES, decode_reference, encode_reference
+from torch_turboquant.ops.codec import SCALE_MODES, decode_reference, encode_reference
 from torch_turboquant.signs import rotation_matrix
 
 EPS16 = 2.0**-11  # half a unit of float16, relative

@@ -21,7 +21,6 @@ from transformers.models.mistral import MistralConfig
 from tests.helpers import generator, randn
 from torch_turboquant import decode, encode
 from torch_turboquant import eval as evaluation
-from torch_turboquant.cache import make_tables
 from torch_turboquant.config import preset
 from torch_turboquant.demo import assets
 from torch_turboquant.eval import (
@@ -38,6 +37,7 @@ from torch_turboquant.eval import (
 from torch_turboquant.eval.caches import Choice
 from torch_turboquant.eval.controls import ControlCache
 from torch_turboquant.eval.session import Session
+from torch_turboquant.ops.cache import make_tables
 from torch_turboquant.paper import TurboQuantMSE, TurboQuantProd
 from torch_turboquant.signs import SignKind
 

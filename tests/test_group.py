@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import torch_turboquant as tt
 from tests.helpers import FLOATS, assert_same_bytes, hard_vectors, randn, signs_of
-from torch_turboquant.group import group_decode_reference, group_encode_reference
+from torch_turboquant.ops.group import group_decode_reference, group_encode_reference
 
 GRIDS = [(group, bits) for group in (32, 64) for bits in (2, 4)]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import torch_turboquant as tt
 from tests.helpers import FLOATS, HEAD_DIMS, assert_same_bytes, hard_vectors, randn, signs_of
-from torch_turboquant.hadamard import hadamard_reference, sqrt_reference, tree_sum_reference
+from torch_turboquant.ops.hadamard import hadamard_reference, sqrt_reference, tree_sum_reference
 from torch_turboquant.signs import rotation_matrix
 
 # m = 1, 3, 5, 7, 9 and both ends of what is supported

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import torch_turboquant as tt
 from tests.helpers import assert_same_bytes, generator
 from torch_turboquant.format import dense_row_bytes
-from torch_turboquant.pack import pack_reference, unpack_reference
+from torch_turboquant.ops.pack import pack_reference, unpack_reference
 
 BITS = range(1, 9)
 

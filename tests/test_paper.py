@@ -8,10 +8,10 @@ import torch
 
 from tests.helpers import code_score_rounding, sketch_score_rounding
 from torch_turboquant.codebook import distortion, lloyd_max
-from torch_turboquant.codec import decode_reference, encode_reference
-from torch_turboquant.group import group_decode_reference, group_encode_reference
+from torch_turboquant.ops.codec import decode_reference, encode_reference
+from torch_turboquant.ops.group import group_decode_reference, group_encode_reference
+from torch_turboquant.ops.qjl import qjl_score_reference, qjl_sketch_reference
 from torch_turboquant.paper import QuantizedProd, TurboQuantKVCache, TurboQuantMSE, TurboQuantProd
-from torch_turboquant.qjl import qjl_score_reference, qjl_sketch_reference
 from torch_turboquant.signs import SignKind, gaussian_projection, random_signs
 
 # Expected squared error of a unit vector, 1 to 4 bits.

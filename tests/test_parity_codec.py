@@ -27,8 +27,8 @@ from tests.helpers import (
     signs_of,
     to_device,
 )
-from torch_turboquant.codec import SCALE_MODES
 from torch_turboquant.format import PAGE_SIZES, valid_vector_dim
+from torch_turboquant.ops.codec import SCALE_MODES
 
 pytestmark = pytest.mark.cuda
 

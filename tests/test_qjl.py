@@ -17,7 +17,7 @@ from tests.helpers import (
     signs_of,
     sketch_score_rounding,
 )
-from torch_turboquant.qjl import qjl_score_reference, qjl_sketch_reference
+from torch_turboquant.ops.qjl import qjl_score_reference, qjl_sketch_reference
 from torch_turboquant.signs import SignKind, random_signs
 
 EPS = 2.0**-24

@@ -19,8 +19,8 @@ from tests.helpers import (
     signs_of,
     sketch_score_rounding,
 )
-from torch_turboquant.codec import Channels
-from torch_turboquant.score import score_reference
+from torch_turboquant.ops.codec import Channels
+from torch_turboquant.ops.score import score_reference
 from torch_turboquant.signs import SignKind, random_signs
 
 EPS = 2.0**-24

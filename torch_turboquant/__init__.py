@@ -4,20 +4,7 @@
 from torch_turboquant._library import build_info  # isort: skip
 from torch_turboquant import _autograd  # noqa: F401  refuses inputs that require grad
 from torch_turboquant._version import __version__
-from torch_turboquant.attention import merge_attention, paged_attention
-from torch_turboquant.cache import (
-    CacheTables,
-    Tail,
-    allocate_cache,
-    allocate_tail,
-    cache_load,
-    cache_store,
-    cache_store_layers,
-    make_tables,
-)
-from torch_turboquant.center import learn_center, query_energy
 from torch_turboquant.codebook import Codebook
-from torch_turboquant.codec import SCALE_MODES, decode, encode, scaled_center
 from torch_turboquant.config import (
     NAMED_PRESETS,
     PRESETS,
@@ -27,9 +14,24 @@ from torch_turboquant.config import (
     preset,
 )
 from torch_turboquant.format import Record
-from torch_turboquant.group import group_decode, group_encode
-from torch_turboquant.hadamard import hadamard
-from torch_turboquant.pack import pack, unpack
+from torch_turboquant.ops.attention import merge_attention, paged_attention
+from torch_turboquant.ops.cache import (
+    CacheTables,
+    Tail,
+    allocate_cache,
+    allocate_tail,
+    cache_load,
+    cache_store,
+    cache_store_layers,
+    make_tables,
+)
+from torch_turboquant.ops.center import learn_center, query_energy
+from torch_turboquant.ops.codec import SCALE_MODES, decode, encode, scaled_center
+from torch_turboquant.ops.group import group_decode, group_encode
+from torch_turboquant.ops.hadamard import hadamard
+from torch_turboquant.ops.pack import pack, unpack
+from torch_turboquant.ops.qjl import gaussian_projection, qjl_score, qjl_sketch
+from torch_turboquant.ops.score import score
 from torch_turboquant.paper import TurboQuantKVCache, TurboQuantMSE, TurboQuantProd
 from torch_turboquant.pool import (
     ExportedSequence,
@@ -39,8 +41,6 @@ from torch_turboquant.pool import (
     PoolExhausted,
     PoolSequence,
 )
-from torch_turboquant.qjl import gaussian_projection, qjl_score, qjl_sketch
-from torch_turboquant.score import score
 from torch_turboquant.signs import SignKind, random_signs
 
 __all__ = [

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from torch_turboquant.codec import SCALE_MODES
 from torch_turboquant.format import Record
+from torch_turboquant.ops.codec import SCALE_MODES
 
 GRIDS = ("lloyd", "uniform")
 MAX_SEARCH = 64

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_turboquant._checks import check_positive
-from torch_turboquant.cache import ring_rows
 from torch_turboquant.config import PRESETS, CacheConfig
+from torch_turboquant.ops.cache import ring_rows
 from torch_turboquant.policy import layer_configs
 
 DTYPE_BYTES = {

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from torch_turboquant.codebook import Codebook
-from torch_turboquant.codec import decode, encode
-from torch_turboquant.group import GROUP_BITS, GROUPS, group_decode, group_encode
-from torch_turboquant.hadamard import hadamard
-from torch_turboquant.pack import unpack
-from torch_turboquant.qjl import qjl_sketch
-from torch_turboquant.score import score
+from torch_turboquant.ops.codec import decode, encode
+from torch_turboquant.ops.group import GROUP_BITS, GROUPS, group_decode, group_encode
+from torch_turboquant.ops.hadamard import hadamard
+from torch_turboquant.ops.pack import unpack
+from torch_turboquant.ops.qjl import qjl_sketch
+from torch_turboquant.ops.score import score
 from torch_turboquant.signs import SignKind, gaussian_projection, random_signs
 
 SKETCHES = ("gaussian", "hadamard")

@@ -44,8 +44,10 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
-from torch_turboquant.attention import paged_attention
-from torch_turboquant.cache import (
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.format import FORMAT_VERSION, own_bytes
+from torch_turboquant.ops.attention import paged_attention
+from torch_turboquant.ops.cache import (
     CacheTables,
     Tail,
     allocate_cache,
@@ -57,8 +59,6 @@ from torch_turboquant.cache import (
     ring_first_stored,
     ring_rows,
 )
-from torch_turboquant.config import CacheConfig
-from torch_turboquant.format import FORMAT_VERSION, own_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -52,7 +52,7 @@ Tensor query_energy(const std::vector<Tensor>& queries, int64_t kv_heads, int64_
   return out;
 }
 
-// The scales of a head's channels, as channel_scale of torch_turboquant/center.py explains them.
+// The scales of a head's channels, as channel_scale of torch_turboquant/ops/center.py explains them.
 void make_scales(const std::vector<double>& mean, const std::vector<double>& variance, const float* energy,
                  const int64_t* partners, int64_t tokens, float* scale, float* inverse) {
   const size_t d = mean.size();

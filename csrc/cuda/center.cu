@@ -144,7 +144,7 @@ __device__ __forceinline__ double spread(double own, int partner, double* shared
 }
 
 // moments: of moments_kernel -> out: [layers, heads, d], or with partners [layers, 3, heads, d]. The rule is that of channel_scale
-// in torch_turboquant/center.py.
+// in torch_turboquant/ops/center.py.
 __global__ void __launch_bounds__(kMostLayerDim)
     center_kernel(const __grid_constant__ LayerRows x, const float* moments,
                   const __grid_constant__ LayerEnergies energies, const int64_t* partners, float* out) {

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from torch_turboquant.hadamard import hadamard
+from torch_turboquant.ops.hadamard import hadamard
 from torch_turboquant.paper import TurboQuantMSE, TurboQuantProd
 from torch_turboquant.signs import SignKind, random_signs
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from torch_turboquant.cache import cache_load
-from torch_turboquant.hadamard import hadamard
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.integrations.transformers.models import recording
 from torch_turboquant.integrations.transformers.sequences import block_tables
+from torch_turboquant.ops.cache import cache_load
+from torch_turboquant.ops.hadamard import hadamard
 from torch_turboquant.signs import SignKind, random_signs
 
 QUERIES = 32  # last tokens whose attention is compared

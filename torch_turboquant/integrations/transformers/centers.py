@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from torch_turboquant import _checks
-from torch_turboquant.center import channel_scale
-from torch_turboquant.codec import scaled_center
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     layer_windows,
@@ -23,6 +21,8 @@ from torch_turboquant.integrations.transformers.models import (
     text_config,
 )
 from torch_turboquant.integrations.transformers.sequences import CENTER_TOKENS, Forward
+from torch_turboquant.ops.center import channel_scale
+from torch_turboquant.ops.codec import scaled_center
 
 FILE_FORMAT = "torch_turboquant centers 1"
 

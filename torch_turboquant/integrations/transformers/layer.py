@@ -13,17 +13,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from torch_turboquant import _checks
-from torch_turboquant.attention import attend_checked
-from torch_turboquant.cache import (
-    CacheTables,
-    Tail,
-    allocate_cache,
-    make_center,
-    make_tables,
-    store_checked,
-    store_layers_checked,
-    tail_shape,
-)
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.transformers.centers import learn, query_energies
 from torch_turboquant.integrations.transformers.sequences import (
@@ -35,6 +24,17 @@ from torch_turboquant.integrations.transformers.sequences import (
     fixed,
     put_together,
     zeros_together,
+)
+from torch_turboquant.ops.attention import attend_checked
+from torch_turboquant.ops.cache import (
+    CacheTables,
+    Tail,
+    allocate_cache,
+    make_center,
+    make_tables,
+    store_checked,
+    store_layers_checked,
+    tail_shape,
 )
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_turboquant.cache import ring_first_rolled_back, ring_first_stored, ring_rows
 from torch_turboquant.config import CacheConfig
+from torch_turboquant.ops.cache import ring_first_rolled_back, ring_first_stored, ring_rows
 
 CENTER_TOKENS = 64  # that a center is learned from, at least
 _FIRST_PAGES = 256  # tokens per sequence that the first allocation of a growing cache holds

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from torch_turboquant import _checks, format
 from torch_turboquant.codebook import Codebook
-from torch_turboquant.codec import (
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.ops.codec import (
     SCALE_MODES,
     Channels,
     dequantise_reference,
     quantise_reference,
     scaled_center,
 )
-from torch_turboquant.config import CacheConfig
 from torch_turboquant.signs import SignKind, random_signs
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 import torch_turboquant as tt
 from tests.helpers import FLOATS, ROOT, assert_same_bytes, paged, scales
 from tests.oracle import exact_attention
-from torch_turboquant.cache import CacheTables
 from torch_turboquant.config import CacheConfig
+from torch_turboquant.ops.cache import CacheTables
 
 pytestmark = pytest.mark.cuda
 

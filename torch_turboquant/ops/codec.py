@@ -20,8 +20,8 @@ from torch import Tensor
 
 from torch_turboquant import _checks
 from torch_turboquant.format import dense_row_bytes
-from torch_turboquant.hadamard import core_reference, sqrt_reference, tree_sum_reference
-from torch_turboquant.pack import check_fake_rows, check_rows, pack_reference, unpack_reference
+from torch_turboquant.ops.hadamard import core_reference, sqrt_reference, tree_sum_reference
+from torch_turboquant.ops.pack import check_fake_rows, check_rows, pack_reference, unpack_reference
 from torch_turboquant.signs import split_dim
 
 # What the stored scale makes true of a decoded vector y and its original x:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_turboquant import _checks
 from torch_turboquant.format import dense_row_bytes
-from torch_turboquant.pack import check_fake_rows, check_rows, pack_reference, unpack_reference
+from torch_turboquant.ops.pack import check_fake_rows, check_rows, pack_reference, unpack_reference
 
 GROUPS = (32, 64)
 GROUP_BITS = (2, 4)

@@ -11,9 +11,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("setuptools")  # inductor imports it, too late once a test has loaded distutils
 
-from transformers import CompileConfig, DynamicCache  # noqa: E402
+from transformers import CompileConfig, DynamicCache
 
-from tests.test_transformers import (  # noqa: E402
+from tests.transformers.families import FAMILIES, make_family
+from tests.transformers.harness import (
     DRAFTS,
     MODELS,
     feed,
@@ -24,18 +25,15 @@ from tests.test_transformers import (  # noqa: E402
     make_model,
     padded,
 )
-from tests.test_transformers_families import FAMILIES  # noqa: E402
-from tests.test_transformers_families import make_model as make_family  # noqa: E402
-from torch_turboquant.integrations.transformers import TurboQuantCache  # noqa: E402
+from torch_turboquant.integrations.transformers import TurboQuantCache
 
 ROOM = 256
 
 
 @pytest.fixture(autouse=True)
-def _no_grad():
+def _fresh_dynamo():
     torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+    yield
     torch._dynamo.reset()
 
 

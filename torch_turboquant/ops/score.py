@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
-from torch_turboquant.codec import Channels, level_of_code_reference
-from torch_turboquant.pack import check_rows, unpack_reference
-from torch_turboquant.qjl import check_fake_leading, check_projection, qjl_score_reference
+from torch_turboquant.ops.codec import Channels, level_of_code_reference
+from torch_turboquant.ops.pack import check_rows, unpack_reference
+from torch_turboquant.ops.qjl import check_fake_leading, check_projection, qjl_score_reference
 from torch_turboquant.signs import rotation_tensor
 
 

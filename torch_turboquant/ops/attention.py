@@ -20,23 +20,24 @@ softmax_scale * |q| |key|, an output by about 10^-4 of its length, a hundred tim
 8-bit codes cost; never more than half a unit per channel and key. Sums that follow are exact, so
 results do not depend on the processor, the number of threads or the other sequences of the call.
 
-CUDA has two kernels. Decode steps, that is max_q_len times query heads per KV head up to 16, d =
-64, 80, 96, 112, 128, 160, 192, 256, 512 or 576 and the bits and grids of the presets, on compute
-capability 8.0 and later, take the one of csrc/cuda/attention/split_kv_kernel.cuh: queries are rounded to 16 bits as on
-the CPU (multiples of the largest channel / 32512), weights times value scales of 64 keys to
-multiples of the largest / 65500, keys and values of the exact tail not at all. It is one launch
-with a fixed grid and reads lengths and block tables on the device; scratch memory depends on the
-device only. Results are the same in every run; what else is in the batch decides where the work is
-cut and so moves roundings, by about 10^-5 of the largest output.
+CUDA has two kernels. The split-KV kernel (csrc/cuda/attention/split_kv.cu) takes calls of up to 16
+query rows, that is max_q_len times query heads per KV head, with d = 64, 80, 96, 112, 128, 160,
+192, 256, 512 or 576 and the bits and grids of the presets, on compute capability 8.0 and later. It
+rounds queries to 16 bits as on the CPU (multiples of the largest channel / 32512) and weights times
+value scales of 64 keys to multiples of the largest / 65500; keys and values of the exact tail are
+not rounded. It is one launch with a fixed grid and reads lengths and block tables on the device;
+scratch memory depends on the device only. Results are the same in every run; the other sequences
+of a batch decide where the work is cut and so move roundings, by about 10^-5 of the largest output.
 
-Everything else takes the kernel of csrc/cuda/attention/general.cu, which multiplies float16 on tensor cores
-with float32 sums: a query is rounded with a power of two of its own, rotated for codes and as it is
-for keys of the exact tail; levels of codes are exact, and so are keys and values of a float16 or
-bfloat16 tail (those of a float32 tail are rounded like a query, keys without their center). A
-weight times its value's scale is rounded last. So a score is off by about 2 * 10^-4 of its standard
-deviation over random keys, an output by at most 2^-11 of the largest value in addition. (What is
-below 2^-18 of the largest product of weight and scale so far is off by 2^-29 of that.) The result
-of a sequence does not depend on the rest of the batch, and is the same in every run.
+The general kernel (csrc/cuda/attention/general.cu) takes all other calls. It multiplies float16 on
+tensor cores with float32 sums: a query is rounded with a power of two of its own, rotated for codes
+and as it is for keys of the exact tail; levels of codes are exact, and so are keys and values of a
+float16 or bfloat16 tail (those of a float32 tail are rounded like a query, keys without their
+center). A weight times its value's scale is rounded last. So a score is off by about 2 * 10^-4 of
+its standard deviation over random keys, an output by at most 2^-11 of the largest value in
+addition. (What is below 2^-18 of the largest product of weight and scale so far is off by 2^-29 of
+that.) The result of a sequence does not depend on the rest of the batch, and is the same in every
+run.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
-from torch_turboquant.cache import (
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.ops.cache import (
     CacheTables,
     Tail,
     check_batch,
@@ -59,8 +61,7 @@ from torch_turboquant.cache import (
     tail_row_reference,
     token_places_reference,
 )
-from torch_turboquant.codec import Channels, level_of_code_reference
-from torch_turboquant.config import CacheConfig
+from torch_turboquant.ops.codec import Channels, level_of_code_reference
 from torch_turboquant.signs import rotation_tensor
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
-from torch_turboquant.codec import power_of_two
 from torch_turboquant.format import dense_row_bytes
-from torch_turboquant.hadamard import core_reference, sqrt_reference, tree_sum_reference
-from torch_turboquant.pack import pack_reference, unpack_reference
+from torch_turboquant.ops.codec import power_of_two
+from torch_turboquant.ops.hadamard import core_reference, sqrt_reference, tree_sum_reference
+from torch_turboquant.ops.pack import pack_reference, unpack_reference
 from torch_turboquant.signs import gaussian_projection, rotation_tensor
 
 __all__ = ["gaussian_projection", "qjl_score", "qjl_sketch"]
