@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "choices/score.h"
+#include "calls/sketch.h"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/codec/transform.cuh"
 #include "cuda/common/device_facts.cuh"

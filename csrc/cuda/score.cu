@@ -12,6 +12,8 @@
 #include <algorithm>
 
 #include "choices/score.h"
+#include "calls/score.h"
+#include "calls/sketch.h"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/common/device_facts.cuh"
 #include "cuda/score/operands.cuh"
@@ -865,32 +867,20 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   return out;
 }
 
-// q: [..., queries, d], packed: uint8 [..., keys, row_bytes], scale: float16 [..., keys], center: float32 [d] or [3, d],
-// sign_bits: uint8 [..., keys, m / 8], residual_norm: float32 [..., keys], projection as in score/projection.cuh -> float32 [..., queries, keys]
-Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const Tensor& signs,
-             const OptionalTensor& levels, int64_t bits, const OptionalTensor& center, const OptionalTensor& sign_bits,
-             const OptionalTensor& residual_norm, const OptionalTensor& projection) {
-  check_codec_bits(bits);
-  const ScoreShape shape = checked_score_shape(q, packed, "packed");
-  check_device(packed, q, "packed");
-  const DenseVectors keys = checked_dense_vectors(packed, scale, signs, levels, bits);
-  STD_TORCH_CHECK(q.size(q.dim() - 1) == keys.d, "q has shape ", shape_text(q), ", expected [..., ", keys.d,
-                  "] as signs say");
-  check_center(center, q, keys.d);
-  const bool sketched = projection.has_value();
-  STD_TORCH_CHECK(sign_bits.has_value() == sketched && residual_norm.has_value() == sketched,
-                  "sign_bits, residual_norm and projection come together or not at all");
-
+// -> float32 [..., queries, keys]
+Tensor score(const ScoreCall& c) {
+  const ScoreShape shape = check_score(c);
+  const int64_t d = c.d();
   ScoreArguments a{};
-  a.packed = bytes_of(packed);
-  a.scale = static_cast<const __half*>(scale.data_ptr());
-  a.signs = static_cast<const float*>(signs.data_ptr());
-  a.levels = levels_data(levels);
-  a.channels = channels_of(center, center ? static_cast<const float*>(center->data_ptr()) : nullptr, 1, keys.d);
-  a.bits = static_cast<int>(bits);
-  a.row_bytes = keys.row_bytes;
-  a.steps = static_cast<int>((keys.d + kStretch - 1) / kStretch);
-  return run(a, q, shape, projection, sign_bits, residual_norm, "score");
+  a.packed = bytes_of(c.packed);
+  a.scale = static_cast<const __half*>(c.scale.data_ptr());
+  a.signs = static_cast<const float*>(c.signs.data_ptr());
+  a.levels = levels_data(c.levels);
+  a.channels = channels_of(c.center, c.center ? static_cast<const float*>(c.center->data_ptr()) : nullptr, 1, d);
+  a.bits = static_cast<int>(c.bits);
+  a.row_bytes = static_cast<int>(format::dense_row_bytes(d, a.bits));
+  a.steps = static_cast<int>((d + kStretch - 1) / kStretch);
+  return run(a, c.q, shape, c.projection, c.sign_bits, c.residual_norm, "score");
 }
 
 // q: [..., queries, d], sign_bits: uint8 [..., keys, m / 8], norm: float32 [..., keys] -> float32 [..., queries, keys]
@@ -904,6 +894,6 @@ Tensor qjl_score(const Tensor& q, const Tensor& sign_bits, const Tensor& norm, c
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
-  m.impl("score", TORCH_BOX(&turboquant::cuda::score));
+  m.impl("score", turboquant::boxed<&turboquant::cuda::score>);
   m.impl("qjl_score", TORCH_BOX(&turboquant::cuda::qjl_score));
 }

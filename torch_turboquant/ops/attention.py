@@ -193,7 +193,7 @@ def attend_checked(
 ) -> tuple[Tensor, Tensor]:
     """paged_attention of arguments that were made to fit: the op alone looks at them."""
     ring, slots, valid = (None, None, None) if tail is None else tail
-    constants = (
+    arguments = (
         q,
         cache,
         block_table,
@@ -207,8 +207,6 @@ def attend_checked(
         config.key_bits,
         config.value_bits,
         softmax_scale,
-    )
-    options = (
         cu_seqlens_q,
         max_q_len,
         ring,
@@ -221,8 +219,8 @@ def attend_checked(
         sink_logits,
     )
     if out is None or lse is None:
-        return torch.ops.turboquant.paged_attention.default(*constants, *options)
-    torch.ops.turboquant.paged_attention_out.default(*constants, out, lse, *options)
+        return torch.ops.turboquant.paged_attention.default(*arguments)
+    torch.ops.turboquant.paged_attention_out.default(*arguments, out=out, lse=lse)
     return out, lse
 
 
@@ -261,7 +259,7 @@ def _paged_attention_fake(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("turboquant::paged_attention_out")
-def _paged_attention_out_fake(q: Tensor, *others: Any) -> None:
+def _paged_attention_out_fake(q: Tensor, *others: Any, **outputs: Any) -> None:
     return None
 
 
