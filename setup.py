@@ -205,7 +205,7 @@ def ninja_file(version: str, cuda: Cuda | None) -> str:
         lines.append(f"build {target}: link_{name} {' '.join(objects)} | csrc/exports.map")
         return "\n".join(lines) + "\n"
 
-    # The levels first: each takes longer than all other sources together.
+    # The levels first: they take longest, and the last one of them would keep a single core busy.
     cpu = sorted(
         Path("csrc/cpu").rglob("*.cpp"), key=lambda source: ("level" not in str(source), source)
     )
