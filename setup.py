@@ -39,6 +39,8 @@ OBJECTS = Path("build/native")
 # (docs/format.md). A source may ask for more in a line of its own, see own_flags: a .cu file that
 # writes no packed bytes for "-fmad=true", the CPU kernels for the instructions they use.
 HOST = ["-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall"]
+# Switches over an enum name every value, so that the compiler finds each place a new width needs.
+HOST += ["-Werror=switch"]
 CXX = ["-std=c++20", "-O3", *HOST]
 # Machine code compresses to a tenth; nvcc 12.8 and later can.
 NVCC = ["-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr", "-DUSE_CUDA"]

@@ -1,8 +1,8 @@
 // Queries as integers against dense rows of codes: what `score` and `qjl_score` share around kernels().score_rows.
 #pragma once
 
+#include "cpu/common/torch.h"
 #include "cpu/kernels.h"
-#include "cpu/runtime.h"
 
 namespace turboquant::cpu {
 

@@ -18,22 +18,6 @@ inline float block_norm(int n) {
   return (k % 2 ? 0.707106781f : 1.0f) * bits_to_float(static_cast<uint32_t>(127 - k / 2) << 23);
 }
 
-// Up to 16 numbers, zero behind them; and back. WHOLE: there are always 16.
-template <bool WHOLE, typename T>
-inline Floats load_some(const T* p, int64_t count) {
-  if (WHOLE || count >= 16) return load_float(p);
-  T some[16] = {};
-  memcpy(some, p, count * sizeof(T));
-  return load_float(some);
-}
-template <bool WHOLE, typename T>
-inline void store_some(T* p, Floats x, int64_t count) {
-  if (WHOLE || count >= 16) return store_float(p, x);
-  T some[16];
-  store_float(some, x);
-  memcpy(p, some, count * sizeof(T));
-}
-
 // Butterflies between COUNT vectors.
 template <int COUNT>
 inline void butterflies_between(Floats (&x)[COUNT]) {
@@ -201,53 +185,6 @@ inline float tree_small_block(float* p, int n) {
     total = b ? total + sum : sum;
   }
   return total;
-}
-
-// ---- The op --------------------------------------------------------------------------------------------------------
-
-// Channels c to c + 15 of x times those of `by`, if there is such a factor.
-template <bool WHOLE>
-inline Floats times(Floats x, const float* by, int c, int d) {
-  return by ? x * load_some<WHOLE>(by + c, d - c) : x;
-}
-
-template <typename T, bool WHOLE>
-inline void hadamard_rows(const T* x, T* out, const HadamardRows& rows) {
-  const format::Split split = rows.split;
-  const int d = split.blocks * split.block;
-  const float norm = block_norm(split.block);
-  const float* before = rows.inverse ? nullptr : rows.signs;
-  const float* after = rows.inverse ? rows.signs : nullptr;
-  const int64_t count = rows.count, stride = rows.stride;
-  alignas(64) float y[format::kMaxVectorDim];
-  for (int64_t r = 0; r < count; ++r, x += stride, out += d) {
-    for (int c = 0; c < d; c += 16) store(y + c, times<WHOLE>(load_some<WHOLE>(x + c, d - c), before, c, d));
-    transform(y, split, norm);
-    for (int c = 0; c < d; c += 16) store_some<WHOLE>(out + c, times<WHOLE>(load(y + c), after, c, d), d - c);
-  }
-}
-
-// Calls fn with a Tag of the type that `dtype` means and whether all rows of d channels are whole vectors.
-template <typename T, bool WHOLE>
-struct RowTag {
-  using type = T;
-  static constexpr bool kWhole = WHOLE;
-};
-template <typename Fn>
-inline void dispatch_rows(int dtype, int d, Fn&& fn) {
-  const bool whole = d % 16 == 0;
-  switch (dtype) {
-    case 0: return whole ? fn(RowTag<float, true>{}) : fn(RowTag<float, false>{});
-    case 1: return whole ? fn(RowTag<Half, true>{}) : fn(RowTag<Half, false>{});
-    default: return whole ? fn(RowTag<BFloat16, true>{}) : fn(RowTag<BFloat16, false>{});
-  }
-}
-
-inline void hadamard(const void* x, void* out, const HadamardRows& rows) {
-  dispatch_rows(rows.dtype, rows.split.blocks * rows.split.block, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    hadamard_rows<T, tag.kWhole>(static_cast<const T*>(x), static_cast<T*>(out), rows);
-  });
 }
 
 }  // namespace turboquant::cpu::TURBOQUANT_LEVEL

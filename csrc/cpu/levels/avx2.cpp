@@ -3,7 +3,7 @@
 #if defined(__AVX2__)
 #define TURBOQUANT_LEVEL avx2
 #define TURBOQUANT_AVX2
-#include "cpu/level.h"
+#include "cpu/levels/level.h"
 
 const turboquant::cpu::Kernels turboquant::cpu::avx2::kTable = make_table("avx2");
 #endif

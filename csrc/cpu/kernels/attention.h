@@ -7,7 +7,7 @@
 // Sums stay in the order of the packed values ("panels", 16 words of four tokens each) until the span is done.
 #pragma once
 
-#include "cpu/score.h"
+#include "cpu/kernels/dot_products.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 

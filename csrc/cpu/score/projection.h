@@ -6,9 +6,9 @@
 //   float32 [d], signs of an orthonormal rotation: estimate = sqrt(pi / (2 d)) * norm * sum of sign_i * (R q)_i
 #pragma once
 
-#include "cpu/queries.h"
-#include "cpu/runtime.h"
-#include "cpu/vectors.h"
+#include "cpu/codec/codebook.h"
+#include "cpu/common/torch.h"
+#include "cpu/score/queries.h"
 
 namespace turboquant::cpu {
 

@@ -1,15 +1,15 @@
-// The kernels of one level, gathered in its table. Included once by each level_*.cpp file.
+// The kernels of one level, gathered in its table. Included once by each file in levels/.
 #pragma once
 
-#include "cpu/attention.h"
-#include "cpu/codec.h"
-#include "cpu/group.h"
-#include "cpu/hadamard.h"
 #include "cpu/kernels.h"
-#include "cpu/pack.h"
-#include "cpu/project.h"
-#include "cpu/record.h"
-#include "cpu/score.h"
+#include "cpu/kernels/attention.h"
+#include "cpu/kernels/cache.h"
+#include "cpu/kernels/codec.h"
+#include "cpu/kernels/group.h"
+#include "cpu/kernels/hadamard.h"
+#include "cpu/kernels/pack.h"
+#include "cpu/kernels/qjl.h"
+#include "cpu/kernels/score.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 

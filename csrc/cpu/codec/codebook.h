@@ -5,8 +5,8 @@
 #include <cfloat>
 #include <cmath>
 
+#include "cpu/common/torch.h"
 #include "cpu/kernels.h"
-#include "cpu/runtime.h"
 
 namespace turboquant::cpu {
 

@@ -5,10 +5,8 @@
 // lanes: u is 16 * high + low, boundaries of up to 5 bits are multiples of 16 and meet `high` alone.
 #pragma once
 
-#include "cpu/hadamard.h"
-#include "cpu/kernels.h"
-#include "cpu/pack.h"
-#include "cpu/simd.h"
+#include "cpu/kernels/rows.h"
+#include "cpu/kernels/transform.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
@@ -184,23 +182,6 @@ inline uint16_t encode_row(EncoderScratch& s, format::Split split, const float* 
   return float_to_half(greatest ? scale : 0);
 }
 
-// Rows of x to dense rows of codes and a scale each.
-inline void encode(const EncodeRows& rows, const Quantiser& q, uint8_t* packed, uint16_t* scale) {
-  const int d = rows.split.blocks * rows.split.block;
-  const int64_t row_bytes = format::dense_row_bytes(d, q.bits);
-  const uint8_t* end = packed + rows.count * row_bytes;
-  const BitLayout layout(q.bits);
-  EncoderScratch s;
-  dispatch_rows(rows.dtype, d, [&](auto tag) {
-    const auto* x = static_cast<const typename decltype(tag)::type*>(rows.x);
-    for (int64_t r = 0; r < rows.count; ++r, packed += row_bytes) {
-      const int32_t greatest = load_row<tag.kWhole>(x + r * rows.stride, rows.channels, d, s.y);
-      scale[r] = encode_row(s, rows.split, rows.signs, q, greatest);
-      pack_row(s.codes, packed, d, q.bits, layout, end);
-    }
-  });
-}
-
 // ---- Decoding ------------------------------------------------------------------------------------------------------
 
 struct DecoderScratch {
@@ -230,25 +211,6 @@ inline void decode_row(DecoderScratch& s, format::Split split, const float* sign
     if (channels.center) v = v + load_some<WHOLE>(channels.center + c, d - c);
     store_some<WHOLE>(out + c, v, d - c);
   }
-}
-
-// Dense rows of codes and their scales to rows of `out`.
-inline void decode(const DecodeRows& rows, void* out) {
-  const int d = rows.split.blocks * rows.split.block;
-  const int64_t row_bytes = format::dense_row_bytes(d, rows.bits);
-  const uint8_t* end = rows.packed + rows.count * row_bytes;
-  const BitLayout layout(rows.bits);
-  const Table32 levels = table32(reinterpret_cast<const uint8_t*>(rows.levels));
-  DecoderScratch s;
-  memset(s.codes, 0, (d + 63) / 64 * 64);
-  dispatch_rows(rows.dtype, d, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    for (int64_t r = 0; r < rows.count; ++r) {
-      unpack_row(rows.packed + r * row_bytes, s.codes, d, rows.bits, layout, end);
-      decode_row<T, tag.kWhole>(s, rows.split, rows.signs, rows.channels, rows.bits, levels, rows.scale[r],
-                                static_cast<T*>(out) + r * d);
-    }
-  });
 }
 
 }  // namespace turboquant::cpu::TURBOQUANT_LEVEL

@@ -3,7 +3,7 @@
 #if defined(__AVX512VBMI__)
 #define TURBOQUANT_LEVEL avx512
 #define TURBOQUANT_AVX512
-#include "cpu/level.h"
+#include "cpu/levels/level.h"
 
 const turboquant::cpu::Kernels turboquant::cpu::avx512::kTable = make_table("avx512");
 #endif

@@ -6,9 +6,9 @@
 #include <mutex>
 #include <tuple>
 
-#include "cpu/panels.h"
-#include "cpu/runtime.h"
-#include "cpu/vectors.h"
+#include "cpu/attention/panels.h"
+#include "cpu/codec/codebook.h"
+#include "cpu/common/torch.h"
 
 namespace turboquant::cpu {
 

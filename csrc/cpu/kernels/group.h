@@ -1,10 +1,8 @@
 // Affine quantisation of groups of channels (docs/format.md section 10).
 #pragma once
 
-#include "cpu/hadamard.h"
-#include "cpu/kernels.h"
-#include "cpu/pack.h"
-#include "cpu/simd.h"
+#include "cpu/kernels/bit_string.h"
+#include "cpu/kernels/rows.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
