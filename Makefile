@@ -88,8 +88,8 @@ $(VENV)/.build $(VENV)/.demo $(VENV)/.test $(VENV)/.lint: $(VENV)/.%: requiremen
 	touch $@
 
 # All but the first hold what another one asks for, too.
-$(VENV)/.demo $(VENV)/.lint: $(VENV)/.build
-$(VENV)/.test: $(VENV)/.demo
+$(VENV)/.demo: $(VENV)/.build
+$(VENV)/.test $(VENV)/.lint: $(VENV)/.demo
 
 # The choices that change the binaries; touched only when one of them changes.
 build/choices: FORCE
