@@ -29,8 +29,8 @@ from torch_turboquant.integrations.transformers import (  # noqa: E402
 )
 from torch_turboquant.integrations.transformers.centers import fingerprint  # noqa: E402
 from torch_turboquant.integrations.transformers.models import layer_windows  # noqa: E402
+from torch_turboquant.layer_choice import layer_configs  # noqa: E402
 from torch_turboquant.memory import AttentionLayer, attention_layers, packed_memory  # noqa: E402
-from torch_turboquant.policy import layer_configs  # noqa: E402
 
 POLICIES = {
     "uniform": {},

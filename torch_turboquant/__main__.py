@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torch_turboquant import memory
 from torch_turboquant._library import build_info
+from torch_turboquant.memory import cli as memory
 
 
 def print_info(info: dict[str, Any]) -> None:
