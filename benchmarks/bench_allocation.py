@@ -14,8 +14,8 @@ import common
 
 from torch_turboquant import PRESETS
 from torch_turboquant import eval as evaluation
-from torch_turboquant.demo.measure import prose_tokens
 from torch_turboquant.eval import allocation
+from torch_turboquant.eval.predict import text_tokens
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     arguments = options.parse_args()
     model, tokenizer, model_name, text = evaluation.load(arguments, arguments.device)
     length = arguments.prefill + arguments.score_tokens
-    ids = prose_tokens(tokenizer, [text], arguments.start + arguments.segments * length)
+    ids = text_tokens(tokenizer, [text], arguments.start + arguments.segments * length)
     ids = ids[arguments.start :].view(arguments.segments, length)
     found = allocation.sensitivities(
         model,

@@ -31,9 +31,9 @@ from transformers.cache_utils import Cache
 from torch_turboquant import decode, encode, hadamard
 from torch_turboquant import eval as evaluation
 from torch_turboquant.codebook import Codebook
-from torch_turboquant.demo.measure import prose_tokens
 from torch_turboquant.eval import measure, report, rows
 from torch_turboquant.eval.controls import BLOCK, ControlCache, ControlLayer, blocks
+from torch_turboquant.eval.predict import text_tokens
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     recording,
@@ -238,7 +238,7 @@ def main() -> None:
     )
     length = settings.prefill + settings.scored_tokens
     ids = measure.segments(tokenizer, text, settings.segments, length)
-    behind = prose_tokens(tokenizer, [text], settings.segments * length + 1024)[-1024:]
+    behind = text_tokens(tokenizer, [text], settings.segments * length + 1024)[-1024:]
     seen = tuple(statistics(model, behind))
     dim = head_dim_of(text_config(model))
     names = [n for n in arguments.variants if not (n.endswith("block64") and dim == 64)]

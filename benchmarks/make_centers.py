@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
-from torch_turboquant.demo import assets
-from torch_turboquant.demo.measure import prose_tokens
+from torch_turboquant.eval import assets
+from torch_turboquant.eval.predict import text_tokens
 from torch_turboquant.integrations.transformers import TurboQuantCache, save_centers
 
 SINKS = 4  # positions left out, as in the cache
@@ -52,7 +52,7 @@ def main() -> None:
             centers = of_biases(model, arguments.tokens)
         else:
             text = arguments.text.read_text(encoding="utf-8")
-            ids = prose_tokens(tokenizer, [text], arguments.start + arguments.tokens)
+            ids = text_tokens(tokenizer, [text], arguments.start + arguments.tokens)
             centers = TurboQuantCache.calibrate(model, ids[arguments.start :])
     save_centers(arguments.file, centers, model)
     print(f"{len(centers)} centers in {arguments.file}")

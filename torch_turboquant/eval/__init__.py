@@ -5,22 +5,23 @@
 Every cache predicts the same text token by token through itself; perplexity, KL divergence and
 agreement are those to the uncompressed cache. docs/quality.md says what came out.
 
-caches: the names of caches. controls: published ways of quantising, to compare with. measure:
-predictions and intervals. layers: errors of single layers. needle, tasks: questions answered
-through the cache. rows: what is left to measure, and the rows of results. report: table, JSON,
+options, assets: the command line, the model and the text. caches: the names of caches. controls:
+published ways of quantising, to compare with. predict: predictions through a cache. measure:
+predictions of a whole text, and their intervals. layers: errors of single layers. needle, tasks:
+questions answered through the cache. allocation: bits for each layer under a budget. rows: what is
+left to measure, and the rows of results. origin: where they come from. report: table, JSON,
 picture.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from torch_turboquant.config import PRESETS
-from torch_turboquant.demo import (
+from torch_turboquant.eval.options import (
     add_cache_dir_argument,
     add_device_argument,
     default_cache_dir,
@@ -152,7 +153,7 @@ def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
     """
     import torch
 
-    from torch_turboquant.demo import assets
+    from torch_turboquant.eval import assets
 
     folder = args.cache_dir or default_cache_dir()
     dtype = getattr(torch, args.dtype) if args.dtype else None
@@ -190,21 +191,16 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the evaluation; returns the exit status."""
-    from torch_turboquant.demo import report as demo_report
-    from torch_turboquant.demo.assets import AssetError
     from torch_turboquant.eval import report
+    from torch_turboquant.eval.assets import AssetError
+    from torch_turboquant.eval.origin import row_origin
     from torch_turboquant.eval.rows import without
 
     if args.picture:
         import matplotlib  # noqa: F401  its absence is said now rather than at the end
     try:
         loaded = load(args, args.device)
-        origin = {
-            "name": "quality",
-            "device": demo_report.device_name(str(loaded[0].device)),
-            "commit": demo_report.commit(),
-            "command": shlex.join(["python", "-m", "torch_turboquant", *sys.argv[1:]]),
-        }
+        origin = row_origin("quality", str(loaded[0].device))
         done = report.read_json(args.json)
 
         def save(rows: list[dict[str, Any]]) -> None:

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 from transformers.cache_utils import Cache
 
-from torch_turboquant.demo.measure import detach
+from torch_turboquant.eval.predict import detach
 from torch_turboquant.eval.session import Session, tokens_of
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -9,10 +9,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_turboquant.demo.report import WIDTH, table
 from torch_turboquant.eval.tasks import CONVERSATIONS, prompts
 
 Row = dict[str, Any]
+
+WIDTH = 96  # columns of running text
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell, the first left-aligned, the others right-aligned."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+
+    def text(line: Sequence[str]) -> str:
+        cells = [line[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([text(header), "  ".join("-" * w for w in widths), *map(text, rows)])
 
 
 def quality_table(rows: Sequence[Row]) -> str:

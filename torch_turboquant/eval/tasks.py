@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 from transformers.cache_utils import Cache
 
-from torch_turboquant.demo.measure import detach
+from torch_turboquant.eval.predict import detach
 from torch_turboquant.eval.session import Session, tokens_of
 
 NEW_TOKENS = 16
