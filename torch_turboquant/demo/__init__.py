@@ -2,9 +2,9 @@
 
     python -m torch_turboquant demo
 
-It answers prompts greedily with every cache, then lets every cache read the same real prose and
-compares the predictions with those of the uncompressed model: memory, agreement, perplexity, KL
-divergence and speed, from one run on this machine.
+Every cache reads the same prose, and its predictions are compared with those of the uncompressed
+cache; then every cache answers the same prompts greedily. One run on this machine shows memory,
+perplexity, KL divergence, agreement and speed.
 
 The model, the text and the reading are those of torch_turboquant.eval. measure: what is measured,
 and how. report: the tables, the texts, the JSON rows.

@@ -59,7 +59,7 @@ def legend(results: Sequence[Result]) -> str:
 
 
 def answers(results: Sequence[Result], tokenizer: Any) -> str:
-    """The generated texts: the uncompressed one in full, the others from where they differ."""
+    """The generated texts: that of the uncompressed cache in full, others where they differ."""
     parts = []
     for i, reference in enumerate(results[0].answers):
         parts.append(f"Prompt {i + 1}, no compression:")

@@ -2,8 +2,8 @@
 
     python -m torch_turboquant eval --model PATH --text FILE
 
-Every cache predicts the same text token by token through itself; perplexity, KL divergence and
-agreement are those to the uncompressed cache. docs/quality.md says what came out.
+Every cache predicts the same text token by token through itself. Perplexity, KL divergence and
+agreement compare it with the uncompressed cache. docs/quality.md has the results.
 
 options, assets: the command line, the model and the text. caches: the names of caches. controls:
 published ways of quantising, to compare with. predict: predictions through a cache. measure:
@@ -34,7 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _choices(text: str) -> list[Any]:
-    """Caches separated by spaces or semicolons."""
+    """The type of --caches: names separated by spaces or semicolons."""
     from torch_turboquant.eval.caches import Choice
 
     try:
@@ -51,7 +51,10 @@ def default_caches() -> str:
 
 
 def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is measured, on which model and text: every option but the device and the outputs."""
+    """Adds the options that say what is measured, on which model and text.
+
+    These are all options but those of the device and the outputs.
+    """
     parser.add_argument(
         "--model",
         type=Path,
@@ -129,7 +132,7 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m torch_turboquant eval`."""
+    """Adds the options of `python -m torch_turboquant eval`."""
     add_measure_arguments(parser)
     add_device_argument(parser)
     parser.add_argument(
@@ -145,11 +148,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
-    """(model, tokenizer, the model's name, text) of --model, --dtype, --text and --cache-dir.
+    """Loads the model and the text that --model, --dtype, --text and --cache-dir name.
+
+    Returns:
+        The model, its tokenizer, its name, and the text.
 
     Raises:
-        AssetError: the demo's model or text cannot be had.
-        OSError, ValueError: a path that holds something else.
+        AssetError: the default model or text cannot be had.
+        OSError, ValueError: a path holds something else.
     """
     import torch
 
@@ -171,7 +177,12 @@ def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
 
 
 def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, save: Any) -> Any:
-    """`rows.evaluate` with the options of `add_measure_arguments` and what `load` has loaded."""
+    """`rows.evaluate` with the options of `add_measure_arguments`.
+
+    Args:
+        loaded: the result of `load`.
+        origin, done, save: as for `rows.evaluate`.
+    """
     from torch_turboquant.eval.measure import segments
     from torch_turboquant.eval.rows import Settings, evaluate, needle_extra, tasks_extra
 
@@ -197,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
     from torch_turboquant.eval.rows import without
 
     if args.picture:
-        import matplotlib  # noqa: F401  its absence is said now rather than at the end
+        import matplotlib  # noqa: F401  if it is missing, say so now rather than at the end
     try:
         loaded = load(args, args.device)
         origin = row_origin("quality", str(loaded[0].device))

@@ -31,10 +31,10 @@ _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "80" or "80GiB" (2^30 bytes each), "640GB" (10^9 bytes each), "512MiB", ...
+    """Bytes of a size such as "80" or "80GiB" (2^30 bytes each), "640GB" (10^9 each) or "512MiB".
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text is no size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?) ?([A-Za-z]*)", text)
     if not match or match[2] not in _UNITS:
@@ -45,10 +45,10 @@ def parse_size(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """A number of parameters: "1.5B", "135M" or plain.
+    """A number of parameters such as "1.5B", "135M" or "70e9".
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text is no such number.
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([KMBT]?)", text)
     if not match:
@@ -57,7 +57,7 @@ def parse_count(text: str) -> int:
 
 
 def _argument(parse: Callable[[str], int]) -> Callable[[str], int]:
-    """`parse` for argparse, which shows the text of this error only."""
+    """Wraps `parse` for argparse, which shows the text of ArgumentTypeError and of no other."""
 
     def parsed(text: str) -> int:
         try:
@@ -69,6 +69,7 @@ def _argument(parse: Callable[[str], int]) -> Callable[[str], int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
     model = parser.add_argument_group("model: a configuration, or three numbers")
     model.add_argument(
         "--config", metavar="PATH", help="config.json of transformers, or its folder"
@@ -166,7 +167,7 @@ def _budget(args: argparse.Namespace) -> int | None:
 
 
 def _rows(args: argparse.Namespace, layers: Sequence[AttentionLayer | None]) -> list[CacheMemory]:
-    """bf16, fp8, every preset, and --key-bits with --value-bits."""
+    """One row for bf16, fp8, every preset, and for --key-bits with --value-bits if given."""
     if (args.key_bits is None) != (args.value_bits is None):
         raise ValueError("--key-bits and --value-bits come together")
     common = {"max_q_len": args.max_q_len, "whole_sliding": args.whole_sliding}
@@ -211,7 +212,7 @@ def _rows(args: argparse.Namespace, layers: Sequence[AttentionLayer | None]) -> 
 
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command prints, from its arguments.
+    """The facts that the command prints, as plain data. Sizes are bytes.
 
     Raises:
         ValueError: arguments that do not fit together; a model that is not supported; weights that
@@ -243,6 +244,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_report(facts: dict[str, Any]) -> None:
+    """Prints the facts of `report` as a table."""
     for layer in facts["layers"]:
         text = "no keys and values per token"
         if "kv_heads" in layer:
@@ -286,6 +288,7 @@ def _size(size: int) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
     try:
         facts = report(args)
     except ValueError as error:
