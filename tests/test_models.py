@@ -93,14 +93,14 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
-from tests.test_transformers_families import (  # noqa: E402
+from tests.transformers.families import (  # noqa: E402
     FAMILIES,
     MAMBA,
     MINOR,
     REFUSED,
     REFUSED_WHILE_RUNNING,
     SINCE,
-    make_config,
+    make_family_config,
 )
 from torch_turboquant.integrations.transformers.models import (  # noqa: E402
     head_dim_of,
@@ -132,7 +132,7 @@ def meta_model(family, options):
     if MINOR < SINCE.get(family, 0):
         pytest.skip("not supported with this version")
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(make_config(family, options))
+        return AutoModelForCausalLM.from_config(make_family_config(family, options))
 
 
 def as_planned(layers):
@@ -193,7 +193,7 @@ def test_layers_of_different_sizes():
     """Planned one by one, refused by the cache; as objects and as files."""
     if "gemma4_text" not in CONFIG_MAPPING:
         pytest.skip("this version of transformers has no gemma4_text")
-    config = make_config("gemma4_text", {"head_dim": 32})
+    config = make_family_config("gemma4_text", {"head_dim": 32})
     planned = attention_layers(config)
     assert {layer.head_dim for layer in planned} == {32, config.per_layer_config[-1].head_dim}
     assert planned == attention_layers(json.loads(config.to_json_string()))
