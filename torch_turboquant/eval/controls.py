@@ -2,8 +2,8 @@
 
 A control holds the vectors that its codes would decode to, so it saves no memory. The memory that
 it *would* take is counted from its format, with scales and zero points (float16 each, unless a
-format says otherwise). As in a packed cache, the first forward attends exactly; from then on every query
-reads decoded keys and values, those of its own token included.
+format says otherwise). As in a packed cache, the first forward attends exactly; from then on every
+query reads decoded keys and values, those of its own token included.
 
     fp8          float8 e4m3, as it comes (values beyond 448 are clipped)
     fp8s         float8 e4m3 with one scale per layer for keys and one for values, their largest
