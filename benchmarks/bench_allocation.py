@@ -1,8 +1,8 @@
-"""Bits layer by layer: what each layer loses with each preset, and what a byte budget then gives.
+"""Bits layer by layer: the divergence of each layer with each preset, and choices by budget.
 
-Layers are measured on text behind that which bench_quality predicts. Writes allocation_<model>.json
-(a row per layer, a row per budget) and <model>-<budget>.json for bench_quality:
-`--caches k3v2:layers=<model>-<budget>.json`.
+Layers are measured on the text that follows the one which bench_quality predicts. The program
+writes allocation_<model>.json (a row per layer, a row per budget) and <model>-<budget>.json for
+bench_quality: `--caches k3v2:layers=<model>-<budget>.json`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def unit_vectors(count: int, d: int, generator: torch.Generator) -> Tensor:
 def measure(
     there_and_back: Callable[[Tensor], Tensor], d: int, vectors: int, device: str
 ) -> dict[str, float]:
-    """The measured part of a row; vectors and queries depend on the dimension only."""
+    """The measured part of a row. Vectors and queries depend on nothing but the dimension."""
     generator, queries = (torch.Generator().manual_seed(seed) for seed in (d, 100_000 + d))
     error = inner = product = energy = 0.0
     for start in range(0, vectors, BATCH):

@@ -161,7 +161,7 @@ def tiny_table() -> Iterator[Case]:
 
 
 def unmasked(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """Attention of one query to everything in a static cache; the heads of a group side by side."""
+    """Attention of one query to a whole static cache. Query heads of a KV head are neighbours."""
     batch, heads, _, d = query.shape
     grouped = query.view(batch, key.shape[1], -1, d)
     out = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, scale=scaling)
@@ -177,7 +177,7 @@ class Unavailable(Exception):
 
 @contextmanager
 def made(case: Case, model) -> Iterator[Cache]:
-    """An empty cache of the case."""
+    """Makes an empty cache of the case, and detaches it in the end."""
     room = case.context + STEPS_AHEAD
     static = case.mode in STATIC
     if case.kind == "dynamic":
@@ -205,7 +205,7 @@ def made(case: Case, model) -> Iterator[Cache]:
 
 
 def fill(cache: Cache, model, case: Case) -> None:
-    """Random keys and values of `context` tokens in every layer."""
+    """Stores random keys and values of `context` tokens in every layer."""
     config = model.config
     generator = torch.Generator(model.device).manual_seed(0)
 
@@ -226,7 +226,7 @@ def fill(cache: Cache, model, case: Case) -> None:
 
 
 def tensors_of(held: object) -> list[Tensor]:
-    """All tensors that an object's attributes hold, quantised ones by their parts."""
+    """All tensors that an object's attributes hold; of quantised ones, their parts."""
     if isinstance(held, (list, tuple)):
         return [t for part in held for t in tensors_of(part)]
     if isinstance(held, Tensor) and type(held) is Tensor:
@@ -235,7 +235,7 @@ def tensors_of(held: object) -> list[Tensor]:
 
 
 def bytes_of(cache: Cache, case: Case) -> int:
-    """What the cache's own tensors take, once each."""
+    """Bytes of the cache's own tensors, each storage counted once."""
     if case.packed:
         return cache.memory_bytes()["total"]
     storages = {
@@ -247,7 +247,7 @@ def bytes_of(cache: Cache, case: Case) -> int:
 
 
 def predicted_bytes(model, case: Case) -> int | None:
-    """Of the cache as it is allocated in this case."""
+    """Bytes that the memory planner predicts for the cache of this case; None: not planned."""
     layers = attention_layers(model.config.to_dict())
     room = case.context + STEPS_AHEAD
     if case.packed:
@@ -321,7 +321,7 @@ def stepper(case: Case, model, cache: Cache) -> Callable[[Tensor], Tensor]:
 
 
 def decode(case: Case, model, device: Device, steps: int) -> dict:
-    """Times of steps behind a context; see the text of this file."""
+    """Times of decode steps after a context; see the top of this file."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     with made(case, model) as cache:
         fill(cache, model, case)
@@ -357,9 +357,9 @@ def decode(case: Case, model, device: Device, steps: int) -> dict:
 
 
 def prompt(case: Case, model, device: Device, repeats: int) -> dict:
-    """A real prompt: its time until the first token's id is there, the best of a few.
+    """The time from a real prompt to the first token's id, the best of a few attempts.
 
-    Before every other one all unused memory goes back to the device.
+    Before every other attempt, all unused memory is given back to the device.
     """
     generator = torch.Generator().manual_seed(1)
     shape = case.batch, case.context
@@ -390,7 +390,7 @@ def prompt(case: Case, model, device: Device, repeats: int) -> dict:
 
 
 def measure(case: Case, model, device: Device, quick: bool) -> dict:
-    """The row of a case, or why there is none."""
+    """The row of a case. If it cannot run, the row says why."""
     origin = {
         "part": case.part,
         "kind": case.kind,
@@ -436,7 +436,7 @@ def describe(row: dict) -> str:
 
 
 def identity(row: dict) -> Identity:
-    """That of the case that a row is of."""
+    """The identity of the case that a row belongs to."""
     return row["part"], row["kind"], row["mode"], row["batch"], row["context"]
 
 

@@ -1,7 +1,8 @@
 """Writes centers for bench_quality: `--caches k4v4:center=FILE` measures with them.
 
-Of a text (its mean keys, as TurboQuantCache.calibrate finds them) or, with --biases, of a model's
-key biases alone: their mean over the same positions after RoPE, without any text.
+The centers are those of a text, as TurboQuantCache.calibrate finds them. With --biases they are
+those of a model's key biases alone: the mean of the biases after RoPE over the same positions,
+without any text.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch_turboquant.eval import assets
 from torch_turboquant.eval.predict import text_tokens
 from torch_turboquant.integrations.transformers import TurboQuantCache, save_centers
 
-SINKS = 4  # positions left out, as in the cache
+SINKS = 4  # first positions, which are left out as in the cache
 
 
 def of_biases(model: Any, tokens: int) -> list[Tensor]:
