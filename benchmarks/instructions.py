@@ -1,9 +1,9 @@
-"""Instructions that the CPU kernels take per code: a figure without noise, for bench_cpu.py.
+"""Instructions per code of the CPU kernels, a measure without noise, for bench_cpu.py.
 
-A child process makes the data and calls an op; only the call is counted. Up to AVX2 valgrind's
-callgrind counts, for two sizes, so that what a call costs apart from its codes cancels. AVX-512 is
-unknown to valgrind: there `perf` counts, where the processor lets it, once with one call and once
-with many, so that starting and making data cancel. All on one thread.
+A child process makes the data and calls an op on one thread; only the call is counted. Up to AVX2,
+valgrind's callgrind counts for two sizes, so that the fixed cost of a call cancels. valgrind does
+not know AVX-512: there `perf` counts, where the processor allows it, once for one call and once for
+many, so that starting the process and making the data cancel.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Soak: random work on a PagedKVPool for minutes, compared with what it must give.
+"""Soak: random work on a PagedKVPool for minutes, with its results checked.
 
     python benchmarks/soak.py --minutes 10 [--device cuda]
 
 Sequences come, grow by single tokens, drafts and long pieces, are forked, cut, rolled back, copied
 out and in, and freed, in random order with random lengths. The pool is too small for all of them,
-so running out of pages is part of the work. Beside the pool stands a plain list of the tokens of
-every sequence. Every tenth step is checked:
+so running out of pages is part of the work. The program also keeps a plain list of the tokens of
+every sequence. Every tenth step it checks
 
-- what the pages of a sequence decode to, byte for byte, against the same tokens stored alone;
-- its attention against float64 attention over those keys and values;
-- after a call that must fail: that nothing has changed.
+- the pages of a sequence, byte for byte, against the same tokens stored alone;
+- the attention of the sequence against float64 attention over those keys and values;
+- after a call that must fail, that nothing has changed.
 
 A difference ends the program with an error. Memory is read twenty times; in the end all sequences
-are freed, and every page must be free again. Written to benchmarks/results/soak.json.
+are freed, and every page must be free again. The row goes to benchmarks/results/soak.json.
 """
 
 from __future__ import annotations
