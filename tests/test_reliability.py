@@ -133,8 +133,8 @@ CONTENT = bytes(range(256)) * 5000
 
 @pytest.fixture
 def assets():
-    pytest.importorskip("transformers")  # imported by the package of the demo
-    from torch_turboquant.demo import assets
+    pytest.importorskip("transformers")  # the model is loaded with it
+    from torch_turboquant.eval import assets
 
     return assets
 

@@ -31,7 +31,7 @@ from torch_turboquant.integrations.transformers.models import (
     text_config,
 )
 from torch_turboquant.integrations.transformers.sequences import Sequences
-from torch_turboquant.policy import LayerChoice, layer_configs
+from torch_turboquant.layer_choice import LayerChoice, layer_configs
 
 Centers = Sequence[Tensor | None] | Mapping[int, Tensor]
 LayerPresets = Mapping[int, LayerChoice] | Sequence[LayerChoice]
