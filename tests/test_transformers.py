@@ -35,17 +35,16 @@ from torch_turboquant import CacheConfig, cache_load, cache_store, make_tables, 
 from torch_turboquant.integrations.transformers import (  # noqa: E402
     CENTER_TOKENS,
     TurboQuantCache,
-    TurboQuantLayer,
+    lifecycle,
     load_centers,
     save_centers,
 )
-from torch_turboquant.integrations.transformers import layer as layer_room  # noqa: E402
-from torch_turboquant.integrations.transformers.layer import ConstantsByDevice  # noqa: E402
+from torch_turboquant.integrations.transformers.constants import ConstantsByDevice  # noqa: E402
 from torch_turboquant.integrations.transformers.models import (  # noqa: E402
     recording,
     rotary_partners,
 )
-from torch_turboquant.integrations.transformers.sequences import zeros_together  # noqa: E402
+from torch_turboquant.integrations.transformers.tensors import zeros_together  # noqa: E402
 from torch_turboquant.ops.cache import allocate_cache  # noqa: E402
 
 VOCAB = 101
@@ -613,17 +612,17 @@ def test_layers_learn_together_what_they_would_alone(monkeypatch, family, center
     """A first forward learns centers of several layers at once, as far as it has few tokens."""
     model, ids = make_model(family), make_ids(80, 2)
     sizes = []
-    learn = layer_room.learn
+    learn = lifecycle.learn
 
     def noted(keys, *others, **more):
         sizes.append(len(keys))
         return learn(keys, *others, **more)
 
-    monkeypatch.setattr(layer_room, "learn", noted)
+    monkeypatch.setattr(lifecycle, "learn", noted)
     found = []
     layers = model.config.num_hidden_layers
     for together, expected in ((8192, [layers]), (1, [1] * layers), (2 * 2 * 70, [2, 1])):
-        monkeypatch.setattr(layer_room, "_TOGETHER", together)
+        monkeypatch.setattr(lifecycle, "_TOGETHER", together)
         sizes.clear()
         with TurboQuantCache.for_model(model, "k8v8", max_batch_size=2, center=center) as cache:
             logits = feed(model, cache, ids, 70, 1)
@@ -640,7 +639,7 @@ def test_learning_that_fails_leaves_nothing(monkeypatch):
     model, ids = make_model(), make_ids(90)
     with TurboQuantCache.for_model(model, "k4v4") as cache:
         with monkeypatch.context() as patch:
-            patch.setattr(layer_room, "learn", lambda *args, **more: 1 / 0)
+            patch.setattr(lifecycle, "learn", lambda *args, **more: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 feed(model, cache, ids[:, :80])
         assert cache.sequences.forward is None and cache.get_seq_length() == 0
@@ -923,9 +922,10 @@ def test_memory_together_is_of_one_device_shape_and_dtype():
         for layer in cache.packed:
             layer.prepare(3, torch.bfloat16, torch.device("cpu"))
         one, two, three, four = cache.packed[2:]
-        one.device, two.dtype, three.kv_heads = torch.device("meta"), torch.float32, 2
+        one.prepare(3, torch.bfloat16, torch.device("meta"))
+        two.dtype, three.kv_heads = torch.float32, 2
         four.sliding_window = 24
-        layer_room.allocate(cache.packed)
+        lifecycle.allocate(cache.packed)
         first = cache.packed[0]
         for layer in cache.packed:
             assert layer.pages.device == layer.ring.device == layer.device
@@ -1024,19 +1024,19 @@ def test_a_longer_prompt_after_a_reset_gets_more_pages():
 def test_few_queries_wait_for_a_center(monkeypatch):
     """They are larger than keys and values: what a center needs of them is taken soon."""
     model, queries, alive = make_model(num_hidden_layers=9), [], []
-    hand_on, learn = TurboQuantLayer.hand_on, layer_room.learn
+    attended, learn = lifecycle.Lifecycle.attended, lifecycle.learn
 
-    def noted(layer, module, query, *others):
+    def noted(life, layer, module, query, *others):
         queries.append(weakref.ref(query))
-        return hand_on(layer, module, query, *others)
+        return attended(life, layer, module, query, *others)
 
     def counted(*args):
         alive.append(sum(query() is not None for query in queries))
         return learn(*args)
 
-    monkeypatch.setattr(layer_room, "_QUERIES_TOGETHER", 4)
-    monkeypatch.setattr(TurboQuantLayer, "hand_on", noted)
-    monkeypatch.setattr(layer_room, "learn", counted)
+    monkeypatch.setattr(lifecycle, "_QUERIES_TOGETHER", 4)
+    monkeypatch.setattr(lifecycle.Lifecycle, "attended", noted)
+    monkeypatch.setattr(lifecycle, "learn", counted)
     for layer in model.model.layers:
         layer.register_forward_hook(
             lambda *args: alive.append(sum(query() is not None for query in queries))
@@ -1059,6 +1059,7 @@ def test_memory_is_measured_from_tensors():
         ring = 2 * heads * (4 + 64 + 32 - 1) * 2 * 32 * 4
         assert memory["tail"] == ring * layers
         held = [t for layer in cache.layers for t in vars(layer).values()]
+        held += [t for layer in cache.layers for t in vars(layer.paged).values()]
         held += [t for layer in cache.layers for t in layer.tables]
         total = sum(t.numel() * t.element_size() for t in held if isinstance(t, torch.Tensor))
         assert memory["total"] == total

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from torch_turboquant._checks import check_positive
 from torch_turboquant.config import PRESETS, CacheConfig
-from torch_turboquant.ops.cache import ring_rows
 from torch_turboquant.policy import layer_configs
+from torch_turboquant.tail import ring_rows
 
 DTYPE_BYTES = {
     "float32": 4.0,
