@@ -1,5 +1,6 @@
-# One command each, all through .venv; `make` alone lists them. Needs Python >= 3.11 (requirements-dev.txt does), g++ >= 11; CUDA where nvcc is.
-# TORCH_TURBOQUANT_BUILD_CUDA and TORCH_CUDA_ARCH_LIST (see setup.py) choose what is built.
+# One command each, all through .venv; `make` alone lists them. Needs Python >= 3.11 (requirements/ do), g++ >= 11, and nvcc for the
+# CUDA kernels. They are compiled for this machine's GPUs, not at all without one; `make wheel ARCHS=all` compiles for every
+# architecture, ARCHS="8.0 9.0a" for some.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -8,6 +9,9 @@ PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 AUDIT_ARGS  ?=
+ARCHS       ?= $(TORCH_CUDA_ARCH_LIST)
+export TORCH_CUDA_ARCH_LIST := $(ARCHS)
+GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)
 
 SOURCES := setup.py pyproject.toml LICENSE $(wildcard README.md) \
            $(shell find csrc torch_turboquant -type f -not -path '*/__pycache__/*' -not -path '*/lib/*')
@@ -31,38 +35,38 @@ LEVEL_TESTS := $(patsubst %,tests/test_%.py,attention cache codec group hadamard
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.installed ## a language model with a quantised cache (DEMO_ARGS=...)
+demo: $(VENV)/.demo $(VENV)/.installed ## a language model with a quantised cache (DEMO_ARGS=...)
 	$(BIN)/python -I -m torch_turboquant demo --cache-dir .demo-cache $(DEMO_ARGS)
 
-test: $(VENV)/.installed ## all tests, on the installed wheel (PYTEST_ARGS=...)
+test: $(VENV)/.test $(VENV)/.installed ## all tests, on the installed wheel (PYTEST_ARGS=...)
 	$(BIN)/pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
 
-levels: $(VENV)/.installed ## tests of the CPU kernels at the levels that `make test` does not use (AVX2, plain C++)
+levels: $(VENV)/.test $(VENV)/.installed ## tests of the CPU kernels at the levels that `make test` does not use (AVX2, plain C++)
 	for level in avx2 portable; do \
 	    $(BIN)/pytest -n auto --maxprocesses 4 --cpu-level $$level $(LEVEL_TESTS) $(PYTEST_ARGS) || exit 1; done
 
-bench: $(VENV)/.installed ## hours: all benchmarks that this machine can run (BENCH_ARGS=...), then `make docs`
+bench: $(VENV)/.test $(VENV)/.installed ## hours: all benchmarks that this machine can run (BENCH_ARGS=...), then `make docs`
 	failed=; for program in $(BENCHMARKS); do \
 	    $(BIN)/python benchmarks/$$program $(BENCH_ARGS) || failed="$$failed, $$program"; done; \
 	$(BIN)/python docs/generate.py; \
 	test -z "$$failed" || { echo "failed$$failed"; exit 1; }
 
-docs: $(VENV)/.installed ## tables and pictures from benchmarks/results, the ops from their docstrings
+docs: $(VENV)/.test $(VENV)/.installed ## tables and pictures from benchmarks/results, the ops from their docstrings
 	$(BIN)/python docs/generate.py
 
-wheel: build/wheel/.built ## the wheel for this machine, in build/wheel
+wheel: build/wheel/.built ## the wheel for this machine, in build/wheel (ARCHS=all: for every GPU)
 	@ls build/wheel/*.whl
 
-audit: build/wheel/.built ## proves that the wheel runs elsewhere, and puts it, tagged manylinux, into wheels/dist (AUDIT_ARGS=...)
+audit: $(VENV)/.test build/wheel/.built ## proves that the wheel runs elsewhere, and puts it, tagged manylinux, into wheels/dist (AUDIT_ARGS=...)
 	$(BIN)/python wheels/audit.py $(AUDIT_ARGS) build/wheel/*.whl
 
-lint: $(VENV)/.requirements ## style and types, without changing anything
+lint: $(VENV)/.lint ## style and types, without changing anything
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
-format: $(VENV)/.requirements ## style, by changing the files
+format: $(VENV)/.lint ## style, by changing the files
 	$(BIN)/ruff check --fix $(PY_FILES)
 	$(BIN)/ruff format $(PY_FILES)
 	$(BIN)/clang-format -i $(CXX_FILES)
@@ -72,19 +76,26 @@ clean: ## removes what was built; keeps .venv
 
 # The files below remember what is done, so that a second run starts at once.
 
-$(VENV)/.requirements: requirements-dev.txt
+$(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $<
+
+# A file in requirements/ each. Python compiles what it imports; pip would compile everything, which takes longer than installing.
+$(VENV)/.build $(VENV)/.demo $(VENV)/.test $(VENV)/.lint: $(VENV)/.%: requirements/%.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	touch $@
+
+# All but the first hold what another one asks for, too.
+$(VENV)/.demo $(VENV)/.lint: $(VENV)/.build
+$(VENV)/.test: $(VENV)/.demo
 
 # The choices that change the binaries; touched only when one of them changes.
 build/choices: FORCE
 	@mkdir -p build
-	@echo '$(TORCH_TURBOQUANT_BUILD_CUDA) $(TORCH_CUDA_ARCH_LIST) $(shell command -v nvcc) $(CUDA_HOME) $(CXX)' > $@.new
+	@echo '$(TORCH_TURBOQUANT_BUILD_CUDA) $(ARCHS) $(GPUS) $(shell command -v nvcc) $(CUDA_HOME) $(CXX)' > $@.new
 	@cmp -s $@.new $@ || cp $@.new $@
 
 # build/lib would keep Python files that were deleted from the package.
-build/wheel/.built: $(VENV)/.requirements build/choices $(SOURCES)
+build/wheel/.built: $(VENV)/.build build/choices $(SOURCES)
 	rm -rf build/lib* build/bdist* build/wheel
 	$(BIN)/python -m pip wheel --verbose --no-build-isolation --no-deps --wheel-dir build/wheel . > build/wheel.log 2>&1 \
 	    || { cat build/wheel.log; exit 1; }

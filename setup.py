@@ -1,14 +1,16 @@
 """Builds the two shared libraries of the wheel and tags it for every Python.
 
-lib/libturboquant_cpu.so   csrc/ops.cpp, csrc/cpu/*.cpp: the op schemas and the CPU kernels; always.
-lib/libturboquant_cuda.so  csrc/cuda/**/*.cu: the CUDA kernels; where nvcc is found.
+lib/libturboquant_cpu.so   of csrc/ops.cpp and csrc/cpu: the op schemas and the CPU kernels; always.
+lib/libturboquant_cuda.so  of csrc/cuda: the CUDA kernels, for this machine's GPUs or as told.
 
 Both use the LibTorch stable ABI only, no Python and no C++ symbol of torch, so that one wheel
 (py3-none-<platform>) serves every Python >= 3.10 and every torch >= 2.11, with or without CUDA.
 Name, version and metadata are in pyproject.toml. Environment:
 
-TORCH_TURBOQUANT_BUILD_CUDA  1: fail without nvcc; 0: CPU only; auto (default): where nvcc is found
-TORCH_CUDA_ARCH_LIST         narrows the CUDA architectures, e.g. "9.0a+PTX"
+TORCH_TURBOQUANT_BUILD_CUDA  0: CPU only; 1: fail without nvcc, and without a GPU compile for all
+                             architectures; auto (default): CUDA where nvcc and a GPU are found
+TORCH_CUDA_ARCH_LIST         the CUDA architectures instead of those of this machine's GPUs: "all",
+                             or e.g. "8.0 9.0a+PTX"; auto then needs nvcc, but no GPU
 CUDA_HOME, CXX, MAX_JOBS     toolkit folder, C++ compiler, parallel compilations
 """
 
@@ -20,6 +22,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -28,7 +31,7 @@ from setuptools.dist import Distribution
 
 # Machine code also runs on later minor versions of a GPU: that of 8.0 on 8.6 and 8.9. No PTX, which
 # would make the library a quarter larger: a GPU to come gets an error that names these.
-ARCHITECTURES = "7.5;8.0;9.0a;10.0;12.0"
+ALL_ARCHITECTURES = ["7.5", "8.0", "9.0a", "10.0", "12.0"]
 TORCH_TARGET = "0x020b000000000000"  # torch 2.11 (0x0210... would be 2.16)
 OBJECTS = Path("build/native")
 
@@ -36,6 +39,8 @@ OBJECTS = Path("build/native")
 # (docs/format.md). A source may ask for more in a line of its own, see own_flags: a .cu file that
 # writes no packed bytes for "-fmad=true", the CPU kernels for the instructions they use.
 HOST = ["-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wall"]
+# Switches over an enum name every value, so that the compiler finds each place a new width needs.
+HOST += ["-Werror=switch"]
 CXX = ["-std=c++20", "-O3", *HOST]
 # Machine code compresses to a tenth; nvcc 12.8 and later can.
 NVCC = ["-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr", "-DUSE_CUDA"]
@@ -79,29 +84,81 @@ def torch_folder() -> Path:
     return Path(spec.origin).resolve().parent
 
 
-def find_nvcc() -> str | None:
-    """The CUDA compiler, or None for a CPU-only wheel."""
+class Cuda(NamedTuple):
+    """What compiles the CUDA library, and for which architectures, such as "9.0a" or "12.0+PTX"."""
+
+    nvcc: str
+    architectures: list[str]
+
+
+def choose_cuda() -> Cuda | str:
+    """How the CUDA library is compiled, or why it is not."""
     wanted = os.environ.get("TORCH_TURBOQUANT_BUILD_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         sys.exit(f"TORCH_TURBOQUANT_BUILD_CUDA is {wanted!r}; it can be 0, 1 or auto")
     if wanted == "0":
-        return None
-    folders = [Path(os.environ["CUDA_HOME"], "bin")] if "CUDA_HOME" in os.environ else []
-    folders += [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
-    nvcc = shutil.which("nvcc", path=os.pathsep.join(map(str, folders)))
+        return "TORCH_TURBOQUANT_BUILD_CUDA is 0"
+    listed = listed_architectures()
+    nvcc = find_nvcc()
     if nvcc is None and wanted == "1":
         sys.exit("TORCH_TURBOQUANT_BUILD_CUDA is 1, but nvcc is not in CUDA_HOME/bin nor on PATH")
-    return nvcc
+    if nvcc is None:
+        return "nvcc is not in CUDA_HOME/bin nor on PATH"
+    found = listed or architectures_of(compute_capabilities())
+    if not found and wanted == "1":
+        found = ALL_ARCHITECTURES
+    if not found:
+        return (
+            "this machine has no GPU. For the CUDA kernels: make ARCHS=all (pip: "
+            "TORCH_CUDA_ARCH_LIST=all), or ARCHS=9.0a for one architecture"
+        )
+    return Cuda(nvcc, found)
 
 
-def architectures() -> list[str]:
-    """Entries such as "9.0a" or "12.0+PTX"."""
+def find_nvcc() -> str | None:
+    """The CUDA compiler, or None."""
+    folders = [Path(os.environ["CUDA_HOME"], "bin")] if "CUDA_HOME" in os.environ else []
+    folders += [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    return shutil.which("nvcc", path=os.pathsep.join(map(str, folders)))
+
+
+def listed_architectures() -> list[str]:
+    """The entries of TORCH_CUDA_ARCH_LIST; empty where it is not set."""
     given = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip(" ;,")
-    entries = re.split(r"[;, ]+", given or ARCHITECTURES)
+    if given == "all":
+        return ALL_ARCHITECTURES
+    entries = re.split(r"[;, ]+", given) if given else []
     for entry in entries:
         if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", entry):
             sys.exit(f"TORCH_CUDA_ARCH_LIST holds {entry!r}; entries look like 9.0a or 12.0+PTX")
     return entries
+
+
+def compute_capabilities() -> list[str]:
+    """Those of this machine's GPUs, such as "8.6"; nvidia-smi knows them without torch."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return []
+    return re.findall(r"^\d+\.\d$", done.stdout, re.MULTILINE) if done.returncode == 0 else []
+
+
+def architectures_of(capabilities: list[str]) -> list[str]:
+    """The architectures whose machine code runs on these GPUs: one for each major version.
+
+    A GPU newer than all of them is compiled for as it is: nvcc knows whether it can. Older GPUs
+    than the first are left out, because the kernels do not support them.
+    """
+    chosen = []
+    for capability in capabilities:
+        major, minor = map(int, capability.split("."))
+        entries = [entry for entry in ALL_ARCHITECTURES if entry.startswith(f"{major}.")]
+        if entries and minor >= int(entries[0].rstrip("a").split(".")[1]):
+            chosen += entries
+        elif major > 7:
+            chosen.append(capability)
+    return sorted(set(chosen), key=lambda entry: float(entry.rstrip("a")))
 
 
 def gencode(entry: str) -> list[str]:
@@ -121,11 +178,11 @@ def own_flags(source: Path, rule: str) -> list[str]:
     return re.findall(rf"^// {rule}{machine}: (.*)$", source.read_text(), re.MULTILINE)
 
 
-def ninja_file(version: str, nvcc: str | None) -> str:
+def ninja_file(version: str, cuda: Cuda | None) -> str:
     torch = torch_folder()
     # Error texts hold __FILE__: keep the folders of the build machine out of them.
     prefix = f"-ffile-prefix-map={torch}/include/="
-    archs = architectures() if nvcc else []
+    archs = cuda.architectures if cuda else []
     nvcc_flags = [*NVCC, "-Xcompiler", ",".join([*HOST, prefix])]
     nvcc_flags += [f"-DTURBOQUANT_CUDA_ARCHITECTURES={quote(' '.join(archs))}"]
     nvcc_flags += [flag for entry in archs for flag in gencode(entry)]
@@ -136,7 +193,7 @@ def ninja_file(version: str, nvcc: str | None) -> str:
         version=quote(version),
         cxx=os.environ.get("CXX", "g++"),
         cxx_flags=" ".join([*CXX, prefix]),
-        nvcc=nvcc,
+        nvcc=cuda.nvcc if cuda else "nvcc",
         nvcc_flags=" ".join(nvcc_flags),
     )
 
@@ -150,8 +207,8 @@ def ninja_file(version: str, nvcc: str | None) -> str:
         lines.append(f"build {target}: link_{name} {' '.join(objects)} | csrc/exports.map")
         return "\n".join(lines) + "\n"
 
-    text += library("cpu", "cxx", [Path("csrc/ops.cpp"), *sorted(Path("csrc/cpu").glob("*.cpp"))])
-    if nvcc:
+    text += library("cpu", "cxx", [Path("csrc/ops.cpp"), *sorted(Path("csrc/cpu").rglob("*.cpp"))])
+    if cuda:
         text += library("cuda", "nvcc", sorted(Path("csrc/cuda").rglob("*.cu")))
     return text
 
@@ -162,13 +219,14 @@ class BuildLibraries(build_ext):
     built: tuple[Path, ...] = ()
 
     def run(self) -> None:
-        nvcc = find_nvcc()
-        cuda = "no CUDA library (nvcc not found, or switched off)"
-        if nvcc:
-            cuda = f"the CUDA library for {' '.join(architectures())} ({nvcc})"
-        print(f"torch_turboquant: building the CPU library and {cuda}", flush=True)
+        choice = choose_cuda()
+        cuda = None if isinstance(choice, str) else choice
+        what = f"the CPU library only: {choice}"
+        if cuda:
+            what = f"CPU library and CUDA library for {' '.join(cuda.architectures)} ({cuda.nvcc})"
+        print(f"torch_turboquant: building {what}", flush=True)
         OBJECTS.mkdir(parents=True, exist_ok=True)
-        (OBJECTS / "build.ninja").write_text(ninja_file(self.distribution.get_version(), nvcc))
+        (OBJECTS / "build.ninja").write_text(ninja_file(self.distribution.get_version(), cuda))
         jobs = os.environ.get("MAX_JOBS", str(len(os.sched_getaffinity(0))))
         ninja = [sys.executable, "-m", "ninja", "-f", str(OBJECTS / "build.ninja"), "-j", jobs]
         if subprocess.run(ninja).returncode != 0:
@@ -177,7 +235,7 @@ class BuildLibraries(build_ext):
         folder = Path("." if in_tree else self.build_lib, "torch_turboquant/lib")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        names = ["cpu", "cuda"] if nvcc else ["cpu"]
+        names = ["cpu", "cuda"] if cuda else ["cpu"]
         self.built = tuple(folder / f"libturboquant_{name}.so" for name in names)
         for target in self.built:
             shutil.copy2(OBJECTS / target.name, target)
@@ -201,7 +259,8 @@ class BinaryDistribution(Distribution):
         return True
 
 
-setup(
-    distclass=BinaryDistribution,
-    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": StableWheel},
-)
+if __name__ == "__main__":
+    setup(
+        distclass=BinaryDistribution,
+        cmdclass={"build_ext": BuildLibraries, "bdist_wheel": StableWheel},
+    )

@@ -1,4 +1,7 @@
-"""The tables of docs/quality.md, from the result files; docs/generate.py puts them there."""
+"""The tables of docs/quality.md and of the pages behind it, docs/measurements/quality_*.md.
+
+They come from the result files; docs/generate.py writes them into the pages.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,7 @@ def agreement(row: Row) -> str:
 
 
 def per_model(*names: str) -> list[str]:
-    """Headers of columns that every model has."""
+    """Headers of the columns that every model has."""
     return [
         f"{model}: {name}" if i == 0 else name for model in MODELS for i, name in enumerate(names)
     ]
@@ -108,6 +111,19 @@ def main_table(results: Results) -> str:
     return markdown(["cache", "bits", *per_model("perplexity", "KL", "top-1")], body)
 
 
+def summary_table(results: Results) -> str:
+    """The caches that a choice is between: KL without its interval, and top-1 agreement."""
+    body = []
+    for cache in SUMMARY:
+        rows = results.of(cache)
+        uses = [use for use in NAMED_PRESETS if named(use) == cache]
+        line = [" ".join([title(cache, rows), *uses]), " / ".join(cell(r, bits) for r in rows)]
+        for row in rows:
+            line += [cell(row, lambda r: divergence(r).split(" ±")[0]), cell(row, agreement)]
+        body.append(line)
+    return markdown(["cache", "bits", *per_model("KL", "top-1")], body)
+
+
 def study(results: Results, caches: Sequence[str]) -> str:
     """KL of some caches."""
     body = []
@@ -119,12 +135,12 @@ def study(results: Results, caches: Sequence[str]) -> str:
     return markdown(["cache", "bits", *MODELS], body)
 
 
-def long_table(results: Results) -> str:
-    """KL at every length that a model was measured at."""
+def long_table(results: Results, caches: Sequence[str] = ()) -> str:
+    """KL of some caches, or of all, at every length that a model was measured at."""
     measured = {(model, n) for model, _, n, _ in results.rows}
     pairs = [(i, m, n) for i, m in enumerate(MODELS) for n in LENGTHS if (m, n) in measured]
     body = []
-    for cache in results.names(context=LONG):
+    for cache in caches or results.names(context=LONG):
         if cache == "none" or MEAN in cache:
             continue
         found = [results.of(cache, context=n)[i] for i, _, n in pairs]
@@ -139,7 +155,7 @@ def named(use: str) -> str:
 
 
 def named_table(results: Results) -> str:
-    """The presets with a name, at every length."""
+    """The named presets at every length."""
     lines = [(use, named(use), n) for use in NAMED_PRESETS for n in LENGTHS]
     body = []
     for use, cache, context in lines:
@@ -154,7 +170,7 @@ def named_table(results: Results) -> str:
 
 
 def memory_table(results: Results) -> str:
-    """What 8,192 tokens take."""
+    """The memory of 8,192 tokens."""
     plain = results.of("none")
     body = []
     for cache in ("none", "int8", "kivi4", *map(named, NAMED_PRESETS), "k2v2"):
@@ -257,7 +273,7 @@ def spread_table(results: Results) -> str:
 
 
 def allocation_table() -> str:
-    """The layers of every budget, and what they make of the whole model."""
+    """The layers of every budget, and the divergence of the whole model."""
     quality = Results("quality")
     body = []
     for number, (name, model) in enumerate(MODELS.items()):
@@ -274,7 +290,7 @@ def allocation_table() -> str:
 
 
 def variants_table() -> str:
-    """What formats that do not exist would do: benchmarks/bench_variants.py, its longest run."""
+    """Formats that were considered: benchmarks/bench_variants.py, its longest run."""
     body = []
     for name, model in MODELS.items():
         found = read_rows(file_name("variants", model), missing_ok=True)
@@ -302,6 +318,10 @@ def search_table() -> str:
     return markdown(["", "bytes", "indexing", *(f"1@{k}" for k in ks)], body)
 
 
+SUMMARY = [
+    *("k8v8", named("near-lossless"), "k4v4", named("balanced"), named("smallest")),
+    *("int8", "fp8s", "fp8", "kivi4", "q4_0h", "int4"),
+]
 CENTERS = [
     valued(f"{base}{center}")
     for base in ("k5v4u", "k4v4", "k4v2", "k3v3", "k3v2")
@@ -390,6 +410,8 @@ def _of_quality(make: Callable[..., str], *args: Any) -> Callable[[], str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "summary": _of_quality(summary_table),
+    "lengths": _of_quality(long_table, [named(use) for use in NAMED_PRESETS]),
     "quality": _of_quality(main_table),
     "named": _of_quality(named_table),
     "memory": _of_quality(memory_table),
@@ -411,4 +433,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "search": search_table,
     "formats": variants_table,
     **{f"answers {model}": _of_quality(answers_table, model) for model in MODELS},
+}
+PAGES: dict[str, list[str]] = {  # page -> its tables
+    "docs/quality.md": ["summary", "lengths"],
+    "docs/measurements/quality_presets.md": ["named", "quality", "memory"],
+    "docs/measurements/quality_centers.md": ["centers", "gains", "spread"],
+    "docs/measurements/quality_exact_tail.md": ["tails"],
+    "docs/measurements/quality_codes.md": ["bits", "grids", "steps", "scales", "values", "seeds"],
+    "docs/measurements/quality_layers.md": ["boundary", "allocation"],
+    "docs/measurements/quality_formats.md": ["formats"],
+    "docs/measurements/quality_long_contexts.md": ["long", "position", "position 32768"],
+    "docs/measurements/quality_answers.md": [f"answers {model}" for model in MODELS],
+    "docs/measurements/quality_vectors.md": ["search"],
 }

@@ -115,21 +115,23 @@ inline format::Split check_vector_dim(int64_t d, const char* name) {
 }
 
 inline void check_codec_bits(int64_t bits) {
-  STD_TORCH_CHECK((bits >= 1 && bits <= 5) || bits == 8, "bits is ", bits, ", supported: 1, 2, 3, 4, 5, 8");
+  STD_TORCH_CHECK(format::valid_width(bits), "bits is ", bits, ", supported: 1, 2, 3, 4, 5, 8");
 }
 
 inline void check_scale_mode(int64_t mode, const char* name) {
-  STD_TORCH_CHECK(mode >= 0 && mode <= 3, name, " is ", mode,
+  STD_TORCH_CHECK(format::valid_scale_mode(mode), name, " is ", mode,
                   ", supported: 0 (norm), 1 (preserve), 2 (mse), 3 (unbiased)");
 }
 
 // `levels`: int8 [2^bits], or absent for the uniform grid (2 bits and more).
 inline void check_levels(const OptionalTensor& levels, const Tensor& first, int64_t bits, const char* name) {
   if (!levels) {
-    STD_TORCH_CHECK(bits >= 2, name, " is needed at ", bits, " bit: the uniform grid starts at 2 bits");
+    STD_TORCH_CHECK(format::has_uniform_grid(format::as_width(bits)), name, " is needed at ", bits,
+                    " bit: the uniform grid starts at 2 bits");
     return;
   }
-  STD_TORCH_CHECK(bits <= 5, name, " must be absent at ", bits, " bits: 8-bit codes are the uniform signed grid");
+  STD_TORCH_CHECK(!format::levels_are_codes(format::as_width(bits)), name, " must be absent at ", bits,
+                  " bits: 8-bit codes are the uniform signed grid");
   check_constant(*levels, first, name, ScalarType::Char, {int64_t{1} << bits});
 }
 

@@ -1,10 +1,12 @@
-// The packed format, in code: the only file that knows where a code lives. docs/format.md is the same in words.
+// The packed format, in code: the only file that knows where a code lives. docs/format.md says the same in words.
 //
-// In the order of that page: the transform's constants (section 2), the arithmetic of one code (section 4), what is done to
-// channels (section 5), and the geometry of rows and page records (sections 7 and 8). Everything is constexpr and runs on host and device; no torch, no allocation.
+// In the order of that page: the transform's constants (section 2), widths, grids and the arithmetic of one code
+// (section 4), scale modes and the channels of a vector (section 5), and the geometry of dense rows, page records and
+// the exact tail (sections 7 to 9). Everything is constexpr and runs on host and device; no torch, no allocation.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #define TURBOQUANT_HD __host__ __device__ __forceinline__
@@ -59,33 +61,168 @@ constexpr float kUnitsPerSigma = 4096;   // coordinates are compared with bounda
 constexpr uint16_t kNanScale = 0x7E00;   // float16 scale of a vector that holds a NaN or an infinity
 constexpr float kMaxHalf = 65504;        // largest finite float16: scales are limited to it
 
-// Boundaries of 1 to 5 bits are multiples of this many units (2^-8 sigma), so that 16-bit arithmetic finds codes exactly.
-TURBOQUANT_HD constexpr int boundary_grain(int bits) { return bits == 8 ? 1 : 16; }
+// The widths of a code. A switch over them has no `default`: the compiler (-Werror=switch) then names every place that
+// a new width needs. Kernels ask the traits below instead of comparing numbers.
+enum class Width : int { k1 = 1, k2 = 2, k3 = 3, k4 = 4, k5 = 5, k8 = 8 };
+constexpr int kMaxBits = 8;
+
+// Which levels the codes of a vector stand for: a table of 2^bits levels (Lloyd-Max), or evenly spaced levels, which are
+// computed.
+enum class Grid : int { kLevels, kUniform };
+
+// What the codes of a vector are. Structural, so that a kernel can have it as a template parameter.
+struct Codes {
+  Width width;
+  Grid grid;
+  constexpr bool operator==(const Codes&) const = default;
+};
+
+TURBOQUANT_HD constexpr int num_bits(Width w) { return static_cast<int>(w); }
+
+// Whether codes of that many bits exist; as_width() needs a number that is one of them.
+TURBOQUANT_HD constexpr Width as_width(int64_t bits) { return static_cast<Width>(bits); }
+TURBOQUANT_HD constexpr bool valid_width(int64_t bits) {
+  if (bits < 0 || bits > kMaxBits) return false;
+  switch (as_width(bits)) {
+    case Width::k1:
+    case Width::k2:
+    case Width::k3:
+    case Width::k4:
+    case Width::k5:
+    case Width::k8: return true;
+  }
+  return false;
+}
+
+// Whether a code is its own level, a signed byte. Such codes have no table of levels, only the uniform grid.
+TURBOQUANT_HD constexpr bool levels_are_codes(Width w) {
+  switch (w) {
+    case Width::k8: return true;
+    case Width::k1:
+    case Width::k2:
+    case Width::k3:
+    case Width::k4:
+    case Width::k5: break;
+  }
+  return false;
+}
+
+// Whether the uniform grid exists. (With one bit it would be the table of two levels.)
+TURBOQUANT_HD constexpr bool has_uniform_grid(Width w) {
+  switch (w) {
+    case Width::k1: return false;
+    case Width::k2:
+    case Width::k3:
+    case Width::k4:
+    case Width::k5:
+    case Width::k8: break;
+  }
+  return true;
+}
+
+// The largest width whose levels can be given as a table.
+constexpr Width kWidestTable = Width::k5;
+static_assert(!levels_are_codes(kWidestTable));
+
+// How the codes of one token share the bytes of a page record.
+enum class Storage {
+  kFields,  // every code has its own bits of one byte
+  kSpread,  // nibbles; every fourth code has no nibble, its bits are the upper bits of three others
+  kPlane,   // nibbles with the low four bits; the fifth bits are in a bit plane behind the rows
+};
+
+TURBOQUANT_HD constexpr bool is_spread(Width w) {
+  switch (w) {
+    case Width::k3: return true;
+    case Width::k1:
+    case Width::k2:
+    case Width::k4:
+    case Width::k5:
+    case Width::k8: break;
+  }
+  return false;
+}
+TURBOQUANT_HD constexpr bool has_plane(Width w) {
+  switch (w) {
+    case Width::k5: return true;
+    case Width::k1:
+    case Width::k2:
+    case Width::k3:
+    case Width::k4:
+    case Width::k8: break;
+  }
+  return false;
+}
+TURBOQUANT_HD constexpr Storage storage(Width w) {
+  return is_spread(w) ? Storage::kSpread : has_plane(w) ? Storage::kPlane : Storage::kFields;
+}
+
+// Whether a code fits into four bits: eight of them then fit into a 32-bit word of nibbles.
+TURBOQUANT_HD constexpr bool fits_nibble(Width w) { return num_bits(w) <= 4; }
+
+// Bits of the field in which a record keeps a code, or the low bits of it: 4 where codes are spread or have a plane.
+TURBOQUANT_HD constexpr int field_bits(Width w) { return storage(w) == Storage::kFields ? num_bits(w) : 4; }
+
+// Boundaries of codes with a table are multiples of this many units (2^-8 sigma): 16-bit arithmetic then finds codes
+// exactly.
+constexpr int kTableGrain = 16;
+TURBOQUANT_HD constexpr int boundary_grain(Width w) { return levels_are_codes(w) ? 1 : kTableGrain; }
 constexpr float kMaxBoundary = 1 << 26;  // in grains: beyond every coordinate, and no product leaves int32
 
-// How many levels a code can stand for: 2^bits, or 255 for the signed byte (0x80 is never written).
-TURBOQUANT_HD constexpr int num_levels(int bits) { return bits == 8 ? 255 : 1 << bits; }
+// The number of levels that a code can stand for: 2^bits, or 255 for the signed byte (0x80 is never written).
+TURBOQUANT_HD constexpr int num_levels(Width w) { return levels_are_codes(w) ? 255 : 1 << num_bits(w); }
+constexpr int kMaxByteLevel = 127;  // of the signed byte
 
 // Level `rank` (0 = most negative) of the uniform grid.
-TURBOQUANT_HD constexpr int uniform_level(int bits, int rank) {
-  return bits == 8 ? rank - 127 : 2 * rank - ((1 << bits) - 1);
+TURBOQUANT_HD constexpr int uniform_level(Width w, int rank) {
+  return levels_are_codes(w) ? rank - kMaxByteLevel : 2 * rank - ((1 << num_bits(w)) - 1);
 }
 
-// The code byte of a rank and back: ranks are codes, except that 8-bit codes are the signed level itself.
-TURBOQUANT_HD constexpr uint8_t code_of_rank(int bits, int rank) {
-  return static_cast<uint8_t>(bits == 8 ? rank - 127 : rank);
+// The code byte of a rank: ranks are codes, except that a signed byte is the level itself.
+TURBOQUANT_HD constexpr uint8_t code_of_rank(Width w, int rank) {
+  return static_cast<uint8_t>(levels_are_codes(w) ? rank - kMaxByteLevel : rank);
 }
 
-// The level of a code; `levels` (int8 [2^bits]) may be null for the uniform grid.
+// The level of a code; `levels` (int8 [2^bits]) is null for the uniform grid.
+TURBOQUANT_HD constexpr int level_of_code(Width w, const int8_t* levels, unsigned code) {
+  if (levels_are_codes(w)) return static_cast<int8_t>(code);
+  return levels ? levels[code] : 2 * static_cast<int>(code) - ((1 << num_bits(w)) - 1);
+}
+
+// The same two for a caller that has the width as a number.
+TURBOQUANT_HD constexpr int boundary_grain(int bits) { return boundary_grain(as_width(bits)); }
 TURBOQUANT_HD constexpr int level_of_code(int bits, const int8_t* levels, unsigned code) {
-  if (bits == 8) return static_cast<int8_t>(code);
-  return levels ? levels[code] : 2 * static_cast<int>(code) - ((1 << bits) - 1);
+  return level_of_code(as_width(bits), levels, code);
+}
+
+template <Width WIDTH>
+using WidthConstant = std::integral_constant<Width, WIDTH>;
+
+// fn(WidthConstant<w>) for a width known at run time.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
+template <typename Fn>
+TURBOQUANT_HD constexpr decltype(auto) with_width(Width w, Fn&& fn) {
+  switch (w) {
+    case Width::k1: return fn(WidthConstant<Width::k1>{});
+    case Width::k2: return fn(WidthConstant<Width::k2>{});
+    case Width::k3: return fn(WidthConstant<Width::k3>{});
+    case Width::k4: return fn(WidthConstant<Width::k4>{});
+    case Width::k5: return fn(WidthConstant<Width::k5>{});
+    case Width::k8: break;
+  }
+  return fn(WidthConstant<Width::k8>{});
 }
 
 // ---- Section 5: vectors before their rotation -----------------------------------------------------------------------
 
-// What a vector is stored relative to: (x - center) * scale is rotated and coded, and decodes as y * inverse + center. float32
-// [d] each, or [heads, d]; null where there is none.
+// What the float16 scale of a vector preserves (step 7), with the numbers that the ops take.
+enum class ScaleMode : int { kNorm = 0, kPreserve = 1, kMse = 2, kUnbiased = 3 };
+TURBOQUANT_HD constexpr bool valid_scale_mode(int64_t mode) { return mode >= 0 && mode <= 3; }
+
+// A vector is stored relative to these: (x - center) * scale is rotated and coded, and decodes as y * inverse + center.
+// float32 [d] each, or [heads, d]; null where there is none.
 struct Channels {
   const float *center, *scale, *inverse;
 
@@ -106,8 +243,32 @@ constexpr int kMaxHeadDim = 1024;
 constexpr int kMaxTile = 32;     // tokens of a tile
 constexpr int kValueGroup = 16;  // tokens of a value block
 
-TURBOQUANT_HD constexpr bool valid_key_bits(int64_t bits) { return (bits >= 2 && bits <= 5) || bits == 8; }
-TURBOQUANT_HD constexpr bool valid_value_bits(int64_t bits) { return (bits >= 2 && bits <= 4) || bits == 8; }
+// A value block is an operand of 8-bit tensor-core instructions: 32-bit words of four tokens, one word of a *unit* for
+// each lane. Four units are a chunk, in which the words of a lane are neighbours. Spread codes are stored in sets of 64
+// channels, of which three units hold all bits.
+constexpr int kValueLanes = 32;
+constexpr int kUnitBytes = 4 * kValueLanes;
+constexpr int kChunkUnits = 4, kChunkBytes = kChunkUnits * kUnitBytes;
+constexpr int kSpreadChannels = 64, kSpreadUnits = 3, kSpreadBytes = kSpreadUnits * kUnitBytes;
+
+TURBOQUANT_HD constexpr bool valid_key_width(Width w) {
+  switch (w) {
+    case Width::k1: return false;
+    case Width::k2:
+    case Width::k3:
+    case Width::k4:
+    case Width::k5:
+    case Width::k8: break;
+  }
+  return true;
+}
+TURBOQUANT_HD constexpr bool valid_value_width(Width w) { return valid_key_width(w) && !has_plane(w); }
+TURBOQUANT_HD constexpr bool valid_key_bits(int64_t bits) {
+  return valid_width(bits) && valid_key_width(as_width(bits));
+}
+TURBOQUANT_HD constexpr bool valid_value_bits(int64_t bits) {
+  return valid_width(bits) && valid_value_width(as_width(bits));
+}
 TURBOQUANT_HD constexpr bool valid_page_size(int64_t n) { return n == 16 || n == 32 || n == 64 || n == 128; }
 TURBOQUANT_HD constexpr bool valid_head_dim(int64_t d) {
   return d % 16 == 0 && d <= kMaxHeadDim && split_dim(d).valid();
@@ -146,14 +307,19 @@ struct Record {
   int key_bits;
   int value_bits;
 
+  TURBOQUANT_HD constexpr Width key_width() const { return as_width(key_bits); }
+  TURBOQUANT_HD constexpr Width value_width() const { return as_width(value_bits); }
+
   // Sizes -----------------------------------------------------------------------------------------------------------
   TURBOQUANT_HD constexpr int tile_tokens() const { return page_size < kMaxTile ? page_size : kMaxTile; }
   TURBOQUANT_HD constexpr int key_row_bytes() const {
-    return key_bits == 5 ? head_dim / 2 : round_up_4(head_dim * key_bits / 8);
+    return has_plane(key_width()) ? head_dim / 2 : round_up_4(head_dim * key_bits / 8);
   }
-  TURBOQUANT_HD constexpr int key_plane_bytes() const { return key_bits == 5 ? round_up_4(head_dim / 8) : 0; }
+  TURBOQUANT_HD constexpr int key_plane_bytes() const { return has_plane(key_width()) ? round_up_4(head_dim / 8) : 0; }
   TURBOQUANT_HD constexpr int value_block_bytes() const {
-    return value_bits == 3 ? 384 * (head_dim / 64) + 8 * (head_dim % 64) : 2 * head_dim * value_bits;
+    return is_spread(value_width())
+               ? kSpreadBytes * (head_dim / kSpreadChannels) + kValueGroup / 2 * (head_dim % kSpreadChannels)
+               : kValueGroup * head_dim * value_bits / 8;
   }
 
   // Sections of a tile ------------------------------------------------------------------------------------------------
@@ -177,16 +343,14 @@ struct Record {
   // Codes -------------------------------------------------------------------------------------------------------------
   TURBOQUANT_HD constexpr Pieces key(int token, int channel) const {
     const int row = tile_of(token) + token % tile_tokens() * key_row_bytes();
-    switch (key_bits) {
-      case 8: return one_piece(row + channel, 0, 8);
-      case 4: return one_piece(row + channel / 2, 4 * (channel % 2), 4);
-      case 2: return one_piece(row + channel / 4, 2 * (channel % 4), 2);
-      default: break;
+    if (storage(key_width()) == Storage::kFields) {
+      const int per_byte = 8 / key_bits;
+      return one_piece(row + channel / per_byte, key_bits * (channel % per_byte), key_bits);
     }
     // 3 and 5 bits: nibble i of the W-bit word j of a group of W channels.
     const int group = channel / 32, width = 32 * (group + 1) <= head_dim ? 32 : 16;
     const int j = channel % 32 / (width / 4), i = channel % 32 % (width / 4);
-    if (key_bits == 3) {
+    if (is_spread(key_width())) {
       const int nibble = row + 12 * group + i / 2, word = width / 8;
       return j < 3 ? one_piece(nibble + j * word, 4 * (i % 2), 3) : three_bits(nibble, word, 4 * (i % 2) + 3);
     }
@@ -201,22 +365,37 @@ struct Record {
     const int block = tile_of(token) + value_blocks() + token % tile_tokens() / kValueGroup * value_block_bytes();
     const int s = token % kValueGroup, q = s % 8 / 2, b = s % 2 + 2 * (s / 8);
     const int g = channel % 8, lane = 4 * g + q, octet = channel / 8;
-    if (value_bits == 3) {
-      const int set = channel / 64, full = head_dim / 64, j = channel / 16 % 4, shift = 4 * (octet % 2);
-      const int start = block + 384 * set;
-      if (set == full) return one_piece(start + 4 * (head_dim % 64 / 16) * lane + 4 * j + b, shift, 3);
-      return j < 3 ? one_piece(start + 12 * lane + 4 * j + b, shift, 3)
-                   : three_bits(start + 12 * lane + b, 4, shift + 3);
+    if (is_spread(value_width())) {
+      const int set = channel / kSpreadChannels, full = head_dim / kSpreadChannels, j = channel / 16 % 4;
+      const int start = block + kSpreadBytes * set, shift = 4 * (octet % 2);
+      if (set == full) return one_piece(start + 4 * (head_dim % kSpreadChannels / 16) * lane + 4 * j + b, shift, 3);
+      return j < kSpreadUnits ? one_piece(start + 4 * kSpreadUnits * lane + 4 * j + b, shift, 3)
+                              : three_bits(start + 4 * kSpreadUnits * lane + b, 4, shift + 3);
     }
     const int per_byte = 8 / value_bits, units = head_dim / (8 * per_byte), unit = octet / per_byte;
     if (unit == units) {  // 2 bits, the last 16 channels: four channels of one token share a byte
-      return one_piece(block + 128 * units + 16 * (g % 4) + 4 * q + b, 4 * (g / 4) + 2 * (octet % 2), 2);
+      return one_piece(block + kUnitBytes * units + 16 * (g % 4) + 4 * q + b, 4 * (g / 4) + 2 * (octet % 2), 2);
     }
-    const int chunk = unit / 4, words = units - 4 * chunk < 4 ? units - 4 * chunk : 4;
-    return one_piece(block + 512 * chunk + 4 * words * lane + 4 * (unit % 4) + b, value_bits * (octet % per_byte),
-                     value_bits);
+    const int chunk = unit / kChunkUnits, rest = units - kChunkUnits * chunk;
+    const int words = rest < kChunkUnits ? rest : kChunkUnits;
+    return one_piece(block + kChunkBytes * chunk + 4 * words * lane + 4 * (unit % kChunkUnits) + b,
+                     value_bits * (octet % per_byte), value_bits);
   }
 };
+
+// Where the record of a page and a head lies in a cache uint8 [num_pages, kv_heads, record_bytes]: its number among all
+// records, and its first byte. The 32-bit number serves kernels: no memory holds 2^32 records.
+template <typename T>
+TURBOQUANT_HD constexpr T record_number(T page, T head, T kv_heads) {
+  return page * kv_heads + head;
+}
+TURBOQUANT_HD constexpr int64_t record_offset(int64_t page, int64_t head, int64_t kv_heads, int64_t record_bytes) {
+  return record_number(page, head, kv_heads) * record_bytes;
+}
+template <typename Bytes>  // signed or not, as the caller has it: the product is 64 bits wide
+TURBOQUANT_HD constexpr uint64_t record_offset_32(uint32_t page, uint32_t head, uint32_t kv_heads, Bytes record_bytes) {
+  return uint64_t{record_number(page, head, kv_heads)} * record_bytes;
+}
 
 TURBOQUANT_HD constexpr unsigned read_code(const uint8_t* record, const Pieces& p) {
   unsigned code = 0;
@@ -238,7 +417,8 @@ TURBOQUANT_HD constexpr void write_code(uint8_t* record, const Pieces& p, unsign
 
 // ---- Section 9: the exact tail --------------------------------------------------------------------------------------
 
-// Its rows are sinks, which hold the first positions, and a ring, which holds the last ones. No argument is negative.
+// The tail's rows are sinks, which hold the first positions, and a ring, which holds the last ones. No argument is
+// negative.
 template <typename T>
 TURBOQUANT_HD constexpr T tail_row(T position, T sink_tokens, T ring) {
   using Fast = decltype(T{} + 0u);  // int divides faster without its sign
@@ -247,7 +427,13 @@ TURBOQUANT_HD constexpr T tail_row(T position, T sink_tokens, T ring) {
              : sink_tokens + static_cast<T>(static_cast<Fast>(position - sink_tokens) % static_cast<Fast>(ring));
 }
 
-// Does a sequence of `length` tokens keep this one? Later tokens take the rows of the others.
+// The number of a row among all vectors of a tail [max_seqs, kv_heads, rows, 2, d]; kind 0 is the key, 1 the value.
+template <typename T>
+TURBOQUANT_HD constexpr T tail_vector(T slot, T head, T kv_heads, T row, T rows, int kind) {
+  return ((slot * kv_heads + head) * rows + row) * 2 + kind;
+}
+
+// Whether a sequence of `length` tokens keeps this one; later tokens take the rows of the others.
 TURBOQUANT_HD constexpr bool tail_keeps(int64_t position, int64_t length, int64_t sink_tokens, int64_t ring) {
   return position < sink_tokens || position >= length - ring;
 }

@@ -1,11 +1,12 @@
-"""Writes what documents say of code and results: `make docs`.
+"""Writes the generated blocks and pictures of the documents: `make docs`.
 
-A document holds blocks between <!-- name --> and <!-- end -->. The functions below write them, the
-ops from schemas and docstrings, numbers from benchmarks/results; the rest of a document is written
-by hand. Pictures are drawn from the same files. It needs no GPU and measures nothing.
+A document has blocks between <!-- name --> and <!-- end -->. The functions below write them: the
+pages of ops from schemas and docstrings, tables and numbers from benchmarks/results. The rest of a
+document is written by hand. Pictures are drawn from the same result files. The program needs no GPU
+and measures nothing.
 
     python docs/generate.py            writes blocks and pictures
-    python docs/generate.py --check    names documents that say something else; writes nothing
+    python docs/generate.py --check    names documents whose blocks differ; writes nothing
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import inspect
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ def op_names() -> list[str]:
 
 
 def ops() -> str:
-    """A section per room, with the text of its file; under it its functions with their ops."""
+    """A section per room, with its module's docstring; then its functions with their ops."""
     parts, room = [], None
     names = op_names()
     for name in names:
@@ -52,7 +54,7 @@ def ops() -> str:
             parts += [f"## {room.rpartition('.')[2]}", inspect.getdoc(module)]
         schemas = [schema(op) for op in names if op in (name, f"{name}_out")]
         signature = str(inspect.signature(function, eval_str=True))
-        signature = re.sub(r"torch_turboquant\.\w+\.|torch\.(?=Tensor)", "", signature)
+        signature = re.sub(r"torch_turboquant\.(?:\w+\.)+|torch\.(?=Tensor)", "", signature)
         parts += [f"### {name}"]
         parts += ["```\n" + "\n\n".join(schemas) + "\n```"]
         parts += ["```python\n" + wrapped(f"torch_turboquant.{name}{signature}") + "\n```"]
@@ -66,7 +68,7 @@ def schema(op: str) -> str:
 
 
 def wrapped(call: str) -> str:
-    """A call in lines of at most 110 characters, arguments under each other."""
+    """A call in lines of at most 110 characters, the arguments aligned."""
     first, *others = call.split(", ")
     indent = " " * (first.index("(") + 1)
     lines = [first]
@@ -80,7 +82,7 @@ def wrapped(call: str) -> str:
 
 
 def docstring(text: str) -> str:
-    """Sections of a docstring as paragraphs, arguments as a list."""
+    """The sections of a docstring as paragraphs, its arguments as a list."""
     parts = []
     for part in re.split(r"\n(?=(?:Args|Returns|Raises):\n)", text):
         title, _, body = part.partition(":\n")
@@ -97,12 +99,12 @@ def docstring(text: str) -> str:
 
 
 def digest(name: str) -> str:
-    """What a picture carries to say which results it shows."""
+    """The hash that a picture carries to name the results it shows."""
     return hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()
 
 
 def source(name: str, some: Iterable[Row]) -> str:
-    """Where these rows come from, for the README: the file and its commands."""
+    """The origin of these rows, for the README: their file and its commands."""
     noise = r" --((commit|caches|cache-dir|only|seconds) ('[^']*'|\S+)|no-picture|no-layers)"
     commands = dict.fromkeys(re.sub(noise, "", row["command"]) for row in some)
     text = " and ".join(f"`{command}`" for command in commands)
@@ -143,7 +145,7 @@ def us_and_ratio(row: Row) -> str:
 
 
 def attention_table() -> str:
-    """Shapes against presets."""
+    """A row per shape, a column per preset."""
     found = decode_rows()
     presets = list(found[LARGE])
     lines = []
@@ -180,7 +182,7 @@ VARIANTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 
 
 def variants_table() -> str:
-    """What else a step may have, in two presets."""
+    """Other shapes and arguments of a step, in two presets."""
     lines = []
     for label, (shape, changes) in VARIANTS.items():
         found = decode_rows(**changes)[shape]
@@ -190,7 +192,7 @@ def variants_table() -> str:
 
 
 def cpu_attention_table() -> str:
-    """Contexts against two presets, and the level below the best."""
+    """A row per context: two presets at the best level, and one at the level below it."""
     found = {
         (row["row"].split()[1], row["level"], row["context"], row["batch"]): row
         for row in read_rows("cpu")
@@ -226,6 +228,22 @@ def milliseconds(row: Row | None, key: str) -> str:
     return f"{row[key]:.1f}" if row[key] < 100 else f"{row[key]:,.0f}"
 
 
+def models_table() -> str:
+    """The rows of generation_table that the answer needs: milliseconds per token."""
+    columns = {
+        "`DynamicCache`": ("dynamic", "eager"),
+        "bf16": ("unmasked", "graph"),
+        "k4v4": ("k4v4", "graph"),
+        "k5v4u": ("k5v4u", "graph"),
+    }
+    found = generated("decode")
+    lines = []
+    for shape in ((1, 1024), (1, 8192), (1, 32768), (16, 32768), (1, 131072), (8, 131072)):
+        times = (milliseconds(found[shape].get(column), "tpot_ms") for column in columns.values())
+        lines.append([name_of(shape), *times])
+    return markdown(["batch x context", *columns], lines)
+
+
 def generation_table() -> str:
     """A whole model: milliseconds per token, and how many sequences fit."""
     columns = {
@@ -258,7 +276,7 @@ def compiled_table() -> str:
 
 
 def first_token(row: Row | None) -> str:
-    """As the first prompt of a process and, where that was measured, as the next ones."""
+    """As the first prompt of a process and, where it was measured, as a later one."""
     names = ("ttft_ms", "ttft_kept_ms") if row and "ttft_kept_ms" in row else ("ttft_ms",)
     return " / ".join(milliseconds(row, name) for name in names)
 
@@ -311,9 +329,39 @@ def codec_table() -> str:
 
 
 def quality_rows(name: str = QUALITY) -> dict[str, Row]:
-    """Of the shorter segments of docs/quality.md, computed in float32: cache -> row."""
+    """Rows of the shortest segments, computed in float32: cache -> row."""
     wanted = {"dtype": "float32", "context": quality_tables.SHORT}
     return {row["cache"]: row for row in read_rows(name) if wanted.items() <= row.items()}
+
+
+def paragraph(text: str) -> str:
+    """Text in lines of at most 110 characters, code unbroken."""
+    text = re.sub(r"`[^`]*`", lambda m: m[0].replace(" ", "\0"), text)
+    width = {"width": 110, "break_long_words": False, "break_on_hyphens": False}
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, subsequent_indent=indent, **width).replace("\0", " ")
+
+
+def headline() -> str:
+    """The README's first numbers: memory, speed and quality of the default preset."""
+    preset = tq.NAMED_PRESETS["near-lossless"][0]
+    quality, step = quality_rows()[preset], decode_rows()[LARGE][preset]
+    fp8 = quality_rows()["fp8"]
+    found = {kind: row["tpot_ms"] for kind, row in token_times().items()}
+    plain, ours = fastest_plain(found), found[preset, "graph"]
+    items = [
+        f"**Memory: a cache {16 / quality['bits_per_value_8k']:.1f} times smaller**, "
+        f"{quality['bits_per_value_8k']:.1f} bits per element instead of 16, everything included.",
+        f"**Speed: attention {step['speedup_vs_bf16']:.1f} times as fast** as the fastest of five "
+        f"bf16 kernels, for a decode step of {LARGE[0]} sequences of {LARGE[1]:,} tokens on an "
+        f"H200. A Llama-3.1-8B-shaped model generates a token for {GENERATED[0]} sequences of "
+        f"{GENERATED[1]:,} tokens in {ours:.1f} ms instead of {plain:.1f} ms.",
+        "**Quality: the same most likely next token as with an uncompressed cache in "
+        f"{100 * quality['top1_agreement']:.1f}% of all positions** (SmolLM2-135M; fp8: "
+        f"{100 * fp8['top1_agreement']:.1f}%).",
+    ]
+    lines = [paragraph(f"- {item}") for item in items]
+    return "\n".join([*lines, "", "(from [result files](#size-speed-quality) of this repository)"])
 
 
 def overview() -> str:
@@ -344,35 +392,48 @@ def overview() -> str:
         ]
         lines.append(cells)
     header = "cache,bytes per token,smaller,attention on an H200,faster,perplexity,KL,same top-1"
-    return (
-        markdown(header.split(","), lines)
-        + "\n\nSize and quality: "
-        + source(QUALITY, quality.values())
-        + ", SmolLM2-135M over Wikipedia prose, exact tail and scales counted at 8,192 tokens; of "
-        "the other ways only KIVI keeps tokens exact, which is most of the difference "
-        f"([more](docs/quality.md)). Speed: {source('h200_attention', speed.values())}, a decode "
-        f"step of {name_of(LARGE)} tokens, 32 query heads, 8 KV heads of 128, against the fastest "
-        "of five bf16 kernels and FlashInfer's fp8 ([more](docs/performance.md)); empty: not "
-        "measured."
-    )
+    items = [
+        f"Size and quality: {source(QUALITY, quality.values())}. SmolLM2-135M over 2,048 tokens of "
+        "Wikipedia prose; exact tail and scales are counted at 8,192 tokens. Of the other ways "
+        "only KIVI keeps tokens exact, which is most of the difference "
+        "([more](docs/quality.md)).",
+        f"Speed: {source('h200_attention', speed.values())}. A decode step of {name_of(LARGE)} "
+        "tokens, 32 query heads, 8 KV heads of 128, against the fastest of five bf16 kernels and "
+        "FlashInfer's fp8 ([more](docs/performance.md)). Empty cells were not measured.",
+    ]
+    notes = "\n".join(paragraph(f"- {item}") for item in items)
+    return f"{markdown(header.split(','), lines)}\n\n{notes}"
+
+
+GENERATED = 16, 32768
+
+
+def token_times() -> dict[tuple[str, str], Row]:
+    """Rows of a whole model's decode step at GENERATED, without those that did not run."""
+    found = generated("decode")[GENERATED]
+    return {kind: row for kind, row in found.items() if "tpot_ms" in row}
+
+
+def fastest_plain(found: dict[tuple[str, str], float]) -> float:
+    """Milliseconds per token of the fastest way over an uncompressed static cache."""
+    return min(ms for (kind, _), ms in found.items() if kind in ("unmasked", "static"))
 
 
 def generation() -> str:
     """The README's sentence on whole models."""
-    by_kind = generated("decode")[16, 32768]
-    found = {kind: row["tpot_ms"] for kind, row in by_kind.items() if "tpot_ms" in row}
-    some = [row for row in by_kind.values() if "tpot_ms" in row]
-    plain = min(ms for (kind, mode), ms in found.items() if kind in ("unmasked", "static"))
-    return (
+    rows = token_times()
+    found = {kind: row["tpot_ms"] for kind, row in rows.items()}
+    return paragraph(
         "A Llama-3.1-8B-shaped model with random weights generates a token for 16 sequences of "
-        f"32,768 tokens in {found['k4v4', 'graph']:.1f} ms with k4v4, {plain:.1f} ms with the "
-        f"fastest bfloat16 way and {found['dynamic', 'eager']:.0f} ms with transformers' "
-        f"`DynamicCache` ({source('h200_generate', some)})."
+        f"32,768 tokens in {found['k4v4', 'graph']:.1f} ms with k4v4, {fastest_plain(found):.1f} "
+        "ms with the fastest bfloat16 way and "
+        f"{found['dynamic', 'eager']:.0f} ms with transformers' `DynamicCache` "
+        f"({source('h200_generate', rows.values())})."
     )
 
 
 def soak() -> str:
-    """One column per device."""
+    """The soak runs: one column per device."""
     found = read_rows("soak")
     lines = [
         ["minutes", *(f"{row['minutes']:.0f}" for row in found)],
@@ -406,7 +467,7 @@ def soak() -> str:
 
 
 def fuzz() -> str:
-    """Random cases of one run of the tests, counted from their sources."""
+    """The random cases of one run of the tests, counted in their sources."""
     tests = ROOT / "tests"
     simd = (tests / "test_simd.py").read_text()
     calls = re.findall(r"^    (\w+_call): (\d+),$", simd, re.MULTILINE)
@@ -421,14 +482,17 @@ def fuzz() -> str:
         lines.append([ops, f"{int(count):,}"])
     return (
         markdown(["random calls, every level against plain C++", "each"], lines)
-        + f"\n\nUnder AddressSanitizer and UBSan: {len(names)} kernels ({', '.join(names)}), "
-        f"{seeds:,} seeds each at every level: {len(names) * seeds * 3:,} runs on a processor with "
-        "AVX-512."
+        + "\n\n"
+        + paragraph(
+            f"Under AddressSanitizer and UBSan: {len(names)} kernels ({', '.join(names)}), "
+            f"{seeds:,} seeds each at every level: {len(names) * seeds * 3:,} runs on a processor "
+            "with AVX-512."
+        )
     )
 
 
 def speed_picture(path: Path) -> None:
-    """Speed-up of a decode step's attention against what the cache holds, a line per preset."""
+    """Speed-up of a decode step's attention by batch x context, a line per preset."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -471,7 +535,7 @@ THEORY_KINDS = {  # of rows of bench_distortion: grid, search, scale mode, sketc
 
 
 def theory_rows(kind: str) -> list[Row]:
-    """Of one way of quantising at THEORY_DIM, by bits; the last device's."""
+    """The rows of one way of quantising at THEORY_DIM, by bits, of the last device."""
     keys = ("grid", "search", "scale_mode", "sketch")
     found = {
         row["bits"]: row
@@ -482,7 +546,7 @@ def theory_rows(kind: str) -> list[Row]:
 
 
 def theory_table() -> str:
-    """Errors in units of the lower bound 4^-bits, and what is left of an inner product."""
+    """Errors in units of the lower bound 4^-bits, and the slope of estimated inner products."""
     body = []
     for kind in THEORY_KINDS:
         sketch = THEORY_KINDS[kind][3]
@@ -542,7 +606,7 @@ def theory_picture(path: Path) -> None:
 
 
 def quality_picture(path: Path) -> None:
-    """Presets and controls as they are: a picture has no room for changes."""
+    """Presets and controls without changes, for which a picture has no room."""
     from torch_turboquant.eval import report  # needs the packages of an extra
 
     found = quality_rows(path.stem)
@@ -551,21 +615,26 @@ def quality_picture(path: Path) -> None:
 
 # ---- documents
 
+PERFORMANCE = "docs/measurements/performance"
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"overview": overview, "generation": generation},
+    "README.md": {"headline": headline, "overview": overview, "generation": generation},
     "docs/ops.md": {"ops": ops},
     "docs/reliability.md": {"soak": soak, "fuzz": fuzz},
-    "docs/quality.md": {**quality_tables.TABLES, "theory": theory_table},
-    "docs/performance.md": {
-        "cpu attention": cpu_attention_table,
-        "attention": attention_table,
-        "variants": variants_table,
+    "docs/performance.md": {"attention": attention_table, "models": models_table},
+    f"{PERFORMANCE}_attention.md": {"attention": attention_table, "variants": variants_table},
+    f"{PERFORMANCE}_generation.md": {
         "generation": generation_table,
         "compiled": compiled_table,
         "prompts": prompts_table,
-        "codec": codec_table,
+    },
+    f"{PERFORMANCE}_codec.md": {"codec": codec_table},
+    f"{PERFORMANCE}_cpu.md": {"cpu attention": cpu_attention_table},
+    **{
+        page: {name: quality_tables.TABLES[name] for name in names}
+        for page, names in quality_tables.PAGES.items()
     },
 }
+BLOCKS["docs/measurements/quality_vectors.md"]["theory"] = theory_table
 PICTURES: dict[str, Callable[[Path], None]] = {
     "docs/pictures/attention_h200.png": speed_picture,
     "docs/pictures/distortion.png": theory_picture,
@@ -577,7 +646,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
 
 
 def filled(document: str) -> tuple[str, str]:
-    """A document as it is, and as it should be."""
+    """The text of a document as it is, and with its blocks made anew."""
     old = new = (ROOT / document).read_text()
     for name, block in BLOCKS[document].items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
@@ -590,6 +659,7 @@ def filled(document: str) -> tuple[str, str]:
 
 
 def outdated() -> Iterator[str]:
+    """Documents whose blocks differ from the code and the results."""
     for document in BLOCKS:
         old, new = filled(document)
         if old != new:

@@ -1,4 +1,4 @@
-"""The examples run, and show what they say. continuous_batching.py is in test_pool.py."""
+"""The examples run, and show what they say. continuous_batching.py is in pool/test_pool.py."""
 
 import pytest
 

@@ -12,6 +12,7 @@ import pytest
 
 import torch_turboquant as tt
 from torch_turboquant import format as layout
+from torch_turboquant._checks import CODEC_BITS
 from torch_turboquant.format import KEY_BITS, PAGE_SIZES, VALUE_BITS, Record, valid_head_dim
 from torch_turboquant.signs import split_dim
 
@@ -189,6 +190,35 @@ def test_levels_of_the_header(native):
             assert native.level_of_code(bits, None, code) == level
     levels = [-127, -40, 40, 127]
     assert [native.level_of_code(2, levels, c) for c in range(4)] == levels
+
+
+def test_widths_of_the_header(native):
+    widths = [b for b in range(-1, 10) if native.valid_width(b)]
+    assert widths == list(CODEC_BITS)
+    assert [native.storage(b) for b in widths] == [
+        *("fields", "fields", "spread", "fields", "plane", "fields")
+    ]
+    assert [b for b in widths if not native.has_uniform_grid(b)] == [1]
+    assert [native.boundary_grain(b) for b in widths] == [16] * 5 + [1]
+    modes = [m for m in range(-2, 9) if native.valid_scale_mode(m)]
+    assert modes == sorted(tt.SCALE_MODES.values())
+    for config in map(tt.preset, tt.PRESETS, [64] * len(tt.PRESETS)):
+        assert native.valid_key_bits(config.key_bits)
+        assert native.valid_value_bits(config.value_bits)
+
+
+def test_addresses_of_the_header(native):
+    """A cache is [num_pages, kv_heads, record_bytes], a tail [max_seqs, kv_heads, rows, 2, d]."""
+    cache, tail = np.zeros((5, 3, 320)), np.zeros((4, 3, 6, 2, 16))
+    for page, head in ((0, 0), (2, 1), (4, 2)):
+        want = np.ravel_multi_index((page, head, 0), cache.shape)
+        assert native.record_offset(page, head, 3, 320) == want
+        assert native.record_offset_32(page, head, 3, 320) == want
+    assert native.record_offset_32(2**27, 7, 8, 4096) == (2**30 + 7) * 4096
+    for position, row in ((0, 0), (1, 1), (2, 2), (5, 5), (6, 2), (13, 5)):
+        assert native.tail_row(position, 2, 4) == row
+        want = np.ravel_multi_index((3, 1, row, 1, 0), tail.shape)
+        assert native.tail_vector(3, 1, 3, row, 6, 1) * 16 == want
 
 
 def test_sizes_of_the_header(native):

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,7 +74,7 @@ def test_the_source_distribution_holds_what_a_build_needs(tmp_path):
         "LICENSE",
         "README.md",
         "Makefile",
-        "requirements-dev.txt",
+        "requirements/test.txt",
         "wheels/manifest.json",
         ".github/workflows/wheels.yml",
         ".ci/run",
@@ -86,6 +88,107 @@ def test_the_source_distribution_holds_what_a_build_needs(tmp_path):
         }
     assert not here - names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+# ---- what is compiled: what this machine can run, or what is asked for
+
+
+ALL = ["7.5", "8.0", "9.0a", "10.0", "12.0"]
+NO_GPU = (
+    "this machine has no GPU. For the CUDA kernels: make ARCHS=all (pip: "
+    "TORCH_CUDA_ARCH_LIST=all), or ARCHS=9.0a for one architecture"
+)
+
+
+@pytest.fixture
+def setup(monkeypatch, tmp_path) -> ModuleType:
+    """setup.py on a machine with nvcc and without a GPU."""
+    pytest.importorskip("setuptools")
+    for name in ("TORCH_TURBOQUANT_BUILD_CUDA", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin" / "nvcc", "")
+    program(tmp_path / "nvidia-smi", "exit 9")  # a driver without a device
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return load_script("setup.py")
+
+
+def program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "compiled"),
+    [
+        (["9.0"], ["9.0a"]),
+        (["8.9", "8.6"], ["8.0"]),
+        (["7.5", "12.0", "7.5"], ["7.5", "12.0"]),
+        (["10.3"], ["10.0"]),
+        (["12.1"], ["12.0"]),
+        (["11.0"], ["11.0"]),  # nvcc knows whether it can
+        (["7.0", "6.1"], []),
+    ],
+)
+def test_the_default_is_what_this_machine_can_run(setup, tmp_path, capabilities, compiled):
+    lines = "\\n".join(capabilities)
+    program(tmp_path / "nvidia-smi", f"[ $1 = --query-gpu=compute_cap ] && printf '{lines}\\n'")
+    choice = setup.choose_cuda()
+    assert (choice.architectures if compiled else choice) == (compiled or NO_GPU)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "listed", "compiled"),
+    [
+        (None, None, NO_GPU),
+        (None, "all", ALL),
+        (None, "9.0a", ["9.0a"]),
+        ("auto", "8.0;12.0+PTX", ["8.0", "12.0+PTX"]),
+        ("1", None, ALL),
+        ("1", "9.0a, 10.0", ["9.0a", "10.0"]),
+        ("0", "all", "TORCH_TURBOQUANT_BUILD_CUDA is 0"),
+    ],
+)
+def test_what_is_compiled_without_a_gpu(setup, monkeypatch, wanted, listed, compiled):
+    for name, value in (
+        ("TORCH_TURBOQUANT_BUILD_CUDA", wanted),
+        ("TORCH_CUDA_ARCH_LIST", listed),
+    ):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    choice = setup.choose_cuda()
+    assert (choice if isinstance(choice, str) else choice.architectures) == compiled
+
+
+def test_choices_that_are_refused(setup, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "sm_90")
+    with pytest.raises(SystemExit, match=r"'sm_90'; entries look like 9\.0a or"):
+        setup.choose_cuda()
+    monkeypatch.setenv("TORCH_TURBOQUANT_BUILD_CUDA", "yes")
+    with pytest.raises(SystemExit, match="'yes'; it can be 0, 1 or auto"):
+        setup.choose_cuda()
+    monkeypatch.setattr(setup, "find_nvcc", lambda: None)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "all")
+    monkeypatch.setenv("TORCH_TURBOQUANT_BUILD_CUDA", "1")
+    with pytest.raises(SystemExit, match="is 1, but nvcc is not in CUDA_HOME/bin nor on PATH"):
+        setup.choose_cuda()
+    monkeypatch.setenv("TORCH_TURBOQUANT_BUILD_CUDA", "auto")
+    assert setup.choose_cuda() == "nvcc is not in CUDA_HOME/bin nor on PATH"
+
+
+def test_machine_code_of_one_architecture(setup, monkeypatch):
+    """nvcc is asked for the chosen ones and no others; without CUDA it is not asked at all."""
+    monkeypatch.chdir(ROOT)
+    text = setup.ninja_file("0", setup.Cuda("/opt/nvcc", ["9.0a", "12.0+PTX"]))
+    flags = re.findall(r"-gencode=\S+", text)
+    assert flags == [
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_120,code=sm_120",
+        "-gencode=arch=compute_120,code=compute_120",
+    ]
+    assert "build build/native/csrc/cuda/" in text
+    assert "csrc/cuda" not in setup.ninja_file("0", None)
 
 
 # ---- the libraries

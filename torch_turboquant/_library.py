@@ -70,7 +70,8 @@ def load(name: str, folder: Path = LIBRARY_FOLDER) -> dict[str, Any]:
 def load_libraries() -> dict[str, dict[str, Any]]:
     """Loads what this torch can use; the keys are "cpu" and, where loaded, "cuda".
 
-    A wheel built without nvcc has no CUDA library: ops on CUDA tensors raise NotImplementedError.
+    A wheel built without nvcc or without a GPU has no CUDA library: ops on CUDA tensors raise
+    NotImplementedError.
     """
     check_torch_version(torch.__version__)
     libraries = {"cpu": load("cpu")}
@@ -135,7 +136,7 @@ def build_info() -> dict[str, Any]:
     elif in_wheel:
         cuda = "not loaded: this torch is not a CUDA build"
     else:
-        cuda = "not in this build: build the wheel where nvcc is on PATH"
+        cuda = "not in this build: make wheel ARCHS=all, where nvcc is on PATH"
     cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "version": __version__,

@@ -7,7 +7,7 @@
 // One piece of work is a span of keys of one (sequence, KV head): all its queries and query heads share every key and value
 // that is unpacked (attention.h). The partial results of spans and of the tail are joined in a fixed order.
 #include "calls/attention.h"
-#include "cpu/cache.h"
+#include "cpu/common/batch.h"
 
 namespace turboquant::cpu {
 namespace {

@@ -1,5 +1,5 @@
 // cache_store, cache_load: paged, packed keys and values (docs/format.md section 8) and the exact tail (section 9).
-#include "cpu/cache.h"
+#include "cpu/common/batch.h"
 
 #include "calls/cache.h"
 

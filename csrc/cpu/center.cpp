@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "calls/center.h"
-#include "cpu/runtime.h"
+#include "cpu/common/torch.h"
 
 namespace turboquant::cpu {
 namespace {

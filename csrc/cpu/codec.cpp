@@ -1,5 +1,5 @@
 // encode, decode: standalone vectors [..., d] as dense rows and one scale each (docs/format.md sections 5 to 7).
-#include "cpu/vectors.h"
+#include "cpu/codec/codebook.h"
 
 namespace turboquant::cpu {
 namespace {

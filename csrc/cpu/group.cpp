@@ -1,7 +1,7 @@
 // group_encode, group_decode: affine quantisation of groups of channels, scale and zero per group (docs/format.md
 // section 10). The paper-form baseline for values.
+#include "cpu/common/torch.h"
 #include "cpu/kernels.h"
-#include "cpu/runtime.h"
 
 namespace turboquant::cpu {
 namespace {

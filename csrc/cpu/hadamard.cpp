@@ -1,6 +1,6 @@
 // hadamard: the signed orthonormal Walsh-Hadamard transform of the last dimension (docs/format.md section 2).
+#include "cpu/common/torch.h"
 #include "cpu/kernels.h"
-#include "cpu/runtime.h"
 
 namespace turboquant::cpu {
 namespace {

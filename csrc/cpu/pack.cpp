@@ -1,8 +1,8 @@
 // pack, unpack: dense little-endian bit strings of codes, 1 to 8 bits (docs/format.md section 7).
 #include <atomic>
 
+#include "cpu/common/torch.h"
 #include "cpu/kernels.h"
-#include "cpu/runtime.h"
 
 namespace turboquant::cpu {
 namespace {

@@ -1,6 +1,6 @@
 // qjl_sketch, qjl_score: sign bits of a projected residual, and inner products with them (the paper's Algorithm 2, second
 // stage). Bits: docs/format.md section 10.
-#include "cpu/qjl.h"
+#include "cpu/score/projection.h"
 
 namespace turboquant::cpu {
 namespace {

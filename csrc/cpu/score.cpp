@@ -2,8 +2,8 @@
 // <q, key> = <R q, scale / 32 * levels> + <q, center>, plus the sketch's estimate of the residual when there is one.
 #include <optional>
 
-#include "cpu/qjl.h"
-#include "cpu/queries.h"
+#include "cpu/score/projection.h"
+#include "cpu/score/queries.h"
 
 namespace turboquant::cpu {
 namespace {

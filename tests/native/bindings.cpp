@@ -10,8 +10,8 @@
 #include <vector>
 
 #define TURBOQUANT_LEVEL portable
-#include "cpu/hadamard.h"
-#include "cpu/pack.h"
+#include "cpu/kernels/hadamard.h"
+#include "cpu/kernels/pack.h"
 #include "format.h"
 
 namespace py = pybind11;
@@ -33,6 +33,11 @@ static std::vector<Place> places(const format::Pieces& pieces) {
     list.emplace_back(p.byte, p.shift, p.width, p.code_shift);
   }
   return list;
+}
+
+static format::Width width(int bits) {
+  require(format::valid_width(bits), "no such width");
+  return format::as_width(bits);
 }
 
 static format::Record record(int head_dim, int page_size, int key_bits, int value_bits) {
@@ -92,13 +97,25 @@ PYBIND11_MODULE(turboquant_native, m) {
   });
 
   // Section 4; levels: a list of 2^bits integers, or None for the uniform grid.
-  m.def("num_levels", &format::num_levels);
-  m.def("uniform_level", &format::uniform_level);
-  m.def("code_of_rank", &format::code_of_rank);
+  m.def("valid_width", &format::valid_width);
+  m.def("valid_scale_mode", &format::valid_scale_mode);
+  m.def("storage", [](int bits) {
+    switch (format::storage(width(bits))) {
+      case format::Storage::kFields: return "fields";
+      case format::Storage::kSpread: return "spread";
+      case format::Storage::kPlane: return "plane";
+    }
+    throw std::invalid_argument("no such storage");
+  });
+  m.def("has_uniform_grid", [](int bits) { return format::has_uniform_grid(width(bits)); });
+  m.def("boundary_grain", [](int bits) { return format::boundary_grain(width(bits)); });
+  m.def("num_levels", [](int bits) { return format::num_levels(width(bits)); });
+  m.def("uniform_level", [](int bits, int rank) { return format::uniform_level(width(bits), rank); });
+  m.def("code_of_rank", [](int bits, int rank) { return format::code_of_rank(width(bits), rank); });
   m.def("level_of_code", [](int bits, const std::optional<std::vector<int8_t>>& levels, unsigned code) {
-    require(bits >= 1 && bits <= 8 && code < 1u << bits, "no such code");
+    require(format::valid_width(bits) && code < 1u << bits, "no such code");
     require(!levels || levels->size() == size_t{1} << bits, "levels must have 2^bits entries");
-    return format::level_of_code(bits, levels ? levels->data() : nullptr, code);
+    return format::level_of_code(width(bits), levels ? levels->data() : nullptr, code);
   });
 
   // Section 7: uint8 [d] <-> uint8 [dense_row_bytes]
@@ -106,13 +123,13 @@ PYBIND11_MODULE(turboquant_native, m) {
   m.def("pack_row", [](const Bytes& codes, int bits) {
     require(codes.ndim() == 1 && bits >= 1 && bits <= 8, "codes must be [d], bits 1 to 8");
     Bytes packed(format::dense_row_bytes(codes.size(), bits));
-    cpu::pack_row(codes.data(), packed.mutable_data(), codes.size(), bits);
+    cpu::pack(codes.data(), packed.mutable_data(), 1, codes.size(), bits);
     return packed;
   });
   m.def("unpack_row", [](const Bytes& packed, int64_t d, int bits) {
     require(bits >= 1 && bits <= 8 && packed.size() == format::dense_row_bytes(d, bits), "packed has the wrong size");
     Bytes codes(d);
-    cpu::unpack_row(packed.data(), codes.mutable_data(), d, bits);
+    cpu::unpack(packed.data(), codes.mutable_data(), 1, d, bits);
     return codes;
   });
 
@@ -142,6 +159,12 @@ PYBIND11_MODULE(turboquant_native, m) {
       .def("value_scale", [](const R& r, int token) { return check_place(r, token, 0), r.value_scale(token); })
       .def("key", [](const R& r, int t, int c) { return check_place(r, t, c), places(r.key(t, c)); })
       .def("value", [](const R& r, int t, int c) { return check_place(r, t, c), places(r.value(t, c)); });
+
+  // First bytes of a record, in 64 and in 32 bits, and of a tail's row, counted in vectors.
+  m.def("record_offset", &format::record_offset);
+  m.def("record_offset_32", &format::record_offset_32<uint32_t>);
+  m.def("tail_row", &format::tail_row<int64_t>);
+  m.def("tail_vector", &format::tail_vector<int64_t>);
 
   // Codes of one token of a record (uint8 [record_bytes]), by the places above; which: "key" or "value".
   const auto place = [](const R& r, const std::string& which, int t, int c) {

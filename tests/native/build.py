@@ -20,12 +20,12 @@ import pybind11
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path("build/tests-native")
-LEVELS = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc/cpu").glob("level_*.cpp"))
+LEVELS = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc/cpu/levels").glob("*.cpp"))
 SOURCES = {
     "turboquant_native": [Path("tests/native/bindings.cpp")],
     "turboquant_sanitized": [
         Path("tests/native/kernels.cpp"),
-        Path("csrc/cpu/dispatch.cpp"),
+        Path("csrc/cpu/common/dispatch.cpp"),
         *LEVELS,
     ],
 }
@@ -36,7 +36,7 @@ FLAGS = {
 }
 NINJA = """\
 builddir = {folder}
-flags = -std=c++20 -fPIC -ffp-contract=off -fvisibility=hidden -Icsrc {flags}
+flags = -std=c++20 -Werror=switch -fPIC -ffp-contract=off -fvisibility=hidden -Icsrc {flags}
 
 rule cxx
   command = {cxx} $flags $extra -MMD -MF $out.d -c $in -o $out

@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "cpu/attention/panels.h"
 #include "cpu/kernels.h"
-#include "cpu/panels.h"
 #include "format.h"
 
 extern "C" const char* turboquant_cpu_levels();

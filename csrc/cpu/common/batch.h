@@ -1,0 +1,109 @@
+// What a batch of sequences, their pages and their exact tail look like: shared by the cache and the attention ops.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+
+#include "cpu/attention/panels.h"
+#include "cpu/codec/codebook.h"
+#include "cpu/common/torch.h"
+
+namespace turboquant::cpu {
+
+// A record's geometry with its tables.
+struct RecordMap {
+  format::Record record;
+  PanelMap panels;
+
+  explicit RecordMap(const format::Record& r) : record(r), panels(r) {}
+};
+
+// The tables of a geometry, made once per process: a decode step calls with the same few geometries again and again.
+inline const RecordMap& record_map(const format::Record& r) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, int, int, int>, std::unique_ptr<RecordMap>> maps;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<RecordMap>& map = maps[{r.head_dim, r.page_size, r.key_bits, r.value_bits}];
+  if (!map) map = std::make_unique<RecordMap>(r);
+  return *map;
+}
+
+// The sequences of a call: where their queries (new tokens) stand, and how long each sequence is with them.
+struct Batch {
+  int64_t count = 0;
+  std::vector<int64_t> query_begin;  // [count + 1], offsets into the call's tokens
+  std::vector<int64_t> length;       // [count], all tokens including the new ones
+
+  int64_t queries(int64_t s) const { return query_begin[s + 1] - query_begin[s]; }
+  // Position in the sequence of its query i; negative for the padding of an empty sequence.
+  int64_t position(int64_t s, int64_t i) const { return length[s] - queries(s) + i; }
+};
+
+inline std::vector<int64_t> checked_seq_lens(const Tensor& seq_lens, const Tensor& first) {
+  check_constant(seq_lens, first, "seq_lens", ScalarType::Int, {-1});
+  const int32_t* p = static_cast<const int32_t*>(seq_lens.data_ptr());
+  std::vector<int64_t> lengths(p, p + seq_lens.size(0));
+  for (int64_t n : lengths) STD_TORCH_CHECK(n >= 0, "seq_lens holds ", n, ", supported: 0 and more");
+  return lengths;
+}
+
+// seq_lens: int32 [seqs], cu_seqlens_q: int32 [seqs + 1] or absent (one new token per sequence)
+inline Batch checked_batch(const Tensor& seq_lens, const OptionalTensor& cu_seqlens_q, const Tensor& first,
+                           int64_t tokens) {
+  Batch batch;
+  batch.count = check_batch(seq_lens, cu_seqlens_q, first, tokens);
+  batch.length = checked_seq_lens(seq_lens, first);
+  if (!cu_seqlens_q) {
+    for (int64_t s = 0; s <= batch.count; ++s) batch.query_begin.push_back(s);
+    return batch;
+  }
+  const int32_t* cu = static_cast<const int32_t*>(cu_seqlens_q->data_ptr());
+  batch.query_begin.assign(cu, cu + batch.count + 1);
+  STD_TORCH_CHECK(cu[0] == 0 && cu[batch.count] <= tokens, "cu_seqlens_q must start at 0 and end at no more than the ",
+                  tokens, " tokens of the call");
+  for (int64_t s = 0; s < batch.count; ++s) {
+    STD_TORCH_CHECK(batch.queries(s) >= 0, "cu_seqlens_q must not decrease");
+    STD_TORCH_CHECK(batch.length[s] == 0 || batch.queries(s) <= batch.length[s], "sequence ", s, " has ",
+                    batch.queries(s), " new tokens but a length of ", batch.length[s],
+                    ": seq_lens counts the new tokens too");
+  }
+  return batch;
+}
+
+// The exact tail (docs/format.md section 9).
+struct TailView {
+  Tensor tensor;         // [max_seqs, kv_heads, sink_tokens + ring, 2, d]
+  const int64_t* slots;  // [seqs], row of each sequence, -1 none
+  int64_t max_seqs, kv_heads, rows, ring, sink_tokens, d;
+
+  // Offset in elements of the key (kind 0) or value (1) at `position`.
+  int64_t offset(int64_t slot, int64_t head, int64_t position, int kind) const {
+    return (((slot * kv_heads + head) * rows + format::tail_row(position, sink_tokens, ring)) * 2 + kind) * d;
+  }
+};
+
+inline TailView checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Tensor& first, int64_t seqs,
+                             int64_t kv_heads, int64_t d, int64_t sink_tokens) {
+  check_tail(tail, tail_slots, first, seqs, kv_heads, d, sink_tokens);
+  const int64_t* slots = static_cast<const int64_t*>(tail_slots->data_ptr());
+  for (int64_t s = 0; s < seqs; ++s) {
+    STD_TORCH_CHECK(slots[s] >= -1 && slots[s] < tail.size(0), "tail_slots holds ", slots[s], ", supported: -1 to ",
+                    tail.size(0) - 1);
+  }
+  return {tail, slots, tail.size(0), kv_heads, tail.size(2), tail.size(2) - sink_tokens, sink_tokens, d};
+}
+
+// Checks the page ids that keys [first_key, end_key) of sequence s are read from. table: int32 [seqs, max_pages]
+inline void check_pages(const int32_t* table, int64_t max_pages, int64_t num_pages, int page_size, int64_t s,
+                        int64_t first_key, int64_t end_key) {
+  STD_TORCH_CHECK(end_key <= max_pages * page_size, "sequence ", s, " has ", end_key,
+                  " tokens but block_table has room for ", max_pages * page_size);
+  for (int64_t p = first_key / page_size; p * page_size < end_key; ++p) {
+    STD_TORCH_CHECK(table[s * max_pages + p] >= 0 && table[s * max_pages + p] < num_pages, "block_table names page ",
+                    table[s * max_pages + p], " for sequence ", s, ", supported: 0 to ", num_pages - 1);
+  }
+}
+
+}  // namespace turboquant::cpu

@@ -1,0 +1,517 @@
+// Softmax attention of a group of queries over packed pages, 128 keys at a time.
+//
+// Scores are integer dot products (score.h). Each block of keys has one maximum and one unit for its weights: a weight,
+// softmax numerator times value scale, becomes a 15-bit integer, and values are summed as integers too. Only the sums of a
+// block become float32. An integer weight is off by at most 2^-16 of the largest weight in its block of 128 keys.
+//
+// Sums stay in the order of the packed values ("panels", 16 words of four tokens each) until the span is done.
+#pragma once
+
+#include "cpu/kernels/dot_products.h"
+
+namespace turboquant::cpu::TURBOQUANT_LEVEL {
+
+constexpr int kGroups = kBlockTokens / kGroupTokens;
+constexpr int kMaxPatterns = 8;
+constexpr int kQueryGroup = 4;  // queries that share a look-up
+constexpr float kGreatestWeight = 32639;
+
+// Rows that are read in place: all but those of three-bit codes whose last group has 16 channels, which is three 16-bit
+// words. Such rows become four-bit rows in scratch memory.
+inline bool keys_in_place(const format::Record& r) { return r.key_bits != 3 || r.head_dim % 32 == 0; }
+
+inline int key_layout(const format::Record& r) { return keys_in_place(r) ? r.key_bits : 4; }
+
+inline void spread_row(const uint8_t* row, int d, uint8_t* to) {
+  for (int c = 0; c + 32 <= d; c += 32) {
+    uint32_t w[4];
+    memcpy(w, row + c / 32 * 12, 12);
+    w[3] = (w[0] >> 3 & 0x11111111) | (w[1] >> 2 & 0x22222222) | (w[2] >> 1 & 0x44444444);
+    memcpy(to + c / 2, w, 16);
+  }
+  uint64_t words = 0;
+  memcpy(&words, row + d / 32 * 12, 6);
+  const uint64_t first = words & 0xFFFF, second = words >> 16 & 0xFFFF, third = words >> 32;
+  words |= ((first >> 3 & 0x1111) | (second >> 2 & 0x2222) | (third >> 1 & 0x4444)) << 48;
+  memcpy(to + d / 32 * 16, &words, 8);
+}
+
+// The values of 16 tokens in three-bit codes, as panels of nibbles: of 64 channels, groups of three words (12 bytes) become
+// panels of their first, second, third and fourth words, sixteen groups at a time. Other channels are nibbles already.
+inline void spread_values(const uint8_t* block, int d, uint8_t* to) {
+  const int full = d / 64 * 384, rest = d % 64 * 8;
+  for (int i = 0; i < full; i += 192) {
+    Bytes x[4];
+    for (int g = 0; g < 4; ++g) x[g] = load_quarters(block + i + 12 * g, 48);
+    gather_three_bits(x);
+    for (int j = 0; j < 4; ++j) store(to + i / 3 * 4 + 64 * j, x[j]);
+  }
+  memcpy(to + full / 3 * 4, block + full, rest);
+}
+
+// The plane of a row whose last group has 16 channels, in the order of full groups.
+inline void spread_plane(const uint8_t* plane, int d, uint8_t* to) {
+  const int full = d / 32 * 4;
+  memcpy(to, plane, full);
+  for (int k = 0; k < 4; ++k) {
+    const int bits = plane[full + k % 2] >> 2 * (k / 2);
+    to[full + k] = static_cast<uint8_t>((bits & 3) | (bits >> 4 & 3) << 2);
+  }
+}
+
+// Where a block's groups of sixteen tokens stand. Groups that no query sees are not read: their pages may be gone. In their
+// place `values` names another group, and their weights are zero.
+struct Block {
+  int64_t begin;  // its first key
+  int first_group, end_group;
+  CodeRows keys[kGroups];
+  const uint8_t* values[kGroups];
+  const Half* key_scales[kGroups];
+  const Half* value_scales[kGroups];
+};
+
+struct Scratch {
+  uint8_t* keys;     // [kBlockTokens, d / 2] + 64: three-bit keys as nibbles
+  uint8_t* planes;   // [kBlockTokens, plane] + 16: 5-bit planes in full groups
+  uint8_t* values;   // [kGroups, 8 d] + 64: three-bit values as nibbles
+  Factors* weights;  // [kQueryGroup, patterns, kGroups]
+};
+
+inline int64_t round_up_64(int64_t n) { return (n + 63) / 64 * 64; }
+inline int spread_plane_bytes(int d) { return (d + 31) / 32 * 4; }
+
+inline int64_t scratch_keys(const PagedKeys& k) {
+  return keys_in_place(k.record) ? 0 : round_up_64(kBlockTokens * k.record.head_dim / 2 + 64);
+}
+inline int64_t scratch_planes(const PagedKeys& k) {
+  const int d = k.record.head_dim;
+  return k.record.key_bits == 5 && d % 32 ? round_up_64(kBlockTokens * spread_plane_bytes(d) + 16) : 0;
+}
+inline int64_t scratch_values(const PagedKeys& k) {
+  return k.record.value_bits == 3 ? round_up_64(kGroups * 8 * k.record.head_dim + 64) : 0;
+}
+inline int64_t attend_scratch_bytes(const PagedKeys& k) {
+  return scratch_keys(k) + scratch_planes(k) + scratch_values(k) +
+         static_cast<int64_t>(kQueryGroup) * k.panels.patterns * kGroups * sizeof(Factors);
+}
+inline Scratch scratch_of(const PagedKeys& k, void* memory) {
+  Scratch s;
+  s.keys = static_cast<uint8_t*>(memory);
+  s.planes = s.keys + scratch_keys(k);
+  s.values = s.planes + scratch_planes(k);
+  s.weights = reinterpret_cast<Factors*>(s.values + scratch_values(k));
+  return s;
+}
+
+// Where sixteen tokens of a sequence stand.
+struct Place {
+  const uint8_t* tile;
+  int in_tile;
+};
+inline Place find(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t key) {
+  const format::Record& r = k.record;
+  const int token = static_cast<int>(key % r.page_size);
+  const int64_t page = block_table[key / r.page_size];
+  return {k.pages + (page * k.kv_heads + kv_head) * r.record_bytes() + r.tile_of(token), token % r.tile_tokens()};
+}
+
+// The codes that the next block needs, asked for while this one is computed: pages lie anywhere, so the processor cannot
+// guess. A few cache lines at a time: processors drop what exceeds their queues.
+struct Ahead {
+  const uint8_t* keys[kGroups];  // null: nothing to ask for
+  const uint8_t* values[kGroups];
+  int64_t key_bytes, value_bytes;
+};
+inline Ahead find_ahead(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end) {
+  const format::Record& r = k.record;
+  Ahead a = {};
+  a.key_bytes = kGroupTokens * r.key_row_bytes();
+  a.value_bytes = r.value_block_bytes();
+  for (int g = 0; g < kGroups && begin + g * kGroupTokens < end; ++g) {
+    const Place p = find(k, block_table, kv_head, begin + g * kGroupTokens);
+    a.keys[g] = p.tile + p.in_tile * r.key_row_bytes();
+    a.values[g] = p.tile + r.value_blocks() + p.in_tile / kGroupTokens * r.value_block_bytes();
+  }
+  return a;
+}
+ALWAYS_INLINE void prefetch_keys(const Ahead& a, int g) {
+  if (a.keys[g]) prefetch(a.keys[g], a.key_bytes);
+}
+ALWAYS_INLINE void prefetch_values(const Ahead& a, int line) {
+  if (64 * line >= a.value_bytes) return;
+  for (int g = 0; g < kGroups; ++g) {
+    if (a.values[g]) prefetch(a.values[g] + 64 * line, 1);
+  }
+}
+
+// Finds the groups of the block that starts at key `begin`, [first, end) of which some query sees.
+inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t first,
+                        int64_t end, const Scratch& scratch) {
+  const format::Record& r = k.record;
+  const int d = r.head_dim;
+  Block b;
+  b.begin = begin;
+  b.first_group = first > begin ? static_cast<int>((first - begin) / kGroupTokens) : 0;
+  const int64_t last = (end - begin + kGroupTokens - 1) / kGroupTokens;
+  b.end_group = last < kGroups ? static_cast<int>(last) : kGroups;
+  for (int g = b.first_group; g < b.end_group; ++g) {
+    const auto [tile, in_tile] = find(k, block_table, kv_head, begin + g * kGroupTokens);
+    b.key_scales[g] = reinterpret_cast<const Half*>(tile + r.key_scales()) + in_tile;
+    b.value_scales[g] = reinterpret_cast<const Half*>(tile + r.value_scales()) + in_tile;
+
+    const uint8_t* rows = tile + in_tile * r.key_row_bytes();
+    const uint8_t* planes = tile + r.key_planes() + in_tile * r.key_plane_bytes();
+    b.keys[g] = {rows, r.key_row_bytes(), planes, r.key_plane_bytes()};
+    if (!keys_in_place(r)) {
+      uint8_t* to = scratch.keys + g * kGroupTokens * (d / 2);
+      for (int t = 0; t < kGroupTokens; ++t) spread_row(rows + t * r.key_row_bytes(), d, to + t * (d / 2));
+      b.keys[g].rows = to;
+      b.keys[g].row_stride = d / 2;
+    }
+    if (r.key_bits == 5 && d % 32 != 0) {
+      const int bytes = spread_plane_bytes(d);
+      uint8_t* to = scratch.planes + g * kGroupTokens * bytes;
+      for (int t = 0; t < kGroupTokens; ++t) spread_plane(planes + t * r.key_plane_bytes(), d, to + t * bytes);
+      b.keys[g].planes = to;
+      b.keys[g].plane_stride = bytes;
+    }
+
+    b.values[g] = tile + r.value_blocks() + in_tile / kGroupTokens * r.value_block_bytes();
+    if (r.value_bits == 3) {
+      uint8_t* to = scratch.values + g * 8 * d;
+      spread_values(b.values[g], d, to);
+      b.values[g] = to;
+    }
+  }
+  for (int g = 0; g < kGroups; ++g) {
+    if (g < b.first_group || g >= b.end_group) b.values[g] = b.values[b.first_group];
+  }
+  return b;
+}
+
+inline Floats soft_capped(Floats x, float cap) {  // cap * tanh(x / cap)
+  const Floats e = exp(min(x * broadcast(2 / cap), broadcast(80.0f)));
+  return broadcast(cap) - broadcast(2 * cap) / (e + broadcast(1.0f));
+}
+
+// Lifts a running maximum to `to`; returns what sums relative to the old one are worth now.
+inline float raise(float* maximum, float to) {
+  if (!(to > *maximum)) return 1;
+  const float keep = *maximum == -kInfinity ? 0 : first_lane(exp(broadcast(*maximum - to)));
+  *maximum = to;
+  return keep;
+}
+
+// The softmax numerators of one query's logits in a block.
+struct Weights {
+  float keep;  // what earlier sums are worth under the new maximum
+  float unit;  // what an integer weight stands for; 0: nothing to add
+};
+
+// logits: [kGroups] lanes, become weights. first, end: the keys that this query sees, relative to the block.
+inline Weights weigh(const PagedKeys& k, const Block& b, Floats* logits, int64_t first, int64_t end, float* row_max,
+                     float* row_sum, Factors* to) {
+  const int g0 = b.first_group, g1 = b.end_group;
+  const bool edge = first > g0 * kGroupTokens || end < g1 * kGroupTokens;
+  const Ints from = broadcast(static_cast<int32_t>(first < 0 ? 0 : first > kBlockTokens ? kBlockTokens : first));
+  const Ints until = broadcast(static_cast<int32_t>(end < 0 ? 0 : end > kBlockTokens ? kBlockTokens : end));
+  const Ints lane = lane_numbers();
+  const auto seen = [&](int g) {
+    const Ints key = lane + broadcast(int32_t{g * kGroupTokens});
+    return (from - broadcast(1) < key) & (key < until);
+  };
+
+  Floats top = broadcast(-kInfinity);
+  Mask bad = is_nan(top);
+  for (int g = g0; g < g1; ++g) {
+    if (k.soft_cap > 0) logits[g] = soft_capped(logits[g], k.soft_cap);
+    if (edge) logits[g] = select(seen(g), logits[g], broadcast(-kInfinity));
+    top = max(top, logits[g]);
+    bad = bad | is_nan(logits[g]);
+  }
+  if (any(bad)) {  // a NaN spoils this query, as it should
+    *row_sum = __builtin_nanf("");
+    return {1, 0};
+  }
+  const float keep = raise(row_max, greatest(top));
+  if (*row_max == -kInfinity) return {1, 0};
+  const Floats shift = broadcast(*row_max);
+
+  Floats total = broadcast(0.0f), heaviest = broadcast(0.0f);
+  bad = is_nan(total);
+  for (int g = g0; g < g1; ++g) {
+    const Floats p = exp(logits[g] - shift);
+    total = total + p;
+    Floats w = p * load_float(b.value_scales[g]);
+    if (edge) w = select(seen(g), w, broadcast(0.0f));  // the scale of a stale token may be anything
+    bad = bad | is_nan(w);
+    heaviest = max(heaviest, abs(w));
+    logits[g] = w;
+  }
+  *row_sum = *row_sum * keep + sum_lanes(total);
+  const float heavy = greatest(heaviest);
+  if (heavy == 0 && !any(bad)) return {keep, 0};
+
+  const Floats inverse = broadcast(kGreatestWeight / heavy);
+  for (int g = 0; g < kGroups; ++g) {
+    const bool unseen = g < g0 || g >= g1;
+    const TokenFactors f = token_factors(unseen ? broadcast(0) : round_to_ints(logits[g] * inverse));
+    for (int p = 0; p < k.panels.patterns; ++p) to[p * kGroups + g] = spread(f, load(k.panels.quads + 16 * p));
+  }
+  return {keep, any(bad) ? __builtin_nanf("") : heavy / kGreatestWeight * format::kLevelUnit};
+}
+
+// Adds fields FIELD and, where there are two more, FIELD + 1 of one panel for QUERIES queries.
+template <int BITS, int FIELD, int QUERIES>
+inline void add_fields(const PagedKeys& k, const Block& b, const LevelBytes<BITS>& table, int panel,
+                       const Factors* weights, const Ints (&bias)[kMaxPatterns][QUERIES],
+                       const Weights (&weight)[QUERIES], float* const (&sums)[QUERIES]) {
+  constexpr int kFields = BITS == 8 ? 1 : 2;
+  const int pattern = k.panels.pattern[panel], stride = k.panels.patterns * kGroups;
+  Products sum[kFields][QUERIES];
+  for (int f = 0; f < kFields; ++f) {
+    for (int q = 0; q < QUERIES; ++q) sum[f][q] = starting_from(bias[pattern][q]);
+  }
+#pragma GCC unroll 8
+  for (int g = 0; g < kGroups; ++g) {
+    const Bytes x = load(b.values[g] + 64 * panel);
+    const Factors* w = weights + pattern * kGroups + g;
+    Levels levels[kFields];
+    levels[0] = widen(table.template levels<FIELD>(x));
+    if constexpr (kFields == 2) levels[1] = widen(table.template levels<FIELD + 1>(x));
+    for (int q = 0; q < QUERIES; ++q) {
+      const Factors& f = w[q * stride];
+      for (int i = 0; i < kFields; ++i) multiply_add(sum[i][q], levels[i], f);
+    }
+  }
+  for (int f = 0; f < kFields; ++f) {
+    for (int q = 0; q < QUERIES; ++q) {
+      float* to = sums[q] + 16 * (panel * k.panels.fields + FIELD + f);
+      const Floats add = to_floats(total(sum[f][q])) * broadcast(weight[q].unit);
+      store(to, load(to) * broadcast(weight[q].keep) + add);
+    }
+  }
+}
+
+template <int BITS, int QUERIES>
+inline void add_values(const PagedKeys& k, const Block& b, const LevelBytes<BITS>& table, const Ahead& ahead,
+                       const Factors* weights, const Weights (&weight)[QUERIES], float* const (&sums)[QUERIES]) {
+  Ints bias[kMaxPatterns][QUERIES];  // takes away what kLevelBias adds
+  const int stride = k.panels.patterns * kGroups;
+  for (int p = 0; p < k.panels.patterns; ++p) {
+    for (int q = 0; q < QUERIES; ++q) {
+      Products sum = no_products();
+      if constexpr (kLevelBias != 0) {
+        const Levels one = widen(broadcast(static_cast<uint8_t>(kLevelBias)));
+        for (int g = 0; g < kGroups; ++g) multiply_add(sum, one, weights[q * stride + p * kGroups + g]);
+      }
+      bias[p][q] = broadcast(0) - total(sum);
+    }
+  }
+  for (int panel = 0; panel < k.panels.panels; ++panel) {
+    prefetch_values(ahead, panel);
+    add_fields<BITS, 0>(k, b, table, panel, weights, bias, weight, sums);
+    if constexpr (BITS == 2) add_fields<BITS, 2>(k, b, table, panel, weights, bias, weight, sums);
+  }
+}
+
+// A span of keys and the queries that attend to it.
+struct Span {
+  const PagedKeys& keys;
+  const int32_t* block_table;
+  int64_t kv_head, begin, end;
+  const QueryRows& rows;
+  const PartialRows& out;
+  Scratch scratch;
+};
+
+// Queries first .. first + QUERIES - 1 of the span attend to one block.
+template <int KEY_BITS, int VALUE_BITS, int QUERIES>
+inline void attend_block(const Span& span, const Block& b, const LevelBytes<nibbles(KEY_BITS)>& keys,
+                         const LevelBytes<VALUE_BITS>& values, const Ahead& ahead, int first) {
+  const PagedKeys& k = span.keys;
+  const QueryRows& rows = span.rows;
+  const int d = k.record.head_dim;
+  const int64_t factor_bytes = query_factor_bytes(d, KEY_BITS);
+  const Factors* factors[QUERIES];
+  for (int q = 0; q < QUERIES; ++q) {
+    factors[q] =
+        reinterpret_cast<const Factors*>(static_cast<const uint8_t*>(rows.factors) + (first + q) * factor_bytes);
+  }
+  Floats logits[QUERIES][kGroups];
+  for (int g = b.first_group; g < b.end_group; ++g) {
+    prefetch_keys(ahead, g);
+    Ints dots[QUERIES];
+    dot_sixteen<KEY_BITS, QUERIES>(b.keys[g], d, keys, factors, dots);
+    const Floats scale = load_float(b.key_scales[g]);
+    for (int q = 0; q < QUERIES; ++q) {
+      const Ints dot = dots[q] + broadcast(rows.correction[first + q]);
+      logits[q][g] = to_floats(dot) * (scale * broadcast(rows.unit[first + q])) + broadcast(rows.shift[first + q]);
+    }
+  }
+
+  Weights weight[QUERIES];
+  float* sums[QUERIES];
+  bool useful = false;
+  const int stride = k.panels.patterns * kGroups;
+  for (int q = 0; q < QUERIES; ++q) {
+    const int row = first + q;
+    Factors* to = span.scratch.weights + q * stride;
+    weight[q] = weigh(k, b, logits[q], rows.first[row] - b.begin, rows.end[row] - b.begin, span.out.max + row,
+                      span.out.sum + row, to);
+    if (weight[q].unit == 0) memset(to, 0, stride * sizeof *to);
+    useful |= weight[q].unit != 0 || weight[q].keep != 1;
+    sums[q] = span.out.sums + row * span.out.stride;
+  }
+  if (useful) add_values<VALUE_BITS, QUERIES>(k, b, values, ahead, span.scratch.weights, weight, sums);
+}
+
+template <int KEY_BITS, int VALUE_BITS>
+void attend_codes(const Span& span) {
+  const PagedKeys& k = span.keys;
+  const QueryRows& rows = span.rows;
+  const LevelBytes<nibbles(KEY_BITS)> keys(k.key_levels, 1 << k.record.key_bits);
+  const LevelBytes<VALUE_BITS> values(k.value_levels, 1 << k.record.value_bits);
+  int64_t first = INT64_MAX, end = span.begin;  // of the keys that some query sees
+  for (int r = 0; r < rows.count; ++r) {
+    if (rows.first[r] >= rows.end[r]) continue;
+    first = rows.first[r] < first ? rows.first[r] : first;
+    end = rows.end[r] > end ? rows.end[r] : end;
+  }
+  end = end < span.end ? end : span.end;
+  for (int64_t begin = span.begin; begin < end; begin += kBlockTokens) {
+    if (begin + kBlockTokens <= first) continue;
+    const Block b = find_block(k, span.block_table, span.kv_head, begin, first, end, span.scratch);
+    Ahead ahead = find_ahead(k, span.block_table, span.kv_head, begin + kBlockTokens, end);
+    int q = 0;
+    for (; q + 4 <= rows.count; q += 4) {
+      attend_block<KEY_BITS, VALUE_BITS, 4>(span, b, keys, values, ahead, q);
+      ahead = {};  // once is enough
+    }
+    if (q + 2 <= rows.count) {
+      attend_block<KEY_BITS, VALUE_BITS, 2>(span, b, keys, values, ahead, q);
+      q += 2;
+      ahead = {};
+    }
+    if (q < rows.count) attend_block<KEY_BITS, VALUE_BITS, 1>(span, b, keys, values, ahead, q);
+  }
+}
+
+template <int KEY_BITS>
+void attend_values(const Span& span) {
+  switch (nibbles(span.keys.record.value_bits)) {
+    case 2: return attend_codes<KEY_BITS, 2>(span);
+    case 4: return attend_codes<KEY_BITS, 4>(span);
+    default: return attend_codes<KEY_BITS, 8>(span);
+  }
+}
+
+inline void attend_pages(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
+                         const QueryRows& rows, const PartialRows& out, void* scratch) {
+  const Span span{k, block_table, kv_head, begin, end, rows, out, scratch_of(k, scratch)};
+  switch (key_layout(k.record)) {
+    case 2: return attend_values<2>(span);
+    case 3: return attend_values<3>(span);
+    case 4: return attend_values<4>(span);
+    case 5: return attend_values<5>(span);
+    default: return attend_values<8>(span);
+  }
+}
+
+// ---- The exact tail ----------------------------------------------------------------------------------------------
+
+// Keys [begin, end) of the sequence, as far as query `row` attends to them in the tail.
+struct ExactRun {
+  int64_t begin, end;
+};
+inline ExactRun sink_run(const ExactKeys& e, int row) {
+  const int64_t end = e.position[row] + 1;
+  return {e.first[row], e.sinks[row] < end ? e.sinks[row] : end};
+}
+inline ExactRun recent_run(const ExactKeys& e, int row) {
+  return {e.first[row] > e.recent[row] ? e.first[row] : e.recent[row], e.position[row] + 1};
+}
+
+// Query `row` attends to those of sixteen keys that are in its run; the first is key `first`. key, value: float32 [16, d]
+inline void attend_sixteen(const ExactKeys& e, const float* key, const float* value, int64_t first, int row,
+                           ExactRun run, float softmax_scale, float soft_cap, const PartialRows& out) {
+  const int d = static_cast<int>(e.d);
+  const float* q = e.q + row * e.d;
+  Floats part[16];
+  for (int t = 0; t < 16; ++t) {
+    part[t] = broadcast(0.0f);
+    for (int c = 0; c < d; c += 16) part[t] = part[t] + load(q + c) * load(key + t * d + c);
+  }
+  for (int n = 16; n > 1; n /= 2) {
+    for (int i = 0; i < n / 2; ++i) part[i] = pair_sums(part[2 * i], part[2 * i + 1]);
+  }
+  Floats logit = part[0] * broadcast(softmax_scale);
+  if (soft_cap > 0) logit = soft_capped(logit, soft_cap);
+  const int64_t from = run.begin > first ? run.begin - first : 0;
+  const int64_t until = run.end - first < 16 ? run.end - first : 16;
+  if (from >= until) return;
+  const Mask seen = (broadcast(static_cast<int32_t>(from - 1)) < lane_numbers()) &
+                    (lane_numbers() < broadcast(static_cast<int32_t>(until)));
+  logit = select(seen, logit, broadcast(-kInfinity));
+  if (any(is_nan(logit))) {
+    out.sum[row] = __builtin_nanf("");
+    return;
+  }
+  const float keep = raise(out.max + row, greatest(logit));
+  if (out.max[row] == -kInfinity) return;
+  const Floats p = exp(logit - broadcast(out.max[row]));
+  out.sum[row] = out.sum[row] * keep + sum_lanes(p);
+  float weight[16];
+  store(weight, p);
+  float* to = out.sums + row * out.stride;
+  for (int c = 0; c < d; c += 16) {
+    Floats sum = load(to + c) * broadcast(keep);
+    for (int64_t t = from; t < until; ++t) sum = sum + broadcast(weight[t]) * load(value + t * d + c);
+    store(to + c, sum);
+  }
+}
+
+// All queries attend to their runs of one kind.
+template <typename T, typename RunOf>
+void attend_runs(const ExactKeys& e, const T* tail, int count, RunOf&& run_of, float softmax_scale, float soft_cap,
+                 const PartialRows& out, float* scratch) {
+  const int d = static_cast<int>(e.d);
+  int64_t begin = INT64_MAX, end = 0;
+  for (int r = 0; r < count; ++r) {
+    const ExactRun run = run_of(r);
+    if (run.begin >= run.end) continue;
+    begin = run.begin < begin ? run.begin : begin;
+    end = run.end > end ? run.end : end;
+  }
+  float* key = scratch;
+  float* value = scratch + 16 * d;
+  for (int64_t first = begin; first < end; first += 16) {
+    for (int t = 0; t < 16; ++t) {
+      const int64_t p = first + t < end ? first + t : end - 1;  // what stands behind the end is not seen
+      const int64_t row = format::tail_row(p, e.sink_tokens, e.ring);
+      const T* k = tail + row * 2 * d;
+      for (int c = 0; c < d; c += 16) {
+        store(key + t * d + c, load_float(k + c));
+        store(value + t * d + c, load_float(k + d + c));
+      }
+    }
+    for (int r = 0; r < count; ++r) attend_sixteen(e, key, value, first, r, run_of(r), softmax_scale, soft_cap, out);
+  }
+}
+
+inline void attend_exact(const ExactKeys& e, int count, float softmax_scale, float soft_cap, const PartialRows& out,
+                         float* scratch) {
+  const auto both = [&](const auto* tail) {
+    const auto sinks = [&](int row) { return sink_run(e, row); };
+    const auto recent = [&](int row) { return recent_run(e, row); };
+    attend_runs(e, tail, count, sinks, softmax_scale, soft_cap, out, scratch);
+    attend_runs(e, tail, count, recent, softmax_scale, soft_cap, out, scratch);
+  };
+  switch (e.dtype) {
+    case 0: return both(static_cast<const float*>(e.tail));
+    case 1: return both(static_cast<const Half*>(e.tail));
+    default: return both(static_cast<const BFloat16*>(e.tail));
+  }
+}
+
+}  // namespace turboquant::cpu::TURBOQUANT_LEVEL

@@ -1,0 +1,44 @@
+// The kernels of one level, gathered in its table. Included once by each file in levels/.
+#pragma once
+
+#include "cpu/kernels.h"
+#include "cpu/kernels/attention.h"
+#include "cpu/kernels/cache.h"
+#include "cpu/kernels/codec.h"
+#include "cpu/kernels/group.h"
+#include "cpu/kernels/hadamard.h"
+#include "cpu/kernels/pack.h"
+#include "cpu/kernels/qjl.h"
+#include "cpu/kernels/score.h"
+
+namespace turboquant::cpu::TURBOQUANT_LEVEL {
+
+extern const Kernels kTable;
+constexpr Kernels make_table(const char* level) {
+  return {
+      .level = level,
+      .hadamard = hadamard,
+      .rotate = rotate,
+      .rotate_back = rotate_back,
+      .pack = pack,
+      .unpack = unpack,
+      .codes_fit = codes_fit,
+      .encode = encode,
+      .decode = decode,
+      .group_encode = group_encode,
+      .group_decode = group_decode,
+      .store_tokens = store_tokens,
+      .load_tokens = load_tokens,
+      .query_factor_bytes = query_factor_bytes,
+      .query_factors = query_factors,
+      .key_layout = key_layout,
+      .attend_scratch_bytes = attend_scratch_bytes,
+      .attend_pages = attend_pages,
+      .attend_exact = attend_exact,
+      .score_rows = score_rows,
+      .project = project,
+      .sign_bits = sign_bits,
+  };
+}
+
+}  // namespace turboquant::cpu::TURBOQUANT_LEVEL

@@ -1,0 +1,143 @@
+"""What a pool is: its bytes, its layers, its centers, its options, the example and its document."""
+
+import pytest
+import torch
+
+import torch_turboquant as tt
+from tests.helpers import ROOT, assert_same_bytes, load_script
+from tests.pool.harness import (
+    CENTERS,
+    CONFIG,
+    NO_TAIL,
+    SINKS,
+    WINDOW,
+    D,
+    append,
+    check_contents,
+    filled,
+    make_pool,
+)
+
+
+@pytest.mark.parametrize("config", [CONFIG, NO_TAIL, [CONFIG, tt.preset("k8v4", 48, page_size=16,
+                         sink_tokens=SINKS, recent_window=WINDOW)]])  # fmt: skip
+@pytest.mark.parametrize("center", [False, True])
+def test_bytes_are_said_beforehand(config, center, device):
+    sizes = {
+        "num_layers": 2,
+        "num_kv_heads": 3,
+        "num_pages": 7,
+        "max_seqs": 5,
+        "dtype": torch.bfloat16,
+        "max_seq_len": 100,
+        "max_q_len": 4,
+        "device": device,
+    }
+    dims = [c.head_dim for c in (config if isinstance(config, list) else [config] * 2)]
+    ones = [torch.ones(3, d) for d in dims]
+    centers = [tt.scaled_center(x, x) for x in ones] if center else None
+    said = tt.PagedKVPool.bytes_needed(config, centers=centers, **sizes)
+    assert said == tt.PagedKVPool.bytes_needed(config, centers=center, **sizes)
+    plain = tt.PagedKVPool.bytes_needed(config, centers=ones, **sizes)
+    assert said.tables - plain.tables == (2 * 3 * 4 * sum(dims) if center else -3 * 4 * sum(dims))
+    pool = tt.PagedKVPool(config, centers=centers, **sizes)
+    assert said == pool.bytes
+    tensors = [
+        *pool.pages,
+        *(pool.tails or ()),
+        *(t for c in pool.tables for t in c if t is not None),
+    ]
+    assert said.device == sum(t.nbytes for t in tensors)
+    assert said.device == said.pages + said.tail + said.tables
+    assert said.pages == 7 * 3 * sum(c.record_bytes for c in pool.configs)
+    assert said.host == 4 * (5 * 7 + 2 * 7)
+    assert f"{said.device:,} bytes" in repr(pool) and "7 pages and 5 sequences free" in repr(pool)
+    held = [t.data_ptr() for t in tensors]
+    seq = pool.allocate()
+    keys = [torch.zeros(100, 3, d, dtype=torch.bfloat16, device=device) for d in dims]
+    pool.append([seq], keys, keys, 100)
+    assert pool.free_pages == 0 and held == [t.data_ptr() for t in tensors]
+    assert said == pool.bytes
+
+
+def test_layers_may_differ_in_bits():
+    configs = [tt.preset(name, D, page_size=16, sink_tokens=2, recent_window=5)
+               for name in ("k8v8", "k4v4")]  # fmt: skip
+    pool = make_pool(configs)
+    seq = filled(pool, 30)[0]
+    check_contents(pool, seq, list(range(30)))
+    with pytest.raises(ValueError, match="key_bits is 8 there and 4 here \\(layers \\[0\\]\\)"):
+        make_pool().adopt(pool.export(seq))
+
+
+def test_centers_are_fixed_before_the_first_page():
+    pool = make_pool()
+    plain = pool.fingerprint
+    seq = pool.allocate()
+    pool.set_centers(CENTERS)
+    assert pool.fingerprint == make_pool(centers=CENTERS).fingerprint != plain
+    append(pool, [seq], [[1, 2, 3]])
+    check_contents(pool, seq, [1, 2, 3])  # encoded with pool.tables
+    for tables, center in zip(pool.tables, CENTERS, strict=True):
+        assert_same_bytes(tables.center, center)
+    fresh, adopting = make_pool(), make_pool(centers=CENTERS)
+    adopting.adopt(pool.export(seq))
+    pool.free(seq)
+    for used in (pool, adopting):
+        with pytest.raises(RuntimeError, match="fixed before the pool's first page"):
+            used.set_centers(None)
+    for match, centers in {
+        "1 centers for 2 layers": CENTERS[:1],
+        r"center of layer 1 has shape \[1, 16\], expected \[2, 16\]": [CENTERS[0], CENTERS[1][:1]],
+        "center of layer 0 holds NaN": [CENTERS[0] / 0, None],
+    }.items():
+        for call in (fresh.set_centers, lambda c: make_pool(centers=c)):
+            with pytest.raises(ValueError, match=match):
+                call(centers)
+    assert fresh.fingerprint == plain
+    fresh.set_centers([None, CENTERS[1]])
+    assert [layer["center"] is None for layer in fresh.fingerprint["layers"]] == [True, False]
+
+
+def test_pools_that_are_refused():
+    for match, changes in {
+        "num_layers is 0": {"num_layers": 0},
+        "num_kv_heads is 0": {"num_kv_heads": 0},
+        "num_pages is -1": {"num_pages": -1},
+        "max_seqs is 0": {"max_seqs": 0},
+        "max_seq_len is 0": {"max_seq_len": 0},
+        "max_q_len is 0": {"max_q_len": 0},
+        "1 configs for 2 layers": {"config": [CONFIG]},
+        r"one page_size, got \[16, 32\]": {"config": [CONFIG, tt.preset("k4v4", D)]},
+        r"one sink_tokens, got \[0, 2\]": {"config": [CONFIG, NO_TAIL]},
+    }.items():
+        sizes = {"num_layers": 2, "num_kv_heads": 2, "num_pages": 4, "max_seqs": 4,
+                 "dtype": torch.float32, "config": CONFIG}  # fmt: skip
+        for call in (tt.PagedKVPool, tt.PagedKVPool.bytes_needed):
+            with pytest.raises(ValueError, match=match):
+                call(**{**sizes, **changes})
+    with pytest.raises(TypeError, match="float64, supported: float32"):
+        make_pool(dtype=torch.float64)
+
+
+# ---- the example and the documentation
+
+
+def test_continuous_batching(device):
+    """The example asserts that its tokens are those of one request after the other."""
+    example = load_script("examples/continuous_batching.py")
+    seen, requests = example.main(["--device", str(device)])
+    assert len(requests) == 32 and seen["steps with requests waiting"] > 0
+    assert 8 <= seen["most at a time"] < 32 and seen["fewest pages"] < 8
+    assert sum(request.prefix is not None for request in requests) == 20
+    assert all(len(request.answer) == request.answer_length for request in requests)
+    assert len({tuple(request.answer) for request in requests}) > 28
+
+
+def test_the_documentation_runs():
+    text = (ROOT / "docs" / "pool.md").read_text()
+    names = {}
+    exec(compile(text.split("```python\n")[1].split("```")[0], "docs/pool.md", "exec"), names)
+    pool, twin = names["pool"], names["twin"]
+    assert (twin.length, pool.free_seqs, pool.free_pages) == (98, 7, 60)
+    assert (names["out"].shape, names["lse"].shape) == ((2, 8, 64), (2, 8))

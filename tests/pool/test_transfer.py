@@ -1,0 +1,157 @@
+"""Sequences between pools: exported, adopted, or refused with the difference named."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import torch_turboquant as tt
+from tests.helpers import assert_same_bytes
+from tests.pool.harness import (
+    CENTERS,
+    MAX_Q,
+    RING,
+    SINKS,
+    WINDOW,
+    D,
+    append,
+    assert_same_results,
+    assert_same_state,
+    check_contents,
+    check_exact,
+    filled,
+    make_pool,
+    state,
+    step,
+)
+
+
+def test_a_sequence_moves_to_another_pool(device):
+    """Into pools of other sizes and on another device, without loss; then both go on."""
+    pool = make_pool(centers=CENTERS)
+    rows = list(range(37))
+    filled(pool, 3)
+    seq = pool.allocate()
+    append(pool, [seq], [rows])
+    exported = pool.export(seq)
+    assert json.loads(json.dumps(exported.fingerprint)) == pool.fingerprint
+    target = make_pool(
+        centers=CENTERS, num_pages=5, max_seqs=2, max_seq_len=60, max_q_len=MAX_Q + 2, device=device
+    )
+    target.allocate()
+    assert target.fingerprint == pool.fingerprint
+    copy = target.adopt(exported)
+    check_contents(target, copy, rows)
+    assert check_exact(target, copy, rows) == 37 - RING
+    for row in (100, 101, 102):
+        actual = step(target, [copy], [[row]])
+        expected = step(pool, [seq], [[row]])
+        assert_same_results(actual, [[t.to(device) for t in layer] for layer in expected])
+    assert target.free_pages == 2
+
+    small = make_pool(centers=CENTERS, max_q_len=1)
+    adopted = small.adopt(exported)
+    assert check_exact(small, adopted, rows) == 37 - WINDOW
+    for length in (SINKS + 1, SINKS, 1, 0):
+        pool.truncate(seq, length)
+        short = small.adopt(pool.export(seq))
+        check_contents(small, short, rows[:length])
+        check_exact(small, short, rows[:length])
+        small.free(short)
+
+
+def test_equal_sequences_are_exported_equal():
+    """Whatever the pages held before: no byte of another sequence leaves the pool."""
+    pool = make_pool()
+    for seq in filled(pool, 60, 60):
+        pool.free(seq)
+    used, fresh = (p.export(filled(p, 19)[0]) for p in (pool, make_pool()))
+    assert used.length == fresh.length == 19
+    for one, other in zip(used.pages + used.exact, fresh.pages + fresh.exact, strict=True):
+        assert_same_bytes(one, other)
+    empty = pool.export(pool.allocate())
+    assert [p.shape[0] for p in empty.pages] == [0, 0] and empty.length == 0
+
+
+OTHER_CENTERS = [CENTERS[0], CENTERS[1] + 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"config": tt.preset("k4v4", D, page_size=32, sink_tokens=2, recent_window=5)},
+         "page_size is 16 there and 32 here$"),
+        ({"config": tt.preset("k5v3u", D, page_size=16, sink_tokens=2, recent_window=5)},
+         "key_bits is 4 there and 5 here; value_bits is 4 there and 3 here; key_grid is lloyd"),
+        ({"config": tt.preset("k4v4u", D, page_size=16, sink_tokens=2, recent_window=5)},
+         "key_grid is lloyd there and uniform here.*key_levels is [0-9a-f]+ there and None here"),
+        ({"config": tt.preset("k4v4", D, page_size=16, sink_tokens=2, recent_window=5, seed=9)},
+         "seed is 0 there and 9 here$"),
+        ({"config": tt.preset("k4v4", 32, page_size=16, sink_tokens=2, recent_window=5),
+          "centers": None}, "head_dim is 16 there and 32 here"),
+        ({"config": tt.preset("k4v4", D, page_size=16, sink_tokens=2, recent_window=6)},
+         "recent_window is 5 there and 6 here$"),
+        ({"config": tt.preset("k4v4", D, page_size=16, sink_tokens=2, recent_window=5,
+                              key_scale_mode="norm")},
+         "key_scale_mode is unbiased there and norm here$"),
+        ({"centers": None}, "center is [0-9a-f]+ there and None here$"),
+        ({"centers": OTHER_CENTERS},
+         "center is [0-9a-f]+ there and [0-9a-f]+ here \\(layers \\[1\\]\\)$"),
+        ({"num_kv_heads": 1, "centers": None}, "kv_heads is 2 there and 1 here"),
+        ({"num_layers": 1, "centers": CENTERS[:1]}, "2 layers there and 1 here$"),
+        ({"dtype": torch.float16}, "tail_dtype is float32 there and float16 here$"),
+    ],
+)  # fmt: skip
+def test_pages_that_do_not_fit(changes, match):
+    pool = make_pool(centers=CENTERS)
+    exported = pool.export(filled(pool, 20)[0])
+    target = make_pool(**{"centers": CENTERS, **changes})
+    before = state(target, [])
+    with pytest.raises(ValueError, match=f"do not fit this pool: .*{match}"):
+        target.adopt(exported)
+    assert_same_state(state(target, []), before)
+
+
+def test_pages_of_other_formats_and_levels():
+    pool = make_pool()
+    exported = pool.export(filled(pool, 20)[0])
+    other = exported.fingerprint
+    other["format_version"] = 2
+    other["layers"][1]["value_levels"] = "0123456789abcdef"
+    with pytest.raises(ValueError, match=r"format_version is 2 there and 1 here; value_levels is "
+                       r"0123456789abcdef there and \w+ here \(layers \[1\]\)$"):  # fmt: skip
+        pool.adopt(dataclasses.replace(exported, fingerprint=other))
+    with pytest.raises(ValueError, match="0 layers there"):
+        pool.adopt(dataclasses.replace(exported, fingerprint={}))
+
+
+def test_exported_tensors_that_are_no_sequence():
+    pool = make_pool(max_seq_len=24)
+    seq = filled(pool, 20)[0]
+    exported = pool.export(seq)
+    before = state(pool, [seq])
+    pages, exact = exported.pages, exported.exact
+    for match, changes in {
+        "length 20 and ring_first 21": {"ring_first": 21},
+        "length -1": {"length": -1, "ring_first": 0},
+        "pages has tensors of 1 layers, expected 2": {"pages": pages[:1]},
+        "exact has tensors of 0 layers, expected 2": {"exact": ()},
+        "pages has shape": {"pages": (pages[0], pages[1][:1])},
+        "exact has shape": {"exact": (exact[0], exact[1][:, 1:])},
+        "exact has shape ": {"ring_first": exported.ring_first - 1},
+        "pages has shape ": {"length": 33},
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            pool.adopt(dataclasses.replace(exported, **changes))
+        assert_same_state(state(pool, [seq]), before)
+    for changes in (
+        {"pages": tuple(p.int() for p in pages)},
+        {"exact": tuple(e.half() for e in exact)},
+    ):
+        with pytest.raises(TypeError, match="supported"):
+            pool.adopt(dataclasses.replace(exported, **changes))
+        assert_same_state(state(pool, [seq]), before)
+    big = make_pool()
+    with pytest.raises(ValueError, match="25 tokens do not fit into max_seq_len=24"):
+        pool.adopt(big.export(filled(big, 25)[0]))

@@ -1,0 +1,225 @@
+"""A cache over its life: tokens taken back, models attached and detached, copies, failures."""
+
+import copy
+import gc
+import inspect
+import weakref
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, Cache, DynamicCache
+
+from tests.transformers.harness import (
+    assert_close,
+    check_against_oracle,
+    feed,
+    make_config,
+    make_ids,
+    make_model,
+    recorded,
+)
+from torch_turboquant.integrations.transformers import TurboQuantCache
+
+# --------------------------------------------------------------------------------------- crop
+
+
+@pytest.mark.parametrize("removed", [1, 5, 8])
+def test_crop_within_the_ring_leaves_no_trace(removed):
+    """max_q_len - 1 tokens can be taken back."""
+    model, ids, draft = make_model(), make_ids(110), make_ids(9, seed=3)
+    config = make_config(model)
+    with TurboQuantCache.for_model(model, config=config, max_q_len=9) as cache:
+        feed(model, cache, ids[:, :90], 80, 1)
+        kept = 9 - removed
+        feed(model, cache, torch.cat([ids[:, 90 : 90 + kept], draft[:, :removed]], dim=1))
+        cache.crop(-removed)
+        actual = feed(model, cache, ids[:, 90 + kept :], 1, 3)
+        cache.reset()
+        expected = feed(model, cache, ids, 80, *[1] * (10 + kept), 1, 3)
+    # Exact tokens that had become codes would be 6e-3 at least, codes that round otherwise 5e-4.
+    assert_close(actual, expected[:, 90 + kept :], 2e-3)
+
+
+def test_deep_crop_reads_codes_until_the_ring_is_full_again():
+    model, ids = make_model(), make_ids(110)
+    config = make_config(model, "k3v2")
+    with recorded(model, config, max_q_len=4, center=None) as (cache, recorder):
+        feed(model, cache, ids)
+        cache.crop(-50)
+        recorder.crop(50)
+        assert cache.get_seq_length() == 60
+        feed(model, cache, ids[:, 60:], *[1] * 5, 30)
+        check_against_oracle(recorder, config, 60, first_held=60)
+
+
+def test_crop_to_nothing_and_refill():
+    model, ids = make_model(), make_ids(90)
+    with TurboQuantCache.for_model(model, config=make_config(model)) as cache:
+        first = feed(model, cache, ids, 80, 1)
+        cache.crop(-90)
+        assert cache.get_seq_length() == 0
+        assert_close(feed(model, cache, ids, 80, 1), first, 1e-6)
+        cache.crop(0)
+        assert cache.get_seq_length() == 90
+        if "max_length" in inspect.signature(Cache.crop).parameters:  # 5.5: tokens to keep
+            cache.crop(85)
+            assert cache.get_seq_length() == 85
+            cache.crop(100)
+            assert cache.get_seq_length() == 85
+        else:
+            with pytest.raises(ValueError, match="negative"):
+                cache.crop(5)
+
+
+# ----------------------------------------------------------------------------- attach and detach
+
+
+def test_other_caches_work_as_before_while_attached():
+    model, ids = make_model(), make_ids(90)
+    expected = feed(model, DynamicCache(), ids, 60, 1)
+    uncached = model(ids).logits
+    hooks = len(model.model._forward_pre_hooks), len(model.model._forward_hooks)
+    first = TurboQuantCache.for_model(model, "k3v2")
+    second = TurboQuantCache.for_model(model, "k4v4")
+    assert model.config._attn_implementation == "turboquant_sdpa"
+    dynamic = DynamicCache(config=model.config)
+    a1, b1 = feed(model, first, ids[:, :60]), feed(model, second, ids[:, :60])
+    c1 = feed(model, dynamic, ids[:, :60])
+    a2, b2 = feed(model, first, ids[:, 60:], 1), feed(model, second, ids[:, 60:], 1)
+    c2 = feed(model, dynamic, ids[:, 60:], 1)
+    assert torch.equal(torch.cat([c1, c2], 1), expected)
+    assert torch.equal(model(ids).logits, uncached)
+    first.detach()
+    assert model.config._attn_implementation == "turboquant_sdpa"  # the second is attached
+    second.detach()
+    second.detach()
+    assert model.config._attn_implementation == "sdpa"
+    assert (len(model.model._forward_pre_hooks), len(model.model._forward_hooks)) == hooks
+    assert torch.equal(feed(model, DynamicCache(), ids, 60, 1), expected)
+    # interleaving has not mixed them
+    for preset_name, part1, part2 in (("k3v2", a1, a2), ("k4v4", b1, b2)):
+        with TurboQuantCache.for_model(model, preset_name) as cache:
+            alone = feed(model, cache, ids, 60, 1)
+        assert_close(torch.cat([part1, part2], 1), alone, 1e-6)
+
+
+def test_a_detached_cache_is_refused_and_can_come_back():
+    model, ids = make_model(), make_ids(80)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    cache = TurboQuantCache.for_model(model, "k4v4")
+    feed(model, cache, ids[:, :70])
+    cache.detach()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    with pytest.raises(RuntimeError, match="attached again"):
+        model(ids[:, 70:], past_key_values=cache)
+    cache.attach(model)
+    actual = feed(model, cache, ids[:, 70:], 1)
+    cache.reset()
+    assert_close(actual, feed(model, cache, ids, 70, 1)[:, 70:], 1e-6)
+    cache.detach()
+
+
+def test_a_forgotten_cache_restores_the_model():
+    model = make_model()
+    cache = TurboQuantCache.for_model(model, "k4v4")
+    feed(model, cache, make_ids(70))
+    del cache
+    gc.collect()
+    assert model.config._attn_implementation == "sdpa"
+    assert not model.model._forward_pre_hooks and not model.model._forward_hooks
+
+
+def test_a_cache_does_not_keep_its_model():
+    model = make_model()
+    cache = TurboQuantCache.for_model(model, "k4v4")
+    feed(model, cache, make_ids(70))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    cache.detach()
+
+
+def test_a_copy_of_an_attached_model_is_an_ordinary_model():
+    model, ids = make_model(), make_ids(70)
+    expected = feed(model, DynamicCache(), ids, 60, 1)
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        feed(model, cache, ids)
+        copied = copy.deepcopy(model)
+        assert torch.equal(feed(copied, DynamicCache(), ids, 60, 1), expected)
+        with pytest.raises(RuntimeError, match="attached"):
+            copied(ids, past_key_values=cache)
+        with TurboQuantCache.for_model(copied, "k4v4") as other:
+            feed(copied, other, ids)
+            with pytest.raises(ValueError, match="not attached to this model"):
+                copied(ids, past_key_values=cache)
+        assert copied.config._attn_implementation == "sdpa"
+    assert torch.equal(feed(model, DynamicCache(), ids, 60, 1), expected)
+
+
+@pytest.mark.parametrize("form", [{}, {"static": True, "max_cache_len": 128}])
+def test_a_copy_of_a_cache_goes_its_own_way(form):
+    model, ids = make_model(), make_ids(120, 2)
+    with TurboQuantCache.for_model(model, "k3v2", max_batch_size=2, **form) as cache:
+        feed(model, cache, ids[:, :90], 80, 1)
+        twin = copy.deepcopy(cache)
+        expected = feed(model, cache, ids[:, 90:], *[1] * 30)
+        with pytest.raises(ValueError, match="not attached to this model"):
+            model(ids[:, 90:91], past_key_values=twin)
+        cache.reset()
+        feed(model, cache, make_ids(120, 2, seed=2))  # would overwrite what they share
+        twin.attach(model)
+        assert torch.equal(feed(model, twin, ids[:, 90:], *[1] * 30), expected)
+        twin.detach()
+        feed(model, cache, ids[:, :1])
+        assert (cache.get_seq_length(), twin.get_seq_length()) == (121, 120)
+
+
+def test_saving_an_attached_model(tmp_path):
+    model, ids = make_model(), make_ids(70)
+    with TurboQuantCache.for_model(model, "k4v4"):
+        model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == "sdpa"
+    assert_close(loaded(ids).logits, model(ids).logits, 1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_failing_forward_leaves_the_cache_as_it_was(tokens):
+    model, ids = make_model(), make_ids(110)
+    config = make_config(model, "k3v2")
+    with recorded(model, config, max_q_len=8) as (cache, recorder):
+        feed(model, cache, ids[:, :80])
+
+        def fail(*args):
+            raise KeyboardInterrupt
+
+        # the first layer has stored its tokens when the second one fails
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            model(make_ids(tokens, seed=8), past_key_values=cache)
+        hook.remove()
+        for part in recorder.layers[0]:
+            part.pop()
+        assert cache.get_seq_length() == 80
+        feed(model, cache, ids[:, 80:], 1, 5, *[1] * 24)
+        # a long failed forward has overwritten the ring: codes until it is full again
+        held = 0 if tokens == 1 else 80
+        check_against_oracle(recorder, config, 80, center="auto", first_held=held)
+
+
+def test_attaching_to_another_model():
+    model = make_model()
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        for match, other in (
+            ("a model with other layers", make_model(num_hidden_layers=2)),
+            ("made for head_dim 32", make_model(head_dim=16)),
+        ):
+            with pytest.raises(ValueError, match=match):
+                cache.attach(other)
+            assert other.config._attn_implementation == "sdpa"
+        feed(model, cache, make_ids(70))  # it still serves its own model
+        assert cache.get_seq_length() == 70

@@ -1,0 +1,142 @@
+"""Models, options and forwards that the cache refuses, each by name."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+
+from tests.transformers.harness import COMMON, VOCAB, feed, make_ids, make_model
+from torch_turboquant import CacheConfig
+from torch_turboquant.integrations.transformers import TurboQuantCache
+
+# ------------------------------------------------------------------------------------- errors
+
+
+def test_models_that_are_not_supported():
+    def refuse(match, kind, **options):
+        config = getattr(transformers, kind)(**{**COMMON, **options})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        with pytest.raises(ValueError, match=match):
+            TurboQuantCache.for_model(model, "k4v4")
+
+    refuse("no attention", "MambaConfig")
+    refuse("MLA", "DeepseekV3Config", n_routed_experts=4, n_group=1, topk_group=1,
+           num_experts_per_tok=2, moe_intermediate_size=8, num_hidden_layers=2)  # fmt: skip
+    refuse("head_dim", "LlamaConfig", head_dim=22)
+    refuse("chunked attention", "Llama4TextConfig", num_local_experts=2, head_dim=16)
+    refuse("AttentionInterface", "BloomConfig")
+    if hasattr(transformers, "Gemma4TextConfig"):
+        refuse("different head_dim", "Gemma4TextConfig", head_dim=32)
+
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=32, num_layers=1,
+                              num_heads=2)
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="cross attention"):
+        TurboQuantCache.for_model(t5, "k4v4")
+    with pytest.raises(ValueError, match="no model of transformers"):
+        TurboQuantCache.for_model(torch.nn.Linear(2, 2), "k4v4")
+
+
+def test_options_that_are_refused():
+    model = make_model()
+    for match, options in {
+        "unknown preset": {"preset": "k9v9"},
+        "config.head_dim is 64": {"config": CacheConfig(64, 4, 4)},
+        "belong into the CacheConfig": {"config": CacheConfig(32, 4, 4), "page_size": 16},
+        "must be positive": {"max_q_len": 0},
+        "one tensor for each of 3 layers": {"center": [torch.zeros(2, 32)]},
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            TurboQuantCache.for_model(model, **options)
+    assert model.config._attn_implementation == "sdpa"
+    wrong = [torch.zeros(3, 32)] * 3
+    with TurboQuantCache.for_model(model, center=wrong) as cache:
+        with pytest.raises(ValueError, match="center of layer 0"):
+            feed(model, cache, make_ids(5))
+
+
+def test_forwards_that_are_refused():
+    model, ids = make_model(), make_ids(70, 2)
+    with TurboQuantCache.for_model(model, "k4v4", max_batch_size=2) as cache:
+
+        def refuse(match, error=ValueError, tokens=ids, **options):
+            with pytest.raises(error, match=match):
+                model(tokens, past_key_values=cache, **options)
+
+        refuse("max_batch_size=2", tokens=make_ids(5, 3))
+        right = torch.ones(2, 70).long()
+        right[0, 60:] = 0
+        refuse("only left padding", attention_mask=right)
+        refuse("2D attention_mask", attention_mask=torch.ones(2, 1, 70, 70).bool())
+        refuse("expected", attention_mask=torch.ones(2, 69).long())
+        left = torch.ones(2, 70).long()
+        left[0, :10] = 0
+        model(ids, attention_mask=left, past_key_values=cache)
+        one = ids[:, :1]
+        refuse("left-padded", tokens=one)
+        refuse("10", tokens=one, attention_mask=torch.ones(2, 71).long())
+        refuse("holds 2 sequences", tokens=one[:1])
+        ok = torch.cat([left, torch.ones(2, 1).long()], dim=1)
+        refuse("output_attentions", tokens=one, attention_mask=ok, output_attentions=True)
+        assert cache.get_seq_length() == 70
+        with torch.enable_grad():
+            refuse("no_grad", RuntimeError, tokens=one, attention_mask=ok)
+        model.train()
+        model.model.layers[0].self_attn.attention_dropout = 0.1
+        refuse("dropout", tokens=one, attention_mask=ok)
+        model.eval()
+        model.set_attn_implementation("eager")
+        refuse("was changed", RuntimeError, tokens=one, attention_mask=ok)
+    assert model.config._attn_implementation == "eager"  # not ours to restore any more
+
+
+def test_keys_of_another_dtype_or_device_are_refused():
+    model, ids = make_model(), make_ids(80)
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        feed(model, cache, ids[:, :70])
+        model.bfloat16()
+        for tokens in (ids[:, 70:71], ids[:, 70:]):
+            with pytest.raises(TypeError, match="bfloat16, but holds"):
+                model(tokens, past_key_values=cache)
+        elsewhere = torch.zeros(1, 2, 1, 32, device="meta")
+        cache.sequences.begin(1, 1, None)
+        with pytest.raises(ValueError, match="got keys on meta, but is on cpu"):
+            cache.update(elsewhere, elsewhere, 0)
+        model.float()
+        feed(model, cache, ids[:, 70:])
+        assert cache.get_seq_length() == 80
+    with TurboQuantCache.for_model(model.double(), "k4v4") as cache:
+        with pytest.raises(TypeError, match="float64, supported: float32, float16, bfloat16"):
+            model(ids, past_key_values=cache)
+
+
+def test_keys_changed_on_the_way_are_noticed():
+    model, ids = make_model(), make_ids(70)
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        update = cache.update
+
+        def changed(key, value, layer_idx, *args, **kwargs):
+            key, value = update(key, value, layer_idx, *args, **kwargs)
+            return key * 1.0, value
+
+        cache.update = changed
+        with pytest.raises(RuntimeError, match="changes keys or values"):
+            model(ids, past_key_values=cache)
+
+
+def test_selecting_sequences_that_are_not_there():
+    model, ids = make_model(), make_ids(90, 2)
+    with TurboQuantCache.for_model(model, "k4v4", max_batch_size=2) as cache:
+        feed(model, cache, ids[:, :80])
+        expected = feed(model, cache, ids[:, 80:])
+        cache.crop(-10)
+        with pytest.raises(ValueError, match="sequence 2 of 2"):
+            cache.reorder_cache(torch.tensor([0, 2]))
+        with pytest.raises(ValueError, match="4 sequences do not fit into max_batch_size=2"):
+            cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([0, 1]))
+        assert torch.equal(feed(model, cache, ids[:, 80:]), expected)
