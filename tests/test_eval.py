@@ -39,9 +39,9 @@ from torch_turboquant.eval import (
 from torch_turboquant.eval.caches import Choice
 from torch_turboquant.eval.controls import ControlCache
 from torch_turboquant.eval.session import Session
-from torch_turboquant.ops.cache import make_tables
 from torch_turboquant.paper import TurboQuantMSE, TurboQuantProd
 from torch_turboquant.signs import SignKind
+from torch_turboquant.tables import make_tables
 
 DIM, HEADS, LAYERS = 64, 2, 2
 SHAPE = {

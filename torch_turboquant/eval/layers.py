@@ -18,10 +18,10 @@ from transformers.cache_utils import Cache
 
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.integrations.transformers.models import recording
-from torch_turboquant.integrations.transformers.sequences import block_tables
 from torch_turboquant.ops.cache import cache_load
 from torch_turboquant.ops.hadamard import hadamard
 from torch_turboquant.signs import SignKind, random_signs
+from torch_turboquant.tail import owned_pages
 
 QUERIES = 32  # last tokens whose attention is compared
 SINKS = 4  # first tokens, which channel statistics leave out because their keys are outliers
@@ -66,13 +66,13 @@ def store(cache: Cache, batch: int, new: int, layers: Iterable[Sequence[Tensor |
     """
     packed = isinstance(cache, TurboQuantCache)
     if packed:
-        cache.sequences.begin(batch, new, None)
+        cache.lifecycle.begin(batch, new, None)
     for index, (queries, keys, values) in enumerate(layers):
         stored = cache.update(keys, values, index)
         if packed:  # as attention does after the update
-            cache.layers[index].hand_on(None, queries, *stored)
+            cache.lifecycle.attended(cache.layers[index], None, queries, *stored)
     if packed:
-        cache.end_forward()
+        cache.lifecycle.end()
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def _packed(cache: TurboQuantCache, index: int, layer: Activations) -> tuple[Ten
     device, config = held.device, held.config
     size, pages = config.page_size, len(held.pages)
     blocks = -(-n // size)
-    table = torch.from_numpy(block_tables(1, blocks, pages)).to(device)
+    table = torch.from_numpy(owned_pages(1, blocks, pages)).to(device)
     lengths = torch.tensor([n], dtype=torch.int32, device=device)
     decoded = cache_load(held.pages, table, lengths, config, held.tables, n, torch.float32)
     recent = n - min(n, config.recent_window)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch_turboquant._checks import check_positive
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.memory.layers import AttentionLayer
-from torch_turboquant.ops.cache import ring_rows
+from torch_turboquant.tail import ring_rows
 
 
 @dataclass(frozen=True)
