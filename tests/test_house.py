@@ -174,7 +174,7 @@ def kernels_know_no_torch(sources: Sources) -> list[str]:
 
 def record_addresses(sources: Sources) -> list[str]:
     """Only the format multiplies by the bytes of a record or numbers the vectors of a tail."""
-    product = r"head\w*[)}] *\* *[\w.>()-]*\b(record_bytes|tile_bytes)\b"
+    product = r"\+ *[\w.>-]*head\w*[)}] *\* *[\w.>()-]*\b(record_bytes|tile_bytes)\b"
     number = r"\bpage(_|_size)?\)? *\* *[\w.>-]*kv_heads\b"
     tail = r"- *[\w.]*sink_tokens\w*\)? *% *[\w.]*ring"
     return lines_with(sources, f"{product}|{number}|{tail}", ("format.h",))
@@ -192,9 +192,14 @@ WIDTH = r"(?:\w+_)?(?:bits|BITS)_?(?:\(\))?|k\w*Bits"
 
 
 def widths(sources: Sources) -> list[str]:
-    """A width is asked for its traits (format::Width), never compared with a number."""
-    compared = rf"(?<![\w.])(?:[\w.]+(?:\.|->))?(?:{WIDTH}) *(?:[=!<>]=|[<>]) *\d\b"
-    return lines_with(sources, rf"{compared}|\b\d+ *(?:[=!<>]=) *(?:{WIDTH})\b", ("format.h",))
+    """A width is asked for its traits (format::Width), never compared with a number.
+
+    Zero is no width: it says that there are no codes. The ops pack and group have widths of their
+    own: every number of bits up to 8, and the 2 and 4 bits of groups.
+    """
+    compared = rf"(?<![\w.])(?:[\w.]+(?:\.|->))?(?:{WIDTH}) *(?:[=!<>]=| [<>]) *[1-9]\b"
+    owners = ("format.h", "checks.h", "cuda/pack.cu", "cpu/kernels/pack.h", "cuda/group.cu")
+    return lines_with(sources, rf"{compared}|\b[1-9] *(?:[=!<>]=) *(?:{WIDTH})\b", owners)
 
 
 def scale_modes(sources: Sources) -> list[str]:
