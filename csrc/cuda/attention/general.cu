@@ -177,7 +177,7 @@ __device__ __forceinline__ uint2 key_codes(const uint8_t* row, const uint8_t* pl
   if constexpr (BITS == 2) return {open_nibbles(reinterpret_cast<const uint16_t*>(row)[o], 2), 0};
   const uint32_t* high = reinterpret_cast<const uint32_t*>(plane);
   if (WHOLE || (o | 3) < octets) return {words[o], high[o / 4] >> 2 * (o % 4)};
-  const uint32_t b = key_octet(words, high, octets, 5, o).high;
+  const uint32_t b = plane_key_octet(words, high, octets, o).high;
   return {words[o], spread_pairs(b)};
 }
 
