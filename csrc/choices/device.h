@@ -1,5 +1,5 @@
-// What the choice of a kernel asks about a CUDA device. Plain numbers and no CUDA header, so that a choice is an ordinary
-// function: a test can ask it about any device, and the CPU library can show it.
+// What the choice of a kernel asks about a CUDA device. Plain numbers and no CUDA header, so that a choice is an
+// ordinary function: a test can ask it about any device, and the CPU library can show it.
 #pragma once
 
 namespace turboquant {

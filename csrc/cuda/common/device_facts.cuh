@@ -1,5 +1,5 @@
-// What host code asks about a device before a launch. cudaDeviceGetAttribute costs about as much as the rest of a launch's
-// preparation, so each device is asked once per process.
+// What host code asks about a device before a launch. cudaDeviceGetAttribute costs about as much as the rest of a
+// launch's preparation, so each device is asked once per process.
 #pragma once
 
 #include <deque>

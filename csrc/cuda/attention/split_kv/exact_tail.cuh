@@ -1,0 +1,178 @@
+// Attention to the exact keys of the tail, up to 16 in a unit: 0-7 in the unit's first stage and 8-15 in its second, on
+// tensor cores.
+//
+// A row again has two columns, so that its results lie where those of codes do. A weight is the sum of two elements of
+// the tail's type; a query is of that type already, and its second column is never read. The output of a row is rotated
+// at the end, so that it adds to the sums of codes.
+#pragma once
+
+#include "cuda/attention/split_kv/queries.cuh"
+#include "cuda/attention/split_kv/softmax.cuh"
+
+namespace turboquant::cuda::split_kv {
+
+template <int D, int N>
+class ExactTail {
+  using X = SplitKvTraits<D, N>;
+  using Rows = QueryRows<D, X::kRows>;
+
+ public:
+  explicit __device__ __forceinline__ ExactTail(const BlockView& block) : block_(block) {}
+
+  // unit: counts the segment's units of exact keys. stages: its bytes, arrived.
+  __device__ __forceinline__ void attend(const Rows& rows, const Queries<D, N>& queries, const Segment& segment,
+                                         int unit, const int (&stages)[kUnitStages],
+                                         RunningSoftmax<D, N>& softmax) const {
+    static_assert(kUnitStages == 2);
+    const Attention& a = block_.call;
+    const int lane = block_.lane, g = block_.g, t = block_.t;
+    const int per_stage = block_.layout.exact_keys, first = unit * kUnitStages * per_stage;
+    const int left = segment.work.exact - first;
+    const auto holds = [&](int j) { return j % 8 < per_stage && j / 8 * per_stage + j % 8 < left; };
+    // Where no key is held, the stage may contain anything, NaN too. There, another key's row is read, with weight 0.
+    const auto row_of = [&](int j) {
+      return block_.shared +
+             (holds(j) ? (j < 8 ? stages[0] : stages[1]) + j % 8 * block_.layout.exact_stride : stages[0]);
+    };
+    for_each<N>([&](auto n) {
+      float dot[4] = {};
+      const uint8_t* query = rows.raw() + ((4 * n + lane % 8 / 2) * D + lane / 8 * 8) * kExactElementBytes;
+      const uint8_t* keys = row_of(lane % 16) + lane / 16 * 8 * kExactElementBytes;
+#pragma unroll
+      for (int c = 0; c < D; c += 32) {
+        const uint4 q = load_tiles(query + c * kExactElementBytes);
+        multiply(dot, load_tiles(keys + c * kExactElementBytes), q.x, q.y);
+        if (c + 16 < D) multiply(dot, load_tiles(keys + (c + 16) * kExactElementBytes), q.z, q.w);
+      }
+
+      // Scores of the lane's row for keys g and g + 8, in units of the integer scores, so that one running maximum
+      // serves both.
+      RowPlace place;
+      const bool real = rows.find(segment, 4 * n + t, place);
+      const QueryRow& row = block_.rows()[4 * n + t];
+      const bool capped = a.soft_cap > 0;
+      float score[2], p[2];
+      unsigned seen[2];     // which lanes see their key
+      bool hidden = false;  // some key is held that the row does not see
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int j = 8 * h + g, k = segment.work.exact_key(first + h * per_stage + g);
+        score[h] = dot[2 * h] * a.softmax_scale;
+        if (capped) score[h] = a.soft_cap * tanh_fast(__fdividef(score[h], a.soft_cap));
+        score[h] = capped ? score[h] * kLog2E : __fdividef(score[h] * kLog2E - row.shift, queries.scale(n));
+        const bool sees = real && holds(j) && k >= a.first_visible(place.position) && k <= place.position &&
+                          (k < segment.work.sinks || k >= row.end);
+        if (!sees) score[h] = -INFINITY;
+        seen[h] = __ballot_sync(0xffffffff, sees), hidden |= real && holds(j) && !sees;
+      }
+      const float scale = queries.scale(n);
+      const float most = over_tokens(fmaxf(score[0], score[1]), [](float x, float y) { return fmaxf(x, y); });
+      if (__any_sync(0xffffffff, (most - softmax.max[n]) * scale > 16)) softmax.template rescale<n>(most, scale);
+      uint32_t weight[2];
+      constexpr float kDown = 1.0f / 16;  // weights go up to 2^16, which is beyond float16
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        p[h] = score[h] == -INFINITY ? 0 : exp2_fast((score[h] - softmax.max[n]) * scale);
+        softmax.total[n] += p[h];
+        weight[h] = transposed(split(p[h] * kDown));
+      }
+
+      const uint8_t* values = row_of(lane % 8 + lane / 16 * 8) + (D + lane / 8 % 2 * 8) * kExactElementBytes;
+      float y[2 * X::kTiles];  // channel 8 e + g of row t
+#pragma unroll
+      for (int i = 0; i < X::kTiles; ++i) {
+        float d[4] = {};
+        multiply(d, load_transposed(values + 16 * i * kExactElementBytes), weight[0], weight[1]);
+        y[2 * i] = d[0] + d[1], y[2 * i + 1] = d[2] + d[3];
+      }
+      // Weight 0 times an infinite value or a NaN is NaN. Where such a value may belong to a key that a row does not
+      // see, each row is multiplied once more alone, with keys that it sees in place of the others.
+      if (__any_sync(0xffffffff, hidden)) {
+        float spoiled = 0;  // stays 0 if all sums are finite
+#pragma unroll
+        for (int e = 0; e < 2 * X::kTiles; ++e) spoiled = fmaf(y[e], 0, spoiled);
+        if (__any_sync(0xffffffff, spoiled != 0)) {
+          float* scratch = block_.join() + block_.warp * D;  // free until Join::warps, which waits for all warps
+#pragma unroll 1
+          for (int r = 0; r < 4; ++r) {
+            __syncwarp();
+            multiply_alone(r, seen, row_of, weight, scratch);
+            __syncwarp();
+#pragma unroll
+            for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = t == r ? scratch[8 * e + g] : y[e];
+          }
+        }
+      }
+      rotate_columns(y);
+      // In units of the sums of codes, which Join scales at the end.
+      constexpr float kFactor = block_norm(RowLanes<D>::kLog) / (kDown * format::kLevelUnit);
+#pragma unroll
+      for (int i = 0; i < X::kTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float factor = kFactor * block_.plan.codes.value_inverses[h];
+          softmax.sums[i][n][h] = fmaf(y[2 * i + h], factor, softmax.sums[i][n][h]);
+        }
+      }
+    });
+  }
+
+ private:
+  // The tail is of either 16-bit type. Only `multiply` and `split` know which one, so that all other code exists once.
+  __device__ __forceinline__ void multiply(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) const {
+    if (block_.call.dtype == Dtype::kBFloat16) {
+      mma_floats<__nv_bfloat16>(d, a, b0, b1);
+    } else {
+      mma_floats<__half>(d, a, b0, b1);
+    }
+  }
+  // x as an element of the tail's type beside the element that holds the rest of x.
+  __device__ __forceinline__ uint32_t split(float x) const {
+    return block_.call.dtype == Dtype::kBFloat16 ? split_as<__nv_bfloat16>(x) : split_as<__half>(x);
+  }
+  template <typename T>
+  static __device__ __forceinline__ uint32_t split_as(float x) {
+    float kept[2];
+    floats_of_words<T>({word_of_floats<T>(x, 0)}, kept);
+    return word_of_floats<T>(x, x - kept[0]);
+  }
+
+  // Rotates the columns of a product's output as values were rotated, without the factor 1 / sqrt(n). y: channel 8 e +
+  // g of row t.
+  __device__ __forceinline__ void rotate_columns(float (&y)[2 * X::kTiles]) const {
+    using Columns = HadamardTraits<RowLanes<D>::kSplit.blocks, RowLanes<D>::kLog, 8, 1>;
+#pragma unroll
+    for (int e = 0; e < 2 * X::kTiles; ++e) y[e] *= block_.signs()[D + 8 * e + block_.g];
+#pragma unroll
+    for (int bit = 1; bit < 8; bit *= 2) {
+      const float side = block_.g & bit ? -1.0f : 1.0f;
+#pragma unroll
+      for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = fmaf(side, y[e], __shfl_xor_sync(0xffffffff, y[e], 4 * bit));
+    }
+    lane_butterflies<1, Columns::kChunks>(y);
+    mix_blocks<Columns>(y);
+  }
+
+  // The output of row r of the product, over the keys that it sees only, to scratch [D].
+  template <typename RowOf>
+  __device__ __forceinline__ void multiply_alone(int r, const unsigned (&seen)[2], RowOf&& row_of,
+                                                 const uint32_t (&weight)[2], float* scratch) const {
+    const int lane = block_.lane, g = block_.g;
+    const auto sees = [&](int j) { return ((j < 8 ? seen[0] : seen[1]) >> (4 * (j % 8) + r) & 1) != 0; };
+    int some = 0;
+    while (some < 16 && !sees(some)) ++some;
+    const int j = lane % 8 + lane / 16 * 8;
+    const uint8_t* values = row_of(some == 16 || sees(j) ? j : some) + (D + lane / 8 % 2 * 8) * kExactElementBytes;
+#pragma unroll 1
+    for (int i = 0; i < X::kTiles; ++i) {
+      float d[4] = {};
+      multiply(d, load_transposed(values + 16 * i * kExactElementBytes), weight[0], weight[1]);
+      if (block_.t != r) continue;
+      scratch[16 * i + g] = some == 16 ? 0 : d[0] + d[1], scratch[16 * i + 8 + g] = some == 16 ? 0 : d[2] + d[3];
+    }
+  }
+
+  const BlockView block_;
+};
+
+}  // namespace turboquant::cuda::split_kv
