@@ -795,7 +795,7 @@ void launch_choice(ScoreArguments& a, int64_t batch, const ScoreChoice& choice, 
 
 // Rows at any address share one kernel per width, with and without sketches.
 template <int BITS, bool UNIFORM = false>
-void launch_bits(ScoreArguments& a, const ScoreCall& call, const Launch& launch, const DeviceFacts& device) {
+void launch_bits(ScoreArguments& a, const ScoreFacts& call, const Launch& launch, const DeviceFacts& device) {
   const ScoreChoice choice = choose_score(call);
   if (!call.word_rows) return launch_general<BITS, UNIFORM, true, 1, false>(a, call.batch, launch, device);
   if constexpr (BITS > 0) {
@@ -841,7 +841,7 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   a.q_dtype = dtype_of(q);
   a.out = static_cast<float*>(out.data_ptr());
   const format::Codes codes{format::as_width(a.bits), a.levels ? format::Grid::kLevels : format::Grid::kUniform};
-  const ScoreCall call{.has_codes = a.bits > 0,
+  const ScoreFacts call{.has_codes = a.bits > 0,
                        .has_sketch = a.sign_bits != nullptr,
                        .dense_sketch = a.dense,
                        .codes = codes,
