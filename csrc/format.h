@@ -70,7 +70,8 @@ constexpr int kMaxBits = 8;
 // no table.
 enum class Grid : int { kLevels, kUniform };
 
-// What the codes of a vector are. Structural, so that a kernel can have it as a template parameter.
+// Width and grid of the codes of a vector. The type is structural, so that a kernel can take it as a template
+// parameter.
 struct Codes {
   Width width;
   Grid grid;
@@ -222,7 +223,7 @@ TURBOQUANT_HD constexpr decltype(auto) with_width(Width w, Fn&& fn) {
 
 // ---- Section 5: vectors before their rotation -----------------------------------------------------------------------
 
-// What the float16 scale of a vector preserves (step 7), with the numbers that the ops take.
+// The property of a vector that its float16 scale preserves (step 7). The values are those that the ops take.
 enum class ScaleMode : int { kNorm = 0, kPreserve = 1, kMse = 2, kUnbiased = 3 };
 TURBOQUANT_HD constexpr bool valid_scale_mode(int64_t mode) { return mode >= 0 && mode <= 3; }
 

@@ -1,4 +1,4 @@
-// Checks the arguments of the codec's ops and turns them into what kernels take. Host only.
+// Checks the arguments of the codec's ops and converts them for kernels. Host only.
 #pragma once
 
 #include "cuda/codec/codebook.cuh"

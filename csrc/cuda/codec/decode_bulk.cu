@@ -179,7 +179,7 @@ __device__ __forceinline__ void multiply_shared(Numbers<Traits>& y, const float*
   }
 }
 
-// y = fn(y, constant of its channel), with constants in global memory; from: those of the first set.
+// y = fn(y, constant of its channel), with constants in global memory; from: the constants of the first set.
 template <typename Traits, typename Fn>
 __device__ __forceinline__ void with_channels(Numbers<Traits>& y, const float* from, Fn&& fn) {
 #pragma unroll

@@ -97,7 +97,7 @@ struct PairLevels {
   uint8_t of[kMostBoundaries];
 };
 
-// Entry j of candidate s: loaded at once, written to shared memory later.
+// Entry j of candidate s: loaded early, written to shared memory later.
 struct PairEntry {
   int below, above;
   float step;
@@ -387,7 +387,7 @@ struct Candidates {
 
 // ---- The exact tail -------------------------------------------------------------------------------------------------
 
-// A token's row of the tail: what it takes is loaded at once, and used later. slot: -1 if the token has no sequence.
+// A token's row of the tail: its loads are issued early, and used later. slot: -1 if the token has no sequence.
 struct TailPlace {
   int64_t slot = -1;
   int length, from_end;  // its distance to the sequence's end

@@ -1,10 +1,10 @@
 // The signed orthonormal Walsh-Hadamard transform of one vector, spread over the registers of a few lanes of a warp
-// (docs/format.md section 2). Everything that rotates on CUDA devices calls these.
+// (docs/format.md section 2). All CUDA kernels that rotate vectors in registers call these functions.
 //
-// Channel bits of one block, low to high: [kVec channels in a lane][lanes][chunks in a lane]. A lane so reads 16 bytes
-// of a 16-bit dtype at a time, its neighbours read on where it stops, and the butterflies still run in their fixed
-// order 1, 2, 4, ..: in a lane, by shuffles, in a lane. The m blocks of d = m * n lie in the same lane, which makes the
-// m x m factor a matter of registers. Additions are never fused with multiplications, whatever the compiler's flags.
+// Channel bits of one block, low to high: [kVec channels in a lane][lanes][chunks in a lane]. So a lane reads 16 bytes
+// of a 16-bit dtype at a time, neighbouring lanes read neighbouring words, and the butterflies still run in their fixed
+// order 1, 2, 4, ..: in a lane, by shuffles, in a lane. The m blocks of d = m * n are in the same lane, so that the
+// m x m factor needs registers only. Intrinsics keep the compiler from fusing additions with multiplications.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct HadamardTraits {
   }
 };
 
-// What a lane holds of a vector, from or to memory aligned to the words of load_floats.
+// Loads and stores a lane's part of a vector. Memory is aligned to the words of load_floats.
 template <typename Traits, typename T>
 __device__ __forceinline__ void load(const T* vector, int lane, float (&y)[Traits::kPerLane]) {
 #pragma unroll
@@ -98,7 +98,7 @@ void dispatch_dim(format::Split split, Fn&& fn) {
   }
 }
 
-// float32(1 / sqrt(2^log_n)): what makes the butterflies of a block orthonormal.
+// float32(1 / sqrt(2^log_n)), the factor that makes the butterflies of a block orthonormal.
 constexpr float block_norm(int log_n) {
   double norm = log_n % 2 ? 0.70710678118654752440 : 1.0;
   for (int i = 0; i < log_n / 2; ++i) norm /= 2;
@@ -121,8 +121,8 @@ __device__ __forceinline__ void lane_butterflies(float (&y)[N]) {
   }
 }
 
-// The butterflies of every block. y: what lane `lane` of its group of kLanes lanes holds. All 32 lanes of the warp take
-// part.
+// The butterflies of every block. y: the part of lane `lane` of the kLanes lanes that share a vector. All 32 lanes of
+// the warp take part.
 template <typename Traits>
 __device__ __forceinline__ void butterflies(float (&y)[Traits::kPerLane], int lane) {
   lane_butterflies<1, Traits::kVec>(y);
@@ -183,7 +183,7 @@ __device__ __forceinline__ void apply_signs(float (&y)[Traits::kPerLane], const 
   for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], s[i]);
 }
 
-// Sum of N numbers over neighbouring pairs, in place.
+// The sum of N floats over neighbouring pairs, in place.
 template <int N>
 __device__ __forceinline__ float pair_sum(float (&v)[N]) {
 #pragma unroll
