@@ -9,8 +9,11 @@
 
 #include <algorithm>
 
+#include "choices/score.h"
+#include "calls/sketch.h"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/codec/transform.cuh"
+#include "cuda/common/device_facts.cuh"
 #include "cuda/score/sketch_bulk.cuh"
 
 namespace turboquant::cuda {
@@ -153,8 +156,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // Any d, a warp per vector, in dynamic shared memory: [vectors of the block][2][d].
 __global__ void __launch_bounds__(kThreads)
-    sketch_any_kernel(const void* residual, const __grid_constant__ Rows rows, format::Split split, const float* signs,
-                      Dtype dtype, uint8_t* bits, float* norms) {
+    sketch_general_kernel(const void* residual, const __grid_constant__ Rows rows, format::Split split,
+                          const float* signs, Dtype dtype, uint8_t* bits, float* norms) {
   extern __shared__ float shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, m = split.blocks, n = split.block, d = m * n;
   const int64_t vector = int64_t{blockIdx.x} * (blockDim.x / 32) + warp;
@@ -318,21 +321,21 @@ __global__ void __launch_bounds__(kDenseThreads, 2)
 
 // ---- Host ---------------------------------------------------------------------------------------------------------
 
-// Calls fn(DefaultHadamard<..>) for the usual head sizes; false for any other.
+// Calls fn(DefaultHadamard<..>) for the head_dims of kSketchLaneDims.
 template <typename Fn>
-bool dispatch_usual_dim(format::Split split, Fn&& fn) {
+void dispatch_lane_dim(format::Split split, Fn&& fn) {
   switch (split.blocks * split.block) {
-    case 64: fn(DefaultHadamard<1, 6>{}); return true;
-    case 80: fn(DefaultHadamard<5, 4>{}); return true;
-    case 96: fn(DefaultHadamard<3, 5>{}); return true;
-    case 112: fn(DefaultHadamard<7, 4>{}); return true;
-    case 128: fn(DefaultHadamard<1, 7>{}); return true;
-    case 160: fn(DefaultHadamard<5, 5>{}); return true;
-    case 192: fn(DefaultHadamard<3, 6>{}); return true;
-    case 256: fn(DefaultHadamard<1, 8>{}); return true;
-    case 512: fn(DefaultHadamard<1, 9>{}); return true;
-    case 576: fn(DefaultHadamard<9, 6>{}); return true;
-    default: return false;
+    case 64: return fn(DefaultHadamard<1, 6>{});
+    case 80: return fn(DefaultHadamard<5, 4>{});
+    case 96: return fn(DefaultHadamard<3, 5>{});
+    case 112: return fn(DefaultHadamard<7, 4>{});
+    case 128: return fn(DefaultHadamard<1, 7>{});
+    case 160: return fn(DefaultHadamard<5, 5>{});
+    case 192: return fn(DefaultHadamard<3, 6>{});
+    case 256: return fn(DefaultHadamard<1, 8>{});
+    case 512: return fn(DefaultHadamard<1, 9>{});
+    case 576: return fn(DefaultHadamard<9, 6>{});
+    default: STD_TORCH_CHECK(false, "qjl_sketch has no kernel of head_dim ", split.blocks * split.block);
   }
 }
 
@@ -354,37 +357,41 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
   const Dtype dtype = dtype_of(residual);
   const AlignedRows in(residual, sketch.dense ? 1 : 16);
   const Rows& rows = in.rows();
-  if (sketch.dense) {
-    STD_TORCH_CHECK(sketch.rows <= INT32_MAX, "projection has ", sketch.rows, " rows, supported: up to ", INT32_MAX);
-    const auto start = [&](auto inner) {
-      dense_sketch_kernel<inner><<<num_blocks(rows.count, kTileVectors), kDenseThreads, 0, launch.stream()>>>(
-          in.data(), rows, dtype, sketch.data, static_cast<int>(sketch.rows), split.blocks, split.block, bits_out,
-          norm_out);
-    };
-    if (split.block >= 16) {
-      start(std::integral_constant<int, 16>{});
-    } else {
-      start(std::integral_constant<int, 2>{});
+  const Constant signs(sketch.dense ? OptionalTensor() : OptionalTensor(projection));
+  const DeviceFacts& device = current_device().facts;
+  switch (choose_sketch({.dense = sketch.dense, .head_dim = d, .vectors = rows.count, .dtype = dtype}, device).kernel) {
+    case SketchKernel::kDense: {
+      STD_TORCH_CHECK(sketch.rows <= INT32_MAX, "projection has ", sketch.rows, " rows, supported: up to ", INT32_MAX);
+      const auto start = [&](auto inner) {
+        dense_sketch_kernel<inner><<<num_blocks(rows.count, kTileVectors), kDenseThreads, 0, launch.stream()>>>(
+            in.data(), rows, dtype, sketch.data, static_cast<int>(sketch.rows), split.blocks, split.block, bits_out,
+            norm_out);
+      };
+      if (split.block >= 16) {
+        start(std::integral_constant<int, 16>{});
+      } else {
+        start(std::integral_constant<int, 2>{});
+      }
+      break;
     }
-  } else {
-    const Constant signs(projection);
-    if (launch_sketch_bulk(in.data(), rows, dtype, split, signs.data(), bits_out, norm_out, launch.stream())) {
-      launch.check("qjl_sketch");
-      return {bits, norm};
-    }
-    const bool usual = dispatch_usual_dim(split, [&](auto traits) {
-      using Traits = decltype(traits);
-      constexpr int per_block = kThreads / Traits::kLanes * kRepeats<Traits>;
-      sketch_kernel<Traits><<<num_blocks(rows.count, per_block), kThreads, 0, launch.stream()>>>(in.data(), rows,
-                                                                                                 signs.data(), dtype,
-                                                                                                 bits_out, norm_out);
-    });
-    if (!usual) {
-      constexpr int64_t shared = 48 << 10;
+    case SketchKernel::kBulk:
+      launch_sketch_bulk(in.data(), rows, dtype, split, signs.data(), bits_out, norm_out, device, launch.stream());
+      break;
+    case SketchKernel::kLanes:
+      dispatch_lane_dim(split, [&](auto traits) {
+        using Traits = decltype(traits);
+        constexpr int per_block = kThreads / Traits::kLanes * kRepeats<Traits>;
+        sketch_kernel<Traits><<<num_blocks(rows.count, per_block), kThreads, 0, launch.stream()>>>(in.data(), rows,
+                                                                                                   signs.data(), dtype,
+                                                                                                   bits_out, norm_out);
+      });
+      break;
+    case SketchKernel::kGeneral: {
       const int64_t bytes = 2 * d * int64_t{sizeof(float)};  // of a warp
-      const int warps = static_cast<int>(std::min<int64_t>(kThreads / 32, shared / bytes));
-      sketch_any_kernel<<<num_blocks(rows.count, warps), 32 * warps, warps * bytes, launch.stream()>>>(
+      const int warps = static_cast<int>(std::min<int64_t>(kThreads / 32, kDefaultSharedBytes / bytes));
+      sketch_general_kernel<<<num_blocks(rows.count, warps), 32 * warps, warps * bytes, launch.stream()>>>(
           in.data(), rows, split, signs.data(), dtype, bits_out, norm_out);
+      break;
     }
   }
   launch.check("qjl_sketch");

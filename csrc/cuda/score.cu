@@ -11,7 +11,11 @@
 // stretch of 128 channels, and these words become its fragments without any exchange between lanes.
 #include <algorithm>
 
+#include "choices/score.h"
+#include "calls/score.h"
+#include "calls/sketch.h"
 #include "cuda/codec/arguments.cuh"
+#include "cuda/common/device_facts.cuh"
 #include "cuda/score/operands.cuh"
 #include "cuda/score/projection.cuh"
 
@@ -19,16 +23,14 @@ namespace turboquant::cuda {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kTileKeys = 32;                   // of a warp at a time
+constexpr int kTileKeys = kOneQueryLeastKeys;   // of a warp at a time
 constexpr int kBlockKeys = kWarps * kTileKeys;  // of a block at a time
 constexpr int kStretch = 128;                   // channels, or bits of a sketch, of a step
 constexpr int kGroup = 32;                      // of which a lane has this many
 constexpr int kMaxQueries = 4;                  // of a block; each pair of them shares the columns of a product
-constexpr int kBlocksPerSm = 2;
-constexpr int kWorthwhile = 32;       // times kBlockKeys: keys that are worth the preparation of a query
-constexpr int kUsual = 128;           // channels of a vector, and bits of a sketch
-constexpr int kMostGridRows = 65535;  // of a grid's second dimension
-constexpr int usual_blocks_per_sm(int bits) { return bits == 0 ? 4 : 2; }
+constexpr int kBlocksPerMultiprocessor = 2;
+constexpr int kWorthwhile = 32;  // times kBlockKeys: keys that are worth the preparation of a query
+constexpr int one_query_blocks_per_multiprocessor(int bits) { return bits == 0 ? 4 : 2; }
 constexpr int kPointBits = 25;  // of a coordinate after the point; sketches need room for a factor of 8
 
 struct ScoreArguments {
@@ -374,7 +376,7 @@ __device__ __forceinline__ void join_bytes(const float (&part)[4], int t, float 
 }
 
 template <int BITS, bool UNIFORM, bool SKETCH, int PAIRS, bool ALIGNED>
-__global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
+__global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerMultiprocessor : 1)
     score_kernel(const __grid_constant__ ScoreArguments a) {
   extern __shared__ uint4 shared[];
   __shared__ float constants[4 * kMaxQueries];
@@ -525,7 +527,7 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
 
 // What a lane holds of 32 keys: parts of the keys g, g + 8, g + 16 and g + 24, and the constants of key g + 8 t, whose score it writes.
 template <int BITS, bool SKETCH>
-struct UsualPart {
+struct OneQueryPart {
   uint32_t code[4][BITS ? BITS : 1], bit[4];
   __half scale;
   float norm;
@@ -533,20 +535,20 @@ struct UsualPart {
 
 // Where a lane finds them.
 template <int BITS, bool SKETCH>
-struct UsualKeys {
-  static constexpr int kRow = BITS * kUsual / 8, kSketchRow = kUsual / 8;  // bytes
+struct OneQueryKeys {
+  static constexpr int kRow = BITS * kOneQueryDim / 8, kSketchRow = kOneQueryDim / 8;  // bytes
   const uint8_t *codes, *bits;
   const __half* scale;
   const float* norm;
 
-  __device__ __forceinline__ UsualKeys(const ScoreArguments& a, int64_t row, int g, int t)
+  __device__ __forceinline__ OneQueryKeys(const ScoreArguments& a, int64_t row, int g, int t)
       : codes(a.packed + (row + g) * kRow + t * (4 * BITS)), bits(a.sign_bits + (row + g) * kSketchRow + t * 4),
         scale(a.scale + row + 8 * t + g), norm(a.norm + row + 8 * t + g) {}
 
   __device__ __forceinline__ void advance(int keys) {
     codes += int64_t{keys} * kRow, bits += int64_t{keys} * kSketchRow, scale += keys, norm += keys;
   }
-  __device__ __forceinline__ void load(UsualPart<BITS, SKETCH>& part) const {
+  __device__ __forceinline__ void load(OneQueryPart<BITS, SKETCH>& part) const {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       if constexpr (BITS > 0) load_words<BITS>(codes, 8 * r * kRow, part.code[r]);
@@ -582,11 +584,11 @@ __device__ __forceinline__ float sum_of_key(const int (&sums)[2][4], int times, 
 // The kernel above for what is usual: one query, d = 128, sketches of 128 bits by a structured projection or none, at least 32 keys.
 // Its scores are the same to the bit.
 template <int BITS, bool UNIFORM, bool SKETCH>
-__global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
-    score_usual_kernel(const __grid_constant__ ScoreArguments a) {
+__global__ void __launch_bounds__(kThreads, one_query_blocks_per_multiprocessor(BITS))
+    score_one_query_kernel(const __grid_constant__ ScoreArguments a) {
   using Codes = Expansion<BITS, UNIFORM>;
-  __shared__ alignas(16) float work[2][kUsual];
-  __shared__ alignas(16) uint32_t columns[2][kUsual];
+  __shared__ alignas(16) float work[2][kOneQueryDim];
+  __shared__ alignas(16) uint32_t columns[2][kOneQueryDim];
   __shared__ float units[2], totals[2];
   __shared__ alignas(16) int8_t table[32];
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -618,8 +620,8 @@ __global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
   if (fills && lane < 1 << BITS) level = format::level_of_code(BITS, a.levels, lane);
 
   int key = warp * kTileKeys, row = min(key, last);
-  UsualKeys<BITS, SKETCH> keys(a, first_row + row, g, t);
-  UsualPart<BITS, SKETCH> part[2];
+  OneQueryKeys<BITS, SKETCH> keys(a, first_row + row, g, t);
+  OneQueryPart<BITS, SKETCH> part[2];
   if (key < count) keys.load(part[0]);
   float* out = a.out + first_row + row + 8 * t + g;
 
@@ -646,8 +648,8 @@ __global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
     for (int i = 0; i < 4; ++i) amax = max(amax, magnitude_bits(x[i]));
     amax = max_of_lanes(amax);
     __syncwarp();
-    make_column(y, kUsual, power_of_two(-exponent_of(amax)), sketched ? 0 : BITS, UNIFORM, 0, lane / 8, lane % 8, 0, 1,
-                columns[sketched]);
+    make_column(y, kOneQueryDim, power_of_two(-exponent_of(amax)), sketched ? 0 : BITS, UNIFORM, 0, lane / 8, lane % 8,
+                0, 1, columns[sketched]);
     if (sketched || a.channels.center) {  // else it is 0
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -740,16 +742,10 @@ __global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
 
 // ---- Host ---------------------------------------------------------------------------------------------------------
 
-int device_attribute(cudaDeviceAttr attribute, int device) {
-  int value = 0;
-  check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "device attribute");
-  return value;
-}
-
 // Enough blocks to fill the device once, more only where each still has keys enough; offsets in a block have 32 bits.
-void share_keys(ScoreArguments& a, int64_t rows, int blocks_per_sm, int device) {
+void share_keys(ScoreArguments& a, int64_t rows, int blocks_per_multiprocessor, const DeviceFacts& device) {
   const int64_t tiles = (a.keys + kBlockKeys - 1) / kBlockKeys;
-  const int64_t resident = int64_t{blocks_per_sm} * device_attribute(cudaDevAttrMultiProcessorCount, device);
+  const int64_t resident = int64_t{blocks_per_multiprocessor} * device.multiprocessors;
   const int64_t addressable = (int64_t{1} << 30) / std::max({a.row_bytes, a.sketch_bytes, 1}) / kBlockKeys;
   const int64_t blocks = std::min(tiles, std::max(resident / rows, tiles / kWorthwhile + 1));
   const int64_t block_tiles = std::min((tiles + blocks - 1) / blocks, addressable);
@@ -758,11 +754,11 @@ void share_keys(ScoreArguments& a, int64_t rows, int blocks_per_sm, int device) 
 }
 
 template <int BITS, bool UNIFORM, bool SKETCH, int PAIRS, bool ALIGNED>
-void launch_kernel(ScoreArguments& a, int64_t batch, const Launch& launch, int device) {
+void launch_general(ScoreArguments& a, int64_t batch, const Launch& launch, const DeviceFacts& device) {
   const int bytes = Layout(a, std::min(a.queries, 2 * PAIRS)).bytes();
   const auto kernel = score_kernel<BITS, UNIFORM, SKETCH, PAIRS, ALIGNED>;
-  if (bytes > 48 << 10) {
-    const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - 1024;
+  if (bytes > kDefaultSharedBytes) {
+    const int most = device.shared_per_block - 1024;
     STD_TORCH_CHECK(bytes <= most, "scores of d = ", a.d, " and sketches of ", a.m, " bits take ", bytes,
                     " bytes of shared memory, supported on this device: ", most);
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "score");
@@ -770,39 +766,42 @@ void launch_kernel(ScoreArguments& a, int64_t batch, const Launch& launch, int d
 
   a.query_blocks = (a.queries + 2 * PAIRS - 1) / (2 * PAIRS);
   const int64_t rows = batch * a.query_blocks;
-  share_keys(a, rows, kBlocksPerSm, device);
+  share_keys(a, rows, kBlocksPerMultiprocessor, device);
   kernel<<<num_blocks(rows * a.key_blocks, 1), kThreads, bytes, launch.stream()>>>(a);
 }
 
 template <int BITS, bool UNIFORM, bool SKETCH>
-void launch_usual(ScoreArguments& a, int64_t batch, const Launch& launch, int device) {
-  share_keys(a, batch, usual_blocks_per_sm(BITS), device);
+void launch_one_query(ScoreArguments& a, int64_t batch, const Launch& launch, const DeviceFacts& device) {
+  share_keys(a, batch, one_query_blocks_per_multiprocessor(BITS), device);
   const dim3 grid(a.key_blocks, static_cast<unsigned>(batch));
-  score_usual_kernel<BITS, UNIFORM, SKETCH><<<grid, kThreads, 0, launch.stream()>>>(a);
+  score_one_query_kernel<BITS, UNIFORM, SKETCH><<<grid, kThreads, 0, launch.stream()>>>(a);
 }
 
-// Four queries at a time where registers allow it. Rows at any address share one kernel per width.
-template <int BITS, bool UNIFORM = false>
-void launch_bits(ScoreArguments& a, int64_t batch, bool aligned, const Launch& launch, int device) {
-  if (!aligned) return launch_kernel<BITS, UNIFORM, true, 1, false>(a, batch, launch, device);
-  const bool many = a.queries > 2 && Layout(a, 4).bytes() <= 48 << 10;
-  const bool usual = a.queries == 1 && a.keys >= kTileKeys && a.in_registers && batch <= kMostGridRows &&
-                     (!a.sign_bits || (!a.dense && a.m == kUsual));
-  if constexpr (BITS == 0) {
-    if (usual) return launch_usual<0, false, true>(a, batch, launch, device);
-    if (many) return launch_kernel<0, false, true, 2, true>(a, batch, launch, device);
-    return launch_kernel<0, false, true, 1, true>(a, batch, launch, device);
-  } else {
-    if constexpr (BITS != 5 || UNIFORM) {
-      if constexpr (BITS < 8) {  // registers do not suffice
-        if (usual && a.sign_bits) return launch_usual<BITS, UNIFORM, true>(a, batch, launch, device);
-      }
-      if (usual && !a.sign_bits) return launch_usual<BITS, UNIFORM, false>(a, batch, launch, device);
+// The kernels for one kind of keys whose rows are read in whole words.
+template <int BITS, bool UNIFORM, bool SKETCH>
+void launch_choice(ScoreArguments& a, int64_t batch, const ScoreChoice& choice, const Launch& launch,
+                   const DeviceFacts& device) {
+  constexpr format::Codes codes{format::as_width(BITS), UNIFORM ? format::Grid::kUniform : format::Grid::kLevels};
+  if constexpr (has_one_query_kernel(BITS > 0, codes, SKETCH)) {
+    if (choice.kernel == ScoreKernel::kOneQuery) {
+      return launch_one_query<BITS, UNIFORM, SKETCH>(a, batch, launch, device);
     }
-    if (a.sign_bits) return launch_kernel<BITS, UNIFORM, true, 1, true>(a, batch, launch, device);
-    if (many) return launch_kernel<BITS, UNIFORM, false, 2, true>(a, batch, launch, device);
-    return launch_kernel<BITS, UNIFORM, false, 1, true>(a, batch, launch, device);
   }
+  if constexpr (has_four_query_kernel(BITS > 0, SKETCH)) {
+    if (choice.query_pairs == 2) return launch_general<BITS, UNIFORM, SKETCH, 2, true>(a, batch, launch, device);
+  }
+  launch_general<BITS, UNIFORM, SKETCH, 1, true>(a, batch, launch, device);
+}
+
+// Rows at any address share one kernel per width, with and without sketches.
+template <int BITS, bool UNIFORM = false>
+void launch_bits(ScoreArguments& a, const ScoreCall& call, const Launch& launch, const DeviceFacts& device) {
+  const ScoreChoice choice = choose_score(call);
+  if (!call.word_rows) return launch_general<BITS, UNIFORM, true, 1, false>(a, call.batch, launch, device);
+  if constexpr (BITS > 0) {
+    if (!a.sign_bits) return launch_choice<BITS, UNIFORM, false>(a, call.batch, choice, launch, device);
+  }
+  launch_choice<BITS, UNIFORM, true>(a, call.batch, choice, launch, device);
 }
 
 // Fills in what both ops share, and launches.
@@ -841,49 +840,47 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   a.q_rows = in.rows();
   a.q_dtype = dtype_of(q);
   a.out = static_cast<float*>(out.data_ptr());
-  const int device = q.get_device_index();
+  const format::Codes codes{format::as_width(a.bits), a.levels ? format::Grid::kLevels : format::Grid::kUniform};
+  const ScoreCall call{.has_codes = a.bits > 0,
+                       .has_sketch = a.sign_bits != nullptr,
+                       .dense_sketch = a.dense,
+                       .codes = codes,
+                       .sketch_bits = a.m,
+                       .head_dim = d,
+                       .batch = shape.batch,
+                       .queries = a.queries,
+                       .keys = a.keys,
+                       .word_rows = words,
+                       .aligned_constants = a.in_registers,
+                       .four_query_bytes = Layout(a, kMaxQueries).bytes()};
+  const DeviceFacts& device = device_of(q.get_device_index()).facts;
   switch (a.bits) {
-    case 0: launch_bits<0>(a, shape.batch, words, launch, device); break;
-    case 1: launch_bits<1>(a, shape.batch, words, launch, device); break;
-    case 2: launch_bits<2>(a, shape.batch, words, launch, device); break;
-    case 3: launch_bits<3>(a, shape.batch, words, launch, device); break;
-    case 4: launch_bits<4>(a, shape.batch, words, launch, device); break;
-    case 5:
-      a.levels ? launch_bits<5>(a, shape.batch, words, launch, device)
-               : launch_bits<5, true>(a, shape.batch, words, launch, device);
-      break;
-    default: launch_bits<8>(a, shape.batch, words, launch, device); break;
+    case 0: launch_bits<0>(a, call, launch, device); break;
+    case 1: launch_bits<1>(a, call, launch, device); break;
+    case 2: launch_bits<2>(a, call, launch, device); break;
+    case 3: launch_bits<3>(a, call, launch, device); break;
+    case 4: launch_bits<4>(a, call, launch, device); break;
+    case 5: a.levels ? launch_bits<5>(a, call, launch, device) : launch_bits<5, true>(a, call, launch, device); break;
+    default: launch_bits<8>(a, call, launch, device); break;
   }
   launch.check(name);
   return out;
 }
 
-// q: [..., queries, d], packed: uint8 [..., keys, row_bytes], scale: float16 [..., keys], center: float32 [d] or [3, d],
-// sign_bits: uint8 [..., keys, m / 8], residual_norm: float32 [..., keys], projection as in score/projection.cuh -> float32 [..., queries, keys]
-Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const Tensor& signs,
-             const OptionalTensor& levels, int64_t bits, const OptionalTensor& center, const OptionalTensor& sign_bits,
-             const OptionalTensor& residual_norm, const OptionalTensor& projection) {
-  check_codec_bits(bits);
-  const ScoreShape shape = checked_score_shape(q, packed, "packed");
-  check_device(packed, q, "packed");
-  const DenseVectors keys = checked_dense_vectors(packed, scale, signs, levels, bits);
-  STD_TORCH_CHECK(q.size(q.dim() - 1) == keys.d, "q has shape ", shape_text(q), ", expected [..., ", keys.d,
-                  "] as signs say");
-  check_center(center, q, keys.d);
-  const bool sketched = projection.has_value();
-  STD_TORCH_CHECK(sign_bits.has_value() == sketched && residual_norm.has_value() == sketched,
-                  "sign_bits, residual_norm and projection come together or not at all");
-
+// -> float32 [..., queries, keys]
+Tensor score(const ScoreCall& c) {
+  const ScoreShape shape = check_score(c);
+  const int64_t d = c.d();
   ScoreArguments a{};
-  a.packed = bytes_of(packed);
-  a.scale = static_cast<const __half*>(scale.data_ptr());
-  a.signs = static_cast<const float*>(signs.data_ptr());
-  a.levels = levels_data(levels);
-  a.channels = channels_of(center, center ? static_cast<const float*>(center->data_ptr()) : nullptr, 1, keys.d);
-  a.bits = static_cast<int>(bits);
-  a.row_bytes = keys.row_bytes;
-  a.steps = static_cast<int>((keys.d + kStretch - 1) / kStretch);
-  return run(a, q, shape, projection, sign_bits, residual_norm, "score");
+  a.packed = bytes_of(c.packed);
+  a.scale = static_cast<const __half*>(c.scale.data_ptr());
+  a.signs = static_cast<const float*>(c.signs.data_ptr());
+  a.levels = levels_data(c.levels);
+  a.channels = channels_of(c.center, c.center ? static_cast<const float*>(c.center->data_ptr()) : nullptr, 1, d);
+  a.bits = static_cast<int>(c.bits);
+  a.row_bytes = static_cast<int>(format::dense_row_bytes(d, a.bits));
+  a.steps = static_cast<int>((d + kStretch - 1) / kStretch);
+  return run(a, c.q, shape, c.projection, c.sign_bits, c.residual_norm, "score");
 }
 
 // q: [..., queries, d], sign_bits: uint8 [..., keys, m / 8], norm: float32 [..., keys] -> float32 [..., queries, keys]
@@ -897,6 +894,6 @@ Tensor qjl_score(const Tensor& q, const Tensor& sign_bits, const Tensor& norm, c
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
-  m.impl("score", TORCH_BOX(&turboquant::cuda::score));
+  m.impl("score", turboquant::boxed<&turboquant::cuda::score>);
   m.impl("qjl_score", TORCH_BOX(&turboquant::cuda::qjl_score));
 }

@@ -1,4 +1,5 @@
-// The arithmetic of softmax weights: scores are kept in base 2, because tensor-core kernels have an instruction for 2^x.
+// The arithmetic of softmax weights: scores are kept in base 2, because tensor-core kernels have an instruction for
+// 2^x.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 
+#include "choices/score.h"
 #include "cuda/codec/codebook.cuh"
 #include "cuda/codec/transform.cuh"
 #include "cuda/common/async_copy.cuh"
@@ -25,13 +26,15 @@ namespace {
 
 template <int LOG_N>
 struct SketchTile {
-  static constexpr int kDim = 1 << LOG_N, kVectors = 16;            // of a warp at a time: the rows of a product
-  static constexpr int kPerLane = kDim / 4, kWords = kPerLane / 2;  // neighbouring channels
+  static constexpr int kDim = 1 << LOG_N, kVectors = kSketchBulkVectors;  // of a warp at a time: the rows of a product
+  static constexpr int kPerLane = kDim / 4, kWords = kPerLane / 2;        // neighbouring channels
   // A lane's words are [kRows][kSums]. The four lanes, kRows and the two channels of a word are for tensor cores, which leaves
   // kSums sums at a time for butterflies in registers.
   static constexpr int kSums = LOG_N == 6 ? 4 : 8, kRows = kWords / kSums;
   static_assert(kRows == 2 || kRows == 4);
-  static constexpr int kWarps = 4, kBlocks = LOG_N == 6 ? 7 : LOG_N == 7 ? 4 : 3;  // of a block, of a multiprocessor
+  static constexpr int kWarps = kSketchBulkWarps, kBlocks = LOG_N == 6   ? 7
+                                                            : LOG_N == 7 ? 4
+                                                                         : 3;  // of a block, of a multiprocessor
 
   // Where 16 bytes of a vector are staged, such that neighbouring lanes meet different banks, both ways.
   static __device__ __forceinline__ int place(int vector, int chunk) {
@@ -102,7 +105,7 @@ template <int LOG_N, typename T>
 __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG_N>::kBlocks)
     sketch_tile_kernel(const T* residual, const __grid_constant__ Rows rows, const float* signs, uint8_t* bits,
                        float* norms) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // launch_sketch_bulk asks
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // choose_sketch asks
   using Tile = SketchTile<LOG_N>;
   constexpr int kSums = Tile::kSums, kRows = Tile::kRows, kWords = Tile::kWords;
   // The next vectors are on their way while a warp works on these: to registers, or to shared memory where they are too many.
@@ -301,36 +304,27 @@ __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG
 
 }  // namespace
 
-bool launch_sketch_bulk(const void* x, const Rows& rows, Dtype dtype, format::Split split, const float* signs,
-                        uint8_t* bits, float* norms, cudaStream_t stream) {
-  int device = 0, major = 0, multiprocessors = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-             "cudaDeviceGetAttribute");
-  if (major < 8) return false;
+void launch_sketch_bulk(const void* x, const Rows& rows, Dtype dtype, format::Split split, const float* signs,
+                        uint8_t* bits, float* norms, const DeviceFacts& device, cudaStream_t stream) {
   const auto launch = [&](auto tag, auto log_n) {
     using T = typename decltype(tag)::type;
     using Tile = SketchTile<log_n>;
     const int64_t tiles = (rows.count + Tile::kVectors - 1) / Tile::kVectors;
-    if (tiles < int64_t{multiprocessors} * Tile::kWarps) return false;
     const int64_t blocks =
-        std::min<int64_t>(multiprocessors * Tile::kBlocks, (tiles + Tile::kWarps - 1) / Tile::kWarps);
+        std::min<int64_t>(device.multiprocessors * Tile::kBlocks, (tiles + Tile::kWarps - 1) / Tile::kWarps);
     sketch_tile_kernel<log_n, T>
         <<<static_cast<unsigned>(blocks), 32 * Tile::kWarps, 0, stream>>>(static_cast<const T*>(x), rows, signs, bits,
                                                                           norms);
-    return true;
   };
   const auto of_dim = [&](auto tag) {
     switch (split.blocks * split.block) {
       case 64: return launch(tag, std::integral_constant<int, 6>{});
       case 128: return launch(tag, std::integral_constant<int, 7>{});
-      case 256: return launch(tag, std::integral_constant<int, 8>{});
-      default: return false;
+      default: return launch(tag, std::integral_constant<int, 8>{});
     }
   };
   if (dtype == Dtype::kBFloat16) return of_dim(Tag<__nv_bfloat16>{});
-  return dtype == Dtype::kFloat16 && of_dim(Tag<__half>{});
+  of_dim(Tag<__half>{});
 }
 
 }  // namespace turboquant::cuda
