@@ -136,11 +136,12 @@ struct BlockShare {
   Segment segment;
 };
 
-// One warp computes the share of its block; a lane sums up neighbouring sequences. counts: shared memory of `room`
-// bytes for (units, segments) of each sequence; with more sequences than fit, they are not kept. early: lengths are
-// read while the previous kernel may still be writing them. known: null, or the first segment that an earlier call
-// computed. The result is false if the lengths that decide about the share have not changed since: then `found` stays
-// as it is, and what the earlier call found is right.
+// One warp computes the share of its block; each lane counts the work of a run of neighbouring sequences.
+//   counts  shared memory of `room` bytes for (units, segments) of each sequence, unless there are too many sequences
+//   early   lengths are read while the previous kernel may still be writing them
+//   known   null, or the first segment of the share that an earlier call has found
+// Returns false if no length that decides about the share has changed since the earlier call: `found` then stays as it
+// is, and the earlier share is right.
 template <int ROWS>
 __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2* counts, int room, bool early,
                                          const Segment* known, BlockShare& found) {
@@ -217,8 +218,8 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
   } else {
     // Several segments for each block: whole ones, if all are equal and that takes no longer, else the list is cut
     // anywhere.
-    const int whole = quotient(all_segments + grid - 1, grid) * (most + kSegmentOverhead),
-              share = quotient(numbers, grid);
+    const int whole = quotient(all_segments + grid - 1, grid) * (most + kSegmentOverhead);
+    const int share = quotient(numbers, grid);
     cut = {0, 0, static_cast<unsigned>(share), static_cast<unsigned>(numbers - share * grid), kSegmentOverhead};
     if (alike && whole - kSegmentOverhead <= fair) cut.share = whole, cut.longer = 0;
     if (cut.share == 0) cut.share = 1, cut.longer = 0;

@@ -18,8 +18,10 @@ namespace {
 template <size_t... I>
 KernelEntry find_kernel_of(int head_dim, int pair, int rows, std::index_sequence<I...>) {
   KernelEntry found{};
-  static_cast<void>(
-      ((kSplitKvHeadDims[I] == head_dim && (found = find_kernel<kSplitKvHeadDims[I]>(pair, rows), true)) || ...));
+  const auto take = [&](auto d) {
+    if (d == head_dim) found = find_kernel<d>(pair, rows);
+  };
+  (take(std::integral_constant<int, kSplitKvHeadDims[I]>{}), ...);
   return found;
 }
 

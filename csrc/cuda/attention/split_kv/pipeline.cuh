@@ -1,5 +1,5 @@
-// A warp's pipeline of asynchronous copies: a ring buffer of stages in shared memory, two of which hold a unit of keys.
-// Copies run ahead of the products, and across the ends of segments.
+// A warp's pipeline of asynchronous copies: stages in shared memory that are filled and read in turn, two for each unit
+// of keys. Copies run ahead of the products, and across the ends of segments.
 //
 // To find the address of a tile takes more instructions than to issue its copy, so addresses are found for a whole
 // batch: 8 or 16 of the warp's next units, all of one segment, a tile for each lane. Meanwhile the page ids of the next
@@ -136,8 +136,8 @@ class Pipeline {
     const StageLayout& layout = block_.layout;
     if (static_cast<unsigned>(page_) >= static_cast<unsigned>(block_.call.num_pages)) return kNowhere;
     const uint32_t tile = (batch_token(c) & ((1 << layout.page_shift) - 1)) >> layout.copy_shift;
-    return (static_cast<uint32_t>(page_) * block_.call.kv_heads + c.head) * (layout.record_bytes / kTileGrain) +
-           tile * (layout.copy_bytes / kTileGrain);
+    const uint32_t record = format::record_number<uint32_t>(page_, c.head, block_.call.kv_heads);
+    return record * (layout.record_bytes / kTileGrain) + tile * (layout.copy_bytes / kTileGrain);
   }
 
   // Copies the next unit of the current batch.
