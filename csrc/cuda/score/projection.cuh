@@ -1,7 +1,8 @@
-// What the qjl and score ops share: the projection of a sketch (docs/format.md section 10), checked, and a transform for
-// vectors of any size.
+// The projection of a sketch (docs/format.md section 10), checked, and a transform for vectors of any size;
+// qjl_sketch, score and qjl_score share them.
 //
-// Two kinds, told apart by their shape, each with its own scale (confusing them silently loses the estimate):
+// The two kinds of projections differ in their shape, and each has its own scale. With the other one's scale the
+// estimate would be wrong without any error:
 //   float32 [m, d], dense Gaussian entries:        estimate = sqrt(pi/2) / m * norm * sum of sign_i * (S q)_i
 //   float32 [d], signs of an orthonormal rotation: estimate = sqrt(pi / (2 d)) * norm * sum of sign_i * (R q)_i
 #pragma once
@@ -39,7 +40,8 @@ struct Projection {
   int64_t bytes() const { return rows / 8; }
 };
 
-// core(y) of section 2 in shared memory, by one warp, in the order of the format: slow, but the same code for every d.
+// core(y) of docs/format.md section 2 in shared memory, by one warp, in the order of operations that the format says:
+// slow, but the same code for every d.
 __device__ inline void transform_shared(float* y, format::Split split, int lane) {
   const int m = split.blocks, n = split.block, d = m * n;
 #pragma unroll 1
