@@ -1,5 +1,5 @@
-// Which CUDA kernel takes a call of score, qjl_score or qjl_sketch, and why: the one place that knows the conditions. Plain C++
-// without torch and CUDA, so that the launch, a test and a report of the machine ask the same function.
+// Which CUDA kernel takes a call of score, qjl_score or qjl_sketch, and why: the one place that knows the conditions.
+// Plain C++ without torch and CUDA, so that the launch, a test and a report of the machine ask the same function.
 #pragma once
 
 #include <cstdint>
@@ -39,8 +39,8 @@ constexpr int kOneQueryLeastKeys = 32;         // that a warp takes at a time
 constexpr int kOneQueryMaxBatch = 65535;       // the second dimension of a grid
 constexpr int kDefaultSharedBytes = 48 << 10;  // what a block has without opting in to more
 
-// The one-query kernel is not compiled for a table of 5-bit levels, which expands slowly anyway, nor for 8-bit codes with a sketch,
-// for which registers do not suffice.
+// The one-query kernel is not compiled for a table of 5-bit levels, which expands slowly anyway, nor for 8-bit codes
+// with a sketch, for which registers do not suffice.
 constexpr bool has_one_query_kernel(bool has_codes, const format::Codes& codes, bool has_sketch) {
   if (!has_codes) return has_sketch;
   if (format::has_plane(codes.width)) return codes.grid == format::Grid::kUniform;
@@ -98,8 +98,8 @@ struct SketchChoice {
 constexpr int kSketchBulkDims[] = {64, 128, 256};
 constexpr int kSketchLaneDims[] = {64, 80, 96, 112, 128, 160, 192, 256, 512, 576};
 
-// A warp of kBulk takes 16 vectors at a time, the rows of a product; with fewer than one such tile per warp of one block on each
-// multiprocessor the other kernels are faster.
+// A warp of kBulk takes 16 vectors at a time, the rows of a product; with fewer than one such tile per warp of one
+// block on each multiprocessor the other kernels are faster.
 constexpr int kSketchBulkVectors = 16, kSketchBulkWarps = 4;
 
 template <int N>

@@ -88,7 +88,7 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
     const Tensor workspace = torch::stable::new_empty(c.q, {split_kv.workspace_bytes()}, ScalarType::Byte);
     split_kv.run(workspace.data_ptr(), launch.stream());
   } else {
-    attend_general(a, c.q.get_device_index(), launch.stream());
+    attend_general(a, device.facts, launch.stream());
   }
 }
 

@@ -1,10 +1,11 @@
 // qjl_sketch: sign bits of a projected residual and its length (docs/format.md section 10). qjl_score is in score.cu.
 //
-// The structured projection is memory bound: a few lanes hold a vector, rotate it and collect the sign bits of their channels.
-// Bits of exact zeros, and of sums that only the scaling by a power of two decides, need more care than the rest: a warp that
-// meets one goes over its vectors again, exactly as the format says. Unusual d take a kernel that always does so, and many 16-bit
-// vectors of 64, 128 or 256 channels one on tensor cores (score/sketch_bulk.cu).
-// The dense projection is bound by arithmetic: its products are summed in a fixed order, without fused additions.
+// Structured projections are memory bound: a few lanes hold a vector, rotate it and collect the sign bits of their
+// channels. Exact zeros, and sums whose sign depends on the scaling by a power of two, need care: a warp that finds
+// one does its vectors again, exactly as the format says. Other head_dims take a kernel that always does so, and many
+// 16-bit vectors of 64, 128 or 256 channels take a kernel on tensor cores (score/sketch_bulk.cu). choices/score.h
+// decides. Dense projections are bound by arithmetic: their products are summed in a fixed order, without fused
+// multiply-adds.
 #include "cuda/score/projection.cuh"
 
 #include <algorithm>
@@ -23,13 +24,13 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// A group of lanes takes several vectors, one after the other, and keeps the signs in registers where they fit.
+// The lanes of a vector do several vectors, one after the other, and keep the signs in registers if they fit.
 template <typename Traits>
 constexpr bool kHoldsSigns = Traits::kPerLane <= 64;
 template <typename Traits>
 constexpr int kRepeats = kHoldsSigns<Traits> ? 4 : 1;
 
-// The butterflies of signs * y. The first stage takes the signs along: products with 1 and -1 are exact.
+// The butterflies of signs * y. The first stage includes the signs, whose products are exact.
 template <typename Traits>
 __device__ __forceinline__ void signed_butterflies(float (&y)[Traits::kPerLane], const float (&sign)[Traits::kPerLane],
                                                    int lane) {
@@ -69,10 +70,10 @@ __global__ void __launch_bounds__(kThreads)
   for (int repeat = 0; repeat < kRepeats<Traits>; ++repeat) {
     const int64_t first = warp_first + repeat * kVectors, vector = first + in_warp / kLanes;
     if (first >= rows.count) return;
-    const bool active = vector < rows.count;  // the others stay for the shuffles
+    const bool active = vector < rows.count;  // idle lanes take part in the shuffles
     const int64_t from = rows(active ? vector : first);
 
-    // The next vectors are on their way to the cache while these are in registers.
+    // The next vectors are prefetched to L2 while these are in registers.
     if (repeat + 1 < kRepeats<Traits> && vector + kVectors < rows.count) {
       const int64_t next = rows(vector + kVectors) + lane * kPerLane;
       const char* p = static_cast<const char*>(residual) + next * (dtype == Dtype::kFloat32 ? 4 : 2);
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 
     float norm = 0;
-    uint32_t negative[(kBytes + 3) / 4];  // a bit per channel of the lane
+    uint32_t negative[(kBytes + 3) / 4];  // one bit per channel of the lane
 #pragma unroll 1
     for (bool exact = false;; exact = true) {
       float y[kPerLane], square[kPerLane];
@@ -127,12 +128,12 @@ __global__ void __launch_bounds__(kThreads)
         if (broken) negative[w] = 0xffffffff;
       }
       if (exact) break;
-      // Within these bounds the power of two changes no rounding. Only where channels 2^100 times smaller than others are left
-      // over after those cancelled could it change a sign, and then a sum is small.
+      // Within these bounds the power of two changes no rounding. It could change a sign only where large channels
+      // cancel and leave others that are 2^100 times smaller, and then a sum is small.
       if (__all_sync(0xffffffff, sum >= 0x1p-60f && sum <= 0x1p100f && least > norm * 0x1p-30f)) break;
     }
 
-    // The bytes of a warp's vectors are neighbours: they leave four at a time.
+    // The bytes of a warp's vectors are neighbours, and are stored four at a time.
     uint8_t* to = staged[warp] + in_warp / kLanes * (Traits::kDim / 8);
 #pragma unroll
     for (int k = 0; k < kBytes; ++k) {
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Any d, a warp per vector, in dynamic shared memory: [vectors of the block][2][d].
+// Any d: one warp per vector, in dynamic shared memory [vectors of the block][2][d].
 __global__ void __launch_bounds__(kThreads)
     sketch_general_kernel(const void* residual, const __grid_constant__ Rows rows, format::Split split,
                           const float* signs, Dtype dtype, uint8_t* bits, float* norms) {
@@ -201,11 +202,11 @@ constexpr int kDenseThreads = 256;
 constexpr int kTileVectors = 32, kTileRows = 64;  // outputs of a block at a time
 constexpr int kOwnVectors = 4, kOwnRows = 2;      // of a thread; the lanes of a warp take different rows
 constexpr int kTileChannels = 64;                 // in shared memory at a time
-constexpr int kStride = kTileChannels + 4;        // of a row there: keeps 16-byte reads free of bank conflicts
+constexpr int kStride = kTileChannels + 4;        // of a row there, so that 16-byte reads have no bank conflicts
 constexpr int kLevels = 8;                        // of partial sums of 16 channels and more: n <= 4096
 static_assert(kDenseThreads == 32 * kTileVectors / kOwnVectors && kTileRows == 32 * kOwnRows);
 
-// Pairwise sum of N rounded products.
+// The pairwise sum of N rounded products.
 template <int N>
 __device__ __forceinline__ float product_tree(const float* a, const float* b) {
   if constexpr (N == 1) {
@@ -216,8 +217,8 @@ __device__ __forceinline__ float product_tree(const float* a, const float* b) {
   }
 }
 
-// residual: rows of d = blocks * n channels, projection: [m, d] -> bits: [count, m / 8], norms: [count]. INNER divides n.
-// A block takes kTileVectors vectors and all rows of the projection. The squares of a vector are one more row.
+// residual: rows of d = blocks * n channels, projection: [m, d] -> bits: [count, m / 8], norms: [count]. INNER divides
+// n. A block takes kTileVectors vectors and all rows of the projection. The squares of a vector are one more row.
 template <int INNER>
 __global__ void __launch_bounds__(kDenseThreads, 2)
     dense_sketch_kernel(const void* residual, const __grid_constant__ Rows rows, Dtype dtype, const float* projection,
@@ -248,7 +249,7 @@ __global__ void __launch_bounds__(kDenseThreads, 2)
   for (int tile_row = 0; tile_row < m; tile_row += kTileRows) {
     float total[kOwnVectors][kOwnRows], length = 0;
     for (int block = 0; block < blocks; ++block) {
-      // Sums of 2^level * INNER channels that wait for their right neighbour, as in a binary counter.
+      // Sums of 2^level * INNER channels that have no right neighbour yet, as the digits of a binary counter.
       float waiting[kOwnVectors * kOwnRows + 1][kLevels];
       const auto carry = [&](float* wait, float sum, int index, float total) {
 #pragma unroll

@@ -26,7 +26,6 @@
 #include <string>
 
 #include "cuda/attention/general/kernel.cuh"
-#include "cuda/common/device_facts.cuh"
 #include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda {
@@ -82,19 +81,17 @@ bool has_warpgroup_products(const DeviceFacts& device) {
 
 }  // namespace
 
-void attend_general(const Attention& a, int device, cudaStream_t stream) {
-  const DeviceFacts& facts = device_of(device).facts;
+void attend_general(const Attention& a, const DeviceFacts& device, cudaStream_t stream) {
   const format::Split split = format::split_dim(a.record.head_dim);
   int log_block = 0;
   while (1 << log_block < split.block) ++log_block;
   Arguments x{a, RecordLayout(a.record), split, block_norm(log_block), 0, 0, 0};
-  const int most = facts.shared_per_block;
+  const int most = device.shared_per_block;
 
   const bool large =
-      has_warpgroup_products(facts) ? launch_large<true>(a, x, most, stream) : launch_large<false>(a, x, most, stream);
-  if (large) return;
-  STD_TORCH_CHECK(launch_small(a, x, most, stream), "paged_attention of head_dim ", a.record.head_dim,
-                  " needs more shared memory than the ", most,
+      has_warpgroup_products(device) ? launch_large<true>(a, x, most, stream) : launch_large<false>(a, x, most, stream);
+  if (large || launch_small(a, x, most, stream)) return;
+  STD_TORCH_CHECK(false, "paged_attention of head_dim ", a.record.head_dim, " needs more shared memory than the ", most,
                   " bytes that a block has on this device: supported there are up to 256");
 }
 

@@ -46,8 +46,9 @@ class Softmax {
     for (int i = 0; i < S::kLaneRows; ++i) reference_[i] = kNoReference, total_[i] = 0;
   }
 
-  // The exponent of the sums from a step on, by the largest scale of its values. It does not fall by more than 40
-  // below the greatest exponent so far: what is in the sums would overflow.
+  // The exponent of the sums from a step on, by the bits of the largest scale of its values. It stays as it is while
+  // that scale is between 2^4 and 2^8 in units of 2^exponent: products with weights of up to 2^kHeadroom then fit
+  // float16. It does not fall by more than 40 below the greatest exponent so far, because the sums would overflow.
   __device__ __forceinline__ int next_exponent(uint32_t largest) {
     int exponent = exponent_;
     if (largest) {
@@ -57,7 +58,7 @@ class Softmax {
     }
     return exponent;
   }
-  // After all strips of a step have been weighed with it.
+  // To be called after all strips of a step have been weighed with the exponent.
   __device__ __forceinline__ void set_exponent(int exponent) { exponent_ = exponent; }
 
   // A strip of x, products of queries and keys, becomes weights times values' scales in units of 2^exponent; its sums
@@ -79,7 +80,7 @@ class Softmax {
     if (!finite) mask_.hide(strip, step, exact, 0, x);
   }
 
-  // ---- Results, once all keys have been weighed
+  // ---- Results, after all keys have been weighed
 
   struct Row {
     float reference, total, unit;  // sums are in units of `unit`
@@ -94,8 +95,10 @@ class Softmax {
 
  private:
   static constexpr float kNoReference = -1e30f;  // of a row that has seen no key
+  static constexpr float kHeadroom = 6;          // by which a score may exceed its reference
+  static constexpr float kBelow = 2;             // a raised reference is 2 to 3 below its score
 
-  // Of the two rows of a strip in a lane: base-2 score = x * factor + shift.
+  // The two rows of a strip in a lane: base-2 score = x * factor + shift.
   struct RowPair {
     float factor[2], shift[2];
   };
@@ -108,7 +111,7 @@ class Softmax {
     }
   }
 
-  // Scores, limited by tanh, in x itself.
+  // x becomes scores, limited by tanh; `row` no longer changes them.
   __device__ __forceinline__ void cap(typename Scores<S>::Strip& x, RowPair& row) const {
     const float cap = block_.a.soft_cap * kLog2E, inverse = 1 / cap;
 #pragma unroll
@@ -118,6 +121,8 @@ class Softmax {
     row.factor[0] = row.factor[1] = 1, row.shift[0] = row.shift[1] = 0;
   }
 
+  // Raises the references of rows with a score that is far above them, brings totals and sums to the new references and
+  // exponent, and subtracts the references from row.shift.
   __device__ __forceinline__ void raise_reference(int strip, int exponent, const typename Scores<S>::Strip& x,
                                                   RowPair& row, ValueSums<S>& sums) {
     float top[2] = {-INFINITY, -INFINITY};
@@ -133,7 +138,7 @@ class Softmax {
       top[h] = fmaxf(top[h], __shfl_xor_sync(0xffffffff, top[h], 1));
       top[h] = fmaxf(top[h], __shfl_xor_sync(0xffffffff, top[h], 2));
       const float score = top[h] * row.factor[h] + row.shift[h], reference = reference_[2 * strip + h];
-      raised[h] = score > reference + 6 ? floorf(score) - 2 : reference;
+      raised[h] = score > reference + kHeadroom ? floorf(score) - kBelow : reference;
       changed = changed || raised[h] != reference;
     }
     if (__any_sync(0xffffffff, changed)) {
@@ -149,7 +154,7 @@ class Softmax {
     row.shift[0] -= raised[0], row.shift[1] -= raised[1];
   }
 
-  // row.shift: without the reference
+  // x becomes weights times values' scales. row.shift: with the reference subtracted
   __device__ __forceinline__ void to_weights(int strip, const KeyScalars<S>& keys, int exponent,
                                              typename Scores<S>::Strip& x, const RowPair& row) {
     const float inverse = clamped_power_of_two(-exponent);
