@@ -200,7 +200,7 @@ class Soak:
             loaded = self.pool.load(layer, seq, torch.float32)
             for got, bank in zip(loaded, self.decoded[layer], strict=True):
                 assert torch.equal(got, bank[rows]), f"layer {layer}: other bytes than stored"
-        self.counts["pages checked"] += self.pool._pages_of(len(rows)) * LAYERS
+        self.counts["pages checked"] += len(self.pool.page_numbers(seq)) * LAYERS
 
     def check_attention(self, layer: int, seq: tq.PoolSequence, out: Tensor) -> None:
         """Compares with float64 attention over decoded tokens, exact ones within the tail."""

@@ -552,7 +552,7 @@ def test_queries_that_are_refused(change, error, text):
         ({"block_table": None}, 30, torch.half, TypeError, "block_table must be a tensor"),
         ({}, -1, torch.half, ValueError, "max_seq_len is -1"),
         ({}, 30, torch.int8, TypeError, "dtype is torch.int8"),
-        ({}, 10, torch.half, RuntimeError, "seq_lens holds 20"),
+        ({}, 10, torch.half, RuntimeError, "sequence 0 has 20 tokens"),
     ],
 )
 def test_loads_that_are_refused(change, length, dtype, error, text):

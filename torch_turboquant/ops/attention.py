@@ -132,6 +132,12 @@ def paged_attention(
     checks.check_tables(tables, device, config, kv_heads)
     _checks.check_constant("seq_lens", seq_lens, device, torch.int32, (None,))
     ring, slots, valid = (None, None, None) if tail is None else tail
+    if ring is not None:
+        checks.check_ring(ring, device, q.dtype, config, kv_heads)
+        checks.check_ring_rows(ring.shape[2], config, max_q_len)
+        if valid is not None:
+            shape = (ring.shape[0], 2)
+            _checks.check_constant("tail_valid", valid, device, torch.int32, shape)
     batch = AttentionBatch(
         block_table=block_table,
         seq_lens=seq_lens,
@@ -142,10 +148,6 @@ def paged_attention(
     )
     options = AttentionOptions(softmax_scale, sliding_window, soft_cap, sink_logits)
     checks.check_attention(q, batch, options, out, lse)
-    if ring is not None:
-        checks.check_ring(ring, device, q.dtype, config, kv_heads)
-        checks.check_ring_rows(ring.shape[2], config, max_q_len)
-        checks.check_tail_slots(batch, ring)
     return call_attention(q, cache, config, tables, ring, batch, options, out, lse)
 
 
