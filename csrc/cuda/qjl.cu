@@ -6,7 +6,7 @@
 // 16-bit vectors of 64, 128 or 256 channels take a kernel on tensor cores (score/sketch_bulk.cu). choices/score.h
 // decides. Dense projections are bound by arithmetic: their products are summed in a fixed order, without fused
 // multiply-adds.
-#include "cuda/score/projection.cuh"
+#include "cuda/codec/transform_shared.cuh"
 
 #include <algorithm>
 

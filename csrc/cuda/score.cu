@@ -20,7 +20,7 @@
 #include "cuda/codec/arguments.cuh"
 #include "cuda/common/device_facts.cuh"
 #include "cuda/score/operands.cuh"
-#include "cuda/score/projection.cuh"
+#include "cuda/codec/transform_shared.cuh"
 
 namespace turboquant::cuda {
 namespace {
