@@ -1,6 +1,6 @@
 // Argument checks shared by both backends: each says what was given and what is supported. Everything here looks at
-// shapes, dtypes and devices only, so it costs no device synchronisation; checks of *values* are made where the CPU kernels
-// read them, before anything is written.
+// shapes, dtypes and devices only, so that it never synchronises with a device. The CPU ops check values, too, before
+// they write anything.
 #pragma once
 
 #include <cmath>
@@ -26,7 +26,7 @@ static_assert(static_cast<int>(Dtype::kFloat16) == static_cast<int>(ScalarType::
               static_cast<int>(Dtype::kFloat32) == static_cast<int>(ScalarType::Float) &&
               static_cast<int>(Dtype::kBFloat16) == static_cast<int>(ScalarType::BFloat16));
 
-// Of a checked floating-point type.
+// The dtype of a checked floating-point tensor.
 inline Dtype dtype_of(ScalarType t) { return static_cast<Dtype>(t); }
 inline Dtype dtype_of(const Tensor& t) { return dtype_of(t.scalar_type()); }
 
@@ -172,7 +172,7 @@ inline void check_kv(const Tensor& k, const Tensor& v, bool of_batch) {
 // Keys or values of tokens by their strides: [tokens, heads, d], or [batch, heads, new, d].
 struct TokenRows {
   int64_t tokens, heads, d, token_stride, head_stride;
-  bool even;  // whether all tokens lie at equal distances; else the strides say nothing
+  bool even;  // whether all tokens lie at equal distances; otherwise token_stride has no meaning
 
   explicit TokenRows(const Tensor& t)
       : tokens(t.size(0)), heads(t.size(1)), d(t.size(t.dim() - 1)), token_stride(t.stride(0)),
@@ -184,7 +184,8 @@ struct TokenRows {
   }
 };
 
-// center: float32 [kv_heads, d] of a cache's keys or [d] of standalone vectors; or [3, ...]: centers, scales, inverse scales.
+// center: float32 [kv_heads, d] of a cache's keys or [d] of standalone vectors; or [3, ...]: centers, scales, inverse
+// scales.
 inline void check_center(const OptionalTensor& center, const Tensor& first, int64_t kv_heads, int64_t d) {
   if (!center) return;
   if (center->dim() == 3) return check_constant(*center, first, "center", ScalarType::Float, {3, kv_heads, d});
@@ -196,7 +197,8 @@ inline void check_center(const OptionalTensor& center, const Tensor& first, int6
   check_constant(*center, first, "center", ScalarType::Float, {d});
 }
 
-// data: of a checked `center` of `heads` heads of d channels (1 head: standalone vectors), or of a copy of it; null: none
+// data: of a checked `center` of `heads` heads of d channels (1 head: standalone vectors), or of a copy of it; null:
+// none
 inline format::Channels channels_of(const OptionalTensor& center, const float* data, int64_t heads, int64_t d) {
   if (!center || center->numel() == heads * d) return {data, nullptr, nullptr};
   return {data, data + heads * d, data + 2 * heads * d};
@@ -212,7 +214,8 @@ inline std::vector<int64_t> leading_shape(const Tensor& t, int64_t drop, std::in
   return shape;
 }
 
-// A contiguous tensor of one dtype on the call's device, shaped as `like` without its last `drop` dimensions, then `tail`.
+// A contiguous tensor of one dtype on the call's device, shaped as `like` without its last `drop` dimensions, then
+// `tail`.
 inline void check_beside(const Tensor& t, const Tensor& like, const char* name, ScalarType dtype, int64_t drop,
                          std::initializer_list<int64_t> tail) {
   check_device(t, like, name);
@@ -231,7 +234,7 @@ inline void check_beside(const Tensor& t, const Tensor& like, const char* name, 
 // ---- Dense rows and standalone vectors ------------------------------------------------------------------------------
 
 inline void check_pack_bits(int64_t bits) {
-  STD_TORCH_CHECK(bits >= 1 && bits <= 8, "bits is ", bits, ", supported: 1 to 8");
+  STD_TORCH_CHECK(bits >= 1 && bits <= format::kMaxBits, "bits is ", bits, ", supported: 1 to 8");
 }
 
 // codes: uint8 [..., d], d >= 1; returns d.
@@ -254,7 +257,8 @@ inline int64_t check_packed_rows(const Tensor& packed, int64_t d, int64_t bits) 
   return row_bytes;
 }
 
-// What encode takes but for its codebook: x [..., d] with its rotation and center. Returns the split of d.
+// Checks the arguments of encode except for its codebook: x [..., d] with its rotation and center. Returns the split of
+// d.
 inline format::Split check_encode(const Tensor& x, const Tensor& signs, int64_t bits, int64_t scale_mode,
                                   const OptionalTensor& center) {
   check_float(x, "x");
@@ -268,7 +272,7 @@ inline format::Split check_encode(const Tensor& x, const Tensor& signs, int64_t 
   return split;
 }
 
-// Rows of codes, a float16 scale each, one rotation; d is the length of signs. Returns d.
+// Checks rows of codes with a float16 scale each and one rotation. Returns d, the length of signs.
 inline int64_t check_dense_vectors(const Tensor& packed, const Tensor& scale, const Tensor& signs, int64_t bits) {
   STD_TORCH_CHECK(signs.dim() == 1, "signs has shape ", shape_text(signs), ", expected [d]");
   const int64_t d = signs.size(0);
@@ -281,11 +285,12 @@ inline int64_t check_dense_vectors(const Tensor& packed, const Tensor& scale, co
 
 inline void check_group(int64_t d, int64_t group, int64_t bits) {
   STD_TORCH_CHECK(group == 32 || group == 64, "group is ", group, ", supported: 32, 64");
-  STD_TORCH_CHECK(bits == 2 || bits == 4, "bits is ", bits, ", supported: 2, 4");
+  const format::Width width = format::as_width(bits);
+  STD_TORCH_CHECK(width == format::Width::k2 || width == format::Width::k4, "bits is ", bits, ", supported: 2, 4");
   STD_TORCH_CHECK(d >= group && d % group == 0, "d is ", d, ", supported: multiples of the group of ", group);
 }
 
-// ---- Scores -----------------------------------------------------------------------------------------------------------
+// ---- Scores ---------------------------------------------------------------------------------------------------------
 
 // q: [..., queries, d] and a packed side [..., keys, x]: the same leading dimensions, flattened to `batch`.
 struct ScoreShape {
@@ -308,14 +313,7 @@ inline ScoreShape checked_score_shape(const Tensor& q, const Tensor& packed, con
   return s;
 }
 
-// The stored sketch of the keys that `shape` describes: sign_bits uint8 [..., keys, bytes], norm float32 [..., keys].
-inline void check_sketch(const Tensor& sign_bits, const Tensor& norm, const Tensor& q, const ScoreShape& shape,
-                         int64_t bytes) {
-  check_beside(sign_bits, q, "sign_bits", ScalarType::Byte, 2, {shape.keys, bytes});
-  check_beside(norm, q, "the residual norm", ScalarType::Float, 2, {shape.keys});
-}
-
-// ---- Attention --------------------------------------------------------------------------------------------------------
+// ---- Attention ------------------------------------------------------------------------------------------------------
 
 // seq_lens: int32 [seqs], cu_seqlens_q: int32 [seqs + 1] or absent (one new token per sequence). Returns seqs.
 inline int64_t check_batch(const Tensor& seq_lens, const OptionalTensor& cu_seqlens_q, const Tensor& first,

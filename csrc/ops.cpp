@@ -1,46 +1,49 @@
 // The table of contents: every op of torch.ops.turboquant, its schema and nothing else. Kernels register themselves in
-// csrc/cpu/<room>.cpp and csrc/cuda/<room>.cu; fake implementations and documentation are in torch_turboquant/<room>.py.
+// csrc/cpu/<room>.cpp and csrc/cuda/<room>.cu; fake implementations and documentation are in
+// torch_turboquant/<room>.py. The aggregates in csrc/calls repeat the long lists of arguments, field by field in the
+// same order.
 //
-// Conventions: integers name what would be strings (scale_mode: 0 norm, 1 preserve, 2 mse, 3 unbiased), because strings
-// cost microseconds per call. Constants of a cache (signs, levels, steps, center) are tensors, so that CUDA graphs hold no
-// host state. `levels` absent means the uniform grid. Ops take no gradient, except hadamard.
+// Conventions: integers stand for names (scale_mode: 0 norm, 1 preserve, 2 mse, 3 unbiased), because strings cost
+// microseconds per call. Constants of a cache (signs, levels, steps, center) are tensors, so that CUDA graphs hold no
+// host state. Absent `levels` mean the uniform grid. Ops take no gradient, except for hadamard.
 #include <torch/csrc/stable/library.h>
 
 // clang-format off: one line per group of arguments
 STABLE_TORCH_LIBRARY(turboquant, m) {
-  // -- hadamard: signed orthonormal Walsh-Hadamard transform of the last dimension ---------------------------------------
+  // -- hadamard: signed orthonormal Walsh-Hadamard transform of the last dimension ------------------------------------
   m.def("hadamard(Tensor x, Tensor signs, bool inverse=False) -> Tensor");
 
-  // -- pack: dense little-endian bit strings of codes --------------------------------------------------------------------
+  // -- pack: dense little-endian bit strings of codes -----------------------------------------------------------------
   m.def("pack(Tensor codes, int bits) -> Tensor");
   m.def("unpack(Tensor packed, int bits, int d) -> Tensor");
 
-  // -- codec: standalone vectors [..., d] --------------------------------------------------------------------------------
+  // -- codec: standalone vectors [..., d] -----------------------------------------------------------------------------
   m.def("encode(Tensor x, Tensor signs, Tensor? levels, Tensor steps, int bits, int scale_mode, Tensor? center=None)"
         " -> (Tensor packed, Tensor scale)");
-  m.def("decode(Tensor packed, Tensor scale, Tensor signs, Tensor? levels, int bits, ScalarType dtype, Tensor? center=None)"
+  m.def("decode(Tensor packed, Tensor scale, Tensor signs, Tensor? levels, int bits, ScalarType dtype,"
+        " Tensor? center=None) -> Tensor");
+
+  // -- group: affine quantisation of groups of channels, the paper-form baseline for values ---------------------------
+  m.def("group_encode(Tensor x, int group, int bits) -> (Tensor packed, Tensor scale, Tensor zero)");
+  m.def("group_decode(Tensor packed, Tensor scale, Tensor zero, int group, int bits, int d, ScalarType dtype)"
         " -> Tensor");
 
-  // -- group: affine quantisation of groups of channels, the paper-form baseline for values ------------------------------
-  m.def("group_encode(Tensor x, int group, int bits) -> (Tensor packed, Tensor scale, Tensor zero)");
-  m.def("group_decode(Tensor packed, Tensor scale, Tensor zero, int group, int bits, int d, ScalarType dtype) -> Tensor");
-
-  // -- qjl: the 1-bit sketch of a residual and its inner-product estimator -----------------------------------------------
+  // -- qjl: the 1-bit sketch of a residual and its inner-product estimator --------------------------------------------
   m.def("qjl_sketch(Tensor residual, Tensor projection) -> (Tensor sign_bits, Tensor norm)");
   m.def("qjl_score(Tensor q, Tensor sign_bits, Tensor norm, Tensor projection) -> Tensor");
 
-  // -- score: attention scores straight from packed vectors ---------------------------------------------------------------
+  // -- score: attention scores straight from packed vectors -----------------------------------------------------------
   m.def("score(Tensor q, Tensor packed, Tensor scale, Tensor signs, Tensor? levels, int bits, Tensor? center=None,"
         " Tensor? sign_bits=None, Tensor? residual_norm=None, Tensor? projection=None) -> Tensor");
 
-  // -- center: what keys are stored relative to, learned from a prompt -----------------------------------------------------
+  // -- center: what keys are stored relative to, learned from a prompt ------------------------------------------------
   m.def("query_energy(Tensor[] queries, int kv_heads, int skip=0) -> Tensor");
   m.def("learn_center(Tensor[] keys, Tensor[] energies, Tensor? partners=None, int skip=0) -> Tensor");
 
-  // -- cache: pages of packed keys and values, and the exact tail ----------------------------------------------------------
+  // -- cache: pages of packed keys and values, and the exact tail -----------------------------------------------------
   m.def("cache_store(Tensor k, Tensor v, Tensor(a!) cache, Tensor slot_mapping,"
-        " Tensor key_signs, Tensor value_signs, Tensor? key_levels, Tensor? value_levels, Tensor key_steps, Tensor value_steps,"
-        " Tensor? center, int page_size, int key_bits, int value_bits, int key_scale_mode, int value_scale_mode,"
+        " Tensor key_signs, Tensor value_signs, Tensor? key_levels, Tensor? value_levels, Tensor key_steps,"
+        " Tensor value_steps, Tensor? center, int page_size, int key_bits, int value_bits, int key_scale_mode, int value_scale_mode,"
         " Tensor(b!)? tail=None, Tensor? tail_slots=None, Tensor? seq_lens=None, Tensor? cu_seqlens_q=None,"
         " int sink_tokens=0) -> ()");
   m.def("cache_store_layers(Tensor[] k, Tensor[] v, Tensor(a!)[] caches, Tensor slot_mapping,"
@@ -53,19 +56,16 @@ STABLE_TORCH_LIBRARY(turboquant, m) {
         " int head_dim, int page_size, int key_bits, int value_bits, int max_seq_len, ScalarType dtype)"
         " -> (Tensor k, Tensor v)");
 
-  // -- attention: decode and small prefills over the packed cache ----------------------------------------------------------
-  m.def("paged_attention(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens,"
-        " Tensor key_signs, Tensor value_signs, Tensor? key_levels, Tensor? value_levels, Tensor? center,"
-        " int page_size, int key_bits, int value_bits, float softmax_scale,"
-        " Tensor? cu_seqlens_q=None, int max_q_len=1,"
-        " Tensor? tail=None, Tensor? tail_slots=None, Tensor? tail_valid=None, int sink_tokens=0, int recent_window=0,"
-        " int sliding_window=0, float soft_cap=0.0, Tensor? sink_logits=None) -> (Tensor out, Tensor lse)");
-  m.def("paged_attention_out(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens,"
-        " Tensor key_signs, Tensor value_signs, Tensor? key_levels, Tensor? value_levels, Tensor? center,"
-        " int page_size, int key_bits, int value_bits, float softmax_scale, Tensor(a!) out, Tensor(b!) lse,"
-        " Tensor? cu_seqlens_q=None, int max_q_len=1,"
-        " Tensor? tail=None, Tensor? tail_slots=None, Tensor? tail_valid=None, int sink_tokens=0, int recent_window=0,"
-        " int sliding_window=0, float soft_cap=0.0, Tensor? sink_logits=None) -> ()");
+  // -- attention: decode steps and small prefills over the packed cache -----------------------------------------------
+#define PAGED_ATTENTION_ARGUMENTS \
+  "Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens," \
+  " Tensor key_signs, Tensor value_signs, Tensor? key_levels, Tensor? value_levels, Tensor? center," \
+  " int page_size, int key_bits, int value_bits, float softmax_scale," \
+  " Tensor? cu_seqlens_q=None, int max_q_len=1," \
+  " Tensor? tail=None, Tensor? tail_slots=None, Tensor? tail_valid=None, int sink_tokens=0, int recent_window=0," \
+  " int sliding_window=0, float soft_cap=0.0, Tensor? sink_logits=None"
+  m.def("paged_attention(" PAGED_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)");
+  m.def("paged_attention_out(" PAGED_ATTENTION_ARGUMENTS ", *, Tensor(a!) out, Tensor(b!) lse) -> ()");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
 }
 // clang-format on

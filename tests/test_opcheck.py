@@ -160,7 +160,7 @@ def cache_load_samples():
         yield cache, table, int32(20, 5), *constants, 22, dtype
 
 
-def paged_attention_samples(with_outputs=False):
+def paged_attention_samples():
     for name, dtype, tail in (
         ("k4v4", torch.float32, False),
         ("k5v3u", torch.bfloat16, True),
@@ -184,8 +184,6 @@ def paged_attention_samples(with_outputs=False):
         q = randn(4 if tail else 2, 6, 48, seed=7, dtype=dtype)
         constants = (*tables[:4], tables.center, 16, config.key_bits, config.value_bits, 0.2)
         args = (q, cache, table, batch[0], *constants)
-        if with_outputs:
-            args += (torch.zeros_like(q), torch.zeros(q.shape[:2]))
         if not tail:
             yield args
             continue
@@ -195,7 +193,8 @@ def paged_attention_samples(with_outputs=False):
 
 
 def paged_attention_out_samples():
-    return paged_attention_samples(with_outputs=True)
+    for q, *others in paged_attention_samples():
+        yield q, *others, {"out": torch.zeros_like(q), "lse": torch.zeros(q.shape[:2])}
 
 
 def merge_attention_samples():
@@ -223,6 +222,8 @@ def moved(value, device):
     """Tensors on the device, leaves as before; anything else as it is."""
     if isinstance(value, list):
         return [moved(item, device) for item in value]
+    if isinstance(value, dict):
+        return {name: moved(item, device) for name, item in value.items()}
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().to(device).requires_grad_(value.requires_grad)
@@ -235,4 +236,6 @@ def test_opcheck(name, device):
         pytest.skip(f"{name} has no {kind} kernel in this release")
     op = getattr(ops, name).default
     for sample in globals()[f"{name}_samples"]():
-        opcheck(op, tuple(moved(value, device) for value in sample))
+        arguments = [moved(value, device) for value in sample]
+        outputs = arguments.pop() if isinstance(arguments[-1], dict) else {}
+        opcheck(op, tuple(arguments), outputs)

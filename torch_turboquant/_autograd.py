@@ -43,16 +43,17 @@ def _refuse_gradients(name: str) -> Callable[..., Any]:
     tensors = tuple(i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]"))
     lists = tuple(i for i, t in enumerate(types) if t == "List[Tensor]")
 
-    def kernel(keyset: Any, *args: Any) -> Any:
+    def kernel(keyset: Any, *args: Any, **outputs: Any) -> Any:  # outputs: of an _out variant
         if torch.is_grad_enabled():
             given = [args[i] for i in tensors if i < len(args) and args[i] is not None]
             given += [tensor for i in lists if i < len(args) for tensor in args[i]]
+            given += outputs.values()
             if any(tensor.requires_grad for tensor in given):
                 raise RuntimeError(
                     f"turboquant::{name} takes no gradient: call it under torch.no_grad() or "
                     "detach its inputs"
                 )
-        return redispatch(keyset & _below_autograd, *args)
+        return redispatch(keyset & _below_autograd, *args, **outputs)
 
     return kernel
 

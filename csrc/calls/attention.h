@@ -5,22 +5,30 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include "calls/boxed.h"
 #include "checks.h"
 
 namespace turboquant {
 
-// What paged_attention takes, in the order of its schema (csrc/ops.cpp).
+// The arguments of paged_attention in the order of its schema (csrc/ops.cpp).
 struct AttentionCall {
-  const Tensor &q, &cache, &block_table, &seq_lens, &key_signs, &value_signs;
-  const OptionalTensor &key_levels, &value_levels, &center;
+  Tensor q;                                 // [tokens, q_heads, d], stride 1 in d
+  Tensor cache;                             // uint8 [num_pages, kv_heads, record_bytes]
+  Tensor block_table;                       // int32 [seqs, max_pages]
+  Tensor seq_lens;                          // int32 [seqs], new tokens included
+  Tensor key_signs, value_signs;            // float32 [d]
+  OptionalTensor key_levels, value_levels;  // int8 [2^bits]; absent: the uniform grid
+  OptionalTensor center;                    // float32 [kv_heads, d] or [3, kv_heads, d]
   int64_t page_size, key_bits, value_bits;
   double softmax_scale;
-  const OptionalTensor& cu_seqlens_q;
+  OptionalTensor cu_seqlens_q;  // int32 [seqs + 1]; absent: one query per sequence
   int64_t max_q_len;
-  const OptionalTensor &tail, &tail_slots, &tail_valid;
+  OptionalTensor tail;        // [max_seqs, kv_heads, sink_tokens + ring, 2, d] of q's dtype
+  OptionalTensor tail_slots;  // int64 [seqs], -1: this sequence has none
+  OptionalTensor tail_valid;  // int32 [max_seqs, 2]
   int64_t sink_tokens, recent_window, sliding_window;
   double soft_cap;
-  const OptionalTensor& sink_logits;
+  OptionalTensor sink_logits;  // float32 [q_heads]
 
   int64_t tokens() const { return q.size(0); }
   int64_t q_heads() const { return q.size(1); }
@@ -29,7 +37,7 @@ struct AttentionCall {
   int64_t seqs() const { return seq_lens.size(0); }
 };
 
-// Everything that can be said without reading values. Returns the geometry of the cache's records.
+// Checks everything that can be checked without reading values. Returns the geometry of the cache's records.
 inline format::Record check_attention(const AttentionCall& c) {
   const Tensor& q = c.q;
   check_float(q, "q");
@@ -65,51 +73,32 @@ inline format::Record check_attention(const AttentionCall& c) {
   return record;
 }
 
-// The tensors of the _out variant.
+// Checks the tensors that the _out variant writes.
 inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, const Tensor& lse) {
   check_constant(out, c.q, "out", c.q.scalar_type(), {c.tokens(), c.q_heads(), c.head_dim()});
   check_constant(lse, c.q, "lse", ScalarType::Float, {c.tokens(), c.q_heads()});
 }
 
-// paged_attention and paged_attention_out: with new tensors for the results, or with given ones.
-// attend: gets a checked call; fills out, [tokens, q_heads, d] like q, and lse, float32 [tokens, q_heads], both contiguous.
-template <void (*attend)(const AttentionCall& call, const format::Record& record, const Tensor& out, const Tensor& lse)>
-struct AttentionOps {
-  static std::tuple<Tensor, Tensor> paged_attention(
-      const Tensor& q, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens, const Tensor& key_signs,
-      const Tensor& value_signs, const OptionalTensor& key_levels, const OptionalTensor& value_levels,
-      const OptionalTensor& center, int64_t page_size, int64_t key_bits, int64_t value_bits, double softmax_scale,
-      const OptionalTensor& cu_seqlens_q, int64_t max_q_len, const OptionalTensor& tail,
-      const OptionalTensor& tail_slots, const OptionalTensor& tail_valid, int64_t sink_tokens, int64_t recent_window,
-      int64_t sliding_window, double soft_cap, const OptionalTensor& sink_logits) {
-    const AttentionCall call{
-        q,          cache,      block_table, seq_lens,      key_signs,      value_signs,  key_levels, value_levels,
-        center,     page_size,  key_bits,    value_bits,    softmax_scale,  cu_seqlens_q, max_q_len,  tail,
-        tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,     sink_logits};
-    const format::Record record = check_attention(call);
-    Tensor out = torch::stable::new_empty(q, {call.tokens(), call.q_heads(), call.head_dim()}, q.scalar_type());
-    Tensor lse = torch::stable::new_empty(q, {call.tokens(), call.q_heads()}, ScalarType::Float);
-    attend(call, record, out, lse);
-    return {out, lse};
-  }
+// The ops of a backend, for boxed() (calls/boxed.h): with new tensors for the results, or with given ones.
+// attend: gets a checked call; fills out, [tokens, q_heads, d] like q, and lse, float32 [tokens, q_heads], both
+// contiguous.
+using Attend = void(const AttentionCall& call, const format::Record& record, const Tensor& out, const Tensor& lse);
 
-  static void paged_attention_out(const Tensor& q, const Tensor& cache, const Tensor& block_table,
-                                  const Tensor& seq_lens, const Tensor& key_signs, const Tensor& value_signs,
-                                  const OptionalTensor& key_levels, const OptionalTensor& value_levels,
-                                  const OptionalTensor& center, int64_t page_size, int64_t key_bits, int64_t value_bits,
-                                  double softmax_scale, const Tensor& out, const Tensor& lse,
-                                  const OptionalTensor& cu_seqlens_q, int64_t max_q_len, const OptionalTensor& tail,
-                                  const OptionalTensor& tail_slots, const OptionalTensor& tail_valid,
-                                  int64_t sink_tokens, int64_t recent_window, int64_t sliding_window, double soft_cap,
-                                  const OptionalTensor& sink_logits) {
-    const AttentionCall call{
-        q,          cache,      block_table, seq_lens,      key_signs,      value_signs,  key_levels, value_levels,
-        center,     page_size,  key_bits,    value_bits,    softmax_scale,  cu_seqlens_q, max_q_len,  tail,
-        tail_slots, tail_valid, sink_tokens, recent_window, sliding_window, soft_cap,     sink_logits};
-    const format::Record record = check_attention(call);
-    check_attention_outputs(call, out, lse);
-    attend(call, record, out, lse);
-  }
-};
+template <Attend* attend>
+std::tuple<Tensor, Tensor> paged_attention(const AttentionCall& call) {
+  const format::Record record = check_attention(call);
+  const int64_t tokens = call.tokens(), q_heads = call.q_heads();
+  Tensor out = torch::stable::new_empty(call.q, {tokens, q_heads, call.head_dim()}, call.q.scalar_type());
+  Tensor lse = torch::stable::new_empty(call.q, {tokens, q_heads}, ScalarType::Float);
+  attend(call, record, out, lse);
+  return {out, lse};
+}
+
+template <Attend* attend>
+void paged_attention_out(const AttentionCall& call, const Tensor& out, const Tensor& lse) {
+  const format::Record record = check_attention(call);
+  check_attention_outputs(call, out, lse);
+  attend(call, record, out, lse);
+}
 
 }  // namespace turboquant

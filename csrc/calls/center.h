@@ -1,12 +1,13 @@
-// What both backends share of query_energy and learn_center: the shape of their inputs, checked, and the constants of the rule.
+// Calls of query_energy and learn_center: checks of their arguments, and the constants of the rule, which both backends
+// share.
 #pragma once
 
 #include "checks.h"
 
 namespace turboquant {
 
-constexpr int kPriorTokens = 8;          // as many tokens of average channels count besides those that were seen
-constexpr float kMeanInVariance = 0.5f;  // what RoPE does to later keys: so much of the mean's square varies
+constexpr int kPriorTokens = 8;          // tokens of average channels that count besides the tokens of the prompt
+constexpr float kMeanInVariance = 0.5f;  // RoPE turns later keys, so that this share of the squared mean varies
 constexpr int64_t kMostLayerDim = 1024;  // channels
 constexpr int64_t kMostLayerHeads = 65535;
 constexpr int kMean = 0, kScale = 1, kInverse = 2, kCenterParts = 3;  // of a center with scales
@@ -39,7 +40,7 @@ inline LayerVectors check_layers(const std::vector<Tensor>& x, const char* name,
   return shape;
 }
 
-// Query heads of a KV head.
+// Returns the query heads of a KV head.
 inline int64_t check_query_group(const LayerVectors& queries, int64_t kv_heads) {
   STD_TORCH_CHECK(kv_heads >= 1 && queries.heads % kv_heads == 0, "kv_heads is ", kv_heads,
                   ", supported: divisors of the ", queries.heads, " query heads");

@@ -18,7 +18,7 @@ enum class ScoreKernel {
 };
 
 // What the choice depends on, of a call.
-struct ScoreCall {
+struct ScoreFacts {
   bool has_codes, has_sketch, dense_sketch;
   format::Codes codes;  // of the keys, if there are any
   int64_t sketch_bits;
@@ -51,7 +51,7 @@ constexpr bool has_one_query_kernel(bool has_codes, const format::Codes& codes, 
 constexpr bool has_four_query_kernel(bool has_codes, bool has_sketch) { return !(has_codes && has_sketch); }
 
 // Why the one-query kernel does not take a call; null: it does.
-constexpr const char* one_query_obstacle(const ScoreCall& call) {
+constexpr const char* one_query_obstacle(const ScoreFacts& call) {
   if (call.queries != 1) return "more than one query";
   if (call.head_dim != kOneQueryDim) return "head_dim is not 128";
   if (call.keys < kOneQueryLeastKeys) return "fewer than 32 keys";
@@ -65,7 +65,7 @@ constexpr const char* one_query_obstacle(const ScoreCall& call) {
   return nullptr;
 }
 
-constexpr ScoreChoice choose_score(const ScoreCall& call) {
+constexpr ScoreChoice choose_score(const ScoreFacts& call) {
   if (!call.word_rows) return {ScoreKernel::kGeneral, "rows do not start at multiples of a load", 1};
   const char* obstacle = one_query_obstacle(call);
   if (!obstacle) return {ScoreKernel::kOneQuery, "one query, head_dim 128", 1};
@@ -83,7 +83,7 @@ enum class SketchKernel {
   kGeneral,  // a warp per vector, any head_dim
 };
 
-struct SketchCall {
+struct SketchFacts {
   bool dense;
   int64_t head_dim, vectors;
   Dtype dtype;
@@ -110,7 +110,7 @@ constexpr bool is_one_of(const int (&dims)[N], int64_t d) {
   return false;
 }
 
-constexpr SketchChoice choose_sketch(const SketchCall& call, const DeviceFacts& device) {
+constexpr SketchChoice choose_sketch(const SketchFacts& call, const DeviceFacts& device) {
   if (call.dense) return {SketchKernel::kDense, "the projection is dense"};
   if (!is_one_of(kSketchLaneDims, call.head_dim)) {
     return {SketchKernel::kGeneral, "the other kernels are not compiled for this head_dim"};

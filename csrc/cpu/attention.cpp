@@ -1,40 +1,48 @@
 // paged_attention, merge_attention: softmax attention straight from packed pages.
 //
-// Keys are never rotated back: with R the rotation and s the scales of channels, q . key = (R (q / s)) . (scale / 32 * levels) +
-// q . center, so the query is rotated once. Values are summed in the rotated space and the sum is rotated back once. Keys of the exact tail (sinks and recent
-// window, docs/format.md section 9) are scored and summed unrotated and join in the end.
+// Keys are never rotated back: with R the rotation and s the scales of channels, q . key = (R (q / s)) . (scale / 32 *
+// levels) + q . center, so the query is rotated once. Values are summed in the rotated space, and the sum is rotated
+// back once. Keys of the exact tail (sinks and recent window, docs/format.md section 9) are scored and summed unrotated
+// and join in the end.
 //
-// One piece of work is a span of keys of one (sequence, KV head): all its queries and query heads share every key and value
-// that is unpacked (attention.h). The partial results of spans and of the tail are joined in a fixed order.
+// A unit of work is a span of keys of one (sequence, KV head): all its queries and query heads share every key and
+// value that is unpacked (kernels/attention.h). Partial results of spans and of the tail are joined in a fixed order.
 #include "calls/attention.h"
+
+#include <optional>
+
+#include "cpu/attention/panels.h"
+#include "cpu/codec/codebook.h"
 #include "cpu/common/batch.h"
+#include "cpu/common/torch.h"
+#include "cpu/common/vector.h"
 
 namespace turboquant::cpu {
 namespace {
 
-// Everything a call is about, checked.
+// A checked call: its plain pointers and numbers.
 struct Attention {
-  Tensor q;  // [tokens, q_heads, d]
-  int64_t tokens, q_heads, kv_heads, d, group;
+  const AttentionCall& call;
+  int64_t tokens, q_heads, kv_heads, d, group;  // group = q_heads / kv_heads
+  format::Record record;
   Batch batch;
-  const RecordMap* map;
   const uint8_t* pages;  // [num_pages, kv_heads, record_bytes]
   const int32_t* table;  // [seqs, max_pages]
   int64_t max_pages;
-  const float* key_signs;
-  const float* value_signs;
-  format::Channels channels;                     // [kv_heads, d]
-  const float* sink_logits;                      // [q_heads] or null
-  std::vector<int8_t> key_levels, value_levels;  // [2^bits]; empty for 8 bits
-  int max_key_level;
+  const float* key_signs;     // [d]
+  const float* value_signs;   // [d]
+  format::Channels channels;  // [kv_heads, d]
+  const float* sink_logits;   // [q_heads] or null
+  Levels key_levels, value_levels;
   std::optional<TailView> tail;
   const int32_t* tail_valid;  // [max_seqs, 2] or null
   int64_t recent_window, sliding_window;
   float softmax_scale, soft_cap;
 
-  const uint8_t* record(int64_t s, int64_t head, int64_t key) const {
-    const int64_t page = table[s * max_pages + key / map->record.page_size];
-    return pages + (page * kv_heads + head) * map->record.record_bytes();
+  // The greatest absolute value that a key's code can mean.
+  int max_key_level() const {
+    const format::Width width = record.key_width();
+    return format::levels_are_codes(width) ? format::kMaxByteLevel : key_levels.of[format::num_levels(width) - 1];
   }
   // Keys [first_visible(p), p] are visible to a query at position p.
   int64_t first_visible(int64_t position) const {
@@ -59,21 +67,21 @@ struct Row {
   int64_t token, head, position;
 };
 
-constexpr int64_t kTileRows = 128;     // rows of one piece of work: their sums stay in the cache
-constexpr int64_t kSpanTokens = 2048;  // keys of one piece of work; a multiple of kBlockTokens
+constexpr int64_t kRowsAtOnce = 128;   // rows of a unit of work: their sums stay in the cache
+constexpr int64_t kSpanTokens = 2048;  // keys of a unit of work; a multiple of kBlockTokens
 
-// Rows that share keys: queries of one sequence, query heads of one KV head; and how their keys are cut into spans. The cut
+// Rows that share keys: queries of one sequence, query heads of one KV head. Their keys are cut into spans. The cut
 // depends on lengths only, so results do not depend on the number of threads.
-struct Tile {
+struct RowSet {
   int64_t sequence, kv_head;
   int64_t first_row, rows;  // among those of (sequence, KV head), query-major
-  int64_t begin, end;       // packed keys that some row sees, begin at a block
-  int64_t at;               // index of its first row among all tiles' rows
-  int64_t part;             // index of its first partial result
+  int64_t begin, end;       // packed keys that some row sees; begin is the first of a block
+  int64_t at;               // index of the first row among those of all sets
+  int64_t part;             // index of the first partial result
   int64_t spans() const { return (end - begin + kSpanTokens - 1) / kSpanTokens; }
 };
 
-// Everything between the queries and the output, one row after the other.
+// Memory between the queries and the output, one row after the other.
 struct Workspace {
   std::vector<float> plain;        // queries, [rows, d]
   Scratch factors{0};              // the same rotated, as integers: [rows, factor_bytes]
@@ -83,12 +91,6 @@ struct Workspace {
   std::vector<int64_t> visible, sinks, recent, position;  // and its exact ones
   std::vector<float> max, sum, sums;                      // partial results: [parts], [parts], [parts, d]
 };
-// The level of every code; 8-bit codes need no list.
-std::vector<int8_t> level_list(int bits, const int8_t* levels) {
-  std::vector<int8_t> list(bits == 8 ? 0 : 1 << bits);
-  for (size_t c = 0; c < list.size(); ++c) list[c] = static_cast<int8_t>(format::level_of_code(bits, levels, c));
-  return list;
-}
 
 int64_t largest_query_count(const Batch& batch) {
   int64_t most = 0;
@@ -102,34 +104,32 @@ Attention checked_attention(const AttentionCall& c, const format::Record& record
   Batch batch = checked_batch(c.seq_lens, c.cu_seqlens_q, q, tokens);
   STD_TORCH_CHECK(largest_query_count(batch) <= c.max_q_len, "a sequence has ", largest_query_count(batch),
                   " queries, more than max_q_len ", c.max_q_len);
-  std::optional<TailView> ring;
-  if (c.tail) ring = checked_tail(*c.tail, c.tail_slots, q, batch.count, kv_heads, d, c.sink_tokens);
+  std::optional<TailView> tail;
+  if (c.tail) tail = checked_tail(*c.tail, c.tail_slots, q, batch.count, kv_heads, d, c.sink_tokens);
 
-  Attention a{q,
-              tokens,
-              q_heads,
-              kv_heads,
-              d,
-              q_heads / kv_heads,
-              std::move(batch),
-              &record_map(record),
-              static_cast<const uint8_t*>(c.cache.data_ptr()),
-              static_cast<const int32_t*>(c.block_table.data_ptr()),
-              c.block_table.size(1),
-              static_cast<const float*>(c.key_signs.data_ptr()),
-              static_cast<const float*>(c.value_signs.data_ptr()),
-              channels_of(c.center, floats_of(c.center), kv_heads, d),
-              c.sink_logits ? static_cast<const float*>(c.sink_logits->data_ptr()) : nullptr,
-              level_list(record.key_bits, checked_levels(c.key_levels, q, c.key_bits, "key_levels")),
-              level_list(record.value_bits, checked_levels(c.value_levels, q, c.value_bits, "value_levels")),
-              0,
-              ring,
-              c.tail && c.tail_valid ? static_cast<const int32_t*>(c.tail_valid->data_ptr()) : nullptr,
-              c.recent_window,
-              c.sliding_window,
-              static_cast<float>(c.softmax_scale),
-              static_cast<float>(c.soft_cap)};
-  a.max_key_level = a.key_levels.empty() ? 127 : a.key_levels.back();
+  Attention a{.call = c,
+              .tokens = tokens,
+              .q_heads = q_heads,
+              .kv_heads = kv_heads,
+              .d = d,
+              .group = q_heads / kv_heads,
+              .record = record,
+              .batch = std::move(batch),
+              .pages = data_of<uint8_t>(c.cache),
+              .table = data_of<int32_t>(c.block_table),
+              .max_pages = c.block_table.size(1),
+              .key_signs = data_of<float>(c.key_signs),
+              .value_signs = data_of<float>(c.value_signs),
+              .channels = channels_of(c.center, data_of<float>(c.center), kv_heads, d),
+              .sink_logits = data_of<float>(c.sink_logits),
+              .key_levels = {record.key_width(), checked_levels(c.key_levels, q, c.key_bits, "key_levels")},
+              .value_levels = {record.value_width(), checked_levels(c.value_levels, q, c.value_bits, "value_levels")},
+              .tail = std::move(tail),
+              .tail_valid = c.tail ? data_of<int32_t>(c.tail_valid) : nullptr,
+              .recent_window = c.recent_window,
+              .sliding_window = c.sliding_window,
+              .softmax_scale = static_cast<float>(c.softmax_scale),
+              .soft_cap = static_cast<float>(c.soft_cap)};
   for (int64_t s = 0; s < a.batch.count; ++s) {
     if (a.batch.queries(s) == 0 || a.batch.length[s] == 0) continue;
     const int64_t first = a.first_visible(a.batch.position(s, 0));
@@ -138,52 +138,59 @@ Attention checked_attention(const AttentionCall& c, const format::Record& record
   return a;
 }
 
-// Cuts the work of a call into tiles.
-std::vector<Tile> tiles_of(const Attention& a) {
-  std::vector<Tile> tiles;
+// Cuts the rows of a call into sets.
+std::vector<RowSet> sets_of(const Attention& a) {
+  std::vector<RowSet> sets;
   int64_t at = 0, part = 0;
   for (int64_t s = 0; s < a.batch.count; ++s) {
     const int64_t rows = a.batch.queries(s) * a.group;
     for (int64_t head = 0; head < a.kv_heads; ++head) {
-      for (int64_t first = 0; first < rows; first += kTileRows) {
-        Tile t{s, head, first, std::min(kTileRows, rows - first), INT64_MAX, 0, at, part};
-        for (int64_t i = first / a.group; i <= (first + t.rows - 1) / a.group; ++i) {
+      for (int64_t first = 0; first < rows; first += kRowsAtOnce) {
+        RowSet set{.sequence = s,
+                   .kv_head = head,
+                   .first_row = first,
+                   .rows = std::min(kRowsAtOnce, rows - first),
+                   .begin = INT64_MAX,
+                   .end = 0,
+                   .at = at,
+                   .part = part};
+        for (int64_t i = first / a.group; i <= (first + set.rows - 1) / a.group; ++i) {
           const int64_t position = a.batch.position(s, i);
           const Attention::Exact exact = a.exact(s, position);
           const int64_t from = std::max(a.first_visible(position), exact.sinks),
                         end = std::min(position + 1, exact.recent);
           if (from >= end) continue;
-          t.begin = std::min(t.begin, from);
-          t.end = std::max(t.end, end);
+          set.begin = std::min(set.begin, from);
+          set.end = std::max(set.end, end);
         }
-        t.begin = t.end == 0 ? 0 : t.begin / kBlockTokens * kBlockTokens;
-        at += t.rows;
-        part += (t.spans() + 1) * t.rows;  // the exact keys come after the spans
-        tiles.push_back(t);
+        set.begin = set.end == 0 ? 0 : set.begin / kBlockTokens * kBlockTokens;
+        at += set.rows;
+        part += (set.spans() + 1) * set.rows;  // the exact keys come after the spans
+        sets.push_back(set);
       }
     }
   }
-  return tiles;
+  return sets;
 }
 
 class PagedAttention {
  public:
-  explicit PagedAttention(const Attention& a) : a_(a), tiles_(tiles_of(a)), split_(format::split_dim(a.d)) {
-    keys_.record = a.map->record;
-    keys_.panels = a.map->panels.get();
+  explicit PagedAttention(const Attention& a)
+      : a_(a), sets_(sets_of(a)), split_(format::split_dim(a.d)), layout_(key_layout(a.record)),
+        factor_bytes_(kernels().query_factor_bytes(static_cast<int>(a.d), layout_)) {
+    keys_.record = a.record;
+    keys_.panels = panel_map(a.record).get();
     keys_.pages = a.pages;
     keys_.kv_heads = a.kv_heads;
     keys_.soft_cap = a.soft_cap;
-    std::copy(a.key_levels.begin(), a.key_levels.end(), keys_.key_levels);
-    std::copy(a.value_levels.begin(), a.value_levels.end(), keys_.value_levels);
-    key_layout_ = kernels().key_layout(keys_.record);
-    factor_bytes_ = kernels().query_factor_bytes(static_cast<int>(a.d), key_layout_);
-    for (const Tile& t : tiles_) {
-      for (int64_t i = 0; i < t.spans(); ++i) spans_.push_back({&t - tiles_.data(), i});
-      if (has_tail(t)) spans_.push_back({&t - tiles_.data(), t.spans()});
-      rows_ = t.at + t.rows;
-      most_rows_ = std::max(most_rows_, t.rows);
-      parts_ = t.part + (t.spans() + 1) * t.rows;
+    std::copy_n(a.key_levels.of, kTableLevels, keys_.key_levels);
+    std::copy_n(a.value_levels.of, kTableLevels, keys_.value_levels);
+    for (const RowSet& set : sets_) {
+      for (int64_t i = 0; i < set.spans(); ++i) spans_.push_back({&set - sets_.data(), i});
+      if (has_tail(set)) spans_.push_back({&set - sets_.data(), set.spans()});
+      rows_ = set.at + set.rows;
+      most_rows_ = std::max(most_rows_, set.rows);
+      parts_ = set.part + (set.spans() + 1) * set.rows;
     }
   }
 
@@ -191,39 +198,40 @@ class PagedAttention {
   template <typename T>
   void run(T* out, float* lse) {
     allocate();
-    parallel_for(tiles_.size(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t t = begin; t < end; ++t) prepare(tiles_[t]);
+    parallel_for(sets_.size(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) prepare(sets_[i]);
     });
     parallel_for(spans_.size(), 1, [&](int64_t begin, int64_t end) {
-      Scratch scratch(kernels().attend_scratch_bytes(keys_)), sums(4 * std::max(most_rows_ * slots(), 32 * a_.d));
+      Scratch scratch(kernels().attend_scratch_bytes(keys_)), sums(4 * std::max(most_rows_ * lanes(), 32 * a_.d));
       for (int64_t i = begin; i < end; ++i) {
-        const Tile& t = tiles_[spans_[i].tile];
-        if (spans_[i].span < t.spans()) {
-          attend_span(t, spans_[i].span, scratch, sums);
+        const RowSet& set = sets_[spans_[i].set];
+        if (spans_[i].span < set.spans()) {
+          attend_span(set, spans_[i].span, scratch, sums);
         } else {
-          attend_tail(t, sums.as<float>());
+          attend_tail(set, sums.as<float>());
         }
       }
     });
-    parallel_for(tiles_.size(), 1, [&](int64_t begin, int64_t end) {
+    parallel_for(sets_.size(), 1, [&](int64_t begin, int64_t end) {
       std::vector<float> coded(a_.d), exact(a_.d);
-      for (int64_t t = begin; t < end; ++t) {
-        for (int64_t r = 0; r < tiles_[t].rows; ++r) finish(tiles_[t], r, coded.data(), exact.data(), out, lse);
+      for (int64_t i = begin; i < end; ++i) {
+        for (int64_t r = 0; r < sets_[i].rows; ++r) finish(sets_[i], r, coded.data(), exact.data(), out, lse);
       }
     });
   }
 
  private:
   struct Span {
-    int64_t tile, span;
+    int64_t set, span;
   };
 
-  bool has_tail(const Tile& t) const { return a_.tail && a_.tail->slots[t.sequence] >= 0; }
-  int64_t slots() const { return keys_.panels.panels * keys_.panels.fields * 16; }
+  bool has_tail(const RowSet& set) const { return a_.tail && a_.tail->slots[set.sequence] >= 0; }
+  // Sums of a row in the order of the panels.
+  int64_t lanes() const { return keys_.panels.panels * keys_.panels.fields * 16; }
 
-  Row row(const Tile& t, int64_t r) const {
-    const int64_t i = (t.first_row + r) / a_.group, g = (t.first_row + r) % a_.group;
-    return {a_.batch.query_begin[t.sequence] + i, t.kv_head * a_.group + g, a_.batch.position(t.sequence, i)};
+  Row row(const RowSet& set, int64_t r) const {
+    const int64_t i = (set.first_row + r) / a_.group, g = (set.first_row + r) % a_.group;
+    return {a_.batch.query_begin[set.sequence] + i, set.kv_head * a_.group + g, a_.batch.position(set.sequence, i)};
   }
 
   void allocate() {
@@ -239,29 +247,30 @@ class PagedAttention {
   }
   uint8_t* factors(int64_t row) const { return work_.factors.as<uint8_t>() + row * factor_bytes_; }
 
-  void prepare(const Tile& t) {
+  void prepare(const RowSet& set) {
     Workspace& w = work_;
     std::vector<float> rotated(a_.d);
     std::vector<int16_t> integers(a_.d + kQueryMargin);
-    dispatch_float(a_.q.scalar_type(), [&](auto tag) {
+    const Tensor& queries = a_.call.q;
+    dispatch_float(dtype_of(queries), [&](auto tag) {
       using T = typename decltype(tag)::type;
-      const T* q = static_cast<const T*>(a_.q.data_ptr());
-      for (int64_t r = 0; r < t.rows; ++r) {
-        const Row x = row(t, r);
-        const int64_t at = t.at + r;
+      const T* q = data_of<T>(queries);
+      for (int64_t r = 0; r < set.rows; ++r) {
+        const Row x = row(set, r);
+        const int64_t at = set.at + r;
         float* plain = w.plain.data() + at * a_.d;
-        to_float(q + x.token * a_.q.stride(0) + x.head * a_.q.stride(1), plain, a_.d);
-        const format::Channels channels = a_.channels.of_head(t.kv_head, a_.d);
+        to_float(q + x.token * queries.stride(0) + x.head * queries.stride(1), plain, a_.d);
+        const format::Channels channels = a_.channels.of_head(set.kv_head, a_.d);
         std::copy(plain, plain + a_.d, rotated.begin());
         if (channels.inverse) multiply(rotated.data(), channels.inverse, a_.d);
         rotate(rotated.data(), a_.key_signs, split_);
         const int d = static_cast<int>(a_.d);
-        const float unit = kernels().query_factors(rotated.data(), d, key_layout_, a_.max_key_level, factors(at),
+        const float unit = kernels().query_factors(rotated.data(), d, layout_, a_.max_key_level(), factors(at),
                                                    &w.correction[at], integers.data());
         w.unit[at] = unit * format::kLevelUnit * a_.softmax_scale;
         w.shift[at] = channels.center ? dot(plain, channels.center, a_.d) * a_.softmax_scale : 0;
 
-        const Attention::Exact exact = a_.exact(t.sequence, x.position);
+        const Attention::Exact exact = a_.exact(set.sequence, x.position);
         const int64_t first = a_.first_visible(x.position);
         w.visible[at] = first;
         w.first[at] = std::max(first, exact.sinks);
@@ -273,19 +282,24 @@ class PagedAttention {
     });
   }
 
-  void attend_span(const Tile& t, int64_t span, const Scratch& scratch, const Scratch& memory) {
+  void attend_span(const RowSet& set, int64_t span, const Scratch& scratch, const Scratch& memory) {
     Workspace& w = work_;
-    const int64_t part = t.part + span * t.rows, begin = t.begin + span * kSpanTokens;
-    const QueryRows rows{static_cast<int>(t.rows), factors(t.at),  &w.unit[t.at], &w.correction[t.at],
-                         &w.shift[t.at],           &w.first[t.at], &w.end[t.at]};
+    const int64_t part = set.part + span * set.rows, begin = set.begin + span * kSpanTokens;
+    const QueryRows rows{.count = static_cast<int>(set.rows),
+                         .factors = factors(set.at),
+                         .unit = &w.unit[set.at],
+                         .correction = &w.correction[set.at],
+                         .shift = &w.shift[set.at],
+                         .first = &w.first[set.at],
+                         .end = &w.end[set.at]};
     float* sums = memory.as<float>();
-    std::fill(sums, sums + t.rows * slots(), 0.0f);
-    const PartialRows out{&w.max[part], &w.sum[part], sums, slots()};
-    kernels().attend_pages(keys_, a_.table + t.sequence * a_.max_pages, t.kv_head, begin,
-                           std::min(begin + kSpanTokens, t.end), rows, out, scratch.as<void>());
-    for (int64_t r = 0; r < t.rows; ++r) {  // from the order of the panels to channels
+    std::fill(sums, sums + set.rows * lanes(), 0.0f);
+    const PartialRows out{.max = &w.max[part], .sum = &w.sum[part], .sums = sums, .stride = lanes()};
+    kernels().attend_pages(keys_, a_.table + set.sequence * a_.max_pages, set.kv_head, begin,
+                           std::min(begin + kSpanTokens, set.end), rows, out, scratch.as<void>());
+    for (int64_t r = 0; r < set.rows; ++r) {  // from the order of the panels to that of channels
       float* to = &w.sums[(part + r) * a_.d];
-      const float* from = sums + r * slots();
+      const float* from = sums + r * lanes();
       const int32_t* words = keys_.panels.words;
       for (int64_t c = 0; c < a_.d; ++c, words += 4) {
         to[c] = (from[words[0]] + from[words[1]]) + (from[words[2]] + from[words[3]]);
@@ -293,43 +307,40 @@ class PagedAttention {
     }
   }
 
-  void attend_tail(const Tile& t, float* scratch) {
+  void attend_tail(const RowSet& set, float* scratch) {
     Workspace& w = work_;
     const TailView& tail = *a_.tail;
-    const int64_t part = t.part + t.spans() * t.rows;
-    const int64_t item = tail.tensor.scalar_type() == ScalarType::Float ? 4 : 2;
-    const int dtype = item == 4 ? 0 : tail.tensor.scalar_type() == ScalarType::Half ? 1 : 2;
-    const ExactKeys exact{static_cast<const uint8_t*>(tail.tensor.data_ptr()) +
-                              (tail.slots[t.sequence] * tail.kv_heads + t.kv_head) * tail.rows * 2 * tail.d * item,
-                          dtype,
-                          a_.d,
-                          tail.sink_tokens,
-                          tail.ring,
-                          &w.plain[t.at * a_.d],
-                          &w.visible[t.at],
-                          &w.sinks[t.at],
-                          &w.recent[t.at],
-                          &w.position[t.at]};
-    kernels().attend_exact(exact, static_cast<int>(t.rows), a_.softmax_scale, a_.soft_cap,
-                           {&w.max[part], &w.sum[part], &w.sums[part * a_.d], a_.d}, scratch);
+    const int64_t part = set.part + set.spans() * set.rows;
+    const ExactKeys exact{.tail = tail.vector(tail.slots[set.sequence], set.kv_head, 0, 0),
+                          .dtype = dtype_of(tail.tensor),
+                          .d = a_.d,
+                          .sink_tokens = tail.sink_tokens,
+                          .ring = tail.ring,
+                          .q = &w.plain[set.at * a_.d],
+                          .first = &w.visible[set.at],
+                          .sinks = &w.sinks[set.at],
+                          .recent = &w.recent[set.at],
+                          .position = &w.position[set.at]};
+    const PartialRows out{.max = &w.max[part], .sum = &w.sum[part], .sums = &w.sums[part * a_.d], .stride = a_.d};
+    kernels().attend_exact(exact, static_cast<int>(set.rows), a_.softmax_scale, a_.soft_cap, out, scratch);
   }
 
   // Joins the partial results of a row, in the order of the spans.
   template <typename T>
-  void finish(const Tile& t, int64_t r, float* coded, float* exact, T* out, float* lse) {
+  void finish(const RowSet& set, int64_t r, float* coded, float* exact, T* out, float* lse) {
     const Workspace& w = work_;
-    const Row x = row(t, r);
+    const Row x = row(set, r);
     const float* sink = a_.sink_logits ? a_.sink_logits + x.head : nullptr;  // one more logit, without a value
     float top = sink ? *sink : -INFINITY, total = 0;
-    for (int64_t i = 0; i <= t.spans(); ++i) top = std::max(top, w.max[t.part + i * t.rows + r]);
+    for (int64_t i = 0; i <= set.spans(); ++i) top = std::max(top, w.max[set.part + i * set.rows + r]);
     std::fill(coded, coded + a_.d, 0.0f);
     std::fill(exact, exact + a_.d, 0.0f);
-    for (int64_t i = 0; i <= t.spans(); ++i) {
-      const int64_t part = t.part + i * t.rows + r;
+    for (int64_t i = 0; i <= set.spans(); ++i) {
+      const int64_t part = set.part + i * set.rows + r;
       if (w.sum[part] == 0) continue;
       const float weight = std::exp(w.max[part] - top);
       total += weight * w.sum[part];
-      float* to = i < t.spans() ? coded : exact;
+      float* to = i < set.spans() ? coded : exact;
       for (int64_t c = 0; c < a_.d; ++c) to[c] += weight * w.sums[part * a_.d + c];
     }
     if (sink && top != -INFINITY) total += std::exp(*sink - top);
@@ -343,21 +354,21 @@ class PagedAttention {
   }
 
   const Attention& a_;
-  std::vector<Tile> tiles_;
+  std::vector<RowSet> sets_;
   std::vector<Span> spans_;
   format::Split split_;
+  Layout layout_;  // of keys
   PagedKeys keys_;
-  int key_layout_;
   int64_t factor_bytes_, rows_ = 0, most_rows_ = 0, parts_ = 0;
   Workspace work_;
 };
 
 void attend(const AttentionCall& call, const format::Record& record, const Tensor& out, const Tensor& lse) {
   const Attention a = checked_attention(call, record);
-  float* lse_out = static_cast<float*>(lse.data_ptr());
-  dispatch_float(a.q.scalar_type(), [&](auto tag) {
+  float* lse_out = data_of<float>(lse);
+  dispatch_float(dtype_of(call.q), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    T* to = static_cast<T*>(out.data_ptr());
+    T* to = data_of<T>(out);
     const int64_t used = a.batch.query_begin[a.batch.count];  // padding behind the last sequence
     std::fill(to + used * a.q_heads * a.d, to + a.tokens * a.q_heads * a.d, T(0));
     std::fill(lse_out + used * a.q_heads, lse_out + a.tokens * a.q_heads, -INFINITY);
@@ -373,14 +384,14 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
 
   Tensor out = empty_like_shape(out_a, leading_shape(out_a, 0, {}), out_a.scalar_type());
   Tensor lse = empty_like_shape(out_a, leading_shape(out_a, 1, {}), ScalarType::Float);
-  const float* la = static_cast<const float*>(lse_a.data_ptr());
-  const float* lb = static_cast<const float*>(lse_b.data_ptr());
-  float* l = static_cast<float*>(lse.data_ptr());
-  dispatch_float(out_a.scalar_type(), [&](auto tag) {
+  const float* la = data_of<float>(lse_a);
+  const float* lb = data_of<float>(lse_b);
+  float* l = data_of<float>(lse);
+  dispatch_float(dtype_of(out_a), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const T* a = static_cast<const T*>(out_a.data_ptr());
-    const T* b = static_cast<const T*>(out_b.data_ptr());
-    T* to = static_cast<T*>(out.data_ptr());
+    const T* a = data_of<T>(out_a);
+    const T* b = data_of<T>(out_b);
+    T* to = data_of<T>(out);
     parallel_for(lse.numel(), 64, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const float top = std::max(la[r], lb[r]);
@@ -403,8 +414,8 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
 }  // namespace turboquant::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CPU, m) {
-  using Ops = turboquant::AttentionOps<turboquant::cpu::attend>;
-  m.impl("paged_attention", TORCH_BOX(&Ops::paged_attention));
-  m.impl("paged_attention_out", TORCH_BOX(&Ops::paged_attention_out));
-  m.impl("merge_attention", TORCH_BOX(&turboquant::cpu::merge_attention));
+  using namespace turboquant;
+  m.impl("paged_attention", boxed<&paged_attention<cpu::attend>>);
+  m.impl("paged_attention_out", boxed<&paged_attention_out<cpu::attend>>);
+  m.impl("merge_attention", TORCH_BOX(&cpu::merge_attention));
 }

@@ -1,4 +1,5 @@
-// query_energy, learn_center: what keys are stored relative to, learned from the keys and queries of a prompt.
+// query_energy, learn_center: the center that keys are stored relative to, learned from the keys and queries of a
+// prompt.
 #include <cmath>
 
 #include "calls/center.h"
@@ -10,7 +11,7 @@ namespace {
 // Calls fn(row) with the channels in float32 of all tokens of `heads` neighbouring heads.
 template <typename Fn>
 void for_each_row(const Tensor& x, int64_t first_head, int64_t heads, int64_t skip, float* row, Fn&& fn) {
-  dispatch_float(x.scalar_type(), [&](auto tag) {
+  dispatch_float(dtype_of(x), [&](auto tag) {
     using T = typename decltype(tag)::type;
     for (int64_t b = 0; b < x.size(0); ++b) {
       for (int64_t h = first_head; h < first_head + heads; ++h) {
@@ -74,14 +75,14 @@ void make_scales(const std::vector<double>& mean, const std::vector<double>& var
   }
 }
 
-// keys: of every layer [batch, kv_heads, tokens, d]; energies: of every layer float32 [kv_heads, d], or none; partners: int64 [d]
-// -> float32 [layers, kv_heads, d], with energies [layers, 3, kv_heads, d]
+// keys: of every layer [batch, kv_heads, tokens, d]; energies: of every layer float32 [kv_heads, d], or none;
+// partners: int64 [d] -> float32 [layers, kv_heads, d], with energies [layers, 3, kv_heads, d]
 Tensor learn_center(const std::vector<Tensor>& keys, const std::vector<Tensor>& energies,
                     const OptionalTensor& partners, int64_t skip) {
   const LayerVectors shape = check_layers(keys, "keys", skip);
   check_energies(energies, partners, keys[0], shape);
   const int64_t d = shape.d, heads = shape.heads;
-  const int64_t* partner = partners ? static_cast<const int64_t*>(partners->data_ptr()) : nullptr;
+  const int64_t* partner = data_of<int64_t>(partners);
   for (int64_t c = 0; partner && c < d; ++c) {
     STD_TORCH_CHECK(partner[c] >= 0 && partner[c] < d, "partners holds ", partner[c], ", supported: 0 to ", d - 1);
   }
@@ -106,7 +107,7 @@ Tensor learn_center(const std::vector<Tensor>& keys, const std::vector<Tensor>& 
       for (int64_t c = 0; c < d; ++c) variance[c] += (x[c] - mean[c]) * (x[c] - mean[c]);
     });
     for (double& v : variance) v /= rows;
-    const float* energy = static_cast<const float*>(energies[layer].data_ptr()) + head * d;
+    const float* energy = data_of<float>(energies[layer]) + head * d;
     make_scales(mean, variance, energy, partner, shape.batch * shape.tokens, to(kScale), to(kInverse));
   });
   return out;

@@ -1,5 +1,6 @@
 // encode, decode: standalone vectors [..., d] as dense rows and one scale each (docs/format.md sections 5 to 7).
 #include "cpu/codec/codebook.h"
+#include "cpu/common/torch.h"
 
 namespace turboquant::cpu {
 namespace {
@@ -10,19 +11,25 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
   const format::Split split = check_encode(x, signs, bits, scale_mode, center);
   const int64_t d = x.size(x.dim() - 1), row_bytes = format::dense_row_bytes(d, bits);
   const Codebook book = checked_codebook(x, levels, steps, bits, "levels", "steps");
-  const Quantiser quantiser = book.quantiser(d, scale_mode);
+  const Quantiser quantiser = book.quantiser(d, static_cast<format::ScaleMode>(scale_mode));
 
   Tensor packed = empty_like_shape(x, leading_shape(x, 1, {row_bytes}), ScalarType::Byte);
   Tensor scale = empty_like_shape(x, leading_shape(x, 1, {}), ScalarType::Half);
-  uint8_t* packed_out = static_cast<uint8_t*>(packed.data_ptr());
-  uint16_t* scale_out = static_cast<uint16_t*>(scale.data_ptr());
-  const float* s = static_cast<const float*>(signs.data_ptr());
-  const format::Channels channels = channels_of(center, floats_of(center), 1, d);
+  uint8_t* packed_out = data_of<uint8_t>(packed);
+  uint16_t* scale_out = data_of<uint16_t>(scale);
+  const float* s = data_of<float>(signs);
+  const format::Channels channels = channels_of(center, data_of<float>(center), 1, d);
   const Rows rows(x);
   parallel_for(rows.count(), row_grain(d, 16), [&](int64_t begin, int64_t end) {
     rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
-      kernels().encode({element(x, offset), dtype_index(x.scalar_type()), count, stride, split, s, channels}, quantiser,
-                       packed_out + first * row_bytes, scale_out + first);
+      const EncodeRows some{.x = element(x, offset),
+                            .dtype = dtype_of(x),
+                            .count = count,
+                            .stride = stride,
+                            .split = split,
+                            .signs = s,
+                            .channels = channels};
+      kernels().encode(some, quantiser, packed_out + first * row_bytes, scale_out + first);
     });
   });
   return {packed, scale};
@@ -34,18 +41,26 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
   check_codec_bits(bits);
   check_output_dtype(dtype);
   const int64_t d = check_dense_vectors(packed, scale, signs, bits), row_bytes = format::dense_row_bytes(d, bits);
-  const Levels table(static_cast<int>(bits), checked_levels(levels, packed, bits, "levels"));
+  const format::Width width = format::as_width(bits);
+  const Levels table(width, checked_levels(levels, packed, bits, "levels"));
   check_center(center, packed, d);
-  const format::Channels channels = channels_of(center, floats_of(center), 1, d);
+  const format::Channels channels = channels_of(center, data_of<float>(center), 1, d);
 
   Tensor out = empty_like_shape(packed, leading_shape(packed, 1, {d}), dtype);
-  const uint8_t* in = static_cast<const uint8_t*>(packed.data_ptr());
-  const uint16_t* scales = static_cast<const uint16_t*>(scale.data_ptr());
-  const float* s = static_cast<const float*>(signs.data_ptr());
+  const uint8_t* in = data_of<uint8_t>(packed);
+  const uint16_t* scales = data_of<uint16_t>(scale);
+  const float* s = data_of<float>(signs);
   parallel_for(packed.numel() / row_bytes, row_grain(d, 4), [&](int64_t begin, int64_t end) {
-    kernels().decode({in + begin * row_bytes, scales + begin, end - begin, static_cast<int>(bits), table.of,
-                      format::split_dim(d), s, channels, dtype_index(dtype)},
-                     element(out, begin * d));
+    const DecodeRows some{.packed = in + begin * row_bytes,
+                          .scale = scales + begin,
+                          .count = end - begin,
+                          .width = width,
+                          .levels = table.of,
+                          .split = format::split_dim(d),
+                          .signs = s,
+                          .channels = channels,
+                          .dtype = dtype_of(dtype)};
+    kernels().decode(some, element(out, begin * d));
   });
   return out;
 }

@@ -6,6 +6,10 @@
 namespace turboquant::cpu {
 namespace {
 
+GroupRows group_rows(Dtype dtype, int64_t group, int64_t bits, int64_t count, int64_t d) {
+  return {.dtype = dtype, .group = static_cast<int>(group), .bits = static_cast<int>(bits), .count = count, .d = d};
+}
+
 // x: [..., d] float, stride 1 in the last dimension -> packed [..., row_bytes], scale and zero float16 [..., d / group]
 std::tuple<Tensor, Tensor, Tensor> group_encode(const Tensor& x, int64_t group, int64_t bits) {
   check_float(x, "x");
@@ -17,15 +21,15 @@ std::tuple<Tensor, Tensor, Tensor> group_encode(const Tensor& x, int64_t group, 
   Tensor packed = empty_like_shape(x, leading_shape(x, 1, {row_bytes}), ScalarType::Byte);
   Tensor scale = empty_like_shape(x, leading_shape(x, 1, {groups}), ScalarType::Half);
   Tensor zero = empty_like_shape(x, leading_shape(x, 1, {groups}), ScalarType::Half);
-  uint8_t* packed_out = static_cast<uint8_t*>(packed.data_ptr());
-  uint16_t* scale_out = static_cast<uint16_t*>(scale.data_ptr());
-  uint16_t* zero_out = static_cast<uint16_t*>(zero.data_ptr());
+  uint8_t* packed_out = data_of<uint8_t>(packed);
+  uint16_t* scale_out = data_of<uint16_t>(scale);
+  uint16_t* zero_out = data_of<uint16_t>(zero);
   const Rows rows(x);
   parallel_for(rows.count(), row_grain(d, 4), [&](int64_t begin, int64_t end) {
     rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
-      kernels().group_encode({dtype_index(x.scalar_type()), static_cast<int>(group), static_cast<int>(bits), count, d},
-                             element(x, offset), stride, packed_out + first * row_bytes, scale_out + first * groups,
-                             zero_out + first * groups);
+      const GroupRows some = group_rows(dtype_of(x), group, bits, count, d);
+      kernels().group_encode(some, element(x, offset), stride, packed_out + first * row_bytes,
+                             scale_out + first * groups, zero_out + first * groups);
     });
   });
   return {packed, scale, zero};
@@ -39,15 +43,14 @@ Tensor group_decode(const Tensor& packed, const Tensor& scale, const Tensor& zer
   const int64_t row_bytes = check_packed_rows(packed, d, bits), groups = d / group;
   check_beside(scale, packed, "scale", ScalarType::Half, 1, {groups});
   check_beside(zero, packed, "zero", ScalarType::Half, 1, {groups});
-  const uint16_t* scales = static_cast<const uint16_t*>(scale.data_ptr());
-  const uint16_t* zeros = static_cast<const uint16_t*>(zero.data_ptr());
+  const uint16_t* scales = data_of<uint16_t>(scale);
+  const uint16_t* zeros = data_of<uint16_t>(zero);
 
   Tensor out = empty_like_shape(packed, leading_shape(packed, 1, {d}), dtype);
-  const uint8_t* in = static_cast<const uint8_t*>(packed.data_ptr());
+  const uint8_t* in = data_of<uint8_t>(packed);
   parallel_for(packed.numel() / row_bytes, row_grain(d, 2), [&](int64_t begin, int64_t end) {
-    kernels().group_decode({dtype_index(dtype), static_cast<int>(group), static_cast<int>(bits), end - begin, d},
-                           in + begin * row_bytes, scales + begin * groups, zeros + begin * groups,
-                           element(out, begin * d));
+    kernels().group_decode(group_rows(dtype_of(dtype), group, bits, end - begin, d), in + begin * row_bytes,
+                           scales + begin * groups, zeros + begin * groups, element(out, begin * d));
   });
   return out;
 }

@@ -15,11 +15,12 @@ Tensor hadamard(const Tensor& x, const Tensor& signs, bool inverse) {
 
   Tensor out = empty_like_shape(x, leading_shape(x, 0, {}), x.scalar_type());
   const Rows rows(x);
-  const float* s = static_cast<const float*>(signs.data_ptr());
+  const float* s = data_of<float>(signs);
   parallel_for(rows.count(), row_grain(d, 1), [&](int64_t begin, int64_t end) {
     rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
-      kernels().hadamard(element(x, offset), element(out, first * d),
-                         {dtype_index(x.scalar_type()), count, stride, split, s, inverse});
+      const HadamardRows some{
+          .dtype = dtype_of(x), .count = count, .stride = stride, .split = split, .signs = s, .inverse = inverse};
+      kernels().hadamard(element(x, offset), element(out, first * d), some);
     });
   });
   return out;

@@ -1,47 +1,54 @@
-// The seam between the ops, compiled for any machine, and the kernels, compiled once per instruction set ("level"): plain
-// structs and function pointers, no torch. A level is chosen once, by what the processor can do.
+// The seam between the ops, compiled for any machine, and the kernels, compiled once per instruction set ("level"):
+// plain structs and function pointers, no torch. A level is chosen once, by what the processor can do.
 //
-// Only data here: a function defined in this file would be compiled for every level under one name, and the linker could
-// keep the AVX-512 copy for a machine without it.
+// This file has data only, and functions that are always inlined. Any other function would be compiled for every level
+// under one name, and the linker could keep the AVX-512 copy for a machine without it.
 #pragma once
 
 #include <cstdint>
 
+#include "cpu/layout.h"
+#include "dtype.h"
 #include "format.h"
 
 namespace turboquant::cpu {
+
+// Levels of a table, whatever its width, and nodes of a search tree over its boundaries. Kernels read all of them.
+constexpr int kTableLevels = 1 << format::num_bits(format::kWidestTable);
+constexpr int kTreeNodes = 64;
 
 // ---- attention ---------------------------------------------------------------------------------------------------
 
 constexpr int kBlockTokens = 128;  // keys that share one running maximum and one unit of their weights
 constexpr int kGroupTokens = 16;   // tokens of a value block, and keys scored at once
 
-// Value blocks as panels of 64 bytes: 16 words of codes, each of four tokens. Derived from format.h by value_panels().
+// Value blocks as panels of 64 bytes: 16 words of codes, each of four tokens. PanelMap (attention/panels.h) derives
+// them from format.h.
 struct ValuePanels {
-  int panels;              // of a block (after three-bit codes became nibbles)
-  int patterns;            // how many different orders of token quads there are
-  const int32_t* quads;    // [patterns, 16]: which quad of tokens a word belongs to
+  int panels;              // of a block, in which spread codes are nibbles by now
+  int patterns;            // the number of different orders of token quads
+  const int32_t* quads;    // [patterns, 16]: the quad of tokens that a word belongs to
   const int32_t* pattern;  // [panels]
   int fields;              // codes of a byte
   const int32_t* words;    // [head_dim, 4]: the words of the sums, [panels, fields, 16], that make up a channel
 };
 
-// What all work of a paged_attention call shares.
+// All work of a paged_attention call shares this.
 struct PagedKeys {
   format::Record record;
   ValuePanels panels;
   const uint8_t* pages;  // [num_pages, kv_heads, record_bytes]
   int64_t kv_heads;
-  int8_t key_levels[32];    // of codes up to 5 bits; 8-bit codes are levels
-  int8_t value_levels[16];  // of codes up to 4 bits
-  float soft_cap;           // 0: none
+  int8_t key_levels[kTableLevels];    // unless codes are levels
+  int8_t value_levels[kTableLevels];  // unless codes are levels
+  float soft_cap;                     // 0: none
 };
 
 // Queries that share keys: one KV head, all its query heads and new tokens.
 struct QueryRows {
   int count;
   const void* factors;        // [count, query_factor_bytes]: rotated queries as integers
-  const float* unit;          // [count]: what an integer stands for, times softmax_scale / 32
+  const float* unit;          // [count]: the value of an integer of 1, times softmax_scale / 32
   const int32_t* correction;  // [count]
   const float* shift;         // [count]: softmax_scale * (q . center)
   const int64_t* first;       // [count]: attends to packed keys first .. end - 1
@@ -59,7 +66,7 @@ struct PartialRows {
 // The exact keys of the same queries: rows of the tail.
 struct ExactKeys {
   const void* tail;  // [rows, 2, d] of one sequence and KV head
-  int dtype;         // 0 float32, 1 float16, 2 bfloat16
+  Dtype dtype;
   int64_t d, sink_tokens, ring;
   const float* q;         // [count, d], plain
   const int64_t* first;   // [count]
@@ -72,26 +79,29 @@ struct ExactKeys {
 
 // Rows of d channels to rotate: `stride` elements apart, written one after the other.
 struct HadamardRows {
-  int dtype;  // 0 float32, 1 float16, 2 bfloat16
+  Dtype dtype;
   int64_t count, stride;
   format::Split split;
   const float* signs;  // [d]
   bool inverse;
 };
 
-// What an encoder needs besides the rotation (docs/format.md sections 4 and 5).
+// An encoder's arguments besides the rotation (docs/format.md sections 4 and 5).
 struct Quantiser {
-  int bits, num_steps, scale_mode;
+  format::Width width;
+  format::ScaleMode scale_mode;
+  int num_steps;
   const float* steps;  // [num_steps]
-  // [num_steps, 64]: up to 5 bits, in units of 2^-8 sigma, as search trees: 2k and 2k + 1 follow on k = 1, 2, ...
+  // [num_steps, kTreeNodes]: of codes with a table, in units of 2^-8 sigma, as search trees: the children of node k =
+  // 1, 2, .. are nodes 2k and 2k + 1.
   const int16_t* boundaries;
-  const int8_t* levels;      // [32]
+  const int8_t* levels;      // [kTableLevels]
   float units, over, times;  // float32 of 4096 sqrt(d), 32 / sqrt(d), 32 sqrt(d)
 };
 
 struct EncodeRows {
   const void* x;
-  int dtype;
+  Dtype dtype;
   int64_t count, stride;
   format::Split split;
   const float* signs;         // [d]
@@ -102,23 +112,24 @@ struct DecodeRows {
   const uint8_t* packed;  // [count, row_bytes]
   const uint16_t* scale;  // [count]
   int64_t count;
-  int bits;
-  const int8_t* levels;  // [32], of codes up to 5 bits
+  format::Width width;
+  const int8_t* levels;  // [kTableLevels], unless codes are levels
   format::Split split;
   const float* signs;         // [d]
   format::Channels channels;  // [d]
-  int dtype;                  // of the output
+  Dtype dtype;                // of the output
 };
 
-// Rows of affine groups.
+// Rows of quantisation groups (affine).
 struct GroupRows {
-  int dtype, group, bits;
+  Dtype dtype;
+  int group, bits;
   int64_t count, d;
 };
 
-// ---- Cache -----------------------------------------------------------------------------------------------------------
+// ---- Cache ----------------------------------------------------------------------------------------------------------
 
-// What all work of a cache_store call shares. An item is a token of a KV head.
+// All work of a cache_store call shares this. An item is a token of a KV head.
 struct StoredTokens {
   struct Kind {  // keys or values
     const void* x;
@@ -129,30 +140,28 @@ struct StoredTokens {
   format::Record record;
   Kind keys, values;
   format::Channels channels;  // [kv_heads, d] of keys
-  int dtype;
+  Dtype dtype;
   uint8_t* pages;  // [num_pages, kv_heads, record_bytes]
   int64_t kv_heads;
   const int64_t* slots;  // [tokens]
 };
 
-// What all work of a cache_load call shares. An item is a KV head of a token of a sequence.
+// All work of a cache_load call shares this. An item is a KV head of a token of a sequence.
 struct LoadedTokens {
   format::Record record;
   const uint8_t* pages;        // [num_pages, kv_heads, record_bytes]
   const int32_t* block_table;  // [seqs, max_pages]
   const int64_t* lengths;      // [seqs]
   int64_t kv_heads, max_pages, max_seq_len;
-  const int8_t* key_levels;  // [32], of codes up to 5 bits
-  const int8_t* value_levels;
-  const float* key_signs;  // [d]
+  const int8_t* key_levels;    // [kTableLevels], unless codes are levels
+  const int8_t* value_levels;  // the same
+  const float* key_signs;      // [d]
   const float* value_signs;
   format::Channels channels;  // [kv_heads, d] of keys
-  int dtype;                  // of the output
+  Dtype dtype;                // of the output
 };
 
 // ---- score and qjl -----------------------------------------------------------------------------------------------
-
-constexpr int kBitString = 16;  // plus 1, 3 or 5: the layout of rows that are bit strings; other layouts are the width
 
 // Rows of codes, each with a scale: standalone vectors, or sign bits with the lengths of their residuals.
 struct DenseRows {
@@ -160,16 +169,16 @@ struct DenseRows {
   int64_t row_bytes;
   const uint8_t* end;  // of the memory that may be read
   int d;
-  int layout;
-  int8_t levels[32];           // of codes up to 5 bits
-  const uint16_t* half_scale;  // [count]: float16, or null for
-  const float* scale;          // [count]
+  format::Width width;
+  int8_t levels[kTableLevels];  // unless codes are levels
+  const uint16_t* half_scale;   // [count]: float16, or null for
+  const float* scale;           // [count]
 };
 
 struct ScoreQueries {
   int count;
   const void* factors;        // [count, query_factor_bytes]
-  const float* unit;          // [count]: what an integer stands for, times what a level stands for
+  const float* unit;          // [count]: the value of an integer of 1, times that of a level of 1
   const int32_t* correction;  // [count]
   const float* shift;         // [count]: added to every score
 };
@@ -180,7 +189,7 @@ struct Scores {
   bool add;        // to what is there
 };
 
-constexpr int kQueryMargin = 128;  // of query_factors' scratch
+constexpr int kQueryMargin = 128;  // elements behind those of a query in the scratch of query_factors
 
 struct Kernels {
   const char* level;
@@ -194,7 +203,7 @@ struct Kernels {
   // codes: [rows, d], packed: [rows, dense_row_bytes(d, bits)]
   void (*pack)(const uint8_t* codes, uint8_t* packed, int64_t rows, int64_t d, int bits);
   void (*unpack)(const uint8_t* packed, uint8_t* codes, int64_t rows, int64_t d, int bits);
-  // Whether all codes are below 2^bits
+  // Whether all codes are below 2^bits.
   bool (*codes_fit)(const uint8_t* codes, int64_t count, int bits);
 
   // packed: [rows, row_bytes], scale: [rows]
@@ -213,18 +222,16 @@ struct Kernels {
   // k, v: [items, d], zero behind the end of a sequence
   void (*load_tokens)(const LoadedTokens& tokens, int64_t begin, int64_t end, void* k, void* v);
 
-  // Bytes of the integers of one query that meets packed keys of `bits` (a layout), a multiple of 64.
-  int64_t (*query_factor_bytes)(int d, int bits);
-  // q: [d], rotated -> its integers; returns their unit, 0 for a zero query, NaN for one with a NaN or an infinity.
+  // Bytes of the integers of one query that meets rows of `layout`, a multiple of 64.
+  int64_t (*query_factor_bytes)(int d, Layout layout);
+  // q: [d], rotated -> its integers. Returns their unit, 0 for a zero query, NaN for one with a NaN or an infinity.
   // scratch: int16 [d + kQueryMargin]
-  float (*query_factors)(const float* q, int d, int bits, int max_level, void* factors, int32_t* correction,
+  float (*query_factors)(const float* q, int d, Layout layout, int max_level, void* factors, int32_t* correction,
                          int16_t* scratch);
 
-  // The layout in which attend_pages reads keys, for the integers of their queries.
-  int (*key_layout)(const format::Record& record);
   int64_t (*attend_scratch_bytes)(const PagedKeys& keys);
   // Adds keys [begin, end) of a sequence; begin is a multiple of kBlockTokens. block_table: the sequence's row.
-  // out.sums: [count, panels * fields * 16], words of the panels' lanes.
+  // The queries' factors have key_layout(keys.record). out.sums: [count, panels * fields * 16], by lanes of the panels.
   void (*attend_pages)(const PagedKeys& keys, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
                        const QueryRows& rows, const PartialRows& out, void* scratch);
   // out.sums: [count, d]; scratch: float [32, d]

@@ -11,7 +11,7 @@ namespace {
 Tensor pack(const Tensor& codes, int64_t bits) {
   check_pack_bits(bits);
   const int64_t d = check_codes(codes), row_bytes = format::dense_row_bytes(d, bits), rows = codes.numel() / d;
-  const uint8_t* in = static_cast<const uint8_t*>(codes.data_ptr());
+  const uint8_t* in = data_of<uint8_t>(codes);
 
   std::atomic<bool> in_range{true};
   parallel_for(codes.numel(), 1 << 18, [&](int64_t begin, int64_t end) {
@@ -20,7 +20,7 @@ Tensor pack(const Tensor& codes, int64_t bits) {
   STD_TORCH_CHECK(in_range, "codes holds values of ", 1 << bits, " or more, which do not fit ", bits, " bits");
 
   Tensor packed = empty_like_shape(codes, leading_shape(codes, 1, {row_bytes}), ScalarType::Byte);
-  uint8_t* out = static_cast<uint8_t*>(packed.data_ptr());
+  uint8_t* out = data_of<uint8_t>(packed);
   parallel_for(rows, row_grain(d, 1), [&](int64_t begin, int64_t end) {
     kernels().pack(in + begin * d, out + begin * row_bytes, end - begin, d, static_cast<int>(bits));
   });
@@ -33,8 +33,8 @@ Tensor unpack(const Tensor& packed, int64_t bits, int64_t d) {
   const int64_t row_bytes = check_packed_rows(packed, d, bits);
 
   Tensor codes = empty_like_shape(packed, leading_shape(packed, 1, {d}), ScalarType::Byte);
-  const uint8_t* in = static_cast<const uint8_t*>(packed.data_ptr());
-  uint8_t* out = static_cast<uint8_t*>(codes.data_ptr());
+  const uint8_t* in = data_of<uint8_t>(packed);
+  uint8_t* out = data_of<uint8_t>(codes);
   parallel_for(packed.numel() / row_bytes, row_grain(d, 1), [&](int64_t begin, int64_t end) {
     kernels().unpack(in + begin * row_bytes, out + begin * d, end - begin, d, static_cast<int>(bits));
   });

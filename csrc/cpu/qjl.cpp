@@ -1,6 +1,8 @@
-// qjl_sketch, qjl_score: sign bits of a projected residual, and inner products with them (the paper's Algorithm 2, second
-// stage). Bits: docs/format.md section 10.
-#include "cpu/score/projection.h"
+// qjl_sketch, qjl_score: sign bits of a projected residual, and inner products with them (the second stage of Algorithm
+// 2 of the paper). docs/format.md section 10 fixes the bits.
+#include "cpu/common/torch.h"
+#include "cpu/score/queries.h"
+#include "cpu/score/sketch.h"
 
 namespace turboquant::cpu {
 namespace {
@@ -14,12 +16,12 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
 
   Tensor bits = empty_like_shape(residual, leading_shape(residual, 1, {sketch.bytes()}), ScalarType::Byte);
   Tensor norm = empty_like_shape(residual, leading_shape(residual, 1, {}), ScalarType::Float);
-  uint8_t* bits_out = static_cast<uint8_t*>(bits.data_ptr());
-  float* norm_out = static_cast<float*>(norm.data_ptr());
+  uint8_t* bits_out = data_of<uint8_t>(bits);
+  float* norm_out = data_of<float>(norm);
   const Rows rows(residual);
-  dispatch_float(residual.scalar_type(), [&](auto tag) {
+  dispatch_float(dtype_of(residual), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const T* in = static_cast<const T*>(residual.data_ptr());
+    const T* in = data_of<T>(residual);
     parallel_for(rows.count(), 8, [&](int64_t begin, int64_t end) {
       std::vector<float> r(d), projected(sketch.rows());
       for (int64_t i = begin; i < end; ++i) {
@@ -39,7 +41,7 @@ Tensor qjl_score(const Tensor& q, const Tensor& sign_bits, const Tensor& norm, c
   check_sketch(sign_bits, norm, q, shape, sketch.bytes());
 
   Tensor out = empty_like_shape(q, shape.out, ScalarType::Float);
-  float* to = static_cast<float*>(out.data_ptr());
+  float* to = data_of<float>(out);
   const DenseRows keys = sketch_rows(sketch, sign_bits, norm);
   const Rows rows(q);
   struct Worker {

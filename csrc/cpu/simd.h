@@ -1,19 +1,19 @@
 // The verbs that the CPU kernels are written in, once per instruction set. Intrinsics occur in simd/ only.
 //
-// Sizes do not depend on the machine: Floats and Ints always have 16 lanes, Shorts 32 and Bytes 64. Every set therefore adds
-// the same lanes in the same order, so that all levels agree in every bit of every result.
+// Sizes do not depend on the machine: Floats and Ints always have 16 lanes, Shorts 32 and Bytes 64. Every set therefore
+// adds the same lanes in the same order, so that all levels agree in every bit of every result.
 //
-// A set for another processor is a header in simd/ that defines everything that simd/portable.h defines, with the same lanes:
-// the vectors (Floats, Ints, Shorts, Bytes, Mask) with loads, stores, arithmetic, comparisons and conversions; butterfly,
-// swap_lanes, pair_sums and sum_quads between lanes; the tables (Table16, Table32, CodeTable, LevelTable, Boundaries) with
-// their look-ups; BitLayout with store_packed and load_packed; Levels, Factors and Products with kLevelBias for integer dot
-// products; and kUnroll. No verb may fuse a multiplication and an addition unless the product is exact. The set is included
-// below, compiled by a file in levels/ and offered to processors in levels/dispatch.cpp; tests/test_simd.py then compares it
-// with portable.h.
+// A set for another processor is a header in simd/ that defines everything that simd/portable.h defines, with the same
+// lanes: the vectors (Floats, Ints, Shorts, Bytes, Mask) with loads, stores, arithmetic, comparisons and conversions;
+// butterfly, swap_lanes, pair_sums and sum_quads between lanes; the tables (Table16, Table32, CodeTable, LevelTable,
+// Boundaries) with their look-ups; BitLayout with store_packed and load_packed; Levels, Factors and Products with
+// kLevelBias for integer dot products; and kUnroll. No verb may fuse a multiplication and an addition unless the
+// product is exact. The set is included below, compiled by a file in levels/ and offered to processors by
+// common/dispatch.cpp; tests/test_simd.py then compares it with portable.h.
 //
-// Everything lives in the namespace of the level that includes this file: an inline function compiled for AVX-512 must never
-// be the copy that the linker keeps for other machines. Kernels use no standard library for the same reason: its templates
-// have one name for all levels.
+// Everything lives in the namespace of the level that includes this file: an inline function compiled for AVX-512 must
+// never be the copy that the linker keeps for other machines. Kernels use no standard library for the same reason: its
+// templates have one name for all levels.
 #pragma once
 
 #include <cstdint>
@@ -28,10 +28,11 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Verbs whose arguments must stay in registers, and what compilers think has no effect.
+// For verbs whose arguments must stay in registers.
 #define ALWAYS_INLINE [[gnu::always_inline]] inline
 
-// Asks for the cache lines of [p, p + bytes), which will be read soon.
+// Prefetches the cache lines of [p, p + bytes). Always inlined, because compilers think that the function has no
+// effect.
 ALWAYS_INLINE void prefetch(const void* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
 }

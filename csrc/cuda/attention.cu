@@ -171,8 +171,8 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
-  using Ops = turboquant::AttentionOps<turboquant::cuda::attend>;
-  m.impl("paged_attention", TORCH_BOX(&Ops::paged_attention));
-  m.impl("paged_attention_out", TORCH_BOX(&Ops::paged_attention_out));
+  using namespace turboquant;
+  m.impl("paged_attention", boxed<&paged_attention<turboquant::cuda::attend>>);
+  m.impl("paged_attention_out", boxed<&paged_attention_out<turboquant::cuda::attend>>);
   m.impl("merge_attention", TORCH_BOX(&turboquant::cuda::merge_attention));
 }

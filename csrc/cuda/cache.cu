@@ -3,7 +3,8 @@
 // One launch does keys and values of all heads. Here are the kernels for every length, dtype and width
 // (codec/generic.cuh), and the ops, which ask choices/codec.h which kernel takes the call: one of these, the bulk
 // kernels (codec/encode_bulk.cu, codec/decode_bulk.cu) or the step kernel (codec/encode_step.cu).
-#include "calls/cache.h"
+#include "calls/load.h"
+#include "calls/store.h"
 
 #include "choices/codec.h"
 #include "cuda/codec/arguments.cuh"
@@ -151,45 +152,28 @@ __global__ void __launch_bounds__(32 * kLoadWarps)
 
 // ---- Host side ------------------------------------------------------------------------------------------------------
 
-Pages checked_pages(const Tensor& cache, const Tensor& first, const format::Record& record) {
-  check_cache(cache, first, record);
+Pages pages_of(const Tensor& cache) {
   STD_TORCH_CHECK(aligned(cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
   return {static_cast<uint8_t*>(cache.data_ptr()), cache.size(0), static_cast<int>(cache.size(1))};
 }
 
-// k or v, [tokens, heads, d] or [batch, heads, new, d]: the tensor itself, or a copy if rows are not aligned or tokens
-// do not lie at equal distances. (AlignedRows is for ops that do not tell tokens from heads.)
-class HeadRows {
- public:
-  explicit HeadRows(const Tensor& t) : tensor_(t), rows_(t) {
-    const int64_t size = t.element_size(), bytes = word_bytes(8, static_cast<int>(size));
-    const auto fits = [&](int64_t count, int64_t stride) { return count <= 1 || stride * size % bytes == 0; };
-    const bool good = rows_.even && aligned(t.data_ptr(), bytes) && fits(rows_.tokens, rows_.token_stride) &&
-                      fits(rows_.heads, rows_.head_stride);
-    if (good || t.numel() == 0) return;
-    const Tensor by_token = t.dim() == 3 ? t : torch::stable::transpose(t, 1, 2);
-    tensor_ = torch::stable::new_empty(t, leading_shape(by_token, 0, {}), t.scalar_type());
-    torch::stable::copy_(tensor_, by_token);
-    rows_.token_stride = rows_.heads * rows_.d, rows_.head_stride = rows_.d;
-  }
-  const Tensor& tensor() const { return tensor_; }
-  EncodeSource source(const Codebook& book, const Constant& signs, const format::Channels& channels) const {
-    const int64_t size = tensor_.element_size();
-    return {static_cast<const uint8_t*>(tensor_.data_ptr()),
-            rows_.token_stride * size,
-            rows_.head_stride * size,
-            book,
-            signs.data(),
-            channels,
-            rows_.d};
-  }
+EncodeSource source_of(const HeadRows& x, const Codebook& book, const Constant& signs,
+                       const format::Channels& channels) {
+  const int64_t size = static_cast<int64_t>(x.tensor.element_size());
+  return {static_cast<const uint8_t*>(x.tensor.data_ptr()),
+          x.rows.token_stride * size,
+          x.rows.head_stride * size,
+          book,
+          signs.data(),
+          channels,
+          x.rows.d};
+}
 
- private:
-  Tensor tensor_;
-  TokenRows rows_;
-};
+// k or v with rows that kernels can read by eight elements.
+HeadRows aligned_rows(const Tensor& x) { return {x, word_bytes(8, static_cast<int>(x.element_size()))}; }
 
-Tail checked_tail(const Tensor& tail, const StoreCall& call, const Tensor& k, const TokenRows& rows) {
+template <typename Call>
+Tail checked_tail(const Tensor& tail, const Call& call, const Tensor& k, const TokenRows& rows) {
   const int64_t seqs = check_batch(*call.seq_lens, call.cu_seqlens_q, k, rows.tokens);
   check_tail(tail, call.tail_slots, k, seqs, rows.heads, rows.d, call.sink_tokens);
   return {static_cast<uint8_t*>(tail.data_ptr()),
@@ -206,23 +190,23 @@ Tail checked_tail(const Tensor& tail, const StoreCall& call, const Tensor& k, co
 // A layer's keys and values, checked, with all arguments of their kernel.
 class LayerStore {
  public:
-  LayerStore(const StoreLayer& layer, const StoreCall& call)
-      : record_(layer.record(call)), keys_(layer.k), values_(layer.v), key_signs_(layer.key_signs),
-        value_signs_(layer.value_signs), center_(layer.center) {
+  template <typename Call>
+  LayerStore(const StoreLayer& layer, const Call& call)
+      : record_(check_store_record(layer, call)), keys_(aligned_rows(layer.k)), values_(aligned_rows(layer.v)),
+        key_signs_(layer.key_signs), value_signs_(layer.value_signs), center_(layer.center) {
     const Tensor& k = layer.k;
     const TokenRows rows(k);
-    const Pages pages = checked_pages(layer.cache, k, record_);
-    layer.check(call, rows);
+    check_store(layer, call, record_, rows);
+    const Pages pages = pages_of(layer.cache);
     STD_TORCH_CHECK(rows.heads <= kMaxGridY, "k has ", rows.heads, " KV heads, supported: up to ", kMaxGridY);
     const Codebook key_book = checked_codebook(k, call.key_levels, call.key_steps, call.key_bits, call.key_scale_mode,
                                                "key_levels", "key_steps");
     const Codebook value_book = checked_codebook(k, call.value_levels, call.value_steps, call.value_bits,
                                                  call.value_scale_mode, "value_levels", "value_steps");
-    check_constant(call.slot_mapping, k, "slot_mapping", ScalarType::Long, {rows.tokens});
     const Tail tail = layer.tail ? checked_tail(*layer.tail, call, k, rows) : Tail{};
     const format::Channels channels = channels_of(layer.center, center_.data(), rows.heads, rows.d);
-    arguments_ = {.source = {keys_.source(key_book, key_signs_, channels),
-                             values_.source(value_book, value_signs_, {})},
+    arguments_ = {.source = {source_of(keys_, key_book, key_signs_, channels),
+                             source_of(values_, value_book, value_signs_, {})},
                   .sources = 2,
                   .tokens = rows.tokens,
                   .heads = static_cast<int>(rows.heads),
@@ -238,7 +222,7 @@ class LayerStore {
   }
 
   static void run(const std::vector<LayerStore>& layers, const char* op) {
-    const Launch launch(layers[0].keys_.tensor());
+    const Launch launch(layers[0].keys_.tensor);
     for (const LayerStore& layer : layers) layer.start(launch.stream());
     launch.check(op);
   }
@@ -303,51 +287,35 @@ DecodeArguments bulk_arguments(const LoadArguments& a, const format::Record& rec
   return bulk;
 }
 
-// cache: uint8 [num_pages, kv_heads, record_bytes], block_table: int32 [seqs, max_pages], seq_lens: int32 [seqs]
-// -> k, v: [seqs, max_seq_len, kv_heads, head_dim] of `dtype`, zero from seq_len on
-std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
-                                      const Tensor& key_signs, const Tensor& value_signs,
-                                      const OptionalTensor& key_levels, const OptionalTensor& value_levels,
-                                      const OptionalTensor& center, int64_t head_dim, int64_t page_size,
-                                      int64_t key_bits, int64_t value_bits, int64_t max_seq_len, ScalarType dtype) {
-  const format::Record record = check_record(head_dim, page_size, key_bits, value_bits);
-  const Pages pages = checked_pages(cache, cache, record);
-  check_output_dtype(dtype);
-  const int64_t kv_heads = cache.size(1), d = head_dim;
+// -> k, v: [seqs, max_seq_len, kv_heads, head_dim], zero from seq_len on
+std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
+  const format::Record record = check_load(c);
+  const int64_t kv_heads = c.kv_heads(), seqs = c.seqs(), d = c.head_dim;
   STD_TORCH_CHECK(kv_heads <= kMaxGridY, "cache has ", kv_heads, " KV heads, supported: up to ", kMaxGridY);
-  check_constant(key_signs, cache, "key_signs", ScalarType::Float, {d});
-  check_constant(value_signs, cache, "value_signs", ScalarType::Float, {d});
-  check_center(center, cache, kv_heads, d);
-  check_levels(key_levels, cache, key_bits, "key_levels");
-  check_levels(value_levels, cache, value_bits, "value_levels");
-  STD_TORCH_CHECK(max_seq_len >= 0, "max_seq_len is ", max_seq_len, ", supported: 0 and more");
-  check_constant(seq_lens, cache, "seq_lens", ScalarType::Int, {-1});
-  const int64_t seqs = seq_lens.size(0);
-  check_constant(block_table, cache, "block_table", ScalarType::Int, {seqs, -1});
+  const Pages pages = pages_of(c.cache);
 
-  Tensor k = torch::stable::new_empty(cache, {seqs, max_seq_len, kv_heads, d}, dtype);
-  Tensor v = torch::stable::new_empty(cache, {seqs, max_seq_len, kv_heads, d}, dtype);
+  Tensor k = c.new_result(), v = c.new_result();
   if (k.numel() == 0) return {k, v};
 
-  const Constant k_signs(key_signs), v_signs(value_signs), constants(center);
-  const format::Channels channels = channels_of(center, constants.data(), kv_heads, d);
-  const Launch launch(cache);
+  const Constant k_signs(c.key_signs), v_signs(c.value_signs), constants(c.center);
+  const format::Channels channels = channels_of(c.center, constants.data(), kv_heads, d);
+  const Launch launch(c.cache);
   const LoadArguments arguments{.pages = pages,
                                 .layout = RecordLayout(record),
-                                .table = static_cast<const int32_t*>(block_table.data_ptr()),
-                                .lengths = static_cast<const int32_t*>(seq_lens.data_ptr()),
+                                .table = static_cast<const int32_t*>(c.block_table.data_ptr()),
+                                .lengths = static_cast<const int32_t*>(c.seq_lens.data_ptr()),
                                 .seqs = seqs,
-                                .max_pages = block_table.size(1),
-                                .max_length = max_seq_len,
+                                .max_pages = c.max_pages(),
+                                .max_length = c.max_seq_len,
                                 .signs = {k_signs.data(), v_signs.data()},
-                                .levels = {levels_data(key_levels), levels_data(value_levels)},
+                                .levels = {levels_data(c.key_levels), levels_data(c.value_levels)},
                                 .channels = channels,
                                 .out = {k.data_ptr(), v.data_ptr()},
-                                .dtype = dtype_of(dtype)};
+                                .dtype = dtype_of(c.dtype)};
   const LoadShape shape{.head_dim = record.head_dim,
                         .dtype = arguments.dtype,
                         .seqs = seqs,
-                        .max_length = max_seq_len,
+                        .max_length = c.max_seq_len,
                         .heads = kv_heads,
                         .value_width = record.value_width()};
   if (choose_load(shape, current_device().facts).kernel == CodecKernel::kBulk) {
@@ -357,7 +325,7 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
   }
 
   const int words = generic_words(static_cast<int>(d)), warps = generic_warps(words, kLoadWarps);
-  const dim3 grid(num_blocks(seqs * max_seq_len, warps), static_cast<unsigned>(kv_heads), 2);
+  const dim3 grid(num_blocks(seqs * c.max_seq_len, warps), static_cast<unsigned>(kv_heads), 2);
   load_kernel<<<grid, 32 * warps, 4 * warps * words, launch.stream()>>>(arguments, GenericShape(format::split_dim(d)));
   launch.check("cache_load");
   return {k, v};
@@ -367,7 +335,8 @@ std::tuple<Tensor, Tensor> cache_load(const Tensor& cache, const Tensor& block_t
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
-  m.impl("cache_store", TORCH_BOX(&turboquant::cache_store<turboquant::cuda::LayerStore>));
-  m.impl("cache_store_layers", TORCH_BOX(&turboquant::cache_store_layers<turboquant::cuda::LayerStore>));
-  m.impl("cache_load", TORCH_BOX(&turboquant::cuda::cache_load));
+  using namespace turboquant;
+  m.impl("cache_store", boxed<&cache_store<turboquant::cuda::LayerStore>>);
+  m.impl("cache_store_layers", boxed<&cache_store_layers<turboquant::cuda::LayerStore>>);
+  m.impl("cache_load", boxed<&turboquant::cuda::cache_load>);
 }

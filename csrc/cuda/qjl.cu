@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "choices/score.h"
+#include "calls/sketch.h"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/codec/transform.cuh"
 #include "cuda/common/device_facts.cuh"

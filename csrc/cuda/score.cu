@@ -14,6 +14,8 @@
 // each stretch of 128 channels, and these words become its fragments without any exchange between lanes.
 #include <algorithm>
 
+#include "calls/score.h"
+#include "calls/sketch.h"
 #include "choices/score.h"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/common/device_facts.cuh"
@@ -807,7 +809,7 @@ void launch_choice(ScoreArguments& a, int64_t batch, const ScoreChoice& choice, 
 
 // Rows at any address share one kernel per width, with and without sketches.
 template <int BITS, bool UNIFORM = false>
-void launch_bits(ScoreArguments& a, const ScoreCall& call, const Launch& launch, const DeviceFacts& device) {
+void launch_bits(ScoreArguments& a, const ScoreFacts& call, const Launch& launch, const DeviceFacts& device) {
   const ScoreChoice choice = choose_score(call);
   if (!call.word_rows) return launch_general<BITS, UNIFORM, true, 1, false>(a, call.batch, launch, device);
   if constexpr (BITS > 0) {
@@ -825,9 +827,8 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   STD_TORCH_CHECK(shape.queries <= INT32_MAX, "q has ", shape.queries, " queries, supported: up to ", INT32_MAX);
   a.queries = static_cast<int>(shape.queries);
   a.keys = shape.keys;
-  const int word = a.bits % 4 == 0 ? 16
-                   : a.bits == 2   ? 8
-                                   : 4;  // bytes of a load: all rows must start at a multiple of that
+  // Bytes of a load: all rows must start at a multiple of that.
+  const int word = a.bits % 4 == 0 ? 16 : a.bits == 2 ? 8 : 4;
   bool words = a.bits == 0 || (d % kGroup == 0 && a.row_bytes % word == 0 && aligned(a.packed, word));
   if (projection) {
     const Projection sketch(*projection, q, d);
@@ -855,18 +856,18 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   a.q_dtype = dtype_of(q);
   a.out = static_cast<float*>(out.data_ptr());
   const format::Codes codes{format::as_width(a.bits), a.levels ? format::Grid::kLevels : format::Grid::kUniform};
-  const ScoreCall call{.has_codes = a.bits > 0,
-                       .has_sketch = a.sign_bits != nullptr,
-                       .dense_sketch = a.dense,
-                       .codes = codes,
-                       .sketch_bits = a.m,
-                       .head_dim = d,
-                       .batch = shape.batch,
-                       .queries = a.queries,
-                       .keys = a.keys,
-                       .word_rows = words,
-                       .aligned_constants = a.in_registers,
-                       .four_query_bytes = Layout(a, kMaxQueries).bytes()};
+  const ScoreFacts call{.has_codes = a.bits > 0,
+                        .has_sketch = a.sign_bits != nullptr,
+                        .dense_sketch = a.dense,
+                        .codes = codes,
+                        .sketch_bits = a.m,
+                        .head_dim = d,
+                        .batch = shape.batch,
+                        .queries = a.queries,
+                        .keys = a.keys,
+                        .word_rows = words,
+                        .aligned_constants = a.in_registers,
+                        .four_query_bytes = Layout(a, kMaxQueries).bytes()};
   const DeviceFacts& device = device_of(q.get_device_index()).facts;
   switch (a.bits) {
     case 0: launch_bits<0>(a, call, launch, device); break;
@@ -881,33 +882,20 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   return out;
 }
 
-// q: [..., queries, d], packed: uint8 [..., keys, row_bytes], scale: float16 [..., keys], center: float32 [d] or [3,
-// d], sign_bits: uint8 [..., keys, m / 8], residual_norm: float32 [..., keys], projection as in score/projection.cuh
 // -> float32 [..., queries, keys]
-Tensor score(const Tensor& q, const Tensor& packed, const Tensor& scale, const Tensor& signs,
-             const OptionalTensor& levels, int64_t bits, const OptionalTensor& center, const OptionalTensor& sign_bits,
-             const OptionalTensor& residual_norm, const OptionalTensor& projection) {
-  check_codec_bits(bits);
-  const ScoreShape shape = checked_score_shape(q, packed, "packed");
-  check_device(packed, q, "packed");
-  const DenseVectors keys = checked_dense_vectors(packed, scale, signs, levels, bits);
-  STD_TORCH_CHECK(q.size(q.dim() - 1) == keys.d, "q has shape ", shape_text(q), ", expected [..., ", keys.d,
-                  "] as signs say");
-  check_center(center, q, keys.d);
-  const bool sketched = projection.has_value();
-  STD_TORCH_CHECK(sign_bits.has_value() == sketched && residual_norm.has_value() == sketched,
-                  "sign_bits, residual_norm and projection come together or not at all");
-
+Tensor score(const ScoreCall& c) {
+  const ScoreShape shape = check_score(c);
+  const int64_t d = c.d();
   ScoreArguments a{};
-  a.packed = bytes_of(packed);
-  a.scale = static_cast<const __half*>(scale.data_ptr());
-  a.signs = static_cast<const float*>(signs.data_ptr());
-  a.levels = levels_data(levels);
-  a.channels = channels_of(center, center ? static_cast<const float*>(center->data_ptr()) : nullptr, 1, keys.d);
-  a.bits = static_cast<int>(bits);
-  a.row_bytes = keys.row_bytes;
-  a.steps = static_cast<int>((keys.d + kStretch - 1) / kStretch);
-  return run(a, q, shape, projection, sign_bits, residual_norm, "score");
+  a.packed = bytes_of(c.packed);
+  a.scale = static_cast<const __half*>(c.scale.data_ptr());
+  a.signs = static_cast<const float*>(c.signs.data_ptr());
+  a.levels = levels_data(c.levels);
+  a.channels = channels_of(c.center, c.center ? static_cast<const float*>(c.center->data_ptr()) : nullptr, 1, d);
+  a.bits = static_cast<int>(c.bits);
+  a.row_bytes = static_cast<int>(format::dense_row_bytes(d, a.bits));
+  a.steps = static_cast<int>((d + kStretch - 1) / kStretch);
+  return run(a, c.q, shape, c.projection, c.sign_bits, c.residual_norm, "score");
 }
 
 // q: [..., queries, d], sign_bits: uint8 [..., keys, m / 8], norm: float32 [..., keys] -> float32 [..., queries, keys]
@@ -921,6 +909,6 @@ Tensor qjl_score(const Tensor& q, const Tensor& sign_bits, const Tensor& norm, c
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
-  m.impl("score", TORCH_BOX(&turboquant::cuda::score));
+  m.impl("score", turboquant::boxed<&turboquant::cuda::score>);
   m.impl("qjl_score", TORCH_BOX(&turboquant::cuda::qjl_score));
 }

@@ -1,7 +1,8 @@
-// The kernels of every level with random arguments, for AddressSanitizer and UBSan (tests/test_sanitizers.py). No torch.
+// Runs the kernels of every level with random arguments, for AddressSanitizer and UBSan (tests/test_sanitizers.py). No
+// torch.
 //
-// A case makes its arguments in memory of exactly the promised size, calls kernels, and keeps what they wrote, which must
-// be the same at every level. To add a kernel: a function below, and its name in CASES.
+// A case makes its arguments in memory of exactly the promised size, calls kernels and keeps the bytes that they wrote,
+// which must be the same at every level. A new kernel needs a function below, and its name in CASES.
 #include <pybind11/pybind11.h>
 
 #include <concepts>
@@ -22,13 +23,17 @@ extern "C" bool turboquant_cpu_force_level(const char* name);
 
 namespace py = pybind11;
 namespace format = turboquant::format;
+using format::Width;
+using turboquant::Dtype;
+using turboquant::element_size;
 using namespace turboquant::cpu;
 
 namespace {
 
-// ---- Memory and values ---------------------------------------------------------------------------------------------------
+// ---- Memory and values ----------------------------------------------------------------------------------------------
 
-// What memory holds before anyone writes it: differs from level to level, so that a result that depends on it shows.
+// Memory holds this byte before anyone writes it. It differs from level to level, so that a result that depends on it
+// shows.
 uint8_t stale_byte = 0;
 
 // n elements at an address that is a multiple of `align` bytes and of no more, nothing behind them.
@@ -78,6 +83,10 @@ class Random {
   template <typename T, size_t N>
   T any_of(const T (&list)[N]) {
     return list[below(N)];
+  }
+  Dtype dtype() {
+    const Dtype dtypes[] = {Dtype::kFloat32, Dtype::kFloat16, Dtype::kBFloat16};
+    return any_of(dtypes);
   }
   float number() { return static_cast<float>(below(1 << 24)) / (1 << 23) - 1; }  // -1 .. 1
 
@@ -129,7 +138,7 @@ class Random {
   uint64_t state_;
 };
 
-// What kernels wrote. One kind of NaN: which of two a sum hands on is not defined.
+// The bytes that kernels wrote. Every NaN becomes the same one: C++ does not define which of two a sum hands on.
 class Written {
  public:
   template <typename T>
@@ -150,34 +159,36 @@ class Written {
   std::string bytes_;
 };
 
-// n numbers of one dtype (0 float32, 1 float16, 2 bfloat16) at an address that fits it and no more, in rows of d.
+// A float32 as an element of any dtype: half is the float16 that stands for it, or for another number.
+void put(uint8_t* to, Dtype dtype, float x, uint16_t half) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const auto top = static_cast<uint16_t>(bits >> 16);
+  switch (dtype) {
+    case Dtype::kFloat32: std::memcpy(to, &bits, sizeof bits); return;
+    case Dtype::kFloat16: std::memcpy(to, &half, sizeof half); return;
+    case Dtype::kBFloat16: std::memcpy(to, &top, sizeof top); return;
+  }
+}
+
+// n elements of one dtype at an address that fits it and no more, in rows of d.
 struct Numbers {
-  int dtype;
+  Dtype dtype;
   int64_t item;
   Memory<uint8_t> bytes;
 
-  Numbers(int dtype, int64_t n) : dtype(dtype), item(dtype == 0 ? 4 : 2), bytes(n * item, item) {}
-  Numbers(Random& random, int dtype, int64_t n, int64_t d) : Numbers(dtype, n) {
+  Numbers(Dtype dtype, int64_t n) : dtype(dtype), item(element_size(dtype)), bytes(n * item, item) {}
+  Numbers(Random& random, Dtype dtype, int64_t n, int64_t d) : Numbers(dtype, n) {
     for (int64_t i = 0; i < n; i += d) {
       const int64_t count = std::min(d, n - i);
       Memory<float> row(count);
       random.fill(row.get(), count);
-      for (int64_t c = 0; c < count; ++c) {
-        const uint16_t half = random.half(false);
-        uint32_t bits;
-        std::memcpy(&bits, &row[c], sizeof bits);
-        const auto top = static_cast<uint16_t>(bits >> 16);
-        std::memcpy(bytes.get() + (i + c) * item,
-                    dtype == 0   ? static_cast<const void*>(&bits)
-                    : dtype == 1 ? &half
-                                 : &top,
-                    item);
-      }
+      for (int64_t c = 0; c < count; ++c) put(bytes.get() + (i + c) * item, dtype, row[c], random.half(false));
     }
   }
   void keep(Written& written) const {
-    if (dtype == 0) return written.add(reinterpret_cast<const float*>(bytes.get()), bytes.size() / 4);
-    const int infinity = dtype == 1 ? 0x7C00 : 0x7F80;
+    if (dtype == Dtype::kFloat32) return written.add(reinterpret_cast<const float*>(bytes.get()), bytes.size() / 4);
+    const int infinity = dtype == Dtype::kFloat16 ? 0x7C00 : 0x7F80;
     for (int64_t i = 0; i < bytes.size(); i += 2) {
       uint16_t x;
       std::memcpy(&x, bytes.get() + i, sizeof x);
@@ -187,7 +198,7 @@ struct Numbers {
   }
 };
 
-// ---- Cases ---------------------------------------------------------------------------------------------------------------
+// ---- Cases ----------------------------------------------------------------------------------------------------------
 
 // Queries as integers. Their bytes are the level's own; only units are compared.
 struct Queries {
@@ -195,21 +206,21 @@ struct Queries {
   Memory<float> unit;
   Memory<int32_t> correction;
 
-  Queries(const Kernels& k, Random& random, int64_t count, int d, int bits, int max_level)
-      : factors(count * k.query_factor_bytes(d, bits), 64), unit(count), correction(count) {
+  Queries(const Kernels& k, Random& random, int64_t count, int d, Layout layout, int max_level)
+      : factors(count * k.query_factor_bytes(d, layout), 64), unit(count), correction(count) {
     for (int64_t i = 0; i < count; ++i) {
       Memory<float> q(d);
       random.fill(q.get(), d);
-      uint8_t* to = factors.get() + i * k.query_factor_bytes(d, bits);
+      uint8_t* to = factors.get() + i * k.query_factor_bytes(d, layout);
       Memory<int16_t> scratch(d + kQueryMargin);
-      unit[i] = k.query_factors(q.get(), d, bits, max_level, to, &correction[i], scratch.get());
+      unit[i] = k.query_factors(q.get(), d, layout, max_level, to, &correction[i], scratch.get());
     }
   }
 };
 
 void query_factors(const Kernels& k, Random& random, Written& written) {
-  const int widths[] = {2, 4, 5, 8}, bits = random.any_of(widths);
-  const Queries q(k, random, 3, random.vector_dim(), bits, static_cast<int>(random.between(1, 127)));
+  const Width widths[] = {Width::k2, Width::k4, Width::k5, Width::k8}, width = random.any_of(widths);
+  const Queries q(k, random, 3, random.vector_dim(), Layout{width, false}, static_cast<int>(random.between(1, 127)));
   written.add(q.unit);
 }
 
@@ -255,13 +266,19 @@ void attend_pages(const Kernels& k, Random& random, Written& written) {
                               [&](int64_t) { return static_cast<int32_t>(random.below(num_pages)); });
   const PanelMap panels(r);
   const float caps[] = {0, 0, 0.5f, 30};
-  PagedKeys keys{r, panels.get(), pages.get(), kv_heads, {}, {}, random.any_of(caps)};
+  PagedKeys keys{.record = r,
+                 .panels = panels.get(),
+                 .pages = pages.get(),
+                 .kv_heads = kv_heads,
+                 .key_levels = {},
+                 .value_levels = {},
+                 .soft_cap = random.any_of(caps)};
   if (r.key_bits < 8) random.levels(keys.key_levels, r.key_bits);
   if (r.value_bits < 8) random.levels(keys.value_levels, r.value_bits);
   const int max_level = r.key_bits == 8 ? 127 : keys.key_levels[(1 << r.key_bits) - 1];
 
   const int count = static_cast<int>(random.between(1, 9));
-  Queries q(k, random, count, r.head_dim, k.key_layout(r), max_level);
+  Queries q(k, random, count, r.head_dim, key_layout(r), max_level);
   for (int i = 0; i < count; ++i) q.unit[i] /= 32 * static_cast<float>(r.head_dim);
   const Memory<float> shift(count, [&](int64_t) { return random.one_in(2) ? 0 : random.number(); });
   const int64_t begin = random.below(length) / kBlockTokens * kBlockTokens;
@@ -273,7 +290,13 @@ void attend_pages(const Kernels& k, Random& random, Written& written) {
   Memory<uint8_t> scratch(k.attend_scratch_bytes(keys), 64);
   const Partial out(count, static_cast<int64_t>(keys.panels.panels) * keys.panels.fields * 16);
   k.attend_pages(keys, table.get(), random.below(kv_heads), begin, length,
-                 {count, q.factors.get(), q.unit.get(), q.correction.get(), shift.get(), first.get(), end.get()},
+                 {.count = count,
+                  .factors = q.factors.get(),
+                  .unit = q.unit.get(),
+                  .correction = q.correction.get(),
+                  .shift = shift.get(),
+                  .first = first.get(),
+                  .end = end.get()},
                  out.rows, scratch.get());
   out.keep(written);
 }
@@ -281,15 +304,13 @@ void attend_pages(const Kernels& k, Random& random, Written& written) {
 void attend_exact(const Kernels& k, Random& random, Written& written) {
   const int64_t d = random.head_dim(), sink_tokens = random.between(0, 5), window = random.between(0, 40);
   const int64_t length = random.between(1, 90), ring = std::max<int64_t>(1, window + random.below(5));
-  const int count = static_cast<int>(random.between(1, 9)), dtype = static_cast<int>(random.below(3));
-  const int64_t item = dtype == 0 ? 4 : 2, rows = sink_tokens + ring;
+  const int count = static_cast<int>(random.between(1, 9));
+  const Dtype dtype = random.dtype();
+  const int64_t item = element_size(dtype), rows = sink_tokens + ring;
   Memory<uint8_t> tail(rows * 2 * d * item, item);
   for (int64_t i = 0; i < rows * 2 * d; ++i) {
     const float x = random.one_in(2000) ? __builtin_nanf("") : random.number();
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    const uint16_t half = random.half(true), top = static_cast<uint16_t>(bits >> 16);
-    std::memcpy(tail.get() + i * item, dtype == 0 ? static_cast<const void*>(&bits) : dtype == 1 ? &half : &top, item);
+    put(tail.get() + i * item, dtype, x, random.half(true));
   }
   Memory<float> q(count * d);
   Memory<int64_t> first(count), sinks(count), recent(count), position(count);
@@ -303,9 +324,17 @@ void attend_exact(const Kernels& k, Random& random, Written& written) {
   Memory<float> scratch(32 * d);
   const float caps[] = {0, 0, 0.5f, 30};
   const Partial out(count, d);
-  k.attend_exact({tail.get(), dtype, d, sink_tokens, ring, q.get(), first.get(), sinks.get(), recent.get(),
-                  position.get()},
-                 count, 0.1f, random.any_of(caps), out.rows, scratch.get());
+  const ExactKeys exact{.tail = tail.get(),
+                        .dtype = dtype,
+                        .d = d,
+                        .sink_tokens = sink_tokens,
+                        .ring = ring,
+                        .q = q.get(),
+                        .first = first.get(),
+                        .sinks = sinks.get(),
+                        .recent = recent.get(),
+                        .position = position.get()};
+  k.attend_exact(exact, count, 0.1f, random.any_of(caps), out.rows, scratch.get());
   out.keep(written);
 }
 
@@ -317,13 +346,19 @@ void score_rows(const Kernels& k, Random& random, Written& written) {
   Memory<float> lengths(keys);
   random.fill(lengths.get(), keys);
   const bool half = random.one_in(2);
-  const int layout = bits % 2 ? kBitString + bits : bits;
-  DenseRows rows{packed.get(), row_bytes, packed.get() + packed.size(),  d,
-                 layout,       {},        half ? halves.get() : nullptr, half ? nullptr : lengths.get()};
+  const Width width = format::as_width(bits);
+  DenseRows rows{.rows = packed.get(),
+                 .row_bytes = row_bytes,
+                 .end = packed.get() + packed.size(),
+                 .d = d,
+                 .width = width,
+                 .levels = {},
+                 .half_scale = half ? halves.get() : nullptr,
+                 .scale = half ? nullptr : lengths.get()};
   if (bits < 8) random.levels(rows.levels, bits);
 
   const int count = static_cast<int>(random.between(1, 9));
-  const Queries q(k, random, count, d, layout, bits == 8 ? 127 : rows.levels[(1 << bits) - 1]);
+  const Queries q(k, random, count, d, dense_layout(width), bits == 8 ? 127 : rows.levels[(1 << bits) - 1]);
   const Memory<float> shift(count, [&](int64_t) { return random.number(); });
   const int64_t begin = random.below(keys), end = random.between(begin, keys);
   const Memory<float> scores(count * keys, [](int64_t) { return 1.0f; });
@@ -368,11 +403,16 @@ struct RandomChannels {
 
 void hadamard(const Kernels& k, Random& random, Written& written) {
   const int64_t d = random.vector_dim(), count = random.between(0, 5), stride = d + random.below(4);
-  const int dtype = static_cast<int>(random.below(3));
+  const Dtype dtype = random.dtype();
   const Memory<float> signs = random_signs(random, d);
   const Numbers x(random, dtype, count == 0 ? 0 : (count - 1) * stride + d, d), out(dtype, count * d);
   k.hadamard(x.bytes.get(), const_cast<uint8_t*>(out.bytes.get()),
-             {dtype, count, stride, format::split_dim(d), signs.get(), random.one_in(2)});
+             {.dtype = dtype,
+              .count = count,
+              .stride = stride,
+              .split = format::split_dim(d),
+              .signs = signs.get(),
+              .inverse = random.one_in(2)});
   out.keep(written);
   written.add(&d, 1);
 }
@@ -413,15 +453,15 @@ struct Book {
 
   Book(Random& random, int bits, int64_t d)
       : count(static_cast<int>(random.between(1, 8))), steps(count), boundaries(64 * count), levels(32),
-        quantiser{bits,
-                  count,
-                  static_cast<int>(random.below(4)),
-                  steps.get(),
-                  boundaries.get(),
-                  levels.get(),
-                  4096 * __builtin_sqrtf(static_cast<float>(d)),
-                  32 / __builtin_sqrtf(static_cast<float>(d)),
-                  32 * __builtin_sqrtf(static_cast<float>(d))} {
+        quantiser{.width = format::as_width(bits),
+                  .scale_mode = static_cast<format::ScaleMode>(random.below(4)),
+                  .num_steps = count,
+                  .steps = steps.get(),
+                  .boundaries = boundaries.get(),
+                  .levels = levels.get(),
+                  .units = 4096 * __builtin_sqrtf(static_cast<float>(d)),
+                  .over = 32 / __builtin_sqrtf(static_cast<float>(d)),
+                  .times = 32 * __builtin_sqrtf(static_cast<float>(d))} {
     std::fill(levels.get(), levels.get() + 32, 0);
     if (bits < 8) random.levels(levels.get(), bits);
     for (int i = 0; i < count; ++i) {
@@ -440,22 +480,30 @@ struct Book {
 
 void encode(const Kernels& k, Random& random, Written& written) {
   const int64_t d = random.vector_dim(), count = random.between(1, 5), stride = d + random.below(4);
-  const int dtype = static_cast<int>(random.below(3)), bits = random.any_of(kCodecWidths);
+  const Dtype dtype = random.dtype();
+  const int bits = random.any_of(kCodecWidths);
   const Memory<float> signs = random_signs(random, d);
   const RandomChannels channels(random, d);
   const Numbers x(random, dtype, (count - 1) * stride + d, d);
   const Book book(random, bits, d);
   Memory<uint8_t> packed(count * format::dense_row_bytes(d, bits));
   Memory<uint16_t> scale(count);
-  k.encode({x.bytes.get(), dtype, count, stride, format::split_dim(d), signs.get(), channels.get()}, book.quantiser,
-           packed.get(), scale.get());
+  k.encode({.x = x.bytes.get(),
+            .dtype = dtype,
+            .count = count,
+            .stride = stride,
+            .split = format::split_dim(d),
+            .signs = signs.get(),
+            .channels = channels.get()},
+           book.quantiser, packed.get(), scale.get());
   written.add(packed);
   written.add(scale);
 }
 
 void decode(const Kernels& k, Random& random, Written& written) {
   const int64_t d = random.vector_dim(), count = random.between(1, 5);
-  const int dtype = static_cast<int>(random.below(3)), bits = random.any_of(kCodecWidths);
+  const Dtype dtype = random.dtype();
+  const int bits = random.any_of(kCodecWidths);
   const Memory<float> signs = random_signs(random, d);
   const RandomChannels channels(random, d);
   const Book book(random, bits, d);
@@ -463,8 +511,15 @@ void decode(const Kernels& k, Random& random, Written& written) {
                                [&](int64_t) { return random.code_byte(bits); });
   const Memory<uint16_t> scale(count, [&](int64_t) { return random.half(false); });
   const Numbers out(dtype, count * d);
-  k.decode({packed.get(), scale.get(), count, bits, book.levels.get(), format::split_dim(d), signs.get(),
-            channels.get(), dtype},
+  k.decode({.packed = packed.get(),
+            .scale = scale.get(),
+            .count = count,
+            .width = format::as_width(bits),
+            .levels = book.levels.get(),
+            .split = format::split_dim(d),
+            .signs = signs.get(),
+            .channels = channels.get(),
+            .dtype = dtype},
            const_cast<uint8_t*>(out.bytes.get()));
   out.keep(written);
 }
@@ -475,7 +530,7 @@ void cache(const Kernels& k, Random& random, Written& written) {
                          random.any_of(value_widths)};
   const int64_t d = r.head_dim, kv_heads = random.between(1, 3), pages = random.between(1, 2);
   const int64_t tokens = random.between(1, 6), item_stride = d + random.below(4), items = tokens * kv_heads;
-  const int dtype = static_cast<int>(random.below(3));
+  const Dtype dtype = random.dtype();
   const Memory<float> key_signs = random_signs(random, d), value_signs = random_signs(random, d);
   const Book key_book(random, r.key_bits, d), value_book(random, r.value_bits, d);
   const RandomChannels channels(random, kv_heads * d);
@@ -485,14 +540,15 @@ void cache(const Kernels& k, Random& random, Written& written) {
   Memory<int64_t> slots(tokens);
   for (int64_t t = 0; t < tokens; ++t) slots[t] = random.one_in(5) ? -1 : (7 * t + 3) % (pages * r.page_size);
   const int64_t begin = random.below(items);
-  k.store_tokens({r,
-                  {x.bytes.get(), kv_heads * item_stride, item_stride, key_signs.get(), key_book.quantiser},
-                  {y.bytes.get(), kv_heads * item_stride, item_stride, value_signs.get(), value_book.quantiser},
-                  channels.get(),
-                  dtype,
-                  stored.get(),
-                  kv_heads,
-                  slots.get()},
+  k.store_tokens({.record = r,
+                  .keys = {x.bytes.get(), kv_heads * item_stride, item_stride, key_signs.get(), key_book.quantiser},
+                  .values = {y.bytes.get(), kv_heads * item_stride, item_stride, value_signs.get(),
+                             value_book.quantiser},
+                  .channels = channels.get(),
+                  .dtype = dtype,
+                  .pages = stored.get(),
+                  .kv_heads = kv_heads,
+                  .slots = slots.get()},
                  begin, items);
   written.add(stored);
 
@@ -502,16 +558,27 @@ void cache(const Kernels& k, Random& random, Written& written) {
   const Memory<int64_t> lengths(seqs, [&](int64_t) { return random.between(0, longest); });
   const int64_t rows = seqs * longest * kv_heads;
   const Numbers keys(dtype, rows * d), values(dtype, rows * d);
-  k.load_tokens({r, stored.get(), table.get(), lengths.get(), kv_heads, max_pages, longest, key_book.levels.get(),
-                 value_book.levels.get(), key_signs.get(), value_signs.get(), channels.get(), dtype},
+  k.load_tokens({.record = r,
+                 .pages = stored.get(),
+                 .block_table = table.get(),
+                 .lengths = lengths.get(),
+                 .kv_heads = kv_heads,
+                 .max_pages = max_pages,
+                 .max_seq_len = longest,
+                 .key_levels = key_book.levels.get(),
+                 .value_levels = value_book.levels.get(),
+                 .key_signs = key_signs.get(),
+                 .value_signs = value_signs.get(),
+                 .channels = channels.get(),
+                 .dtype = dtype},
                 0, rows, const_cast<uint8_t*>(keys.bytes.get()), const_cast<uint8_t*>(values.bytes.get()));
   keys.keep(written);
   values.keep(written);
 }
 
 void group(const Kernels& k, Random& random, Written& written) {
-  const int group = random.one_in(2) ? 32 : 64, bits = random.one_in(2) ? 2 : 4,
-            dtype = static_cast<int>(random.below(3));
+  const int group = random.one_in(2) ? 32 : 64, bits = random.one_in(2) ? 2 : 4;
+  const Dtype dtype = random.dtype();
   const int64_t d = group * random.between(1, 5), count = random.between(1, 6), stride = d + random.below(4);
   const GroupRows rows{dtype, group, bits, count, d};
   const Numbers x(random, dtype, (count - 1) * stride + d, d), decoded(dtype, count * d);

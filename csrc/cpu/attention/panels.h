@@ -2,20 +2,26 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
 #include <vector>
 
 #include "cpu/kernels.h"
 
 namespace turboquant::cpu {
 
-// The value block as attention reads it, panel by panel (kernels.h): which tokens and channels every word holds, found by
-// asking format.h for every code of a block.
+// The value block as attention reads it, panel by panel (kernels.h): the tokens and channels of every word. The
+// constructor finds them by asking format.h for every code of a block.
 class PanelMap {
  public:
   explicit PanelMap(const format::Record& record) {
+    const bool spread = format::is_spread(record.value_width());
+    const int bits = format::field_bits(record.value_width());
     format::Record r = record;
-    if (r.value_bits == 3) r.value_bits = 4;  // spread to nibbles, three-bit blocks have the layout of four-bit ones
-    const int bits = r.value_bits, panels = r.value_block_bytes() / 64, fields = 8 / bits;
+    r.value_bits = bits;  // expanded to nibbles, spread blocks have the layout of four-bit ones
+    const int panels = r.value_block_bytes() / 64, fields = 8 / bits;
     quad_of_.assign(panels * 16, -1);
     words_.resize(r.head_dim * 4);
     for (int t = 0; t < format::kValueGroup; ++t) {
@@ -23,7 +29,8 @@ class PanelMap {
         const format::Piece piece = r.value(t, c).piece[0];
         const int byte = piece.byte - r.value_blocks(), field = piece.shift / bits;
         int word = byte / 4;
-        if (record.value_bits == 3 && c < r.head_dim / 64 * 64) {  // four words of sixteen lanes become four panels
+        constexpr int kSet = format::kSpreadChannels;
+        if (spread && c < r.head_dim / kSet * kSet) {  // four words of sixteen lanes become four panels
           word = word / 64 * 64 + word % 4 * 16 + word % 64 / 4;
         }
         quad_of_[word] = t % 8 / 2;
@@ -39,7 +46,12 @@ class PanelMap {
       if (16 * pattern == static_cast<int>(quads_.size())) quads_.insert(quads_.end(), begin, begin + 16);
       pattern_.push_back(pattern);
     }
-    panels_ = {panels, static_cast<int>(quads_.size() / 16), quads_.data(), pattern_.data(), fields, words_.data()};
+    panels_ = {.panels = panels,
+               .patterns = static_cast<int>(quads_.size() / 16),
+               .quads = quads_.data(),
+               .pattern = pattern_.data(),
+               .fields = fields,
+               .words = words_.data()};
   }
   PanelMap(const PanelMap&) = delete;
   const ValuePanels& get() const { return panels_; }
@@ -48,5 +60,15 @@ class PanelMap {
   std::vector<int32_t> quad_of_, quads_, pattern_, words_;
   ValuePanels panels_;
 };
+
+// The panels of a geometry, made once per process: a decode step calls with the same few geometries again and again.
+inline const PanelMap& panel_map(const format::Record& r) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, int, int, int>, std::unique_ptr<PanelMap>> maps;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<PanelMap>& map = maps[{r.head_dim, r.page_size, r.key_bits, r.value_bits}];
+  if (!map) map = std::make_unique<PanelMap>(r);
+  return *map;
+}
 
 }  // namespace turboquant::cpu

@@ -1,4 +1,5 @@
-// What a batch of sequences, their pages and their exact tail look like: shared by the cache and the attention ops.
+// A batch of sequences, their pages and their exact tail, with checks of their values. The cache and the attention ops
+// share it.
 #pragma once
 
 #include <map>
@@ -12,25 +13,7 @@
 
 namespace turboquant::cpu {
 
-// A record's geometry with its tables.
-struct RecordMap {
-  format::Record record;
-  PanelMap panels;
-
-  explicit RecordMap(const format::Record& r) : record(r), panels(r) {}
-};
-
-// The tables of a geometry, made once per process: a decode step calls with the same few geometries again and again.
-inline const RecordMap& record_map(const format::Record& r) {
-  static std::mutex mutex;
-  static std::map<std::tuple<int, int, int, int>, std::unique_ptr<RecordMap>> maps;
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<RecordMap>& map = maps[{r.head_dim, r.page_size, r.key_bits, r.value_bits}];
-  if (!map) map = std::make_unique<RecordMap>(r);
-  return *map;
-}
-
-// The sequences of a call: where their queries (new tokens) stand, and how long each sequence is with them.
+// The sequences of a call: where their queries (new tokens) are, and the length of each sequence with them.
 struct Batch {
   int64_t count = 0;
   std::vector<int64_t> query_begin;  // [count + 1], offsets into the call's tokens
@@ -43,7 +26,7 @@ struct Batch {
 
 inline std::vector<int64_t> checked_seq_lens(const Tensor& seq_lens, const Tensor& first) {
   check_constant(seq_lens, first, "seq_lens", ScalarType::Int, {-1});
-  const int32_t* p = static_cast<const int32_t*>(seq_lens.data_ptr());
+  const int32_t* p = data_of<int32_t>(seq_lens);
   std::vector<int64_t> lengths(p, p + seq_lens.size(0));
   for (int64_t n : lengths) STD_TORCH_CHECK(n >= 0, "seq_lens holds ", n, ", supported: 0 and more");
   return lengths;
@@ -59,7 +42,7 @@ inline Batch checked_batch(const Tensor& seq_lens, const OptionalTensor& cu_seql
     for (int64_t s = 0; s <= batch.count; ++s) batch.query_begin.push_back(s);
     return batch;
   }
-  const int32_t* cu = static_cast<const int32_t*>(cu_seqlens_q->data_ptr());
+  const int32_t* cu = data_of<int32_t>(*cu_seqlens_q);
   batch.query_begin.assign(cu, cu + batch.count + 1);
   STD_TORCH_CHECK(cu[0] == 0 && cu[batch.count] <= tokens, "cu_seqlens_q must start at 0 and end at no more than the ",
                   tokens, " tokens of the call");
@@ -75,24 +58,32 @@ inline Batch checked_batch(const Tensor& seq_lens, const OptionalTensor& cu_seql
 // The exact tail (docs/format.md section 9).
 struct TailView {
   Tensor tensor;         // [max_seqs, kv_heads, sink_tokens + ring, 2, d]
-  const int64_t* slots;  // [seqs], row of each sequence, -1 none
+  const int64_t* slots;  // [seqs], slot of each sequence, -1: it has no tail
   int64_t max_seqs, kv_heads, rows, ring, sink_tokens, d;
 
-  // Offset in elements of the key (kind 0) or value (1) at `position`.
-  int64_t offset(int64_t slot, int64_t head, int64_t position, int kind) const {
-    return (((slot * kv_heads + head) * rows + format::tail_row(position, sink_tokens, ring)) * 2 + kind) * d;
+  // The key (kind 0) or value (1) of a row.
+  void* vector(int64_t slot, int64_t head, int64_t row, int kind) const {
+    return element(tensor, format::tail_vector(slot, head, kv_heads, row, rows, kind) * d);
   }
+  int64_t row_of(int64_t position) const { return format::tail_row(position, sink_tokens, ring); }
 };
 
 inline TailView checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Tensor& first, int64_t seqs,
                              int64_t kv_heads, int64_t d, int64_t sink_tokens) {
   check_tail(tail, tail_slots, first, seqs, kv_heads, d, sink_tokens);
-  const int64_t* slots = static_cast<const int64_t*>(tail_slots->data_ptr());
+  const int64_t* slots = data_of<int64_t>(*tail_slots);
   for (int64_t s = 0; s < seqs; ++s) {
     STD_TORCH_CHECK(slots[s] >= -1 && slots[s] < tail.size(0), "tail_slots holds ", slots[s], ", supported: -1 to ",
                     tail.size(0) - 1);
   }
-  return {tail, slots, tail.size(0), kv_heads, tail.size(2), tail.size(2) - sink_tokens, sink_tokens, d};
+  return {.tensor = tail,
+          .slots = slots,
+          .max_seqs = tail.size(0),
+          .kv_heads = kv_heads,
+          .rows = tail.size(2),
+          .ring = tail.size(2) - sink_tokens,
+          .sink_tokens = sink_tokens,
+          .d = d};
 }
 
 // Checks the page ids that keys [first_key, end_key) of sequence s are read from. table: int32 [seqs, max_pages]

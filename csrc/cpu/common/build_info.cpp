@@ -1,4 +1,4 @@
-// What this library was built from, as JSON: `python -m torch_turboquant info` prints it, with the levels of dispatch.cpp.
+// The origin of this library as JSON. `python -m torch_turboquant info` prints it, with the levels of dispatch.cpp.
 #include <string>
 
 #include "format.h"

@@ -1,4 +1,4 @@
-// Which level of kernels this processor runs: the best it has, chosen once. Tests choose another through the functions
+// Chooses the level of kernels, once: the best that this processor runs. Tests choose another through the functions
 // below; nothing else does.
 #include <atomic>
 #include <cstring>
@@ -23,7 +23,7 @@ extern const Kernels kTable;
 
 namespace {
 
-// What runs here, best first.
+// The levels that run here, best first.
 const std::vector<const Kernels*>& levels() {
   static const std::vector<const Kernels*> list = [] {
     std::vector<const Kernels*> found;
@@ -70,7 +70,8 @@ extern "C" __attribute__((visibility("default"))) const char* turboquant_cpu_lev
   return turboquant::cpu::kernels().level;
 }
 
-// For tests: uses the named level from now on, the best one for an empty name. False: it does not run here.
+// For tests: uses the named level from now on, or the best one for an empty name. Returns false if it does not run
+// here.
 extern "C" __attribute__((visibility("default"))) bool turboquant_cpu_force_level(const char* name) {
   for (const auto* k : turboquant::cpu::levels()) {
     if (*name == '\0' || std::strcmp(k->level, name) == 0) {

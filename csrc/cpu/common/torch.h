@@ -1,5 +1,5 @@
-// The seam between the CPU kernels and torch: dtype switch, conversions, threads, allocation. Nothing else in csrc/cpu
-// speaks to torch beyond Tensor itself.
+// The seam between the ops of the CPU and torch: dtype switch, conversions, threads and allocation. Nothing else in
+// csrc/cpu uses more of torch than Tensor itself.
 #pragma once
 
 #include <algorithm>
@@ -19,23 +19,16 @@
 
 namespace turboquant::cpu {
 
-using torch::headeronly::BFloat16;
-using torch::headeronly::Half;
-
-template <typename T>
-struct Tag {
-  using type = T;
+struct ElementTypes {
+  using Float32 = float;
+  using Float16 = torch::headeronly::Half;
+  using BFloat16 = torch::headeronly::BFloat16;
 };
 
-// Calls fn(Tag<float | Half | BFloat16>) for a checked floating-point dtype.
+// Calls fn(Tag<float | Half | BFloat16>) for the type of a tensor's elements.
 template <typename Fn>
-void dispatch_float(ScalarType dtype, Fn&& fn) {
-  switch (dtype) {
-    case ScalarType::Float: return fn(Tag<float>{});
-    case ScalarType::Half: return fn(Tag<Half>{});
-    case ScalarType::BFloat16: return fn(Tag<BFloat16>{});
-    default: STD_TORCH_CHECK(false, "unsupported dtype ", dtype_name(dtype), ", supported: float32, float16, bfloat16");
-  }
+void dispatch_float(Dtype dtype, Fn&& fn) {
+  dispatch_dtype<ElementTypes>(dtype, fn);
 }
 
 template <typename T>
@@ -58,7 +51,7 @@ inline Tensor empty_like_shape(const Tensor& like, const std::vector<int64_t>& s
   return torch::stable::new_empty(like, shape, dtype);
 }
 
-// Memory for kernels, aligned to cache lines, with nothing in it.
+// Memory for kernels, aligned to cache lines and not initialised.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) : memory_(static_cast<uint8_t*>(::operator new(bytes + 1, kAlignment))) {}
@@ -75,24 +68,31 @@ class Scratch {
   std::unique_ptr<uint8_t[], Free> memory_;
 };
 
-// Where element i of a tensor's memory is.
+// The address of element i of a tensor's memory.
 inline void* element(const Tensor& t, int64_t i) {
   return static_cast<char*>(t.data_ptr()) + i * static_cast<int64_t>(t.element_size());
 }
 
-// What the kernels call a dtype (kernels.h).
-inline int dtype_index(ScalarType dtype) { return dtype == ScalarType::Float ? 0 : dtype == ScalarType::Half ? 1 : 2; }
+// The data of a checked tensor, and of an optional one: null where it is absent.
+template <typename T>
+T* data_of(const Tensor& t) {
+  return static_cast<T*>(t.data_ptr());
+}
+template <typename T>
+const T* data_of(const OptionalTensor& t) {
+  return t ? static_cast<const T*>(t->data_ptr()) : nullptr;
+}
 
-// Rows worth a thread when one channel of a row costs `work`.
+// The number of rows that is worth a thread when one channel of a row costs `work`.
 inline int64_t row_grain(int64_t d, int64_t work) { return 1 + (1 << 18) / (d * work); }
 
-// Addresses the last-dimension rows of a tensor with arbitrary outer strides: row(i) of the flattened leading dims.
+// Rows, in the last dimension, of a tensor with arbitrary outer strides, counted over the flattened leading dimensions.
 class Rows {
  public:
   explicit Rows(const Tensor& t, int64_t inner_dims = 1) {
     for (int64_t i = 0; i + inner_dims < t.dim(); ++i) {
       count_ *= t.size(i);
-      if (!sizes_.empty() && strides_.back() == t.stride(i) * t.size(i)) {  // goes on where the last dimension ended
+      if (!sizes_.empty() && strides_.back() == t.stride(i) * t.size(i)) {  // it goes on where the last dimension ended
         sizes_.back() *= t.size(i);
         strides_.back() = t.stride(i);
       } else {

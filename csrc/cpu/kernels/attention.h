@@ -1,28 +1,25 @@
 // Softmax attention of a group of queries over packed pages, 128 keys at a time.
 //
-// Scores are integer dot products (score.h). Each block of keys has one maximum and one unit for its weights: a weight,
-// softmax numerator times value scale, becomes a 15-bit integer, and values are summed as integers too. Only the sums of a
-// block become float32. An integer weight is off by at most 2^-16 of the largest weight in its block of 128 keys.
+// Scores are integer dot products (dot_products.h). Each block of keys has one maximum and one unit for its weights: a
+// weight, softmax numerator times value scale, becomes a 15-bit integer, and values are summed as integers too. Only
+// the sums of a block become float32. An integer weight is off by at most 2^-16 of the largest weight in its block of
+// 128 keys.
 //
-// Sums stay in the order of the packed values ("panels", 16 words of four tokens each) until the span is done.
+// Sums stay in the order of the packed values ("panels", 16 words of four tokens each) until the span of keys is done.
 #pragma once
 
 #include "cpu/kernels/dot_products.h"
+#include "cpu/kernels/rows.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
 constexpr int kGroups = kBlockTokens / kGroupTokens;
 constexpr int kMaxPatterns = 8;
 constexpr int kQueryGroup = 4;  // queries that share a look-up
-constexpr float kGreatestWeight = 32639;
+constexpr float kGreatestWeight = kGreatestFactor;
 
-// Rows that are read in place: all but those of three-bit codes whose last group has 16 channels, which is three 16-bit
-// words. Such rows become four-bit rows in scratch memory.
-inline bool keys_in_place(const format::Record& r) { return r.key_bits != 3 || r.head_dim % 32 == 0; }
-
-inline int key_layout(const format::Record& r) { return keys_in_place(r) ? r.key_bits : 4; }
-
-inline void spread_row(const uint8_t* row, int d, uint8_t* to) {
+// Writes a spread row of three-bit codes whose last group has 16 channels as a row of nibbles.
+inline void expand_row(const uint8_t* row, int d, uint8_t* to) {
   for (int c = 0; c + 32 <= d; c += 32) {
     uint32_t w[4];
     memcpy(w, row + c / 32 * 12, 12);
@@ -36,21 +33,24 @@ inline void spread_row(const uint8_t* row, int d, uint8_t* to) {
   memcpy(to + d / 32 * 16, &words, 8);
 }
 
-// The values of 16 tokens in three-bit codes, as panels of nibbles: of 64 channels, groups of three words (12 bytes) become
-// panels of their first, second, third and fourth words, sixteen groups at a time. Other channels are nibbles already.
-inline void spread_values(const uint8_t* block, int d, uint8_t* to) {
-  const int full = d / 64 * 384, rest = d % 64 * 8;
-  for (int i = 0; i < full; i += 192) {
+// Writes a value block of spread codes as panels of nibbles. In a set of channels, the three words of a lane become
+// words of the first, second and third panel, and the bits above their codes a word of the fourth, sixteen lanes at a
+// time. The channels behind the last set are nibbles already.
+inline void expand_values(const uint8_t* block, int d, uint8_t* to) {
+  constexpr int kLane = 4 * format::kSpreadUnits, kSixteen = 16 * kLane;  // bytes
+  const int full = d / format::kSpreadChannels * format::kSpreadBytes;
+  const int rest = d % format::kSpreadChannels * format::kValueGroup / 2;
+  for (int i = 0; i < full; i += kSixteen) {
     Bytes x[4];
-    for (int g = 0; g < 4; ++g) x[g] = load_quarters(block + i + 12 * g, 48);
+    for (int g = 0; g < 4; ++g) x[g] = load_quarters(block + i + kLane * g, 4 * kLane);
     gather_three_bits(x);
     for (int j = 0; j < 4; ++j) store(to + i / 3 * 4 + 64 * j, x[j]);
   }
   memcpy(to + full / 3 * 4, block + full, rest);
 }
 
-// The plane of a row whose last group has 16 channels, in the order of full groups.
-inline void spread_plane(const uint8_t* plane, int d, uint8_t* to) {
+// Writes the plane of a row whose last group has 16 channels in the order of full groups.
+inline void expand_plane(const uint8_t* plane, int d, uint8_t* to) {
   const int full = d / 32 * 4;
   memcpy(to, plane, full);
   for (int k = 0; k < 4; ++k) {
@@ -59,8 +59,8 @@ inline void spread_plane(const uint8_t* plane, int d, uint8_t* to) {
   }
 }
 
-// Where a block's groups of sixteen tokens stand. Groups that no query sees are not read: their pages may be gone. In their
-// place `values` names another group, and their weights are zero.
+// The addresses of a block's groups of sixteen tokens. Groups that no query sees are not read, because their pages may
+// be gone: `values` names another group instead, and their weights are zero.
 struct Block {
   int64_t begin;  // its first key
   int first_group, end_group;
@@ -71,24 +71,26 @@ struct Block {
 };
 
 struct Scratch {
-  uint8_t* keys;     // [kBlockTokens, d / 2] + 64: three-bit keys as nibbles
-  uint8_t* planes;   // [kBlockTokens, plane] + 16: 5-bit planes in full groups
-  uint8_t* values;   // [kGroups, 8 d] + 64: three-bit values as nibbles
+  uint8_t* keys;     // [kBlockTokens, d / 2] + 64: spread keys as nibbles
+  uint8_t* planes;   // [kBlockTokens, plane] + 16: planes in full groups
+  uint8_t* values;   // [kGroups, 8 d] + 64: spread values as nibbles
   Factors* weights;  // [kQueryGroup, patterns, kGroups]
 };
 
 inline int64_t round_up_64(int64_t n) { return (n + 63) / 64 * 64; }
-inline int spread_plane_bytes(int d) { return (d + 31) / 32 * 4; }
+inline int expanded_plane_bytes(int d) { return (d + 31) / 32 * 4; }
+
+inline bool expands_planes(const format::Record& r) { return format::has_plane(r.key_width()) && r.head_dim % 32 != 0; }
 
 inline int64_t scratch_keys(const PagedKeys& k) {
   return keys_in_place(k.record) ? 0 : round_up_64(kBlockTokens * k.record.head_dim / 2 + 64);
 }
 inline int64_t scratch_planes(const PagedKeys& k) {
   const int d = k.record.head_dim;
-  return k.record.key_bits == 5 && d % 32 ? round_up_64(kBlockTokens * spread_plane_bytes(d) + 16) : 0;
+  return expands_planes(k.record) ? round_up_64(kBlockTokens * expanded_plane_bytes(d) + 16) : 0;
 }
 inline int64_t scratch_values(const PagedKeys& k) {
-  return k.record.value_bits == 3 ? round_up_64(kGroups * 8 * k.record.head_dim + 64) : 0;
+  return format::is_spread(k.record.value_width()) ? round_up_64(kGroups * 8 * k.record.head_dim + 64) : 0;
 }
 inline int64_t attend_scratch_bytes(const PagedKeys& k) {
   return scratch_keys(k) + scratch_planes(k) + scratch_values(k) +
@@ -103,22 +105,24 @@ inline Scratch scratch_of(const PagedKeys& k, void* memory) {
   return s;
 }
 
-// Where sixteen tokens of a sequence stand.
-struct Place {
+// The address of sixteen tokens of a sequence: their tile, and the number of the first one in it.
+struct TokenAddress {
   const uint8_t* tile;
   int in_tile;
 };
-inline Place find(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t key) {
+inline TokenAddress find(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t key) {
   const format::Record& r = k.record;
   const int token = static_cast<int>(key % r.page_size);
   const int64_t page = block_table[key / r.page_size];
-  return {k.pages + (page * k.kv_heads + kv_head) * r.record_bytes() + r.tile_of(token), token % r.tile_tokens()};
+  const int64_t record = format::record_offset(page, kv_head, k.kv_heads, r.record_bytes());
+  return {k.pages + record + r.tile_of(token), token % r.tile_tokens()};
 }
 
-// The codes that the next block needs, asked for while this one is computed: pages lie anywhere, so the processor cannot
-// guess. A few cache lines at a time: processors drop what exceeds their queues.
+// The codes of the next block are prefetched while this one is computed: pages lie anywhere, so the processor cannot
+// predict their addresses. A few cache lines are issued at a time, because processors drop prefetches that exceed their
+// queues.
 struct Ahead {
-  const uint8_t* keys[kGroups];  // null: nothing to ask for
+  const uint8_t* keys[kGroups];  // null: nothing to prefetch
   const uint8_t* values[kGroups];
   int64_t key_bytes, value_bytes;
 };
@@ -128,7 +132,7 @@ inline Ahead find_ahead(const PagedKeys& k, const int32_t* block_table, int64_t 
   a.key_bytes = kGroupTokens * r.key_row_bytes();
   a.value_bytes = r.value_block_bytes();
   for (int g = 0; g < kGroups && begin + g * kGroupTokens < end; ++g) {
-    const Place p = find(k, block_table, kv_head, begin + g * kGroupTokens);
+    const TokenAddress p = find(k, block_table, kv_head, begin + g * kGroupTokens);
     a.keys[g] = p.tile + p.in_tile * r.key_row_bytes();
     a.values[g] = p.tile + r.value_blocks() + p.in_tile / kGroupTokens * r.value_block_bytes();
   }
@@ -164,22 +168,22 @@ inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t 
     b.keys[g] = {rows, r.key_row_bytes(), planes, r.key_plane_bytes()};
     if (!keys_in_place(r)) {
       uint8_t* to = scratch.keys + g * kGroupTokens * (d / 2);
-      for (int t = 0; t < kGroupTokens; ++t) spread_row(rows + t * r.key_row_bytes(), d, to + t * (d / 2));
+      for (int t = 0; t < kGroupTokens; ++t) expand_row(rows + t * r.key_row_bytes(), d, to + t * (d / 2));
       b.keys[g].rows = to;
       b.keys[g].row_stride = d / 2;
     }
-    if (r.key_bits == 5 && d % 32 != 0) {
-      const int bytes = spread_plane_bytes(d);
+    if (expands_planes(r)) {
+      const int bytes = expanded_plane_bytes(d);
       uint8_t* to = scratch.planes + g * kGroupTokens * bytes;
-      for (int t = 0; t < kGroupTokens; ++t) spread_plane(planes + t * r.key_plane_bytes(), d, to + t * bytes);
+      for (int t = 0; t < kGroupTokens; ++t) expand_plane(planes + t * r.key_plane_bytes(), d, to + t * bytes);
       b.keys[g].planes = to;
       b.keys[g].plane_stride = bytes;
     }
 
     b.values[g] = tile + r.value_blocks() + in_tile / kGroupTokens * r.value_block_bytes();
-    if (r.value_bits == 3) {
+    if (format::is_spread(r.value_width())) {
       uint8_t* to = scratch.values + g * 8 * d;
-      spread_values(b.values[g], d, to);
+      expand_values(b.values[g], d, to);
       b.values[g] = to;
     }
   }
@@ -194,7 +198,7 @@ inline Floats soft_capped(Floats x, float cap) {  // cap * tanh(x / cap)
   return broadcast(cap) - broadcast(2 * cap) / (e + broadcast(1.0f));
 }
 
-// Lifts a running maximum to `to`; returns what sums relative to the old one are worth now.
+// Lifts a running maximum to `to`. Returns the factor of sums that are relative to the old one.
 inline float raise(float* maximum, float to) {
   if (!(to > *maximum)) return 1;
   const float keep = *maximum == -kInfinity ? 0 : first_lane(exp(broadcast(*maximum - to)));
@@ -204,11 +208,11 @@ inline float raise(float* maximum, float to) {
 
 // The softmax numerators of one query's logits in a block.
 struct Weights {
-  float keep;  // what earlier sums are worth under the new maximum
-  float unit;  // what an integer weight stands for; 0: nothing to add
+  float keep;  // factor of earlier sums under the new maximum
+  float unit;  // value of an integer weight of 1; 0: nothing to add
 };
 
-// logits: [kGroups] lanes, become weights. first, end: the keys that this query sees, relative to the block.
+// logits: [kGroups] lanes, which become weights. first, end: the keys that this query sees, relative to the block.
 inline Weights weigh(const PagedKeys& k, const Block& b, Floats* logits, int64_t first, int64_t end, float* row_max,
                      float* row_sum, Factors* to) {
   const int g0 = b.first_group, g1 = b.end_group;
@@ -229,7 +233,7 @@ inline Weights weigh(const PagedKeys& k, const Block& b, Floats* logits, int64_t
     top = max(top, logits[g]);
     bad = bad | is_nan(logits[g]);
   }
-  if (any(bad)) {  // a NaN spoils this query, as it should
+  if (any(bad)) {  // a NaN makes this query's result NaN, as it should
     *row_sum = __builtin_nanf("");
     return {1, 0};
   }
@@ -261,12 +265,12 @@ inline Weights weigh(const PagedKeys& k, const Block& b, Floats* logits, int64_t
   return {keep, any(bad) ? __builtin_nanf("") : heavy / kGreatestWeight * format::kLevelUnit};
 }
 
-// Adds fields FIELD and, where there are two more, FIELD + 1 of one panel for QUERIES queries.
-template <int BITS, int FIELD, int QUERIES>
-inline void add_fields(const PagedKeys& k, const Block& b, const LevelBytes<BITS>& table, int panel,
+// Adds field FIELD of one panel, and field FIELD + 1 unless a byte has one code, for QUERIES queries.
+template <Layout LAYOUT, int FIELD, int QUERIES>
+inline void add_fields(const PagedKeys& k, const Block& b, const LevelBytes<LAYOUT>& table, int panel,
                        const Factors* weights, const Ints (&bias)[kMaxPatterns][QUERIES],
                        const Weights (&weight)[QUERIES], float* const (&sums)[QUERIES]) {
-  constexpr int kFields = BITS == 8 ? 1 : 2;
+  constexpr int kFields = quarter_fields(LAYOUT) == 1 ? 1 : 2;  // at once: more would not fit the registers
   const int pattern = k.panels.pattern[panel], stride = k.panels.patterns * kGroups;
   Products sum[kFields][QUERIES];
   for (int f = 0; f < kFields; ++f) {
@@ -293,10 +297,10 @@ inline void add_fields(const PagedKeys& k, const Block& b, const LevelBytes<BITS
   }
 }
 
-template <int BITS, int QUERIES>
-inline void add_values(const PagedKeys& k, const Block& b, const LevelBytes<BITS>& table, const Ahead& ahead,
+template <Layout LAYOUT, int QUERIES>
+inline void add_values(const PagedKeys& k, const Block& b, const LevelBytes<LAYOUT>& table, const Ahead& ahead,
                        const Factors* weights, const Weights (&weight)[QUERIES], float* const (&sums)[QUERIES]) {
-  Ints bias[kMaxPatterns][QUERIES];  // takes away what kLevelBias adds
+  Ints bias[kMaxPatterns][QUERIES];  // minus the products that kLevelBias adds
   const int stride = k.panels.patterns * kGroups;
   for (int p = 0; p < k.panels.patterns; ++p) {
     for (int q = 0; q < QUERIES; ++q) {
@@ -310,8 +314,8 @@ inline void add_values(const PagedKeys& k, const Block& b, const LevelBytes<BITS
   }
   for (int panel = 0; panel < k.panels.panels; ++panel) {
     prefetch_values(ahead, panel);
-    add_fields<BITS, 0>(k, b, table, panel, weights, bias, weight, sums);
-    if constexpr (BITS == 2) add_fields<BITS, 2>(k, b, table, panel, weights, bias, weight, sums);
+    add_fields<LAYOUT, 0>(k, b, table, panel, weights, bias, weight, sums);
+    if constexpr (quarter_fields(LAYOUT) > 2) add_fields<LAYOUT, 2>(k, b, table, panel, weights, bias, weight, sums);
   }
 }
 
@@ -326,13 +330,13 @@ struct Span {
 };
 
 // Queries first .. first + QUERIES - 1 of the span attend to one block.
-template <int KEY_BITS, int VALUE_BITS, int QUERIES>
-inline void attend_block(const Span& span, const Block& b, const LevelBytes<nibbles(KEY_BITS)>& keys,
-                         const LevelBytes<VALUE_BITS>& values, const Ahead& ahead, int first) {
+template <Layout KEYS, Layout VALUES, int QUERIES>
+inline void attend_block(const Span& span, const Block& b, const LevelBytes<looked_up(KEYS)>& keys,
+                         const LevelBytes<VALUES>& values, const Ahead& ahead, int first) {
   const PagedKeys& k = span.keys;
   const QueryRows& rows = span.rows;
   const int d = k.record.head_dim;
-  const int64_t factor_bytes = query_factor_bytes(d, KEY_BITS);
+  const int64_t factor_bytes = query_factor_bytes(d, KEYS);
   const Factors* factors[QUERIES];
   for (int q = 0; q < QUERIES; ++q) {
     factors[q] =
@@ -342,7 +346,7 @@ inline void attend_block(const Span& span, const Block& b, const LevelBytes<nibb
   for (int g = b.first_group; g < b.end_group; ++g) {
     prefetch_keys(ahead, g);
     Ints dots[QUERIES];
-    dot_sixteen<KEY_BITS, QUERIES>(b.keys[g], d, keys, factors, dots);
+    dot_sixteen<KEYS, QUERIES>(b.keys[g], d, keys, factors, dots);
     const Floats scale = load_float(b.key_scales[g]);
     for (int q = 0; q < QUERIES; ++q) {
       const Ints dot = dots[q] + broadcast(rows.correction[first + q]);
@@ -363,15 +367,15 @@ inline void attend_block(const Span& span, const Block& b, const LevelBytes<nibb
     useful |= weight[q].unit != 0 || weight[q].keep != 1;
     sums[q] = span.out.sums + row * span.out.stride;
   }
-  if (useful) add_values<VALUE_BITS, QUERIES>(k, b, values, ahead, span.scratch.weights, weight, sums);
+  if (useful) add_values<VALUES, QUERIES>(k, b, values, ahead, span.scratch.weights, weight, sums);
 }
 
-template <int KEY_BITS, int VALUE_BITS>
+template <Layout KEYS, Layout VALUES>
 void attend_codes(const Span& span) {
   const PagedKeys& k = span.keys;
   const QueryRows& rows = span.rows;
-  const LevelBytes<nibbles(KEY_BITS)> keys(k.key_levels, 1 << k.record.key_bits);
-  const LevelBytes<VALUE_BITS> values(k.value_levels, 1 << k.record.value_bits);
+  const LevelBytes<looked_up(KEYS)> keys(k.key_levels, 1 << k.record.key_bits);
+  const LevelBytes<VALUES> values(k.value_levels, 1 << k.record.value_bits);
   int64_t first = INT64_MAX, end = span.begin;  // of the keys that some query sees
   for (int r = 0; r < rows.count; ++r) {
     if (rows.first[r] >= rows.end[r]) continue;
@@ -385,42 +389,35 @@ void attend_codes(const Span& span) {
     Ahead ahead = find_ahead(k, span.block_table, span.kv_head, begin + kBlockTokens, end);
     int q = 0;
     for (; q + 4 <= rows.count; q += 4) {
-      attend_block<KEY_BITS, VALUE_BITS, 4>(span, b, keys, values, ahead, q);
-      ahead = {};  // once is enough
+      attend_block<KEYS, VALUES, 4>(span, b, keys, values, ahead, q);
+      ahead = {};  // it is prefetched once
     }
     if (q + 2 <= rows.count) {
-      attend_block<KEY_BITS, VALUE_BITS, 2>(span, b, keys, values, ahead, q);
+      attend_block<KEYS, VALUES, 2>(span, b, keys, values, ahead, q);
       q += 2;
       ahead = {};
     }
-    if (q < rows.count) attend_block<KEY_BITS, VALUE_BITS, 1>(span, b, keys, values, ahead, q);
+    if (q < rows.count) attend_block<KEYS, VALUES, 1>(span, b, keys, values, ahead, q);
   }
 }
 
-template <int KEY_BITS>
-void attend_values(const Span& span) {
-  switch (nibbles(span.keys.record.value_bits)) {
-    case 2: return attend_codes<KEY_BITS, 2>(span);
-    case 4: return attend_codes<KEY_BITS, 4>(span);
-    default: return attend_codes<KEY_BITS, 8>(span);
-  }
-}
-
+// Calls attend_codes for the layout of keys, and for that of values, whose spread codes are nibbles by now.
 inline void attend_pages(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
                          const QueryRows& rows, const PartialRows& out, void* scratch) {
   const Span span{k, block_table, kv_head, begin, end, rows, out, scratch_of(k, scratch)};
-  switch (key_layout(k.record)) {
-    case 2: return attend_values<2>(span);
-    case 3: return attend_values<3>(span);
-    case 4: return attend_values<4>(span);
-    case 5: return attend_values<5>(span);
-    default: return attend_values<8>(span);
-  }
+  format::with_width(key_layout(k.record).width, [&](auto key) {
+    format::with_width(looked_up({k.record.value_width(), false}).width, [&](auto value) {
+      if constexpr (format::valid_key_width(key.value) && format::valid_value_width(value.value) &&
+                    !format::is_spread(value.value)) {
+        attend_codes<Layout{key.value, false}, Layout{value.value, false}>(span);
+      }
+    });
+  });
 }
 
 // ---- The exact tail ----------------------------------------------------------------------------------------------
 
-// Keys [begin, end) of the sequence, as far as query `row` attends to them in the tail.
+// Keys [begin, end) of the sequence, which a query attends to in the tail.
 struct ExactRun {
   int64_t begin, end;
 };
@@ -432,7 +429,7 @@ inline ExactRun recent_run(const ExactKeys& e, int row) {
   return {e.first[row] > e.recent[row] ? e.first[row] : e.recent[row], e.position[row] + 1};
 }
 
-// Query `row` attends to those of sixteen keys that are in its run; the first is key `first`. key, value: float32 [16, d]
+// Query `row` attends to those of sixteen keys, from key `first` on, that are in its run. key, value: float32 [16, d]
 inline void attend_sixteen(const ExactKeys& e, const float* key, const float* value, int64_t first, int row,
                            ExactRun run, float softmax_scale, float soft_cap, const PartialRows& out) {
   const int d = static_cast<int>(e.d);
@@ -487,7 +484,7 @@ void attend_runs(const ExactKeys& e, const T* tail, int count, RunOf&& run_of, f
   float* value = scratch + 16 * d;
   for (int64_t first = begin; first < end; first += 16) {
     for (int t = 0; t < 16; ++t) {
-      const int64_t p = first + t < end ? first + t : end - 1;  // what stands behind the end is not seen
+      const int64_t p = first + t < end ? first + t : end - 1;  // keys behind the end are not seen
       const int64_t row = format::tail_row(p, e.sink_tokens, e.ring);
       const T* k = tail + row * 2 * d;
       for (int c = 0; c < d; c += 16) {
@@ -507,11 +504,8 @@ inline void attend_exact(const ExactKeys& e, int count, float softmax_scale, flo
     attend_runs(e, tail, count, sinks, softmax_scale, soft_cap, out, scratch);
     attend_runs(e, tail, count, recent, softmax_scale, soft_cap, out, scratch);
   };
-  switch (e.dtype) {
-    case 0: return both(static_cast<const float*>(e.tail));
-    case 1: return both(static_cast<const Half*>(e.tail));
-    default: return both(static_cast<const BFloat16*>(e.tail));
-  }
+  dispatch_dtype<ElementTypes>(e.dtype,
+                               [&](auto tag) { both(static_cast<const typename decltype(tag)::type*>(e.tail)); });
 }
 
 }  // namespace turboquant::cpu::TURBOQUANT_LEVEL

@@ -6,11 +6,11 @@
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
-// codes: [d] -> packed: [dense_row_bytes(d, bits)]. Bytes from there up to `end` may be overwritten, but none from `end` on:
-// rows are written in order.
+// codes: [d] -> packed: [dense_row_bytes(d, bits)]. May overwrite the bytes between there and `end`, because rows are
+// written in order.
 inline void pack_row(const uint8_t* codes, uint8_t* packed, int64_t d, int bits, const BitLayout& layout,
                      const uint8_t* end) {
-  if (bits == 8) {
+  if (bits == format::kMaxBits) {  // codes are bytes
     memcpy(packed, codes, d);
     return;
   }
@@ -29,10 +29,10 @@ inline void pack_row(const uint8_t* codes, uint8_t* packed, int64_t d, int bits,
   }
 }
 
-// packed: [dense_row_bytes(d, bits)] -> codes: [d rounded up to 64]. Bytes from there up to `end` may be read.
+// packed: [dense_row_bytes(d, bits)] -> codes: [d rounded up to 64]. May read the bytes between the row and `end`.
 inline void unpack_row(const uint8_t* packed, uint8_t* codes, int64_t d, int bits, const BitLayout& layout,
                        const uint8_t* end) {
-  if (bits == 8) {
+  if (bits == format::kMaxBits) {
     memcpy(codes, packed, d);
     return;
   }

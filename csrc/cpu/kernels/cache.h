@@ -10,26 +10,26 @@ inline void store_tokens(const StoredTokens& s, int64_t begin, int64_t end) {
   const format::Record& r = s.record;
   const format::Split split = format::split_dim(r.head_dim);
   const int d = r.head_dim, record_bytes = r.record_bytes();
-  const BitLayout layout(key_row_bits(r.key_bits));
+  const BitLayout layout = key_row_layout(r);
   EncoderScratch scratch;
   dispatch_rows(s.dtype, d, [&](auto tag) {
     using T = typename decltype(tag)::type;
     for (int64_t item = begin; item < end; ++item) {
       const int64_t token = item / s.kv_heads, head = item % s.kv_heads, slot = s.slots[token];
       if (slot < 0) continue;
-      uint8_t* record = s.pages + (slot / r.page_size * s.kv_heads + head) * record_bytes;
-      const int place = static_cast<int>(slot % r.page_size);
+      uint8_t* record = s.pages + format::record_offset(slot / r.page_size, head, s.kv_heads, record_bytes);
+      const int number = static_cast<int>(slot % r.page_size);
       const auto encode = [&](const StoredTokens::Kind& kind, const format::Channels& channels) {
         const T* x = static_cast<const T*>(kind.x) + token * kind.token_stride + head * kind.head_stride;
         const int32_t greatest = load_row<true>(x, channels, d, scratch.y);
         return encode_row(scratch, split, kind.signs, kind.quantiser, greatest);
       };
       const uint16_t key_scale = encode(s.keys, s.channels.of_head(head, d));
-      write_key(r, record, place, scratch.codes, layout);
-      memcpy(record + r.key_scale(place), &key_scale, sizeof key_scale);
+      write_key(r, record, number, scratch.codes, layout);
+      memcpy(record + r.key_scale(number), &key_scale, sizeof key_scale);
       const uint16_t value_scale = encode(s.values, {});
-      visit_values(r, place, ValueWriter{record, scratch.codes});
-      memcpy(record + r.value_scale(place), &value_scale, sizeof value_scale);
+      visit_values(r, number, ValueWriter{record, scratch.codes});
+      memcpy(record + r.value_scale(number), &value_scale, sizeof value_scale);
     }
   });
 }
@@ -38,7 +38,7 @@ inline void load_tokens(const LoadedTokens& l, int64_t begin, int64_t end, void*
   const format::Record& r = l.record;
   const format::Split split = format::split_dim(r.head_dim);
   const int d = r.head_dim, record_bytes = r.record_bytes();
-  const BitLayout layout(key_row_bits(r.key_bits));
+  const BitLayout layout = key_row_layout(r);
   const Table32 key_levels = table32(reinterpret_cast<const uint8_t*>(l.key_levels));
   const Table32 value_levels = table32(reinterpret_cast<const uint8_t*>(l.value_levels));
   DecoderScratch scratch;
@@ -56,19 +56,19 @@ inline void load_tokens(const LoadedTokens& l, int64_t begin, int64_t end, void*
         continue;
       }
       const int64_t page = l.block_table[sequence * l.max_pages + token / r.page_size];
-      const uint8_t* record = l.pages + (page * l.kv_heads + head) * record_bytes;
-      const int place = static_cast<int>(token % r.page_size);
+      const uint8_t* record = l.pages + format::record_offset(page, head, l.kv_heads, record_bytes);
+      const int number = static_cast<int>(token % r.page_size);
       const auto scale = [&](int at) {
         uint16_t bits;
         memcpy(&bits, record + at, sizeof bits);
         return bits;
       };
-      read_key(r, record, place, scratch.codes, layout);
-      decode_row<T, true>(scratch, split, l.key_signs, l.channels.of_head(head, d), r.key_bits, key_levels,
-                          scale(r.key_scale(place)), key);
-      visit_values(r, place, ValueReader{record, scratch.codes});
-      decode_row<T, true>(scratch, split, l.value_signs, {}, r.value_bits, value_levels, scale(r.value_scale(place)),
-                          value);
+      read_key(r, record, number, scratch.codes, layout);
+      decode_row<T, true>(scratch, split, l.key_signs, l.channels.of_head(head, d), r.key_width(), key_levels,
+                          scale(r.key_scale(number)), key);
+      visit_values(r, number, ValueReader{record, scratch.codes});
+      decode_row<T, true>(scratch, split, l.value_signs, {}, r.value_width(), value_levels,
+                          scale(r.value_scale(number)), value);
     }
   });
 }

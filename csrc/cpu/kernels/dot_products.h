@@ -1,55 +1,49 @@
-// Integer dot products of queries with packed rows of levels: what `score` and `paged_attention` are made of.
+// Integer dot products of queries with packed rows of codes: `score` and `paged_attention` are made of them.
 //
-// A query becomes 16-bit integers once; codes become levels by table look-up in registers; products are exact in int32.
-// Four rows are read at once, 16 bytes of each ("quarters" of a register), so that a lane's sum belongs to one row and only
-// four lanes have to be added in the end.
+// A query becomes 16-bit integers once, codes become levels by table look-up in registers, and products are exact in
+// int32. Four rows are read at once, 16 bytes of each ("quarters" of a vector), so that the sum of a lane belongs to
+// one row and only four lanes have to be added in the end. cpu/layout.h says where the codes of a quarter belong.
 #pragma once
 
 #include "cpu/kernels.h"
+#include "cpu/layout.h"
 #include "cpu/simd.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
-// The bits of a code where the dot products meet it: three-bit codes are nibbles by then.
-constexpr int nibbles(int bits) { return bits == 3 ? 4 : bits; }
-
-// Layouts are the code widths of pages, and bit strings (kBitString + bits), which dense rows of 1, 3 and 5 bits are. What
-// 16 bytes of a bit string hold of whole sets of 16 codes counts as a quarter, and every set as a field.
-constexpr bool is_string(int bits) { return bits > kBitString; }
-constexpr int quarter_fields(int bits) {  // codes of a byte, or sets of 16 codes
-  if (is_string(bits)) return 8 / (bits - kBitString);
-  return bits == 2 ? 4 : bits == 8 ? 1 : 2;
-}
-constexpr int quarter_channels(int bits) { return 16 * quarter_fields(bits); }
-constexpr int quarter_bytes(int bits) {
-  return is_string(bits) ? quarter_channels(bits) / 8 * (bits - kBitString) : bits == 3 ? 12 : 16;
-}
-inline int quarters_per_row(int d, int bits) { return (d + quarter_channels(bits) - 1) / quarter_channels(bits); }
-
-inline int64_t query_factor_bytes(int d, int bits) {
-  return static_cast<int64_t>(quarters_per_row(d, bits)) * quarter_fields(bits) * sizeof(Factors);
+inline int64_t query_factor_bytes(int d, Layout layout) {
+  return static_cast<int64_t>(quarters_per_row(d, layout)) * quarter_fields(layout) * sizeof(Factors);
 }
 
-// Greatest integer that a query channel may become: 256 * 127 + 127, less where d products would leave int32.
+// Spread rows of whole sets of four groups are gathered set by set, the others group by group.
+constexpr int kGatheredSet = 128;  // channels
+inline bool gathers_sets(int d, Layout layout) {
+  return !layout.string && format::is_spread(layout.width) && d % kGatheredSet == 0;
+}
+
+// The greatest integer that is two signed bytes, 256 * high + low.
+constexpr int kGreatestFactor = 256 * 127 + 127;
+
+// The greatest integer that a query channel may become: less than the above where d products would leave int32.
 inline int greatest_factor(int d, int max_level) {
-  const int64_t fits = 2147483647 / (static_cast<int64_t>(max_level) * d);
-  return fits < 32639 ? static_cast<int>(fits) : 32639;
+  const int64_t fits = INT32_MAX / (static_cast<int64_t>(max_level) * d);
+  return fits < kGreatestFactor ? static_cast<int>(fits) : kGreatestFactor;
 }
 
-// Where a row's channels go: to[i] for the bytes of one quarter and field.
-inline void quarter_channels(const int16_t* row, int d, int bits, int quarter, int field, int16_t (&to)[16]) {
-  if (bits == 3 && d % 128 == 0) {  // gathered: quarter j of a set holds word j of its four groups of 32 channels
-    const int16_t* set = row + quarter / 4 * 128 + quarter % 4 * 8 + field;
+// The channels of a row that meet the bytes of one quarter and field: to[i] belongs to byte i.
+inline void gather_quarter(const int16_t* row, int d, Layout layout, int quarter, int field, int16_t (&to)[16]) {
+  if (gathers_sets(d, layout)) {  // quarter j of a set holds word j of its four groups of 32 channels
+    const int16_t* set = row + quarter / 4 * kGatheredSet + quarter % 4 * 8 + field;
     for (int i = 0; i < 16; ++i) to[i] = set[i / 4 * 32 + i % 4 * 2];
     return;
   }
-  const int fields = quarter_fields(bits);
-  const int16_t* first = row + quarter * quarter_channels(bits);
-  for (int i = 0; i < 16; ++i) to[i] = first[is_string(bits) ? 16 * field + i : fields * i + field];
+  const int fields = quarter_fields(layout);
+  const int16_t* first = row + quarter * quarter_channels(layout);
+  for (int i = 0; i < 16; ++i) to[i] = first[layout.string ? 16 * field + i : fields * i + field];
 }
 
 // scratch: int16 [d + kQueryMargin]
-inline float query_factors(const float* q, int d, int bits, int max_level, void* factors, int32_t* correction,
+inline float query_factors(const float* q, int d, Layout layout, int max_level, void* factors, int32_t* correction,
                            int16_t* scratch) {
   Floats most = broadcast(0.0f);
   Mask finite = most <= most;
@@ -68,7 +62,7 @@ inline float query_factors(const float* q, int d, int bits, int max_level, void*
   }
   if (!all_finite) greatest_channel = 0;
 
-  // integer = x / unit; 2^-e keeps the inverse of a tiny unit finite
+  // An integer is x / unit. The factor 2^-e keeps the inverse of a tiny unit finite.
   const int e = scale_exponent(greatest_channel);
   const float down = power_of_two(-e), limit = static_cast<float>(greatest_factor(d, max_level));
   memset(scratch, 0, (d + kQueryMargin) * sizeof *scratch);
@@ -85,10 +79,10 @@ inline float query_factors(const float* q, int d, int bits, int max_level, void*
   Factors* to = static_cast<Factors*>(factors);
   uint32_t total = 0;
   for (c = 0; c < d; ++c) total += static_cast<uint32_t>(static_cast<int32_t>(scratch[c]));
-  for (int quarter = 0; quarter < quarters_per_row(d, bits); ++quarter) {
-    for (int field = 0; field < quarter_fields(bits); ++field) {
+  for (int quarter = 0; quarter < quarters_per_row(d, layout); ++quarter) {
+    for (int field = 0; field < quarter_fields(layout); ++field) {
       int16_t f[16];
-      quarter_channels(scratch, d, bits, quarter, field, f);
+      gather_quarter(scratch, d, layout, quarter, field, f);
       make_factors(to++, f);
     }
   }
@@ -96,14 +90,15 @@ inline float query_factors(const float* q, int d, int bits, int max_level, void*
   return all_finite ? (greatest_channel * down / limit) * power_of_two(e) : __builtin_nanf("");
 }
 
-// The bytes that stand for the levels of codes: kLevelBias added.
+// The byte that stands for a level: kLevelBias is added.
 inline uint8_t level_byte(int level) { return static_cast<uint8_t>(level + kLevelBias); }
 
-// The tables of one call's levels, made once per span. levels: [2^bits]
-template <int BITS>
+// The table of levels of one kind of rows, made once per span. levels: int8 [kTableLevels], of which `count` count
+template <Layout LAYOUT>
 struct LevelBytes {
+  static constexpr int kBits = format::num_bits(LAYOUT.width);
   Table16 table;
-  explicit LevelBytes(const int8_t* levels, int count = 1 << BITS) {
+  explicit LevelBytes(const int8_t* levels, int count = 1 << kBits) {
     uint8_t bytes[16];
     for (int i = 0; i < 16; ++i) bytes[i] = level_byte(levels[i % count]);
     table = table16(bytes);
@@ -111,11 +106,12 @@ struct LevelBytes {
   // x: codes of field FIELD, still in their byte
   template <int FIELD>
   Bytes levels(const Bytes& x) const {
-    return lookup(table, field<FIELD * BITS>(x, broadcast(static_cast<uint8_t>((1 << BITS) - 1))));
+    return lookup(table, field<FIELD * kBits>(x, broadcast(static_cast<uint8_t>((1 << kBits) - 1))));
   }
 };
-template <>
-struct LevelBytes<8> {
+template <Layout LAYOUT>
+  requires(format::levels_are_codes(LAYOUT.width))
+struct LevelBytes<LAYOUT> {
   explicit LevelBytes(const int8_t*, int = 0) {}
   template <int FIELD>
   Bytes levels(const Bytes& x) const {
@@ -123,8 +119,9 @@ struct LevelBytes<8> {
     return x;
   }
 };
-template <>
-struct LevelBytes<5> {
+template <Layout LAYOUT>
+  requires(!LAYOUT.string && format::has_plane(LAYOUT.width))
+struct LevelBytes<LAYOUT> {
   Table32 table;
   explicit LevelBytes(const int8_t* levels, int = 0) {
     uint8_t bytes[32];
@@ -133,79 +130,82 @@ struct LevelBytes<5> {
   }
 };
 
-template <int BITS>
-  requires(BITS > kBitString)
-struct LevelBytes<BITS> {
-  CodeTable<BITS - kBitString> table;
+template <Layout LAYOUT>
+  requires(LAYOUT.string)
+struct LevelBytes<LAYOUT> {
+  static constexpr int kBits = format::num_bits(LAYOUT.width);
+  CodeTable<kBits> table;
   explicit LevelBytes(const int8_t* levels, int = 0) {
-    constexpr int kCount = 1 << (BITS - kBitString);
-    uint8_t bytes[kCount];
-    for (int i = 0; i < kCount; ++i) bytes[i] = level_byte(levels[i]);
-    table = code_table<BITS - kBitString>(bytes);
+    uint8_t bytes[1 << kBits];
+    for (int i = 0; i < 1 << kBits; ++i) bytes[i] = level_byte(levels[i]);
+    table = code_table<kBits>(bytes);
   }
 };
 
-// Sixteen rows of codes. Reading runs up to 15 bytes past a row.
+// Sixteen rows of codes. Up to kReadBehind bytes behind a row are read.
+constexpr int kReadBehind = 15;
 struct CodeRows {
   const uint8_t* rows;
   int64_t row_stride;
-  const uint8_t* planes;  // bit 4 of 5-bit codes, four bytes for 16 bytes of a row
+  const uint8_t* planes;  // bit 4 of codes with a plane, four bytes for 16 bytes of a row
   int64_t plane_stride;
 };
 
-// The levels of field FIELD of one quarter of four rows. BITS 3 means: nibbles by now.
-template <int BITS, int FIELD>
-ALWAYS_INLINE Levels quarter_levels(const LevelBytes<nibbles(BITS)>& table, const Bytes& x, const Bytes& planes) {
-  if constexpr (is_string(BITS)) {
-    return widen(lookup_string<BITS - kBitString, 16 * FIELD>(table.table, x));
-  } else if constexpr (BITS == 5) {
+// The levels of field FIELD of one quarter of four rows. Spread codes are nibbles by now.
+template <Layout LAYOUT, int FIELD>
+ALWAYS_INLINE Levels quarter_levels(const LevelBytes<looked_up(LAYOUT)>& table, const Bytes& x, const Bytes& planes) {
+  if constexpr (LAYOUT.string) {
+    return widen(lookup_string<format::num_bits(LAYOUT.width), 16 * FIELD>(table.table, x));
+  } else if constexpr (format::has_plane(LAYOUT.width)) {
     return widen(lookup(table.table, field<4 * FIELD>(x, broadcast(uint8_t{15})) | plane_bits<FIELD>(planes)));
   } else {
     return widen(table.template levels<FIELD>(x));
   }
 }
 
-// dots[q]: the products of query q with each of sixteen rows of d channels.
+// dots[q] becomes the products of query q with each of sixteen rows of d channels.
 //
-// Rows i, 4 + i, 8 + i and 12 + i are read together: lane 4l + i of the sums is then row 4l + i.
-template <int BITS, int QUERIES>
-inline void dot_sixteen(const CodeRows& codes, int d, const LevelBytes<nibbles(BITS)>& table,
+// Rows i, 4 + i, 8 + i and 12 + i are read together, so that lane 4l + i of the sums belongs to row 4l + i.
+template <Layout LAYOUT, int QUERIES>
+inline void dot_sixteen(const CodeRows& codes, int d, const LevelBytes<looked_up(LAYOUT)>& table,
                         const Factors* const (&factors)[QUERIES], Ints (&dots)[QUERIES]) {
-  constexpr int kFields = quarter_fields(BITS);
-  const int quarters = quarters_per_row(d, BITS);
+  constexpr int kFields = quarter_fields(LAYOUT), kBytes = quarter_bytes(LAYOUT);
+  constexpr bool kSpread = !LAYOUT.string && format::is_spread(LAYOUT.width);
+  constexpr bool kPlane = !LAYOUT.string && format::has_plane(LAYOUT.width);
+  const int quarters = quarters_per_row(d, LAYOUT);
   const int64_t stride = 4 * codes.row_stride, plane_stride = 4 * codes.plane_stride;
   Ints part[QUERIES][4];
   for (int i = 0; i < 4; ++i) {
     const uint8_t* row = codes.rows + i * codes.row_stride;
-    const uint8_t* plane = BITS == 5 ? codes.planes + i * codes.plane_stride : nullptr;
+    const uint8_t* plane = kPlane ? codes.planes + i * codes.plane_stride : nullptr;
     Products sum[QUERIES];
     for (int q = 0; q < QUERIES; ++q) sum[q] = no_products();
     const auto add_field = [&]<int FIELD>(const Bytes& x, const Bytes& top, int quarter)
                                __attribute__((always_inline)) {
-                                 const Levels levels = quarter_levels<BITS, FIELD>(table, x, top);
+                                 const Levels levels = quarter_levels<LAYOUT, FIELD>(table, x, top);
                                  for (int q = 0; q < QUERIES; ++q)
                                    multiply_add(sum[q], levels, factors[q][quarter * kFields + FIELD]);
                                };
     const auto add = [&](const Bytes& x, int quarter) __attribute__((always_inline)) {
-      const Bytes top = BITS == 5 ? load_words(plane + 4 * quarter, plane_stride) : x;
+      const Bytes top = kPlane ? load_words(plane + 4 * quarter, plane_stride) : x;
       add_field.template operator()<0>(x, top, quarter);
       if constexpr (kFields > 1) add_field.template operator()<1>(x, top, quarter);
       if constexpr (kFields > 2) add_field.template operator()<2>(x, top, quarter);
       if constexpr (kFields > 2) add_field.template operator()<3>(x, top, quarter);
       if constexpr (kFields > 4) {
-        if (d - quarter * quarter_channels(BITS) <= 64) return;
+        if (d - quarter * quarter_channels(LAYOUT) <= 64) return;
         add_field.template operator()<4>(x, top, quarter);
         add_field.template operator()<5>(x, top, quarter);
         add_field.template operator()<6>(x, top, quarter);
         add_field.template operator()<7>(x, top, quarter);
       }
     };
-    int u = 0;  // four quarters at once, then what is left
-    const bool in_fours = BITS == 3 ? d % 128 == 0 : quarter_bytes(BITS) == 16;
+    int u = 0;  // four quarters at once, then the others
+    const bool in_fours = kSpread ? gathers_sets(d, LAYOUT) : kBytes == 16;
     for (; u + 4 <= quarters && in_fours; u += 4) {
       Bytes x[4];
-      if constexpr (BITS == 3) {
-        for (int g = 0; g < 4; ++g) x[g] = load_quarters(row + 12 * (u + g), stride);
+      if constexpr (kSpread) {
+        for (int g = 0; g < 4; ++g) x[g] = load_quarters(row + kBytes * (u + g), stride);
         gather_three_bits(x);
       } else {
         load_quarters(row + 16 * u, stride, x);
@@ -213,8 +213,8 @@ inline void dot_sixteen(const CodeRows& codes, int d, const LevelBytes<nibbles(B
       for (int j = 0; j < 4; ++j) add(x[j], u + j);
     }
     for (; u < quarters; ++u) {
-      Bytes x = load_quarters(row + quarter_bytes(BITS) * u, stride);
-      if constexpr (BITS == 3) x = append_three_bits(x);
+      Bytes x = load_quarters(row + kBytes * u, stride);
+      if constexpr (kSpread) x = append_three_bits(x);
       add(x, u);
     }
     for (int q = 0; q < QUERIES; ++q) part[q][i] = total(sum[q]);

@@ -5,7 +5,7 @@
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
-// Rows after rows. Where rows are whole bytes, all of them are one bit string.
+// Rows one after the other. Where rows are whole bytes, all of them are one bit string.
 inline void pack(const uint8_t* codes, uint8_t* packed, int64_t rows, int64_t d, int bits) {
   const BitLayout layout(bits);
   if (d * bits % 8 == 0) d *= rows, rows = rows > 0;

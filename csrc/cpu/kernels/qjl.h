@@ -1,5 +1,5 @@
-// Sketches: inner products with the rows of a dense projection, each summed by the fixed tree of docs/format.md section 5,
-// and their signs as bits.
+// The sketch of a vector: its inner products with the rows of a dense projection, each summed by the fixed tree of
+// docs/format.md section 5, and their signs as bits.
 #pragma once
 
 #include "cpu/kernels.h"

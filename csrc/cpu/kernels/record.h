@@ -1,9 +1,8 @@
-// Reading and writing the codes of one token in a page record (docs/format.md section 8), eight channels at a time: a word of
-// 64 bits holds the codes of eight neighbouring channels, a byte each. csrc/format.h says the same place by place.
+// Reads and writes the codes of one token in a page record (docs/format.md section 8), eight channels at a time: a word
+// of 64 bits holds the codes of eight neighbouring channels, a byte each. csrc/format.h says the same code by code.
 #pragma once
 
 #include "cpu/kernels/bit_string.h"
-#include "cpu/kernels/vector_codec.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
@@ -20,19 +19,23 @@ inline void store_word(uint8_t* p, uint64_t word) {
   memcpy(p, &word, BYTES);
 }
 
-// ---- Keys ------------------------------------------------------------------------------------------------------------
+// ---- Keys -----------------------------------------------------------------------------------------------------------
 
 // Calls fn for the four words of each group of channels: 8 bytes each, or 4 in a last group of 16 channels.
+template <int BYTES>
+struct WordOf {
+  static constexpr int kBytes = BYTES;
+};
 template <typename Fn>
 inline void key_groups(int d, Fn&& fn) {
-  for (int c = 0; c + 32 <= d; c += 32) fn(Bits<8>{}, c);
-  if (d % 32) fn(Bits<4>{}, d / 32 * 32);
+  for (int c = 0; c + 32 <= d; c += 32) fn(WordOf<8>{}, c);
+  if (d % 32) fn(WordOf<4>{}, d / 32 * 32);
 }
 
-// Three bits: the fourth word's bits are the top bits of the nibbles of the other three.
+// Spread codes: the bits of the fourth word are the top bits of the nibbles of the other three.
 inline void join_three_bits(const uint8_t* codes, int d, uint8_t* nibbles) {
   key_groups(d, [&](auto word, int c) {
-    constexpr int n = word.kBits;
+    constexpr int n = word.kBytes;
     const uint64_t last = load_word<n>(codes + c + 3 * n);
     for (int j = 0; j < 3; ++j) {
       store_word<n>(nibbles + c / 4 * 3 + n * j, load_word<n>(codes + c + n * j) | (last >> j & kEachByte) << 3);
@@ -41,7 +44,7 @@ inline void join_three_bits(const uint8_t* codes, int d, uint8_t* nibbles) {
 }
 inline void split_three_bits(const uint8_t* nibbles, int d, uint8_t* codes) {
   key_groups(d, [&](auto word, int c) {
-    constexpr int n = word.kBits;
+    constexpr int n = word.kBytes;
     uint64_t last = 0;
     for (int j = 0; j < 3; ++j) {
       const uint64_t x = load_word<n>(nibbles + c / 4 * 3 + n * j);
@@ -52,10 +55,10 @@ inline void split_three_bits(const uint8_t* nibbles, int d, uint8_t* codes) {
   });
 }
 
-// Five bits: bit 4 of each code, two channels of each of the four words in a byte.
+// The plane of five-bit codes: bit 4 of each code, two channels of each of the four words in a byte.
 inline void join_planes(const uint8_t* codes, int d, uint8_t* plane) {
   key_groups(d, [&](auto word, int c) {
-    constexpr int n = word.kBits;
+    constexpr int n = word.kBytes;
     uint64_t bits = 0;
     for (int j = 0; j < 4; ++j) {
       const uint64_t top = load_word<n>(codes + c + n * j) >> 4 & kEachByte;
@@ -67,7 +70,7 @@ inline void join_planes(const uint8_t* codes, int d, uint8_t* plane) {
 }
 inline void add_planes(const uint8_t* plane, int d, uint8_t* codes) {
   key_groups(d, [&](auto word, int c) {
-    constexpr int n = word.kBits;
+    constexpr int n = word.kBytes;
     uint64_t bits = load_word<4>(plane + c / 8);
     bits = (bits | bits << 16) & 0x0000FFFF0000FFFF;
     bits = (bits | bits << 8) & 0x00FF00FF00FF00FF;
@@ -79,103 +82,112 @@ inline void add_planes(const uint8_t* plane, int d, uint8_t* codes) {
   });
 }
 
-// Key rows of 3 and 5 bits are dense rows of nibbles; the others are dense rows as they are.
-inline int key_row_bits(int bits) { return bits == 3 || bits == 5 ? 4 : bits; }
+// A key row is a dense row of codes, or of nibbles where codes are spread or have a plane.
+inline BitLayout key_row_layout(const format::Record& r) { return BitLayout(format::field_bits(r.key_width())); }
 
-// codes: [d], padded to 64. Touches the token's bytes only.
+// codes: [d], padded to 64. Writes no other token's bytes. layout: key_row_layout(r)
 inline void write_key(const format::Record& r, uint8_t* record, int token, const uint8_t* codes,
                       const BitLayout& layout) {
   const int d = r.head_dim, t = token % r.tile_tokens(), row_bytes = r.key_row_bytes();
   uint8_t* tile = record + r.tile_of(token);
   uint8_t* row = tile + t * row_bytes;
   alignas(64) uint8_t nibbles[format::kMaxHeadDim + 64];
-  if (r.key_bits == 3) {
-    join_three_bits(codes, d, nibbles);
-    memset(nibbles + d / 4 * 3, 0, 4);  // a row may end in two bytes of padding
-    pack_row(nibbles, row, 2 * row_bytes, 4, layout, row + row_bytes);
-  } else if (r.key_bits == 5) {
-    join_planes(codes, d, tile + r.key_planes() + t * r.key_plane_bytes());
-    for (int c = 0; c < d; c += 64) store(nibbles + c, load(codes + c) & broadcast(uint8_t{15}));
-    pack_row(nibbles, row, d, 4, layout, row + row_bytes);
-  } else {
-    pack_row(codes, row, d, r.key_bits, layout, row + row_bytes);
+  const int bits = format::field_bits(r.key_width());
+  switch (format::storage(r.key_width())) {
+    case format::Storage::kSpread:
+      join_three_bits(codes, d, nibbles);
+      memset(nibbles + d / 4 * 3, 0, 4);  // a row may end in two bytes of padding
+      return pack_row(nibbles, row, 2 * row_bytes, bits, layout, row + row_bytes);
+    case format::Storage::kPlane:
+      join_planes(codes, d, tile + r.key_planes() + t * r.key_plane_bytes());
+      for (int c = 0; c < d; c += 64) store(nibbles + c, load(codes + c) & broadcast(uint8_t{15}));
+      return pack_row(nibbles, row, d, bits, layout, row + row_bytes);
+    case format::Storage::kFields: return pack_row(codes, row, d, bits, layout, row + row_bytes);
   }
 }
 
-// codes: [d rounded up to 64]. Bytes of the record behind the row may be read.
+// codes: [d rounded up to 64]. May read bytes of the record behind the row. layout: key_row_layout(r)
 inline void read_key(const format::Record& r, const uint8_t* record, int token, uint8_t* codes,
                      const BitLayout& layout) {
   const int d = r.head_dim, t = token % r.tile_tokens(), row_bytes = r.key_row_bytes();
   const uint8_t* end = record + r.record_bytes();
   const uint8_t* tile = record + r.tile_of(token);
   const uint8_t* row = tile + t * row_bytes;
-  if (r.key_bits == 3) {
+  const int bits = format::field_bits(r.key_width());
+  if (format::is_spread(r.key_width())) {
     alignas(64) uint8_t nibbles[format::kMaxHeadDim + 64];
-    unpack_row(row, nibbles, 2 * row_bytes, 4, layout, end);
+    unpack_row(row, nibbles, 2 * row_bytes, bits, layout, end);
     split_three_bits(nibbles, d, codes);
   } else {
-    unpack_row(row, codes, d, key_row_bits(r.key_bits), layout, end);
-    if (r.key_bits == 5) add_planes(tile + r.key_planes() + t * r.key_plane_bytes(), d, codes);
+    unpack_row(row, codes, d, bits, layout, end);
+    if (format::has_plane(r.key_width())) add_planes(tile + r.key_planes() + t * r.key_plane_bytes(), d, codes);
   }
 }
 
-// ---- Values ----------------------------------------------------------------------------------------------------------
+// ---- Values ---------------------------------------------------------------------------------------------------------
 
-// Calls fn(octets, place, distance, bytes) for the words of a token in its value block: byte g of the word (one channel of
-// each of some octets) lies `distance` * g behind `place`. A visitor joins or splits the codes of those octets.
+// Calls a visitor for the words of a token in its value block. Byte g of a word (one channel of each of some octets)
+// lies g * `distance` bytes behind `at`. The visitor joins or splits the codes of these octets.
+constexpr int kLaneBytes = 4 * format::kSpreadUnits;  // of a set of spread codes
 template <typename Visitor>
 inline void visit_values(const format::Record& r, int token, Visitor&& visit) {
   const int d = r.head_dim, t = token % r.tile_tokens(), s = t % format::kValueGroup, q = s % 8 / 2;
   const int block =
       r.tile_of(token) + r.value_blocks() + t / format::kValueGroup * r.value_block_bytes() + s % 2 + 2 * (s / 8);
-  if (r.value_bits == 3) {
-    for (int set = 0; set < d / 64; ++set) visit.three_bits(64 * set, block + 384 * set + 12 * q);
-    const int words = d % 64 / 16, rest = block + 384 * (d / 64) + 4 * words * q;
-    for (int j = 0; j < words; ++j) visit.octets(Bits<4>{}, 2, d / 64 * 64 + 16 * j, rest + 4 * j, 16 * words);
+  if (format::is_spread(r.value_width())) {
+    constexpr int kSet = format::kSpreadChannels;
+    const int sets = d / kSet, words = d % kSet / 16, rest = block + format::kSpreadBytes * sets + 4 * words * q;
+    for (int set = 0; set < sets; ++set) {
+      visit.three_bits(kSet * set, block + format::kSpreadBytes * set + kLaneBytes * q);
+    }
+    for (int j = 0; j < words; ++j) {
+      visit.octets(format::WidthConstant<format::Width::k4>{}, 2, kSet * sets + 16 * j, rest + 4 * j, 16 * words);
+    }
     return;
   }
-  const auto units = [&](auto bits) {
-    constexpr int fields = 8 / bits.kBits;
+  const auto units = [&](auto width) {
+    constexpr int fields = 8 / format::num_bits(width.value);
     const int count = d / (8 * fields);
-    for (int first = 0; first < count; first += 4) {
-      const int words = count - first < 4 ? count - first : 4;
+    for (int first = 0; first < count; first += format::kChunkUnits) {
+      const int words = count - first < format::kChunkUnits ? count - first : format::kChunkUnits;
       for (int u = 0; u < words; ++u) {
-        visit.octets(bits, fields, 8 * fields * (first + u), block + 128 * first + 4 * words * q + 4 * u, 16 * words);
+        const int at = block + format::kUnitBytes * first + 4 * words * q + 4 * u;
+        visit.octets(width, fields, 8 * fields * (first + u), at, 16 * words);
       }
     }
-    if (d % (8 * fields)) visit.last_sixteen(d - 16, block + 128 * count + 4 * q);
+    if (d % (8 * fields)) visit.last_sixteen(d - 16, block + format::kUnitBytes * count + 4 * q);
   };
-  if (r.value_bits == 8) return units(Bits<8>{});
-  if (r.value_bits == 4) return units(Bits<4>{});
-  units(Bits<2>{});
+  format::with_width(r.value_width(), [&](auto width) {
+    if constexpr (format::valid_value_width(width.value) && !format::is_spread(width.value)) units(width);
+  });
 }
 
 struct ValueWriter {
   uint8_t* record;
   const uint8_t* codes;
 
-  void scatter(uint64_t word, int place, int distance, int bytes = 8) {
-    for (int g = 0; g < bytes; ++g) record[place + g * distance] = static_cast<uint8_t>(word >> 8 * g);
+  void scatter(uint64_t word, int at, int distance, int bytes = 8) {
+    for (int g = 0; g < bytes; ++g) record[at + g * distance] = static_cast<uint8_t>(word >> 8 * g);
   }
   // `fields` octets from channel c share bytes.
   template <typename Width>
-  void octets(Width, int fields, int c, int place, int distance) {
+  void octets(Width, int fields, int c, int at, int distance) {
     uint64_t word = 0;
-    for (int e = 0; e < fields; ++e) word |= load_word(codes + c + 8 * e) << Width::kBits * e;
-    scatter(word, place, distance);
+    for (int e = 0; e < fields; ++e) word |= load_word(codes + c + 8 * e) << format::num_bits(Width::value) * e;
+    scatter(word, at, distance);
   }
   // 64 channels: the bits of the last 16 are the top bits of the nibbles of the others.
-  void three_bits(int c, int place) {
+  void three_bits(int c, int at) {
     const uint64_t last = load_word(codes + c + 48) | load_word(codes + c + 56) << 4;
-    for (int j = 0; j < 3; ++j) {
+    for (int j = 0; j < format::kSpreadUnits; ++j) {
       const uint64_t word = load_word(codes + c + 16 * j) | load_word(codes + c + 16 * j + 8) << 4;
-      scatter(word | (last >> j & 0x11 * kEachByte) << 3, place + 4 * j, 48);
+      scatter(word | (last >> j & 0x11 * kEachByte) << 3, at + 4 * j, 4 * kLaneBytes);
     }
   }
   // 16 channels of 2 bits: four of them share a byte.
-  void last_sixteen(int c, int place) {
+  void last_sixteen(int c, int at) {
     const uint64_t word = load_word(codes + c) | load_word(codes + c + 8) << 2;
-    scatter(word | word >> 28, place, 16, 4);
+    scatter(word | word >> 28, at, 16, 4);
   }
 };
 
@@ -183,20 +195,20 @@ struct ValueReader {
   const uint8_t* record;
   uint8_t* codes;
 
-  uint64_t gather(int place, int distance, int bytes = 8) {
+  uint64_t gather(int at, int distance, int bytes = 8) {
     uint64_t word = 0;
-    for (int g = 0; g < bytes; ++g) word |= static_cast<uint64_t>(record[place + g * distance]) << 8 * g;
+    for (int g = 0; g < bytes; ++g) word |= static_cast<uint64_t>(record[at + g * distance]) << 8 * g;
     return word;
   }
   template <typename Width>
-  void octets(Width, int fields, int c, int place, int distance) {
-    const uint64_t word = gather(place, distance), mask = ((1 << Width::kBits) - 1) * kEachByte;
-    for (int e = 0; e < fields; ++e) store_word(codes + c + 8 * e, word >> Width::kBits * e & mask);
+  void octets(Width, int fields, int c, int at, int distance) {
+    const uint64_t word = gather(at, distance), mask = ((1 << format::num_bits(Width::value)) - 1) * kEachByte;
+    for (int e = 0; e < fields; ++e) store_word(codes + c + 8 * e, word >> format::num_bits(Width::value) * e & mask);
   }
-  void three_bits(int c, int place) {
+  void three_bits(int c, int at) {
     uint64_t last = 0;
-    for (int j = 0; j < 3; ++j) {
-      const uint64_t word = gather(place + 4 * j, 48);
+    for (int j = 0; j < format::kSpreadUnits; ++j) {
+      const uint64_t word = gather(at + 4 * j, 4 * kLaneBytes);
       store_word(codes + c + 16 * j, word & 7 * kEachByte);
       store_word(codes + c + 16 * j + 8, word >> 4 & 7 * kEachByte);
       last |= (word >> 3 & 0x11 * kEachByte) << j;
@@ -204,8 +216,8 @@ struct ValueReader {
     store_word(codes + c + 48, last & 7 * kEachByte);
     store_word(codes + c + 56, last >> 4 & 7 * kEachByte);
   }
-  void last_sixteen(int c, int place) {
-    const uint64_t half = gather(place, 16, 4), word = half | half << 28;
+  void last_sixteen(int c, int at) {
+    const uint64_t half = gather(at, 16, 4), word = half | half << 28;
     store_word(codes + c, word & 3 * kEachByte);
     store_word(codes + c + 8, word >> 2 & 3 * kEachByte);
   }

@@ -6,7 +6,7 @@
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
-// Up to 16 numbers, zero behind them; and back. WHOLE: there are always 16.
+// Loads up to 16 elements, zero behind them, and stores them. WHOLE: there are always 16.
 template <bool WHOLE, typename T>
 inline Floats load_some(const T* p, int64_t count) {
   if (WHOLE || count >= 16) return load_float(p);
@@ -22,20 +22,24 @@ inline void store_some(T* p, Floats x, int64_t count) {
   memcpy(p, some, count * sizeof(T));
 }
 
-// Calls fn with a Tag of the type that `dtype` means and whether all rows of d channels are whole vectors.
+struct ElementTypes {
+  using Float32 = float;
+  using Float16 = Half;
+  using BFloat16 = turboquant::cpu::TURBOQUANT_LEVEL::BFloat16;
+};
+
+// Calls fn with the type of a row's elements and whether all rows of d channels are whole vectors.
 template <typename T, bool WHOLE>
 struct RowTag {
   using type = T;
   static constexpr bool kWhole = WHOLE;
 };
 template <typename Fn>
-inline void dispatch_rows(int dtype, int d, Fn&& fn) {
-  const bool whole = d % 16 == 0;
-  switch (dtype) {
-    case 0: return whole ? fn(RowTag<float, true>{}) : fn(RowTag<float, false>{});
-    case 1: return whole ? fn(RowTag<Half, true>{}) : fn(RowTag<Half, false>{});
-    default: return whole ? fn(RowTag<BFloat16, true>{}) : fn(RowTag<BFloat16, false>{});
-  }
+inline void dispatch_rows(Dtype dtype, int d, Fn&& fn) {
+  dispatch_dtype<ElementTypes>(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    d % 16 == 0 ? fn(RowTag<T, true>{}) : fn(RowTag<T, false>{});
+  });
 }
 
 }  // namespace turboquant::cpu::TURBOQUANT_LEVEL

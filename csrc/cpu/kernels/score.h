@@ -20,10 +20,10 @@ inline Floats load_scales(const DenseRows& k, int64_t first, int count) {
 }
 
 // Scores of keys [begin, end) for queries from .. from + QUERIES - 1.
-template <int BITS, int QUERIES>
-inline void score_queries(const DenseRows& k, const LevelBytes<BITS>& table, int64_t begin, int64_t end,
+template <Layout LAYOUT, int QUERIES>
+inline void score_queries(const DenseRows& k, const LevelBytes<LAYOUT>& table, int64_t begin, int64_t end,
                           const ScoreQueries& q, int from, const Scores& out, uint8_t* scratch) {
-  const int64_t factor_bytes = query_factor_bytes(k.d, BITS);
+  const int64_t factor_bytes = query_factor_bytes(k.d, LAYOUT);
   const Factors* factors[QUERIES];
   for (int i = 0; i < QUERIES; ++i) {
     factors[i] = reinterpret_cast<const Factors*>(static_cast<const uint8_t*>(q.factors) + (from + i) * factor_bytes);
@@ -31,12 +31,12 @@ inline void score_queries(const DenseRows& k, const LevelBytes<BITS>& table, int
   for (int64_t key = begin; key < end; key += 16) {
     const int count = end - key < 16 ? static_cast<int>(end - key) : 16;
     const uint8_t* rows = k.rows + key * k.row_bytes;
-    if (k.end - rows < 16 * k.row_bytes + 15) {  // what is read would leave the tensor
+    if (k.end - rows < 16 * k.row_bytes + kReadBehind) {  // reads would leave the tensor
       memcpy(scratch, rows, count * k.row_bytes);
       rows = scratch;
     }
     Ints dots[QUERIES];
-    dot_sixteen<BITS, QUERIES>({rows, k.row_bytes, nullptr, 0}, k.d, table, factors, dots);
+    dot_sixteen<LAYOUT, QUERIES>({rows, k.row_bytes, nullptr, 0}, k.d, table, factors, dots);
     const Floats scale = load_scales(k, key, count);
     for (int i = 0; i < QUERIES; ++i) {
       const Floats dot = to_floats(dots[i] + broadcast(q.correction[from + i]));
@@ -53,29 +53,23 @@ inline void score_queries(const DenseRows& k, const LevelBytes<BITS>& table, int
   }
 }
 
-template <int BITS>
+template <Layout LAYOUT>
 void score_codes(const DenseRows& k, int64_t begin, int64_t end, const ScoreQueries& q, const Scores& out,
                  uint8_t* scratch) {
-  const LevelBytes<BITS> table(k.levels, 1 << (BITS > kBitString ? BITS - kBitString : BITS));
+  const LevelBytes<LAYOUT> table(k.levels, 1 << format::num_bits(LAYOUT.width));
   int i = 0;
-  for (; i + 4 <= q.count; i += 4) score_queries<BITS, 4>(k, table, begin, end, q, i, out, scratch);
+  for (; i + 4 <= q.count; i += 4) score_queries<LAYOUT, 4>(k, table, begin, end, q, i, out, scratch);
   if (i + 2 <= q.count) {
-    score_queries<BITS, 2>(k, table, begin, end, q, i, out, scratch);
+    score_queries<LAYOUT, 2>(k, table, begin, end, q, i, out, scratch);
     i += 2;
   }
-  if (i < q.count) score_queries<BITS, 1>(k, table, begin, end, q, i, out, scratch);
+  if (i < q.count) score_queries<LAYOUT, 1>(k, table, begin, end, q, i, out, scratch);
 }
 
 inline void score_rows(const DenseRows& k, int64_t begin, int64_t end, const ScoreQueries& q, const Scores& out,
                        uint8_t* scratch) {
-  switch (k.layout) {
-    case kBitString + 1: return score_codes<kBitString + 1>(k, begin, end, q, out, scratch);
-    case 2: return score_codes<2>(k, begin, end, q, out, scratch);
-    case kBitString + 3: return score_codes<kBitString + 3>(k, begin, end, q, out, scratch);
-    case 4: return score_codes<4>(k, begin, end, q, out, scratch);
-    case kBitString + 5: return score_codes<kBitString + 5>(k, begin, end, q, out, scratch);
-    default: return score_codes<8>(k, begin, end, q, out, scratch);
-  }
+  format::with_width(k.width,
+                     [&](auto width) { score_codes<dense_layout(width.value)>(k, begin, end, q, out, scratch); });
 }
 
 }  // namespace turboquant::cpu::TURBOQUANT_LEVEL

@@ -1,8 +1,9 @@
-// The signed orthonormal Walsh-Hadamard transform of one vector, in the fixed order of docs/format.md section 2, and the
-// fixed summation tree of section 5. Every kernel that rotates calls these.
+// The signed orthonormal Walsh-Hadamard transform of one vector, in the fixed order of docs/format.md section 2, and
+// the fixed summation tree of section 5. Every kernel that rotates calls these.
 //
-// Butterflies run in registers: the first four inside vectors of 16 channels, the others between vectors. Blocks of more
-// than 256 channels are rows of 256, and then columns of those rows. Blocks of less than 16 channels take plain loops.
+// Butterflies run in registers: the first four inside vectors of 16 channels, the others between vectors. Blocks of
+// more than 256 channels are rows of 256, and then columns of those rows. Blocks of less than 16 channels take plain
+// loops.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -12,7 +13,7 @@ namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
 constexpr int kRow = 256;  // channels whose butterflies run in registers
 
-// float32(1 / sqrt(n)): what makes the butterflies of a block of n = 2^k channels orthonormal.
+// float32(1 / sqrt(n)): this factor makes the butterflies of a block of n = 2^k channels orthonormal.
 inline float block_norm(int n) {
   const int k = __builtin_ctz(static_cast<unsigned>(n));
   return (k % 2 ? 0.707106781f : 1.0f) * bits_to_float(static_cast<uint32_t>(127 - k / 2) << 23);
@@ -110,7 +111,7 @@ inline void mix_blocks(float* y, int n) {
   }
 }
 
-// core(y) in place with `factor` for 1 / sqrt(n). An encoder has 1 there: its codes do not depend on the length.
+// core(y) in place with `factor` for 1 / sqrt(n). An encoder passes 1, because its codes do not depend on the length.
 [[gnu::noinline]] inline void transform(float* y, format::Split split, float factor) {
   for (int b = 0; b < split.blocks; ++b) {
     (split.block < 16 ? butterfly_small_block : butterfly_block)(y + b * split.block, split.block, factor);
@@ -138,7 +139,7 @@ inline void rotate_back(float* y, const float* signs, format::Split split) {
 
 // ---- The sum of fixed order ----------------------------------------------------------------------------------------
 
-// The sum of 16 COUNT numbers over neighbouring pairs.
+// The sum of 16 COUNT elements over neighbouring pairs.
 template <int COUNT>
 inline float tree(const float* p) {
   Floats x[COUNT];
@@ -177,7 +178,7 @@ inline float tree_small_block(float* p, int n) {
   return p[0];
 }
 
-// Sum of p [d] over pairs of a block, then over blocks in order; destroys p.
+// The sum of p [d] over pairs of a block, then over blocks in order. Destroys p.
 [[gnu::noinline]] inline float tree_sum(float* p, format::Split split) {
   float total = 0;
   for (int b = 0; b < split.blocks; ++b) {

@@ -1,8 +1,8 @@
-// Encoding and decoding of vectors (docs/format.md sections 4 to 6), shared by the standalone codec and the paged cache.
+// Encodes and decodes a vector (docs/format.md sections 4 to 6), for the standalone codec and for the paged cache.
 //
-// After rotation and scaling to length sqrt(d), coordinates become integers u in units of 2^-12 sigma. Finding a code is
-// then an integer comparison and every sum over channels that decides anything is an integer sum. All of it takes 16-bit
-// lanes: u is 16 * high + low, boundaries of up to 5 bits are multiples of 16 and meet `high` alone.
+// After rotation and scaling to length sqrt(d), coordinates become integers u in units of 2^-12 sigma. Finding a code
+// is then an integer comparison and every sum over channels that decides anything is an integer sum. All of it takes
+// 16-bit lanes: u is 16 * high + low, boundaries of up to 5 bits are multiples of 16 and meet `high` alone.
 #pragma once
 
 #include "cpu/kernels/rows.h"
@@ -12,15 +12,15 @@ namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
 constexpr int kMaxRow = format::kMaxVectorDim + 64;  // vectors are padded to whole registers
 
-// One vector on its way through the encoder. Channels behind d are zero.
+// The stages of a vector in the encoder. Channels behind d are zero.
 struct EncoderScratch {
   alignas(64) float y[kMaxRow];
-  int16_t high[kMaxRow + 64],
-      low[kMaxRow + 128];  // of unequal size, so that they do not share places in the first cache
+  int16_t high[kMaxRow + 64], low[kMaxRow + 128];  // unequal sizes, so that they do not share sets of the L1 cache
   uint8_t codes[kMaxRow];
 };
 
-// y = (x - center) * scale; returns the bits of max |y|: above those of any finite number if there is a NaN or an infinity.
+// y = (x - center) * scale. Returns the bits of max |y|, which are above those of any finite number if there is a NaN or
+// an infinity.
 template <bool WHOLE, typename T>
 inline int32_t load_row(const T* x, const format::Channels& channels, int d, float* y) {
   Ints most = broadcast(0);
@@ -34,7 +34,7 @@ inline int32_t load_row(const T* x, const format::Channels& channels, int d, flo
   return greatest(most);
 }
 
-// The candidate's codes and the sums A and B.
+// The sums A and B of a candidate.
 struct Sums {
   int32_t dot, square;
 };
@@ -49,7 +49,7 @@ inline Sums sum_both(Ints a, Ints b) {
   return {lane[0], lane[1]};
 }
 
-// A and B of one candidate whose level(c) gives 32 levels, and codes.
+// A and B of one candidate. level(c) stores 32 codes from channel c on and returns their levels.
 template <typename Level>
 inline Sums sum_levels(const EncoderScratch& s, int d, Level&& level) {
   Ints high = broadcast(0), low = broadcast(0), square = broadcast(0);
@@ -63,10 +63,11 @@ inline Sums sum_levels(const EncoderScratch& s, int d, Level&& level) {
   return sum_both(shift_left<4>(high) + low, square);
 }
 
-// Levels of up to 5 bits: by the search tree.
-template <int BITS>
+// Codes with a table of levels: by the search tree.
+template <format::Width WIDTH>
 inline Sums quantise(EncoderScratch& s, int d, const Quantiser& q, int step, float) {
-  const Boundaries<BITS> boundaries(q.boundaries + 64 * step);
+  constexpr int kBits = format::num_bits(WIDTH);
+  const Boundaries<kBits> boundaries(q.boundaries + kTreeNodes * step);
   const LevelTable levels = level_table(q.levels);
   return sum_levels(s, d, [&](int c) {
     const Shorts rank = count_boundaries(boundaries, load(s.high + c));
@@ -75,20 +76,23 @@ inline Sums quantise(EncoderScratch& s, int d, const Quantiser& q, int step, flo
   });
 }
 
-// Levels of 8 bits: 254 boundaries, so a level is guessed by a division and corrected until the boundaries on both sides
-// agree. They do not decrease, so it does not matter where the search starts. k: what makes y a coordinate.
-template <>
-inline Sums quantise<8>(EncoderScratch& s, int d, const Quantiser& q, int step, float k) {
+// Codes that are levels have 254 boundaries: a level is guessed by a division and corrected until the boundaries on
+// both sides agree. Boundaries do not decrease, so it does not matter where the search starts. k: the factor that makes
+// y a coordinate.
+template <format::Width WIDTH>
+  requires(format::levels_are_codes(WIDTH))
+inline Sums quantise(EncoderScratch& s, int d, const Quantiser& q, int step, float k) {
+  constexpr int kMost = format::kMaxByteLevel;
   const float size = q.steps[step], widest = 1 << 20;  // beyond it all boundaries but 0 are out of reach
   const float half = size * (format::kUnitsPerSigma / 2);
   const Floats units = broadcast(half < widest ? half : widest);
   const Floats guess = broadcast(k / (size * format::kUnitsPerSigma)), factor = broadcast(k);
-  const Ints one = broadcast(1), top = broadcast(127), bottom = broadcast(-127);
+  const Ints one = broadcast(1), top = broadcast(kMost), bottom = broadcast(-kMost);
   const auto above = [&](Ints level) { return round_to_ints(to_floats(level + level + one) * units); };
   const auto sixteen = [&](const float* y) {
     const Floats coordinate = load(y);
     const Ints u = round_to_ints(coordinate * factor), next = u + one;
-    Ints level = round_to_ints(min(max(coordinate * guess, broadcast(-127.0f)), broadcast(127.0f)));
+    Ints level = round_to_ints(min(max(coordinate * guess, broadcast(float{-kMost})), broadcast(float{kMost})));
     for (;;) {
       const Mask up = (above(level) < next) & (level < top);
       if (!any(up)) break;
@@ -108,46 +112,30 @@ inline Sums quantise<8>(EncoderScratch& s, int d, const Quantiser& q, int step, 
   });
 }
 
-// Leaves the codes of the candidate with the least squared error; ties keep the smaller step. Returns its scale before the
-// power of two is put back, 0 for degenerate levels. r: the vector's length.
-template <int BITS>
+// Leaves the codes of the candidate with the least squared error; ties keep the smaller step. Returns its scale before
+// the power of two is put back, 0 for degenerate levels. r: the vector's length.
+template <format::Width WIDTH>
 inline float search(EncoderScratch& s, int d, const Quantiser& q, float r, float k) {
   float best_a = 0, best_b = 0, best_merit = -1;
   int best = 0;
   for (int step = 0; step < q.num_steps; ++step) {
-    const Sums sums = quantise<BITS>(s, d, q, step, k);
+    const Sums sums = quantise<WIDTH>(s, d, q, step, k);
     const float a = static_cast<float>(sums.dot) * (1 / format::kUnitsPerSigma), b = static_cast<float>(sums.square);
     const float merit = sums.dot > 0 ? a * a / b : 0;
     if (merit > best_merit) best = step, best_a = a, best_b = b, best_merit = merit;
   }
-  if (best + 1 < q.num_steps) quantise<BITS>(s, d, q, best, k);
+  if (best + 1 < q.num_steps) quantise<WIDTH>(s, d, q, best, k);
   if (!(best_a > 0)) return 0;
   switch (q.scale_mode) {
-    case 0: return r * q.over * q.steps[best];
-    case 1: return r * 32 / __builtin_sqrtf(best_b);
-    case 2: return r * q.over * (best_a / best_b);
-    default: return r * q.times / best_a;
+    case format::ScaleMode::kNorm: return r * q.over * q.steps[best];
+    case format::ScaleMode::kPreserve: return r * 32 / __builtin_sqrtf(best_b);
+    case format::ScaleMode::kMse: return r * q.over * (best_a / best_b);
+    case format::ScaleMode::kUnbiased: break;
   }
+  return r * q.times / best_a;
 }
 
-// Calls fn(Bits<BITS>{}) for a codec's width.
-template <int BITS>
-struct Bits {
-  static constexpr int kBits = BITS;
-};
-template <typename Fn>
-inline void dispatch_bits(int bits, Fn&& fn) {
-  switch (bits) {
-    case 1: return fn(Bits<1>{});
-    case 2: return fn(Bits<2>{});
-    case 3: return fn(Bits<3>{});
-    case 4: return fn(Bits<4>{});
-    case 5: return fn(Bits<5>{});
-    default: return fn(Bits<8>{});
-  }
-}
-
-// s.y: what load_row left there, `greatest` what it returned. Leaves the codes in s.codes; returns the float16 scale.
+// load_row has filled s.y and returned `greatest`. Leaves the codes in s.codes and returns the float16 scale.
 inline uint16_t encode_row(EncoderScratch& s, format::Split split, const float* signs, const Quantiser& q,
                            int32_t greatest) {
   const int d = split.blocks * split.block, padded = (d + 63) / 64 * 64;
@@ -175,7 +163,7 @@ inline uint16_t encode_row(EncoderScratch& s, format::Split split, const float* 
   }
   const float r = length * block_norm(split.block);
   float scale = 0;
-  dispatch_bits(q.bits, [&](auto b) { scale = search<b.kBits>(s, d, q, r, k); });
+  format::with_width(q.width, [&](auto width) { scale = search<width.value>(s, d, q, r, k); });
   scale = scale * power_of_two(e);
   scale = scale < format::kMaxHalf ? scale : format::kMaxHalf;
   for (int c = d; c < padded; ++c) s.codes[c] = 0;
@@ -189,22 +177,24 @@ struct DecoderScratch {
   uint8_t codes[kMaxRow], levels[kMaxRow];
 };
 
-// s.codes: [d], padded to 64 with any codes -> s.y, the vector without its signs. levels: of codes up to 5 bits
-inline void rotate_codes(DecoderScratch& s, format::Split split, int bits, const Table32& levels, uint16_t scale) {
+// s.codes: [d], padded to 64 with any codes -> s.y, the vector without its signs. levels: unless codes are levels
+inline void rotate_codes(DecoderScratch& s, format::Split split, format::Width width, const Table32& levels,
+                         uint16_t scale) {
   const int d = split.blocks * split.block;
-  for (int c = 0; c < d && bits < 8; c += 64) store(s.levels + c, lookup(levels, load(s.codes + c)));
-  const int8_t* level = reinterpret_cast<const int8_t*>(bits < 8 ? s.levels : s.codes);
+  const bool looked_up = !format::levels_are_codes(width);
+  for (int c = 0; c < d && looked_up; c += 64) store(s.levels + c, lookup(levels, load(s.codes + c)));
+  const int8_t* level = reinterpret_cast<const int8_t*>(looked_up ? s.levels : s.codes);
   const Floats unit = broadcast(half_to_float(scale) * format::kLevelUnit);
   for (int c = 0; c < d; c += 16) store(s.y + c, unit * load_float(level + c));
   transform(s.y, split, block_norm(split.block));
 }
 
-// The same to the vector itself; out: [d].
+// Decodes s.codes to the vector itself. out: [d]
 template <typename T, bool WHOLE>
 inline void decode_row(DecoderScratch& s, format::Split split, const float* signs, const format::Channels& channels,
-                       int bits, const Table32& levels, uint16_t scale, T* out) {
+                       format::Width width, const Table32& levels, uint16_t scale, T* out) {
   const int d = split.blocks * split.block;
-  rotate_codes(s, split, bits, levels, scale);
+  rotate_codes(s, split, width, levels, scale);
   for (int c = 0; c < d; c += 16) {
     Floats v = load(s.y + c) * load_some<WHOLE>(signs + c, d - c);
     if (channels.inverse) v = v * load_some<WHOLE>(channels.inverse + c, d - c);

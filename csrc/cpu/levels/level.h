@@ -1,4 +1,4 @@
-// The kernels of one level, gathered in its table. Included once by each file in levels/.
+// Gathers the kernels of one level in its table. Each file in levels/ includes this header once.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -31,7 +31,6 @@ constexpr Kernels make_table(const char* level) {
       .load_tokens = load_tokens,
       .query_factor_bytes = query_factor_bytes,
       .query_factors = query_factors,
-      .key_layout = key_layout,
       .attend_scratch_bytes = attend_scratch_bytes,
       .attend_pages = attend_pages,
       .attend_exact = attend_exact,

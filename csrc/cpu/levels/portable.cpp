@@ -1,4 +1,4 @@
-// The kernels in plain C++: for processors without AVX2, and what the other levels are compared with.
+// The kernels in plain C++, for processors without AVX2. Tests compare the other levels with these.
 #define TURBOQUANT_LEVEL portable
 #include "cpu/levels/level.h"
 

@@ -1,4 +1,4 @@
-// Queries as integers against dense rows of codes: what `score` and `qjl_score` share around kernels().score_rows.
+// Queries as integers against dense rows of codes. `score` and `qjl_score` share this around kernels().score_rows.
 #pragma once
 
 #include "cpu/common/torch.h"
@@ -6,19 +6,16 @@
 
 namespace turboquant::cpu {
 
-// How rows of `bits` (1 to 5, 8) are read.
-inline int dense_layout(int bits) { return bits % 2 ? kBitString + bits : bits; }
-
-// Rotated or projected queries that meet rows of one layout. Not shared between threads: it owns its memory.
+// Rotated or projected queries that meet rows of one layout. A thread has its own.
 class IntegerQueries {
  public:
   // capacity: queries at once; max_level: greatest absolute value of a level
-  IntegerQueries(int64_t capacity, int64_t d, int layout, int max_level)
+  IntegerQueries(int64_t capacity, int64_t d, Layout layout, int max_level)
       : d_(static_cast<int>(d)), layout_(layout), max_level_(max_level),
         bytes_(kernels().query_factor_bytes(d_, layout)), factors_(capacity * bytes_), integers_(d + kQueryMargin),
         unit_(capacity), shift_(capacity), correction_(capacity) {}
 
-  // q: [d]; level_unit: what a level stands for; shift: added to all its scores
+  // q: [d]; level_unit: the value of a level of 1; shift: added to all its scores
   void set(int64_t i, const float* q, float level_unit, float shift) {
     uint8_t* to = factors_.as<uint8_t>() + i * bytes_;
     const float unit = kernels().query_factors(q, d_, layout_, max_level_, to, &correction_[i], integers_.data());
@@ -26,11 +23,17 @@ class IntegerQueries {
     shift_[i] = shift;
   }
   ScoreQueries first(int64_t count) {
-    return {static_cast<int>(count), factors_.as<void>(), unit_.data(), correction_.data(), shift_.data()};
+    return {.count = static_cast<int>(count),
+            .factors = factors_.as<void>(),
+            .unit = unit_.data(),
+            .correction = correction_.data(),
+            .shift = shift_.data()};
   }
 
  private:
-  int d_, layout_, max_level_;
+  int d_;
+  Layout layout_;
+  int max_level_;
   int64_t bytes_;
   Scratch factors_;  // [capacity, bytes]
   std::vector<int16_t> integers_;
@@ -38,14 +41,15 @@ class IntegerQueries {
   std::vector<int32_t> correction_;
 };
 
-// Keys and queries of one piece of work: few enough for the nearest cache, enough to pay for a call.
+// Keys and queries of one unit of work: few enough for the L1 cache, and enough to pay for a call.
 constexpr int64_t kScoreKeys = 512;
 constexpr int64_t kScoreQueries = 64;
 inline int64_t queries_at_once(const ScoreShape& s) { return std::min(s.queries, kScoreQueries); }
 
-// Splits [batch, queries, keys] among threads. make() gives a thread its worker; worker.prepare(b, first query, count) comes
-// before worker.score(b, first query, count, first key, end key), once for all key blocks that follow each other.
-// row_bytes: what a query reads of a key; query_bytes: what could be read of keys in the time that it takes to prepare it.
+// Splits [batch, queries, keys] among threads. make() gives a thread its worker. worker.prepare(b, first query, count)
+// comes before worker.score(b, first query, count, first key, end key), once for all key blocks that follow each other.
+// row_bytes: the bytes of a key that a query reads; query_bytes: the bytes of keys that could be read in the time that
+// it takes to prepare a query.
 template <typename Make>
 void for_score_blocks(const ScoreShape& s, int64_t row_bytes, int64_t query_bytes, Make&& make) {
   const int64_t tiles = (s.queries + kScoreQueries - 1) / kScoreQueries;
@@ -64,7 +68,7 @@ void for_score_blocks(const ScoreShape& s, int64_t row_bytes, int64_t query_byte
   });
 }
 
-// Where score_rows puts the scores of batch entry b for queries `first` on: its keys are counted over all entries.
+// The destination of the scores of batch entry b for queries `first` on. score_rows counts keys over all entries.
 inline Scores scores_of(const ScoreShape& s, float* out, int64_t b, int64_t first, bool add) {
   return {out + (b * s.queries + first) * s.keys - b * s.keys, s.keys, add};
 }
@@ -72,9 +76,9 @@ inline Scores scores_of(const ScoreShape& s, float* out, int64_t b, int64_t firs
 // Queries first .. first + count - 1 of batch entry b as float32 [count, d].
 inline void load_queries(const Tensor& q, const Rows& rows, const ScoreShape& s, int64_t b, int64_t first,
                          int64_t count, int64_t d, float* out) {
-  dispatch_float(q.scalar_type(), [&](auto tag) {
+  dispatch_float(dtype_of(q), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const T* in = static_cast<const T*>(q.data_ptr());
+    const T* in = data_of<T>(q);
     for (int64_t i = 0; i < count; ++i) to_float(in + rows(b * s.queries + first + i), out + i * d, d);
   });
 }

@@ -290,8 +290,8 @@ ALWAYS_INLINE Bytes lookup_string(const CodeTable<BITS>& t, const Bytes& x) {
     };
     return {half(x.a), half(x.b)};
   } else {
-    // Two codes lie within two bytes: those go to a word, whose top they reach by a multiplication. From there one goes to
-    // the bottom of each byte.
+    // Two codes lie within two bytes. These go to a word, a multiplication moves the codes to its top, and shifts bring
+    // one code to the low bits of each byte.
     uint8_t from[16];
     int16_t up[8];
     for (int w = 0; w < 8; ++w) {
@@ -330,7 +330,7 @@ inline Ints multiply_add(Ints sum, Shorts x, Shorts y) {
   return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(x.b, y.b))};
 }
 
-// A row of the tree has up to 8 boundaries, which byte shuffles look up, or 16, for which there are two.
+// Byte shuffles look up rows of the tree of up to 8 boundaries. The row of 16 boundaries takes two of them.
 template <int BITS>
 struct Boundaries {
   __m256i row[BITS], last;
@@ -373,7 +373,7 @@ inline Shorts lookup(const LevelTable& t, Shorts index) {
   return {sixteen(index.a), sixteen(index.b)};
 }
 
-// Codes are joined two by two in 16, 32 and 64-bit words, and torn apart in the other order.
+// Packing joins codes two by two in words of 16, 32 and 64 bits; unpacking splits them in the other order.
 struct BitLayout {
   __m256i pair, quad, gather, spread;
   explicit BitLayout(int bits) {
@@ -404,19 +404,20 @@ inline Bytes load_packed(const uint8_t* p, const BitLayout& l, int bits) {
   const auto half = [&](const uint8_t* from) {
     const __m256i raw = _mm256_inserti128_si256(_mm256_castsi128_si256(load128(from)), load128(from + 2 * bits), 1);
     __m256i x = _mm256_shuffle_epi8(raw, l.spread);
-    const auto tear = [&](int width, __m256i low) {  // words of 2 * width bits: the upper half of the codes moves up
+    const auto split = [&](int width, __m256i low) {  // words of 2 * width bits: the upper half of the codes moves up
       const __m256i upper = _mm256_sll_epi64(_mm256_andnot_si256(low, x), _mm_cvtsi32_si128(width - width / 8 * bits));
       x = _mm256_or_si256(_mm256_and_si256(x, low), upper);
     };
-    tear(32, _mm256_set1_epi64x((int64_t{1} << 4 * bits) - 1));
-    tear(16, _mm256_set1_epi32((1 << 2 * bits) - 1));
-    tear(8, _mm256_set1_epi16(static_cast<int16_t>((1 << bits) - 1)));
+    split(32, _mm256_set1_epi64x((int64_t{1} << 4 * bits) - 1));
+    split(16, _mm256_set1_epi32((1 << 2 * bits) - 1));
+    split(8, _mm256_set1_epi16(static_cast<int16_t>((1 << bits) - 1)));
     return x;
   };
   return {half(p), half(p + 4 * bits)};
 }
 
-// Levels become 16-bit numbers, even and odd bytes apart, and meet 16-bit factors in the same order: no bias.
+// Levels become 16-bit integers, even and odd bytes apart, and meet 16-bit factors in the same order, so they need no
+// bias.
 constexpr int kLevelBias = 0;
 
 struct Levels {

@@ -5,7 +5,7 @@
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
-constexpr int kUnroll = 16;  // loops over a row's vectors, which stay in registers
+constexpr int kUnroll = 16;  // of loops over the vectors of a row, which then stay in registers
 
 struct Floats {
   __m512 v;
@@ -36,7 +36,7 @@ inline void store(int32_t* p, Ints x) { _mm512_storeu_si512(p, x.v); }
 inline void store(int16_t* p, Shorts x) { _mm512_storeu_si512(p, x.v); }
 inline void store(uint8_t* p, Bytes x) { _mm512_storeu_si512(p, x.v); }
 
-// Sixteen numbers of a storage type as float32, and back with one rounding to nearest even.
+// Loads sixteen elements of a storage type as float32, and stores them with one rounding to nearest even.
 inline Floats load_float(const float* p) { return load(p); }
 inline Floats load_float(const Half* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
@@ -116,8 +116,8 @@ inline Floats swap_lanes(Floats x) {
   if constexpr (H == 8) return {_mm512_shuffle_f32x4(x.v, x.v, 0x4E)};
 }
 
-// Lane i: a + b of the pair (i, i ^ H) where bit H of i is clear, a - b where it is set. A fused product by 1 or -1 is the
-// sum or the difference itself, rounded once.
+// Lane i becomes a + b of the pair (i, i ^ H) where bit H of i is clear, and a - b where it is set. A fused product by
+// 1 or -1 gives the sum or the difference itself, rounded once.
 template <int H>
 inline Floats butterfly(Floats x) {
   constexpr int upper = H == 1 ? 0xAAAA : H == 2 ? 0xCCCC : H == 4 ? 0xF0F0 : 0xFF00;
@@ -125,7 +125,7 @@ inline Floats butterfly(Floats x) {
   return {_mm512_fmadd_ps(x.v, sign, swap_lanes<H>(x).v)};
 }
 
-// The eight sums of neighbours of a, then those of b.
+// The eight sums of neighbouring lanes of a, then those of b.
 inline Ints pair_sums(Ints a, Ints b) {
   const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
@@ -137,20 +137,20 @@ inline Floats pair_sums(Floats a, Floats b) {
   return {_mm512_add_ps(_mm512_permutex2var_ps(a.v, even, b.v), _mm512_permutex2var_ps(a.v, odd, b.v))};
 }
 
-// Lane 4l + i: the sum of lanes 4l .. 4l + 3 of the i-th argument.
+// Lane 4l + i becomes the sum of lanes 4l .. 4l + 3 of the i-th argument.
 ALWAYS_INLINE Ints sum_quads(Ints a, Ints b, Ints c, Ints d) {
   const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a.v, b.v), _mm512_unpackhi_epi32(a.v, b.v));
   const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c.v, d.v), _mm512_unpackhi_epi32(c.v, d.v));
   return {_mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd))};
 }
-// Four times 16 bytes, `stride` apart.
+// Loads 16 bytes for each quarter, `stride` apart.
 ALWAYS_INLINE Bytes load_quarters(const uint8_t* p, int64_t stride) {
   const auto at = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * stride)); };
   const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(at(0)), at(1), 1);
   const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(at(2)), at(3), 1);
   return {_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1)};
 }
-// The same for four runs of 16 bytes that follow each other: x[i] = load_quarters(p + 16 i, stride).
+// Loads four such vectors from neighbouring 16 bytes: x[i] = load_quarters(p + 16 i, stride).
 ALWAYS_INLINE void load_quarters(const uint8_t* p, int64_t stride, Bytes (&x)[4]) {
   const __m512i a = load(p).v, b = load(p + stride).v, c = load(p + 2 * stride).v, d = load(p + 3 * stride).v;
   const __m512i ab = _mm512_shuffle_i32x4(a, b, 0x44), cd = _mm512_shuffle_i32x4(c, d, 0x44);
@@ -160,7 +160,7 @@ ALWAYS_INLINE void load_quarters(const uint8_t* p, int64_t stride, Bytes (&x)[4]
   x[2] = {_mm512_shuffle_i32x4(ab2, cd2, 0x88)};
   x[3] = {_mm512_shuffle_i32x4(ab2, cd2, 0xDD)};
 }
-// Four times 4 bytes, `stride` apart, each repeated four times.
+// Loads 4 bytes for each quarter, `stride` apart, and repeats them four times.
 ALWAYS_INLINE Bytes load_words(const uint8_t* p, int64_t stride) {
   int32_t w[4];
   for (int i = 0; i < 4; ++i) memcpy(&w[i], p + i * stride, 4);
@@ -168,7 +168,7 @@ ALWAYS_INLINE Bytes load_words(const uint8_t* p, int64_t stride) {
   return {_mm512_permutexvar_epi32(word, _mm512_castsi128_si512(_mm_setr_epi32(w[0], w[1], w[2], w[3])))};
 }
 
-// A table of 16 bytes, looked up 64 times at once; indices below 16.
+// A table of 16 bytes for 64 look-ups at once. Indices are below 16.
 struct Table16 {
   __m512i v;
 };
@@ -177,7 +177,7 @@ inline Table16 table16(const uint8_t* p) {
 }
 inline Bytes lookup(const Table16& t, Bytes index) { return {_mm512_shuffle_epi8(t.v, index.v)}; }
 
-// A table of 32 bytes; indices below 32.
+// A table of 32 bytes. Indices are below 32.
 struct Table32 {
   __m512i v;
 };
@@ -186,15 +186,15 @@ inline Table32 table32(const uint8_t* p) {
 }
 inline Bytes lookup(const Table32& t, Bytes index) { return {_mm512_permutexvar_epi8(index.v, t.v)}; }
 
-// The low or high N bits of every byte's nibbles ...: fields of bytes.
+// A field of every byte: its bits from SHIFT on, as far as `mask` says.
 template <int SHIFT>
 inline Bytes field(Bytes x, Bytes mask) {
   if constexpr (SHIFT == 0) return {_mm512_and_si512(x.v, mask.v)};
   return {_mm512_and_si512(_mm512_srli_epi16(x.v, SHIFT), mask.v)};
 }
 
-// The top bits of 5-bit codes, from the plane's four bytes of each quarter (load_words): bit 2j + FIELD of byte k belongs to
-// byte 4j + k of the quarter. It becomes bit 4.
+// The top bits of 5-bit codes. x: load_words of the plane. Bit 2j + FIELD of byte k of a quarter belongs to byte 4j +
+// k, where it becomes bit 4.
 template <int FIELD>
 ALWAYS_INLINE Bytes plane_bits(Bytes x) {
   const __m512i bit =
@@ -202,8 +202,9 @@ ALWAYS_INLINE Bytes plane_bits(Bytes x) {
   return {_mm512_maskz_set1_epi8(_mm512_test_epi8_mask(x.v, bit), 16)};
 }
 
-// Three-bit codes are three words of nibbles whose top bits hold a fourth. x: in every quarter of x[i] the three words of one
-// group, and anything. Afterwards x[j] holds word j of the four groups, top bits left as they are.
+// Three-bit codes are three words of nibbles whose top bits hold a fourth word. Each quarter of x[i] holds the three
+// words of one group, and four bytes of anything. Afterwards x[j] holds word j of the four groups; top bits of nibbles
+// are left as they are.
 ALWAYS_INLINE void gather_three_bits(Bytes (&x)[4]) {
   const __m512i low = _mm512_unpacklo_epi32(x[0].v, x[1].v), high = _mm512_unpackhi_epi32(x[0].v, x[1].v);
   const __m512i low2 = _mm512_unpacklo_epi32(x[2].v, x[3].v), high2 = _mm512_unpackhi_epi32(x[2].v, x[3].v);
@@ -215,7 +216,7 @@ ALWAYS_INLINE void gather_three_bits(Bytes (&x)[4]) {
   x[3] = {_mm512_ternarylogic_epi32(x[3].v, _mm512_srli_epi32(x[1].v, 2), _mm512_set1_epi32(0x22222222), 0xF8)};
   x[3] = {_mm512_ternarylogic_epi32(x[3].v, _mm512_srli_epi32(x[2].v, 1), _mm512_set1_epi32(0x44444444), 0xF8)};
 }
-// The same of one group in every quarter, which keeps its place: word 3 comes last.
+// Makes the fourth word of one group in every quarter and puts it behind the other three.
 ALWAYS_INLINE Bytes append_three_bits(Bytes x) {
   const __m512i second = _mm512_shuffle_epi32(x.v, static_cast<_MM_PERM_ENUM>(0x55));
   const __m512i third = _mm512_shuffle_epi32(x.v, static_cast<_MM_PERM_ENUM>(0xAA));
@@ -226,7 +227,7 @@ ALWAYS_INLINE Bytes append_three_bits(Bytes x) {
   return {_mm512_mask_mov_epi32(x.v, 0x8888, last)};
 }
 
-// Dense rows of 1, 3 and 5 bits are bit strings: each quarter of x begins with one, of which codes FIRST .. FIRST + 15 are
+// Dense rows of 1, 3 and 5 bits are bit strings. Each quarter of x begins with one, whose codes FIRST .. FIRST + 15 are
 // looked up. FIRST is a multiple of 16.
 template <int BITS>
 struct CodeTable {
@@ -240,8 +241,8 @@ inline CodeTable<BITS> code_table(const uint8_t* p) {  // p: [2^BITS]
 }
 template <int BITS, int FIRST>
 ALWAYS_INLINE Bytes lookup_string(const CodeTable<BITS>& t, Bytes x) {
-  // Eight codes are BITS bytes: those go to a quadword, then each code to the bottom of its byte. The bits above it only
-  // choose another copy of the table.
+  // Eight codes are BITS bytes. These go to a quadword, and then each code to the low bits of a byte. The bits above
+  // the code only choose another copy of the table.
   uint8_t from[16];
   uint64_t down = 0;
   for (int i = 0; i < 16; ++i) {
@@ -254,24 +255,24 @@ ALWAYS_INLINE Bytes lookup_string(const CodeTable<BITS>& t, Bytes x) {
   return {_mm512_permutexvar_epi8(codes, t.v)};
 }
 
-// -- Sixteen-bit lanes: what an encoder counts and multiplies.
+// -- Sixteen-bit lanes, for the counts and products of an encoder.
 
-// The low halves of a's lanes, then of b's; the numbers fit.
+// The lanes of a, then those of b, which must fit 16 bits.
 inline Shorts narrow(Ints a, Ints b) {
   const __m256i low = _mm512_cvtepi32_epi16(a.v), high = _mm512_cvtepi32_epi16(b.v);
   return {_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1)};
 }
-// Only the first n lanes, n < 32; zero behind them.
+// Keeps the first n lanes, n < 32, and makes the others zero.
 inline Shorts keep_first(Shorts x, int n) { return {_mm512_maskz_mov_epi16((1u << n) - 1, x.v)}; }
-// The low bytes of all lanes.
+// Stores the low bytes of all lanes.
 inline void store_bytes(uint8_t* p, Shorts x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi16_epi8(x.v));
 }
 // Lane i of the sum gains a[2i] * b[2i] + a[2i + 1] * b[2i + 1].
 inline Ints multiply_add(Ints sum, Shorts a, Shorts b) { return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)}; }
 
-// 2^BITS - 1 boundaries as a search tree: tree[1] is the middle one, those of its halves are tree[2] and tree[3], and so
-// on. Reads 64 numbers.
+// 2^BITS - 1 boundaries as a search tree: tree[1] is the middle one, tree[2] and tree[3] are those of its halves, and
+// so on. Reads 64 elements.
 template <int BITS>
 struct Boundaries {
   __m512i row[BITS];
@@ -280,7 +281,7 @@ struct Boundaries {
     for (int k = 1; k < BITS; ++k) row[k] = _mm512_loadu_si512(tree + (1 << k));
   }
 };
-// How many boundaries are <= u.
+// The number of boundaries that are <= u.
 template <int BITS>
 inline Shorts count_boundaries(const Boundaries<BITS>& b, Shorts u) {
   const __m512i one = _mm512_set1_epi16(1);
@@ -293,7 +294,7 @@ inline Shorts count_boundaries(const Boundaries<BITS>& b, Shorts u) {
   return {rank};
 }
 
-// A table of 32 signed bytes; indices below 32.
+// A table of 32 signed bytes. Indices are below 32.
 struct LevelTable {
   __m512i v;
 };
@@ -305,8 +306,8 @@ inline Shorts lookup(const LevelTable& t, Shorts index) { return {_mm512_permute
 // -- Dense bit strings, 1 to 7 bits: 64 codes are 8 * bits bytes.
 
 struct BitLayout {
-  __m512i pair, quad, shift, gather;  // packing: weights of codes, how far words move, which bytes remain
-  __m512i spread, offset, mask;       // unpacking: bytes of each word, first bits of its codes
+  __m512i pair, quad, shift, gather;  // packing: weights of codes, shifts of words, indices of the bytes that remain
+  __m512i spread, offset, mask;       // unpacking: bytes of each word, first bits of its codes, bits of a code
   explicit BitLayout(int bits) {
     alignas(64) uint8_t to[64], from[64], at[64];
     for (int i = 0; i < 64; ++i) {
@@ -337,8 +338,8 @@ inline Bytes load_packed(const uint8_t* p, const BitLayout& l, int /*bits*/) {
 
 // -- Levels times 16-bit factors: the inner loop of every score and every sum of values.
 //
-// A byte product needs one unsigned operand, so levels are stored with kLevelBias added, and a factor is two signed bytes,
-// 256 * high + low. What the bias adds, kLevelBias * sum of factors, is for the caller to take away.
+// A byte product needs one unsigned operand, so levels are stored with kLevelBias added, and a factor is two signed
+// bytes, 256 * high + low. The caller subtracts kLevelBias * sum of factors, which the bias adds.
 constexpr int kLevelBias = 128;
 
 struct Levels {
@@ -367,8 +368,8 @@ inline void make_factors(Factors* to, const int16_t (&f)[16]) {
   *to = {_mm512_broadcast_i32x4(_mm256_cvtepi16_epi8(high)), _mm512_broadcast_i32x4(_mm256_cvtepi16_epi8(x))};
 }
 
-// Sixteen factors, one per token of a value block, as four words of the four tokens (2q, 2q + 1, 2q + 8, 2q + 9) that share
-// a word of codes; spread() repeats them word by word.
+// Sixteen factors, one per token of a value block, as four words. Word q is of the four tokens 2q, 2q + 1, 2q + 8 and
+// 2q + 9, which share a word of codes. spread() repeats these words in the order of `quads`.
 struct TokenFactors {
   __m128i high, low;
 };

@@ -1,5 +1,5 @@
-// The verbs in plain C++: a vector is an array. For any machine, and the definition that the other sets are tested against.
-// Included by cpu/simd.h only; simd/avx512.h says what each verb does.
+// The verbs in plain C++: a vector is an array. For any machine, and the definition that the other sets are tested
+// against. Included by cpu/simd.h only; simd/avx512.h says what each verb does.
 #pragma once
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
@@ -120,7 +120,7 @@ inline Ints max(const Ints& a, const Ints& b) {
 inline Floats abs(const Floats& a) {
   return lanes<Floats>([&](int i) { return __builtin_fabsf(a.v[i]); });
 }
-// Unsigned inside: sums may wrap on their way to a result that fits.
+// Additions are unsigned, because sums may wrap on their way to a result that fits.
 inline Ints operator+(const Ints& a, const Ints& b) {
   return lanes<Ints>([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) + b.v[i]); });
 }
@@ -188,8 +188,8 @@ inline Ints select(const Mask& m, const Ints& yes, const Ints& no) {
   return lanes<Ints>([&](int i) { return m.v[i] ? yes.v[i] : no.v[i]; });
 }
 
-// Nearest, ties to even; what does not fit an int32, and NaN, becomes the least int32, as on x86. Adding and taking away
-// 1.5 * 2^23 rounds numbers below 2^22 without a call to the library; from 2^23 on floats are integers.
+// Rounds to nearest, ties to even. NaN and numbers that do not fit an int32 become the least int32, as on x86. To add
+// and subtract 2^23 rounds smaller numbers without a call to the library; from 2^23 on floats are integers.
 inline int32_t round_to_int(float x) {
   const float big = __builtin_copysignf(8388608.0f, x), rounded = (x + big) - big;
   const float whole = __builtin_fabsf(x) < 8388608.0f ? rounded : x;
@@ -357,7 +357,7 @@ inline Shorts lookup(const LevelTable& t, const Shorts& index) {
   return lanes<Shorts>([&](int i) { return t.v[index.v[i]]; });
 }
 
-// Eight codes are one 64-bit word: joined two by two, and torn apart in the other order.
+// Eight codes are one 64-bit word: packing joins them two by two, unpacking splits them in the other order.
 struct BitLayout {
   explicit BitLayout(int) {}
 };
@@ -392,7 +392,7 @@ inline Bytes load_packed(const uint8_t* p, const BitLayout&, int bits) {
 
 constexpr int kLevelBias = 0;
 
-// Even and odd bytes apart, and a sum for each of the 32 words, so that every loop is one that compilers vectorise.
+// Even and odd bytes are apart, and each of the 32 words has a sum, so that compilers vectorise every loop.
 struct Levels {
   int16_t even[32], odd[32];
 };

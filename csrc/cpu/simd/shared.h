@@ -14,7 +14,7 @@ inline float first_lane(Floats x) {
   return lane[0];
 }
 
-// Sum and maximum of all lanes, always by the same tree.
+// The sum, the maximum and the minimum of all lanes, always by the same tree.
 inline float sum_lanes(Floats x) {
   const Floats zero = broadcast(0.0f);
   for (int n = 16; n > 1; n /= 2) x = pair_sums(x, zero);
@@ -46,7 +46,7 @@ inline int32_t greatest(Ints x) {
 // 2^e for |e| <= 126, exactly.
 inline float power_of_two(int e) { return bits_to_float(static_cast<uint32_t>(e + 127) << 23); }
 
-// The exponent e of x, so that x * 2^-e is near 1: limited to 2^+-100, where such a product stays a normal number.
+// The exponent e of x, so that x * 2^-e is near 1. It is limited to +-100, where such a product stays a normal number.
 inline int scale_exponent(float x) {
   const int e = static_cast<int>(float_to_bits(x) >> 23 & 255) - 127;
   return e < -100 ? -100 : e > 100 ? 100 : e;
@@ -55,7 +55,7 @@ inline int scale_exponent(float x) {
 // 2^n for -126 <= n <= 127.
 inline Floats power_of_two(Ints n) { return as_floats(shift_left<23>(n + broadcast(127))); }
 
-// e^x for x <= 88, within 2 units in the last place; 0 below -87.3; NaN stays.
+// e^x for x <= 88, within 2 units in the last place. 0 below -87.3; NaN stays NaN.
 ALWAYS_INLINE Floats exp(Floats x) {
   const Mask tiny = x < broadcast(-87.3f);
   x = max(broadcast(-87.3f), x);

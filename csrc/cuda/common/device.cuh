@@ -61,11 +61,6 @@ __device__ __forceinline__ T max_of_lanes(T x) {
 
 // ---- Dtypes -------------------------------------------------------------------------------------------------------
 
-template <typename T>
-struct Tag {
-  using type = T;
-};
-
 // Words of elements of type T as float32.
 template <typename T, int WORDS>
 __device__ __forceinline__ void floats_of_words(const uint32_t (&word)[WORDS], float* y) {

@@ -68,14 +68,16 @@ inline unsigned num_blocks(int64_t work, int64_t per_block) {
 
 // ---- Dtypes -------------------------------------------------------------------------------------------------------
 
+struct ElementTypes {
+  using Float32 = float;
+  using Float16 = __half;
+  using BFloat16 = __nv_bfloat16;
+};
+
 // Calls fn(Tag<float | __half | __nv_bfloat16>) for the type of a tensor's elements.
 template <typename Fn>
 void dispatch_float(Dtype dtype, Fn&& fn) {
-  switch (dtype) {
-    case Dtype::kFloat32: return fn(Tag<float>{});
-    case Dtype::kFloat16: return fn(Tag<__half>{});
-    case Dtype::kBFloat16: return fn(Tag<__nv_bfloat16>{});
-  }
+  dispatch_dtype<ElementTypes>(dtype, fn);
 }
 
 // ---- Tensors ------------------------------------------------------------------------------------------------------

@@ -1,47 +1,12 @@
-// The projection of a sketch (docs/format.md section 10), checked, and a transform for vectors of any size;
-// qjl_sketch, score and qjl_score share them.
-//
-// The two kinds of projections differ in their shape, and each has its own scale. With the other one's scale the
-// estimate would be wrong without any error:
-//   float32 [m, d], dense Gaussian entries:        estimate = sqrt(pi/2) / m * norm * sum of sign_i * (S q)_i
-//   float32 [d], signs of an orthonormal rotation: estimate = sqrt(pi / (2 d)) * norm * sum of sign_i * (R q)_i
+// The transform of docs/format.md section 2 for vectors of any size, which qjl_sketch, score and qjl_score share.
 #pragma once
 
-#include <cmath>
-
-#include "cuda/common/torch.cuh"
 #include "format.h"
 
 namespace turboquant::cuda {
 
-struct Projection {
-  const float* data;  // [m, d] or [d]
-  bool dense;
-  int64_t rows;  // m: bits of a sketch
-  float factor;  // of the estimate
-
-  Projection(const Tensor& t, const Tensor& first, int64_t d) {
-    check_vector_dim(d, "the sketched vectors");
-    dense = t.dim() == 2;
-    STD_TORCH_CHECK(dense || t.dim() == 1, "projection has shape ", shape_text(t),
-                    ", supported: [m, d] (dense Gaussian) or [d] (signs of a structured one)");
-    if (dense) {
-      check_constant(t, first, "projection", ScalarType::Float, {-1, d});
-    } else {
-      check_constant(t, first, "projection", ScalarType::Float, {d});
-    }
-    rows = t.size(0);
-    STD_TORCH_CHECK(rows >= 8 && rows % 8 == 0, "projection has ", rows, " rows, supported: multiples of 8");
-    data = static_cast<const float*>(t.data_ptr());
-    constexpr double kPi = 3.14159265358979323846;
-    factor = static_cast<float>(dense ? std::sqrt(kPi / 2) / static_cast<double>(rows)
-                                      : std::sqrt(kPi / (2.0 * static_cast<double>(d))));
-  }
-  int64_t bytes() const { return rows / 8; }
-};
-
-// core(y) of docs/format.md section 2 in shared memory, by one warp, in the order of operations that the format says:
-// slow, but the same code for every d.
+// core(y) in shared memory, by one warp, in the order of operations that the format says: slow, but the same code for
+// every d.
 __device__ inline void transform_shared(float* y, format::Split split, int lane) {
   const int m = split.blocks, n = split.block, d = m * n;
 #pragma unroll 1
