@@ -10,8 +10,8 @@
 
 #include <algorithm>
 
-#include "choices/score.h"
 #include "calls/sketch.h"
+#include "choices/score.h"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/codec/transform.cuh"
 #include "cuda/common/device_facts.cuh"

@@ -14,9 +14,9 @@
 // each stretch of 128 channels, and these words become its fragments without any exchange between lanes.
 #include <algorithm>
 
-#include "choices/score.h"
 #include "calls/score.h"
 #include "calls/sketch.h"
+#include "choices/score.h"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/common/device_facts.cuh"
 #include "cuda/score/operands.cuh"
@@ -827,9 +827,8 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   STD_TORCH_CHECK(shape.queries <= INT32_MAX, "q has ", shape.queries, " queries, supported: up to ", INT32_MAX);
   a.queries = static_cast<int>(shape.queries);
   a.keys = shape.keys;
-  const int word = a.bits % 4 == 0 ? 16
-                   : a.bits == 2   ? 8
-                                   : 4;  // bytes of a load: all rows must start at a multiple of that
+  // Bytes of a load: all rows must start at a multiple of that.
+  const int word = a.bits % 4 == 0 ? 16 : a.bits == 2 ? 8 : 4;
   bool words = a.bits == 0 || (d % kGroup == 0 && a.row_bytes % word == 0 && aligned(a.packed, word));
   if (projection) {
     const Projection sketch(*projection, q, d);
@@ -858,17 +857,17 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   a.out = static_cast<float*>(out.data_ptr());
   const format::Codes codes{format::as_width(a.bits), a.levels ? format::Grid::kLevels : format::Grid::kUniform};
   const ScoreFacts call{.has_codes = a.bits > 0,
-                       .has_sketch = a.sign_bits != nullptr,
-                       .dense_sketch = a.dense,
-                       .codes = codes,
-                       .sketch_bits = a.m,
-                       .head_dim = d,
-                       .batch = shape.batch,
-                       .queries = a.queries,
-                       .keys = a.keys,
-                       .word_rows = words,
-                       .aligned_constants = a.in_registers,
-                       .four_query_bytes = Layout(a, kMaxQueries).bytes()};
+                        .has_sketch = a.sign_bits != nullptr,
+                        .dense_sketch = a.dense,
+                        .codes = codes,
+                        .sketch_bits = a.m,
+                        .head_dim = d,
+                        .batch = shape.batch,
+                        .queries = a.queries,
+                        .keys = a.keys,
+                        .word_rows = words,
+                        .aligned_constants = a.in_registers,
+                        .four_query_bytes = Layout(a, kMaxQueries).bytes()};
   const DeviceFacts& device = device_of(q.get_device_index()).facts;
   switch (a.bits) {
     case 0: launch_bits<0>(a, call, launch, device); break;
