@@ -156,8 +156,8 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
-  using namespace turboquant;
-  m.impl("paged_attention", boxed<&paged_attention<cuda::attend>>);
-  m.impl("paged_attention_out", boxed<&paged_attention_out<cuda::attend>>);
+  namespace tq = turboquant;
+  m.impl("paged_attention", tq::boxed<&tq::paged_attention<tq::cuda::attend>>);
+  m.impl("paged_attention_out", tq::boxed<&tq::paged_attention_out<tq::cuda::attend>>);
   m.impl("merge_attention", TORCH_BOX(&turboquant::cuda::merge_attention));
 }

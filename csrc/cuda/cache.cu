@@ -299,8 +299,8 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
-  using namespace turboquant;
-  m.impl("cache_store", boxed<&cache_store<cuda::LayerStore>>);
-  m.impl("cache_store_layers", boxed<&cache_store_layers<cuda::LayerStore>>);
-  m.impl("cache_load", boxed<&cuda::cache_load>);
+  namespace tq = turboquant;
+  m.impl("cache_store", tq::boxed<&tq::cache_store<tq::cuda::LayerStore>>);
+  m.impl("cache_store_layers", tq::boxed<&tq::cache_store_layers<tq::cuda::LayerStore>>);
+  m.impl("cache_load", tq::boxed<&tq::cuda::cache_load>);
 }
