@@ -28,6 +28,9 @@ BENCHMARKS := bench_attention.py bench_codec.py "bench_cpu.py --levels all --ins
 # The tests that ask the CPU kernels for right results; tests/test_simd.py compares the levels with each other.
 LEVEL_TESTS := $(patsubst %,tests/test_%.py,attention cache codec group hadamard pack qjl score worked_example)
 
+# Workers begin with a contiguous share each, so that fixtures of a file are made once, and take from others when they are done.
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
+
 .PHONY: help demo test levels bench docs wheel audit lint format clean FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -39,11 +42,11 @@ demo: $(VENV)/.demo $(VENV)/.installed ## a language model with a quantised cach
 	$(BIN)/python -I -m torch_turboquant demo --cache-dir .demo-cache $(DEMO_ARGS)
 
 test: $(VENV)/.test $(VENV)/.installed ## all tests, on the installed wheel (PYTEST_ARGS=...)
-	$(BIN)/pytest -n auto --maxprocesses 4 $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 levels: $(VENV)/.test $(VENV)/.installed ## tests of the CPU kernels at the levels that `make test` does not use (AVX2, plain C++)
 	for level in avx2 portable; do \
-	    $(BIN)/pytest -n auto --maxprocesses 4 --cpu-level $$level $(LEVEL_TESTS) $(PYTEST_ARGS) || exit 1; done
+	    $(PYTEST) --cpu-level $$level $(LEVEL_TESTS) $(PYTEST_ARGS) || exit 1; done
 
 bench: $(VENV)/.test $(VENV)/.installed ## hours: all benchmarks that this machine can run (BENCH_ARGS=...), then `make docs`
 	failed=; for program in $(BENCHMARKS); do \
@@ -85,8 +88,8 @@ $(VENV)/.build $(VENV)/.demo $(VENV)/.test $(VENV)/.lint: $(VENV)/.%: requiremen
 	touch $@
 
 # All but the first hold what another one asks for, too.
-$(VENV)/.demo $(VENV)/.lint: $(VENV)/.build
-$(VENV)/.test: $(VENV)/.demo
+$(VENV)/.demo: $(VENV)/.build
+$(VENV)/.test $(VENV)/.lint: $(VENV)/.demo
 
 # The choices that change the binaries; touched only when one of them changes.
 build/choices: FORCE

@@ -207,7 +207,11 @@ def ninja_file(version: str, cuda: Cuda | None) -> str:
         lines.append(f"build {target}: link_{name} {' '.join(objects)} | csrc/exports.map")
         return "\n".join(lines) + "\n"
 
-    text += library("cpu", "cxx", [Path("csrc/ops.cpp"), *sorted(Path("csrc/cpu").rglob("*.cpp"))])
+    # The levels first: they take longest, and the last one of them would keep a single core busy.
+    cpu = sorted(
+        Path("csrc/cpu").rglob("*.cpp"), key=lambda source: ("level" not in str(source), source)
+    )
+    text += library("cpu", "cxx", [*cpu, Path("csrc/ops.cpp")])
     if cuda:
         text += library("cuda", "nvcc", sorted(Path("csrc/cuda").rglob("*.cu")))
     return text

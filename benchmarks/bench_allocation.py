@@ -1,8 +1,8 @@
-"""Bits layer by layer: what each layer loses with each preset, and what a byte budget then gives.
+"""Bits layer by layer: the divergence of each layer with each preset, and choices by budget.
 
-Layers are measured on text behind that which bench_quality predicts. Writes allocation_<model>.json
-(a row per layer, a row per budget) and <model>-<budget>.json for bench_quality:
-`--caches k3v2:layers=<model>-<budget>.json`.
+Layers are measured on the text that follows the one which bench_quality predicts. The program
+writes allocation_<model>.json (a row per layer, a row per budget) and <model>-<budget>.json for
+bench_quality: `--caches k3v2:layers=<model>-<budget>.json`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import common
 
 from torch_turboquant import PRESETS
 from torch_turboquant import eval as evaluation
-from torch_turboquant.demo.measure import prose_tokens
 from torch_turboquant.eval import allocation
+from torch_turboquant.eval.predict import text_tokens
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     arguments = options.parse_args()
     model, tokenizer, model_name, text = evaluation.load(arguments, arguments.device)
     length = arguments.prefill + arguments.score_tokens
-    ids = prose_tokens(tokenizer, [text], arguments.start + arguments.segments * length)
+    ids = text_tokens(tokenizer, [text], arguments.start + arguments.segments * length)
     ids = ids[arguments.start :].view(arguments.segments, length)
     found = allocation.sensitivities(
         model,

@@ -1,17 +1,17 @@
 """Speed of attention over the packed cache on a GPU, against bf16 and fp8 of the same run.
 
-A row is one shape and one preset. Times are medians of CUDA graph replays, divided by the calls in
-the graph; ours and all others take turns. A graph goes round distinct caches of more than 256 MB
-together, so that the L2 cache never holds what comes next. "eager" is the same sequence of calls
-without a graph: at small sizes that is the time of the host. Pages are in random order, and their
+A row is one shape and one preset. Times are medians of CUDA graph replays, divided by the number
+of calls in the graph; all contenders take turns. A graph cycles through distinct caches of more
+than 256 MB in total, so that the L2 cache never holds the next one. "eager" is the same sequence of
+calls without a graph: at small sizes it measures the host. Pages are in random order, and their
 codes come from Gaussian keys and values by cache_store. Every row compares the outputs of one
 sequence and KV head with float64 attention over its decoded keys and values.
 
 bf16: SDPA with cuDNN and with flash attention, each with enable_gqa and with the query heads of a
 KV head folded into queries, on contiguous keys and values; FlashInfer's paged decode with tensor
-cores on pages of 16 tokens; the fastest counts. fp8: FlashInfer with e4m3 keys and values. All
-ignore causality among the queries of a step (q_len > 1), ours does not. What cannot run is named
-in the row, with the reason. "of read" compares with a sum over 4 GiB.
+cores on pages of 16 tokens. The fastest of them counts. fp8: FlashInfer with e4m3 keys and values.
+All of these ignore causality among the queries of a step (q_len > 1), ours does not. The row names
+contenders that cannot run, with the reason. "of read" compares with a sum over 4 GiB.
 
     python benchmarks/bench_attention.py                   all, into results/h200_attention.json
     python benchmarks/bench_attention.py --quick           five rows, printed only
@@ -47,7 +47,7 @@ except ImportError as error:
 DEVICE = torch.device("cuda")
 ROTATED_BYTES = 256 << 20
 BASELINE_PAGE = 16
-STORED_TOKENS = 4096  # distinct pages are made of so many, and repeated in random order
+STORED_TOKENS = 4096  # pages hold so many distinct tokens and are repeated in random order
 
 Call = Callable[[], object]
 Row = dict[str, object]
@@ -71,7 +71,7 @@ class Shape:
 
     @property
     def bf16_bytes(self) -> int:
-        """Of the whole cache."""
+        """Bytes of the whole cache in bf16."""
         return 4 * self.tokens * self.kv_heads * self.head_dim
 
     @property
@@ -95,7 +95,7 @@ class Case:
     shape: Shape
     page_size: int = 32
     tail: bool = False
-    """With the exact tail and a center, as models have them; one query a sequence."""
+    """Whether there are an exact tail and a center, as for models; with one query per sequence."""
 
     def __str__(self) -> str:
         return f"{self.preset} {self.shape} page {self.page_size}" + (" tail" if self.tail else "")
@@ -155,7 +155,7 @@ class Contest:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        """Replays of one contender last about so long."""
+        """About how long the replays of one contender take."""
 
     def capture(self, calls: list[Call]) -> torch.cuda.CUDAGraph:
         calls[0]()  # what must happen once, happens outside of the graph
@@ -175,7 +175,7 @@ class Contest:
         return begin.elapsed_time(end)
 
     def medians(self, contenders: dict[str, list[Call]]) -> dict[str, tuple[float, float]]:
-        """Milliseconds of a call by name: in a graph, and eager."""
+        """Milliseconds of one call in a graph and eager, by the contender's name."""
         rounds = {name: calls * -(-4 // len(calls)) for name, calls in contenders.items()}
         graphs = {name: self.capture(calls) for name, calls in rounds.items()}
         turns = {}
@@ -204,7 +204,7 @@ def number_of_caches(size: int) -> int:
 
 
 def bandwidth(contest: Contest) -> tuple[float, float]:
-    """TB/s of a sum over 4 GiB, and of a copy of 2 GiB, read and written."""
+    """TB/s of a sum over 4 GiB, and of a copy of 2 GiB (bytes read and bytes written)."""
     source = torch.randn(1 << 30, device=DEVICE)
     half = source.numel() // 2
     calls = {"read": [source.sum], "copy": [lambda: source[half:].copy_(source[:half])]}
@@ -225,7 +225,7 @@ class Plain:
 
     @cached_property
     def caches(self) -> list[Tensor]:
-        """Each [2, tokens, kv_heads, head_dim] for keys and values, or any other shape."""
+        """Random keys and values, [2, tokens, kv_heads, head_dim] or of another shape."""
         size = (2, self.shape.tokens * self.shape.kv_heads * self.shape.head_dim)
         return [
             torch.randn(size, dtype=torch.bfloat16, device=DEVICE)
@@ -238,7 +238,7 @@ class Plain:
         return torch.randperm(pages, device=DEVICE).int()
 
     def contenders(self) -> dict[str, list[Call]]:
-        """Those that run, and are right."""
+        """The contenders that run and give right results."""
         if self.shape.prefill:
             makers = {"flash": self.flash_causal}
         else:
@@ -277,7 +277,7 @@ class Plain:
         return [partial(call, *self.contiguous(c)) for c in self.caches]
 
     def flash_causal(self) -> list[Call]:
-        """Flash attention whose last query sees the last key."""
+        """Flash attention whose last query attends to the last key."""
         s = self.shape
         q = self.q.view(s.batch, s.q_len, s.q_heads, s.head_dim).transpose(1, 2)
         flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -326,7 +326,7 @@ class Plain:
         return [partial(call, *c.view(paged).to(dtype)) for c in self.caches]
 
     def check(self, name: str, out: Tensor) -> None:
-        """That the first cache's result is attention, for one sequence and KV head."""
+        """Checks the first cache's result for one sequence and KV head."""
         s = self.shape
         sequence, head = s.batch - 1, s.kv_heads // 2
         by_token = (s.batch, s.q_len, s.q_heads, s.head_dim)
@@ -348,12 +348,12 @@ class Plain:
 
 
 def heads_of(x: Tensor, shape: Shape, kv_head: int) -> Tensor:
-    """[q_len, q_heads, d] -> [q_len, group, d]: the query heads of a KV head."""
+    """The query heads of one KV head: [q_len, group, d] of [q_len, q_heads, d]."""
     return x.unflatten(1, (shape.kv_heads, -1))[:, kv_head]
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """float64: q [q_len, group, d], k and v [context, d] -> [q_len, group, d]."""
+    """Attention in float64, [q_len, group, d]: of q [q_len, group, d], k and v [context, d]."""
     q, k, v = q.double(), k.double(), v.double()
     scores = q @ k.T / math.sqrt(k.shape[1])
     if causal:
@@ -366,7 +366,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 class Packed:
-    """Caches of one case."""
+    """The packed caches of one case."""
 
     def __init__(self, case: Case) -> None:
         self.case, s = case, case.shape
@@ -390,7 +390,7 @@ class Packed:
         tt.cache_store(k, v, base, slots, self.config, self.tables)
         pages = s.tokens // case.page_size
         self.sets = []
-        """(cache, block_table, tail) of each"""
+        """(cache, block_table, tail) of each cache."""
         for _ in range(number_of_caches(pages * s.kv_heads * self.config.record_bytes)):
             cache = base[torch.randint(len(base), (pages,), device=DEVICE)]
             table = torch.randperm(pages, device=DEVICE).view(s.batch, -1).int()
@@ -420,14 +420,14 @@ class Packed:
 
     @property
     def bytes_read(self) -> int:
-        """Codes and scales of all tokens; with a tail its rows instead, where they stand in."""
+        """Bytes that one call reads: codes and scales, or the rows of the tail where it is used."""
         s, config = self.case.shape, self.config
         exact = config.sink_tokens + config.recent_window if self.case.tail else 0
         coded = (s.context - exact) * config.bytes_per_token
         return s.batch * s.kv_heads * (coded + exact * 4 * s.head_dim)
 
     def errors(self) -> tuple[float, float]:
-        """Largest difference from exact attention, smallest cosine: of one sequence and KV head."""
+        """Largest difference from exact attention and least cosine, of one sequence and KV head."""
         s, config = self.case.shape, self.config
         sequence, head = s.batch - 1, s.kv_heads // 2
         cache, table, tail = self.sets[-1]
@@ -462,7 +462,11 @@ class Packed:
 
 
 def row_of(packed: Packed, times: tuple[float, float], plain: dict[str, float], read: float) -> Row:
-    """times: of ours, in a graph and eager; plain: of the others by name, in a graph."""
+    """The row of a case.
+
+    times: milliseconds of our call, in a graph and eager. plain: those of the others in a graph, by
+    name.
+    """
     case, s = packed.case, packed.case.shape
     (ours, eager), size = times, packed.bytes_read
     error, cosine = packed.errors()
@@ -498,7 +502,7 @@ def row_of(packed: Packed, times: tuple[float, float], plain: dict[str, float], 
 
 
 def rows_of(shape: Shape, cases: list[Case], contest: Contest, read: float) -> Iterator[Row]:
-    """All cases of one shape, in one contest with the others."""
+    """Measures all cases of one shape together with the other contenders."""
     others = Plain(shape)
     contenders = others.contenders()
     packed = {str(case): Packed(case) for case in cases}
@@ -527,7 +531,7 @@ def print_row(row: Row) -> None:
 
 
 def print_markdown(rows: list[Row]) -> None:
-    """Tables for docs/performance.md; rows of one shape are ordered as measured."""
+    """The tables of docs/performance.md. Rows of one shape keep the order of measuring."""
     header = "case,ms,eager,TB/s,of read,best bf16,vs bf16,vs fp8,largest error".split(",")
     body = []
     for row in rows:

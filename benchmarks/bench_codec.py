@@ -1,14 +1,15 @@
 """Speed of everything but attention, against a copy of the same number of bytes.
 
-Every op here is bound by memory, so the yardstick is a device-to-device copy that reads and writes
-as many bytes in all ("copy", or for scores, which write next to nothing, a sum that reads as many:
-"read"). "of" is the yardstick's time over the op's: 1.0 is the speed of memory. "eager" is the same
-work in plain PyTorch, without the exact rounding of the format. Ops, yardsticks and eager code take
-turns on two sets of random data; before each, the device's cache is flushed by reading 512 MB and
-the device sleeps until all is queued. Times are medians between events around the call.
+Memory bounds every op here, so the yardstick is a device-to-device copy that reads and writes as
+many bytes in total ("copy"). For scores, which write next to nothing, it is a sum that reads as
+many bytes ("read"). "of" is the yardstick's time over the op's: 1.0 is the speed of memory. "eager"
+is the same work in plain PyTorch, without the exact rounding of the format. Ops, yardsticks and
+eager code take turns on two sets of random data. Before each call, reading 512 MB flushes the
+device's cache, and the device sleeps until everything is queued. Times are medians between events
+around the call.
 
-The last rows are one decode step: cache_store of 64 tokens in a CUDA graph, next to an empty
-kernel; in a graph of one node (what a launch costs) and per node of a graph of 100.
+The last rows are one decode step: cache_store of 64 tokens in a CUDA graph, compared with an empty
+kernel, in a graph of one node (the cost of a launch) and per node of a graph of 100.
 
     python benchmarks/bench_codec.py                  everything, into results/h200_codec.json
     python benchmarks/bench_codec.py --only score     rows whose name matches, printed only
@@ -37,11 +38,11 @@ HEADS = 8
 
 @dataclass
 class Work:
-    """One row of the table, for one set of data."""
+    """One row of the table, on one set of data."""
 
     op: Callable[[], object]
     bytes: int
-    """Read and written by the least that any implementation must do."""
+    """Bytes that every implementation must read or write."""
     eager: Callable[[], object] | None = None
     yardstick: str = "copy"
 
@@ -50,11 +51,11 @@ class Work:
 class Row:
     name: str
     make: Callable[[], Work]
-    """Called once per set of data."""
+    """Makes the calls to measure; called once per set of data."""
     notes: dict[str, object] = field(default_factory=dict)
 
 
-# ---- eager: what one would write in plain PyTorch
+# ---- eager: the same in plain PyTorch
 
 
 def rotation(d: int, signs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,7 +65,7 @@ def rotation(d: int, signs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pack_eager(codes: Tensor, bits: int) -> Tensor:
-    """Widths that divide a byte; 3 bits spread over 24-bit groups."""
+    """Packs codes of widths that divide a byte, and of 3 bits in groups of 24 bits."""
     if 8 % bits == 0:
         per = 8 // bits
         parts = codes.unflatten(-1, (-1, per))
@@ -89,7 +90,7 @@ def unpack_eager(packed: Tensor, bits: int) -> Tensor:
 
 @dataclass
 class Codec:
-    """The tables of one width, for both ways."""
+    """The tables of one width, for encoding and decoding."""
 
     bits: int
     grid: str
@@ -141,7 +142,7 @@ class Codec:
 
 
 class Rows:
-    """All rows for one device; `scale` divides the sizes (CPU)."""
+    """All rows for one device, whose sizes are divided by `scale` (on a CPU)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -234,7 +235,7 @@ class Rows:
         )
 
     def expand(self) -> Work:
-        """No op of ours: PyTorch writes four bytes for each that it reads, as decoding does."""
+        """A row without an op of ours: PyTorch writes four bytes per byte read, like decoding."""
         x = torch.randint(2**62, (self.vectors * D // 16,), device=self.device)
         out = torch.empty(len(x), 4, dtype=x.dtype, device=self.device)
         return Work(lambda: out.copy_(x[:, None].expand(-1, 4)), x.nbytes + out.nbytes)
@@ -263,7 +264,7 @@ class Rows:
         return Work(lambda: tt.group_encode(x, group, bits), size, encode_eager)
 
     def projection(self, dense: bool) -> tuple[Tensor, Tensor]:
-        """As the op takes it, and as a matrix for x @ matrix."""
+        """The projection as the op takes it, and as a matrix for x @ matrix."""
         if dense:
             s = tt.gaussian_projection(D, D, 1).to(self.device)
             return s, s.T.contiguous()
@@ -379,7 +380,7 @@ class Rows:
 
 
 class Timer:
-    """Medians of calls that take turns."""
+    """Medians of the times of calls that take turns."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
@@ -387,7 +388,7 @@ class Timer:
         self.flushed = self.flushed.to(device).view(torch.int8)
 
     def once(self, call: Callable[[], object]) -> Callable[[], float]:
-        """Runs call; the returned function gives its milliseconds, and waits for them."""
+        """Runs call. The returned function waits for its end and gives its milliseconds."""
         if self.device.type == "cpu":
             start = time.perf_counter()
             call()
@@ -407,7 +408,7 @@ class Timer:
         return elapsed
 
     def medians(self, calls: dict[str, list[Callable[[], object]]]) -> dict[str, float]:
-        """calls: for every name one call per set of data."""
+        """Milliseconds by name. calls: for every name one call per set of data."""
         times: dict[str, list[float]] = {name: [] for name in calls}
         for i in range(-2, self.repeats):  # two warm-ups
             for name, sets in calls.items():
@@ -418,7 +419,7 @@ class Timer:
 
 
 def yardstick(kind: str, size: int, device: torch.device) -> Callable[[], object]:
-    """A copy that reads and writes `size` bytes together, or a sum that reads them."""
+    """A copy that reads and writes `size` bytes in total, or a sum that reads as many."""
     if kind == "copy":
         source = torch.randint(256, (size // 2,), dtype=torch.uint8, device=device)
         target = torch.empty_like(source)

@@ -1,15 +1,15 @@
 """Speed of the CPU kernels: attention against PyTorch's, the rest against a copy of as many bytes.
 
-Contestants take turns, in one process and on the same threads; before each call 96 MB are read, so
+Contestants take turns in one process and on the same threads. 96 MB are read before each call, so
 that every call finds its data in memory and not in a cache. Times are medians.
 
-Attention is one decode step of 32 query heads over 8 KV heads of 128 channels. It meets three ways
-to do the same in PyTorch over an unpacked cache, bfloat16 and float32: scaled_dot_product_attention
-with enable_gqa, the same with the query heads of a KV head as queries, and two products with a
-softmax between them. "speedup" is the best way's time over ours.
+Attention is one decode step of 32 query heads over 8 KV heads of 128 channels. It is compared with
+three ways to do the same in PyTorch over an unpacked cache, in bfloat16 and float32:
+scaled_dot_product_attention with enable_gqa, the same with the query heads of a KV head as queries,
+and two products with a softmax between them. "speedup" is the time of the fastest way over ours.
 
-For the rest the yardstick is a copy into new memory that reads and writes as many bytes in all:
-"copy" is its time over the op's, 1.0 is the speed of memory.
+For all other ops the yardstick is a copy into new memory that reads and writes as many bytes in
+total: "copy" is its time over the op's, and 1.0 is the speed of memory.
 
     python benchmarks/bench_cpu.py                        the best level, into results/cpu.json
     python benchmarks/bench_cpu.py --levels all           every level of this processor
@@ -58,18 +58,18 @@ Row = dict[str, object]
 
 
 class Race:
-    """Medians of calls that take turns."""
+    """Medians of the times of calls that take turns."""
 
     def __init__(self, repeats: int, seconds: float) -> None:
         self.repeats = repeats
         self.seconds = seconds
-        """Slow calls get fewer turns, at least three, so that none takes longer than this."""
+        """A slow call gets fewer turns, at least three, so that it takes no longer than this."""
         self.memory = torch.zeros(FLUSHED_BYTES // 4)
 
     def medians(
         self, calls: dict[tuple[str, str | None], Call], flush: bool = True
     ) -> dict[tuple[str, str | None], float]:
-        """calls: by (name, level); level None: not ours. Returns milliseconds."""
+        """Milliseconds of calls by (name, level). The level of calls that are not ours is None."""
         turns = dict.fromkeys(calls, self.repeats)
         times: dict[tuple[str, str | None], list[float]] = {key: [] for key in calls}
         for i in range(-1, self.repeats):  # one warm-up
@@ -127,7 +127,7 @@ class Attention:
         }
 
     def check(self, name: str) -> None:
-        """That both sides compute the same."""
+        """Checks that packed and plain attention compute the same."""
         out = self.ours(name)()[0].float().flatten()
         exact = self.ways(torch.float32)["folded"]().flatten()
         found, config = cosine_similarity(out, exact, dim=0), self.packed[name][3]
@@ -182,18 +182,18 @@ class Work:
     name: str
     op: Call
     bytes: int
-    """Read and written by the least that any implementation must do."""
+    """Bytes that every implementation must read or write."""
     vectors: int = 0
-    """Encoded or decoded, where that is what the op does."""
+    """Vectors that the op encodes or decodes, if it does either."""
     others: dict[str, Call] = field(default_factory=dict)
     """The same work in PyTorch on unpacked data."""
     warm: bool = False
-    """Whether a second time is taken with all data in the caches."""
+    """Whether to measure a second time with all data in the CPU's caches."""
     published: dict[str, float] = field(default_factory=dict)
 
 
 def codebook(bits: int, search: int = 1) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(signs, levels, steps)"""
+    """The constants of the codec: (signs, levels, steps)."""
     book = tt.Codebook.make(D, bits, "lloyd")
     return tt.random_signs(D, 0), book.levels_tensor(), book.steps_tensor(search)
 

@@ -1,17 +1,18 @@
 """Distortion: random unit vectors after encode and decode, and inner products with them.
 
-Beside the paper's quantiser (one step, scale mode "norm") stands what theory expects of it, the
-integral over the exact marginal (codebook.distortion). The step search with 8 candidates and a
-least-squares scale (scale mode "mse", the default for values) has no closed form; its gain over the
-paper's quantiser is shown instead. The same search with the scale mode of keys ("unbiased"), and
-the paper's second quantiser, which spends a bit of each coordinate on a sketch (paper.py), give
-unbiased inner products. A row says
+The paper's quantiser (one step, scale mode "norm") stands beside its expected error, the integral
+over the exact marginal (codebook.distortion). The step search with 8 candidates and a least-squares
+scale (scale mode "mse", the default for values) has no closed form; its gain over the paper's
+quantiser is shown instead. The same search with the scale mode of keys ("unbiased"), and the
+paper's second quantiser, which spends a bit of each coordinate on a sketch (paper.py), give
+unbiased inner products. The entries of a row:
 
     measured  the mean squared error of a vector
-    inner     that of its inner product with random unit queries, times the dimension: the same
-              number as `measured` but for chance, where errors have no preferred direction
+    inner     the mean squared error of its inner product with random unit queries, times the
+              dimension; equal to `measured` but for chance, if errors have no preferred direction
     slope     estimated over true inner products, by least squares: 1 is unbiased
-    expected  of `measured`, or of `inner` in rows with a sketch; null where theory has no number
+    expected  the theory's value of `measured`, or of `inner` in rows with a sketch; null where
+              theory has none
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def unit_vectors(count: int, d: int, generator: torch.Generator) -> Tensor:
 def measure(
     there_and_back: Callable[[Tensor], Tensor], d: int, vectors: int, device: str
 ) -> dict[str, float]:
-    """The measured part of a row; vectors and queries depend on the dimension only."""
+    """The measured part of a row. Vectors and queries depend on nothing but the dimension."""
     generator, queries = (torch.Generator().manual_seed(seed) for seed in (d, 100_000 + d))
     error = inner = product = energy = 0.0
     for start in range(0, vectors, BATCH):

@@ -1,11 +1,12 @@
 """Generating text with a model of the shape of Llama-3.1-8B: memory and time by kind of cache.
 
-The model has random weights, which changes no time. Contestants, each in the ways it can run:
+The model has random weights, which do not change the times. The contestants, each in the ways in
+which it can run:
 
     dynamic      DynamicCache and scaled_dot_product_attention
     static       StaticCache and scaled_dot_product_attention
     unmasked     StaticCache, read to its end without a mask by scaled_dot_product_attention on
-                 grouped heads: no right tokens, but the time that a bfloat16 cache could reach
+                 grouped heads: the tokens are wrong, but no bfloat16 cache could be faster
     quanto, hqq, fp8   QuantizedCache of transformers, where its backend is installed
     k4v4, ...    TurboQuantCache of that preset
 
@@ -13,25 +14,27 @@ The model has random weights, which changes no time. Contestants, each in the wa
     graph        the whole step captured in a CUDA graph (static forms only)
     compile      torch.compile(mode="reduce-overhead", fullgraph=True) (static forms only)
 
-A row of "decode" says how long one more token of a batch takes at a context that is already there
-(tpot_ms: the median step, from its input to the next token's id), what the cache's tensors take
-(cache_bytes), and the peak of everything while decoding. The context is random keys and values
-written straight into the cache, as its numbers change no time either ("filled": "random"). A row
-of "prompt" runs a real prompt through the model: time to first token and the peak meanwhile, as the
-first one that a process takes (ttft_ms: unused memory has gone back to the device before, and comes
-from its driver again) and as the next ones (ttft_kept_ms: it stays with torch).
+A row of "decode" has the time of one more token of a batch after a given context (tpot_ms: the
+median decode step, from its input to the next token's id), the bytes of the cache's tensors
+(cache_bytes), and the peak of all memory while decoding. The context consists of random keys and
+values, written straight into the cache, since their values do not change the times either
+("filled": "random"). A row of "prompt" runs a real prompt through the model. It has the peak of
+memory and the time to the first token, once as a new process takes it (ttft_ms: unused memory was
+given back to the device, so that it comes from the driver again) and once as later prompts take it
+(ttft_kept_ms: torch keeps the memory).
 
-predicted_bytes is what `python -m torch_turboquant memory` says, or two bytes a number.
-largest_batch follows from the device's memory: what is left beside weights and everything else of
-this row, in requests of this context.
+predicted_bytes is the prediction of `python -m torch_turboquant memory`, or two bytes per element.
+largest_batch is the number of requests of this context that fit into the device's memory beside the
+weights and everything else of this row.
 
     python benchmarks/bench_generate.py            the whole table, into results/h200_generate.json
     python benchmarks/bench_generate.py --quick    its most important rows, in three minutes
     python benchmarks/bench_generate.py --only 'k4v4.*graph'   rows whose title matches
     python benchmarks/bench_generate.py --device cpu     a tiny model, only printed: a try
 
-Every row is written when it is there. Rows that the result file has of the same device and commit
-are not measured again, so an interrupted run goes on where it was; delete them to do so.
+Every row is written as soon as it is measured. Rows of the same device and commit that the result
+file already has are not measured again, so that an interrupted run can be continued; rows that are
+deleted are measured anew.
 """
 
 from __future__ import annotations
@@ -161,7 +164,7 @@ def tiny_table() -> Iterator[Case]:
 
 
 def unmasked(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """Attention of one query to everything in a static cache; the heads of a group side by side."""
+    """Attention of one query to a whole static cache. Query heads of a KV head are neighbours."""
     batch, heads, _, d = query.shape
     grouped = query.view(batch, key.shape[1], -1, d)
     out = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, scale=scaling)
@@ -177,7 +180,7 @@ class Unavailable(Exception):
 
 @contextmanager
 def made(case: Case, model) -> Iterator[Cache]:
-    """An empty cache of the case."""
+    """Makes an empty cache of the case, and detaches it in the end."""
     room = case.context + STEPS_AHEAD
     static = case.mode in STATIC
     if case.kind == "dynamic":
@@ -205,7 +208,7 @@ def made(case: Case, model) -> Iterator[Cache]:
 
 
 def fill(cache: Cache, model, case: Case) -> None:
-    """Random keys and values of `context` tokens in every layer."""
+    """Stores random keys and values of `context` tokens in every layer."""
     config = model.config
     generator = torch.Generator(model.device).manual_seed(0)
 
@@ -226,7 +229,7 @@ def fill(cache: Cache, model, case: Case) -> None:
 
 
 def tensors_of(held: object) -> list[Tensor]:
-    """All tensors that an object's attributes hold, quantised ones by their parts."""
+    """All tensors that an object's attributes hold; of quantised ones, their parts."""
     if isinstance(held, (list, tuple)):
         return [t for part in held for t in tensors_of(part)]
     if isinstance(held, Tensor) and type(held) is Tensor:
@@ -235,7 +238,7 @@ def tensors_of(held: object) -> list[Tensor]:
 
 
 def bytes_of(cache: Cache, case: Case) -> int:
-    """What the cache's own tensors take, once each."""
+    """Bytes of the cache's own tensors, each storage counted once."""
     if case.packed:
         return cache.memory_bytes()["total"]
     storages = {
@@ -247,7 +250,7 @@ def bytes_of(cache: Cache, case: Case) -> int:
 
 
 def predicted_bytes(model, case: Case) -> int | None:
-    """Of the cache as it is allocated in this case."""
+    """Bytes that the memory planner predicts for the cache of this case; None: not planned."""
     layers = attention_layers(model.config.to_dict())
     room = case.context + STEPS_AHEAD
     if case.packed:
@@ -321,7 +324,7 @@ def stepper(case: Case, model, cache: Cache) -> Callable[[Tensor], Tensor]:
 
 
 def decode(case: Case, model, device: Device, steps: int) -> dict:
-    """Times of steps behind a context; see the text of this file."""
+    """Times of decode steps after a context; see the top of this file."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     with made(case, model) as cache:
         fill(cache, model, case)
@@ -357,9 +360,9 @@ def decode(case: Case, model, device: Device, steps: int) -> dict:
 
 
 def prompt(case: Case, model, device: Device, repeats: int) -> dict:
-    """A real prompt: its time until the first token's id is there, the best of a few.
+    """The time from a real prompt to the first token's id, the best of a few attempts.
 
-    Before every other one all unused memory goes back to the device.
+    Before every other attempt, all unused memory is given back to the device.
     """
     generator = torch.Generator().manual_seed(1)
     shape = case.batch, case.context
@@ -390,7 +393,7 @@ def prompt(case: Case, model, device: Device, repeats: int) -> dict:
 
 
 def measure(case: Case, model, device: Device, quick: bool) -> dict:
-    """The row of a case, or why there is none."""
+    """The row of a case. If it cannot run, the row says why."""
     origin = {
         "part": case.part,
         "kind": case.kind,
@@ -436,7 +439,7 @@ def describe(row: dict) -> str:
 
 
 def identity(row: dict) -> Identity:
-    """That of the case that a row is of."""
+    """The identity of the case that a row belongs to."""
     return row["part"], row["kind"], row["mode"], row["batch"], row["context"]
 
 

@@ -1,8 +1,8 @@
 """Quality against size: every preset and every control on one model and one text.
 
-What is measured, and how, is torch_turboquant/eval. Without --model and --text it takes the demo's
-model and text. Rows that the result file has of the same run are not measured again; delete them to
-do so.
+torch_turboquant/eval measures; this program adds the result file. Without --model and --text it
+takes the demo's model and text. Rows of the same run that the result file already has are not
+measured again, unless they are deleted from it.
 """
 
 from __future__ import annotations

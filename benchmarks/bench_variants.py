@@ -1,8 +1,8 @@
-"""Variants of the format that it does not have, in plain PyTorch: would they pay?
+"""Variants of the format that were considered, in plain PyTorch, to see whether they would pay.
 
 Every variant keeps the first 4 and the last 64 tokens exact and learns its center from the first
-forward, as the packed cache does; "k4v4" here is the packed cache's k4v4, and everything else
-differs from it in what its name says:
+forward, as the packed cache does. "k4v4" is the packed cache's k4v4, and every other variant
+differs from it as its name says:
 
     k4v4/none      no rotation                      k4v4/haar      a random rotation (QR)
     k4v4/block32   one scale per 32 rotated channels (block64: 64)
@@ -14,7 +14,7 @@ differs from it in what its name says:
     k3.5v3.5       the half that varies most with 4 bits, the other with 3
     q4_0h          blocks of 32 channels after a Hadamard transform, 4 bits (controls.py)
 
-What channels do is learned from 1,024 tokens of the text behind those that are predicted.
+The statistics of channels are learned from the 1,024 tokens that follow the predicted text.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from transformers.cache_utils import Cache
 from torch_turboquant import decode, encode, hadamard
 from torch_turboquant import eval as evaluation
 from torch_turboquant.codebook import Codebook
-from torch_turboquant.demo.measure import prose_tokens
 from torch_turboquant.eval import measure, report, rows
 from torch_turboquant.eval.controls import BLOCK, ControlCache, ControlLayer, blocks
+from torch_turboquant.eval.predict import text_tokens
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     recording,
@@ -53,7 +53,7 @@ VARIANTS = [
 
 
 class Statistics:
-    """Of one layer's channels: float32 [kv_heads, head_dim] each."""
+    """Statistics of one layer's channels: float32 [kv_heads, head_dim] each."""
 
     def __init__(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         heads = keys.shape[0]
@@ -64,7 +64,7 @@ class Statistics:
 
 @torch.no_grad()
 def statistics(model: Any, ids: Tensor) -> list[Statistics]:
-    """Of every layer, in one forward over ids, int64 [n]."""
+    """The statistics of every layer, from one forward over ids, int64 [n]."""
     found: dict[int, Statistics] = {}
 
     def note(module, query, key, value, options) -> None:
@@ -103,7 +103,7 @@ class Coder:
 
     @property
     def token_bytes(self) -> float:
-        """Of one vector."""
+        """Bytes of one vector."""
         return sum(n * bits / 8 + 2 * max(1, n // self.size) for n, bits in self.parts)
 
     def signs(self, d: int) -> Tensor:
@@ -121,7 +121,7 @@ class Coder:
         return hadamard(x.contiguous(), self.signs(d), inverse=inverse)
 
     def quantise(self, x: Tensor, bits: int) -> Tensor:
-        """Codes of x itself: the codec's own rotation is undone before it is done."""
+        """Codes and decodes x itself: x is rotated back before the codec rotates it."""
         size = min(self.size, x.shape[-1])
         signs, book = self.signs(size), Codebook.make(size, bits, "lloyd")
         levels, steps = book.levels_tensor(x.device), book.steps_tensor(SEARCH, x.device)
@@ -130,7 +130,7 @@ class Coder:
         return hadamard(decode(packed, scale, signs, levels, bits), signs).flatten(-2)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What x decodes to."""
+        """The vectors that the codes of x decode to."""
         if self.bits == "q4_0h":
             return self.rotate(blocks(self.rotate(x), 4), inverse=True)
         if self.scale is not None:
@@ -157,7 +157,7 @@ class Blocks(Coder):
 
 
 class VariantLayer(ControlLayer):
-    """One layer with an exact tail: `keys` and `values` are what the next query would read."""
+    """One layer with an exact tail; `keys` and `values` are those that the next query reads."""
 
     exact_rows = (RING, RING)
 
@@ -203,7 +203,7 @@ class VariantCache(ControlCache):
 
 @dataclass(frozen=True)
 class Variant:
-    """One cache to measure, as rows.evaluate takes it."""
+    """One cache to measure, with the attributes of caches.Choice that rows.evaluate uses."""
 
     text: str
     seen: tuple[Statistics, ...]
@@ -238,7 +238,7 @@ def main() -> None:
     )
     length = settings.prefill + settings.scored_tokens
     ids = measure.segments(tokenizer, text, settings.segments, length)
-    behind = prose_tokens(tokenizer, [text], settings.segments * length + 1024)[-1024:]
+    behind = text_tokens(tokenizer, [text], settings.segments * length + 1024)[-1024:]
     seen = tuple(statistics(model, behind))
     dim = head_dim_of(text_config(model))
     names = [n for n in arguments.variants if not (n.endswith("block64") and dim == 64)]

@@ -1,4 +1,4 @@
-"""What all benchmarks share: their options, result files that say where numbers come from, tables.
+"""Parts of all benchmarks: options, result files that say where their rows come from, tables.
 
 A result file, benchmarks/results/<name>.json, is a list of rows. Every row carries its device, the
 commit and the command that made it. Writing replaces the rows of the same device and keeps those of
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """A parser with the options that every benchmark has."""
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -72,7 +72,7 @@ def file_name(kind: str, model: str) -> str:
 
 
 def origin(name: str, arguments: argparse.Namespace) -> Row:
-    """What every row of a result file says first: name, device, commit and command."""
+    """The first entries of every row of a result file: name, device, commit and command."""
     return {
         "name": name,
         "device": device_name(arguments.device),
@@ -88,12 +88,12 @@ def read_rows(name: str, missing_ok: bool = False) -> list[Row]:
 
 
 def write_rows(name: str, rows: list[Row], arguments: argparse.Namespace) -> None:
-    """Completes rows with their origin, and puts them into the result file.
+    """Completes rows by their origin, and puts them into the result file.
 
     Args:
-        name: of the benchmark and the file.
-        rows: what was measured, numbers and strings by name.
-        arguments: from `parser`; --dry-run writes nothing.
+        name: the name of the benchmark and of the file.
+        rows: measurements, as numbers and strings by name.
+        arguments: the options of `parser`; with --dry-run nothing is written.
     """
     if arguments.dry_run:
         return
@@ -102,17 +102,17 @@ def write_rows(name: str, rows: list[Row], arguments: argparse.Namespace) -> Non
     lines = [json.dumps(row) for row in kept + [{**source, **row} for row in rows]]
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(".partial")  # whoever interrupts this keeps the old file
-    partial.write_text("[\n" + ",\n".join(lines) + "\n]\n")  # a row a line: readable differences
+    partial = path.with_suffix(".partial")  # an interrupted write leaves the old file
+    partial.write_text("[\n" + ",\n".join(lines) + "\n]\n")  # one row per line, for readable diffs
     partial.replace(path)
     print(f"{len(rows)} rows in {path.relative_to(ROOT)}")
 
 
 def write_progress(name: str, rows: list[Row], key: str, arguments: argparse.Namespace) -> None:
-    """write_rows of a run that goes on: rows of this device that it has not come to yet stay.
+    """write_rows for a run that is not finished: older rows of this device stay until replaced.
 
     Args:
-        key: of a row, what it is about.
+        key: the entry that identifies a row.
     """
     seen = {row[key] for row in rows}
     device = origin(name, arguments)["device"]
@@ -121,6 +121,6 @@ def write_progress(name: str, rows: list[Row], key: str, arguments: argparse.Nam
 
 
 def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """A table in Markdown."""
     lines = [header, ["---"] * len(header), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,9 +1,9 @@
-"""Instructions that the CPU kernels take per code: a figure without noise, for bench_cpu.py.
+"""Instructions per code of the CPU kernels, a measure without noise, for bench_cpu.py.
 
-A child process makes the data and calls an op; only the call is counted. Up to AVX2 valgrind's
-callgrind counts, for two sizes, so that what a call costs apart from its codes cancels. AVX-512 is
-unknown to valgrind: there `perf` counts, where the processor lets it, once with one call and once
-with many, so that starting and making data cancel. All on one thread.
+A child process makes the data and calls an op on one thread; only the call is counted. Up to AVX2,
+valgrind's callgrind counts for two sizes, so that the fixed cost of a call cancels. valgrind does
+not know AVX-512: there `perf` counts, where the processor allows it, once for one call and once for
+many, so that starting the process and making the data cancel.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ extern "C" void end(const char* name) {
 
 
 def codebook(bits: int, search: int = 1):
-    """(signs, levels, steps)"""
+    """The constants of the codec: (signs, levels, steps)."""
     book = tt.Codebook.make(D, bits, "lloyd")
     return tt.random_signs(D, 0), book.levels_tensor(), book.steps_tensor(search)
 
@@ -75,7 +75,7 @@ def score(n: int, bits: int):
 
 
 def pages(name: str, search: int, n: int):
-    """Everything about a cache of n tokens: cache_store's arguments."""
+    """The arguments of cache_store for n tokens."""
     config = tt.preset(name, D, search=search)
     tables, count = tt.make_tables(config, 0), n // config.page_size
     cache = tt.allocate_cache(config, count, HEADS)
@@ -89,7 +89,7 @@ def store(n: int, name: str, search: int):
 
 
 def paged(n: int, name: str):
-    """(cache, block_table, seq_lens, config, tables) of one sequence, filled"""
+    """A filled cache of one sequence: (cache, block_table, seq_lens, config, tables)."""
     k, v, cache, slots, config, tables = pages(name, 1, n)
     tt.cache_store(k, v, cache, slots, config, tables)
     table = torch.arange(n // config.page_size, dtype=torch.int32)[None]
@@ -127,7 +127,7 @@ WORKS: dict[str, Callable[[int], tuple[Callable[[], object], int]]] = {
 
 
 def count_calls(level: str, library: str, names: list[str]) -> None:
-    """Under callgrind: one dump per work and size, named by both."""
+    """Runs under callgrind and makes one dump per work and size, named by both."""
     switches = ctypes.CDLL(library)
     with force_cpu_level(level):
         for name in names:
@@ -140,7 +140,7 @@ def count_calls(level: str, library: str, names: list[str]) -> None:
 
 
 def repeat_calls(level: str, name: str, repeats: str) -> None:
-    """Under perf."""
+    """Runs under perf."""
     with force_cpu_level(level):
         call, _ = WORKS[name](SIZES[1])
         for _ in range(int(repeats)):
@@ -177,7 +177,7 @@ def by_callgrind(level: str, names: list[str], folder: Path) -> dict[str, float]
 
 
 def by_perf(level: str, names: list[str]) -> dict[str, float] | None:
-    """None where the processor (or its hypervisor) does not count."""
+    """Instructions by perf; None where the processor or its hypervisor does not count them."""
 
     def count(name: str, repeats: int) -> int | None:
         prefix = ["perf", "stat", "-x,", "-e", "instructions:u", "--"]

@@ -1,7 +1,8 @@
 """Writes centers for bench_quality: `--caches k4v4:center=FILE` measures with them.
 
-Of a text (its mean keys, as TurboQuantCache.calibrate finds them) or, with --biases, of a model's
-key biases alone: their mean over the same positions after RoPE, without any text.
+The centers are those of a text, as TurboQuantCache.calibrate finds them. With --biases they are
+those of a model's key biases alone: the mean of the biases after RoPE over the same positions,
+without any text.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
-from torch_turboquant.demo import assets
-from torch_turboquant.demo.measure import prose_tokens
+from torch_turboquant.eval import assets
+from torch_turboquant.eval.predict import text_tokens
 from torch_turboquant.integrations.transformers import TurboQuantCache, save_centers
 
-SINKS = 4  # positions left out, as in the cache
+SINKS = 4  # first positions, which are left out as in the cache
 
 
 def of_biases(model: Any, tokens: int) -> list[Tensor]:
@@ -52,7 +53,7 @@ def main() -> None:
             centers = of_biases(model, arguments.tokens)
         else:
             text = arguments.text.read_text(encoding="utf-8")
-            ids = prose_tokens(tokenizer, [text], arguments.start + arguments.tokens)
+            ids = text_tokens(tokenizer, [text], arguments.start + arguments.tokens)
             centers = TurboQuantCache.calibrate(model, ids[arguments.start :])
     save_centers(arguments.file, centers, model)
     print(f"{len(centers)} centers in {arguments.file}")

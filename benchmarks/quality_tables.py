@@ -62,6 +62,12 @@ def title(cache: str, rows: Sequence[Row | None]) -> str:
     return f"**{cache}**" if packed else cache
 
 
+def with_use(cache: str, rows: Sequence[Row | None]) -> str:
+    """The title, and the name by its use if it has one."""
+    uses = (use for use in NAMED_PRESETS if named(use) == cache)
+    return " ".join([title(cache, rows), *uses])
+
+
 def cell(row: Row | None, show: Callable[[Row], str]) -> str:
     return "" if row is None else show(row)
 
@@ -116,8 +122,7 @@ def summary_table(results: Results) -> str:
     body = []
     for cache in SUMMARY:
         rows = results.of(cache)
-        uses = [use for use in NAMED_PRESETS if named(use) == cache]
-        line = [" ".join([title(cache, rows), *uses]), " / ".join(cell(r, bits) for r in rows)]
+        line = [with_use(cache, rows), " / ".join(cell(r, bits) for r in rows)]
         for row in rows:
             line += [cell(row, lambda r: divergence(r).split(" ±")[0]), cell(row, agreement)]
         body.append(line)
@@ -144,7 +149,8 @@ def long_table(results: Results, caches: Sequence[str] = ()) -> str:
         if cache == "none" or MEAN in cache:
             continue
         found = [results.of(cache, context=n)[i] for i, _, n in pairs]
-        body.append([title(cache, found), *(cell(row, divergence) for row in found)])
+        label = with_use(cache, found) if caches else title(cache, found)
+        body.append([label, *(cell(row, divergence) for row in found)])
     return markdown(["cache", *(f"{model}, {n:,}" for _, model, n in pairs)], body)
 
 

@@ -1,18 +1,18 @@
-"""Soak: random work on a PagedKVPool for minutes, compared with what it must give.
+"""Soak: random work on a PagedKVPool for minutes, with its results checked.
 
     python benchmarks/soak.py --minutes 10 [--device cuda]
 
 Sequences come, grow by single tokens, drafts and long pieces, are forked, cut, rolled back, copied
 out and in, and freed, in random order with random lengths. The pool is too small for all of them,
-so running out of pages is part of the work. Beside the pool stands a plain list of the tokens of
-every sequence. Every tenth step is checked:
+so running out of pages is part of the work. The program also keeps a plain list of the tokens of
+every sequence. Every tenth step it checks
 
-- what the pages of a sequence decode to, byte for byte, against the same tokens stored alone;
-- its attention against float64 attention over those keys and values;
-- after a call that must fail: that nothing has changed.
+- the pages of a sequence, byte for byte, against the same tokens stored alone;
+- the attention of the sequence against float64 attention over those keys and values;
+- after a call that must fail, that nothing has changed.
 
 A difference ends the program with an error. Memory is read twenty times; in the end all sequences
-are freed, and every page must be free again. Written to benchmarks/results/soak.json.
+are freed, and every page must be free again. The row goes to benchmarks/results/soak.json.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ SINKS, WINDOW = 4, 24
 LONGEST = 700  # tokens of a sequence
 ROWS = 2048  # different tokens
 CHECK_EVERY = 10
-# Of the largest value: queries and weights are rounded to 16 bits, results to their dtype.
+# Errors relative to the largest value: queries and weights are rounded to 16 bits, and results to
+# their dtype.
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 6e-3}
 
 
@@ -53,9 +54,9 @@ class Soak:
         generator = torch.Generator().manual_seed(seed)
         shape = (2, LAYERS, ROWS, KV_HEADS, HEAD_DIM)
         self.bank = torch.randn(shape, generator=generator).to(device, self.dtype)
-        # some keys are not centered, so that a forgotten center would show
+        # some keys have a large mean, so that a forgotten center would show
         self.bank[0] += torch.randn(KV_HEADS, HEAD_DIM, generator=generator).to(device, self.dtype)
-        # every query looks at a few tokens only: a wrong one among hundreds is seen
+        # every query attends to a few tokens only, so that one wrong token among hundreds shows
         self.queries = 4 * torch.randn(ROWS, Q_HEADS, HEAD_DIM, generator=generator)
         self.queries = self.queries.to(device, self.dtype)
         self.pool = tq.PagedKVPool(
@@ -125,7 +126,7 @@ class Soak:
         self.rows[seq] = rows
 
     def chosen(self) -> list[tuple[tq.PoolSequence, list[int]]]:
-        """Some sequences and what they get: one token each, or up to MAX_Q_LEN."""
+        """Some sequences and the new tokens of each: one token, or up to MAX_Q_LEN."""
         sequences = [seq for seq in self.rows if seq.length + MAX_Q_LEN <= LONGEST]
         sequences = self.random.sample(sequences, self.random.randint(0, len(sequences)))
         most = self.random.choice((1, MAX_Q_LEN))
@@ -158,7 +159,7 @@ class Soak:
                 self.check_attention(layer, chosen[which][0], part)
 
     def roll_back(self) -> None:
-        """A batch that is given up, stored or not."""
+        """A batch that is rolled back, whether it was stored or not."""
         if chosen := self.chosen():
             batch = self.pool.reserve([seq for seq, _ in chosen], [len(rows) for _, rows in chosen])
             if self.random.random() < 0.5:
@@ -177,7 +178,7 @@ class Soak:
         del self.rows[seq][length:]
 
     def move(self) -> None:
-        """Out of the pool and in again."""
+        """A sequence leaves the pool and comes back."""
         seq = self.any_sequence()
         exported, rows = self.pool.export(seq), list(self.rows[seq])
         self.rows[self.pool.adopt(exported)] = rows
@@ -190,7 +191,7 @@ class Soak:
         self.pool.free(seq)
         del self.rows[seq]
 
-    # ---- what must be true
+    # ---- the checks
 
     def check_pages(self, seq: tq.PoolSequence) -> None:
         rows = self.rows[seq]
@@ -199,10 +200,10 @@ class Soak:
             loaded = self.pool.load(layer, seq, torch.float32)
             for got, bank in zip(loaded, self.decoded[layer], strict=True):
                 assert torch.equal(got, bank[rows]), f"layer {layer}: other bytes than stored"
-        self.counts["pages checked"] += self.pool._pages_of(len(rows)) * LAYERS
+        self.counts["pages checked"] += len(self.pool.page_numbers(seq)) * LAYERS
 
     def check_attention(self, layer: int, seq: tq.PoolSequence, out: Tensor) -> None:
-        """Against float64 attention over decoded, and where the tail has them exact, tokens."""
+        """Compares with float64 attention over decoded tokens, exact ones within the tail."""
         rows, new = self.rows[seq], out.shape[0]
         length, first = len(rows), self.pool.export(seq).ring_first
         position = torch.arange(length - new, length)[:, None]
@@ -233,7 +234,7 @@ class Soak:
 
 
 class Memory(NamedTuple):
-    """What the program takes, in MiB."""
+    """Memory of the process in MiB."""
 
     process: float
     gpu: float  # its tensors there

@@ -66,11 +66,12 @@ constexpr float kMaxHalf = 65504;        // largest finite float16: scales are l
 enum class Width : int { k1 = 1, k2 = 2, k3 = 3, k4 = 4, k5 = 5, k8 = 8 };
 constexpr int kMaxBits = 8;
 
-// Which levels the codes of a vector stand for: a table of 2^bits levels (Lloyd-Max), or evenly spaced levels, which are
-// computed.
+// Which levels the codes of a vector stand for: a table of 2^bits levels (Lloyd-Max), or evenly spaced ones, which need
+// no table.
 enum class Grid : int { kLevels, kUniform };
 
-// What the codes of a vector are. Structural, so that a kernel can have it as a template parameter.
+// Width and grid of the codes of a vector. The type is structural, so that a kernel can take it as a template
+// parameter.
 struct Codes {
   Width width;
   Grid grid;
@@ -124,6 +125,19 @@ TURBOQUANT_HD constexpr bool has_uniform_grid(Width w) {
 constexpr Width kWidestTable = Width::k5;
 static_assert(!levels_are_codes(kWidestTable));
 
+// Whether a code is held as a nibble and a fifth bit.
+TURBOQUANT_HD constexpr bool has_fifth_bit(Width w) {
+  switch (w) {
+    case Width::k5: return true;
+    case Width::k1:
+    case Width::k2:
+    case Width::k3:
+    case Width::k4:
+    case Width::k8: break;
+  }
+  return false;
+}
+
 // How the codes of one token share the bytes of a page record.
 enum class Storage {
   kFields,  // every code has its own bits of one byte
@@ -142,23 +156,15 @@ TURBOQUANT_HD constexpr bool is_spread(Width w) {
   }
   return false;
 }
-TURBOQUANT_HD constexpr bool has_plane(Width w) {
-  switch (w) {
-    case Width::k5: return true;
-    case Width::k1:
-    case Width::k2:
-    case Width::k3:
-    case Width::k4:
-    case Width::k8: break;
-  }
-  return false;
-}
+TURBOQUANT_HD constexpr bool has_plane(Width w) { return has_fifth_bit(w); }
 TURBOQUANT_HD constexpr Storage storage(Width w) {
   return is_spread(w) ? Storage::kSpread : has_plane(w) ? Storage::kPlane : Storage::kFields;
 }
 
-// Whether a code fits into four bits: eight of them then fit into a 32-bit word of nibbles.
+// Whether a code fits into four bits, so that eight codes fit into a 32-bit word of nibbles; and whether it uses all
+// four.
 TURBOQUANT_HD constexpr bool fits_nibble(Width w) { return num_bits(w) <= 4; }
+TURBOQUANT_HD constexpr bool fills_nibble(Width w) { return num_bits(w) >= 4; }
 
 // Bits of the field in which a record keeps a code, or the low bits of it: 4 where codes are spread or have a plane.
 TURBOQUANT_HD constexpr int field_bits(Width w) { return storage(w) == Storage::kFields ? num_bits(w) : 4; }
@@ -217,7 +223,7 @@ TURBOQUANT_HD constexpr decltype(auto) with_width(Width w, Fn&& fn) {
 
 // ---- Section 5: vectors before their rotation -----------------------------------------------------------------------
 
-// What the float16 scale of a vector preserves (step 7), with the numbers that the ops take.
+// The property of a vector that its float16 scale preserves (step 7). The values are those that the ops take.
 enum class ScaleMode : int { kNorm = 0, kPreserve = 1, kMse = 2, kUnbiased = 3 };
 TURBOQUANT_HD constexpr bool valid_scale_mode(int64_t mode) { return mode >= 0 && mode <= 3; }
 
@@ -431,6 +437,12 @@ TURBOQUANT_HD constexpr T tail_row(T position, T sink_tokens, T ring) {
 template <typename T>
 TURBOQUANT_HD constexpr T tail_vector(T slot, T head, T kv_heads, T row, T rows, int kind) {
   return ((slot * kv_heads + head) * rows + row) * 2 + kind;
+}
+
+// The same for kernels, in which the product of sequences and heads has 32 bits.
+TURBOQUANT_HD constexpr uint64_t tail_vector_32(uint32_t slot, uint32_t head, uint32_t kv_heads, uint32_t row,
+                                                uint32_t rows, int kind) {
+  return (uint64_t{slot * kv_heads + head} * rows + row) * 2 + kind;
 }
 
 // Whether a sequence of `length` tokens keeps this one; later tokens take the rows of the others.

@@ -351,7 +351,8 @@ def headline() -> str:
     plain, ours = fastest_plain(found), found[preset, "graph"]
     items = [
         f"**Memory: a cache {16 / quality['bits_per_value_8k']:.1f} times smaller**, "
-        f"{quality['bits_per_value_8k']:.1f} bits per element instead of 16, everything included.",
+        f"{quality['bits_per_value_8k']:.1f} bits per element instead of 16, scales and exact "
+        "tokens included.",
         f"**Speed: attention {step['speedup_vs_bf16']:.1f} times as fast** as the fastest of five "
         f"bf16 kernels, for a decode step of {LARGE[0]} sequences of {LARGE[1]:,} tokens on an "
         f"H200. A Llama-3.1-8B-shaped model generates a token for {GENERATED[0]} sequences of "

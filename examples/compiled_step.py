@@ -67,15 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     k, v = torch.zeros(2, LAYERS, SEQS, KV_HEADS, D, device=device, dtype=dtype)
 
     def attention(layer: int) -> Tensor:
-        return tq.paged_attention(
-            q[layer],
-            pool.pages[layer],
-            batch.block_table,
-            batch.seq_lens,
-            pool.configs[layer],
-            pool.tables[layer],
-            tail=tq.Tail(pool.tails[layer], batch.tail_slots, batch.tail_valid),
-        )[0]
+        return pool.layers[layer].attend(q[layer], batch)[0]
 
     def store() -> None:
         for layer in range(LAYERS):

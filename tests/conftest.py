@@ -49,6 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # First what takes longest, the CPU kernels compiled with the sanitizers: else one worker would
+    # be at it when all others have finished.
+    items.sort(key=lambda item: item.path.name != "test_sanitizers.py")
     level = config.getoption("--cpu-level")
     if level and level not in _library.cpu_levels():
         for item in items:

@@ -26,9 +26,9 @@ from tests.helpers import (
 )
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.ops.attention import merge_attention_reference, paged_attention_reference
-from torch_turboquant.ops.cache import CacheTables
 from torch_turboquant.ops.codec import Channels
 from torch_turboquant.signs import rotation_matrix
+from torch_turboquant.tables import CacheTables
 
 EPS = 2.0**-24
 HALF_UNIT = {torch.float32: EPS, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}

@@ -290,3 +290,20 @@ def test_files_that_are_named_exist(path):
     )
     for name in set(named):
         assert (ROOT / name).exists() or name.endswith(".so"), name
+
+
+def test_the_map_names_what_exists():
+    """The tree of CONTRIBUTING.md: a name at the start of each line, below the folder above it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    tree = re.search(r"^```\n(csrc/\n.*?)```", text, re.MULTILINE | re.DOTALL)
+    assert tree
+    folders: list[str] = []
+    found = 0
+    for line in tree[1].splitlines():
+        name = re.match(r"( *)([\w.]+/?)(?:  |$)", line)
+        if not name or len(name[1]) > 4:
+            continue  # a description that goes on
+        folders = [*folders[: len(name[1]) // 2], name[2]]
+        assert ROOT.joinpath(*folders).exists(), line
+        found += 1
+    assert found > 30

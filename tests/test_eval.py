@@ -3,6 +3,7 @@ against their formats, and that an interrupted run goes on.
 """
 
 import argparse
+import ast
 import itertools
 import json
 import math
@@ -18,18 +19,19 @@ from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.mistral import MistralConfig
 
-from tests.helpers import generator, randn
+from tests.helpers import ROOT, generator, randn
 from torch_turboquant import decode, encode
 from torch_turboquant import eval as evaluation
 from torch_turboquant.config import preset
-from torch_turboquant.demo import assets
 from torch_turboquant.eval import (
     allocation,
+    assets,
     caches,
     controls,
     layers,
     measure,
     needle,
+    predict,
     report,
     rows,
     tasks,
@@ -37,9 +39,9 @@ from torch_turboquant.eval import (
 from torch_turboquant.eval.caches import Choice
 from torch_turboquant.eval.controls import ControlCache
 from torch_turboquant.eval.session import Session
-from torch_turboquant.ops.cache import make_tables
 from torch_turboquant.paper import TurboQuantMSE, TurboQuantProd
 from torch_turboquant.signs import SignKind
+from torch_turboquant.tables import make_tables
 
 DIM, HEADS, LAYERS = 64, 2, 2
 SHAPE = {
@@ -368,7 +370,7 @@ def test_a_reading_is_token_by_token_decoding(model, name):
         last = [model(text[:, :PREFILL], past_key_values=cache).logits[0, -1]]
         for i in range(PREFILL, text.shape[1] - 1):
             last.append(model(text[:, i : i + 1], past_key_values=cache).logits[0, -1])
-    measure.detach(cache)
+    predict.detach(cache)
     q = torch.stack(last).double().softmax(-1)
     kl = (exact * (exact / q).log()).sum(-1)
     if name == "kivi2":  # reads a few values more exactly when tokens come together
@@ -378,6 +380,32 @@ def test_a_reading_is_token_by_token_decoding(model, name):
     assert (found.same[0] == (exact.argmax(-1) == q.argmax(-1))).double().mean() > 0.97
     true = q[torch.arange(len(q)), text[0, PREFILL:]]
     torch.testing.assert_close(found.loss[0].double(), -true.log(), rtol=0.01, atol=1e-3)
+
+
+def test_likelihood_and_divergence():
+    p = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]])
+    q = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.2, 0.7]])
+    kl, same = predict.divergence(p.log() + 3.0, q.log() - 1.0)  # logits have no absolute height
+    expected = 0.5 * math.log(2) + 0.25 * math.log(0.5)
+    assert kl.tolist() == pytest.approx([expected, 0.0], rel=1e-6, abs=1e-7)
+    assert same.tolist() == [False, True]
+    loss = predict.negative_log_likelihood(p.log() + 3.0, torch.tensor([1, 2]))
+    assert loss.tolist() == pytest.approx([-math.log(0.25), -math.log(0.7)], rel=1e-6)
+
+
+def test_too_little_text_is_an_error():
+    with pytest.raises(ValueError, match="the text has 7 tokens, 8 are asked for"):
+        predict.text_tokens(Tokenizer(), ["abcdefg"], 8)
+
+
+def test_the_evaluation_stands_without_the_demo():
+    """The demo is built from parts of the evaluation, never the other way round."""
+    for path in (ROOT / "torch_turboquant" / "eval").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            assert not any(n.startswith("torch_turboquant.demo") for n in names), path
 
 
 def test_the_model_is_as_before_when_reading_fails(model, monkeypatch):
@@ -742,7 +770,7 @@ def ask(model, parts, most=12, name="none"):
     for part in parts:
         session.read(part)
     answer = session.answer(most)
-    measure.detach(cache)
+    predict.detach(cache)
     return answer, cache
 
 
@@ -883,7 +911,7 @@ def test_extras_join_finished_rows(model, result, readings):
     def run(make, title, base):
         calls.append((title, None if base is None else base["value"]))
         cache = make()
-        measure.detach(cache)
+        predict.detach(cache)
         if title == "k2v2" and len(calls) < 5:
             raise KeyboardInterrupt
         return {"value": len(title)}

@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 import torch_turboquant as tq
 from torch_turboquant import __main__ as command_line
 from torch_turboquant.memory import (
-    DERIVED_HEAD_DIM,
     AttentionLayer,
     attention_layers,
     packed_memory,
-    parse_count,
-    parse_size,
     plain_memory,
-    read_config,
 )
+from torch_turboquant.memory.cli import parse_count, parse_size
+from torch_turboquant.models import DERIVED_HEAD_DIM, read_config
 
 DOCS = (Path(__file__).parents[1] / "docs/memory.md").read_text()
 GB, MiB, GiB = 10**9, 2**20, 2**30
@@ -65,6 +63,8 @@ def sliding(window):
      [NONE, NONE, FULL, NONE]),
     ({"mamba_d_state": 3, "attn_layer_indices": [1]}, [NONE, FULL, NONE, NONE]),
     ({"num_kv_shared_layers": 3}, [FULL, NONE, NONE, NONE]),
+    ({"block_types": ["recurrent", "recurrent", "attention"], "attention_window_size": 9},
+     [NONE, NONE, sliding(9), NONE]),
     ({"sliding_window": 5, "sliding_window_pattern": 2, "global_head_dim": 64,
       "num_global_key_value_heads": 1, "attention_k_eq_v": True},
      [sliding(5), AttentionLayer(1, 64)] * 2),

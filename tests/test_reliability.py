@@ -72,7 +72,7 @@ def test_a_pool_that_does_not_fit_is_not_made():
     make_pool()
 
 
-@pytest.mark.parametrize("failing", ["_put", "_copy_pages"])
+@pytest.mark.parametrize("failing", ["put", "copy_pages"])
 def test_a_reservation_without_device_memory_changes_nothing(monkeypatch, failing):
     pool = make_pool()
     seq = pool.allocate()
@@ -90,7 +90,7 @@ def test_a_reservation_without_device_memory_changes_nothing(monkeypatch, failin
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(pool, failing, full)
+        broken.setattr(pool._memory, failing, full)
         with pytest.raises(torch.OutOfMemoryError):
             pool.reserve([seq, twin], 30)
     assert books() == before
@@ -133,8 +133,8 @@ CONTENT = bytes(range(256)) * 5000
 
 @pytest.fixture
 def assets():
-    pytest.importorskip("transformers")  # imported by the package of the demo
-    from torch_turboquant.demo import assets
+    pytest.importorskip("transformers")  # the model is loaded with it
+    from torch_turboquant.eval import assets
 
     return assets
 

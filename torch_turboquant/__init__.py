@@ -4,6 +4,7 @@
 from torch_turboquant._library import build_info  # isort: skip
 from torch_turboquant import _autograd  # noqa: F401  refuses inputs that require grad
 from torch_turboquant._version import __version__
+from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.codebook import Codebook
 from torch_turboquant.config import (
     NAMED_PRESETS,
@@ -14,16 +15,13 @@ from torch_turboquant.config import (
     preset,
 )
 from torch_turboquant.format import Record
+from torch_turboquant.layer import PagedLayer
 from torch_turboquant.ops.attention import merge_attention, paged_attention
 from torch_turboquant.ops.cache import (
-    CacheTables,
-    Tail,
     allocate_cache,
-    allocate_tail,
     cache_load,
     cache_store,
     cache_store_layers,
-    make_tables,
 )
 from torch_turboquant.ops.center import learn_center, query_energy
 from torch_turboquant.ops.codec import SCALE_MODES, decode, encode, scaled_center
@@ -42,17 +40,22 @@ from torch_turboquant.pool import (
     PoolSequence,
 )
 from torch_turboquant.signs import SignKind, random_signs
+from torch_turboquant.tables import CacheTables, make_tables
+from torch_turboquant.tail import Tail, allocate_tail
 
 __all__ = [
     "NAMED_PRESETS",
     "PRESETS",
     "SCALE_MODES",
+    "AttentionBatch",
+    "AttentionOptions",
     "CacheConfig",
     "CacheTables",
     "Codebook",
     "ExportedSequence",
     "NamedPreset",
     "PagedKVPool",
+    "PagedLayer",
     "PoolBatch",
     "PoolBytes",
     "PoolExhausted",

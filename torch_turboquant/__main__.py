@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torch_turboquant import memory
 from torch_turboquant._library import build_info
+from torch_turboquant.memory import cli as memory
 
 
 def print_info(info: dict[str, Any]) -> None:
-    """One aligned line per fact."""
+    """Prints one aligned line per fact of build_info."""
     rows = []
     for key, value in info.items():
         if key == "libraries":
@@ -31,6 +31,7 @@ def print_info(info: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that argv names; returns the exit status. argv: None means sys.argv."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="python -m torch_turboquant",
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     name = argv[0] if argv and argv[0] in programs else None
     try:
-        # These need the packages of an extra: nothing else may depend on them.
+        # These two need the packages of an extra, which the other commands must not depend on.
         if name:
             program = importlib.import_module(f"torch_turboquant.{name}")
             program.add_arguments(programs[name])

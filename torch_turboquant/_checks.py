@@ -8,6 +8,8 @@ synchronisation and torch.compile can trace through them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
-def check_dtype(name: str, t: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+def check_dtype(name: str, t: Any, allowed: tuple[torch.dtype, ...]) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
     if t.dtype not in allowed:
@@ -41,7 +43,7 @@ def check_shape(name: str, t: Tensor, shape: tuple[int | None, ...]) -> None:
     raise ValueError(f"{name} has shape {list(have)}, expected [{wanted}]")
 
 
-def check_device(name: str, t: Tensor, device: torch.device) -> None:
+def check_device(name: str, t: Any, device: torch.device) -> None:
     if t.device != device:
         raise ValueError(
             f"{name} is on {t.device}, the first tensor of the call on {device}: "
@@ -68,7 +70,7 @@ def check_unit_stride(name: str, x: Tensor) -> None:
 
 def check_constant(
     name: str,
-    t: Tensor,
+    t: Any,
     device: torch.device,
     dtype: torch.dtype,
     shape: tuple[int | None, ...],

@@ -5,11 +5,11 @@ After a random rotation every coordinate t of sqrt(d) * x / |x| has the same kno
 
     p(t) proportional to (1 - t^2 / d)^((d - 3) / 2)      on |t| < sqrt(d),
 
-which has variance 1 and tends to the Gaussian. So one scalar quantiser, computed in advance, serves
-every coordinate of every vector: Lloyd-Max for the least error (grid "lloyd"), or evenly spaced
-levels that kernels expand without a table (grid "uniform").
+which has variance 1 and tends to the Gaussian as d grows. So one scalar quantiser, computed in
+advance, serves every coordinate of every vector: Lloyd-Max for the least error (grid "lloyd"), or
+evenly spaced levels that kernels expand without a table (grid "uniform").
 
-All numbers are in units of sigma, the standard deviation of such a coordinate. Kernels see a
+All quantities are in units of sigma, the standard deviation of such a coordinate. Kernels get a
 codebook as int8 levels L and one float step: a code stands for step * L sigma.
 
 (paper = "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate",
@@ -35,9 +35,9 @@ MAX_BITS = 8
 class _Marginal:
     """The density of one coordinate of sqrt(d) * (uniform unit vector), or of a Gaussian.
 
-    Integrals use t = sqrt(d) sin(a), where the density is cos(a)^(d - 2): smooth up to both ends
-    for every d >= 2, so Gauss-Legendre is exact to rounding. `reach` cuts the support where the
-    remaining mass (below 1e-40) no longer touches a float64 sum.
+    Integrals substitute t = sqrt(d) sin(a), where the density is cos(a)^(d - 2). That is smooth up
+    to both ends for every d >= 2, so Gauss-Legendre quadrature is exact to rounding. `reach` cuts
+    the support where the remaining mass (below 1e-40) no longer changes a float64 sum.
     """
 
     _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
@@ -54,7 +54,7 @@ class _Marginal:
         if math.isinf(self.d):
             return np.exp(-0.5 * t * t - self._log_total)
         inside = 1.0 - np.minimum(t * t / self.d, 1.0)
-        with np.errstate(divide="ignore"):  # d = 2 is infinite at its ends
+        with np.errstate(divide="ignore"):  # for d = 2 the density is infinite at both ends
             return np.exp(0.5 * (self.d - 3.0) * np.log(inside) - self._log_total)
 
     def moments(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -69,7 +69,7 @@ class _Marginal:
             ends = [np.arcsin(np.clip(bound / root, -1.0, 1.0)) for bound in (low, high)]
             angle, width = self._nodes(*ends)
             t = root * np.sin(angle)
-            # cos is negative by rounding only, at the very end of the support
+            # rounding alone makes cos negative, at the very end of the support
             mass = width * root * np.abs(np.cos(angle)) ** (self.d - 2.0)
             mass *= math.exp(-self._log_total)
         return np.stack([mass.sum(-1), (mass * t).sum(-1), (mass * t * t).sum(-1)])
@@ -99,10 +99,10 @@ def _marginal(head_dim: float) -> _Marginal:
 
 
 def lloyd_max(head_dim: float | None, bits: int) -> np.ndarray:
-    """Optimal scalar quantiser of a coordinate of a randomly rotated vector.
+    """The scalar quantiser of least error for a coordinate of a randomly rotated vector.
 
     Args:
-        head_dim: d >= 2; None or inf is the Gaussian limit.
+        head_dim: d >= 2; None or inf means the Gaussian limit.
         bits: 1 to 8.
 
     Returns:
@@ -120,10 +120,10 @@ def lloyd_max(head_dim: float | None, bits: int) -> np.ndarray:
 
 @lru_cache(maxsize=512)
 def _lloyd_max(d: float, bits: int) -> np.ndarray:
-    """Newton's method on "every level is the centroid of its cell", on the positive half.
+    """Solves "every level is the centroid of its cell" for the positive half by Newton's method.
 
-    From the companded start it needs 3 to 8 rounds, where Lloyd's own iteration needs thousands
-    at 5 bits and more.
+    From the companded start it takes 3 to 8 iterations, where Lloyd's own method takes thousands at
+    5 bits and more.
     """
     marginal = _marginal(d)
     levels = _companded_start(marginal, 2 ** (bits - 1))
@@ -143,7 +143,10 @@ def _lloyd_max(d: float, bits: int) -> np.ndarray:
 
 
 def _companded_start(marginal: _Marginal, half: int) -> np.ndarray:
-    """High-resolution theory: levels spread as the cube root of the density (Panter and Dite)."""
+    """A first guess of the positive half of the levels: float64 [half].
+
+    High-resolution theory (Panter and Dite) spaces levels by the cube root of the density.
+    """
     edges = np.linspace(0.0, marginal.reach, 4001)
     middle = 0.5 * (edges[1:] + edges[:-1])
     spread = np.concatenate([[0.0], np.cumsum(marginal.density(middle) ** (1.0 / 3.0))])
@@ -167,11 +170,12 @@ def _centroid_jacobian(
     mass: np.ndarray,
     bounds: np.ndarray,
 ) -> np.ndarray:
-    """d(level - centroid) / d(level): moving an inner boundary pulls both cells' centroids.
+    """Derivatives of (level - centroid) by the levels: float64 [n, n].
 
-    A centroid moves with its upper boundary b by p(b) (b - centroid) / mass, with the lower one
-    by p(b) (centroid - b) / mass; the boundary moves by half of either neighbour. 0 and the end
-    of the support stay.
+    Moving an inner boundary moves the centroids of both cells beside it. The derivative of a
+    centroid by its upper boundary b is p(b) (b - centroid) / mass, by its lower boundary
+    p(b) (centroid - b) / mass. A boundary moves by half of what either neighbouring level moves;
+    the boundaries at 0 and at the end of the support stay.
     """
     n = len(levels)
     jacobian = np.eye(n)
@@ -193,12 +197,15 @@ def distortion(levels: Sequence[float] | np.ndarray, head_dim: float | None) -> 
     """Expected squared error per coordinate of nearest-level quantisation.
 
     Args:
-        levels: ascending, in sigma units (any number of them).
-        head_dim: d >= 2; None or inf is the Gaussian limit.
+        levels: any number of levels, ascending, in sigma units.
+        head_dim: d >= 2; None or inf means the Gaussian limit.
 
     Returns:
-        The error in units of sigma^2: for a unit vector of dimension d, the expected total squared
-        error (the paper's D_mse, Theorem 1) when its exact norm is the scale.
+        The error in units of sigma^2. For a unit vector of dimension d this is the expected total
+        squared error (the paper's D_mse, Theorem 1) when its exact norm is the scale.
+
+    Raises:
+        ValueError: levels in another order, or head_dim outside its range.
     """
     levels = np.asarray(levels, dtype=np.float64)
     if levels.ndim != 1 or len(levels) < 1 or not (np.diff(levels) > 0).all():
@@ -211,16 +218,17 @@ def distortion(levels: Sequence[float] | np.ndarray, head_dim: float | None) -> 
 
 
 def uniform_step(head_dim: float | None, bits: int) -> float:
-    """Step of the evenly spaced grid with the least expected squared error.
+    """The step of the evenly spaced grid with the least expected squared error.
 
-    2 to 5 bits: the levels are step * (2 c - (2**bits - 1)), so neighbours are 2 * step apart.
-    8 bits: the levels are step * L for L = -127 .. 127, so neighbours are one step apart.
+    With 2 to 5 bits the levels are step * (2 c - (2**bits - 1)), so neighbours are 2 * step apart.
+    With 8 bits they are step * L for L = -127 .. 127, so neighbours are one step apart.
 
     Returns:
         The step in sigma units.
 
     Raises:
-        ValueError: bits that no uniform grid exists for.
+        ValueError: the uniform grid does not exist for these bits, or head_dim is outside its
+            range.
     """
     return _uniform_step(_checked_dim(head_dim), _checked_uniform_bits(bits))
 
@@ -238,10 +246,10 @@ def _uniform_codes(bits: int) -> np.ndarray:
 
 @lru_cache(maxsize=512)
 def _uniform_step(d: float, bits: int) -> float:
-    """Bisection on the slope of the error: d error / d step = -2 sum of E[L (t - step L)]."""
+    """Finds the zero of d error / d step = -2 sum of E[L (t - step L)] by bisection."""
     marginal = _marginal(d)
     codes = _uniform_codes(bits)
-    codes = codes[codes > 0].astype(np.float64)  # by symmetry the positive half decides
+    codes = codes[codes > 0].astype(np.float64)  # the negative half is its mirror image
     inner = 0.5 * (codes[1:] + codes[:-1])
     lowest = 0.5 if bits == 8 else 0.0
 
@@ -259,10 +267,10 @@ def _uniform_step(d: float, bits: int) -> float:
 
 # ---------------------------------------------------------------- what the kernels get
 
-# Ends of the step search in units of the nominal step, chosen to minimise the measured error of
-# random directions over d = 64, 128 and 256 with 8 candidates: within 0.5% of what each d alone
-# would choose (small d prefers a wider range). Finer codebooks lean to smaller steps, since their
-# grid reaches beyond the largest coordinate of most vectors. 1 bit has no step to search.
+# Ends of the step search in units of the nominal step. They minimise the measured error of random
+# directions over d = 64, 128 and 256 with 8 candidates, and are within 0.5% of the best for each d
+# alone (small d prefers a wider range). Finer codebooks prefer smaller steps, since their grid
+# reaches beyond the largest coordinate of most vectors. 1 bit has no step to search.
 _SEARCH_RANGES = {
     ("lloyd", 2): (0.88, 1.22),
     ("lloyd", 3): (0.84, 1.26),
@@ -278,16 +286,16 @@ _SEARCH_RANGES = {
 
 @dataclass(frozen=True)
 class Codebook:
-    """A codebook as the kernels see it: code c stands for step * L[c] sigma.
+    """A codebook as the kernels get it: code c stands for step * L[c] sigma.
 
-    Build one with `Codebook.make` or `Codebook.from_levels`.
+    `Codebook.make` and `Codebook.from_levels` build one.
 
     Attributes:
-        head_dim: d, the dimension whose marginal it is made for.
+        head_dim: d, the dimension of the vectors that it is made for.
         bits: bits per code.
         grid: "lloyd" (int8 levels from a table) or "uniform" (L follows from the code).
-        levels: the int8 levels L of a "lloyd" grid in the order of the code, else None: the uniform
-            grid has L = 2 c - (2**bits - 1), and at 8 bits the signed code byte, -127 .. 127.
+        levels: the int8 levels L of a "lloyd" grid in the order of the code. None for the uniform
+            grid, where L = 2 c - (2**bits - 1), and at 8 bits the signed code byte, -127 .. 127.
         step: the nominal step in sigma units.
     """
 
@@ -305,8 +313,8 @@ class Codebook:
             head_dim: d >= 2.
             bits: 1 to 5 for "lloyd"; 2 to 5 and 8 for "uniform".
             grid: "lloyd" (levels of Lloyd-Max, rounded to int8 with the largest at 127: the error
-                grows by 0.3% at most up to 4 bits, by 2% at 5), "uniform", or None: "lloyd", and
-                "uniform" for 8 bits.
+                grows by 0.3% at most up to 4 bits, by 2% at 5) or "uniform". None means "uniform"
+                for 8 bits and "lloyd" for all others.
 
         Raises:
             ValueError: an unsupported grid, or bits that this grid does not have.
@@ -328,13 +336,13 @@ class Codebook:
         """A codebook from any levels, such as learned ones.
 
         Args:
-            levels: 2, 4, 8, 16 or 32 finite numbers in sigma units, strictly increasing and
-                symmetric about zero (to 1e-5 of the largest; they are made exactly symmetric).
+            levels: 2, 4, 8, 16 or 32 finite levels in sigma units, strictly increasing and
+                symmetric about zero to 1e-5 of the largest; they are made exactly symmetric.
             head_dim: the dimension of the vectors.
 
         Raises:
-            ValueError: levels of another count, order or symmetry, or so close that rounding to
-                int8 (largest level 127) joins two of them.
+            ValueError: levels of another count, order or symmetry, or two that are so close that
+                they become one when rounded to int8 (largest level 127).
         """
         _checked_dim(head_dim)
         if isinstance(levels, torch.Tensor):
@@ -366,7 +374,7 @@ class Codebook:
 
     @property
     def values(self) -> np.ndarray:
-        """What every code stands for, in sigma units, ascending: float64 [2**bits], or [255]."""
+        """The levels in sigma units, ascending: float64 [2**bits], or [255] for 8 bits."""
         codes = _uniform_codes(self.bits) if self.levels is None else np.array(self.levels)
         return self.step * codes.astype(np.float64)
 
@@ -374,9 +382,9 @@ class Codebook:
         """The steps an encoder tries for each vector: ascending float32 values, in sigma units.
 
         Args:
-            search: 1 is the nominal step (the paper). S > 1 are S steps spread evenly over the
-                range where the best step of a vector lies, the nominal one not always among them.
-                A 1-bit codebook has one step whatever the search: scaling it changes no code.
+            search: 1 gives the nominal step (the paper). S > 1 gives S steps spread evenly over
+                the range where the best step of a vector lies; the nominal one need not be among
+                them. A 1-bit codebook has one step for every search, since no code depends on it.
 
         Raises:
             ValueError: search below 1.

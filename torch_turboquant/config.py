@@ -1,6 +1,6 @@
-"""What a packed cache is made of: bits, grids, scale modes, pages, the exact tail; and presets.
+"""The description of a packed cache: bits, grids, scale modes, pages and the exact tail; presets.
 
-Everything here is plain data. A preset is a name for bits and grids; kernels read the numbers of a
+Everything here is plain data. A preset is a name for bits and grids; kernels read the fields of a
 CacheConfig and know no names. Sizes count everything that is stored: codes, padding and scales.
 """
 
@@ -26,17 +26,18 @@ class CacheConfig:
     Args:
         head_dim: channels of a head: a multiple of 16 up to 1024 of the form m * 2^k, m one of
             1, 3, 5, 7, 9.
-        key_bits: 2, 3, 4, 5 or 8 bits a channel.
-        value_bits: 2, 3, 4 or 8 bits a channel.
+        key_bits: 2, 3, 4, 5 or 8 bits per channel.
+        value_bits: 2, 3, 4 or 8 bits per channel.
         key_grid, value_grid: "lloyd" (Lloyd-Max levels) or "uniform" (evenly spaced, decodes faster
-            on GPUs). None is the default: "lloyd", and "uniform" for 8 bits, which have no other.
-        page_size: 16, 32, 64 or 128 tokens a page.
-        key_scale_mode, value_scale_mode: what the stored scale makes true (docs/format.md, section
-            5): "norm" (the paper), "preserve", "mse" or "unbiased".
-        search: step sizes tried for each vector, 1 (the paper) to 64.
-        sink_tokens: the first tokens of a sequence, kept exact in the tail.
-        recent_window: the last tokens of a sequence, kept exact in the tail.
-        seed: of the random signs, 0 to 2^64 - 1.
+            on GPUs). None stands for the default: "uniform" for 8 bits, which have no other grid,
+            and "lloyd" for all others.
+        page_size: 16, 32, 64 or 128 tokens per page.
+        key_scale_mode, value_scale_mode: the rule for the stored scale (docs/format.md, section 5):
+            "norm" (the paper), "preserve", "mse" or "unbiased".
+        search: how many step sizes are tried for each vector, 1 (the paper) to 64.
+        sink_tokens: how many first tokens of a sequence stay exact in the tail.
+        recent_window: how many last tokens of a sequence stay exact in the tail.
+        seed: the seed of the random signs, 0 to 2^64 - 1.
 
     Raises:
         ValueError: anything else; the text names what is supported.
@@ -90,7 +91,7 @@ class CacheConfig:
 
     @property
     def has_tail(self) -> bool:
-        """Whether any tokens stay exact: the first ones, or the last."""
+        """Whether any tokens stay exact, first or last ones."""
         return self.sink_tokens + self.recent_window > 0
 
     @property
@@ -106,12 +107,12 @@ class CacheConfig:
         return 8 * self.bytes_per_token / (2 * self.head_dim)
 
     def compression(self, dtype: torch.dtype = torch.bfloat16) -> float:
-        """How many times smaller the pages are than a cache of this dtype."""
+        """How many times smaller the pages are than an unquantised cache of this dtype."""
         return 2 * self.head_dim * dtype.itemsize / self.bytes_per_token
 
 
 class Preset(NamedTuple):
-    """Bits and grids of keys and values, and what the scales of values make true."""
+    """Bits and grids of keys and values, and the scale mode of values."""
 
     key_bits: int
     value_bits: int
@@ -120,8 +121,8 @@ class Preset(NamedTuple):
     value_scale_mode: str = "mse"
 
 
-# Errors of 2-bit values average out over what a query sees; what "mse" takes off their length does
-# not.
+# Two presets with 2-bit values have the scale mode "unbiased": random errors of values average out
+# over the tokens that a query attends to, but the length that "mse" takes off each value does not.
 PRESETS: dict[str, Preset] = {
     "k8v8": Preset(8, 8, "uniform", "uniform"),
     "k8v4": Preset(8, 4, "uniform", "lloyd"),
@@ -138,13 +139,13 @@ PRESETS: dict[str, Preset] = {
 
 
 class NamedPreset(NamedTuple):
-    """A preset chosen for a use, with fields of CacheConfig that differ from their defaults."""
+    """A preset named by its use, with the fields of CacheConfig that differ from their defaults."""
 
     preset: str
     options: dict[str, int]
 
 
-# What docs/quality.md recommends for the models measured there.
+# The choices that docs/quality.md recommends for the models measured there.
 NAMED_PRESETS: dict[str, NamedPreset] = {
     "near-lossless": NamedPreset("k5v4u", {}),
     "balanced": NamedPreset("k4v2", {}),
@@ -153,7 +154,7 @@ NAMED_PRESETS: dict[str, NamedPreset] = {
 
 
 def find_preset(name: str) -> Preset:
-    """The preset of a name of PRESETS or NAMED_PRESETS.
+    """The preset that has this name in PRESETS or NAMED_PRESETS.
 
     Raises:
         ValueError: an unknown name.
@@ -174,7 +175,7 @@ def preset(name: str, head_dim: int, **overrides: object) -> CacheConfig:
         name: one of PRESETS (k<key bits>v<value bits>, with a final u for the uniform grid) or of
             NAMED_PRESETS.
         head_dim: channels of a head.
-        overrides: any other field of CacheConfig; they win over the options of a named preset.
+        overrides: any other fields of CacheConfig, which win over the options of a named preset.
 
     Raises:
         ValueError: an unknown name, or fields that CacheConfig rejects.

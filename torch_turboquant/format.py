@@ -1,11 +1,11 @@
-"""Where every code of a page record lives: docs/format.md, section 8, in Python.
+"""The layout of a page record: docs/format.md, section 8, in Python.
 
-A cache is uint8 [num_pages, num_kv_heads, record_bytes]; a record holds page_size tokens of one
+A cache is uint8 [num_pages, num_kv_heads, record_bytes]. A record holds page_size tokens of one
 head in tiles of up to 32 tokens. `Record` says which bits of which bytes hold the code of a token
 and channel, and where the scales are. The rest of this file reads and writes whole records with
-numpy, for the references and the tests; no fast path comes here.
+numpy, for the references and the tests; no fast path uses it.
 
-The layout lets a store touch whole bytes of its own token only, and hands attention kernels the
+The layout lets a store write whole bytes of its own token only, and gives attention kernels the
 operands of 8-bit tensor-core instructions without a shuffle.
 """
 
@@ -31,7 +31,10 @@ VALUE_GROUP = 16
 
 
 class Piece(NamedTuple):
-    """`width` bits from bit `shift` of byte `byte` are the bits from `code_shift` of the code."""
+    """Bits of a code within one byte.
+
+    Bits shift .. shift + width - 1 of byte `byte` hold the bits of the code from code_shift on.
+    """
 
     byte: int
     shift: int
@@ -40,7 +43,7 @@ class Piece(NamedTuple):
 
 
 def valid_vector_dim(d: int) -> bool:
-    """Whether the transform exists for d channels (section 2): m * 2^k, m odd up to 9, k >= 1."""
+    """Whether the transform exists for d channels (section 2): m * 2^k, odd m <= 9, k >= 1."""
     if not 2 <= d <= MAX_VECTOR_DIM:
         return False
     try:
@@ -218,7 +221,7 @@ class Record:
 
 
 class _Places(NamedTuple):
-    """The pieces of all codes of a tile as arrays [tokens, channels, pieces]; width 0 pads."""
+    """The pieces of all codes of a tile: int64 [tokens, channels, 3]; unused ones have mask 0."""
 
     byte: np.ndarray
     shift: np.ndarray
@@ -227,7 +230,7 @@ class _Places(NamedTuple):
 
 
 def _places(record: Record, kind: str) -> _Places:
-    # the tiles of a page are alike
+    # all tiles of a page have the same layout
     return _tile_places(replace(record, page_size=record.tile_tokens), kind)
 
 
@@ -303,7 +306,7 @@ def write_token(
     key_scale: np.ndarray,
     value_scale: np.ndarray,
 ) -> None:
-    """Writes one token of one record in place: exactly the bytes of own_bytes, unused bits 0.
+    """Writes one token of one record in place: exactly the bytes of own_bytes, with unused bits 0.
 
     Args:
         data: uint8 [record_bytes].
@@ -317,7 +320,7 @@ def write_token(
     for kind, codes in (("key", key_codes), ("value", value_codes)):
         places = _places(record, kind)
         bits = codes.astype(np.int64)[:, None] >> places.code_shift[inside] & places.mask[inside]
-        # the pieces of one byte are disjoint, so adding them is or-ing them
+        # the pieces of one byte do not overlap, so that adding them is or-ing them
         np.add.at(part, places.byte[inside], (bits << places.shift[inside]).astype(np.uint8))
     for place, scale in (
         (record.key_scale(inside), key_scale),

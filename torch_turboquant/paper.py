@@ -7,7 +7,7 @@ implementations build from them: sketched keys, affine groups of values, an exac
 tokens.
 
 These are for study and comparison, on the same compiled ops as everything else. To serve a model,
-use the paged cache (cache.py, attention.py): it keeps more quality at the same size.
+use the paged cache (layer.py, pool): it keeps more quality at the same size.
 
 (paper = "TurboQuant: Online Vector Quantization with Near-optimal Distortion Rate",
 arXiv:2504.19874.)

@@ -1,8 +1,8 @@
-"""Random signs of the rotation, from a counter, and the rotation itself as a float64 matrix.
+"""Random signs of the rotation, and the rotation itself as a float64 matrix.
 
 The signs are never stored: they follow from (seed, layer, kind) by 64-bit integer arithmetic alone,
-so every device, every process and every release regenerates the same ones. The generator is
-splitmix64 read at a counter:
+so every device, every process and every release generates the same ones. The generator is
+splitmix64, evaluated at a counter:
 
     key    = mix64(mix64(mix64(seed) + layer) + kind)
     word w = mix64(key + (w + 1) * 0x9E3779B97F4A7C15)            (all modulo 2^64)
@@ -12,10 +12,10 @@ The rotation of a vector of d = m * 2^k channels (m = 1, 3, 5, 7 or 9) is
 
     y = (M_m kron H_n) (signs * x) / sqrt(n),    n = 2^k,
 
-H the Walsh-Hadamard matrix over the n contiguous channels of a block, M the orthonormal m x m
-Hartley matrix across the blocks: both symmetric, so the inverse is the same product in the other
-order. It stands in for the paper's random rotation matrix (Algorithm 1, line 2) at
-O(d log d) instead of O(d^2).
+where H is the Walsh-Hadamard matrix over the n contiguous channels of a block, and M the
+orthonormal m x m Hartley matrix across the blocks. Both are symmetric and their own inverses up to
+scale, so the inverse rotation applies the same matrices and then the signs. It stands in for the
+paper's random rotation matrix (Algorithm 1, line 2) at O(d log d) operations instead of O(d^2).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ODD_FACTORS = (1, 3, 5, 7, 9)
 
 
 class SignKind(enum.IntEnum):
-    """What the signs are for: independent streams of one seed and layer."""
+    """The use of the signs. Each kind is an independent stream of the same seed and layer."""
 
     KEYS = 0
     VALUES = 1
@@ -40,7 +40,7 @@ class SignKind(enum.IntEnum):
 
 
 def mix64(z: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 on an array of uint64: a bijection that mixes every bit."""
+    """The finaliser of splitmix64, elementwise on uint64: a bijection that mixes every bit."""
     z = np.asarray(z, dtype=np.uint64)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -68,7 +68,7 @@ def random_signs(d: int, seed: int, layer: int = 0, kind: int = SignKind.KEYS) -
     Args:
         d: number of channels.
         seed: 0 to 2^64 - 1.
-        layer: 0 to 2^64 - 1; every layer has its own signs.
+        layer: index of the layer, 0 to 2^64 - 1; every layer has signs of its own.
         kind: SignKind.KEYS, VALUES or SKETCH (the projection of QJL).
 
     Raises:
@@ -84,8 +84,8 @@ def random_signs(d: int, seed: int, layer: int = 0, kind: int = SignKind.KEYS) -
 def gaussian_projection(m: int, d: int, seed: int, layer: int = 0) -> torch.Tensor:
     """The projection S of QJL (paper, Algorithm 2): m x d independent N(0, 1), float32 on the CPU.
 
-    Words 2i and 2i + 1 of the stream SignKind.SKETCH give the numbers 2i and 2i + 1 of the rows one
-    after another, by Box and Muller in float64.
+    Words 2i and 2i + 1 of the stream SignKind.SKETCH give elements 2i and 2i + 1 of the matrix in
+    row-major order, by the Box-Muller transform in float64.
 
     Raises:
         ValueError: m or d below 1, seed or layer outside 0 .. 2^64 - 1.
@@ -101,10 +101,10 @@ def gaussian_projection(m: int, d: int, seed: int, layer: int = 0) -> torch.Tens
 
 
 def split_dim(d: int) -> tuple[int, int]:
-    """d = m * n with n a power of two and m one of 1, 3, 5, 7, 9: returns (m, n).
+    """(m, n) with d = m * n, n a power of two and m one of 1, 3, 5, 7, 9.
 
     Raises:
-        ValueError: d has another odd part.
+        ValueError: d has another odd factor.
     """
     if d >= 1:
         n = d & -d
@@ -116,7 +116,7 @@ def split_dim(d: int) -> tuple[int, int]:
 def hartley_matrix(m: int) -> np.ndarray:
     """The orthonormal discrete Hartley transform: float64 [m, m], symmetric, its own inverse."""
     i = np.arange(m)
-    # the angle is reduced exactly before cos and sin see it
+    # the angle is reduced in integers, exactly, before cos and sin round
     angle = (2.0 * math.pi / m) * ((i[:, None] * i[None, :]) % m)
     return (np.cos(angle) + np.sin(angle)) / math.sqrt(m)
 
@@ -132,11 +132,14 @@ def walsh_hadamard_matrix(n: int) -> np.ndarray:
 def rotation_matrix(d: int, signs: torch.Tensor | np.ndarray) -> np.ndarray:
     """The rotation as a matrix, y = R x: float64 [d, d], orthonormal.
 
-    The slow and obvious form that fast transforms are tested against; R.T is the inverse.
+    This is the slow and obvious form that fast transforms are tested against. R.T is the inverse.
 
     Args:
         d: m * 2^k with m one of 1, 3, 5, 7, 9.
         signs: [d] of +1 and -1.
+
+    Raises:
+        ValueError: another d, or signs of another shape.
     """
     m, n = split_dim(d)
     signs = np.asarray(signs, dtype=np.float64)
@@ -146,6 +149,6 @@ def rotation_matrix(d: int, signs: torch.Tensor | np.ndarray) -> np.ndarray:
 
 
 def rotation_tensor(signs: torch.Tensor) -> torch.Tensor:
-    """The same for PyTorch, on the device of the signs: float64 [d, d]."""
+    """rotation_matrix as a tensor on the device of the signs, float32 [d]: float64 [d, d]."""
     matrix = rotation_matrix(signs.shape[0], signs.cpu())
     return torch.from_numpy(matrix).to(signs.device)

@@ -1,8 +1,9 @@
-// paged_attention: checks a call, describes it for the kernels (attention/call.cuh) and chooses one of them.
-// merge_attention: joins the attention of the same queries over two disjoint sets of keys.
+// paged_attention: checks a call, describes it for the kernels (attention/call.cuh) and launches the one that
+// choices/attention.h chooses. merge_attention: joins the attention of the same queries over two disjoint sets of keys.
 #include "cuda/attention/call.cuh"
 
 #include "calls/attention.h"
+#include "choices/attention.h"
 #include "cuda/attention/general.cuh"
 #include "cuda/attention/split_kv.cuh"
 #include "cuda/codec/arguments.cuh"
@@ -10,7 +11,7 @@
 namespace turboquant::cuda {
 namespace {
 
-// ---- paged_attention --------------------------------------------------------------------------------------------------
+// ---- paged_attention -----------------------------------------------------------------------------------------------
 
 int checked_int(int64_t n, const char* name) {
   STD_TORCH_CHECK(n <= INT32_MAX, name, " is ", n, ", supported on CUDA: up to ", INT32_MAX);
@@ -19,6 +20,16 @@ int checked_int(int64_t n, const char* name) {
 
 const float* floats(const OptionalTensor& t) { return t ? static_cast<const float*>(t->data_ptr()) : nullptr; }
 const int32_t* integers(const OptionalTensor& t) { return t ? static_cast<const int32_t*>(t->data_ptr()) : nullptr; }
+
+AttentionShape shape_of(const Attention& a) {
+  const auto grid = [](const int8_t* levels) { return levels ? format::Grid::kLevels : format::Grid::kUniform; };
+  return {.head_dim = a.record.head_dim,
+          .keys = {a.record.key_width(), grid(a.key_levels)},
+          .values = {a.record.value_width(), grid(a.value_levels)},
+          .query_rows = int64_t{a.max_q_len} * a.group,
+          .dtype = a.dtype,
+          .has_tail = a.tail != nullptr};
+}
 
 void attend(const AttentionCall& c, const format::Record& record, const Tensor& out, const Tensor& lse) {
   STD_TORCH_CHECK(aligned(c.cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
@@ -70,19 +81,23 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
     a.ring = checked_int(c.tail->size(2) - c.sink_tokens, "the length of a tail");
     a.recent_window = static_cast<int>(c.recent_window);  // not longer than the ring
   }
-  if (split_kv_takes(a)) {
-    const Tensor workspace = torch::stable::new_empty(c.q, {split_kv_workspace_bytes(a)}, ScalarType::Byte);
-    attend_split_kv(a, workspace.data_ptr(), launch.stream());
+  const Device& device = device_of(c.q.get_device_index());
+  const AttentionChoice choice = choose_attention(shape_of(a), device.facts);
+  if (choice.kernel == AttentionKernel::kSplitKv) {
+    split_kv::SplitKvLaunch split_kv(a, device, choice.pair);
+    const Tensor workspace = torch::stable::new_empty(c.q, {split_kv.workspace_bytes()}, ScalarType::Byte);
+    split_kv.run(workspace.data_ptr(), launch.stream());
   } else {
-    attend_general(a, c.q.get_device_index(), launch.stream());
+    attend_general(a, device.facts, launch.stream());
   }
 }
 
-// ---- merge_attention --------------------------------------------------------------------------------------------------
+// ---- merge_attention -----------------------------------------------------------------------------------------------
 
 constexpr int kThreads = 256;
 
-// Weights of the two sides and the merged logarithm of the softmax denominator. A side without keys (-inf) has weight 0.
+// Weights of the two sides and the merged logarithm of the softmax denominator. A side without keys (-inf) has weight
+// 0.
 struct Weights {
   float a, b, lse;
 
@@ -156,8 +171,8 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
-  namespace tq = turboquant;
-  m.impl("paged_attention", tq::boxed<&tq::paged_attention<tq::cuda::attend>>);
-  m.impl("paged_attention_out", tq::boxed<&tq::paged_attention_out<tq::cuda::attend>>);
+  using namespace turboquant;
+  m.impl("paged_attention", boxed<&paged_attention<turboquant::cuda::attend>>);
+  m.impl("paged_attention_out", boxed<&paged_attention_out<turboquant::cuda::attend>>);
   m.impl("merge_attention", TORCH_BOX(&turboquant::cuda::merge_attention));
 }

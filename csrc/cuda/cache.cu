@@ -1,32 +1,34 @@
 // cache_store, cache_load: paged, packed keys and values (docs/format.md section 8) and the exact tail (section 9).
 //
-// One launch does keys and values of all heads. Here are the kernels that know every length, type and width (codec/generic.cuh); those
-// that are in use have their own, for many tokens (codec/encode_bulk.cuh) and for few (codec/encode_step.cu).
-#include "cuda/codec/record.cuh"
-
+// One launch does keys and values of all heads. Here are the kernels for every length, dtype and width
+// (codec/generic.cuh), and the ops, which ask choices/codec.h which kernel takes the call: one of these, the bulk
+// kernels (codec/encode_bulk.cu, codec/decode_bulk.cu) or the step kernel (codec/encode_step.cu).
 #include "calls/load.h"
 #include "calls/store.h"
+
+#include "choices/codec.h"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/codec/bulk.cuh"
 #include "cuda/codec/generic.cuh"
+#include "cuda/common/device_facts.cuh"
 
 namespace turboquant::cuda {
 namespace {
 
-constexpr int kKeys = 0;                           // the kind of a block of keys; that of values is 1
+constexpr int kKeys = 0;                           // blockIdx.z of keys; values are 1
 constexpr int kBlockTokens = format::kValueGroup;  // tokens of a value block
 constexpr int64_t kMaxGridY = 65535;
-constexpr int64_t kFewVectors = 2048;  // keys or values of a decode step
+constexpr int64_t kFewVectors = 2048;  // fewer keys than this do not fill a device with large blocks
 
-// ---- Store ------------------------------------------------------------------------------------------------------------
+// ---- Store ----------------------------------------------------------------------------------------------------------
 
-// Words between the vectors of a block: gather_block reads rows of octets there, from different banks.
-__host__ __device__ constexpr int store_stride(int d) { return any_words(d) + 4; }
+// Words between the vectors of a block; the padding lets gather_block read their rows of octets from different banks.
+__host__ __device__ constexpr int store_stride(int d) { return generic_words(d) + 4; }
 
-// A warp is a token of one head, its key or its value.
+// A warp stores the key or the value of one token and head.
 __global__ void __launch_bounds__(32 * kBlockTokens)
-    store_kernel(const __grid_constant__ TileArguments a, const __grid_constant__ AnyShape shape) {
-  let_next_kernel_begin();  // that is paged_attention
+    store_kernel(const __grid_constant__ EncodeArguments a, const __grid_constant__ GenericShape shape) {
+  let_next_kernel_begin();  // the next kernel is usually paged_attention's
   extern __shared__ uint4 dynamic[];
   __shared__ SharedCodebook shared;
   __shared__ Token tokens[kBlockTokens];
@@ -34,7 +36,7 @@ __global__ void __launch_bounds__(32 * kBlockTokens)
   const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, count = blockDim.x / 32;
   const int64_t token = int64_t{blockIdx.x} * count + mine;
   const RecordLayout& layout = a.layout;
-  const TileSource& source = a.source[kind];
+  const EncodeSource& source = a.source[kind];
   const Codebook& book = source.book;
   const int d = shape.d, stride = store_stride(d);
   uint32_t* rows = reinterpret_cast<uint32_t*>(dynamic);
@@ -46,16 +48,16 @@ __global__ void __launch_bounds__(32 * kBlockTokens)
   const Token to = a.pages.token(slot, head, layout);
   if (lane == 0) tokens[mine] = to;
   shared.fill(book, threadIdx.x, blockDim.x);
-  load_any(y, d, from, a.dtype, 0, source.signs, source.channels.of_head(head, source.channel_stride), lane);
+  load_generic(y, d, from, a.dtype, 0, source.signs, source.channels.of_head(head, source.channel_stride), lane);
   __syncthreads();
-  const AnyCodes codes = encode_any(y, y + any_stride(d), shape, lane, shared, book, a.constants);
+  const GenericCodes codes = encode_generic(y, y + generic_stride(d), shape, lane, shared, book, a.constants);
   for (int o = lane; o < layout.octets; o += 32) {
-    write_octet(row, layout.octets, book.bits, o, codes.octet(o, d, shared, book.bits));
+    write_octet(row, layout.octets, book.width, o, codes.octet(o, d, shared, book.width));
   }
 
   if (a.tail.data && to.tile) {
     const int64_t kept = a.tail.row(token);
-    const int bytes = d * (a.dtype == Dtype::kFloat32 ? 4 : 2);
+    const int bytes = d * (element_size(a.dtype));
     if (kept >= 0) copy_bytes(from, a.tail.at(kept, head, kind, bytes), bytes, lane, 32);
   }
   __syncwarp();
@@ -65,12 +67,13 @@ __global__ void __launch_bounds__(32 * kBlockTokens)
     if (lane == 0) *to.key_scale(layout) = codes.scale;
     return;
   }
-  // A block of 16 tokens that is written as a whole is put together first; else every token writes the bytes that it owns.
+  // The 16 tokens of a whole value block are put together before they are stored; otherwise every token stores the
+  // bytes that it owns.
   const bool together = to.tile && to.tile == tokens[0].tile && to.number == tokens[0].number + mine;
   if (to.tile && lane == 0) *to.value_scale(layout) = codes.scale;
   if (__syncthreads_and(together && count == kBlockTokens && tokens[0].number % kBlockTokens == 0)) {
     uint32_t* image = rows + kBlockTokens * stride;
-    gather_block(rows, stride, image, {d, book.bits}, threadIdx.x, 32 * kBlockTokens);
+    gather_block(rows, stride, image, {d, book.width}, threadIdx.x, 32 * kBlockTokens);
     __syncthreads();
     copy_bytes(reinterpret_cast<const uint8_t*>(image), tokens[0].value_block(layout), layout.value_block_bytes,
                threadIdx.x, 32 * kBlockTokens);
@@ -79,7 +82,7 @@ __global__ void __launch_bounds__(32 * kBlockTokens)
   }
 }
 
-// ---- Load -------------------------------------------------------------------------------------------------------------
+// ---- Load -----------------------------------------------------------------------------------------------------------
 
 struct LoadArguments {
   Pages pages;
@@ -96,16 +99,17 @@ struct LoadArguments {
 
 constexpr int kLoadWarps = 4;  // of a block, at most
 
-// A warp is a token of one head, its key or its value.
+// A warp loads the key or the value of one token and head.
 __global__ void __launch_bounds__(32 * kLoadWarps)
-    load_kernel(const __grid_constant__ LoadArguments a, const __grid_constant__ AnyShape shape) {
+    load_kernel(const __grid_constant__ LoadArguments a, const __grid_constant__ GenericShape shape) {
   extern __shared__ uint4 dynamic[];
   __shared__ float table[32];
   const int kind = blockIdx.z, head = blockIdx.y;
   const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, count = blockDim.x / 32;
   const RecordLayout& layout = a.layout;
-  const int bits = kind == kKeys ? layout.key_bits : layout.value_bits, d = shape.d;
-  fill_levels(table, a.levels[kind], bits, threadIdx.x, blockDim.x);
+  const Width width = kind == kKeys ? layout.key_width() : layout.value_width();
+  const int d = shape.d;
+  fill_levels(table, a.levels[kind], width, threadIdx.x, blockDim.x);
 
   const int64_t number = int64_t{blockIdx.x} * count + mine, sequence = number / a.max_length,
                 position = number % a.max_length;
@@ -118,8 +122,8 @@ __global__ void __launch_bounds__(32 * kLoadWarps)
   }
   __syncthreads();
 
-  float* y = reinterpret_cast<float*>(dynamic) + mine * any_words(d);
-  uint32_t* row = reinterpret_cast<uint32_t*>(y) + any_stride(d);
+  float* y = reinterpret_cast<float*>(dynamic) + mine * generic_words(d);
+  uint32_t* row = reinterpret_cast<uint32_t*>(y) + generic_stride(d);
   float scale = 0;
   if (from.tile) {
     if (kind == kKeys) {
@@ -132,28 +136,29 @@ __global__ void __launch_bounds__(32 * kLoadWarps)
   __syncwarp();
   for (int o = lane; o < layout.octets; o += 32) {
     const Octet octet = !from.tile      ? Octet{0, 0}
-                        : kind == kKeys ? key_octet(row, row + layout.key_row_bytes / 4, layout.octets, bits, o)
-                                        : ValueLayout{d, bits}.octet(row, o);
-    put_any_octet(y, d, o, octet, bits, table, scale);
+                        : kind == kKeys ? key_octet(row, row + layout.key_row_bytes / 4, layout.octets, width, o)
+                                        : ValueLayout{d, width}.octet(row, o);
+    put_generic_octet(y, d, o, octet, width, table, scale);
   }
   const int64_t at = (number * a.pages.kv_heads + head) * d;
   if (from.tile || !exists) {
-    store_any(y, shape, a.signs[kind], kind == kKeys ? a.channels.of_head(head, d) : format::Channels{}, a.out[kind],
-              a.dtype, at, exists, lane);
+    store_generic(y, shape, a.signs[kind], kind == kKeys ? a.channels.of_head(head, d) : format::Channels{},
+                  a.out[kind], a.dtype, at, exists, lane);
   } else {
     const float zeros[2] = {};
     for (int i = 2 * lane; i < d; i += 64) store_floats_as<2>(zeros, a.out[kind], a.dtype, at + i);
   }
 }
 
-// ---- Host side --------------------------------------------------------------------------------------------------------
+// ---- Host side ------------------------------------------------------------------------------------------------------
 
 Pages pages_of(const Tensor& cache) {
   STD_TORCH_CHECK(aligned(cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
   return {static_cast<uint8_t*>(cache.data_ptr()), cache.size(0), static_cast<int>(cache.size(1))};
 }
 
-TileSource source_of(const HeadRows& x, const Codebook& book, const Constant& signs, const format::Channels& channels) {
+EncodeSource source_of(const HeadRows& x, const Codebook& book, const Constant& signs,
+                       const format::Channels& channels) {
   const int64_t size = static_cast<int64_t>(x.tensor.element_size());
   return {static_cast<const uint8_t*>(x.tensor.data_ptr()),
           x.rows.token_stride * size,
@@ -182,14 +187,13 @@ Tail checked_tail(const Tensor& tail, const Call& call, const Tensor& k, const T
           static_cast<int>(rows.heads)};
 }
 
-// A layer's keys and values, checked, and with them all that their kernel has to know.
+// A layer's keys and values, checked, with all arguments of their kernel.
 class LayerStore {
  public:
   template <typename Call>
   LayerStore(const StoreLayer& layer, const Call& call)
-      : record_(check_store_record(layer, call)), split_(format::split_dim(record_.head_dim)),
-        keys_(aligned_rows(layer.k)), values_(aligned_rows(layer.v)), key_signs_(layer.key_signs),
-        value_signs_(layer.value_signs), center_(layer.center) {
+      : record_(check_store_record(layer, call)), keys_(aligned_rows(layer.k)), values_(aligned_rows(layer.v)),
+        key_signs_(layer.key_signs), value_signs_(layer.value_signs), center_(layer.center) {
     const Tensor& k = layer.k;
     const TokenRows rows(k);
     check_store(layer, call, record_, rows);
@@ -201,19 +205,20 @@ class LayerStore {
                                                  call.value_scale_mode, "value_levels", "value_steps");
     const Tail tail = layer.tail ? checked_tail(*layer.tail, call, k, rows) : Tail{};
     const format::Channels channels = channels_of(layer.center, center_.data(), rows.heads, rows.d);
-    tiles_ = {{source_of(keys_, key_book, key_signs_, channels), source_of(values_, value_book, value_signs_, {})},
-              2,
-              rows.tokens,
-              static_cast<int>(rows.heads),
-              dtype_of(k),
-              encode_constants(split_),
-              pages,
-              RecordLayout(record_),
-              static_cast<const int64_t*>(call.slot_mapping.data_ptr()),
-              tail,
-              nullptr,
-              nullptr,
-              0};
+    arguments_ = {.source = {source_of(keys_, key_book, key_signs_, channels),
+                             source_of(values_, value_book, value_signs_, {})},
+                  .sources = 2,
+                  .tokens = rows.tokens,
+                  .heads = static_cast<int>(rows.heads),
+                  .dtype = dtype_of(k),
+                  .constants = EncodeConstants::of(format::split_dim(record_.head_dim)),
+                  .pages = pages,
+                  .layout = RecordLayout(record_),
+                  .slots = static_cast<const int64_t*>(call.slot_mapping.data_ptr()),
+                  .tail = tail,
+                  .packed = nullptr,
+                  .scale = nullptr,
+                  .row_bytes = 0};
   }
 
   static void run(const std::vector<LayerStore>& layers, const char* op) {
@@ -223,25 +228,64 @@ class LayerStore {
   }
 
  private:
-  void start(cudaStream_t stream) const {
-    const int64_t tokens = tiles_.tokens;
-    if (tokens == 0 || tiles_.heads == 0) return;
-    if (launch_encode_bulk(tiles_, split_, stream) || launch_encode_step(tiles_, split_, stream)) return;
+  StoreShape shape() const {
+    const auto source = [&](const EncodeSource& s) {
+      return EncodeSourceShape{s.book.width, s.book.num_steps, s.token_stride, s.head_stride};
+    };
+    const EncodeArguments& a = arguments_;
+    return {.head_dim = record_.head_dim,
+            .dtype = a.dtype,
+            .tokens = a.tokens,
+            .heads = a.heads,
+            .keys = source(a.source[0]),
+            .values = source(a.source[1]),
+            .num_pages = a.pages.num_pages,
+            .tile_bytes = a.layout.tile_bytes,
+            .has_tail = a.tail.data != nullptr,
+            .tail_aligned = aligned(a.tail.data, 8),
+            .tail_seqs = a.tail.seqs,
+            .tail_max_seqs = a.tail.max_seqs};
+  }
 
-    // A value block is put together by one block of threads; few tokens rather use more multiprocessors.
+  void start(cudaStream_t stream) const {
+    if (arguments_.tokens == 0 || arguments_.heads == 0) return;
+    switch (choose_store(shape(), current_device().facts).kernel) {
+      case CodecKernel::kBulk: return launch_encode_bulk(arguments_, record_.head_dim, stream);
+      case CodecKernel::kStep: return launch_encode_step(arguments_, record_.head_dim, stream);
+      case CodecKernel::kGeneric: return launch_generic(stream);
+    }
+  }
+
+  void launch_generic(cudaStream_t stream) const {
+    const int64_t tokens = arguments_.tokens, heads = arguments_.heads;
+    // One block puts a value block together; few tokens are stored sooner by smaller blocks on more multiprocessors.
     const int stride = store_stride(record_.head_dim);
-    const int warps = any_warps(stride, tokens * tiles_.heads < kFewVectors ? 4 : kBlockTokens);
+    const int warps = generic_warps(stride, tokens * heads < kFewVectors ? 4 : kBlockTokens);
     const int shared_bytes = 4 * warps * stride + (warps == kBlockTokens ? record_.value_block_bytes() : 0);
-    const dim3 grid(num_blocks(tokens, warps), static_cast<unsigned>(tiles_.heads), 2);
-    store_kernel<<<grid, 32 * warps, shared_bytes, stream>>>(tiles_, AnyShape(split_));
+    const dim3 grid(num_blocks(tokens, warps), static_cast<unsigned>(heads), 2);
+    store_kernel<<<grid, 32 * warps, shared_bytes, stream>>>(arguments_,
+                                                             GenericShape(format::split_dim(record_.head_dim)));
   }
 
   format::Record record_;
-  format::Split split_;
   HeadRows keys_, values_;
   Constant key_signs_, value_signs_, center_;
-  TileArguments tiles_;
+  EncodeArguments arguments_;
 };
+
+DecodeArguments bulk_arguments(const LoadArguments& a, const format::Record& record) {
+  DecodeArguments bulk{};
+  bulk.source[0] = {record.key_width(), a.levels[0], a.signs[0], a.channels, a.out[0]};
+  bulk.source[1] = {record.value_width(), a.levels[1], a.signs[1], {}, a.out[1]};
+  bulk.sources = 2;
+  bulk.heads = a.pages.kv_heads;
+  bulk.dtype = a.dtype;
+  bulk.seqs = a.seqs, bulk.max_length = a.max_length, bulk.max_pages = a.max_pages;
+  bulk.pages = a.pages;
+  bulk.layout = a.layout;
+  bulk.table = a.table, bulk.lengths = a.lengths;
+  return bulk;
+}
 
 // -> k, v: [seqs, max_seq_len, kv_heads, head_dim], zero from seq_len on
 std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
@@ -268,29 +312,21 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
                                 .channels = channels,
                                 .out = {k.data_ptr(), v.data_ptr()},
                                 .dtype = dtype_of(c.dtype)};
-  LoadTileArguments tiles{};
-  for (int s = 0; s < 2; ++s) {
-    tiles.source[s] = {s == kKeys ? record.key_bits : record.value_bits, arguments.levels[s], arguments.signs[s],
-                       s == kKeys ? channels : format::Channels{}, arguments.out[s]};
-  }
-  tiles.sources = 2;
-  tiles.heads = static_cast<int>(kv_heads);
-  tiles.dtype = arguments.dtype;
-  tiles.seqs = seqs;
-  tiles.max_length = c.max_seq_len;
-  tiles.pages = pages;
-  tiles.layout = arguments.layout;
-  tiles.table = arguments.table;
-  tiles.lengths = arguments.lengths;
-  tiles.max_pages = arguments.max_pages;
-  if (launch_decode_bulk(tiles, format::split_dim(d), launch.stream())) {
+  const LoadShape shape{.head_dim = record.head_dim,
+                        .dtype = arguments.dtype,
+                        .seqs = seqs,
+                        .max_length = c.max_seq_len,
+                        .heads = kv_heads,
+                        .value_width = record.value_width()};
+  if (choose_load(shape, current_device().facts).kernel == CodecKernel::kBulk) {
+    launch_decode_bulk(bulk_arguments(arguments, record), record.head_dim, launch.stream());
     launch.check("cache_load");
     return {k, v};
   }
 
-  const int words = any_words(static_cast<int>(d)), warps = any_warps(words, kLoadWarps);
+  const int words = generic_words(static_cast<int>(d)), warps = generic_warps(words, kLoadWarps);
   const dim3 grid(num_blocks(seqs * c.max_seq_len, warps), static_cast<unsigned>(kv_heads), 2);
-  load_kernel<<<grid, 32 * warps, 4 * warps * words, launch.stream()>>>(arguments, AnyShape(format::split_dim(d)));
+  load_kernel<<<grid, 32 * warps, 4 * warps * words, launch.stream()>>>(arguments, GenericShape(format::split_dim(d)));
   launch.check("cache_load");
   return {k, v};
 }
@@ -299,8 +335,8 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
-  namespace tq = turboquant;
-  m.impl("cache_store", tq::boxed<&tq::cache_store<tq::cuda::LayerStore>>);
-  m.impl("cache_store_layers", tq::boxed<&tq::cache_store_layers<tq::cuda::LayerStore>>);
-  m.impl("cache_load", tq::boxed<&tq::cuda::cache_load>);
+  using namespace turboquant;
+  m.impl("cache_store", boxed<&cache_store<turboquant::cuda::LayerStore>>);
+  m.impl("cache_store_layers", boxed<&cache_store_layers<turboquant::cuda::LayerStore>>);
+  m.impl("cache_load", boxed<&turboquant::cuda::cache_load>);
 }

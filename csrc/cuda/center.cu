@@ -1,9 +1,9 @@
 // query_energy, learn_center: what keys are stored relative to, learned from the keys and queries of a prompt.
 //
-// A prompt waits for this between its last layer and its first token, so what counts is how little the host has to start: one or
-// two kernels for all layers. A block sums up a part of the rows of a head, a thread eight channels where rows are aligned, else
-// one; a second kernel puts the parts of a head together. Sums are float32 within a part, around the part's own mean, and float64
-// between parts.
+// A prompt's first token waits for these ops, so the host should have little to launch: one or two kernels do all
+// layers. A block sums part of the rows of a head; a thread sums eight channels if rows are aligned, else one. A
+// second kernel combines the parts of a head. Sums are float32 within a part, where squares are relative to the part's
+// own mean, and float64 between parts.
 #include <algorithm>
 
 #include "calls/center.h"
@@ -12,16 +12,16 @@
 namespace turboquant::cuda {
 namespace {
 
-constexpr int kMostLayers = 64;  // of a launch: where they are is among its parameters
+constexpr int kMostLayers = 64;  // of a launch: their addresses are kernel parameters
 constexpr int kThreads = 256;
-constexpr int kWide = 8;          // channels of a thread, where rows can be read 16 bytes at a time
-constexpr int kUnroll = 4;        // rows whose loads are under way together
-constexpr int kRowsOfPart = 512;  // at least, where there are more
+constexpr int kWide = 8;          // channels of a thread if rows can be read 16 bytes at a time
+constexpr int kUnroll = 4;        // rows whose loads are in flight together
+constexpr int kRowsOfPart = 512;  // at least, unless there are fewer
 constexpr int kMostParts = 128;
 
-// The vectors of layers. A row is a token of one of `group` neighbouring heads.
+// The keys or queries of a launch's layers. A row is one token of one of `group` neighbouring heads.
 struct LayerRows {
-  const void* data[kMostLayers];   // the first token that counts
+  const void* data[kMostLayers];   // of the first token that is not skipped
   int64_t stride[kMostLayers][3];  // of batch, head, token
   Dtype dtype;
   int64_t tokens, rows;
@@ -29,7 +29,7 @@ struct LayerRows {
 
   __host__ __device__ int64_t begin(int part) const { return rows * part / parts; }
   __device__ __forceinline__ int64_t at(int layer, int head, int64_t row) const {
-    const bool small = rows <= UINT32_MAX;  // divisions of 64 bits are slow
+    const bool small = rows <= UINT32_MAX;  // 64-bit divisions are slow
     const int64_t outer = small ? static_cast<uint32_t>(row) / static_cast<uint32_t>(tokens) : row / tokens;
     const int64_t b = small ? static_cast<uint32_t>(outer) / static_cast<uint32_t>(group) : outer / group;
     const int64_t h = head * group + outer - b * group, t = row - outer * tokens;
@@ -37,13 +37,13 @@ struct LayerRows {
   }
 };
 
-// Where energies of layers are, float32 [heads, d] each; null: none.
+// The energies of layers, float32 [heads, d] each, or null.
 struct LayerEnergies {
   const float* data[kMostLayers];
 };
 
-// Sums over a part's rows of fn(channel, value). A thread has N neighbouring channels of every so many rows; sums[c] are known
-// to all when this returns. shared: [rows side by side, d]
+// Sums fn(channel, value) over the rows of a part. The block takes several rows at a time, side by side; a thread has N
+// neighbouring channels of one of them. All threads may read sums[c] when this returns. shared: [rows side by side, d]
 template <int N, typename Fn>
 __device__ __forceinline__ void sum_part(const LayerRows& x, float* shared, float* sums, Fn&& fn) {
   const int part = blockIdx.x, head = blockIdx.y, layer = blockIdx.z;
@@ -58,7 +58,8 @@ __device__ __forceinline__ void sum_part(const LayerRows& x, float* shared, floa
       float value[kUnroll][N];
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
-        const int64_t r = min(row + i * side_by_side, end - 1);  // once more what is there: not counted
+        // Past the end the last row is loaded again, and not added below.
+        const int64_t r = min(row + i * side_by_side, end - 1);
         const T* at = from + x.at(layer, head, r);
         if constexpr (N == 1) {
           value[i][0] = static_cast<float>(*at);
@@ -74,7 +75,7 @@ __device__ __forceinline__ void sum_part(const LayerRows& x, float* shared, floa
       }
     }
   });
-  __syncthreads();  // shared and sums may still be in use
+  __syncthreads();  // an earlier call's shared and sums may still be in use
 #pragma unroll
   for (int c = 0; c < N; ++c) shared[mine * x.d + first + c] = sum[c];
   __syncthreads();
@@ -86,7 +87,7 @@ __device__ __forceinline__ void sum_part(const LayerRows& x, float* shared, floa
   __syncthreads();
 }
 
-// -> out: [layers, heads, parts, d]: a part's share of the mean square
+// -> out: [layers, heads, parts, d], a part's share of the mean square
 template <int N>
 __global__ void __launch_bounds__(N == 1 ? kMostLayerDim : kThreads)
     energy_kernel(const __grid_constant__ LayerRows x, float* out) {
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kMostLayerDim) sum_kernel(const float* from, i
   out[int64_t{blockIdx.x} * d + threadIdx.x] = static_cast<float>(sum);
 }
 
-// -> out: [layers, heads, parts, 2, d]: a part's mean, and its squares around that
+// -> out: [layers, heads, parts, 2, d], a part's mean and the sum of its squares around that mean
 template <int N>
 __global__ void __launch_bounds__(N == 1 ? kMostLayerDim : kThreads)
     moments_kernel(const __grid_constant__ LayerRows x, float* out) {
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(N == 1 ? kMostLayerDim : kThreads)
   for (int c = threadIdx.x; c < x.d; c += blockDim.x) to[x.d + c] = sums[c];
 }
 
-// Sum over a block of at most 1,024 threads, known to all of them.
+// The sum over a block of at most 1,024 threads, returned to all of them.
 __device__ __forceinline__ double sum_of_block(double x) {
   __shared__ double of_warp[32];
 #pragma unroll
@@ -134,7 +135,8 @@ __device__ __forceinline__ double sum_of_block(double x) {
   return sum;
 }
 
-// A channel's share and its partner's, with that of average channels. partner: known to lie in the block
+// The sum of a channel's and its partner's share, drawn towards the average channel by `prior`. partner: a thread of
+// the block
 __device__ __forceinline__ double spread(double own, int partner, double* shared, int d, double prior) {
   __syncthreads();
   shared[threadIdx.x] = own;
@@ -143,8 +145,8 @@ __device__ __forceinline__ double spread(double own, int partner, double* shared
   return both + prior * sum_of_block(threadIdx.x < d ? both : 0) / d;
 }
 
-// moments: of moments_kernel -> out: [layers, heads, d], or with partners [layers, 3, heads, d]. The rule is that of channel_scale
-// in torch_turboquant/ops/center.py.
+// moments: what moments_kernel wrote -> out: [layers, heads, d], or with partners [layers, 3, heads, d]. The rule for
+// scales is channel_scale in torch_turboquant/ops/center.py.
 __global__ void __launch_bounds__(kMostLayerDim)
     center_kernel(const __grid_constant__ LayerRows x, const float* moments,
                   const __grid_constant__ LayerEnergies energies, const int64_t* partners, float* out) {
@@ -167,7 +169,7 @@ __global__ void __launch_bounds__(kMostLayerDim)
   if (exists) out[place(kMean)] = static_cast<float>(mean);
   if (!partners) return;
 
-  // A value out of range cannot be refused without waiting for the device: such a channel is its own partner.
+  // A partner out of range cannot be reported without synchronising with the device: such a channel is its own partner.
   const int64_t named = exists ? partners[c] : c;
   const int partner = named >= 0 && named < x.d ? static_cast<int>(named) : c;
   const double prior = kPriorTokens / rows;
@@ -175,12 +177,12 @@ __global__ void __launch_bounds__(kMostLayerDim)
   const double given = spread(exists ? squares / rows + kMeanInVariance * mean * mean : 0, partner, shared, x.d, prior);
   const double root = exists ? sqrt(sqrt(wanted / given)) : 0;
   const double relative = root / (sum_of_block(root) / x.d);
-  // of a head whose queries or keys are all zero: the same ratio, 0, infinite or NaN, everywhere
+  // If all queries or keys of a head are zero, all its ratios are equally 0, infinite or NaN.
   const float scale = isfinite(relative) ? static_cast<float>(relative) : 1.0f;
   if (exists) out[place(kScale)] = scale, out[place(kInverse)] = __fdiv_rn(1.0f, scale);
 }
 
-// ---- Host side --------------------------------------------------------------------------------------------------------
+// ---- Host side ------------------------------------------------------------------------------------------------------
 
 // Layers first .. first + count - 1.
 LayerRows layer_rows(const std::vector<Tensor>& x, const LayerVectors& shape, int64_t first, int64_t count,
@@ -242,8 +244,8 @@ Tensor query_energy(const std::vector<Tensor>& queries, int64_t kv_heads, int64_
   return out;
 }
 
-// keys: of every layer [batch, kv_heads, tokens, d]; energies: of every layer float32 [kv_heads, d], or none; partners: int64 [d]
-// -> float32 [layers, kv_heads, d], with energies [layers, 3, kv_heads, d]
+// keys: of every layer [batch, kv_heads, tokens, d]; energies: of every layer float32 [kv_heads, d], or none;
+// partners: int64 [d] -> float32 [layers, kv_heads, d], with energies [layers, 3, kv_heads, d]
 Tensor learn_center(const std::vector<Tensor>& keys, const std::vector<Tensor>& energies,
                     const OptionalTensor& partners, int64_t skip) {
   const LayerVectors shape = check_layers(keys, "keys", skip);

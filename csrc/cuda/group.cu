@@ -1,7 +1,9 @@
-// group_encode, group_decode: affine quantisation of groups of channels, scale and zero per group (docs/format.md
-// section 10). The paper-form baseline for values.
+// group_encode, group_decode: affine quantisation of groups of channels, with a scale and a zero per group
+// (docs/format.md section 10). Papers quantise values this way, so it is the baseline for them. A group in this file
+// is a quantisation group.
 //
-// Memory bound. A lane encodes 16 neighbouring channels, two or four lanes share a group; decoding takes 8 channels per lane.
+// Both kernels are memory bound. To encode, a lane takes 16 neighbouring channels, so that two or four lanes share a
+// group; to decode, a lane takes 8 channels at a time.
 #include <cfloat>
 
 #include "cuda/common/torch.cuh"
@@ -14,7 +16,7 @@ constexpr int kEncoded = 16;       // channels of a lane
 constexpr int kDecoded = 8;        // channels of a lane at a time
 constexpr int kDecodeRepeats = 2;  // so that several loads are in flight
 
-// 2^23: between it and its double float32 holds integers, the low bits of the representation.
+// 2^23. Between it and 2^24, float32 holds integers only, in the low bits of its representation.
 constexpr float kIntegers = 8388608.0f;
 constexpr uint32_t kIntegerBits = 0x4B000000;
 
@@ -22,7 +24,7 @@ __device__ __forceinline__ __half limited_half(float x) {
   return __float2half_rn(fminf(fmaxf(x, -format::kMaxHalf), format::kMaxHalf));
 }
 
-// x: rows of `row_groups` groups -> packed codes and constants of all groups, contiguous
+// x: rows of `row_groups` groups -> packed codes, scales and zeros of all groups, contiguous
 template <int GROUP, int BITS>
 __global__ void __launch_bounds__(kThreads, 8)
     group_encode_kernel(const void* x, const __grid_constant__ Rows rows, int64_t row_groups, Dtype dtype,
@@ -31,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, 8)
   constexpr float top = (1 << BITS) - 1;
   const int lane = threadIdx.x % kLanes;
   const int64_t index = int64_t{blockIdx.x} * (kThreads / kLanes) + threadIdx.x / kLanes;
-  const bool active = index < rows.count * row_groups;  // the others of the last block stay for the shuffles
+  const bool active = index < rows.count * row_groups;  // idle threads of the last block take part in the shuffles
   const int64_t group = active ? index : 0;
   int64_t from = group * GROUP;
   if (rows.dims > 1 || rows.stride[0] != row_groups * GROUP) {
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 8)
     high = fmaxf(high, __shfl_xor_sync(0xffffffff, high, bit));
   }
 
-  low = __fadd_rn(low, 0.0f), high = __fadd_rn(high, 0.0f);  // of equal zeros either may be found: +0 counts
+  low = __fadd_rn(low, 0.0f), high = __fadd_rn(high, 0.0f);  // fminf may return either of -0 and +0: always take +0
   __half zero_half = limited_half(low);
   __half scale_half = limited_half(__fdiv_rn(__fsub_rn(high, low), top));
   if (low < -FLT_MAX) zero_half = scale_half = __ushort_as_half(format::kNanScale);
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, 8)
       sum += __float_as_uint(code) << BITS * i;
       offset += kIntegerBits << BITS * i;
     }
-    word[w] = scale > 0 ? sum - offset : 0;  // also when the scale is NaN
+    word[w] = scale > 0 ? sum - offset : 0;  // 0 if the scale is NaN, too
   }
 
   if (!active) return;
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 8)
   if (lane == 0) scales[group] = scale_half, zeros[group] = zero_half;
 }
 
-// packed: 4-byte aligned; count: channels in all
+// packed: 4-byte aligned; count: channels of all groups together
 template <int BITS, typename T>
 __global__ void __launch_bounds__(kThreads)
     group_decode_kernel(const uint8_t* packed, const __half* scales, const __half* zeros, int log_group, int64_t count,
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Calls fn with the bits as a constant.
+// Calls fn(std::integral_constant<int, bits>) for 2 and 4 bits.
 template <typename Fn>
 void dispatch_bits(int64_t bits, Fn&& fn) {
   if (bits == 2) return fn(std::integral_constant<int, 2>{});

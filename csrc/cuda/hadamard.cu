@@ -1,6 +1,7 @@
 // hadamard: the signed orthonormal Walsh-Hadamard transform of the last dimension (docs/format.md section 2).
 //
-// Memory bound: every vector is read once and written once, 16 bytes at a time, and lives in registers in between.
+// The kernel is memory bound: it reads and writes every vector once, 16 bytes at a time, and holds it in registers in
+// between.
 #include "cuda/codec/transform.cuh"
 
 #include <algorithm>
@@ -10,17 +11,17 @@
 namespace turboquant::cuda {
 namespace {
 
-constexpr int kThreads = 64;  // blocks that end soon make room soon
+constexpr int kThreads = 64;  // small blocks end soon and make room for the next ones
 
-// The signs of a lane's channels, a bit each: read as float32 numbers they would take twice the way through the first-level
-// cache that vectors of a 16-bit dtype take.
+// The signs of a lane's channels, one bit each. As float32 they would need twice the L1 bandwidth that vectors of a
+// 16-bit dtype need.
 template <typename Traits>
 class LaneSigns {
  public:
   static constexpr int kWords = (Traits::kDim + 31) / 32;
 
-  // A thread's part in writing the signs of all channels to shared memory; the caller synchronises in between. Those of the
-  // usual lengths are asked for first and looked at later.
+  // A thread's part in writing the signs of all channels to shared memory; the caller synchronises afterwards. The
+  // constructor issues the loads of the first channels, all of them for the usual lengths; fill() uses them.
   class Filler {
    public:
     __device__ __forceinline__ explicit Filler(const float* signs) : signs_(signs) {
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) hadamard_kernel(const void* x, const
                                                             const float* signs, bool inverse, Dtype dtype, void* out) {
   const int lane = threadIdx.x % Traits::kLanes;
   const int64_t row = int64_t{blockIdx.x} * (kThreads / Traits::kLanes) + threadIdx.x / Traits::kLanes;
-  const bool active = row < rows.count;  // the others of the last block stay for the shuffles
+  const bool active = row < rows.count;  // idle threads of the last block take part in the shuffles
   const int64_t from = rows(active ? row : 0), to = row * Traits::kDim;
 
   __shared__ uint32_t bits[LaneSigns<Traits>::kWords];

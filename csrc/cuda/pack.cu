@@ -1,8 +1,8 @@
 // pack, unpack: dense little-endian bit strings of codes, 1 to 8 bits (docs/format.md section 7).
 //
-// Rows of whole bytes lie behind each other without a gap, so the whole tensor is one bit string: a thread turns 16 codes (16
-// bytes) into 2 * bits bytes or back. Rows that end inside a byte take a slower kernel. A code too large for its bits cannot
-// be reported without waiting for the device: its upper bits are dropped.
+// Rows of whole bytes follow each other without a gap, so the whole tensor is one bit string: a thread turns 16 codes
+// (16 bytes) into 2 * bits bytes or back. Rows that end inside a byte take a slower kernel. A code too large for its
+// bits cannot be reported without synchronising with the device: its upper bits are dropped.
 #include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda {
@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kChunk = 16;     // codes that a thread moves at a time
 constexpr int kPerThread = 2;  // chunks of a thread, so that several loads are in flight
-constexpr int kTile = kThreads * kPerThread * kChunk;
+constexpr int kBlockCodes = kThreads * kPerThread * kChunk;
 
 // 16 codes as 128 bits, low part first.
 struct Bits128 {
@@ -63,9 +63,9 @@ __device__ __forceinline__ uint4 spread(Bits128 string) {
 template <int BITS>
 __global__ void __launch_bounds__(kThreads)
     pack_kernel(const uint8_t* codes, int64_t count, bool codes_aligned, uint8_t* packed) {
-  // Packed bytes pass through shared memory, so that they leave 16 at a time whatever the width.
-  __shared__ alignas(16) uint16_t staged[kTile / 16 * BITS];
-  const int64_t first = int64_t{blockIdx.x} * kTile;
+  // Packed bytes go through shared memory, so that they are stored 16 at a time whatever the width.
+  __shared__ alignas(16) uint16_t staged[kBlockCodes / 16 * BITS];
+  const int64_t first = int64_t{blockIdx.x} * kBlockCodes;
 
   uint4 chunk[kPerThread];
 #pragma unroll
@@ -96,9 +96,9 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
-  const int64_t start = first / 8 * BITS, bytes = count * BITS / 8 - start;  // of this tile and what follows it
+  const int64_t start = first / 8 * BITS, bytes = count * BITS / 8 - start;  // from this block's codes to the end
   const uint8_t* from = reinterpret_cast<const uint8_t*>(staged);
-  for (int at = 16 * threadIdx.x; at < kTile / 8 * BITS && at < bytes; at += 16 * kThreads) {
+  for (int at = 16 * threadIdx.x; at < kBlockCodes / 8 * BITS && at < bytes; at += 16 * kThreads) {
     if (at + 16 <= bytes) {
       __stwb(reinterpret_cast<uint4*>(packed + start + at), *reinterpret_cast<const uint4*>(from + at));
     } else {
@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(kThreads)
 template <int BITS>
 __global__ void __launch_bounds__(kThreads)
     unpack_kernel(const uint8_t* packed, int64_t count, bool packed_aligned, uint8_t* codes) {
-  constexpr int kWords = (BITS + 1) / 2;  // of a chunk, which starts at a word or in the middle of one
-  const int64_t first = int64_t{blockIdx.x} * kTile, bytes = count * BITS / 8;
+  constexpr int kWords = (BITS + 1) / 2;  // of a chunk, which starts at a word or in its middle
+  const int64_t first = int64_t{blockIdx.x} * kBlockCodes, bytes = count * BITS / 8;
 
   uint32_t word[kPerThread][4] = {};
 #pragma unroll
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Rows that end inside a byte, a thread per packed byte.
+// Rows that end inside a byte, one thread per packed byte.
 __global__ void __launch_bounds__(kThreads)
     pack_rows_kernel(const uint8_t* codes, int64_t rows, int64_t d, int bits, uint8_t* packed) {
   const int64_t row_bytes = format::dense_row_bytes(d, bits), i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads)
   packed[i] = static_cast<uint8_t>(byte);
 }
 
-// A thread per code.
+// One thread per code.
 __global__ void __launch_bounds__(kThreads)
     unpack_rows_kernel(const uint8_t* packed, int64_t rows, int64_t d, int bits, uint8_t* codes) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -211,9 +211,9 @@ Tensor pack(const Tensor& codes, int64_t bits) {
                                                                                              out);
   } else {
     dispatch_bits(bits, [&](auto width) {
-      pack_kernel<width><<<num_blocks(count, kTile), kThreads, 0, launch.stream()>>>(bytes_of(codes), count,
-                                                                                     aligned(codes.data_ptr(), 16),
-                                                                                     out);
+      pack_kernel<width>
+          <<<num_blocks(count, kBlockCodes), kThreads, 0, launch.stream()>>>(bytes_of(codes), count,
+                                                                             aligned(codes.data_ptr(), 16), out);
     });
   }
   launch.check("pack");
@@ -235,9 +235,9 @@ Tensor unpack(const Tensor& packed, int64_t bits, int64_t d) {
                                                                                       static_cast<int>(bits), out);
   } else {
     dispatch_bits(bits, [&](auto width) {
-      unpack_kernel<width><<<num_blocks(count, kTile), kThreads, 0, launch.stream()>>>(bytes_of(packed), count,
-                                                                                       aligned(packed.data_ptr(), 16),
-                                                                                       out);
+      unpack_kernel<width>
+          <<<num_blocks(count, kBlockCodes), kThreads, 0, launch.stream()>>>(bytes_of(packed), count,
+                                                                             aligned(packed.data_ptr(), 16), out);
     });
   }
   launch.check("unpack");

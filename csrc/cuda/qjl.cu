@@ -1,17 +1,20 @@
 // qjl_sketch: sign bits of a projected residual and its length (docs/format.md section 10). qjl_score is in score.cu.
 //
-// The structured projection is memory bound: a few lanes hold a vector, rotate it and collect the sign bits of their channels.
-// Bits of exact zeros, and of sums that only the scaling by a power of two decides, need more care than the rest: a warp that
-// meets one goes over its vectors again, exactly as the format says. Unusual d take a kernel that always does so, and many 16-bit
-// vectors of 64, 128 or 256 channels one on tensor cores (score/sketch_bulk.cu).
-// The dense projection is bound by arithmetic: its products are summed in a fixed order, without fused additions.
-#include "cuda/score/projection.cuh"
+// Structured projections are memory bound: a few lanes hold a vector, rotate it and collect the sign bits of their
+// channels. Exact zeros, and sums whose sign depends on the scaling by a power of two, need care: a warp that finds
+// one does its vectors again, exactly as the format says. Other head_dims take a kernel that always does so, and many
+// 16-bit vectors of 64, 128 or 256 channels take a kernel on tensor cores (score/sketch_bulk.cu). choices/score.h
+// decides. Dense projections are bound by arithmetic: their products are summed in a fixed order, without fused
+// multiply-adds.
+#include "cuda/codec/transform_shared.cuh"
 
 #include <algorithm>
 
+#include "choices/score.h"
 #include "calls/sketch.h"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/codec/transform.cuh"
+#include "cuda/common/device_facts.cuh"
 #include "cuda/score/sketch_bulk.cuh"
 
 namespace turboquant::cuda {
@@ -21,13 +24,13 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// A group of lanes takes several vectors, one after the other, and keeps the signs in registers where they fit.
+// The lanes of a vector do several vectors, one after the other, and keep the signs in registers if they fit.
 template <typename Traits>
 constexpr bool kHoldsSigns = Traits::kPerLane <= 64;
 template <typename Traits>
 constexpr int kRepeats = kHoldsSigns<Traits> ? 4 : 1;
 
-// The butterflies of signs * y. The first stage takes the signs along: products with 1 and -1 are exact.
+// The butterflies of signs * y. The first stage includes the signs, whose products are exact.
 template <typename Traits>
 __device__ __forceinline__ void signed_butterflies(float (&y)[Traits::kPerLane], const float (&sign)[Traits::kPerLane],
                                                    int lane) {
@@ -67,10 +70,10 @@ __global__ void __launch_bounds__(kThreads)
   for (int repeat = 0; repeat < kRepeats<Traits>; ++repeat) {
     const int64_t first = warp_first + repeat * kVectors, vector = first + in_warp / kLanes;
     if (first >= rows.count) return;
-    const bool active = vector < rows.count;  // the others stay for the shuffles
+    const bool active = vector < rows.count;  // idle lanes take part in the shuffles
     const int64_t from = rows(active ? vector : first);
 
-    // The next vectors are on their way to the cache while these are in registers.
+    // The next vectors are prefetched to L2 while these are in registers.
     if (repeat + 1 < kRepeats<Traits> && vector + kVectors < rows.count) {
       const int64_t next = rows(vector + kVectors) + lane * kPerLane;
       const char* p = static_cast<const char*>(residual) + next * (dtype == Dtype::kFloat32 ? 4 : 2);
@@ -78,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 
     float norm = 0;
-    uint32_t negative[(kBytes + 3) / 4];  // a bit per channel of the lane
+    uint32_t negative[(kBytes + 3) / 4];  // one bit per channel of the lane
 #pragma unroll 1
     for (bool exact = false;; exact = true) {
       float y[kPerLane], square[kPerLane];
@@ -125,12 +128,12 @@ __global__ void __launch_bounds__(kThreads)
         if (broken) negative[w] = 0xffffffff;
       }
       if (exact) break;
-      // Within these bounds the power of two changes no rounding. Only where channels 2^100 times smaller than others are left
-      // over after those cancelled could it change a sign, and then a sum is small.
+      // Within these bounds the power of two changes no rounding. It could change a sign only where large channels
+      // cancel and leave others that are 2^100 times smaller, and then a sum is small.
       if (__all_sync(0xffffffff, sum >= 0x1p-60f && sum <= 0x1p100f && least > norm * 0x1p-30f)) break;
     }
 
-    // The bytes of a warp's vectors are neighbours: they leave four at a time.
+    // The bytes of a warp's vectors are neighbours, and are stored four at a time.
     uint8_t* to = staged[warp] + in_warp / kLanes * (Traits::kDim / 8);
 #pragma unroll
     for (int k = 0; k < kBytes; ++k) {
@@ -152,10 +155,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Any d, a warp per vector, in dynamic shared memory: [vectors of the block][2][d].
+// Any d: one warp per vector, in dynamic shared memory [vectors of the block][2][d].
 __global__ void __launch_bounds__(kThreads)
-    sketch_any_kernel(const void* residual, const __grid_constant__ Rows rows, format::Split split, const float* signs,
-                      Dtype dtype, uint8_t* bits, float* norms) {
+    sketch_general_kernel(const void* residual, const __grid_constant__ Rows rows, format::Split split,
+                          const float* signs, Dtype dtype, uint8_t* bits, float* norms) {
   extern __shared__ float shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, m = split.blocks, n = split.block, d = m * n;
   const int64_t vector = int64_t{blockIdx.x} * (blockDim.x / 32) + warp;
@@ -199,11 +202,11 @@ constexpr int kDenseThreads = 256;
 constexpr int kTileVectors = 32, kTileRows = 64;  // outputs of a block at a time
 constexpr int kOwnVectors = 4, kOwnRows = 2;      // of a thread; the lanes of a warp take different rows
 constexpr int kTileChannels = 64;                 // in shared memory at a time
-constexpr int kStride = kTileChannels + 4;        // of a row there: keeps 16-byte reads free of bank conflicts
+constexpr int kStride = kTileChannels + 4;        // of a row there, so that 16-byte reads have no bank conflicts
 constexpr int kLevels = 8;                        // of partial sums of 16 channels and more: n <= 4096
 static_assert(kDenseThreads == 32 * kTileVectors / kOwnVectors && kTileRows == 32 * kOwnRows);
 
-// Pairwise sum of N rounded products.
+// The pairwise sum of N rounded products.
 template <int N>
 __device__ __forceinline__ float product_tree(const float* a, const float* b) {
   if constexpr (N == 1) {
@@ -214,8 +217,8 @@ __device__ __forceinline__ float product_tree(const float* a, const float* b) {
   }
 }
 
-// residual: rows of d = blocks * n channels, projection: [m, d] -> bits: [count, m / 8], norms: [count]. INNER divides n.
-// A block takes kTileVectors vectors and all rows of the projection. The squares of a vector are one more row.
+// residual: rows of d = blocks * n channels, projection: [m, d] -> bits: [count, m / 8], norms: [count]. INNER divides
+// n. A block takes kTileVectors vectors and all rows of the projection. The squares of a vector are one more row.
 template <int INNER>
 __global__ void __launch_bounds__(kDenseThreads, 2)
     dense_sketch_kernel(const void* residual, const __grid_constant__ Rows rows, Dtype dtype, const float* projection,
@@ -246,7 +249,7 @@ __global__ void __launch_bounds__(kDenseThreads, 2)
   for (int tile_row = 0; tile_row < m; tile_row += kTileRows) {
     float total[kOwnVectors][kOwnRows], length = 0;
     for (int block = 0; block < blocks; ++block) {
-      // Sums of 2^level * INNER channels that wait for their right neighbour, as in a binary counter.
+      // Sums of 2^level * INNER channels that have no right neighbour yet, as the digits of a binary counter.
       float waiting[kOwnVectors * kOwnRows + 1][kLevels];
       const auto carry = [&](float* wait, float sum, int index, float total) {
 #pragma unroll
@@ -319,21 +322,21 @@ __global__ void __launch_bounds__(kDenseThreads, 2)
 
 // ---- Host ---------------------------------------------------------------------------------------------------------
 
-// Calls fn(DefaultHadamard<..>) for the usual head sizes; false for any other.
+// Calls fn(DefaultHadamard<..>) for the head_dims of kSketchLaneDims.
 template <typename Fn>
-bool dispatch_usual_dim(format::Split split, Fn&& fn) {
+void dispatch_lane_dim(format::Split split, Fn&& fn) {
   switch (split.blocks * split.block) {
-    case 64: fn(DefaultHadamard<1, 6>{}); return true;
-    case 80: fn(DefaultHadamard<5, 4>{}); return true;
-    case 96: fn(DefaultHadamard<3, 5>{}); return true;
-    case 112: fn(DefaultHadamard<7, 4>{}); return true;
-    case 128: fn(DefaultHadamard<1, 7>{}); return true;
-    case 160: fn(DefaultHadamard<5, 5>{}); return true;
-    case 192: fn(DefaultHadamard<3, 6>{}); return true;
-    case 256: fn(DefaultHadamard<1, 8>{}); return true;
-    case 512: fn(DefaultHadamard<1, 9>{}); return true;
-    case 576: fn(DefaultHadamard<9, 6>{}); return true;
-    default: return false;
+    case 64: return fn(DefaultHadamard<1, 6>{});
+    case 80: return fn(DefaultHadamard<5, 4>{});
+    case 96: return fn(DefaultHadamard<3, 5>{});
+    case 112: return fn(DefaultHadamard<7, 4>{});
+    case 128: return fn(DefaultHadamard<1, 7>{});
+    case 160: return fn(DefaultHadamard<5, 5>{});
+    case 192: return fn(DefaultHadamard<3, 6>{});
+    case 256: return fn(DefaultHadamard<1, 8>{});
+    case 512: return fn(DefaultHadamard<1, 9>{});
+    case 576: return fn(DefaultHadamard<9, 6>{});
+    default: STD_TORCH_CHECK(false, "qjl_sketch has no kernel of head_dim ", split.blocks * split.block);
   }
 }
 
@@ -355,37 +358,41 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
   const Dtype dtype = dtype_of(residual);
   const AlignedRows in(residual, sketch.dense ? 1 : 16);
   const Rows& rows = in.rows();
-  if (sketch.dense) {
-    STD_TORCH_CHECK(sketch.rows <= INT32_MAX, "projection has ", sketch.rows, " rows, supported: up to ", INT32_MAX);
-    const auto start = [&](auto inner) {
-      dense_sketch_kernel<inner><<<num_blocks(rows.count, kTileVectors), kDenseThreads, 0, launch.stream()>>>(
-          in.data(), rows, dtype, sketch.data, static_cast<int>(sketch.rows), split.blocks, split.block, bits_out,
-          norm_out);
-    };
-    if (split.block >= 16) {
-      start(std::integral_constant<int, 16>{});
-    } else {
-      start(std::integral_constant<int, 2>{});
+  const Constant signs(sketch.dense ? OptionalTensor() : OptionalTensor(projection));
+  const DeviceFacts& device = current_device().facts;
+  switch (choose_sketch({.dense = sketch.dense, .head_dim = d, .vectors = rows.count, .dtype = dtype}, device).kernel) {
+    case SketchKernel::kDense: {
+      STD_TORCH_CHECK(sketch.rows <= INT32_MAX, "projection has ", sketch.rows, " rows, supported: up to ", INT32_MAX);
+      const auto start = [&](auto inner) {
+        dense_sketch_kernel<inner><<<num_blocks(rows.count, kTileVectors), kDenseThreads, 0, launch.stream()>>>(
+            in.data(), rows, dtype, sketch.data, static_cast<int>(sketch.rows), split.blocks, split.block, bits_out,
+            norm_out);
+      };
+      if (split.block >= 16) {
+        start(std::integral_constant<int, 16>{});
+      } else {
+        start(std::integral_constant<int, 2>{});
+      }
+      break;
     }
-  } else {
-    const Constant signs(projection);
-    if (launch_sketch_bulk(in.data(), rows, dtype, split, signs.data(), bits_out, norm_out, launch.stream())) {
-      launch.check("qjl_sketch");
-      return {bits, norm};
-    }
-    const bool usual = dispatch_usual_dim(split, [&](auto traits) {
-      using Traits = decltype(traits);
-      constexpr int per_block = kThreads / Traits::kLanes * kRepeats<Traits>;
-      sketch_kernel<Traits><<<num_blocks(rows.count, per_block), kThreads, 0, launch.stream()>>>(in.data(), rows,
-                                                                                                 signs.data(), dtype,
-                                                                                                 bits_out, norm_out);
-    });
-    if (!usual) {
-      constexpr int64_t shared = 48 << 10;
+    case SketchKernel::kBulk:
+      launch_sketch_bulk(in.data(), rows, dtype, split, signs.data(), bits_out, norm_out, device, launch.stream());
+      break;
+    case SketchKernel::kLanes:
+      dispatch_lane_dim(split, [&](auto traits) {
+        using Traits = decltype(traits);
+        constexpr int per_block = kThreads / Traits::kLanes * kRepeats<Traits>;
+        sketch_kernel<Traits><<<num_blocks(rows.count, per_block), kThreads, 0, launch.stream()>>>(in.data(), rows,
+                                                                                                   signs.data(), dtype,
+                                                                                                   bits_out, norm_out);
+      });
+      break;
+    case SketchKernel::kGeneral: {
       const int64_t bytes = 2 * d * int64_t{sizeof(float)};  // of a warp
-      const int warps = static_cast<int>(std::min<int64_t>(kThreads / 32, shared / bytes));
-      sketch_any_kernel<<<num_blocks(rows.count, warps), 32 * warps, warps * bytes, launch.stream()>>>(
+      const int warps = static_cast<int>(std::min<int64_t>(kThreads / 32, kDefaultSharedBytes / bytes));
+      sketch_general_kernel<<<num_blocks(rows.count, warps), 32 * warps, warps * bytes, launch.stream()>>>(
           in.data(), rows, split, signs.data(), dtype, bits_out, norm_out);
+      break;
     }
   }
   launch.check("qjl_sketch");

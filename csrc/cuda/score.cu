@@ -1,37 +1,41 @@
-// score, qjl_score: attention scores straight from packed standalone vectors and from sketches of their residuals. The query is
-// rotated once; keys are never rotated back: <q, key> = <R (q / s), scale / 32 * levels> + <q, center>, s the scales of channels, plus the sketch's estimate.
+// score, qjl_score: attention scores straight from packed standalone vectors and from sketches of their residuals. The
+// query is rotated once and keys are never rotated back: <q, key> = <R (q / s), scale / 32 * levels> + <q, center>
+// plus the sketch's estimate, where s are the scales of channels.
 //
-// Keys are read once, at the speed of memory, so expanding codes must cost next to nothing: levels are bytes, and tensor cores
-// multiply bytes. A query coordinate becomes an integer in units of 2^-25 of the largest one's power of two, and its four bytes
-// are four columns of the matrix product; sums of 128 channels are exact integers, so this is as accurate as float32.
+// The kernels read keys once, at the speed of memory, so expanding codes must cost next to nothing: levels are bytes,
+// and tensor cores multiply bytes. A query coordinate becomes an integer in units of 2^-25 of the largest one's power
+// of two, and its four bytes are four columns of the matrix product. Sums of 128 channels are exact integers, so this
+// is as accurate as float32.
 //
-// Two kernels: one for everything, and one for what is usual (one query, d = 128), where most is known when it is compiled.
+// There are two kernels: one for everything, and one for one query of 128 channels, which knows most sizes when it is
+// compiled (choices/score.h).
 //
-// A warp takes 32 keys at a time: lane 4 g + t reads channels 32 t to 32 t + 31 of keys g, g + 8, g + 16 and g + 24 of each
-// stretch of 128 channels, and these words become its fragments without any exchange between lanes.
+// A warp takes 32 keys at a time: lane 4 g + t reads channels 32 t to 32 t + 31 of keys g, g + 8, g + 16 and g + 24 of
+// each stretch of 128 channels, and these words become its fragments without any exchange between lanes.
 #include <algorithm>
 
+#include "choices/score.h"
 #include "calls/score.h"
 #include "calls/sketch.h"
 #include "cuda/codec/arguments.cuh"
+#include "cuda/common/device_facts.cuh"
 #include "cuda/score/operands.cuh"
-#include "cuda/score/projection.cuh"
+#include "cuda/codec/transform_shared.cuh"
 
 namespace turboquant::cuda {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kTileKeys = 32;                   // of a warp at a time
+constexpr int kTileKeys = kOneQueryLeastKeys;   // of a warp at a time
 constexpr int kBlockKeys = kWarps * kTileKeys;  // of a block at a time
-constexpr int kStretch = 128;                   // channels, or bits of a sketch, of a step
-constexpr int kGroup = 32;                      // of which a lane has this many
+constexpr int kStretch = 128;                   // channels, or bits of a sketch, that a step takes
+constexpr int kGroup = 32;                      // neighbouring channels of a stretch that a lane has
 constexpr int kMaxQueries = 4;                  // of a block; each pair of them shares the columns of a product
-constexpr int kBlocksPerSm = 2;
-constexpr int kWorthwhile = 32;       // times kBlockKeys: keys that are worth the preparation of a query
-constexpr int kUsual = 128;           // channels of a vector, and bits of a sketch
-constexpr int kMostGridRows = 65535;  // of a grid's second dimension
-constexpr int usual_blocks_per_sm(int bits) { return bits == 0 ? 4 : 2; }
-constexpr int kPointBits = 25;  // of a coordinate after the point; sketches need room for a factor of 8
+constexpr int kBlocksPerMultiprocessor = 2;
+constexpr int kWorthwhile =
+    32;  // times kBlockKeys: with fewer keys a block spends too much of its time on preparing queries
+constexpr int one_query_blocks_per_multiprocessor(int bits) { return bits == 0 ? 4 : 2; }
+constexpr int kPointBits = 25;  // fraction bits of a coordinate; sketches need room for a factor of 8 above
 
 struct ScoreArguments {
   const void* q;
@@ -58,20 +62,20 @@ struct ScoreArguments {
   int m, sketch_bytes, sketch_steps;
   float factor;
 
-  bool in_registers;  // d = 128, and everything that a query meets allows 16-byte loads
+  bool in_registers;  // d = 128, and signs, center and projection allow 16-byte loads
 };
 
 // ---- Queries ------------------------------------------------------------------------------------------------------
 
-// What a block knows of its queries, in shared memory: for the codes and for the sketch.
+// A block's queries in shared memory, prepared for the products with codes or with sketches.
 struct Side {
   uint32_t* columns;  // bytes of coordinates: [steps][4 products][queries][t][4 bytes of a coordinate][2 words]
   float* work;        // [queries][d] floats; dense projections: [queries][d + m]
-  float* unit;        // [queries]: what 2^kPointBits stands for
-  float* total;       // [queries]: <q, center> (codes), the sum of all coordinates (sketch)
+  float* unit;        // [queries]: the value of 2^kPointBits
+  float* total;       // [queries]: <q, center> for codes, the sum of all coordinates for sketches
 };
 
-// Columns, work and tables in dynamic shared memory.
+// The sizes of columns, work and tables in dynamic shared memory.
 struct Layout {
   int code_columns, sketch_columns, code_work, sketch_work;  // words
   __host__ __device__ Layout(const ScoreArguments& a, int queries)
@@ -82,10 +86,11 @@ struct Layout {
   }
 };
 
-// q * factors * inverse -> y[d] in shared memory, by one warp; factors may be null. Returns this lane's part of <q, center>.
+// q * factors * inverse -> y[d] in shared memory, by one warp; factors may be null. Returns this lane's part of <q,
+// center>.
 __device__ __forceinline__ float load_products(const ScoreArguments& a, int64_t from, const float* factors,
                                                const format::Channels& channels, float* y, int lane) {
-  constexpr int kAhead = 4;  // loads that are under way together
+  constexpr int kAhead = 4;  // loads that are in flight together
   float sum = 0;
 #pragma unroll 1
   for (int base = lane; base < a.d; base += 32 * kAhead) {
@@ -107,7 +112,7 @@ __device__ __forceinline__ float load_products(const ScoreArguments& a, int64_t 
   return sum;
 }
 
-// The same and then the transform, for the usual d = 128.
+// The same, followed by the transform, for d = 128.
 __device__ __forceinline__ float rotate_in_registers(const ScoreArguments& a, int64_t from, const float* signs,
                                                      const format::Channels& channels, float* y, int lane) {
   using Traits = HadamardTraits<1, 7, 32, 4>;
@@ -127,19 +132,20 @@ __device__ __forceinline__ float rotate_in_registers(const ScoreArguments& a, in
   return sum;
 }
 
-// The power of two below the largest coordinate, from its bits without the sign, and what a unit of coordinates then stands for.
-__device__ __forceinline__ int exponent_of(uint32_t amax) {
+// The exponent of the largest coordinate from the bits of its magnitude, limited to what power_of_two takes
+// (prescale_exponent is limited further), and its power of two, or NaN if a coordinate is not finite.
+__device__ __forceinline__ int coordinate_exponent(uint32_t amax) {
   return min(max(static_cast<int>(amax >> 23) - 127, -126), 126);
 }
 __device__ __forceinline__ float unit_of(uint32_t amax) {
-  return amax < kInfinityBits ? power_of_two(exponent_of(amax)) : quiet_nan();
+  return amax < kInfinityBits ? power_of_two(coordinate_exponent(amax)) : quiet_nan();
 }
 
-// Word `word` of group t of a step of the columns, from coordinates y[count], times `down` integers, cut into bytes. bits = 0: for a
-// sketch.
+// Writes word `word` of group t of a step of the columns, from coordinates y[count]: y * down becomes an integer,
+// which is cut into bytes. bits = 0: for a sketch.
 __device__ __forceinline__ void make_column(const float* y, int count, float down, int bits, bool uniform, int step,
                                             int t, int word, int query, int queries, uint32_t* columns) {
-  uint32_t bytes[4];  // of each channel, a balanced number in base 256
+  uint32_t bytes[4];  // of each channel: signed digits in base 256
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const int c = step * kStretch + t * kGroup +
@@ -148,7 +154,7 @@ __device__ __forceinline__ void make_column(const float* y, int count, float dow
     point <<= bits ? shift_of_byte(bits, uniform, j) : shift_of_sketch_word(word);
     bytes[j] = (static_cast<uint32_t>(point) + 0x80808080) ^ 0x80808080;
   }
-  // Four bytes of four channels, turned.
+  // Transposes four bytes of four channels.
   const uint32_t low01 = select_bytes(bytes[0], bytes[1], 0x5140), low23 = select_bytes(bytes[2], bytes[3], 0x5140);
   const uint32_t high01 = select_bytes(bytes[0], bytes[1], 0x7362), high23 = select_bytes(bytes[2], bytes[3], 0x7362);
   uint32_t* to = columns + (((step * 4 + word / 2) * queries + query) * 16 + t * 4) * 2 + word % 2;
@@ -156,7 +162,7 @@ __device__ __forceinline__ void make_column(const float* y, int count, float dow
   to[4] = select_bytes(high01, high23, 0x5410), to[6] = select_bytes(high01, high23, 0x7632);
 }
 
-// All columns of one query, by one warp. bits = 0: for a sketch. total: this lane's part of the side's total.
+// Makes all columns of one query, by one warp. bits = 0: for a sketch. total: this lane's part of Side::total
 __device__ __forceinline__ void make_columns(const float* y, int count, int bits, bool uniform, int steps, int query,
                                              int queries, const Side& side, float total, int lane) {
   uint32_t amax = 0;
@@ -165,12 +171,12 @@ __device__ __forceinline__ void make_columns(const float* y, int count, int bits
     amax = max(amax, magnitude_bits(y[c]));
     if (bits == 0) total += y[c];
   }
-#pragma unroll 1  // shuffles are long where the compiler does not know that all lanes are here
+#pragma unroll 1  // unrolled shuffles are long, because the compiler does not know that all lanes are here
   for (int bit = 1; bit < 32; bit *= 2) {
     amax = max(amax, __shfl_xor_sync(0xffffffff, amax, bit));
     total += __shfl_xor_sync(0xffffffff, total, bit);
   }
-  const float down = power_of_two(-exponent_of(amax));
+  const float down = power_of_two(-coordinate_exponent(amax));
   if (lane == 0) side.unit[query] = unit_of(amax), side.total[query] = total;
 #pragma unroll 1
   for (int i = lane; i < steps * 32; i += 32) {  // [step][t][word]
@@ -178,8 +184,8 @@ __device__ __forceinline__ void make_columns(const float* y, int count, int bits
   }
 }
 
-// Everything that depends on the queries alone, by a whole block: warp w prepares query w % 4, for the codes where w < 4, else
-// for the sketch. The caller synchronises.
+// Prepares all that depends on the queries alone, by a whole block: warp w prepares query w % 4, for codes if w < 4,
+// else for sketches. The caller synchronises.
 template <int BITS, bool UNIFORM, bool SKETCH>
 __device__ __forceinline__ void prepare_queries(const ScoreArguments& a, int64_t first_row, int queries,
                                                 const Side& codes, const Side& sketch) {
@@ -200,7 +206,7 @@ __device__ __forceinline__ void prepare_queries(const ScoreArguments& a, int64_t
       if (!dense) transform_shared(y, a.split, lane);
     }
   }
-  if (SKETCH && a.dense) {  // all warps share the rows of the projection
+  if (SKETCH && a.dense) {  // all warps divide the rows of the projection
     __syncthreads();
 #pragma unroll 1
     for (int i = warp; i < a.m; i += kWarps) {
@@ -230,9 +236,10 @@ __device__ __forceinline__ void prepare_queries(const ScoreArguments& a, int64_t
 
 // ---- Keys ---------------------------------------------------------------------------------------------------------
 
-// WORDS words at `offset` of p, in one load or WORDS of them.
+// Loads WORDS words at p + offset, which is a multiple of 4 bytes or of the size of a vector load, with as few loads
+// as WORDS allows.
 template <int WORDS>
-__device__ __forceinline__ void load_words(const uint8_t* p, uint32_t offset, uint32_t* word) {
+__device__ __forceinline__ void load_aligned_words(const uint8_t* p, uint32_t offset, uint32_t* word) {
   if constexpr (WORDS % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < WORDS; i += 4) {
@@ -248,7 +255,7 @@ __device__ __forceinline__ void load_words(const uint8_t* p, uint32_t offset, ui
   }
 }
 
-// The word in which rows at any address end: behind their last byte there may be no memory.
+// The last word of rows at any address, assembled byte by byte, because memory behind the last byte may not exist.
 struct LastWord {
   const uint8_t* at;
   uint32_t bytes;
@@ -261,9 +268,10 @@ struct LastWord {
   }
 };
 
-// The same at any address, from aligned words up to the last.
+// Loads WORDS words at any address, from aligned words and, at the end of the rows, `last`.
 template <int WORDS>
-__device__ __forceinline__ void load_words(const uint8_t* p, uint32_t offset, uint32_t* word, const LastWord& last) {
+__device__ __forceinline__ void load_unaligned_words(const uint8_t* p, uint32_t offset, uint32_t* word,
+                                                     const LastWord& last) {
   const uint8_t* begin = p + offset;
   const unsigned shift = reinterpret_cast<uintptr_t>(begin) % 4;
   const uint8_t* base = begin - shift;
@@ -279,7 +287,7 @@ __device__ __forceinline__ void load_words(const uint8_t* p, uint32_t offset, ui
   }
 }
 
-// What a block reads: its keys are rows 0 .. count - 1 from here.
+// The keys of a block: rows 0 to count - 1 from these addresses.
 template <int BITS, bool SKETCH, bool ALIGNED>
 struct Keys {
   static constexpr int kWords = BITS ? BITS : 1;
@@ -299,7 +307,7 @@ struct Keys {
     }
   }
 
-  // Brings the keys of a few more turns of the block closer: they are read as soon as the queries are prepared.
+  // Prefetches to L2 the keys of the next three iterations, which the block reads as soon as its queries are prepared.
   __device__ __forceinline__ void prefetch() const {
     const int64_t begin = kBlockKeys, end = min(count, 4 * kBlockKeys);
     if constexpr (BITS > 0) prefetch_lines(codes + begin * row_bytes, codes + end * row_bytes);
@@ -312,7 +320,7 @@ struct Keys {
     }
   }
 
-  // What a lane holds of 32 keys: parts of four of them, and the constants of the two whose scores it writes.
+  // A lane's part of 32 keys: parts of four keys, and the constants of the two keys whose scores the lane writes.
   struct Part {
     uint32_t code[4][kWords], bit[4];
     __half scale[2];
@@ -323,13 +331,14 @@ struct Keys {
   static __device__ __forceinline__ void load_part(const uint8_t* rows, uint32_t offset, uint32_t* word,
                                                    const LastWord& last) {
     if constexpr (ALIGNED) {
-      load_words<WORDS>(rows, offset, word);
+      load_aligned_words<WORDS>(rows, offset, word);
     } else {
-      load_words<WORDS>(rows, offset, word, last);
+      load_unaligned_words<WORDS>(rows, offset, word, last);
     }
   }
 
-  // Keys from `key` on, clamped to the last, step `step`. A lane beyond the end of a row keeps what it has: it meets zeros.
+  // Loads step `step` of the keys from `key` on; beyond the last key, that one. A lane beyond the end of a row keeps
+  // its words, which are multiplied by zeros.
   __device__ __forceinline__ void load(int key, int step, int g, int t, Part& part) const {
     const int group = 4 * step + t;
 #pragma unroll
@@ -351,20 +360,20 @@ struct Keys {
   }
 };
 
-// Adds the product of levels, two words for each of a lane's four keys, in keys 2 h and 2 h + 1.
+// Adds the products of keys 2 h and 2 h + 1; levels: two words for each of a lane's four keys.
 template <bool UNSIGNED>
 __device__ __forceinline__ void add_levels(int (&sums)[4], const uint32_t (&levels)[4][2], int h, uint2 column) {
   mma_bytes<UNSIGNED>(sums, {levels[2 * h][0], levels[2 * h + 1][0], levels[2 * h][1], levels[2 * h + 1][1]}, column);
 }
 
-// What a sum of levels counts, for a coordinate of 1.
+// The factor from a sum of bytes to the product, for coordinates in units of Side::unit.
 template <typename Codes>
 constexpr float kCodeUnit = format::kLevelUnit / (1 << kPointBits) / (1 << Codes::kPlace);
 
-// Two bytes of a coordinate's four, for one row of a product: lanes with even t hold the lower two.
+// Joins two of a coordinate's four bytes. Lanes with even t hold the lower two, the others the upper two.
 __device__ __forceinline__ float two_bytes(int low, int high) { return static_cast<float>(high * 256 + low); }
 
-// Sums over all bytes for the two keys that this lane writes, from those of four keys in two lanes.
+// The sums over all four bytes for the two keys that this lane writes, from two neighbouring lanes' sums of four keys.
 __device__ __forceinline__ void join_bytes(const float (&part)[4], int t, float (&sum)[2]) {
   const bool odd = t % 2;
 #pragma unroll
@@ -376,7 +385,7 @@ __device__ __forceinline__ void join_bytes(const float (&part)[4], int t, float 
 }
 
 template <int BITS, bool UNIFORM, bool SKETCH, int PAIRS, bool ALIGNED>
-__global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
+__global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerMultiprocessor : 1)
     score_kernel(const __grid_constant__ ScoreArguments a) {
   extern __shared__ uint4 shared[];
   __shared__ float constants[4 * kMaxQueries];
@@ -390,7 +399,7 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
                                          static_cast<int>(min(int64_t{a.span}, a.keys - first_key)));
   const int steps = max(a.steps, a.sketch_steps);
 
-  // Loads of the first keys are on their way while the queries are prepared.
+  // The loads of the first keys are in flight while the queries are prepared.
   typename Keys<BITS, SKETCH, ALIGNED>::Part first{}, second{};
   int key = warp * kTileKeys, step = 0;
   if (key < keys.count) keys.load(key, 0, g, t, first);
@@ -404,14 +413,14 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
                    constants + kMaxQueries};
   const Side sketch{words + layout.code_columns, codes.work + layout.code_work, constants + 2 * kMaxQueries,
                     constants + 3 * kMaxQueries};
-  if (!(BITS == 5 && UNIFORM)) fill_table(table, BITS, a.levels);
+  if (!(BITS == 5 && UNIFORM)) fill_level_table(table, BITS, a.levels);
   prepare_queries<BITS, UNIFORM, SKETCH>(a, batch * a.queries + first_query, queries, codes, sketch);
   __syncthreads();
   using Codes = Expansion<BITS, UNIFORM>;
   const Codes expansion(table);
 
-  // The column of products that this lane holds: byte g % 4 of query g / 4 of a pair; a query that is not there repeats another.
-  // Scores that it writes: those of query t / 2.
+  // In a product this lane holds the column of byte g % 4 of query g / 4 of a pair (a missing query repeats the last
+  // one), and it writes the scores of query t / 2.
   const uint2 *code_column[PAIRS], *sketch_column[PAIRS];
   float code_unit[PAIRS], shift[PAIRS], sketch_unit[PAIRS], minus_total[PAIRS];
   float* out[PAIRS];
@@ -427,7 +436,8 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
   }
 
   float code_part[PAIRS][4] = {}, sketch_part[PAIRS][4] = {};
-  // One step of 32 keys: fetches the next one, adds this one up and writes the scores with the last. False where none follows.
+  // One step of 32 keys: issues the loads of the next step, sums this one, and writes the scores after the last step.
+  // Returns whether another one follows.
   const auto advance = [&](const auto& now, auto& next) {
     const bool last = step + 1 == steps;
     const int next_key = last ? key + kBlockKeys : key, next_step = last ? 0 : step + 1;
@@ -463,7 +473,7 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
     }
     if constexpr (SKETCH) {
       if (step < a.sketch_steps) {
-        int sums[2][PAIRS][2][4] = {};  // of bits 0-3 and 4-7 of every byte
+        int sums[2][PAIRS][2][4] = {};  // over bits 0-3 and 4-7 of every byte
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32_t even = 0x01010101u << 2 * i, odd = 0x02020202u << 2 * i;
@@ -502,7 +512,7 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
             score = __fmaf_rn(code_sum[k] * unit * code_unit[pair], __half2float(now.scale[k]), shift[pair]);
           }
           if constexpr (SKETCH) {
-            // sum of +-q = 2 (sum over bits that are 1) - (sum of all)
+            // The sum of +-q is twice the sum over bits that are 1, less the sum over all.
             constexpr float unit = 2.0f / 128 / (1 << kPointBits);
             const float sum = __fmaf_rn(sketch_sum[k] * unit, sketch_unit[pair], minus_total[pair]);
             const float estimate = a.factor * now.norm[k] * sum;
@@ -523,43 +533,44 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerSm : 1)
   }
 }
 
-// ---- Keys of the usual size, one query -------------------------------------------------------------------------------
+// ---- One query of 128 channels ------------------------------------------------------------------------------------
 
-// What a lane holds of 32 keys: parts of the keys g, g + 8, g + 16 and g + 24, and the constants of key g + 8 t, whose score it writes.
+// A lane's part of 32 keys: parts of keys g, g + 8, g + 16 and g + 24, and the constants of key g + 8 t, whose score
+// it writes.
 template <int BITS, bool SKETCH>
-struct UsualPart {
+struct OneQueryPart {
   uint32_t code[4][BITS ? BITS : 1], bit[4];
   __half scale;
   float norm;
 };
 
-// Where a lane finds them.
+// Their addresses.
 template <int BITS, bool SKETCH>
-struct UsualKeys {
-  static constexpr int kRow = BITS * kUsual / 8, kSketchRow = kUsual / 8;  // bytes
+struct OneQueryKeys {
+  static constexpr int kRow = BITS * kOneQueryDim / 8, kSketchRow = kOneQueryDim / 8;  // bytes
   const uint8_t *codes, *bits;
   const __half* scale;
   const float* norm;
 
-  __device__ __forceinline__ UsualKeys(const ScoreArguments& a, int64_t row, int g, int t)
+  __device__ __forceinline__ OneQueryKeys(const ScoreArguments& a, int64_t row, int g, int t)
       : codes(a.packed + (row + g) * kRow + t * (4 * BITS)), bits(a.sign_bits + (row + g) * kSketchRow + t * 4),
         scale(a.scale + row + 8 * t + g), norm(a.norm + row + 8 * t + g) {}
 
   __device__ __forceinline__ void advance(int keys) {
     codes += int64_t{keys} * kRow, bits += int64_t{keys} * kSketchRow, scale += keys, norm += keys;
   }
-  __device__ __forceinline__ void load(UsualPart<BITS, SKETCH>& part) const {
+  __device__ __forceinline__ void load(OneQueryPart<BITS, SKETCH>& part) const {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      if constexpr (BITS > 0) load_words<BITS>(codes, 8 * r * kRow, part.code[r]);
-      if constexpr (SKETCH) load_words<1>(bits, 8 * r * kSketchRow, part.bit + r);
+      if constexpr (BITS > 0) load_aligned_words<BITS>(codes, 8 * r * kRow, part.code[r]);
+      if constexpr (SKETCH) load_aligned_words<1>(bits, 8 * r * kSketchRow, part.bit + r);
     }
     if constexpr (BITS > 0) part.scale = __ldg(scale);
     if constexpr (SKETCH) part.norm = __ldg(norm);
   }
 };
 
-// Keeps the compiler from computing x anew where it is used, in every turn.
+// Keeps the compiler from computing x again in every iteration.
 template <typename T>
 __device__ __forceinline__ void keep(T& x) {
   if constexpr (std::is_same_v<T, float>) {
@@ -569,8 +580,9 @@ __device__ __forceinline__ void keep(T& x) {
   }
 }
 
-// The sum of key g + 8 t of 32: lanes with even t hold the lower two bytes of a coordinate, odd ones the upper two, and lane t + 2
-// the same as lane t, so that each of them converts half of it. weight: what a unit of this lane's bytes counts.
+// The sum of key g + 8 t of 32. Lanes with even t hold the lower two bytes of a coordinate, odd ones the upper two;
+// lane t + 2 holds the same sums as lane t, so that each of the two converts half of them. weight: the value of 1 in
+// this lane's bytes
 __device__ __forceinline__ float sum_of_key(const int (&sums)[2][4], int times, int less, int t, float weight) {
   int both[4];  // bytes, of keys g + 8 r
 #pragma unroll
@@ -581,24 +593,26 @@ __device__ __forceinline__ float sum_of_key(const int (&sums)[2][4], int times, 
   return mine + __shfl_xor_sync(0xffffffff, theirs, 1);
 }
 
-// The kernel above for what is usual: one query, d = 128, sketches of 128 bits by a structured projection or none, at least 32 keys.
-// Its scores are the same to the bit.
+// One query, d = 128, at least 32 keys, and structured sketches of 128 bits or none. The scores are the same to the
+// bit as those of the kernel above.
 template <int BITS, bool UNIFORM, bool SKETCH>
-__global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
-    score_usual_kernel(const __grid_constant__ ScoreArguments a) {
+__global__ void __launch_bounds__(kThreads, one_query_blocks_per_multiprocessor(BITS))
+    score_one_query_kernel(const __grid_constant__ ScoreArguments a) {
   using Codes = Expansion<BITS, UNIFORM>;
-  __shared__ alignas(16) float work[2][kUsual];
-  __shared__ alignas(16) uint32_t columns[2][kUsual];
+  __shared__ alignas(16) float work[2][kOneQueryDim];
+  __shared__ alignas(16) uint32_t columns[2][kOneQueryDim];
   __shared__ float units[2], totals[2];
   __shared__ alignas(16) int8_t table[32];
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
-  // A block's keys are rows 0 to count - 1 from here, at least 32: the last block may do some of the one before it again.
+  // A block's keys are rows 0 to count - 1 from first_key, at least 32: the last block may repeat some keys of the
+  // block before it.
   const int64_t batch = blockIdx.y, first_key = min(int64_t{blockIdx.x} * a.span, a.keys - kTileKeys);
   const int count = static_cast<int>(min(int64_t{a.span}, a.keys - first_key)), last = count - kTileKeys;
   const int64_t first_row = batch * a.keys + first_key;
 
-  // Memory is asked first for what the query needs, then for keys. Warp 0 prepares the query for the codes, the next one for sketches.
+  // The loads for the query are issued first, then those of keys. Warp 0 prepares the query for codes, the next warp
+  // for sketches.
   using Traits = HadamardTraits<1, 7, 32, 4>;
   const bool sketched = SKETCH && warp == (BITS ? 1 : 0), prepares = warp == 0 || sketched;
   const bool full = a.q_dtype == Dtype::kFloat32, fills = BITS > 0 && BITS < 5 && warp == kWarps - 1;
@@ -620,8 +634,8 @@ __global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
   if (fills && lane < 1 << BITS) level = format::level_of_code(BITS, a.levels, lane);
 
   int key = warp * kTileKeys, row = min(key, last);
-  UsualKeys<BITS, SKETCH> keys(a, first_row + row, g, t);
-  UsualPart<BITS, SKETCH> part[2];
+  OneQueryKeys<BITS, SKETCH> keys(a, first_row + row, g, t);
+  OneQueryPart<BITS, SKETCH> part[2];
   if (key < count) keys.load(part[0]);
   float* out = a.out + first_row + row + 8 * t + g;
 
@@ -648,9 +662,9 @@ __global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
     for (int i = 0; i < 4; ++i) amax = max(amax, magnitude_bits(x[i]));
     amax = max_of_lanes(amax);
     __syncwarp();
-    make_column(y, kUsual, power_of_two(-exponent_of(amax)), sketched ? 0 : BITS, UNIFORM, 0, lane / 8, lane % 8, 0, 1,
-                columns[sketched]);
-    if (sketched || a.channels.center) {  // else it is 0
+    make_column(y, kOneQueryDim, power_of_two(-coordinate_exponent(amax)), sketched ? 0 : BITS, UNIFORM, 0, lane / 8,
+                lane % 8, 0, 1, columns[sketched]);
+    if (sketched || a.channels.center) {  // else the total is 0
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (sketched) total += y[lane + 32 * i];
@@ -663,12 +677,12 @@ __global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
   __syncthreads();
   if (key >= count) return;
 
-  // The column of products that this lane holds is byte g % 4 of a coordinate.
+  // In a product this lane holds the column of byte g % 4 of a coordinate.
   Codes expansion(table);
   expansion.add_minus();
   if constexpr (BITS == 4) keep(expansion.minus_low), keep(expansion.minus_high);
   uint2 code_column[4], sketch_column[4];
-  int start[4] = {}, less = 0;  // what sums begin with; what is taken off them
+  int start[4] = {}, less = 0;  // added to every sum at its start; subtracted from it at its end
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int at = i * 16 + t * 4 + g % 4;
@@ -689,8 +703,8 @@ __global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
   keep(code_weight), keep(sketch_weight);
   const float code_unit = units[0], shift = totals[0], sketch_unit = units[1], minus_total = -totals[1];
 
-  // One turn: fetches the next one, adds this one up and writes its scores. False where none follows. The last 32 keys of a block may
-  // overlap others, whose scores are then written twice.
+  // One iteration: issues the loads of the next 32 keys, sums these and writes their scores. Returns whether another
+  // one follows. The last 32 keys of a block may overlap others, whose scores are then written twice.
   const auto advance = [&](const auto& now, auto& next) {
     key += kBlockKeys;
     const int step = min(key, last) - row;
@@ -727,7 +741,7 @@ __global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
           mma_bytes<true>(sums[h], {x & even, y & even, x & odd, y & odd}, sketch_column[i]);
         }
       }
-      // sum of +-q = 2 (sum over bits that are 1) - (sum of all)
+      // The sum of +-q is twice the sum over bits that are 1, less the sum over all.
       const float sum = sum_of_key(sums, 1, 0, t, sketch_weight);
       const float estimate = a.factor * now.norm * __fmaf_rn(sum, sketch_unit, minus_total);
       score = score + estimate;
@@ -742,16 +756,10 @@ __global__ void __launch_bounds__(kThreads, usual_blocks_per_sm(BITS))
 
 // ---- Host ---------------------------------------------------------------------------------------------------------
 
-int device_attribute(cudaDeviceAttr attribute, int device) {
-  int value = 0;
-  check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "device attribute");
-  return value;
-}
-
-// Enough blocks to fill the device once, more only where each still has keys enough; offsets in a block have 32 bits.
-void share_keys(ScoreArguments& a, int64_t rows, int blocks_per_sm, int device) {
+// Takes enough blocks to fill the device once, and more if each still has keys enough. Offsets in a block have 32 bits.
+void share_keys(ScoreArguments& a, int64_t rows, int blocks_per_multiprocessor, const DeviceFacts& device) {
   const int64_t tiles = (a.keys + kBlockKeys - 1) / kBlockKeys;
-  const int64_t resident = int64_t{blocks_per_sm} * device_attribute(cudaDevAttrMultiProcessorCount, device);
+  const int64_t resident = int64_t{blocks_per_multiprocessor} * device.multiprocessors;
   const int64_t addressable = (int64_t{1} << 30) / std::max({a.row_bytes, a.sketch_bytes, 1}) / kBlockKeys;
   const int64_t blocks = std::min(tiles, std::max(resident / rows, tiles / kWorthwhile + 1));
   const int64_t block_tiles = std::min((tiles + blocks - 1) / blocks, addressable);
@@ -760,11 +768,11 @@ void share_keys(ScoreArguments& a, int64_t rows, int blocks_per_sm, int device) 
 }
 
 template <int BITS, bool UNIFORM, bool SKETCH, int PAIRS, bool ALIGNED>
-void launch_kernel(ScoreArguments& a, int64_t batch, const Launch& launch, int device) {
+void launch_general(ScoreArguments& a, int64_t batch, const Launch& launch, const DeviceFacts& device) {
   const int bytes = Layout(a, std::min(a.queries, 2 * PAIRS)).bytes();
   const auto kernel = score_kernel<BITS, UNIFORM, SKETCH, PAIRS, ALIGNED>;
-  if (bytes > 48 << 10) {
-    const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - 1024;
+  if (bytes > kDefaultSharedBytes) {
+    const int most = device.shared_per_block - 1024;
     STD_TORCH_CHECK(bytes <= most, "scores of d = ", a.d, " and sketches of ", a.m, " bits take ", bytes,
                     " bytes of shared memory, supported on this device: ", most);
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "score");
@@ -772,42 +780,45 @@ void launch_kernel(ScoreArguments& a, int64_t batch, const Launch& launch, int d
 
   a.query_blocks = (a.queries + 2 * PAIRS - 1) / (2 * PAIRS);
   const int64_t rows = batch * a.query_blocks;
-  share_keys(a, rows, kBlocksPerSm, device);
+  share_keys(a, rows, kBlocksPerMultiprocessor, device);
   kernel<<<num_blocks(rows * a.key_blocks, 1), kThreads, bytes, launch.stream()>>>(a);
 }
 
 template <int BITS, bool UNIFORM, bool SKETCH>
-void launch_usual(ScoreArguments& a, int64_t batch, const Launch& launch, int device) {
-  share_keys(a, batch, usual_blocks_per_sm(BITS), device);
+void launch_one_query(ScoreArguments& a, int64_t batch, const Launch& launch, const DeviceFacts& device) {
+  share_keys(a, batch, one_query_blocks_per_multiprocessor(BITS), device);
   const dim3 grid(a.key_blocks, static_cast<unsigned>(batch));
-  score_usual_kernel<BITS, UNIFORM, SKETCH><<<grid, kThreads, 0, launch.stream()>>>(a);
+  score_one_query_kernel<BITS, UNIFORM, SKETCH><<<grid, kThreads, 0, launch.stream()>>>(a);
 }
 
-// Four queries at a time where registers allow it. Rows at any address share one kernel per width.
-template <int BITS, bool UNIFORM = false>
-void launch_bits(ScoreArguments& a, int64_t batch, bool aligned, const Launch& launch, int device) {
-  if (!aligned) return launch_kernel<BITS, UNIFORM, true, 1, false>(a, batch, launch, device);
-  const bool many = a.queries > 2 && Layout(a, 4).bytes() <= 48 << 10;
-  const bool usual = a.queries == 1 && a.keys >= kTileKeys && a.in_registers && batch <= kMostGridRows &&
-                     (!a.sign_bits || (!a.dense && a.m == kUsual));
-  if constexpr (BITS == 0) {
-    if (usual) return launch_usual<0, false, true>(a, batch, launch, device);
-    if (many) return launch_kernel<0, false, true, 2, true>(a, batch, launch, device);
-    return launch_kernel<0, false, true, 1, true>(a, batch, launch, device);
-  } else {
-    if constexpr (BITS != 5 || UNIFORM) {
-      if constexpr (BITS < 8) {  // registers do not suffice
-        if (usual && a.sign_bits) return launch_usual<BITS, UNIFORM, true>(a, batch, launch, device);
-      }
-      if (usual && !a.sign_bits) return launch_usual<BITS, UNIFORM, false>(a, batch, launch, device);
+// The kernels for one kind of keys whose rows are read in whole words.
+template <int BITS, bool UNIFORM, bool SKETCH>
+void launch_choice(ScoreArguments& a, int64_t batch, const ScoreChoice& choice, const Launch& launch,
+                   const DeviceFacts& device) {
+  constexpr format::Codes codes{format::as_width(BITS), UNIFORM ? format::Grid::kUniform : format::Grid::kLevels};
+  if constexpr (has_one_query_kernel(BITS > 0, codes, SKETCH)) {
+    if (choice.kernel == ScoreKernel::kOneQuery) {
+      return launch_one_query<BITS, UNIFORM, SKETCH>(a, batch, launch, device);
     }
-    if (a.sign_bits) return launch_kernel<BITS, UNIFORM, true, 1, true>(a, batch, launch, device);
-    if (many) return launch_kernel<BITS, UNIFORM, false, 2, true>(a, batch, launch, device);
-    return launch_kernel<BITS, UNIFORM, false, 1, true>(a, batch, launch, device);
   }
+  if constexpr (has_four_query_kernel(BITS > 0, SKETCH)) {
+    if (choice.query_pairs == 2) return launch_general<BITS, UNIFORM, SKETCH, 2, true>(a, batch, launch, device);
+  }
+  launch_general<BITS, UNIFORM, SKETCH, 1, true>(a, batch, launch, device);
 }
 
-// Fills in what both ops share, and launches.
+// Rows at any address share one kernel per width, with and without sketches.
+template <int BITS, bool UNIFORM = false>
+void launch_bits(ScoreArguments& a, const ScoreFacts& call, const Launch& launch, const DeviceFacts& device) {
+  const ScoreChoice choice = choose_score(call);
+  if (!call.word_rows) return launch_general<BITS, UNIFORM, true, 1, false>(a, call.batch, launch, device);
+  if constexpr (BITS > 0) {
+    if (!a.sign_bits) return launch_choice<BITS, UNIFORM, false>(a, call.batch, choice, launch, device);
+  }
+  launch_choice<BITS, UNIFORM, true>(a, call.batch, choice, launch, device);
+}
+
+// Fills in the arguments that both ops share, and launches.
 Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const OptionalTensor& projection,
            const OptionalTensor& sign_bits, const OptionalTensor& norm, const char* name) {
   const int64_t d = q.size(q.dim() - 1);
@@ -816,7 +827,9 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   STD_TORCH_CHECK(shape.queries <= INT32_MAX, "q has ", shape.queries, " queries, supported: up to ", INT32_MAX);
   a.queries = static_cast<int>(shape.queries);
   a.keys = shape.keys;
-  const int word = a.bits % 4 == 0 ? 16 : a.bits == 2 ? 8 : 4;  // of a load, which all rows must start at a multiple of
+  const int word = a.bits % 4 == 0 ? 16
+                   : a.bits == 2   ? 8
+                                   : 4;  // bytes of a load: all rows must start at a multiple of that
   bool words = a.bits == 0 || (d % kGroup == 0 && a.row_bytes % word == 0 && aligned(a.packed, word));
   if (projection) {
     const Projection sketch(*projection, q, d);
@@ -843,18 +856,28 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   a.q_rows = in.rows();
   a.q_dtype = dtype_of(q);
   a.out = static_cast<float*>(out.data_ptr());
-  const int device = q.get_device_index();
+  const format::Codes codes{format::as_width(a.bits), a.levels ? format::Grid::kLevels : format::Grid::kUniform};
+  const ScoreFacts call{.has_codes = a.bits > 0,
+                       .has_sketch = a.sign_bits != nullptr,
+                       .dense_sketch = a.dense,
+                       .codes = codes,
+                       .sketch_bits = a.m,
+                       .head_dim = d,
+                       .batch = shape.batch,
+                       .queries = a.queries,
+                       .keys = a.keys,
+                       .word_rows = words,
+                       .aligned_constants = a.in_registers,
+                       .four_query_bytes = Layout(a, kMaxQueries).bytes()};
+  const DeviceFacts& device = device_of(q.get_device_index()).facts;
   switch (a.bits) {
-    case 0: launch_bits<0>(a, shape.batch, words, launch, device); break;
-    case 1: launch_bits<1>(a, shape.batch, words, launch, device); break;
-    case 2: launch_bits<2>(a, shape.batch, words, launch, device); break;
-    case 3: launch_bits<3>(a, shape.batch, words, launch, device); break;
-    case 4: launch_bits<4>(a, shape.batch, words, launch, device); break;
-    case 5:
-      a.levels ? launch_bits<5>(a, shape.batch, words, launch, device)
-               : launch_bits<5, true>(a, shape.batch, words, launch, device);
-      break;
-    default: launch_bits<8>(a, shape.batch, words, launch, device); break;
+    case 0: launch_bits<0>(a, call, launch, device); break;
+    case 1: launch_bits<1>(a, call, launch, device); break;
+    case 2: launch_bits<2>(a, call, launch, device); break;
+    case 3: launch_bits<3>(a, call, launch, device); break;
+    case 4: launch_bits<4>(a, call, launch, device); break;
+    case 5: a.levels ? launch_bits<5>(a, call, launch, device) : launch_bits<5, true>(a, call, launch, device); break;
+    default: launch_bits<8>(a, call, launch, device); break;
   }
   launch.check(name);
   return out;

@@ -31,7 +31,7 @@ SOURCES = {
 }
 FLAGS = {
     "turboquant_native": "-O2",
-    "turboquant_sanitized": "-O1 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all "
+    "turboquant_sanitized": "-O0 -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all "
     "-fsanitize=address,undefined,float-cast-overflow",
 }
 NINJA = """\

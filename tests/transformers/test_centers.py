@@ -25,12 +25,12 @@ from torch_turboquant import CacheConfig, make_tables, preset
 from torch_turboquant.integrations.transformers import (
     CENTER_TOKENS,
     TurboQuantCache,
+    lifecycle,
     load_centers,
     save_centers,
 )
-from torch_turboquant.integrations.transformers import layer as layer_room
 from torch_turboquant.integrations.transformers.centers import fingerprint
-from torch_turboquant.integrations.transformers.layer import ConstantsByDevice
+from torch_turboquant.integrations.transformers.constants import ConstantsByDevice
 from torch_turboquant.integrations.transformers.models import recording, rotary_partners
 
 # ------------------------------------------------------------------------------------- center
@@ -127,17 +127,17 @@ def test_layers_learn_together_what_they_would_alone(monkeypatch, family, center
     """A first forward learns centers of several layers at once, as far as it has few tokens."""
     model, ids = make_model(family), make_ids(80, 2)
     sizes = []
-    learn = layer_room.learn
+    learn = lifecycle.learn
 
     def noted(keys, *others, **more):
         sizes.append(len(keys))
         return learn(keys, *others, **more)
 
-    monkeypatch.setattr(layer_room, "learn", noted)
+    monkeypatch.setattr(lifecycle, "learn", noted)
     found = []
     layers = model.config.num_hidden_layers
     for together, expected in ((8192, [layers]), (1, [1] * layers), (2 * 2 * 70, [2, 1])):
-        monkeypatch.setattr(layer_room, "_TOGETHER", together)
+        monkeypatch.setattr(lifecycle, "_TOGETHER", together)
         sizes.clear()
         with TurboQuantCache.for_model(model, "k8v8", max_batch_size=2, center=center) as cache:
             logits = feed(model, cache, ids, 70, 1)
@@ -154,7 +154,7 @@ def test_learning_that_fails_leaves_nothing(monkeypatch):
     model, ids = make_model(), make_ids(90)
     with TurboQuantCache.for_model(model, "k4v4") as cache:
         with monkeypatch.context() as patch:
-            patch.setattr(layer_room, "learn", lambda *args, **more: 1 / 0)
+            patch.setattr(lifecycle, "learn", lambda *args, **more: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 feed(model, cache, ids[:, :80])
         assert cache.sequences.forward is None and cache.get_seq_length() == 0

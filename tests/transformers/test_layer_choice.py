@@ -20,7 +20,7 @@ from tests.transformers.harness import (
 from torch_turboquant import CacheConfig
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.integrations.transformers.models import layer_windows
-from torch_turboquant.policy import layer_configs
+from torch_turboquant.layer_choice import layer_configs
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "gemma2"])

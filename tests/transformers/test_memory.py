@@ -18,10 +18,9 @@ from tests.transformers.harness import (
     make_model,
 )
 from torch_turboquant import CacheConfig
-from torch_turboquant.integrations.transformers import TurboQuantCache, TurboQuantLayer
-from torch_turboquant.integrations.transformers import layer as layer_room
+from torch_turboquant.integrations.transformers import TurboQuantCache, lifecycle
 from torch_turboquant.integrations.transformers.models import layer_windows
-from torch_turboquant.integrations.transformers.sequences import zeros_together
+from torch_turboquant.integrations.transformers.tensors import zeros_together
 from torch_turboquant.memory import AttentionLayer, attention_layers, packed_memory
 
 # ------------------------------------------------------------------------------------- memory
@@ -81,9 +80,10 @@ def test_memory_together_is_of_one_device_shape_and_dtype():
         for layer in cache.packed:
             layer.prepare(3, torch.bfloat16, torch.device("cpu"))
         one, two, three, four = cache.packed[2:]
-        one.device, two.dtype, three.kv_heads = torch.device("meta"), torch.float32, 2
+        one.prepare(3, torch.bfloat16, torch.device("meta"))
+        two.dtype, three.kv_heads = torch.float32, 2
         four.sliding_window = 24
-        layer_room.allocate(cache.packed)
+        lifecycle.allocate(cache.packed)
         first = cache.packed[0]
         for layer in cache.packed:
             assert layer.pages.device == layer.ring.device == layer.device
@@ -182,19 +182,19 @@ def test_a_longer_prompt_after_a_reset_gets_more_pages():
 def test_few_queries_wait_for_a_center(monkeypatch):
     """They are larger than keys and values: what a center needs of them is taken soon."""
     model, queries, alive = make_model(num_hidden_layers=9), [], []
-    hand_on, learn = TurboQuantLayer.hand_on, layer_room.learn
+    attended, learn = lifecycle.Lifecycle.attended, lifecycle.learn
 
-    def noted(layer, module, query, *others):
+    def noted(life, layer, module, query, *others):
         queries.append(weakref.ref(query))
-        return hand_on(layer, module, query, *others)
+        return attended(life, layer, module, query, *others)
 
     def counted(*args):
         alive.append(sum(query() is not None for query in queries))
         return learn(*args)
 
-    monkeypatch.setattr(layer_room, "_QUERIES_TOGETHER", 4)
-    monkeypatch.setattr(TurboQuantLayer, "hand_on", noted)
-    monkeypatch.setattr(layer_room, "learn", counted)
+    monkeypatch.setattr(lifecycle, "_QUERIES_TOGETHER", 4)
+    monkeypatch.setattr(lifecycle.Lifecycle, "attended", noted)
+    monkeypatch.setattr(lifecycle, "learn", counted)
     for layer in model.model.layers:
         layer.register_forward_hook(
             lambda *args: alive.append(sum(query() is not None for query in queries))
@@ -217,6 +217,7 @@ def test_memory_is_measured_from_tensors():
         ring = 2 * heads * (4 + 64 + 32 - 1) * 2 * 32 * 4
         assert memory["tail"] == ring * layers
         held = [t for layer in cache.layers for t in vars(layer).values()]
+        held += [t for layer in cache.layers for t in vars(layer.paged).values()]
         held += [t for layer in cache.layers for t in layer.tables]
         total = sum(t.numel() * t.element_size() for t in held if isinstance(t, torch.Tensor))
         assert memory["total"] == total

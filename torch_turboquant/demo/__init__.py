@@ -2,37 +2,29 @@
 
     python -m torch_turboquant demo
 
-It answers prompts greedily with every cache, then lets every cache read the same real prose and
-compares the predictions with those of the uncompressed model: memory, agreement, perplexity, KL
-divergence and speed, from one run on this machine.
+Every cache reads the same prose, and its predictions are compared with those of the uncompressed
+cache; then every cache answers the same prompts greedily. One run on this machine shows memory,
+perplexity, KL divergence, agreement and speed.
 
-assets: the model and the text, out of packages of the index. measure: what is measured, and how.
-report: the table, the texts, the JSON rows.
+The model, the text and the reading are those of torch_turboquant.eval. measure: what is measured,
+and how. report: the tables, the texts, the JSON rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
 
+from torch_turboquant.eval.options import (
+    add_cache_dir_argument,
+    add_device_argument,
+    default_cache_dir,
+    positive,
+)
+
 DEFAULT_PRESETS = ("k5v4u", "k4v4", "k3v2")
-
-
-def default_cache_dir() -> Path:
-    """Where downloads are kept: $XDG_CACHE_HOME/torch_turboquant, or ~/.cache/torch_turboquant."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "torch_turboquant"
-
-
-def positive(text: str) -> int:
-    """The type of an option that is a positive integer."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return number
 
 
 def _presets(text: str) -> tuple[str, ...]:
@@ -47,28 +39,8 @@ def _presets(text: str) -> tuple[str, ...]:
     return names
 
 
-def add_device_argument(parser: argparse.ArgumentParser) -> None:
-    """--device, of everything that runs a model."""
-    parser.add_argument(
-        "--device",
-        default="auto",
-        help="cpu, cuda, cuda:1, ... (default: cuda where torch sees it)",
-    )
-
-
-def add_cache_dir_argument(parser: argparse.ArgumentParser) -> None:
-    """--cache-dir, of everything that may download the model and the text."""
-    parser.add_argument(
-        "--cache-dir",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help=f"where the model and the text are kept (default {default_cache_dir()})",
-    )
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The demo's options."""
+    """Adds the demo's options."""
     parser.add_argument(
         "--presets",
         type=_presets,
@@ -111,7 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the demo; returns the exit status."""
-    from torch_turboquant.demo import assets, measure, report
+    from torch_turboquant.demo import measure, report
+    from torch_turboquant.eval import assets
+    from torch_turboquant.eval.predict import text_tokens
 
     started = time.perf_counter()
     folder = args.cache_dir or default_cache_dir()
@@ -122,13 +96,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     prompts = measure.make_prompts(tokenizer, articles)
-    prose = measure.prose_tokens(tokenizer, articles, args.prefill + args.score_tokens)
+    prose = text_tokens(tokenizer, articles, args.prefill + args.score_tokens)
     loaded = time.perf_counter()
 
-    results = measure.compare(
-        model, prompts, prose, args.presets, args.new_tokens, args.prefill, args.chunk
-    )
-    report.show(results, tokenizer)
+    results = measure.read_prose(model, [None, *args.presets], prose, args.prefill, args.chunk)
+    report.show_reading(results)  # generation takes as long again: nobody has to wait for it
+    measure.add_answers(model, results, prompts, args.new_tokens)
+    report.show_answers(results, tokenizer)
     print(
         f"\nLoaded in {loaded - started:.0f} s, measured in {time.perf_counter() - loaded:.0f} s. "
         f"Model and text: {folder}"

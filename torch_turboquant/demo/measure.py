@@ -1,10 +1,7 @@
-"""What the demo measures.
+"""What the demo measures: how well each cache predicts prose, and what it answers to prompts.
 
-Likelihood scoring of a text in one forward never reads a KV cache, so the caches are measured the
-way they are used: a first chunk of prose is read at once, and every later token is predicted by a
-forward that reads all earlier keys and values from the cache. The forwards take several tokens at a
-time, which does not change what any token sees (a test compares with one at a time). All caches see
-the same true tokens, and every prediction is compared with that of the uncompressed cache.
+Every cache predicts the same prose through itself (torch_turboquant.eval.predict), and every
+prediction is compared with that of the uncompressed cache. All caches see the same true tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +22,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
+from torch_turboquant.eval.caches import UNCOMPRESSED, Choice
+from torch_turboquant.eval.predict import (
+    detach,
+    divergence,
+    negative_log_likelihood,
+    predictions,
+)
 from torch_turboquant.integrations.transformers import TurboQuantCache
 
 QUESTIONS = (
@@ -37,24 +41,24 @@ MIN_NEW_TOKENS = 64  # an answer that ends at once says little about a cache
 
 @dataclass
 class Result:
-    """One cache: what it held, what it said, how well it predicted, how fast."""
+    """One cache: what it held, how well it predicted, what it answered and how fast."""
 
     preset: str | None  # None: uncompressed
     info: dict[str, Any] = field(default_factory=dict)
     answers: list[Tensor] = field(default_factory=list)  # int64 [new tokens] per prompt
     agreement: float = 1.0  # share of generated tokens before the first difference
     tokens_per_second: float = math.nan  # while generating, after the prompt
-    bytes_per_token: float = math.nan  # that one more token adds, all layers
+    bytes_per_token: float = math.nan  # what one more token adds in all layers
     bytes_total: int = 0  # everything the cache holds after the prose
-    tokens: int = 0  # of prose in the cache
-    scored: int = 0
+    tokens: int = 0  # of the prose, all of them in the cache
+    scored: int = 0  # tokens of the prose that were predicted
     perplexity: float = math.nan
     kl: float = 0.0  # mean KL(uncompressed || this), nats
     top1: float = 1.0  # share of scored tokens with the same most likely token
 
     @property
     def compression(self) -> float:
-        """Against 16 bits per number, whatever the model runs in."""
+        """How many times smaller than 16 bits per element, in whatever dtype the model runs."""
         return self.info["bytes_per_token_16_bit"] / self.bytes_per_token
 
 
@@ -74,19 +78,6 @@ def make_prompts(tokenizer: Any, articles: Sequence[str]) -> list[Tensor]:
     return prompts
 
 
-def prose_tokens(tokenizer: Any, articles: Sequence[str], count: int) -> Tensor:
-    """The first `count` tokens of the articles: int64 [count].
-
-    Raises:
-        ValueError: the articles are shorter.
-    """
-    ids = tokenizer("\n\n".join(articles), return_tensors="pt", add_special_tokens=False)
-    ids = ids.input_ids[0]
-    if len(ids) < count:
-        raise ValueError(f"the text has {len(ids)} tokens, {count} are asked for")
-    return ids[:count]
-
-
 # ------------------------------------------------------------------------------------- metrics
 
 
@@ -97,39 +88,16 @@ def equal_prefix(a: Tensor, b: Tensor) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-def negative_log_likelihood(logits: Tensor, targets: Tensor) -> Tensor:
-    """Of every token, in nats, float32 [n]: logits [n, vocabulary], targets int64 [n]."""
-    return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-
-
-def divergence(reference: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(reference || logits) of every token in nats, float32 [n], and whether the top one agrees.
-
-    Args:
-        reference, logits: [n, vocabulary].
-    """
-    p, q = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)
-
-
 # ----------------------------------------------------------------------------------- the caches
 
 
-def new_cache(model: Any, preset: str | None) -> DynamicCache | TurboQuantCache:
-    """A cache for one sequence; preset None is the uncompressed one."""
-    if preset is None:
-        return DynamicCache(config=model.config)
-    return TurboQuantCache.for_model(model, preset)
-
-
-def detach(cache: Cache) -> None:
-    """Gives the model back as it was before `new_cache`."""
-    if isinstance(cache, TurboQuantCache):
-        cache.detach()
+def new_cache(model: Any, preset: str | None) -> Cache:
+    """An empty cache for one sequence; preset None makes the uncompressed one."""
+    return Choice.parse(preset or UNCOMPRESSED).make(model)
 
 
 def cache_bytes(cache: DynamicCache | TurboQuantCache) -> tuple[float, int]:
-    """(bytes that one more token adds, bytes in all), measured from the tensors."""
+    """Bytes that one more token adds, and bytes in all, both measured from the tensors."""
     if isinstance(cache, TurboQuantCache):
         memory = cache.memory_bytes()
         return cache.bytes_per_token, memory["pages"] + memory["tail"] + memory["tables"]
@@ -142,7 +110,7 @@ def cache_bytes(cache: DynamicCache | TurboQuantCache) -> tuple[float, int]:
 def describe(
     model: Any, preset: str | None, cache: DynamicCache | TurboQuantCache
 ) -> dict[str, Any]:
-    """What a row of results has to name."""
+    """The facts about model and cache that a row of results has to name."""
     config = model.config
     heads, layers = config.num_key_value_heads, config.num_hidden_layers
     info = {
@@ -170,7 +138,7 @@ def describe(
 
 
 class _Clock(BaseStreamer):
-    """Notes when `generate` hands out tokens."""
+    """A streamer that notes the times at which `generate` hands out tokens."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -190,10 +158,17 @@ class _Clock(BaseStreamer):
 def generate(
     model: Any, make_cache: Callable[[], Cache], prompts: Sequence[Tensor], new_tokens: int
 ) -> tuple[list[Tensor], float]:
-    """Greedy answers of `model.generate`: int64 [at most new_tokens] each, and tokens per second.
+    """Greedy answers of `model.generate`.
 
-    Every prompt, int64 [1, n], gets a cache of its own. The rate is that of the median step, so
-    that a busy machine disturbs it little.
+    Args:
+        make_cache: makes an empty cache; every prompt gets one of its own.
+        prompts: int64 [1, n] each.
+        new_tokens: the most tokens of an answer.
+
+    Returns:
+        One answer per prompt, int64 [at most new_tokens], and the rate in tokens per second. The
+        rate is that of the median decode step, which a busy machine disturbs little; it is NaN if
+        no answer has two tokens.
     """
     answers, steps = [], []
     for prompt in prompts:
@@ -214,35 +189,20 @@ def generate(
     return answers, 1 / statistics.median(steps) if steps else math.nan
 
 
-@torch.no_grad()
-def predictions(
-    model: Any, cache: Cache, ids: Tensor, prefill: int, chunk: int
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Teacher forcing through a cache: reads ids[:prefill] at once, then predicts the rest.
-
-    Args:
-        ids: int64 [n] on the model's device.
-        cache: empty.
-        prefill: tokens of the first forward, 1 to n - 1.
-        chunk: tokens of the others.
-
-    Yields:
-        (start, end, logits [end - start, vocabulary] that predict ids[start:end]).
-    """
-    last = model(ids[None, :prefill], past_key_values=cache, logits_to_keep=1).logits[0]
-    for start in range(prefill, len(ids), chunk):
-        end = min(start + chunk, len(ids))
-        new = model(ids[None, start:end], past_key_values=cache).logits[0]
-        yield start, end, torch.cat([last, new[:-1]])
-        last = new[-1:]
-
-
 def read_prose(
     model: Any, presets: Sequence[str | None], prose: Tensor, prefill: int, chunk: int
 ) -> list[Result]:
-    """Predicts prose[prefill:] through one cache per preset; the first is the reference.
+    """Predicts prose[prefill:] through one cache per preset; the first cache is the reference.
 
     All caches advance together, chunk by chunk, so that no logits need to be kept.
+
+    Args:
+        presets: names of presets, None for the uncompressed cache.
+        prose: int64 [n].
+        prefill, chunk: tokens of the first forward, and of every other one.
+
+    Returns:
+        One result per preset, without answers.
     """
     caches = [new_cache(model, preset) for preset in presets]
     results = [Result(preset) for preset in presets]
@@ -269,18 +229,10 @@ def read_prose(
     return results
 
 
-def compare(
-    model: Any,
-    prompts: Sequence[Tensor],
-    prose: Tensor,
-    presets: Sequence[str],
-    new_tokens: int,
-    prefill: int,
-    chunk: int,
-) -> list[Result]:
-    """Everything for the uncompressed cache and every preset, in this order."""
-    names = [None, *presets]
-    results = read_prose(model, names, prose, prefill, chunk)
+def add_answers(
+    model: Any, results: Sequence[Result], prompts: Sequence[Tensor], new_tokens: int
+) -> None:
+    """Completes results of `read_prose` by greedy answers to the prompts; see `generate`."""
     for result in tqdm(results, "generating", leave=False):
         result.answers, result.tokens_per_second = generate(
             model, partial(new_cache, model, result.preset), prompts, new_tokens
@@ -288,4 +240,3 @@ def compare(
         pairs = zip(results[0].answers, result.answers, strict=True)
         equal = sum(equal_prefix(a, b) for a, b in pairs)
         result.agreement = equal / sum(len(a) for a in results[0].answers)
-    return results

@@ -1,12 +1,9 @@
-"""How the demo shows its results: a table of at most 100 columns, the texts, and JSON rows."""
+"""How the demo shows its results: tables of at most 100 columns, the texts, and JSON rows."""
 
 from __future__ import annotations
 
 import json
 import math
-import shlex
-import subprocess
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,25 +12,13 @@ from typing import Any
 import torch
 
 from torch_turboquant.demo.measure import Result, equal_prefix
-
-WIDTH = 96
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, the first left-aligned, the others right-aligned."""
-    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
-
-    def text(line: Sequence[str]) -> str:
-        cells = [line[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join([text(header), "  ".join("-" * w for w in widths), *map(text, rows)])
+from torch_turboquant.eval.origin import device_name, row_origin
+from torch_turboquant.eval.report import WIDTH, table
 
 
 def quality_table(results: Sequence[Result]) -> str:
-    """One row per cache."""
-    header = "cache,B/token,vs 16 bit,MiB,perplexity,change,KL,top-1,greedy,tokens/s"
+    """One row per cache; the last two columns are there once there are answers."""
+    header = "cache,B/token,vs 16 bit,MiB,perplexity,change,KL,top-1,greedy,tokens/s".split(",")
     base = results[0]
     rows = []
     for r in results:
@@ -53,25 +38,28 @@ def quality_table(results: Sequence[Result]) -> str:
                 f"{r.tokens_per_second:.1f}",
             ]
         )
-    return table(header.split(","), rows)
+    if not base.answers:
+        header, rows = header[:-2], [row[:-2] for row in rows]
+    return table(header, rows)
 
 
 def legend(results: Sequence[Result]) -> str:
-    """What the columns mean, with the numbers of this run."""
+    """What the columns of `quality_table` mean, with the numbers of this run."""
     r = results[-1]
     sinks, window = r.info["tail"]
     text = (
         "B/token: bytes that one more token adds, keys and values of all layers, measured from the "
         f"tensors. MiB: all that the cache holds after {r.tokens:,} tokens, with the exact tail of "
         f"packed caches (first {sinks}, last {window} tokens). perplexity, KL (nats) and top-1 "
-        f"agreement: {r.scored:,} tokens of Wikipedia, each predicted through the cache. greedy: "
-        "generated tokens before the first difference from the uncompressed cache."
+        f"agreement: {r.scored:,} tokens of Wikipedia, each predicted through the cache."
     )
+    if results[0].answers:
+        text += " greedy: generated tokens before the first difference from the uncompressed cache."
     return textwrap.fill(text, WIDTH)
 
 
 def answers(results: Sequence[Result], tokenizer: Any) -> str:
-    """The generated texts: the uncompressed one in full, the others from where they differ."""
+    """The generated texts: that of the uncompressed cache in full, others where they differ."""
     parts = []
     for i, reference in enumerate(results[0].answers):
         parts.append(f"Prompt {i + 1}, no compression:")
@@ -94,8 +82,8 @@ def _wrapped(text: str) -> str:
     return "\n".join(textwrap.fill(line, **style) for line in lines)
 
 
-def show(results: Sequence[Result], tokenizer: Any) -> None:
-    """Prints the whole report."""
+def show_reading(results: Sequence[Result]) -> None:
+    """Prints what is known before the caches generate anything: sizes and predictions."""
     info = results[0].info
     shape = (
         f"{info['layers']} layers, {info['q_heads']}/{info['kv_heads']} heads of {info['head_dim']}"
@@ -103,29 +91,22 @@ def show(results: Sequence[Result], tokenizer: Any) -> None:
     print(f"\n{info['model']}: {shape}")
     print(f"{device_name(info['model_device'])}, {torch.get_num_threads()} threads, ", end="")
     print(f"torch {torch.__version__}\n")
+    print(quality_table(results) + "\n", flush=True)
+
+
+def show_answers(results: Sequence[Result], tokenizer: Any) -> None:
+    """Prints the complete table, what its columns mean, and the generated texts."""
     print(quality_table(results) + "\n")
     print(legend(results))
     print("\n" + answers(results, tokenizer))
 
 
-def device_name(device: str) -> str:
-    """A name that a reader can compare: the GPU's, or the CPU's where the system tells it."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    from torch_turboquant import build_info
-
-    return build_info()["devices"]["cpu"]
-
-
 def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """The results as plain data, one row per cache."""
+    """The results as plain data, one row per cache, for JSON."""
     base = results[0]
     return [
         {
-            "name": "demo",
-            "device": device_name(r.info["model_device"]),
-            "commit": commit(),
-            "command": shlex.join(["python", "-m", "torch_turboquant", *sys.argv[1:]]),
+            **row_origin("demo", r.info["model_device"]),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "preset": r.preset or "uncompressed",
@@ -146,17 +127,6 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
         }
         for r in results
     ]
-
-
-def commit() -> str | None:
-    """The checkout's commit, if the demo is started inside a checkout of this project."""
-    if not (Path.cwd() / "torch_turboquant" / "_version.py").exists():
-        return None
-    try:
-        command = ["git", "rev-parse", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def write_json(path: Path, results: Sequence[Result]) -> None:

@@ -2,25 +2,26 @@
 
     python -m torch_turboquant eval --model PATH --text FILE
 
-Every cache predicts the same text token by token through itself; perplexity, KL divergence and
-agreement are those to the uncompressed cache. docs/quality.md says what came out.
+Every cache predicts the same text token by token through itself. Perplexity, KL divergence and
+agreement compare it with the uncompressed cache. docs/quality.md has the results.
 
-caches: the names of caches. controls: published ways of quantising, to compare with. measure:
-predictions and intervals. layers: errors of single layers. needle, tasks: questions answered
-through the cache. rows: what is left to measure, and the rows of results. report: table, JSON,
+options, assets: the command line, the model and the text. caches: the names of caches. controls:
+published ways of quantising, to compare with. predict: predictions through a cache. measure:
+predictions of a whole text, and their intervals. layers: errors of single layers. needle, tasks:
+questions answered through the cache. allocation: bits for each layer under a budget. rows: what is
+left to measure, and the rows of results. origin: where they come from. report: table, JSON,
 picture.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from torch_turboquant.config import PRESETS
-from torch_turboquant.demo import (
+from torch_turboquant.eval.options import (
     add_cache_dir_argument,
     add_device_argument,
     default_cache_dir,
@@ -33,7 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _choices(text: str) -> list[Any]:
-    """Caches separated by spaces or semicolons."""
+    """The type of --caches: names separated by spaces or semicolons."""
     from torch_turboquant.eval.caches import Choice
 
     try:
@@ -50,7 +51,10 @@ def default_caches() -> str:
 
 
 def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is measured, on which model and text: every option but the device and the outputs."""
+    """Adds the options that say what is measured, on which model and text.
+
+    These are all options but those of the device and the outputs.
+    """
     parser.add_argument(
         "--model",
         type=Path,
@@ -128,7 +132,7 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m torch_turboquant eval`."""
+    """Adds the options of `python -m torch_turboquant eval`."""
     add_measure_arguments(parser)
     add_device_argument(parser)
     parser.add_argument(
@@ -144,15 +148,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
-    """(model, tokenizer, the model's name, text) of --model, --dtype, --text and --cache-dir.
+    """Loads the model and the text that --model, --dtype, --text and --cache-dir name.
+
+    Returns:
+        The model, its tokenizer, its name, and the text.
 
     Raises:
-        AssetError: the demo's model or text cannot be had.
-        OSError, ValueError: a path that holds something else.
+        AssetError: the default model or text cannot be had.
+        OSError, ValueError: a path holds something else.
     """
     import torch
 
-    from torch_turboquant.demo import assets
+    from torch_turboquant.eval import assets
 
     folder = args.cache_dir or default_cache_dir()
     dtype = getattr(torch, args.dtype) if args.dtype else None
@@ -170,7 +177,12 @@ def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
 
 
 def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, save: Any) -> Any:
-    """`rows.evaluate` with the options of `add_measure_arguments` and what `load` has loaded."""
+    """`rows.evaluate` with the options of `add_measure_arguments`.
+
+    Args:
+        loaded: the result of `load`.
+        origin, done, save: as for `rows.evaluate`.
+    """
     from torch_turboquant.eval.measure import segments
     from torch_turboquant.eval.rows import Settings, evaluate, needle_extra, tasks_extra
 
@@ -190,21 +202,16 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the evaluation; returns the exit status."""
-    from torch_turboquant.demo import report as demo_report
-    from torch_turboquant.demo.assets import AssetError
     from torch_turboquant.eval import report
+    from torch_turboquant.eval.assets import AssetError
+    from torch_turboquant.eval.origin import row_origin
     from torch_turboquant.eval.rows import without
 
     if args.picture:
-        import matplotlib  # noqa: F401  its absence is said now rather than at the end
+        import matplotlib  # noqa: F401  if it is missing, say so now rather than at the end
     try:
         loaded = load(args, args.device)
-        origin = {
-            "name": "quality",
-            "device": demo_report.device_name(str(loaded[0].device)),
-            "commit": demo_report.commit(),
-            "command": shlex.join(["python", "-m", "torch_turboquant", *sys.argv[1:]]),
-        }
+        origin = row_origin("quality", str(loaded[0].device))
         done = report.read_json(args.json)
 
         def save(rows: list[dict[str, Any]]) -> None:

@@ -1,8 +1,8 @@
-"""Which layer gets how many bits: divergence measured layer by layer, then the best under a budget.
+"""Bits for each layer: divergence measured layer by layer, then the best choice under a budget.
 
 One layer at a time is stored with a preset, all others with k8v8, which changes next to nothing.
-The divergences of layers add up well enough to choose by: the least sum whose mean size is within
-the budget. The result is what `TurboQuantCache.for_model(layer_presets=...)` takes.
+The divergences of layers add up well enough to choose by: the choice with the least sum whose mean
+size is within the budget wins. `TurboQuantCache.for_model(layer_presets=...)` takes the result.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch_turboquant.integrations.transformers.models import (
     text_config,
 )
 
-REST = "k8v8"  # of the layers that are not being measured
+REST = "k8v8"  # the preset of the layers that are not being measured
 PRESETS = ("k2v2", "k3v2", "k3v3", "k4v2", "k4v3", "k4v4", "k5v3u", "k5v4u", "k8v4", "k8v8")
-STEPS = 1 << 12  # of the budget, in which sizes are counted
+STEPS = 1 << 12  # the budget is divided into so many steps, and sizes are counted in them
 
 
 def sensitivities(
@@ -38,11 +38,16 @@ def sensitivities(
     presets: Sequence[str] = PRESETS,
     **options: Any,
 ) -> dict[int, list[float]]:
-    """Layer -> mean KL divergence, in nats, with each of the presets in that layer alone.
+    """The mean KL divergence of every layer, in nats, with each of the presets in that layer alone.
 
     Args:
-        ids: int64 [segments, n], read as by measure.read.
-        options: of TurboQuantCache.for_model, for all layers.
+        ids: int64 [segments, n].
+        prefill, chunk: as in measure.read.
+        presets: names of PRESETS.
+        options: arguments of TurboQuantCache.for_model, for all layers.
+
+    Returns:
+        For every layer that keeps keys, one divergence per preset.
     """
     make = partial(Choice.parse(UNCOMPRESSED).make, model)
     _, reference, _ = measure.read(model, make, ids, prefill, chunk)
@@ -60,25 +65,28 @@ def sensitivities(
 def allocate(
     divergence: dict[int, list[float]], bits: Sequence[float], budget: float
 ) -> dict[int, int]:
-    """Layer -> number of its preset: the least sum of divergences whose mean size is in the budget.
+    """Chooses presets with the least sum of divergences whose mean size is within the budget.
 
     Args:
-        divergence: of `sensitivities`.
-        bits: per value, of the presets.
-        budget: bits per value, mean over the layers.
+        divergence: the result of `sensitivities`.
+        bits: bits per value of each preset.
+        budget: bits per value, the mean over the layers.
+
+    Returns:
+        For every layer the index of its preset.
 
     Raises:
         ValueError: the budget is below the smallest preset.
     """
     if min(bits) > budget:
         raise ValueError(f"no preset has {budget} bits or less; the smallest has {min(bits):.3f}")
-    # Sizes above the smallest, rounded up to whole steps: the budget holds exactly.
+    # Sizes above the smallest, rounded up to whole steps so that the budget is never exceeded.
     extra = np.array(bits) - min(bits)
     total = (budget - min(bits)) * len(divergence)
     sizes = (
         np.ceil(extra / total * STEPS - 1e-9).astype(int) if total else (extra > 0) * (STEPS + 1)
     )
-    best = np.zeros(STEPS + 1)  # least sum for each number of steps that may be spent
+    best = np.zeros(STEPS + 1)  # the least sum for each number of steps that may be spent
     choices = []
     for costs in divergence.values():
         options = np.full((len(bits), STEPS + 1), np.inf)
@@ -95,6 +103,6 @@ def allocate(
 
 
 def bits_of(model: Any, presets: Sequence[str] = PRESETS) -> list[float]:
-    """Bits per value of presets, without the exact tail."""
+    """Bits per value of presets at the model's head_dim, without the exact tail."""
     dim = head_dim_of(text_config(model))
     return [preset(name, dim).bits_per_value for name in presets]

@@ -1,4 +1,4 @@
-"""Which cache is measured: uncompressed, a preset with changes, or a control; named by one word.
+"""The caches that are measured: uncompressed, a preset with changes, or a control, by name.
 
 none                                    uncompressed
 k4v4                                    a preset
@@ -6,7 +6,7 @@ k4v4:recent_window=0,center=none        the same with changes: any field of Cach
                                         center (auto, mean, none or a file of
                                         save_centers),
                                         boundary_layers, boundary_preset, and single layers:
-k3v3:layers=0@k8v8+-1@k4v4              the first and the last layer otherwise
+k3v3:layers=0@k8v8+-1@k4v4              the first and the last layer in other presets
 k3v3:layers=FILE.json                   the same from {"0": "k8v8", "-1": "k4v4"}
 kivi4                                   a control (controls.py)
 """
@@ -27,8 +27,8 @@ from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.integrations.transformers.models import layer_windows
 
 UNCOMPRESSED = "none"
-CONTEXT = 8192  # tokens, at which bytes that do not grow with the sequence are counted in
-_HALF = 2  # bytes of a 16-bit number
+CONTEXT = 8192  # tokens over which bytes that do not grow with the sequence are spread
+_HALF = 2  # bytes of a 16-bit element
 
 _FIELDS = {f.name: f.type for f in fields(CacheConfig) if f.name != "head_dim"}
 _OPTIONS = {"center": "str", "boundary_layers": "int", "boundary_preset": "str", "layers": "str"}
@@ -45,7 +45,11 @@ class Choice:
 
     @classmethod
     def parse(cls, text: str) -> Choice:
-        """Raises ValueError, naming what there is, if `text` is none of the forms above."""
+        """The cache of a name in one of the forms at the top of this file.
+
+        Raises:
+            ValueError: another form; the text names what there is.
+        """
         text = "".join(text.split())
         name, _, rest = text.partition(":")
         if name in PRESETS or name in NAMED_PRESETS:
@@ -74,11 +78,11 @@ class Choice:
         return DynamicCache(config=config)
 
 
-_ARGUMENTS = {"layers": "layer_presets"}  # of for_model, where they have another name
+_ARGUMENTS = {"layers": "layer_presets"}  # arguments of for_model that have another name there
 
 
 def _layers(text: str) -> dict[int, str]:
-    """0@k8v8+1@k4v4, or a file, as {0: "k8v8", 1: "k4v4"}."""
+    """{0: "k8v8", 1: "k4v4"} from "0@k8v8+1@k4v4", or from the name of a JSON file."""
     if text.endswith(".json"):
         pairs = list(json.loads(Path(text).read_text()).items())
     else:
@@ -112,12 +116,12 @@ def sizes(cache: Cache, model: Any, head_dim: int) -> dict[str, float]:
     """Bytes and bits of a cache that has been used.
 
     Returns:
-        bytes_per_token: that one more token adds, all layers, scales and padding included.
-        bytes_per_token_8k: the same with everything that is there once (exact tokens, at 16 bits a
-            number) spread over 8,192 tokens.
+        bytes_per_token: bytes that one more token adds in all layers, scales and padding included.
+        bytes_per_token_8k: the same, plus everything that exists once (exact tokens, at 16 bits per
+            element) spread over 8,192 tokens.
         bits_per_value, bits_per_value_8k: both, per channel of a key or value.
-        bytes_8k: what 8,192 tokens take, all in, where layers with a sliding window let go of what
-            they do not need.
+        bytes_8k: bytes of 8,192 tokens with everything included, where layers with a sliding window
+            release the tokens that they no longer need.
     """
     windows = [window for window in layer_windows(model) if window is not None]
     held = [min(CONTEXT, window or CONTEXT) for window in windows]
@@ -134,7 +138,7 @@ def sizes(cache: Cache, model: Any, head_dim: int) -> dict[str, float]:
         once = cache.exact_bytes
     else:
         heads = [layer.keys.shape[1] for layer in cache.layers]
-        grows = [2 * head_dim * n * _HALF for n in heads]  # 16 bits, whatever this machine runs in
+        grows = [2 * head_dim * n * _HALF for n in heads]  # whatever dtype this run has
         once = 0
     numbers = 2 * head_dim * sum(heads)
     whole = sum(grows) + once / CONTEXT

@@ -1,9 +1,9 @@
-"""What packed caches are compared with: caches that quantise in other, published ways.
+"""Controls: caches that quantise in other, published ways, with which packed caches are compared.
 
-A control holds what its codes would decode to, so it costs memory and saves none; what it *would*
-take is counted from its format, scales and zero points included (float16 each, unless a format says
-otherwise). Like a packed cache it lets the first forward attend exactly; from then on every query
-reads decoded keys and values, those of its own token included.
+A control holds the vectors that its codes would decode to, so it saves no memory. The memory that
+it *would* take is counted from its format, with scales and zero points (float16 each, unless a
+format says otherwise). As in a packed cache, the first forward attends exactly; from then on every
+query reads decoded keys and values, those of its own token included.
 
     fp8          float8 e4m3, as it comes (values beyond 448 are clipped)
     fp8s         float8 e4m3 with one scale per layer for keys and one for values, their largest
@@ -12,11 +12,11 @@ reads decoded keys and values, those of its own token included.
     q4_0         blocks of 32 channels, one scale each, 4 bits (q2_0 .. q16_0)
     q4_0h        the same after a signed Hadamard transform of the head
     kivi4        KIVI as published, 4 bits (kivi2 ..): keys per channel in groups of 32 tokens,
-                 values per token in groups of 32 channels, scale and zero point per group; the
-                 tokens after the last multiple of 128 keep exact keys, the last 128 exact values
+                 values per token in groups of 32 channels, scale and zero point per group; keys
+                 are exact after the last multiple of 128 tokens, values in the last 128 tokens
     channel4     keys per channel with the range of the first forward, values as int4
     qjl4         the paper's Algorithm 2 for keys (3 bits and a 1-bit sketch of the residual), its
-                 Algorithm 1 for values: 4 bits each all in all (qjl2 .. qjl5)
+                 Algorithm 1 for values: 4 bits in total for each (qjl2 .. qjl5)
 
 Rotations use the signs of seed 0 and the layer.
 """
@@ -46,12 +46,12 @@ _HALF = 2  # bytes of a float16
 
 
 def half(x: Tensor) -> Tensor:
-    """Rounded to float16, as scales are stored."""
+    """x rounded to float16, in which scales are stored; as float32."""
     return x.clamp(-65504, 65504).half().float()
 
 
 def affine(x: Tensor, bits: int, dim: int) -> Tensor:
-    """x float32 with one scale and zero point (its minimum) along `dim`, rounded to `bits`."""
+    """x, float32, quantised with one scale and zero point (its minimum) along dim, and decoded."""
     low = half(x.amin(dim, keepdim=True))
     step = half((x.amax(dim, keepdim=True) - low) / (2**bits - 1))
     return _affine_codes(x, low, step, bits)
@@ -64,8 +64,10 @@ def _affine_codes(x: Tensor, low: Tensor, step: Tensor, bits: int) -> Tensor:
 
 
 def blocks(x: Tensor, bits: int) -> Tensor:
-    """x float32 [..., d] in blocks of 32 channels, as q4_0: the value of largest magnitude is the
-    lowest code, -2^(bits - 1) steps."""
+    """x, float32 [..., d], quantised in blocks of 32 channels as by q4_0, and decoded.
+
+    The element of largest magnitude gets the lowest code, -2^(bits - 1) steps.
+    """
     parts = x.unflatten(-1, (-1, BLOCK))
     at = parts.abs().argmax(-1, keepdim=True)
     step = half(parts.gather(-1, at) / -(2 ** (bits - 1)))
@@ -75,7 +77,7 @@ def blocks(x: Tensor, bits: int) -> Tensor:
 
 
 def fp8(x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    """x float32 through float8 e4m3, clipped to its range."""
+    """x / scale, float32, rounded to float8 e4m3 within its range, times scale."""
     return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float() * scale
 
 
@@ -83,9 +85,9 @@ def fp8(x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
 
 
 class ControlLayer(DynamicLayer):
-    """One layer: [batch, kv_heads, tokens, head_dim] keys and values as they would be decoded.
+    """One layer: keys and values [batch, kv_heads, tokens, head_dim] as they would be decoded.
 
-    Subclasses say how (`code`) and at which size (`token_bytes`).
+    Subclasses define the quantiser (`code`) and its size (`token_bytes`).
     """
 
     exact_rows = (0, 0)  # keys and values per head that are kept exact beside the codes
@@ -103,7 +105,7 @@ class ControlLayer(DynamicLayer):
         """Learns constants from the first forward: float32 [batch, kv_heads, n, head_dim]."""
 
     def code(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantises and decodes, float32."""
+        """Quantises and decodes float32 [batch, kv_heads, n, head_dim] each."""
         raise NotImplementedError
 
     def token_bytes(self) -> float:
@@ -161,7 +163,7 @@ class Blocks(ControlLayer):
 
 
 class RotatedBlocks(Blocks):
-    """The same after a signed Hadamard transform."""
+    """Blocks of 32 channels after a signed Hadamard transform, keys and values."""
 
     def code(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         decoded = []
@@ -188,16 +190,16 @@ class PerChannel(ControlLayer):
 class Kivi(ControlLayer):
     """KIVI (arXiv:2402.02750) as published: groups of 32, a residual of 128 tokens.
 
-    Tokens become codes after the forward that makes them ready. One token at a time, this is the
-    published cache; in a forward of c tokens that does not cross a multiple of 128, the keys are
-    the same, and the last queries read up to c - 1 values more exactly.
+    Tokens are quantised after the forward that completes their group. With one token per forward
+    this is the published cache. In a forward of c tokens that does not cross a multiple of 128 the
+    keys are the same, and the last queries read up to c - 1 more exact values.
     """
 
     exact_rows = (RESIDUAL, RESIDUAL)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self.coded = [0, 0]  # keys and values that are codes by now
+        self.coded = [0, 0]  # how many keys and values have been quantised
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -284,11 +286,11 @@ def is_control(name: str) -> bool:
 
 
 class ControlCache(Cache):
-    """A cache of a model that quantises in the way of the control `name`.
+    """A cache of a model, quantised as the control `name` says.
 
     Args:
         config: the model's text configuration.
-        name: see the text of this file.
+        name: a name from the list at the top of this file.
 
     Raises:
         ValueError: an unknown name.
@@ -311,7 +313,7 @@ class ControlCache(Cache):
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes of what is kept exact beside the codes, at 16 bits a number."""
+        """Bytes of the tokens that stay exact beside the codes, at 16 bits per element."""
         return sum(
             sum(layer.exact_rows) * layer.kv_heads * layer.head_dim * _HALF for layer in self.layers
         )

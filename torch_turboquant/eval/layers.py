@@ -1,8 +1,9 @@
-"""What a cache does to single layers: the uncompressed model's own keys, values and queries, stored
-and read back layer by layer, so that no layer sees the errors of the one before.
+"""Errors of single layers: a cache stores and gives back what the uncompressed model computed.
 
-Read back is what the cache would attend to after the last token: codes decoded, exact tokens exact.
-Tokens that a sliding window has let go of count as exact: no query sees them.
+The keys, values and queries of every layer are those of the uncompressed model, so that no layer
+gets the errors of the one before. A cache gives back what it would attend to after the last token:
+codes decoded, exact tokens exact. Tokens that a sliding window has released count as exact, since
+no query attends to them.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from transformers.cache_utils import Cache
 
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.integrations.transformers.models import recording
-from torch_turboquant.integrations.transformers.sequences import block_tables
 from torch_turboquant.ops.cache import cache_load
 from torch_turboquant.ops.hadamard import hadamard
 from torch_turboquant.signs import SignKind, random_signs
+from torch_turboquant.tail import owned_pages
 
 QUERIES = 32  # last tokens whose attention is compared
-SINKS = 4  # first tokens left out of channel statistics: their keys are outliers
+SINKS = 4  # first tokens, which channel statistics leave out because their keys are outliers
 
 
 class Activations(NamedTuple):
-    """What one attention layer was called with, for one sequence of n tokens."""
+    """The inputs of one attention layer, for one sequence of n tokens."""
 
     queries: Tensor  # [heads, n, head_dim]
     keys: Tensor  # [kv_heads, n, head_dim], after RoPE
@@ -58,19 +59,20 @@ def store(cache: Cache, batch: int, new: int, layers: Iterable[Sequence[Tensor |
     """Stores new tokens of every layer as a forward would, without one.
 
     Args:
-        cache: of any kind; a TurboQuantCache attached or not.
-        layers: of each one in turn queries [batch, heads, new, head_dim] (other caches than
-            TurboQuantCache need none), keys and values [batch, kv_heads, new, head_dim].
+        cache: any kind of cache; a TurboQuantCache may be attached or not.
+        batch, new: sequences, and new tokens of each.
+        layers: for each layer queries [batch, heads, new, head_dim] (only TurboQuantCache needs
+            them), keys and values [batch, kv_heads, new, head_dim].
     """
     packed = isinstance(cache, TurboQuantCache)
     if packed:
-        cache.sequences.begin(batch, new, None)
+        cache.lifecycle.begin(batch, new, None)
     for index, (queries, keys, values) in enumerate(layers):
         stored = cache.update(keys, values, index)
-        if packed:  # what attention does after the update
-            cache.layers[index].hand_on(None, queries, *stored)
+        if packed:  # as attention does after the update
+            cache.lifecycle.attended(cache.layers[index], None, queries, *stored)
     if packed:
-        cache.end_forward()
+        cache.lifecycle.end()
 
 
 @torch.no_grad()
@@ -80,9 +82,10 @@ def read_back(
     """Keys and values of every layer as an empty cache holds them: float32 [kv_heads, n, head_dim].
 
     Args:
-        cache: of caches.Choice.make, attached or not.
-        prefill, chunk: tokens of the first store, which a center is learned from, and of the
-            others.
+        cache: an empty cache of caches.Choice.make, attached or not.
+        layers: the activations of every layer (record).
+        prefill, chunk: tokens of the first store, from which a center is learned, and of every
+            other one.
     """
     packed = isinstance(cache, TurboQuantCache)
     n = layers[0].keys.shape[1]
@@ -107,11 +110,11 @@ def _packed(cache: TurboQuantCache, index: int, layer: Activations) -> tuple[Ten
     device, config = held.device, held.config
     size, pages = config.page_size, len(held.pages)
     blocks = -(-n // size)
-    table = torch.from_numpy(block_tables(1, blocks, pages)).to(device)
+    table = torch.from_numpy(owned_pages(1, blocks, pages)).to(device)
     lengths = torch.tensor([n], dtype=torch.int32, device=device)
     decoded = cache_load(held.pages, table, lengths, config, held.tables, n, torch.float32)
     recent = n - min(n, config.recent_window)
-    first = max(0, blocks - pages) * size  # a sliding window has let go of the tokens before
+    first = max(0, blocks - pages) * size  # a sliding window has released the tokens before
     out = []
     for codes, original in zip(decoded, exact, strict=True):
         x = codes[0].transpose(0, 1).to(original.device, copy=True)
@@ -126,15 +129,16 @@ def _packed(cache: TurboQuantCache, index: int, layer: Activations) -> tuple[Ten
 
 
 def errors(layer: Activations, keys: Tensor, values: Tensor) -> dict[str, float | None]:
-    """What decoded keys and values [kv_heads, n, head_dim] do to one layer.
+    """Errors of one layer that attends to decoded keys and values, float32 [kv_heads, n, head_dim].
 
     Returns:
         key_nmse, value_nmse: squared error over squared length, of the tokens that are not exact.
-        key_snr_db, value_snr_db: the same tokens' energy around the channel means over the squared
-            error, in decibels; None without an error.
-        score_cosine: mean over queries of the cosine between true and decoded attention scores,
-            the mean of each taken off (softmax cannot see it).
-        output_error: root mean square error of the attention's output over that of the output.
+        key_snr_db, value_snr_db: the energy of the same tokens around the channel means over their
+            squared error, in decibels; None without an error.
+        score_cosine: the mean over queries of the cosine between true and decoded attention scores,
+            each less its mean, which softmax ignores.
+        output_error: the root mean square error of the attention output over the root mean square
+            of the output.
     """
     layer = layer._replace(queries=layer.queries[:, -QUERIES:])
     out: dict[str, float | None] = {}
@@ -166,8 +170,8 @@ def attend(layer: Activations, keys: Tensor, values: Tensor) -> tuple[Tensor, Te
     """Causal attention of the layer's queries over float32 [kv_heads, n, head_dim] each.
 
     Returns:
-        scores [heads, queries, n], -inf where a query does not look, and output [heads, queries,
-        head_dim].
+        The scores [heads, queries, n], -inf where a query does not attend, and the output
+        [heads, queries, head_dim].
     """
     q = layer.queries.float()
     heads, queries, dim = q.shape
@@ -189,17 +193,19 @@ def attend(layer: Activations, keys: Tensor, values: Tensor) -> tuple[Tensor, Te
     sinks = layer.options.get("s_aux")
     if sinks is None:
         weights = scores.softmax(-1)
-    else:  # one more logit per head, which takes weight and gives nothing
+    else:  # one more logit per head, which takes weight and adds no value
         extra = sinks.float().view(-1, 1, 1).expand(-1, queries, 1)
         weights = torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
     return scores, weights @ values
 
 
 def channel_spread(index: int, layer: Activations) -> dict[str, float]:
-    """Largest over smallest mean square of a channel, the mean over KV heads.
+    """Largest over smallest mean square of a channel, averaged over KV heads.
 
-    For keys as they are, after the center (their mean) is taken off, after the rotation, after
-    both; for values as they are and rotated. 1 is what one scalar codebook for all channels wants.
+    Measured for keys as they are, less their center (the mean), rotated, and both; for values as
+    they are, and rotated. 1 is ideal for one scalar codebook for all channels.
+
+    index: of the layer, which determines the signs of the rotation.
     """
 
     def spread(x: Tensor) -> float:

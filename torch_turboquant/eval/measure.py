@@ -1,9 +1,9 @@
 """Predictions through a cache, compared with those of the uncompressed one.
 
-Every segment of the text is read as the demo reads its prose: a first part at once, then every
-token is predicted by a forward that reads all earlier keys and values from the cache. Means come
-with 95% intervals from a bootstrap over blocks of neighbouring tokens, whose errors are related;
-intervals of differences are paired: both caches on the same resampled blocks.
+Every segment of the text is read as predict.py describes, with an empty cache of its own. Means
+come with 95% intervals from a bootstrap over blocks of neighbouring tokens, because the errors of
+neighbours are related. Intervals of differences are paired: both caches are resampled by the same
+blocks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.cache_utils import Cache
 
-from torch_turboquant.demo.measure import detach, divergence, negative_log_likelihood, predictions
-from torch_turboquant.demo.measure import prose_tokens as text_tokens
+from torch_turboquant.eval.predict import (
+    detach,
+    divergence,
+    negative_log_likelihood,
+    predictions,
+    text_tokens,
+)
 
-BLOCK = 32  # tokens of a block
-PARTS = 8  # of a segment, whose divergence is told apart: does it grow with the position?
+BLOCK = 32  # tokens of a block of the bootstrap
+PARTS = 8  # parts of a segment, to show whether the divergence grows with the position
 RESAMPLES = 10_000
 
 
@@ -42,11 +47,11 @@ def segments(tokenizer: Any, text: str, count: int, length: int) -> Tensor:
 
 @dataclass
 class Reading:
-    """What one cache did with every scored token: float32 and bool [segments, tokens], CPU."""
+    """How well one cache predicted every scored token: [segments, tokens] on the CPU."""
 
-    loss: Tensor  # negative log-likelihood of the true token, nats
-    kl: Tensor  # to the uncompressed predictions, nats
-    same: Tensor  # the most likely token is that of the uncompressed predictions
+    loss: Tensor  # float32: negative log-likelihood of the true token, nats
+    kl: Tensor  # float32: divergence from the uncompressed predictions, nats
+    same: Tensor  # bool: the most likely token is that of the uncompressed predictions
 
 
 @torch.no_grad()
@@ -62,13 +67,16 @@ def read(
     """Predicts text[:, prefill:] through a new cache per segment.
 
     Args:
+        make: makes an empty cache.
         text: int64 [segments, n].
-        prefill, chunk: tokens of the first forward, and of the others.
-        reference: float32 [n - prefill, vocabulary] per segment, the uncompressed logits; None:
-            this is the uncompressed cache.
+        prefill, chunk: tokens of the first forward of a segment, and of every other one.
+        reference: the uncompressed logits, float32 [n - prefill, vocabulary] per segment; None
+            means that this is the uncompressed cache.
+        title: stands in front of the progress bar.
 
     Returns:
-        What was measured; the logits, if reference was None; the last segment's cache, detached.
+        The reading; the logits of every segment if reference was None, else an empty list; the
+        cache of the last segment, detached.
     """
     losses, kls, sames, kept = [], [], [], []
     scored = text.shape[1] - prefill
@@ -79,7 +87,7 @@ def read(
             for start, end, logits in predictions(model, cache, ids, prefill, chunk):
                 base = logits
                 if reference is None:
-                    if start == prefill:  # one tensor from the beginning: it may be large
+                    if start == prefill:  # one tensor for all chunks: it may be large
                         kept.append(logits.new_empty(scored, logits.shape[-1], dtype=torch.float32))
                     kept[number][start - prefill : end - prefill] = logits
                 else:
@@ -101,9 +109,11 @@ def read(
 
 
 def block_means(x: Tensor) -> np.ndarray:
-    """Means of neighbouring tokens of [segments, tokens]: float64 [segments * blocks].
+    """Means over blocks of neighbouring tokens: float64 [segments * blocks].
 
-    A rest shorter than a block joins the last block; all blocks weigh the same.
+    x: [segments, tokens].
+
+    A remainder shorter than a block joins the last block. All blocks weigh the same.
     """
     rows = [row.split(BLOCK) for row in x.double()]
     out = []
@@ -116,7 +126,7 @@ def block_means(x: Tensor) -> np.ndarray:
 
 
 def interval(blocks: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """The 95% interval of the mean of blocks, by bootstrap; the same numbers every time."""
+    """The 95% interval of the mean of blocks, by bootstrap with a fixed seed."""
     values = np.asarray(blocks, dtype=np.float64)
     chosen = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
     low, high = np.quantile(values[chosen].mean(1), [0.025, 0.975])
@@ -124,9 +134,12 @@ def interval(blocks: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def summary(reading: Reading, base: Reading | None = None) -> dict[str, Any]:
-    """Means with their intervals, as numbers of a row; base: the uncompressed reading.
+    """Means with their intervals, as entries of a row.
 
-    The intervals rest on `block_means`, the means on all tokens.
+    The means are those of all tokens, the intervals those of `block_means`.
+
+    Args:
+        base: the uncompressed reading; None means that this is the uncompressed one.
     """
     row: dict[str, Any] = {}
     loss = reading.loss.double().mean().item()

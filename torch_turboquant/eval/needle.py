@@ -1,7 +1,8 @@
-"""Needle retrieval: one sentence with a number, hidden in a long text, asked for through the cache.
+"""Needle retrieval: a sentence with a number, hidden in a long text, and a question for the number.
 
-A grid of lengths (tokens of the text) and depths (where the sentence is, 0 the beginning, 1 the
-end). The number depends on the cell only, so every cache searches for the same.
+The text is read first, and the question reads it from the cache. The cells of a grid are lengths
+(tokens of the text) and depths (the place of the sentence, 0 the beginning and 1 the end). The
+number depends on the cell alone, so every cache searches for the same one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from tqdm import tqdm
 from transformers.cache_utils import Cache
 
-from torch_turboquant.demo.measure import detach
+from torch_turboquant.eval.predict import detach
 from torch_turboquant.eval.session import Session, tokens_of
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -28,7 +29,7 @@ NEW_TOKENS = 12
 
 
 def number(length: int, depth: float) -> str:
-    """The cell's secret, five digits."""
+    """The secret number of a cell, DIGITS digits."""
     seed = [length, round(1000 * depth)]
     return str(np.random.default_rng(seed).integers(10 ** (DIGITS - 1), 10**DIGITS))
 
@@ -45,12 +46,15 @@ def search(
     """Asks for the number in every cell.
 
     Args:
-        text: the haystack; its first tokens are used.
+        text: the haystack, of which the first tokens are used.
         make: makes an empty cache.
         lengths: tokens of haystack and needle together.
+        depths: places of the needle, 0 to 1.
+        title: stands in front of the progress bar.
 
     Returns:
-        lengths, depths, found (one list of booleans per length) and share (of cells, 0 to 1).
+        lengths, depths, found (for every length one boolean per depth) and share (of the cells in
+        which the number was found, 0 to 1).
 
     Raises:
         ValueError: the text is shorter than the longest length.
@@ -67,7 +71,7 @@ def search(
             secret = number(length, depth)
             needle = tokens_of(tokenizer, NEEDLE.format(secret))
             hay = first[: length - len(needle)]
-            at = max(1, round(depth * len(hay)))  # a first token of the tokenizer's stays first
+            at = max(1, round(depth * len(hay)))  # behind the token that may begin a text
             cache = make()
             try:
                 session = Session(model, tokenizer, cache)

@@ -1,4 +1,4 @@
-"""How an evaluation is shown: a table of at most 100 columns, JSON rows, a picture."""
+"""How an evaluation shows its results: a table of at most 100 columns, JSON rows, a picture."""
 
 from __future__ import annotations
 
@@ -9,14 +9,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_turboquant.demo.report import WIDTH, table
 from torch_turboquant.eval.tasks import CONVERSATIONS, prompts
 
 Row = dict[str, Any]
 
+WIDTH = 96  # columns of running text
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell, the first left-aligned, the others right-aligned."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+
+    def text(line: Sequence[str]) -> str:
+        cells = [line[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([text(header), "  ".join("-" * w for w in widths), *map(text, rows)])
+
 
 def quality_table(rows: Sequence[Row]) -> str:
-    """One line per cache, in the order of its size."""
+    """One line per cache, largest first."""
     header = "cache,bits,B/token,perplexity,change,±,KL,±,top-1,output,K NMSE,V NMSE".split(",")
     lines = []
     for row in sorted(rows, key=lambda r: -r["bits_per_value_8k"]):
@@ -90,7 +103,7 @@ def _half_width(interval: Sequence[float]) -> float:
 
 
 def legend(rows: Sequence[Row]) -> str:
-    """What the columns mean, with the numbers of this run."""
+    """What the columns of `quality_table` mean, with the numbers of this run."""
     r = rows[0]
     scored = r["segments"] * r["scored_tokens"]
     text = (
@@ -119,7 +132,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
-    """A list of rows, one per line, complete or not at all."""
+    """Writes rows as a JSON list, one per line. The file appears complete or not at all."""
     partial = path.with_name(path.name + ".partial")
     lines = [json.dumps(row, allow_nan=False) for row in finite(rows)]
     partial.write_text("[\n" + ",\n".join(lines) + "\n]\n")
@@ -136,12 +149,12 @@ def finite(value: Any) -> Any:
 
 
 def read_json(path: Path) -> list[Row]:
-    """What `write_json` wrote, or nothing if there is no file."""
+    """The rows that `write_json` wrote; none if there is no file."""
     return json.loads(path.read_text()) if path.exists() else []
 
 
 def picture(path: Path, rows: Sequence[Row]) -> None:
-    """Quality against size: KL over bits per value, one point per cache (needs matplotlib)."""
+    """Draws KL divergence over bits per value, one point per cache (needs matplotlib)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -162,7 +175,8 @@ def picture(path: Path, rows: Sequence[Row]) -> None:
     compressed = [r for r in rows if r["kind"] != "uncompressed"]
     for r in sorted(compressed, key=lambda r: (round(r["bits_per_value_8k"], 1), r["kl"])):
         x, y = r["bits_per_value_8k"], r["kl"]
-        # on the right, but on the left if long, or if a close neighbour's is on the right
+        # A name stands to the right of its point, but to the left if it is long, or if that of a
+        # close neighbour stands to the right.
         near = last and abs(x - last[0]) < 0.3 and 0.75 < last[1] / max(y, 1e-30) < 1.34
         right = len(r["cache"]) < 10 and not (near and last[2])
         where = {"xytext": (6, -3) if right else (-6, -3), "ha": "left" if right else "right"}

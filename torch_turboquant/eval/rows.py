@@ -1,8 +1,8 @@
-"""One evaluation: which caches are left to measure, in which order, and what a row of results is.
+"""One evaluation: the caches that are left to measure, and the rows of results.
 
 Rows are plain data, one per cache. A row that an earlier run has finished under the same settings
-is kept and not measured again; `save` is called after every cache, so an interrupted run goes on
-where it was.
+is kept and not measured again. `save` is called after every cache, so that an interrupted run can
+be continued.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """How the text is read: what rows must agree on to be compared."""
+    """How the text is read. Only rows with equal settings can be compared."""
 
     segments: int
     prefill: int  # tokens of the first forward of a segment
@@ -35,7 +35,7 @@ class Settings:
 
 
 def describe(model: Any, name: str, text: Tensor, settings: Settings) -> Row:
-    """What a row says about the run."""
+    """The entries of a row that describe the run."""
     config = text_config(model)
     return {
         "model": name,
@@ -52,12 +52,12 @@ def describe(model: Any, name: str, text: Tensor, settings: Settings) -> Row:
     }
 
 
-# What a finished row must share with this run to count as done.
+# Entries that a finished row must have in common with this run to count as done.
 _SAME = ("model", "dtype", "device", "text", "segments", "prefill", "scored_tokens", "chunk")
 
 
 def without(rows: Sequence[Row], replaced: Sequence[Row]) -> list[Row]:
-    """The rows that are not of the same run and cache as one of `replaced`."""
+    """Those of `rows` whose run and cache none of `replaced` has."""
 
     def identity(row: Row) -> tuple:
         return tuple(row.get(key) for key in (*_SAME, "cache"))
@@ -67,12 +67,13 @@ def without(rows: Sequence[Row], replaced: Sequence[Row]) -> list[Row]:
 
 
 class Extra(NamedTuple):
-    """Something else that is measured for every cache and goes into its row."""
+    """Another measurement that is made for every cache and goes into its row."""
 
     key: str
-    same: Row  # entries that a finished measurement of the same kind has
+    same: Row  # entries that a finished measurement must have to count as the same one
     run: Callable[[Callable[[], Any], str, Row | None], Row]
-    """(makes a cache, its name, the uncompressed measurement or None: this is it) -> entries."""
+    """Called with a function that makes a cache, the cache's name, and the measurement of the
+    uncompressed cache (None if this is it); returns the entries."""
 
     def lacks(self, row: Row) -> bool:
         found = row.get(self.key) or {}
@@ -117,19 +118,20 @@ def evaluate(
 
     Args:
         model: a decoder that TurboQuantCache supports.
-        name: of the model, for the rows.
+        name: the model's name in the rows.
+        choices: the caches to measure; repeated ones are measured once.
         text: int64 [segments, prefill + scored_tokens] on the CPU (measure.segments).
-        origin: put in front of every row; names the device.
+        origin: the first entries of every row; it names the device.
         done: rows of earlier runs.
-        save: called with all rows of this run that are there, whenever one has changed.
-        extras: measured for every choice as well, where its row lacks them.
-        single_layers: also measure the errors of single layers (layers.py).
+        save: called with all finished rows of this run whenever one of them has changed.
+        extras: further measurements of every choice, made where its row lacks them.
+        single_layers: whether to measure the errors of single layers too (layers.py).
 
     Returns:
-        One row per choice, in their order, that of the uncompressed cache in front.
+        One row per choice in their order, after that of the uncompressed cache.
     """
     about = {**origin, **describe(model, name, text, settings)}
-    others = {c.text: c for c in choices if c.kind != "uncompressed"}  # each of them once
+    others = {c.text: c for c in choices if c.kind != "uncompressed"}  # without repetitions
     choices = [Choice.parse(UNCOMPRESSED), *others.values()]
     finished = {
         row["cache"]: row for row in done if all(row.get(key) == about[key] for key in _SAME)
@@ -158,7 +160,7 @@ def evaluate(
 
 
 class _Readings:
-    """Measures caches on one text; holds what all of them are compared with."""
+    """Measures caches on one text. It holds the uncompressed readings for all comparisons."""
 
     def __init__(self, model: Any, text: Tensor, settings: Settings, single_layers: bool) -> None:
         self.model, self.text, self.settings = model, text, settings
@@ -207,7 +209,7 @@ def _layers(cache: Any, recorded: list[layers.Activations], settings: Settings) 
 
 
 def _columns(rows: Sequence[Row]) -> Row:
-    """Dictionaries as one dictionary of lists, four digits each."""
+    """Dictionaries as one dictionary of lists, rounded to four digits."""
     digits = [{k: None if v is None else float(f"{v:.4g}") for k, v in row.items()} for row in rows]
     return {key: [row[key] for row in digits] for key in digits[0]}
 

@@ -1,8 +1,8 @@
-"""A greedy conversation through one cache, in as many forwards as wanted.
+"""A greedy conversation through one cache, in any number of forwards.
 
 The first forward of a packed cache attends exactly, so a prompt that is read at once says nothing
-about the cache. Here the material comes first and the question in a forward of its own, which reads
-the material from the cache, as a later turn of a chat does.
+about the cache. Here the material comes first, and the question follows in a forward of its own,
+which reads the material from the cache, as a later turn of a chat does.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from transformers.cache_utils import Cache
 
 
 def tokens_of(tokenizer: Any, text: str, first: bool = False) -> Tensor:
-    """int64 [n]; first: with the token that the tokenizer puts before a text, if any."""
+    """The tokens of a text: int64 [n].
+
+    first: whether to begin with the token that the tokenizer puts before a text, if there is one.
+    """
     return torch.tensor(tokenizer(text, add_special_tokens=first).input_ids, dtype=torch.int64)
 
 
 class Session:
-    """A model, a cache, and the logits that predict the next token."""
+    """A model, a cache, and the logits of the next token."""
 
     def __init__(self, model: Any, tokenizer: Any, cache: Cache) -> None:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
@@ -29,13 +32,16 @@ class Session:
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> None:
-        """One forward over ids, int64 [n], n at least 1."""
+        """Runs one forward over ids, int64 [n] with n >= 1."""
         ids = ids.to(self.model.device)[None]
         output = self.model(ids, past_key_values=self.cache, logits_to_keep=1)
         self.next = output.logits[0, -1]
 
     def answer(self, most: int) -> list[int]:
-        """Greedy tokens up to the end of the line or text, `most` at most; all in the cache."""
+        """Greedy tokens up to the end of the line or text, but at most `most`.
+
+        The cache holds all of them afterwards.
+        """
         out: list[int] = []
         while len(out) < most:
             token = int(self.next.argmax())

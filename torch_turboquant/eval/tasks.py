@@ -1,10 +1,10 @@
-"""Short tasks, answered greedily: whether answers through a cache are those without compression.
+"""Short tasks, answered greedily: how many answers through a cache equal the uncompressed ones.
 
-Forty prompts of five kinds, and conversations of three turns. A mean divergence of single tokens
-can hide a drift that generation shows; here one other token makes another answer. Every prompt is
-worked examples and one case; every conversation is about a passage. Between what the answer needs
-and the question stands a note, read by all, that is longer than the default exact window of a
-packed cache: examples and passage are read from codes.
+There are forty prompts of five kinds, and conversations of three turns. The mean divergence of
+single tokens can hide a drift that generation shows; here, one different token makes a different
+answer. Every prompt has worked examples and one case; every conversation is about a passage. A note
+stands between the examples or the passage and the question. It is longer than the default
+exact window of a packed cache, so that examples and passages are read from codes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 from transformers.cache_utils import Cache
 
-from torch_turboquant.demo.measure import detach
+from torch_turboquant.eval.predict import detach
 from torch_turboquant.eval.session import Session, tokens_of
 
 NEW_TOKENS = 16
@@ -25,7 +25,7 @@ CHAT_TOKENS = 32
 
 
 class Kind(NamedTuple):
-    """A kind of task: what to do, and (case, answer) pairs; the first EXAMPLES are shown solved."""
+    """A kind of task: an instruction and (case, answer) pairs, EXAMPLES of them shown solved."""
 
     name: str
     instruction: str
@@ -201,7 +201,7 @@ def prompts() -> list[tuple[str, str, str, str]]:
 
 
 def version() -> str:
-    """Changes with the texts: answers to other texts cannot be compared."""
+    """A name of the texts, which changes with them: answers to other texts cannot be compared."""
     texts = json.dumps([prompts(), CONVERSATIONS, NEW_TOKENS, CHAT_TOKENS])
     return hashlib.sha256(texts.encode()).hexdigest()[:16]
 
@@ -211,7 +211,7 @@ def answers(
 ) -> dict[str, list[list[int]]]:
     """Greedy tokens of every prompt ("prompts") and of every turn of every chat ("turns").
 
-    In a chat every cache goes on from what it said itself.
+    In a chat every cache continues from its own answers.
     """
     out: dict[str, list[list[int]]] = {"prompts": [], "turns": []}
     work = prompts()
@@ -247,12 +247,12 @@ def answers(
 def agreement(
     tokenizer: Any, found: dict[str, list[list[int]]], base: dict[str, list[list[int]]]
 ) -> dict[str, Any]:
-    """Shares, 0 to 1, of answers that are those of `base`, the uncompressed ones.
+    """Shares, 0 to 1, of answers that equal those of `base`, the uncompressed ones.
 
     Returns:
-        first_token, whole_answer: of the prompts; kinds: whole_answer of each kind;
-        turn_first_token, turn_whole_answer: of the turns; right: of the prompts, whose answer
-        begins with the expected one.
+        first_token, whole_answer: the shares of prompts. kinds: whole_answer of each kind of
+        prompt. turn_first_token, turn_whole_answer: the shares of turns. right: the share of
+        prompts whose answer begins with the expected one.
     """
 
     def shares(a: Sequence[list[int]], b: Sequence[list[int]]) -> tuple[float, float]:

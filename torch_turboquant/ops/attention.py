@@ -42,27 +42,27 @@ run.
 
 from __future__ import annotations
 
+import inspect
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
+from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.config import CacheConfig
+from torch_turboquant.ops import _cache_checks as checks
 from torch_turboquant.ops.cache import (
-    CacheTables,
-    Tail,
-    check_batch,
-    check_cache,
-    check_tables,
-    check_tail,
     read_pages_reference,
     tail_row_reference,
     token_places_reference,
 )
 from torch_turboquant.ops.codec import Channels, level_of_code_reference
 from torch_turboquant.signs import rotation_tensor
+from torch_turboquant.tables import CacheTables
+from torch_turboquant.tail import Tail
 
 
 def paged_attention(
@@ -124,80 +124,51 @@ def paged_attention(
         RuntimeError: values of block_table, seq_lens, cu_seqlens_q or tail.slots out of range
             (checked on the CPU).
     """
-    d = _checks.check_vectors("q", q, 3)
-    tokens, q_heads, _ = q.shape
-    if d != config.head_dim:
-        raise ValueError(f"q has head_dim {d}, but the config has {config.head_dim}")
+    _checks.check_vectors("q", q, 3)
     device = q.device
-    check_cache(cache, device, config, None)
+    checks.check_pages(cache, device, config, None)
     kv_heads = cache.shape[1]
-    if kv_heads == 0 or q_heads % kv_heads:
-        raise ValueError(f"q has {q_heads} heads, expected a multiple of the cache's {kv_heads}")
-    check_tables(tables, device, config, kv_heads)
-    check_batch(seq_lens, cu_seqlens_q, device, tokens)
-    seqs = seq_lens.shape[0]
-    _checks.check_constant("block_table", block_table, device, torch.int32, (seqs, None))
-    _checks.check_positive(max_q_len=max_q_len)
-    if softmax_scale is None:
-        softmax_scale = 1.0 / math.sqrt(d)
-    elif not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale is {softmax_scale}, supported: finite numbers")
-    if sliding_window < 0:
-        raise ValueError(f"sliding_window is {sliding_window}, supported: 0 (none) and more")
-    if not 0.0 <= soft_cap < math.inf:
-        raise ValueError(f"soft_cap is {soft_cap}, supported: 0 (none) and more")
-    if sink_logits is not None:
-        _checks.check_constant("sink_logits", sink_logits, device, torch.float32, (q_heads,))
-    if tail is not None:
-        check_tail(tail, device, q.dtype, config, kv_heads, seqs, max_q_len)
-    if (out is None) != (lse is None):
-        raise ValueError("out and lse come together or not at all")
-    if out is not None and lse is not None:
-        _checks.check_constant("out", out, device, q.dtype, (tokens, q_heads, d))
-        _checks.check_constant("lse", lse, device, torch.float32, (tokens, q_heads))
-    return attend_checked(
-        q,
-        cache,
-        block_table,
-        seq_lens,
-        config,
-        tables,
-        cu_seqlens_q,
-        max_q_len,
-        softmax_scale,
-        tail,
-        sliding_window,
-        soft_cap,
-        sink_logits,
-        out,
-        lse,
+    checks.check_queries(q, device, config, kv_heads)
+    checks.check_tables(tables, device, config, kv_heads)
+    _checks.check_constant("seq_lens", seq_lens, device, torch.int32, (None,))
+    ring, slots, valid = (None, None, None) if tail is None else tail
+    if ring is not None:
+        checks.check_ring(ring, device, q.dtype, config, kv_heads)
+        checks.check_ring_rows(ring.shape[2], config, max_q_len)
+        if valid is not None:
+            shape = (ring.shape[0], 2)
+            _checks.check_constant("tail_valid", valid, device, torch.int32, shape)
+    batch = AttentionBatch(
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        max_q_len=max_q_len,
+        tail_slots=slots,
+        tail_valid=valid,
     )
+    options = AttentionOptions(softmax_scale, sliding_window, soft_cap, sink_logits)
+    checks.check_attention(q, batch, options, out, lse)
+    return call_attention(q, cache, config, tables, ring, batch, options, out, lse)
 
 
-def attend_checked(
+def call_attention(
     q: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
+    pages: Tensor,
     config: CacheConfig,
     tables: CacheTables,
-    cu_seqlens_q: Tensor | None,
-    max_q_len: int,
-    softmax_scale: float,
-    tail: Tail | None,
-    sliding_window: int,
-    soft_cap: float,
-    sink_logits: Tensor | None,
-    out: Tensor | None = None,
-    lse: Tensor | None = None,
+    ring: Tensor | None,
+    batch: AttentionBatch,
+    options: AttentionOptions,
+    out: Tensor | None,
+    lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """paged_attention of arguments that were made to fit: the op alone looks at them."""
-    ring, slots, valid = (None, None, None) if tail is None else tail
+    """Calls the op paged_attention, which checks everything that Python has not checked."""
+    scale = options.softmax_scale
     arguments = (
         q,
-        cache,
-        block_table,
-        seq_lens,
+        pages,
+        batch.block_table,
+        batch.seq_lens,
         tables.key_signs,
         tables.value_signs,
         tables.key_levels,
@@ -206,17 +177,17 @@ def attend_checked(
         config.page_size,
         config.key_bits,
         config.value_bits,
-        softmax_scale,
-        cu_seqlens_q,
-        max_q_len,
+        1.0 / math.sqrt(config.head_dim) if scale is None else scale,
+        batch.cu_seqlens_q,
+        batch.max_q_len,
         ring,
-        slots,
-        valid,
-        0 if tail is None else config.sink_tokens,
-        0 if tail is None else config.recent_window,
-        sliding_window,
-        soft_cap,
-        sink_logits,
+        None if ring is None else batch.tail_slots,
+        None if ring is None else batch.tail_valid,
+        0 if ring is None else config.sink_tokens,
+        0 if ring is None else config.recent_window,
+        options.sliding_window,
+        options.soft_cap,
+        options.sink_logits,
     )
     if out is None or lse is None:
         return torch.ops.turboquant.paged_attention.default(*arguments)
@@ -277,45 +248,41 @@ def _merge_attention_fake(
 # ---- references: CPU tensors only
 
 
-def paged_attention_reference(
-    q: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    config: CacheConfig,
-    tables: CacheTables,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    max_q_len: int = 1,
-    softmax_scale: float | None = None,
-    tail: Tail | None = None,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Decode everything, then dense attention, all in float64: (out, lse) in float64."""
-    tokens, q_heads, d = q.shape
-    group = q_heads // cache.shape[1]
-    if softmax_scale is None:
-        softmax_scale = 1.0 / math.sqrt(d)
+def paged_attention_reference(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Takes paged_attention's arguments; out and lse are not written, and max_q_len has no effect.
+
+    It decodes everything, and computes dense attention in float64.
+
+    Returns:
+        out, lse in float64.
+    """
+    given = inspect.signature(paged_attention).bind(*arguments, **options)
+    given.apply_defaults()
+    a = SimpleNamespace(**given.arguments)
+    config, tables, tail = a.config, a.tables, a.tail
+    tokens, q_heads, d = a.q.shape
+    group = q_heads // a.cache.shape[1]
+    scale = 1.0 / math.sqrt(d) if a.softmax_scale is None else a.softmax_scale
     key_rotation = rotation_tensor(tables.key_signs)
     value_rotation = rotation_tensor(tables.value_signs)
     out = torch.zeros(tokens, q_heads, d, dtype=torch.float64)
     lse = torch.full((tokens, q_heads), -torch.inf, dtype=torch.float64)
 
     decoded = {}  # of each sequence: what its pages hold
-    for token, (s, position) in enumerate(token_places_reference(tokens, seq_lens, cu_seqlens_q)):
+    for token, (s, position) in enumerate(
+        token_places_reference(tokens, a.seq_lens, a.cu_seqlens_q)
+    ):
         if s < 0:
             continue
-        first = max(0, position - sliding_window + 1) if sliding_window else 0
+        first = max(0, position - a.sliding_window + 1) if a.sliding_window else 0
         seen = slice(first, position + 1)
         if position >= 0:
             if s not in decoded:
-                pages = block_table[s, : -(-int(seq_lens[s]) // config.page_size)].long()
+                pages = a.block_table[s, : -(-int(a.seq_lens[s]) // config.page_size)].long()
                 # pages that the window has left may be gone
                 pages[: first // config.page_size] = pages[first // config.page_size]
                 key_codes, value_codes, key_scales, value_scales = read_pages_reference(
-                    cache, pages, config
+                    a.cache, pages, config
                 )
                 levels = level_of_code_reference(key_codes, tables.key_levels, config.key_bits)
                 k = (key_scales.double()[..., None] * levels / 32) @ key_rotation
@@ -340,13 +307,13 @@ def paged_attention_reference(
                     row = tail.ring[slot, :, tail_row_reference(j, config.sink_tokens, ring)]
                     k[j - first], v[j - first] = row[:, 0].double(), row[:, 1].double()
         else:
-            k = v = torch.zeros(0, cache.shape[1], d, dtype=torch.float64)
+            k = v = torch.zeros(0, a.cache.shape[1], d, dtype=torch.float64)
         k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))
-        s_ = softmax_scale * torch.einsum("hd,jhd->hj", q[token].double(), k)
-        if soft_cap > 0:
-            s_ = soft_cap * torch.tanh(s_ / soft_cap)
-        if sink_logits is not None:
-            total = torch.logsumexp(torch.cat([s_, sink_logits.double()[:, None]], dim=1), dim=1)
+        s_ = scale * torch.einsum("hd,jhd->hj", a.q[token].double(), k)
+        if a.soft_cap > 0:
+            s_ = a.soft_cap * torch.tanh(s_ / a.soft_cap)
+        if a.sink_logits is not None:
+            total = torch.logsumexp(torch.cat([s_, a.sink_logits.double()[:, None]], dim=1), dim=1)
         else:
             total = torch.logsumexp(s_, dim=1)
         lse[token] = total

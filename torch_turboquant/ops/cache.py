@@ -14,99 +14,25 @@ among the call's tokens (absent: one new token per sequence).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_turboquant import _checks, format
-from torch_turboquant.codebook import Codebook
+from torch_turboquant import _checks
+from torch_turboquant.batch import AttentionBatch
 from torch_turboquant.config import CacheConfig
+from torch_turboquant.format import read_keys, read_scales, read_values, write_token
+from torch_turboquant.ops import _cache_checks as checks
 from torch_turboquant.ops.codec import (
     SCALE_MODES,
     Channels,
     dequantise_reference,
     quantise_reference,
-    scaled_center,
 )
-from torch_turboquant.signs import SignKind, random_signs
-
-
-class CacheTables(NamedTuple):
-    """The constants of one layer's cache, as tensors on its device (make_tables)."""
-
-    key_signs: Tensor
-    """float32 [head_dim] of +1 and -1."""
-    value_signs: Tensor
-    """float32 [head_dim] of +1 and -1."""
-    key_levels: Tensor | None
-    """int8 [2^key_bits], or None for the uniform grid."""
-    value_levels: Tensor | None
-    """int8 [2^value_bits], or None for the uniform grid."""
-    key_steps: Tensor
-    """float32 [S]: candidate steps, increasing."""
-    value_steps: Tensor
-    """float32 [S]: candidate steps, increasing."""
-    center: Tensor | None
-    """float32 [kv_heads, head_dim] subtracted from keys before they are encoded, or None; or
-    [3, kv_heads, head_dim], which scales their channels as well (codec.scaled_center)."""
-
-
-class Tail(NamedTuple):
-    """The exact tail of a call's sequences (docs/format.md, section 9)."""
-
-    ring: Tensor
-    """[max_seqs, kv_heads, sink_tokens + ring, 2, head_dim], of k's dtype (allocate_tail)."""
-    slots: Tensor
-    """int64 [seqs]: which of the max_seqs rows each sequence owns; -1: it has none, use codes."""
-    valid: Tensor | None = None
-    """int32 [max_seqs, 2]: number of sink tokens held, first position in the ring; None: all."""
-
-
-def make_tables(
-    config: CacheConfig,
-    layer: int,
-    device: torch.device | str = "cpu",
-    center: Tensor | None = None,
-) -> CacheTables:
-    """The constants of one layer: signs from (seed, layer), codebooks from the config.
-
-    Args:
-        config: the cache.
-        layer: 0 and more; every layer has its own signs.
-        device: of the cache.
-        center: [kv_heads, head_dim], any floating dtype: the mean key of this layer, or None;
-            or [3, kv_heads, head_dim] of codec.scaled_center.
-
-    Raises:
-        ValueError: a center of another shape, scales that are not positive and finite, or codebooks
-            that the config's grids do not have.
-    """
-    d = config.head_dim
-    keys = Codebook.make(d, config.key_bits, config.key_grid)
-    values = Codebook.make(d, config.value_bits, config.value_grid)
-    return CacheTables(
-        random_signs(d, config.seed, layer, SignKind.KEYS).to(device),
-        random_signs(d, config.seed, layer, SignKind.VALUES).to(device),
-        keys.levels_tensor(device),
-        values.levels_tensor(device),
-        keys.steps_tensor(config.search, device),
-        values.steps_tensor(config.search, device),
-        None if center is None else make_center(center, d, device),
-    )
-
-
-def make_center(center: Tensor, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """A center as CacheTables holds it; see make_tables."""
-    if not _checks.fits_center(center, head_dim):
-        raise ValueError(
-            f"center has shape {list(center.shape)}, expected [kv_heads, {head_dim}] or "
-            f"[3, kv_heads, {head_dim}]"
-        )
-    if center.dim() == 3:
-        center = scaled_center(center[0], center[1])
-    return center.detach().to(device, torch.float32).contiguous()
+from torch_turboquant.tables import CacheTables
+from torch_turboquant.tail import Tail
 
 
 def allocate_cache(
@@ -116,63 +42,6 @@ def allocate_cache(
     return torch.zeros(
         num_pages, num_kv_heads, config.record_bytes, dtype=torch.uint8, device=device
     )
-
-
-def allocate_tail(
-    config: CacheConfig,
-    max_seqs: int,
-    num_kv_heads: int,
-    dtype: torch.dtype,
-    max_q_len: int = 1,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """An empty tail, the `ring` of Tail: zeros.
-
-    The ring has recent_window + max_q_len - 1 rows, so that every query of a call of up to
-    max_q_len new tokens finds its window, also after rolling back to any of them.
-
-    Returns:
-        [max_seqs, num_kv_heads, sink_tokens + ring, 2, head_dim].
-
-    Raises:
-        TypeError: a dtype other than float32, float16 and bfloat16.
-        ValueError: a config without sink tokens and window, or max_q_len below 1.
-    """
-    _checks.check_output_dtype(dtype)
-    if not config.has_tail:
-        raise ValueError("a config with sink_tokens = 0 and recent_window = 0 needs no tail")
-    _checks.check_positive(max_q_len=max_q_len)
-    shape = tail_shape(config, max_seqs, num_kv_heads, max_q_len)
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def tail_shape(
-    config: CacheConfig, max_seqs: int, num_kv_heads: int, max_q_len: int
-) -> tuple[int, ...]:
-    rows = config.sink_tokens + ring_rows(config, max_q_len)
-    return max_seqs, num_kv_heads, rows, 2, config.head_dim
-
-
-# What a ring holds of a sequence, as host integers: all positions from `first` on. tail_valid tells
-# attention (docs/format.md, section 9).
-
-
-def ring_rows(config: CacheConfig, max_q_len: int) -> int:
-    """Rows of the ring for calls of up to max_q_len new tokens: the tail's without the sinks."""
-    return max(1, config.recent_window + max_q_len - 1)
-
-
-def ring_first_stored(first: int, seq_len: int, ring: int) -> int:
-    """`first` once a sequence has been stored up to seq_len."""
-    return max(first, seq_len - ring)
-
-
-def ring_first_rolled_back(first: int, seq_len: int) -> int:
-    """`first` once a sequence has been cut to seq_len: rows of later positions count no more.
-
-    A ring that holds nothing older than the last token holds all that come from here on.
-    """
-    return min(first, seq_len)
 
 
 def cache_store(
@@ -208,59 +77,53 @@ def cache_store(
             (checked on the CPU, before anything is written).
     """
     _checks.check_vectors("k", k, 3)
-    tokens = k.shape[0]
-    _check_store(k, v, cache, slot_mapping, config, tables, tail, seq_lens, cu_seqlens_q, tokens)
-    store_checked(k, v, cache, slot_mapping, config, tables, tail, seq_lens, cu_seqlens_q)
+    device, kv_heads = k.device, k.shape[1]
+    ring = None if tail is None else tail.ring
+    checks.check_values(k, v, device, config)
+    checks.check_pages(cache, device, config, kv_heads)
+    checks.check_tables(tables, device, config, kv_heads)
+    batch = _batch(slot_mapping, seq_lens, cu_seqlens_q, tail, device)
+    checks.check_slot_mapping(batch, device, k.shape[0])
+    if ring is not None:
+        checks.check_ring(ring, device, k.dtype, config, kv_heads)
+        checks.check_tail_slots(batch, ring)
+    call_store(k, v, cache, config, tables, ring, batch)
 
 
-def _check_store(
-    k: Tensor,
-    v: Tensor,
-    cache: Tensor,
+def _batch(
     slot_mapping: Tensor,
-    config: CacheConfig,
-    tables: CacheTables,
-    tail: Tail | None,
     seq_lens: Tensor | None,
     cu_seqlens_q: Tensor | None,
-    tokens: int,
-) -> None:
-    """All but k's own dtype and number of dimensions; the second of these is kv_heads."""
-    _checks.check_dtype("v", v, (k.dtype,))
-    _checks.check_device("v", v, k.device)
-    _checks.check_shape("v", v, tuple(k.shape))
-    _checks.check_unit_stride("v", v)
-    kv_heads, d = k.shape[1], k.shape[-1]
-    if d != config.head_dim:
-        raise ValueError(f"k has head_dim {d}, but the config has {config.head_dim}")
-    check_cache(cache, k.device, config, kv_heads)
-    check_tables(tables, k.device, config, kv_heads)
-    _checks.check_constant("slot_mapping", slot_mapping, k.device, torch.int64, (tokens,))
-    if seq_lens is not None:
-        check_batch(seq_lens, cu_seqlens_q, k.device, tokens)
-    if tail is not None:
-        if seq_lens is None:
-            raise ValueError("tail needs seq_lens")
-        check_tail(tail, k.device, k.dtype, config, kv_heads, seq_lens.shape[0])
+    tail: Tail | None,
+    device: torch.device,
+) -> AttentionBatch:
+    """The index tensors of cache_store, on the device of its keys."""
+    if isinstance(seq_lens, Tensor):
+        _checks.check_device("seq_lens", seq_lens, device)
+    return AttentionBatch(
+        slot_mapping=slot_mapping,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        tail_slots=None if tail is None else tail.slots,
+        tail_valid=None if tail is None else tail.valid,
+    )
 
 
-def store_checked(
+def call_store(
     k: Tensor,
     v: Tensor,
-    cache: Tensor,
-    slot_mapping: Tensor,
+    pages: Tensor,
     config: CacheConfig,
     tables: CacheTables,
-    tail: Tail | None,
-    seq_lens: Tensor | None,
-    cu_seqlens_q: Tensor | None,
+    ring: Tensor | None,
+    batch: AttentionBatch,
 ) -> None:
-    """cache_store of arguments that were made to fit: the op alone looks at them."""
+    """Calls the op cache_store, which checks everything that Python has not checked."""
     torch.ops.turboquant.cache_store.default(
         k,
         v,
-        cache,
-        slot_mapping,
+        pages,
+        batch.slot_mapping,
         tables.key_signs,
         tables.value_signs,
         tables.key_levels,
@@ -273,10 +136,10 @@ def store_checked(
         config.value_bits,
         SCALE_MODES[config.key_scale_mode],
         SCALE_MODES[config.value_scale_mode],
-        None if tail is None else tail.ring,
-        None if tail is None else tail.slots,
-        seq_lens,
-        cu_seqlens_q,
+        ring,
+        None if ring is None else batch.tail_slots,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
         config.sink_tokens,
     )
 
@@ -322,52 +185,40 @@ def cache_store_layers(
     if not layers:
         return
     device = k[0].device
+    batch = _batch(slot_mapping, seq_lens, cu_seqlens_q, tails[0] if tails else None, device)
     for i, (key, value, cache, table) in enumerate(zip(k, v, caches, tables, strict=True)):
         _checks.check_vectors("k", key, 4)
-        _checks.check_device("k", key, device)
-        tail = tails[i] if tails else None
-        tokens = key.shape[0] * key.shape[2]
-        _check_store(
-            key, value, cache, slot_mapping, config, table, tail, seq_lens, cu_seqlens_q, tokens
-        )
-        if (table.center is None) != (tables[0].center is None):
-            raise ValueError("tables of some layers have a center and those of others have none")
-        if tail is not None and tail.slots is not tails[0].slots:
-            raise ValueError("tails of all layers must have the same slots")
-    rings, slots = [tail.ring for tail in tails], tails[0].slots if tails else None
-    store_layers_checked(
-        list(k),
-        list(v),
-        list(caches),
-        slot_mapping,
-        config,
-        tables,
-        rings,
-        slots,
-        seq_lens,
-        cu_seqlens_q,
-    )
+        kv_heads = key.shape[1]
+        checks.check_values(key, value, device, config)
+        checks.check_pages(cache, device, config, kv_heads)
+        checks.check_tables(table, device, config, kv_heads)
+        checks.check_slot_mapping(batch, device, key.shape[0] * key.shape[2])
+        checks.check_same_centers(table, tables[0])
+        if tails:
+            checks.check_ring(tails[i].ring, device, key.dtype, config, kv_heads)
+            checks.check_tail_slots(batch, tails[i].ring)
+            if tails[i].slots is not tails[0].slots:
+                raise ValueError("tails of all layers must have the same slots")
+    rings = [tail.ring for tail in tails]
+    call_store_layers(list(k), list(v), list(caches), config, tables, rings, batch)
 
 
-def store_layers_checked(
+def call_store_layers(
     k: list[Tensor],
     v: list[Tensor],
-    caches: list[Tensor],
-    slot_mapping: Tensor,
+    pages: list[Tensor],
     config: CacheConfig,
     tables: Sequence[CacheTables],
     rings: list[Tensor],
-    tail_slots: Tensor | None,
-    seq_lens: Tensor | None,
-    cu_seqlens_q: Tensor | None,
+    batch: AttentionBatch,
 ) -> None:
-    """cache_store_layers of arguments that were made to fit: the op alone looks at them."""
+    """Calls the op cache_store_layers, which checks everything that Python has not checked."""
     shared = tables[0]
     torch.ops.turboquant.cache_store_layers.default(
         k,
         v,
-        caches,
-        slot_mapping,
+        pages,
+        batch.slot_mapping,
         [table.key_signs for table in tables],
         [table.value_signs for table in tables],
         shared.key_levels,
@@ -381,9 +232,9 @@ def store_layers_checked(
         SCALE_MODES[config.key_scale_mode],
         SCALE_MODES[config.value_scale_mode],
         rings,
-        tail_slots,
-        seq_lens,
-        cu_seqlens_q,
+        batch.tail_slots if rings else None,
+        batch.seq_lens,
+        batch.cu_seqlens_q,
         config.sink_tokens,
     )
 
@@ -418,18 +269,27 @@ def cache_load(
     """
     _checks.check_dtype("cache", cache, (torch.uint8,))
     device = cache.device
-    check_cache(cache, device, config, None)
-    check_tables(tables, device, config, cache.shape[1])
-    _checks.check_output_dtype(dtype)
-    if max_seq_len < 0:
-        raise ValueError(f"max_seq_len is {max_seq_len}, supported: 0 and more")
+    checks.check_pages(cache, device, config, None)
+    checks.check_tables(tables, device, config, cache.shape[1])
     _checks.check_constant("seq_lens", seq_lens, device, torch.int32, (None,))
-    seqs = seq_lens.shape[0]
-    _checks.check_constant("block_table", block_table, device, torch.int32, (seqs, None))
+    batch = AttentionBatch(block_table=block_table, seq_lens=seq_lens)
+    checks.check_loading(batch, device, max_seq_len, dtype)
+    return call_load(cache, config, tables, batch, max_seq_len, dtype)
+
+
+def call_load(
+    pages: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    batch: AttentionBatch,
+    max_seq_len: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Calls the op cache_load, which checks everything that Python has not checked."""
     return torch.ops.turboquant.cache_load.default(
-        cache,
-        block_table,
-        seq_lens,
+        pages,
+        batch.block_table,
+        batch.seq_lens,
         tables.key_signs,
         tables.value_signs,
         tables.key_levels,
@@ -442,70 +302,6 @@ def cache_load(
         max_seq_len,
         dtype,
     )
-
-
-# ---- checks shared with attention
-
-
-def check_cache(
-    cache: Tensor, device: torch.device, config: CacheConfig, kv_heads: int | None
-) -> None:
-    shape = (None, kv_heads, config.record_bytes)
-    _checks.check_constant("cache", cache, device, torch.uint8, shape)
-
-
-def check_tables(
-    tables: CacheTables, device: torch.device, config: CacheConfig, kv_heads: int
-) -> None:
-    d = config.head_dim
-    _checks.check_constant("key_signs", tables.key_signs, device, torch.float32, (d,))
-    _checks.check_constant("value_signs", tables.value_signs, device, torch.float32, (d,))
-    for kind, bits, grid, levels, steps in (
-        ("key", config.key_bits, config.key_grid, tables.key_levels, tables.key_steps),
-        ("value", config.value_bits, config.value_grid, tables.value_levels, tables.value_steps),
-    ):
-        if (levels is None) != (grid == "uniform"):
-            raise ValueError(f"{kind}_levels do not fit the config's {kind}_grid {grid!r}")
-        _checks.check_levels(levels, device, bits, f"{kind}_levels")
-        _checks.check_steps(steps, device, f"{kind}_steps")
-    _checks.check_center(tables.center, device, (kv_heads, d))
-
-
-def check_batch(
-    seq_lens: Tensor, cu_seqlens_q: Tensor | None, device: torch.device, tokens: int
-) -> None:
-    _checks.check_constant("seq_lens", seq_lens, device, torch.int32, (None,))
-    seqs = seq_lens.shape[0]
-    if cu_seqlens_q is not None:
-        _checks.check_constant("cu_seqlens_q", cu_seqlens_q, device, torch.int32, (seqs + 1,))
-    elif seqs != tokens:
-        raise ValueError(
-            "without cu_seqlens_q every sequence has one new token, but there are "
-            f"{seqs} sequences and {tokens} tokens"
-        )
-
-
-def check_tail(
-    tail: Tail,
-    device: torch.device,
-    dtype: torch.dtype,
-    config: CacheConfig,
-    kv_heads: int,
-    seqs: int,
-    max_q_len: int = 1,
-) -> None:
-    """Window and sinks are the config's; a call of max_q_len queries needs that many more rows."""
-    ring, slots, valid = tail
-    _checks.check_constant("tail", ring, device, dtype, (None, kv_heads, None, 2, config.head_dim))
-    rows, need = ring.shape[2], config.sink_tokens + ring_rows(config, max_q_len)
-    if rows < need:
-        raise ValueError(
-            f"tail has {rows} rows, expected at least {need}: sink_tokens ({config.sink_tokens}) + "
-            f"recent_window ({config.recent_window}) + max_q_len ({max_q_len}) - 1"
-        )
-    _checks.check_constant("tail_slots", slots, device, torch.int64, (seqs,))
-    if valid is not None:
-        _checks.check_constant("tail_valid", valid, device, torch.int32, (ring.shape[0], 2))
 
 
 # ---- fakes
@@ -599,7 +395,7 @@ def cache_store_reference(
             continue
         page, offset = divmod(slot, config.page_size)
         for head in range(k.shape[1]):
-            format.write_token(
+            write_token(
                 config.record,
                 data[page, head],
                 offset,
@@ -632,10 +428,10 @@ def read_pages_reference(
         """[pages, heads, page_size, ...] -> [pages * page_size, heads, ...]"""
         return torch.from_numpy(part).transpose(1, 2).flatten(0, 1)
 
-    key_scales, value_scales = format.read_scales(config.record, records)
+    key_scales, value_scales = read_scales(config.record, records)
     return (
-        by_token(format.read_keys(config.record, records)),
-        by_token(format.read_values(config.record, records)),
+        by_token(read_keys(config.record, records)),
+        by_token(read_values(config.record, records)),
         by_token(key_scales),
         by_token(value_scales),
     )

@@ -1,8 +1,8 @@
-"""Centers: what keys are stored relative to, their mean and the scales of their channels.
+"""Centers: the mean of keys, which is subtracted before encoding, and the scales of their channels.
 
-Keys of one layer have much in common, which codes would spend their levels on: channels with a
-large mean, and channels that vary more than queries ask for. What is subtracted and scaled is
-learned from the keys and queries of a first prompt, for all layers at once.
+Keys of one layer have much in common: some channels have a large mean, others vary far more than
+queries make use of. Codes would spend their levels on both. The mean and the scales are learned
+from the keys and queries of a first prompt, for all layers at once.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from torch_turboquant import _checks
 
-PRIOR_TOKENS = 8  # of scales of channels, before any token has been seen
+PRIOR_TOKENS = 8  # the weight of the prior in scales of channels, in tokens
 MOST_CHANNELS = 1024
 MOST_HEADS = 65535
 
 
 def query_energy(queries: Sequence[Tensor], kv_heads: int, skip: int = 0) -> Tensor:
-    """How large the queries of layers are, channel by channel: what learn_center asks of them.
+    """The mean squares of the queries' channels, layer by layer, as learn_center takes them.
 
     Args:
-        queries: of each layer [batch, heads, tokens, d], as its attention has them: all of one
-            shape and dtype (float32, float16 or bfloat16), stride 1 in the last dimension.
-        kv_heads: the query heads of a KV head lie side by side; a divisor of heads.
-        skip: first tokens of every sequence that do not count.
+        queries: one tensor per layer, [batch, heads, tokens, d] as attention gets them, all of one
+            shape and dtype (float32, float16 or bfloat16), with stride 1 in the last dimension.
+        kv_heads: a divisor of heads; the query heads of a KV head are neighbours.
+        skip: how many first tokens of every sequence are left out.
 
     Returns:
         float32 [layers, kv_heads, d]: the mean square over batch, tokens and the heads of a group.
@@ -48,22 +48,22 @@ def learn_center(
     partners: Tensor | None = None,
     skip: int = 0,
 ) -> Tensor:
-    """Centers of layers, from the keys and the queries of a prompt (see channel_scale).
+    """Learns the centers of layers from the keys and the queries of a prompt (see channel_scale).
 
     Args:
-        keys: of each layer [batch, kv_heads, tokens, d], as its attention has them: all of one
-            shape and dtype (float32, float16 or bfloat16), stride 1 in the last dimension, d up to
-            1,024.
-        energies: of each layer float32 [kv_heads, d], contiguous (query_energy), for scales of
-            channels; empty: the mean alone.
-        partners: int64 [d], with energies: the channel that RoPE turns each channel into; a channel
-            that is not turned is its own partner.
-        skip: first tokens of every sequence that do not count: sinks, whose keys are outliers.
+        keys: one tensor per layer, [batch, kv_heads, tokens, d] as attention gets them, all of one
+            shape and dtype (float32, float16 or bfloat16), with stride 1 in the last dimension and
+            d up to 1,024.
+        energies: one tensor per layer, float32 [kv_heads, d], contiguous (query_energy), for scales
+            of channels; without any, the mean alone is learned.
+        partners: int64 [d], given with energies: the channel with which RoPE mixes each channel. A
+            channel that is not rotated is its own partner.
+        skip: how many first tokens of every sequence are left out: sinks, whose keys are outliers.
 
     Returns:
-        float32 [layers, kv_heads, d]: the mean key of each layer; with energies
-        [layers, 3, kv_heads, d], the mean, the scales and their inverses: a row is what make_tables
-        takes as `center`.
+        Without energies the mean key of each layer, float32 [layers, kv_heads, d]. With energies
+        float32 [layers, 3, kv_heads, d]: the mean, the scales and their inverses. An entry of the
+        first dimension is a `center` of make_tables.
 
     Raises:
         TypeError: another dtype.
@@ -88,35 +88,38 @@ def learn_center(
 def channel_scale(
     center: Tensor, variance: Tensor, energy: Tensor, count: int, partners: Tensor
 ) -> Tensor:
-    """Scales of key channels: [..., kv_heads, head_dim], the rule that learn_center follows.
+    """Scales of key channels, by the rule that learn_center follows: [..., kv_heads, head_dim].
 
     The rotation spreads the error of a key evenly over its channels, and a score adds up these
-    errors times (query / scale): its error goes with the sum of scale^2 * variance times that of
-    energy / scale^2, which is least where scale^4 = energy / variance. What is learned must hold
-    for later tokens: RoPE turns pairs of channels into each other, so both have what they have on
-    average, and turns the mean key away from the center, which then varies as well; half of the
-    center's square stands for that. The average of all channels counts as PRIOR_TOKENS more
-    tokens, for what a few cannot show; it also keeps scales of channels that are always zero
-    finite. Their mean over the channels is 1.
+    errors times (query / scale). So the squared error of a score is proportional to the sum of
+    scale^2 * variance times the sum of energy / scale^2, which is least for
+    scale^4 = energy / variance.
+
+    The scales must also hold for later tokens, at other positions. RoPE mixes pairs of channels, so
+    both channels of a pair get the pair's average. RoPE also rotates the mean key away from the
+    center, which makes keys vary more; half of the center's square stands for this. Few tokens tell
+    little about a channel, so the average of all channels counts as PRIOR_TOKENS more tokens; this
+    also keeps the scales of channels that are always zero finite. The mean scale is 1.
 
     Args:
-        center: mean of `count` keys, [..., kv_heads, head_dim].
-        variance: of their channels.
-        energy: mean square of the queries' channels, over the query heads of a KV head, or any
-            multiple of it.
-        partners: int64 [head_dim], the channel that RoPE turns each channel into.
+        center: the mean of `count` keys, [..., kv_heads, head_dim].
+        variance: the variance of their channels, in the shape of center.
+        energy: the mean square of the queries' channels over the query heads of a KV head, or any
+            multiple of it, in the shape of center.
+        count: how many keys the mean and the variance were taken from.
+        partners: int64 [head_dim], the channel with which RoPE mixes each channel.
     """
 
     spread = torch.stack([energy, torch.addcmul(variance, center, center, value=0.5)])
     spread = spread + spread.index_select(-1, partners)
     spread = torch.add(spread, spread.mean(-1, keepdim=True), alpha=PRIOR_TOKENS / count)
     scale = (spread[0] / spread[1]).pow(0.25)
-    # A head whose queries or keys are all zero has the same ratio, 0, infinite or NaN, everywhere.
+    # If all queries or keys of a head are zero, the ratio is 0, infinite or NaN in all channels.
     return (scale / scale.mean(-1, keepdim=True)).nan_to_num(1.0)
 
 
 def _check_layers(name: str, layers: Sequence[Tensor], skip: int) -> torch.Size:
-    """Tensors of one shape and dtype; returns [batch, heads, tokens, d]."""
+    """Checks tensors of one shape and dtype; returns the shape, [batch, heads, tokens, d]."""
     if not layers:
         raise ValueError(f"{name} has no layers")
     first = layers[0]

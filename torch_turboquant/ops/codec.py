@@ -1,13 +1,14 @@
 """The codec of single vectors: rotate, quantise every coordinate, keep one scale.
 
 encode is the paper's TurboQuant_mse (Algorithm 1) with two refinements that cost nothing to decode:
-several step sizes are tried for each vector, and the stored scale can make the decoded vector the
-least-squares one, keep its length, or keep its inner product with the original. With one step and
-scale mode "norm" it is the paper's quantiser.
+several step sizes are tried for each vector, and the stored scale can give the decoded vector the
+least squared error, the length of the original, or the original's inner product with itself. With
+one step and scale mode "norm" it is the paper's quantiser.
 
-A vector decodes as  inverse transform of (scale * level of each code / 32), plus the center; with
-scales of channels (scaled_center) it is the vector less its center, scaled, that is stored.
-Codes and scales are the same bytes on every device (docs/format.md, sections 4 to 7).
+A vector decodes as  inverse transform of (scale * level of each code / 32), plus the center. With
+scales of channels (scaled_center), the center is subtracted and the channels are scaled before
+encoding; decoding undoes both. Codes and scales are the same bytes on every device (docs/format.md,
+sections 4 to 7).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from torch_turboquant.ops.hadamard import core_reference, sqrt_reference, tree_s
 from torch_turboquant.ops.pack import check_fake_rows, check_rows, pack_reference, unpack_reference
 from torch_turboquant.signs import split_dim
 
-# What the stored scale makes true of a decoded vector y and its original x:
-# norm: nothing is fitted, the scale is |x| (the paper); preserve: |y| = |x|;
-# mse: |x - y| is least; unbiased: <x, y> = <x, x>.
+# The rule for the stored scale, with y the decoded vector and x its original. norm: the scale is
+# |x|, nothing is fitted (the paper); preserve: |y| = |x|; mse: |x - y| is least; unbiased:
+# <x, y> = <x, x>.
 SCALE_MODES = {"norm": 0, "preserve": 1, "mse": 2, "unbiased": 3}
 
 
@@ -47,12 +48,12 @@ def encode(
         signs: float32 [d] of +1 and -1.
         levels: int8 [2^bits], increasing and symmetric, for 1 to 5 bits; None for the uniform grid
             of 2 to 5 bits and for 8 bits.
-        steps: float32 [S], increasing, S = 1 to 64: candidate sizes of a level unit in units of the
-            standard deviation of a coordinate. The one with the least error is kept.
+        steps: float32 [S], increasing, S = 1 to 64: candidate sizes of one unit of levels, relative
+            to the standard deviation of a coordinate. The one with the least error is kept.
         bits: 1, 2, 3, 4, 5 or 8.
         scale_mode: "norm" (the paper), "preserve", "mse" or "unbiased".
-        center: float32 [d], subtracted first; or [3, d] of scaled_center, which scales channels
-            as well.
+        center: float32 [d], which is subtracted first; or float32 [3, d] (scaled_center), which
+            scales channels as well.
 
     Returns:
         packed: uint8 [..., ceil(d * bits / 8)], dense rows.
@@ -89,10 +90,10 @@ def decode(
         packed: uint8 [..., ceil(d * bits / 8)], contiguous.
         scale: float16 [...], contiguous.
         signs, levels, bits, center: as given to encode; d is the length of signs.
-        dtype: of the result: float32, float16 or bfloat16.
+        dtype: dtype of the result: float32, float16 or bfloat16.
 
     Returns:
-        [..., d].
+        [..., d] of this dtype.
 
     Raises:
         TypeError: another dtype.
@@ -113,15 +114,15 @@ def decode(
 
 
 def scaled_center(center: Tensor, scale: Tensor) -> Tensor:
-    """A `center` that scales channels as well: what is rotated and coded is (x - center) * scale.
+    """A `center` that scales channels as well: (x - center) * scale is rotated and coded.
 
-    The rotation spreads the error of a vector evenly over what it rotates. With scales it can be
-    made small where queries are large: inner products with q see the errors of a channel times
-    q / scale.
+    The rotation spreads the error of a vector evenly over all scaled channels. An inner product
+    with q gets the error of a channel times q / scale, so large scales keep errors small in those
+    channels where queries are large.
 
     Args:
-        center: [..., d], any floating dtype.
-        scale: [..., d], positive.
+        center: [..., d], float32, float16 or bfloat16.
+        scale: [..., d], float32, float16 or bfloat16, positive.
 
     Returns:
         float32 [3, ..., d]: center, scale, 1 / scale.
@@ -175,7 +176,7 @@ def _decode_fake(
 
 
 def level_table_reference(levels: Tensor | None, bits: int) -> Tensor:
-    """The levels in the order of their size: int64 [2^bits], or [255] for 8 bits (section 4)."""
+    """The levels in ascending order: int64 [2^bits], or [255] for 8 bits (section 4)."""
     if bits == 8:
         return torch.arange(-127, 128)
     if levels is None:
@@ -184,19 +185,19 @@ def level_table_reference(levels: Tensor | None, bits: int) -> Tensor:
 
 
 def level_of_code_reference(codes: Tensor, levels: Tensor | None, bits: int) -> Tensor:
-    """uint8 codes -> the int64 levels that they stand for."""
+    """The int64 levels that uint8 codes stand for, in the shape of the codes."""
     if bits == 8:
         return codes.view(torch.int8).long()
     return level_table_reference(levels, bits)[codes.long()]
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """float32 2^exponent for -126 <= exponent <= 127, by its bits."""
+    """float32 2^exponent for -126 <= exponent <= 127, made from its bit pattern."""
     return (exponent + 127 << 23).to(torch.int32).view(torch.float32)
 
 
 class Channels(NamedTuple):
-    """The parts of a `center`: [d] or [kv_heads, d] each."""
+    """The parts of a `center`: float32 [d] or [kv_heads, d] each, None for a part that it lacks."""
 
     center: Tensor | None
     scale: Tensor | None
@@ -204,7 +205,7 @@ class Channels(NamedTuple):
 
     @classmethod
     def of(cls, center: Tensor | None, dims: int) -> Channels:
-        """dims: of a center without scales."""
+        """dims: how many dimensions a center without scales has."""
         if center is not None and center.dim() > dims:
             return cls(*center.unbind())
         return cls(center, None, None)
@@ -226,7 +227,7 @@ def quantise_reference(
     d = x.shape[-1]
     root = math.sqrt(d)
 
-    # 1, 2: center and scales of channels, and vectors that cannot be coded
+    # 1, 2: subtract the center and scale the channels; vectors that cannot be coded become zero
     x = x.float()
     if channels.center is not None:
         x = x - channels.center
@@ -236,11 +237,11 @@ def quantise_reference(
     x = torch.where(broken[..., None], torch.zeros_like(x), x)
     amax = x.abs().amax(-1)
 
-    # 3: an exact power of two into a safe range
+    # 3: scale by an exact power of two, so that squares neither overflow nor vanish
     exponent = ((amax.view(torch.int32) >> 23) - 127).clamp(-100, 100)
     x = x * power_of_two(-exponent)[..., None]
 
-    # 4, 5: rotate, normalise to a length of sqrt(d), as integers in units of 2^-12
+    # 4, 5: rotate, normalise to a length of sqrt(d), round to integers in units of 2^-12
     y = core_reference(signs * x, scaled=False)
     length = sqrt_reference(tree_sum_reference(y * y))
     r = length * torch.tensor(1.0 / math.sqrt(split_dim(d)[1]), dtype=torch.float32)
@@ -248,7 +249,7 @@ def quantise_reference(
     u = torch.round(y * k[..., None])
     u = torch.where((amax == 0)[..., None], torch.zeros_like(u), u).long()
 
-    # 6: the candidate step with the greatest merit
+    # 6: choose the candidate step with the greatest merit
     table = level_table_reference(levels, bits)
     sums = (table[1:] + table[:-1]).float()
     grain = 1 if bits == 8 else 16
@@ -303,7 +304,7 @@ def dequantise_reference(
     channels: Channels = NO_CHANNELS,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Codes and scales -> vectors: docs/format.md, section 6."""
+    """Vectors [..., d] of codes uint8 [..., d], scales float16 [...]: docs/format.md, section 6."""
     level = level_of_code_reference(codes, levels, bits)
     x = signs * core_reference((scale.float() * 2.0**-5)[..., None] * level.float())
     if channels.inverse is not None:

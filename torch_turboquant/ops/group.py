@@ -1,8 +1,8 @@
 """Affine quantisation of groups of channels, without a rotation: the usual baseline for values.
 
-Each group of 32 or 64 channels keeps its minimum and one step in float16, and 2- or 4-bit codes
-between them (docs/format.md, section 10). Published caches store values this way; here it is the
-yardstick that rotated codes are measured against.
+Each quantisation group of 32 or 64 channels stores its minimum and one step in float16, and a 2- or
+4-bit code per channel that counts steps from the minimum (docs/format.md, section 10). Published
+caches store values this way; rotated codes are measured against it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ def group_encode(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tens
     Args:
         x: [..., d], float32, float16 or bfloat16, stride 1 in the last dimension, d a multiple of
             group.
-        group: channels of a group: 32 or 64.
+        group: channels of a quantisation group: 32 or 64.
         bits: 2 or 4.
 
     Returns:
         packed: uint8 [..., d * bits / 8], dense rows.
-        scale, zero: float16 [..., d / group]; NaN where a group has a NaN or an infinity.
+        scale, zero: the step and the minimum of every group, float16 [..., d / group]; NaN where a
+            group has a NaN or an infinity.
 
     Raises:
         TypeError: another dtype.
@@ -49,7 +50,7 @@ def group_decode(
     d: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Reconstructs what group_encode stored: code * scale + zero.
+    """Reconstructs the vectors that group_encode stored: code * scale + zero.
 
     Args:
         packed: uint8 [..., d * bits / 8], contiguous.
@@ -57,10 +58,10 @@ def group_decode(
         group: 32 or 64.
         bits: 2 or 4.
         d: channels of a vector, a multiple of group.
-        dtype: of the result: float32, float16 or bfloat16.
+        dtype: dtype of the result: float32, float16 or bfloat16.
 
     Returns:
-        [..., d].
+        [..., d] of this dtype.
 
     Raises:
         TypeError: another dtype.
@@ -110,7 +111,7 @@ def group_encode_reference(x: Tensor, group: int, bits: int) -> tuple[Tensor, Te
     x = x.float().unflatten(-1, (-1, group))
     broken = ~torch.isfinite(x).all(-1)
     x = torch.where(broken[..., None], torch.zeros_like(x), x)
-    low, high = x.amin(-1) + 0.0, x.amax(-1) + 0.0  # a zero counts as +0
+    low, high = x.amin(-1) + 0.0, x.amax(-1) + 0.0  # -0 becomes +0
     zero = low.clamp(-65504, 65504).half()
     scale = ((high - low) / top).clamp(-65504, 65504).half()
     step = scale.float()[..., None]

@@ -1,9 +1,9 @@
 """The transform: a signed, orthonormal Walsh-Hadamard transform of the last dimension.
 
 It stands in for the paper's random rotation (Algorithm 1, line 2): after it, every coordinate of a
-vector has nearly the same known distribution, so one scalar codebook serves all of them.
-d = m * 2^k: butterflies over the 2^k contiguous channels of a block, then the m x m Hartley matrix
-across blocks (docs/format.md, section 2).
+vector has nearly the same known distribution, so one scalar codebook serves all of them. With
+d = m * 2^k, it does butterflies over the 2^k contiguous channels of a block, then applies the m x m
+Hartley matrix across the blocks (docs/format.md, section 2).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def hadamard(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
         x: [..., d], float32, float16 or bfloat16, stride 1 in the last dimension;
             d = m * 2^k up to 4096 with m one of 1, 3, 5, 7, 9 and k >= 1.
         signs: float32 [d] of +1 and -1 (random_signs).
-        inverse: undo the transform.
+        inverse: whether to apply the inverse.
 
     Returns:
-        A new tensor of x's shape and dtype: computed in float32, rounded once. It has a backward
-        for x (the transform is orthonormal, so the gradient is transformed the other way).
+        A new tensor of x's shape and dtype, computed in float32 and rounded once. Gradients flow to
+        x: the transform is orthonormal, so its inverse transforms them.
 
     Raises:
         TypeError: another dtype.
         ValueError: another shape, stride or device.
-        RuntimeError: signs require grad.
+        RuntimeError: signs require a gradient.
     """
     d = _checks.check_vectors("x", x)
     _checks.check_vector_dim("x", d)
@@ -80,9 +80,9 @@ def hadamard_reference(x: Tensor, signs: Tensor, inverse: bool = False) -> Tenso
 
 
 def core_reference(y: Tensor, scaled: bool = True) -> Tensor:
-    """The transform without signs on float32 [..., d]: its own inverse up to rounding.
+    """The transform of float32 [..., d] without signs, which is its own inverse up to rounding.
 
-    `scaled=False` leaves out the factor 1 / sqrt(n), as encoders do (section 5, step 4).
+    scaled: False leaves out the factor 1 / sqrt(n), as encoders do (section 5, step 4).
     """
     d = y.shape[-1]
     m, n = split_dim(d)
@@ -109,12 +109,12 @@ def core_reference(y: Tensor, scaled: bool = True) -> Tensor:
 
 
 def sqrt_reference(t: Tensor) -> Tensor:
-    """The correctly rounded float32 square root: torch.sqrt can be one unit off on CPUs."""
+    """The correctly rounded float32 square root; torch.sqrt can be off by one ulp on CPUs."""
     return torch.from_numpy(np.asarray(np.sqrt(t.numpy())))
 
 
 def tree_sum_reference(t: Tensor) -> Tensor:
-    """Sum of float32 [..., d] over d in the fixed order of docs/format.md, section 5."""
+    """The sum of float32 [..., d] over d, in the fixed order of docs/format.md, section 5."""
     m, n = split_dim(t.shape[-1])
     t = t.reshape(*t.shape[:-1], m, n)
     while t.shape[-1] > 1:

@@ -1,9 +1,8 @@
-"""Dense little-endian bit strings: how codes of standalone vectors are stored.
+"""Dense little-endian bit strings, in which codes of standalone vectors are stored.
 
-Code c of a row takes bits c * bits .. (c + 1) * bits - 1 of the row's bit string; bit k of the
-string is bit k mod 8 of byte k // 8; unused bits of the last byte are 0 (docs/format.md, section
-7).
-Page records have another layout (format.py).
+Code c of a row takes bits c * bits .. (c + 1) * bits - 1 of the row's bit string. Bit k of the
+string is bit k mod 8 of byte k // 8, and unused bits of the last byte are 0 (docs/format.md,
+section 7). Page records have another layout (format.py).
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Packs codes into dense rows.
 
     Args:
-        codes: uint8 [..., d] with values below 2^bits, contiguous; any d of 1 and more. Larger
-            values are an error on the CPU; on CUDA their upper bits are dropped.
+        codes: uint8 [..., d] with values below 2^bits, contiguous, d >= 1. Larger values are an
+            error on the CPU; on CUDA their upper bits are dropped.
         bits: 1 to 8.
 
     Returns:
@@ -47,7 +46,7 @@ def unpack(packed: Tensor, bits: int, d: int) -> Tensor:
     Args:
         packed: uint8 [..., ceil(d * bits / 8)], contiguous.
         bits: 1 to 8.
-        d: codes of a row, 1 and more.
+        d: codes of a row, d >= 1.
 
     Returns:
         uint8 [..., d].
@@ -63,7 +62,12 @@ def unpack(packed: Tensor, bits: int, d: int) -> Tensor:
 
 
 def check_rows(name: str, packed: Tensor, d: int, bits: int) -> None:
-    """Rows of d codes: uint8 [..., ceil(d * bits / 8)], contiguous."""
+    """Checks rows of d codes: uint8 [..., ceil(d * bits / 8)], contiguous.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another stride or last dimension.
+    """
     _checks.check_dtype(name, packed, (torch.uint8,))
     if packed.dim() == 0 or packed.shape[-1] != dense_row_bytes(d, bits):
         raise ValueError(
@@ -88,7 +92,7 @@ def _unpack_fake(packed: Tensor, bits: int, d: int) -> Tensor:
 
 
 def check_fake_rows(packed: Tensor, d: int, bits: int) -> None:
-    """While tracing: a row of another width would give codes of another shape than promised."""
+    """The check of tracing: rows of another width do not hold d codes."""
     fits = packed.shape[-1] == dense_row_bytes(d, bits)
     torch._check(fits, lambda: f"packed must have rows of {d} codes of {bits} bits")
 
@@ -97,7 +101,7 @@ def check_fake_rows(packed: Tensor, d: int, bits: int) -> None:
 
 
 def pack_reference(codes: Tensor, bits: int) -> Tensor:
-    """The op in plain PyTorch: spell the bit string out, then read it in bytes."""
+    """The op in plain PyTorch: writes the bit string out, then reads it in bytes."""
     if codes.numel() and int(codes.max()) >= 2**bits:
         raise RuntimeError(f"codes must be below 2^bits = {2**bits}, got {int(codes.max())}")
     string = (codes[..., None] >> torch.arange(bits, dtype=torch.uint8)) & 1
@@ -108,7 +112,7 @@ def pack_reference(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_reference(packed: Tensor, bits: int, d: int) -> Tensor:
-    """The op in plain PyTorch: spell the bytes out as a bit string, then read it in codes."""
+    """The op in plain PyTorch: writes the bytes out as a bit string, then reads it in codes."""
     string = ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
     codes = string[..., : d * bits].unflatten(-1, (d, bits)).int()
     return (codes << torch.arange(bits, dtype=torch.int32)).sum(-1).to(torch.uint8)

@@ -1,8 +1,8 @@
-"""QJL: a 1-bit sketch of a residual and the unbiased estimate of inner products with it.
+"""QJL: a 1-bit sketch of a residual, and the unbiased estimate of inner products with it.
 
-The paper (Algorithm 2, TurboQuant_prod) stores the signs of S r for the residual r = x - decoded x,
-and its length. For a query q,  c * |r| * <S q, sign(S r)>  estimates <q, r> without bias; c depends
-on S, and confusing the two ruins it silently:
+The paper (Algorithm 2, TurboQuant_prod) stores the signs of S r and the length |r| for the residual
+r = x - decoded x. For a query q,  c * |r| * <S q, sign(S r)>  estimates <q, r> without bias. The
+factor c depends on the kind of S, and the wrong one gives wrong estimates without an error:
 
     dense S, float32 [m, d] of independent N(0, 1):        c = sqrt(pi / 2) / m
     structured S = signed orthonormal transform, m = d:    c = sqrt(pi / (2 d))
@@ -33,13 +33,14 @@ def qjl_sketch(residual: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         residual: [..., d], float32, float16 or bfloat16, stride 1 in the last dimension;
             d = m * 2^k up to 4096 with m one of 1, 3, 5, 7, 9 and k >= 1.
-        projection: float32 [m, d], m a multiple of 8: dense (gaussian_projection); or float32 [d],
-            d a multiple of 8: the signs of a structured projection (random_signs with
-            SignKind.SKETCH).
+        projection: either dense, float32 [m, d] with m a multiple of 8 (gaussian_projection), or
+            the signs of a structured projection, float32 [d] with d a multiple of 8 (random_signs
+            with SignKind.SKETCH).
 
     Returns:
         sign_bits: uint8 [..., m / 8]; bit i of a row is 1 where projection i is >= 0.
-        norm: float32 [...]; NaN (and bits 0) where the residual has a NaN or an infinity.
+        norm: float32 [...]. It is NaN, and all bits are 0, where the residual has a NaN or an
+            infinity.
 
     Raises:
         TypeError: another dtype.
@@ -56,13 +57,13 @@ def qjl_score(q: Tensor, sign_bits: Tensor, norm: Tensor, projection: Tensor) ->
 
     Args:
         q: [..., queries, d], float32, float16 or bfloat16, stride 1 in the last dimension.
-        sign_bits: uint8 [..., keys, m / 8], contiguous, the leading dimensions of q.
+        sign_bits: uint8 [..., keys, m / 8], contiguous, with the leading dimensions of q.
         norm: float32 [..., keys], contiguous.
         projection: as given to qjl_sketch.
 
     Returns:
-        float32 [..., queries, keys]. On the CPU the projected query is rounded to 16-bit integers,
-        see docs/ops.md: an error of about 1e-5 |q| norm.
+        float32 [..., queries, keys]. On the CPU the projected query is rounded to 16-bit integers
+        (docs/ops.md), which adds an error of about 1e-5 |q| norm.
 
     Raises:
         TypeError: another dtype.
@@ -82,7 +83,12 @@ def qjl_score(q: Tensor, sign_bits: Tensor, norm: Tensor, projection: Tensor) ->
 
 
 def check_projection(projection: Tensor, device: torch.device, d: int) -> None:
-    """Dense [m, d] or structured [d]; rows of whole bytes."""
+    """Checks a projection: dense [m, d] or structured [d], whose sketches fill whole bytes.
+
+    Raises:
+        TypeError: another dtype than float32.
+        ValueError: another shape, stride or device.
+    """
     _checks.check_dtype("projection", projection, (torch.float32,))
     if projection.dim() not in (1, 2) or projection.shape[-1] != d or projection.shape[0] % 8:
         raise ValueError(
@@ -93,7 +99,7 @@ def check_projection(projection: Tensor, device: torch.device, d: int) -> None:
 
 
 def check_fake_leading(q: Tensor, keys: Tensor) -> None:
-    """While tracing: queries and keys of other leading dimensions would not be broadcast."""
+    """The check of tracing: leading dimensions must be equal, since none are broadcast."""
     torch._check(
         q.dim() >= 2 and q.shape[:-2] == keys.shape[:-2],
         lambda: "q [..., queries, d] and keys must have the same leading dimensions",

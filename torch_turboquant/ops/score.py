@@ -1,13 +1,13 @@
 """Attention scores straight from packed vectors.
 
-The inner product with a decoded key is taken in the rotated space: the query is transformed once,
-every key costs one dot product with its levels, and its scale is applied at the end. Keys are never
-decoded. An optional sketch of the residuals (qjl.py) adds the paper's unbiased correction
+The inner product with a decoded key is computed in the rotated space: the query is transformed
+once, every key costs one dot product with its levels, and its scale is applied at the end. Keys are
+never decoded. An optional sketch of the residuals (qjl.py) adds the paper's unbiased correction
 (Algorithm 2, TurboQuant_prod).
 
-On the CPU a query is rotated or projected once and rounded to 16-bit integers, which puts a score
-off by about 10^-5 of |q| |key| (or |q| |residual|), less than a thousandth of what an 8-bit code
-costs; from 513 channels on the integers have fewer bits, so that sums of any levels fit 32 bits.
+On the CPU a query is rotated or projected once and rounded to 16-bit integers. This changes a score
+by about 10^-5 of |q| |key| (or |q| |residual|), less than a thousandth of the error of an 8-bit
+code. Above 512 channels the integers have fewer bits, so that sums of any levels fit 32 bits.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def score(
     Args:
         q: [..., queries, d], float32, float16 or bfloat16, stride 1 in the last dimension;
             d = m * 2^k up to 4096 with m one of 1, 3, 5, 7, 9 and k >= 1.
-        packed: uint8 [..., keys, ceil(d * bits / 8)], contiguous, the leading dimensions of q.
+        packed: uint8 [..., keys, ceil(d * bits / 8)], contiguous, with the leading dimensions of q.
         scale: float16 [..., keys], contiguous.
         signs, levels, bits, center: as given to encode.
-        sign_bits, residual_norm, projection: the sketch of the residuals (qjl_sketch): all three or
+        sign_bits, residual_norm, projection: the sketch of the residuals (qjl_sketch), all three or
             none.
 
     Returns:
         float32 [..., queries, keys]: <q, decoded key> + <q, center> + the sketch's estimate. On the
-        CPU the rotated query is rounded to 16-bit integers, see docs/ops.md: an error of about
-        1e-5 |q| |key|.
+        CPU the rotated query is rounded to 16-bit integers (docs/ops.md), which adds an error of
+        about 1e-5 |q| |key|.
 
     Raises:
         TypeError: another dtype.
@@ -118,7 +118,7 @@ def score_reference(
     """Decoded keys, the center and the estimator in float64: float64 [..., queries, keys]."""
     level = level_of_code_reference(unpack_reference(packed, bits, q.shape[-1]), levels, bits)
     rotated = scale.double()[..., None] * level.double() / 32
-    keys = rotated @ rotation_tensor(signs)  # the rows of the inverse: rotated^T R
+    keys = rotated @ rotation_tensor(signs)  # the inverse rotation of row vectors
     channels = Channels.of(center, 1)
     if channels.inverse is not None:
         keys = keys * channels.inverse.double()

@@ -1,19 +1,15 @@
-// What a call of paged_attention is about, for the kernels: plain pointers and numbers, and the rules of which key a query sees.
+// A call of paged_attention as kernels take it: plain pointers and numbers, and the rules that say which keys a query
+// sees.
 //
-// Nothing here waits for the device, so values of seq_lens, block_table, cu_seqlens_q and tail_slots are checked where they are
-// read: a page id out of range holds no keys, a sequence without queries or with a length of 0 has no work.
+// The host never synchronises with the device, so kernels check the values of seq_lens, block_table, cu_seqlens_q and
+// tail_slots where they read them: a page id out of range holds no keys, and a sequence without queries or with a
+// length of 0 has no work.
 #pragma once
 
 #include "cuda/common/device.cuh"
 #include "format.h"
 
 namespace turboquant::cuda {
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-}
 
 struct Attention {
   // Queries and results
@@ -49,7 +45,8 @@ struct Attention {
   const int32_t* tail_valid;  // [max_seqs, 2] (sinks held, first position held by the ring); null: everything
   int max_seqs, sink_tokens, ring, recent_window;
 
-  // early: what the kernel ahead of this one may still be writing is read past the first level of the cache, which would keep it.
+  // early: the previous kernel may still be writing `from`. The load then bypasses the L1 cache, which would keep the
+  // old value.
   template <typename T>
   static __device__ __forceinline__ T read(const T* from, bool early) {
     return early ? __ldcg(from) : *from;
@@ -63,7 +60,7 @@ struct Attention {
     if (!query_begin) return 1;
     return min(max(min(read(query_begin + s + 1, early), tokens) - first_query(s, early), 0), max_q_len);
   }
-  // Tokens of sequence s, limited to what block_table has room for.
+  // The number of tokens of sequence s, limited to those that block_table has room for.
   __device__ __forceinline__ int length(int s, bool early = false) const {
     const int64_t room = int64_t{max_pages} * record.page_size;
     return static_cast<int>(min(static_cast<int64_t>(max(read(seq_lens + s, early), 0)), room));
@@ -73,10 +70,10 @@ struct Attention {
     return sliding_window > 0 ? max(0, position - sliding_window + 1) : 0;
   }
 
-  // What the exact tail holds of a sequence.
+  // The positions of a sequence that the exact tail holds.
   struct Tail {
-    bool any;
-    int sinks, first;  // positions [0, sinks), and from `first` on
+    bool any;          // false: none
+    int sinks, first;  // [0, sinks), and all from `first` on
   };
   __device__ __forceinline__ Tail tail_of(int s, bool early = false) const {
     const int64_t slot = tail ? read(tail_slots + s, early) : -1;
@@ -85,7 +82,7 @@ struct Attention {
     return {true, max(min(sink_tokens, read(tail_valid + 2 * slot, early)), 0),
             max(sink_tokens, read(tail_valid + 2 * slot + 1, early))};
   }
-  // Keys [0, tail.sinks) and [recent, position] of a query come from the tail, what lies between from codes.
+  // A query reads keys [0, tail.sinks) and [recent, position] from the tail, and the keys between them from codes.
   __device__ __forceinline__ int recent(const Tail& tail, int position) const {
     return tail.any ? min(max(position - recent_window + 1, tail.first), position + 1) : position + 1;
   }

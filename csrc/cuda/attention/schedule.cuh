@@ -1,26 +1,29 @@
-// The list of work of the decode kernel (attention/split_kv_kernel.cuh), and how the blocks of a grid cut it: by lengths that only the device knows, and
-// without a word between the blocks.
+// The work of a paged_attention launch as one list, and how the blocks of a grid divide it: by lengths that only the
+// device knows, and without any communication between the blocks.
 //
-// The list is a line of numbers: sequence by sequence, KV head by KV head, block of rows by block of rows, one number for each unit of
-// keys; units of codes come first, then those of the exact tail. The units of one (sequence, head, block of rows) are a segment. Every
-// block works out for itself, from all lengths, which numbers are its own (cut_work), and where the first of them lies (DecodePlace).
+// The list numbers all units of work: sequence by sequence, KV head by KV head, block of rows by block of rows. A unit
+// is 64 keys; units of codes come first, then units of the exact tail. The units of one (sequence, KV head, block of
+// rows) form a segment. Every block computes from all lengths which interval of numbers is its own (cut_work), and
+// where the first of its units lies (Segment).
 //
-// A border between segments costs a block time: its warps' results are joined and other queries prepared, and nobody attends. So
-//   where there are enough blocks, each gets an equal part of one segment: no borders;
-//   where there are more segments than blocks, each gets whole segments, if all are alike and that takes no longer;
-//   else the list is cut anywhere into equal parts, in which a border counts as kBorderUnits numbers.
-// Either way the blocks that share a segment are neighbours, and DecodeCut tells which they are.
+// The end of a segment costs a block time in which it attends to nothing: it joins the results of its warps and
+// prepares other queries. The cut therefore depends on the number of segments:
+//   with at least as many blocks as segments, each block gets an equal part of one segment, and no block sees two;
+//   with more segments than blocks, each block gets whole segments, if all segments are equal and that takes no longer;
+//   otherwise equal intervals are cut anywhere in the list, and a segment counts kSegmentOverhead numbers more than it
+//   has units.
+// In all three cases the blocks that share a segment are neighbours, and ListCut says which they are.
 #pragma once
 
 #include "cuda/attention/call.cuh"
 
 namespace turboquant::cuda {
 
-constexpr int kUnitTokens = 64;   // keys of a unit of codes
-constexpr int kBorderUnits = 16;  // the time of a border
-constexpr int kLeastUnits = 8;    // a segment is not cut into less
+constexpr int kUnitTokens = 64;       // keys of a unit of codes
+constexpr int kSegmentOverhead = 16;  // the end of a segment takes as long as so many units
+constexpr int kLeastUnits = 8;        // the shortest part that a segment is cut into
 
-// Of numbers that are not negative; signed division takes longer.
+// For arguments that are not negative: unsigned division is faster than signed division.
 __device__ __forceinline__ int quotient(int x, int y) {
   return static_cast<int>(static_cast<unsigned>(x) / static_cast<unsigned>(y));
 }
@@ -28,20 +31,23 @@ __device__ __forceinline__ int remainder(int x, int y) {
   return static_cast<int>(static_cast<unsigned>(x) % static_cast<unsigned>(y));
 }
 
-// All that follows from the length of a sequence.
-struct DecodeSequence {
-  int queries, length, blocks;  // blocks of rows
-  int first, coded, units;      // first key of unit 0; units of codes; units with the exact ones that follow
-  int sinks, recent, exact;     // exact keys that some row sees: [0, sinks) and [recent, length), together `exact`
+// Everything that follows from the length of a sequence.
+struct SequenceWork {
+  int queries, length, blocks;  // query tokens; keys; blocks of rows
+  int first, coded, units;      // the first key of unit 0; units of codes; all units, those of exact keys included
+  int sinks, recent, exact;     // exact keys that some row sees: [0, sinks) and [recent, length), `exact` in all
 
-  bool operator==(const DecodeSequence&) const = default;
+  bool operator==(const SequenceWork&) const = default;
   __device__ __forceinline__ int rows(const Attention& a) const { return queries * a.group; }
+  // The position of exact key i.
+  __device__ __forceinline__ int exact_key(int i) const { return i < sinks ? i : recent + i - sinks; }
 };
 
-// ROWS: of a block of rows; per_unit: exact keys of a unit.
+// ROWS: rows of a block of rows. per_unit: exact keys of a unit. early: lengths are read before the previous kernel has
+// ended.
 template <int ROWS>
-__device__ __forceinline__ DecodeSequence describe(const Attention& a, int per_unit, int s, bool early) {
-  DecodeSequence x;
+__device__ __forceinline__ SequenceWork work_of_sequence(const Attention& a, int per_unit, int s, bool early) {
+  SequenceWork x;
   x.queries = a.num_queries(s, early), x.length = a.length(s, early);
   x.blocks = quotient(x.queries * a.group + ROWS - 1, ROWS);
   const Attention::Tail tail = a.tail_of(s, early);
@@ -58,10 +64,10 @@ __device__ __forceinline__ DecodeSequence describe(const Attention& a, int per_u
   return x;
 }
 
-// Which numbers of the list of work are whose: from `start` on, block `base` + i has the i-th of equal parts, the first `longer` of
-// which have one more. A border between segments costs a block time, because no unit is attended while results are joined and
-// queries prepared; so `gap` numbers before the first unit of a segment stand for no unit.
-struct DecodeCut {
+// Which block owns which numbers of the list: from `start` on, block `base` + i owns the i-th of equal intervals, the
+// first `longer` of which are longer by one. `gap` numbers before the first unit of each segment stand for no unit:
+// they are the overhead of the segment's end, which would otherwise not be shared fairly.
+struct ListCut {
   int start, base;
   unsigned share, longer;
   int gap;
@@ -76,42 +82,42 @@ struct DecodeCut {
   }
 };
 
-// A place in the list of work: a segment.
-struct DecodePlace {
+// A segment, and where it lies in the list.
+struct Segment {
   int sequence, head, block;
-  int origin;  // the sequence's first number in the list
-  int begin;   // of the segment's units
-  DecodeSequence about;
+  int origin;  // the first number of its sequence
+  int begin;   // the number of its first unit
+  SequenceWork work;
 
-  // Before a sequence whose numbers begin at `origin`.
-  static __device__ __forceinline__ DecodePlace before(int sequence, int origin) {
+  // Stands before the sequence whose numbers begin at `origin`; `seek` moves on from here.
+  static __device__ __forceinline__ Segment before(int sequence, int origin) {
     return {sequence - 1, 0, 0, origin, origin, {}};
   }
 
-  __device__ __forceinline__ int end() const { return begin + about.units; }
-  __device__ __forceinline__ int coded_end() const { return begin + about.coded; }
-  // Of a unit of codes, and back.
-  __device__ __forceinline__ int first_token(int unit) const { return about.first + (unit - begin) * kUnitTokens; }
-  __device__ __forceinline__ int unit_of(int token) const { return begin + (token - about.first) / kUnitTokens; }
+  __device__ __forceinline__ int end() const { return begin + work.units; }
+  __device__ __forceinline__ int coded_end() const { return begin + work.coded; }
+  // From a unit of codes to its first key, and back.
+  __device__ __forceinline__ int first_token(int unit) const { return work.first + (unit - begin) * kUnitTokens; }
+  __device__ __forceinline__ int unit_of(int token) const { return begin + (token - work.first) / kUnitTokens; }
 
-  // Moves on to the (sequence, head, block) that holds `unit`, or comes after the gap that does.
+  // Moves on to the segment that holds number `unit`, or whose gap does.
   template <int ROWS>
   __device__ __forceinline__ void seek(const Attention& a, int per_unit, int gap, int unit, bool early = false) {
-    while (unit >= origin + (about.units + gap) * about.blocks * a.kv_heads) {
-      origin += (about.units + gap) * about.blocks * a.kv_heads;
+    while (unit >= origin + (work.units + gap) * work.blocks * a.kv_heads) {
+      origin += (work.units + gap) * work.blocks * a.kv_heads;
       if (++sequence >= a.seqs) {  // the end of the list
-        begin = INT32_MAX - 1, about.units = 1, about.coded = about.exact = 0;
+        begin = INT32_MAX - 1, work.units = 1, work.coded = work.exact = 0;
         return;
       }
-      about = describe<ROWS>(a, per_unit, sequence, early);
+      work = work_of_sequence<ROWS>(a, per_unit, sequence, early);
     }
-    const int segment = quotient(unit - origin, about.units + gap);
-    head = about.blocks == 1 ? segment : quotient(segment, about.blocks), block = segment - head * about.blocks;
-    begin = origin + segment * (about.units + gap) + gap;
+    const int segment = quotient(unit - origin, work.units + gap);
+    head = work.blocks == 1 ? segment : quotient(segment, work.blocks), block = segment - head * work.blocks;
+    begin = origin + segment * (work.units + gap) + gap;
   }
 };
 
-// Of the lanes before this one.
+// The sum over the lanes before this one.
 __device__ __forceinline__ int sum_of_lanes_before(int x) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   int sum = x;
@@ -123,19 +129,22 @@ __device__ __forceinline__ int sum_of_lanes_before(int x) {
   return sum - x;
 }
 
-// A block's share of the list: numbers [begin, end), the first of which lies at `place`; none: begin = end.
-struct DecodeShare {
-  DecodeCut cut;
+// A block's share of the list: numbers [begin, end), the first of which lies in `segment`. Without work, begin = end.
+struct BlockShare {
+  ListCut cut;
   int begin, end;
-  DecodePlace place;
+  Segment segment;
 };
 
-// One warp finds its block's share. A lane counts for neighbouring sequences. counts: shared memory of `room` bytes, for units and
-// segments of each sequence. early: lengths are read while the kernel ahead may still be writing them. known: null, or the place that
-// was found so; false: nothing has changed since, and all that was found is true.
+// One warp computes the share of its block; each lane counts the work of a run of neighbouring sequences.
+//   counts  shared memory of `room` bytes for (units, segments) of each sequence, unless there are too many sequences
+//   early   lengths are read while the previous kernel may still be writing them
+//   known   null, or the first segment of the share that an earlier call has found
+// Returns false if no length that decides about the share has changed since the earlier call: `found` then stays as it
+// is, and the earlier share is right.
 template <int ROWS>
 __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2* counts, int room, bool early,
-                                         const DecodePlace* known, DecodeShare& found) {
+                                         const Segment* known, BlockShare& found) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int each = (a.seqs + 31) / 32, mine = lane * each, behind = min(mine + each, a.seqs);
   const int grid = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
@@ -143,26 +152,26 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
   int units = 0, segments = 0, least = INT32_MAX, most = 0;
   bool same = known && remember;
   for (int s = mine; s < behind; ++s) {
-    const DecodeSequence x = describe<ROWS>(a, per_unit, s, early);
+    const SequenceWork x = work_of_sequence<ROWS>(a, per_unit, s, early);
     const int count = x.blocks * a.kv_heads;
     if (remember) {
       const uint2 now{static_cast<unsigned>(x.units), static_cast<unsigned>(count)}, then = counts[s];
-      if (known) same &= now.x == then.x && now.y == then.y && (s != known->sequence || x == known->about);
+      if (known) same &= now.x == then.x && now.y == then.y && (s != known->sequence || x == known->work);
       counts[s] = now;
     }
     units += x.units * count, segments += count;
     if (count > 0) least = min(least, x.units), most = max(most, x.units);
   }
   if (__all_sync(0xffffffff, same)) return false;
-  found.begin = found.end = 0, found.place = DecodePlace::before(0, 0);
-  const int borders = sum_of_lanes(segments);
-  if (borders == 0) return true;
-  const int total = sum_of_lanes(units), numbers = total + kBorderUnits * borders;
+  found.begin = found.end = 0, found.segment = Segment::before(0, 0);
+  const int all_segments = sum_of_lanes(segments);
+  if (all_segments == 0) return true;
+  const int total = sum_of_lanes(units), numbers = total + kSegmentOverhead * all_segments;
   least = -max_of_lanes(-least), most = max_of_lanes(most);
   const bool alike = least == most;
   const int fair = max(quotient(numbers + grid - 1, grid), kLeastUnits);
 
-  // Parts of one segment each, equal ones: of the least size, up to `fair`, for which there are enough blocks.
+  // Equal parts of one segment for each block: the smallest part size, up to `fair`, for which there are enough blocks.
   const auto parts_of = [&](uint2 count, int size) { return count.y * ((count.x + size - 1) / size); };
   const auto parts = [&](int size) {
     int n = 0;
@@ -171,9 +180,9 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
     return n;
   };
   int size = fair + 1;
-  if (remember && borders <= grid) {
+  if (remember && all_segments <= grid) {
     if (alike) {
-      const int n = quotient(grid, borders);
+      const int n = quotient(grid, all_segments);
       size = max(quotient(most + n - 1, n), kLeastUnits);
     } else if (sum_of_lanes(parts(fair)) <= grid) {
       size = fair;
@@ -184,9 +193,9 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
       }
     }
   }
-  DecodeCut cut;
+  ListCut cut;
   int begin, end;
-  int owner, before;  // the lane whose sequences hold `begin`, and the number before them
+  int owner, before;  // the lane whose sequences hold `begin`, and the first number of these sequences
   if (size <= fair) {
     const int n = parts(size);
     int first = sum_of_lanes_before(n);
@@ -207,21 +216,23 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
     cut.share = __shfl_sync(0xffffffff, cut.share, owner), cut.longer = __shfl_sync(0xffffffff, cut.longer, owner);
     begin = cut.begin(block), end = cut.begin(block + 1);
   } else {
-    // Several segments: whole ones, where all are alike and that takes no longer, else cut anywhere.
-    const int whole = quotient(borders + grid - 1, grid) * (most + kBorderUnits), share = quotient(numbers, grid);
-    cut = {0, 0, static_cast<unsigned>(share), static_cast<unsigned>(numbers - share * grid), kBorderUnits};
-    if (alike && whole - kBorderUnits <= fair) cut.share = whole, cut.longer = 0;
+    // Several segments for each block: whole ones, if all are equal and that takes no longer, else the list is cut
+    // anywhere.
+    const int whole = quotient(all_segments + grid - 1, grid) * (most + kSegmentOverhead);
+    const int share = quotient(numbers, grid);
+    cut = {0, 0, static_cast<unsigned>(share), static_cast<unsigned>(numbers - share * grid), kSegmentOverhead};
+    if (alike && whole - kSegmentOverhead <= fair) cut.share = whole, cut.longer = 0;
     if (cut.share == 0) cut.share = 1, cut.longer = 0;
     begin = cut.begin(block), end = min(cut.begin(block + 1), numbers);
     if (begin >= end) return true;
-    const int own = units + kBorderUnits * segments;
+    const int own = units + kSegmentOverhead * segments;
     before = sum_of_lanes_before(own);
     owner = __ffs(static_cast<int>(__ballot_sync(0xffffffff, before <= begin && begin < before + own))) - 1;
     before = __shfl_sync(0xffffffff, before, owner);
   }
   __syncwarp();
-  found = {cut, begin, end, DecodePlace::before(owner * each, before)};
-  found.place.template seek<ROWS>(a, per_unit, cut.gap, begin, early);
+  found = {cut, begin, end, Segment::before(owner * each, before)};
+  found.segment.template seek<ROWS>(a, per_unit, cut.gap, begin, early);
   return true;
 }
 

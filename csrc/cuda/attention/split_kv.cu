@@ -1,91 +1,68 @@
-// The launch of the decode kernel: which kernel, how its shared memory is cut, and counters that need no clearing.
+// The launch of the split-KV kernel: which instance, how its shared memory is divided, and counters that need no
+// clearing.
 #include "cuda/attention/split_kv.cuh"
 
 #include <algorithm>
 #include <mutex>
+#include <utility>
 #include <vector>
 
-#include "cuda/attention/split_kv_kernel.cuh"
+#include "choices/attention.h"
 #include "cuda/common/torch.cuh"
 
-namespace turboquant::cuda {
+namespace turboquant::cuda::split_kv {
 namespace {
 
-constexpr int kMaxRows = 16;  // beyond it, another kernel reads the codes fewer times
+// ---- The instance --------------------------------------------------------------------------------------------------
 
-DecodeKernel kernel_of(const Attention& a) {
-  const int rows = a.max_q_len * a.group;
-  const bool key_uniform = !a.key_levels, value_uniform = !a.value_levels;
-  const format::Record& r = a.record;
-  switch (r.head_dim) {
-    case 64: return find_split_kv<64>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
-    case 80: return find_split_kv<80>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
-    case 96: return find_split_kv<96>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
-    case 112: return find_split_kv<112>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
-    case 128: return find_split_kv<128>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
-    case 160: return find_split_kv<160>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
-    case 192: return find_split_kv<192>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
-    case 256: return find_split_kv<256>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
-    case 512: return find_split_kv<512>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
-    case 576: return find_split_kv<576>(r.key_bits, key_uniform, r.value_bits, value_uniform, rows);
-    default: return {};
-  }
+template <size_t... I>
+KernelEntry find_kernel_of(int head_dim, int pair, int rows, std::index_sequence<I...>) {
+  KernelEntry found{};
+  const auto take = [&](auto d) {
+    if (d == head_dim) found = find_kernel<d>(pair, rows);
+  };
+  (take(std::integral_constant<int, kSplitKvHeadDims[I]>{}), ...);
+  return found;
 }
 
-// What launches need to know about the current device.
-struct Device {
-  int index, major, multiprocessors, shared_per_multiprocessor, shared_per_block;
+KernelEntry find_kernel_of(const Attention& a, int pair) {
+  return find_kernel_of(a.record.head_dim, pair, a.max_q_len * a.group,
+                        std::make_index_sequence<std::size(kSplitKvHeadDims)>{});
+}
 
-  static Device current() {
-    static std::mutex mutex;
-    static std::vector<Device> known;
-    int index = 0;
-    check_cuda(cudaGetDevice(&index), "cudaGetDevice");
-    const std::lock_guard<std::mutex> lock(mutex);
-    for (const Device& d : known) {
-      if (d.index == index) return d;
-    }
-    const auto attribute = [&](cudaDeviceAttr name) {
-      int value = 0;
-      check_cuda(cudaDeviceGetAttribute(&value, name, index), "cudaDeviceGetAttribute");
-      return value;
-    };
-    known.push_back({index, attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrMultiProcessorCount),
-                     attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-                     attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)});
-    return known.back();
-  }
-};
+// ---- Shared memory -------------------------------------------------------------------------------------------------
 
-SlotLayout slot_layout(const Attention& a) { return {a.record, a.dtype == Dtype::kFloat32 ? 4 : 2}; }
+int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-// As many warps as possible, up to `most`, then as many slots, then room for the states of all warps instead of half; no warps: there is
-// not enough shared memory.
-DecodePlan plan_of(const DecodeKernel& k, int most, int per_multiprocessor, const SlotLayout& layout,
-                   const Device& device, int d) {
-  constexpr int kReserved = 1024;  // of every block, by CUDA
+// As many warps as fit, up to `most_warps`, then as many stages, then room for the states of all warps instead of half
+// of them. warps = 0: not even one warp fits.
+SplitKvPlan plan_of(const KernelEntry& k, int most_warps, int blocks_per_multiprocessor, const StageLayout& layout,
+                    const DeviceFacts& device, int d) {
+  constexpr int kReserved = 1024;  // CUDA keeps this for itself in every block
+  constexpr int kMostStages = 8, kFloat = sizeof(float);
   const int limit =
-      std::min(device.shared_per_block, device.shared_per_multiprocessor / per_multiprocessor - kReserved);
-  DecodePlan best{};
-  for (int warps = most; warps >= 1 && best.warps == 0; --warps) {
+      std::min(device.shared_per_block, device.shared_per_multiprocessor / blocks_per_multiprocessor - kReserved);
+  SplitKvPlan best{};
+  for (int warps = most_warps; warps >= 1 && best.warps == 0; --warps) {
     for (const int states : {warps, (warps + 1) / 2}) {
-      // States; or what groups of threads have of a segment; or a row of exact keys for each warp.
-      const int join = 4 * std::max({states * k.join_floats, std::max(128 * warps / d, k.rows) * (d + 4), warps * d});
-      const int result = 4 * k.rows * (d + 4);
-      const int rows = up_to(k.rows * static_cast<int>(sizeof(DecodeRow)) + 8, 16);
-      const int notes = (warps + 1) * static_cast<int>(sizeof(DecodeNotes));
-      const int plain = k.rows * layout.exact_bytes / 2, signs = 2 * 4 * d + 2 * kMaxLevels;
-      const int fixed = k.query_bytes + plain + signs + up_to(join, 16) + result + rows + notes, slot = layout.stride;
-      const int slots = std::min((limit - fixed) / (warps * slot), 8) / kUnitSteps * kUnitSteps;
-      if (slots < kUnitSteps || slots <= best.slots) continue;
-      best.warps = warps, best.states = states, best.slots = slots, best.ring = slots * slot;
-      best.queries = warps * best.ring;
-      best.plain = best.queries + k.query_bytes;
-      best.signs = best.plain + plain;
+      // Holds the states of warps (Join::warps), or partial results of groups of threads (Join::blocks), or a row of
+      // the exact tail's output for each warp (ExactTail).
+      const int part_rows = std::max(128 * warps / d, k.rows);
+      const int join =
+          round_up(kFloat * std::max({states * k.state_floats, part_rows * part_floats(d), warps * d}), 16);
+      const int result = kFloat * k.rows * part_floats(d);
+      const int rows = round_up(k.rows * static_cast<int>(sizeof(QueryRow)) + 8, 16);
+      const int notes = (warps + 1) * static_cast<int>(sizeof(WarpNotes));
+      const int raw = k.rows * layout.exact_bytes / 2, signs = 2 * kFloat * d + 2 * kMaxLevels;
+      const int fixed = k.operand_bytes + raw + signs + join + result + rows + notes;
+      const int stages = std::min((limit - fixed) / (warps * layout.stride), kMostStages) / kUnitStages * kUnitStages;
+      if (stages < kUnitStages || stages <= best.stages) continue;
+      best.warps = warps, best.states = states, best.stages = stages, best.pipeline_bytes = stages * layout.stride;
+      best.operands = warps * best.pipeline_bytes;
+      best.raw = best.operands + k.operand_bytes;
+      best.signs = best.raw + raw;
       best.join = best.signs + signs;
-      best.result = best.join + up_to(join, 16);
+      best.result = best.join + join;
       best.rows = best.result + result;
       best.notes = best.rows + rows;
       best.bytes = best.notes + notes;
@@ -94,36 +71,12 @@ DecodePlan plan_of(const DecodeKernel& k, int most, int per_multiprocessor, cons
   return best;
 }
 
-struct Shape {
-  DecodePlan plan;
-  int grid;
-};
-
-// Few segments want blocks of eight warps, because there are fewer parts to be joined; many want blocks of four, because what a border
-// costs one of them, others on its multiprocessor can use.
-Shape shape_of(const DecodeKernel& k, const Device& device, const SlotLayout& layout, const Attention& a) {
-  const int d = a.record.head_dim;
-  const auto shape = [&](int warps, int per_multiprocessor) {
-    return Shape{plan_of(k, warps, per_multiprocessor, layout, device, d),
-                 std::min(kMaxDecodeGrid, per_multiprocessor * device.multiprocessors)};
-  };
-  const int64_t blocks = (int64_t{a.max_q_len} * a.group + k.rows - 1) / k.rows;
-  if (int64_t{a.seqs} * a.kv_heads * blocks > device.multiprocessors) {
-    const Shape small = shape(kMaxWarps / 2, k.small_blocks);
-    if (small.plan.warps == kMaxWarps / 2) return small;
-  }
-  const Shape large = shape(kMaxWarps, k.blocks);
-  STD_TORCH_CHECK(large.plan.warps > 0, "paged_attention: a record of ", layout.bytes,
-                  " bytes for 32 tokens does not fit into the ", device.shared_per_block,
-                  " bytes of shared memory that a block can have");
-  return large;
-}
-
-// ---- Counters of arrivals ---------------------------------------------------------------------------------------------
+// ---- Counters of arrivals ------------------------------------------------------------------------------------------
 //
-// They are 0 before and after every launch, so they are cleared once, by the loader, and never again. Launches that may run at the same
-// time must not share them: a stream runs its launches one after the other and has counters of its own; a captured launch gets
-// counters that no other launch will have, because its graph may be replayed on any stream.
+// Every launch finds its counters at 0 and leaves them at 0, so they are cleared once, when the module is loaded.
+// Launches that may run at the same time must not share counters: a stream, which runs its launches one after the
+// other, has counters of its own; a captured launch gets counters that no other launch will ever have, because its
+// graph may be replayed on any stream.
 
 constexpr int kCounters = 1 << 20;
 __device__ uint32_t counters[kCounters];
@@ -131,17 +84,17 @@ __device__ uint32_t counters[kCounters];
 class Counters {
  public:
   // Null: there are none left.
-  static uint32_t* take(const Device& device, cudaStream_t stream, int count) {
+  static uint32_t* take(int device, cudaStream_t stream, int count) {
     static std::mutex mutex;
     static std::vector<Counters> all;
     cudaStreamCaptureStatus status;
     check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
     const std::lock_guard<std::mutex> lock(mutex);
-    auto own = std::find_if(all.begin(), all.end(), [&](const Counters& c) { return c.device_ == device.index; });
+    auto own = std::find_if(all.begin(), all.end(), [&](const Counters& c) { return c.device_ == device; });
     if (own == all.end()) {
       void* memory = nullptr;
       check_cuda(cudaGetSymbolAddress(&memory, counters), "cudaGetSymbolAddress");
-      all.push_back(Counters{device.index, static_cast<uint32_t*>(memory)});
+      all.push_back(Counters{device, static_cast<uint32_t*>(memory)});
       own = all.end() - 1;
     }
     if (status == cudaStreamCaptureStatusNone) {
@@ -170,51 +123,65 @@ class Counters {
   std::vector<Stream> streams_;
 };
 
+int64_t blocks_of_rows(const Attention& a, int rows) { return (int64_t{a.max_q_len} * a.group + rows - 1) / rows; }
+
 }  // namespace
 
-bool split_kv_takes(const Attention& a) {
-  constexpr int kLeastMajor = 8;  // copies that end in a barrier, see common/async_copy.cuh
-  const bool exact_in_halves = !a.tail || a.dtype != Dtype::kFloat32;  // what its products of exact keys take
-  return static_cast<int64_t>(a.max_q_len) * a.group <= kMaxRows && exact_in_halves && kernel_of(a).kernel &&
-         Device::current().major >= kLeastMajor;
+// ---- The launch ----------------------------------------------------------------------------------------------------
+
+SplitKvLaunch::SplitKvLaunch(const Attention& call, const Device& device, int pair)
+    : call_(call), device_(device), entry_(find_kernel_of(call, pair)), layout_(call.record, element_size(call.dtype)) {
+  choose_shape();
+  check_limits();
+  plan_.codes = entry_.codes;
+  plan_.group_reciprocal = (65536 + call.group - 1) / call.group;
+  // A warp sums the lengths of 32 sequences at once. With more of them, reading all lengths twice costs more than the
+  // early start gains.
+  plan_.early = device.facts.major >= 9 && call.seqs <= 32;
 }
 
-int64_t split_kv_workspace_bytes(const Attention& a) {
-  const DecodeKernel k = kernel_of(a);
-  const int64_t grid = shape_of(k, Device::current(), slot_layout(a), a).grid;
-  return grid * (2 * k.rows * (a.record.head_dim + 4) + 1) * 4;
-}
-
-void attend_split_kv(const Attention& a, void* workspace, cudaStream_t stream) {
-  const DecodeKernel k = kernel_of(a);
-  const Device device = Device::current();
-  const SlotLayout layout = slot_layout(a);
-  auto [plan, grid] = shape_of(k, device, layout, a);
-  const int64_t blocks = (int64_t{a.max_q_len} * a.group + k.rows - 1) / k.rows;
-  const int64_t units =
-      int64_t{a.max_pages} * a.record.page_size / kUnitTokens + 2 + a.sink_tokens + int64_t{a.ring} + kBorderUnits;
-  STD_TORCH_CHECK(units * blocks * a.kv_heads * a.seqs <= INT32_MAX, "paged_attention: ", a.seqs,
-                  " sequences of up to ", int64_t{a.max_pages} * a.record.page_size,
-                  " tokens are more work than one call can count");
-
-  const int64_t page_bytes = int64_t{a.kv_heads} * a.record.record_bytes();
-  STD_TORCH_CHECK(a.num_pages * page_bytes <= int64_t{UINT32_MAX} * kPlaceBytes, "paged_attention: ", a.num_pages,
-                  " pages of ", page_bytes, " bytes are more than one call can address");
-
-  plan.codes = k.codes;
-  plan.per_group = (65536 + a.group - 1) / a.group;
-  plan.early = device.major >= 9 && a.seqs <= 32;  // more than a warp looks at at once are better looked at once
-  plan.parts = static_cast<float*>(workspace);
-  plan.arrivals = Counters::take(device, stream, grid);
-  if (!plan.arrivals) {  // thousands of captured launches: this one clears its own
-    plan.arrivals = static_cast<uint32_t*>(workspace) + int64_t{grid} * 2 * k.rows * (a.record.head_dim + 4);
-    check_cuda(cudaMemsetAsync(plan.arrivals, 0, int64_t{grid} * 4, stream), "cudaMemsetAsync");
+// Few segments get blocks of eight warps, so that fewer partial results have to be joined. Many segments get blocks of
+// four warps: while one of them is at the end of a segment, the others of its multiprocessor use the time.
+void SplitKvLaunch::choose_shape() {
+  const DeviceFacts& facts = device_.facts;
+  const auto shape = [&](int warps, int per_multiprocessor) {
+    plan_ = plan_of(entry_, warps, per_multiprocessor, layout_, facts, call_.record.head_dim);
+    grid_ = std::min(kMaxGrid, per_multiprocessor * facts.multiprocessors);
+  };
+  if (int64_t{call_.seqs} * call_.kv_heads * blocks_of_rows(call_, entry_.rows) > facts.multiprocessors) {
+    shape(kMaxWarps / 2, entry_.small_blocks);
+    if (plan_.warps == kMaxWarps / 2) return;
   }
-  check_cuda(cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes),
+  shape(kMaxWarps, entry_.blocks);
+  STD_TORCH_CHECK(plan_.warps > 0, "paged_attention: a record of ", layout_.bytes,
+                  " bytes for 32 tokens does not fit into the ", facts.shared_per_block,
+                  " bytes of shared memory that a block can have");
+}
+
+void SplitKvLaunch::check_limits() const {
+  const Attention& a = call_;
+  const int64_t tokens = int64_t{a.max_pages} * a.record.page_size;
+  const int64_t units = tokens / kUnitTokens + 2 + a.sink_tokens + int64_t{a.ring} + kSegmentOverhead;
+  STD_TORCH_CHECK(units * blocks_of_rows(a, entry_.rows) * a.kv_heads * a.seqs <= INT32_MAX,
+                  "paged_attention: ", a.seqs, " sequences of up to ", tokens,
+                  " tokens are more work than one call can count");
+  const int64_t page_bytes = int64_t{a.kv_heads} * a.record.record_bytes();
+  STD_TORCH_CHECK(a.num_pages * page_bytes <= int64_t{UINT32_MAX} * kTileGrain, "paged_attention: ", a.num_pages,
+                  " pages of ", page_bytes, " bytes are more than one call can address");
+}
+
+void SplitKvLaunch::run(void* workspace, cudaStream_t stream) {
+  plan_.parts = static_cast<float*>(workspace);
+  plan_.arrivals = Counters::take(device_.index, stream, grid_);
+  if (!plan_.arrivals) {  // after thousands of captured launches: this one clears counters of its own
+    plan_.arrivals = static_cast<uint32_t*>(workspace) + grid_ * part_floats_of_block();
+    check_cuda(cudaMemsetAsync(plan_.arrivals, 0, int64_t{grid_} * 4, stream), "cudaMemsetAsync");
+  }
+  check_cuda(cudaFuncSetAttribute(entry_.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan_.bytes),
              "paged_attention");
-  void* arguments[] = {const_cast<Attention*>(&a), const_cast<SlotLayout*>(&layout), &plan};
-  check_cuda(launch_early(k.kernel, grid, plan.warps * 32, plan.bytes, arguments, stream, device.major),
+  void* arguments[] = {const_cast<Attention*>(&call_), &layout_, &plan_};
+  check_cuda(launch_early(entry_.kernel, grid_, plan_.warps * 32, plan_.bytes, arguments, stream, device_.facts.major),
              "paged_attention");
 }
 
-}  // namespace turboquant::cuda
+}  // namespace turboquant::cuda::split_kv

@@ -1,34 +1,52 @@
-// The decode kernel as its callers see it: which calls it takes, what memory it needs, the launch. (The kernel: attention/split_kv_kernel.cuh.)
+// The launch of the split-KV kernel (attention/split_kv/kernel.cuh), for calls that choose_attention gives to it.
 #pragma once
 
+#include "choices/device.h"
 #include "cuda/attention/call.cuh"
-#include "cuda/attention/operands.cuh"
+#include "cuda/attention/split_kv/plan.cuh"
+#include "cuda/common/device_facts.cuh"
 
-namespace turboquant::cuda {
+namespace turboquant::cuda::split_kv {
 
-// Whether the decode kernel exists for the head_dim, bits and grids of a call and for the current device (compute capability 8.0 and
-// later), the rows of a KV head (max_q_len * group) are few, and an exact tail is of a 16-bit type.
-bool split_kv_takes(const Attention& a);
-
-// Bytes of memory for partial results that a launch on the current device needs; its contents do not matter.
-int64_t split_kv_workspace_bytes(const Attention& a);
-
-// One launch. workspace: aligned to 16 bytes.
-void attend_split_kv(const Attention& a, void* workspace, cudaStream_t stream);
-
-// A compiled kernel; kernel is null where there is none.
-struct DecodeKernel {
-  const void* kernel = nullptr;
-  int rows = 0;          // of a block of rows
-  int blocks = 0;        // of eight warps, per multiprocessor: as many as its registers allow
-  int small_blocks = 0;  // the same of four warps
-  int query_bytes = 0;   // of the queries' operands
-  int join_floats = 0;   // of a warp's state
-  CodeFacts codes{};
+// A compiled kernel.
+struct KernelEntry {
+  const void* kernel;
+  int rows;           // of a block of rows
+  int blocks;         // of eight warps per multiprocessor, as many as its registers allow
+  int small_blocks;   // of four warps per multiprocessor
+  int operand_bytes;  // of the queries' operands
+  int state_floats;   // of a warp's state
+  CodeFacts codes;
 };
 
-// For keys and values of so many bits, one of 4, 8 and 16 rows: defined in decode_<head_dim>.cu.
+// The kernel for codes kSplitKvPairs[pair] whose block has the fewest rows that are at least `rows`, or else the most.
+// Defined in instances/split_kv_<D>.cu.
 template <int D>
-DecodeKernel find_split_kv(int key_bits, bool key_uniform, int value_bits, bool value_uniform, int rows);
+KernelEntry find_kernel(int pair, int rows);
 
-}  // namespace turboquant::cuda
+// A launch, with everything that follows from the call and the device: computed once, before memory is allocated.
+class SplitKvLaunch {
+ public:
+  // pair: the choice's. The call stays alive until `run` returns.
+  SplitKvLaunch(const Attention& call, const Device& device, int pair);
+
+  // Bytes of memory for partial results; their contents do not matter.
+  int64_t workspace_bytes() const { return int64_t{grid_} * (part_floats_of_block() + 1) * 4; }
+
+  // workspace: aligned to 16 bytes.
+  void run(void* workspace, cudaStream_t stream);
+
+ private:
+  int64_t part_floats_of_block() const { return int64_t{2} * entry_.rows * part_floats(call_.record.head_dim); }
+  void choose_shape();
+  void check_limits() const;
+
+  const Attention& call_;
+  const Device& device_;
+  KernelEntry entry_;
+  StageLayout layout_;
+  SplitKvPlan plan_;
+  int grid_;
+};
+
+}  // namespace turboquant::cuda::split_kv

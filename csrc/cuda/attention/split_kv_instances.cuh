@@ -1,45 +1,40 @@
-// The kernels of one head_dim, for 4, 8 and 16 rows; each takes all pairs of bits of the presets (CodePairs).
+// The kernels of one head_dim, for blocks of 4, 8 and 16 rows; each takes all pairs of codes (CodePairs).
 #pragma once
 
+#include "choices/attention.h"
 #include "cuda/attention/split_kv.cuh"
-#include "cuda/attention/split_kv_kernel.cuh"
+#include "cuda/attention/split_kv/kernel.cuh"
 
-namespace turboquant::cuda {
+namespace turboquant::cuda::split_kv {
 
 template <int D, int N>
-DecodeKernel decode_entry(const CodeFacts& codes) {
-  using X = DecodeTraits<D, N>;
-  return {reinterpret_cast<const void*>(&decode_kernel<D, N>),
-          X::kRows,
-          decode_blocks(N, D),
-          decode_small_blocks(N, D),
-          N * X::kFrags * 32 * 8,
-          32 * X::kJoin,
-          codes};
+KernelEntry kernel_entry(const CodeFacts& codes) {
+  using X = SplitKvTraits<D, N>;
+  return {.kernel = reinterpret_cast<const void*>(&attend_kernel<D, N>),
+          .rows = X::kRows,
+          .blocks = resident_blocks(N, D),
+          .small_blocks = resident_small_blocks(N, D),
+          .operand_bytes = N * X::kFrags * 32 * static_cast<int>(sizeof(uint2)),
+          .state_floats = 32 * X::kState,
+          .codes = codes};
+}
+
+template <int D, int... I>
+CodeFacts facts_of_pair(int pair, std::integer_sequence<int, I...>) {
+  constexpr CodeFacts kFacts[] = {CodeFacts::of<std::tuple_element_t<I, CodePairs<D>>>(I)...};
+  return kFacts[pair];
 }
 
 template <int D>
-DecodeKernel decode_of_rows(const CodeFacts& codes, int rows) {
-  // The most rows of a block: more would not fit into registers, or are rare.
+KernelEntry find_kernel(int pair, int rows) {
+  static_assert(is_split_kv_head_dim(D));
+  const CodeFacts codes = facts_of_pair<D>(pair, std::make_integer_sequence<int, kSplitKvNumPairs>{});
+  // The most products of four rows. More would not fit into registers, or would rarely be used.
   constexpr int kMost = D == 64 || D == 128 ? 4 : D <= 256 ? 2 : 1;
-  if (rows <= 4 || kMost == 1) return decode_entry<D, 1>(codes);
-  if (rows <= 8 || kMost == 2) return decode_entry<D, std::min(kMost, 2)>(codes);
-  return decode_entry<D, kMost>(codes);
+  static_assert(4 * kMost <= kSplitKvMaxRows);
+  if (rows <= 4 || kMost == 1) return kernel_entry<D, 1>(codes);
+  if (rows <= 8 || kMost == 2) return kernel_entry<D, std::min(kMost, 2)>(codes);
+  return kernel_entry<D, kMost>(codes);
 }
 
-template <int D, int I = 0>
-DecodeKernel find_split_kv_kernel(int key_bits, bool key_uniform, int value_bits, bool value_uniform, int rows) {
-  if constexpr (I == std::tuple_size_v<CodePairs<D>>) {
-    return {};
-  } else {
-    using Pair = std::tuple_element_t<I, CodePairs<D>>;
-    using K = typename Pair::Keys;
-    using V = typename Pair::Values;
-    if (K::kBits == key_bits && K::kUniform == key_uniform && V::kBits == value_bits && V::kUniform == value_uniform) {
-      return decode_of_rows<D>(CodeFacts::of<Pair>(I), rows);
-    }
-    return find_split_kv_kernel<D, I + 1>(key_bits, key_uniform, value_bits, value_uniform, rows);
-  }
-}
-
-}  // namespace turboquant::cuda
+}  // namespace turboquant::cuda::split_kv

@@ -1,4 +1,4 @@
-// The arguments of the codec's ops, checked, as kernels take them. Host only.
+// Checks the arguments of the codec's ops and converts them for kernels. Host only.
 #pragma once
 
 #include "cuda/codec/codebook.cuh"
@@ -14,11 +14,11 @@ inline Codebook checked_codebook(const Tensor& first, const OptionalTensor& leve
                                  int64_t scale_mode, const char* levels_name, const char* steps_name) {
   check_levels(levels, first, bits, levels_name);
   check_steps(steps, first, steps_name);
-  return {levels_data(levels), static_cast<const float*>(steps.data_ptr()), static_cast<int>(bits),
-          static_cast<int>(steps.size(0)), static_cast<int>(scale_mode)};
+  return {levels_data(levels), static_cast<const float*>(steps.data_ptr()), format::as_width(bits),
+          static_cast<int>(steps.size(0)), static_cast<ScaleMode>(scale_mode)};
 }
 
-// Packed standalone vectors: rows of codes, a scale each, one rotation. d is the length of signs.
+// Packed standalone vectors: a row of codes and a scale for each, one rotation for all. d is the length of signs.
 struct DenseVectors {
   format::Split split;
   int64_t count, d;

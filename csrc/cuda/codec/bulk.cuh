@@ -1,13 +1,13 @@
-// What codec/encode_bulk.cu and codec/decode_bulk.cu do for the ops: encode and decode many vectors at the speed of memory, where they
-// can.
+// The seam between the codec's ops and its fast kernels: codec/encode_bulk.cu and codec/decode_bulk.cu for many
+// vectors, codec/encode_step.cu for the keys and values of a decode step. choices/codec.h says which calls they take.
 #pragma once
 
 #include "cuda/codec/record.cuh"
 
 namespace turboquant::cuda {
 
-// Vectors of `heads` heads of tokens, strides in bytes; rows start at multiples of 16 bytes.
-struct TileSource {
+// Vectors of tokens and heads, strides in bytes; rows start at multiples of 16 bytes.
+struct EncodeSource {
   const uint8_t* data;
   int64_t token_stride, head_stride;
   Codebook book;
@@ -16,78 +16,72 @@ struct TileSource {
   int64_t channel_stride;     // between heads, in elements
 };
 
-struct TileArguments {
-  TileSource source[2];  // keys and values, or vectors
+struct EncodeArguments {
+  EncodeSource source[2];  // keys and values, or vectors
   int sources;
   int64_t tokens;
   int heads;
   Dtype dtype;
   EncodeConstants constants;
 
-  // Keys and values go to pages and to the tail,
+  // Keys and values are stored in pages and in the tail,
   Pages pages;
   RecordLayout layout;
   const int64_t* slots;
   Tail tail;
 
-  // vectors to dense rows [tokens, heads, row_bytes] and scales [tokens, heads].
-  uint8_t* packed;
+  // vectors in dense rows [tokens, heads, row_bytes] with scales [tokens, heads].
+  uint8_t* packed;  // null for keys and values
   uint16_t* scale;
   int row_bytes;
 };
 
-// Codes to be decoded, of keys and values or of vectors.
-struct LoadTileSource {
-  int bits;
+// Codes to be decoded: of keys, of values or of vectors.
+struct DecodeSource {
+  Width width;
   const int8_t* levels;
   const float* signs;
   format::Channels channels;  // [heads, d]
   void* out;                  // [seqs, max_length, heads, d]
 };
 
-struct LoadTileArguments {
-  LoadTileSource source[2];
+struct DecodeArguments {
+  DecodeSource source[2];
   int sources, heads;
-  Dtype dtype;  // of what is decoded
+  Dtype dtype;  // of the decoded vectors
   int64_t seqs, max_length;
 
-  // From pages,
+  // The codes are in pages,
   Pages pages;
   RecordLayout layout;
   const int32_t* table;    // [seqs, max_pages]
   const int32_t* lengths;  // [seqs]
   int64_t max_pages;
 
-  // or from dense rows [max_length, row_bytes] that start at multiples of 8 bytes, and scales.
-  const uint8_t* packed;
+  // or in dense rows [max_length, row_bytes] that start at multiples of 8 bytes, with scales [max_length].
+  const uint8_t* packed;  // null for pages
   const uint16_t* scale;
   int row_bytes;
 
-  int tiles_of_sequence;  // filled in by the launch
+  int spans_of_sequence;  // filled in by the launch
 };
 
-// fn(log2 d, Tag<dtype>) for the vectors that tiles are made of; false for others.
+// fn(log2 d, Tag<dtype>) for the vectors that these kernels are compiled for (choices::against_vectors).
 template <typename Fn>
-bool dispatch_tiles(Dtype dtype, format::Split split, Fn&& fn) {
+void dispatch_bulk(Dtype dtype, int head_dim, Fn&& fn) {
   const auto of_type = [&](auto tag) {
-    switch (split.blocks * split.block) {
+    switch (head_dim) {
       case 64: return fn(std::integral_constant<int, 6>{}, tag);
       case 128: return fn(std::integral_constant<int, 7>{}, tag);
-      case 256: return fn(std::integral_constant<int, 8>{}, tag);
-      default: return false;
+      default: return fn(std::integral_constant<int, 8>{}, tag);
     }
   };
-  if (dtype == Dtype::kBFloat16) return of_type(Tag<__nv_bfloat16>{});
-  return dtype == Dtype::kFloat16 && of_type(Tag<__half>{});
+  dtype == Dtype::kBFloat16 ? of_type(Tag<__nv_bfloat16>{}) : of_type(Tag<__half>{});
 }
 
-// False where there are too few vectors, or no kernel for them.
-bool launch_decode_bulk(const LoadTileArguments& arguments, format::Split split, cudaStream_t stream);
-
-// False where there are too few vectors to fill the device, or no kernel for them: then nothing was launched.
-bool launch_encode_bulk(const TileArguments& arguments, format::Split split, cudaStream_t stream);
-
-// The same for the keys and values of few tokens: false where there is no kernel for them.
-bool launch_encode_step(const TileArguments& arguments, format::Split split, cudaStream_t stream);
+// Each of these takes the calls that choices/codec.h gives to it, and no others.
+void launch_encode_bulk(const EncodeArguments& arguments, int head_dim, cudaStream_t stream);
+void launch_encode_step(const EncodeArguments& arguments, int head_dim, cudaStream_t stream);
+void launch_decode_bulk(const DecodeArguments& arguments, int head_dim, cudaStream_t stream);
 
 }  // namespace turboquant::cuda

@@ -1,23 +1,24 @@
-// The encoder for many vectors of 64, 128 or 256 channels: a lane of a warp holds 64 of them, and tables in shared memory
-// replace the arithmetic of what a coordinate becomes. The bytes are those of codec/generic.cuh. First what the decoder
-// (codec/decode_bulk.cuh) uses, too.
+// The encoder for many vectors of 64, 128 or 256 channels. A lane of a warp holds 64 channels, and tables in shared
+// memory replace the arithmetic that turns a coordinate into a code. The bytes are those of codec/generic.cuh.
 //
-// An encoder that keeps up with memory has some twenty instructions for a channel, so each step has its trick:
+// An encoder that keeps up with memory can spend some twenty instructions on a channel, so each step has its trick:
 //
 // * Lanes that share a vector exchange half of their registers for a butterfly between them, so that it costs half a
-//   shuffle. Which half is the same register in both, because the stage before leaves the partner's sums and differences
-//   the other way round.
-// * A power of two in front of a vector changes no code. So vectors are scaled (format.md section 5, step 3) only when
-//   their squares would leave a safe range; that also finds zeros, infinities and NaN. Terms that the two ways round
-//   differently are 2^-66 of the length and could show only through several nested ties.
-// * Integers live as subnormal floats: x * 2^-149 rounds to the nearest integer, ties to even, and leaves |u| in the
-//   low bits with the sign on top. A product with 2^-4 that rounds down, plus the table's start, is the place of cell u
-//   >> 4 in the table.
-// * An entry for every cell that a coordinate can reach holds what becomes of it: sign and magnitude of the code in a
-//   nibble, for up to eight candidates. Byte permutations look up the levels of four nibbles at a time, and dot
-//   products of bytes do the sums.
+//   shuffle. Both lanes send the same register, because the previous stage leaves sums and differences in swapped order
+//   in one of them.
+// * A power of two in front of a vector changes no code. So a vector is scaled (format.md section 5, step 3) only when
+//   the sum of its squares leaves a safe range; that test also finds zeros, infinities and NaN. Terms that round
+//   differently with and without scaling are 2^-66 of the length and could show only through several nested ties.
+// * Integers are held as subnormal floats: x * 2^-149 rounds to the nearest integer, ties to even, and leaves |u| in
+//   the low bits with the sign on top. A product with 2^-4 that rounds down, plus the start of the table, is the
+//   address of cell u >> 4 in the table.
+// * The table has an entry for every cell that a coordinate can reach: sign and magnitude of the code in a nibble, for
+//   up to eight candidates. Byte permutations look up the levels of four nibbles at a time, and dot products of bytes
+//   add up.
 #pragma once
 
+#include "choices/codec.h"
+#include "cuda/codec/dispatch.cuh"
 #include "cuda/codec/record.cuh"
 #include "cuda/common/async_copy.cuh"
 #include "cuda/common/mma.cuh"
@@ -27,84 +28,59 @@ namespace turboquant::cuda {
 // ---- Vectors in lanes -----------------------------------------------------------------------------------------------
 
 template <int LOG_N>
-struct TileTraits {
+struct EncodeTraits {
   static constexpr int kDim = 1 << LOG_N, kPerLane = 64;
-  static constexpr int kLanes = kDim / kPerLane, kVectors = 32 / kLanes;  // of a vector, of a warp
+  static constexpr int kLanes = kDim / kPerLane, kVectors = 32 / kLanes;  // lanes of a vector, vectors of a warp
   static_assert(kLanes == 1 || kLanes == 2 || kLanes == 4);
 
-  // Rotated, half h of a lane is this group of 32 channels.
+  // After the rotation, half h of a lane is this group of 32 channels.
   static __device__ __forceinline__ int group(int part, int h) { return h * kLanes + part; }
 };
-
-// How codes are stored: in pages, or as dense rows.
-enum class Kind { kKeys, kValues, kRows };
-constexpr int choice_of(Kind kind, int bits) { return 8 * static_cast<int>(kind) + bits - 1; }
-
-// Calls fn<KIND, BITS>() for the codes there are, which launches have made sure of. A case for each of them: what is asked
-// for every few codes is asked often, and a warp has nothing else to do while it waits for a branch.
-template <typename Fn>
-__device__ __forceinline__ void dispatch_codes(Kind kind, int bits, Fn&& fn) {
-  switch (choice_of(kind, bits)) {
-    case choice_of(Kind::kKeys, 2): return fn.template operator()<Kind::kKeys, 2>();
-    case choice_of(Kind::kKeys, 3): return fn.template operator()<Kind::kKeys, 3>();
-    case choice_of(Kind::kKeys, 4): return fn.template operator()<Kind::kKeys, 4>();
-    case choice_of(Kind::kKeys, 5): return fn.template operator()<Kind::kKeys, 5>();
-    case choice_of(Kind::kKeys, 8): return fn.template operator()<Kind::kKeys, 8>();
-    case choice_of(Kind::kValues, 2): return fn.template operator()<Kind::kValues, 2>();
-    case choice_of(Kind::kValues, 3): return fn.template operator()<Kind::kValues, 3>();
-    case choice_of(Kind::kValues, 4): return fn.template operator()<Kind::kValues, 4>();
-    case choice_of(Kind::kRows, 1): return fn.template operator()<Kind::kRows, 1>();
-    case choice_of(Kind::kRows, 2): return fn.template operator()<Kind::kRows, 2>();
-    case choice_of(Kind::kRows, 3): return fn.template operator()<Kind::kRows, 3>();
-    case choice_of(Kind::kRows, 4): return fn.template operator()<Kind::kRows, 4>();
-    case choice_of(Kind::kRows, 5): return fn.template operator()<Kind::kRows, 5>();
-    default: return fn.template operator()<Kind::kRows, 8>();
-  }
-}
 
 // ---- Staged vectors -------------------------------------------------------------------------------------------------
 
 // Words between vectors, and between the signs of the lanes of a vector: 16-byte accesses of eight neighbouring lanes
-// meet different banks (those of d = 256 in two turns).
+// meet different banks (with d = 256 in two halves).
 template <typename Traits>
-constexpr int kStageStride = Traits::kDim / 2 + 4;
-constexpr int kSignStride = 68;
+constexpr int kStageStride = choices::encode_stage_stride(Traits::kDim);
+constexpr int kSignStride = choices::kSignStride;
 
-// Starts copying all vectors of a warp to shared memory, 16 bytes at a time: neighbouring lanes move neighbouring bytes.
-// Vector v is row place_of(v) of rows that lie `stride` bytes apart, or, beyond the last of `count` rows, that one; it is
-// before the first where count is not positive. Places of sums are sums of places.
-template <typename Traits, typename PlaceOf>
+// Issues the copies of all vectors of a warp to shared memory, 16 bytes at a time: neighbouring lanes move neighbouring
+// bytes. Vector v is row row_of(v) of rows that lie `stride` bytes apart; row_of must be linear. Row indices are
+// clamped to count - 1, which may be negative: that is still a row of the tensor, before the first one.
+template <typename Traits, typename RowOf>
 __device__ __forceinline__ void start_rows(uint32_t* stage, const uint8_t* rows, uint32_t stride, int count, int lane,
-                                           PlaceOf&& place_of) {
+                                           RowOf&& row_of) {
   constexpr int kChunks = Traits::kDim / 8, kTogether = 32 / kChunks, kTimes = Traits::kVectors / kTogether;
-  const int first = lane / kChunks, place = lane % kChunks;
-  const uint8_t* from = rows + 16 * place;
-  uint32_t* to = stage + first * kStageStride<Traits> + 4 * place;
-  if (place_of(Traits::kVectors - 1) < count) {
-    const auto of_row = [&](const uint8_t* base, uint32_t row) { return base + uint64_t{row} * stride; };
-    from = of_row(from, place_of(first));
-    asm("" : "+l"(from));  // one multiplication for each place, not one for all of its terms
+  const int first = lane / kChunks, chunk = lane % kChunks;
+  const uint8_t* from = rows + 16 * chunk;
+  uint32_t* to = stage + first * kStageStride<Traits> + 4 * chunk;
+  if (row_of(Traits::kVectors - 1) < count) {
+    const auto at_row = [&](const uint8_t* base, uint32_t row) { return base + uint64_t{row} * stride; };
+    from = at_row(from, row_of(first));
+    asm("" : "+l"(from));  // keeps one multiplication per row instead of one for each term of its index
 #pragma unroll
     for (int k = 0; k < kTimes; ++k) {
-      copy_async(to + k * kTogether * kStageStride<Traits>, of_row(from, place_of(k * kTogether)));
+      copy_async(to + k * kTogether * kStageStride<Traits>, at_row(from, row_of(k * kTogether)));
     }
   } else {
 #pragma unroll 1
     for (int k = 0; k < kTimes; ++k) {
-      const int64_t row = min(place_of(first + k * kTogether), count - 1);
+      const int64_t row = min(row_of(first + k * kTogether), count - 1);
       copy_async(to + k * kTogether * kStageStride<Traits>, from + row * stride);
     }
   }
 }
 
-// Tokens of a tile, which lie next to each other; vectors that take four lanes share them out to two passes.
+// A warp takes a *span* at a time: neighbouring tokens of one head. Vectors that take four lanes need two passes for
+// one.
 template <typename Traits>
-constexpr int kTileTokens = Traits::kLanes == 1 ? 32 : 16;
+constexpr int kSpanTokens = choices::encode_span_tokens(Traits::kDim);
 template <typename Traits>
-constexpr int kPasses = kTileTokens<Traits> / Traits::kVectors;
+constexpr int kPasses = kSpanTokens<Traits> / Traits::kVectors;
 
-// A vector of a warp as a token of the 16 of a value block, or of 32. Vectors that take four lanes come in two passes,
-// and each has tokens that share words of the block.
+// The token of the span that a vector of the warp is. With two passes, each has the tokens that share words of a value
+// block.
 template <typename Traits>
 __device__ __forceinline__ int token_of_vector(int vector, int pass) {
   return Traits::kLanes == 4 ? vector % 4 + 4 * pass + 8 * (vector / 4) : vector;
@@ -118,9 +94,10 @@ __device__ __forceinline__ void fill_signs(uint32_t* rows, const float* signs, i
   }
 }
 
-// A lane's staged channels as float32 with their signs; CENTERED: less the center, and scaled if there are scales. What is
-// done to 16 channels ends before the next are read, or compilers keep everything in registers at once. Vectors without a
-// center pay nothing for those that have one: asking again for every 16 channels takes up to a twelfth of the kernel's time.
+// A lane's staged channels as float32 with their signs; CENTERED: less the center, and scaled if there are scales. The
+// fence after each 16 channels keeps the compiler from loading all 64 into registers at once. CENTERED is a template
+// parameter because a test for every 16 channels would take up to a twelfth of the kernel's time from vectors without a
+// center.
 template <typename T, bool CENTERED>
 __device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t* signs,
                                             const format::Channels& channels, float (&y)[64]) {
@@ -144,7 +121,7 @@ __device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t*
         const float2 pair = __half22float2(reinterpret_cast<const __half2&>(word[k]));
         to[2 * k] = __uint_as_float(__float_as_uint(pair.x) ^ sign[2 * k]);
         to[2 * k + 1] = __uint_as_float(__float_as_uint(pair.y) ^ sign[2 * k + 1]);
-      } else {  // a sign bit is added, which flips it
+      } else {  // adding the sign bit flips the sign
         to[2 * k] = __uint_as_float(word[k] * 65536u + sign[2 * k]);
         to[2 * k + 1] = __uint_as_float((word[k] & 0xFFFF0000) ^ sign[2 * k + 1]);
       }
@@ -173,11 +150,12 @@ __device__ __forceinline__ void read_staged(const uint32_t* row, const uint32_t*
 
 // ---- Rotation -------------------------------------------------------------------------------------------------------
 
-// Butterflies of a vector. A lane's halves may come out with the other sign (is_negated), which costs nothing.
+// Butterflies of a vector. Halves of a lane may come out with the opposite sign (is_negated), which is corrected for
+// free.
 template <typename Traits>
-__device__ __forceinline__ void rotate_tile(float (&y)[64], int part) {
+__device__ __forceinline__ void rotate_lanes(float (&y)[64], int part) {
   lane_butterflies<1, 32>(y);
-  // Products with 1 and -1 are exact: what is rounded are sums and differences. A lane whose first partner is below it
+  // Products with 1 and -1 are exact, so that only sums and differences round. A lane whose first partner is below it
   // has the differences first.
   const float first = part & 1 ? -1.0f : 1.0f;
 #pragma unroll
@@ -188,7 +166,7 @@ __device__ __forceinline__ void rotate_tile(float (&y)[64], int part) {
   }
 #pragma unroll
   for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
-    // The next partner wants its halves the other way round.
+    // The next partner needs its halves in swapped order.
     const bool swapped = part & 2 * bit;
     const float next_side = swapped ? -1.0f : 1.0f;
 #pragma unroll
@@ -201,7 +179,7 @@ __device__ __forceinline__ void rotate_tile(float (&y)[64], int part) {
   }
 }
 
-// The upper of two partners takes the difference the wrong way round.
+// Whether half h of a lane has the opposite sign: the upper of two partners subtracts in the opposite order.
 template <typename Traits>
 __device__ __forceinline__ bool is_negated(int part, int h) {
   if (Traits::kLanes == 1) return false;
@@ -230,14 +208,15 @@ __device__ __forceinline__ float sum_of_squares(const float (&y)[64]) {
   return __fadd_rn(t[0], t[1]);
 }
 
-// A rotated vector: y in the lanes' registers, its length, and the power of two that was taken out.
+// A rotated vector, besides its coordinates y in the lanes' registers: its length, and the power of two that was taken
+// out.
 struct Rotated {
   float length;
   int exponent;
   bool finite;  // else y is zero
 };
 
-// read(y): what the vector was stored as, signs applied.
+// read(y) reads the vector, signs applied; it is called again if the vector must be scaled.
 template <typename Traits, typename Read>
 __device__ __forceinline__ Rotated rotate_vector(float (&y)[64], int part, Read&& read) {
   Rotated v{0, 0, true};
@@ -256,7 +235,7 @@ __device__ __forceinline__ Rotated rotate_vector(float (&y)[64], int part, Read&
 #pragma unroll
       for (int i = 0; i < 64; ++i) y[i] = v.finite ? __fmul_rn(y[i], down) : 0.0f;
     }
-    rotate_tile<Traits>(y, part);
+    rotate_lanes<Traits>(y, part);
     const float squares = sum_of_squares<Traits>(y);
     if (__all_sync(0xffffffff, squares >= 0x1p-60f && squares <= 0x1p100f)) {
       v.length = root(squares);
@@ -272,32 +251,28 @@ __device__ __forceinline__ Rotated rotate_vector(float (&y)[64], int part, Read&
 
 // ---- Tables ---------------------------------------------------------------------------------------------------------
 
-// Cells u >> 4 on either side of zero that a vector can reach: |u| <= 4096 sqrt(d), rounding aside. Whole words of them.
-constexpr int table_reach(int d) {
-  int reach = 0;
-  while (reach * reach < 65536 * d) ++reach;  // 256 sqrt(d)
-  return (reach + 2 + 3) / 4 * 4;
-}
+// Cells u >> 4 on either side of zero that a vector can reach, and the words of a table. SEARCH: of several candidates.
 template <typename Traits>
-constexpr int kReach = table_reach(Traits::kDim);
+constexpr int kReach = choices::encode_table_reach(Traits::kDim);
 template <typename Traits>
 constexpr int kCells = 2 * kReach<Traits>;
 template <typename Traits, bool SEARCH>
-constexpr int kTableWords = SEARCH ? kCells<Traits> / 4 * 4 + 4 : kCells<Traits> / 16 * 4 + 4;
+constexpr int kTableWords = choices::encode_table_words(Traits::kDim, SEARCH);
 
-constexpr int kMostCandidates = 8;
+constexpr int kMostCandidates = choices::kMostCandidates;
 
-// Entries of all cells, a byte each or a word, and behind them that of code 0; the caller has synchronised after filling
-// the book, and does so again. A nibble holds a magnitude and above it, where there is room, the sign (set: not
-// negative); that of 5-bit codes is bit 4 of bytes. A thread finds the magnitudes of all candidates, or of a word's cells,
-// side by side: one search waits for the other nowhere.
+// Fills a table: an entry for every cell, a byte or (SEARCH) a word, and behind them the entry of code 0. The caller
+// has synchronised after filling the book, and does so again. A nibble holds a magnitude and above it, where there is
+// room, the sign (set: not negative); the sign of 5-bit codes is bit 4 of a byte. A thread searches for all candidates,
+// or for all cells of a word, side by side: the searches are independent, which hides their latency.
 template <typename Traits, bool SEARCH>
-__device__ __forceinline__ void fill_table(uint32_t* table, const SharedCodebook& book, int bits, int steps, int thread,
-                                           int threads) {
+__device__ __forceinline__ void fill_code_table(uint32_t* table, const SharedCodebook& book, Width width, int steps,
+                                                int thread, int threads) {
   constexpr int kCandidates = SEARCH ? kMostCandidates : 1, kTogether = SEARCH ? 1 : 4;
-  const int inner = (1 << (bits - 1)) - 1;
-  const uint32_t sign = SEARCH && bits == 5 ? 0 : (SEARCH ? 0x11111111 : 0x01010101) << (bits - 1);
-  constexpr int kZero = kReach<Traits> / kTogether;  // where cell 0 is, in words
+  const int bits = format::num_bits(width), inner = (1 << (bits - 1)) - 1;
+  const bool only_magnitudes = SEARCH && format::has_fifth_bit(width);
+  const uint32_t sign = only_magnitudes ? 0 : (SEARCH ? 0x11111111 : 0x01010101) << (bits - 1);
+  constexpr int kZero = kReach<Traits> / kTogether;  // the word of cell 0
   for (int word = thread; word < kZero; word += threads) {
     int magnitude[kTogether][kCandidates] = {};
 #pragma unroll 1
@@ -320,19 +295,19 @@ __device__ __forceinline__ void fill_table(uint32_t* table, const SharedCodebook
     table[kZero + word] = entries | sign;
     table[kZero - 1 - word] = SEARCH ? entries : __byte_perm(entries, 0, 0x0123);
   }
-  if (thread == 0) table[2 * kZero] = SEARCH ? (bits == 5 ? 0 : inner * 0x11111111) : inner;
+  if (thread == 0) table[2 * kZero] = SEARCH ? (only_magnitudes ? 0 : inner * 0x11111111) : inner;
 }
 
-// Rounds to the nearest integer, as a subnormal float.
+// The nearest integer, as a subnormal float.
 __device__ __forceinline__ float subnormal_integer(float x) { return __fmul_rn(x, 0x1p-149f); }
 
-// What is in the table for such an integer. middle: where cell 0 is, in entries of shared memory, as another. For zeros
-// that stand for a vector that is not finite, it is where code 0 is.
+// The table's entry for such an integer. middle: the address of cell 0, counted in entries, as such an integer, too. A
+// vector that is not finite has zeros instead of coordinates: its `middle` is the address of the entry of code 0.
 template <typename Traits, bool SEARCH>
 __device__ __forceinline__ float table_middle(const uint8_t* table, bool finite) {
   const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(table));
   float middle = __uint_as_float((SEARCH ? at / 4 : at) + (finite ? kReach<Traits> : kCells<Traits>));
-  asm("" : "+f"(middle));  // in a register: next to an immediate operand it would be copied there for each cell
+  asm("" : "+f"(middle));  // in a register: beside an immediate operand, it would be copied for every cell
   return middle;
 }
 template <bool SEARCH>
@@ -349,18 +324,21 @@ __device__ __forceinline__ uint32_t look_up(float u, float middle) {
 
 // ---- Encoding -------------------------------------------------------------------------------------------------------
 
-// What a warp needs to encode with a codebook.
+// A codebook, its table and its levels, as warps encode with them.
 struct TableBook {
   const SharedCodebook* book;
   const uint8_t* table;
   const uint32_t* levels;  // of fill_level_bytes
-  int bits, steps;
+  Width width;
+  int steps;
 
-  // Those of all magnitudes, once for each candidate or channel of a word.
-  __device__ __forceinline__ uint32_t magnitudes(uint32_t each) const { return each * ((1u << (bits - 1)) - 1); }
+  // A mask of all bits of a magnitude, repeated for each candidate or channel of a word by the factor `each`.
+  __device__ __forceinline__ uint32_t magnitudes(uint32_t each) const {
+    return each * ((1u << (format::num_bits(width) - 1)) - 1);
+  }
 };
 
-// A lane's codes: four bits of eight channels in a word, and the fifth bits of 32 channels.
+// A lane's codes: the low four bits of eight channels in a word, and the fifth bits of 32 channels in a word.
 struct LaneCodes {
   uint32_t low[8], high[2];
 };
@@ -373,7 +351,7 @@ __device__ __forceinline__ void fill_level_bytes(uint32_t (&words)[4], const Sha
   for (int b = 0; b < 4; ++b) words[thread] |= static_cast<uint32_t>(book.level[4 * thread + b]) << 8 * b;
 }
 
-// The same in registers. WIDE: of 16 magnitudes, else of 8.
+// The same in registers. WIDE: for 16 magnitudes, else for 8.
 template <bool WIDE>
 struct LevelBytes {
   uint32_t word[WIDE ? 4 : 2];
@@ -383,8 +361,8 @@ struct LevelBytes {
     for (int i = 0; i < (WIDE ? 4 : 2); ++i) word[i] = words[i];
   }
 
-  // Of the four low nibbles; bit 3 is 0 unless WIDE. A nibble that has it makes a permutation repeat a level's sign, which
-  // is 0: each half of the levels leaves out what belongs to the other.
+  // The levels of the four low nibbles; bit 3 is 0 unless WIDE. A nibble with bit 3 makes a permutation repeat the sign
+  // bit of a level, which is 0: so each half of the levels gives 0 for the magnitudes of the other half.
   __device__ __forceinline__ uint32_t of(uint32_t nibbles) const {
     const uint32_t level = select_bytes(word[0], word[1], nibbles);
     if constexpr (!WIDE) return level;
@@ -392,22 +370,15 @@ struct LevelBytes {
   }
 };
 
-// Nibbles of signs and magnitudes to codes of up to four bits: half + m, or half - 1 - m.
+// Turns nibbles of signs and magnitudes into codes of up to four bits: half + m, or half - 1 - m.
 __device__ __forceinline__ void codes_of_signs(uint32_t (&x)[8], int bits) {
   const uint32_t ones = (1u << (bits - 1)) - 1;
 #pragma unroll
   for (int o = 0; o < 8; ++o) x[o] ^= (~(x[o] >> (bits - 1)) & 0x11111111) * ones;
 }
 
-// Bits 0 to 7 to the lowest bits of nibbles.
-__device__ __forceinline__ uint32_t nibbles_of_bits(uint32_t b) {
-  b = (b & 15) | (b & 0xF0) << 12;
-  b = (b & 0x00030003) | (b & 0x000C000C) << 6;
-  return (b & 0x01010101) | (b & 0x02020202) << 3;
-}
-
-// One candidate: codes and sums in one pass. k: of each half. |u| < 2^17: what 16 bits do not hold of it is rare, and
-// added apart.
+// Encodes with one candidate: codes and sums in one pass. k: the factor of each half. |u| < 2^17; bit 16 is rare, and
+// its share of the sum is added separately.
 template <typename Traits, bool WIDE>
 __device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (&k)[2], bool finite,
                                              const TableBook& with, LaneCodes& codes) {
@@ -450,7 +421,7 @@ __device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (
     dot[0] = __dp2a_hi(select_bytes(u[2], u[3], 0x5410), first, dot[0]);
     dot[1] = __dp2a_hi(select_bytes(u[6], u[7], 0x5410), second, dot[1]);
   }
-  if constexpr (!WIDE) codes_of_signs(codes.low, with.bits);
+  if constexpr (!WIDE) codes_of_signs(codes.low, format::num_bits(with.width));
   if (Traits::kDim > 128 && (over & 0x10000)) {
 #pragma unroll 1
     for (int o = 0; o < 8; ++o) {
@@ -460,7 +431,7 @@ __device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (
 #pragma unroll
         for (int j = 0; j < 8; ++j) one = o == j ? y[8 * j + i] : one;
         const uint32_t u = __float_as_uint(subnormal_integer(__fmul_rn(one, k[o / 4])));
-        // Beyond every boundary of sensible steps, but the table knows.
+        // Beyond every boundary of sensible steps the code is known; but a step may be extreme, so the table decides.
         const uint32_t entry = look_up<false>(__uint_as_float(u), middle);
         if (u & 0x10000) dot[0] += static_cast<uint32_t>(with.book->level[entry & with.magnitudes(1)]) << 16;
       }
@@ -470,7 +441,7 @@ __device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (
                       sum_of_lanes<Traits::kLanes>(static_cast<int>(square[0] + square[1])), with.book->step[0]);
 }
 
-// Several candidates; |u| < 2^16.
+// Encodes with the best of several candidates; |u| < 2^16.
 template <typename Traits, bool WIDE>
 __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (&k)[2], int part, bool finite,
                                              const TableBook& with, LaneCodes& codes) {
@@ -480,7 +451,7 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
   const LevelBytes<WIDE> levels(with.levels);
 
   uint32_t dot[kMostCandidates] = {}, square[kMostCandidates] = {};
-  // Nibbles of two channels under the candidates of even and odd number, a byte for each candidate.
+  // Nibbles of two channels under the candidates of even and odd numbers, a byte for each candidate.
   uint32_t pairs[2][32];
   codes.high[0] = codes.high[1] = 0;
 #pragma unroll
@@ -508,7 +479,7 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
 #pragma unroll
     for (int s = 0; s < kMostCandidates; ++s) {
       const uint32_t* of = pairs[s % 2] + i / 2;
-      // of two candidates
+      // The upper half of this word belongs to another candidate.
       const uint32_t nibbles = select_bytes(of[0], of[1], s < 4 ? 0x5140 : 0x7362) & all_magnitudes;
       const uint32_t level = levels.of(s & 2 ? nibbles >> 16 : nibbles);
       square[s] = __dp4a(level, level, square[s]);
@@ -517,7 +488,7 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
     }
   }
 
-  // Two lanes of a vector share the candidates out, and then tell each other which of theirs is best.
+  // Two lanes of a vector divide the candidates between them, and then exchange the best of each half.
   static_assert(Traits::kLanes <= 2);
   constexpr int kOwn = kMostCandidates / Traits::kLanes;
   const bool upper = part > 0;
@@ -544,13 +515,13 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
     const float merit = __shfl_xor_sync(0xffffffff, best_merit, 1);
     const int other = __shfl_xor_sync(0xffffffff, kept, 1), other_dot = __shfl_xor_sync(0xffffffff, kept_dot, 1),
               other_square = __shfl_xor_sync(0xffffffff, kept_square, 1);
-    if (merit > best_merit || (upper && merit == best_merit)) {  // of equal ones the first
+    if (merit > best_merit || (upper && merit == best_merit)) {  // of equal candidates, the first wins
       kept = other, kept_dot = other_dot, kept_square = other_square;
     }
   }
   const Fit best = Fit::of_sums(kept_dot, kept_square, book.step[kept]);
 
-  const uint32_t bytes = 0x40 + kept / 2 * 0x11;  // that of a word, and that of another
+  const uint32_t bytes = 0x40 + kept / 2 * 0x11;  // the candidate's byte of each of two words
 #pragma unroll
   for (int o = 0; o < 8; ++o) {
     uint32_t of[4];
@@ -558,7 +529,7 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
     for (int j = 0; j < 4; ++j) of[j] = kept % 2 ? pairs[1][4 * o + j] : pairs[0][4 * o + j];
     codes.low[o] = select_bytes(select_bytes(of[0], of[1], bytes), select_bytes(of[2], of[3], bytes), 0x5410);
   }
-  if constexpr (!WIDE) codes_of_signs(codes.low, with.bits);
+  if constexpr (!WIDE) codes_of_signs(codes.low, format::num_bits(with.width));
   if constexpr (WIDE) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -573,7 +544,8 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
 
 // ---- Stores ---------------------------------------------------------------------------------------------------------
 
-// By an instruction for global memory: compilers lose sight of where pages lie, and take one for any memory.
+// Stores words with an instruction for global memory: the compiler cannot prove that pages are global and would use a
+// generic store.
 template <int N>
 __device__ __forceinline__ void put_words(uint8_t* to, const uint32_t (&word)[N]) {
   if constexpr (N == 4) {
@@ -586,54 +558,59 @@ __device__ __forceinline__ void put_words(uint8_t* to, const uint32_t (&word)[N]
   }
 }
 
-// A group of 32 channels in the row of a key; its fifth bits in the plane.
-template <int BITS>
+// Stores a group of 32 channels in the row of a key, and its fifth bits in the plane.
+template <Width WIDTH>
 __device__ __forceinline__ void put_key_group(const uint32_t* low, uint32_t high, int group, uint8_t* row,
                                               uint8_t* plane) {
-  uint8_t* to = row + 4 * min(BITS, 4) * group;
-  if constexpr (BITS >= 4) {
+  uint8_t* to = row + 4 * min(format::num_bits(WIDTH), 4) * group;
+  if constexpr (WIDTH == Width::k4 || format::has_plane(WIDTH)) {
     put_words<4>(to, {low[0], low[1], low[2], low[3]});
-    if constexpr (BITS == 5) {
+    if constexpr (format::has_plane(WIDTH)) {
       put_words<1>(plane + 4 * group, {spread_pairs(high) | spread_pairs(high >> 8) << 2 |
                                        spread_pairs(high >> 16) << 4 | spread_pairs(high >> 24) << 6});
     }
-  } else if constexpr (BITS == 3) {
+  } else if constexpr (format::is_spread(WIDTH)) {
     uint32_t out[3];
 #pragma unroll
     for (int j = 0; j < 3; ++j) out[j] = low[j] | (low[3] << (3 - j) & 0x88888888);
     put_words<3>(to, out);
   } else {
+    static_assert(WIDTH == Width::k2, "no such keys");
     put_words<2>(to, {close_nibbles(low[0], 2) | close_nibbles(low[1], 2) << 16,
                       close_nibbles(low[2], 2) | close_nibbles(low[3], 2) << 16});
   }
 }
 
-// The same in a dense row.
-template <int BITS>
+// Stores a group of 32 channels in a dense row.
+template <Width WIDTH>
 __device__ __forceinline__ void put_dense_group(const uint32_t* low, uint32_t high, int group, uint8_t* row) {
-  uint8_t* to = row + 4 * BITS * group;
+  uint8_t* to = row + 4 * format::num_bits(WIDTH) * group;
   uint64_t string[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) string[i] = dense_string({low[i], BITS == 5 ? high >> 8 * i & 255 : 0}, BITS);
-  if constexpr (BITS == 4) {
+  for (int i = 0; i < 4; ++i) {
+    string[i] = dense_string({low[i], format::has_fifth_bit(WIDTH) ? high >> 8 * i & 255 : 0}, WIDTH);
+  }
+  if constexpr (WIDTH == Width::k4) {
     put_words<4>(to, {low[0], low[1], low[2], low[3]});
-  } else if constexpr (BITS == 1) {
+  } else if constexpr (WIDTH == Width::k1) {
     put_words<1>(to, {static_cast<uint32_t>(string[0] | string[1] << 8 | string[2] << 16 | string[3] << 24)});
-  } else if constexpr (BITS == 2) {
+  } else if constexpr (WIDTH == Width::k2) {
     put_words<2>(to, {static_cast<uint32_t>(string[0] | string[1] << 16),
                       static_cast<uint32_t>(string[2] | string[3] << 16)});
-  } else if constexpr (BITS == 3) {
+  } else if constexpr (WIDTH == Width::k3) {
     put_words<3>(to, {static_cast<uint32_t>(string[0] | string[1] << 24),
                       static_cast<uint32_t>(string[1] >> 8 | string[2] << 16),
                       static_cast<uint32_t>(string[2] >> 16 | string[3] << 8)});
   } else {
+    static_assert(WIDTH == Width::k5, "no such rows");
     put_words<5>(to, {static_cast<uint32_t>(string[0]), static_cast<uint32_t>(string[0] >> 32 | string[1] << 8),
                       static_cast<uint32_t>(string[1] >> 24 | string[2] << 16),
                       static_cast<uint32_t>(string[2] >> 16 | string[3] << 24), static_cast<uint32_t>(string[3] >> 8)});
   }
 }
 
-// A lane's octets from two groups, kLanes groups apart, to neighbouring ones: the exchanges of rotate_tile undone.
+// Undoes the exchanges of rotate_lanes: a lane's octets, from two groups that are kLanes groups apart, become those of
+// neighbouring groups.
 template <typename Traits>
 __device__ __forceinline__ void to_neighbours(uint32_t (&low)[8], int part) {
 #pragma unroll
@@ -649,8 +626,9 @@ __device__ __forceinline__ void to_neighbours(uint32_t (&low)[8], int part) {
 }
 
 // Stores N words of a token, word n of even (parity 0) or odd channels, in its value block: channel g = 2 i + parity is
-// byte i of the token's word, and byte b of the block's word at `at` + lane_bytes * (4 g + q). TOGETHER: the four tokens that
-// share words are those of four lanes, and transpose 4 x 4 bytes between them: a lane gets the words of i = its b.
+// byte i of the token's word, and byte b of the block's word at `at` + lane_bytes * (4 g + q). TOGETHER: the four
+// tokens that share words are in four lanes, which transpose 4 x 4 bytes among them: a lane gets the words of i = its
+// b.
 template <typename Traits, bool TOGETHER, int N>
 __device__ __forceinline__ void put_value_words(uint32_t (&even)[N], uint32_t (&odd)[N], uint8_t* at, int lane_bytes,
                                                 int number) {
@@ -682,13 +660,14 @@ __device__ __forceinline__ void put_value_words(uint32_t (&even)[N], uint32_t (&
   }
 }
 
-// The codes of a lane in its token's value block.
-template <typename Traits, int BITS, bool TOGETHER>
+// Stores a lane's codes in the value block of its token.
+template <typename Traits, Width WIDTH, bool TOGETHER>
 __device__ __forceinline__ void put_value(const uint32_t (&low)[8], int part, uint8_t* block, int number) {
-  // Octet a in the low nibbles, b in the high ones: even channels, odd channels.
+  // Bytes with a channel of octet a in the low nibble and of octet b in the high one: of even channels, of odd
+  // channels.
   const auto even = [](uint32_t a, uint32_t b) { return select_bits(0x0F0F0F0F, a, b << 4); };
   const auto odd = [](uint32_t a, uint32_t b) { return select_bits(0x0F0F0F0F, a >> 4, b); };
-  if constexpr (BITS == 3) {  // 64 channels together
+  if constexpr (format::is_spread(WIDTH)) {  // a set of 64 channels
     uint32_t e[4], o[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) e[j] = even(low[2 * j], low[2 * j + 1]), o[j] = odd(low[2 * j], low[2 * j + 1]);
@@ -698,20 +677,23 @@ __device__ __forceinline__ void put_value(const uint32_t (&low)[8], int part, ui
       e3[j] = e[j] | (e[3] << (3 - j) & 0x88888888);
       o3[j] = o[j] | (o[3] << (3 - j) & 0x88888888);
     }
-    put_value_words<Traits, TOGETHER, 3>(e3, o3, block + 384 * part, 12, number);
+    put_value_words<Traits, TOGETHER, 3>(e3, o3, block + format::kSpreadBytes * part, 12, number);
   } else {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int group = Traits::group(part, h);
       const uint32_t* l = low + 4 * h;
-      if constexpr (BITS == 4) {
+      if constexpr (WIDTH == Width::k4) {
         uint32_t e[2] = {even(l[0], l[1]), even(l[2], l[3])}, o[2] = {odd(l[0], l[1]), odd(l[2], l[3])};
-        put_value_words<Traits, TOGETHER, 2>(e, o, block + 512 * (group / 2) + 8 * (group % 2), 16, number);
+        put_value_words<Traits, TOGETHER, 2>(e, o, block + format::kChunkBytes * (group / 2) + 8 * (group % 2), 16,
+                                             number);
       } else {
+        static_assert(WIDTH == Width::k2, "no such values");
         uint32_t e[1] = {close_twos(even(l[0], l[1]), even(l[2], l[3]))};
         uint32_t o[1] = {close_twos(odd(l[0], l[1]), odd(l[2], l[3]))};
-        constexpr int words = Traits::kDim < 128 ? Traits::kDim / 32 : 4;
-        put_value_words<Traits, TOGETHER, 1>(e, o, block + 512 * (group / 4) + 4 * (group % 4), 4 * words, number);
+        constexpr int words = Traits::kDim < 128 ? Traits::kDim / 32 : format::kChunkUnits;
+        put_value_words<Traits, TOGETHER, 1>(e, o, block + format::kChunkBytes * (group / 4) + 4 * (group % 4),
+                                             4 * words, number);
       }
     }
   }

@@ -1,54 +1,60 @@
-// The kernel for few vectors (codec/encode_bulk.cuh has that for many): the keys and values of a decode step into page records.
+// The kernel that encodes few vectors: the keys and values of a decode step into page records. (codec/encode_bulk.cuh
+// is for many vectors.)
 //
-// Such a launch is over before its instructions are in a cache, so what counts is how many there are on the way through, and how
-// many of them wait for each other. A warp holds a vector, four channels in a lane, one block keys or values:
+// The kernel ends before the instruction cache is warm, so the number of instructions and the length of dependency
+// chains set its time. A warp holds a vector, four channels in a lane; a block has keys or values.
 //
-// * Parameters are few, and lie in two lines of the constant cache: what of them is not there yet arrives at once.
-// * Everything that is read is on its way before the first of it is waited for.
+// * The parameters fill two lines of the constant cache, so that a miss costs one fetch.
+// * All loads are issued before the first of them is waited for.
 // * One candidate, the usual case, has a kernel of its own, in which no warp waits for another.
-// * Where the tiles have tables, boundaries of a candidate are compared with two coordinates at once: 16-bit integers below
-//   2^15 - 2^10 have the order of the float16 numbers of the same bits. A true comparison is 65535 in 16 bits, which chooses the
-//   boundary that decides the next bit of a magnitude, and four magnitudes make the selector of a byte permutation, which looks
-//   up levels.
-// * A candidate's sums end in the lane of its number, so that lanes divide for all candidates at once; the lane whose merit
-//   is greatest stores the scale.
-// * What a record keeps of four channels is put together by shuffles and leaves from registers.
+// * Where the bulk kernel has tables, a binary search compares two coordinates with a boundary at once: 16-bit integers
+//   below 2^15 - 2^10 have the order of the float16 values of the same bits. __hge2_mask gives 0xFFFF for each true
+//   half, and the mask selects the next boundary of the search. Four magnitudes then form the selector of a byte
+//   permutation, which looks up four levels.
+// * The sums of a candidate end in the lane of its number, so that the lanes divide for all candidates at once; the
+//   lane with the greatest merit stores the scale.
+// * Shuffles put the stored words of four channels together, and they are stored from registers.
 //
 // The bytes are those of codec/generic.cuh.
 #include <cuda_fp16.h>
 
+#include "choices/codec.h"
 #include "cuda/codec/bulk.cuh"
-#include "cuda/codec/encode_bulk.cuh"
+#include "cuda/common/mma.cuh"
 #include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda {
 namespace {
 
-constexpr int kWarps = 8;   // of a block: one block on a multiprocessor is on its way sooner than two
-constexpr int kUnroll = 4;  // candidates whose waits overlap
+using choices::kMostCandidates;
+constexpr int kWarps = 8;   // of a block: a multiprocessor starts one block sooner than two
+constexpr int kUnroll = 4;  // candidates that are tried side by side, so that their latencies overlap
 static_assert(kMostCandidates % kUnroll == 0);
 constexpr int kMostBoundaries = 16;
-constexpr uint32_t kBeyond = 0x7C00;  // no coordinate is there
+constexpr uint32_t kBeyond = 0x7C00;  // greater than every coordinate
 
 template <int LOG_N>
-using FewTraits = HadamardTraits<1, LOG_N, (1 << LOG_N) / 4 < 32 ? (1 << LOG_N) / 4 : 32, 4>;
+using StepTraits = HadamardTraits<1, LOG_N, (1 << LOG_N) / 4 < 32 ? (1 << LOG_N) / 4 : 32, 4>;
 
-// ---- Parameters -------------------------------------------------------------------------------------------------------
+// ---- Parameters -----------------------------------------------------------------------------------------------------
 
 // Keys or values.
-struct FewSource {
+struct StepSource {
   const uint8_t* data;
   const float* signs;
   const float *center, *factor;  // [heads, d], null where there is none
   const int8_t* levels;          // [2^bits], null for the uniform grid
   const float* steps;            // [num_steps]
   uint32_t token_stride, head_stride;
-  uint16_t section, scales;  // of a tile: planes of keys or blocks of values, and scales
-  uint8_t bits, num_steps, scale_mode;
+  uint16_t section, scales;  // first bytes in a tile: of the planes of keys or the blocks of values, and of the scales
+  uint8_t bits, num_steps, mode;
+
+  __device__ __forceinline__ Width width() const { return format::as_width(bits); }
+  __device__ __forceinline__ ScaleMode scale_mode() const { return static_cast<ScaleMode>(mode); }
 };
 
-// As Tail.
-struct FewTail {
+// Tail (codec/record.cuh) with narrower fields.
+struct StepTail {
   uint8_t* data;
   const int64_t* slots;
   const int32_t *lengths, *begins;
@@ -56,35 +62,34 @@ struct FewTail {
   uint32_t max_seqs;
 };
 
-// What of TileArguments is needed, as narrow as it comes. On sm_90, 48 bytes end a line of 64.
-struct FewArguments {
+// The needed part of EncodeArguments in narrow fields. On sm_90 parameters start 16 bytes into a line of 64, so 48
+// bytes end it.
+struct StepArguments {
   const int64_t* slots;
   uint8_t* pages;
   uint32_t tokens, heads, num_pages, record_bytes, tile_bytes;
   uint8_t page_shift, tile_shift, has_tail;
-  alignas(16) FewSource source[2];
-  FewTail tail;
+  alignas(16) StepSource source[2];
+  StepTail tail;
 };
-static_assert(sizeof(FewSource) == 64 && offsetof(FewArguments, source) == 48);
+static_assert(sizeof(StepSource) == 64 && offsetof(StepArguments, source) == 48);
 
-// encode_constants of 2^LOG_N channels: what the compiler knows needs no parameter.
+// The constants of 2^LOG_N channels, known to the compiler: they need no parameters.
 template <int LOG_N>
-struct FewConstants {
+struct StepConstants {
   static constexpr double root() {
     double r = LOG_N % 2 ? 1.41421356237309504880 : 1.0;
     for (int i = 0; i < LOG_N / 2; ++i) r *= 2;
     return r;
   }
   static constexpr bool kPowerOfTwo = LOG_N % 2 == 0;
-  static constexpr float kUnits = static_cast<float>(format::kUnitsPerSigma * root());
-  static constexpr float kNorm = static_cast<float>(1 / root());
-  static constexpr float kOverRoot = static_cast<float>(32 / root());
-  static constexpr float kTimesRoot = static_cast<float>(32 * root());
+  static constexpr EncodeConstants values() { return EncodeConstants::of_roots(root(), root()); }
 };
 
-// ---- Codebooks --------------------------------------------------------------------------------------------------------
+// ---- Codebooks ------------------------------------------------------------------------------------------------------
 
-// The positive half of a candidate, as in SharedCodebook, for comparisons of pairs: both halves of a word alike, in grains.
+// The positive half of a candidate, as in SharedCodebook, for comparisons of pairs: both halves of a word are the same
+// boundary, in grains.
 struct PairBoundaries {
   uint32_t at[kMostBoundaries];
 };
@@ -92,13 +97,13 @@ struct PairLevels {
   uint8_t of[kMostBoundaries];
 };
 
-// Entry j of candidate s: read first, written to shared memory later.
+// Entry j of candidate s: loaded early, written to shared memory later.
 struct PairEntry {
   int below, above;
   float step;
   bool has_level, has_boundary;
 
-  __device__ __forceinline__ PairEntry(const FewSource& source, int s, int j) {
+  __device__ __forceinline__ PairEntry(const StepSource& source, int s, int j) {
     const int half = 1 << (source.bits - 1);
     const bool given = source.levels;
     has_level = s < source.num_steps && j < half, has_boundary = s < source.num_steps && j + 1 < half;
@@ -109,18 +114,17 @@ struct PairEntry {
     if (given && has_boundary) above = __ldg(levels + 1);
   }
   __device__ __forceinline__ uint32_t boundary() const {
-    const float units = __fmul_rn(step, format::kUnitsPerSigma / 2 / format::boundary_grain(1));
-    const float at = rintf(__fmul_rn(static_cast<float>(below + above), units));
+    const float at = table_boundary(below, above, step);
     return (has_boundary ? static_cast<uint32_t>(fminf(at, kBeyond)) : kBeyond) * 0x10001;
   }
   __device__ __forceinline__ uint8_t level() const { return static_cast<uint8_t>(has_level ? below : 0); }
 };
 
-// ---- Codes of four channels -------------------------------------------------------------------------------------------
+// ---- Codes of four channels -----------------------------------------------------------------------------------------
 
 // Four neighbouring coordinates, in pairs.
 struct Quad {
-  uint32_t cell[2];      // of u or ~u, in grains
+  uint32_t cell[2];      // u or ~u, in grains
   uint32_t size[2];      // |u|, the low 16 bits
   uint32_t over;         // |u| >> 16, bytes
   uint32_t negative[2];  // 65535 where u < 0
@@ -165,41 +169,52 @@ struct QuadLevels {
   }
 };
 
-// Where a tile keeps the codes of a lane: what is known before its token is. lane: of its vector, quad q holds channels
-// 4 LANES q + 4 lane and up.
-struct FewTarget {
-  int at;           // of token 0
+// Where a tile has the codes of a lane, as far as this is known before the token's slot is. lane: of its vector; quad q
+// holds channels 4 LANES q + 4 lane and up. Codes have up to 5 bits.
+struct StepTarget {
+  int at;           // the lane's first byte for token 0
   int shift, mask;  // tokens of a row of keys, or of a block of values
-  int pitch;        // between those
-  int stride;       // of a value's bytes
+  int pitch;        // bytes between rows or blocks
+  int stride;       // between the bytes of a value
   int quad;         // to the next quad
-  bool is_owner;
+  bool is_owner;    // whether the lane stores
 
-  // In a key's row octet halves are 16 bits; of three bits, bit planes are words.
+  // In the row of a key, half an octet has 16 bits; where codes are spread, every fourth lane pair gives its bits to
+  // the others.
   template <int D, int LANES>
-  static __device__ __forceinline__ FewTarget of_key(int bits, int lane) {
-    const int j = lane / 2 % 4, at = bits == 3 ? lane / 8 * 12 + 4 * j + lane % 2 * 2 : bits == 2 ? lane : 2 * lane;
-    const int low = min(bits, 4);  // without fifth bits
-    return {at, 0, 0, D / 8 * low, 0, LANES / 2 * low, bits != 3 || j < 3};
+  static __device__ __forceinline__ StepTarget of_key(Width width, int lane) {
+    const bool spread = format::is_spread(width);
+    const int j = lane / 2 % 4;
+    const int at = spread ? lane / 8 * 12 + 4 * j + lane % 2 * 2 : width == Width::k2 ? lane : 2 * lane;
+    const int low = min(format::num_bits(width), 4);  // without fifth bits
+    return {.at = at,
+            .shift = 0,
+            .mask = 0,
+            .pitch = D / 8 * low,
+            .stride = 0,
+            .quad = LANES / 2 * low,
+            .is_owner = !spread || j < 3};
   }
 
-  // A value's token owns bytes that lie apart. Lanes with the same channel set share them out.
+  // The bytes that a token owns in a value block are not neighbours. Lanes whose channels share these bytes divide
+  // them.
   template <int D, int LANES>
-  static __device__ __forceinline__ FewTarget of_value(int bits, int lane, int section) {
-    static_assert(format::kValueGroup == 16);
-    const bool two = bits == 2;
-    const int set = two ? 512 * (lane / 32) + 4 * (lane / 8 % 4) : 128 * bits * (lane / 16) + 4 * (lane / 4 % 4);
-    const int stride = bits == 3 ? 12 : two && D < 128 ? D / 8 : 16;
-    const bool is_owner = bits == 4 || (bits == 3 ? lane / 4 % 4 < 3 : !(lane & 4));
-    return {section + set + stride * (16 * (lane & 1) + 4 * (lane & 2)),
-            4,
-            15,
-            2 * D * bits,
-            stride,
-            LANES == 32 ? 256 * bits
-            : two       ? 8
-                        : 128 * bits,
-            is_owner};
+  static __device__ __forceinline__ StepTarget of_value(Width width, int lane, int section) {
+    using namespace format;
+    static_assert(kValueGroup == 16);
+    const int bits = num_bits(width), set_bytes = kUnitBytes * bits;  // of 64 channels
+    const bool two = width == Width::k2, spread = is_spread(width);
+    const int set = two ? kChunkBytes * (lane / 32) + 4 * (lane / 8 % 4) : set_bytes * (lane / 16) + 4 * (lane / 4 % 4);
+    const int stride = spread ? 12 : two && D < 128 ? D / 8 : 16;
+    return {.at = section + set + stride * (16 * (lane & 1) + 4 * (lane & 2)),
+            .shift = 4,
+            .mask = 15,
+            .pitch = 2 * D * bits,
+            .stride = stride,
+            .quad = LANES == 32 ? 2 * set_bytes
+                    : two       ? 8
+                                : set_bytes,
+            .is_owner = width == Width::k4 || (spread ? lane / 4 % 4 < 3 : !(lane & 4))};
   }
 
   __device__ __forceinline__ uint32_t of_token(uint32_t number) const {
@@ -208,18 +223,18 @@ struct FewTarget {
   }
 };
 
-// codes: low nibbles. high: fifth bits.
-__device__ __forceinline__ void put_few_key(uint32_t codes, uint32_t high, int bits, int lane, bool stored, uint8_t* to,
-                                            uint8_t* plane) {
-  if (bits >= 4) {
+// Stores four codes of a key. codes: low nibbles; high: fifth bits.
+__device__ __forceinline__ void put_step_key(uint32_t codes, uint32_t high, Width width, int lane, bool stored,
+                                             uint8_t* to, uint8_t* plane) {
+  if (format::fills_nibble(width)) {
     if (stored) *reinterpret_cast<uint16_t*>(to) = codes;
-    if (bits == 4) return;
+    if (width == Width::k4) return;
     const int j = lane / 2 % 4;
     uint32_t both = ((high & 3) | (high & 12) << 6) << 2 * j;
     both |= __shfl_xor_sync(0xffffffff, both, 2);
     both |= __shfl_xor_sync(0xffffffff, both, 4);
     if (stored && j == 0) *reinterpret_cast<uint16_t*>(plane + lane / 8 * 4 + lane % 2 * 2) = both;
-  } else if (bits == 3) {
+  } else if (format::is_spread(width)) {
     const uint32_t last = __shfl_sync(0xffffffff, codes, threadIdx.x % 32 | 6);
     codes |= last << (3 - lane / 2 % 4) & 0x8888;
     if (stored) *reinterpret_cast<uint16_t*>(to) = codes;
@@ -229,21 +244,24 @@ __device__ __forceinline__ void put_few_key(uint32_t codes, uint32_t high, int b
   }
 }
 
-__device__ __forceinline__ void put_few_value(uint32_t codes, int bits, int lane, bool stored, uint8_t* to, int step) {
+// Stores four codes of a value; step: from a byte to the next but one.
+__device__ __forceinline__ void put_step_value(uint32_t codes, Width width, int lane, bool stored, uint8_t* to,
+                                               int step) {
   uint32_t x = (codes | codes << 8) & 0x00FF00FF;
   x = (x | x << 4) & 0x0F0F0F0F;  // byte i: channel i
-  x <<= bits == 2 ? lane & 6 : 2 * (lane & 2);
+  x <<= width == Width::k2 ? lane & 6 : 2 * (lane & 2);
   x |= __shfl_xor_sync(0xffffffff, x, 2);
-  if (bits != 4) {
+  if (width != Width::k4) {
+    const bool spread = format::is_spread(width);
     const int own = threadIdx.x % 32;
-    const uint32_t other = __shfl_sync(0xffffffff, x, bits == 3 ? own | 12 : own ^ 4);
-    x |= bits == 3 ? other << (3 - lane / 4 % 4) & 0x88888888 : other;
+    const uint32_t other = __shfl_sync(0xffffffff, x, spread ? own | 12 : own ^ 4);
+    x |= spread ? other << (3 - lane / 4 % 4) & 0x88888888 : other;
   }
   x >>= 8 * (lane & 2);
   if (stored) to[0] = x, to[step] = x >> 8;
 }
 
-// ---- Rotation ---------------------------------------------------------------------------------------------------------
+// ---- Rotation -------------------------------------------------------------------------------------------------------
 
 // tree(y * y)
 template <typename Traits>
@@ -254,9 +272,9 @@ __device__ __forceinline__ float sum_of_squares(const float (&y)[Traits::kPerLan
   return tree_sum<Traits>(square);
 }
 
-// A vector's length and what makes units of its coordinates, from the sum of their squares: root(squares) and
-// divide(kUnits, length). The reciprocal of the root is within two units of the length's reciprocal, which saves asking for
-// one: quotients are the same for all lengths, unless kUnits is a power of two.
+// A vector's length and the factor that turns its coordinates into units, from the sum of its squares: root(squares)
+// and divide(units, length). The reciprocal of the root is within two units of the last place of the length's
+// reciprocal, which saves computing that: the quotients are the same for all lengths, unless `units` is a power of two.
 template <typename Constants>
 struct LengthAndUnits {
   float length, k;
@@ -266,20 +284,21 @@ struct LengthAndUnits {
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(squares));
     const float y = __fmul_rn(squares, r);
     length = __fmaf_rn(__fmaf_rn(-y, y, squares), __fmul_rn(r, 0.5f), y);
+    constexpr float kUnits = Constants::values().units;
     if constexpr (Constants::kPowerOfTwo) {
-      k = divide(Constants::kUnits, length);
+      k = divide(kUnits, length);
     } else {
       r = __fmaf_rn(r, __fmaf_rn(-length, r, 1), r);
-      const float q = __fmul_rn(Constants::kUnits, r);
-      k = __fmaf_rn(r, __fmaf_rn(-length, q, Constants::kUnits), q);
+      const float q = __fmul_rn(kUnits, r);
+      k = __fmaf_rn(r, __fmaf_rn(-length, q, kUnits), q);
     }
   }
 };
 
-// ---- Candidates -------------------------------------------------------------------------------------------------------
+// ---- Candidates -----------------------------------------------------------------------------------------------------
 
-// The boundary that decides bit STEPS - 1 - K of magnitudes whose upper bits are in `set`; M of them are left to choose by,
-// the rest is in I.
+// The boundary that decides bit STEPS - 1 - K of magnitudes whose upper bits are masks in `set`. M masks are still to
+// be applied; I has the bits that the recursion has chosen already.
 template <int STEPS, int K, int M = K, int I = 0>
 __device__ __forceinline__ uint32_t deciding(const uint32_t (&boundary)[1 << STEPS], const uint32_t (&set)[STEPS]) {
   if constexpr (M == 0) {
@@ -291,7 +310,7 @@ __device__ __forceinline__ uint32_t deciding(const uint32_t (&boundary)[1 << STE
   }
 }
 
-// Magnitudes of two coordinates, in the low bits of halves.
+// Magnitudes of two coordinates, in the low bits of the halves.
 template <int STEPS, int K = 0>
 __device__ __forceinline__ uint32_t magnitudes(uint32_t cell, const uint32_t (&boundary)[1 << STEPS],
                                                uint32_t (&set)[STEPS]) {
@@ -305,14 +324,14 @@ __device__ __forceinline__ uint32_t magnitudes(uint32_t cell, const uint32_t (&b
   }
 }
 
-// What a candidate makes of the coordinates of a lane. WIDE: 16 boundaries instead of 8.
+// The magnitudes and sums of a lane's coordinates under one candidate. WIDE: 16 boundaries instead of 8.
 template <typename Traits, bool WIDE>
 struct Tried {
   static constexpr int kQuads = Traits::kChunks;
   uint32_t dot = 0, squares = 0;
   uint32_t selector[kQuads];
 
-  // first: of the boundaries, read before.
+  // first: the first eight boundaries, loaded earlier.
   __device__ __forceinline__ Tried(const Quad (&quads)[kQuads], const PairBoundaries& book, const QuadLevels& levels,
                                    const uint4 (&first)[2]) {
     constexpr int kSteps = WIDE ? 4 : 3;
@@ -339,7 +358,7 @@ struct Tried {
   }
 };
 
-// Tries all of them; sums end in the lane of the candidate's number.
+// Tries all candidates; the sums of each end in the lane of its number.
 template <typename Traits, bool WIDE>
 struct Candidates {
   static constexpr int kLanes = Traits::kLanes, kQuads = Traits::kChunks;
@@ -351,7 +370,7 @@ struct Candidates {
 #pragma unroll 1
     for (int first = 0; first < steps; first += kUnroll) {
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {  // books have that many
+      for (int i = 0; i < kUnroll; ++i) {  // there is room for all, though some may not be used
         const int s = first + i;
         const uint4* book = reinterpret_cast<const uint4*>(books[s].at);
         const Tried<Traits, WIDE> tried(quads, books[s], levels, {book[0], book[1]});
@@ -366,61 +385,39 @@ struct Candidates {
   }
 };
 
-// Fit::scale with constants that compilers know.
-template <typename Constants>
-__device__ __forceinline__ uint16_t few_scale(const Fit& fit, int mode, float length, int e) {
-  const float r = __fmul_rn(length, Constants::kNorm), over = __fmul_rn(r, Constants::kOverRoot);
-  const float above = mode == 2 ? fit.a : __fmul_rn(r, mode == 1 ? 32 : Constants::kTimesRoot);
-  float below = mode == 2 ? fit.b : fit.a;
-  if (mode == 1) below = root(fit.b);
-  const float quotient = divide(above, below);
-  float scale = mode == 0 ? fit.step : quotient;
-  scale = mode % 2 == 0 ? __fmul_rn(over, scale) : scale;
-  scale = fminf(__fmul_rn(scale, power_of_two(e)), format::kMaxHalf);
-  return fit.a > 0 ? __half_as_ushort(__float2half_rn(scale)) : 0;
-}
+// ---- The exact tail -------------------------------------------------------------------------------------------------
 
-// ---- The exact tail ---------------------------------------------------------------------------------------------------
-
-// Where a token is kept: read first, worked out later. slot: -1 if it has no sequence.
-struct FewPlace {
+// A token's row of the tail: its loads are issued early, and used later. slot: -1 if the token has no sequence.
+struct TailPlace {
   int64_t slot = -1;
   int length, from_end;  // its distance to the sequence's end
 
-  FewPlace() = default;
-  __device__ __forceinline__ FewPlace(const FewTail& tail, int token) {
+  TailPlace() = default;
+  __device__ __forceinline__ TailPlace(const StepTail& tail, int token) {
     int s = token, end = token + 1;
-    if (tail.begins) {  // the last sequence that begins at or before the token
-      int high = tail.seqs;
-      s = 0;
-      while (high - s > 1) {
-        const int middle = (s + high) / 2;
-        (tail.begins[middle] <= token ? s : high) = middle;
-      }
-      end = tail.begins[s + 1];
-    }
+    if (tail.begins) s = sequence_of(tail.begins, tail.seqs, token), end = tail.begins[s + 1];
     if (s >= tail.seqs || token >= end) return;
     slot = __ldg(tail.slots + s), length = __ldg(tail.lengths + s), from_end = end - token;
   }
 
-  // Null where it is not kept.
-  __device__ __forceinline__ uint8_t* at(const FewTail& tail, uint32_t heads, uint32_t head, int kind,
+  // The address of the token's key (kind 0) or value, null if the tail does not keep it.
+  __device__ __forceinline__ uint8_t* at(const StepTail& tail, uint32_t heads, uint32_t head, int kind,
                                          int bytes) const {
     const int64_t position = int64_t{length} - from_end;
     const int ring = tail.rows - tail.sink_tokens;
     if (static_cast<uint64_t>(slot) >= tail.max_seqs || position < 0) return nullptr;
     if (!format::tail_keeps(position, length, tail.sink_tokens, ring)) return nullptr;
     const uint32_t row = format::tail_row<int>(static_cast<int>(position), tail.sink_tokens, ring);
-    const uint32_t sequence = static_cast<uint32_t>(slot) * heads + head;
-    return tail.data + ((uint64_t{sequence} * static_cast<uint32_t>(tail.rows) + row) * 2 + kind) * bytes;
+    return tail.data + format::tail_vector_32(static_cast<uint32_t>(slot), head, heads, row, tail.rows, kind) * bytes;
   }
 };
 
-// ---- The kernel -------------------------------------------------------------------------------------------------------
+// ---- The kernel -----------------------------------------------------------------------------------------------------
 
-// What the candidates need in shared memory, and with one candidate every warp for itself.
+// Shared memory: the candidates of the block, or (one candidate) a copy for every warp, so that no warp waits for
+// another.
 template <int QUADS, bool SEARCH>
-struct FewShared {
+struct StepShared {
   PairBoundaries boundaries[SEARCH ? kMostCandidates : kWarps];
   PairLevels levels[SEARCH ? 1 : kWarps];
   float step[kMostCandidates];
@@ -428,21 +425,21 @@ struct FewShared {
 };
 
 template <typename Traits, typename T, bool SEARCH>
-__global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant__ FewArguments a) {
+__global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_constant__ StepArguments a) {
   let_next_kernel_begin();
   constexpr int kLanes = Traits::kLanes, kQuads = Traits::kChunks, kVectors = 32 / kLanes;  // of a warp
   constexpr int kPerLane = Traits::kPerLane, kDim = Traits::kDim;
-  using Constants = FewConstants<Traits::kLogBlock>;
-  __shared__ __align__(16) FewShared<kQuads, SEARCH> shared;
+  using Constants = StepConstants<Traits::kLogBlock>;
+  __shared__ __align__(16) StepShared<kQuads, SEARCH> shared;
   unsigned thread = threadIdx.x;
-  asm volatile("" : "+r"(thread));  // read once
+  asm volatile("" : "+r"(thread));  // keeps the compiler from reading the register again and again
   const int kind = blockIdx.z, warp = thread / 32, lane = thread % kLanes, own = thread % 32;
   const uint32_t head = blockIdx.y;
-  const FewSource& source = a.source[kind];
+  const StepSource& source = a.source[kind];
   const uint32_t token = blockIdx.x * (kWarps * kVectors) + thread / kLanes;
   const bool exists = token < a.tokens;
 
-  // All loads are under way before the first of them is waited for.
+  // All loads are issued before the first of them is waited for.
   const uint32_t readable = exists ? token : 0;
   const uint8_t* from = source.data + uint64_t{readable} * source.token_stride + uint64_t{head} * source.head_stride;
   uint32_t word[kQuads][2];
@@ -458,13 +455,13 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
   if (source.factor) load<Traits>(source.factor + head * kDim, lane, factor);
   const int number_s = SEARCH ? thread / kMostBoundaries : 0, number_j = thread % kMostBoundaries;
   const PairEntry entry(source, number_s, number_j);
-  FewPlace place;
-  if (a.has_tail) place = FewPlace(a.tail, static_cast<int>(token));
+  TailPlace place;
+  if (a.has_tail) place = TailPlace(a.tail, static_cast<int>(token));
 
-  // While they are waited for, what can be known.
-  const int bits = source.bits;
-  const FewTarget target = kind == 0 ? FewTarget::of_key<kDim, kLanes>(bits, lane)
-                                     : FewTarget::of_value<kDim, kLanes>(bits, lane, source.section);
+  // Independent work, to hide the latency of the loads.
+  const Width width = source.width();
+  const StepTarget target = kind == 0 ? StepTarget::of_key<kDim, kLanes>(width, lane)
+                                      : StepTarget::of_value<kDim, kLanes>(width, lane, source.section);
 
   float x[kPerLane], y[kPerLane];
 #pragma unroll
@@ -481,31 +478,31 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
   for (int i = 0; i < kPerLane; ++i) y[i] = x[i] = __fmul_rn(x[i], signs[i]);
 
   butterflies<Traits>(y, lane);
-  // While shuffles are waited for, the book and the token's place.
+  // The codebook and the token's address: independent work, to hide the latency of the shuffles.
   if constexpr (SEARCH) {
     if (number_s < kMostCandidates) {  // there are more threads than entries
       shared.boundaries[number_s].at[number_j] = entry.boundary();
       if (number_j == 0) shared.step[number_s] = entry.step;
       if (number_s == 0) shared.levels[0].of[number_j] = entry.level();
     }
-  } else {  // two lanes write the same
+  } else {  // two lanes write the same entry
     shared.boundaries[warp].at[number_j] = entry.boundary();
     shared.levels[warp].of[number_j] = entry.level();
   }
   __syncwarp();
 
-  // The token's place in its page, as Pages::token has it.
+  // The token's address, as Pages::token computes it.
   const uint64_t page = static_cast<uint64_t>(slot >> a.page_shift);
   const bool stored = exists && page < a.num_pages;
   const uint32_t offset = static_cast<uint32_t>(slot) & ((1u << a.page_shift) - 1);
   const uint32_t number = offset & ((1u << a.tile_shift) - 1);
-  const uint64_t tile =
-      uint64_t{static_cast<uint32_t>(page) * a.heads + head} * a.record_bytes + (offset >> a.tile_shift) * a.tile_bytes;
+  const uint64_t tile = format::record_offset_32(static_cast<uint32_t>(page), head, a.heads, a.record_bytes) +
+                        (offset >> a.tile_shift) * a.tile_bytes;
   uint64_t codes_at = tile + target.of_token(number), scale_at = tile + source.scales + 2 * number;
-  asm volatile("" : "+l"(codes_at), "+l"(scale_at));  // nothing of this is left for later
-  const int mode = source.scale_mode;
+  asm volatile("" : "+l"(codes_at), "+l"(scale_at));  // computes both here, where there is time
+  const ScaleMode mode = source.scale_mode();
   float squares = sum_of_squares<Traits>(y);
-  LengthAndUnits<Constants> scaled(squares);  // while lanes are asked
+  LengthAndUnits<Constants> scaled(squares);  // before the vote below, whose latency it hides
 
   // As in rotate_vector, a power of two is taken out only where the vector needs it.
   int e = 0;
@@ -515,7 +512,7 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       y[i] = x[i];
-      asm volatile("" : "+f"(y[i]));  // nothing of this is done before
+      asm volatile("" : "+f"(y[i]));  // keeps this work out of the usual path
       largest = max(largest, magnitude_bits(y[i]));
     }
     largest = max_of_lanes<kLanes>(largest);
@@ -527,10 +524,10 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
     butterflies<Traits>(y, lane);
     squares = sum_of_squares<Traits>(y);
     zero = squares == 0;
-    if (zero) squares = 1;  // all coordinates are zero, whatever they are multiplied by
+    if (zero) squares = 1;  // any length will do: all coordinates are zero
     scaled = LengthAndUnits<Constants>(squares);
   }
-  // What a warp wrote for itself is read while the coordinates are still to come.
+  // With one candidate, a warp reads its own codebook before the coordinates are ready.
   const PairBoundaries* boundaries = shared.boundaries + (SEARCH ? 0 : warp);
   const uint4* first_from = reinterpret_cast<const uint4*>(boundaries->at);
   const uint4* levels_from = reinterpret_cast<const uint4*>(shared.levels[SEARCH ? 0 : warp].of);
@@ -550,7 +547,7 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
   float step = entry.step;
   if constexpr (SEARCH) {
     const auto keep = [&](const auto& tried) { dot = tried.dot, level_squares = tried.squares; };
-    if (bits < 5) {
+    if (format::fits_nibble(width)) {
       keep(Candidates<Traits, false>(quads, boundaries, levels, source.num_steps, lane, shared.selectors[warp], own));
     } else {
       keep(Candidates<Traits, true>(quads, boundaries, levels, source.num_steps, lane, shared.selectors[warp], own));
@@ -562,7 +559,7 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) selector[q] = tried.selector[q];
     };
-    if (bits < 5) [[likely]] {
+    if (format::fits_nibble(width)) [[likely]] {
       keep(Tried<Traits, false>(quads, *boundaries, levels, first));
     } else {
       keep(Tried<Traits, true>(quads, *boundaries, levels, first));
@@ -581,7 +578,7 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
     for (int q = 0; q < kQuads; ++q) selector[q] = shared.selectors[warp][kept][q][own];
   }
 
-  const uint32_t half = 1 << (bits - 1), ones = 2 * half - 1;
+  const uint32_t half = 1 << (format::num_bits(width) - 1), ones = 2 * half - 1;
   const bool codes_stored = stored && target.is_owner;
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) {
@@ -590,15 +587,16 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
     codes = finite ? codes & 0xFFFF : 0;
     if (kind == 0) {
       const uint32_t high = (~negative & 1) | (~negative >> 3 & 2) | (~negative >> 6 & 4) | (~negative >> 9 & 8);
-      put_few_key(codes, finite ? high : 0, bits, lane, codes_stored, a.pages + codes_at + q * target.quad,
-                  a.pages + tile + source.section + number * (kDim / 8) + q * (kLanes / 2));
+      put_step_key(codes, finite ? high : 0, width, lane, codes_stored, a.pages + codes_at + q * target.quad,
+                   a.pages + tile + source.section + number * (kDim / 8) + q * (kLanes / 2));
     } else {
-      put_few_value(codes, bits, lane, codes_stored, a.pages + codes_at + q * target.quad, 4 * target.stride);
+      put_step_value(codes, width, lane, codes_stored, a.pages + codes_at + q * target.quad, 4 * target.stride);
     }
   }
-  // The sums are asked for after the codes, which leave in the meantime.
+  // The scale comes after the codes, so that their stores are under way while it is computed.
   if constexpr (!SEARCH) fit = Fit::of_sums(dot, level_squares, step);
-  uint16_t scale = few_scale<Constants>(fit, mode, scaled.length, e);
+  constexpr EncodeConstants constants = Constants::values();
+  uint16_t scale = fit.scale(mode, scaled.length, e, constants);
   if (zero) scale = 0;
   if (!finite) scale = format::kNanScale;
   if (stored && lane == kept) *reinterpret_cast<uint16_t*>(a.pages + scale_at) = scale;
@@ -612,71 +610,66 @@ __global__ void __launch_bounds__(32 * kWarps) few_kernel(const __grid_constant_
   }
 }
 
-// ---- Host side --------------------------------------------------------------------------------------------------------
+// ---- Host side ------------------------------------------------------------------------------------------------------
 
-// False where a number needs more room than it has here.
-bool few_arguments(const TileArguments& a, FewArguments& few) {
-  const auto fits = [](int64_t n) { return n >= 0 && n <= INT32_MAX; };
-  if (!fits(a.tokens) || !fits(a.pages.num_pages * a.heads) || a.layout.tile_bytes > UINT16_MAX) return false;
-  few = {a.slots,
-         a.pages.data,
-         static_cast<uint32_t>(a.tokens),
-         static_cast<uint32_t>(a.heads),
-         static_cast<uint32_t>(a.pages.num_pages),
-         static_cast<uint32_t>(a.layout.record_bytes),
-         static_cast<uint32_t>(a.layout.tile_bytes),
-         static_cast<uint8_t>(a.layout.page_shift),
-         static_cast<uint8_t>(a.layout.tile_shift),
-         a.tail.data != nullptr,
-         {},
-         {}};
+// The choice has made sure that all numbers fit.
+StepArguments step_arguments(const EncodeArguments& a) {
+  StepArguments step = {a.slots,
+                        a.pages.data,
+                        static_cast<uint32_t>(a.tokens),
+                        static_cast<uint32_t>(a.heads),
+                        static_cast<uint32_t>(a.pages.num_pages),
+                        static_cast<uint32_t>(a.layout.record_bytes),
+                        static_cast<uint32_t>(a.layout.tile_bytes),
+                        static_cast<uint8_t>(a.layout.page_shift),
+                        static_cast<uint8_t>(a.layout.tile_shift),
+                        a.tail.data != nullptr,
+                        {},
+                        {}};
   for (int kind = 0; kind < 2; ++kind) {
-    const TileSource& source = a.source[kind];
+    const EncodeSource& source = a.source[kind];
     const Codebook& book = source.book;
-    if (book.bits > 5 || book.num_steps > kMostCandidates) return false;
-    if (!fits(source.token_stride) || !fits(source.head_stride)) return false;
-    few.source[kind] = {source.data,
-                        source.signs,
-                        source.channels.center,
-                        source.channels.scale,
-                        book.levels,
-                        book.steps,
-                        static_cast<uint32_t>(source.token_stride),
-                        static_cast<uint32_t>(source.head_stride),
-                        static_cast<uint16_t>(kind == 0 ? a.layout.key_planes : a.layout.value_blocks),
-                        static_cast<uint16_t>(kind == 0 ? a.layout.key_scales : a.layout.value_scales),
-                        static_cast<uint8_t>(book.bits),
-                        static_cast<uint8_t>(book.num_steps),
-                        static_cast<uint8_t>(book.scale_mode)};
+
+    step.source[kind] = {source.data,
+                         source.signs,
+                         source.channels.center,
+                         source.channels.scale,
+                         book.levels,
+                         book.steps,
+                         static_cast<uint32_t>(source.token_stride),
+                         static_cast<uint32_t>(source.head_stride),
+                         static_cast<uint16_t>(kind == 0 ? a.layout.key_planes : a.layout.value_blocks),
+                         static_cast<uint16_t>(kind == 0 ? a.layout.key_scales : a.layout.value_scales),
+                         static_cast<uint8_t>(book.width),
+                         static_cast<uint8_t>(book.num_steps),
+                         static_cast<uint8_t>(book.scale_mode)};
   }
   if (a.tail.data) {
     const Tail& tail = a.tail;
-    if (!fits(tail.seqs) || !fits(tail.max_seqs * a.heads) || reinterpret_cast<uintptr_t>(tail.data) % 8) return false;
-    few.tail = {tail.data,
-                tail.slots,
-                tail.lengths,
-                tail.begins,
-                static_cast<int>(tail.seqs),
-                tail.rows,
-                tail.sink_tokens,
-                static_cast<uint32_t>(tail.max_seqs)};
+
+    step.tail = {tail.data,
+                 tail.slots,
+                 tail.lengths,
+                 tail.begins,
+                 static_cast<int>(tail.seqs),
+                 tail.rows,
+                 tail.sink_tokens,
+                 static_cast<uint32_t>(tail.max_seqs)};
   }
-  return true;
+  return step;
 }
 
 }  // namespace
 
-bool launch_encode_step(const TileArguments& a, format::Split split, cudaStream_t stream) {
-  FewArguments few;
-  if (!few_arguments(a, few)) return false;
-  const bool search = few.source[0].num_steps > 1 || few.source[1].num_steps > 1;
-  return dispatch_tiles(a.dtype, split, [&](auto log_d, auto tag) {
-    using Traits = FewTraits<log_d>;
+void launch_encode_step(const EncodeArguments& a, int head_dim, cudaStream_t stream) {
+  const StepArguments step = step_arguments(a);
+  const bool search = step.source[0].num_steps > 1 || step.source[1].num_steps > 1;
+  dispatch_bulk(a.dtype, head_dim, [&](auto log_d, auto tag) {
+    using Traits = StepTraits<log_d>;
     using T = typename decltype(tag)::type;
     const dim3 grid(num_blocks(a.tokens, kWarps * 32 / Traits::kLanes), static_cast<unsigned>(a.heads), 2);
-    const auto kernel = search ? few_kernel<Traits, T, true> : few_kernel<Traits, T, false>;
-    kernel<<<grid, 32 * kWarps, 0, stream>>>(few);
-    return true;
+    const auto kernel = search ? encode_step_kernel<Traits, T, true> : encode_step_kernel<Traits, T, false>;
+    kernel<<<grid, 32 * kWarps, 0, stream>>>(step);
   });
 }
 

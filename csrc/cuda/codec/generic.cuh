@@ -1,45 +1,45 @@
-// Vectors of any length and type that the format knows: one kernel for all of them instead of one each. A warp holds a vector in
-// shared memory, so that lengths are loops. codec/encode_bulk.cuh and codec/encode_step.cu have the lengths, types and widths that are in use; the bytes
-// are the same.
+// The codec for vectors of every length, dtype and width that the format knows. A warp holds a vector in shared memory,
+// so that lengths are loops and one kernel serves all of them. codec/encode_bulk.cuh and codec/encode_step.cu are
+// faster for the lengths, dtypes and widths that models use; the bytes are the same.
 #pragma once
 
 #include "cuda/codec/record.cuh"
 
 namespace turboquant::cuda {
 
-constexpr int kMostSharedBytes = 40 * 1024;  // what a block can have on every device, next to tables
+constexpr int kMostSharedBytes = 40 * 1024;  // of a block, on every device, with room left for tables
 
 // d = blocks * 2^log_block
-struct AnyShape {
+struct GenericShape {
   int d, blocks, log_block;
   float norm;  // 1 / sqrt(2^log_block)
 
-  AnyShape() = default;
-  explicit AnyShape(format::Split split) : d(split.blocks * split.block), blocks(split.blocks), log_block(0) {
+  GenericShape() = default;
+  explicit GenericShape(format::Split split) : d(split.blocks * split.block), blocks(split.blocks), log_block(0) {
     while (1 << log_block < split.block) ++log_block;
     norm = block_norm(log_block);
   }
 };
 
-// What a warp has in shared memory, in words: the vector, and as much for its squares or integers.
-__host__ __device__ constexpr int any_stride(int d) { return (d + 3) / 4 * 4; }
-__host__ __device__ constexpr int any_words(int d) { return 2 * any_stride(d); }
+// A warp's words of shared memory: the vector, and as many words for its squares or integers.
+__host__ __device__ constexpr int generic_stride(int d) { return (d + 3) / 4 * 4; }
+__host__ __device__ constexpr int generic_words(int d) { return 2 * generic_stride(d); }
 
-// How many warps of `words` words each fit in a block, `most` at most.
-inline int any_warps(int words, int most) {
+// The number of warps of `words` words each that fit in a block, `most` at most.
+inline int generic_warps(int words, int most) {
   int warps = most;
   while (warps > 1 && 4 * words * warps > kMostSharedBytes) warps /= 2;
   return warps;
 }
 
-// ---- Channels of a vector in memory -----------------------------------------------------------------------------------
+// ---- Channels of a vector in memory ---------------------------------------------------------------------------------
 
 // Two neighbouring constants, i even.
 __device__ __forceinline__ float2 two(const float* x, int i) { return __ldg(reinterpret_cast<const float2*>(x + i)); }
 
-// The vector at `offset`, less the center, scaled and with its signs, as section 5 rotates it.
-__device__ __forceinline__ void load_any(float* y, int d, const void* x, Dtype dtype, int64_t offset,
-                                         const float* signs, const format::Channels& channels, int lane) {
+// Loads the vector at `offset` and applies center, scales and signs (section 5), for the rotation to follow.
+__device__ __forceinline__ void load_generic(float* y, int d, const void* x, Dtype dtype, int64_t offset,
+                                             const float* signs, const format::Channels& channels, int lane) {
   for (int i = 2 * lane; i < d; i += 64) {
     float pair[2];
     load_floats_as<2>(x, dtype, offset + i, pair);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_any(float* y, int d, const void* x, Dtype d
 
 // Butterflies for distances h, 2 h, .. below R h, h = 2^log_h.
 template <int R>
-__device__ __forceinline__ void any_pass(float* y, int d, int log_h, int lane) {
+__device__ __forceinline__ void generic_pass(float* y, int d, int log_h, int lane) {
   for (int g = lane; g < d / R; g += 32) {
     float* at = y + (g >> log_h << log_h) * R + (g & ((1 << log_h) - 1));
     float v[R];
@@ -76,7 +76,7 @@ __device__ __forceinline__ void any_pass(float* y, int d, int log_h, int lane) {
 }
 
 template <int M>
-__device__ __forceinline__ void any_mix(float* y, int block, int lane) {
+__device__ __forceinline__ void generic_mix(float* y, int block, int lane) {
   for (int i = lane; i < block; i += 32) {
     float in[M];
 #pragma unroll
@@ -87,13 +87,13 @@ __device__ __forceinline__ void any_mix(float* y, int block, int lane) {
   __syncwarp();
 }
 
-// core(y); without the factor of section 2, step 2 unless `normed`.
-__device__ __forceinline__ void transform_any(float* y, const AnyShape& s, bool normed, int lane) {
+// core(y); the factor of section 2, step 2 only if `normed`.
+__device__ __forceinline__ void transform_generic(float* y, const GenericShape& s, bool normed, int lane) {
   int log_h = 0;
 #pragma unroll 1
-  for (; log_h + 3 <= s.log_block; log_h += 3) any_pass<8>(y, s.d, log_h, lane);
+  for (; log_h + 3 <= s.log_block; log_h += 3) generic_pass<8>(y, s.d, log_h, lane);
 #pragma unroll 1
-  for (; log_h < s.log_block; ++log_h) any_pass<2>(y, s.d, log_h, lane);
+  for (; log_h < s.log_block; ++log_h) generic_pass<2>(y, s.d, log_h, lane);
   if (normed) {
     for (int i = lane; i < s.d; i += 32) y[i] = __fmul_rn(y[i], s.norm);
     __syncwarp();
@@ -101,16 +101,16 @@ __device__ __forceinline__ void transform_any(float* y, const AnyShape& s, bool 
   const int block = 1 << s.log_block;
   switch (s.blocks) {
     case 1: break;
-    case 3: any_mix<3>(y, block, lane); break;
-    case 5: any_mix<5>(y, block, lane); break;
-    case 7: any_mix<7>(y, block, lane); break;
-    default: any_mix<9>(y, block, lane); break;
+    case 3: generic_mix<3>(y, block, lane); break;
+    case 5: generic_mix<5>(y, block, lane); break;
+    case 7: generic_mix<7>(y, block, lane); break;
+    default: generic_mix<9>(y, block, lane); break;
   }
 }
 
-// Sums of R neighbours at distance 2^log_h, over pairs; into the first of each.
+// Adds R neighbours at distance 2^log_h in pairs; the sum replaces the first of them.
 template <int R>
-__device__ __forceinline__ void any_tree_pass(float* t, int d, int log_h, int lane) {
+__device__ __forceinline__ void generic_tree_pass(float* t, int d, int log_h, int lane) {
   for (int g = lane; g < d >> log_h >> (R == 8 ? 3 : 1); g += 32) {
     float* at = t + (g * R << log_h);
     float v[R];
@@ -121,15 +121,15 @@ __device__ __forceinline__ void any_tree_pass(float* t, int d, int log_h, int la
   __syncwarp();
 }
 
-// tree(y * y), known to all lanes; t: room for the squares.
-__device__ __forceinline__ float any_squares(const float* y, float* t, const AnyShape& s, int lane) {
+// tree(y * y), known to all lanes; t: shared memory for the squares.
+__device__ __forceinline__ float generic_sum_of_squares(const float* y, float* t, const GenericShape& s, int lane) {
   for (int i = lane; i < s.d; i += 32) t[i] = __fmul_rn(y[i], y[i]);
   __syncwarp();
   int log_h = 0;
 #pragma unroll 1
-  for (; log_h + 3 <= s.log_block; log_h += 3) any_tree_pass<8>(t, s.d, log_h, lane);
+  for (; log_h + 3 <= s.log_block; log_h += 3) generic_tree_pass<8>(t, s.d, log_h, lane);
 #pragma unroll 1
-  for (; log_h < s.log_block; ++log_h) any_tree_pass<2>(t, s.d, log_h, lane);
+  for (; log_h < s.log_block; ++log_h) generic_tree_pass<2>(t, s.d, log_h, lane);
   float total = t[0];
 #pragma unroll 1
   for (int b = 1; b < s.blocks; ++b) total = __fadd_rn(total, t[b << s.log_block]);
@@ -137,37 +137,39 @@ __device__ __forceinline__ float any_squares(const float* y, float* t, const Any
   return total;
 }
 
-// ---- Encoding ---------------------------------------------------------------------------------------------------------
+// ---- Encoding -------------------------------------------------------------------------------------------------------
 
-// A vector as integers u in shared memory, the candidate it takes, and its scale.
-struct AnyCodes {
+// A vector as integers u in shared memory, its best candidate, and its scale.
+struct GenericCodes {
   const int* u;
   int kept;
   uint16_t scale;
   bool finite;
 
   // Octet o of d channels; the last may be short.
-  __device__ __forceinline__ Octet octet(int o, int d, const SharedCodebook& shared, int bits) const {
+  __device__ __forceinline__ Octet octet(int o, int d, const SharedCodebook& shared, Width width) const {
     int x[8], magnitude[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = 8 * o + i < d ? u[8 * o + i] : 0;
-    shared.magnitudes<8>(bits, kept, x, magnitude);
-    const int half = 1 << (bits - 1);
+    shared.magnitudes<8>(width, kept, x, magnitude);
+    const int half = 1 << (format::num_bits(width) - 1);
     Octet out{0, 0};
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int m = magnitude[i];
-      const int code = bits == 8 ? (x[i] < 0 ? -m : m) & 255 : (x[i] < 0 ? half - 1 - m : half + m);
-      if (finite && 8 * o + i < d) out.set(bits, i, code);
+      const int code =
+          format::levels_are_codes(width) ? (x[i] < 0 ? -m : m) & 255 : (x[i] < 0 ? half - 1 - m : half + m);
+      if (finite && 8 * o + i < d) out.set(width, i, code);
     }
     return out;
   }
 };
 
-// Encodes what load_any left in y (section 5; its power of two commutes with signs). room: any_stride(d) words. All lanes of the warp take part.
-__device__ __forceinline__ AnyCodes encode_any(float* y, float* room, const AnyShape& s, int lane,
-                                               const SharedCodebook& shared, const Codebook& book,
-                                               const EncodeConstants& constants) {
+// Encodes the vector that load_generic left in y (section 5; its power of two commutes with signs). room:
+// generic_stride(d) words. All lanes of the warp take part.
+__device__ __forceinline__ GenericCodes encode_generic(float* y, float* room, const GenericShape& s, int lane,
+                                                       const SharedCodebook& shared, const Codebook& book,
+                                                       const EncodeConstants& constants) {
   uint32_t largest = 0;
   for (int i = lane; i < s.d; i += 32) largest = max(largest, magnitude_bits(y[i]));
   largest = max_of_lanes(largest);
@@ -175,8 +177,8 @@ __device__ __forceinline__ AnyCodes encode_any(float* y, float* room, const AnyS
   const float down = power_of_two(-e);
   for (int i = lane; i < s.d; i += 32) y[i] = __fmul_rn(y[i], down);
   __syncwarp();
-  transform_any(y, s, false, lane);
-  const float length = __fsqrt_rn(any_squares(y, room, s, lane));
+  transform_generic(y, s, false, lane);
+  const float length = __fsqrt_rn(generic_sum_of_squares(y, room, s, lane));
   const float k = largest == 0 ? 0.0f : __fdiv_rn(constants.units, length);
   int* u = reinterpret_cast<int*>(room);
   for (int i = lane; i < s.d; i += 32) u[i] = __float2int_rn(__fmul_rn(y[i], k));
@@ -184,7 +186,7 @@ __device__ __forceinline__ AnyCodes encode_any(float* y, float* room, const AnyS
 
   Fit best{0, 0, 0};
   float best_merit = -1;
-  AnyCodes codes{u, 0, 0, largest < kInfinityBits};
+  GenericCodes codes{u, 0, 0, largest < kInfinityBits};
 #pragma unroll 1
   for (int c = 0; c < book.num_steps; ++c) {
     int dot = 0, squares = 0;
@@ -193,10 +195,10 @@ __device__ __forceinline__ AnyCodes encode_any(float* y, float* room, const AnyS
       int x[4], magnitude[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[j] = i + 32 * j < s.d ? u[i + 32 * j] : 0;
-      shared.magnitudes<4>(book.bits, c, x, magnitude);
+      shared.magnitudes<4>(book.width, c, x, magnitude);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int level = i + 32 * j < s.d ? shared.level_of(book.bits, magnitude[j]) : 0;
+        const int level = i + 32 * j < s.d ? shared.level_of(book.width, magnitude[j]) : 0;
         dot += abs(x[j]) * level;
         squares += level * level;
       }
@@ -210,24 +212,24 @@ __device__ __forceinline__ AnyCodes encode_any(float* y, float* room, const AnyS
   return codes;
 }
 
-// ---- Decoding ---------------------------------------------------------------------------------------------------------
+// ---- Decoding -------------------------------------------------------------------------------------------------------
 
-// Levels of octet o into y: scale / 32 * level (section 6).
-__device__ __forceinline__ void put_any_octet(float* y, int d, int o, Octet octet, int bits, const float* table,
-                                              float scale) {
+// Writes scale / 32 * level (section 6) of the channels of octet o to y.
+__device__ __forceinline__ void put_generic_octet(float* y, int d, int o, Octet octet, Width width, const float* table,
+                                                  float scale) {
   const float unit = __fmul_rn(scale, format::kLevelUnit);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    if (8 * o + i < d) y[8 * o + i] = __fmul_rn(unit, level_of(octet, bits, i, table));
+    if (8 * o + i < d) y[8 * o + i] = __fmul_rn(unit, level_of(octet, width, i, table));
   }
 }
 
-// Rotates back what is in y and stores it at `offset`.
-__device__ __forceinline__ void store_any(float* y, const AnyShape& s, const float* signs,
-                                          const format::Channels& channels, void* out, Dtype dtype, int64_t offset,
-                                          bool exists, int lane) {
+// Rotates the vector in y back and stores it at `offset`.
+__device__ __forceinline__ void store_generic(float* y, const GenericShape& s, const float* signs,
+                                              const format::Channels& channels, void* out, Dtype dtype, int64_t offset,
+                                              bool exists, int lane) {
   __syncwarp();
-  transform_any(y, s, true, lane);
+  transform_generic(y, s, true, lane);
   if (!exists) return;
   for (int i = 2 * lane; i < s.d; i += 64) {
     const float2 sign = two(signs, i);

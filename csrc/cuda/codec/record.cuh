@@ -1,17 +1,18 @@
-// Codes of tokens on their way between registers and page records (docs/format.md section 8): csrc/format.h once more, but a
-// word at a time.
+// Stores and loads the codes of tokens in page records (docs/format.md section 8): the layout of csrc/format.h, a word
+// at a time instead of a code at a time.
 //
-// Both directions pass through shared memory. There a token is a row of octets (codec/codebook.cuh), and what a record keeps of it is
-// made of whole words: words of a key row, and for values fragments, the four bytes of one token in four words of its block.
+// Both directions pass through shared memory. There a token is a row of octets (codec/codebook.cuh), and its part of a
+// record consists of whole words: the words of a key row, and for values *fragments*, the four bytes that one token
+// owns in four words of its value block.
 #pragma once
 
 #include "cuda/codec/codebook.cuh"
 
 namespace turboquant::cuda {
 
-// ---- Records ----------------------------------------------------------------------------------------------------------
+// ---- Records --------------------------------------------------------------------------------------------------------
 
-// format::Record worked out on the host: page and tile sizes are powers of two.
+// The numbers of a format::Record, computed on the host. Page and tile sizes are powers of two, hence shifts.
 struct RecordLayout {
   int head_dim, octets, key_bits, value_bits;
   int page_shift, tile_shift;
@@ -27,6 +28,9 @@ struct RecordLayout {
         value_block_bytes(r.value_block_bytes()), key_planes(r.key_planes()), value_blocks(r.value_blocks()),
         key_scales(r.key_scales()), value_scales(r.value_scales()) {}
 
+  __host__ __device__ constexpr Width key_width() const { return format::as_width(key_bits); }
+  __host__ __device__ constexpr Width value_width() const { return format::as_width(value_bits); }
+
  private:
   static int log2(int n) {
     int shift = 0;
@@ -35,7 +39,7 @@ struct RecordLayout {
   }
 };
 
-// A token of one head: its tile and its number in it; no tile where there is none.
+// A token of one head: its tile and its number in the tile. `tile` is null for a slot that holds no token.
 struct Token {
   uint8_t* tile;
   int number;
@@ -55,8 +59,8 @@ struct Token {
   }
 };
 
-// The pages of all heads. Values of slots and page ids cannot be checked without waiting for the device: what is out of range
-// is no token.
+// The pages of all heads. Slots and page numbers cannot be checked without synchronising with the device, so those out
+// of range give no token instead of an error.
 struct Pages {
   uint8_t* data;  // [num_pages, kv_heads, record_bytes]
   int64_t num_pages;
@@ -64,8 +68,7 @@ struct Pages {
 
   __device__ __forceinline__ Token token(int64_t page, int offset, int head, const RecordLayout& r) const {
     if (page < 0 || page >= num_pages) return {nullptr, 0};
-    // No memory holds 2^32 records.
-    uint8_t* record = data + uint64_t{static_cast<uint32_t>(page) * kv_heads + head} * r.record_bytes;
+    uint8_t* record = data + format::record_offset_32(static_cast<uint32_t>(page), head, kv_heads, r.record_bytes);
     return {record + (offset >> r.tile_shift) * r.tile_bytes, offset & ((1 << r.tile_shift) - 1)};
   }
   __device__ __forceinline__ Token token(int64_t slot, int head, const RecordLayout& r) const {
@@ -73,7 +76,18 @@ struct Pages {
   }
 };
 
-// The exact tail. A token's row, or that it has none, follows from its sequence and position.
+// The sequence of a token: the last one that begins at or before it. begins: [seqs + 1]
+template <typename T>
+__device__ __forceinline__ T sequence_of(const int32_t* begins, T seqs, T token) {
+  T low = 0, high = seqs;
+  while (high - low > 1) {
+    const T middle = (low + high) / 2;
+    (begins[middle] <= token ? low : high) = middle;
+  }
+  return low;
+}
+
+// The exact tail. The row of a token, if it has one, follows from its sequence and position.
 struct Tail {
   uint8_t* data;           // [max_seqs, kv_heads, sink_tokens + ring, 2, d]; null: no tail
   const int64_t* slots;    // [seqs]
@@ -84,21 +98,13 @@ struct Tail {
 
   // The key (kind 0) or value (1) of a row, `bytes` long.
   __device__ __forceinline__ uint8_t* at(int64_t row, int head, int kind, int bytes) const {
-    return data + (((row / rows * kv_heads + head) * rows + row % rows) * 2 + kind) * bytes;
+    return data + format::tail_vector<int64_t>(row / rows, head, kv_heads, row % rows, rows, kind) * bytes;
   }
 
-  // Row of `token` among max_seqs * rows, -1 where it is not kept.
+  // The row of `token` among max_seqs * rows, -1 if the tail does not keep it.
   __device__ __forceinline__ int64_t row(int64_t token) const {
     int64_t s = token, end = token + 1;
-    if (begins) {  // the last sequence that begins at or before the token
-      int64_t high = seqs;
-      s = 0;
-      while (high - s > 1) {
-        const int64_t middle = (s + high) / 2;
-        (begins[middle] <= token ? s : high) = middle;
-      }
-      end = begins[s + 1];
-    }
+    if (begins) s = sequence_of(begins, seqs, token), end = begins[s + 1];
     if (s >= seqs || token >= end) return -1;
     const int64_t slot = slots[s], length = lengths[s], position = length - end + token;
     const int ring = rows - sink_tokens;
@@ -110,23 +116,17 @@ struct Tail {
 
 // ---- Rows of octets in shared memory --------------------------------------------------------------------------------
 
-// Word `o` of a row is Octet::low of octet o; Octet::high follows `octets` words later, for 5 and 8 bits only.
-__device__ __forceinline__ void write_octet(uint32_t* row, int octets, int bits, int o, Octet octet) {
+// Word `o` of a row is Octet::low of octet o; Octet::high follows `octets` words later, if codes do not fit nibbles.
+__device__ __forceinline__ void write_octet(uint32_t* row, int octets, Width width, int o, Octet octet) {
   row[o] = octet.low;
-  if (bits > 4) row[octets + o] = octet.high;
+  if (!format::fits_nibble(width)) row[octets + o] = octet.high;
 }
 
-// ---- Keys -------------------------------------------------------------------------------------------------------------
+// ---- Keys -----------------------------------------------------------------------------------------------------------
 
-// Word w of a key row, from its octets.
-__device__ __forceinline__ uint32_t key_word(const uint32_t* row, int octets, int bits, int w) {
-  switch (bits) {
-    case 8: return row[w % 2 * octets + w / 2];
-    case 2: return close_nibbles(row[2 * w], 2) | close_nibbles(row[2 * w + 1], 2) << 16;
-    case 3: break;
-    default: return row[w];
-  }
-  // The bits of the last quarter of a group lie over the nibbles of the other three.
+// Word w of a key row whose codes are spread: the bits of the last quarter of a group lie over the nibbles of the other
+// three.
+__device__ __forceinline__ uint32_t spread_key_word(const uint32_t* row, int octets, int w) {
   const int j = w % 3, o = w / 3 * 4;
   if (o + 4 <= octets) return row[o + j] | (row[o + 3] << (3 - j) & 0x88888888);
   const uint32_t last = row[o + 1] >> 16;
@@ -134,7 +134,20 @@ __device__ __forceinline__ uint32_t key_word(const uint32_t* row, int octets, in
   return row[o] | (last << 3 & 0x8888) | (last << 18 & 0x88880000);
 }
 
-// The four pairs of bits 0 to 7, in a byte each.
+// Word w of a key row, from the octets of the key.
+__device__ __forceinline__ uint32_t key_word(const uint32_t* row, int octets, Width width, int w) {
+  switch (width) {
+    case Width::k8: return row[w % 2 * octets + w / 2];
+    case Width::k2: return close_nibbles(row[2 * w], 2) | close_nibbles(row[2 * w + 1], 2) << 16;
+    case Width::k3: return spread_key_word(row, octets, w);
+    case Width::k4:
+    case Width::k5: break;  // nibbles; the plane has the fifth bits
+    case Width::k1: break;  // no width of keys
+  }
+  return row[w];
+}
+
+// The four pairs of bits 0 to 7, each in a byte of its own.
 __device__ __forceinline__ uint32_t spread_pairs(uint32_t b) {
   return (b & 3) | (b & 0x0C) << 6 | (b & 0x30) << 12 | (b & 0xC0) << 18;
 }
@@ -148,23 +161,19 @@ __device__ __forceinline__ uint32_t plane_word(const uint32_t* row, int octets, 
          spread_pairs(high[1] >> 4) << 6;
 }
 
-// Octet o of a key, from the words of its row and plane.
-__device__ __forceinline__ Octet key_octet(const uint32_t* row, const uint32_t* plane, int octets, int bits, int o) {
+// Octet o of a key with a plane, and of a key whose codes are spread, from the words of its row and plane. The last
+// group may have two octets instead of four.
+__device__ __forceinline__ Octet plane_key_octet(const uint32_t* row, const uint32_t* plane, int octets, int o) {
+  const int j = o % 4;
+  if (o - j + 4 <= octets) {
+    const uint32_t pairs = plane[o / 4] >> 2 * j & 0x03030303;
+    return {row[o], (pairs | pairs >> 6 | pairs >> 12 | pairs >> 18) & 255};
+  }
+  const uint32_t pairs = plane[o / 4] >> 4 * j;  // quarters 2 j and 2 j + 1 of four channels each
+  return {row[o], (pairs & 3) | (pairs >> 6 & 0x0C) | (pairs & 0x0C) << 2 | (pairs >> 4 & 0xC0)};
+}
+__device__ __forceinline__ Octet spread_key_octet(const uint32_t* row, int octets, int o) {
   const int j = o % 4, first = o - j, whole = first + 4 <= octets;
-  switch (bits) {
-    case 8: return {row[2 * o], row[2 * o + 1]};
-    case 4: return {row[o], 0};
-    case 2: return {open_nibbles(row[o / 2] >> 16 * (o % 2) & 0xFFFF, 2), 0};
-    default: break;
-  }
-  if (bits == 5) {
-    if (whole) {
-      const uint32_t pairs = plane[o / 4] >> 2 * j & 0x03030303;
-      return {row[o], (pairs | pairs >> 6 | pairs >> 12 | pairs >> 18) & 255};
-    }
-    const uint32_t pairs = plane[o / 4] >> 4 * j;  // quarters 2 j and 2 j + 1 of four channels each
-    return {row[o], (pairs & 3) | (pairs >> 6 & 0x0C) | (pairs & 0x0C) << 2 | (pairs >> 4 & 0xC0)};
-  }
   const uint32_t* word = row + first / 4 * 3;
   if (whole) {
     if (j < 3) return {word[j] & 0x77777777, 0};
@@ -175,14 +184,28 @@ __device__ __forceinline__ Octet key_octet(const uint32_t* row, const uint32_t* 
   return {(word[1] & 0x7777) | last << 16, 0};
 }
 
-// ---- Values -----------------------------------------------------------------------------------------------------------
+// Octet o of a key, from the words of its row and plane.
+__device__ __forceinline__ Octet key_octet(const uint32_t* row, const uint32_t* plane, int octets, Width width, int o) {
+  switch (width) {
+    case Width::k8: return {row[2 * o], row[2 * o + 1]};
+    case Width::k4: return {row[o], 0};
+    case Width::k2: return {open_nibbles(row[o / 2] >> 16 * (o % 2) & 0xFFFF, 2), 0};
+    case Width::k5: return plane_key_octet(row, plane, octets, o);
+    case Width::k3: break;
+    case Width::k1: break;  // no width of keys
+  }
+  return spread_key_octet(row, octets, o);
+}
 
-// Token `s` of a block owns byte b of words that start at multiples of q; the four tokens of a word differ in b only.
+// ---- Values ---------------------------------------------------------------------------------------------------------
+
+// A token of a value block owns byte b of words whose place depends on q; the four tokens that share a word differ in b
+// only.
 __device__ __forceinline__ int value_q(unsigned token) { return token % 8 / 2; }
 __device__ __forceinline__ int value_b(unsigned token) { return token % 2 + 2 * (token / 8 % 2); }
 __device__ __forceinline__ int value_token(int q, int b) { return 2 * q + b % 2 + 8 * (b / 2); }
 
-// word[i] of byte b <- byte i of word[b]
+// Byte b of word[i] becomes byte i of word[b].
 __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
   const uint32_t a = __byte_perm(word[0], word[1], 0x5140), b = __byte_perm(word[2], word[3], 0x5140);
   const uint32_t c = __byte_perm(word[0], word[1], 0x7362), d = __byte_perm(word[2], word[3], 0x7362);
@@ -192,48 +215,53 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
   word[3] = __byte_perm(c, d, 0x7632);
 }
 
-// Bytes of four codes of 2 bits, from two words whose nibbles they are.
+// Bytes of four 2-bit codes each, from two words in which the codes are nibbles.
 __device__ __forceinline__ uint32_t close_twos(uint32_t a, uint32_t b) {
   return (a & 0x03030303) | (a >> 2 & 0x0C0C0C0C) | (b << 4 & 0x30303030) | (b << 2 & 0xC0C0C0C0);
 }
 
-// What a token owns in a value block as fragments of four bytes. Fragment f belongs to the set of channels n = f / 2 that
-// share a word, and of them to half the g: g = 2 i + f % 2 is byte i (8 bits: g = 4 (f % 2) + i).
+// The bytes that a token owns in a value block, as fragments of four bytes. Fragment f belongs to the channels n = f /
+// 2 that share a word, and holds half of their g: byte i is g = 2 i + f % 2 (8 bits: g = 4 (f % 2) + i).
 struct ValueLayout {
-  int d, bits;
+  int d;
+  Width width;
 
   static constexpr uint32_t kEven = 0x0F0F0F0F, kOdd = 0xF0F0F0F0;
 
   __host__ __device__ constexpr int fragments() const {
-    return format::Record{d, 16, 4, bits}.value_block_bytes() / (4 * format::kValueGroup);
+    return format::Record{d, 16, 4, format::num_bits(width)}.value_block_bytes() / (4 * format::kValueGroup);
   }
 
-  // Where byte i of a fragment is in the block: at + i * step + q * q_step + b.
-  struct Place {
+  // Byte i of a fragment is byte at + i * step + q * q_step + b of the block.
+  struct FragmentPlace {
     int at, step, q_step;
   };
-  __device__ __forceinline__ Place place(int f) const {
+  __device__ __forceinline__ FragmentPlace place(int f) const {
+    using namespace format;
     const int h = f % 2, n = f / 2;
-    if (bits == 3) {
-      const int set = n / 3, rest = d % 64 / 16;
-      if (set < d / 64) return {384 * set + 4 * (n % 3) + 48 * h, 96, 12};
-      return {384 * (d / 64) + 4 * (n - d / 64 * 3) + 16 * rest * h, 32 * rest, 4 * rest};
+    if (is_spread(width)) {
+      const int set = n / kSpreadUnits, sets = d / kSpreadChannels, rest = d % kSpreadChannels / 16;
+      if (set < sets) return {kSpreadBytes * set + 4 * (n % kSpreadUnits) + 48 * h, 96, 12};
+      return {kSpreadBytes * sets + 4 * (n - sets * kSpreadUnits) + 16 * rest * h, 32 * rest, 4 * rest};
     }
-    const int units = d * bits / 64;
-    if (n == units) return {128 * units, 16, 4};
-    const int words = min(4, units - n / 4 * 4);
-    return {512 * (n / 4) + 4 * (n % 4) + (bits == 8 ? 64 : 16) * words * h, (bits == 8 ? 16 : 32) * words, 4 * words};
+    const int units = d * num_bits(width) / 64;
+    if (n == units) return {kUnitBytes * units, 16, 4};
+    const int words = min(kChunkUnits, units - n / kChunkUnits * kChunkUnits);
+    const bool bytes = levels_are_codes(width);
+    return {kChunkBytes * (n / kChunkUnits) + 4 * (n % kChunkUnits) + (bytes ? 64 : 16) * words * h,
+            (bytes ? 16 : 32) * words, 4 * words};
   }
 
   // Fragment f of a token from its row of octets.
   __device__ __forceinline__ uint32_t fragment(const uint32_t* row, int f) const {
     const int h = f % 2, n = f / 2;
-    if (bits == 8) return row[h * (d / 8) + n];
-    if (bits == 4) return pair(row, n, h);
-    if (bits == 3) {
-      const int set = n / 3, j = n % 3;
-      if (set >= d / 64) return pair(row, n + d / 64, h);
-      return pair(row, 4 * set + j, h) | (pair(row, 4 * set + 3, h) << (3 - j) & 0x88888888);
+    switch (width) {
+      case Width::k8: return row[h * (d / 8) + n];
+      case Width::k4: return pair(row, n, h);
+      case Width::k3: return spread_fragment(row, n, h);
+      case Width::k2: break;
+      case Width::k1:
+      case Width::k5: break;  // no widths of values
     }
     if (n < d / 32) {
       return close_twos(pair(row, 2 * n, h), pair(row, 2 * n + 1, h));
@@ -245,21 +273,13 @@ struct ValueLayout {
 
   // Octet o of a token from its row of fragments.
   __device__ __forceinline__ Octet octet(const uint32_t* row, int o) const {
-    if (bits == 8) return {row[2 * o], row[2 * o + 1]};
-    if (bits == 4) return {half_pair(row[o & ~1], row[o | 1], o % 2), 0};
-    if (bits == 3) {
-      const int set = o / 8, j = o / 2 % 4;
-      if (j < 3 || set >= d / 64) {
-        const uint32_t* word = row + 2 * (3 * set + j);
-        return {half_pair(word[0], word[1], o % 2) & 0x77777777, 0};
-      }
-      uint32_t even = 0, odd = 0;
-#pragma unroll
-      for (int k = 0; k < 3; ++k) {
-        even |= (row[2 * (3 * set + k)] >> 3 & 0x11111111) << k;
-        odd |= (row[2 * (3 * set + k) + 1] >> 3 & 0x11111111) << k;
-      }
-      return {half_pair(even, odd, o % 2), 0};
+    switch (width) {
+      case Width::k8: return {row[2 * o], row[2 * o + 1]};
+      case Width::k4: return {half_pair(row[o & ~1], row[o | 1], o % 2), 0};
+      case Width::k3: return spread_octet(row, o);
+      case Width::k2: break;
+      case Width::k1:
+      case Width::k5: break;  // no widths of values
     }
     const int n = o / 4;
     if (n < d / 32) {
@@ -272,7 +292,28 @@ struct ValueLayout {
   }
 
  private:
-  // Two octets, one parity of channels, the first octet's codes in the low nibbles of the bytes; and back.
+  // The same two of codes that are spread over sets of 64 channels.
+  __device__ __forceinline__ uint32_t spread_fragment(const uint32_t* row, int n, int h) const {
+    const int set = n / 3, j = n % 3;
+    if (set >= d / format::kSpreadChannels) return pair(row, n + d / format::kSpreadChannels, h);
+    return pair(row, 4 * set + j, h) | (pair(row, 4 * set + 3, h) << (3 - j) & 0x88888888);
+  }
+  __device__ __forceinline__ Octet spread_octet(const uint32_t* row, int o) const {
+    const int set = o / 8, j = o / 2 % 4;
+    if (j < 3 || set >= d / format::kSpreadChannels) {
+      const uint32_t* word = row + 2 * (3 * set + j);
+      return {half_pair(word[0], word[1], o % 2) & 0x77777777, 0};
+    }
+    uint32_t even = 0, odd = 0;
+#pragma unroll
+    for (int k = 0; k < 3; ++k) {
+      even |= (row[2 * (3 * set + k)] >> 3 & 0x11111111) << k;
+      odd |= (row[2 * (3 * set + k) + 1] >> 3 & 0x11111111) << k;
+    }
+    return {half_pair(even, odd, o % 2), 0};
+  }
+
+  // The even or odd channels (h) of two octets, codes of the first octet in the low nibbles of the bytes; and back.
   static __device__ __forceinline__ uint32_t pair(const uint32_t* row, int p, int h) {
     const uint32_t a = row[2 * p], b = row[2 * p + 1];
     return h ? (a >> 4 & kEven) | (b & kOdd) : (a & kEven) | (b << 4 & kOdd);
@@ -282,9 +323,9 @@ struct ValueLayout {
   }
 };
 
-// ---- Between shared memory and records ----------------------------------------------------------------------------------
+// ---- Between shared memory and records ------------------------------------------------------------------------------
 
-// The row of octets of a token into its record, by `lanes` lanes.
+// Stores a token's row of octets in its record, by `lanes` lanes.
 __device__ __forceinline__ void store_key(const uint32_t* row, const Token& to, const RecordLayout& r, int lane,
                                           int lanes) {
   uint32_t* out = reinterpret_cast<uint32_t*>(to.key_row(r));
@@ -292,31 +333,31 @@ __device__ __forceinline__ void store_key(const uint32_t* row, const Token& to, 
     for (int w = 4 * lane; w < r.key_row_bytes / 4; w += 4 * lanes) {
       uint32_t word[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) word[i] = key_word(row, r.octets, r.key_bits, w + i);
+      for (int i = 0; i < 4; ++i) word[i] = key_word(row, r.octets, r.key_width(), w + i);
       *reinterpret_cast<uint4*>(out + w) = make_uint4(word[0], word[1], word[2], word[3]);
     }
   } else {
-    for (int w = lane; w < r.key_row_bytes / 4; w += lanes) out[w] = key_word(row, r.octets, r.key_bits, w);
+    for (int w = lane; w < r.key_row_bytes / 4; w += lanes) out[w] = key_word(row, r.octets, r.key_width(), w);
   }
   out = reinterpret_cast<uint32_t*>(to.key_plane(r));
   for (int w = lane; w < r.key_plane_bytes / 4; w += lanes) out[w] = plane_word(row, r.octets, w);
 }
 
-// Byte by byte: other tokens own the rest of each word.
+// Stores a token's fragments byte by byte: other tokens own the rest of each word.
 __device__ __forceinline__ void store_value(const uint32_t* row, const Token& to, const RecordLayout& r, int lane,
                                             int lanes) {
-  const ValueLayout values{r.head_dim, r.value_bits};
+  const ValueLayout values{r.head_dim, r.value_width()};
   uint8_t* block = to.value_block(r);
   for (int f = lane; f < values.fragments(); f += lanes) {
     const uint32_t fragment = values.fragment(row, f);
-    const ValueLayout::Place place = values.place(f);
+    const ValueLayout::FragmentPlace place = values.place(f);
     uint8_t* out = block + place.at + value_q(to.number) * place.q_step + value_b(to.number);
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[i * place.step] = static_cast<uint8_t>(fragment >> 8 * i);
   }
 }
 
-// The value block of 16 neighbouring tokens from their rows.
+// Puts the value block of 16 neighbouring tokens together from their rows.
 __device__ __forceinline__ void gather_block(const uint32_t* rows, int stride, uint32_t* block, ValueLayout values,
                                              int thread, int threads) {
   for (int i = thread; i < 4 * values.fragments(); i += threads) {
@@ -325,13 +366,13 @@ __device__ __forceinline__ void gather_block(const uint32_t* rows, int stride, u
 #pragma unroll
     for (int b = 0; b < 4; ++b) word[b] = values.fragment(rows + value_token(q, b) * stride, f);
     transpose_bytes(word);
-    const ValueLayout::Place place = values.place(f);
+    const ValueLayout::FragmentPlace place = values.place(f);
 #pragma unroll
     for (int g = 0; g < 4; ++g) block[(place.at + g * place.step + q * place.q_step) / 4] = word[g];
   }
 }
 
-// A token's key row, its plane behind it, as they are in the record.
+// Loads a token's key row, and behind it its plane, as the record has them.
 __device__ __forceinline__ void load_key(uint32_t* row, const Token& from, const RecordLayout& r, int lane, int lanes) {
   const uint32_t* in = reinterpret_cast<const uint32_t*>(from.key_row(r));
   for (int w = lane; w < r.key_row_bytes / 4; w += lanes) row[w] = in[w];
@@ -339,13 +380,14 @@ __device__ __forceinline__ void load_key(uint32_t* row, const Token& from, const
   for (int w = lane; w < r.key_plane_bytes / 4; w += lanes) row[r.key_row_bytes / 4 + w] = in[w];
 }
 
-// A token's fragments from its value block, byte by byte: tokens that share words are read at the same time.
+// Loads a token's fragments from its value block. Byte by byte is fast enough: the tokens that share a word are read at
+// the same time, from the cache.
 __device__ __forceinline__ void load_value(uint32_t* row, const Token& from, const RecordLayout& r, int lane,
                                            int lanes) {
-  const ValueLayout values{r.head_dim, r.value_bits};
+  const ValueLayout values{r.head_dim, r.value_width()};
   const uint8_t* block = from.value_block(r);
   for (int f = lane; f < values.fragments(); f += lanes) {
-    const ValueLayout::Place place = values.place(f);
+    const ValueLayout::FragmentPlace place = values.place(f);
     const uint8_t* in = block + place.at + value_q(from.number) * place.q_step + value_b(from.number);
     uint32_t fragment = 0;
 #pragma unroll

@@ -1,10 +1,10 @@
 // The signed orthonormal Walsh-Hadamard transform of one vector, spread over the registers of a few lanes of a warp
-// (docs/format.md section 2). Everything that rotates on CUDA devices calls these.
+// (docs/format.md section 2). All CUDA kernels that rotate vectors in registers call these functions.
 //
-// Channel bits of one block, low to high: [kVec channels in a lane][lanes][chunks in a lane]. A lane so reads 16 bytes of
-// a 16-bit dtype at a time, its neighbours read on where it stops, and the butterflies still run in their fixed order
-// 1, 2, 4, ..: in a lane, by shuffles, in a lane. The m blocks of d = m * n lie in the same lane, which makes the
-// m x m factor a matter of registers. Additions are never fused with multiplications, whatever the compiler's flags.
+// Channel bits of one block, low to high: [kVec channels in a lane][lanes][chunks in a lane]. So a lane reads 16 bytes
+// of a 16-bit dtype at a time, neighbouring lanes read neighbouring words, and the butterflies still run in their fixed
+// order 1, 2, 4, ..: in a lane, by shuffles, in a lane. The m blocks of d = m * n are in the same lane, so that the
+// m x m factor needs registers only. Intrinsics keep the compiler from fusing additions with multiplications.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace turboquant::cuda {
 
-// M * 2^LOG_N channels over LANES lanes of one warp, VEC neighbours at a time where a block has as many. More lanes cost
-// shuffles, fewer cost registers.
+// M * 2^LOG_N channels over LANES lanes of one warp, VEC neighbours at a time where a block has as many. More lanes
+// cost shuffles, fewer cost registers.
 template <int M, int LOG_N, int LANES, int VEC = 8>
 struct HadamardTraits {
   static constexpr int kBlocks = M;
@@ -28,13 +28,14 @@ struct HadamardTraits {
   static constexpr int kPerLane = kDim / kLanes;
   static_assert(kChunks * kVec * kLanes == kBlock && kLanes <= 32);
 
-  // First channel of the `kVec` neighbours that are elements [index * kVec, ..) of a lane; index = block * kChunks + chunk.
+  // First channel of the `kVec` neighbours that are elements [index * kVec, ..) of a lane; index = block * kChunks +
+  // chunk.
   static __host__ __device__ constexpr int channel(int lane, int index) {
     return index / kChunks * kBlock + (index % kChunks * kLanes + lane) * kVec;
   }
 };
 
-// What a lane holds of a vector, from or to memory aligned to the words of load_floats.
+// Loads and stores a lane's part of a vector. Memory is aligned to the words of load_floats.
 template <typename Traits, typename T>
 __device__ __forceinline__ void load(const T* vector, int lane, float (&y)[Traits::kPerLane]) {
 #pragma unroll
@@ -97,7 +98,7 @@ void dispatch_dim(format::Split split, Fn&& fn) {
   }
 }
 
-// float32(1 / sqrt(2^log_n)): what makes the butterflies of a block orthonormal.
+// float32(1 / sqrt(2^log_n)), the factor that makes the butterflies of a block orthonormal.
 constexpr float block_norm(int log_n) {
   double norm = log_n % 2 ? 0.70710678118654752440 : 1.0;
   for (int i = 0; i < log_n / 2; ++i) norm /= 2;
@@ -120,14 +121,15 @@ __device__ __forceinline__ void lane_butterflies(float (&y)[N]) {
   }
 }
 
-// The butterflies of every block. y: what lane `lane` of its group of kLanes lanes holds. All 32 lanes of the warp take part.
+// The butterflies of every block. y: the part of lane `lane` of the kLanes lanes that share a vector. All 32 lanes of
+// the warp take part.
 template <typename Traits>
 __device__ __forceinline__ void butterflies(float (&y)[Traits::kPerLane], int lane) {
   lane_butterflies<1, Traits::kVec>(y);
 #pragma unroll
   for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
-    // A lane adds its partner's value to its own, or subtracts its own from it: the two results of the butterfly, bit for
-    // bit, since a product with 1 or -1 is exact.
+    // A lane adds its partner's value to its own, or subtracts its own from it: the two results of the butterfly, bit
+    // for bit, since a product with 1 or -1 is exact.
     const float side = lane & bit ? -1.0f : 1.0f;
 #pragma unroll
     for (int i = 0; i < Traits::kPerLane; ++i) {
@@ -181,7 +183,7 @@ __device__ __forceinline__ void apply_signs(float (&y)[Traits::kPerLane], const 
   for (int i = 0; i < Traits::kPerLane; ++i) y[i] = __fmul_rn(y[i], s[i]);
 }
 
-// Sum of N numbers over neighbouring pairs, in place.
+// The sum of N floats over neighbouring pairs, in place.
 template <int N>
 __device__ __forceinline__ float pair_sum(float (&v)[N]) {
 #pragma unroll
@@ -192,7 +194,8 @@ __device__ __forceinline__ float pair_sum(float (&v)[N]) {
   return v[0];
 }
 
-// Sum of p[d] over neighbouring pairs, then over blocks in order (docs/format.md section 5), known to all lanes of the group.
+// Sum of p[d] over neighbouring pairs, then over blocks in order (docs/format.md section 5), known to all lanes of the
+// group.
 template <typename Traits>
 __device__ __forceinline__ float tree_sum(const float (&p)[Traits::kPerLane]) {
   constexpr int vec = Traits::kVec, chunks = Traits::kChunks;

@@ -1,7 +1,9 @@
-// A warp's ring of buffers in shared memory, filled asynchronously: what differs between architectures about copying lives here.
+// Asynchronous copies from global to shared memory, for pipelines whose stages a warp fills ahead of their use. The
+// differences between architectures are here.
 //
-// Every slot has a barrier in shared memory whose phase flips when its bytes have arrived. From sm_90 on one instruction of one
-// lane copies a whole block; on sm_80 to sm_89 all lanes copy 16 bytes at a time, and before that they wait for what they copy.
+// Every stage has a barrier in shared memory, whose phase flips when the stage's bytes have arrived. From sm_90 on, one
+// instruction of one lane copies a whole block of bytes. On sm_80 to sm_89 all lanes copy 16 bytes at a time. Older
+// devices copy synchronously.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +14,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 16 bytes of a lane. FIRST_LEVEL: by way of the first level of the cache.
+// Copies 16 bytes. FIRST_LEVEL: through the L1 cache.
 template <bool FIRST_LEVEL = false>
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -35,7 +37,7 @@ __device__ __forceinline__ void wait_for_committed_copies() {
   asm volatile("cp.async.wait_group 0;" ::: "memory");
 #endif
 }
-// The same for all of the lane's copies, those of `copy_blocks` and `fill_slot` before sm_90 included.
+// Waits for all asynchronous copies of the lane, those of `copy_blocks` and `fill_slot` before sm_90 included.
 __device__ __forceinline__ void wait_for_copies() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
@@ -48,7 +50,8 @@ constexpr bool kBulkCopies = true;
 constexpr bool kBulkCopies = false;
 #endif
 
-// Makes a slot's barrier ready, which `lanes` lanes announce bytes to; by one lane, before `barriers_ready`.
+// Initialises a stage's barrier, to which `lanes` lanes will announce bytes. One lane calls it, before
+// `barriers_ready`.
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, int lanes) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(kBulkCopies ? lanes : 32)
@@ -63,7 +66,7 @@ __device__ __forceinline__ void barriers_ready() {
 #endif
 }
 
-// Waits for the phase of a slot to end.
+// Waits until the phase of a stage has ended.
 __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t phase) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile(
@@ -87,13 +90,14 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t phase) 
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// Arrives at a barrier whose phase ends when `bytes` more are there.
+// Arrives at a barrier and announces `bytes` more, without which its phase does not end.
 __device__ __forceinline__ void expect(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
 
-// Copies `bytes` bytes, a multiple of 16 and more than 0, to shared memory, which the barrier's phase waits for.
+// Copies `bytes` bytes, a multiple of 16 and more than 0, to shared memory. The barrier's phase ends only after they
+// have arrived.
 __device__ __forceinline__ void copy_bulk(uint8_t* to, const uint8_t* from, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(to)),
@@ -102,19 +106,20 @@ __device__ __forceinline__ void copy_bulk(uint8_t* to, const uint8_t* from, int 
 }
 #endif
 
-// Asks for `bytes` bytes, a multiple of 16, to be brought to the second level of the cache.
+// Prefetches `bytes` bytes, a multiple of 16, into the L2 cache.
 __device__ __forceinline__ void prefetch_bytes(const uint8_t* from, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
 
-// How devices before sm_90 copy blocks: what all lanes of the warp ask for, 16 bytes at a time,
+// Copies before sm_90: all lanes of the warp call it with the same arguments and share the copy, 16 bytes at a time.
 __device__ __forceinline__ void copy_by_lanes(uint8_t* to, const uint8_t* from, int bytes) {
   for (int i = 16 * static_cast<int>(threadIdx.x & 31); i < bytes; i += 512) copy_async(to + i, from + i);
 }
 
-// and what each of them asks for, one after the other.
+// Copies before sm_90: all lanes of the warp call it, each with its own arguments, and the warp makes these copies one
+// after the other.
 __device__ __forceinline__ void copy_together(uint8_t* to, const uint8_t* from, int bytes) {
   for (unsigned rest = __ballot_sync(0xffffffff, bytes != 0); rest; rest &= rest - 1) {
     const int owner = __ffs(static_cast<int>(rest)) - 1, size = __shfl_sync(0xffffffff, bytes, owner);
@@ -125,9 +130,10 @@ __device__ __forceinline__ void copy_together(uint8_t* to, const uint8_t* from, 
   }
 }
 
-// A lane's part in filling two slots, one after the other: it copies `bytes` bytes, 0 or a multiple of 16, from `from` to `to`, aligned
-// to 16, in the slot of `barrier`; and it announces so many bytes of that slot (announced; negative: others do). All lanes of the warp
-// call it; a slot's phase ends when as many lanes as init_barrier said have announced bytes, and all of them are there.
+// Fills two stages; all lanes of the warp call it. A lane copies `bytes` bytes, 0 or a multiple of 16, from `from` to
+// `to`, both aligned to 16, in the stage of `barrier`. It also announces `announced` bytes of that stage, or leaves
+// that to others where `announced` is negative. A stage's phase ends when as many lanes as init_barrier was told have
+// announced bytes, and all these bytes have arrived.
 __device__ __forceinline__ void copy_blocks(uint64_t* first_barrier, uint64_t* second_barrier, uint64_t* barrier,
                                             int announced, uint8_t* to, const uint8_t* from, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -140,16 +146,16 @@ __device__ __forceinline__ void copy_blocks(uint64_t* first_barrier, uint64_t* s
 #endif
 }
 
-// `bytes` bytes, a multiple of 16, from `from` to `to`, both aligned to 16.
+// A copy of `bytes` bytes, a multiple of 16, from `from` to `to`, both aligned to 16.
 struct Run {
   uint8_t* to;
   const uint8_t* from;
   int bytes;
 };
 
-// Fills a slot of a warp alone: all lanes call it with the same runs, some or all of which may be empty; and the wait of all lanes for
-// what they asked for. Every phase of the barrier (init_barrier: one lane) is filled once. Devices before sm_90 need no
-// barrier for that. From sm_90 on it is one lane that copies: of several, each would have a turn of a loop.
+// Fills a stage that belongs to one warp. All lanes call it with the same runs, some or all of which may be empty, and
+// later wait_slot. Every phase of the barrier (init_barrier with one lane) is filled once. Devices before sm_90 use no
+// barrier. From sm_90 on one lane copies, because several copying lanes would take one iteration of a loop each.
 template <int N>
 __device__ __forceinline__ void fill_slot(uint64_t* barrier, const Run (&runs)[N]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

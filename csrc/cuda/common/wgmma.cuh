@@ -1,9 +1,9 @@
-// Products of a warpgroup, four neighbouring warps, on Hopper's tensor cores: D = A B + D of float16 with A 64 x 16, B 16 x N and
-// D 64 x N (float32), N = 32 or 64. They run on while the warps do other things, until wait_for_products.
+// Matrix products of a warpgroup (four neighbouring warps) on Hopper's tensor cores: D = A B + D of float16 with A 64
+// x 16, B 16 x N and D 64 x N (float32), N = 32 or 64. They are asynchronous until wait_for_products.
 //
-// In shared memory both operands are made of blocks of 128 bytes, eight rows of A (or columns of B) with 8 neighbours in k each;
-// the blocks next in k and those of the next eight rows are at any two distances. Warp w of the group holds rows 16 w to 16 w + 15
-// of A and D, in the fragments of common/mma.cuh.
+// In shared memory both operands consist of core matrices of 128 bytes: eight rows of A (or columns of B) with 8
+// neighbours in k each. The distances to the next core matrix in k and to the next eight rows are free. Warp w of the
+// warpgroup holds rows 16 w to 16 w + 15 of A and D, in the fragments of common/mma.cuh.
 #pragma once
 
 #include <cstdint>
@@ -13,28 +13,28 @@ namespace turboquant::cuda {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool kWarpgroupProducts = true;
 #else
-constexpr bool kWarpgroupProducts = false;  // what follows does nothing
+constexpr bool kWarpgroupProducts = false;  // the functions below do nothing then
 #endif
 
-// An operand at `memory`, distances in bytes. (Where it is made in a loop it should stay there: as constants of the loop, its
-// many neighbours would take more registers than there are.)
+// An operand at `memory`, with distances in bytes. The empty asm keeps the compiler from moving it and its many
+// neighbours (see advance) out of a loop, where they would take more registers than there are.
 __device__ __forceinline__ uint64_t operand(const void* memory, int next_in_k, int next_rows) {
   uint32_t low = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) / 16 + (next_in_k / 16 << 16);
   asm volatile("" : "+r"(low));
   return low | static_cast<uint64_t>(next_rows / 16) << 32;
 }
-// The operand `bytes` further on.
+// The operand that is `bytes` behind another.
 __device__ __forceinline__ uint64_t advance(uint64_t operand, int bytes) {
   return (operand & 0xFFFFFFFF00000000) | (static_cast<uint32_t>(operand) + bytes / 16);
 }
 
-// Between ordinary stores to an operand and the synchronisation that its readers wait for.
+// To be called between ordinary stores to an operand and the synchronisation before its products.
 __device__ __forceinline__ void publish_operands() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
-// Between ordinary writes of registers and the products that read or add to them.
+// To be called between ordinary writes of registers and the products that read them or add to them.
 __device__ __forceinline__ void begin_products() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -45,14 +45,14 @@ __device__ __forceinline__ void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
-// Until all but the last PENDING commits are done.
+// Waits until all but the last PENDING commits are done.
 template <int PENDING>
 __device__ __forceinline__ void wait_for_products() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 #endif
 }
-// Results are not read before this point, where they were waited for.
+// Keeps the compiler from reading results before this point; to be called behind wait_for_products.
 template <int COUNT>
 __device__ __forceinline__ void receive(float* d) {
 #pragma unroll

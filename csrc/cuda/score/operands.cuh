@@ -1,7 +1,7 @@
-// From codes to bytes of levels, for products on tensor cores (common/mma.cuh).
+// Codes become bytes of levels, for products on tensor cores (common/mma.cuh).
 //
-// A lane's 32 codes, a bit string of BITS words, become eight words of four bytes each. Which byte belongs to which code
-// (channel_of_byte) is chosen to make that cheap.
+// A lane's 32 codes, a bit string of BITS words, become eight words of four bytes each. The order of the bytes
+// (channel_of_byte) is the one that makes this cheap.
 #pragma once
 
 #include "cuda/common/mma.cuh"
@@ -9,13 +9,13 @@
 
 namespace turboquant::cuda {
 
-// Up to 4 bits a code is brought into a nibble, and a byte permutation looks eight of them up. It has tables of eight bytes
-// only, so 4-bit levels come in two parts: `plus`, the positive ones, and `minus`, the negative ones with their sign changed.
-// `levels` makes words 2 i and 2 i + 1.
+// Up to 4 bits, codes become nibbles, and byte permutations look up the levels of eight nibbles. A permutation has a
+// table of eight bytes only, so 4-bit levels come in two parts: `plus`, the positive levels, and `minus`, the negative
+// ones with their sign changed. `levels` makes words 2 i and 2 i + 1.
 //
-// Sums of levels are kTimes * plus - minus, divided by 2^kPlace; without kSigned there is no minus. Where all of minus (5 bits),
-// or what add_minus leaves to be added (4 bits), does not depend on codes, its bytes are kConstant. UNIFORM: the uniform grid, for
-// which there is a shorter way at 5 bits.
+// Sums of levels are (kTimes * plus - minus) / 2^kPlace; without kSigned there is no minus. kConstant are the bytes of
+// a part that does not depend on codes: all of minus with 5 bits, and with 4 bits what add_minus leaves to be added.
+// UNIFORM: the uniform grid, for which 5-bit codes have a shorter way.
 template <int BITS, bool UNIFORM = false>
 struct Expansion {
   static constexpr bool kSigned = BITS == 4, kUnsigned = false;
@@ -30,20 +30,21 @@ struct Expansion {
     if constexpr (kSigned) minus_low = __vneg4(words[0]), minus_high = __vneg4(words[1]);
   }
 
-  // Turns `minus` into what can be added: level - 1 of the codes 0-7 and -1, the sign of those bytes, for the others. So the sums
-  // of both together are those of the levels, less the sum of the other side.
+  // Changes `minus` so that it can be added: level - 1 for codes 0-7, and -1 (the sign of those bytes) for the others.
+  // The sum of both parts is then the sum of levels, less the sum of the other operand.
   __device__ __forceinline__ void add_minus() {
     if constexpr (kSigned) minus_low = ~minus_low, minus_high = ~minus_high;
   }
 
-  // Eight codes of product i as nibbles whose unused bits are 0.
+  // The eight codes of product i as nibbles, whose unused bits are 0.
   static __device__ __forceinline__ uint32_t nibbles(const uint32_t (&w)[BITS], int i) {
     if constexpr (BITS == 1) return w[0] >> i & 0x11111111;
     if constexpr (BITS == 2) return w[i / 2] >> 2 * (i % 2) & 0x33333333;
     if constexpr (BITS == 4) return w[i];
     if constexpr (BITS == 3) {
-      // Stretches of ten codes start at bits 0, 30 and 60. In each, codes 0, 4 and 8 are nibbles already; shifted by one bit
-      // codes 1, 5 and 9 are, and by two bits 2 and 6. What is left, and codes 30 and 31, is the fourth word.
+      // Stretches of ten codes start at bits 0, 30 and 60. In each, codes 0, 4 and 8 lie in nibbles already, codes 1,
+      // 5 and 9 after a shift by one bit, 2 and 6 after a shift by two. The remaining codes 3 and 7, and codes 30 and
+      // 31, are the fourth word.
       const uint32_t ten[3] = {w[0], __funnelshift_r(w[0], w[1], 30), __funnelshift_r(w[1], w[2], 28)};
       if (i < 3) {
         const uint32_t x = (ten[i] & 0x0FF0FF0F) | (ten[i] << 1 & 0xF00F00F0);
@@ -58,7 +59,7 @@ struct Expansion {
                                          uint32_t (&minus)[2]) const {
     const uint32_t n = nibbles(w, i);
     if constexpr (kSigned) {
-      // Codes of the other half have their top bit set: they select the sign of a table byte, which is 0.
+      // Codes of the other half have their highest bit set: they select the sign of a table byte, which is 0.
       const uint32_t p = n ^ 0x88888888;
       plus[0] = select_bytes(low, high, p), plus[1] = select_bytes(low, high, p >> 16);
       minus[0] = select_bytes(minus_low, minus_high, n), minus[1] = select_bytes(minus_low, minus_high, n >> 16);
@@ -91,14 +92,15 @@ struct Expansion<5> {
   }
 };
 
-// 5 bits, uniform grid: `level = 2 code - 31` needs no table. Where bit 20 k of the 160 bits, which follow each other in a circle,
-// is bit 1 of a word, the codes 4 k, 4 k + 2, 4 k + 3 and 4 k + 5 lie in the four bytes of that word whole, and over all k each
-// code does so once. They lie 1, 3, 0 and 2 bits high there; the other side carries the factors that make all of them count 2^3.
+// 5 bits, uniform grid: level = 2 code - 31 needs no table. Take the 160 bits as a circle and, for each k, the word
+// whose bit 1 is bit 20 k: it holds the codes 4 k, 4 k + 2, 4 k + 3 and 4 k + 5 whole, one in each byte, and over all
+// k it holds every code once. The codes lie 1, 3, 0 and 2 bits above the bottom of their bytes; the other operand has
+// the factors that make all of them count 2^3.
 template <>
 struct Expansion<5, true> {
   static constexpr bool kSigned = true, kUnsigned = true;
   static constexpr int kTimes = 2, kPlace = 3;
-  static constexpr uint32_t kConstant = 0x7C1FF83E;  // codes of 31
+  static constexpr uint32_t kConstant = 0x7C1FF83E;  // all codes 31
 
   __device__ __forceinline__ explicit Expansion(const int8_t*) {}
   __device__ __forceinline__ void levels(const uint32_t (&w)[5], int i, uint32_t (&plus)[2],
@@ -136,10 +138,10 @@ struct Expansion<0> {
 
 constexpr int kTableBytes = 32 + 2048;
 
-// The table that Expansion reads, in shared memory, by all threads of a block; the caller synchronises.
-__device__ inline void fill_table(int8_t* table, int bits, const int8_t* levels) {
+// Fills the table that Expansion reads, in shared memory, by all threads of a block; the caller synchronises.
+__device__ inline void fill_level_table(int8_t* table, int bits, const int8_t* levels) {
   if (bits == 0 || bits == 8) return;
-  const int c = static_cast<int>(blockDim.x - 1 - threadIdx.x);  // the last warp has the least to do otherwise
+  const int c = static_cast<int>(blockDim.x - 1 - threadIdx.x);  // the last warp has the least other work
   if (c < 32) {
     table[c] = c < 1 << bits ? static_cast<int8_t>(format::level_of_code(bits, levels, c)) : 0;
   }
@@ -150,7 +152,7 @@ __device__ inline void fill_table(int8_t* table, int bits, const int8_t* levels)
   }
 }
 
-// Which of a lane's 32 channels is byte `byte` of word `word`.
+// The channel, of a lane's 32, that byte `byte` of word `word` belongs to.
 __device__ __forceinline__ int channel_of_byte(int bits, bool uniform, int word, int byte) {
   const int i = word / 2, nibble = word % 2 * 4 + byte;
   if (bits == 5 && uniform) return (4 * word + (0x5320 >> 4 * byte & 15)) % 32;
@@ -164,13 +166,14 @@ __device__ __forceinline__ int channel_of_byte(int bits, bool uniform, int word,
   }
 }
 
-// The power of two that the other side of that byte carries.
+// The power of two that the other operand has at that byte.
 __device__ __forceinline__ int shift_of_byte(int bits, bool uniform, int byte) {
   return bits == 5 && uniform ? 0x1302 >> 4 * byte & 15 : 0;
 }
 
-// Bits of a sketch: bit k of the four bytes of a lane's word makes a word of bytes 0 or 2^k, so that one operation expands four
-// bits. The other side carries the factor 2^(3 - k mod 4), and products of bits 0-3 count 16 times: together 2^7.
+// Bits of a sketch: bit k of the four bytes of a lane's word makes a word of bytes 0 or 2^k, so that one operation
+// expands four bits. The other operand has the factor 2^(3 - k mod 4), and products of bits 0-3 count 16 times:
+// together 2^7.
 __device__ __forceinline__ int channel_of_sketch_byte(int word, int byte) { return 8 * byte + word; }
 __device__ __forceinline__ int shift_of_sketch_word(int word) { return 3 - word % 4; }
 

@@ -1,19 +1,23 @@
-// The kernel for sketches of many vectors of 64, 128 or 256 channels (qjl.cu has the others), on tensor cores from sm_80 on.
+// The kernel for sketches of many vectors of 64, 128 or 256 channels, on tensor cores from sm_80 on; qjl.cu has the
+// other kernels.
 //
-// Few sums come so close to zero that the order of additions decides their sign. So tensor cores do the butterflies for four or
-// five bits of a channel's number, in an order of their own, and vectors with a sum that may be one of those few are done again,
-// as the format says.
+// Few sums are so close to zero that the order of additions decides their sign. So tensor cores do the butterflies
+// over four or five bits of the channel index, in an order of their own, and vectors with a sum that may be one of
+// those few are sketched again in the order of the format.
 //
-// How close: products with 1 and -1 are exact; what the two ways round differently are sums. The format's are off by at most
-// log2(d) 2^-24 times the sum of all magnitudes, which is within sqrt(d) times the length. Of tensor cores suppose little: they add
-// four or more numbers at a time to the sum so far, and cut each of them, and the result, off at 24 bits of the largest. If all is
-// cut by as much as can be, and the same way, both together are off by 2^-15.9 of the length for d = 64, by 2^-15.3 for 128 and by
-// 2^-14.04 for 256. The bound is 2^-15 and for 256 2^-14: 1.9, 1.3 and 1.03 times that, and 5, 3 and 2.9 times for tensor cores that
-// add sixteen numbers at a time and keep two more bits. Of vectors of random numbers 0.2%, 0.3% and 1.2% have a sum within it.
+// The bound for such a sum: products with 1 and -1 are exact, so the two ways differ in how they round sums. The
+// format's sums are off by at most log2(d) 2^-24 times the sum of all magnitudes, which is at most sqrt(d) times the
+// length. Of tensor cores we assume little: they add four or more elements at a time to the sum so far, and truncate
+// each of them, and the result, to 24 bits of the largest one. If every truncation is as large as it can be and has
+// the same direction, both ways together are off by 2^-15.9 of the length for d = 64, by 2^-15.3 for 128 and by
+// 2^-14.04 for 256. The bound is 2^-15, and 2^-14 for d = 256: 1.9, 1.3 and 1.03 times these errors, and 5, 3 and 2.9
+// times the errors of tensor cores that add sixteen elements at a time and keep two more bits. Of random vectors 0.2%,
+// 0.3% and 1.2% have a sum within the bound.
 #include "cuda/score/sketch_bulk.cuh"
 
 #include <algorithm>
 
+#include "choices/score.h"
 #include "cuda/codec/codebook.cuh"
 #include "cuda/codec/transform.cuh"
 #include "cuda/common/async_copy.cuh"
@@ -25,21 +29,26 @@ namespace {
 
 template <int LOG_N>
 struct SketchTile {
-  static constexpr int kDim = 1 << LOG_N, kVectors = 16;            // of a warp at a time: the rows of a product
-  static constexpr int kPerLane = kDim / 4, kWords = kPerLane / 2;  // neighbouring channels
-  // A lane's words are [kRows][kSums]. The four lanes, kRows and the two channels of a word are for tensor cores, which leaves
-  // kSums sums at a time for butterflies in registers.
+  static constexpr int kDim = 1 << LOG_N, kVectors = kSketchBulkVectors;  // of a warp at a time: the rows of a product
+  static constexpr int kPerLane = kDim / 4, kWords = kPerLane / 2;        // neighbouring channels
+  // A lane's words are [kRows][kSums]. Tensor cores transform over the four lanes, kRows and the two channels of a
+  // word; butterflies in registers do the rest, kSums sums at a time.
   static constexpr int kSums = LOG_N == 6 ? 4 : 8, kRows = kWords / kSums;
   static_assert(kRows == 2 || kRows == 4);
-  static constexpr int kWarps = 4, kBlocks = LOG_N == 6 ? 7 : LOG_N == 7 ? 4 : 3;  // of a block, of a multiprocessor
+  static constexpr int kWarps = kSketchBulkWarps, kBlocks = LOG_N == 6 ? 7
+                                                            : LOG_N == 7
+                                                                ? 4
+                                                                : 3;  // warps of a block, blocks of a multiprocessor
 
-  // Where 16 bytes of a vector are staged, such that neighbouring lanes meet different banks, both ways.
+  // The place of 16 bytes of a vector in its stage: neighbouring lanes have different banks when they write and when
+  // they read.
   static __device__ __forceinline__ int place(int vector, int chunk) {
     return vector * (kDim / 8) + (chunk ^ chunk / 8 ^ vector % 2 * (kDim / 64));
   }
 };
 
-// Right operand of the product for rows r and result tile t: the transform over lanes, rows and the two channels of a word.
+// The right operand of the product for rows r and result t: the transform over lanes, rows and the two channels of a
+// word.
 template <typename T>
 __device__ __forceinline__ uint32_t transform_word(int t, int r, int lane) {
   constexpr uint32_t kOnes = std::is_same_v<T, __half> ? 0x3C003C00 : 0x3F803F80;
@@ -47,7 +56,8 @@ __device__ __forceinline__ uint32_t transform_word(int t, int r, int lane) {
   return kOnes ^ flip ^ (lane & 4 ? 0x80000000 : 0);
 }
 
-// By 1 and -1, which the pipe for floats does: the one for logic has more to do.
+// Multiplies by 1 and -1 instead of flipping signs with xor: the integer pipe is the bottleneck here, the float pipe
+// is not.
 template <typename T>
 __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -55,7 +65,8 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(c);
 }
 
-// Sum of squares of N words over neighbouring pairs. Squares of 16-bit numbers are exact, so the first sum rounds once.
+// The sum of squares of N words over neighbouring pairs. Squares of 16-bit floats are exact, so the first sum rounds
+// once.
 template <typename T, int N>
 __device__ __forceinline__ float square_sum(const uint32_t* word) {
   if constexpr (N == 1) {
@@ -67,7 +78,8 @@ __device__ __forceinline__ float square_sum(const uint32_t* word) {
   }
 }
 
-// A vector as the format says, by a group of lanes; without `bits` they only take part in what the warp does together.
+// Sketches a vector in the order of the format, by some neighbouring lanes. Where `bits` is null, they only take part
+// in the shuffles of the warp.
 template <typename Traits, typename T>
 __device__ __forceinline__ void sketch_exactly(const T* vector, const float* signs, int lane, uint8_t* bits,
                                                float* norm) {
@@ -102,10 +114,11 @@ template <int LOG_N, typename T>
 __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG_N>::kBlocks)
     sketch_tile_kernel(const T* residual, const __grid_constant__ Rows rows, const float* signs, uint8_t* bits,
                        float* norms) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // launch_sketch_bulk asks
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // choose_sketch asks
   using Tile = SketchTile<LOG_N>;
   constexpr int kSums = Tile::kSums, kRows = Tile::kRows, kWords = Tile::kWords;
-  // The next vectors are on their way while a warp works on these: to registers, or to shared memory where they are too many.
+  // The loads of the next vectors are in flight while a warp works on these: to registers, or to shared memory if they
+  // are too many.
   constexpr bool kStaged = LOG_N == 8;
   constexpr int kChunks = kWords / 4;  // of 16 bytes, of a lane's part of a vector
   __shared__ uint4 stages[Tile::kWarps][kStaged ? Tile::kVectors * 4 * kChunks : 1];
@@ -172,7 +185,7 @@ __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG
       start_loads();
     }
 
-    // Even lanes see to the first of their two vectors, odd ones to the second.
+    // Even lanes finish the first of their two vectors, odd lanes the second.
     const bool odd = lane % 2;
     const int64_t mine = tile + row + 8 * odd;
     const auto with_neighbour = [&](float a, float b, auto&& combine) {
@@ -182,7 +195,7 @@ __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG
     float sum = with_neighbour(square_sum<T, kWords>(word[0]), square_sum<T, kWords>(word[1]), add);
     sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffff, sum, 2));
     bool zero[2] = {};
-    if (__any_sync(0xffffffff, sum == 0)) {  // rare, except where vectors are padding
+    if (__any_sync(0xffffffff, sum == 0)) {  // rare, unless vectors are padding
 #pragma unroll
       for (int v = 0; v < 2; ++v) {
         uint32_t any = 0;
@@ -204,7 +217,7 @@ __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG
     }
     if constexpr (!kStaged) start_loads();
 
-    uint32_t negative[kRows];  // of a result tile: two bytes of either vector, or one
+    uint32_t negative[kRows];  // of a result: two bytes of either vector, or one
     uint32_t least_pair[2] = {0x7F807F80, 0x7F807F80};
 #pragma unroll
     for (int t = 0; t < kRows; ++t) {
@@ -229,7 +242,8 @@ __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG
           }
         }
       }
-      // The lane has channels 2 kSums t + 2 j + i % 2 now. Two that are kSums apart, cut off to bfloat16, are a pair.
+      // The lane now has channels 2 kSums t + 2 j + i % 2. Two channels that are kSums apart, truncated to bfloat16,
+      // are a pair.
       negative[t] = 0;
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
@@ -272,18 +286,18 @@ __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG
       least[v] = fminf(fabsf(__uint_as_float(least_pair[v] << 16)), fabsf(__uint_as_float(least_pair[v] & 0xFFFF0000)));
     }
     const float smallest = with_neighbour(least[0], least[1], [](float a, float b) { return fminf(a, b); });
-    // Within these bounds of the length the power of two changes no rounding that matters, as in qjl.cu.
+    // For lengths within these bounds the power of two changes no rounding that matters, as in qjl.cu.
     constexpr float kBound = LOG_N < 8 ? 0x1p-30f : 0x1p-28f;  // squared
     const bool clear = sum >= 0x1p-60f && sum <= 0x1p100f && __fmul_rn(smallest, smallest) > __fmul_rn(sum, kBound);
     uint32_t again = __ballot_sync(0xffffffff, mine < rows.count && !clear && !(odd ? zero[1] : zero[0]));
-    again = (again | again >> 2) & 0x33333333;  // of either half of a vector's lanes, bit 4 row + v
+    again = (again | again >> 2) & 0x33333333;  // for vector v of `row`, bit 4 row + v
 
     using Exact = HadamardTraits<1, LOG_N, Tile::kDim / 16>;
     constexpr int kTogether = 32 / Exact::kLanes;
-    if (again) __syncwarp();  // other lanes have written there
+    if (again) __syncwarp();  // other lanes have written to the same places
 #pragma unroll 1
     while (again) {
-      uint32_t rest = again, own = again;  // of the next kTogether each group of lanes takes one
+      uint32_t rest = again, own = again;  // the next kTogether vectors, one for every kLanes lanes
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
         if (k < lane / Exact::kLanes) own &= own - 1;
@@ -301,36 +315,27 @@ __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG
 
 }  // namespace
 
-bool launch_sketch_bulk(const void* x, const Rows& rows, Dtype dtype, format::Split split, const float* signs,
-                        uint8_t* bits, float* norms, cudaStream_t stream) {
-  int device = 0, major = 0, multiprocessors = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-             "cudaDeviceGetAttribute");
-  if (major < 8) return false;
+void launch_sketch_bulk(const void* x, const Rows& rows, Dtype dtype, format::Split split, const float* signs,
+                        uint8_t* bits, float* norms, const DeviceFacts& device, cudaStream_t stream) {
   const auto launch = [&](auto tag, auto log_n) {
     using T = typename decltype(tag)::type;
     using Tile = SketchTile<log_n>;
     const int64_t tiles = (rows.count + Tile::kVectors - 1) / Tile::kVectors;
-    if (tiles < int64_t{multiprocessors} * Tile::kWarps) return false;
     const int64_t blocks =
-        std::min<int64_t>(multiprocessors * Tile::kBlocks, (tiles + Tile::kWarps - 1) / Tile::kWarps);
+        std::min<int64_t>(device.multiprocessors * Tile::kBlocks, (tiles + Tile::kWarps - 1) / Tile::kWarps);
     sketch_tile_kernel<log_n, T>
         <<<static_cast<unsigned>(blocks), 32 * Tile::kWarps, 0, stream>>>(static_cast<const T*>(x), rows, signs, bits,
                                                                           norms);
-    return true;
   };
   const auto of_dim = [&](auto tag) {
     switch (split.blocks * split.block) {
       case 64: return launch(tag, std::integral_constant<int, 6>{});
       case 128: return launch(tag, std::integral_constant<int, 7>{});
-      case 256: return launch(tag, std::integral_constant<int, 8>{});
-      default: return false;
+      default: return launch(tag, std::integral_constant<int, 8>{});
     }
   };
   if (dtype == Dtype::kBFloat16) return of_dim(Tag<__nv_bfloat16>{});
-  return dtype == Dtype::kFloat16 && of_dim(Tag<__half>{});
+  of_dim(Tag<__half>{});
 }
 
 }  // namespace turboquant::cuda

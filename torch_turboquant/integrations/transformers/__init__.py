@@ -29,7 +29,7 @@ not wait). A learned center stays until `reset()`. Centers of a calibration text
 be saved; the file names the model's shape and RoPE, and is refused by any other model.
 
 Layers. All layers have one configuration unless `boundary_layers` or `layer_presets` say otherwise
-(torch_turboquant.policy).
+(torch_turboquant.layer_choice).
 
 Memory. Everything of a layer lives on the device that the layer's keys come from. Layers that are
 alike share the allocation of their first pages, and of their tails, as far as a prompt is short;

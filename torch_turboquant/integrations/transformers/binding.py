@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, create_masks_for_generate
 
-from torch_turboquant.integrations.transformers.layer import TurboQuantLayer, settle
+from torch_turboquant.integrations.transformers.lifecycle import Lifecycle
 from torch_turboquant.integrations.transformers.models import original_attention, text_config
-from torch_turboquant.integrations.transformers.sequences import Sequences
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,11 +24,10 @@ _MASKS = "create_masks_for_generate"  # what `generate` asks the model for, if t
 
 
 class Attachable:
-    """What a cache needs so that a Binding can serve it."""
+    """A cache that can be attached to models; the hooks drive its lifecycle."""
 
-    sequences: Sequences
+    lifecycle: Lifecycle
     layers: Any
-    packed: list[TurboQuantLayer]
     binding: Binding | None = None
     _release: weakref.finalize[..., Any] | None = None
 
@@ -44,25 +42,6 @@ class Attachable:
         if self._release is not None:
             self._release()
         self.binding = self._release = None
-
-    def end_forward(self, succeeded: bool = True) -> None:
-        """What `sequences.begin` planned has gone through all layers, or has failed."""
-        if succeeded:
-            if self.sequences.forward.unsettled:
-                self._settle()
-            self.sequences.commit()
-        else:
-            self.sequences.abort()
-        for layer in self.packed:
-            layer.finish()
-
-    def _settle(self) -> None:
-        """What is left of it, or the forward has failed."""
-        try:
-            settle(self.sequences)
-        except BaseException:
-            self.end_forward(succeeded=False)
-            raise
 
     def __enter__(self) -> Self:
         return self
@@ -168,13 +147,13 @@ class Binding:
         tokens = call.get("input_ids")
         if tokens is None:
             tokens = call["inputs_embeds"]
-        cache.sequences.begin(tokens.shape[0], tokens.shape[1], call.get("attention_mask"))
+        cache.lifecycle.begin(tokens.shape[0], tokens.shape[1], call.get("attention_mask"))
         self.cache = cache
 
     def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         cache, self.cache = self.cache, None
         if cache is not None:
-            cache.end_forward(succeeded=output is not None)  # no output: it has raised
+            cache.lifecycle.end(succeeded=output is not None)  # no output: it has raised
 
 
 _BY_CONFIG: dict[int, Binding] = {}  # id of the text configuration -> who is attached there
@@ -195,7 +174,7 @@ def _attention(
         original = original_attention(previous, module)
         return original(module, query, key, value, attention_mask, **kwargs)
     layer = binding.cache.layers[module.layer_idx]
-    if layer.hand_on(module, query, key, value):
+    if binding.cache.lifecycle.attended(layer, module, query, key, value):
         return binding.original(module)(module, query, key, value, attention_mask, **kwargs)
     return layer.attend(module, query, key, value, **kwargs)
 
@@ -207,7 +186,7 @@ def _mask(previous: str, *args: Any, config: Any = None, **kwargs: Any) -> Tenso
     """
     binding = _BY_CONFIG.get(id(config))
     cache = None if binding is None else binding.cache
-    if cache is None or cache.sequences.forward.exact:
+    if cache is None or cache.lifecycle.exact:
         build = AttentionMaskInterface().get(previous)
         return None if build is None else build(*args, config=config, **kwargs)
     causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
@@ -234,5 +213,5 @@ def _early_masks(
     inputs whatever the length.
     """
     if isinstance(past_key_values, Attachable):
-        return None if past_key_values.sequences.stepping else attention_mask
+        return None if past_key_values.lifecycle.sequences.stepping else attention_mask
     return original(*args, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)

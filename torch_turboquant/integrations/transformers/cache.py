@@ -17,12 +17,9 @@ from torch_turboquant.config import CacheConfig
 from torch_turboquant.config import preset as preset_config
 from torch_turboquant.integrations.transformers import centers
 from torch_turboquant.integrations.transformers.binding import Attachable
-from torch_turboquant.integrations.transformers.layer import (
-    ConstantsByDevice,
-    TurboQuantLayer,
-    allocate,
-    nbytes,
-)
+from torch_turboquant.integrations.transformers.constants import ConstantsByDevice
+from torch_turboquant.integrations.transformers.layer import TurboQuantLayer, nbytes
+from torch_turboquant.integrations.transformers.lifecycle import Lifecycle, allocate
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     layer_windows,
@@ -31,7 +28,7 @@ from torch_turboquant.integrations.transformers.models import (
     text_config,
 )
 from torch_turboquant.integrations.transformers.sequences import Sequences
-from torch_turboquant.policy import LayerChoice, layer_configs
+from torch_turboquant.layer_choice import LayerChoice, layer_configs
 
 Centers = Sequence[Tensor | None] | Mapping[int, Tensor]
 LayerPresets = Mapping[int, LayerChoice] | Sequence[LayerChoice]
@@ -113,6 +110,7 @@ class TurboQuantCache(Attachable, Cache):
                 index, config, self.sequences, constants, windows[index]
             )
         self.packed = [layer for layer in layers if isinstance(layer, TurboQuantLayer)]
+        self.lifecycle = Lifecycle(self.sequences, self.packed)
         if max_cache_len is not None and not static and device.type != "meta":
             self._allocate(model)
         self.states = [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]

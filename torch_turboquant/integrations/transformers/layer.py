@@ -2,204 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from torch_turboquant import _checks
+from torch_turboquant.batch import AttentionOptions
 from torch_turboquant.config import CacheConfig
-from torch_turboquant.integrations.transformers.centers import learn, query_energies
-from torch_turboquant.integrations.transformers.sequences import (
-    Forward,
-    Piece,
-    Sequences,
-    Step,
-    chosen_tokens,
-    fixed,
-    put_together,
-    zeros_together,
-)
-from torch_turboquant.ops.attention import attend_checked
-from torch_turboquant.ops.cache import (
-    CacheTables,
-    Tail,
-    allocate_cache,
-    make_center,
-    make_tables,
-    store_checked,
-    store_layers_checked,
-    tail_shape,
-)
-
-T = TypeVar("T")
-
-
-class Constants(NamedTuple):
-    """What all layers need and nothing changes, on one device."""
-
-    tables: dict[int, CacheTables]  # of each layer; without a center that is to be learned
-    partners: Tensor  # channels that RoPE turns into each other (rotary_partners)
-
-
-class ConstantsByDevice:
-    """Constants wherever layers run."""
-
-    def __init__(
-        self,
-        configs: dict[int, CacheConfig],
-        centers: Mapping[int, Tensor],
-        partners: Tensor,
-    ) -> None:
-        """Of each layer its config and, unless that is to be learned or off, its center."""
-        self.configs, self.partners = tuple(configs.items()), partners
-        self.centers = {i: make_center(c, configs[i].head_dim) for i, c in centers.items()}
-        self.known: dict[torch.device, Constants] = {}
-
-    def on(self, device: torch.device) -> Constants:
-        if device not in self.known:
-            tables = dict(_tables_on(self.configs, device))
-            *centers, partners = put_together(
-                [x.numpy() for x in (*self.centers.values(), self.partners)], device
-            )
-            for index, center in zip(self.centers, centers, strict=True):
-                tables[index] = tables[index]._replace(center=center)
-            self.known[device] = Constants(tables, partners)
-        return self.known[device]
-
-
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)
-def _tables_on(
-    configs: tuple[tuple[int, CacheConfig], ...], device: torch.device
-) -> dict[int, CacheTables]:
-    """Tables of layers without their centers; all caches of such layers share them."""
-    host = {index: make_tables(config, index) for index, config in configs}
-    arrays = [t.numpy() for table in host.values() for t in table if t is not None]
-    placed = iter(put_together(arrays, device))
-    if device.type == "cuda":  # once: another cache may use them on any stream
-        torch.cuda.current_stream(device).synchronize()
-    return {
-        index: CacheTables(*(t if t is None else next(placed) for t in table))
-        for index, table in host.items()
-    }
-
-
-@dataclass(slots=True)
-class Unsettled:
-    """What an exact forward brought to a layer, [batch, heads, tokens, head_dim] each."""
-
-    layer: TurboQuantLayer
-    query: Tensor | None  # where scales of channels are to be learned, until it is measured
-    key: Tensor
-    value: Tensor
-    energy: Tensor | None = None  # of the queries (query_energies)
-
-
-# Tokens of a batch in all layers that wait to be settled, at most but for the last layer's: the
-# host needs longer to start what learns a center than a GPU to read so many tokens.
-_TOGETHER = 8192
-# Layers whose queries are kept until they are measured: they may be many times as large as keys.
-_QUERIES_TOGETHER = 16
-
-
-def settle(sequences: Sequences) -> None:
-    """What layers still need of an exact forward: their centers, memory, their tokens stored."""
-    forward = sequences.forward
-    unsettled, forward.unsettled = forward.unsettled, []
-    if forward.encode and not sequences.center_known:
-        # ahead of the memory, which then takes the place of what this has needed
-        measure(unsettled, forward)
-        _learn(unsettled, sequences)
-    if forward.encode or sequences.max_len:
-        allocate([one.layer for one in unsettled])
-    if forward.encode:
-        _store(unsettled, forward)
-
-
-def measure(unsettled: list[Unsettled], forward: Forward) -> None:
-    """What a center needs to know of queries, of those layers that still hold theirs."""
-    held = [one for one in unsettled if one.query is not None]
-
-    def key(one: Unsettled) -> Any:
-        return one.layer.device, one.query.dtype, one.query.shape, one.layer.kv_heads
-
-    for group in _alike(held, key):
-        queries = [one.query for one in group]
-        energies = query_energies(queries, group[0].layer.kv_heads, forward)
-        for one, energy in zip(group, energies.unbind(), strict=True):
-            one.query, one.energy = None, energy
-
-
-def _learn(unsettled: list[Unsettled], sequences: Sequences) -> None:
-    for group in _alike(unsettled, lambda one: (one.layer.device, one.layer.dtype, one.key.shape)):
-        first = group[0].layer
-        centers = learn(
-            [one.key for one in group],
-            [one.energy for one in group if one.energy is not None],
-            sequences.forward,
-            first.constants.on(first.device).partners,
-        )
-        for one, center in zip(group, centers.unbind(), strict=True):
-            one.layer.take_center(center)
-
-
-def _store(unsettled: list[Unsettled], forward: Forward) -> None:
-    def key(one: Unsettled) -> Any:
-        layer = one.layer
-        return layer.device, layer.owned_pages, id(layer.config), one.key.shape
-
-    for group in _alike(unsettled, key):
-        layers: list[Any] = [one.layer for one in group]  # Any: their tensors are there by now
-        first = layers[0]
-        piece = forward.piece(0, first.device, first.owned_pages)
-        # nobody wants gradients (`update` has seen to that): without their records the op takes
-        # less of the host's time
-        with torch.inference_mode():
-            store_layers_checked(
-                [chosen_tokens(one.key, piece.real) for one in group],
-                [chosen_tokens(one.value, piece.real) for one in group],
-                [layer.pages for layer in layers],
-                piece.slot_mapping,
-                first.config,
-                [layer.tables for layer in layers],
-                [] if first.ring is None else [layer.ring for layer in layers],
-                piece.tail_slots,
-                piece.seq_lens,
-                piece.cu_seqlens_q,
-            )
-
-
-def allocate(layers: list[TurboQuantLayer]) -> None:
-    """Memory for what layers are about to store, the first one in one piece for all that are alike.
-
-    Not in the static form: torch.compile takes tensors that are written and share memory for one.
-    """
-    together = []
-    for layer in layers:
-        if layer.pages is not None:
-            layer.reserve()
-        elif layer.sequences.static:
-            zeros = [torch.zeros(s, dtype=t, device=layer.device) for s, t in layer.wanted()]
-            layer.take_memory(*zeros)
-        else:
-            together.append(layer)
-    for group in _alike(together, lambda layer: (layer.device, *layer.wanted())):
-        memory = zeros_together(len(group), group[0].wanted(), group[0].device)
-        for layer, tensors in zip(group, memory, strict=True):
-            layer.take_memory(*tensors)
-
-
-def _alike(items: Iterable[T], key: Callable[[T], Any]) -> Iterable[list[T]]:
-    groups: dict[Any, list[T]] = defaultdict(list)
-    for item in items:
-        groups[key(item)].append(item)
-    return groups.values()
+from torch_turboquant.integrations.transformers.constants import ConstantsByDevice
+from torch_turboquant.integrations.transformers.sequences import Piece, Sequences, Step
+from torch_turboquant.integrations.transformers.tensors import fixed
+from torch_turboquant.layer import PagedLayer
+from torch_turboquant.ops.cache import allocate_cache
+from torch_turboquant.tables import CacheTables
+from torch_turboquant.tail import tail_shape
 
 
 class TurboQuantLayer(CacheLayerMixin):
@@ -207,8 +25,13 @@ class TurboQuantLayer(CacheLayerMixin):
 
     Tensors, all where the layer's keys come from: `pages` uint8 [max_batch_size * pages per
     sequence, kv_heads, record_bytes], `ring` (the exact tail) [max_batch_size, kv_heads, ring
-    tokens, 2, head_dim] in the model's dtype, `tables` the constants of the codec. Until a center
-    could be learned, `waiting` holds the first few keys and values as they came.
+    tokens, 2, head_dim] in the model's dtype, `tables` the constants of the codec. They are None
+    before there are any. Until a center could be learned, `waiting` holds the first few keys and
+    values as they came.
+
+    In a forward, transformers calls `update` with new keys and values, and then the attention
+    function of binding.py, which asks `take_back` for them. What happens in between to an exact
+    forward's tokens is decided in lifecycle.py.
     """
 
     is_croppable = True
@@ -229,19 +52,26 @@ class TurboQuantLayer(CacheLayerMixin):
         self.is_compileable = sequences.static
         self.kv_heads = 0  # until it is known with its dtype and device
         self.dtype, self.device = torch.float32, torch.device("cpu")
-        self.pages: Tensor | None = None
-        self.ring: Tensor | None = None
         self.tables: CacheTables | None = None
+        self.paged: PagedLayer | None = None  # once there is memory
         self.waiting: tuple[Tensor, Tensor] | None = None
         self._handed: tuple[Tensor, Tensor] | None = None
 
-    # -- storing
+    @property
+    def pages(self) -> Tensor | None:
+        return None if self.paged is None else self.paged.pages
+
+    @property
+    def ring(self) -> Tensor | None:
+        return None if self.paged is None else self.paged.ring
+
+    # -- memory and constants
 
     def prepare(self, kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
         """What the layer is going to hold, and where."""
         self.kv_heads, self.dtype, self.device = kv_heads, dtype, device
         self.tables = self.constants.on(device).tables[self.index]
-        self.pages = self.ring = None
+        self.paged = None
         if self.sequences.static:
             fixed(*self.tables)
 
@@ -281,7 +111,7 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def take_memory(self, pages: Tensor, ring: Tensor | None = None) -> None:
         """The layer's first memory: zeros."""
-        self.pages, self.ring = pages, ring
+        self.paged = PagedLayer(pages, self.config, self.tables, ring)
         if self.sequences.static:
             self.sequences.counters_on(self.device, self.owned_pages)
             fixed(pages, ring)
@@ -290,10 +120,24 @@ class TurboQuantLayer(CacheLayerMixin):
         """A center that was learned; another one, after `reset`, goes where the first one was."""
         if self.tables.center is None:
             self.tables = self.tables._replace(center=center)
+            if self.paged is not None:
+                self.paged = PagedLayer(self.pages, self.config, self.tables, self.ring)
             if self.sequences.static:
                 fixed(center)
         else:
             self.tables.center.copy_(center)
+
+    def reserve(self) -> None:
+        """Makes room for the pages of all sequences; what is stored keeps its place in its row."""
+        rows, pages = self.sequences.rows, self.owned_pages
+        have = self.pages.shape[0] // rows
+        if have >= pages:
+            return
+        grown = allocate_cache(self.config, rows * pages, self.kv_heads, self.device)
+        grown.unflatten(0, (rows, pages))[:, :have] = self.pages.unflatten(0, (rows, have))
+        self.paged = PagedLayer(grown, self.config, self.tables, self.ring)
+
+    # -- storing
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -336,62 +180,25 @@ class TurboQuantLayer(CacheLayerMixin):
             self.store(piece, key_states.transpose(1, 2), value_states.transpose(1, 2))
         return self._handed
 
-    def reserve(self) -> None:
-        """Makes room for the pages of all sequences; what is stored keeps its place in its row."""
-        rows, pages = self.sequences.rows, self.owned_pages
-        have = self.pages.shape[0] // rows
-        if have >= pages:
-            return
-        grown = allocate_cache(self.config, rows * pages, self.kv_heads, self.device)
-        grown.unflatten(0, (rows, pages))[:, :have] = self.pages.unflatten(0, (rows, have))
-        self.pages = grown
-
     def store(self, piece: Piece, keys: Tensor, values: Tensor) -> None:
         """Encodes the piece's columns of keys and values [batch, columns, kv_heads, head_dim]."""
-        store_checked(
-            _tokens(keys, piece),
-            _tokens(values, piece),
-            self.pages,
-            piece.slot_mapping,
-            self.config,
-            self.tables,
-            self._tail(piece),
-            piece.seq_lens,
-            piece.cu_seqlens_q,
-        )
-
-    def _tail(self, piece: Piece) -> Tail | None:
-        return None if self.ring is None else Tail(self.ring, piece.tail_slots, piece.tail_valid)
+        self.paged.store(_tokens(keys, piece), _tokens(values, piece), piece.batch)
 
     # -- attending
 
-    def hand_on(self, module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """After `update`: whether the model's own attention is to go on with these.
-
-        An exact forward's tokens are stored later: centers of several layers are learned at once,
-        and need the query [batch, heads, new, head_dim], which `update` does not see.
-        """
-        forward, handed = self.sequences.forward, self._handed
+    def take_back(self, module: nn.Module | None, key: Tensor, value: Tensor) -> None:
+        """Makes sure that attention got the keys and values that `update` has handed out."""
+        handed, self._handed = self._handed, None
         if handed is None or key is not handed[0] or value is not handed[1]:
             raise RuntimeError(
                 f"{type(module).__name__} changes keys or values between the cache's update and "
                 "attention (or shares them between layers), which TurboQuantCache does not support"
             )
-        self._handed = None
-        if forward.exact:
-            unsettled = forward.unsettled
-            unsettled.append(Unsettled(self, query if forward.learns_scales else None, key, value))
-            layers = len(unsettled)
-            if layers * forward.batch * forward.total >= _TOGETHER:
-                settle(self.sequences)
-            elif layers % _QUERIES_TOGETHER == 0:
-                measure(unsettled, forward)
-        return forward.exact
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of query [batch, heads, new, head_dim] over the cache, after `hand_on`."""
+        """Attention of query [batch, heads, new, head_dim] over the cache, after `take_back`."""
         forward = self.sequences.forward
         options = self._options(module, query, kwargs)
         outputs = []
@@ -399,24 +206,15 @@ class TurboQuantLayer(CacheLayerMixin):
             piece = forward.piece(index, self.device, self.owned_pages)
             if index > 0:  # update has stored the first one
                 self.store(piece, key.transpose(1, 2), value.transpose(1, 2))
-            out, _ = attend_checked(
-                _tokens(query.transpose(1, 2), piece),
-                self.pages,
-                piece.block_table,
-                piece.seq_lens,
-                self.config,
-                self.tables,
-                piece.cu_seqlens_q,
-                piece.max_q_len,
-                tail=self._tail(piece),
-                **options,
-            )
+            out, _ = self.paged.attend(_tokens(query.transpose(1, 2), piece), piece.batch, options)
             outputs.append(_columns(out, piece, forward.batch))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return out, None
 
-    def _options(self, module: nn.Module, query: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The attention function's keyword arguments as paged_attention's; refuses the others."""
+    def _options(
+        self, module: nn.Module, query: Tensor, kwargs: dict[str, Any]
+    ) -> AttentionOptions:
+        """The keyword arguments of an attention function; refuses those without a meaning here."""
         refused = [
             name
             for name, value in kwargs.items()
@@ -442,12 +240,12 @@ class TurboQuantLayer(CacheLayerMixin):
             )
         sinks = kwargs.get("s_aux")
         scaling = kwargs.get("scaling")
-        return {
-            "softmax_scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            "sliding_window": self.sliding_window,
-            "soft_cap": float(kwargs.get("softcap") or 0.0),
-            "sink_logits": None if sinks is None else sinks.float(),
-        }
+        return AttentionOptions(
+            softmax_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            sliding_window=self.sliding_window,
+            soft_cap=float(kwargs.get("softcap") or 0.0),
+            sink_logits=None if sinks is None else sinks.float(),
+        )
 
     # -- what transformers asks
 
@@ -492,7 +290,7 @@ class TurboQuantLayer(CacheLayerMixin):
 
 
 def nbytes(t: Tensor | None) -> int:
-    """Of a tensor's numbers; 0 without one."""
+    """Bytes of a tensor's elements; 0 without one."""
     return 0 if t is None else t.nbytes
 
 
@@ -514,5 +312,5 @@ def _tokens(x: Tensor, piece: Piece) -> Tensor:
 def _columns(x: Tensor, piece: Piece, batch: int) -> Tensor:
     """[tokens, heads, dim] -> [batch, columns, heads, dim], zeros where there is padding."""
     if piece.real is not None:
-        x = x.new_zeros(batch * piece.max_q_len, *x.shape[1:]).index_copy_(0, piece.real, x)
-    return x.unflatten(0, (batch, piece.max_q_len))
+        x = x.new_zeros(batch * piece.batch.max_q_len, *x.shape[1:]).index_copy_(0, piece.real, x)
+    return x.unflatten(0, (batch, piece.batch.max_q_len))

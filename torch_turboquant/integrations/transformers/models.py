@@ -1,10 +1,15 @@
-"""What a model is: its head dimension, its layers, its own attention; and which are supported."""
+"""A model of transformers: which ones TurboQuantCache supports, and the attention of their own.
+
+What the layers of a model are is read by torch_turboquant.models, as for the memory planner; here
+stand the refusals, and what only the model's code can tell.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,29 +17,33 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
+from torch_turboquant import models
+from torch_turboquant.models import Kind, Layer
+
 
 def text_config(model: nn.Module) -> Any:
+    """The configuration of the model's language model."""
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ValueError(f"{type(model).__name__} is no model of transformers")
-    return model.config.get_text_config(decoder=True)
+    return models.text_config(model.config)
 
 
 def head_dim_of(config: Any) -> int:
-    """As named by the configuration; hidden_size / heads only where it names none (Qwen2)."""
-    differ = ValueError(
-        f"{type(config).__name__} has layers of different head_dim; TurboQuantCache "
-        "supports one head_dim for all layers"
-    )
-    try:
-        named = getattr(config, "head_dim", None)
-    except RuntimeError as error:  # transformers refuses to name one where layers differ
-        raise differ from error
-    if getattr(config, "global_head_dim", None) not in (None, named):  # Gemma 4 before that
-        raise differ
-    return named if named is not None else config.hidden_size // config.num_attention_heads
+    """The head dimension of all layers that attend.
+
+    Raises:
+        ValueError: these layers have different ones.
+    """
+    layers = models.read_layers(config, slides=lambda: False)  # windows do not matter here
+    found = {layer.head_dim for layer in layers if layer.kind in models.KEEPS_KEYS}
+    if len(found) > 1:
+        raise ValueError(
+            f"{type(config).__name__} has layers of different head_dim; TurboQuantCache "
+            "supports one head_dim for all layers"
+        )
+    return found.pop() if found else layers[0].head_dim
 
 
-_ATTENTION = {"full_attention", "attention", "sliding_attention"}
 # Layers of transformers' caches that hold no keys and values. They are kept as they are.
 _STATES = {"LinearAttentionLayer", "DummyLayer"}
 
@@ -49,73 +58,78 @@ def plain_layers(model: nn.Module) -> list[Any]:
 
 
 def layer_windows(model: nn.Module) -> list[int | None]:
-    """Sliding window of every layer, 0 for full attention; refuses models that are not supported.
+    """Sliding window of every layer in tokens, 0 for full attention.
 
-    None: a layer that attends to nothing but has a state (linear attention, convolution), or none.
+    None stands for a layer that attends to nothing but has a state (linear attention, convolution),
+    or has none.
+
+    Raises:
+        ValueError: the model is not supported; the text says why, and what is.
+    """
+    return [
+        layer.window if layer.kind in models.KEEPS_KEYS else None for layer in model_layers(model)
+    ]
+
+
+def model_layers(model: nn.Module) -> list[Layer]:
+    """The layers of a model that TurboQuantCache supports, as the shared reader describes them.
+
+    Raises:
+        ValueError: the model is not supported; the text says why, and what is.
     """
     config = text_config(model)
-    name = type(model).__name__
-    layers = config.num_hidden_layers
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    blocks = getattr(config, "layers_block_type", None)
-    if types is None and blocks:  # hybrid models of older versions
-        types = ["full_attention" if kind == "attention" else kind for kind in blocks]
-    elif types is None:
-        slides = window and _has_sliding_masks(model)
-        types = ["sliding_attention" if slides else "full_attention"] * layers
-    others = sorted(_unsupported(types, config))
-    problem = None
-    if getattr(model.config, "is_encoder_decoder", False) or getattr(
-        config, "add_cross_attention", False
-    ):
-        problem = "cross attention"
-    elif getattr(config, "kv_lora_rank", None):
-        problem = "latent attention (MLA)"
-    elif getattr(config, "num_kv_shared_layers", 0) or "reuse" in (
-        getattr(config, "kv_sharing_modes", None) or ()
-    ):
-        problem = "layers that share keys and values"
-    elif _own_cache(model):
-        problem = f"a cache class of its own ({_own_cache(model)})"
-    elif getattr(config, "alibi", False):
-        problem = "ALiBi"
-    elif getattr(config, "attention_chunk_size", None) and "chunked_attention" in types:
-        problem = "chunked attention"
-    elif others:
-        problem = f"layers of type {others}"
-    elif len(types) != layers:
-        problem = f"{len(types)} layer_types for {layers} layers"
-    elif not _ATTENTION.intersection(types):
-        problem = f"no attention, only layers of type {sorted(set(types))}"
-    elif not getattr(model, "_can_set_attn_implementation", lambda: False)():
-        problem = "attention that does not go through transformers' AttentionInterface"
+    layers = models.read_layers(config, slides=partial(_has_sliding_masks, model))
+    problem = models.unsupported_attention(model.config) or _problem(model, config, layers)
     if problem:
         raise ValueError(
-            f"TurboQuantCache does not support {name}: it has {problem}. Supported: decoders with "
-            "full or sliding-window self-attention, MHA, GQA or MQA, and layers of linear "
-            "attention or convolution between them"
+            f"TurboQuantCache does not support {type(model).__name__}: it has {problem}. "
+            "Supported: decoders with full or sliding-window self-attention, MHA, GQA or MQA, and "
+            "layers of linear attention or convolution between them"
         )
-    of_kind = {"sliding_attention": int(window or 0), "full_attention": 0, "attention": 0}
-    return [of_kind.get(kind) for kind in types]
+    return layers
 
 
-def _unsupported(types: list[str], config: Any) -> set[str]:
-    """Types of layers that are neither attention nor a state which transformers keeps for us."""
-    if set(types) <= _ATTENTION:
+def _problem(model: nn.Module, config: Any, layers: list[Layer]) -> str | None:
+    """What the model has that TurboQuantCache cannot serve, in words; None if there is nothing."""
+    kinds, types = {layer.kind for layer in layers}, [layer.type for layer in layers]
+    if Kind.SHARED in kinds:
+        return "layers that share keys and values"
+    if own := _own_cache(model):
+        return f"a cache class of its own ({own})"
+    if getattr(config, "alibi", False):
+        return "ALiBi"
+    if Kind.CHUNKED in kinds and getattr(config, "attention_chunk_size", None):
+        return "chunked attention"
+    if others := sorted(_without_a_place(layers, config)):
+        return f"layers of type {others}"
+    if len(layers) != config.num_hidden_layers:
+        return f"{len(layers)} layer_types for {config.num_hidden_layers} layers"
+    if not kinds & models.KEEPS_KEYS:
+        return f"no attention, only layers of type {sorted(set(types))}"
+    if not getattr(model, "_can_set_attn_implementation", lambda: False)():
+        return "attention that does not go through transformers' AttentionInterface"
+    return None
+
+
+def _without_a_place(layers: list[Layer], config: Any) -> set[str]:
+    """Types of layers that are neither attention nor a state which transformers keeps for us.
+
+    The caches of transformers decide which layers have a state: they know more types than names
+    can tell.
+    """
+    others = {layer.type for layer in layers if layer.kind not in models.KEEPS_KEYS}
+    if not others:
         return set()
     own = [type(layer).__name__ for layer in DynamicCache(config=config).layers]
-    if len(own) != len(types):
-        return set(types) - _ATTENTION
+    if len(own) != len(layers):
+        return others
     return {
-        kind
-        for kind, layer in zip(types, own, strict=True)
-        if kind not in _ATTENTION and layer not in _STATES
+        x.type for x, o in zip(layers, own, strict=True) if x.type in others and o not in _STATES
     }
 
 
 def _own_cache(model: nn.Module) -> str | None:
-    """Name of the cache class that the model's own file defines, if any."""
+    """Name of the cache class that the file of the model's class defines; None if there is none."""
     home = vars(sys.modules[type(model).__module__])
     for name, value in home.items():
         if isinstance(value, type) and issubclass(value, Cache):
@@ -125,13 +139,23 @@ def _own_cache(model: nn.Module) -> str | None:
 
 
 def _has_sliding_masks(model: nn.Module) -> bool:
-    """Whether the model makes sliding-window masks: some configurations name a window for none."""
+    """Whether the model's code makes sliding-window masks.
+
+    Some families name a window in their configuration and never use it.
+    """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     return hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
 
 
 def original_attention(previous: str, module: nn.Module) -> Callable[..., Any]:
-    """What the module would call without this file; "eager" lives beside the module's class."""
+    """The attention function that the module calls where no cache of ours is attached.
+
+    The function of "eager" stands in the file of the module's class, all others in the registry of
+    transformers.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
     home = sys.modules[type(module).__module__]
     if previous == "eager":
         function = getattr(home, "eager_attention_forward", None)
@@ -146,10 +170,10 @@ def original_attention(previous: str, module: nn.Module) -> Callable[..., Any]:
 
 
 def rotary_partners(model: nn.Module) -> Tensor:
-    """The channel that RoPE turns each channel of a head into: int64 [head_dim].
+    """The channel with which RoPE mixes each channel of a head: int64 [head_dim], on the CPU.
 
-    Asked of the model's own rotate_half. A channel that is not rotated, or of a model where this
-    cannot be told, is its own partner.
+    The model's own rotate_half is asked. A channel that is not rotated is its own partner, and so
+    is every channel of a model where the partners cannot be found out.
     """
     partners = torch.arange(head_dim_of(text_config(model)), device="cpu")
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
@@ -167,7 +191,11 @@ def rotary_partners(model: nn.Module) -> Tensor:
 
 @contextmanager
 def recording(model: nn.Module, note: Callable[..., None]) -> Iterator[None]:
-    """Calls note(module, query, key, value, options) in front of the model's own attention."""
+    """Calls note(module, query, key, value, options) before each call of the model's own attention.
+
+    query: [batch, heads, n, head_dim]; key and value: [batch, kv_heads, n, head_dim];
+    options: scaling, softcap, sliding_window and s_aux, each None where the model gives none.
+    """
     config = text_config(model)
     previous = config._attn_implementation or "eager"
 

@@ -13,32 +13,30 @@ asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from torch_turboquant.batch import AttentionBatch
 from torch_turboquant.config import CacheConfig
-from torch_turboquant.ops.cache import ring_first_rolled_back, ring_first_stored, ring_rows
+from torch_turboquant.integrations.transformers.tensors import fixed, put_together
+from torch_turboquant.tail import Counters, Rings, owned_pages, owned_slots
 
 CENTER_TOKENS = 64  # that a center is learned from, at least
 _FIRST_PAGES = 256  # tokens per sequence that the first allocation of a growing cache holds
 
 
 class Piece(NamedTuple):
-    """Up to max_q_len columns of a batch, as the ops want them; tensors on one device."""
+    """Up to max_q_len columns of a batch, on one device."""
 
-    columns: slice | None  # of the queries, keys and values at hand; None: all
-    real: Tensor | None  # int64: which of the batch * columns tokens are no padding; None: all
-    slot_mapping: Tensor
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor | None
-    max_q_len: int
-    tail_slots: Tensor
-    block_table: Any  # a tensor, and so is tail_valid; None: this piece is only stored
-    tail_valid: Any
+    columns: slice | None
+    """Of the queries, keys and values at hand; None: all."""
+    real: Tensor | None
+    """int64: which of the batch * columns tokens are no padding; None: all."""
+    batch: AttentionBatch
+    """What layers store and attend. An exact forward's has no block_table: it is only stored."""
 
 
 class Pieces:
@@ -50,7 +48,6 @@ class Pieces:
 
     def __init__(self, batch: int, new: int, columns: list[tuple[int, int]]) -> None:
         self.batch, self.new, self.pieces = batch, new, columns
-        self.unsettled: list[Any] = []  # what layers wait for: layer.Unsettled
         self._built: dict[tuple[int, torch.device, int], Piece] = {}
 
     def piece(self, index: int, device: torch.device, pages: int) -> Piece:
@@ -70,8 +67,8 @@ class Forward(Pieces):
     def __init__(self, sequences: Sequences, batch: int, new: int, pads: list[int]) -> None:
         self.past, self.total, self.pads = sequences.columns, sequences.columns + new, pads
         self.pages, self.page_size = sequences.pages, sequences.config.page_size
-        self.rows, self.sink_tokens = sequences.rows, sequences.config.sink_tokens
-        self.ring_first, self.ring_tokens = list(sequences.ring_first), sequences.ring_tokens
+        self.sink_tokens = sequences.config.sink_tokens
+        self.rings = sequences.rings.snapshot()  # before this forward
         after_sinks = sum(max(0, length - self.sink_tokens) for length in self.lengths(self.total))
         self.exact = self.past == 0 or not sequences.encoded
         enough = after_sinks >= CENTER_TOKENS or sequences.static
@@ -108,60 +105,33 @@ class Forward(Pieces):
         # numpy: all of it is a few integers, and its calls take a third of torch's time
         lengths = np.array(self.lengths(last), dtype=np.int32)
         position = np.arange(first, last) - np.array(self.pads)[:, None]
-        slots = token_slots(position, np.arange(self.batch), pages * self.page_size)
+        slots = owned_slots(np.arange(self.batch), position, pages * self.page_size)
         if pages < self.pages:  # a prompt longer than its window: later tokens take these slots
             last_page = (lengths - 1)[:, None] // self.page_size
             slots[position // self.page_size <= last_page - pages] = -1
-        slots = slots.ravel()
-        real, cu_seqlens_q = None, None
+        arrays = {
+            "slot_mapping": slots.ravel(),
+            "seq_lens": lengths,
+            "tail_slots": np.arange(self.batch),
+        }
         if max(self.pads) > first:
-            real = (position >= 0).ravel().nonzero()[0]
-            slots = slots[real]
+            arrays["real"] = (position >= 0).ravel().nonzero()[0]
+            arrays["slot_mapping"] = arrays["slot_mapping"][arrays["real"]]
             counts = np.minimum(lengths, last - first)
-            cu_seqlens_q = np.append(0, counts.cumsum()).astype(np.int32)
+            arrays["cu_seqlens_q"] = np.append(0, counts.cumsum()).astype(np.int32)
         elif last - first > 1:
-            cu_seqlens_q = np.arange(self.batch + 1, dtype=np.int32) * np.int32(last - first)
+            steps = np.arange(self.batch + 1, dtype=np.int32)
+            arrays["cu_seqlens_q"] = steps * np.int32(last - first)
+        if not self.exact:
+            arrays["block_table"] = owned_pages(self.batch, self.pages, pages)
+            arrays["tail_valid"] = self.rings.valid(range(self.batch), lengths)
+        placed = dict(zip(arrays, put_together(list(arrays.values()), device), strict=True))
+        real = placed.pop("real", None)
         start = 0 if self.exact else self.past  # the column that keys and queries begin with
-        host = Piece(
-            None if (first, last) == (start, self.total) else slice(first - start, last - start),
-            real,
-            slots,
-            lengths,
-            cu_seqlens_q,
-            last - first,
-            np.arange(self.batch),
-            None if self.exact else block_tables(self.batch, self.pages, pages),
-            None if self.exact else self._tail_valid(lengths),
+        columns = (
+            None if (first, last) == (start, self.total) else slice(first - start, last - start)
         )
-        arrays = {name: x for name, x in host._asdict().items() if isinstance(x, np.ndarray)}
-        placed = put_together(list(arrays.values()), device)
-        return host._replace(**dict(zip(arrays, placed, strict=True)))
-
-    def _tail_valid(self, lengths: np.ndarray) -> np.ndarray:
-        valid = np.zeros((self.rows, 2), dtype=np.int32)
-        for row, (length, kept) in enumerate(zip(lengths, self.ring_first, strict=False)):
-            held = ring_first_stored(kept, length, self.ring_tokens)
-            valid[row] = min(length, self.sink_tokens), held
-        return valid
-
-
-class Counters:
-    """Where the sequences of the static form stand, in tensors of one device that never move."""
-
-    def __init__(self, sequences: Sequences, device: torch.device) -> None:
-        rows = sequences.rows
-        self.columns = torch.zeros((), dtype=torch.int32, device=device)
-        self.pads = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.ring_first = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.rows = torch.arange(rows, device=device)
-        self.tables: dict[int, Tensor] = {}  # pages of a sequence in a layer -> block table
-        fixed(self.columns, self.pads, self.ring_first, self.rows)
-
-    def add_table(self, sequences: Sequences, pages: int) -> None:
-        if pages not in self.tables:
-            table = block_tables(sequences.rows, sequences.pages, pages)
-            self.tables[pages] = torch.from_numpy(table).to(self.columns.device)
-            fixed(self.tables[pages])
+        return Piece(columns, real, AttentionBatch(max_q_len=last - first, **placed))
 
 
 class Step(Pieces):
@@ -182,29 +152,30 @@ class Step(Pieces):
 
     def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
         sequences, batch, new = self.sequences, self.batch, last - first
-        counters, config = sequences.counters[device], sequences.config
-        lengths = counters.columns + last - counters.pads
+        counters, page_size = sequences.counters[device], sequences.config.page_size
+        entries, lengths = counters.entries[:batch], counters.lengths(last)
         position = (lengths[:batch] - new)[:, None] + torch.arange(new, device=device)
-        slots = token_slots(position, counters.rows[:batch], pages * config.page_size)
         cu_seqlens_q = None
         if new > 1:
             cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * new
-        held = torch.maximum(counters.ring_first, lengths - sequences.ring_tokens)
         return Piece(
             None if new == self.new else slice(first, last),
             None,
-            slots.flatten(),
-            lengths[:batch],
-            cu_seqlens_q,
-            new,
-            counters.rows[:batch],
-            counters.tables[pages][:batch],
-            torch.stack([lengths.clamp(max=config.sink_tokens), held], dim=1),
+            AttentionBatch(
+                slot_mapping=owned_slots(entries, position, pages * page_size).flatten(),
+                block_table=sequences.tables[device][pages][:batch],
+                seq_lens=lengths[:batch],
+                cu_seqlens_q=cu_seqlens_q,
+                max_q_len=new,
+                tail_slots=entries,
+                tail_valid=counters.valid(lengths),
+            ),
         )
 
     def commit(self) -> None:
+        """The step has gone through all layers."""
         for counters in self.sequences.counters.values():
-            counters.columns.add_(self.new)
+            counters.advance(self.new)
 
 
 def chosen_tokens(x: Tensor, chosen: Tensor | None) -> Tensor:
@@ -215,69 +186,6 @@ def chosen_tokens(x: Tensor, chosen: Tensor | None) -> Tensor:
     if chosen is None:
         return x
     return x.transpose(1, 2).flatten(0, 1).index_select(0, chosen).transpose(0, 1)[None]
-
-
-def token_slots(position: Any, rows: Any, room: int) -> Any:
-    """Slots of tokens [batch, n]. A sequence owns `room` slots in a row, and uses them in a ring.
-
-    The ring goes round only in layers that see no more than a window.
-    """
-    return rows[:, None] * room + position % room
-
-
-def block_tables(rows: int, longest: int, pages: int) -> np.ndarray:
-    """The same for pages: int32 [rows, longest], where each row owns `pages`."""
-    table = np.arange(rows)[:, None] * pages + np.arange(longest) % pages
-    return table.astype(np.int32)
-
-
-_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int8", "int32", "int64", "float32")}
-_ALIGNED = 256  # bytes, as an allocation of its own would be
-
-
-def put_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copies of the host's arrays on a device: one transfer, which waits for nothing.
-
-    Those with the same bytes share memory, so nobody may write to them.
-    """
-    contents = [x.tobytes() for x in arrays]
-    places: dict[bytes, int] = {}
-    host = bytearray()
-    for data in contents:
-        if data not in places:
-            places[data] = len(host)
-            host += data + bytes(_ALIGNED - len(data) % _ALIGNED)
-    pinned = device.type == "cuda"
-    together = torch.empty(len(host), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-    there = together.copy_(torch.frombuffer(host, dtype=torch.uint8)).to(device, non_blocking=True)
-    return [
-        there[places[data] : places[data] + len(data)].view(_DTYPES[x.dtype]).view(x.shape)
-        for x, data in zip(arrays, contents, strict=True)
-    ]
-
-
-def zeros_together(
-    count: int, wanted: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device
-) -> Iterator[list[Tensor]]:
-    """`count` times zeros of the wanted shapes and types, all in one allocation.
-
-    Each is aligned as in an allocation of its own.
-    """
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
-    places = [count * -(-size // _ALIGNED) * _ALIGNED for size in sizes]
-    whole = torch.zeros(sum(places), dtype=torch.uint8, device=device)
-    parts = [
-        part.view(count, -1)[:, :size].view(dtype).view(count, *shape).unbind()
-        for part, size, (shape, dtype) in zip(whole.split(places), sizes, wanted, strict=True)
-    ]
-    return map(list, zip(*parts, strict=True))
-
-
-def fixed(*tensors: Tensor | None) -> None:
-    """Tells torch.compile that these stay at their address, so that CUDA graphs copy nothing."""
-    for tensor in tensors:
-        if tensor is not None:
-            torch._dynamo.mark_static_address(tensor)
 
 
 class Sequences:
@@ -298,13 +206,14 @@ class Sequences:
         windows: list[int | None],
     ) -> None:
         self.config, self.rows, self.max_len, self.max_q_len = config, rows, max_len, max_q_len
-        self.ring_tokens = ring_rows(config, max_q_len)
+        self.rings = Rings(config, rows, max_q_len)
         self.learned_center, self.static = learned_center, static  # "auto", "mean" or None
         self.has_states = None in windows  # layers with a state that nothing can take back
         self.windows = sorted({window for window in windows if window})
         self.pages = math.ceil(max_len / config.page_size) if max_len else 0
         self.forward: Forward | Step | None = None
         self.counters: dict[torch.device, Counters] = {}
+        self.tables: dict[torch.device, dict[int, Tensor]] = {}  # by the pages of a sequence
         self.first_counters: Counters | None = None  # of the first layer's device
         self.reset()
 
@@ -312,7 +221,7 @@ class Sequences:
         self.batch = 0
         self.columns = 0
         self.pads: list[int] = []
-        self.ring_first = [0] * self.rows  # first position that each row of the tail still holds
+        self.rings.select([])
         self.stored = [0] * self.rows  # up to which each row has ever been stored
         self.encoded = False
         self.center_known = self.learned_center is None
@@ -351,9 +260,13 @@ class Sequences:
         if not self.static:
             return
         if device not in self.counters:
-            self.counters[device] = Counters(self, device)
+            self.counters[device] = Counters(self.rings, device)
+            fixed(*self.counters[device].tensors)
             self.first_counters = self.first_counters or self.counters[device]
-        self.counters[device].add_table(self, pages)
+        tables = self.tables.setdefault(device, {})
+        if pages not in tables:
+            tables[pages] = torch.from_numpy(owned_pages(self.rows, self.pages, pages)).to(device)
+            fixed(tables[pages])
 
     def pull(self) -> None:
         """Host integers as the device has them: waits for it."""
@@ -363,19 +276,13 @@ class Sequences:
 
     def push(self) -> None:
         """The device's counters as the host has them."""
-        if not self.counters:
-            return
-        pads = torch.tensor(self.pads + [0] * (self.rows - len(self.pads)), dtype=torch.int32)
-        ring_first = torch.tensor(self.ring_first, dtype=torch.int32)
         for counters in self.counters.values():
-            counters.columns.fill_(self.columns)
-            counters.pads.copy_(pads)
-            counters.ring_first.copy_(ring_first)
+            counters.set(self.columns, self.pads, self.rings)
 
     def _note_stored(self, lengths: list[int]) -> None:
         """Tokens have been written up to `lengths`: the ring and windows have lost older ones."""
         for row, length in enumerate(lengths):
-            self.ring_first[row] = ring_first_stored(self.ring_first[row], length, self.ring_tokens)
+            self.rings.stored(row, length)
             self.stored[row] = max(self.stored[row], length)
 
     # -- forwards
@@ -456,7 +363,8 @@ class Sequences:
         self._clamp_ring()
         if kept == 0:
             self.batch, self.pads, self.stepping = 0, [], False
-            self.ring_first, self.stored = [0] * self.rows, [0] * self.rows
+            self.rings.select([])
+            self.stored = [0] * self.rows
         self.push()
 
     def _check_windows(self, lengths: list[int]) -> None:
@@ -475,16 +383,15 @@ class Sequences:
 
     def _clamp_ring(self) -> None:
         for row, length in enumerate(self.lengths()):
-            self.ring_first[row] = ring_first_rolled_back(self.ring_first[row], length)
+            self.rings.cut(row, length)
 
     def select(self, rows: list[int]) -> None:
         """Sequence i becomes a copy of the former sequence rows[i]."""
         self.pull()
         self.batch = len(rows)
         self.pads = [self.pads[r] for r in rows]
-        for name in ("ring_first", "stored"):
-            kept = [getattr(self, name)[r] for r in rows]
-            setattr(self, name, kept + [0] * (self.rows - len(kept)))
+        self.rings.select(rows)
+        self.stored = [self.stored[r] for r in rows] + [0] * (self.rows - len(rows))
         self.push()
 
     def _left_padding(self, batch: int, new: int, mask: Any) -> list[int]:

@@ -1,8 +1,4 @@
 // nvcc: -fmad=true
 #include "cuda/attention/split_kv_instances.cuh"
 
-template <>
-turboquant::cuda::DecodeKernel turboquant::cuda::find_split_kv<128>(int key_bits, bool key_uniform, int value_bits,
-                                                                    bool value_uniform, int rows) {
-  return find_split_kv_kernel<128>(key_bits, key_uniform, value_bits, value_uniform, rows);
-}
+template turboquant::cuda::split_kv::KernelEntry turboquant::cuda::split_kv::find_kernel<128>(int pair, int rows);

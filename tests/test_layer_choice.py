@@ -3,7 +3,7 @@
 import pytest
 
 from torch_turboquant import PRESETS, CacheConfig, preset
-from torch_turboquant.policy import SHARED_FIELDS, layer_configs
+from torch_turboquant.layer_choice import SHARED_FIELDS, layer_configs
 
 BASE = preset("k3v2", 64, page_size=16, sink_tokens=2, recent_window=7, search=3, seed=5)
 FULL = [0] * 5

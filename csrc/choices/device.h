@@ -1,0 +1,14 @@
+// What the choice of a kernel asks about a CUDA device. Plain numbers and no CUDA header, so that a choice is an
+// ordinary function: a test can ask it about any device, and the CPU library can show it.
+#pragma once
+
+namespace turboquant {
+
+struct DeviceFacts {
+  int major, minor;  // compute capability
+  int multiprocessors;
+  int shared_per_block;           // bytes of shared memory that a kernel can opt in to
+  int shared_per_multiprocessor;  // bytes of shared memory
+};
+
+}  // namespace turboquant

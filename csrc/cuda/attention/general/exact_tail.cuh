@@ -1,0 +1,97 @@
+// The exact keys and values of a sequence's tail (docs/format.md section 9), step by step, from their own dtype to
+// float16 in shared memory. A step's keys are the visible sinks and then the visible recent tokens, without a gap.
+#pragma once
+
+#include "cuda/attention/general/block_context.cuh"
+#include "cuda/attention/general/half_scale.cuh"
+#include "cuda/attention/general/operand_layout.cuh"
+
+namespace turboquant::cuda::general {
+
+template <typename S>
+class ExactTail {
+ public:
+  __device__ __forceinline__ explicit ExactTail(const BlockContext<S>& block) : block_(block) {}
+
+  // The keys that some row sees, from what the first and the last row see.
+  __device__ __forceinline__ void select(const VisibleKeys& first, const VisibleKeys& last) {
+    const Attention& a = block_.a;
+    steps_ = 0;
+    const int64_t slot = a.tail ? a.tail_slots[block_.work.sequence] : -1;
+    if (slot < 0 || slot >= a.max_seqs) return;
+    sinks_begin_ = first.first;
+    sinks_ = max(last.sinks - sinks_begin_, 0);
+    recent_begin_ = max(first.recent_begin(), a.sink_tokens);
+    keys_ = sinks_ + (a.recent_window > 0 ? max(last.end - recent_begin_, 0) : 0);
+    steps_ = (keys_ + S::kKeys - 1) / S::kKeys;
+    slot_ = static_cast<int>(slot);
+  }
+  __device__ __forceinline__ int steps() const { return steps_; }
+
+  // A warp takes a vector at a time. One with an infinity or a NaN becomes zeros with a scale of NaN.
+  __device__ __forceinline__ void expand(int step) const {
+    for (int i = block_.thread.warp; i < 2 * S::kKeys; i += S::kWarps) expand_vector(step, i / 2, i % 2);
+  }
+
+ private:
+  __device__ __forceinline__ void expand_vector(int step, int key, bool is_value) const {
+    const Attention& a = block_.a;
+    const int d = block_.x.layout.head_dim, octets = block_.x.layout.octets, lane = block_.thread.lane;
+    const int index = step * S::kKeys + key;
+    const int position = index < sinks_ ? sinks_begin_ + index : recent_begin_ + index - sinks_;
+    const bool exists = index < keys_;
+    const int row = format::tail_row(position, a.sink_tokens, a.ring);
+    const int64_t from =
+        d * format::tail_vector<int64_t>(slot_, block_.work.kv_head, a.kv_heads, row, a.sink_tokens + a.ring, is_value);
+    const float* center =
+        !is_value && block_.x.centered(true) ? a.channels.center + int64_t{block_.work.kv_head} * d : nullptr;
+    const auto load = [&](int o, float (&y)[8]) {
+      load_floats_as<8>(a.tail, a.dtype, from + 8 * o, y);
+      if (!center) return;
+      float c[8];
+      load_floats<8>(center + 8 * o, c);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) y[i] -= c[i];
+    };
+    uint32_t largest = 0;
+    if (exists) {
+      for (int o = lane; o < octets; o += 32) {
+        float y[8];
+        load(o, y);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) largest = max(largest, magnitude_bits(y[c]));
+      }
+    }
+    largest = max_of_lanes(largest);
+    const bool finite = largest < kInfinityBits;
+    const int e = half_exponent(largest);
+    const float up = clamped_power_of_two(kHalfExponent - e);
+    for (int o = lane; o < S::kChannelOctets; o += 32) {
+      float y[8] = {};
+      if (exists && finite && o < octets) load(o, y);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) y[c] *= up;
+      if (!is_value) {
+        block_.shared.keys(step)[OperandLayout<S>::key_word(key, o)] = {halves(y[0], y[1]), halves(y[2], y[3]),
+                                                                        halves(y[4], y[5]), halves(y[6], y[7])};
+      } else {
+        OperandLayout<S>::store_value(block_.shared.values(step), key, o, y);
+      }
+    }
+    if (lane == 0) {
+      KeyScalars<S>& to = block_.shared.scalars(step);
+      const float scale = !exists ? 0 : finite ? clamped_power_of_two(e - kHalfExponent) : quiet_nan();
+      (is_value ? to.value_scale : to.key_scale)[key] = scale;
+      if (!is_value) to.position[key] = exists ? position : -1;
+    }
+  }
+
+  const BlockContext<S>& block_;
+  int steps_;
+  // Undefined where the sequence has no tail: then steps_ is 0.
+  int sinks_begin_, sinks_;  // position of the first visible sink, and how many there are
+  int recent_begin_, keys_;  // position of the first visible recent token; sinks and recent tokens together
+  int slot_;                 // of the sequence in the tail
+};
+
+}  // namespace turboquant::cuda::general

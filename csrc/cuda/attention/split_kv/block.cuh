@@ -1,0 +1,67 @@
+// What all parts of the split-KV kernel share: a thread's view of its block, and exchanges between lanes.
+#pragma once
+
+#include <utility>
+
+#include "cuda/attention/softmax_math.cuh"
+#include "cuda/attention/split_kv/plan.cuh"
+
+namespace turboquant::cuda::split_kv {
+
+// A thread's view of its block. Lane (g, t) = (lane / 4, lane % 4) holds, of every product of four rows, row t: its
+// tokens in the scores, its channels in the output.
+struct BlockView {
+  const Attention& call;
+  const StageLayout& layout;
+  const SplitKvPlan& plan;
+  uint8_t* shared;
+  int warp, lane, g, t;
+
+  __device__ __forceinline__ BlockView(const Attention& a, const StageLayout& l, const SplitKvPlan& p, uint8_t* memory)
+      : call(a), layout(l), plan(p), shared(memory), warp(threadIdx.x / 32), lane(threadIdx.x % 32), g(lane / 4),
+        t(lane % 4) {}
+
+  __device__ __forceinline__ float* signs() const { return reinterpret_cast<float*>(shared + plan.signs); }
+  __device__ __forceinline__ QueryRow* rows() const { return reinterpret_cast<QueryRow*>(shared + plan.rows); }
+  __device__ __forceinline__ float* join() const { return reinterpret_cast<float*>(shared + plan.join); }
+  __device__ __forceinline__ float* result() const { return reinterpret_cast<float*>(shared + plan.result); }
+};
+
+// f(0), .., f(N - 1) with compile-time constants, so that arrays which they index certainly stay in registers.
+template <int N, int I = 0, typename F>
+__device__ __forceinline__ void for_each(F&& f) {
+  if constexpr (I < N) {
+    f(std::integral_constant<int, I>{});
+    for_each<N, I + 1>(f);
+  }
+}
+
+// Reduces over the lanes that share t, which hold the tokens of the same rows.
+template <typename Op>
+__device__ __forceinline__ float over_tokens(float x, Op&& op) {
+#pragma unroll
+  for (int bit = 4; bit < 32; bit *= 2) x = op(x, __shfl_xor_sync(0xffffffff, x, bit));
+  return x;
+}
+
+// Transposes an 8 x 8 tile of 16-bit elements, of which a lane holds two neighbours of one row.
+__device__ __forceinline__ uint32_t transposed(uint32_t x) {
+  uint32_t out = x;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(x));
+#endif
+  return out;
+}
+
+// The larger one; NaN if one is NaN.
+__device__ __forceinline__ float max_or_nan(float x, float y) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  float out;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(x), "f"(y));
+  return out;
+#else
+  return x != x || x > y ? x : y;
+#endif
+}
+
+}  // namespace turboquant::cuda::split_kv

@@ -1,0 +1,210 @@
+// Attention to the exact keys of the tail, up to 16 in a unit: 0-7 in the unit's first stage and 8-15 in its second, on
+// tensor cores.
+//
+// A row again has two columns, so that its results lie where those of codes do. A weight is the sum of two elements of
+// the tail's type; a query is of that type already, and its second column is never read. The output of a row is rotated
+// at the end, so that it adds to the sums of codes.
+#pragma once
+
+#include "cuda/attention/split_kv/queries.cuh"
+#include "cuda/attention/split_kv/softmax.cuh"
+
+namespace turboquant::cuda::split_kv {
+
+// A unit of exact keys. Key j of it, 0 to 15, is in the first stage below 8 and in the second one from 8 on.
+struct ExactUnit {
+  const uint8_t* shared;
+  int stages[kUnitStages];
+  int per_stage, stride;  // keys of a stage; bytes from one key to the next
+  int first, left;        // its first key among the exact keys of the segment, and how many of them are left from there
+
+  __device__ __forceinline__ ExactUnit(const BlockView& block, const Segment& segment, int unit,
+                                       const int (&from)[kUnitStages])
+      : shared(block.shared), stages{from[0], from[1]}, per_stage(block.layout.exact_keys),
+        stride(block.layout.exact_stride), first(unit * kUnitStages * per_stage), left(segment.work.exact - first) {
+    static_assert(kUnitStages == 2);
+  }
+
+  __device__ __forceinline__ bool holds(int j) const { return j % 8 < per_stage && j / 8 * per_stage + j % 8 < left; }
+  // The row of key j, the key and then its value. Where no key is held, the stage may contain anything, NaN too: there,
+  // another key's row is read, with weight 0.
+  __device__ __forceinline__ const uint8_t* row(int j) const {
+    return shared + (holds(j) ? (j < 8 ? stages[0] : stages[1]) + j % 8 * stride : stages[0]);
+  }
+};
+
+template <int D, int N>
+class ExactTail {
+  using X = SplitKvTraits<D, N>;
+  using Rows = QueryRows<D, X::kRows>;
+
+ public:
+  explicit __device__ __forceinline__ ExactTail(const BlockView& block) : block_(block) {}
+
+  // The unit's stages have arrived.
+  __device__ __forceinline__ void attend(const Rows& rows, const Queries<D, N>& queries, const Segment& segment,
+                                         const ExactUnit& unit, RunningSoftmax<D, N>& softmax) const {
+    for_each<N>([&](auto n) {
+      float dot[4] = {}, score[2];
+      multiply_keys(rows, n, unit, dot);
+      const Visible visible = scores(rows, queries, segment, unit, n, dot, score);
+      const float scale = queries.scale(n);
+      const float most = over_tokens(fmaxf(score[0], score[1]), [](float x, float y) { return fmaxf(x, y); });
+      if (__any_sync(0xffffffff, (most - softmax.max[n]) * scale > 16)) softmax.template rescale<n>(most, scale);
+      uint32_t weight[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float p = score[h] == -INFINITY ? 0 : exp2_fast((score[h] - softmax.max[n]) * scale);
+        softmax.total[n] += p;
+        weight[h] = transposed(split(p * kDown));
+      }
+      float y[2 * X::kTiles];  // channel 8 e + g of row t
+      multiply_values(unit, visible, weight, y);
+      rotate_columns(y);
+      // In units of the sums of codes, which Join scales at the end.
+      constexpr float kFactor = block_norm(RowLanes<D>::kLog) / (kDown * format::kLevelUnit);
+#pragma unroll
+      for (int i = 0; i < X::kTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float factor = kFactor * block_.plan.codes.value_inverses[h];
+          softmax.sums[i][n][h] = fmaf(y[2 * i + h], factor, softmax.sums[i][n][h]);
+        }
+      }
+    });
+  }
+
+ private:
+  static constexpr float kDown = 1.0f / 16;  // weights go up to 2^16, which is beyond float16
+
+  // Which of its keys g and g + 8 the row of each lane sees, as ballots of the warp; hidden: the lane's row does not see
+  // a key that is held.
+  struct Visible {
+    unsigned seen[2];
+    bool hidden;
+  };
+
+  // Products of queries 4 n to 4 n + 3 with the keys.
+  __device__ __forceinline__ void multiply_keys(const Rows& rows, int n, const ExactUnit& unit, float (&dot)[4]) const {
+    const int lane = block_.lane;
+    const uint8_t* query = rows.raw() + ((4 * n + lane % 8 / 2) * D + lane / 8 * 8) * kExactElementBytes;
+    const uint8_t* keys = unit.row(lane % 16) + lane / 16 * 8 * kExactElementBytes;
+#pragma unroll
+    for (int c = 0; c < D; c += 32) {
+      const uint4 q = load_tiles(query + c * kExactElementBytes);
+      multiply(dot, load_tiles(keys + c * kExactElementBytes), q.x, q.y);
+      if (c + 16 < D) multiply(dot, load_tiles(keys + (c + 16) * kExactElementBytes), q.z, q.w);
+    }
+  }
+
+  // Scores of row 4 n + t for keys g and g + 8, in units of the integer scores, so that one running maximum serves both.
+  __device__ __forceinline__ Visible scores(const Rows& rows, const Queries<D, N>& queries, const Segment& segment,
+                                            const ExactUnit& unit, int n, const float (&dot)[4],
+                                            float (&score)[2]) const {
+    const Attention& a = block_.call;
+    RowPlace place;
+    const bool real = rows.find(segment, 4 * n + block_.t, place);
+    const QueryRow& row = block_.rows()[4 * n + block_.t];
+    const bool capped = a.soft_cap > 0;
+    Visible visible{{}, false};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int j = 8 * h + block_.g, k = segment.work.exact_key(unit.first + h * unit.per_stage + block_.g);
+      score[h] = dot[2 * h] * a.softmax_scale;
+      if (capped) score[h] = a.soft_cap * tanh_fast(__fdividef(score[h], a.soft_cap));
+      score[h] = capped ? score[h] * kLog2E : __fdividef(score[h] * kLog2E - row.shift, queries.scale(n));
+      const bool sees = real && unit.holds(j) && k >= a.first_visible(place.position) && k <= place.position &&
+                        (k < segment.work.sinks || k >= row.end);
+      if (!sees) score[h] = -INFINITY;
+      visible.seen[h] = __ballot_sync(0xffffffff, sees), visible.hidden |= real && unit.holds(j) && !sees;
+    }
+    return visible;
+  }
+
+  // Sums of weighted values. Weight 0 times an infinite value or a NaN is NaN: where such a value may belong to a key
+  // that a row does not see, each row is multiplied once more alone, with keys that it sees in place of the others.
+  __device__ __forceinline__ void multiply_values(const ExactUnit& unit, const Visible& visible,
+                                                  const uint32_t (&weight)[2], float (&y)[2 * X::kTiles]) const {
+    const int lane = block_.lane;
+    const uint8_t* values = unit.row(lane % 8 + lane / 16 * 8) + (D + lane / 8 % 2 * 8) * kExactElementBytes;
+#pragma unroll
+    for (int i = 0; i < X::kTiles; ++i) {
+      float d[4] = {};
+      multiply(d, load_transposed(values + 16 * i * kExactElementBytes), weight[0], weight[1]);
+      y[2 * i] = d[0] + d[1], y[2 * i + 1] = d[2] + d[3];
+    }
+    if (!__any_sync(0xffffffff, visible.hidden)) return;
+    float spoiled = 0;  // stays 0 if all sums are finite
+#pragma unroll
+    for (int e = 0; e < 2 * X::kTiles; ++e) spoiled = fmaf(y[e], 0, spoiled);
+    if (!__any_sync(0xffffffff, spoiled != 0)) return;
+    float* scratch = block_.join() + block_.warp * D;  // free until Join::warps, which waits for all warps
+#pragma unroll 1
+    for (int r = 0; r < 4; ++r) {
+      __syncwarp();
+      multiply_alone(r, unit, visible, weight, scratch);
+      __syncwarp();
+#pragma unroll
+      for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = block_.t == r ? scratch[8 * e + block_.g] : y[e];
+    }
+  }
+
+  // The tail is of either 16-bit type. Only `multiply` and `split` know which one, so that all other code exists once.
+  __device__ __forceinline__ void multiply(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) const {
+    if (block_.call.dtype == Dtype::kBFloat16) {
+      mma_floats<__nv_bfloat16>(d, a, b0, b1);
+    } else {
+      mma_floats<__half>(d, a, b0, b1);
+    }
+  }
+  // x as an element of the tail's type beside the element that holds the rest of x.
+  __device__ __forceinline__ uint32_t split(float x) const {
+    return block_.call.dtype == Dtype::kBFloat16 ? split_as<__nv_bfloat16>(x) : split_as<__half>(x);
+  }
+  template <typename T>
+  static __device__ __forceinline__ uint32_t split_as(float x) {
+    float kept[2];
+    floats_of_words<T>({word_of_floats<T>(x, 0)}, kept);
+    return word_of_floats<T>(x, x - kept[0]);
+  }
+
+  // Rotates the columns of a product's output as values were rotated, without the factor 1 / sqrt(n). y: channel 8 e +
+  // g of row t.
+  __device__ __forceinline__ void rotate_columns(float (&y)[2 * X::kTiles]) const {
+    using Columns = HadamardTraits<RowLanes<D>::kSplit.blocks, RowLanes<D>::kLog, 8, 1>;
+#pragma unroll
+    for (int e = 0; e < 2 * X::kTiles; ++e) y[e] *= block_.signs()[D + 8 * e + block_.g];
+#pragma unroll
+    for (int bit = 1; bit < 8; bit *= 2) {
+      const float side = block_.g & bit ? -1.0f : 1.0f;
+#pragma unroll
+      for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = fmaf(side, y[e], __shfl_xor_sync(0xffffffff, y[e], 4 * bit));
+    }
+    lane_butterflies<1, Columns::kChunks>(y);
+    mix_blocks<Columns>(y);
+  }
+
+  // The output of row r of the product, over the keys that it sees only, to scratch [D].
+  __device__ __forceinline__ void multiply_alone(int r, const ExactUnit& unit, const Visible& visible,
+                                                 const uint32_t (&weight)[2], float* scratch) const {
+    const int lane = block_.lane, g = block_.g;
+    const auto sees = [&](int j) {
+      return ((j < 8 ? visible.seen[0] : visible.seen[1]) >> (4 * (j % 8) + r) & 1) != 0;
+    };
+    int some = 0;
+    while (some < 16 && !sees(some)) ++some;
+    const int j = lane % 8 + lane / 16 * 8;
+    const uint8_t* values = unit.row(some == 16 || sees(j) ? j : some) + (D + lane / 8 % 2 * 8) * kExactElementBytes;
+#pragma unroll 1
+    for (int i = 0; i < X::kTiles; ++i) {
+      float d[4] = {};
+      multiply(d, load_transposed(values + 16 * i * kExactElementBytes), weight[0], weight[1]);
+      if (block_.t != r) continue;
+      scratch[16 * i + g] = some == 16 ? 0 : d[0] + d[1], scratch[16 * i + 8 + g] = some == 16 ? 0 : d[2] + d[3];
+    }
+  }
+
+  const BlockView block_;
+};
+
+}  // namespace turboquant::cuda::split_kv

@@ -1,0 +1,192 @@
+// The end of a segment: the states of a block's warps become one partial result, and the partial results of the blocks
+// that share a segment become one, in the order of the blocks. So results are the same in every run.
+//
+// A partial result of a segment is float [rows, part_floats(D)], whose sums are in the rotated space.
+#pragma once
+
+#include "cuda/attention/split_kv/softmax.cuh"
+#include "cuda/attention/split_kv/work_list.cuh"
+
+namespace turboquant::cuda::split_kv {
+
+// What sums under maximum `part` are multiplied by under maximum `top`; a part without keys counts 0.
+__device__ __forceinline__ float weight_of(float part, float top) {
+  return part == -INFINITY ? 0 : exp2_fast(part - top);
+}
+
+// Counts the arrival of a block; true: it was the last of `count` blocks, and the counter is 0 again. Memory that a
+// block has written before its last barrier is visible to the blocks that arrive later.
+__device__ __forceinline__ bool count_arrival(uint32_t* counter, int count) {
+  const uint32_t last = static_cast<uint32_t>(count - 1);
+  uint32_t before;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 700
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+#endif
+  return before == last;
+}
+
+// D: channels of a value; the block has 4 N rows.
+template <int D, int N>
+class Join {
+  using X = SplitKvTraits<D, N>;
+  using List = WorkList<X::kRows>;
+
+ public:
+  static constexpr int kSegmentFloats = X::kRows * X::kPart;  // of a partial result
+
+  explicit __device__ __forceinline__ Join(const BlockView& block) : block_(block) {}
+
+  // Where a block leaves its partial result of the segment that it opens, or of the segment that it continues; it may
+  // have one of each kind.
+  __device__ __forceinline__ float* part(int block, bool opens) const {
+    return block_.plan.parts + static_cast<int64_t>(2 * block + (opens ? 1 : 0)) * X::kRows * X::kPart;
+  }
+
+  // Joins the warps' states into a partial result in shared or global memory. Where shared memory is short, half of the
+  // warps first add another warp's state to their own; then all warps share the work.
+  template <class Queries>
+  __device__ __forceinline__ void warps(const Queries& queries, RunningSoftmax<D, N>& softmax, float* to) const {
+    float m[N], total[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const auto add = [](float x, float y) { return x + y; };
+      total[n] = over_tokens(softmax.total[n], add);
+      m[n] = total[n] == 0 ? -INFINITY
+                           : fmaf(softmax.max[n], queries.scale(n),
+                                  block_.call.soft_cap > 0 ? 0.0f : block_.rows()[4 * n + block_.t].shift);
+      const float less = block_.plan.codes.value_top * over_tokens(softmax.weights[n], add);
+#pragma unroll
+      for (int i = 0; i < X::kTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& x = softmax.sums[i][n][h];
+          x = (block_.plan.codes.value_steps[h] * x - less) * format::kLevelUnit;
+        }
+      }
+    }
+    __syncthreads();  // the exact tail's scratch is in the same memory
+    const int states = block_.plan.states;
+    float* state = block_.join() + block_.warp % states * X::kState * 32 + block_.lane;
+    const auto element = [&](int n, int i, int h) -> float& {
+      return state[32 * (2 * N + (n * X::kTiles + i) * 2 + h)];
+    };
+    const auto leave = [&] {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        state[32 * n] = m[n], state[32 * (N + n)] = total[n];
+#pragma unroll
+        for (int i = 0; i < X::kTiles; ++i) {
+          element(n, i, 0) = softmax.sums[i][n][0], element(n, i, 1) = softmax.sums[i][n][1];
+        }
+      }
+    };
+    // In round 0 the warps without room leave their states, if there are such warps; in round 1 the others do. A loop,
+    // so that the code of `leave` exists once.
+#pragma unroll 1
+    for (int round = states < block_.plan.warps ? 0 : 1; round < 2; ++round) {
+      if (round == 1 && block_.warp + states < block_.plan.warps) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          const float top = fmaxf(m[n], state[32 * n]);
+          const float mine = weight_of(m[n], top), theirs = weight_of(state[32 * n], top);
+          m[n] = top, total[n] = mine * total[n] + theirs * state[32 * (N + n)];
+#pragma unroll
+          for (int i = 0; i < X::kTiles; ++i) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              float& x = softmax.sums[i][n][h];
+              x = mine * x + theirs * element(n, i, h);
+            }
+          }
+        }
+      }
+      if ((block_.warp < states) == (round == 1)) leave();
+      __syncthreads();
+    }
+#pragma unroll 1
+    for (int n = 0; n < N; ++n) {
+      const auto of = [&](int warp, int i) { return block_.join()[(warp * X::kState + i) * 32 + block_.lane]; };
+      float weight[kMaxWarps], top = -INFINITY;
+#pragma unroll
+      for (int w = 0; w < kMaxWarps; ++w) weight[w] = w < states ? of(w, n) : -INFINITY, top = fmaxf(top, weight[w]);
+#pragma unroll
+      for (int w = 0; w < kMaxWarps; ++w) weight[w] = weight_of(weight[w], top);
+      const auto sum = [&](int i) {
+        float x = 0;
+#pragma unroll
+        for (int w = 0; w < kMaxWarps; ++w) {
+          if (w < states) x = fmaf(weight[w], of(w, i), x);
+        }
+        return x;
+      };
+      float* row = to + (4 * n + block_.t) * X::kPart;
+      if (block_.warp == 0) {
+        const float all = sum(N + n);
+        if (block_.g == 0) row[0] = top, row[1] = all;
+      }
+#pragma unroll 1
+      for (int i = block_.warp; i < 2 * X::kTiles; i += block_.plan.warps) {  // eight channels
+        row[kPartHead + 8 * i + block_.g] = sum(2 * N + 2 * X::kTiles * n + i);
+      }
+    }
+  }
+
+  // Hands this block's partial result to the last of the blocks that share the segment; true: this block is the last
+  // one.
+  __device__ __forceinline__ bool arrives_last(const List& list) const {
+    const WarpNotes& notes = list.notes();
+    if (threadIdx.x == 0) list.flag() = count_arrival(block_.plan.arrivals + notes.first_block, notes.blocks);
+    __syncthreads();
+    return list.flag();
+  }
+
+  // Joins the partial results of all blocks that share the segment into a few, [groups, rows, part_floats] in `join`;
+  // returns the number of groups. A thread sums four channels of a row. If a block has more threads than that, several
+  // groups of threads share the partial results. Eight of them are loaded at once, under a running maximum.
+  __device__ __forceinline__ int blocks(const List& list) const {
+    const int first = list.notes().first_block, count = list.notes().blocks;
+    constexpr int kQuads = X::kRows * D / 4, kBatch = 8;
+    const int groups = max(1, static_cast<int>(blockDim.x) / kQuads);
+    for (int e = threadIdx.x; e < groups * kQuads; e += blockDim.x) {
+      const int group = e / kQuads, quad = e % kQuads, r = quad / (D / 4), channel = 4 * (quad % (D / 4));
+      float m = -INFINITY, total = 0;
+      float4 sum{0, 0, 0, 0};
+      for (int begin = group; begin < count; begin += kBatch * groups) {
+        float2 head[kBatch];
+        float4 x[kBatch];
+        float top = m;
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const int i = begin + k * groups;
+          head[k] = {-INFINITY, 0}, x[k] = {0, 0, 0, 0};
+          if (i >= count) continue;
+          const float* from = part(first + i, i == 0) + r * X::kPart;
+          head[k] = __ldcg(reinterpret_cast<const float2*>(from));
+          x[k] = __ldcg(reinterpret_cast<const float4*>(from + kPartHead + channel));
+        }
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) top = fmaxf(top, head[k].x);
+        const float by = weight_of(m, top);
+        m = top, total *= by, sum.x *= by, sum.y *= by, sum.z *= by, sum.w *= by;
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const float weight = weight_of(head[k].x, top);
+          if (weight == 0) continue;
+          total = fmaf(weight, head[k].y, total);
+          sum.x = fmaf(weight, x[k].x, sum.x), sum.y = fmaf(weight, x[k].y, sum.y);
+          sum.z = fmaf(weight, x[k].z, sum.z), sum.w = fmaf(weight, x[k].w, sum.w);
+        }
+      }
+      float* to = block_.join() + group * kSegmentFloats + r * X::kPart;
+      if (channel == 0) to[0] = m, to[1] = total;
+      *reinterpret_cast<float4*>(to + kPartHead + channel) = sum;
+    }
+    __syncthreads();
+    return groups;
+  }
+
+ private:
+  const BlockView block_;
+};
+
+}  // namespace turboquant::cuda::split_kv

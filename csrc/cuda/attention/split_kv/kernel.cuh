@@ -1,0 +1,253 @@
+// The split-KV kernel: attention of few query rows (the new tokens of a decode step times the query heads of a KV head)
+// over long packed caches, straight from the codes, in one launch.
+//
+// All products are products of bytes on tensor cores (common/mma.cuh). Queries are rotated and rounded to 16-bit
+// integers, and so are softmax weights times value scales, under one factor per unit of keys. Each integer becomes a
+// high and a low byte in two neighbouring columns, so that four rows fill the eight columns of a product, and a lane
+// finds both halves of a sum in its own registers:
+//   scores  [16 tokens x channels] . [channels x 4 rows (high, low)]
+//   output  [16 channels x 32 tokens] . [32 tokens x 4 rows (high, low)]
+// Codes are the left operand and are expanded to bytes in registers (attention/operands.cuh). Lane (g, t) = (lane / 4,
+// lane % 4) holds tokens of row t in the scores and channels of row t in the output: maxima, weights and rescaling need
+// no exchange between lanes. Only the weights change places, by transposing 8 x 8 tiles (movmatrix).
+//
+// The blocks of a fixed grid divide a flat list of units of keys among themselves (attention/schedule.cuh). The units
+// of one (sequence, KV head, block of rows) are a segment. The warps of a block take units in turn, each with its own
+// pipeline of asynchronous copies. At the end of a segment the results of the warps are joined; if the block has only a
+// part of the segment, it leaves its partial result in the workspace, and the last of the blocks that share the segment
+// joins them in their order. So results are the same in every run, the host never needs to know a length, and the size
+// of the workspace depends on the grid only.
+//
+// The parts, each in a file of its own, in the order in which a unit passes them:
+//   work_list    which units the block has          softmax      running maximum, weights as integers
+//   rows         the query rows of a segment        values       sums of weighted values
+//   queries      their rotation and operands        exact_tail   all of this for a unit of exact keys
+//   pipeline     copies of pages and exact keys     join         of warps, then of blocks
+//   keys         scores                             results      the last rotation, out and lse
+#pragma once
+
+#include "cuda/attention/split_kv/exact_tail.cuh"
+#include "cuda/attention/split_kv/keys.cuh"
+#include "cuda/attention/split_kv/pipeline.cuh"
+#include "cuda/attention/split_kv/results.cuh"
+#include "cuda/attention/split_kv/values.cuh"
+
+namespace turboquant::cuda::split_kv {
+
+// A block of 4 N rows and head_dim D: composes the parts.
+template <int D, int N>
+class SplitKvBlock {
+  using X = SplitKvTraits<D, N>;
+  using Rows = QueryRows<D, X::kRows>;
+
+ public:
+  __device__ __forceinline__ SplitKvBlock(const Attention& a, const StageLayout& layout, const SplitKvPlan& plan,
+                                          uint8_t* shared)
+      : block_(a, layout, plan, shared), list_(block_), rows_(block_), pipeline_(block_, list_, rows_),
+        queries_(block_), keys_(block_), values_(block_), tail_(block_), join_(block_) {}
+
+  __device__ __forceinline__ void run() {
+    let_next_kernel_begin();
+    prefetch_constants();
+    if (!start()) return;
+    const Segment& segment = list_.notes().attended;
+    for (int unit = list_.notes().begin + block_.warp;;) {
+      while (unit < segment.begin) unit += block_.plan.warps;  // numbers of the gap
+      queries_.prepare(rows_, segment);
+      list_.find_sharers(segment);
+      softmax_.clear();
+      unit = attend_codes(segment, unit, min(list_.stop(), segment.coded_end()));
+      const bool empty = segment.work.coded == 0 && segment.work.exact == 0;  // it still has one unit, without keys
+      for (const int end = list_.stop(); unit < end; unit += block_.plan.warps) {
+        if (empty) continue;
+        attend_exact(segment, unit - segment.coded_end());
+        pipeline_.advance();
+      }
+      finish_segment(segment, max(list_.notes().begin, segment.begin), list_.stop());
+      if (list_.stop() == list_.notes().end) return;
+      list_.seek(list_.notes().attended, list_.stop());
+      if (segment.begin >= list_.notes().end) return;
+      rows_.issue_copies(segment);
+    }
+  }
+
+ private:
+  // ---- The start of a launch
+
+  // Prefetches the signs. Into L2 and not L1, because the previous kernel may still be writing them.
+  __device__ __forceinline__ void prefetch_constants() const {
+    const int i = static_cast<int>(threadIdx.x) * 32;
+    if (i >= D) return;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(block_.call.key_signs + i));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(block_.call.value_signs + i));
+  }
+
+  // Everything up to the first copies of the pipeline; false: the block has no work.
+  //
+  // Under programmatic dependent launch the block may run before the previous kernel has ended. It then guesses its
+  // share of the list from the lengths and page ids that are in memory now, and prefetches those pages into the L2
+  // cache, because most likely nothing of this will change. After wait_for_previous_kernel everything is read again:
+  // page ids are loaded anew before their pages are copied, and if the lengths have changed, the share is computed
+  // anew. Queries are copied before keys, because a load waits for all copies that were issued before it.
+  __device__ __forceinline__ bool start() {
+    pipeline_.begin();
+    enum { kGuess, kFind, kFoundAnew };
+    int step = block_.plan.early ? kGuess : kFind;
+    bool known = false, looked_up = false;  // a guess has found the share; it has also loaded page ids
+    const WarpNotes& notes = list_.notes();
+    const Segment& segment = notes.attended;
+    // A loop with the steps inside, so that the code of Pipeline::fill and of WorkList::find exists once. i: the stage
+    // to fill; the first call of `fill` finds nothing to copy yet and only looks up the first batch.
+#pragma unroll 1
+    for (int i = -kUnitStages; i < block_.plan.stages;) {
+      bool changed = false, fill = true;
+      if (i < 0) {
+        if (step == kFind) wait_for_previous_kernel();
+        if (known && looked_up) pipeline_.read_pages();
+        if (step == kFoundAnew) wait_for_committed_copies();
+        if ((step == kFoundAnew || known) && segment.begin < notes.end) rows_.issue_copies(segment);
+        if (step != kFoundAnew) changed = find_work(step == kGuess, known);
+        if (step != kGuess && segment.begin >= notes.end) return false;
+        const int unit = notes.begin + block_.warp;
+        fill = step == kGuess ? segment.begin <= unit && unit < min(notes.end, segment.coded_end())
+                              : step == kFind && (changed || !looked_up);
+        if (step == kGuess) looked_up = fill;
+      }
+      if (fill) pipeline_.fill(i);
+      if (i < 0) {
+        if (step == kGuess) {
+          if (looked_up) pipeline_.prefetch();
+          known = true, step = kFind;
+          __syncthreads();
+          continue;
+        }
+        if (step == kFind && changed) {
+          known = false, step = kFoundAnew;
+          continue;
+        }
+      }
+      i += kUnitStages;
+    }
+    return true;
+  }
+
+  // While the first warp finds the block's share, the others load the signs and levels and clear the padding of the
+  // results.
+  __device__ __forceinline__ bool find_work(bool guess, bool known) const {
+    return list_.find(guess, known, [&](int thread, int threads) {
+      const Attention& a = block_.call;
+      for (int i = thread; i < 2 * D; i += threads) block_.signs()[i] = (i < D ? a.key_signs : a.value_signs - D)[i];
+      copy_levels(a.key_levels, a.record.key_bits, key_levels(), thread);
+      copy_levels(a.value_levels, a.record.value_bits, value_levels(), thread);
+      clear_padding<D>(a, thread, threads);
+    });
+  }
+
+  __device__ __forceinline__ int8_t* key_levels() const { return reinterpret_cast<int8_t*>(block_.signs() + 2 * D); }
+  __device__ __forceinline__ int8_t* value_levels() const { return key_levels() + kMaxLevels; }
+  static __device__ __forceinline__ void copy_levels(const int8_t* from, int bits, int8_t* to, int thread) {
+    if (from && thread < kMaxLevels) to[thread] = level_entry(from, bits, thread);
+  }
+
+  // ---- Units of keys
+
+  // Attends to the warp's units of codes from `unit` up to `end`; returns its next unit. The loop counts tokens,
+  // because the token is needed inside and the unit is not: that spares a register.
+  __device__ __forceinline__ int attend_codes(const Segment& segment, int unit, int end) {
+    const int step = block_.plan.warps * kUnitTokens;
+    int token = segment.first_token(unit);
+    for (const int last = segment.first_token(end); token < last; token += step) {
+      // Nothing else depends on the pair of codes, so one kernel for all pairs has all other code once.
+      with_pair<D>(block_.plan.codes.pair, [&](auto pair) { attend_unit<typename decltype(pair)::type>(token); });
+      pipeline_.advance();
+    }
+    return segment.unit_of(token);
+  }
+
+  // begin: the unit's first token
+  template <class Pair>
+  __device__ __forceinline__ void attend_unit(int begin) {
+    using Keys = typename Pair::Keys;
+    using Values = typename Pair::Values;
+    using Tokens = LaneTokens<Values>;
+    int stages[kUnitStages];
+    pipeline_.stages(stages);
+    const LevelTable<Keys::kTwoTables> key_table(Keys::kUniform ? nullptr : key_levels());
+    const LevelTable<Values::kTwoTables> value_table(Values::kUniform ? nullptr : value_levels());
+    float score[N][kLaneScores], value_scale[kLaneScores];
+    ScaleRange range;
+#pragma unroll
+    for (int i = 0; i < kUnitStages; ++i) {
+      pipeline_.wait(stages[i]);
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        const uint8_t* stage = block_.shared + stages[i];
+        float s[N][2];
+        keys_.template multiply<Pair>(queries_, stage, pair, key_table, s);
+        const int next = block_.layout.next_scales;
+        const uint8_t* from = stage + block_.layout.value_scales + Tokens::offset(block_.g, 2, next);
+        if (pair) from += Tokens::pair_offset(2, next);
+        const __half2 both = *reinterpret_cast<const __half2*>(from);
+        const float2 v = __half22float2(both);
+        range.add(both);
+        const int j = 4 * i + 2 * pair;
+        value_scale[j] = v.x, value_scale[j + 1] = v.y;
+#pragma unroll
+        for (int n = 0; n < N; ++n) score[n][j] = s[n][0], score[n][j + 1] = s[n][1];
+      }
+    }
+    if (block_.call.soft_cap > 0) cap_scores<N>(block_, score);
+    const bool masked = !queries_.all_see(begin);
+    if (masked) mask_scores<Values, N>(block_, begin + Tokens::first(block_.g), score);
+    uint2 weight[N][kUnitStages];
+    float factor[N];
+    softmax_.template weigh<Values>(queries_, score, value_scale, range, masked, weight, factor);
+    values_.template multiply<Values>(stages, value_table, weight, factor, softmax_);
+  }
+
+  // unit: counts the segment's units of exact keys
+  __device__ __forceinline__ void attend_exact(const Segment& segment, int unit) {
+    int stages[kUnitStages];
+    pipeline_.stages(stages);
+#pragma unroll
+    for (int i = 0; i < kUnitStages; ++i) pipeline_.wait(stages[i]);
+    tail_.attend(rows_, queries_, segment, ExactUnit(block_, segment, unit, stages), softmax_);
+  }
+
+  // ---- The end of a segment, of which this block had numbers [from, to)
+
+  __device__ __forceinline__ void finish_segment(const Segment& segment, int from, int to) {
+    const bool whole = from == segment.begin && to == segment.end();
+    join_.warps(queries_, softmax_,
+                whole ? block_.result() : join_.part(static_cast<int>(blockIdx.x), from == segment.begin));
+    __syncthreads();
+    const float* parts = block_.result();
+    int groups = 1;
+    if (!whole) parts = block_.join(), groups = join_.arrives_last(list_) ? join_.blocks(list_) : 0;
+    if (groups > 0) write_results(block_, rows_, segment, parts, groups);
+    __syncthreads();
+  }
+
+  const BlockView block_;
+  const WorkList<X::kRows> list_;
+  const Rows rows_;
+  Pipeline<Rows> pipeline_;
+  Queries<D, N> queries_;
+  RunningSoftmax<D, N> softmax_;
+  const KeyProducts<D, N> keys_;
+  const ValueProducts<D, N> values_;
+  const ExactTail<D, N> tail_;
+  const Join<D, N> join_;
+};
+
+template <int D, int N>
+__global__ void __launch_bounds__(bounding_threads(N, D), resident_blocks(N, D))
+    attend_kernel(const __grid_constant__ Attention a, const __grid_constant__ StageLayout layout,
+                  const __grid_constant__ SplitKvPlan plan) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // choose_attention sends no call to older devices
+  extern __shared__ __align__(128) uint8_t shared[];
+  SplitKvBlock<D, N>(a, layout, plan, shared).run();
+#endif
+}
+
+}  // namespace turboquant::cuda::split_kv

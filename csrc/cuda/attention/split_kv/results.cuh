@@ -1,0 +1,68 @@
+// From the joined sums of a segment to the call's results: the last rotation, attention sinks, the division by the
+// denominator, and the logarithm of the denominator.
+#pragma once
+
+#include "cuda/attention/split_kv/join.cuh"
+#include "cuda/attention/split_kv/rows.cuh"
+
+namespace turboquant::cuda::split_kv {
+
+// parts: [groups, ROWS, part_floats(D)] in shared memory, a few partial results of the segment. A warp takes a row at a
+// time.
+template <int D, int ROWS>
+__device__ __forceinline__ void write_results(const BlockView& block, const QueryRows<D, ROWS>& rows,
+                                              const Segment& segment, const float* parts, int groups) {
+  using Lanes = RowLanes<D>;
+  constexpr int kPart = part_floats(D);
+  const Attention& a = block.call;
+  const int lane = block.lane;
+#pragma unroll 1
+  for (int r = block.warp; r < ROWS; r += block.plan.warps) {
+    const float* from = parts + r * kPart;
+    float m = -INFINITY, total = 0, y[Lanes::kPerLane] = {};
+#pragma unroll 1
+    for (int g = 0; g < groups; ++g, from += ROWS * kPart) {
+      const float top = fmaxf(m, from[0]), by = weight_of(m, top), weight = weight_of(from[0], top);
+      m = top, total = total * by + weight * from[1];
+#pragma unroll
+      for (int i = 0; i < Lanes::kPerLane; ++i) {
+        y[i] = y[i] * by + weight * from[kPartHead + Lanes::channel(lane, i)];
+      }
+    }
+    transform<typename Lanes::Rotation>(y, lane);
+    Lanes::apply(block.signs() + D, lane, y);
+    RowPlace row;
+    if (!rows.find(segment, r, row)) continue;
+    float by = 1;
+    if (a.sink_logits) {  // one more score, without a value
+      const float sink = a.sink_logits[row.head] * kLog2E, top = fmaxf(m, sink);
+      if (top > -INFINITY) {
+        by = m == -INFINITY ? 0 : exp2_fast(m - top);
+        total = total * by + exp2_fast(sink - top), m = top;
+      }
+    }
+    const int64_t to = int64_t{row.token} * a.q_heads + row.head;
+    const float inverse = total == 0 ? 0 : by / total;
+#pragma unroll
+    for (int i = 0; i < Lanes::kPerLane; ++i) {
+      if (Lanes::writes(lane)) store_float(a.out, a.dtype, to * D + Lanes::channel(lane, i), y[i] * inverse);
+    }
+    if (lane == 0) {
+      const bool only_sink = by == 0;  // then its logit is the exact result
+      a.lse[to] = total == 0 ? -INFINITY : only_sink ? a.sink_logits[row.head] : (m + log2f(total)) * kLn2;
+    }
+  }
+}
+
+// Fills the results of tokens behind the last sequence, which see no keys. All blocks take part, `threads` threads of
+// each.
+template <int D>
+__device__ __forceinline__ void clear_padding(const Attention& a, int thread, int threads) {
+  const int used = a.query_begin ? min(max(a.query_begin[a.seqs], 0), a.tokens) : min(a.seqs, a.tokens);
+  const int64_t first = int64_t{used} * a.q_heads, last = int64_t{a.tokens} * a.q_heads;
+  const int64_t of_grid = int64_t{gridDim.x} * threads, mine = int64_t{blockIdx.x} * threads + thread;
+  for (int64_t i = first + mine; i < last; i += of_grid) a.lse[i] = -INFINITY;
+  for (int64_t i = first * D + mine; i < last * D; i += of_grid) store_float(a.out, a.dtype, i, 0);
+}
+
+}  // namespace turboquant::cuda::split_kv

@@ -1,0 +1,74 @@
+"""The reader of model configurations: kinds of layers, and what a file leaves unsaid.
+
+tests/transformers/test_models.py shows that the planner and the transformers cache, which both ask
+it, agree about every family.
+"""
+
+import pytest
+
+from tests.test_memory import PLAIN
+from torch_turboquant.models import (
+    IncompleteConfig,
+    Kind,
+    read_layers,
+    unsupported_attention,
+)
+
+
+def test_what_a_layer_is():
+    config = {**PLAIN, "sliding_window": 9, "layer_types": [
+        "full_attention", "sliding_attention", "linear_attention", "chunked_attention"
+    ]}  # fmt: skip
+    layers = read_layers(config)
+    assert [x.kind for x in layers] == [Kind.FULL, Kind.SLIDING, Kind.STATE, Kind.CHUNKED]
+    assert [x.type for x in layers] == config["layer_types"]
+    assert [x.window for x in layers] == [0, 9, 0, 0]
+    assert {(x.kv_heads, x.head_dim) for x in layers} == {(2, 16)}
+    (strange,) = read_layers({**PLAIN, "layer_types": ["strange"]})
+    assert strange.kind is Kind.OTHER and strange.type == "strange"
+
+
+@pytest.mark.parametrize("changes", [
+    {"num_kv_shared_layers": 2},
+    {"kv_sharing_modes": [None, "store", "reuse", "reuse"]},
+])  # fmt: skip
+def test_layers_that_share_keys_and_values(changes):
+    kinds = [layer.kind for layer in read_layers({**PLAIN, **changes})]
+    assert kinds == [Kind.FULL, Kind.FULL, Kind.SHARED, Kind.SHARED]
+
+
+def test_latent_attention_has_a_name():
+    config = {**PLAIN, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+              "layer_types": ["full_attention", "linear_attention"] * 2}  # fmt: skip
+    layers = read_layers(config)
+    assert [x.kind for x in layers] == [Kind.LATENT, Kind.STATE] * 2
+    assert layers[0].latent_dims == (512, 64)
+    assert unsupported_attention(config) == "latent attention (MLA)"
+    assert unsupported_attention({"text_config": config}) == "latent attention (MLA)"
+    assert unsupported_attention(PLAIN) is None
+
+
+@pytest.mark.parametrize("key", ["is_encoder_decoder", "add_cross_attention"])
+def test_cross_attention_has_a_name(key):
+    assert unsupported_attention({**PLAIN, key: True}) == "cross attention"
+
+
+def test_numbers_are_read_when_they_are_asked_for():
+    layers = read_layers({"model_type": "gemma2", "num_hidden_layers": 2})
+    with pytest.raises(IncompleteConfig, match=r"'gemma2'\) has head_dim = None$") as caught:
+        _ = layers[0].head_dim
+    assert caught.value.missing == "head_dim"
+    with pytest.raises(IncompleteConfig, match="num_key_value_heads = None"):
+        _ = layers[0].kv_heads
+
+
+def test_code_is_asked_only_where_the_configuration_is_silent():
+    def never():
+        raise AssertionError("the configuration names the types of its layers")
+
+    named = {**PLAIN, "layer_types": ["full_attention"] * 4, "sliding_window": 5}
+    assert [x.kind for x in read_layers(named, never)] == [Kind.FULL] * 4
+    assert [x.kind for x in read_layers(PLAIN, never)] == [Kind.FULL] * 4  # and no window
+    silent = {**PLAIN, "sliding_window": 5}
+    for answer, kind in ((True, Kind.SLIDING), (False, Kind.FULL)):
+        assert [x.kind for x in read_layers(silent, lambda a=answer: a)] == [kind] * 4

@@ -1,0 +1,64 @@
+"""Tables of all layers on every device that layers run on, made once and shared between caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.integrations.transformers.tensors import put_together
+from torch_turboquant.tables import CacheTables, make_center, make_tables
+
+
+class Constants(NamedTuple):
+    """What all layers need and nothing changes, on one device."""
+
+    tables: dict[int, CacheTables]  # of each layer; without a center that is to be learned
+    partners: Tensor  # channels that RoPE turns into each other (rotary_partners)
+
+
+class ConstantsByDevice:
+    """Constants wherever layers run."""
+
+    def __init__(
+        self,
+        configs: dict[int, CacheConfig],
+        centers: Mapping[int, Tensor],
+        partners: Tensor,
+    ) -> None:
+        """Of each layer its config and, unless that is to be learned or off, its center."""
+        self.configs, self.partners = tuple(configs.items()), partners
+        self.centers = {i: make_center(c, configs[i].head_dim) for i, c in centers.items()}
+        self.known: dict[torch.device, Constants] = {}
+
+    def on(self, device: torch.device) -> Constants:
+        if device not in self.known:
+            tables = dict(_tables_on(self.configs, device))
+            *centers, partners = put_together(
+                [x.numpy() for x in (*self.centers.values(), self.partners)], device
+            )
+            for index, center in zip(self.centers, centers, strict=True):
+                tables[index] = tables[index]._replace(center=center)
+            self.known[device] = Constants(tables, partners)
+        return self.known[device]
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)
+def _tables_on(
+    configs: tuple[tuple[int, CacheConfig], ...], device: torch.device
+) -> dict[int, CacheTables]:
+    """Tables of layers without their centers; all caches of such layers share them."""
+    host = {index: make_tables(config, index) for index, config in configs}
+    arrays = [t.numpy() for table in host.values() for t in table if t is not None]
+    placed = iter(put_together(arrays, device))
+    if device.type == "cuda":  # once: another cache may use them on any stream
+        torch.cuda.current_stream(device).synchronize()
+    return {
+        index: CacheTables(*(t if t is None else next(placed) for t in table))
+        for index, table in host.items()
+    }

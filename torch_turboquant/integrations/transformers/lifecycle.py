@@ -1,0 +1,208 @@
+"""The life of a forward on a cache, from its plan to its commit; all of it stands here.
+
+    begin          the hook before the decoder: sequences.begin plans the forward, or refuses it
+    for each layer
+        update     transformers hands over keys and values; a layer stores them at once, unless the
+                   forward is exact (layer.TurboQuantLayer)
+        attended   the attention function: an exact forward's tokens are noted here, as Pending, and
+                   the model's own attention runs; every other forward attends over the pages
+    end            the hook after the decoder: pending tokens are settled and the counts move, or
+                   the forward has failed and its tokens were never there
+
+An exact forward (the prompt) is settled later than it is attended, because the centers of several
+layers are learned by one call, and because what it stores is needed by the next forward only.
+Settling has three parts: learn centers, allocate memory, encode. They come in this order so that
+the memory takes the place of what learning has needed.
+
+This module knows sequences and layers. The hooks (binding.py) and the user's object (cache.py) know
+this module.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torch_turboquant.integrations.transformers.centers import learn, query_energies
+from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
+from torch_turboquant.integrations.transformers.sequences import Forward, Sequences, chosen_tokens
+from torch_turboquant.integrations.transformers.tensors import zeros_together
+from torch_turboquant.ops.cache import call_store_layers
+
+T = TypeVar("T")
+
+# Tokens of a batch in all layers that are settled together, at most but for the last layer's: the
+# host needs longer to launch the kernels that learn a center than a GPU to read so many tokens.
+_TOGETHER = 8192
+# Layers whose queries are kept until they are measured: they may be many times as large as keys.
+_QUERIES_TOGETHER = 16
+
+
+@dataclass(slots=True)
+class Pending:
+    """What an exact forward brought to a layer, [batch, heads, tokens, head_dim] each."""
+
+    layer: TurboQuantLayer
+    query: Tensor | None  # where scales of channels are to be learned, until it is measured
+    key: Tensor
+    value: Tensor
+    energy: Tensor | None = None  # of the queries (query_energies)
+
+
+class Lifecycle:
+    """The forwards of one cache, one at a time."""
+
+    def __init__(self, sequences: Sequences, layers: list[TurboQuantLayer]) -> None:
+        self.sequences, self.layers = sequences, layers
+        self.pending: list[Pending] = []
+
+    @property
+    def exact(self) -> bool:
+        """Whether the running forward attends with the model's own attention."""
+        return self.sequences.forward.exact
+
+    def begin(self, batch: int, new: int, attention_mask: Any) -> None:
+        """Plans a forward of `new` columns, or raises before anything has been written."""
+        if self.pending:  # of a forward that was interrupted where no hook could tell
+            self.pending = []
+        self.sequences.begin(batch, new, attention_mask)
+
+    def attended(
+        self,
+        layer: TurboQuantLayer,
+        module: nn.Module | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> bool:
+        """After a layer's `update`: whether the model's own attention runs on these tensors.
+
+        It does in an exact forward, whose tokens are noted here and settled later. Learning needs
+        the query [batch, heads, new, head_dim], which `update` does not see.
+        """
+        layer.take_back(module, key, value)
+        forward = self.sequences.forward
+        if forward.exact:
+            kept = query if forward.learns_scales else None
+            self.pending.append(Pending(layer, kept, key, value))
+            layers = len(self.pending)
+            if layers * forward.batch * forward.total >= _TOGETHER:
+                self._settle()
+            elif layers % _QUERIES_TOGETHER == 0:
+                _measure(self.pending, forward)
+        return forward.exact
+
+    def end(self, succeeded: bool = True) -> None:
+        """The planned forward has gone through all layers, or has failed."""
+        if succeeded:
+            if self.pending:
+                try:
+                    self._settle()
+                except BaseException:
+                    self.end(succeeded=False)
+                    raise
+            self.sequences.commit()
+        else:
+            if self.pending:
+                self.pending = []
+            self.sequences.abort()
+        for layer in self.layers:
+            layer.finish()
+
+    def _settle(self) -> None:
+        """Gives pending tokens what they still need: centers, memory, their codes."""
+        pending, self.pending = self.pending, []
+        sequences, forward = self.sequences, self.sequences.forward
+        if forward.encode and not sequences.center_known:
+            _measure(pending, forward)
+            _learn(pending, forward)
+        if forward.encode or sequences.max_len:
+            allocate([one.layer for one in pending])
+        if forward.encode:
+            _store(pending, forward)
+
+
+def _measure(pending: list[Pending], forward: Forward) -> None:
+    """Measures the queries that a center is learned from, and lets go of them."""
+    held = [one for one in pending if one.query is not None]
+
+    def key(one: Pending) -> Any:
+        return one.layer.device, one.query.dtype, one.query.shape, one.layer.kv_heads
+
+    for group in _alike(held, key):
+        queries = [one.query for one in group]
+        energies = query_energies(queries, group[0].layer.kv_heads, forward)
+        for one, energy in zip(group, energies.unbind(), strict=True):
+            one.query, one.energy = None, energy
+
+
+def _learn(pending: list[Pending], forward: Forward) -> None:
+    for group in _alike(pending, lambda one: (one.layer.device, one.layer.dtype, one.key.shape)):
+        first = group[0].layer
+        centers = learn(
+            [one.key for one in group],
+            [one.energy for one in group if one.energy is not None],
+            forward,
+            first.constants.on(first.device).partners,
+        )
+        for one, center in zip(group, centers.unbind(), strict=True):
+            one.layer.take_center(center)
+
+
+def allocate(layers: list[TurboQuantLayer]) -> None:
+    """Memory for what layers are about to store; the first memory of equal layers is one piece.
+
+    The static form takes its memory layer by layer, because torch.compile treats tensors that are
+    written and share memory as one.
+    """
+    together = []
+    for layer in layers:
+        if layer.paged is not None:
+            layer.reserve()
+        elif layer.sequences.static:
+            zeros = [torch.zeros(s, dtype=t, device=layer.device) for s, t in layer.wanted()]
+            layer.take_memory(*zeros)
+        else:
+            together.append(layer)
+    for group in _alike(together, lambda layer: (layer.device, *layer.wanted())):
+        memory = zeros_together(len(group), group[0].wanted(), group[0].device)
+        for layer, tensors in zip(group, memory, strict=True):
+            layer.take_memory(*tensors)
+
+
+def _store(pending: list[Pending], forward: Forward) -> None:
+    """Encodes the tokens, of equal layers in one call of the op; `update` has checked them."""
+
+    def key(one: Pending) -> Any:
+        layer = one.layer
+        return layer.device, layer.owned_pages, id(layer.config), one.key.shape
+
+    for group in _alike(pending, key):
+        layers: list[Any] = [one.layer.paged for one in group]  # Any: they are there by now
+        first = group[0].layer
+        piece = forward.piece(0, first.device, first.owned_pages)
+        # nobody wants gradients (`update` has seen to that): without their records the op takes
+        # less of the host's time
+        with torch.inference_mode():
+            call_store_layers(
+                [chosen_tokens(one.key, piece.real) for one in group],
+                [chosen_tokens(one.value, piece.real) for one in group],
+                [layer.pages for layer in layers],
+                first.config,
+                [layer.tables for layer in layers],
+                [] if first.ring is None else [layer.ring for layer in layers],
+                piece.batch,
+            )
+
+
+def _alike(items: Iterable[T], key: Callable[[T], Any]) -> Iterable[list[T]]:
+    """The items in groups of one key."""
+    groups: dict[Any, list[T]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups.values()

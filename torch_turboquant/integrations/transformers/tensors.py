@@ -1,0 +1,58 @@
+"""Many tensors at once: in one transfer or one allocation, and at addresses that stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int8", "int32", "int64", "float32")}
+_ALIGNED = 256  # bytes, as an allocation of its own would be
+
+
+def put_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copies of the host's arrays on a device: one transfer, which waits for nothing.
+
+    Those with the same bytes share memory, so nobody may write to them.
+    """
+    contents = [x.tobytes() for x in arrays]
+    places: dict[bytes, int] = {}
+    host = bytearray()
+    for data in contents:
+        if data not in places:
+            places[data] = len(host)
+            host += data + bytes(_ALIGNED - len(data) % _ALIGNED)
+    pinned = device.type == "cuda"
+    together = torch.empty(len(host), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    there = together.copy_(torch.frombuffer(host, dtype=torch.uint8)).to(device, non_blocking=True)
+    return [
+        there[places[data] : places[data] + len(data)].view(_DTYPES[x.dtype]).view(x.shape)
+        for x, data in zip(arrays, contents, strict=True)
+    ]
+
+
+def zeros_together(
+    count: int, wanted: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device
+) -> Iterator[list[Tensor]]:
+    """`count` times zeros of the wanted shapes and types, all in one allocation.
+
+    Each is aligned as in an allocation of its own.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
+    places = [count * -(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    whole = torch.zeros(sum(places), dtype=torch.uint8, device=device)
+    parts = [
+        part.view(count, -1)[:, :size].view(dtype).view(count, *shape).unbind()
+        for part, size, (shape, dtype) in zip(whole.split(places), sizes, wanted, strict=True)
+    ]
+    return map(list, zip(*parts, strict=True))
+
+
+def fixed(*tensors: Tensor | None) -> None:
+    """Tells torch.compile that these stay at their address, so that CUDA graphs copy nothing."""
+    for tensor in tensors:
+        if tensor is not None:
+            torch._dynamo.mark_static_address(tensor)

@@ -1,0 +1,301 @@
+"""The command `python -m torch_turboquant memory`: its options, its table and its JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch_turboquant._checks import check_positive
+from torch_turboquant.config import PRESETS, CacheConfig
+from torch_turboquant.layer_choice import layer_configs
+from torch_turboquant.memory.layers import AttentionLayer, attention_layers
+from torch_turboquant.memory.sizes import CacheMemory, packed_memory, plain_memory
+from torch_turboquant.models import read_config
+
+DTYPE_BYTES = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "fp8": 1.0,
+    "int8": 1.0,
+    "int4": 0.5,
+}
+_UNITS = {"": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "80" or "80GiB" (2^30 bytes each), "640GB" (10^9 each) or "512MiB".
+
+    Raises:
+        ValueError: the text is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?) ?([A-Za-z]*)", text)
+    if not match or match[2] not in _UNITS:
+        raise ValueError(
+            f"{text!r} is no size; write 80 (GiB) or 640GB, with one of {[*_UNITS][1:]}"
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_count(text: str) -> int:
+    """A number of parameters such as "1.5B", "135M" or "70e9".
+
+    Raises:
+        ValueError: the text is no such number.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([KMBT]?)", text)
+    if not match:
+        raise ValueError(f"{text!r} is no number of parameters; write 70B, 135M or 70e9")
+    return int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]])
+
+
+def _argument(parse: Callable[[str], int]) -> Callable[[str], int]:
+    """Wraps `parse` for argparse, which shows the text of ArgumentTypeError and of no other."""
+
+    def parsed(text: str) -> int:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    model = parser.add_argument_group("model: a configuration, or three numbers")
+    model.add_argument(
+        "--config", metavar="PATH", help="config.json of transformers, or its folder"
+    )
+    model.add_argument("--layers", type=int, metavar="N", help="layers that keep keys and values")
+    model.add_argument(
+        "--kv-heads", type=int, metavar="N", help="of a layer; replaces what --config says"
+    )
+    model.add_argument(
+        "--head-dim", type=int, metavar="N", help="of a layer; replaces what --config says"
+    )
+    room = parser.add_argument_group("room: sizes are GiB, or have a unit: 640GB, 512MiB")
+    room.add_argument("--context", type=int, required=True, metavar="N", help="tokens of a request")
+    room.add_argument(
+        "--gpu-memory", type=_argument(parse_size), metavar="SIZE", help="of all GPUs"
+    )
+    weights = room.add_mutually_exclusive_group()
+    weights.add_argument(
+        "--weights", type=_argument(parse_size), metavar="SIZE", help="to subtract"
+    )
+    weights.add_argument(
+        "--parameters", type=_argument(parse_count), metavar="COUNT", help="70B, 135M: to subtract"
+    )
+    room.add_argument(
+        "--parameters-dtype", choices=DTYPE_BYTES, default="bfloat16", help="default: bfloat16"
+    )
+    room.add_argument(
+        "--reserve",
+        type=_argument(parse_size),
+        default=0,
+        metavar="SIZE",
+        help="for activations and workspaces, to subtract too (default: nothing)",
+    )
+    cache = parser.add_argument_group("cache")
+    cache.add_argument("--key-bits", type=int, metavar="B", help="one more row, with --value-bits")
+    cache.add_argument("--value-bits", type=int, metavar="B")
+    defaults = CacheConfig(64, 4, 4)
+    for name in ("page_size", "sink_tokens", "recent_window"):
+        value = getattr(defaults, name)
+        option = "--" + name.replace("_", "-")
+        cache.add_argument(option, type=int, default=value, metavar="N", help=f"default: {value}")
+    cache.add_argument(
+        "--max-q-len", type=int, default=32, metavar="N", help="tokens per call (default: 32)"
+    )
+    cache.add_argument(
+        "--tail-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
+    )
+    cache.add_argument("--no-center", action="store_true", help="keys without a center")
+    cache.add_argument(
+        "--boundary-layers", type=int, default=0, metavar="N", help="at each end, in another preset"
+    )
+    cache.add_argument("--boundary-preset", choices=PRESETS, default="k8v8", help="default: k8v8")
+    cache.add_argument(
+        "--whole-sliding",
+        action="store_true",
+        help="sliding layers keep every token, not only their window as in TurboQuantCache",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+
+
+def _layers(args: argparse.Namespace) -> list[AttentionLayer | None]:
+    """The layers of --config, or of --layers, --kv-heads and --head-dim."""
+    if args.layers is not None:
+        if args.config is not None:
+            raise ValueError("--layers describes the model in place of --config: give one of them")
+        if args.kv_heads is None or args.head_dim is None:
+            raise ValueError("--layers needs --kv-heads and --head-dim")
+        check_positive(layers=args.layers, kv_heads=args.kv_heads, head_dim=args.head_dim)
+        return [AttentionLayer(args.kv_heads, args.head_dim)] * args.layers
+    if args.config is None:
+        raise ValueError("give --config, or --layers, --kv-heads and --head-dim")
+    config = read_config(args.config)
+    layers = attention_layers(config, kv_heads=args.kv_heads, head_dim=args.head_dim)
+    if not any(layers):
+        raise ValueError("no layer of this model keeps keys and values")
+    return layers
+
+
+def _budget(args: argparse.Namespace) -> int | None:
+    """Bytes that are left for caches; None without --gpu-memory."""
+    if args.gpu_memory is None:
+        if args.weights or args.parameters or args.reserve:
+            raise ValueError("--weights, --parameters and --reserve need --gpu-memory")
+        return None
+    weights = args.weights or 0
+    if args.parameters is not None:
+        weights = int(args.parameters * DTYPE_BYTES[args.parameters_dtype])
+    budget: int = args.gpu_memory - weights - args.reserve
+    if budget <= 0:
+        raise ValueError(
+            f"weights and reserve take {_size(weights + args.reserve)}, the memory has "
+            f"{_size(args.gpu_memory)}: nothing is left for a cache"
+        )
+    return budget
+
+
+def _rows(args: argparse.Namespace, layers: Sequence[AttentionLayer | None]) -> list[CacheMemory]:
+    """One row for bf16, fp8, every preset, and for --key-bits with --value-bits if given."""
+    if (args.key_bits is None) != (args.value_bits is None):
+        raise ValueError("--key-bits and --value-bits come together")
+    common = {"max_q_len": args.max_q_len, "whole_sliding": args.whole_sliding}
+    rows = [
+        plain_memory(name, layers, itemsize, args.context, page_size=args.page_size, **common)
+        for name, itemsize in (("bf16", 2), ("fp8", 1))
+    ]
+    kinds = {name: choice._asdict() for name, choice in PRESETS.items()}
+    if args.key_bits is not None:
+        kinds[f"k{args.key_bits}v{args.value_bits} by hand"] = {
+            "key_bits": args.key_bits,
+            "value_bits": args.value_bits,
+        }
+    windows = [None if layer is None else layer.window for layer in layers]
+    first = next(filter(None, layers))
+    for name, fields in kinds.items():
+        base = CacheConfig(
+            first.head_dim,
+            page_size=args.page_size,
+            sink_tokens=args.sink_tokens,
+            recent_window=args.recent_window,
+            **fields,
+        )
+        configs = layer_configs(
+            base,
+            windows,
+            boundary_layers=args.boundary_layers,
+            boundary_preset=args.boundary_preset,
+        )
+        rows.append(
+            packed_memory(
+                name,
+                layers,
+                configs,
+                args.context,
+                tail_itemsize=int(DTYPE_BYTES[args.tail_dtype]),
+                center=not args.no_center,
+                **common,
+            )
+        )
+    return rows
+
+
+def report(args: argparse.Namespace) -> dict[str, Any]:
+    """The facts that the command prints, as plain data. Sizes are bytes.
+
+    Raises:
+        ValueError: arguments that do not fit together; a model that is not supported; weights that
+            do not fit.
+    """
+    layers, budget = _layers(args), _budget(args)
+    rows = _rows(args, layers)
+    return {
+        "layers": [
+            {"count": count, **({} if layer is None else layer._asdict())}
+            for layer, count in Counter(layers).items()
+        ],
+        "context": args.context,
+        "page_size": args.page_size,
+        "sink_tokens": args.sink_tokens,
+        "recent_window": args.recent_window,
+        "boundary_layers": args.boundary_layers,
+        "budget": budget,
+        "caches": [
+            {
+                **asdict(row),
+                "request": row.request,
+                "against_bf16": rows[0].request / row.request,
+                "requests": None if budget is None else row.requests_in(budget),
+            }
+            for row in rows
+        ],
+    }
+
+
+def print_report(facts: dict[str, Any]) -> None:
+    """Prints the facts of `report` as a table."""
+    for layer in facts["layers"]:
+        text = "no keys and values per token"
+        if "kv_heads" in layer:
+            kind = f"a window of {layer['window']:,}" if layer["window"] else "full attention"
+            text = f"{layer['kv_heads']} KV heads of {layer['head_dim']}, {kind}"
+        print(f"{layer['count']} layers: {text}")
+    print(
+        f"{facts['context']:,} tokens in pages of {facts['page_size']}; exact: first "
+        f"{facts['sink_tokens']}, last {facts['recent_window']}"
+    )
+    if facts["budget"] is not None:
+        print(f"{_size(facts['budget'])} for caches")
+    print()
+    head = ("cache", "bytes/token", "pages/request", "tail/request", "request", "vs bf16", "fit")
+    table = [head]
+    for row in facts["caches"]:
+        table.append(
+            (
+                row["name"],
+                f"{row['bytes_per_token']:,}",
+                _size(row["pages"]),
+                _size(row["tail"]),
+                _size(row["request"]),
+                f"{row['against_bf16']:.2f}x",
+                "" if row["requests"] is None else f"{row['requests']:,}",
+            )
+        )
+    widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
+    for cells in table:
+        name, *numbers = (
+            f"{cell:<{width}}" if i == 0 else f"{cell:>{width}}"
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        print("  ".join([name, *numbers]).rstrip())
+
+
+def _size(size: int) -> str:
+    if size >= 2**30:
+        return f"{size / 2**30:,.2f} GiB"
+    return f"{size / 2**20:,.2f} MiB"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    try:
+        facts = report(args)
+    except ValueError as error:
+        print(f"memory: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print_report(facts)
+    return 0

@@ -1,0 +1,79 @@
+"""Which layers of a model the planner counts, and which models it refuses."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch_turboquant.models import (
+    KEEPS_KEYS,
+    Fields,
+    IncompleteConfig,
+    Kind,
+    layer_count,
+    read_layers,
+    text_config,
+    unsupported_attention,
+)
+
+_SUPPORTED = "decoders with full, sliding-window and linear attention (MHA, GQA, MQA)"
+# The options of the command that stand in for what a file does not say.
+_OPTIONS = {
+    "layers": "--layers, --kv-heads and --head-dim",
+    "attending": "--layers (those that keep keys and values), --kv-heads and --head-dim",
+    "kv_heads": "--kv-heads",
+    "head_dim": "--head-dim",
+}
+
+
+class AttentionLayer(NamedTuple):
+    """What one layer keeps of a token."""
+
+    kv_heads: int
+    head_dim: int
+    window: int = 0
+    """Sliding window in tokens; 0: full attention."""
+
+
+def attention_layers(
+    config: Any, *, kv_heads: int | None = None, head_dim: int | None = None
+) -> list[AttentionLayer | None]:
+    """The layers of a model in order; None for one that keeps nothing of its own per token.
+
+    Args:
+        config: the content of a config.json of transformers, or a configuration object. Of a
+            multimodal model, its language model is read.
+        kv_heads, head_dim: these stand in place of what the configuration says, or does not say.
+
+    Raises:
+        ValueError: a configuration that does not say enough, or an architecture that is not
+            supported (latent attention, cross attention, chunked attention).
+    """
+    text = text_config(config)
+    family = Fields(text).get("model_type")
+    if problem := unsupported_attention(config):
+        raise ValueError(f"model type {family!r} has {problem}; supported: {_SUPPORTED}")
+    try:
+        count, layers = layer_count(text), read_layers(text)
+    except IncompleteConfig as error:
+        raise error.with_advice(_OPTIONS) from None
+    unknown = sorted({x.type for x in layers if x.kind in (Kind.OTHER, Kind.CHUNKED)})
+    if unknown:
+        raise ValueError(
+            f"model type {family!r} has layers of type {unknown}; supported: {_SUPPORTED}"
+        )
+    if len(layers) != count:
+        raise ValueError(f"the configuration has {len(layers)} layer types for {count} layers")
+    found: list[AttentionLayer | None] = []
+    for layer in layers:
+        if layer.kind not in KEEPS_KEYS:
+            found.append(None)
+            continue
+        if layer.kind is Kind.SLIDING and not layer.window:
+            raise ValueError("the configuration has sliding layers but names no sliding_window")
+        try:
+            heads = layer.kv_heads if kv_heads is None else kv_heads
+            dim = layer.head_dim if head_dim is None else head_dim
+        except IncompleteConfig as error:
+            raise error.with_advice(_OPTIONS) from None
+        found.append(AttentionLayer(heads, dim, layer.window))
+    return found

@@ -1,0 +1,129 @@
+"""The arithmetic of caches: bytes of packed and plain ones, from the layers that a model has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch_turboquant._checks import check_positive
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.memory.layers import AttentionLayer
+from torch_turboquant.tail import ring_rows
+
+
+@dataclass(frozen=True)
+class CacheMemory:
+    """Bytes of one kind of cache, all layers together."""
+
+    name: str
+    bytes_per_token: int
+    """What one more token takes, in all layers that keep it."""
+    pages: int
+    """Of one request: codes, scales and padding, the last page rounded up."""
+    tail: int
+    """Of one request: the exact first and last tokens."""
+    constants: int
+    """Once per model: signs, codebooks and centers."""
+
+    @property
+    def request(self) -> int:
+        """Bytes of one request."""
+        return self.pages + self.tail
+
+    def requests_in(self, budget: int) -> int:
+        """How many requests fit into `budget` bytes."""
+        return max(0, budget - self.constants) // self.request
+
+
+def packed_memory(
+    name: str,
+    layers: Sequence[AttentionLayer | None],
+    configs: Sequence[CacheConfig],
+    context: int,
+    *,
+    tail_itemsize: int = 2,
+    max_q_len: int = 32,
+    center: bool = True,
+    whole_sliding: bool = False,
+) -> CacheMemory:
+    """Bytes of a packed cache.
+
+    Args:
+        name: what the row is called.
+        layers: the model's (attention_layers).
+        configs: one per layer (layer_choice.layer_configs). Their head_dim is not used: the
+            layer's own is.
+        context: tokens of one request.
+        tail_itemsize: bytes of an element of the model's dtype.
+        max_q_len: new tokens that one attention call takes; the tail holds max_q_len - 1 tokens
+            more than its window.
+        center: whether keys have a center and scales of channels.
+        whole_sliding: whether sliding layers keep all tokens. TurboQuantCache does not: it keeps
+            the pages that max_q_len queries can see.
+
+    Raises:
+        ValueError: context or max_q_len below 1, or a head_dim that packed caches do not have.
+    """
+    check_positive(context=context, max_q_len=max_q_len)
+    per_token = pages = tail = constants = 0
+    for layer, config in zip(layers, configs, strict=True):
+        if layer is None:
+            continue
+        config = replace(config, head_dim=layer.head_dim)
+        visible = layer.window + max_q_len - 1 if layer.window and not whole_sliding else 0
+        held = _pages(context, visible, config.page_size)
+        per_token += layer.kv_heads * config.bytes_per_token
+        pages += held * layer.kv_heads * config.record_bytes
+        if config.has_tail:
+            rows = config.sink_tokens + ring_rows(config, max_q_len)
+            tail += rows * layer.kv_heads * 2 * layer.head_dim * tail_itemsize
+        constants += _constants(config, 3 * layer.kv_heads if center else 0)
+    return CacheMemory(name, per_token, pages, tail, constants)
+
+
+def plain_memory(
+    name: str,
+    layers: Sequence[AttentionLayer | None],
+    itemsize: int,
+    context: int,
+    *,
+    page_size: int = 32,
+    max_q_len: int = 32,
+    whole_sliding: bool = False,
+) -> CacheMemory:
+    """Bytes of a paged cache of plain elements, each of `itemsize` bytes.
+
+    The other arguments and the error are those of packed_memory.
+    """
+    check_positive(context=context, max_q_len=max_q_len)
+    per_token = pages = 0
+    for layer in filter(None, layers):
+        token = layer.kv_heads * 2 * layer.head_dim * itemsize
+        visible = layer.window + max_q_len - 1 if layer.window and not whole_sliding else 0
+        per_token += token
+        pages += _pages(context, visible, page_size) * page_size * token
+    return CacheMemory(name, per_token, pages, 0, 0)
+
+
+def _pages(context: int, visible: int, page_size: int) -> int:
+    """Pages that hold the last `visible` of `context` tokens, wherever in a page these begin.
+
+    visible: 0 stands for all tokens.
+    """
+    whole = -(-context // page_size)
+    return min(whole, 1 - (1 - visible) // page_size) if visible else whole
+
+
+def _constants(config: CacheConfig, center_rows: int) -> int:
+    """Bytes of the tables of one layer (make_tables).
+
+    These are the signs of keys and values, the candidate steps of both, the levels of a grid that
+    has any, and the center with its scales: center_rows vectors of head_dim float32 elements.
+    """
+    size = 2 * 4 * config.head_dim + 2 * 4 * config.search + 4 * center_rows * config.head_dim
+    for bits, grid in (
+        (config.key_bits, config.key_grid),
+        (config.value_bits, config.value_grid),
+    ):
+        size += 2**bits if grid == "lloyd" else 0
+    return size

@@ -1,0 +1,163 @@
+"""Checks that the functions on a packed cache share; each looks at one part of a call.
+
+The parts are what a layer keeps (pages, tables, the tail's memory), which PagedLayer checks once,
+and what a call brings (keys, values, queries, the batch). `device` is that of the first tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_turboquant import _checks
+from torch_turboquant.batch import AttentionBatch, AttentionOptions
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.tables import CacheTables
+from torch_turboquant.tail import ring_rows
+
+# ---- what a layer keeps
+
+
+def check_pages(
+    cache: Tensor, device: torch.device, config: CacheConfig, kv_heads: int | None
+) -> None:
+    """uint8 [num_pages, kv_heads, record_bytes], contiguous."""
+    shape = (None, kv_heads, config.record_bytes)
+    _checks.check_constant("cache", cache, device, torch.uint8, shape)
+
+
+def check_tables(
+    tables: CacheTables, device: torch.device, config: CacheConfig, kv_heads: int
+) -> None:
+    """Constants that make_tables could have made for this config."""
+    d = config.head_dim
+    _checks.check_constant("key_signs", tables.key_signs, device, torch.float32, (d,))
+    _checks.check_constant("value_signs", tables.value_signs, device, torch.float32, (d,))
+    for kind, bits, grid, levels, steps in (
+        ("key", config.key_bits, config.key_grid, tables.key_levels, tables.key_steps),
+        ("value", config.value_bits, config.value_grid, tables.value_levels, tables.value_steps),
+    ):
+        if (levels is None) != (grid == "uniform"):
+            raise ValueError(f"{kind}_levels do not fit the config's {kind}_grid {grid!r}")
+        _checks.check_levels(levels, device, bits, f"{kind}_levels")
+        _checks.check_steps(steps, device, f"{kind}_steps")
+    _checks.check_center(tables.center, device, (kv_heads, d))
+
+
+def check_ring(
+    ring: Tensor, device: torch.device, dtype: torch.dtype, config: CacheConfig, kv_heads: int
+) -> None:
+    """[max_seqs, kv_heads, rows, 2, head_dim], with rows for one query at least."""
+    shape = (None, kv_heads, None, 2, config.head_dim)
+    _checks.check_constant("tail", ring, device, dtype, shape)
+    check_ring_rows(ring.shape[2], config, 1)
+
+
+def check_ring_rows(rows: int, config: CacheConfig, max_q_len: int) -> None:
+    """Window and sinks are the config's; a call of max_q_len queries needs that many more rows."""
+    need = config.sink_tokens + ring_rows(config, max_q_len)
+    if rows < need:
+        raise ValueError(
+            f"tail has {rows} rows, expected at least {need}: sink_tokens ({config.sink_tokens}) + "
+            f"recent_window ({config.recent_window}) + max_q_len ({max_q_len}) - 1"
+        )
+
+
+def check_same_centers(tables: CacheTables, first: CacheTables) -> None:
+    """Layers of one call have a center all, or none of them."""
+    if (tables.center is None) != (first.center is None):
+        raise ValueError("tables of some layers have a center and those of others have none")
+
+
+# ---- what a call brings
+
+
+def check_values(k: Tensor, v: Tensor, device: torch.device, config: CacheConfig) -> None:
+    """Keys and values that belong together; k's dtype and number of dimensions are known."""
+    if not isinstance(v, Tensor) or v.dtype != k.dtype:
+        _checks.check_dtype("v", v, (k.dtype,))
+    if k.device != device or v.device != device:
+        _checks.check_device("k", k, device)
+        _checks.check_device("v", v, device)
+    if v.shape != k.shape:
+        _checks.check_shape("v", v, tuple(k.shape))
+    _checks.check_unit_stride("v", v)
+    if k.shape[-1] != config.head_dim:
+        raise ValueError(f"k has head_dim {k.shape[-1]}, but the config has {config.head_dim}")
+
+
+def check_slot_mapping(batch: AttentionBatch, device: torch.device, tokens: int) -> None:
+    """A slot for each of the call's tokens, and sequences that can have so many."""
+    _checks.check_constant("slot_mapping", batch.slot_mapping, device, torch.int64, (tokens,))
+    if batch.seq_lens is not None:
+        check_sequences(batch, device, tokens)
+
+
+def check_sequences(batch: AttentionBatch, device: torch.device, tokens: int) -> None:
+    """The batch is where the layer is, and has this many tokens if that can be told."""
+    seq_lens = batch.seq_lens
+    if seq_lens is None:
+        raise TypeError("seq_lens must be a tensor, got NoneType")
+    if seq_lens.device != device:
+        _checks.check_device("seq_lens", seq_lens, device)
+    if batch.cu_seqlens_q is None and seq_lens.shape[0] != tokens:
+        raise ValueError(
+            "without cu_seqlens_q every sequence has one new token, but there are "
+            f"{seq_lens.shape[0]} sequences and {tokens} tokens"
+        )
+
+
+def check_tail_slots(batch: AttentionBatch, ring: Tensor) -> None:
+    """The batch names entries of a tail, and knows how many there are."""
+    if batch.tail_slots is None:
+        if batch.seq_lens is None:
+            raise ValueError("tail needs seq_lens")
+        raise ValueError("the layer has a tail, but the batch has no tail_slots")
+    if batch.tail_valid is not None and batch.tail_valid.shape[0] != ring.shape[0]:
+        _checks.check_shape("tail_valid", batch.tail_valid, (ring.shape[0], 2))
+
+
+def check_queries(q: Tensor, device: torch.device, config: CacheConfig, kv_heads: int) -> None:
+    """[tokens, q_heads, head_dim] with query heads for every KV head; q is a vector already."""
+    _, q_heads, d = q.shape
+    if d != config.head_dim:
+        raise ValueError(f"q has head_dim {d}, but the config has {config.head_dim}")
+    if q.device != device:
+        _checks.check_device("q", q, device)
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ValueError(f"q has {q_heads} heads, expected a multiple of the cache's {kv_heads}")
+
+
+def check_attention(
+    q: Tensor,
+    batch: AttentionBatch,
+    options: AttentionOptions,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """What attention asks of a call beyond queries that fit the layer."""
+    tokens, q_heads, _ = q.shape
+    device = q.device
+    check_sequences(batch, device, tokens)
+    if batch.block_table is None:
+        _checks.check_dtype("block_table", batch.block_table, (torch.int32,))
+    if options.sink_logits is not None:
+        logits = options.sink_logits
+        _checks.check_constant("sink_logits", logits, device, torch.float32, (q_heads,))
+    if out is not None and lse is not None:
+        _checks.check_constant("out", out, device, q.dtype, tuple(q.shape))
+        _checks.check_constant("lse", lse, device, torch.float32, (tokens, q_heads))
+    elif out is not lse:
+        raise ValueError("out and lse come together or not at all")
+
+
+def check_loading(
+    batch: AttentionBatch, device: torch.device, max_seq_len: int, dtype: torch.dtype
+) -> None:
+    """What cache_load asks of a call."""
+    _checks.check_output_dtype(dtype)
+    if max_seq_len < 0:
+        raise ValueError(f"max_seq_len is {max_seq_len}, supported: 0 and more")
+    for name, tensor in (("seq_lens", batch.seq_lens), ("block_table", batch.block_table)):
+        _checks.check_dtype(name, tensor, (torch.int32,))
+        _checks.check_device(name, tensor, device)

@@ -1,0 +1,288 @@
+"""The books of a pool: which sequence owns which pages, on the host and without a tensor.
+
+A page is free or has one or more owners. Every method expects the pool's lock to be held, and
+raises before it changes anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from torch_turboquant.pool.batch import PoolBatch, PoolSequence
+from torch_turboquant.tail import Rings
+
+
+class PoolExhausted(RuntimeError):
+    """No free page or no free sequence is left; everything is as it was before the call."""
+
+
+class Plan(NamedTuple):
+    """What appending tokens to sequences takes."""
+
+    sequences: tuple[PoolSequence, ...]
+    counts: tuple[int, ...]
+    """New tokens of each."""
+    copies: list[tuple[int, int, int]]
+    """(index of the sequence, column of its block table, page): pages that others own too. The
+    sequence leaves the page and gets a copy."""
+    runs: list[tuple[int, int, int]]
+    """(index of the sequence, first column, end): new pages."""
+    pages: int
+    """Free pages that are needed in all."""
+
+
+class NewPages(NamedTuple):
+    """The pages that a plan is going to take; they are still free."""
+
+    numbers: np.ndarray
+    """int32 [plan.pages]: first those of the copies, then those of the runs."""
+    tables: np.ndarray
+    """int32 [sequences, pages]: block tables with the new pages."""
+    copied: np.ndarray
+    """int64 [copies]: pages to copy."""
+    copies: np.ndarray
+    """int64 [copies]: where they are copied to."""
+
+
+class Books:
+    """Block tables, owners of pages, free pages and free rows.
+
+    Args:
+        page_size: tokens.
+        num_pages: of the pool.
+        max_seqs: rows of the block tables and entries of the tails.
+        max_seq_len: tokens of the longest sequence; None: as many as all pages hold.
+        rings: of the tails; kept up to date here.
+    """
+
+    def __init__(
+        self, page_size: int, num_pages: int, max_seqs: int, max_seq_len: int | None, rings: Rings
+    ) -> None:
+        self.page_size, self.num_pages, self.max_seqs = page_size, num_pages, max_seqs
+        # without a limit of its own a sequence ends with the pages: that is exhaustion
+        self.limit = max_seq_len
+        self.max_seq_len = num_pages * page_size if max_seq_len is None else max_seq_len
+        self.max_pages = self.pages_of(self.max_seq_len)
+        self.rings = rings
+        self.untouched = True  # no page was ever taken
+        self.free_rows = list(range(max_seqs))[::-1]
+        self.num_free = num_pages
+        self._tables = np.zeros((max_seqs, self.max_pages), dtype=np.int32)
+        self._owners = np.zeros(num_pages, dtype=np.int32)  # of each page; 0: free
+        self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # a stack
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return self._tables.nbytes + self._owners.nbytes + self._free.nbytes
+
+    def pages_of(self, length: int) -> int:
+        """Pages that so many tokens take."""
+        return -(-length // self.page_size)
+
+    def pages(self, seq: PoolSequence) -> np.ndarray:
+        """The pages of a sequence in order: int32, a view."""
+        return self._tables[seq._row, : seq._num_pages]
+
+    # ---- checks
+
+    def check_mine(self, seq: PoolSequence) -> None:
+        if seq._books is None:
+            raise RuntimeError("this sequence was freed")
+        if seq._books is not self:
+            raise ValueError("this sequence belongs to another pool; see export and adopt")
+
+    def check_idle(self, seq: PoolSequence) -> None:
+        self.check_mine(seq)
+        if seq._batch is not None:
+            raise RuntimeError("this sequence is in an open batch: commit it or roll it back first")
+
+    def check_length(self, length: int) -> None:
+        if self.limit is not None and length > self.limit:
+            raise ValueError(f"{length} tokens do not fit into max_seq_len={self.limit}")
+
+    # ---- whole sequences
+
+    def free_row(self) -> int:
+        """The row that `add` takes next.
+
+        Raises:
+            PoolExhausted: all rows are in use.
+        """
+        if not self.free_rows:
+            raise PoolExhausted(f"all {self.max_seqs} sequences of the pool (max_seqs) are in use")
+        return self.free_rows[-1]
+
+    def add(self) -> PoolSequence:
+        """A new sequence without tokens, in the row `free_row`."""
+        seq = PoolSequence(self, self.free_row())
+        self.free_rows.pop()
+        return seq
+
+    def add_fork(self, seq: PoolSequence) -> PoolSequence:
+        """A new sequence that owns the same pages."""
+        copy = self.add()
+        shared = self.pages(seq)
+        self._tables[copy._row, : seq._num_pages] = shared
+        self._owners[shared] += 1
+        copy._length, copy._num_pages = seq._length, seq._num_pages
+        self.rings.first[copy._row] = self.rings.first[seq._row]
+        return copy
+
+    def add_filled(self, pages: np.ndarray, length: int, ring_first: int) -> PoolSequence:
+        """A new sequence of `length` tokens in `pages`, which `top` has given."""
+        seq = self.add()
+        self._take(pages)
+        self._tables[seq._row, : len(pages)] = pages
+        seq._length, seq._num_pages = length, len(pages)
+        self.rings.first[seq._row] = ring_first
+        return seq
+
+    def cut(self, seq: PoolSequence, length: int) -> None:
+        """Keeps the first `length` tokens; pages that nobody owns any more become free."""
+        keep = self.pages_of(length)
+        self._drop(self._tables[seq._row, keep : seq._num_pages])
+        seq._length, seq._num_pages = length, keep
+        self.rings.cut(seq._row, length)
+
+    def remove(self, seq: PoolSequence) -> None:
+        """Ends a sequence."""
+        self.cut(seq, 0)
+        self.free_rows.append(seq._row)
+        seq._books = None
+
+    # ---- new tokens
+
+    def plan(self, sequences: Iterable[PoolSequence], new_tokens: int | Sequence[int]) -> Plan:
+        """What these sequences need for so many new tokens each; changes nothing.
+
+        Raises:
+            RuntimeError: a sequence that was freed or is in an open batch.
+            ValueError: no sequence, one of another pool or twice; numbers that do not fit.
+        """
+        sequences, counts = self._checked(sequences, new_tokens)
+        left: Counter[int] = Counter()  # owners that pages are going to lose
+        copies, runs, pages = [], [], 0
+        for i, (seq, n) in enumerate(zip(sequences, counts, strict=True)):
+            start, inside = divmod(seq._length, self.page_size)
+            if inside:
+                page = int(self._tables[seq._row, start])
+                if self._owners[page] - left[page] > 1:
+                    left[page] += 1
+                    copies.append((i, start, page))
+                start += 1
+            stop = self.pages_of(seq._length + n)
+            runs.append((i, start, stop))
+            pages += stop - start
+        return Plan(sequences, counts, copies, runs, pages + len(copies))
+
+    def _checked(
+        self, sequences: Iterable[PoolSequence], new_tokens: int | Sequence[int]
+    ) -> tuple[tuple[PoolSequence, ...], tuple[int, ...]]:
+        sequences = tuple(sequences)
+        if not sequences:
+            raise ValueError("no sequences, supported: 1 and more")
+        counts = counts_of(sequences, new_tokens)
+        if len(counts) != len(sequences):
+            raise ValueError(f"new_tokens has {len(counts)} numbers for {len(sequences)} sequences")
+        for seq, n in zip(sequences, counts, strict=True):
+            self.check_idle(seq)
+            if n < 1:
+                raise ValueError(f"new_tokens holds {n}, supported: 1 and more")
+            self.check_length(seq._length + n)
+        if len(set(map(id, sequences))) < len(sequences):
+            raise ValueError("a sequence is there twice")
+        return sequences, counts
+
+    def new_pages(self, plan: Plan) -> NewPages:
+        """The pages that `open` of this plan takes; changes nothing.
+
+        Raises:
+            PoolExhausted: too few free pages.
+        """
+        if plan.pages > self.num_free:
+            raise PoolExhausted(
+                f"{plan.pages} pages are needed for {sum(plan.counts)} new tokens of "
+                f"{len(plan.sequences)} sequences, {self.num_free} of {self.num_pages} are free"
+            )
+        numbers = self._top(plan.pages)
+        width = max(stop for _, _, stop in plan.runs)
+        tables = self._tables[[s._row for s in plan.sequences], :width]
+        copies = numbers[: len(plan.copies)]
+        for (i, column, _), page in zip(plan.copies, copies, strict=True):
+            tables[i, column] = page
+        end = len(copies)
+        for i, start, stop in plan.runs:
+            tables[i, start:stop] = numbers[end : end + stop - start]
+            end += stop - start
+        copied = np.array([page for _, _, page in plan.copies], dtype=np.int64)
+        return NewPages(numbers, tables, copied, copies.astype(np.int64))
+
+    def open(self, plan: Plan, new: NewPages, batch: PoolBatch) -> None:
+        """The batch's sequences own their new pages, and are in the batch."""
+        self._take(new.numbers)
+        rows = [s._row for s in plan.sequences]
+        self._tables[rows, : new.tables.shape[1]] = new.tables
+        for page in new.copied:  # one at a time: two sequences may leave the same page
+            self._drop(np.array([page]))
+        for seq, n in zip(plan.sequences, plan.counts, strict=True):
+            seq._num_pages = self.pages_of(seq._length + n)
+            # now, not at the end: a batch that fails has overwritten its part of the ring too
+            self.rings.stored(seq._row, seq._length + n)
+            seq._batch = batch
+        batch.sequences, batch.new_tokens, batch._state = plan.sequences, plan.counts, "open"
+
+    def close(self, batch: PoolBatch, succeeded: bool) -> None:
+        """The batch's tokens belong to their sequences, or were never there."""
+        for seq, n in zip(batch.sequences, batch.new_tokens, strict=True):
+            if succeeded:
+                seq._length += n
+            else:
+                self.cut(seq, seq._length)
+            seq._batch = None
+        batch._state = "closed"
+
+    # ---- pages
+
+    def top(self, length: int) -> np.ndarray:
+        """The next free pages, for `length` tokens: int32; they are still free.
+
+        Raises:
+            PoolExhausted: too few free pages.
+        """
+        count = self.pages_of(length)
+        if count > self.num_free:
+            raise PoolExhausted(
+                f"{count} pages are needed for {length} tokens, {self.num_free} of "
+                f"{self.num_pages} are free"
+            )
+        return self._top(count)
+
+    def _top(self, count: int) -> np.ndarray:
+        return self._free[self.num_free - count : self.num_free][::-1].copy()
+
+    def _take(self, top: np.ndarray) -> None:
+        """The pages on top of the stack get their first owner."""
+        self.untouched = self.untouched and len(top) == 0
+        self._owners[top] = 1
+        self.num_free -= len(top)
+
+    def _drop(self, pages: np.ndarray) -> None:
+        """One owner less for each of these pages, all different."""
+        self._owners[pages] -= 1
+        gone = pages[self._owners[pages] == 0]
+        self._free[self.num_free : self.num_free + len(gone)] = gone
+        self.num_free += len(gone)
+
+
+def counts_of(
+    sequences: Sequence[PoolSequence], new_tokens: int | Sequence[int]
+) -> tuple[int, ...]:
+    """New tokens of each sequence; one number counts for all."""
+    if isinstance(new_tokens, (int, np.integer)):
+        new_tokens = [new_tokens] * len(sequences)
+    return tuple(int(n) for n in new_tokens)
