@@ -17,8 +17,6 @@ CUDA graph and be compiled with fullgraph=True.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -27,7 +25,7 @@ from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.ops import _cache_checks as checks
 from torch_turboquant.ops.attention import call_attention
-from torch_turboquant.ops.cache import call_load, call_store, call_store_layers
+from torch_turboquant.ops.cache import call_load, call_store
 from torch_turboquant.tables import CacheTables
 
 _PLAIN = AttentionOptions()
@@ -177,39 +175,3 @@ class PagedLayer:
         """
         checks.check_loading(batch, self.device, max_seq_len, dtype)
         return call_load(self.pages, self.config, self.tables, batch, max_seq_len, dtype)
-
-
-def store_layers(
-    layers: Sequence[PagedLayer],
-    k: Sequence[Tensor],
-    v: Sequence[Tensor],
-    batch: AttentionBatch,
-) -> None:
-    """PagedLayer.store for layers that are alike, in one call of the op (cache_store_layers).
-
-    Args:
-        layers: of one config, and all with a center and a ring or all without.
-        k, v: of each layer [batch, kv_heads, new, head_dim], as its attention has them.
-        batch: its tokens are those of the first sequence, then those of the second, and so on.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as PagedLayer.store, before anything is written.
-    """
-    first = layers[0]
-    for layer, key, value in zip(layers, k, v, strict=True):
-        _checks.check_vectors("k", key, 4)
-        layer._check_new(key, value, batch, key.shape[0] * key.shape[2])
-        if layer.config is not first.config and layer.config != first.config:
-            raise ValueError("layers of one call have one config")
-        checks.check_same_centers(layer.tables, first.tables)
-        if (layer.ring is None) != (first.ring is None):
-            raise ValueError("some layers have a tail and others have none")
-    call_store_layers(
-        list(k),
-        list(v),
-        [layer.pages for layer in layers],
-        first.config,
-        [layer.tables for layer in layers],
-        [] if first.ring is None else [layer.ring for layer in layers if layer.ring is not None],
-        batch,
-    )
