@@ -1,5 +1,6 @@
 // paged_attention: checks a call, describes it for the kernels (attention/call.cuh) and launches the one that
-// choices/attention.h chooses. merge_attention: joins the attention of the same queries over two disjoint sets of keys.
+//   choices/attention.h chooses.
+// merge_attention: joins the attention of the same queries over two disjoint sets of keys.
 #include "cuda/attention/call.cuh"
 
 #include "calls/attention.h"
