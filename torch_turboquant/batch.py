@@ -70,7 +70,7 @@ class AttentionBatch:
                 _checks.check_constant(name, tensor, device, dtype, shape)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class AttentionOptions:
     """How queries attend, beyond what the cache says: the same for every call of a layer.
 
