@@ -5,6 +5,7 @@ from torch_turboquant._library import build_info  # isort: skip
 from torch_turboquant import _autograd  # noqa: F401  refuses inputs that require grad
 from torch_turboquant._version import __version__
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
+from torch_turboquant.choices import KernelChoice, kernel_choice
 from torch_turboquant.codebook import Codebook
 from torch_turboquant.config import (
     NAMED_PRESETS,
@@ -53,6 +54,7 @@ __all__ = [
     "CacheTables",
     "Codebook",
     "ExportedSequence",
+    "KernelChoice",
     "NamedPreset",
     "PagedKVPool",
     "PagedLayer",
@@ -80,6 +82,7 @@ __all__ = [
     "group_decode",
     "group_encode",
     "hadamard",
+    "kernel_choice",
     "learn_center",
     "make_tables",
     "merge_attention",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from torch_turboquant import choices
 from torch_turboquant._library import build_info
 from torch_turboquant.memory import cli as memory
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="what is installed and what it runs on")
     info.add_argument("--json", action="store_true", help="print JSON")
+    choices.add_arguments(info)
     planner = commands.add_parser("memory", help="what a model's KV cache takes, preset by preset")
     memory.add_arguments(planner)
     programs = {
@@ -65,7 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if args.command == "memory":
         return memory.run(args)
-    facts = build_info()
+    try:
+        choice = choices.asked_choice(args)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    facts = build_info() if choice is None else choice._asdict()
     if args.json:
         print(json.dumps(facts, indent=2))
     else:

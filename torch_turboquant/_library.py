@@ -8,7 +8,8 @@ the GPU driver, so processes may still fork.
 import ctypes
 import json
 import platform
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,14 @@ for _name in ("turboquant_cpu_levels", "turboquant_cpu_level"):
     getattr(_cpu, _name).restype = ctypes.c_char_p
 _cpu.turboquant_cpu_force_level.argtypes = [ctypes.c_char_p]
 _cpu.turboquant_cpu_force_level.restype = ctypes.c_bool
+_cpu.turboquant_choose_kernel.argtypes = [
+    ctypes.c_char_p,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_char_p),
+]
+_cpu.turboquant_choose_kernel.restype = ctypes.c_char_p
 
 
 def cpu_levels() -> list[str]:
@@ -113,6 +122,30 @@ def force_cpu_level(name: str) -> Iterator[None]:
         yield
     finally:
         _cpu.turboquant_cpu_force_level(before.encode())
+
+
+def choose_kernel(op: str, facts: Sequence[int], device: Sequence[int]) -> tuple[str, str]:
+    """The CUDA kernel that takes a call, and the condition that decided.
+
+    Args:
+        op: one that csrc/cpu/common/choices.cpp names.
+        facts: what its choice asks of a call, in the order of that file.
+        device: the five members of DeviceFacts (csrc/choices/device.h).
+
+    Raises:
+        ValueError: facts that no call and no device has.
+    """
+    if len(device) != 5:
+        raise ValueError(f"device must have 5 facts, got {len(device)}")
+    call, gpu, reason = array("q", facts), array("q", device), ctypes.c_char_p()
+    kernel = _cpu.turboquant_choose_kernel(
+        op.encode(), call.buffer_info()[0], len(call), gpu.buffer_info()[0], ctypes.byref(reason)
+    )
+    assert reason.value is not None, "a name has its reason, and so has an error"
+    if kernel is None:
+        text = f"the facts of {op} must be those of a call, got {list(facts)}"
+        raise ValueError(f"{text} on {list(device)}: {reason.value.decode()}")
+    return kernel.decode(), reason.value.decode()
 
 
 def _processor() -> str:

@@ -43,6 +43,7 @@ EXPORTS = {
         "turboquant_cpu_level",
         "turboquant_cpu_levels",
         "turboquant_cpu_force_level",
+        "turboquant_choose_kernel",
     },
     "cuda": {"turboquant_cuda_build_info"},
 }

@@ -9,7 +9,6 @@
 #include <tuple>
 #include <vector>
 
-#include "choices/codec.h"
 #define TURBOQUANT_LEVEL portable
 #include "cpu/kernels/hadamard.h"
 #include "cpu/kernels/pack.h"
@@ -60,30 +59,6 @@ static Floats transformed(const Floats& x, Fn&& fn) {
   std::copy(x.data(), x.data() + x.size(), out.mutable_data());
   fn(out.mutable_data(), format::split_dim(x.shape(0)));
   return out;
-}
-
-// ---- Choices of the codec's kernels, for contiguous tensors ---------------------------------------------------------
-
-static turboquant::Dtype dtype(bool full) { return full ? turboquant::Dtype::kFloat32 : turboquant::Dtype::kBFloat16; }
-
-// An H200, or a device with so many multiprocessors and the least shared memory that CUDA devices have.
-static turboquant::DeviceFacts facts(int multiprocessors) {
-  constexpr int kH200 = 132;
-  return multiprocessors == kH200 ? turboquant::DeviceFacts{9, 0, kH200, 227 * 1024, 228 * 1024}
-                                  : turboquant::DeviceFacts{7, 5, multiprocessors, 64 * 1024, 64 * 1024};
-}
-
-static turboquant::EncodeSourceShape source(int d, int64_t heads, int bits, int candidates) {
-  return {width(bits), candidates, 2 * d * heads, 2 * d};
-}
-
-static std::tuple<std::string, std::string> named(const turboquant::CodecChoice& choice) {
-  switch (choice.kernel) {
-    case turboquant::CodecKernel::kBulk: return {"bulk", choice.reason};
-    case turboquant::CodecKernel::kStep: return {"step", choice.reason};
-    case turboquant::CodecKernel::kGeneric: return {"generic", choice.reason};
-  }
-  throw std::invalid_argument("no such kernel");
 }
 
 PYBIND11_MODULE(turboquant_native, m) {
@@ -190,24 +165,6 @@ PYBIND11_MODULE(turboquant_native, m) {
   m.def("record_offset_32", &format::record_offset_32<uint32_t>);
   m.def("tail_row", &format::tail_row<int64_t>);
   m.def("tail_vector", &format::tail_vector<int64_t>);
-
-  // Which kernel takes a call of the codec on a device: (name, reason). dtype: float32 if `full`, else bfloat16.
-  m.def("choose_encode", [](int device, int d, bool full, int64_t tokens, int64_t heads, int bits, int candidates) {
-    const turboquant::EncodeSourceShape x = source(d, heads, bits, candidates);
-    return named(turboquant::choose_encode({d, dtype(full), true, tokens, heads, x}, facts(device)));
-  });
-  m.def("choose_decode", [](int device, int d, bool full, int64_t vectors, bool aligned) {
-    return named(turboquant::choose_decode({d, dtype(full), vectors, aligned}, facts(device)));
-  });
-  m.def("choose_store", [](int device, int d, bool full, int64_t tokens, int64_t heads, int bits, int candidates) {
-    const turboquant::EncodeSourceShape x = source(d, heads, bits, candidates);
-    const int tile_bytes = format::Record{d, 64, bits, bits}.tile_bytes();
-    return named(turboquant::choose_store({d, dtype(full), tokens, heads, x, x, 1024, tile_bytes, false, true, 0, 0},
-                                          facts(device)));
-  });
-  m.def("choose_load", [](int device, int d, bool full, int64_t seqs, int64_t max_length, int64_t heads, int bits) {
-    return named(turboquant::choose_load({d, dtype(full), seqs, max_length, heads, width(bits)}, facts(device)));
-  });
 
   // Codes of one token of a record (uint8 [record_bytes]), by the places above; which: "key" or "value".
   const auto place = [](const R& r, const std::string& which, int t, int c) {

@@ -1,0 +1,498 @@
+"""Which CUDA kernel takes a call (csrc/choices), asked on the CPU about any GPU.
+
+A reason is a promise: here is a call for every one that a header holds, and what presets, widths
+and head_dims take is compared with the lists that they come from.
+"""
+
+import argparse
+import inspect
+import itertools
+import json
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import torch_turboquant as tt
+from tests.helpers import ROOT
+from torch_turboquant import __main__ as command_line
+from torch_turboquant import choices
+from torch_turboquant._library import choose_kernel
+from torch_turboquant.choices import GPUS, kernel_choice
+from torch_turboquant.format import KEY_BITS, VALUE_BITS, Record, valid_head_dim
+
+HALF, FULL, BF16 = 5, 6, 15  # csrc/dtype.h
+TWO_GIB = 1 << 31
+
+# A call of each op by the facts that csrc/cpu/common/choices.cpp reads, in its order: on an H200
+# the fastest kernel takes it.
+ONE = {"width": 4, "candidates": 1, "token_stride": 2048, "head_stride": 256}
+KEYS, VALUES = ({f"{kind}_{name}": fact for name, fact in ONE.items()} for kind in ("k", "v"))
+CODES = {"bits": 4, "uniform": 0}
+CALLS: dict[str, dict[str, int]] = {
+    "paged_attention": {
+        "d": 128,
+        **{f"k_{name}": fact for name, fact in CODES.items()},
+        **{f"v_{name}": fact for name, fact in CODES.items()},
+        **{"rows": 4, "dtype": BF16, "tail": 1},
+    },
+    "encode": {"d": 128, "dtype": BF16, "merges": 1, "tokens": 4096, "heads": 8, **ONE},
+    "decode": {"d": 128, "dtype": BF16, "vectors": 1 << 16, "aligned": 1},
+    "cache_store": {
+        **{"d": 128, "dtype": BF16, "tokens": 4096, "heads": 8, **KEYS, **VALUES},
+        **{"pages": 1024, "tile_bytes": 4224, "tail": 1, "aligned": 1, "seqs": 1, "max_seqs": 1},
+    },
+    "cache_load": {"d": 128, "dtype": BF16, "seqs": 4, "max_length": 4096, "heads": 8, "width": 4},
+    "score": {
+        **{"has_codes": 1, "has_sketch": 0, "dense": 0, **CODES, "m": 128, "d": 128},
+        **{"batch": 1, "queries": 1, "keys": 4096, "word_rows": 1, "aligned": 1},
+    },
+    "qjl_sketch": {"dense": 0, "d": 128, "vectors": 1 << 16, "dtype": BF16},
+}
+HEADERS = {
+    "attention": ["paged_attention"],
+    "codec": ["encode", "decode", "cache_store", "cache_load"],
+    "score": ["score", "qjl_sketch"],
+}
+
+
+class Case(NamedTuple):
+    """The call of CALLS with some facts changed."""
+
+    op: str
+    changes: dict[str, int]
+    kernel: str
+    reason: str
+    gpu: str = "H200"
+
+    def ask(self) -> tuple[str, str]:
+        assert set(self.changes) <= set(CALLS[self.op])
+        return choose_kernel(
+            self.op, [*{**CALLS[self.op], **self.changes}.values()], GPUS[self.gpu]
+        )
+
+
+FILL, TOO_FEW = "enough vectors to fill the device", "too few vectors to fill the device"
+DIMS, COUNTERS = "head_dim is not 64, 128 or 256", "too many vectors for 32-bit counters"
+STRIDE, BOTH = "a stride of 2 GiB or more", {"k_candidates": 2, "v_candidates": 2}
+PAIR = "the split-KV kernel is not compiled for this pair of key and value codes"
+FEW_ROWS = "at most 16 query rows per KV head"
+NO_DIM = "the split-KV kernel is not compiled for this head_dim"
+MANY_STEPS = "a codebook has more than 8 candidate steps"
+NARROW = "several candidate steps need head_dim <= 128"
+SEQS = "2^31 sequences in the exact tail or more"
+TAIL = "the exact tail does not start at a multiple of 8 bytes"
+CONSTANTS = "signs, center or projection are not aligned to 16 bytes"
+NO_SKETCH_DIM = "the other kernels are not compiled for this head_dim"
+FEW = {"tokens": 1}
+CASES = [
+    Case("paged_attention", {}, "split_kv", FEW_ROWS),
+    Case("paged_attention", {"rows": 17}, "general", "more than 16 query rows per KV head"),
+    Case("paged_attention", {"dtype": FULL}, "general", "the exact tail is float32"),
+    Case("paged_attention", {"dtype": FULL, "tail": 0}, "split_kv", FEW_ROWS),
+    Case("paged_attention", {"d": 224}, "general", NO_DIM),
+    Case("paged_attention", {"k_bits": 2}, "general", PAIR),
+    Case("paged_attention", {"v_uniform": 1}, "general", PAIR),
+    Case("paged_attention", {}, "general", "compute capability below 8.0", "T4"),
+    Case("encode", {}, "bulk", FILL),
+    Case("encode", {"merges": 0}, "generic", "the leading dimensions do not merge into two"),
+    Case("encode", {"d": 96}, "generic", DIMS),
+    Case("encode", {"dtype": FULL}, "generic", "dtype is float32"),
+    Case("encode", {"width": 8}, "generic", "8-bit codes have no table"),
+    Case("encode", {"candidates": 9}, "generic", MANY_STEPS),
+    Case("encode", {"d": 256, "candidates": 2}, "generic", NARROW),
+    Case("encode", {"tokens": 100, "heads": 1}, "generic", TOO_FEW),
+    Case("encode", {"tokens": TWO_GIB}, "generic", COUNTERS),
+    Case("encode", {"token_stride": TWO_GIB}, "generic", STRIDE),
+    Case("encode", {"head_stride": TWO_GIB}, "generic", STRIDE),
+    Case("decode", {}, "bulk", FILL),
+    Case("decode", {"aligned": 0}, "generic", "packed does not start at a multiple of 8 bytes"),
+    Case("decode", {"d": 80}, "generic", DIMS),
+    Case("decode", {"dtype": FULL}, "generic", "dtype is float32"),
+    Case("decode", {"vectors": 100}, "generic", TOO_FEW),
+    Case("decode", {"vectors": TWO_GIB}, "generic", COUNTERS),
+    Case("cache_store", {}, "bulk", FILL),
+    Case("cache_store", FEW, "step", TOO_FEW),
+    Case("cache_store", {"dtype": HALF, **FEW}, "step", TOO_FEW),
+    Case("cache_store", BOTH, "step", "shared memory of the device holds too few warps", "T4"),
+    Case("cache_store", {"d": 256, **BOTH}, "step", NARROW),
+    Case("cache_store", {"d": 96}, "generic", DIMS),
+    Case("cache_store", {"dtype": FULL}, "generic", "dtype is float32"),
+    Case("cache_store", {"v_width": 8}, "generic", "8-bit codes have no table"),
+    Case("cache_store", {"k_candidates": 9}, "generic", MANY_STEPS),
+    Case("cache_store", {"v_head_stride": TWO_GIB}, "generic", STRIDE),
+    Case("cache_store", {"tokens": TWO_GIB}, "generic", "2^31 tokens or more"),
+    Case("cache_store", {"pages": TWO_GIB // 8, **FEW}, "generic", "2^31 records or more"),
+    Case("cache_store", {"tile_bytes": 1 << 16, **FEW}, "generic", "tiles of 64 KiB or more"),
+    Case("cache_store", {"seqs": TWO_GIB, **FEW}, "generic", SEQS),
+    Case("cache_store", {"max_seqs": TWO_GIB // 8, **FEW}, "generic", SEQS),
+    Case("cache_store", {"seqs": TWO_GIB, "tail": 0, **FEW}, "step", TOO_FEW),
+    Case("cache_store", {"aligned": 0, **FEW}, "generic", TAIL),
+    Case("cache_load", {}, "bulk", FILL),
+    Case("cache_load", {"width": 8}, "generic", "8-bit values"),
+    Case("cache_load", {"d": 80}, "generic", DIMS),
+    Case("cache_load", {"seqs": 1, "max_length": 1}, "generic", TOO_FEW),
+    Case("cache_load", {"seqs": 1, "max_length": TWO_GIB}, "generic", COUNTERS),
+    Case("score", {}, "one_query", "one query, head_dim 128"),
+    Case("score", {"word_rows": 0}, "general", "rows do not start at multiples of a load"),
+    Case("score", {"queries": 2}, "general", "more than one query"),
+    Case("score", {"d": 64}, "general", "head_dim is not 128"),
+    Case("score", {"keys": 31}, "general", "fewer than 32 keys"),
+    Case("score", {"batch": 65536}, "general", "more than 65535 rows of keys"),
+    Case("score", {"aligned": 0}, "general", CONSTANTS),
+    Case("score", {"has_sketch": 1}, "one_query", "one query, head_dim 128"),
+    Case("score", {"has_sketch": 1, "dense": 1}, "general", "the projection is dense"),
+    Case("score", {"has_sketch": 1, "m": 64}, "general", "sketches do not have 128 bits"),
+    Case("score", {"bits": 5}, "general", "the one-query kernel is not compiled for these codes"),
+    Case("score", {"bits": 5, "uniform": 1}, "one_query", "one query, head_dim 128"),
+    Case("score", {"has_codes": 0, "has_sketch": 1}, "one_query", "one query, head_dim 128"),
+    Case("qjl_sketch", {}, "bulk", "many 16-bit vectors"),
+    Case("qjl_sketch", {"dense": 1}, "dense", "the projection is dense"),
+    Case("qjl_sketch", {"d": 224}, "general", NO_SKETCH_DIM),
+    Case("qjl_sketch", {"d": 96}, "lanes", "head_dim is not 64, 128 or 256"),
+    Case("qjl_sketch", {"dtype": FULL}, "lanes", "vectors are float32"),
+    Case("qjl_sketch", {}, "lanes", "compute capability below 8.0", "T4"),
+    Case("qjl_sketch", {"vectors": 16 * 4 * 132 - 16}, "lanes", TOO_FEW),
+    Case("qjl_sketch", {"vectors": 16 * 4 * 132 - 15}, "bulk", "many 16-bit vectors"),
+]  # fmt: skip
+
+
+# ---- every condition
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}-{case.reason}")
+def test_a_condition_decides(case):
+    assert case.ask() == (case.kernel, case.reason)
+
+
+def reasons_of(header: str) -> set[str]:
+    """The string literals of a header of csrc/choices."""
+    lines = (ROOT / f"csrc/choices/{header}.h").read_text().splitlines()
+    code = [line.partition("//")[0] for line in lines if not line.startswith("#include")]
+    return set(re.findall(r'"([^"]+)"', "\n".join(code)))
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_every_reason_is_reached(header):
+    reached = {case.ask()[1] for case in CASES if case.op in HEADERS[header]}
+    assert reasons_of(header) == reached and len(reached) >= 6
+
+
+def test_every_header_has_its_cases():
+    headers = {path.stem for path in (ROOT / "csrc/choices").glob("*.h")}
+    assert headers == {*HEADERS, "device"} and not reasons_of("device")
+    assert set(itertools.chain.from_iterable(HEADERS.values())) == set(CALLS)
+    assert {case.op for case in CASES} == set(CALLS)
+
+
+# ---- attention: presets, widths and head_dims
+
+
+def split_kv_dims() -> list[int]:
+    """The head_dims that the split-KV kernel is compiled for."""
+    files = (ROOT / "csrc/cuda/attention/instances").glob("split_kv_*.cu")
+    return sorted(int(path.stem.rpartition("_")[2]) for path in files)
+
+
+def attention(**changes: int) -> str:
+    return Case("paged_attention", changes, "", "").ask()[0]
+
+
+def test_the_split_kv_kernel_is_chosen_where_it_is_compiled():
+    dims = [d for d in range(16, 1025, 16) if valid_head_dim(d)]
+    assert [d for d in dims if attention(d=d) == "split_kv"] == split_kv_dims()
+    assert len(split_kv_dims()) == 10
+
+
+@pytest.mark.parametrize("d", split_kv_dims())
+@pytest.mark.parametrize("name", tt.PRESETS)
+def test_every_preset_takes_the_split_kv_kernel(name, d):
+    def choice(rows: int, max_q_len: int = 1) -> tuple[str, str]:
+        heads = {"q_heads": 2 * rows, "kv_heads": 2, "max_q_len": max_q_len}
+        return kernel_choice("paged_attention", head_dim=d, preset=name, device="H200", **heads)
+
+    for rows in range(1, 17):
+        assert choice(rows) == ("split_kv", "at most 16 query rows per KV head")
+        assert choice(1, max_q_len=rows) == choice(rows)
+    assert choice(4, 4).kernel == "split_kv"
+    for choice_of_17 in (choice(17), choice(1, 17)):
+        assert choice_of_17 == ("general", "more than 16 query rows per KV head")
+
+
+def test_other_calls_of_attention():
+    call = {"q_heads": 32, "kv_heads": 8, "preset": "k5v4u"}
+
+    def choice(head_dim: int = 128, device: str = "H200", **others: object) -> tuple[str, str]:
+        others = {**call, **others}
+        return kernel_choice("paged_attention", head_dim=head_dim, device=device, **others)
+
+    assert choice().kernel == "split_kv"
+    assert choice(tail=True).kernel == "split_kv"
+    assert choice(tail=True, dtype=torch.float16).kernel == "split_kv"
+    assert choice(dtype="float32").kernel == "split_kv"
+    assert choice(tail=True, dtype="float32") == ("general", "the exact tail is float32")
+    assert choice(224).kernel == "general" and choice(224).reason.endswith("this head_dim")
+    assert choice(device="T4") == ("general", "compute capability below 8.0")
+
+
+def test_widths_presets_and_pairs(native):
+    """Every width that pages can have is in a preset, and kernels are compiled for presets only."""
+    widths = range(-1, 17)
+    assert [bits for bits in widths if native.valid_key_bits(bits)] == list(KEY_BITS)
+    assert [bits for bits in widths if native.valid_value_bits(bits)] == list(VALUE_BITS)
+
+    presets = {(p.key_bits, p.key_grid, p.value_bits, p.value_grid) for p in tt.PRESETS.values()}
+    assert {pair[0] for pair in presets} == set(KEY_BITS)
+    assert {pair[2] for pair in presets} == set(VALUE_BITS)
+
+    def codes(all_bits: tuple[int, ...]) -> list[tuple[int, str]]:
+        grids = {8: ["uniform"]}
+        return [(bits, grid) for bits in all_bits for grid in grids.get(bits, choices.GRIDS)]
+
+    pairs = {
+        (key_bits, key_grid, value_bits, value_grid)
+        for (key_bits, key_grid), (value_bits, value_grid) in itertools.product(
+            codes(KEY_BITS), codes(VALUE_BITS)
+        )
+        if kernel_choice(
+            "paged_attention",
+            **{"head_dim": 128, "q_heads": 8, "kv_heads": 8, "device": "H200"},
+            **{"key_bits": key_bits, "value_bits": value_bits},
+            **{"key_grid": key_grid, "value_grid": value_grid},
+        ).kernel
+        == "split_kv"
+    }
+    assert pairs == presets and len(pairs) == len(tt.PRESETS)
+
+
+# ---- the codec: how many vectors are enough
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_stores_of_a_decode_step_and_of_a_prompt(d):
+    # two warps of a block of 16 share 32 vectors of 64 channels, 16 of 128 or 8 of 256
+    enough = 2048 // d * (132 * 16 // 2) // (2 * 8)  # tokens with 8 heads, keys and values
+    span = 32 if d == 64 else 16
+
+    def store(tokens: int, device: str = "H200") -> tuple[str, str]:
+        call = {"head_dim": d, "tokens": tokens, "kv_heads": 8, "preset": "k4v4", "search": 1}
+        return kernel_choice("cache_store", **call, device=device)
+
+    assert store(1) == store(enough - span) == ("step", TOO_FEW)
+    assert store(enough) == store(100_000, "T4") == ("bulk", FILL)
+
+
+def test_several_candidates_need_shared_memory():
+    call = {"head_dim": 128, "tokens": 100_000, "kv_heads": 8, "preset": "k4v4", "search": 2}
+    assert kernel_choice("cache_store", **call, device="H200").kernel == "bulk"
+    few_warps = "step", "shared memory of the device holds too few warps"
+    assert kernel_choice("cache_store", **call, device="T4") == few_warps
+
+
+def test_wide_pages_of_8_bits_have_large_tiles():
+    assert Record(1024, 16, 8, 8).tile_bytes < 65536 < Record(1024, 32, 8, 8).tile_bytes
+    call = {"head_dim": 1024, "tokens": 1, "kv_heads": 8, "preset": "k8v8"}
+    large, table = "tiles of 64 KiB or more", "8-bit codes have no table"
+    for page_size, reason in ((32, large), (128, large), (16, table)):
+        found = kernel_choice("cache_store", **call, page_size=page_size, device="H200")
+        assert found == ("generic", reason)
+
+
+def test_standalone_vectors():
+    def decode(vectors: int) -> tuple[str, str]:
+        return kernel_choice("decode", head_dim=128, vectors=vectors, device="H200")
+
+    def encode(vectors: int) -> tuple[str, str]:
+        return kernel_choice("encode", head_dim=128, vectors=vectors, bits=4, device="H200")
+
+    assert decode(16 * 4 * 132 - 16) == encode(1000) == ("generic", TOO_FEW)
+    assert decode(16 * 4 * 132) == encode(100_000) == ("bulk", FILL)
+
+
+def test_scores_and_sketches():
+    call = {"head_dim": 128, "keys": 4096, "device": "H200"}
+    assert kernel_choice("score", bits=4, **call).kernel == "one_query"
+    assert kernel_choice("score", bits=4, sketch_bits=128, **call).kernel == "one_query"
+    assert kernel_choice("score", bits=8, sketch_bits=128, **call).kernel == "general"
+    assert kernel_choice("score", bits=5, **call).kernel == "general"
+    assert kernel_choice("score", bits=5, grid="uniform", **call).kernel == "one_query"
+    assert kernel_choice("qjl_score", **call).kernel == "one_query"
+    dense = kernel_choice("qjl_score", **call, dense=True)
+    assert dense == ("general", "the projection is dense")
+    odd = kernel_choice("score", bits=4, **{**call, "head_dim": 80})
+    assert odd == ("general", "rows do not start at multiples of a load")
+    sketch = kernel_choice("qjl_sketch", head_dim=128, vectors=1 << 16, device="A100")
+    assert sketch == ("bulk", "many 16-bit vectors")
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_facts_that_no_call_has(op):
+    facts = list(CALLS[op].values())
+    choose_kernel(op, facts, GPUS["H200"])
+    bad = [facts[:n] for n in range(len(facts))] + [[*facts, 1]]
+    for place, value in itertools.product(range(len(facts)), (-(2**63), -1, 2**62, 2**63 - 1)):
+        bad.append([*facts[:place], value, *facts[place + 1 :]])
+    for some in bad:
+        with pytest.raises(ValueError, match=rf"the facts of {op} must be those of a call"):
+            choose_kernel(op, some, GPUS["H200"])
+    for place, value in itertools.product(range(5), (-1, 2**40)):
+        device = [*GPUS["H200"]]
+        device[place] = value
+        with pytest.raises(ValueError, match="a size or a fact of the device is not supported"):
+            choose_kernel(op, facts, device)
+    with pytest.raises(ValueError, match="device must have 5 facts, got 4"):
+        choose_kernel(op, facts, GPUS["H200"][:4])
+
+
+@pytest.mark.parametrize(
+    ("op", "changes"),
+    [
+        ("encode", {"d": 22}),
+        ("encode", {"dtype": 7}),
+        ("encode", {"width": 7}),
+        ("encode", {"heads": 65536}),
+        ("cache_load", {"seqs": 1 << 30, "max_length": 1 << 30}),
+        ("paged_attention", {"k_bits": 8}),
+        ("paged_attention", {"v_bits": 1, "v_uniform": 1}),
+        ("score", {"has_codes": 0}),
+    ],
+)
+def test_facts_that_do_not_go_together(op, changes):
+    with pytest.raises(ValueError, match="must be those of a call"):
+        Case(op, changes, "", "").ask()
+
+
+def test_an_op_without_a_choice():
+    with pytest.raises(ValueError, match="this op has no choice of kernels"):
+        choose_kernel("pack", [1], GPUS["H200"])
+
+
+STEP = {"head_dim": 128, "q_heads": 32, "kv_heads": 8, "preset": "k4v4", "device": "H200"}
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "message"),
+    [
+        ("pack", {}, "op is 'pack', supported: paged_attention, cache_store"),
+        ("paged_attention", {"device": "V100"}, "device is 'V100', supported: T4, A100"),
+        ("paged_attention", {"vectors": 1}, "has no vectors, supported: head_dim, q_heads"),
+        ("paged_attention", {"head_dim": 22}, "head_dim is 22, supported: m"),
+        ("paged_attention", {"head_dim": 2}, "head_dim is 2, supported in page records"),
+        ("paged_attention", {"head_dim": 128.0}, "head_dim is 128.0, supported"),
+        ("paged_attention", {"q_heads": 12}, "q_heads is 12, supported: multiples of kv_heads"),
+        ("paged_attention", {"kv_heads": 0}, "kv_heads is 0, supported: 1 to 65535"),
+        ("paged_attention", {"max_q_len": 2**31}, "max_q_len is 2147483648, supported: 1 to"),
+        ("paged_attention", {"preset": "k9v9"}, "unknown preset 'k9v9'"),
+        ("paged_attention", {"preset": None}, "must have a preset, or key_bits and value_bits"),
+        ("paged_attention", {"key_bits": 4}, "must be absent beside a preset"),
+        ("paged_attention", {"dtype": "int8"}, "dtype is int8, supported: float16, float32"),
+        ("paged_attention", {"dtype": torch.float64}, "dtype is torch.float64, supported"),
+        ("encode", {}, "encode has no q_heads, kv_heads, preset, supported: head_dim, vectors"),
+    ],
+)
+def test_bad_shapes(op, changes, message):
+    with pytest.raises(ValueError, match=message):
+        kernel_choice(op, **{**STEP, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 7}, "bits is 7, supported: 1, 2, 3, 4, 5, 8"),
+        ({"bits": 8, "grid": "lloyd"}, "grid at 8 bits is 'lloyd', supported: uniform"),
+        ({"bits": 1, "grid": "uniform"}, "grid at 1 bits is 'uniform', supported: lloyd"),
+        ({"keys": 2**41}, "keys is 2199023255552, supported: 1 to"),
+        ({"sketch_bits": -1}, "sketch_bits is -1, supported: 0 to 65536"),
+    ],
+)
+def test_bad_scores(changes, message):
+    call = {"head_dim": 128, "bits": 4, "keys": 64, "device": "L4"}
+    with pytest.raises(ValueError, match=message):
+        kernel_choice("score", **{**call, **changes})
+
+
+def test_what_a_call_must_have():
+    with pytest.raises(ValueError, match="encode must have head_dim, vectors, bits, got bits"):
+        kernel_choice("encode", bits=4, device="L4")
+
+
+# ---- devices
+
+
+def test_without_a_gpu_a_device_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="there is no CUDA device, supported: T4, A100"):
+        kernel_choice("decode", head_dim=128, vectors=1)
+
+
+def test_the_current_device(monkeypatch):
+    names = "major minor multi_processor_count shared_memory_per_block_optin"
+    names = [*names.split(), "shared_memory_per_multiprocessor"]
+    facts = argparse.Namespace(**dict(zip(names, GPUS["T4"], strict=True)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: {3: facts}[index])
+    call = {**STEP, "device": None}
+    assert kernel_choice("paged_attention", **call).reason == "compute capability below 8.0"
+
+
+@pytest.mark.cuda
+def test_the_facts_of_this_gpu():
+    """The table is right about the GPUs that the tests have run on."""
+    name = torch.cuda.get_device_name().removeprefix("NVIDIA ")
+    named = [gpu for gpu in GPUS if name == gpu or name.startswith((f"{gpu} ", f"{gpu}-"))]
+    found = choices._gpu(None)
+    assert found.multiprocessors > 0 and found.shared_per_block < found.shared_per_multiprocessor
+    if named == ["H200"]:
+        assert found == GPUS["H200"]
+
+
+# ---- what is written of it
+
+
+def test_the_docstring_names_every_option():
+    table = inspect.getdoc(kernel_choice).partition("==  ===")[2].rpartition("==\n")[0]
+    rows = {}
+    for line in re.sub(r"\n {4,}", " ", table).splitlines():
+        if match := re.match(r"(\w+) +(.*)", line):
+            rows[match[1]] = match[2]
+    cache = {"preset", "key_bits", "value_bits"}
+    assert list(rows) == list(choices.OPS)
+    for op, text in rows.items():
+        parameters = inspect.signature(choices._OPS[op]).parameters
+        required, _, optional = text.partition(";")
+        needed = {name for name, p in parameters.items() if p.default is p.empty}
+        assert set(re.findall(r"\w+", required.replace("a cache", ""))) == needed, op
+        others = set(parameters) - needed - (cache if "a cache" in required else set())
+        assert set(re.findall(r"\w+", optional)) == others, op
+    for gpu in GPUS:
+        assert f'"{gpu}"' in inspect.getdoc(kernel_choice)
+
+
+def test_the_command(capsys):
+    line = "info --op paged_attention --preset k5v4u --head-dim 128 --q-heads 32 --kv-heads 8"
+    assert command_line.main([*line.split(), "--device", "H200"]) == 0
+    rows = dict(row.split(maxsplit=1) for row in capsys.readouterr().out.splitlines())
+    assert rows == {"kernel": "split_kv", "reason": "at most 16 query rows per KV head"}
+
+    line += " --device H200 --dtype float32 --tail --json"
+    assert command_line.main(line.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {"kernel": "general", "reason": "the exact tail is float32"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--device H200", "op is None beside a shape or a device, supported: paged_attention"),
+        ("--head-dim 128", "op is None"),
+        ("--op encode --head-dim 128 --device L4", "encode must have head_dim, vectors, bits, got"),
+    ],
+)
+def test_commands_that_ask_nothing(line, message, capsys):
+    assert command_line.main(["info", *line.split()]) == 2
+    assert message in capsys.readouterr().err
