@@ -143,8 +143,10 @@ def choose_kernel(op: str, facts: Sequence[int], device: Sequence[int]) -> tuple
     )
     assert reason.value is not None, "a name has its reason, and so has an error"
     if kernel is None:
-        text = f"the facts of {op} must be those of a call, got {list(facts)}"
-        raise ValueError(f"{text} on {list(device)}: {reason.value.decode()}")
+        raise ValueError(
+            f"the facts of {op} must be those of a call, got {list(facts)} on a device of "
+            f"{list(device)}: {reason.value.decode()}"
+        )
     return kernel.decode(), reason.value.decode()
 
 

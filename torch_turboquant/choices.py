@@ -19,7 +19,7 @@ import torch
 
 from torch_turboquant._checks import CODEC_BITS
 from torch_turboquant._library import choose_kernel
-from torch_turboquant.config import GRIDS, CacheConfig, preset
+from torch_turboquant.config import GRIDS, MAX_SEARCH, CacheConfig, preset
 from torch_turboquant.format import MAX_VECTOR_DIM, valid_vector_dim
 
 
@@ -58,8 +58,8 @@ GPUS = {
 # The numbers of csrc/dtype.h.
 _DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
 _DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-_MOST = {"heads": 65535, "search": 64, "sketch_bits": 1 << 16}
-_MOST_VECTORS = 1 << 40
+# No call has more; within them the C++ side computes without overflow.
+_MOST_VECTORS, _MOST_HEADS, _MOST_SKETCH_BITS = 1 << 40, 65535, 1 << 16
 
 
 def _size(name: str, value: int, most: int = _MOST_VECTORS, least: int = 1) -> int:
@@ -113,7 +113,7 @@ def _config(
 
 
 def _source(bits: int, search: int, token_bytes: int, head_bytes: int) -> list[int]:
-    return [bits, _size("search", search, _MOST["search"]), token_bytes, head_bytes]
+    return [bits, _size("search", search, MAX_SEARCH), token_bytes, head_bytes]
 
 
 def _paged_attention(
@@ -131,8 +131,8 @@ def _paged_attention(
     tail: bool = False,
 ) -> list[int]:
     c = _config(head_dim, preset, (key_bits, value_bits), (key_grid, value_grid))
-    most = _MOST["heads"]
-    group, rest = divmod(_size("q_heads", q_heads, most), _size("kv_heads", kv_heads, most))
+    heads = _size("kv_heads", kv_heads, _MOST_HEADS)
+    group, rest = divmod(_size("q_heads", q_heads, _MOST_HEADS), heads)
     if rest:
         raise ValueError(f"q_heads is {q_heads}, supported: multiples of kv_heads ({kv_heads})")
     rows = group * _size("max_q_len", max_q_len, 2**31 - 1)
@@ -154,7 +154,7 @@ def _cache_store(
     tail: bool = False,
 ) -> list[int]:
     c = _config(head_dim, preset, (key_bits, value_bits), page_size=page_size, search=search)
-    element, heads = _dtype(dtype), _size("kv_heads", kv_heads, _MOST["heads"])
+    element, heads = _dtype(dtype), _size("kv_heads", kv_heads, _MOST_HEADS)
     head_bytes = head_dim * element.itemsize
     strides = heads * head_bytes, head_bytes
     sources = _source(c.key_bits, search, *strides) + _source(c.value_bits, search, *strides)
@@ -178,7 +178,7 @@ def _cache_load(
     c = _config(head_dim, preset, (key_bits, value_bits))
     most = 2**20
     sizes = [_size("seqs", seqs, most), _size("max_seq_len", max_seq_len, most)]
-    heads = _size("kv_heads", kv_heads, _MOST["heads"])
+    heads = _size("kv_heads", kv_heads, _MOST_HEADS)
     return [head_dim, _DTYPES[_dtype(dtype)], *sizes, heads, c.value_bits]
 
 
@@ -231,7 +231,7 @@ def _score_facts(
     codes: list[int], head_dim: int, keys: int, queries: int, batch: int, m: int, dense: bool
 ) -> list[int]:
     d = _vector_dim(head_dim)
-    _size("sketch_bits", m, _MOST["sketch_bits"], least=0)
+    _size("sketch_bits", m, _MOST_SKETCH_BITS, least=0)
     kinds = [int(bool(codes)), int(m > 0), int(dense)]
     sizes = [_size("batch", batch), _size("queries", queries), _size("keys", keys)]
     # A group of 32 channels has whole words at every width; rows of other sizes do not.
