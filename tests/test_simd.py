@@ -474,7 +474,7 @@ def output(*command: str | Path) -> str:
 def shared_functions(path: Path, level: str) -> list[str]:
     """Weak functions of an object file that do not belong to the level.
 
-    Template parameters that are objects (_ZTA) are no functions but constants, equal in every level.
+    Template parameters that are objects (_ZTA) are constants, equal in every level.
     """
     done = subprocess.run(
         ["nm", "--defined-only", path], capture_output=True, text=True, check=True
