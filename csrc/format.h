@@ -195,12 +195,6 @@ TURBOQUANT_HD constexpr int level_of_code(Width w, const int8_t* levels, unsigne
   return levels ? levels[code] : 2 * static_cast<int>(code) - ((1 << num_bits(w)) - 1);
 }
 
-// The same two for a caller that has the width as a number.
-TURBOQUANT_HD constexpr int boundary_grain(int bits) { return boundary_grain(as_width(bits)); }
-TURBOQUANT_HD constexpr int level_of_code(int bits, const int8_t* levels, unsigned code) {
-  return level_of_code(as_width(bits), levels, code);
-}
-
 template <Width WIDTH>
 using WidthConstant = std::integral_constant<Width, WIDTH>;
 

@@ -32,7 +32,9 @@ def fuzz(request: pytest.FixtureRequest) -> Run:
     environment = {
         **os.environ,
         "LD_PRELOAD": ":".join(libraries),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
+        # Leaks are Python's own. Frames that are watched for use after return lie, with g++ 13, at
+        # addresses that are not aligned to the 64 bytes of AVX-512 (GCC bug 110027).
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
     }
 
     def run(task: str) -> subprocess.CompletedProcess[str]:

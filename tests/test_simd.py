@@ -472,13 +472,17 @@ def output(*command: str | Path) -> str:
 
 
 def shared_functions(path: Path, level: str) -> list[str]:
-    """Weak functions of an object file that do not belong to the level."""
+    """Weak functions of an object file that do not belong to the level.
+
+    Template parameters that are objects (_ZTA) are constants, equal in every level.
+    """
     done = subprocess.run(
         ["nm", "--defined-only", path], capture_output=True, text=True, check=True
     )
     own = f"10turboquant3cpu{len(level)}{level}"
     symbols = [line.split()[-2:] for line in done.stdout.splitlines()]
-    return [name for kind, name in symbols if kind in "WVu" and own not in name]
+    weak = [name for kind, name in symbols if kind in "WVu" and not name.startswith("_ZTA")]
+    return [name for name in weak if own not in name]
 
 
 def vector_instructions(path: Path) -> list[str]:

@@ -119,7 +119,7 @@ class PagedLayer:
         self,
         q: Tensor,
         batch: AttentionBatch,
-        options: AttentionOptions = _PLAIN,
+        options: AttentionOptions | None = None,
         *,
         out: Tensor | None = None,
         lse: Tensor | None = None,
@@ -130,7 +130,8 @@ class PagedLayer:
             q: [tokens, q_heads, head_dim], float32, float16 or bfloat16, the dtype of the ring if
                 there is one; stride 1 in the last dimension; q_heads a multiple of kv_heads.
             batch: with block_table and seq_lens; with a ring also tail_slots.
-            options: scale, window, cap and sinks of the model's attention.
+            options: scale, window, cap and sinks of the model's attention; None: the defaults of
+                AttentionOptions.
             out, lse: written instead of new tensors; given together, contiguous, out of q's shape
                 and dtype, lse float32 [tokens, q_heads].
 
@@ -144,6 +145,8 @@ class PagedLayer:
                 per sequence than the tail has rows for.
             RuntimeError: values of the batch's tensors out of range (checked on the CPU).
         """
+        # A default object in the signature is more than torch.compile of torch 2.11 can follow.
+        options = _PLAIN if options is None else options
         _checks.check_vectors("q", q, 3)
         checks.check_queries(q, self.device, self.config, self.kv_heads)
         checks.check_attention(q, batch, options, out, lse)

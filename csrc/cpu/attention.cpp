@@ -12,8 +12,8 @@
 #include <optional>
 
 #include "cpu/attention/panels.h"
+#include "cpu/cache/batch.h"
 #include "cpu/codec/codebook.h"
-#include "cpu/common/batch.h"
 #include "cpu/common/torch.h"
 #include "cpu/common/vector.h"
 

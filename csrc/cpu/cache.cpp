@@ -3,8 +3,8 @@
 
 #include "calls/load.h"
 #include "calls/store.h"
+#include "cpu/cache/batch.h"
 #include "cpu/codec/codebook.h"
-#include "cpu/common/batch.h"
 #include "cpu/common/torch.h"
 
 namespace turboquant::cpu {

@@ -18,9 +18,9 @@
 #include "calls/sketch.h"
 #include "choices/score.h"
 #include "cuda/codec/arguments.cuh"
+#include "cuda/codec/transform_shared.cuh"
 #include "cuda/common/device_facts.cuh"
 #include "cuda/score/operands.cuh"
-#include "cuda/codec/transform_shared.cuh"
 
 namespace turboquant::cuda {
 namespace {
@@ -413,7 +413,7 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerMultiprocessor :
                    constants + kMaxQueries};
   const Side sketch{words + layout.code_columns, codes.work + layout.code_work, constants + 2 * kMaxQueries,
                     constants + 3 * kMaxQueries};
-  if (!(BITS == 5 && UNIFORM)) fill_level_table(table, BITS, a.levels);
+  if constexpr (Expansion<BITS, UNIFORM>::kHasTable) fill_level_table(table, format::as_width(BITS), a.levels);
   prepare_queries<BITS, UNIFORM, SKETCH>(a, batch * a.queries + first_query, queries, codes, sketch);
   __syncthreads();
   using Codes = Expansion<BITS, UNIFORM>;
@@ -615,7 +615,8 @@ __global__ void __launch_bounds__(kThreads, one_query_blocks_per_multiprocessor(
   // for sketches.
   using Traits = HadamardTraits<1, 7, 32, 4>;
   const bool sketched = SKETCH && warp == (BITS ? 1 : 0), prepares = warp == 0 || sketched;
-  const bool full = a.q_dtype == Dtype::kFloat32, fills = BITS > 0 && BITS < 5 && warp == kWarps - 1;
+  const bool full = a.q_dtype == Dtype::kFloat32,
+             fills = BITS > 0 && format::fits_nibble(format::as_width(BITS)) && warp == kWarps - 1;
   float x[4], factor[4], mean[4] = {}, inverse[4] = {1, 1, 1, 1};
   uint4 words{};
   int level = 0;
@@ -631,7 +632,7 @@ __global__ void __launch_bounds__(kThreads, one_query_blocks_per_multiprocessor(
     if (!sketched && a.channels.center) load<Traits>(a.channels.center, lane, mean);
     if (!sketched && a.channels.inverse) load<Traits>(a.channels.inverse, lane, inverse);
   }
-  if (fills && lane < 1 << BITS) level = format::level_of_code(BITS, a.levels, lane);
+  if (fills && lane < 1 << BITS) level = format::level_of_code(format::as_width(BITS), a.levels, lane);
 
   int key = warp * kTileKeys, row = min(key, last);
   OneQueryKeys<BITS, SKETCH> keys(a, first_row + row, g, t);
@@ -680,7 +681,7 @@ __global__ void __launch_bounds__(kThreads, one_query_blocks_per_multiprocessor(
   // In a product this lane holds the column of byte g % 4 of a coordinate.
   Codes expansion(table);
   expansion.add_minus();
-  if constexpr (BITS == 4) keep(expansion.minus_low), keep(expansion.minus_high);
+  if constexpr (Codes::kTwoParts) keep(expansion.minus_low), keep(expansion.minus_high);
   uint2 code_column[4], sketch_column[4];
   int start[4] = {}, less = 0;  // added to every sum at its start; subtracted from it at its end
 #pragma unroll
@@ -828,7 +829,7 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   a.queries = static_cast<int>(shape.queries);
   a.keys = shape.keys;
   // Bytes of a load: all rows must start at a multiple of that.
-  const int word = a.bits % 4 == 0 ? 16 : a.bits == 2 ? 8 : 4;
+  const int word = a.bits % 4 == 0 ? 16 : a.bits % 2 == 0 ? 8 : 4;
   bool words = a.bits == 0 || (d % kGroup == 0 && a.row_bytes % word == 0 && aligned(a.packed, word));
   if (projection) {
     const Projection sketch(*projection, q, d);

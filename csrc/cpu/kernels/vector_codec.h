@@ -19,7 +19,7 @@ struct EncoderScratch {
   uint8_t codes[kMaxRow];
 };
 
-// y = (x - center) * scale. Returns the bits of max |y|, which are above those of any finite number if there is a NaN or
+// y = (x - center) * scale. Returns the bits of max |y|, which are above those of finite numbers if there is a NaN or
 // an infinity.
 template <bool WHOLE, typename T>
 inline int32_t load_row(const T* x, const format::Channels& channels, int d, float* y) {

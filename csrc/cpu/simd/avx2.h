@@ -279,7 +279,7 @@ inline CodeTable<1> code_table<1>(const uint8_t* p) {
 }
 template <int BITS, int FIRST>
 ALWAYS_INLINE Bytes lookup_string(const CodeTable<BITS>& t, const Bytes& x) {
-  if constexpr (BITS == 1) {
+  if constexpr (format::as_width(BITS) == format::Width::k1) {
     uint8_t from[16], bit[16];
     for (int i = 0; i < 16; ++i)
       from[i] = static_cast<uint8_t>((FIRST + i) / 8), bit[i] = static_cast<uint8_t>(1 << i % 8);
@@ -304,7 +304,8 @@ ALWAYS_INLINE Bytes lookup_string(const CodeTable<BITS>& t, const Bytes& x) {
     const auto half = [&](__m256i v) {
       const __m256i y = _mm256_mullo_epi16(_mm256_shuffle_epi8(v, f), u);
       __m256i even = _mm256_srli_epi16(y, 16 - 2 * BITS);
-      if constexpr (BITS == 5) even = _mm256_and_si256(even, _mm256_set1_epi16(31));  // else the table is repeated
+      // The table of narrower codes is repeated, so that their upper bits do not matter.
+      if constexpr (!format::fits_nibble(format::as_width(BITS))) even = _mm256_and_si256(even, _mm256_set1_epi16(31));
       return _mm256_or_si256(even, _mm256_and_si256(_mm256_srli_epi16(y, 8 - BITS), _mm256_set1_epi16(-256)));
     };
     return lookup(t.v, Bytes{half(x.a), half(x.b)});

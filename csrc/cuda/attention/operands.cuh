@@ -5,13 +5,13 @@
 // Either way a code becomes a byte, in one of three ways:
 //   masks   of a uniform grid: codes stay where they are in their word, so some bytes count 8 or 16 times as much. The
 //           sums leave out the constant of `level = 2 code - top`, which is corrected later: top times the sum of the
-//           other operand is subtracted. Keys of 4 bits need half of the masks: a shift brings low nibbles to where high
-//           nibbles are, and the bits that come along below them are corrected in the query (kShifts).
+//           other operand is subtracted. Keys of 4 bits need half of the masks: a shift brings low nibbles to where
+//           high nibbles are, and the bits that come along below them are corrected in the query (kShifts).
 //   tables  of Lloyd-Max levels: a byte permutation looks up four codes. Its tables have eight entries, so levels of 4
-//           bits need two tables: `plus` for the upper half of the codes, whose levels are positive, and `minus` for the
-//           lower half, whose levels are negative. A code of the other half selects the sign of a byte: 0 in `plus` and
-//           -1 in `minus`. `minus` therefore holds levels less 1, both products go into one sum, and every code counts
-//           its level less 1.
+//           bits need two tables: `plus` for the upper half of the codes, whose levels are positive, and `minus` for
+//           the lower half, whose levels are negative. A code of the other half selects the sign of a byte: 0 in
+//           `plus` and -1 in `minus`. `minus` therefore holds levels less 1, both products go into one sum, and every
+//           code counts its level less 1.
 //   none    of 8 bits: codes are levels.
 #pragma once
 

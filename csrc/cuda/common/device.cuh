@@ -1,5 +1,5 @@
-// What all kernels share, and no torch: launches that overlap, lanes of a warp, loads and stores of any dtype, rows of a
-// strided tensor.
+// Helpers that all kernels share: launches that overlap, lanes of a warp, loads and stores of any dtype, and rows of a
+// strided tensor. No torch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,23 +15,25 @@ namespace turboquant::cuda {
 
 // ---- Launches that overlap ----------------------------------------------------------------------------------------
 
-// A launch may be allowed to begin while the kernel ahead of it in the stream is still running (launch_early in torch.cuh). It must wait before it
-// reads or writes what others know, and believe nothing that it has read before. Before sm_90 there is nothing to wait for.
+// Under programmatic dependent launch (launch_early in torch.cuh) a kernel may begin while the previous kernel of the
+// stream is still running. It calls this before it reads or writes shared global state, and reads again what it has
+// read earlier. Before sm_90 there is no such launch, and nothing to wait for.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// From here on, such a kernel behind this one may begin.
+// Lets the next kernel of the stream begin, if it was launched so.
 __device__ __forceinline__ void let_next_kernel_begin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
 // ---- Lanes of a warp ----------------------------------------------------------------------------------------------
 
-// Sum and maximum over groups of LANES neighbouring lanes of a warp, known to all of them; all 32 take part. Whole warps have
-// an instruction for that from sm_80 on.
+// Sum and maximum over groups of LANES neighbouring lanes of a warp; every lane gets the result, and all 32 take part.
+// From sm_80 on one instruction reduces a whole warp.
 template <int LANES = 32>
 __device__ __forceinline__ int sum_of_lanes(int x) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -90,9 +92,9 @@ __device__ __forceinline__ uint32_t word_of_floats(float x, float y) {
   }
 }
 
-// N neighbouring elements as float32, N even, moved 16 bytes at a time or all at once where they are fewer; memory is aligned
-// to that. Rounding is to nearest even. What is loaded must not be written by the same kernel. (The intrinsics are there because
-// the compiler splits some plain 16-byte accesses.)
+// N neighbouring elements as float32, N even. They move 16 bytes at a time, or all at once where they are fewer; memory
+// is aligned to that. Rounding is to nearest even. The same kernel must not write the elements that it loads here. (The
+// compiler splits some plain 16-byte accesses; the intrinsics keep them whole.)
 constexpr int word_bytes(int n, int element_size) { return n * element_size < 16 ? n * element_size : 16; }
 
 template <int N, typename T>
@@ -138,8 +140,8 @@ __device__ __forceinline__ void store_floats(const float* y, T* to) {
   }
 }
 
-// The same for a dtype known at run time, `at` elements from the start. It matters to loads and stores only: not worth another
-// copy of every kernel.
+// The same for a dtype known at run time, `at` elements from the start. Only loads and stores depend on the dtype: that
+// is not worth another copy of every kernel.
 template <typename Fn>
 __device__ __forceinline__ void with_float_type(Dtype dtype, Fn&& fn) {
   if (dtype == Dtype::kBFloat16) {

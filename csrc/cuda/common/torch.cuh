@@ -1,5 +1,5 @@
-// The seam between the host side of an op and torch: device and stream of a launch, its error check, and tensors as kernels
-// take them. A header with device code does not include this one.
+// The seam between the host side of an op and torch: device and stream of a launch, its error check, and tensors as
+// kernels take them. A header with device code does not include this one.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -82,8 +82,8 @@ void dispatch_float(Dtype dtype, Fn&& fn) {
 
 // ---- Tensors ------------------------------------------------------------------------------------------------------
 
-// All but the last dimension of t, neighbouring dimensions merged where their strides allow it. A result with dims = 0 means
-// that more than kMaxDims are left.
+// All but the last dimension of t, with neighbouring dimensions merged where their strides allow it. A result with
+// dims = 0 says that more than kMaxDims are left.
 inline Rows rows_of(const Tensor& t) {
   Rows rows{{}, {}, 0, 1};
   for (int64_t i = 0; i + 1 < t.dim(); ++i) {
@@ -107,8 +107,8 @@ inline Rows rows_of(const Tensor& t) {
 
 inline bool aligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
-// The rows of a tensor with stride 1 in its last dimension, each of them starting at a multiple of `bytes`. A tensor that is
-// not like that, or has more dimensions than a kernel takes, is copied once.
+// The rows of a tensor with stride 1 in its last dimension, each of which starts at a multiple of `bytes`. Any other
+// tensor, or one with more dimensions than a kernel takes, is copied once.
 class AlignedRows {
  public:
   AlignedRows(const Tensor& t, int64_t bytes) : tensor_(t), rows_(rows_of(t)) {

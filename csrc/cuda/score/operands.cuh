@@ -18,7 +18,9 @@ namespace turboquant::cuda {
 // UNIFORM: the uniform grid, for which 5-bit codes have a shorter way.
 template <int BITS, bool UNIFORM = false>
 struct Expansion {
-  static constexpr bool kSigned = BITS == 4, kUnsigned = false;
+  static constexpr format::Width kWidth = format::as_width(BITS);
+  static constexpr bool kTwoParts = kWidth == format::Width::k4;  // as many levels as two permutations look up
+  static constexpr bool kSigned = kTwoParts, kUnsigned = false, kHasTable = true;
   static constexpr int kTimes = 1, kPlace = 0;
   static constexpr uint32_t kConstant = 0x01010101;
   uint32_t low, high;              // levels 0-3 and 4-7; at 4 bits those of the codes 8-11 and 12-15
@@ -38,10 +40,10 @@ struct Expansion {
 
   // The eight codes of product i as nibbles, whose unused bits are 0.
   static __device__ __forceinline__ uint32_t nibbles(const uint32_t (&w)[BITS], int i) {
-    if constexpr (BITS == 1) return w[0] >> i & 0x11111111;
-    if constexpr (BITS == 2) return w[i / 2] >> 2 * (i % 2) & 0x33333333;
-    if constexpr (BITS == 4) return w[i];
-    if constexpr (BITS == 3) {
+    if constexpr (kWidth == format::Width::k1) return w[0] >> i & 0x11111111;
+    if constexpr (kWidth == format::Width::k2) return w[i / 2] >> 2 * (i % 2) & 0x33333333;
+    if constexpr (kWidth == format::Width::k4) return w[i];
+    if constexpr (format::is_spread(kWidth)) {
       // Stretches of ten codes start at bits 0, 30 and 60. In each, codes 0, 4 and 8 lie in nibbles already, codes 1,
       // 5 and 9 after a shift by one bit, 2 and 6 after a shift by two. The remaining codes 3 and 7, and codes 30 and
       // 31, are the fourth word.
@@ -72,7 +74,7 @@ struct Expansion {
 // 5 bits: a table of all pairs of codes in shared memory.
 template <>
 struct Expansion<5> {
-  static constexpr bool kSigned = false, kUnsigned = false;
+  static constexpr bool kTwoParts = false, kSigned = false, kUnsigned = false, kHasTable = true;
   static constexpr int kTimes = 1, kPlace = 0;
   const uint16_t* pairs;  // [1024]
 
@@ -98,7 +100,7 @@ struct Expansion<5> {
 // the factors that make all of them count 2^3.
 template <>
 struct Expansion<5, true> {
-  static constexpr bool kSigned = true, kUnsigned = true;
+  static constexpr bool kTwoParts = false, kSigned = true, kUnsigned = true, kHasTable = false;
   static constexpr int kTimes = 2, kPlace = 3;
   static constexpr uint32_t kConstant = 0x7C1FF83E;  // all codes 31
 
@@ -118,7 +120,7 @@ struct Expansion<5, true> {
 // 8 bits: codes are levels.
 template <>
 struct Expansion<8> {
-  static constexpr bool kSigned = false, kUnsigned = false;
+  static constexpr bool kTwoParts = false, kSigned = false, kUnsigned = false, kHasTable = false;
   static constexpr int kTimes = 1, kPlace = 0;
   __device__ __forceinline__ explicit Expansion(const int8_t*) {}
   __device__ __forceinline__ void levels(const uint32_t (&w)[8], int i, uint32_t (&plus)[2], uint32_t (&)[2]) const {
@@ -130,7 +132,7 @@ struct Expansion<8> {
 // No codes.
 template <>
 struct Expansion<0> {
-  static constexpr bool kSigned = false;
+  static constexpr bool kTwoParts = false, kSigned = false, kHasTable = false;
   static constexpr int kTimes = 1, kPlace = 0;
   __device__ __forceinline__ explicit Expansion(const int8_t*) {}
   __device__ __forceinline__ void add_minus() {}
@@ -139,36 +141,43 @@ struct Expansion<0> {
 constexpr int kTableBytes = 32 + 2048;
 
 // Fills the table that Expansion reads, in shared memory, by all threads of a block; the caller synchronises.
-__device__ inline void fill_level_table(int8_t* table, int bits, const int8_t* levels) {
-  if (bits == 0 || bits == 8) return;
+__device__ inline void fill_level_table(int8_t* table, format::Width width, const int8_t* levels) {
   const int c = static_cast<int>(blockDim.x - 1 - threadIdx.x);  // the last warp has the least other work
   if (c < 32) {
-    table[c] = c < 1 << bits ? static_cast<int8_t>(format::level_of_code(bits, levels, c)) : 0;
+    table[c] = c < format::num_levels(width) ? static_cast<int8_t>(format::level_of_code(width, levels, c)) : 0;
   }
-  if (bits != 5) return;
+  if (format::fits_nibble(width)) return;  // else pairs of codes are looked up
   __syncthreads();
   for (int c = threadIdx.x; c < 1024; c += blockDim.x) {
     table[32 + 2 * c] = table[c % 32], table[33 + 2 * c] = table[c / 32];
   }
 }
 
-// The channel, of a lane's 32, that byte `byte` of word `word` belongs to.
+// Whether codes expand without a table although their levels are not their codes: Expansion<5, true>.
+__device__ __forceinline__ constexpr bool is_circle(int bits, bool uniform) {
+  return format::has_plane(format::as_width(bits)) && uniform;
+}
+
+// The channel, of a lane's 32, that byte `byte` of word `word` belongs to. bits: 0 where a sketch stands alone.
 __device__ __forceinline__ int channel_of_byte(int bits, bool uniform, int word, int byte) {
   const int i = word / 2, nibble = word % 2 * 4 + byte;
-  if (bits == 5 && uniform) return (4 * word + (0x5320 >> 4 * byte & 15)) % 32;
-  switch (bits) {
-    case 1: return 4 * nibble + i;
-    case 2: return 16 * (i / 2) + 2 * nibble + i % 2;
-    case 3:
+  if (is_circle(bits, uniform)) return (4 * word + (0x5320 >> 4 * byte & 15)) % 32;
+  switch (format::as_width(bits)) {
+    case format::Width::k1: return 4 * nibble + i;
+    case format::Width::k2: return 16 * (i / 2) + 2 * nibble + i % 2;
+    case format::Width::k3:
       if (i < 3) return 10 * i + nibble + nibble / 3;
       return nibble < 6 ? 10 * (nibble % 3) + 3 + 4 * (nibble / 3) : 24 + nibble;
-    default: return 4 * word + byte;
+    case format::Width::k4:
+    case format::Width::k5:
+    case format::Width::k8: break;
   }
+  return 4 * word + byte;
 }
 
 // The power of two that the other operand has at that byte.
 __device__ __forceinline__ int shift_of_byte(int bits, bool uniform, int byte) {
-  return bits == 5 && uniform ? 0x1302 >> 4 * byte & 15 : 0;
+  return is_circle(bits, uniform) ? 0x1302 >> 4 * byte & 15 : 0;
 }
 
 // Bits of a sketch: bit k of the four bytes of a lane's word makes a word of bytes 0 or 2^k, so that one operation

@@ -77,8 +77,8 @@ class ExactTail {
  private:
   static constexpr float kDown = 1.0f / 16;  // weights go up to 2^16, which is beyond float16
 
-  // Which of its keys g and g + 8 the row of each lane sees, as ballots of the warp; hidden: the lane's row does not see
-  // a key that is held.
+  // Which of its keys g and g + 8 the row of each lane sees, as ballots of the warp; hidden: the lane's row does not
+  // see a key that is held.
   struct Visible {
     unsigned seen[2];
     bool hidden;
@@ -97,7 +97,8 @@ class ExactTail {
     }
   }
 
-  // Scores of row 4 n + t for keys g and g + 8, in units of the integer scores, so that one running maximum serves both.
+  // Scores of row 4 n + t for keys g and g + 8, in units of the integer scores, so that one running maximum serves
+  // both.
   __device__ __forceinline__ Visible scores(const Rows& rows, const Queries<D, N>& queries, const Segment& segment,
                                             const ExactUnit& unit, int n, const float (&dot)[4],
                                             float (&score)[2]) const {
