@@ -1,9 +1,10 @@
-"""The rules of CONTRIBUTING about csrc, each as a search for what breaks it.
+"""The rules of CONTRIBUTING about the sources, each as a search for what breaks it.
 
 A rule takes the sources by path and returns its offences, "path:line: text". It is held against the
 real sources, and against a few lines that break it: a rule that finds nothing there proves nothing.
 """
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
+import torch_turboquant as tq
 from tests.helpers import ROOT
 
 Sources = dict[str, str]  # path below csrc -> text
@@ -359,6 +361,55 @@ def test_the_rooms_stand_on_every_floor():
     for room in found:
         assert list((ROOT / "torch_turboquant").glob(f"**/{room}.py")), room
         assert list((ROOT / "tests").glob(f"test_{room}*.py")), room
+
+
+# ---- The package
+
+
+def hiding(modules: set[str], exported: list[str]) -> list[str]:
+    """Names under which a reader expects a module and finds a function."""
+    return sorted(modules & set(exported))
+
+
+def test_no_name_hides_its_module():
+    package = ROOT / "torch_turboquant"
+    modules = {path.stem for path in package.glob("*.py")}
+    modules |= {path.parent.name for path in package.glob("*/__init__.py")}
+    assert "pool" in modules and "config" in modules
+    assert not hiding(modules, tq.__all__)
+    assert hiding({"pack", "pool"}, ["pack", "unpack"]) == ["pack"]
+
+
+# Arguments that only paged_attention has together.
+ATTENTION_ARGUMENTS = ("block_table", "sink_logits", "sliding_window", "soft_cap", "softmax_scale")
+
+
+def functions_with(source: str, names: tuple[str, ...]) -> list[str]:
+    """Python functions that take all of these parameters."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef)
+        and set(names) <= {a.arg for a in [*node.args.args, *node.args.kwonlyargs]}
+    ]
+
+
+def test_the_arguments_of_attention_are_spelled_once():
+    """In C++ by the struct that the schema fills; in Python by the public function."""
+    structs = [path for path, text in SOURCES.items() if "OptionalTensor sink_logits" in text]
+    assert structs == ["calls/attention.h"]
+    assert SOURCES["calls/attention.h"].count("OptionalTensor sink_logits") == 1
+    found = {
+        path.relative_to(ROOT).as_posix(): functions_with(path.read_text(), ATTENTION_ARGUMENTS)
+        for path in (ROOT / "torch_turboquant").rglob("*.py")
+    }
+    assert {path: names for path, names in found.items() if names} == {
+        "torch_turboquant/ops/attention.py": ["paged_attention"]
+    }
+    other = (
+        "def again(q, block_table, softmax_scale, sliding_window, soft_cap, *, sink_logits): ..."
+    )
+    assert functions_with(other, ATTENTION_ARGUMENTS) == ["again"]
 
 
 def test_pins_agree():
