@@ -819,6 +819,20 @@ void launch_bits(ScoreArguments& a, const ScoreFacts& call, const Launch& launch
   launch_choice<BITS, UNIFORM, true>(a, call.batch, choice, launch, device);
 }
 
+// BITS = 0 stands for sketches without codes.
+void launch_width(ScoreArguments& a, const ScoreFacts& call, const Launch& launch, const DeviceFacts& device) {
+  if (a.bits == 0) return launch_bits<0>(a, call, launch, device);
+  switch (format::as_width(a.bits)) {
+    case format::Width::k1: return launch_bits<1>(a, call, launch, device);
+    case format::Width::k2: return launch_bits<2>(a, call, launch, device);
+    case format::Width::k3: return launch_bits<3>(a, call, launch, device);
+    case format::Width::k4: return launch_bits<4>(a, call, launch, device);
+    case format::Width::k5:
+      return a.levels ? launch_bits<5>(a, call, launch, device) : launch_bits<5, true>(a, call, launch, device);
+    case format::Width::k8: return launch_bits<8>(a, call, launch, device);
+  }
+}
+
 // Fills in the arguments that both ops share, and launches.
 Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const OptionalTensor& projection,
            const OptionalTensor& sign_bits, const OptionalTensor& norm, const char* name) {
@@ -870,15 +884,7 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
                         .aligned_constants = a.in_registers,
                         .four_query_bytes = Layout(a, kMaxQueries).bytes()};
   const DeviceFacts& device = device_of(q.get_device_index()).facts;
-  switch (a.bits) {
-    case 0: launch_bits<0>(a, call, launch, device); break;
-    case 1: launch_bits<1>(a, call, launch, device); break;
-    case 2: launch_bits<2>(a, call, launch, device); break;
-    case 3: launch_bits<3>(a, call, launch, device); break;
-    case 4: launch_bits<4>(a, call, launch, device); break;
-    case 5: a.levels ? launch_bits<5>(a, call, launch, device) : launch_bits<5, true>(a, call, launch, device); break;
-    default: launch_bits<8>(a, call, launch, device); break;
-  }
+  launch_width(a, call, launch, device);
   launch.check(name);
   return out;
 }
