@@ -80,8 +80,10 @@ struct Codes {
 
 TURBOQUANT_HD constexpr int num_bits(Width w) { return static_cast<int>(w); }
 
-// Whether codes of that many bits exist; as_width() needs a number that is one of them.
+// bits: one of the widths, see valid_width.
 TURBOQUANT_HD constexpr Width as_width(int64_t bits) { return static_cast<Width>(bits); }
+
+// Whether codes of that many bits exist.
 TURBOQUANT_HD constexpr bool valid_width(int64_t bits) {
   if (bits < 0 || bits > kMaxBits) return false;
   switch (as_width(bits)) {

@@ -1,7 +1,7 @@
-// The table of contents: every op of torch.ops.turboquant, its schema and nothing else. Kernels register themselves in
-// csrc/cpu/<room>.cpp and csrc/cuda/<room>.cu; fake implementations and documentation are in
-// torch_turboquant/<room>.py. The aggregates in csrc/calls repeat the long lists of arguments, field by field in the
-// same order.
+// The table of contents: every op of torch.ops.turboquant, its schema and nothing else. Kernels register themselves
+// in csrc/cpu/<room>.cpp and csrc/cuda/<room>.cu; fake implementations and documentation are in
+// torch_turboquant/ops/<room>.py. The aggregates in csrc/calls repeat the long lists of arguments, field by field in
+// the same order.
 //
 // Conventions: integers stand for names (scale_mode: 0 norm, 1 preserve, 2 mse, 3 unbiased), because strings cost
 // microseconds per call. Constants of a cache (signs, levels, steps, center) are tensors, so that CUDA graphs hold no
@@ -43,9 +43,9 @@ STABLE_TORCH_LIBRARY(turboquant, m) {
   // -- cache: pages of packed keys and values, and the exact tail -----------------------------------------------------
   m.def("cache_store(Tensor k, Tensor v, Tensor(a!) cache, Tensor slot_mapping,"
         " Tensor key_signs, Tensor value_signs, Tensor? key_levels, Tensor? value_levels, Tensor key_steps,"
-        " Tensor value_steps, Tensor? center, int page_size, int key_bits, int value_bits, int key_scale_mode, int value_scale_mode,"
-        " Tensor(b!)? tail=None, Tensor? tail_slots=None, Tensor? seq_lens=None, Tensor? cu_seqlens_q=None,"
-        " int sink_tokens=0) -> ()");
+        " Tensor value_steps, Tensor? center, int page_size, int key_bits, int value_bits, int key_scale_mode,"
+        " int value_scale_mode, Tensor(b!)? tail=None, Tensor? tail_slots=None, Tensor? seq_lens=None,"
+        " Tensor? cu_seqlens_q=None, int sink_tokens=0) -> ()");
   m.def("cache_store_layers(Tensor[] k, Tensor[] v, Tensor(a!)[] caches, Tensor slot_mapping,"
         " Tensor[] key_signs, Tensor[] value_signs, Tensor? key_levels, Tensor? value_levels, Tensor key_steps,"
         " Tensor value_steps, Tensor[] centers, int page_size, int key_bits, int value_bits, int key_scale_mode,"

@@ -30,10 +30,10 @@ struct AttentionChoice {
   int pair;            // kSplitKv: the index of the codes in kSplitKvPairs
 };
 
-// The split-KV kernel is compiled for these head_dims (cuda/attention/instances), and
+// The head_dims that the split-KV kernel is compiled for (cuda/attention/instances).
 constexpr int kSplitKvHeadDims[] = {64, 80, 96, 112, 128, 160, 192, 256, 512, 576};
 
-// for the codes of the presets (torch_turboquant/config.py).
+// The pairs of codes that it is compiled for: those of the presets (torch_turboquant/config.py).
 struct CodesOfPair {
   format::Codes keys, values;
   constexpr bool operator==(const CodesOfPair&) const = default;

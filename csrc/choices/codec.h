@@ -79,17 +79,20 @@ constexpr int kLaneChannels = 64;   // of a vector that a lane holds
 constexpr int kSharedCodebookBytes = 4416;  // sizeof(SharedCodebook)
 constexpr int kSignStride = 68;             // words between the signs of the lanes of a vector
 
-// Tokens of a span, the unit of work of a warp; vectors of 256 channels take two passes for one.
+// Tokens of a span, which a warp encodes at a time; vectors of 256 channels take two passes for one.
 constexpr int encode_span_tokens(int d) { return d == kLaneChannels ? 32 : 16; }
 constexpr int encode_vectors(int d) { return 32 * kLaneChannels / d; }  // of a warp
 constexpr int encode_stage_stride(int d) { return d / 2 + 4; }          // words between staged vectors
 
 // Cells u >> 4 on either side of zero that a vector can reach: |u| <= 4096 sqrt(d), plus rounding. A multiple of 4.
 constexpr int encode_table_reach(int d) {
-  int reach = 0;
-  while (reach * reach < 65536 * d) ++reach;  // 256 sqrt(d)
-  return (reach + 2 + 3) / 4 * 4;
+  int below = 0;  // the largest integer below 256 sqrt(d); found bit by bit, because every call of an op asks for it
+  for (int bit = 4096; bit > 0; bit /= 2) {
+    if ((below + bit) * (below + bit) < 65536 * d) below += bit;
+  }
+  return (below + 1 + 2 + 3) / 4 * 4;
 }
+static_assert(encode_table_reach(64) == 2052 && encode_table_reach(128) == 2900 && encode_table_reach(256) == 4100);
 // Words of a table: an entry of a byte for every cell, or with several candidates (search) of a word.
 constexpr int encode_table_words(int d, bool search) {
   const int cells = 2 * encode_table_reach(d);
@@ -107,8 +110,7 @@ constexpr int encode_shared_bytes(int d, bool search, int sources, int warps) {
 // Warps of a block that fit into shared memory, a multiple of kLeastWarps: as many for keys as for values on each
 // scheduler.
 constexpr int encode_warps(int d, bool search, int sources, const DeviceFacts& device) {
-  constexpr int kReserved = 1024;  // of every block, by CUDA
-  const int room = device.shared_per_block - 2 * kSharedCodebookBytes - kReserved;
+  const int room = device.shared_per_block - 2 * kSharedCodebookBytes - kReservedSharedBytes;
   const int fixed = encode_shared_bytes(d, search, sources, 0);
   return std::min(kMostWarps, (room - fixed) / (4 * encode_stage_words(d))) / kLeastWarps * kLeastWarps;
 }

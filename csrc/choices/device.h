@@ -11,4 +11,6 @@ struct DeviceFacts {
   int shared_per_multiprocessor;  // bytes of shared memory
 };
 
+constexpr int kReservedSharedBytes = 1024;  // of every block's shared memory, by CUDA
+
 }  // namespace turboquant

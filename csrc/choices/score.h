@@ -98,7 +98,7 @@ struct SketchChoice {
 constexpr int kSketchBulkDims[] = {64, 128, 256};
 constexpr int kSketchLaneDims[] = {64, 80, 96, 112, 128, 160, 192, 256, 512, 576};
 
-// A warp of kBulk takes 16 vectors at a time, the rows of a product; with fewer than one such tile per warp of one
+// A warp of kBulk takes 16 vectors at a time, the rows of a product; with fewer than one such batch per warp of one
 // block on each multiprocessor the other kernels are faster.
 constexpr int kSketchBulkVectors = 16, kSketchBulkWarps = 4;
 
@@ -119,8 +119,8 @@ constexpr SketchChoice choose_sketch(const SketchFacts& call, const DeviceFacts&
   if (!is_one_of(kSketchBulkDims, call.head_dim)) return lanes("head_dim is not 64, 128 or 256");
   if (call.dtype == Dtype::kFloat32) return lanes("vectors are float32");
   if (device.major < 8) return lanes("compute capability below 8.0");
-  const int64_t tiles = (call.vectors + kSketchBulkVectors - 1) / kSketchBulkVectors;
-  if (tiles < int64_t{device.multiprocessors} * kSketchBulkWarps) return lanes("too few vectors to fill the device");
+  const int64_t batches = (call.vectors + kSketchBulkVectors - 1) / kSketchBulkVectors;
+  if (batches < int64_t{device.multiprocessors} * kSketchBulkWarps) return lanes("too few vectors to fill the device");
   return {SketchKernel::kBulk, "many 16-bit vectors"};
 }
 

@@ -85,9 +85,9 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
   const Device& device = device_of(c.q.get_device_index());
   const AttentionChoice choice = choose_attention(shape_of(a), device.facts);
   if (choice.kernel == AttentionKernel::kSplitKv) {
-    split_kv::SplitKvLaunch split_kv(a, device, choice.pair);
-    const Tensor workspace = torch::stable::new_empty(c.q, {split_kv.workspace_bytes()}, ScalarType::Byte);
-    split_kv.run(workspace.data_ptr(), launch.stream());
+    split_kv::SplitKvLaunch kernel(a, device, choice.pair);
+    const Tensor workspace = torch::stable::new_empty(c.q, {kernel.workspace_bytes()}, ScalarType::Byte);
+    kernel.run(workspace.data_ptr(), launch.stream());
   } else {
     attend_general(a, device.facts, launch.stream());
   }

@@ -773,7 +773,7 @@ void launch_general(ScoreArguments& a, int64_t batch, const Launch& launch, cons
   const int bytes = Layout(a, std::min(a.queries, 2 * PAIRS)).bytes();
   const auto kernel = score_kernel<BITS, UNIFORM, SKETCH, PAIRS, ALIGNED>;
   if (bytes > kDefaultSharedBytes) {
-    const int most = device.shared_per_block - 1024;
+    const int most = device.shared_per_block - kReservedSharedBytes;
     STD_TORCH_CHECK(bytes <= most, "scores of d = ", a.d, " and sketches of ", a.m, " bits take ", bytes,
                     " bytes of shared memory, supported on this device: ", most);
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "score");

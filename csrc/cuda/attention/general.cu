@@ -42,7 +42,7 @@ bool launch_shape(const Attention& a, Arguments& x, int most_shared, cudaStream_
   if (bytes > most_shared) return false;
   const auto kernel = general::general_kernel<S>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "paged_attention");
-  const int64_t rows = int64_t{std::min(a.max_q_len, a.tokens)} * a.group;
+  const int64_t rows = int64_t{a.max_q_len} * a.group;
   x.row_blocks = static_cast<int>((rows + S::kRows - 1) / S::kRows);
   x.work_blocks = num_blocks(int64_t{x.row_blocks} * a.kv_heads * a.seqs, 1);
   x.clear_blocks = a.query_begin ? static_cast<unsigned>(std::min(a.tokens, 64)) : 0;

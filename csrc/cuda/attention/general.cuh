@@ -1,4 +1,4 @@
-// Attention of any number of queries, any d and any bits (attention/general.cu).
+// Attention of any number of queries, any head_dim and any widths (attention/general.cu).
 #pragma once
 
 #include "choices/device.h"

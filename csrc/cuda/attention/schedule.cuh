@@ -23,12 +23,9 @@ constexpr int kUnitTokens = 64;       // keys of a unit of codes
 constexpr int kSegmentOverhead = 16;  // the end of a segment takes as long as so many units
 constexpr int kLeastUnits = 8;        // the shortest part that a segment is cut into
 
-// For arguments that are not negative: unsigned division is faster than signed division.
+// For arguments that are not negative, because unsigned division is faster.
 __device__ __forceinline__ int quotient(int x, int y) {
   return static_cast<int>(static_cast<unsigned>(x) / static_cast<unsigned>(y));
-}
-__device__ __forceinline__ int remainder(int x, int y) {
-  return static_cast<int>(static_cast<unsigned>(x) % static_cast<unsigned>(y));
 }
 
 // Everything that follows from the length of a sequence.

@@ -38,10 +38,9 @@ int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multi
 // of them. warps = 0: not even one warp fits.
 SplitKvPlan plan_of(const KernelEntry& k, int most_warps, int blocks_per_multiprocessor, const StageLayout& layout,
                     const DeviceFacts& device, int d) {
-  constexpr int kReserved = 1024;  // CUDA keeps this for itself in every block
   constexpr int kMostStages = 8, kFloat = sizeof(float);
-  const int limit =
-      std::min(device.shared_per_block, device.shared_per_multiprocessor / blocks_per_multiprocessor - kReserved);
+  const int limit = std::min(device.shared_per_block,
+                             device.shared_per_multiprocessor / blocks_per_multiprocessor - kReservedSharedBytes);
   SplitKvPlan best{};
   for (int warps = most_warps; warps >= 1 && best.warps == 0; --warps) {
     for (const int states : {warps, (warps + 1) / 2}) {

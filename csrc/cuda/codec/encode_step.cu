@@ -629,7 +629,6 @@ StepArguments step_arguments(const EncodeArguments& a) {
   for (int kind = 0; kind < 2; ++kind) {
     const EncodeSource& source = a.source[kind];
     const Codebook& book = source.book;
-
     step.source[kind] = {source.data,
                          source.signs,
                          source.channels.center,
@@ -646,7 +645,6 @@ StepArguments step_arguments(const EncodeArguments& a) {
   }
   if (a.tail.data) {
     const Tail& tail = a.tail;
-
     step.tail = {tail.data,
                  tail.slots,
                  tail.lengths,

@@ -10,12 +10,12 @@
 
 namespace turboquant::cuda {
 
-// A current device and its facts; the reference lives as long as the process.
 struct Device {
-  int index;
+  int index;  // CUDA's number of it
   DeviceFacts facts;
 };
 
+// The reference lives as long as the process.
 inline const Device& device_of(int index) {
   static std::mutex mutex;
   static std::deque<Device> known;  // a deque never moves its elements

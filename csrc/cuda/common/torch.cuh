@@ -48,6 +48,8 @@ class Launch {
   cudaStream_t stream_ = nullptr;
 };
 
+// A launch that may begin before the previous kernel has ended (from compute capability 9.0 on; elsewhere an ordinary
+// launch). The kernel must call wait_for_previous_kernel.
 inline cudaError_t launch_early(const void* kernel, int grid, int threads, int shared_bytes, void** arguments,
                                 cudaStream_t stream, int compute_major) {
   cudaLaunchAttribute early{};
