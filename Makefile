@@ -11,7 +11,7 @@ BENCH_ARGS  ?=
 AUDIT_ARGS  ?=
 ARCHS       ?= $(TORCH_CUDA_ARCH_LIST)
 export TORCH_CUDA_ARCH_LIST := $(ARCHS)
-GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)
+GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]+$$')
 
 SOURCES := setup.py pyproject.toml LICENSE $(wildcard README.md) \
            $(shell find csrc torch_turboquant -type f -not -path '*/__pycache__/*' -not -path '*/lib/*')

@@ -104,12 +104,16 @@ def choose_cuda() -> Cuda | str:
         sys.exit("TORCH_TURBOQUANT_BUILD_CUDA is 1, but nvcc is not in CUDA_HOME/bin nor on PATH")
     if nvcc is None:
         return "nvcc is not in CUDA_HOME/bin nor on PATH"
-    found = listed or architectures_of(compute_capabilities())
+    capabilities = [] if listed else compute_capabilities()
+    found = listed or architectures_of(capabilities)
     if not found and wanted == "1":
         found = ALL_ARCHITECTURES
     if not found:
+        why = "this machine has no GPU"
+        if capabilities:
+            why = f"the GPU's compute capability, {', '.join(capabilities)}, is below 7.5"
         return (
-            "this machine has no GPU. For the CUDA kernels: make ARCHS=all (pip: "
+            f"{why}. For the CUDA kernels: make ARCHS=all (pip: "
             "TORCH_CUDA_ARCH_LIST=all), or ARCHS=9.0a for one architecture"
         )
     return Cuda(nvcc, found)

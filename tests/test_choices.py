@@ -388,7 +388,7 @@ STEP = {"head_dim": 128, "q_heads": 32, "kv_heads": 8, "preset": "k4v4", "device
         ("paged_attention", {"max_q_len": 2**31}, "max_q_len is 2147483648, supported: 1 to"),
         ("paged_attention", {"preset": "k9v9"}, "unknown preset 'k9v9'"),
         ("paged_attention", {"preset": None}, "must have a preset, or key_bits and value_bits"),
-        ("paged_attention", {"key_bits": 4}, "must be absent beside a preset"),
+        ("paged_attention", {"key_bits": 4}, "give either, not both"),
         ("paged_attention", {"dtype": "int8"}, "dtype is int8, supported: float16, float32"),
         ("paged_attention", {"dtype": torch.float64}, "dtype is torch.float64, supported"),
         ("encode", {}, "encode has no q_heads, kv_heads, preset, supported: head_dim, vectors"),
@@ -488,8 +488,8 @@ def test_the_command(capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--device H200", "op is None beside a shape or a device, supported: paged_attention"),
-        ("--head-dim 128", "op is None"),
+        ("--device H200", "a shape or --device needs --op, supported: paged_attention"),
+        ("--head-dim 128", "needs --op"),
         ("--op encode --head-dim 128 --device L4", "encode must have head_dim, vectors, bits, got"),
     ],
 )

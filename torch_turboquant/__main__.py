@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         choice = choices.asked_choice(args)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"info: {error}", file=sys.stderr)
         return 2
     facts = build_info() if choice is None else choice._asdict()
     if args.json:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_turboquant import _checks
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AttentionBatch:
     """The new tokens of some sequences: index tensors that every layer of a model shares.
 
@@ -54,6 +54,12 @@ class AttentionBatch:
         if self.seq_lens is None:
             if self.tail_slots is not None:
                 raise ValueError("tail needs seq_lens")
+            if self.slot_mapping is not None:
+                _checks.check_dtype("slot_mapping", self.slot_mapping, (torch.int64,))
+                device = self.slot_mapping.device
+                _checks.check_constant(
+                    "slot_mapping", self.slot_mapping, device, torch.int64, (None,)
+                )
             return
         _checks.check_dtype("seq_lens", self.seq_lens, (torch.int32,))
         device = self.seq_lens.device
@@ -70,7 +76,7 @@ class AttentionBatch:
                 _checks.check_constant(name, tensor, device, dtype, shape)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AttentionOptions:
     """How queries attend, beyond what the cache says: the same for every call of a layer.
 

@@ -105,7 +105,7 @@ def _config(
     _vector_dim(head_dim)
     if name is not None:
         if any(given is not None for given in (*bits, *grids)):
-            raise ValueError("bits and grids must be absent beside a preset, got both")
+            raise ValueError("a preset has its bits and grids: give either, not both")
         return preset(name, head_dim, **others)
     if bits[0] is None or bits[1] is None:
         raise ValueError("a cache must have a preset, or key_bits and value_bits, got neither")
@@ -365,6 +365,6 @@ def asked_choice(args: argparse.Namespace) -> KernelChoice | None:
     shape = {name: value for name, value in vars(args).items() if name in _parameters()}
     if args.op is None:
         if shape or args.device:
-            raise ValueError(f"op is None beside a shape or a device, supported: {', '.join(OPS)}")
+            raise ValueError(f"a shape or --device needs --op, supported: {', '.join(OPS)}")
         return None
     return kernel_choice(args.op, device=args.device, **shape)

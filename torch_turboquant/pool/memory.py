@@ -196,7 +196,7 @@ class PoolMemory:
             raise ValueError(f"layer is {layer}, supported: 0 to {len(self.layers) - 1}")
 
     def put(self, array: np.ndarray) -> Tensor:
-        """A copy of the array on the device; it waits for nothing."""
+        """The array on the device, without waiting; on the CPU both share their memory."""
         return self.host(array).to(self.device, non_blocking=True)
 
     def host(self, array: np.ndarray) -> Tensor:

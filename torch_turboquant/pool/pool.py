@@ -139,6 +139,8 @@ class PagedKVPool(PoolSequences):
             centers: [num_kv_heads, head_dim] per layer, any floating dtype, or [3, num_kv_heads,
                 head_dim] of scaled_center; None: no center, for one layer or for all.
 
+        The layers get new tables: a CUDA graph that was captured before still reads the old ones.
+
         Raises:
             RuntimeError: a page was taken before.
             ValueError: another number of layers, another shape, NaN or infinity.

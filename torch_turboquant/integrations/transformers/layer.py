@@ -144,7 +144,7 @@ class TurboQuantLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Stores new tokens: [batch, kv_heads, new, head_dim] each.
 
-        Returns what the attention function of this module expects: the new keys and values, which
+        Returns what attention (binding.py) expects: the new keys and values, which
         it recognises, not the whole sequence.
         """
         forward = self.sequences.forward
