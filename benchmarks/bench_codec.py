@@ -3,10 +3,10 @@
 Memory bounds every op here, so the yardstick is a device-to-device copy that reads and writes as
 many bytes in total ("copy"). For scores, which write next to nothing, it is a sum that reads as
 many bytes ("read"). "of" is the yardstick's time over the op's: 1.0 is the speed of memory. "eager"
-is the same work in plain PyTorch, without the exact rounding of the format. Ops, yardsticks and
-eager code take turns on two sets of random data. Before each call, reading 512 MB flushes the
-device's cache, and the device sleeps until everything is queued. Times are medians between events
-around the call.
+is the same work in plain PyTorch, without the exact rounding of the format, and "compiled" the same
+through torch.compile. Ops, yardsticks and PyTorch code take turns on two sets of random data.
+Before each call, reading 512 MB flushes the device's cache, and the device sleeps until everything
+is queued. Times are medians between events around the call.
 
 The last rows are one decode step: cache_store of 64 tokens in a CUDA graph, compared with an empty
 kernel, in a graph of one node (the cost of a launch) and per node of a graph of 100.
@@ -396,7 +396,7 @@ class Timer:
             return lambda: took
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flushed.view(torch.float32).sum()  # reading leaves nothing to be written back
-        torch.cuda._sleep(200_000)  # about 0.1 ms: calls are queued before the first starts
+        torch.cuda._sleep(1_000_000)  # about 0.5 ms: calls are queued before the first starts
         begin.record()
         call()
         end.record()
@@ -436,6 +436,9 @@ def measure(row: Row, timer: Timer) -> dict[str, object]:
         calls[kind] = [yardstick(kind, first.bytes, timer.device)]
     if first.eager:
         calls["eager"] = [w.eager for w in sets]
+        if timer.device.type == "cuda":
+            torch._dynamo.reset()
+            calls["compiled"] = [torch.compile(w.eager, dynamic=False) for w in sets]
     times = timer.medians(calls)
     took, reference = times["op"], times[first.yardstick]
     return {
@@ -448,6 +451,7 @@ def measure(row: Row, timer: Timer) -> dict[str, object]:
         "of": round(reference / took, 3),
         "copy_ms": round(times["copy"], 5),
         "eager_ms": round(times["eager"], 5) if "eager" in times else None,
+        "compiled_ms": round(times["compiled"], 5) if "compiled" in times else None,
     } | row.notes
 
 
@@ -504,17 +508,23 @@ def main() -> None:
     rows, timer, results = Rows(device), Timer(device, arguments.repeats), []
 
     print(f"{common.device_name(device)}, torch {torch.__version__}")
-    print(f"{'':38} {'MB':>8} {'ms':>9} {'TB/s':>6} {'yardstick':>15} {'of':>5} {'eager':>9}")
+    print(
+        f"{'':38} {'MB':>8} {'ms':>9} {'TB/s':>6} {'yardstick':>15} {'of':>5} {'eager':>9} "
+        f"{'compiled':>9}"
+    )
     with torch.no_grad():
         for row in rows.all():
             if not wanted.search(row.name):
                 continue
             r = measure(row, timer)
             results.append(r)
-            eager = "-" if r["eager_ms"] is None else f"{r['eager_ms']:9.4f}"
+            eager, compiled = (
+                "-" if r[key] is None else f"{r[key]:9.4f}" for key in ("eager_ms", "compiled_ms")
+            )
             print(
                 f"{row.name:38} {r['bytes'] / 1e6:8.1f} {r['ms']:9.4f} {r['tb_per_s']:6.3f} "
-                f"{r['yardstick']:>5} {r['yardstick_ms']:9.4f} {r['of']:5.2f} {eager:>9}",
+                f"{r['yardstick']:>5} {r['yardstick_ms']:9.4f} {r['of']:5.2f} {eager:>9} "
+                f"{compiled:>9}",
                 flush=True,
             )
             if device.type == "cuda":

@@ -4,9 +4,10 @@ Contestants take turns in one process and on the same threads. 96 MB are read be
 that every call finds its data in memory and not in a cache. Times are medians.
 
 Attention is one decode step of 32 query heads over 8 KV heads of 128 channels. It is compared with
-three ways to do the same in PyTorch over an unpacked cache, in bfloat16 and float32:
+four ways to do the same in PyTorch over an unpacked cache, in bfloat16 and float32:
 scaled_dot_product_attention with enable_gqa, the same with the query heads of a KV head as queries,
-and two products with a softmax between them. "speedup" is the time of the fastest way over ours.
+two products with a softmax between them, and these through torch.compile. "speedup" is the time of
+the fastest way over ours.
 
 For all other ops the yardstick is a copy into new memory that reads and writes as many bytes in
 total: "copy" is its time over the op's, and 1.0 is the speed of memory.
@@ -40,6 +41,7 @@ from torch_turboquant._library import cpu_levels, force_cpu_level
 D = 128
 Q_HEADS, HEADS = 32, 8
 PRESETS = ("k4v4", "k3v3", "k5v4u", "k8v8")
+WAYS = ("gqa", "folded", "matmul", "compiled")
 CONTEXTS = [(1024 << i, 1) for i in range(7)] + [(8192, 4), (32768, 4)]
 FLUSHED_BYTES = 96 << 20
 SIMILAR = {
@@ -92,6 +94,10 @@ class Race:
 # ---- attention
 
 
+def products(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT / math.sqrt(D)).softmax(-1) @ v
+
+
 class Attention:
     """One decode step: the same keys and values plain, and packed by presets."""
 
@@ -120,10 +126,12 @@ class Attention:
     def ways(self, dtype: torch.dtype) -> dict[str, Call]:
         (k, v), q = self.plain[dtype], self.q.to(dtype)
         folded = q.view(self.batch, HEADS, -1, D)
+        compiled = torch.compile(products, dynamic=False)
         return {
             "gqa": lambda: scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True),
             "folded": lambda: scaled_dot_product_attention(folded, k, v),
-            "matmul": lambda: (folded @ k.mT / math.sqrt(D)).softmax(-1) @ v,
+            "matmul": lambda: products(folded, k, v),
+            "compiled": lambda: compiled(folded, k, v),
         }
 
     def check(self, name: str) -> None:
@@ -141,6 +149,7 @@ def attention_rows(race: Race, levels: list[str], wanted: re.Pattern, quick: boo
         presets = tuple(name for name in PRESETS if wanted.search(rows[name]))
         if not presets:
             continue
+        torch._dynamo.reset()  # every context is compiled by itself
         data = Attention(context, batch, presets)
         calls: dict[tuple[str, str | None], Call] = {}
         for dtype in data.plain:
@@ -329,7 +338,9 @@ def print_row(row: Row) -> None:
         print(f"{ours} {row['per_code'] or '-':>9} instructions per code ({row['by']})")
     elif "batch" in row:
         bf16, fp32 = (
-            "/".join(f"{row[f'{kind}_{way}_ms']:.2f}" for way in ("gqa", "folded", "matmul"))
+            "/".join(
+                f"{row[f'{kind}_{way}_ms']:.2f}" for way in ("gqa", "folded", "matmul", "compiled")
+            )
             for kind in ("bf16", "fp32")
         )
         print(

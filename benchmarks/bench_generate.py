@@ -1,27 +1,35 @@
 """Generating text with a model of the shape of Llama-3.1-8B: memory and time by kind of cache.
 
-The model has random weights, which do not change the times. The contestants, each in the ways in
-which it can run:
+The model has random weights, which do not change the times. The contestants:
 
-    dynamic      DynamicCache and scaled_dot_product_attention
-    static       StaticCache and scaled_dot_product_attention
-    unmasked     StaticCache, read to its end without a mask by scaled_dot_product_attention on
-                 grouped heads: the tokens are wrong, but no bfloat16 cache could be faster
-    quanto, hqq, fp8   QuantizedCache of transformers, where its backend is installed
+    dynamic      DynamicCache
+    static       StaticCache, with the mask that it needs
+    unmasked     StaticCache, read to its end without a mask: the tokens are wrong, but no bfloat16
+                 cache could be faster
+    quanto, hqq  QuantizedCache of transformers, where its backend is installed
     k4v4, ...    TurboQuantCache of that preset
+
+Each runs in these modes, as far as it can:
 
     eager        the model as it is (TurboQuantCache: the growing form)
     graph        the whole step captured in a CUDA graph (static forms only)
     compile      torch.compile(mode="reduce-overhead", fullgraph=True) (static forms only)
 
+A cache that is not packed attends through scaled_dot_product_attention in every way that gives the
+same result: as transformers calls it ("as is"), and by the kernels of cuDNN and of flash attention,
+each with enable_gqa and with the query heads of a KV head folded into queries. A few steps of each
+way choose the fastest ("way"), which is then timed. "ways_ms" has the times of all of them. The
+mode "compile", which takes long to start, has only the way that was the fastest in a graph.
+
 A row of "decode" has the time of one more token of a batch after a given context (tpot_ms: the
-median decode step, from its input to the next token's id), the bytes of the cache's tensors
-(cache_bytes), and the peak of all memory while decoding. The context consists of random keys and
-values, written straight into the cache, since their values do not change the times either
-("filled": "random"). A row of "prompt" runs a real prompt through the model. It has the peak of
-memory and the time to the first token, once as a new process takes it (ttft_ms: unused memory was
-given back to the device, so that it comes from the driver again) and once as later prompts take it
-(ttft_kept_ms: torch keeps the memory).
+median decode step, from its input to the next token's id, of the least disturbed window of 8 steps:
+eager steps depend on the host, which other work can slow down for seconds), the bytes of the
+cache's tensors (cache_bytes), and the peak of all memory while decoding. The context consists of
+random keys and values, written straight into the cache, since their values do not change the times
+either ("filled": "random"). A row of "prompt" runs a real prompt through the model. It has the peak
+of memory and the time to the first token, once as a new process takes it (ttft_ms: unused memory
+was given back to the device, so that it comes from the driver again) and once as later prompts take
+it (ttft_kept_ms: torch keeps the memory).
 
 predicted_bytes is the prediction of `python -m torch_turboquant memory`, or two bytes per element.
 largest_batch is the number of requests of this context that fit into the device's memory beside the
@@ -43,13 +51,14 @@ import gc
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import common
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -83,8 +92,17 @@ TINY = LLAMA_8B | {
     "head_dim": 32,
     "vocab_size": 500,
 }
-QUANTIZED = ("quanto", "hqq", "fp8")
+QUANTIZED = ("quanto", "hqq")
 STEPS_AHEAD = 64  # room for the tokens that are generated here
+WINDOW = 8  # steps of a median
+TRIED = WINDOW  # steps of each way, before the fastest is timed
+AS_IS = "as is"
+KERNELS = {  # way -> the kernel, and whether query heads are folded into queries
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, False),
+    "cudnn folded": (SDPBackend.CUDNN_ATTENTION, True),
+    "flash": (SDPBackend.FLASH_ATTENTION, False),
+    "flash folded": (SDPBackend.FLASH_ATTENTION, True),
+}
 STATIC = ("graph", "compile")
 AT_MOST = 10.0  # seconds of timed steps or prompts, beyond the least that a median needs
 
@@ -113,43 +131,51 @@ class Case:
     def packed(self) -> bool:
         return self.kind not in ("dynamic", "static", "unmasked", *QUANTIZED)
 
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways in which this case can attend."""
+        if self.packed or self.kind == "static":  # a mask excludes the kernels
+            return (AS_IS,)
+        if self.kind in QUANTIZED:  # most of their time goes to decoding the cache
+            return AS_IS, "flash folded"
+        return tuple(KERNELS) if self.kind == "unmasked" else (AS_IS, *KERNELS)
+
 
 def whole_table() -> Iterator[Case]:
-    presets = ("k4v4", "k5v4u", "k4v4u", "k3v3")
+    presets = ("k5v4u", "k4v4")
     for context in (100, 1024, 8192, 32768, 131072):
         for batch in (1, 8, 16, 32) if context == 32768 else (1, 8, 32):
-            for kind in ("dynamic", *QUANTIZED):
+            quantized = QUANTIZED if batch == 1 else ("quanto",)
+            for kind in ("dynamic", *quantized, *presets):
                 yield Case("decode", kind, "eager", batch, context)
-            yield Case("decode", "k4v4", "eager", batch, context)
             for kind in ("static", "unmasked", *presets):
                 yield Case("decode", kind, "graph", batch, context)
-    for context, batch in ((1024, 1), (32768, 16)):
-        for kind in ("static", "k4v4"):
+    for context, batch in ((1024, 1), (32768, 16), (131072, 1)):
+        for kind in ("static", "unmasked", *presets):
             yield Case("decode", kind, "compile", batch, context)
     for context in (100, 256, 1024, 8192, 32768, 131072):
-        for kind in ("dynamic", "k4v4", "k5v4u"):
+        for kind in ("dynamic", *presets):
             yield Case("prompt", kind, "eager", 1, context)
-    for kind in ("dynamic", "k4v4"):
+    for kind in ("dynamic", *presets):
         yield Case("prompt", kind, "eager", 8, 8192)
 
 
 def quick_table() -> Iterator[Case]:
     for context, batch in ((8192, 1), (32768, 16), (131072, 1), (1024, 32)):
-        yield Case("decode", "dynamic", "eager", batch, context)
-        yield Case("decode", "k4v4", "eager", batch, context)
-        for kind in ("static", "unmasked", "k4v4", "k5v4u"):
+        for kind in ("dynamic", "k5v4u"):
+            yield Case("decode", kind, "eager", batch, context)
+        for kind in ("static", "unmasked", "k5v4u"):
             yield Case("decode", kind, "graph", batch, context)
     for context in (1024, 8192, 32768):
-        for kind in ("dynamic", "k4v4"):
+        for kind in ("dynamic", "k5v4u"):
             yield Case("prompt", kind, "eager", 1, context)
-    for kind in ("static", "k4v4"):
-        yield Case("decode", kind, "compile", 1, 8192)
+    for kind in ("static", "unmasked", "k5v4u"):
+        yield Case("decode", kind, "compile", 1, 131072)
 
 
 def tiny_table() -> Iterator[Case]:
     for kind, mode in (
         ("dynamic", "eager"),
-        ("fp8", "eager"),
         ("k4v4", "eager"),
         ("static", "compile"),
         ("unmasked", "compile"),
@@ -163,15 +189,41 @@ def tiny_table() -> Iterator[Case]:
 # ------------------------------------------------------------------------------------- caches
 
 
-def unmasked(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """Attention of one query to a whole static cache. Query heads of a KV head are neighbours."""
-    batch, heads, _, d = query.shape
-    grouped = query.view(batch, key.shape[1], -1, d)
-    out = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, scale=scaling)
-    return out.reshape(batch, 1, heads, d), None
+def attention_of(way: str) -> Callable:
+    """Attention of one query to everything that is given, for AttentionInterface."""
+    backend, folded = KERNELS[way]
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        batch, heads, _, d = query.shape
+        if folded:  # query heads of a KV head are neighbours
+            query = query.view(batch, key.shape[1], -1, d)
+        with sdpa_kernel(backend):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, scale=scaling, enable_gqa=not folded
+            )
+        return out.reshape(batch, 1, heads, d), None
+
+    return attend
 
 
-AttentionInterface.register("unmasked", unmasked)
+def implementation(way: str) -> str:
+    """The name under which transformers finds a way. Names with "flash" have a meaning there."""
+    return "sdpa" if way == AS_IS else f"unmasked_{list(KERNELS).index(way)}"
+
+
+for way in KERNELS:
+    AttentionInterface.register(implementation(way), attention_of(way))
+
+
+@contextmanager
+def attending(model, way: str) -> Iterator[None]:
+    """Lets a model attend in one way."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(implementation(way))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 class Unavailable(Exception):
@@ -185,15 +237,8 @@ def made(case: Case, model) -> Iterator[Cache]:
     static = case.mode in STATIC
     if case.kind == "dynamic":
         yield DynamicCache(config=model.config)
-    elif case.kind == "static":
+    elif case.kind in ("static", "unmasked"):
         yield StaticCache(config=model.config, max_cache_len=room)
-    elif case.kind == "unmasked":
-        before = model.config._attn_implementation
-        model.set_attn_implementation("unmasked")
-        try:
-            yield StaticCache(config=model.config, max_cache_len=room)
-        finally:
-            model.set_attn_implementation(before)
     elif case.kind in QUANTIZED:
         try:
             cache = QuantizedCache(case.kind, model.config)
@@ -323,10 +368,38 @@ def stepper(case: Case, model, cache: Cache) -> Callable[[Tensor], Tensor]:
     return replay
 
 
-def decode(case: Case, model, device: Device, steps: int) -> dict:
-    """Times of decode steps after a context; see the top of this file."""
+def decode(case: Case, ways: Sequence[str], model, device: Device, steps: int) -> dict:
+    """Times of decode steps after a context, of the fastest way; see the top of this file."""
+    tried: dict[str, float] = {}
+    absent: dict[str, str] = {}
+    for way in ways if len(ways) > 1 else ():
+        try:
+            tried[way] = steps_of(case, way, model, device, TRIED)["tpot_ms"]
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # no kernel for this shape or device
+            if case.packed or way == AS_IS:
+                raise
+            absent[way] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    way = min(tried, key=tried.__getitem__) if tried else ways[0]
+    row = steps_of(case, way, model, device, steps)
+    if len(case.ways) > 1:
+        row |= {"way": way, "ways_ms": tried, "absent": absent}
+    return row
+
+
+def ways_of(case: Case, found: dict[Identity, dict]) -> Sequence[str]:
+    """The ways to try: all, or to compile only the one that was the fastest in a graph."""
+    graph = found.get(replace(case, mode="graph").identity, {})
+    return (graph["way"],) if case.mode == "compile" and "way" in graph else case.ways
+
+
+def steps_of(case: Case, way: str, model, device: Device, steps: int) -> dict:
+    """Times of decode steps after a context in one way, and the memory that they need."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    with made(case, model) as cache:
+    torch._dynamo.reset()
+    device.clean()
+    with attending(model, way), made(case, model) as cache:
         fill(cache, model, case)
         held = bytes_of(cache, case)
         device.clean()
@@ -344,7 +417,7 @@ def decode(case: Case, model, device: Device, steps: int) -> dict:
         peak = device.peak()
         del step
     row = {
-        "tpot_ms": 1e3 * statistics.median(times),
+        "tpot_ms": 1e3 * typical(times),
         "tpot_min_ms": 1e3 * min(times),
         "ready_s": ready,
         "cache_bytes": held,
@@ -357,6 +430,13 @@ def decode(case: Case, model, device: Device, steps: int) -> dict:
         row |= {"peak_bytes": peak, "weights_bytes": weights, "everything_else_bytes": rest}
         row["largest_batch"] = int(free // (held / case.batch))
     return row
+
+
+def typical(times: list[float]) -> float:
+    """The lowest median of a window of steps."""
+    windows = [times[i : i + WINDOW] for i in range(0, len(times), WINDOW)]
+    full = [window for window in windows if len(window) == WINDOW] or windows
+    return min(map(statistics.median, full))
 
 
 def prompt(case: Case, model, device: Device, repeats: int) -> dict:
@@ -392,7 +472,7 @@ def prompt(case: Case, model, device: Device, repeats: int) -> dict:
     }
 
 
-def measure(case: Case, model, device: Device, quick: bool) -> dict:
+def measure(case: Case, ways: Sequence[str], model, device: Device, quick: bool) -> dict:
     """The row of a case. If it cannot run, the row says why."""
     origin = {
         "part": case.part,
@@ -403,7 +483,7 @@ def measure(case: Case, model, device: Device, quick: bool) -> dict:
     }
     try:
         if case.part == "decode":
-            return origin | decode(case, model, device, 12 if quick else 32)
+            return origin | decode(case, ways, model, device, 12 if quick else 32)
         return origin | prompt(case, model, device, 4 if quick else 12)
     except Unavailable as error:
         return origin | {"not_run": str(error)}
@@ -430,7 +510,9 @@ def describe(row: dict) -> str:
             f"{title}  first token {row['ttft_ms']:9.2f} ms, with memory kept "
             f"{row['ttft_kept_ms']:9.2f} ms"
         )
-    text = f"{title}  {row['tpot_ms']:8.3f} ms a token, cache {row['cache_bytes'] / 2**30:7.3f} GiB"
+    way = f" ({row['way']})" if "way" in row else ""
+    text = f"{title}  {row['tpot_ms']:8.3f} ms a token{way}, cache "
+    text += f"{row['cache_bytes'] / 2**30:7.3f} GiB"
     if row["predicted_bytes"]:
         text += f" ({100 * (row['cache_bytes'] / row['predicted_bytes'] - 1):+.2f}%)"
     if "largest_batch" in row:
@@ -476,7 +558,7 @@ def main() -> None:
             if time.perf_counter() - started > arguments.seconds:
                 print(f"stopped before: {case.title}")
                 break
-            row = measure(case, model, device, arguments.quick)
+            row = measure(case, ways_of(case, found), model, device, arguments.quick)
             print(describe(row), f"[{time.perf_counter() - started:.0f} s]", flush=True)
             found[case.identity] = {**origin, **row}
             common.write_rows(name, list(found.values()), arguments)

@@ -151,10 +151,15 @@ def source(name: str, some: Iterable[Row]) -> str:
     return f"[{name}.json](benchmarks/results/{name}.json): {text}"
 
 
-DECODE = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 32, "q_len": 1, "tail": False}
+DECODE = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 32, "q_len": 1, "tail": True}
 LARGE = 64, 8192
 QUALITY = file_name("quality", quality_tables.MODELS["SmolLM2-135M"])
-OTHERS = {"kivi4": "KIVI, 4 bits", "q4_0h": "4-bit blocks, rotated", "int4": "int4 per token"}
+OTHERS = {
+    "int8": "int8 per token",
+    "kivi4": "KIVI, 4 bits",
+    "q4_0h": "4-bit blocks, rotated",
+    "int4": "int4 per token",
+}
 
 
 def h200_rows(name: str) -> list[Row]:
@@ -216,8 +221,8 @@ VARIANTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "8 for 1, 128 x 8,192": ((128, 8192), {"q_heads": 8, "kv_heads": 1}),
     "pages of 16": (LARGE, {"page_size": 16}),
     "pages of 128": (LARGE, {"page_size": 128}),
-    "exact tail": (LARGE, {"tail": True}),
-    "2,048 queries over 32,768 tokens": ((1, 34816), {"q_len": 2048}),
+    "neither exact tail nor center": (LARGE, {"tail": False}),
+    "2,048 queries over 32,768 tokens, likewise": ((1, 34816), {"q_len": 2048, "tail": False}),
 }
 
 
@@ -268,51 +273,123 @@ def milliseconds(row: Row | None, key: str) -> str:
     return f"{row[key]:.1f}" if row[key] < 100 else f"{row[key]:,.0f}"
 
 
+Columns = dict[str, tuple[str, str]]  # header -> kind and mode of bench_generate
+EAGER: Columns = {
+    "`DynamicCache`": ("dynamic", "eager"),
+    "quanto": ("quanto", "eager"),
+    "k5v4u": ("k5v4u", "eager"),
+    "k4v4": ("k4v4", "eager"),
+}
+GRAPH: Columns = {
+    "`StaticCache`": ("static", "graph"),
+    "bf16": ("unmasked", "graph"),
+    "k5v4u": ("k5v4u", "graph"),
+    "k4v4": ("k4v4", "graph"),
+}
+
+
+def as_is(row: Row | None) -> str:
+    """Milliseconds per token with the attention kernel that PyTorch chooses by itself."""
+    return f"{row['ways_ms']['as is']:.1f}" if row and "ways_ms" in row else milliseconds(row, "")
+
+
 def models_table() -> str:
-    """The rows of generation_table that the answer needs: milliseconds per token."""
+    """The rows that the answer needs: milliseconds per token, eager and in graphs."""
     columns = {
-        "`DynamicCache`": ("dynamic", "eager"),
-        "bf16": ("unmasked", "graph"),
+        "eager: `DynamicCache`": ("dynamic", "eager"),
+        "k5v4u": ("k5v4u", "eager"),
+        "in a CUDA graph: bf16": ("unmasked", "graph"),
+        "k5v4u ": ("k5v4u", "graph"),
         "k4v4": ("k4v4", "graph"),
-        "k5v4u": ("k5v4u", "graph"),
     }
     found = generated("decode")
     lines = []
     for shape in ((1, 1024), (1, 8192), (1, 32768), (16, 32768), (1, 131072), (8, 131072)):
         times = (milliseconds(found[shape].get(column), "tpot_ms") for column in columns.values())
         lines.append([name_of(shape), *times])
-    return markdown(["batch x context", *columns], lines)
+    return markdown(["batch x context", *(column.strip() for column in columns)], lines)
+
+
+def eager_table() -> str:
+    """A whole model without graphs: milliseconds per token."""
+    lines = []
+    for shape, some in generated("decode").items():
+        if ("k5v4u", "eager") in some:
+            times = [milliseconds(some.get(column), "tpot_ms") for column in EAGER.values()]
+            dynamic = some.get(("dynamic", "eager"))
+            way = dynamic.get("way", "") if dynamic else ""
+            lines.append([name_of(shape), as_is(dynamic), f"{times[0]} {way}".strip(), *times[1:]])
+    header = ["batch x context", "`DynamicCache` as it is", "with its fastest kernel"]
+    return markdown([*header, *list(EAGER)[1:]], lines)
 
 
 def generation_table() -> str:
-    """A whole model: milliseconds per token, and how many sequences fit."""
-    columns = {
-        "`DynamicCache`": ("dynamic", "eager"),
-        "`QuantizedCache`, quanto": ("quanto", "eager"),
-        "`StaticCache`": ("static", "graph"),
-        "bf16": ("unmasked", "graph"),
-        "k4v4": ("k4v4", "graph"),
-        "k5v4u": ("k5v4u", "graph"),
-    }
+    """A whole model in a CUDA graph: milliseconds per token, and how many sequences fit."""
     lines = []
     for shape, some in generated("decode").items():
-        if ("k4v4", "graph") in some:
-            times = (milliseconds(some.get(column), "tpot_ms") for column in columns.values())
-            rows_of = (some.get((kind, "graph"), {}) for kind in ("unmasked", "k4v4"))
+        if ("k5v4u", "graph") in some:
+            times = [milliseconds(some.get(column), "tpot_ms") for column in GRAPH.values()]
+            way = some.get(("unmasked", "graph"), {}).get("way", "")
+            times[1] = f"{times[1]} {way}".strip()
+            rows_of = (some.get((kind, "graph"), {}) for kind in ("unmasked", "k5v4u", "k4v4"))
             fits = (row.get("largest_batch") for row in rows_of)
-            text = " and ".join("-" if n is None else f"{n:,}" for n in fits)
+            text = ", ".join("-" if n is None else f"{n:,}" for n in fits)
             lines.append([name_of(shape), *times, text])
-    return markdown(["batch x context", *columns, "largest batch that fits: bf16 and k4v4"], lines)
+    fits = "largest batch that fits: bf16, k5v4u, k4v4"
+    return markdown(["batch x context", *GRAPH, fits], lines)
 
 
 def compiled_table() -> str:
     """The same through torch.compile."""
     lines = []
     for shape, some in generated("decode").items():
-        pair = [some.get((kind, "compile")) for kind in ("static", "k4v4")]
-        if any(pair):
-            lines.append([name_of(shape), *(milliseconds(row, "tpot_ms") for row in pair)])
-    return markdown(["batch x context", "`StaticCache`", "k4v4"], lines)
+        rows = [some.get((kind, "compile")) for kind, _ in GRAPH.values()]
+        if any(rows):
+            lines.append([name_of(shape), *(milliseconds(row, "tpot_ms") for row in rows)])
+    return markdown(["batch x context", *GRAPH], lines)
+
+
+def vllm_rows(call: str, shape: dict[str, int]) -> dict[str, Row]:
+    """Rows of bench_vllm_kernels on the GPU: contender -> row."""
+    wanted = {"call": call, **shape}
+    return {
+        row["name"]: row for row in h200_rows("h200_vllm_kernels") if wanted.items() <= row.items()
+    }
+
+
+VLLM_PRESETS = {  # ours -> vLLM's preset with as many bits
+    "k8v4": "turboquant_k8v4",
+    "k4v4": "turboquant_4bit_nc",
+    "k3v3": "turboquant_3bit_nc",
+}
+
+
+def vllm_table() -> str:
+    """vLLM's TurboQuant and FlashAttention 3 beside ours: microseconds of one call."""
+    attention = [row for row in h200_rows("h200_vllm_kernels") if row["call"] == "attention"]
+    shapes = list(dict.fromkeys((row["batch"], row["context"]) for row in attention))
+    calls = [
+        (f"attention, {name_of(shape)}", "attention", {"batch": shape[0], "context": shape[1]})
+        for shape in sorted(shapes, key=lambda shape: -shape[0] * shape[1])
+    ]
+    stores = [row for row in h200_rows("h200_vllm_kernels") if row["call"] == "store"]
+    for tokens in sorted({row["tokens"] for row in stores}, reverse=True):
+        calls.append((f"store, {tokens:,} tokens", "store", {"tokens": tokens}))
+    lines = []
+    for label, call, shape in calls:
+        found = vllm_rows(call, shape)
+        line = [
+            label,
+            *(f"{1000 * found[n]['ms']:.0f}" if n in found else "" for n in ("fa3", "fa3 fp8")),
+        ]
+        for ours, theirs in VLLM_PRESETS.items():
+            a, b = found[theirs]["ms"], found[ours]["ms"]
+            line.append(f"{1000 * a:,.0f} / {1000 * b:.1f} = {a / b:.1f}x")
+        line.append(f"{1000 * found['k5v4u']['ms']:.1f}")
+        lines.append(line)
+    header = ["us", "FA3, bf16", "FA3, fp8"]
+    pairs = [f"vLLM's {theirs} / {ours}" for ours, theirs in VLLM_PRESETS.items()]
+    return markdown([*header, *pairs, "k5v4u"], lines)
 
 
 def first_token(row: Row | None) -> str:
@@ -351,21 +428,27 @@ CODEC = {
 }
 
 
+def over_pytorch(row: Row) -> str:
+    """How many times as fast as PyTorch code for the same, eager or compiled."""
+    times = [row[key] for key in ("eager_ms", "compiled_ms") if row.get(key)]
+    return f"{min(times) / row['ms']:.1f}x" if times else "-"
+
+
 def codec_table() -> str:
     found = {row["row"]: row for row in h200_rows("h200_codec")}
     lines = []
     for label, names in CODEC.items():
         some = [found[name] for name in names]
-        eager = (f"{row['eager_ms'] / row['ms']:.0f}x" if row["eager_ms"] else "-" for row in some)
+        pytorch = (over_pytorch(row) for row in some)
         lines.append(
             [
                 label,
                 " / ".join(f"{1000 * row['ms']:.0f}" for row in some),
                 " / ".join(f"{row['of']:.2f}" for row in some),
-                " / ".join(eager),
+                " / ".join(pytorch),
             ]
         )
-    return markdown(["op", "us", "of a copy's speed", "over PyTorch eager"], lines)
+    return markdown(["op", "us", "of a copy's speed", "over PyTorch"], lines)
 
 
 def quality_rows(name: str = QUALITY) -> dict[str, Row]:
@@ -382,27 +465,35 @@ def paragraph(text: str) -> str:
     return textwrap.fill(text, subsequent_indent=indent, **width).replace("\0", " ")
 
 
+def half(interval: list[float]) -> float:
+    return (interval[1] - interval[0]) / 2
+
+
 def headline() -> str:
     """The README's first numbers: memory, speed and quality of the default preset."""
     preset = tq.NAMED_PRESETS["near-lossless"][0]
     quality, step = quality_rows()[preset], decode_rows()[LARGE][preset]
     fp8 = quality_rows()["fp8"]
-    found = {kind: row["tpot_ms"] for kind, row in token_times().items()}
-    plain, ours = fastest_plain(found), found[preset, "graph"]
+    plain, ours = (token_row(kind, "graph")["tpot_ms"] for kind in ("unmasked", preset))
     items = [
         f"**Memory: a cache {16 / quality['bits_per_value_8k']:.1f} times smaller**, "
         f"{quality['bits_per_value_8k']:.1f} bits per element instead of 16, scales and exact "
         "tokens included.",
         f"**Speed: attention {step['speedup_vs_bf16']:.1f} times as fast** as the fastest of five "
         f"bf16 kernels, for a decode step of {LARGE[0]} sequences of {LARGE[1]:,} tokens on an "
-        f"H200. A Llama-3.1-8B-shaped model generates a token for {GENERATED[0]} sequences of "
-        f"{GENERATED[1]:,} tokens in {ours:.1f} ms instead of {plain:.1f} ms.",
+        f"H200; **tokens {plain / ours:.1f} times as fast**: a Llama-3.1-8B-shaped model generates "
+        f"one for {GENERATED[0]} sequences of {GENERATED[1]:,} tokens in {ours:.1f} ms instead of "
+        f"{plain:.1f} ms.",
         "**Quality: the same most likely next token as with an uncompressed cache in "
-        f"{100 * quality['top1_agreement']:.1f}% of all positions** (SmolLM2-135M; fp8: "
-        f"{100 * fp8['top1_agreement']:.1f}%).",
+        f"{top1(quality)} of all positions** (SmolLM2-135M; fp8: {top1(fp8)}).",
     ]
     lines = [paragraph(f"- {item}") for item in items]
     return "\n".join([*lines, "", "(from [result files](#size-speed-quality) of this repository)"])
+
+
+def top1(row: Row) -> str:
+    """Agreement of the most likely next token, with half of its interval."""
+    return f"{100 * row['top1_agreement']:.1f}% ± {100 * half(row['top1_agreement_interval']):.1f}"
 
 
 def overview() -> str:
@@ -426,21 +517,25 @@ def overview() -> str:
             continue
         ms = any_row["fp8_ms"] if cache == "fp8" else speed.get(cache, {}).get("ours_ms")
         cells += [microseconds(ms), f"{bf16 / ms:.1f}x"] if ms else ["", ""]
+        change, around = row["perplexity_change"], half(row["perplexity_change_interval"])
         cells += [
-            f"{100 * row['perplexity_change']:+.2f}%",
-            f"{row['kl']:.4f}",
-            f"{100 * row['top1_agreement']:.1f}%",
+            f"{100 * change:+.2f}% ± {100 * around:.2f}",
+            f"{row['kl']:.4f} ± {half(row['kl_interval']):.4f}",
+            top1(row),
         ]
         lines.append(cells)
     header = "cache,bytes per token,smaller,attention on an H200,faster,perplexity,KL,same top-1"
+    untailed = quality["k4v4:sink_tokens=0,recent_window=0"]
     items = [
         f"Size and quality: {source(QUALITY, quality.values())}. SmolLM2-135M over 2,048 tokens of "
-        "Wikipedia prose; exact tail and scales are counted at 8,192 tokens. Of the other ways "
-        "only KIVI keeps tokens exact, which is most of the difference "
+        "Wikipedia prose, with 95% intervals; exact tail and scales are counted at 8,192 tokens. "
+        "Among the baselines only KIVI keeps recent tokens exact, and that explains most of its "
+        f"lead over the others; k4v4 without exact tokens has a KL of {untailed['kl']:.4f} "
         "([more](docs/quality.md)).",
         f"Speed: {source('h200_attention', speed.values())}. A decode step of {name_of(LARGE)} "
-        "tokens, 32 query heads, 8 KV heads of 128, against the fastest of five bf16 kernels and "
-        "FlashInfer's fp8 ([more](docs/performance.md)). Empty cells were not measured.",
+        "tokens, 32 query heads, 8 KV heads of 128, center and exact tail included, against the "
+        "fastest of five bf16 kernels and FlashInfer's fp8 ([more](docs/performance.md)). Empty "
+        "cells were not measured.",
     ]
     notes = "\n".join(paragraph(f"- {item}") for item in items)
     return f"{markdown(header.split(','), lines)}\n\n{notes}"
@@ -449,28 +544,48 @@ def overview() -> str:
 GENERATED = 16, 32768
 
 
-def token_times() -> dict[tuple[str, str], Row]:
-    """Rows of a whole model's decode step at GENERATED, without those that did not run."""
-    found = generated("decode")[GENERATED]
-    return {kind: row for kind, row in found.items() if "tpot_ms" in row}
-
-
-def fastest_plain(found: dict[tuple[str, str], float]) -> float:
-    """Milliseconds per token of the fastest way over an uncompressed static cache."""
-    return min(ms for (kind, _), ms in found.items() if kind in ("unmasked", "static"))
+def token_row(kind: str, mode: str) -> Row:
+    """A whole model's decode step at GENERATED."""
+    return generated("decode")[GENERATED][kind, mode]
 
 
 def generation() -> str:
-    """The README's sentence on whole models."""
-    rows = token_times()
-    found = {kind: row["tpot_ms"] for kind, row in rows.items()}
-    return paragraph(
-        "A Llama-3.1-8B-shaped model with random weights generates a token for 16 sequences of "
-        f"32,768 tokens in {found['k4v4', 'graph']:.1f} ms with k4v4, {fastest_plain(found):.1f} "
-        "ms with the fastest bfloat16 way and "
-        f"{found['dynamic', 'eager']:.0f} ms with transformers' `DynamicCache` "
-        f"({source('h200_generate', rows.values())})."
+    """The README's sentences on whole models, and on vLLM's TurboQuant."""
+    preset = tq.NAMED_PRESETS["near-lossless"][0]
+    rows = {
+        name: token_row(*column)
+        for name, column in {
+            "dynamic": ("dynamic", "eager"),
+            "eager": (preset, "eager"),
+            "bf16": ("unmasked", "graph"),
+            "graph": (preset, "graph"),
+        }.items()
+    }
+    ms = {name: f"{row['tpot_ms']:.1f} ms" for name, row in rows.items()}
+    model = paragraph(
+        "A Llama-3.1-8B-shaped model with random weights generates a token for "
+        f"{GENERATED[0]} sequences of {GENERATED[1]:,} tokens, in CUDA graphs, in {ms['graph']} "
+        f"with {preset} and {ms['bf16']} with the fastest bf16 kernel; without graphs in "
+        f"{ms['eager']} and {ms['dynamic']} (`DynamicCache` with its fastest kernel). "
+        f"({source('h200_generate', rows.values())})"
     )
+    large = vllm_rows("attention", {"batch": LARGE[0], "context": LARGE[1]})
+    long = vllm_rows("attention", {"batch": 1, "context": 131072})
+    store = vllm_rows("store", {"tokens": 65536})
+    theirs = VLLM_PRESETS["k4v4"]
+
+    def pair(found: dict[str, Row]) -> str:
+        a, b = found[theirs]["ms"], found["k4v4"]["ms"]
+        return f"{microseconds(a)} instead of {microseconds(b)} ({a / b:.0f}x)"
+
+    vllm = paragraph(
+        f"vLLM's own TurboQuant, Triton kernels of vLLM {large[theirs]['vllm']}, takes for a "
+        f"decode step's attention over {name_of(LARGE)} tokens {pair(large)}, over 1 x 131,072 "
+        f"{pair(long)}, and to store 65,536 tokens {pair(store)}, with 4-bit keys and values "
+        f"([more](docs/measurements/performance_vllm.md); "
+        f"{source('h200_vllm_kernels', large.values())})."
+    )
+    return f"{model}\n\n{vllm}"
 
 
 def soak() -> str:
@@ -664,7 +779,9 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/reliability.md": {"soak": soak, "fuzz": fuzz},
     "docs/performance.md": {"attention": attention_table, "models": models_table},
     f"{PERFORMANCE}_attention.md": {"attention": attention_table, "variants": variants_table},
+    f"{PERFORMANCE}_vllm.md": {"vllm": vllm_table},
     f"{PERFORMANCE}_generation.md": {
+        "eager": eager_table,
         "generation": generation_table,
         "compiled": compiled_table,
         "prompts": prompts_table,

@@ -3,6 +3,8 @@
 import re
 import sys
 
+import pytest
+
 from tests.helpers import ROOT, load_script
 
 
@@ -35,6 +37,34 @@ def test_search_without_its_vectors(monkeypatch, capsys):
 def test_attention_without_a_gpu(monkeypatch, capsys):
     assert run(monkeypatch, "bench_attention.py", "--device", "cpu") is None
     assert "needs a CUDA device" in capsys.readouterr().out
+
+
+def test_vllm_kernels_without_a_gpu(monkeypatch, capsys):
+    assert run(monkeypatch, "bench_vllm_kernels.py", "--device", "cpu") is None
+    assert "needs a CUDA device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("unmasked", "graph"), ("dynamic", "eager")])
+def test_an_uncompressed_cache_counts_in_its_fastest_way(monkeypatch, kind, mode):
+    bench = load_script("benchmarks/bench_generate.py")
+    case = bench.Case("decode", kind, mode, 1, 100)
+    assert set(bench.KERNELS) <= set(case.ways)
+    for fastest in case.ways:
+
+        def steps_of(case, way, *rest, fastest=fastest):
+            return {"tpot_ms": 1.0 if way == fastest else 2.0}
+
+        monkeypatch.setattr(bench, "steps_of", steps_of)
+        row = bench.decode(case, case.ways, None, None, 8)
+        assert row["way"] == fastest and row["tpot_ms"] == 1.0
+        assert set(row["ways_ms"]) == set(case.ways)
+
+
+def test_disturbed_steps_do_not_count():
+    bench = load_script("benchmarks/bench_generate.py")
+    quiet, disturbed = [5.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 2.0], [9.0] * bench.WINDOW
+    assert bench.typical(disturbed + quiet + disturbed + [0.5]) == 2.0
+    assert bench.typical([3.0, 1.0, 2.0]) == 2.0
 
 
 def test_the_codec_on_a_cpu_writes_nothing(monkeypatch):
