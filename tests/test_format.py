@@ -16,6 +16,7 @@ import torch_turboquant as tt
 from tests.helpers import assert_same_bytes, codebook_tensors, garbage_cache, randn, to_device
 from torch_turboquant import format as layout
 from torch_turboquant._checks import CODEC_BITS
+from torch_turboquant.codebook import lloyd_max
 from torch_turboquant.format import KEY_BITS, PAGE_SIZES, VALUE_BITS, Record, valid_head_dim
 from torch_turboquant.signs import split_dim
 
@@ -420,6 +421,45 @@ def test_table_of_the_page():
             assert (block is None) == (bits not in VALUE_BITS)
             if block is not None:
                 assert block == Record(d, 32, 4, bits).value_block_bytes
+
+
+def test_codebooks_of_the_page():
+    """The search ratios and the examples of section 4."""
+    rows = re.findall(
+        r"^\| (lloyd|uniform) \| (\d) \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE
+    )
+    assert len(rows) == 9
+    for grid, bits, low, high in rows:
+        low, high = float(low), float(high)
+        for d in (2, 80, 128, 4096):
+            book = tt.Codebook.make(d, int(bits), grid)
+            for count in (2, 8, 64):
+                ratios = [low + v * (high - low) / (count - 1) for v in range(count)]
+                steps = tuple(float(np.float32(book.step * ratio)) for ratio in ratios)
+                assert book.candidate_steps(count) == steps
+            if book.levels is not None:
+                levels = lloyd_max(d, int(bits))
+                assert book.levels == tuple(np.rint(levels / (levels[-1] / 127)))
+                assert book.step == levels[-1] / 127
+    examples = PAGE.split("for `d = 128`:\n\n```\n")[1].split("```")[0]
+    examples = re.findall(r"^(\w+), (\d) bits\n((?:  .*\n)+)", examples, re.MULTILINE)
+    assert len(examples) == 2
+    for grid, bits, lines in examples:
+        book = tt.Codebook.make(128, int(bits), grid)
+        lines = {name: words for name, *words in map(str.split, lines.splitlines())}
+        assert float(lines["step"][0]) == book.step
+        assert tuple(float(np.float32(w)) for w in lines["candidates"]) == book.candidate_steps(8)
+        assert book.levels == (tuple(map(int, lines["levels"])) if "levels" in lines else None)
+
+
+def test_constants_of_the_page():
+    """Which sizes need a constant of float64 (tests/data/constants.bin pins their scales)."""
+    text = re.search(r"another number for `d` = ([\d,\sand]+),", PAGE)
+    assert text
+    dims = [d for d in range(2, layout.MAX_VECTOR_DIM + 1) if layout.valid_vector_dim(d)]
+    once = {d: np.float32(32 / math.sqrt(d)) for d in dims}
+    twice = {d: np.float32(32) / np.sqrt(np.float32(d)) for d in dims}
+    assert [d for d in dims if once[d] != twice[d]] == [*map(int, re.findall(r"\d+", text[1]))]
 
 
 def test_version_of_the_page():
