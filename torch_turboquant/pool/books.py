@@ -234,7 +234,7 @@ class Books:
             # now, not at the end: a batch that fails has overwritten its part of the ring too
             self.rings.stored(seq._row, seq._length + n)
             seq._batch = batch
-        batch.sequences, batch.new_tokens, batch._state = plan.sequences, plan.counts, "open"
+        batch._open(plan.sequences, plan.counts)
 
     def close(self, batch: PoolBatch, succeeded: bool) -> None:
         """The batch's tokens belong to their sequences, or were never there."""
