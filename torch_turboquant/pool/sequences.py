@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_turboquant import _checks
 from torch_turboquant.pool.batch import PoolBatch, PoolSequence, Shape
-from torch_turboquant.pool.books import Books
+from torch_turboquant.pool.books import Books, PoolStatistics
 from torch_turboquant.pool.memory import PoolMemory
 
 
@@ -37,6 +37,11 @@ class PoolSequences:
     def free_seqs(self) -> int:
         """Sequences that allocate, fork and adopt can still make."""
         return len(self._books.free_rows)
+
+    def statistics(self) -> PoolStatistics:
+        """How full the pool is, and what sharing has saved; waits for no device."""
+        with self._lock:
+            return self._books.statistics()
 
     def pages_needed(
         self, sequences: Sequence[PoolSequence], new_tokens: int | Sequence[int]
