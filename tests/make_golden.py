@@ -1,7 +1,9 @@
 """Writes tests/data/*.bin: packed bytes of fixed inputs, as the plain-PyTorch references make them.
 
-The files pin format version 1. They change only with the format version: run this script then
-(`.venv/bin/python -I tests/make_golden.py`), with the new package installed.
+The files pin format version 1: what is written (record_*, dense_rows, constants), and what is read
+from bytes that nothing writes (reader_*: the bytes, then keys and values as float32). They change
+only with the format version: run this script then (`.venv/bin/python -I tests/make_golden.py`),
+with the new package installed.
 
 Inputs come from the counter-based words of signs.py, not from a framework's generator, and are
 small multiples of 2^-10, so that every device and release makes the same ones.
@@ -15,8 +17,9 @@ import numpy as np
 import torch
 
 import torch_turboquant as tt
-from torch_turboquant.ops.cache import cache_store_reference
-from torch_turboquant.ops.codec import encode_reference
+from torch_turboquant.format import unused_bits, write_token
+from torch_turboquant.ops.cache import cache_load_reference, cache_store_reference
+from torch_turboquant.ops.codec import decode_reference, encode_reference
 from torch_turboquant.signs import random_words
 
 DATA = Path(__file__).parent / "data"
@@ -42,6 +45,38 @@ DENSE_CODEBOOKS = (
     *((bits, "uniform") for bits in (2, 3, 4, 5, 8)),
 )
 KV_HEADS = 2
+
+# name, head_dim: records that no store writes. Every unused bit is 1, every byte of an 8-bit code
+# is there once, 0x80 too.
+READERS = (
+    ("k5v4u", 16),
+    ("k5v3u", 112),
+    ("k3v3", 16),
+    ("k3v3", 80),
+    ("k3v3", 96),
+    ("k8v8", 16),
+)
+READER_TOKENS = 16
+READER_ROWS = ((2, 1), (2, 3), (6, 5), (12, 1), (20, 5), (16, 8))  # d, bits
+
+# The sizes for which float32(32 / sqrt(d)), rounded once, is another number than 32 divided by a
+# root in float32. The vector (1 + n * 2^-18, 0, 0, ..) then has another scale: with the first n in
+# the mode "norm", with the second in "mse".
+CONSTANTS = {
+    6: (127840, 6336),
+    18: (16256, 14928),
+    24: (114016, 4336),
+    28: (4080, 203376),
+    72: (29104, 130576),
+    96: (39920, 34352),
+    112: (226457, 176384),
+    288: (180944, 260736),
+    384: (80432, 34352),
+    448: (70288, 176384),
+    1152: (107744, 260736),
+    1536: (80416, 34352),
+    1792: (98928, 176384),
+}
 
 
 def numbers(count: int, stream: int) -> torch.Tensor:
@@ -89,6 +124,74 @@ def dense_bytes(encode) -> bytes:
     return b"".join(parts)
 
 
+def reader_record(name: str, head_dim: int):
+    """(config, tables, record uint8 [record_bytes])."""
+    config = tt.preset(name, head_dim, page_size=READER_TOKENS, seed=7)
+    record = config.record
+    shape = (READER_TOKENS, head_dim)
+    count = READER_TOKENS * head_dim
+    if name == "k8v8":
+        codes = np.arange(count).astype(np.uint8).reshape(shape)
+        keys, values = codes, codes[::-1]
+    else:
+        words = random_words(count, seed=2504_19874, layer=5)
+        codes = words.astype(np.int64).reshape(shape)
+        keys = (codes & (1 << config.key_bits) - 1).astype(np.uint8)
+        values = (codes >> 8 & (1 << config.value_bits) - 1).astype(np.uint8)
+    scales = numbers(2 * READER_TOKENS, 6).numpy().astype(np.float16).reshape(2, -1)
+    data = np.zeros(config.record_bytes, dtype=np.uint8)
+    for token in range(READER_TOKENS):
+        write_token(record, data, token, keys[token], values[token], *scales[:, token])
+    return config, tt.make_tables(config, layer=3), data | unused_bits(record)
+
+
+def reader_file(name: str, head_dim: int) -> Path:
+    return DATA / f"reader_{name}_d{head_dim}_page{READER_TOKENS}.bin"
+
+
+def load_arguments(config: tt.CacheConfig, tables: tt.CacheTables, device: str = "cpu"):
+    """Arguments of cache_load after the cache: a sequence that fills page 0."""
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    lens = torch.full((1,), READER_TOKENS, dtype=torch.int32, device=device)
+    return table, lens, config, tables, READER_TOKENS, torch.float32
+
+
+def reader_row_case(d: int, bits: int):
+    """(packed, scale, signs, levels, bits) of decode; unused bits are 1."""
+    rows, width = 32, (d * bits + 7) // 8
+    words = random_words(rows * width, seed=2504_19874, layer=7).astype(np.uint8)
+    if bits == 8:
+        words[:] = np.arange(96, 96 + rows * width)  # 0x80 is among them
+    packed = words.reshape(rows, width)
+    packed[:, -1] |= 0xFF << (d * bits - 1) % 8 + 1 & 0xFF
+    scale = numbers(rows, 8).half()
+    levels = tt.Codebook.make(d, bits).levels_tensor()
+    return torch.from_numpy(packed), scale, tt.random_signs(d, 7), levels, bits
+
+
+def reader_row_bytes(decode) -> bytes:
+    """Rows, scales and decoded vectors of all cases, made by decode or its reference."""
+    parts = []
+    for case in READER_ROWS:
+        packed, scale, *others = reader_row_case(*case)
+        parts += [packed, scale, decode(packed, scale, *others)]
+    return b"".join(part.numpy().tobytes() for part in parts)
+
+
+def constant_bytes(encode) -> bytes:
+    """Packed rows and scales of CONSTANTS, made by encode or its reference."""
+    parts = []
+    for d, both in CONSTANTS.items():
+        book = tt.Codebook.make(d, 4)
+        tables = tt.random_signs(d, 7), book.levels_tensor(), book.steps_tensor(1)
+        for mode, n in zip(("norm", "mse"), both, strict=True):
+            x = torch.zeros(1, d)
+            x[0, 0] = 1 + n * 2.0**-18
+            packed, scale = encode(x, *tables, 4, mode)
+            parts += [packed.numpy().tobytes(), scale.numpy().tobytes()]
+    return b"".join(parts)
+
+
 def main() -> None:
     DATA.mkdir(exist_ok=True)
     for case in RECORDS:
@@ -97,6 +200,14 @@ def main() -> None:
         cache_store_reference(k, v, cache, slots, config, tables)
         record_file(*case).write_bytes(cache.numpy().tobytes())
     (DATA / "dense_rows.bin").write_bytes(dense_bytes(encode_reference))
+    for case in READERS:
+        config, tables, data = reader_record(*case)
+        cache = torch.from_numpy(data)[None, None]
+        loaded = cache_load_reference(cache, *load_arguments(config, tables))
+        parts = [part.numpy().tobytes() for part in (cache, *loaded)]
+        reader_file(*case).write_bytes(b"".join(parts))
+    (DATA / "reader_rows.bin").write_bytes(reader_row_bytes(decode_reference))
+    (DATA / "constants.bin").write_bytes(constant_bytes(encode_reference))
 
 
 if __name__ == "__main__":

@@ -4,15 +4,19 @@ For every record there is: each bit of each code has one place of its own, every
 bytes, sections are aligned; and the sizes are the numbers written here.
 """
 
+import math
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import torch_turboquant as tt
+from tests.helpers import assert_same_bytes, codebook_tensors, garbage_cache, randn, to_device
 from torch_turboquant import format as layout
 from torch_turboquant._checks import CODEC_BITS
+from torch_turboquant.codebook import lloyd_max
 from torch_turboquant.format import KEY_BITS, PAGE_SIZES, VALUE_BITS, Record, valid_head_dim
 from torch_turboquant.signs import split_dim
 
@@ -153,6 +157,127 @@ def test_what_is_written_is_read(key_bits, value_bits, page_size):
         assert np.array_equal(layout.read_keys(record, clean), keys)
         assert np.array_equal(layout.read_values(record, clean[None])[0], values)
         assert np.array_equal(layout.read_scales(record, clean), scales)
+
+
+@pytest.mark.parametrize("d", [16, 48, 64, 80, 96, 112])
+def test_unused_bits(d):
+    """As many as section 8 says, in bytes that tokens own; a store writes 0 there."""
+    rng = np.random.default_rng(d)
+    for page_size in (16, 64):
+        for key_bits, value_bits in PAIRS:
+            record = Record(d, page_size, key_bits, value_bits)
+            unused = layout.unused_bits(record)
+            keys = 16 if key_bits in (3, 5) and d % 32 == 16 else 0
+            values = d % 64 if value_bits == 3 else 0
+            assert np.unpackbits(unused).sum() == page_size * (keys + values)
+            data = rng.integers(0, 256, record.record_bytes, dtype=np.uint8)
+            before, codes = data.copy(), rng.integers(0, 2**value_bits, d, dtype=np.uint8)
+            layout.write_token(
+                record, data, 9, codes & (2**key_bits - 1), codes, *np.float16([1, 2])
+            )
+            own = layout.own_bytes(record, 9)
+            assert not (data & unused)[own].any()
+            assert (before & unused)[own].any() == (keys + values > 0)
+
+
+# ---- what a reader does with bits that no store writes
+
+
+def _stored(config, device, tokens=45):
+    """Keys and values of one sequence in pages, and the same with every unused bit set."""
+    tables = tt.make_tables(config, 2)
+    k, v = randn(2, tokens, 2, config.head_dim, seed=5)
+    cache = garbage_cache(config, -(-tokens // config.page_size), 2)
+    tt.cache_store(k, v, cache, torch.arange(tokens), config, tables)
+    unused = torch.from_numpy(layout.unused_bits(config.record))
+    assert unused.any()
+    return to_device(tables, device), cache.to(device), (cache | unused).to(device)
+
+
+@pytest.mark.parametrize(
+    ("name", "d"),
+    [
+        *(("k5v4u", 16), ("k5v4u", 80), ("k5v4u", 112), ("k5v3u", 80), ("k5v3u", 96)),
+        *(("k5v3u", 112), ("k5v3u", 160), ("k4v3", 96), ("k3v3", 32), ("k3v3", 80)),
+        *(("k3v3", 112), ("k3v3", 144), ("k3v3", 160), ("k3v2", 48), ("k3v2", 80), ("k3v2", 112)),
+    ],
+)
+def test_readers_ignore_unused_bits(name, d, device):
+    """Loading and both kernels of attention: few queries of half precision take one of them on
+    CUDA, many queries or float32 the other."""
+    config = tt.preset(name, d, sink_tokens=0, recent_window=0)
+    tables, clean, dirty = _stored(config, device)
+    table = torch.arange(2, dtype=torch.int32, device=device)[None]
+    lens = torch.tensor([45], dtype=torch.int32, device=device)
+    load = (table, lens, config, tables, 45, torch.float32)
+    for one, other in zip(tt.cache_load(clean, *load), tt.cache_load(dirty, *load), strict=True):
+        assert_same_bytes(one, other)
+    for queries, dtype in ((1, torch.bfloat16), (3, torch.float16), (20, torch.float32)):
+        q = randn(queries, 4, d, seed=6, dtype=dtype).to(device)
+        starts = torch.tensor([0, queries], dtype=torch.int32, device=device)
+        more = {"cu_seqlens_q": starts, "max_q_len": queries}
+        one, other = (
+            tt.paged_attention(q, cache, table, lens, config, tables, **more)
+            for cache in (clean, dirty)
+        )
+        assert torch.isfinite(one[1]).all()
+        for a, b in zip(one, other, strict=True):
+            assert_same_bytes(a, b)
+
+
+@pytest.mark.parametrize(
+    ("d", "bits"), [(2, 1), (2, 3), (6, 5), (12, 1), (20, 1), (36, 3), (36, 5)]
+)
+def test_readers_ignore_unused_bits_of_rows(d, bits, device):
+    levels, steps = codebook_tensors(d, bits, "lloyd", 1, device)
+    signs = tt.random_signs(d, 0).to(device)
+    x, q = randn(67, d, seed=7).to(device), randn(3, d, seed=8).to(device)
+    clean, scale = tt.encode(x, signs, levels, steps, bits)
+    dirty = clean.clone()
+    dirty[:, -1] |= 0xFF << d * bits % 8 & 0xFF
+    assert not torch.equal(clean, dirty)
+    for read in (
+        lambda rows: tt.unpack(rows, bits, d),
+        lambda rows: tt.decode(rows, scale, signs, levels, bits),
+        lambda rows: tt.score(q, rows, scale, signs, levels, bits),
+    ):
+        assert_same_bytes(read(clean), read(dirty))
+
+
+@pytest.mark.parametrize("d", [16, 64, 80, 128, 1024])
+def test_the_byte_that_is_never_written(d, device):
+    """0x80 is level -128 wherever it is read, even where every product has the same sign."""
+    config = tt.preset("k8v8", d, sink_tokens=0, recent_window=0)
+    tables = to_device(tt.make_tables(config, 2), device)
+    record, one = config.record, np.float16(1)
+    data = np.zeros((1, 1, config.record_bytes), dtype=np.uint8)
+    codes = np.full(d, 0x80, dtype=np.uint8)
+    for token in range(config.page_size):
+        layout.write_token(record, data[0, 0], token, codes, codes, one, one)
+    cache = torch.from_numpy(data).to(device)
+    length = config.page_size
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    lens = torch.tensor([length], dtype=torch.int32, device=device)
+    k, v = tt.cache_load(cache, table, lens, config, tables, length, torch.float32)
+    rotated = torch.full((d,), -128 / 32, device=device)
+    for loaded, signs in ((k, tables.key_signs), (v, tables.value_signs)):
+        expected = signs * tt.hadamard(rotated, torch.ones_like(signs))
+        assert_same_bytes(loaded, expected.expand_as(loaded))
+    rows = torch.full((length, d), 0x80, dtype=torch.uint8, device=device)
+    scale = torch.ones(length, dtype=torch.float16, device=device)
+    decoded = tt.decode(rows, scale, tables.key_signs, None, 8)
+    assert_same_bytes(decoded, k[0, :, 0])
+
+    q = decoded[:1, None] / 8  # along the keys
+    score = (q.double()[:, 0] * decoded[:1].double()).sum()
+    scored = tt.score(q[:, 0], rows, scale, tables.key_signs, None, 8)
+    torch.testing.assert_close(scored.double(), score.expand_as(scored), rtol=1e-4, atol=0)
+    for dtype in (torch.bfloat16, torch.float32):
+        out, lse = tt.paged_attention(q.to(dtype), cache, table, lens, config, tables)
+        logit = (q.to(dtype).double()[0, 0] * decoded[0].double()).sum() / math.sqrt(d)
+        expected = logit + math.log(length)
+        torch.testing.assert_close(lse[0, 0].double(), expected, rtol=1e-3, atol=0)
+        torch.testing.assert_close(out[0, 0], v[0, 0, 0].to(dtype), rtol=0.01, atol=0.01)
 
 
 # ---- csrc/format.h
@@ -296,6 +421,45 @@ def test_table_of_the_page():
             assert (block is None) == (bits not in VALUE_BITS)
             if block is not None:
                 assert block == Record(d, 32, 4, bits).value_block_bytes
+
+
+def test_codebooks_of_the_page():
+    """The search ratios and the examples of section 4."""
+    rows = re.findall(
+        r"^\| (lloyd|uniform) \| (\d) \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE
+    )
+    assert len(rows) == 9
+    for grid, bits, low, high in rows:
+        low, high = float(low), float(high)
+        for d in (2, 80, 128, 4096):
+            book = tt.Codebook.make(d, int(bits), grid)
+            for count in (2, 8, 64):
+                ratios = [low + v * (high - low) / (count - 1) for v in range(count)]
+                steps = tuple(float(np.float32(book.step * ratio)) for ratio in ratios)
+                assert book.candidate_steps(count) == steps
+            if book.levels is not None:
+                levels = lloyd_max(d, int(bits))
+                assert book.levels == tuple(np.rint(levels / (levels[-1] / 127)))
+                assert book.step == levels[-1] / 127
+    examples = PAGE.split("for `d = 128`:\n\n```\n")[1].split("```")[0]
+    examples = re.findall(r"^(\w+), (\d) bits\n((?:  .*\n)+)", examples, re.MULTILINE)
+    assert len(examples) == 2
+    for grid, bits, lines in examples:
+        book = tt.Codebook.make(128, int(bits), grid)
+        lines = {name: words for name, *words in map(str.split, lines.splitlines())}
+        assert float(lines["step"][0]) == book.step
+        assert tuple(float(np.float32(w)) for w in lines["candidates"]) == book.candidate_steps(8)
+        assert book.levels == (tuple(map(int, lines["levels"])) if "levels" in lines else None)
+
+
+def test_constants_of_the_page():
+    """Which sizes need a constant of float64 (tests/data/constants.bin pins their scales)."""
+    text = re.search(r"another number for `d` = ([\d,\sand]+),", PAGE)
+    assert text
+    dims = [d for d in range(2, layout.MAX_VECTOR_DIM + 1) if layout.valid_vector_dim(d)]
+    once = {d: np.float32(32 / math.sqrt(d)) for d in dims}
+    twice = {d: np.float32(32) / np.sqrt(np.float32(d)) for d in dims}
+    assert [d for d in dims if once[d] != twice[d]] == [*map(int, re.findall(r"\d+", text[1]))]
 
 
 def test_version_of_the_page():

@@ -24,11 +24,12 @@ def test_transformers_example():
     assert names["cache"].memory_bytes()["pages"] > 0
 
 
-def test_paged_example():
+def test_paged_example(capsys):
     names: dict = {}
     exec(compile(BLOCKS[2], "README.md", "exec"), names)
     config, k, v, q = (names[n] for n in ("config", "k", "v", "q"))
-    assert config.bytes_per_token == 132
+    assert config.bytes_per_token == 132 and "132 bytes per token" in capsys.readouterr().out
+    torch.testing.assert_close(names["tables"].center, k.float().mean(0))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k.float().repeat_interleave(4, 1)) / 128**0.5
     exact = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float().repeat_interleave(4, 1))
     error = (names["out"].float() - exact).pow(2).sum() / exact.pow(2).sum()

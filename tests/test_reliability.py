@@ -94,8 +94,7 @@ def test_a_reservation_without_device_memory_changes_nothing(monkeypatch, failin
         with pytest.raises(torch.OutOfMemoryError):
             pool.reserve([seq, twin], 30)
     assert books() == before
-    with pool.reserve([seq, twin], 3):
-        pass
+    pool.append([seq, twin], *randn(2, 2, 6, 2, 32, seed=2), new_tokens=3)
     assert (seq.length, twin.length) == (23, 23)
 
 

@@ -39,6 +39,7 @@ from torch_turboquant.pool import (
     PoolBytes,
     PoolExhausted,
     PoolSequence,
+    PoolStatistics,
 )
 from torch_turboquant.signs import SignKind, random_signs
 from torch_turboquant.tables import CacheTables, make_tables
@@ -62,6 +63,7 @@ __all__ = [
     "PoolBytes",
     "PoolExhausted",
     "PoolSequence",
+    "PoolStatistics",
     "Preset",
     "Record",
     "SignKind",

@@ -297,6 +297,19 @@ def own_bytes(record: Record, token: int) -> np.ndarray:
     return tile * record.tile_bytes + np.sort(np.concatenate(parts))
 
 
+def unused_bits(record: Record) -> np.ndarray:
+    """The bits that no code and no scale has, as 1: uint8 [record_bytes].
+
+    A store writes 0 there, and every reader ignores them (section 8).
+    """
+    used = np.zeros(record.tile_bytes, dtype=np.uint8)
+    for kind in ("key", "value"):
+        places = _places(record, kind)
+        np.bitwise_or.at(used, places.byte, (places.mask << places.shift).astype(np.uint8))
+    used[record.sections["key_scales"][0] :] = 0xFF
+    return np.tile(~used, record.page_size // record.tile_tokens)
+
+
 def write_token(
     record: Record,
     data: np.ndarray,

@@ -39,11 +39,7 @@ struct Attention {
   int64_t recent_window, sliding_window;
   float softmax_scale, soft_cap;
 
-  // The greatest absolute value that a key's code can mean.
-  int max_key_level() const {
-    const format::Width width = record.key_width();
-    return format::levels_are_codes(width) ? format::kMaxByteLevel : key_levels.of[format::num_levels(width) - 1];
-  }
+  int max_key_level() const { return greatest_level(record.key_width(), key_levels.of); }
   // Keys [first_visible(p), p] are visible to a query at position p.
   int64_t first_visible(int64_t position) const {
     return sliding_window > 0 ? std::max<int64_t>(0, position - sliding_window + 1) : 0;

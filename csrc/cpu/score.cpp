@@ -30,18 +30,13 @@ DenseRows checked_rows(const ScoreCall& c) {
   return rows;
 }
 
-// The greatest absolute value that a code can mean, even the byte 0x80, which is never written.
-int max_level(const DenseRows& rows) {
-  return format::levels_are_codes(rows.width) ? format::kMaxByteLevel + 1 : -rows.levels[0];
-}
-
 // One thread's work: some queries at a time, rotated, and projected if there is a sketch.
 class Worker {
  public:
   Worker(const Tensor& q, const Rows& rows, const ScoreShape& shape, const DenseRows& keys, const float* signs,
          const format::Channels& channels, const std::optional<Sketch>& sketch, const DenseRows& sketches, float* out)
       : q_(q), rows_(rows), shape_(shape), keys_(keys), signs_(signs), channels_(channels), out_(out),
-        integers_(queries_at_once(shape), keys.d, dense_layout(keys.width), max_level(keys)),
+        integers_(queries_at_once(shape), keys.d, dense_layout(keys.width), greatest_level(keys.width, keys.levels)),
         queries_(queries_at_once(shape) * keys.d), scratch_(16 * keys.row_bytes + 64) {
     if (sketch) sketch_.emplace(*sketch, sketches, shape);
   }

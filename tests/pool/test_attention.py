@@ -232,11 +232,13 @@ def test_batches_that_are_filled_again(device):
         pool.rollback(batch)
 
     long = pool.empty_batch(2, 5, MAX_Q)
-    with pool.reserve(seqs[:2], [3, 1], into=long):
-        assert long.cu_seqlens_q.tolist() == [0, 3, 4] and long.max_q_len == MAX_Q
-        assert (long.slot_mapping >= 0).tolist() == [True] * 4 + [False]
-    with pool.reserve(seqs[2:], 2, into=long):
-        assert long.cu_seqlens_q.tolist() == [0, 2, 2]
+    pool.reserve(seqs[:2], [3, 1], into=long)
+    assert long.cu_seqlens_q.tolist() == [0, 3, 4] and long.max_q_len == MAX_Q
+    assert (long.slot_mapping >= 0).tolist() == [True] * 4 + [False]
+    pool.rollback(long)
+    pool.reserve(seqs[2:], 2, into=long)
+    assert long.cu_seqlens_q.tolist() == [0, 2, 2]
+    pool.rollback(long)
 
 
 @pytest.mark.cuda
@@ -269,3 +271,25 @@ def test_a_cuda_graph_serves_every_batch():
             q[: len(flat)] = queries(flat, device)
             graph.replay()
         assert_same_results([[t[: len(flat)] for t in layer] for layer in captured], expected)
+
+
+@pytest.mark.cuda
+def test_a_graph_that_was_captured_from_an_open_batch():
+    """Its replays are stores as well, which commit cannot see."""
+    pool = make_pool(device=torch.device("cuda"))
+    (seq,) = filled(pool, 3)
+    batch = pool.empty_batch(1)
+    keys, values = vectors([50], pool.device)
+
+    def store():
+        for layer in range(LAYERS):
+            pool.store(layer, keys[layer], values[layer], batch)
+
+    graph = torch.cuda.CUDAGraph()
+    with pool.reserve([seq], into=batch):
+        store()
+        with torch.cuda.graph(graph):
+            store()
+    with pool.reserve([seq], into=batch):
+        graph.replay()
+    check_contents(pool, seq, [0, 1, 2, 50, 50])

@@ -62,6 +62,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = make_pool(centers=CENTERS, num_pages=10, max_seqs=6)
         self.models = {}
         self.next_row = 0
+        # what statistics count from the start
+        self.most_pages = self.most_seqs = self.forks = self.forked_tokens = self.copied = 0
 
     def pick(self, number):
         return list(self.models)[number % len(self.models)]
@@ -76,15 +78,19 @@ class PoolMachine(RuleBasedStateMachine):
 
     def grow(self, batch):
         """The model's pages after an append to these models; undoes it if they are too many."""
-        before = [(m, list(m.pages)) for m, _ in batch]
+        before, copied = [(m, list(m.pages)) for m, _ in batch], 0
         for model, rows in batch:
             inside = len(model.rows) % PAGE
             if inside and self.owners(model.pages[-1]) > 1:
                 model.pages[-1] = object()
+                copied += 1
             while len(model.pages) * PAGE < len(model.rows) + len(rows):
                 model.pages.append(object())
         fits = self.used() <= self.pool.num_pages
-        if not fits:
+        if fits:
+            self.copied += copied
+            self.most_pages = max(self.most_pages, self.used())
+        else:
             for model, pages in before:
                 model.pages = pages
         return fits
@@ -107,6 +113,9 @@ class PoolMachine(RuleBasedStateMachine):
         seq = self.expect(possible, call)
         if seq is not None:
             self.models[seq] = model
+            self.most_pages = max(self.most_pages, self.used())
+            self.most_seqs = max(self.most_seqs, len(self.models))
+        return seq
 
     # operations
 
@@ -121,16 +130,20 @@ class PoolMachine(RuleBasedStateMachine):
     def make_new(self, kind, pick):
         room, pool = len(self.models) < self.pool.max_seqs, self.pool
         if kind == "allocate" or not self.models:
-            return self.expect_new(room, pool.allocate, Model())
+            self.expect_new(room, pool.allocate, Model())
+            return
         seq = self.pick(pick)
         model = self.models[seq]
         if kind == "fork":
             copy = Model(model.rows, model.pages, model.ring)
-            return self.expect_new(room, lambda: pool.fork(seq), copy)
+            if self.expect_new(room, lambda: pool.fork(seq), copy) is not None:
+                self.forks += 1
+                self.forked_tokens += len(model.rows)
+            return
         room = room and self.used() + len(model.pages) <= pool.num_pages
         exported = pool.export(seq)
         copy = Model(model.rows, [object() for _ in model.pages], model.ring)
-        return self.expect_new(room, lambda: pool.adopt(exported), copy)
+        self.expect_new(room, lambda: pool.adopt(exported), copy)
 
     @some_sequence
     @rule(appends=APPENDS, padded=st.booleans())
@@ -219,6 +232,25 @@ class PoolMachine(RuleBasedStateMachine):
         }
         # shared in the model if and only if shared in the pool
         assert len(pairs) == len({p for p, _ in pairs}) == len({n for _, n in pairs})
+
+    @invariant()
+    def statistics_are_right(self):
+        models, used = list(self.models.values()), self.used()
+        pages = {id(page): self.owners(page) for m in models for page in m.pages}
+        assert self.pool.statistics() == tt.PoolStatistics(
+            num_pages=10,
+            used_pages=used,
+            free_pages=10 - used,
+            shared_pages=sum(owners > 1 for owners in pages.values()),
+            saved_pages=sum(len(m.pages) for m in models) - used,
+            sequences=len(models),
+            tokens=sum(len(m.rows) for m in models),
+            most_pages=self.most_pages,
+            most_sequences=self.most_seqs,
+            forks=self.forks,
+            forked_tokens=self.forked_tokens,
+            copied_pages=self.copied,
+        )
 
     @invariant()
     def sequences_hold_their_tokens(self):

@@ -5,9 +5,13 @@ import sys
 import threading
 
 import pytest
+import torch
 
 import torch_turboquant as tt
+from tests.helpers import assert_same_bytes
 from tests.pool.harness import (
+    CONFIG,
+    LAYERS,
     MAX_Q,
     NO_TAIL,
     PAGE,
@@ -21,6 +25,7 @@ from tests.pool.harness import (
     queries,
     state,
     step,
+    stored_alone,
     vectors,
 )
 
@@ -182,6 +187,8 @@ def test_open_and_closed_batches():
             call(batch)
     with pytest.raises(ValueError, match="layer is 2"):
         pool.store(2, k, v, batch)
+    for layer in range(LAYERS):
+        pool.store(layer, k, v, batch)
     pool.commit(batch)
     assert (a.length, a.batch) == (5, None)
     for call in (pool.commit, pool.rollback):
@@ -211,6 +218,105 @@ def test_open_and_closed_batches():
     with pytest.raises(ValueError, match="seqs is 0"):
         pool.empty_batch(0)
     assert "1 of 2 sequences" in repr(into)
+
+
+def store(pool, batch, row, *layers):
+    """The same row of BANK for all tokens; layers beyond BANK's store what the first ones do."""
+    keys, values = vectors([row] * batch.tokens)
+    for layer in layers:
+        pool.store(layer, keys[layer % LAYERS], values[layer % LAYERS], batch)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_batches_that_a_layer_has_not_stored(static):
+    """They are no part of their sequences, whole or half: the block's end rolls them back."""
+    pool = make_pool([CONFIG] * 4, num_layers=4)
+    keys, values = (part * 2 for part in vectors(range(20)))
+    a = pool.allocate()
+    pool.append([a], keys, values, 20)
+    b = pool.fork(a)
+    into = pool.empty_batch(2) if static else None
+    before = [pool.export(seq) for seq in (a, b)]
+
+    def check_unchanged():
+        for seq, exported in zip((a, b), before, strict=True):
+            assert (seq.length, seq.batch) == (20, None)
+            for page, expected in zip(pool.export(seq).pages, exported.pages, strict=True):
+                assert_same_bytes(page, expected)
+
+    for layers, missing in {
+        (): "0 to 3",
+        (0,): "1 to 3",
+        (2, 0, 2): "1, 3",
+        (1, 2, 3): "0",
+    }.items():
+        with pytest.raises(RuntimeError, match=f"these are missing: {missing};"):
+            with pool.reserve([a, b], into=into) as batch:
+                store(pool, batch, 30, *layers)
+        check_unchanged()
+    with pytest.raises(ZeroDivisionError), pool.reserve([a, b], into=into) as batch:
+        store(pool, batch, 30, 0)
+        raise ZeroDivisionError  # and nothing about layers
+    check_unchanged()
+
+    batch = pool.reserve([a, b], into=into)
+    store(pool, batch, 30, 0, 1)
+    with pytest.raises(RuntimeError, match="these are missing: 2 to 3;"):
+        pool.commit(batch)
+    assert (a.length, a.batch, batch.sequences) == (20, batch, (a, b))  # it is still open
+    store(pool, batch, 30, 3, 2)
+    store(pool, batch, 31, 0)  # again: the last one counts
+    pool.commit(batch)
+    assert (a.length, b.length) == (21, 21)
+    for layer, row in ((0, 31), (1, 30)):
+        wanted = stored_alone(CONFIG, pool.tables[layer], layer, [*range(20), row])
+        for actual, expected in zip(pool.load(layer, b), wanted, strict=True):
+            assert_same_bytes(actual, expected)
+
+
+def test_layers_that_a_graph_may_store():
+    """What a batch stored while it was empty may be in a graph, whose replays are not seen."""
+    pool = make_pool()
+    a, b = filled(pool, 3, 3)
+    batch = pool.empty_batch(1)
+    store(pool, batch, 30, 1)
+    with pytest.raises(RuntimeError, match="these are missing: 0;"):
+        with pool.reserve([a], into=batch):
+            pass
+    with pool.reserve([a], into=batch):
+        store(pool, batch, 30, 0)
+    store(pool, batch := pool.empty_batch(1), 30, 0, 1)
+    with pool.reserve([b], into=batch):
+        pass
+    assert (a.length, b.length) == (4, 4)
+
+
+def test_compiled_stores_are_counted():
+    """In one graph for all steps: what was stored is written by compiled code, never read."""
+    torch._dynamo.reset()
+    pool = make_pool()
+    (seq,) = filled(pool, 3)
+    frames = []
+
+    def backend(graph, inputs):
+        frames.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def step(batch, keys, values):
+        for layer in range(len(keys)):
+            pool.store(layer, keys[layer], values[layer], batch)
+
+    batch, (keys, values) = pool.empty_batch(1), vectors([30])
+    for _ in range(3):
+        with pool.reserve([seq], into=batch):
+            step(batch, keys, values)
+    assert len(frames) == 1
+    with pytest.raises(RuntimeError, match="these are missing: 1;"):
+        with pool.reserve([seq], into=batch):
+            step(batch, keys[:1], values[:1])
+    assert seq.length == 6
+    check_contents(pool, seq, [0, 1, 2, 30, 30, 30])
 
 
 def test_pieces_longer_than_the_tail_allows():

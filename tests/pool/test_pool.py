@@ -1,5 +1,8 @@
 """What a pool is: its bytes, its layers, its centers, its options, the example and its document."""
 
+import dataclasses
+import re
+
 import pytest
 import torch
 
@@ -17,6 +20,8 @@ from tests.pool.harness import (
     filled,
     make_pool,
 )
+
+DOCUMENT = (ROOT / "docs" / "pool.md").read_text()
 
 
 @pytest.mark.parametrize("config", [CONFIG, NO_TAIL, [CONFIG, tt.preset("k8v4", 48, page_size=16,
@@ -134,10 +139,31 @@ def test_continuous_batching(device):
     assert len({tuple(request.answer) for request in requests}) > 28
 
 
-def test_the_documentation_runs():
-    text = (ROOT / "docs" / "pool.md").read_text()
-    names = {}
-    exec(compile(text.split("```python\n")[1].split("```")[0], "docs/pool.md", "exec"), names)
-    pool, twin = names["pool"], names["twin"]
-    assert (twin.length, pool.free_seqs, pool.free_pages) == (98, 7, 60)
+def test_the_documentation_runs(tmp_path, monkeypatch, capsys):
+    """Every snippet of the page, one after the other."""
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    assert len(snippets) == 2
+    names, printed = {}, []
+    for snippet in snippets:
+        exec(compile(snippet, "docs/pool.md", "exec"), names)
+        printed.append(capsys.readouterr().out)
+        pool, twin = names["pool"], names["twin"]
+        assert (twin.length, pool.free_seqs, pool.free_pages) == (98, 7, 60)
     assert (names["out"].shape, names["lse"].shape) == ((2, 8, 64), (2, 8))
+    needed = tt.PagedKVPool.bytes_needed(names["config"], centers=None, **names["sizes"])
+    assert repr(needed) in printed[0] and "torch.Size([2, 8, 64])" in printed[0]
+    assert "used_pages=5, free_pages=59, shared_pages=3, saved_pages=3" in printed[0]
+    assert "forks=1, forked_tokens=100, copied_pages=1" in printed[0]
+    assert printed[1] == "98 4\n"
+    means = torch.stack([layer.float().mean(0) for layer in names["prompt"][0, :, 4:]])
+    for tables, mean in zip(pool.tables, means, strict=True):
+        torch.testing.assert_close(tables.center, mean)
+
+
+def test_every_number_is_documented():
+    rows = re.findall(
+        r"^\| (`\w+`(?:, `\w+`)*) \|", DOCUMENT.split("## Statistics")[1], re.MULTILINE
+    )
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert named == [field.name for field in dataclasses.fields(tt.PoolStatistics)]

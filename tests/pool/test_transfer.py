@@ -2,15 +2,20 @@
 
 import dataclasses
 import json
+import pickle
 
 import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.helpers import assert_same_bytes
+from tests.helpers import assert_same_bytes, randn
 from tests.pool.harness import (
     CENTERS,
+    CONFIG,
+    HEADS,
     MAX_Q,
+    NO_TAIL,
+    PAGE,
     RING,
     SINKS,
     WINDOW,
@@ -72,6 +77,74 @@ def test_equal_sequences_are_exported_equal():
         assert_same_bytes(one, other)
     empty = pool.export(pool.allocate())
     assert [p.shape[0] for p in empty.pages] == [0, 0] and empty.length == 0
+
+
+def through_a_file(exported, path):
+    """The recipe of docs/pool.md."""
+    torch.save(vars(exported.to("cpu")), path)
+    return tt.ExportedSequence(**torch.load(path, weights_only=True))
+
+
+OF_LAYERS = [tt.preset(name, d, page_size=PAGE, sink_tokens=SINKS, recent_window=WINDOW)
+             for name, d in (("k5v4u", 16), ("k2v2", 32))]  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [0, 1, PAGE, 37])
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (CONFIG, {"centers": CENTERS}),
+        (CONFIG, {"centers": [None, tt.scaled_center(CENTERS[1], CENTERS[1].abs() + 1)]}),
+        (NO_TAIL, {}),
+        (OF_LAYERS, {"dtype": torch.bfloat16}),
+    ],
+)
+def test_a_sequence_through_a_file(config, changes, length, device, tmp_path):
+    """The same bytes in the file, in the pool that it came from and in another; pages that a fork
+    shares, too."""
+    pool = make_pool(config, device=device, **changes)
+    dims = [c.head_dim for c in pool.configs]
+    keys, values = ([randn(length, HEADS, d, seed=kind + d).to(device, pool.dtype) for d in dims]
+                    for kind in (1, 2))  # fmt: skip
+    seq = pool.allocate()
+    if length:
+        pool.append([seq], keys, values, length)
+    twin = pool.fork(seq)
+    exported = pool.export(seq)
+    path = tmp_path / "sequence.pt"
+    loaded = through_a_file(exported, path)
+    assert vars(loaded).keys() == vars(exported).keys()
+    for name in ("fingerprint", "length", "ring_first"):
+        assert getattr(loaded, name) == getattr(exported, name)
+    tensors = loaded.pages + loaded.exact
+    assert path.stat().st_size < sum(t.nbytes for t in tensors) + 20_000  # no views of all pages
+    pool.free(seq)
+    for target in (pool, make_pool(config, num_pages=3, max_q_len=MAX_Q, **changes)):
+        again = target.export(target.adopt(loaded))
+        for one, other in zip(again.pages + again.exact, tensors, strict=True):
+            assert_same_bytes(one, other)
+    assert_same_bytes(pool.export(twin).pages[0], exported.pages[0])
+    other = make_pool(tt.preset("k8v4", D, page_size=PAGE, sink_tokens=SINKS,
+                                recent_window=WINDOW, seed=5), device=device)  # fmt: skip
+    with pytest.raises(ValueError, match=r"do not fit this pool: .*key_bits is \d there and 8 "):
+        other.adopt(loaded)
+
+
+def test_a_file_with_more_than_a_sequence(tmp_path):
+    """What else a file may hold is refused, by torch or by the pool."""
+    pool = make_pool()
+    exported = pool.export(filled(pool, 5)[0])
+    path = tmp_path / "sequence.pt"
+    torch.save({**vars(exported), "pages": dataclasses.replace(exported)}, path)
+    with pytest.raises(pickle.UnpicklingError, match="ExportedSequence"):
+        torch.load(path, weights_only=True)
+    torch.save(vars(exported), path)
+    loaded = torch.load(path, weights_only=True)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'more'"):
+        tt.ExportedSequence(**loaded, more=1)
+    loaded["fingerprint"]["format_version"] = 2
+    with pytest.raises(ValueError, match="format_version is 2 there and 1 here"):
+        pool.adopt(tt.ExportedSequence(**loaded))
 
 
 OTHER_CENTERS = [CENTERS[0], CENTERS[1] + 1]

@@ -34,7 +34,7 @@ sequence out of a pool and into another), `pool` (the class that users make).
 """
 
 from torch_turboquant.pool.batch import PoolBatch, PoolSequence
-from torch_turboquant.pool.books import PoolExhausted
+from torch_turboquant.pool.books import PoolExhausted, PoolStatistics
 from torch_turboquant.pool.memory import PoolBytes
 from torch_turboquant.pool.pool import PagedKVPool
 from torch_turboquant.pool.transfer import ExportedSequence
@@ -46,4 +46,5 @@ __all__ = [
     "PoolBytes",
     "PoolExhausted",
     "PoolSequence",
+    "PoolStatistics",
 ]

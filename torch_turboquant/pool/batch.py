@@ -50,13 +50,24 @@ class PoolSequence:
         return f"<PoolSequence {state}>"
 
 
+class LayerMark:
+    """Whether a layer has stored a batch.
+
+    An object of its own, so that compiled code writes it and never depends on what it was.
+    """
+
+    def __init__(self) -> None:
+        self.stored = False  # since the batch was reserved
+        self.rehearsed = False  # by a graph, perhaps, whose replays are not seen
+
+
 class PoolBatch(AttentionBatch):
     """The new tokens of some sequences, as layers want them; made by reserve or empty_batch.
 
     Used as a context manager it is committed at the end of the block, and rolled back if the block
-    raises. Tensors are on the pool's device; nobody changes them, except `reserve(into=batch)`.
-    Every AttentionBatch field but cu_seqlens_q is there; tail_slots and tail_valid are None where
-    the config has no tail.
+    raises or if a layer has not stored it, which is an error. Tensors are on the pool's device;
+    nobody changes them, except `reserve(into=batch)`. Every AttentionBatch field but cu_seqlens_q
+    is there; tail_slots and tail_valid are None where the config has no tail.
 
     Attributes:
         sequences: tuple of PoolSequence, without padding.
@@ -69,9 +80,12 @@ class PoolBatch(AttentionBatch):
     sequences: tuple[PoolSequence, ...]
     new_tokens: tuple[int, ...]
 
-    def __init__(self, owner: Owner, max_q_len: int, tensors: dict[str, Tensor | None]) -> None:
+    def __init__(
+        self, owner: Owner, max_q_len: int, tensors: dict[str, Tensor | None], layers: int
+    ) -> None:
         self._owner = owner
         self._state = "empty"  # then "open", then "closed", and so on if it is used again
+        self._marks = tuple(LayerMark() for _ in range(layers))
         self.sequences, self.new_tokens = (), ()
         super().__init__(max_q_len=max_q_len, **tensors)
 
@@ -89,8 +103,30 @@ class PoolBatch(AttentionBatch):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._state == "open":
-            (self._owner.commit if kind is None else self._owner.rollback)(self)
+        if self._state != "open":
+            return
+        try:
+            if kind is None:
+                self._owner.commit(self)
+        finally:
+            if self._state == "open":
+                self._owner.rollback(self)
+
+    def _open(self, sequences: tuple[PoolSequence, ...], counts: tuple[int, ...]) -> None:
+        self.sequences, self.new_tokens, self._state = sequences, counts, "open"
+        for mark in self._marks:
+            mark.stored = False
+
+    def _mark(self, layer: int, replayed: bool) -> None:
+        """A layer has stored the batch. replayed: and will do so again without being seen."""
+        self._marks[layer].stored = True
+        if replayed or self._state == "empty":
+            self._marks[layer].rehearsed = True
+
+    def _missing(self) -> list[int]:
+        """The layers that have not stored the batch since it was reserved."""
+        marks = enumerate(self._marks)
+        return [layer for layer, mark in marks if not (mark.stored or mark.rehearsed)]
 
     def __repr__(self) -> str:
         return (

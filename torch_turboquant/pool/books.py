@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,39 @@ from torch_turboquant.tail import Rings
 
 class PoolExhausted(RuntimeError):
     """No free page or no free sequence is left; everything is as it was before the call."""
+
+
+@dataclass(frozen=True)
+class PoolStatistics:
+    """How full a pool is, and what sharing pages has saved; plain numbers of one moment.
+
+    The fields from `most_pages` on count since the pool was made.
+    """
+
+    num_pages: int
+    """Pages of the pool: used_pages + free_pages."""
+    used_pages: int
+    """Pages that sequences own, those of open batches included."""
+    free_pages: int
+    """Pages that nobody owns."""
+    shared_pages: int
+    """Used pages that several sequences own."""
+    saved_pages: int
+    """Pages that would be used in addition if no two sequences shared one."""
+    sequences: int
+    """Sequences, forks included."""
+    tokens: int
+    """Tokens of all sequences, each counted in every sequence that has it; without open batches."""
+    most_pages: int
+    """The largest number of used pages at a time."""
+    most_sequences: int
+    """The largest number of sequences at a time."""
+    forks: int
+    """Sequences that `fork` made."""
+    forked_tokens: int
+    """Tokens that these sequences began with, which nobody had to compute and store again."""
+    copied_pages: int
+    """Shared pages that a sequence copied before it appended to them."""
 
 
 class Plan(NamedTuple):
@@ -74,11 +108,30 @@ class Books:
         self._tables = np.zeros((max_seqs, self.max_pages), dtype=np.int32)
         self._owners = np.zeros(num_pages, dtype=np.int32)  # of each page; 0: free
         self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # a stack
+        self._tokens = self._most_pages = self._most_seqs = 0
+        self._forks = self._forked_tokens = self._copied_pages = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
         return self._tables.nbytes + self._owners.nbytes + self._free.nbytes
+
+    def statistics(self) -> PoolStatistics:
+        owners, used = self._owners, self.num_pages - self.num_free
+        return PoolStatistics(
+            num_pages=self.num_pages,
+            used_pages=used,
+            free_pages=self.num_free,
+            shared_pages=int((owners > 1).sum()),
+            saved_pages=int(owners.sum(dtype=np.int64)) - used,
+            sequences=self.max_seqs - len(self.free_rows),
+            tokens=self._tokens,
+            most_pages=self._most_pages,
+            most_sequences=self._most_seqs,
+            forks=self._forks,
+            forked_tokens=self._forked_tokens,
+            copied_pages=self._copied_pages,
+        )
 
     def pages_of(self, length: int) -> int:
         """Pages that so many tokens take."""
@@ -121,6 +174,7 @@ class Books:
         """A new sequence without tokens, in the row `free_row`."""
         seq = PoolSequence(self, self.free_row())
         self.free_rows.pop()
+        self._most_seqs = max(self._most_seqs, self.max_seqs - len(self.free_rows))
         return seq
 
     def add_fork(self, seq: PoolSequence) -> PoolSequence:
@@ -130,6 +184,9 @@ class Books:
         self._tables[copy._row, : seq._num_pages] = shared
         self._owners[shared] += 1
         copy._length, copy._num_pages = seq._length, seq._num_pages
+        self._tokens += seq._length
+        self._forks += 1
+        self._forked_tokens += seq._length
         self.rings.first[copy._row] = self.rings.first[seq._row]
         return copy
 
@@ -139,6 +196,7 @@ class Books:
         self._take(pages)
         self._tables[seq._row, : len(pages)] = pages
         seq._length, seq._num_pages = length, len(pages)
+        self._tokens += length
         self.rings.first[seq._row] = ring_first
         return seq
 
@@ -146,6 +204,7 @@ class Books:
         """Keeps the first `length` tokens; pages that nobody owns any more become free."""
         keep = self.pages_of(length)
         self._drop(self._tables[seq._row, keep : seq._num_pages])
+        self._tokens += length - seq._length
         seq._length, seq._num_pages = length, keep
         self.rings.cut(seq._row, length)
 
@@ -229,18 +288,20 @@ class Books:
         self._tables[rows, : new.tables.shape[1]] = new.tables
         for page in new.copied:  # one at a time: two sequences may leave the same page
             self._drop(np.array([page]))
+        self._copied_pages += len(new.copied)
         for seq, n in zip(plan.sequences, plan.counts, strict=True):
             seq._num_pages = self.pages_of(seq._length + n)
             # now, not at the end: a batch that fails has overwritten its part of the ring too
             self.rings.stored(seq._row, seq._length + n)
             seq._batch = batch
-        batch.sequences, batch.new_tokens, batch._state = plan.sequences, plan.counts, "open"
+        batch._open(plan.sequences, plan.counts)
 
     def close(self, batch: PoolBatch, succeeded: bool) -> None:
         """The batch's tokens belong to their sequences, or were never there."""
         for seq, n in zip(batch.sequences, batch.new_tokens, strict=True):
             if succeeded:
                 seq._length += n
+                self._tokens += n
             else:
                 self.cut(seq, seq._length)
             seq._batch = None
@@ -270,6 +331,7 @@ class Books:
         self.untouched = self.untouched and len(top) == 0
         self._owners[top] = 1
         self.num_free -= len(top)
+        self._most_pages = max(self._most_pages, self.num_pages - self.num_free)
 
     def _drop(self, pages: np.ndarray) -> None:
         """One owner less for each of these pages, all different."""

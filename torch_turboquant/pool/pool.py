@@ -163,6 +163,9 @@ class PagedKVPool(PoolSequences):
     def store(self, layer: int, k: Tensor, v: Tensor, batch: PoolBatch) -> None:
         """Encodes the new keys and values of one layer (cache_store).
 
+        Every layer has to, before the batch is committed; a layer that does so twice holds what it
+        was given last.
+
         Args:
             layer: 0 to num_layers - 1.
             k, v: [batch.tokens, num_kv_heads, head_dim], of the pool's dtype; rows of padding are
@@ -176,6 +179,13 @@ class PagedKVPool(PoolSequences):
         self._check_usable(layer, batch)
         _checks.check_dtype("k", k, (self.dtype,))
         self.layers[layer].store(k, v, batch)
+        batch._mark(layer, replayed=self._is_capturing())
+
+    def _is_capturing(self) -> bool:
+        """Whether a CUDA graph is captured on the current stream."""
+        if self.device.type != "cuda" or torch.compiler.is_compiling():
+            return False
+        return torch.cuda.is_current_stream_capturing()
 
     def attend(
         self,

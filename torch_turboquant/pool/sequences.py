@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_turboquant import _checks
 from torch_turboquant.pool.batch import PoolBatch, PoolSequence, Shape
-from torch_turboquant.pool.books import Books
+from torch_turboquant.pool.books import Books, PoolStatistics
 from torch_turboquant.pool.memory import PoolMemory
 
 
@@ -37,6 +37,11 @@ class PoolSequences:
     def free_seqs(self) -> int:
         """Sequences that allocate, fork and adopt can still make."""
         return len(self._books.free_rows)
+
+    def statistics(self) -> PoolStatistics:
+        """How full the pool is, and what sharing has saved; waits for no device."""
+        with self._lock:
+            return self._books.statistics()
 
     def pages_needed(
         self, sequences: Sequence[PoolSequence], new_tokens: int | Sequence[int]
@@ -117,6 +122,8 @@ class PoolSequences:
 
         Addresses and shapes stay for the batch's life. store and attend accept it as it is (they
         store nothing and give zeros), so that a graph can be captured before there is a sequence.
+        A layer that has stored the batch while it was empty, or while a graph was captured, counts
+        as stored from then on: commit cannot see what a graph replays.
 
         Args:
             seqs: rows.
@@ -132,7 +139,7 @@ class PoolSequences:
             raise ValueError(f"tokens is {tokens}, supported with max_q_len = 1: seqs ({seqs})")
         shape = Shape(seqs, tokens, self._books.max_pages, with_cu=max_q_len > 1)
         arrays = self._arrays(shape, np.zeros((0, 0), dtype=np.int32), (), ())
-        return PoolBatch(self, max_q_len, self._put(arrays))
+        return PoolBatch(self, max_q_len, self._put(arrays), len(self._memory.layers))
 
     def reserve(
         self,
@@ -170,7 +177,7 @@ class PoolSequences:
             shape = room or Shape(len(counts), sum(counts), width, with_cu=longest > 1)
             arrays = self._arrays(shape, new.tables, plan.sequences, counts)
             if into is None:
-                batch = PoolBatch(self, longest, self._put(arrays))
+                batch = PoolBatch(self, longest, self._put(arrays), len(self._memory.layers))
             else:
                 batch = into
                 for name, array in arrays.items():
@@ -211,7 +218,8 @@ class PoolSequences:
         """The tokens of an open batch, which all layers have stored, belong to their sequences.
 
         Raises:
-            RuntimeError: the batch is not open.
+            RuntimeError: the batch is not open, or a layer has not stored it (PagedKVPool.store);
+                the batch is still open then.
             ValueError: a batch of another pool.
         """
         self._close(batch, succeeded=True)
@@ -234,8 +242,25 @@ class PoolSequences:
             self._check_batch(batch)
             if batch._state != "open":
                 raise RuntimeError(f"this batch is {batch._state}, not open")
+            missing = batch._missing()
+            if succeeded and missing:
+                raise RuntimeError(
+                    "this batch is not stored in all layers, these are missing: "
+                    f"{_ranges(missing)}; call pool.store for them before it is committed"
+                )
             self._books.close(batch, succeeded)
 
     def _check_batch(self, batch: PoolBatch) -> None:
         if batch._owner is not self:
             raise ValueError("this batch belongs to another pool")
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers in short: "0, 2 to 5"."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1][1:] = [n]
+        else:
+            runs.append([n])
+    return ", ".join(" to ".join(map(str, run)) for run in runs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,11 @@ from torch_turboquant.tail import first_after_store, held_positions
 
 @dataclass(frozen=True)
 class ExportedSequence:
-    """A sequence outside of a pool; the same tokens give the same bytes in every pool."""
+    """A sequence outside of a pool; the same tokens give the same bytes in every pool.
+
+    Its fields are plain data and tensors with memory of their own, so `vars(exported)` can be
+    saved and loaded without pickled objects (docs/pool.md).
+    """
 
     fingerprint: dict[str, Any]
     """What the pages depend on; plain data (json)."""
@@ -33,6 +37,14 @@ class ExportedSequence:
     exact: tuple[Tensor, ...]
     """Per layer, [kv_heads, held, 2, head_dim]: keys and values of the sinks, then of the positions
     from ring_first on. Empty without a tail."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> ExportedSequence:
+        """The same sequence with its tensors on another device, as Tensor.to moves them."""
+        pages, exact = (
+            tuple(part.to(device, non_blocking=non_blocking) for part in parts)
+            for parts in (self.pages, self.exact)
+        )
+        return replace(self, pages=pages, exact=exact)
 
 
 def export_sequence(memory: PoolMemory, books: Books, seq: PoolSequence) -> ExportedSequence:

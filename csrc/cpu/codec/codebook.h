@@ -21,6 +21,11 @@ struct Levels {
   }
 };
 
+// The greatest absolute value that a code can mean, even the byte 0x80, which is never written. levels: Levels::of
+inline int greatest_level(format::Width width, const int8_t* levels) {
+  return format::levels_are_codes(width) ? format::kMaxByteLevel + 1 : levels[format::num_levels(width) - 1];
+}
+
 // Levels, and boundaries of every candidate step, prepared once per call.
 class Codebook {
  public:

@@ -134,17 +134,14 @@ inline void visit_values(const format::Record& r, int token, Visitor&& visit) {
   const int d = r.head_dim, t = token % r.tile_tokens(), s = t % format::kValueGroup, q = s % 8 / 2;
   const int block =
       r.tile_of(token) + r.value_blocks() + t / format::kValueGroup * r.value_block_bytes() + s % 2 + 2 * (s / 8);
-  if (format::is_spread(r.value_width())) {
+  const auto spread_sets = [&](auto width) {
     constexpr int kSet = format::kSpreadChannels;
     const int sets = d / kSet, words = d % kSet / 16, rest = block + format::kSpreadBytes * sets + 4 * words * q;
     for (int set = 0; set < sets; ++set) {
       visit.three_bits(kSet * set, block + format::kSpreadBytes * set + kLaneBytes * q);
     }
-    for (int j = 0; j < words; ++j) {
-      visit.octets(format::WidthConstant<format::Width::k4>{}, 2, kSet * sets + 16 * j, rest + 4 * j, 16 * words);
-    }
-    return;
-  }
+    for (int j = 0; j < words; ++j) visit.octets(width, 2, kSet * sets + 16 * j, rest + 4 * j, 16 * words);
+  };
   const auto units = [&](auto width) {
     constexpr int fields = 8 / format::num_bits(width.value);
     const int count = d / (8 * fields);
@@ -158,7 +155,13 @@ inline void visit_values(const format::Record& r, int token, Visitor&& visit) {
     if (d % (8 * fields)) visit.last_sixteen(d - 16, block + format::kUnitBytes * count + 4 * q);
   };
   format::with_width(r.value_width(), [&](auto width) {
-    if constexpr (format::valid_value_width(width.value) && !format::is_spread(width.value)) units(width);
+    if constexpr (format::valid_value_width(width.value)) {
+      if constexpr (format::is_spread(width.value)) {
+        spread_sets(width);
+      } else {
+        units(width);
+      }
+    }
   });
 }
 
@@ -173,7 +176,7 @@ struct ValueWriter {
   template <typename Width>
   void octets(Width, int fields, int c, int at, int distance) {
     uint64_t word = 0;
-    for (int e = 0; e < fields; ++e) word |= load_word(codes + c + 8 * e) << format::num_bits(Width::value) * e;
+    for (int e = 0; e < fields; ++e) word |= load_word(codes + c + 8 * e) << format::field_bits(Width::value) * e;
     scatter(word, at, distance);
   }
   // 64 channels: the bits of the last 16 are the top bits of the nibbles of the others.
@@ -200,10 +203,11 @@ struct ValueReader {
     for (int g = 0; g < bytes; ++g) word |= static_cast<uint64_t>(record[at + g * distance]) << 8 * g;
     return word;
   }
+  // The bits of a field that are above its code are ignored.
   template <typename Width>
   void octets(Width, int fields, int c, int at, int distance) {
     const uint64_t word = gather(at, distance), mask = ((1 << format::num_bits(Width::value)) - 1) * kEachByte;
-    for (int e = 0; e < fields; ++e) store_word(codes + c + 8 * e, word >> format::num_bits(Width::value) * e & mask);
+    for (int e = 0; e < fields; ++e) store_word(codes + c + 8 * e, word >> format::field_bits(Width::value) * e & mask);
   }
   void three_bits(int c, int at) {
     uint64_t last = 0;
