@@ -102,17 +102,16 @@ class PagedLayer:
 
     def _check_new(self, k: Tensor, v: Tensor, batch: AttentionBatch, tokens: int) -> None:
         checks.check_values(k, v, self.device, self.config)
-        if k.shape[1] != self.kv_heads:
-            shape = (None, k.shape[1], self.config.record_bytes)
-            _checks.check_shape("cache", self.pages, shape)
+        if k.shape[1] != self.kv_heads:  # the layer was checked when it was made
+            _checks.check_shape("k", k, (tokens, self.kv_heads, self.config.head_dim))
         checks.check_slot_mapping(batch, self.device, tokens)
         if self.ring is not None:
-            self._check_tail(k.dtype, batch)
+            self._check_tail("k", k, batch)
 
-    def _check_tail(self, dtype: torch.dtype, batch: AttentionBatch) -> None:
+    def _check_tail(self, name: str, x: Tensor, batch: AttentionBatch) -> None:
         assert self.ring is not None
-        if self.ring.dtype != dtype:
-            _checks.check_dtype("tail", self.ring, (dtype,))
+        if x.dtype != self.ring.dtype:
+            _checks.check_dtype(name, x, (self.ring.dtype,))
         checks.check_tail_slots(batch, self.ring)
 
     def attend(
@@ -151,7 +150,7 @@ class PagedLayer:
         checks.check_queries(q, self.device, self.config, self.kv_heads)
         checks.check_attention(q, batch, options, out, lse)
         if self.ring is not None:
-            self._check_tail(q.dtype, batch)
+            self._check_tail("q", q, batch)
             if batch.max_q_len > self.max_q_len:  # type: ignore[operator]
                 checks.check_ring_rows(self.ring.shape[2], self.config, batch.max_q_len)
         return call_attention(
