@@ -31,6 +31,7 @@ from torch_turboquant.eval import (
     layers,
     measure,
     needle,
+    options,
     predict,
     report,
     rows,
@@ -1039,6 +1040,39 @@ def test_options_that_are_refused(argv, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(argv)
     assert argv[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("k4v4,k8v8", ["k4v4", "k8v8"]),
+        ("k4v4 k8v8", ["k4v4", "k8v8"]),
+        ("k4v4; k8v8 ,\nint4,", ["k4v4", "k8v8", "int4"]),
+        (
+            "k4v4:recent_window=0,center=none,k8v8:sink_tokens=0 int4",
+            ["k4v4:recent_window=0,center=none", "k8v8:sink_tokens=0", "int4"],
+        ),
+        ("k4v4: recent_window=0, center=none, int4", ["k4v4:recent_window=0,center=none", "int4"]),
+        ("k3v3:layers=0@k8v8+-1@k4v4,k2v2", ["k3v3:layers=0@k8v8+-1@k4v4", "k2v2"]),
+        ("", []),
+    ],
+)
+def test_lists_have_one_syntax(text, found):
+    assert options.names(text) == found
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    assert [c.text for c in parser.parse_args(["--caches", text]).caches] == found
+
+
+def test_a_model_that_is_not_there(capsys, tmp_path):
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    argv = ["--model", "/nonexistent", "--text", str(text), "--json", str(tmp_path / "q.json")]
+    assert evaluation.run(parser.parse_args(argv)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("eval: /nonexistent is no folder of a transformers model")
 
 
 def test_the_default_is_everything():
