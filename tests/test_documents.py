@@ -126,12 +126,22 @@ def test_every_op_has_its_text(generate):
 
 
 @pytest.mark.parametrize(
-    ("picture", "results"), [("attention_h200", "h200_attention"), ("distortion", "distortion")]
+    ("picture", "results"),
+    [
+        ("attention_h200", ["h200_attention"]),
+        ("cpu", ["cpu", "demo_cpu"]),
+        ("distortion", ["distortion"]),
+    ],
 )
 def test_the_picture_shows_the_present_results(generate, picture, results):
     image = pytest.importorskip("PIL.Image")
     with image.open(ROOT / "docs" / "pictures" / f"{picture}.png") as drawn:
-        assert drawn.info["Source"] == generate.digest(results), "run make docs"
+        assert drawn.info["Source"] == " ".join(map(generate.digest, results)), "run make docs"
+
+
+def test_pictures_mark_the_default(generate):
+    colors = generate.preset_colors(["k8v8", "k4v4", generate.DEFAULT])
+    assert colors[generate.DEFAULT] == "tab:orange" and len(set(map(str, colors.values()))) == 3
 
 
 def anchors(path: Path) -> list[str]:
