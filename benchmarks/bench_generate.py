@@ -31,7 +31,7 @@ of memory and the time to the first token, once as a new process takes it (ttft_
 was given back to the device, so that it comes from the driver again) and once as later prompts take
 it (ttft_kept_ms: torch keeps the memory).
 
-predicted_bytes is the prediction of `python -m torch_turboquant memory`, or two bytes per element.
+predicted_bytes is the prediction of `torch_turboquant memory`, or two bytes per element.
 largest_batch is the number of requests of this context that fit into the device's memory beside the
 weights and everything else of this row.
 

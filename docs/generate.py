@@ -647,44 +647,140 @@ def fuzz() -> str:
     )
 
 
+DEFAULT = tq.NAMED_PRESETS["near-lossless"][0]
+
+
+def preset_colors(presets: Iterable[str]) -> dict[str, Any]:
+    """The default preset stands out; the others are shades, lighter the smaller they are."""
+    from matplotlib import colormaps
+
+    by_size = sorted(presets, key=lambda name: -tq.preset(name, 128).bytes_per_token)
+    shades = {name: colormaps["Blues"](0.75 - 0.09 * i) for i, name in enumerate(by_size)}
+    return {name: "tab:orange" if name == DEFAULT else shade for name, shade in shades.items()}
+
+
+def grouped_bars(
+    axes: Any,
+    groups: list[str],
+    series: dict[str, list[float | None]],
+    colors: dict[str, Any],
+    text: list[str],
+) -> None:
+    """Bars side by side in each group, None left out, with texts over those of the default."""
+    width = 0.84 / len(series)
+    for i, (name, values) in enumerate(series.items()):
+        label = f"{name} (default)" if name == DEFAULT else name
+        at = [g - 0.42 + (i + 0.5) * width for g, v in enumerate(values) if v is not None]
+        heights = [v for v in values if v is not None]
+        bars = axes.bar(at, heights, width, color=colors[name], label=label)
+        if name == DEFAULT:
+            axes.bar_label(bars, text, fontsize=9, fontweight="bold")
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylim(0, 1.1 * max(v for values in series.values() for v in values if v is not None))
+    axes.grid(True, axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
 def speed_picture(path: Path) -> None:
-    """Speed-up of a decode step's attention by batch x context, a line per preset."""
+    """Speed-up of a decode step's attention: a group of bars per batch x context."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     found = sorted(decode_rows().items(), key=lambda item: (item[0][0] * item[0][1], item[0]))
-    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-    for preset in decode_rows()[LARGE]:
-        points = [
-            (x, row[preset]["speedup_vs_bf16"]) for x, (_, row) in enumerate(found) if preset in row
+    colors = preset_colors(decode_rows()[LARGE])
+    any_rows = [next(iter(row.values())) for _, row in found]
+    series = {"fp8": [r["fp8_ms"] and r["best_bf16_ms"] / r["fp8_ms"] for r in any_rows]}
+    for preset in colors:
+        series[preset] = [
+            row[preset]["speedup_vs_bf16"] if preset in row else None for _, row in found
         ]
-        axes.plot(*zip(*points, strict=True), marker="o", label=preset)
-    fp8 = []
-    for x, (_, row) in enumerate(found):
-        any_row = next(iter(row.values()))
-        if any_row["fp8_ms"]:
-            fp8.append((x, any_row["best_bf16_ms"] / any_row["fp8_ms"]))
-    axes.plot(*zip(*fp8, strict=True), marker="s", linestyle="--", color="gray", label="fp8")
+    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
+    text = [f"{value:.1f}x" for value in series[DEFAULT]]
+    shapes = [name_of(shape) for shape, _ in found]
+    grouped_bars(axes, shapes, series, {"fp8": "gray", **colors}, text)
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(found)), [name_of(shape) for shape, _ in found])
     axes.set_xlabel("sequences x context")
     axes.set_ylabel("times as fast as the best bf16 kernel")
     axes.set_title("Attention of a decode step on an H200, 32 query heads, 8 KV heads of 128")
-    axes.set_ylim(bottom=0)
-    axes.grid(True, axis="y", alpha=0.3)
     axes.legend(ncols=2)
     figure.savefig(path, dpi=110, metadata={"Software": None, "Source": digest("h200_attention")})
+    pyplot.close(figure)
+
+
+CPU_SHAPES = ((8192, 1), (32768, 1), (65536, 1), (32768, 4))
+
+
+def cpu_attention_rows() -> dict[tuple[str, int, int], Row]:
+    """Attention at the best level of the CPU: (preset, context, batch) -> row."""
+    found = [row for row in read_rows("cpu") if row["row"].startswith("attention k")]
+    best = found[0]["levels"].split()[0]
+    return {
+        (row["row"].split()[1], row["context"], row["batch"]): row
+        for row in found
+        if row["level"] == best
+    }
+
+
+def demo_rows(part: str) -> list[Row]:
+    """Rows of `make demo` on a CPU: "speed" or "quality", the uncompressed cache first."""
+    return [row for row in read_rows("demo_cpu") if row["part"] == part]
+
+
+def cpu_picture(path: Path) -> None:
+    """The CPU: speed-up of attention, and tokens per second of a small model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = cpu_attention_rows()
+    colors = preset_colors(["k8v8", DEFAULT, "k4v4"])
+    series: dict[str, list[float | None]] = {
+        preset: [rows[preset, context, batch]["speedup_vs_bf16"] for context, batch in CPU_SHAPES]
+        for preset in colors
+    }
+    text = [f"{value:.1f}x" for value in series[DEFAULT]]
+    speeds = demo_rows("speed")
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(9, 3.6), layout="constrained", width_ratios=(3, 2)
+    )
+    groups = [name_of((batch, context)) for context, batch in CPU_SHAPES]
+    grouped_bars(left, groups, series, colors, text)
+    left.axhline(1, color="black", linewidth=0.8)
+    left.set_xlabel("sequences x context")
+    left.set_ylabel("times as fast as the best bf16 way")
+    left.set_title("Attention of a decode step, 32 query heads, 8 KV heads of 128", fontsize=9)
+    left.legend(fontsize=8, ncols=3, loc="upper center")
+    left.set_ylim(0, 1.3 * left.get_ylim()[1] / 1.1)
+    plain = "Dynamic-\nCache"
+    names = [plain if r["preset"] == "uncompressed" else r["preset"] for r in speeds]
+    shades = {plain: "gray", **preset_colors(names[1:])}
+    bars = right.bar(names, [r["tokens_per_second"] for r in speeds], 0.7)
+    for bar, name in zip(bars, names, strict=True):
+        bar.set_color(shades[name])
+    right.bar_label(bars, fmt="%.0f", fontsize=9)
+    right.set_ylim(0, 1.12 * max(r["tokens_per_second"] for r in speeds))
+    right.set_ylabel("tokens per second, more is better")
+    first = speeds[0]
+    title = (
+        f"{first['model'].removesuffix('-Instruct')}, {first['dtype']}, {first['context']:,} tokens"
+    )
+    right.set_title(title, fontsize=10)
+    threads = {row["threads"] for row in (*rows.values(), *speeds)}
+    figure.suptitle(f"{first['device']}, {' or '.join(map(str, sorted(threads)))} threads")
+    source = f"{digest('cpu')} {digest('demo_cpu')}"
+    figure.savefig(path, dpi=110, metadata={"Software": None, "Source": source})
     pyplot.close(figure)
 
 
 THEORY_DIM = 128
 THEORY_KINDS = {  # of rows of bench_distortion: grid, search, scale mode, sketch
     "as in the paper": ("lloyd", 1, "norm", None),
-    "8 steps, least squares": ("lloyd", 8, "mse", None),
-    "8 steps, unbiased": ("lloyd", 8, "unbiased", None),
-    "evenly spaced, 8 steps": ("uniform", 8, "mse", None),
+    "best of 8 steps, least squares": ("lloyd", 8, "mse", None),
+    "best of 8 steps, unbiased": ("lloyd", 8, "unbiased", None),
+    "evenly spaced, best of 8 steps": ("uniform", 8, "mse", None),
     "Gaussian sketch": ("lloyd", 1, "norm", "gaussian"),
     "Hadamard sketch": ("lloyd", 1, "norm", "hadamard"),
 }
@@ -750,13 +846,17 @@ def theory_picture(path: Path) -> None:
         axes.set_xlabel("bits per coordinate")
         axes.set_title(title, fontsize=10)
         axes.grid(True, axis="y", alpha=0.3)
-        axes.legend(fontsize=8, ncols=2, loc="upper center")
+        axes.legend(fontsize=7, ncols=2, loc="upper center", columnspacing=1, handletextpad=0.4)
     both[0].set_ylim(0.9, 3.5)
     both[0].set_ylabel("times the lower bound, 4^-bits")
     both[1].set_yscale("log")
     both[1].set_ylim(0.9, 60)
     both[1].set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
     both[1].set_ylabel("times the lower bound, 4^-bits / 128")
+    figure.supxlabel(
+        "best of 8 steps: the encoder tries 8 sizes of the step between levels and keeps the best",
+        fontsize=8,
+    )
     figure.savefig(path, dpi=110, metadata={"Software": None, "Source": digest("distortion")})
     pyplot.close(figure)
 
@@ -796,6 +896,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
 BLOCKS["docs/measurements/quality_vectors.md"]["theory"] = theory_table
 PICTURES: dict[str, Callable[[Path], None]] = {
     "docs/pictures/attention_h200.png": speed_picture,
+    "docs/pictures/cpu.png": cpu_picture,
     "docs/pictures/distortion.png": theory_picture,
     **{
         f"benchmarks/results/{file_name('quality', model)}.png": quality_picture

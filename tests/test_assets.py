@@ -18,7 +18,7 @@ from torch_turboquant.eval import assets
 
 CONTENT = b"a model, say" * 1000
 ASSET = assets.Asset(
-    "something==1.0", "something-1.0-*.whl", "model.gguf", hashlib.sha256(CONTENT).hexdigest(), "1"
+    "something==1.0", "something-1.0-*.whl", "model.gguf", hashlib.sha256(CONTENT).hexdigest(), 1
 )
 
 
@@ -135,7 +135,8 @@ def test_pages_are_articles_only(tmp_path, monkeypatch):
     pytest.importorskip("mwparserfromhell")
 
     def page(text, ns="0", more=""):
-        return f"<page><ns>{ns}</ns>{more}<revision><text>{text}</text></revision></page>"
+        title = f"<title>Title {text[28:29]}</title>"
+        return f"<page>{title}<ns>{ns}</ns>{more}<revision><text>{text}</text></revision></page>"
 
     sentence = "This is the sentence number {} and it has quite enough words to be prose."
     export = (
@@ -147,8 +148,26 @@ def test_pages_are_articles_only(tmp_path, monkeypatch):
         + page(sentence.format(4))
         + "</mediawiki>"
     ).encode()
-    assert list(assets.pages(io.BytesIO(export))) == [sentence.format(i) for i in (1, 3, 4)]
+    expected = [(f"Title {i}", sentence.format(i)) for i in (1, 3, 4)]
+    assert list(assets.pages(io.BytesIO(export))) == expected
     path = tmp_path / "pages.bz2"
     path.write_bytes(bz2.compress(export))
     monkeypatch.setattr(assets, "fetch", lambda asset, folder: path)
     assert assets.load_articles(tmp_path, 2) == [sentence.format(1), sentence.format(3)]
+    titled = assets.load_titles(tmp_path, ["Title 4", "Title 1"])
+    assert titled == [sentence.format(4), sentence.format(1)]
+
+
+def test_what_is_to_be_fetched_is_said_first(tmp_path):
+    assert assets.to_fetch(tmp_path).startswith("Downloads 121 MB once; ")
+    (tmp_path / "SmolLM2-135M-Instruct").mkdir()
+    (tmp_path / "SmolLM2-135M-Instruct" / "tokenizer.json").touch()
+    assert assets.to_fetch(tmp_path).startswith("Downloads 28 MB once; ")
+    (tmp_path / assets.TEXT.inner).touch()
+    assert assets.to_fetch(tmp_path) == ""
+
+
+def test_a_folder_without_a_model_says_that_nothing_is_downloaded(tmp_path):
+    for name in ("nowhere", "org/name", tmp_path):
+        with pytest.raises(ValueError, match=r"has no config\.json\. Nothing is downloaded"):
+            assets.load_dense(assets.Path(name))

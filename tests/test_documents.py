@@ -11,6 +11,7 @@ import torch
 
 import torch_turboquant as tq
 from tests.helpers import ROOT, load_script, tiny_llama
+from torch_turboquant import __main__ as command_line
 
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[!.]*/README.md")]
 
@@ -125,12 +126,22 @@ def test_every_op_has_its_text(generate):
 
 
 @pytest.mark.parametrize(
-    ("picture", "results"), [("attention_h200", "h200_attention"), ("distortion", "distortion")]
+    ("picture", "results"),
+    [
+        ("attention_h200", ["h200_attention"]),
+        ("cpu", ["cpu", "demo_cpu"]),
+        ("distortion", ["distortion"]),
+    ],
 )
 def test_the_picture_shows_the_present_results(generate, picture, results):
     image = pytest.importorskip("PIL.Image")
     with image.open(ROOT / "docs" / "pictures" / f"{picture}.png") as drawn:
-        assert drawn.info["Source"] == generate.digest(results), "run make docs"
+        assert drawn.info["Source"] == " ".join(map(generate.digest, results)), "run make docs"
+
+
+def test_pictures_mark_the_default(generate):
+    colors = generate.preset_colors(["k8v8", "k4v4", generate.DEFAULT])
+    assert colors[generate.DEFAULT] == "tab:orange" and len(set(map(str, colors.values()))) == 3
 
 
 def anchors(path: Path) -> list[str]:
@@ -147,6 +158,34 @@ def test_links_lead_somewhere(path):
             file = path.parent / name if name else path
             assert file.exists(), target
             assert not anchor or anchor in anchors(file), target
+
+
+# ---- commands
+
+
+def commands(text: str) -> list[list[str]]:
+    """Those of this package, in blocks of code and in sentences."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    spans = re.findall(r"`(torch_turboquant [^`]*)`", re.sub(r"\s+", " ", text))
+    found = [re.match(r"(?:\$ )?(torch_turboquant .*?)(?:  +#.*)?$", line) for line in lines]
+    return [line.split() for line in [*spans, *(match[1] for match in found if match)]]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_work_where_the_reader_stands(path, capsys):
+    """As the script, which a clone does not hide; and with options that exist."""
+    text = path.read_text()
+    explained = path.name in ("CHANGELOG.md", "troubleshooting.md")
+    assert explained or "python -m torch_turboquant" not in text
+    for _, name, *options in commands(text):
+        if name.startswith("-"):
+            continue
+        pytest.importorskip("transformers")  # its extra, which eval needs for its help
+        with pytest.raises(SystemExit, match="0"):
+            command_line.main([name, "--help"])
+        known = capsys.readouterr().out
+        assert all(option in known for option in options if option.startswith("--")), options
 
 
 # ---- messages of docs/troubleshooting.md

@@ -31,6 +31,7 @@ from torch_turboquant.eval import (
     layers,
     measure,
     needle,
+    options,
     predict,
     report,
     rows,
@@ -992,6 +993,32 @@ def test_picture(tmp_path, result):
     assert (tmp_path / "quality.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize("model", ["smollm2_135m_instruct", "qwen2_5_coder_1_5b_instruct"])
+def test_labels_cover_nothing(tmp_path, monkeypatch, model):
+    """Neither each other nor a point, and none leaves the axes."""
+    text = pytest.importorskip("matplotlib.text").Text
+    kept = []
+    real = report.place_labels
+    monkeypatch.setattr(
+        report,
+        "place_labels",
+        lambda axes, points: kept.extend([axes, points, real(axes, points)]),
+    )
+    found = report.read_json(ROOT / "benchmarks" / "results" / f"quality_{model}.json")
+    short = [r for r in found if r["context"] == 2048 and r["dtype"] == "float32"]
+    report.picture(tmp_path / "quality.png", [r for r in short if ":" not in r["cache"]])
+    axes, points, placed = kept
+    assert len(placed) == len(points) > 15
+    renderer = axes.figure.canvas.get_renderer()
+    boxes = [text.get_window_extent(label, renderer) for label in placed]
+    marks = axes.transData.transform([point[1:] for point in points])
+    inside = axes.get_window_extent(renderer)
+    for i, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:i]), placed[i].get_text()
+        assert not any(box.contains(*mark) for mark in marks), placed[i].get_text()
+        assert inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1)
+
+
 # ----------------------------------------------------------------------------- the command line
 
 
@@ -1039,6 +1066,39 @@ def test_options_that_are_refused(argv, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(argv)
     assert argv[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("k4v4,k8v8", ["k4v4", "k8v8"]),
+        ("k4v4 k8v8", ["k4v4", "k8v8"]),
+        ("k4v4; k8v8 ,\nint4,", ["k4v4", "k8v8", "int4"]),
+        (
+            "k4v4:recent_window=0,center=none,k8v8:sink_tokens=0 int4",
+            ["k4v4:recent_window=0,center=none", "k8v8:sink_tokens=0", "int4"],
+        ),
+        ("k4v4: recent_window=0, center=none, int4", ["k4v4:recent_window=0,center=none", "int4"]),
+        ("k3v3:layers=0@k8v8+-1@k4v4,k2v2", ["k3v3:layers=0@k8v8+-1@k4v4", "k2v2"]),
+        ("", []),
+    ],
+)
+def test_lists_have_one_syntax(text, found):
+    assert options.names(text) == found
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    assert [c.text for c in parser.parse_args(["--caches", text]).caches] == found
+
+
+def test_a_model_that_is_not_there(capsys, tmp_path):
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    text = tmp_path / "text.txt"
+    text.write_text("words")
+    argv = ["--model", "/nonexistent", "--text", str(text), "--json", str(tmp_path / "q.json")]
+    assert evaluation.run(parser.parse_args(argv)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("eval: /nonexistent is no folder of a transformers model")
 
 
 def test_the_default_is_everything():

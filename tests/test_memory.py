@@ -19,7 +19,7 @@ from torch_turboquant.memory import (
     packed_memory,
     plain_memory,
 )
-from torch_turboquant.memory.cli import parse_count, parse_size
+from torch_turboquant.memory.cli import parse_count, parse_size, parse_tokens
 from torch_turboquant.models import DERIVED_HEAD_DIM, read_config
 
 DOCS = (Path(__file__).parents[1] / "docs/memory.md").read_text()
@@ -164,6 +164,20 @@ def test_read_config(tmp_path):
         path.write_text(content) if content else path.unlink()
         with pytest.raises(ValueError, match=r"config\.json"):
             read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text, tokens", [
+    ("131072", 131072), ("128K", 131072), ("128k", 131072), ("1M", 2**20), ("131,072", 131072),
+    ("131_072", 131072), ("0", 0),
+])  # fmt: skip
+def test_numbers_of_tokens(text, tokens):
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "128G", "1.5K", "1,31072", "-5", "K", "128 K"])
+def test_numbers_of_tokens_that_are_refused(text):
+    with pytest.raises(ValueError, match="is no number of tokens; write 131072 or 128K"):
+        parse_tokens(text)
 
 
 # ---- bytes
@@ -343,7 +357,9 @@ def test_options_of_the_command(capsys):
     ("--layers 3", "--layers needs --kv-heads and --head-dim"),
     ("--layers 3 --kv-heads 1 --head-dim 64 --config x", "give one of them"),
     ("--layers 0 --kv-heads 1 --head-dim 64", "layers is 0, supported: 1 and more"),
-    ("--config nowhere", "cannot read the model configuration nowhere"),
+    ("--config nowhere", "there is no nowhere, and nothing is downloaded"),
+    ("--config org/name", "nothing is downloaded. To fetch one: hf download org/name config.json"),
+    ("--config my/config.json", "hf download NAME config.json --local-dir FOLDER"),
     ("--layers 3 --kv-heads 1 --head-dim 22", "head_dim is 22, supported"),
     ("--layers 3 --kv-heads 1 --head-dim 64 --key-bits 4", "come together"),
     ("--layers 3 --kv-heads 1 --head-dim 64 --key-bits 7 --value-bits 4", "key_bits is 7"),
@@ -356,7 +372,7 @@ def test_arguments_that_are_refused(capsys, line, match):
 
 
 def test_the_documented_output(capsys):
-    (block,) = re.findall(r"```\n\$ python -m torch_turboquant memory (.*?)\n(.*?)```", DOCS, re.S)
+    (block,) = re.findall(r"```\n\$ torch_turboquant memory (.*?)\n(.*?)```", DOCS, re.S)
     line, output = block
     assert command(capsys, line) == output
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import tomllib
 import torch
 
 import torch_turboquant
 from tests.helpers import ROOT, load_script
 from torch_turboquant import __main__ as command_line
-from torch_turboquant import _library
+from torch_turboquant import _command, _extras, _library
 
 LIBRARIES = sorted((Path(torch_turboquant.__file__).parent / "lib").glob("*.so"))
 
@@ -56,7 +57,7 @@ def test_the_wheel_holds_the_package_and_nothing_else():
     assert "torch_turboquant/lib/libturboquant_cpu.so" in files
     assert "torch_turboquant/py.typed" in files
     strangers = [f for f in files if not f.startswith(("torch_turboquant/", "torch_turboquant-"))]
-    assert not strangers
+    assert [Path(f).parts[-2:] for f in strangers] == [("bin", "torch_turboquant")]  # the command
 
 
 def test_the_source_distribution_holds_what_a_build_needs(tmp_path):
@@ -277,10 +278,97 @@ def test_info_as_text():
     )
 
 
-def test_no_command_is_an_error():
-    done = python("-m", "torch_turboquant")
-    assert done.returncode == 2
-    assert all(command in done.stderr for command in ("info", "memory", "demo", "eval"))
+def test_the_script_is_the_command():
+    (script,) = distribution().entry_points.select(group="console_scripts")
+    assert script.name == "torch_turboquant" and script.load() is command_line.main
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "torch_turboquant: the following arguments are required: {info,memory,demo,eval}"),
+        (["inf"], "invalid choice: 'inf'"),
+        (["memory"], "torch_turboquant memory: the following arguments are required: --context"),
+        (["memory", "--context", "1x"], "argument --context: '1x' is no number of tokens"),
+        (["info", "--op", "x"], "argument --op: invalid choice: 'x'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_where_the_options_are(capsys, argv, says):
+    with pytest.raises(SystemExit) as exit:
+        command_line.main(argv)
+    first, second = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2 and says in first
+    assert second == f"(the options: {first.partition(':')[0]} --help)"
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        command_line.main(["--version"])
+    assert capsys.readouterr().out == f"torch_turboquant {torch_turboquant.__version__}\n"
+
+
+# ---- packages of extras
+
+
+def test_the_packages_of_extras_are_those_of_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups: dict[str, dict[str, str]] = {}
+    for extra, lines in project["optional-dependencies"].items():
+        pairs = (re.match(r"(\w+)(?:>=([\d.]+))?", line).groups() for line in lines)
+        groups[extra] = {name: least or "0" for name, least in pairs if name != "torch_turboquant"}
+    demo = groups["transformers"] | groups["demo"]
+    assert {*_extras.READING, *_extras.FETCHED_MODEL, *_extras.FETCHED_TEXT} == set(demo)
+    assert set(_extras.PICTURE) == set(groups["eval"])
+    assert demo | groups["eval"] == _extras.LEAST
+
+
+def test_missing_packages_are_named_together(monkeypatch):
+    installed = {"transformers": "4.57.1", "safetensors": "0.5.0rc1"}
+
+    def version(name):
+        if name in installed:
+            return installed[name]
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(
+        _extras.importlib.util, "find_spec", lambda name: name if name != "gguf" else None
+    )
+    monkeypatch.setattr(_extras.importlib.metadata, "version", version)
+    with pytest.raises(_extras.MissingPackages) as error:
+        _extras.require("demo", *_extras.READING, *_extras.FETCHED_MODEL)
+    assert str(error.value) == (
+        "demo needs transformers >= 5.5 (4.57.1 is installed), the package gguf: "
+        "pip install 'torch_turboquant[demo]'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "missing"),
+    [
+        (["demo"], "transformers"),
+        (["demo"], "gguf"),
+        (["demo"], "mwparserfromhell"),
+        (["eval"], "accelerate"),
+        (["eval", "--model", "somewhere"], "mwparserfromhell"),
+        (["eval", "--model", "a", "--text", "b", "--picture", "c.png"], "matplotlib"),
+    ],
+)
+def test_nothing_is_fetched_without_all_packages(monkeypatch, capsys, tmp_path, argv, missing):
+    pytest.importorskip("transformers")
+    from torch_turboquant.eval import assets
+
+    def fetch(*_):
+        raise AssertionError("a download began")
+
+    monkeypatch.setattr(assets, "fetch", fetch)
+    real = _extras._what_is_wrong
+    monkeypatch.setattr(
+        _extras, "_what_is_wrong", lambda name: name if name == missing else real(name)
+    )
+    monkeypatch.chdir(tmp_path)
+    assert command_line.main([*argv, "--cache-dir", str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{argv[0]} needs {missing}: pip install 'torch_turboquant[{argv[0]}]'" == line
 
 
 @pytest.mark.parametrize("when", ["add_arguments", "run"])
@@ -341,5 +429,43 @@ def test_a_library_that_does_not_load_says_why(tmp_path):
 
 def test_a_half_upgraded_package_is_refused(monkeypatch):
     monkeypatch.setattr(_library, "__version__", "9.9.9")
-    with pytest.raises(ImportError, match=r"9\.9\.9.*--force-reinstall"):
+    with pytest.raises(ImportError, match=r"9\.9\.9.*--force-reinstall") as error:
         _library.load("cpu")
+    assert "torch_turboquant" not in str(error.value).partition("pip install")[2]  # not of an index
+
+
+def source_tree(folder: Path) -> None:
+    """What a clone has: the package without its libraries, and the sources."""
+    here = Path(torch_turboquant.__file__).parent
+    ignored = shutil.ignore_patterns("lib", "__pycache__", "integrations", "eval", "pool", "ops")
+    shutil.copytree(here, folder / "torch_turboquant", ignore=ignored)
+    (folder / "csrc").mkdir()
+
+
+def test_a_command_inside_a_clone_says_what_to_type_instead(tmp_path):
+    source_tree(tmp_path)
+    (tmp_path / "torch.py").write_text("__version__ = '2.13.0'")  # the real one takes seconds
+    command = [sys.executable, "-m", "torch_turboquant", "info", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "hides the installed package here. Type: " in line
+    assert line.endswith(f"{sys.executable} -I -m torch_turboquant info --json")
+
+
+def test_a_command_inside_a_clone_without_a_wheel(tmp_path, monkeypatch):
+    source_tree(tmp_path)
+    monkeypatch.setattr(_command, "PACKAGE", tmp_path / "torch_turboquant")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "elsewhere")])
+    monkeypatch.setattr(sys, "argv", ["-m", "info"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "torch_turboquant", "info"])
+    with pytest.raises(SystemExit, match=r"Type: make wheel && pip install build/wheel/\*\.whl$"):
+        _command.exit_from_command(ImportError("no library"))
+
+
+def test_other_programs_get_the_error_itself(monkeypatch):
+    for argv in (["-c"], ["script.py"], [""], []):
+        monkeypatch.setattr(sys, "argv", argv)
+        assert _command.exit_from_command(ImportError("no library")) is None
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/torch_turboquant", "info"])
+    with pytest.raises(SystemExit, match="torch_turboquant: no library"):
+        _command.exit_from_command(ImportError("no library"))

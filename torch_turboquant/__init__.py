@@ -1,7 +1,13 @@
 """TurboQuant for PyTorch: KV caches of 2 to 8 bits per channel that attention reads directly."""
 
 # the compiled libraries register the ops: before everything else
-from torch_turboquant._library import build_info  # isort: skip
+try:
+    from torch_turboquant._library import build_info  # isort: skip
+except ImportError as error:
+    from torch_turboquant._command import exit_from_command
+
+    exit_from_command(error)  # who typed a command gets one line, and no traceback
+    raise
 from torch_turboquant import _autograd  # noqa: F401  refuses inputs that require grad
 from torch_turboquant._version import __version__
 from torch_turboquant.batch import AttentionBatch, AttentionOptions

@@ -1,15 +1,30 @@
-"""The command line: `python -m torch_turboquant info`, `memory`, `demo` and `eval`."""
+"""The command line: `torch_turboquant info`, `memory`, `demo` and `eval`.
+
+`python -m torch_turboquant` is the same, except inside a clone of the project: there Python finds
+the sources, which have no libraries, before the installed package.
+"""
+
+from __future__ import annotations
 
 import argparse
 import importlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch_turboquant import choices
+from torch_turboquant._extras import READING, MissingPackages, require
 from torch_turboquant._library import build_info
+from torch_turboquant._version import __version__
 from torch_turboquant.memory import cli as memory
+
+
+class Parser(argparse.ArgumentParser):
+    """Prints an error as one line, and where to find the options instead of all of them."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n(the options: {self.prog} --help)\n")
 
 
 def print_info(info: dict[str, Any]) -> None:
@@ -34,11 +49,14 @@ def print_info(info: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that argv names; returns the exit status. argv: None means sys.argv."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_turboquant",
+    parser = Parser(
+        prog="torch_turboquant",
         description="KV caches of 2 to 8 bits per channel that attention reads directly.",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action="version", version=f"torch_turboquant {__version__}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{info,memory,demo,eval}"
+    )
     info = commands.add_parser("info", help="what is installed and what it runs on")
     info.add_argument("--json", action="store_true", help="print JSON")
     choices.add_arguments(info)
@@ -50,14 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     name = argv[0] if argv and argv[0] in programs else None
     try:
-        # These two need the packages of an extra, which the other commands must not depend on.
         if name:
+            require(name, *READING)
             program = importlib.import_module(f"torch_turboquant.{name}")
             program.add_arguments(programs[name])
         args = parser.parse_args(argv)
         if name:
             return program.run(args)
-    except ModuleNotFoundError as error:
+    except MissingPackages as error:
+        print(error, file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:  # one that a package of the extra should have brought
         if (error.name or "").startswith("torch_turboquant"):
             raise
         print(

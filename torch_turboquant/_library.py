@@ -63,7 +63,8 @@ def load(name: str, folder: Path = LIBRARY_FOLDER) -> dict[str, Any]:
     if info["version"] != __version__:
         raise ImportError(
             f"{path} is of version {info['version']}, but the Python files are of {__version__}: "
-            f"an upgrade was interrupted. Run: pip install --force-reinstall torch_turboquant"
+            f"an upgrade was interrupted. Install the wheel again: pip install --force-reinstall "
+            f"--no-deps with the path of the .whl file"
         )
     return info
 

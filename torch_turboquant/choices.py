@@ -336,7 +336,7 @@ def _parameters() -> dict[str, list[tuple[str, inspect.Parameter]]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m torch_turboquant info` that describe a call."""
+    """The options of `torch_turboquant info` that describe a call."""
     group = parser.add_argument_group(
         "which CUDA kernel takes a call", "the options that describe it, and the ops that have them"
     )

@@ -152,6 +152,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"
+    if not path.exists():
+        names_a_model = len(path.parts) == 2 and not path.is_absolute() and path.suffix != ".json"
+        raise ValueError(
+            f"there is no {path}, and nothing is downloaded. To fetch one: hf download "
+            f"{path if names_a_model else 'NAME'} config.json --local-dir FOLDER"
+        )
     try:
         config = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

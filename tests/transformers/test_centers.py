@@ -294,3 +294,14 @@ def test_a_center_is_learned_by_default():
             assert (cache.centers is None) == (name == "off")
         errors[name] = (logits - exact).pow(2).mean().item()
     assert max(errors["default"], errors["calibrated"]) < 0.5 * errors["off"]
+
+
+def test_names_of_centers():
+    model = make_model()
+    with TurboQuantCache.for_model(model, center="none") as cache:
+        assert cache.center is None and cache.sequences.learned_center is None
+    for wrong in ("non", "AUTO", "/nowhere/centers.safetensors"):
+        match = f"center is '{wrong}', supported: 'auto', 'mean', 'none' or the path of a file"
+        with pytest.raises(ValueError, match=match):
+            TurboQuantCache.for_model(model, center=wrong)
+    assert model.config._attn_implementation == "sdpa"

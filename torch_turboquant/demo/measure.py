@@ -1,7 +1,10 @@
-"""What the demo measures: how well each cache predicts prose, and what it answers to prompts.
+"""What the demo measures: the speed of tokens behind a long text, predictions of prose, answers.
 
-Every cache predicts the same prose through itself (torch_turboquant.eval.predict), and every
-prediction is compared with that of the uncompressed cache. All caches see the same true tokens.
+Speed is that of a model as people run it, in bfloat16. Quality is measured in float32, where only
+the cache differs: every cache predicts the same prose through itself
+(torch_turboquant.eval.predict), and every prediction is compared with that of the uncompressed
+cache. All caches see the same true tokens. The same model in bfloat16, uncompressed, is one row
+more: what rounding alone does to predictions and to greedy answers.
 """
 
 from __future__ import annotations
@@ -10,9 +13,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,6 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
-from torch_turboquant.eval.caches import UNCOMPRESSED, Choice
 from torch_turboquant.eval.predict import (
     detach,
     divergence,
@@ -31,50 +32,55 @@ from torch_turboquant.eval.predict import (
 )
 from torch_turboquant.integrations.transformers import TurboQuantCache
 
+MODEL_NAME = "SmolLM2-135M-Instruct"
 QUESTIONS = (
     "Summarise the following text in a few sentences.",
     "What are the most important points of the following text? Answer in a short paragraph.",
 )
-PASSAGE_WORDS = 220
-MIN_NEW_TOKENS = 64  # an answer that ends at once says little about a cache
+PASSAGE_WORDS = 160
+
+
+@dataclass
+class Speed:
+    """One cache behind a long text: what it takes and how fast tokens follow."""
+
+    preset: str | None  # None: uncompressed
+    info: dict[str, Any]
+    tokens: int  # in the cache at the end
+    bytes_per_token: float  # what one more token adds in all layers
+    bytes_total: int  # everything the cache holds
+    prompt_seconds: float  # until the first new token
+    tokens_per_second: float  # of the median decode step; NaN if there is none
 
 
 @dataclass
 class Result:
-    """One cache: what it held, how well it predicted, what it answered and how fast."""
+    """One cache: how well it predicted, and what it answered."""
 
     preset: str | None  # None: uncompressed
     info: dict[str, Any] = field(default_factory=dict)
     answers: list[Tensor] = field(default_factory=list)  # int64 [new tokens] per prompt
     agreement: float = 1.0  # share of generated tokens before the first difference
-    tokens_per_second: float = math.nan  # while generating, after the prompt
-    bytes_per_token: float = math.nan  # what one more token adds in all layers
-    bytes_total: int = 0  # everything the cache holds after the prose
     tokens: int = 0  # of the prose, all of them in the cache
     scored: int = 0  # tokens of the prose that were predicted
     perplexity: float = math.nan
     kl: float = 0.0  # mean KL(uncompressed || this), nats
     top1: float = 1.0  # share of scored tokens with the same most likely token
 
-    @property
-    def compression(self) -> float:
-        """How many times smaller than 16 bits per element, in whatever dtype the model runs."""
-        return self.info["bytes_per_token_16_bit"] / self.bytes_per_token
-
 
 # --------------------------------------------------------------------------------------- input
 
 
 def make_prompts(tokenizer: Any, articles: Sequence[str]) -> list[Tensor]:
-    """Chat prompts of a few hundred tokens, a task and a passage each: int64 [1, n]."""
+    """Chat prompts of some 250 tokens: one of QUESTIONS in turn, and a passage. int64 [n] each."""
     prompts = []
-    for question, article in zip(QUESTIONS, articles[1:], strict=False):
+    for question, article in zip(itertools.cycle(QUESTIONS), articles, strict=False):
         passage = " ".join(article.split()[:PASSAGE_WORDS])
         message = [{"role": "user", "content": f"{question}\n\n{passage}"}]
         encoded = tokenizer.apply_chat_template(
             message, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        prompts.append(encoded["input_ids"])
+        prompts.append(encoded["input_ids"][0])
     return prompts
 
 
@@ -91,9 +97,11 @@ def equal_prefix(a: Tensor, b: Tensor) -> int:
 # ----------------------------------------------------------------------------------- the caches
 
 
-def new_cache(model: Any, preset: str | None) -> Cache:
-    """An empty cache for one sequence; preset None makes the uncompressed one."""
-    return Choice.parse(preset or UNCOMPRESSED).make(model)
+def new_cache(model: Any, preset: str | None, batch: int = 1) -> Cache:
+    """An empty cache for `batch` sequences; preset None makes the uncompressed one."""
+    if preset is None:
+        return DynamicCache(config=model.config)
+    return TurboQuantCache.for_model(model, preset, max_batch_size=batch)
 
 
 def cache_bytes(cache: DynamicCache | TurboQuantCache) -> tuple[float, int]:
@@ -114,13 +122,12 @@ def describe(
     config = model.config
     heads, layers = config.num_key_value_heads, config.num_hidden_layers
     info = {
-        "model": "SmolLM2-135M-Instruct",
+        "model": MODEL_NAME,
         "dtype": str(model.dtype).removeprefix("torch."),
         "q_heads": config.num_attention_heads,
         "kv_heads": heads,
         "head_dim": config.head_dim,
         "layers": layers,
-        "bytes_per_token_16_bit": 2 * 2 * config.head_dim * heads * layers,
         "model_device": str(model.device),
     }
     if preset is None:
@@ -149,80 +156,120 @@ class _Clock(BaseStreamer):
     def end(self) -> None:
         pass
 
-    def steps(self) -> list[float]:
-        """Seconds between new tokens; the first entry is the prompt itself."""
-        return [b - a for a, b in itertools.pairwise(self.times[1:])]
+    @property
+    def prompt_seconds(self) -> float:
+        """From the prompt, which is handed out first, to the first new token."""
+        return self.times[1] - self.times[0]
+
+    def tokens_per_second(self) -> float:
+        """By the median decode step, which a busy machine disturbs little; NaN if there is none."""
+        steps = [b - a for a, b in itertools.pairwise(self.times[1:])]
+        return 1 / statistics.median(steps) if steps else math.nan
+
+
+def fast_bfloat16(device: str) -> bool:
+    """Whether torch multiplies in bfloat16 at full speed; old CPUs take minutes for a long text."""
+    return torch.device(device).type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+@torch.no_grad()
+def speed(model: Any, preset: str | None, text: Tensor, new_tokens: int) -> Speed:
+    """Lets the model read a text at once and then generate greedily.
+
+    Args:
+        preset: of the cache, None for the uncompressed one.
+        text: int64 [n].
+        new_tokens: decode steps, and one.
+    """
+    cache, clock = new_cache(model, preset), _Clock()
+    prompt = text[None].to(model.device)
+    model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        past_key_values=cache,
+        streamer=clock,
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+    )
+    info = describe(model, preset, cache)
+    per_token, total = cache_bytes(cache)
+    detach(cache)
+    tokens = len(text) + new_tokens - 1  # the last one is not stored
+    return Speed(
+        preset, info, tokens, per_token, total, clock.prompt_seconds, clock.tokens_per_second()
+    )
 
 
 @torch.no_grad()
 def generate(
-    model: Any, make_cache: Callable[[], Cache], prompts: Sequence[Tensor], new_tokens: int
-) -> tuple[list[Tensor], float]:
-    """Greedy answers of `model.generate`.
+    model: Any, preset: str | None, prompts: Sequence[Tensor], new_tokens: int
+) -> list[Tensor]:
+    """Greedy answers of `model.generate` to all prompts in one batch, padded on the left.
 
     Args:
-        make_cache: makes an empty cache; every prompt gets one of its own.
-        prompts: int64 [1, n] each.
-        new_tokens: the most tokens of an answer.
+        preset: of the cache, None for the uncompressed one.
+        prompts: int64 [n] each.
+        new_tokens: of each answer, which does not end before.
 
     Returns:
-        One answer per prompt, int64 [at most new_tokens], and the rate in tokens per second. The
-        rate is that of the median decode step, which a busy machine disturbs little; it is NaN if
-        no answer has two tokens.
+        One answer per prompt, int64 [new_tokens].
     """
-    answers, steps = [], []
-    for prompt in prompts:
-        cache, clock = make_cache(), _Clock()
-        prompt = prompt.to(model.device)
-        output = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            past_key_values=cache,
-            streamer=clock,
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            min_new_tokens=min(new_tokens, MIN_NEW_TOKENS),
-        )
-        detach(cache)
-        answers.append(output[0, prompt.shape[1] :].cpu())
-        steps += clock.steps()
-    return answers, 1 / statistics.median(steps) if steps else math.nan
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    cache = new_cache(model, preset, len(prompts))
+    output = model.generate(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        past_key_values=cache,
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+    )
+    detach(cache)
+    return list(output[:, longest:].cpu())
 
 
 def read_prose(
-    model: Any, presets: Sequence[str | None], prose: Tensor, prefill: int, chunk: int
+    runs: Sequence[tuple[Any, str | None]], prose: Tensor, prefill: int, chunk: int
 ) -> list[Result]:
-    """Predicts prose[prefill:] through one cache per preset; the first cache is the reference.
+    """Predicts prose[prefill:] through one cache per run; the first run is the reference.
 
     All caches advance together, chunk by chunk, so that no logits need to be kept.
 
     Args:
-        presets: names of presets, None for the uncompressed cache.
+        runs: (model, name of a preset or None for the uncompressed cache).
         prose: int64 [n].
         prefill, chunk: tokens of the first forward, and of every other one.
 
     Returns:
-        One result per preset, without answers.
+        One result per run, without answers.
     """
-    caches = [new_cache(model, preset) for preset in presets]
-    results = [Result(preset) for preset in presets]
-    losses = [0.0] * len(presets)
-    matches = [0] * len(presets)
-    ids = prose.to(model.device)
-    scored = len(ids) - prefill
-    readers = [predictions(model, cache, ids, prefill, chunk) for cache in caches]
+    caches = [new_cache(model, preset) for model, preset in runs]
+    results = [Result(preset) for _, preset in runs]
+    losses = [0.0] * len(runs)
+    matches = [0] * len(runs)
+    scored = len(prose) - prefill
+    readers = [
+        predictions(model, cache, prose.to(model.device), prefill, chunk)
+        for (model, _), cache in zip(runs, caches, strict=True)
+    ]
     together = zip(*readers, strict=True)
     for parts in tqdm(together, "reading prose", total=-(-scored // chunk), leave=False):
         reference = parts[0][2]
         for i, (start, end, logits) in enumerate(parts):
-            losses[i] += negative_log_likelihood(logits, ids[start:end]).sum().item()
+            ids = prose[start:end].to(logits.device)
+            losses[i] += negative_log_likelihood(logits, ids).sum().item()
             kl, same = divergence(reference, logits)
             results[i].kl += kl.sum().item() / scored
             matches[i] += int(same.sum())
     for i, (result, cache) in enumerate(zip(results, caches, strict=True)):
-        result.info = describe(model, result.preset, cache)
-        result.bytes_per_token, result.bytes_total = cache_bytes(cache)
-        result.tokens, result.scored = len(ids), scored
+        result.info = describe(runs[i][0], result.preset, cache)
+        result.tokens, result.scored = len(prose), scored
         result.perplexity = math.exp(losses[i] / scored)
         result.top1 = matches[i] / scored
         detach(cache)
@@ -230,13 +277,15 @@ def read_prose(
 
 
 def add_answers(
-    model: Any, results: Sequence[Result], prompts: Sequence[Tensor], new_tokens: int
+    runs: Sequence[tuple[Any, str | None]],
+    results: Sequence[Result],
+    prompts: Sequence[Tensor],
+    new_tokens: int,
 ) -> None:
     """Completes results of `read_prose` by greedy answers to the prompts; see `generate`."""
-    for result in tqdm(results, "generating", leave=False):
-        result.answers, result.tokens_per_second = generate(
-            model, partial(new_cache, model, result.preset), prompts, new_tokens
-        )
-        pairs = zip(results[0].answers, result.answers, strict=True)
-        equal = sum(equal_prefix(a, b) for a, b in pairs)
+    pairs = list(zip(runs, results, strict=True))
+    for (model, preset), result in tqdm(pairs, "generating", leave=False):
+        result.answers = generate(model, preset, prompts, new_tokens)
+        both = zip(results[0].answers, result.answers, strict=True)
+        equal = sum(equal_prefix(a, b) for a, b in both)
         result.agreement = equal / sum(len(a) for a in results[0].answers)

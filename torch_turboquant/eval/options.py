@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
+
+import torch
 
 
 def default_cache_dir() -> Path:
@@ -17,19 +20,64 @@ def positive(text: str) -> int:
     """The type of an option that is a positive integer.
 
     Raises:
-        ValueError: the text is no integer.
-        argparse.ArgumentTypeError: the integer is 0 or negative.
+        argparse.ArgumentTypeError: the text is no integer, or one that is 0 or negative.
     """
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
+
+
+def names(text: str) -> list[str]:
+    """The type of every option that takes a list: names separated by commas, spaces or semicolons.
+
+    A comma before field=value goes on with the name before it: "k4v4:sink_tokens=0,center=none" is
+    one cache.
+    """
+    text = re.sub(r"\s*:\s*", ":", re.sub(r"\s*,\s*(?=\w+=)", "\0", text))
+    return [name.replace("\0", ",") for name in re.split(r"[,;\s]+", text) if name]
+
+
+def device(text: str) -> str:
+    """The type of --device: "auto", or a device that this machine has.
+
+    Raises:
+        argparse.ArgumentTypeError: it has no such device; the text says why.
+    """
+    if text == "auto":
+        return text
+    match = re.fullmatch(r"cpu|cuda(?::([0-9]+))?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device; there are cpu, cuda and cuda:N")
+    if text.startswith("cuda"):
+        if torch.version.cuda is None:
+            raise argparse.ArgumentTypeError(
+                f"{text} needs a CUDA build of torch; torch {torch.__version__} is not one"
+            )
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(match[1] or 0) >= found:
+            raise argparse.ArgumentTypeError(f"{text} is not there: torch sees {found} GPUs")
+    return text
+
+
+def output_file(text: str) -> Path:
+    """The type of an option that names a file to write.
+
+    Raises:
+        argparse.ArgumentTypeError: its folder does not exist, which would show after the work only.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: there is no {path.parent}")
+    return path
 
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
     """Adds --device, which every program that runs a model has."""
     parser.add_argument(
         "--device",
+        type=device,
         default="auto",
         help="cpu, cuda, cuda:1, ... (default: cuda where torch sees it)",
     )

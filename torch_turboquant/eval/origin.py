@@ -37,5 +37,5 @@ def row_origin(name: str, device: str) -> dict[str, Any]:
         "name": name,
         "device": device_name(device),
         "commit": commit(),
-        "command": shlex.join(["python", "-m", "torch_turboquant", *sys.argv[1:]]),
+        "command": shlex.join(["torch_turboquant", *sys.argv[1:]]),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import textwrap
@@ -171,17 +172,6 @@ def picture(path: Path, rows: Sequence[Row]) -> None:
         axes.errorbar(
             bits, kl, error, fmt=marker, color=colour, label=kind, capsize=2, elinewidth=0.8
         )
-    last = None
-    compressed = [r for r in rows if r["kind"] != "uncompressed"]
-    for r in sorted(compressed, key=lambda r: (round(r["bits_per_value_8k"], 1), r["kl"])):
-        x, y = r["bits_per_value_8k"], r["kl"]
-        # A name stands to the right of its point, but to the left if it is long, or if that of a
-        # close neighbour stands to the right.
-        near = last and abs(x - last[0]) < 0.3 and 0.75 < last[1] / max(y, 1e-30) < 1.34
-        right = len(r["cache"]) < 10 and not (near and last[2])
-        where = {"xytext": (6, -3) if right else (-6, -3), "ha": "left" if right else "right"}
-        axes.annotate(r["cache"], (x, y), textcoords="offset points", fontsize=7, **where)
-        last = (x, y, right)
     axes.set_yscale("log")
     axes.set_xlabel("bits per key or value channel, everything included, at 8,192 tokens")
     axes.set_ylabel("mean KL divergence to the uncompressed model, nats (95% intervals)")
@@ -189,5 +179,69 @@ def picture(path: Path, rows: Sequence[Row]) -> None:
     axes.set_title(f"{r['model']}: {r['segments'] * r['scored_tokens']:,} tokens through the cache")
     axes.grid(True, which="major", alpha=0.3)
     axes.legend()
+    compressed = [r for r in rows if r["kind"] != "uncompressed"]
+    place_labels(axes, [(r["cache"], r["bits_per_value_8k"], r["kl"]) for r in compressed])
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+# Where a label may stand: right, left, above, below, and between them; first close, then farther.
+_DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
+_DISTANCES = (7, 13, 20, 28, 38, 50, 64)  # points; where it is far, a line leads to its point
+
+
+def place_labels(axes: Any, points: Sequence[tuple[str, float, float]]) -> list[Any]:
+    """Names points so that no label covers a point, a label or the legend, or leaves the axes.
+
+    A label for which there is no such place stands to the right of its point.
+
+    Args:
+        axes: with everything else drawn.
+        points: (label, x, y).
+
+    Returns:
+        The annotations of matplotlib.
+    """
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    axes.figure.canvas.draw()
+    renderer = axes.figure.canvas.get_renderer()
+    inside = axes.get_window_extent(renderer)
+    marks = axes.transData.transform([(x, y) for _, x, y in points])
+    taken = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in marks]
+    if axes.get_legend():
+        taken.append(axes.get_legend().get_window_extent(renderer))
+
+    def label(text: str, x: float, y: float, distance: int, dx: int, dy: int) -> Any:
+        return axes.annotate(
+            text,
+            (x, y),
+            xytext=(distance * dx, distance * dy),
+            textcoords="offset points",
+            fontsize=7,
+            ha=("center", "left", "right")[dx],
+            va=("center", "bottom", "top")[dy],
+            arrowprops={"arrowstyle": "-", "linewidth": 0.4} if distance > 15 else None,
+        )
+
+    def extent(annotation: Any) -> Any:
+        annotation.update_positions(renderer)
+        return Text.get_window_extent(annotation, renderer)  # without the line
+
+    placed = []
+    for point in sorted(points, key=lambda point: point[1:]):
+        for distance, (dx, dy) in itertools.product(_DISTANCES, _DIRECTIONS):
+            found = label(*point, distance, dx, dy)
+            box = extent(found)
+            free = not any(box.overlaps(other) for other in taken)
+            if free and inside.containsx(box.x0) and inside.containsx(box.x1):
+                if inside.containsy(box.y0) and inside.containsy(box.y1):
+                    break
+            found.remove()
+        else:
+            found = label(*point, 7, 1, 0)
+            box = extent(found)
+        taken.append(box)
+        placed.append(found)
+    return placed

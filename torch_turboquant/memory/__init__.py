@@ -1,4 +1,4 @@
-"""How much memory a model's KV cache takes: `python -m torch_turboquant memory`.
+"""How much memory a model's KV cache takes: `torch_turboquant memory`.
 
 Everything is counted from the model's configuration: the pages of a request (codes, scales and
 padding, the last page whole), its exact tail, and once per model the constants of the codec. bf16

@@ -1,4 +1,4 @@
-"""The command `python -m torch_turboquant memory`: its options, its table and its JSON."""
+"""The command `torch_turboquant memory`: its options, its table and its JSON."""
 
 from __future__ import annotations
 
@@ -56,6 +56,19 @@ def parse_count(text: str) -> int:
     return int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]])
 
 
+def parse_tokens(text: str) -> int:
+    """A number of tokens such as "131072", "131,072" or "128K" (K is 1,024 and M is 1,024 K).
+
+    Raises:
+        ValueError: the text is no such number.
+    """
+    match = re.fullmatch(r"(\d+(?:[,_]\d{3})*)([KkM]?)", text)
+    if not match:
+        raise ValueError(f"{text!r} is no number of tokens; write 131072 or 128K (1K is 1,024)")
+    units = {"": 1, "k": 2**10, "m": 2**20}
+    return int(re.sub("[,_]", "", match[1])) * units[match[2].lower()]
+
+
 def _argument(parse: Callable[[str], int]) -> Callable[[str], int]:
     """Wraps `parse` for argparse, which shows the text of ArgumentTypeError and of no other."""
 
@@ -72,7 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     model = parser.add_argument_group("model: a configuration, or three numbers")
     model.add_argument(
-        "--config", metavar="PATH", help="config.json of transformers, or its folder"
+        "--config",
+        metavar="PATH",
+        help="config.json of transformers, or its folder; nothing is downloaded",
     )
     model.add_argument("--layers", type=int, metavar="N", help="layers that keep keys and values")
     model.add_argument(
@@ -82,7 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--head-dim", type=int, metavar="N", help="of a layer; replaces what --config says"
     )
     room = parser.add_argument_group("room: sizes are GiB, or have a unit: 640GB, 512MiB")
-    room.add_argument("--context", type=int, required=True, metavar="N", help="tokens of a request")
+    room.add_argument(
+        "--context",
+        type=_argument(parse_tokens),
+        required=True,
+        metavar="N",
+        help="tokens of a request: 131072 or 128K",
+    )
     room.add_argument(
         "--gpu-memory", type=_argument(parse_size), metavar="SIZE", help="of all GPUs"
     )

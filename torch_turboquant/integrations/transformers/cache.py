@@ -65,6 +65,7 @@ class TurboQuantCache(Attachable, Cache):
         if static and max_cache_len is None:
             raise ValueError("a static cache needs its max_cache_len")
         windows = layer_windows(model)
+        center = centers.named(center)
         learned = center if isinstance(center, str) and center in ("auto", "mean") else None
         known: Centers | None
         if isinstance(center, (str, os.PathLike)):
@@ -166,10 +167,10 @@ class TurboQuantCache(Attachable, Cache):
                 of this length. The tail holds max_q_len - 1 tokens more than its window, so `crop`
                 of up to as many loses nothing.
             center: "auto" (mean key and scales of channels, learned from the first tokens), "mean"
-                (the mean key alone, learned in the same way), None (off), one tensor per layer as
-                `calibrate` returns them (float32 [kv_heads, head_dim], or [3, kv_heads, head_dim]
-                of torch_turboquant.scaled_center), or the path of a file written by `save_centers`
-                (of a model of the same shape and RoPE, or it is refused).
+                (the mean key alone, learned in the same way), "none" or None (off), one tensor per
+                layer as `calibrate` returns them (float32 [kv_heads, head_dim], or [3, kv_heads,
+                head_dim] of torch_turboquant.scaled_center), or the path of a file written by
+                `save_centers` (of a model of the same shape and RoPE, or it is refused).
             layer_presets: layer -> preset or CacheConfig (negative: from the end), or one entry per
                 layer (None: as otherwise); wins over boundary_layers. Presets change bits, grids
                 and the scale mode of values; a CacheConfig may differ in all but head_dim,
@@ -179,8 +180,8 @@ class TurboQuantCache(Attachable, Cache):
             boundary_preset: a name of PRESETS.
             static: fixed capacity (max_batch_size, max_cache_len), lengths on the device: forwards
                 after the prompt can be compiled and captured in CUDA graphs. A center is learned
-                from the first forward, however short. Later forwards need no attention_mask, and
-                one that is given is not looked at.
+                from the first forward, however short. Later forwards need no attention_mask; if
+                you pass one, it is ignored.
 
         Raises:
             ValueError: a model or option that is not supported; the text names what is.
@@ -314,7 +315,7 @@ class TurboQuantCache(Attachable, Cache):
         tokens; tables: constants of the codec; waiting: tokens not yet encoded because the center
         is still to be learned; total: everything allocated. States of layers without keys and
         values are not counted. With max_cache_len, pages_allocated and
-        tail are what `python -m torch_turboquant memory` predicts.
+        tail are what `torch_turboquant memory` predicts.
         """
         layers = self.memory_by_layer()
         return {name: sum(layer[name] for layer in layers) for name in layers[0]}
