@@ -159,9 +159,10 @@ class TurboQuantCache(Attachable, Cache):
             preset: name of a configuration (torch_turboquant.config.PRESETS); `overrides` change
                 its fields, for example recent_window=128.
             config: a CacheConfig instead of a preset.
-            max_batch_size: sequences, beams included.
+            max_batch_size: sequences, beams included; all of them get pages and a tail.
             max_cache_len: tokens per sequence to allocate at once, here and now (with static=True:
-                with the first forward); None grows as needed.
+                with the first forward). None: the prompt gets the pages that it needs, and pages
+                are added as sequences grow, a tenth at a time.
             max_q_len: new tokens that one attention call takes; longer continuations go in pieces
                 of this length. The tail holds max_q_len - 1 tokens more than its window, so `crop`
                 of up to as many loses nothing.

@@ -155,10 +155,11 @@ def _learn(pending: list[Pending], forward: Forward) -> None:
 
 
 def allocate(layers: list[TurboQuantLayer]) -> None:
-    """Memory for what layers are about to store; the first memory of equal layers is one piece.
+    """Memory for what layers are about to store; the first pages of equal layers are one piece.
 
-    The static form takes its memory layer by layer, because torch.compile treats tensors that are
-    written and share memory as one.
+    Their tails are another one, for a piece lives as long as a part of it is in use, and pages are
+    outgrown. The static form takes its memory layer by layer, because torch.compile treats tensors
+    that are written and share memory as one.
     """
     together = []
     for layer in layers:
@@ -170,8 +171,9 @@ def allocate(layers: list[TurboQuantLayer]) -> None:
         else:
             together.append(layer)
     for group in _alike(together, lambda layer: (layer.device, *layer.wanted())):
-        memory = zeros_together(len(group), group[0].wanted(), group[0].device)
-        for layer, tensors in zip(group, memory, strict=True):
+        first = group[0]
+        pieces = [zeros_together(len(group), s, t, first.device) for s, t in first.wanted()]
+        for layer, *tensors in zip(group, *pieces, strict=True):
             layer.take_memory(*tensors)
 
 

@@ -25,7 +25,7 @@ from torch_turboquant.integrations.transformers.tensors import fixed, put_togeth
 from torch_turboquant.tail import Counters, Rings, owned_pages, owned_slots
 
 CENTER_TOKENS = 64  # that a center is learned from, at least
-_FIRST_PAGES = 256  # tokens per sequence that the first allocation of a growing cache holds
+_GROWTH = 10  # a growing cache takes a tenth more pages at a time, or as many as are needed
 
 
 class Piece(NamedTuple):
@@ -321,14 +321,22 @@ class Sequences:
         longest = self.columns + new - min(pads)
         if self.max_len and longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into max_cache_len={self.max_len}")
-        needed = math.ceil(longest / self.config.page_size)
-        if needed > self.pages:
-            first = math.ceil(_FIRST_PAGES / self.config.page_size)
-            self.pages = max(needed, self.pages * 3 // 2, first)
+        self._grow(math.ceil(longest / self.config.page_size))
         self.forward = Forward(self, batch, new, pads)
         if self.forward.encode:
             # before the forward, not after: a failed one has overwritten older tokens too
             self._note_stored(self.forward.lengths(self.forward.total))
+
+    def _grow(self, needed: int) -> None:
+        """Counts pages for `needed` of a sequence; layers take them as they come to store.
+
+        The first ones are just enough. Later ones are a tenth more than there were, since every
+        growth copies what is stored: that adds up to ten copies of each page in the end, where page
+        by page would copy each as often as others follow it.
+        """
+        if needed > self.pages:
+            more = math.ceil(self.pages / _GROWTH) if self.columns else 0
+            self.pages = max(needed, self.pages + more)
 
     def commit(self) -> None:
         """The planned forward has gone through all layers."""
