@@ -66,11 +66,11 @@ class Lifecycle:
         """Whether the running forward attends with the model's own attention."""
         return self.sequences.forward.exact
 
-    def begin(self, batch: int, new: int, attention_mask: Any) -> None:
+    def begin(self, batch: int, new: int, attention_mask: Any, position_ids: Any) -> None:
         """Plans a forward of `new` columns, or raises before anything has been written."""
         if self.pending:  # of a forward that was interrupted where no hook could tell
             self.pending = []
-        self.sequences.begin(batch, new, attention_mask)
+        self.sequences.begin(batch, new, attention_mask, position_ids)
 
     def attended(
         self,

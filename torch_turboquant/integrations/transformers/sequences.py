@@ -287,7 +287,7 @@ class Sequences:
 
     # -- forwards
 
-    def begin(self, batch: int, new: int, attention_mask: Any) -> None:
+    def begin(self, batch: int, new: int, attention_mask: Any, position_ids: Any = None) -> None:
         """Plans a forward of `new` columns, or raises before anything has been written."""
         if self.forward is not None:
             self.abort()  # interrupted where no hook could tell
@@ -296,6 +296,7 @@ class Sequences:
                 "a forward on this cache has failed, and layers without keys and values have lost "
                 "the state that they had before: reset() it"
             )
+        self._check_continues(new, position_ids)
         if self.batch and batch != self.batch:
             raise ValueError(
                 f"this cache holds {self.batch} sequences, the forward has a batch of {batch}; "
@@ -402,6 +403,27 @@ class Sequences:
         self.stored = [self.stored[r] for r in rows] + [0] * (self.rows - len(rows))
         self.push()
 
+    def _check_continues(self, new: int, position_ids: Any) -> None:
+        """Raises where a prompt does not go on from the tokens in the cache.
+
+        `generate` cuts as many tokens off a prompt as the cache holds. What is left of one that is
+        no longer than that is nothing, or its tail, whose positions give it away.
+        """
+        if new > 1 and self.batch and isinstance(position_ids, Tensor) and position_ids.dim() == 2:
+            if torch.compiler.is_compiling() or (self.stepping and position_ids.is_cuda):
+                return  # steps do not wait for the device
+            self.pull()
+            begins, lengths = position_ids[:, 0].tolist(), self.lengths()
+            continues = all(b >= n for b, n in zip(begins * len(lengths), lengths, strict=False))
+        else:
+            continues = new > 0
+        if not continues:
+            raise ValueError(
+                f"this cache holds {self.columns} tokens already, and the prompt does not go on "
+                "from there: it has to begin with these tokens and have more; for another prompt "
+                "call reset()"
+            )
+
     def _left_padding(self, batch: int, new: int, mask: Any) -> list[int]:
         """Padding tokens in front of every sequence; refuses every other kind of mask."""
         total = self.columns + new
@@ -416,7 +438,8 @@ class Sequences:
         if tuple(mask.shape) != (batch, total):
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}, expected {(batch, total)}: "
-                f"{self.columns} columns in the cache and {new} new ones"
+                f"{self.columns} columns in the cache and {new} new ones; for another prompt call "
+                "reset()"
             )
         mask = mask.bool()
         pads = (mask.cumsum(1) == 0).sum(1)
