@@ -33,6 +33,19 @@ def test_named_presets_are_presets():
     assert not set(tt.NAMED_PRESETS) & set(PRESETS)
 
 
+@pytest.mark.parametrize("name, near", [
+    ("K4V4", "(did you mean 'k4v4' or "),
+    ("k5v4", "(did you mean 'k5v4u' or "),
+    ("Balanced", "(did you mean 'balanced'?)"),
+    ("turbo", "'turbo'; the presets are"),
+    (4, "4; the presets are"),
+])  # fmt: skip
+def test_a_name_that_is_nearly_right(name, near):
+    with pytest.raises(ValueError, match="unknown preset") as caught:
+        tt.preset(name, 128)
+    assert near in str(caught.value) and "k4v4, k4v4u" in str(caught.value)
+
+
 def test_defaults():
     config = CacheConfig(128, 4, 3)
     assert config == tt.preset("k4v3", 128)

@@ -48,9 +48,11 @@ def test_latent_attention_has_a_name():
     assert unsupported_attention(PLAIN) is None
 
 
-@pytest.mark.parametrize("key", ["is_encoder_decoder", "add_cross_attention"])
-def test_cross_attention_has_a_name(key):
-    assert unsupported_attention({**PLAIN, key: True}) == "cross attention"
+@pytest.mark.parametrize("changes", [
+    {"is_encoder_decoder": True}, {"add_cross_attention": True}, {"cross_attention_layers": [2]},
+])  # fmt: skip
+def test_cross_attention_has_a_name(changes):
+    assert unsupported_attention({**PLAIN, **changes}) == "cross attention"
 
 
 def test_numbers_are_read_when_they_are_asked_for():

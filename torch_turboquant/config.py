@@ -6,7 +6,9 @@ CacheConfig and know no names. Sizes count everything that is stored: codes, pad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from typing import NamedTuple
 
@@ -162,10 +164,16 @@ def find_preset(name: str) -> Preset:
     found = PRESETS.get(NAMED_PRESETS[name].preset if name in NAMED_PRESETS else name)
     if found is None:
         raise ValueError(
-            f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}, and by their use "
-            f"{', '.join(NAMED_PRESETS)}"
+            f"unknown preset {name!r}{did_you_mean(name, [*PRESETS, *NAMED_PRESETS])}; the presets "
+            f"are {', '.join(PRESETS)}, and by their use {', '.join(NAMED_PRESETS)}"
         )
     return found
+
+
+def did_you_mean(name: object, known: Sequence[str]) -> str:
+    """ " (did you mean ...?)" with the names that come nearest; nothing where none comes near."""
+    near = get_close_matches(str(name).lower(), known, n=2)
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 
 def preset(name: str, head_dim: int, **overrides: object) -> CacheConfig:

@@ -268,7 +268,7 @@ def unsupported_attention(config: Any) -> str | None:
     text = Fields(text_config(config))
     if any(f.get("is_encoder_decoder") for f in (text, Fields(config))):
         return "cross attention"
-    if text.get("add_cross_attention"):
+    if text.get("add_cross_attention") or text.get("cross_attention_layers"):
         return "cross attention"
     return Kind.LATENT.value if is_latent(text) else None
 

@@ -104,6 +104,7 @@ MLA = "latent attention"
 INTERFACE = "does not go through transformers' AttentionInterface"
 LINEAR = "only layers of type .'(linear_attention|mamba)'"  # the name depends on the version
 REFUSED = {
+    "bert": ({}, "attention in both directions"),
     "bloom": ({}, INTERFACE),
     "codegen": ({}, INTERFACE),
     "deepseek_v2": ({}, MLA),
@@ -120,7 +121,6 @@ REFUSED = {
 }
 # only their attention shows it: refused in a forward
 REFUSED_WHILE_RUNNING = {
-    "bert": ({}, "mask other than causal"),
     "diffllama": (WIDE, f"changes keys or values|{INTERFACE}"),
     "olmoe": ({**EXPERTS, **WINDOW}, "attends with sliding_window=24"),  # under full masks
     "mimo_v2_flash": ({**WIDE, **MIXED, **EXPERTS, "v_head_dim": 16}, "supports equal shapes"),

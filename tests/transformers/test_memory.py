@@ -1,5 +1,7 @@
 """Memory of the cache: how pages grow, who shares an allocation, and what the planner predicts."""
 
+import math
+import re
 import weakref
 from collections import Counter
 
@@ -8,6 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from tests.helpers import ROOT
 from tests.transformers.harness import (
     MODELS,
     POLICIES,
@@ -17,11 +20,19 @@ from tests.transformers.harness import (
     make_ids,
     make_model,
 )
-from torch_turboquant import CacheConfig
+from torch_turboquant import CacheConfig, preset
 from torch_turboquant.integrations.transformers import TurboQuantCache, lifecycle
+from torch_turboquant.integrations.transformers import layer as layer_module
 from torch_turboquant.integrations.transformers.models import layer_windows
+from torch_turboquant.integrations.transformers.sequences import Sequences
 from torch_turboquant.integrations.transformers.tensors import zeros_together
-from torch_turboquant.memory import AttentionLayer, attention_layers, packed_memory
+from torch_turboquant.memory import (
+    AttentionLayer,
+    attention_layers,
+    packed_memory,
+    plain_memory,
+)
+from torch_turboquant.ops.cache import allocate_cache
 
 # ------------------------------------------------------------------------------------- memory
 
@@ -44,6 +55,97 @@ def test_pages_grow_or_are_there_from_the_start():
             model(ids[:, :1], past_key_values=cache)
         assert cache.get_seq_length() == 400
     assert_close(fixed, grown, 1e-6)
+
+
+def bytes_held(cache):
+    """Of all allocations that the cache's tensors lie in, whole: what the machine has less of."""
+    tensors = [t for layer in cache.packed for t in (layer.pages, layer.ring, *layer.tables)]
+    storages = [t.untyped_storage() for t in tensors if t is not None]
+    return sum({one._cdata: one.nbytes() for one in storages}.values())
+
+
+@pytest.mark.parametrize("name, options", [
+    ("llama", {}),
+    ("llama", {"max_batch_size": 3}),
+    ("mistral", {}),
+    ("llama", {"boundary_layers": 1, "center": None}),
+])  # fmt: skip
+@pytest.mark.parametrize("prompt", [1, 80, 81, 333, 1009])
+def test_growth_adds_a_tenth_at_most(name, options, prompt):
+    """Beyond pages that hold tokens, counted in what the machine really has less of."""
+    model, rows = make_model(name), options.get("max_batch_size", 1)
+    with TurboQuantCache.for_model(model, "k4v4", page_size=16, **options) as cache:
+        feed(model, cache, make_ids(prompt, rows))
+        first = cache.memory_bytes()
+        assert first["pages_allocated"] == first["pages"]  # the prompt has what it needs
+        for _ in range(40):
+            feed(model, cache, make_ids(1, rows))
+            memory = cache.memory_bytes()
+            assert memory["pages_allocated"] <= 1.10 * memory["pages"]
+            pieces = 256 * 4 * len(cache.packed)  # of each tensor the last one may be padding
+            assert bytes_held(cache) <= memory["total"] + pieces
+
+
+def test_how_often_a_growing_cache_is_copied():
+    """Ten times in the end, however long it gets, token by token, in turns or from any prompt."""
+    config = CacheConfig(32, 4, 4, page_size=16)
+    for prompt, new in [(1, 1), (1, 7), (15, 1), (16, 1), (2000, 1), (1, 500), (300, 45)]:
+        sequences = Sequences(config, 1, None, 32, learned_center=None, static=False, windows=[0])
+        copied = pages = 0
+        for length in range(prompt, 20_000, new):
+            sequences.begin(1, length - sequences.columns, None)
+            sequences.commit()
+            needed = math.ceil(length / 16)
+            assert needed <= sequences.pages <= 1.10 * needed
+            if sequences.pages > pages:
+                copied, pages = copied + pages, sequences.pages
+        assert copied <= 10 * pages
+
+
+def test_the_documented_sizes_of_a_growing_cache():
+    """docs/memory.md, by the pages that sequences count and the planner's bytes of so many."""
+    text = (ROOT / "docs" / "memory.md").read_text()
+    section = text[text.index("## A cache that grows") :]
+    rows = re.findall(
+        r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", section, re.M
+    )
+    assert [name for name, *_ in rows] == ["bf16", "k5v4u", "k4v4"]
+    layers, lengths = [AttentionLayer(3, 64)] * 30, [4096, 4097, 4596]
+    for name, *written in rows:
+        if name == "bf16":
+            sizes = [plain_memory("", layers, 2, n, page_size=1).request for n in [*lengths, 4596]]
+        else:
+            config = preset(name, 64)
+            sequences = Sequences(
+                config, 1, None, 32, learned_center="auto", static=False, windows=[0] * 30
+            )
+            tokens = []
+            for n in lengths:
+                for new in range(sequences.columns or n - 1, n):
+                    sequences.begin(1, new + 1 - sequences.columns, None)
+                    sequences.commit()
+                tokens.append(sequences.pages * config.page_size)
+            planned = [packed_memory("", layers, [config] * 30, n) for n in [*tokens, 4596]]
+            sizes = [one.request + one.constants for one in planned]
+        assert [f"{size / 2**20:.1f}" for size in sizes] == written, name
+
+
+def test_a_longer_prompt_takes_the_place_of_the_former_memory():
+    model = make_model()
+    with TurboQuantCache.for_model(model, "k4v4", page_size=16, center=None) as cache:
+        feed(model, cache, make_ids(100), 90)
+        cache.reset()
+        held = [weakref.ref(layer.pages) for layer in cache.packed]
+        take = allocate_cache
+
+        def noted(*args):
+            assert held.pop(0)() is None
+            return take(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layer_module, "allocate_cache", noted)
+            feed(model, cache, make_ids(300))
+        assert not held and cache.memory_bytes()["pages_allocated"] == cache.memory_bytes()["pages"]
 
 
 def shared(layers, name):
@@ -100,9 +202,8 @@ def test_memory_together_is_of_one_device_shape_and_dtype():
 @pytest.mark.parametrize("shape", [(3, 5), (2, 64), (1,)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
 def test_zeros_together_begin_where_allocations_would(shape, dtype):
-    wanted = [(shape, dtype), ((2, 3), torch.float32)]
-    tensors = [t for part in zeros_together(3, wanted, torch.device("cpu")) for t in part]
-    assert [(tuple(t.shape), t.dtype) for t in tensors] == 3 * wanted
+    tensors = zeros_together(3, shape, dtype, torch.device("cpu"))
+    assert [(tuple(t.shape), t.dtype) for t in tensors] == 3 * [(shape, dtype)]
     first = tensors[0].data_ptr()
     for i, tensor in enumerate(tensors):
         assert tensor.is_contiguous() and (tensor.data_ptr() - first) % 256 == 0

@@ -1,5 +1,7 @@
 """Models, options and forwards that the cache refuses, each by name."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,9 +9,18 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM
 
-from tests.transformers.harness import COMMON, VOCAB, feed, make_ids, make_model
+from tests.transformers.harness import (
+    COMMON,
+    VOCAB,
+    feed,
+    generate,
+    make_ids,
+    make_model,
+    padded,
+)
 from torch_turboquant import CacheConfig
 from torch_turboquant.integrations.transformers import TurboQuantCache
+from torch_turboquant.memory import attention_layers
 
 # ------------------------------------------------------------------------------------- errors
 
@@ -37,8 +48,150 @@ def test_models_that_are_not_supported():
     )  # fmt: skip
     with pytest.raises(ValueError, match="cross attention"):
         TurboQuantCache.for_model(t5, "k4v4")
-    with pytest.raises(ValueError, match="no model of transformers"):
-        TurboQuantCache.for_model(torch.nn.Linear(2, 2), "k4v4")
+
+
+@pytest.mark.parametrize("given, name", [
+    (torch.nn.Linear(2, 2), "a Linear"),
+    (transformers.LlamaConfig(**COMMON), "a LlamaConfig"),
+    ("meta-llama/Llama-3.2-1B", "the string 'meta-llama/Llama-3.2-1B'"),
+    (None, "a NoneType"),
+])  # fmt: skip
+def test_what_is_no_model(given, name):
+    with pytest.raises(ValueError, match=f"a loaded model of transformers .* but this is {name}$"):
+        TurboQuantCache.for_model(given, "k4v4")
+
+
+@pytest.mark.parametrize("kind, match, options", [
+    ("Bert", "attention in both directions", {}),
+    ("Roberta", "attention in both directions", {}),
+    ("EuroBert", "attention in both directions", {"pad_token_id": 0}),
+    ("DistilBert", "takes no past_key_values", {}),
+    ("ViT", "takes no past_key_values", {}),
+    ("T5", "cross attention", {"d_model": 32, "d_kv": 4}),
+    ("Bart", "cross attention", {"d_model": 32}),
+    ("Bert", "cross attention", {"is_decoder": True, "add_cross_attention": True}),
+])  # fmt: skip
+def test_encoders_and_encoder_decoders(kind, match, options):
+    """With the reason, and before the cache has looked at sizes, which may not fit either."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}Model")(
+            getattr(transformers, f"{kind}Config")(**sizes, vocab_size=VOCAB, **options)
+        )
+    with pytest.raises(ValueError, match=f"does not support {kind}Model: it has .*{match}"):
+        TurboQuantCache.for_model(model)
+
+
+def test_cross_attention_between_other_layers():
+    """Mllama has no encoder in its configuration, but layers that attend to an image."""
+    text = {**COMMON, "bos_token_id": 1, "eos_token_id": 2, "cross_attention_layers": [1],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1,
+              "attention_heads": 2, "vision_output_dim": 64, "intermediate_size": 32,
+              "image_size": 28, "patch_size": 14, "intermediate_layers_indices": [0]}  # fmt: skip
+    config = transformers.MllamaConfig(text_config=text, vision_config=vision)
+    with torch.device("meta"):
+        model = transformers.MllamaForConditionalGeneration(config)
+        language_model = transformers.MllamaForCausalLM(config.text_config)
+    for each in (model, language_model):
+        with pytest.raises(ValueError, match=r"does not support Mllama.*: it has cross attention"):
+            TurboQuantCache.for_model(each)
+    with pytest.raises(ValueError, match="cross attention"):
+        attention_layers(config.to_dict())
+
+
+def test_latent_attention_is_told_what_to_use():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            transformers.DeepseekV3Config(**COMMON, n_routed_experts=4, n_group=1, topk_group=1,
+                                          num_experts_per_tok=2, moe_intermediate_size=8)
+        )  # fmt: skip
+    with pytest.raises(ValueError, match=r"latent attention \(MLA\)\. Use DynamicCache.*vLLM"):
+        TurboQuantCache.for_model(model)
+
+
+def test_options_that_do_not_exist():
+    model = make_model()
+    for name, near in {
+        "nbits": "'key_bits'",
+        "max_cache_length": "'max_cache_len'",
+        "recent_windows": "'recent_window'",
+        "Preset": "'preset'",
+        "head_dim": None,
+        "residual_length": None,
+    }.items():
+        with pytest.raises(TypeError, match=f"for_model has no option '{name}'") as caught:
+            TurboQuantCache.for_model(model, **{name: 4})
+        text = str(caught.value)
+        assert (f"did you mean {near}" in text) if near else ("did you mean" not in text)
+        for option in ("max_batch_size", "static", "sink_tokens", "value_bits"):
+            assert option in text
+        assert "__init__" not in text and "CacheConfig" not in text
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_cache_is_made_for_a_model():
+    model = make_model()
+    config = CacheConfig(32, 4, 4)
+    for args, options in [
+        ((), {}),
+        ((), {"config": model.config}),
+        ((model,), {}),
+        ((model, model.config), {}),
+        ((model.config, config), {}),
+    ]:
+        with pytest.raises(TypeError, match=r"TurboQuantCache\.for_model\(model, preset\)"):
+            TurboQuantCache(*args, **options)
+    with pytest.raises(TypeError, match=r"TurboQuantCache\.for_model"):
+        TurboQuantCache.for_model(model, config=model.config)
+    with TurboQuantCache(model, config) as cache:
+        feed(model, cache, make_ids(5))
+
+
+@pytest.mark.parametrize("center", ["none", "Auto", "no/such/file", Path("no/such/file"), 3, True])
+def test_centers_that_are_none(center):
+    with pytest.raises(ValueError, match=r"center is .*'auto', 'mean', None .*save_centers"):
+        TurboQuantCache.for_model(make_model(), center=center)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("preset_name", ["K4V4", "k4v4 "])
+def test_presets_that_are_nearly_right(preset_name, static):
+    with pytest.raises(ValueError, match="did you mean 'k4v4'"):
+        TurboQuantCache.for_model(make_model(), preset_name, static=static, max_cache_len=64)
+
+
+@pytest.mark.parametrize("form", [{}, {"static": True, "max_cache_len": 256}])
+def test_another_prompt_in_a_cache_in_use(form):
+    """A shorter one, the same one again, one of the same length as what is there."""
+    model, ids = make_model(), make_ids(60, 2)
+    with TurboQuantCache.for_model(model, "k4v4", max_batch_size=2, **form) as cache:
+        expected = generate(model, ids, cache, 5, attention_mask=torch.ones(2, 60).long())
+        for tokens in (1, 7, 32, 34, 60, 63, 64):  # of 33 and fewer nothing is left
+            again = make_ids(tokens, 2, seed=2)
+            for options in ({}, {"attention_mask": torch.ones(2, tokens).long()}):
+                with pytest.raises(ValueError, match=r"holds 64 tokens already.*call reset\(\)"):
+                    generate(model, again, cache, 5, **options)
+        with pytest.raises(ValueError, match=r"holds 64 tokens already.*call reset\(\)"):
+            model(ids[:, :0], past_key_values=cache)
+        assert cache.get_seq_length() == 64
+        longer = generate(model, torch.cat([expected, ids], 1), cache, 5)
+        cache.reset()
+        assert torch.equal(generate(model, ids, cache, 5), expected)
+        assert torch.equal(generate(model, torch.cat([expected, ids], 1), cache, 5), longer)
+
+
+@pytest.mark.parametrize("form", [{}, {"static": True, "max_cache_len": 256}])
+def test_another_padded_prompt_in_a_cache_in_use(form):
+    model, (ids, mask) = make_model(), padded([60, 41], 60)
+    with TurboQuantCache.for_model(model, "k4v4", max_batch_size=2, **form) as cache:
+        first = generate(model, ids, cache, 5, attention_mask=mask)
+        for lengths in ([60, 41], [30, 30], [64, 20]):
+            again, again_mask = padded(lengths, max(lengths), seed=2)
+            with pytest.raises(ValueError, match=r"call reset\(\)"):
+                generate(model, again, cache, 5, attention_mask=again_mask)
+        cache.reset()
+        assert torch.equal(generate(model, ids, cache, 5, attention_mask=mask), first)
 
 
 def test_options_that_are_refused():
@@ -109,9 +262,12 @@ def test_keys_of_another_dtype_or_device_are_refused():
         model.float()
         feed(model, cache, ids[:, 70:])
         assert cache.get_seq_length() == 80
-    with TurboQuantCache.for_model(model.double(), "k4v4") as cache:
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        model.double()
         with pytest.raises(TypeError, match="float64, supported: float32, float16, bfloat16"):
             model(ids, past_key_values=cache)
+    with pytest.raises(TypeError, match="float64, supported: float32, float16, bfloat16"):
+        TurboQuantCache.for_model(model, "k4v4")
 
 
 def test_keys_changed_on_the_way_are_noticed():

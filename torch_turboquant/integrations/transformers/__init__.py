@@ -32,11 +32,14 @@ Layers. All layers have one configuration unless `boundary_layers` or `layer_pre
 (torch_turboquant.layer_choice).
 
 Memory. Everything of a layer lives on the device that the layer's keys come from. Layers that are
-alike share the allocation of their first pages, and of their tails, as far as a prompt is short;
-those of the static form do not. Without `max_cache_len` pages are added as sequences grow (half as
-much again each time and layer by layer, so a growth step briefly holds two copies of one layer, and
-the first one of all layers that share their pages). With it, pages for `max_batch_size` sequences
-of that length are allocated at the first forward and never move. A sequence owns as many pages in a
+alike share the allocation of their first pages, and another one of their tails, as far as a prompt
+is short; those of the static form do not. Without `max_cache_len` a prompt gets the pages that it
+needs, and more are added as sequences grow: a tenth of them each time, so that a growing cache
+holds at most 10% more than its tokens need. What is stored is copied then, layer by layer, so two
+copies of one layer exist for a moment (at the first growth, of all layers whose pages are one
+allocation: no more than hold 8,192 tokens together). With `max_cache_len`, pages for
+`max_batch_size` sequences of that length are allocated at the first forward and never move. All
+`max_batch_size` sequences have the pages of the longest one. A sequence owns as many pages in a
 sliding-window layer as max_q_len queries can see, and goes round in them.
 
 Static form. With `static=True` the lengths live on the device as well, and what a forward after the

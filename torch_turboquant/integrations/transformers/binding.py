@@ -147,7 +147,8 @@ class Binding:
         tokens = call.get("input_ids")
         if tokens is None:
             tokens = call["inputs_embeds"]
-        cache.lifecycle.begin(tokens.shape[0], tokens.shape[1], call.get("attention_mask"))
+        described = call.get("attention_mask"), call.get("position_ids")
+        cache.lifecycle.begin(tokens.shape[0], tokens.shape[1], *described)
         self.cache = cache
 
     def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from torch_turboquant import _checks
-from torch_turboquant.config import CacheConfig
+from torch_turboquant.config import CacheConfig, did_you_mean
 from torch_turboquant.config import preset as preset_config
 from torch_turboquant.integrations.transformers import centers
 from torch_turboquant.integrations.transformers.binding import Attachable
@@ -30,7 +31,7 @@ from torch_turboquant.integrations.transformers.models import (
 from torch_turboquant.integrations.transformers.sequences import Sequences
 from torch_turboquant.layer_choice import LayerChoice, layer_configs
 
-Centers = Sequence[Tensor | None] | Mapping[int, Tensor]
+Centers = Tensor | Sequence[Tensor | None] | Mapping[int, Tensor]
 LayerPresets = Mapping[int, LayerChoice] | Sequence[LayerChoice]
 
 # In older versions (5.5) a positive argument of crop is the number of tokens to keep.
@@ -47,8 +48,8 @@ class TurboQuantCache(Attachable, Cache):
 
     def __init__(
         self,
-        model: nn.Module,
-        config: CacheConfig,
+        model: nn.Module | None = None,
+        config: CacheConfig | None = None,
         *,
         max_batch_size: int = 1,
         max_cache_len: int | None = None,
@@ -59,7 +60,16 @@ class TurboQuantCache(Attachable, Cache):
         boundary_preset: str = "k8v8",
         static: bool = False,
     ) -> None:
-        """See `for_model`."""
+        """See `for_model`.
+
+        Raises:
+            TypeError: no model, or no CacheConfig.
+        """
+        if not isinstance(model, nn.Module) or not isinstance(config, CacheConfig):
+            raise TypeError(
+                "TurboQuantCache(model, config) takes a model and a CacheConfig; "
+                "TurboQuantCache.for_model(model, preset) makes the CacheConfig itself"
+            )
         if max_batch_size < 1 or max_q_len < 1 or (max_cache_len is not None and max_cache_len < 1):
             raise ValueError("max_batch_size, max_q_len and max_cache_len must be positive")
         if static and max_cache_len is None:
@@ -67,11 +77,7 @@ class TurboQuantCache(Attachable, Cache):
         windows = layer_windows(model)
         center = centers.named(center)
         learned = center if isinstance(center, str) and center in ("auto", "mean") else None
-        known: Centers | None
-        if isinstance(center, (str, os.PathLike)):
-            known = None if learned else centers.load_centers(center, model)
-        else:
-            known = center
+        known = None if learned else _given_centers(center, model)
         if known is not None:
             pairs = known.items() if isinstance(known, Mapping) else enumerate(known)
             have = sorted(layer for layer, tensor in pairs if tensor is not None)
@@ -160,9 +166,10 @@ class TurboQuantCache(Attachable, Cache):
             preset: name of a configuration (torch_turboquant.config.PRESETS); `overrides` change
                 its fields, for example recent_window=128.
             config: a CacheConfig instead of a preset.
-            max_batch_size: sequences, beams included.
+            max_batch_size: sequences, beams included; all of them get pages and a tail.
             max_cache_len: tokens per sequence to allocate at once, here and now (with static=True:
-                with the first forward); None grows as needed.
+                with the first forward). None: the prompt gets the pages that it needs, and pages
+                are added as sequences grow, a tenth at a time.
             max_q_len: new tokens that one attention call takes; longer continuations go in pieces
                 of this length. The tail holds max_q_len - 1 tokens more than its window, so `crop`
                 of up to as many loses nothing.
@@ -184,9 +191,14 @@ class TurboQuantCache(Attachable, Cache):
                 you pass one, it is ignored.
 
         Raises:
+            TypeError: an option that does not exist, or a model in float64.
             ValueError: a model or option that is not supported; the text names what is.
         """
+        _check_options(overrides)
+        layer_windows(model)  # a model that is not supported is refused before its options are
         head_dim = head_dim_of(text_config(model))
+        if getattr(model, "dtype", None) == torch.float64:
+            _checks.check_output_dtype(torch.float64)
         if config is None:
             config = preset_config(preset, head_dim, **overrides)
         elif overrides:
@@ -372,3 +384,33 @@ class TurboQuantCache(Attachable, Cache):
             ValueError: fewer than CENTER_TOKENS tokens, or text without a tokenizer.
         """
         return centers.calibrate(model, inputs, tokenizer, skip=skip, chunk=chunk, scaled=scaled)
+
+
+_FIELDS = [field.name for field in fields(CacheConfig) if field.name != "head_dim"]
+
+
+def _check_options(overrides: Mapping[str, Any]) -> None:
+    """Raises a TypeError unless `for_model` has all of these options."""
+    signature = inspect.signature(TurboQuantCache.for_model).parameters.values()
+    own = [p.name for p in signature if p.kind is p.KEYWORD_ONLY]
+    for name in overrides:
+        if name not in _FIELDS:
+            near = did_you_mean(name, ["preset", *own, *_FIELDS])
+            raise TypeError(
+                f"TurboQuantCache.for_model has no option {name!r}{near}; its options are "
+                f"{', '.join(own)}, and to change a preset {', '.join(_FIELDS)}"
+            )
+
+
+def _given_centers(center: Any, model: nn.Module) -> Centers | None:
+    """Centers that were given as tensors, or are in a file."""
+    if isinstance(center, (str, os.PathLike)) and os.path.isfile(center):
+        return centers.load_centers(center, model)
+    if center is None or isinstance(center, (Mapping, Tensor)):
+        return center
+    if isinstance(center, Sequence) and not isinstance(center, str):
+        return center
+    raise ValueError(
+        f"center is {center!r}, supported: 'auto', 'mean', None (off), one tensor per layer, or "
+        "a file of save_centers (and there is no file of this name)"
+    )

@@ -133,9 +133,13 @@ class TurboQuantLayer(CacheLayerMixin):
         have = self.pages.shape[0] // rows
         if have >= pages:
             return
+        ring = self.ring
+        if not self.sequences.encoded:  # nothing is stored: old pages go before new ones come
+            self.paged, have = None, 0
         grown = allocate_cache(self.config, rows * pages, self.kv_heads, self.device)
-        grown.unflatten(0, (rows, pages))[:, :have] = self.pages.unflatten(0, (rows, have))
-        self.paged = PagedLayer(grown, self.config, self.tables, self.ring)
+        if have:
+            grown.unflatten(0, (rows, pages))[:, :have] = self.pages.unflatten(0, (rows, have))
+        self.paged = PagedLayer(grown, self.config, self.tables, ring)
 
     # -- storing
 

@@ -66,11 +66,11 @@ class Lifecycle:
         """Whether the running forward attends with the model's own attention."""
         return self.sequences.forward.exact
 
-    def begin(self, batch: int, new: int, attention_mask: Any) -> None:
+    def begin(self, batch: int, new: int, attention_mask: Any, position_ids: Any) -> None:
         """Plans a forward of `new` columns, or raises before anything has been written."""
         if self.pending:  # of a forward that was interrupted where no hook could tell
             self.pending = []
-        self.sequences.begin(batch, new, attention_mask)
+        self.sequences.begin(batch, new, attention_mask, position_ids)
 
     def attended(
         self,
@@ -155,10 +155,11 @@ def _learn(pending: list[Pending], forward: Forward) -> None:
 
 
 def allocate(layers: list[TurboQuantLayer]) -> None:
-    """Memory for what layers are about to store; the first memory of equal layers is one piece.
+    """Memory for what layers are about to store; the first pages of equal layers are one piece.
 
-    The static form takes its memory layer by layer, because torch.compile treats tensors that are
-    written and share memory as one.
+    Their tails are another one, for a piece lives as long as a part of it is in use, and pages are
+    outgrown. The static form takes its memory layer by layer, because torch.compile treats tensors
+    that are written and share memory as one.
     """
     together = []
     for layer in layers:
@@ -170,8 +171,9 @@ def allocate(layers: list[TurboQuantLayer]) -> None:
         else:
             together.append(layer)
     for group in _alike(together, lambda layer: (layer.device, *layer.wanted())):
-        memory = zeros_together(len(group), group[0].wanted(), group[0].device)
-        for layer, tensors in zip(group, memory, strict=True):
+        first = group[0]
+        pieces = [zeros_together(len(group), s, t, first.device) for s, t in first.wanted()]
+        for layer, *tensors in zip(group, *pieces, strict=True):
             layer.take_memory(*tensors)
 
 

@@ -6,6 +6,7 @@ stand the refusals, and what only the model's code can tell.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,9 +23,17 @@ from torch_turboquant.models import Kind, Layer
 
 
 def text_config(model: nn.Module) -> Any:
-    """The configuration of the model's language model."""
+    """The configuration of the model's language model.
+
+    Raises:
+        ValueError: not a model.
+    """
     if not hasattr(getattr(model, "config", None), "get_text_config"):
-        raise ValueError(f"{type(model).__name__} is no model of transformers")
+        got = f"the string {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
+        raise ValueError(
+            "a loaded model of transformers is needed, as AutoModelForCausalLM.from_pretrained "
+            f"returns it, but this is {got}"
+        )
     return models.text_config(model.config)
 
 
@@ -83,10 +92,18 @@ def model_layers(model: nn.Module) -> list[Layer]:
     if problem:
         raise ValueError(
             f"TurboQuantCache does not support {type(model).__name__}: it has {problem}. "
-            "Supported: decoders with full or sliding-window self-attention, MHA, GQA or MQA, and "
-            "layers of linear attention or convolution between them"
+            f"{_INSTEAD.get(problem, '')}Supported: decoders with full or sliding-window "
+            "self-attention, MHA, GQA or MQA, and layers of linear attention or convolution "
+            "between them"
         )
     return layers
+
+
+# What to use in place of this cache, by the problem.
+_INSTEAD = {
+    Kind.LATENT.value: "Use DynamicCache, transformers' default, or an engine that caches the "
+    "latent rows of MLA, such as vLLM. ",
+}
 
 
 def _problem(model: nn.Module, config: Any, layers: list[Layer]) -> str | None:
@@ -106,8 +123,23 @@ def _problem(model: nn.Module, config: Any, layers: list[Layer]) -> str | None:
         return f"{len(layers)} layer_types for {config.num_hidden_layers} layers"
     if not kinds & models.KEEPS_KEYS:
         return f"no attention, only layers of type {sorted(set(types))}"
+    if encoder := _encoder(model):
+        return encoder
     if not getattr(model, "_can_set_attn_implementation", lambda: False)():
         return "attention that does not go through transformers' AttentionInterface"
+    return None
+
+
+def _encoder(model: nn.Module) -> str | None:
+    """What shows that the model attends to more than the past, in words; None if nothing does."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    modules = [m for m in decoder.modules() if hasattr(m, "layer_idx")]
+    if any("CrossAttention" in type(m).__name__ for m in modules):
+        return "cross attention"
+    if any(getattr(m, "is_causal", True) is False for m in modules):
+        return "attention in both directions, as encoders have"
+    if "past_key_values" not in inspect.signature(decoder.forward).parameters:
+        return "no place for a cache, as encoders do (its forward takes no past_key_values)"
     return None
 
 

@@ -25,7 +25,7 @@ from torch_turboquant.integrations.transformers.tensors import fixed, put_togeth
 from torch_turboquant.tail import Counters, Rings, owned_pages, owned_slots
 
 CENTER_TOKENS = 64  # that a center is learned from, at least
-_FIRST_PAGES = 256  # tokens per sequence that the first allocation of a growing cache holds
+_GROWTH = 10  # a growing cache takes a tenth more pages at a time, or as many as are needed
 
 
 class Piece(NamedTuple):
@@ -287,7 +287,7 @@ class Sequences:
 
     # -- forwards
 
-    def begin(self, batch: int, new: int, attention_mask: Any) -> None:
+    def begin(self, batch: int, new: int, attention_mask: Any, position_ids: Any = None) -> None:
         """Plans a forward of `new` columns, or raises before anything has been written."""
         if self.forward is not None:
             self.abort()  # interrupted where no hook could tell
@@ -296,6 +296,7 @@ class Sequences:
                 "a forward on this cache has failed, and layers without keys and values have lost "
                 "the state that they had before: reset() it"
             )
+        self._check_continues(new, position_ids)
         if self.batch and batch != self.batch:
             raise ValueError(
                 f"this cache holds {self.batch} sequences, the forward has a batch of {batch}; "
@@ -321,14 +322,22 @@ class Sequences:
         longest = self.columns + new - min(pads)
         if self.max_len and longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into max_cache_len={self.max_len}")
-        needed = math.ceil(longest / self.config.page_size)
-        if needed > self.pages:
-            first = math.ceil(_FIRST_PAGES / self.config.page_size)
-            self.pages = max(needed, self.pages * 3 // 2, first)
+        self._grow(math.ceil(longest / self.config.page_size))
         self.forward = Forward(self, batch, new, pads)
         if self.forward.encode:
             # before the forward, not after: a failed one has overwritten older tokens too
             self._note_stored(self.forward.lengths(self.forward.total))
+
+    def _grow(self, needed: int) -> None:
+        """Counts pages for `needed` of a sequence; layers take them as they come to store.
+
+        The first ones are just enough. Later ones are a tenth more than there were, since every
+        growth copies what is stored: that adds up to ten copies of each page in the end, where page
+        by page would copy each as often as others follow it.
+        """
+        if needed > self.pages:
+            more = math.ceil(self.pages / _GROWTH) if self.columns else 0
+            self.pages = max(needed, self.pages + more)
 
     def commit(self) -> None:
         """The planned forward has gone through all layers."""
@@ -394,6 +403,27 @@ class Sequences:
         self.stored = [self.stored[r] for r in rows] + [0] * (self.rows - len(rows))
         self.push()
 
+    def _check_continues(self, new: int, position_ids: Any) -> None:
+        """Raises where a prompt does not go on from the tokens in the cache.
+
+        `generate` cuts as many tokens off a prompt as the cache holds. What is left of one that is
+        no longer than that is nothing, or its tail, whose positions give it away.
+        """
+        if new > 1 and self.batch and isinstance(position_ids, Tensor) and position_ids.dim() == 2:
+            if torch.compiler.is_compiling() or (self.stepping and position_ids.is_cuda):
+                return  # steps do not wait for the device
+            self.pull()
+            begins, lengths = position_ids[:, 0].tolist(), self.lengths()
+            continues = all(b >= n for b, n in zip(begins * len(lengths), lengths, strict=False))
+        else:
+            continues = new > 0
+        if not continues:
+            raise ValueError(
+                f"this cache holds {self.columns} tokens already, and the prompt does not go on "
+                "from there: it has to begin with these tokens and have more; for another prompt "
+                "call reset()"
+            )
+
     def _left_padding(self, batch: int, new: int, mask: Any) -> list[int]:
         """Padding tokens in front of every sequence; refuses every other kind of mask."""
         total = self.columns + new
@@ -408,7 +438,8 @@ class Sequences:
         if tuple(mask.shape) != (batch, total):
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)}, expected {(batch, total)}: "
-                f"{self.columns} columns in the cache and {new} new ones"
+                f"{self.columns} columns in the cache and {new} new ones; for another prompt call "
+                "reset()"
             )
         mask = mask.bool()
         pads = (mask.cumsum(1) == 0).sum(1)

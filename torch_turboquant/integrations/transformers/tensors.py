@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -35,20 +34,15 @@ def put_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]
 
 
 def zeros_together(
-    count: int, wanted: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device
-) -> Iterator[list[Tensor]]:
-    """`count` times zeros of the wanted shapes and types, all in one allocation.
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """`count` times zeros of this shape and type, all in one allocation.
 
     Each is aligned as in an allocation of its own.
     """
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
-    places = [count * -(-size // _ALIGNED) * _ALIGNED for size in sizes]
-    whole = torch.zeros(sum(places), dtype=torch.uint8, device=device)
-    parts = [
-        part.view(count, -1)[:, :size].view(dtype).view(count, *shape).unbind()
-        for part, size, (shape, dtype) in zip(whole.split(places), sizes, wanted, strict=True)
-    ]
-    return map(list, zip(*parts, strict=True))
+    size = math.prod(shape) * dtype.itemsize
+    whole = torch.zeros(count, -(-size // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device)
+    return whole[:, :size].view(dtype).view(count, *shape).unbind()
 
 
 def fixed(*tensors: Tensor | None) -> None:
