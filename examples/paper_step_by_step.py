@@ -14,6 +14,7 @@ Four steps of TurboQuant (arXiv:2504.19874), each measured, each with a picture:
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 import torch
@@ -101,7 +102,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     from matplotlib import pyplot
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the picture")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="folder of the picture (default: that of temporary files)",
+    )
     out = parser.parse_args(arguments).out
     torch.manual_seed(0)
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")

@@ -8,6 +8,7 @@ import ctypes
 import importlib.util
 import math
 import mmap
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -71,6 +72,34 @@ def tiny_llama(**changes: Any) -> torch.nn.Module:
     }
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**shape, **changes})).eval()
+
+
+def snippets(document: str) -> list[str]:
+    """The Python code of a document, in order; `document` is its path from the root."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)
+
+
+class SnippetTokenizer:
+    """What snippets take for the tokenizer of a public model: 80 random tokens for every text."""
+
+    def __call__(self, text: str | list[str], return_tensors: str) -> Any:
+        from transformers import BatchEncoding
+
+        ids = torch.randint(1, 64, (80,), generator=generator(1))
+        ids = ids.expand(len(text) if isinstance(text, list) else 1, -1).clone()
+        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    def decode(self, ids: Tensor) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+
+def without_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets snippets load a tiny model where they name a public one."""
+    transformers = pytest.importorskip("transformers")
+    model = lambda name, **_: tiny_llama(max_position_embeddings=2048)  # noqa: E731
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", model)
+    tokenizer = lambda name: SnippetTokenizer()  # noqa: E731
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", tokenizer)
 
 
 def generator(seed: int) -> torch.Generator:

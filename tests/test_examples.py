@@ -1,8 +1,12 @@
 """The examples run, and show what they say. continuous_batching.py is in pool/test_pool.py."""
 
-import pytest
+import tempfile
+from types import SimpleNamespace
 
-from tests.helpers import ROOT, load_script
+import pytest
+import torch
+
+from tests.helpers import ROOT, SnippetTokenizer, load_script, without_downloads
 
 
 def test_every_example_is_run():
@@ -32,6 +36,27 @@ def test_transformers_generate(preset, device):
     assert found["agreement"] == 1.0 and found["pages"] < 0.6 * found["bf16"]
 
 
+def test_transformers_generate_compares_something_by_default(monkeypatch, capsys):
+    """With a model of the user's and the default prompt, too; and says where it does not."""
+    without_downloads(monkeypatch)
+    example = load_script("examples/transformers_generate.py")
+    real = SnippetTokenizer.__call__
+
+    def words(self, text, return_tensors):
+        return real(self, text[:1], return_tensors) if len(text.split()) > 80 else short
+
+    def decode(self, ids, skip_special_tokens):
+        return f"{len(ids)} tokens"
+
+    short = SimpleNamespace(input_ids=torch.arange(1, 10)[None])
+    monkeypatch.setattr(SnippetTokenizer, "__call__", words)
+    monkeypatch.setattr(SnippetTokenizer, "decode", decode)
+    assert example.main(["--model", "some/model", "--tokens", "4"])["pages"] > 0
+    assert "nothing was compared" not in capsys.readouterr().out
+    found = example.main(["--model", "some/model", "--tokens", "4", "--prompt", "Why?"])
+    assert found["pages"] == 0 and "nothing was compared" in capsys.readouterr().out
+
+
 def test_compiled_step(device):
     assert load_script("examples/compiled_step.py").main(["--device", str(device)]) == 40
 
@@ -59,3 +84,16 @@ def test_paper_step_by_step(tmp_path):
         assert found[f"slope, {name}"] == pytest.approx(1, abs=0.01)
     assert found["spread, 1 bit + QJL"] > 2 * found["spread, unbiased scale"]
     assert (tmp_path / "paper_step_by_step.png").stat().st_size > 10_000
+
+
+def test_the_paper_leaves_nothing_in_the_checkout(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    example = load_script("examples/paper_step_by_step.py")
+    for step in ("step_1_rotation", "step_2_codebook", "step_3_and_4_inner_products"):
+        monkeypatch.setattr(example, step, lambda axes: axes.plot([1], label="x") and {})
+    example.main([])
+    assert not list((tmp_path / "here").iterdir())
+    assert (tmp_path / "paper_step_by_step.png").exists()
