@@ -997,26 +997,26 @@ def test_picture(tmp_path, result):
 def test_labels_cover_nothing(tmp_path, monkeypatch, model):
     """Neither each other nor a point, and none leaves the axes."""
     text = pytest.importorskip("matplotlib.text").Text
-    kept = []
-    real = report.place_labels
-    monkeypatch.setattr(
-        report,
-        "place_labels",
-        lambda axes, points: kept.extend([axes, points, real(axes, points)]),
-    )
+    real, seen = report.place_labels, []
+
+    def placed(axes, points):
+        labels = real(axes, points)
+        renderer = axes.figure.canvas.get_renderer()
+        boxes = [text.get_window_extent(label, renderer) for label in labels]
+        marks = axes.transData.transform([point[1:] for point in points])
+        inside = axes.get_window_extent(renderer)
+        assert len(labels) == len(points) > 15
+        for i, box in enumerate(boxes):
+            assert not any(box.overlaps(other) for other in boxes[:i]), labels[i].get_text()
+            assert not any(box.contains(*mark) for mark in marks), labels[i].get_text()
+            assert inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1)
+        seen.append(labels)
+
+    monkeypatch.setattr(report, "place_labels", placed)
     found = report.read_json(ROOT / "benchmarks" / "results" / f"quality_{model}.json")
     short = [r for r in found if r["context"] == 2048 and r["dtype"] == "float32"]
     report.picture(tmp_path / "quality.png", [r for r in short if ":" not in r["cache"]])
-    axes, points, placed = kept
-    assert len(placed) == len(points) > 15
-    renderer = axes.figure.canvas.get_renderer()
-    boxes = [text.get_window_extent(label, renderer) for label in placed]
-    marks = axes.transData.transform([point[1:] for point in points])
-    inside = axes.get_window_extent(renderer)
-    for i, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[:i]), placed[i].get_text()
-        assert not any(box.contains(*mark) for mark in marks), placed[i].get_text()
-        assert inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1)
+    assert seen
 
 
 # ----------------------------------------------------------------------------- the command line
