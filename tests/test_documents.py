@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torch_turboquant as tq
-from tests.helpers import ROOT, load_script, tiny_llama
+from tests.helpers import ROOT, load_script, snippets, without_downloads
 from torch_turboquant import __main__ as command_line
 
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[!.]*/README.md")]
@@ -281,19 +281,42 @@ def test_every_row_has_a_cause_and_a_cure():
     assert not [row[0] for row in rows if not (row[1].strip() and row[2].strip())]
 
 
-# ---- docs/transformers.md
+# ---- snippets
 
 
-def test_the_documented_static_cache_runs():
-    text = (ROOT / "docs" / "transformers.md").read_text()
-    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
-    model = tiny_llama()
-    from torch_turboquant.integrations.transformers import TurboQuantCache
+def with_snippets() -> list[str]:
+    """Documents with Python code; that of docs/ops.md is generated, and nothing but signatures."""
+    names = (path.relative_to(ROOT).as_posix() for path in DOCUMENTS)
+    return [name for name in names if name != "docs/ops.md" and snippets(name)]
 
-    names = {"model": model, "inputs": {"input_ids": torch.arange(1, 10).expand(8, -1)}}
-    names["TurboQuantCache"] = TurboQuantCache
-    exec(compile(code, "transformers.md", "exec"), names)
-    assert names["out"].shape == (8, 109) and names["cache"].sequences.static
+
+def test_documents_with_snippets():
+    assert {"README.md", "docs/migration.md", "docs/pool.md", "docs/transformers.md"} <= set(
+        with_snippets()
+    )
+
+
+@pytest.mark.parametrize("document", with_snippets())
+def test_snippets_are_complete_and_print_something(document, tmp_path, monkeypatch, capsys):
+    """As a reader would type them, one after the other: later ones may use earlier names."""
+    without_downloads(monkeypatch)
+    import transformers
+
+    def quantized(*_, **__):
+        return transformers.DynamicCache()
+
+    monkeypatch.setattr(transformers, "QuantizedCache", quantized)  # takes another package
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)  # takes half a minute
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for snippet in snippets(document):
+        exec(compile(snippet, document, "exec"), names)
+        assert capsys.readouterr().out, snippet
+    if document == "docs/transformers.md":
+        assert names["out"].shape == (8, 180) and names["cache"].sequences.static
+        assert names["cache"].get_seq_length() == 83
+    if document == "docs/migration.md":
+        assert names["out"].shape == (1, 120) and names["cache"].config.recent_window == 128
 
 
 # ---- docs/migration.md
@@ -307,15 +330,6 @@ def test_sizes_in_the_migration_table():
     for name, size in rows:
         config = tq.preset(name, 128) if name in tq.PRESETS else tq.CacheConfig(128, 3, 4)
         assert config.bytes_per_token == int(size), name
-
-
-def test_the_migrated_lines_run():
-    code = re.findall(r"```python\n(.*?)```", MIGRATION, re.DOTALL)[1]
-    model = tiny_llama()
-    model.generation_config.max_new_tokens = 4
-    names = {"model": model, "inputs": {"input_ids": torch.arange(1, 10)[None]}}
-    exec(compile(code, "migration.md", "exec"), names)
-    assert names["out"].shape == (1, 13) and names["cache"].config.recent_window == 128
 
 
 # ---- files that documents name

@@ -1,27 +1,27 @@
 """The README's code runs as it stands, and its preset table says what config.py says."""
 
 import re
-from pathlib import Path
 
 import torch
 
 import torch_turboquant as tq
-from tests.helpers import code_score_rounding, generator, tiny_llama
+from tests.helpers import ROOT, code_score_rounding, snippets, without_downloads
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+README = (ROOT / "README.md").read_text()
+BLOCKS = snippets("README.md")
 
 
 def test_there_are_three_examples():
     assert len(BLOCKS) == 3
 
 
-def test_transformers_example():
-    prompt = torch.randint(1, 64, (1, 80), generator=generator(1))
-    names = {"model": tiny_llama(), "inputs": {"input_ids": prompt}}
+def test_transformers_example(monkeypatch, capsys):
+    without_downloads(monkeypatch)
+    names: dict = {}
     exec(compile(BLOCKS[0], "README.md", "exec"), names)
-    assert names["out"].shape == (1, 180)
+    assert names["out"].shape == (1, 120)
     assert names["cache"].memory_bytes()["pages"] > 0
+    assert repr(names["cache"].memory_bytes()) in capsys.readouterr().out
 
 
 def test_paged_example(capsys):
@@ -36,9 +36,10 @@ def test_paged_example(capsys):
     assert error < 0.02  # 4-bit keys and values of random data: their error is 0.8% each
 
 
-def test_vector_example():
+def test_vector_example(capsys):
     names: dict = {}
     exec(compile(BLOCKS[1], "README.md", "exec"), names)
+    assert "squared error 0.00" in capsys.readouterr().out
     keys, q, decoded, scores = (names[n] for n in ("keys", "q", "decoded", "scores"))
     assert (decoded - keys).pow(2).sum() / keys.pow(
         2
