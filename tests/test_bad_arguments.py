@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import func
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import torch_turboquant as tt
 from tests.helpers import assert_same_bytes, paged, randn
@@ -723,6 +725,59 @@ def test_gradients_are_refused(name, call):
     assert inputs or name in ("pack", "unpack")
 
 
+@pytest.mark.parametrize("call", [public, raw])
+@pytest.mark.parametrize("name", [n for n in GOOD if n not in ("hadamard", "pack", "unpack")])
+def test_tangents_are_refused(name, call):
+    """Of every floating-point input, under no_grad as well; nothing has been written by then."""
+    text = f"turboquant::{name} takes no forward-mode tangent: detach its inputs"
+    good = dict(GOOD[name])
+    if "tables" in good and name != "cache_store":
+        good["tables"] = good["tables"]._replace(key_steps=None, value_steps=None)  # unused
+    inputs = [t for t in tensors(good) if t.is_floating_point()]
+    before = [t.clone() for t in tensors(GOOD[name])]
+    for t in inputs:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(t, torch.ones_like(t))
+            arguments = {key: _replace_in(value, t, dual) for key, value in GOOD[name].items()}
+            with pytest.raises(RuntimeError, match=re.escape(text)):
+                call(name, arguments)
+            with torch.no_grad(), pytest.raises(RuntimeError, match=re.escape(text)):
+                call(name, arguments)
+    for t, old in zip(tensors(GOOD[name]), before, strict=True):
+        assert_same_bytes(t, old)
+    assert inputs
+    with forward_ad.dual_level():
+        call(name, GOOD[name])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_tangents_are_refused_inside_transforms():
+    """Of a level that is not the innermost, too; tensors without a tangent are taken."""
+    x, t = floats(3, D), floats(2, 3, D)[0]
+
+    def scale(x):
+        return tt.encode(x, SIGNS, LEVELS, STEPS, 4)[1].float().sum()
+
+    def inner(x, y):
+        return func.jvp(lambda z: z.sum() * scale(x), (y,), (t,))[1]
+
+    refused = pytest.raises(RuntimeError, match="turboquant::encode takes no forward-mode tangent")
+    for call in (
+        lambda: func.jvp(scale, (x,), (t,)),
+        lambda: func.jacfwd(scale)(x),
+        lambda: func.linearize(scale, x),
+        lambda: func.vmap(lambda x, t: func.jvp(scale, (x,), (t,)))(x, t),
+        lambda: func.jvp(lambda x: inner(x, x), (x,), (t,)),
+        lambda: func.jvp(lambda x: func.grad(lambda z: z.sum() * scale(x))(t), (x,), (t,)),
+    ):
+        with refused:
+            call()
+    with pytest.raises(RuntimeError, match="turboquant::encode takes no gradient"):
+        func.grad(lambda x: inner(x, x))(x)
+    inner(x, t)
+    func.jvp(lambda x: x.sum() * scale(x.detach()), (x,), (t,))
+
+
 def test_gradients_of_lists_are_refused():
     x = floats(1, 2, 5, 16)
     needs = [x, x.clone().requires_grad_()]
@@ -739,6 +794,8 @@ def test_gradients_of_lists_are_refused():
             call()
         with torch.no_grad():
             call()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode tangent"):
+        tt.query_energy([x, forward_ad.make_dual(x, x)], 2)
 
 
 def test_the_transform_has_no_gradient_for_its_signs():
