@@ -40,10 +40,14 @@ def hadamard(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
         ValueError: another shape, stride or device.
         RuntimeError: signs require a gradient or have a tangent.
     """
+    _check(x, signs)
+    return torch.ops.turboquant.hadamard.default(x, signs, inverse)
+
+
+def _check(x: Tensor, signs: Tensor) -> None:
     d = _checks.check_vectors("x", x)
     _checks.check_vector_dim("x", d)
     _checks.check_constant("signs", signs, x.device, torch.float32, (d,))
-    return torch.ops.turboquant.hadamard.default(x, signs, inverse)
 
 
 # ---- fake and derivatives
@@ -51,7 +55,8 @@ def hadamard(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
 
 @torch.library.register_fake("turboquant::hadamard")
 def _hadamard_fake(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
-    torch._check(signs.dim() == 1 and signs.shape[0] == x.shape[-1], lambda: "signs must be [d]")
+    with _checks.of_fake():
+        _check(x, signs)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
