@@ -1,8 +1,11 @@
 // Argument checks shared by both backends: each says what was given and what is supported. Everything here looks at
 // shapes, dtypes and devices only, so that it never synchronises with a device. The CPU ops check values, too, before
-// they write anything.
+// they write anything. Integers of a raw op can be anything: no sum or product of them is formed before they are
+// bounded.
 #pragma once
 
+#include <cctype>
+#include <cfloat>
 #include <cmath>
 #include <initializer_list>
 #include <optional>
@@ -30,7 +33,7 @@ static_assert(static_cast<int>(Dtype::kFloat16) == static_cast<int>(ScalarType::
 inline Dtype dtype_of(ScalarType t) { return static_cast<Dtype>(t); }
 inline Dtype dtype_of(const Tensor& t) { return dtype_of(t.scalar_type()); }
 
-inline const char* dtype_name(ScalarType t) {
+inline std::string dtype_name(ScalarType t) {
   switch (t) {
     case ScalarType::Float: return "float32";
     case ScalarType::Half: return "float16";
@@ -42,21 +45,41 @@ inline const char* dtype_name(ScalarType t) {
     case ScalarType::Int: return "int32";
     case ScalarType::Long: return "int64";
     case ScalarType::Bool: return "bool";
-    default: return "another dtype";
+    case ScalarType::ComplexHalf: return "complex32";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
+    default: break;
   }
+  std::string name = torch::headeronly::toString(t);  // the others are called as in Python, but for capitals
+  for (char& c : name) c = static_cast<char>(std::tolower(c));
+  return name;
 }
 
-inline std::string shape_text(const Tensor& t) {
+template <typename Sizes>
+std::string shape_text(const Sizes& sizes) {
   std::string s = "[";
-  for (int64_t i = 0; i < t.dim(); ++i) s += (i ? ", " : "") + std::to_string(t.size(i));
+  for (int64_t n : sizes) s += (s.size() > 1 ? ", " : "") + std::to_string(n);
   return s + "]";
+}
+inline std::string shape_text(const Tensor& t) { return shape_text(t.sizes()); }
+
+// The integers first .. last, as a message names them.
+inline std::string range_text(int64_t first, int64_t last) {
+  if (first >= last) return first == last ? std::to_string(first) : "none";
+  return std::to_string(first) + " to " + std::to_string(last);
+}
+
+// torch hands on a None that a raw op was given for a tensor, as a tensor that nothing can be asked.
+inline void check_defined(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.defined(), name, " must be a tensor, got None");
 }
 
 inline void check_dtype(const Tensor& t, const char* name, std::initializer_list<ScalarType> allowed) {
+  check_defined(t, name);
   std::string names;
   for (ScalarType a : allowed) {
     if (t.scalar_type() == a) return;
-    names += (names.empty() ? "" : ", ") + std::string(dtype_name(a));
+    names += (names.empty() ? "" : ", ") + dtype_name(a);
   }
   STD_TORCH_CHECK(false, name, " has dtype ", dtype_name(t.scalar_type()), ", supported: ", names);
 }
@@ -72,6 +95,7 @@ inline void check_output_dtype(ScalarType t) {
 
 // All tensors of a call live on the device of the first.
 inline void check_device(const Tensor& t, const Tensor& first, const char* name) {
+  check_defined(t, name);
   STD_TORCH_CHECK(
       t.is_cpu() == first.is_cpu() && t.get_device_index() == first.get_device_index(), name,
       " is on another device than the first tensor of the call: all tensors of a call must be on one device");
@@ -94,7 +118,9 @@ inline void check_contiguous(const Tensor& t, const char* name) {
 }
 
 inline void check_unit_last_stride(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(t.dim() >= 1 && (t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1), name,
+  STD_TORCH_CHECK(t.dim() >= 1, name, " has shape [], expected one dimension or more");
+  // strides of a tensor without elements mean nothing
+  STD_TORCH_CHECK(t.size(t.dim() - 1) <= 1 || t.stride(t.dim() - 1) == 1 || t.numel() == 0, name,
                   " must have stride 1 in its last dimension");
 }
 
@@ -112,6 +138,12 @@ inline format::Split check_vector_dim(int64_t d, const char* name) {
   STD_TORCH_CHECK(split.valid(), "the last dimension of ", name, " is ", d,
                   ", supported: m * 2^k with m in {1, 3, 5, 7, 9} and k >= 1, up to ", format::kMaxVectorDim);
   return split;
+}
+
+// Codes of a dense row: their bits can be counted.
+inline void check_row_codes(int64_t d) {
+  constexpr int64_t most = (INT64_MAX - 7) / format::kMaxBits;
+  STD_TORCH_CHECK(d >= 1 && d <= most, "d is ", d, ", supported: 1 to ", most);
 }
 
 inline void check_codec_bits(int64_t bits) {
@@ -243,12 +275,13 @@ inline int64_t check_codes(const Tensor& codes) {
   STD_TORCH_CHECK(codes.dim() >= 1 && codes.size(codes.dim() - 1) >= 1, "codes has shape ", shape_text(codes),
                   ", expected [..., d] with d >= 1");
   check_contiguous(codes, "codes");
+  check_row_codes(codes.size(codes.dim() - 1));
   return codes.size(codes.dim() - 1);
 }
 
 // packed: uint8 [..., dense_row_bytes(d, bits)]; returns the bytes of a row.
 inline int64_t check_packed_rows(const Tensor& packed, int64_t d, int64_t bits) {
-  STD_TORCH_CHECK(d >= 1, "d is ", d, ", supported: 1 and more");
+  check_row_codes(d);
   check_dtype(packed, "packed", {ScalarType::Byte});
   const int64_t row_bytes = format::dense_row_bytes(d, static_cast<int>(bits));
   STD_TORCH_CHECK(packed.dim() >= 1 && packed.size(packed.dim() - 1) == row_bytes, "packed has shape ",
@@ -274,6 +307,7 @@ inline format::Split check_encode(const Tensor& x, const Tensor& signs, int64_t 
 
 // Checks rows of codes with a float16 scale each and one rotation. Returns d, the length of signs.
 inline int64_t check_dense_vectors(const Tensor& packed, const Tensor& scale, const Tensor& signs, int64_t bits) {
+  check_defined(signs, "signs");
   STD_TORCH_CHECK(signs.dim() == 1, "signs has shape ", shape_text(signs), ", expected [d]");
   const int64_t d = signs.size(0);
   check_vector_dim(d, "signs");
@@ -288,6 +322,7 @@ inline void check_group(int64_t d, int64_t group, int64_t bits) {
   const format::Width width = format::as_width(bits);
   STD_TORCH_CHECK(width == format::Width::k2 || width == format::Width::k4, "bits is ", bits, ", supported: 2, 4");
   STD_TORCH_CHECK(d >= group && d % group == 0, "d is ", d, ", supported: multiples of the group of ", group);
+  check_row_codes(d);
 }
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
@@ -301,6 +336,7 @@ struct ScoreShape {
 inline ScoreShape checked_score_shape(const Tensor& q, const Tensor& packed, const char* packed_name) {
   check_float(q, "q");
   check_unit_last_stride(q, "q");
+  check_defined(packed, packed_name);
   bool same = q.dim() >= 2 && packed.dim() == q.dim();
   for (int64_t i = 0; same && i + 2 < q.dim(); ++i) same = q.size(i) == packed.size(i);
   STD_TORCH_CHECK(same, "q has shape ", shape_text(q), " and ", packed_name, " ", shape_text(packed),

@@ -5,7 +5,8 @@
 //
 // Conventions: integers stand for names (scale_mode: 0 norm, 1 preserve, 2 mse, 3 unbiased), because strings cost
 // microseconds per call. Constants of a cache (signs, levels, steps, center) are tensors, so that CUDA graphs hold no
-// host state. Absent `levels` mean the uniform grid. Ops take no gradient, except for hadamard.
+// host state. Absent `levels` mean the uniform grid. Floats are used as float32 and must be finite there. Ops take no
+// gradient, except for hadamard.
 #include <torch/csrc/stable/library.h>
 
 // clang-format off: one line per group of arguments

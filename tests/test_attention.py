@@ -528,6 +528,8 @@ def test_soft_cap_and_learned_sinks_do_something(device):
     plain, lse = run(case, device)
     capped, _ = check(case, device, soft_cap=0.3)
     assert (capped - plain).abs().max() > 1e-3
+    for cap in (1.2e-38, 1000.0):  # the least and the largest
+        check(case, device, soft_cap=cap)
     sinks = torch.tensor([-torch.inf, 0.0, 3.0, 100.0])
     sunk, sunk_lse = check(case, device, sink_logits=sinks)
     score_error, out_error = bounds(case, device)

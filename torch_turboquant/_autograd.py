@@ -4,6 +4,10 @@ The kernels see no autograd state (the stable ABI has no such question), so ever
 which has derivatives (ops/hadamard.py), gets a small kernel at the Autograd dispatch key: it raises
 when a gradient or a forward-mode tangent would be lost, and else passes the call on. It is not run
 at all under torch.inference_mode().
+
+Two more things that the compiled kernels cannot do are done here. C++ can only raise RuntimeError:
+the kernels at the Autograd key turn that of a GPU without memory into torch.OutOfMemoryError. And
+torch copies a lazily negated tensor before a kernel sees it, which would lose what is written.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 OPS = (
     "pack",
@@ -35,12 +40,22 @@ OPS = (
     "merge_attention",
 )
 
-below_autograd = torch._C._after_autograd_keyset
+_below_autograd = torch._C._after_autograd_keyset
 
 
-def requires_grad(tensor: Tensor) -> bool:
-    """Whether reverse mode wants the gradient of this input."""
-    return tensor.requires_grad and torch.is_grad_enabled()
+def call_below(op: Any, keyset: Any, *args: Any, **outputs: Any) -> Any:
+    """Passes a call on to the compiled kernel."""
+    try:
+        return op.redispatch(keyset & _below_autograd, *args, **outputs)
+    except RuntimeError as error:
+        if "CUDA out of memory" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from None
+        raise
+
+
+def requires_grad(tensor: Tensor | None) -> bool:
+    """Whether reverse mode wants the gradient of this input; None is what the kernel refuses."""
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def in_forward_mode() -> bool:
@@ -58,7 +73,6 @@ def _has_tangent(tensor: Tensor) -> bool:
 
 def _refuse_gradients(name: str) -> Callable[..., Any]:
     op = getattr(torch.ops.turboquant, name).default
-    redispatch = op.redispatch
     types = [str(argument.type) for argument in op._schema.arguments]
     # a call may be shorter than the schema: trailing defaults are left out
     tensors = tuple(i for i, t in enumerate(types) if t in ("Tensor", "Optional[Tensor]"))
@@ -78,7 +92,27 @@ def _refuse_gradients(name: str) -> Callable[..., Any]:
                 raise RuntimeError(
                     f"turboquant::{name} takes no forward-mode tangent: detach its inputs"
                 )
-        return redispatch(keyset & below_autograd, *args, **outputs)
+        return call_below(op, keyset, *args, **outputs)
+
+    return kernel
+
+
+def _refuse_negated_outputs(name: str) -> Callable[..., Any]:
+    op = getattr(torch.ops.turboquant, name).default
+    schema = op._schema.arguments
+
+    def kernel(*args: Any, **outputs: Any) -> Any:
+        given = dict(zip((a.name for a in schema), args, strict=False)) | outputs
+        for argument in schema:
+            value = given.get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and any(t.is_neg() for t in tree_leaves(value) if t is not None):
+                raise RuntimeError(
+                    f"{argument.name} must not be a lazy negation, because it is written: call "
+                    "resolve_neg() first"
+                )
+        args, outputs = tree_map_only(Tensor, Tensor.resolve_neg, (args, outputs))
+        return op(*args, **outputs)
 
     return kernel
 
@@ -86,3 +120,5 @@ def _refuse_gradients(name: str) -> Callable[..., Any]:
 _library = torch.library.Library("turboquant", "IMPL")
 for _name in OPS:
     _library.impl(_name, _refuse_gradients(_name), "Autograd", with_keyset=True)
+for _name in ("cache_store", "cache_store_layers", "paged_attention_out"):
+    _library.impl(_name, _refuse_negated_outputs(_name), "Negative")

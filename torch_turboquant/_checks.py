@@ -80,7 +80,7 @@ def check_vectors(name: str, x: Tensor, ndim: int | None = None) -> int:
 
 
 def check_unit_stride(name: str, x: Tensor) -> None:
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
+    if x.shape[-1] > 1 and x.stride(-1) != 1 and x.numel() > 0:
         raise ValueError(
             f"{name} must have stride 1 in its last dimension, got strides {x.stride()}"
         )

@@ -7,13 +7,15 @@ at the queries, keys and values of a call.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
+
+FLOAT32 = torch.finfo(torch.float32)
+MAX_SOFT_CAP = 1000.0  # csrc/calls/attention.h
 
 
 @dataclass(eq=False, repr=False)
@@ -54,12 +56,13 @@ class AttentionBatch:
         if self.seq_lens is None:
             if self.tail_slots is not None:
                 raise ValueError("tail needs seq_lens")
-            if self.slot_mapping is not None:
-                _checks.check_dtype("slot_mapping", self.slot_mapping, (torch.int64,))
-                device = self.slot_mapping.device
-                _checks.check_constant(
-                    "slot_mapping", self.slot_mapping, device, torch.int64, (None,)
-                )
+            for name, tensor, dtype in (
+                ("slot_mapping", self.slot_mapping, torch.int64),
+                ("cu_seqlens_q", self.cu_seqlens_q, torch.int32),
+            ):
+                if tensor is not None:
+                    _checks.check_dtype(name, tensor, (dtype,))
+                    _checks.check_constant(name, tensor, tensor.device, dtype, (None,))
             return
         _checks.check_dtype("seq_lens", self.seq_lens, (torch.int32,))
         device = self.seq_lens.device
@@ -86,22 +89,29 @@ class AttentionOptions:
     """
 
     softmax_scale: float | None = None
-    """Factor of the scores; None: 1 / sqrt(head_dim)."""
+    """Factor of the scores, finite in float32; None: 1 / sqrt(head_dim)."""
     sliding_window: int = 0
     """A query sees this many keys, its own included; 0: all."""
     soft_cap: float = 0.0
-    """Above 0, a score s becomes soft_cap * tanh(s / soft_cap)."""
+    """Above 0, a score s becomes soft_cap * tanh(s / soft_cap). 0: none; otherwise 1.17549e-38, the
+    least normal float32, to 1000. Far above the scores a cap has no effect but loss of digits."""
     sink_logits: Tensor | None = None
     """float32 [q_heads]: each adds exp(logit) to the softmax denominator, and to lse."""
 
     def __post_init__(self) -> None:
-        if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
-            raise ValueError(f"softmax_scale is {self.softmax_scale}, supported: finite numbers")
+        scale = self.softmax_scale
+        if scale is not None and not abs(scale) <= FLOAT32.max:
+            raise ValueError(
+                f"softmax_scale is {scale}, supported: numbers that are finite in float32"
+            )
         if self.sliding_window < 0:
             raise ValueError(
                 f"sliding_window is {self.sliding_window}, supported: 0 (none) and more"
             )
-        if not 0.0 <= self.soft_cap < math.inf:
-            raise ValueError(f"soft_cap is {self.soft_cap}, supported: 0 (none) and more")
+        if self.soft_cap != 0 and not FLOAT32.tiny <= self.soft_cap <= MAX_SOFT_CAP:
+            raise ValueError(
+                f"soft_cap is {self.soft_cap}, supported: 0 (none), or {FLOAT32.tiny:g} to "
+                f"{MAX_SOFT_CAP:g}"
+            )
         if self.sink_logits is not None:
             _checks.check_dtype("sink_logits", self.sink_logits, (torch.float32,))

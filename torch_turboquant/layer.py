@@ -132,7 +132,8 @@ class PagedLayer:
             options: scale, window, cap and sinks of the model's attention; None: the defaults of
                 AttentionOptions.
             out, lse: written instead of new tensors; given together, contiguous, out of q's shape
-                and dtype, lse float32 [tokens, q_heads].
+                and dtype, lse float32 [tokens, q_heads]. out may be q; otherwise neither shares
+                memory with another tensor of the call.
 
         Returns:
             out: [tokens, q_heads, head_dim]; lse: float32 [tokens, q_heads], natural logarithm.

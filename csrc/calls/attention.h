@@ -3,10 +3,9 @@
 
 #include <tuple>
 
-#include <torch/csrc/stable/ops.h>
-
 #include "calls/boxed.h"
 #include "checks.h"
+#include "memory.h"
 
 namespace turboquant {
 
@@ -37,6 +36,8 @@ struct AttentionCall {
   int64_t seqs() const { return seq_lens.size(0); }
 };
 
+constexpr double kMaxSoftCap = 1000;
+
 // Checks everything that can be checked without reading values. Returns the geometry of the cache's records.
 inline format::Record check_attention(const AttentionCall& c) {
   const Tensor& q = c.q;
@@ -58,14 +59,17 @@ inline format::Record check_attention(const AttentionCall& c) {
   STD_TORCH_CHECK(c.max_q_len >= 1, "max_q_len is ", c.max_q_len, ", supported: 1 and more");
   STD_TORCH_CHECK(c.sliding_window >= 0, "sliding_window is ", c.sliding_window, ", supported: 0 (none) and more");
   STD_TORCH_CHECK(c.recent_window >= 0, "recent_window is ", c.recent_window, ", supported: 0 and more");
-  STD_TORCH_CHECK(c.soft_cap >= 0 && std::isfinite(c.soft_cap), "soft_cap is ", c.soft_cap,
-                  ", supported: 0 (none) and more");
-  STD_TORCH_CHECK(std::isfinite(c.softmax_scale), "softmax_scale is ", c.softmax_scale, ", supported: finite numbers");
+  // Both are used as float32. Kernels divide by the cap, and lose digits where it is far above the scores.
+  STD_TORCH_CHECK(c.soft_cap == 0 || (c.soft_cap >= FLT_MIN && c.soft_cap <= kMaxSoftCap), "soft_cap is ", c.soft_cap,
+                  ", supported: 0 (none), or ", FLT_MIN, " to ", kMaxSoftCap);
+  STD_TORCH_CHECK(std::abs(c.softmax_scale) <= FLT_MAX, "softmax_scale is ", c.softmax_scale,
+                  ", supported: numbers that are finite in float32");
   const int64_t seqs = check_batch(c.seq_lens, c.cu_seqlens_q, q, c.tokens());
   check_constant(c.block_table, q, "block_table", ScalarType::Int, {seqs, -1});
   if (c.tail) {
     check_tail(*c.tail, c.tail_slots, q, seqs, kv_heads, d, c.sink_tokens);
-    const int64_t ring = c.tail->size(2) - c.sink_tokens, needed = c.recent_window + c.max_q_len - 1;
+    const uint64_t ring = static_cast<uint64_t>(c.tail->size(2) - c.sink_tokens);
+    const uint64_t needed = static_cast<uint64_t>(c.recent_window) + static_cast<uint64_t>(c.max_q_len) - 1;
     STD_TORCH_CHECK(ring >= needed, "the tail has room for ", ring,
                     " recent tokens, needed: recent_window + max_q_len - 1 = ", needed);
     if (c.tail_valid) check_constant(*c.tail_valid, q, "tail_valid", ScalarType::Int, {c.tail->size(0), 2});
@@ -77,6 +81,25 @@ inline format::Record check_attention(const AttentionCall& c) {
 inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, const Tensor& lse) {
   check_constant(out, c.q, "out", c.q.scalar_type(), {c.tokens(), c.q_heads(), c.head_dim()});
   check_constant(lse, c.q, "lse", ScalarType::Float, {c.tokens(), c.q_heads()});
+  Arguments memory;
+  memory.writes(out, "out");
+  memory.writes(lse, "lse");
+  // out may be q: a row of queries has only its own row of out, which is written when nobody reads it any more
+  if (out.data_ptr() != c.q.data_ptr() || !c.q.is_contiguous()) memory.reads(c.q, "q");
+  memory.reads(c.cache, "cache");
+  memory.reads(c.block_table, "block_table");
+  memory.reads(c.seq_lens, "seq_lens");
+  memory.reads(c.key_signs, "key_signs");
+  memory.reads(c.value_signs, "value_signs");
+  memory.reads(c.key_levels, "key_levels");
+  memory.reads(c.value_levels, "value_levels");
+  memory.reads(c.center, "center");
+  memory.reads(c.cu_seqlens_q, "cu_seqlens_q");
+  memory.reads(c.tail, "tail");
+  memory.reads(c.tail_slots, "tail_slots");
+  memory.reads(c.tail_valid, "tail_valid");
+  memory.reads(c.sink_logits, "sink_logits");
+  memory.check();
 }
 
 // The ops of a backend, for boxed() (calls/boxed.h): with new tensors for the results, or with given ones.
@@ -88,8 +111,8 @@ template <Attend* attend>
 std::tuple<Tensor, Tensor> paged_attention(const AttentionCall& call) {
   const format::Record record = check_attention(call);
   const int64_t tokens = call.tokens(), q_heads = call.q_heads();
-  Tensor out = torch::stable::new_empty(call.q, {tokens, q_heads, call.head_dim()}, call.q.scalar_type());
-  Tensor lse = torch::stable::new_empty(call.q, {tokens, q_heads}, ScalarType::Float);
+  Tensor out = new_tensor(call.q, {tokens, q_heads, call.head_dim()}, call.q.scalar_type());
+  Tensor lse = new_tensor(call.q, {tokens, q_heads}, ScalarType::Float);
   attend(call, record, out, lse);
   return {out, lse};
 }

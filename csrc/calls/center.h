@@ -29,15 +29,14 @@ inline LayerVectors check_layers(const std::vector<Tensor>& x, const char* name,
     check_shape(t, name, {first.size(0), first.size(1), first.size(2), first.size(3)});
     check_unit_last_stride(t, name);
   }
-  const LayerVectors shape{static_cast<int64_t>(x.size()), first.size(0), first.size(1), first.size(2) - skip,
-                           first.size(3)};
-  STD_TORCH_CHECK(skip >= 0 && shape.tokens >= 1, "skip is ", skip, ", supported for the ", first.size(2),
-                  " tokens of ", name, ": 0 to tokens - 1");
-  const bool fits = shape.batch >= 1 && shape.heads >= 1 && shape.heads <= kMostLayerHeads && shape.d >= 1;
-  STD_TORCH_CHECK(fits && shape.d <= kMostLayerDim, name, " has shape ", shape_text(first),
-                  ", supported: [batch, heads, tokens, d] with 1 to ", kMostLayerHeads, " heads and d from 1 to ",
-                  kMostLayerDim);
-  return shape;
+  const int64_t batch = first.size(0), heads = first.size(1), tokens = first.size(2), d = first.size(3);
+  const bool fits = batch >= 1 && tokens >= 1 && heads >= 1 && heads <= kMostLayerHeads && d >= 1;
+  STD_TORCH_CHECK(fits && d <= kMostLayerDim, name, " has shape ", shape_text(first),
+                  ", supported: [batch, heads, tokens, d] of one sequence and token or more, with 1 to ",
+                  kMostLayerHeads, " heads and d from 1 to ", kMostLayerDim);
+  STD_TORCH_CHECK(skip >= 0 && skip < tokens, "skip is ", skip, ", supported for the ", tokens, " tokens of ", name,
+                  ": 0 to tokens - 1");
+  return {static_cast<int64_t>(x.size()), batch, heads, tokens - skip, d};
 }
 
 // Returns the query heads of a KV head.

@@ -1,10 +1,9 @@
 // A call of cache_load: its arguments and their checks, which both backends share.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include "calls/boxed.h"
 #include "checks.h"
+#include "memory.h"
 
 namespace turboquant {
 
@@ -24,7 +23,8 @@ struct LoadCall {
   int64_t max_pages() const { return block_table.size(1); }
   // Keys and values, each: [seqs, max_seq_len, kv_heads, head_dim]
   Tensor new_result() const {
-    return torch::stable::new_empty(cache, {seqs(), max_seq_len, kv_heads(), head_dim}, dtype);
+    return new_tensor(cache, {seqs(), max_seq_len, kv_heads(), head_dim}, dtype,
+                      "keys or values of max_seq_len = " + std::to_string(max_seq_len));
   }
 };
 

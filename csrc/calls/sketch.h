@@ -21,6 +21,7 @@ struct Projection {
   // first: the first tensor of the call; d: of the vectors that are sketched
   Projection(const Tensor& t, const Tensor& first, int64_t d) {
     check_vector_dim(d, "the sketched vectors");
+    check_defined(t, "projection");
     dense = t.dim() == 2;
     STD_TORCH_CHECK(dense || t.dim() == 1, "projection has shape ", shape_text(t),
                     ", supported: [m, d] (dense Gaussian) or [d] (signs of a structured one)");

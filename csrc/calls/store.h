@@ -2,10 +2,9 @@
 // is written.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include "calls/boxed.h"
 #include "checks.h"
+#include "memory.h"
 
 namespace turboquant {
 
@@ -49,9 +48,7 @@ struct HeadRows {
     const bool good = rows.even && reinterpret_cast<uintptr_t>(t.data_ptr()) % alignment == 0 &&
                       fits(rows.tokens, rows.token_stride) && fits(rows.heads, rows.head_stride);
     if (good || t.numel() == 0) return;
-    const Tensor by_token = t.dim() == 3 ? t : torch::stable::transpose(t, 1, 2);
-    tensor = torch::stable::new_empty(t, leading_shape(by_token, 0, {}), t.scalar_type());
-    torch::stable::copy_(tensor, by_token);
+    tensor = new_copy(t.dim() == 3 ? t : torch::stable::transpose(t, 1, 2));
     rows.token_stride = rows.heads * rows.d, rows.head_stride = rows.d;
   }
 };
@@ -76,24 +73,67 @@ void check_store(const StoreLayer& layer, const Call& call, const format::Record
   check_scale_mode(call.key_scale_mode, "key_scale_mode");
   check_scale_mode(call.value_scale_mode, "value_scale_mode");
   check_constant(call.slot_mapping, k, "slot_mapping", ScalarType::Long, {rows.tokens});
-  STD_TORCH_CHECK(!layer.tail || call.seq_lens.has_value(), "tail needs seq_lens");
+  STD_TORCH_CHECK(call.seq_lens || !(layer.tail || call.tail_slots), "tail needs seq_lens");
+  // what belongs to a tail is checked without one, too: of another kind it is a mistake of the caller
+  if (call.seq_lens) {
+    const int64_t seqs = check_batch(*call.seq_lens, call.cu_seqlens_q, k, rows.tokens);
+    if (call.tail_slots) check_constant(*call.tail_slots, k, "tail_slots", ScalarType::Long, {seqs});
+  } else if (call.cu_seqlens_q) {
+    check_constant(*call.cu_seqlens_q, k, "cu_seqlens_q", ScalarType::Int, {-1});
+  }
+}
+
+// Adds what all layers of a call read, and what one of them reads and writes.
+template <typename Call>
+void add_shared(Arguments& memory, const Call& call) {
+  memory.reads(call.slot_mapping, "slot_mapping");
+  memory.reads(call.key_levels, "key_levels");
+  memory.reads(call.value_levels, "value_levels");
+  memory.reads(call.key_steps, "key_steps");
+  memory.reads(call.value_steps, "value_steps");
+  memory.reads(call.tail_slots, "tail_slots");
+  memory.reads(call.seq_lens, "seq_lens");
+  memory.reads(call.cu_seqlens_q, "cu_seqlens_q");
+}
+inline void add_layer(Arguments& memory, const StoreLayer& layer) {
+  memory.reads(layer.k, "k");
+  memory.reads(layer.v, "v");
+  memory.reads(layer.key_signs, "key_signs");
+  memory.reads(layer.value_signs, "value_signs");
+  memory.reads(layer.center, "center");
+  memory.writes(layer.cache, "cache");
+  memory.writes(layer.tail, "tail");
 }
 
 // The ops of a backend, for boxed() (calls/boxed.h). LayerStore is the backend's class for the keys and values of one
 // layer: its constructor checks everything and writes nothing, LayerStore::run(layers, op) stores them.
+template <typename LayerStore, typename Call>
+void store(const Call& call, const std::vector<StoreLayer>& layers, const char* op) {
+  std::vector<LayerStore> stores;
+  stores.reserve(layers.size());
+  for (const StoreLayer& layer : layers) {
+    check_device(layer.k, layers[0].k, "k");
+    stores.emplace_back(layer, call);
+  }
+  if (stores.empty()) return;
+  Arguments memory;
+  add_shared(memory, call);
+  for (const StoreLayer& layer : layers) add_layer(memory, layer);
+  memory.check();
+  LayerStore::run(stores, op);
+}
+
 template <typename LayerStore>
 void cache_store(const StoreCall& c) {
-  std::vector<LayerStore> layer;
-  layer.emplace_back(StoreLayer{.k = c.k,
-                                .v = c.v,
-                                .of_batch = false,
-                                .cache = c.cache,
-                                .key_signs = c.key_signs,
-                                .value_signs = c.value_signs,
-                                .center = c.center,
-                                .tail = c.tail},
-                     c);
-  LayerStore::run(layer, "cache_store");
+  const StoreLayer layer{.k = c.k,
+                         .v = c.v,
+                         .of_batch = false,
+                         .cache = c.cache,
+                         .key_signs = c.key_signs,
+                         .value_signs = c.value_signs,
+                         .center = c.center,
+                         .tail = c.tail};
+  store<LayerStore>(c, {layer}, "cache_store");
 }
 
 template <typename LayerStore>
@@ -111,21 +151,19 @@ void cache_store_layers(const StoreLayersCall& c) {
   const auto optional = [](const std::vector<Tensor>& list, size_t i) {
     return list.empty() ? OptionalTensor() : OptionalTensor(list[i]);
   };
-  std::vector<LayerStore> layers;
+  std::vector<StoreLayer> layers;
   layers.reserve(c.k.size());
   for (size_t i = 0; i < c.k.size(); ++i) {
-    check_device(c.k[i], c.k[0], "k");
-    layers.emplace_back(StoreLayer{.k = c.k[i],
-                                   .v = c.v[i],
-                                   .of_batch = true,
-                                   .cache = c.cache[i],
-                                   .key_signs = c.key_signs[i],
-                                   .value_signs = c.value_signs[i],
-                                   .center = optional(c.center, i),
-                                   .tail = optional(c.tail, i)},
-                        c);
+    layers.push_back({.k = c.k[i],
+                      .v = c.v[i],
+                      .of_batch = true,
+                      .cache = c.cache[i],
+                      .key_signs = c.key_signs[i],
+                      .value_signs = c.value_signs[i],
+                      .center = optional(c.center, i),
+                      .tail = optional(c.tail, i)});
   }
-  if (!layers.empty()) LayerStore::run(layers, "cache_store_layers");
+  store<LayerStore>(c, layers, "cache_store_layers");
 }
 
 }  // namespace turboquant

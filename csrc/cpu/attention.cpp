@@ -114,8 +114,8 @@ Attention checked_attention(const AttentionCall& c, const format::Record& record
               .pages = data_of<uint8_t>(c.cache),
               .table = data_of<int32_t>(c.block_table),
               .max_pages = c.block_table.size(1),
-              .key_signs = data_of<float>(c.key_signs),
-              .value_signs = data_of<float>(c.value_signs),
+              .key_signs = checked_signs(c.key_signs, "key_signs"),
+              .value_signs = checked_signs(c.value_signs, "value_signs"),
               .channels = channels_of(c.center, data_of<float>(c.center), kv_heads, d),
               .sink_logits = data_of<float>(c.sink_logits),
               .key_levels = {record.key_width(), checked_levels(c.key_levels, q, c.key_bits, "key_levels")},
@@ -123,7 +123,7 @@ Attention checked_attention(const AttentionCall& c, const format::Record& record
               .tail = std::move(tail),
               .tail_valid = c.tail ? data_of<int32_t>(c.tail_valid) : nullptr,
               .recent_window = c.recent_window,
-              .sliding_window = c.sliding_window,
+              .sliding_window = std::min<int64_t>(c.sliding_window, INT32_MAX),  // no sequence is longer
               .softmax_scale = static_cast<float>(c.softmax_scale),
               .soft_cap = static_cast<float>(c.soft_cap)};
   for (int64_t s = 0; s < a.batch.count; ++s) {
@@ -378,8 +378,8 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
   check_merge(out_a, lse_a, out_b, lse_b);
   const int64_t d = out_a.size(out_a.dim() - 1);
 
-  Tensor out = empty_like_shape(out_a, leading_shape(out_a, 0, {}), out_a.scalar_type());
-  Tensor lse = empty_like_shape(out_a, leading_shape(out_a, 1, {}), ScalarType::Float);
+  Tensor out = new_tensor(out_a, leading_shape(out_a, 0, {}), out_a.scalar_type());
+  Tensor lse = new_tensor(out_a, leading_shape(out_a, 1, {}), ScalarType::Float);
   const float* la = data_of<float>(lse_a);
   const float* lb = data_of<float>(lse_b);
   float* l = data_of<float>(lse);

@@ -20,7 +20,8 @@ struct Destinations {
 Destinations checked_destinations(const Tensor& slot_mapping, int64_t tokens, int64_t num_slots) {
   const int64_t* p = data_of<int64_t>(slot_mapping);
   for (int64_t i = 0; i < tokens; ++i) {
-    STD_TORCH_CHECK(p[i] >= -1 && p[i] < num_slots, "slot_mapping holds ", p[i], ", supported: -1 to ", num_slots - 1);
+    STD_TORCH_CHECK(p[i] >= -1 && p[i] < num_slots, "slot_mapping holds ", p[i],
+                    ", supported: ", range_text(-1, num_slots - 1));
   }
   const std::vector<int64_t> none(tokens, -1);
   return {.slot = {p, p + tokens}, .sequence = none, .position = none};
@@ -54,7 +55,10 @@ class LayerStore {
                                      "value_steps")) {
     const TokenRows& rows = keys_.rows;
     check_store(layer, call, record_, rows);
-    to_ = checked_destinations(call.slot_mapping, rows.tokens, cache_.size(0) * call.page_size);
+    checked_signs(key_signs_, "key_signs");
+    checked_signs(value_signs_, "value_signs");
+    const int64_t pages = std::min(cache_.size(0), INT64_MAX / call.page_size);  // of no heads there can be many
+    to_ = checked_destinations(call.slot_mapping, rows.tokens, pages * call.page_size);
     if (!layer.tail) return;
     const Batch batch = checked_batch(*call.seq_lens, call.cu_seqlens_q, layer.k, rows.tokens);
     tail_ = checked_tail(*layer.tail, call.tail_slots, layer.k, batch.count, rows.heads, rows.d, call.sink_tokens);
@@ -136,11 +140,11 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
                             .max_seq_len = c.max_seq_len,
                             .key_levels = key_levels.of,
                             .value_levels = value_levels.of,
-                            .key_signs = data_of<float>(c.key_signs),
-                            .value_signs = data_of<float>(c.value_signs),
+                            .key_signs = checked_signs(c.key_signs, "key_signs"),
+                            .value_signs = checked_signs(c.value_signs, "value_signs"),
                             .channels = channels_of(c.center, data_of<float>(c.center), kv_heads, d),
                             .dtype = dtype_of(c.dtype)};
-  parallel_for(c.seqs() * c.max_seq_len * kv_heads, row_grain(d, 8), [&](int64_t begin, int64_t end) {
+  parallel_for(k.numel() / d, row_grain(d, 8), [&](int64_t begin, int64_t end) {
     kernels().load_tokens(loaded, begin, end, k.data_ptr(), v.data_ptr());
   });
   return {k, v};

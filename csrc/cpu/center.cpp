@@ -38,7 +38,7 @@ void for_each_head(const LayerVectors& shape, int64_t heads, Fn&& fn) {
 Tensor query_energy(const std::vector<Tensor>& queries, int64_t kv_heads, int64_t skip) {
   const LayerVectors shape = check_layers(queries, "queries", skip);
   const int64_t group = check_query_group(shape, kv_heads);
-  Tensor out = empty_like_shape(queries[0], {shape.layers, kv_heads, shape.d}, ScalarType::Float);
+  Tensor out = new_tensor(queries[0], {shape.layers, kv_heads, shape.d}, ScalarType::Float);
   for_each_head(shape, kv_heads, [&](int64_t layer, int64_t head) {
     std::vector<float> row(shape.d);
     std::vector<double> squares(shape.d);
@@ -84,12 +84,13 @@ Tensor learn_center(const std::vector<Tensor>& keys, const std::vector<Tensor>& 
   const int64_t d = shape.d, heads = shape.heads;
   const int64_t* partner = data_of<int64_t>(partners);
   for (int64_t c = 0; partner && c < d; ++c) {
-    STD_TORCH_CHECK(partner[c] >= 0 && partner[c] < d, "partners holds ", partner[c], ", supported: 0 to ", d - 1);
+    STD_TORCH_CHECK(partner[c] >= 0 && partner[c] < d, "partners holds ", partner[c],
+                    ", supported: ", range_text(0, d - 1));
   }
   const int64_t parts = partner ? kCenterParts : 1;
   const std::vector<int64_t> sizes =
       partner ? std::vector<int64_t>{shape.layers, parts, heads, d} : std::vector<int64_t>{shape.layers, heads, d};
-  Tensor out = empty_like_shape(keys[0], sizes, ScalarType::Float);
+  Tensor out = new_tensor(keys[0], sizes, ScalarType::Float);
   for_each_head(shape, heads, [&](int64_t layer, int64_t head) {
     const double rows = static_cast<double>(shape.batch * shape.tokens);
     std::vector<float> row(d);

@@ -13,11 +13,11 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
   const Codebook book = checked_codebook(x, levels, steps, bits, "levels", "steps");
   const Quantiser quantiser = book.quantiser(d, static_cast<format::ScaleMode>(scale_mode));
 
-  Tensor packed = empty_like_shape(x, leading_shape(x, 1, {row_bytes}), ScalarType::Byte);
-  Tensor scale = empty_like_shape(x, leading_shape(x, 1, {}), ScalarType::Half);
+  Tensor packed = new_tensor(x, leading_shape(x, 1, {row_bytes}), ScalarType::Byte);
+  Tensor scale = new_tensor(x, leading_shape(x, 1, {}), ScalarType::Half);
   uint8_t* packed_out = data_of<uint8_t>(packed);
   uint16_t* scale_out = data_of<uint16_t>(scale);
-  const float* s = data_of<float>(signs);
+  const float* s = checked_signs(signs, "signs");
   const format::Channels channels = channels_of(center, data_of<float>(center), 1, d);
   const Rows rows(x);
   parallel_for(rows.count(), row_grain(d, 16), [&](int64_t begin, int64_t end) {
@@ -46,10 +46,10 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
   check_center(center, packed, d);
   const format::Channels channels = channels_of(center, data_of<float>(center), 1, d);
 
-  Tensor out = empty_like_shape(packed, leading_shape(packed, 1, {d}), dtype);
+  Tensor out = new_tensor(packed, leading_shape(packed, 1, {d}), dtype);
   const uint8_t* in = data_of<uint8_t>(packed);
   const uint16_t* scales = data_of<uint16_t>(scale);
-  const float* s = data_of<float>(signs);
+  const float* s = checked_signs(signs, "signs");
   parallel_for(packed.numel() / row_bytes, row_grain(d, 4), [&](int64_t begin, int64_t end) {
     const DecodeRows some{.packed = in + begin * row_bytes,
                           .scale = scales + begin,

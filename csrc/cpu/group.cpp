@@ -18,9 +18,9 @@ std::tuple<Tensor, Tensor, Tensor> group_encode(const Tensor& x, int64_t group, 
   check_group(d, group, bits);
 
   const int64_t row_bytes = format::dense_row_bytes(d, bits), groups = d / group;
-  Tensor packed = empty_like_shape(x, leading_shape(x, 1, {row_bytes}), ScalarType::Byte);
-  Tensor scale = empty_like_shape(x, leading_shape(x, 1, {groups}), ScalarType::Half);
-  Tensor zero = empty_like_shape(x, leading_shape(x, 1, {groups}), ScalarType::Half);
+  Tensor packed = new_tensor(x, leading_shape(x, 1, {row_bytes}), ScalarType::Byte);
+  Tensor scale = new_tensor(x, leading_shape(x, 1, {groups}), ScalarType::Half);
+  Tensor zero = new_tensor(x, leading_shape(x, 1, {groups}), ScalarType::Half);
   uint8_t* packed_out = data_of<uint8_t>(packed);
   uint16_t* scale_out = data_of<uint16_t>(scale);
   uint16_t* zero_out = data_of<uint16_t>(zero);
@@ -46,7 +46,7 @@ Tensor group_decode(const Tensor& packed, const Tensor& scale, const Tensor& zer
   const uint16_t* scales = data_of<uint16_t>(scale);
   const uint16_t* zeros = data_of<uint16_t>(zero);
 
-  Tensor out = empty_like_shape(packed, leading_shape(packed, 1, {d}), dtype);
+  Tensor out = new_tensor(packed, leading_shape(packed, 1, {d}), dtype);
   const uint8_t* in = data_of<uint8_t>(packed);
   parallel_for(packed.numel() / row_bytes, row_grain(d, 2), [&](int64_t begin, int64_t end) {
     kernels().group_decode(group_rows(dtype_of(dtype), group, bits, end - begin, d), in + begin * row_bytes,

@@ -13,9 +13,9 @@ Tensor hadamard(const Tensor& x, const Tensor& signs, bool inverse) {
   const format::Split split = check_vector_dim(d, "x");
   check_constant(signs, x, "signs", ScalarType::Float, {d});
 
-  Tensor out = empty_like_shape(x, leading_shape(x, 0, {}), x.scalar_type());
+  Tensor out = new_tensor(x, leading_shape(x, 0, {}), x.scalar_type());
   const Rows rows(x);
-  const float* s = data_of<float>(signs);
+  const float* s = checked_signs(signs, "signs");
   parallel_for(rows.count(), row_grain(d, 1), [&](int64_t begin, int64_t end) {
     rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
       const HadamardRows some{

@@ -19,7 +19,7 @@ Tensor pack(const Tensor& codes, int64_t bits) {
   });
   STD_TORCH_CHECK(in_range, "codes holds values of ", 1 << bits, " or more, which do not fit ", bits, " bits");
 
-  Tensor packed = empty_like_shape(codes, leading_shape(codes, 1, {row_bytes}), ScalarType::Byte);
+  Tensor packed = new_tensor(codes, leading_shape(codes, 1, {row_bytes}), ScalarType::Byte);
   uint8_t* out = data_of<uint8_t>(packed);
   parallel_for(rows, row_grain(d, 1), [&](int64_t begin, int64_t end) {
     kernels().pack(in + begin * d, out + begin * row_bytes, end - begin, d, static_cast<int>(bits));
@@ -32,7 +32,7 @@ Tensor unpack(const Tensor& packed, int64_t bits, int64_t d) {
   check_pack_bits(bits);
   const int64_t row_bytes = check_packed_rows(packed, d, bits);
 
-  Tensor codes = empty_like_shape(packed, leading_shape(packed, 1, {d}), ScalarType::Byte);
+  Tensor codes = new_tensor(packed, leading_shape(packed, 1, {d}), ScalarType::Byte);
   const uint8_t* in = data_of<uint8_t>(packed);
   uint8_t* out = data_of<uint8_t>(codes);
   parallel_for(packed.numel() / row_bytes, row_grain(d, 1), [&](int64_t begin, int64_t end) {

@@ -14,8 +14,8 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
   const int64_t d = residual.size(residual.dim() - 1);
   const Sketch sketch(projection, residual, d);
 
-  Tensor bits = empty_like_shape(residual, leading_shape(residual, 1, {sketch.bytes()}), ScalarType::Byte);
-  Tensor norm = empty_like_shape(residual, leading_shape(residual, 1, {}), ScalarType::Float);
+  Tensor bits = new_tensor(residual, leading_shape(residual, 1, {sketch.bytes()}), ScalarType::Byte);
+  Tensor norm = new_tensor(residual, leading_shape(residual, 1, {}), ScalarType::Float);
   uint8_t* bits_out = data_of<uint8_t>(bits);
   float* norm_out = data_of<float>(norm);
   const Rows rows(residual);
@@ -40,7 +40,7 @@ Tensor qjl_score(const Tensor& q, const Tensor& sign_bits, const Tensor& norm, c
   const Sketch sketch(projection, q, d);
   check_sketch(sign_bits, norm, q, shape, sketch.bytes());
 
-  Tensor out = empty_like_shape(q, shape.out, ScalarType::Float);
+  Tensor out = new_tensor(q, shape.out, ScalarType::Float);
   float* to = data_of<float>(out);
   const DenseRows keys = sketch_rows(sketch, sign_bits, norm);
   const Rows rows(q);

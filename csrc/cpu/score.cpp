@@ -89,9 +89,9 @@ Tensor score(const ScoreCall& c) {
     sketches = sketch_rows(*sketch, *c.sign_bits, *c.residual_norm);
   }
 
-  Tensor out = empty_like_shape(c.q, shape.out, ScalarType::Float);
+  Tensor out = new_tensor(c.q, shape.out, ScalarType::Float);
   float* to = data_of<float>(out);
-  const float* signs = data_of<float>(c.signs);
+  const float* signs = checked_signs(c.signs, "signs");
   const Rows rows(c.q);
   const int64_t query_bytes = 64 * d + (sketch ? sketch->query_bytes() : 0);
   for_score_blocks(shape, keys.row_bytes + sketches.row_bytes, query_bytes,

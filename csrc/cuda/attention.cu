@@ -14,11 +14,6 @@ namespace {
 
 // ---- paged_attention -----------------------------------------------------------------------------------------------
 
-int checked_int(int64_t n, const char* name) {
-  STD_TORCH_CHECK(n <= INT32_MAX, name, " is ", n, ", supported on CUDA: up to ", INT32_MAX);
-  return static_cast<int>(n);
-}
-
 const float* floats(const OptionalTensor& t) { return t ? static_cast<const float*>(t->data_ptr()) : nullptr; }
 const int32_t* integers(const OptionalTensor& t) { return t ? static_cast<const int32_t*>(t->data_ptr()) : nullptr; }
 
@@ -62,7 +57,9 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
   a.seqs = checked_int(c.seqs(), "the number of sequences");
   a.max_pages = checked_int(c.block_table.size(1), "the width of block_table");
   a.max_q_len = static_cast<int>(std::min(c.max_q_len, c.tokens()));
-  a.sliding_window = static_cast<int>(std::min<int64_t>(c.sliding_window, INT32_MAX));
+  // positions are subtracted from a window, so it is no longer than the longest sequence
+  const int64_t room = int64_t{a.max_pages} * record.page_size;
+  a.sliding_window = static_cast<int>(std::min({c.sliding_window, room, int64_t{INT32_MAX}}));
 
   a.pages = bytes_of(c.cache);
   a.num_pages = c.cache.size(0);
@@ -86,7 +83,7 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
   const AttentionChoice choice = choose_attention(shape_of(a), device.facts);
   if (choice.kernel == AttentionKernel::kSplitKv) {
     split_kv::SplitKvLaunch kernel(a, device, choice.pair);
-    const Tensor workspace = torch::stable::new_empty(c.q, {kernel.workspace_bytes()}, ScalarType::Byte);
+    const Tensor workspace = new_tensor(c.q, {kernel.workspace_bytes()}, ScalarType::Byte, "the work space");
     kernel.run(workspace.data_ptr(), launch.stream());
   } else {
     attend_general(a, device.facts, launch.stream());
@@ -145,8 +142,8 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
   check_merge(out_a, lse_a, out_b, lse_b);
   const int64_t d = out_a.size(out_a.dim() - 1);
 
-  Tensor out = torch::stable::new_empty(out_a, leading_shape(out_a, 0, {}), out_a.scalar_type());
-  Tensor lse = torch::stable::new_empty(out_a, leading_shape(out_a, 1, {}), ScalarType::Float);
+  Tensor out = new_tensor(out_a, leading_shape(out_a, 0, {}), out_a.scalar_type());
+  Tensor lse = new_tensor(out_a, leading_shape(out_a, 1, {}), ScalarType::Float);
   const int64_t rows = lse.numel();
   if (out.numel() == 0) return {out, lse};
   const Launch launch(out_a);

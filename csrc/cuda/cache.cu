@@ -182,7 +182,7 @@ Tail checked_tail(const Tensor& tail, const Call& call, const Tensor& k, const T
           call.cu_seqlens_q ? static_cast<const int32_t*>(call.cu_seqlens_q->data_ptr()) : nullptr,
           seqs,
           tail.size(0),
-          static_cast<int>(tail.size(2)),
+          checked_int(tail.size(2), "the rows of a tail"),
           static_cast<int>(call.sink_tokens),
           static_cast<int>(rows.heads)};
 }

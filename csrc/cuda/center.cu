@@ -222,7 +222,7 @@ void with_width(const LayerRows& x, int64_t layers, int64_t element_size, Fn&& f
 Tensor query_energy(const std::vector<Tensor>& queries, int64_t kv_heads, int64_t skip) {
   const LayerVectors shape = check_layers(queries, "queries", skip);
   const int64_t group = check_query_group(shape, kv_heads), d = shape.d;
-  Tensor out = torch::stable::new_empty(queries[0], {shape.layers, kv_heads, d}, ScalarType::Float);
+  Tensor out = new_tensor(queries[0], {shape.layers, kv_heads, d}, ScalarType::Float);
   const Launch launch(out);
   for (int64_t first = 0; first < shape.layers; first += kMostLayers) {
     const int64_t count = std::min<int64_t>(shape.layers - first, kMostLayers), heads = count * kv_heads;
@@ -230,7 +230,7 @@ Tensor query_energy(const std::vector<Tensor>& queries, int64_t kv_heads, int64_
     const dim3 grid(x.parts, static_cast<unsigned>(kv_heads), static_cast<unsigned>(count));
     float* to = static_cast<float*>(out.data_ptr()) + first * kv_heads * d;
     std::optional<Tensor> parts;
-    if (x.parts > 1) parts = torch::stable::new_empty(out, {heads, x.parts, d}, ScalarType::Float);
+    if (x.parts > 1) parts = new_tensor(out, {heads, x.parts, d}, ScalarType::Float);
     float* part = parts ? static_cast<float*>(parts->data_ptr()) : to;
     with_width(x, count, queries[0].element_size(), [&](auto width, int threads, int bytes) {
       energy_kernel<width><<<grid, threads, bytes, launch.stream()>>>(x, part);
@@ -253,7 +253,7 @@ Tensor learn_center(const std::vector<Tensor>& keys, const std::vector<Tensor>& 
   const int64_t d = shape.d, heads = shape.heads, parts = partners ? kCenterParts : 1;
   const std::vector<int64_t> sizes =
       partners ? std::vector<int64_t>{shape.layers, parts, heads, d} : std::vector<int64_t>{shape.layers, heads, d};
-  Tensor out = torch::stable::new_empty(keys[0], sizes, ScalarType::Float);
+  Tensor out = new_tensor(keys[0], sizes, ScalarType::Float);
   const Launch launch(out);
   for (int64_t first = 0; first < shape.layers; first += kMostLayers) {
     const int64_t count = std::min<int64_t>(shape.layers - first, kMostLayers);
@@ -262,7 +262,7 @@ Tensor learn_center(const std::vector<Tensor>& keys, const std::vector<Tensor>& 
     for (int64_t i = 0; partners && i < count; ++i) {
       energy.data[i] = static_cast<const float*>(energies[first + i].data_ptr());
     }
-    Tensor moments = torch::stable::new_empty(keys[0], {count, heads, x.parts, 2, d}, ScalarType::Float);
+    Tensor moments = new_tensor(keys[0], {count, heads, x.parts, 2, d}, ScalarType::Float);
     float* part = static_cast<float*>(moments.data_ptr());
     const dim3 grid(x.parts, static_cast<unsigned>(heads), static_cast<unsigned>(count));
     with_width(x, count, keys[0].element_size(), [&](auto width, int threads, int bytes) {

@@ -92,8 +92,8 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
   const Codebook book = checked_codebook(x, levels, steps, bits, scale_mode, "levels", "steps");
 
   const int row_bytes = static_cast<int>(format::dense_row_bytes(d, static_cast<int>(bits)));
-  Tensor scale = torch::stable::new_empty(x, leading_shape(x, 1, {}), ScalarType::Half);
-  Tensor packed = torch::stable::new_empty(x, leading_shape(x, 1, {row_bytes}), ScalarType::Byte);
+  Tensor scale = new_tensor(x, leading_shape(x, 1, {}), ScalarType::Half);
+  Tensor packed = new_tensor(x, leading_shape(x, 1, {row_bytes}), ScalarType::Byte);
   if (x.numel() == 0) return {packed, scale};
 
   const AlignedRows in(x, word_bytes(std::min(8, split.block), x.element_size()));
@@ -136,7 +136,7 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
   check_output_dtype(dtype);
   const DenseVectors vectors = checked_dense_vectors(packed, scale, signs, levels, bits);
   check_center(center, packed, vectors.d);
-  Tensor out = torch::stable::new_empty(packed, leading_shape(packed, 1, {vectors.d}), dtype);
+  Tensor out = new_tensor(packed, leading_shape(packed, 1, {vectors.d}), dtype);
   if (vectors.count == 0) return out;
 
   const Constant s(signs), constants(center);

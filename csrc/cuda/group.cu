@@ -138,10 +138,9 @@ std::tuple<Tensor, Tensor, Tensor> group_encode(const Tensor& x, int64_t group, 
   check_group(d, group, bits);
 
   const int64_t groups = d / group;
-  Tensor packed =
-      torch::stable::new_empty(x, leading_shape(x, 1, {format::dense_row_bytes(d, bits)}), ScalarType::Byte);
-  Tensor scale = torch::stable::new_empty(x, leading_shape(x, 1, {groups}), ScalarType::Half);
-  Tensor zero = torch::stable::new_empty(x, leading_shape(x, 1, {groups}), ScalarType::Half);
+  Tensor packed = new_tensor(x, leading_shape(x, 1, {format::dense_row_bytes(d, bits)}), ScalarType::Byte);
+  Tensor scale = new_tensor(x, leading_shape(x, 1, {groups}), ScalarType::Half);
+  Tensor zero = new_tensor(x, leading_shape(x, 1, {groups}), ScalarType::Half);
   if (x.numel() == 0) return {packed, scale, zero};
 
   const Launch launch(x);
@@ -172,11 +171,11 @@ Tensor group_decode(const Tensor& packed, const Tensor& scale, const Tensor& zer
   const __half* scales = static_cast<const __half*>(scale.data_ptr());
   const __half* zeros = static_cast<const __half*>(zero.data_ptr());
 
-  Tensor out = torch::stable::new_empty(packed, leading_shape(packed, 1, {d}), dtype);
+  Tensor out = new_tensor(packed, leading_shape(packed, 1, {d}), dtype);
   const int64_t count = out.numel();
   if (count == 0) return out;
   const Launch launch(packed);
-  const Tensor words = aligned(packed.data_ptr(), 4) ? packed : torch::stable::clone(packed);
+  const Tensor words = aligned(packed.data_ptr(), 4) ? packed : new_copy(packed);
   dispatch_bits(bits, [&](auto width) {
     dispatch_float(dtype_of(dtype), [&](auto tag) {
       using T = typename decltype(tag)::type;

@@ -107,7 +107,7 @@ Tensor hadamard(const Tensor& x, const Tensor& signs, bool inverse) {
   const format::Split split = check_vector_dim(d, "x");
   check_constant(signs, x, "signs", ScalarType::Float, {d});
 
-  Tensor out = torch::stable::new_empty(x, leading_shape(x, 0, {}), x.scalar_type());
+  Tensor out = new_tensor(x, leading_shape(x, 0, {}), x.scalar_type());
   if (x.numel() == 0) return out;
 
   const int vec = std::min(8, split.block);

@@ -200,7 +200,7 @@ void dispatch_bits(int64_t bits, Fn&& fn) {
 Tensor pack(const Tensor& codes, int64_t bits) {
   check_pack_bits(bits);
   const int64_t d = check_codes(codes), row_bytes = format::dense_row_bytes(d, bits), count = codes.numel();
-  Tensor packed = torch::stable::new_empty(codes, leading_shape(codes, 1, {row_bytes}), ScalarType::Byte);
+  Tensor packed = new_tensor(codes, leading_shape(codes, 1, {row_bytes}), ScalarType::Byte);
   if (count == 0) return packed;
 
   const Launch launch(codes);
@@ -224,7 +224,7 @@ Tensor pack(const Tensor& codes, int64_t bits) {
 Tensor unpack(const Tensor& packed, int64_t bits, int64_t d) {
   check_pack_bits(bits);
   check_packed_rows(packed, d, bits);
-  Tensor codes = torch::stable::new_empty(packed, leading_shape(packed, 1, {d}), ScalarType::Byte);
+  Tensor codes = new_tensor(packed, leading_shape(packed, 1, {d}), ScalarType::Byte);
   const int64_t count = codes.numel();
   if (count == 0) return codes;
 

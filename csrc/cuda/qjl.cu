@@ -348,8 +348,8 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
   const Projection sketch(projection, residual, d);
   const format::Split split = format::split_dim(d);
 
-  Tensor bits = torch::stable::new_empty(residual, leading_shape(residual, 1, {sketch.bytes()}), ScalarType::Byte);
-  Tensor norm = torch::stable::new_empty(residual, leading_shape(residual, 1, {}), ScalarType::Float);
+  Tensor bits = new_tensor(residual, leading_shape(residual, 1, {sketch.bytes()}), ScalarType::Byte);
+  Tensor norm = new_tensor(residual, leading_shape(residual, 1, {}), ScalarType::Float);
   if (residual.numel() == 0) return {bits, norm};
   uint8_t* bits_out = static_cast<uint8_t*>(bits.data_ptr());
   float* norm_out = static_cast<float*>(norm.data_ptr());

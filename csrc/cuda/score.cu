@@ -861,7 +861,7 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
     words = words && a.m % kGroup == 0 && aligned(a.sign_bits, 4);
   }
 
-  Tensor out = torch::stable::new_empty(q, shape.out, ScalarType::Float);
+  Tensor out = new_tensor(q, shape.out, ScalarType::Float);
   if (out.numel() == 0) return out;
   const Launch launch(q);
   const AlignedRows in(q, d == 128 ? word_bytes(4, q.element_size()) : 1);

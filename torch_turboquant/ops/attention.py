@@ -101,14 +101,16 @@ def paged_attention(
         cu_seqlens_q: int32 [seqs + 1]: where each sequence's queries start among the tokens;
             absent: one query per sequence.
         max_q_len: an upper bound of the queries of a sequence.
-        softmax_scale: factor of the scores; None: 1 / sqrt(head_dim).
+        softmax_scale: factor of the scores, finite in float32; None: 1 / sqrt(head_dim).
         tail: of q's dtype: keys j < config.sink_tokens and p - j < config.recent_window come from
             it. None: everything comes from codes.
         sliding_window: 0: none.
-        soft_cap: > 0: a score s becomes soft_cap * tanh(s / soft_cap). 0: none.
+        soft_cap: > 0: a score s becomes soft_cap * tanh(s / soft_cap); from 1.17549e-38, the least
+            normal float32, to 1000. 0: none.
         sink_logits: float32 [q_heads]: each adds exp(logit) to the softmax denominator, and to lse.
         out, lse: written instead of new tensors; given together, contiguous, out of q's shape and
-            dtype, lse float32 [tokens, q_heads].
+            dtype, lse float32 [tokens, q_heads]. out may be q; otherwise neither shares memory with
+            another tensor of the call.
 
     Returns:
         out: [tokens, q_heads, head_dim], q's dtype; 0 for a query without any key.
@@ -120,9 +122,10 @@ def paged_attention(
 
     Raises:
         TypeError: another dtype.
-        ValueError: another shape, stride or device; a tail with too few rows.
+        ValueError: another shape, stride or device; a number out of range; a tail with too few
+            rows.
         RuntimeError: values of block_table, seq_lens, cu_seqlens_q or tail.slots out of range
-            (checked on the CPU).
+            (checked on the CPU); out or lse that share memory.
     """
     ring, slots, valid = (None, None, None) if tail is None else tail
     batch, options = _checked(

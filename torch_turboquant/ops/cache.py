@@ -62,12 +62,13 @@ def cache_store(
     Args:
         k, v: [tokens, kv_heads, head_dim], one dtype of float32, float16 and bfloat16, stride 1 in
             the last dimension.
-        cache: uint8 [num_pages, kv_heads, record_bytes], contiguous; written.
+        cache: uint8 [num_pages, kv_heads, record_bytes], contiguous; written, so it shares no
+            memory with another tensor of the call.
         slot_mapping: int64 [tokens]: page * page_size + offset of each token; -1 skips the token.
             Two tokens of a call must not have the same slot.
         config, tables: of the cache.
-        tail: written at the positions that it keeps; needs seq_lens. Two sequences of a call must
-            not share a row.
+        tail: written at the positions that it keeps, so its ring shares no memory with another
+            tensor; needs seq_lens. Two sequences of a call must not share a row.
         seq_lens: int32 [seqs], with the new tokens; 0 for padding.
         cu_seqlens_q: int32 [seqs + 1]; absent: one new token per sequence.
 
@@ -75,7 +76,7 @@ def cache_store(
         TypeError: another dtype.
         ValueError: another shape, stride or device; a tail without seq_lens.
         RuntimeError: values of slot_mapping, seq_lens, cu_seqlens_q or tail.slots out of range
-            (checked on the CPU, before anything is written).
+            (checked on the CPU); memory that is shared. Nothing has been written by then.
     """
     ring, slots, valid = (None, None, None) if tail is None else tail
     batch = _checked_store(
@@ -180,11 +181,11 @@ def cache_store_layers(
         k, v: of each layer [batch, kv_heads, new, head_dim], as its attention has them; the tokens
             of a call are those of the first sequence, then those of the second. Otherwise as those
             of cache_store.
-        caches: of each layer, as in cache_store; written. No two may overlap.
+        caches: of each layer, as in cache_store; written. No two share memory.
         slot_mapping: int64 [batch * new], for all layers.
         config: of all caches.
         tables: of each layer.
-        tails: of each layer, with the same slots; empty: none.
+        tails: of each layer, with the same slots and rings of their own; empty: none.
         seq_lens, cu_seqlens_q: as in cache_store, for all layers.
 
     Raises:

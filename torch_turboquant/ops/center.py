@@ -135,10 +135,11 @@ def _check_layers(name: str, layers: Sequence[Tensor], skip: int) -> torch.Size:
     first = layers[0]
     _checks.check_vectors(name, first, 4)
     batch, heads, tokens, d = first.shape
-    if batch < 1 or not 1 <= heads <= MOST_HEADS or not 1 <= d <= MOST_CHANNELS:
+    if batch < 1 or tokens < 1 or not 1 <= heads <= MOST_HEADS or not 1 <= d <= MOST_CHANNELS:
         raise ValueError(
-            f"{name} has shape {list(first.shape)}, supported: [batch, heads, tokens, d] with 1 to "
-            f"{MOST_HEADS} heads and d from 1 to {MOST_CHANNELS}"
+            f"{name} has shape {list(first.shape)}, supported: [batch, heads, tokens, d] of one "
+            f"sequence and token or more, with 1 to {MOST_HEADS} heads and d from 1 to "
+            f"{MOST_CHANNELS}"
         )
     if not 0 <= skip < tokens:
         raise ValueError(

@@ -102,7 +102,7 @@ class _Transform(torch.autograd.function._SingleLevelFunction):
 def _below_autograd(keyset: Any, x: Tensor, signs: Tensor, inverse: bool) -> Tensor:
     with torch._C._AutoDispatchBelowAutograd():
         op = torch.ops.turboquant.hadamard.default
-        return op.redispatch(keyset & _autograd.below_autograd, x, signs, inverse)
+        return _autograd.call_below(op, keyset, x, signs, inverse)
 
 
 def _differentiable(keyset: Any, x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:

@@ -73,8 +73,8 @@ inline TailView checked_tail(const Tensor& tail, const OptionalTensor& tail_slot
   check_tail(tail, tail_slots, first, seqs, kv_heads, d, sink_tokens);
   const int64_t* slots = data_of<int64_t>(*tail_slots);
   for (int64_t s = 0; s < seqs; ++s) {
-    STD_TORCH_CHECK(slots[s] >= -1 && slots[s] < tail.size(0), "tail_slots holds ", slots[s], ", supported: -1 to ",
-                    tail.size(0) - 1);
+    STD_TORCH_CHECK(slots[s] >= -1 && slots[s] < tail.size(0), "tail_slots holds ", slots[s],
+                    ", supported: ", range_text(-1, tail.size(0) - 1));
   }
   return {.tensor = tail,
           .slots = slots,
@@ -93,7 +93,7 @@ inline void check_pages(const int32_t* table, int64_t max_pages, int64_t num_pag
                   " tokens but block_table has room for ", max_pages * page_size);
   for (int64_t p = first_key / page_size; p * page_size < end_key; ++p) {
     STD_TORCH_CHECK(table[s * max_pages + p] >= 0 && table[s * max_pages + p] < num_pages, "block_table names page ",
-                    table[s * max_pages + p], " for sequence ", s, ", supported: 0 to ", num_pages - 1);
+                    table[s * max_pages + p], " for sequence ", s, ", supported: ", range_text(0, num_pages - 1));
   }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -16,6 +17,7 @@
 #include <torch/headeronly/util/Half.h>
 
 #include "checks.h"
+#include "memory.h"
 
 namespace turboquant::cpu {
 
@@ -45,10 +47,6 @@ void from_float(const float* in, T* out, int64_t n) {
 template <typename Fn>
 void parallel_for(int64_t n, int64_t grain, Fn&& fn) {
   if (n > 0) torch::stable::parallel_for(0, n, grain, std::forward<Fn>(fn));
-}
-
-inline Tensor empty_like_shape(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
-  return torch::stable::new_empty(like, shape, dtype);
 }
 
 // Memory for kernels, aligned to cache lines and not initialised.
@@ -83,13 +81,23 @@ const T* data_of(const OptionalTensor& t) {
   return t ? static_cast<const T*>(t->data_ptr()) : nullptr;
 }
 
+// Signs of a rotation, [d] and checked. Like levels and steps they can be read without waiting for a device.
+inline const float* checked_signs(const Tensor& signs, const char* name) {
+  const float* s = data_of<float>(signs);
+  bool good = true;
+  for (int64_t i = 0; i < signs.numel(); ++i) good &= std::fabs(s[i]) == 1.0f;
+  STD_TORCH_CHECK(good, name, " must be +1 or -1");
+  return s;
+}
+
 // The number of rows that is worth a thread when one channel of a row costs `work`.
-inline int64_t row_grain(int64_t d, int64_t work) { return 1 + (1 << 18) / (d * work); }
+inline int64_t row_grain(int64_t d, int64_t work) { return 1 + (1 << 18) / d / work; }
 
 // Rows, in the last dimension, of a tensor with arbitrary outer strides, counted over the flattened leading dimensions.
 class Rows {
  public:
-  explicit Rows(const Tensor& t, int64_t inner_dims = 1) {
+  explicit Rows(const Tensor& t, int64_t inner_dims = 1) : count_(t.numel() ? 1 : 0) {
+    if (count_ == 0) return;  // sizes and strides can be anything
     for (int64_t i = 0; i + inner_dims < t.dim(); ++i) {
       count_ *= t.size(i);
       if (!sizes_.empty() && strides_.back() == t.stride(i) * t.size(i)) {  // it goes on where the last dimension ended
@@ -120,7 +128,7 @@ class Rows {
 
  private:
   std::vector<int64_t> sizes_, strides_;
-  int64_t count_ = 1;
+  int64_t count_;
 };
 
 }  // namespace turboquant::cpu

@@ -45,7 +45,9 @@ class Sketch {
  public:
   // As Projection (calls/sketch.h)
   Sketch(const Tensor& projection, const Tensor& first, int64_t d)
-      : projection_(projection, first, d), d_(d), split_(format::split_dim(d)) {}
+      : projection_(projection, first, d), d_(d), split_(format::split_dim(d)) {
+    if (!projection_.dense) checked_signs(projection, "projection");
+  }
 
   int64_t rows() const { return projection_.rows; }
   int64_t bytes() const { return projection_.bytes(); }

@@ -161,7 +161,8 @@ void SplitKvLaunch::check_limits() const {
   const Attention& a = call_;
   const int64_t tokens = int64_t{a.max_pages} * a.record.page_size;
   const int64_t units = tokens / kUnitTokens + 2 + a.sink_tokens + int64_t{a.ring} + kSegmentOverhead;
-  STD_TORCH_CHECK(units * blocks_of_rows(a, entry_.rows) * a.kv_heads * a.seqs <= INT32_MAX,
+  // in floating point, where the product cannot overflow
+  STD_TORCH_CHECK(1.0 * units * blocks_of_rows(a, entry_.rows) * a.kv_heads * a.seqs <= INT32_MAX,
                   "paged_attention: ", a.seqs, " sequences of up to ", tokens,
                   " tokens are more work than one call can count");
   const int64_t page_bytes = int64_t{a.kv_heads} * a.record.record_bytes();

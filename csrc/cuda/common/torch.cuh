@@ -11,6 +11,7 @@
 
 #include "checks.h"
 #include "cuda/common/device.cuh"
+#include "memory.h"
 
 namespace turboquant::cuda {
 
@@ -61,6 +62,11 @@ inline cudaError_t launch_early(const void* kernel, int grid, int threads, int s
   return cudaLaunchKernelExC(&config, kernel, arguments);
 }
 
+inline int checked_int(int64_t n, const char* name) {
+  STD_TORCH_CHECK(n <= INT32_MAX, name, " is ", n, ", supported on CUDA: up to ", INT32_MAX);
+  return static_cast<int>(n);
+}
+
 // Blocks of a grid in one dimension.
 inline unsigned num_blocks(int64_t work, int64_t per_block) {
   const int64_t blocks = (work + per_block - 1) / per_block;
@@ -87,7 +93,8 @@ void dispatch_float(Dtype dtype, Fn&& fn) {
 // All but the last dimension of t, with neighbouring dimensions merged where their strides allow it. A result with
 // dims = 0 says that more than kMaxDims are left.
 inline Rows rows_of(const Tensor& t) {
-  Rows rows{{}, {}, 0, 1};
+  Rows rows{{}, {}, 0, t.numel() ? 1 : 0};
+  if (rows.count == 0) return rows;  // sizes and strides can be anything, and nothing is launched
   for (int64_t i = 0; i + 1 < t.dim(); ++i) {
     const int64_t size = t.size(i), stride = t.stride(i);
     rows.count *= size;
@@ -118,8 +125,7 @@ class AlignedRows {
     for (int k = 0; k < rows_.dims; ++k)
       good = good && rows_.stride[k] * static_cast<int64_t>(t.element_size()) % bytes == 0;
     if (good || t.numel() == 0) return;
-    tensor_ = torch::stable::new_empty(t, leading_shape(t, 0, {}), t.scalar_type());
-    torch::stable::copy_(tensor_, t);
+    tensor_ = new_copy(t);
     rows_ = rows_of(tensor_);
   }
   const Rows& rows() const { return rows_; }
@@ -134,7 +140,7 @@ class AlignedRows {
 class Constant {
  public:
   explicit Constant(const OptionalTensor& t) : tensor_(t) {
-    if (t && !aligned(t->data_ptr(), 16)) tensor_ = torch::stable::clone(*t);
+    if (t && !aligned(t->data_ptr(), 16)) tensor_ = new_copy(*t);
   }
   const float* data() const { return tensor_ ? static_cast<const float*>(tensor_->data_ptr()) : nullptr; }
 

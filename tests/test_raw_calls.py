@@ -1,0 +1,461 @@
+"""Calls of raw ops that no wrapper makes: numbers out of all bounds, None, memory that is shared.
+
+An error says what is wrong, and nothing has been written by then. Good calls and the common
+mistakes are in test_bad_arguments.py.
+"""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+import torch_turboquant as tt
+from tests.helpers import assert_same_bytes, garbage_cache, randn
+from tests.test_bad_arguments import GOOD, raw
+from torch_turboquant import _autograd
+from torch_turboquant.signs import SignKind, random_signs
+
+ops = torch.ops.turboquant
+D = 64
+CONFIG = tt.preset("k4v4", D, page_size=16, sink_tokens=2, recent_window=3)
+MOST = 2**63 - 1
+MOST_CODES = 2**60 - 1
+
+
+def good(name, device, **changes):
+    """The raw op's good call with changes, its tensors on the device; returns a copy of all."""
+    return tree_map_only(torch.Tensor, lambda t: t.to(device, copy=True), {**GOOD[name], **changes})
+
+
+def refused(text, call):
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        call()
+
+
+def octets(*shape, device="cpu"):
+    return torch.zeros(*shape, dtype=torch.uint8, device=device)
+
+
+def halves(*shape, device="cpu"):
+    return torch.zeros(*shape, dtype=torch.half, device=device)
+
+
+class Layer:
+    """A cache of raw tensors, with everything that a call of cache_store or attention needs."""
+
+    def __init__(self, device, new=3):
+        self.tables = tt.make_tables(CONFIG, 0, device)
+        self.cache = garbage_cache(CONFIG, 2, 2).to(device)
+        self.ring = torch.zeros(1, 2, 7, 2, D, device=device)
+        self.slots = torch.zeros(1, dtype=torch.int64, device=device)
+        self.k, self.v = (randn(new, 2, D, seed=i).to(device) for i in (1, 2))
+        self.slot_mapping = torch.arange(new, device=device)
+        self.seq_lens = self.int32(new)
+        self.cu_seqlens_q = self.int32(0, new)
+        self.block_table = self.int32(0, 1)[None]
+
+    def int32(self, *numbers):
+        return torch.tensor(numbers, dtype=torch.int32, device=self.cache.device)
+
+    def store(self, **changes):
+        a = SimpleNamespace(**{**vars(self), "tail": self.ring, **changes})
+        numbers = (16, 4, 4, 3, 2)
+        of_tail = (a.tail, a.slots, a.seq_lens, a.cu_seqlens_q, 2)
+        ops.cache_store(a.k, a.v, a.cache, a.slot_mapping, *a.tables, *numbers, *of_tail)
+
+    def store_layers(self, k, v, caches, rings, **changes):
+        a = SimpleNamespace(**{**vars(self), **changes})
+        signs = [[s] * len(k) for s in a.tables[:2]]
+        k, v = ([x.transpose(0, 1)[None] for x in part] for part in (k, v))
+        numbers = (16, 4, 4, 3, 2)
+        of_tail = (rings, a.slots, a.seq_lens, a.cu_seqlens_q, 2)
+        books = a.tables[2:6]
+        ops.cache_store_layers(k, v, caches, a.slot_mapping, *signs, *books, [], *numbers, *of_tail)
+
+    def attend(self, q, out=None, lse=None, **changes):
+        a = SimpleNamespace(**{**vars(self), "tail": self.ring, "max_q_len": 3, **changes})
+        window = getattr(a, "recent_window", 3)
+        arguments = (q, a.cache, a.block_table, a.seq_lens, *a.tables[:4], None, 16, 4, 4, 0.125)
+        of_tail = (a.tail, a.slots, None, 2, window)
+        others = (a.cu_seqlens_q, a.max_q_len, *of_tail, getattr(a, "sliding_window", 0))
+        if out is None:
+            return ops.paged_attention(*arguments, *others)
+        return ops.paged_attention_out(*arguments, *others, out=out, lse=lse)
+
+
+# ---- integers
+
+
+def test_no_sum_of_integers_overflows(device):
+    """recent_window + max_q_len - 1, bits of a row, tokens without those that are skipped."""
+    layer = Layer(device)
+    layer.store()
+    q = randn(3, 2, D, seed=3).to(device)
+    for numbers in (
+        {"recent_window": MOST, "max_q_len": 3},
+        {"recent_window": MOST, "max_q_len": MOST},
+        {"recent_window": 3, "max_q_len": MOST},
+        {"recent_window": 3, "max_q_len": 4},
+    ):
+        needed = numbers["recent_window"] + numbers["max_q_len"] - 1
+        refused(f"max_q_len - 1 = {needed}", lambda n=numbers: layer.attend(q, **n))
+    for window in (MOST, MOST - 2, 2**31):  # of padding, too: its positions are negative
+        assert_same_bytes(layer.attend(q, sliding_window=window)[0], layer.attend(q)[0])
+        layer.attend(q, sliding_window=window, seq_lens=layer.int32(0))
+
+    too_many = f"d is {2**62}, supported: 1 to {MOST_CODES}"
+    groups = halves(0, 2**57, device=device)
+    refused(too_many, lambda: ops.unpack(octets(0, 0, device=device), 4, 2**62))
+    refused(too_many, lambda: ops.unpack(octets(3, 0, device=device), 4, 2**62))
+    refused(f"d is {MOST}", lambda: ops.unpack(octets(3, 4, device=device), 1, MOST))
+    refused(too_many, lambda: ops.pack(octets(0, 2**62, device=device), 4))
+    refused(too_many, lambda: ops.group_encode(torch.zeros(0, 2**62, device=device), 32, 4))
+    refused(
+        too_many,
+        lambda: ops.group_decode(
+            octets(0, 0, device=device), groups, groups, 32, 4, 2**62, torch.half
+        ),
+    )
+    x = torch.zeros(1, 1, 3, 4, device=device)
+    for skip in (-(2**63), -1, 3, MOST):
+        refused(f"skip is {skip}", lambda s=skip: ops.query_energy([x], 1, s))
+
+    # pages without heads can be many
+    pages = octets(2**62, 0, CONFIG.record_bytes, device=device)
+    none = torch.zeros(3, 0, D, device=device)
+    layer.store(k=none, v=none, cache=pages, tail=None)
+
+
+def test_rows_that_can_just_be_counted(device):
+    assert ops.unpack(octets(0, 2**57 - 1, device=device), 1, 2**60 - 8).shape == (0, 2**60 - 8)
+    assert ops.pack(octets(0, MOST_CODES, device=device), 8).shape == (0, MOST_CODES)
+
+
+# ---- memory
+
+
+def test_no_memory(device):
+    """torch's words, and what was too large."""
+    a = good("cache_load", device, max_seq_len=2**36)
+    size = 2 * 2**36 * 2 * D * 4
+    with pytest.raises(RuntimeError, match=f"keys or values of max_seq_len = {2**36}") as caught:
+        raw("cache_load", a)
+    if device.type == "cpu":
+        assert f"you tried to allocate {size} bytes" in str(caught.value)
+    else:
+        assert "CUDA out of memory. Tried to allocate" in str(caught.value)
+        assert isinstance(caught.value, torch.OutOfMemoryError)
+    refused(
+        f"keys or values of max_seq_len = {2**62} of shape [2, {2**62}, 2, 64] and dtype float32: ",
+        lambda: raw("cache_load", {**a, "max_seq_len": 2**62}),
+    )
+    x = halves(0, 2**40, device=device)
+    if device.type == "cpu":  # CUDA has a limit of its own for the number of queries
+        refused(
+            f"no memory for a tensor of shape [0, {2**40}, {2**40}] and dtype float32: Stride",
+            lambda: ops.score(
+                x[..., None].expand(0, 2**40, D).float(),
+                octets(0, 2**40, D // 2),
+                x,
+                tt.random_signs(D, 0),
+                None,
+                4,
+            ),
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("no memory for a tensor: CUDA out of memory. Tried to allocate", torch.OutOfMemoryError),
+        ("x has shape [3]", RuntimeError),
+    ],
+)
+def test_the_type_of_an_error_of_a_gpu_without_memory(text, error):
+    def redispatch(*arguments):
+        raise RuntimeError(text)
+
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    with pytest.raises(RuntimeError, match=re.escape(text)) as caught:
+        _autograd.call_below(SimpleNamespace(redispatch=redispatch), keys)
+    assert caught.type is error
+
+
+# ---- messages
+
+
+def test_none_for_a_tensor(device):
+    x, signs = randn(3, D, seed=1).to(device), tt.random_signs(D, 0).to(device)
+    must = "must be a tensor, got None"
+    refused(f"x {must}", lambda: ops.hadamard(None, signs))
+    refused(f"signs {must}", lambda: ops.hadamard(x, None))
+    refused(f"projection {must}", lambda: ops.qjl_sketch(x, None))
+    packed, scale = octets(3, 32, device=device), halves(3, device=device)
+    refused(f"signs {must}", lambda: ops.decode(packed, scale, None, None, 4, torch.half))
+    refused(f"packed {must}", lambda: ops.score(x, None, scale, signs, None, 4))
+    required = {"cache_store": "k v cache slot_mapping", "cache_load": "cache block_table seq_lens"}
+    required["paged_attention"] = "q cache block_table seq_lens"
+    required["merge_attention"] = "out_a lse_a out_b lse_b"
+    required["qjl_score"] = "q sign_bits projection"
+    for op, names in required.items():
+        for name in names.split():
+            refused(f"{name} {must}", lambda o=op, n=name: raw(o, good(o, device, **{n: None})))
+
+
+def test_dtypes_by_name(device):
+    signs = tt.random_signs(D, 0).to(device)
+    packed, scale = octets(3, 32, device=device), halves(3, device=device)
+    for dtype in (torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16, torch.bool):
+        name = str(dtype).removeprefix("torch.")
+        x = torch.zeros(3, D, dtype=dtype, device=device)
+        refused(f"x has dtype {name}, supported: float32", lambda x=x: ops.hadamard(x, signs))
+        refused(f"codes has dtype {name}, supported: uint8", lambda x=x: ops.pack(x, 4))
+        refused(
+            f"dtype is {name}, supported: float32, float16",
+            lambda d=dtype: ops.decode(packed, scale, signs, None, 4, d),
+        )
+
+
+def test_a_number_for_a_vector(device):
+    x, signs = torch.tensor(1.0, device=device), tt.random_signs(D, 0).to(device)
+    one = "x has shape [], expected one dimension or more"
+    refused(one, lambda: ops.hadamard(x, signs))
+    refused(one, lambda: ops.encode(x, signs, None, torch.ones(1, device=device), 4, 2))
+    refused(one, lambda: ops.group_encode(x, 32, 4))
+    refused(f"residual{one[1:]}", lambda: ops.qjl_sketch(x, signs))
+
+
+def test_layers_without_tokens(device):
+    text = "supported: [batch, heads, tokens, d] of one sequence and token or more"
+    for shape in ((1, 2, 0, 8), (0, 2, 3, 8), (1, 0, 3, 8), (1, 2, 3, 0)):
+        x = torch.zeros(shape, device=device)
+        for call in (
+            lambda x=x: ops.query_energy([x], 1),
+            lambda x=x: ops.learn_center([x], []),
+        ):
+            refused(f"has shape {list(shape)}, {text}", call)
+        with pytest.raises(ValueError, match=re.escape(text)):
+            tt.query_energy([x], 1)
+
+
+def test_ranges_of_one_number_and_of_none():
+    """Of an empty cache, an empty tail, no pages."""
+    layer = Layer("cpu")
+    empty = octets(0, 2, CONFIG.record_bytes)
+    refused("slot_mapping holds 0, supported: -1", lambda: layer.store(cache=empty))
+    layer.store(cache=empty, slot_mapping=torch.full((3,), -1))
+    refused(
+        "block_table names page 0 for sequence 0, supported: none",
+        lambda: layer.attend(randn(3, 2, D, seed=1), cache=empty),
+    )
+    refused("tail_slots holds 0, supported: -1", lambda: layer.store(tail=layer.ring[:0]))
+
+
+# ---- values that the CPU checks
+
+
+@pytest.mark.parametrize("value", [torch.nan, 0.0, 2.0, -0.5, torch.inf])
+def test_signs_are_plus_or_minus_one(value):
+    """As levels and steps, in every op that rotates, before anything is written."""
+    for op, names in (
+        ("hadamard", "signs"),
+        ("encode", "signs"),
+        ("decode", "signs"),
+        ("score", "signs"),
+    ):
+        for name in names.split():
+            a = good(op, "cpu")
+            a[name][5] = value
+            refused(f"{name} must be +1 or -1", lambda o=op, a=a: raw(o, a))
+    for op in ("cache_store", "cache_load", "paged_attention"):
+        for name in ("key_signs", "value_signs"):
+            a = good(op, "cpu")
+            getattr(a["tables"], name)[5] = value
+            before = a["cache"].clone()
+            refused(f"{name} must be +1 or -1", lambda o=op, a=a: raw(o, a))
+            assert_same_bytes(a["cache"], before)
+    signs = random_signs(D, 0, kind=SignKind.SKETCH)
+    bits, norm = tt.qjl_sketch(randn(5, D, seed=1), signs)
+    signs[5] = value
+    text = "projection must be +1 or -1"
+    refused(text, lambda: ops.qjl_sketch(randn(5, D, seed=1), signs))
+    refused(text, lambda: ops.qjl_score(randn(5, D, seed=1), bits, norm, signs))
+
+
+def test_what_a_tail_needs_is_checked_without_one(device):
+    layer = Layer(device)
+    before = layer.cache.clone()
+
+    def layers(**changes):
+        layer.store_layers([layer.k], [layer.v], [layer.cache], [], **changes)
+
+    def one(**changes):
+        layer.store(tail=None, **changes)
+
+    for store in (one, layers):
+        for name, changed, text in (
+            ("slots", layer.slots.int(), "tail_slots has dtype int32, supported: int64"),
+            ("slots", layer.slots.repeat(2), "tail_slots has shape [2], expected [1]"),
+            ("seq_lens", layer.seq_lens.long(), "seq_lens has dtype int64, supported: int32"),
+            ("seq_lens", layer.seq_lens.float(), "seq_lens has dtype float32, supported: int32"),
+            ("cu_seqlens_q", layer.cu_seqlens_q.long(), "cu_seqlens_q has dtype int64"),
+            ("cu_seqlens_q", layer.cu_seqlens_q[:1], "cu_seqlens_q has shape [1], expected [2]"),
+            ("seq_lens", None, "tail needs seq_lens"),
+        ):
+            refused(text, lambda s=store, n=name, c=changed: s(**{n: c}))
+        wrong = {"seq_lens": None, "slots": None, "cu_seqlens_q": layer.cu_seqlens_q.long()}
+        refused("cu_seqlens_q has dtype int64", lambda s=store, w=wrong: s(**w))
+        with pytest.raises(TypeError, match="cu_seqlens_q has dtype int64"):
+            tt.AttentionBatch(layer.slot_mapping, cu_seqlens_q=wrong["cu_seqlens_q"])
+        assert_same_bytes(layer.cache, before)
+    one(slots=None)
+    layers(seq_lens=None, slots=None)
+
+
+# ---- memory that is shared, lazy or empty
+
+
+def test_what_is_written_is_apart_from_the_rest(device):
+    layer = Layer(device)
+    layer.ring.fill_(1)  # can be signs
+    other = garbage_cache(CONFIG, 4, 2).to(device)
+    rings = torch.zeros(2, 1, 2, 7, 2, D, device=device)
+    floats = layer.cache.view(-1).view(torch.float32)[: 3 * 2 * D].view(3, 2, D)
+    before = [t.clone() for t in (layer.cache, layer.ring, other)]
+
+    def layers(caches, rings=(), k=layer.k):
+        of_tail = {} if rings else {"slots": None}
+        layer.store_layers([layer.k, k], [layer.v, layer.v], caches, list(rings), **of_tail)
+
+    for first, second, call in (
+        ("k", "cache", lambda: layer.store(k=floats)),
+        ("v", "cache", lambda: layer.store(v=floats)),
+        ("k", "tail", lambda: layer.store(k=layer.ring.view(-1)[: 3 * 2 * D].view(3, 2, D))),
+        ("k", "cache", lambda: layers([other[:2], layer.cache], k=floats)),
+        ("cache", "cache", lambda: layers([layer.cache, layer.cache])),
+        ("cache", "cache", lambda: layers([other[:3], other[2:]])),
+        ("tail", "tail", lambda: layers([layer.cache, other], [layer.ring, layer.ring])),
+        (
+            "key_signs",
+            "tail",
+            lambda: layer.store(tables=layer.tables._replace(key_signs=layer.ring.view(-1)[:D])),
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=f"({first} and {second}|{second} and {first}) sha"):
+            call()
+    for t, old in zip((layer.cache, layer.ring, other), before, strict=True):
+        assert_same_bytes(t, old)
+    layers([other[:2], other[2:]], list(rings))  # neighbours
+    layer.store(v=layer.k)  # what is read may be shared
+
+
+def test_attention_writes_apart_from_all_but_queries(device):
+    layer = Layer(device)
+    layer.store()
+    memory = randn(5 * 2 * D, seed=3).to(device)
+    q = memory[: 3 * 2 * D].view(3, 2, D)
+    lse = torch.zeros(3, 2, device=device)
+    expected = layer.attend(q.clone())
+    shifted, ring = memory[2 * D : 8 * D].view(3, 2, D), layer.ring.view(-1)
+    out = torch.zeros(3, 2, D, device=device)
+    scores = layer.cache.view(-1)[:24].view(torch.float32).view(3, 2)
+    before = [t.clone() for t in (memory, layer.cache, layer.ring)]
+    for first, second, call in (
+        ("q", "out", lambda: layer.attend(q, shifted, lse)),
+        ("out", "lse", lambda: layer.attend(q.clone(), q, memory[:6].view(3, 2))),
+        ("q", "lse", lambda: layer.attend(q, out, memory[6:12].view(3, 2))),
+        ("tail", "out", lambda: layer.attend(q, ring[: 6 * D].view(3, 2, D), lse)),
+        ("cache", "lse", lambda: layer.attend(q, out, scores)),
+        ("q", "out", lambda: layer.attend(q[:1].expand(3, 2, D), q, lse)),
+    ):
+        with pytest.raises(RuntimeError, match=f"({first} and {second}|{second} and {first}) sha"):
+            call()
+    for t, old in zip((memory, layer.cache, layer.ring), before, strict=True):
+        assert_same_bytes(t, old)
+    layer.attend(q, q, lse)  # in place
+    assert_same_bytes(q, expected[0])
+    assert_same_bytes(lse, expected[1])
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_lazy_negation_is_not_written(inference, device):
+    layer = Layer(device)
+    before = [t.clone() for t in (layer.cache, layer.ring)]
+    q, out, lse = (torch.zeros(3, 2, *d, device=device) for d in ((D,), (D,), ()))
+    negated = torch._neg_view
+    must = "must not be a lazy negation, because it is written"
+    with torch.inference_mode(inference):
+        refused(f"cache {must}", lambda: layer.store(cache=negated(layer.cache)))
+        refused(f"tail {must}", lambda: layer.store(tail=negated(layer.ring)))
+        refused(
+            f"caches {must}",
+            lambda: layer.store_layers([layer.k], [layer.v], [negated(layer.cache)], [layer.ring]),
+        )
+        refused(f"out {must}", lambda: layer.attend(q, negated(out), lse))
+        refused(f"lse {must}", lambda: layer.attend(q, out, negated(lse)))
+        for t, old in zip((layer.cache, layer.ring), before, strict=True):
+            assert_same_bytes(t, old)
+        layer.store(k=negated(-layer.k))  # what is read may be lazy
+        lazy = layer.cache.clone()
+        layer.attend(negated(q), out, lse)
+        layer.store()
+    assert_same_bytes(lazy, layer.cache)
+
+
+def test_an_empty_tensor_has_any_strides(device):
+    """NumPy's have strides of 0; torch calls them contiguous."""
+    x = torch.from_numpy(np.empty((0, D), dtype=np.float32))
+    x = torch.as_strided(x, (0, D), (0, 0)).to(device).as_strided((0, D), (0, 0))
+    signs, steps = tt.random_signs(D, 0).to(device), torch.ones(1, device=device)
+    assert x.stride() == (0, 0) and x.is_contiguous()
+    assert tt.hadamard(x, signs).shape == (0, D)
+    assert tt.encode(x, signs, None, steps, 4)[0].shape == (0, D // 2)
+    assert tt.group_encode(x, 32, 4)[0].shape == (0, D // 2)
+    assert tt.qjl_sketch(x, signs)[0].shape == (0, D // 8)
+    layer = Layer(device)
+    none = x.view(0, 1, D).expand(0, 2, D).as_strided((0, 2, D), (0, 0, 0))
+    layer.store(
+        k=none,
+        v=none,
+        slot_mapping=layer.slot_mapping[:0],
+        seq_lens=layer.seq_lens[:0],
+        slots=layer.slots[:0],
+        cu_seqlens_q=None,
+    )
+
+
+def test_fakes_of_lists_check_them():
+    """Ops whose tensors come in lists: one on another device, lists of different lengths."""
+    layer = Layer("cpu")
+    x = randn(1, 2, 3, 16, seed=1)
+    energy, partners = torch.ones(2, 16), torch.arange(16)
+    before = layer.cache.clone()
+
+    def meta(t):
+        return t.to("meta")
+
+    def layers(caches, rings, k=layer.k):
+        layer.store_layers([layer.k, k], [layer.v, layer.v], caches, rings)
+
+    other, device = layer.cache.clone(), "all tensors of a call must be on one device"
+    rings = [layer.ring, layer.ring.clone()]
+    refused(device, lambda: layers([layer.cache, meta(other)], []))
+    refused(device, lambda: layers([layer.cache, other], [], k=meta(layer.k)))
+    refused(device, lambda: layers([layer.cache, other], [layer.ring, meta(rings[1])]))
+    refused(device, lambda: ops.query_energy([x, meta(x)], 2))
+    refused(device, lambda: ops.learn_center([x], [meta(energy)], partners))
+    refused(device, lambda: ops.learn_center([x], [energy], meta(partners)))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        refused("caches are of 1 layers, k of 2", lambda: layers([layer.cache], []))
+        refused("tails are of 1 layers, k of 2", lambda: layers([layer.cache, other], rings[:1]))
+        refused("kv_heads is 3", lambda: ops.query_energy([x], 3))
+        refused("skip is 3", lambda: ops.query_energy([x], 2, 3))
+        refused("energies and partners belong together", lambda: ops.learn_center([x], [energy]))
+        refused("queries has no layers", lambda: ops.query_energy([], 2))
+        assert ops.learn_center([x, x], [energy, energy], partners).shape == (2, 3, 2, 16)
+        assert layers([layer.cache, other], rings) is None
+    assert_same_bytes(layer.cache, before)
