@@ -231,3 +231,29 @@ def test_gradients_are_refused_while_compiling():
     )
     with pytest.raises(Exception, match="turboquant::paged_attention takes no gradient"):
         compiled(randn(2, 4, D, seed=1).requires_grad_())
+
+
+@torch._dynamo.config.patch("capture_dynamic_output_shape_ops", True)
+def test_sizes_that_depend_on_data():
+    """They are compared when the graph runs, by the compiled op; the other checks stay."""
+    model = Model(tail=False)
+    k, slots = randn(6, 2, D, seed=1), torch.arange(6)
+    numbers = (16, 4, 4, 3, 2)
+
+    def store(k, slots, bits=4):
+        k, slots = k[k[:, 0, 0] > 0], slots[slots % 2 == 0]  # as many by chance
+        args = (k, k, model.cache, slots, *model.tables, 16, bits, 4, 3, 2)
+        torch.ops.turboquant.cache_store(*args)
+        return model.cache.sum()
+
+    eager = Model(tail=False)
+    k[:, 0, 0] = torch.tensor([1.0, -1, 1, -1, 1, -1])
+    compiled = torch.compile(store, fullgraph=True, backend="aot_eager")
+    compiled(k, slots)
+    args = (k[::2], k[::2], eager.cache, torch.tensor([0, 2, 4]), *eager.tables, *numbers)
+    torch.ops.turboquant.cache_store(*args)
+    assert_same_bytes(model.cache, eager.cache)
+    with pytest.raises(RuntimeError, match=r"slot_mapping has shape \[3\], expected \[6\]"):
+        compiled(k.abs(), slots)
+    with pytest.raises(Exception, match="key_bits is 6, supported"):
+        compiled(k, slots, 6)

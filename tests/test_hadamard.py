@@ -5,6 +5,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import func
+from torch.autograd import forward_ad
 
 import torch_turboquant as tt
 from tests.helpers import FLOATS, HEAD_DIMS, assert_same_bytes, hard_vectors, randn, signs_of
@@ -138,3 +140,80 @@ def test_reference_square_root_is_correctly_rounded():
     exact = np.sqrt(x.double().numpy())
     half_unit = 0.5 * np.spacing(root.astype(np.float32)).astype(np.float64)
     assert (np.abs(root - exact) <= half_unit * (1 + 1e-6)).all()
+
+
+# ---- forward mode and torch.func: the same as of the matrix
+
+
+def _cube(transform):
+    return lambda x: (transform(x) ** 3).sum()
+
+
+def _dual(function, x, tangent):
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent))))
+
+
+DERIVATIVES = {
+    "jvp": lambda f, x, t: func.jvp(f, (x,), (t,)),
+    "forward_ad": _dual,
+    "forward_ad under no_grad": lambda f, x, t: torch.no_grad()(_dual)(f, x, t),
+    "forward_ad of a leaf": lambda f, x, t: _dual(f, x.clone().requires_grad_(), t),
+    "forward_ad over reverse": lambda f, x, t: _dual(
+        lambda y: torch.autograd.grad(_cube(f)(y), y, create_graph=True)[0],
+        x.clone().requires_grad_(),
+        t,
+    ),
+    "jacfwd": lambda f, x, t: func.jacfwd(f)(x),
+    "jacrev": lambda f, x, t: func.jacrev(f)(x),
+    "linearize": lambda f, x, t: func.linearize(f, x)[1](t),
+    "grad": lambda f, x, t: func.grad(_cube(f))(x),
+    "jvp of vmap": lambda f, x, t: func.jvp(func.vmap(f), (x,), (t,)),
+    "vmap of jvp": lambda f, x, t: func.vmap(lambda x, t: func.jvp(f, (x,), (t,)))(x, t),
+    "jvp of jvp": lambda f, x, t: func.jvp(
+        lambda y: func.jvp(lambda x: f(x * y) ** 2, (x,), (t,))[1], (t,), (x,)
+    ),
+    "jvp of grad": lambda f, x, t: func.jvp(func.grad(_cube(f)), (x,), (t,)),
+    "grad of jvp": lambda f, x, t: func.grad(lambda x: func.jvp(_cube(f), (x,), (t,))[1])(x),
+    "strided tangent": lambda f, x, t: func.jvp(f, (x,), (t.T.contiguous().T,)),
+    "expanded tangent": lambda f, x, t: func.jvp(f, (x,), (t[:1, :1].expand_as(t),)),
+    "compiled jvp": lambda f, x, t: torch.compile(
+        lambda x, t: func.jvp(f, (x,), (t,)), backend="aot_eager"
+    )(x, t),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop",
+    "ignore:Attempted to insert",
+    "ignore:`torch.jit.script` is deprecated",
+)
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_derivatives_are_those_of_the_matrix(derivative, device):
+    signs, x, tangent = signs_of(12), randn(3, 12, seed=1), randn(3, 12, seed=2)
+    signs, x, tangent = (part.to(device) for part in (signs, x, tangent))
+    for inverse in (False, True):
+        rotation = torch.from_numpy(rotation_matrix(12, signs_of(12))).float().to(device)
+        matrix = rotation.T if inverse else rotation
+        found, wanted = (
+            torch.utils._pytree.tree_leaves(DERIVATIVES[derivative](function, x, tangent))
+            for function in (
+                lambda x, inverse=inverse: tt.hadamard(x, signs, inverse),
+                lambda x, matrix=matrix: x @ matrix.T,
+            )
+        )
+        assert wanted[-1].any()
+        for one, other in zip(found, wanted, strict=True):
+            bound = 1e-5 * float(other.detach().abs().max())
+            torch.testing.assert_close(one, other, rtol=0, atol=bound)
+
+
+def test_signs_have_no_derivative():
+    x, signs = randn(2, 16, seed=1), signs_of(16)
+    only_x = pytest.raises(RuntimeError, match="gradient for x only: detach the signs")
+    with only_x:
+        func.jvp(lambda s: tt.hadamard(x, s), (signs,), (signs,))
+    with only_x:
+        func.grad(lambda s: tt.hadamard(x, s).sum())(signs)
+    with only_x:
+        _dual(lambda s: tt.hadamard(x.clone().requires_grad_(), s), signs, signs)

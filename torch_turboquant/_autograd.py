@@ -1,8 +1,9 @@
-"""Ops refuse inputs that require grad, instead of silently cutting the graph.
+"""Ops refuse inputs that are differentiated, instead of silently cutting the graph.
 
 The kernels see no autograd state (the stable ABI has no such question), so every op but hadamard,
-which has a backward, gets a small kernel at the Autograd dispatch key: it raises when a gradient
-would be lost, and else passes the call on. It is not run at all under torch.inference_mode().
+which has derivatives (ops/hadamard.py), gets a small kernel at the Autograd dispatch key: it raises
+when a gradient or a forward-mode tangent would be lost, and else passes the call on. It is not run
+at all under torch.inference_mode().
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 OPS = (
     "pack",
@@ -32,7 +35,25 @@ OPS = (
     "merge_attention",
 )
 
-_below_autograd = torch._C._after_autograd_keyset
+below_autograd = torch._C._after_autograd_keyset
+
+
+def requires_grad(tensor: Tensor) -> bool:
+    """Whether reverse mode wants the gradient of this input."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def in_forward_mode() -> bool:
+    """Whether inputs can have tangents: no_grad does not end that.
+
+    torch.compile enters the level of torch.func.jvp unseen, but not the transform.
+    """
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    floating = tensor.is_floating_point()
+    return floating and forward_ad.unpack_dual(tensor, level=0).tangent is not None  # there is one
 
 
 def _refuse_gradients(name: str) -> Callable[..., Any]:
@@ -44,16 +65,20 @@ def _refuse_gradients(name: str) -> Callable[..., Any]:
     lists = tuple(i for i, t in enumerate(types) if t == "List[Tensor]")
 
     def kernel(keyset: Any, *args: Any, **outputs: Any) -> Any:  # outputs: of an _out variant
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or in_forward_mode():
             given = [args[i] for i in tensors if i < len(args) and args[i] is not None]
             given += [tensor for i in lists if i < len(args) for tensor in args[i]]
             given += outputs.values()
-            if any(tensor.requires_grad for tensor in given):
+            if any(requires_grad(tensor) for tensor in given):
                 raise RuntimeError(
                     f"turboquant::{name} takes no gradient: call it under torch.no_grad() or "
                     "detach its inputs"
                 )
-        return redispatch(keyset & _below_autograd, *args, **outputs)
+            if in_forward_mode() and any(_has_tangent(tensor) for tensor in given):
+                raise RuntimeError(
+                    f"turboquant::{name} takes no forward-mode tangent: detach its inputs"
+                )
+        return redispatch(keyset & below_autograd, *args, **outputs)
 
     return kernel
 

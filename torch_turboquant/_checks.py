@@ -1,4 +1,4 @@
-"""Argument checks shared by the public functions.
+"""Argument checks shared by the public functions and the fakes of their ops.
 
 The compiled ops check everything again, but C++ can only raise RuntimeError; these raise TypeError
 (not a tensor, wrong dtype) and ValueError (everything else) before the op is called. They look at
@@ -8,6 +8,8 @@ synchronisation and torch.compile can trace through them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,22 @@ from torch_turboquant.format import MAX_VECTOR_DIM, valid_vector_dim
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 CODEC_BITS = (1, 2, 3, 4, 5, 8)
+
+
+@contextmanager
+def of_fake() -> Iterator[None]:
+    """Around the checks of a fake: errors are RuntimeErrors, as those of the compiled op.
+
+    A size that depends on data is not known while tracing. Then the compiled op has to check it.
+    """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # takes 0.5 s
+
+    try:
+        yield
+    except GuardOnDataDependentSymNode:
+        return
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(str(error)) from None
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -126,6 +144,15 @@ def check_scale_mode(mode: str, modes: dict[str, int], name: str = "scale_mode")
     if mode not in modes:
         raise ValueError(f"{name} is {mode!r}, supported: {', '.join(modes)}")
     return modes[mode]
+
+
+def check_scale_number(number: int, modes: dict[str, int], name: str = "scale_mode") -> str:
+    """The mode that raw ops know by this number."""
+    for mode, n in modes.items():
+        if n == number:
+            return mode
+    supported = ", ".join(f"{n} ({mode})" for mode, n in modes.items())
+    raise ValueError(f"{name} is {number}, supported: {supported}")
 
 
 def check_levels(

@@ -2,9 +2,13 @@
 
 The parts are what a layer keeps (pages, tables, the tail's memory), which PagedLayer checks once,
 and what a call brings (keys, values, queries, the batch). `device` is that of the first tensor.
+Fakes put the arguments of a raw op together to what the functions take, and check that.
 """
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +18,40 @@ from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.tables import CacheTables
 from torch_turboquant.tail import ring_rows
+
+# ---- the arguments of raw ops
+
+
+def raw_arguments(op: str, given: tuple[Any, ...], named: dict[str, Any]) -> SimpleNamespace:
+    """What a raw op was called with, defaults included, by the names of its schema."""
+    schema = getattr(torch.ops.turboquant, op).default._schema.arguments
+    values = {x.name: x.default_value for x in schema if x.has_default_value()}
+    values.update(zip((x.name for x in schema), given, strict=False))
+    return SimpleNamespace(**{**values, **named})
+
+
+def raw_config(a: SimpleNamespace, head_dim: int, **others: Any) -> CacheConfig:
+    """A config of the numbers of a raw op, with the grids of its levels; others: of its fields."""
+
+    def grid(bits: int, levels: Tensor | None) -> str:
+        return "uniform" if levels is None or bits == 8 else "lloyd"
+
+    return CacheConfig(
+        head_dim=head_dim,
+        key_bits=a.key_bits,
+        value_bits=a.value_bits,
+        key_grid=grid(a.key_bits, a.key_levels),
+        value_grid=grid(a.value_bits, a.value_levels),
+        page_size=a.page_size,
+        **others,
+    )
+
+
+def raw_tables(a: SimpleNamespace, **of_layer: Tensor | None) -> CacheTables:
+    """The constants of a raw op; of_layer: those that every layer has for itself."""
+    given = {**vars(a), **of_layer}
+    return CacheTables(**{name: given.get(name) for name in CacheTables._fields})  # type: ignore[arg-type]
+
 
 # ---- what a layer keeps
 
@@ -27,9 +65,13 @@ def check_pages(
 
 
 def check_tables(
-    tables: CacheTables, device: torch.device, config: CacheConfig, kv_heads: int
+    tables: CacheTables,
+    device: torch.device,
+    config: CacheConfig,
+    kv_heads: int,
+    steps_too: bool = True,
 ) -> None:
-    """Constants that make_tables could have made for this config."""
+    """Constants that make_tables could have made for this config; ops that read have no steps."""
     d = config.head_dim
     _checks.check_constant("key_signs", tables.key_signs, device, torch.float32, (d,))
     _checks.check_constant("value_signs", tables.value_signs, device, torch.float32, (d,))
@@ -37,10 +79,11 @@ def check_tables(
         ("key", config.key_bits, config.key_grid, tables.key_levels, tables.key_steps),
         ("value", config.value_bits, config.value_grid, tables.value_levels, tables.value_steps),
     ):
+        _checks.check_levels(levels, device, bits, f"{kind}_levels")
         if (levels is None) != (grid == "uniform"):
             raise ValueError(f"{kind}_levels do not fit the config's {kind}_grid {grid!r}")
-        _checks.check_levels(levels, device, bits, f"{kind}_levels")
-        _checks.check_steps(steps, device, f"{kind}_steps")
+        if steps_too:
+            _checks.check_steps(steps, device, f"{kind}_steps")
     _checks.check_center(tables.center, device, (kv_heads, d))
 
 

@@ -124,31 +124,53 @@ def paged_attention(
         RuntimeError: values of block_table, seq_lens, cu_seqlens_q or tail.slots out of range
             (checked on the CPU).
     """
+    ring, slots, valid = (None, None, None) if tail is None else tail
+    batch, options = _checked(
+        q,
+        cache,
+        config,
+        tables,
+        ring,
+        (block_table, seq_lens, cu_seqlens_q, max_q_len, slots, valid),
+        (softmax_scale, sliding_window, soft_cap, sink_logits),
+        out,
+        lse,
+    )
+    return call_attention(q, cache, config, tables, ring, batch, options, out, lse)
+
+
+def _checked(
+    q: Tensor,
+    cache: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    ring: Tensor | None,
+    of_batch: tuple[Tensor, Tensor, Tensor | None, int, Tensor | None, Tensor | None],
+    of_options: tuple[float | None, int, float, Tensor | None],
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> tuple[AttentionBatch, AttentionOptions]:
+    """Checks a call; of_batch, of_options: fields in their order. Returns the two objects."""
     _checks.check_vectors("q", q, 3)
     device = q.device
     checks.check_pages(cache, device, config, None)
     kv_heads = cache.shape[1]
     checks.check_queries(q, device, config, kv_heads)
-    checks.check_tables(tables, device, config, kv_heads)
+    checks.check_tables(tables, device, config, kv_heads, steps_too=False)
+    block_table, seq_lens, cu_seqlens_q, max_q_len, slots, valid = of_batch
     _checks.check_constant("seq_lens", seq_lens, device, torch.int32, (None,))
-    ring, slots, valid = (None, None, None) if tail is None else tail
     if ring is not None:
         checks.check_ring(ring, device, q.dtype, config, kv_heads)
         checks.check_ring_rows(ring.shape[2], config, max_q_len)
         if valid is not None:
             shape = (ring.shape[0], 2)
             _checks.check_constant("tail_valid", valid, device, torch.int32, shape)
-    batch = AttentionBatch(
-        block_table=block_table,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        max_q_len=max_q_len,
-        tail_slots=slots,
-        tail_valid=valid,
-    )
-    options = AttentionOptions(softmax_scale, sliding_window, soft_cap, sink_logits)
+    batch = AttentionBatch(None, block_table, seq_lens, cu_seqlens_q, max_q_len, slots, valid)
+    if ring is not None:
+        checks.check_tail_slots(batch, ring)
+    options = AttentionOptions(*of_options)
     checks.check_attention(q, batch, options, out, lse)
-    return call_attention(q, cache, config, tables, ring, batch, options, out, lse)
+    return batch, options
 
 
 def call_attention(
@@ -211,37 +233,59 @@ def merge_attention(
         TypeError: another dtype.
         ValueError: another shape, stride or device.
     """
+    _check_merge(out_a, lse_a, out_b, lse_b)
+    return torch.ops.turboquant.merge_attention.default(out_a, lse_a, out_b, lse_b)
+
+
+def _check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     _checks.check_vectors("out_a", out_a)
     device, shape = out_a.device, tuple(out_a.shape)
     _checks.check_constant("out_a", out_a, device, out_a.dtype, shape)
     _checks.check_constant("out_b", out_b, device, out_a.dtype, shape)
     _checks.check_constant("lse_a", lse_a, device, torch.float32, shape[:-1])
     _checks.check_constant("lse_b", lse_b, device, torch.float32, shape[:-1])
-    return torch.ops.turboquant.merge_attention.default(out_a, lse_a, out_b, lse_b)
 
 
 # ---- fakes
 
 
+def _check_raw(a: SimpleNamespace, out: Tensor | None = None, lse: Tensor | None = None) -> None:
+    with _checks.of_fake():
+        _checks.check_vectors("q", a.q, 3)
+        sinks = a.sink_tokens if a.tail is not None else 0
+        window = {"sink_tokens": sinks, "recent_window": a.recent_window}
+        _checked(
+            a.q,
+            a.cache,
+            checks.raw_config(a, a.q.shape[-1], **window),
+            checks.raw_tables(a),
+            a.tail,
+            (a.block_table, a.seq_lens, a.cu_seqlens_q, a.max_q_len, a.tail_slots, a.tail_valid),
+            (a.softmax_scale, a.sliding_window, a.soft_cap, a.sink_logits),
+            out,
+            lse,
+        )
+
+
 @torch.library.register_fake("turboquant::paged_attention")
-def _paged_attention_fake(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    torch._check(q.dim() == 3, lambda: "q must be [tokens, q_heads, d]")
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+def _paged_attention_fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    a = checks.raw_arguments("paged_attention", given, named)
+    _check_raw(a)
+    return a.q.new_empty(a.q.shape), a.q.new_empty(a.q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.register_fake("turboquant::paged_attention_out")
-def _paged_attention_out_fake(q: Tensor, *others: Any, **outputs: Any) -> None:
-    return None
+def _paged_attention_out_fake(*given: Any, **named: Any) -> None:
+    a = checks.raw_arguments("paged_attention_out", given, named)
+    _check_raw(a, a.out, a.lse)
 
 
 @torch.library.register_fake("turboquant::merge_attention")
 def _merge_attention_fake(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    torch._check(
-        out_a.shape == out_b.shape and lse_a.shape == lse_b.shape == out_a.shape[:-1],
-        lambda: "both parts must be out [..., d] and lse [...] of the same queries",
-    )
+    with _checks.of_fake():
+        _check_merge(out_a, lse_a, out_b, lse_b)
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 

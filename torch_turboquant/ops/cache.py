@@ -14,6 +14,7 @@ among the call's tokens (absent: one new token per sequence).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,26 +77,43 @@ def cache_store(
         RuntimeError: values of slot_mapping, seq_lens, cu_seqlens_q or tail.slots out of range
             (checked on the CPU, before anything is written).
     """
+    ring, slots, valid = (None, None, None) if tail is None else tail
+    batch = _checked_store(
+        k, v, cache, config, tables, ring, slot_mapping, seq_lens, cu_seqlens_q, slots, valid
+    )
+    call_store(k, v, cache, config, tables, ring, batch)
+
+
+def _checked_store(
+    k: Tensor,
+    v: Tensor,
+    cache: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    ring: Tensor | None,
+    *of_batch: Tensor | None,
+) -> AttentionBatch:
+    """Checks a call of cache_store; of_batch: what _batch takes. Returns the batch."""
     _checks.check_vectors("k", k, 3)
     device, kv_heads = k.device, k.shape[1]
-    ring = None if tail is None else tail.ring
     checks.check_values(k, v, device, config)
     checks.check_pages(cache, device, config, kv_heads)
     checks.check_tables(tables, device, config, kv_heads)
-    batch = _batch(slot_mapping, seq_lens, cu_seqlens_q, tail, device)
+    batch = _batch(device, *of_batch)
     checks.check_slot_mapping(batch, device, k.shape[0])
     if ring is not None:
         checks.check_ring(ring, device, k.dtype, config, kv_heads)
         checks.check_tail_slots(batch, ring)
-    call_store(k, v, cache, config, tables, ring, batch)
+    return batch
 
 
 def _batch(
-    slot_mapping: Tensor,
+    device: torch.device,
+    slot_mapping: Tensor | None,
     seq_lens: Tensor | None,
     cu_seqlens_q: Tensor | None,
-    tail: Tail | None,
-    device: torch.device,
+    tail_slots: Tensor | None,
+    tail_valid: Tensor | None = None,
 ) -> AttentionBatch:
     """The index tensors of cache_store, on the device of its keys."""
     if isinstance(seq_lens, Tensor):
@@ -104,8 +122,8 @@ def _batch(
         slot_mapping=slot_mapping,
         seq_lens=seq_lens,
         cu_seqlens_q=cu_seqlens_q,
-        tail_slots=None if tail is None else tail.slots,
-        tail_valid=None if tail is None else tail.valid,
+        tail_slots=tail_slots,
+        tail_valid=tail_valid,
     )
 
 
@@ -173,19 +191,37 @@ def cache_store_layers(
         TypeError, ValueError, RuntimeError: as cache_store, before anything is written; lists of
             different lengths.
     """
-    layers = len(k)
-    for name, items, needed in (
-        ("v", v, True),
-        ("caches", caches, True),
-        ("tables", tables, True),
-        ("tails", tails, False),
-    ):
-        if len(items) != layers and (needed or len(items)):
-            raise ValueError(f"{name} are of {len(items)} layers, k of {layers}")
-    if not layers:
-        return
+    for tail in tails:
+        if tail.slots is not tails[0].slots:
+            raise ValueError("tails of all layers must have the same slots")
+    rings = [tail.ring for tail in tails]
+    slots, valid = (tails[0].slots, tails[0].valid) if tails else (None, None)
+    batch = _checked_store_layers(
+        k, v, caches, config, tables, rings, slot_mapping, seq_lens, cu_seqlens_q, slots, valid
+    )
+    if batch is not None:
+        call_store_layers(list(k), list(v), list(caches), config, tables, rings, batch)
+
+
+def _checked_store_layers(
+    k: Sequence[Tensor],
+    v: Sequence[Tensor],
+    caches: Sequence[Tensor],
+    config: CacheConfig,
+    tables: Sequence[CacheTables],
+    rings: Sequence[Tensor],
+    *of_batch: Tensor | None,
+) -> AttentionBatch | None:
+    """Checks a call of cache_store_layers, as _checked_store does. None: there are no layers."""
+    _check_count("v", v, len(k))
+    _check_count("caches", caches, len(k))
+    _check_count("tables", tables, len(k))
+    if rings:
+        _check_count("tails", rings, len(k))
+    if not k:
+        return None
     device = k[0].device
-    batch = _batch(slot_mapping, seq_lens, cu_seqlens_q, tails[0] if tails else None, device)
+    batch = _batch(device, *of_batch)
     for i, (key, value, cache, table) in enumerate(zip(k, v, caches, tables, strict=True)):
         _checks.check_vectors("k", key, 4)
         kv_heads = key.shape[1]
@@ -194,13 +230,15 @@ def cache_store_layers(
         checks.check_tables(table, device, config, kv_heads)
         checks.check_slot_mapping(batch, device, key.shape[0] * key.shape[2])
         checks.check_same_centers(table, tables[0])
-        if tails:
-            checks.check_ring(tails[i].ring, device, key.dtype, config, kv_heads)
-            checks.check_tail_slots(batch, tails[i].ring)
-            if tails[i].slots is not tails[0].slots:
-                raise ValueError("tails of all layers must have the same slots")
-    rings = [tail.ring for tail in tails]
-    call_store_layers(list(k), list(v), list(caches), config, tables, rings, batch)
+        if rings:
+            checks.check_ring(rings[i], device, key.dtype, config, kv_heads)
+            checks.check_tail_slots(batch, rings[i])
+    return batch
+
+
+def _check_count(name: str, items: Sequence[Any], layers: int) -> None:
+    if len(items) != layers:
+        raise ValueError(f"{name} are of {len(items)} layers, k of {layers}")
 
 
 def call_store_layers(
@@ -267,14 +305,28 @@ def cache_load(
         ValueError: another shape or device.
         RuntimeError: values of block_table or seq_lens out of range (checked on the CPU).
     """
+    batch = _checked_load(cache, block_table, seq_lens, config, tables, max_seq_len, dtype)
+    return call_load(cache, config, tables, batch, max_seq_len, dtype)
+
+
+def _checked_load(
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    max_seq_len: int,
+    dtype: torch.dtype,
+) -> AttentionBatch:
+    """Checks a call of cache_load. Returns its batch."""
     _checks.check_dtype("cache", cache, (torch.uint8,))
     device = cache.device
     checks.check_pages(cache, device, config, None)
-    checks.check_tables(tables, device, config, cache.shape[1])
+    checks.check_tables(tables, device, config, cache.shape[1], steps_too=False)
     _checks.check_constant("seq_lens", seq_lens, device, torch.int32, (None,))
     batch = AttentionBatch(block_table=block_table, seq_lens=seq_lens)
     checks.check_loading(batch, device, max_seq_len, dtype)
-    return call_load(cache, config, tables, batch, max_seq_len, dtype)
+    return batch
 
 
 def call_load(
@@ -308,34 +360,56 @@ def call_load(
 
 
 @torch.library.register_fake("turboquant::cache_store")
-def _cache_store_fake(k: Tensor, *others: Any) -> None:
-    return None
+def _cache_store_fake(*given: Any, **named: Any) -> None:
+    a = checks.raw_arguments("cache_store", given, named)
+    with _checks.of_fake():
+        _checks.check_vectors("k", a.k, 3)
+        config = _stored_config(a, a.k, a.tail is not None)
+        batch = a.slot_mapping, a.seq_lens, a.cu_seqlens_q, a.tail_slots
+        _checked_store(a.k, a.v, a.cache, config, checks.raw_tables(a), a.tail, *batch)
+
+
+def _stored_config(a: SimpleNamespace, k: Tensor, has_tail: bool) -> CacheConfig:
+    """The config of a raw op that stores. It does not know the window of its tail."""
+    modes = {
+        name: _checks.check_scale_number(getattr(a, name), SCALE_MODES, name)
+        for name in ("key_scale_mode", "value_scale_mode")
+    }
+    sinks = a.sink_tokens if has_tail else 0
+    return checks.raw_config(a, k.shape[-1], **modes, sink_tokens=sinks, recent_window=0)
 
 
 @torch.library.register_fake("turboquant::cache_store_layers")
-def _cache_store_layers_fake(k: list[Tensor], *others: Any) -> None:
-    return None
+def _cache_store_layers_fake(*given: Any, **named: Any) -> None:
+    a = checks.raw_arguments("cache_store_layers", given, named)
+    if not a.k:
+        return
+    with _checks.of_fake():
+        _checks.check_vectors("k", a.k[0], 4)
+        config = _stored_config(a, a.k[0], bool(a.tails))
+        centers = a.centers or [None] * len(a.k)
+        for name, items in (
+            ("key_signs", a.key_signs),
+            ("value_signs", a.value_signs),
+            ("centers", centers),
+        ):
+            _check_count(name, items, len(a.k))
+        tables = [
+            checks.raw_tables(a, key_signs=keys, value_signs=values, center=center)
+            for keys, values, center in zip(a.key_signs, a.value_signs, centers, strict=True)
+        ]
+        batch = a.slot_mapping, a.seq_lens, a.cu_seqlens_q, a.tail_slots
+        _checked_store_layers(a.k, a.v, a.caches, config, tables, a.tails, *batch)
 
 
 @torch.library.register_fake("turboquant::cache_load")
-def _cache_load_fake(
-    cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    key_signs: Tensor,
-    value_signs: Tensor,
-    key_levels: Tensor | None,
-    value_levels: Tensor | None,
-    center: Tensor | None,
-    head_dim: int,
-    page_size: int,
-    key_bits: int,
-    value_bits: int,
-    max_seq_len: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    shape = (seq_lens.shape[0], max_seq_len, cache.shape[1], head_dim)
-    return cache.new_empty(shape, dtype=dtype), cache.new_empty(shape, dtype=dtype)
+def _cache_load_fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    a = checks.raw_arguments("cache_load", given, named)
+    with _checks.of_fake():
+        config, tables = checks.raw_config(a, a.head_dim), checks.raw_tables(a)
+        _checked_load(a.cache, a.block_table, a.seq_lens, config, tables, a.max_seq_len, a.dtype)
+    shape = (a.seq_lens.shape[0], a.max_seq_len, a.cache.shape[1], a.head_dim)
+    return a.cache.new_empty(shape, dtype=a.dtype), a.cache.new_empty(shape, dtype=a.dtype)
 
 
 # ---- references: CPU tensors only

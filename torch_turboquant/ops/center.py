@@ -36,9 +36,7 @@ def query_energy(queries: Sequence[Tensor], kv_heads: int, skip: int = 0) -> Ten
         TypeError: another dtype.
         ValueError: another shape, stride or device; skip outside 0 to tokens - 1.
     """
-    heads = _check_layers("queries", queries, skip)[1]
-    if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"kv_heads is {kv_heads}, supported: divisors of the {heads} query heads")
+    _check_queries(queries, kv_heads, skip)
     return torch.ops.turboquant.query_energy.default(list(queries), kv_heads, skip)
 
 
@@ -72,16 +70,7 @@ def learn_center(
         RuntimeError: partners outside 0 to d - 1 (checked on the CPU; on CUDA such a channel is its
             own partner).
     """
-    _, kv_heads, _, d = _check_layers("keys", keys, skip)
-    device = keys[0].device
-    if energies and len(energies) != len(keys):
-        raise ValueError(f"energies are of {len(energies)} layers, keys of {len(keys)}")
-    if bool(energies) != (partners is not None):
-        raise ValueError("energies and partners belong together")
-    for energy in energies:
-        _checks.check_constant("energies", energy, device, torch.float32, (kv_heads, d))
-    if partners is not None:
-        _checks.check_constant("partners", partners, device, torch.int64, (d,))
+    _check_keys(keys, energies, partners, skip)
     return torch.ops.turboquant.learn_center.default(list(keys), list(energies), partners, skip)
 
 
@@ -118,6 +107,27 @@ def channel_scale(
     return (scale / scale.mean(-1, keepdim=True)).nan_to_num(1.0)
 
 
+def _check_queries(queries: Sequence[Tensor], kv_heads: int, skip: int) -> None:
+    heads = _check_layers("queries", queries, skip)[1]
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"kv_heads is {kv_heads}, supported: divisors of the {heads} query heads")
+
+
+def _check_keys(
+    keys: Sequence[Tensor], energies: Sequence[Tensor], partners: Tensor | None, skip: int
+) -> None:
+    _, kv_heads, _, d = _check_layers("keys", keys, skip)
+    device = keys[0].device
+    if energies and len(energies) != len(keys):
+        raise ValueError(f"energies are of {len(energies)} layers, keys of {len(keys)}")
+    if bool(energies) != (partners is not None):
+        raise ValueError("energies and partners belong together")
+    for energy in energies:
+        _checks.check_constant("energies", energy, device, torch.float32, (kv_heads, d))
+    if partners is not None:
+        _checks.check_constant("partners", partners, device, torch.int64, (d,))
+
+
 def _check_layers(name: str, layers: Sequence[Tensor], skip: int) -> torch.Size:
     """Checks tensors of one shape and dtype; returns the shape, [batch, heads, tokens, d]."""
     if not layers:
@@ -147,6 +157,8 @@ def _check_layers(name: str, layers: Sequence[Tensor], skip: int) -> torch.Size:
 
 @torch.library.register_fake("turboquant::query_energy")
 def _query_energy_fake(queries: list[Tensor], kv_heads: int, skip: int = 0) -> Tensor:
+    with _checks.of_fake():
+        _check_queries(queries, kv_heads, skip)
     shape = len(queries), kv_heads, queries[0].shape[-1]
     return queries[0].new_empty(shape, dtype=torch.float32)
 
@@ -155,6 +167,8 @@ def _query_energy_fake(queries: list[Tensor], kv_heads: int, skip: int = 0) -> T
 def _learn_center_fake(
     keys: list[Tensor], energies: list[Tensor], partners: Tensor | None = None, skip: int = 0
 ) -> Tensor:
+    with _checks.of_fake():
+        _check_keys(keys, energies, partners, skip)
     _, kv_heads, _, d = keys[0].shape
     parts: tuple[Any, ...] = () if partners is None else (3,)
     return keys[0].new_empty((len(keys), *parts, kv_heads, d), dtype=torch.float32)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch_turboquant import _checks
 from torch_turboquant.format import dense_row_bytes
 from torch_turboquant.ops.hadamard import core_reference, sqrt_reference, tree_sum_reference
-from torch_turboquant.ops.pack import check_fake_rows, check_rows, pack_reference, unpack_reference
+from torch_turboquant.ops.pack import check_rows, pack_reference, unpack_reference
 from torch_turboquant.signs import split_dim
 
 # The rule for the stored scale, with y the decoded vector and x its original. norm: the scale is
@@ -63,16 +63,27 @@ def encode(
         TypeError: another dtype.
         ValueError: another shape, stride, device, bits or scale mode.
     """
+    mode = _checks.check_scale_mode(scale_mode, SCALE_MODES)
+    _check_encode(x, signs, levels, steps, bits, center)
+    return torch.ops.turboquant.encode.default(x, signs, levels, steps, bits, mode, center)
+
+
+def _check_encode(
+    x: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    steps: Tensor,
+    bits: int,
+    center: Tensor | None,
+) -> None:
     d = _checks.check_vectors("x", x)
     _checks.check_vector_dim("x", d)
     _checks.check_bits(bits, _checks.CODEC_BITS)
-    mode = _checks.check_scale_mode(scale_mode, SCALE_MODES)
     device = x.device
     _checks.check_constant("signs", signs, device, torch.float32, (d,))
     _checks.check_levels(levels, device, bits)
     _checks.check_steps(steps, device)
     _checks.check_center(center, device, (d,))
-    return torch.ops.turboquant.encode.default(x, signs, levels, steps, bits, mode, center)
 
 
 def decode(
@@ -99,6 +110,19 @@ def decode(
         TypeError: another dtype.
         ValueError: another shape, device or bits.
     """
+    _check_decode(packed, scale, signs, levels, bits, center, dtype)
+    return torch.ops.turboquant.decode.default(packed, scale, signs, levels, bits, dtype, center)
+
+
+def _check_decode(
+    packed: Tensor,
+    scale: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    bits: int,
+    center: Tensor | None,
+    dtype: torch.dtype,
+) -> None:
     _checks.check_bits(bits, _checks.CODEC_BITS)
     _checks.check_output_dtype(dtype)
     _checks.check_dtype("packed", packed, (torch.uint8,))
@@ -110,7 +134,6 @@ def decode(
     _checks.check_constant("scale", scale, device, torch.float16, tuple(packed.shape[:-1]))
     _checks.check_levels(levels, device, bits)
     _checks.check_center(center, device, (d,))
-    return torch.ops.turboquant.decode.default(packed, scale, signs, levels, bits, dtype, center)
 
 
 def scaled_center(center: Tensor, scale: Tensor) -> Tensor:
@@ -154,6 +177,9 @@ def _encode_fake(
     scale_mode: int,
     center: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    with _checks.of_fake():
+        _checks.check_scale_number(scale_mode, SCALE_MODES)
+        _check_encode(x, signs, levels, steps, bits, center)
     packed = x.new_empty((*x.shape[:-1], dense_row_bytes(x.shape[-1], bits)), dtype=torch.uint8)
     return packed, x.new_empty(x.shape[:-1], dtype=torch.float16)
 
@@ -168,7 +194,8 @@ def _decode_fake(
     dtype: torch.dtype,
     center: Tensor | None = None,
 ) -> Tensor:
-    check_fake_rows(packed, signs.shape[0], bits)
+    with _checks.of_fake():
+        _check_decode(packed, scale, signs, levels, bits, center, dtype)
     return packed.new_empty((*packed.shape[:-1], signs.shape[0]), dtype=dtype)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_turboquant import _checks
 from torch_turboquant.format import dense_row_bytes
-from torch_turboquant.ops.pack import check_fake_rows, check_rows, pack_reference, unpack_reference
+from torch_turboquant.ops.pack import check_rows, pack_reference, unpack_reference
 
 GROUPS = (32, 64)
 GROUP_BITS = (2, 4)
@@ -36,8 +36,7 @@ def group_encode(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tens
         TypeError: another dtype.
         ValueError: another shape, stride, group or bits.
     """
-    d = _checks.check_vectors("x", x)
-    _check_group("x", d, group, bits)
+    _check_encode(x, group, bits)
     return torch.ops.turboquant.group_encode.default(x, group, bits)
 
 
@@ -67,13 +66,24 @@ def group_decode(
         TypeError: another dtype.
         ValueError: another shape, device, group or bits.
     """
+    _check_decode(packed, scale, zero, group, bits, d, dtype)
+    return torch.ops.turboquant.group_decode.default(packed, scale, zero, group, bits, d, dtype)
+
+
+def _check_encode(x: Tensor, group: int, bits: int) -> None:
+    d = _checks.check_vectors("x", x)
+    _check_group("x", d, group, bits)
+
+
+def _check_decode(
+    packed: Tensor, scale: Tensor, zero: Tensor, group: int, bits: int, d: int, dtype: torch.dtype
+) -> None:
     _checks.check_output_dtype(dtype)
     _check_group("packed", d, group, bits)
     check_rows("packed", packed, d, bits)
     device, groups = packed.device, (*packed.shape[:-1], d // group)
     _checks.check_constant("scale", scale, device, torch.float16, groups)
     _checks.check_constant("zero", zero, device, torch.float16, groups)
-    return torch.ops.turboquant.group_decode.default(packed, scale, zero, group, bits, d, dtype)
 
 
 def _check_group(name: str, d: int, group: int, bits: int) -> None:
@@ -88,6 +98,8 @@ def _check_group(name: str, d: int, group: int, bits: int) -> None:
 
 @torch.library.register_fake("turboquant::group_encode")
 def _group_encode_fake(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    with _checks.of_fake():
+        _check_encode(x, group, bits)
     lead, d = x.shape[:-1], x.shape[-1]
     packed = x.new_empty((*lead, dense_row_bytes(d, bits)), dtype=torch.uint8)
     scale = x.new_empty((*lead, d // group), dtype=torch.float16)
@@ -98,7 +110,8 @@ def _group_encode_fake(x: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor
 def _group_decode_fake(
     packed: Tensor, scale: Tensor, zero: Tensor, group: int, bits: int, d: int, dtype: torch.dtype
 ) -> Tensor:
-    check_fake_rows(packed, d, bits)
+    with _checks.of_fake():
+        _check_decode(packed, scale, zero, group, bits, d, dtype)
     return packed.new_empty((*packed.shape[:-1], d), dtype=dtype)
 
 

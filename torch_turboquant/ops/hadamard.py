@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
-from torch_turboquant import _checks
+from torch_turboquant import _autograd, _checks
 from torch_turboquant.signs import hartley_matrix, split_dim
 
 
@@ -29,44 +31,91 @@ def hadamard(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
         inverse: whether to apply the inverse.
 
     Returns:
-        A new tensor of x's shape and dtype, computed in float32 and rounded once. Gradients flow to
-        x: the transform is orthonormal, so its inverse transforms them.
+        A new tensor of x's shape and dtype, computed in float32 and rounded once. It can be
+        differentiated with respect to x, in reverse mode (the transform is orthonormal, so its
+        inverse transforms gradients), in forward mode (it transforms tangents) and by torch.func.
 
     Raises:
         TypeError: another dtype.
         ValueError: another shape, stride or device.
-        RuntimeError: signs require a gradient.
+        RuntimeError: signs require a gradient or have a tangent.
     """
-    d = _checks.check_vectors("x", x)
-    _checks.check_vector_dim("x", d)
-    _checks.check_constant("signs", signs, x.device, torch.float32, (d,))
+    _check(x, signs)
     return torch.ops.turboquant.hadamard.default(x, signs, inverse)
 
 
-# ---- fake and backward
+def _check(x: Tensor, signs: Tensor) -> None:
+    d = _checks.check_vectors("x", x)
+    _checks.check_vector_dim("x", d)
+    _checks.check_constant("signs", signs, x.device, torch.float32, (d,))
+
+
+# ---- fake and derivatives
 
 
 @torch.library.register_fake("turboquant::hadamard")
 def _hadamard_fake(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
-    torch._check(signs.dim() == 1 and signs.shape[0] == x.shape[-1], lambda: "signs must be [d]")
+    with _checks.of_fake():
+        _check(x, signs)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
-    _, signs, inverse = inputs
-    if ctx.needs_input_grad[1]:
-        raise RuntimeError("turboquant::hadamard has a gradient for x only: detach the signs")
-    ctx.save_for_backward(signs)
-    ctx.inverse = inverse
+_ONLY_X = "turboquant::hadamard has a gradient for x only: detach the signs"
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    (signs,) = ctx.saved_tensors
-    grad = torch.ops.turboquant.hadamard.default(grad.contiguous(), signs, not ctx.inverse)
-    return grad, None, None
+class _Transform(torch.autograd.function._SingleLevelFunction):
+    """The derivatives of the Autograd kernel below, which is already inside a transform of
+    torch.func where there is one; torch.autograd.Function is for the outside.
+    """
+
+    @staticmethod
+    def forward(keyset: Any, x: Tensor, signs: Tensor, inverse: bool) -> Tensor:
+        # what lies below may be another transform of torch.func, which differentiates as well
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return _below_autograd(keyset, x, signs, inverse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, Tensor, Tensor, bool], output: Tensor) -> None:
+        _, _, signs, inverse = inputs
+        ctx.set_materialize_grads(False)  # so that jvp sees whether signs have a tangent
+        ctx.save_for_backward(signs)
+        ctx.save_for_forward(signs)
+        ctx.inverse = inverse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None, None, None]:
+        (signs,) = ctx.saved_tensors
+        if grad is None:
+            return None, None, None, None
+        op = torch.ops.turboquant.hadamard.default
+        return None, op(grad.contiguous(), signs, not ctx.inverse), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor, of_signs: Tensor | None, __: None) -> Tensor:
+        if of_signs is not None:
+            raise RuntimeError(_ONLY_X)
+        (signs,) = ctx.saved_tensors
+        op = torch.ops.turboquant.hadamard.default
+        return op(tangent.contiguous(), signs, ctx.inverse)
 
 
-torch.library.register_autograd("turboquant::hadamard", _backward, setup_context=_setup_context)
+def _below_autograd(keyset: Any, x: Tensor, signs: Tensor, inverse: bool) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        op = torch.ops.turboquant.hadamard.default
+        return op.redispatch(keyset & _autograd.below_autograd, x, signs, inverse)
+
+
+def _differentiable(keyset: Any, x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
+    if _autograd.requires_grad(signs):
+        raise RuntimeError(_ONLY_X)
+    if not _autograd.requires_grad(x) and not _autograd.in_forward_mode():
+        return _below_autograd(keyset, x, signs, inverse)
+    with enable_single_level_autograd_function():
+        return _Transform.apply(keyset, x, signs, inverse)  # type: ignore[attr-defined]
+
+
+_library = torch.library.Library("turboquant", "IMPL")
+_library.impl("hadamard", _differentiable, "Autograd", with_keyset=True)
 
 
 # ---- reference

@@ -32,12 +32,16 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         ValueError: other bits, another shape or stride.
         RuntimeError: a code of 2^bits or more (checked on the CPU).
     """
+    _check_pack(codes, bits)
+    return torch.ops.turboquant.pack.default(codes, bits)
+
+
+def _check_pack(codes: Tensor, bits: int) -> None:
     _checks.check_bits(bits, PACK_BITS)
     _checks.check_dtype("codes", codes, (torch.uint8,))
     if codes.dim() == 0 or codes.shape[-1] == 0:
         raise ValueError(f"codes has shape {list(codes.shape)}, expected [..., d] with d >= 1")
     _checks.check_constant("codes", codes, codes.device, torch.uint8, tuple(codes.shape))
-    return torch.ops.turboquant.pack.default(codes, bits)
 
 
 def unpack(packed: Tensor, bits: int, d: int) -> Tensor:
@@ -55,10 +59,14 @@ def unpack(packed: Tensor, bits: int, d: int) -> Tensor:
         TypeError: another dtype.
         ValueError: other bits, another stride or last dimension.
     """
+    _check_unpack(packed, bits, d)
+    return torch.ops.turboquant.unpack.default(packed, bits, d)
+
+
+def _check_unpack(packed: Tensor, bits: int, d: int) -> None:
     _checks.check_bits(bits, PACK_BITS)
     _checks.check_positive(d=d)
     check_rows("packed", packed, d, bits)
-    return torch.ops.turboquant.unpack.default(packed, bits, d)
 
 
 def check_rows(name: str, packed: Tensor, d: int, bits: int) -> None:
@@ -82,19 +90,16 @@ def check_rows(name: str, packed: Tensor, d: int, bits: int) -> None:
 
 @torch.library.register_fake("turboquant::pack")
 def _pack_fake(codes: Tensor, bits: int) -> Tensor:
+    with _checks.of_fake():
+        _check_pack(codes, bits)
     return codes.new_empty((*codes.shape[:-1], dense_row_bytes(codes.shape[-1], bits)))
 
 
 @torch.library.register_fake("turboquant::unpack")
 def _unpack_fake(packed: Tensor, bits: int, d: int) -> Tensor:
-    check_fake_rows(packed, d, bits)
+    with _checks.of_fake():
+        _check_unpack(packed, bits, d)
     return packed.new_empty((*packed.shape[:-1], d))
-
-
-def check_fake_rows(packed: Tensor, d: int, bits: int) -> None:
-    """The check of tracing: rows of another width do not hold d codes."""
-    fits = packed.shape[-1] == dense_row_bytes(d, bits)
-    torch._check(fits, lambda: f"packed must have rows of {d} codes of {bits} bits")
 
 
 # ---- references

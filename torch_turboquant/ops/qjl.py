@@ -46,9 +46,7 @@ def qjl_sketch(residual: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
         TypeError: another dtype.
         ValueError: another shape, stride or device.
     """
-    d = _checks.check_vectors("residual", residual)
-    _checks.check_vector_dim("residual", d)
-    check_projection(projection, residual.device, d)
+    _check_residual(residual, projection)
     return torch.ops.turboquant.qjl_sketch.default(residual, projection)
 
 
@@ -69,6 +67,17 @@ def qjl_score(q: Tensor, sign_bits: Tensor, norm: Tensor, projection: Tensor) ->
         TypeError: another dtype.
         ValueError: another shape, stride or device.
     """
+    _check_score(q, sign_bits, norm, projection)
+    return torch.ops.turboquant.qjl_score.default(q, sign_bits, norm, projection)
+
+
+def _check_residual(residual: Tensor, projection: Tensor) -> None:
+    d = _checks.check_vectors("residual", residual)
+    _checks.check_vector_dim("residual", d)
+    check_projection(projection, residual.device, d)
+
+
+def _check_score(q: Tensor, sign_bits: Tensor, norm: Tensor, projection: Tensor) -> None:
     d = _checks.check_vectors("q", q)
     if q.dim() < 2:
         raise ValueError(f"q has shape {list(q.shape)}, expected [..., queries, d]")
@@ -79,7 +88,6 @@ def qjl_score(q: Tensor, sign_bits: Tensor, norm: Tensor, projection: Tensor) ->
     keys = sign_bits.shape[-2] if sign_bits.dim() >= 2 else None
     _checks.check_constant("sign_bits", sign_bits, q.device, torch.uint8, (*lead, keys, row))
     _checks.check_constant("norm", norm, q.device, torch.float32, (*lead, keys))
-    return torch.ops.turboquant.qjl_score.default(q, sign_bits, norm, projection)
 
 
 def check_projection(projection: Tensor, device: torch.device, d: int) -> None:
@@ -90,7 +98,8 @@ def check_projection(projection: Tensor, device: torch.device, d: int) -> None:
         ValueError: another shape, stride or device.
     """
     _checks.check_dtype("projection", projection, (torch.float32,))
-    if projection.dim() not in (1, 2) or projection.shape[-1] != d or projection.shape[0] % 8:
+    rows = projection.shape[0] if projection.dim() in (1, 2) else 0
+    if rows < 8 or rows % 8 or projection.shape[-1] != d:
         raise ValueError(
             f"projection has shape {list(projection.shape)}, expected [m, {d}] (dense) or [{d}] "
             "(structured), its first dimension a multiple of 8"
@@ -98,19 +107,13 @@ def check_projection(projection: Tensor, device: torch.device, d: int) -> None:
     _checks.check_constant("projection", projection, device, torch.float32, tuple(projection.shape))
 
 
-def check_fake_leading(q: Tensor, keys: Tensor) -> None:
-    """The check of tracing: leading dimensions must be equal, since none are broadcast."""
-    torch._check(
-        q.dim() >= 2 and q.shape[:-2] == keys.shape[:-2],
-        lambda: "q [..., queries, d] and keys must have the same leading dimensions",
-    )
-
-
 # ---- fakes
 
 
 @torch.library.register_fake("turboquant::qjl_sketch")
 def _qjl_sketch_fake(residual: Tensor, projection: Tensor) -> tuple[Tensor, Tensor]:
+    with _checks.of_fake():
+        _check_residual(residual, projection)
     lead = residual.shape[:-1]
     bits = residual.new_empty((*lead, dense_row_bytes(projection.shape[0], 1)), dtype=torch.uint8)
     return bits, residual.new_empty(lead, dtype=torch.float32)
@@ -118,7 +121,8 @@ def _qjl_sketch_fake(residual: Tensor, projection: Tensor) -> tuple[Tensor, Tens
 
 @torch.library.register_fake("turboquant::qjl_score")
 def _qjl_score_fake(q: Tensor, sign_bits: Tensor, norm: Tensor, projection: Tensor) -> Tensor:
-    check_fake_leading(q, sign_bits)
+    with _checks.of_fake():
+        _check_score(q, sign_bits, norm, projection)
     return q.new_empty((*q.shape[:-1], sign_bits.shape[-2]), dtype=torch.float32)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_turboquant import _checks
 from torch_turboquant.ops.codec import Channels, level_of_code_reference
 from torch_turboquant.ops.pack import check_rows, unpack_reference
-from torch_turboquant.ops.qjl import check_fake_leading, check_projection, qjl_score_reference
+from torch_turboquant.ops.qjl import check_projection, qjl_score_reference
 from torch_turboquant.signs import rotation_tensor
 
 
@@ -54,6 +54,24 @@ def score(
         TypeError: another dtype.
         ValueError: another shape, stride, device or bits; a part of the sketch missing.
     """
+    _check(q, packed, scale, signs, levels, bits, center, sign_bits, residual_norm, projection)
+    return torch.ops.turboquant.score.default(
+        q, packed, scale, signs, levels, bits, center, sign_bits, residual_norm, projection
+    )
+
+
+def _check(
+    q: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    bits: int,
+    center: Tensor | None,
+    sign_bits: Tensor | None,
+    residual_norm: Tensor | None,
+    projection: Tensor | None,
+) -> None:
     d = _checks.check_vectors("q", q)
     if q.dim() < 2:
         raise ValueError(f"q has shape {list(q.shape)}, expected [..., queries, d]")
@@ -75,9 +93,6 @@ def score(
         _checks.check_constant("residual_norm", residual_norm, device, torch.float32, (*lead, keys))
     elif any(part is not None for part in (sign_bits, residual_norm, projection)):
         raise ValueError("sign_bits, residual_norm and projection come together or not at all")
-    return torch.ops.turboquant.score.default(
-        q, packed, scale, signs, levels, bits, center, sign_bits, residual_norm, projection
-    )
 
 
 # ---- fake
@@ -96,7 +111,8 @@ def _score_fake(
     residual_norm: Tensor | None = None,
     projection: Tensor | None = None,
 ) -> Tensor:
-    check_fake_leading(q, packed)
+    with _checks.of_fake():
+        _check(q, packed, scale, signs, levels, bits, center, sign_bits, residual_norm, projection)
     return q.new_empty((*q.shape[:-1], packed.shape[-2]), dtype=torch.float32)
 
 
