@@ -1035,6 +1035,8 @@ def test_segments():
 def test_the_command(model, tmp_path, monkeypatch, readings, capsys):
     monkeypatch.setattr(assets, "load_dense", lambda path, device, dtype: (model, Tokenizer()))
     (tmp_path / "text.txt").write_text("A text of a few words. " * 20)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").touch()
     parser = argparse.ArgumentParser()
     evaluation.add_arguments(parser)
     argv = ["--model", str(tmp_path / "tiny"), "--text", str(tmp_path / "text.txt")]
@@ -1090,15 +1092,24 @@ def test_lists_have_one_syntax(text, found):
     assert [c.text for c in parser.parse_args(["--caches", text]).caches] == found
 
 
-def test_a_model_that_is_not_there(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--model", "/nonexistent"], "/nonexistent is no folder of a transformers model"),
+        (["--text", "/nonexistent"], "No such file or directory: '/nonexistent'"),
+    ],
+)
+def test_what_is_not_there_is_told_before_a_download(monkeypatch, tmp_path, capsys, argv, says):
+    def fetch(*_):
+        raise AssertionError("a download began")
+
+    monkeypatch.setattr(assets, "fetch", fetch)
+    monkeypatch.chdir(tmp_path)
     parser = argparse.ArgumentParser()
     evaluation.add_arguments(parser)
-    text = tmp_path / "text.txt"
-    text.write_text("words")
-    argv = ["--model", "/nonexistent", "--text", str(text), "--json", str(tmp_path / "q.json")]
-    assert evaluation.run(parser.parse_args(argv)) == 1
+    assert evaluation.run(parser.parse_args([*argv, "--cache-dir", str(tmp_path)])) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("eval: /nonexistent is no folder of a transformers model")
+    assert line.startswith("eval: ") and says in line
 
 
 def test_the_default_is_everything():

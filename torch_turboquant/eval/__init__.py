@@ -189,10 +189,12 @@ def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
     require("eval", *needed_packages(args))
     folder = args.cache_dir or default_cache_dir()
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    if args.text is None:
+    # What is given is looked at before anything is downloaded.
+    text = None if args.text is None else args.text.read_text(encoding="utf-8")
+    if args.model is not None:
+        assets.check_dense(args.model)
+    if text is None:
         text = "\n\n".join(assets.load_articles(folder, ARTICLES))
-    else:
-        text = args.text.read_text(encoding="utf-8")
     if args.model is None:
         model, tokenizer = assets.load_model(folder, device, dtype)
         name = "SmolLM2-135M-Instruct"

@@ -181,13 +181,9 @@ def load_dense(
         dtype: the model computes in it; None means float32 on CPUs and bfloat16 on GPUs.
 
     Raises:
-        ValueError: the folder holds no model, or does not exist.
+        ValueError: see `check_dense`.
     """
-    if not (dense / "config.json").is_file():
-        raise ValueError(
-            f"{dense} is no folder of a transformers model: it has no config.json. Nothing is "
-            f"downloaded here; hf download NAME --local-dir FOLDER fetches a model"
-        )
+    check_dense(dense)
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -199,6 +195,15 @@ def load_dense(
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=dtype, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(dense, local_files_only=True)
     return model.to(device).eval(), tokenizer
+
+
+def check_dense(dense: Path) -> None:
+    """Raises ValueError if the folder does not exist, or holds no model."""
+    if not (dense / "config.json").is_file():
+        raise ValueError(
+            f"{dense} is no folder of a transformers model: it has no config.json. Nothing is "
+            f"downloaded here; hf download NAME --local-dir FOLDER fetches a model"
+        )
 
 
 def _expand(gguf: Path, dense: Path) -> None:

@@ -66,7 +66,7 @@ def store(cache: Cache, batch: int, new: int, layers: Iterable[Sequence[Tensor |
     """
     packed = isinstance(cache, TurboQuantCache)
     if packed:
-        cache.lifecycle.begin(batch, new, None)
+        cache.lifecycle.begin(batch, new, None, None)
     for index, (queries, keys, values) in enumerate(layers):
         stored = cache.update(keys, values, index)
         if packed:  # as attention does after the update
