@@ -319,6 +319,35 @@ def test_snippets_are_complete_and_print_something(document, tmp_path, monkeypat
         assert names["out"].shape == (1, 120) and names["cache"].config.recent_window == 128
 
 
+class Words:
+    """A tokenizer: the length of every word is its token."""
+
+    def __call__(self, text, return_tensors):
+        ids = torch.tensor([[len(word) for word in text.split()]])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def decode(self, ids):
+        return " ".join(map(str, ids.tolist()))
+
+
+def test_the_documented_prefix_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "transformers.md").read_text()
+    copies, files = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[2:]
+    from torch_turboquant.integrations.transformers import TurboQuantCache
+
+    names = {"model": tiny_llama(), "tokenizer": Words(), "TurboQuantCache": TurboQuantCache}
+    names |= {"instructions": "Be as brief as can be. " * 15, "questions": ["Why?", "What now?"]}
+    exec(compile(copies, "transformers.md", "exec"), names)
+    expected = capsys.readouterr().out
+    assert len(expected.splitlines()) == 2
+    exec(compile(files, "transformers.md", "exec"), names)
+    assert names["prefix"].get_seq_length() == 90
+    loop = copies[copies.index("for question") :]
+    exec(compile(loop, "transformers.md", "exec"), names)
+    assert capsys.readouterr().out == expected
+
+
 # ---- docs/migration.md
 
 MIGRATION = (ROOT / "docs" / "migration.md").read_text()

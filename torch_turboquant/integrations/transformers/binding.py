@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable
@@ -34,8 +35,24 @@ class Attachable:
     def attach(self, model: nn.Module) -> None:
         """Makes `model` able to use this cache."""
         self.detach()
-        self.binding = Binding.of(model)
-        self._release = weakref.finalize(self, self.binding.release)
+        self._hold(Binding.of(model))
+
+    def _hold(self, binding: Binding) -> None:
+        binding.attached += 1
+        self.binding = binding
+        self._release = weakref.finalize(self, binding.release)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {n: x for n, x in vars(self).items() if n not in ("binding", "_release")}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy that goes its own way, attached to the same model if this one is."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        if self.binding is not None:
+            twin._hold(self.binding)
+        return twin
 
     def detach(self) -> None:
         """Gives the model its own attention back once no other cache is attached. Idempotent."""
@@ -95,12 +112,11 @@ class Binding:
 
     @classmethod
     def of(cls, model: nn.Module) -> Binding:
-        """The binding of the model's decoder, made if needed; counts one cache more."""
+        """The binding of the model's decoder, made if needed."""
         decoder = model.get_decoder()
         binding = getattr(decoder, _ATTRIBUTE, None)
         if binding is None or not binding.attached:
             binding = cls(model, decoder, text_config(model))
-        binding.attached += 1
         return binding
 
     def original(self, module: nn.Module) -> Callable[..., Any]:

@@ -44,6 +44,9 @@ class TurboQuantCache(Attachable, Cache):
     Make one with `for_model`, pass it as `past_key_values` to `generate` or to the model, and
     `detach` it (or use it in a `with` statement) when the model should be as before. Several caches
     may be attached to one model at a time. One forward at a time per model.
+
+    `copy.deepcopy` makes a cache that goes its own way, attached to the same model. `pickle` and
+    `torch.save` write what is in use; what is loaded again has to be attached (`attach`).
     """
 
     def __init__(
@@ -120,6 +123,7 @@ class TurboQuantCache(Attachable, Cache):
         self.lifecycle = Lifecycle(self.sequences, self.packed)
         if max_cache_len is not None and not static and device.type != "meta":
             self._allocate(model)
+        self.made_for = centers.fingerprint(model)
         self.states = [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
         super().__init__(layers=layers)
         self.attach(model)
@@ -219,13 +223,25 @@ class TurboQuantCache(Attachable, Cache):
         )
 
     def attach(self, model: nn.Module) -> None:
-        """Makes `model` able to use this cache; `for_model` has done it already."""
-        windows = layer_windows(model)
+        """Makes `model` able to use this cache; `for_model` has done it already.
+
+        Raises:
+            ValueError: the cache was made for a model of another shape or RoPE.
+        """
+        windows, expected = layer_windows(model), centers.fingerprint(model)
+        if wrong := centers.differences(self.made_for, expected):
+            raise ValueError(f"this cache was made for another model: {wrong}")
         if windows != self.windows:
-            raise ValueError("this cache was made for a model with other layers")
-        if head_dim_of(text_config(model)) != self.config.head_dim:
-            raise ValueError(f"this cache was made for head_dim {self.config.head_dim}")
+            raise ValueError("this cache was made for a model with other sliding windows")
         super().attach(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and files, which have the size of what is in use (see TurboQuantLayer).
+
+        A copy by `copy.deepcopy` is attached to the same model. A cache that comes from a file has
+        to be: `attach(model)`.
+        """
+        return {**super().__getstate__(), "center": _own(self.center)}
 
     # -- what changes the sequences
 
@@ -414,3 +430,14 @@ def _given_centers(center: Any, model: nn.Module) -> Centers | None:
         f"center is {center!r}, supported: 'auto', 'mean', None (off), one tensor per layer, or "
         "a file of save_centers (and there is no file of this name)"
     )
+
+
+def _own(center: str | Centers | None) -> str | Centers | None:
+    """The same centers in memory of their own."""
+    if isinstance(center, Tensor):
+        return center.clone()
+    if isinstance(center, Mapping):
+        return {layer: tensor.clone() for layer, tensor in center.items()}
+    if center is None or isinstance(center, str):
+        return center
+    return [None if tensor is None else tensor.clone() for tensor in center]

@@ -128,6 +128,15 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
     }
 
 
+def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    """What a fingerprint has otherwise than the model's, in words; empty if they are equal."""
+    return "; ".join(
+        f"{name} {found.get(name)!r}, the model's is {value!r}"
+        for name, value in expected.items()
+        if found.get(name) != value
+    )
+
+
 def save_centers(
     path: str | os.PathLike[str], centers: Sequence[Tensor | None], model: nn.Module
 ) -> None:
@@ -194,13 +203,8 @@ def load_centers(path: str | os.PathLike[str], model: nn.Module) -> list[Tensor 
             f"{FILE_FORMAT!r}"
         )
     expected = fingerprint(model)
-    wrong = [
-        f"{name} {found.get(name)!r}, the model's is {value!r}"
-        for name, value in expected.items()
-        if found.get(name) != value
-    ]
-    if wrong:
-        raise ValueError(f"{path} holds the centers of another model: {'; '.join(wrong)}")
+    if wrong := differences(found, expected):
+        raise ValueError(f"{path} holds the centers of another model: {wrong}")
     windows = layer_windows(model)
     _check_tensors(str(path), tensors, expected, windows)
     return [tensors.get(f"layers.{i}.center") for i in range(len(windows))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ class ConstantsByDevice:
                 tables[index] = tables[index]._replace(center=center)
             self.known[device] = Constants(tables, partners)
         return self.known[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For files: given centers in memory of their own, and no devices."""
+        centers = {index: center.clone() for index, center in self.centers.items()}
+        return {**vars(self), "centers": centers, "known": {}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConstantsByDevice:
+        return self  # nothing changes
 
 
 @lru_cache(maxsize=16)

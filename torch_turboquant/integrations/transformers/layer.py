@@ -141,6 +141,56 @@ class TurboQuantLayer(CacheLayerMixin):
             grown.unflatten(0, (rows, pages))[:, :have] = self.pages.unflatten(0, (rows, have))
         self.paged = PagedLayer(grown, self.config, self.tables, ring)
 
+    # -- copies and files
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a file needs: of pages and tail, what holds tokens.
+
+        All in memory of its own, because a view is copied with all that it is a view of.
+        """
+        state = {name: x for name, x in vars(self).items() if name not in _MADE_ANEW}
+        learned = self.sequences.learned_center and self.tables and self.tables.center
+        state["center"] = learned.clone() if isinstance(learned, Tensor) else None
+        if self.waiting is not None:
+            state["waiting"] = tuple(x.clone() for x in self.waiting)
+        state["memory"] = None
+        if self.paged is not None:
+            rows, batch = self.sequences.rows, self.sequences.batch
+            pages = self.pages.unflatten(0, (rows, -1))
+            held = pages[:batch, : self.sequences.pages_in_use(pages.shape[1])].clone()
+            ring = None if self.ring is None else self.ring[:batch].clone()
+            state["memory"] = pages.shape[1], held, ring
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        center, memory = state["center"], state["memory"]
+        self.__dict__.update(
+            {name: x for name, x in state.items() if name not in ("center", "memory")}
+        )
+        self.tables = self.paged = self._handed = None
+        held = memory[1] if memory else self.waiting and self.waiting[0]
+        if held is None:
+            self.kv_heads, self.is_initialized = 0, False
+            return
+        self.prepare(self.kv_heads, self.dtype, held.device)  # where a file was mapped to
+        if center is not None:
+            self.take_center(center)
+        if memory:
+            self._take_copy(*memory)
+
+    def _take_copy(self, owned: int, held: Tensor, kept: Tensor | None) -> None:
+        """Memory of `owned` pages per sequence, of which these are the first, and of the tail."""
+        sequences, rows = self.sequences, self.sequences.rows
+        pages = allocate_cache(self.config, rows * owned, self.kv_heads, self.device)
+        pages.unflatten(0, (rows, owned))[: held.shape[0], : held.shape[1]] = held
+        ring = None
+        if kept is not None:
+            shape = tail_shape(self.config, rows, self.kv_heads, sequences.max_q_len)
+            ring = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            ring[: len(kept)] = kept
+        self.take_memory(pages, ring)
+        sequences.push()
+
     # -- storing
 
     def update(
@@ -291,6 +341,10 @@ class TurboQuantLayer(CacheLayerMixin):
         self._handed = None
         if self.sequences.encoded:
             self.waiting = None
+
+
+# Attributes of a layer that a copy makes anew.
+_MADE_ANEW = ("tables", "paged", "_handed")
 
 
 def nbytes(t: Tensor | None) -> int:

@@ -61,6 +61,9 @@ class Lifecycle:
         self.sequences, self.layers = sequences, layers
         self.pending: list[Pending] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Lifecycle, (self.sequences, self.layers)
+
     @property
     def exact(self) -> bool:
         """Whether the running forward attends with the model's own attention."""

@@ -230,8 +230,20 @@ class Sequences:
         self.forward = None
         self.push()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the device's counters: layers make them again as they take memory."""
+        self.pull()
+        return {name: x for name, x in vars(self).items() if name not in _OF_DEVICES}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, forward=None, counters={}, tables={}, first_counters=None)
+
     def lengths(self) -> list[int]:
         return [max(0, self.columns - pad) for pad in self.pads]
+
+    def pages_in_use(self, owned: int) -> int:
+        """Pages with tokens of the longest sequence, in a layer where it owns so many."""
+        return min(owned, math.ceil(max(self.lengths(), default=0) / self.config.page_size))
 
     def window_pages(self, window: int) -> int:
         """Pages that a sequence owns in a layer: all, or those max_q_len queries can see."""
@@ -455,6 +467,10 @@ class Sequences:
                     f"filled with {old}"
                 )
         return pads
+
+
+# Attributes of Sequences that no copy carries.
+_OF_DEVICES = ("forward", "counters", "tables", "first_counters")
 
 
 def _check_form(mask: Any) -> None:
