@@ -80,13 +80,17 @@ def snippets(document: str) -> list[str]:
 
 
 class SnippetTokenizer:
-    """What snippets take for the tokenizer of a public model: 80 random tokens for every text."""
+    """What snippets take for the tokenizer of a public model: a random token for each word.
+
+    Short texts have 80 tokens, and a text that goes on begins with the same tokens.
+    """
 
     def __call__(self, text: str | list[str], return_tensors: str) -> Any:
         from transformers import BatchEncoding
 
-        ids = torch.randint(1, 64, (80,), generator=generator(1))
-        ids = ids.expand(len(text) if isinstance(text, list) else 1, -1).clone()
+        texts = text if isinstance(text, list) else [text]
+        length = max(80, *(len(words.split()) for words in texts))
+        ids = torch.randint(1, 64, (length,), generator=generator(1)).expand(len(texts), -1).clone()
         return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
     def decode(self, ids: Tensor) -> str:

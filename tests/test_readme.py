@@ -19,7 +19,7 @@ def test_transformers_example(monkeypatch, capsys):
     without_downloads(monkeypatch)
     names: dict = {}
     exec(compile(BLOCKS[0], "README.md", "exec"), names)
-    assert names["out"].shape == (1, 120)
+    assert names["out"].shape == (1, 340)
     assert names["cache"].memory_bytes()["pages"] > 0
     assert repr(names["cache"].memory_bytes()) in capsys.readouterr().out
 
