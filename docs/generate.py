@@ -685,7 +685,7 @@ def grouped_bars(
     colors: dict[str, Any],
     text: list[str],
 ) -> None:
-    """Bars side by side in each group, None left out, with texts over those of the default."""
+    """Bars side by side in each group, None left out, with texts in those of the default."""
     width = 0.84 / len(series)
     for i, (name, values) in enumerate(series.items()):
         label = f"{name} (default)" if name == DEFAULT else name
@@ -693,7 +693,8 @@ def grouped_bars(
         heights = [v for v in values if v is not None]
         bars = axes.bar(at, heights, width, color=colors[name], label=label)
         if name == DEFAULT:
-            axes.bar_label(bars, text, fontsize=9, fontweight="bold")
+            style = {"fontsize": 9, "fontweight": "bold", "color": "white", "rotation": 90}
+            axes.bar_label(bars, text, label_type="center", **style)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylim(0, 1.1 * max(v for values in series.values() for v in values if v is not None))
     axes.grid(True, axis="y", alpha=0.3)
