@@ -9,9 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function, create_masks_for_generate
+from transformers.masking_utils import (
+    causal_mask_function,
+    create_masks_for_generate,
+    sdpa_mask,
+)
 
 from torch_turboquant.integrations.transformers.lifecycle import Lifecycle
 from torch_turboquant.integrations.transformers.models import original_attention, text_config
@@ -77,6 +82,7 @@ class Binding:
 
     attached = 0  # a copy of a model carries copies of these, bound to nothing: they do nothing
     cache: Attachable | None = None  # of the running forward
+    begun_by: nn.Module | None = None  # whose forward that is
 
     def __init__(self, model: nn.Module, decoder: nn.Module, config: Any) -> None:
         current = config._attn_implementation or "eager"
@@ -95,11 +101,12 @@ class Binding:
                     )
         AttentionInterface.register(self.name, partial(_attention, self.previous))
         AttentionMaskInterface.register(self.name, partial(_mask, self.previous))
-        self.parameters = list(inspect.signature(decoder.forward).parameters)
-        self.hooks = [
-            decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-            decoder.register_forward_hook(self._after, always_call=True),
-        ]
+        self.hooks = []
+        for outer in (decoder, *_around(decoder, model)):
+            names = list(inspect.signature(outer.forward).parameters)
+            before = partial(self._before, names)
+            self.hooks.append(outer.register_forward_pre_hook(before, with_kwargs=True))
+            self.hooks.append(outer.register_forward_hook(self._after, always_call=True))
         config._attn_implementation_internal = self.name
         for module in (decoder, *modules):
             setattr(module, _ATTRIBUTE, self)
@@ -143,12 +150,16 @@ class Binding:
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (Binding,)
 
-    def _before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(
+        self, names: list[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if not self.attached:
             return
-        self.cache = None
-        call = dict(zip(self.parameters, args, strict=False)) | kwargs
+        call = dict(zip(names, args, strict=False)) | kwargs
         cache = call.get("past_key_values")
+        if self.cache is not None and cache is self.cache and self.begun_by is not module:
+            return  # the decoder, within the module around it
+        self.cache = None
         if not isinstance(cache, Attachable):
             return
         if cache.binding is not self:
@@ -165,12 +176,27 @@ class Binding:
             tokens = call["inputs_embeds"]
         described = call.get("attention_mask"), call.get("position_ids")
         cache.lifecycle.begin(tokens.shape[0], tokens.shape[1], *described)
-        self.cache = cache
+        self.cache, self.begun_by = cache, module
 
-    def _after(self, decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        cache, self.cache = self.cache, None
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.begun_by is not module:
+            return
+        cache, self.cache, self.begun_by = self.cache, None, None
         if cache is not None:
             cache.lifecycle.end(succeeded=output is not None)  # no output: it has raised
+
+
+def _around(decoder: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """The modules between model and decoder: some make the decoder's masks.
+
+    So a forward on a cache begins with them: a decoder of a model for images gets masks, but no
+    padding.
+    """
+    inner = [m for m in model.modules() if m is not decoder and decoder in m.modules()]
+    if getattr(model, "base_model", None) is not model:
+        inner = [m for m in inner if m is not model]
+    names = {"attention_mask", "past_key_values"}
+    return [m for m in inner if names <= set(inspect.signature(m.forward).parameters)]
 
 
 _BY_CONFIG: dict[int, Binding] = {}  # id of the text configuration -> who is attached there
@@ -210,11 +236,49 @@ def _mask(previous: str, *args: Any, config: Any = None, **kwargs: Any) -> Tenso
     # a window of 0 too: Qwen2-MoE makes a mask for sliding layers also where it has none
     sliding = kwargs.get("local_size") is not None
     if kwargs.get("use_vmap") or not (causal or sliding):
-        raise ValueError(
-            "the model asks for a mask other than causal or sliding-window attention with left "
-            "padding, which TurboQuantCache does not support after the first forward"
-        )
+        if not _is_causal(getattr(config, "sliding_window", None), **kwargs):
+            raise ValueError(
+                "the model asks for a mask other than causal or sliding-window attention with left "
+                "padding, as for an image or a prefix, which TurboQuantCache supports in the first "
+                "forward only"
+            )
     return None
+
+
+_QUERIES = 64  # whose mask is worked out at a time
+
+
+def _is_causal(
+    window: int | None,
+    *,
+    batch_size: int,
+    kv_length: int,
+    kv_offset: int,
+    mask_function: Callable[..., Tensor],
+    use_vmap: bool,
+    device: torch.device,
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    **kwargs: Any,
+) -> bool:
+    """Whether new tokens get nothing but a causal mask, or one with this window.
+
+    Models make masks for their images, which differ from others in the rows of an image's tokens,
+    also for a text without one. Only working the mask out can tell.
+    """
+    if q_length is None or torch.compiler.is_compiling():
+        return False
+    keys = torch.arange(kv_length, device=device) + kv_offset
+    windows = {kv_length, window or kv_length}  # that the mask may have
+    for first in range(0, q_length, _QUERIES):
+        queries = min(_QUERIES, q_length - first)
+        place = {"q_offset": q_offset + first, "kv_offset": kv_offset}
+        options = {"use_vmap": use_vmap, "allow_torch_fix": False, "device": device}
+        mask = sdpa_mask(batch_size, queries, kv_length, mask_function=mask_function,
+                         allow_is_causal_skip=False, **place, **options)  # fmt: skip
+        back = (torch.arange(queries, device=device) + q_offset + first)[:, None] - keys
+        windows = {w for w in windows if (mask == ((back >= 0) & (back < w))).all()}
+    return bool(windows)
 
 
 def _early_masks(
