@@ -95,7 +95,8 @@ class AttentionOptions:
     """float32 [q_heads]: each adds exp(logit) to the softmax denominator, and to lse."""
 
     def __post_init__(self) -> None:
-        if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
+        scale = self.softmax_scale  # compared: torch.compile(dynamic=True) cannot trace isfinite
+        if scale is not None and not -math.inf < scale < math.inf:
             raise ValueError(f"softmax_scale is {self.softmax_scale}, supported: finite numbers")
         if self.sliding_window < 0:
             raise ValueError(

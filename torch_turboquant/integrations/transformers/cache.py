@@ -26,6 +26,7 @@ from torch_turboquant.integrations.transformers.models import (
     plain_layers,
     rotary_partners,
     text_config,
+    unwrapped,
 )
 from torch_turboquant.integrations.transformers.sequences import Sequences
 from torch_turboquant.layer_choice import LayerChoice, layer_configs
@@ -42,7 +43,7 @@ class TurboQuantCache(Attachable, Cache):
 
     Make one with `for_model`, pass it as `past_key_values` to `generate` or to the model, and
     `detach` it (or use it in a `with` statement) when the model should be as before. Several caches
-    may be attached to one model at a time. One forward at a time per model.
+    may be attached to one model at a time, and used by a thread each.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class TurboQuantCache(Attachable, Cache):
             raise ValueError("max_batch_size, max_q_len and max_cache_len must be positive")
         if static and max_cache_len is None:
             raise ValueError("a static cache needs its max_cache_len")
+        model = unwrapped(model)
         windows = layer_windows(model)
         learned = center if isinstance(center, str) and center in ("auto", "mean") else None
         known: Centers | None
@@ -207,6 +209,7 @@ class TurboQuantCache(Attachable, Cache):
 
     def attach(self, model: nn.Module) -> None:
         """Makes `model` able to use this cache; `for_model` has done it already."""
+        model = unwrapped(model)
         windows = layer_windows(model)
         if windows != self.windows:
             raise ValueError("this cache was made for a model with other layers")
@@ -218,9 +221,10 @@ class TurboQuantCache(Attachable, Cache):
 
     def reset(self) -> None:
         """Forgets all tokens and a learned center; keeps memory and attachment."""
-        for layer in self.layers:
-            layer.reset()
-        self.sequences.reset()
+        with self.lifecycle.exclusive:
+            for layer in self.layers:
+                layer.reset()
+            self.sequences.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last -tokens_to_remove tokens of every sequence (a negative number or 0).
@@ -240,7 +244,8 @@ class TurboQuantCache(Attachable, Cache):
                 "layers without keys and values (linear attention, convolution) cannot take tokens "
                 "back"
             )
-        self.sequences.crop(-tokens_to_remove)
+        with self.lifecycle.exclusive:
+            self.sequences.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes a copy of the former sequence beam_idx[i] (beam search)."""
@@ -266,11 +271,12 @@ class TurboQuantCache(Attachable, Cache):
             return
         if max(chosen) >= sequences.batch:
             raise ValueError(f"sequence {max(chosen)} of {sequences.batch}")
-        for layer in self.packed:
-            layer.select_rows(rows)
-        for layer in self.states:
-            layer.reorder_cache(rows)
-        sequences.select(chosen)
+        with self.lifecycle.exclusive:
+            for layer in self.packed:
+                layer.select_rows(rows)
+            for layer in self.states:
+                layer.reorder_cache(rows)
+            sequences.select(chosen)
 
     # -- what it holds
 

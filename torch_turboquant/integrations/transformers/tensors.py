@@ -1,4 +1,4 @@
-"""Many tensors at once: in one transfer or one allocation, and at addresses that stay."""
+"""Many tensors at once: in one transfer or one allocation."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ def put_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]
     ]
 
 
+def check_not_meta(tensor: Tensor) -> None:
+    """Raises if a forward runs on the meta device."""
+    if tensor.device.type == "meta":
+        raise ValueError(
+            "the forward runs on the meta device, where tensors have no numbers: load the model's "
+            "weights first (from_pretrained, or to_empty and load_state_dict)"
+        )
+
+
 def zeros_together(
     count: int, wanted: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device
 ) -> Iterator[list[Tensor]]:
@@ -49,10 +58,3 @@ def zeros_together(
         for part, size, (shape, dtype) in zip(whole.split(places), sizes, wanted, strict=True)
     ]
     return map(list, zip(*parts, strict=True))
-
-
-def fixed(*tensors: Tensor | None) -> None:
-    """Tells torch.compile that these stay at their address, so that CUDA graphs copy nothing."""
-    for tensor in tensors:
-        if tensor is not None:
-            torch._dynamo.mark_static_address(tensor)
