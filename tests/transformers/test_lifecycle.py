@@ -106,6 +106,50 @@ def test_other_caches_work_as_before_while_attached():
         assert_close(torch.cat([part1, part2], 1), alone, 1e-6)
 
 
+def test_models_that_share_their_configuration():
+    first, ids = make_model(), make_ids(80)
+    torch.manual_seed(1)
+    second = type(first)(first.config).eval()
+    assert second.config is first.config and second.model.config is first.model.config
+    plain = first(ids).logits, second(ids).logits
+    expected = []
+    for model in (first, second):
+        with TurboQuantCache.for_model(model, "k4v4") as cache:
+            expected.append(feed(model, cache, ids, 70, 1))
+    one = TurboQuantCache.for_model(first, "k4v4")
+    assert torch.equal(second(ids).logits, plain[1])
+    two = TurboQuantCache.for_model(second, "k4v4")
+    prompts = feed(first, one, ids[:, :70]), feed(second, two, ids[:, :70])
+    steps = feed(first, one, ids[:, 70:], 1), feed(second, two, ids[:, 70:], 1)
+    for logits, *parts in zip(expected, prompts, steps, strict=True):
+        assert torch.equal(torch.cat(parts, 1), logits)
+    del one  # the other one's model keeps its attention
+    gc.collect()
+    two.reset()
+    assert torch.equal(feed(second, two, ids, 70, 1), expected[1])
+    assert torch.equal(first(ids).logits, plain[0])
+    with pytest.raises(RuntimeError, match="outside a forward of the model"):
+        first(ids, past_key_values=two)
+    del two
+    gc.collect()
+    assert first.config._attn_implementation == "sdpa"
+    assert torch.equal(first(ids).logits, plain[0]) and torch.equal(second(ids).logits, plain[1])
+
+
+def test_an_implementation_that_was_changed_for_one_of_two_models():
+    first, ids = make_model(), make_ids(80)
+    second = type(first)(first.config).eval()
+    one = TurboQuantCache.for_model(first, "k4v4")
+    first.set_attn_implementation("eager")
+    with TurboQuantCache.for_model(second, "k4v4") as two:
+        feed(second, two, ids, 70)
+        with pytest.raises(RuntimeError, match="was changed to 'eager'"):
+            first(ids, past_key_values=one)
+        one.detach()
+        feed(second, two, ids[:, :1])
+    assert first.config._attn_implementation == "eager"
+
+
 def test_a_detached_cache_is_refused_and_can_come_back():
     model, ids = make_model(), make_ids(80)
     before = {name: set(vars(module)) for name, module in model.named_modules()}

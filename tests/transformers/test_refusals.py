@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from tests.transformers.harness import (
     COMMON,
@@ -148,9 +148,9 @@ def test_a_cache_is_made_for_a_model():
         feed(model, cache, make_ids(5))
 
 
-@pytest.mark.parametrize("center", ["none", "Auto", "no/such/file", Path("no/such/file"), 3, True])
+@pytest.mark.parametrize("center", ["None", "Auto", "no/such/file", Path("no/such/file"), 3, True])
 def test_centers_that_are_none(center):
-    with pytest.raises(ValueError, match=r"center is .*'auto', 'mean', None .*save_centers"):
+    with pytest.raises(ValueError, match=r"center is '.*'auto', 'mean', 'none' .*save_centers"):
         TurboQuantCache.for_model(make_model(), center=center)
 
 
@@ -253,7 +253,7 @@ def test_keys_of_another_dtype_or_device_are_refused():
         feed(model, cache, ids[:, :70])
         model.bfloat16()
         for tokens in (ids[:, 70:71], ids[:, 70:]):
-            with pytest.raises(TypeError, match="bfloat16, but holds"):
+            with pytest.raises(TypeError, match=r"values of torch\.bfloat16, but holds"):
                 model(tokens, past_key_values=cache)
         elsewhere = torch.zeros(1, 2, 1, 32, device="meta")
         cache.sequences.begin(1, 1, None)
@@ -268,6 +268,57 @@ def test_keys_of_another_dtype_or_device_are_refused():
             model(ids, past_key_values=cache)
     with pytest.raises(TypeError, match="float64, supported: float32, float16, bfloat16"):
         TurboQuantCache.for_model(model, "k4v4")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_gradient_checkpointing_takes_no_cache(gradients, reentrant):
+    model, ids = make_model(), make_ids(70)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        model.train()
+        with torch.set_grad_enabled(gradients):
+            with pytest.raises(RuntimeError, match="takes no gradient, and gradient checkpointing"):
+                model(ids, past_key_values=cache)
+            loss = model(ids, labels=ids).loss  # as before, without it
+            assert loss.requires_grad == gradients
+        model.eval()
+        feed(model, cache, ids)  # as in an evaluation between two steps of training
+        with torch.enable_grad():
+            with pytest.raises(RuntimeError, match=r"takes no gradient: .* torch.no_grad"):
+                model(ids[:, :1], past_key_values=cache)
+        assert cache.get_seq_length() == 70
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_model_without_weights(device, gradients):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_model().config)
+    for form in ({}, {"max_cache_len": 100}, {"max_cache_len": 100, "static": True}):
+        cache = TurboQuantCache.for_model(model, **form)
+        with torch.set_grad_enabled(gradients):
+            with pytest.raises(ValueError, match="the forward runs on the meta device"):
+                model(make_ids(80).to(device), past_key_values=cache)
+
+
+def test_attention_that_goes_another_way_is_noticed(monkeypatch):
+    model, ids = make_model(), make_ids(70)
+    other = AttentionInterface()["sdpa"]
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        feed(model, cache, ids)
+        ours = AttentionInterface()["turboquant_sdpa"]
+        one = model.model.layers[1].self_attn
+        monkeypatch.setitem(
+            AttentionInterface._global_mapping,
+            "turboquant_sdpa",
+            lambda module, *args, **kwargs: (other if module is one else ours)(
+                module, *args, **kwargs
+            ),
+        )
+        with pytest.raises(RuntimeError, match="attention of layer 1 did not go through"):
+            model(ids[:, :1], past_key_values=cache)
+        assert cache.get_seq_length() == 70
 
 
 def test_keys_changed_on_the_way_are_noticed():

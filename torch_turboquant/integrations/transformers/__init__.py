@@ -15,10 +15,13 @@ attention function registered with transformers reads the pages themselves.
    A long continuation goes piece by piece, so that its result does not depend on how it is cut.
 
 Attaching. A cache attaches itself to its model: the text configuration's attention implementation
-becomes "turboquant_<previous>", two hooks on the decoder tell which cache a forward runs on, and
-the model's `create_masks_for_generate` leaves masks to the forward. With any other cache, or none,
-all of these do what was done before. `detach()`, the end of a `with` block or the end of the
+becomes "turboquant_<previous>", a forward around the decoder's own notes which cache it runs on,
+and the model's `create_masks_for_generate` leaves masks to the forward. With any other cache, or
+none, all of these do what was done before. `detach()`, the end of a `with` block or the end of the
 cache's life restore the model.
+
+Threads. What runs is noted by thread: several threads may use one model, each with a cache of its
+own or with none. A cache is for one thread at a time, and says so to a second one.
 
 Center. Keys are stored relative to one constant vector per layer and KV head, which softmax cannot
 see, and with their channels scaled, which queries take back. center="auto" learns both from the
@@ -45,7 +48,8 @@ sliding-window layer as max_q_len queries can see, and goes round in them.
 Static form. With `static=True` the lengths live on the device as well, and what a forward after the
 prompt does follows from the shapes of its inputs: it can be compiled in one piece, without another
 compilation as the context grows, and be captured in a CUDA graph. `generate` compiles it by itself
-where it would with transformers' StaticCache. Host and device meet only where something else than
+where it would with transformers' StaticCache. Every other forward is called without compilation,
+whoever has compiled the model. Host and device meet only where something else than
 such a step is asked for: a prompt, `crop`, a reordering, a size.
 
 Hybrid models. Layers of linear attention or convolution keep the cache layers of transformers; only

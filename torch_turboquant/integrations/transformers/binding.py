@@ -1,16 +1,24 @@
-"""Between model and cache: how a forward finds out which cache it runs on."""
+"""Between model and cache: how a forward finds out which cache it runs on.
+
+Several threads may use one model at a time, each with a cache of its own or with none. So what runs
+is noted by thread (RUNNING), and what is replaced in a model and its configuration does for every
+other forward what was done before.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import (
     causal_mask_function,
@@ -18,19 +26,39 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from torch_turboquant.integrations.transformers.compiling import uncompiled
 from torch_turboquant.integrations.transformers.lifecycle import Lifecycle
 from torch_turboquant.integrations.transformers.models import original_attention, text_config
+from torch_turboquant.integrations.transformers.tensors import check_not_meta
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PREFIX = "turboquant_"
 _ATTRIBUTE = "_turboquant_binding"  # of the modules of an attached model
+_FORWARD = "forward"  # of the decoder and of modules around it
 _MASKS = "create_masks_for_generate"  # what `generate` asks the model for, if the model has it
 
 
+class Running(threading.local):
+    """What runs in a thread."""
+
+    __slots__ = ()  # else torch.compile writes to a dictionary that all threads share
+
+    def __init__(self) -> None:
+        self.cache: Attachable | None = None  # of the running forward
+        self.note: Callable[..., None] | None = None  # of `models.recording`
+
+
+RUNNING = Running()
+
+# Attach and detach one at a time. Reentrant, because a cache may reach the end of its life while
+# the same thread attaches another one: users are added to a set before anything else is looked at.
+_ATTACHING = threading.RLock()
+
+
 class Attachable:
-    """A cache that can be attached to models; the hooks drive its lifecycle."""
+    """A cache that can be attached to models; the decoder's `_Forward` drives its lifecycle."""
 
     lifecycle: Lifecycle
     layers: Any
@@ -39,13 +67,15 @@ class Attachable:
 
     def attach(self, model: nn.Module) -> None:
         """Makes `model` able to use this cache."""
-        self.detach()
-        self._hold(Binding.of(model))
+        with self.lifecycle.exclusive:
+            self.detach()
+            user = object()
+            self._hold(Binding.of(model, user), user)
 
-    def _hold(self, binding: Binding) -> None:
-        binding.attached += 1
+    def _hold(self, binding: Binding, user: object) -> None:
         self.binding = binding
-        self._release = weakref.finalize(self, binding.release)
+        self._release = weakref.finalize(self, binding.release, user)
+        self._release.atexit = False  # the models end with the process
 
     def __getstate__(self) -> dict[str, Any]:
         return {n: x for n, x in vars(self).items() if n not in ("binding", "_release")}
@@ -54,16 +84,20 @@ class Attachable:
         """A copy that goes its own way, attached to the same model if this one is."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        if self.binding is not None:
-            twin._hold(self.binding)
+        with self.lifecycle.exclusive:
+            twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+            if self.binding is not None:
+                user = object()
+                self.binding.take(user)
+                twin._hold(self.binding, user)
         return twin
 
     def detach(self) -> None:
         """Gives the model its own attention back once no other cache is attached. Idempotent."""
-        if self._release is not None:
-            self._release()
-        self.binding = self._release = None
+        with self.lifecycle.exclusive:
+            if self._release is not None:
+                self._release()
+            self.binding = self._release = None
 
     def __enter__(self) -> Self:
         return self
@@ -72,23 +106,66 @@ class Attachable:
         self.detach()
 
 
-class Binding:
-    """The link between one decoder and the caches attached to it.
+class Implementation:
+    """The attention implementation of a configuration, replaced while it has users.
 
-    Two hooks on the decoder: before a forward, note which cache it runs on and plan it; afterwards,
-    let the counts move. The attention and mask functions below look here. torch.compile traces all
-    of this.
+    The configuration may be that of several models.
     """
 
-    attached = 0  # a copy of a model carries copies of these, bound to nothing: they do nothing
-    cache: Attachable | None = None  # of the running forward
-    begun_by: nn.Module | None = None  # whose forward that is
-
-    def __init__(self, model: nn.Module, decoder: nn.Module, config: Any) -> None:
-        current = config._attn_implementation or "eager"
-        self.previous = current.removeprefix(_PREFIX)  # a copy of an attached model carries it
+    def __init__(self, config: Any) -> None:
+        self.config, self.previous = config, previous_implementation(config)
         self.name = _PREFIX + self.previous
-        self.config = config
+        self.users: set[object] = set()
+
+    @classmethod
+    def of(cls, config: Any, user: object) -> Implementation:
+        """That of `config`, which `user` has to release."""
+        with _ATTACHING:
+            found = _IMPLEMENTATIONS.get(id(config))
+            if found is not None:
+                found.users.add(user)
+                if found.installed and _IMPLEMENTATIONS.get(id(config)) is found:
+                    return found
+            found = cls(config)
+            found.users.add(user)
+            AttentionInterface.register(found.name, partial(_attention, found.previous))
+            AttentionMaskInterface.register(found.name, partial(_mask, found.previous))
+            _IMPLEMENTATIONS[id(config)] = found
+            config._attn_implementation_internal = found.name
+            return found
+
+    @property
+    def installed(self) -> bool:
+        """False where somebody has changed the configuration since."""
+        return bool(self.config._attn_implementation == self.name)
+
+    def release(self, user: object) -> None:
+        """One user less; the last one restores the configuration."""
+        with _ATTACHING:
+            self.users.discard(user)
+            if self.users or _IMPLEMENTATIONS.get(id(self.config)) is not self:
+                return
+            del _IMPLEMENTATIONS[id(self.config)]
+            if self.installed:
+                self.config._attn_implementation_internal = self.previous
+
+
+_IMPLEMENTATIONS: dict[int, Implementation] = {}  # by the id of the configuration
+
+
+def previous_implementation(config: Any) -> str:
+    """The attention implementation that `config` names, or named before it got ours."""
+    current: str = config._attn_implementation or "eager"
+    return current.removeprefix(_PREFIX)  # which a copy of an attached model carries
+
+
+class Binding:
+    """The link between one decoder and the caches attached to it."""
+
+    bound = False  # a copy of a model carries copies of these, bound to nothing: they do nothing
+
+    def __init__(self, decoder: nn.Module, config: Any) -> None:
+        self.previous = previous_implementation(config)
         self.originals: dict[type[nn.Module], Callable[..., Any]] = {}  # of classes of attention
         modules = [m for m in decoder.modules() if hasattr(m, "layer_idx")]
         for module in modules:
@@ -99,32 +176,51 @@ class Binding:
                         f"{type(module).__name__} has a configuration of its own; TurboQuantCache "
                         "supports decoders whose attention modules share one"
                     )
-        AttentionInterface.register(self.name, partial(_attention, self.previous))
-        AttentionMaskInterface.register(self.name, partial(_mask, self.previous))
-        self.hooks = []
-        for outer in (decoder, *_around(decoder, model)):
-            names = list(inspect.signature(outer.forward).parameters)
-            before = partial(self._before, names)
-            self.hooks.append(outer.register_forward_pre_hook(before, with_kwargs=True))
-            self.hooks.append(outer.register_forward_hook(self._after, always_call=True))
-        config._attn_implementation_internal = self.name
+        self.users: set[object] = set()
+        self.config, self.decoder = config, weakref.ref(decoder)
+        self.implementation = Implementation.of(config, self)
+        self.modules = [weakref.ref(module) for module in (decoder, *modules)]
         for module in (decoder, *modules):
             setattr(module, _ATTRIBUTE, self)
-        _BY_CONFIG[id(config)] = self
-        masks = getattr(model, _MASKS, create_masks_for_generate)
-        if not isinstance(masks, partial) or masks.func is not _early_masks:
-            setattr(model, _MASKS, partial(_early_masks, masks))
-        attributes = [(model, _MASKS), *((module, _ATTRIBUTE) for module in (decoder, *modules))]
-        self.attributes = [(weakref.ref(module), name) for module, name in attributes]
+        self.forwards: list[_Forward] = []
+        self.models: list[weakref.ref[nn.Module]] = []  # around the decoder
+        self.bound = True
 
     @classmethod
-    def of(cls, model: nn.Module) -> Binding:
-        """The binding of the model's decoder, made if needed."""
-        decoder = model.get_decoder()
-        binding = getattr(decoder, _ATTRIBUTE, None)
-        if binding is None or not binding.attached:
-            binding = cls(model, decoder, text_config(model))
-        return binding
+    def of(cls, model: nn.Module, user: object) -> Binding:
+        """The binding of the model's decoder, made if needed; `user` has to release it."""
+        with _ATTACHING:
+            decoder = model.get_decoder()
+            binding: Binding | None = getattr(decoder, _ATTRIBUTE, None)
+            if binding is not None and binding.bound:
+                binding.users.add(user)
+            if binding is None or not binding.bound:
+                binding = cls(decoder, text_config(model))
+                binding.users.add(user)
+            for module in (decoder, *_around(decoder, model)):
+                binding.begin_forwards_with(module)
+            binding.leave_masks_to_the_forward(model)
+            return binding
+
+    def take(self, user: object) -> None:
+        """One more user of a binding that has one."""
+        with _ATTACHING:
+            self.users.add(user)
+
+    def begin_forwards_with(self, module: nn.Module) -> None:
+        """Makes a call of `module` the begin of a forward on the cache that it gets."""
+        if any(forward.module() is module for forward in self.forwards):
+            return
+        forward = _Forward(self, module)
+        self.forwards.append(forward)
+        setattr(module, _FORWARD, forward)
+
+    def leave_masks_to_the_forward(self, model: nn.Module) -> None:
+        """What `generate` asks `model` for, see _early_masks."""
+        masks = getattr(model, _MASKS, create_masks_for_generate)
+        if not _leaves_masks(masks):
+            setattr(model, _MASKS, partial(_early_masks, masks))
+            self.models.append(weakref.ref(model))
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
         """The attention that the module had before; looked up once for its class."""
@@ -133,57 +229,34 @@ class Binding:
             found = self.originals[type(module)] = original_attention(self.previous, module)
         return found
 
-    def release(self) -> None:
+    def release(self, user: object) -> None:
         """One cache less; the last one restores the model."""
-        self.attached -= 1
-        if self.attached:
-            return
-        for hook in self.hooks:
-            hook.remove()
-        if self.config._attn_implementation == self.name:
-            self.config._attn_implementation_internal = self.previous
-        for module, name in self.attributes:
-            if module() is not None:
-                delattr(module(), name)
-        del _BY_CONFIG[id(self.config)]
+        with _ATTACHING:
+            self.users.discard(user)
+            if self.users or not self.bound:
+                return
+            self.bound = False
+            for reference in self.modules:
+                _remove(reference(), _ATTRIBUTE, lambda value: value is self)
+            for forward in self.forwards:
+                forward.remove()
+            for reference in self.models:
+                _remove(
+                    reference(), _MASKS, lambda value: getattr(value, "func", 0) is _early_masks
+                )
+            self.implementation.release(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (Binding,)
 
-    def _before(
-        self, names: list[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if not self.attached:
-            return
-        call = dict(zip(names, args, strict=False)) | kwargs
-        cache = call.get("past_key_values")
-        if self.cache is not None and cache is self.cache and self.begun_by is not module:
-            return  # the decoder, within the module around it
-        self.cache = None
-        if not isinstance(cache, Attachable):
-            return
-        if cache.binding is not self:
-            raise ValueError(
-                "this TurboQuantCache is not attached to this model; call cache.attach(model)"
-            )
-        if self.config._attn_implementation != self.name:
-            raise RuntimeError(
-                f"the attention implementation was changed to {self.config._attn_implementation!r} "
-                "while a TurboQuantCache was attached; detach it first, change, attach again"
-            )
-        tokens = call.get("input_ids")
-        if tokens is None:
-            tokens = call["inputs_embeds"]
-        described = call.get("attention_mask"), call.get("position_ids")
-        cache.lifecycle.begin(tokens.shape[0], tokens.shape[1], *described)
-        self.cache, self.begun_by = cache, module
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.begun_by is not module:
-            return
-        cache, self.cache, self.begun_by = self.cache, None, None
-        if cache is not None:
-            cache.lifecycle.end(succeeded=output is not None)  # no output: it has raised
+def _remove(module: nn.Module | None, name: str, ours: Callable[[Any], bool]) -> bool:
+    """Removes an attribute that is still ours: whether it was."""
+    attributes = {} if module is None else vars(module)
+    if name not in attributes or not ours(attributes[name]):
+        return False
+    del attributes[name]
+    return True
 
 
 def _around(decoder: nn.Module, model: nn.Module) -> list[nn.Module]:
@@ -199,7 +272,146 @@ def _around(decoder: nn.Module, model: nn.Module) -> list[nn.Module]:
     return [m for m in inner if names <= set(inspect.signature(m.forward).parameters)]
 
 
-_BY_CONFIG: dict[int, Binding] = {}  # id of the text configuration -> who is attached there
+class _Forward:
+    """The forward of an attached decoder, or of a module around it, from its begin to its end.
+
+    Only steps of the static form are traced by torch.compile, and all of this with them. Other
+    forwards depend on numbers of the host; they are called without compilation.
+    """
+
+    def __init__(self, binding: Binding, module: nn.Module) -> None:
+        self.binding = binding
+        self.module = weakref.ref(module)
+        self.previous = vars(module).get(_FORWARD)  # one that was compiled, or of accelerate
+        self.uncompiled = None if self.previous is None else uncompiled(self.previous)
+        self.__signature__ = inspect.signature(module.forward)
+        self.parameters = list(self.__signature__.parameters)
+
+    def remove(self) -> None:
+        """Gives the module its own forward back, unless somebody has changed it since."""
+        module = self.module()
+        if _remove(module, _FORWARD, lambda value: value is self) and self.previous is not None:
+            setattr(module, _FORWARD, self.previous)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.binding.bound:  # something that was put around it has kept it
+            return self.own(*args, **kwargs)
+        call = dict(zip(self.parameters, args, strict=False)) | kwargs
+        cache = call.get("past_key_values")
+        if not isinstance(cache, Attachable):
+            return self._plainly(args, kwargs)
+        if cache is RUNNING.cache:  # the module around this one has begun the forward
+            return self.own(*args, **kwargs)
+        if cache.lifecycle.sequences.stepping:
+            begin, end = _begin_uncompiled, _end_uncompiled
+            return self.run(self.own, begin, end, cache, call, args, kwargs)
+        return _run_uncompiled(self, cache, call, args, kwargs)
+
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that the module had before."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        module: Any = self.module()
+        return type(module).forward(module, *args, **kwargs)
+
+    def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward without a cache of ours, even within one that has one."""
+        around = RUNNING.cache
+        if around is None:
+            return self.own(*args, **kwargs)
+        RUNNING.cache = None
+        try:
+            return self.own(*args, **kwargs)
+        finally:
+            RUNNING.cache = around
+
+    def run(
+        self,
+        own: Callable[..., Any],
+        begin: Callable[[_Forward, Attachable, dict[str, Any]], None],
+        end: Callable[[Lifecycle, bool], None],
+        cache: Attachable,
+        call: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A forward on the cache; `call` names all arguments."""
+        if is_dynamo_compiling():  # which cannot look at threads
+            begin, end = _Forward.plan, Lifecycle.end
+        begin(self, cache, call)
+        around, RUNNING.cache = RUNNING.cache, cache
+        succeeded = False
+        try:
+            output = own(*args, **kwargs)
+            succeeded = True
+        finally:
+            RUNNING.cache = around
+            end(cache.lifecycle, succeeded)
+        return output
+
+    def plan(self, cache: Attachable, call: dict[str, Any]) -> None:
+        """Begins a forward on the cache, or refuses it."""
+        if cache.binding is not self.binding:
+            raise ValueError(
+                "this TurboQuantCache is not attached to this model; call cache.attach(model)"
+            )
+        implementation = self.binding.implementation
+        if not implementation.installed:
+            raise RuntimeError(
+                "the attention implementation was changed to "
+                f"{previous_implementation(implementation.config)!r} while a TurboQuantCache was "
+                "attached; detach it first, change, attach again"
+            )
+        decoder: Any = self.binding.decoder()
+        if decoder.training and getattr(decoder, "gradient_checkpointing", False):
+            raise RuntimeError(
+                "TurboQuantCache takes no gradient, and gradient checkpointing leaves the cache "
+                "out: call model.eval(), and run the model under torch.no_grad()"
+            )
+        tokens = call.get("input_ids")
+        if tokens is None:
+            tokens = call["inputs_embeds"]
+        check_not_meta(tokens)
+        described = call.get("attention_mask"), call.get("position_ids")
+        cache.lifecycle.begin(tokens.shape[0], tokens.shape[1], *described)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _forward_of_a_copy, (self.module(), self.previous)
+
+
+def _forward_of_a_copy(module: nn.Module, previous: Any) -> Any:
+    return MethodType(type(module).forward, module) if previous is None else previous
+
+
+# ---- what torch.compile does not trace
+
+
+def _begin(forward: _Forward, cache: Attachable, call: dict[str, Any]) -> None:
+    exclusive = cache.lifecycle.exclusive
+    exclusive.enter()
+    try:
+        forward.plan(cache, call)
+    except BaseException:
+        exclusive.leave()
+        raise
+
+
+def _end(lifecycle: Lifecycle, succeeded: bool) -> None:
+    try:
+        lifecycle.end(succeeded)
+    finally:
+        lifecycle.exclusive.leave()
+
+
+_begin_uncompiled, _end_uncompiled = uncompiled(_begin), uncompiled(_end)
+
+
+@uncompiled
+def _run_uncompiled(forward: _Forward, *arguments: Any) -> Any:
+    return forward.run(forward.uncompiled or forward.own, _begin, _end, *arguments)
+
+
+# ---- what transformers calls
 
 
 def _attention(
@@ -212,14 +424,23 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention implementation "turboquant_<previous>"."""
-    binding: Binding | None = getattr(module, _ATTRIBUTE, None)
-    if binding is None or binding.cache is None:
+    cache = RUNNING.cache
+    if cache is None or cache.binding is not getattr(module, _ATTRIBUTE, None):
+        if RUNNING.note is not None:
+            RUNNING.note(module, query, key, value, kwargs)
         original = original_attention(previous, module)
         return original(module, query, key, value, attention_mask, **kwargs)
-    layer = binding.cache.layers[module.layer_idx]
-    if binding.cache.lifecycle.attended(layer, module, query, key, value):
-        return binding.original(module)(module, query, key, value, attention_mask, **kwargs)
+    lifecycle = cache.lifecycle
+    if not lifecycle.sequences.forward.traced and is_dynamo_compiling():
+        return _attention_uncompiled(previous, module, query, key, value, attention_mask, **kwargs)
+    layer = cache.layers[module.layer_idx]
+    if lifecycle.attended(layer, module, query, key, value):
+        original = cache.binding.original(module)
+        return original(module, query, key, value, attention_mask, **kwargs)
     return layer.attend(module, query, key, value, **kwargs)
+
+
+_attention_uncompiled = uncompiled(_attention)
 
 
 def _mask(previous: str, *args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
@@ -227,9 +448,8 @@ def _mask(previous: str, *args: Any, config: Any = None, **kwargs: Any) -> Tenso
 
     paged_attention needs none: causality, padding and sliding windows follow from the lengths.
     """
-    binding = _BY_CONFIG.get(id(config))
-    cache = None if binding is None else binding.cache
-    if cache is None or cache.lifecycle.exact:
+    cache = RUNNING.cache
+    if cache is None or cache.binding.config is not config or cache.lifecycle.exact:
         build = AttentionMaskInterface().get(previous)
         return None if build is None else build(*args, config=config, **kwargs)
     causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
@@ -266,7 +486,7 @@ def _is_causal(
     Models make masks for their images, which differ from others in the rows of an image's tokens,
     also for a text without one. Only working the mask out can tell.
     """
-    if q_length is None or torch.compiler.is_compiling():
+    if q_length is None or is_dynamo_compiling():
         return False
     keys = torch.arange(kv_length, device=device) + kv_offset
     windows = {kv_length, window or kv_length}  # that the mask may have
@@ -279,6 +499,10 @@ def _is_causal(
         back = (torch.arange(queries, device=device) + q_offset + first)[:, None] - keys
         windows = {w for w in windows if (mask == ((back >= 0) & (back < w))).all()}
     return bool(windows)
+
+
+def _leaves_masks(function: Any) -> bool:
+    return isinstance(function, partial) and function.func is _early_masks
 
 
 def _early_masks(

@@ -27,6 +27,7 @@ from torch_turboquant.integrations.transformers.models import (
     plain_layers,
     rotary_partners,
     text_config,
+    unwrapped,
 )
 from torch_turboquant.integrations.transformers.sequences import Sequences
 from torch_turboquant.layer_choice import LayerChoice, layer_configs
@@ -43,7 +44,7 @@ class TurboQuantCache(Attachable, Cache):
 
     Make one with `for_model`, pass it as `past_key_values` to `generate` or to the model, and
     `detach` it (or use it in a `with` statement) when the model should be as before. Several caches
-    may be attached to one model at a time. One forward at a time per model.
+    may be attached to one model at a time, and used by a thread each.
 
     `copy.deepcopy` makes a cache that goes its own way, attached to the same model. `pickle` and
     `torch.save` write what is in use; what is loaded again has to be attached (`attach`).
@@ -77,8 +78,9 @@ class TurboQuantCache(Attachable, Cache):
             raise ValueError("max_batch_size, max_q_len and max_cache_len must be positive")
         if static and max_cache_len is None:
             raise ValueError("a static cache needs its max_cache_len")
+        model = unwrapped(model)
         windows = layer_windows(model)
-        center = centers.named(center)
+        center = None if isinstance(center, str) and center == "none" else center
         learned = center if isinstance(center, str) and center in ("auto", "mean") else None
         known = None if learned else _given_centers(center, model)
         if known is not None:
@@ -228,6 +230,7 @@ class TurboQuantCache(Attachable, Cache):
         Raises:
             ValueError: the cache was made for a model of another shape or RoPE.
         """
+        model = unwrapped(model)
         windows, expected = layer_windows(model), centers.fingerprint(model)
         if wrong := centers.differences(self.made_for, expected):
             raise ValueError(f"this cache was made for another model: {wrong}")
@@ -247,9 +250,10 @@ class TurboQuantCache(Attachable, Cache):
 
     def reset(self) -> None:
         """Forgets all tokens and a learned center; keeps memory and attachment."""
-        for layer in self.layers:
-            layer.reset()
-        self.sequences.reset()
+        with self.lifecycle.exclusive:
+            for layer in self.layers:
+                layer.reset()
+            self.sequences.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last -tokens_to_remove tokens of every sequence (a negative number or 0).
@@ -269,7 +273,8 @@ class TurboQuantCache(Attachable, Cache):
                 "layers without keys and values (linear attention, convolution) cannot take tokens "
                 "back"
             )
-        self.sequences.crop(-tokens_to_remove)
+        with self.lifecycle.exclusive:
+            self.sequences.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes a copy of the former sequence beam_idx[i] (beam search)."""
@@ -295,11 +300,12 @@ class TurboQuantCache(Attachable, Cache):
             return
         if max(chosen) >= sequences.batch:
             raise ValueError(f"sequence {max(chosen)} of {sequences.batch}")
-        for layer in self.packed:
-            layer.select_rows(rows)
-        for layer in self.states:
-            layer.reorder_cache(rows)
-        sequences.select(chosen)
+        with self.lifecycle.exclusive:
+            for layer in self.packed:
+                layer.select_rows(rows)
+            for layer in self.states:
+                layer.reorder_cache(rows)
+            sequences.select(chosen)
 
     # -- what it holds
 
@@ -427,8 +433,8 @@ def _given_centers(center: Any, model: nn.Module) -> Centers | None:
     if isinstance(center, Sequence) and not isinstance(center, str):
         return center
     raise ValueError(
-        f"center is {center!r}, supported: 'auto', 'mean', None (off), one tensor per layer, or "
-        "a file of save_centers (and there is no file of this name)"
+        f"center is {str(center)!r}, supported: 'auto', 'mean', 'none' (off), a tensor per layer, "
+        "or the path of a file of save_centers; there is no such file"
     )
 
 

@@ -164,24 +164,6 @@ def save_centers(
     save_file(tensors, path, metadata=expected)
 
 
-def named(center: Any) -> Any:
-    """What `center=` stands for: "none" is None, everything else itself.
-
-    Raises:
-        ValueError: a text that is neither a name nor a file.
-    """
-    if not isinstance(center, (str, os.PathLike)) or center in ("auto", "mean"):
-        return center
-    if center == "none":
-        return None
-    if not os.path.isfile(center):
-        raise ValueError(
-            f"center is {os.fspath(center)!r}, supported: 'auto', 'mean', 'none' or the path of a "
-            "file of save_centers; there is no such file"
-        )
-    return center
-
-
 def load_centers(path: str | os.PathLike[str], model: nn.Module) -> list[Tensor | None]:
     """Reads a file of `save_centers`: its `centers`.
 

@@ -6,18 +6,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from transformers.cache_utils import CacheLayerMixin
 
 from torch_turboquant import _checks
 from torch_turboquant.batch import AttentionOptions
 from torch_turboquant.config import CacheConfig
+from torch_turboquant.integrations.transformers.compiling import fixed, uncompiled
 from torch_turboquant.integrations.transformers.constants import ConstantsByDevice
 from torch_turboquant.integrations.transformers.sequences import Piece, Sequences, Step
-from torch_turboquant.integrations.transformers.tensors import fixed
+from torch_turboquant.integrations.transformers.tensors import check_not_meta
 from torch_turboquant.layer import PagedLayer
 from torch_turboquant.ops.cache import allocate_cache
 from torch_turboquant.tables import CacheTables
 from torch_turboquant.tail import tail_shape
+
+_NO_GRADIENT = "TurboQuantCache takes no gradient: run the model under torch.no_grad()"
 
 
 class TurboQuantLayer(CacheLayerMixin):
@@ -83,9 +87,11 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"{list(value_states.shape)} [batch, heads, tokens, dim]; this cache supports "
                 f"equal shapes with head_dim {self.config.head_dim} (no latent attention)"
             )
-        holds = kv_heads, key_states.dtype, key_states.device
+        # Under torch.autocast keys may be wider than values, because RoPE is. The attention of a
+        # model has to find one type, and takes that of the values.
+        holds = kv_heads, value_states.dtype, key_states.device
         if holds != (self.kv_heads, self.dtype, self.device):
-            _checks.check_output_dtype(key_states.dtype)
+            _checks.check_output_dtype(value_states.dtype)
             self.prepare(*holds)
         center = self.tables.center
         if center is not None and center.shape[-2:] != (kv_heads, head_dim):
@@ -202,20 +208,23 @@ class TurboQuantLayer(CacheLayerMixin):
         it recognises, not the whole sequence.
         """
         forward = self.sequences.forward
+        if forward is not None and not forward.traced and is_dynamo_compiling():
+            return _update_uncompiled(self, key_states, value_states)
         if forward is None:
             raise RuntimeError(
                 "TurboQuantCache.update was called outside a forward of the model that the cache "
                 "is attached to (a detached cache can be attached again: cache.attach(model))"
             )
+        if not self.is_initialized:
+            check_not_meta(key_states)
         if key_states.requires_grad or value_states.requires_grad:
-            raise RuntimeError(
-                "TurboQuantCache takes no gradient: run the model under torch.no_grad()"
-            )
+            raise RuntimeError(_NO_GRADIENT)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif key_states.dtype != self.dtype:
+        elif value_states.dtype != self.dtype:
             raise TypeError(
-                f"layer {self.index} got keys of {key_states.dtype}, but holds {self.dtype}"
+                f"layer {self.index} got values of {value_states.dtype}, but holds {self.dtype}: "
+                "all forwards on a cache need the same dtype, and the same torch.autocast"
             )
         elif key_states.device != self.device:
             raise ValueError(
@@ -236,6 +245,8 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def store(self, piece: Piece, keys: Tensor, values: Tensor) -> None:
         """Encodes the piece's columns of keys and values [batch, columns, kv_heads, head_dim]."""
+        if keys.dtype is not self.dtype:
+            keys = keys.to(self.dtype)
         self.paged.store(_tokens(keys, piece), _tokens(values, piece), piece.batch)
 
     # -- attending
@@ -244,10 +255,17 @@ class TurboQuantLayer(CacheLayerMixin):
         """Makes sure that attention got the keys and values that `update` has handed out."""
         handed, self._handed = self._handed, None
         if handed is None or key is not handed[0] or value is not handed[1]:
+            if key.requires_grad or value.requires_grad:
+                raise RuntimeError(_NO_GRADIENT)
             raise RuntimeError(
                 f"{type(module).__name__} changes keys or values between the cache's update and "
                 "attention (or shares them between layers), which TurboQuantCache does not support"
             )
+
+    @property
+    def unattended(self) -> bool:
+        """Whether nobody has taken back what the last `update` has handed out."""
+        return self._handed is not None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
@@ -255,6 +273,8 @@ class TurboQuantLayer(CacheLayerMixin):
         """Attention of query [batch, heads, new, head_dim] over the cache, after `take_back`."""
         forward = self.sequences.forward
         options = self._options(module, query, kwargs)
+        if query.dtype is not self.dtype:
+            query = query.to(self.dtype)
         outputs = []
         for index in range(len(forward.pieces)):
             piece = forward.piece(index, self.device, self.owned_pages)
@@ -345,6 +365,7 @@ class TurboQuantLayer(CacheLayerMixin):
 
 # Attributes of a layer that a copy makes anew.
 _MADE_ANEW = ("tables", "paged", "_handed")
+_update_uncompiled = uncompiled(TurboQuantLayer.update)
 
 
 def nbytes(t: Tensor | None) -> int:

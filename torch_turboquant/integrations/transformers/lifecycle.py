@@ -1,12 +1,12 @@
 """The life of a forward on a cache, from its plan to its commit; all of it stands here.
 
-    begin          the hook before the decoder: sequences.begin plans the forward, or refuses it
+    begin          before the decoder's forward: sequences.begin plans it, or refuses it
     for each layer
         update     transformers hands over keys and values; a layer stores them at once, unless the
                    forward is exact (layer.TurboQuantLayer)
         attended   the attention function: an exact forward's tokens are noted here, as Pending, and
                    the model's own attention runs; every other forward attends over the pages
-    end            the hook after the decoder: pending tokens are settled and the counts move, or
+    end            after the decoder's forward: pending tokens are settled and the counts move, or
                    the forward has failed and its tokens were never there
 
 An exact forward (the prompt) is settled later than it is attended, because the centers of several
@@ -14,12 +14,13 @@ layers are learned by one call, and because what it stores is needed by the next
 Settling has three parts: learn centers, allocate memory, encode. They come in this order so that
 the memory takes the place of what learning has needed.
 
-This module knows sequences and layers. The hooks (binding.py) and the user's object (cache.py) know
-this module.
+This module knows sequences and layers. What calls it around the decoder (binding.py) and the user's
+object (cache.py) know this module.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -54,12 +55,51 @@ class Pending:
     energy: Tensor | None = None  # of the queries (query_energies)
 
 
+class Exclusive:
+    """At most one thread at a time has it, and every other one that wants it gets an error.
+
+    The thread that has it may enter once more.
+    """
+
+    def __init__(self) -> None:
+        self.holder: dict[str, int] = {}  # one key: setdefault lets one thread be the first
+        self.depth = 0
+
+    def enter(self) -> None:
+        me = threading.get_ident()
+        holder = self.holder.setdefault("thread", me)
+        if holder != me:
+            if any(thread.ident == holder for thread in threading.enumerate()):
+                raise RuntimeError(
+                    "another thread uses this TurboQuantCache: give every thread a cache of its "
+                    "own (several may be attached to one model), or wait until its forward is over"
+                )
+            self.holder["thread"], self.depth = me, 0  # it ended in the middle of a forward
+        self.depth += 1
+
+    def leave(self) -> None:
+        self.depth -= 1
+        if self.depth <= 0:
+            self.depth = 0
+            self.holder.clear()
+
+    def __enter__(self) -> None:
+        self.enter()
+
+    def __exit__(self, *exc: object) -> None:
+        self.leave()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Exclusive, ()  # a copy is another cache's
+
+
 class Lifecycle:
     """The forwards of one cache, one at a time."""
 
     def __init__(self, sequences: Sequences, layers: list[TurboQuantLayer]) -> None:
         self.sequences, self.layers = sequences, layers
         self.pending: list[Pending] = []
+        self.exclusive = Exclusive()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Lifecycle, (self.sequences, self.layers)
@@ -71,7 +111,7 @@ class Lifecycle:
 
     def begin(self, batch: int, new: int, attention_mask: Any, position_ids: Any) -> None:
         """Plans a forward of `new` columns, or raises before anything has been written."""
-        if self.pending:  # of a forward that was interrupted where no hook could tell
+        if self.pending:  # of a forward that was interrupted where nobody could tell
             self.pending = []
         self.sequences.begin(batch, new, attention_mask, position_ids)
 
@@ -92,7 +132,7 @@ class Lifecycle:
         forward = self.sequences.forward
         if forward.exact:
             kept = query if forward.learns_scales else None
-            self.pending.append(Pending(layer, kept, key, value))
+            self.pending.append(Pending(layer, kept, key.to(layer.dtype), value))
             layers = len(self.pending)
             if layers * forward.batch * forward.total >= _TOGETHER:
                 self._settle()
@@ -103,6 +143,13 @@ class Lifecycle:
     def end(self, succeeded: bool = True) -> None:
         """The planned forward has gone through all layers, or has failed."""
         if succeeded:
+            for layer in self.layers:
+                if layer.unattended:
+                    self.end(succeeded=False)
+                    raise RuntimeError(
+                        f"the attention of layer {layer.index} did not go through transformers' "
+                        "AttentionInterface, which TurboQuantCache needs"
+                    )
             if self.pending:
                 try:
                     self._settle()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from torch_turboquant import models
@@ -35,6 +35,12 @@ def text_config(model: nn.Module) -> Any:
             f"returns it, but this is {got}"
         )
     return models.text_config(model.config)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model of transformers that torch.compile or another wrapper was given."""
+    own: nn.Module = getattr(getattr(model, "get_decoder", None), "__self__", model)
+    return own
 
 
 def head_dim_of(config: Any) -> int:
@@ -228,23 +234,18 @@ def recording(model: nn.Module, note: Callable[..., None]) -> Iterator[None]:
     query: [batch, heads, n, head_dim]; key and value: [batch, kv_heads, n, head_dim];
     options: scaling, softcap, sliding_window and s_aux, each None where the model gives none.
     """
-    config = text_config(model)
-    previous = config._attn_implementation or "eager"
+    # not above: the binding needs the lifecycle, and that the centers, which are learned with this
+    from torch_turboquant.integrations.transformers.binding import RUNNING, Implementation
 
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-    ) -> Any:
+    def noted(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: Any) -> None:
         names = ("scaling", "softcap", "sliding_window", "s_aux")
         note(module, query, key, value, {name: kwargs.get(name) for name in names})
-        return original_attention(previous, module)(module, query, key, value, mask, **kwargs)
 
-    AttentionInterface.register(_RECORDING, attention)
-    AttentionMaskInterface.register(_RECORDING, AttentionMaskInterface().get(previous))
-    config._attn_implementation_internal = _RECORDING
+    user = object()
+    implementation = Implementation.of(text_config(model), user)
+    around, RUNNING.note = RUNNING.note, torch.compiler.disable(noted)
     try:
         yield
     finally:
-        config._attn_implementation_internal = previous
-
-
-_RECORDING = "turboquant_recording"
+        RUNNING.note = around
+        implementation.release(user)

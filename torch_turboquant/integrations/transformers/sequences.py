@@ -21,7 +21,8 @@ from torch import Tensor
 
 from torch_turboquant.batch import AttentionBatch
 from torch_turboquant.config import CacheConfig
-from torch_turboquant.integrations.transformers.tensors import fixed, put_together
+from torch_turboquant.integrations.transformers.compiling import fixed
+from torch_turboquant.integrations.transformers.tensors import put_together
 from torch_turboquant.tail import Counters, Rings, owned_pages, owned_slots
 
 CENTER_TOKENS = 64  # that a center is learned from, at least
@@ -45,6 +46,7 @@ class Pieces:
     exact: bool  # attend with the model's own attention
     encode: bool  # write pages in this forward
     learns_scales = False  # of channels: queries are measured
+    traced = False  # by torch.compile, if it runs
 
     def __init__(self, batch: int, new: int, columns: list[tuple[int, int]]) -> None:
         self.batch, self.new, self.pieces = batch, new, columns
@@ -138,6 +140,7 @@ class Step(Pieces):
     """A forward after the first one of the static form: what Forward does, from shapes alone."""
 
     exact, encode = False, True
+    traced = True
 
     def __init__(self, sequences: Sequences, batch: int, new: int) -> None:
         super().__init__(batch, new, sequences.pieces(0, new))
@@ -145,10 +148,7 @@ class Step(Pieces):
         first = sequences.first_counters
         longest = first.columns + new - first.pads[:batch].min()
         # without a look at the device from here: on a GPU the process stops at this assertion
-        torch._assert_async(
-            longest <= sequences.max_len,
-            f"the tokens do not fit into max_cache_len={sequences.max_len}",
-        )
+        torch._assert_async(longest <= sequences.max_len, sequences.full)
 
     def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
         sequences, batch, new = self.sequences, self.batch, last - first
@@ -211,6 +211,8 @@ class Sequences:
         self.has_states = None in windows  # layers with a state that nothing can take back
         self.windows = sorted({window for window in windows if window})
         self.pages = math.ceil(max_len / config.page_size) if max_len else 0
+        # written here: torch.compile may take max_len for a number that varies
+        self.full = f"the tokens do not fit into max_cache_len={max_len}"
         self.forward: Forward | Step | None = None
         self.counters: dict[torch.device, Counters] = {}
         self.tables: dict[torch.device, dict[int, Tensor]] = {}  # by the pages of a sequence
@@ -302,7 +304,7 @@ class Sequences:
     def begin(self, batch: int, new: int, attention_mask: Any, position_ids: Any = None) -> None:
         """Plans a forward of `new` columns, or raises before anything has been written."""
         if self.forward is not None:
-            self.abort()  # interrupted where no hook could tell
+            self.abort()  # interrupted where nobody could tell
         if self.lost:
             raise RuntimeError(
                 "a forward on this cache has failed, and layers without keys and values have lost "
@@ -323,11 +325,6 @@ class Sequences:
             _check_form(attention_mask)
             self.forward = Step(self, batch, new)
             return
-        if self.static and torch.compiler.is_compiling():
-            raise RuntimeError(
-                "the first forward of a prompt (and one after a forward that failed) cannot be "
-                "compiled: call the model itself, and the compiled model from then on"
-            )
         if self.encoded:
             self._check_windows(self.lengths())
         pads = self._left_padding(batch, new, attention_mask)

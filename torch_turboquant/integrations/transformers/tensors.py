@@ -1,4 +1,4 @@
-"""Many tensors at once: in one transfer or one allocation, and at addresses that stay."""
+"""Many tensors at once: in one transfer or one allocation."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ def put_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]
     ]
 
 
+def check_not_meta(tensor: Tensor) -> None:
+    """Raises if a forward runs on the meta device."""
+    if tensor.device.type == "meta":
+        raise ValueError(
+            "the forward runs on the meta device, where tensors have no numbers: load the model's "
+            "weights first (from_pretrained, or to_empty and load_state_dict)"
+        )
+
+
 def zeros_together(
     count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
@@ -43,10 +52,3 @@ def zeros_together(
     size = math.prod(shape) * dtype.itemsize
     whole = torch.zeros(count, -(-size // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device)
     return whole[:, :size].view(dtype).view(count, *shape).unbind()
-
-
-def fixed(*tensors: Tensor | None) -> None:
-    """Tells torch.compile that these stay at their address, so that CUDA graphs copy nothing."""
-    for tensor in tensors:
-        if tensor is not None:
-            torch._dynamo.mark_static_address(tensor)

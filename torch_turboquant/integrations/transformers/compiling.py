@@ -1,0 +1,37 @@
+"""What torch.compile is told: which tensors stay where they are, and what it must not trace.
+
+Whether it traces is asked with is_dynamo_compiling: while one thread compiles, is_compiling is true
+in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNCOMPILED = (
+    "the first forward of a prompt (and one after a forward that failed), and every forward of a "
+    "cache without static=True, cannot be compiled: without fullgraph=True TurboQuantCache runs "
+    "them uncompiled; with it, call the model itself for them"
+)
+
+
+def uncompiled(function: F) -> F:
+    """The same function, which torch.compile calls instead of tracing it.
+
+    Where it may not do that (fullgraph=True), it raises an error with the text above.
+    """
+    disabled: F = torch.compiler.disable(function, reason=_UNCOMPILED)
+    return disabled
+
+
+def fixed(*tensors: Tensor | None) -> None:
+    """Tells torch.compile that these stay at their address, so that CUDA graphs copy nothing."""
+    for tensor in tensors:
+        if tensor is not None:
+            torch._dynamo.mark_static_address(tensor)
