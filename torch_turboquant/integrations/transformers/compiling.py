@@ -1,4 +1,4 @@
-"""What torch.compile is told: which tensors stay where they are, and what it must not trace.
+"""What torch.compile must not trace.
 
 Whether it traces is asked with is_dynamo_compiling: while one thread compiles, is_compiling is true
 in all of them.
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,10 +27,3 @@ def uncompiled(function: F) -> F:
     """
     disabled: F = torch.compiler.disable(function, reason=_UNCOMPILED)
     return disabled
-
-
-def fixed(*tensors: Tensor | None) -> None:
-    """Tells torch.compile that these stay at their address, so that CUDA graphs copy nothing."""
-    for tensor in tensors:
-        if tensor is not None:
-            torch._dynamo.mark_static_address(tensor)

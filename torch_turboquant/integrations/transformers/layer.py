@@ -12,10 +12,10 @@ from transformers.cache_utils import CacheLayerMixin
 from torch_turboquant import _checks
 from torch_turboquant.batch import AttentionOptions
 from torch_turboquant.config import CacheConfig
-from torch_turboquant.integrations.transformers.compiling import fixed, uncompiled
+from torch_turboquant.integrations.transformers.compiling import uncompiled
 from torch_turboquant.integrations.transformers.constants import ConstantsByDevice
 from torch_turboquant.integrations.transformers.sequences import Piece, Sequences, Step
-from torch_turboquant.integrations.transformers.tensors import check_not_meta
+from torch_turboquant.integrations.transformers.tensors import check_not_meta, fixed
 from torch_turboquant.layer import PagedLayer
 from torch_turboquant.ops.cache import allocate_cache
 from torch_turboquant.tables import CacheTables

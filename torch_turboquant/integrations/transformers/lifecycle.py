@@ -58,7 +58,7 @@ class Pending:
 class Exclusive:
     """At most one thread at a time has it, and every other one that wants it gets an error.
 
-    The thread that has it may enter once more.
+    The thread that has it may enter again.
     """
 
     def __init__(self) -> None:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from torch_turboquant.batch import AttentionBatch
 from torch_turboquant.config import CacheConfig
-from torch_turboquant.integrations.transformers.compiling import fixed
-from torch_turboquant.integrations.transformers.tensors import put_together
+from torch_turboquant.integrations.transformers.tensors import fixed, put_together
 from torch_turboquant.tail import Counters, Rings, owned_pages, owned_slots
 
 CENTER_TOKENS = 64  # that a center is learned from, at least

@@ -1,4 +1,4 @@
-"""Many tensors at once: in one transfer or one allocation."""
+"""Many tensors at once: in one transfer or one allocation, and at addresses that stay."""
 
 from __future__ import annotations
 
@@ -52,3 +52,10 @@ def zeros_together(
     size = math.prod(shape) * dtype.itemsize
     whole = torch.zeros(count, -(-size // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device)
     return whole[:, :size].view(dtype).view(count, *shape).unbind()
+
+
+def fixed(*tensors: Tensor | None) -> None:
+    """Tells torch.compile that these stay at their address, so that CUDA graphs copy nothing."""
+    for tensor in tensors:
+        if tensor is not None:
+            torch._dynamo.mark_static_address(tensor)
