@@ -344,16 +344,6 @@ def generation_table() -> str:
     return markdown(["batch x context", *GRAPH, fits], lines)
 
 
-def compiled_table() -> str:
-    """The same through torch.compile."""
-    lines = []
-    for shape, some in generated("decode").items():
-        rows = [some.get((kind, "compile")) for kind, _ in GRAPH.values()]
-        if any(rows):
-            lines.append([name_of(shape), *(milliseconds(row, "tpot_ms") for row in rows)])
-    return markdown(["batch x context", *GRAPH], lines)
-
-
 def vllm_rows(call: str, shape: dict[str, int]) -> dict[str, Row]:
     """Rows of bench_vllm_kernels on the GPU: contender -> row."""
     wanted = {"call": call, **shape}
@@ -903,7 +893,6 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     f"{PERFORMANCE}_generation.md": {
         "eager": eager_table,
         "generation": generation_table,
-        "compiled": compiled_table,
         "prompts": prompts_table,
     },
     f"{PERFORMANCE}_codec.md": {"codec": codec_table},
