@@ -16,11 +16,12 @@ FORMS = [{}, {"max_cache_len": 128}, {"static": True, "max_cache_len": 128}]
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_logits_under_autocast(name, dtype, form):
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_logits_under_autocast(place, name, dtype, form):
     """Prompt, steps and a draft. Two bits show what an error would look like."""
-    model, ids = make_model(name, initializer_range=0.1), make_ids(110)
+    model, ids = make_model(name, initializer_range=0.1).to(place), make_ids(110).to(place)
     sizes = (90, *[1] * 10, 5)
-    with torch.autocast("cpu", dtype):
+    with torch.autocast(place, dtype):
         expected = feed(model, DynamicCache(config=model.config), ids, *sizes).float()
         errors = {}
         for preset in ("k8v8", "k2v2"):

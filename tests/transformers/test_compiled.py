@@ -147,3 +147,18 @@ def test_a_compiled_model_is_a_model():
     with TurboQuantCache.for_model(model, "k4v4", **FORMS["static"]) as cache:
         assert torch.equal(generate(model, ids, cache), tokens)
     assert set(vars(model)) <= before
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_compiled_for_cuda_graphs(form):
+    model, ids = make_small_model().cuda(), make_ids(70, 2).cuda()
+    options = {"preset": "k8v8", "max_batch_size": 2, **FORMS[form]}
+    with TurboQuantCache.for_model(model, **options) as cache:
+        expected = generate(model, ids, cache, new=30)
+        cache.reset()
+        model.compile(mode="reduce-overhead")
+        assert torch.equal(generate(model, ids, cache, new=30), expected)
+        cache.reset()
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert torch.equal(generate(model, ids, cache, new=30), expected)
