@@ -157,7 +157,7 @@ def test_a_detached_cache_is_refused_and_can_come_back():
     feed(model, cache, ids[:, :70])
     cache.detach()
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
-    with pytest.raises(RuntimeError, match="attached again"):
+    with pytest.raises(RuntimeError, match=r"not attached to this model; .* attached again"):
         model(ids[:, 70:], past_key_values=cache)
     cache.attach(model)
     actual = feed(model, cache, ids[:, 70:], 1)
@@ -235,6 +235,19 @@ def test_a_failing_forward_leaves_the_cache_as_it_was(tokens):
         # a long failed forward has overwritten the ring: codes until it is full again
         held = 0 if tokens == 1 else 80
         check_against_oracle(recorder, config, 80, center="auto", first_held=held)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_cache_of_another_model(attached):
+    """The text is the same whether that model has a cache of its own attached or not."""
+    model, other, ids = make_model(), make_model(), make_ids(70)
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        own = TurboQuantCache.for_model(other, "k4v4") if attached else None
+        with pytest.raises((RuntimeError, ValueError), match="is not attached to this model; call"):
+            feed(other, cache, ids)
+        feed(model, cache, ids)
+        if own is not None:
+            own.detach()
 
 
 def test_attaching_to_another_model():

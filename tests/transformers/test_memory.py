@@ -11,6 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from tests.helpers import ROOT
+from tests.transformers.families import WINDOW, make_family
 from tests.transformers.harness import (
     MODELS,
     POLICIES,
@@ -234,6 +235,22 @@ def test_a_capacity_is_allocated_at_once(static):
     with TurboQuantCache.for_model(model, "k4v4", max_batch_size=2) as grown:
         feed(model, grown, ids[:, :90], 90)
         assert torch.equal(feed(model, grown, ids[:, 90:]), logits)
+
+
+def test_layers_of_different_kv_heads_are_allocated_as_they_are():
+    """Full layers of Gemma 4 may have fewer than its sliding ones."""
+    options = {"head_dim": 32, "global_head_dim": 32, "num_global_key_value_heads": 1,
+               "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+               "num_kv_shared_layers": 0, **WINDOW,
+               "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}  # fmt: skip
+    model, ids = make_family("gemma4_text", options), make_ids(100)
+    with TurboQuantCache.for_model(model, "k4v4") as cache:
+        expected = feed(model, cache, ids, 90)
+    with TurboQuantCache.for_model(model, "k4v4", max_cache_len=200) as cache:
+        assert [layer.kv_heads for layer in cache.packed] == [2, 2, 1]
+        places = [layer.pages for layer in cache.packed]
+        assert torch.equal(feed(model, cache, ids, 90), expected)
+        assert all(one.pages is pages for one, pages in zip(cache.packed, places, strict=True))
 
 
 def test_memory_for_keys_that_no_parameter_promised(monkeypatch):

@@ -100,6 +100,19 @@ def test_cross_attention_between_other_layers():
         attention_layers(config.to_dict())
 
 
+def test_gemma4_with_heads_of_two_sizes():
+    """As its configuration has them by default."""
+    if not hasattr(transformers, "Gemma4ForConditionalGeneration"):
+        pytest.skip("this version of transformers has no gemma4")
+    text = {**COMMON, "num_hidden_layers": 6}
+    with torch.device("meta"):
+        model = transformers.Gemma4ForConditionalGeneration(
+            transformers.Gemma4Config(text_config=text)
+        )
+    with pytest.raises(ValueError, match="Gemma4TextConfig has layers of different head_dim"):
+        TurboQuantCache.for_model(model)
+
+
 def test_latent_attention_is_told_what_to_use():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(

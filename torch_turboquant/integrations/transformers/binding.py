@@ -268,7 +268,7 @@ def _around(decoder: nn.Module, model: nn.Module) -> list[nn.Module]:
     inner = [m for m in model.modules() if m is not decoder and decoder in m.modules()]
     if getattr(model, "base_model", None) is not model:
         inner = [m for m in inner if m is not model]
-    names = {"attention_mask", "past_key_values"}
+    names = {"input_ids", "attention_mask", "past_key_values"}
     return [m for m in inner if names <= set(inspect.signature(m.forward).parameters)]
 
 
@@ -301,7 +301,8 @@ class _Forward:
         if not isinstance(cache, Attachable):
             return self._plainly(args, kwargs)
         if cache is RUNNING.cache:  # the module around this one has begun the forward
-            return self.own(*args, **kwargs)
+            traced = cache.lifecycle.sequences.forward.traced
+            return (self.own if traced else self.uncompiled or self.own)(*args, **kwargs)
         if cache.lifecycle.sequences.stepping:
             begin, end = _begin_uncompiled, _end_uncompiled
             return self.run(self.own, begin, end, cache, call, args, kwargs)

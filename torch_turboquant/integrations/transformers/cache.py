@@ -24,6 +24,7 @@ from torch_turboquant.integrations.transformers.lifecycle import Lifecycle, allo
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     layer_windows,
+    model_layers,
     plain_layers,
     rotary_partners,
     text_config,
@@ -137,13 +138,12 @@ class TurboQuantCache(Attachable, Cache):
         of a model on several devices or of several types.
         """
         places = {(p.device, p.dtype) for p in model.parameters() if p.is_floating_point()}
-        config = text_config(model)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        layers = model_layers(model)
         device, dtype = places.pop() if len(places) == 1 else (None, None)
-        if device is None or dtype not in _checks.FLOATS or not isinstance(heads, int):
+        if device is None or dtype not in _checks.FLOATS:
             return
         for layer in self.packed:
-            layer.prepare(heads, dtype, device)
+            layer.prepare(layers[layer.index].kv_heads, dtype, device)
         allocate(self.packed)
 
     @classmethod

@@ -15,12 +15,14 @@ from torch_turboquant import _checks
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     layer_windows,
+    model_layers,
     plain_layers,
     recording,
     rotary_partners,
     text_config,
 )
 from torch_turboquant.integrations.transformers.sequences import CENTER_TOKENS, Forward
+from torch_turboquant.models import KEEPS_KEYS, Fields
 from torch_turboquant.ops.center import channel_scale
 from torch_turboquant.ops.codec import scaled_center
 
@@ -111,18 +113,22 @@ def calibrate(
 def fingerprint(model: nn.Module) -> dict[str, str]:
     """What a file of centers must agree on with a model: they are means of its keys after RoPE."""
     config = text_config(model)
+    values = Fields(config)
     rope = {
-        name: getattr(config, name)
+        name: values.get(name)
         for name in ("rope_parameters", "no_rope_layers")
-        if getattr(config, name, None) is not None
+        if values.get(name) is not None
     }
+    heads = values.get("num_key_value_heads")
+    if getattr(config, "is_heterogeneous", False):
+        heads = [layer.kv_heads for layer in model_layers(model) if layer.kind in KEEPS_KEYS]
     return {
         "format": FILE_FORMAT,
         "model_type": str(config.model_type),
         "layers": str(config.num_hidden_layers),
-        "hidden_size": str(config.hidden_size),
-        "attention_heads": str(config.num_attention_heads),
-        "kv_heads": str(getattr(config, "num_key_value_heads", None)),
+        "hidden_size": str(values.get("hidden_size")),
+        "attention_heads": str(values.get("num_attention_heads")),
+        "kv_heads": str(heads),
         "head_dim": str(head_dim_of(config)),
         "rope": json.dumps(_without_none(rope), sort_keys=True) if rope else "none",
     }

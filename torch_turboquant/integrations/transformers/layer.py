@@ -212,8 +212,9 @@ class TurboQuantLayer(CacheLayerMixin):
             return _update_uncompiled(self, key_states, value_states)
         if forward is None:
             raise RuntimeError(
-                "TurboQuantCache.update was called outside a forward of the model that the cache "
-                "is attached to (a detached cache can be attached again: cache.attach(model))"
+                "this TurboQuantCache is not attached to this model; call cache.attach(model) "
+                "(its update was called outside a forward of the model that it is attached to; a "
+                "detached cache can be attached again)"
             )
         if not self.is_initialized:
             check_not_meta(key_states)
@@ -363,9 +364,10 @@ class TurboQuantLayer(CacheLayerMixin):
             self.waiting = None
 
 
+_update_uncompiled = uncompiled(TurboQuantLayer.update)
+
 # Attributes of a layer that a copy makes anew.
 _MADE_ANEW = ("tables", "paged", "_handed")
-_update_uncompiled = uncompiled(TurboQuantLayer.update)
 
 
 def nbytes(t: Tensor | None) -> int:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from torch_turboquant.batch import AttentionBatch
 from torch_turboquant.config import CacheConfig
@@ -418,7 +419,7 @@ class Sequences:
         no longer than that is nothing, or its tail, whose positions give it away.
         """
         if new > 1 and self.batch and isinstance(position_ids, Tensor) and position_ids.dim() == 2:
-            if torch.compiler.is_compiling() or (self.stepping and position_ids.is_cuda):
+            if is_dynamo_compiling() or (self.stepping and position_ids.is_cuda):
                 return  # steps do not wait for the device
             self.pull()
             begins, lengths = position_ids[:, 0].tolist(), self.lengths()
