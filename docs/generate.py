@@ -423,27 +423,19 @@ CODEC = {
 }
 
 
-def over_pytorch(row: Row) -> str:
-    """How many times as fast as PyTorch code for the same, eager or compiled."""
-    times = [row[key] for key in ("eager_ms", "compiled_ms") if row.get(key)]
-    return f"{min(times) / row['ms']:.1f}x" if times else "-"
-
-
 def codec_table() -> str:
     found = {row["row"]: row for row in h200_rows("h200_codec")}
     lines = []
     for label, names in CODEC.items():
         some = [found[name] for name in names]
-        pytorch = (over_pytorch(row) for row in some)
         lines.append(
             [
                 label,
                 " / ".join(f"{1000 * row['ms']:.0f}" for row in some),
                 " / ".join(f"{row['of']:.2f}" for row in some),
-                " / ".join(pytorch),
             ]
         )
-    return markdown(["op", "us", "of a copy's speed", "over PyTorch"], lines)
+    return markdown(["op", "us", "of a copy's speed"], lines)
 
 
 def quality_rows(name: str = QUALITY) -> dict[str, Row]:
@@ -496,6 +488,7 @@ def overview() -> str:
     quality = quality_rows()
     speed = decode_rows()[LARGE]
     any_row = next(iter(speed.values()))
+    fa3 = vllm_rows("attention", {"batch": LARGE[0], "context": LARGE[1]})["fa3 fp8"]
     lines = []
     for cache in ("none", "fp8", "k8v8", "k5v4u", "k4v4u", "k4v4", "k4v2", *OTHERS):
         row = quality[cache]
@@ -510,7 +503,9 @@ def overview() -> str:
             cells += [microseconds(bf16), "", f"{row['perplexity']:.2f}", "", ""]
             lines.append(cells)
             continue
-        ms = any_row["fp8_ms"] if cache == "fp8" else speed.get(cache, {}).get("ours_ms")
+        ms = speed.get(cache, {}).get("ours_ms")
+        if cache == "fp8":
+            ms = min(any_row["fp8_ms"], fa3["ms"])
         cells += [microseconds(ms), f"{bf16 / ms:.1f}x"] if ms else ["", ""]
         change, around = row["perplexity_change"], half(row["perplexity_change_interval"])
         cells += [
@@ -527,8 +522,9 @@ def overview() -> str:
         "exact, which explains most of its lead over the others; k4v4 without exact tokens has a "
         f"KL of {untailed['kl']:.4f} ([more](docs/quality.md)).",
         f"{link('h200_attention', 'Speed')}: attention of a decode step, {name_of(LARGE)} tokens, "
-        "center and exact tail included, against the fastest of five bf16 kernels and "
-        "FlashInfer's fp8 ([more](docs/performance.md)). Empty cells were not measured.",
+        "center and exact tail included, against the fastest of five bf16 kernels and the faster "
+        "of FlashInfer's and FlashAttention 3's fp8 ([more](docs/performance.md)). Empty cells "
+        "were not measured.",
     ]
     notes = "\n".join(paragraph(f"- {item}") for item in items)
     return f"{markdown(header.split(','), lines)}\n\n{notes}"
