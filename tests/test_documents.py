@@ -15,7 +15,7 @@ from torch_turboquant import __main__ as command_line
 
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[!.]*/README.md")]
 
-SPEED_PAGES = ("attention", "codec", "cpu", "generation")  # with generated numbers of speed
+SPEED_PAGES = ("attention", "codec", "cpu", "generation", "vllm")  # with generated numbers of speed
 PAGES_WITHOUT_KL = ("method", "vectors")
 
 
