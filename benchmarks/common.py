@@ -61,9 +61,13 @@ def commit_name() -> str:
 
 
 def command_line() -> str:
-    """How this process was started, relative to the root of the checkout."""
+    """How this process was started, relative to the root of the checkout.
+
+    Of files elsewhere only the name is kept: their folders mean nothing on another machine.
+    """
     script = Path(sys.argv[0]).resolve().relative_to(ROOT)
-    return shlex.join(["python", str(script), *sys.argv[1:]])
+    options = (Path(text).name if text.startswith("/") else text for text in sys.argv[1:])
+    return shlex.join(["python", str(script), *options])
 
 
 def file_name(kind: str, model: str) -> str:
