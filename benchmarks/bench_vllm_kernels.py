@@ -227,6 +227,18 @@ def of_one_sequence(out: Tensor, q: Tensor, shape: Shape, k: Tensor, v: Tensor) 
     return round(cosine_similarity(found, exact, dim=-1).min().item(), 5)
 
 
+def milliseconds(contest: Contest, calls: dict[str, list[Call]]) -> dict[str, float]:
+    """Of one call in a graph, by the contender's name."""
+    return {name: round(ms, 5) for name, (ms, _) in contest.medians(calls).items()}
+
+
+def fastest(ways: dict[str, float], default: str) -> Row:
+    """What a row says of one of vLLM's presets: the time of its fastest way, and of vLLM's own."""
+    best = min(ways, key=ways.__getitem__)
+    times = {"ms": ways[best], "default_ms": ways[default], "ways_ms": ways}
+    return {"kind": "vllm", "way": best, **times}
+
+
 def attention_rows(shape: Shape, contest: Contest) -> Iterator[Row]:
     """Attention of a decode step: a row per contender."""
     plain = Plain(shape)
@@ -238,11 +250,10 @@ def attention_rows(shape: Shape, contest: Contest) -> Iterator[Row]:
             plain.absent[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     for name, reason in plain.absent.items():
         print(f"{shape}: {name} is absent: {reason}")
-    times = contest.medians(contenders)
     own = {"call": "attention", "batch": shape.batch, "context": shape.context}
-    for name, (ms, _) in times.items():
+    for name, ms in milliseconds(contest, contenders).items():
         kind = "fp8" if "fp8" in name else "bf16"
-        yield own | {"kind": kind, "name": name, "ms": round(ms, 5), "absent": plain.absent}
+        yield own | {"kind": kind, "name": name, "ms": ms, "absent": plain.absent}
     del plain, contenders
     free()
 
@@ -251,12 +262,12 @@ def attention_rows(shape: Shape, contest: Contest) -> Iterator[Row]:
         for _ in range(2)
     )
     for preset in THEIRS:
-        ways: dict[str, tuple[float, float]] = {}
+        ways: dict[str, float] = {}
         cosines = []
         for page_size in PAGES:
             theirs = Theirs(preset, shape, page_size, k, v)
             calls = {f"pages {page_size}, splits {n}": theirs.calls(n) for n in SPLITS}
-            ways |= contest.medians(calls)
+            ways |= milliseconds(contest, calls)
             tokens = theirs.tokens(shape.batch - 1)
             for some in calls.values():
                 out = some[-1]()
@@ -264,25 +275,17 @@ def attention_rows(shape: Shape, contest: Contest) -> Iterator[Row]:
             size = theirs.bytes_read
             del theirs, calls, some
             free()
-        all_ms = {name: round(ms, 5) for name, (ms, _) in ways.items()}
-        best = min(all_ms, key=all_ms.get)
-        yield own | {
-            "kind": "vllm",
-            "name": preset,
-            "ms": all_ms[best],
-            "way": best,
-            "default_ms": all_ms[f"pages {PAGES[0]}, splits {SPLITS[0]}"],
-            "ways_ms": all_ms,
-            "bytes_read": size,
-            "cosine": min(cosines),
-        }
+        found = {"bytes_read": size, "cosine": min(cosines)}
+        yield (
+            own | {"name": preset} | fastest(ways, f"pages {PAGES[0]}, splits {SPLITS[0]}") | found
+        )
     for preset in OURS:
         packed = Packed(Case(preset, shape, tail=True))
-        ((ms, _),) = contest.medians({preset: packed.calls()}).values()
+        (ms,) = milliseconds(contest, {preset: packed.calls()}).values()
         yield own | {
             "kind": "ours",
             "name": preset,
-            "ms": round(ms, 5),
+            "ms": ms,
             "bytes_read": packed.bytes_read,
             "cosine": round(packed.errors()[1], 5),
         }
@@ -299,9 +302,6 @@ def store_rows(tokens: int, contest: Contest) -> Iterator[Row]:
     new = [torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device=DEVICE).bfloat16() for _ in range(2)]
     slots = [torch.randperm(HELD, device=DEVICE)[:tokens] for _ in range(2)]
 
-    def times(calls: dict[str, list[Call]]) -> dict[str, float]:
-        return {name: round(ms, 5) for name, (ms, _) in contest.medians(calls).items()}
-
     own = {"call": "store", "tokens": tokens}
     for preset in THEIRS:
         tables, calls = Tables.make(preset, HEAD_DIM), {}
@@ -310,16 +310,8 @@ def store_rows(tokens: int, contest: Contest) -> Iterator[Row]:
             calls[f"pages {page_size}"] = [
                 partial(tables.store, *kv, cache, s) for kv, s in zip(new, slots, strict=True)
             ]
-        ways = times(calls)
-        best = min(ways, key=ways.get)
-        yield own | {
-            "kind": "vllm",
-            "name": preset,
-            "ms": ways[best],
-            "way": best,
-            "default_ms": ways[f"pages {PAGES[0]}"],
-            "ways_ms": ways,
-        }
+        ways = milliseconds(contest, calls)
+        yield own | {"name": preset} | fastest(ways, f"pages {PAGES[0]}")
         del cache, calls
         free()
     for preset in OURS:
@@ -331,7 +323,7 @@ def store_rows(tokens: int, contest: Contest) -> Iterator[Row]:
             partial(tt.cache_store, *kv, cache, s, config, tables)
             for kv, s in zip(new, slots, strict=True)
         ]
-        (ms,) = times({preset: calls}).values()
+        (ms,) = milliseconds(contest, {preset: calls}).values()
         yield own | {"kind": "ours", "name": preset, "ms": ms}
         del cache, calls
         free()

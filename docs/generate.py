@@ -295,7 +295,9 @@ GRAPH: Columns = {
 
 def as_is(row: Row | None) -> str:
     """Milliseconds per token with the attention kernel that PyTorch chooses by itself."""
-    return f"{row['ways_ms']['as is']:.1f}" if row and "ways_ms" in row else milliseconds(row, "")
+    if row is None or "ways_ms" not in row:
+        return milliseconds(row, "tpot_ms")
+    return f"{row['ways_ms']['as is']:.1f}"
 
 
 def models_table() -> str:

@@ -29,6 +29,15 @@ def run(monkeypatch, name, *arguments, **replaced):
     return given[0] if given else None
 
 
+def test_a_command_names_no_folder_of_this_machine(monkeypatch):
+    common = load_script("benchmarks/common.py")
+    script = str(ROOT / "benchmarks" / "bench_search.py")
+    monkeypatch.setattr(sys, "argv", [script, "/somewhere/vectors.json", "--text", "models/a.txt"])
+    assert common.command_line() == (
+        "python benchmarks/bench_search.py vectors.json --text models/a.txt"
+    )
+
+
 def test_search_without_its_vectors(monkeypatch, capsys):
     assert run(monkeypatch, "bench_search.py") is None
     assert "needs faiss and a file of vectors" in capsys.readouterr().out
@@ -58,6 +67,12 @@ def test_an_uncompressed_cache_counts_in_its_fastest_way(monkeypatch, kind, mode
         row = bench.decode(case, case.ways, None, None, 8)
         assert row["way"] == fastest and row["tpot_ms"] == 1.0
         assert set(row["ways_ms"]) == set(case.ways)
+
+
+def test_a_row_of_vllm_has_its_fastest_and_its_own_way():
+    bench = load_script("benchmarks/bench_vllm_kernels.py")
+    row = bench.fastest({"pages 16": 3.0, "pages 64": 2.0}, "pages 16")
+    assert (row["ms"], row["way"], row["default_ms"]) == (2.0, "pages 64", 3.0)
 
 
 def test_disturbed_steps_do_not_count():
