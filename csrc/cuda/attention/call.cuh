@@ -45,6 +45,11 @@ struct Attention {
   const int32_t* tail_valid;  // [max_seqs, 2] (sinks held, first position held by the ring); null: everything
   int max_seqs, sink_tokens, ring, recent_window;
 
+  // This call's own tokens, exact
+  const void* new_keys;    // [tokens, kv_heads, d] of `dtype`; null: none
+  const void* new_values;  // likewise
+  int64_t new_key_token_stride, new_key_head_stride, new_value_token_stride, new_value_head_stride;  // in elements
+
   // early: the previous kernel may still be writing `from`. The load then bypasses the L1 cache, which would keep the
   // old value.
   template <typename T>

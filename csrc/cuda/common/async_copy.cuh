@@ -89,22 +89,24 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t phase) 
 #endif
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// Arrives at a barrier and announces `bytes` more, without which its phase does not end.
+// Arrives at a barrier and announces `bytes` more, without which its phase does not end. From sm_90 on.
 __device__ __forceinline__ void expect(uint64_t* barrier, int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
+#endif
 }
 
 // Copies `bytes` bytes, a multiple of 16 and more than 0, to shared memory. The barrier's phase ends only after they
-// have arrived.
+// have arrived. From sm_90 on.
 __device__ __forceinline__ void copy_bulk(uint8_t* to, const uint8_t* from, int bytes, uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(to)),
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
-}
 #endif
+}
 
 // Prefetches `bytes` bytes, a multiple of 16, into the L2 cache.
 __device__ __forceinline__ void prefetch_bytes(const uint8_t* from, int bytes) {

@@ -12,9 +12,6 @@ namespace turboquant::cuda::split_kv {
 constexpr int kLaneScores = 4 * kUnitStages;  // scores of a unit that a lane has of each of its rows
 constexpr float kNoKey = -1e30f;  // a running maximum before the first key: below all scores, and finite when scaled
 
-// Within 1e-6, absolute.
-__device__ __forceinline__ float tanh_fast(float x) { return 1 - __fdividef(2.0f, exp2_fast(2 * kLog2E * x) + 1); }
-
 // Caps integer scores. Capped scores are powers of two: they are scaled by log2(e) already.
 template <int N>
 __device__ __forceinline__ void cap_scores(const BlockView& block, float (&score)[N][kLaneScores]) {

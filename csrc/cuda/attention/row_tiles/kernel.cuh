@@ -1,0 +1,85 @@
+// The row-tile kernel: attention of many query rows over packed pages and exact keys, for devices with products of
+// warpgroups (compute capability 9.0): speculative decoding, wide groups, chunks of prompts, whole prompts.
+//
+// A block has one or two warpgroups that multiply 64 rows each (consumer.cuh), and one that prepares keys and values
+// for them (producer.cuh). Both are float16 in shared memory: from codes, expanded once for all rows, or exact ones of
+// the type of the queries. Every packed byte is read from memory once for each tile of rows.
+//
+// Blocks take items of work from a list that each of them derives from the lengths (work.cuh): a tile of rows and all
+// keys that it sees, or a part of them, so that a launch needs no length on the host. Parts are joined by the block
+// that finishes last, in their order: results are the same in every run.
+#pragma once
+
+#include "cuda/attention/row_tiles/consumer.cuh"
+#include "cuda/attention/row_tiles/producer.cuh"
+
+namespace turboquant::cuda::row_tiles {
+
+template <int COUNT>
+__device__ __forceinline__ void grow_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (COUNT > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+template <int COUNT>
+__device__ __forceinline__ void shrink_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (COUNT > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
+// Fills the results of tokens behind the last sequence, which see no keys.
+template <int D, typename T>
+__device__ __forceinline__ void clear_rest(const Attention& a) {
+  const int used = a.query_begin ? min(max(a.query_begin[a.seqs], 0), a.tokens) : min(a.seqs, a.tokens);
+  const int64_t first = int64_t{used} * a.q_heads, last = int64_t{a.tokens} * a.q_heads;
+  const int64_t step = int64_t{gridDim.x} * blockDim.x, mine = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (a.lse) {
+    for (int64_t i = first + mine; i < last; i += step) a.lse[i] = -INFINITY;
+  }
+  uint32_t* out = static_cast<uint32_t*>(a.out);
+  for (int64_t i = first * (D / 2) + mine; i < last * (D / 2); i += step) out[i] = 0;
+}
+
+template <class S, typename T>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    row_tiles_kernel(const __grid_constant__ Attention a, const __grid_constant__ Plan plan) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) uint8_t shared[];
+  Notes& notes = *reinterpret_cast<Notes*>(shared + SharedLayout<S>::kNotes);
+  let_next_kernel_begin();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < plan.raw_stages; ++i) {
+      init_barrier(&notes.raw_full[i], 1), init_barrier(&notes.raw_empty[i], kProducerWarps);
+    }
+    for (int i = 0; i < kTileStages; ++i) {
+      init_barrier(&notes.key_full[i], kStreamWarps), init_barrier(&notes.value_full[i], kStreamWarps);
+      init_barrier(&notes.key_empty[i], 4 * S::kGroups), init_barrier(&notes.value_empty[i], 4 * S::kGroups);
+    }
+    for (int i = 0; i < kItems; ++i) {
+      init_barrier(&notes.item_full[i], 1), init_barrier(&notes.item_empty[i], kProducerWarps + 4 * S::kGroups);
+    }
+    barriers_ready();
+  }
+  wait_for_previous_kernel();
+  if (threadIdx.x < 16) {
+    notes.key_table[threadIdx.x] = table_byte(a.key_levels, a.record.key_bits, threadIdx.x);
+    notes.value_table[threadIdx.x] = table_byte(a.value_levels, a.record.value_bits, threadIdx.x);
+  }
+  if (plan.clears) clear_rest<S::kDim, T>(a);
+  __syncthreads();
+  if (threadIdx.x < kWarpgroup) {
+    shrink_registers<S::kProducerRegisters>();
+    if (threadIdx.x < 32 * kStreamWarps) {
+      Producer<S, false>(a, plan, shared).run();
+    } else {
+      Producer<S, true>(a, plan, shared).run();
+    }
+  } else {
+    grow_registers<S::kConsumerRegisters>();
+    Consumer<S, T>(a, plan, shared).run();
+  }
+#endif
+}
+
+}  // namespace turboquant::cuda::row_tiles

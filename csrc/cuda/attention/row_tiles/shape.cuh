@@ -1,0 +1,103 @@
+// What the host that launches the row-tile kernel (attention/row_tiles/kernel.cuh) and the kernel agree on: how work is
+// cut, and where everything of a block lies in shared memory.
+//
+// A row is one query of one query head; row r of a sequence and KV head is query r / group under head r % group of the
+// KV head. A tile of rows is 64 rows for each warpgroup that multiplies; a tile of keys is 64 or 128 keys.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/attention/call.cuh"
+#include "cuda/codec/record.cuh"
+
+namespace turboquant::cuda::row_tiles {
+
+constexpr int kUnitKeys = 64;        // keys of a raw stage: codes as they come from memory
+constexpr int kWarpgroup = 128;      // threads
+constexpr int kProducerWarps = 4;    // one warpgroup prepares keys and values:
+constexpr int kStreamWarps = 2;      // two warps each
+constexpr int kTileStages = 2;       // tiles of keys, and of values, that are ready or in work
+constexpr int kMaxRawStages = 6;
+constexpr int kItems = 2;            // items of work that are known ahead
+
+// D: head_dim. GROUPS: warpgroups that multiply, 64 rows each.
+template <int D, int GROUPS>
+struct Shape {
+  static_assert(D % 64 == 0 && D <= 256 && (GROUPS == 1 || GROUPS == 2));
+  static constexpr int kDim = D, kGroups = GROUPS, kRows = 64 * GROUPS;
+  static constexpr int kKeys = 64;  // of a tile
+  static constexpr int kUnits = kKeys / kUnitKeys;
+  static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
+  // Two blocks of a multiprocessor hide each other's latencies; queries in registers spare shared memory's bandwidth.
+  static constexpr int kBlocks = GROUPS == 1 && D <= 128 ? 2 : 1;
+  static constexpr bool kQueriesInRegisters = D <= 128;
+  // Registers of a thread, out of 65,536 of a multiprocessor; 0: as the compiler has it
+  static constexpr int kConsumerRegisters = GROUPS == 2 ? 208 : D <= 128 ? 184 : 0;
+  static constexpr int kProducerRegisters = GROUPS == 2 ? 88 : D <= 128 ? 72 : 0;
+
+  static constexpr int kTileBytes = kKeys * D * 2;  // a tile of keys, or of values
+  static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRows * D * 2;
+  static constexpr int kSums = D / 2;               // a thread's part of the sums of values: of two rows
+  static constexpr int kScores = kKeys / 2;         // and of the scores
+  static constexpr int kPartFloats = (kSums + 4) * kWarpgroup * GROUPS;  // of a partial result
+  static constexpr int kLeastTiles = 512 / kKeys;   // no part of an item is shorter, where the item is longer
+};
+
+// A piece of work: the keys of tiles [begin, end) for one tile of rows. Tiles of codes come first, then tiles of exact
+// keys.
+struct Item {
+  int sequence, head, block;     // block: number of the tile of rows; sequence < 0: there is no more work
+  int part, parts, slot;         // part of how many; slot: the number of the first part's partial result
+  int length, queries, rows;     // of the sequence; rows of this tile
+  int first_query;               // token of the sequence's first query
+  int first, coded_end;          // keys [first, coded_end) come from codes for some row
+  int sinks, recent, exact;      // exact keys for some row: [0, sinks) and from `recent` on, `exact` in all
+  int coded_tiles, begin, end;
+  int new_begin;                 // keys from here on are this call's own tokens (k_new); else INT_MAX
+
+  // The position of exact key i.
+  __device__ __forceinline__ int exact_key(int i) const { return i < sinks ? i : recent + i - sinks; }
+};
+
+// What consumers need to know about a tile of codes.
+struct TileInfo {
+  float key_factor;    // keys are multiplied by this, a power of two
+  int value_exponent;  // values are multiplied by 2^this
+  uint32_t poison[4];  // bit n % 32 of word n / 32: key n has a scale that is not a number
+  uint32_t absent[4];  // its page does not exist
+};
+
+// Shared memory, in bytes from its start.
+struct Plan {
+  RecordLayout layout;
+  int raw_stages, raw_stride;     // the ring of codes as they come from memory
+  int raw, queries, scales, notes, bytes;
+  int key_kind, value_kind;       // see expansion.cuh
+  int least_rows;                 // sequences with fewer rows belong to another kernel
+  int clears;                     // 1: fills the results of tokens behind the last sequence
+  float* parts;                   // [2 grid, kPartFloats]
+  uint32_t* counters;             // [2 grid + 1], 0 between launches: arrivals for each slot; items taken
+};
+
+struct Notes {
+  uint64_t raw_full[kMaxRawStages], raw_empty[kMaxRawStages];
+  uint64_t key_full[kTileStages], key_empty[kTileStages], value_full[kTileStages], value_empty[kTileStages];
+  uint64_t item_full[kItems], item_empty[kItems];
+  Item items[kItems];
+  TileInfo info[kTileStages];
+  uint32_t present[kMaxRawStages];  // which of a raw stage's tiles of the record exist
+  int8_t key_table[16], value_table[16];
+  int last;                         // whether this block arrived last at a segment's end
+};
+
+template <class S>
+struct SharedLayout {
+  static constexpr int kKeys = 0, kValues = kTileStages * S::kTileBytes, kQueries = 2 * kTileStages * S::kTileBytes;
+  static constexpr int kScales = kQueries + S::kQueryBytes;  // __half [producer warps, keys of a tile]
+  static constexpr int kNotes = kScales + kProducerWarps * S::kKeys * 2;
+  static constexpr int kRaw = (kNotes + static_cast<int>(sizeof(Notes)) + 127) / 128 * 128;
+};
+
+}  // namespace turboquant::cuda::row_tiles
