@@ -105,7 +105,7 @@ CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("paged_attention", STEP, {}),
     ("paged_attention", STEP, {"max_q_len": 4}),
     ("paged_attention", STEP, {"max_q_len": 5}),
-    ("paged_attention", STEP, {"head_dim": 224}),
+    ("paged_attention", STEP, {"head_dim": 320}),
     ("paged_attention", STEP, {"dtype": "float32", "tail": True}),
     ("paged_attention", STEP, {"device": "T4"}),
     ("cache_store", PAGES, {"tokens": 64}),

@@ -34,6 +34,8 @@ DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 HALF_UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 MANY_PRESETS = ("k4v4", "k4v4u", "k5v4u", "k3v3", "k4v2", "k8v8")
+DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
+"""All that pages can have up to 256: each has a split-KV kernel, and so have 512 and 576."""
 
 
 def least_cosine(spread: float) -> float:
@@ -253,9 +255,25 @@ def test_presets_and_lengths(name, page_size):
 
 
 @pytest.mark.parametrize("name", MANY_PRESETS)
-@pytest.mark.parametrize("d", [64, 80, 96, 112, 128, 160, 192, 256, 512, 576])
+@pytest.mark.parametrize("d", [*DIMS, 512, 576])
 def test_head_dimensions(d, name):
     check(build(tt.preset(name, d), [1000, 33], [1, 3], center="scaled", tail=True))
+
+
+@pytest.mark.parametrize(
+    ("page_size", "group", "q_len"), [(16, 3, 1), (32, 1, 1), (64, 2, 4), (128, 16, 1)]
+)
+@pytest.mark.parametrize("name", tt.PRESETS)
+@pytest.mark.parametrize("d", [d for d in DIMS if d % 64])
+def test_head_dimensions_that_fill_no_chunk(d, name, page_size, group, q_len):
+    """Every pair of codes, page size and size of a block of rows, with and without the tail."""
+    config = tt.preset(name, d, page_size=page_size, sink_tokens=3, recent_window=37)
+    lengths, q_lens = [1000, page_size + 1, 4], [q_len, 1, q_len]
+    heads = {"q_heads": 2 * group, "seed": d}
+    case = build(config, lengths, q_lens, center="scaled", tail=True, **heads)
+    check(case)
+    check(case, sliding_window=100, soft_cap=20.0, sink_logits=randn(2 * group, seed=d))
+    check(build(config, lengths, q_lens, dtype=torch.float16, **heads))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -278,7 +296,7 @@ def test_flat_and_peaked_softmax(name, spread, dtype):
 
 
 @pytest.mark.parametrize("name", ["k4v4", "k4v4u", "k3v3"])
-@pytest.mark.parametrize("d", [64, 80, 96, 112, 160, 256])
+@pytest.mark.parametrize("d", [d for d in DIMS if d != 128])
 def test_peaked_softmax_of_other_head_dimensions(d, name):
     check(build(tt.preset(name, d), [5000, 100], [2, 1], spread=10.0, center="scaled", tail=True))
 
@@ -315,7 +333,7 @@ def test_everything_at_once(seed):
     tail = chance.random() < 0.5
     config = tt.preset(
         chance.choice(list(tt.PRESETS)),
-        chance.choice([64, 80, 96, 112, 128, 160, 192, 256]),
+        chance.choice(DIMS),
         page_size=chance.choice([16, 32, 64, 128]),
         sink_tokens=chance.choice([1, 4, 20]),
         recent_window=chance.choice([0, 5, 64, 200]),
@@ -669,14 +687,20 @@ def test_one_launch():
 
 
 def test_which_head_dimensions_have_a_split_kv_kernel():
-    """Those that the README names; others expand the whole cache."""
+    """Those that the README names; others expand the whole cache. kernel_choice knows which."""
     row = re.search(r"^\| `paged_attention` .*$", (ROOT / "README.md").read_text(), re.MULTILINE)[0]
-    named = re.search(r"and later and ([\d, ]+) or (\d+) channels", row)
-    dims = [int(d) for d in (*named[1].split(", "), named[2])]
-    assert len(dims) == 10
-    for d in (*dims, 48, 224):
-        kernels = kernels_of(build(tt.preset("k4v4", d), [100]))
-        assert ("split_kv::attend_kernel" in kernels[0]) == (d in dims), (d, kernels)
+    most, *others = re.search(r"up to (\d+) channels, or (\d+) or (\d+);", row).groups()
+    assert (DIMS[-1], 512, 576) == (int(most), *map(int, others))
+    for d in (*DIMS, 512, 576, 288, 320, 1024):
+        case = build(tt.preset("k4v4", d), [100])
+        shape = {"head_dim": d, "q_heads": 8, "kv_heads": 2, "preset": "k4v4"}
+        chosen = tt.kernel_choice("paged_attention", **shape)
+        on_this_gpu = "compute capability below 8.0" not in chosen.reason
+        assert (chosen.kernel == "split_kv") == (on_this_gpu and (d <= 256 or d in (512, 576)))
+        kernels = kernels_of(case)
+        assert len(kernels) == 1, kernels
+        name = {"split_kv": "split_kv::attend_kernel", "general": "general::general_kernel"}
+        assert name[chosen.kernel] in kernels[0], (d, kernels)
 
 
 def test_scratch_memory_does_not_grow():
@@ -1012,13 +1036,13 @@ def test_tiny(name, q_len):
     check(build(config, lengths, [q_len] * 3, q_heads=14), sliding_window=20, soft_cap=5.0)
 
 
-@pytest.mark.parametrize("d", [128, 192, 256, 576])
+@pytest.mark.parametrize("d", [32, 128, 192, 256, 576])
 def test_tiny_head_dimensions(d):
     config = tt.preset("k4v4", d, page_size=32, search=1)
     check(build(config, [100, 1], [2, 1], kv_heads=1, tail=True))
 
 
-@pytest.mark.parametrize("d", [80, 96, 112, 160])
+@pytest.mark.parametrize("d", [16, 48, 80, 96, 112, 144, 160, 224])
 @pytest.mark.parametrize("name", tt.PRESETS)
 def test_tiny_chunks_that_are_filled_in_part(name, d):
     """What is read behind the rows of keys meets zeros."""

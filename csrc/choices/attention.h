@@ -30,8 +30,9 @@ struct AttentionChoice {
   int pair;            // kSplitKv: the index of the codes in kSplitKvPairs
 };
 
-// The head_dims that the split-KV kernel is compiled for (cuda/attention/instances).
-constexpr int kSplitKvHeadDims[] = {64, 80, 96, 112, 128, 160, 192, 256, 512, 576};
+// The head_dims that the split-KV kernel is compiled for (cuda/attention/instances): all that pages can have up to 256,
+// and two larger ones.
+constexpr int kSplitKvHeadDims[] = {16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 512, 576};
 
 // The pairs of codes that it is compiled for: those of the presets (torch_turboquant/config.py).
 struct CodesOfPair {

@@ -21,13 +21,13 @@ softmax_scale * |q| |key|, an output by about 10^-4 of its length, a hundred tim
 results do not depend on the processor, the number of threads or the other sequences of the call.
 
 CUDA has two kernels. The split-KV kernel (csrc/cuda/attention/split_kv.cu) takes calls of up to 16
-query rows, that is max_q_len times query heads per KV head, with d = 64, 80, 96, 112, 128, 160,
-192, 256, 512 or 576 and the bits and grids of the presets, on compute capability 8.0 and later. It
-rounds queries to 16 bits as on the CPU (multiples of the largest channel / 32512) and weights times
-value scales of 64 keys to multiples of the largest / 65500; keys and values of the exact tail are
-not rounded. It is one launch with a fixed grid and reads lengths and block tables on the device;
-scratch memory depends on the device only. Results are the same in every run; the other sequences
-of a batch decide where the work is cut and so move roundings, by about 10^-5 of the largest output.
+query rows, that is max_q_len times query heads per KV head, with any d up to 256 or d = 512 or 576,
+and the bits and grids of the presets, on compute capability 8.0 and later. It rounds queries to 16
+bits as on the CPU (multiples of the largest channel / 32512) and weights times value scales of 64
+keys to multiples of the largest / 65500; keys and values of the exact tail are not rounded. It is
+one launch with a fixed grid and reads lengths and block tables on the device; scratch memory
+depends on the device only. Results are the same in every run; the other sequences of a batch decide
+where the work is cut and so move roundings, by about 10^-5 of the largest output.
 
 The general kernel (csrc/cuda/attention/general.cu) takes all other calls. It multiplies float16 on
 tensor cores with float32 sums: a query is rounded with a power of two of its own, rotated for codes
