@@ -10,7 +10,10 @@ Name, version and metadata are in pyproject.toml. Environment:
 TORCH_TURBOQUANT_BUILD_CUDA  0: CPU only; 1: fail without nvcc, and without a GPU compile for all
                              architectures; auto (default): CUDA where nvcc and a GPU are found
 TORCH_CUDA_ARCH_LIST         the CUDA architectures instead of those of this machine's GPUs: "all",
-                             or e.g. "8.0 9.0a+PTX"; auto then needs nvcc, but no GPU
+                             or e.g. "8.0 9.0a+PTX"; auto then needs nvcc, but no GPU. For tests of
+                             an older architecture's code on a newer GPU: "8.0@9.0" is the code of
+                             8.0 as machine code of 9.0, "8.0@PTX" is its PTX only, which the
+                             driver compiles
 CUDA_HOME, CXX, MAX_JOBS     toolkit folder, C++ compiler, parallel compilations
 """
 
@@ -85,7 +88,7 @@ def torch_folder() -> Path:
 
 
 class Cuda(NamedTuple):
-    """What compiles the CUDA library, and for which architectures, such as "9.0a" or "12.0+PTX"."""
+    """What compiles the CUDA library, and for which architectures (TORCH_CUDA_ARCH_LIST)."""
 
     nvcc: str
     architectures: list[str]
@@ -133,8 +136,11 @@ def listed_architectures() -> list[str]:
         return ALL_ARCHITECTURES
     entries = re.split(r"[;, ]+", given) if given else []
     for entry in entries:
-        if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", entry):
-            sys.exit(f"TORCH_CUDA_ARCH_LIST holds {entry!r}; entries look like 9.0a or 12.0+PTX")
+        if not re.fullmatch(r"\d+\.\d[af]?(\+PTX|@PTX|@\d+\.\d[af]?)?", entry):
+            sys.exit(
+                f"TORCH_CUDA_ARCH_LIST holds {entry!r}; entries look like 9.0a or 12.0+PTX, "
+                "or for tests on a newer GPU like 8.0@9.0 or 8.0@PTX"
+            )
     return entries
 
 
@@ -166,9 +172,12 @@ def architectures_of(capabilities: list[str]) -> list[str]:
 
 
 def gencode(entry: str) -> list[str]:
-    number = entry.removesuffix("+PTX").replace(".", "")
-    kinds = ["sm", "compute"] if entry.endswith("+PTX") else ["sm"]
-    return [f"-gencode=arch=compute_{number},code={kind}_{number}" for kind in kinds]
+    """nvcc's options for an entry of TORCH_CUDA_ARCH_LIST."""
+    code, _, machine = entry.removesuffix("+PTX").replace(".", "").partition("@")
+    kinds = [f"compute_{code}"] if machine == "PTX" else [f"sm_{machine or code}"]
+    if entry.endswith("+PTX"):
+        kinds.append(f"compute_{code}")
+    return [f"-gencode=arch=compute_{code},code={kind}" for kind in kinds]
 
 
 def quote(text: str) -> str:

@@ -5,6 +5,7 @@ and head_dims take is compared with the lists that they come from.
 """
 
 import argparse
+import ctypes
 import inspect
 import itertools
 import json
@@ -17,7 +18,7 @@ import torch
 import torch_turboquant as tt
 from tests.helpers import ROOT
 from torch_turboquant import __main__ as command_line
-from torch_turboquant import choices
+from torch_turboquant import _library, choices
 from torch_turboquant._library import choose_kernel
 from torch_turboquant.choices import GPUS, kernel_choice
 from torch_turboquant.format import KEY_BITS, VALUE_BITS, Record, valid_head_dim
@@ -339,12 +340,12 @@ def test_facts_that_no_call_has(op):
     for some in bad:
         with pytest.raises(ValueError, match=rf"the facts of {op} must be those of a call"):
             choose_kernel(op, some, GPUS["H200"])
-    for place, value in itertools.product(range(5), (-1, 2**40)):
+    for place, value in itertools.product(range(6), (-1, 2**40)):
         device = [*GPUS["H200"]]
         device[place] = value
         with pytest.raises(ValueError, match="a size or a fact of the device is not supported"):
             choose_kernel(op, facts, device)
-    with pytest.raises(ValueError, match="device must have 5 facts, got 4"):
+    with pytest.raises(ValueError, match="device must have 6 facts, got 4"):
         choose_kernel(op, facts, GPUS["H200"][:4])
 
 
@@ -429,26 +430,76 @@ def test_without_a_gpu_a_device_is_named(monkeypatch):
         kernel_choice("decode", head_dim=128, vectors=1)
 
 
-def test_the_current_device(monkeypatch):
-    names = "major minor multi_processor_count shared_memory_per_block_optin"
-    names = [*names.split(), "shared_memory_per_multiprocessor"]
-    facts = argparse.Namespace(**dict(zip(names, GPUS["T4"], strict=True)))
+@pytest.fixture
+def fourth_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+
+
+@pytest.mark.parametrize("name", ["T4", "H200"])
+def test_the_current_device_without_a_cuda_library(fourth_gpu, monkeypatch, name):
+    names = "major minor multi_processor_count shared_memory_per_block_optin"
+    names = [*names.split(), "shared_memory_per_multiprocessor"]
+    facts = argparse.Namespace(**dict(zip(names, GPUS[name][:5], strict=True)))
+    monkeypatch.setattr(choices, "device_facts", lambda index: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: {3: facts}[index])
+    assert choices._gpu(None) == GPUS[name]
+    call = {**STEP, "device": None}
+    wanted = kernel_choice("paged_attention", **{**STEP, "device": name})
+    assert kernel_choice("paged_attention", **call) == wanted
+
+
+def test_the_code_of_the_current_device_decides(fourth_gpu, monkeypatch):
+    """An H200 that runs code for 7.5 has none of the kernels that need more."""
+    facts = [7, 5, *GPUS["H200"][2:5], 0]
+    monkeypatch.setattr(choices, "device_facts", lambda index: {3: facts}[index])
+    assert choices._gpu(None) == GPUS["H200"]._replace(major=7, minor=5, warpgroup_products=False)
     call = {**STEP, "device": None}
     assert kernel_choice("paged_attention", **call).reason == "compute capability below 8.0"
 
 
+def test_facts_are_those_of_the_cuda_library(monkeypatch):
+    class Function:
+        error = None
+
+        def __call__(self, device, facts):
+            for i in range(6):
+                ctypes.c_int64.from_address(facts + 8 * i).value = 10 * device + i
+            return self.error
+
+    function = Function()
+    library = argparse.Namespace(turboquant_cuda_device_facts=function)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: {"a path": library}[path])
+    monkeypatch.setattr(_library, "_libraries", {})
+    assert _library.device_facts(2) is None
+    monkeypatch.setattr(_library, "_libraries", {"cuda": {"path": "a path"}})
+    assert _library.device_facts(2) == [20, 21, 22, 23, 24, 25]
+    function.error = b"no kernel image"
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        _library.device_facts(2)
+
+
 @pytest.mark.cuda
 def test_the_facts_of_this_gpu():
-    """The table is right about the GPUs that the tests have run on."""
+    """The table is right about the GPUs that the tests have run on, and the facts of its code about
+    the architectures that the library was compiled for."""
     name = torch.cuda.get_device_name().removeprefix("NVIDIA ")
     named = [gpu for gpu in GPUS if name == gpu or name.startswith((f"{gpu} ", f"{gpu}-"))]
     found = choices._gpu(None)
     assert found.multiprocessors > 0 and found.shared_per_block < found.shared_per_multiprocessor
     if named == ["H200"]:
-        assert found == GPUS["H200"]
+        assert found[2:5] == GPUS["H200"][2:5]
+    major, minor = torch.cuda.get_device_capability()
+    codes = set()  # that can run here
+    for entry in tt.build_info()["cuda_architectures"]:
+        code, _, machine = entry.removesuffix("+PTX").partition("@")
+        of = [] if machine == "PTX" else (machine or code).rstrip("af").split(".")
+        if not of or (int(of[0]) == major and int(of[1]) <= minor):
+            codes.add(code)
+    if len(codes) == 1:
+        (code,) = codes
+        assert f"{found.major}.{found.minor}" == code.rstrip("af")
+        assert found.warpgroup_products == (code == "9.0a")
 
 
 # ---- what is written of it

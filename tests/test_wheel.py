@@ -150,6 +150,7 @@ def test_the_default_is_what_this_machine_can_run(setup, tmp_path, capabilities,
         ("auto", "8.0;12.0+PTX", ["8.0", "12.0+PTX"]),
         ("1", None, ALL),
         ("1", "9.0a, 10.0", ["9.0a", "10.0"]),
+        (None, "7.5@9.0 8.0@PTX", ["7.5@9.0", "8.0@PTX"]),
         ("0", "all", "TORCH_TURBOQUANT_BUILD_CUDA is 0"),
     ],
 )
@@ -162,6 +163,15 @@ def test_what_is_compiled_without_a_gpu(setup, monkeypatch, wanted, listed, comp
             monkeypatch.setenv(name, value)
     choice = setup.choose_cuda()
     assert (choice if isinstance(choice, str) else choice.architectures) == compiled
+
+
+@pytest.mark.parametrize(
+    "entry", ["8.0@", "@9.0", "8.0@9", "8.0@9.0+PTX", "8.0+PTX@9.0", "8.0@ptx"]
+)
+def test_entries_that_are_refused(setup, monkeypatch, entry):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", f"9.0a {entry}")
+    with pytest.raises(SystemExit, match=re.escape(f"holds {entry!r}; entries look like 9.0a")):
+        setup.choose_cuda()
 
 
 def test_choices_that_are_refused(setup, monkeypatch):
@@ -191,6 +201,12 @@ def test_machine_code_of_one_architecture(setup, monkeypatch):
         "-gencode=arch=compute_120,code=compute_120",
     ]
     assert "build build/native/csrc/cuda/" in text
+    text = setup.ninja_file("0", setup.Cuda("/opt/nvcc", ["7.5@9.0", "8.0@PTX"]))
+    assert re.findall(r"-gencode=\S+", text) == [
+        "-gencode=arch=compute_75,code=sm_90",
+        "-gencode=arch=compute_80,code=compute_80",
+    ]
+    assert "ARCHITECTURES='\"7.5@9.0 8.0@PTX\"'" in text
     assert "csrc/cuda" not in setup.ninja_file("0", None)
 
 

@@ -96,6 +96,7 @@ _cpu.turboquant_choose_kernel.argtypes = [
     ctypes.POINTER(ctypes.c_char_p),
 ]
 _cpu.turboquant_choose_kernel.restype = ctypes.c_char_p
+_DEVICE_FACTS = 6  # members of DeviceFacts (csrc/choices/device.h)
 
 
 def cpu_levels() -> list[str]:
@@ -131,13 +132,13 @@ def choose_kernel(op: str, facts: Sequence[int], device: Sequence[int]) -> tuple
     Args:
         op: one that csrc/cpu/common/choices.cpp names.
         facts: what its choice asks of a call, in the order of that file.
-        device: the five members of DeviceFacts (csrc/choices/device.h).
+        device: the members of DeviceFacts (csrc/choices/device.h).
 
     Raises:
         ValueError: facts that no call and no device has.
     """
-    if len(device) != 5:
-        raise ValueError(f"device must have 5 facts, got {len(device)}")
+    if len(device) != _DEVICE_FACTS:
+        raise ValueError(f"device must have {_DEVICE_FACTS} facts, got {len(device)}")
     call, gpu, reason = array("q", facts), array("q", device), ctypes.c_char_p()
     kernel = _cpu.turboquant_choose_kernel(
         op.encode(), call.buffer_info()[0], len(call), gpu.buffer_info()[0], ctypes.byref(reason)
@@ -149,6 +150,25 @@ def choose_kernel(op: str, facts: Sequence[int], device: Sequence[int]) -> tuple
             f"{list(device)}: {reason.value.decode()}"
         )
     return kernel.decode(), reason.value.decode()
+
+
+def device_facts(index: int) -> list[int] | None:
+    """DeviceFacts (csrc/choices/device.h) as launches on a CUDA device see them.
+
+    None: there is no CUDA library.
+
+    Raises:
+        RuntimeError: the library has no code for this device.
+    """
+    if "cuda" not in _libraries:
+        return None
+    ask = ctypes.CDLL(_libraries["cuda"]["path"]).turboquant_cuda_device_facts
+    ask.argtypes, ask.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_char_p
+    facts = array("q", [0] * _DEVICE_FACTS)
+    error = ask(index, facts.buffer_info()[0])
+    if error is not None:
+        raise RuntimeError(error.decode())
+    return facts.tolist()
 
 
 def _processor() -> str:

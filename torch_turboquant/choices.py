@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_turboquant._checks import CODEC_BITS
-from torch_turboquant._library import choose_kernel
+from torch_turboquant._library import choose_kernel, device_facts
 from torch_turboquant.config import GRIDS, MAX_SEARCH, CacheConfig, preset
 from torch_turboquant.format import MAX_VECTOR_DIM, valid_vector_dim
 
@@ -35,22 +35,25 @@ class Gpu(NamedTuple):
 
     major: int
     minor: int
-    """Compute capability."""
+    """Compute capability, or what the code that the GPU runs was compiled for."""
     multiprocessors: int
     shared_per_block: int
     """Bytes of shared memory that a kernel can opt in to."""
     shared_per_multiprocessor: int
+    warpgroup_products: bool = False
+    """The code has the tensor-core instructions of compute capability 9.0 (architecture 9.0a)."""
 
 
 _KIB = 1024
-# From the CUDA programming guide (compute capabilities) and the makers' data sheets.
+# From the CUDA programming guide (compute capabilities) and the makers' data sheets; H100 and H200
+# with code for 9.0a.
 GPUS = {
     "T4": Gpu(7, 5, 40, 64 * _KIB, 64 * _KIB),
     "A100": Gpu(8, 0, 108, 163 * _KIB, 164 * _KIB),
     "L4": Gpu(8, 9, 58, 99 * _KIB, 100 * _KIB),
     "RTX 4090": Gpu(8, 9, 128, 99 * _KIB, 100 * _KIB),
-    "H100": Gpu(9, 0, 132, 227 * _KIB, 228 * _KIB),
-    "H200": Gpu(9, 0, 132, 227 * _KIB, 228 * _KIB),
+    "H100": Gpu(9, 0, 132, 227 * _KIB, 228 * _KIB, warpgroup_products=True),
+    "H200": Gpu(9, 0, 132, 227 * _KIB, 228 * _KIB, warpgroup_products=True),
     "B200": Gpu(10, 0, 148, 227 * _KIB, 228 * _KIB),
     "RTX 5090": Gpu(12, 0, 170, 99 * _KIB, 100 * _KIB),
 }
@@ -273,13 +276,17 @@ def _gpu(device: str | None) -> Gpu:
         )
     if not torch.cuda.is_available():
         raise ValueError(f"device is None, but there is no CUDA device, supported: {names}")
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    index = torch.cuda.current_device()
+    if (facts := device_facts(index)) is not None:
+        return Gpu._make((*facts[:-1], bool(facts[-1])))
+    found = torch.cuda.get_device_properties(index)
     return Gpu(
         found.major,
         found.minor,
         found.multi_processor_count,
         found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         found.shared_memory_per_multiprocessor,
+        warpgroup_products=(found.major, found.minor) == (9, 0),
     )
 
 

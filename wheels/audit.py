@@ -45,7 +45,7 @@ EXPORTS = {
         "turboquant_cpu_force_level",
         "turboquant_choose_kernel",
     },
-    "cuda": {"turboquant_cuda_build_info"},
+    "cuda": {"turboquant_cuda_build_info", "turboquant_cuda_device_facts"},
 }
 
 # Runs where only the wheel and torch are installed.

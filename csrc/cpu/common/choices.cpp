@@ -67,7 +67,8 @@ class Facts {
             .minor = integer(0, 1000),
             .multiprocessors = integer(1, 1 << 20),
             .shared_per_block = integer(1, 1 << 30),
-            .shared_per_multiprocessor = integer(1, 1 << 30)};
+            .shared_per_multiprocessor = integer(1, 1 << 30),
+            .warpgroup_products = flag()};
   }
 
   void require(bool condition) { valid_ = valid_ && condition; }
@@ -228,12 +229,12 @@ Answer choose(std::string_view op, Facts facts, Facts device_facts) {
 }  // namespace turboquant
 
 // The kernel's name, and through `reason` the condition that decided; null, and what is wrong, for bad input.
-// facts: int64 [count], device_facts: int64 [5], the members of DeviceFacts
+// facts: int64 [count], device_facts: int64 [6], the members of DeviceFacts
 extern "C" __attribute__((visibility("default"))) const char* turboquant_choose_kernel(const char* op,
                                                                                        const int64_t* facts, int count,
                                                                                        const int64_t* device_facts,
                                                                                        const char** reason) {
-  const turboquant::Answer answer = turboquant::choose(op, {facts, count}, {device_facts, 5});
+  const turboquant::Answer answer = turboquant::choose(op, {facts, count}, {device_facts, 6});
   *reason = answer.reason;
   return answer.kernel;
 }

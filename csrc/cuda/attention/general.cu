@@ -23,7 +23,6 @@
 #include "cuda/attention/general.cuh"
 
 #include <algorithm>
-#include <string>
 
 #include "cuda/attention/general/kernel.cuh"
 #include "cuda/common/torch.cuh"
@@ -72,13 +71,6 @@ bool launch_small(const Attention& a, Arguments& x, int most_shared, cudaStream_
   return launch_shape<Shape<1024, 1, 1, 4, 16, 1, false>>(a, x, most_shared, stream);
 }
 
-// Does this build have code for the device's products of warpgroups? They exist on compute capability 9.0, in code for
-// 9.0a only.
-bool has_warpgroup_products(const DeviceFacts& device) {
-  return device.major == 9 && device.minor == 0 &&
-         std::string(TURBOQUANT_CUDA_ARCHITECTURES).find("9.0a") != std::string::npos;
-}
-
 }  // namespace
 
 void attend_general(const Attention& a, const DeviceFacts& device, cudaStream_t stream) {
@@ -89,7 +81,7 @@ void attend_general(const Attention& a, const DeviceFacts& device, cudaStream_t 
   const int most = device.shared_per_block;
 
   const bool large =
-      has_warpgroup_products(device) ? launch_large<true>(a, x, most, stream) : launch_large<false>(a, x, most, stream);
+      device.warpgroup_products ? launch_large<true>(a, x, most, stream) : launch_large<false>(a, x, most, stream);
   if (large || launch_small(a, x, most, stream)) return;
   STD_TORCH_CHECK(false, "paged_attention of head_dim ", a.record.head_dim, " needs more shared memory than the ", most,
                   " bytes that a block has on this device: supported there are up to 256");
