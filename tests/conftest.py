@@ -6,6 +6,7 @@ off sys.path, and pytest_configure refuses to go on if the package was found the
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(skip)
+
+
+# docs/ops.md: devices with less than 98 KiB of shared memory for a block have these limits.
+NEEDS_MORE_MEMORY = re.compile(
+    r"paged_attention of head_dim (?:25[7-9]|2[6-9]\d|[3-9]\d\d|\d{4}) needs more shared memory"
+    r"|scores of d = \d{4} and sketches of \d+ bits take \d+ bytes of shared memory"
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    except RuntimeError as error:
+        if item.get_closest_marker("cuda") and NEEDS_MORE_MEMORY.search(str(error)):
+            facts = _library.device_facts(torch.cuda.current_device())
+            if facts is not None and facts[3] < 98 << 10:
+                pytest.skip(f"this device has too little shared memory: {error}")
+        raise
 
 
 @pytest.fixture(scope="session", autouse=True)

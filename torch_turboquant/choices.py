@@ -31,11 +31,11 @@ class KernelChoice(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """DeviceFacts of csrc/choices/device.h."""
+    """DeviceFacts of csrc/choices/device.h: of an older GPU where the code was compiled for one."""
 
     major: int
     minor: int
-    """Compute capability, or what the code that the GPU runs was compiled for."""
+    """Compute capability."""
     multiprocessors: int
     shared_per_block: int
     """Bytes of shared memory that a kernel can opt in to."""

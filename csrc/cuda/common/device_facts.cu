@@ -22,6 +22,13 @@ namespace {
 constexpr int kWarp = 32, kWarpgroup = 128;
 __global__ void __launch_bounds__(kWarpgroupProducts ? kWarpgroup : kWarp) code_of_this_device() {}
 
+// Shared memory in KiB of devices older than what may run their code (CUDA programming guide, compute capabilities).
+// Which shapes a kernel is launched in depends on it, so a newer device that runs the code is taken for the older one.
+struct OlderDevice {
+  int ptx_version, per_block, per_multiprocessor;
+};
+constexpr OlderDevice kOlderDevices[] = {{75, 64, 64}, {80, 163, 164}};
+
 DeviceFacts facts_of(int index) {
   const torch::stable::accelerator::DeviceGuard guard(index);
   const auto attribute = [&](cudaDeviceAttr name) {
@@ -36,12 +43,18 @@ DeviceFacts facts_of(int index) {
   check_cuda(error, "torch_turboquant");
   // ptxVersion, such as 90, is what __CUDA_ARCH__ was, divided by ten. Machine code keeps it: that of
   // arch=compute_80,code=sm_90 says 80.
-  return {.major = code.ptxVersion / 10,
-          .minor = code.ptxVersion % 10,
-          .multiprocessors = attribute(cudaDevAttrMultiProcessorCount),
-          .shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          .shared_per_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-          .warpgroup_products = code.maxThreadsPerBlock == kWarpgroup};
+  DeviceFacts facts{.major = code.ptxVersion / 10,
+                    .minor = code.ptxVersion % 10,
+                    .multiprocessors = attribute(cudaDevAttrMultiProcessorCount),
+                    .shared_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                    .shared_per_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+                    .warpgroup_products = code.maxThreadsPerBlock == kWarpgroup};
+  for (const OlderDevice& older : kOlderDevices) {
+    if (code.ptxVersion != older.ptx_version) continue;
+    facts.shared_per_block = std::min(facts.shared_per_block, older.per_block << 10);
+    facts.shared_per_multiprocessor = std::min(facts.shared_per_multiprocessor, older.per_multiprocessor << 10);
+  }
+  return facts;
 }
 
 }  // namespace
