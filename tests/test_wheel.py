@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -248,6 +249,67 @@ def test_the_audit_finds(audit, tmp_path, capsys, row, code):
     audit.audit_library(audit.Table(), "cpu", path)
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("FAIL") and f"cpu: {row}" in line for line in lines), lines
+
+
+def test_the_audit_limits_the_size_of_a_library(audit, monkeypatch, capsys):
+    (cpu, *_) = LIBRARIES
+    size = cpu.stat().st_size
+    for limit, result in ((size, "ok"), (size - 1, "FAIL")):
+        monkeypatch.setattr(audit, "MAX_LIBRARY_BYTES", limit)
+        audit.audit_library(audit.Table(), "cpu", cpu)
+        assert re.search(rf"^{result} +cpu: size ", capsys.readouterr().out, re.MULTILINE)
+
+
+# ---- what the code of GPUs costs
+
+
+@pytest.fixture(scope="module")
+def sizes() -> ModuleType:
+    pytest.importorskip("elftools")
+    return load_script("wheels/sizes.py")
+
+
+def container(*entries: tuple[int, int, int]) -> bytes:
+    """What nvcc puts into an object file: a header, then each code (kind, architecture, bytes)."""
+    code = b""
+    for kind, architecture, size in entries:
+        code += struct.pack("<HHIQIIHHI", kind, 0x101, 64, size, 0, 0, 8, 1, architecture)
+        code += bytes(64 - 32 + size)
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(code)) + code
+
+
+def test_sizes_of_code(sizes):
+    first, second = container((2, 75, 1000), (2, 120, 24), (1, 120, 8)), container((2, 75, 12))
+    padded = first + bytes(-len(first) % 8) + second
+    wanted = {"7.5": 1000 + 12 + 2 * 64, "12.0": 24 + 64, "12.0 PTX": 8 + 64}
+    assert sizes.device_code(padded) == wanted and not sizes.device_code(b"")
+    with pytest.raises(ValueError, match="no container at byte 0"):
+        sizes.device_code(bytes(64))
+
+
+def test_sizes_of_parts(sizes, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        sizes, "section_of", lambda path: container((2, 90, len(path.name)), (2, 80, 0))
+    )
+    parts = sizes.measured(files=False)
+    assert set(parts) >= {"attention", "attention/instances", "codec", "hadamard", "common"}
+    files = sizes.measured(files=True)
+    assert "attention/instances/split_kv_128.cu" in files and "codec/encode_bulk.cu" in files
+    code = sum(sizes_of.total() for sizes_of in files.values())
+    assert code == sum(sizes_of.total() for sizes_of in parts.values())
+    rows = sizes.table(parts, library=code + 5000)
+    assert rows[0] == ["kB", "8.0", "9.0", "all"] and len(rows) == len(parts) + 4
+    assert rows[-2][-1] == "5" and all(len(row) == 4 for row in rows)
+    monkeypatch.undo()
+    monkeypatch.setattr(sizes, "OBJECTS", tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sizes.measured(files=False)
+
+
+@pytest.mark.parametrize("path", LIBRARIES, ids=lambda path: path.stem)
+def test_sizes_of_a_library(sizes, path):
+    found = sizes.device_code(sizes.section_of(path))
+    assert bool(found) == ("cuda" in path.stem)
 
 
 # ---- what it says of itself
