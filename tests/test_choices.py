@@ -458,6 +458,18 @@ def test_the_code_of_the_current_device_decides(fourth_gpu, monkeypatch):
     assert kernel_choice("paged_attention", **call).reason == "compute capability below 8.0"
 
 
+def test_a_library_without_code_for_the_current_device(fourth_gpu, monkeypatch, capsys):
+    def ask(index):
+        raise RuntimeError("torch_turboquant: no kernel image")
+
+    monkeypatch.setattr(choices, "device_facts", ask)
+    with pytest.raises(ValueError, match="None, but torch_turboquant: no kernel image, supported"):
+        kernel_choice("paged_attention", **{**STEP, "device": None})
+    command = "info --op decode --head-dim 128 --vectors 1"
+    assert command_line.main(command.split()) == 2
+    assert "info: device is None, but torch_turboquant: no kernel" in capsys.readouterr().err
+
+
 def test_facts_are_those_of_the_cuda_library(monkeypatch):
     class Function:
         error = None

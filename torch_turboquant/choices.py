@@ -277,7 +277,11 @@ def _gpu(device: str | None) -> Gpu:
     if not torch.cuda.is_available():
         raise ValueError(f"device is None, but there is no CUDA device, supported: {names}")
     index = torch.cuda.current_device()
-    if (facts := device_facts(index)) is not None:
+    try:
+        facts = device_facts(index)
+    except RuntimeError as error:
+        raise ValueError(f"device is None, but {error}, supported: {names}") from error
+    if facts is not None:
         return Gpu._make((*facts[:-1], bool(facts[-1])))
     found = torch.cuda.get_device_properties(index)
     return Gpu(
