@@ -1,92 +1,95 @@
 """Speed of attention over the packed cache on a GPU, against bf16 and fp8 of the same run.
 
-A row is one shape and one preset. Times are medians of CUDA graph replays, divided by the number
-of calls in the graph; all contenders take turns. A graph cycles through distinct caches of more
-than 256 MB in total, so that the L2 cache never holds the next one. "eager" is the same sequence of
-calls without a graph: at small sizes it measures the host. Pages are in random order, and their
-codes come from Gaussian keys and values by cache_store. Every row compares the outputs of one
-sequence and KV head with float64 attention over its decoded keys and values.
+A row is one batch and one preset. Times are medians of CUDA graph replays, divided by the number of
+calls in the graph; all contenders take turns. A graph cycles through distinct caches of more than
+256 MB in total, or 20 ms of calls, so that the L2 cache never holds the next one. "eager" is the
+same sequence of calls without a graph: at small sizes it measures the host. Pages are in random
+order, and their codes come from Gaussian keys and values by cache_store. Before it is timed, every
+row compares outputs with float64 attention over its decoded keys and values, for one KV head of the
+first and last sequence of each kind: all queries of a step, 16 of a prompt. A row whose cosine is
+not above COSINE or whose relative error (of an output vector's length) is not below RELATIVE is not
+written.
 
 bf16: SDPA with cuDNN and with flash attention, each with enable_gqa and with the query heads of a
 KV head folded into queries, on contiguous keys and values; FlashInfer's paged decode with tensor
-cores on pages of 16 tokens. The fastest of them counts. fp8: FlashInfer with e4m3 keys and values.
-All of these ignore causality among the queries of a step (q_len > 1), ours does not. The row names
+cores on pages of 16 tokens, or its paged prefill for several queries. The fastest of them counts.
+fp8: FlashInfer with e4m3 keys and values. SDPA ignores causality among the queries of a step (q_len
+> 1), which makes it faster and its result another one; FlashInfer and ours do not. The row names
 contenders that cannot run, with the reason. "of read" compares with a sum over 4 GiB.
+
+The tables, which --only takes by name:
+
+    steps    decode steps of one query or four, exact tail and center included
+    rows     several queries of many heads: 4 to 128 query rows per KV head
+    mixed    decode steps, drafts and prompt chunks in one call, and each part alone ("parts_ms").
+             bf16 is FlashInfer's paged prefill in one call, flash attention of variable lengths, or
+             "in parts": cuDNN with folded heads over steps, flash attention over each prompt.
+    prompts  prompts from position 0 and behind older tokens, causal, from codes ("own": this call's
+             keys and values as they are, by k_new and v_new). bf16: cuDNN where its mask fits,
+             flash attention, FlashInfer, and FlashAttention 3 where it is installed.
+    ragged   sequences of different or few tokens. "of_uniform" is the bandwidth in units of that of
+             a uniform batch of as many bytes, timed by turns: sequences of 8,192 tokens with 32/8
+             heads and the same q_len, as many as come closest.
+    cold     small caches when everything is cold, not only keys and values: before each call a norm
+             and an MLP of an 8B model run, which read 200 MB of weights and so push tables, signs,
+             queries, lengths and code out of the caches. The time is what the call adds to that
+             graph. bf16 and FlashAttention 3 are timed in the same way.
+    dims     other head dimensions
 
     python benchmarks/bench_attention.py                   all, into results/h200_attention.json
     python benchmarks/bench_attention.py --quick           five rows, printed only
-    python benchmarks/bench_attention.py --prefill         2,048 queries over 32,768 older tokens
-    python benchmarks/bench_attention.py --cases '^k4v4 '  rows that match, printed only
+    python benchmarks/bench_attention.py --only mixed      a table again, merged into the file
+    python benchmarks/bench_attention.py --only '^k4v4 '   rows that match, merged into the file
     python benchmarks/bench_attention.py --baselines-only  without us, printed only
+    python benchmarks/bench_attention.py --tiny            all with tiny sizes on any device: a try
     python benchmarks/bench_attention.py --table           the result file as Markdown
 """
 
 from __future__ import annotations
 
 import gc
-import math
+import itertools
+import random
 import re
-import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property, partial
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import common
+import contenders
 import torch
+from contenders import (
+    COLD,
+    DEVICE,
+    FIVE,
+    MIXED,
+    PROMPTS,
+    STEPS,
+    Call,
+    Contest,
+    Difference,
+    Layer,
+    Part,
+    Plain,
+    Shape,
+    exact_attention,
+    heads_of,
+    number_of_caches,
+    tables_of,
+)
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 
 import torch_turboquant as tt
 
-try:
-    import flashinfer
-except ImportError as error:
-    flashinfer, why_no_flashinfer = None, f"cannot be imported: {error}"
-
-DEVICE = torch.device("cuda")
-ROTATED_BYTES = 256 << 20
-BASELINE_PAGE = 16
 STORED_TOKENS = 4096  # pages hold so many distinct tokens and are repeated in random order
+COSINE, RELATIVE = 0.9999, 1 / 64
 
-Call = Callable[[], object]
 Row = dict[str, object]
 
 
 # ---- what is measured
-
-
-@dataclass(frozen=True)
-class Shape:
-    batch: int
-    context: int
-    q_heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    q_len: int = 1
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.context
-
-    @property
-    def bf16_bytes(self) -> int:
-        """Bytes of the whole cache in bf16."""
-        return 4 * self.tokens * self.kv_heads * self.head_dim
-
-    @property
-    def prefill(self) -> bool:
-        return self.q_len > 16
-
-    def queries(self) -> Tensor:
-        shape = (self.batch * self.q_len, self.q_heads, self.head_dim)
-        return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
-
-    def __str__(self) -> str:
-        text = (
-            f"{self.batch} x {self.context} heads {self.q_heads}/{self.kv_heads} d {self.head_dim}"
-        )
-        return text + (f" q_len {self.q_len}" if self.q_len > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,36 @@ class Case:
     page_size: int = 32
     tail: bool = False
     """Whether there are an exact tail and a center, as for models."""
+    own: bool = False
+    """Whether queries read the keys and values of this call as they are."""
+    table: str = "steps"
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The contenders in bf16 and fp8."""
+        if self.shape.mixed:
+            return MIXED
+        return {"steps": STEPS, "prompts": PROMPTS, "cold": COLD}.get(self.table, FIVE)
+
+    def parts(self) -> list[Case]:
+        """Each part of a mixed batch as a batch of its own."""
+        s = self.shape
+        alone = [
+            replace(s, batch=part.count, context=part.context, q_len=part.q_len, mixed=())
+            for part in s.parts
+        ]
+        return [replace(self, shape=shape) for shape in alone]
+
+    def uniform(self) -> Case:
+        """A batch of as many bytes that is good to read."""
+        s = self.shape
+        batch = max(1, round(s.tokens * s.kv_heads / (SHORT.tokens * SHORT.kv_heads)))
+        return replace(self, shape=replace(SHORT, batch=batch, q_len=s.q_len))
 
     def __str__(self) -> str:
-        return f"{self.preset} {self.shape} page {self.page_size}" + (" tail" if self.tail else "")
+        text = f"{self.preset} {self.shape} page {self.page_size}"
+        marks = {"tail": self.tail, "own": self.own, "cold": self.table == "cold"}
+        return " ".join([text, *(mark for mark, holds in marks.items() if holds)])
 
 
 LARGE, LONG_BATCH, LONG = Shape(64, 8192), Shape(8, 32768), Shape(1, 131072)
@@ -113,11 +143,9 @@ QUICK = (
     Case("k5v4u", LONG, tail=True),
     Case("k5v4u", SHORT, tail=True),
 )
-FLASHINFER_DIMS = (64, 128, 256)
-PREFILLS = tuple(Case(name, PREFILL) for name in (*BOTH, "k5v4u"))
 
 
-def decode_cases() -> Iterator[Case]:
+def step_cases() -> Iterator[Case]:
     """Decode steps, with exact tail and center; of two shapes without them, too."""
     for shape in (LARGE, LONG_BATCH, LONG, SHORT, MANY_SHORT):
         for name in PRESETS:
@@ -145,222 +173,109 @@ def decode_cases() -> Iterator[Case]:
             yield Case(name, shape, tail=True)
 
 
-ALL = (*decode_cases(), *PREFILLS)
+def of_presets(table: str, shape: Shape, presets: str, tailed: str = "k4v4u") -> Iterator[Case]:
+    """Cases without and with exact tail; names in one string."""
+    for name in presets.split():
+        yield Case(name, shape, table=table)
+    for name in tailed.split():
+        yield Case(name, shape, tail=True, table=table)
 
 
-# ---- timing
+ROWS = (  # from 4 to 128 query rows per KV head: q_len times the group of query heads
+    Shape(32, 8192),
+    Shape(32, 8192, q_len=2),
+    Shape(32, 8192, q_len=4),
+    Shape(32, 8192, q_heads=40, q_len=4),
+    Shape(32, 8192, q_len=5),
+    Shape(32, 8192, q_heads=28, kv_heads=4, q_len=3),
+    Shape(32, 8192, q_len=8),
+    Shape(32, 8192, q_heads=64, q_len=4),
+    Shape(32, 8192, q_len=10),
+    Shape(32, 8192, q_heads=48, kv_heads=4, q_len=4),
+    Shape(64, 8192, q_heads=48, kv_heads=1),
+    Shape(32, 8192, q_heads=28, kv_heads=4, q_len=8),
+    Shape(32, 8192, q_len=16),
+    Shape(32, 8192, q_heads=128, q_len=4),
+    Shape(32, 8192, q_heads=71, kv_heads=1),  # Falcon-7B
+    Shape(32, 8192, q_heads=96, q_len=8),
+    Shape(32, 8192, q_heads=64, kv_heads=4, q_len=8),
+)
 
 
-class Contest:
-    """Calls that take turns. Every contender is a list of calls, one for each of its caches."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        """About how long the replays of one contender take."""
-
-    def capture(self, calls: list[Call]) -> torch.cuda.CUDAGraph:
-        calls[0]()  # what must happen once, happens outside of the graph
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        return graph
-
-    def once(self, work: Call) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-    def medians(self, contenders: dict[str, list[Call]]) -> dict[str, tuple[float, float]]:
-        """Milliseconds of one call in a graph and eager, by the contender's name."""
-        rounds = {name: calls * -(-4 // len(calls)) for name, calls in contenders.items()}
-        graphs = {name: self.capture(calls) for name, calls in rounds.items()}
-        turns = {}
-        for name, graph in graphs.items():
-            graph.replay()
-            estimate = self.once(graph.replay)
-            turns[name] = min(40, max(7, round(self.seconds * 1e3 / estimate)))
-        replayed: dict[str, list[float]] = {name: [] for name in graphs}
-        eager: dict[str, list[float]] = {name: [] for name in graphs}
-        for turn in range(max(turns.values())):
-            for name, graph in graphs.items():
-                if turn < turns[name]:
-                    replayed[name].append(self.once(graph.replay) / len(rounds[name]))
-        for _ in range(5):
-            for name, calls in rounds.items():
-                took = self.once(lambda calls=calls: [call() for call in calls])
-                eager[name].append(took / len(calls))
-        return {
-            name: (statistics.median(replayed[name]), statistics.median(eager[name]))
-            for name in graphs
-        }
+def rows_cases() -> Iterator[Case]:
+    for shape in ROWS:
+        yield from of_presets("rows", shape, "k4v4u k5v4u k4v4 k3v3")
 
 
-def number_of_caches(size: int) -> int:
-    return max(1, math.ceil(ROTATED_BYTES / size))
+def mixed_cases() -> Iterator[Case]:
+    chunk = [Part(60, 8192), Part(1, 8192 + 512, 512)]
+    drafts = [Part(32, 8192), Part(8, 8192, 4), Part(2, 8192 + 1024, 1024)]
+    for parts in (chunk, drafts):
+        shape = Shape.of(parts)
+        yield from of_presets("mixed", shape, "k5v4u k4v4u")
+        yield Case("k5v4u", shape, own=True, table="mixed")
+        yield Case("k5v4u", shape, tail=True, own=True, table="mixed")
 
 
-def bandwidth(contest: Contest) -> tuple[float, float]:
-    """TB/s of a sum over 4 GiB, and of a copy of 2 GiB (bytes read and bytes written)."""
-    source = torch.randn(1 << 30, device=DEVICE)
-    half = source.numel() // 2
-    calls = {"read": [source.sum], "copy": [lambda: source[half:].copy_(source[:half])]}
-    times = contest.medians(calls)  # a copy inside a graph is slower than outside
-    return tuple(source.nbytes / min(times[name]) / 1e9 for name in ("read", "copy"))
+def prompt_cases() -> Iterator[Case]:
+    for tokens in (2048, 8192, 32768):
+        shape = Shape(1, tokens, q_len=tokens)
+        yield from of_presets("prompts", shape, "k5v4u k4v4u", tailed="")
+        yield Case("k5v4u", shape, own=True, table="prompts")
+    yield from of_presets("prompts", PREFILL, "k4v4u k4v4 k5v4u", tailed="")
+    for name in ("k4v4u", "k4v4", "k5v4u"):
+        yield Case(name, PREFILL, own=True, table="prompts")
+    yield Case("k5v4u", PREFILL, tail=True, own=True, table="prompts")
 
 
-# ---- the others
+def around(count: int, tokens: int, q_heads: int, kv_heads: int) -> Shape:
+    """Sequences of a random number of tokens within 10% of `tokens`, the same in every run."""
+    chosen = random.Random(count)
+    contexts = [chosen.randint(tokens * 9 // 10, tokens * 11 // 10) for _ in range(count)]
+    label = f"{count} x about {tokens}"
+    return Shape.of([Part(1, context) for context in contexts], label, q_heads, kv_heads)
 
 
-class Plain:
-    """Unpacked keys and values of a shape, and whatever attends over them."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape, self.q = shape, shape.queries()
-        self.absent: dict[str, str] = {}
-        """Why a contender cannot run, by name."""
-
-    @cached_property
-    def caches(self) -> list[Tensor]:
-        """Random keys and values, [2, tokens, kv_heads, head_dim] or of another shape."""
-        size = (2, self.shape.tokens * self.shape.kv_heads * self.shape.head_dim)
-        return [
-            torch.randn(size, dtype=torch.bfloat16, device=DEVICE)
-            for _ in range(number_of_caches(self.shape.bf16_bytes // 2))  # fp8 is half of it
-        ]
-
-    @cached_property
-    def page_order(self) -> Tensor:
-        pages = self.shape.tokens // BASELINE_PAGE
-        return torch.randperm(pages, device=DEVICE).int()
-
-    def contenders(self) -> dict[str, list[Call]]:
-        """The contenders that run and give right results."""
-        if self.shape.prefill:
-            makers = {"flash": self.flash_causal}
-        else:
-            makers = {
-                "cudnn": lambda: self.sdpa(SDPBackend.CUDNN_ATTENTION, False),
-                "cudnn folded": lambda: self.sdpa(SDPBackend.CUDNN_ATTENTION, True),
-                "flash": lambda: self.sdpa(SDPBackend.FLASH_ATTENTION, False),
-                "flash folded": lambda: self.sdpa(SDPBackend.FLASH_ATTENTION, True),
-                "flashinfer": lambda: self.flashinfer(torch.bfloat16),
-                "fp8": lambda: self.flashinfer(torch.float8_e4m3fn),
-            }
-        found = {}
-        for name, make in makers.items():
-            try:
-                calls = make()
-                self.check(name, calls[0]())
-                found[name] = calls
-            except Exception as error:  # whatever it is, the row names it
-                self.absent[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        return found
-
-    def contiguous(self, cache: Tensor) -> Tensor:
-        s = self.shape
-        return cache.view(2, s.batch, s.kv_heads, s.context, s.head_dim)
-
-    def sdpa(self, backend: SDPBackend, folded: bool) -> list[Call]:
-        s = self.shape
-        q = self.q.view(s.batch, s.q_len, s.q_heads, s.head_dim).transpose(1, 2).contiguous()
-        if folded:
-            q = q.view(s.batch, s.kv_heads, -1, s.head_dim)
-
-        def call(k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(q, k, v, enable_gqa=not folded)
-
-        return [partial(call, *self.contiguous(c)) for c in self.caches]
-
-    def flash_causal(self) -> list[Call]:
-        """Flash attention whose last query attends to the last key."""
-        s = self.shape
-        q = self.q.view(s.batch, s.q_len, s.q_heads, s.head_dim).transpose(1, 2)
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-
-        def call(k: Tensor, v: Tensor) -> Tensor:
-            return flash(q, k, v, 0.0, True)[0]
-
-        return [partial(call, *self.contiguous(c)) for c in self.caches]
-
-    def flashinfer(self, dtype: torch.dtype) -> list[Call]:
-        if flashinfer is None:
-            raise RuntimeError(why_no_flashinfer)
-        s = self.shape
-        if s.head_dim not in FLASHINFER_DIMS:  # others take the device down with them
-            raise RuntimeError(f"head_dim {s.head_dim} is none of {FLASHINFER_DIMS}")
-        pages = s.context // BASELINE_PAGE
-        starts = torch.arange(s.batch + 1, dtype=torch.int32)
-        last = torch.full((s.batch,), BASELINE_PAGE, dtype=torch.int32)
-        heads = (s.q_heads, s.kv_heads, s.head_dim)
-        types = {"q_data_type": torch.bfloat16, "kv_data_type": dtype}
-        workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE)
-        if s.q_len == 1:
-            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "NHD", use_tensor_cores=True, backend="fa2"
-            )
-            wrapper.plan(starts * pages, self.page_order, last, *heads, BASELINE_PAGE, **types)
-        else:
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                workspace, "NHD", backend="fa2"
-            )
-            wrapper.plan(
-                starts * s.q_len,
-                starts * pages,
-                self.page_order,
-                last,
-                *heads,
-                BASELINE_PAGE,
-                causal=False,
-                **types,
-            )
-
-        def call(k: Tensor, v: Tensor) -> Tensor:
-            return wrapper.run(self.q, (k, v))
-
-        paged = (2, -1, BASELINE_PAGE, s.kv_heads, s.head_dim)
-        return [partial(call, *c.view(paged).to(dtype)) for c in self.caches]
-
-    def check(self, name: str, out: Tensor) -> None:
-        """Checks the first cache's result for one sequence and KV head."""
-        s = self.shape
-        sequence, head = s.batch - 1, s.kv_heads // 2
-        by_token = (s.batch, s.q_len, s.q_heads, s.head_dim)
-        if name in ("flashinfer", "fp8"):
-            out = out.view(by_token)
-            pages = self.page_order.view(s.batch, -1)[sequence].long()
-            kv = self.caches[0].view(2, -1, BASELINE_PAGE, s.kv_heads, s.head_dim)
-            k, v = kv[:, pages, :, head].flatten(1, 2)
-        else:
-            out = out.reshape(s.batch, s.q_heads, s.q_len, s.head_dim).transpose(1, 2)
-            k, v = self.contiguous(self.caches[0])[:, sequence, head]
-        dtype = torch.float8_e4m3fn if name == "fp8" else torch.bfloat16
-        q = heads_of(self.q.view(by_token)[sequence], s, head)
-        exact = exact_attention(q, k.to(dtype), v.to(dtype), causal=s.prefill)
-        found = heads_of(out[sequence], s, head).double()
-        cosine = cosine_similarity(found, exact, dim=-1).min()
-        if not cosine > 0.9999:
-            raise RuntimeError(f"its result has a cosine of {cosine:.5f} with exact attention")
+def spread(q_len: int) -> Shape:
+    """13 sequences, evenly from 1 to 40,000 tokens; none is shorter than its queries."""
+    contexts = [max(q_len, round(1 + 39999 * i / 12)) for i in range(13)]
+    parts = [Part(1, context, q_len) for context in contexts]
+    return Shape.of(parts, "13 x 1..40000", q_heads=28, kv_heads=4)
 
 
-def heads_of(x: Tensor, shape: Shape, kv_head: int) -> Tensor:
-    """The query heads of one KV head: [q_len, group, d] of [q_len, q_heads, d]."""
-    return x.unflatten(1, (shape.kv_heads, -1))[:, kv_head]
+def ragged_cases() -> Iterator[Case]:
+    for shape in (
+        spread(1),
+        spread(3),
+        around(128, 8000, 8, 1),  # shards of tensor-parallel models
+        around(128, 8000, 4, 1),
+        around(32, 2000, 28, 4),
+        Shape(512, 300),
+        Shape(256, 1024),
+    ):
+        yield from of_presets("ragged", shape, "k4v4u k5v4u k4v4")
 
 
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention in float64, [q_len, group, d]: of q [q_len, group, d], k and v [context, d]."""
-    q, k, v = q.double(), k.double(), v.double()
-    scores = q @ k.T / math.sqrt(k.shape[1])
-    if causal:
-        position = torch.arange(len(k) - len(q), len(k), device=k.device)[:, None, None]
-        scores.masked_fill_(torch.arange(len(k), device=k.device) > position, -torch.inf)
-    return scores.softmax(-1) @ v
+def cold_cases() -> Iterator[Case]:
+    for shape in (SHORT, Shape(8, 2048)):
+        yield from of_presets("cold", shape, "k4v4u k5v4u k4v4", tailed="k4v4u k5v4u")
+
+
+def dims_cases() -> Iterator[Case]:
+    for head_dim in (144, 224):
+        yield from of_presets("dims", Shape(8, 8192, head_dim=head_dim), "k4v4u k5v4u k4v4")
+
+
+ALL = (
+    *step_cases(),
+    *rows_cases(),
+    *mixed_cases(),
+    *prompt_cases(),
+    *ragged_cases(),
+    *cold_cases(),
+    *dims_cases(),
+)
+TABLES = tuple(dict.fromkeys(case.table for case in ALL))
 
 
 # ---- ours
@@ -372,30 +287,37 @@ class Packed:
     def __init__(self, case: Case) -> None:
         self.case, s = case, case.shape
         self.config = tt.preset(case.preset, s.head_dim, page_size=case.page_size)
-        center = torch.randn(s.kv_heads, s.head_dim, device=DEVICE) if case.tail else None
-        self.tables = tt.make_tables(self.config, 0, DEVICE, center)
-        self.q = s.queries()
-        self.lengths = torch.full((s.batch,), s.context, dtype=torch.int32, device=DEVICE)
-        self.starts = None
-        if s.q_len > 1:
-            self.starts = s.q_len * torch.arange(s.batch + 1, dtype=torch.int32, device=DEVICE)
+        self.center = torch.randn(s.kv_heads, s.head_dim, device=DEVICE) if case.tail else None
+        self.tables = tt.make_tables(self.config, 0, DEVICE, self.center)
+        self.q, self.lengths = s.queries(), s.lengths
+        self.starts = s.starts.to(DEVICE) if s.q_len > 1 else None
 
-        base = tt.allocate_cache(self.config, STORED_TOKENS // case.page_size, s.kv_heads, DEVICE)
+        pages = s.pages_of_each(case.page_size)
+        stored = min(STORED_TOKENS // case.page_size, sum(pages))
+        base = tt.allocate_cache(self.config, stored, s.kv_heads, DEVICE)
+        slots = torch.arange(stored * case.page_size, device=DEVICE)
+        tt.cache_store(*self.random_tokens(len(slots)), base, slots, self.config, self.tables)
+        self.sets = []
+        """(cache, block_table, tail, k_new and v_new) of each cache."""
+        size = sum(pages) * s.kv_heads * self.config.record_bytes
+        if case.own:
+            size += 4 * s.new_tokens * s.kv_heads * s.head_dim
+        for _ in range(number_of_caches(size)):
+            cache = base[torch.randint(len(base), (sum(pages),), device=DEVICE)]
+            tail = self.random_tail() if case.tail else None
+            own = self.random_tokens(s.new_tokens) if case.own else None
+            self.sets.append((cache, tables_of(pages)[1], tail, own))
+
+    def random_tokens(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Keys around the center and values, [tokens, kv_heads, d]."""
+        s = self.case.shape
         k, v = (
-            torch.randn(STORED_TOKENS, s.kv_heads, s.head_dim, dtype=torch.bfloat16, device=DEVICE)
+            torch.randn(tokens, s.kv_heads, s.head_dim, dtype=torch.bfloat16, device=DEVICE)
             for _ in range(2)
         )
-        if center is not None:
-            k += center.bfloat16()
-        slots = torch.arange(STORED_TOKENS, device=DEVICE)
-        tt.cache_store(k, v, base, slots, self.config, self.tables)
-        pages = s.tokens // case.page_size
-        self.sets = []
-        """(cache, block_table, tail) of each cache."""
-        for _ in range(number_of_caches(pages * s.kv_heads * self.config.record_bytes)):
-            cache = base[torch.randint(len(base), (pages,), device=DEVICE)]
-            table = torch.randperm(pages, device=DEVICE).view(s.batch, -1).int()
-            self.sets.append((cache, table, self.random_tail() if case.tail else None))
+        if self.center is not None:
+            k += self.center.bfloat16()
+        return k, v
 
     def random_tail(self) -> tt.Tail:
         s = self.case.shape
@@ -405,7 +327,7 @@ class Packed:
     def calls(self) -> list[Call]:
         s = self.case.shape
         return [
-            lambda cache=cache, table=table, tail=tail: tt.paged_attention(
+            lambda cache=cache, table=table, tail=tail, new=new: tt.paged_attention(
                 self.q,
                 cache,
                 table,
@@ -415,83 +337,167 @@ class Packed:
                 cu_seqlens_q=self.starts,
                 max_q_len=s.q_len,
                 tail=tail,
+                **new,
             )
-            for cache, table, tail in self.sets
+            for cache, table, tail, own in self.sets
+            for new in [{} if own is None else {"k_new": own[0], "v_new": own[1]}]
         ]
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that one call reads: codes and scales, or the rows of the tail where it is used.
+        """Bytes that one call must read: codes and scales, rows of the tail, and own tokens.
 
-        A token in the windows of only some of a step's queries is read in both forms.
+        A token that only some queries of a sequence have in their windows is read in both forms.
         """
         s, config = self.case.shape, self.config
-        rows = codes_unread = 0
-        if self.case.tail:
-            rows = config.sink_tokens + config.recent_window + s.q_len - 1
-            codes_unread = config.sink_tokens + config.recent_window - (s.q_len - 1)
-        coded = (s.context - codes_unread) * config.bytes_per_token
-        return s.batch * s.kv_heads * (coded + rows * 4 * s.head_dim)
+        codes = rows = 0
+        for context, q_len in ((x.context, x.q_len) for x in s.sequences):
+            first = context - q_len  # the position of the first query
+            stored = first if self.case.own else context
+            rows += context - stored
+            if self.case.tail:
+                sinks = min(config.sink_tokens, stored)
+                rows += sinks + max(0, stored - max(sinks, first - config.recent_window + 1))
+                codes += max(0, min(stored, context - config.recent_window) - sinks)
+            else:
+                codes += stored
+        return s.kv_heads * (codes * config.bytes_per_token + rows * 4 * s.head_dim)
 
-    def errors(self) -> tuple[float, float]:
-        """Largest difference from exact attention and least cosine, of one sequence and KV head."""
+    @property
+    def flops(self) -> int:
+        """Of the products of queries with keys and of weights with values."""
+        s = self.case.shape
+        pairs = sum(
+            x.q_len * (x.context - x.q_len) + x.q_len * (x.q_len + 1) // 2 for x in s.sequences
+        )
+        return 4 * s.q_heads * s.head_dim * pairs
+
+    def errors(self) -> Difference:
+        """How far outputs of one KV head of some sequences are from exact attention."""
+        s, head = self.case.shape, self.case.shape.kv_heads // 2
+        out, starts, found = self.calls()[-1]()[0], s.starts.tolist(), []
+        if not out.isfinite().all():
+            return Difference(torch.inf, -1.0, torch.inf)
+        for number, sequence, queries in s.samples():
+            rows = starts[number] + torch.tensor(queries, device=DEVICE)
+            exact = self.exact(number, head, sequence, queries)
+            found.append(Difference.of(heads_of(out[rows], s, head), exact))
+        return Difference.worst(found)
+
+    def exact(self, number: int, head: int, sequence: Part, queries: list[int]) -> Tensor:
+        """Exact attention of some queries of a sequence, [queries, group, d]."""
         s, config = self.case.shape, self.config
-        sequence, head = s.batch - 1, s.kv_heads // 2
-        cache, table, tail = self.sets[-1]
-        row = slice(sequence, sequence + 1)
+        cache, table, tail, own = self.sets[-1]
+        only, start = slice(number, number + 1), int(s.starts[number])
         k, v = (
             x[0, :, head]
             for x in tt.cache_load(
                 cache,
-                table[row],
-                self.lengths[row],
+                table[only],
+                self.lengths[only],
                 config,
                 self.tables,
-                s.context,
+                sequence.context,
                 torch.float32,
             )
         )
-        q = heads_of(self.q.view(s.batch, s.q_len, s.q_heads, s.head_dim)[sequence], s, head)
+        first = sequence.context - sequence.q_len
+        if own is not None:
+            new = slice(start, start + sequence.q_len)
+            k[first:], v[first:] = (x[new, head].float() for x in own)
+        rows = self.q[start + torch.tensor(queries, device=DEVICE)]
+        q, last = heads_of(rows, s, head), first + torch.tensor(queries, device=DEVICE)
         if tail is None:
-            exact = exact_attention(q, k, v, causal=True)
-        else:
-            rows = tail.ring[tail.slots[sequence], head].float()
-            by_query = []
-            for i in range(s.q_len):  # each has a window of its own
-                visible = s.context - s.q_len + i + 1
-                keys, values = k[:visible].clone(), v[:visible].clone()
-                recent = torch.arange(visible - config.recent_window, visible, device=DEVICE)
-                sinks, ring = config.sink_tokens, len(rows) - config.sink_tokens
-                keys[:sinks], values[:sinks] = rows[:sinks].unbind(1)
-                keys[recent], values[recent] = rows[sinks + (recent - sinks) % ring].unbind(1)
-                by_query.append(exact_attention(q[i : i + 1], keys, values, causal=False))
-            exact = torch.cat(by_query)
-        out = self.calls()[-1]()[0].view(s.batch, s.q_len, s.q_heads, s.head_dim)[sequence]
-        found = heads_of(out, s, head).double()
-        cosine = cosine_similarity(found, exact, dim=-1).min()
-        return (found - exact).abs().max().item(), cosine.item()
+            return exact_attention(q, k, v, last)
+        exact_rows = tail.ring[tail.slots[number], head].float()
+        sinks, ring = config.sink_tokens, len(exact_rows) - config.sink_tokens
+        stored = first if own is not None else sequence.context
+        by_query = []
+        for i, position in enumerate(last.tolist()):  # each has a window of its own
+            end = min(stored, position + 1)
+            keys, values = k[: position + 1].clone(), v[: position + 1].clone()
+            recent = torch.arange(max(0, position + 1 - config.recent_window), end, device=DEVICE)
+            keys[recent], values[recent] = exact_rows[sinks + (recent - sinks) % ring].unbind(1)
+            held = min(sinks, end)
+            keys[:held], values[:held] = exact_rows[:held].unbind(1)
+            by_query.append(exact_attention(q[i : i + 1], keys, values))
+        return torch.cat(by_query)
 
 
 # ---- the table
 
 
-def row_of(packed: Packed, times: tuple[float, float], plain: dict[str, float], read: float) -> Row:
+@dataclass
+class Beside:
+    """What our own call is compared with."""
+
+    label: str
+    packed: list[Packed]
+
+    @staticmethod
+    def of(case: Case) -> Beside | None:
+        if case.table == "mixed":
+            return Beside("parts", [Packed(part) for part in case.parts()])
+        if case.table == "ragged":
+            return Beside("uniform", [Packed(case.uniform())])
+        return None
+
+    def entries(self, ours: float, size: int, times: list[float]) -> Row:
+        """times: milliseconds of each of packed. ours, size: those of the row."""
+        names = [str(p.case.shape) for p in self.packed]
+        if self.label == "parts":
+            parts = {name: round(ms, 5) for name, ms in zip(names, times, strict=True)}
+            return {"parts_ms": parts, "of_parts": round(ours / sum(times), 3)}
+        (bandwidth,) = (p.bytes_read / ms / 1e9 for p, ms in zip(self.packed, times, strict=True))
+        return {
+            "uniform": names[0],
+            "uniform_tb_s": round(bandwidth, 3),
+            "of_uniform": round(size / ours / 1e9 / bandwidth, 3),
+        }
+
+
+@dataclass
+class Entry:
+    """A case that gives right results, ready to be timed."""
+
+    packed: Packed
+    errors: Difference
+    beside: Beside | None
+
+    @property
+    def right(self) -> bool:
+        return self.errors.cosine > COSINE and self.errors.relative < RELATIVE
+
+    @staticmethod
+    def of(case: Case) -> Entry:
+        packed = Packed(case)
+        return Entry(packed, packed.errors(), Beside.of(case))
+
+    @cached_property
+    def calls(self) -> dict[str, list[Call]]:
+        """Contenders by name, the case's own first."""
+        name = str(self.packed.case)
+        beside = self.beside.packed if self.beside else []
+        return {name: self.packed.calls()} | {
+            f"{name}, beside {i}": p.calls() for i, p in enumerate(beside)
+        }
+
+
+def row_of(entry: Entry, times: dict[str, tuple[float, float]], best: Row, read: float) -> Row:
     """The row of a case.
 
-    times: milliseconds of our call, in a graph and eager. plain: those of the others in a graph, by
-    name.
+    times: milliseconds in a graph and eager, by contender. best: what others_of says.
     """
-    case, s = packed.case, packed.case.shape
-    (ours, eager), size = times, packed.bytes_read
-    error, cosine = packed.errors()
-    bf16 = {name: ms for name, ms in plain.items() if name != "fp8"}
-    best = min(bf16, key=bf16.get, default=None)
-    fp8 = plain.get("fp8")
-    return {
+    case, s = entry.packed.case, entry.packed.case.shape
+    (ours, eager), *beside = (times[name] for name in entry.calls)
+    size, bf16, fp8 = entry.packed.bytes_read, best["best_bf16_ms"], best["fp8_ms"]
+    row = {
         "row": str(case),
+        "table": case.table,
         "preset": case.preset,
         "batch": s.batch,
         "context": s.context,
+        "tokens": s.tokens,
         "q_len": s.q_len,
         "q_heads": s.q_heads,
         "kv_heads": s.kv_heads,
@@ -499,35 +505,100 @@ def row_of(packed: Packed, times: tuple[float, float], plain: dict[str, float], 
         "page_size": case.page_size,
         "tail": case.tail,
         "center": case.tail,
+        "own": case.own,
         "ours_ms": round(ours, 5),
-        "ours_eager_ms": round(eager, 5),
+        "ours_eager_ms": round(eager, 5) if eager else None,
         "bytes_read": size,
         "achieved_tb_s": round(size / ours / 1e9, 3),
         "fraction_of_read_bandwidth": round(size / ours / 1e9 / read, 3),
+        "tflop_s": round(entry.packed.flops / ours / 1e9, 1),
         "bf16_bytes": s.bf16_bytes,
-        "best_bf16_ms": round(bf16[best], 5) if best else None,
-        "best_bf16_name": best,
-        "fp8_ms": round(fp8, 5) if fp8 else None,
-        "speedup_vs_bf16": round(bf16[best] / ours, 3) if best else None,
+        **best,
+        "speedup_vs_bf16": round(bf16 / ours, 3) if bf16 else None,
         "speedup_vs_fp8": round(fp8 / ours, 3) if fp8 else None,
-        "max_error": round(error, 7),
-        "cosine": round(cosine, 7),
+        "max_error": round(entry.errors.max_error, 7),
+        "cosine": round(entry.errors.cosine, 7),
+        "relative_error": round(entry.errors.relative, 6),
     }
+    if entry.beside:
+        row |= entry.beside.entries(ours, size, [ms for ms, _ in beside])
+    return row
 
 
-def rows_of(shape: Shape, cases: list[Case], contest: Contest, read: float) -> Iterator[Row]:
-    """Measures all cases of one shape together with the other contenders."""
-    others = Plain(shape)
-    contenders = others.contenders()
-    packed = {str(case): Packed(case) for case in cases}
-    times = contest.medians(contenders | {name: p.calls() for name, p in packed.items()})
-    plain = {name: times[name][0] for name in contenders}
-    print(f"{shape}: {', '.join(f'{name} {ms:.4f}' for name, ms in plain.items())} ms", flush=True)
-    for name, reason in others.absent.items():
-        print(f"  {name} is absent: {reason}")
-    all_ms = {f"{name.replace(' ', '_')}_ms": round(ms, 5) for name, ms in plain.items()}
-    for name, p in packed.items():
-        yield row_of(p, times[name], plain, read) | all_ms | {"absent": others.absent}
+def others_of(times: dict[str, tuple[float, float]], absent: dict[str, str]) -> Row:
+    """What every row of a shape says of the others."""
+    ms = {name: round(in_graph, 5) for name, (in_graph, _) in times.items()}
+    bf16 = {name: x for name, x in ms.items() if "fp8" not in name}
+    best = min(bf16, key=bf16.__getitem__, default=None)
+    row: Row = {
+        "best_bf16_ms": bf16[best] if best else None,
+        "best_bf16_name": best,
+        "fp8_ms": ms.get("fp8"),
+    }
+    return row | {f"{name.replace(' ', '_')}_ms": x for name, x in ms.items()} | {"absent": absent}
+
+
+class Bench:
+    """Times groups of cases, and remembers which could not run or were wrong."""
+
+    def __init__(self, contest: Contest, read: float, without: re.Pattern[str] | None) -> None:
+        self.contest, self.read, self.without = contest, read, without
+        self.failed: list[str] = []
+
+    @cached_property
+    def layer(self) -> Layer:
+        return Layer() if contenders.ROTATED_BYTES else Layer(64, 128)
+
+    def entries(self, cases: list[Case]) -> Iterator[Entry]:
+        for case in cases:
+            try:
+                entry = Entry.of(case)
+            except Exception:  # other rows are still worth measuring
+                self.failed.append(f"{case}: {traceback.format_exc().splitlines()[-1]}")
+                traceback.print_exc()
+                continue
+            if not entry.right:
+                self.failed.append(f"{case}: {entry.errors}")
+            yield entry
+
+    def rows(self, table: str, shape: Shape, others: Plain, cases: list[Case]) -> Iterator[Row]:
+        """The right rows of cases of one shape, measured together with the others."""
+        start, entries = time.perf_counter(), list(self.entries(cases))
+        plain = others.contenders()
+        calls = dict(plain)
+        for entry in entries:
+            calls |= entry.calls
+        if table == "cold":
+            some = self.contest.medians_between(calls, self.layer)
+            times = {name: (ms, 0.0) for name, ms in some.items()}
+        else:
+            times = self.contest.medians(calls)
+        best = others_of({name: times[name] for name in plain}, others.absent)
+        text = ", ".join(f"{name} {times[name][0]:.4f}" for name in plain)
+        print(f"{table}: {shape}: {text} ms [{time.perf_counter() - start:.1f} s]", flush=True)
+        for name, reason in others.absent.items():
+            print(f"  {name} is absent: {reason}")
+        for entry in entries:
+            row = row_of(entry, times, best, self.read)
+            print_row(row)
+            if entry.right:
+                yield row
+
+    def all_rows(self, cases: list[Case], with_us: bool) -> Iterator[list[Row]]:
+        """The right rows of each table and shape in turn."""
+        for (table, shape), some in itertools.groupby(cases, key=lambda c: (c.table, c.shape)):
+            group = list(some)
+            try:
+                others = Plain(shape, group[0].others, self.without)
+                yield list(self.rows(table, shape, others, group if with_us else []))
+            except Exception:
+                reason = traceback.format_exc()
+                print(reason, flush=True)
+                self.failed.append(f"{table}: {shape}: {reason.splitlines()[-1]}")
+            others = None
+            gc.collect()  # contenders and their caches hold each other
+            if DEVICE.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 def print_row(row: Row) -> None:
@@ -535,11 +606,17 @@ def print_row(row: Row) -> None:
         found = row[f"speedup_vs_{kind}"]
         return "    -" if found is None else f"{found:5.2f}"
 
+    eager, more = row["ours_eager_ms"], ""
+    if "of_parts" in row:
+        more = f" {row['of_parts']:.2f} of its parts"
+    if "of_uniform" in row:
+        more = f" {row['of_uniform']:.2f} of {row['uniform_tb_s']:.3f} TB/s of {row['uniform']}"
     print(
-        f"{row['row']:52} {row['ours_ms']:8.4f} ms (eager {row['ours_eager_ms']:8.4f}) "
+        f"{row['row']:52} {row['ours_ms']:8.4f} ms (eager {f'{eager:8.4f}' if eager else '-'}) "
         f"{row['achieved_tb_s']:6.3f} TB/s {row['fraction_of_read_bandwidth']:5.2f} of read "
-        f"{ratio('bf16')} x bf16 ({row['best_bf16_name']}) {ratio('fp8')} x fp8  "
-        f"cos {row['cosine']:.6f} error {row['max_error']:.1e}",
+        f"{row['tflop_s']:6.1f} TFLOP/s {ratio('bf16')} x bf16 ({row['best_bf16_name']}) "
+        f"{ratio('fp8')} x fp8  cos {row['cosine']:.6f} error {row['max_error']:.1e} "
+        f"relative {row['relative_error']:.1e}{more}",
         flush=True,
     )
 
@@ -550,10 +627,11 @@ def print_markdown(rows: list[Row]) -> None:
     body = []
     for row in rows:
         ratios = (row[f"speedup_vs_{kind}"] for kind in ("bf16", "fp8"))
+        eager = row["ours_eager_ms"]
         cells = [
             row["row"],
             f"{row['ours_ms']:.4f}",
-            f"{row['ours_eager_ms']:.4f}",
+            f"{eager:.4f}" if eager else "-",
             f"{row['achieved_tb_s']:.2f}",
             f"{row['fraction_of_read_bandwidth']:.0%}",
             f"{row['best_bf16_ms']} ms, {row['best_bf16_name']}",
@@ -564,52 +642,63 @@ def print_markdown(rows: list[Row]) -> None:
     print(common.markdown(header, body))
 
 
+def chosen(cases: tuple[Case, ...], only: str) -> list[Case]:
+    """The rows that a regular expression finds, or those of the table of this name."""
+    if only in TABLES:
+        return [case for case in cases if case.table == only]
+    return [case for case in cases if re.search(only, str(case))]
+
+
 def main() -> None:
     options = common.parser(__doc__)
-    options.add_argument("--cases", default="", help="regular expression of rows; prints only")
+    options.add_argument("--only", default="", help="a table, or a regular expression of rows")
     options.add_argument("--quick", action="store_true", help="five rows; prints only")
-    options.add_argument("--prefill", action="store_true", help="only the rows of 2,048 queries")
     options.add_argument("--baselines-only", action="store_true", help="without us; prints only")
+    options.add_argument("--tiny", action="store_true", help="a try on any device; prints only")
     options.add_argument("--table", action="store_true", help="prints the result file")
     options.add_argument("--seconds", type=float, default=0.1, help="of one contestant's replays")
+    options.add_argument(
+        "--without",
+        default="flashinfer fa3",
+        help="regular expression of contenders that do not run, '' for none; default: "
+        "%(default)s, which compiles for minutes",
+    )
     arguments = options.parse_args()
-    arguments.dry_run |= bool(arguments.cases or arguments.quick or arguments.baselines_only)
+    arguments.dry_run |= arguments.quick or arguments.baselines_only or arguments.tiny
     if arguments.table:
         print_markdown(common.read_rows("h200_attention"))
         return
-    if torch.device(arguments.device).type != "cuda":
+    if torch.device(arguments.device).type != "cuda" and not arguments.tiny:
         print("This benchmark needs a CUDA device; bench_cpu.py measures attention on CPUs.")
         return
-    arguments.dry_run |= arguments.prefill
-    cases = QUICK if arguments.quick else PREFILLS if arguments.prefill else ALL
-    cases = [case for case in cases if re.search(arguments.cases, str(case))]
+    cases = chosen(QUICK if arguments.quick else ALL, arguments.only)
+    if arguments.tiny:
+        contenders.ROTATED_BYTES = 0  # one cache is enough
+        cases = [replace(case, shape=case.shape.tiny()) for case in cases]
     torch.manual_seed(0)
-    contest, rows, right = Contest(arguments.seconds), [], []
+    without = re.compile(arguments.without) if arguments.without else None
+    contest, found = Contest(0.0 if arguments.tiny else arguments.seconds), []
+    order = [str(case) for case in ALL]
 
     with torch.no_grad():
-        read, copy = bandwidth(contest)
+        read, copy = contenders.bandwidth(contest, 1 << (16 if arguments.tiny else 30))
         shared = {
             "read_tb_s": round(read, 3),
             "copy_tb_s": round(copy, 3),
             "torch": torch.__version__,
             "cudnn": torch.backends.cudnn.version(),
-            "flashinfer": getattr(flashinfer, "__version__", None),
+            "flashinfer": getattr(contenders.flashinfer, "__version__", None),
         }
         print(f"{common.device_name(DEVICE)}, {', '.join(f'{k} {v}' for k, v in shared.items())}")
-        for shape in dict.fromkeys(case.shape for case in cases):
-            mine = [c for c in cases if c.shape == shape and not arguments.baselines_only]
-            for row in rows_of(shape, mine, contest, read):
-                print_row(row)
-                rows.append(row | shared)
-            gc.collect()  # contenders and their caches hold each other
-            torch.cuda.empty_cache()
-            right = [row for row in rows if row["cosine"] > 0.999]
+        bench = Bench(contest, read, without)
+        for rows in bench.all_rows(cases, with_us=not arguments.baselines_only):
+            found += [row | shared for row in rows]
             if not arguments.dry_run:
-                common.write_progress("h200_attention", right, "row", arguments)
-    common.write_rows("h200_attention", right, arguments)
-    wrong = [row["row"] for row in rows if row not in right]
-    if wrong:
-        raise SystemExit(f"a cosine below 0.999 with exact attention: {', '.join(wrong)}")
+                common.write_progress("h200_attention", found, "row", arguments, order)
+    if not arguments.only and not bench.failed:
+        common.write_rows("h200_attention", found, arguments)  # no older row is left
+    if bench.failed:
+        raise SystemExit("rows that failed or are wrong:\n" + "\n".join(bench.failed))
 
 
 if __name__ == "__main__":

@@ -31,26 +31,29 @@ from importlib.metadata import version
 import common
 import torch
 from bench_attention import (
-    DEVICE,
     LARGE,
     LONG,
     LONG_BATCH,
     MANY_SHORT,
     SHORT,
     STORED_TOKENS,
-    Call,
     Case,
-    Contest,
     Packed,
-    Plain,
     Row,
+)
+from contenders import (
+    DEVICE,
+    STEPS,
+    Call,
+    Contest,
+    Difference,
+    Plain,
     Shape,
     exact_attention,
     heads_of,
     number_of_caches,
 )
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
 import torch_turboquant as tt
 
@@ -169,50 +172,6 @@ class Theirs:
         return (origin[table[sequence].long()][:, None] * self.page_size + offset).flatten()
 
 
-def flash_attention_3(plain: Plain, dtype: torch.dtype) -> list[Call]:
-    """vLLM's FlashAttention 3 over its pages of 16 tokens."""
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
-
-    s, page = plain.shape, 16
-    pages = s.tokens // page
-    table = torch.randperm(pages, device=DEVICE).int().view(s.batch, -1)
-    lengths = torch.full((s.batch,), s.context, dtype=torch.int32, device=DEVICE)
-    starts = torch.arange(s.batch + 1, dtype=torch.int32, device=DEVICE)
-    q = plain.q.to(dtype)
-    out = torch.empty_like(plain.q)
-    scales = {}
-    if dtype != torch.bfloat16:
-        one = torch.ones(s.batch, s.kv_heads, device=DEVICE)
-        scales = {"q_descale": one, "k_descale": one, "v_descale": one}
-
-    def call(k: Tensor, v: Tensor) -> Tensor:
-        return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            max_seqlen_q=1,
-            cu_seqlens_q=starts,
-            max_seqlen_k=s.context,
-            seqused_k=lengths,
-            softmax_scale=1 / math.sqrt(s.head_dim),
-            causal=True,
-            block_table=table,
-            out=out,
-            fa_version=3,
-            **scales,
-        )
-
-    paged = (2, pages, page, s.kv_heads, s.head_dim)
-    keys, values = (
-        x[table[-1].long()].flatten(0, 1).to(dtype) for x in plain.caches[0].view(paged)
-    )
-    caches = [c.view(paged).to(dtype) for c in plain.caches]
-    cosine = of_one_sequence(call(*caches[0]), q, s, keys, values)
-    if not cosine > (0.9999 if dtype == torch.bfloat16 else 0.99):  # probabilities are fp8, too
-        raise RuntimeError(f"its result has a cosine of {cosine} with exact attention")
-    return [partial(call, k, v) for k, v in caches]
-
-
 # ---- the rows
 
 
@@ -222,9 +181,8 @@ def of_one_sequence(out: Tensor, q: Tensor, shape: Shape, k: Tensor, v: Tensor) 
     out, q: [batch, q_heads, d]. k, v: [context, kv_heads, d].
     """
     head = shape.kv_heads // 2
-    exact = exact_attention(heads_of(q[-1:], shape, head), k[:, head], v[:, head], causal=False)
-    found = heads_of(out[-1:].double(), shape, head)
-    return round(cosine_similarity(found, exact, dim=-1).min().item(), 5)
+    exact = exact_attention(heads_of(q[-1:], shape, head), k[:, head], v[:, head])
+    return round(Difference.of(heads_of(out[-1:], shape, head), exact).cosine, 5)
 
 
 def milliseconds(contest: Contest, calls: dict[str, list[Call]]) -> dict[str, float]:
@@ -241,13 +199,8 @@ def fastest(ways: dict[str, float], default: str) -> Row:
 
 def attention_rows(shape: Shape, contest: Contest) -> Iterator[Row]:
     """Attention of a decode step: a row per contender."""
-    plain = Plain(shape)
+    plain = Plain(shape, (*STEPS, "fa3", "fa3 fp8"))
     contenders = plain.contenders()
-    for name, dtype in (("fa3", torch.bfloat16), ("fa3 fp8", torch.float8_e4m3fn)):
-        try:
-            contenders[name] = flash_attention_3(plain, dtype)
-        except Exception as error:  # whatever it is, the rows name it
-            plain.absent[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     for name, reason in plain.absent.items():
         print(f"{shape}: {name} is absent: {reason}")
     own = {"call": "attention", "batch": shape.batch, "context": shape.context}
@@ -287,7 +240,7 @@ def attention_rows(shape: Shape, contest: Contest) -> Iterator[Row]:
             "name": preset,
             "ms": ms,
             "bytes_read": packed.bytes_read,
-            "cosine": round(packed.errors()[1], 5),
+            "cosine": round(packed.errors().cosine, 5),
         }
         del packed
         free()

@@ -112,16 +112,22 @@ def write_rows(name: str, rows: list[Row], arguments: argparse.Namespace) -> Non
     print(f"{len(rows)} rows in {path.relative_to(ROOT)}")
 
 
-def write_progress(name: str, rows: list[Row], key: str, arguments: argparse.Namespace) -> None:
-    """write_rows for a run that is not finished: older rows of this device stay until replaced.
+def write_progress(
+    name: str, rows: list[Row], key: str, arguments: argparse.Namespace, order: Sequence[Any] = ()
+) -> None:
+    """write_rows for a run of some rows: older rows of this device stay until replaced.
 
     Args:
         key: the entry that identifies a row.
+        order: of the rows in the file, by key; others follow, new ones first.
     """
     seen = {row[key] for row in rows}
     device = origin(name, arguments)["device"]
     old = [row for row in read_rows(name, missing_ok=True) if row["device"] == device]
-    write_rows(name, rows + [row for row in old if row[key] not in seen], arguments)
+    place = {value: i for i, value in enumerate(order)}
+    merged = rows + [row for row in old if row[key] not in seen]
+    merged.sort(key=lambda row: place.get(row[key], len(place)))
+    write_rows(name, merged, arguments)
 
 
 def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
