@@ -609,7 +609,7 @@ class Plain:
         last = integers((x.context - 1) % BASELINE_PAGE + 1 for x in s.sequences)
         paged = pages, self.tables[0], last, s.q_heads, s.kv_heads, s.head_dim, BASELINE_PAGE
         types = {"q_data_type": torch.bfloat16, "kv_data_type": dtype}
-        workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE)
+        workspace = torch.zeros(512 << 20, dtype=torch.uint8, device=DEVICE)
         if s.q_len == 1 and backend == "fa2":
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace, "NHD", use_tensor_cores=True, backend=backend

@@ -172,11 +172,18 @@ def h200_rows(name: str) -> list[Row]:
     return [row for row in read_rows(name) if row["device"] == "NVIDIA H200"]
 
 
+def table_rows(table: str) -> list[Row]:
+    """Rows of one of the tables of bench_attention on the GPU; older rows do not name theirs."""
+    found = h200_rows("h200_attention")
+    unnamed = {False: "steps", True: "prompts"}
+    return [row for row in found if row.get("table", unnamed[row["q_len"] > 16]) == table]
+
+
 def decode_rows(**changes: Any) -> dict[tuple[int, int], dict[str, Row]]:
     """Attention of decode steps on the GPU: (batch, context) -> preset -> row."""
     wanted = {**DECODE, **changes}
     found: dict[tuple[int, int], dict[str, Row]] = {}
-    for row in h200_rows("h200_attention"):
+    for row in table_rows("steps"):
         if wanted.items() <= row.items():
             found.setdefault((row["batch"], row["context"]), {})[row["preset"]] = row
     return found
@@ -190,8 +197,18 @@ def microseconds(ms: float) -> str:
     return f"{1000 * ms:.0f} us" if ms < 1 else f"{ms:.2f} ms"
 
 
+def best_bf16(row: Row) -> str:
+    ms = row["best_bf16_ms"]
+    return f"{microseconds(ms)}, {row['best_bf16_name']}" if ms else "-"
+
+
+def vs_bf16(row: Row) -> str:
+    ratio = row["speedup_vs_bf16"]
+    return f"{ratio:.2f}x" if ratio else "-"
+
+
 def us_and_ratio(row: Row) -> str:
-    return f"{microseconds(row['ours_ms'])}, {row['speedup_vs_bf16']:.2f}x"
+    return f"{microseconds(row['ours_ms'])}, {vs_bf16(row)}"
 
 
 def attention_table() -> str:
@@ -204,7 +221,7 @@ def attention_table() -> str:
         lines.append(
             [
                 name_of(shape),
-                f"{microseconds(any_row['best_bf16_ms'])}, {any_row['best_bf16_name']}",
+                best_bf16(any_row),
                 microseconds(any_row["fp8_ms"]) if any_row["fp8_ms"] else "-",
                 *(us_and_ratio(row[name]) if name in row else "" for name in presets),
             ]
@@ -227,7 +244,6 @@ VARIANTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "pages of 16": (LARGE, {"page_size": 16}),
     "pages of 128": (LARGE, {"page_size": 128}),
     "neither exact tail nor center": (LARGE, {"tail": False}),
-    "2,048 queries over 32,768 tokens, likewise": ((1, 34816), {"q_len": 2048, "tail": False}),
 }
 
 
@@ -239,6 +255,105 @@ def variants_table() -> str:
         bf16 = microseconds(found["k4v4"]["best_bf16_ms"])
         lines.append([label, bf16, *(us_and_ratio(found[name]) for name in ("k4v4u", "k4v4"))])
     return markdown(["64 x 8,192 but", "best bf16", "k4v4u", "k4v4"], lines)
+
+
+def shape_of(row: Row) -> str:
+    """The batch in the name of a row: "k4v4 2 x 99 heads 32/8 d 128 page 32 tail"."""
+    return re.fullmatch(r"\S+ (.*) page \d+.*", row["row"])[1]
+
+
+def batch_name(row: Row) -> str:
+    """The batch without heads, which are 32 for 8 of 128 channels unless it says so."""
+    name, heads = re.fullmatch(r"(.*) heads (\S+) d \d+.*", shape_of(row)).groups()
+    name = re.sub(r"\d{4,}", lambda number: f"{int(number[0]):,}", name)
+    name = re.sub(r" q_len ([\d,]+)", r" (\1 queries)", name).replace("..", " to ")
+    name += f", {heads}" if heads != "32/8" else ""
+    alike = row["q_len"] > 1 and "queries" not in name
+    return name + (f", {row['q_len']} queries" if alike else "")
+
+
+def preset_name(row: Row) -> str:
+    marks = {"exact tail": row["tail"], "own tokens exact": row.get("own")}
+    return ", ".join([row["preset"], *(mark for mark, holds in marks.items() if holds)])
+
+
+def wide_table(table: str, header: list[str], cells: Callable[[Row], list[str]]) -> str:
+    """A row per batch, a column per preset; empty before the first measurement."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in table_rows(table):
+        found.setdefault(shape_of(row), {})[preset_name(row)] = row
+    presets = list(dict.fromkeys(name for some in found.values() for name in some))
+    lines = []
+    for some in found.values():
+        any_row = next(iter(some.values()))
+        ratios = (us_and_ratio(some[name]) if name in some else "" for name in presets)
+        lines.append([*cells(any_row), best_bf16(any_row), *ratios])
+    return markdown([*header, "best bf16", *presets], lines) if lines else ""
+
+
+def long_table(table: str, **columns: Callable[[Row], str]) -> str:
+    """A row per batch and preset; empty before the first measurement.
+
+    columns: those between time and bf16, by header.
+    """
+    columns = {
+        "batch": prompt_name if table == "prompts" else batch_name,
+        "preset": preset_name,
+        "time": lambda row: microseconds(row["ours_ms"]),
+        **columns,
+        "best bf16": best_bf16,
+        "vs bf16": vs_bf16,
+    }
+    lines = [[cell(row) for cell in columns.values()] for row in table_rows(table)]
+    return markdown(list(columns), lines) if lines else ""
+
+
+def query_rows_table() -> str:
+    """Several queries of many heads, fewest query rows first."""
+
+    def cells(row: Row) -> list[str]:
+        group = row["q_heads"] // row["kv_heads"]
+        heads = f"{row['q_heads']}/{row['kv_heads']}, {row['q_len']}"
+        return [str(group * row["q_len"]), name_of((row["batch"], row["context"])), heads]
+
+    return wide_table("rows", ["rows", "batch x context", "heads, queries"], cells)
+
+
+def prompt_name(row: Row) -> str:
+    older = row["context"] - row["q_len"]
+    return f"{row['q_len']:,} tokens" + (f" behind {older:,}" if older else "")
+
+
+def mixed_table() -> str:
+    def alone(row: Row) -> str:
+        return " + ".join(map(microseconds, row["parts_ms"].values()))
+
+    columns = {"its parts alone": alone, "of them": lambda row: f"{row['of_parts']:.2f}"}
+    return long_table("mixed", **columns)
+
+
+def prompt_attention_table() -> str:
+    def speed(row: Row) -> str:
+        return f"{row['tflop_s']:.0f}" if "tflop_s" in row else ""
+
+    return long_table("prompts", **{"TFLOP/s": speed})
+
+
+def ragged_table() -> str:
+    def uniform(row: Row) -> str:
+        batch = row["uniform"].partition(" heads")[0]
+        return f"{row['of_uniform']:.0%} of {row['uniform_tb_s']:.2f}, {batch}"
+
+    columns = {"TB/s": lambda row: f"{row['achieved_tb_s']:.2f}", "of the uniform batch": uniform}
+    return long_table("ragged", **columns)
+
+
+def cold_table() -> str:
+    return long_table("cold")
+
+
+def dims_table() -> str:
+    return wide_table("dims", ["`head_dim`"], lambda row: [str(row["head_dim"])])
 
 
 def cpu_attention_table() -> str:
@@ -886,7 +1001,16 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/design.md": {"kernels": kernels},
     "docs/reliability.md": {"soak": soak, "fuzz": fuzz},
     "docs/performance.md": {"attention": attention_table, "models": models_table},
-    f"{PERFORMANCE}_attention.md": {"attention": attention_table, "variants": variants_table},
+    f"{PERFORMANCE}_attention.md": {
+        "attention": attention_table,
+        "variants": variants_table,
+        "rows": query_rows_table,
+        "mixed": mixed_table,
+        "prompts": prompt_attention_table,
+        "ragged": ragged_table,
+        "cold": cold_table,
+        "dims": dims_table,
+    },
     f"{PERFORMANCE}_vllm.md": {"vllm": vllm_table},
     f"{PERFORMANCE}_generation.md": {
         "eager": eager_table,
