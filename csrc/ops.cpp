@@ -64,9 +64,9 @@ STABLE_TORCH_LIBRARY(turboquant, m) {
   " int page_size, int key_bits, int value_bits, float softmax_scale," \
   " Tensor? cu_seqlens_q=None, int max_q_len=1," \
   " Tensor? tail=None, Tensor? tail_slots=None, Tensor? tail_valid=None, int sink_tokens=0, int recent_window=0," \
-  " int sliding_window=0, float soft_cap=0.0, Tensor? sink_logits=None"
+  " int sliding_window=0, float soft_cap=0.0, Tensor? sink_logits=None, Tensor? k_new=None, Tensor? v_new=None"
   m.def("paged_attention(" PAGED_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)");
-  m.def("paged_attention_out(" PAGED_ATTENTION_ARGUMENTS ", *, Tensor(a!) out, Tensor(b!) lse) -> ()");
+  m.def("paged_attention_out(" PAGED_ATTENTION_ARGUMENTS ", *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
 }
 // clang-format on

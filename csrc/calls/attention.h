@@ -27,7 +27,8 @@ struct AttentionCall {
   OptionalTensor tail_valid;  // int32 [max_seqs, 2]
   int64_t sink_tokens, recent_window, sliding_window;
   double soft_cap;
-  OptionalTensor sink_logits;  // float32 [q_heads]
+  OptionalTensor sink_logits;   // float32 [q_heads]
+  OptionalTensor k_new, v_new;  // [tokens, kv_heads, d] of q's dtype, stride 1 in d; both or neither
 
   int64_t tokens() const { return q.size(0); }
   int64_t q_heads() const { return q.size(1); }
@@ -37,6 +38,35 @@ struct AttentionCall {
 };
 
 constexpr double kMaxSoftCap = 1000;
+
+// The keys and values of the call's own tokens: token t of q is token t of them.
+inline void check_new_tokens(const AttentionCall& c) {
+  STD_TORCH_CHECK(c.k_new.has_value() == c.v_new.has_value(), "k_new and v_new come together or not at all");
+  if (!c.k_new) return;
+  const auto check = [&](const Tensor& t, const char* name) {
+    check_device(t, c.q, name);
+    check_dtype(t, name, {c.q.scalar_type()});
+    check_shape(t, name, {c.tokens(), c.kv_heads(), c.head_dim()});
+    check_unit_last_stride(t, name);
+  };
+  check(*c.k_new, "k_new");
+  check(*c.v_new, "v_new");
+}
+
+// A query reads the rows of its window from the ring, without those of the call's own tokens if these are given.
+// Otherwise the call's own tokens have been stored, in rows that earlier tokens may have had.
+inline void check_ring(const AttentionCall& c) {
+  const uint64_t ring = static_cast<uint64_t>(c.tail->size(2) - c.sink_tokens);
+  const uint64_t window = static_cast<uint64_t>(c.recent_window);
+  if (c.k_new) {
+    STD_TORCH_CHECK(ring + 1 >= window, "the tail has room for ", ring,
+                    " recent tokens, needed beside k_new: recent_window - 1 = ", window - 1);
+    return;
+  }
+  const uint64_t needed = window + static_cast<uint64_t>(c.max_q_len) - 1;
+  STD_TORCH_CHECK(ring >= needed, "the tail has room for ", ring,
+                  " recent tokens, needed: recent_window + max_q_len - 1 = ", needed);
+}
 
 // Checks everything that can be checked without reading values. Returns the geometry of the cache's records.
 inline format::Record check_attention(const AttentionCall& c) {
@@ -64,23 +94,21 @@ inline format::Record check_attention(const AttentionCall& c) {
                   ", supported: 0 (none), or ", FLT_MIN, " to ", kMaxSoftCap);
   STD_TORCH_CHECK(std::abs(c.softmax_scale) <= FLT_MAX, "softmax_scale is ", c.softmax_scale,
                   ", supported: numbers that are finite in float32");
+  check_new_tokens(c);
   const int64_t seqs = check_batch(c.seq_lens, c.cu_seqlens_q, q, c.tokens());
   check_constant(c.block_table, q, "block_table", ScalarType::Int, {seqs, -1});
   if (c.tail) {
     check_tail(*c.tail, c.tail_slots, q, seqs, kv_heads, d, c.sink_tokens);
-    const uint64_t ring = static_cast<uint64_t>(c.tail->size(2) - c.sink_tokens);
-    const uint64_t needed = static_cast<uint64_t>(c.recent_window) + static_cast<uint64_t>(c.max_q_len) - 1;
-    STD_TORCH_CHECK(ring >= needed, "the tail has room for ", ring,
-                    " recent tokens, needed: recent_window + max_q_len - 1 = ", needed);
+    check_ring(c);
     if (c.tail_valid) check_constant(*c.tail_valid, q, "tail_valid", ScalarType::Int, {c.tail->size(0), 2});
   }
   return record;
 }
 
 // Checks the tensors that the _out variant writes.
-inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, const Tensor& lse) {
+inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, const OptionalTensor& lse) {
   check_constant(out, c.q, "out", c.q.scalar_type(), {c.tokens(), c.q_heads(), c.head_dim()});
-  check_constant(lse, c.q, "lse", ScalarType::Float, {c.tokens(), c.q_heads()});
+  if (lse) check_constant(*lse, c.q, "lse", ScalarType::Float, {c.tokens(), c.q_heads()});
   Arguments memory;
   memory.writes(out, "out");
   memory.writes(lse, "lse");
@@ -99,6 +127,8 @@ inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, c
   memory.reads(c.tail_slots, "tail_slots");
   memory.reads(c.tail_valid, "tail_valid");
   memory.reads(c.sink_logits, "sink_logits");
+  memory.reads(c.k_new, "k_new");
+  memory.reads(c.v_new, "v_new");
   memory.check();
 }
 
@@ -118,10 +148,10 @@ std::tuple<Tensor, Tensor> paged_attention(const AttentionCall& call) {
 }
 
 template <Attend* attend>
-void paged_attention_out(const AttentionCall& call, const Tensor& out, const Tensor& lse) {
+void paged_attention_out(const AttentionCall& call, const Tensor& out, const OptionalTensor& lse) {
   const format::Record record = check_attention(call);
   check_attention_outputs(call, out, lse);
-  attend(call, record, out, lse);
+  attend(call, record, out, lse ? *lse : new_tensor(call.q, {call.tokens(), call.q_heads()}, ScalarType::Float));
 }
 
 }  // namespace turboquant

@@ -3,6 +3,8 @@
 // merge_attention: joins the attention of the same queries over two disjoint sets of keys.
 #include "cuda/attention/call.cuh"
 
+#include <optional>
+
 #include "calls/attention.h"
 #include "choices/attention.h"
 #include "cuda/attention/general.cuh"
@@ -26,6 +28,23 @@ AttentionShape shape_of(const Attention& a) {
           .dtype = a.dtype,
           .has_tail = a.tail != nullptr};
 }
+
+// k_new or v_new, [tokens, kv_heads, d]: the tensor itself, or a copy if rows do not start at multiples of 16 bytes.
+class NewRows {
+ public:
+  explicit NewRows(const Tensor& t) : rows_(t, 16) {
+    const bool copied = rows_.data() != t.data_ptr();
+    const auto stride = [&](int64_t i, int64_t dense) { return copied || t.size(i) <= 1 ? dense : t.stride(i); };
+    token_stride_ = stride(0, t.size(1) * t.size(2)), head_stride_ = stride(1, t.size(2));
+  }
+  const void* data() const { return rows_.data(); }
+  int64_t token_stride() const { return token_stride_; }  // in elements, as
+  int64_t head_stride() const { return head_stride_; }
+
+ private:
+  AlignedRows rows_;
+  int64_t token_stride_, head_stride_;
+};
 
 void attend(const AttentionCall& c, const format::Record& record, const Tensor& out, const Tensor& lse) {
   STD_TORCH_CHECK(aligned(c.cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
@@ -54,15 +73,17 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
   a.seq_lens = static_cast<const int32_t*>(c.seq_lens.data_ptr());
   a.query_begin = integers(c.cu_seqlens_q);
   a.block_table = static_cast<const int32_t*>(c.block_table.data_ptr());
+  a.table_stride = c.block_table.stride(0);
   a.seqs = checked_int(c.seqs(), "the number of sequences");
   a.max_pages = checked_int(c.block_table.size(1), "the width of block_table");
   a.max_q_len = static_cast<int>(std::min(c.max_q_len, c.tokens()));
   // positions are subtracted from a window, so it is no longer than the longest sequence
-  const int64_t room = int64_t{a.max_pages} * record.page_size;
+  const int64_t room = int64_t{a.max_pages} * record.page_size + (c.k_new ? a.max_q_len : 0);
   a.sliding_window = static_cast<int>(std::min({c.sliding_window, room, int64_t{INT32_MAX}}));
 
   a.pages = bytes_of(c.cache);
   a.num_pages = c.cache.size(0);
+  a.page_stride = c.cache.stride(0);
   a.record = record;
   a.key_signs = key_signs.data();
   a.value_signs = value_signs.data();
@@ -72,12 +93,21 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
 
   if (c.tail) {
     a.tail = c.tail->data_ptr();
-    a.tail_slots = static_cast<const int64_t*>(c.tail_slots->data_ptr());
+    a.tail_stride = c.tail->stride(0);
+    a.tail_slots = c.tail_slots->data_ptr();
+    a.wide_slots = c.tail_slots->scalar_type() == ScalarType::Long;
     a.tail_valid = integers(c.tail_valid);
     a.max_seqs = checked_int(c.tail->size(0), "the number of tails");
     a.sink_tokens = checked_int(c.sink_tokens, "sink_tokens");
     a.ring = checked_int(c.tail->size(2) - c.sink_tokens, "the length of a tail");
-    a.recent_window = static_cast<int>(c.recent_window);  // not longer than the ring
+    a.recent_window = static_cast<int>(c.recent_window);  // at most one longer than the ring
+  }
+  std::optional<NewRows> keys, values;
+  if (c.k_new) {
+    keys.emplace(*c.k_new), values.emplace(*c.v_new);
+    a.new_keys = keys->data(), a.new_values = values->data();
+    a.new_key_token_stride = keys->token_stride(), a.new_key_head_stride = keys->head_stride();
+    a.new_value_token_stride = values->token_stride(), a.new_value_head_stride = values->head_stride();
   }
   const Device& device = device_of(c.q.get_device_index());
   const AttentionChoice choice = choose_attention(shape_of(a), device.facts);

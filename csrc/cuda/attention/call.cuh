@@ -25,13 +25,15 @@ struct Attention {
   // Sequences
   const int32_t* seq_lens;     // [seqs], new tokens included; 0: padding
   const int32_t* query_begin;  // cu_seqlens_q [seqs + 1]; null: one query per sequence
-  const int32_t* block_table;  // [seqs, max_pages]
+  const int32_t* block_table;  // [seqs, max_pages], stride 1 in a sequence's row
+  int64_t table_stride;        // from one row of block_table to the next, in elements
   int seqs, max_pages, max_q_len;
   int sliding_window;  // 0: none
 
   // Pages and their constants
-  const uint8_t* pages;  // [num_pages, kv_heads, record_bytes]
+  const uint8_t* pages;  // [num_pages, kv_heads, record_bytes], records of a page contiguous
   int64_t num_pages;
+  int64_t page_stride;  // from one page to the next, in bytes
   format::Record record;
   const float* key_signs;      // [d]
   const float* value_signs;    // [d]
@@ -41,13 +43,16 @@ struct Attention {
 
   // The exact tail (docs/format.md section 9)
   const void* tail;           // [max_seqs, kv_heads, sink_tokens + ring, 2, d] of `dtype`; null: none
-  const int64_t* tail_slots;  // [seqs], -1: this sequence has none
+  int64_t tail_stride;        // from one of the max_seqs entries to the next, in elements; an entry is contiguous
+  const void* tail_slots;     // [seqs], -1: this sequence has none
+  bool wide_slots;            // tail_slots are int64, else int32
   const int32_t* tail_valid;  // [max_seqs, 2] (sinks held, first position held by the ring); null: everything
   int max_seqs, sink_tokens, ring, recent_window;
 
-  // This call's own tokens, exact
-  const void* new_keys;    // [tokens, kv_heads, d] of `dtype`; null: none
-  const void* new_values;  // likewise
+  // The exact keys and values of this call's own tokens, which stand at positions new_begin(..) and later. Rows start
+  // at multiples of 16 bytes.
+  const void* new_keys;  // [tokens, kv_heads, d] of `dtype`; null: none
+  const void* new_values;
   int64_t new_key_token_stride, new_key_head_stride, new_value_token_stride, new_value_head_stride;  // in elements
 
   // early: the previous kernel may still be writing `from`. The load then bypasses the L1 cache, which would keep the
@@ -65,9 +70,10 @@ struct Attention {
     if (!query_begin) return 1;
     return min(max(min(read(query_begin + s + 1, early), tokens) - first_query(s, early), 0), max_q_len);
   }
-  // The number of tokens of sequence s, limited to those that block_table has room for.
+  // The number of tokens of sequence s, limited to those that block_table has room for; new_keys need no room.
   __device__ __forceinline__ int length(int s, bool early = false) const {
-    const int64_t room = int64_t{max_pages} * record.page_size;
+    int64_t room = int64_t{max_pages} * record.page_size;
+    if (new_keys) room += num_queries(s, early);
     return static_cast<int>(min(static_cast<int64_t>(max(read(seq_lens + s, early), 0)), room));
   }
   // Query i of sequence s stands at length(s) - num_queries(s) + i and sees keys [first_visible(p), p].
@@ -75,21 +81,42 @@ struct Attention {
     return sliding_window > 0 ? max(0, position - sliding_window + 1) : 0;
   }
 
+  // The first position of a sequence that new_keys and new_values hold; without them its end. It is negative where the
+  // sequence has more queries than tokens.
+  __device__ __forceinline__ int new_begin(int length, int queries) const {
+    return new_keys ? length - queries : length;
+  }
+  // The key or the value of one of this call's tokens.
+  __device__ __forceinline__ const void* new_row(int64_t token, int kv_head, bool is_value) const {
+    const int64_t offset = is_value ? token * new_value_token_stride + kv_head * new_value_head_stride
+                                    : token * new_key_token_stride + kv_head * new_key_head_stride;
+    return static_cast<const uint8_t*>(is_value ? new_values : new_keys) + offset * element_size(dtype);
+  }
+
   // The positions of a sequence that the exact tail holds.
   struct Tail {
     bool any;          // false: none
     int sinks, first;  // [0, sinks), and all from `first` on
   };
-  __device__ __forceinline__ Tail tail_of(int s, bool early = false) const {
-    const int64_t slot = tail ? read(tail_slots + s, early) : -1;
+  __device__ __forceinline__ int64_t tail_slot(int s, bool early = false) const {
+    if (!tail) return -1;
+    return wide_slots ? read(static_cast<const int64_t*>(tail_slots) + s, early)
+                      : read(static_cast<const int32_t*>(tail_slots) + s, early);
+  }
+  // Beside new_keys, the new tokens may have been stored or not. Without tail_valid, what counts is therefore what a
+  // ring of any size holds both before and after.
+  __device__ __forceinline__ Tail tail_of(int s, int length, bool early = false) const {
+    const int64_t slot = tail_slot(s, early);
     if (slot < 0 || slot >= max_seqs) return {false, 0, 0};
-    if (!tail_valid) return {true, sink_tokens, sink_tokens};
+    if (!tail_valid) return {true, sink_tokens, new_keys ? max(sink_tokens, length - ring) : sink_tokens};
     return {true, max(min(sink_tokens, read(tail_valid + 2 * slot, early)), 0),
             max(sink_tokens, read(tail_valid + 2 * slot + 1, early))};
   }
-  // A query reads keys [0, tail.sinks) and [recent, position] from the tail, and the keys between them from codes.
-  __device__ __forceinline__ int recent(const Tail& tail, int position) const {
-    return tail.any ? min(max(position - recent_window + 1, tail.first), position + 1) : position + 1;
+  // A query has exact keys [0, tail.sinks) and [recent, position], and the keys between them in codes. Of the exact
+  // keys those from new_begin on are in new_keys, and the others in the tail.
+  __device__ __forceinline__ int recent(const Tail& tail, int position, int new_begin) const {
+    const int first = tail.any ? max(position - recent_window + 1, tail.first) : position + 1;
+    return min(max(min(first, new_begin), tail.sinks), position + 1);
   }
 };
 

@@ -47,13 +47,13 @@ __device__ __forceinline__ SequenceWork work_of_sequence(const Attention& a, int
   SequenceWork x;
   x.queries = a.num_queries(s, early), x.length = a.length(s, early);
   x.blocks = quotient(x.queries * a.group + ROWS - 1, ROWS);
-  const Attention::Tail tail = a.tail_of(s, early);
-  const int begin = x.length - x.queries;
-  const int first = max(a.first_visible(begin), tail.sinks), end = max(a.recent(tail, x.length - 1), 0);
+  const Attention::Tail tail = a.tail_of(s, x.length, early);
+  const int begin = x.length - x.queries, new_begin = a.new_begin(x.length, x.queries);
+  const int first = max(a.first_visible(begin), tail.sinks), end = max(a.recent(tail, x.length - 1, new_begin), 0);
   x.first = first & -kUnitTokens;
   x.coded = first < end ? quotient(end - x.first + kUnitTokens - 1, kUnitTokens) : 0;
   x.sinks = min(tail.sinks, x.length);
-  x.recent = tail.any ? max(min(a.recent(tail, begin), x.length), x.sinks) : x.length;
+  x.recent = tail.any || a.new_keys ? max(min(a.recent(tail, begin, new_begin), x.length), x.sinks) : x.length;
   x.exact = x.sinks + x.length - x.recent;
   x.units = x.coded;
   if (x.exact > 0) x.units += quotient(x.exact + per_unit - 1, per_unit);

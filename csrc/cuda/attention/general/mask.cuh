@@ -14,13 +14,15 @@ class Mask {
   __device__ __forceinline__ void prepare() const {
     const Attention& a = block_.a;
     const WorkItem& work = block_.work;
-    const int first_position = a.length(work.sequence) - a.num_queries(work.sequence);
+    const int length = a.length(work.sequence), queries = a.num_queries(work.sequence);
+    const int first_position = length - queries, new_begin = a.new_begin(length, queries);
     for (int r = block_.thread.index; r < S::kRows; r += S::kThreads) {
       VisibleKeys visible{0, 0, 0, 0};
       const int position = first_position + (work.first_row + r) / a.group;
       if (r < work.rows && position >= 0) {
-        const Attention::Tail tail = a.tail_of(work.sequence);
-        visible = {a.first_visible(position), min(tail.sinks, position + 1), a.recent(tail, position), position + 1};
+        const Attention::Tail tail = a.tail_of(work.sequence, length);
+        visible = {a.first_visible(position), min(tail.sinks, position + 1), a.recent(tail, position, new_begin),
+                   position + 1};
       }
       row(r) = visible;
     }

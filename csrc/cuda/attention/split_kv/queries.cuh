@@ -41,8 +41,10 @@ class Queries {
           }
         }
         if (of_head.inverse) Lanes::apply(of_head.inverse, lane, y);
-        const Attention::Tail tail = a.tail_of(segment.sequence);
-        row.first = max(a.first_visible(place.position), tail.sinks), row.end = a.recent(tail, place.position);
+        const int length = segment.work.length;
+        const Attention::Tail tail = a.tail_of(segment.sequence, length);
+        row.first = max(a.first_visible(place.position), tail.sinks);
+        row.end = a.recent(tail, place.position, a.new_begin(length, segment.work.queries));
       }
       Lanes::apply(block_.signs(), lane, y);
       transform<typename Lanes::Rotation>(y, lane);
