@@ -487,6 +487,12 @@ PAGED_ATTENTION = {
     "soft_cap": 20.0,
     "sink_logits": floats(4),
 }
+
+
+def new(**changes):
+    return {"k_new": floats(3, 2, D), "v_new": floats(3, 2, D), **changes}
+
+
 PAGED_ATTENTION_BAD = [
     *CACHE_BAD,
     *TABLE_BAD,
@@ -530,6 +536,30 @@ PAGED_ATTENTION_BAD = [
     Bad({"sink_logits": floats(4).half()}, TypeError, "sink_logits has dtype float16"),
     Bad(tail(valid=int32(2, 0)), ValueError, "tail_valid has shape [2], expected [3, 2]"),
     Bad(tail(valid=TAIL.valid.long()), TypeError, "tail_valid has dtype int64, supported: int32"),
+    Bad(new(v_new=None), ValueError, "k_new and v_new come together or not at all"),
+    Bad(new(k_new=None), ValueError, "k_new and v_new come together or not at all"),
+    Bad(new(k_new=[1.0]), TypeError, "k_new must be a tensor, got list", SKIP),
+    Bad(new(k_new=floats(2, 2, D)), ValueError, "k_new has shape [2, 2, 64], expected [3, 2, 64]"),
+    Bad(new(v_new=floats(3, 4, D)), ValueError, "v_new has shape [3, 4, 64], expected [3, 2, 64]"),
+    Bad(new(v_new=floats(3, 2, 32)), ValueError, "v_new has shape [3, 2, 32], expected"),
+    Bad(new(k_new=floats(3, 2 * D)), ValueError, "k_new has shape [3, 128], expected [3, 2, 64]"),
+    Bad(
+        new(v_new=floats(3, 2, D).half()), TypeError, "v_new has dtype float16, supported: float32"
+    ),
+    Bad(new(k_new=gaps(floats(3, 2, D))), ValueError, f"k_new {STRIDE}"),
+    Bad(new(v_new=gaps(floats(3, 2, D))), ValueError, f"v_new {STRIDE}"),
+    Bad(new(k_new=elsewhere(3, 2, D)), ValueError, ONE_DEVICE),
+    Bad(
+        new(tail=TAIL._replace(ring=TAIL.ring[:, :, :3].contiguous())),
+        ValueError,
+        "tail has 3 rows, expected at least 4 beside k_new",
+        "the tail has room for 1 recent tokens, needed beside k_new: recent_window - 1 = 2",
+    ),
+    Bad(
+        new(block_table=TABLE[:, :1].contiguous()),
+        RuntimeError,
+        "sequence 0 has 18 tokens but block_table has room for 16",
+    ),
 ]
 
 PAGED_ATTENTION_OUT = {**PAGED_ATTENTION, "out": torch.zeros(3, 4, D), "lse": torch.zeros(3, 4)}
@@ -540,8 +570,8 @@ PAGED_ATTENTION_OUT_BAD = [
     Bad({"lse": torch.zeros(3, 4).double()}, TypeError, "lse has dtype float64"),
     Bad({"lse": torch.zeros(4, 3)}, ValueError, "lse has shape [4, 3], expected [3, 4]"),
     Bad({"lse": gaps(torch.zeros(3, 4))}, ValueError, "lse must be contiguous"),
-    Bad({"lse": None}, ValueError, "out and lse come together or not at all", SKIP),
-    Bad({"out": None}, ValueError, "out and lse come together or not at all", SKIP),
+    Bad({"out": None}, ValueError, "lse is given without out", SKIP),
+    Bad(new(k_new=floats(2, 2, D)), ValueError, "k_new has shape [2, 2, 64], expected [3, 2, 64]"),
     Bad({"seq_lens": int32(20, 999)}, RuntimeError, "sequence 1 has 999 tokens but block_table"),
     Bad(table_with(99), RuntimeError, "block_table names page 99"),
 ]
@@ -616,6 +646,15 @@ def tensors(value):
 @pytest.mark.parametrize("name", GOOD)
 def test_the_good_call_is_good(name, call):
     call(name, GOOD[name])
+
+
+@pytest.mark.parametrize("call", [public, raw])
+def test_own_tokens_and_outputs_without_lse_are_good(call):
+    out = torch.zeros(3, 4, D)
+    call("paged_attention_out", {**PAGED_ATTENTION, **new(), "out": out, "lse": None})
+    assert_same_bytes(out, call("paged_attention", {**PAGED_ATTENTION, **new()})[0])
+    few = {"tail": TAIL._replace(ring=TAIL.ring[:, :, :4].contiguous()), "max_q_len": 10**9}
+    call("paged_attention", {**PAGED_ATTENTION, **new(**few)})
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,23 @@ def test_equals_the_functions(lengths, new, tail, dtype, device):
         assert_same_bytes(one, other)
 
 
+@pytest.mark.parametrize("lengths, new", SHAPES)
+@pytest.mark.parametrize("tail", [True, False])
+def test_own_tokens_before_or_after_storing(lengths, new, tail, device):
+    """The function's results, with an output of the caller's or none."""
+    world = World(lengths, new, tail, device=device)
+    own = {"k_new": world.k, "v_new": world.v}
+    layer = world.layer()
+    before = layer.attend(world.q, world.batch, **own)
+    out = torch.full_like(world.q, torch.nan)
+    given = layer.attend(world.q, world.batch, **own, out=out)
+    assert given[0] is out
+    layer.store(world.k, world.v, world.batch)
+    for found in (given, layer.attend(world.q, world.batch, **own), world.attend(**own)):
+        for one, other in zip(found, before, strict=True):
+            assert_same_bytes(one, other)
+
+
 def test_padding_gives_zeros(device):
     world = World([20, 0, 33], device=device)
     before = world.cache.clone()
@@ -535,8 +552,10 @@ ATTEND_BAD = [
         ValueError,
         r"sink_logits has shape \[3\], expected \[4\]",
     ),
-    (lambda w: {"out": torch.empty_like(w.q)}, ValueError, "out and lse come together"),
-    (lambda w: {"lse": torch.empty(2, 4)}, ValueError, "out and lse come together"),
+    (lambda w: {"lse": torch.empty(2, 4)}, ValueError, "lse is given without out"),
+    (lambda w: {"k_new": w.k}, ValueError, "k_new and v_new come together or not at all"),
+    (lambda w: {"k_new": w.k, "v_new": w.v[:1]}, ValueError, "v_new has shape"),
+    (lambda w: {"k_new": w.k.half(), "v_new": w.v}, TypeError, "k_new has dtype float16"),
     (
         lambda w: {"out": torch.empty_like(w.q).half(), "lse": torch.empty(2, 4)},
         TypeError,

@@ -189,12 +189,16 @@ def paged_attention_samples():
             continue
         valid = int32(2, 0).expand(3, 2).contiguous()
         sinks = randn(6, seed=8)
-        yield *args, int32(0, 3, 4), 3, ring, tail_slots, valid, 2, 3, 9, 30.0, sinks
+        options = int32(0, 3, 4), 3, ring, tail_slots, valid, 2, 3, 9, 30.0, sinks
+        yield *args, *options
+        qkv = randn(4, 10, 48, seed=9, dtype=dtype)
+        yield *args, *options, qkv[:, 6:8], qkv[:, 8:]
 
 
 def paged_attention_out_samples():
     for q, *others in paged_attention_samples():
         yield q, *others, {"out": torch.zeros_like(q), "lse": torch.zeros(q.shape[:2])}
+        yield q, *others, {"out": torch.zeros_like(q)}
 
 
 def merge_attention_samples():

@@ -83,9 +83,10 @@ class Layer:
         arguments = (q, a.cache, a.block_table, a.seq_lens, *a.tables[:4], None, 16, 4, 4, 0.125)
         of_tail = (a.tail, a.slots, None, 2, window)
         others = (a.cu_seqlens_q, a.max_q_len, *of_tail, getattr(a, "sliding_window", 0))
+        new = {name: getattr(a, name, None) for name in ("k_new", "v_new")}
         if out is None:
-            return ops.paged_attention(*arguments, *others)
-        return ops.paged_attention_out(*arguments, *others, out=out, lse=lse)
+            return ops.paged_attention(*arguments, *others, **new)
+        return ops.paged_attention_out(*arguments, *others, **new, out=out, lse=lse)
 
 
 # ---- integers
@@ -104,6 +105,11 @@ def test_no_sum_of_integers_overflows(device):
     ):
         needed = numbers["recent_window"] + numbers["max_q_len"] - 1
         refused(f"max_q_len - 1 = {needed}", lambda n=numbers: layer.attend(q, **n))
+    own = {"k_new": layer.k, "v_new": layer.v}
+    refused(f"recent_window - 1 = {MOST - 1}", lambda: layer.attend(q, recent_window=MOST, **own))
+    for window in (0, 6):  # a ring of 5 rows
+        layer.attend(q, recent_window=window, max_q_len=MOST, **own)
+    refused("recent_window - 1 = 6", lambda: layer.attend(q, recent_window=7, **own))
     for window in (MOST, MOST - 2, 2**31):  # of padding, too: its positions are negative
         assert_same_bytes(layer.attend(q, sliding_window=window)[0], layer.attend(q)[0])
         layer.attend(q, sliding_window=window, seq_lens=layer.int32(0))
@@ -367,20 +373,25 @@ def test_attention_writes_apart_from_all_but_queries(device):
     expected = layer.attend(q.clone())
     shifted, ring = memory[2 * D : 8 * D].view(3, 2, D), layer.ring.view(-1)
     out = torch.zeros(3, 2, D, device=device)
-    scores = layer.cache.view(-1)[:24].view(torch.float32).view(3, 2)
+    scores, lse_of_q = layer.cache.view(-1)[:24].view(torch.float32).view(3, 2), memory[6:12]
+    lse_of_q = lse_of_q.view(3, 2)
     before = [t.clone() for t in (memory, layer.cache, layer.ring)]
     for first, second, call in (
         ("q", "out", lambda: layer.attend(q, shifted, lse)),
         ("out", "lse", lambda: layer.attend(q.clone(), q, memory[:6].view(3, 2))),
-        ("q", "lse", lambda: layer.attend(q, out, memory[6:12].view(3, 2))),
+        ("q", "lse", lambda: layer.attend(q, out, lse_of_q)),
         ("tail", "out", lambda: layer.attend(q, ring[: 6 * D].view(3, 2, D), lse)),
         ("cache", "lse", lambda: layer.attend(q, out, scores)),
         ("q", "out", lambda: layer.attend(q[:1].expand(3, 2, D), q, lse)),
+        ("k_new", "out", lambda: layer.attend(q.clone(), q, k_new=q, v_new=layer.v)),
+        ("v_new", "out", lambda: layer.attend(q, q, k_new=layer.k, v_new=shifted)),
+        ("k_new", "lse", lambda: layer.attend(out, out, lse_of_q, k_new=q, v_new=q)),
     ):
         with pytest.raises(RuntimeError, match=f"({first} and {second}|{second} and {first}) sha"):
             call()
     for t, old in zip((memory, layer.cache, layer.ring), before, strict=True):
         assert_same_bytes(t, old)
+    layer.attend(q, out, k_new=q, v_new=q)  # what is read may be shared
     layer.attend(q, q, lse)  # in place
     assert_same_bytes(q, expected[0])
     assert_same_bytes(lse, expected[1])

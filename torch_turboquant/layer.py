@@ -120,10 +120,14 @@ class PagedLayer:
         batch: AttentionBatch,
         options: AttentionOptions | None = None,
         *,
+        k_new: Tensor | None = None,
+        v_new: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention of the batch's tokens, after `store` (paged_attention).
+        """Causal attention of the batch's tokens (paged_attention).
+
+        It comes after `store`, or with k_new and v_new before or after it.
 
         Args:
             q: [tokens, q_heads, head_dim], float32, float16 or bfloat16, the dtype of the ring if
@@ -131,9 +135,12 @@ class PagedLayer:
             batch: with block_table and seq_lens; with a ring also tail_slots.
             options: scale, window, cap and sinks of the model's attention; None: the defaults of
                 AttentionOptions.
-            out, lse: written instead of new tensors; given together, contiguous, out of q's shape
-                and dtype, lse float32 [tokens, q_heads]. out may be q; otherwise neither shares
-                memory with another tensor of the call.
+            k_new, v_new: [tokens, kv_heads, head_dim] of q's dtype, stride 1 in the last
+                dimension; given together: the batch's tokens, which queries then read exactly as
+                they are, and for which the ring needs no rows.
+            out, lse: written instead of new tensors; contiguous, out of q's shape and dtype, lse
+                float32 [tokens, q_heads] and only beside out. out may be q; otherwise neither
+                shares memory with another tensor of the call.
 
         Returns:
             out: [tokens, q_heads, head_dim]; lse: float32 [tokens, q_heads], natural logarithm.
@@ -150,12 +157,14 @@ class PagedLayer:
         _checks.check_vectors("q", q, 3)
         checks.check_queries(q, self.device, self.config, self.kv_heads)
         checks.check_attention(q, batch, options, out, lse)
+        checks.check_new_tokens(q, k_new, v_new, self.kv_heads)
         if self.ring is not None:
             self._check_tail("q", q, batch)
-            if batch.max_q_len > self.max_q_len:  # type: ignore[operator]
+            if k_new is None and batch.max_q_len > self.max_q_len:  # type: ignore[operator]
                 checks.check_ring_rows(self.ring.shape[2], self.config, batch.max_q_len)
+        new = (k_new, v_new)
         return call_attention(
-            q, self.pages, self.config, self.tables, self.ring, batch, options, out, lse
+            q, self.pages, self.config, self.tables, self.ring, batch, options, new, out, lse
         )
 
     def load(

@@ -2,11 +2,11 @@
 //
 // Keys are never rotated back: with R the rotation and s the scales of channels, q . key = (R (q / s)) . (scale / 32 *
 // levels) + q . center, so the query is rotated once. Values are summed in the rotated space, and the sum is rotated
-// back once. Keys of the exact tail (sinks and recent window, docs/format.md section 9) are scored and summed unrotated
-// and join in the end.
+// back once. Exact keys (sinks and recent window of the tail, docs/format.md section 9, and the call's own tokens where
+// they are given) are scored and summed unrotated and join in the end.
 //
 // A unit of work is a span of keys of one (sequence, KV head): all its queries and query heads share every key and
-// value that is unpacked (kernels/attention.h). Partial results of spans and of the tail are joined in a fixed order.
+// value that is unpacked (kernels/attention.h). Partial results of spans and of exact keys are joined in a fixed order.
 #include "calls/attention.h"
 
 #include <optional>
@@ -44,18 +44,26 @@ struct Attention {
   int64_t first_visible(int64_t position) const {
     return sliding_window > 0 ? std::max<int64_t>(0, position - sliding_window + 1) : 0;
   }
-  // The two runs of exact keys of a query at `position`: [0, sinks) and [recent, position].
+  // The first position of a sequence that k_new and v_new hold; without them its end.
+  int64_t new_begin(int64_t s) const { return batch.length[s] - (call.k_new ? batch.queries(s) : 0); }
+  // The two runs of exact keys of a query at `position`: [0, sinks) and [recent, position]. Those from new_begin on are
+  // in k_new, the others in the tail.
   struct Exact {
     int64_t sinks, recent;
-    bool holds(int64_t key) const { return key < sinks || key >= recent; }
   };
   Exact exact(int64_t s, int64_t position) const {
-    if (!tail || tail->slots[s] < 0) return {0, position + 1};
-    const int32_t* valid = tail_valid ? tail_valid + 2 * tail->slots[s] : nullptr;
-    const int64_t sinks = valid ? std::min<int64_t>(valid[0], tail->sink_tokens) : tail->sink_tokens;
-    const int64_t recent = std::max(position - recent_window + 1, valid ? std::max<int64_t>(valid[1], 0) : 0);
-    return {std::max<int64_t>(sinks, 0), std::min(std::max(recent, tail->sink_tokens), position + 1)};
+    int64_t sinks = 0, recent = position + 1;
+    if (has_tail(s)) {
+      const int32_t* valid = tail_valid ? tail_valid + 2 * tail->slots[s] : nullptr;
+      sinks = valid ? std::clamp<int64_t>(valid[0], 0, tail->sink_tokens) : tail->sink_tokens;
+      // Beside k_new, the new tokens may have been stored or not. Without tail_valid, what counts is therefore what a
+      // ring of any size holds both before and after.
+      const int64_t held = valid ? valid[1] : call.k_new ? batch.length[s] - tail->ring : 0;
+      recent = std::max({position - recent_window + 1, held, tail->sink_tokens});
+    }
+    return {sinks, std::min(std::max(std::min(recent, new_begin(s)), sinks), position + 1)};
   }
+  bool has_tail(int64_t s) const { return tail && tail->slots[s] >= 0; }
 };
 
 // One query head of one new token.
@@ -129,7 +137,7 @@ Attention checked_attention(const AttentionCall& c, const format::Record& record
   for (int64_t s = 0; s < a.batch.count; ++s) {
     if (a.batch.queries(s) == 0 || a.batch.length[s] == 0) continue;
     const int64_t first = a.first_visible(a.batch.position(s, 0));
-    check_pages(a.table, a.max_pages, c.cache.size(0), record.page_size, s, first, a.batch.length[s]);
+    check_pages(a.table, a.max_pages, c.cache.size(0), record.page_size, s, first, a.new_begin(s));
   }
   return a;
 }
@@ -183,7 +191,7 @@ class PagedAttention {
     std::copy_n(a.value_levels.of, kTableLevels, keys_.value_levels);
     for (const RowSet& set : sets_) {
       for (int64_t i = 0; i < set.spans(); ++i) spans_.push_back({&set - sets_.data(), i});
-      if (has_tail(set)) spans_.push_back({&set - sets_.data(), set.spans()});
+      if (has_exact(set)) spans_.push_back({&set - sets_.data(), set.spans()});
       rows_ = set.at + set.rows;
       most_rows_ = std::max(most_rows_, set.rows);
       parts_ = set.part + (set.spans() + 1) * set.rows;
@@ -204,7 +212,7 @@ class PagedAttention {
         if (spans_[i].span < set.spans()) {
           attend_span(set, spans_[i].span, scratch, sums);
         } else {
-          attend_tail(set, sums.as<float>());
+          attend_exact(set, sums.as<float>());
         }
       }
     });
@@ -221,7 +229,7 @@ class PagedAttention {
     int64_t set, span;
   };
 
-  bool has_tail(const RowSet& set) const { return a_.tail && a_.tail->slots[set.sequence] >= 0; }
+  bool has_exact(const RowSet& set) const { return a_.has_tail(set.sequence) || a_.call.k_new; }
   // Sums of a row in the order of the panels.
   int64_t lanes() const { return keys_.panels.panels * keys_.panels.fields * 16; }
 
@@ -303,20 +311,36 @@ class PagedAttention {
     }
   }
 
-  void attend_tail(const RowSet& set, float* scratch) {
+  void attend_exact(const RowSet& set, float* scratch) {
     Workspace& w = work_;
-    const TailView& tail = *a_.tail;
     const int64_t part = set.part + set.spans() * set.rows;
-    const ExactKeys exact{.tail = tail.vector(tail.slots[set.sequence], set.kv_head, 0, 0),
-                          .dtype = dtype_of(tail.tensor),
-                          .d = a_.d,
-                          .sink_tokens = tail.sink_tokens,
-                          .ring = tail.ring,
-                          .q = &w.plain[set.at * a_.d],
-                          .first = &w.visible[set.at],
-                          .sinks = &w.sinks[set.at],
-                          .recent = &w.recent[set.at],
-                          .position = &w.position[set.at]};
+    ExactKeys exact{.tail = nullptr,
+                    .new_keys = nullptr,
+                    .new_values = nullptr,
+                    .new_begin = a_.new_begin(set.sequence),
+                    .new_key_stride = 0,
+                    .new_value_stride = 0,
+                    .dtype = dtype_of(a_.call.q),
+                    .d = a_.d,
+                    .sink_tokens = 0,
+                    .ring = 1,
+                    .q = &w.plain[set.at * a_.d],
+                    .first = &w.visible[set.at],
+                    .sinks = &w.sinks[set.at],
+                    .recent = &w.recent[set.at],
+                    .position = &w.position[set.at]};
+    if (a_.has_tail(set.sequence)) {
+      const TailView& tail = *a_.tail;
+      exact.tail = tail.vector(tail.slots[set.sequence], set.kv_head, 0, 0);
+      exact.sink_tokens = tail.sink_tokens, exact.ring = tail.ring;
+    }
+    if (a_.call.k_new) {
+      const Tensor &k = *a_.call.k_new, &v = *a_.call.v_new;
+      const int64_t token = a_.batch.query_begin[set.sequence];
+      exact.new_keys = element(k, token * k.stride(0) + set.kv_head * k.stride(1));
+      exact.new_values = element(v, token * v.stride(0) + set.kv_head * v.stride(1));
+      exact.new_key_stride = k.stride(0), exact.new_value_stride = v.stride(0);
+    }
     const PartialRows out{.max = &w.max[part], .sum = &w.sum[part], .sums = &w.sums[part * a_.d], .stride = a_.d};
     kernels().attend_exact(exact, static_cast<int>(set.rows), a_.softmax_scale, a_.soft_cap, out, scratch);
   }

@@ -63,9 +63,13 @@ struct PartialRows {
   int64_t stride;
 };
 
-// The exact keys of the same queries: rows of the tail.
+// The exact keys of the same queries: rows of the tail before position `new_begin`, and from there on the call's own
+// tokens.
 struct ExactKeys {
   const void* tail;  // [rows, 2, d] of one sequence and KV head
+  const void* new_keys;
+  const void* new_values;
+  int64_t new_begin, new_key_stride, new_value_stride;  // from token to token, in elements
   Dtype dtype;
   int64_t d, sink_tokens, ring;
   const float* q;         // [count, d], plain

@@ -324,7 +324,17 @@ void attend_exact(const Kernels& k, Random& random, Written& written) {
   Memory<float> scratch(32 * d);
   const float caps[] = {0, 0, 0.5f, 30};
   const Partial out(count, d);
+  // the last tokens are the call's own, in memory of exactly their size
+  const int64_t fresh = random.below(std::min<int64_t>(length, 20) + 1), key_stride = d + random.below(4),
+                value_stride = d + random.below(4);
+  const Numbers new_keys(random, dtype, fresh ? (fresh - 1) * key_stride + d : 0, d);
+  const Numbers new_values(random, dtype, fresh ? (fresh - 1) * value_stride + d : 0, d);
   const ExactKeys exact{.tail = tail.get(),
+                        .new_keys = new_keys.bytes.get(),
+                        .new_values = new_values.bytes.get(),
+                        .new_begin = length - fresh,
+                        .new_key_stride = key_stride,
+                        .new_value_stride = value_stride,
                         .dtype = dtype,
                         .d = d,
                         .sink_tokens = sink_tokens,

@@ -95,6 +95,37 @@ def test_options_of_attention_reach_it():
         assert_same_bytes(out, plain)
 
 
+def test_own_tokens_of_any_number(device):
+    """More than the tail has rows for, before and after they are stored."""
+    pool = make_pool(device=device)
+    seqs = filled(pool, 20, 3)
+    sizes = [4 * MAX_Q, 1]
+    rows = list(range(100, 100 + sum(sizes)))
+    q, (keys, values) = queries(rows, device), vectors(rows, device)
+    with pool.reserve(seqs, sizes) as batch:
+        for layer in range(LAYERS):
+            own = {"k_new": keys[layer], "v_new": values[layer]}
+            with pytest.raises(ValueError, match=f"supported: max_q_len = {MAX_Q} of the pool"):
+                pool.attend(layer, q, batch)
+            before = pool.attend(layer, q, batch, **own)
+            pool.store(layer, keys[layer], values[layer], batch)
+            for one, other in zip(pool.attend(layer, q, batch, **own), before, strict=True):
+                assert_same_bytes(one, other)
+            alone = tt.paged_attention(
+                q,
+                pool.pages[layer],
+                batch.block_table,
+                batch.seq_lens,
+                CONFIG,
+                pool.tables[layer],
+                cu_seqlens_q=batch.cu_seqlens_q,
+                max_q_len=batch.max_q_len,
+                tail=tt.Tail(pool.tails[layer], batch.tail_slots, batch.tail_valid),
+                **own,
+            )
+            assert_same_bytes(alone[0], before[0])
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_batch_equals_one_by_one(padded, device):
     """Sequences join and leave; single tokens and pieces share batches."""

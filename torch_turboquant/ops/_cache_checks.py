@@ -88,12 +88,31 @@ def check_tables(
 
 
 def check_ring(
-    ring: Tensor, device: torch.device, dtype: torch.dtype, config: CacheConfig, kv_heads: int
+    ring: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: CacheConfig,
+    kv_heads: int,
+    max_q_len: int = 1,
+    beside_new: bool = False,
 ) -> None:
-    """[max_seqs, kv_heads, rows, 2, head_dim], with rows for one query at least."""
+    """[max_seqs, kv_heads, rows, 2, head_dim], with enough rows."""
     shape = (None, kv_heads, None, 2, config.head_dim)
     _checks.check_constant("tail", ring, device, dtype, shape)
-    check_ring_rows(ring.shape[2], config, 1)
+    if beside_new:
+        check_ring_rows_beside_new(ring.shape[2], config)
+    else:
+        check_ring_rows(ring.shape[2], config, max_q_len)
+
+
+def check_ring_rows_beside_new(rows: int, config: CacheConfig) -> None:
+    """Beside k_new, a query reads all tokens of its window but itself, or fewer, from the ring."""
+    need = config.sink_tokens + max(1, config.recent_window - 1)
+    if rows < need:
+        raise ValueError(
+            f"tail has {rows} rows, expected at least {need} beside k_new: sink_tokens "
+            f"({config.sink_tokens}) + recent_window ({config.recent_window}) - 1"
+        )
 
 
 def check_ring_rows(rows: int, config: CacheConfig, max_q_len: int) -> None:
@@ -187,11 +206,25 @@ def check_attention(
     if options.sink_logits is not None:
         logits = options.sink_logits
         _checks.check_constant("sink_logits", logits, device, torch.float32, (q_heads,))
-    if out is not None and lse is not None:
+    if out is not None:
         _checks.check_constant("out", out, device, q.dtype, tuple(q.shape))
-        _checks.check_constant("lse", lse, device, torch.float32, (tokens, q_heads))
-    elif out is not lse:
-        raise ValueError("out and lse come together or not at all")
+        if lse is not None:
+            _checks.check_constant("lse", lse, device, torch.float32, (tokens, q_heads))
+    elif lse is not None:
+        raise ValueError("lse is given without out")
+
+
+def check_new_tokens(q: Tensor, k_new: Tensor | None, v_new: Tensor | None, kv_heads: int) -> None:
+    """The keys and values of q's own tokens: [tokens, kv_heads, head_dim] of its dtype."""
+    if (k_new is None) != (v_new is None):
+        raise ValueError("k_new and v_new come together or not at all")
+    for name, t in (("k_new", k_new), ("v_new", v_new)):
+        if t is None:
+            return
+        _checks.check_dtype(name, t, (q.dtype,))
+        _checks.check_device(name, t, q.device)
+        _checks.check_shape(name, t, (q.shape[0], kv_heads, q.shape[2]))
+        _checks.check_unit_stride(name, t)
 
 
 def check_loading(

@@ -64,6 +64,8 @@ from torch_turboquant.signs import rotation_tensor
 from torch_turboquant.tables import CacheTables
 from torch_turboquant.tail import Tail
 
+NewTokens = tuple[Tensor | None, Tensor | None]  # k_new and v_new
+
 
 def paged_attention(
     q: Tensor,
@@ -80,6 +82,8 @@ def paged_attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
     sink_logits: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -87,7 +91,8 @@ def paged_attention(
 
     Query i of a sequence with q_len queries stands at position p = seq_len - q_len + i and sees the
     keys j <= p; with a sliding window only j > p - sliding_window. The tokens must have been stored
-    (cache_store) before.
+    (cache_store) before; where k_new and v_new are given, those of this call may also be stored
+    later, or not at all.
 
     Args:
         q: [tokens, q_heads, head_dim], float32, float16 or bfloat16, stride 1 in the last
@@ -95,7 +100,7 @@ def paged_attention(
             h // (q_heads / kv_heads).
         cache: uint8 [num_pages, kv_heads, record_bytes], contiguous.
         block_table: int32 [seqs, max_pages]: the pages of each sequence in order; entries that no
-            query needs are not read.
+            query needs are not read. With k_new it needs room for older tokens only.
         seq_lens: int32 [seqs], with the new tokens; 0 for padding.
         config, tables: of the cache.
         cu_seqlens_q: int32 [seqs + 1]: where each sequence's queries start among the tokens;
@@ -103,14 +108,22 @@ def paged_attention(
         max_q_len: an upper bound of the queries of a sequence.
         softmax_scale: factor of the scores, finite in float32; None: 1 / sqrt(head_dim).
         tail: of q's dtype: keys j < config.sink_tokens and p - j < config.recent_window come from
-            it. None: everything comes from codes.
+            it. None: everything comes from codes. Its ring has config.recent_window + max_q_len - 1
+            rows at least, with k_new config.recent_window - 1: the tail then needs no room for this
+            call's tokens. In a ring that has none, storing them overwrites older tokens of the
+            window. Those come from codes, whether they have been overwritten yet or not, unless
+            tail.valid says that the ring holds them.
         sliding_window: 0: none.
         soft_cap: > 0: a score s becomes soft_cap * tanh(s / soft_cap); from 1.17549e-38, the least
             normal float32, to 1000. 0: none.
         sink_logits: float32 [q_heads]: each adds exp(logit) to the softmax denominator, and to lse.
-        out, lse: written instead of new tensors; given together, contiguous, out of q's shape and
-            dtype, lse float32 [tokens, q_heads]. out may be q; otherwise neither shares memory with
-            another tensor of the call.
+        k_new, v_new: [tokens, kv_heads, head_dim], the keys and values of q's tokens in q's dtype,
+            stride 1 in the last dimension; given together. Queries read the tokens of this call
+            from them, exactly as they are, and older tokens from codes and tail. A sequence that
+            has no older tokens reads no page.
+        out, lse: written instead of new tensors; contiguous, out of q's shape and dtype, lse
+            float32 [tokens, q_heads] and only beside out. out may be q; otherwise neither shares
+            memory with another tensor of the call.
 
     Returns:
         out: [tokens, q_heads, head_dim], q's dtype; 0 for a query without any key.
@@ -136,10 +149,12 @@ def paged_attention(
         ring,
         (block_table, seq_lens, cu_seqlens_q, max_q_len, slots, valid),
         (softmax_scale, sliding_window, soft_cap, sink_logits),
+        (k_new, v_new),
         out,
         lse,
     )
-    return call_attention(q, cache, config, tables, ring, batch, options, out, lse)
+    new = (k_new, v_new)
+    return call_attention(q, cache, config, tables, ring, batch, options, new, out, lse)
 
 
 def _checked(
@@ -150,6 +165,7 @@ def _checked(
     ring: Tensor | None,
     of_batch: tuple[Tensor, Tensor, Tensor | None, int, Tensor | None, Tensor | None],
     of_options: tuple[float | None, int, float, Tensor | None],
+    new: NewTokens,
     out: Tensor | None,
     lse: Tensor | None,
 ) -> tuple[AttentionBatch, AttentionOptions]:
@@ -162,9 +178,10 @@ def _checked(
     checks.check_tables(tables, device, config, kv_heads, steps_too=False)
     block_table, seq_lens, cu_seqlens_q, max_q_len, slots, valid = of_batch
     _checks.check_constant("seq_lens", seq_lens, device, torch.int32, (None,))
+    checks.check_new_tokens(q, *new, kv_heads)
     if ring is not None:
-        checks.check_ring(ring, device, q.dtype, config, kv_heads)
-        checks.check_ring_rows(ring.shape[2], config, max_q_len)
+        beside_new = new[0] is not None
+        checks.check_ring(ring, device, q.dtype, config, kv_heads, max_q_len, beside_new)
         if valid is not None:
             shape = (ring.shape[0], 2)
             _checks.check_constant("tail_valid", valid, device, torch.int32, shape)
@@ -184,6 +201,7 @@ def call_attention(
     ring: Tensor | None,
     batch: AttentionBatch,
     options: AttentionOptions,
+    new: NewTokens,
     out: Tensor | None,
     lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -213,9 +231,12 @@ def call_attention(
         options.sliding_window,
         options.soft_cap,
         options.sink_logits,
+        *new,
     )
-    if out is None or lse is None:
+    if out is None:
         return torch.ops.turboquant.paged_attention.default(*arguments)
+    if lse is None:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     torch.ops.turboquant.paged_attention_out.default(*arguments, out=out, lse=lse)
     return out, lse
 
@@ -265,6 +286,7 @@ def _check_raw(a: SimpleNamespace, out: Tensor | None = None, lse: Tensor | None
             a.tail,
             (a.block_table, a.seq_lens, a.cu_seqlens_q, a.max_q_len, a.tail_slots, a.tail_valid),
             (a.softmax_scale, a.sliding_window, a.soft_cap, a.sink_logits),
+            (a.k_new, a.v_new),
             out,
             lse,
         )
@@ -323,11 +345,16 @@ def paged_attention_reference(*arguments: Any, **options: Any) -> tuple[Tensor, 
             continue
         first = max(0, position - a.sliding_window + 1) if a.sliding_window else 0
         seen = slice(first, position + 1)
+        length = int(a.seq_lens[s])
+        own = length  # the first position of this call's own tokens, where they are given
+        if a.k_new is not None:
+            own -= 1 if a.cu_seqlens_q is None else int(a.cu_seqlens_q[s + 1] - a.cu_seqlens_q[s])
         if position >= 0:
             if s not in decoded:
-                pages = a.block_table[s, : -(-int(a.seq_lens[s]) // config.page_size)].long()
+                pages = a.block_table[s, : -(-own // config.page_size)].long()
                 # pages that the window has left may be gone
-                pages[: first // config.page_size] = pages[first // config.page_size]
+                gone = first // config.page_size if first < own else len(pages)
+                pages[:gone] = pages[gone] if gone < len(pages) else 0
                 key_codes, value_codes, key_scales, value_scales = read_pages_reference(
                     a.cache, pages, config
                 )
@@ -342,17 +369,23 @@ def paged_attention_reference(*arguments: Any, **options: Any) -> tuple[Tensor, 
                     value_codes, tables.value_levels, config.value_bits
                 )
                 v = (value_scales.double()[..., None] * levels / 32) @ value_rotation
-                decoded[s] = k, v
+                none = torch.zeros(length - own, *k.shape[1:], dtype=torch.float64)
+                decoded[s] = tuple(torch.cat([part[:own], none]) for part in (k, v))
             k, v = (part[seen].clone() for part in decoded[s])
             if tail is not None and tail.slots[s] >= 0:
                 slot = int(tail.slots[s])
-                held = (config.sink_tokens, 0) if tail.valid is None else tail.valid[slot].tolist()
-                for j in range(first, position + 1):
+                ring = tail.ring.shape[2] - config.sink_tokens
+                held = (config.sink_tokens, 0 if a.k_new is None else length - ring)
+                if tail.valid is not None:
+                    held = tail.valid[slot].tolist()
+                for j in range(first, min(position + 1, own)):
                     if not _exact(j, position, config, *held):
                         continue
-                    ring = tail.ring.shape[2] - config.sink_tokens
                     row = tail.ring[slot, :, tail_row_reference(j, config.sink_tokens, ring)]
                     k[j - first], v[j - first] = row[:, 0].double(), row[:, 1].double()
+            for j in range(max(first, own), position + 1):
+                t = token - (position - j)
+                k[j - first], v[j - first] = a.k_new[t].double(), a.v_new[t].double()
         else:
             k = v = torch.zeros(0, a.cache.shape[1], d, dtype=torch.float64)
         k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))

@@ -193,16 +193,22 @@ class PagedKVPool(PoolSequences):
         q: Tensor,
         batch: PoolBatch,
         *,
+        k_new: Tensor | None = None,
+        v_new: Tensor | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention of the batch's tokens in one layer, after `store` (paged_attention).
+        """Causal attention of the batch's tokens in one layer (paged_attention).
+
+        It comes after `store`, or with k_new and v_new before or after it.
 
         Args:
             layer: 0 to num_layers - 1.
             q: [batch.tokens, q_heads, head_dim], of the pool's dtype.
             batch: open, or empty.
+            k_new, v_new: [batch.tokens, num_kv_heads, head_dim], the keys and values of the batch's
+                tokens, which queries then read exactly as they are; given together.
             out, lse: written instead of new tensors, as in paged_attention.
             options: softmax_scale, sliding_window, soft_cap and sink_logits of paged_attention.
 
@@ -213,15 +219,18 @@ class PagedKVPool(PoolSequences):
         Raises:
             RuntimeError: the batch was committed or rolled back.
             TypeError, ValueError: as paged_attention; another pool's batch; no such layer; more
-                than max_q_len new tokens per sequence where there is a tail.
+                than max_q_len new tokens per sequence where there is a tail and no k_new.
         """
         self._check_usable(layer, batch)
-        if self.tails is not None and batch.max_q_len > self.max_q_len:
+        if self.tails is not None and k_new is None and batch.max_q_len > self.max_q_len:
             raise ValueError(
                 f"the batch has up to {batch.max_q_len} new tokens per sequence, supported: "
                 f"max_q_len = {self.max_q_len} of the pool; append longer texts in pieces"
             )
-        return self.layers[layer].attend(q, batch, AttentionOptions(**options), out=out, lse=lse)
+        given = AttentionOptions(**options)
+        return self.layers[layer].attend(
+            q, batch, given, k_new=k_new, v_new=v_new, out=out, lse=lse
+        )
 
     def append(
         self,

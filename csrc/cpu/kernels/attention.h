@@ -415,9 +415,9 @@ inline void attend_pages(const PagedKeys& k, const int32_t* block_table, int64_t
   });
 }
 
-// ---- The exact tail ----------------------------------------------------------------------------------------------
+// ---- Exact keys --------------------------------------------------------------------------------------------------
 
-// Keys [begin, end) of the sequence, which a query attends to in the tail.
+// Keys [begin, end) of the sequence, which a query attends to exactly.
 struct ExactRun {
   int64_t begin, end;
 };
@@ -432,6 +432,9 @@ inline ExactRun recent_run(const ExactKeys& e, int row) {
 // Query `row` attends to those of sixteen keys, from key `first` on, that are in its run. key, value: float32 [16, d]
 inline void attend_sixteen(const ExactKeys& e, const float* key, const float* value, int64_t first, int row,
                            ExactRun run, float softmax_scale, float soft_cap, const PartialRows& out) {
+  const int64_t from = run.begin > first ? run.begin - first : 0;
+  const int64_t until = run.end - first < 16 ? run.end - first : 16;
+  if (from >= until) return;
   const int d = static_cast<int>(e.d);
   const float* q = e.q + row * e.d;
   Floats part[16];
@@ -444,9 +447,6 @@ inline void attend_sixteen(const ExactKeys& e, const float* key, const float* va
   }
   Floats logit = part[0] * broadcast(softmax_scale);
   if (soft_cap > 0) logit = soft_capped(logit, soft_cap);
-  const int64_t from = run.begin > first ? run.begin - first : 0;
-  const int64_t until = run.end - first < 16 ? run.end - first : 16;
-  if (from >= until) return;
   const Mask seen = (broadcast(static_cast<int32_t>(from - 1)) < lane_numbers()) &
                     (lane_numbers() < broadcast(static_cast<int32_t>(until)));
   logit = select(seen, logit, broadcast(-kInfinity));
@@ -468,9 +468,24 @@ inline void attend_sixteen(const ExactKeys& e, const float* key, const float* va
   }
 }
 
+template <typename T>
+struct ExactRow {
+  const T *key, *value;
+};
+template <typename T>
+inline ExactRow<T> exact_row(const ExactKeys& e, int64_t position) {
+  if (position >= e.new_begin) {
+    const int64_t i = position - e.new_begin;
+    return {static_cast<const T*>(e.new_keys) + i * e.new_key_stride,
+            static_cast<const T*>(e.new_values) + i * e.new_value_stride};
+  }
+  const T* key = static_cast<const T*>(e.tail) + format::tail_row(position, e.sink_tokens, e.ring) * 2 * e.d;
+  return {key, key + e.d};
+}
+
 // All queries attend to their runs of one kind.
 template <typename T, typename RunOf>
-void attend_runs(const ExactKeys& e, const T* tail, int count, RunOf&& run_of, float softmax_scale, float soft_cap,
+void attend_runs(const ExactKeys& e, int count, RunOf&& run_of, float softmax_scale, float soft_cap,
                  const PartialRows& out, float* scratch) {
   const int d = static_cast<int>(e.d);
   int64_t begin = INT64_MAX, end = 0;
@@ -485,11 +500,10 @@ void attend_runs(const ExactKeys& e, const T* tail, int count, RunOf&& run_of, f
   for (int64_t first = begin; first < end; first += 16) {
     for (int t = 0; t < 16; ++t) {
       const int64_t p = first + t < end ? first + t : end - 1;  // keys behind the end are not seen
-      const int64_t row = format::tail_row(p, e.sink_tokens, e.ring);
-      const T* k = tail + row * 2 * d;
+      const ExactRow<T> row = exact_row<T>(e, p);
       for (int c = 0; c < d; c += 16) {
-        store(key + t * d + c, load_float(k + c));
-        store(value + t * d + c, load_float(k + d + c));
+        store(key + t * d + c, load_float(row.key + c));
+        store(value + t * d + c, load_float(row.value + c));
       }
     }
     for (int r = 0; r < count; ++r) attend_sixteen(e, key, value, first, r, run_of(r), softmax_scale, soft_cap, out);
@@ -498,14 +512,13 @@ void attend_runs(const ExactKeys& e, const T* tail, int count, RunOf&& run_of, f
 
 inline void attend_exact(const ExactKeys& e, int count, float softmax_scale, float soft_cap, const PartialRows& out,
                          float* scratch) {
-  const auto both = [&](const auto* tail) {
-    const auto sinks = [&](int row) { return sink_run(e, row); };
-    const auto recent = [&](int row) { return recent_run(e, row); };
-    attend_runs(e, tail, count, sinks, softmax_scale, soft_cap, out, scratch);
-    attend_runs(e, tail, count, recent, softmax_scale, soft_cap, out, scratch);
-  };
-  dispatch_dtype<ElementTypes>(e.dtype,
-                               [&](auto tag) { both(static_cast<const typename decltype(tag)::type*>(e.tail)); });
+  const auto sinks = [&](int row) { return sink_run(e, row); };
+  const auto recent = [&](int row) { return recent_run(e, row); };
+  dispatch_dtype<ElementTypes>(e.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    attend_runs<T>(e, count, sinks, softmax_scale, soft_cap, out, scratch);
+    attend_runs<T>(e, count, recent, softmax_scale, soft_cap, out, scratch);
+  });
 }
 
 }  // namespace turboquant::cpu::TURBOQUANT_LEVEL
