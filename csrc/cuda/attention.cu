@@ -26,7 +26,7 @@ AttentionShape shape_of(const Attention& a) {
           .values = {a.record.value_width(), grid(a.value_levels)},
           .query_rows = int64_t{a.max_q_len} * a.group,
           .dtype = a.dtype,
-          .has_tail = a.tail != nullptr};
+          .has_tail = a.tail || a.new_keys};
 }
 
 // k_new or v_new, [tokens, kv_heads, d]: the tensor itself, or a copy if rows do not start at multiples of 16 bytes.

@@ -2,7 +2,7 @@
 // device knows, and without any communication between the blocks.
 //
 // The list numbers all units of work: sequence by sequence, KV head by KV head, block of rows by block of rows. A unit
-// is 64 keys; units of codes come first, then units of the exact tail. The units of one (sequence, KV head, block of
+// is 64 keys; units of codes come first, then units of exact keys. The units of one (sequence, KV head, block of
 // rows) form a segment. Every block computes from all lengths which interval of numbers is its own (cut_work), and
 // where the first of its units lies (Segment).
 //

@@ -160,7 +160,8 @@ void SplitKvLaunch::choose_shape() {
 void SplitKvLaunch::check_limits() const {
   const Attention& a = call_;
   const int64_t tokens = int64_t{a.max_pages} * a.record.page_size;
-  const int64_t units = tokens / kUnitTokens + 2 + a.sink_tokens + int64_t{a.ring} + kSegmentOverhead;
+  const int64_t exact = int64_t{a.sink_tokens} + a.ring + 1 + (a.new_keys ? a.max_q_len : 0);
+  const int64_t units = tokens / kUnitTokens + 1 + exact + kSegmentOverhead;
   // in floating point, where the product cannot overflow
   STD_TORCH_CHECK(1.0 * units * blocks_of_rows(a, entry_.rows) * a.kv_heads * a.seqs <= INT32_MAX,
                   "paged_attention: ", a.seqs, " sequences of up to ", tokens,

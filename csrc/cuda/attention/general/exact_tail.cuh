@@ -1,5 +1,6 @@
-// The exact keys and values of a sequence's tail (docs/format.md section 9), step by step, from their own dtype to
-// float16 in shared memory. A step's keys are the visible sinks and then the visible recent tokens, without a gap.
+// The exact keys and values of a sequence, those of its tail (docs/format.md section 9) and the call's own, step by step,
+// from their own dtype to float16 in shared memory. A step's keys are the visible sinks and then the visible recent
+// tokens, without a gap.
 #pragma once
 
 #include "cuda/attention/general/block_context.cuh"
@@ -16,15 +17,19 @@ class ExactTail {
   // The keys that some row sees, from what the first and the last row see.
   __device__ __forceinline__ void select(const VisibleKeys& first, const VisibleKeys& last) {
     const Attention& a = block_.a;
+    const int sequence = block_.work.sequence;
     steps_ = 0;
-    const int64_t slot = a.tail ? a.tail_slots[block_.work.sequence] : -1;
-    if (slot < 0 || slot >= a.max_seqs) return;
+    const int64_t slot = a.tail_slot(sequence);
+    const bool in_tail = slot >= 0 && slot < a.max_seqs;
+    if (!in_tail && !a.new_keys) return;
     sinks_begin_ = first.first;
     sinks_ = max(last.sinks - sinks_begin_, 0);
-    recent_begin_ = max(first.recent_begin(), a.sink_tokens);
-    keys_ = sinks_ + (a.recent_window > 0 ? max(last.end - recent_begin_, 0) : 0);
+    recent_begin_ = max(first.recent_begin(), a.new_keys ? last.sinks : a.sink_tokens);
+    keys_ = sinks_ + (a.recent_window > 0 || a.new_keys ? max(last.end - recent_begin_, 0) : 0);
     steps_ = (keys_ + S::kKeys - 1) / S::kKeys;
     slot_ = static_cast<int>(slot);
+    const int length = a.length(sequence);
+    new_begin_ = a.new_begin(length, a.num_queries(sequence));
   }
   __device__ __forceinline__ int steps() const { return steps_; }
 
@@ -40,13 +45,11 @@ class ExactTail {
     const int index = step * S::kKeys + key;
     const int position = index < sinks_ ? sinks_begin_ + index : recent_begin_ + index - sinks_;
     const bool exists = index < keys_;
-    const int row = format::tail_row(position, a.sink_tokens, a.ring);
-    const int64_t from =
-        d * format::tail_vector<int64_t>(slot_, block_.work.kv_head, a.kv_heads, row, a.sink_tokens + a.ring, is_value);
+    const void* vector = exists ? address(position, is_value) : nullptr;
     const float* center =
         !is_value && block_.x.centered(true) ? a.channels.center + int64_t{block_.work.kv_head} * d : nullptr;
     const auto load = [&](int o, float (&y)[8]) {
-      load_floats_as<8>(a.tail, a.dtype, from + 8 * o, y);
+      load_floats_as<8>(vector, a.dtype, 8 * o, y);
       if (!center) return;
       float c[8];
       load_floats<8>(center + 8 * o, c);
@@ -86,12 +89,21 @@ class ExactTail {
     }
   }
 
+  __device__ __forceinline__ const void* address(int position, bool is_value) const {
+    const Attention& a = block_.a;
+    const int kv_head = block_.work.kv_head;
+    if (position >= new_begin_) return a.new_row(block_.work.first_query + position - new_begin_, kv_head, is_value);
+    const int rows = a.sink_tokens + a.ring, row = format::tail_row(position, a.sink_tokens, a.ring);
+    const int64_t vector = format::tail_vector<int64_t>(slot_, kv_head, a.kv_heads, row, rows, is_value);
+    return static_cast<const uint8_t*>(a.tail) + vector * block_.x.layout.head_dim * element_size(a.dtype);
+  }
+
   const BlockContext<S>& block_;
   int steps_;
-  // Undefined where the sequence has no tail: then steps_ is 0.
+  // Undefined where the sequence has no exact keys: then steps_ is 0.
   int sinks_begin_, sinks_;  // position of the first visible sink, and how many there are
   int recent_begin_, keys_;  // position of the first visible recent token; sinks and recent tokens together
-  int slot_;                 // of the sequence in the tail
+  int slot_, new_begin_;     // of the sequence in the tail; the first position that the call's own tokens have
 };
 
 }  // namespace turboquant::cuda::general

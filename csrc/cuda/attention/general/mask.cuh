@@ -1,4 +1,4 @@
-// Which keys a row sees: causality, the sliding window, and the share of the exact tail.
+// Which keys a row sees: causality, the sliding window, and the share of exact keys.
 #pragma once
 
 #include "cuda/attention/general/block_context.cuh"

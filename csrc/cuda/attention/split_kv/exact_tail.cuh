@@ -1,5 +1,5 @@
-// Attention to the exact keys of the tail, up to 16 in a unit: 0-7 in the unit's first stage and 8-15 in its second, on
-// tensor cores.
+// Attention to exact keys, those of the tail and the call's own, up to 16 in a unit: 0-7 in the unit's first stage and
+// 8-15 in its second, on tensor cores.
 //
 // A row again has two columns, so that its results lie where those of codes do. A weight is the sum of two elements of
 // the tail's type; a query is of that type already, and its second column is never read. The output of a row is rotated

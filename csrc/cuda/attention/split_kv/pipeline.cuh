@@ -153,30 +153,47 @@ class Pipeline {
     next_lane_ += 1 << layout.unit_shift;
   }
 
-  // Copies the next unit of exact keys: lanes 0-7 to the first stage, lanes 8-15 to the second. The barriers count on
-  // as many lanes that announce bytes as for codes.
+  // Copies the next unit of exact keys: lanes 0-7 to the first stage, lanes 8-15 to the second. In the tail a key has
+  // its value behind it, so that both are one copy. The values of the call's own tokens are elsewhere: lanes 16-31 copy
+  // them. The barriers count on as many lanes that announce bytes as for codes.
   __device__ __forceinline__ void copy_exact(int first) const {
     const StageLayout& layout = block_.layout;
     const int lane = block_.lane;
-    const uint8_t* from = exact_address();
-    const int i = lane % 8, keys = __popc(__ballot_sync(0xffffffff, from != nullptr) >> (lane & 8) & 0xFF);
-    const int stage = lane < 8 ? first : first + layout.stride;
-    const bool announces = lane < 8 * kUnitStages && i < layout.copies;
+    const ExactSource source = exact_source();
+    const int i = lane % 8, keys = __popc(__ballot_sync(0xffffffff, source.bytes != 0) >> (lane & 8) & 0xFF);
+    const int stage = lane & 8 ? first + layout.stride : first;
+    const bool is_value = lane >= kExactLanes, announces = !is_value && i < layout.copies;
     copy_blocks(barrier(first), barrier(first + layout.stride), barrier(stage),
                 !announces ? -1 : (i == 0 ? keys * layout.exact_bytes : 0),
-                block_.shared + stage + i * layout.exact_stride, from, from ? layout.exact_bytes : 0);
+                block_.shared + stage + i * layout.exact_stride + (is_value ? layout.exact_bytes / 2 : 0), source.from,
+                source.bytes);
   }
 
-  // The address of the lane's exact key, with its value behind it; null: the lane has none.
-  __device__ __forceinline__ const uint8_t* exact_address() const {
+  // What a lane copies of an exact key and its value; 0 bytes: nothing.
+  struct ExactSource {
+    const uint8_t* from;
+    int bytes;
+  };
+  static constexpr int kExactLanes = 8 * kUnitStages;  // the others copy values
+  static_assert(kExactLanes == 16);
+
+  __device__ __forceinline__ ExactSource exact_source() const {
     const Attention& a = block_.call;
     const Segment& segment = list_.notes().copied;
     const int per_stage = block_.layout.exact_keys, lane = block_.lane;
-    const int i = ((copy_unit_ - segment.coded_end()) * kUnitStages + lane / 8) * per_stage + lane % 8;
-    if (lane >= 8 * kUnitStages || lane % 8 >= per_stage || i >= segment.work.exact) return nullptr;
-    const int rows = a.sink_tokens + a.ring, row = format::tail_row(segment.work.exact_key(i), a.sink_tokens, a.ring);
-    const int64_t head = a.tail_slots[segment.sequence] * a.kv_heads + segment.head;
-    return static_cast<const uint8_t*>(a.tail) + (head * rows + row) * block_.layout.exact_bytes;
+    const int i = ((copy_unit_ - segment.coded_end()) * kUnitStages + lane % kExactLanes / 8) * per_stage + lane % 8;
+    if (lane % 8 >= per_stage || i >= segment.work.exact) return {nullptr, 0};
+    const int position = segment.work.exact_key(i), is_value = lane >= kExactLanes;
+    const int new_begin = a.new_begin(segment.work.length, segment.work.queries);
+    if (position >= new_begin) {
+      const int64_t token = a.first_query(segment.sequence) + position - new_begin;
+      return {static_cast<const uint8_t*>(a.new_row(token, segment.head, is_value)), block_.layout.exact_bytes / 2};
+    }
+    if (is_value) return {nullptr, 0};
+    const int rows = a.sink_tokens + a.ring, row = format::tail_row(position, a.sink_tokens, a.ring);
+    const int64_t head = a.tail_slot(segment.sequence) * a.kv_heads + segment.head;
+    return {static_cast<const uint8_t*>(a.tail) + (head * rows + row) * block_.layout.exact_bytes,
+            block_.layout.exact_bytes};
   }
 
   // Finds the next unit that has something to copy and the end of its run, units of codes or of exact keys of one

@@ -22,7 +22,7 @@ constexpr int kMaxWarps = 8;
 // bits address 256 GiB of pages.
 constexpr uint32_t kTileGrain = 64;
 
-// The exact tail of this kernel is of a 16-bit type.
+// The exact keys of this kernel are of a 16-bit type.
 constexpr int kExactElementBytes = 2;
 
 // Where the parts of a stage are, in bytes from its start. A stage holds 32 tokens: one tile, or two tiles of 16
@@ -83,7 +83,7 @@ struct QueryRow {
 // What a warp needs to know about the segment whose units it copies.
 struct __align__(16) CopySource {
   int first, length, visible;  // the key of number 0 of the list; keys; pages that end before `visible` may be gone
-  int head, exact;             // the KV head; exact: the units are of the exact tail
+  int head, exact;             // the KV head; exact: the units are of exact keys
   const int32_t* table;        // the sequence's row of block_table
 };
 
