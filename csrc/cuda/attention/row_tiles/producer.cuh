@@ -111,7 +111,7 @@ class Producer {
     if (here) {
       const int token = first_token + ((number + lane_) << r_.tile_shift);
       const int tile = (token & ((1 << r_.page_shift) - 1)) >> r_.tile_shift;
-      const uint8_t* from = a_.pages + format::record_offset(page, item.head, a_.kv_heads, r_.record_bytes) + tile * r_.tile_bytes;
+      const uint8_t* from = a_.pages + page * a_.page_stride + int64_t{item.head} * r_.record_bytes + tile * r_.tile_bytes;
       copy_bulk(raw(slot) + lane_ * r_.tile_bytes, from, r_.tile_bytes, &notes_.raw_full[slot]);
     }
     ++copied_;

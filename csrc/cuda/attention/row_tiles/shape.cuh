@@ -55,7 +55,7 @@ struct Item {
   int first, coded_end;          // keys [first, coded_end) come from codes for some row
   int sinks, recent, exact;      // exact keys for some row: [0, sinks) and from `recent` on, `exact` in all
   int coded_tiles, begin, end;
-  int new_begin;                 // keys from here on are this call's own tokens (k_new); else INT_MAX
+  int new_begin;                 // exact keys from here on are this call's own tokens
 
   // The position of exact key i.
   __device__ __forceinline__ int exact_key(int i) const { return i < sinks ? i : recent + i - sinks; }

@@ -18,19 +18,17 @@ __device__ __forceinline__ int ceil_div(int x, int y) {
   return static_cast<int>(static_cast<unsigned>(x + y - 1) / static_cast<unsigned>(y));
 }
 
-// Positions that a query at `position` reads from codes: [coded_first, coded_end), and which of the others are exact.
+// Which keys a query at `position` of a sequence reads from codes: [first, recent); the others that it sees are exact.
 struct Sight {
   const Attention& a;
   Attention::Tail tail;
   int new_begin;
 
   __device__ __forceinline__ Sight(const Attention& call, int sequence, int length, int queries)
-      : a(call), tail(call.tail_of(sequence)), new_begin(call.new_keys ? max(length - queries, 0) : INT32_MAX) {
-    tail.sinks = min(tail.sinks, new_begin);
-  }
-  __device__ __forceinline__ bool any() const { return tail.any || new_begin != INT32_MAX; }  // exact keys
+      : a(call), tail(call.tail_of(sequence, length)), new_begin(call.new_begin(length, queries)) {}
+  __device__ __forceinline__ bool any_exact() const { return tail.any || a.new_keys; }
   __device__ __forceinline__ int first(int position) const { return max(a.first_visible(position), tail.sinks); }
-  __device__ __forceinline__ int recent(int position) const { return min(a.recent(tail, position), new_begin); }
+  __device__ __forceinline__ int recent(int position) const { return a.recent(tail, position, new_begin); }
 };
 
 // Fills in everything of an item that depends on its sequence and tile of rows; returns the number of its key tiles.
@@ -49,7 +47,7 @@ __device__ __forceinline__ int describe(const Attention& a, int sequence, int bl
   const bool coded = max(sight.first(low), 0) < x.coded_end;
   x.coded_tiles = coded ? ceil_div(x.coded_end - x.first, S::kKeys) : 0;
   x.sinks = a.first_visible(low) < sight.tail.sinks ? max(min(sight.tail.sinks, high + 1), 0) : 0;
-  x.recent = sight.any() ? max(max(sight.recent(low), a.first_visible(low)), 0) : max(high + 1, 0);
+  x.recent = sight.any_exact() ? max(max(sight.recent(low), a.first_visible(low)), 0) : max(high + 1, 0);
   x.exact = x.sinks + max(high + 1 - x.recent, 0);
   return x.coded_tiles + ceil_div(x.exact, S::kKeys);
 }
