@@ -36,7 +36,6 @@ __device__ __forceinline__ bool arrives_last(uint32_t* counter, int count) {
 // T: the type of queries, results and exact keys
 template <class S, typename T>
 class Consumer {
-  using Places = SharedLayout<S>;
   static constexpr int kD = S::kDim, kFragments = kD / 16;
   static constexpr format::Split kSplit = format::split_dim(kD);
   static constexpr int kLog = std::countr_zero(static_cast<unsigned>(kSplit.block));
@@ -44,8 +43,8 @@ class Consumer {
 
  public:
   __device__ __forceinline__ Consumer(const Attention& a, const Plan& plan, uint8_t* shared)
-      : a_(a), plan_(plan), shared_(shared), notes_(*reinterpret_cast<Notes*>(shared + Places::kNotes)),
-        group_(threadIdx.x / kWarpgroup - 1), lane_(threadIdx.x % 32), g_(lane_ / 4), t_(lane_ % 4),
+      : a_(a), plan_(plan), shared_(shared), notes_(*reinterpret_cast<Notes*>(shared + plan.notes)),
+        group_((threadIdx.x - S::kProducers) / kWarpgroup), lane_(threadIdx.x % 32), g_(lane_ / 4), t_(lane_ % 4),
         row_(group_ * 64 + threadIdx.x % kWarpgroup / 32 * 16 + g_) {}
 
   __device__ __forceinline__ void run() {
@@ -70,6 +69,11 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < 2; ++i) reference_[i] = -INFINITY, total_[i] = 0;
     exponent_ = -64;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = min(row_ + 8 * i, item_->rows - 1) + item_->block * S::kRows;
+      position_[i] = item_->length - item_->queries + static_cast<int>(static_cast<unsigned>(row) / a_.group);
+    }
     const int coded_end = min(item_->end, item_->coded_tiles), begin = item_->begin;
     if (begin < coded_end) {
       prepare_rotated();
@@ -86,10 +90,6 @@ class Consumer {
 
   // ---- Rows
 
-  __device__ __forceinline__ int position(int i) const {  // of row i of this thread; rows that do not exist: the last one
-    const int row = min(row_ + 8 * i, item_->rows - 1) + item_->block * S::kRows;
-    return item_->length - item_->queries + static_cast<int>(static_cast<unsigned>(row) / a_.group);
-  }
   __device__ __forceinline__ int row_of_head(int i) const { return item_->block * S::kRows + row_ + 8 * i; }
   __device__ __forceinline__ bool exists(int i) const { return row_ + 8 * i < item_->rows; }
   // Token and head of row i.
@@ -123,7 +123,7 @@ class Consumer {
       sync_threads(kGroupBarrier + group_, kWarpgroup);
     }
   }
-  __device__ __forceinline__ uint8_t* queries() const { return shared_ + Places::kQueries + group_ * 64 * kD * 2; }
+  __device__ __forceinline__ uint8_t* queries() const { return shared_ + plan_.queries + group_ * 64 * kD * 2; }
 
   // Rotated queries as float16, each row divided by a power of two.
   __device__ __forceinline__ void prepare_rotated() {
@@ -170,8 +170,11 @@ class Consumer {
       const float scale = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f);
       factor_[i] = scale * format::kLevelUnit * __int_as_float((127 + exponent) << 23);
       shift_[i] = shift * a_.softmax_scale * kLog2E;
-      first_[i] = sight.first(position(i)), end_[i] = sight.recent(position(i));
+      first_[i] = sight.first(position_[i]), end_[i] = sight.recent(position_[i]);
     }
+    // All rows of the warp see all keys of these tiles.
+    clear_begin_ = ceil_div(max(max_of_lanes(max(first_[0], first_[1])) - item_->first, 0), S::kKeys);
+    clear_end_ = (-max_of_lanes(max(-end_[0], -end_[1])) - item_->first) / S::kKeys;
     lay_out([&](int i, int j) { return words[i][j]; });
   }
 
@@ -187,8 +190,18 @@ class Consumer {
       q[i] = exists(i) ? static_cast<const T*>(a_.q) + token * a_.q_token_stride + head * a_.q_head_stride : nullptr;
       factor_[i] = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f), shift_[i] = 0;
       // Exact keys that are seen: below first_ if they are sinks, and from end_ on.
-      first_[i] = a_.first_visible(position(i)), end_[i] = max(sight.recent(position(i)), first_[i]);
+      first_[i] = a_.first_visible(position_[i]), end_[i] = max(sight.recent(position_[i]), first_[i]);
     }
+    const int sinks = item_->sinks, last = -max_of_lanes(max(-position_[0], -position_[1]));
+    const int begin = max(sinks, sinks + max_of_lanes(max(end_[0], end_[1])) - item_->recent);
+    clear_begin_ = item_->coded_tiles + ceil_div(begin, S::kKeys);
+    clear_end_ = item_->coded_tiles + min(sinks + last + 1 - item_->recent, item_->exact) / S::kKeys;
+    const auto of_row = [&](int row) {
+      return item_->length - item_->queries + static_cast<int>(static_cast<unsigned>(item_->block * S::kRows + row) / a_.group);
+    };
+    const int low = of_row(0), high = of_row(item_->rows - 1), end = max(sight.recent(high), a_.first_visible(high));
+    common_begin_ = item_->coded_tiles + ceil_div(max(sinks, sinks + end - item_->recent), S::kKeys);
+    common_end_ = item_->coded_tiles + min(sinks + low + 1 - item_->recent, item_->exact) / S::kKeys;
     const uint32_t sign = a_.softmax_scale < 0 ? 0x80008000 : 0;
     lay_out([&](int i, int j) {
       return q[i] ? *reinterpret_cast<const uint32_t*>(q[i] + 8 * j + 2 * t_) ^ sign : 0u;
@@ -197,15 +210,15 @@ class Consumer {
 
   // ---- The loop over tiles
 
-  __device__ __forceinline__ int stage(uint32_t n) const { return n % kTileStages; }
   template <bool EXACT>
-  __device__ __forceinline__ void wait(uint64_t (&barriers)[kTileStages], uint32_t n) const {
-    wait_barrier(&barriers[stage(n)], n / kTileStages % 2);
+  __device__ __forceinline__ void wait(uint64_t (&barriers)[kMaxTileStages], const RingPlace& stage) const {
+    wait_barrier(&barriers[stage.slot], stage.phase);
     if constexpr (EXACT) publish_operands();  // exact keys were copied by instructions that tensor cores do not see otherwise
   }
-  __device__ __forceinline__ void release(uint64_t (&barriers)[kTileStages], uint32_t n) const {
+  __device__ __forceinline__ void release(uint64_t (&barriers)[kMaxTileStages], RingPlace& stage, int stages) const {
     __syncwarp();
-    if (lane_ == 0) arrive(&barriers[stage(n)]);
+    if (lane_ == 0) arrive(&barriers[stage.slot]);
+    stage.advance(stages);
   }
 
   // EXACT: tiles of exact keys; else of codes. While softmax weights of a tile are computed, tensor cores multiply the
@@ -214,48 +227,43 @@ class Consumer {
   __device__ __forceinline__ void pass(int tile, int end) {
     float scores[S::kScores];
     uint32_t weights[S::kScores / 2];
-    float by[2];
-    wait<EXACT>(notes_.key_full, tiles_);
+    wait<EXACT>(notes_.key_full, keys_);
     begin_products();
-    multiply_keys<EXACT>(scores, tiles_);
+    multiply_keys<EXACT>(scores);
     commit_products();
     wait_for_products<0>();
     receive<S::kScores>(scores);
-    if (weigh<EXACT>(tile, scores, by)) rescale(by);
+    weigh<EXACT>(tile, scores, false);
     pack<EXACT>(scores, weights);
 #pragma unroll 1
     while (++tile < end) {
-      wait<EXACT>(notes_.key_full, tiles_ + 1);
+      if constexpr (EXACT) guard_values(tile - 1);  // not between products, which must be issued without branches
+      wait<EXACT>(notes_.key_full, keys_);
       begin_products();
-      multiply_keys<EXACT>(scores, tiles_ + 1);
+      multiply_keys<EXACT>(scores);
       commit_products();
-      wait<EXACT>(notes_.value_full, tiles_);
-      multiply_values<EXACT>(weights, tiles_);
+      wait<EXACT>(notes_.value_full, values_);
+      multiply_values<EXACT>(weights);
       commit_products();
       wait_for_products<1>();
       receive<S::kScores>(scores);
-      ++tiles_;
-      const bool raised = weigh<EXACT>(tile, scores, by);
-      wait_for_products<0>();
-      receive<S::kSums>(sums_);
-      release(notes_.value_empty, tiles_ - 1);
-      if (raised) rescale(by);
+      weigh<EXACT>(tile, scores, true);
       pack<EXACT>(scores, weights);
     }
-    wait<EXACT>(notes_.value_full, tiles_);
+    if constexpr (EXACT) guard_values(end - 1);
+    wait<EXACT>(notes_.value_full, values_);
     begin_products();
-    multiply_values<EXACT>(weights, tiles_);
+    multiply_values<EXACT>(weights);
     commit_products();
     wait_for_products<0>();
     receive<S::kSums>(sums_);
-    release(notes_.value_empty, tiles_);
-    ++tiles_;
+    release(notes_.value_empty, values_, plan_.value_stages);
   }
 
   template <bool EXACT>
-  __device__ __forceinline__ void multiply_keys(float (&scores)[S::kScores], uint32_t n) const {
+  __device__ __forceinline__ void multiply_keys(float (&scores)[S::kScores]) const {
     using Type = std::conditional_t<EXACT, T, __half>;
-    const uint8_t* keys = shared_ + Places::kKeys + stage(n) * S::kTileBytes;
+    const uint8_t* keys = shared_ + keys_.slot * S::kTileBytes;
     const uint64_t b = swizzled_operand(keys), a = swizzled_operand(queries());
 #pragma unroll
     for (int k = 0; k < kFragments; ++k) {
@@ -269,9 +277,9 @@ class Consumer {
   }
 
   template <bool EXACT>
-  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[S::kScores / 2], uint32_t n) {
+  __device__ __forceinline__ void multiply_values(const uint32_t (&weights)[S::kScores / 2]) {
     using Type = std::conditional_t<EXACT, T, __half>;
-    const uint8_t* values = shared_ + Places::kValues + stage(n) * S::kTileBytes;
+    const uint8_t* values = shared_ + (plan_.key_stages + values_.slot) * S::kTileBytes;
 #pragma unroll
     for (int k = 0; k < S::kKeys / 16; ++k) {
 #pragma unroll
@@ -294,79 +302,130 @@ class Consumer {
     }
   }
 
-  // ---- Softmax
-
-  // From scores to weights; releases the tile of keys. by: what all earlier sums are to be multiplied by, if true.
-  template <bool EXACT>
-  __device__ __forceinline__ bool weigh(int tile, float (&scores)[S::kScores], float (&by)[2]) {
-    const TileInfo& info = notes_.info[stage(tiles_)];
-    float factor[2] = {factor_[0], factor_[1]};
-    int exponent = 0;
-    bool poisoned = false, absent = false;
-    if constexpr (!EXACT) {
-      factor[0] *= info.key_factor, factor[1] *= info.key_factor, exponent = info.value_exponent;
+  // A weight of 0 times a value that is not finite is NaN, which would reach rows that do not see the value's key. So in
+  // tiles that not all rows see, such values are cleared, and the rows that do see them become NaN as a whole. All
+  // warps that multiply call this for the same tiles.
+  __device__ __forceinline__ void guard_values(int tile) {
+    if (tile >= common_begin_ && tile < common_end_) return;
+    wait<true>(notes_.value_full, values_);
+    constexpr int kConsumers = kWarpgroup * S::kGroups;
+    const int thread = threadIdx.x % kWarpgroup, key = thread % S::kKeys;
+    uint8_t* const row = shared_ + (plan_.key_stages + values_.slot) * S::kTileBytes + key * kSwizzleRow;
+    bool broken = false;
+    for (int c = thread / S::kKeys; c < kD / 64; c += kWarpgroup / S::kKeys) {
+      const uint4* words = reinterpret_cast<const uint4*>(row + c * S::kKeys * kSwizzleRow);
 #pragma unroll
-      for (int i = 0; i < S::kKeys / 32; ++i) poisoned |= info.poison[i] != 0, absent |= info.absent[i] != 0;
+      for (int i = 0; i < kSwizzleRow / 16; ++i) broken |= !finite(words[i]);
     }
-    const int first = EXACT ? (tile - item_->coded_tiles) * S::kKeys : item_->first + tile * S::kKeys;
-    bool all = true;
-    if constexpr (EXACT) {
-      const int low = item_->exact_key(first), high = item_->exact_key(first + S::kKeys - 1);
+    if (!any_thread(broken, kConsumers)) return;
+    if (broken && group_ == 0) {
+      atomicOr(&notes_.broken[key / 32], 1u << key % 32);
+      for (int c = thread / S::kKeys; c < kD / 64; c += kWarpgroup / S::kKeys) {
+        uint4* words = reinterpret_cast<uint4*>(row + c * S::kKeys * kSwizzleRow);
+        for (int i = 0; i < kSwizzleRow / 16; ++i) words[i] = uint4{};
+      }
+    }
+    publish_operands();
+    sync_threads(kConsumersBarrier, kConsumers);
+    for (int k = 0; k < S::kKeys; ++k) {
+      if (!(notes_.broken[k / 32] >> (k % 32) & 1)) continue;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        all &= first >= item_->sinks && low >= end_[i] && high <= position(i);
+        if (sees_exact(i, (tile - item_->coded_tiles) * S::kKeys + k)) total_[i] = NAN;
       }
-      all &= first + S::kKeys <= item_->exact;
-    } else {
-      all = !poisoned && !absent;
+    }
+    sync_threads(kConsumersBarrier, kConsumers);
+    if (threadIdx.x == S::kProducers) notes_.broken[0] = notes_.broken[1] = 0;
+    sync_threads(kConsumersBarrier, kConsumers);
+  }
+  static __device__ __forceinline__ bool finite(const uint4& w) {
+    float x[8], sum = 0;
+    floats_of_words<T>({w.x, w.y, w.z, w.w}, x);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) all &= first >= first_[i] && first + S::kKeys <= end_[i];
+    for (int i = 0; i < 8; ++i) sum = fmaf(x[i], 0, sum);  // NaN, if one of them is NaN or infinite
+    return sum == 0;
+  }
+  static __device__ __forceinline__ bool any_thread(bool x, int threads) {
+    int any;
+    asm volatile(
+        "{ .reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.b32 %0, 1, 0, q; }"
+        : "=r"(any)
+        : "r"(static_cast<int>(x)), "n"(kConsumersBarrier), "r"(threads)
+        : "memory");
+    return any;
+  }
+
+  // ---- Softmax
+
+  // From scores to weights; releases the tile of keys. multiplying: the products of the tile before with its values are
+  // still under way; they end here, and that tile of values is released.
+  template <bool EXACT>
+  __device__ __forceinline__ void weigh(int tile, float (&scores)[S::kScores], bool multiplying) {
+    const TileInfo& info = notes_.info[keys_.slot];
+    float factor[2] = {factor_[0], factor_[1]};
+    int exponent = 0;
+    bool all = tile >= clear_begin_ && tile < clear_end_;
+    if constexpr (!EXACT) {
+      factor[0] *= info.key_factor, factor[1] *= info.key_factor, exponent = info.value_exponent;
+      all = all && !info.special;
     }
     if (a_.soft_cap > 0) cap(scores, factor);
-    if (!__all_sync(0xffffffff, all)) mask<EXACT>(first, info, scores);
-    release(notes_.key_empty, tiles_);
+    if (!all) mask<EXACT>(EXACT ? (tile - item_->coded_tiles) * S::kKeys : item_->first + tile * S::kKeys, info, scores);
+    release(notes_.key_empty, keys_, plan_.key_stages);
 
     float top[2];
     bool raise = exponent > exponent_;
+    float most[2][2];
+#pragma unroll
+    for (int n = 0; n < S::kKeys / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float pair = fmaxf(scores[4 * n + 2 * i], scores[4 * n + 2 * i + 1]);
+        most[i][n % 2] = n < 2 ? pair : fmaxf(most[i][n % 2], pair);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float most = fmaxf(scores[2 * i], scores[2 * i + 1]);
+      float both = fmaxf(most[i][0], most[i][1]);
 #pragma unroll
-      for (int n = 1; n < S::kKeys / 8; ++n) most = fmaxf(most, fmaxf(scores[4 * n + 2 * i], scores[4 * n + 2 * i + 1]));
-#pragma unroll
-      for (int bit = 1; bit < 4; bit *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, bit));
-      top[i] = fmaf(most, factor[i], shift_of(i));
+      for (int bit = 1; bit < 4; bit *= 2) both = fmaxf(both, __shfl_xor_sync(0xffffffff, both, bit));
+      top[i] = fmaf(both, factor[i], shift_of(i));
       raise |= top[i] > reference_[i] + kRaise;
     }
-    raise = __any_sync(0xffffffff, raise);
-    if (raise) {
+    if (multiplying) {
+      receive<2>(top);  // keeps the compiler from computing the maxima after the products have ended
+      wait_for_products<0>();
+      receive<S::kSums>(sums_);
+      release(notes_.value_empty, values_, plan_.value_stages);
+    }
+    if (__any_sync(0xffffffff, raise)) {
       const int higher = max(exponent, exponent_);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float old = reference_[i], now = fmaxf(old, top[i]);
         const float less = now == -INFINITY ? 1.0f : exp2_fast(old - now);
         reference_[i] = now, total_[i] *= less;
-        by[i] = less * exp2_fast(static_cast<float>(exponent_ - higher));
+        const float by = less * exp2_fast(static_cast<float>(exponent_ - higher));
+#pragma unroll
+        for (int k = 0; k < kD / 8; ++k) sums_[4 * k + 2 * i] *= by, sums_[4 * k + 2 * i + 1] *= by;
       }
       exponent_ = higher;
     }
     const float down = static_cast<float>(exponent - exponent_), up = exp2_fast(-down);
+    float add[2], sum[2][2] = {};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float add = shift_of(i) - (reference_[i] == -INFINITY ? 0.0f : reference_[i]) + kLift + down;
-      float sum[2] = {0, 0};
+    for (int i = 0; i < 2; ++i) add[i] = shift_of(i) - (reference_[i] == -INFINITY ? 0.0f : reference_[i]) + kLift + down;
 #pragma unroll
-      for (int n = 0; n < S::kKeys / 8; ++n) {
+    for (int n = 0; n < S::kKeys / 8; ++n) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float& x = scores[4 * n + 2 * i + h];
-          x = exp2_fast(fmaf(x, factor[i], add));
-          sum[h] += x;
-        }
+      for (int k = 0; k < 4; ++k) {
+        float& x = scores[4 * n + k];
+        x = exp2_fast(fmaf(x, factor[k / 2], add[k / 2]));
+        sum[k / 2][k % 2] += x;
       }
-      total_[i] = EXACT ? total_[i] + (sum[0] + sum[1]) : fmaf(sum[0] + sum[1], up, total_[i]);
     }
-    return raise;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) total_[i] = fmaf(sum[i][0] + sum[i][1], up, total_[i]);
   }
   // Capped scores already are powers of two.
   __device__ __forceinline__ float shift_of(int i) const { return a_.soft_cap > 0 ? 0.0f : shift_[i]; }
@@ -387,7 +446,6 @@ class Consumer {
   // Excludes the keys that a row does not see. A row that sees a key whose scale is not a number becomes NaN.
   template <bool EXACT>
   __device__ __forceinline__ void mask(int first, const TileInfo& info, float (&scores)[S::kScores]) const {
-    int last[2] = {position(0), position(1)};
 #pragma unroll
     for (int n = 0; n < S::kKeys / 8; ++n) {
 #pragma unroll
@@ -395,22 +453,20 @@ class Consumer {
         const int i = k / 2, h = k % 2;
         float& x = scores[4 * n + k];
         if constexpr (EXACT) {
-          const int number = first + 8 * n + 2 * t_ + h, key = item_->exact_key(number);
-          const bool seen = number < item_->exact && key <= last[i] && key >= first_[i] && (number < item_->sinks || key >= end_[i]);
-          x = seen ? x : -INFINITY;
+          x = sees_exact(i, first + 8 * n + 2 * t_ + h) ? x : -INFINITY;
         } else {
-          const int place = 8 * n + 2 * t_ + h, key = first + n / 4 * 32 + token_at(8 * (n % 4) + 2 * t_ + h);
-          const bool seen = key >= first_[i] && key < end_[i] && !(info.absent[n / 4] >> (place % 32) & 1);
-          if (info.poison[n / 4] >> (place % 32) & 1) x = NAN;
-          x = seen ? x : -INFINITY;
+          const int place = 8 * n + 2 * t_ + h, key = first + n / 4 * 32 + token_at(place % 32);
+          const uint32_t bit = info.special ? 1u << place % 32 : 0;
+          if (info.poison[n / 4] & bit) x = NAN;
+          x = key >= first_[i] && key < end_[i] && !(info.absent[n / 4] & bit) ? x : -INFINITY;
         }
       }
     }
   }
-
-  __device__ __forceinline__ void rescale(const float (&by)[2]) {
-#pragma unroll
-    for (int i = 0; i < S::kSums; ++i) sums_[i] *= by[i / 2 % 2];
+  // Whether row i sees exact key `number` of the item.
+  __device__ __forceinline__ bool sees_exact(int i, int number) const {
+    const int key = item_->exact_key(number);
+    return number < item_->exact && key <= position_[i] && key >= first_[i] && (number < item_->sinks || key >= end_[i]);
   }
 
   template <bool EXACT>
@@ -449,7 +505,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ float* part(int p) const {
-    return plan_.parts + int64_t{item_->slot + p} * S::kPartFloats + (threadIdx.x - kWarpgroup);
+    return plan_.parts + int64_t{item_->slot + p} * S::kPartFloats + (threadIdx.x - S::kProducers);
   }
   // Leaves this part's result; the last block to do so joins all of them, in the order of the parts.
   __device__ __forceinline__ bool join_parts() {
@@ -461,7 +517,7 @@ class Consumer {
     for (int i = 0; i < S::kSums; ++i) __stcg(mine + (4 + i) * kNext, sums_[i]);
     __threadfence();
     sync_threads(kConsumersBarrier, kNext);
-    if (threadIdx.x == kWarpgroup) notes_.last = arrives_last(plan_.counters + item_->slot, item_->parts);
+    if (threadIdx.x == S::kProducers) notes_.last = arrives_last(plan_.counters + item_->slot, item_->parts);
     sync_threads(kConsumersBarrier, kNext);
     if (!notes_.last) return false;
     reference_[0] = reference_[1] = -INFINITY, total_[0] = total_[1] = 0;
@@ -531,11 +587,14 @@ class Consumer {
   const int row_;  // the thread's first row of the block's tile of rows
 
   const Item* item_;
-  uint32_t tiles_ = 0;  // tiles multiplied so far
+  RingPlace keys_, values_;  // the tiles that are multiplied next
   float sums_[S::kSums];
   float reference_[2], total_[2];     // of rows i = 0, 1; `total_` is of the thread's own keys
   float factor_[2], shift_[2];        // score * log2(e) = factor * product + shift
+  int position_[2];                   // rows that do not exist: of the last one
   int first_[2], end_[2];             // the row sees keys [first_, end_) of codes; see prepare_exact for the others
+  int clear_begin_, clear_end_;       // all rows of the warp see all keys of these tiles
+  int common_begin_, common_end_;     // all rows of the block do
   int exponent_;                      // sums over codes are divided by 2^exponent_
   uint32_t query_[S::kQueriesInRegisters ? kD / 4 : 1];
 };

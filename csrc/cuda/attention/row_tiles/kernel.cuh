@@ -46,19 +46,20 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     row_tiles_kernel(const __grid_constant__ Attention a, const __grid_constant__ Plan plan) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared[];
-  Notes& notes = *reinterpret_cast<Notes*>(shared + SharedLayout<S>::kNotes);
+  Notes& notes = *reinterpret_cast<Notes*>(shared + plan.notes);
   let_next_kernel_begin();
   if (threadIdx.x == 0) {
     for (int i = 0; i < plan.raw_stages; ++i) {
-      init_barrier(&notes.raw_full[i], 1), init_barrier(&notes.raw_empty[i], kProducerWarps);
+      init_barrier(&notes.raw_full[i], 1), init_barrier(&notes.raw_empty[i], 2);
     }
-    for (int i = 0; i < kTileStages; ++i) {
-      init_barrier(&notes.key_full[i], kStreamWarps), init_barrier(&notes.value_full[i], kStreamWarps);
+    for (int i = 0; i < kMaxTileStages; ++i) {
+      init_barrier(&notes.key_full[i], S::kStreamWarps), init_barrier(&notes.value_full[i], S::kStreamWarps);
       init_barrier(&notes.key_empty[i], 4 * S::kGroups), init_barrier(&notes.value_empty[i], 4 * S::kGroups);
     }
     for (int i = 0; i < kItems; ++i) {
-      init_barrier(&notes.item_full[i], 1), init_barrier(&notes.item_empty[i], kProducerWarps + 4 * S::kGroups);
+      init_barrier(&notes.item_full[i], 1), init_barrier(&notes.item_empty[i], 2 * S::kStreamWarps + 4 * S::kGroups);
     }
+    notes.broken[0] = notes.broken[1] = 0;
     barriers_ready();
   }
   wait_for_previous_kernel();
@@ -68,9 +69,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   }
   if (plan.clears) clear_rest<S::kDim, T>(a);
   __syncthreads();
-  if (threadIdx.x < kWarpgroup) {
+  if (threadIdx.x < S::kProducers) {
     shrink_registers<S::kProducerRegisters>();
-    if (threadIdx.x < 32 * kStreamWarps) {
+    if (threadIdx.x < S::kProducers / 2) {
       Producer<S, false>(a, plan, shared).run();
     } else {
       Producer<S, true>(a, plan, shared).run();

@@ -24,144 +24,133 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// VALUES: the warps that prepare values, else those that prepare keys. Each kind goes through all tiles at its own pace.
+// VALUES: the warps that prepare values, else those that prepare keys. The warps of a kind take tiles of codes in turn: a
+// tile is one warp's, because most of the time goes into steps that wait for each other, which several warps would only repeat.
 // The first warp of the values also takes items of work and copies codes.
 template <class S, bool VALUES>
 class Producer {
-  using Places = SharedLayout<S>;
-
  public:
   __device__ __forceinline__ Producer(const Attention& a, const Plan& plan, uint8_t* shared)
-      : a_(a), plan_(plan), r_(plan.layout), shared_(shared), notes_(*reinterpret_cast<Notes*>(shared + Places::kNotes)),
-        warp_(threadIdx.x / 32 % kStreamWarps), lane_(threadIdx.x % 32) {}
-
-  __device__ __forceinline__ void run() {
-    if (VALUES && warp_ == 0) {
-      const WorkList<S> list(a_, plan_);
-      run(&list);
-    } else {
-      run(nullptr);
-    }
+      : a_(a), plan_(plan), r_(plan.layout), shared_(shared), notes_(*reinterpret_cast<Notes*>(shared + plan.notes)),
+        warp_(threadIdx.x / 32 % S::kStreamWarps), lane_(threadIdx.x % 32) {
+    const bool small = r_.tile_shift == 4;  // a tile of the record has 16 tokens, else 32
+    group_bytes_ = small ? 2 * r_.tile_bytes : r_.tile_bytes;
+    const int token = token_at(lane_), number = small ? token % 16 : token;
+    scale_ = (small && token >= 16 ? r_.tile_bytes : 0) + r_.key_scales + 2 * number;
   }
 
- private:
-  __device__ __forceinline__ void run(const WorkList<S>* list) {
+  __device__ __forceinline__ void run() {
+    const WorkList<S> list(a_, plan_, leads());
     for (uint32_t i = 0;; ++i) {
       const int slot = i % kItems, phase = i / kItems % 2;
-      if (list) {
+      if (leads()) {
         wait_barrier(&notes_.item_empty[slot], phase ^ 1);
-        list->take(notes_.items[slot]);
+        list.take(notes_.items[slot]);
         __syncwarp();
         if (lane_ == 0) arrive(&notes_.item_full[slot]);
       }
       wait_barrier(&notes_.item_full[slot], phase);
-      const Item item = notes_.items[slot];
+      const Item& item = notes_.items[slot];
+      if (item.sequence < 0) return;
+      const int coded_end = min(item.end, item.coded_tiles), exact = max(item.begin, item.coded_tiles);
+      if (item.begin < coded_end) prepare_codes(item, coded_end);
+      for (int tile = exact; tile < item.end; ++tile, next_tile()) copy_exact(item, (tile - item.coded_tiles) * S::kKeys);
       __syncwarp();
       if (lane_ == 0) arrive(&notes_.item_empty[slot]);
-      if (item.sequence < 0) return;
-      prepare(item, list != nullptr);
     }
   }
 
-  __device__ __forceinline__ void prepare(const Item& item, bool copies) {
-    const int coded_end = min(item.end, item.coded_tiles), exact = max(item.begin, item.coded_tiles);
-    if (item.begin < coded_end) prepare_codes(item, coded_end, copies);
-    for (int tile = exact; tile < item.end; ++tile) copy_exact(item, (tile - item.coded_tiles) * S::kKeys);
-  }
+ private:
+  __device__ __forceinline__ bool leads() const { return VALUES && warp_ == 0; }
 
   // ---- Stages of tiles
 
-  __device__ __forceinline__ int stage() const { return tiles_ % kTileStages; }
   __device__ __forceinline__ uint8_t* tile() const {
-    return shared_ + (VALUES ? Places::kValues : Places::kKeys) + stage() * S::kTileBytes;
+    return shared_ + ((VALUES ? plan_.key_stages : 0) + stage_.slot) * S::kTileBytes;
   }
-  __device__ __forceinline__ uint64_t* full() const { return &(VALUES ? notes_.value_full : notes_.key_full)[stage()]; }
+  __device__ __forceinline__ uint64_t* full() const { return &(VALUES ? notes_.value_full : notes_.key_full)[stage_.slot]; }
   __device__ __forceinline__ void wait_for_room() const {
-    wait_barrier(&(VALUES ? notes_.value_empty : notes_.key_empty)[stage()], tiles_ / kTileStages % 2 ^ 1);
+    wait_barrier(&(VALUES ? notes_.value_empty : notes_.key_empty)[stage_.slot], stage_.phase ^ 1);
+  }
+  __device__ __forceinline__ void next_tile() {
+    stage_.advance(VALUES ? plan_.value_stages : plan_.key_stages);
+    turn_ = turn_ + 1 == S::kStreamWarps ? 0 : turn_ + 1;
   }
 
   // ---- Codes: copies of tiles of records
 
-  // Page ids of 32 tiles of records at a time, one for each lane; `number` counts from `first_token` on.
+  // Tiles of the record are found for 32 at a time, one for each lane; page ids are loaded one batch ahead. number: the
+  // batch's first tile, counted from `first_token` on.
   __device__ __forceinline__ int page_id(const Item& item, int first_token, int number) const {
-    const int token = first_token + (number << r_.tile_shift);
+    const int token = first_token + ((number + lane_) << r_.tile_shift);
     const int visible = a_.first_visible(item.length - item.queries);
     if (token >= item.coded_end || token + (1 << r_.tile_shift) <= visible) return -1;
     return a_.block_table[int64_t{item.sequence} * a_.max_pages + (token >> r_.page_shift)];
+  }
+  __device__ __forceinline__ void find_batch(const Item& item, int first_token, int number) {
+    const int page = number == 0 ? page_id(item, first_token, 0) : next_page_;
+    next_page_ = page_id(item, first_token, number + 32);
+    const int token = first_token + ((number + lane_) << r_.tile_shift);
+    const int tile = (token & ((1 << r_.page_shift) - 1)) >> r_.tile_shift;
+    const bool exists = page >= 0 && page < a_.num_pages;
+    from_ = exists ? a_.pages + page * a_.page_stride + int64_t{item.head} * r_.record_bytes + tile * r_.tile_bytes : nullptr;
+    existing_ = __ballot_sync(0xffffffff, exists);
   }
 
   // Starts to copy unit `unit` of the part.
   __device__ __forceinline__ void copy_unit(const Item& item, int first_token, int unit) {
     const int log_count = 6 - r_.tile_shift, count = 1 << log_count;  // tiles of the record in a unit
-    const int number = unit << log_count;
-    if (number % 32 == 0) {
-      page_ = number == 0 ? page_id(item, first_token, lane_) : next_page_;
-      next_page_ = page_id(item, first_token, number + 32 + lane_);
-    }
-    const int page = __shfl_sync(0xffffffff, page_, number % 32 + (lane_ & (count - 1)));
-    const int slot = copied_ % plan_.raw_stages;
-    wait_barrier(&notes_.raw_empty[slot], copied_ / plan_.raw_stages % 2 ^ 1);
-    const bool here = lane_ < count && page >= 0 && page < a_.num_pages;
-    const unsigned present = __ballot_sync(0xffffffff, here);
+    const int lane = (unit << log_count) % 32;                        // that has the unit's first tile
+    if (lane == 0) find_batch(item, first_token, unit << log_count);
+    const int slot = copied_.slot;
+    wait_barrier(&notes_.raw_empty[slot], copied_.phase ^ 1);
+    const unsigned present = existing_ >> lane & ((1 << count) - 1);
     if (lane_ == 0) {
       notes_.present[slot] = present;
       expect(&notes_.raw_full[slot], __popc(present) * r_.tile_bytes);
     }
     __syncwarp();
-    if (here) {
-      const int token = first_token + ((number + lane_) << r_.tile_shift);
-      const int tile = (token & ((1 << r_.page_shift) - 1)) >> r_.tile_shift;
-      const uint8_t* from = a_.pages + page * a_.page_stride + int64_t{item.head} * r_.record_bytes + tile * r_.tile_bytes;
-      copy_bulk(raw(slot) + lane_ * r_.tile_bytes, from, r_.tile_bytes, &notes_.raw_full[slot]);
+    const int mine = lane_ - lane;
+    if (mine >= 0 && mine < count && from_) {
+      copy_bulk(raw(slot) + mine * r_.tile_bytes, from_, r_.tile_bytes, &notes_.raw_full[slot]);
     }
-    ++copied_;
+    copied_.advance(plan_.raw_stages);
   }
   __device__ __forceinline__ uint8_t* raw(int slot) const { return shared_ + plan_.raw + slot * plan_.raw_stride; }
 
-  __device__ __forceinline__ void prepare_codes(const Item& item, int end, bool copies) {
-    const int first = item.first + item.begin * S::kKeys, units = (end - item.begin) * S::kUnits;
+  __device__ __forceinline__ void prepare_codes(const Item& item, int end) {
+    const int first = item.first + item.begin * S::kKeys, units = end - item.begin;
     const Tables tables(VALUES ? notes_.value_table : notes_.key_table);
+    // All keys of these units are seen by some row.
+    const int visible = a_.first_visible(item.length - item.queries);
+    const int inside_begin = ceil_div(max(visible - first, 0), kUnitKeys), inside_end = (item.coded_end - first) / kUnitKeys;
     int ahead = 0;
-    if (copies) {
-      for (; ahead < min(units, plan_.raw_stages - S::kUnits); ++ahead) copy_unit(item, first, ahead);
+    if (leads()) {
+      // A unit takes the place of one that was this warp's turn or earlier, so that nobody is waited for long.
+      for (; ahead < min(units, plan_.raw_stages - S::kStreamWarps); ++ahead) copy_unit(item, first, ahead);
     }
-    for (int t = item.begin; t < end; ++t, ++tiles_) {
-      if (copies) {
-        for (int k = 0; k < S::kUnits; ++k) {
-          if (ahead < units) copy_unit(item, first, ahead++);
-        }
-      }
-      const uint8_t* units_of_tile[S::kUnits];
-      unsigned present[S::kUnits];
-#pragma unroll
-      for (int k = 0; k < S::kUnits; ++k) {
-        const uint32_t n = read_ + k;
-        const int slot = n % plan_.raw_stages;
-        wait_barrier(&notes_.raw_full[slot], n / plan_.raw_stages % 2);
-        units_of_tile[k] = raw(slot), present[k] = notes_.present[slot];
-      }
-      prepare_scales(item, item.first + t * S::kKeys, units_of_tile, present);
+    for (int t = 0; t < units; ++t, next_tile(), read_.advance(plan_.raw_stages)) {
+      if (leads() && ahead < units) copy_unit(item, first, ahead++);
+      if (turn_ != warp_) continue;
+      const int slot = read_.slot;
+      wait_barrier(&notes_.raw_full[slot], read_.phase);
+      prepare_scales(item, first + t * S::kKeys, t >= inside_begin && t < inside_end, raw(slot), notes_.present[slot]);
       wait_for_room();
-      if (!VALUES && warp_ == 0 && lane_ == 0) notes_.info[stage()] = info_;
-#pragma unroll 1
-      for (int k = 0; k < S::kUnits; ++k) expand_unit(units_of_tile[k], k, tables);
+      if (!VALUES && lane_ == 0) notes_.info[stage_.slot] = info_;
+      expand_unit(raw(slot), tables);
       publish_operands();
       __syncwarp();
-      if (lane_ == 0) {
-        arrive(full());
-#pragma unroll
-        for (int k = 0; k < S::kUnits; ++k) arrive(&notes_.raw_empty[(read_ + k) % plan_.raw_stages]);
-      }
-      read_ += S::kUnits;
+      if (lane_ < S::kStreamWarps) arrive(full());  // for all warps of this kind
+      if (lane_ == 0) arrive(&notes_.raw_empty[slot]);
     }
   }
 
-  __device__ __forceinline__ void expand_unit(const uint8_t* unit, int k, const Tables& tables) const {
+  __device__ __forceinline__ void expand_unit(const uint8_t* unit, const Tables& tables) const {
     const auto expand_as = [&](auto kind) {
       if constexpr (VALUES) {
-        expand_values<kind>(unit, k, tables);
+        expand_values<kind>(unit, tables);
       } else {
-        expand_keys<kind>(unit, k, tables);
+        expand_keys<kind>(unit, tables);
       }
     };
     switch (VALUES ? plan_.value_kind : plan_.key_kind) {
@@ -179,88 +168,129 @@ class Producer {
   // ---- Scales
 
   __device__ __forceinline__ __half* scales() const {
-    return reinterpret_cast<__half*>(shared_ + Places::kScales) + (kStreamWarps * VALUES + warp_) * S::kKeys;
+    return reinterpret_cast<__half*>(shared_ + plan_.scales) + (VALUES * S::kStreamWarps + warp_) * kUnitKeys;
   }
 
-  // Scales of a tile, in the order of its places: divided by a power of two, and 0 for keys that nobody sees.
-  __device__ __forceinline__ void prepare_scales(const Item& item, int first_token, const uint8_t* const (&units)[S::kUnits],
-                                                 const unsigned (&present)[S::kUnits]) {
-    constexpr int kEach = S::kKeys / 32;
-    uint32_t key_bits[kEach], value_bits[kEach], most_key = 0, most_value = 0;
-    const int visible = a_.first_visible(item.length - item.queries);
+  // Scales of a tile, in the order of its places: divided by a power of two, and 0 for keys that nobody sees. Warps of
+  // keys read both scales of a key and note what consumers need to know.
+  __device__ __forceinline__ void prepare_scales(const Item& item, int first_token, bool inside, const uint8_t* unit,
+                                                 unsigned present) {
+    uint32_t keys[2] = {}, values[2];
+    bool bad = false;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int s = i % 2 * 32 + token_at(lane_), token = first_token + i / 2 * 64 + s, tile = s >> r_.tile_shift;
-      const uint8_t* base = units[i / 2] + tile * r_.tile_bytes;
-      const int number = s & ((1 << r_.tile_shift) - 1);
-      const bool exists = present[i / 2] >> tile & 1, seen = exists && token >= visible && token < item.coded_end;
-      const uint32_t k = seen ? reinterpret_cast<const uint16_t*>(base + r_.key_scales)[number] : 0;
-      const uint32_t v = seen ? reinterpret_cast<const uint16_t*>(base + r_.value_scales)[number] : 0;
-      const bool bad = (k & 0x7C00) == 0x7C00 || (v & 0x7C00) == 0x7C00;
-      info_.poison[i] = __ballot_sync(0xffffffff, bad);
-      info_.absent[i] = __ballot_sync(0xffffffff, !exists && token >= visible && token < item.coded_end);
-      key_bits[i] = bad ? 0 : k, value_bits[i] = bad ? 0 : v;
-      most_key = max(most_key, key_bits[i] & 0x7FFF), most_value = max(most_value, value_bits[i] & 0x7FFF);
+    for (int i = 0; i < 2; ++i) {
+      const uint8_t* from = unit + scale_ + i * group_bytes_;
+      if constexpr (!VALUES) keys[i] = *reinterpret_cast<const uint16_t*>(from);
+      values[i] = *reinterpret_cast<const uint16_t*>(from + r_.value_scales - r_.key_scales);
+      bad |= (keys[i] & 0x7C00) == 0x7C00 || (values[i] & 0x7C00) == 0x7C00;
     }
+    info_.special = !inside || present != (1u << (kUnitKeys >> r_.tile_shift)) - 1 || __any_sync(0xffffffff, bad);
+    if (info_.special) exclude(item, first_token, present, keys, values);
     // A float16 below 2^(e - 14) has e - 1 or less in its exponent field.
     const auto exponent = [](uint32_t most) { return max(static_cast<int>(most >> 10), 1) - 14; };
-    const int key_exponent = exponent(max_of_lanes(most_key)), value_exponent = exponent(max_of_lanes(most_value));
     const auto power = [](int e) { return __int_as_float((127 + e) << 23); };
-    const float key_factor = power(-key_exponent) * step_of(static_cast<Kind>(plan_.key_kind));
-    const float value_factor = power(-value_exponent) * step_of(static_cast<Kind>(plan_.value_kind));
-    info_.key_factor = power(key_exponent), info_.value_exponent = value_exponent;
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const float scale = __half2float(__ushort_as_half(VALUES ? value_bits[i] : key_bits[i]));
-      scales()[32 * i + lane_] = __float2half_rn(scale * (VALUES ? value_factor : key_factor));
+    const int value_exponent = exponent(max_of_lanes(max(values[0] & 0x7FFF, values[1] & 0x7FFF)));
+    float factor;
+    if constexpr (VALUES) {
+      factor = power(-value_exponent) * step_of(static_cast<Kind>(plan_.value_kind));
+    } else {
+      const int e = exponent(max_of_lanes(max(keys[0] & 0x7FFF, keys[1] & 0x7FFF)));
+      factor = power(-e) * step_of(static_cast<Kind>(plan_.key_kind));
+      info_.key_factor = power(e), info_.value_exponent = value_exponent;
     }
     __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float scale = __half2float(__ushort_as_half(VALUES ? values[i] : keys[i]));
+      scales()[32 * i + lane_] = __float2half_rn(scale * factor);
+    }
+    __syncwarp();
+  }
+
+  // Notes which keys of a tile do not exist or have a scale that is not a number; their scales and those of keys that
+  // nobody sees become 0.
+  __device__ __forceinline__ void exclude(const Item& item, int first_token, unsigned present, uint32_t (&keys)[2],
+                                          uint32_t (&values)[2]) {
+    const int visible = a_.first_visible(item.length - item.queries);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int s = 32 * i + token_at(lane_), token = first_token + s;
+      const bool exists = present >> (s >> r_.tile_shift) & 1, seen = token >= visible && token < item.coded_end;
+      const bool bad = seen && exists && ((keys[i] & 0x7C00) == 0x7C00 || (values[i] & 0x7C00) == 0x7C00);
+      info_.poison[i] = __ballot_sync(0xffffffff, bad), info_.absent[i] = __ballot_sync(0xffffffff, seen && !exists);
+      if (bad || !seen || !exists) keys[i] = values[i] = 0;
+    }
   }
 
   // ---- Codes to operands
 
-  __device__ __forceinline__ const uint8_t* group(const uint8_t* unit, int token) const {  // its tile of the record
-    return unit + (token >> r_.tile_shift) * r_.tile_bytes;
-  }
-
-  // The keys of tokens 32 warp to 32 warp + 31 of unit k. A lane expands eight channels of a key at a time.
+  // The keys of a unit. Eight lanes share a token and expand 64 of its channels at a time, eight each.
   template <Kind KIND>
-  __device__ __forceinline__ void expand_keys(const uint8_t* unit, int k, const Tables& tables) const {
-    constexpr int kOctets = S::kDim / 8, kSteps = 16 * kOctets / 32;
-    uint8_t* const to = tile();
+  __device__ __forceinline__ void expand_keys(const uint8_t* unit, const Tables& tables) const {
+    constexpr int kRow = KIND == kBytes ? S::kDim : KIND == kPairs ? S::kDim / 4 : KIND == kSpread ? S::kDim * 3 / 8 : S::kDim / 2;
+    constexpr int kPlane = S::kDim / 8;
+    const int octet = lane_ % 8, x = lane_ / 8;
+    const int in_octet = KIND == kBytes ? 8 * octet : KIND == kPairs ? octet / 2 * 4 : KIND == kSpread ? octet / 4 * 12 : 4 * octet;
+    // The words of a block of 16 tokens, 4 i + x, are loaded before the first store: the compiler cannot know that loads
+    // need not wait for it.
+    constexpr int kChunks = S::kDim / 64, kTogether = 1;
+    const int next_key = r_.tile_shift == 4 ? r_.tile_bytes : 16 * kRow;  // to the other 16 tokens of a group of 32
+    const int next_plane = r_.tile_shift == 4 ? r_.tile_bytes : 16 * kPlane;
 #pragma unroll 1
-    for (int block = 0; block < 2; ++block) {  // of 16 tokens
-      const uint8_t* from = group(unit, 32 * warp_ + 16 * block);
-      const int number = (32 * warp_ + 16 * block) & ((1 << r_.tile_shift) - 1);  // of the first token in its tile
-#pragma unroll 4
-      for (int i = 0; i < kSteps; ++i) {
-        const int index = 32 * i + lane_, token = index / kOctets, octet = index % kOctets;
-        const uint8_t* row = from + (number + token) * r_.key_row_bytes;
-        __half2 x[4];
-        if constexpr (KIND == kBytes) {
-          const uint2 w = *reinterpret_cast<const uint2*>(row + 8 * octet);
-          expand_bytes(w.x, w.y, x);
-        } else if constexpr (KIND == kPairs) {
-          const uint32_t w = *reinterpret_cast<const uint32_t*>(row + octet / 2 * 4);
-          expand<KIND>(w >> (octet % 2 * 2) & 0x33333333, 0, tables, x);
-        } else if constexpr (KIND == kSpread) {
-          const uint32_t* w = reinterpret_cast<const uint32_t*>(row + octet / 4 * 12);
-          expand<KIND>(spread_word(w[0], w[1], w[2], octet % 4), 0, tables, x);
-        } else {
-          uint32_t plane = 0;
-          if constexpr (KIND == kPlanes) {
-            plane = *reinterpret_cast<const uint32_t*>(from + r_.key_planes + (number + token) * r_.key_plane_bytes + octet / 4 * 4);
-            plane >>= octet % 4 * 2;
+    for (int first = 0; first < 4; first += kTogether) {
+      uint32_t w[kTogether][4][kChunks][KIND == kBytes ? 2 : KIND == kSpread ? 3 : 1], fifth[kTogether][4][kChunks] = {};
+      uint32_t both[kTogether][2];  // scales of tokens i = even and even + 2
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        const int block = (first + k) % 2, half = (first + k) / 2;
+        const uint8_t* const group = unit + half * group_bytes_;
+        const __half* const scale_of = scales() + 32 * half + x / 2 * 8 + x % 2 * 2;
+        const uint8_t* const from = group + block * next_key + x * kRow + in_octet;
+        const uint8_t* const planes = group + r_.key_planes + block * next_plane + x * kPlane + octet / 4 * 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (i < 2) both[k][i] = *reinterpret_cast<const uint32_t*>(scale_of + 16 * i + 4 * block);
+#pragma unroll
+          for (int c = 0; c < kChunks; ++c) {
+            const uint8_t* at = from + 4 * i * kRow + c * (64 * kRow / S::kDim);
+            if constexpr (KIND == kBytes) {
+              const uint2 both_words = *reinterpret_cast<const uint2*>(at);
+              w[k][i][c][0] = both_words.x, w[k][i][c][1] = both_words.y;
+            } else {
+#pragma unroll
+              for (int n = 0; n < (KIND == kSpread ? 3 : 1); ++n) w[k][i][c][n] = reinterpret_cast<const uint32_t*>(at)[n];
+            }
+            if constexpr (KIND == kPlanes) fifth[k][i][c] = *reinterpret_cast<const uint32_t*>(planes + 4 * i * kPlane + c * 8);
           }
-          expand<KIND>(*reinterpret_cast<const uint32_t*>(row + 4 * octet), plane, tables, x);
         }
-        const int place = 64 * k + 32 * warp_ + 4 * block + place_of(token);
-        const __half2 scale = __half2half2(scales()[place]);
-        uint4 word;
-        word.x = as_word(__hmul2(x[0], scale)), word.y = as_word(__hmul2(x[1], scale));
-        word.z = as_word(__hmul2(x[2], scale)), word.w = as_word(__hmul2(x[3], scale));
-        *reinterpret_cast<uint4*>(to + octet / 8 * S::kKeys * kSwizzleRow + swizzled(place, octet % 8 * 16)) = word;
+      }
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int block = (first + k) % 2, half = (first + k) / 2;
+          const int place = x % 2 * 2 + 4 * block + i / 2;  // within eight
+          uint8_t* const to = tile() + (32 * half + x / 2 * 8) * kSwizzleRow + place * kSwizzleRow + ((octet ^ place) * 16) + i % 2 * 16 * kSwizzleRow;
+          const __half2 pair = as_halves(both[k][i % 2]), scale = i < 2 ? __low2half2(pair) : __high2half2(pair);
+#pragma unroll
+          for (int c = 0; c < kChunks; ++c) {
+            const auto& word = w[k][i][c];
+            __half2 y[4];
+            if constexpr (KIND == kBytes) {
+              expand_bytes(word[0], word[1], y);
+            } else if constexpr (KIND == kPairs) {
+              expand<KIND>(word[0] >> (octet % 2 * 2) & 0x33333333, 0, tables, y);
+            } else if constexpr (KIND == kSpread) {
+              expand<KIND>(spread_word(word[0], word[1], word[2], octet % 4), 0, tables, y);
+            } else {
+              expand<KIND>(word[0], fifth[k][i][c] >> (octet % 4 * 2), tables, y);
+            }
+            uint4 out;
+            out.x = as_word(__hmul2(y[0], scale)), out.y = as_word(__hmul2(y[1], scale));
+            out.z = as_word(__hmul2(y[2], scale)), out.w = as_word(__hmul2(y[3], scale));
+            *reinterpret_cast<uint4*>(to + c * S::kKeys * kSwizzleRow) = out;
+          }
+        }
       }
     }
   }
@@ -271,98 +301,121 @@ class Producer {
     return (j == 0 ? w0 : j == 1 ? w1 : j == 2 ? w2 : last) & 0x77777777;
   }
 
-  // Half of the channels of unit k's values. A lane expands the words of its channels for 32 tokens at a time, of
-  // which it has eight: a word of 16 bytes of a row. Lanes with odd g begin with the other 32 tokens, so that eight
-  // lanes that store at once never meet in a bank.
+  // The values of a unit. A lane expands the words of its channels for 32 tokens at a time, of which
+  // it has eight: a word of 16 bytes of a row. Lanes with odd g begin with the other 32 tokens, so that eight lanes that
+  // store at once never meet in a bank.
   template <Kind KIND>
-  __device__ __forceinline__ void expand_values(const uint8_t* unit, int k, const Tables& tables) const {
-    constexpr int kWords = KIND == kBytes ? S::kDim / 8 : S::kDim / 16;  // words of a lane, of eight codes but for bytes
-    const int g = lane_ / 4, q = lane_ % 4;
-    uint8_t* const to = tile() + k * S::kDim * kSwizzleRow;
+  __device__ __forceinline__ void expand_values(const uint8_t* unit, const Tables& tables) const {
+    constexpr int kWords = 4, kAll = S::kDim / (KIND == kBytes ? 8 : 16);  // words at once, and in all, of eight codes (four bytes)
+    const int g = lane_ / 4, q = lane_ % 4, next = r_.tile_shift == 4 ? r_.tile_bytes : r_.value_block_bytes;
+    constexpr int kTogether = 1;
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-      const int p = half ^ (g & 1);
-      const uint8_t* a = group(unit, 32 * p) + r_.value_blocks + ((32 * p & ((1 << r_.tile_shift) - 1)) >> 4) * r_.value_block_bytes;
-      const uint8_t* b = group(unit, 32 * p + 16) + r_.value_blocks +
-                         (((32 * p + 16) & ((1 << r_.tile_shift) - 1)) >> 4) * r_.value_block_bytes;
-      const uint4 s = *reinterpret_cast<const uint4*>(scales() + 64 * k + 32 * p + 8 * q);
-      const auto store = [&](int row, __half2 a0, __half2 a1, __half2 b0, __half2 b1) {
-        uint4 word;
-        word.x = as_word(__hmul2(a0, as_halves(s.x))), word.y = as_word(__hmul2(a1, as_halves(s.y)));
-        word.z = as_word(__hmul2(b0, as_halves(s.z))), word.w = as_word(__hmul2(b1, as_halves(s.w)));
-        *reinterpret_cast<uint4*>(to + swizzled(row + g, (4 * p + q) * 16)) = word;
-      };
+    for (int step = 0; step < 2 * kAll / kWords; ++step) {  // each half of the tokens
+      const int v = step / 2 * kWords, half = step % 2;
+      uint32_t a[kTogether][kWords], b[kTogether][kWords];
+      uint4 scale[kTogether];
 #pragma unroll
-      for (int i = 0; i < kWords / kStreamWarps; ++i) {
-        const int v = warp_ * (kWords / kStreamWarps) + i;
-        if constexpr (KIND == kBytes) {
-          __half2 x[2], y[2];
-          expand_bytes(value_word<KIND>(a, v), x), expand_bytes(value_word<KIND>(b, v), y);
-          store(8 * v, x[0], x[1], y[0], y[1]);
-        } else {
-          __half2 x[4], y[4];
-          expand<KIND>(value_word<KIND>(a, v), 0, tables, x), expand<KIND>(value_word<KIND>(b, v), 0, tables, y);
-          const int row = KIND == kPairs ? v / 2 * 32 + v % 2 * 8 : 16 * v;
-          store(row, x[0], x[2], y[0], y[2]);
-          store(row + (KIND == kPairs ? 16 : 8), x[1], x[3], y[1], y[3]);
+      for (int k = 0; k < kTogether; ++k) {
+        const int p = half ^ (g & 1);
+        const uint8_t* block = unit + p * group_bytes_ + r_.value_blocks;
+        load_words<KIND>(block, v, a[k]), load_words<KIND>(block + next, v, b[k]);
+        scale[k] = *reinterpret_cast<const uint4*>(scales() + 32 * p + 8 * q);
+      }
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        const int p = half ^ (g & 1);
+        const uint4 s = scale[k];
+        uint8_t* const to = tile() + (v * (S::kDim / kAll) + g) * kSwizzleRow + ((4 * p + q) ^ g) * 16;
+        const auto store = [&](int row, __half2 a0, __half2 a1, __half2 b0, __half2 b1) {
+          uint4 word;
+          word.x = as_word(__hmul2(a0, as_halves(s.x))), word.y = as_word(__hmul2(a1, as_halves(s.y)));
+          word.z = as_word(__hmul2(b0, as_halves(s.z))), word.w = as_word(__hmul2(b1, as_halves(s.w)));
+          *reinterpret_cast<uint4*>(to + row * kSwizzleRow) = word;
+        };
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+          if constexpr (KIND == kBytes) {
+            __half2 x[2], y[2];
+            expand_bytes(a[k][i], x), expand_bytes(b[k][i], y);
+            store(8 * i, x[0], x[1], y[0], y[1]);
+          } else {
+            __half2 x[4], y[4];
+            expand<KIND>(a[k][i], 0, tables, x), expand<KIND>(b[k][i], 0, tables, y);
+            const int row = KIND == kPairs ? i / 2 * 32 + i % 2 * 8 : 16 * i;
+            store(row, x[0], x[2], y[0], y[2]);
+            store(row + (KIND == kPairs ? 16 : 8), x[1], x[3], y[1], y[3]);
+          }
         }
       }
     }
   }
 
-  // Word v of the lane in a value block, as eight nibbles (or four bytes).
+  // Words v to v + 3 of the lane in a value block, as eight nibbles (or four bytes) each: a chunk, a set of spread codes,
+  // or two words of memory that hold two-bit codes.
   template <Kind KIND>
-  __device__ __forceinline__ uint32_t value_word(const uint8_t* block, int v) const {
+  __device__ __forceinline__ void load_words(const uint8_t* block, int v, uint32_t (&w)[4]) const {
     if constexpr (KIND == kSpread) {
-      const uint32_t* w = reinterpret_cast<const uint32_t*>(block + v / 4 * format::kSpreadBytes + 12 * lane_);
-      return spread_word(w[0], w[1], w[2], v % 4);
-    } else {
-      constexpr int kUnits = S::kDim / (KIND == kBytes ? 8 : KIND == kPairs ? 32 : 16);  // words of a lane in memory
-      const int unit = KIND == kPairs ? v / 2 : v, chunk = unit / format::kChunkUnits;
+      const uint32_t* set = reinterpret_cast<const uint32_t*>(block + v / 4 * format::kSpreadBytes + 12 * lane_);
+      const uint32_t w0 = set[0], w1 = set[1], w2 = set[2];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) w[j] = spread_word(w0, w1, w2, j);
+    } else if constexpr (KIND == kPairs) {
+      constexpr int kUnits = S::kDim / 32;  // words of memory
+      const int unit = v / 2, chunk = unit / format::kChunkUnits;
       const int words = min(kUnits - format::kChunkUnits * chunk, format::kChunkUnits);
-      const uint32_t w = *reinterpret_cast<const uint32_t*>(block + chunk * format::kChunkBytes + 4 * words * lane_ +
-                                                            unit % format::kChunkUnits * 4);
-      return KIND == kPairs ? w >> (v % 2 * 2) & 0x33333333 : w;
+      const uint2 x = *reinterpret_cast<const uint2*>(block + chunk * format::kChunkBytes + 4 * words * lane_ +
+                                                      unit % format::kChunkUnits * 4);
+      w[0] = x.x & 0x33333333, w[1] = x.x >> 2 & 0x33333333, w[2] = x.y & 0x33333333, w[3] = x.y >> 2 & 0x33333333;
+    } else {
+      const uint4 x = *reinterpret_cast<const uint4*>(block + v / 4 * format::kChunkBytes + 16 * lane_);
+      w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
     }
   }
 
   // ---- Exact keys and values
 
-  // The row of exact key i of an item, the key or its value; null: there is none.
+  // The row of exact key i of an item, the key or its value.
   __device__ __forceinline__ const uint8_t* exact_row(const Item& item, int i) const {
-    if (i >= item.exact) return nullptr;
     const int position = item.exact_key(i);
     if (position >= item.new_begin) {
       const int64_t token = item.first_query + position - item.new_begin;
-      const int64_t at = VALUES ? token * a_.new_value_token_stride + item.head * a_.new_value_head_stride
-                                : token * a_.new_key_token_stride + item.head * a_.new_key_head_stride;
-      return static_cast<const uint8_t*>(VALUES ? a_.new_values : a_.new_keys) + 2 * at;
+      return static_cast<const uint8_t*>(a_.new_row(token, item.head, VALUES));
     }
-    const uint32_t rows = a_.sink_tokens + a_.ring, row = format::tail_row(position, a_.sink_tokens, a_.ring);
-    const auto slot = static_cast<uint32_t>(a_.tail_slots[item.sequence]);
-    return static_cast<const uint8_t*>(a_.tail) +
-           format::tail_vector_32(slot, item.head, a_.kv_heads, row, rows, VALUES ? 1 : 0) * (2 * S::kDim);
+    const int row = format::tail_row(position, a_.sink_tokens, a_.ring), rows = a_.sink_tokens + a_.ring;
+    const int64_t at = a_.tail_slot(item.sequence) * a_.tail_stride + ((int64_t{item.head} * rows + row) * 2 + VALUES) * S::kDim;
+    return static_cast<const uint8_t*>(a_.tail) + 2 * at;
   }
 
   // Starts to copy the next tile: exact keys from number `first` on, or their values. The tile's barrier learns of the
   // copies' end by itself, so that the next tile's copies can follow at once. Eight lanes share a row.
   __device__ __forceinline__ void copy_exact(const Item& item, int first) {
-    const int word = lane_ % 8, mine = lane_ / 8;
+    const int word = lane_ % 8, mine = 4 * warp_ + lane_ / 8, left = item.exact - first;
+    const bool fresh = first >= item.sinks && item.exact_key(first) >= item.new_begin;
+    const int64_t stride = 2 * (VALUES ? a_.new_value_token_stride : a_.new_key_token_stride);
+    constexpr int kStep = 4 * S::kStreamWarps;  // rows
     wait_for_room();
     uint8_t* const to = tile();
-#pragma unroll 4
-    for (int i = 0; i < S::kKeys / (4 * kStreamWarps); ++i) {
-      const int row = (i * kStreamWarps + warp_) * 4 + mine;
-      const uint8_t* from = exact_row(item, first + row);
+    const auto place = [&](int row) { return to + swizzled(row, 16 * word); };
+    if (fresh) {  // all of them are rows of new_keys
+      const uint8_t* from = exact_row(item, first) + mine * stride + 16 * word;
 #pragma unroll
-      for (int k = 0; k < S::kDim / 64; ++k) {
-        copy_or_clear(to + k * S::kKeys * kSwizzleRow + swizzled(row, word * 16), from ? from + 16 * (word + k * 8) : nullptr);
+      for (int i = 0; i < S::kKeys / kStep; ++i, from += kStep * stride) {
+        copy_row(place(mine + i * kStep), mine + i * kStep < left ? from : nullptr);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < S::kKeys / kStep; ++i) {
+        const int row = mine + i * kStep;
+        copy_row(place(row), row < left ? exact_row(item, first + row) + 16 * word : nullptr);
       }
     }
     asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(full())) : "memory");
     __syncwarp();
     if (lane_ == 0) arrive(full());
-    ++tiles_;
+  }
+  __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from) const {
+#pragma unroll
+    for (int k = 0; k < S::kDim / 64; ++k) copy_or_clear(to + k * S::kKeys * kSwizzleRow, from ? from + 128 * k : nullptr);
   }
   // Copies 16 bytes, or writes zeros where there is nothing to copy.
   __device__ __forceinline__ void copy_or_clear(uint8_t* to, const uint8_t* from) const {
@@ -378,9 +431,14 @@ class Producer {
   Notes& notes_;
   const int warp_, lane_;
 
-  uint32_t tiles_ = 0;              // tiles prepared so far
-  uint32_t copied_ = 0, read_ = 0;  // raw units copied and read so far
-  int page_ = -1, next_page_ = -1;
+  RingPlace stage_;                 // the next tile
+  int turn_ = 0;                    // the warp that prepares it
+  RingPlace copied_, read_;         // the raw units that are copied and read next
+  const uint8_t* from_ = nullptr;   // the lane's tile of the record in the current batch; null: there is none
+  unsigned existing_ = 0;           // which lanes have one
+  int next_page_ = -1;
+  int group_bytes_;  // of 32 tokens in a unit
+  int scale_;        // where the scale of this lane's key is in 32 tokens
   TileInfo info_;
 };
 

@@ -2,7 +2,7 @@
 // cut, and where everything of a block lies in shared memory.
 //
 // A row is one query of one query head; row r of a sequence and KV head is query r / group under head r % group of the
-// KV head. A tile of rows is 64 rows for each warpgroup that multiplies; a tile of keys is 64 or 128 keys.
+// KV head. A tile of rows is 64 rows for each warpgroup that multiplies; a tile of keys is 64 keys.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,10 +16,8 @@ namespace turboquant::cuda::row_tiles {
 
 constexpr int kUnitKeys = 64;        // keys of a raw stage: codes as they come from memory
 constexpr int kWarpgroup = 128;      // threads
-constexpr int kProducerWarps = 4;    // one warpgroup prepares keys and values:
-constexpr int kStreamWarps = 2;      // two warps each
-constexpr int kTileStages = 2;       // tiles of keys, and of values, that are ready or in work
-constexpr int kMaxRawStages = 6;
+constexpr int kMaxTileStages = 4;    // tiles of keys, and of values, that are ready or in work
+constexpr int kMaxRawStages = 10;
 constexpr int kItems = 2;            // items of work that are known ahead
 
 // D: head_dim. GROUPS: warpgroups that multiply, 64 rows each.
@@ -27,15 +25,16 @@ template <int D, int GROUPS>
 struct Shape {
   static_assert(D % 64 == 0 && D <= 256 && (GROUPS == 1 || GROUPS == 2));
   static constexpr int kDim = D, kGroups = GROUPS, kRows = 64 * GROUPS;
-  static constexpr int kKeys = 64;  // of a tile
-  static constexpr int kUnits = kKeys / kUnitKeys;
-  static constexpr int kThreads = kWarpgroup * (GROUPS + 1);
+  static constexpr int kKeys = kUnitKeys;  // of a tile
+  // Warps that prepare keys, and as many that prepare values, a tile each
+  static constexpr int kStreamWarps = GROUPS == 2 && D <= 128 ? 4 : 2, kProducers = 2 * kStreamWarps * 32;
+  static constexpr int kThreads = kProducers + kWarpgroup * GROUPS;
   // Two blocks of a multiprocessor hide each other's latencies; queries in registers spare shared memory's bandwidth.
   static constexpr int kBlocks = GROUPS == 1 && D <= 128 ? 2 : 1;
   static constexpr bool kQueriesInRegisters = D <= 128;
   // Registers of a thread, out of 65,536 of a multiprocessor; 0: as the compiler has it
-  static constexpr int kConsumerRegisters = GROUPS == 2 ? 208 : D <= 128 ? 184 : 0;
-  static constexpr int kProducerRegisters = GROUPS == 2 ? 88 : D <= 128 ? 72 : 0;
+  static constexpr int kConsumerRegisters = D <= 128 ? 184 : GROUPS == 2 ? 208 : 0;
+  static constexpr int kProducerRegisters = D <= 128 ? 72 : GROUPS == 2 ? 88 : 0;
 
   static constexpr int kTileBytes = kKeys * D * 2;  // a tile of keys, or of values
   static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRows * D * 2;
@@ -65,15 +64,17 @@ struct Item {
 struct TileInfo {
   float key_factor;    // keys are multiplied by this, a power of two
   int value_exponent;  // values are multiplied by 2^this
-  uint32_t poison[4];  // bit n % 32 of word n / 32: key n has a scale that is not a number
-  uint32_t absent[4];  // its page does not exist
+  bool special;        // poison and absent count
+  uint32_t poison[2];  // bit n % 32 of word n / 32: key n has a scale that is not a number
+  uint32_t absent[2];  // its page does not exist
 };
 
 // Shared memory, in bytes from its start.
 struct Plan {
   RecordLayout layout;
   int raw_stages, raw_stride;     // the ring of codes as they come from memory
-  int raw, queries, scales, notes, bytes;
+  int key_stages, value_stages;   // tiles of keys and of values in shared memory, keys first
+  int queries, scales, notes, raw, bytes;
   int key_kind, value_kind;       // see expansion.cuh
   int least_rows;                 // sequences with fewer rows belong to another kernel
   int clears;                     // 1: fills the results of tokens behind the last sequence
@@ -83,21 +84,38 @@ struct Plan {
 
 struct Notes {
   uint64_t raw_full[kMaxRawStages], raw_empty[kMaxRawStages];
-  uint64_t key_full[kTileStages], key_empty[kTileStages], value_full[kTileStages], value_empty[kTileStages];
+  uint64_t key_full[kMaxTileStages], key_empty[kMaxTileStages], value_full[kMaxTileStages], value_empty[kMaxTileStages];
   uint64_t item_full[kItems], item_empty[kItems];
   Item items[kItems];
-  TileInfo info[kTileStages];
+  TileInfo info[kMaxTileStages];
   uint32_t present[kMaxRawStages];  // which of a raw stage's tiles of the record exist
   int8_t key_table[16], value_table[16];
+  uint32_t broken[2];               // exact keys of a tile whose values are not finite, see Consumer::guard_values
   int last;                         // whether this block arrived last at a segment's end
 };
 
-template <class S>
-struct SharedLayout {
-  static constexpr int kKeys = 0, kValues = kTileStages * S::kTileBytes, kQueries = 2 * kTileStages * S::kTileBytes;
-  static constexpr int kScales = kQueries + S::kQueryBytes;  // __half [producer warps, keys of a tile]
-  static constexpr int kNotes = kScales + kProducerWarps * S::kKeys * 2;
-  static constexpr int kRaw = (kNotes + static_cast<int>(sizeof(Notes)) + 127) / 128 * 128;
+// A place in a ring of stages, and the phase of its barriers.
+struct RingPlace {
+  int slot = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance(int slots) {
+    if (++slot == slots) slot = 0, phase ^= 1;
+  }
 };
+
+// Fills in where everything is; false: it does not fit into `limit` bytes. There are at least as many stages of tiles as
+// warps that fill them: a barrier knows one phase from the next, but not from the one after that.
+template <class S>
+bool lay_out(Plan& p, int limit) {
+  const auto up = [](int n) { return (n + 127) / 128 * 128; };
+  p.queries = (p.key_stages + p.value_stages) * S::kTileBytes;
+  p.scales = p.queries + S::kQueryBytes;  // __half [producer warps, keys of a unit]
+  p.notes = p.scales + 2 * S::kStreamWarps * kUnitKeys * 2;
+  p.raw = up(p.notes + static_cast<int>(sizeof(Notes)));
+  p.raw_stages = limit > p.raw ? (limit - p.raw) / p.raw_stride : 0;
+  p.raw_stages = p.raw_stages < kMaxRawStages ? p.raw_stages : kMaxRawStages;
+  p.bytes = p.raw + p.raw_stages * p.raw_stride;
+  return p.raw_stages > S::kStreamWarps;
+}
 
 }  // namespace turboquant::cuda::row_tiles

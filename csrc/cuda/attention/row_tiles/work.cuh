@@ -56,7 +56,9 @@ __device__ __forceinline__ int describe(const Attention& a, int sequence, int bl
 template <class S>
 class WorkList {
  public:
-  __device__ __forceinline__ WorkList(const Attention& a, const Plan& plan) : a_(a), plan_(plan) {
+  // works: false where another warp hands out items.
+  __device__ __forceinline__ WorkList(const Attention& a, const Plan& plan, bool works) : a_(a), plan_(plan) {
+    if (!works) return;
     const int each = (a.seqs + 31) / 32, lane = threadIdx.x % 32;
     mine_ = lane * each, behind_ = min(mine_ + each, a.seqs);
     const int grid = static_cast<int>(gridDim.x);
