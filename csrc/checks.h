@@ -117,6 +117,30 @@ inline void check_contiguous(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.is_contiguous(), name, " must be contiguous");
 }
 
+// The elements of an entry of the first dimension.
+inline int64_t entry_size(const Tensor& t) {
+  int64_t n = 1;
+  for (int64_t i = 1; i < t.dim(); ++i) n *= t.size(i);
+  return n;
+}
+// The elements from an entry of a checked tensor to the next; 0 where there are none.
+inline int64_t entry_stride(const Tensor& t) {
+  if (t.numel() == 0) return 0;
+  return t.size(0) > 1 ? t.stride(0) : entry_size(t);
+}
+
+// Entries of the first dimension are contiguous, and lie at any distance from each other: they may be the part of one
+// layer in an allocation for all layers.
+inline void check_entries(const Tensor& t, const char* name) {
+  if (t.is_contiguous()) return;
+  bool dense = true;
+  int64_t n = 1;
+  for (int64_t i = t.dim() - 1; i > 0; n *= t.size(i--)) dense = dense && (t.size(i) == 1 || t.stride(i) == n);
+  STD_TORCH_CHECK(dense, name, " must be contiguous behind its first dimension");
+  STD_TORCH_CHECK(t.size(0) <= 1 || t.stride(0) >= n, name, " has stride ", t.stride(0),
+                  " in its first dimension, supported: ", n, " and more, so that entries are apart");
+}
+
 inline void check_unit_last_stride(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.dim() >= 1, name, " has shape [], expected one dimension or more");
   // strides of a tensor without elements mean nothing
@@ -184,9 +208,28 @@ inline format::Record check_record(int64_t head_dim, int64_t page_size, int64_t 
           static_cast<int>(value_bits)};
 }
 
-// uint8 [num_pages, num_kv_heads, record_bytes]
+// uint8 [num_pages, num_kv_heads, record_bytes], pages at any distance
 inline void check_cache(const Tensor& cache, const Tensor& first, const format::Record& record) {
-  check_constant(cache, first, "cache", ScalarType::Byte, {-1, -1, record.record_bytes()});
+  check_device(cache, first, "cache");
+  check_dtype(cache, "cache", {ScalarType::Byte});
+  check_shape(cache, "cache", {-1, -1, record.record_bytes()});
+  check_entries(cache, "cache");
+}
+
+// int32 [seqs, max_pages], rows at any distance
+inline void check_block_table(const Tensor& table, const Tensor& first, int64_t seqs) {
+  check_device(table, first, "block_table");
+  check_dtype(table, "block_table", {ScalarType::Int});
+  check_shape(table, "block_table", {seqs, -1});
+  check_unit_last_stride(table, "block_table");
+}
+
+// int32 or int64 [count]
+inline void check_slots(const Tensor& slots, const Tensor& first, const char* name, int64_t count) {
+  check_device(slots, first, name);
+  check_dtype(slots, name, {ScalarType::Int, ScalarType::Long});
+  check_shape(slots, name, {count});
+  check_contiguous(slots, name);
 }
 
 // k, v: [tokens, kv_heads, d], or of a batch [batch, kv_heads, new, d], of one dtype, stride 1 in the last dimension
@@ -365,14 +408,18 @@ inline int64_t check_batch(const Tensor& seq_lens, const OptionalTensor& cu_seql
   return seqs;
 }
 
-// tail: [max_seqs, kv_heads, sink_tokens + ring, 2, d] of the dtype of `first`, tail_slots: int64 [seqs]
+// tail: [max_seqs, kv_heads, sink_tokens + ring, 2, d] of the dtype of `first`, entries at any distance; tail_slots:
+// int32 or int64 [seqs]
 inline void check_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Tensor& first, int64_t seqs,
                        int64_t kv_heads, int64_t d, int64_t sink_tokens) {
-  check_constant(tail, first, "tail", first.scalar_type(), {-1, kv_heads, -1, 2, d});
+  check_device(tail, first, "tail");
+  check_dtype(tail, "tail", {first.scalar_type()});
+  check_shape(tail, "tail", {-1, kv_heads, -1, 2, d});
+  check_entries(tail, "tail");
   STD_TORCH_CHECK(sink_tokens >= 0 && sink_tokens < tail.size(2), "sink_tokens is ", sink_tokens, " but the tail has ",
                   tail.size(2), " rows: supported are 0 to rows - 1");
   STD_TORCH_CHECK(tail_slots.has_value(), "tail needs tail_slots");
-  check_constant(*tail_slots, first, "tail_slots", ScalarType::Long, {seqs});
+  check_slots(*tail_slots, first, "tail_slots", seqs);
 }
 
 // out_a, out_b: [..., d] of one dtype, lse_a, lse_b: float32 [...]

@@ -385,18 +385,16 @@ struct Record {
   }
 };
 
-// Where the record of a page and a head lies in a cache uint8 [num_pages, kv_heads, record_bytes]: its number among all
-// records, and its first byte. The 32-bit number serves kernels: no memory holds 2^32 records.
+// Where the record of a page and a head begins in a cache uint8 [num_pages, kv_heads, record_bytes]. page_stride is the
+// distance between pages, whose records lie one after the other; both distances are in bytes, or in any other unit.
 template <typename T>
-TURBOQUANT_HD constexpr T record_number(T page, T head, T kv_heads) {
-  return page * kv_heads + head;
+TURBOQUANT_HD constexpr T record_offset(T page, T head, T page_stride, T record_bytes) {
+  return page * page_stride + head * record_bytes;
 }
-TURBOQUANT_HD constexpr int64_t record_offset(int64_t page, int64_t head, int64_t kv_heads, int64_t record_bytes) {
-  return record_number(page, head, kv_heads) * record_bytes;
-}
-template <typename Bytes>  // signed or not, as the caller has it: the product is 64 bits wide
-TURBOQUANT_HD constexpr uint64_t record_offset_32(uint32_t page, uint32_t head, uint32_t kv_heads, Bytes record_bytes) {
-  return uint64_t{record_number(page, head, kv_heads)} * record_bytes;
+// The same for kernels, with factors of 32 bits.
+TURBOQUANT_HD constexpr uint64_t record_offset_32(uint32_t page, uint32_t head, uint32_t page_stride,
+                                                  uint32_t record_bytes) {
+  return uint64_t{page} * page_stride + uint64_t{head} * record_bytes;
 }
 
 TURBOQUANT_HD constexpr unsigned read_code(const uint8_t* record, const Pieces& p) {
@@ -429,16 +427,17 @@ TURBOQUANT_HD constexpr T tail_row(T position, T sink_tokens, T ring) {
              : sink_tokens + static_cast<T>(static_cast<Fast>(position - sink_tokens) % static_cast<Fast>(ring));
 }
 
-// The number of a row among all vectors of a tail [max_seqs, kv_heads, rows, 2, d]; kind 0 is the key, 1 the value.
+// Where a row of a tail [max_seqs, kv_heads, rows, 2, d] begins; kind 0 is the key, 1 the value. stride is the distance
+// between the entries of sequences, which are contiguous, and `vector` the size of d channels; both are in elements, or
+// in any other unit.
 template <typename T>
-TURBOQUANT_HD constexpr T tail_vector(T slot, T head, T kv_heads, T row, T rows, int kind) {
-  return ((slot * kv_heads + head) * rows + row) * 2 + kind;
+TURBOQUANT_HD constexpr T tail_offset(T slot, T stride, T head, T row, T rows, T vector, int kind) {
+  return slot * stride + ((head * rows + row) * 2 + kind) * vector;
 }
-
-// The same for kernels, in which the product of sequences and heads has 32 bits.
-TURBOQUANT_HD constexpr uint64_t tail_vector_32(uint32_t slot, uint32_t head, uint32_t kv_heads, uint32_t row,
-                                                uint32_t rows, int kind) {
-  return (uint64_t{slot * kv_heads + head} * rows + row) * 2 + kind;
+// The same for kernels, with factors of 32 bits.
+TURBOQUANT_HD constexpr uint64_t tail_offset_32(uint32_t slot, uint32_t stride, uint32_t head, uint32_t row,
+                                                uint32_t rows, uint32_t vector, int kind) {
+  return uint64_t{slot} * stride + (uint64_t{head * rows + row} * 2 + kind) * vector;
 }
 
 // Whether a sequence of `length` tokens keeps this one; later tokens take the rows of the others.

@@ -50,8 +50,7 @@ class Arguments {
     const Span *any = nullptr, *written = nullptr;  // of those before, the ones that end last
     for (const Span& span : spans_) {
       const Span* other = span.written ? any : written;
-      STD_TORCH_CHECK(!other || other->end <= span.begin, other->name, " and ", span.name,
-                      " share memory: what a call writes must be apart from its other tensors");
+      if (other && other->end > span.begin) return check_pairs();
       if (!any || any->end < span.end) any = &span;
       if (span.written && (!written || written->end < span.end)) written = &span;
     }
@@ -61,14 +60,40 @@ class Arguments {
   struct Span {
     const char *begin, *end, *name;
     bool written;
+    int64_t entry, stride;  // bytes of an entry of the first dimension, and to the next one; stride 0: it is dense
+
+    // Whether no byte is in both, as far as their entries tell: those of both repeat at the same distance, or one of
+    // the spans is dense and no longer than a gap of the other.
+    bool apart(const Span& other) const {
+      if (end <= other.begin || other.end <= begin) return true;
+      if (stride == 0 && other.stride == 0) return false;
+      if (stride != 0 && other.stride != 0 && stride != other.stride) return false;
+      const int64_t period = std::max(stride, other.stride), shift = (other.begin - begin) % period;
+      const int64_t from = shift < 0 ? shift + period : shift;  // where an entry of `other` begins after one of this
+      return from >= entry && from + other.entry <= period;
+    }
   };
+
+  // Looks closer where spans overlap: layers of one allocation interleave.
+  void check_pairs() const {
+    for (size_t i = 0; i < spans_.size(); ++i) {
+      for (size_t k = 0; k < i; ++k) {
+        const Span &a = spans_[k], &b = spans_[i];
+        STD_TORCH_CHECK(!(a.written || b.written) || a.apart(b), a.name, " and ", b.name,
+                        " share memory: what a call writes must be apart from its other tensors");
+      }
+    }
+  }
 
   void add(const OptionalTensor& t, const char* name, bool written) {
     if (!t || t->numel() == 0) return;
-    int64_t last = 0;
+    int64_t last = 0, entry = 1;  // of the tensor, and of its first entry
     for (int64_t i = 0; i < t->dim(); ++i) last += (t->size(i) - 1) * t->stride(i);
+    for (int64_t i = 1; i < t->dim(); ++i) entry += (t->size(i) - 1) * t->stride(i);
+    const int64_t size = static_cast<int64_t>(t->element_size()), bytes = (last + 1) * size;
+    const int64_t stride = t->dim() > 0 && t->size(0) > 1 && t->stride(0) > entry ? t->stride(0) * size : 0;
     const char* begin = static_cast<const char*>(t->data_ptr());
-    spans_.push_back({begin, begin + (last + 1) * static_cast<int64_t>(t->element_size()), name, written});
+    spans_.push_back({begin, begin + bytes, name, written, stride == 0 ? bytes : entry * size, stride});
   }
 
   std::vector<Span> spans_;

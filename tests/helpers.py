@@ -240,6 +240,21 @@ def paged(
     return num_pages, table, slots
 
 
+def entries_apart(t: Tensor, gap: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """The entries of the first dimension, `gap` elements apart, as a layer's in an allocation for
+    several layers.
+
+    Returns:
+        all the memory, flat, whose rest is NaN or 255; and the view of it that equals t.
+    """
+    size = t[0].numel() + gap
+    rest = torch.nan if t.is_floating_point() else 255
+    memory = torch.full((len(t) * size,), rest, dtype=t.dtype, device=device)
+    view = torch.as_strided(memory, t.shape, (size, *t[:1].contiguous().stride()[1:]))
+    view.copy_(t)
+    return memory, view
+
+
 def garbage_cache(config, num_pages: int, kv_heads: int, seed: int = 0) -> Tensor:
     """A cache full of stale bytes: NaN in every scale, random codes."""
     cache = torch.randint(

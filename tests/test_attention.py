@@ -18,6 +18,7 @@ from tests.helpers import (
     FLOATS,
     HEAD_DIMS,
     assert_same_bytes,
+    entries_apart,
     garbage_cache,
     paged,
     randn,
@@ -782,6 +783,31 @@ def test_layouts_of_q(dtype, device):
         assert_same_bytes(run(case._replace(q=view), device)[0], out)
 
 
+@pytest.mark.parametrize("q_lens", [[1, 2], [9, 20]])
+@pytest.mark.parametrize("gap", [16, 32, 1024, 64 * 1023])
+def test_layouts_of_cache_tail_and_indices(gap, q_lens, device):
+    """One layer of an allocation for several, tables as wide as the longest text, int32 slots."""
+    config = tt.preset("k4v4u", 64, page_size=16, sink_tokens=2, recent_window=5)
+    case = build(config, [90, 33], q_lens, dtype=torch.bfloat16, center=True, tail=True)
+    expected = run(case, device)
+    _, cache = entries_apart(case.cache, gap, device)
+    _, ring = entries_apart(case.tail.ring, gap // 2, device)
+    wide = torch.full((2, case.block_table.shape[1] + 5), -(2**31), dtype=torch.int32)
+    wide[:, : case.block_table.shape[1]] = case.block_table
+    wide = wide.to(device)
+    tail = tt.Tail(ring, case.tail.slots.int())
+    for changes in (
+        {"cache": cache},
+        {"tail": case.tail._replace(ring=ring)},
+        {"tail": case.tail._replace(slots=tail.slots)},
+        {"block_table": wide},
+        {"block_table": wide[:, : case.block_table.shape[1]]},
+        {"block_table": wide[:, :-1], "cache": cache, "tail": tail},
+    ):
+        for one, other in zip(run(case._replace(**changes), device), expected, strict=True):
+            assert_same_bytes(one, other)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_given_outputs_are_written(dtype, device):
     """No two arguments are alike: this op has them in an order of its own."""
@@ -1080,14 +1106,15 @@ def test_layouts_of_own_tokens(dtype, device):
         own = own_tokens(case, q_lens)
         out, _ = run(case, device, **own)
         tokens = sum(q_lens)
-        fused = torch.full((tokens, 8, 64), torch.nan, dtype=dtype)
+        own = {name: x.to(device) for name, x in own.items()}
+        fused = torch.full((tokens, 8, 64), torch.nan, dtype=dtype, device=device)
         fused[:, :4], fused[:, 4:6], fused[:, 6:] = case.q, own["k_new"], own["v_new"]
         views = {"k_new": fused[:, 4:6], "v_new": fused[:, 6:]}
         assert_same_bytes(run(case._replace(q=fused[:, :4]), device, **views)[0], out)
         by_head = {n: x.transpose(0, 1).contiguous().transpose(0, 1) for n, x in own.items()}
         assert_same_bytes(run(case, device, **by_head)[0], out)
         for shift in (1, 3, 8):
-            wide = torch.full((tokens, 2, 64 + shift), torch.nan, dtype=dtype)
+            wide = torch.full((tokens, 2, 64 + shift), torch.nan, dtype=dtype, device=device)
             wide[..., shift:] = own["k_new"]
             shifted = {"k_new": wide[..., shift:], "v_new": own["v_new"]}
             assert_same_bytes(run(case, device, **shifted)[0], out)

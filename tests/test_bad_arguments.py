@@ -57,6 +57,11 @@ def column(t):
     return torch.cat([t, t], dim=-1)[..., : t.shape[-1]]
 
 
+def heads_apart(t):
+    """The same values, entries of the second dimension apart."""
+    return torch.cat([t, t], dim=2)[:, :, : t.shape[2]]
+
+
 DTYPE = "dtype float64, supported: float32, float16, bfloat16"
 ONE_DEVICE = "all tensors of a call must be on one device"
 STRIDE = "must have stride 1 in its last dimension"
@@ -360,7 +365,21 @@ TAIL_BAD = [
     Bad(tail(ring=TAIL.ring[:, :, :, :1].contiguous()), ValueError, "tail has shape [3, 2, 6, 1"),
     Bad(tail(ring=TAIL.ring[0]), ValueError, "tail has shape [2, 6, 2, 64]"),
     Bad(tail(ring=gaps(TAIL.ring)), ValueError, "tail must be contiguous"),
-    Bad(tail(slots=int32(2, 0)), TypeError, "tail_slots has dtype int32, supported: int64"),
+    Bad(tail(ring=heads_apart(TAIL.ring)), ValueError, "tail must be contiguous behind its first"),
+    Bad(
+        tail(
+            ring=TAIL.ring[:2]
+            .flatten()[: 2 * 768]
+            .as_strided((2, 2, 6, 2, D), (768, 768, 128, 64, 1))
+        ),
+        ValueError,
+        "tail has stride 768 in its first dimension, supported: 1536 and more",
+    ),
+    Bad(
+        tail(slots=TAIL.slots.short()),
+        TypeError,
+        "tail_slots has dtype int16, supported: int32, int64",
+    ),
     Bad(tail(slots=torch.tensor([0])), ValueError, "tail_slots has shape [1], expected [2]"),
     Bad(tail(slots=torch.tensor([0, 3])), RuntimeError, "tail_slots holds 3, supported: -1 to 2"),
     Bad(tail(slots=torch.tensor([-2, 0])), RuntimeError, "tail_slots holds -2, supported: -1 to 2"),
@@ -372,6 +391,13 @@ CACHE_BAD = [
     Bad({"cache": CACHE[0]}, ValueError, "cache has shape [2, 1088]"),
     Bad({"cache": CACHE[..., :1000].contiguous()}, ValueError, "cache has shape [5, 2, 1000]"),
     Bad({"cache": gaps(CACHE)}, ValueError, "cache must be contiguous"),
+    Bad({"cache": heads_apart(CACHE)}, ValueError, "cache must be contiguous behind its first"),
+    Bad({"cache": CACHE[:1].expand(5, 2, -1)}, ValueError, "cache has stride 0 in its first dim"),
+    Bad(
+        {"cache": CACHE.view(-1).as_strided((5, 2, 1088), (1088, 1088, 1))},
+        ValueError,
+        "cache has stride 1088 in its first dimension, supported: 2176 and more, so that entries",
+    ),
 ]
 
 CACHE_STORE = {
@@ -416,7 +442,12 @@ CACHE_STORE_BAD = [
     Bad(
         {"cache": CACHE[:, :1].contiguous()}, ValueError, "cache has", "cache has 1 KV heads but k"
     ),
-    Bad({"slot_mapping": SLOTS.int()}, TypeError, "slot_mapping has dtype int32, supported: int64"),
+    Bad(
+        {"slot_mapping": SLOTS.short()},
+        TypeError,
+        "slot_mapping has dtype int16, supported: int32, int64",
+    ),
+    Bad({"slot_mapping": int32(0, -2, 1)}, RuntimeError, "slot_mapping holds -2"),
     Bad({"slot_mapping": SLOTS[:2]}, ValueError, "slot_mapping has shape [2], expected [3]"),
     Bad({"slot_mapping": gaps(SLOTS)}, ValueError, "slot_mapping must be contiguous"),
     Bad(
@@ -453,7 +484,7 @@ TABLE_BAD = [
     Bad({"block_table": TABLE.long()}, TypeError, "block_table has dtype int64, supported: int32"),
     Bad({"block_table": TABLE[:1]}, ValueError, "block_table has shape [1, 3], expected [2, any]"),
     Bad({"block_table": TABLE[0]}, ValueError, "block_table has shape [3], expected [2, any]"),
-    Bad({"block_table": gaps(TABLE)}, ValueError, "block_table must be contiguous"),
+    Bad({"block_table": gaps(TABLE)}, ValueError, f"block_table {STRIDE}"),
     Bad(table_with(5), RuntimeError, "block_table names page 5 for sequence 0, supported: 0 to 4"),
     Bad(table_with(-1, 1), RuntimeError, "block_table names page -1 for sequence 1"),
     Bad(

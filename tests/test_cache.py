@@ -14,6 +14,7 @@ from tests.helpers import (
     FLOATS,
     HEAD_DIMS,
     assert_same_bytes,
+    entries_apart,
     garbage_cache,
     generator,
     hard_vectors,
@@ -625,6 +626,77 @@ def test_the_ring_holds_the_last_positions():
     assert ring[0, 0, :, 0, 0].tolist() == [0, 1, 7, 8, 9, 10, 11]
     assert ring[0, 0, :, 1, 5].tolist() == [0, -1, -7, -8, -9, -10, -11]
     assert [tail_row_reference(p, 2, 5) for p in range(12)] == [0, 1, *(2, 3, 4, 5, 6) * 2]
+
+
+@pytest.mark.parametrize("tokens", [3, 700])
+@pytest.mark.parametrize(
+    ("d", "dtype"), [(64, torch.bfloat16), (128, torch.half), (48, torch.float)]
+)
+@pytest.mark.parametrize("gap", [16, 64 * 1023])
+def test_one_layer_of_an_allocation_for_several(gap, d, dtype, tokens, device):
+    """Pages and entries of the tail at any distance, int32 slots: the same bytes, and the rest is
+    as it was. Loading finds them, by a table with rows at any distance."""
+    config = tt.preset("k5v4u", d, page_size=16, sink_tokens=2, recent_window=3)
+    tables = tt.make_tables(config, 3, center=randn(HEADS, d, seed=1))
+    k, v = random_kv(tokens, d, dtype=dtype)
+    num_pages, table, slots = paged([tokens - 1, 1], 16)
+    table, slots = table.clamp(0), torch.cat(slots)
+    slots[0] = -1
+    ring = torch.full((3, HEADS, 2 + 5, 2, d), 7, dtype=dtype)
+    batch = {"seq_lens": int32(tokens - 1, 1), "cu_seqlens_q": int32(0, tokens - 1, tokens)}
+    want, want_ring = garbage_cache(config, num_pages, HEADS), ring.clone()
+    tail = tt.Tail(want_ring, torch.tensor([2, 0]))
+    cache_store_reference(k, v, want, slots, config, tables, tail=tail, **batch)
+
+    memory, cache = entries_apart(garbage_cache(config, num_pages, HEADS), gap, device)
+    tail_memory, found_ring = entries_apart(ring, gap // 2, device)
+    batch = {name: to_device(x, device) for name, x in batch.items()}
+    moved = to_device(tables, device)
+    tail = tt.Tail(found_ring, int32(2, 0).to(device))
+    given = (k.to(device), v.to(device), cache, slots.int().to(device), config, moved)
+    tt.cache_store(*given, tail=tail, **batch)
+    assert_same_bytes(memory, entries_apart(want, gap)[0])
+    assert_same_bytes(tail_memory, entries_apart(want_ring, gap // 2)[0])
+
+    wide = torch.full((2, table.shape[1] + 3), -(2**31), dtype=torch.int32)
+    wide[:, 1 : table.shape[1] + 1] = table
+    view = wide.to(device)[:, 1 : table.shape[1] + 1]
+    numbers = (config, moved, tokens, dtype)
+    loaded = tt.cache_load(cache, view, batch["seq_lens"], *numbers)
+    plain = tt.cache_load(want.to(device), table.to(device), batch["seq_lens"], *numbers)
+    for one, other in zip(loaded, plain, strict=True):
+        assert_same_bytes(one, other)
+
+
+def test_layers_of_one_allocation(device):
+    """They interleave without sharing a byte; layers that do share some are refused."""
+    layers = Layers("k4v4", dtype=torch.bfloat16, center=False, tail=True, layout="bshd")
+    expected = layers.one_by_one()
+
+    def together(parts):
+        """Both layers' tensors as parts [:, 0] and [:, 1] of one, page by page."""
+        memory = torch.stack(parts, dim=1).to(device)
+        return [memory[:, i] for i in range(2)]
+
+    caches, rings = together(layers.caches), together(layers.rings)
+    slots = layers.tail_slots.int().to(device)
+    tails = [tt.Tail(ring, slots) for ring in rings]
+    layers.together(device, caches=caches, tails=tails, slot_mapping=layers.slots.int().to(device))
+    assert layers.error is None
+    for found, wanted in zip((caches, rings), expected, strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            assert_same_bytes(one.contiguous(), other)
+    held = [t.clone() for t in (*caches, *rings)]
+    flat, shape = caches[0]._base.view(-1), caches[0].shape
+    record = shape[2]
+    for distance in (0, 1, record):  # the second layer begins inside the first
+        other = torch.as_strided(flat[distance:], (shape[0] - 1, *shape[1:]), caches[0].stride())
+        layers.together(device, caches=[caches[0][:-1], other], tails=[])
+        assert "cache and cache share memory" in str(layers.error)
+    layers.together(device, caches=[caches[0], caches[0].contiguous()], tails=[tails[0], tails[0]])
+    assert "tail and tail share memory" in str(layers.error)
+    for one, other in zip((*caches, *rings), held, strict=True):
+        assert_same_bytes(one, other)
 
 
 # ---- loading

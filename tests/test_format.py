@@ -337,13 +337,16 @@ def test_addresses_of_the_header(native):
     cache, tail = np.zeros((5, 3, 320)), np.zeros((4, 3, 6, 2, 16))
     for page, head in ((0, 0), (2, 1), (4, 2)):
         want = np.ravel_multi_index((page, head, 0), cache.shape)
-        assert native.record_offset(page, head, 3, 320) == want
-        assert native.record_offset_32(page, head, 3, 320) == want
-    assert native.record_offset_32(2**27, 7, 8, 4096) == (2**30 + 7) * 4096
+        assert native.record_offset(page, head, 3 * 320, 320) == want
+        assert native.record_offset_32(page, head, 3 * 320, 320) == want
+        assert native.record_offset(page, head, 5000, 320) == 5000 * page + 320 * head
+    assert native.record_offset_32(2**27, 7, 8 * 4096, 4096) == (2**30 + 7) * 4096
     for position, row in ((0, 0), (1, 1), (2, 2), (5, 5), (6, 2), (13, 5)):
         assert native.tail_row(position, 2, 4) == row
         want = np.ravel_multi_index((3, 1, row, 1, 0), tail.shape)
-        assert native.tail_vector(3, 1, 3, row, 6, 1) * 16 == want
+        assert native.tail_offset(3, 3 * 6 * 2 * 16, 1, row, 6, 16, 1) == want
+        assert native.tail_offset_32(3, 3 * 6 * 2 * 16, 1, row, 6, 16, 1) == want
+    assert native.tail_offset_32(2**20, 2**31, 3, 4, 6, 512, 1) == 2**51 + (22 * 2 + 1) * 512
 
 
 def test_sizes_of_the_header(native):

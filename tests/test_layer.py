@@ -393,7 +393,8 @@ LAYER_BAD = [
     (lambda w: {"pages": None}, TypeError, "cache must be a tensor"),
     (lambda w: {"pages": w.cache[0]}, ValueError, "cache has shape"),
     (lambda w: {"pages": w.cache[..., :99].contiguous()}, ValueError, "cache has shape"),
-    (lambda w: {"pages": w.cache[::2]}, ValueError, "cache must be contiguous"),
+    (lambda w: {"pages": w.cache[..., ::2]}, ValueError, "cache has shape"),
+    (lambda w: {"pages": w.cache[:1].expand(3, -1, -1)}, ValueError, "cache has stride 0 in its"),
     (lambda w: {"tables": w.tables._replace(key_signs=w.tables.key_signs[:8])}, ValueError, "key_"),
     (lambda w: {"tables": w.tables._replace(center=randn(3, D, seed=1))}, ValueError, "center has"),
     (lambda w: {"tables": w.tables._replace(key_levels=None)}, ValueError, "do not fit"),
@@ -415,7 +416,7 @@ def test_layers_that_are_refused(change, error, text):
 
 
 BATCH_BAD = [
-    ({"slot_mapping": int32(1, 2)}, TypeError, "slot_mapping has dtype int32, supported: int64"),
+    ({"slot_mapping": int32(1, 2).half()}, TypeError, "slot_mapping has dtype float16, supported"),
     ({"slot_mapping": torch.zeros(2, 2).long()}, ValueError, r"slot_mapping has shape \[2, 2\]"),
     ({"block_table": torch.zeros(2, 3).long()}, TypeError, "block_table has dtype int64"),
     ({"block_table": int32(1, 2)}, ValueError, r"block_table has shape \[2\], expected \[2, any\]"),
@@ -426,7 +427,7 @@ BATCH_BAD = [
     ({"seq_lens": int32(20, 5).to("meta")}, ValueError, "must be on one device"),
     ({"cu_seqlens_q": int32(0, 2)}, ValueError, r"cu_seqlens_q has shape \[2\], expected \[3\]"),
     ({"max_q_len": 0}, ValueError, "max_q_len is 0, supported: 1 and more"),
-    ({"tail_slots": int32(1, 2)}, TypeError, "tail_slots has dtype int32"),
+    ({"tail_slots": int32(1, 2).half()}, TypeError, "tail_slots has dtype float16, supported"),
     ({"tail_slots": torch.tensor([1])}, ValueError, r"tail_slots has shape \[1\]"),
     ({"tail_valid": int32(1, 2)}, ValueError, "tail_valid has shape"),
     ({"tail_valid": int32(1, 2)[None].long()}, TypeError, "tail_valid has dtype int64"),

@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
 import torch_turboquant as tt
-from tests.helpers import assert_same_bytes, garbage_cache, randn
+from tests.helpers import assert_same_bytes, entries_apart, garbage_cache, randn
 from tests.test_bad_arguments import GOOD, raw
 from torch_turboquant import _autograd
 from torch_turboquant.signs import SignKind, random_signs
@@ -309,7 +309,7 @@ def test_what_a_tail_needs_is_checked_without_one(device):
 
     for store in (one, layers):
         for name, changed, text in (
-            ("slots", layer.slots.int(), "tail_slots has dtype int32, supported: int64"),
+            ("slots", layer.slots.half(), "tail_slots has dtype float16, supported: int32, int64"),
             ("slots", layer.slots.repeat(2), "tail_slots has shape [2], expected [1]"),
             ("seq_lens", layer.seq_lens.long(), "seq_lens has dtype int64, supported: int32"),
             ("seq_lens", layer.seq_lens.float(), "seq_lens has dtype float32, supported: int32"),
@@ -395,6 +395,42 @@ def test_attention_writes_apart_from_all_but_queries(device):
     layer.attend(q, q, lse)  # in place
     assert_same_bytes(q, expected[0])
     assert_same_bytes(lse, expected[1])
+
+
+@pytest.mark.cuda
+def test_entries_that_a_gpu_cannot_read():
+    """It reads pages and tail 16 bytes at a time, and keeps their distance in 32 bits."""
+    layer = Layer("cuda")
+    q = randn(3, 2, D, seed=3).cuda()
+    text = "bytes from an entry to the next, supported on CUDA: multiples of 16 below 2^32"
+    for gap in (1, 8, 24):
+        _, cache = entries_apart(layer.cache, gap, "cuda")
+        size = cache.stride(0)
+        for call in (
+            lambda c=cache: layer.store(cache=c),
+            lambda c=cache: layer.attend(q, cache=c),
+            lambda c=cache: ops.cache_load(
+                c,
+                layer.block_table,
+                layer.seq_lens,
+                *layer.tables[:4],
+                None,
+                D,
+                16,
+                4,
+                4,
+                3,
+                q.dtype,
+            ),
+        ):
+            refused(f"cache has {size} {text}", call)
+    ring = layer.ring.expand(2, -1, -1, -1, -1).contiguous()
+    _, ring = entries_apart(ring, 2, "cuda")
+    for call in (lambda: layer.store(tail=ring), lambda: layer.attend(q, tail=ring)):
+        refused(f"tail has {4 * ring.stride(0)} {text}", call)
+    pages = torch.empty(2**32 + 2**20, dtype=torch.uint8, device="cuda")
+    far = torch.as_strided(pages, (2, 2, CONFIG.record_bytes), (2**32, CONFIG.record_bytes, 1))
+    refused(f"cache has {2**32} {text}", lambda: layer.store(cache=far))
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch_turboquant.format import MAX_VECTOR_DIM, valid_vector_dim
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+SLOTS = (torch.int32, torch.int64)
 CODEC_BITS = (1, 2, 3, 4, 5, 8)
 
 
@@ -102,6 +103,50 @@ def check_constant(
         check_shape(name, t, shape)
     if not t.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
+
+
+def check_entries(
+    name: str,
+    t: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int | None, ...],
+) -> None:
+    """Entries of the first dimension are contiguous and apart, at any distance from each other."""
+    if not isinstance(t, Tensor) or t.dtype != dtype:
+        check_dtype(name, t, (dtype,))
+    if t.device != device:
+        check_device(name, t, device)
+    if t.shape != shape:
+        check_shape(name, t, shape)
+    if t.is_contiguous():
+        return
+    size = 1
+    for n, stride in zip(reversed(t.shape[1:]), reversed(t.stride()[1:]), strict=True):
+        if n != 1 and stride != size:
+            raise ValueError(
+                f"{name} must be contiguous behind its first dimension, got strides {t.stride()}"
+            )
+        size *= n
+    if t.shape[0] > 1 and t.stride(0) < size:
+        raise ValueError(
+            f"{name} has stride {t.stride(0)} in its first dimension, supported: {size} and more, "
+            "so that entries are apart"
+        )
+
+
+def check_table(name: str, t: Any, device: torch.device, rows: int) -> None:
+    """int32 [rows, any], stride 1 in a row."""
+    check_dtype(name, t, (torch.int32,))
+    check_device(name, t, device)
+    check_shape(name, t, (rows, None))
+    check_unit_stride(name, t)
+
+
+def check_slots(name: str, t: Any, device: torch.device, count: int | None) -> None:
+    """int32 or int64 [count]."""
+    check_dtype(name, t, SLOTS)
+    check_constant(name, t, device, t.dtype, (count,))
 
 
 def check_center(center: Tensor | None, device: torch.device, shape: tuple[int, ...]) -> None:

@@ -32,11 +32,11 @@ class AttentionBatch:
     """
 
     slot_mapping: Tensor | None = None
-    """int64 [tokens]: page * page_size + offset of each new token; -1: padding, nothing is stored.
-    None: the batch only attends or loads."""
+    """int32 or int64 [tokens]: page * page_size + offset of each new token; -1: padding, nothing is
+    stored. None: the batch only attends or loads."""
     block_table: Tensor | None = None
-    """int32 [seqs, pages]: the pages of each sequence in order; entries that no query needs have no
-    meaning. None: the batch only stores."""
+    """int32 [seqs, pages], stride 1 in a row: the pages of each sequence in order; entries that no
+    query needs have no meaning. None: the batch only stores."""
     seq_lens: Tensor | None = None
     """int32 [seqs], with the new tokens; 0: padding. None: the batch only stores codes."""
     cu_seqlens_q: Tensor | None = None
@@ -45,8 +45,8 @@ class AttentionBatch:
     max_q_len: int = 1
     """An upper bound of the new tokens of a sequence."""
     tail_slots: Tensor | None = None
-    """int64 [seqs]: the entry of the exact tail that each sequence owns; -1: it has none, or is
-    padding. None: the layers have no tail."""
+    """int32 or int64 [seqs]: the entry of the exact tail that each sequence owns; -1: it has none,
+    or is padding. None: the layers have no tail."""
     tail_valid: Tensor | None = None
     """int32 [max_seqs, 2]: of each entry of the tail, how many sink tokens it holds and the first
     position that its ring holds. None: everything that a query asks for is there."""
@@ -56,27 +56,30 @@ class AttentionBatch:
         if self.seq_lens is None:
             if self.tail_slots is not None:
                 raise ValueError("tail needs seq_lens")
-            for name, tensor, dtype in (
-                ("slot_mapping", self.slot_mapping, torch.int64),
-                ("cu_seqlens_q", self.cu_seqlens_q, torch.int32),
+            for name, tensor, dtypes in (
+                ("slot_mapping", self.slot_mapping, _checks.SLOTS),
+                ("cu_seqlens_q", self.cu_seqlens_q, (torch.int32,)),
             ):
                 if tensor is not None:
-                    _checks.check_dtype(name, tensor, (dtype,))
-                    _checks.check_constant(name, tensor, tensor.device, dtype, (None,))
+                    _checks.check_dtype(name, tensor, dtypes)
+                    _checks.check_constant(name, tensor, tensor.device, tensor.dtype, (None,))
             return
         _checks.check_dtype("seq_lens", self.seq_lens, (torch.int32,))
         device = self.seq_lens.device
         _checks.check_constant("seq_lens", self.seq_lens, device, torch.int32, (None,))
         seqs = self.seq_lens.shape[0]
-        for name, tensor, dtype, shape in (
-            ("slot_mapping", self.slot_mapping, torch.int64, (None,)),
-            ("block_table", self.block_table, torch.int32, (seqs, None)),
-            ("cu_seqlens_q", self.cu_seqlens_q, torch.int32, (seqs + 1,)),
-            ("tail_slots", self.tail_slots, torch.int64, (seqs,)),
-            ("tail_valid", self.tail_valid, torch.int32, (None, 2)),
+        if self.slot_mapping is not None:
+            _checks.check_slots("slot_mapping", self.slot_mapping, device, None)
+        if self.block_table is not None:
+            _checks.check_table("block_table", self.block_table, device, seqs)
+        if self.tail_slots is not None:
+            _checks.check_slots("tail_slots", self.tail_slots, device, seqs)
+        for name, tensor, shape in (
+            ("cu_seqlens_q", self.cu_seqlens_q, (seqs + 1,)),
+            ("tail_valid", self.tail_valid, (None, 2)),
         ):
             if tensor is not None:
-                _checks.check_constant(name, tensor, device, dtype, shape)
+                _checks.check_constant(name, tensor, device, torch.int32, shape)
 
 
 @dataclass(eq=False, repr=False)

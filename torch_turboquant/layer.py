@@ -54,8 +54,8 @@ class PagedLayer:
         """Checks everything that stays.
 
         Args:
-            pages: uint8 [num_pages, kv_heads, record_bytes], contiguous, for example of
-                allocate_cache or a view of somebody else's memory.
+            pages: uint8 [num_pages, kv_heads, record_bytes], each page contiguous, for example of
+                allocate_cache, or one layer's part of somebody else's memory for all layers.
             config: what the pages hold.
             tables: of make_tables, on the device of the pages.
             ring: [max_seqs, kv_heads, sink_tokens + ring, 2, head_dim] as of allocate_tail, in the

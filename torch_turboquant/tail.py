@@ -33,9 +33,11 @@ class Tail(NamedTuple):
     """The exact tail of a call's sequences (docs/format.md, section 9)."""
 
     ring: Tensor
-    """[max_seqs, kv_heads, sink_tokens + ring, 2, head_dim], of k's dtype (allocate_tail)."""
+    """[max_seqs, kv_heads, sink_tokens + ring, 2, head_dim], of k's dtype (allocate_tail), entries
+    contiguous and at any distance from each other."""
     slots: Tensor
-    """int64 [seqs]: which of the max_seqs entries each sequence owns; -1: none, it uses codes."""
+    """int32 or int64 [seqs]: which of the max_seqs entries each sequence owns; -1: none, it uses
+    codes."""
     valid: Tensor | None = None
     """int32 [max_seqs, 2]: number of sink tokens held, first position in the ring; None: all."""
 

@@ -12,8 +12,8 @@ namespace turboquant {
 // The arguments of paged_attention in the order of its schema (csrc/ops.cpp).
 struct AttentionCall {
   Tensor q;                                 // [tokens, q_heads, d], stride 1 in d
-  Tensor cache;                             // uint8 [num_pages, kv_heads, record_bytes]
-  Tensor block_table;                       // int32 [seqs, max_pages]
+  Tensor cache;                             // uint8 [num_pages, kv_heads, record_bytes], any stride of pages
+  Tensor block_table;                       // int32 [seqs, max_pages], stride 1 in a row
   Tensor seq_lens;                          // int32 [seqs], new tokens included
   Tensor key_signs, value_signs;            // float32 [d]
   OptionalTensor key_levels, value_levels;  // int8 [2^bits]; absent: the uniform grid
@@ -22,8 +22,8 @@ struct AttentionCall {
   double softmax_scale;
   OptionalTensor cu_seqlens_q;  // int32 [seqs + 1]; absent: one query per sequence
   int64_t max_q_len;
-  OptionalTensor tail;        // [max_seqs, kv_heads, sink_tokens + ring, 2, d] of q's dtype
-  OptionalTensor tail_slots;  // int64 [seqs], -1: this sequence has none
+  OptionalTensor tail;        // [max_seqs, kv_heads, sink_tokens + ring, 2, d] of q's dtype, any stride of entries
+  OptionalTensor tail_slots;  // int32 or int64 [seqs], -1: this sequence has none
   OptionalTensor tail_valid;  // int32 [max_seqs, 2]
   int64_t sink_tokens, recent_window, sliding_window;
   double soft_cap;
@@ -96,7 +96,7 @@ inline format::Record check_attention(const AttentionCall& c) {
                   ", supported: numbers that are finite in float32");
   check_new_tokens(c);
   const int64_t seqs = check_batch(c.seq_lens, c.cu_seqlens_q, q, c.tokens());
-  check_constant(c.block_table, q, "block_table", ScalarType::Int, {seqs, -1});
+  check_block_table(c.block_table, q, seqs);
   if (c.tail) {
     check_tail(*c.tail, c.tail_slots, q, seqs, kv_heads, d, c.sink_tokens);
     check_ring(c);

@@ -9,8 +9,8 @@ namespace turboquant {
 
 // The arguments of cache_load in the order of its schema (csrc/ops.cpp).
 struct LoadCall {
-  Tensor cache;                             // uint8 [num_pages, kv_heads, record_bytes]
-  Tensor block_table;                       // int32 [seqs, max_pages]
+  Tensor cache;                             // uint8 [num_pages, kv_heads, record_bytes], any stride of pages
+  Tensor block_table;                       // int32 [seqs, max_pages], stride 1 in a row
   Tensor seq_lens;                          // int32 [seqs]
   Tensor key_signs, value_signs;            // float32 [head_dim]
   OptionalTensor key_levels, value_levels;  // int8 [2^bits]; absent: the uniform grid
@@ -41,7 +41,7 @@ inline format::Record check_load(const LoadCall& c) {
   check_levels(c.value_levels, cache, c.value_bits, "value_levels");
   STD_TORCH_CHECK(c.max_seq_len >= 0, "max_seq_len is ", c.max_seq_len, ", supported: 0 and more");
   check_constant(c.seq_lens, cache, "seq_lens", ScalarType::Int, {-1});
-  check_constant(c.block_table, cache, "block_table", ScalarType::Int, {c.seqs(), -1});
+  check_block_table(c.block_table, cache, c.seqs());
   return record;
 }
 

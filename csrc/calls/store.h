@@ -13,15 +13,16 @@ namespace turboquant {
 template <typename Tensors, typename OptionalTensors>
 struct StoreArguments {
   Tensors k, v;                             // [tokens, kv_heads, d], of several layers [batch, kv_heads, new, d]
-  Tensors cache;                            // uint8 [num_pages, kv_heads, record_bytes], written
-  Tensor slot_mapping;                      // int64 [tokens]
+  Tensors cache;                            // uint8 [num_pages, kv_heads, record_bytes], any stride of pages, written
+  Tensor slot_mapping;                      // int32 or int64 [tokens]
   Tensors key_signs, value_signs;           // float32 [d]
   OptionalTensor key_levels, value_levels;  // int8 [2^bits]; absent: the uniform grid
   Tensor key_steps, value_steps;            // float32 [S]
   OptionalTensors center;                   // float32 [kv_heads, d] or [3, kv_heads, d]
   int64_t page_size, key_bits, value_bits, key_scale_mode, value_scale_mode;
-  OptionalTensors tail;                               // [max_seqs, kv_heads, rows, 2, d], written
-  OptionalTensor tail_slots, seq_lens, cu_seqlens_q;  // int64 [seqs], int32 [seqs], int32 [seqs + 1]
+  OptionalTensors tail;                   // [max_seqs, kv_heads, rows, 2, d], any stride of entries, written
+  OptionalTensor tail_slots;              // int32 or int64 [seqs]
+  OptionalTensor seq_lens, cu_seqlens_q;  // int32 [seqs], int32 [seqs + 1]
   int64_t sink_tokens;
 };
 using StoreCall = StoreArguments<Tensor, OptionalTensor>;
@@ -72,12 +73,12 @@ void check_store(const StoreLayer& layer, const Call& call, const format::Record
   check_center(layer.center, k, rows.heads, rows.d);
   check_scale_mode(call.key_scale_mode, "key_scale_mode");
   check_scale_mode(call.value_scale_mode, "value_scale_mode");
-  check_constant(call.slot_mapping, k, "slot_mapping", ScalarType::Long, {rows.tokens});
+  check_slots(call.slot_mapping, k, "slot_mapping", rows.tokens);
   STD_TORCH_CHECK(call.seq_lens || !(layer.tail || call.tail_slots), "tail needs seq_lens");
   // what belongs to a tail is checked without one, too: of another kind it is a mistake of the caller
   if (call.seq_lens) {
     const int64_t seqs = check_batch(*call.seq_lens, call.cu_seqlens_q, k, rows.tokens);
-    if (call.tail_slots) check_constant(*call.tail_slots, k, "tail_slots", ScalarType::Long, {seqs});
+    if (call.tail_slots) check_slots(*call.tail_slots, k, "tail_slots", seqs);
   } else if (call.cu_seqlens_q) {
     check_constant(*call.cu_seqlens_q, k, "cu_seqlens_q", ScalarType::Int, {-1});
   }

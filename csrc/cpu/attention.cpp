@@ -26,19 +26,20 @@ struct Attention {
   int64_t tokens, q_heads, kv_heads, d, group;  // group = q_heads / kv_heads
   format::Record record;
   Batch batch;
-  const uint8_t* pages;  // [num_pages, kv_heads, record_bytes]
-  const int32_t* table;  // [seqs, max_pages]
-  int64_t max_pages;
-  const float* key_signs;     // [d]
-  const float* value_signs;   // [d]
-  format::Channels channels;  // [kv_heads, d]
-  const float* sink_logits;   // [q_heads] or null
+  const uint8_t* pages;             // [num_pages, kv_heads, record_bytes]
+  const int32_t* table;             // [seqs, max_pages]
+  int64_t table_stride, max_pages;  // stride: from one row to the next
+  const float* key_signs;           // [d]
+  const float* value_signs;         // [d]
+  format::Channels channels;        // [kv_heads, d]
+  const float* sink_logits;         // [q_heads] or null
   Levels key_levels, value_levels;
   std::optional<TailView> tail;
   const int32_t* tail_valid;  // [max_seqs, 2] or null
   int64_t recent_window, sliding_window;
   float softmax_scale, soft_cap;
 
+  const int32_t* table_of(int64_t s) const { return table + s * table_stride; }
   int max_key_level() const { return greatest_level(record.key_width(), key_levels.of); }
   // Keys [first_visible(p), p] are visible to a query at position p.
   int64_t first_visible(int64_t position) const {
@@ -121,6 +122,7 @@ Attention checked_attention(const AttentionCall& c, const format::Record& record
               .batch = std::move(batch),
               .pages = data_of<uint8_t>(c.cache),
               .table = data_of<int32_t>(c.block_table),
+              .table_stride = c.block_table.stride(0),
               .max_pages = c.block_table.size(1),
               .key_signs = checked_signs(c.key_signs, "key_signs"),
               .value_signs = checked_signs(c.value_signs, "value_signs"),
@@ -137,7 +139,7 @@ Attention checked_attention(const AttentionCall& c, const format::Record& record
   for (int64_t s = 0; s < a.batch.count; ++s) {
     if (a.batch.queries(s) == 0 || a.batch.length[s] == 0) continue;
     const int64_t first = a.first_visible(a.batch.position(s, 0));
-    check_pages(a.table, a.max_pages, c.cache.size(0), record.page_size, s, first, a.new_begin(s));
+    check_pages(a.table_of(s), a.max_pages, c.cache.size(0), record.page_size, s, first, a.new_begin(s));
   }
   return a;
 }
@@ -185,7 +187,7 @@ class PagedAttention {
     keys_.record = a.record;
     keys_.panels = panel_map(a.record).get();
     keys_.pages = a.pages;
-    keys_.kv_heads = a.kv_heads;
+    keys_.page_stride = entry_stride(a.call.cache);
     keys_.soft_cap = a.soft_cap;
     std::copy_n(a.key_levels.of, kTableLevels, keys_.key_levels);
     std::copy_n(a.value_levels.of, kTableLevels, keys_.value_levels);
@@ -299,8 +301,8 @@ class PagedAttention {
     float* sums = memory.as<float>();
     std::fill(sums, sums + set.rows * lanes(), 0.0f);
     const PartialRows out{.max = &w.max[part], .sum = &w.sum[part], .sums = sums, .stride = lanes()};
-    kernels().attend_pages(keys_, a_.table + set.sequence * a_.max_pages, set.kv_head, begin,
-                           std::min(begin + kSpanTokens, set.end), rows, out, scratch.as<void>());
+    kernels().attend_pages(keys_, a_.table_of(set.sequence), set.kv_head, begin, std::min(begin + kSpanTokens, set.end),
+                           rows, out, scratch.as<void>());
     for (int64_t r = 0; r < set.rows; ++r) {  // from the order of the panels to that of channels
       float* to = &w.sums[(part + r) * a_.d];
       const float* from = sums + r * lanes();

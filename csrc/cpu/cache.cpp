@@ -18,13 +18,13 @@ struct Destinations {
 };
 
 Destinations checked_destinations(const Tensor& slot_mapping, int64_t tokens, int64_t num_slots) {
-  const int64_t* p = data_of<int64_t>(slot_mapping);
-  for (int64_t i = 0; i < tokens; ++i) {
-    STD_TORCH_CHECK(p[i] >= -1 && p[i] < num_slots, "slot_mapping holds ", p[i],
+  std::vector<int64_t> slots = integers_of(slot_mapping);
+  for (int64_t slot : slots) {
+    STD_TORCH_CHECK(slot >= -1 && slot < num_slots, "slot_mapping holds ", slot,
                     ", supported: ", range_text(-1, num_slots - 1));
   }
   const std::vector<int64_t> none(tokens, -1);
-  return {.slot = {p, p + tokens}, .sequence = none, .position = none};
+  return {.slot = std::move(slots), .sequence = none, .position = none};
 }
 
 // Marks the tokens that enter the tail: sinks, and the last `ring` of each sequence.
@@ -79,6 +79,7 @@ class LayerStore {
                               .channels = channels_of(center_, data_of<float>(center_), kv_heads, d),
                               .dtype = dtype_of(keys_.tensor),
                               .pages = data_of<uint8_t>(cache_),
+                              .page_stride = entry_stride(cache_),
                               .kv_heads = kv_heads,
                               .slots = to_.slot.data()};
     const auto copy_to_tail = [&](int64_t token, int64_t head) {
@@ -123,7 +124,8 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
   for (int64_t s = 0; s < c.seqs(); ++s) {
     STD_TORCH_CHECK(lengths[s] <= c.max_seq_len, "sequence ", s, " has ", lengths[s], " tokens, more than max_seq_len ",
                     c.max_seq_len);
-    check_pages(table, c.max_pages(), c.cache.size(0), record.page_size, s, 0, lengths[s]);
+    check_pages(table + s * c.block_table.stride(0), c.max_pages(), c.cache.size(0), record.page_size, s, 0,
+                lengths[s]);
   }
   const Levels key_levels(record.key_width(), checked_levels(c.key_levels, c.cache, c.key_bits, "key_levels"));
   const Levels value_levels(record.value_width(),
@@ -133,10 +135,11 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
   const int64_t kv_heads = c.kv_heads(), d = c.head_dim;
   const LoadedTokens loaded{.record = record,
                             .pages = data_of<uint8_t>(c.cache),
+                            .page_stride = entry_stride(c.cache),
                             .block_table = table,
+                            .table_stride = c.block_table.stride(0),
                             .lengths = lengths.data(),
                             .kv_heads = kv_heads,
-                            .max_pages = c.max_pages(),
                             .max_seq_len = c.max_seq_len,
                             .key_levels = key_levels.of,
                             .value_levels = value_levels.of,

@@ -37,8 +37,8 @@ struct ValuePanels {
 struct PagedKeys {
   format::Record record;
   ValuePanels panels;
-  const uint8_t* pages;  // [num_pages, kv_heads, record_bytes]
-  int64_t kv_heads;
+  const uint8_t* pages;               // [num_pages, kv_heads, record_bytes]
+  int64_t page_stride;                // in bytes
   int8_t key_levels[kTableLevels];    // unless codes are levels
   int8_t value_levels[kTableLevels];  // unless codes are levels
   float soft_cap;                     // 0: none
@@ -145,7 +145,8 @@ struct StoredTokens {
   Kind keys, values;
   format::Channels channels;  // [kv_heads, d] of keys
   Dtype dtype;
-  uint8_t* pages;  // [num_pages, kv_heads, record_bytes]
+  uint8_t* pages;       // [num_pages, kv_heads, record_bytes]
+  int64_t page_stride;  // in bytes
   int64_t kv_heads;
   const int64_t* slots;  // [tokens]
 };
@@ -154,9 +155,11 @@ struct StoredTokens {
 struct LoadedTokens {
   format::Record record;
   const uint8_t* pages;        // [num_pages, kv_heads, record_bytes]
+  int64_t page_stride;         // in bytes
   const int32_t* block_table;  // [seqs, max_pages]
+  int64_t table_stride;        // from one row to the next
   const int64_t* lengths;      // [seqs]
-  int64_t kv_heads, max_pages, max_seq_len;
+  int64_t kv_heads, max_seq_len;
   const int8_t* key_levels;    // [kTableLevels], unless codes are levels
   const int8_t* value_levels;  // the same
   const float* key_signs;      // [d]

@@ -83,7 +83,7 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
 
   a.pages = bytes_of(c.cache);
   a.num_pages = c.cache.size(0);
-  a.page_stride = c.cache.stride(0);
+  a.page_stride = checked_stride(c.cache, "cache");
   a.record = record;
   a.key_signs = key_signs.data();
   a.value_signs = value_signs.data();
@@ -93,7 +93,7 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
 
   if (c.tail) {
     a.tail = c.tail->data_ptr();
-    a.tail_stride = c.tail->stride(0);
+    a.tail_stride = checked_stride(*c.tail, "tail") / element_size(a.dtype);
     a.tail_slots = c.tail_slots->data_ptr();
     a.wide_slots = c.tail_slots->scalar_type() == ScalarType::Long;
     a.tail_valid = integers(c.tail_valid);

@@ -89,7 +89,7 @@ struct LoadArguments {
   RecordLayout layout;
   const int32_t* table;    // [seqs, max_pages]
   const int32_t* lengths;  // [seqs]
-  int64_t seqs, max_pages, max_length;
+  int64_t seqs, table_stride, max_pages, max_length;
   const float* signs[2];
   const int8_t* levels[2];
   format::Channels channels;  // [kv_heads, d] of keys
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(32 * kLoadWarps)
   Token from{nullptr, 0};
   const int64_t page = position >> layout.page_shift;
   if (exists && position < a.lengths[sequence] && page < a.max_pages) {
-    from =
-        a.pages.token(a.table[sequence * a.max_pages + page], position & ((1 << layout.page_shift) - 1), head, layout);
+    from = a.pages.token(a.table[sequence * a.table_stride + page], position & ((1 << layout.page_shift) - 1), head,
+                         layout);
   }
   __syncthreads();
 
@@ -154,7 +154,8 @@ __global__ void __launch_bounds__(32 * kLoadWarps)
 
 Pages pages_of(const Tensor& cache) {
   STD_TORCH_CHECK(aligned(cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
-  return {static_cast<uint8_t*>(cache.data_ptr()), cache.size(0), static_cast<int>(cache.size(1))};
+  return {static_cast<uint8_t*>(cache.data_ptr()), cache.size(0), checked_stride(cache, "cache"),
+          static_cast<int>(cache.size(1))};
 }
 
 EncodeSource source_of(const HeadRows& x, const Codebook& book, const Constant& signs,
@@ -177,14 +178,14 @@ Tail checked_tail(const Tensor& tail, const Call& call, const Tensor& k, const T
   const int64_t seqs = check_batch(*call.seq_lens, call.cu_seqlens_q, k, rows.tokens);
   check_tail(tail, call.tail_slots, k, seqs, rows.heads, rows.d, call.sink_tokens);
   return {static_cast<uint8_t*>(tail.data_ptr()),
-          static_cast<const int64_t*>(call.tail_slots->data_ptr()),
+          checked_stride(tail, "tail"),
+          slots_of(*call.tail_slots),
           static_cast<const int32_t*>(call.seq_lens->data_ptr()),
           call.cu_seqlens_q ? static_cast<const int32_t*>(call.cu_seqlens_q->data_ptr()) : nullptr,
           seqs,
           tail.size(0),
           checked_int(tail.size(2), "the rows of a tail"),
-          static_cast<int>(call.sink_tokens),
-          static_cast<int>(rows.heads)};
+          static_cast<int>(call.sink_tokens)};
 }
 
 // A layer's keys and values, checked, with all arguments of their kernel.
@@ -214,7 +215,7 @@ class LayerStore {
                   .constants = EncodeConstants::of(format::split_dim(record_.head_dim)),
                   .pages = pages,
                   .layout = RecordLayout(record_),
-                  .slots = static_cast<const int64_t*>(call.slot_mapping.data_ptr()),
+                  .slots = slots_of(call.slot_mapping),
                   .tail = tail,
                   .packed = nullptr,
                   .scale = nullptr,
@@ -280,7 +281,8 @@ DecodeArguments bulk_arguments(const LoadArguments& a, const format::Record& rec
   bulk.sources = 2;
   bulk.heads = a.pages.kv_heads;
   bulk.dtype = a.dtype;
-  bulk.seqs = a.seqs, bulk.max_length = a.max_length, bulk.max_pages = a.max_pages;
+  bulk.seqs = a.seqs, bulk.max_length = a.max_length;
+  bulk.table_stride = a.table_stride, bulk.max_pages = a.max_pages;
   bulk.pages = a.pages;
   bulk.layout = a.layout;
   bulk.table = a.table, bulk.lengths = a.lengths;
@@ -305,6 +307,7 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
                                 .table = static_cast<const int32_t*>(c.block_table.data_ptr()),
                                 .lengths = static_cast<const int32_t*>(c.seq_lens.data_ptr()),
                                 .seqs = seqs,
+                                .table_stride = c.block_table.stride(0),
                                 .max_pages = c.max_pages(),
                                 .max_length = c.max_seq_len,
                                 .signs = {k_signs.data(), v_signs.data()},

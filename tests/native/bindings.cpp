@@ -161,10 +161,11 @@ PYBIND11_MODULE(turboquant_native, m) {
       .def("value", [](const R& r, int t, int c) { return check_place(r, t, c), places(r.value(t, c)); });
 
   // First bytes of a record, in 64 and in 32 bits, and of a tail's row, counted in vectors.
-  m.def("record_offset", &format::record_offset);
-  m.def("record_offset_32", &format::record_offset_32<uint32_t>);
+  m.def("record_offset", &format::record_offset<int64_t>);
+  m.def("record_offset_32", &format::record_offset_32);
   m.def("tail_row", &format::tail_row<int64_t>);
-  m.def("tail_vector", &format::tail_vector<int64_t>);
+  m.def("tail_offset", &format::tail_offset<int64_t>);
+  m.def("tail_offset_32", &format::tail_offset_32);
 
   // Codes of one token of a record (uint8 [record_bytes]), by the places above; which: "key" or "value".
   const auto place = [](const R& r, const std::string& which, int t, int c) {

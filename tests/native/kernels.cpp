@@ -261,7 +261,8 @@ void attend_pages(const Kernels& k, Random& random, Written& written) {
   const format::Record r{random.head_dim(), random.any_of(page_sizes), random.any_of(key_widths),
                          random.any_of(value_widths)};
   const int64_t kv_heads = random.between(1, 2), num_pages = random.between(1, 3), length = random.between(1, 400);
-  const Memory<uint8_t> pages = random_pages(random, r, num_pages * kv_heads);
+  const int64_t strides = kv_heads + random.below(2);  // records from one page to the next
+  const Memory<uint8_t> pages = random_pages(random, r, (num_pages - 1) * strides + kv_heads);
   const Memory<int32_t> table((length + r.page_size - 1) / r.page_size,
                               [&](int64_t) { return static_cast<int32_t>(random.below(num_pages)); });
   const PanelMap panels(r);
@@ -269,7 +270,7 @@ void attend_pages(const Kernels& k, Random& random, Written& written) {
   PagedKeys keys{.record = r,
                  .panels = panels.get(),
                  .pages = pages.get(),
-                 .kv_heads = kv_heads,
+                 .page_stride = strides * r.record_bytes(),
                  .key_levels = {},
                  .value_levels = {},
                  .soft_cap = random.any_of(caps)};
@@ -546,7 +547,8 @@ void cache(const Kernels& k, Random& random, Written& written) {
   const RandomChannels channels(random, kv_heads * d);
   const int64_t size = (items - 1) * item_stride + d;
   const Numbers x(random, dtype, size, d), y(random, dtype, size, d);
-  Memory<uint8_t> stored = random_pages(random, r, pages * kv_heads);
+  const int64_t strides = kv_heads + random.below(2), page_stride = strides * r.record_bytes();
+  Memory<uint8_t> stored = random_pages(random, r, (pages - 1) * strides + kv_heads);
   Memory<int64_t> slots(tokens);
   for (int64_t t = 0; t < tokens; ++t) slots[t] = random.one_in(5) ? -1 : (7 * t + 3) % (pages * r.page_size);
   const int64_t begin = random.below(items);
@@ -557,6 +559,7 @@ void cache(const Kernels& k, Random& random, Written& written) {
                   .channels = channels.get(),
                   .dtype = dtype,
                   .pages = stored.get(),
+                  .page_stride = page_stride,
                   .kv_heads = kv_heads,
                   .slots = slots.get()},
                  begin, items);
@@ -564,16 +567,19 @@ void cache(const Kernels& k, Random& random, Written& written) {
 
   const int64_t seqs = random.between(1, 2), longest = random.between(1, 40);
   const int64_t max_pages = (longest + r.page_size - 1) / r.page_size;
-  const Memory<int32_t> table(seqs * max_pages, [&](int64_t) { return static_cast<int32_t>(random.below(pages)); });
+  const int64_t table_stride = max_pages + random.below(3);
+  const Memory<int32_t> table((seqs - 1) * table_stride + max_pages,
+                              [&](int64_t) { return static_cast<int32_t>(random.below(pages)); });
   const Memory<int64_t> lengths(seqs, [&](int64_t) { return random.between(0, longest); });
   const int64_t rows = seqs * longest * kv_heads;
   const Numbers keys(dtype, rows * d), values(dtype, rows * d);
   k.load_tokens({.record = r,
                  .pages = stored.get(),
+                 .page_stride = page_stride,
                  .block_table = table.get(),
+                 .table_stride = table_stride,
                  .lengths = lengths.get(),
                  .kv_heads = kv_heads,
-                 .max_pages = max_pages,
                  .max_seq_len = longest,
                  .key_levels = key_book.levels.get(),
                  .value_levels = value_book.levels.get(),

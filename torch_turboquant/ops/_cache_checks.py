@@ -59,9 +59,9 @@ def raw_tables(a: SimpleNamespace, **of_layer: Tensor | None) -> CacheTables:
 def check_pages(
     cache: Tensor, device: torch.device, config: CacheConfig, kv_heads: int | None
 ) -> None:
-    """uint8 [num_pages, kv_heads, record_bytes], contiguous."""
+    """uint8 [num_pages, kv_heads, record_bytes], pages contiguous."""
     shape = (None, kv_heads, config.record_bytes)
-    _checks.check_constant("cache", cache, device, torch.uint8, shape)
+    _checks.check_entries("cache", cache, device, torch.uint8, shape)
 
 
 def check_tables(
@@ -98,7 +98,7 @@ def check_ring(
 ) -> None:
     """[max_seqs, kv_heads, rows, 2, head_dim], with enough rows."""
     shape = (None, kv_heads, None, 2, config.head_dim)
-    _checks.check_constant("tail", ring, device, dtype, shape)
+    _checks.check_entries("tail", ring, device, dtype, shape)
     if beside_new:
         check_ring_rows_beside_new(ring.shape[2], config)
     else:
@@ -150,7 +150,7 @@ def check_values(k: Tensor, v: Tensor, device: torch.device, config: CacheConfig
 
 def check_slot_mapping(batch: AttentionBatch, device: torch.device, tokens: int) -> None:
     """A slot for each of the call's tokens, and sequences that can have so many."""
-    _checks.check_constant("slot_mapping", batch.slot_mapping, device, torch.int64, (tokens,))
+    _checks.check_slots("slot_mapping", batch.slot_mapping, device, tokens)
     if batch.seq_lens is not None:
         check_sequences(batch, device, tokens)
 

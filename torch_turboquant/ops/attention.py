@@ -98,9 +98,11 @@ def paged_attention(
         q: [tokens, q_heads, head_dim], float32, float16 or bfloat16, stride 1 in the last
             dimension; q_heads a multiple of kv_heads: query head h reads KV head
             h // (q_heads / kv_heads).
-        cache: uint8 [num_pages, kv_heads, record_bytes], contiguous.
-        block_table: int32 [seqs, max_pages]: the pages of each sequence in order; entries that no
-            query needs are not read. With k_new it needs room for older tokens only.
+        cache: uint8 [num_pages, kv_heads, record_bytes], pages contiguous and at any distance from
+            each other.
+        block_table: int32 [seqs, max_pages], stride 1 in a row: the pages of each sequence in
+            order; entries that no query needs are not read. With k_new it needs room for older
+            tokens only.
         seq_lens: int32 [seqs], with the new tokens; 0 for padding.
         config, tables: of the cache.
         cu_seqlens_q: int32 [seqs + 1]: where each sequence's queries start among the tokens;

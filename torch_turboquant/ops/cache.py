@@ -62,10 +62,10 @@ def cache_store(
     Args:
         k, v: [tokens, kv_heads, head_dim], one dtype of float32, float16 and bfloat16, stride 1 in
             the last dimension.
-        cache: uint8 [num_pages, kv_heads, record_bytes], contiguous; written, so it shares no
-            memory with another tensor of the call.
-        slot_mapping: int64 [tokens]: page * page_size + offset of each token; -1 skips the token.
-            Two tokens of a call must not have the same slot.
+        cache: uint8 [num_pages, kv_heads, record_bytes], pages contiguous and at any distance from
+            each other; written, so it shares no memory with another tensor of the call.
+        slot_mapping: int32 or int64 [tokens]: page * page_size + offset of each token; -1 skips
+            the token. Two tokens of a call must not have the same slot.
         config, tables: of the cache.
         tail: written at the positions that it keeps, so its ring shares no memory with another
             tensor; needs seq_lens. Two sequences of a call must not share a row.
@@ -182,7 +182,7 @@ def cache_store_layers(
             of a call are those of the first sequence, then those of the second. Otherwise as those
             of cache_store.
         caches: of each layer, as in cache_store; written. No two share memory.
-        slot_mapping: int64 [batch * new], for all layers.
+        slot_mapping: int32 or int64 [batch * new], for all layers.
         config: of all caches.
         tables: of each layer.
         tails: of each layer, with the same slots and rings of their own; empty: none.
@@ -290,9 +290,10 @@ def cache_load(
     """Decodes the pages of sequences.
 
     Args:
-        cache: uint8 [num_pages, kv_heads, record_bytes], contiguous.
-        block_table: int32 [seqs, max_pages]: the pages of each sequence in order; entries past
-            seq_lens are not read.
+        cache: uint8 [num_pages, kv_heads, record_bytes], pages contiguous and at any distance from
+            each other.
+        block_table: int32 [seqs, max_pages], stride 1 in a row: the pages of each sequence in
+            order; entries past seq_lens are not read.
         seq_lens: int32 [seqs], at most max_seq_len.
         config, tables: of the cache.
         max_seq_len: the second dimension of the result.

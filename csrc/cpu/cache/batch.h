@@ -57,43 +57,49 @@ inline Batch checked_batch(const Tensor& seq_lens, const OptionalTensor& cu_seql
 
 // The exact tail (docs/format.md section 9).
 struct TailView {
-  Tensor tensor;         // [max_seqs, kv_heads, sink_tokens + ring, 2, d]
-  const int64_t* slots;  // [seqs], slot of each sequence, -1: it has no tail
-  int64_t max_seqs, kv_heads, rows, ring, sink_tokens, d;
+  Tensor tensor;                               // [max_seqs, kv_heads, sink_tokens + ring, 2, d]
+  std::vector<int64_t> slots;                  // [seqs], slot of each sequence, -1: it has no tail
+  int64_t stride, rows, ring, sink_tokens, d;  // stride: from entry to entry, in elements
 
   // The key (kind 0) or value (1) of a row.
   void* vector(int64_t slot, int64_t head, int64_t row, int kind) const {
-    return element(tensor, format::tail_vector(slot, head, kv_heads, row, rows, kind) * d);
+    return element(tensor, format::tail_offset(slot, stride, head, row, rows, d, kind));
   }
   int64_t row_of(int64_t position) const { return format::tail_row(position, sink_tokens, ring); }
 };
 
+// The values of a checked tensor of int32 or int64.
+inline std::vector<int64_t> integers_of(const Tensor& t) {
+  const int64_t n = t.numel();
+  if (t.scalar_type() == ScalarType::Long) return {data_of<int64_t>(t), data_of<int64_t>(t) + n};
+  return {data_of<int32_t>(t), data_of<int32_t>(t) + n};
+}
+
 inline TailView checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Tensor& first, int64_t seqs,
                              int64_t kv_heads, int64_t d, int64_t sink_tokens) {
   check_tail(tail, tail_slots, first, seqs, kv_heads, d, sink_tokens);
-  const int64_t* slots = data_of<int64_t>(*tail_slots);
-  for (int64_t s = 0; s < seqs; ++s) {
-    STD_TORCH_CHECK(slots[s] >= -1 && slots[s] < tail.size(0), "tail_slots holds ", slots[s],
+  std::vector<int64_t> slots = integers_of(*tail_slots);
+  for (int64_t slot : slots) {
+    STD_TORCH_CHECK(slot >= -1 && slot < tail.size(0), "tail_slots holds ", slot,
                     ", supported: ", range_text(-1, tail.size(0) - 1));
   }
   return {.tensor = tail,
-          .slots = slots,
-          .max_seqs = tail.size(0),
-          .kv_heads = kv_heads,
+          .slots = std::move(slots),
+          .stride = entry_stride(tail),
           .rows = tail.size(2),
           .ring = tail.size(2) - sink_tokens,
           .sink_tokens = sink_tokens,
           .d = d};
 }
 
-// Checks the page ids that keys [first_key, end_key) of sequence s are read from. table: int32 [seqs, max_pages]
+// Checks the page ids that keys [first_key, end_key) of sequence s are read from. table: its row of max_pages ids
 inline void check_pages(const int32_t* table, int64_t max_pages, int64_t num_pages, int page_size, int64_t s,
                         int64_t first_key, int64_t end_key) {
   STD_TORCH_CHECK(end_key <= max_pages * page_size, "sequence ", s, " has ", end_key,
                   " tokens but block_table has room for ", max_pages * page_size);
   for (int64_t p = first_key / page_size; p * page_size < end_key; ++p) {
-    STD_TORCH_CHECK(table[s * max_pages + p] >= 0 && table[s * max_pages + p] < num_pages, "block_table names page ",
-                    table[s * max_pages + p], " for sequence ", s, ", supported: ", range_text(0, num_pages - 1));
+    STD_TORCH_CHECK(table[p] >= 0 && table[p] < num_pages, "block_table names page ", table[p], " for sequence ", s,
+                    ", supported: ", range_text(0, num_pages - 1));
   }
 }
 

@@ -114,7 +114,7 @@ inline TokenAddress find(const PagedKeys& k, const int32_t* block_table, int64_t
   const format::Record& r = k.record;
   const int token = static_cast<int>(key % r.page_size);
   const int64_t page = block_table[key / r.page_size];
-  const int64_t record = format::record_offset(page, kv_head, k.kv_heads, r.record_bytes());
+  const int64_t record = format::record_offset<int64_t>(page, kv_head, k.page_stride, r.record_bytes());
   return {k.pages + record + r.tile_of(token), token % r.tile_tokens()};
 }
 

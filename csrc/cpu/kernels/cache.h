@@ -17,7 +17,7 @@ inline void store_tokens(const StoredTokens& s, int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t token = item / s.kv_heads, head = item % s.kv_heads, slot = s.slots[token];
       if (slot < 0) continue;
-      uint8_t* record = s.pages + format::record_offset(slot / r.page_size, head, s.kv_heads, record_bytes);
+      uint8_t* record = s.pages + format::record_offset<int64_t>(slot / r.page_size, head, s.page_stride, record_bytes);
       const int number = static_cast<int>(slot % r.page_size);
       const auto encode = [&](const StoredTokens::Kind& kind, const format::Channels& channels) {
         const T* x = static_cast<const T*>(kind.x) + token * kind.token_stride + head * kind.head_stride;
@@ -55,8 +55,8 @@ inline void load_tokens(const LoadedTokens& l, int64_t begin, int64_t end, void*
         memset(value, 0, d * sizeof(T));
         continue;
       }
-      const int64_t page = l.block_table[sequence * l.max_pages + token / r.page_size];
-      const uint8_t* record = l.pages + format::record_offset(page, head, l.kv_heads, record_bytes);
+      const int64_t page = l.block_table[sequence * l.table_stride + token / r.page_size];
+      const uint8_t* record = l.pages + format::record_offset<int64_t>(page, head, l.page_stride, record_bytes);
       const int number = static_cast<int>(token % r.page_size);
       const auto scale = [&](int at) {
         uint16_t bits;

@@ -129,7 +129,8 @@ int64_t blocks_of_rows(const Attention& a, int rows) { return (int64_t{a.max_q_l
 // ---- The launch ----------------------------------------------------------------------------------------------------
 
 SplitKvLaunch::SplitKvLaunch(const Attention& call, const Device& device, int pair)
-    : call_(call), device_(device), entry_(find_kernel_of(call, pair)), layout_(call.record, element_size(call.dtype)) {
+    : call_(call), device_(device), entry_(find_kernel_of(call, pair)),
+      layout_(call.record, call.page_stride, element_size(call.dtype)) {
   choose_shape();
   check_limits();
   plan_.codes = entry_.codes;
@@ -166,9 +167,10 @@ void SplitKvLaunch::check_limits() const {
   STD_TORCH_CHECK(1.0 * units * blocks_of_rows(a, entry_.rows) * a.kv_heads * a.seqs <= INT32_MAX,
                   "paged_attention: ", a.seqs, " sequences of up to ", tokens,
                   " tokens are more work than one call can count");
-  const int64_t page_bytes = int64_t{a.kv_heads} * a.record.record_bytes();
-  STD_TORCH_CHECK(a.num_pages * page_bytes <= int64_t{UINT32_MAX} * kTileGrain, "paged_attention: ", a.num_pages,
-                  " pages of ", page_bytes, " bytes are more than one call can address");
+  STD_TORCH_CHECK(a.num_pages * a.page_stride <= int64_t{UINT32_MAX} * layout_.grain, "paged_attention: ", a.num_pages,
+                  " pages of ", a.page_stride,
+                  " bytes are more than one call can address: ", int64_t{UINT32_MAX} * layout_.grain,
+                  " bytes, less where pages do not start at multiples of 64 bytes");
 }
 
 void SplitKvLaunch::run(void* workspace, cudaStream_t stream) {

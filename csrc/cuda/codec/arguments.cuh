@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/codec/codebook.cuh"
+#include "cuda/codec/record.cuh"
 #include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda {
@@ -17,6 +18,17 @@ inline Codebook checked_codebook(const Tensor& first, const OptionalTensor& leve
   return {levels_data(levels), static_cast<const float*>(steps.data_ptr()), format::as_width(bits),
           static_cast<int>(steps.size(0)), static_cast<ScaleMode>(scale_mode)};
 }
+
+// The distance in bytes between the entries of a checked cache or tail. Kernels take them 16 bytes at a time.
+inline uint32_t checked_stride(const Tensor& t, const char* name) {
+  if (t.numel() == 0) return 16;
+  const int64_t stride = entry_stride(t) * static_cast<int64_t>(t.element_size());
+  STD_TORCH_CHECK(stride % 16 == 0 && stride <= UINT32_MAX, name, " has ", stride,
+                  " bytes from an entry to the next, supported on CUDA: multiples of 16 below 2^32");
+  return static_cast<uint32_t>(stride);
+}
+
+inline Slots slots_of(const Tensor& t) { return {t.data_ptr(), t.scalar_type() == ScalarType::Long}; }
 
 // Packed standalone vectors: a row of codes and a scale for each, one rotation for all. d is the length of signs.
 struct DenseVectors {

@@ -27,7 +27,7 @@ struct EncodeArguments {
   // Keys and values are stored in pages and in the tail,
   Pages pages;
   RecordLayout layout;
-  const int64_t* slots;
+  Slots slots;
   Tail tail;
 
   // vectors in dense rows [tokens, heads, row_bytes] with scales [tokens, heads].
@@ -56,7 +56,7 @@ struct DecodeArguments {
   RecordLayout layout;
   const int32_t* table;    // [seqs, max_pages]
   const int32_t* lengths;  // [seqs]
-  int64_t max_pages;
+  int64_t table_stride, max_pages;
 
   // or in dense rows [max_length, row_bytes] that start at multiples of 8 bytes, with scales [max_length].
   const uint8_t* packed;  // null for pages

@@ -68,7 +68,7 @@ struct PageAhead {
     const int number = span.number * kTokens >> a.layout.page_shift;
     if (span.sequence >= static_cast<int>(a.seqs) || number >= a.max_pages) return;
     length = a.lengths[span.sequence];
-    page = a.table[int64_t{span.sequence} * a.max_pages + number];
+    page = a.table[span.sequence * a.table_stride + number];
   }
 };
 

@@ -56,19 +56,20 @@ struct StepSource {
 // Tail (codec/record.cuh) with narrower fields.
 struct StepTail {
   uint8_t* data;
-  const int64_t* slots;
+  const void* slots;
   const int32_t *lengths, *begins;
   int seqs, rows, sink_tokens;
-  uint32_t max_seqs;
+  uint32_t max_seqs, stride;
+  bool wide_slots;
 };
 
 // The needed part of EncodeArguments in narrow fields. On sm_90 parameters start 16 bytes into a line of 64, so 48
 // bytes end it.
 struct StepArguments {
-  const int64_t* slots;
+  const void* slots;
   uint8_t* pages;
-  uint32_t tokens, heads, num_pages, record_bytes, tile_bytes;
-  uint8_t page_shift, tile_shift, has_tail;
+  uint32_t tokens, heads, num_pages, page_stride, record_bytes, tile_bytes;
+  uint8_t page_shift, tile_shift, has_tail, wide_slots;
   alignas(16) StepSource source[2];
   StepTail tail;
 };
@@ -387,6 +388,10 @@ struct Candidates {
 
 // ---- The exact tail -------------------------------------------------------------------------------------------------
 
+__device__ __forceinline__ int64_t load_slot(const void* slots, bool wide, uint32_t i) {
+  return wide ? __ldg(static_cast<const int64_t*>(slots) + i) : __ldg(static_cast<const int32_t*>(slots) + i);
+}
+
 // A token's row of the tail: its loads are issued early, and used later. slot: -1 if the token has no sequence.
 struct TailPlace {
   int64_t slot = -1;
@@ -397,18 +402,18 @@ struct TailPlace {
     int s = token, end = token + 1;
     if (tail.begins) s = sequence_of(tail.begins, tail.seqs, token), end = tail.begins[s + 1];
     if (s >= tail.seqs || token >= end) return;
-    slot = __ldg(tail.slots + s), length = __ldg(tail.lengths + s), from_end = end - token;
+    slot = load_slot(tail.slots, tail.wide_slots, s), length = __ldg(tail.lengths + s), from_end = end - token;
   }
 
   // The address of the token's key (kind 0) or value, null if the tail does not keep it.
-  __device__ __forceinline__ uint8_t* at(const StepTail& tail, uint32_t heads, uint32_t head, int kind,
-                                         int bytes) const {
+  __device__ __forceinline__ uint8_t* at(const StepTail& tail, uint32_t head, int kind, int bytes) const {
     const int64_t position = int64_t{length} - from_end;
     const int ring = tail.rows - tail.sink_tokens;
     if (static_cast<uint64_t>(slot) >= tail.max_seqs || position < 0) return nullptr;
     if (!format::tail_keeps(position, length, tail.sink_tokens, ring)) return nullptr;
     const uint32_t row = format::tail_row<int>(static_cast<int>(position), tail.sink_tokens, ring);
-    return tail.data + format::tail_vector_32(static_cast<uint32_t>(slot), head, heads, row, tail.rows, kind) * bytes;
+    return tail.data +
+           format::tail_offset_32(static_cast<uint32_t>(slot), tail.stride, head, row, tail.rows, bytes, kind);
   }
 };
 
@@ -448,7 +453,7 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
     const uint2 w = __ldg(reinterpret_cast<const uint2*>(from) + lane + 32 * q);
     word[q][0] = w.x, word[q][1] = w.y;
   }
-  const int64_t slot = __ldg(a.slots + readable);
+  const int64_t slot = load_slot(a.slots, a.wide_slots, readable);
   float signs[kPerLane], center[kPerLane] = {}, factor[kPerLane] = {};
   load<Traits>(source.signs, lane, signs);
   if (source.center) load<Traits>(source.center + head * kDim, lane, center);
@@ -496,7 +501,7 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
   const bool stored = exists && page < a.num_pages;
   const uint32_t offset = static_cast<uint32_t>(slot) & ((1u << a.page_shift) - 1);
   const uint32_t number = offset & ((1u << a.tile_shift) - 1);
-  const uint64_t tile = format::record_offset_32(static_cast<uint32_t>(page), head, a.heads, a.record_bytes) +
+  const uint64_t tile = format::record_offset_32(static_cast<uint32_t>(page), head, a.page_stride, a.record_bytes) +
                         (offset >> a.tile_shift) * a.tile_bytes;
   uint64_t codes_at = tile + target.of_token(number), scale_at = tile + source.scales + 2 * number;
   asm volatile("" : "+l"(codes_at), "+l"(scale_at));  // computes both here, where there is time
@@ -601,7 +606,7 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
   if (!finite) scale = format::kNanScale;
   if (stored && lane == kept) *reinterpret_cast<uint16_t*>(a.pages + scale_at) = scale;
   if (a.has_tail && stored) {
-    uint8_t* to = place.at(a.tail, a.heads, head, kind, 2 * kDim);
+    uint8_t* to = place.at(a.tail, head, kind, 2 * kDim);
     if (!to) return;
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
@@ -614,16 +619,18 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
 
 // The choice has made sure that all numbers fit.
 StepArguments step_arguments(const EncodeArguments& a) {
-  StepArguments step = {a.slots,
+  StepArguments step = {a.slots.data,
                         a.pages.data,
                         static_cast<uint32_t>(a.tokens),
                         static_cast<uint32_t>(a.heads),
                         static_cast<uint32_t>(a.pages.num_pages),
+                        a.pages.page_stride,
                         static_cast<uint32_t>(a.layout.record_bytes),
                         static_cast<uint32_t>(a.layout.tile_bytes),
                         static_cast<uint8_t>(a.layout.page_shift),
                         static_cast<uint8_t>(a.layout.tile_shift),
                         a.tail.data != nullptr,
+                        a.slots.wide,
                         {},
                         {}};
   for (int kind = 0; kind < 2; ++kind) {
@@ -646,13 +653,15 @@ StepArguments step_arguments(const EncodeArguments& a) {
   if (a.tail.data) {
     const Tail& tail = a.tail;
     step.tail = {tail.data,
-                 tail.slots,
+                 tail.slots.data,
                  tail.lengths,
                  tail.begins,
                  static_cast<int>(tail.seqs),
                  tail.rows,
                  tail.sink_tokens,
-                 static_cast<uint32_t>(tail.max_seqs)};
+                 static_cast<uint32_t>(tail.max_seqs),
+                 tail.stride,
+                 tail.slots.wide};
   }
   return step;
 }

@@ -64,11 +64,12 @@ struct Token {
 struct Pages {
   uint8_t* data;  // [num_pages, kv_heads, record_bytes]
   int64_t num_pages;
+  uint32_t page_stride;  // in bytes
   int kv_heads;
 
   __device__ __forceinline__ Token token(int64_t page, int offset, int head, const RecordLayout& r) const {
     if (page < 0 || page >= num_pages) return {nullptr, 0};
-    uint8_t* record = data + format::record_offset_32(static_cast<uint32_t>(page), head, kv_heads, r.record_bytes);
+    uint8_t* record = data + format::record_offset_32(static_cast<uint32_t>(page), head, page_stride, r.record_bytes);
     return {record + (offset >> r.tile_shift) * r.tile_bytes, offset & ((1 << r.tile_shift) - 1)};
   }
   __device__ __forceinline__ Token token(int64_t slot, int head, const RecordLayout& r) const {
@@ -87,18 +88,30 @@ __device__ __forceinline__ T sequence_of(const int32_t* begins, T seqs, T token)
   return low;
 }
 
+// Slots of tokens or sequences, int32 or int64.
+struct Slots {
+  const void* data;
+  bool wide;
+
+  __device__ __forceinline__ int64_t operator[](int64_t i) const {
+    return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
+};
+
 // The exact tail. The row of a token, if it has one, follows from its sequence and position.
 struct Tail {
   uint8_t* data;           // [max_seqs, kv_heads, sink_tokens + ring, 2, d]; null: no tail
-  const int64_t* slots;    // [seqs]
+  uint32_t stride;         // from one of the max_seqs entries to the next, in bytes
+  Slots slots;             // [seqs]
   const int32_t* lengths;  // [seqs]
   const int32_t* begins;   // [seqs + 1]; null: one token per sequence
   int64_t seqs, max_seqs;
-  int rows, sink_tokens, kv_heads;
+  int rows, sink_tokens;
 
   // The key (kind 0) or value (1) of a row, `bytes` long.
   __device__ __forceinline__ uint8_t* at(int64_t row, int head, int kind, int bytes) const {
-    return data + format::tail_vector<int64_t>(row / rows, head, kv_heads, row % rows, rows, kind) * bytes;
+    const uint32_t slot = static_cast<uint32_t>(row / rows);
+    return data + format::tail_offset_32(slot, stride, head, static_cast<uint32_t>(row % rows), rows, bytes, kind);
   }
 
   // The row of `token` among max_seqs * rows, -1 if the tail does not keep it.

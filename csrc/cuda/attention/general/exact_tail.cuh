@@ -1,6 +1,6 @@
-// The exact keys and values of a sequence, those of its tail (docs/format.md section 9) and the call's own, step by step,
-// from their own dtype to float16 in shared memory. A step's keys are the visible sinks and then the visible recent
-// tokens, without a gap.
+// The exact keys and values of a sequence, those of its tail (docs/format.md section 9) and the call's own, step by
+// step, from their own dtype to float16 in shared memory. A step's keys are the visible sinks and then the visible
+// recent tokens, without a gap.
 #pragma once
 
 #include "cuda/attention/general/block_context.cuh"
@@ -14,22 +14,21 @@ class ExactTail {
  public:
   __device__ __forceinline__ explicit ExactTail(const BlockContext<S>& block) : block_(block) {}
 
-  // The keys that some row sees, from what the first and the last row see.
+  // The keys that some row sees, from what the first and the last row see; the caller synchronises.
   __device__ __forceinline__ void select(const VisibleKeys& first, const VisibleKeys& last) {
     const Attention& a = block_.a;
     const int sequence = block_.work.sequence;
     steps_ = 0;
     const int64_t slot = a.tail_slot(sequence);
-    const bool in_tail = slot >= 0 && slot < a.max_seqs;
-    if (!in_tail && !a.new_keys) return;
+    if ((slot < 0 || slot >= a.max_seqs) && !a.new_keys) return;
     sinks_begin_ = first.first;
     sinks_ = max(last.sinks - sinks_begin_, 0);
     recent_begin_ = max(first.recent_begin(), a.new_keys ? last.sinks : a.sink_tokens);
     keys_ = sinks_ + (a.recent_window > 0 || a.new_keys ? max(last.end - recent_begin_, 0) : 0);
     steps_ = (keys_ + S::kKeys - 1) / S::kKeys;
-    slot_ = static_cast<int>(slot);
-    const int length = a.length(sequence);
-    new_begin_ = a.new_begin(length, a.num_queries(sequence));
+    if (block_.thread.index == 0) {
+      block_.shared.constants().new_begin = a.new_begin(a.length(sequence), a.num_queries(sequence));
+    }
   }
   __device__ __forceinline__ int steps() const { return steps_; }
 
@@ -92,10 +91,12 @@ class ExactTail {
   __device__ __forceinline__ const void* address(int position, bool is_value) const {
     const Attention& a = block_.a;
     const int kv_head = block_.work.kv_head;
-    if (position >= new_begin_) return a.new_row(block_.work.first_query + position - new_begin_, kv_head, is_value);
+    const int new_begin = block_.shared.constants().new_begin;
+    if (position >= new_begin) return a.new_row(block_.work.first_query + position - new_begin, kv_head, is_value);
     const int rows = a.sink_tokens + a.ring, row = format::tail_row(position, a.sink_tokens, a.ring);
-    const int64_t vector = format::tail_vector<int64_t>(slot_, kv_head, a.kv_heads, row, rows, is_value);
-    return static_cast<const uint8_t*>(a.tail) + vector * block_.x.layout.head_dim * element_size(a.dtype);
+    const int64_t from = format::tail_offset<int64_t>(a.tail_slot(block_.work.sequence), a.tail_stride, kv_head, row,
+                                                      rows, block_.x.layout.head_dim, is_value);
+    return static_cast<const uint8_t*>(a.tail) + from * element_size(a.dtype);
   }
 
   const BlockContext<S>& block_;
@@ -103,7 +104,6 @@ class ExactTail {
   // Undefined where the sequence has no exact keys: then steps_ is 0.
   int sinks_begin_, sinks_;  // position of the first visible sink, and how many there are
   int recent_begin_, keys_;  // position of the first visible recent token; sinks and recent tokens together
-  int slot_, new_begin_;     // of the sequence in the tail; the first position that the call's own tokens have
 };
 
 }  // namespace turboquant::cuda::general

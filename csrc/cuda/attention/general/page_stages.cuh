@@ -40,10 +40,11 @@ class PageStages {
     const int shift = layout.tile_shift;
     const int at = (position(step) >> shift) + i, position = at << shift;
     if (position >= end_ || position + (1 << shift) <= begin_) return nullptr;
-    const int64_t page = a.block_table[int64_t{block_.work.sequence} * a.max_pages + (position >> layout.page_shift)];
+    const int64_t page = a.block_table[block_.work.sequence * a.table_stride + (position >> layout.page_shift)];
     if (page < 0 || page >= a.num_pages) return nullptr;
     const int number = (position & ((1 << layout.page_shift) - 1)) >> shift;
-    const int64_t record = format::record_offset(page, block_.work.kv_head, a.kv_heads, layout.record_bytes);
+    const int64_t record =
+        format::record_offset<int64_t>(page, block_.work.kv_head, a.page_stride, layout.record_bytes);
     return const_cast<uint8_t*>(a.pages) + record + number * layout.tile_bytes;  // Token's pointers are only read from
   }
   // Makes an address known to all threads, behind the next synchronisation.

@@ -43,6 +43,7 @@ struct BlockConstants {
   float shift[S::kRows];
   LevelTables levels;
   float hartley[format::kMaxBlocks];            // row 1 of the transform's odd factor
+  int new_begin;                                // the first position that the call's own tokens have
   uint8_t* tile[kKnownSteps][S::kValueBlocks];  // the record tiles that hold a step's keys; null: no keys
 };
 

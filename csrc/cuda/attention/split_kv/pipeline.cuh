@@ -70,7 +70,7 @@ class Pipeline {
   __device__ __forceinline__ void prefetch() const {
     const uint32_t tile = tile_of_page(list_.notes().source);
     if ((block_.lane >> block_.layout.unit_shift) * kUnitStages < block_.plan.stages && tile != kNowhere) {
-      prefetch_bytes(block_.call.pages + uint64_t{tile} * kTileGrain, block_.layout.copy_bytes);
+      prefetch_bytes(block_.call.pages + uint64_t{tile} * block_.layout.grain, block_.layout.copy_bytes);
     }
   }
 
@@ -130,14 +130,14 @@ class Pipeline {
     copy_unit_ += (lanes >> block_.layout.unit_shift) * block_.plan.warps;
   }
 
-  // Where the lane's tile of the next batch lies, in kTileGrain bytes behind `pages`; kNowhere: the lane has none, or
-  // the page id is out of range.
+  // Where the lane's tile of the next batch lies, in grains behind `pages`; kNowhere: the lane has none, or the page id
+  // is out of range.
   __device__ __forceinline__ uint32_t tile_of_page(const CopySource& c) const {
     const StageLayout& layout = block_.layout;
     if (static_cast<unsigned>(page_) >= static_cast<unsigned>(block_.call.num_pages)) return kNowhere;
     const uint32_t tile = (batch_token(c) & ((1 << layout.page_shift) - 1)) >> layout.copy_shift;
-    const uint32_t record = format::record_number<uint32_t>(page_, c.head, block_.call.kv_heads);
-    return record * (layout.record_bytes / kTileGrain) + tile * (layout.copy_bytes / kTileGrain);
+    return format::record_offset<uint32_t>(page_, c.head, layout.page_grains, layout.record_grains) +
+           tile * layout.tile_grains;
   }
 
   // Copies the next unit of the current batch.
@@ -149,7 +149,7 @@ class Pipeline {
     const int bytes = tile_ == kNowhere ? 0 : layout.copy_bytes;
     copy_blocks(barrier(first), barrier(first + layout.stride), barrier(stage), mine ? bytes : -1,
                 block_.shared + stage + (i & (layout.copies - 1)) * layout.copy_bytes,
-                block_.call.pages + uint64_t{tile_} * kTileGrain, mine ? bytes : 0);
+                block_.call.pages + uint64_t{tile_} * layout.grain, mine ? bytes : 0);
     next_lane_ += 1 << layout.unit_shift;
   }
 
@@ -191,9 +191,9 @@ class Pipeline {
     }
     if (is_value) return {nullptr, 0};
     const int rows = a.sink_tokens + a.ring, row = format::tail_row(position, a.sink_tokens, a.ring);
-    const int64_t head = a.tail_slot(segment.sequence) * a.kv_heads + segment.head;
-    return {static_cast<const uint8_t*>(a.tail) + (head * rows + row) * block_.layout.exact_bytes,
-            block_.layout.exact_bytes};
+    const int64_t slot = a.tail_slot(segment.sequence), d = a.record.head_dim;
+    const int64_t at = format::tail_offset<int64_t>(slot, a.tail_stride, segment.head, row, rows, d, 0);
+    return {static_cast<const uint8_t*>(a.tail) + at * kExactElementBytes, block_.layout.exact_bytes};
   }
 
   // Finds the next unit that has something to copy and the end of its run, units of codes or of exact keys of one
@@ -219,7 +219,7 @@ class Pipeline {
                               a.first_visible(next.work.length - next.work.queries),
                               next.head,
                               exact,
-                              a.block_table + int64_t{next.sequence} * a.max_pages};
+                              a.block_table + next.sequence * a.table_stride};
     }
     __syncwarp();
     if (!exact && next.begin != list_.notes().attended.begin) rows_.prefetch(next);

@@ -18,9 +18,10 @@ constexpr int kMaxLevels = 16;  // entries of a table of levels
 constexpr int kMaxGrid = 4096;
 constexpr int kMaxWarps = 8;
 
-// Tiles start at multiples of this many bytes, because they hold 16 or 32 tokens of a multiple of 4 bytes each. So 32
-// bits address 256 GiB of pages.
-constexpr uint32_t kTileGrain = 64;
+// Tiles are multiples of this many bytes, because they hold 16 or 32 tokens of a multiple of 4 bytes each. Where the
+// distance between pages is such a multiple too, 32 bits address 256 GiB of pages in grains of this size; otherwise the
+// grain is 32 or 16 bytes.
+constexpr uint32_t kMostGrain = 64;
 
 // The exact keys of this kernel are of a 16-bit type.
 constexpr int kExactElementBytes = 2;
@@ -28,19 +29,23 @@ constexpr int kExactElementBytes = 2;
 // Where the parts of a stage are, in bytes from its start. A stage holds 32 tokens: one tile, or two tiles of 16
 // tokens; or as many exact keys, up to 8, as fit into the same bytes.
 struct StageLayout {
-  int bytes, stride;                          // of a stage without and with the barrier behind it
-  int copies, copy_shift, copy_bytes;         // copies of a stage, 1 or 2: each copies a tile of 2^copy_shift tokens
-  int unit_shift;                             // 2^unit_shift copies make a unit
-  int page_shift, record_bytes;               // a page has 2^page_shift tokens
+  int bytes, stride;                   // of a stage without and with the barrier behind it
+  int copies, copy_shift, copy_bytes;  // copies of a stage, 1 or 2: each copies a tile of 2^copy_shift tokens
+  int unit_shift;                      // 2^unit_shift copies make a unit
+  int page_shift;                      // a page has 2^page_shift tokens
+  uint32_t grain;                      // where tiles start is counted in so many bytes, and so are
+  uint32_t page_grains, record_grains, tile_grains;  // the distances between pages, KV heads and tiles
   int exact_keys, exact_bytes, exact_stride;  // exact keys of a stage; bytes of a key with its value; to the next key
   int planes, values, key_scales, value_scales;          // sections of the first 16 tokens
   int next_keys, next_planes, next_values, next_scales;  // distances from the first 16 tokens to the other 16
 
-  StageLayout(const format::Record& r, int element_bytes)
+  StageLayout(const format::Record& r, int64_t page_stride, int element_bytes)
       : bytes(kStageTokens / r.tile_tokens() * r.tile_bytes()), stride(bytes + kBarrierBytes),
         copies(kStageTokens / r.tile_tokens()), copy_shift(log2_of(r.tile_tokens())), copy_bytes(r.tile_bytes()),
         unit_shift(log2_of(kUnitTokens / r.tile_tokens())), page_shift(log2_of(r.page_size)),
-        record_bytes(r.record_bytes()), exact_keys(0), exact_bytes(2 * r.head_dim * element_bytes),
+        grain(static_cast<uint32_t>(std::min<int64_t>(kMostGrain, page_stride & -page_stride))),
+        page_grains(static_cast<uint32_t>(page_stride / grain)), record_grains(r.record_bytes() / grain),
+        tile_grains(r.tile_bytes() / grain), exact_keys(0), exact_bytes(2 * r.head_dim * element_bytes),
         exact_stride(exact_bytes + 16),  // so that the rows of eight keys lie in different banks
         planes(r.key_planes()), values(r.value_blocks()), key_scales(r.key_scales()), value_scales(r.value_scales()) {
     exact_keys = std::min(bytes / exact_stride, 8);
