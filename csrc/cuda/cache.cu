@@ -183,7 +183,7 @@ Tail checked_tail(const Tensor& tail, const Call& call, const Tensor& k, const T
           static_cast<const int32_t*>(call.seq_lens->data_ptr()),
           call.cu_seqlens_q ? static_cast<const int32_t*>(call.cu_seqlens_q->data_ptr()) : nullptr,
           seqs,
-          tail.size(0),
+          checked_int(tail.size(0), "the number of tails"),
           checked_int(tail.size(2), "the rows of a tail"),
           static_cast<int>(call.sink_tokens)};
 }

@@ -93,8 +93,11 @@ struct Slots {
   const void* data;
   bool wide;
 
+  // In halves of 32 bits, because that takes fewer registers.
   __device__ __forceinline__ int64_t operator[](int64_t i) const {
-    return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+    const int32_t* at = static_cast<const int32_t*>(data) + (wide ? 2 * i : i);
+    const int32_t low = at[0];
+    return wide ? int64_t{at[wide]} << 32 | static_cast<uint32_t>(low) : low;
   }
 };
 
@@ -108,13 +111,13 @@ struct Tail {
   int64_t seqs, max_seqs;
   int rows, sink_tokens;
 
-  // The key (kind 0) or value (1) of a row, `bytes` long.
+  // The key (kind 0) or value (1) of a row as `row` finds it, `bytes` long.
   __device__ __forceinline__ uint8_t* at(int64_t row, int head, int kind, int bytes) const {
-    const uint32_t slot = static_cast<uint32_t>(row / rows);
-    return data + format::tail_offset_32(slot, stride, head, static_cast<uint32_t>(row % rows), rows, bytes, kind);
+    const uint32_t slot = static_cast<uint32_t>(row >> 32);
+    return data + format::tail_offset_32(slot, stride, head, static_cast<uint32_t>(row), rows, bytes, kind);
   }
 
-  // The row of `token` among max_seqs * rows, -1 if the tail does not keep it.
+  // The row of `token`, with its slot in the upper 32 bits; -1 if the tail does not keep it.
   __device__ __forceinline__ int64_t row(int64_t token) const {
     int64_t s = token, end = token + 1;
     if (begins) s = sequence_of(begins, seqs, token), end = begins[s + 1];
@@ -123,7 +126,7 @@ struct Tail {
     const int ring = rows - sink_tokens;
     if (slot < 0 || slot >= max_seqs || position < 0) return -1;
     if (!format::tail_keeps(position, length, sink_tokens, ring)) return -1;
-    return slot * rows + format::tail_row<int64_t>(position, sink_tokens, ring);
+    return slot << 32 | format::tail_row<int>(static_cast<int>(position), sink_tokens, ring);
   }
 };
 
