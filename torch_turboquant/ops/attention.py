@@ -2,13 +2,13 @@
 
 Keys are never decoded: the query is rotated once, scores come from codes and scales, values are
 accumulated in the rotated space and the result is rotated back once. Sink tokens and the recent
-window come exact from the tail, in the same softmax. merge_attention joins two partial results,
-such as the exact chunk of a prefill and its prefix in codes.
+window come exact from the tail, and the tokens of the call itself exact from k_new and v_new where
+they are given, in the same softmax. merge_attention joins two partial results.
 
 A query at position i (the last of n new ones stands at seq_len - 1) sees the keys j <= i, and with
 a sliding window only j > i - sliding_window. Then, in this order:
 
-1. score = softmax_scale * (q . decoded key without center + q . center); for keys of the exact tail
+1. score = softmax_scale * (q . decoded key without center + q . center); for exact keys
    softmax_scale * (q . key);
 2. soft_cap > 0: score = soft_cap * tanh(score / soft_cap);
 3. softmax over the visible keys, with exp(sink_logits[head]) added to the denominator if given.

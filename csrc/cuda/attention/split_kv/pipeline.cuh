@@ -215,7 +215,7 @@ class Pipeline {
     if (block_.lane == 0) {
       const Attention& a = block_.call;
       list_.notes().source = {next.work.first - next.begin * kUnitTokens,
-                              next.work.length,
+                              a.new_begin(next.work.length, next.work.queries),
                               a.first_visible(next.work.length - next.work.queries),
                               next.head,
                               exact,

@@ -87,7 +87,7 @@ struct QueryRow {
 
 // What a warp needs to know about the segment whose units it copies.
 struct __align__(16) CopySource {
-  int first, length, visible;  // the key of number 0 of the list; keys; pages that end before `visible` may be gone
+  int first, length, visible;  // the key of number 0 of the list; keys in pages; pages before `visible` may be gone
   int head, exact;             // the KV head; exact: the units are of exact keys
   const int32_t* table;        // the sequence's row of block_table
 };
