@@ -894,6 +894,36 @@ def test_tangents_are_refused_inside_transforms():
     func.jvp(lambda x: x.sum() * scale(x.detach()), (x,), (t,))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_derivatives_are_refused_inside_transforms_by_the_ops_of_a_step():
+    """They have no kernel at the Autograd key, and their compiled kernel sees no levels."""
+    good = GOOD["paged_attention"]
+    q, t = good["q"], torch.ones_like(good["q"])
+
+    def out(q):
+        return raw("paged_attention", {**good, "q": q})[0].float().sum()
+
+    def stored(k):
+        raw("cache_store", {**GOOD["cache_store"], "k": k})
+        return k.sum()
+
+    k = GOOD["cache_store"]["k"]
+    for name, call in (
+        ("paged_attention takes no gradient", lambda: func.grad(out)(q.float())),
+        ("paged_attention takes no gradient", lambda: func.jacrev(out)(q.float())),
+        ("paged_attention takes no forward-mode", lambda: func.jvp(out, (q,), (t,))),
+        ("paged_attention takes no forward-mode", lambda: func.linearize(out, q)),
+        ("cache_store takes no gradient", lambda: func.grad(stored)(k)),
+        ("cache_store takes no forward-mode", lambda: func.jvp(stored, (k,), (k,))),
+    ):
+        with pytest.raises(RuntimeError, match=f"turboquant::{name}"):
+            call()
+    func.jvp(lambda q: q.float().sum() * out(q.detach()), (q,), (t,))
+    batched = func.vmap(lambda q: raw("paged_attention", {**good, "q": q})[0])(torch.stack([q, t]))
+    for one, alone in zip(batched, (q, t), strict=True):
+        assert_same_bytes(one, raw("paged_attention", {**good, "q": alone})[0])
+
+
 def test_gradients_of_lists_are_refused():
     x = floats(1, 2, 5, 16)
     needs = [x, x.clone().requires_grad_()]

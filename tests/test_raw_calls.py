@@ -5,6 +5,7 @@ mistakes are in test_bad_arguments.py.
 """
 
 import re
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -194,6 +195,52 @@ def test_the_type_of_an_error_of_a_gpu_without_memory(text, error):
     with pytest.raises(RuntimeError, match=re.escape(text)) as caught:
         _autograd.call_below(SimpleNamespace(redispatch=redispatch), keys)
     assert caught.type is error
+
+
+def test_the_functions_name_the_error_of_a_gpu_without_memory(monkeypatch):
+    """The raw ops of a step have no Python around them that could."""
+
+    def without_memory(*arguments, **outputs):
+        raise RuntimeError("no memory for a tensor: CUDA out of memory. Tried to allocate")
+
+    for name in _autograd.OPS_OF_A_STEP:
+        monkeypatch.setattr(ops, name, SimpleNamespace(default=without_memory))
+    layers = {key: [GOOD["cache_store"][key]] for key in ("cache", "tables")}
+    of_store = {key: GOOD["cache_store"][key] for key in ("slot_mapping", "config")}
+    k = GOOD["cache_store"]["k"].transpose(0, 1)[None]
+    for call in (
+        lambda: tt.cache_store(**GOOD["cache_store"]),
+        lambda: tt.cache_store_layers(
+            [k], [k], layers["cache"], tables=layers["tables"], **of_store
+        ),
+        lambda: tt.paged_attention(**GOOD["paged_attention"]),
+        lambda: tt.paged_attention(**GOOD["paged_attention_out"]),
+    ):
+        with pytest.raises(torch.OutOfMemoryError, match="no memory for a tensor: CUDA out of mem"):
+            call()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_op_of_a_step_runs_no_python(grad, device):
+    """But for one question: whether forward mode is on, or (in grad mode) of all tensors."""
+    layer = Layer(device)
+    q, out, lse = (torch.zeros(3, 2, *d, device=device) for d in ((D,), (D,), ()))
+    for call in (
+        layer.store,
+        lambda: layer.store_layers([layer.k], [layer.v], [layer.cache], [layer.ring]),
+        lambda: layer.attend(q),
+        lambda: layer.attend(q, out, lse),
+    ):
+        ran = []
+        with torch.set_grad_enabled(grad):
+            sys.setprofile(lambda frame, event, _, ran=ran: ran.append((event, frame.f_code)))
+            try:
+                call()
+            finally:
+                sys.setprofile(None)
+        ours = [code for event, code in ran if event == "call" and "_autograd" in code.co_filename]
+        asked = ["_derivative_of", "in_forward_mode"] if grad else ["<lambda>"]
+        assert [code.co_name for code in ours] == asked
 
 
 # ---- messages

@@ -9,7 +9,7 @@ import ctypes
 import json
 import platform
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,18 @@ def force_cpu_level(name: str) -> Iterator[None]:
         yield
     finally:
         _cpu.turboquant_cpu_force_level(before.encode())
+
+
+_ForwardMode = ctypes.CFUNCTYPE(ctypes.c_int)
+_forward_mode: Any = None  # what the libraries call must stay alive
+
+
+def set_forward_mode(ask: Callable[[], int]) -> None:
+    """What the libraries ask in every call of some ops: whether the thread is in forward mode."""
+    global _forward_mode
+    _forward_mode = _ForwardMode(ask)
+    for name, library in _libraries.items():
+        getattr(ctypes.CDLL(library["path"]), f"turboquant_{name}_set_forward_mode")(_forward_mode)
 
 
 def choose_kernel(op: str, facts: Sequence[int], device: Sequence[int]) -> tuple[str, str]:

@@ -4,11 +4,11 @@
 
 Of each library: no C++ symbol of torch and none of Python, every torch C function there since the
 oldest torch supported, no CUDA runtime and no libtorch_python needed at run time, no search path
-and no folder of this machine inside, nothing exported but its build information and the choice of
-its CPU level. Of the wheel: its tag, its size, and that it computes a Hadamard transform in a fresh
-virtual environment that holds torch and nothing else of ours, once for each --torch. Prints a
-table, which wheels/manifest.json keeps with the wheel's SHA-256, one entry per platform and choice
-of CUDA architectures; the exit status is 1 if anything failed.
+and no folder of this machine inside, nothing exported but its build information, the choice of its
+CPU level and how it learns of forward mode. Of the wheel: its tag, its size, and that it computes a
+Hadamard transform in a fresh virtual environment that holds torch and nothing else of ours, once
+for each --torch. Prints a table, which wheels/manifest.json keeps with the wheel's SHA-256, one
+entry per platform and choice of CUDA architectures; the exit status is 1 if anything failed.
 """
 
 import argparse
@@ -45,8 +45,13 @@ EXPORTS = {
         "turboquant_cpu_levels",
         "turboquant_cpu_force_level",
         "turboquant_choose_kernel",
+        "turboquant_cpu_set_forward_mode",
     },
-    "cuda": {"turboquant_cuda_build_info", "turboquant_cuda_device_facts"},
+    "cuda": {
+        "turboquant_cuda_build_info",
+        "turboquant_cuda_device_facts",
+        "turboquant_cuda_set_forward_mode",
+    },
 }
 
 # Runs where only the wheel and torch are installed.

@@ -437,7 +437,7 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CPU, m) {
   using namespace turboquant;
-  m.impl("paged_attention", boxed<&paged_attention<cpu::attend>>);
-  m.impl("paged_attention_out", boxed<&paged_attention_out<cpu::attend>>);
+  m.impl("paged_attention", boxed<&paged_attention<cpu::attend>, kPagedAttention>);
+  m.impl("paged_attention_out", boxed<&paged_attention_out<cpu::attend>, kPagedAttentionOut>);
   m.impl("merge_attention", TORCH_BOX(&cpu::merge_attention));
 }

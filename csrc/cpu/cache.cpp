@@ -158,7 +158,7 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CPU, m) {
   using namespace turboquant;
-  m.impl("cache_store", boxed<&cache_store<cpu::LayerStore>>);
-  m.impl("cache_store_layers", boxed<&cache_store_layers<cpu::LayerStore>>);
+  m.impl("cache_store", boxed<&cache_store<cpu::LayerStore>, kCacheStore>);
+  m.impl("cache_store_layers", boxed<&cache_store_layers<cpu::LayerStore>, kCacheStoreLayers>);
   m.impl("cache_load", boxed<&cpu::cache_load>);
 }

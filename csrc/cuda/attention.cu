@@ -200,7 +200,7 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
   using namespace turboquant;
-  m.impl("paged_attention", boxed<&paged_attention<turboquant::cuda::attend>>);
-  m.impl("paged_attention_out", boxed<&paged_attention_out<turboquant::cuda::attend>>);
+  m.impl("paged_attention", boxed<&paged_attention<turboquant::cuda::attend>, kPagedAttention>);
+  m.impl("paged_attention_out", boxed<&paged_attention_out<turboquant::cuda::attend>, kPagedAttentionOut>);
   m.impl("merge_attention", TORCH_BOX(&turboquant::cuda::merge_attention));
 }

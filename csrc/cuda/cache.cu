@@ -339,7 +339,7 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
   using namespace turboquant;
-  m.impl("cache_store", boxed<&cache_store<turboquant::cuda::LayerStore>>);
-  m.impl("cache_store_layers", boxed<&cache_store_layers<turboquant::cuda::LayerStore>>);
+  m.impl("cache_store", boxed<&cache_store<turboquant::cuda::LayerStore>, kCacheStore>);
+  m.impl("cache_store_layers", boxed<&cache_store_layers<turboquant::cuda::LayerStore>, kCacheStoreLayers>);
   m.impl("cache_load", boxed<&turboquant::cuda::cache_load>);
 }

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from torch_turboquant import _checks
+from torch_turboquant import _autograd, _checks
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.tables import CacheTables
@@ -23,11 +24,19 @@ from torch_turboquant.tail import ring_rows
 
 
 def raw_arguments(op: str, given: tuple[Any, ...], named: dict[str, Any]) -> SimpleNamespace:
-    """What a raw op was called with, defaults included, by the names of its schema."""
+    """What a raw op was called with, defaults included, by the names of its schema.
+
+    Raises RuntimeError if tensors of an op that has no kernel at the Autograd key are
+    differentiated.
+    """
     schema = getattr(torch.ops.turboquant, op).default._schema.arguments
     values = {x.name: x.default_value for x in schema if x.has_default_value()}
     values.update(zip((x.name for x in schema), given, strict=False))
-    return SimpleNamespace(**{**values, **named})
+    values.update(named)
+    if op in _autograd.OPS_OF_A_STEP:
+        tensors = (x for x in tree_leaves(list(values.values())) if isinstance(x, Tensor))
+        _autograd.refuse(op, tuple(tensors))
+    return SimpleNamespace(**values)
 
 
 def raw_config(a: SimpleNamespace, head_dim: int, **others: Any) -> CacheConfig:

@@ -51,6 +51,7 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
+from torch_turboquant._autograd import named_error
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.ops import _cache_checks as checks
@@ -235,11 +236,14 @@ def call_attention(
         options.sink_logits,
         *new,
     )
-    if out is None:
-        return torch.ops.turboquant.paged_attention.default(*arguments)
-    if lse is None:
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    torch.ops.turboquant.paged_attention_out.default(*arguments, out=out, lse=lse)
+    try:
+        if out is None:
+            return torch.ops.turboquant.paged_attention.default(*arguments)
+        if lse is None:
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        torch.ops.turboquant.paged_attention_out.default(*arguments, out=out, lse=lse)
+    except RuntimeError as error:
+        raise named_error(error) from None
     return out, lse
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
+from torch_turboquant._autograd import named_error
 from torch_turboquant.batch import AttentionBatch
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.format import read_keys, read_scales, read_values, write_token
@@ -138,29 +139,32 @@ def call_store(
     batch: AttentionBatch,
 ) -> None:
     """Calls the op cache_store, which checks everything that Python has not checked."""
-    torch.ops.turboquant.cache_store.default(
-        k,
-        v,
-        pages,
-        batch.slot_mapping,
-        tables.key_signs,
-        tables.value_signs,
-        tables.key_levels,
-        tables.value_levels,
-        tables.key_steps,
-        tables.value_steps,
-        tables.center,
-        config.page_size,
-        config.key_bits,
-        config.value_bits,
-        SCALE_MODES[config.key_scale_mode],
-        SCALE_MODES[config.value_scale_mode],
-        ring,
-        None if ring is None else batch.tail_slots,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        config.sink_tokens,
-    )
+    try:
+        torch.ops.turboquant.cache_store.default(
+            k,
+            v,
+            pages,
+            batch.slot_mapping,
+            tables.key_signs,
+            tables.value_signs,
+            tables.key_levels,
+            tables.value_levels,
+            tables.key_steps,
+            tables.value_steps,
+            tables.center,
+            config.page_size,
+            config.key_bits,
+            config.value_bits,
+            SCALE_MODES[config.key_scale_mode],
+            SCALE_MODES[config.value_scale_mode],
+            ring,
+            None if ring is None else batch.tail_slots,
+            batch.seq_lens,
+            batch.cu_seqlens_q,
+            config.sink_tokens,
+        )
+    except RuntimeError as error:
+        raise named_error(error) from None
 
 
 def cache_store_layers(
@@ -253,29 +257,32 @@ def call_store_layers(
 ) -> None:
     """Calls the op cache_store_layers, which checks everything that Python has not checked."""
     shared = tables[0]
-    torch.ops.turboquant.cache_store_layers.default(
-        k,
-        v,
-        pages,
-        batch.slot_mapping,
-        [table.key_signs for table in tables],
-        [table.value_signs for table in tables],
-        shared.key_levels,
-        shared.value_levels,
-        shared.key_steps,
-        shared.value_steps,
-        [] if shared.center is None else [table.center for table in tables],
-        config.page_size,
-        config.key_bits,
-        config.value_bits,
-        SCALE_MODES[config.key_scale_mode],
-        SCALE_MODES[config.value_scale_mode],
-        rings,
-        batch.tail_slots if rings else None,
-        batch.seq_lens,
-        batch.cu_seqlens_q,
-        config.sink_tokens,
-    )
+    try:
+        torch.ops.turboquant.cache_store_layers.default(
+            k,
+            v,
+            pages,
+            batch.slot_mapping,
+            [table.key_signs for table in tables],
+            [table.value_signs for table in tables],
+            shared.key_levels,
+            shared.value_levels,
+            shared.key_steps,
+            shared.value_steps,
+            [] if shared.center is None else [table.center for table in tables],
+            config.page_size,
+            config.key_bits,
+            config.value_bits,
+            SCALE_MODES[config.key_scale_mode],
+            SCALE_MODES[config.value_scale_mode],
+            rings,
+            batch.tail_slots if rings else None,
+            batch.seq_lens,
+            batch.cu_seqlens_q,
+            config.sink_tokens,
+        )
+    except RuntimeError as error:
+        raise named_error(error) from None
 
 
 def cache_load(

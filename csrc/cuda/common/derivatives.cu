@@ -1,0 +1,7 @@
+// How Python tells this library who differentiates (calls/derivatives.h).
+#include "calls/derivatives.h"
+
+extern "C" __attribute__((visibility("default"))) void turboquant_cuda_set_forward_mode(
+    turboquant::InForwardMode* ask) {
+  turboquant::in_forward_mode = ask;
+}
