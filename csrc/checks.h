@@ -4,6 +4,7 @@
 // bounded.
 #pragma once
 
+#include <algorithm>
 #include <cctype>
 #include <cfloat>
 #include <cmath>
@@ -32,6 +33,30 @@ static_assert(static_cast<int>(Dtype::kFloat16) == static_cast<int>(ScalarType::
 // The dtype of a checked floating-point tensor.
 inline Dtype dtype_of(ScalarType t) { return static_cast<Dtype>(t); }
 inline Dtype dtype_of(const Tensor& t) { return dtype_of(t.scalar_type()); }
+
+// torch's own number of a dtype, which the C functions take and give. Tensor::scalar_type() translates it by asking for
+// the numbers of one dtype after the other, which takes longer than all else that is asked about a tensor.
+inline int32_t dtype_number(ScalarType t) {
+  static const int32_t floats[] = {aoti_torch_dtype_float16(), aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16()};
+  static const int32_t integers[] = {aoti_torch_dtype_uint8(), aoti_torch_dtype_int8(), aoti_torch_dtype_int32(),
+                                     aoti_torch_dtype_int64()};
+  switch (t) {
+    case ScalarType::Half: return floats[0];
+    case ScalarType::Float: return floats[1];
+    case ScalarType::BFloat16: return floats[2];
+    case ScalarType::Byte: return integers[0];
+    case ScalarType::Char: return integers[1];
+    case ScalarType::Int: return integers[2];
+    case ScalarType::Long: return integers[3];
+    default: break;
+  }
+  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(t));
+}
+inline int32_t dtype_number(const Tensor& t) {
+  int32_t number = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &number));
+  return number;
+}
 
 inline std::string dtype_name(ScalarType t) {
   switch (t) {
@@ -76,11 +101,12 @@ inline void check_defined(const Tensor& t, const char* name) {
 
 inline void check_dtype(const Tensor& t, const char* name, std::initializer_list<ScalarType> allowed) {
   check_defined(t, name);
-  std::string names;
+  const int32_t number = dtype_number(t);
   for (ScalarType a : allowed) {
-    if (t.scalar_type() == a) return;
-    names += (names.empty() ? "" : ", ") + dtype_name(a);
+    if (number == dtype_number(a)) return;
   }
+  std::string names;
+  for (ScalarType a : allowed) names += (names.empty() ? "" : ", ") + dtype_name(a);
   STD_TORCH_CHECK(false, name, " has dtype ", dtype_name(t.scalar_type()), ", supported: ", names);
 }
 
@@ -93,24 +119,34 @@ inline void check_output_dtype(ScalarType t) {
                   dtype_name(t), ", supported: float32, float16, bfloat16");
 }
 
+// torch's numbers of a tensor's device.
+struct DeviceNumbers {
+  int32_t type = 0, index = 0;
+  bool operator==(const DeviceNumbers&) const = default;
+};
+inline DeviceNumbers numbers_of_device(const Tensor& t) {
+  DeviceNumbers device;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device.type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &device.index));
+  return device;
+}
+
 // All tensors of a call live on the device of the first.
 inline void check_device(const Tensor& t, const Tensor& first, const char* name) {
   check_defined(t, name);
   STD_TORCH_CHECK(
-      t.is_cpu() == first.is_cpu() && t.get_device_index() == first.get_device_index(), name,
+      numbers_of_device(t) == numbers_of_device(first), name,
       " is on another device than the first tensor of the call: all tensors of a call must be on one device");
 }
 
 // `shape` entries of -1 stand for any size.
 inline void check_shape(const Tensor& t, const char* name, std::initializer_list<int64_t> shape) {
-  bool same = t.dim() == static_cast<int64_t>(shape.size());
+  const auto sizes = t.sizes();
+  const auto fits = [](int64_t want, int64_t size) { return want < 0 || size == want; };
+  if (sizes.size() == shape.size() && std::equal(shape.begin(), shape.end(), sizes.begin(), fits)) return;
   std::string want;
-  int64_t i = 0;
-  for (int64_t n : shape) {
-    same = same && (n < 0 || t.size(i) == n);
-    want += (i++ ? ", " : "") + (n < 0 ? std::string("any") : std::to_string(n));
-  }
-  STD_TORCH_CHECK(same, name, " has shape ", shape_text(t), ", expected [", want, "]");
+  for (int64_t n : shape) want += (want.empty() ? "" : ", ") + (n < 0 ? std::string("any") : std::to_string(n));
+  STD_TORCH_CHECK(false, name, " has shape ", shape_text(t), ", expected [", want, "]");
 }
 
 inline void check_contiguous(const Tensor& t, const char* name) {

@@ -21,11 +21,34 @@ inline std::string words_of_torch() {
   return words ? words() : "torch could not allocate it";
 }
 
+// The strides of a contiguous tensor as torch sets them; false: they or its elements cannot be counted.
+inline bool contiguous_strides(const std::vector<int64_t>& shape, int64_t* strides) {
+  int64_t elements = 1, stride = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = stride;
+    if (shape[i] < 0 || __builtin_mul_overflow(elements, shape[i], &elements) ||
+        __builtin_mul_overflow(stride, std::max<int64_t>(shape[i], 1), &stride)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // An uninitialised tensor on the device of `like`. what: names it, where a number of the call makes it large
 inline Tensor new_tensor(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype,
                          const std::string& what = "a tensor") {
+  constexpr size_t kMostDims = 16;
+  int64_t strides[kMostDims];
   try {
-    return torch::stable::new_empty(like, shape, dtype);
+    if (shape.size() > kMostDims || !contiguous_strides(shape, strides)) {
+      return torch::stable::new_empty(like, shape, dtype);
+    }
+    // calls the allocator sooner than the dispatcher's new_empty, whose arguments are put on a stack
+    const DeviceNumbers device = numbers_of_device(like);
+    AtenTensorHandle fresh = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides,
+                                                    dtype_number(dtype), device.type, device.index, &fresh));
+    return Tensor(fresh);
   } catch (const std::exception&) {
     STD_TORCH_CHECK(false, "no memory for ", what, " of shape ", shape_text(shape), " and dtype ", dtype_name(dtype),
                     ": ", words_of_torch());
