@@ -84,10 +84,32 @@ class Counters {
  public:
   // Null: there are none left.
   static uint32_t* take(int device, cudaStream_t stream, int count) {
-    static std::mutex mutex;
-    static std::vector<Counters> all;
     cudaStreamCaptureStatus status;
     check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    if (status != cudaStreamCaptureStatusNone) return take_locked(device, stream, count, status);
+    // A thread that launches into one stream after the other finds its counters without the lock.
+    static thread_local struct {
+      int device;
+      Stream of;
+    } latest{-1, {}};
+    if (latest.device != device || latest.of.stream != stream || latest.of.count < count) {
+      uint32_t* const found = take_locked(device, stream, count, status);
+      if (!found) return nullptr;
+      latest = {device, {stream, count, found}};
+    }
+    return latest.of.counters;
+  }
+
+ private:
+  struct Stream {
+    cudaStream_t stream;
+    int count;
+    uint32_t* counters;
+  };
+
+  static uint32_t* take_locked(int device, cudaStream_t stream, int count, cudaStreamCaptureStatus status) {
+    static std::mutex mutex;
+    static std::vector<Counters> all;
     const std::lock_guard<std::mutex> lock(mutex);
     auto own = std::find_if(all.begin(), all.end(), [&](const Counters& c) { return c.device_ == device; });
     if (own == all.end()) {
@@ -108,12 +130,6 @@ class Counters {
     return fresh;
   }
 
- private:
-  struct Stream {
-    cudaStream_t stream;
-    int count;
-    uint32_t* counters;
-  };
   Counters(int device, uint32_t* memory) : device_(device), memory_(memory) {}
 
   int device_;
@@ -180,8 +196,7 @@ void SplitKvLaunch::run(void* workspace, cudaStream_t stream) {
     plan_.arrivals = static_cast<uint32_t*>(workspace) + grid_ * part_floats_of_block();
     check_cuda(cudaMemsetAsync(plan_.arrivals, 0, int64_t{grid_} * 4, stream), "cudaMemsetAsync");
   }
-  check_cuda(cudaFuncSetAttribute(entry_.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan_.bytes),
-             "paged_attention");
+  allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
   void* arguments[] = {const_cast<Attention*>(&call_), &layout_, &plan_};
   check_cuda(launch_early(entry_.kernel, grid_, plan_.warps * 32, plan_.bytes, arguments, stream, device_.facts.major),
              "paged_attention");

@@ -60,13 +60,15 @@ DeviceFacts facts_of(int index) {
 }  // namespace
 
 const Device& device_of(int index) {
+  static thread_local const Device* latest = nullptr;  // of this thread: found without the lock
+  if (latest && latest->index == index) return *latest;
   static std::mutex mutex;
   static std::deque<Device> known;  // a deque never moves its elements
   const std::lock_guard<std::mutex> lock(mutex);
-  for (const Device& d : known) {
-    if (d.index == index) return d;
-  }
-  return known.emplace_back(Device{index, facts_of(index)});
+  auto found = std::find_if(known.begin(), known.end(), [&](const Device& d) { return d.index == index; });
+  if (found == known.end()) found = known.insert(known.end(), Device{index, facts_of(index)});
+  latest = &*found;
+  return *latest;
 }
 
 const Device& current_device() {

@@ -62,6 +62,10 @@ inline cudaError_t launch_early(const void* kernel, int grid, int threads, int s
   return cudaLaunchKernelExC(&config, kernel, arguments);
 }
 
+// Lets a kernel have this much dynamic shared memory on a device, which is current. CUDA is asked only for more than
+// any thread has asked for.
+void allow_shared_memory(const void* kernel, int device, int bytes);
+
 inline int checked_int(int64_t n, const char* name) {
   STD_TORCH_CHECK(n <= INT32_MAX, name, " is ", n, ", supported on CUDA: up to ", INT32_MAX);
   return static_cast<int>(n);
