@@ -5,6 +5,7 @@ import torch
 
 import torch_turboquant as tt
 from tests.helpers import assert_same_bytes, garbage_cache, paged, randn, to_device
+from torch_turboquant import _checks
 
 D, HEADS, Q_HEADS, PAGE, MAX_Q = 48, 2, 4, 16, 3
 CONFIG = tt.preset("k4v4", D, page_size=PAGE, sink_tokens=2, recent_window=3)
@@ -167,6 +168,31 @@ def test_equals_the_functions(lengths, new, tail, dtype, device):
     )
     for one, other in zip(layer.load(batch, longest, torch.float32), wanted, strict=True):
         assert_same_bytes(one, other)
+
+
+def test_a_good_call_is_checked_once(monkeypatch):
+    """By the op. Python looks at a call that the op has refused, and says what is wrong with it."""
+    world = World([20, 5])
+    layer = world.layer()
+    looked = []
+    check = _checks.check_vectors
+    monkeypatch.setattr(_checks, "check_vectors", lambda *a: looked.append(a[0]) or check(*a))
+    layer.store(world.k, world.v, world.batch)
+    layer.attend(world.q, world.batch)
+    assert not looked
+    for name, call in (
+        ("k", lambda: layer.store(world.k.double(), world.v.double(), world.batch)),
+        ("q", lambda: layer.attend(world.q.double(), world.batch)),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} has dtype float64") as caught:
+            call()
+        assert looked.pop() == name and not looked
+        assert caught.value.__context__ is None
+    # what Python finds good, too, is the op's error
+    with pytest.raises(RuntimeError, match="takes no gradient"):
+        layer.store(world.k.clone().requires_grad_(), world.v, world.batch)
+    with pytest.raises(RuntimeError, match="takes no gradient"):
+        layer.attend(world.q.clone().requires_grad_(), world.batch)
 
 
 @pytest.mark.parametrize("lengths, new", SHAPES)

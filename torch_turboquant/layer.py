@@ -10,6 +10,9 @@ check all of them in every call. A serving loop calls them for each layer and ea
 tables and tail that never change. A PagedLayer holds those, an AttentionBatch holds what changes
 with a step, and an AttentionOptions holds what a model says about its attention.
 
+Queries, keys, values and batch are checked by the op, which refuses bad ones before it writes
+anything; a PagedLayer then looks for what is wrong, and raises the error of the functions.
+
 Nothing here copies a tensor or waits for a device. Pages and tail may belong to somebody else, for
 example to a serving engine that allocates the memory of all layers. A call can be captured in a
 CUDA graph and be compiled with fullgraph=True.
@@ -96,11 +99,19 @@ class PagedLayer:
             RuntimeError: values of the batch's tensors out of range (checked on the CPU, before
                 anything is written).
         """
-        _checks.check_vectors("k", k, 3)
-        self._check_new(k, v, batch, k.shape[0])
-        call_store(k, v, self.pages, self.config, self.tables, self.ring, batch)
+        if self.ring is not None:  # the op knows nothing of tail_valid
+            checks.check_tail_slots(batch, self.ring)
+        try:
+            return call_store(k, v, self.pages, self.config, self.tables, self.ring, batch)
+        except (RuntimeError, TypeError) as error:
+            refused = error
+        self._check_new(k, v, batch)
+        raise refused
 
-    def _check_new(self, k: Tensor, v: Tensor, batch: AttentionBatch, tokens: int) -> None:
+    def _check_new(self, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
+        """Says what is wrong with a call that the op refused, as an error of Python's kind."""
+        _checks.check_vectors("k", k, 3)
+        tokens = k.shape[0]
         checks.check_values(k, v, self.device, self.config)
         if k.shape[1] != self.kv_heads:  # the layer was checked when it was made
             _checks.check_shape("k", k, (tokens, self.kv_heads, self.config.head_dim))
@@ -154,18 +165,36 @@ class PagedLayer:
         """
         # A default object in the signature is more than torch.compile of torch 2.11 can follow.
         options = _PLAIN if options is None else options
+        new = (k_new, v_new)
+        if lse is not None and out is None:
+            self._check_attending(q, batch, options, new, out, lse)
+        try:
+            return call_attention(
+                q, self.pages, self.config, self.tables, self.ring, batch, options, new, out, lse
+            )
+        except (RuntimeError, TypeError) as error:
+            refused = error
+        self._check_attending(q, batch, options, new, out, lse)
+        raise refused
+
+    def _check_attending(
+        self,
+        q: Tensor,
+        batch: AttentionBatch,
+        options: AttentionOptions,
+        new: tuple[Tensor | None, Tensor | None],
+        out: Tensor | None,
+        lse: Tensor | None,
+    ) -> None:
+        """Says what is wrong with a call that the op refused, as an error of Python's kind."""
         _checks.check_vectors("q", q, 3)
         checks.check_queries(q, self.device, self.config, self.kv_heads)
         checks.check_attention(q, batch, options, out, lse)
-        checks.check_new_tokens(q, k_new, v_new, self.kv_heads)
+        checks.check_new_tokens(q, *new, self.kv_heads)
         if self.ring is not None:
             self._check_tail("q", q, batch)
-            if k_new is None and batch.max_q_len > self.max_q_len:  # type: ignore[operator]
+            if new[0] is None and batch.max_q_len > self.max_q_len:  # type: ignore[operator]
                 checks.check_ring_rows(self.ring.shape[2], self.config, batch.max_q_len)
-        new = (k_new, v_new)
-        return call_attention(
-            q, self.pages, self.config, self.tables, self.ring, batch, options, new, out, lse
-        )
 
     def load(
         self, batch: AttentionBatch, max_seq_len: int, dtype: torch.dtype
