@@ -219,3 +219,27 @@ def test_selecting_sequences(method):
         feed(model, cache, ids[rows, :60], 50, 10)
         expected = feed(model, cache, ids[rows, 60:], 1, 20)
     assert_close(actual, expected)
+
+
+def test_options_are_those_of_the_call():
+    """Made anew when a number changes, and for sinks, whose values may have changed."""
+    model = make_model()
+    with TurboQuantCache.for_model(model, config=make_config(model)) as cache:
+        feed(model, cache, make_ids(41), 40, 1)
+        layer, module = cache.layers[0], model.model.layers[0].self_attn
+        query, sinks = torch.zeros(1, 4, 1, 32), torch.zeros(4, dtype=torch.bfloat16)
+
+        def options(**kwargs):
+            return layer._options(module, query, kwargs)
+
+        first = options(scaling=0.5)
+        assert options(scaling=0.5) is first and options(scaling=0.5, softcap=0) is first
+        assert options(scaling=0.25).softmax_scale == 0.25
+        assert options(scaling=0.5, softcap=3.0).soft_cap == 3.0
+        assert options().softmax_scale == 32**-0.5 and options().soft_cap == 0
+        assert options(s_aux=sinks).sink_logits.max() == 0
+        sinks += 1
+        assert options(s_aux=sinks).sink_logits.min() == 1
+        assert options().sink_logits is None
+        with pytest.raises(ValueError, match="asks for prefix, which"):
+            options(prefix=sinks)

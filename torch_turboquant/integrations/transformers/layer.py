@@ -60,6 +60,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.paged: PagedLayer | None = None  # once there is memory
         self.waiting: tuple[Tensor, Tensor] | None = None
         self._handed: tuple[Tensor, Tensor] | None = None
+        self._options_of_layer: AttentionOptions | None = None  # those of the last step
 
     @property
     def pages(self) -> Tensor | None:
@@ -173,7 +174,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.__dict__.update(
             {name: x for name, x in state.items() if name not in ("center", "memory")}
         )
-        self.tables = self.paged = self._handed = None
+        self.tables = self.paged = self._handed = self._options_of_layer = None
         held = memory[1] if memory else self.waiting and self.waiting[0]
         if held is None:
             self.kv_heads, self.is_initialized = 0, False
@@ -315,12 +316,21 @@ class TurboQuantLayer(CacheLayerMixin):
             )
         sinks = kwargs.get("s_aux")
         scaling = kwargs.get("scaling")
-        return AttentionOptions(
-            softmax_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        cap = float(kwargs.get("softcap") or 0.0)
+        fixed_ones = sinks is None and not is_dynamo_compiling()  # torch.compile would trace again
+        if fixed_ones and (known := self._options_of_layer):
+            if (known.softmax_scale, known.soft_cap) == (scale, cap):
+                return known
+        options = AttentionOptions(
+            softmax_scale=scale,
             sliding_window=self.sliding_window,
-            soft_cap=float(kwargs.get("softcap") or 0.0),
+            soft_cap=cap,
             sink_logits=None if sinks is None else sinks.float(),
         )
+        if fixed_ones:
+            self._options_of_layer = options
+        return options
 
     # -- what transformers asks
 
@@ -367,7 +377,7 @@ class TurboQuantLayer(CacheLayerMixin):
 _update_uncompiled = uncompiled(TurboQuantLayer.update)
 
 # Attributes of a layer that a copy makes anew.
-_MADE_ANEW = ("tables", "paged", "_handed")
+_MADE_ANEW = ("tables", "paged", "_handed", "_options_of_layer")
 
 
 def nbytes(t: Tensor | None) -> int:
@@ -394,4 +404,4 @@ def _columns(x: Tensor, piece: Piece, batch: int) -> Tensor:
     """[tokens, heads, dim] -> [batch, columns, heads, dim], zeros where there is padding."""
     if piece.real is not None:
         x = x.new_zeros(batch * piece.batch.max_q_len, *x.shape[1:]).index_copy_(0, piece.real, x)
-    return x.unflatten(0, (batch, piece.batch.max_q_len))
+    return x.view(batch, piece.batch.max_q_len, *x.shape[1:])
