@@ -43,6 +43,22 @@ def test_a_command_names_no_folder_of_this_machine(monkeypatch):
     )
 
 
+def test_host_times_on_a_cpu_say_what_they_hold(monkeypatch, capsys):
+    arguments = ("--device", "cpu", "--runs", "2", "--each", "1")
+    threads = torch.get_num_threads()
+    file, rows, written = run(monkeypatch, "bench_host.py", *arguments)
+    torch.set_num_threads(threads)
+    assert file == "host" and written
+    modes = {"grad", "no_grad", "inference"}
+    calls = {(row["call"], row["mode"]) for row in rows}
+    assert len(calls) == len(rows) and {mode for _, mode in calls} == modes
+    named = {"paged_attention", "cache_store", "paged_attention, tail and center"}
+    assert named < {call for call, _ in calls}
+    assert all(row["us"] >= row["least"] > 0 for row in rows)
+    assert {row["time"] for row in rows} == {"host and kernel"}
+    assert "the kernels run within the calls" in capsys.readouterr().out
+
+
 def test_search_without_its_vectors(monkeypatch, capsys):
     assert run(monkeypatch, "bench_search.py") is None
     assert "needs faiss and a file of vectors" in capsys.readouterr().out
