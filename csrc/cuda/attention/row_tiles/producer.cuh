@@ -85,7 +85,7 @@ class Producer {
     const int token = first_token + ((number + lane_) << r_.tile_shift);
     const int visible = a_.first_visible(item.length - item.queries);
     if (token >= item.coded_end || token + (1 << r_.tile_shift) <= visible) return -1;
-    return a_.block_table[int64_t{item.sequence} * a_.max_pages + (token >> r_.page_shift)];
+    return a_.block_table[item.sequence * a_.table_stride + (token >> r_.page_shift)];
   }
   __device__ __forceinline__ void find_batch(const Item& item, int first_token, int number) {
     const int page = number == 0 ? page_id(item, first_token, 0) : next_page_;
