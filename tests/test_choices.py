@@ -36,7 +36,7 @@ CALLS: dict[str, dict[str, int]] = {
         "d": 128,
         **{f"k_{name}": fact for name, fact in CODES.items()},
         **{f"v_{name}": fact for name, fact in CODES.items()},
-        **{"rows": 4, "dtype": BF16, "tail": 1},
+        **{"group": 4, "q_len": 1, "seqs": 1, "tokens": 1, "dtype": BF16, "tail": 1},
     },
     "encode": {"d": 128, "dtype": BF16, "merges": 1, "tokens": 4096, "heads": 8, **ONE},
     "decode": {"d": 128, "dtype": BF16, "vectors": 1 << 16, "aligned": 1},
@@ -79,6 +79,12 @@ DIMS, COUNTERS = "head_dim is not 64, 128 or 256", "too many vectors for 32-bit 
 STRIDE, BOTH = "a stride of 2 GiB or more", {"k_candidates": 2, "v_candidates": 2}
 PAIR = "the split-KV kernel is not compiled for this pair of key and value codes"
 FEW_ROWS = "at most 16 query rows per KV head"
+MANY_ROWS = "more than 16 query rows per KV head"
+MORE_THAN_8 = "more than 8 query rows per KV head"
+MIXED = "few query rows per KV head in some sequences, more in others"
+NO_PRODUCTS = f"{MANY_ROWS}, without products of warpgroups"
+NO_TILE_DIM = f"{MANY_ROWS}, and the row-tile kernel is not compiled for this head_dim"
+NO_TILE_CODES = f"{MANY_ROWS}, and the row-tile kernel does not expand these codes"
 NO_DIM = "the split-KV kernel is not compiled for this head_dim"
 MANY_STEPS = "a codebook has more than 8 candidate steps"
 NARROW = "several candidate steps need head_dim <= 128"
@@ -89,12 +95,21 @@ NO_SKETCH_DIM = "the other kernels are not compiled for this head_dim"
 FEW = {"tokens": 1}
 CASES = [
     Case("paged_attention", {}, "split_kv", FEW_ROWS),
-    Case("paged_attention", {"rows": 17}, "general", "more than 16 query rows per KV head"),
+    Case("paged_attention", {"d": 256}, "split_kv", "at most 8 query rows per KV head"),
+    Case("paged_attention", {"group": 17}, "row_tiles", MANY_ROWS),
+    Case("paged_attention", {"d": 256, "group": 9}, "row_tiles", MORE_THAN_8),
+    Case("paged_attention", {"q_len": 5, "tokens": 6, "seqs": 2}, "split_kv+row_tiles", MIXED),
+    Case("paged_attention", {"k_bits": 2}, "row_tiles", PAIR),
+    Case("paged_attention", {"group": 17}, "general", NO_PRODUCTS, "A100"),
+    Case("paged_attention", {"group": 17, "dtype": FULL}, "general", f"{MANY_ROWS}, of float32"),
+    Case("paged_attention", {"group": 17, "d": 96}, "general", NO_TILE_DIM),
+    Case("paged_attention", {"group": 17, "k_bits": 5}, "general", NO_TILE_CODES),
     Case("paged_attention", {"dtype": FULL}, "general", "the exact tail is float32"),
     Case("paged_attention", {"dtype": FULL, "tail": 0}, "split_kv", FEW_ROWS),
     Case("paged_attention", {"d": 320}, "general", NO_DIM),
-    Case("paged_attention", {"k_bits": 2}, "general", PAIR),
-    Case("paged_attention", {"v_uniform": 1}, "general", PAIR),
+    Case("paged_attention", {"k_bits": 5}, "general", PAIR),
+    Case("paged_attention", {"v_uniform": 1}, "row_tiles", PAIR),
+    Case("paged_attention", {"v_uniform": 1}, "general", PAIR, "A100"),
     Case("paged_attention", {}, "general", "compute capability below 8.0", "T4"),
     Case("encode", {}, "bulk", FILL),
     Case("encode", {"merges": 0}, "generic", "the leading dimensions do not merge into two"),
@@ -209,16 +224,71 @@ def test_the_split_kv_kernel_is_chosen_where_it_is_compiled():
 @pytest.mark.parametrize("d", split_kv_dims())
 @pytest.mark.parametrize("name", tt.PRESETS)
 def test_every_preset_takes_the_split_kv_kernel(name, d):
-    def choice(rows: int, max_q_len: int = 1) -> tuple[str, str]:
+    def choice(rows: int, max_q_len: int = 1, device: str = "H200") -> tuple[str, str]:
         heads = {"q_heads": 2 * rows, "kv_heads": 2, "max_q_len": max_q_len}
-        return kernel_choice("paged_attention", head_dim=d, preset=name, device="H200", **heads)
+        return kernel_choice("paged_attention", head_dim=d, preset=name, device=device, **heads)
 
-    for rows in range(1, 17):
-        assert choice(rows) == ("split_kv", "at most 16 query rows per KV head")
+    row_tiles = d in row_tiles_dims()
+    limit = 8 if d in (192, 256) else 16
+    for rows in range(1, limit + 1):
+        assert choice(rows) == ("split_kv", f"at most {limit} query rows per KV head")
         assert choice(1, max_q_len=rows) == choice(rows)
-    assert choice(4, 4).kernel == "split_kv"
-    for choice_of_17 in (choice(17), choice(1, 17)):
-        assert choice_of_17 == ("general", "more than 16 query rows per KV head")
+    for more in (choice(limit + 1), choice(1, limit + 1), choice(1, 1000)):
+        assert more.kernel == ("row_tiles" if row_tiles else "general")
+        assert more.reason.startswith(f"more than {limit} query rows per KV head")
+    for device, kernel in (("A100", "split_kv"), ("B200", "split_kv"), ("T4", "general")):
+        assert choice(16, device=device).kernel == kernel
+        assert choice(17, device=device).kernel == "general"
+
+
+def row_tiles_dims() -> list[int]:
+    """The head_dims that the row-tile kernel is compiled for."""
+    files = (ROOT / "csrc/cuda/attention/instances").glob("row_tiles_*.cu")
+    return sorted(int(path.stem.rpartition("_")[2]) for path in files)
+
+
+def test_the_row_tile_kernel_is_chosen_where_it_is_compiled():
+    dims = [d for d in range(16, 1025, 16) if valid_head_dim(d)]
+    assert [d for d in dims if attention(d=d, group=17) == "row_tiles"] == row_tiles_dims()
+    assert row_tiles_dims() == [64, 128, 192, 256]
+
+
+def test_every_pair_of_codes_takes_row_tiles_but_those_with_5_bits_of_a_table():
+    for keys, values in itertools.product(
+        [(2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1), (5, 0), (5, 1), (8, 1)],
+        [(2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1), (8, 1)],
+    ):
+        codes = dict(
+            zip(("k_bits", "k_uniform", "v_bits", "v_uniform"), keys + values, strict=True)
+        )
+        wanted = "general" if keys == (5, 0) else "row_tiles"
+        assert attention(group=17, **codes) == wanted
+        assert attention(group=17, dtype=HALF, **codes) == wanted
+
+
+def test_mixed_batches():
+    def choice(max_q_len: int, seqs: int, tokens: int | None, **others: object) -> tuple[str, str]:
+        call = {"head_dim": 128, "q_heads": 32, "kv_heads": 8, "preset": "k5v4u", "device": "H200"}
+        batch = {"max_q_len": max_q_len, "seqs": seqs, "tokens": tokens}
+        return kernel_choice("paged_attention", **{**call, **batch, **others})
+
+    both = ("split_kv+row_tiles", MIXED)
+    assert choice(512, 61, 512 + 60) == both
+    assert choice(512, 1, 512) == choice(1000, 1, 512) == choice(8, 32, None)  # uniform
+    assert choice(8, 32, 8 * 32) == choice(8, 32, None) == ("row_tiles", MANY_ROWS)
+    assert choice(8, 32, 8 * 32 - 1) == choice(8, 32, 8 * 32 + 1) == both
+    assert choice(4, 32, 40) == choice(4, 32, 4 * 32) == ("split_kv", FEW_ROWS)
+    # one query has more rows than split-KV takes, or all fit
+    assert choice(2, 32, 40, q_heads=17, kv_heads=1) == ("row_tiles", MANY_ROWS)
+    assert choice(2, 32, 40, q_heads=16, kv_heads=1) == both
+    assert choice(2, 32, 40, q_heads=8, kv_heads=1) == ("split_kv", FEW_ROWS)
+    wide = {"head_dim": 256, "q_heads": 9, "kv_heads": 1}
+    assert choice(2, 32, 40, **wide) == ("row_tiles", MORE_THAN_8)
+    # one kernel takes all
+    assert choice(512, 61, 572, preset=None, key_bits=3, value_bits=4) == ("row_tiles", PAIR)
+    assert choice(512, 61, 572, head_dim=96)[0] == "general"
+    assert choice(512, 61, 572, dtype="float32")[0] == "general"
+    assert choice(512, 61, 572, device="A100")[0] == "general"
 
 
 def test_other_calls_of_attention():
@@ -387,6 +457,9 @@ STEP = {"head_dim": 128, "q_heads": 32, "kv_heads": 8, "preset": "k4v4", "device
         ("paged_attention", {"q_heads": 12}, "q_heads is 12, supported: multiples of kv_heads"),
         ("paged_attention", {"kv_heads": 0}, "kv_heads is 0, supported: 1 to 65535"),
         ("paged_attention", {"max_q_len": 2**31}, "max_q_len is 2147483648, supported: 1 to"),
+        ("paged_attention", {"seqs": 0}, "seqs is 0, supported: 1 to 2147483647"),
+        ("paged_attention", {"tokens": 0}, "tokens is 0, supported: 1 to"),
+        ("paged_attention", {"seqs": 2**16, "max_q_len": 2**15}, "tokens is 2147483648, supported"),
         ("paged_attention", {"preset": "k9v9"}, "unknown preset 'k9v9'"),
         ("paged_attention", {"preset": None}, "must have a preset, or key_bits and value_bits"),
         ("paged_attention", {"key_bits": 4}, "give either, not both"),

@@ -125,6 +125,8 @@ def _paged_attention(
     q_heads: int,
     kv_heads: int,
     max_q_len: int = 1,
+    seqs: int = 1,
+    tokens: int | None = None,
     preset: str | None = None,
     key_bits: int | None = None,
     value_bits: int | None = None,
@@ -138,9 +140,13 @@ def _paged_attention(
     group, rest = divmod(_size("q_heads", q_heads, _MOST_HEADS), heads)
     if rest:
         raise ValueError(f"q_heads is {q_heads}, supported: multiples of kv_heads ({kv_heads})")
-    rows = group * _size("max_q_len", max_q_len, 2**31 - 1)
+    most = 2**31 - 1
+    batch = [_size("max_q_len", max_q_len, most), _size("seqs", seqs, most)]
+    all_tokens = _size("tokens", batch[0] * batch[1] if tokens is None else tokens, most)
+    batch[0] = min(batch[0], all_tokens)
     keys, values = _codes(c.key_bits, c.key_grid), _codes(c.value_bits, c.value_grid)
-    return [head_dim, *keys, *values, rows, _DTYPES[_dtype(dtype)], int(tail)]
+    of_queries = [group, *batch, all_tokens, _DTYPES[_dtype(dtype)], int(tail)]
+    return [head_dim, *keys, *values, *of_queries]
 
 
 def _cache_store(
@@ -300,8 +306,8 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
     The call is taken to have new, contiguous tensors. What describes it depends on the op:
 
     ===============  ===============================================================================
-    paged_attention  head_dim, q_heads, kv_heads, a cache; max_q_len, key_grid, value_grid, dtype,
-                     tail
+    paged_attention  head_dim, q_heads, kv_heads, a cache; max_q_len, seqs, tokens, key_grid,
+                     value_grid, dtype, tail
     cache_store      head_dim, tokens, kv_heads, a cache; search, page_size, dtype, tail
     cache_load       head_dim, seqs, max_seq_len, kv_heads, a cache; dtype
     encode           head_dim, vectors, bits; search, dtype
@@ -318,8 +324,9 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
         device: the name of a GPU, "A100", "B200", "H100", "H200", "L4", "RTX 4090", "RTX 5090" or
             "T4"; None: the current CUDA device.
         shape: the sizes above; dtype is a torch.dtype or its name, bfloat16 if it is not given;
-            tail says whether the call has an exact tail, dense whether the projection of a sketch
-            is a matrix.
+            tail says whether the call has exact keys (a tail, or k_new), dense whether the
+            projection of a sketch is a matrix. In paged_attention tokens counts the queries of all
+            sequences; if it is not given, each of them has max_q_len.
 
     Raises:
         ValueError: an op, device, option or size that does not exist; the text names those that do.

@@ -11,23 +11,28 @@
 namespace turboquant {
 
 enum class AttentionKernel {
-  kSplitKv,  // few query rows over long caches (cuda/attention/split_kv/kernel.cuh)
-  kGeneral,  // everything (cuda/attention/general.cu)
+  kSplitKv,   // few query rows over long caches (cuda/attention/split_kv/kernel.cuh)
+  kRowTiles,  // many query rows (cuda/attention/row_tiles/kernel.cuh)
+  kBoth,      // sequences of few rows: split-KV, then those of many rows: row tiles
+  kGeneral,   // everything (cuda/attention/general.cu)
 };
 
 // What the choice depends on, of a call.
 struct AttentionShape {
   int head_dim;
   format::Codes keys, values;
-  int64_t query_rows;  // of a KV head: max_q_len * query heads per KV head
-  Dtype dtype;         // of queries, results and the exact tail
-  bool has_tail;
+  int64_t group;      // query heads per KV head
+  int64_t max_q_len;  // queries of a sequence at most; not more than tokens
+  int64_t seqs, tokens;
+  Dtype dtype;     // of queries, results and exact keys
+  bool has_exact;  // exact keys: a tail, or the call's own tokens
 };
 
 struct AttentionChoice {
   AttentionKernel kernel;
-  const char* reason;  // the condition that decided
-  int pair;            // kSplitKv: the index of the codes in kSplitKvPairs
+  const char* reason;            // the condition that decided
+  int pair = -1;                 // split-KV: the index of the codes in kSplitKvPairs
+  int64_t split_kv_queries = 0;  // split-KV takes sequences of at most so many queries; kBoth: row tiles the others
 };
 
 // The head_dims that the split-KV kernel is compiled for (cuda/attention/instances): all that pages can have up to 256,
@@ -57,7 +62,13 @@ constexpr CodesOfPair kSplitKvPairs[] = {
 };
 constexpr int kSplitKvNumPairs = sizeof(kSplitKvPairs) / sizeof(kSplitKvPairs[0]);
 
-// With more rows the general kernel reads the codes fewer times.
+// The most rows of a block of the split-KV kernel. A sequence with more of them would read its codes twice.
+constexpr int split_kv_block_rows(int head_dim) {
+  return head_dim == 64 || head_dim == 128 ? 16 : head_dim <= 256 ? 8 : 4;
+}
+
+// Where row tiles cannot take a call, split-KV takes up to so many rows, whatever its block has: beyond them the
+// general kernel reads the codes fewer times.
 constexpr int kSplitKvMaxRows = 16;
 
 // Its copies end in barriers of shared memory (cuda/common/async_copy.cuh).
@@ -78,15 +89,85 @@ constexpr int split_kv_pair(const format::Codes& keys, const format::Codes& valu
   return -1;
 }
 
+// The head_dims that the row-tile kernel is compiled for. It expands any codes but 5-bit ones of a table.
+constexpr int kRowTilesHeadDims[] = {64, 128, 192, 256};
+constexpr bool is_row_tiles_head_dim(int head_dim) {
+  for (const int d : kRowTilesHeadDims) {
+    if (d == head_dim) return true;
+  }
+  return false;
+}
+
+namespace choices {
+
+// Why a kernel cannot take a call, whatever its rows are; null: it can.
+constexpr const char* refusal_of_split_kv(const AttentionShape& shape, const DeviceFacts& device) {
+  if (shape.has_exact && shape.dtype == Dtype::kFloat32) return "the exact tail is float32";
+  if (!is_split_kv_head_dim(shape.head_dim)) return "the split-KV kernel is not compiled for this head_dim";
+  if (split_kv_pair(shape.keys, shape.values) < 0) {
+    return "the split-KV kernel is not compiled for this pair of key and value codes";
+  }
+  if (device.major < kSplitKvLeastMajor) return "compute capability below 8.0";
+  return nullptr;
+}
+constexpr const char* refusal_of_row_tiles(const AttentionShape& shape, const DeviceFacts& device) {
+  if (!device.warpgroup_products) return "more than 16 query rows per KV head, without products of warpgroups";
+  if (shape.dtype == Dtype::kFloat32) return "more than 16 query rows per KV head, of float32";
+  if (!is_row_tiles_head_dim(shape.head_dim)) {
+    return "more than 16 query rows per KV head, and the row-tile kernel is not compiled for this head_dim";
+  }
+  const auto expands = [](const format::Codes& codes) {
+    return !format::has_plane(codes.width) || codes.grid == Grid::kUniform;
+  };
+  if (!expands(shape.keys) || format::has_plane(shape.values.width)) {
+    return "more than 16 query rows per KV head, and the row-tile kernel does not expand these codes";
+  }
+  return nullptr;
+}
+
+// A mixed call: how many queries a sequence may have to be split-KV's. As many as fit into the smallest block that a
+// call of the shorter sequences alone would take, as far as the host can tell: it knows the mean number of queries of
+// all sequences but the longest. A larger block would take longer for each of them (with 16 rows up to twice as long as
+// with 4), and a smaller one would leave most of them to row tiles.
+constexpr int64_t split_kv_queries_of_mixed(const AttentionShape& shape, int limit) {
+  const int64_t others = shape.seqs > 1 ? shape.seqs - 1 : 1;
+  const int64_t mean = (shape.tokens - shape.max_q_len + others - 1) / others;
+  int rows = 4;
+  while (rows < limit && rows < shape.group * (mean > 1 ? mean : 1)) rows *= 2;
+  return rows / shape.group;
+}
+
+}  // namespace choices
+
+// Which kernel takes sequences of how many query rows (max_q_len * group, of a KV head):
+//   rows <= limit                split-KV: one launch
+//   else, and every sequence     row tiles: one launch. It must be so where tokens = seqs * max_q_len, or where one
+//   has more than the limit      query has more rows than the limit
+//   else                         both: the lengths are on the device, so both kernels are launched, and each skips the
+//                                sequences of the other one
+// Where row tiles cannot take the call, the general kernel takes all that has more rows than the limit; where split-KV
+// cannot, row tiles take all, or else the general kernel.
 constexpr AttentionChoice choose_attention(const AttentionShape& shape, const DeviceFacts& device) {
-  const auto general = [](const char* reason) { return AttentionChoice{AttentionKernel::kGeneral, reason, -1}; };
-  if (shape.query_rows > kSplitKvMaxRows) return general("more than 16 query rows per KV head");
-  if (shape.has_tail && shape.dtype == Dtype::kFloat32) return general("the exact tail is float32");
-  if (!is_split_kv_head_dim(shape.head_dim)) return general("the split-KV kernel is not compiled for this head_dim");
+  using Kernel = AttentionKernel;
+  const char *const no_split_kv = choices::refusal_of_split_kv(shape, device), *const no_row_tiles =
+                                                                                   choices::refusal_of_row_tiles(
+                                                                                       shape, device);
+  const int limit = no_row_tiles ? kSplitKvMaxRows : split_kv_block_rows(shape.head_dim);
   const int pair = split_kv_pair(shape.keys, shape.values);
-  if (pair < 0) return general("the split-KV kernel is not compiled for this pair of key and value codes");
-  if (device.major < kSplitKvLeastMajor) return general("compute capability below 8.0");
-  return {AttentionKernel::kSplitKv, "at most 16 query rows per KV head", pair};
+  const int64_t rows = shape.max_q_len * shape.group;
+  const bool few = rows <= limit;
+  if (few && !no_split_kv) {
+    const char* reason = limit == 16 ? "at most 16 query rows per KV head" : "at most 8 query rows per KV head";
+    return {Kernel::kSplitKv, reason, pair, shape.max_q_len};
+  }
+  if (no_row_tiles) return {Kernel::kGeneral, few ? no_split_kv : no_row_tiles};
+  if (no_split_kv) return {Kernel::kRowTiles, no_split_kv};
+  if (shape.tokens == shape.seqs * shape.max_q_len || shape.group > limit) {
+    return {Kernel::kRowTiles,
+            limit == 16 ? "more than 16 query rows per KV head" : "more than 8 query rows per KV head"};
+  }
+  return {Kernel::kBoth, "few query rows per KV head in some sequences, more in others", pair,
+          choices::split_kv_queries_of_mixed(shape, limit)};
 }
 
 }  // namespace turboquant

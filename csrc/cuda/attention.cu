@@ -1,5 +1,5 @@
-// paged_attention: checks a call, describes it for the kernels (attention/call.cuh) and launches the one that
-//   choices/attention.h chooses.
+// paged_attention: checks a call, describes it for the kernels (attention/call.cuh) and launches the one or the two
+//   that choices/attention.h chooses.
 // merge_attention: joins the attention of the same queries over two disjoint sets of keys.
 #include "cuda/attention/call.cuh"
 
@@ -8,6 +8,7 @@
 #include "calls/attention.h"
 #include "choices/attention.h"
 #include "cuda/attention/general.cuh"
+#include "cuda/attention/row_tiles.cuh"
 #include "cuda/attention/split_kv.cuh"
 #include "cuda/codec/arguments.cuh"
 
@@ -24,9 +25,12 @@ AttentionShape shape_of(const Attention& a) {
   return {.head_dim = a.record.head_dim,
           .keys = {a.record.key_width(), grid(a.key_levels)},
           .values = {a.record.value_width(), grid(a.value_levels)},
-          .query_rows = int64_t{a.max_q_len} * a.group,
+          .group = a.group,
+          .max_q_len = a.max_q_len,
+          .seqs = a.seqs,
+          .tokens = a.tokens,
           .dtype = a.dtype,
-          .has_tail = a.tail || a.new_keys};
+          .has_exact = a.tail || a.new_keys};
 }
 
 // k_new or v_new, [tokens, kv_heads, d]: the tensor itself, or a copy if rows do not start at multiples of 16 bytes.
@@ -45,6 +49,24 @@ class NewRows {
   AlignedRows rows_;
   int64_t token_stride_, head_stride_;
 };
+
+// Launches the kernels of a call. Where two share its sequences, split-KV clears the results of tokens behind the last
+// one.
+void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t stream) {
+  const AttentionChoice choice = choose_attention(shape_of(a), device.facts);
+  using Kernel = AttentionKernel;
+  if (choice.kernel == Kernel::kGeneral) return attend_general(a, device.facts, stream);
+  a.most_queries = static_cast<int>(choice.split_kv_queries);
+  std::optional<split_kv::SplitKvLaunch> few;
+  std::optional<row_tiles::RowTilesLaunch> many;
+  if (choice.kernel != Kernel::kRowTiles) few.emplace(a, device, choice.pair);
+  if (choice.kernel != Kernel::kSplitKv) many.emplace(a, device, few ? a.most_queries + 1 : 0);
+  // One after the other, so they can have the same memory.
+  const int64_t bytes = std::max(few ? few->workspace_bytes() : 0, many ? many->workspace_bytes() : 0);
+  const Tensor workspace = new_tensor(q, {bytes}, ScalarType::Byte, "the work space");
+  if (few) few->run(workspace.data_ptr(), stream);
+  if (many) many->run(workspace.data_ptr(), stream);
+}
 
 void attend(const AttentionCall& c, const format::Record& record, const Tensor& out, const Tensor& lse) {
   STD_TORCH_CHECK(aligned(c.cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
@@ -76,7 +98,7 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
   a.table_stride = c.block_table.stride(0);
   a.seqs = checked_int(c.seqs(), "the number of sequences");
   a.max_pages = checked_int(c.block_table.size(1), "the width of block_table");
-  a.max_q_len = static_cast<int>(std::min(c.max_q_len, c.tokens()));
+  a.max_q_len = c.cu_seqlens_q ? static_cast<int>(std::min(c.max_q_len, c.tokens())) : 1;
   // positions are subtracted from a window, so it is no longer than the longest sequence
   const int64_t room = int64_t{a.max_pages} * record.page_size + (c.k_new ? a.max_q_len : 0);
   a.sliding_window = static_cast<int>(std::min({c.sliding_window, room, int64_t{INT32_MAX}}));
@@ -109,15 +131,7 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
     a.new_key_token_stride = keys->token_stride(), a.new_key_head_stride = keys->head_stride();
     a.new_value_token_stride = values->token_stride(), a.new_value_head_stride = values->head_stride();
   }
-  const Device& device = device_of(c.q.get_device_index());
-  const AttentionChoice choice = choose_attention(shape_of(a), device.facts);
-  if (choice.kernel == AttentionKernel::kSplitKv) {
-    split_kv::SplitKvLaunch kernel(a, device, choice.pair);
-    const Tensor workspace = new_tensor(c.q, {kernel.workspace_bytes()}, ScalarType::Byte, "the work space");
-    kernel.run(workspace.data_ptr(), launch.stream());
-  } else {
-    attend_general(a, device.facts, launch.stream());
-  }
+  start(a, c.q, device_of(c.q.get_device_index()), launch.stream());
 }
 
 // ---- merge_attention -----------------------------------------------------------------------------------------------

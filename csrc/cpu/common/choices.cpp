@@ -82,6 +82,8 @@ class Facts {
 const char* name(AttentionKernel kernel) {
   switch (kernel) {
     case AttentionKernel::kSplitKv: return "split_kv";
+    case AttentionKernel::kRowTiles: return "row_tiles";
+    case AttentionKernel::kBoth: return "split_kv+row_tiles";
     case AttentionKernel::kGeneral: break;
   }
   return "general";
@@ -131,9 +133,12 @@ Answer choose_attention(Facts& facts, const DeviceFacts& device) {
   const AttentionShape shape{.head_dim = facts.vector_dim(),
                              .keys = facts.codes(),
                              .values = facts.codes(),
-                             .query_rows = facts.vectors(),
+                             .group = facts.heads(),
+                             .max_q_len = facts.integer(1, INT32_MAX),
+                             .seqs = facts.integer(1, INT32_MAX),
+                             .tokens = facts.integer(1, INT32_MAX),
                              .dtype = facts.dtype(),
-                             .has_tail = facts.flag()};
+                             .has_exact = facts.flag()};
   return facts.valid() ? answer(turboquant::choose_attention(shape, device)) : kBadFacts;
 }
 

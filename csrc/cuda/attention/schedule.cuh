@@ -30,7 +30,7 @@ __device__ __forceinline__ int quotient(int x, int y) {
 
 // Everything that follows from the length of a sequence.
 struct SequenceWork {
-  int queries, length, blocks;  // query tokens; keys; blocks of rows
+  int queries, length, blocks;  // query tokens, 0 where another kernel takes them; keys; blocks of rows
   int first, coded, units;      // the first key of unit 0; units of codes; all units, those of exact keys included
   int sinks, recent, exact;     // exact keys that some row sees: [0, sinks) and [recent, length), `exact` in all
 
@@ -46,6 +46,7 @@ template <int ROWS>
 __device__ __forceinline__ SequenceWork work_of_sequence(const Attention& a, int per_unit, int s, bool early) {
   SequenceWork x;
   x.queries = a.num_queries(s, early), x.length = a.length(s, early);
+  if (x.queries > a.most_queries) x.queries = 0;
   x.blocks = quotient(x.queries * a.group + ROWS - 1, ROWS);
   const Attention::Tail tail = a.tail_of(s, x.length, early);
   const int begin = x.length - x.queries, new_begin = a.new_begin(x.length, x.queries);

@@ -1,13 +1,11 @@
-// The launch of the split-KV kernel: which instance, how its shared memory is divided, and counters that need no
-// clearing.
+// The launch of the split-KV kernel: which instance, and how its shared memory is divided.
 #include "cuda/attention/split_kv.cuh"
 
 #include <algorithm>
-#include <mutex>
 #include <utility>
-#include <vector>
 
 #include "choices/attention.h"
+#include "cuda/attention/counters.cuh"
 #include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda::split_kv {
@@ -25,9 +23,11 @@ KernelEntry find_kernel_of(int head_dim, int pair, int rows, std::index_sequence
   return found;
 }
 
+// Rows of a KV head in the sequences that the kernel takes.
+int rows_of(const Attention& a) { return std::min(a.max_q_len, a.most_queries) * a.group; }
+
 KernelEntry find_kernel_of(const Attention& a, int pair) {
-  return find_kernel_of(a.record.head_dim, pair, a.max_q_len * a.group,
-                        std::make_index_sequence<std::size(kSplitKvHeadDims)>{});
+  return find_kernel_of(a.record.head_dim, pair, rows_of(a), std::make_index_sequence<std::size(kSplitKvHeadDims)>{});
 }
 
 // ---- Shared memory -------------------------------------------------------------------------------------------------
@@ -70,75 +70,7 @@ SplitKvPlan plan_of(const KernelEntry& k, int most_warps, int blocks_per_multipr
   return best;
 }
 
-// ---- Counters of arrivals ------------------------------------------------------------------------------------------
-//
-// Every launch finds its counters at 0 and leaves them at 0, so they are cleared once, when the module is loaded.
-// Launches that may run at the same time must not share counters: a stream, which runs its launches one after the
-// other, has counters of its own; a captured launch gets counters that no other launch will ever have, because its
-// graph may be replayed on any stream.
-
-constexpr int kCounters = 1 << 20;
-__device__ uint32_t counters[kCounters];
-
-class Counters {
- public:
-  // Null: there are none left.
-  static uint32_t* take(int device, cudaStream_t stream, int count) {
-    cudaStreamCaptureStatus status;
-    check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-    if (status != cudaStreamCaptureStatusNone) return take_locked(device, stream, count, status);
-    // A thread that launches into one stream after the other finds its counters without the lock.
-    static thread_local struct {
-      int device;
-      Stream of;
-    } latest{-1, {}};
-    if (latest.device != device || latest.of.stream != stream || latest.of.count < count) {
-      uint32_t* const found = take_locked(device, stream, count, status);
-      if (!found) return nullptr;
-      latest = {device, {stream, count, found}};
-    }
-    return latest.of.counters;
-  }
-
- private:
-  struct Stream {
-    cudaStream_t stream;
-    int count;
-    uint32_t* counters;
-  };
-
-  static uint32_t* take_locked(int device, cudaStream_t stream, int count, cudaStreamCaptureStatus status) {
-    static std::mutex mutex;
-    static std::vector<Counters> all;
-    const std::lock_guard<std::mutex> lock(mutex);
-    auto own = std::find_if(all.begin(), all.end(), [&](const Counters& c) { return c.device_ == device; });
-    if (own == all.end()) {
-      void* memory = nullptr;
-      check_cuda(cudaGetSymbolAddress(&memory, counters), "cudaGetSymbolAddress");
-      all.push_back(Counters{device, static_cast<uint32_t*>(memory)});
-      own = all.end() - 1;
-    }
-    if (status == cudaStreamCaptureStatusNone) {
-      for (const Stream& s : own->streams_) {
-        if (s.stream == stream && s.count >= count) return s.counters;
-      }
-    }
-    if (own->used_ + count > kCounters) return nullptr;
-    uint32_t* fresh = own->memory_ + own->used_;
-    own->used_ += count;
-    if (status == cudaStreamCaptureStatusNone) own->streams_.push_back({stream, count, fresh});
-    return fresh;
-  }
-
-  Counters(int device, uint32_t* memory) : device_(device), memory_(memory) {}
-
-  int device_;
-  uint32_t* memory_;
-  int used_ = 0;
-  std::vector<Stream> streams_;
-};
-
-int64_t blocks_of_rows(const Attention& a, int rows) { return (int64_t{a.max_q_len} * a.group + rows - 1) / rows; }
+int64_t blocks_of_rows(const Attention& a, int rows) { return (rows_of(a) + rows - 1) / rows; }
 
 }  // namespace
 
@@ -191,11 +123,8 @@ void SplitKvLaunch::check_limits() const {
 
 void SplitKvLaunch::run(void* workspace, cudaStream_t stream) {
   plan_.parts = static_cast<float*>(workspace);
-  plan_.arrivals = Counters::take(device_.index, stream, grid_);
-  if (!plan_.arrivals) {  // after thousands of captured launches: this one clears counters of its own
-    plan_.arrivals = static_cast<uint32_t*>(workspace) + grid_ * part_floats_of_block();
-    check_cuda(cudaMemsetAsync(plan_.arrivals, 0, int64_t{grid_} * 4, stream), "cudaMemsetAsync");
-  }
+  plan_.arrivals =
+      zeroed_counters(device_.index, stream, grid_, static_cast<uint32_t*>(workspace) + grid_ * part_floats_of_block());
   allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
   void* arguments[] = {const_cast<Attention*>(&call_), &layout_, &plan_};
   check_cuda(launch_early(entry_.kernel, grid_, plan_.warps * 32, plan_.bytes, arguments, stream, device_.facts.major),

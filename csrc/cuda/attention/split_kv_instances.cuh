@@ -30,8 +30,7 @@ KernelEntry find_kernel(int pair, int rows) {
   static_assert(is_split_kv_head_dim(D));
   const CodeFacts codes = facts_of_pair<D>(pair, std::make_integer_sequence<int, kSplitKvNumPairs>{});
   // The most products of four rows. More would not fit into registers, or would rarely be used.
-  constexpr int kMost = D == 64 || D == 128 ? 4 : D <= 256 ? 2 : 1;
-  static_assert(4 * kMost <= kSplitKvMaxRows);
+  constexpr int kMost = split_kv_block_rows(D) / 4;
   if (rows <= 4 || kMost == 1) return kernel_entry<D, 1>(codes);
   if (rows <= 8 || kMost == 2) return kernel_entry<D, std::min(kMost, 2)>(codes);
   return kernel_entry<D, kMost>(codes);

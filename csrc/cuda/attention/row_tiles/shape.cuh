@@ -106,7 +106,7 @@ struct RingPlace {
 // Fills in where everything is; false: it does not fit into `limit` bytes. There are at least as many stages of tiles as
 // warps that fill them: a barrier knows one phase from the next, but not from the one after that.
 template <class S>
-bool lay_out(Plan& p, int limit) {
+constexpr bool lay_out(Plan& p, int limit) {
   const auto up = [](int n) { return (n + 127) / 128 * 128; };
   p.queries = (p.key_stages + p.value_stages) * S::kTileBytes;
   p.scales = p.queries + S::kQueryBytes;  // __half [producer warps, keys of a unit]

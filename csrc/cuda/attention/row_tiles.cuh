@@ -1,0 +1,57 @@
+// The launch of the row-tile kernel (attention/row_tiles/kernel.cuh), for calls that choose_attention gives to it.
+#pragma once
+
+#include "choices/attention.h"
+#include "cuda/attention/call.cuh"
+#include "cuda/attention/row_tiles/shape.cuh"
+#include "cuda/common/device_facts.cuh"
+
+namespace turboquant::cuda::row_tiles {
+
+// A compiled kernel, and what the launch needs to know about its shape.
+struct KernelEntry {
+  const void* kernel;
+  int rows, threads;  // of a tile of rows; of a block
+  int blocks;         // per multiprocessor, at most
+  int stream_warps;   // see Shape
+  int part_floats;    // of a partial result
+  bool (*lay_out)(Plan& plan, int limit);
+};
+
+// The kernel for tiles of 64 rows (groups = 1) or 128 (2), and queries of a 16-bit type. Defined in
+// instances/row_tiles_<D>.cu.
+template <int D>
+KernelEntry find_kernel(int groups, Dtype dtype);
+
+// Bytes of a raw stage: the tiles of a record that hold kUnitKeys tokens, in places that bulk copies can write to.
+constexpr int raw_stride(const format::Record& record) {
+  return (kUnitKeys / record.tile_tokens() * record.tile_bytes() + 127) / 128 * 128;
+}
+
+// A launch, with everything that follows from the call and the device: computed once, before memory is allocated.
+class RowTilesLaunch {
+ public:
+  // least_queries: sequences with fewer queries are another kernel's, which also clears the results of tokens behind
+  // the last sequence; 0: there is no other kernel. The call stays alive until `run` returns.
+  RowTilesLaunch(const Attention& call, const Device& device, int least_queries);
+
+  // Bytes of memory for partial results; their contents do not matter.
+  int64_t workspace_bytes() const { return (part_floats() + num_counters()) * 4; }
+
+  // workspace: aligned to 16 bytes.
+  void run(void* workspace, cudaStream_t stream);
+
+ private:
+  int64_t part_floats() const { return int64_t{2} * grid_ * entry_.part_floats; }
+  int num_counters() const { return 2 * grid_ + 1; }
+  bool choose_shape(int groups);
+  void check_limits() const;
+
+  const Attention& call_;
+  const Device& device_;
+  KernelEntry entry_;
+  Plan plan_{};
+  int grid_;
+};
+
+}  // namespace turboquant::cuda::row_tiles

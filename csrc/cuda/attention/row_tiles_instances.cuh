@@ -1,0 +1,43 @@
+// The kernels of one head_dim, for tiles of 64 and of 128 rows and both 16-bit types; each takes all codes.
+#pragma once
+
+#include <algorithm>
+
+#include "choices/attention.h"
+#include "cuda/attention/row_tiles.cuh"
+#include "cuda/attention/row_tiles/kernel.cuh"
+
+namespace turboquant::cuda::row_tiles {
+
+// Tiles of 64 rows of every head_dim leave room for the largest records in the shared memory of compute capability 9.0,
+// so a launch always finds a shape.
+constexpr int kSharedPerBlock = 227 << 10;
+template <class S>
+constexpr bool kAlwaysFits = [] {
+  Plan plan{};
+  plan.key_stages = plan.value_stages = 2, plan.raw_stride = raw_stride(format::Record{S::kDim, 64, 8, 8});
+  return S::kStreamWarps <= 2 && lay_out<S>(plan, kSharedPerBlock);
+}();
+
+template <class S, typename T>
+KernelEntry kernel_entry() {
+  return {.kernel = reinterpret_cast<const void*>(&row_tiles_kernel<S, T>),
+          .rows = S::kRows,
+          .threads = S::kThreads,
+          .blocks = S::kBlocks,
+          .stream_warps = S::kStreamWarps,
+          .part_floats = S::kPartFloats,
+          .lay_out = &lay_out<S>};
+}
+
+template <int D>
+KernelEntry find_kernel(int groups, Dtype dtype) {
+  static_assert(is_row_tiles_head_dim(D) && kAlwaysFits<Shape<D, 1>>);
+  const auto of_type = [&](auto type) {
+    using T = typename decltype(type)::type;
+    return groups == 1 ? kernel_entry<Shape<D, 1>, T>() : kernel_entry<Shape<D, 2>, T>();
+  };
+  return dtype == Dtype::kFloat16 ? of_type(Tag<__half>{}) : of_type(Tag<__nv_bfloat16>{});
+}
+
+}  // namespace turboquant::cuda::row_tiles
