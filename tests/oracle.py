@@ -23,6 +23,9 @@ def exact_attention(
     exact_v: Tensor | None = None,
     sinks: int = 0,
     window: int = 0,
+    held: list[tuple[int, int]] | None = None,
+    own: bool = False,
+    gone: Tensor | None = None,
     softmax_scale: float | None = None,
     sliding_window: int = 0,
     soft_cap: float = 0.0,
@@ -36,6 +39,10 @@ def exact_attention(
         seq_lens, q_lens: of each sequence; its queries are its last tokens.
         exact_k, exact_v: of k's shape, seen by a query at p instead of k and v where the key is one
             of the first `sinks` tokens or of the `window` tokens up to p. None: nowhere.
+        held: of each sequence what its tail holds of these: so many of the first tokens, and those
+            from a position on. None: all.
+        own: also where the key is one of the call's own tokens, those with queries.
+        gone: bool [seqs, max_len], keys that nobody sees.
         Others: as in paged_attention.
     """
     d, kv_heads = q.shape[2], k.shape[2]
@@ -55,6 +62,8 @@ def exact_attention(
         seen = key <= position
         if sliding_window:
             seen &= key > position - sliding_window
+        if gone is not None:
+            seen &= ~gone[s, key]
         queries = q[begin:end].double().unflatten(1, (kv_heads, -1))  # [count, kv_heads, group, d]
 
         def scores(keys: Tensor, s=s, queries=queries, key=key) -> Tensor:
@@ -64,6 +73,10 @@ def exact_attention(
         near = torch.zeros_like(seen)
         if exact_k is not None:
             near = (key < sinks) | (position - key < window)
+            if held is not None:
+                near &= (key < held[s][0]) | (key >= max(held[s][1], sinks))
+            if own:
+                near |= key >= length - count
             score = torch.where(near[:, None, None], scores(exact_k), score)
         if soft_cap > 0:
             score = soft_cap * torch.tanh(score / soft_cap)

@@ -1,0 +1,698 @@
+"""Many query rows on CUDA, and batches of few and many: against the float64 oracle on the device.
+
+On GPUs with products of warpgroups (9.0) the row-tile kernel takes them, elsewhere the general
+kernel, which must give the same results. test_split_kv.py has the cases, the oracle's bounds and
+everything about few rows.
+"""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_turboquant as tt
+from tests.helpers import assert_same_bytes
+from tests.oracle import exact_attention
+from tests.test_split_kv import (
+    BF16,
+    DEVICE,
+    Case,
+    assert_near,
+    attend,
+    build,
+    check,
+    decoded,
+    expected,
+    int32,
+    kernels_of,
+    randn,
+    stale_cache,
+    starts_of,
+)
+from torch_turboquant.config import CacheConfig
+
+pytestmark = pytest.mark.cuda
+
+DIMS = (64, 128, 192, 256)
+"""Those that the row-tile kernel is compiled for."""
+HALVES = (torch.float16, BF16)
+NAMES = {
+    "split_kv": ["split_kv::attend_kernel"],
+    "row_tiles": ["row_tiles::row_tiles_kernel"],
+    "split_kv+row_tiles": ["split_kv::attend_kernel", "row_tiles::row_tiles_kernel"],
+    "general": ["general::general_kernel"],
+}
+
+
+def own_tokens(case: Case) -> dict[str, Tensor]:
+    """k_new and v_new: what the last tokens of each sequence are made of."""
+    spans = [
+        (s, slice(length - count, length))
+        for s, (length, count) in enumerate(zip(case.lengths.tolist(), case.q_lens, strict=True))
+    ]
+    return {
+        name: torch.cat([part[s, span] for s, span in spans])
+        for name, part in (("k_new", case.k), ("v_new", case.v))
+    }
+
+
+def expected_own(case: Case, **options) -> tuple[Tensor, Tensor]:
+    """As `expected`, with this call's tokens exact."""
+    tail = case.tail is not None
+    return exact_attention(
+        case.q,
+        *decoded(case),
+        case.lengths.tolist(),
+        case.q_lens,
+        exact_k=case.k,
+        exact_v=case.v,
+        sinks=case.config.sink_tokens if tail else 0,
+        window=case.config.recent_window if tail else 0,
+        own=True,
+        **options,
+    )
+
+
+def check_own(case: Case, **options) -> tuple[Tensor, Tensor]:
+    found = attend(case, **own_tokens(case), **options)
+    assert_near(found, expected_own(case, **options), case.spread)
+    return found
+
+
+def chosen(case: Case) -> str:
+    """The kernel that choose_attention names."""
+    c = case.config
+    return tt.kernel_choice(
+        "paged_attention",
+        head_dim=c.head_dim,
+        q_heads=case.q.shape[1],
+        kv_heads=case.cache.shape[1],
+        max_q_len=case.max_q_len,
+        seqs=len(case.lengths),
+        tokens=len(case.q),
+        key_bits=c.key_bits,
+        value_bits=c.value_bits,
+        key_grid=c.key_grid,
+        value_grid=c.value_grid,
+        dtype=case.q.dtype,
+        tail=case.tail is not None,
+    ).kernel
+
+
+def assert_launches(case: Case) -> None:
+    """The kernels that the choice names, each once."""
+    names = NAMES[chosen(case)]
+    kernels = kernels_of(case)
+    assert len(kernels) == len(names), kernels
+    for kernel, name in zip(kernels, names, strict=True):
+        assert name in kernel, kernels
+
+
+# ---- right results
+
+
+@pytest.mark.parametrize("group", [1, 4, 5, 7, 8, 12, 16, 48, 71])
+def test_numbers_of_rows(group):
+    """Around every border of a tile of rows; a tile begins and ends inside a group."""
+    rows = (15, 16, 17, 20, 32, 33, 63, 64, 65, 96, 127, 128, 129, 300)
+    config = tt.preset("k4v4u", 128, recent_window=20)
+    q_lens = dict.fromkeys(-(-n // group) for n in rows)
+    for i, q_len in enumerate(q_lens):
+        case = build(
+            config,
+            [700, q_len, 45 + q_len],
+            [q_len] * 3,
+            q_heads=group,
+            kv_heads=1,
+            dtype=HALVES[i % 2],
+            tail=i % 3 > 0,
+            seed=q_len,
+        )
+        check(case)
+        if i % 2:
+            check_own(case)
+
+
+@pytest.mark.parametrize("q_len", [9, 40])
+@pytest.mark.parametrize("name", tt.PRESETS)
+def test_presets(name, q_len):
+    """Tiles of 64 rows and of 128, every page size, every head_dim."""
+    first = list(tt.PRESETS).index(name)
+    for i, d in enumerate(DIMS):
+        page_size = (16, 32, 64, 128)[(first + i) % 4]
+        config = tt.preset(name, d, page_size=page_size, recent_window=37)
+        lengths = [700, page_size + q_len, q_len]
+        heads = {"dtype": HALVES[(first + i) % 2], "seed": first}
+        check(build(config, lengths, [q_len] * 3, center="scaled", tail=True, **heads))
+        check(build(config, lengths, [q_len] * 3, **heads))
+
+
+@pytest.mark.parametrize("value_bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("key_bits", [2, 3, 4, 5, 8])
+def test_codes_that_no_preset_has(key_bits, value_bits):
+    """One row and many of every pair of widths, on uniform grids and on tables."""
+    grids = [("uniform", "uniform"), ("uniform", None), (None, "uniform"), (None, None)]
+    for i, (key_grid, value_grid) in enumerate(grids):
+        config = CacheConfig(128, key_bits, value_bits, key_grid, value_grid, page_size=16)
+        for q_len in (1, 20):
+            check(build(config, [200, 90], [q_len] * 2, dtype=HALVES[i % 2], q_heads=8))
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0, 10.0])
+@pytest.mark.parametrize("name", ["k4v4u", "k4v4", "k8v8"])
+def test_flat_and_peaked_softmax(name, spread):
+    for d in (64, 128, 256):
+        case = build(tt.preset(name, d), [8192, 777, 64], [9, 8, 9], spread=spread, tail=d == 128)
+        check(case)
+
+
+@pytest.mark.parametrize("scale", [-0.1, 0.0, 0.02])
+@pytest.mark.parametrize("q_len", [9, 40])
+def test_scales_of_scores(q_len, scale):
+    """Negative and zero, too."""
+    config = tt.preset("k4v4u", 128, recent_window=20)
+    case = build(config, [500, 70], [q_len] * 2, center="scaled", tail=True)
+    for options in ({}, {"soft_cap": 3.0}, {"sink_logits": randn(8, seed=1)}):
+        check(case, softmax_scale=scale, **options)
+        check_own(case, softmax_scale=scale, **options)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_everything_at_once(seed):
+    chance = random.Random(seed)
+    tail = chance.random() < 0.6
+    config = tt.preset(
+        chance.choice(list(tt.PRESETS)),
+        chance.choice([*DIMS, 96, 128, 128]),
+        page_size=chance.choice([16, 32, 64, 128]),
+        sink_tokens=chance.choice([1, 4, 20]),
+        recent_window=chance.choice([0, 5, 64, 200]),
+    )
+    lengths = [chance.choice([0, 1, 17, 300, 1025, 2500]) for _ in range(chance.randint(1, 7))]
+    q_lens = [min(n, chance.choice([0, 1, 1, 2, 5, 16, 90, 300])) for n in lengths]
+    if not any(q_lens):
+        lengths, q_lens = [190], [70]
+    group = chance.choice([1, 2, 4, 5, 7, 8, 16, 20])
+    kv_heads = chance.choice([1, 2, 3])
+    case = build(
+        config,
+        lengths,
+        q_lens,
+        q_heads=group * kv_heads,
+        kv_heads=kv_heads,
+        dtype=chance.choice(HALVES),
+        spread=chance.choice([1.0, 3.0]),
+        center=chance.choice([False, True, "scaled"]),
+        tail=tail,
+        seed=100 * seed,
+    )
+    options = {
+        "sliding_window": chance.choice([0, 0, 1, 40, 333]),
+        "soft_cap": chance.choice([0.0, 0.0, 2.0, 30.0]),
+        "sink_logits": randn(group * kv_heads, seed=seed) if chance.random() < 0.3 else None,
+    }
+    check(case, **options)
+    check_own(case, **options)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_rows_of_the_tail_that_are_missing(own):
+    """tail.valid: what the ring does not hold comes from codes. Missing rows are NaN here."""
+    config = tt.preset("k4v4u", 128, sink_tokens=6, recent_window=40)
+    lengths, q_lens = [500, 90, 200], [20, 20, 1]
+    case = build(config, lengths, q_lens, tail=True)
+    ring, slots = case.tail.ring.clone(), case.tail.slots.tolist()
+    held = [(4, 475), (0, 60), (6, 6)]
+    valid = int32(*[0] * (2 * len(ring))).view(-1, 2)
+    rows = ring.shape[2] - 6
+    for slot, length, (sinks, first) in zip(slots, lengths, held, strict=True):
+        valid[slot] = int32(sinks, first)
+        ring[slot, :, sinks:6] = torch.nan
+        for position in range(max(6, length - rows), first):
+            ring[slot, :, 6 + (position - 6) % rows] = torch.nan
+    case = case._replace(tail=case.tail._replace(ring=ring, valid=valid))
+    given = own_tokens(case) if own else {}
+    exact = {"exact_k": case.k, "exact_v": case.v, "sinks": 6, "window": 40}
+    wanted = exact_attention(case.q, *decoded(case), lengths, q_lens, held=held, own=own, **exact)
+    assert_near(attend(case, **given), wanted, case.spread)
+
+
+def test_long_sequences_are_cut_into_parts():
+    """So many keys and so few tiles of rows that blocks share them, and short sequences beside."""
+    config = tt.preset("k4v4u", 128)
+    for lengths, q_lens in (
+        ([70000], [8]),
+        ([20000, 1, 9000], [9, 1, 40]),
+        ([9000 + 700 * i for i in range(12)], [20] * 12),
+        ([1000, 40000, 10], [1, 300, 10]),
+    ):
+        case = build(config, lengths, q_lens, q_heads=4, kv_heads=1, tail=len(lengths) < 4)
+        check(case)
+        check_own(case, sliding_window=7000)
+    for d in (64, 192, 256):
+        check(build(tt.preset("k4v4", d), [30000, 50], [24, 24], kv_heads=1, spread=3.0))
+
+
+@pytest.mark.parametrize("q_len", [8, 20])
+def test_every_token_can_be_found(q_len):
+    """One query for every token of a sequence, so near its key that it takes all the weight: the
+    result is this token's value and no other's. All sequences share the pages."""
+    length, kv_heads, group = 2048, 2, 4
+    for name, page_size in (("k4v4", 16), ("k5v4u", 32), ("k3v3", 64), ("k4v2", 128), ("k8v8", 16)):
+        config = tt.preset(name, 128, page_size=page_size)
+        case = build(config, [length], kv_heads=kv_heads)
+        targets = torch.arange(length - q_len + 1, device=DEVICE)
+        targets = targets[: len(targets) // q_len * q_len]
+        seqs = len(targets) // q_len
+        case = case._replace(
+            q=(3 * case.k[0, targets].float()).to(BF16).repeat_interleave(group, 1),
+            table=case.table.expand(seqs, -1).contiguous(),
+            lengths=case.lengths.expand(seqs).contiguous(),
+            starts=q_len * torch.arange(seqs + 1, dtype=torch.int32, device=DEVICE),
+            max_q_len=q_len,
+        )
+        out, _ = attend(case)
+        alone = case._replace(table=case.table[:1], lengths=case.lengths[:1])
+        values = decoded(alone)[1][0]
+        for head in range(kv_heads * group):
+            found, value = out[:, head].float(), values[:, head // group]
+            assert torch.equal((found @ value.T).argmax(-1), targets)
+            cosine = torch.nn.functional.cosine_similarity(found, value[targets], dim=-1)
+            assert cosine.min() > 0.9999
+
+
+# ---- mixed batches
+
+DECODES, DRAFTS, CHUNK = ([300, 1000, 17], [1, 1, 1]), ([500, 4], [4, 4]), ([700], [200])
+EMPTY = ([0, 90, 0], [0, 0, 0])
+MIXTURES = {
+    "decodes and a chunk": (DECODES, DECODES, CHUNK),
+    "a chunk first": (CHUNK, DECODES),
+    "drafts and a chunk": (DRAFTS, DRAFTS, CHUNK),
+    "all sorts": (DRAFTS, EMPTY, DECODES, CHUNK, EMPTY, DECODES),
+    "chunks": (CHUNK, ([64, 129, 350], [64, 129, 33]), DECODES),
+    "nobody is short": (CHUNK, EMPTY, ([130], [130])),
+    "one row more than few": (([80, 90], [5, 4]), DECODES),
+}
+
+
+def batch(parts) -> tuple[list[int], list[int]]:
+    return [n for lengths, _ in parts for n in lengths], [n for _, q in parts for n in q]
+
+
+@pytest.mark.parametrize("group", [1, 4, 7, 16, 20])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures(name, group):
+    lengths, q_lens = batch(MIXTURES[name])
+    for i, (preset, d) in enumerate((("k4v4u", 128), ("k5v4u", 64), ("k4v4", 256))):
+        config = tt.preset(preset, d, page_size=16 << i, recent_window=20)
+        case = build(
+            config,
+            lengths,
+            q_lens,
+            q_heads=2 * group,
+            dtype=HALVES[i % 2],
+            center="scaled",
+            tail=i > 0,
+            seed=group,
+        )
+        check(case)
+        check_own(case, sliding_window=90 * i)
+
+
+def test_any_order_gives_the_same_results():
+    """Up to roundings: where the work is cut depends on the whole batch."""
+    lengths, q_lens = batch(MIXTURES["all sorts"])
+    config = tt.preset("k4v4u", 128, page_size=16)
+    case = build(config, lengths, q_lens)
+    out, lse = check(case)
+    starts = case.starts.tolist()
+    order = list(range(len(lengths)))
+    for seed in range(4):
+        random.Random(seed).shuffle(order)
+        rows = torch.cat([torch.arange(starts[s], starts[s + 1], device=DEVICE) for s in order])
+        moved = case._replace(
+            q=case.q[rows],
+            table=case.table[order].contiguous(),
+            lengths=case.lengths[order],
+            starts=starts_of([q_lens[s] for s in order]),
+        )
+        found = attend(moved)
+        assert_near(found, (out[rows].double(), lse[rows].double()), 1.0, roundings=2)
+
+
+def test_launches():
+    """One kernel for a uniform batch, two where lengths decide, and the one that the choice says
+    for everything that row tiles cannot take."""
+    mixed, uniform = batch(MIXTURES["decodes and a chunk"]), ([300, 90], [40, 40])
+    for d in (64, 80, 128, 192, 256, 320):
+        config = tt.preset("k4v4u", d)
+        for lengths, q_lens in (mixed, uniform, ([300, 90], [1, 2]), ([300], [200])):
+            assert_launches(build(config, lengths, q_lens))
+    config = tt.preset("k4v4u", 128)
+    for dtype in (torch.float16, torch.float32):
+        assert_launches(build(config, *mixed, dtype=dtype))
+        assert_launches(build(config, *mixed, dtype=dtype, tail=True))
+    assert_launches(build(config, *mixed, q_heads=17, kv_heads=1))
+    odd = CacheConfig(128, 4, 4, "uniform", "lloyd")
+    assert_launches(build(odd, *mixed))
+    assert_launches(build(odd, [300, 90], [1, 1]))
+    if chosen(build(config, *uniform)) == "row_tiles":  # as on an H200
+        assert chosen(build(config, *mixed)) == "split_kv+row_tiles"
+
+
+@pytest.mark.parametrize("q_lens", [[40, 1, 0, 3], [40, 40, 40, 40], [2, 1, 0, 3]])
+def test_rows_past_the_last_sequence(q_lens):
+    case = build(tt.preset("k4v4u", 128), [700, 133, 50, 60], q_lens, tail=True)
+    out, lse = check(case)
+    used = len(case.q)
+    for extra in (1, 3, 500):
+        longer = case._replace(q=torch.cat([case.q, case.q[:1].expand(extra, -1, -1)]))
+        given = {
+            "out": torch.full_like(longer.q, torch.nan),
+            "lse": torch.full(longer.q.shape[:2], torch.nan, device=DEVICE),
+        }
+        more, more_lse = attend(longer, **given)
+        found = more[:used], more_lse[:used]  # another choice of kernels may round otherwise
+        assert_near(found, (out.double(), lse.double()), 1.0, roundings=2)
+        assert not more[used:].any() and (more_lse[used:] == -torch.inf).all()
+
+
+# ---- what must not matter
+
+
+def test_layouts_of_q_and_own_tokens():
+    """Slices of a fused projection, transposed heads, any alignment; out may be q."""
+    for lengths, q_lens in (([700, 90], [20, 20]), ([700, 90, 40], [30, 1, 9])):
+        case = build(tt.preset("k4v4u", 128), lengths, q_lens, tail=True)
+        out, lse = check_own(case)
+        own = own_tokens(case)
+        fused = torch.full((len(case.q), 12, 128), torch.nan, dtype=BF16, device=DEVICE)
+        fused[:, :8], fused[:, 8:10], fused[:, 10:] = case.q, own["k_new"], own["v_new"]
+        by_head = case.q.transpose(0, 1).contiguous().transpose(0, 1)
+        shifted = torch.empty(case.q.numel() + 3, dtype=BF16, device=DEVICE)[3:]
+        shifted = shifted.view(case.q.shape).copy_(case.q)
+        views = {"k_new": fused[:, 8:10], "v_new": fused[:, 10:]}
+        for q, given in ((fused[:, :8], views), (by_head, own), (shifted, own)):
+            again, again_lse = attend(case._replace(q=q), **given)
+            assert_same_bytes(again, out)
+            assert_same_bytes(again_lse, lse)
+        q = case.q.clone()
+        again, _ = attend(case._replace(q=q), **own, out=q, lse=torch.empty_like(lse))
+        assert again is q
+        assert_same_bytes(q, out)
+
+
+@pytest.mark.parametrize("q_lens", [[20, 20, 20], [40, 1, 3]])
+def test_stale_bytes_do_not_matter(q_lens):
+    """Other garbage, in the pages, behind the table and in the tail: the same result."""
+    config = tt.preset("k5v4u", 128, page_size=16)
+    lengths = [700, 33, 41]
+    case = build(config, lengths, q_lens, tail=True)
+    out, lse = check(case)
+    cache = stale_cache(config, len(case.cache), 2, seed=77)
+    for s, length in enumerate(lengths):
+        slots = case.slots[s].to(DEVICE)
+        tt.cache_store(case.k[s, :length], case.v[s, :length], cache, slots, config, case.tables)
+    ring = torch.where(case.tail.ring.isnan(), torch.inf, case.tail.ring)
+    for nowhere in (-1, 2**31 - 1, len(cache)):
+        table = torch.where(case.table < 0, nowhere, case.table)
+        wide = torch.cat([table, torch.full_like(table, nowhere)], 1)
+        tail = case.tail._replace(ring=ring)
+        again = attend(case._replace(cache=cache, table=wide, tail=tail))
+        assert_same_bytes(again[0], out)
+        assert_same_bytes(again[1], lse)
+
+
+@pytest.mark.parametrize("q_lens", [[20, 20], [40, 1]])
+def test_pages_that_do_not_exist_hold_no_keys(q_lens):
+    """Page ids out of range inside a sequence: as if its keys there scored -inf."""
+    config = tt.preset("k4v4u", 128, page_size=16)
+    case = build(config, [400, 90], q_lens)
+    for nowhere in (-1, len(case.cache), 2**31 - 1):
+        table = case.table.clone()
+        table[0, 3:7], table[1, 0] = nowhere, nowhere
+        k, v = decoded(case)
+        gone = torch.zeros(k.shape[:2], dtype=torch.bool, device=DEVICE)
+        gone[0, 48:112], gone[1, :16] = True, True
+        exact = exact_attention(case.q, k, v, [400, 90], case.q_lens, gone=gone)
+        assert_near(attend(case._replace(table=table)), exact, case.spread)
+
+
+@pytest.mark.parametrize("group", [4, 16])
+def test_queries_before_the_first_key(group):
+    """Padding: sequences of no tokens, or of fewer tokens than queries."""
+    config = tt.preset("k4v4u", 128, page_size=16)
+    case = build(config, [300, 60, 50, 40, 45], [40] * 5, q_heads=group, kv_heads=1)
+    for q_lens in ([40] * 5, [1, 40, 40, 0, 3]):
+        case = case._replace(lengths=int32(300, 0, 17, 40, 1), starts=starts_of(q_lens))
+        case = case._replace(q=case.q[: sum(q_lens)])
+        out, lse = expected(case)
+        out[lse == -torch.inf] = 0
+        assert (lse == -torch.inf).any()
+        assert_near(attend(case), (out, lse), case.spread)
+
+
+@pytest.mark.parametrize("q_lens", [[40, 40], [40, 1]])
+@pytest.mark.parametrize("window", [1, 31, 100, 700])
+def test_a_sliding_window_needs_no_older_pages(window, q_lens):
+    """Pages that every query's window has left are neither looked up nor read."""
+    config = tt.preset("k4v4", 128, page_size=16)
+    lengths = [3000, 500]
+    case = build(config, lengths, q_lens)
+    out, lse = check(case, sliding_window=window)
+    table, cache = case.table.clone(), case.cache.clone()
+    for s, (length, count) in enumerate(zip(lengths, q_lens, strict=True)):
+        gone = max(0, length - count - window + 1) // 16
+        cache[table[s, :gone].long()] = stale_cache(config, gone, 2)
+        table[s, :gone] = torch.tensor([-7, 2**31 - 1] * gone, device=DEVICE)[:gone]
+    again, again_lse = attend(case._replace(cache=cache, table=table), sliding_window=window)
+    assert_same_bytes(again, out)
+    assert_same_bytes(again_lse, lse)
+
+
+@pytest.mark.parametrize("q_lens", [[20, 20], [70, 1]])
+def test_a_broken_token_spoils_only_who_sees_it(q_lens):
+    """A NaN in the key or value of one head, in codes: the queries that see it, nobody else."""
+    config, lengths = tt.preset("k4v4u", 128), [300, 300]
+    clean = build(config, lengths, q_lens)
+    out, _ = check(clean)
+    count = q_lens[0]
+    for which, behind in itertools.product("kv", (0, 1, 9, count - 1, 200)):
+        position = 299 - behind
+        parts = {"k": clean.k.clone(), "v": clean.v.clone()}
+        parts[which][0, position, 0, 7] = torch.nan
+        spoiled, _ = attend(build(config, lengths, q_lens, **parts))
+        seeing = torch.arange(count, device=DEVICE) + 300 - count >= position
+        assert spoiled[:count][seeing][:, :4].isnan().all()
+        spared = spoiled[:count][~seeing][:, :4], out[:count][~seeing][:, :4]
+        assert torch.isfinite(spared[0]).all()
+        near = [x.double() for x in spared]
+        assert torch.nn.functional.cosine_similarity(*near, dim=-1).gt(0.9999).all()
+        assert_same_bytes(spoiled[:, 4:], out[:, 4:])
+        assert_same_bytes(spoiled[count:], out[count:])
+
+
+BROKEN_VALUES = pytest.mark.xfail(
+    reason="the weight 0 of a value that a row does not see is multiplied by it", strict=False
+)
+
+
+@pytest.mark.parametrize("exact", ["own", "tail"])
+@pytest.mark.parametrize(
+    ("which", "bad"),
+    [
+        ("k", math.nan),
+        pytest.param("v", math.nan, marks=BROKEN_VALUES),
+        pytest.param("v", math.inf, marks=BROKEN_VALUES),
+    ],
+)
+def test_a_broken_exact_token_spoils_only_who_sees_it(which, bad, exact):
+    """The same among exact keys and values, of the tail and of this call."""
+    config = tt.preset("k4v4u", 128, recent_window=70)
+    for q_lens in ([20, 20], [90, 1]):
+        lengths, count = [300, 300], q_lens[0]
+        clean = build(config, lengths, q_lens, tail=exact == "tail")
+        run = attend if exact == "tail" else lambda case: attend(case, **own_tokens(case))
+        out, _ = run(clean)
+        for behind in (0, 1, 9, count - 1):
+            position = 299 - behind
+            parts = {"k": clean.k.clone(), "v": clean.v.clone()}
+            parts[which][0, position, 0, 7] = bad
+            spoiled, _ = run(build(config, lengths, q_lens, tail=exact == "tail", **parts))
+            seeing = torch.arange(count, device=DEVICE) + 300 - count >= position
+            assert not torch.isfinite(spoiled[:count][seeing][:, :4]).all(-1).any()
+            spared = spoiled[:count][~seeing][:, :4], out[:count][~seeing][:, :4]
+            assert torch.isfinite(spared[0]).all()
+            near = [x.double() for x in spared]
+            assert torch.nn.functional.cosine_similarity(*near, dim=-1).gt(0.9999).all()
+            assert_same_bytes(spoiled[:, 4:], out[:, 4:])
+            assert_same_bytes(spoiled[count:], out[count:])
+
+
+def test_results_are_the_same_bits_every_time():
+    """Also after calls of other shapes, which leave their own partial results behind."""
+    mixed = batch(MIXTURES["all sorts"])
+    cases = [
+        build(tt.preset("k4v4u", 128), [30000, 37, 300], [40, 20, 1], tail=True),
+        build(tt.preset("k4v4u", 128), [70000], [8], q_heads=32, kv_heads=8),
+        build(tt.preset("k3v3", 64), *mixed),
+        build(tt.preset("k8v8", 256), [4000, 20], [40, 1], q_heads=16),
+        build(tt.preset("k4v4", 128), [9000, 37]),
+    ]
+    first = [attend(case) for case in cases]
+    for turn in range(10):
+        order = torch.randperm(len(cases), generator=torch.Generator().manual_seed(turn))
+        for i in order.tolist():
+            for one, other in zip(attend(cases[i]), first[i], strict=True):
+                assert_same_bytes(one, other)
+
+
+# ---- launches, memory, streams, graphs
+
+
+def test_scratch_memory_does_not_grow():
+    """Neither with the context nor with the batch nor with the queries; outputs are given."""
+    config = tt.preset("k4v4u", 128)
+    used = []
+    for lengths, q_lens in (([300], [100]), ([60000], [100]), ([64] * 500, [20] * 499 + [1])):
+        case = build(config, lengths, q_lens, q_heads=32, kv_heads=8)
+        out, lse = attend(case)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        attend(case, out=out, lse=lse)
+        torch.cuda.synchronize()
+        used.append(torch.cuda.max_memory_allocated() - before)
+    assert max(used) < 32 << 20 and max(used) <= used[0] + (4 << 20)
+
+
+def test_two_streams_at_once():
+    """Scratch memory that two calls shared by accident would show."""
+    config = tt.preset("k4v4u", 128)
+    cases = [
+        build(config, [20000, 37], [40, 1], tail=True),
+        build(config, [9000, 300], [20, 20]),
+        build(tt.preset("k3v3", 64), *batch(MIXTURES["all sorts"])),
+    ]
+    first = [attend(case) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    results = [[] for _ in cases]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(5_000_000)  # until all have work
+    for _ in range(20):
+        for case, stream, found in zip(cases, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(attend(case))
+    torch.cuda.synchronize()
+    for exact, found in zip(first, results, strict=True):
+        for out, lse in found:
+            assert_same_bytes(out, exact[0])
+            assert_same_bytes(lse, exact[1])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_replays_with_other_mixtures(own):
+    """A captured call of 8 sequences and 400 tokens: lengths, queries, pages and padding change in
+    place between replays, and results are those of eager execution, bit for bit."""
+    config = tt.preset("k4v4u", 128, page_size=16)
+    lengths = [3000, 700, 700, 90, 64, 1000, 33, 40]
+    case = build(config, lengths, [1] * 8)
+    given = {"k_new": randn(400, 2, 128, seed=8, dtype=BF16)} if own else {}
+    given |= {"v_new": randn(400, 2, 128, seed=9, dtype=BF16)} if own else {}
+    static = case._replace(
+        q=randn(400, 8, 128, seed=7, dtype=BF16), starts=starts_of([1] * 8), max_q_len=300
+    )
+    attend(static, **given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend(static, **given)
+    seen = []
+    for seed, q_lens in enumerate(
+        [
+            [1, 1, 1, 1, 1, 1, 1, 1],
+            [300, 1, 1, 1, 1, 1, 1, 1],
+            [1, 4, 4, 0, 64, 200, 33, 40],
+            [50, 50, 50, 50, 50, 50, 33, 40],
+            [0, 0, 0, 0, 0, 0, 0, 0],
+            [1, 0, 2, 0, 0, 300, 0, 9],
+        ]
+    ):
+        shorter = [max(n - 17 * seed, count) for n, count in zip(lengths, q_lens, strict=True)]
+        static.lengths.copy_(int32(*shorter))
+        static.starts.copy_(starts_of(q_lens))
+        static.q.copy_(randn(400, 8, 128, seed=50 + seed, dtype=BF16))
+        for result in captured:
+            result.fill_(torch.nan)
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        for found, exact in zip(replayed, attend(static, **given), strict=True):
+            assert_same_bytes(found, exact)
+        used = sum(q_lens)
+        assert torch.isfinite(replayed[0][:used]).all() and not replayed[0][used:].any()
+        if not own:
+            exact = static._replace(q=static.q[:used])
+            if used:
+                pair = replayed[0][:used], replayed[1][:used]
+                assert_near(pair, expected(exact), case.spread)
+        seen.append(replayed[0])
+    assert all(not torch.equal(one, other) for one, other in itertools.pairwise(seen))
+
+
+def test_what_the_kernel_ahead_writes_is_read():
+    """A launch may begin before the kernel ahead of it has ended, and must then wait for it."""
+    for q_lens in ([20, 20, 20], [40, 1, 3]):
+        lengths = [5000, 77, 300]
+        cases = [
+            build(tt.preset("k4v4u", 128), lengths, q_lens, tail=True, seed=10 * i)
+            for i in range(3)
+        ]
+        wanted = []
+        for case in cases:
+            torch.cuda.synchronize()
+            first = attend(case)[0]
+            torch.cuda.synchronize()
+            wanted.append((first, attend(case._replace(q=first))[0]))
+        one = build(tt.preset("k4v4u", 128), lengths, q_lens, tail=True, seed=99)
+        for last, (case, (first, second)) in itertools.product(
+            range(4), zip(cases, wanted, strict=True)
+        ):
+            pairs = [
+                (one.q, case.q),
+                (one.cache, case.cache),
+                (one.table, case.table),
+                (one.tail.ring, case.tail.ring),
+            ]
+            for to, _ in pairs:
+                to.zero_()
+            for to, source in pairs[last + 1 :] + pairs[: last + 1]:  # right before the launch
+                to.copy_(source)
+            out = attend(one)[0]
+            assert_same_bytes(attend(one._replace(q=out))[0], second)
+            assert_same_bytes(out, first)
+
+
+# ---- few and small: for compute-sanitizer (tests/sanitize_cuda.sh)
+
+
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("name", ["k4v4u", "k5v4u", "k4v4", "k3v3", "k4v2", "k8v8"])
+def test_tiny_tiles(name, d):
+    """Tiles of 64 rows and of 128, exact keys of both kinds, a part of a batch for each kernel."""
+    config = tt.preset(name, d, page_size=16, search=1, recent_window=5)
+    for lengths, q_lens in (([200, 40], [9, 9]), ([100, 20, 3, 0], [40, 1, 3, 0])):
+        case = build(config, lengths, q_lens, kv_heads=1, center=True, tail=True)
+        check(case)
+        check_own(case, sliding_window=20)
+
+
+def test_tiny_parts():
+    """A sequence that is cut into parts."""
+    config = tt.preset("k4v4u", 64, page_size=128, search=1)
+    check(build(config, [3000], [20], q_heads=2, kv_heads=1))
