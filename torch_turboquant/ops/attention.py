@@ -20,14 +20,27 @@ softmax_scale * |q| |key|, an output by about 10^-4 of its length, a hundred tim
 8-bit codes cost; never more than half a unit per channel and key. Sums that follow are exact, so
 results do not depend on the processor, the number of threads or the other sequences of the call.
 
-CUDA has two kernels. The split-KV kernel (csrc/cuda/attention/split_kv.cu) takes calls of up to 16
-query rows, that is max_q_len times query heads per KV head, with any d up to 256 or d = 512 or 576,
-and the bits and grids of the presets, on compute capability 8.0 and later. It rounds queries to 16
-bits as on the CPU (multiples of the largest channel / 32512) and weights times value scales of 64
+CUDA has three kernels. A query row is a query of one query head: a sequence has its number of
+queries times the query heads per KV head of them. The split-KV kernel
+(csrc/cuda/attention/split_kv.cu) takes sequences of up to 16 query rows, with any d up to 256 or
+d = 512 or 576, and the bits and grids of the presets, on compute capability 8.0 and later; up to 8
+where d is 192 or 256 and the row-tile kernel can take the call. It rounds queries to 16 bits as on
+the CPU (multiples of the largest channel / 32512) and weights times value scales of 64
 keys to multiples of the largest / 65500; keys and values of the exact tail are not rounded. It is
 one launch with a fixed grid and reads lengths and block tables on the device; scratch memory
 depends on the device only. Results are the same in every run; the other sequences of a batch decide
 where the work is cut and so move roundings, by about 10^-5 of the largest output.
+
+The row-tile kernel (csrc/cuda/attention/row_tiles.cu) takes sequences of more query rows in bfloat16
+or float16 with d = 64, 128, 192 or 256, and all bits and grids but 5-bit keys with Lloyd-Max levels,
+on compute capability 9.0. It rounds to float16, under powers of two that keep all digits: rotated
+queries, levels times their scales, and softmax weights. Keys and values of the exact tail and of
+k_new are not rounded, and their weights have their dtype. Sums are float32. As with split-KV, the
+results are the same in every run, and the other sequences decide where the work is cut.
+
+A batch with sequences of few rows and of many takes both kernels, one after the other, each for its
+own sequences. The host cannot see the numbers of queries, so the numbers of tokens and sequences
+and max_q_len decide that (docs/design.md).
 
 The general kernel (csrc/cuda/attention/general.cu) takes all other calls. It multiplies float16 on
 tensor cores with float32 sums: a query is rounded with a power of two of its own, rotated for codes
