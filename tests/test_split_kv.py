@@ -227,7 +227,8 @@ def assert_near(
     finite = torch.isfinite(exact_lse)
     assert torch.isfinite(lse[finite]).all()
     assert (lse.double() - exact_lse)[finite].abs().max() <= 3 * error
-    some = exact_out.norm(dim=-1) > 1e-5  # a large learned sink leaves nothing, no key leaves 0
+    # a large learned sink leaves nothing, or subnormal numbers, and no key leaves 0
+    some = exact_out.norm(dim=-1) > (1e-3 if out.dtype == torch.float16 else 1e-5)
     assert torch.equal(out[~finite], torch.zeros_like(out[~finite]))
     off = (out.double() - exact_out).abs() - roundings * HALF_UNIT[out.dtype] * exact_out.abs()
     rms = exact_out.square().mean(-1, keepdim=True).sqrt()
