@@ -195,6 +195,10 @@ class Rows:
                 yield Row(
                     f"cache_store {name} S={search}", lambda n=name, s=search: self.store(n, s)
                 )
+        for name, search in (("k4v4", 1), ("k4v4", 8), ("k3v3", 1)):
+            for order in ("in order", "random"):
+                make = lambda n=name, s=search, o=order: self.store(n, s, o)  # noqa: E731
+                yield Row(f"cache_store {name} S={search}, slots {order}", make)
         for name in ("k4v4", "k3v3"):
             yield Row(f"cache_load {name}", lambda n=name: self.load(n))
 
@@ -318,19 +322,28 @@ class Rows:
             "read",
         )
 
-    def cache(self, name: str, search: int, tokens: int):
-        """A cache of pages in random order, and the slots of consecutive tokens."""
+    def cache(self, name: str, search: int, tokens: int, order: str = "pages"):
+        """A cache that is full of these tokens, and their slots.
+
+        order: of the pages at random, of all slots at random, or in order.
+        """
         config = tt.preset(name, D, search=search, sink_tokens=0, recent_window=0)
         tables = tt.make_tables(config, 0, self.device)
         size = config.page_size
-        pages = torch.randperm(-(-tokens // size), device=self.device)
+        count = -(-tokens // size)
+        pages = torch.arange(count, device=self.device)
+        if order == "pages":
+            pages = torch.randperm(count, device=self.device)
         cache = tt.allocate_cache(config, len(pages), HEADS, self.device)
         token = torch.arange(tokens, device=self.device)
-        return config, tables, cache, pages, pages[token // size] * size + token % size
+        slots = pages[token // size] * size + token % size
+        if order == "random":
+            slots = slots[torch.randperm(tokens, device=self.device)]
+        return config, tables, cache, pages, slots
 
-    def store(self, name: str, search: int) -> Work:
+    def store(self, name: str, search: int, order: str = "pages") -> Work:
         tokens = self.vectors // HEADS
-        config, tables, cache, _, slots = self.cache(name, search, tokens)
+        config, tables, cache, _, slots = self.cache(name, search, tokens, order)
         qkv = self.randn(tokens, 2 * HEADS, D)  # k and v as slices of one projection
         k, v = qkv[:, :HEADS], qkv[:, HEADS:]
         stored = tokens * HEADS * config.bytes_per_token

@@ -215,6 +215,13 @@ def slots_of(order: str, tokens: int, page_size: int, seed: int) -> tuple[Tensor
         return torch.arange(tokens) + page_size, num_pages
     if order == "shifted":
         return torch.arange(tokens) + page_size + 5, num_pages
+    if order == "runs":  # sequences from the start of a page: spans of tokens straddle blocks
+        run = 2 * page_size + 5
+        token = torch.arange(tokens)
+        pages = torch.randperm(3 * (tokens // run + 1), generator=generator(seed))
+        at = token // run * 3 * page_size + token % run
+        slots = pages[at // page_size] * page_size + at % page_size
+        return torch.where(token // run % 5 == 3, -1, slots), len(pages)
     slots = torch.randperm(num_pages * page_size, generator=generator(seed))[:tokens]
     slots[tokens // 3] = -1
     return slots, num_pages
@@ -330,7 +337,7 @@ def test_cache_dims(d):
         check_load(config, call.tables, check_store(call), FLOATS[i % 3], i)
 
 
-@pytest.mark.parametrize("order", ["aligned", "shifted", "random"])
+@pytest.mark.parametrize("order", ["aligned", "shifted", "random", "runs"])
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_cache_many(d, order):
     heads = 8
@@ -393,6 +400,19 @@ def test_slots_out_of_range_do_no_harm(tokens):
     assert_same_bytes(
         stored(call._replace(slots=bad), "cuda")[0], stored(call._replace(slots=dropped), "cpu")[0]
     )
+
+
+@pytest.mark.parametrize("preset", ["k4v4", "k3v3", "k2v2", "k8v8"])
+@pytest.mark.parametrize("tokens", [40, 4224])
+def test_tokens_that_are_there_twice(tokens, preset):
+    """Equal tokens with equal slots, beside each other and far apart, do no harm."""
+    config = tt.preset(preset, 128)
+    call = make_call(config, "random", tokens, torch.bfloat16, 6, 8)
+    twice = torch.arange(tokens)
+    twice[1::9] = torch.arange(len(twice[1::9]))
+    twice[-3:] = 0
+    pick = call._replace(k=call.k[twice], v=call.v[twice], slots=call.slots[twice])
+    check_store(pick)
 
 
 def test_pages_out_of_range_are_empty():

@@ -49,10 +49,14 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
   // Items are dealt to multiprocessors first, so that the last ones, fewer than there are warps, spread over all of
   // them.
   const int item = warp / a.sources * gridDim.x + blockIdx.x, items_on = gridDim.x * warps;
-  int pass = item / a.heads, head = item % a.heads;
-  const int passes_on = items_on / a.heads, heads_on = items_on % a.heads;
+  // All tokens of a head come before those of the next one. Its records are a small part of the cache, so that bytes of
+  // scattered tokens meet others of their sectors in the L2 cache.
+  int pass = item % passes, head = item / passes;
+  const int passes_on = items_on % passes, heads_on = items_on / passes;
+  // The first comparison is always true. With it, the compiler finds registers for all variables of the loop.
+  const auto any_left = [&] { return pass < passes && head < a.heads; };
   const auto start_copies = [&] {
-    if (pass >= passes) return;
+    if (!any_left()) return;
     const EncodeSource& from = a.source[next];
     const uint32_t stride = static_cast<uint32_t>(from.token_stride);
     const int first = pass / kPasses<Traits> * kTokens + token_of_vector<Traits>(0, pass % kPasses<Traits>);
@@ -83,7 +87,7 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
   __syncthreads();
 
 #pragma unroll 1
-  while (pass < passes) {
+  while (any_left()) {
     const int now = next, from_head = head, number = token_of_vector<Traits>(vector, pass % kPasses<Traits>);
     const int token = pass / kPasses<Traits> * kTokens + number;
     const bool exists = token < tokens;
@@ -109,9 +113,9 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
     next = a.sources - 1 - now;
     pass += passes_on;
     head += heads_on;
-    if (head >= a.heads) {
-      head -= a.heads;
-      ++pass;
+    if (pass >= passes) {
+      pass -= passes;
+      ++head;
     }
     start_copies();
 
@@ -135,31 +139,35 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
     if (!v.finite) scale = format::kNanScale;
 
     const Token to = a.packed ? Token{} : a.pages.token(slot, from_head, a.layout);
+    // Codes of a lane in value blocks; all lanes of the warp take part.
+    const auto put_values = [&]<Width WIDTH>(const uint32_t (&codes)[8]) {
+      uint8_t* block = to.tile ? to.value_block(a.layout) : nullptr;
+      // Whether the tokens are those of a value block, in its order.
+      const int64_t begin = slot - number % format::kValueGroup;
+      const int64_t common = __shfl_sync(0xffffffff, begin, lane - vector % format::kValueGroup * kLanes - part);
+      if (__all_sync(0xffffffff, to.tile && begin == common && begin % format::kValueGroup == 0)) {
+        put_value<Traits, WIDTH>(codes, part, WholeBlock<Traits, WIDTH>{block, to.number});
+      } else {
+        put_value<Traits, WIDTH>(codes, part, ScatteredTokens<Traits, WIDTH>(block, to.number, lane));
+      }
+      if (to.tile && part == 0) __stwb(to.value_scale(a.layout), scale);
+    };
+    const int64_t row = int64_t{token} * a.heads + from_head;
     dispatch_codes(kind, source.book.width, [&]<Kind KIND, Width WIDTH>() {
       if constexpr (format::levels_are_codes(WIDTH)) {
         // the generic kernel takes them
+      } else if constexpr (KIND == Kind::kValues) {
+        if constexpr (format::is_spread(WIDTH)) to_neighbours<Traits>(codes.low, part);
+        put_values.template operator()<WIDTH>(codes.low);
       } else if constexpr (KIND == Kind::kKeys) {
         if (!to.tile) return;
-        uint8_t *row = to.key_row(a.layout), *plane = to.key_plane(a.layout);
+        uint8_t *at = to.key_row(a.layout), *plane = to.key_plane(a.layout);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          put_key_group<WIDTH>(codes.low + 4 * h, codes.high[h], Traits::group(part, h), row, plane);
+          put_key_group<WIDTH>(codes.low + 4 * h, codes.high[h], Traits::group(part, h), at, plane);
         }
         if (part == 0) __stwb(to.key_scale(a.layout), scale);
-      } else if constexpr (KIND == Kind::kValues) {
-        // Whether the tokens are those of a value block, in its order.
-        const int64_t begin = slot - number % format::kValueGroup;
-        const int64_t common = __shfl_sync(0xffffffff, begin, lane - vector % format::kValueGroup * kLanes - part);
-        const bool together = __all_sync(0xffffffff, to.tile && begin == common && begin % format::kValueGroup == 0);
-        if constexpr (format::is_spread(WIDTH)) to_neighbours<Traits>(codes.low, part);
-        if (together) {
-          put_value<Traits, WIDTH, true>(codes.low, part, to.value_block(a.layout), to.number);
-        } else if (to.tile) {
-          put_value<Traits, WIDTH, false>(codes.low, part, to.value_block(a.layout), to.number);
-        }
-        if (to.tile && part == 0) __stwb(to.value_scale(a.layout), scale);
       } else if (exists) {
-        const int64_t row = int64_t{token} * a.heads + from_head;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           put_dense_group<WIDTH>(codes.low + 4 * h, codes.high[h], Traits::group(part, h),

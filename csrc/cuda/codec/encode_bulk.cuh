@@ -17,6 +17,8 @@
 //   add up.
 #pragma once
 
+#include <algorithm>
+
 #include "choices/codec.h"
 #include "cuda/codec/dispatch.cuh"
 #include "cuda/codec/record.cuh"
@@ -47,7 +49,8 @@ constexpr int kSignStride = choices::kSignStride;
 
 // Issues the copies of all vectors of a warp to shared memory, 16 bytes at a time: neighbouring lanes move neighbouring
 // bytes. Vector v is row row_of(v) of rows that lie `stride` bytes apart; row_of must be linear. Row indices are
-// clamped to count - 1, which may be negative: that is still a row of the tensor, before the first one.
+// clamped to count - 1, which may be negative: that is still a row of the tensor, before the first one. Vectors are the
+// first to leave the L2 cache, where stored bytes wait for others of their sectors.
 template <typename Traits, typename RowOf>
 __device__ __forceinline__ void start_rows(uint32_t* stage, const uint8_t* rows, uint32_t stride, int count, int lane,
                                            RowOf&& row_of) {
@@ -55,19 +58,20 @@ __device__ __forceinline__ void start_rows(uint32_t* stage, const uint8_t* rows,
   const int first = lane / kChunks, chunk = lane % kChunks;
   const uint8_t* from = rows + 16 * chunk;
   uint32_t* to = stage + first * kStageStride<Traits> + 4 * chunk;
+  const CopyOnce once;
   if (row_of(Traits::kVectors - 1) < count) {
     const auto at_row = [&](const uint8_t* base, uint32_t row) { return base + uint64_t{row} * stride; };
     from = at_row(from, row_of(first));
     asm("" : "+l"(from));  // keeps one multiplication per row instead of one for each term of its index
 #pragma unroll
     for (int k = 0; k < kTimes; ++k) {
-      copy_async(to + k * kTogether * kStageStride<Traits>, at_row(from, row_of(k * kTogether)));
+      once.copy_async(to + k * kTogether * kStageStride<Traits>, at_row(from, row_of(k * kTogether)));
     }
   } else {
 #pragma unroll 1
     for (int k = 0; k < kTimes; ++k) {
       const int64_t row = min(row_of(first + k * kTogether), count - 1);
-      copy_async(to + k * kTogether * kStageStride<Traits>, from + row * stride);
+      once.copy_async(to + k * kTogether * kStageStride<Traits>, from + row * stride);
     }
   }
 }
@@ -625,76 +629,136 @@ __device__ __forceinline__ void to_neighbours(uint32_t (&low)[8], int part) {
   }
 }
 
-// Stores N words of a token, word n of even (parity 0) or odd channels, in its value block: channel g = 2 i + parity is
-// byte i of the token's word, and byte b of the block's word at `at` + lane_bytes * (4 g + q). TOGETHER: the four
-// tokens that share words are in four lanes, which transpose 4 x 4 bytes among them: a lane gets the words of i = its
-// b.
-template <typename Traits, bool TOGETHER, int N>
-__device__ __forceinline__ void put_value_words(uint32_t (&even)[N], uint32_t (&odd)[N], uint8_t* at, int lane_bytes,
-                                                int number) {
-  constexpr int near = Traits::kLanes,
-                far = Traits::kLanes == 4 ? 16 : 8 * Traits::kLanes;  // the lane of token ^ 1, token ^ 8
-  const int q = value_q(number), b = value_b(number);
-  if constexpr (TOGETHER) {
+// The bytes of a token in its value block. A lane has N words for even and N for odd channels (parity 0 and 1): channel
+// g = 2 i + parity is byte i of word n, and byte b of word n of the block at kLaneBytes * (4 g + q) plus an offset.
+template <typename Traits, Width WIDTH>
+struct ValueWords {
+  static constexpr int kCount = format::is_spread(WIDTH) ? format::kSpreadUnits : format::num_bits(WIDTH) / 2;
+  static constexpr int kUnits = Traits::kDim * format::num_bits(WIDTH) / 64;
+  static constexpr int kLaneBytes =
+      4 * (format::is_spread(WIDTH) ? format::kSpreadUnits : std::min(format::kChunkUnits, kUnits));
+  uint32_t even[kCount], odd[kCount];
+};
+
+// Stores the words of tokens that are a value block, in its order. The four tokens that share words are in four lanes,
+// which transpose 4 x 4 bytes among them: a lane gets the words of i = its b.
+template <typename Traits, Width WIDTH>
+struct WholeBlock {
+  using Words = ValueWords<Traits, WIDTH>;
+  uint8_t* block;
+  int number;  // of the lane's token
+
+  __device__ __forceinline__ void put(Words& w, int offset) const {
+    constexpr int near = Traits::kLanes,
+                  far = Traits::kLanes == 4 ? 16 : 8 * Traits::kLanes;  // the lane of token ^ 1, token ^ 8
+    const int q = value_q(number), b = value_b(number);
     const uint32_t first = b & 1 ? 0x3715 : 0x6240, second = b & 2 ? 0x3276 : 0x5410;
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      even[n] = select_bytes(even[n], __shfl_xor_sync(0xffffffff, even[n], near), first);
-      even[n] = select_bytes(even[n], __shfl_xor_sync(0xffffffff, even[n], far), second);
-      odd[n] = select_bytes(odd[n], __shfl_xor_sync(0xffffffff, odd[n], near), first);
-      odd[n] = select_bytes(odd[n], __shfl_xor_sync(0xffffffff, odd[n], far), second);
+    for (int n = 0; n < Words::kCount; ++n) {
+      w.even[n] = select_bytes(w.even[n], __shfl_xor_sync(0xffffffff, w.even[n], near), first);
+      w.even[n] = select_bytes(w.even[n], __shfl_xor_sync(0xffffffff, w.even[n], far), second);
+      w.odd[n] = select_bytes(w.odd[n], __shfl_xor_sync(0xffffffff, w.odd[n], near), first);
+      w.odd[n] = select_bytes(w.odd[n], __shfl_xor_sync(0xffffffff, w.odd[n], far), second);
     }
-    uint8_t* to = at + lane_bytes * (8 * b + q);
-    put_words<N>(to, even);
-    put_words<N>(to + 4 * lane_bytes, odd);
-  } else {
+    uint8_t* to = block + offset + Words::kLaneBytes * (8 * b + q);
+    put_words(to, w.even);
+    put_words(to + 4 * Words::kLaneBytes, w.odd);
+  }
+};
+
+// Stores the words of any tokens, a byte at a time. First the lanes of as many neighbouring tokens as there are words
+// exchange them, so that lane n of them has word n of each token: what they then store at once lies side by side.
+template <typename Traits, Width WIDTH>
+struct ScatteredTokens {
+  using Words = ValueWords<Traits, WIDTH>;
+  static constexpr int kTogether = Words::kCount == 3 ? 4 : Words::kCount;
+  uint8_t* at[kTogether];  // of each token the first byte that it owns; null: it is not stored
+  int own;                 // the lane's token among these
+
+  // block: null if the lane's token is not stored. All lanes of the warp take part.
+  __device__ __forceinline__ ScatteredTokens(uint8_t* block, int number, int lane)
+      : own(lane / Traits::kLanes % kTogether) {
+    if (block) block += Words::kLaneBytes * value_q(number) + value_b(number);
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
+    for (int t = 0; t < kTogether; ++t) {
+      const int from = lane + (t - own) * Traits::kLanes;
+      at[t] = reinterpret_cast<uint8_t*>(__shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(block), from));
+    }
+  }
+
+  __device__ __forceinline__ void put(const Words& w, int offset) const {
+    uint32_t even[kTogether], odd[kTogether];
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+      even[n] = n < Words::kCount ? w.even[n % Words::kCount] : 0;
+      odd[n] = n < Words::kCount ? w.odd[n % Words::kCount] : 0;
+    }
+    exchange(even);
+    exchange(odd);
+#pragma unroll
+    for (int t = 0; t < kTogether; ++t) {
+      if (at[t] == nullptr || own >= Words::kCount) continue;
+      uint8_t* to = at[t] + offset + 4 * own;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        uint8_t* to = at + lane_bytes * (8 * i + q) + 4 * n + b;
-        __stwb(to, static_cast<uint8_t>(even[n] >> 8 * i));
-        __stwb(to + 4 * lane_bytes, static_cast<uint8_t>(odd[n] >> 8 * i));
+        __stwb(to + Words::kLaneBytes * 8 * i, static_cast<uint8_t>(even[t] >> 8 * i));
+        __stwb(to + Words::kLaneBytes * (8 * i + 4), static_cast<uint8_t>(odd[t] >> 8 * i));
       }
     }
   }
-}
 
-// Stores a lane's codes in the value block of its token.
-template <typename Traits, Width WIDTH, bool TOGETHER>
-__device__ __forceinline__ void put_value(const uint32_t (&low)[8], int part, uint8_t* block, int number) {
+ private:
+  // Word n of lane t becomes word t of lane n.
+  __device__ __forceinline__ void exchange(uint32_t (&word)[kTogether]) const {
+#pragma unroll
+    for (int bit = 1; bit < kTogether; bit *= 2) {
+      const bool upper = own & bit;
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        if (n & bit) continue;
+        const uint32_t other = __shfl_xor_sync(0xffffffff, upper ? word[n] : word[n | bit], bit * Traits::kLanes);
+        word[n] = upper ? other : word[n];
+        word[n | bit] = upper ? word[n | bit] : other;
+      }
+    }
+  }
+};
+
+// Stores a lane's codes in value blocks.
+template <typename Traits, Width WIDTH, typename Tokens>
+__device__ __forceinline__ void put_value(const uint32_t (&codes)[8], int part, const Tokens& tokens) {
   // Bytes with a channel of octet a in the low nibble and of octet b in the high one: of even channels, of odd
   // channels.
   const auto even = [](uint32_t a, uint32_t b) { return select_bits(0x0F0F0F0F, a, b << 4); };
   const auto odd = [](uint32_t a, uint32_t b) { return select_bits(0x0F0F0F0F, a >> 4, b); };
+  using Words = ValueWords<Traits, WIDTH>;
   if constexpr (format::is_spread(WIDTH)) {  // a set of 64 channels
     uint32_t e[4], o[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) e[j] = even(low[2 * j], low[2 * j + 1]), o[j] = odd(low[2 * j], low[2 * j + 1]);
-    uint32_t e3[3], o3[3];
+    for (int j = 0; j < 4; ++j) {
+      e[j] = even(codes[2 * j], codes[2 * j + 1]), o[j] = odd(codes[2 * j], codes[2 * j + 1]);
+    }
+    Words w;
 #pragma unroll
     for (int j = 0; j < 3; ++j) {
-      e3[j] = e[j] | (e[3] << (3 - j) & 0x88888888);
-      o3[j] = o[j] | (o[3] << (3 - j) & 0x88888888);
+      w.even[j] = e[j] | (e[3] << (3 - j) & 0x88888888);
+      w.odd[j] = o[j] | (o[3] << (3 - j) & 0x88888888);
     }
-    put_value_words<Traits, TOGETHER, 3>(e3, o3, block + format::kSpreadBytes * part, 12, number);
+    tokens.put(w, format::kSpreadBytes * part);
   } else {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int group = Traits::group(part, h);
-      const uint32_t* l = low + 4 * h;
+      const uint32_t* c = codes + 4 * h;
+      Words w;
       if constexpr (WIDTH == Width::k4) {
-        uint32_t e[2] = {even(l[0], l[1]), even(l[2], l[3])}, o[2] = {odd(l[0], l[1]), odd(l[2], l[3])};
-        put_value_words<Traits, TOGETHER, 2>(e, o, block + format::kChunkBytes * (group / 2) + 8 * (group % 2), 16,
-                                             number);
+        w = {{even(c[0], c[1]), even(c[2], c[3])}, {odd(c[0], c[1]), odd(c[2], c[3])}};
       } else {
         static_assert(WIDTH == Width::k2, "no such values");
-        uint32_t e[1] = {close_twos(even(l[0], l[1]), even(l[2], l[3]))};
-        uint32_t o[1] = {close_twos(odd(l[0], l[1]), odd(l[2], l[3]))};
-        constexpr int words = Traits::kDim < 128 ? Traits::kDim / 32 : format::kChunkUnits;
-        put_value_words<Traits, TOGETHER, 1>(e, o, block + format::kChunkBytes * (group / 4) + 4 * (group % 4),
-                                             4 * words, number);
+        w = {{close_twos(even(c[0], c[1]), even(c[2], c[3]))}, {close_twos(odd(c[0], c[1]), odd(c[2], c[3]))}};
       }
+      // A half of a lane is a group of 32 channels, whose words lie in a chunk.
+      const int word = Traits::group(part, h) * Words::kCount;
+      tokens.put(w, format::kChunkBytes * (word / format::kChunkUnits) + 4 * (word % format::kChunkUnits));
     }
   }
 }

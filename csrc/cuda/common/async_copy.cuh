@@ -27,6 +27,29 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
   *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
 #endif
 }
+
+// The same for bytes that are read once: they are the first to leave the L2 cache.
+class CopyOnce {
+ public:
+  __device__ __forceinline__ CopyOnce() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_));
+#endif
+  }
+  __device__ __forceinline__ void copy_async(void* to, const void* from) const {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "l"(policy_)
+                 : "memory");
+#else
+    *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+#endif
+  }
+
+ private:
+  uint64_t policy_;
+};
+
 __device__ __forceinline__ void commit_copies() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
