@@ -158,7 +158,7 @@ class Rows:
         for bits in (3, 4, 8):
             yield Row(f"pack {bits} bit", lambda b=bits: self.pack(b))
             yield Row(f"unpack {bits} bit", lambda b=bits: self.unpack(b))
-        for bits, search in ((4, 1), (4, 8), (3, 1)):
+        for bits, search in ((4, 1), (4, 8), (3, 1), (8, 1), (8, 8)):
             yield Row(f"encode {bits} bit S={search}", lambda b=bits, s=search: self.encode(b, s))
         for bits in (4, 3):
             yield Row(f"decode {bits} bit", lambda b=bits: self.decode(b))
@@ -190,12 +190,12 @@ class Rows:
         yield Row(
             f"score 4 bit {keys} keys, 4 queries", lambda: self.score(keys, 4, False, queries=4)
         )
-        for name in ("k4v4", "k3v3", "k5v4u"):
+        for name in ("k4v4", "k3v3", "k5v4u", "k8v4", "k8v8"):
             for search in (1, 8):
                 yield Row(
                     f"cache_store {name} S={search}", lambda n=name, s=search: self.store(n, s)
                 )
-        for name, search in (("k4v4", 1), ("k4v4", 8), ("k3v3", 1)):
+        for name, search in (("k4v4", 1), ("k4v4", 8), ("k3v3", 1), ("k8v8", 8)):
             for order in ("in order", "random"):
                 make = lambda n=name, s=search, o=order: self.store(n, s, o)  # noqa: E731
                 yield Row(f"cache_store {name} S={search}, slots {order}", make)
@@ -224,7 +224,8 @@ class Rows:
         return Work(lambda: tt.unpack(x, bits, D), size, eager)
 
     def encode(self, bits: int, search: int) -> Work:
-        c, x = Codec(bits, "lloyd", search, self.device), self.randn(self.vectors, D)
+        grid = "uniform" if bits == 8 else "lloyd"
+        c, x = Codec(bits, grid, search, self.device), self.randn(self.vectors, D)
         size = x.nbytes + self.vectors * (D * bits // 8 + 2)
         return Work(lambda: c.encode(x), size, lambda: c.encode_eager(x))
 
@@ -542,7 +543,7 @@ def main() -> None:
             )
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        for name in ("k4v4", "k3v3") if device.type == "cuda" else ():
+        for name in ("k4v4", "k3v3", "k8v4", "k8v8") if device.type == "cuda" else ():
             for search in (1, 8):
                 if wanted.search(f"decode step 64 tokens {name} S={search}"):
                     r = decode_step(rows, name, search, arguments.repeats)

@@ -115,7 +115,9 @@ CASES = [
     Case("encode", {"merges": 0}, "generic", "the leading dimensions do not merge into two"),
     Case("encode", {"d": 96}, "generic", DIMS),
     Case("encode", {"dtype": FULL}, "generic", "dtype is float32"),
-    Case("encode", {"width": 8}, "generic", "8-bit codes have no table"),
+    Case("encode", {"width": 8, "candidates": 8}, "bulk", FILL),
+    Case("encode", {"width": 8, "candidates": 9}, "generic", MANY_STEPS),
+    Case("encode", {"d": 256, "width": 8, "candidates": 2}, "bulk", FILL),
     Case("encode", {"candidates": 9}, "generic", MANY_STEPS),
     Case("encode", {"d": 256, "candidates": 2}, "generic", NARROW),
     Case("encode", {"tokens": 100, "heads": 1}, "generic", TOO_FEW),
@@ -135,7 +137,12 @@ CASES = [
     Case("cache_store", {"d": 256, **BOTH}, "step", NARROW),
     Case("cache_store", {"d": 96}, "generic", DIMS),
     Case("cache_store", {"dtype": FULL}, "generic", "dtype is float32"),
-    Case("cache_store", {"v_width": 8}, "generic", "8-bit codes have no table"),
+    Case("cache_store", {"v_width": 8}, "bulk", FILL),
+    Case("cache_store", {"k_width": 8, **BOTH, **FEW}, "step", TOO_FEW),
+    Case("cache_store", {"d": 256, "k_width": 8, "k_candidates": 8}, "bulk", FILL),
+    Case("cache_store", {"d": 256, "k_width": 8, "v_candidates": 8}, "step", NARROW),
+    Case("cache_store", {"k_width": 8, "v_width": 8, **BOTH}, "bulk", FILL, "T4"),
+    Case("cache_store", {"k_width": 8, "k_candidates": 9}, "generic", MANY_STEPS),
     Case("cache_store", {"k_candidates": 9}, "generic", MANY_STEPS),
     Case("cache_store", {"v_head_stride": TWO_GIB}, "generic", STRIDE),
     Case("cache_store", {"tokens": TWO_GIB}, "generic", "2^31 tokens or more"),
@@ -364,8 +371,8 @@ def test_several_candidates_need_shared_memory():
 def test_wide_pages_of_8_bits_have_large_tiles():
     assert Record(1024, 16, 8, 8).tile_bytes < 65536 < Record(1024, 32, 8, 8).tile_bytes
     call = {"head_dim": 1024, "tokens": 1, "kv_heads": 8, "preset": "k8v8"}
-    large, table = "tiles of 64 KiB or more", "8-bit codes have no table"
-    for page_size, reason in ((32, large), (128, large), (16, table)):
+    large = "tiles of 64 KiB or more"
+    for page_size, reason in ((32, large), (128, large), (16, DIMS)):
         found = kernel_choice("cache_store", **call, page_size=page_size, device="H200")
         assert found == ("generic", reason)
 

@@ -166,6 +166,34 @@ def test_codebooks_of_ones_own():
                     assert_same_bytes(a, e)
 
 
+# Boundaries of 8-bit codes are products of these. In units of 2^-12 they are as usual; in the
+# middle between two integers, where they are rounded up and down by turns; 0; out of reach.
+BYTE_STEPS = (
+    [0.0311],
+    [0.02, 0.0254, 0.0275, 0.03, 62.5 / 2048, 0.0338, 0.036, 0.04],
+    [1e-4, 0.5 / 2048, 1.5 / 2048],
+    [1e-45, 1e-20, 100.0],
+    [1e20, 3e38],
+)
+
+
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_steps_of_8_bits_of_ones_own(d):
+    """Few vectors and many; some have one coordinate that is larger than 16 bits."""
+    signs = signs_of(d)
+    x = mixed_vectors(MANY, d, signs, d, torch.bfloat16)
+    one_channel = torch.zeros(d)
+    one_channel[3] = 1.0
+    x[7::100] = (tt.hadamard(one_channel, torch.ones(d)) * signs).to(x.dtype)
+    for steps in BYTE_STEPS:
+        s = torch.tensor(steps)
+        for part in (x[:100], x):
+            expected = tt.encode(part, signs, None, s, 8, "mse")
+            actual = tt.encode(part.cuda(), signs.cuda(), None, s.cuda(), 8, "mse")
+            for a, e in zip(actual, expected, strict=True):
+                assert_same_bytes(a, e)
+
+
 def test_strided_vectors():
     signs, (levels, steps) = signs_of(96), codebook_tensors(96, 4, "lloyd", 8)
     x = randn(40, 3, 7, 2, 96 + 5, seed=1)
@@ -343,12 +371,34 @@ def test_cache_many(d, order):
     heads = 8
     tokens = MANY // heads // (8 if d > 256 else 2) + 3
     turn = HEAD_DIMS.index(d) + len(order)
-    table_pairs = [(k, v) for k, v in BOOK_PAIRS if k[0] < 8 and v[0] < 8]
     for i in range(turn, turn + 3):
-        keys, values = table_pairs[(5 * i) % len(table_pairs)]
+        keys, values = BOOK_PAIRS[(5 * i) % len(BOOK_PAIRS)]
         config = config_of(d, keys, values, i)
         call = make_call(config, order, tokens, FLOATS[i % 3], i, heads, i % 2 == 0, i % 3 == 0)
         check_store(call)
+
+
+@pytest.mark.parametrize("order", ["aligned", "random", "runs"])
+@pytest.mark.parametrize("d", (64, 128, 256))
+def test_cache_of_8_bits(d, order):
+    """Keys, values or both, few tokens and many, with steps that no table was made for."""
+    tokens = 2 * FEWEST // (2 * 8 * d) + 3
+    byte, table = (8, "uniform"), (4, "lloyd")
+    for i, (keys, values) in enumerate(((byte, byte), (byte, table), (table, byte))):
+        for j, search in enumerate((8, 1)):
+            config = config_of(d, keys, values, i, search=search)
+            call = make_call(config, order, tokens, FLOATS[1 + j], i, 8, j == 0, i == 0)
+            check_store(call)
+            few = call._replace(k=call.k[:77], v=call.v[:77], slots=call.slots[:77], tail=None)
+            for steps in BYTE_STEPS:
+                tables = call.tables._replace(
+                    **{
+                        name: torch.tensor(steps)
+                        for name, book in (("key_steps", keys), ("value_steps", values))
+                        if book == byte
+                    }
+                )
+                check_store(few._replace(tables=tables, seq_lens=None, cu_seqlens_q=None))
 
 
 @pytest.mark.parametrize("preset", ["k4v4", "k3v3", "k5v4u", "k8v4", "k2v2"])
@@ -593,7 +643,10 @@ def test_tiny_codec(bits, grid):
         check_codec(d, bits, grid, (8, 1)[bits % 2], "mse", torch.bfloat16, bits % 2 == 0, n)
 
 
-@pytest.mark.parametrize("name, search", [("k4v4", 1), ("k3v3", 8), ("k5v4u", 1), ("k2v2", 1)])
+@pytest.mark.parametrize(
+    "name, search",
+    [("k4v4", 1), ("k3v3", 8), ("k5v4u", 1), ("k2v2", 1), ("k8v8", 8), ("k8v4", 1)],
+)
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_tiny_cache(d, name, search):
     """Many tokens whose value blocks are whole or in pieces, and few."""

@@ -131,8 +131,12 @@ constexpr const char* against_vectors(int head_dim, Dtype dtype) {
   return nullptr;
 }
 
+// Whether a table must hold several candidates. 8-bit codes have no table.
+constexpr bool searches_table(format::Width width, int candidates) {
+  return candidates > 1 && !format::levels_are_codes(width);
+}
+
 constexpr const char* against_codebook(const EncodeSourceShape& source) {
-  if (format::levels_are_codes(source.width)) return "8-bit codes have no table";
   if (source.candidates > kMostCandidates) return "a codebook has more than 8 candidate steps";
   return nullptr;
 }
@@ -144,7 +148,7 @@ inline const char* against_encode_bulk(int head_dim, Dtype dtype, int64_t tokens
   bool search = false;
   for (const EncodeSourceShape& source : sources) {
     if (const char* reason = against_codebook(source)) return reason;
-    search = search || source.candidates > 1;
+    search = search || searches_table(source.width, source.candidates);
   }
   if (search && head_dim > 128) return "several candidate steps need head_dim <= 128";
   const int count = static_cast<int>(sources.size()), warps = encode_warps(head_dim, search, count, device);

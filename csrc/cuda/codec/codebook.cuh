@@ -159,6 +159,41 @@ __device__ __forceinline__ float table_boundary(int below, int above, float step
   return rintf(__fmul_rn(static_cast<float>(below + above), units));
 }
 
+// Added to a number that is small beside it, this leaves the nearest integer (ties to even) in the low bits.
+constexpr float kInteger = 0x1.8p23f;
+__device__ __forceinline__ float nearest_integer(float x) { return __fsub_rn(__fadd_rn(x, kInteger), kInteger); }
+
+// The magnitudes of 8-bit codes under one candidate. A signed byte has too many boundaries to compare with, so they are
+// computed. The place of a coordinate u is u + 1/2: its magnitude is that of u, or ~u where u is negative, plus 1/2, so
+// that a boundary is either below it or above it.
+struct ByteSteps {
+  float half;     // half a step, in units of u
+  float inverse;  // of a step, too large by 2^-20 of it
+  float limit;    // places from here on have the greatest level
+
+  __device__ __forceinline__ explicit ByteSteps(float step) {
+    // Beyond these limits all boundaries are 0, or out of reach.
+    half = fminf(fmaxf(__fmul_rn(step, format::kUnitsPerSigma / 2), 0x1p-20f), 0x1p20f);
+    inverse = __fmul_rn(__fdividef(1, 2 * half), 1 + 0x1p-20f);
+    limit = 2 * half * format::kMaxByteLevel;
+  }
+
+  // The boundary above magnitude m: the product of 2 m + 1 and `half`, rounded as section 4 says.
+  __device__ __forceinline__ float boundary(float m) const { return nearest_integer(__fmaf_rn(m, 2 * half, half)); }
+
+  // The product gives the magnitude or, next to a boundary, one more.
+  __device__ __forceinline__ float magnitude(float place) const {
+    const float m = nearest_integer(__fmul_rn(fminf(fabsf(place), limit), inverse));
+    return boundary(m - 1) > fabsf(place) ? m - 1 : m;
+  }
+};
+
+// The low bytes of four numbers, to which kInteger was added.
+__device__ __forceinline__ uint32_t low_bytes(float a, float b, float c, float d) {
+  const auto pair = [](float x, float y) { return select_bytes(__float_as_uint(x), __float_as_uint(y), 0x40); };
+  return select_bytes(pair(a, b), pair(c, d), 0x5410);
+}
+
 // Levels and boundaries of a codebook in shared memory. Both are symmetric, so the positive half is enough: a
 // coordinate u < 0 has the magnitude of ~u = -u - 1, because a coordinate that lies on a boundary belongs to the upper
 // code.
@@ -182,8 +217,9 @@ struct SharedCodebook {
   template <int N>
   __device__ __forceinline__ void magnitudes(Width width, int s, const int* u, int* magnitude) const {
     if (format::levels_are_codes(width)) {
+      const ByteSteps steps(step[s]);
 #pragma unroll
-      for (int i = 0; i < N; ++i) magnitude[i] = byte_magnitude(step[s], u[i] ^ u[i] >> 31);
+      for (int i = 0; i < N; ++i) magnitude[i] = static_cast<int>(steps.magnitude(static_cast<float>(u[i]) + 0.5f));
       return;
     }
     int cell[N];
@@ -215,19 +251,6 @@ struct SharedCodebook {
     if (has_boundary) {
       boundary[s][j] = static_cast<int>(fminf(table_boundary(below, above, step_size), format::kMaxBoundary));
     }
-  }
-
-  // A signed byte has too many boundaries to store: a division finds the neighbourhood, and the boundaries there,
-  // multiples of a rounded step, decide.
-  static __device__ __forceinline__ int byte_magnitude(float step, int u) {
-    const float units = __fmul_rn(step, format::kUnitsPerSigma / 2);
-    const auto boundary = [units](int below) { return rintf(__fmul_rn(static_cast<float>(2 * below + 1), units)); };
-    const float x = static_cast<float>(u);
-    constexpr int kMost = format::kMaxByteLevel;
-    int m = static_cast<int>(fminf(__fdividef(x, 2 * units) + 0.5f, kMost));
-    while (m < kMost && boundary(m) <= x) ++m;
-    while (m > 0 && boundary(m - 1) > x) --m;
-    return m;
   }
 
   __device__ __forceinline__ int level_of(Width width, int magnitude) const {

@@ -23,7 +23,8 @@ template <typename Traits>
 constexpr int kStageWords = choices::encode_stage_words(Traits::kDim);
 static_assert(sizeof(SharedCodebook) == choices::kSharedCodebookBytes);
 
-template <typename Traits, typename T, bool SEARCH>
+// SEARCH: a table has several candidates. BYTES: keys or values, or both, or the vectors have 8-bit codes.
+template <typename Traits, typename T, bool SEARCH, bool BYTES>
 __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
     encode_bulk_kernel(const __grid_constant__ EncodeArguments a) {
   static_assert(Traits::kLanes * kSignStride + kTableWords<Traits, SEARCH> == kSourceWords<Traits, SEARCH> &&
@@ -34,6 +35,7 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
   extern __shared__ uint4 dynamic[];
   __shared__ SharedCodebook books[2];
   __shared__ alignas(16) uint32_t levels[2][4];
+  __shared__ ByteBook byte_books[BYTES ? 2 : 1];
   uint32_t* words = reinterpret_cast<uint32_t*>(dynamic);
   const int threads = blockDim.x, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int part = lane % kLanes, vector = lane / kLanes;
@@ -79,6 +81,12 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
   __syncthreads();
   for (int t = 0; t < a.sources; ++t) {
     const Codebook& book = a.source[t].book;
+    if constexpr (BYTES) {
+      if (format::levels_are_codes(book.width)) {
+        for (int s = warp; s < book.num_steps; s += threads / 32) byte_books[t].fill(books[t], s, lane);
+        continue;
+      }
+    }
     fill_code_table<Traits, SEARCH>(words + t * kSourceWords<Traits, SEARCH>, books[t], book.width, book.num_steps,
                                     threadIdx.x, threads);
     fill_level_bytes(levels[t], books[t], threadIdx.x);
@@ -125,9 +133,15 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
     const TableBook with{&books[now], reinterpret_cast<const uint8_t*>(table), levels[now], source.book.width,
                          source.book.num_steps};
     LaneCodes codes;
+    uint32_t byte_codes[BYTES ? 16 : 1];
     Fit fit;
+    const bool is_bytes = BYTES && format::levels_are_codes(source.book.width);
     const bool wide = format::has_fifth_bit(source.book.width);
-    if constexpr (SEARCH) {
+    if (is_bytes) {
+      if constexpr (BYTES) {
+        fit = encode_bytes<Traits>(y, k, v.finite, byte_books[now], source.book.num_steps, byte_codes);
+      }
+    } else if constexpr (SEARCH) {
       fit = wide ? encode_search<Traits, true>(y, k, part, v.finite, with, codes)
                  : encode_search<Traits, false>(y, k, part, v.finite, with, codes);
     } else {
@@ -140,7 +154,7 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
 
     const Token to = a.packed ? Token{} : a.pages.token(slot, from_head, a.layout);
     // Codes of a lane in value blocks; all lanes of the warp take part.
-    const auto put_values = [&]<Width WIDTH>(const uint32_t (&codes)[8]) {
+    const auto put_values = [&]<Width WIDTH>(const uint32_t* codes) {
       uint8_t* block = to.tile ? to.value_block(a.layout) : nullptr;
       // Whether the tokens are those of a value block, in its order.
       const int64_t begin = slot - number % format::kValueGroup;
@@ -153,29 +167,42 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
       if (to.tile && part == 0) __stwb(to.value_scale(a.layout), scale);
     };
     const int64_t row = int64_t{token} * a.heads + from_head;
-    dispatch_codes(kind, source.book.width, [&]<Kind KIND, Width WIDTH>() {
-      if constexpr (format::levels_are_codes(WIDTH)) {
-        // the generic kernel takes them
-      } else if constexpr (KIND == Kind::kValues) {
-        if constexpr (format::is_spread(WIDTH)) to_neighbours<Traits>(codes.low, part);
-        put_values.template operator()<WIDTH>(codes.low);
-      } else if constexpr (KIND == Kind::kKeys) {
-        if (!to.tile) return;
-        uint8_t *at = to.key_row(a.layout), *plane = to.key_plane(a.layout);
+    if (is_bytes) {
+      if constexpr (BYTES) {
+        if (kind == Kind::kValues) {
+          put_values.template operator()<Width::k8>(byte_codes);
+        } else if (kind == Kind::kKeys ? to.tile != nullptr : exists) {
+          uint8_t* at = kind == Kind::kKeys ? to.key_row(a.layout) : a.packed + row * a.row_bytes;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          put_key_group<WIDTH>(codes.low + 4 * h, codes.high[h], Traits::group(part, h), at, plane);
+          for (int h = 0; h < 2; ++h) put_byte_group(byte_codes + 8 * h, Traits::group(part, h), at);
+          if (part == 0) __stwb(kind == Kind::kKeys ? to.key_scale(a.layout) : a.scale + row, scale);
         }
-        if (part == 0) __stwb(to.key_scale(a.layout), scale);
-      } else if (exists) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          put_dense_group<WIDTH>(codes.low + 4 * h, codes.high[h], Traits::group(part, h),
-                                 a.packed + row * a.row_bytes);
-        }
-        if (part == 0) a.scale[row] = scale;
       }
-    });
+    } else {
+      dispatch_codes(kind, source.book.width, [&]<Kind KIND, Width WIDTH>() {
+        if constexpr (format::levels_are_codes(WIDTH) || (BYTES && KIND == Kind::kRows)) {
+          // stored above
+        } else if constexpr (KIND == Kind::kValues) {
+          if constexpr (format::is_spread(WIDTH)) to_neighbours<Traits>(codes.low, part);
+          put_values.template operator()<WIDTH>(codes.low);
+        } else if constexpr (KIND == Kind::kKeys) {
+          if (!to.tile) return;
+          uint8_t *at = to.key_row(a.layout), *plane = to.key_plane(a.layout);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            put_key_group<WIDTH>(codes.low + 4 * h, codes.high[h], Traits::group(part, h), at, plane);
+          }
+          if (part == 0) __stwb(to.key_scale(a.layout), scale);
+        } else if (exists) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            put_dense_group<WIDTH>(codes.low + 4 * h, codes.high[h], Traits::group(part, h),
+                                   a.packed + row * a.row_bytes);
+          }
+          if (part == 0) a.scale[row] = scale;
+        }
+      });
+    }
     if (a.tail.data && to.tile) {
       const int64_t kept = a.tail.row(token);
       constexpr int bytes = 2 * Traits::kDim;
@@ -191,12 +218,12 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
 
 constexpr int kMostDevices = 64;
 
-template <typename Traits, typename T, bool SEARCH>
+template <typename Traits, typename T, bool SEARCH, bool BYTES>
 void launch(const EncodeArguments& a, cudaStream_t stream) {
   const Device& device = current_device();
   const int warps = choices::encode_warps(Traits::kDim, SEARCH, a.sources, device.facts);
   const int bytes = choices::encode_shared_bytes(Traits::kDim, SEARCH, a.sources, warps);
-  const auto kernel = encode_bulk_kernel<Traits, T, SEARCH>;
+  const auto kernel = encode_bulk_kernel<Traits, T, SEARCH, BYTES>;
   static std::atomic<int> allowed[kMostDevices];  // the shared memory that earlier launches opted in to
   if (device.index >= kMostDevices || allowed[device.index].load() < bytes) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
@@ -209,14 +236,19 @@ void launch(const EncodeArguments& a, cudaStream_t stream) {
 }  // namespace
 
 void launch_encode_bulk(const EncodeArguments& a, int head_dim, cudaStream_t stream) {
-  const bool search = a.source[0].book.num_steps > 1 || (a.sources > 1 && a.source[1].book.num_steps > 1);
+  bool search = false, bytes = false;
+  for (int t = 0; t < a.sources; ++t) {
+    const Codebook& book = a.source[t].book;
+    search = search || choices::searches_table(book.width, book.num_steps);
+    bytes = bytes || format::levels_are_codes(book.width);
+  }
   dispatch_bulk(a.dtype, head_dim, [&](auto log_d, auto tag) {
     using Traits = EncodeTraits<log_d>;
     using T = typename decltype(tag)::type;
-    if constexpr (Traits::kDim <= 128) {  // several candidates need |u| < 2^16
-      if (search) return launch<Traits, T, true>(a, stream);
+    if constexpr (Traits::kDim <= 128) {  // several candidates of a table need |u| < 2^16
+      if (search) return bytes ? launch<Traits, T, true, true>(a, stream) : launch<Traits, T, true, false>(a, stream);
     }
-    launch<Traits, T, false>(a, stream);
+    bytes ? launch<Traits, T, false, true>(a, stream) : launch<Traits, T, false, false>(a, stream);
   });
 }
 

@@ -14,7 +14,7 @@
 //   address of cell u >> 4 in the table.
 // * The table has an entry for every cell that a coordinate can reach: sign and magnitude of the code in a nibble, for
 //   up to eight candidates. Byte permutations look up the levels of four nibbles at a time, and dot products of bytes
-//   add up.
+//   add up. 8-bit codes have too many cells for this and are products that round.
 #pragma once
 
 #include <algorithm>
@@ -546,6 +546,123 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
   return best;
 }
 
+// ---- Encoding in 8 bits ---------------------------------------------------------------------------------------------
+
+// The candidates of 8-bit codes. Most steps have a factor, close to the step's reciprocal, whose products with places
+// round to the magnitudes: no boundary has to be looked at. It is 0 for a step that has none (such as one whose
+// boundaries lie in the middle of two integers, and are rounded up and down by turns).
+struct ByteBook {
+  float step[kMostCandidates], factor[kMostCandidates], limit[kMostCandidates];
+
+  // By all lanes of a warp, candidate s.
+  __device__ __forceinline__ void fill(const SharedCodebook& book, int s, int lane) {
+    constexpr float kReach = 1 << 17;  // beyond every coordinate
+    const ByteSteps exact(book.step[s]);
+    const float nearest = __fdividef(1, 2 * exact.half);
+    bool found = false;
+#pragma unroll 1
+    for (int k = 0; k < 16 && !found; ++k) {  // the neighbours of the reciprocal, the nearest ones first
+      const float tried = __int_as_float(__float_as_int(nearest) + (k % 2 ? (k + 1) / 2 : -(k / 2)));
+      bool right = true;
+#pragma unroll 1
+      for (int m = lane; m < format::kMaxByteLevel; m += 32) {
+        // Magnitudes grow with places, so they are right if they are on either side of every boundary.
+        const float boundary = exact.boundary(static_cast<float>(m)), below = fminf(boundary, kReach) - 0.5f;
+        const auto magnitude = [&](float place) { return product(place, exact.limit, tried) - kInteger; };
+        if (boundary < kReach) right = right && magnitude(boundary + 0.5f) > m;
+        if (boundary > 0) right = right && magnitude(below) <= m;
+      }
+      found = __all_sync(0xffffffff, right);
+      if (found && lane == 0) factor[s] = tried;
+    }
+    if (lane > 0) return;
+    step[s] = book.step[s], limit[s] = exact.limit;
+    if (!found) factor[s] = 0;
+  }
+
+  // The magnitude of a place, or its level if the place has its sign, as an integer in the low bits.
+  static __device__ __forceinline__ float product(float place, float limit, float factor) {
+    return __fmaf_rn(fminf(fmaxf(place, -limit), limit), factor, kInteger);
+  }
+  static __device__ __forceinline__ float product_of_size(float place, float limit, float factor) {
+    return __fmaf_rn(fminf(fabsf(place), limit), factor, kInteger);
+  }
+};
+
+// Encodes in 8 bits; y becomes the places of its coordinates. The loop over candidates is short enough to stay in the
+// instruction cache.
+template <typename Traits>
+__device__ __forceinline__ Fit encode_bytes(float (&y)[64], const float (&k)[2], bool finite, const ByteBook& book,
+                                            int steps, uint32_t (&codes)[16]) {
+  uint32_t size[32], over = 0;  // |u| of two channels, without bit 16, which is rare
+#pragma unroll
+  for (int i = 0; i < 64; i += 2) {
+    uint32_t whole[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float u = nearest_integer(__fmul_rn(y[i + j], k[i / 32]));
+      whole[j] = __float_as_uint(__fadd_rn(fabsf(u), 0x1p23f));
+      if constexpr (Traits::kDim > 128) over |= whole[j];
+      y[i + j] = __fadd_rn(u, 0.5f);
+    }
+    size[i / 2] = select_bytes(whole[0], whole[1], 0x5410);
+  }
+
+  Fit best{0, 0, 0};
+  float best_merit = -1;
+  int kept = 0;
+#pragma unroll 1
+  for (int s = 0; s < steps; ++s) {
+    uint32_t dot[2] = {}, square[2] = {};
+    const auto add = [&](auto&& magnitude) {
+#pragma unroll
+      for (int i = 0; i < 64; i += 4) {
+        const uint32_t level =
+            low_bytes(magnitude(y[i]), magnitude(y[i + 1]), magnitude(y[i + 2]), magnitude(y[i + 3]));
+        square[i / 4 % 2] = __dp4a(level, level, square[i / 4 % 2]);
+        dot[0] = __dp2a_lo(size[i / 2], level, dot[0]);
+        dot[1] = __dp2a_hi(size[i / 2 + 1], level, dot[1]);
+      }
+    };
+    const float factor = book.factor[s], limit = book.limit[s];
+    const ByteSteps exact(book.step[s]);
+    if (factor > 0) [[likely]] {
+      add([&](float place) { return ByteBook::product_of_size(place, limit, factor); });
+    } else {
+      add([&](float place) { return __fadd_rn(exact.magnitude(place), kInteger); });
+    }
+    if constexpr (Traits::kDim > 128) {
+      if (over & 0x10000) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+          const bool large = y[i] > 65536 || y[i] < -65535;
+          if (large) dot[0] += static_cast<uint32_t>(exact.magnitude(y[i])) << 16;
+        }
+      }
+    }
+    const Fit fit = Fit::of_sums(sum_of_lanes<Traits::kLanes>(static_cast<int>(dot[0] + dot[1])),
+                                 sum_of_lanes<Traits::kLanes>(static_cast<int>(square[0] + square[1])), book.step[s]);
+    const float merit = fit.a > 0 ? divide(__fmul_rn(fit.a, fit.a), fit.b) : 0;
+    if (merit > best_merit) best = fit, best_merit = merit, kept = s;
+  }
+
+  const auto put = [&](auto&& level) {
+#pragma unroll
+    for (int i = 0; i < 64; i += 4) {
+      const uint32_t word = low_bytes(level(y[i]), level(y[i + 1]), level(y[i + 2]), level(y[i + 3]));
+      codes[i / 4] = finite ? word : 0;
+    }
+  };
+  const float factor = book.factor[kept], limit = book.limit[kept];
+  if (__all_sync(0xffffffff, factor > 0)) [[likely]] {
+    put([&](float place) { return ByteBook::product(place, limit, factor); });
+  } else {
+    const ByteSteps exact(book.step[kept]);
+    put([&](float place) { return __fadd_rn(copysignf(exact.magnitude(place), place), kInteger); });
+  }
+  return best;
+}
+
 // ---- Stores ---------------------------------------------------------------------------------------------------------
 
 // Stores words with an instruction for global memory: the compiler cannot prove that pages are global and would use a
@@ -724,9 +841,9 @@ struct ScatteredTokens {
   }
 };
 
-// Stores a lane's codes in value blocks.
+// Stores a lane's codes in value blocks: eight words of LaneCodes::low, or 16 of 8-bit codes.
 template <typename Traits, Width WIDTH, typename Tokens>
-__device__ __forceinline__ void put_value(const uint32_t (&codes)[8], int part, const Tokens& tokens) {
+__device__ __forceinline__ void put_value(const uint32_t* codes, int part, const Tokens& tokens) {
   // Bytes with a channel of octet a in the low nibble and of octet b in the high one: of even channels, of odd
   // channels.
   const auto even = [](uint32_t a, uint32_t b) { return select_bits(0x0F0F0F0F, a, b << 4); };
@@ -748,9 +865,15 @@ __device__ __forceinline__ void put_value(const uint32_t (&codes)[8], int part, 
   } else {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint32_t* c = codes + 4 * h;
+      const uint32_t* c = codes + (format::levels_are_codes(WIDTH) ? 8 : 4) * h;
       Words w;
-      if constexpr (WIDTH == Width::k4) {
+      if constexpr (format::levels_are_codes(WIDTH)) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          w.even[n] = select_bytes(c[2 * n], c[2 * n + 1], 0x6420);
+          w.odd[n] = select_bytes(c[2 * n], c[2 * n + 1], 0x7531);
+        }
+      } else if constexpr (WIDTH == Width::k4) {
         w = {{even(c[0], c[1]), even(c[2], c[3])}, {odd(c[0], c[1]), odd(c[2], c[3])}};
       } else {
         static_assert(WIDTH == Width::k2, "no such values");
@@ -761,6 +884,12 @@ __device__ __forceinline__ void put_value(const uint32_t (&codes)[8], int part, 
       tokens.put(w, format::kChunkBytes * (word / format::kChunkUnits) + 4 * (word % format::kChunkUnits));
     }
   }
+}
+
+// Stores a group of 32 channels of 8-bit codes in a row, of a key or dense.
+__device__ __forceinline__ void put_byte_group(const uint32_t* codes, int group, uint8_t* row) {
+  put_words<4>(row + 32 * group, {codes[0], codes[1], codes[2], codes[3]});
+  put_words<4>(row + 32 * group + 16, {codes[4], codes[5], codes[6], codes[7]});
 }
 
 }  // namespace turboquant::cuda

@@ -10,7 +10,7 @@
 // * Where the bulk kernel has tables, a binary search compares two coordinates with a boundary at once: 16-bit integers
 //   below 2^15 - 2^10 have the order of the float16 values of the same bits. __hge2_mask gives 0xFFFF for each true
 //   half, and the mask selects the next boundary of the search. Four magnitudes then form the selector of a byte
-//   permutation, which looks up four levels.
+//   permutation, which looks up four levels. Magnitudes of 8-bit codes are products, corrected next to a boundary.
 // * The sums of a candidate end in the lane of its number, so that the lanes divide for all candidates at once; the
 //   lane with the greatest merit stores the scale.
 // * Shuffles put the stored words of four channels together, and they are stored from registers.
@@ -132,7 +132,6 @@ struct Quad {
 
   Quad() = default;
   __device__ __forceinline__ Quad(const float* y, float k) {
-    constexpr float kInteger = 0x1.8p23f;  // added to a small number, it leaves the nearest integer in the low bits
     uint32_t grain[4], whole[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -155,6 +154,37 @@ struct Quad {
   __device__ __forceinline__ uint32_t negative_nibbles() const {
     const uint32_t x = (negative[0] & 0x000F000F) | (negative[1] & 0x0F000F00);
     return (x & 0x0F0F) | (x >> 12 & 0xF0F0);
+  }
+};
+
+// The same for 8-bit codes.
+struct ByteQuad {
+  float place[4];    // as ByteSteps takes them
+  uint32_t size[2];  // |u|, the low 16 bits
+  uint32_t over;     // |u| >> 16, bytes
+
+  ByteQuad() = default;
+  __device__ __forceinline__ ByteQuad(const float* y, float k) {
+    uint32_t whole[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float u = nearest_integer(__fmul_rn(y[i], k));
+      whole[i] = __float_as_uint(__fadd_rn(fabsf(u), 0x1p23f));
+      place[i] = __fadd_rn(u, 0.5f);
+    }
+    size[0] = select_bytes(whole[0], whole[1], 0x5410), size[1] = select_bytes(whole[2], whole[3], 0x5410);
+    over = select_bytes(select_bytes(whole[0], whole[1], 0x62), select_bytes(whole[2], whole[3], 0x62), 0x5410) &
+           0x01010101;
+  }
+
+  // Levels without their signs, and codes, which are levels.
+  __device__ __forceinline__ uint32_t magnitudes(const ByteSteps& steps) const {
+    const auto of = [&](int i) { return __fadd_rn(steps.magnitude(place[i]), kInteger); };
+    return low_bytes(of(0), of(1), of(2), of(3));
+  }
+  __device__ __forceinline__ uint32_t codes(const ByteSteps& steps) const {
+    const auto of = [&](int i) { return __fadd_rn(copysignf(steps.magnitude(place[i]), place[i]), kInteger); };
+    return low_bytes(of(0), of(1), of(2), of(3));
   }
 };
 
@@ -216,6 +246,21 @@ struct StepTarget {
                     : two       ? 8
                                 : set_bytes,
             .is_owner = width == Width::k4 || (spread ? lane / 4 % 4 < 3 : !(lane & 4))};
+  }
+
+  // 8-bit codes: a word of a key's row, or four bytes of a value.
+  template <int D, int LANES>
+  static __device__ __forceinline__ StepTarget of_bytes(int kind, int lane, int section) {
+    using namespace format;
+    constexpr int kWord = 4 * kChunkUnits;  // bytes between the words of neighbouring lanes of a chunk
+    const int set = kChunkBytes * (lane / 8) + 16 * kWord * (lane & 1) + 4 * (lane / 2 % 4);
+    return {.at = kind == 0 ? 4 * lane : section + set,
+            .shift = kind == 0 ? 0 : 4,
+            .mask = kind == 0 ? 0 : 15,
+            .pitch = kind == 0 ? D : kValueGroup * D,
+            .stride = kind == 0 ? 0 : kWord,
+            .quad = kind == 0 ? 4 * LANES : kChunkBytes / 8 * LANES,
+            .is_owner = true};
   }
 
   __device__ __forceinline__ uint32_t of_token(uint32_t number) const {
@@ -386,6 +431,54 @@ struct Candidates {
   }
 };
 
+// The sums of a lane's coordinates under a candidate for 8-bit codes.
+template <typename Traits>
+struct TriedBytes {
+  uint32_t dot = 0, squares = 0;
+
+  __device__ __forceinline__ TriedBytes(const ByteQuad (&quads)[Traits::kChunks], const ByteSteps& steps) {
+#pragma unroll
+    for (int q = 0; q < Traits::kChunks; ++q) {
+      const uint32_t level = quads[q].magnitudes(steps);
+      squares = __dp4a(level, level, squares);
+      dot = __dp2a_lo(quads[q].size[0], level, dot);
+      dot = __dp2a_hi(quads[q].size[1], level, dot);
+      if constexpr (Traits::kDim > 128) dot += __dp4a(quads[q].over, level, 0u) << 16;
+    }
+  }
+};
+
+// As Candidates.
+template <typename Traits>
+struct ByteCandidates {
+  int dot = 0, squares = 0;
+
+  __device__ __forceinline__ ByteCandidates(const ByteQuad (&quads)[Traits::kChunks], const float* step, int steps,
+                                            int lane) {
+#pragma unroll 1
+    for (int first = 0; first < steps; first += kUnroll) {
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const TriedBytes<Traits> tried(quads, ByteSteps(step[first + i]));
+        const int all_d = sum_of_lanes<Traits::kLanes>(static_cast<int>(tried.dot));
+        const int all_b = sum_of_lanes<Traits::kLanes>(static_cast<int>(tried.squares));
+        if (lane == first + i) dot = all_d, squares = all_b;
+      }
+    }
+    if (lane >= steps) dot = squares = 0;
+  }
+};
+
+// The lane, of those of a vector, whose candidate fits best; the first one of equals. first: the vector's first lane.
+template <int LANES>
+__device__ __forceinline__ int best_lane(const Fit& fit, int first) {
+  const float quotient = divide(__fmul_rn(fit.a, fit.a), fit.b);
+  const float merit = fit.a > 0 ? quotient : 0;  // 0 where there is no candidate
+  const uint32_t most = max_of_lanes<LANES>(__float_as_uint(merit));
+  const uint32_t all = __ballot_sync(0xffffffff, __float_as_uint(merit) == most);
+  return __ffs(all >> first) - 1;
+}
+
 // ---- The exact tail -------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ int64_t load_slot(const void* slots, bool wide, uint32_t i) {
@@ -429,7 +522,8 @@ struct StepShared {
   uint16_t selectors[SEARCH ? kWarps : 1][kMostCandidates][QUADS][32];
 };
 
-template <typename Traits, typename T, bool SEARCH>
+// BYTES: keys or values, or both, have 8-bit codes.
+template <typename Traits, typename T, bool SEARCH, bool BYTES>
 __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_constant__ StepArguments a) {
   let_next_kernel_begin();
   constexpr int kLanes = Traits::kLanes, kQuads = Traits::kChunks, kVectors = 32 / kLanes;  // of a warp
@@ -465,8 +559,10 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
 
   // Independent work, to hide the latency of the loads.
   const Width width = source.width();
-  const StepTarget target = kind == 0 ? StepTarget::of_key<kDim, kLanes>(width, lane)
-                                      : StepTarget::of_value<kDim, kLanes>(width, lane, source.section);
+  const bool is_bytes = BYTES && format::levels_are_codes(width);
+  StepTarget target = kind == 0 ? StepTarget::of_key<kDim, kLanes>(width, lane)
+                                : StepTarget::of_value<kDim, kLanes>(width, lane, source.section);
+  if (is_bytes) target = StepTarget::of_bytes<kDim, kLanes>(kind, lane, source.section);
 
   float x[kPerLane], y[kPerLane];
 #pragma unroll
@@ -532,6 +628,56 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
     if (zero) squares = 1;  // any length will do: all coordinates are zero
     scaled = LengthAndUnits<Constants>(squares);
   }
+  // Stores the scale, and the vector in the tail. kept: the lane that has the fit.
+  const auto finish = [&](const Fit& fit, int kept) {
+    constexpr EncodeConstants constants = Constants::values();
+    uint16_t scale = fit.scale(mode, scaled.length, e, constants);
+    if (zero) scale = 0;
+    if (!finite) scale = format::kNanScale;
+    if (stored && lane == kept) *reinterpret_cast<uint16_t*>(a.pages + scale_at) = scale;
+    if (a.has_tail && stored) {
+      uint8_t* to = place.at(a.tail, head, kind, 2 * kDim);
+      if (!to) return;
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) {
+        reinterpret_cast<uint2*>(to)[lane + 32 * q] = make_uint2(word[q][0], word[q][1]);
+      }
+    }
+  };
+  if constexpr (BYTES) {
+    if (is_bytes) {
+      ByteQuad quads[kQuads];
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) quads[q] = ByteQuad(y + 4 * q, scaled.k);
+      Fit fit;
+      int kept = 0;
+      if constexpr (SEARCH) {
+        __syncthreads();
+        const ByteCandidates<Traits> sums(quads, shared.step, source.num_steps, lane);
+        fit = Fit::of_sums(sums.dot, sums.squares, shared.step[lane % kMostCandidates]);
+        kept = best_lane<kLanes>(fit, own - lane);
+      } else {
+        const TriedBytes<Traits> tried(quads, ByteSteps(entry.step));
+        fit = Fit::of_sums(sum_of_lanes<kLanes>(static_cast<int>(tried.dot)),
+                           sum_of_lanes<kLanes>(static_cast<int>(tried.squares)), entry.step);
+      }
+      const ByteSteps steps(SEARCH ? shared.step[kept] : entry.step);
+#pragma unroll
+      for (int q = 0; q < kQuads; ++q) {
+        const uint32_t codes = finite ? quads[q].codes(steps) : 0;
+        uint8_t* to = a.pages + codes_at + q * target.quad;
+        if (!stored) continue;
+        if (kind == 0) {
+          *reinterpret_cast<uint32_t*>(to) = codes;
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) to[4 * target.stride * i] = static_cast<uint8_t>(codes >> 8 * i);
+        }
+      }
+      return finish(fit, kept);
+    }
+  }
+
   // With one candidate, a warp reads its own codebook before the coordinates are ready.
   const PairBoundaries* boundaries = shared.boundaries + (SEARCH ? 0 : warp);
   const uint4* first_from = reinterpret_cast<const uint4*>(boundaries->at);
@@ -574,11 +720,7 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
   Fit fit;
   if constexpr (SEARCH) {
     fit = Fit::of_sums(dot, level_squares, step);
-    const float quotient = divide(__fmul_rn(fit.a, fit.a), fit.b);
-    const float merit = fit.a > 0 ? quotient : 0;  // 0 where there is no candidate
-    const uint32_t most = max_of_lanes<kLanes>(__float_as_uint(merit));
-    const uint32_t all = __ballot_sync(0xffffffff, __float_as_uint(merit) == most);
-    kept = __ffs(all >> (own - lane)) - 1;
+    kept = best_lane<kLanes>(fit, own - lane);
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) selector[q] = shared.selectors[warp][kept][q][own];
   }
@@ -600,19 +742,7 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
   }
   // The scale comes after the codes, so that their stores are under way while it is computed.
   if constexpr (!SEARCH) fit = Fit::of_sums(dot, level_squares, step);
-  constexpr EncodeConstants constants = Constants::values();
-  uint16_t scale = fit.scale(mode, scaled.length, e, constants);
-  if (zero) scale = 0;
-  if (!finite) scale = format::kNanScale;
-  if (stored && lane == kept) *reinterpret_cast<uint16_t*>(a.pages + scale_at) = scale;
-  if (a.has_tail && stored) {
-    uint8_t* to = place.at(a.tail, head, kind, 2 * kDim);
-    if (!to) return;
-#pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-      reinterpret_cast<uint2*>(to)[lane + 32 * q] = make_uint2(word[q][0], word[q][1]);
-    }
-  }
+  finish(fit, kept);
 }
 
 // ---- Host side ------------------------------------------------------------------------------------------------------
@@ -671,11 +801,16 @@ StepArguments step_arguments(const EncodeArguments& a) {
 void launch_encode_step(const EncodeArguments& a, int head_dim, cudaStream_t stream) {
   const StepArguments step = step_arguments(a);
   const bool search = step.source[0].num_steps > 1 || step.source[1].num_steps > 1;
+  const bool bytes =
+      format::levels_are_codes(a.source[0].book.width) || format::levels_are_codes(a.source[1].book.width);
   dispatch_bulk(a.dtype, head_dim, [&](auto log_d, auto tag) {
     using Traits = StepTraits<log_d>;
     using T = typename decltype(tag)::type;
     const dim3 grid(num_blocks(a.tokens, kWarps * 32 / Traits::kLanes), static_cast<unsigned>(a.heads), 2);
-    const auto kernel = search ? encode_step_kernel<Traits, T, true> : encode_step_kernel<Traits, T, false>;
+    const auto kernel =
+        bytes    ? search ? encode_step_kernel<Traits, T, true, true> : encode_step_kernel<Traits, T, false, true>
+        : search ? encode_step_kernel<Traits, T, true, false>
+                 : encode_step_kernel<Traits, T, false, false>;
     kernel<<<grid, 32 * kWarps, 0, stream>>>(step);
   });
 }
