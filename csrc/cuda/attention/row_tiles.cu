@@ -69,7 +69,7 @@ bool RowTilesLaunch::choose_shape(int groups) {
     }
     return false;
   };
-  return fits(entry_.blocks, 3) || fits(entry_.blocks, 1) || fits(1, 1);
+  return fits(entry_.blocks, 3) || fits(entry_.blocks, 1) || fits(1, 1) || fits(1, 0);
 }
 
 // The kernel counts tiles of keys, of all tiles of rows, in 32 bits. What the host knows about them: no sequence is

@@ -115,7 +115,7 @@ constexpr bool lay_out(Plan& p, int limit) {
   p.raw_stages = limit > p.raw ? (limit - p.raw) / p.raw_stride : 0;
   p.raw_stages = p.raw_stages < kMaxRawStages ? p.raw_stages : kMaxRawStages;
   p.bytes = p.raw + p.raw_stages * p.raw_stride;
-  return p.raw_stages > S::kStreamWarps;
+  return p.raw_stages >= S::kStreamWarps;
 }
 
 }  // namespace turboquant::cuda::row_tiles
