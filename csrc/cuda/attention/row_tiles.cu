@@ -49,8 +49,8 @@ RowTilesLaunch::RowTilesLaunch(const Attention& call, const Device& device, int 
   plan_.clears = least_queries == 0;
 }
 
-// Tiles of 64 or 128 rows; false: not even the fewest stages fit. Many stages of tiles are worth less than a ring of raw
-// stages in which copies can run ahead, and two blocks of a multiprocessor are worth more than both.
+// Tiles of 64 or 128 rows; false: not even the fewest stages fit. Many stages of tiles are worth less than a ring of
+// raw stages in which copies can run ahead, and two blocks of a multiprocessor are worth more than both.
 bool RowTilesLaunch::choose_shape(int groups) {
   const DeviceFacts& facts = device_.facts;
   entry_ = find_kernel_of(call_.record.head_dim, groups, call_.dtype,
@@ -60,6 +60,8 @@ bool RowTilesLaunch::choose_shape(int groups) {
     const int per_block = facts.shared_per_multiprocessor / blocks - kReservedSharedBytes;
     constexpr int kStages[][2] = {{4, 4}, {2, 3}, {2, 2}};  // of keys and of values
     for (const auto& [keys, values] : kStages) {
+      // A barrier knows one phase from the next, but not from the one after that, so no warp may be a turn of the ring
+      // behind another.
       if (keys < entry_.stream_warps) continue;
       plan_.key_stages = keys, plan_.value_stages = values, grid_ = blocks * facts.multiprocessors;
       if (entry_.lay_out(plan_, std::min(facts.shared_per_block, per_block)) &&

@@ -3,10 +3,10 @@
 // start at a multiple of that.
 //
 // D = A B + D, with A 64 x 16 and B 16 x N of float16 or bfloat16, D 64 x N of float32, N = 64 or 128.
-//   A  in registers (the fragments of common/mma.cuh, 16 rows for each warp), or in shared memory: a row of memory holds
-//      64 neighbours in k
-//   B  a row of memory holds 64 neighbours in k of one column of B (the keys of a score: one row for each key), or, with
-//      COLUMNS, 64 neighbouring columns for one k (the values of an output: again one row for each key)
+//   A  in registers (the fragments of common/mma.cuh, 16 rows for each warp), or in shared memory: a row of memory
+//      holds 64 neighbours in k
+//   B  a row of memory holds 64 neighbours in k of one column of B (the keys of a score: one row for each key), or,
+//      with COLUMNS, 64 neighbouring columns for one k (the values of an output: again one row for each key)
 #pragma once
 
 #include <cuda_fp16.h>
@@ -28,8 +28,8 @@ __device__ __forceinline__ uint64_t swizzled_operand(const void* memory) {
   return kSwizzle128 | uint64_t{kSwizzleGroup / 16} << 32 | uint64_t{1} << 16 |
          (static_cast<uint32_t>(__cvta_generic_to_shared(memory)) & 0x3FFFF) / 16;
 }
-// An operand with a row for each k: 16 more in k are two groups further on; the next 64 columns are `next` bytes further
-// on.
+// An operand with a row for each k: 16 more in k are two groups further on; the next 64 columns are `next` bytes
+// further on.
 __device__ __forceinline__ uint64_t swizzled_columns(const void* memory, int next) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   return kSwizzle128 | uint64_t{kSwizzleGroup / 16} << 32 | static_cast<uint64_t>(next / 16) << 16 |

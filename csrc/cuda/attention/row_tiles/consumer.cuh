@@ -4,9 +4,9 @@
 // scores (keys) or sums (channels) columns 2 t and 2 t + 1, h = 0 and 1. Element (column block n, i, h) is number
 // 4 n + 2 i + h of an array.
 //
-// A row's sum of weights and sums of values are relative to 2^reference: the reference is some earlier maximum, and is
-// raised only when a score is 2^8 above it, which is rare. Weights are float16 (or the type of exact values); 2^kLift
-// keeps all of them that count among the normal numbers.
+// A row's sum of weights and sums of values are relative to 2^reference: the reference is some earlier maximum of
+// scores * log2(e), and is raised only when a score is kRaise above it, which is rare. Weights are float16 (or the type
+// of exact values); 2^kLift keeps all of them that count among the normal numbers.
 #pragma once
 
 #include <bit>
@@ -29,7 +29,10 @@ __device__ __forceinline__ void sync_threads(int barrier, int threads) {
 // Counts the arrival of a block; true: it was the last of `count` blocks, and the counter is 0 again.
 __device__ __forceinline__ bool arrives_last(uint32_t* counter, int count) {
   uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(count - 1) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(count - 1)
+               : "memory");
   return before == static_cast<uint32_t>(count - 1);
 }
 
@@ -100,7 +103,8 @@ class Consumer {
 
   // ---- Queries
 
-  // Leaves queries as operands: fragments in registers, or in shared memory. word(i, j): channels of octet j of row i.
+  // Leaves queries as operands: fragments in registers, or in shared memory. word(i, j): the thread's two channels of
+  // octet j of row i.
   template <typename F>
   __device__ __forceinline__ void lay_out(F&& word) {
     if constexpr (S::kQueriesInRegisters) {
@@ -149,7 +153,9 @@ class Consumer {
       }
       if (channels.center) {
 #pragma unroll
-        for (int j = 0; j < kD / 4; ++j) shift = fmaf(y[j], channels.center[channel_at(pairs, j / 2, t_, j % 2)], shift);
+        for (int j = 0; j < kD / 4; ++j) {
+          shift = fmaf(y[j], channels.center[channel_at(pairs, j / 2, t_, j % 2)], shift);
+        }
         shift += __shfl_xor_sync(0xffffffff, shift, 1), shift += __shfl_xor_sync(0xffffffff, shift, 2);
       }
 #pragma unroll
@@ -162,7 +168,7 @@ class Consumer {
       for (int j = 0; j < kD / 4; ++j) most = max_or_nan(most, fabsf(y[j]));
 #pragma unroll
       for (int bit = 1; bit < 4; bit *= 2) most = max_or_nan(most, __shfl_xor_sync(0xffffffff, most, bit));
-      // A power of two that is larger than half of the largest element; NaN and infinity stay what they are.
+      // The power of two above the largest element; NaN and infinity stay what they are.
       const int exponent = min(max((__float_as_int(most) >> 23) - 126, -100), 126);
       const float down = __int_as_float((127 - exponent) << 23) * (a_.softmax_scale < 0 ? -1.0f : 1.0f);
 #pragma unroll
@@ -189,7 +195,7 @@ class Consumer {
       find_row(i, token, head);
       q[i] = exists(i) ? static_cast<const T*>(a_.q) + token * a_.q_token_stride + head * a_.q_head_stride : nullptr;
       factor_[i] = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f), shift_[i] = 0;
-      // Exact keys that are seen: below first_ if they are sinks, and from end_ on.
+      // Exact keys that are seen: sinks from first_ on, and others from end_ on.
       first_[i] = a_.first_visible(position_[i]), end_[i] = max(sight.recent(position_[i]), first_[i]);
     }
     const int sinks = item_->sinks, last = -max_of_lanes(max(-position_[0], -position_[1]));
@@ -197,15 +203,14 @@ class Consumer {
     clear_begin_ = item_->coded_tiles + ceil_div(begin, S::kKeys);
     clear_end_ = item_->coded_tiles + min(sinks + last + 1 - item_->recent, item_->exact) / S::kKeys;
     const auto of_row = [&](int row) {
-      return item_->length - item_->queries + static_cast<int>(static_cast<unsigned>(item_->block * S::kRows + row) / a_.group);
+      return item_->length - item_->queries +
+             static_cast<int>(static_cast<unsigned>(item_->block * S::kRows + row) / a_.group);
     };
     const int low = of_row(0), high = of_row(item_->rows - 1), end = max(sight.recent(high), a_.first_visible(high));
     common_begin_ = item_->coded_tiles + ceil_div(max(sinks, sinks + end - item_->recent), S::kKeys);
     common_end_ = item_->coded_tiles + min(sinks + low + 1 - item_->recent, item_->exact) / S::kKeys;
     const uint32_t sign = a_.softmax_scale < 0 ? 0x80008000 : 0;
-    lay_out([&](int i, int j) {
-      return q[i] ? *reinterpret_cast<const uint32_t*>(q[i] + 8 * j + 2 * t_) ^ sign : 0u;
-    });
+    lay_out([&](int i, int j) { return q[i] ? *reinterpret_cast<const uint32_t*>(q[i] + 8 * j + 2 * t_) ^ sign : 0u; });
   }
 
   // ---- The loop over tiles
@@ -213,7 +218,8 @@ class Consumer {
   template <bool EXACT>
   __device__ __forceinline__ void wait(uint64_t (&barriers)[kMaxTileStages], const RingPlace& stage) const {
     wait_barrier(&barriers[stage.slot], stage.phase);
-    if constexpr (EXACT) publish_operands();  // exact keys were copied by instructions that tensor cores do not see otherwise
+    // Tensor cores would not see what cp.async has copied.
+    if constexpr (EXACT) publish_operands();
   }
   __device__ __forceinline__ void release(uint64_t (&barriers)[kMaxTileStages], RingPlace& stage, int stages) const {
     __syncwarp();
@@ -287,7 +293,8 @@ class Consumer {
         const auto multiply = [&](auto columns) {
           uint64_t b;
           if constexpr (EXACT) {
-            b = swizzled_columns(values, S::kKeys * kSwizzleRow) + (c / 64 * S::kKeys * kSwizzleRow + k * 2 * kSwizzleGroup) / 16;
+            b = swizzled_columns(values, S::kKeys * kSwizzleRow) +
+                (c / 64 * S::kKeys * kSwizzleRow + k * 2 * kSwizzleGroup) / 16;
           } else {
             b = swizzled_operand(values) + (k / 4 * kD * kSwizzleRow + c * kSwizzleRow + k % 4 * 32) / 16;
           }
@@ -302,9 +309,9 @@ class Consumer {
     }
   }
 
-  // A weight of 0 times a value that is not finite is NaN, which would reach rows that do not see the value's key. So in
-  // tiles that not all rows see, such values are cleared, and the rows that do see them become NaN as a whole. All
-  // warps that multiply call this for the same tiles.
+  // A weight of 0 times a value that is not finite is NaN, which would reach rows that do not see the value's key. So
+  // in tiles of which some row of the block does not see all keys, such values are cleared, and the rows that do see
+  // them become NaN as a whole. All warps that multiply call this for the same tiles.
   __device__ __forceinline__ void guard_values(int tile) {
     if (tile >= common_begin_ && tile < common_end_) return;
     wait<true>(notes_.value_full, values_);
@@ -347,17 +354,16 @@ class Consumer {
   }
   static __device__ __forceinline__ bool any_thread(bool x, int threads) {
     int any;
-    asm volatile(
-        "{ .reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.b32 %0, 1, 0, q; }"
-        : "=r"(any)
-        : "r"(static_cast<int>(x)), "n"(kConsumersBarrier), "r"(threads)
-        : "memory");
+    asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.b32 %0, 1, 0, q; }"
+                 : "=r"(any)
+                 : "r"(static_cast<int>(x)), "n"(kConsumersBarrier), "r"(threads)
+                 : "memory");
     return any;
   }
 
   // ---- Softmax
 
-  // From scores to weights; releases the tile of keys. multiplying: the products of the tile before with its values are
+  // From scores to weights; releases the tile of keys. multiplying: the products with the values of the tile before are
   // still under way; they end here, and that tile of values is released.
   template <bool EXACT>
   __device__ __forceinline__ void weigh(int tile, float (&scores)[S::kScores], bool multiplying) {
@@ -370,7 +376,8 @@ class Consumer {
       all = all && !info.special;
     }
     if (a_.soft_cap > 0) cap(scores, factor);
-    if (!all) mask<EXACT>(EXACT ? (tile - item_->coded_tiles) * S::kKeys : item_->first + tile * S::kKeys, info, scores);
+    const int first = EXACT ? (tile - item_->coded_tiles) * S::kKeys : item_->first + tile * S::kKeys;
+    if (!all) mask<EXACT>(first, info, scores);
     release(notes_.key_empty, keys_, plan_.key_stages);
 
     float top[2];
@@ -414,7 +421,9 @@ class Consumer {
     const float down = static_cast<float>(exponent - exponent_), up = exp2_fast(-down);
     float add[2], sum[2][2] = {};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) add[i] = shift_of(i) - (reference_[i] == -INFINITY ? 0.0f : reference_[i]) + kLift + down;
+    for (int i = 0; i < 2; ++i) {
+      add[i] = shift_of(i) - (reference_[i] == -INFINITY ? 0.0f : reference_[i]) + kLift + down;
+    }
 #pragma unroll
     for (int n = 0; n < S::kKeys / 8; ++n) {
 #pragma unroll
@@ -427,7 +436,7 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < 2; ++i) total_[i] = fmaf(sum[i][0] + sum[i][1], up, total_[i]);
   }
-  // Capped scores already are powers of two.
+  // Capped scores have the shift in them already.
   __device__ __forceinline__ float shift_of(int i) const { return a_.soft_cap > 0 ? 0.0f : shift_[i]; }
 
   __device__ __forceinline__ void cap(float (&scores)[S::kScores], float (&factor)[2]) const {
@@ -443,7 +452,8 @@ class Consumer {
     factor[0] = factor[1] = 1;
   }
 
-  // Excludes the keys that a row does not see. A row that sees a key whose scale is not a number becomes NaN.
+  // Excludes the keys that a row does not see. A row that sees a key with a scale that is not a number becomes NaN.
+  // first: the number of the tile's first exact key, else its position
   template <bool EXACT>
   __device__ __forceinline__ void mask(int first, const TileInfo& info, float (&scores)[S::kScores]) const {
 #pragma unroll
@@ -466,7 +476,8 @@ class Consumer {
   // Whether row i sees exact key `number` of the item.
   __device__ __forceinline__ bool sees_exact(int i, int number) const {
     const int key = item_->exact_key(number);
-    return number < item_->exact && key <= position_[i] && key >= first_[i] && (number < item_->sinks || key >= end_[i]);
+    return number < item_->exact && key <= position_[i] && key >= first_[i] &&
+           (number < item_->sinks || key >= end_[i]);
   }
 
   template <bool EXACT>
@@ -589,13 +600,13 @@ class Consumer {
   const Item* item_;
   RingPlace keys_, values_;  // the tiles that are multiplied next
   float sums_[S::kSums];
-  float reference_[2], total_[2];     // of rows i = 0, 1; `total_` is of the thread's own keys
-  float factor_[2], shift_[2];        // score * log2(e) = factor * product + shift
-  int position_[2];                   // rows that do not exist: of the last one
-  int first_[2], end_[2];             // the row sees keys [first_, end_) of codes; see prepare_exact for the others
-  int clear_begin_, clear_end_;       // all rows of the warp see all keys of these tiles
-  int common_begin_, common_end_;     // all rows of the block do
-  int exponent_;                      // sums over codes are divided by 2^exponent_
+  float reference_[2], total_[2];  // of rows i = 0, 1; `total_` is of the thread's own keys
+  float factor_[2], shift_[2];     // score * log2(e) = factor * product + shift
+  int position_[2];                // rows that do not exist: of the last one
+  int first_[2], end_[2];          // the row sees keys [first_, end_) of codes; see prepare_exact for the others
+  int clear_begin_, clear_end_;    // all rows of the warp see all keys of these tiles
+  int common_begin_, common_end_;  // all rows of the block do
+  int exponent_;                   // sums over codes are divided by 2^exponent_
   uint32_t query_[S::kQueriesInRegisters ? kD / 4 : 1];
 };
 

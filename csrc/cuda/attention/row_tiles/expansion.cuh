@@ -52,15 +52,17 @@ struct Tables {
     low0 = w[0], low1 = w[1], high0 = w[2], high1 = w[3];
   }
 };
-// The byte of a code in its table. levels: [2^bits] or null, the uniform grid
-__device__ __forceinline__ int8_t table_byte(const int8_t* levels, int bits, int code) {
-  if (code >= 1 << bits || bits > 4) return 0;
-  const int level = levels ? levels[code] : 2 * code - ((1 << bits) - 1);
+// The byte of a code in its table; 0 where there is none, because codes are no nibbles or there are fewer of them.
+// levels: [2^bits] or null, the uniform grid
+__device__ __forceinline__ int8_t table_byte(const int8_t* levels, format::Width width, int code) {
+  const int codes = 1 << format::num_bits(width);
+  if (format::levels_are_codes(width) || format::has_fifth_bit(width) || code >= codes) return 0;
+  const int level = levels ? levels[code] : 2 * code - (codes - 1);
   return static_cast<int8_t>(code < 8 ? level + 128 : level);
 }
 
-// Pairs (i, i + 4), i = 0..3, of the eight nibbles of `w`, as levels divided by step_of. plane: kPlanes only, fifth bits
-// at 8 (i / 2) + i % 2.
+// Pairs (i, i + 4), i = 0..3, of the eight nibbles of `w`, as levels divided by step_of. plane: kPlanes only, the fifth
+// bit of nibble i at 8 (i / 2) + i % 2.
 template <Kind KIND>
 __device__ __forceinline__ void expand(uint32_t w, uint32_t plane, const Tables& t, __half2 (&to)[4]) {
   uint32_t x[4];
@@ -116,12 +118,8 @@ __device__ __forceinline__ int channel_at(bool pairs, int j, int t, int e) {
   return pairs ? 16 * (j / 2) + 2 * t + j % 2 + 8 * e : 8 * j + t + 4 * e;
 }
 
-// The order of tokens in a tile of codes, within 32 tokens: which token stands at place n, and where token s stands.
-__device__ __forceinline__ int token_at(int n) {
-  return n / 4 % 2 * 16 + n / 8 * 2 + n / 2 % 2 + n % 2 * 8;
-}
-__device__ __forceinline__ int place_of(int s) {
-  return s % 8 / 2 * 8 + s / 16 * 4 + s % 2 * 2 + s / 8 % 2;
-}
+// The order of tokens in a tile of codes, within 32 tokens: which token stands at place n. (Token s stands at place
+// s % 8 / 2 * 8 + s / 16 * 4 + s % 2 * 2 + s / 8 % 2.)
+__device__ __forceinline__ int token_at(int n) { return n / 4 % 2 * 16 + n / 8 * 2 + n / 2 % 2 + n % 2 * 8; }
 
 }  // namespace turboquant::cuda::row_tiles

@@ -1,9 +1,9 @@
 // The row-tile kernel: attention of many query rows over packed pages and exact keys, for devices with products of
 // warpgroups (compute capability 9.0): speculative decoding, wide groups, chunks of prompts, whole prompts.
 //
-// A block has one or two warpgroups that multiply 64 rows each (consumer.cuh), and one that prepares keys and values
-// for them (producer.cuh). Both are float16 in shared memory: from codes, expanded once for all rows, or exact ones of
-// the type of the queries. Every packed byte is read from memory once for each tile of rows.
+// A block has one or two warpgroups that multiply 64 rows each (consumer.cuh), and one or two that prepare keys and
+// values for them (producer.cuh), both as tiles in shared memory: float16 from codes, expanded once for all rows, or
+// exact ones of the type of the queries. Every packed byte is read from memory once for each tile of rows.
 //
 // Blocks take items of work from a list that each of them derives from the lengths (work.cuh): a tile of rows and all
 // keys that it sees, or a part of them, so that a launch needs no length on the host. Parts are joined by the block
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   }
   wait_for_previous_kernel();
   if (threadIdx.x < 16) {
-    notes.key_table[threadIdx.x] = table_byte(a.key_levels, a.record.key_bits, threadIdx.x);
-    notes.value_table[threadIdx.x] = table_byte(a.value_levels, a.record.value_bits, threadIdx.x);
+    notes.key_table[threadIdx.x] = table_byte(a.key_levels, a.record.key_width(), threadIdx.x);
+    notes.value_table[threadIdx.x] = table_byte(a.value_levels, a.record.value_width(), threadIdx.x);
   }
   if (plan.clears) clear_rest<S::kDim, T>(a);
   __syncthreads();

@@ -1,9 +1,9 @@
-// The warpgroup that prepares tiles of keys and values in shared memory: float16 levels times scales from codes, or
-// exact keys and values as they are.
+// The warps that prepare tiles of keys and values in shared memory: float16 levels times scales from codes, or exact
+// keys and values as they are. A tile has 64 keys.
 //
 // Both kinds of tiles have rows of 128 bytes with the swizzle of common/wgmma_swizzled.cuh:
 //   keys           [channels / 64][keys][64 channels]
-//   values, codes  [keys / 64][channels][64 keys]      (a word of a value block holds four tokens of a channel)
+//   values, codes  [channels][64 keys]      (a word of a value block holds four tokens of a channel)
 //   values, exact  [channels / 64][keys][64 channels]
 // In tiles of codes the order of channels and of tokens is the one in which codes leave their words (expansion.cuh):
 // queries and softmax weights follow it.
@@ -24,9 +24,10 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// VALUES: the warps that prepare values, else those that prepare keys. The warps of a kind take tiles of codes in turn: a
-// tile is one warp's, because most of the time goes into steps that wait for each other, which several warps would only repeat.
-// The first warp of the values also takes items of work and copies codes.
+// VALUES: the warps that prepare values, else those that prepare keys. The warps of a kind take tiles of codes in turn:
+// a tile is one warp's, because most of the time goes into steps that wait for each other, which several warps would
+// only repeat. Of a tile of exact keys or values every warp of the kind copies its rows. The first warp of the values
+// also takes items of work and copies codes.
 template <class S, bool VALUES>
 class Producer {
  public:
@@ -34,7 +35,7 @@ class Producer {
       : a_(a), plan_(plan), r_(plan.layout), shared_(shared), notes_(*reinterpret_cast<Notes*>(shared + plan.notes)),
         warp_(threadIdx.x / 32 % S::kStreamWarps), lane_(threadIdx.x % 32) {
     const bool small = r_.tile_shift == 4;  // a tile of the record has 16 tokens, else 32
-    group_bytes_ = small ? 2 * r_.tile_bytes : r_.tile_bytes;
+    half_bytes_ = small ? 2 * r_.tile_bytes : r_.tile_bytes;
     const int token = token_at(lane_), number = small ? token % 16 : token;
     scale_ = (small && token >= 16 ? r_.tile_bytes : 0) + r_.key_scales + 2 * number;
   }
@@ -54,7 +55,9 @@ class Producer {
       if (item.sequence < 0) return;
       const int coded_end = min(item.end, item.coded_tiles), exact = max(item.begin, item.coded_tiles);
       if (item.begin < coded_end) prepare_codes(item, coded_end);
-      for (int tile = exact; tile < item.end; ++tile, next_tile()) copy_exact(item, (tile - item.coded_tiles) * S::kKeys);
+      for (int tile = exact; tile < item.end; ++tile, next_tile()) {
+        copy_exact(item, (tile - item.coded_tiles) * S::kKeys);
+      }
       __syncwarp();
       if (lane_ == 0) arrive(&notes_.item_empty[slot]);
     }
@@ -68,7 +71,9 @@ class Producer {
   __device__ __forceinline__ uint8_t* tile() const {
     return shared_ + ((VALUES ? plan_.key_stages : 0) + stage_.slot) * S::kTileBytes;
   }
-  __device__ __forceinline__ uint64_t* full() const { return &(VALUES ? notes_.value_full : notes_.key_full)[stage_.slot]; }
+  __device__ __forceinline__ uint64_t* full() const {
+    return &(VALUES ? notes_.value_full : notes_.key_full)[stage_.slot];
+  }
   __device__ __forceinline__ void wait_for_room() const {
     wait_barrier(&(VALUES ? notes_.value_empty : notes_.key_empty)[stage_.slot], stage_.phase ^ 1);
   }
@@ -93,7 +98,8 @@ class Producer {
     const int token = first_token + ((number + lane_) << r_.tile_shift);
     const int tile = (token & ((1 << r_.page_shift) - 1)) >> r_.tile_shift;
     const bool exists = page >= 0 && page < a_.num_pages;
-    from_ = exists ? a_.pages + page * a_.page_stride + int64_t{item.head} * r_.record_bytes + tile * r_.tile_bytes : nullptr;
+    from_ = exists ? a_.pages + page * a_.page_stride + int64_t{item.head} * r_.record_bytes + tile * r_.tile_bytes
+                   : nullptr;
     existing_ = __ballot_sync(0xffffffff, exists);
   }
 
@@ -123,7 +129,8 @@ class Producer {
     const Tables tables(VALUES ? notes_.value_table : notes_.key_table);
     // All keys of these units are seen by some row.
     const int visible = a_.first_visible(item.length - item.queries);
-    const int inside_begin = ceil_div(max(visible - first, 0), kUnitKeys), inside_end = (item.coded_end - first) / kUnitKeys;
+    const int inside_begin = ceil_div(max(visible - first, 0), kUnitKeys);
+    const int inside_end = (item.coded_end - first) / kUnitKeys;
     int ahead = 0;
     if (leads()) {
       // A unit takes the place of one that was this warp's turn or earlier, so that nobody is waited for long.
@@ -179,14 +186,14 @@ class Producer {
     bool bad = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint8_t* from = unit + scale_ + i * group_bytes_;
+      const uint8_t* from = unit + scale_ + i * half_bytes_;
       if constexpr (!VALUES) keys[i] = *reinterpret_cast<const uint16_t*>(from);
       values[i] = *reinterpret_cast<const uint16_t*>(from + r_.value_scales - r_.key_scales);
       bad |= (keys[i] & 0x7C00) == 0x7C00 || (values[i] & 0x7C00) == 0x7C00;
     }
     info_.special = !inside || present != (1u << (kUnitKeys >> r_.tile_shift)) - 1 || __any_sync(0xffffffff, bad);
     if (info_.special) exclude(item, first_token, present, keys, values);
-    // A float16 below 2^(e - 14) has e - 1 or less in its exponent field.
+    // A float16 with E in its exponent field is below 2^(E - 14).
     const auto exponent = [](uint32_t most) { return max(static_cast<int>(most >> 10), 1) - 14; };
     const auto power = [](int e) { return __int_as_float((127 + e) << 23); };
     const int value_exponent = exponent(max_of_lanes(max(values[0] & 0x7FFF, values[1] & 0x7FFF)));
@@ -227,69 +234,64 @@ class Producer {
   // The keys of a unit. Eight lanes share a token and expand 64 of its channels at a time, eight each.
   template <Kind KIND>
   __device__ __forceinline__ void expand_keys(const uint8_t* unit, const Tables& tables) const {
-    constexpr int kRow = KIND == kBytes ? S::kDim : KIND == kPairs ? S::kDim / 4 : KIND == kSpread ? S::kDim * 3 / 8 : S::kDim / 2;
-    constexpr int kPlane = S::kDim / 8;
+    // Bits of a code in a row, and octets of channels that share words
+    constexpr int kBits = KIND == kBytes ? 8 : KIND == kPairs ? 2 : KIND == kSpread ? 3 : 4;
+    constexpr int kShare = KIND == kPairs ? 2 : KIND == kSpread ? 4 : 1, kWords = kShare * kBits / 4;
+    constexpr int kRow = S::kDim / 8 * kBits, kPlane = S::kDim / 8, kChunks = S::kDim / 64;
     const int octet = lane_ % 8, x = lane_ / 8;
-    const int in_octet = KIND == kBytes ? 8 * octet : KIND == kPairs ? octet / 2 * 4 : KIND == kSpread ? octet / 4 * 12 : 4 * octet;
-    // The words of a block of 16 tokens, 4 i + x, are loaded before the first store: the compiler cannot know that loads
-    // need not wait for it.
-    constexpr int kChunks = S::kDim / 64, kTogether = 1;
-    const int next_key = r_.tile_shift == 4 ? r_.tile_bytes : 16 * kRow;  // to the other 16 tokens of a group of 32
+    const int next_key = r_.tile_shift == 4 ? r_.tile_bytes : 16 * kRow;  // to the other 16 tokens of half a unit
     const int next_plane = r_.tile_shift == 4 ? r_.tile_bytes : 16 * kPlane;
 #pragma unroll 1
-    for (int first = 0; first < 4; first += kTogether) {
-      uint32_t w[kTogether][4][kChunks][KIND == kBytes ? 2 : KIND == kSpread ? 3 : 1], fifth[kTogether][4][kChunks] = {};
-      uint32_t both[kTogether][2];  // scales of tokens i = even and even + 2
+    for (int quarter = 0; quarter < 4; ++quarter) {  // 16 tokens: 4 i + x
+      const int half = quarter / 2, odd = quarter % 2;
+      const uint8_t* const of_half = unit + half * half_bytes_;
+      const uint8_t* const from = of_half + odd * next_key + x * kRow + octet / kShare * (kShare * kBits);
+      const uint8_t* const planes = of_half + r_.key_planes + odd * next_plane + x * kPlane + octet / 4 * 4;
+      const __half* const scale_of = scales() + 32 * half + x / 2 * 8 + x % 2 * 2;
+      // All words are loaded before the first store: the compiler cannot know that loads need not wait for it.
+      uint32_t w[4][kChunks][kWords], fifth[4][kChunks] = {};
+      uint32_t both[2];  // scales of tokens i and i + 2
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        const int block = (first + k) % 2, half = (first + k) / 2;
-        const uint8_t* const group = unit + half * group_bytes_;
-        const __half* const scale_of = scales() + 32 * half + x / 2 * 8 + x % 2 * 2;
-        const uint8_t* const from = group + block * next_key + x * kRow + in_octet;
-        const uint8_t* const planes = group + r_.key_planes + block * next_plane + x * kPlane + octet / 4 * 4;
+      for (int i = 0; i < 4; ++i) {
+        if (i < 2) both[i] = *reinterpret_cast<const uint32_t*>(scale_of + 16 * i + 4 * odd);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (i < 2) both[k][i] = *reinterpret_cast<const uint32_t*>(scale_of + 16 * i + 4 * block);
+        for (int c = 0; c < kChunks; ++c) {
+          const uint8_t* const at = from + 4 * i * kRow + c * (8 * kBits);
+          if constexpr (KIND == kBytes) {
+            const uint2 two = *reinterpret_cast<const uint2*>(at);
+            w[i][c][0] = two.x, w[i][c][1] = two.y;
+          } else {
 #pragma unroll
-          for (int c = 0; c < kChunks; ++c) {
-            const uint8_t* at = from + 4 * i * kRow + c * (64 * kRow / S::kDim);
-            if constexpr (KIND == kBytes) {
-              const uint2 both_words = *reinterpret_cast<const uint2*>(at);
-              w[k][i][c][0] = both_words.x, w[k][i][c][1] = both_words.y;
-            } else {
-#pragma unroll
-              for (int n = 0; n < (KIND == kSpread ? 3 : 1); ++n) w[k][i][c][n] = reinterpret_cast<const uint32_t*>(at)[n];
-            }
-            if constexpr (KIND == kPlanes) fifth[k][i][c] = *reinterpret_cast<const uint32_t*>(planes + 4 * i * kPlane + c * 8);
+            for (int n = 0; n < kWords; ++n) w[i][c][n] = reinterpret_cast<const uint32_t*>(at)[n];
+          }
+          if constexpr (KIND == kPlanes) {
+            fifth[i][c] = *reinterpret_cast<const uint32_t*>(planes + 4 * i * kPlane + c * 8);
           }
         }
       }
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
+      for (int i = 0; i < 4; ++i) {
+        const int place = x % 2 * 2 + 4 * odd + i / 2;  // within eight
+        const int row = 32 * half + x / 2 * 8 + i % 2 * 16 + place;
+        uint8_t* const to = tile() + row * kSwizzleRow + (octet ^ place) * 16;
+        const __half2 pair = as_halves(both[i % 2]), scale = i < 2 ? __low2half2(pair) : __high2half2(pair);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int block = (first + k) % 2, half = (first + k) / 2;
-          const int place = x % 2 * 2 + 4 * block + i / 2;  // within eight
-          uint8_t* const to = tile() + (32 * half + x / 2 * 8) * kSwizzleRow + place * kSwizzleRow + ((octet ^ place) * 16) + i % 2 * 16 * kSwizzleRow;
-          const __half2 pair = as_halves(both[k][i % 2]), scale = i < 2 ? __low2half2(pair) : __high2half2(pair);
-#pragma unroll
-          for (int c = 0; c < kChunks; ++c) {
-            const auto& word = w[k][i][c];
-            __half2 y[4];
-            if constexpr (KIND == kBytes) {
-              expand_bytes(word[0], word[1], y);
-            } else if constexpr (KIND == kPairs) {
-              expand<KIND>(word[0] >> (octet % 2 * 2) & 0x33333333, 0, tables, y);
-            } else if constexpr (KIND == kSpread) {
-              expand<KIND>(spread_word(word[0], word[1], word[2], octet % 4), 0, tables, y);
-            } else {
-              expand<KIND>(word[0], fifth[k][i][c] >> (octet % 4 * 2), tables, y);
-            }
-            uint4 out;
-            out.x = as_word(__hmul2(y[0], scale)), out.y = as_word(__hmul2(y[1], scale));
-            out.z = as_word(__hmul2(y[2], scale)), out.w = as_word(__hmul2(y[3], scale));
-            *reinterpret_cast<uint4*>(to + c * S::kKeys * kSwizzleRow) = out;
+        for (int c = 0; c < kChunks; ++c) {
+          const auto& word = w[i][c];
+          __half2 y[4];
+          if constexpr (KIND == kBytes) {
+            expand_bytes(word[0], word[1], y);
+          } else if constexpr (KIND == kPairs) {
+            expand<KIND>(word[0] >> (octet % 2 * 2) & 0x33333333, 0, tables, y);
+          } else if constexpr (KIND == kSpread) {
+            expand<KIND>(spread_word(word[0], word[1], word[2], octet % 4), 0, tables, y);
+          } else {
+            expand<KIND>(word[0], fifth[i][c] >> (octet % 4 * 2), tables, y);
           }
+          uint4 out;
+          out.x = as_word(__hmul2(y[0], scale)), out.y = as_word(__hmul2(y[1], scale));
+          out.z = as_word(__hmul2(y[2], scale)), out.w = as_word(__hmul2(y[3], scale));
+          *reinterpret_cast<uint4*>(to + c * S::kKeys * kSwizzleRow) = out;
         }
       }
     }
@@ -301,57 +303,47 @@ class Producer {
     return (j == 0 ? w0 : j == 1 ? w1 : j == 2 ? w2 : last) & 0x77777777;
   }
 
-  // The values of a unit. A lane expands the words of its channels for 32 tokens at a time, of which
-  // it has eight: a word of 16 bytes of a row. Lanes with odd g begin with the other 32 tokens, so that eight lanes that
-  // store at once never meet in a bank.
+  // The values of a unit. A lane expands words of its channels for half of the tokens at a time, of which it has eight:
+  // a word of 16 bytes of a row. Lanes with odd g begin with the other half, so that eight lanes that store at once
+  // never meet in a bank.
   template <Kind KIND>
   __device__ __forceinline__ void expand_values(const uint8_t* unit, const Tables& tables) const {
-    constexpr int kWords = 4, kAll = S::kDim / (KIND == kBytes ? 8 : 16);  // words at once, and in all, of eight codes (four bytes)
+    // The lane's words in a value block, of eight codes (or four bytes) each: all, and those expanded at once
+    constexpr int kAll = S::kDim / (KIND == kBytes ? 8 : 16), kWords = 4;
     const int g = lane_ / 4, q = lane_ % 4, next = r_.tile_shift == 4 ? r_.tile_bytes : r_.value_block_bytes;
-    constexpr int kTogether = 1;
 #pragma unroll 1
-    for (int step = 0; step < 2 * kAll / kWords; ++step) {  // each half of the tokens
-      const int v = step / 2 * kWords, half = step % 2;
-      uint32_t a[kTogether][kWords], b[kTogether][kWords];
-      uint4 scale[kTogether];
+    for (int step = 0; step < 2 * kAll / kWords; ++step) {
+      const int v = step / 2 * kWords, half = step % 2 ^ (g & 1);
+      const uint8_t* const block = unit + half * half_bytes_ + r_.value_blocks;
+      uint32_t a[kWords], b[kWords];
+      load_words<KIND>(block, v, a), load_words<KIND>(block + next, v, b);
+      const uint4 scale = *reinterpret_cast<const uint4*>(scales() + 32 * half + 8 * q);
+      uint8_t* const to = tile() + (v * (S::kDim / kAll) + g) * kSwizzleRow + ((4 * half + q) ^ g) * 16;
+      const auto store = [&](int row, __half2 a0, __half2 a1, __half2 b0, __half2 b1) {
+        uint4 word;
+        word.x = as_word(__hmul2(a0, as_halves(scale.x))), word.y = as_word(__hmul2(a1, as_halves(scale.y)));
+        word.z = as_word(__hmul2(b0, as_halves(scale.z))), word.w = as_word(__hmul2(b1, as_halves(scale.w)));
+        *reinterpret_cast<uint4*>(to + row * kSwizzleRow) = word;
+      };
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        const int p = half ^ (g & 1);
-        const uint8_t* block = unit + p * group_bytes_ + r_.value_blocks;
-        load_words<KIND>(block, v, a[k]), load_words<KIND>(block + next, v, b[k]);
-        scale[k] = *reinterpret_cast<const uint4*>(scales() + 32 * p + 8 * q);
-      }
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        const int p = half ^ (g & 1);
-        const uint4 s = scale[k];
-        uint8_t* const to = tile() + (v * (S::kDim / kAll) + g) * kSwizzleRow + ((4 * p + q) ^ g) * 16;
-        const auto store = [&](int row, __half2 a0, __half2 a1, __half2 b0, __half2 b1) {
-          uint4 word;
-          word.x = as_word(__hmul2(a0, as_halves(s.x))), word.y = as_word(__hmul2(a1, as_halves(s.y)));
-          word.z = as_word(__hmul2(b0, as_halves(s.z))), word.w = as_word(__hmul2(b1, as_halves(s.w)));
-          *reinterpret_cast<uint4*>(to + row * kSwizzleRow) = word;
-        };
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-          if constexpr (KIND == kBytes) {
-            __half2 x[2], y[2];
-            expand_bytes(a[k][i], x), expand_bytes(b[k][i], y);
-            store(8 * i, x[0], x[1], y[0], y[1]);
-          } else {
-            __half2 x[4], y[4];
-            expand<KIND>(a[k][i], 0, tables, x), expand<KIND>(b[k][i], 0, tables, y);
-            const int row = KIND == kPairs ? i / 2 * 32 + i % 2 * 8 : 16 * i;
-            store(row, x[0], x[2], y[0], y[2]);
-            store(row + (KIND == kPairs ? 16 : 8), x[1], x[3], y[1], y[3]);
-          }
+      for (int i = 0; i < kWords; ++i) {
+        if constexpr (KIND == kBytes) {
+          __half2 x[2], y[2];
+          expand_bytes(a[i], x), expand_bytes(b[i], y);
+          store(8 * i, x[0], x[1], y[0], y[1]);
+        } else {
+          __half2 x[4], y[4];
+          expand<KIND>(a[i], 0, tables, x), expand<KIND>(b[i], 0, tables, y);
+          const int row = KIND == kPairs ? i / 2 * 32 + i % 2 * 8 : 16 * i;
+          store(row, x[0], x[2], y[0], y[2]);
+          store(row + (KIND == kPairs ? 16 : 8), x[1], x[3], y[1], y[3]);
         }
       }
     }
   }
 
-  // Words v to v + 3 of the lane in a value block, as eight nibbles (or four bytes) each: a chunk, a set of spread codes,
-  // or two words of memory that hold two-bit codes.
+  // Words v to v + 3 of the lane in a value block, as eight nibbles (or four bytes) each: a chunk, a set of spread
+  // codes, or two words of memory that hold two-bit codes.
   template <Kind KIND>
   __device__ __forceinline__ void load_words(const uint8_t* block, int v, uint32_t (&w)[4]) const {
     if constexpr (KIND == kSpread) {
@@ -382,12 +374,14 @@ class Producer {
       return static_cast<const uint8_t*>(a_.new_row(token, item.head, VALUES));
     }
     const int row = format::tail_row(position, a_.sink_tokens, a_.ring), rows = a_.sink_tokens + a_.ring;
-    const int64_t at = a_.tail_slot(item.sequence) * a_.tail_stride + ((int64_t{item.head} * rows + row) * 2 + VALUES) * S::kDim;
+    const int64_t at =
+        a_.tail_slot(item.sequence) * a_.tail_stride + ((int64_t{item.head} * rows + row) * 2 + VALUES) * S::kDim;
     return static_cast<const uint8_t*>(a_.tail) + 2 * at;
   }
 
-  // Starts to copy the next tile: exact keys from number `first` on, or their values. The tile's barrier learns of the
-  // copies' end by itself, so that the next tile's copies can follow at once. Eight lanes share a row.
+  // Starts to copy this warp's rows of the next tile: exact keys from number `first` on, or their values. The tile's
+  // barrier learns of the copies' end by itself, so that the next tile's copies can follow at once. Eight lanes share a
+  // row, and the warps of the kind take four rows each in turn.
   __device__ __forceinline__ void copy_exact(const Item& item, int first) {
     const int word = lane_ % 8, mine = 4 * warp_ + lane_ / 8, left = item.exact - first;
     const bool fresh = first >= item.sinks && item.exact_key(first) >= item.new_begin;
@@ -396,7 +390,7 @@ class Producer {
     wait_for_room();
     uint8_t* const to = tile();
     const auto place = [&](int row) { return to + swizzled(row, 16 * word); };
-    if (fresh) {  // all of them are rows of new_keys
+    if (fresh) {  // all of them are this call's own tokens
       const uint8_t* from = exact_row(item, first) + mine * stride + 16 * word;
 #pragma unroll
       for (int i = 0; i < S::kKeys / kStep; ++i, from += kStep * stride) {
@@ -415,12 +409,14 @@ class Producer {
   }
   __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from) const {
 #pragma unroll
-    for (int k = 0; k < S::kDim / 64; ++k) copy_or_clear(to + k * S::kKeys * kSwizzleRow, from ? from + 128 * k : nullptr);
+    for (int k = 0; k < S::kDim / 64; ++k)
+      copy_or_clear(to + k * S::kKeys * kSwizzleRow, from ? from + 128 * k : nullptr);
   }
   // Copies 16 bytes, or writes zeros where there is nothing to copy.
   __device__ __forceinline__ void copy_or_clear(uint8_t* to, const uint8_t* from) const {
     const void* source = from ? from : a_.q;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(source), "r"(from ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(source),
+                 "r"(from ? 16 : 0)
                  : "memory");
   }
 
@@ -431,14 +427,14 @@ class Producer {
   Notes& notes_;
   const int warp_, lane_;
 
-  RingPlace stage_;                 // the next tile
-  int turn_ = 0;                    // the warp that prepares it
-  RingPlace copied_, read_;         // the raw units that are copied and read next
-  const uint8_t* from_ = nullptr;   // the lane's tile of the record in the current batch; null: there is none
-  unsigned existing_ = 0;           // which lanes have one
+  RingPlace stage_;                // the next tile
+  int turn_ = 0;                   // the warp that prepares it
+  RingPlace copied_, read_;        // the raw units that are copied and read next
+  const uint8_t* from_ = nullptr;  // the lane's tile of the record in the current batch; null: there is none
+  unsigned existing_ = 0;          // which lanes have one
   int next_page_ = -1;
-  int group_bytes_;  // of 32 tokens in a unit
-  int scale_;        // where the scale of this lane's key is in 32 tokens
+  int half_bytes_;  // of half a unit, 32 tokens
+  int scale_;       // where the scale of this lane's key is in 32 tokens
   TileInfo info_;
 };
 

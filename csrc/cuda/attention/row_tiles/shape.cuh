@@ -14,11 +14,11 @@
 
 namespace turboquant::cuda::row_tiles {
 
-constexpr int kUnitKeys = 64;        // keys of a raw stage: codes as they come from memory
-constexpr int kWarpgroup = 128;      // threads
-constexpr int kMaxTileStages = 4;    // tiles of keys, and of values, that are ready or in work
+constexpr int kUnitKeys = 64;      // keys of a raw stage: codes as they come from memory
+constexpr int kWarpgroup = 128;    // threads
+constexpr int kMaxTileStages = 4;  // tiles of keys, and of values, that are ready or in work
 constexpr int kMaxRawStages = 10;
-constexpr int kItems = 2;            // items of work that are known ahead
+constexpr int kItems = 2;  // items of work that are known ahead
 
 // D: head_dim. GROUPS: warpgroups that multiply, 64 rows each.
 template <int D, int GROUPS>
@@ -38,23 +38,24 @@ struct Shape {
 
   static constexpr int kTileBytes = kKeys * D * 2;  // a tile of keys, or of values
   static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRows * D * 2;
-  static constexpr int kSums = D / 2;               // a thread's part of the sums of values: of two rows
-  static constexpr int kScores = kKeys / 2;         // and of the scores
+  static constexpr int kSums = D / 2;        // a thread's part of the sums of values: of two rows
+  static constexpr int kScores = kKeys / 2;  // and of the scores
   static constexpr int kPartFloats = (kSums + 4) * kWarpgroup * GROUPS;  // of a partial result
-  static constexpr int kLeastTiles = 512 / kKeys;   // no part of an item is shorter, where the item is longer
+  static constexpr int kLeastTiles = 512 / kKeys;  // n tiles are cut into at most n / kLeastTiles parts, rounded up
 };
 
 // A piece of work: the keys of tiles [begin, end) for one tile of rows. Tiles of codes come first, then tiles of exact
 // keys.
 struct Item {
-  int sequence, head, block;     // block: number of the tile of rows; sequence < 0: there is no more work
-  int part, parts, slot;         // part of how many; slot: the number of the first part's partial result
-  int length, queries, rows;     // of the sequence; rows of this tile
-  int first_query;               // token of the sequence's first query
-  int first, coded_end;          // keys [first, coded_end) come from codes for some row
-  int sinks, recent, exact;      // exact keys for some row: [0, sinks) and from `recent` on, `exact` in all
-  int coded_tiles, begin, end;
-  int new_begin;                 // exact keys from here on are this call's own tokens
+  int sequence, head, block;  // block: number of the tile of rows; sequence < 0: there is no more work
+  int part, parts, slot;      // part of how many; slot: the number of the first part's partial result and counter
+  int length, queries, rows;  // of the sequence; rows of this tile
+  int first_query;            // token of the sequence's first query
+  int first, coded_end;       // keys [first, coded_end) hold all that some row reads from codes; first begins a unit
+  int sinks, recent, exact;   // exact keys for some row: [0, sinks) and from `recent` on, `exact` in all
+  int coded_tiles;            // tiles of codes
+  int begin, end;             // the tiles of this part
+  int new_begin;              // exact keys from here on are this call's own tokens
 
   // The position of exact key i.
   __device__ __forceinline__ int exact_key(int i) const { return i < sinks ? i : recent + i - sinks; }
@@ -65,23 +66,25 @@ struct TileInfo {
   float key_factor;    // keys are multiplied by this, a power of two
   int value_exponent;  // values are multiplied by 2^this
   bool special;        // poison and absent count
-  uint32_t poison[2];  // bit n % 32 of word n / 32: key n has a scale that is not a number
+  uint32_t poison[2];  // bit n % 32 of word n / 32: the key at place n has a scale that is not a number
   uint32_t absent[2];  // its page does not exist
 };
 
-// Shared memory, in bytes from its start.
+// What the host decides about a launch.
 struct Plan {
   RecordLayout layout;
-  int raw_stages, raw_stride;     // the ring of codes as they come from memory
-  int key_stages, value_stages;   // tiles of keys and of values in shared memory, keys first
-  int queries, scales, notes, raw, bytes;
-  int key_kind, value_kind;       // see expansion.cuh
-  int least_rows;                 // sequences with fewer rows belong to another kernel
-  int clears;                     // 1: fills the results of tokens behind the last sequence
-  float* parts;                   // [2 grid, kPartFloats]
-  uint32_t* counters;             // [2 grid + 1], 0 between launches: arrivals for each slot; items taken
+  int raw_stages, raw_stride;       // the ring of codes as they come from memory
+  int key_stages, value_stages;     // tiles of keys and of values in shared memory, keys first
+  int queries, scales, notes, raw;  // where they start in shared memory, behind the tiles
+  int bytes;                        // of shared memory
+  int key_kind, value_kind;         // see expansion.cuh
+  int least_rows;                   // sequences with fewer rows belong to another kernel
+  int clears;                       // 1: fills the results of tokens behind the last sequence
+  float* parts;                     // [2 grid, kPartFloats]
+  uint32_t* counters;               // [2 grid + 1], 0 between launches: arrivals for each slot; items taken
 };
 
+// What the warps of a block tell each other.
 struct Notes {
   uint64_t raw_full[kMaxRawStages], raw_empty[kMaxRawStages];
   uint64_t key_full[kMaxTileStages], key_empty[kMaxTileStages], value_full[kMaxTileStages], value_empty[kMaxTileStages];
@@ -90,8 +93,8 @@ struct Notes {
   TileInfo info[kMaxTileStages];
   uint32_t present[kMaxRawStages];  // which of a raw stage's tiles of the record exist
   int8_t key_table[16], value_table[16];
-  uint32_t broken[2];               // exact keys of a tile whose values are not finite, see Consumer::guard_values
-  int last;                         // whether this block arrived last at a segment's end
+  uint32_t broken[2];  // exact keys of a tile whose values are not finite, see Consumer::guard_values
+  int last;            // whether this block has finished the last part of a tile of rows
 };
 
 // A place in a ring of stages, and the phase of its barriers.
@@ -103,8 +106,8 @@ struct RingPlace {
   }
 };
 
-// Fills in where everything is; false: it does not fit into `limit` bytes. There are at least as many stages of tiles as
-// warps that fill them: a barrier knows one phase from the next, but not from the one after that.
+// Fills in where everything is; false: `limit` bytes have no room for the tiles and a raw stage for each warp of a
+// kind. Only with more raw stages do copies run ahead (Producer::prepare_codes).
 template <class S>
 constexpr bool lay_out(Plan& p, int limit) {
   const auto up = [](int n) { return (n + 127) / 128 * 128; };

@@ -5,9 +5,10 @@
 // from a common counter, so that a block with short items takes more of them. Results do not depend on who takes what:
 // the cut depends on lengths only, and partial results are joined in the order of the parts.
 //
-// A tile of rows with few others beside it is cut into parts of equal numbers of key tiles, all tiles of a sequence
-// into equally many. The length of a part is chosen so that the whole takes one round or two rounds of the grid,
-// whichever is shorter. So there are at most 2 grid parts of cut tiles, which bounds the workspace.
+// Tiles of rows are cut into parts of equal numbers of key tiles, all tiles of rows of a sequence into equally many. If
+// a launch has fewer than two of them for each block, the length of a part is chosen so that the whole takes one round
+// of the grid or two, whichever is shorter; else only a tile of rows with more than a block's share of the work is cut.
+// There are at most 2 grid parts of cut tiles, which bounds the workspace.
 #pragma once
 
 #include "cuda/attention/row_tiles/shape.cuh"
@@ -94,7 +95,7 @@ class WorkList {
   __device__ __forceinline__ void take(Item& to) const {
     const int lane = threadIdx.x % 32, grid = static_cast<int>(gridDim.x);
     int index = 0;
-    // Each block takes one item more than there are, so the counter ends where it began.
+    // Each block asks once more and gets nothing, so the counter's last step brings it back to 0.
     if (lane == 0) index = static_cast<int>(atomicInc(plan_.counters + 2 * grid, total_ + grid - 1));
     index = __shfl_sync(0xffffffff, index, 0);
     if (index >= total_) {
@@ -109,7 +110,8 @@ class WorkList {
       before += n * x.segments, slot += n > 1 ? n * x.segments : 0;
       x = extent(++s), n = parts(x);
     }
-    const int i = index - before, of_head = x.blocks * n, head = ceil_div(i + 1, of_head) - 1, rest = i - head * of_head;
+    const int i = index - before, of_head = x.blocks * n, head = ceil_div(i + 1, of_head) - 1,
+              rest = i - head * of_head;
     const int block = ceil_div(rest + 1, n) - 1;
     Item item;
     const int tiles = describe<S>(a_, s, x.blocks - 1 - block, item);
