@@ -31,12 +31,13 @@ one launch with a fixed grid and reads lengths and block tables on the device; s
 depends on the device only. Results are the same in every run; the other sequences of a batch decide
 where the work is cut and so move roundings, by about 10^-5 of the largest output.
 
-The row-tile kernel (csrc/cuda/attention/row_tiles.cu) takes sequences of more query rows in bfloat16
-or float16 with d = 64, 128, 192 or 256, and all bits and grids but 5-bit keys with Lloyd-Max levels,
-on compute capability 9.0. It rounds to float16, under powers of two that keep all digits: rotated
-queries, levels times their scales, and softmax weights. Keys and values of the exact tail and of
-k_new are not rounded, and their weights have their dtype. Sums are float32. As with split-KV, the
-results are the same in every run, and the other sequences decide where the work is cut.
+The row-tile kernel (csrc/cuda/attention/row_tiles.cu) takes sequences of more query rows in
+bfloat16 or float16 with d = 64, 128, 192 or 256, and all bits and grids but 5-bit keys with
+Lloyd-Max levels, on compute capability 9.0. It rounds to float16, under powers of two that keep all
+digits: rotated queries, levels times their scales, and softmax weights. Keys and values of the
+exact tail and of k_new are not rounded, and their weights have their dtype. Sums are float32. As
+with split-KV, the results are the same in every run, and the other sequences decide where the work
+is cut.
 
 A batch with sequences of few rows and of many takes both kernels, one after the other, each for its
 own sequences. The host cannot see the numbers of queries, so the numbers of tokens and sequences
