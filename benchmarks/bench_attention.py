@@ -416,7 +416,8 @@ class Packed:
         for i, position in enumerate(last.tolist()):  # each has a window of its own
             end = min(stored, position + 1)
             keys, values = k[: position + 1].clone(), v[: position + 1].clone()
-            recent = torch.arange(max(0, position + 1 - config.recent_window), end, device=DEVICE)
+            begin = min(max(0, position + 1 - config.recent_window), end)  # all may be own tokens
+            recent = torch.arange(begin, end, device=DEVICE)
             keys[recent], values[recent] = exact_rows[sinks + (recent - sinks) % ring].unbind(1)
             held = min(sinks, end)
             keys[:held], values[:held] = exact_rows[:held].unbind(1)

@@ -30,7 +30,7 @@ def test_logits_under_autocast(place, name, dtype, form):
                 assert {layer.dtype for layer in cache.packed} == {dtype}
                 assert {layer.ring.dtype for layer in cache.packed} == {dtype}
             errors[preset] = (actual - expected).abs().max() / expected.abs().max()
-    assert errors["k8v8"] < 0.02 < 4 * errors["k8v8"] < errors["k2v2"], errors
+    assert errors["k8v8"] < 0.02 < 6 * errors["k8v8"] < errors["k2v2"], errors
 
 
 @pytest.mark.parametrize("form", FORMS)
