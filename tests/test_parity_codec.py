@@ -401,21 +401,6 @@ def test_cache_of_8_bits(d, order):
                 check_store(few._replace(tables=tables, seq_lens=None, cu_seqlens_q=None))
 
 
-# Channels of keys from which on tokens are stored by slot if their slots are scattered.
-BY_SLOT = 32768 * 8 * 128
-
-
-@pytest.mark.parametrize("order", ["random", "runs"])
-@pytest.mark.parametrize("d", (64, 128, 256))
-def test_cache_by_slot(d, order):
-    for i, (keys, values) in enumerate(
-        (((4, "lloyd"), (4, "lloyd")), ((5, "uniform"), (3, "lloyd")))
-    ):
-        config = config_of(d, keys, values, i, search=1)
-        tokens = BY_SLOT // (8 * d) + 5
-        check_store(make_call(config, order, tokens, FLOATS[1 + i], i, 8, i == 1, True))
-
-
 @pytest.mark.parametrize("preset", ["k4v4", "k3v3", "k5v4u", "k8v4", "k2v2"])
 @pytest.mark.parametrize("search", [1, 8])
 def test_presets_many(preset, search):
@@ -619,53 +604,6 @@ def test_graphs_of_two_codebooks(tokens):
             assert_same_bytes(ring, expected_ring)
 
 
-def test_the_device_chooses_the_order():
-    """Replays of one graph with slots in order, scattered in several ways, and out of range."""
-    config = tt.preset("k4v4", 128, search=1)
-    tokens = BY_SLOT // (8 * 128) + 21
-    call = make_call(config, "aligned", tokens, torch.bfloat16, 9, 8, tail=True)
-    call = call._replace(num_pages=3 * call.num_pages)
-    room = call.num_pages * config.page_size
-    scattered = torch.randperm(room, generator=generator(9))[:tokens]
-    dense = torch.randperm(tokens, generator=generator(10)) + 7
-    half = torch.cat([call.slots[:20000], call.slots[20000:].flip(0)])
-    bad = scattered.clone()
-    bad[::3] = torch.tensor([room, -7, 2**40, -(2**62), room + 31] * tokens)[: len(bad[::3])]
-    none = torch.full_like(scattered, -1)
-    cache = garbage_cache(config, call.num_pages, 8).cuda()
-    ring, slots = call.tail.ring.cuda(), call.slots.cuda()
-    k, v = (moved_view(t, "cuda") for t in (call.k, call.v))
-    tables, rows, lens, begins = on_cuda(
-        call.tables, call.tail.slots, call.seq_lens, call.cu_seqlens_q
-    )
-
-    def run():
-        tail = tt.Tail(ring, rows)
-        tt.cache_store(
-            k, v, cache, slots, config, tables, tail=tail, seq_lens=lens, cu_seqlens_q=begins
-        )
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for some in (call.slots, scattered, dense, half, bad, none, room + dense, dense):
-        cache.copy_(garbage_cache(config, call.num_pages, 8))
-        ring.copy_(call.tail.ring)
-        slots.copy_(some)
-        graph.replay()
-        torch.cuda.synchronize()
-        expected, expected_ring = stored(
-            call._replace(slots=torch.where((some >= 0) & (some < room), some, -1)), "cpu"
-        )
-        assert_same_bytes(cache, expected)
-        assert_same_bytes(ring, expected_ring)
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_cache_on_another_device():
     config = tt.preset("k4v4", 128)
@@ -723,9 +661,3 @@ def test_tiny_cache(d, name, search):
             config, order, some, torch.bfloat16, d, 8, center=name == "k3v3", tail=tail
         )
         check_load(config, call.tables, check_store(call), torch.bfloat16)
-
-
-def test_tiny_cache_by_slot():
-    config = tt.preset("k2v2", 256, search=1)
-    call = make_call(config, "random", BY_SLOT // (8 * 256), torch.bfloat16, 1, 8, tail=True)
-    check_store(call)

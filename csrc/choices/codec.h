@@ -218,17 +218,6 @@ inline CodecChoice choose_store(const StoreShape& s, const DeviceFacts& device) 
                       : CodecChoice{CodecKernel::kStep, against_bulk};
 }
 
-// Whether the bulk kernel of cache_store takes tokens by slot where the slots are scattered. To find that out takes two
-// microseconds, which must be little beside the rest. Several candidates and 8-bit codes take so long that the order of
-// stores hardly shows; and where few tokens share a value block, their order does not help.
-inline bool stores_by_slot(const StoreShape& s, int64_t num_slots) {
-  for (const EncodeSourceShape& source : {s.keys, s.values}) {
-    if (source.candidates > 1 || format::levels_are_codes(source.width)) return false;
-  }
-  constexpr int64_t kLeastChannels = 32768 * 8 * 128;
-  return s.tokens * s.heads * s.head_dim >= kLeastChannels && num_slots <= 8 * s.tokens;
-}
-
 inline CodecChoice choose_load(const LoadShape& s, const DeviceFacts& device) {
   if (format::levels_are_codes(s.value_width)) return {CodecKernel::kGeneric, "8-bit values"};
   return choices::bulk_unless(

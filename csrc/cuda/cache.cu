@@ -216,7 +216,6 @@ class LayerStore {
                   .pages = pages,
                   .layout = RecordLayout(record_),
                   .slots = slots_of(call.slot_mapping),
-                  .order = {},
                   .tail = tail,
                   .packed = nullptr,
                   .scale = nullptr,
@@ -252,21 +251,10 @@ class LayerStore {
   void start(cudaStream_t stream) const {
     if (arguments_.tokens == 0 || arguments_.heads == 0) return;
     switch (choose_store(shape(), current_device().facts).kernel) {
-      case CodecKernel::kBulk: return launch_bulk(stream);
+      case CodecKernel::kBulk: return launch_encode_bulk(arguments_, record_.head_dim, stream);
       case CodecKernel::kStep: return launch_encode_step(arguments_, record_.head_dim, stream);
       case CodecKernel::kGeneric: return launch_generic(stream);
     }
-  }
-
-  void launch_bulk(cudaStream_t stream) const {
-    EncodeArguments a = arguments_;
-    const int64_t num_slots = a.pages.num_pages << a.layout.page_shift;
-    std::optional<Tensor> memory;  // later work of the stream may reuse it
-    if (stores_by_slot(shape(), num_slots)) {
-      memory = new_tensor(keys_.tensor, {SlotOrder::bytes(a.tokens, num_slots)}, ScalarType::Byte);
-      a.order = SlotOrder::in(memory->data_ptr(), a.tokens, num_slots);
-    }
-    launch_encode_bulk(a, record_.head_dim, stream);
   }
 
   void launch_generic(cudaStream_t stream) const {

@@ -16,22 +16,6 @@ struct EncodeSource {
   int64_t channel_stride;     // between heads, in elements
 };
 
-// Memory for the tokens of a call by slot (codec/slot_order.cuh).
-struct SlotOrder {
-  int64_t* slots;      // [tokens], of the tokens in the list
-  int* tokens;         // [tokens], the list; null: tokens are stored as they come
-  int* count;          // its length: tokens without a slot are not in it
-  int* token_of_slot;  // [num_slots]; anything where no token has the slot
-  int64_t num_slots;
-
-  static int64_t bytes(int64_t tokens, int64_t num_slots) { return 12 * tokens + 4 + 4 * num_slots; }
-  static SlotOrder in(void* memory, int64_t tokens, int64_t num_slots) {
-    auto* slots = static_cast<int64_t*>(memory);
-    int* list = reinterpret_cast<int*>(slots + tokens);
-    return {slots, list, list + tokens, list + tokens + 1, num_slots};
-  }
-};
-
 struct EncodeArguments {
   EncodeSource source[2];  // keys and values, or vectors
   int sources;
@@ -44,7 +28,6 @@ struct EncodeArguments {
   Pages pages;
   RecordLayout layout;
   Slots slots;
-  SlotOrder order;
   Tail tail;
 
   // vectors in dense rows [tokens, heads, row_bytes] with scales [tokens, heads].

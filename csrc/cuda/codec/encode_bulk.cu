@@ -1,8 +1,6 @@
 // The kernel that encodes many vectors (codec/encode_bulk.cuh): keys and values into page records, or vectors into
 // dense rows.
 //
-// Large calls with scattered slots take their tokens by slot (codec/slot_order.cuh).
-//
 // The grid is as many blocks as the device holds at once. Each block builds its tables; its warps then take spans, a
 // span being neighbouring tokens of one head, each warp of keys or of values. While a warp encodes one span, it copies
 // the next into shared memory. Codes are stored from registers.
@@ -12,7 +10,6 @@
 
 #include "choices/codec.h"
 #include "cuda/codec/bulk.cuh"
-#include "cuda/codec/slot_order.cuh"
 #include "cuda/common/device_facts.cuh"
 #include "cuda/common/torch.cuh"
 
@@ -35,13 +32,10 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
   constexpr int kTokens = kSpanTokens<Traits>, kLanes = Traits::kLanes;
   // Loading the slot before its vector is encoded hides the latency, but takes registers, which are short elsewhere.
   constexpr bool kSlotFirst = !SEARCH && kLanes == 2;
-  constexpr bool kBySlot = !SEARCH && !BYTES;  // else instructions are the limit for slots in any order, too
   extern __shared__ uint4 dynamic[];
   __shared__ SharedCodebook books[2];
   __shared__ alignas(16) uint32_t levels[2][4];
   __shared__ ByteBook byte_books[BYTES ? 2 : 1];
-  __shared__ const int* listed;  // the tokens by slot; null: they are stored as they come
-  if (threadIdx.x == 0) listed = nullptr;
   uint32_t* words = reinterpret_cast<uint32_t*>(dynamic);
   const int threads = blockDim.x, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int part = lane % kLanes, vector = lane / kLanes;
@@ -52,9 +46,15 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
   const int warps = threads / 32 / a.sources;
   uint32_t* stage = words + a.sources * kSourceWords<Traits, SEARCH> + warp * kStageWords<Traits>;
 
-  int tokens = static_cast<int>(a.tokens);
-  const auto order = [&] { return kBySlot ? listed : nullptr; };  // `token` below is a place in it
-  int passes, pass, head, passes_on, heads_on;
+  const int tokens = static_cast<int>(a.tokens);
+  const int passes = (tokens + kTokens - 1) / kTokens * kPasses<Traits>;
+  // Items are dealt to multiprocessors first, so that the last ones, fewer than there are warps, spread over all of
+  // them.
+  const int item = warp / a.sources * gridDim.x + blockIdx.x, items_on = gridDim.x * warps;
+  // All tokens of a head come before those of the next one. Its records are a small part of the cache, so that bytes of
+  // scattered tokens meet others of their sectors in the L2 cache.
+  int pass = item % passes, head = item / passes;
+  const int passes_on = items_on % passes, heads_on = items_on / passes;
   // The first comparison is always true. With it, the compiler finds registers for all variables of the loop.
   const auto any_left = [&] { return pass < passes && head < a.heads; };
   const auto start_copies = [&] {
@@ -62,34 +62,14 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
     const EncodeSource& from = a.source[next];
     const uint32_t stride = static_cast<uint32_t>(from.token_stride);
     const int first = pass / kPasses<Traits> * kTokens + token_of_vector<Traits>(0, pass % kPasses<Traits>);
-    const uint8_t* rows = from.data + uint64_t{static_cast<uint32_t>(head)} * static_cast<uint32_t>(from.head_stride);
-    start_rows<Traits>(stage, rows, stride, order(), first, tokens, lane);
-  };
-  const auto begin = [&] {
-    if constexpr (kBySlot) {
-      if (a.order.tokens) {
-        const bool in_runs = slots_in_runs(a.slots, tokens);
-        wait_for_previous_kernel();
-        const int count = in_runs ? 0 : *a.order.count;
-        if (count > 0) tokens = count;  // else no token has a slot
-        if (threadIdx.x == 0) listed = count > 0 ? a.order.tokens : nullptr;
-        __syncthreads();
-      }
-    }
-    passes = (tokens + kTokens - 1) / kTokens * kPasses<Traits>;
-    // Items are dealt to multiprocessors first, so that the last ones, fewer than there are warps, spread over all of
-    // them.
-    const int item = warp / a.sources * gridDim.x + blockIdx.x, items_on = gridDim.x * warps;
-    // All tokens of a head come before those of the next one. Its records are a small part of the cache, so that bytes
-    // of scattered tokens meet others of their sectors in the L2 cache.
-    pass = item % passes, head = item / passes;
-    passes_on = items_on % passes, heads_on = items_on / passes;
-    start_copies();
+    const uint8_t* rows = from.data + uint64_t{static_cast<uint32_t>(first)} * stride +
+                          uint64_t{static_cast<uint32_t>(head)} * static_cast<uint32_t>(from.head_stride);
+    start_rows<Traits>(stage, rows, stride, tokens - first, lane, [](int v) { return token_of_vector<Traits>(v, 0); });
   };
   // The first vectors of all warps keep memory busy for longer than tables of one candidate take, and would delay the
   // loads of the tables and of the kernel's code. So their copies are issued after the tables, unless these have
   // several candidates.
-  if constexpr (SEARCH) begin();
+  if constexpr (SEARCH) start_copies();
   // Each quarter of the threads loads one thing: the codebooks and the signs of both sources. So the block waits for
   // memory only once.
   const int quarter = threads / 4, role = warp / (quarter / 32), t = role % 2;
@@ -111,7 +91,7 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
                                     threadIdx.x, threads);
     fill_level_bytes(levels[t], books[t], threadIdx.x);
   }
-  if constexpr (!SEARCH) begin();
+  if constexpr (!SEARCH) start_copies();
   __syncthreads();
 
 #pragma unroll 1
@@ -119,8 +99,7 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
     const int now = next, from_head = head, number = token_of_vector<Traits>(vector, pass % kPasses<Traits>);
     const int token = pass / kPasses<Traits> * kTokens + number;
     const bool exists = token < tokens;
-    const Slots slots = order() ? Slots{a.order.slots, true} : a.slots;
-    int64_t slot = kSlotFirst && exists && !a.packed ? slots[token] : -1;
+    int64_t slot = kSlotFirst && exists && !a.packed ? a.slots[token] : -1;
     const EncodeSource& source = a.source[now];
     const Kind kind = a.packed ? Kind::kRows : now == 0 ? Kind::kKeys : Kind::kValues;
     const uint32_t* table = words + now * kSourceWords<Traits, SEARCH>;
@@ -169,7 +148,7 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
       fit = wide ? encode_single<Traits, true>(y, k, v.finite, with, codes)
                  : encode_single<Traits, false>(y, k, v.finite, with, codes);
     }
-    if (!kSlotFirst && exists && !a.packed) slot = slots[token];
+    if (!kSlotFirst && exists && !a.packed) slot = a.slots[token];
     uint16_t scale = zero ? 0 : fit.scale(source.book.scale_mode, v.length, v.exponent, a.constants);
     if (!v.finite) scale = format::kNanScale;
 
@@ -225,10 +204,10 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
       });
     }
     if (a.tail.data && to.tile) {
-      const int64_t from_token = order() ? order()[token] : token, kept = a.tail.row(from_token);
+      const int64_t kept = a.tail.row(token);
       constexpr int bytes = 2 * Traits::kDim;
       if (kept >= 0) {
-        copy_bytes(source.data + from_token * source.token_stride + from_head * source.head_stride,
+        copy_bytes(source.data + int64_t{token} * source.token_stride + from_head * source.head_stride,
                    a.tail.at(kept, from_head, now, bytes), bytes, part, kLanes);
       }
     }
@@ -251,24 +230,7 @@ void launch(const EncodeArguments& a, cudaStream_t stream) {
                "cudaFuncSetAttribute");
     if (device.index < kMostDevices) allowed[device.index].store(bytes);
   }
-  const int blocks = device.facts.multiprocessors;
-  if (SEARCH || BYTES || !a.order.tokens) {
-    kernel<<<static_cast<unsigned>(blocks), 32 * warps, bytes, stream>>>(a);
-    return;
-  }
-  // All three kernels ask slots_in_runs at the same time, if the device can start one before the other has ended.
-  EncodeArguments call = a;
-  int tokens = static_cast<int>(a.tokens);
-  const auto start = [&](const void* next, unsigned grid, int threads, int shared, void** arguments) {
-    check_cuda(launch_early(next, static_cast<int>(grid), threads, shared, arguments, stream, device.facts.major),
-               "cache_store");
-  };
-  mark_slots_kernel<<<num_blocks(tokens, kOrderThreads), kOrderThreads, 0, stream>>>(a.slots, tokens, a.order);
-  void* list[] = {&call.slots, &tokens, &call.order};
-  start(reinterpret_cast<const void*>(list_tokens_kernel),
-        num_blocks(a.order.num_slots, kOrderThreads / 32 * kWarpSlots), kOrderThreads, 0, list);
-  void* encode[] = {&call};
-  start(reinterpret_cast<const void*>(kernel), static_cast<unsigned>(blocks), 32 * warps, bytes, encode);
+  kernel<<<static_cast<unsigned>(device.facts.multiprocessors), 32 * warps, bytes, stream>>>(a);
 }
 
 }  // namespace

@@ -47,6 +47,35 @@ template <typename Traits>
 constexpr int kStageStride = choices::encode_stage_stride(Traits::kDim);
 constexpr int kSignStride = choices::kSignStride;
 
+// Issues the copies of all vectors of a warp to shared memory, 16 bytes at a time: neighbouring lanes move neighbouring
+// bytes. Vector v is row row_of(v) of rows that lie `stride` bytes apart; row_of must be linear. Row indices are
+// clamped to count - 1, which may be negative: that is still a row of the tensor, before the first one. Vectors are the
+// first to leave the L2 cache, where stored bytes wait for others of their sectors.
+template <typename Traits, typename RowOf>
+__device__ __forceinline__ void start_rows(uint32_t* stage, const uint8_t* rows, uint32_t stride, int count, int lane,
+                                           RowOf&& row_of) {
+  constexpr int kChunks = Traits::kDim / 8, kTogether = 32 / kChunks, kTimes = Traits::kVectors / kTogether;
+  const int first = lane / kChunks, chunk = lane % kChunks;
+  const uint8_t* from = rows + 16 * chunk;
+  uint32_t* to = stage + first * kStageStride<Traits> + 4 * chunk;
+  const CopyOnce once;
+  if (row_of(Traits::kVectors - 1) < count) {
+    const auto at_row = [&](const uint8_t* base, uint32_t row) { return base + uint64_t{row} * stride; };
+    from = at_row(from, row_of(first));
+    asm("" : "+l"(from));  // keeps one multiplication per row instead of one for each term of its index
+#pragma unroll
+    for (int k = 0; k < kTimes; ++k) {
+      once.copy_async(to + k * kTogether * kStageStride<Traits>, at_row(from, row_of(k * kTogether)));
+    }
+  } else {
+#pragma unroll 1
+    for (int k = 0; k < kTimes; ++k) {
+      const int64_t row = min(row_of(first + k * kTogether), count - 1);
+      once.copy_async(to + k * kTogether * kStageStride<Traits>, from + row * stride);
+    }
+  }
+}
+
 // A warp takes a *span* at a time: neighbouring tokens of one head. Vectors that take four lanes need two passes for
 // one.
 template <typename Traits>
@@ -59,38 +88,6 @@ constexpr int kPasses = kSpanTokens<Traits> / Traits::kVectors;
 template <typename Traits>
 __device__ __forceinline__ int token_of_vector(int vector, int pass) {
   return Traits::kLanes == 4 ? vector % 4 + 4 * pass + 8 * (vector / 4) : vector;
-}
-
-// Issues the copies of all vectors of a warp to shared memory, 16 bytes at a time: neighbouring lanes move neighbouring
-// bytes. Vector v is token first + token_of_vector(v, 0), and token t is row t, or order[t], of rows that lie `stride`
-// bytes apart. Instead of tokens that do not exist, the last one is copied. Vectors are the first to leave the L2
-// cache, where stored bytes wait for others of their sectors.
-template <typename Traits>
-__device__ __forceinline__ void start_rows(uint32_t* stage, const uint8_t* rows, uint32_t stride, const int* order,
-                                           int first, int tokens, int lane) {
-  constexpr int kChunks = Traits::kDim / 8, kTogether = 32 / kChunks, kTimes = Traits::kVectors / kTogether;
-  const auto token_of = [](int vector) { return token_of_vector<Traits>(vector, 0); };
-  const auto at_row = [&](const uint8_t* base, uint32_t row) { return base + uint64_t{row} * stride; };
-  const int own = lane / kChunks, chunk = lane % kChunks;
-  const uint8_t* from = rows + 16 * chunk;
-  uint32_t* to = stage + own * kStageStride<Traits> + 4 * chunk;
-  const CopyOnce once;
-  if (!order && first + token_of(Traits::kVectors - 1) < tokens) {
-    from = at_row(from, first + token_of(own));
-    asm("" : "+l"(from));  // keeps one multiplication per row instead of one for each term of its index
-#pragma unroll
-    for (int k = 0; k < kTimes; ++k) {
-      once.copy_async(to + k * kTogether * kStageStride<Traits>, at_row(from, token_of(k * kTogether)));
-    }
-  } else {
-    int row = min(first + token_of(lane % Traits::kVectors), tokens - 1);
-    if (order) row = order[row];
-#pragma unroll 1
-    for (int k = 0; k < kTimes; ++k) {
-      const uint32_t of_lane = __shfl_sync(0xffffffff, row, own + k * kTogether);
-      once.copy_async(to + k * kTogether * kStageStride<Traits>, at_row(from, of_lane));
-    }
-  }
 }
 
 // Sign bits of the channels, a row for each lane of a vector.
