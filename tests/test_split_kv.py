@@ -231,7 +231,7 @@ def assert_near(
     assert torch.equal(lse == -torch.inf, exact_lse == -torch.inf)
     finite = torch.isfinite(exact_lse)
     assert torch.isfinite(lse[finite]).all()
-    assert (lse.double() - exact_lse)[finite].abs().max() <= 3 * error
+    assert (lse.double() - exact_lse)[finite].abs().max() <= 4 * error  # of thousands of rows
     # a large learned sink leaves nothing, or subnormal numbers, and no key leaves 0
     some = exact_out.norm(dim=-1) > (1e-3 if out.dtype == torch.float16 else 1e-5)
     assert torch.equal(out[~finite], torch.zeros_like(out[~finite]))
