@@ -528,7 +528,6 @@ CODEC = {
     "`pack` 3 / 4 / 8 bit": [f"pack {bits} bit" for bits in (3, 4, 8)],
     "`unpack` 3 / 4 / 8 bit": [f"unpack {bits} bit" for bits in (3, 4, 8)],
     "`encode` 4 bit, 1 / 8 candidates": ["encode 4 bit S=1", "encode 4 bit S=8"],
-    "`encode` 8 bit, 1 / 8 candidates": ["encode 8 bit S=1", "encode 8 bit S=8"],
     "`decode` 4 / 3 bit": ["decode 4 bit", "decode 3 bit"],
     "PyTorch, 1 byte to 4": ["expand 1:4"],
     "`qjl_sketch` structured": ["qjl_sketch structured"],
@@ -540,15 +539,6 @@ CODEC = {
     "`cache_store` k4v4, 1 / 8 candidates": ["cache_store k4v4 S=1", "cache_store k4v4 S=8"],
     "`cache_store` k3v3, 1 / 8": ["cache_store k3v3 S=1", "cache_store k3v3 S=8"],
     "`cache_store` k5v4u, 1 / 8": ["cache_store k5v4u S=1", "cache_store k5v4u S=8"],
-    "`cache_store` k8v4, 1 / 8": ["cache_store k8v4 S=1", "cache_store k8v4 S=8"],
-    "`cache_store` k8v8, 1 / 8": ["cache_store k8v8 S=1", "cache_store k8v8 S=8"],
-    **{
-        f"`cache_store` {name}, {search} candidate{'s' if search > 1 else ''}, slots in order"
-        " / at random": [
-            f"cache_store {name} S={search}, slots {order}" for order in ("in order", "random")
-        ]
-        for name, search in (("k4v4", 1), ("k4v4", 8), ("k3v3", 1), ("k8v8", 8))
-    },
     "`cache_load` k4v4 / k3v3": ["cache_load k4v4", "cache_load k3v3"],
 }
 
