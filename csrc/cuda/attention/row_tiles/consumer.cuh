@@ -11,6 +11,7 @@
 
 #include <bit>
 
+#include "cuda/attention/counters.cuh"
 #include "cuda/attention/row_tiles/expansion.cuh"
 #include "cuda/attention/row_tiles/producer.cuh"
 #include "cuda/attention/softmax_math.cuh"
@@ -24,16 +25,6 @@ constexpr float kLift = 7, kRaise = 8;
 constexpr int kConsumersBarrier = 1, kGroupBarrier = 2;
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// Counts the arrival of a block; true: it was the last of `count` blocks, and the counter is 0 again.
-__device__ __forceinline__ bool arrives_last(uint32_t* counter, int count) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(counter), "r"(count - 1)
-               : "memory");
-  return before == static_cast<uint32_t>(count - 1);
 }
 
 // T: the type of queries, results and exact keys
@@ -528,7 +519,7 @@ class Consumer {
     for (int i = 0; i < S::kSums; ++i) __stcg(mine + (4 + i) * kNext, sums_[i]);
     __threadfence();
     sync_threads(kConsumersBarrier, kNext);
-    if (threadIdx.x == S::kProducers) notes_.last = arrives_last(plan_.counters + item_->slot, item_->parts);
+    if (threadIdx.x == S::kProducers) notes_.last = count_arrival(plan_.counters + item_->slot, item_->parts);
     sync_threads(kConsumersBarrier, kNext);
     if (!notes_.last) return false;
     reference_[0] = reference_[1] = -INFINITY, total_[0] = total_[1] = 0;

@@ -4,6 +4,7 @@
 // A partial result of a segment is float [rows, part_floats(D)], whose sums are in the rotated space.
 #pragma once
 
+#include "cuda/attention/counters.cuh"
 #include "cuda/attention/split_kv/softmax.cuh"
 #include "cuda/attention/split_kv/work_list.cuh"
 
@@ -12,17 +13,6 @@ namespace turboquant::cuda::split_kv {
 // What sums under maximum `part` are multiplied by under maximum `top`; a part without keys counts 0.
 __device__ __forceinline__ float weight_of(float part, float top) {
   return part == -INFINITY ? 0 : exp2_fast(part - top);
-}
-
-// Counts the arrival of a block; true: it was the last of `count` blocks, and the counter is 0 again. Memory that a
-// block has written before its last barrier is visible to the blocks that arrive later.
-__device__ __forceinline__ bool count_arrival(uint32_t* counter, int count) {
-  const uint32_t last = static_cast<uint32_t>(count - 1);
-  uint32_t before;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 700
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
-#endif
-  return before == last;
 }
 
 // D: channels of a value; the block has 4 N rows.
