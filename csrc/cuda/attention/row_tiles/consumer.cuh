@@ -532,8 +532,7 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float other = __ldcg(from + i * kNext), now = fmaxf(reference_[i], other);
-        old[i] = reference_[i] == -INFINITY ? 0.0f : exp2_fast(reference_[i] - now);
-        add[i] = other == -INFINITY ? 0.0f : exp2_fast(other - now);
+        old[i] = weight_of(reference_[i], now), add[i] = weight_of(other, now);
         total_[i] = total_[i] * old[i] + __ldcg(from + (2 + i) * kNext) * add[i], reference_[i] = now;
       }
 #pragma unroll
@@ -552,17 +551,10 @@ class Consumer {
       int head;
       find_row(i, token, head);
       const float unlift = exp2_fast(-kLift);
-      float by = unlift, m = reference_[i], total = total_[i] * unlift;
-      bool only_sink = false;
-      if (a_.sink_logits) {  // one more score, without a value
-        const float sink = a_.sink_logits[head] * kLog2E, top = fmaxf(m, sink);
-        if (top > -INFINITY) {
-          const float less = m == -INFINITY ? 0.0f : exp2_fast(m - top);
-          total = total * less + exp2_fast(sink - top), m = top, by *= less, only_sink = less == 0;
-        }
-      }
+      float m = reference_[i], total = total_[i] * unlift;
+      const float by = a_.sink_logits ? add_sink(a_.sink_logits[head], m, total) : 1;
       const int64_t to = token * a_.q_heads + head;
-      const float inverse = total == 0 ? 0 : by / total;
+      const float inverse = total == 0 ? 0 : by * unlift / total;
       T* out = static_cast<T*>(a_.out) + to * kD + 2 * t_;
 #pragma unroll
       for (int j = 0; j < kD / 8; ++j) {
@@ -570,15 +562,9 @@ class Consumer {
             word_of_floats<T>(sums_[4 * j + 2 * i] * inverse, sums_[4 * j + 2 * i + 1] * inverse);
       }
       if (t_ == 0 && a_.lse) {
-        a_.lse[to] = total == 0 ? -INFINITY : only_sink ? a_.sink_logits[head] : (m + log2f(total)) * kLn2;
+        a_.lse[to] = total == 0 ? -INFINITY : by == 0 ? a_.sink_logits[head] : (m + log2f(total)) * kLn2;
       }
     }
-  }
-
-  static __device__ __forceinline__ float max_or_nan(float x, float y) {
-    float out;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(x), "f"(y));
-    return out;
   }
 
   const Attention& a_;

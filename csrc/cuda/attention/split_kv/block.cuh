@@ -53,15 +53,4 @@ __device__ __forceinline__ uint32_t transposed(uint32_t x) {
   return out;
 }
 
-// The larger one; NaN if one is NaN.
-__device__ __forceinline__ float max_or_nan(float x, float y) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  float out;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(x), "f"(y));
-  return out;
-#else
-  return x != x || x > y ? x : y;
-#endif
-}
-
 }  // namespace turboquant::cuda::split_kv

@@ -10,11 +10,6 @@
 
 namespace turboquant::cuda::split_kv {
 
-// What sums under maximum `part` are multiplied by under maximum `top`; a part without keys counts 0.
-__device__ __forceinline__ float weight_of(float part, float top) {
-  return part == -INFINITY ? 0 : exp2_fast(part - top);
-}
-
 // D: channels of a value; the block has 4 N rows.
 template <int D, int N>
 class Join {

@@ -33,14 +33,7 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Quer
     Lanes::apply(block.signs() + D, lane, y);
     RowPlace row;
     if (!rows.find(segment, r, row)) continue;
-    float by = 1;
-    if (a.sink_logits) {  // one more score, without a value
-      const float sink = a.sink_logits[row.head] * kLog2E, top = fmaxf(m, sink);
-      if (top > -INFINITY) {
-        by = m == -INFINITY ? 0 : exp2_fast(m - top);
-        total = total * by + exp2_fast(sink - top), m = top;
-      }
-    }
+    const float by = a.sink_logits ? add_sink(a.sink_logits[row.head], m, total) : 1;
     const int64_t to = int64_t{row.token} * a.q_heads + row.head;
     const float inverse = total == 0 ? 0 : by / total;
 #pragma unroll
@@ -48,8 +41,7 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Quer
       if (Lanes::writes(lane)) store_float(a.out, a.dtype, to * D + Lanes::channel(lane, i), y[i] * inverse);
     }
     if (lane == 0) {
-      const bool only_sink = by == 0;  // then its logit is the exact result
-      a.lse[to] = total == 0 ? -INFINITY : only_sink ? a.sink_logits[row.head] : (m + log2f(total)) * kLn2;
+      a.lse[to] = total == 0 ? -INFINITY : by == 0 ? a.sink_logits[row.head] : (m + log2f(total)) * kLn2;
     }
   }
 }
