@@ -23,11 +23,6 @@ constexpr int kUnitTokens = 64;       // keys of a unit of codes
 constexpr int kSegmentOverhead = 16;  // the end of a segment takes as long as so many units
 constexpr int kLeastUnits = 8;        // the shortest part that a segment is cut into
 
-// For arguments that are not negative, because unsigned division is faster.
-__device__ __forceinline__ int quotient(int x, int y) {
-  return static_cast<int>(static_cast<unsigned>(x) / static_cast<unsigned>(y));
-}
-
 // Everything that follows from the length of a sequence.
 struct SequenceWork {
   int queries, length, blocks;  // query tokens, 0 where another kernel takes them; keys; blocks of rows
@@ -47,17 +42,17 @@ __device__ __forceinline__ SequenceWork work_of_sequence(const Attention& a, int
   SequenceWork x;
   x.queries = a.num_queries(s, early), x.length = a.length(s, early);
   if (x.queries > a.most_queries) x.queries = 0;
-  x.blocks = quotient(x.queries * a.group + ROWS - 1, ROWS);
+  x.blocks = ceil_div(x.queries * a.group, ROWS);
   const Attention::Tail tail = a.tail_of(s, x.length, early);
   const int begin = x.length - x.queries, new_begin = a.new_begin(x.length, x.queries);
   const int first = max(a.first_visible(begin), tail.sinks), end = max(a.recent(tail, x.length - 1, new_begin), 0);
   x.first = first & -kUnitTokens;
-  x.coded = first < end ? quotient(end - x.first + kUnitTokens - 1, kUnitTokens) : 0;
+  x.coded = first < end ? ceil_div(end - x.first, kUnitTokens) : 0;
   x.sinks = min(tail.sinks, x.length);
   x.recent = tail.any || a.new_keys ? max(min(a.recent(tail, begin, new_begin), x.length), x.sinks) : x.length;
   x.exact = x.sinks + x.length - x.recent;
   x.units = x.coded;
-  if (x.exact > 0) x.units += quotient(x.exact + per_unit - 1, per_unit);
+  if (x.exact > 0) x.units += ceil_div(x.exact, per_unit);
   x.units = max(x.units, 1);
   return x;
 }
@@ -115,18 +110,6 @@ struct Segment {
   }
 };
 
-// The sum over the lanes before this one.
-__device__ __forceinline__ int sum_of_lanes_before(int x) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  int sum = x;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int other = __shfl_up_sync(0xffffffff, sum, d);
-    if (lane >= d) sum += other;
-  }
-  return sum - x;
-}
-
 // A block's share of the list: numbers [begin, end), the first of which lies in `segment`. Without work, begin = end.
 struct BlockShare {
   ListCut cut;
@@ -167,7 +150,7 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
   const int total = sum_of_lanes(units), numbers = total + kSegmentOverhead * all_segments;
   least = -max_of_lanes(-least), most = max_of_lanes(most);
   const bool alike = least == most;
-  const int fair = max(quotient(numbers + grid - 1, grid), kLeastUnits);
+  const int fair = max(ceil_div(numbers, grid), kLeastUnits);
 
   // Equal parts of one segment for each block: the smallest part size, up to `fair`, for which there are enough blocks.
   const auto parts_of = [&](uint2 count, int size) { return count.y * ((count.x + size - 1) / size); };
@@ -181,10 +164,10 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
   if (remember && all_segments <= grid) {
     if (alike) {
       const int n = quotient(grid, all_segments);
-      size = max(quotient(most + n - 1, n), kLeastUnits);
+      size = max(ceil_div(most, n), kLeastUnits);
     } else if (sum_of_lanes(parts(fair)) <= grid) {
       size = fair;
-      for (int low = max(quotient(total + grid - 1, grid), kLeastUnits); low < size;) {
+      for (int low = max(ceil_div(total, grid), kLeastUnits); low < size;) {
         const int middle = (low + size) / 2;
         const bool enough = sum_of_lanes(parts(middle)) <= grid;
         (enough ? size : low) = enough ? middle : middle + 1;
@@ -216,7 +199,7 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
   } else {
     // Several segments for each block: whole ones, if all are equal and that takes no longer, else the list is cut
     // anywhere.
-    const int whole = quotient(all_segments + grid - 1, grid) * (most + kSegmentOverhead);
+    const int whole = ceil_div(all_segments, grid) * (most + kSegmentOverhead);
     const int share = quotient(numbers, grid);
     cut = {0, 0, static_cast<unsigned>(share), static_cast<unsigned>(numbers - share * grid), kSegmentOverhead};
     if (alike && whole - kSegmentOverhead <= fair) cut.share = whole, cut.longer = 0;

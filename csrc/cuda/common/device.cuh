@@ -1,5 +1,5 @@
-// Helpers that all kernels share: launches that overlap, lanes of a warp, loads and stores of any dtype, and rows of a
-// strided tensor. No torch.
+// Helpers that all kernels share: launches that overlap, division of integers, lanes of a warp, loads and stores of any
+// dtype, and rows of a strided tensor. No torch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,6 +30,14 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #endif
 }
 
+// ---- Division of integers -----------------------------------------------------------------------------------------
+
+// x / y, rounded down or up, for arguments that are not negative, because unsigned division is faster.
+__device__ __forceinline__ int quotient(int x, int y) {
+  return static_cast<int>(static_cast<unsigned>(x) / static_cast<unsigned>(y));
+}
+__device__ __forceinline__ int ceil_div(int x, int y) { return quotient(x + y - 1, y); }
+
 // ---- Lanes of a warp ----------------------------------------------------------------------------------------------
 
 // Sum and maximum over groups of LANES neighbouring lanes of a warp; every lane gets the result, and all 32 take part.
@@ -59,6 +67,18 @@ __device__ __forceinline__ T max_of_lanes(T x) {
     for (int bit = 1; bit < LANES; bit *= 2) x = max(x, __shfl_xor_sync(0xffffffff, x, bit));
     return x;
   }
+}
+
+// The sum over the lanes before this one.
+__device__ __forceinline__ int sum_of_lanes_before(int x) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  int sum = x;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(0xffffffff, sum, d);
+    if (lane >= d) sum += other;
+  }
+  return sum - x;
 }
 
 // ---- Dtypes -------------------------------------------------------------------------------------------------------

@@ -15,10 +15,6 @@
 
 namespace turboquant::cuda::row_tiles {
 
-__device__ __forceinline__ int ceil_div(int x, int y) {
-  return static_cast<int>(static_cast<unsigned>(x + y - 1) / static_cast<unsigned>(y));
-}
-
 // Which keys a query at `position` of a sequence reads from codes: [first, recent); the others that it sees are exact.
 struct Sight {
   const Attention& a;
@@ -40,8 +36,8 @@ __device__ __forceinline__ int describe(const Attention& a, int sequence, int bl
   const int rows = x.queries * a.group, first_row = block * S::kRows;
   x.rows = min(rows - first_row, S::kRows);
   const int begin = x.length - x.queries;  // position of query 0
-  const int low = begin + static_cast<int>(static_cast<unsigned>(first_row) / a.group);
-  const int high = begin + static_cast<int>(static_cast<unsigned>(first_row + x.rows - 1) / a.group);
+  const int low = begin + quotient(first_row, a.group);
+  const int high = begin + quotient(first_row + x.rows - 1, a.group);
   const Sight sight(a, sequence, x.length, x.queries);
   x.new_begin = sight.new_begin;
   x.first = max(sight.first(low), 0) & -kUnitKeys, x.coded_end = max(sight.recent(high), 0);
@@ -87,7 +83,7 @@ class WorkList {
       }
       fits = sum_of_lanes(slots) <= 2 * grid;
     }
-    own_items_ = items, items_before_ = sum_before(items), slots_before_ = sum_before(slots);
+    own_items_ = items, items_before_ = sum_of_lanes_before(items), slots_before_ = sum_of_lanes_before(slots);
     total_ = sum_of_lanes(items);
   }
 
@@ -110,9 +106,8 @@ class WorkList {
       before += n * x.segments, slot += n > 1 ? n * x.segments : 0;
       x = extent(++s), n = parts(x);
     }
-    const int i = index - before, of_head = x.blocks * n, head = ceil_div(i + 1, of_head) - 1,
-              rest = i - head * of_head;
-    const int block = ceil_div(rest + 1, n) - 1;
+    const int i = index - before, of_head = x.blocks * n, head = quotient(i, of_head), rest = i - head * of_head;
+    const int block = quotient(rest, n);
     Item item;
     const int tiles = describe<S>(a_, s, x.blocks - 1 - block, item);
     item.head = head, item.part = rest - block * n, item.parts = n;
@@ -156,17 +151,6 @@ class WorkList {
       }
     }
     return max(high, 1);
-  }
-
-  static __device__ __forceinline__ int sum_before(int x) {
-    const int lane = threadIdx.x % 32;
-    int sum = x;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(0xffffffff, sum, d);
-      if (lane >= d) sum += other;
-    }
-    return sum - x;
   }
 
   const Attention& a_;
