@@ -561,7 +561,7 @@ class Consumer {
         *reinterpret_cast<uint32_t*>(out + 8 * j) =
             word_of_floats<T>(sums_[4 * j + 2 * i] * inverse, sums_[4 * j + 2 * i + 1] * inverse);
       }
-      if (t_ == 0 && a_.lse) {
+      if (t_ == 0) {
         a_.lse[to] = total == 0 ? -INFINITY : by == 0 ? a_.sink_logits[head] : (m + log2f(total)) * kLn2;
       }
     }

@@ -10,6 +10,7 @@
 // that finishes last, in their order: results are the same in every run.
 #pragma once
 
+#include "cuda/attention/padding.cuh"
 #include "cuda/attention/row_tiles/consumer.cuh"
 #include "cuda/attention/row_tiles/producer.cuh"
 
@@ -26,19 +27,6 @@ __device__ __forceinline__ void shrink_registers() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if constexpr (COUNT > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 #endif
-}
-
-// Fills the results of tokens behind the last sequence, which see no keys.
-template <int D, typename T>
-__device__ __forceinline__ void clear_rest(const Attention& a) {
-  const int used = a.query_begin ? min(max(a.query_begin[a.seqs], 0), a.tokens) : min(a.seqs, a.tokens);
-  const int64_t first = int64_t{used} * a.q_heads, last = int64_t{a.tokens} * a.q_heads;
-  const int64_t step = int64_t{gridDim.x} * blockDim.x, mine = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (a.lse) {
-    for (int64_t i = first + mine; i < last; i += step) a.lse[i] = -INFINITY;
-  }
-  uint32_t* out = static_cast<uint32_t*>(a.out);
-  for (int64_t i = first * (D / 2) + mine; i < last * (D / 2); i += step) out[i] = 0;
 }
 
 template <class S, typename T>
@@ -67,7 +55,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     notes.key_table[threadIdx.x] = table_byte(a.key_levels, a.record.key_width(), threadIdx.x);
     notes.value_table[threadIdx.x] = table_byte(a.value_levels, a.record.value_width(), threadIdx.x);
   }
-  if (plan.clears) clear_rest<S::kDim, T>(a);
+  if (plan.clears) {
+    clear_padding<uint32_t>(a, S::kDim / 2, int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
+                            int64_t{gridDim.x} * blockDim.x);
+  }
   __syncthreads();
   if (threadIdx.x < S::kProducers) {
     shrink_registers<S::kProducerRegisters>();

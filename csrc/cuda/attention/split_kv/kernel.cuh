@@ -26,6 +26,7 @@
 //   keys         scores                             results      the last rotation, out and lse
 #pragma once
 
+#include "cuda/attention/padding.cuh"
 #include "cuda/attention/split_kv/exact_tail.cuh"
 #include "cuda/attention/split_kv/keys.cuh"
 #include "cuda/attention/split_kv/pipeline.cuh"
@@ -139,7 +140,8 @@ class SplitKvBlock {
       for (int i = thread; i < 2 * D; i += threads) block_.signs()[i] = (i < D ? a.key_signs : a.value_signs - D)[i];
       copy_levels(a.key_levels, a.record.key_bits, key_levels(), thread);
       copy_levels(a.value_levels, a.record.value_bits, value_levels(), thread);
-      clear_padding<D>(a, thread, threads);
+      clear_padding<uint16_t>(a, D * element_size(a.dtype) / 2, int64_t{blockIdx.x} * threads + thread,
+                              int64_t{gridDim.x} * threads);
     });
   }
 

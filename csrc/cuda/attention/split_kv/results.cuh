@@ -46,15 +46,4 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Quer
   }
 }
 
-// Fills the results of tokens behind the last sequence, which see no keys. All blocks take part, `threads` threads of
-// each.
-template <int D>
-__device__ __forceinline__ void clear_padding(const Attention& a, int thread, int threads) {
-  const int used = a.query_begin ? min(max(a.query_begin[a.seqs], 0), a.tokens) : min(a.seqs, a.tokens);
-  const int64_t first = int64_t{used} * a.q_heads, last = int64_t{a.tokens} * a.q_heads;
-  const int64_t of_grid = int64_t{gridDim.x} * threads, mine = int64_t{blockIdx.x} * threads + thread;
-  for (int64_t i = first + mine; i < last; i += of_grid) a.lse[i] = -INFINITY;
-  for (int64_t i = first * D + mine; i < last * D; i += of_grid) store_float(a.out, a.dtype, i, 0);
-}
-
 }  // namespace turboquant::cuda::split_kv
