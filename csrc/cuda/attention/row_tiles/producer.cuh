@@ -374,8 +374,8 @@ class Producer {
       return static_cast<const uint8_t*>(a_.new_row(token, item.head, VALUES));
     }
     const int row = format::tail_row(position, a_.sink_tokens, a_.ring), rows = a_.sink_tokens + a_.ring;
-    const int64_t at =
-        a_.tail_slot(item.sequence) * a_.tail_stride + ((int64_t{item.head} * rows + row) * 2 + VALUES) * S::kDim;
+    const int64_t at = format::tail_offset<int64_t>(a_.tail_slot(item.sequence), a_.tail_stride, item.head, row, rows,
+                                                    S::kDim, VALUES);
     return static_cast<const uint8_t*>(a_.tail) + 2 * at;
   }
 
