@@ -64,10 +64,7 @@ class Consumer {
     for (int i = 0; i < 2; ++i) reference_[i] = -INFINITY, total_[i] = 0;
     exponent_ = -64;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = min(row_ + 8 * i, item_->rows - 1) + item_->block * S::kRows;
-      position_[i] = item_->length - item_->queries + static_cast<int>(static_cast<unsigned>(row) / a_.group);
-    }
+    for (int i = 0; i < 2; ++i) position_[i] = position_of(min(row_ + 8 * i, item_->rows - 1));
     const int coded_end = min(item_->end, item_->coded_tiles), begin = item_->begin;
     if (begin < coded_end) {
       prepare_rotated();
@@ -84,12 +81,15 @@ class Consumer {
 
   // ---- Rows
 
-  __device__ __forceinline__ int row_of_head(int i) const { return item_->block * S::kRows + row_ + 8 * i; }
+  // The query that row `row` of the tile stands for, of the sequence's queries, and its position.
+  __device__ __forceinline__ int query_of(int row) const { return quotient(item_->block * S::kRows + row, a_.group); }
+  __device__ __forceinline__ int position_of(int row) const { return item_->length - item_->queries + query_of(row); }
   __device__ __forceinline__ bool exists(int i) const { return row_ + 8 * i < item_->rows; }
   // Token and head of row i.
   __device__ __forceinline__ void find_row(int i, int64_t& token, int& head) const {
-    const int row = row_of_head(i), query = static_cast<int>(static_cast<unsigned>(row) / a_.group);
-    token = item_->first_query + query, head = item_->head * a_.group + row - query * a_.group;
+    const int row = row_ + 8 * i, query = query_of(row);
+    token = item_->first_query + query;
+    head = item_->head * a_.group + item_->block * S::kRows + row - query * a_.group;
   }
 
   // ---- Queries
@@ -193,11 +193,8 @@ class Consumer {
     const int begin = max(sinks, sinks + max_of_lanes(max(end_[0], end_[1])) - item_->recent);
     clear_begin_ = item_->coded_tiles + ceil_div(begin, S::kKeys);
     clear_end_ = item_->coded_tiles + min(sinks + last + 1 - item_->recent, item_->exact) / S::kKeys;
-    const auto of_row = [&](int row) {
-      return item_->length - item_->queries +
-             static_cast<int>(static_cast<unsigned>(item_->block * S::kRows + row) / a_.group);
-    };
-    const int low = of_row(0), high = of_row(item_->rows - 1), end = max(sight.recent(high), a_.first_visible(high));
+    const int low = position_of(0), high = position_of(item_->rows - 1);
+    const int end = max(sight.recent(high), a_.first_visible(high));
     common_begin_ = item_->coded_tiles + ceil_div(max(sinks, sinks + end - item_->recent), S::kKeys);
     common_end_ = item_->coded_tiles + min(sinks + low + 1 - item_->recent, item_->exact) / S::kKeys;
     const uint32_t sign = a_.softmax_scale < 0 ? 0x80008000 : 0;
