@@ -50,6 +50,17 @@ class CopyOnce {
   uint64_t policy_;
 };
 
+// Copies 16 bytes, or writes zeros where `copies` is false; `from` is a valid address even there.
+__device__ __forceinline__ void copy_or_clear(void* to, const void* from, bool copies) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(copies ? 16 : 0)
+               : "memory");
+#else
+  *static_cast<uint4*>(to) = copies ? *static_cast<const uint4*>(from) : uint4{};
+#endif
+}
+
 __device__ __forceinline__ void commit_copies() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -109,6 +120,20 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t phase) 
       "}" ::"r"(shared_address(barrier)),
       "r"(phase)
       : "memory");
+#endif
+}
+
+// Arrives at a barrier. From sm_80 on, as the next one.
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+#endif
+}
+// Lets a barrier's phase wait for one arrival more, which comes when all asynchronous copies that the lane has started
+// have ended.
+__device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 #endif
 }
 

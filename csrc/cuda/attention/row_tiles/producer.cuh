@@ -19,11 +19,6 @@
 
 namespace turboquant::cuda::row_tiles {
 
-// Barriers between the warps of a block
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
 // VALUES: the warps that prepare values, else those that prepare keys. The warps of a kind take tiles of codes in turn:
 // a tile is one warp's, because most of the time goes into steps that wait for each other, which several warps would
 // only repeat. Of a tile of exact keys or values every warp of the kind copies its rows. The first warp of the values
@@ -403,21 +398,16 @@ class Producer {
         copy_row(place(row), row < left ? exact_row(item, first + row) + 16 * word : nullptr);
       }
     }
-    asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(full())) : "memory");
+    arrive_after_copies(full());
     __syncwarp();
     if (lane_ == 0) arrive(full());
   }
+  // from: null where there is nothing to copy
   __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from) const {
 #pragma unroll
-    for (int k = 0; k < S::kDim / 64; ++k)
-      copy_or_clear(to + k * S::kKeys * kSwizzleRow, from ? from + 128 * k : nullptr);
-  }
-  // Copies 16 bytes, or writes zeros where there is nothing to copy.
-  __device__ __forceinline__ void copy_or_clear(uint8_t* to, const uint8_t* from) const {
-    const void* source = from ? from : a_.q;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(source),
-                 "r"(from ? 16 : 0)
-                 : "memory");
+    for (int k = 0; k < S::kDim / 64; ++k) {
+      copy_or_clear(to + k * S::kKeys * kSwizzleRow, from ? from + 128 * k : a_.q, from != nullptr);
+    }
   }
 
   const Attention& a_;
