@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "choices/attention.h"
+#include "cuda/codec/record.cuh"
 #include "cuda/common/mma.cuh"
 #include "format.h"
 
@@ -69,14 +70,6 @@ struct LevelTable {
   __device__ __forceinline__ uint32_t plus(uint32_t codes) const { return select_bytes(low, high, codes); }
   __device__ __forceinline__ uint32_t minus(uint32_t codes) const { return select_bytes(minus_low, minus_high, codes); }
 };
-
-// Three words hold four words of eight 3-bit codes each: the top bits of their nibbles are the bits of the fourth word.
-__device__ __forceinline__ void spread_three_bits(const uint32_t (&w)[3], uint32_t (&codes)[4]) {
-  codes[3] = (w[0] >> 3 & 0x11111111) | (w[1] >> 2 & 0x22222222);
-  codes[3] |= w[2] >> 1 & 0x44444444;
-#pragma unroll
-  for (int j = 0; j < 3; ++j) codes[j] = w[j] & 0x77777777;
-}
 
 // Loads words from shared memory, aligned to 4 bytes, or to 8 or 16 bytes where N is a multiple of 2 or 4.
 template <int N>

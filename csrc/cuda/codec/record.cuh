@@ -188,12 +188,22 @@ __device__ __forceinline__ Octet plane_key_octet(const uint32_t* row, const uint
   const uint32_t pairs = plane[o / 4] >> 4 * j;  // quarters 2 j and 2 j + 1 of four channels each
   return {row[o], (pairs & 3) | (pairs >> 6 & 0x0C) | (pairs & 0x0C) << 2 | (pairs >> 4 & 0xC0)};
 }
+// Three words hold four words of eight 3-bit codes each, as nibbles: the top bits of their nibbles are the bits of the
+// fourth word.
+__device__ __forceinline__ uint32_t fourth_spread_word(uint32_t w0, uint32_t w1, uint32_t w2) {
+  return (w0 >> 3 & 0x11111111) | (w1 >> 2 & 0x22222222) | (w2 >> 1 & 0x44444444);
+}
+__device__ __forceinline__ void spread_three_bits(const uint32_t (&w)[3], uint32_t (&codes)[4]) {
+  codes[3] = fourth_spread_word(w[0], w[1], w[2]);
+#pragma unroll
+  for (int j = 0; j < 3; ++j) codes[j] = w[j] & 0x77777777;
+}
 __device__ __forceinline__ Octet spread_key_octet(const uint32_t* row, int octets, int o) {
   const int j = o % 4, first = o - j, whole = first + 4 <= octets;
   const uint32_t* word = row + first / 4 * 3;
   if (whole) {
     if (j < 3) return {word[j] & 0x77777777, 0};
-    return {(word[0] >> 3 & 0x11111111) | (word[1] >> 2 & 0x22222222) | (word[2] >> 1 & 0x44444444), 0};
+    return {fourth_spread_word(word[0], word[1], word[2]), 0};
   }
   if (j == 0) return {word[0] & 0x77777777, 0};
   const uint32_t last = (word[0] >> 3 & 0x1111) | (word[0] >> 18 & 0x2222) | (word[1] >> 1 & 0x4444);

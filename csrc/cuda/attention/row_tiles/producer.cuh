@@ -292,9 +292,9 @@ class Producer {
     }
   }
 
-  // Word j of four words of 3-bit codes, the last of which the other three hold in their spare bits.
+  // Word j of those that spread_three_bits finds.
   static __device__ __forceinline__ uint32_t spread_word(uint32_t w0, uint32_t w1, uint32_t w2, int j) {
-    const uint32_t last = (w0 >> 3 & 0x11111111) | (w1 >> 2 & 0x22222222) | (w2 >> 1 & 0x44444444);
+    const uint32_t last = fourth_spread_word(w0, w1, w2);
     return (j == 0 ? w0 : j == 1 ? w1 : j == 2 ? w2 : last) & 0x77777777;
   }
 
@@ -343,9 +343,7 @@ class Producer {
   __device__ __forceinline__ void load_words(const uint8_t* block, int v, uint32_t (&w)[4]) const {
     if constexpr (KIND == kSpread) {
       const uint32_t* set = reinterpret_cast<const uint32_t*>(block + v / 4 * format::kSpreadBytes + 12 * lane_);
-      const uint32_t w0 = set[0], w1 = set[1], w2 = set[2];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) w[j] = spread_word(w0, w1, w2, j);
+      spread_three_bits({set[0], set[1], set[2]}, w);
     } else if constexpr (KIND == kPairs) {
       constexpr int kUnits = S::kDim / 32;  // words of memory
       const int unit = v / 2, chunk = unit / format::kChunkUnits;
