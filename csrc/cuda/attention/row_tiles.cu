@@ -2,25 +2,14 @@
 #include "cuda/attention/row_tiles.cuh"
 
 #include <algorithm>
-#include <iterator>
-#include <utility>
 
 #include "cuda/attention/counters.cuh"
+#include "cuda/attention/head_dims.cuh"
 #include "cuda/attention/row_tiles/expansion.cuh"
 #include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda::row_tiles {
 namespace {
-
-template <size_t... I>
-KernelEntry find_kernel_of(int head_dim, int groups, Dtype dtype, std::index_sequence<I...>) {
-  KernelEntry found{};
-  const auto take = [&](auto d) {
-    if (d == head_dim) found = find_kernel<d>(groups, dtype);
-  };
-  (take(std::integral_constant<int, kRowTilesHeadDims[I]>{}), ...);
-  return found;
-}
 
 // How the kernel expands codes that choose_attention lets through.
 Kind kind_of(format::Width width, bool table) {
@@ -53,8 +42,8 @@ RowTilesLaunch::RowTilesLaunch(const Attention& call, const Device& device, int 
 // raw stages in which copies can run ahead, and two blocks of a multiprocessor are worth more than both.
 bool RowTilesLaunch::choose_shape(int groups) {
   const DeviceFacts& facts = device_.facts;
-  entry_ = find_kernel_of(call_.record.head_dim, groups, call_.dtype,
-                          std::make_index_sequence<std::size(kRowTilesHeadDims)>{});
+  entry_ = with_head_dim<kRowTilesHeadDims>(call_.record.head_dim,
+                                            [&](auto d) { return find_kernel<d>(groups, call_.dtype); });
   plan_.raw_stride = raw_stride(call_.record);
   const auto fits = [&](int blocks, int ahead) {
     const int per_block = facts.shared_per_multiprocessor / blocks - kReservedSharedBytes;

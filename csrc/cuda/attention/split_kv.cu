@@ -2,10 +2,10 @@
 #include "cuda/attention/split_kv.cuh"
 
 #include <algorithm>
-#include <utility>
 
 #include "choices/attention.h"
 #include "cuda/attention/counters.cuh"
+#include "cuda/attention/head_dims.cuh"
 #include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda::split_kv {
@@ -13,21 +13,11 @@ namespace {
 
 // ---- The instance --------------------------------------------------------------------------------------------------
 
-template <size_t... I>
-KernelEntry find_kernel_of(int head_dim, int pair, int rows, std::index_sequence<I...>) {
-  KernelEntry found{};
-  const auto take = [&](auto d) {
-    if (d == head_dim) found = find_kernel<d>(pair, rows);
-  };
-  (take(std::integral_constant<int, kSplitKvHeadDims[I]>{}), ...);
-  return found;
-}
-
 // Rows of a KV head in the sequences that the kernel takes.
 int rows_of(const Attention& a) { return std::min(a.max_q_len, a.most_queries) * a.group; }
 
 KernelEntry find_kernel_of(const Attention& a, int pair) {
-  return find_kernel_of(a.record.head_dim, pair, rows_of(a), std::make_index_sequence<std::size(kSplitKvHeadDims)>{});
+  return with_head_dim<kSplitKvHeadDims>(a.record.head_dim, [&](auto d) { return find_kernel<d>(pair, rows_of(a)); });
 }
 
 // ---- Shared memory -------------------------------------------------------------------------------------------------
