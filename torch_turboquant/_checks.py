@@ -113,14 +113,12 @@ def check_entries(
     shape: tuple[int | None, ...],
 ) -> None:
     """Entries of the first dimension are contiguous and apart, at any distance from each other."""
-    if not isinstance(t, Tensor) or t.dtype != dtype:
-        check_dtype(name, t, (dtype,))
-    if t.device != device:
-        check_device(name, t, device)
-    if t.shape != shape:
-        check_shape(name, t, shape)
-    if t.is_contiguous():
+    if not isinstance(t, Tensor) or t.is_contiguous():
+        check_constant(name, t, device, dtype, shape)
         return
+    check_dtype(name, t, (dtype,))
+    check_device(name, t, device)
+    check_shape(name, t, shape)
     size = 1
     for n, stride in zip(reversed(t.shape[1:]), reversed(t.stride()[1:]), strict=True):
         if n != 1 and stride != size:
