@@ -21,6 +21,8 @@ from tests.test_split_kv import (
     DEVICE,
     Case,
     assert_near,
+    assert_others_are_spared,
+    assert_streams_share_nothing,
     attend,
     build,
     check,
@@ -491,12 +493,7 @@ def test_a_broken_token_spoils_only_who_sees_it(q_lens):
         spoiled, _ = attend(build(config, lengths, q_lens, **parts))
         seeing = torch.arange(count, device=DEVICE) + 300 - count >= position
         assert spoiled[:count][seeing][:, :4].isnan().all()
-        spared = spoiled[:count][~seeing][:, :4], out[:count][~seeing][:, :4]
-        assert torch.isfinite(spared[0]).all()
-        near = [x.double() for x in spared]
-        assert torch.nn.functional.cosine_similarity(*near, dim=-1).gt(0.9999).all()
-        assert_same_bytes(spoiled[:, 4:], out[:, 4:])
-        assert_same_bytes(spoiled[count:], out[count:])
+        assert_others_are_spared(spoiled, out, seeing)
 
 
 @pytest.mark.parametrize("exact", ["own", "tail"])
@@ -519,12 +516,7 @@ def test_a_broken_exact_token_spoils_only_who_sees_it(which, bad, exact):
             spoiled, _ = run(build(config, lengths, q_lens, tail=exact == "tail", **parts))
             seeing = torch.arange(count, device=DEVICE) + 300 - count >= position
             assert not torch.isfinite(spoiled[:count][seeing][:, :4, 7]).any()
-            spared = spoiled[:count][~seeing][:, :4], out[:count][~seeing][:, :4]
-            assert torch.isfinite(spared[0]).all()
-            near = [x.double() for x in spared]
-            assert torch.nn.functional.cosine_similarity(*near, dim=-1).gt(0.9999).all()
-            assert_same_bytes(spoiled[:, 4:], out[:, 4:])
-            assert_same_bytes(spoiled[count:], out[count:])
+            assert_others_are_spared(spoiled, out, seeing)
 
 
 def test_results_are_the_same_bits_every_time():
@@ -583,22 +575,7 @@ def test_two_streams_at_once():
         build(config, [9000, 300], [20, 20]),
         build(tt.preset("k3v3", 64), *batch(MIXTURES["all sorts"])),
     ]
-    first = [attend(case) for case in cases]
-    streams = [torch.cuda.Stream() for _ in cases]
-    torch.cuda.synchronize()
-    results = [[] for _ in cases]
-    for stream in streams:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(5_000_000)  # until all have work
-    for _ in range(20):
-        for case, stream, found in zip(cases, streams, results, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(attend(case))
-    torch.cuda.synchronize()
-    for exact, found in zip(first, results, strict=True):
-        for out, lse in found:
-            assert_same_bytes(out, exact[0])
-            assert_same_bytes(lse, exact[1])
+    assert_streams_share_nothing(cases)
 
 
 @pytest.mark.parametrize("own", [False, True])
