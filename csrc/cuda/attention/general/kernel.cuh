@@ -5,6 +5,7 @@
 #include "cuda/attention/general/exact_tail.cuh"
 #include "cuda/attention/general/output.cuh"
 #include "cuda/attention/general/queries.cuh"
+#include "cuda/attention/padding.cuh"
 
 namespace turboquant::cuda::general {
 
@@ -140,19 +141,14 @@ class GeneralBlock {
   Output<S> output_;
 };
 
-// Clears the rows of tokens that belong to no sequence.
-__device__ inline void clear_padding(const Attention& a, unsigned block, unsigned blocks) {
-  const int first = min(max(a.query_begin[a.seqs], 0), a.tokens), d = a.record.head_dim;
-  for (int64_t row = int64_t{first} * a.q_heads + block; row < int64_t{a.tokens} * a.q_heads; row += blocks) {
-    for (int c = threadIdx.x; c < d; c += blockDim.x) store_float(a.out, a.dtype, row * d + c, 0);
-    if (threadIdx.x == 0) a.lse[row] = -INFINITY;
-  }
-}
-
 // Blocks that share keys are neighbours; of those, the ones with the most keys come first.
 template <typename S>
 __device__ __forceinline__ void run_block(const Arguments& x, uint8_t* shared) {
-  if (blockIdx.x >= x.work_blocks) return clear_padding(x.a, blockIdx.x - x.work_blocks, x.clear_blocks);
+  if (blockIdx.x >= x.work_blocks) {
+    return clear_padding<uint16_t>(x.a, x.a.record.head_dim * element_size(x.a.dtype) / 2,
+                                   int64_t{blockIdx.x - x.work_blocks} * blockDim.x + threadIdx.x,
+                                   int64_t{x.clear_blocks} * blockDim.x);
+  }
   const unsigned row_block = x.row_blocks - 1 - blockIdx.x % x.row_blocks, rest = blockIdx.x / x.row_blocks;
   const int kv_head = static_cast<int>(rest % x.a.kv_heads), sequence = static_cast<int>(rest / x.a.kv_heads);
   const int64_t first_row = int64_t{row_block} * S::kRows;
