@@ -8,10 +8,9 @@ itself, because only the layer knows its number and so its preset.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import vllm
@@ -19,48 +18,12 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from torch_turboquant.config import NAMED_PRESETS, PRESETS
+from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX
+from torch_turboquant.integrations.vllm.versions import find_interface
+
 OWN_NAME = "TORCH_TURBOQUANT"
 MODULE = "torch_turboquant.integrations.vllm"
-
-
-class Interface(NamedTuple):
-    """What a range of versions offers to a backend."""
-
-    first: tuple[int, int]
-    last: tuple[int, int]
-    page_bytes: str
-    """Who says how many bytes a page has: "layer" or "backend"."""
-    page_shape: str
-    """Who says how a page is laid out: "shape" or "layout"."""
-    own_name: bool
-    """Whether a backend may have a name of its own (--attention-backend TORCH_TURBOQUANT)."""
-
-
-INTERFACES = (
-    Interface((0, 24), (0, 27), "layer", "shape", False),
-    Interface((0, 28), (0, 28), "backend", "shape", False),
-    Interface((0, 29), (0, 31), "backend", "layout", False),
-    Interface((0, 32), (0, 33), "backend", "layout", True),
-)
-
-
-def find_interface(version: str) -> Interface:
-    """The interface of a version of vLLM.
-
-    Raises:
-        ImportError: a version that this plug-in does not know.
-    """
-    number = re.match(r"(\d+)\.(\d+)", version)
-    found = (int(number[1]), int(number[2])) if number else (-1, -1)
-    for interface in INTERFACES:
-        if interface.first <= found <= interface.last:
-            return interface
-    first, last = INTERFACES[0].first, INTERFACES[-1].last
-    raise ImportError(
-        f"torch_turboquant supports vLLM {'.'.join(map(str, first))} to "
-        f"{'.'.join(map(str, last))}, but {version} is installed: install one of these, or a "
-        "newer torch_turboquant"
-    )
 
 
 INTERFACE = find_interface(vllm.__version__)
@@ -75,6 +38,29 @@ def register() -> None:
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{MODULE}.cpu.Backend")
     if INTERFACE.own_name and OWN_NAME not in AttentionBackendEnum.__members__:
         register_backend(OWN_NAME, f"{MODULE}.backend.OwnNameBackend")
+    if INTERFACE.own_dtype:
+        _register_dtypes()
+
+
+def _register_dtypes() -> None:
+    """--kv-cache-dtype tq_<preset>."""
+    from vllm.config import cache
+
+    class Handler:
+        """What vLLM asks of a dtype that only one backend knows."""
+
+        name = DTYPE_PREFIX
+
+        def torch_dtype(self) -> torch.dtype:
+            return torch.uint8
+
+        def quant_mode(self) -> Any:
+            return kv_cache_interface.KVQuantMode.CUSTOM
+
+    for preset in (*PRESETS, *NAMED_PRESETS):
+        name = DTYPE_PREFIX + preset.replace("-", "_")
+        if not cache.is_known_kv_cache_dtype(name):
+            cache.register_kv_cache_dtype(name)(Handler)
 
 
 # ---- the bytes and the shape of a page

@@ -145,6 +145,8 @@ class TurboQuantMetadata(AttentionMetadata):
     """The parts of a step, one in most steps."""
 
     parts: tuple[Part, ...]
+    query_start_loc: Tensor
+    seq_lens: Tensor
 
 
 class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
@@ -159,7 +161,8 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        self.exact_steps = plan_of(vllm_config).settings.exact_steps
+        plan = plan_of(vllm_config)
+        self.exact_steps, self.learning = plan.settings.exact_steps, plan.learning
         self.splits_fresh = current_platform.is_cuda()
 
     @classmethod
@@ -177,19 +180,25 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
                 "torch_turboquant: attention that is not causal is not supported: "
                 f"{limits.ELSEWHERE}"
             )
+        if self.learning is not None and not self.learning.decided:
+            said = self.learning.see(m, self.reorder_batch_threshold)
+            if said:
+                logger.info(said)
+        return TurboQuantMetadata(self._parts(m), m.query_start_loc, m.seq_lens)
+
+    def _parts(self, m: Any) -> tuple[Part, ...]:
+        """The step as one part, unless two must be computed differently."""
         threshold = self.reorder_batch_threshold
         if m.max_query_len <= threshold:
-            return TurboQuantMetadata((self._part(m, 0, m.num_reqs, self.exact_steps),))
+            return (self._part(m, 0, m.num_reqs, self.exact_steps),)
         decodes, prompts, first, _ = split_decodes_and_prefills(m, decode_threshold=threshold)
         fresh = prompts > 0 and self.splits_fresh and _are_fresh(m, decodes)
         if not prompts or not decodes or (self.exact_steps and not fresh):
             exact = self.exact_steps or prompts > 0
-            return TurboQuantMetadata((self._part(m, 0, m.num_reqs, exact, fresh=fresh),))
-        return TurboQuantMetadata(
-            (
-                self._part(m, 0, decodes, self.exact_steps, end=first, longest=threshold),
-                self._part(m, decodes, m.num_reqs, True, first=first, fresh=fresh),
-            )
+            return (self._part(m, 0, m.num_reqs, exact, fresh=fresh),)
+        return (
+            self._part(m, 0, decodes, self.exact_steps, end=first, longest=threshold),
+            self._part(m, decodes, m.num_reqs, True, first=first, fresh=fresh),
         )
 
     @staticmethod
@@ -273,6 +282,8 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.plan: Plan = plan_of(self.vllm_config)
         self.index: int | None = None
         self.sink_logits: Tensor | None = None
+        self.learns = False
+        self.key_sums: Any = None
         self.bound: Tensor | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -286,6 +297,11 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.index = extract_layer_index(self.target or name)  # whose pages it reads
         self.config = self.plan.config(self.index, self.head_size)
         self.tables = self.plan.tables(self.index, self.config, self.num_kv_heads)
+        self.learns = self.target is None and self.plan.learns(self.index)
+        if self.plan.settings.calibrate:
+            from torch_turboquant.integrations.vllm.calibrator import KeySums
+
+            self.key_sums = KeySums(self.num_kv_heads, self.head_size, self.plan.device)
         if self.sinks is not None:
             self.sink_logits = self.sinks.detach().to(torch.float32, copy=True)
         self.prompt_attention = None
@@ -324,7 +340,16 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         tokens = slot_mapping.shape[0]
         if key.shape[0] != tokens:
             key, value = key[:tokens], value[:tokens]
+        if self.learns and self.plan.learning.decided:
+            self._learn(key)
         _store(key, value, self.pages, slot_mapping, *self.store_arguments)
+
+    def _learn(self, key: Tensor) -> None:
+        """The center of this layer, in place: calls and CUDA graphs have its address."""
+        tokens = self.plan.learning.tokens
+        if tokens is not None:
+            self.tables.center.copy_(key[tokens].float().mean(0))
+        self.learns = False
 
     def forward(
         self,
@@ -344,6 +369,10 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             return output.fill_(0)
         if kv_cache is not self.bound:
             self._bind(kv_cache)
+        if self.key_sums is not None and self.target is None:
+            n = attn_metadata.parts[-1].end
+            starts, lengths = attn_metadata.query_start_loc, attn_metadata.seq_lens
+            self.key_sums.add(query[:n], key[:n], starts, lengths)
         for part in attn_metadata.parts:
             self._attend(part, query, key, value, output)
         return output

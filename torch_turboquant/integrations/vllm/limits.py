@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from torch_turboquant.config import CacheConfig
-from torch_turboquant.integrations.vllm import adapter
-from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX
+from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX, Settings
+from torch_turboquant.integrations.vllm.versions import Interface
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16")
 ELSEWHERE = "choose another --attention-backend for this model"
@@ -69,7 +69,7 @@ def wrong_layer(
     return [text for text in found if text]
 
 
-def check_engine(vllm_config: Any) -> None:
+def check_engine(vllm_config: Any, interface: Interface, settings: Settings) -> None:
     """Raises ValueError for settings of vLLM that no layer sees, naming all of them."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     model = vllm_config.model_config
@@ -80,10 +80,12 @@ def check_engine(vllm_config: Any) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             found.append(f"{name} is {size}, supported: 1. Use tensor or pipeline parallelism")
-    if adapter.INTERFACE.page_bytes == "layer" and model.is_hybrid:
+    if interface.page_bytes == "layer" and model.is_hybrid:
         found.append(
             "this vLLM pads the pages of hybrid models to their size in bfloat16: install vLLM "
             "0.28 or newer"
         )
+    if settings.calibrate and not model.enforce_eager:
+        found.append("calibrate needs every step as it is: pass --enforce-eager")
     if found:
         raise ValueError(f"torch_turboquant: {'; '.join(found)}")

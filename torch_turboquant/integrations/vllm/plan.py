@@ -15,8 +15,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.format import FORMAT_VERSION
-from torch_turboquant.integrations.vllm import limits
+from torch_turboquant.integrations.vllm import adapter, limits
 from torch_turboquant.integrations.vllm.centers import LayerConstants, find_file
+from torch_turboquant.integrations.vllm.learning import Learning
 from torch_turboquant.integrations.vllm.settings import parse
 from torch_turboquant.ops.codec import scaled_center
 from torch_turboquant.tables import CacheTables, make_tables
@@ -30,9 +31,9 @@ class Plan:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        limits.check_engine(vllm_config)
         cache_dtype = vllm_config.cache_config.cache_dtype
         self.settings = parse(vllm_config.additional_config, cache_dtype)
+        limits.check_engine(vllm_config, adapter.INTERFACE, self.settings)
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         self.layers = int(model.hf_text_config.num_hidden_layers)
         self.is_draft = speculative is not None and model is speculative.draft_model_config
@@ -43,6 +44,8 @@ class Plan:
         if file is not None:
             ranks = get_tensor_model_parallel_world_size()
             self.constants = LayerConstants.of(file, model.hf_config, self.rank, ranks)
+        learns = self.settings.learn and not self.is_draft and file is None
+        self.learning = Learning() if learns else None
         self._told = False
 
     def config(self, layer: int, head_dim: int) -> CacheConfig:
@@ -55,10 +58,16 @@ class Plan:
         """Whether a layer drafts: the heads of EAGLE and MTP count on from the model's layers."""
         return self.is_draft or layer >= self.layers
 
+    def learns(self, layer: int) -> bool:
+        """Whether the center of a layer is learned from the first prompt."""
+        return self.learning is not None and not self._is_drafting(layer)
+
     def tables(self, layer: int, config: CacheConfig, kv_heads: int) -> CacheTables:
         """The constants of a layer, on the device, whose addresses stay."""
         center: Tensor | None = None
-        if self.constants is not None and not self._is_drafting(layer):
+        if self.learns(layer):
+            center = torch.zeros(kv_heads, config.head_dim)
+        elif self.constants is not None and not self._is_drafting(layer):
             center, scale = self.constants.for_layer(layer, kv_heads, config.head_dim)
             if center is not None and scale is not None:
                 center = scaled_center(center, scale)
@@ -89,7 +98,9 @@ class Plan:
         plain *= dtype.itemsize
         preset = self.settings.preset
         own = ", ".join(f"{layer}: {name}" for layer, name in self.settings.layers)
-        centers = self.constants.describe() if self.constants is not None else "none"
+        centers = "none" if self.learning is None else "to be learned from the first prompt"
+        if self.constants is not None:
+            centers = self.constants.describe()
         return (
             f"TurboQuant: preset {preset}{f' (layers {own})' if own else ''}, "
             f"{stored / len(layers):,.0f} bytes per token and layer on this rank; "

@@ -29,6 +29,10 @@ class Settings:
     such as {"0": "k8v8", "-1": "k8v8"}."""
     centers: str | None = None
     """A file of centers; None: the one beside the model, if there is one."""
+    learn: bool = True
+    """Whether centers are learned from the first prompt where there is no file of them."""
+    calibrate: bool = False
+    """Whether the engine measures keys and queries, for a file of centers."""
     seed: int = 0
     """Of the random signs."""
     exact_steps: bool = True
@@ -73,7 +77,7 @@ class Settings:
 
 _FIELDS = tuple(field.name for field in fields(Settings))
 _TYPES = {"preset": str, "centers": (str, type(None)), "seed": int, "window": int}
-_TYPES |= {"exact_steps": bool, "layers": Mapping}
+_TYPES |= {"exact_steps": bool, "learn": bool, "calibrate": bool, "layers": Mapping}
 
 
 def parse(additional_config: Any, kv_cache_dtype: str = "auto") -> Settings:
