@@ -17,8 +17,7 @@ MEMORY = 8 << 20  # bytes of pages
 
 def save_llama(folder: Path, **changes: Any) -> torch.nn.Module:
     """Writes a small random Llama, whose next tokens are no near ties, and returns it."""
-    torch.manual_seed(0)
-    model = tiny_llama(**changes)
+    model = tiny_llama(**{"vocab_size": 128, "num_hidden_layers": 3, **changes})
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -59,15 +58,22 @@ def engine(folder: Path, settings: dict[str, Any] | None, **options: Any) -> Ite
         cleanup_dist_env_and_memory()
 
 
-def generate(llm: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+def generate(
+    llm: Any, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int]
+) -> list[list[int]]:
     """The greedy continuations of prompts that are computed together."""
     return [list(o.outputs[0].token_ids) for o in outputs(llm, prompts, tokens)]
 
 
-def outputs(llm: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[Any]:
+def outputs(llm: Any, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int]) -> list[Any]:
+    """vLLM's outputs; tokens: of each prompt, or of all."""
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+    counts = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+    params = [
+        SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False)
+        for count in counts
+    ]
     given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     return llm.generate(given, params, use_tqdm=False)
 
@@ -75,3 +81,8 @@ def outputs(llm: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[Any
 def prompt(length: int, seed: int, vocabulary: int = 128) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, vocabulary, (length,), generator=generator).tolist()
+
+
+def metric(llm: Any, name: str) -> float:
+    """The value of a counter of vLLM's, which needs disable_log_stats=False."""
+    return sum(found.value for found in llm.get_metrics() if found.name == name)
