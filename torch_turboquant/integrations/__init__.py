@@ -2,4 +2,6 @@
 
 transformers: TurboQuantCache, a packed KV cache for Hugging Face transformers (extra
 `torch_turboquant[transformers]`).
+
+vllm: a plug-in for vLLM, whose KV cache is then packed pages (extra `torch_turboquant[vllm]`).
 """

@@ -1,0 +1,88 @@
+"""Small models in folders, and engines of vLLM over them, in this process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.helpers import tiny_llama
+
+MEMORY = 8 << 20  # bytes of pages
+
+
+def save_llama(folder: Path, **changes: Any) -> torch.nn.Module:
+    """Writes a small random Llama, whose next tokens are no near ties, and returns it."""
+    model = tiny_llama(**{"vocab_size": 128, "num_hidden_layers": 3, **changes})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 1.3 / parameter.shape[1] ** 0.5)
+    model.save_pretrained(folder)
+    return model
+
+
+@contextmanager
+def engine(folder: Path, settings: dict[str, Any] | None, **options: Any) -> Iterator[Any]:
+    """An LLM with our backend, or with vLLM's own where settings are None."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    chosen: dict[str, Any] = {}
+    if settings is not None:
+        chosen["attention_backend"] = "CUSTOM"
+        chosen["additional_config"] = {"turboquant": settings}
+    defaults = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "block_size": 16,
+        "max_num_seqs": 8,
+        "kv_cache_memory_bytes": MEMORY,
+        "seed": 0,
+    }
+    llm = LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        **{**defaults, **chosen, **options},
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()  # whoever still holds it: its groups are gone now
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def generate(
+    llm: Any, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int]
+) -> list[list[int]]:
+    """The greedy continuations of prompts that are computed together."""
+    return [list(o.outputs[0].token_ids) for o in outputs(llm, prompts, tokens)]
+
+
+def outputs(llm: Any, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int]) -> list[Any]:
+    """vLLM's outputs; tokens: of each prompt, or of all."""
+    from vllm import SamplingParams
+
+    counts = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+    params = [
+        SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False)
+        for count in counts
+    ]
+    given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return llm.generate(given, params, use_tqdm=False)
+
+
+def prompt(length: int, seed: int, vocabulary: int = 128) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, vocabulary, (length,), generator=generator).tolist()
+
+
+def metric(llm: Any, name: str) -> float:
+    """The value of a counter of vLLM's, which needs disable_log_stats=False."""
+    return sum(found.value for found in llm.get_metrics() if found.name == name)

@@ -1,0 +1,117 @@
+"""What an engine must answer, computed by transformers with attention in float64.
+
+Every call of the model is a step of the engine: its own tokens are read as they are, or from their
+codes, and older ones from codes. Codes come from cache_store and cache_load, which have tests of
+their own, so that nothing of the integration is used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache
+
+import torch_turboquant as tt
+from tests.oracle import exact_attention
+
+NEAR_TIE = 0.01  # of the logits' standard deviation; the first two of 128 are 0.3 apart on average
+
+Center = Callable[[int, Tensor], Tensor | None]
+
+
+class Reference:
+    """A model that sees its past through codes.
+
+    Args:
+        model: of transformers, in float32.
+        presets: of all layers, or of each.
+        exact_steps: whether steps of one token read it as it is.
+        center: of a layer, from its keys in the first call [tokens, kv_heads, d].
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        presets: str | Sequence[str],
+        exact_steps: bool = True,
+        center: Center = lambda layer, keys: None,
+    ) -> None:
+        layers = model.config.num_hidden_layers
+        self.model, self.exact_steps, self.center = model, exact_steps, center
+        self.presets = [presets] * layers if isinstance(presets, str) else list(presets)
+        self.centers: dict[int, Tensor | None] = {}
+        AttentionInterface.register("seen_through_codes", self._attend)
+        model.set_attn_implementation("seen_through_codes")
+
+    def check(
+        self, prompt: Sequence[int], answer: Sequence[int], chunks: Sequence[int] = ()
+    ) -> None:
+        """Raises unless every token of a greedy answer is the likeliest, or as good as that.
+
+        The prompt is computed in chunks that end here. The engine's attention rounds to 16 bits, so
+        that of two logits which are nearly the same either may be larger.
+        """
+        self.centers.clear()
+        cache, ids = DynamicCache(config=self.model.config), torch.tensor([[*prompt, *answer]])
+        last = range(len(prompt), len(prompt) + len(answer))
+        ends = [*(end for end in chunks if end < len(prompt)), *last]
+        with torch.no_grad():
+            for begin, end in zip([0, *ends], ends, strict=False):
+                logits = self.model(ids[:, begin:end], past_key_values=cache).logits[0, -1]
+                if end < len(prompt):
+                    continue
+                place, token = end - len(prompt), ids[0, end]
+                lacking = float(logits.max() - logits[token])
+                assert lacking <= NEAR_TIE * logits.std(), (
+                    f"token {place} is {int(token)}, {lacking:.3f} below {int(logits.argmax())}"
+                )
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        layer, new, total = module.layer_idx, len(q), len(k)
+        if layer not in self.centers:
+            self.centers[layer] = self.center(layer, k)
+        decoded_k, decoded_v = through_codes(k, v, self.presets[layer], layer, self.centers[layer])
+        out, _ = exact_attention(
+            q,
+            decoded_k[None],
+            decoded_v[None],
+            [total],
+            [new],
+            exact_k=k[None],
+            exact_v=v[None],
+            own=new > 1 or self.exact_steps,
+            softmax_scale=scaling,
+            sliding_window=sliding_window or 0,
+            soft_cap=softcap or 0.0,
+        )
+        return out[None].to(query.dtype), None
+
+
+def through_codes(
+    k: Tensor, v: Tensor, preset: str, layer: int, center: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [tokens, kv_heads, d] as pages give them back."""
+    tokens, heads, d = k.shape
+    config = tt.preset(preset, d, page_size=16, sink_tokens=0, recent_window=0)
+    tables = tt.make_tables(config, layer, center=center)
+    pages = -(-tokens // 16)
+    cache = tt.allocate_cache(config, pages, heads)
+    tt.cache_store(k, v, cache, torch.arange(tokens), config, tables)
+    table, lengths = torch.arange(pages).int()[None], torch.tensor([tokens]).int()
+    k, v = tt.cache_load(cache, table, lengths, config, tables, tokens, torch.float32)
+    return k[0], v[0]

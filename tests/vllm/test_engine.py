@@ -1,0 +1,119 @@
+"""Engines of vLLM over our pages: the tokens that the same codes give without vLLM."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make vllm")
+
+from tests.vllm.harness import engine, generate, metric, outputs, prompt, save_llama
+from tests.vllm.reference import Reference
+
+TOKENS = 16
+PROMPTS = [prompt(n, seed=n) for n in (5, 40, 33, 90)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, save_llama(folder)
+
+
+@pytest.mark.parametrize("exact_steps", [True, False])
+@pytest.mark.parametrize("preset", ["k8v8", "k5v4u", "k3v2"])
+def test_prompts_of_a_batch(model, preset, exact_steps):
+    folder, llama = model
+    reference = Reference(llama, preset, exact_steps)
+    settings = {"preset": preset, "exact_steps": exact_steps, "learn": False}
+    with engine(folder, settings) as llm:
+        answers = generate(llm, PROMPTS, TOKENS)
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        reference.check(p, answer)
+
+
+def test_transformers_gives_the_same(model):
+    """With every token from its codes, both caches are the same computation."""
+    from torch_turboquant.integrations.transformers import TurboQuantCache
+
+    folder, llama = model
+    expected = []
+    llama.set_attn_implementation("eager")
+    for p in PROMPTS:
+        options = {"page_size": 16, "sink_tokens": 0, "recent_window": 0, "center": None}
+        with TurboQuantCache.for_model(llama, preset="k4v4", **options) as cache:
+            ids = torch.tensor([p])
+            out = llama.generate(ids, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False)
+        expected.append(out[0, len(p) :].tolist())
+    settings = {"preset": "k4v4", "exact_steps": False, "learn": False}
+    with engine(folder, settings) as llm:
+        assert generate(llm, PROMPTS, TOKENS) == expected
+
+
+def test_steps_that_mix_prompts_and_decoding(model):
+    """Two sequences at a time: the third prompt is computed beside tokens of the second."""
+    folder, llama = model
+    reference = Reference(llama, "k5v4u", exact_steps=False)
+    prompts = [prompt(n, seed=n) for n in (7, 50, 20, 31, 64, 9)]
+    lengths = [4, 11, 7, 16, 3, 8]
+    settings = {"preset": "k5v4u", "exact_steps": False, "learn": False}
+    with engine(folder, settings, max_num_seqs=2) as llm:
+        answers = generate(llm, prompts, lengths)
+    for p, answer in zip(prompts, answers, strict=True):
+        reference.check(p, answer)
+
+
+@pytest.mark.parametrize("exact_steps", [True, False])
+def test_prompts_in_chunks(model, exact_steps):
+    folder, llama = model
+    reference = Reference(llama, "k5v4u", exact_steps)
+    settings = {"preset": "k5v4u", "exact_steps": exact_steps, "learn": False}
+    p = prompt(90, seed=90)
+    chunked = {"max_num_batched_tokens": 32, "enable_chunked_prefill": True}
+    with engine(folder, settings, **chunked) as llm:
+        (answer,) = generate(llm, [p], TOKENS)
+    reference.check(p, answer, chunks=[32, 64])
+
+
+def test_prefix_hit_beside_a_long_first_prompt(model):
+    """One sequence of the step has a past, another one has none (vllm#46460)."""
+    folder, llama = model
+    reference = Reference(llama, "k5v4u")
+    first, second = prompt(70, seed=1), prompt(150, seed=2)
+    again = [*first[:50], *prompt(30, seed=3)]
+    with engine(folder, {"preset": "k5v4u", "learn": False}) as llm:
+        generate(llm, [first], 1)
+        hit, fresh = outputs(llm, [again, second], TOKENS)
+    assert hit.num_cached_tokens == 48
+    assert fresh.num_cached_tokens == 0
+    reference.check(again, hit.outputs[0].token_ids, chunks=[48])
+    reference.check(second, fresh.outputs[0].token_ids)
+
+
+def test_preempted_sequences_go_on(model):
+    folder, _ = model
+    prompts = [prompt(40, seed=seed) for seed in range(4)]
+    settings = {"preset": "k8v8", "learn": False}
+    with engine(folder, settings) as llm:
+        expected = generate(llm, prompts, 60)
+    few = {"num_gpu_blocks_override": 16, "disable_log_stats": False, "max_model_len": 128}
+    with engine(folder, settings, **few) as llm:
+        found = generate(llm, prompts, 60)
+        assert metric(llm, "vllm:num_preemptions") > 0
+    assert found == expected
+
+
+def test_drafts_change_no_token(model):
+    """n-gram speculation, with every token from its codes as without drafts."""
+    folder, llama = model
+    reference = Reference(llama, "k5v4u", exact_steps=False)
+    settings = {"preset": "k5v4u", "exact_steps": False, "learn": False}
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    prompts = [[*prompt(5, seed=5)] * 6, prompt(33, seed=33), [3, 4] * 20]
+    options = {"speculative_config": drafts, "disable_log_stats": False}
+    with engine(folder, settings, **options) as llm:
+        answers = generate(llm, prompts, 40)
+        assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
+        assert metric(llm, "vllm:spec_decode_num_draft_tokens") > metric(
+            llm, "vllm:spec_decode_num_accepted_tokens"
+        )
+    for p, answer in zip(prompts, answers, strict=True):
+        reference.check(p, answer)

@@ -1,0 +1,24 @@
+"""A vLLM plug-in: an attention backend whose KV cache is packed pages.
+
+    pip install 'torch_turboquant[vllm]'
+    vllm serve MODEL --attention-backend CUSTOM \\
+        --additional-config '{"turboquant": {"preset": "k5v4u"}}'
+
+vLLM finds `register` by the entry point group vllm.general_plugins and calls it in every process.
+
+    settings.py   what users write
+    adapter.py    everything that differs between versions of vLLM
+    limits.py     what is refused at start, with the reason and the cure
+    plan.py       the presets and constants of all layers of an engine
+    backend.py    the attention backend: metadata of a step, store and attend
+    prompts.py    which attention computes prompts that have nothing in the cache yet
+    cpu.py        which backend vLLM gets on a CPU
+    centers.py    constants that keys are stored relative to
+"""
+
+
+def register() -> None:
+    """Registers the backend with vLLM; may be called again."""
+    from torch_turboquant.integrations.vllm import adapter
+
+    adapter.register()

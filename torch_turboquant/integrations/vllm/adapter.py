@@ -1,0 +1,136 @@
+"""Everything that differs between versions of vLLM: registration, the bytes of a page, its shape.
+
+Until 0.27 a layer builds its own cache spec and a backend cannot change it: `spec_of` then makes
+one of vLLM's specs for packed pages. From 0.28 on a spec has `state_content_bytes`, and backends
+change specs in `customize_spec`. In both, a layer's `get_kv_cache_spec` is replaced on the layer
+itself, because only the layer knows its number and so its preset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import vllm
+from vllm.v1 import kv_cache_interface
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from torch_turboquant.config import NAMED_PRESETS, PRESETS
+from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX
+from torch_turboquant.integrations.vllm.versions import find_interface
+
+OWN_NAME = "TORCH_TURBOQUANT"
+MODULE = "torch_turboquant.integrations.vllm"
+
+
+INTERFACE = find_interface(vllm.__version__)
+
+
+# ---- registration
+
+
+def register() -> None:
+    """Makes the backend known by the names that this version allows; may be called again."""
+    register_backend(AttentionBackendEnum.CUSTOM, f"{MODULE}.backend.TurboQuantBackend")
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{MODULE}.cpu.Backend")
+    if INTERFACE.own_name and OWN_NAME not in AttentionBackendEnum.__members__:
+        register_backend(OWN_NAME, f"{MODULE}.backend.OwnNameBackend")
+    if INTERFACE.own_dtype:
+        _register_dtypes()
+
+
+def _register_dtypes() -> None:
+    """--kv-cache-dtype tq_<preset>."""
+    from vllm.config import cache
+
+    class Handler:
+        """What vLLM asks of a dtype that only one backend knows."""
+
+        name = DTYPE_PREFIX
+
+        def torch_dtype(self) -> torch.dtype:
+            return torch.uint8
+
+        def quant_mode(self) -> Any:
+            return kv_cache_interface.KVQuantMode.CUSTOM
+
+    for preset in (*PRESETS, *NAMED_PRESETS):
+        name = DTYPE_PREFIX + preset.replace("-", "_")
+        if not cache.is_known_kv_cache_dtype(name):
+            cache.register_kv_cache_dtype(name)(Handler)
+
+
+# ---- the bytes and the shape of a page
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSlidingWindowSpec(kv_cache_interface.SlidingWindowSpec):
+    """To 0.27: the pages of a layer with a sliding window."""
+
+    slot_bytes: int = 0
+    """Of one token and KV head."""
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        return self.block_size * self.num_kv_heads * self.slot_bytes
+
+
+def packed_spec(spec: Any, bytes_per_token: int) -> Any:
+    """A spec of vLLM's for a layer whose tokens take so many bytes per KV head."""
+    if INTERFACE.page_bytes == "backend":
+        return replace(spec, dtype=torch.uint8, state_content_bytes=bytes_per_token)
+    values = {field.name: getattr(spec, field.name) for field in fields(spec) if field.init}
+    values["dtype"] = torch.uint8
+    if isinstance(spec, kv_cache_interface.SlidingWindowSpec):
+        return PackedSlidingWindowSpec(**values, slot_bytes=bytes_per_token)
+    values["tq_slot_size"] = bytes_per_token
+    return kv_cache_interface.TQFullAttentionSpec(**values)
+
+
+def set_page_bytes(layer: Any, bytes_per_token: int) -> None:
+    """Lets vLLM allocate pages of packed tokens for this layer; called before it asks for specs."""
+
+    def get_kv_cache_spec(vllm_config: Any) -> Any:
+        spec = type(layer).get_kv_cache_spec(layer, vllm_config)
+        return None if spec is None else packed_spec(spec, bytes_per_token)
+
+    layer.get_kv_cache_spec = get_kv_cache_spec
+
+
+class Pages(AttentionBackend):
+    """The part of a backend that speaks of pages: [pages, kv_heads, page_size, bytes of a token].
+
+    A page is contiguous, and pages lie at any distance from each other.
+    """
+
+    bytes_per_token: Callable[[int], int]
+    """Of a head dimension, where no layer is known: a static method of the backend."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [16, 32, 64, 128]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        return (num_blocks, num_kv_heads, block_size, -1)  # layers differ: the view finds the bytes
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        if spec.state_content_bytes is not None:
+            return spec
+        return packed_spec(spec, cls.bytes_per_token(spec.head_size))

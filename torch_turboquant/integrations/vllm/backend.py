@@ -1,0 +1,445 @@
+"""The attention backend: what a step is about, and how a layer stores and attends.
+
+A step of vLLM holds sequences in this order: those that decode (one token, or a draft to verify),
+then prompts and their continuations. One call of the op takes any mixture of them. Only what must
+be computed differently makes a second part of the step (`TurboQuantMetadataBuilder.build`).
+
+Everything that a call reads is made before CUDA graphs are captured and keeps its address: the
+tables when weights have been loaded, lengths and block tables by vLLM. Nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.integrations.vllm import adapter, limits
+from torch_turboquant.integrations.vllm.plan import Plan, plan_of
+from torch_turboquant.integrations.vllm.prompts import fresh_prompt_attention
+from torch_turboquant.ops.codec import SCALE_MODES
+from torch_turboquant.tables import CacheTables
+
+logger = init_logger("vllm.torch_turboquant")  # vLLM prints what is below its own name
+
+NAMES = ("CUSTOM", adapter.OWN_NAME)
+PAGE_SIZE = 64  # where the user has not chosen --block-size: fewer, longer runs than vLLM's 16
+
+_store = torch.ops.turboquant.cache_store.default
+_attend = torch.ops.turboquant.paged_attention_out.default
+
+
+# ---- the backend
+
+
+class TurboQuantBackend(adapter.Pages):
+    """What vLLM asks before it makes layers. --attention-backend CUSTOM."""
+
+    accept_output_buffer = True
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[TurboQuantImpl]:
+        return TurboQuantImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TurboQuantMetadataBuilder]:
+        return TurboQuantMetadataBuilder
+
+    @staticmethod
+    def bytes_per_token(head_dim: int) -> int:
+        return plan_of(get_current_vllm_config()).settings.config(head_dim).bytes_per_token
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return max(PAGE_SIZE, default_block_size)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return limits.wrong_head_dim(head_size) is None
+
+    @classmethod
+    def supports_dtype(cls, dtype: torch.dtype) -> bool:
+        return limits.wrong_dtype(dtype, current_platform.is_cpu()) is None
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        return kv_cache_dtype is None or limits.wrong_cache_dtype(kv_cache_dtype) is None
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *_: Any, **__: Any
+    ) -> str | None:
+        """vLLM says "not supported" of what the methods above refuse; the cures are added here."""
+        on_cpu = current_platform.is_cpu()
+        given = kv_cache_dtype or "auto"
+        wrong = limits.wrong_layer(head_size, dtype, on_cpu, given, None, "decoder", {})
+        return "; ".join(wrong) or None
+
+
+class OwnNameBackend(TurboQuantBackend):
+    """--attention-backend TORCH_TURBOQUANT, where vLLM lets backends have names of their own."""
+
+    @staticmethod
+    def get_name() -> str:
+        return adapter.OWN_NAME
+
+
+class CpuBackend(TurboQuantBackend):
+    """The only name that vLLM knows on a CPU."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+
+# ---- a step
+
+
+class Part(NamedTuple):
+    """Sequences of a step that one call computes."""
+
+    first: int
+    """Its tokens: first .. end - 1."""
+    end: int
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens: Tensor | None
+    """Where each sequence's tokens begin, from 0; None: one token each."""
+    longest: int
+    """An upper bound of the new tokens of a sequence."""
+    exact: bool
+    """Whether queries read this step's tokens as they are."""
+    fresh: bool
+    """Whether no sequence has tokens of earlier steps."""
+
+
+@dataclass
+class TurboQuantMetadata(AttentionMetadata):
+    """The parts of a step, one in most steps."""
+
+    parts: tuple[Part, ...]
+    query_start_loc: Tensor
+    seq_lens: Tensor
+
+
+class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
+    """Makes the metadata of a step; adds nothing to what vLLM copies to the GPU by itself."""
+
+    # A graph serves steps whose sequences all have the same number of new tokens: decoding and
+    # verification. Lengths and tables are read on the device.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        plan = plan_of(vllm_config)
+        self.exact_steps, self.learning = plan.settings.exact_steps, plan.learning
+        self.splits_fresh = current_platform.is_cuda()
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
+        from vllm.v1.attention.backend import max_decode_query_len
+
+        return max_decode_query_len(vllm_config)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> TurboQuantMetadata:
+        m = common_attn_metadata
+        if m.causal is not True:
+            raise ValueError(
+                "torch_turboquant: attention that is not causal is not supported: "
+                f"{limits.ELSEWHERE}"
+            )
+        if self.learning is not None and not self.learning.decided:
+            said = self.learning.see(m, self.reorder_batch_threshold)
+            if said:
+                logger.info(said)
+        return TurboQuantMetadata(self._parts(m), m.query_start_loc, m.seq_lens)
+
+    def _parts(self, m: Any) -> tuple[Part, ...]:
+        """The step as one part, unless two must be computed differently."""
+        threshold = self.reorder_batch_threshold
+        if m.max_query_len <= threshold:
+            return (self._part(m, 0, m.num_reqs, self.exact_steps),)
+        decodes, prompts, first, _ = split_decodes_and_prefills(m, decode_threshold=threshold)
+        fresh = prompts > 0 and self.splits_fresh and _are_fresh(m, decodes)
+        if not prompts or not decodes or (self.exact_steps and not fresh):
+            exact = self.exact_steps or prompts > 0
+            return (self._part(m, 0, m.num_reqs, exact, fresh=fresh),)
+        return (
+            self._part(m, 0, decodes, self.exact_steps, end=first, longest=threshold),
+            self._part(m, decodes, m.num_reqs, True, first=first, fresh=fresh),
+        )
+
+    @staticmethod
+    def _part(
+        m: Any,
+        sequence: int,
+        end_sequence: int,
+        exact: bool,
+        first: int = 0,
+        end: int | None = None,
+        longest: int | None = None,
+        fresh: bool = False,
+    ) -> Part:
+        end = m.num_actual_tokens if end is None else end
+        longest = m.max_query_len if longest is None else longest
+        starts = None
+        if longest > 1 or end - first != end_sequence - sequence:
+            starts = m.query_start_loc[sequence : end_sequence + 1]
+            if first:
+                starts = starts - first
+        table, lengths = m.block_table_tensor, m.seq_lens
+        if sequence or end_sequence != lengths.shape[0]:
+            table, lengths = table[sequence:end_sequence], lengths[sequence:end_sequence]
+        return Part(first, end, table, lengths, starts, longest, exact, fresh)
+
+
+def _are_fresh(m: Any, first: int) -> bool:
+    """Whether none of the sequences from `first` on has tokens in the cache.
+
+    Every sequence is looked at: a prefix hit beside fresh prompts has some. The host's lengths are
+    exact for sequences that are still in their prompt.
+    """
+    starts = m.query_start_loc_cpu
+    new = starts[first + 1 : m.num_reqs + 1] - starts[first : m.num_reqs]
+    return bool((m.seq_lens_cpu_upper_bound[first : m.num_reqs] == new).all())
+
+
+# ---- a layer
+
+
+class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
+    """One layer: its tables, and the raw ops with arguments that stay prepared once."""
+
+    can_return_lse_for_decode = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **extra: Any,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.sliding_window = sliding_window or 0
+        self.soft_cap = logits_soft_cap or 0.0
+        self.target = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self.vllm_config = get_current_vllm_config()
+        self.dtype = torch.get_default_dtype()
+        wrong = limits.wrong_layer(
+            head_size,
+            self.dtype,
+            current_platform.is_cpu(),
+            kv_cache_dtype,
+            alibi_slopes,
+            attn_type,
+            extra,
+        )
+        if wrong:
+            raise ValueError(f"torch_turboquant: {'; '.join(wrong)}")
+        self.plan: Plan = plan_of(self.vllm_config)
+        self.index: int | None = None
+        self.sink_logits: Tensor | None = None
+        self.learns = False
+        self.key_sums: Any = None
+        self.bound: Tensor | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Makes what stays; called again when weights are loaded again, then addresses stay."""
+        if self.index is not None:
+            if self.sink_logits is not None:
+                self.sink_logits.copy_(self.sinks)
+            return
+        layers = self.vllm_config.compilation_config.static_forward_context
+        name, layer = next((n, x) for n, x in layers.items() if getattr(x, "impl", None) is self)
+        self.index = extract_layer_index(self.target or name)  # whose pages it reads
+        self.config = self.plan.config(self.index, self.head_size)
+        self.tables = self.plan.tables(self.index, self.config, self.num_kv_heads)
+        self.learns = self.target is None and self.plan.learns(self.index)
+        if self.plan.settings.calibrate:
+            from torch_turboquant.integrations.vllm.calibrator import KeySums
+
+            self.key_sums = KeySums(self.num_kv_heads, self.head_size, self.plan.device)
+        if self.sinks is not None:
+            self.sink_logits = self.sinks.detach().to(torch.float32, copy=True)
+        self.prompt_attention = None
+        if self.target is None:
+            adapter.set_page_bytes(layer, self.config.bytes_per_token)
+            self.prompt_attention = fresh_prompt_attention(
+                self.head_size,
+                self.scale,
+                self.sliding_window,
+                self.soft_cap,
+                self.sinks is not None,
+            )
+            self.plan.tell(logger, self, layers)
+
+    def _bind(self, kv_cache: Tensor) -> None:
+        """Prepares the arguments of calls for memory that vLLM has allocated."""
+        pages, heads, page_size, _ = kv_cache.shape
+        self.config = replace(self.config, page_size=page_size)
+        self.pages = kv_cache.view(pages, heads, -1)
+        self.store_arguments = store_arguments(self.config, self.tables)
+        self.attend_arguments, self.attend_options = attend_arguments(
+            self.config,
+            self.tables,
+            self.scale,
+            self.sliding_window,
+            self.soft_cap,
+            self.sink_logits,
+        )
+        self.bound = kv_cache
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        if kv_cache is not self.bound:
+            self._bind(kv_cache)
+        tokens = slot_mapping.shape[0]
+        if key.shape[0] != tokens:
+            key, value = key[:tokens], value[:tokens]
+        if self.learns and self.plan.learning.decided:
+            self._learn(key)
+        _store(key, value, self.pages, slot_mapping, *self.store_arguments)
+
+    def _learn(self, key: Tensor) -> None:
+        """The center of this layer, in place: calls and CUDA graphs have its address."""
+        tokens = self.plan.learning.tokens
+        if tokens is not None:
+            self.tables.center.copy_(key[tokens].float().mean(0))
+        self.learns = False
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: TurboQuantMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("torch_turboquant: outputs are not quantised")
+        if attn_metadata is None:  # vLLM measures memory: there is no cache yet
+            return output.fill_(0)
+        if kv_cache is not self.bound:
+            self._bind(kv_cache)
+        if self.key_sums is not None and self.target is None:
+            n = attn_metadata.parts[-1].end
+            starts, lengths = attn_metadata.query_start_loc, attn_metadata.seq_lens
+            self.key_sums.add(query[:n], key[:n], starts, lengths)
+        for part in attn_metadata.parts:
+            self._attend(part, query, key, value, output)
+        return output
+
+    def _attend(self, part: Part, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        first, end, table, lengths, starts, longest, exact, fresh = part
+        if first or end != query.shape[0]:
+            query, out = query[first:end], out[first:end]
+        # A layer that reads the pages of another one has no keys of its own.
+        exact = exact and self.target is None
+        if exact and (first or end != key.shape[0]):
+            key, value = key[first:end], value[first:end]
+        if fresh and self.prompt_attention is not None:
+            self.prompt_attention(query, key, value, out, starts, longest)
+            return
+        _attend(
+            query,
+            self.pages,
+            table,
+            lengths,
+            *self.attend_arguments,
+            starts,
+            longest,
+            *self.attend_options,
+            key if exact else None,
+            value if exact else None,
+            out=out,
+        )
+
+
+def store_arguments(config: CacheConfig, tables: CacheTables) -> tuple[Any, ...]:
+    """The arguments of the op cache_store from key_signs on, without a tail."""
+    return (
+        tables.key_signs,
+        tables.value_signs,
+        tables.key_levels,
+        tables.value_levels,
+        tables.key_steps,
+        tables.value_steps,
+        tables.center,
+        config.page_size,
+        config.key_bits,
+        config.value_bits,
+        SCALE_MODES[config.key_scale_mode],
+        SCALE_MODES[config.value_scale_mode],
+    )
+
+
+def attend_arguments(
+    config: CacheConfig,
+    tables: CacheTables,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: Tensor | None,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments of the op paged_attention before cu_seqlens_q, and those after max_q_len."""
+    before = (
+        tables.key_signs,
+        tables.value_signs,
+        tables.key_levels,
+        tables.value_levels,
+        tables.center,
+        config.page_size,
+        config.key_bits,
+        config.value_bits,
+        scale,
+    )
+    no_tail = (None, None, None, 0, 0)
+    return before, (*no_tail, window, soft_cap, sinks)

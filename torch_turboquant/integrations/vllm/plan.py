@@ -1,0 +1,123 @@
+"""What all layers of one engine share: settings, presets of layers, where centers come from."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.model_executor.models.utils import extract_layer_index
+
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.format import FORMAT_VERSION
+from torch_turboquant.integrations.vllm import adapter, limits
+from torch_turboquant.integrations.vllm.centers import LayerConstants, find_file
+from torch_turboquant.integrations.vllm.learning import Learning
+from torch_turboquant.integrations.vllm.settings import parse
+from torch_turboquant.ops.codec import scaled_center
+from torch_turboquant.tables import CacheTables, make_tables
+
+
+class Plan:
+    """The choices for the layers of one model in this process.
+
+    A draft model gets the settings' preset for all of its layers and no centers: `layers` and
+    `centers` speak of the model that is served.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        cache_dtype = vllm_config.cache_config.cache_dtype
+        self.settings = parse(vllm_config.additional_config, cache_dtype)
+        limits.check_engine(vllm_config, adapter.INTERFACE, self.settings)
+        model, speculative = vllm_config.model_config, vllm_config.speculative_config
+        self.layers = int(model.hf_text_config.num_hidden_layers)
+        self.is_draft = speculative is not None and model is speculative.draft_model_config
+        self.device = torch.device(vllm_config.device_config.device)
+        self.constants: LayerConstants | None = None
+        self.rank = get_tensor_model_parallel_rank()
+        file = None if self.is_draft else find_file(model.model, self.settings.centers)
+        if file is not None:
+            ranks = get_tensor_model_parallel_world_size()
+            self.constants = LayerConstants.of(file, model.hf_config, self.rank, ranks)
+        learns = self.settings.learn and not self.is_draft and file is None
+        self.learning = Learning() if learns else None
+        self._told = False
+
+    def config(self, layer: int, head_dim: int) -> CacheConfig:
+        """The configuration of a layer, with some page size."""
+        if self._is_drafting(layer):
+            return self.settings.config(head_dim)
+        return self.settings.layer_config(head_dim, layer, self.layers)
+
+    def _is_drafting(self, layer: int) -> bool:
+        """Whether a layer drafts: the heads of EAGLE and MTP count on from the model's layers."""
+        return self.is_draft or layer >= self.layers
+
+    def learns(self, layer: int) -> bool:
+        """Whether the center of a layer is learned from the first prompt."""
+        return self.learning is not None and not self._is_drafting(layer)
+
+    def tables(self, layer: int, config: CacheConfig, kv_heads: int) -> CacheTables:
+        """The constants of a layer, on the device, whose addresses stay."""
+        center: Tensor | None = None
+        if self.learns(layer):
+            center = torch.zeros(kv_heads, config.head_dim)
+        elif self.constants is not None and not self._is_drafting(layer):
+            center, scale = self.constants.for_layer(layer, kv_heads, config.head_dim)
+            if center is not None and scale is not None:
+                center = scaled_center(center, scale)
+        return make_tables(config, layer, self.device, center)
+
+    def tell(self, logger: Any, impl: Any, layers: dict[str, Any]) -> None:
+        """Logs the start-up line when the first layer of the model is ready."""
+        if self._told or self.is_draft or self.rank:
+            return
+        self._told = True
+        kept = {}
+        for name, layer in layers.items():
+            other = getattr(layer, "impl", None)
+            if type(other) is type(impl) and other.plan is self and other.target is None:
+                number = extract_layer_index(name)
+                kept[name] = (self.config(number, other.head_size), other.num_kv_heads)
+        logger.info(self.start_up_line(impl.dtype, kept))
+
+    def start_up_line(self, dtype: torch.dtype, layers: dict[str, tuple[CacheConfig, int]]) -> str:
+        """What the log says of this rank's cache, once.
+
+        Args:
+            dtype: of the model.
+            layers: configuration and KV heads of every layer that keeps pages.
+        """
+        stored = sum(config.bytes_per_token * heads for config, heads in layers.values())
+        plain = sum(2 * config.head_dim * heads for config, heads in layers.values())
+        plain *= dtype.itemsize
+        preset = self.settings.preset
+        own = ", ".join(f"{layer}: {name}" for layer, name in self.settings.layers)
+        centers = "none" if self.learning is None else "to be learned from the first prompt"
+        if self.constants is not None:
+            centers = self.constants.describe()
+        return (
+            f"TurboQuant: preset {preset}{f' (layers {own})' if own else ''}, "
+            f"{stored / len(layers):,.0f} bytes per token and layer on this rank; "
+            f"{plain / stored:.2f} times the tokens of {str(dtype).removeprefix('torch.')} fit. "
+            f"Centers: {centers}; seed {self.settings.seed}; format {FORMAT_VERSION}"
+        )
+
+
+_PLANS: list[tuple[weakref.ref[Any], Plan]] = []  # an engine each; configurations have no hash
+
+
+def plan_of(vllm_config: Any) -> Plan:
+    """The plan of an engine's configuration, made once."""
+    _PLANS[:] = [(ref, plan) for ref, plan in _PLANS if ref() is not None]
+    for ref, plan in _PLANS:
+        if ref() is vllm_config:
+            return plan
+    plan = Plan(vllm_config)
+    _PLANS.append((weakref.ref(vllm_config), plan))
+    return plan

@@ -1,0 +1,133 @@
+"""What a user writes: --additional-config '{"turboquant": {...}}', checked and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch_turboquant.config import CacheConfig, did_you_mean, find_preset, preset
+from torch_turboquant.layer_choice import layer_configs
+
+KEY = "turboquant"
+DTYPE_PREFIX = "tq_"  # --kv-cache-dtype tq_<preset>
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one engine. Each field is a key of additional_config["turboquant"].
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: an unknown preset, a number out of range.
+    """
+
+    preset: str = "near-lossless"
+    """Of all layers: a name of config.PRESETS or config.NAMED_PRESETS."""
+    layers: tuple[tuple[int, str], ...] = ()
+    """Layers with presets of their own; negative ones count from the end. Users write an object
+    such as {"0": "k8v8", "-1": "k8v8"}."""
+    centers: str | None = None
+    """A file of centers; None: the one beside the model, if there is one."""
+    learn: bool = True
+    """Whether centers are learned from the first prompt where there is no file of them."""
+    calibrate: bool = False
+    """Whether the engine measures keys and queries, for a file of centers."""
+    seed: int = 0
+    """Of the random signs."""
+    exact_steps: bool = True
+    """Whether the tokens of a decode step are read exactly by the step itself, as those of a prompt
+    always are. False: from their codes, as every later step reads them, so that speculative steps
+    see what steps of one token would have seen."""
+    window: int = 0
+    """How many last tokens of a sequence stay exact."""
+
+    def __post_init__(self) -> None:
+        find_preset(self.preset)
+        for _, name in self.layers:
+            find_preset(name)
+        self.config(head_dim=64)  # checks the seed
+        if self.window:
+            raise ValueError(
+                f"turboquant: window is {self.window}, supported: 0. The pages hold codes of all "
+                "tokens; raise the bits instead (preset k8v4 or k8v8)"
+            )
+
+    def config(self, head_dim: int) -> CacheConfig:
+        """The configuration of layers that `layers` does not name, with some page size."""
+        return preset(
+            self.preset,
+            head_dim,
+            page_size=16,
+            sink_tokens=0,
+            recent_window=0,
+            seed=self.seed,
+        )
+
+    def layer_config(self, head_dim: int, layer: int, layers: int) -> CacheConfig:
+        """The configuration of one of a model's layers, with some page size.
+
+        Raises:
+            ValueError: `layers` names a layer that the model does not have, or one twice.
+        """
+        chosen = dict(self.layers)
+        windows = [0] * layers
+        return layer_configs(self.config(head_dim), windows, layer_presets=chosen)[layer]
+
+
+_FIELDS = tuple(field.name for field in fields(Settings))
+_TYPES = {"preset": str, "centers": (str, type(None)), "seed": int, "window": int}
+_TYPES |= {"exact_steps": bool, "learn": bool, "calibrate": bool, "layers": Mapping}
+
+
+def parse(additional_config: Any, kv_cache_dtype: str = "auto") -> Settings:
+    """The settings of an engine.
+
+    Args:
+        additional_config: vLLM's; only its entry "turboquant" is looked at, and it may have none.
+        kv_cache_dtype: vLLM's; tq_<preset> names the preset.
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: an unknown key or preset, or two presets.
+    """
+    given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f'turboquant: expected an object such as {{"preset": "k5v4u"}}, got {given!r}'
+        )
+    for key in given:
+        if key not in _FIELDS:
+            raise ValueError(
+                f"turboquant: unknown key {key!r}{did_you_mean(key, _FIELDS)}; the keys are "
+                f"{', '.join(_FIELDS)}"
+            )
+    for key, value in given.items():
+        right = isinstance(value, _TYPES[key]) and not (_TYPES[key] is int and value is True)
+        if not right:
+            raise TypeError(f"turboquant: {key} is {value!r}, of type {type(value).__name__}")
+    values = dict(given)
+    if kv_cache_dtype.startswith(DTYPE_PREFIX):
+        named = kv_cache_dtype.removeprefix(DTYPE_PREFIX).replace("_", "-")
+        if values.setdefault("preset", named) != named:
+            raise ValueError(
+                f"turboquant: --kv-cache-dtype {kv_cache_dtype} and preset {values['preset']!r} "
+                "differ; give one of them"
+            )
+    values["layers"] = tuple(_layer_numbers(values.get("layers", {})))
+    return Settings(**values)
+
+
+def _layer_numbers(layers: Mapping[Any, Any]) -> list[tuple[int, str]]:
+    found = []
+    for key, name in layers.items():
+        try:
+            number = int(key)
+        except ValueError:
+            raise ValueError(
+                f'turboquant: layers names {key!r}, expected numbers such as "0" or "-1"'
+            ) from None
+        if not isinstance(name, str):
+            raise TypeError(f"turboquant: layer {key} has {name!r}, expected the name of a preset")
+        found.append((number, name))
+    return found

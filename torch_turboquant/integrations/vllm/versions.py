@@ -1,0 +1,48 @@
+"""The versions of vLLM that the plug-in knows, and what differs between them; needs no vLLM."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Interface(NamedTuple):
+    """What a range of versions offers to a backend."""
+
+    first: tuple[int, int]
+    last: tuple[int, int]
+    page_bytes: str
+    """Who says how many bytes a token takes: a spec that the "layer" makes, or the "backend"."""
+    page_shape: str
+    """How a backend says what a page looks like: "shape" or "layout"."""
+    own_name: bool
+    """Whether a backend may have a name of its own: --attention-backend TORCH_TURBOQUANT."""
+    own_dtype: bool
+    """Whether a cache may have a dtype of its own: --kv-cache-dtype tq_<preset>."""
+
+
+INTERFACES = (
+    Interface((0, 24), (0, 27), "layer", "shape", False, False),
+    Interface((0, 28), (0, 28), "backend", "shape", False, False),
+    Interface((0, 29), (0, 31), "backend", "layout", False, False),
+    Interface((0, 32), (0, 32), "backend", "layout", True, False),
+    Interface((0, 33), (0, 33), "backend", "layout", True, True),
+)
+
+
+def find_interface(version: str) -> Interface:
+    """The interface of a version of vLLM, such as "0.32.0+cpu".
+
+    Raises:
+        ImportError: a version that this plug-in does not know.
+    """
+    number = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(number[1]), int(number[2])) if number else None
+    for interface in INTERFACES:
+        if found and interface.first <= found <= interface.last:
+            return interface
+    first, last = INTERFACES[0].first, INTERFACES[-1].last
+    raise ImportError(
+        f"torch_turboquant supports vLLM {first[0]}.{first[1]} to {last[0]}.{last[1]}, but "
+        f"{version} is installed: install one of these, or a newer torch_turboquant"
+    )
