@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from torch_turboquant import centers
+from torch_turboquant.centers import CENTER_TOKENS, SINKS
 from torch_turboquant.eval.options import add_device_argument, output_file, positive
 from torch_turboquant.models import Fields, read_config, text_config, unsupported_attention
 
 TOKENS = 8192
-SINKS = 4  # first tokens of a sequence, whose keys are outliers: they do not count
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -100,7 +100,7 @@ def calibrate(args: argparse.Namespace) -> tuple[list[Any], int, Any]:
 
     import torch
 
-    from torch_turboquant.integrations.transformers import CENTER_TOKENS, TurboQuantCache
+    from torch_turboquant.integrations.transformers import TurboQuantCache
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model, tokenizer = assets.load_dense(args.model, args.device, dtype)

@@ -22,6 +22,10 @@ from torch_turboquant.models import KEEPS_KEYS, Fields, Layer, read_layers, text
 FILE_FORMAT = "torch_turboquant centers 1"
 FILE_NAME = "turboquant_centers.safetensors"
 """Of the file that is found without being named, in the folder of the model's weights."""
+CENTER_TOKENS = 64
+"""The fewest tokens that a center is learned from."""
+SINKS = 4
+"""First tokens of a sequence, whose keys are outliers: a calibration leaves them out."""
 
 
 def fingerprint(config: Any) -> dict[str, str]:
@@ -34,7 +38,7 @@ def fingerprint(config: Any) -> dict[str, str]:
         IncompleteConfig: the configuration does not say enough.
     """
     config = text_config(config)
-    values, layers = Fields(config), _attending(config)
+    values, layers = Fields(config), attending_layers(config)
     heads = values.get("num_key_value_heads")
     if getattr(config, "is_heterogeneous", False):
         heads = [layer.kv_heads for layer in layers.values()]
@@ -109,22 +113,22 @@ def load(path: str | os.PathLike[str], config: Any) -> dict[int, Tensor]:
     if wrong := differences(found, fingerprint(config)):
         raise ValueError(f"{path} holds the centers of another model: {wrong}")
     _check_tensors(str(path), tensors, config)
-    return {i: tensors[_name(i)] for i in _attending(text_config(config))}
+    return {i: tensors[_name(i)] for i in attending_layers(config)}
 
 
 def _name(layer: int) -> str:
     return f"layers.{layer}.center"
 
 
-def _attending(config: Any) -> dict[int, Layer]:
-    """The layers that keep keys and values; windows do not matter here."""
-    layers = read_layers(config, slides=lambda: False)
+def attending_layers(config: Any) -> dict[int, Layer]:
+    """The layers that keep keys and values, by index. config: as for fingerprint."""
+    layers = read_layers(text_config(config), slides=lambda: False)  # windows do not matter here
     return {i: layer for i, layer in enumerate(layers) if layer.kind in KEEPS_KEYS}
 
 
 def _check_tensors(where: str, tensors: Mapping[str, Tensor], config: Any) -> None:
     """Raises unless these are finite centers of every layer with attention."""
-    layers = {_name(i): layer for i, layer in _attending(text_config(config)).items()}
+    layers = {_name(i): layer for i, layer in attending_layers(config).items()}
     if set(tensors) != set(layers):
         raise ValueError(
             f"{where}: {len(tensors)} centers, expected one for each of {len(layers)} layers"

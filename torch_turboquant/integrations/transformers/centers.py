@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from torch_turboquant import centers as files
+from torch_turboquant.centers import CENTER_TOKENS, SINKS
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     layer_windows,
@@ -20,7 +21,7 @@ from torch_turboquant.integrations.transformers.models import (
     rotary_partners,
     text_config,
 )
-from torch_turboquant.integrations.transformers.sequences import CENTER_TOKENS, Forward
+from torch_turboquant.integrations.transformers.sequences import Forward
 from torch_turboquant.ops.center import channel_scale
 from torch_turboquant.ops.codec import scaled_center
 
@@ -57,7 +58,7 @@ def calibrate(
     inputs: Tensor | str | Sequence[str],
     tokenizer: Any = None,
     *,
-    skip: int = 4,
+    skip: int = SINKS,
     chunk: int = 512,
     scaled: bool = True,
 ) -> list[Tensor | None]:
