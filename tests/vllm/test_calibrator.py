@@ -114,7 +114,8 @@ class Worker(Calibrator):
     """A worker of vLLM, as far as the extension sees it."""
 
     def __init__(self, sums):
-        impls = [SimpleNamespace(index=i, key_sums=s) for i, s in enumerate(sums)]
+        impls = [SimpleNamespace(index=i, key_sums=s, target=None) for i, s in enumerate(sums)]
+        impls.append(SimpleNamespace(index=0, key_sums=KeySums(1, 8), target="model.layers.0"))
         layers = {f"model.layers.{i}.attn": SimpleNamespace(impl=x) for i, x in enumerate(impls)}
         layers["model.layers.9.conv"] = SimpleNamespace()
         config = SimpleNamespace(static_forward_context=layers)
@@ -171,6 +172,15 @@ def test_an_engine_that_does_not_calibrate():
         Worker([]).turboquant_start()
     with pytest.raises(RuntimeError, match="no layer gathers keys"):
         Worker([None]).turboquant_start()
+
+
+def test_layers_of_a_draft_model():
+    worker = Worker([KeySums(1, 8), KeySums(1, 8)])
+    worker.turboquant_start()
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    layers["model.layers.1.attn"].impl.index = 0
+    with pytest.raises(RuntimeError, match="two layers have the same number"):
+        worker.turboquant_start()
 
 
 def test_nothing_is_summed_up_into_a_graph(monkeypatch):

@@ -110,14 +110,21 @@ class Calibrator:
     def _turboquant_sums(self) -> list[tuple[int, KeySums]]:
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         impls = [getattr(layer, "impl", None) for layer in layers]
-        found = [(i.index, i.key_sums) for i in impls if getattr(i, "key_sums", None) is not None]
+        # A layer with a target reads the keys of that layer, and gathers none.
+        own = [i for i in impls if getattr(i, "key_sums", None) and i.target is None]
+        found = {i.index: i.key_sums for i in own}
         if not found:
             raise RuntimeError(
                 "turboquant: no layer gathers keys: start vLLM with enforce_eager=True, "
                 "attention_backend='CUSTOM' and additional_config={'turboquant': {'calibrate': "
                 "true}}"
             )
-        return found
+        if len(found) < len(own):
+            raise RuntimeError(
+                "turboquant: two layers have the same number, as those of a draft model may: "
+                "calibrate without speculative decoding"
+            )
+        return list(found.items())
 
 
 def pack(sums: KeySums) -> Part:
