@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def write_rows(name: str, rows: list[Row], arguments: argparse.Namespace) -> Non
     partial = path.with_suffix(".partial")  # an interrupted write leaves the old file
     partial.write_text("[\n" + ",\n".join(lines) + "\n]\n")  # one row per line, for readable diffs
     partial.replace(path)
-    print(f"{len(rows)} rows in {path.relative_to(ROOT)}")
+    print(f"{len(rows)} rows in {os.path.relpath(path, ROOT)}")
 
 
 def write_progress(

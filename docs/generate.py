@@ -507,6 +507,114 @@ def vllm_table() -> str:
     return markdown([*header, *pairs, "k5v4u"], lines)
 
 
+ENGINE_MODEL = {"layers": 32, "kv_heads": 8, "head_dim": 128}  # Llama-3.1-8B
+ENGINE_GIB = 72  # of bench_vllm
+
+
+def engine_presets() -> str:
+    """What pages of vLLM take in every preset, and how many tokens fit."""
+
+    def tokens(bytes_per_token: int) -> str:
+        layers, heads = ENGINE_MODEL["layers"], ENGINE_MODEL["kv_heads"]
+        return f"{ENGINE_GIB * 2**30 // (bytes_per_token * layers * heads):,}"
+
+    d = ENGINE_MODEL["head_dim"]
+    lines = [
+        ["bf16", "16.00", f"{4 * d}", "1.00x", tokens(4 * d)],
+        ["fp8", "8.00", f"{2 * d}", "2.00x", tokens(2 * d)],
+    ]
+    uses = {preset: f"{preset} ({use})" for use, (preset, _) in tq.NAMED_PRESETS.items()}
+    for preset in tq.PRESETS:
+        size = tq.preset(preset, d, sink_tokens=0, recent_window=0).bytes_per_token
+        bits, times = f"{8 * size / (2 * d):.2f}", f"{4 * d / size:.2f}x"
+        lines.append([uses.get(preset, preset), bits, str(size), times, tokens(size)])
+    fits = f"tokens of Llama-3.1-8B in {ENGINE_GIB} GiB"
+    return markdown(["cache", "bits", "bytes per token and KV head", "bf16's tokens", fits], lines)
+
+
+def engine_cell(row: Row | None, base: Row | None) -> str:
+    """Milliseconds of a step, tokens a second, and how many times bf16's."""
+    if row is None:
+        return ""
+    step = f"{row['step_ms']:.2f} ms, " if "step_ms" in row else ""
+    times = f" ({row['tokens_s'] / base['tokens_s']:.2f}x)" if base and base is not row else ""
+    return f"{step}{row['tokens_s']:,.0f}/s{times}"
+
+
+def engine_speed() -> str:
+    """Whole engines on the GPU, a table for each version of vLLM that was measured."""
+    if not (RESULTS / "h200_vllm.json").exists():
+        return paragraph(
+            "Whole engines have not been measured at this version: `python "
+            "benchmarks/bench_vllm.py` does. The kernels have ([beside vLLM's "
+            "own](measurements/performance_vllm.md))."
+        )
+    rows = [
+        row
+        for row in h200_rows("h200_vllm")
+        if row["shape"] == "8b" and row["tensor_parallel"] == 1
+    ]
+    tables = []
+    for version in dict.fromkeys(row["vllm"] for row in rows):
+        own = [row for row in rows if row["vllm"] == version]
+        found = {(row["point"], row["config"]): row for row in own}
+        configs = sorted({row["config"] for row in own}, key=engine_order)
+        memory = [found.get(("memory", config)) for config in configs]
+        lines = [["tokens that fit", *(f"{r['cache_tokens']:,}" if r else "" for r in memory)]]
+        for point in dict.fromkeys(row["point"] for row in own if "tokens_s" in row):
+            base = found.get((point, "bf16"))
+            cells = (engine_cell(found.get((point, config)), base) for config in configs)
+            lines.append([engine_point(point), *cells])
+        tables.append(f"vLLM {version}:\n\n{markdown(['', *configs], lines)}")
+    return "\n\n".join(tables)
+
+
+def engine_order(config: str) -> tuple[int, str]:
+    """bf16, fp8, ours, vLLM's own."""
+    first = {"bf16": 0, "fp8": 1}
+    return first.get(config, 3 if config.startswith("turboquant_") else 2), config
+
+
+def engine_point(point: str) -> str:
+    """A point of bench_vllm in words."""
+    drafts, _, rest = point.rpartition(":")
+    kind, number = re.match(r"(\d+x|full|prompt)(\d+)", rest).groups()
+    context = f"{int(number):,}"
+    text = {"full": f"as many as fit x {context}", "prompt": f"prompt of {context}"}.get(kind)
+    text = text or f"{kind.removesuffix('x')} x {context}"
+    return f"{text}, {drafts.removeprefix('verify')} drafts" if drafts else text
+
+
+def engine_quality() -> str:
+    """Predictions through vLLM's engine, for the models that were measured."""
+    found = {
+        title: read_rows(name)
+        for title, model in quality_tables.MODELS.items()
+        if (RESULTS / f"{(name := file_name('vllm_quality', model))}.json").exists()
+    }
+    if not found:
+        return paragraph(
+            "Predictions through vLLM's engine have not been measured at this version: `python "
+            "benchmarks/bench_vllm_quality.py` does."
+        )
+    names = dict.fromkeys(
+        (row["cache"], row["chunk"]) for rows in found.values() for row in rows if "kl" in row
+    )
+    lines = []
+    for cache, chunk in names:
+        line = [cache, str(chunk)]
+        for rows in found.values():
+            row = next((r for r in rows if (r["cache"], r["chunk"]) == (cache, chunk)), None)
+            if row is None:
+                line += ["", "", ""]
+                continue
+            line.append(f"{row['kl']:.4f} ± {half(row['kl_interval']):.4f}")
+            line += [f"{row['top1_agreement']:.1%}", f"{row['perplexity_change']:+.2%}"]
+        lines.append(line)
+    columns = [c for title in found for c in (f"{title}: KL", "top-1", "perplexity")]
+    return markdown(["cache", "chunk", *columns], lines)
+
+
 def first_token(row: Row | None) -> str:
     """As the first prompt of a process and, where it was measured, as a later one."""
     names = ("ttft_ms", "ttft_kept_ms") if row and "ttft_kept_ms" in row else ("ttft_ms",)
@@ -1013,6 +1121,11 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "ragged": ragged_table,
         "cold": cold_table,
         "dims": dims_table,
+    },
+    "docs/vllm.md": {
+        "engine presets": engine_presets,
+        "engine quality": engine_quality,
+        "engine speed": engine_speed,
     },
     f"{PERFORMANCE}_vllm.md": {"vllm": vllm_table},
     f"{PERFORMANCE}_generation.md": {

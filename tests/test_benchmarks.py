@@ -1,5 +1,6 @@
 """`make bench` runs every benchmark; a machine without what one needs changes no table."""
 
+import importlib.util
 import inspect
 import json
 import re
@@ -293,6 +294,84 @@ def test_an_uncompressed_cache_counts_in_its_fastest_way(monkeypatch, kind, mode
         row = bench.decode(case, case.ways, None, None, 8)
         assert row["way"] == fastest and row["tpot_ms"] == 1.0
         assert set(row["ways_ms"]) == set(case.ways)
+
+
+@pytest.fixture
+def engines():
+    return load_script("benchmarks/bench_vllm.py")
+
+
+def test_engines_without_vllm(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "vllm" else find(name, *rest),
+    )
+    assert run(monkeypatch, "bench_vllm.py", "--device", "cpu") is None
+    assert "needs vLLM" in capsys.readouterr().out
+
+
+def test_points_of_an_engine(engines):
+    decode, full, prompt, check = map(
+        engines.Point.parse, ["verify3:16x32768", "full8192", "prompt2048", "check"]
+    )
+    assert (decode.kind, decode.sequences, decode.context, decode.drafts) == (
+        "decode",
+        16,
+        32768,
+        3,
+    )
+    assert (full.kind, full.sequences, full.context, full.drafts) == ("full", 0, 8192, 0)
+    assert (prompt.kind, prompt.sequences, prompt.context) == ("prompt", 1, 2048)
+    assert check.kind == "check"
+    with pytest.raises(SystemExit, match="'16' is no point"):
+        engines.Point.parse("16")
+
+
+def test_an_engine_has_one_number_of_drafts(engines):
+    points = [engines.Point.parse(text) for text in engines.POINTS.split(",")]
+    found = list(engines.engines_of(list(engines.CONFIGS), points, None))
+    titles = [engine.title for engine in found]
+    assert titles[:5] == ["k5v4u", "bf16", "fp8", "k4v4u", "turboquant_4bit_nc"]
+    assert titles[5:9] == ["k5v4u 3 drafts", "bf16 3 drafts", "fp8 3 drafts", "k4v4u 3 drafts"]
+    assert len(titles) == 13 and found[0].points[0].text == "16x32768"
+    theirs = [point.text for point in found[4].points]
+    assert "16x32768" in theirs and "full8192" not in theirs
+    (only,) = engines.engines_of(list(engines.CONFIGS), points, "k4v4u verify7:1x")
+    assert only.drafts == 7 and [point.text for point in only.points] == ["verify7:1x8192"]
+
+
+def test_what_an_engine_of_vllm_is_given(engines):
+    settings = {"model": "m", "longest": 33280, "sequences": 64, "batched_tokens": 16384}
+    settings |= {"cuda": True, "kv_gib": 72, "tensor_parallel": 1}
+    ours = engines.engine_options("k5v4u", 3, settings)
+    assert ours["attention_backend"] == "CUSTOM"
+    assert ours["additional_config"] == {"turboquant": {"preset": "k5v4u"}}
+    assert ours["compilation_config"]["cudagraph_capture_sizes"] == [4, 64, 128]
+    assert ours["speculative_config"]["num_speculative_tokens"] == 3
+    plain = [engines.engine_options(name, 0, settings) for name in ("bf16", "fp8")]
+    assert [x.get("kv_cache_dtype") for x in plain] == [None, "fp8"]
+    for options in plain:
+        assert options["compilation_config"]["cudagraph_capture_sizes"][-1] == 64
+        same = {"kv_cache_memory_bytes": 72 * 2**30, "attention_backend": "FLASH_ATTN"}
+        assert same.items() <= options.items() and "additional_config" not in options
+
+
+def test_engines_are_compared_with_bf16(engines):
+    tops = {"7": -0.1, "8": -2.0}, {"7": -0.2, "9": -3.0}
+    reference, ours = [[(7, tops[0]), (8, tops[0])]], [[(7, tops[1]), (9, tops[0])]]
+    rows = [{"point": "check", "config": "k5v4u"}, {"point": "16x128", "config": "k5v4u"}]
+    engines.add_differences(rows, {"k5v4u": ours})
+    assert "tokens" not in rows[0]
+    engines.add_differences(rows, {"k5v4u": ours, "bf16": reference})
+    assert rows[0]["same_tokens"] == 1 and rows[0]["tokens"] == 2
+    assert rows[0]["logprob_difference"] == pytest.approx((0.1 + 0 + 0) / 3) and len(rows[1]) == 2
+    times = [
+        {"config": "bf16", "point": "16x128", "tokens_s": 100.0},
+        {"config": "k5v4u", "point": "16x128", "tokens_s": 250.0},
+    ]
+    assert "| 16x128 | 250 (2.50x) | 100 (1.00x) |" in engines.table(times, ["k5v4u", "bf16"])
 
 
 def test_a_row_of_vllm_has_its_fastest_and_its_own_way():

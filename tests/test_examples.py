@@ -18,6 +18,7 @@ def test_every_example_is_run():
         "raw_ops",
         "transformers_generate",
         "vector_compression",
+        "vllm_generate",
     }
 
 
@@ -55,6 +56,16 @@ def test_transformers_generate_compares_something_by_default(monkeypatch, capsys
     assert "nothing was compared" not in capsys.readouterr().out
     found = example.main(["--model", "some/model", "--tokens", "4", "--prompt", "Why?"])
     assert found["pages"] == 0 and "nothing was compared" in capsys.readouterr().out
+
+
+def test_vllm_generate(monkeypatch):
+    pytest.importorskip("vllm")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    found = load_script("examples/vllm_generate.py").main(["--preset", "k8v8", "--tokens", "4"])
+    assert found["agreement"] == 1.0
+    assert found["capacity"] == pytest.approx(4 * 64 / 132, rel=0.02)  # bytes per token and head
 
 
 def test_compiled_step(device):

@@ -1,4 +1,4 @@
-"""The command line: `torch_turboquant info`, `memory`, `demo` and `eval`.
+"""The command line: `torch_turboquant info`, `memory`, `calibrate`, `demo` and `eval`.
 
 `python -m torch_turboquant` is the same, except inside a clone of the project: there Python finds
 the sources, which have no libraries, before the installed package.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch_turboquant import choices
-from torch_turboquant._extras import READING, MissingPackages, require
+from torch_turboquant._extras import MODEL, READING, MissingPackages, extra_of, require
 from torch_turboquant._library import build_info
 from torch_turboquant._version import __version__
 from torch_turboquant.memory import cli as memory
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"torch_turboquant {__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{info,memory,demo,eval}"
+        dest="command", required=True, metavar="{info,memory,calibrate,demo,eval}"
     )
     info = commands.add_parser("info", help="what is installed and what it runs on")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -63,13 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     planner = commands.add_parser("memory", help="what a model's KV cache takes, preset by preset")
     memory.add_arguments(planner)
     programs = {
+        "calibrate": commands.add_parser("calibrate", help="a file of a model's centers"),
         "demo": commands.add_parser("demo", help="a language model with a quantised cache"),
         "eval": commands.add_parser("eval", help="what quantised caches do to a model's quality"),
     }
     name = argv[0] if argv and argv[0] in programs else None
     try:
         if name:
-            require(name, *READING)
+            require(name, *(MODEL if name == "calibrate" else READING))
             program = importlib.import_module(f"torch_turboquant.{name}")
             program.add_arguments(programs[name])
         args = parser.parse_args(argv)
@@ -82,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (error.name or "").startswith("torch_turboquant"):
             raise
         print(
-            f"{name} needs the package {error.name}: pip install 'torch_turboquant[{name}]'",
+            f"{name} needs the package {error.name}: pip install "
+            f"'torch_turboquant[{extra_of(name or '')}]'",
             file=sys.stderr,
         )
         return 1

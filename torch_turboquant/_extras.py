@@ -10,10 +10,14 @@ import importlib.metadata
 import importlib.util
 import re
 
-READING = ("transformers", "safetensors", "tqdm")  # a model in a folder, and a text
+MODEL = ("transformers", "safetensors")  # a model in a folder
+READING = (*MODEL, "tqdm")  # and a text, piece by piece
 FETCHED_MODEL = ("accelerate", "gguf")  # the demo's model, whose weights are a GGUF file
 FETCHED_TEXT = ("mwparserfromhell",)  # the demo's text, which is wikitext
 PICTURE = ("matplotlib",)
+
+# The command's extra in pyproject.toml, where it is not its own name.
+_EXTRAS = {"calibrate": "transformers"}
 
 # as in pyproject.toml, without upper bounds
 LEAST = {
@@ -35,7 +39,7 @@ def require(program: str, *packages: str) -> None:
     """Looks for packages without importing them.
 
     Args:
-        program: "demo" or "eval", which is also the name of its extra.
+        program: a command, such as "demo".
         packages: keys of LEAST.
 
     Raises:
@@ -44,8 +48,14 @@ def require(program: str, *packages: str) -> None:
     lacking = [text for text in map(_what_is_wrong, packages) if text]
     if lacking:
         raise MissingPackages(
-            f"{program} needs {', '.join(lacking)}: pip install 'torch_turboquant[{program}]'"
+            f"{program} needs {', '.join(lacking)}: pip install "
+            f"'torch_turboquant[{extra_of(program)}]'"
         )
+
+
+def extra_of(program: str) -> str:
+    """The extra that brings what a command needs."""
+    return _EXTRAS.get(program, program)
 
 
 def _what_is_wrong(package: str) -> str | None:

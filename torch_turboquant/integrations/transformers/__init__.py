@@ -64,9 +64,9 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from torch_turboquant.centers import CENTER_TOKENS
 from torch_turboquant.integrations.transformers.cache import TurboQuantCache
 from torch_turboquant.integrations.transformers.centers import load_centers, save_centers
 from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
-from torch_turboquant.integrations.transformers.sequences import CENTER_TOKENS
 
 __all__ = ["CENTER_TOKENS", "TurboQuantCache", "TurboQuantLayer", "load_centers", "save_centers"]

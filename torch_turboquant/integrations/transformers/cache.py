@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from torch_turboquant import _checks
+from torch_turboquant.centers import differences
 from torch_turboquant.config import CacheConfig, did_you_mean
 from torch_turboquant.config import preset as preset_config
 from torch_turboquant.integrations.transformers import centers
@@ -232,7 +233,7 @@ class TurboQuantCache(Attachable, Cache):
         """
         model = unwrapped(model)
         windows, expected = layer_windows(model), centers.fingerprint(model)
-        if wrong := centers.differences(self.made_for, expected):
+        if wrong := differences(self.made_for, expected):
             raise ValueError(f"this cache was made for another model: {wrong}")
         if windows != self.windows:
             raise ValueError("this cache was made for a model with other sliding windows")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from torch_turboquant import _checks
+from torch_turboquant import centers as files
+from torch_turboquant.centers import CENTER_TOKENS, SINKS
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     layer_windows,
@@ -21,12 +21,9 @@ from torch_turboquant.integrations.transformers.models import (
     rotary_partners,
     text_config,
 )
-from torch_turboquant.integrations.transformers.sequences import CENTER_TOKENS, Forward
-from torch_turboquant.models import KEEPS_KEYS, Fields
+from torch_turboquant.integrations.transformers.sequences import Forward
 from torch_turboquant.ops.center import channel_scale
 from torch_turboquant.ops.codec import scaled_center
-
-FILE_FORMAT = "torch_turboquant centers 1"
 
 
 def query_energies(queries: list[Tensor], kv_heads: int, forward: Forward) -> Tensor:
@@ -61,7 +58,7 @@ def calibrate(
     inputs: Tensor | str | Sequence[str],
     tokenizer: Any = None,
     *,
-    skip: int = 4,
+    skip: int = SINKS,
     chunk: int = 512,
     scaled: bool = True,
 ) -> list[Tensor | None]:
@@ -111,36 +108,9 @@ def calibrate(
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:
-    """What a file of centers must agree on with a model: they are means of its keys after RoPE."""
-    config = text_config(model)
-    values = Fields(config)
-    rope = {
-        name: values.get(name)
-        for name in ("rope_parameters", "no_rope_layers")
-        if values.get(name) is not None
-    }
-    heads = values.get("num_key_value_heads")
-    if getattr(config, "is_heterogeneous", False):
-        heads = [layer.kv_heads for layer in model_layers(model) if layer.kind in KEEPS_KEYS]
-    return {
-        "format": FILE_FORMAT,
-        "model_type": str(config.model_type),
-        "layers": str(config.num_hidden_layers),
-        "hidden_size": str(values.get("hidden_size")),
-        "attention_heads": str(values.get("num_attention_heads")),
-        "kv_heads": str(heads),
-        "head_dim": str(head_dim_of(config)),
-        "rope": json.dumps(_without_none(rope), sort_keys=True) if rope else "none",
-    }
-
-
-def differences(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    """What a fingerprint has otherwise than the model's, in words; empty if they are equal."""
-    return "; ".join(
-        f"{name} {found.get(name)!r}, the model's is {value!r}"
-        for name, value in expected.items()
-        if found.get(name) != value
-    )
+    """What a file of centers must agree on with a model (torch_turboquant.centers)."""
+    head_dim_of(text_config(model))  # refuses a model whose layers have different ones
+    return files.fingerprint(text_config(model))
 
 
 def save_centers(
@@ -155,75 +125,19 @@ def save_centers(
         model: whose centers they are; the file carries its fingerprint (shape, RoPE).
 
     Raises:
-        ValueError: centers that do not fit the model.
+        ValueError: centers that do not fit the model, or a model that is not supported.
     """
-    from safetensors.torch import save_file
-
-    expected = fingerprint(model)
-    # Copies: safetensors refuses tensors that share memory, as those of one tensor's rows do.
-    tensors = {
-        f"layers.{i}.center": c.float().clone(memory_format=torch.contiguous_format)
-        for i, c in enumerate(centers)
-        if c is not None
-    }
-    _check_tensors("centers", tensors, expected, layer_windows(model))
-    save_file(tensors, path, metadata=expected)
+    model_layers(model)
+    files.save(path, centers, text_config(model))
 
 
 def load_centers(path: str | os.PathLike[str], model: nn.Module) -> list[Tensor | None]:
-    """Reads a file of `save_centers`: its `centers`.
+    """Reads a file of `save_centers`: its centers.
 
     Raises:
         ValueError: the file holds anything else, is damaged, or holds centers of a model with
             another fingerprint.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            found = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no file of centers, or damaged: {error}") from error
-    if found.get("format") != FILE_FORMAT:
-        raise ValueError(
-            f"{path} is no file of centers: its format is {found.get('format')!r}, expected "
-            f"{FILE_FORMAT!r}"
-        )
-    expected = fingerprint(model)
-    if wrong := differences(found, expected):
-        raise ValueError(f"{path} holds the centers of another model: {wrong}")
-    windows = layer_windows(model)
-    _check_tensors(str(path), tensors, expected, windows)
-    return [tensors.get(f"layers.{i}.center") for i in range(len(windows))]
-
-
-def _check_tensors(
-    where: str,
-    tensors: Mapping[str, Tensor],
-    expected: Mapping[str, str],
-    windows: Sequence[int | None],
-) -> None:
-    """Raises unless these are finite centers of every layer with attention."""
-    names = {f"layers.{i}.center" for i, window in enumerate(windows) if window is not None}
-    if set(tensors) != names:
-        raise ValueError(
-            f"{where}: {len(tensors)} centers, expected one for each of {len(names)} layers"
-        )
-    head_dim = int(expected["head_dim"])
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.float32 or not _checks.fits_center(tensor, head_dim):
-            raise ValueError(
-                f"{where}: {name} is {tensor.dtype} {list(tensor.shape)}, expected torch.float32 "
-                f"[kv_heads, {head_dim}] or [3, kv_heads, {head_dim}]"
-            )
-        if not tensor.isfinite().all():
-            raise ValueError(f"{where}: {name} has numbers that are not finite")
-        if tensor.dim() == 3 and not ((tensor[1] > 0) & (tensor[2] == 1 / tensor[1])).all():
-            raise ValueError(f"{where}: {name} has scales whose inverses are others")
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return value
+    layers = len(model_layers(model))
+    by_layer = files.load(path, text_config(model))
+    return [by_layer.get(i) for i in range(layers)]

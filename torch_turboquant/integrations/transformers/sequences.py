@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from torch_turboquant.batch import AttentionBatch
+from torch_turboquant.centers import CENTER_TOKENS
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.transformers.tensors import fixed, put_together
 from torch_turboquant.tail import Counters, Rings, owned_pages, owned_slots
 
-CENTER_TOKENS = 64  # that a center is learned from, at least
 _GROWTH = 10  # a growing cache takes a tenth more pages at a time, or as many as are needed
 
 

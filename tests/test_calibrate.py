@@ -1,0 +1,109 @@
+"""`torch_turboquant calibrate`: a tiny model in a folder, its text, and the file that comes out."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from tests.helpers import tiny_llama
+from torch_turboquant import __main__ as command_line
+from torch_turboquant import centers
+from torch_turboquant.integrations.transformers import TurboQuantCache, load_centers
+from torch_turboquant.integrations.vllm.centers import LayerConstants, find_file
+
+WORDS = [f"w{i}" for i in range(64)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model of at most 100 positions, with a tokenizer that knows 64 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = tmp_path / "model"
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(path)
+    tiny_llama(max_position_embeddings=100).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, 64, (250,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def text(tmp_path, ids):
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(WORDS[i] for i in ids))
+    return path
+
+
+def calibrate(*argv):
+    return command_line.main(["calibrate", *map(str, argv)])
+
+
+def test_the_file_beside_the_model(folder, text, ids, capsys):
+    assert calibrate(folder, text) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    path = folder / "turboquant_centers.safetensors"
+    assert line.startswith(f"{path}: centers and channel scales of 2 layers, from 200 tokens in ")
+    model = tiny_llama(max_position_embeddings=100)
+    expected = TurboQuantCache.calibrate(model, ids[:200].view(2, 100))  # no longer than it reads
+    for found, center in zip(load_centers(path, model), expected, strict=True):
+        torch.testing.assert_close(found, center, rtol=1e-5, atol=1e-6)
+    assert find_file(folder, None) == path
+    center, scale = LayerConstants.of(path, model.config, 1, 2).for_layer(1, 1, 32)
+    torch.testing.assert_close(center, expected[1][0, 1:], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scale, expected[1][1, 1:], rtol=1e-5, atol=1e-6)
+
+
+def test_options(folder, text, ids, tmp_path, capsys):
+    path = tmp_path / "mean.safetensors"
+    assert calibrate(folder, text, "-o", path, "--tokens", 90, "--mean", "--device", "cpu") == 0
+    assert "centers of 2 layers, from 90 tokens" in capsys.readouterr().out
+    assert not (folder / centers.FILE_NAME).exists()
+    model = tiny_llama(max_position_embeddings=100)
+    expected = TurboQuantCache.calibrate(model, ids[:90], scaled=False)
+    for found, center in zip(load_centers(path, model), expected, strict=True):
+        torch.testing.assert_close(found, center, rtol=1e-5, atol=1e-6)
+
+
+def refused(capsys, *argv):
+    assert calibrate(*argv) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_what_is_refused(folder, text, tmp_path, capsys, monkeypatch):
+    nowhere, short, picture = (tmp_path / name for name in ("nowhere", "short.txt", "picture.png"))
+    line = refused(capsys, nowhere, text)
+    assert line.startswith(f"calibrate: {nowhere} is no folder of a transformers model")
+    line = refused(capsys, folder, nowhere)
+    assert line == f"calibrate: there is no text {nowhere}: give a file of plain text"
+    short.write_text("w1 " * 67)
+    assert f"{short} gives 67 tokens; centers need 68, and" in refused(capsys, folder, short)
+    assert "gives 20 tokens; " in refused(capsys, folder, text, "--tokens", 20)
+    picture.write_bytes(b"\x89PNG")
+    assert f"{picture} is no text in UTF-8: " in refused(capsys, folder, picture)
+    assert not (folder / centers.FILE_NAME).exists()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert f"{folder} cannot be written: name a file with -o" in refused(capsys, folder, text)
+
+
+def test_latent_attention_has_no_centers(folder, text, capsys, monkeypatch):
+    """Refused before the weights are loaded."""
+    (folder / "config.json").write_text('{"model_type": "deepseek_v3", "kv_lora_rank": 512}')
+    (folder / "model.safetensors").unlink()
+    line = refused(capsys, folder, text)
+    assert line.startswith(f"calibrate: {folder} has latent attention (MLA), and centers are of")
+
+
+def test_a_folder_that_does_not_exist(folder, text, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        calibrate(folder, text, "-o", tmp_path / "nowhere" / "c.safetensors")
+    assert "cannot be written: there is no" in capsys.readouterr().err

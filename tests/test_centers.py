@@ -1,0 +1,95 @@
+"""Files of centers know a model by its configuration, be it a file of any age or an object."""
+
+import pytest
+import torch
+
+from torch_turboquant import centers
+from torch_turboquant.models import IncompleteConfig
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+
+
+def test_a_fingerprint_by_hand():
+    assert centers.fingerprint(LLAMA) == {
+        "format": "torch_turboquant centers 1",
+        "model_type": "llama",
+        "layers": "2",
+        "hidden_size": "128",
+        "attention_heads": "4",
+        "kv_heads": "2",
+        "head_dim": "32",
+        "rope": '{"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}',
+    }
+
+
+def spelled(**rope):
+    return {**{k: v for k, v in LLAMA.items() if k != "rope_parameters"}, **rope}
+
+
+@pytest.mark.parametrize("other", [
+    spelled(rope_theta=10000),
+    spelled(rope_theta=10000.0, rope_scaling=None),
+    spelled(rope_parameters={"rope_theta": 10000, "rope_type": "default", "factor": None}),
+    spelled(rope_parameters={"rope_theta": 10000.0, "partial_rotary_factor": 1.0}),
+    {"model_type": "llava", "text_config": LLAMA},
+])  # fmt: skip
+def test_spellings_of_one_model(other):
+    assert centers.fingerprint(other) == centers.fingerprint(LLAMA)
+
+
+def test_older_files_spell_scaled_rope_otherwise():
+    new = spelled(rope_parameters={**LLAMA3_ROPE, "rope_theta": 500000.0})
+    old = spelled(rope_theta=500000, rope_scaling=LLAMA3_ROPE)
+    older = spelled(
+        rope_theta=500000,
+        rope_scaling={"type": "llama3", "factor": 8, "low_freq_factor": 1},
+    )
+    assert centers.fingerprint(new) == centers.fingerprint(old) == centers.fingerprint(older)
+    assert centers.fingerprint(new) != centers.fingerprint(LLAMA)
+
+
+def test_the_object_of_transformers_says_the_same():
+    transformers = pytest.importorskip("transformers")
+    values = {**LLAMA, "head_dim": 32, "max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(**values)
+    assert centers.fingerprint(config) == centers.fingerprint(LLAMA)
+    assert centers.fingerprint(config.to_dict()) == centers.fingerprint(LLAMA)
+
+
+def test_a_configuration_that_does_not_say_enough():
+    with pytest.raises(IncompleteConfig, match="head_dim"):
+        centers.fingerprint({**LLAMA, "model_type": "unheard_of"})
+
+
+def test_centers_come_back(tmp_path):
+    pytest.importorskip("safetensors")
+    path, found = tmp_path / "c.safetensors", list(torch.randn(2, 2, 32))
+    centers.save(path, found, LLAMA)
+    loaded = centers.load(path, spelled(rope_theta=10000))
+    assert list(loaded) == [0, 1]
+    assert all(torch.equal(loaded[i], found[i]) for i in loaded)
+    with pytest.raises(ValueError, match="another model: layers '2', the model's is '3'"):
+        centers.load(path, {**LLAMA, "num_hidden_layers": 3})
+    with pytest.raises(ValueError, match="1 centers, expected one for each of 2 layers"):
+        centers.save(path, found[:1], LLAMA)
+
+
+def test_layers_of_different_sizes(tmp_path):
+    pytest.importorskip("safetensors")
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+    config = {**LLAMA, **layers, "head_dim": 32, "global_head_dim": 64, "model_type": "gemma4_text"}
+    assert centers.fingerprint(config)["head_dim"] == "32 and 64"
+    path, found = tmp_path / "c.safetensors", [torch.randn(2, 32), torch.randn(2, 64)]
+    centers.save(path, found, config)
+    loaded = centers.load(path, config)
+    assert all(torch.equal(loaded[i], found[i]) for i in loaded)
+    with pytest.raises(ValueError, match=r"\[2, 64\], expected torch.float32 \[kv_heads, 32\]"):
+        centers.save(path, found[::-1], config)
