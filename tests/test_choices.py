@@ -82,9 +82,13 @@ FEW_ROWS = "at most 16 query rows per KV head"
 MANY_ROWS = "more than 16 query rows per KV head"
 MORE_THAN_8 = "more than 8 query rows per KV head"
 MIXED = "few query rows per KV head in some sequences, more in others"
-NO_PRODUCTS = f"{MANY_ROWS}, without products of warpgroups"
-NO_TILE_DIM = f"{MANY_ROWS}, and the row-tile kernel is not compiled for this head_dim"
-NO_TILE_CODES = f"{MANY_ROWS}, and the row-tile kernel does not expand these codes"
+UP_TO_64 = "at most 64 query rows per KV head"
+UP_TO_32 = "at most 32 query rows per KV head"
+MANY = "many query rows per KV head"
+NO_PRODUCTS = f"{MANY}, without products of warpgroups"
+NO_TILE_DIM = f"{MANY}, and the row-tile kernel is not compiled for this head_dim"
+NO_TILE_CODES = f"{MANY}, and the row-tile kernel does not expand these codes"
+FULL_ROWS = f"{MANY}, of float32"
 NO_DIM = "the split-KV kernel is not compiled for this head_dim"
 MANY_STEPS = "a codebook has more than 8 candidate steps"
 NARROW = "several candidate steps need head_dim <= 128"
@@ -100,12 +104,16 @@ CASES = [
     Case("paged_attention", {"d": 256, "group": 9}, "row_tiles", MORE_THAN_8),
     Case("paged_attention", {"q_len": 5, "tokens": 6, "seqs": 2}, "split_kv+row_tiles", MIXED),
     Case("paged_attention", {"k_bits": 2}, "row_tiles", PAIR),
-    Case("paged_attention", {"group": 17}, "general", NO_PRODUCTS, "A100"),
-    Case("paged_attention", {"group": 17, "dtype": FULL}, "general", f"{MANY_ROWS}, of float32"),
-    Case("paged_attention", {"group": 17, "d": 96}, "general", NO_TILE_DIM),
-    Case("paged_attention", {"group": 17, "k_bits": 5}, "general", NO_TILE_CODES),
+    Case("paged_attention", {"group": 64}, "split_kv", UP_TO_64, "A100"),
+    Case("paged_attention", {"group": 65}, "general", NO_PRODUCTS, "A100"),
+    Case("paged_attention", {"group": 65, "dtype": FULL}, "general", FULL_ROWS),
+    Case("paged_attention", {"group": 64, "d": 96}, "split_kv", UP_TO_64),
+    Case("paged_attention", {"group": 65, "d": 96}, "general", NO_TILE_DIM),
+    Case("paged_attention", {"group": 32, "d": 512}, "split_kv", UP_TO_32),
+    Case("paged_attention", {"group": 33, "d": 512}, "general", NO_TILE_DIM),
+    Case("paged_attention", {"group": 65, "k_bits": 5}, "general", NO_TILE_CODES),
     Case("paged_attention", {"dtype": FULL}, "general", "the exact tail is float32"),
-    Case("paged_attention", {"dtype": FULL, "tail": 0}, "split_kv", FEW_ROWS),
+    Case("paged_attention", {"dtype": FULL, "tail": 0}, "split_kv", UP_TO_64),
     Case("paged_attention", {"d": 320}, "general", NO_DIM),
     Case("paged_attention", {"k_bits": 5}, "general", PAIR),
     Case("paged_attention", {"v_uniform": 1}, "row_tiles", PAIR),
@@ -235,17 +243,20 @@ def test_every_preset_takes_the_split_kv_kernel(name, d):
         heads = {"q_heads": 2 * rows, "kv_heads": 2, "max_q_len": max_q_len}
         return kernel_choice("paged_attention", head_dim=d, preset=name, device=device, **heads)
 
-    row_tiles = d in row_tiles_dims()
-    limit = 8 if d in (192, 256) else 16
+    limit = up_to = 64 if d <= 256 else 32  # of the kernels that read codes again for more rows
+    more = "many query rows per KV head"
+    if d in row_tiles_dims():
+        limit = 8 if d in (192, 256) else 16
+        more = f"more than {limit} query rows per KV head"
     for rows in range(1, limit + 1):
         assert choice(rows) == ("split_kv", f"at most {limit} query rows per KV head")
         assert choice(1, max_q_len=rows) == choice(rows)
-    for more in (choice(limit + 1), choice(1, limit + 1), choice(1, 1000)):
-        assert more.kernel == ("row_tiles" if row_tiles else "general")
-        assert more.reason.startswith(f"more than {limit} query rows per KV head")
+    for found in (choice(limit + 1), choice(1, limit + 1), choice(1, 1000)):
+        assert found.kernel == ("row_tiles" if d in row_tiles_dims() else "general")
+        assert found.reason.startswith(more)
     for device, kernel in (("A100", "split_kv"), ("B200", "split_kv"), ("T4", "general")):
-        assert choice(16, device=device).kernel == kernel
-        assert choice(17, device=device).kernel == "general"
+        assert choice(up_to, device=device).kernel == kernel
+        assert choice(up_to + 1, device=device).kernel == "general"
 
 
 def row_tiles_dims() -> list[int]:

@@ -558,3 +558,21 @@ def test_fakes_of_lists_check_them():
         assert ops.learn_center([x, x], [energy, energy], partners).shape == (2, 3, 2, 16)
         assert layers([layer.cache, other], rings) is None
     assert_same_bytes(layer.cache, before)
+
+
+# ---- memory of results
+
+
+def test_results_start_at_multiples_of_four_bytes(device):
+    """Kernels write pairs of 16-bit elements; any other alignment of tensors is fine."""
+    layer = Layer(device)
+    layer.store()
+    q = randn(3, 2, D, seed=3).to(device, torch.bfloat16)
+    layer.ring = layer.ring.to(torch.bfloat16)
+    memory = torch.zeros(q.numel() + 2, dtype=q.dtype, device=device)
+    out, odd = memory[2:].view(q.shape), memory[1:-1].view(q.shape)
+    layer.attend(q, out=out)
+    assert_same_bytes(out, layer.attend(q)[0])
+    before = memory.clone()
+    refused("out must be memory that starts at", lambda: layer.attend(q, out=odd))
+    assert_same_bytes(memory, before)

@@ -108,6 +108,9 @@ inline format::Record check_attention(const AttentionCall& c) {
 // Checks the tensors that the _out variant writes.
 inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, const OptionalTensor& lse) {
   check_constant(out, c.q, "out", c.q.scalar_type(), {c.tokens(), c.q_heads(), c.head_dim()});
+  // kernels write two elements of 16 bits at once
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(out.data_ptr()) % 4 == 0,
+                  "out must be memory that starts at a multiple of 4 bytes, got one that starts 2 bytes behind it");
   if (lse) check_constant(*lse, c.q, "lse", ScalarType::Float, {c.tokens(), c.q_heads()});
   Arguments memory;
   memory.writes(out, "out");

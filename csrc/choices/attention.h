@@ -67,9 +67,9 @@ constexpr int split_kv_block_rows(int head_dim) {
   return head_dim == 64 || head_dim == 128 ? 16 : head_dim <= 256 ? 8 : 4;
 }
 
-// Where row tiles cannot take a call, split-KV takes up to so many rows, whatever its block has: beyond them the
-// general kernel reads the codes fewer times.
-constexpr int kSplitKvMaxRows = 16;
+// Where row tiles cannot take a call, split-KV takes up to so many rows: in blocks that read the codes again, and still
+// sooner than the general kernel, whose one pass takes as long as nine of these.
+constexpr int split_kv_most_rows(int head_dim) { return head_dim <= 256 ? 64 : 32; }
 
 // Its copies end in barriers of shared memory (cuda/common/async_copy.cuh).
 constexpr int kSplitKvLeastMajor = 8;
@@ -111,18 +111,26 @@ constexpr const char* refusal_of_split_kv(const AttentionShape& shape, const Dev
   return nullptr;
 }
 constexpr const char* refusal_of_row_tiles(const AttentionShape& shape, const DeviceFacts& device) {
-  if (!device.warpgroup_products) return "more than 16 query rows per KV head, without products of warpgroups";
-  if (shape.dtype == Dtype::kFloat32) return "more than 16 query rows per KV head, of float32";
+  if (!device.warpgroup_products) return "many query rows per KV head, without products of warpgroups";
+  if (shape.dtype == Dtype::kFloat32) return "many query rows per KV head, of float32";
   if (!is_row_tiles_head_dim(shape.head_dim)) {
-    return "more than 16 query rows per KV head, and the row-tile kernel is not compiled for this head_dim";
+    return "many query rows per KV head, and the row-tile kernel is not compiled for this head_dim";
   }
   const auto expands = [](const format::Codes& codes) {
     return !format::has_plane(codes.width) || codes.grid == Grid::kUniform;
   };
   if (!expands(shape.keys) || format::has_plane(shape.values.width)) {
-    return "more than 16 query rows per KV head, and the row-tile kernel does not expand these codes";
+    return "many query rows per KV head, and the row-tile kernel does not expand these codes";
   }
   return nullptr;
+}
+
+// The reason that names a limit.
+constexpr const char* few_rows(int limit) {
+  return limit == 64   ? "at most 64 query rows per KV head"
+         : limit == 32 ? "at most 32 query rows per KV head"
+         : limit == 16 ? "at most 16 query rows per KV head"
+                       : "at most 8 query rows per KV head";
 }
 
 // A mixed call: how many queries a sequence may have to be split-KV's. As many as fit into the smallest block that a
@@ -152,13 +160,12 @@ constexpr AttentionChoice choose_attention(const AttentionShape& shape, const De
   const char *const no_split_kv = choices::refusal_of_split_kv(shape, device), *const no_row_tiles =
                                                                                    choices::refusal_of_row_tiles(
                                                                                        shape, device);
-  const int limit = no_row_tiles ? kSplitKvMaxRows : split_kv_block_rows(shape.head_dim);
+  const int limit = no_row_tiles ? split_kv_most_rows(shape.head_dim) : split_kv_block_rows(shape.head_dim);
   const int pair = split_kv_pair(shape.keys, shape.values);
   const int64_t rows = shape.max_q_len * shape.group;
   const bool few = rows <= limit;
   if (few && !no_split_kv) {
-    const char* reason = limit == 16 ? "at most 16 query rows per KV head" : "at most 8 query rows per KV head";
-    return {Kernel::kSplitKv, reason, pair, shape.max_q_len};
+    return {Kernel::kSplitKv, choices::few_rows(limit), pair, shape.max_q_len};
   }
   if (no_row_tiles) return {Kernel::kGeneral, few ? no_split_kv : no_row_tiles};
   if (no_split_kv) return {Kernel::kRowTiles, no_split_kv};
