@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,14 +17,20 @@ MEMORY = 8 << 20  # bytes of pages
 
 
 def save_llama(folder: Path, **changes: Any) -> torch.nn.Module:
-    """Writes a small random Llama, whose next tokens are no near ties, and returns it."""
-    model = tiny_llama(**{"vocab_size": 128, "num_hidden_layers": 3, **changes})
+    """Writes a small random Llama and returns it."""
+    model = randomise(tiny_llama(**{"vocab_size": 128, "num_hidden_layers": 3, **changes}))
+    model.save_pretrained(folder)
+    return model
+
+
+def randomise(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights of a usual size: with those of an untrained model attention looks at all keys alike."""
+    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, 1.3 / parameter.shape[1] ** 0.5)
-    model.save_pretrained(folder)
-    return model
+    return model.eval()
 
 
 @contextmanager
@@ -86,3 +93,22 @@ def prompt(length: int, seed: int, vocabulary: int = 128) -> list[int]:
 def metric(llm: Any, name: str) -> float:
     """The value of a counter of vLLM's, which needs disable_log_stats=False."""
     return sum(found.value for found in llm.get_metrics() if found.name == name)
+
+
+def pages_of(llm: Any) -> int:
+    """How many pages vLLM has allocated."""
+    return llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """The lines that the plug-in logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("vllm.torch_turboquant")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
