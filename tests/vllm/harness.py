@@ -24,7 +24,7 @@ def save_llama(folder: Path, **changes: Any) -> torch.nn.Module:
 
 
 def randomise(model: torch.nn.Module) -> torch.nn.Module:
-    """Weights of a usual size: with those of an untrained model attention looks at all keys alike."""
+    """Weights of a usual size: an untrained model's attention looks at all keys alike."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -50,11 +50,11 @@ def engine(folder: Path, settings: dict[str, Any] | None, **options: Any) -> Ite
         "max_num_seqs": 8,
         "kv_cache_memory_bytes": MEMORY,
         "seed": 0,
+        "enforce_eager": True,
     }
     llm = LLM(
         model=str(folder),
         skip_tokenizer_init=True,
-        enforce_eager=True,
         **{**defaults, **chosen, **options},
     )
     try:
@@ -104,11 +104,14 @@ def pages_of(llm: Any) -> int:
 def told() -> Iterator[list[str]]:
     """The lines that the plug-in logs."""
     lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
+
+    def note(record: logging.LogRecord) -> bool:
+        lines.append(record.getMessage())
+        return True
+
     logger = logging.getLogger("vllm.torch_turboquant")
-    logger.addHandler(handler)
+    logger.addFilter(note)  # vLLM drops handlers when it starts
     try:
         yield lines
     finally:
-        logger.removeHandler(handler)
+        logger.removeFilter(note)
