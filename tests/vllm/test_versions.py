@@ -1,6 +1,7 @@
 """The versions that are supported: what the page says, and what is refused. Needs no vLLM."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -33,7 +34,7 @@ def test_the_page_has_this_table():
 
 
 def test_ranges_leave_no_gap():
-    for before, after in zip(INTERFACES, INTERFACES[1:], strict=False):
+    for before, after in pairwise(INTERFACES):
         assert after.first == (before.last[0], before.last[1] + 1)
 
 
