@@ -48,7 +48,7 @@ def test_versions_that_are_supported(version, first):
 
 @pytest.mark.parametrize("version", ["0.23.0", "0.34.0", "1.0.0", "dev"])
 def test_versions_that_are_refused(version):
-    expected = f"torch_turboquant supports vLLM 0.24 to 0.33, but {version} is installed"
+    expected = f"vLLM {version} is installed; this torch_turboquant supports 0.24 to 0.33"
     with pytest.raises(ImportError, match=re.escape(expected)):
         find_interface(version)
 
