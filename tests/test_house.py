@@ -413,10 +413,15 @@ def test_the_arguments_of_attention_are_spelled_once():
 
 
 def test_pins_agree():
-    """A package that two files of requirements name has one version."""
+    """A package that two files of requirements name has one version.
+
+    vLLM's environment is apart, because it needs older versions of two packages.
+    """
+    apart = {"transformers", "huggingface_hub"}
     versions: dict[str, set[str]] = {}
     for path in (ROOT / "requirements").glob("*.txt"):
         for name, version in re.findall(r"^([\w.-]+)==(\S+)$", path.read_text(), re.MULTILINE):
-            versions.setdefault(name.lower(), set()).add(version)
+            if path.name != "vllm.txt" or name not in apart:
+                versions.setdefault(name.lower(), set()).add(version)
     assert len(versions) > 60
     assert not {name: found for name, found in versions.items() if len(found) > 1}

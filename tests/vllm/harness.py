@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,14 +17,20 @@ MEMORY = 8 << 20  # bytes of pages
 
 
 def save_llama(folder: Path, **changes: Any) -> torch.nn.Module:
-    """Writes a small random Llama, whose next tokens are no near ties, and returns it."""
-    model = tiny_llama(**{"vocab_size": 128, "num_hidden_layers": 3, **changes})
+    """Writes a small random Llama and returns it."""
+    model = randomise(tiny_llama(**{"vocab_size": 128, "num_hidden_layers": 3, **changes}))
+    model.save_pretrained(folder)
+    return model
+
+
+def randomise(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights of a usual size: an untrained model's attention looks at all keys alike."""
+    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0, 1.3 / parameter.shape[1] ** 0.5)
-    model.save_pretrained(folder)
-    return model
+    return model.eval()
 
 
 @contextmanager
@@ -43,11 +50,11 @@ def engine(folder: Path, settings: dict[str, Any] | None, **options: Any) -> Ite
         "max_num_seqs": 8,
         "kv_cache_memory_bytes": MEMORY,
         "seed": 0,
+        "enforce_eager": True,
     }
     llm = LLM(
         model=str(folder),
         skip_tokenizer_init=True,
-        enforce_eager=True,
         **{**defaults, **chosen, **options},
     )
     try:
@@ -86,3 +93,25 @@ def prompt(length: int, seed: int, vocabulary: int = 128) -> list[int]:
 def metric(llm: Any, name: str) -> float:
     """The value of a counter of vLLM's, which needs disable_log_stats=False."""
     return sum(found.value for found in llm.get_metrics() if found.name == name)
+
+
+def pages_of(llm: Any) -> int:
+    """How many pages vLLM has allocated."""
+    return llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """The lines that the plug-in logs."""
+    lines: list[str] = []
+
+    def note(record: logging.LogRecord) -> bool:
+        lines.append(record.getMessage())
+        return True
+
+    logger = logging.getLogger("vllm.torch_turboquant")
+    logger.addFilter(note)  # vLLM drops handlers when it starts
+    try:
+        yield lines
+    finally:
+        logger.removeFilter(note)

@@ -29,7 +29,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.vllm import adapter, limits
-from torch_turboquant.integrations.vllm.plan import Plan, plan_of
+from torch_turboquant.integrations.vllm.plan import Plan, latest_plan, plan_of
 from torch_turboquant.integrations.vllm.prompts import fresh_prompt_attention
 from torch_turboquant.ops.codec import SCALE_MODES
 from torch_turboquant.tables import CacheTables
@@ -66,7 +66,7 @@ class TurboQuantBackend(adapter.Pages):
 
     @staticmethod
     def bytes_per_token(head_dim: int) -> int:
-        return plan_of(get_current_vllm_config()).settings.config(head_dim).bytes_per_token
+        return latest_plan().settings.config(head_dim).bytes_per_token
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:

@@ -15,10 +15,17 @@ def __getattr__(name: str) -> Any:
     from vllm.config import get_current_vllm_config
 
     from torch_turboquant.integrations.vllm import backend
+    from torch_turboquant.integrations.vllm.settings import KEY
 
-    asked = get_current_vllm_config().attention_config.backend
+    config = get_current_vllm_config()
+    asked = config.attention_config.backend
     if asked is not None and asked.name in backend.NAMES:
         return backend.CpuBackend
+    if KEY in config.additional_config:
+        raise ValueError(
+            "turboquant: there are settings, but another attention backend is chosen: pass "
+            "--attention-backend CUSTOM"
+        )
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     return CPUAttentionBackend

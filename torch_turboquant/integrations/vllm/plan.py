@@ -121,3 +121,11 @@ def plan_of(vllm_config: Any) -> Plan:
     plan = Plan(vllm_config)
     _PLANS.append((weakref.ref(vllm_config), plan))
     return plan
+
+
+def latest_plan() -> Plan:
+    """The plan of the engine that this process has made last.
+
+    vLLM asks backends for the sizes of pages without saying for which engine.
+    """
+    return _PLANS[-1][1]

@@ -43,6 +43,6 @@ def find_interface(version: str) -> Interface:
             return interface
     first, last = INTERFACES[0].first, INTERFACES[-1].last
     raise ImportError(
-        f"torch_turboquant supports vLLM {first[0]}.{first[1]} to {last[0]}.{last[1]}, but "
-        f"{version} is installed: install one of these, or a newer torch_turboquant"
+        f"vLLM {version} is installed; this torch_turboquant supports {first[0]}.{first[1]} to "
+        f"{last[0]}.{last[1]}: install one of these, or a newer torch_turboquant"
     )

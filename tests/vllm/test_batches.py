@@ -1,0 +1,332 @@
+"""Steps of every mixture through the backend's own interface, against attention in float64.
+
+The shapes are those of vLLM's tests of its backends: decoding, prompts and mixtures, short and
+long, whole models and the heads of tensor-parallel ranks. Every token goes into the cache through
+do_kv_cache_update; keys and values that the reference sees come from through_codes.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make vllm")
+
+from vllm.config import set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tests.helpers import randn
+from tests.oracle import exact_attention
+from tests.vllm.harness import save_llama
+from tests.vllm.reference import through_codes
+from torch_turboquant.integrations.vllm.backend import (
+    TurboQuantBackend,
+    TurboQuantImpl,
+    TurboQuantMetadataBuilder,
+)
+
+# (tokens of a sequence with the new ones, new ones)
+STEPS = {
+    "few decode": [(32, 1), (40, 1)],
+    "few prompts": [(32, 8), (40, 8)],
+    "few mixed": [(32, 1), (40, 1), (48, 5), (56, 5)],
+    "decode": [(128, 1), (256, 1), (512, 1), (1024, 1)] * 2,
+    "prompts": [(256, 16), (512, 16), (1024, 16)],
+    "mixed": [(512, 1), (1024, 1), (512, 7), (1024, 7)],
+    "one decodes": [(1024, 1)],
+    "one prompt": [(1024, 64)],
+    "fresh prompts": [(33, 33), (7, 7), (100, 100)],
+    "a hit beside a fresh prompt": [(300, 1), (200, 200), (160, 32)],
+    "drafts": [(100, 4), (333, 4), (5, 4)],
+    "drafts beside a prompt": [(100, 4), (333, 2), (90, 90)],
+}
+HEADS = {"whole": (8, 2), "half": (4, 1), "no groups": (2, 2), "wide groups": (16, 1)}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """What vLLM's workers set up before they make layers; makes configurations of engines."""
+    folder = tmp_path_factory.mktemp("llama")
+    save_llama(folder)
+
+    def configure(settings, **options):
+        given = {"preset": "k5v4u", "learn": False, **settings}
+        return EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=2048,
+            attention_backend="CUSTOM",
+            additional_config={"turboquant": given},
+            **options,
+        ).create_engine_config()
+
+    with set_current_vllm_config(configure({})):
+        init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+        initialize_model_parallel(1, 1)
+    yield configure
+    cleanup_dist_env_and_memory()
+
+
+class Layer:
+    """One layer of our backend, with memory for its pages, and a builder of its steps."""
+
+    def __init__(self, config, heads=(8, 2), d=64, page_size=32, number=0, **options):
+        self.kv_heads, self.d, self.page_size, self.number = heads[1], d, page_size, number
+        with set_current_vllm_config(config):
+            default = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float32)
+            self.impl = TurboQuantImpl(heads[0], d, d**-0.5, heads[1], **options)
+            torch.set_default_dtype(default)
+            name = f"model.layers.{number}.self_attn.attn"
+            layers = config.compilation_config.static_forward_context
+            layers[name] = SimpleNamespace(impl=self.impl)
+            self.impl.process_weights_after_loading(torch.float32)
+            spec = FullAttentionSpec(
+                block_size=page_size, num_kv_heads=heads[1], head_size=d, dtype=torch.uint8
+            )
+            self.builder = TurboQuantMetadataBuilder(spec, [name], config, torch.device("cpu"))
+        del layers[name]
+        # Pages of two layers in one allocation: a layer's own lie apart.
+        shape = (512, 2, heads[1], page_size, self.impl.config.bytes_per_token)
+        self.pages = torch.full(shape, 0x5A, dtype=torch.uint8)[:, number % 2]
+
+    def metadata(self, steps):
+        totals, new = zip(*steps, strict=True)
+        starts = torch.tensor([0, *new]).cumsum(0).int()
+        lengths = torch.tensor(totals).int()
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=lengths,
+            num_reqs=len(steps),
+            num_actual_tokens=sum(new),
+            max_query_len=max(new),
+            max_seq_len=max(totals),
+            block_table_tensor=self.table(len(steps)),
+            slot_mapping=torch.zeros(0),
+            seq_lens_cpu_upper_bound=lengths,
+        )
+
+    def table(self, sequences):
+        generator = torch.Generator().manual_seed(1)
+        pages = torch.randperm(len(self.pages), generator=generator).int()
+        return pages[: sequences * (len(pages) // sequences)].view(sequences, -1)
+
+    def store(self, k, v, sequence, table):
+        """Keys and values of a sequence's first tokens."""
+        position = torch.arange(len(k))
+        slots = table[sequence, position // self.page_size].long() * self.page_size
+        self.impl.do_kv_cache_update(None, k, v, self.pages, slots + position % self.page_size)
+
+    def run(self, steps, q, k, v, exact=True, **options):
+        """Stores everything, attends to the new tokens; returns the output and what is right."""
+        m = self.metadata(steps)
+        for s in range(len(steps)):
+            self.store(k[s], v[s], s, m.block_table_tensor)
+        new_k = torch.cat([k[s][total - new :] for s, (total, new) in enumerate(steps)])
+        new_v = torch.cat([v[s][total - new :] for s, (total, new) in enumerate(steps)])
+        built = self.builder.build(0, m)
+        out = torch.full_like(q, torch.nan)
+        padding = torch.zeros(3, *new_k.shape[1:])  # as beside graphs: more rows than tokens
+        found = self.impl.forward(
+            None,
+            q,
+            torch.cat([new_k, padding]),
+            torch.cat([new_v, padding]),
+            self.pages,
+            built,
+            out,
+        )
+        assert found is out
+        totals, new = zip(*steps, strict=True)
+        codes = [through_codes(k[s], v[s], "k5v4u", self.number) for s in range(len(steps))]
+        right, _ = exact_attention(
+            q,
+            padded([c[0] for c in codes]),
+            padded([c[1] for c in codes]),
+            list(totals),
+            list(new),
+            exact_k=padded(k),
+            exact_v=padded(v),
+            own=exact,
+            **options,
+        )
+        return found, right
+
+
+def padded(parts):
+    return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+
+
+def tensors(steps, heads, d=64):
+    q = randn(sum(new for _, new in steps), heads[0], d, seed=0)
+    k = [randn(total, heads[1], d, seed=1 + s) for s, (total, _) in enumerate(steps)]
+    v = [randn(total, heads[1], d, seed=101 + s) for s, (total, _) in enumerate(steps)]
+    return q, k, v
+
+
+def assert_right(found, right):
+    """The CPU kernel rounds to 16 bits: an output is off by 10^-4 of its length (docs/ops.md)."""
+    error = (found.double() - right).norm(dim=-1) / right.norm(dim=-1)
+    assert error.max() < 5e-4
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+def test_steps(started, steps, heads):
+    layer = Layer(started({}), heads)
+    assert_right(*layer.run(steps, *tensors(steps, heads)))
+
+
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+def test_steps_from_codes(started, steps):
+    """Decode steps read their tokens from codes, prompts beside them do not."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    layer = Layer(started({"exact_steps": False}, speculative_config=drafts), page_size=16)
+    q, k, v = tensors(steps, (8, 2))
+    found, exact = layer.run(steps, q, k, v)
+    _, coded = layer.run(steps, q, k, v, exact=False)
+    # Sequences come in this order: at most four new tokens, then more.
+    decoding = sum(new for _, new in steps if new <= 4)
+    if decoding:
+        assert_right(found[:decoding], coded[:decoding])
+    if decoding < len(q):
+        assert_right(found[decoding:], exact[decoding:])
+
+
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_head_dims_and_pages(started, d, page_size):
+    steps = STEPS["few mixed"]
+    layer = Layer(started({}), (4, 2), d, page_size)
+    assert_right(*layer.run(steps, *tensors(steps, (4, 2), d)))
+
+
+@pytest.mark.parametrize("window", [1, 24, 200])
+@pytest.mark.parametrize("name", ["decode", "mixed", "a hit beside a fresh prompt"])
+def test_sliding_windows(started, name, window):
+    layer = Layer(started({}), sliding_window=window)
+    found, right = layer.run(STEPS[name], *tensors(STEPS[name], (8, 2)), sliding_window=window)
+    assert_right(found, right)
+
+
+@pytest.mark.parametrize("name", ["decode", "mixed", "fresh prompts"])
+def test_soft_caps_and_sinks(started, name):
+    """Sinks are weights: loaded again, they are read at the same address."""
+    sinks = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16), requires_grad=False)
+    layer = Layer(started({}), logits_soft_cap=2.0, sinks=sinks)
+    address = layer.impl.sink_logits.data_ptr()
+    sinks.copy_(torch.linspace(-1, 3, 8))
+    layer.impl.process_weights_after_loading(torch.float32)
+    assert layer.impl.sink_logits.data_ptr() == address
+    found, right = layer.run(
+        STEPS[name], *tensors(STEPS[name], (8, 2)), soft_cap=2.0, sink_logits=sinks.float()
+    )
+    assert_right(found, right)
+
+
+def test_a_layer_that_reads_the_pages_of_another_one(started):
+    """It has no keys of its own, whatever it is given, and the tables of the other layer."""
+    steps = STEPS["few mixed"]
+    target = "model.layers.1.self_attn.attn"
+    layer = Layer(started({}), number=4, kv_sharing_target_layer_name=target)
+    assert layer.impl.index == layer.number - 3
+    layer.number = 1
+    assert_right(*layer.run(steps, *tensors(steps, (8, 2)), exact=False))
+
+
+def test_memory_that_moves_is_bound_again(started):
+    """A sleeping engine gives its pages back and gets others."""
+    steps = STEPS["few mixed"]
+    layer = Layer(started({}))
+    first, _ = layer.run(steps, *tensors(steps, (8, 2)))
+    layer.pages = torch.zeros(512, 2, 32, layer.impl.config.bytes_per_token, dtype=torch.uint8)
+    second, right = layer.run(steps, *tensors(steps, (8, 2)))
+    assert_right(second, right)
+    assert torch.equal(first, second)
+
+
+def test_a_layer_without_metadata_answers_zero(started):
+    """vLLM measures memory before there are pages."""
+    layer, out = Layer(started({})), torch.full((3, 8, 64), torch.nan)
+    q, kv = torch.zeros(3, 8, 64), torch.zeros(3, 2, 64)
+    assert not layer.impl.forward(None, q, kv, kv, torch.zeros(0), None, out).any()
+
+
+# ---- what a step is made of
+
+
+def parts_of(started, steps, exact_steps=True, drafts=0, on_cuda=True):
+    options = {}
+    if drafts:
+        method = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+        options["speculative_config"] = method
+    layer = Layer(started({"exact_steps": exact_steps}, **options))
+    layer.builder.splits_fresh = on_cuda
+    return [
+        (part.first, part.end, len(part.seq_lens), part.longest, part.exact, part.fresh)
+        for part in layer.builder.build(0, layer.metadata(steps)).parts
+    ]
+
+
+def test_most_steps_have_one_part(started):
+    assert parts_of(started, [(9, 1), (8, 1)]) == [(0, 2, 2, 1, True, False)]
+    assert parts_of(started, [(9, 1), (9, 1)], exact_steps=False) == [(0, 2, 2, 1, False, False)]
+    assert parts_of(started, [(9, 1), (20, 9)]) == [(0, 10, 2, 9, True, False)]
+    assert parts_of(started, [(9, 4), (20, 2)], drafts=3) == [(0, 6, 2, 4, True, False)]
+
+
+def test_fresh_prompts_are_a_part_of_their_own(started):
+    """On GPUs, and only where every one of them is fresh (vllm#46460)."""
+    mixed = [(9, 1), (20, 20), (7, 7)]
+    assert parts_of(started, mixed) == [(0, 1, 1, 1, True, False), (1, 28, 2, 20, True, True)]
+    assert parts_of(started, mixed, on_cuda=False) == [(0, 28, 3, 20, True, False)]
+    assert parts_of(started, mixed[1:]) == [(0, 27, 2, 20, True, True)]
+    assert parts_of(started, [*mixed, (48, 16)]) == [(0, 44, 4, 20, True, False)]
+
+
+def test_decode_steps_from_codes_are_a_part_of_their_own(started):
+    parts = parts_of(started, [(9, 1), (20, 9), (7, 3)], exact_steps=False)
+    assert parts == [(0, 1, 1, 1, False, False), (1, 13, 2, 9, True, False)]
+
+
+def test_padding_of_graphs(started):
+    """Rows of length 0 behind the sequences of a step."""
+    layer = Layer(started({}))
+    m = layer.metadata([(9, 1), (8, 1)])
+    m.seq_lens[1] = 0
+    (part,) = layer.builder.build(0, m).parts
+    assert part.cu_seqlens is None
+    q, k = torch.randn(2, 8, 64), torch.randn(2, 2, 64)
+    layer.store(torch.randn(9, 2, 64), torch.randn(9, 2, 64), 0, m.block_table_tensor)
+    out = layer.impl.forward(
+        None, q, k, k, layer.pages, layer.builder.build(0, m), torch.empty(2, 8, 64)
+    )
+    assert out[0].any() and not out[1].any()
+
+
+def test_attention_that_is_not_causal_is_refused(started):
+    layer = Layer(started({}))
+    m = layer.metadata([(9, 9)])
+    m.causal = False
+    with pytest.raises(ValueError, match="attention that is not causal is not supported"):
+        layer.builder.build(0, m)
+
+
+def test_what_vllm_asks_a_backend():
+    assert TurboQuantBackend.supports_sink() and TurboQuantBackend.supports_sliding_window()
+    assert TurboQuantBackend.supports_head_size(128) and not TurboQuantBackend.supports_head_size(8)
+    assert TurboQuantBackend.supports_kv_cache_dtype("auto")
+    assert not TurboQuantBackend.supports_kv_cache_dtype("fp8")
+    assert not TurboQuantBackend.is_mla() and not TurboQuantBackend.supports_attn_type("encoder")
+    asked = (128, torch.bfloat16, "fp8", None, False, False, False, False, None)
+    assert "pass --kv-cache-dtype bfloat16" in TurboQuantBackend.supports_combination(*asked)
+    assert TurboQuantBackend.supports_combination(128, torch.bfloat16, "auto", *asked[3:]) is None

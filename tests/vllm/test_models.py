@@ -1,0 +1,131 @@
+"""Models whose attention differs: windows, soft caps, biased keys; and layers with own presets."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make vllm")
+
+import transformers
+
+from tests.vllm.harness import (
+    MEMORY,
+    engine,
+    generate,
+    pages_of,
+    prompt,
+    randomise,
+    save_llama,
+    told,
+)
+from tests.vllm.reference import Reference
+
+TOKENS = 16
+PROMPTS = [prompt(n, seed=n) for n in (9, 40, 70)]
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def test_sliding_windows_and_soft_caps(tmp_path):
+    """Gemma 2: every other layer sees the last 24 tokens; pages of both kinds of layers."""
+    config = transformers.Gemma2Config(
+        **SHAPE,
+        sliding_window=24,
+        attn_logit_softcapping=5.0,
+        query_pre_attn_scalar=32,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    gemma = randomise(transformers.Gemma2ForCausalLM(config))
+    gemma.save_pretrained(tmp_path)
+    reference = Reference(gemma, "k5v4u")
+    with engine(tmp_path, {"preset": "k5v4u", "learn": False}) as llm:
+        answers = generate(llm, PROMPTS, TOKENS)
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        reference.check(p, answer)
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    """A Qwen2 with large biases of keys, as its small models have."""
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+    config = transformers.Qwen2Config(**{**shape, "hidden_size": 128})
+    qwen = randomise(transformers.Qwen2ForCausalLM(config))
+    with torch.no_grad():
+        for layer in qwen.model.layers:
+            layer.self_attn.k_proj.bias.normal_(0, 8)
+    folder = tmp_path_factory.mktemp("qwen")
+    qwen.save_pretrained(folder)
+    return folder, qwen
+
+
+def test_centers_are_learned_from_the_first_prompt(biased):
+    """From the tokens of the first step but the first four of each sequence, and never again."""
+    folder, qwen = biased
+    first = prompt(64, seed=64)
+    learned: dict[int, torch.Tensor] = {}
+
+    def center(layer: int, keys: torch.Tensor) -> torch.Tensor:
+        return learned.setdefault(layer, keys[4:].mean(0))
+
+    reference = Reference(qwen, "k4v4u", center=center)
+    with engine(folder, {"preset": "k4v4u"}) as llm, told() as lines:
+        answers = [generate(llm, [p], TOKENS)[0] for p in (first, *PROMPTS)]
+    for p, answer in zip((first, *PROMPTS), answers, strict=True):
+        reference.check(p, answer)
+    assert lines == ["TurboQuant: centers are the mean keys of the first prompt's 60 tokens"]
+    with pytest.raises(AssertionError):  # the reference can tell
+        for p, answer in zip(PROMPTS, answers[1:], strict=True):
+            Reference(qwen, "k4v4u").check(p, answer)
+
+
+def test_a_short_first_prompt_teaches_nothing(biased):
+    folder, qwen = biased
+    reference = Reference(qwen, "k8v8")
+    prompts = [prompt(19, seed=19), PROMPTS[2]]
+    with engine(folder, {"preset": "k8v8"}) as llm, told() as lines:
+        answers = [generate(llm, [p], TOKENS)[0] for p in prompts]
+    assert len(lines) == 1 and "too short to learn centers from (15 tokens" in lines[0]
+    for p, answer in zip(prompts, answers, strict=True):
+        reference.check(p, answer)
+
+
+def test_layers_with_presets_of_their_own(tmp_path):
+    llama = save_llama(tmp_path)
+    reference = Reference(llama, ["k8v8", "k3v2", "k4v4"])
+    settings = {"preset": "k3v2", "layers": {"0": "k8v8", "-1": "k4v4"}, "learn": False}
+    with engine(tmp_path, settings) as llm:
+        answers = generate(llm, PROMPTS, TOKENS)
+        pages = pages_of(llm)
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        reference.check(p, answer)
+    page = 16 * 2 * sum(bytes_per_token(name) for name in reference.presets)
+    assert MEMORY // page - pages in (0, 1)  # no padding
+
+
+def bytes_per_token(preset: str) -> int:
+    import torch_turboquant as tt
+
+    return tt.preset(preset, 32).bytes_per_token
+
+
+@pytest.mark.parametrize("preset", ["k8v8", "k5v4u", "k3v2"])
+def test_tokens_that_fit(tmp_path, preset):
+    """In the same memory as many as the bits say."""
+    import torch_turboquant as tt
+
+    save_llama(tmp_path, head_dim=128, num_hidden_layers=2)
+    with engine(tmp_path, None, dtype="bfloat16", block_size=32) as llm:
+        plain = pages_of(llm) * 32
+    with engine(tmp_path, {"preset": preset}, dtype="bfloat16", block_size=32) as llm:
+        packed = pages_of(llm) * 32
+    bits = tt.preset(preset, 128).bits_per_value
+    assert packed / plain == pytest.approx(16 / bits, rel=0.02)

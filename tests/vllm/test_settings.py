@@ -1,0 +1,206 @@
+"""What users write, and what is refused at start. Needs no vLLM."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torch_turboquant.integrations.vllm import limits
+from torch_turboquant.integrations.vllm.learning import Learning
+from torch_turboquant.integrations.vllm.settings import Settings, parse
+from torch_turboquant.integrations.vllm.versions import find_interface
+
+# ---- settings
+
+
+def test_everything_that_can_be_set():
+    given = {
+        "preset": "k4v4u",
+        "layers": {"0": "k8v8", "-1": "k8v4"},
+        "centers": "centers.safetensors",
+        "seed": 3,
+        "learn": False,
+        "calibrate": True,
+        "exact_steps": False,
+        "window": 0,
+    }
+    assert parse({"turboquant": given}) == Settings(
+        preset="k4v4u",
+        layers=((0, "k8v8"), (-1, "k8v4")),
+        centers="centers.safetensors",
+        seed=3,
+        learn=False,
+        calibrate=True,
+        exact_steps=False,
+    )
+
+
+@pytest.mark.parametrize("given", [{}, {"other": 1}, {"turboquant": {}}, None])
+def test_defaults(given):
+    assert parse(given) == Settings("near-lossless")
+
+
+def test_layers_have_their_own_presets():
+    settings = parse({"turboquant": {"preset": "k5v4u", "layers": {"0": "k8v8", "-1": "k3v2"}}})
+    widths = [settings.layer_config(64, layer, 4).key_bits for layer in range(4)]
+    assert widths == [8, 5, 5, 3]
+    config = settings.layer_config(64, 1, 4)
+    assert (config.sink_tokens, config.recent_window) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["tq_k4v4u", "tq_near_lossless"])
+def test_presets_named_by_the_dtype(name):
+    preset = name.removeprefix("tq_").replace("_", "-")
+    assert parse({}, name).preset == preset
+    assert parse({"turboquant": {"preset": preset}}, name).preset == preset
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ("k5v4u", TypeError, 'expected an object such as {"preset": "k5v4u"}, got \'k5v4u\''),
+        ({"presett": "k5v4u"}, ValueError, "unknown key 'presett' (did you mean 'preset'"),
+        ({"bits": 4}, ValueError, "the keys are preset, layers, centers, learn"),
+        ({"preset": "k5v4"}, ValueError, "unknown preset 'k5v4' (did you mean 'k5v4u'"),
+        ({"preset": 4}, TypeError, "preset is 4, of type int"),
+        ({"layers": {"first": "k8v8"}}, ValueError, "layers names 'first', expected numbers"),
+        ({"layers": {"0": "k9v9"}}, ValueError, "unknown preset 'k9v9'"),
+        ({"layers": {"0": 8}}, TypeError, "layer 0 has 8, expected the name of a preset"),
+        ({"layers": ["k8v8"]}, TypeError, "layers is ['k8v8'], of type list"),
+        ({"seed": True}, TypeError, "seed is True, of type bool"),
+        ({"seed": -1}, ValueError, "seed must be 0 to 2^64 - 1, got -1"),
+        ({"learn": 1}, TypeError, "learn is 1, of type int"),
+        ({"window": 64}, ValueError, "window is 64, supported: 0"),
+    ],
+)
+def test_mistakes_are_named(given, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        parse({"turboquant": given})
+
+
+def test_two_presets_are_one_too_many():
+    with pytest.raises(ValueError, match="tq_k8v8 and preset 'k4v4' differ"):
+        parse({"turboquant": {"preset": "k4v4"}}, "tq_k8v8")
+
+
+def test_layers_that_the_model_has_not():
+    settings = parse({"turboquant": {"layers": {"7": "k8v8"}}})
+    with pytest.raises(ValueError, match="names layer 7, the model has 4 layers"):
+        settings.layer_config(64, 0, 4)
+
+
+# ---- refusals
+
+
+def layer_problems(head_dim=64, dtype=torch.bfloat16, on_cpu=False, cache="auto", **changes):
+    alibi, kind = changes.pop("alibi", None), changes.pop("kind", "decoder")
+    return limits.wrong_layer(head_dim, dtype, on_cpu, cache, alibi, kind, changes)
+
+
+def test_what_layers_may_be():
+    assert layer_problems() == []
+    assert layer_problems(dtype=torch.float32, on_cpu=True) == []
+    assert layer_problems(head_dim=256, cache="bfloat16", sinks=None) == []
+    assert layer_problems(cache="tq_k5v4u") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"dtype": torch.float32}, "pass --dtype bfloat16 or float16"),
+        ({"cache": "fp8"}, "pass --kv-cache-dtype bfloat16"),
+        ({"cache": "turboquant_k8v4"}, "pass --kv-cache-dtype bfloat16"),
+        ({"head_dim": 88}, "choose another --attention-backend"),
+        ({"alibi": [1.0]}, "ALiBi is not supported: choose another --attention-backend"),
+        ({"kind": "encoder_only"}, "encoder_only attention is not supported"),
+        ({"indexer": 1}, "the option indexer of attention is not supported"),
+    ],
+)
+def test_layers_that_are_refused(changes, text):
+    (problem,) = layer_problems(**changes)
+    assert text in problem
+
+
+def engine_config(**changes):
+    parts = {"cache": {}, "parallel": {}, "model": {"is_hybrid": False, "enforce_eager": False}}
+    for name, value in changes.items():
+        part, _, field = name.partition("_")
+        parts[part][field] = value
+    return SimpleNamespace(**{f"{name}_config": SimpleNamespace(**p) for name, p in parts.items()})
+
+
+NEW, OLD = find_interface("0.32.0"), find_interface("0.27.1")
+
+
+def test_what_engines_may_be():
+    limits.check_engine(engine_config(model_is_hybrid=True), NEW, Settings())
+    limits.check_engine(engine_config(), OLD, Settings())
+    limits.check_engine(engine_config(model_enforce_eager=True), NEW, Settings(calibrate=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "interface", "settings", "text"),
+    [
+        ({"cache_calculate_kv_scales": True}, NEW, {}, "calculate_kv_scales has no meaning"),
+        (
+            {"parallel_decode_context_parallel_size": 2},
+            NEW,
+            {},
+            "decode_context_parallel_size is 2, supported: 1",
+        ),
+        (
+            {"parallel_prefill_context_parallel_size": 4},
+            NEW,
+            {},
+            "prefill_context_parallel_size is 4, supported: 1",
+        ),
+        ({"model_is_hybrid": True}, OLD, {}, "install vLLM 0.28 or newer"),
+        ({}, NEW, {"calibrate": True}, "pass --enforce-eager"),
+    ],
+)
+def test_engines_that_are_refused(changes, interface, settings, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        limits.check_engine(engine_config(**changes), interface, Settings(**settings))
+
+
+# ---- centers of the first prompt
+
+
+def step(*lengths):
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    return SimpleNamespace(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        num_reqs=len(lengths),
+        max_query_len=max(lengths),
+    )
+
+
+def test_the_first_step_teaches():
+    learning = Learning()
+    assert "first prompt's 16 tokens" in learning.see(step(10, 3, 14), 1)
+    assert learning.tokens.tolist() == [*range(4, 10), *range(17, 27)]
+    assert learning.see(step(100), 1) is None  # and no other one
+    assert len(learning.tokens) == 16
+
+
+@pytest.mark.parametrize(("lengths", "graphs"), [([19], 1), ([8] * 10, 8)])
+def test_a_first_step_that_teaches_nothing(lengths, graphs):
+    """Too few tokens; or a step that vLLM may replay, in which no layer can learn."""
+    learning = Learning()
+    assert "too short to learn centers from" in learning.see(step(*lengths), graphs)
+    assert learning.decided and learning.tokens is None
+    learning.see(step(100), graphs)
+    assert learning.tokens is None
+
+
+def test_warm_up_teaches_nothing():
+    learning = Learning()
+
+    def compile_or_warm_up_model():
+        return learning.see(step(100), 1)
+
+    assert compile_or_warm_up_model() is None
+    assert not learning.decided
+    assert learning.see(step(100), 1) is not None

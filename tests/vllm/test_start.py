@@ -1,0 +1,82 @@
+"""What happens before the first token: names, the start-up line, refusals."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make vllm")
+
+import transformers
+
+from tests.vllm.harness import engine, generate, prompt, save_llama, told
+from torch_turboquant.integrations.vllm.adapter import INTERFACE
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    save_llama(folder, head_dim=128, num_hidden_layers=2)
+    return folder
+
+
+def backend_of(llm):
+    (layer, *_) = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    return layer.attn_backend.__name__
+
+
+def test_the_start_up_line(folder):
+    settings = {"preset": "k5v4u", "layers": {"-1": "k8v8"}, "seed": 5}
+    with told() as lines, engine(folder, settings, dtype="bfloat16") as llm:
+        assert backend_of(llm) == "CpuBackend"
+    assert lines == [
+        "TurboQuant: preset k5v4u (layers -1: k8v8), 408 bytes per token and layer on this rank; "
+        "2.51 times the tokens of bfloat16 fit. Centers: to be learned from the first prompt; "
+        "seed 5; format 1"
+    ]
+
+
+def test_nothing_happens_unasked(folder):
+    with told() as lines, engine(folder, None, block_size=32) as llm:
+        assert backend_of(llm) == "CPUAttentionBackend"
+        assert len(generate(llm, [prompt(9, seed=9)], 2)[0]) == 2
+    assert lines == []
+
+
+@pytest.mark.skipif(not INTERFACE.own_name, reason="this vLLM has no names for others' backends")
+def test_the_own_name(folder):
+    with engine(folder, {}, attention_backend="TORCH_TURBOQUANT") as llm:
+        assert backend_of(llm) == "CpuBackend"
+
+
+def test_block_sizes(folder):
+    """Codes do not depend on pages. Blocks of 256 tokens are two pages each."""
+    answers = []
+    for block_size in (16, 32, 64, 128, 256):
+        with engine(folder, {"learn": False}, block_size=block_size) as llm:
+            answers.append(generate(llm, [prompt(300, seed=3)], 8))
+            layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+            shapes = {layer.kv_cache.shape[2] for layer in layers.values()}
+            assert shapes == {min(block_size, 128)}
+    assert answers == answers[:1] * 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "text"),
+    [
+        ({"preset": "k9"}, {}, "unknown preset 'k9'"),
+        ({"presets": "k8v8"}, {}, "unknown key 'presets'"),
+        ({"layers": {"2": "k8v8"}}, {}, "names layer 2, the model has 2 layers"),
+        ({"calibrate": True}, {"enforce_eager": False}, "pass --enforce-eager"),
+        ({}, {"kv_cache_dtype": "fp8"}, "pass --kv-cache-dtype bfloat16"),
+        ({}, {"block_size": 24}, "block size|block_size"),
+        ({}, {"attention_backend": "CPU_ATTN"}, "pass --attention-backend CUSTOM"),
+    ],
+)
+def test_refusals_when_an_engine_starts(folder, settings, options, text):
+    with pytest.raises(Exception, match=text), engine(folder, settings, **options):
+        pass
+
+
+def test_alibi_is_refused(tmp_path):
+    config = transformers.BloomConfig(vocab_size=128, hidden_size=64, n_layer=1, n_head=2)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="ALiBi is not supported"), engine(tmp_path, {}):
+        pass
