@@ -23,9 +23,10 @@ sequences of a step come from the prefix cache: their prompts run through one la
 only, and the pages of all layers are filled with copies of pages that a real prompt has made, since
 the values do not change the times. Prompts are real, and the fastest of a few counts.
 
-Drafts are vLLM's own n-gram drafts on the GPU, which always proposes as many as it may (vLLM 0.28
-and later); which of them are accepted is drawn at random (its "synthetic" acceptance). An engine
-has one number of drafts, so that these points start engines of their own.
+Drafts are vLLM's n-gram drafts made on the GPU, which are always as many as there may be (vLLM
+0.32; versions without them leave these points out); which of them are accepted is drawn at random
+(its "synthetic" acceptance). An engine has one number of drafts, so that these points start engines
+of their own.
 
     python benchmarks/bench_vllm.py                      all, into results/h200_vllm.json
     python benchmarks/bench_vllm.py --configs bf16,k5v4u --points 16x32768,32x8192
@@ -162,6 +163,13 @@ class Engine:
     @property
     def title(self) -> str:
         return f"{self.config} {self.drafts} drafts" if self.drafts else self.config
+
+
+def can_draft() -> bool:
+    """Whether this vLLM makes n-gram drafts on the GPU. It is not imported: that takes a while."""
+    found = importlib.util.find_spec("vllm")
+    folder = Path(found.origin).parent if found and found.origin else Path()
+    return (folder / "v1" / "worker" / "gpu" / "spec_decode" / "ngram").exists()
 
 
 def engines_of(configs: list[str], points: list[Point], only: str | None) -> Iterator[Engine]:
@@ -594,6 +602,9 @@ def measure_all(arguments: Any, cuda: bool) -> None:
     """Every engine, one after the other, and every row into the file."""
     texts = (arguments.points or (POINTS if cuda else TINY_POINTS)).split(",")
     configs, points = arguments.configs.split(","), [Point.parse(text) for text in texts]
+    if any(point.drafts for point in points) and not can_draft():
+        print("this vLLM makes no n-gram drafts on the GPU: points with drafts are left out")
+        points = [point for point in points if not point.drafts]
     engines = list(engines_of(configs, points, arguments.only))
     shape = SHAPES[arguments.shape]
     started, rows = time.perf_counter(), []

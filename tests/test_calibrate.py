@@ -1,6 +1,8 @@
 """`torch_turboquant calibrate`: a tiny model in a folder, its text, and the file that comes out."""
 
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tests.helpers import tiny_llama
 from torch_turboquant import __main__ as command_line
 from torch_turboquant import centers
 from torch_turboquant.integrations.transformers import TurboQuantCache, load_centers
+from torch_turboquant.integrations.vllm import calibrator
 from torch_turboquant.integrations.vllm.centers import LayerConstants, find_file
 
 WORDS = [f"w{i}" for i in range(64)]
@@ -51,7 +54,7 @@ def test_the_file_beside_the_model(folder, text, ids, capsys):
     assert calibrate(folder, text) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     path = folder / "turboquant_centers.safetensors"
-    assert line.startswith(f"{path}: centers and channel scales of 2 layers, from 200 tokens in ")
+    assert line.startswith(f"{path}: centers and channel scales from 200 tokens in ")
     model = tiny_llama(max_position_embeddings=100)
     expected = TurboQuantCache.calibrate(model, ids[:200].view(2, 100))  # no longer than it reads
     for found, center in zip(load_centers(path, model), expected, strict=True):
@@ -65,12 +68,56 @@ def test_the_file_beside_the_model(folder, text, ids, capsys):
 def test_options(folder, text, ids, tmp_path, capsys):
     path = tmp_path / "mean.safetensors"
     assert calibrate(folder, text, "-o", path, "--tokens", 90, "--mean", "--device", "cpu") == 0
-    assert "centers of 2 layers, from 90 tokens" in capsys.readouterr().out
+    assert ": centers from 90 tokens in" in capsys.readouterr().out
     assert not (folder / centers.FILE_NAME).exists()
     model = tiny_llama(max_position_embeddings=100)
     expected = TurboQuantCache.calibrate(model, ids[:90], scaled=False)
     for found, center in zip(load_centers(path, model), expected, strict=True):
         torch.testing.assert_close(found, center, rtol=1e-5, atol=1e-6)
+
+
+def test_vllm_reads_the_text(folder, text, ids, tmp_path, capsys, monkeypatch):
+    """With the arguments that are given, in sequences with room for one more token."""
+    made = []
+
+    def llm(model, **options):
+        config = SimpleNamespace(max_model_len=101)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        made.append((model, options))
+        return SimpleNamespace(
+            llm_engine=SimpleNamespace(model_config=config), get_tokenizer=lambda: tokenizer
+        )
+
+    def read(llm, prompts, path, scaled):
+        made.append((prompts, path, scaled))
+
+    from transformers import AutoTokenizer
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
+    monkeypatch.setattr(calibrator, "calibrate", read)
+    path = tmp_path / "c.safetensors"
+    options = '{"tensor_parallel_size": 2}'
+    assert calibrate(folder, text, "-o", path, "--dtype", "float16", "--vllm", options) == 0
+    (model, options), (prompts, output, scaled) = made
+    assert model == str(folder) and output == path and scaled
+    assert options["tensor_parallel_size"] == 2 and options["dtype"] == "float16"
+    assert prompts == ids[:200].view(2, 100).tolist()
+    assert "from 200 tokens in" in capsys.readouterr().out
+
+
+def test_vllm_that_is_not_there(folder, text, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    line = refused(capsys, folder, text, "--vllm")
+    assert line == "calibrate: --vllm needs vLLM: pip install 'torch_turboquant[vllm]'"
+    line = refused(capsys, folder, text, "--device", "cpu", "--vllm")
+    assert "vLLM chooses its devices by itself" in line
+
+
+@pytest.mark.parametrize(("given", "says"), [("[1]", "is no object"), ("{", "is no JSON")])
+def test_arguments_of_vllm_that_are_none(folder, text, capsys, given, says):
+    with pytest.raises(SystemExit):
+        calibrate(folder, text, "--vllm", given)
+    assert says in capsys.readouterr().err
 
 
 def refused(capsys, *argv):

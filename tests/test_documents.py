@@ -115,6 +115,54 @@ def test_a_row_of_the_quality_page_by_hand(generate, number, title, file):
     assert cells[first + 2] == f"{100 * row['top1_agreement']:.1f}%"
 
 
+def engine_row(config, point, **values):
+    origin = {"device": "NVIDIA H200", "vllm": "0.99.0", "shape": "8b", "tensor_parallel": 1}
+    return {**origin, "config": config, "point": point, **values}
+
+
+def test_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path):
+    """With made-up rows: which are measured changes with every run."""
+    steps = {"context": 32768, "sequences": 16}
+    rows = [
+        engine_row("k5v4u", "memory", cache_tokens=2000),
+        engine_row("k5v4u", "16x32768", step_ms=10.0, tokens_s=1600.0, drafts=0, **steps),
+        engine_row("turboquant_4bit_nc", "prompt8192", tokens_s=500.0),
+        engine_row("k5v4u", "verify3:16x32768", step_ms=20.0, tokens_s=2000.0, drafts=3, **steps),
+        engine_row("bf16", "memory", cache_tokens=600),
+        engine_row("bf16", "16x32768", step_ms=20.0, tokens_s=800.0, drafts=0, **steps),
+        engine_row("bf16", "full8192", step_ms=23.0, tokens_s=3041.0, drafts=0, **steps),
+        {**engine_row("bf16", "1x128", tokens_s=9.0), "shape": "70b-cut"},
+    ]
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    assert "have not been measured" in generate.engine_speed()
+    (tmp_path / "h200_vllm.json").write_text(json.dumps(rows))
+    monkeypatch.setattr(generate, "read_rows", lambda name: rows)
+    lines = generate.engine_speed().splitlines()
+    assert lines[:3] == ["vLLM 0.99.0:", "", "|  | bf16 | k5v4u | turboquant_4bit_nc |"]
+    assert lines[4:] == [
+        "| tokens that fit | 600 | 2,000 |  |",
+        "| 16 x 32,768 | 20.00 ms, 800/s | 10.00 ms, 1,600/s (2.00x) |  |",
+        "| prompt of 8,192 |  |  | 500/s |",
+        "| 16 x 32,768, 3 drafts |  | 20.00 ms, 2,000/s |  |",
+        "| as many as fit x 8,192 | 23.00 ms, 3,041/s |  |  |",
+    ]
+
+
+def test_quality_of_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path):
+    row = {"cache": "k5v4u", "chunk": 64, "kl": 0.0044, "kl_interval": [0.004, 0.005]}
+    row |= {"top1_agreement": 0.9603, "perplexity_change": -0.0016}
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    assert "have not been measured" in generate.engine_quality()
+    (tmp_path / "vllm_quality_gemma_3_270m.json").touch()
+    base = {"cache": "uncompressed", "chunk": 64}
+    monkeypatch.setattr(generate, "read_rows", lambda name: [base, row])
+    assert generate.engine_quality().splitlines() == [
+        "| cache | chunk | Gemma-3-270M: KL | top-1 | perplexity |",
+        "| --- | --- | --- | --- | --- |",
+        "| k5v4u | 64 | 0.0044 ± 0.0005 | 96.0% | -0.16% |",
+    ]
+
+
 def test_another_docstring_would_show(generate, monkeypatch):
     monkeypatch.setattr(generate.tq.pack, "__doc__", "Something else.")
     assert list(generate.outdated()) == ["docs/ops.md"]

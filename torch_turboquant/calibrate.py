@@ -1,15 +1,18 @@
 """The centers of a model, found once from a text and kept in a file.
 
     torch_turboquant calibrate MODEL TEXT -o FILE
+    torch_turboquant calibrate MODEL TEXT -o FILE --vllm '{"tensor_parallel_size": 4}'
 
 The model reads the text, and the file gets the mean key of every layer and KV head with the scales
 of its channels (torch_turboquant.ops.center). vLLM finds the file in the model's folder under the
-name that the command gives it by default; TurboQuantCache takes it as `center=FILE`.
+name that the command gives it by default; TurboQuantCache takes it as `center=FILE`. A model that
+is too large for one process of transformers is read by vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -59,63 +62,124 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "on GPUs)",
     )
     add_device_argument(parser)
+    parser.add_argument(
+        "--vllm",
+        type=json_object,
+        nargs="?",
+        const={},
+        metavar="JSON",
+        help="read the text in vLLM instead of transformers; JSON: arguments of its LLM, such as "
+        '{"tensor_parallel_size": 4}',
+    )
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The type of an option that is an object in JSON.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is something else.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no object of JSON")
+    return value
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     started = time.perf_counter()
+    output = args.output or args.model / centers.FILE_NAME
+    read = with_transformers if args.vllm is None else with_vllm
     try:
-        found, tokens, model = calibrate(args)
-        output = args.output or args.model / centers.FILE_NAME
-        centers.save(output, found, model.config)
+        tokens = read(args, checked_text(args), output)
     except (OSError, ValueError) as error:
         print(f"calibrate: {error}", file=sys.stderr)
         return 1
-    layers = sum(center is not None for center in found)
     what = "centers" if args.mean else "centers and channel scales"
     seconds = time.perf_counter() - started
-    print(f"{output}: {what} of {layers} layers, from {tokens:,} tokens in {seconds:.0f} s")
+    print(f"{output}: {what} from {tokens:,} tokens in {seconds:.0f} s")
     return 0
 
 
-def calibrate(args: argparse.Namespace) -> tuple[list[Any], int, Any]:
-    """The centers of all layers, how many tokens they are from, and the model.
+def checked_text(args: argparse.Namespace) -> str:
+    """The text; what can be refused without the model's weights is refused before they are loaded.
 
     Raises:
-        OSError, ValueError: model or text cannot be used; the text says why.
+        ValueError: model or text cannot be used, or there is no place for the file.
     """
     from torch_turboquant.eval import assets
 
-    # What can be refused without the weights is refused before they are loaded.
     assets.check_dense(args.model)
-    config = read_config(args.model)
-    if problem := unsupported_attention(config):
+    if problem := unsupported_attention(read_config(args.model)):
         raise ValueError(
             f"{args.model} has {problem}, and centers are of keys that every KV head keeps: this "
             "model has no use for them"
         )
     if args.output is None and not os.access(args.model, os.W_OK):
         raise ValueError(f"the folder {args.model} cannot be written: name a file with -o FILE")
-    text = read_text(args.text)
+    if args.vllm is not None and args.device != "auto":
+        raise ValueError("vLLM chooses its devices by itself: give --vllm without --device")
+    return read_text(args.text)
 
+
+def with_transformers(args: argparse.Namespace, text: str, output: Path) -> int:
+    """Writes the file; returns how many tokens the model has read.
+
+    Raises:
+        ValueError: the text is too short, or the model is not supported.
+    """
     import torch
 
+    from torch_turboquant.eval import assets
     from torch_turboquant.integrations.transformers import TurboQuantCache
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     model, tokenizer = assets.load_dense(args.model, args.device, dtype)
-    ids = tokenizer(text, return_tensors="pt").input_ids[0, : args.tokens]
+    # The model's own limit: no position is read that it was not made for.
+    longest = Fields(text_config(model.config)).get("max_position_embeddings")
+    ids = in_sequences(tokenizer(text).input_ids, args, longest)
+    found = TurboQuantCache.calibrate(model, torch.tensor(ids), skip=SINKS, scaled=not args.mean)
+    centers.save(output, found, model.config)
+    return sum(map(len, ids))
+
+
+def with_vllm(args: argparse.Namespace, text: str, output: Path) -> int:
+    """The same through vLLM's engine.
+
+    Raises:
+        ValueError: the text is too short, or vLLM is missing.
+    """
+    from torch_turboquant.integrations.vllm import calibrator
+
+    try:
+        from vllm import LLM
+    except ModuleNotFoundError as error:
+        raise ValueError("--vllm needs vLLM: pip install 'torch_turboquant[vllm]'") from error
+    options = {"dtype": args.dtype} if args.dtype else {}
+    llm = LLM(str(args.model), **calibrator.engine_options({**options, **args.vllm}))
+    longest = llm.llm_engine.model_config.max_model_len - 1  # and one token is generated
+    ids = in_sequences(llm.get_tokenizer().encode(text), args, longest)
+    calibrator.calibrate(llm, ids, output, scaled=not args.mean)
+    return sum(map(len, ids))
+
+
+def in_sequences(ids: list[int], args: argparse.Namespace, longest: int | None) -> list[list[int]]:
+    """The first tokens of a text as sequences of one length, which is at most `longest`.
+
+    Raises:
+        ValueError: too few tokens.
+    """
+    ids = ids[: args.tokens]
     if len(ids) < CENTER_TOKENS + SINKS:
         raise ValueError(
             f"{args.text} gives {len(ids)} tokens; centers need {CENTER_TOKENS + SINKS}, and are "
             f"better from {TOKENS:,}: give a longer text, or more --tokens"
         )
-    # The model's own limit: no position is read that it was not made for.
-    longest = Fields(text_config(model.config)).get("max_position_embeddings") or len(ids)
-    length = max(1, min(len(ids), longest))
-    sequences = ids[: len(ids) // length * length].view(-1, length)
-    found = TurboQuantCache.calibrate(model, sequences, skip=SINKS, scaled=not args.mean)
-    return found, sequences.numel(), model
+    length = min(len(ids), longest or len(ids))
+    return [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
 
 
 def read_text(path: Path) -> str:

@@ -167,8 +167,17 @@ def test_a_file_of_the_engine(engine, tmp_path):
     torch.testing.assert_close(scale, expected()[1, 1, 2:], rtol=1e-5, atol=1e-6)
 
 
+def test_arguments_of_an_engine_that_calibrates():
+    given = {"tensor_parallel_size": 4, "enforce_eager": False}
+    options = calibrator.engine_options(given)
+    assert options["tensor_parallel_size"] == 4 and options["enforce_eager"]
+    module, name = options["worker_extension_cls"].rsplit(".", 1)
+    assert (module, name) == (calibrator.__name__, "Calibrator")
+    assert options["additional_config"]["turboquant"]["calibrate"] is True
+
+
 def test_an_engine_that_does_not_calibrate():
-    with pytest.raises(RuntimeError, match="no layer gathers keys: start vLLM with enforce_eager"):
+    with pytest.raises(RuntimeError, match="no layer gathers keys: start vLLM with"):
         Worker([]).turboquant_start()
     with pytest.raises(RuntimeError, match="no layer gathers keys"):
         Worker([None]).turboquant_start()

@@ -3,9 +3,7 @@
 Every layer sums up what its attention gets while the engine reads a text; the sums of all ranks are
 fetched, joined and written to the same file that `torch_turboquant calibrate` makes:
 
-    llm = LLM(model, enforce_eager=True, attention_backend="CUSTOM",
-              worker_extension_cls="torch_turboquant.integrations.vllm.calibrator.Calibrator",
-              additional_config={"turboquant": {"preset": "k8v8", "calibrate": True}})
+    llm = LLM(model, **engine_options({"tensor_parallel_size": 4}))
     calibrate(llm, [token_ids, ...], "turboquant_centers.safetensors")
 
 vLLM computes its warm-up with tokens of no meaning; the sums begin when calibrate says so.
@@ -28,6 +26,19 @@ from torch_turboquant.ops.codec import scaled_center
 
 Part = dict[str, Any]
 """What a rank has gathered, in plain data, which vLLM can send between processes."""
+
+
+def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of vLLM's LLM for a calibration; given: those of its user."""
+    settings = {"preset": "k8v8", "learn": False, "calibrate": True}
+    return {
+        **given,
+        "attention_backend": "CUSTOM",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "worker_extension_cls": f"{__name__}.{Calibrator.__name__}",
+        "additional_config": {"turboquant": settings},
+    }
 
 
 class KeySums:
@@ -115,9 +126,7 @@ class Calibrator:
         found = {i.index: i.key_sums for i in own}
         if not found:
             raise RuntimeError(
-                "turboquant: no layer gathers keys: start vLLM with enforce_eager=True, "
-                "attention_backend='CUSTOM' and additional_config={'turboquant': {'calibrate': "
-                "true}}"
+                "turboquant: no layer gathers keys: start vLLM with calibrator.engine_options"
             )
         if len(found) < len(own):
             raise RuntimeError(
@@ -216,7 +225,7 @@ def calibrate(
     """Lets an engine read prompts and writes the centers of its model to a file.
 
     Args:
-        llm: vLLM's LLM, started as this module's text says.
+        llm: vLLM's LLM, started with engine_options.
         prompts: token ids; prompts that the engine's prefix cache holds already do not count.
         path: of the file, which LayerConstants and TurboQuantCache read (needs safetensors).
         scaled: whether to write scales of channels too.
