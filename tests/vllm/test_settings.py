@@ -195,12 +195,12 @@ def test_a_first_step_that_teaches_nothing(lengths, graphs):
     assert learning.tokens is None
 
 
-def test_warm_up_teaches_nothing():
+@pytest.mark.parametrize(
+    ("module", "decides"), [("vllm.v1.worker.gpu_worker", False), ("somebody.else", True)]
+)
+def test_warm_up_teaches_nothing(module, decides):
     learning = Learning()
-
-    def compile_or_warm_up_model():
-        return learning.see(step(100), 1)
-
-    assert compile_or_warm_up_model() is None
-    assert not learning.decided
-    assert learning.see(step(100), 1) is not None
+    names = {"__name__": module, "see": lambda: learning.see(step(100), 1)}
+    exec("def load_model(): return see()", names)
+    names["load_model"]()
+    assert learning.decided == decides

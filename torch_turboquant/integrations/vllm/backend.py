@@ -167,9 +167,8 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
-        from vllm.v1.attention.backend import max_decode_query_len
-
-        return max_decode_query_len(vllm_config)
+        drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None)
+        return 1 + (drafts or 0)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

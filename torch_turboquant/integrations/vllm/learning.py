@@ -65,10 +65,10 @@ class Learning:
 
 
 def _is_warm_up() -> bool:
-    """Whether the step belongs to vLLM's preparation. Nothing in its metadata tells."""
+    """Whether the step belongs to vLLM's preparation: only who calls it tells, no metadata does."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in WARM_UP:
+        if frame.f_code.co_name in WARM_UP and frame.f_globals["__name__"].startswith("vllm."):
             return True
         frame = frame.f_back
     return False
