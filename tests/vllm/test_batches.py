@@ -5,6 +5,7 @@ long, whole models and the heads of tensor-parallel ranks. Every token goes into
 do_kv_cache_update; keys and values that the reference sees come from through_codes.
 """
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,7 @@ from tests.helpers import randn
 from tests.oracle import exact_attention
 from tests.vllm.harness import save_llama
 from tests.vllm.reference import through_codes
+from torch_turboquant.integrations.vllm import prompts
 from torch_turboquant.integrations.vllm.backend import (
     TurboQuantBackend,
     TurboQuantImpl,
@@ -261,6 +263,68 @@ def test_a_layer_without_metadata_answers_zero(started):
     assert not layer.impl.forward(None, q, kv, kv, torch.zeros(0), None, out).any()
 
 
+# ---- prompts by FlashAttention, where vLLM has it
+
+
+def flash_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, **options):
+    """flash_attn_varlen_func in float64, as far as it is asked."""
+    out, lse = options.get("out"), torch.zeros(q.shape[1], len(q), dtype=torch.float32)
+    out = torch.empty_like(q) if out is None else out
+    spans = zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True)
+    for (a, c), (b, d) in itertools.pairwise(spans):
+        keys, values = (
+            x[c:d].double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)
+        )
+        score = torch.einsum("qhd,khd->hqk", q[a:b].double(), keys) * softmax_scale
+        if causal:
+            hidden = torch.ones(b - a, d - c, dtype=torch.bool).triu(d - c - (b - a) + 1)
+            score.masked_fill_(hidden, -torch.inf)
+        lse[:, a:b] = score.logsumexp(-1)
+        out[a:b] = torch.einsum("hqk,khd->qhd", score.softmax(-1), values)
+    return (out, lse) if options.get("return_softmax_lse") else out
+
+
+LONG_STEPS = {
+    "a long chunk": [(1200, 600)],
+    "beside decodes": [(70, 1), (333, 1), (900, 520)],
+    "beside a fresh prompt and a short chunk": [(1000, 512), (40, 40), (300, 7)],
+    "beside a prefix hit": [(9, 1), (700, 640), (1030, 520)],
+    "one token is in the cache": [(601, 600)],
+}
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 1)])
+@pytest.mark.parametrize("steps", LONG_STEPS.values(), ids=LONG_STEPS)
+def test_long_chunks_over_decoded_pages(started, monkeypatch, steps, heads):
+    monkeypatch.setattr(prompts, "SEGMENT", 128)
+    layer, calls = Layer(started({}), heads), []
+
+    def flash(**arguments):
+        calls.append(arguments["causal"])
+        return flash_attention(**arguments)
+
+    options = {"softmax_scale": layer.impl.scale}
+    layer.impl.prompt_attention = prompts.PromptAttention(flash, options, 0)
+    layer.builder.splits_prompts = True
+    assert_right(*layer.run(steps, *tensors(steps, heads)))
+    chunks = [total - new for total, new in steps if new > 1]
+    assert calls == [True] + [False] * sum(-(-old // 128) for old in chunks)
+
+
+def test_short_chunks_and_windows_stay_with_the_pages(started):
+    """Decoding pages would cost more than it gains; a window needs the positions of keys."""
+
+    def flash(**arguments):
+        raise AssertionError("not for these")
+
+    for steps, window in ([(1024, 511), (9, 1)], 0), ([(1200, 600)], 64):
+        layer = Layer(started({}), sliding_window=window or None)
+        layer.impl.prompt_attention = prompts.PromptAttention(flash, {}, window)
+        layer.builder.splits_prompts = True
+        right = {"sliding_window": window} if window else {}
+        assert_right(*layer.run(steps, *tensors(steps, (8, 2)), **right))
+
+
 # ---- what a step is made of
 
 
@@ -270,7 +334,7 @@ def parts_of(started, steps, exact_steps=True, drafts=0, on_cuda=True):
         method = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
         options["speculative_config"] = method
     layer = Layer(started({"exact_steps": exact_steps}, **options))
-    layer.builder.splits_fresh = on_cuda
+    layer.builder.splits_prompts = on_cuda
     return [
         (part.first, part.end, len(part.seq_lens), part.longest, part.exact, part.fresh)
         for part in layer.builder.build(0, layer.metadata(steps)).parts

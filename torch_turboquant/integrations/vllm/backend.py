@@ -10,6 +10,7 @@ tables when weights have been loaded, lengths and block tables by vLLM. Nothing 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.vllm import adapter, limits
 from torch_turboquant.integrations.vllm.plan import Plan, latest_plan, plan_of
-from torch_turboquant.integrations.vllm.prompts import fresh_prompt_attention
+from torch_turboquant.integrations.vllm.prompts import Context, contexts_of, prompt_attention
+from torch_turboquant.ops.cache import cache_load
 from torch_turboquant.ops.codec import SCALE_MODES
 from torch_turboquant.tables import CacheTables
 
@@ -138,6 +140,8 @@ class Part(NamedTuple):
     """Whether queries read this step's tokens as they are."""
     fresh: bool
     """Whether no sequence has tokens of earlier steps."""
+    contexts: tuple[Context, ...]
+    """What long chunks of prompts have in the cache; empty: nothing, or there are none."""
 
 
 @dataclass
@@ -163,7 +167,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         plan = plan_of(vllm_config)
         self.exact_steps, self.learning = plan.settings.exact_steps, plan.learning
-        self.splits_fresh = current_platform.is_cuda()
+        self.splits_prompts = current_platform.is_cuda()
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
@@ -191,13 +195,16 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         if m.max_query_len <= threshold:
             return (self._part(m, 0, m.num_reqs, self.exact_steps),)
         decodes, prompts, first, _ = split_decodes_and_prefills(m, decode_threshold=threshold)
-        fresh = prompts > 0 and self.splits_fresh and _are_fresh(m, decodes)
-        if not prompts or not decodes or (self.exact_steps and not fresh):
+        fresh, contexts = False, ()
+        if prompts and self.splits_prompts:
+            fresh, contexts = _what_prompts_have(m, decodes)
+        apart = fresh or bool(contexts)
+        if not prompts or not decodes or (self.exact_steps and not apart):
             exact = self.exact_steps or prompts > 0
-            return (self._part(m, 0, m.num_reqs, exact, fresh=fresh),)
+            return (self._part(m, 0, m.num_reqs, exact, fresh=fresh, contexts=contexts),)
         return (
             self._part(m, 0, decodes, self.exact_steps, end=first, longest=threshold),
-            self._part(m, decodes, m.num_reqs, True, first=first, fresh=fresh),
+            self._part(m, decodes, m.num_reqs, True, first=first, fresh=fresh, contexts=contexts),
         )
 
     @staticmethod
@@ -210,6 +217,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         end: int | None = None,
         longest: int | None = None,
         fresh: bool = False,
+        contexts: tuple[Context, ...] = (),
     ) -> Part:
         end = m.num_actual_tokens if end is None else end
         longest = m.max_query_len if longest is None else longest
@@ -221,18 +229,21 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         table, lengths = m.block_table_tensor, m.seq_lens
         if sequence or end_sequence != lengths.shape[0]:
             table, lengths = table[sequence:end_sequence], lengths[sequence:end_sequence]
-        return Part(first, end, table, lengths, starts, longest, exact, fresh)
+        return Part(first, end, table, lengths, starts, longest, exact, fresh, contexts)
 
 
-def _are_fresh(m: Any, first: int) -> bool:
-    """Whether none of the sequences from `first` on has tokens in the cache.
+def _what_prompts_have(m: Any, first: int) -> tuple[bool, tuple[Context, ...]]:
+    """Whether none of the sequences from `first` on has tokens in the cache, and what some have.
 
     Every sequence is looked at: a prefix hit beside fresh prompts has some. The host's lengths are
     exact for sequences that are still in their prompt.
     """
-    starts = m.query_start_loc_cpu
-    new = starts[first + 1 : m.num_reqs + 1] - starts[first : m.num_reqs]
-    return bool((m.seq_lens_cpu_upper_bound[first : m.num_reqs] == new).all())
+    starts = m.query_start_loc_cpu[first : m.num_reqs + 1].tolist()
+    lengths = m.seq_lens_cpu_upper_bound[first : m.num_reqs].tolist()
+    new = [end - begin for begin, end in itertools.pairwise(starts)]
+    if lengths == new:
+        return True, ()
+    return False, contexts_of(starts, lengths, m.query_start_loc.device)
 
 
 # ---- a layer
@@ -306,7 +317,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.prompt_attention = None
         if self.target is None:
             adapter.set_page_bytes(layer, self.config.bytes_per_token)
-            self.prompt_attention = fresh_prompt_attention(
+            self.prompt_attention = prompt_attention(
                 self.head_size,
                 self.scale,
                 self.sliding_window,
@@ -377,7 +388,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         return output
 
     def _attend(self, part: Part, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        first, end, table, lengths, starts, longest, exact, fresh = part
+        first, end, table, lengths, starts, longest, exact, fresh, contexts = part
         if first or end != query.shape[0]:
             query, out = query[first:end], out[first:end]
         # A layer that reads the pages of another one has no keys of its own.
@@ -385,7 +396,17 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         if exact and (first or end != key.shape[0]):
             key, value = key[first:end], value[first:end]
         if fresh and self.prompt_attention is not None:
-            self.prompt_attention(query, key, value, out, starts, longest)
+            self.prompt_attention.fresh(query, key, value, out, starts, longest)
+            return
+        if contexts and self.prompt_attention is not None and not self.sliding_window:
+
+            def load(sequence: int, at: int, tokens: int, length: Tensor) -> tuple[Tensor, Tensor]:
+                pages = table[sequence : sequence + 1, at // self.config.page_size :]
+                arguments = self.config, self.tables, tokens, query.dtype
+                keys, values = cache_load(self.pages, pages, length, *arguments)
+                return keys[0], values[0]
+
+            self.prompt_attention.continued(query, key, value, out, starts, longest, contexts, load)
             return
         _attend(
             query,

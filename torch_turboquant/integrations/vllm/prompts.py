@@ -1,24 +1,169 @@
-"""Which attention computes prompts that have nothing in the cache yet.
+"""How prompts are computed where vLLM has FlashAttention.
 
-Their keys and values are all at hand, unrounded, so that any attention computes them exactly. On
-GPUs where vLLM has FlashAttention it is faster at that than the kernels for pages, which read the
-same keys and values from k_new and v_new.
+Keys and values of a step's own tokens are at hand, unrounded, and FlashAttention reads them sooner
+than the kernels for pages do. Long chunks of a prompt whose beginning is in the cache gain from it,
+too: their pages are decoded a segment at a time, and the parts are joined by their log-sum-exps.
+Short chunks do not: decoding costs as much as a few hundred queries gain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-PromptAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
+from torch_turboquant.ops.attention import merge_attention
+
+LONG_CHUNK = 512
+"""New tokens of a sequence from which decoding its pages pays."""
+SEGMENT = 16384
+"""Tokens that are decoded at once: bounds the memory that this takes, whatever the context. A
+multiple of every page size."""
+
+Load = Callable[[int, int, int, Tensor], tuple[Tensor, Tensor]]
+"""(sequence of the part, first token, tokens, int32 [1] tokens) -> k, v [tokens, kv_heads, d]."""
 
 
-def fresh_prompt_attention(
+class Segment(NamedTuple):
+    """A part of a sequence's tokens in the cache."""
+
+    first: int
+    tokens: int
+    starts: Tensor
+    """int32 [2]: 0 and `tokens`."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """A sequence of a part that has tokens of earlier steps."""
+
+    sequence: int
+    """Its number in the part."""
+    first: int
+    """Its new tokens in the part: first .. end - 1."""
+    end: int
+    starts: Tensor
+    """int32 [2]: 0 and the number of new tokens."""
+    segments: tuple[Segment, ...]
+
+
+def contexts_of(starts: Sequence[int], lengths: Sequence[int], device: Any) -> tuple[Context, ...]:
+    """What long chunks have in the cache; empty if no sequence has both.
+
+    Args:
+        starts: where the new tokens of each sequence begin, and where the last ones end.
+        lengths: tokens of each sequence, with the new ones.
+        device: of the tensors.
+    """
+    firsts = starts[0]
+    new = [end - first for first, end in itertools.pairwise(starts)]
+    old = [length - n for length, n in zip(lengths, new, strict=True)]
+    if not any(n >= LONG_CHUNK and o > 0 for n, o in zip(new, old, strict=True)):
+        return ()
+    found = [(i, n, o) for i, (n, o) in enumerate(zip(new, old, strict=True)) if o > 0 and n > 0]
+    pairs: list[tuple[int, int]] = []
+    for _, n, o in found:
+        pairs += [(0, n), *((0, min(SEGMENT, o - at)) for at in range(0, o, SEGMENT))]
+    numbers = torch.tensor(pairs, dtype=torch.int32).to(device, non_blocking=True)
+    contexts, row = [], 0
+    for i, n, o in found:
+        parts = tuple(
+            Segment(at, min(SEGMENT, o - at), numbers[row + 1 + k])
+            for k, at in enumerate(range(0, o, SEGMENT))
+        )
+        first = starts[i] - firsts
+        contexts.append(Context(i, first, first + n, numbers[row], parts))
+        row += 1 + len(parts)
+    return tuple(contexts)
+
+
+@dataclass(frozen=True)
+class PromptAttention:
+    """FlashAttention for the prompts of one layer."""
+
+    flash: Callable[..., Any]
+    """flash_attn_varlen_func of vLLM."""
+    options: dict[str, Any]
+    """Its arguments that stay: softmax_scale, softcap, fa_version."""
+    sliding_window: int
+
+    def fresh(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor, n: int) -> None:
+        """Prompts that have nothing in the cache.
+
+        Args:
+            q: [tokens, q_heads, d].
+            k, v: [tokens, kv_heads, d].
+            out: [tokens, q_heads, d], filled.
+            starts: int32 [seqs + 1], where the tokens of each sequence begin.
+            n: the most tokens of a sequence.
+        """
+        self._own(q, k, v, out, starts, n)
+
+    def continued(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        starts: Tensor,
+        n: int,
+        contexts: tuple[Context, ...],
+        load: Load,
+    ) -> None:
+        """Chunks of prompts; arguments as in `fresh`. Not for layers with a sliding window."""
+        _, own = self._own(q, k, v, out, starts, n, return_softmax_lse=True)
+        for context in contexts:
+            first, end = context.first, context.end
+            # lse [q_heads, tokens] as FlashAttention has it; merge_attention has it the other way
+            found, lse = out[first:end], own[:, first:end].t().contiguous()
+            for segment in context.segments:
+                keys, values = load(
+                    context.sequence, segment.first, segment.tokens, segment.starts[1:]
+                )
+                part, part_lse = self.flash(
+                    q=q[first:end],
+                    k=keys,
+                    v=values,
+                    cu_seqlens_q=context.starts,
+                    cu_seqlens_k=segment.starts,
+                    max_seqlen_q=end - first,
+                    max_seqlen_k=segment.tokens,
+                    causal=False,
+                    return_softmax_lse=True,
+                    **self.options,
+                )
+                found, lse = merge_attention(found, lse, part, part_lse.t().contiguous())
+            out[first:end].copy_(found)
+
+    def _own(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor, n: int, **more: Any
+    ) -> Any:
+        """The step's own tokens, which see each other up to themselves."""
+        window = [self.sliding_window - 1, 0] if self.sliding_window else [-1, -1]
+        return self.flash(
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=n,
+            max_seqlen_k=n,
+            causal=True,
+            window_size=window,
+            **more,
+            **self.options,
+        )
+
+
+def prompt_attention(
     head_dim: int, scale: float, sliding_window: int, soft_cap: float, has_sinks: bool
 ) -> PromptAttention | None:
-    """A function (q, k, v, out, cu_seqlens, longest) for fresh prompts; None: use the pages' op."""
+    """FlashAttention for a layer's prompts; None: use the op for pages, which takes all of them."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda() or has_sinks or head_dim > 256:
@@ -27,28 +172,10 @@ def fresh_prompt_attention(
         from vllm.v1.attention.backends import fa_utils
 
         version = fa_utils.get_flash_attn_version(head_size=head_dim)
-        flash_attention: Any = fa_utils.flash_attn_varlen_func
+        flash: Any = fa_utils.flash_attn_varlen_func
     except (ImportError, AttributeError):  # a build of vLLM without it
         return None
     if version is None:
         return None
-    window = [sliding_window - 1, 0] if sliding_window else [-1, -1]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens: Tensor, n: int) -> None:
-        flash_attention(
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_k=cu_seqlens,
-            max_seqlen_q=n,
-            max_seqlen_k=n,
-            softmax_scale=scale,
-            causal=True,
-            window_size=window,
-            softcap=soft_cap,
-            fa_version=version,
-        )
-
-    return attend
+    options = {"softmax_scale": scale, "softcap": soft_cap, "fa_version": version}
+    return PromptAttention(flash, options, sliding_window)
