@@ -46,6 +46,13 @@ def test_the_own_name(folder):
         assert backend_of(llm) == "CpuBackend"
 
 
+@pytest.mark.skipif(not INTERFACE.own_dtype, reason="this vLLM has no dtypes of others' caches")
+def test_presets_named_by_the_dtype(folder):
+    with told() as lines, engine(folder, {}, kv_cache_dtype="tq_k4v2"):
+        pass
+    assert lines[0].startswith("TurboQuant: preset k4v2, ")
+
+
 def test_block_sizes(folder):
     """Codes do not depend on pages. Blocks of 256 tokens are two pages each."""
     answers = []
