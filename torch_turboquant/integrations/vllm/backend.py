@@ -195,7 +195,8 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         if m.max_query_len <= threshold:
             return (self._part(m, 0, m.num_reqs, self.exact_steps),)
         decodes, prompts, first, _ = split_decodes_and_prefills(m, decode_threshold=threshold)
-        fresh, contexts = False, ()
+        fresh = False
+        contexts: tuple[Context, ...] = ()
         if prompts and self.splits_prompts:
             fresh, contexts = _what_prompts_have(m, decodes)
         apart = fresh or bool(contexts)
