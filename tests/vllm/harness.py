@@ -14,11 +14,21 @@ import torch
 from tests.helpers import tiny_llama
 
 MEMORY = 8 << 20  # bytes of pages
+ON_GPU = torch.cuda.is_available()
 
 
 def save_llama(folder: Path, **changes: Any) -> torch.nn.Module:
     """Writes a small random Llama and returns it."""
-    model = randomise(tiny_llama(**{"vocab_size": 128, "num_hidden_layers": 3, **changes}))
+    return save(
+        randomise(tiny_llama(**{"vocab_size": 128, "num_hidden_layers": 3, **changes})), folder
+    )
+
+
+def save(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    """Writes a model whose weights are the same in bfloat16, which GPUs compute in."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
     model.save_pretrained(folder)
     return model
 
@@ -43,7 +53,7 @@ def engine(folder: Path, settings: dict[str, Any] | None, **options: Any) -> Ite
     if settings is not None:
         chosen["attention_backend"] = "CUSTOM"
         chosen["additional_config"] = {"turboquant": settings}
-    defaults = {
+    defaults: dict[str, Any] = {
         "dtype": "float32",
         "max_model_len": 512,
         "block_size": 16,
@@ -52,6 +62,9 @@ def engine(folder: Path, settings: dict[str, Any] | None, **options: Any) -> Ite
         "seed": 0,
         "enforce_eager": True,
     }
+    if ON_GPU:  # decode steps and drafts in CUDA graphs, without torch.compile
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        defaults |= {"dtype": "bfloat16", "enforce_eager": False, "compilation_config": graphs}
     llm = LLM(
         model=str(folder),
         skip_tokenizer_init=True,

@@ -17,7 +17,9 @@ from transformers import AttentionInterface, DynamicCache
 import torch_turboquant as tt
 from tests.oracle import exact_attention
 
-NEAR_TIE = 0.01  # of the logits' standard deviation; the first two of 128 are 0.3 apart on average
+# Of the logits' standard deviation; the first two of 128 are 0.3 apart on average. A GPU computes
+# the rest of the model in bfloat16.
+NEAR_TIE = 0.1 if torch.cuda.is_available() else 0.01
 
 Center = Callable[[int, Tensor], Tensor | None]
 

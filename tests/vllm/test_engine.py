@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: make vllm")
 
-from tests.vllm.harness import engine, generate, metric, outputs, prompt, save_llama
+from tests.vllm.harness import ON_GPU, engine, generate, metric, outputs, prompt, save_llama
 from tests.vllm.reference import Reference
 
 TOKENS = 16
@@ -30,6 +30,7 @@ def test_prompts_of_a_batch(model, preset, exact_steps):
         reference.check(p, answer)
 
 
+@pytest.mark.skipif(ON_GPU, reason="the rest of the model is rounded in other places")
 def test_transformers_gives_the_same(model):
     """With every token from its codes, both caches are the same computation."""
     from torch_turboquant.integrations.transformers import TurboQuantCache
@@ -73,6 +74,22 @@ def test_prompts_in_chunks(model, exact_steps):
     reference.check(p, answer, chunks=[32, 64])
 
 
+@pytest.mark.parametrize("chunk", [600, 1100])
+def test_long_prompts_in_chunks(model, chunk):
+    """GPUs decode the pages of such chunks and leave them to FlashAttention."""
+    folder, llama = model
+    reference = Reference(llama, "k5v4u")
+    prompts = [prompt(n, seed=n) for n in (1500, 30, 1300)]
+    chunked = {"max_num_batched_tokens": chunk, "max_model_len": 1600, "max_num_seqs": 2}
+    with engine(folder, {"preset": "k5v4u", "learn": False}, **chunked) as llm:
+        answers = [generate(llm, [p], TOKENS)[0] for p in prompts]
+        together = generate(llm, [p[::-1] for p in prompts], TOKENS)
+    for p, answer in zip(prompts, answers, strict=True):
+        reference.check(p, answer, chunks=range(chunk, len(p), chunk))
+    for p, answer in zip(prompts, together, strict=True):
+        reference.check(p[::-1], answer, near_tie=0.3)  # what shares a step decides about chunks
+
+
 def test_prefix_hit_beside_a_long_first_prompt(model):
     """One sequence of the step has a past, another one has none (vllm#46460)."""
     folder, llama = model
@@ -108,7 +125,8 @@ def test_drafts_change_no_token(model):
     folder, llama = model
     reference = Reference(llama, "k5v4u", exact_steps=False)
     settings = {"preset": "k5v4u", "exact_steps": False, "learn": False}
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    method = "ngram_gpu" if ON_GPU else "ngram"
+    drafts = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     prompts = [[*prompt(5, seed=5)] * 6, prompt(33, seed=33), [3, 4] * 20]
     options = {"speculative_config": drafts, "disable_log_stats": False}
     with engine(folder, settings, **options) as llm:

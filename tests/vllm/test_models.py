@@ -14,6 +14,7 @@ from tests.vllm.harness import (
     pages_of,
     prompt,
     randomise,
+    save,
     save_llama,
     told,
 )
@@ -45,7 +46,7 @@ def test_sliding_windows_and_soft_caps(tmp_path):
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )
     gemma = randomise(transformers.Gemma2ForCausalLM(config))
-    gemma.save_pretrained(tmp_path)
+    save(gemma, tmp_path)
     reference = Reference(gemma, "k5v4u")
     with engine(tmp_path, {"preset": "k5v4u", "learn": False}) as llm:
         answers = generate(llm, PROMPTS, TOKENS)
@@ -63,7 +64,7 @@ def biased(tmp_path_factory):
         for layer in qwen.model.layers:
             layer.self_attn.k_proj.bias.normal_(0, 8)
     folder = tmp_path_factory.mktemp("qwen")
-    qwen.save_pretrained(folder)
+    save(qwen, folder)
     return folder, qwen
 
 
