@@ -9,6 +9,8 @@ from tests.vllm.harness import ON_GPU, engine, generate, metric, outputs, prompt
 from tests.vllm.reference import Reference
 
 TOKENS = 16
+# How sequences meet in a step is no matter of codes, and on a GPU many codes tell more.
+PRESET = "k8v8" if ON_GPU else "k5v4u"
 PROMPTS = [prompt(n, seed=n) for n in (5, 40, 33, 90)]
 
 
@@ -52,10 +54,10 @@ def test_transformers_gives_the_same(model):
 def test_steps_that_mix_prompts_and_decoding(model):
     """Two sequences at a time: the third prompt is computed beside tokens of the second."""
     folder, llama = model
-    reference = Reference(llama, "k5v4u", exact_steps=False)
+    reference = Reference(llama, PRESET, exact_steps=False)
     prompts = [prompt(n, seed=n) for n in (7, 50, 20, 31, 64, 9)]
     lengths = [4, 11, 7, 16, 3, 8]
-    settings = {"preset": "k5v4u", "exact_steps": False, "learn": False}
+    settings = {"preset": PRESET, "exact_steps": False, "learn": False}
     with engine(folder, settings, max_num_seqs=2) as llm:
         answers = generate(llm, prompts, lengths)
     for p, answer in zip(prompts, answers, strict=True):
@@ -65,8 +67,8 @@ def test_steps_that_mix_prompts_and_decoding(model):
 @pytest.mark.parametrize("exact_steps", [True, False])
 def test_prompts_in_chunks(model, exact_steps):
     folder, llama = model
-    reference = Reference(llama, "k5v4u", exact_steps)
-    settings = {"preset": "k5v4u", "exact_steps": exact_steps, "learn": False}
+    reference = Reference(llama, PRESET, exact_steps)
+    settings = {"preset": PRESET, "exact_steps": exact_steps, "learn": False}
     p = prompt(90, seed=90)
     chunked = {"max_num_batched_tokens": 32, "enable_chunked_prefill": True}
     with engine(folder, settings, **chunked) as llm:
@@ -78,10 +80,10 @@ def test_prompts_in_chunks(model, exact_steps):
 def test_long_prompts_in_chunks(model, chunk):
     """GPUs decode the pages of such chunks and leave them to FlashAttention."""
     folder, llama = model
-    reference = Reference(llama, "k5v4u")
+    reference = Reference(llama, PRESET)
     prompts = [prompt(n, seed=n) for n in (1500, 30, 1300)]
     chunked = {"max_num_batched_tokens": chunk, "max_model_len": 1600, "max_num_seqs": 2}
-    with engine(folder, {"preset": "k5v4u", "learn": False}, **chunked) as llm:
+    with engine(folder, {"preset": PRESET, "learn": False}, **chunked) as llm:
         answers = [generate(llm, [p], TOKENS)[0] for p in prompts]
         together = generate(llm, [p[::-1] for p in prompts], TOKENS)
     for p, answer in zip(prompts, answers, strict=True):
@@ -93,10 +95,10 @@ def test_long_prompts_in_chunks(model, chunk):
 def test_prefix_hit_beside_a_long_first_prompt(model):
     """One sequence of the step has a past, another one has none (vllm#46460)."""
     folder, llama = model
-    reference = Reference(llama, "k5v4u")
+    reference = Reference(llama, PRESET)
     first, second = prompt(70, seed=1), prompt(150, seed=2)
     again = [*first[:50], *prompt(30, seed=3)]
-    with engine(folder, {"preset": "k5v4u", "learn": False}) as llm:
+    with engine(folder, {"preset": PRESET, "learn": False}) as llm:
         generate(llm, [first], 1)
         hit, fresh = outputs(llm, [again, second], TOKENS)
     assert hit.num_cached_tokens == 48
@@ -123,8 +125,8 @@ def test_preempted_sequences_go_on(model):
 def test_drafts_change_no_token(model):
     """n-gram speculation, with every token from its codes as without drafts."""
     folder, llama = model
-    reference = Reference(llama, "k5v4u", exact_steps=False)
-    settings = {"preset": "k5v4u", "exact_steps": False, "learn": False}
+    reference = Reference(llama, PRESET, exact_steps=False)
+    settings = {"preset": PRESET, "exact_steps": False, "learn": False}
     method = "ngram_gpu" if ON_GPU else "ngram"
     drafts = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     prompts = [[*prompt(5, seed=5)] * 6, prompt(33, seed=33), [3, 4] * 20]
