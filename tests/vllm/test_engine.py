@@ -107,6 +107,18 @@ def test_prefix_hit_beside_a_long_first_prompt(model):
     reference.check(second, fresh.outputs[0].token_ids)
 
 
+@pytest.mark.parametrize(
+    "options", [{"enable_lora": True, "max_lora_rank": 8}, {"async_scheduling": True}]
+)
+def test_options_beside_attention_change_no_token(model, options):
+    folder, llama = model
+    reference = Reference(llama, PRESET)
+    with engine(folder, {"preset": PRESET, "learn": False}, **options) as llm:
+        answers = generate(llm, PROMPTS, TOKENS)
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        reference.check(p, answer)
+
+
 def test_preempted_sequences_go_on(model):
     """What was generated before is computed again as a prompt, so that less is read from codes."""
     folder, llama = model
