@@ -549,24 +549,39 @@ def engine_speed() -> str:
             "benchmarks/bench_vllm.py` does. The kernels have ([beside vLLM's "
             "own](measurements/performance_vllm.md))."
         )
-    rows = [
-        row
-        for row in h200_rows("h200_vllm")
-        if row["shape"] == "8b" and row["tensor_parallel"] == 1
-    ]
+    rows = h200_rows("h200_vllm")
+    shape = {"8b": "", "70b-cut": ", 16 layers of Llama-3.1-70B's shape"}
     tables = []
-    for version in dict.fromkeys(row["vllm"] for row in rows):
-        own = [row for row in rows if row["vllm"] == version]
+    for version, model, gpus in sorted(
+        dict.fromkeys(map(engine_kind, rows)), key=lambda kind: kind[2]
+    ):
+        own = [row for row in rows if engine_kind(row) == (version, model, gpus)]
+        title = f"vLLM {version}{shape[model]}{f', {gpus} GPUs' if gpus > 1 else ''}"
         found = {(row["point"], row["config"]): row for row in own}
         configs = sorted({row["config"] for row in own}, key=engine_order)
         memory = [found.get(("memory", config)) for config in configs]
         lines = [["tokens that fit", *(f"{r['cache_tokens']:,}" if r else "" for r in memory)]]
-        for point in dict.fromkeys(row["point"] for row in own if "tokens_s" in row):
+        points = dict.fromkeys(row["point"] for row in own if "tokens_s" in row)
+        for point in sorted(points, key=engine_point_order):
             base = found.get((point, "bf16"))
             cells = (engine_cell(found.get((point, config)), base) for config in configs)
             lines.append([engine_point(point), *cells])
-        tables.append(f"vLLM {version}:\n\n{markdown(['', *configs], lines)}")
+        tables.append(f"{title}:\n\n{markdown(['', *configs], lines)}")
     return "\n\n".join(tables)
+
+
+def engine_kind(row: Row) -> tuple[str, str, int]:
+    """The rows of a table."""
+    return row["vllm"], row["shape"], row["tensor_parallel"]
+
+
+def engine_point_order(point: str) -> tuple[int, int, int]:
+    """Decode steps, full memories, prompts, drafts; few tokens before many."""
+    drafts, _, rest = point.rpartition(":")
+    kind, number = re.match(r"(\d+x|full|prompt)(\d+)", rest).groups()
+    place = {"full": 1, "prompt": 2}.get(kind, 3 if drafts else 0)
+    count = int(kind.removesuffix("x")) if kind.endswith("x") else 1
+    return place, int(drafts.removeprefix("verify") or 0), count * int(number)
 
 
 def engine_order(config: str) -> tuple[int, str]:
@@ -786,6 +801,7 @@ def generation() -> str:
         f"{ms['eager']} and {ms['dynamic']} (`DynamicCache` with its fastest kernel). "
         f"({source('h200_generate', rows.values())})"
     )
+    engine = engine_sentence(preset)
     large = vllm_rows("attention", {"batch": LARGE[0], "context": LARGE[1]})
     long = vllm_rows("attention", {"batch": 1, "context": 131072})
     store = vllm_rows("store", {"tokens": 65536})
@@ -802,7 +818,25 @@ def generation() -> str:
         f"([more](docs/measurements/performance_vllm.md); "
         f"{source('h200_vllm_kernels', large.values())})."
     )
-    return f"{model}\n\n{vllm}"
+    return f"{model}\n\n{engine}\n\n{vllm}"
+
+
+def engine_sentence(preset: str) -> str:
+    """The README's sentence on vLLM's engine."""
+    rows = [row for row in h200_rows("h200_vllm") if engine_kind(row)[1:] == ("8b", 1)]
+    found = {(row["point"], row["config"]): row for row in rows}
+
+    def times(point: str) -> str:
+        ours, bf16 = found[point, preset], found[point, "bf16"]
+        return f"{ours['tokens_s'] / bf16['tokens_s']:.1f} times"
+
+    return paragraph(
+        f"Inside vLLM {rows[0]['vllm']}, with the same memory for every cache, that model "
+        f"generates {times('16x32768')} as many tokens per second with {preset} as with bf16 for "
+        f"16 sequences of 32,768 tokens, and {times('full8192')} as many with as many sequences "
+        f"of 8,192 tokens as fit ([more](docs/vllm.md#speed); "
+        f"{link('h200_vllm', 'h200_vllm.json')}: `python benchmarks/bench_vllm.py`)."
+    )
 
 
 def cpu() -> str:

@@ -131,7 +131,7 @@ def test_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path):
         engine_row("bf16", "memory", cache_tokens=600),
         engine_row("bf16", "16x32768", step_ms=20.0, tokens_s=800.0, drafts=0, **steps),
         engine_row("bf16", "full8192", step_ms=23.0, tokens_s=3041.0, drafts=0, **steps),
-        {**engine_row("bf16", "1x128", tokens_s=9.0), "shape": "70b-cut"},
+        {**engine_row("bf16", "1x128", tokens_s=9.0), "shape": "70b-cut", "tensor_parallel": 2},
     ]
     monkeypatch.setattr(generate, "RESULTS", tmp_path)
     assert "have not been measured" in generate.engine_speed()
@@ -142,9 +142,16 @@ def test_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path):
     assert lines[4:] == [
         "| tokens that fit | 600 | 2,000 |  |",
         "| 16 x 32,768 | 20.00 ms, 800/s | 10.00 ms, 1,600/s (2.00x) |  |",
+        "| as many as fit x 8,192 | 23.00 ms, 3,041/s |  |  |",
         "| prompt of 8,192 |  |  | 500/s |",
         "| 16 x 32,768, 3 drafts |  | 20.00 ms, 2,000/s |  |",
-        "| as many as fit x 8,192 | 23.00 ms, 3,041/s |  |  |",
+        "",
+        "vLLM 0.99.0, 16 layers of Llama-3.1-70B's shape, 2 GPUs:",
+        "",
+        "|  | bf16 |",
+        "| --- | --- |",
+        "| tokens that fit |  |",
+        "| 1 x 128 | 9/s |",
     ]
 
 
