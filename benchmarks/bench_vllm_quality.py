@@ -178,7 +178,9 @@ def measure(arguments: Any, folder: Path) -> None:
     length = arguments.prefill + arguments.score_tokens
     ids = segments(tokenizer, text, arguments.segments, length)
     whole = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[0]
-    behind = whole[ids.numel() :][:CENTER_TOKENS]  # centers of a text that is not scored
+    # Centers of a text that is not scored, with what the tokenizer puts before a text.
+    before = torch.tensor(tokenizer("").input_ids[:1], dtype=whole.dtype)
+    behind = torch.cat([before, whole[ids.numel() :][:CENTER_TOKENS]])
     centers = folder / "centers.safetensors"
     calibrated(model, behind, centers)
     del model

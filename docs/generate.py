@@ -617,17 +617,28 @@ def engine_quality() -> str:
     )
     lines = []
     for cache, chunk in names:
-        line = [cache, str(chunk)]
-        for rows in found.values():
-            row = next((r for r in rows if (r["cache"], r["chunk"]) == (cache, chunk)), None)
-            if row is None:
-                line += ["", "", ""]
-                continue
-            line.append(f"{row['kl']:.4f} ± {half(row['kl_interval']):.4f}")
-            line += [f"{row['top1_agreement']:.1%}", f"{row['perplexity_change']:+.2%}"]
-        lines.append(line)
-    columns = [c for title in found for c in (f"{title}: KL", "top-1", "perplexity")]
-    return markdown(["cache", "chunk", *columns], lines)
+        of_cache = (
+            next((r for r in rows if (r["cache"], r["chunk"]) == (cache, chunk)), None)
+            for rows in found.values()
+        )
+        lines.append([cache, str(chunk), *map(engine_difference, of_cache)])
+    texts = []
+    for title, (row, *_) in found.items():
+        scored = row["segments"] * row["score_tokens"]
+        texts.append(f"{title}: {scored:,} in {row['dtype']}")
+    note = f"Tokens predicted, and the dtype of the model: {'; '.join(texts)}."
+    return f"{markdown(['cache', 'chunk', *found], lines)}\n\n{paragraph(note)}"
+
+
+def engine_difference(row: Row | None) -> str:
+    """A cell: KL, top-1 agreement and change of perplexity."""
+    if row is None:
+        return ""
+    digits = 4 if row["kl"] < 1 else 2
+    kl = f"{row['kl']:.{digits}f} ± {half(row['kl_interval']):.{digits}f}"
+    factor = 1 + row["perplexity_change"]
+    change = f"{factor:,.0f}x" if factor > 10 else f"{row['perplexity_change']:+.2%}"
+    return f"{kl}, {row['top1_agreement']:.1%}, {change}"
 
 
 def first_token(row: Row | None) -> str:

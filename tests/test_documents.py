@@ -158,15 +158,27 @@ def test_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path):
 def test_quality_of_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path):
     row = {"cache": "k5v4u", "chunk": 64, "kl": 0.0044, "kl_interval": [0.004, 0.005]}
     row |= {"top1_agreement": 0.9603, "perplexity_change": -0.0016}
+    none = {"cache": "k5v4u:none", "chunk": 64, "kl": 6.987, "kl_interval": [6.5, 7.5]}
+    none |= {"top1_agreement": 0.012, "perplexity_change": 1233.6}
+    base = {"cache": "uncompressed", "chunk": 64, "segments": 2, "score_tokens": 1536}
+    files = {
+        "vllm_quality_gemma_3_270m": [{**base, "dtype": "float32"}, row],
+        "vllm_quality_qwen2_5_coder_1_5b_instruct": [{**base, "dtype": "bfloat16"}, row, none],
+    }
     monkeypatch.setattr(generate, "RESULTS", tmp_path)
     assert "have not been measured" in generate.engine_quality()
-    (tmp_path / "vllm_quality_gemma_3_270m.json").touch()
-    base = {"cache": "uncompressed", "chunk": 64}
-    monkeypatch.setattr(generate, "read_rows", lambda name: [base, row])
+    for name in files:
+        (tmp_path / f"{name}.json").touch()
+    monkeypatch.setattr(generate, "read_rows", files.__getitem__)
     assert generate.engine_quality().splitlines() == [
-        "| cache | chunk | Gemma-3-270M: KL | top-1 | perplexity |",
-        "| --- | --- | --- | --- | --- |",
-        "| k5v4u | 64 | 0.0044 ± 0.0005 | 96.0% | -0.16% |",
+        "| cache | chunk | Qwen2.5-Coder-1.5B | Gemma-3-270M |",
+        "| --- | --- | --- | --- |",
+        "| k5v4u | 64 | 0.0044 ± 0.0005, 96.0%, -0.16% | 0.0044 ± 0.0005, 96.0%, -0.16% |",
+        "| k5v4u:none | 64 | 6.99 ± 0.50, 1.2%, 1,235x |  |",
+        "",
+        "Tokens predicted, and the dtype of the model: Qwen2.5-Coder-1.5B: 3,072 in bfloat16; "
+        "Gemma-3-270M: 3,072 in",
+        "float32.",
     ]
 
 
