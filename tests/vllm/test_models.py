@@ -91,10 +91,10 @@ def test_centers_are_learned_from_the_first_prompt(biased):
 def test_a_short_first_prompt_teaches_nothing(biased):
     folder, qwen = biased
     reference = Reference(qwen, "k8v8")
-    prompts = [prompt(19, seed=19), PROMPTS[2]]
+    prompts = [prompt(7, seed=7), PROMPTS[2]]
     with engine(folder, {"preset": "k8v8"}) as llm, told() as lines:
         answers = [generate(llm, [p], TOKENS)[0] for p in prompts]
-    assert len(lines) == 1 and "too short to learn centers from (15 tokens" in lines[0]
+    assert len(lines) == 1 and "too short to learn centers from (3 tokens" in lines[0]
     for p, answer in zip(prompts, answers, strict=True):
         reference.check(p, answer)
 

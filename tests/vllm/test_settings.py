@@ -185,7 +185,7 @@ def test_the_first_step_teaches():
     assert len(learning.tokens) == 16
 
 
-@pytest.mark.parametrize(("lengths", "graphs"), [([19], 1), ([8] * 10, 8)])
+@pytest.mark.parametrize(("lengths", "graphs"), [([7], 1), ([8] * 10, 8)])
 def test_a_first_step_that_teaches_nothing(lengths, graphs):
     """Too few tokens; or a step that vLLM may replay, in which no layer can learn."""
     learning = Learning()

@@ -11,6 +11,7 @@ tables when weights have been loaded, lengths and block tables by vLLM. Nothing 
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -186,7 +187,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         if self.learning is not None and not self.learning.decided:
             said = self.learning.see(m, self.reorder_batch_threshold)
             if said:
-                logger.info(said)
+                logger.log(logging.WARNING if self.learning.tokens is None else logging.INFO, said)
         return TurboQuantMetadata(self._parts(m), m.query_start_loc, m.seq_lens)
 
     def _parts(self, m: Any) -> tuple[Part, ...]:
