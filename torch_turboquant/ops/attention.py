@@ -230,14 +230,7 @@ def call_attention(
         pages,
         batch.block_table,
         batch.seq_lens,
-        tables.key_signs,
-        tables.value_signs,
-        tables.key_levels,
-        tables.value_levels,
-        tables.center,
-        config.page_size,
-        config.key_bits,
-        config.value_bits,
+        *attend_constants(config, tables),
         1.0 / math.sqrt(config.head_dim) if scale is None else scale,
         batch.cu_seqlens_q,
         batch.max_q_len,
@@ -260,6 +253,20 @@ def call_attention(
     except RuntimeError as error:
         raise named_error(error) from None
     return out, lse
+
+
+def attend_constants(config: CacheConfig, tables: CacheTables) -> tuple[Any, ...]:
+    """The arguments of the op paged_attention from key_signs to v_bits, the same in each call."""
+    return (
+        tables.key_signs,
+        tables.value_signs,
+        tables.key_levels,
+        tables.value_levels,
+        tables.center,
+        config.page_size,
+        config.key_bits,
+        config.value_bits,
+    )
 
 
 def merge_attention(

@@ -145,18 +145,7 @@ def call_store(
             v,
             pages,
             batch.slot_mapping,
-            tables.key_signs,
-            tables.value_signs,
-            tables.key_levels,
-            tables.value_levels,
-            tables.key_steps,
-            tables.value_steps,
-            tables.center,
-            config.page_size,
-            config.key_bits,
-            config.value_bits,
-            SCALE_MODES[config.key_scale_mode],
-            SCALE_MODES[config.value_scale_mode],
+            *store_constants(config, tables),
             ring,
             None if ring is None else batch.tail_slots,
             batch.seq_lens,
@@ -165,6 +154,24 @@ def call_store(
         )
     except RuntimeError as error:
         raise named_error(error) from None
+
+
+def store_constants(config: CacheConfig, tables: CacheTables) -> tuple[Any, ...]:
+    """The arguments of the op cache_store from key_signs to v_scale_mode, the same in each call."""
+    return (
+        tables.key_signs,
+        tables.value_signs,
+        tables.key_levels,
+        tables.value_levels,
+        tables.key_steps,
+        tables.value_steps,
+        tables.center,
+        config.page_size,
+        config.key_bits,
+        config.value_bits,
+        SCALE_MODES[config.key_scale_mode],
+        SCALE_MODES[config.value_scale_mode],
+    )
 
 
 def cache_store_layers(

@@ -11,9 +11,12 @@ vLLM finds `register` by the entry point group vllm.general_plugins and calls it
     limits.py     what is refused at start, with the reason and the cure
     plan.py       the presets and constants of all layers of an engine
     backend.py    the attention backend: metadata of a step, store and attend
-    prompts.py    which attention computes prompts that have nothing in the cache yet
+    prompts.py    prompts and long chunks by FlashAttention
     cpu.py        which backend vLLM gets on a CPU
-    centers.py    constants that keys are stored relative to
+    centers.py    a file's centers, cut for a tensor-parallel rank
+    learning.py   centers from the first prompt, where there is no file
+    calibrator.py centers for a file, gathered by vLLM's workers
+    versions.py   which versions of vLLM are supported
 """
 
 

@@ -29,13 +29,11 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.vllm import adapter, limits
 from torch_turboquant.integrations.vllm.plan import Plan, latest_plan, plan_of
 from torch_turboquant.integrations.vllm.prompts import Context, contexts_of, prompt_attention
-from torch_turboquant.ops.cache import cache_load
-from torch_turboquant.ops.codec import SCALE_MODES
-from torch_turboquant.tables import CacheTables
+from torch_turboquant.ops.attention import attend_constants
+from torch_turboquant.ops.cache import cache_load, store_constants
 
 logger = init_logger("vllm.torch_turboquant")  # vLLM prints what is below its own name
 
@@ -243,9 +241,8 @@ def _what_prompts_have(m: Any, first: int) -> tuple[bool, tuple[Context, ...]]:
     starts = m.query_start_loc_cpu[first : m.num_reqs + 1].tolist()
     lengths = m.seq_lens_cpu_upper_bound[first : m.num_reqs].tolist()
     new = [end - begin for begin, end in itertools.pairwise(starts)]
-    if lengths == new:
-        return True, ()
-    return False, contexts_of(starts, lengths, m.query_start_loc.device)
+    old = [length - n for length, n in zip(lengths, new, strict=True)]
+    return not any(old), contexts_of(new, old, m.query_start_loc.device)
 
 
 # ---- a layer
@@ -333,15 +330,10 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         pages, heads, page_size, _ = kv_cache.shape
         self.config = replace(self.config, page_size=page_size)
         self.pages = kv_cache.view(pages, heads, -1)
-        self.store_arguments = store_arguments(self.config, self.tables)
-        self.attend_arguments, self.attend_options = attend_arguments(
-            self.config,
-            self.tables,
-            self.scale,
-            self.sliding_window,
-            self.soft_cap,
-            self.sink_logits,
-        )
+        self.store_arguments = store_constants(self.config, self.tables)
+        self.attend_arguments = (*attend_constants(self.config, self.tables), self.scale)
+        no_tail = (None, None, None, 0, 0)
+        self.attend_options = (*no_tail, self.sliding_window, self.soft_cap, self.sink_logits)
         self.bound = kv_cache
 
     def do_kv_cache_update(
@@ -423,45 +415,3 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             value if exact else None,
             out=out,
         )
-
-
-def store_arguments(config: CacheConfig, tables: CacheTables) -> tuple[Any, ...]:
-    """The arguments of the op cache_store from key_signs on, without a tail."""
-    return (
-        tables.key_signs,
-        tables.value_signs,
-        tables.key_levels,
-        tables.value_levels,
-        tables.key_steps,
-        tables.value_steps,
-        tables.center,
-        config.page_size,
-        config.key_bits,
-        config.value_bits,
-        SCALE_MODES[config.key_scale_mode],
-        SCALE_MODES[config.value_scale_mode],
-    )
-
-
-def attend_arguments(
-    config: CacheConfig,
-    tables: CacheTables,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    sinks: Tensor | None,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arguments of the op paged_attention before cu_seqlens_q, and those after max_q_len."""
-    before = (
-        tables.key_signs,
-        tables.value_signs,
-        tables.key_levels,
-        tables.value_levels,
-        tables.center,
-        config.page_size,
-        config.key_bits,
-        config.value_bits,
-        scale,
-    )
-    no_tail = (None, None, None, 0, 0)
-    return before, (*no_tail, window, soft_cap, sinks)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch_turboquant import centers as files
 from torch_turboquant.centers import CENTER_TOKENS, SINKS
 from torch_turboquant.integrations.vllm.centers import heads_of_rank
+from torch_turboquant.integrations.vllm.settings import KEY
 from torch_turboquant.ops.center import channel_scale
 from torch_turboquant.ops.codec import scaled_center
 
@@ -37,7 +38,7 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "worker_extension_cls": f"{__name__}.{Calibrator.__name__}",
-        "additional_config": {"turboquant": settings},
+        "additional_config": {KEY: settings},
     }
 
 

@@ -2,9 +2,9 @@
 
 All pages are stored relative to the centers, so these must be known before the first token is
 stored and never change. The first step that is no warm-up decides, before it stores: each layer
-takes the mean of its keys, of all tokens of the step but the first FIRST of each sequence, which
-are outliers. A step of fewer than LEAST such tokens leaves the centers at zero for good; so does
-one that vLLM may replay from a CUDA graph, where no layer could learn.
+takes the mean of its keys, of all tokens of the step but the first SINKS of each sequence. A step
+of fewer than LEAST such tokens leaves the centers at zero for good; so does one that vLLM may
+replay from a CUDA graph, where no layer could learn.
 
 What is learned depends on the first prompt of the process. Whoever moves pages between engines, or
 wants the same bytes after a restart, gives a file or turns learning off.
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FIRST = 4
+from torch_turboquant.centers import SINKS
+
 LEAST = 4
 """The mean of so few keys adds a quarter to the variance that is coded where keys have no bias.
 Where they have one, as in Qwen2.5, no center at all makes predictions nonsense."""
@@ -52,9 +53,9 @@ class Learning:
         self.decided = True
         starts = m.query_start_loc_cpu[: m.num_reqs + 1].tolist()
         kept = [
-            torch.arange(begin + FIRST, end)
+            torch.arange(begin + SINKS, end)
             for begin, end in pairwise(starts)
-            if end - begin > FIRST
+            if end - begin > SINKS
         ]
         count = sum(map(len, kept))
         if count < LEAST or m.max_query_len <= longest_in_graphs:

@@ -51,34 +51,35 @@ class Context:
     segments: tuple[Segment, ...]
 
 
-def contexts_of(starts: Sequence[int], lengths: Sequence[int], device: Any) -> tuple[Context, ...]:
-    """What long chunks have in the cache; empty if no sequence has both.
+def contexts_of(new: Sequence[int], old: Sequence[int], device: Any) -> tuple[Context, ...]:
+    """What the sequences of a part have in the cache; empty if none of them has a long chunk.
 
     Args:
-        starts: where the new tokens of each sequence begin, and where the last ones end.
-        lengths: tokens of each sequence, with the new ones.
+        new: tokens of this step, of each sequence.
+        old: tokens of earlier steps.
         device: of the tensors.
     """
-    firsts = starts[0]
-    new = [end - first for first, end in itertools.pairwise(starts)]
-    old = [length - n for length, n in zip(lengths, new, strict=True)]
     if not any(n >= LONG_CHUNK and o > 0 for n, o in zip(new, old, strict=True)):
         return ()
-    found = [(i, n, o) for i, (n, o) in enumerate(zip(new, old, strict=True)) if o > 0 and n > 0]
-    pairs: list[tuple[int, int]] = []
-    for _, n, o in found:
-        pairs += [(0, n), *((0, min(SEGMENT, o - at)) for at in range(0, o, SEGMENT))]
-    numbers = torch.tensor(pairs, dtype=torch.int32).to(device, non_blocking=True)
-    contexts, row = [], 0
-    for i, n, o in found:
-        parts = tuple(
-            Segment(at, min(SEGMENT, o - at), numbers[row + 1 + k])
-            for k, at in enumerate(range(0, o, SEGMENT))
+    firsts = itertools.accumulate(new, initial=0)
+    found = [
+        (sequence, first, n, [(at, min(SEGMENT, o - at)) for at in range(0, o, SEGMENT)])
+        for sequence, (first, n, o) in enumerate(zip(firsts, new, old, strict=False))
+        if n > 0 and o > 0
+    ]
+    ends = [end for *_, n, cuts in found for end in (n, *(tokens for _, tokens in cuts))]
+    pairs = torch.tensor([(0, end) for end in ends], dtype=torch.int32)
+    starts = iter(pairs.to(device, non_blocking=True))  # in one copy
+    return tuple(
+        Context(
+            sequence,
+            first,
+            first + n,
+            next(starts),
+            tuple(Segment(at, tokens, next(starts)) for at, tokens in cuts),
         )
-        first = starts[i] - firsts
-        contexts.append(Context(i, first, first + n, numbers[row], parts))
-        row += 1 + len(parts)
-    return tuple(contexts)
+        for sequence, first, n, cuts in found
+    )
 
 
 @dataclass(frozen=True)
