@@ -72,18 +72,7 @@ from torch_turboquant.eval.layers import store
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.memory import attention_layers, packed_memory
 
-LLAMA_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-}
-TINY = LLAMA_8B | {
+TINY = common.LLAMA_8B | {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -533,7 +522,7 @@ def main() -> None:
     arguments = options.parse_args()
     device = Device(arguments.device)
     arguments.dry_run |= not device.cuda
-    shape = LLAMA_8B if device.cuda else TINY
+    shape = common.LLAMA_8B if device.cuda else TINY
     table = quick_table() if arguments.quick else whole_table()
     if not device.cuda:
         table = tiny_table()

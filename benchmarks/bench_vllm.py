@@ -60,19 +60,11 @@ import common
 import torch
 
 NAME = "h200_vllm"
-LLAMA_8B = {
+LLAMA_8B = common.LLAMA_8B | {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
     "max_position_embeddings": 132096,  # 131,072 and what is generated behind them
     "rms_norm_eps": 1e-05,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
