@@ -67,8 +67,8 @@ constexpr int split_kv_block_rows(int head_dim) {
   return head_dim == 64 || head_dim == 128 ? 16 : head_dim <= 256 ? 8 : 4;
 }
 
-// Where row tiles cannot take a call, split-KV takes up to so many rows: in blocks that read the codes again, and still
-// sooner than the general kernel, whose one pass takes as long as nine of these.
+// Where row tiles cannot take a call, split-KV takes up to so many rows. It then reads the codes once for each block of
+// rows, and is still done sooner than the general kernel, whose single pass takes as long as about nine blocks.
 constexpr int split_kv_most_rows(int head_dim) { return head_dim <= 256 ? 64 : 32; }
 
 // Its copies end in barriers of shared memory (cuda/common/async_copy.cuh).
