@@ -9,7 +9,7 @@ bench_quality.py.
 
 Caches are named PRESET, PRESET:learned (centers are the mean keys of the first chunk, as without a
 file), PRESET:none (no centers), or fp8. A preset alone has the centers and channel scales of a file
-from another part of the text.
+from another part of the text. With :codes at the end the first token comes from its codes, too.
 
     python benchmarks/bench_vllm_quality.py --model FOLDER --text FILE
     python benchmarks/bench_vllm_quality.py          the demo's model and text
@@ -70,13 +70,15 @@ def engine_options(task: dict[str, Any]) -> dict[str, Any]:
         "disable_log_stats": True,
         "seed": 0,
     }
-    preset, _, centers = task["cache"].partition(":")
+    preset, *variants = task["cache"].split(":")
     if preset == "fp8":
         options["kv_cache_dtype"] = "fp8"
     elif preset != BASE:
-        settings = {"preset": preset, "learn": centers == "learned"}
-        if not centers:
+        settings: dict[str, Any] = {"preset": preset, "learn": "learned" in variants}
+        if not {"learned", "none"} & set(variants):
             settings["centers"] = task["centers"]
+        if "codes" in variants:
+            settings["first_token"] = "codes"
         options["attention_backend"] = "CUSTOM"
         options["additional_config"] = {"turboquant": settings}
     return options

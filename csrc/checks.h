@@ -452,8 +452,8 @@ inline void check_tail(const Tensor& tail, const OptionalTensor& tail_slots, con
   check_dtype(tail, "tail", {first.scalar_type()});
   check_shape(tail, "tail", {-1, kv_heads, -1, 2, d});
   check_entries(tail, "tail");
-  STD_TORCH_CHECK(sink_tokens >= 0 && sink_tokens < tail.size(2), "sink_tokens is ", sink_tokens, " but the tail has ",
-                  tail.size(2), " rows: supported are 0 to rows - 1");
+  STD_TORCH_CHECK(sink_tokens >= 0 && sink_tokens <= tail.size(2) && tail.size(2) > 0, "sink_tokens is ", sink_tokens,
+                  " but the tail has ", tail.size(2), " rows: supported are 1 row and more, and 0 to rows sinks");
   STD_TORCH_CHECK(tail_slots.has_value(), "tail needs tail_slots");
   check_slots(*tail_slots, first, "tail_slots", seqs);
 }

@@ -54,8 +54,10 @@ inline void check_new_tokens(const AttentionCall& c) {
 }
 
 // A query reads the rows of its window from the ring, without those of the call's own tokens if these are given.
-// Otherwise the call's own tokens have been stored, in rows that earlier tokens may have had.
+// Otherwise the call's own tokens have been stored, in rows that earlier tokens may have had. Without a window the tail
+// may be sinks alone.
 inline void check_ring(const AttentionCall& c) {
+  if (c.recent_window == 0) return;
   const uint64_t ring = static_cast<uint64_t>(c.tail->size(2) - c.sink_tokens);
   const uint64_t window = static_cast<uint64_t>(c.recent_window);
   if (c.k_new) {

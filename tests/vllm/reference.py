@@ -1,7 +1,7 @@
 """What an engine must answer, computed by transformers with attention in float64.
 
 Every call of the model is a step of the engine: its own tokens are read as they are, or from their
-codes, and older ones from codes. Codes come from cache_store and cache_load, which have tests of
+codes, and older ones from codes, except for the first one of all. Codes come from cache_store and cache_load, which have tests of
 their own, so that nothing of the integration is used here.
 """
 
@@ -33,6 +33,7 @@ class Reference:
         model: of transformers, in float32.
         presets: of all layers, or of each.
         exact_steps: whether steps of one token read it as it is.
+        first_token: whether the first token of all stays exact, where there is no sliding window.
         center: of a layer, from its keys in the first call [tokens, kv_heads, d].
     """
 
@@ -42,10 +43,12 @@ class Reference:
         presets: str | Sequence[str],
         exact_steps: bool = True,
         center: Center = lambda layer, keys: None,
+        first_token: bool = True,
     ) -> None:
         layers = model.config.num_hidden_layers
         presets = [presets] * layers if isinstance(presets, str) else list(presets)
         self.model, self.exact_steps, self.center = model, exact_steps, center
+        self.first_token = first_token
         self.near_tie = NEAR_TIE
         if torch.cuda.is_available():
             few_codes = set(presets) != {"k8v8"}
@@ -108,6 +111,7 @@ class Reference:
             [new],
             exact_k=k[None],
             exact_v=v[None],
+            sinks=1 if self.first_token and not sliding_window else 0,
             own=new > 1 or self.exact_steps,
             softmax_scale=scaling,
             sliding_window=sliding_window or 0,

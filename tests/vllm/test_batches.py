@@ -2,7 +2,7 @@
 
 The shapes are those of vLLM's tests of its backends: decoding, prompts and mixtures, short and
 long, whole models and the heads of tensor-parallel ranks. Every token goes into the cache through
-do_kv_cache_update; keys and values that the reference sees come from through_codes.
+the backend; keys and values that the reference sees come from through_codes.
 """
 
 import itertools
@@ -82,6 +82,7 @@ class Layer:
 
     def __init__(self, config, heads=(8, 2), d=64, page_size=32, number=0, **options):
         self.kv_heads, self.d, self.page_size, self.number = heads[1], d, page_size, number
+        config.cache_config.block_size = page_size
         with set_current_vllm_config(config):
             default = torch.get_default_dtype()
             torch.set_default_dtype(torch.float32)
@@ -97,13 +98,16 @@ class Layer:
             self.builder = TurboQuantMetadataBuilder(spec, [name], config, torch.device("cpu"))
         del layers[name]
         # Pages of two layers in one allocation: a layer's own lie apart.
-        shape = (512, 2, heads[1], page_size, self.impl.config.bytes_per_token)
+        shape = (512, 2, heads[1], page_size, self.impl.plan.bytes_per_token(self.impl.config))
         self.pages = torch.full(shape, 0x5A, dtype=torch.uint8)[:, number % 2]
+        self.first_token = config.additional_config["turboquant"].get("first_token") != "codes"
 
-    def metadata(self, steps):
+    def metadata(self, steps, table=None):
         totals, new = zip(*steps, strict=True)
         starts = torch.tensor([0, *new]).cumsum(0).int()
         lengths = torch.tensor(totals).int()
+        table = self.table(len(steps)) if table is None else table
+        slots = [self.slots(row, *step) for row, step in zip(table, steps, strict=True)]
         return CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=starts,
@@ -112,8 +116,8 @@ class Layer:
             num_actual_tokens=sum(new),
             max_query_len=max(new),
             max_seq_len=max(totals),
-            block_table_tensor=self.table(len(steps)),
-            slot_mapping=torch.zeros(0),
+            block_table_tensor=table,
+            slot_mapping=torch.cat(slots),
             seq_lens_cpu_upper_bound=lengths,
         )
 
@@ -122,17 +126,23 @@ class Layer:
         pages = torch.randperm(len(self.pages), generator=generator).int()
         return pages[: sequences * (len(pages) // sequences)].view(sequences, -1)
 
-    def store(self, k, v, sequence, table):
-        """Keys and values of a sequence's first tokens."""
-        position = torch.arange(len(k))
-        slots = table[sequence, position // self.page_size].long() * self.page_size
-        self.impl.do_kv_cache_update(None, k, v, self.pages, slots + position % self.page_size)
+    def slots(self, pages, total, new):
+        position = torch.arange(total - new, total)
+        return pages[position // self.page_size].long() * self.page_size + position % self.page_size
+
+    def store(self, k, v, pages):
+        """The first tokens of a sequence, in an earlier step."""
+        m = self.metadata([(len(k), len(k))], pages[None])
+        self.impl._bind(self.pages)
+        self.impl._store(self.builder.build(0, m), k, k, v)
 
     def run(self, steps, q, k, v, exact=True, **options):
-        """Stores everything, attends to the new tokens; returns the output and what is right."""
+        """Attends to new tokens after older ones; returns the output and what is right."""
         m = self.metadata(steps)
-        for s in range(len(steps)):
-            self.store(k[s], v[s], s, m.block_table_tensor)
+        for s, (total, new) in enumerate(steps):
+            before = total if self.impl.target else total - new  # who else would store them?
+            if before:
+                self.store(k[s][:before], v[s][:before], m.block_table_tensor[s])
         new_k = torch.cat([k[s][total - new :] for s, (total, new) in enumerate(steps)])
         new_v = torch.cat([v[s][total - new :] for s, (total, new) in enumerate(steps)])
         built = self.builder.build(0, m)
@@ -158,6 +168,7 @@ class Layer:
             list(new),
             exact_k=padded(k),
             exact_v=padded(v),
+            sinks=1 if self.first_token and not self.impl.sliding_window else 0,
             own=exact,
             **options,
         )
@@ -250,7 +261,7 @@ def test_memory_that_moves_is_bound_again(started):
     steps = STEPS["few mixed"]
     layer = Layer(started({}))
     first, _ = layer.run(steps, *tensors(steps, (8, 2)))
-    layer.pages = torch.zeros(512, 2, 32, layer.impl.config.bytes_per_token, dtype=torch.uint8)
+    layer.pages = torch.zeros(layer.pages.shape, dtype=torch.uint8)
     second, right = layer.run(steps, *tensors(steps, (8, 2)))
     assert_right(second, right)
     assert torch.equal(first, second)
@@ -366,11 +377,11 @@ def test_padding_of_graphs(started):
     """Rows of length 0 behind the sequences of a step."""
     layer = Layer(started({}))
     m = layer.metadata([(9, 1), (8, 1)])
-    m.seq_lens[1] = 0
+    m.seq_lens[1], m.slot_mapping[1] = 0, -1
     (part,) = layer.builder.build(0, m).parts
     assert part.cu_seqlens is None
     q, k = torch.randn(2, 8, 64), torch.randn(2, 2, 64)
-    layer.store(torch.randn(9, 2, 64), torch.randn(9, 2, 64), 0, m.block_table_tensor)
+    layer.store(torch.randn(8, 2, 64), torch.randn(8, 2, 64), m.block_table_tensor[0])
     out = layer.impl.forward(
         None, q, k, k, layer.pages, layer.builder.build(0, m), torch.empty(2, 8, 64)
     )

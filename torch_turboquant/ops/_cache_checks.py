@@ -116,7 +116,7 @@ def check_ring(
 
 def check_ring_rows_beside_new(rows: int, config: CacheConfig) -> None:
     """Beside k_new, a query reads all tokens of its window but itself, or fewer, from the ring."""
-    need = config.sink_tokens + max(1, config.recent_window - 1)
+    need = max(1, config.sink_tokens + max(0, config.recent_window - 1))
     if rows < need:
         raise ValueError(
             f"tail has {rows} rows, expected at least {need} beside k_new: sink_tokens "
@@ -125,8 +125,13 @@ def check_ring_rows_beside_new(rows: int, config: CacheConfig) -> None:
 
 
 def check_ring_rows(rows: int, config: CacheConfig, max_q_len: int) -> None:
-    """Window and sinks are the config's; a call of max_q_len queries needs that many more rows."""
-    need = config.sink_tokens + ring_rows(config, max_q_len)
+    """Window and sinks are the config's; a call of max_q_len queries needs that many more rows.
+
+    Without a window, sinks need no ring beside them.
+    """
+    need = max(1, config.sink_tokens)
+    if config.recent_window:
+        need = config.sink_tokens + ring_rows(config, max_q_len)
     if rows < need:
         raise ValueError(
             f"tail has {rows} rows, expected at least {need}: sink_tokens ({config.sink_tokens}) + "

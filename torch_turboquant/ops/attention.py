@@ -128,7 +128,7 @@ def paged_attention(
         tail: of q's dtype: keys j < config.sink_tokens and p - j < config.recent_window come from
             it. None: everything comes from codes. Its ring has config.recent_window + max_q_len - 1
             rows at least, with k_new config.recent_window - 1: the tail then needs no room for this
-            call's tokens. In a ring that has none, storing them overwrites older tokens of the
+            call's tokens; without a window, none. In a ring that has none, storing them overwrites older tokens of the
             window. Those come from codes, whether they have been overwritten yet or not, unless
             tail.valid says that the ring holds them.
         sliding_window: 0: none.

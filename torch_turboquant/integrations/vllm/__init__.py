@@ -10,6 +10,7 @@ vLLM finds `register` by the entry point group vllm.general_plugins and calls it
     adapter.py    everything that differs between versions of vLLM
     limits.py     what is refused at start, with the reason and the cure
     plan.py       the presets and constants of all layers of an engine
+    pages.py      what a page holds
     backend.py    the attention backend: metadata of a step, store and attend
     prompts.py    prompts and long chunks by FlashAttention
     cpu.py        which backend vLLM gets on a CPU

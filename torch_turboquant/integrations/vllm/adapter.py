@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from torch_turboquant.config import NAMED_PRESETS, PRESETS
+from torch_turboquant.integrations.vllm import pages
 from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX
 from torch_turboquant.integrations.vllm.versions import find_interface
 
@@ -90,12 +91,12 @@ def packed_spec(spec: Any, bytes_per_token: int) -> Any:
     return kv_cache_interface.TQFullAttentionSpec(**values)
 
 
-def set_page_bytes(layer: Any, bytes_per_token: int) -> None:
+def set_page_bytes(layer: Any, bytes_per_token: Callable[[], int]) -> None:
     """Lets vLLM allocate pages of packed tokens for this layer; called before it asks for specs."""
 
     def get_kv_cache_spec(vllm_config: Any) -> Any:
         spec = type(layer).get_kv_cache_spec(layer, vllm_config)
-        return None if spec is None else packed_spec(spec, bytes_per_token)
+        return None if spec is None else packed_spec(spec, bytes_per_token())
 
     layer.get_kv_cache_spec = get_kv_cache_spec
 
@@ -111,7 +112,7 @@ class Pages(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [16, 32, 64, 128]
+        return list(pages.SIZES)
 
     @staticmethod
     def get_kv_cache_shape(

@@ -30,6 +30,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from torch_turboquant.integrations.vllm import adapter, limits
+from torch_turboquant.integrations.vllm.pages import page_parts
 from torch_turboquant.integrations.vllm.plan import Plan, latest_plan, plan_of
 from torch_turboquant.integrations.vllm.prompts import Context, contexts_of, prompt_attention
 from torch_turboquant.ops.attention import attend_constants
@@ -39,6 +40,9 @@ logger = init_logger("vllm.torch_turboquant")  # vLLM prints what is below its o
 
 NAMES = ("CUSTOM", adapter.OWN_NAME)
 PAGE_SIZE = 64  # where the user has not chosen --block-size: fewer, longer runs than vLLM's 16
+
+FIRST_TOKENS = 1  # of a sequence that stay exact, as the ops' sink_tokens
+NO_TAIL = (None, None, None, 0, 0)
 
 _store = torch.ops.turboquant.cache_store.default
 _attend = torch.ops.turboquant.paged_attention_out.default
@@ -51,7 +55,7 @@ class TurboQuantBackend(adapter.Pages):
     """What vLLM asks before it makes layers. --attention-backend CUSTOM."""
 
     accept_output_buffer = True
-    forward_includes_kv_cache_update = False
+    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_name() -> str:
@@ -67,7 +71,8 @@ class TurboQuantBackend(adapter.Pages):
 
     @staticmethod
     def bytes_per_token(head_dim: int) -> int:
-        return latest_plan().settings.config(head_dim).bytes_per_token
+        plan = latest_plan()
+        return plan.bytes_per_token(plan.settings.config(head_dim))
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -130,6 +135,8 @@ class Part(NamedTuple):
     """Its tokens: first .. end - 1."""
     end: int
     block_table: Tensor
+    first_pages: Tensor | None
+    """int32 [sequences]: the first column of block_table; None: no token stays exact."""
     seq_lens: Tensor
     cu_seqlens: Tensor | None
     """Where each sequence's tokens begin, from 0; None: one token each."""
@@ -148,12 +155,14 @@ class TurboQuantMetadata(AttentionMetadata):
     """The parts of a step, one in most steps."""
 
     parts: tuple[Part, ...]
+    whole: Part
+    """The step as one part, for what does not differ."""
+    slot_mapping: Tensor
     query_start_loc: Tensor
-    seq_lens: Tensor
 
 
 class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
-    """Makes the metadata of a step; adds nothing to what vLLM copies to the GPU by itself."""
+    """Makes the metadata of a step; copies nothing from the host but what vLLM does by itself."""
 
     # A graph serves steps whose sequences all have the same number of new tokens: decoding and
     # verification. Lengths and tables are read on the device.
@@ -167,6 +176,13 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         plan = plan_of(vllm_config)
         self.exact_steps, self.learning = plan.settings.exact_steps, plan.learning
         self.splits_prompts = current_platform.is_cuda()
+        self.first_pages: Tensor | None = None
+        if plan.first_token is not None:
+            # Graphs remember its address. Where attention is local to chunks, vLLM takes chunks for
+            # sequences, of which a step has no more than tokens.
+            scheduler = vllm_config.scheduler_config
+            most = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+            self.first_pages = torch.zeros(most, dtype=torch.int32, device=device)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
@@ -186,7 +202,11 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             said = self.learning.see(m, self.reorder_batch_threshold)
             if said:
                 logger.log(logging.WARNING if self.learning.tokens is None else logging.INFO, said)
-        return TurboQuantMetadata(self._parts(m), m.query_start_loc, m.seq_lens)
+        if self.first_pages is not None:
+            self.first_pages[: m.num_reqs].copy_(m.block_table_tensor[: m.num_reqs, 0])
+        whole = self._part(m, 0, m.num_reqs, self.exact_steps)
+        slots = m.slot_mapping[: m.num_actual_tokens]
+        return TurboQuantMetadata(self._parts(m), whole, slots, m.query_start_loc)
 
     def _parts(self, m: Any) -> tuple[Part, ...]:
         """The step as one part, unless two must be computed differently."""
@@ -207,8 +227,8 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             self._part(m, decodes, m.num_reqs, True, first=first, fresh=fresh, contexts=contexts),
         )
 
-    @staticmethod
     def _part(
+        self,
         m: Any,
         sequence: int,
         end_sequence: int,
@@ -226,10 +246,12 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             starts = m.query_start_loc[sequence : end_sequence + 1]
             if first:
                 starts = starts - first
-        table, lengths = m.block_table_tensor, m.seq_lens
+        table, lengths, pages = m.block_table_tensor, m.seq_lens, self.first_pages
         if sequence or end_sequence != lengths.shape[0]:
             table, lengths = table[sequence:end_sequence], lengths[sequence:end_sequence]
-        return Part(first, end, table, lengths, starts, longest, exact, fresh, contexts)
+        if pages is not None:
+            pages = pages[sequence:end_sequence]
+        return Part(first, end, table, pages, lengths, starts, longest, exact, fresh, contexts)
 
 
 def _what_prompts_have(m: Any, first: int) -> tuple[bool, tuple[Context, ...]]:
@@ -315,7 +337,6 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             self.sink_logits = self.sinks.detach().to(torch.float32, copy=True)
         self.prompt_attention = None
         if self.target is None:
-            adapter.set_page_bytes(layer, self.config.bytes_per_token)
             self.prompt_attention = prompt_attention(
                 self.head_size,
                 self.scale,
@@ -323,30 +344,22 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
                 self.soft_cap,
                 self.sinks is not None,
             )
-            self.plan.tell(logger, self, layers)
+
+            def bytes_per_token() -> int:
+                self.plan.tell(logger, self, layers)
+                return self.plan.bytes_per_token(self.config)
+
+            adapter.set_page_bytes(layer, bytes_per_token)
 
     def _bind(self, kv_cache: Tensor) -> None:
         """Prepares the arguments of calls for memory that vLLM has allocated."""
-        pages, heads, page_size, _ = kv_cache.shape
-        self.config = replace(self.config, page_size=page_size)
-        self.pages = kv_cache.view(pages, heads, -1)
+        self.config = replace(self.config, page_size=kv_cache.shape[2])
+        first_token = None if self.sliding_window else self.plan.first_token
+        self.pages, self.first_tokens = page_parts(kv_cache, self.config, first_token)
         self.store_arguments = store_constants(self.config, self.tables)
         self.attend_arguments = (*attend_constants(self.config, self.tables), self.scale)
-        no_tail = (None, None, None, 0, 0)
-        self.attend_options = (*no_tail, self.sliding_window, self.soft_cap, self.sink_logits)
+        self.attend_options = (self.sliding_window, self.soft_cap, self.sink_logits)
         self.bound = kv_cache
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        if kv_cache is not self.bound:
-            self._bind(kv_cache)
-        tokens = slot_mapping.shape[0]
-        if key.shape[0] != tokens:
-            key, value = key[:tokens], value[:tokens]
-        if self.learns and self.plan.learning.decided:
-            self._learn(key)
-        _store(key, value, self.pages, slot_mapping, *self.store_arguments)
 
     def _learn(self, key: Tensor) -> None:
         """The center of this layer, in place: calls and CUDA graphs have its address."""
@@ -373,16 +386,34 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             return output.fill_(0)
         if kv_cache is not self.bound:
             self._bind(kv_cache)
-        if self.key_sums is not None and self.target is None:
-            n = attn_metadata.parts[-1].end
-            starts, lengths = attn_metadata.query_start_loc, attn_metadata.seq_lens
-            self.key_sums.add(query[:n], key[:n], starts, lengths)
+        if self.target is None:
+            self._store(attn_metadata, query, key, value)
         for part in attn_metadata.parts:
             self._attend(part, query, key, value, output)
         return output
 
+    def _store(self, m: TurboQuantMetadata, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Stores a whole step before any of its parts is computed.
+
+        A sequence may read pages that another one of the same step fills: vLLM shares prefixes from
+        the moment that their pages are promised.
+        """
+        step, slots = m.whole, m.slot_mapping
+        if key.shape[0] != step.end:
+            key, value = key[: step.end], value[: step.end]
+        if self.learns and self.plan.learning.decided:
+            self._learn(key)
+        if self.key_sums is not None:
+            self.key_sums.add(query[: step.end], key, m.query_start_loc, step.seq_lens)
+        arguments = (key, value, self.pages, slots, *self.store_arguments)
+        if self.first_tokens is None:
+            _store(*arguments)
+            return
+        tail = self.first_tokens, step.first_pages
+        _store(*arguments, *tail, step.seq_lens, step.cu_seqlens, FIRST_TOKENS)
+
     def _attend(self, part: Part, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        first, end, table, lengths, starts, longest, exact, fresh, contexts = part
+        first, end, table, pages, lengths, starts, longest, exact, fresh, contexts = part
         if first or end != query.shape[0]:
             query, out = query[first:end], out[first:end]
         # A layer that reads the pages of another one has no keys of its own.
@@ -395,13 +426,19 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         if contexts and self.prompt_attention is not None and not self.sliding_window:
 
             def load(sequence: int, at: int, tokens: int, length: Tensor) -> tuple[Tensor, Tensor]:
-                pages = table[sequence : sequence + 1, at // self.config.page_size :]
+                row = table[sequence : sequence + 1, at // self.config.page_size :]
                 arguments = self.config, self.tables, tokens, query.dtype
-                keys, values = cache_load(self.pages, pages, length, *arguments)
+                keys, values = cache_load(self.pages, row, length, *arguments)
+                if at == 0 and self.first_tokens is not None:
+                    token = self.first_tokens.index_select(0, row[:, 0])[0, :, 0]
+                    keys[0, 0], values[0, 0] = token[:, 0], token[:, 1]
                 return keys[0], values[0]
 
             self.prompt_attention.continued(query, key, value, out, starts, longest, contexts, load)
             return
+        tail = NO_TAIL
+        if self.first_tokens is not None:
+            tail = self.first_tokens, pages, None, FIRST_TOKENS, 0
         _attend(
             query,
             self.pages,
@@ -410,6 +447,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             *self.attend_arguments,
             starts,
             longest,
+            *tail,
             *self.attend_options,
             key if exact else None,
             value if exact else None,

@@ -15,7 +15,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.format import FORMAT_VERSION
-from torch_turboquant.integrations.vllm import adapter, limits
+from torch_turboquant.integrations.vllm import adapter, limits, pages
 from torch_turboquant.integrations.vllm.centers import LayerConstants, find_file
 from torch_turboquant.integrations.vllm.learning import Learning
 from torch_turboquant.integrations.vllm.settings import parse
@@ -36,6 +36,9 @@ class Plan:
         limits.check_engine(vllm_config, adapter.INTERFACE, self.settings)
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         self.layers = int(model.hf_text_config.num_hidden_layers)
+        self.vllm_cache_config = vllm_config.cache_config
+        keeps = self.settings.first_token == "exact"
+        self.first_token: torch.dtype | None = model.dtype if keeps else None
         self.is_draft = speculative is not None and model is speculative.draft_model_config
         self.device = torch.device(vllm_config.device_config.device)
         self.constants: LayerConstants | None = None
@@ -47,12 +50,24 @@ class Plan:
         learns = self.settings.learn and not self.is_draft and file is None
         self.learning = Learning() if learns else None
         self._told = False
+        self._page_tokens = 0  # unknown
 
     def config(self, layer: int, head_dim: int) -> CacheConfig:
         """The configuration of a layer, with some page size."""
         if self._is_drafting(layer):
             return self.settings.config(head_dim)
         return self.settings.layer_config(head_dim, layer, self.layers)
+
+    def bytes_per_token(self, config: CacheConfig) -> int:
+        """Bytes of a token and KV head in a layer's pages; the model has been loaded by then.
+
+        vLLM first asks once its block size fits the backends. If it makes blocks larger later on,
+        for hybrid models, they are multiples of that.
+        """
+        self._page_tokens = self._page_tokens or pages.page_tokens(
+            self.vllm_cache_config.block_size
+        )
+        return pages.bytes_per_token(config, self._page_tokens, self.first_token)
 
     def _is_drafting(self, layer: int) -> bool:
         """Whether a layer drafts: the heads of EAGLE and MTP count on from the model's layers."""
@@ -74,7 +89,7 @@ class Plan:
         return make_tables(config, layer, self.device, center)
 
     def tell(self, logger: Any, impl: Any, layers: dict[str, Any]) -> None:
-        """Logs the start-up line when the first layer of the model is ready."""
+        """Logs the start-up line when vLLM asks what the first layer of the model needs."""
         if self._told or self.is_draft or self.rank:
             return
         self._told = True
@@ -93,7 +108,8 @@ class Plan:
             dtype: of the model.
             layers: configuration and KV heads of every layer that keeps pages.
         """
-        stored = sum(config.bytes_per_token * heads for config, heads in layers.values())
+        stored = sum(self.bytes_per_token(c) * heads for c, heads in layers.values())
+        rows = stored - sum(c.bytes_per_token * heads for c, heads in layers.values())
         plain = sum(2 * config.head_dim * heads for config, heads in layers.values())
         plain *= dtype.itemsize
         preset = self.settings.preset
@@ -103,7 +119,8 @@ class Plan:
             centers = self.constants.describe()
         return (
             f"TurboQuant: preset {preset}{f' (layers {own})' if own else ''}, "
-            f"{stored / len(layers):,.0f} bytes per token and layer on this rank; "
+            f"{stored / len(layers):,.0f} bytes per token and layer on this rank"
+            f"{f', {rows / len(layers):,.0f} of them for exact first tokens' if rows else ''}; "
             f"{plain / stored:.2f} times the tokens of {str(dtype).removeprefix('torch.')} fit. "
             f"Centers: {centers}; seed {self.settings.seed}; format {FORMAT_VERSION}"
         )

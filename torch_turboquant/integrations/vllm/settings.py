@@ -10,6 +10,7 @@ from torch_turboquant.config import CacheConfig, did_you_mean, find_preset, pres
 from torch_turboquant.layer_choice import layer_configs
 
 KEY = "turboquant"
+FIRST_TOKEN = ("exact", "codes")
 DTYPE_PREFIX = "tq_"  # --kv-cache-dtype tq_<preset>
 
 
@@ -39,6 +40,8 @@ class Settings:
     """Whether the tokens of a decode step are read exactly by the step itself, as those of a prompt
     always are. False: from their codes, as every later step reads them, so that speculative steps
     see what steps of one token would have seen."""
+    first_token: str = "exact"
+    """Whether the first token of a sequence is read "exact" or from its "codes", by all tokens."""
     window: int = 0
     """How many last tokens of a sequence stay exact."""
 
@@ -47,6 +50,11 @@ class Settings:
         for _, name in self.layers:
             find_preset(name)
         self.config(head_dim=64)  # checks the seed
+        if self.first_token not in FIRST_TOKEN:
+            raise ValueError(
+                f"turboquant: first_token is {self.first_token!r}, supported: "
+                f"{' and '.join(map(repr, FIRST_TOKEN))}"
+            )
         if self.window:
             raise ValueError(
                 f"turboquant: window is {self.window}, supported: 0. The pages hold codes of all "
@@ -77,6 +85,7 @@ class Settings:
 
 _FIELDS = tuple(field.name for field in fields(Settings))
 _TYPES = {"preset": str, "centers": (str, type(None)), "seed": int, "window": int}
+_TYPES["first_token"] = str
 _TYPES |= {"exact_steps": bool, "learn": bool, "calibrate": bool, "layers": Mapping}
 
 
