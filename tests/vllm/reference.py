@@ -1,8 +1,8 @@
 """What an engine must answer, computed by transformers with attention in float64.
 
 Every call of the model is a step of the engine: its own tokens are read as they are, or from their
-codes, and older ones from codes, except for the first one of all. Codes come from cache_store and cache_load, which have tests of
-their own, so that nothing of the integration is used here.
+codes, and older ones from codes, except for the first one of all. Codes come from cache_store and
+cache_load, which have tests of their own, so that nothing of the integration is used here.
 """
 
 from __future__ import annotations

@@ -32,16 +32,40 @@ def test_prompts_of_a_batch(model, preset, exact_steps):
         reference.check(p, answer)
 
 
+def test_the_first_token_from_its_codes(model):
+    folder, llama = model
+    settings = {"preset": "k3v2", "first_token": "codes", "learn": False}
+    with engine(folder, settings) as llm:
+        answers = generate(llm, PROMPTS, TOKENS)
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        Reference(llama, "k3v2", first_token=False).check(p, answer)
+    with pytest.raises(AssertionError):  # the reference can tell
+        for p, answer in zip(PROMPTS, answers, strict=True):
+            Reference(llama, "k3v2").check(p, answer)
+
+
+def test_prompts_of_one_token(model):
+    """A step that may be replayed from a CUDA graph stores the first token of a sequence."""
+    folder, llama = model
+    reference = Reference(llama, PRESET)
+    prompts = [[token] for token in (3, 50, 99)]
+    with engine(folder, {"preset": PRESET, "learn": False}) as llm:
+        generate(llm, PROMPTS, 1)  # pages that held the first tokens of others
+        answers = generate(llm, prompts, TOKENS)
+    for p, answer in zip(prompts, answers, strict=True):
+        reference.check(p, answer)
+
+
 @pytest.mark.skipif(ON_GPU, reason="the rest of the model is rounded in other places")
 def test_transformers_gives_the_same(model):
-    """With every token from its codes, both caches are the same computation."""
+    """With every token but the first from its codes, both caches are the same computation."""
     from torch_turboquant.integrations.transformers import TurboQuantCache
 
     folder, llama = model
     expected = []
     llama.set_attn_implementation("eager")
     for p in PROMPTS:
-        options = {"page_size": 16, "sink_tokens": 0, "recent_window": 0, "center": None}
+        options = {"page_size": 16, "sink_tokens": 1, "recent_window": 0, "center": None}
         with TurboQuantCache.for_model(llama, preset="k4v4", **options) as cache:
             ids = torch.tensor([p])
             out = llama.generate(ids, past_key_values=cache, max_new_tokens=TOKENS, do_sample=False)

@@ -108,7 +108,8 @@ def test_layers_with_presets_of_their_own(tmp_path):
         pages = pages_of(llm)
     for p, answer in zip(PROMPTS, answers, strict=True):
         reference.check(p, answer)
-    page = 16 * 2 * sum(bytes_per_token(name) for name in reference.presets)
+    row = 2 * 32 * 4  # bytes of an exact first token in float32
+    page = 2 * sum(16 * bytes_per_token(name) + row for name in reference.presets)
     assert MEMORY // page - pages in (0, 1)  # no padding
 
 
@@ -118,15 +119,17 @@ def bytes_per_token(preset: str) -> int:
     return tt.preset(preset, 32).bytes_per_token
 
 
+@pytest.mark.parametrize("first_token", ["exact", "codes"])
 @pytest.mark.parametrize("preset", ["k8v8", "k5v4u", "k3v2"])
-def test_tokens_that_fit(tmp_path, preset):
+def test_tokens_that_fit(tmp_path, preset, first_token):
     """In the same memory as many as the bits say."""
     import torch_turboquant as tt
 
     save_llama(tmp_path, head_dim=128, num_hidden_layers=2)
     with engine(tmp_path, None, dtype="bfloat16", block_size=32) as llm:
         plain = pages_of(llm) * 32
-    with engine(tmp_path, {"preset": preset}, dtype="bfloat16", block_size=32) as llm:
+    settings = {"preset": preset, "first_token": first_token}
+    with engine(tmp_path, settings, dtype="bfloat16", block_size=32) as llm:
         packed = pages_of(llm) * 32
-    bits = tt.preset(preset, 128).bits_per_value
+    bits = tt.preset(preset, 128).bits_per_value + (16 / 32 if first_token == "exact" else 0)
     assert packed / plain == pytest.approx(16 / bits, rel=0.02)

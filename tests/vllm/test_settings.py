@@ -23,6 +23,7 @@ def test_everything_that_can_be_set():
         "learn": False,
         "calibrate": True,
         "exact_steps": False,
+        "first_token": "codes",
         "window": 0,
     }
     assert parse({"turboquant": given}) == Settings(
@@ -33,6 +34,7 @@ def test_everything_that_can_be_set():
         learn=False,
         calibrate=True,
         exact_steps=False,
+        first_token="codes",
     )
 
 
@@ -71,6 +73,8 @@ def test_presets_named_by_the_dtype(name):
         ({"seed": True}, TypeError, "seed is True, of type bool"),
         ({"seed": -1}, ValueError, "seed must be 0 to 2^64 - 1, got -1"),
         ({"learn": 1}, TypeError, "learn is 1, of type int"),
+        ({"first_token": True}, TypeError, "first_token is True, of type bool"),
+        ({"first_token": "no"}, ValueError, "first_token is 'no', supported: 'exact' and 'codes'"),
         ({"window": 64}, ValueError, "window is 64, supported: 0"),
     ],
 )

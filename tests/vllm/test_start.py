@@ -24,13 +24,22 @@ def backend_of(llm):
 
 def test_the_start_up_line(folder):
     settings = {"preset": "k5v4u", "layers": {"-1": "k8v8"}, "seed": 5}
-    with told() as lines, engine(folder, settings, dtype="bfloat16") as llm:
+    options = {"dtype": "bfloat16", "block_size": 64}
+    with told() as lines, engine(folder, settings, **options) as llm:
         assert backend_of(llm) == "CpuBackend"
     assert lines == [
-        "TurboQuant: preset k5v4u (layers -1: k8v8), 408 bytes per token and layer on this rank; "
-        "2.51 times the tokens of bfloat16 fit. Centers: to be learned from the first prompt; "
-        "seed 5; format 1"
+        "TurboQuant: preset k5v4u (layers -1: k8v8), 424 bytes per token and layer on this rank, "
+        "16 of them for exact first tokens; 2.42 times the tokens of bfloat16 fit. Centers: to be "
+        "learned from the first prompt; seed 5; format 1"
     ]
+
+
+def test_the_start_up_line_without_exact_first_tokens(folder):
+    with told() as lines, engine(folder, {"first_token": "codes"}, dtype="bfloat16"):
+        pass
+    assert lines[0].startswith(
+        "TurboQuant: preset near-lossless, 296 bytes per token and layer on this rank; 3.46 times"
+    )
 
 
 def test_nothing_happens_unasked(folder):

@@ -128,9 +128,10 @@ def paged_attention(
         tail: of q's dtype: keys j < config.sink_tokens and p - j < config.recent_window come from
             it. None: everything comes from codes. Its ring has config.recent_window + max_q_len - 1
             rows at least, with k_new config.recent_window - 1: the tail then needs no room for this
-            call's tokens; without a window, none. In a ring that has none, storing them overwrites older tokens of the
-            window. Those come from codes, whether they have been overwritten yet or not, unless
-            tail.valid says that the ring holds them.
+            call's tokens. Without a window it may have none. In a ring without room for this call's
+            tokens, storing them overwrites older tokens of the window. Those come from codes,
+            whether they have been overwritten yet or not, unless tail.valid says that the ring
+            holds them.
         sliding_window: 0: none.
         soft_cap: > 0: a score s becomes soft_cap * tanh(s / soft_cap); from 1.17549e-38, the least
             normal float32, to 1000. 0: none.

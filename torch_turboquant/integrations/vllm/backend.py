@@ -42,7 +42,7 @@ NAMES = ("CUSTOM", adapter.OWN_NAME)
 PAGE_SIZE = 64  # where the user has not chosen --block-size: fewer, longer runs than vLLM's 16
 
 FIRST_TOKENS = 1  # of a sequence that stay exact, as the ops' sink_tokens
-NO_TAIL = (None, None, None, 0, 0)
+NO_TAIL = (None, None, None, 0, 0)  # for the arguments tail to recent_window
 
 _store = torch.ops.turboquant.cache_store.default
 _attend = torch.ops.turboquant.paged_attention_out.default
@@ -436,9 +436,9 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
 
             self.prompt_attention.continued(query, key, value, out, starts, longest, contexts, load)
             return
-        tail = NO_TAIL
-        if self.first_tokens is not None:
-            tail = self.first_tokens, pages, None, FIRST_TOKENS, 0
+        tail = (self.first_tokens, pages, None, FIRST_TOKENS, 0)
+        if self.first_tokens is None:
+            tail = NO_TAIL
         _attend(
             query,
             self.pages,

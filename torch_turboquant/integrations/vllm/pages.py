@@ -52,6 +52,9 @@ def page_parts(
     Returns:
         uint8 [pages, kv_heads, record_bytes], and [pages, kv_heads, 1, 2, head_dim] of the dtype,
         which is a tail of one sink (docs/format.md, section 9).
+
+    Raises:
+        ValueError: vLLM has made pages of fewer tokens than bytes_per_token was told.
     """
     pages, heads = kv_cache.shape[:2]
     flat = kv_cache.view(pages, -1)
@@ -59,5 +62,12 @@ def page_parts(
     records = flat[:, :end].view(pages, heads, config.record_bytes)
     if dtype is None:
         return records, None
-    rows = flat[:, end : end + heads * row_bytes(config, dtype)].view(dtype)
+    behind = end + heads * row_bytes(config, dtype)
+    if behind > flat.shape[1]:
+        raise ValueError(
+            f"turboquant: vLLM has cut its blocks into pages of {config.page_size} tokens, whose "
+            f"{flat.shape[1]} bytes have no room for an exact first token, needed: {behind}. Pass "
+            f'--block-size {config.page_size}, or set "first_token" to "codes"'
+        )
+    rows = flat[:, end:behind].view(dtype)
     return records, rows.view(pages, heads, 1, 2, config.head_dim)

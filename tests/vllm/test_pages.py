@@ -1,0 +1,137 @@
+"""What pages hold, and that the ops read and write both parts of them. Needs no vLLM."""
+
+import pytest
+import torch
+
+import torch_turboquant as tt
+from tests.helpers import randn, to_device
+from tests.oracle import exact_attention
+from tests.vllm.reference import through_codes
+from torch_turboquant.integrations.vllm.pages import bytes_per_token, page_parts, page_tokens
+
+HEADS, D = 2, 64
+
+
+@pytest.mark.parametrize(
+    ("block_size", "tokens"), [(16, 16), (64, 64), (256, 128), (528, 16), (544, 32), (1, 16)]
+)
+def test_blocks_are_cut_into_pages(block_size, tokens):
+    assert page_tokens(block_size) == tokens
+
+
+def config_of(page_size=16, d=D):
+    return tt.preset("k5v4u", d, page_size=page_size, sink_tokens=1, recent_window=0)
+
+
+def test_bytes():
+    """An exact key and value of 16 bits per channel, shared by the tokens of a page."""
+    config = config_of(d=128)
+    assert bytes_per_token(config, 64, None) == config.bytes_per_token == 148
+    assert bytes_per_token(config, 64, torch.bfloat16) == 148 + 8
+    assert bytes_per_token(config, 128, torch.float16) == 148 + 4
+    assert (
+        bytes_per_token(config_of(d=80), 128, torch.bfloat16) == config_of(d=80).bytes_per_token + 3
+    )
+
+
+def pages_of_two_layers(config, dtype, pages=12):
+    """The pages of one of two layers that share an allocation."""
+    tokens = config.page_size
+    shape = (pages, 2, HEADS, tokens, bytes_per_token(config, tokens, dtype))
+    return torch.full(shape, 0x5A, dtype=torch.uint8)[:, 1]
+
+
+def test_parts_share_the_memory_of_their_page():
+    config, dtype = config_of(), torch.bfloat16
+    kv_cache = pages_of_two_layers(config, dtype)
+    records, rows = page_parts(kv_cache, config, dtype)
+    assert records.shape == (12, HEADS, config.record_bytes)
+    assert rows.shape == (12, HEADS, 1, 2, D)
+    records[3], rows[3] = 1, 2.0
+    assert (kv_cache[3] != 0x5A).all()
+    for other in (2, 4):
+        assert (kv_cache[other] == 0x5A).all()
+    assert page_parts(kv_cache, config, None)[1] is None
+
+
+def test_pages_without_room():
+    config = config_of(page_size=32)
+    kv_cache = torch.zeros(
+        4, HEADS, 16, bytes_per_token(config, 32, torch.bfloat16), dtype=torch.uint8
+    )
+    with pytest.raises(ValueError, match=r"pages of 16 tokens, whose \d+ bytes have no room"):
+        page_parts(kv_cache, config_of(page_size=16), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("q_lens", [[1, 1, 1, 1], [1, 20, 2, 3]])
+@pytest.mark.parametrize("own", [True, False])
+def test_tiny_ops_on_pages(own, q_lens, dtype, device):
+    """Sequences of one token, of one page and of more; a fresh one writes its first token."""
+    config = config_of()
+    tables = to_device(tt.make_tables(config, 0), device)
+    records, rows = page_parts(pages_of_two_layers(config, dtype).to(device), config, dtype)
+    lengths = [1, 60, 16, 3]
+    k, v = (
+        [randn(n, HEADS, D, seed=seed + s).to(dtype) for s, n in enumerate(lengths)]
+        for seed in (1, 11)
+    )
+    table = torch.arange(12).flip(0).int().view(4, 3)
+    table = torch.cat([table, table[:, :1]], dim=1)  # the second sequence needs four pages
+    table[1, 3] = table[0, 1]
+    q_lens = [min(pair) for pair in zip(q_lens, lengths, strict=True)]
+    before = [length - new for length, new in zip(lengths, q_lens, strict=True)]
+
+    def store(begin, end):
+        counts = [e - b for b, e in zip(begin, end, strict=True)]
+        position = [torch.arange(b, e) for b, e in zip(begin, end, strict=True)]
+        slots = [table[s, p // 16].long() * 16 + p % 16 for s, p in enumerate(position)]
+        tt.cache_store(
+            torch.cat([x[b:e] for x, b, e in zip(k, begin, end, strict=True)]).to(device),
+            torch.cat([x[b:e] for x, b, e in zip(v, begin, end, strict=True)]).to(device),
+            records,
+            torch.cat(slots).to(device),
+            config,
+            tables,
+            tail=tt.Tail(rows, table[:, 0].contiguous().to(device)),
+            seq_lens=torch.tensor(end).int().to(device),
+            cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).int().to(device),
+        )
+
+    store([0] * 4, before)
+    store(before, lengths)
+    first = torch.stack([torch.stack([x[0], y[0]], 1) for x, y in zip(k, v, strict=True)])
+    assert torch.equal(rows[table[:, 0].long().to(device)].cpu()[:, :, 0], first)
+    q = randn(sum(q_lens), 4, D, seed=5).to(dtype)
+    new = {}
+    if own:
+        new = {
+            name: torch.cat([x[b:] for x, b in zip(part, before, strict=True)]).to(device)
+            for name, part in (("k_new", k), ("v_new", v))
+        }
+    found, _ = tt.paged_attention(
+        q.to(device),
+        records,
+        table.to(device),
+        torch.tensor(lengths).int().to(device),
+        config,
+        tables,
+        cu_seqlens_q=torch.tensor([0, *q_lens]).cumsum(0).int().to(device),
+        max_q_len=max(q_lens),
+        tail=tt.Tail(rows, table[:, 0].contiguous().to(device)),
+        **new,
+    )
+    decoded = [through_codes(x, y, "k5v4u", 0) for x, y in zip(k, v, strict=True)]
+    pad = torch.nn.utils.rnn.pad_sequence
+    right, _ = exact_attention(
+        q,
+        *(pad([pair[i] for pair in decoded], batch_first=True) for i in (0, 1)),
+        lengths,
+        q_lens,
+        exact_k=pad(k, batch_first=True),
+        exact_v=pad(v, batch_first=True),
+        sinks=1,
+        own=own,
+    )
+    error = (found.cpu().double() - right).norm(dim=-1) / right.norm(dim=-1)
+    assert error.max() < {torch.float32: 5e-4, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
