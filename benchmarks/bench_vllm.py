@@ -5,7 +5,8 @@ cache gets the same memory. The contestants:
 
     bf16, fp8             FlashAttention 3
     k5v4u, k4v4u, ...     our backend with this preset, with centers and scales of channels from a
-                          file, and everything else as it is by default
+                          file, and everything else as it is by default; with :codes the first
+                          token of a sequence is not kept exact
     turboquant_4bit_nc    vLLM's own TurboQuant, in all layers
 
 Each is an engine in a process of its own, which is imported while the one before is measured. It
@@ -327,7 +328,9 @@ def engine_options(config: str, drafts: int, settings: dict[str, Any]) -> dict[s
             options["kv_cache_dtype"] = "fp8"
     else:
         options["attention_backend"] = "CUSTOM"
-        options["additional_config"] = {"turboquant": {"preset": config}}
+        preset, _, first_token = config.partition(":")
+        chosen = {"preset": preset, "first_token": first_token or "exact"}
+        options["additional_config"] = {"turboquant": chosen}
     return options
 
 
