@@ -58,15 +58,19 @@ STABLE_TORCH_LIBRARY(turboquant, m) {
         " -> (Tensor k, Tensor v)");
 
   // -- attention: decode steps and small prefills over the packed cache -----------------------------------------------
-#define PAGED_ATTENTION_ARGUMENTS \
-  "Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens," \
+#define PAGED_ATTENTION_ARGUMENTS(CACHE, TAIL) \
+  "Tensor q, " CACHE " cache, Tensor block_table, Tensor seq_lens," \
   " Tensor key_signs, Tensor value_signs, Tensor? key_levels, Tensor? value_levels, Tensor? center," \
   " int page_size, int key_bits, int value_bits, float softmax_scale," \
   " Tensor? cu_seqlens_q=None, int max_q_len=1," \
-  " Tensor? tail=None, Tensor? tail_slots=None, Tensor? tail_valid=None, int sink_tokens=0, int recent_window=0," \
+  " " TAIL " tail=None, Tensor? tail_slots=None, Tensor? tail_valid=None, int sink_tokens=0, int recent_window=0," \
   " int sliding_window=0, float soft_cap=0.0, Tensor? sink_logits=None, Tensor? k_new=None, Tensor? v_new=None"
-  m.def("paged_attention(" PAGED_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)");
-  m.def("paged_attention_out(" PAGED_ATTENTION_ARGUMENTS ", *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()");
+  m.def("paged_attention(" PAGED_ATTENTION_ARGUMENTS("Tensor", "Tensor?") ") -> (Tensor out, Tensor lse)");
+  m.def("paged_attention_out(" PAGED_ATTENTION_ARGUMENTS("Tensor", "Tensor?") ", *, Tensor(a!) out,"
+        " Tensor(b!)? lse=None) -> ()");
+  m.def("store_and_attend(" PAGED_ATTENTION_ARGUMENTS("Tensor(a!)", "Tensor(b!)?") ","
+        " *, Tensor slot_mapping, Tensor key_steps, Tensor value_steps, int key_scale_mode, int value_scale_mode,"
+        " Tensor(c!) out, Tensor(d!)? lse=None) -> ()");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
 }
 // clang-format on

@@ -607,6 +607,32 @@ PAGED_ATTENTION_OUT_BAD = [
     Bad(table_with(99), RuntimeError, "block_table names page 99"),
 ]
 
+STORE_AND_ATTEND = {**PAGED_ATTENTION_OUT, **new(), "slot_mapping": SLOTS}
+STORE_AND_ATTEND_BAD = [
+    *CACHE_BAD,
+    *TABLE_BAD[:-1],  # new tokens need no room in block_table
+    *BATCH_BAD,
+    *TAIL_BAD,
+    *SIGNS_AND_CENTER_BAD,
+    Bad({"slot_mapping": SLOTS[:2]}, ValueError, "slot_mapping has shape [2], expected [3]"),
+    Bad({"slot_mapping": int32(0, -2, 1)}, RuntimeError, "slot_mapping holds -2"),
+    Bad({"k_new": None}, TypeError, "k_new must be a tensor", "k_new and v_new"),
+    Bad(
+        {"k_new": None, "v_new": None},
+        TypeError,
+        "k_new must be a tensor",
+        "store_and_attend needs k_new and v_new",
+    ),
+    Bad({"k_new": floats(3, 2, 32)}, ValueError, "k_new has shape [3, 2, 32], expected"),
+    Bad({"v_new": floats(3, 2, D).half()}, TypeError, "v_new has dtype float16"),
+    Bad({"max_q_len": 1}, RuntimeError, "a sequence has 2"),
+    Bad({"max_q_len": 3}, ValueError, "tail has 6 rows, expected at least 7", "the tail has room"),
+    Bad({"out": torch.zeros(2, 4, D)}, ValueError, "out has shape [2, 4, 64], expected [3, 4, 64]"),
+    Bad({"lse": torch.zeros(4, 3)}, ValueError, "lse has shape [4, 3], expected [3, 4]"),
+    Bad(table_with(99), RuntimeError, "block_table names page 99"),
+    Bad(tables(key_steps=torch.tensor([])), ValueError, "key_steps"),
+]
+
 MERGE_ATTENTION = {
     "out_a": floats(3, 4, D),
     "lse_a": floats(3, 4),
@@ -630,9 +656,11 @@ GOOD = {
     name: globals()[name.upper()]
     for name in (
         "hadamard pack unpack encode decode group_encode group_decode qjl_sketch qjl_score score "
-        "cache_store cache_load paged_attention paged_attention_out merge_attention"
+        "cache_store cache_load paged_attention paged_attention_out store_and_attend "
+        "merge_attention"
     ).split()
 }
+STORES = ("cache_store", "store_and_attend")
 CASES = [(name, bad) for name in GOOD for bad in globals()[f"{name.upper()}_BAD"]]
 
 
@@ -648,13 +676,13 @@ def raw(name, arguments):
         a["scale_mode"] = tt.SCALE_MODES[a["scale_mode"]]
     if "config" in a:
         config, t = a.pop("config"), a.pop("tables")._asdict()
-        if name != "cache_store":
+        if name not in STORES:
             del t["key_steps"], t["value_steps"]
         a.update(t, page_size=config.page_size, key_bits=config.key_bits)
         a["value_bits"] = config.value_bits
         if name == "cache_load":
             a["head_dim"] = config.head_dim
-        if name == "cache_store":
+        if name in STORES:
             a["key_scale_mode"], a["value_scale_mode"] = 3, 2
         if "tail" in a:
             ring, slots, valid = a.pop("tail")

@@ -380,7 +380,7 @@ def test_no_name_hides_its_module():
     assert hiding({"pack", "pool"}, ["pack", "unpack"]) == ["pack"]
 
 
-# Arguments that only paged_attention has together.
+# Arguments that only paged_attention and store_and_attend have together.
 ATTENTION_ARGUMENTS = ("block_table", "sink_logits", "sliding_window", "soft_cap", "softmax_scale")
 
 
@@ -395,7 +395,7 @@ def functions_with(source: str, names: tuple[str, ...]) -> list[str]:
 
 
 def test_the_arguments_of_attention_are_spelled_once():
-    """In C++ by the struct that the schema fills; in Python by the public function."""
+    """In C++ by the struct that the schema fills; in Python by the two public functions."""
     structs = [path for path, text in SOURCES.items() if "OptionalTensor sink_logits" in text]
     assert structs == ["calls/attention.h"]
     assert SOURCES["calls/attention.h"].count("OptionalTensor sink_logits") == 1
@@ -404,7 +404,7 @@ def test_the_arguments_of_attention_are_spelled_once():
         for path in (ROOT / "torch_turboquant").rglob("*.py")
     }
     assert {path: names for path, names in found.items() if names} == {
-        "torch_turboquant/ops/attention.py": ["paged_attention"]
+        "torch_turboquant/ops/attention.py": ["paged_attention", "store_and_attend"]
     }
     other = (
         "def again(q, block_table, softmax_scale, sliding_window, soft_cap, *, sink_logits): ..."

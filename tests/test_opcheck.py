@@ -201,6 +201,26 @@ def paged_attention_out_samples():
         yield q, *others, {"out": torch.zeros_like(q)}
 
 
+def store_and_attend_samples():
+    for q, cache, table, lengths, *others in paged_attention_samples():
+        tokens = len(q)
+        new = [randn(tokens, cache.shape[1], 48, seed=s, dtype=q.dtype) for s in (10, 11)]
+        options = others[9:-2] if len(others) > 20 else others[9:]
+        options += [None, 1, None, None, None, 0, 0, 0, 0.0, None][len(options) :]
+        yield (
+            *(q, cache, table, lengths, *others[:9], *options, *new),
+            {
+                "slot_mapping": torch.arange(tokens),
+                "key_steps": torch.tensor([0.3, 0.4]),
+                "value_steps": torch.tensor([0.3]),
+                "key_scale_mode": 3,
+                "value_scale_mode": 2,
+                "out": torch.zeros_like(q),
+                "lse": torch.zeros(q.shape[:2]),
+            },
+        )
+
+
 def merge_attention_samples():
     for dtype in DTYPES:
         a, b = randn(3, 4, 48, seed=1, dtype=dtype), randn(3, 4, 48, seed=2, dtype=dtype)
@@ -218,7 +238,7 @@ def test_every_op_is_listed():
     assert NAMES == sorted(
         "cache_load cache_store cache_store_layers decode encode group_decode group_encode "
         "hadamard learn_center merge_attention pack paged_attention paged_attention_out qjl_score "
-        "qjl_sketch query_energy score unpack".split()
+        "qjl_sketch query_energy score store_and_attend unpack".split()
     )
 
 

@@ -23,7 +23,7 @@ from torch_turboquant.config import (
 )
 from torch_turboquant.format import Record
 from torch_turboquant.layer import PagedLayer
-from torch_turboquant.ops.attention import merge_attention, paged_attention
+from torch_turboquant.ops.attention import merge_attention, paged_attention, store_and_attend
 from torch_turboquant.ops.cache import (
     allocate_cache,
     cache_load,
@@ -103,5 +103,6 @@ __all__ = [
     "random_signs",
     "scaled_center",
     "score",
+    "store_and_attend",
     "unpack",
 ]

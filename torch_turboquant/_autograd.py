@@ -46,7 +46,13 @@ OPS = (
     "cache_load",
     "merge_attention",
 )
-OPS_OF_A_STEP = ("cache_store", "cache_store_layers", "paged_attention", "paged_attention_out")
+OPS_OF_A_STEP = (
+    "cache_store",
+    "cache_store_layers",
+    "paged_attention",
+    "paged_attention_out",
+    "store_and_attend",
+)
 
 _below_autograd = torch._C._after_autograd_keyset
 # AutogradCPU stands for the key of every device. Tangents are views, which have a key of their own.
@@ -162,7 +168,7 @@ def _calls(op: Any) -> Callable[..., Any]:
 _library = torch.library.Library("turboquant", "IMPL")
 for _name in OPS:
     _library.impl(_name, _refuse_gradients(_name), "Autograd", with_keyset=True)
-for _name in ("cache_store", "cache_store_layers", "paged_attention_out"):
+for _name in ("cache_store", "cache_store_layers", "paged_attention_out", "store_and_attend"):
     _library.impl(_name, _refuse_negated_outputs(_name), "Negative")
 
 _internal = torch.library.Library("_turboquant", "DEF")

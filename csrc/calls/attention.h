@@ -1,6 +1,7 @@
 // A call of paged_attention: its arguments, their checks, and the two ops that a backend makes of its `attend`.
 #pragma once
 
+#include <functional>
 #include <tuple>
 
 #include "calls/boxed.h"
@@ -53,6 +54,14 @@ inline void check_new_tokens(const AttentionCall& c) {
   check(*c.v_new, "v_new");
 }
 
+// Storing the call's own tokens overwrites no row of the ring that one of its queries reads.
+inline void check_ring_has_room(const AttentionCall& c) {
+  const uint64_t ring = static_cast<uint64_t>(c.tail->size(2) - c.sink_tokens);
+  const uint64_t needed = static_cast<uint64_t>(c.recent_window) + static_cast<uint64_t>(c.max_q_len) - 1;
+  STD_TORCH_CHECK(ring >= needed, "the tail has room for ", ring,
+                  " recent tokens, needed: recent_window + max_q_len - 1 = ", needed);
+}
+
 // A query reads the rows of its window from the ring, without those of the call's own tokens if these are given.
 // Otherwise the call's own tokens have been stored, in rows that earlier tokens may have had. Without a window the tail
 // may be sinks alone.
@@ -65,9 +74,7 @@ inline void check_ring(const AttentionCall& c) {
                     " recent tokens, needed beside k_new: recent_window - 1 = ", window - 1);
     return;
   }
-  const uint64_t needed = window + static_cast<uint64_t>(c.max_q_len) - 1;
-  STD_TORCH_CHECK(ring >= needed, "the tail has room for ", ring,
-                  " recent tokens, needed: recent_window + max_q_len - 1 = ", needed);
+  check_ring_has_room(c);
 }
 
 // Checks everything that can be checked without reading values. Returns the geometry of the cache's records.
@@ -107,6 +114,13 @@ inline format::Record check_attention(const AttentionCall& c) {
   return record;
 }
 
+// Adds what attention reads and storing does not.
+inline void add_batch(Arguments& memory, const AttentionCall& c) {
+  memory.reads(c.block_table, "block_table");
+  memory.reads(c.tail_valid, "tail_valid");
+  memory.reads(c.sink_logits, "sink_logits");
+}
+
 // Checks the tensors that the _out variant writes.
 inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, const OptionalTensor& lse) {
   check_constant(out, c.q, "out", c.q.scalar_type(), {c.tokens(), c.q_heads(), c.head_dim()});
@@ -119,8 +133,8 @@ inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, c
   memory.writes(lse, "lse");
   // out may be q: a row of queries has only its own row of out, which is written when nobody reads it any more
   if (out.data_ptr() != c.q.data_ptr() || !c.q.is_contiguous()) memory.reads(c.q, "q");
+  add_batch(memory, c);
   memory.reads(c.cache, "cache");
-  memory.reads(c.block_table, "block_table");
   memory.reads(c.seq_lens, "seq_lens");
   memory.reads(c.key_signs, "key_signs");
   memory.reads(c.value_signs, "value_signs");
@@ -130,25 +144,31 @@ inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, c
   memory.reads(c.cu_seqlens_q, "cu_seqlens_q");
   memory.reads(c.tail, "tail");
   memory.reads(c.tail_slots, "tail_slots");
-  memory.reads(c.tail_valid, "tail_valid");
-  memory.reads(c.sink_logits, "sink_logits");
   memory.reads(c.k_new, "k_new");
   memory.reads(c.v_new, "v_new");
   memory.check();
 }
 
+// Stores the keys and values of a checked call of cache_store; empty: there are none.
+using Store = std::function<void()>;
+
 // The ops of a backend, for boxed() (calls/boxed.h): with new tensors for the results, or with given ones.
 // attend: gets a checked call; fills out, [tokens, q_heads, d] like q, and lse, float32 [tokens, q_heads], both
-// contiguous.
-using Attend = void(const AttentionCall& call, const format::Record& record, const Tensor& out, const Tensor& lse);
+// contiguous, and calls `store` when nothing can be wrong any more. What is stored are the call's own tokens, which
+// attention reads from k_new and v_new.
+using Attend = void(const AttentionCall& call, const format::Record& record, const Tensor& out, const Tensor& lse,
+                    const Store& store);
+
+inline Tensor new_lse(const AttentionCall& call) {
+  return new_tensor(call.q, {call.tokens(), call.q_heads()}, ScalarType::Float);
+}
 
 template <Attend* attend>
 std::tuple<Tensor, Tensor> paged_attention(const AttentionCall& call) {
   const format::Record record = check_attention(call);
-  const int64_t tokens = call.tokens(), q_heads = call.q_heads();
-  Tensor out = new_tensor(call.q, {tokens, q_heads, call.head_dim()}, call.q.scalar_type());
-  Tensor lse = new_tensor(call.q, {tokens, q_heads}, ScalarType::Float);
-  attend(call, record, out, lse);
+  Tensor out = new_tensor(call.q, {call.tokens(), call.q_heads(), call.head_dim()}, call.q.scalar_type());
+  Tensor lse = new_lse(call);
+  attend(call, record, out, lse, {});
   return {out, lse};
 }
 
@@ -156,7 +176,7 @@ template <Attend* attend>
 void paged_attention_out(const AttentionCall& call, const Tensor& out, const OptionalTensor& lse) {
   const format::Record record = check_attention(call);
   check_attention_outputs(call, out, lse);
-  attend(call, record, out, lse ? *lse : new_tensor(call.q, {call.tokens(), call.q_heads()}, ScalarType::Float));
+  attend(call, record, out, lse ? *lse : new_lse(call), {});
 }
 
 }  // namespace turboquant

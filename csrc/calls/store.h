@@ -124,17 +124,20 @@ void store(const Call& call, const std::vector<StoreLayer>& layers, const char* 
   LayerStore::run(stores, op);
 }
 
+inline StoreLayer layer_of(const StoreCall& c) {
+  return {.k = c.k,
+          .v = c.v,
+          .of_batch = false,
+          .cache = c.cache,
+          .key_signs = c.key_signs,
+          .value_signs = c.value_signs,
+          .center = c.center,
+          .tail = c.tail};
+}
+
 template <typename LayerStore>
 void cache_store(const StoreCall& c) {
-  const StoreLayer layer{.k = c.k,
-                         .v = c.v,
-                         .of_batch = false,
-                         .cache = c.cache,
-                         .key_signs = c.key_signs,
-                         .value_signs = c.value_signs,
-                         .center = c.center,
-                         .tail = c.tail};
-  store<LayerStore>(c, {layer}, "cache_store");
+  store<LayerStore>(c, {layer_of(c)}, "cache_store");
 }
 
 template <typename LayerStore>

@@ -1,4 +1,4 @@
-// paged_attention, merge_attention: softmax attention straight from packed pages.
+// paged_attention, store_and_attend, merge_attention: softmax attention straight from packed pages.
 //
 // Keys are never rotated back: with R the rotation and s the scales of channels, q . key = (R (q / s)) . (scale / 32 *
 // levels) + q . center, so the query is rotated once. Values are summed in the rotated space, and the sum is rotated
@@ -7,11 +7,12 @@
 //
 // A unit of work is a span of keys of one (sequence, KV head): all its queries and query heads share every key and
 // value that is unpacked (kernels/attention.h). Partial results of spans and of exact keys are joined in a fixed order.
-#include "calls/attention.h"
+#include "calls/step.h"
 
 #include <optional>
 
 #include "cpu/attention/panels.h"
+#include "cpu/cache.h"
 #include "cpu/cache/batch.h"
 #include "cpu/codec/codebook.h"
 #include "cpu/common/torch.h"
@@ -385,8 +386,10 @@ class PagedAttention {
   Workspace work_;
 };
 
-void attend(const AttentionCall& call, const format::Record& record, const Tensor& out, const Tensor& lse) {
+void attend(const AttentionCall& call, const format::Record& record, const Tensor& out, const Tensor& lse,
+            const Store& store) {
   const Attention a = checked_attention(call, record);
+  if (store) store();
   float* lse_out = data_of<float>(lse);
   dispatch_float(dtype_of(call.q), [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -439,5 +442,6 @@ STABLE_TORCH_LIBRARY_IMPL(turboquant, CPU, m) {
   using namespace turboquant;
   m.impl("paged_attention", boxed<&paged_attention<cpu::attend>, kPagedAttention>);
   m.impl("paged_attention_out", boxed<&paged_attention_out<cpu::attend>, kPagedAttentionOut>);
+  m.impl("store_and_attend", boxed<&store_and_attend<cpu::attend, cpu::prepare_store>, kStoreAndAttend>);
   m.impl("merge_attention", TORCH_BOX(&cpu::merge_attention));
 }

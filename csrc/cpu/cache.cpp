@@ -1,8 +1,10 @@
 // cache_store, cache_load: paged, packed keys and values (docs/format.md section 8) and the exact tail (section 9).
+#include "cpu/cache.h"
+
+#include <memory>
 #include <optional>
 
 #include "calls/load.h"
-#include "calls/store.h"
 #include "cpu/cache/batch.h"
 #include "cpu/codec/codebook.h"
 #include "cpu/common/torch.h"
@@ -154,6 +156,13 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
 }
 
 }  // namespace
+
+Store prepare_store(const StoreLayer& layer, const StoreCall& call) {
+  auto prepared = std::make_shared<std::vector<LayerStore>>();
+  prepared->emplace_back(layer, call);
+  return [prepared] { LayerStore::run(*prepared, "store_and_attend"); };
+}
+
 }  // namespace turboquant::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CPU, m) {

@@ -1,15 +1,16 @@
-// paged_attention: checks a call, describes it for the kernels (attention/call.cuh) and launches the one or the two
-//   that choices/attention.h chooses.
+// paged_attention, store_and_attend: checks a call, describes it for the kernels (attention/call.cuh) and launches the
+//   one or the two that choices/attention.h chooses, behind the store.
 // merge_attention: joins the attention of the same queries over two disjoint sets of keys.
 #include "cuda/attention/call.cuh"
 
 #include <optional>
 
-#include "calls/attention.h"
+#include "calls/step.h"
 #include "choices/attention.h"
 #include "cuda/attention/general.cuh"
 #include "cuda/attention/row_tiles.cuh"
 #include "cuda/attention/split_kv.cuh"
+#include "cuda/cache.cuh"
 #include "cuda/codec/arguments.cuh"
 
 namespace turboquant::cuda {
@@ -51,11 +52,14 @@ class NewRows {
 };
 
 // Launches the kernels of a call. Where two share its sequences, split-KV clears the results of tokens behind the last
-// one.
-void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t stream) {
+// one. `store` is launched immediately before them, so that the split-KV kernel can run beside it.
+void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t stream, const Store& store) {
   const AttentionChoice choice = choose_attention(shape_of(a), device.facts);
   using Kernel = AttentionKernel;
-  if (choice.kernel == Kernel::kGeneral) return attend_general(a, device.facts, stream);
+  if (choice.kernel == Kernel::kGeneral) {
+    if (store) store();
+    return attend_general(a, device.facts, stream);
+  }
   a.most_queries = static_cast<int>(choice.split_kv_queries);
   std::optional<split_kv::SplitKvLaunch> few;
   std::optional<row_tiles::RowTilesLaunch> many;
@@ -64,14 +68,20 @@ void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t str
   // One after the other, so they can have the same memory.
   const int64_t bytes = std::max(few ? few->workspace_bytes() : 0, many ? many->workspace_bytes() : 0);
   const Tensor workspace = new_tensor(q, {bytes}, ScalarType::Byte, "the work space");
-  if (few) few->run(workspace.data_ptr(), stream);
+  if (few) few->prepare(workspace.data_ptr(), stream);
+  if (store) store();
+  if (few) few->run(stream, store ? split_kv::Before::kOwnStore : split_kv::Before::kAnything);
   if (many) many->run(workspace.data_ptr(), stream);
 }
 
-void attend(const AttentionCall& c, const format::Record& record, const Tensor& out, const Tensor& lse) {
+void attend(const AttentionCall& c, const format::Record& record, const Tensor& out, const Tensor& lse,
+            const Store& store) {
   STD_TORCH_CHECK(aligned(c.cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
   STD_TORCH_CHECK(!c.tail || aligned(c.tail->data_ptr(), 16), "tail must start at a multiple of 16 bytes");
-  if (out.numel() == 0) return;
+  if (out.numel() == 0) {
+    if (store) store();
+    return;
+  }
   const Launch launch(c.q);
   const AlignedRows q(c.q, 16);
   const bool copied = q.data() != c.q.data_ptr();
@@ -131,7 +141,7 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
     a.new_key_token_stride = keys->token_stride(), a.new_key_head_stride = keys->head_stride();
     a.new_value_token_stride = values->token_stride(), a.new_value_head_stride = values->head_stride();
   }
-  start(a, c.q, device_of(c.q.get_device_index()), launch.stream());
+  start(a, c.q, device_of(c.q.get_device_index()), launch.stream(), store);
 }
 
 // ---- merge_attention -----------------------------------------------------------------------------------------------
@@ -216,5 +226,7 @@ STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
   using namespace turboquant;
   m.impl("paged_attention", boxed<&paged_attention<turboquant::cuda::attend>, kPagedAttention>);
   m.impl("paged_attention_out", boxed<&paged_attention_out<turboquant::cuda::attend>, kPagedAttentionOut>);
+  m.impl("store_and_attend",
+         boxed<&store_and_attend<turboquant::cuda::attend, turboquant::cuda::prepare_store>, kStoreAndAttend>);
   m.impl("merge_attention", TORCH_BOX(&turboquant::cuda::merge_attention));
 }

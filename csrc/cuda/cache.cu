@@ -3,9 +3,11 @@
 // One launch does keys and values of all heads. Here are the kernels for every length, dtype and width
 // (codec/generic.cuh), and the ops, which ask choices/codec.h which kernel takes the call: one of these, the bulk
 // kernels (codec/encode_bulk.cu, codec/decode_bulk.cu) or the step kernel (codec/encode_step.cu).
-#include "calls/load.h"
-#include "calls/store.h"
+#include "cuda/cache.cuh"
 
+#include <memory>
+
+#include "calls/load.h"
 #include "choices/codec.h"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/codec/bulk.cuh"
@@ -335,6 +337,13 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
 }
 
 }  // namespace
+
+Store prepare_store(const StoreLayer& layer, const StoreCall& call) {
+  auto prepared = std::make_shared<std::vector<LayerStore>>();
+  prepared->emplace_back(layer, call);
+  return [prepared] { LayerStore::run(*prepared, "store_and_attend"); };
+}
+
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {

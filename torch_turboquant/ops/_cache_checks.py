@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_turboquant import _autograd, _checks
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
-from torch_turboquant.config import CacheConfig
+from torch_turboquant.config import SCALE_MODES, CacheConfig
 from torch_turboquant.tables import CacheTables
 from torch_turboquant.tail import ring_rows
 
@@ -54,6 +54,14 @@ def raw_config(a: SimpleNamespace, head_dim: int, **others: Any) -> CacheConfig:
         page_size=a.page_size,
         **others,
     )
+
+
+def raw_scale_modes(a: SimpleNamespace) -> dict[str, str]:
+    """The names of the scale modes of a raw op that stores."""
+    return {
+        name: _checks.check_scale_number(getattr(a, name), SCALE_MODES, name)
+        for name in ("key_scale_mode", "value_scale_mode")
+    }
 
 
 def raw_tables(a: SimpleNamespace, **of_layer: Tensor | None) -> CacheTables:

@@ -68,7 +68,7 @@ from torch import Tensor
 from torch_turboquant import _checks
 from torch_turboquant._autograd import named_error
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
-from torch_turboquant.config import CacheConfig
+from torch_turboquant.config import SCALE_MODES, CacheConfig
 from torch_turboquant.ops import _cache_checks as checks
 from torch_turboquant.ops.cache import (
     read_pages_reference,
@@ -212,6 +212,115 @@ def _checked(
     return batch, options
 
 
+def store_and_attend(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_q_len: int = 1,
+    softmax_scale: float | None = None,
+    tail: Tail | None = None,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """cache_store and paged_attention of the same new tokens in one call.
+
+    It does what cache_store(k_new, v_new, ..) and paged_attention(q, .., k_new, v_new) do, and
+    writes the same bytes. Queries read the new tokens from k_new and v_new, so that neither part
+    needs the other: where split-KV takes the call, the GPU runs both at the same time, which
+    spares small batches the time of the store.
+
+    Args:
+        k_new, v_new: [tokens, kv_heads, head_dim], the keys and values of q's tokens in q's dtype,
+            stride 1 in the last dimension.
+        cache, slot_mapping: as in cache_store; the cache is written.
+        tail: of q's dtype, as in both; written. Its ring has config.recent_window + max_q_len - 1
+            rows at least, because queries read it while new tokens enter it.
+        q, block_table, seq_lens, config, tables, cu_seqlens_q, max_q_len, softmax_scale,
+            sliding_window, soft_cap, sink_logits, out, lse: as in paged_attention. None of them
+            shares memory with the cache or the tail.
+
+    Returns:
+        out, lse as paged_attention's.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as cache_store and paged_attention, before anything is
+            written.
+    """
+    ring, slots, valid = (None, None, None) if tail is None else tail
+    batch, options = _checked_step(
+        q,
+        k_new,
+        v_new,
+        cache,
+        config,
+        tables,
+        ring,
+        (slot_mapping, block_table, seq_lens, cu_seqlens_q, max_q_len, slots, valid),
+        (softmax_scale, sliding_window, soft_cap, sink_logits),
+        out,
+        lse,
+    )
+    if out is None:
+        out = q.new_empty(q.shape)
+    if lse is None:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    arguments = _arguments(q, cache, config, tables, ring, batch, options, (k_new, v_new))
+    try:
+        torch.ops.turboquant.store_and_attend.default(
+            *arguments,
+            slot_mapping=slot_mapping,
+            key_steps=tables.key_steps,
+            value_steps=tables.value_steps,
+            key_scale_mode=SCALE_MODES[config.key_scale_mode],
+            value_scale_mode=SCALE_MODES[config.value_scale_mode],
+            out=out,
+            lse=lse,
+        )
+    except RuntimeError as error:
+        raise named_error(error) from None
+    return out, lse
+
+
+def _checked_step(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    cache: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    ring: Tensor | None,
+    of_batch: tuple[Tensor, Tensor, Tensor, Tensor | None, int, Tensor | None, Tensor | None],
+    of_options: tuple[float | None, int, float, Tensor | None],
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> tuple[AttentionBatch, AttentionOptions]:
+    """Checks a call of store_and_attend, as _checked does."""
+    slot_mapping, *of_attention = of_batch
+    for name, t in (("k_new", k_new), ("v_new", v_new)):
+        _checks.check_vectors(name, t, 3)
+    new = (k_new, v_new)
+    checked = _checked(
+        q, cache, config, tables, ring, tuple(of_attention), of_options, new, out, lse
+    )
+    kv_heads = cache.shape[1]
+    checks.check_tables(tables, q.device, config, kv_heads)
+    if ring is not None:
+        checks.check_ring_rows(ring.shape[2], config, of_attention[3])
+    _checks.check_slots("slot_mapping", slot_mapping, q.device, q.shape[0])
+    return checked
+
+
 def call_attention(
     q: Tensor,
     pages: Tensor,
@@ -225,8 +334,31 @@ def call_attention(
     lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Calls the op paged_attention, which checks everything that Python has not checked."""
+    arguments = _arguments(q, pages, config, tables, ring, batch, options, new)
+    try:
+        if out is None:
+            return torch.ops.turboquant.paged_attention.default(*arguments)
+        if lse is None:
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        torch.ops.turboquant.paged_attention_out.default(*arguments, out=out, lse=lse)
+    except RuntimeError as error:
+        raise named_error(error) from None
+    return out, lse
+
+
+def _arguments(
+    q: Tensor,
+    pages: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    ring: Tensor | None,
+    batch: AttentionBatch,
+    options: AttentionOptions,
+    new: NewTokens,
+) -> tuple[Any, ...]:
+    """The arguments of the op paged_attention in the order of its schema."""
     scale = options.softmax_scale
-    arguments = (
+    return (
         q,
         pages,
         batch.block_table,
@@ -245,15 +377,6 @@ def call_attention(
         options.sink_logits,
         *new,
     )
-    try:
-        if out is None:
-            return torch.ops.turboquant.paged_attention.default(*arguments)
-        if lse is None:
-            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        torch.ops.turboquant.paged_attention_out.default(*arguments, out=out, lse=lse)
-    except RuntimeError as error:
-        raise named_error(error) from None
-    return out, lse
 
 
 def attend_constants(config: CacheConfig, tables: CacheTables) -> tuple[Any, ...]:
@@ -302,15 +425,18 @@ def _check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 # ---- fakes
 
 
+def _window(a: SimpleNamespace) -> dict[str, int]:
+    sinks = a.sink_tokens if a.tail is not None else 0
+    return {"sink_tokens": sinks, "recent_window": a.recent_window}
+
+
 def _check_raw(a: SimpleNamespace, out: Tensor | None = None, lse: Tensor | None = None) -> None:
     with _checks.of_fake():
         _checks.check_vectors("q", a.q, 3)
-        sinks = a.sink_tokens if a.tail is not None else 0
-        window = {"sink_tokens": sinks, "recent_window": a.recent_window}
         _checked(
             a.q,
             a.cache,
-            checks.raw_config(a, a.q.shape[-1], **window),
+            checks.raw_config(a, a.q.shape[-1], **_window(a)),
             checks.raw_tables(a),
             a.tail,
             (a.block_table, a.seq_lens, a.cu_seqlens_q, a.max_q_len, a.tail_slots, a.tail_valid),
@@ -332,6 +458,36 @@ def _paged_attention_fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
 def _paged_attention_out_fake(*given: Any, **named: Any) -> None:
     a = checks.raw_arguments("paged_attention_out", given, named)
     _check_raw(a, a.out, a.lse)
+
+
+@torch.library.register_fake("turboquant::store_and_attend")
+def _store_and_attend_fake(*given: Any, **named: Any) -> None:
+    a = checks.raw_arguments("store_and_attend", given, named)
+    with _checks.of_fake():
+        _checks.check_vectors("q", a.q, 3)
+        if a.k_new is None or a.v_new is None:
+            raise ValueError("store_and_attend needs k_new and v_new")
+        _checked_step(
+            a.q,
+            a.k_new,
+            a.v_new,
+            a.cache,
+            checks.raw_config(a, a.q.shape[-1], **checks.raw_scale_modes(a), **_window(a)),
+            checks.raw_tables(a),
+            a.tail,
+            (
+                a.slot_mapping,
+                a.block_table,
+                a.seq_lens,
+                a.cu_seqlens_q,
+                a.max_q_len,
+                a.tail_slots,
+                a.tail_valid,
+            ),
+            (a.softmax_scale, a.sliding_window, a.soft_cap, a.sink_logits),
+            a.out,
+            a.lse,
+        )
 
 
 @torch.library.register_fake("turboquant::merge_attention")

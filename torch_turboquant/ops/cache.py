@@ -387,11 +387,8 @@ def _cache_store_fake(*given: Any, **named: Any) -> None:
 
 def _stored_config(a: SimpleNamespace, k: Tensor, has_tail: bool) -> CacheConfig:
     """The config of a raw op that stores. It does not know the window of its tail."""
-    modes = {
-        name: _checks.check_scale_number(getattr(a, name), SCALE_MODES, name)
-        for name in ("key_scale_mode", "value_scale_mode")
-    }
     sinks = a.sink_tokens if has_tail else 0
+    modes = checks.raw_scale_modes(a)
     return checks.raw_config(a, k.shape[-1], **modes, sink_tokens=sinks, recent_window=0)
 
 

@@ -75,7 +75,7 @@ SplitKvLaunch::SplitKvLaunch(const Attention& call, const Device& device, int pa
   plan_.group_reciprocal = (65536 + call.group - 1) / call.group;
   // A warp sums the lengths of 32 sequences at once. With more of them, reading all lengths twice costs more than the
   // early start gains.
-  plan_.early = device.facts.major >= 9 && call.seqs <= 32;
+  if (device.facts.major >= 9 && call.seqs <= 32) plan_.early = Early::kGuess;
 }
 
 // Few segments get blocks of eight warps, so that fewer partial results have to be joined. Many segments get blocks of
@@ -111,11 +111,15 @@ void SplitKvLaunch::check_limits() const {
                   " bytes, less where pages do not start at multiples of 64 bytes");
 }
 
-void SplitKvLaunch::run(void* workspace, cudaStream_t stream) {
+void SplitKvLaunch::prepare(void* workspace, cudaStream_t stream) {
   plan_.parts = static_cast<float*>(workspace);
   plan_.arrivals =
       zeroed_counters(device_.index, stream, grid_, static_cast<uint32_t*>(workspace) + grid_ * part_floats_of_block());
   allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
+}
+
+void SplitKvLaunch::run(cudaStream_t stream, Before before) {
+  if (before == Before::kOwnStore) plan_.early = Early::kBesideStore;
   void* arguments[] = {const_cast<Attention*>(&call_), &layout_, &plan_};
   check_cuda(launch_early(entry_.kernel, grid_, plan_.warps * 32, plan_.bytes, arguments, stream, device_.facts.major),
              "paged_attention");

@@ -24,6 +24,9 @@ struct KernelEntry {
 template <int D>
 KernelEntry find_kernel(int pair, int rows);
 
+// What was launched immediately before the kernel.
+enum class Before { kAnything, kOwnStore };  // kOwnStore: the store of the call's own tokens, which it does not read
+
 // A launch, with everything that follows from the call and the device: computed once, before memory is allocated.
 class SplitKvLaunch {
  public:
@@ -33,8 +36,9 @@ class SplitKvLaunch {
   // Bytes of memory for partial results; their contents do not matter.
   int64_t workspace_bytes() const { return int64_t{grid_} * (part_floats_of_block() + 1) * 4; }
 
-  // workspace: aligned to 16 bytes.
-  void run(void* workspace, cudaStream_t stream);
+  // Whatever has to be done before the launch; may launch something itself. workspace: aligned to 16 bytes.
+  void prepare(void* workspace, cudaStream_t stream);
+  void run(cudaStream_t stream, Before before);
 
  private:
   int64_t part_floats_of_block() const { return int64_t{2} * entry_.rows * part_floats(call_.record.head_dim); }

@@ -93,7 +93,7 @@ class SplitKvBlock {
   __device__ __forceinline__ bool start() {
     pipeline_.begin();
     enum { kGuess, kFind, kFoundAnew };
-    int step = block_.plan.early ? kGuess : kFind;
+    int step = block_.plan.early == Early::kGuess ? kGuess : kFind;
     bool known = false, looked_up = false;  // a guess has found the share; it has also loaded page ids
     const WarpNotes& notes = list_.notes();
     const Segment& segment = notes.attended;
@@ -103,7 +103,7 @@ class SplitKvBlock {
     for (int i = -kUnitStages; i < block_.plan.stages;) {
       bool changed = false, fill = true;
       if (i < 0) {
-        if (step == kFind) wait_for_previous_kernel();
+        if (step == kFind && block_.plan.early != Early::kBesideStore) wait_for_previous_kernel();
         if (known && looked_up) pipeline_.read_pages();
         if (step == kFoundAnew) wait_for_committed_copies();
         if ((step == kFoundAnew || known) && segment.begin < notes.end) rows_.issue_copies(segment);
@@ -249,6 +249,7 @@ __global__ void __launch_bounds__(bounding_threads(N, D), resident_blocks(N, D))
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // choose_attention sends no call to older devices
   extern __shared__ __align__(128) uint8_t shared[];
   SplitKvBlock<D, N>(a, layout, plan, shared).run();
+  if (plan.early == Early::kBesideStore) wait_for_previous_kernel();
 #endif
 }
 

@@ -60,6 +60,14 @@ struct StageLayout {
   static constexpr int log2_of(int power_of_two) { return std::countr_zero(static_cast<unsigned>(power_of_two)); }
 };
 
+// What blocks do that run before the previous kernel has ended (programmatic dependent launch).
+enum class Early {
+  kWait,        // they wait for it
+  kGuess,       // they guess their work, then wait for it
+  kBesideStore  // it stores the call's own tokens, which nothing here reads, and began when all before it had ended:
+                // they wait for it at their end, so that whoever waits for this kernel has waited for both
+};
+
 // The plan of a launch: shared memory of a block, in bytes from its start, and what else all blocks need to know.
 struct SplitKvPlan {
   int warps, stages;     // warps of a block; stages of each warp's pipeline. The pipelines come first
@@ -73,9 +81,9 @@ struct SplitKvPlan {
   int bytes;             // all of it
   int group_reciprocal;  // 2^16 / group, rounded up
   CodeFacts codes;       // the codes of the pages
-  int early;             // 1: the kernel may start before the previous kernel has ended
-  float* parts;          // [grid, 2, rows, part_floats]: partial results
-  uint32_t* arrivals;    // [grid], 0 between launches
+  Early early;
+  float* parts;        // [grid, 2, rows, part_floats]: partial results
+  uint32_t* arrivals;  // [grid], 0 between launches
 };
 
 // What a query row needs besides its operands.

@@ -1,0 +1,61 @@
+// A call of store_and_attend: a step of decoding, which stores the keys and values of its own tokens and attends to
+// them and to older ones. Attention reads its own tokens from k_new and v_new, so that neither part needs the other.
+#pragma once
+
+#include "calls/attention.h"
+#include "calls/store.h"
+
+namespace turboquant {
+
+// The arguments of store_and_attend in the order of its schema (csrc/ops.cpp): those of paged_attention, with k_new and
+// v_new, and what only storing needs.
+struct StepCall {
+  AttentionCall attention;
+  Tensor slot_mapping;            // int32 or int64 [tokens]
+  Tensor key_steps, value_steps;  // float32 [S]
+  int64_t key_scale_mode, value_scale_mode;
+};
+
+// Checks the arguments of cache_store and returns what stores them.
+using PrepareStore = Store(const StoreLayer& layer, const StoreCall& call);
+
+template <Attend* attend, PrepareStore* prepare_store>
+void store_and_attend(const StepCall& step, const Tensor& out, const OptionalTensor& lse) {
+  const AttentionCall& c = step.attention;
+  STD_TORCH_CHECK(c.k_new && c.v_new, "store_and_attend needs k_new and v_new");
+  const format::Record record = check_attention(c);
+  // Queries read the ring while the call's own tokens enter it.
+  if (c.tail) check_ring_has_room(c);
+  const StoreCall store{.k = *c.k_new,
+                        .v = *c.v_new,
+                        .cache = c.cache,
+                        .slot_mapping = step.slot_mapping,
+                        .key_signs = c.key_signs,
+                        .value_signs = c.value_signs,
+                        .key_levels = c.key_levels,
+                        .value_levels = c.value_levels,
+                        .key_steps = step.key_steps,
+                        .value_steps = step.value_steps,
+                        .center = c.center,
+                        .page_size = c.page_size,
+                        .key_bits = c.key_bits,
+                        .value_bits = c.value_bits,
+                        .key_scale_mode = step.key_scale_mode,
+                        .value_scale_mode = step.value_scale_mode,
+                        .tail = c.tail,
+                        .tail_slots = c.tail_slots,
+                        .seq_lens = c.seq_lens,
+                        .cu_seqlens_q = c.cu_seqlens_q,
+                        .sink_tokens = c.sink_tokens};
+  const Store stores = prepare_store(layer_of(store), store);
+  check_attention_outputs(c, out, lse);
+  Arguments memory;
+  add_shared(memory, store);
+  add_layer(memory, layer_of(store));
+  add_batch(memory, c);
+  memory.reads(c.q, "q");
+  memory.check();
+  attend(c, record, out, lse ? *lse : new_lse(c), stores);
+}
+
+}  // namespace turboquant
