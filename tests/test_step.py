@@ -32,10 +32,10 @@ def both_ways(case, device, **options):
         to_device(case._replace(cache=case.cache.clone(), tail=copied(case.tail)), device)
         for _ in range(2)
     )
-    args, kwargs = apart.arguments(**options)
-    out, lse = tt.paged_attention(*args, **kwargs, k_new=k, v_new=v)
     tail = {"tail": apart.tail, "seq_lens": apart.seq_lens, "cu_seqlens_q": apart.cu}
     tt.cache_store(k, v, apart.cache, slots, apart.config, apart.tables, **tail)
+    args, kwargs = apart.arguments(**options)
+    out, lse = tt.paged_attention(*args, **kwargs, k_new=k, v_new=v)
     (q, cache, table, lengths, config, tables), kwargs = together.arguments(**options)
     found = tt.store_and_attend(q, k, v, cache, slots, table, lengths, config, tables, **kwargs)
     return parts_of(apart, out, lse), parts_of(together, *found)
@@ -95,20 +95,26 @@ def test_given_outputs_and_skipped_tokens(device):
     assert_same_bytes(case.cache[page], before[page])
 
 
-def test_a_ring_needs_room_for_the_new_tokens():
-    """They enter it while queries read it: paged_attention with k_new does with less."""
+def test_a_ring_needs_no_room_for_new_tokens(device):
+    """What they overwrite comes from codes, as in paged_attention with k_new."""
     config = tt.preset("k4v4", 64, page_size=16, recent_window=8)
-    case = build(config, [40], [3], tail=True, store_new=False)
-    k, v, slots = step_of(case)
-    small = case.tail._replace(ring=case.tail.ring[:, :, :-1].contiguous())
-    args = (case.q, k, v, case.cache, slots, *case.arguments()[0][2:])
-    options = {"cu_seqlens_q": case.cu, "max_q_len": 3}
-    before = case.cache.clone()
-    with pytest.raises(ValueError, match="tail has 13 rows, expected at least 14"):
-        tt.store_and_attend(*args, tail=small, **options)
-    assert_same_bytes(case.cache, before)
-    paged = case.arguments()[0]
-    tt.paged_attention(*paged, tail=small, k_new=k, v_new=v, **options)
+    case = build(config, [40, 9], [3, 2], tail=True, store_new=False)
+    small = torch.zeros_like(tt.allocate_tail(config, 4, 2, torch.float32, max_q_len=1))
+    case = case._replace(tail=case.tail._replace(ring=small))
+    apart, together = both_ways(case, device)
+    for part in PARTS:
+        assert_same_bytes(together[part], apart[part])
+
+
+def test_a_sequence_reads_what_another_one_stores(device):
+    """Engines share a prefix from the step on that fills its pages."""
+    config = tt.preset("k4v4u", 64, page_size=16)
+    case = build(config, [32, 33], [32, 1], store_new=False)
+    case.block_table[1, :2] = case.block_table[0, :2]
+    apart, together = both_ways(case, device)
+    assert not torch.isnan(apart["out"]).any()
+    for part in PARTS:
+        assert_same_bytes(together[part], apart[part])
 
 
 def test_outputs_apart_from_what_is_written():
@@ -128,7 +134,7 @@ def test_outputs_apart_from_what_is_written():
 @pytest.mark.cuda
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_steps_in_one_graph(q_len):
-    """A step reads what the step before has stored, beside whose store nothing waits."""
+    """A step reads what the step before it has stored."""
     device, steps, seqs = torch.device("cuda"), 24, 3
     config = tt.preset("k5v4u", 128, page_size=64)
     tables = tt.make_tables(config, 0, device)
@@ -157,9 +163,9 @@ def test_steps_in_one_graph(q_len):
             if together:
                 step = tt.store_and_attend(q[i], k[i], v[i], cache, mapping[i], *batch, **options)
             else:
+                tt.cache_store(k[i], v[i], cache, mapping[i], config, tables)
                 new = {"k_new": k[i], "v_new": v[i]}
                 step = tt.paged_attention(q[i], cache, *batch, **options, **new)
-                tt.cache_store(k[i], v[i], cache, mapping[i], config, tables)
             found.append(step[0])
         return torch.stack(found)
 

@@ -54,14 +54,6 @@ inline void check_new_tokens(const AttentionCall& c) {
   check(*c.v_new, "v_new");
 }
 
-// Storing the call's own tokens overwrites no row of the ring that one of its queries reads.
-inline void check_ring_has_room(const AttentionCall& c) {
-  const uint64_t ring = static_cast<uint64_t>(c.tail->size(2) - c.sink_tokens);
-  const uint64_t needed = static_cast<uint64_t>(c.recent_window) + static_cast<uint64_t>(c.max_q_len) - 1;
-  STD_TORCH_CHECK(ring >= needed, "the tail has room for ", ring,
-                  " recent tokens, needed: recent_window + max_q_len - 1 = ", needed);
-}
-
 // A query reads the rows of its window from the ring, without those of the call's own tokens if these are given.
 // Otherwise the call's own tokens have been stored, in rows that earlier tokens may have had. Without a window the tail
 // may be sinks alone.
@@ -74,7 +66,9 @@ inline void check_ring(const AttentionCall& c) {
                     " recent tokens, needed beside k_new: recent_window - 1 = ", window - 1);
     return;
   }
-  check_ring_has_room(c);
+  const uint64_t needed = window + static_cast<uint64_t>(c.max_q_len) - 1;
+  STD_TORCH_CHECK(ring >= needed, "the tail has room for ", ring,
+                  " recent tokens, needed: recent_window + max_q_len - 1 = ", needed);
 }
 
 // Checks everything that can be checked without reading values. Returns the geometry of the cache's records.
@@ -154,8 +148,7 @@ using Store = std::function<void()>;
 
 // The ops of a backend, for boxed() (calls/boxed.h): with new tensors for the results, or with given ones.
 // attend: gets a checked call; fills out, [tokens, q_heads, d] like q, and lse, float32 [tokens, q_heads], both
-// contiguous, and calls `store` when nothing can be wrong any more. What is stored are the call's own tokens, which
-// attention reads from k_new and v_new.
+// contiguous. Calls `store` first, when nothing can be wrong any more.
 using Attend = void(const AttentionCall& call, const format::Record& record, const Tensor& out, const Tensor& lse,
                     const Store& store);
 

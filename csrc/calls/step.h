@@ -1,5 +1,6 @@
-// A call of store_and_attend: a step of decoding, which stores the keys and values of its own tokens and attends to
-// them and to older ones. Attention reads its own tokens from k_new and v_new, so that neither part needs the other.
+// A call of store_and_attend: a step of decoding, which stores the keys and values of its own tokens, then attends to
+// them and to older ones. Its queries read their own sequence's new tokens from k_new and v_new; but a sequence may
+// share pages with another one whose new tokens the same step stores.
 #pragma once
 
 #include "calls/attention.h"
@@ -24,8 +25,6 @@ void store_and_attend(const StepCall& step, const Tensor& out, const OptionalTen
   const AttentionCall& c = step.attention;
   STD_TORCH_CHECK(c.k_new && c.v_new, "store_and_attend needs k_new and v_new");
   const format::Record record = check_attention(c);
-  // Queries read the ring while the call's own tokens enter it.
-  if (c.tail) check_ring_has_room(c);
   const StoreCall store{.k = *c.k_new,
                         .v = *c.v_new,
                         .cache = c.cache,

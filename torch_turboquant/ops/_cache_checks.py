@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from torch_turboquant import _autograd, _checks
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
-from torch_turboquant.config import SCALE_MODES, CacheConfig
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.ops.codec import SCALE_MODES
 from torch_turboquant.tables import CacheTables
 from torch_turboquant.tail import ring_rows
 

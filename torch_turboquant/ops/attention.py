@@ -68,14 +68,14 @@ from torch import Tensor
 from torch_turboquant import _checks
 from torch_turboquant._autograd import named_error
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
-from torch_turboquant.config import SCALE_MODES, CacheConfig
+from torch_turboquant.config import CacheConfig
 from torch_turboquant.ops import _cache_checks as checks
 from torch_turboquant.ops.cache import (
     read_pages_reference,
     tail_row_reference,
     token_places_reference,
 )
-from torch_turboquant.ops.codec import Channels, level_of_code_reference
+from torch_turboquant.ops.codec import SCALE_MODES, Channels, level_of_code_reference
 from torch_turboquant.signs import rotation_tensor
 from torch_turboquant.tables import CacheTables
 from torch_turboquant.tail import Tail
@@ -235,17 +235,15 @@ def store_and_attend(
 ) -> tuple[Tensor, Tensor]:
     """cache_store and paged_attention of the same new tokens in one call.
 
-    It does what cache_store(k_new, v_new, ..) and paged_attention(q, .., k_new, v_new) do, and
-    writes the same bytes. Queries read the new tokens from k_new and v_new, so that neither part
-    needs the other: where split-KV takes the call, the GPU runs both at the same time, which
-    spares small batches the time of the store.
+    It does what cache_store(k_new, v_new, ..) and then paged_attention(q, .., k_new, v_new) do, and
+    writes the same bytes. Where split-KV takes the call, the GPU prepares the attention beside the
+    store, which spares small batches most of the store's time.
 
     Args:
         k_new, v_new: [tokens, kv_heads, head_dim], the keys and values of q's tokens in q's dtype,
             stride 1 in the last dimension.
         cache, slot_mapping: as in cache_store; the cache is written.
-        tail: of q's dtype, as in both; written. Its ring has config.recent_window + max_q_len - 1
-            rows at least, because queries read it while new tokens enter it.
+        tail: of q's dtype, as in both; written.
         q, block_table, seq_lens, config, tables, cu_seqlens_q, max_q_len, softmax_scale,
             sliding_window, soft_cap, sink_logits, out, lse: as in paged_attention. None of them
             shares memory with the cache or the tail.
@@ -266,7 +264,8 @@ def store_and_attend(
         config,
         tables,
         ring,
-        (slot_mapping, block_table, seq_lens, cu_seqlens_q, max_q_len, slots, valid),
+        slot_mapping,
+        (block_table, seq_lens, cu_seqlens_q, max_q_len, slots, valid),
         (softmax_scale, sliding_window, soft_cap, sink_logits),
         out,
         lse,
@@ -300,23 +299,19 @@ def _checked_step(
     config: CacheConfig,
     tables: CacheTables,
     ring: Tensor | None,
-    of_batch: tuple[Tensor, Tensor, Tensor, Tensor | None, int, Tensor | None, Tensor | None],
+    slot_mapping: Tensor,
+    of_batch: tuple[Tensor, Tensor, Tensor | None, int, Tensor | None, Tensor | None],
     of_options: tuple[float | None, int, float, Tensor | None],
     out: Tensor | None,
     lse: Tensor | None,
 ) -> tuple[AttentionBatch, AttentionOptions]:
     """Checks a call of store_and_attend, as _checked does."""
-    slot_mapping, *of_attention = of_batch
     for name, t in (("k_new", k_new), ("v_new", v_new)):
         _checks.check_vectors(name, t, 3)
     new = (k_new, v_new)
-    checked = _checked(
-        q, cache, config, tables, ring, tuple(of_attention), of_options, new, out, lse
-    )
+    checked = _checked(q, cache, config, tables, ring, of_batch, of_options, new, out, lse)
     kv_heads = cache.shape[1]
     checks.check_tables(tables, q.device, config, kv_heads)
-    if ring is not None:
-        checks.check_ring_rows(ring.shape[2], config, of_attention[3])
     _checks.check_slots("slot_mapping", slot_mapping, q.device, q.shape[0])
     return checked
 
@@ -475,15 +470,8 @@ def _store_and_attend_fake(*given: Any, **named: Any) -> None:
             checks.raw_config(a, a.q.shape[-1], **checks.raw_scale_modes(a), **_window(a)),
             checks.raw_tables(a),
             a.tail,
-            (
-                a.slot_mapping,
-                a.block_table,
-                a.seq_lens,
-                a.cu_seqlens_q,
-                a.max_q_len,
-                a.tail_slots,
-                a.tail_valid,
-            ),
+            a.slot_mapping,
+            (a.block_table, a.seq_lens, a.cu_seqlens_q, a.max_q_len, a.tail_slots, a.tail_valid),
             (a.softmax_scale, a.sliding_window, a.soft_cap, a.sink_logits),
             a.out,
             a.lse,

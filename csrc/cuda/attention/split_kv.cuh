@@ -24,8 +24,9 @@ struct KernelEntry {
 template <int D>
 KernelEntry find_kernel(int pair, int rows);
 
-// What was launched immediately before the kernel.
-enum class Before { kAnything, kOwnStore };  // kOwnStore: the store of the call's own tokens, which it does not read
+// What was launched immediately before the kernel. kOwnStore: the store of the call's own tokens, which writes nothing
+// but pages and tail, and which waited for everything before it.
+enum class Before { kAnything, kOwnStore };
 
 // A launch, with everything that follows from the call and the device: computed once, before memory is allocated.
 class SplitKvLaunch {

@@ -90,9 +90,13 @@ class SplitKvBlock {
   // cache, because most likely nothing of this will change. After wait_for_previous_kernel everything is read again:
   // page ids are loaded anew before their pages are copied, and if the lengths have changed, the share is computed
   // anew. Queries are copied before keys, because a load waits for all copies that were issued before it.
+  //
+  // Beside a store only pages and tail are still being written. Blocks without work wait for it, too: whoever waits for
+  // this kernel must have waited for both.
   __device__ __forceinline__ bool start() {
     pipeline_.begin();
     enum { kGuess, kFind, kFoundAnew };
+    const bool beside_store = block_.plan.early == Early::kBesideStore;
     int step = block_.plan.early == Early::kGuess ? kGuess : kFind;
     bool known = false, looked_up = false;  // a guess has found the share; it has also loaded page ids
     const WarpNotes& notes = list_.notes();
@@ -103,12 +107,14 @@ class SplitKvBlock {
     for (int i = -kUnitStages; i < block_.plan.stages;) {
       bool changed = false, fill = true;
       if (i < 0) {
-        if (step == kFind && block_.plan.early != Early::kBesideStore) wait_for_previous_kernel();
+        if (step == kFind && !beside_store) wait_for_previous_kernel();
         if (known && looked_up) pipeline_.read_pages();
         if (step == kFoundAnew) wait_for_committed_copies();
         if ((step == kFoundAnew || known) && segment.begin < notes.end) rows_.issue_copies(segment);
         if (step != kFoundAnew) changed = find_work(step == kGuess, known);
-        if (step != kGuess && segment.begin >= notes.end) return false;
+        const bool idle = step != kGuess && segment.begin >= notes.end;
+        if (beside_store && (idle || step == kFoundAnew)) wait_for_previous_kernel();
+        if (idle) return false;
         const int unit = notes.begin + block_.warp;
         fill = step == kGuess ? segment.begin <= unit && unit < min(notes.end, segment.coded_end())
                               : step == kFind && (changed || !looked_up);
@@ -249,7 +255,6 @@ __global__ void __launch_bounds__(bounding_threads(N, D), resident_blocks(N, D))
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // choose_attention sends no call to older devices
   extern __shared__ __align__(128) uint8_t shared[];
   SplitKvBlock<D, N>(a, layout, plan, shared).run();
-  if (plan.early == Early::kBesideStore) wait_for_previous_kernel();
 #endif
 }
 

@@ -64,8 +64,7 @@ struct StageLayout {
 enum class Early {
   kWait,        // they wait for it
   kGuess,       // they guess their work, then wait for it
-  kBesideStore  // it stores the call's own tokens, which nothing here reads, and began when all before it had ended:
-                // they wait for it at their end, so that whoever waits for this kernel has waited for both
+  kBesideStore  // it stores tokens, and everything before it has ended: they wait for it before they read pages
 };
 
 // The plan of a launch: shared memory of a block, in bytes from its start, and what else all blocks need to know.
