@@ -25,7 +25,7 @@ def save_llama(folder: Path, **changes: Any) -> torch.nn.Module:
 
 
 def save(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
-    """Writes a model whose weights are the same in bfloat16, which GPUs compute in."""
+    """Writes a model whose weights are the same in 16 bits, which GPUs compute in."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -64,7 +64,7 @@ def engine(folder: Path, settings: dict[str, Any] | None, **options: Any) -> Ite
     }
     if ON_GPU:  # decode steps and drafts in CUDA graphs, without torch.compile
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        defaults |= {"dtype": "bfloat16", "enforce_eager": False, "compilation_config": graphs}
+        defaults |= {"dtype": "float16", "enforce_eager": False, "compilation_config": graphs}
     llm = LLM(
         model=str(folder),
         skip_tokenizer_init=True,

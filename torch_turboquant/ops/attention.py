@@ -279,10 +279,7 @@ def store_and_attend(
         torch.ops.turboquant.store_and_attend.default(
             *arguments,
             slot_mapping=slot_mapping,
-            key_steps=tables.key_steps,
-            value_steps=tables.value_steps,
-            key_scale_mode=SCALE_MODES[config.key_scale_mode],
-            value_scale_mode=SCALE_MODES[config.value_scale_mode],
+            **step_constants(config, tables),
             out=out,
             lse=lse,
         )
@@ -386,6 +383,16 @@ def attend_constants(config: CacheConfig, tables: CacheTables) -> tuple[Any, ...
         config.key_bits,
         config.value_bits,
     )
+
+
+def step_constants(config: CacheConfig, tables: CacheTables) -> dict[str, Any]:
+    """What the op store_and_attend needs beyond attend_constants, the same in each call."""
+    return {
+        "key_steps": tables.key_steps,
+        "value_steps": tables.value_steps,
+        "key_scale_mode": SCALE_MODES[config.key_scale_mode],
+        "value_scale_mode": SCALE_MODES[config.value_scale_mode],
+    }
 
 
 def merge_attention(

@@ -33,7 +33,7 @@ from torch_turboquant.integrations.vllm import adapter, limits
 from torch_turboquant.integrations.vllm.pages import page_parts
 from torch_turboquant.integrations.vllm.plan import Plan, latest_plan, plan_of
 from torch_turboquant.integrations.vllm.prompts import Context, contexts_of, prompt_attention
-from torch_turboquant.ops.attention import attend_constants
+from torch_turboquant.ops.attention import attend_constants, step_constants
 from torch_turboquant.ops.cache import cache_load, store_constants
 
 logger = init_logger("vllm.torch_turboquant")  # vLLM prints what is below its own name
@@ -46,6 +46,7 @@ NO_TAIL = (None, None, None, 0, 0)  # for the arguments tail to recent_window
 
 _store = torch.ops.turboquant.cache_store.default
 _attend = torch.ops.turboquant.paged_attention_out.default
+_store_and_attend = torch.ops.turboquant.store_and_attend.default
 
 
 # ---- the backend
@@ -359,6 +360,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.store_arguments = store_constants(self.config, self.tables)
         self.attend_arguments = (*attend_constants(self.config, self.tables), self.scale)
         self.attend_options = (self.sliding_window, self.soft_cap, self.sink_logits)
+        self.step_arguments = step_constants(self.config, self.tables)
         self.bound = kv_cache
 
     def _learn(self, key: Tensor) -> None:
@@ -386,70 +388,97 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             return output.fill_(0)
         if kv_cache is not self.bound:
             self._bind(kv_cache)
+        parts, step = attn_metadata.parts, attn_metadata.whole
+        if key.shape[0] != step.end:
+            key, value = key[: step.end], value[: step.end]
         if self.target is None:
-            self._store(attn_metadata, query, key, value)
-        for part in attn_metadata.parts:
+            self._learn_from(attn_metadata, query, key)
+            if len(parts) == 1 and parts[0].exact and not self._is_for_flash(parts[0]):
+                self._store_and_attend(attn_metadata, query, key, value, output)
+                return output
+            self._store(attn_metadata, key, value)
+        for part in parts:
             self._attend(part, query, key, value, output)
         return output
 
-    def _store(self, m: TurboQuantMetadata, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _learn_from(self, m: TurboQuantMetadata, query: Tensor, key: Tensor) -> None:
+        if self.learns and self.plan.learning.decided:
+            self._learn(key)
+        if self.key_sums is not None:
+            end, lengths = m.whole.end, m.whole.seq_lens
+            self.key_sums.add(query[:end], key, m.query_start_loc, lengths)
+
+    def _store(self, m: TurboQuantMetadata, key: Tensor, value: Tensor) -> None:
         """Stores a whole step before any of its parts is computed.
 
         A sequence may read pages that another one of the same step fills: vLLM shares prefixes from
         the moment that their pages are promised.
         """
-        step, slots = m.whole, m.slot_mapping
-        if key.shape[0] != step.end:
-            key, value = key[: step.end], value[: step.end]
-        if self.learns and self.plan.learning.decided:
-            self._learn(key)
-        if self.key_sums is not None:
-            self.key_sums.add(query[: step.end], key, m.query_start_loc, step.seq_lens)
-        arguments = (key, value, self.pages, slots, *self.store_arguments)
+        step = m.whole
+        arguments = (key, value, self.pages, m.slot_mapping, *self.store_arguments)
         if self.first_tokens is None:
             _store(*arguments)
             return
         tail = self.first_tokens, step.first_pages
         _store(*arguments, *tail, step.seq_lens, step.cu_seqlens, FIRST_TOKENS)
 
+    def _store_and_attend(
+        self, m: TurboQuantMetadata, query: Tensor, key: Tensor, value: Tensor, out: Tensor
+    ) -> None:
+        """A step that is one call of attention, with its store."""
+        part = m.parts[0]
+        if part.end != query.shape[0]:
+            query, out = query[: part.end], out[: part.end]
+        arguments = self._arguments(part, query)
+        _store_and_attend(
+            *arguments, key, value, slot_mapping=m.slot_mapping, **self.step_arguments, out=out
+        )
+
+    def _is_for_flash(self, part: Part) -> bool:
+        """Whether a part is left to FlashAttention."""
+        chunks = bool(part.contexts) and not self.sliding_window
+        return self.prompt_attention is not None and (part.fresh or chunks)
+
     def _attend(self, part: Part, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        first, end, table, pages, lengths, starts, longest, exact, fresh, contexts = part
+        first, end, table, _, _, starts, longest, exact, fresh, contexts = part
         if first or end != query.shape[0]:
             query, out = query[first:end], out[first:end]
         # A layer that reads the pages of another one has no keys of its own.
         exact = exact and self.target is None
         if exact and (first or end != key.shape[0]):
             key, value = key[first:end], value[first:end]
-        if fresh and self.prompt_attention is not None:
+        if not self._is_for_flash(part):
+            new = (key, value) if exact else (None, None)
+            _attend(*self._arguments(part, query), *new, out=out)
+            return
+        if fresh:
             self.prompt_attention.fresh(query, key, value, out, starts, longest)
             return
-        if contexts and self.prompt_attention is not None and not self.sliding_window:
 
-            def load(sequence: int, at: int, tokens: int, length: Tensor) -> tuple[Tensor, Tensor]:
-                row = table[sequence : sequence + 1, at // self.config.page_size :]
-                arguments = self.config, self.tables, tokens, query.dtype
-                keys, values = cache_load(self.pages, row, length, *arguments)
-                if at == 0 and self.first_tokens is not None:
-                    token = self.first_tokens.index_select(0, row[:, 0])[0, :, 0]
-                    keys[0, 0], values[0, 0] = token[:, 0], token[:, 1]
-                return keys[0], values[0]
+        def load(sequence: int, at: int, tokens: int, length: Tensor) -> tuple[Tensor, Tensor]:
+            row = table[sequence : sequence + 1, at // self.config.page_size :]
+            arguments = self.config, self.tables, tokens, query.dtype
+            keys, values = cache_load(self.pages, row, length, *arguments)
+            if at == 0 and self.first_tokens is not None:
+                token = self.first_tokens.index_select(0, row[:, 0])[0, :, 0]
+                keys[0, 0], values[0, 0] = token[:, 0], token[:, 1]
+            return keys[0], values[0]
 
-            self.prompt_attention.continued(query, key, value, out, starts, longest, contexts, load)
-            return
-        tail = (self.first_tokens, pages, None, FIRST_TOKENS, 0)
+        self.prompt_attention.continued(query, key, value, out, starts, longest, contexts, load)
+
+    def _arguments(self, part: Part, query: Tensor) -> tuple[Any, ...]:
+        """The arguments of attention up to the new tokens."""
+        tail = (self.first_tokens, part.first_pages, None, FIRST_TOKENS, 0)
         if self.first_tokens is None:
             tail = NO_TAIL
-        _attend(
+        return (
             query,
             self.pages,
-            table,
-            lengths,
+            part.block_table,
+            part.seq_lens,
             *self.attend_arguments,
-            starts,
-            longest,
+            part.cu_seqlens,
+            part.longest,
             *tail,
             *self.attend_options,
-            key if exact else None,
-            value if exact else None,
-            out=out,
         )
