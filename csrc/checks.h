@@ -268,6 +268,13 @@ inline void check_slots(const Tensor& slots, const Tensor& first, const char* na
   check_contiguous(slots, name);
 }
 
+// int32 or int64 [seqs], at any distance from each other: they may be a column of a block table
+inline void check_tail_slots(const Tensor& slots, const Tensor& first, int64_t seqs) {
+  check_device(slots, first, "tail_slots");
+  check_dtype(slots, "tail_slots", {ScalarType::Int, ScalarType::Long});
+  check_shape(slots, "tail_slots", {seqs});
+}
+
 // k, v: [tokens, kv_heads, d], or of a batch [batch, kv_heads, new, d], of one dtype, stride 1 in the last dimension
 inline void check_kv(const Tensor& k, const Tensor& v, bool of_batch) {
   check_float(k, "k");
@@ -445,7 +452,7 @@ inline int64_t check_batch(const Tensor& seq_lens, const OptionalTensor& cu_seql
 }
 
 // tail: [max_seqs, kv_heads, sink_tokens + ring, 2, d] of the dtype of `first`, entries at any distance; tail_slots:
-// int32 or int64 [seqs]
+// of the sequences
 inline void check_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Tensor& first, int64_t seqs,
                        int64_t kv_heads, int64_t d, int64_t sink_tokens) {
   check_device(tail, first, "tail");
@@ -455,7 +462,7 @@ inline void check_tail(const Tensor& tail, const OptionalTensor& tail_slots, con
   STD_TORCH_CHECK(sink_tokens >= 0 && sink_tokens <= tail.size(2) && tail.size(2) > 0, "sink_tokens is ", sink_tokens,
                   " but the tail has ", tail.size(2), " rows: supported are 1 row and more, and 0 to rows sinks");
   STD_TORCH_CHECK(tail_slots.has_value(), "tail needs tail_slots");
-  check_slots(*tail_slots, first, "tail_slots", seqs);
+  check_tail_slots(*tail_slots, first, seqs);
 }
 
 // out_a, out_b: [..., d] of one dtype, lse_a, lse_b: float32 [...]

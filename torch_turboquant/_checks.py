@@ -147,6 +147,13 @@ def check_slots(name: str, t: Any, device: torch.device, count: int | None) -> N
     check_constant(name, t, device, t.dtype, (count,))
 
 
+def check_tail_slots(t: Any, device: torch.device, seqs: int) -> None:
+    """int32 or int64 [seqs], of any stride."""
+    check_dtype("tail_slots", t, SLOTS)
+    check_device("tail_slots", t, device)
+    check_shape("tail_slots", t, (seqs,))
+
+
 def check_center(center: Tensor | None, device: torch.device, shape: tuple[int, ...]) -> None:
     """[*shape], or [3, *shape] with scales of channels (codec.scaled_center)."""
     if center is not None:

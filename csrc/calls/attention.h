@@ -24,7 +24,7 @@ struct AttentionCall {
   OptionalTensor cu_seqlens_q;  // int32 [seqs + 1]; absent: one query per sequence
   int64_t max_q_len;
   OptionalTensor tail;        // [max_seqs, kv_heads, sink_tokens + ring, 2, d] of q's dtype, any stride of entries
-  OptionalTensor tail_slots;  // int32 or int64 [seqs], -1: this sequence has none
+  OptionalTensor tail_slots;  // int32 or int64 [seqs], any stride, -1: this sequence has none
   OptionalTensor tail_valid;  // int32 [max_seqs, 2]
   int64_t sink_tokens, recent_window, sliding_window;
   double soft_cap;

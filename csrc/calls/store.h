@@ -21,7 +21,7 @@ struct StoreArguments {
   OptionalTensors center;                   // float32 [kv_heads, d] or [3, kv_heads, d]
   int64_t page_size, key_bits, value_bits, key_scale_mode, value_scale_mode;
   OptionalTensors tail;                   // [max_seqs, kv_heads, rows, 2, d], any stride of entries, written
-  OptionalTensor tail_slots;              // int32 or int64 [seqs]
+  OptionalTensor tail_slots;              // int32 or int64 [seqs], any stride
   OptionalTensor seq_lens, cu_seqlens_q;  // int32 [seqs], int32 [seqs + 1]
   int64_t sink_tokens;
 };
@@ -78,7 +78,7 @@ void check_store(const StoreLayer& layer, const Call& call, const format::Record
   // what belongs to a tail is checked without one, too: of another kind it is a mistake of the caller
   if (call.seq_lens) {
     const int64_t seqs = check_batch(*call.seq_lens, call.cu_seqlens_q, k, rows.tokens);
-    if (call.tail_slots) check_slots(*call.tail_slots, k, "tail_slots", seqs);
+    if (call.tail_slots) check_tail_slots(*call.tail_slots, k, seqs);
   } else if (call.cu_seqlens_q) {
     check_constant(*call.cu_seqlens_q, k, "cu_seqlens_q", ScalarType::Int, {-1});
   }

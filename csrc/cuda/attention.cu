@@ -127,6 +127,7 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
     a.tail = c.tail->data_ptr();
     a.tail_stride = checked_stride(*c.tail, "tail") / element_size(a.dtype);
     a.tail_slots = c.tail_slots->data_ptr();
+    a.slot_stride = entry_stride(*c.tail_slots);
     a.wide_slots = c.tail_slots->scalar_type() == ScalarType::Long;
     a.tail_valid = integers(c.tail_valid);
     a.max_seqs = checked_int(c.tail->size(0), "the number of tails");

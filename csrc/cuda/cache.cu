@@ -182,6 +182,7 @@ Tail checked_tail(const Tensor& tail, const Call& call, const Tensor& k, const T
   return {static_cast<uint8_t*>(tail.data_ptr()),
           checked_stride(tail, "tail"),
           slots_of(*call.tail_slots),
+          entry_stride(*call.tail_slots),
           static_cast<const int32_t*>(call.seq_lens->data_ptr()),
           call.cu_seqlens_q ? static_cast<const int32_t*>(call.cu_seqlens_q->data_ptr()) : nullptr,
           seqs,

@@ -93,7 +93,7 @@ def test_tiny_ops_on_pages(own, q_lens, dtype, device):
             torch.cat(slots).to(device),
             config,
             tables,
-            tail=tt.Tail(rows, table[:, 0].contiguous().to(device)),
+            tail=tt.Tail(rows, table.to(device)[:, 0]),
             seq_lens=torch.tensor(end).int().to(device),
             cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).int().to(device),
         )
@@ -118,7 +118,7 @@ def test_tiny_ops_on_pages(own, q_lens, dtype, device):
         tables,
         cu_seqlens_q=torch.tensor([0, *q_lens]).cumsum(0).int().to(device),
         max_q_len=max(q_lens),
-        tail=tt.Tail(rows, table[:, 0].contiguous().to(device)),
+        tail=tt.Tail(rows, table.to(device)[:, 0]),
         **new,
     )
     decoded = [through_codes(x, y, "k5v4u", 0) for x, y in zip(k, v, strict=True)]

@@ -68,11 +68,16 @@ struct TailView {
   int64_t row_of(int64_t position) const { return format::tail_row(position, sink_tokens, ring); }
 };
 
-// The values of a checked tensor of int32 or int64.
+// The values of a checked tensor of int32 or int64 with one dimension.
 inline std::vector<int64_t> integers_of(const Tensor& t) {
-  const int64_t n = t.numel();
-  if (t.scalar_type() == ScalarType::Long) return {data_of<int64_t>(t), data_of<int64_t>(t) + n};
-  return {data_of<int32_t>(t), data_of<int32_t>(t) + n};
+  std::vector<int64_t> values(static_cast<size_t>(t.numel()));
+  const bool wide = t.scalar_type() == ScalarType::Long;
+  const int64_t stride = entry_stride(t);
+  for (size_t i = 0; i < values.size(); ++i) {
+    const int64_t at = static_cast<int64_t>(i) * stride;
+    values[i] = wide ? data_of<int64_t>(t)[at] : data_of<int32_t>(t)[at];
+  }
+  return values;
 }
 
 inline TailView checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Tensor& first, int64_t seqs,

@@ -46,6 +46,7 @@ struct Attention {
   const void* tail;           // [max_seqs, kv_heads, sink_tokens + ring, 2, d] of `dtype`; null: none
   int64_t tail_stride;        // from one of the max_seqs entries to the next, in elements; an entry is contiguous
   const void* tail_slots;     // [seqs], -1: this sequence has none
+  int64_t slot_stride;        // from one of tail_slots to the next, in elements
   bool wide_slots;            // tail_slots are int64, else int32
   const int32_t* tail_valid;  // [max_seqs, 2] (sinks held, first position held by the ring); null: everything
   int max_seqs, sink_tokens, ring, recent_window;
@@ -101,8 +102,9 @@ struct Attention {
   };
   __device__ __forceinline__ int64_t tail_slot(int s, bool early = false) const {
     if (!tail) return -1;
-    return wide_slots ? read(static_cast<const int64_t*>(tail_slots) + s, early)
-                      : read(static_cast<const int32_t*>(tail_slots) + s, early);
+    const int64_t at = s * slot_stride;
+    return wide_slots ? read(static_cast<const int64_t*>(tail_slots) + at, early)
+                      : read(static_cast<const int32_t*>(tail_slots) + at, early);
   }
   // Beside new_keys, the new tokens may have been stored or not. Without tail_valid, what counts is therefore what a
   // ring of any size holds both before and after.

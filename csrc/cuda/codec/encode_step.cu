@@ -60,6 +60,7 @@ struct StepTail {
   const int32_t *lengths, *begins;
   int seqs, rows, sink_tokens;
   uint32_t max_seqs, stride;
+  int64_t slot_stride;
   bool wide_slots;
 };
 
@@ -481,7 +482,7 @@ __device__ __forceinline__ int best_lane(const Fit& fit, int first) {
 
 // ---- The exact tail -------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ int64_t load_slot(const void* slots, bool wide, uint32_t i) {
+__device__ __forceinline__ int64_t load_slot(const void* slots, bool wide, int64_t i) {
   return wide ? __ldg(static_cast<const int64_t*>(slots) + i) : __ldg(static_cast<const int32_t*>(slots) + i);
 }
 
@@ -495,7 +496,7 @@ struct TailPlace {
     int s = token, end = token + 1;
     if (tail.begins) s = sequence_of(tail.begins, tail.seqs, token), end = tail.begins[s + 1];
     if (s >= tail.seqs || token >= end) return;
-    slot = load_slot(tail.slots, tail.wide_slots, s), length = __ldg(tail.lengths + s), from_end = end - token;
+    slot = load_slot(tail.slots, tail.wide_slots, s * tail.slot_stride), length = __ldg(tail.lengths + s), from_end = end - token;
   }
 
   // The address of the token's key (kind 0) or value, null if the tail does not keep it.
@@ -791,6 +792,7 @@ StepArguments step_arguments(const EncodeArguments& a) {
                  tail.sink_tokens,
                  static_cast<uint32_t>(tail.max_seqs),
                  tail.stride,
+                 tail.slot_stride,
                  tail.slots.wide};
   }
   return step;

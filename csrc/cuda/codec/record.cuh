@@ -106,6 +106,7 @@ struct Tail {
   uint8_t* data;           // [max_seqs, kv_heads, sink_tokens + ring, 2, d]; null: no tail
   uint32_t stride;         // from one of the max_seqs entries to the next, in bytes
   Slots slots;             // [seqs]
+  int64_t slot_stride;     // from one of them to the next, in elements
   const int32_t* lengths;  // [seqs]
   const int32_t* begins;   // [seqs + 1]; null: one token per sequence
   int64_t seqs, max_seqs;
@@ -122,7 +123,7 @@ struct Tail {
     int64_t s = token, end = token + 1;
     if (begins) s = sequence_of(begins, seqs, token), end = begins[s + 1];
     if (s >= seqs || token >= end) return -1;
-    const int64_t slot = slots[s], length = lengths[s], position = length - end + token;
+    const int64_t slot = slots[s * slot_stride], length = lengths[s], position = length - end + token;
     const int ring = rows - sink_tokens;
     if (slot < 0 || slot >= max_seqs || position < 0) return -1;
     if (!format::tail_keeps(position, length, sink_tokens, ring)) return -1;

@@ -136,8 +136,8 @@ class Part(NamedTuple):
     """Its tokens: first .. end - 1."""
     end: int
     block_table: Tensor
-    first_pages: Tensor | None
-    """int32 [sequences]: the first column of block_table; None: no token stays exact."""
+    first_pages: Tensor
+    """int32 [sequences]: the first column of block_table."""
     seq_lens: Tensor
     cu_seqlens: Tensor | None
     """Where each sequence's tokens begin, from 0; None: one token each."""
@@ -163,7 +163,7 @@ class TurboQuantMetadata(AttentionMetadata):
 
 
 class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
-    """Makes the metadata of a step; copies nothing from the host but what vLLM does by itself."""
+    """Makes the metadata of a step; adds nothing to what vLLM copies to the GPU by itself."""
 
     # A graph serves steps whose sequences all have the same number of new tokens: decoding and
     # verification. Lengths and tables are read on the device.
@@ -177,13 +177,6 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         plan = plan_of(vllm_config)
         self.exact_steps, self.learning = plan.settings.exact_steps, plan.learning
         self.splits_prompts = current_platform.is_cuda()
-        self.first_pages: Tensor | None = None
-        if plan.first_token is not None:
-            # Graphs remember its address. Where attention is local to chunks, vLLM takes chunks for
-            # sequences, of which a step has no more than tokens.
-            scheduler = vllm_config.scheduler_config
-            most = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-            self.first_pages = torch.zeros(most, dtype=torch.int32, device=device)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
@@ -203,8 +196,6 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             said = self.learning.see(m, self.reorder_batch_threshold)
             if said:
                 logger.log(logging.WARNING if self.learning.tokens is None else logging.INFO, said)
-        if self.first_pages is not None:
-            self.first_pages[: m.num_reqs].copy_(m.block_table_tensor[: m.num_reqs, 0])
         whole = self._part(m, 0, m.num_reqs, self.exact_steps)
         slots = m.slot_mapping[: m.num_actual_tokens]
         return TurboQuantMetadata(self._parts(m), whole, slots, m.query_start_loc)
@@ -228,8 +219,8 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             self._part(m, decodes, m.num_reqs, True, first=first, fresh=fresh, contexts=contexts),
         )
 
+    @staticmethod
     def _part(
-        self,
         m: Any,
         sequence: int,
         end_sequence: int,
@@ -247,11 +238,11 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             starts = m.query_start_loc[sequence : end_sequence + 1]
             if first:
                 starts = starts - first
-        table, lengths, pages = m.block_table_tensor, m.seq_lens, self.first_pages
+        table, lengths = m.block_table_tensor, m.seq_lens
         if sequence or end_sequence != lengths.shape[0]:
             table, lengths = table[sequence:end_sequence], lengths[sequence:end_sequence]
-        if pages is not None:
-            pages = pages[sequence:end_sequence]
+        # no copy: CUDA graphs read what vLLM has put into the table by then
+        pages = table[:, 0]
         return Part(first, end, table, pages, lengths, starts, longest, exact, fresh, contexts)
 
 
