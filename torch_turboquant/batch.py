@@ -45,8 +45,8 @@ class AttentionBatch:
     max_q_len: int = 1
     """An upper bound of the new tokens of a sequence."""
     tail_slots: Tensor | None = None
-    """int32 or int64 [seqs], any stride: the entry of the exact tail that each sequence owns; -1: it
-    has none, or is padding. None: the layers have no tail."""
+    """int32 or int64 [seqs], of any stride: the entry of the exact tail that each sequence owns;
+    -1: it has none, or is padding. None: the layers have no tail."""
     tail_valid: Tensor | None = None
     """int32 [max_seqs, 2]: of each entry of the tail, how many sink tokens it holds and the first
     position that its ring holds. None: everything that a query asks for is there."""

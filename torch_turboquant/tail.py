@@ -36,8 +36,8 @@ class Tail(NamedTuple):
     """[max_seqs, kv_heads, sink_tokens + ring, 2, head_dim], of k's dtype (allocate_tail), entries
     contiguous and at any distance from each other."""
     slots: Tensor
-    """int32 or int64 [seqs], any stride: which of the max_seqs entries each sequence owns; -1: none,
-    it uses codes."""
+    """int32 or int64 [seqs], of any stride: which of the max_seqs entries each sequence owns; -1:
+    none, it uses codes."""
     valid: Tensor | None = None
     """int32 [max_seqs, 2]: number of sink tokens held, first position in the ring; None: all."""
 

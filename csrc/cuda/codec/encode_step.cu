@@ -496,7 +496,8 @@ struct TailPlace {
     int s = token, end = token + 1;
     if (tail.begins) s = sequence_of(tail.begins, tail.seqs, token), end = tail.begins[s + 1];
     if (s >= tail.seqs || token >= end) return;
-    slot = load_slot(tail.slots, tail.wide_slots, s * tail.slot_stride), length = __ldg(tail.lengths + s), from_end = end - token;
+    slot = load_slot(tail.slots, tail.wide_slots, s * tail.slot_stride), length = __ldg(tail.lengths + s),
+    from_end = end - token;
   }
 
   // The address of the token's key (kind 0) or value, null if the tail does not keep it.
