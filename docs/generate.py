@@ -26,6 +26,7 @@ import torch
 from torch.cuda import is_available as cuda_is_available
 
 import torch_turboquant as tq
+from torch_turboquant.integrations.vllm import pages
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -509,6 +510,7 @@ def vllm_table() -> str:
 
 ENGINE_MODEL = {"layers": 32, "kv_heads": 8, "head_dim": 128}  # Llama-3.1-8B
 ENGINE_GIB = 72  # of bench_vllm
+ENGINE_PAGE = 64  # tokens, where the user chooses none
 
 
 def engine_presets() -> str:
@@ -525,7 +527,8 @@ def engine_presets() -> str:
     ]
     uses = {preset: f"{preset} ({use})" for use, (preset, _) in tq.NAMED_PRESETS.items()}
     for preset in tq.PRESETS:
-        size = tq.preset(preset, d, sink_tokens=0, recent_window=0).bytes_per_token
+        config = tq.preset(preset, d, sink_tokens=0, recent_window=0)
+        size = pages.bytes_per_token(config, ENGINE_PAGE, torch.bfloat16)
         bits, times = f"{8 * size / (2 * d):.2f}", f"{4 * d / size:.2f}x"
         lines.append([uses.get(preset, preset), bits, str(size), times, tokens(size)])
     fits = f"tokens of Llama-3.1-8B in {ENGINE_GIB} GiB"
@@ -623,9 +626,10 @@ def engine_quality() -> str:
         )
         lines.append([cache, str(chunk), *map(engine_difference, of_cache)])
     texts = []
-    for title, (row, *_) in found.items():
-        scored = row["segments"] * row["score_tokens"]
-        texts.append(f"{title}: {scored:,} in {row['dtype']}")
+    for title, rows in found.items():
+        scored = {row["chunk"]: row["segments"] * row["score_tokens"] for row in rows}
+        counts = [f"{count:,} in chunks of {chunk}" for chunk, count in scored.items()]
+        texts.append(f"{title}: {' and '.join(counts)}, in {rows[0]['dtype']}")
     note = f"Tokens predicted, and the dtype of the model: {'; '.join(texts)}."
     return f"{markdown(['cache', 'chunk', *found], lines)}\n\n{paragraph(note)}"
 
