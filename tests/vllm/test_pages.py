@@ -134,6 +134,7 @@ def test_tiny_ops_on_pages(own, q_lens, dtype, device):
         own=own,
     )
     error = (found.cpu().double() - right).norm(dim=-1) / right.norm(dim=-1)
-    if device == "cuda" and dtype == torch.float32:
-        dtype = torch.float16  # GPUs multiply such queries and keys in float16
-    assert error.max() < {torch.float32: 5e-4, torch.float16: 2e-3, torch.bfloat16: 6e-3}[dtype]
+    allowed = {torch.float32: 5e-4, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
+    if dtype == torch.float32 and torch.device(device).type == "cuda":
+        allowed = 2e-3  # float16 products of float32 queries
+    assert error.max() < allowed
