@@ -134,7 +134,7 @@ class Layer:
         """The first tokens of a sequence, in an earlier step."""
         m = self.metadata([(len(k), len(k))], pages[None])
         self.impl._bind(self.pages)
-        self.impl._store(self.builder.build(0, m), k, k, v)
+        self.impl._store(self.builder.build(0, m), k, v)
 
     def run(self, steps, q, k, v, exact=True, **options):
         """Attends to new tokens after older ones; returns the output and what is right."""
