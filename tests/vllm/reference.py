@@ -32,7 +32,7 @@ class Reference:
         model: of transformers, in float32.
         presets: of all layers, or of each.
         exact_steps: whether steps of one token read it as it is.
-        first_token: whether the first token of all stays exact, where there is no sliding window.
+        first_token: whether the first token of all stays exact.
         center: of a layer, from its keys in the first call [tokens, kv_heads, d].
     """
 
@@ -107,7 +107,7 @@ class Reference:
             [new],
             exact_k=k[None],
             exact_v=v[None],
-            sinks=1 if self.first_token and not sliding_window else 0,
+            sinks=1 if self.first_token else 0,
             own=new > 1 or self.exact_steps,
             softmax_scale=scaling,
             sliding_window=sliding_window or 0,

@@ -168,7 +168,7 @@ class Layer:
             list(new),
             exact_k=padded(k),
             exact_v=padded(v),
-            sinks=1 if self.first_token and not self.impl.sliding_window else 0,
+            sinks=1 if self.first_token else 0,
             own=exact,
             **options,
         )

@@ -34,7 +34,7 @@ def test_bytes():
     )
 
 
-def pages_of_two_layers(config, dtype, pages=12):
+def pages_of_two_layers(config, dtype, pages=14):
     """The pages of one of two layers that share an allocation."""
     tokens = config.page_size
     shape = (pages, 2, HEADS, tokens, bytes_per_token(config, tokens, dtype))
@@ -45,8 +45,8 @@ def test_parts_share_the_memory_of_their_page():
     config, dtype = config_of(), torch.bfloat16
     kv_cache = pages_of_two_layers(config, dtype)
     records, rows = page_parts(kv_cache, config, dtype)
-    assert records.shape == (12, HEADS, config.record_bytes)
-    assert rows.shape == (12, HEADS, 1, 2, D)
+    assert records.shape == (14, HEADS, config.record_bytes)
+    assert rows.shape == (14, HEADS, 1, 2, D)
     records[3], rows[3] = 1, 2.0
     assert (kv_cache[3] != 0x5A).all()
     for other in (2, 4):
@@ -138,3 +138,42 @@ def test_tiny_ops_on_pages(own, q_lens, dtype, device):
     if dtype == torch.float32 and torch.device(device).type == "cuda":
         allowed = 2e-3  # float16 products of float32 queries
     assert error.max() < allowed
+
+
+@pytest.mark.parametrize("q_lens", [[1, 1], [3, 2], [40, 30]])
+def test_tiny_windows_that_have_left_the_first_page(q_lens, device):
+    """vLLM takes such a page from its sequence: the block table then names another one."""
+    config, dtype = config_of(), torch.float16
+    tables = to_device(tt.make_tables(config, 0), device)
+    records, rows = page_parts(pages_of_two_layers(config, dtype).to(device), config, dtype)
+    lengths, table = [100, 90], torch.arange(14).int().view(2, 7)
+    k, v = (randn(190, HEADS, D, seed=seed).to(dtype) for seed in (1, 2))
+    begins = [(0, 100), (100, 190)]
+    for s, (begin, end) in enumerate(begins):
+        position = torch.arange(end - begin)
+        slots = table[s, position // 16].long() * 16 + position % 16
+        tt.cache_store(
+            k[begin:end].to(device),
+            v[begin:end].to(device),
+            records,
+            slots.to(device),
+            config,
+            tables,
+        )
+    found = []
+    for left in (torch.nan, 1.0):  # what the other page holds does not matter
+        rows[table[:, 0].long().to(device)] = left
+        out, _ = tt.paged_attention(
+            randn(sum(q_lens), 4, D, seed=5).to(dtype).to(device),
+            records,
+            table.to(device),
+            torch.tensor(lengths).int().to(device),
+            config,
+            tables,
+            cu_seqlens_q=torch.tensor([0, *q_lens]).cumsum(0).int().to(device),
+            max_q_len=max(q_lens),
+            sliding_window=24,
+            tail=tt.Tail(rows, table.to(device)[:, 0]),
+        )
+        found.append(out)
+    assert found[0].isfinite().all() and torch.equal(*found)

@@ -48,7 +48,7 @@ __device__ __forceinline__ SequenceWork work_of_sequence(const Attention& a, int
   const int first = max(a.first_visible(begin), tail.sinks), end = max(a.recent(tail, x.length - 1, new_begin), 0);
   x.first = first & -kUnitTokens;
   x.coded = first < end ? ceil_div(end - x.first, kUnitTokens) : 0;
-  x.sinks = min(tail.sinks, x.length);
+  x.sinks = a.first_visible(begin) < tail.sinks ? min(tail.sinks, x.length) : 0;
   x.recent = tail.any || a.new_keys ? max(min(a.recent(tail, begin, new_begin), x.length), x.sinks) : x.length;
   x.exact = x.sinks + x.length - x.recent;
   x.units = x.coded;

@@ -346,8 +346,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
     def _bind(self, kv_cache: Tensor) -> None:
         """Prepares the arguments of calls for memory that vLLM has allocated."""
         self.config = replace(self.config, page_size=kv_cache.shape[2])
-        first_token = None if self.sliding_window else self.plan.first_token
-        self.pages, self.first_tokens = page_parts(kv_cache, self.config, first_token)
+        self.pages, self.first_tokens = page_parts(kv_cache, self.config, self.plan.first_token)
         self.store_arguments = store_constants(self.config, self.tables)
         self.attend_arguments = (*attend_constants(self.config, self.tables), self.scale)
         self.attend_options = (self.sliding_window, self.soft_cap, self.sink_logits)

@@ -3,8 +3,7 @@
 Softmax gives much weight to the first token of a sequence, whose key is unlike all others, so that
 exactness pays most there. A page carries the row by itself, which keeps pages complete whoever
 copies, shares or brings them back. All pages have room for it, and only the first page of a
-sequence uses it. Layers with a sliding window soon lose sight of that token: their pages have the
-room, because pages of different sizes would be padded, and no use for it.
+sequence uses it.
 """
 
 from __future__ import annotations
