@@ -450,18 +450,21 @@ inline void check_sinks(int64_t sink_tokens, int64_t rows) {
                   " rows: supported are 0 to rows - 1");
 }
 
+// Storing the call's own tokens overwrites no row of the ring that one of its queries reads.
+inline void check_ring_has_room(int64_t rows, int64_t recent_window, int64_t max_q_len) {
+  const uint64_t ring = static_cast<uint64_t>(rows);
+  const uint64_t needed = static_cast<uint64_t>(recent_window) + static_cast<uint64_t>(max_q_len) - 1;
+  STD_TORCH_CHECK(ring >= needed, "the tail has room for ", ring,
+                  " recent tokens, needed: recent_window + max_q_len - 1 = ", needed);
+}
+
 // A query reads the rows of its window from the ring, without those of the call's own tokens if these are given (as the
 // argument `beside`). Otherwise the call's own tokens have been stored, in rows that earlier tokens may have had.
 inline void check_ring(int64_t rows, int64_t recent_window, int64_t max_q_len, bool own_given, const char* beside) {
+  if (!own_given) return check_ring_has_room(rows, recent_window, max_q_len);
   const uint64_t ring = static_cast<uint64_t>(rows), window = static_cast<uint64_t>(recent_window);
-  if (own_given) {
-    STD_TORCH_CHECK(ring + 1 >= window, "the tail has room for ", ring, " recent tokens, needed beside ", beside,
-                    ": recent_window - 1 = ", window - 1);
-    return;
-  }
-  const uint64_t needed = window + static_cast<uint64_t>(max_q_len) - 1;
-  STD_TORCH_CHECK(ring >= needed, "the tail has room for ", ring,
-                  " recent tokens, needed: recent_window + max_q_len - 1 = ", needed);
+  STD_TORCH_CHECK(ring + 1 >= window, "the tail has room for ", ring, " recent tokens, needed beside ", beside,
+                  ": recent_window - 1 = ", window - 1);
 }
 
 // It is used as float32.

@@ -302,7 +302,7 @@ TURBOQUANT_HD constexpr Pieces three_bits(int byte, int stride, int shift) {
   return {{{byte, s, 1, 0}, {byte + stride, s, 1, 1}, {byte + 2 * stride, s, 1, 2}}, 3};
 }
 
-// How the codes of one token lie in its row and, where they have one, in its plane: keys, and latents (section 13).
+// How the codes of one token lie in its row and, where they have one, in its plane: keys, and latents (section 12).
 struct CodeRow {
   int channels;
   Width width;
@@ -460,7 +460,7 @@ TURBOQUANT_HD constexpr bool tail_keeps(int64_t position, int64_t length, int64_
   return position < sink_tokens || position >= length - ring;
 }
 
-// ---- Section 13: records of latents -----------------------------------------------------------------------------------
+// ---- Section 12: records of latents ---------------------------------------------------------------------------------
 
 // Latent attention keeps one vector per token, which is both key and value of every query head, and a few raw channels
 // beside it that carry the position.

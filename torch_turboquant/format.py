@@ -1,4 +1,4 @@
-"""The layout of page records: docs/format.md, sections 8 and 13, in Python.
+"""The layout of page records: docs/format.md, sections 8 and 12, in Python.
 
 A cache is uint8 [num_pages, num_kv_heads, record_bytes]. A record holds page_size tokens of one
 head in tiles of up to 32 tokens. `Record` says which bits of which bytes hold the code of a token
@@ -241,7 +241,7 @@ class Record:
 
 @dataclass(frozen=True)
 class LatentRecord:
-    """The geometry of a page of latents (section 13). Offsets are bytes from its start.
+    """The geometry of a page of latents (section 12). Offsets are bytes from its start.
 
     Args:
         latent_dim: channels of a latent: 128, 256 or 512.
@@ -474,17 +474,19 @@ def read_latents(record: LatentRecord, records: np.ndarray) -> LatentPages:
     places = _latent_places(record)
     parts = (records[..., places.byte] >> places.shift & places.mask) << places.code_shift
     token = range(record.page_size)
+    scales = _words(records, [record.scale(t) for t in token], 1).view("<f2")
     return LatentPages(
         parts.sum(-1).astype(np.uint8),
         _words(records, [record.rope(t) for t in token], record.rope_dim),
-        _words(records, [record.scale(t) for t in token], 1).view("<f2")[..., 0],
+        scales.reshape(scales.shape[:-1]),
     )
 
 
 def _words(records: np.ndarray, first: list[int], count: int) -> np.ndarray:
     """`count` 16-bit words from each of these bytes on: uint16 [..., len(first), count]."""
     byte = np.asarray(first)[:, None] + np.arange(2 * count)
-    return np.ascontiguousarray(records[..., byte]).view("<u2")
+    words = np.ascontiguousarray(records[..., byte]).view("<u2")
+    return words.copy()  # without elements, a view has strides that torch does not take
 
 
 def write_latent(

@@ -8,7 +8,7 @@ section says why the heads need not expand anything: with k = latent @ W_UK^T an
     q . k = (q @ W_UK) . latent        sum of p * v = (sum of p * latent) @ W_UV
 
 so queries absorb W_UK, outputs meet W_UV once, and attention reads latents alone. The ops in
-ops/mla.py do that over latents of 3 to 8 bits; docs/format.md, section 13 has the bytes.
+ops/mla.py do that over latents of 3 to 8 bits; docs/format.md, section 12 has the bytes.
 
 Codes stand for rotated latents. An op can rotate queries and outputs, or the two matrices do it for
 good (fold_latent_rotation): then queries, outputs, exact tails and new latents are all in the

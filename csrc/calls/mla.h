@@ -1,5 +1,5 @@
 // Calls of mla_store, mla_load and mla_attention: their arguments, their checks, and the ops that a backend makes of
-// its kernels. Latent attention keeps one vector per token (docs/format.md section 13), so that nothing has heads here
+// its kernels. Latent attention keeps one vector per token (docs/format.md section 12), so that nothing has heads here
 // but the queries.
 //
 // Absent signs: there is no transform, and codes stand for the channels as they are. Queries that somebody has rotated

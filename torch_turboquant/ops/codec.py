@@ -252,7 +252,7 @@ def quantise_reference(
 ) -> tuple[Tensor, Tensor]:
     """Codes uint8 [..., d], scales float16 [...]: docs/format.md, section 5, step by step.
 
-    signs: None leaves the rotation out (section 13).
+    signs: None leaves the rotation out (section 12).
     """
     d = x.shape[-1]
     root = math.sqrt(d)
@@ -337,7 +337,7 @@ def dequantise_reference(
 ) -> Tensor:
     """Vectors [..., d] of codes uint8 [..., d], scales float16 [...]: docs/format.md, section 6.
 
-    signs: None leaves the rotation out (section 13).
+    signs: None leaves the rotation out (section 12).
     """
     level = level_of_code_reference(codes, levels, bits)
     x = (scale.float() * 2.0**-5)[..., None] * level.float()

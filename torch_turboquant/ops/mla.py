@@ -10,7 +10,7 @@ arXiv:2405.04434, section 2.1). Absorbed, as there, attention reads the latents 
 
 with W_UK [heads, nope, latent_dim] and W_UV [heads, latent_dim, v] of each head, the two halves of
 the model's kv_b_proj. mla_store encodes latents into pages, uint8 [num_pages, record_bytes], of 3,
-4, 5 or 8 bits per channel; the position's channels stay in 16 bits (docs/format.md, section 13).
+4, 5 or 8 bits per channel; the position's channels stay in 16 bits (docs/format.md, section 12).
 The exact tail is that of the other caches with one row of latent_dim + rope_dim channels per token.
 
 A query at position i (the last of n new ones stands at seq_len - 1) sees the tokens j <= i, and
