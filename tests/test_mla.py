@@ -460,6 +460,22 @@ def test_own_tokens_that_nobody_has_stored():
     assert float((lse.T - score.logsumexp(-1)).abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize("kind", CENTERS)
+def test_attention_is_dense_attention_over_what_mla_load_decodes(kind):
+    """Written without the reference: softmax over the decoded latents and raw channels."""
+    config = tt.latent_preset("k5u", 256, 64, page_size=32)
+    case = make_case(config, [90], [1], center=kind)
+    q_latent, q_rope = queries(case, 20)
+    out, lse = attend(case, (q_latent, q_rope))
+    latent, rope = tt.mla_load(
+        case.cache, case.block_table, int32(90), config, case.tables, 90, torch.float32
+    )
+    score = q_latent[0].double() @ latent[0].double().T + q_rope[0].double() @ rope[0].double().T
+    score = 0.08 * score
+    expected = score.softmax(-1) @ latent[0].double()
+    assert_close((out[0], lse[0]), (expected, score.logsumexp(-1)))
+
+
 def test_long_sequences_and_padding():
     """Several spans of keys; tokens behind the last sequence; other strides of queries."""
     config = tt.latent_preset("k5u", 512, 64)
