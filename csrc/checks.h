@@ -451,6 +451,46 @@ inline int64_t check_batch(const Tensor& seq_lens, const OptionalTensor& cu_seql
   return seqs;
 }
 
+// The rows of a tail are the sinks, then those of the ring.
+inline void check_sinks(int64_t sink_tokens, int64_t rows) {
+  STD_TORCH_CHECK(sink_tokens >= 0 && sink_tokens <= rows && rows > 0, "sink_tokens is ", sink_tokens,
+                  " but the tail has ", rows, " rows: supported are 1 row and more, and 0 to rows sinks");
+}
+
+// Storing the call's own tokens overwrites no row of the ring that one of its queries reads.
+inline void check_ring_has_room(int64_t rows, int64_t recent_window, int64_t max_q_len) {
+  const uint64_t ring = static_cast<uint64_t>(rows);
+  const uint64_t needed = static_cast<uint64_t>(recent_window) + static_cast<uint64_t>(max_q_len) - 1;
+  STD_TORCH_CHECK(ring >= needed, "the tail has room for ", ring,
+                  " recent tokens, needed: recent_window + max_q_len - 1 = ", needed);
+}
+
+// A query reads the rows of its window from the ring, without those of the call's own tokens if these are given (as the
+// argument `beside`). Otherwise the call's own tokens have been stored, in rows that earlier tokens may have had. Without
+// a window the tail may be sinks alone.
+inline void check_ring(int64_t rows, int64_t recent_window, int64_t max_q_len, bool own_given, const char* beside) {
+  if (recent_window == 0) return;
+  if (!own_given) return check_ring_has_room(rows, recent_window, max_q_len);
+  const uint64_t ring = static_cast<uint64_t>(rows), window = static_cast<uint64_t>(recent_window);
+  STD_TORCH_CHECK(ring + 1 >= window, "the tail has room for ", ring, " recent tokens, needed beside ", beside,
+                  ": recent_window - 1 = ", window - 1);
+}
+
+// It is used as float32.
+inline void check_softmax_scale(double scale) {
+  STD_TORCH_CHECK(std::abs(scale) <= FLT_MAX, "softmax_scale is ", scale,
+                  ", supported: numbers that are finite in float32");
+}
+
+// What an _out variant of attention writes: out like q, lse float32 of q's rows.
+inline void check_out_and_lse(const Tensor& out, const OptionalTensor& lse, const Tensor& q) {
+  check_constant(out, q, "out", q.scalar_type(), {q.size(0), q.size(1), q.size(2)});
+  // kernels write two elements of 16 bits at once
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(out.data_ptr()) % 4 == 0,
+                  "out must be memory that starts at a multiple of 4 bytes, got one that starts 2 bytes behind it");
+  if (lse) check_constant(*lse, q, "lse", ScalarType::Float, {q.size(0), q.size(1)});
+}
+
 // tail: [max_seqs, kv_heads, sink_tokens + ring, 2, d] of the dtype of `first`, entries at any distance; tail_slots:
 // of the sequences
 inline void check_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Tensor& first, int64_t seqs,
@@ -459,8 +499,7 @@ inline void check_tail(const Tensor& tail, const OptionalTensor& tail_slots, con
   check_dtype(tail, "tail", {first.scalar_type()});
   check_shape(tail, "tail", {-1, kv_heads, -1, 2, d});
   check_entries(tail, "tail");
-  STD_TORCH_CHECK(sink_tokens >= 0 && sink_tokens <= tail.size(2) && tail.size(2) > 0, "sink_tokens is ", sink_tokens,
-                  " but the tail has ", tail.size(2), " rows: supported are 1 row and more, and 0 to rows sinks");
+  check_sinks(sink_tokens, tail.size(2));
   STD_TORCH_CHECK(tail_slots.has_value(), "tail needs tail_slots");
   check_tail_slots(*tail_slots, first, seqs);
 }

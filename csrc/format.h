@@ -302,6 +302,36 @@ TURBOQUANT_HD constexpr Pieces three_bits(int byte, int stride, int shift) {
   return {{{byte, s, 1, 0}, {byte + stride, s, 1, 1}, {byte + 2 * stride, s, 1, 2}}, 3};
 }
 
+// How the codes of one token lie in its row and, where they have one, in its plane: keys, and latents (section 12).
+struct CodeRow {
+  int channels;
+  Width width;
+
+  TURBOQUANT_HD constexpr int row_bytes() const {
+    return has_plane(width) ? channels / 2 : round_up_4(channels * num_bits(width) / 8);
+  }
+  TURBOQUANT_HD constexpr int plane_bytes() const { return has_plane(width) ? round_up_4(channels / 8) : 0; }
+
+  // row, plane: where those of the token begin
+  TURBOQUANT_HD constexpr Pieces code(int row, int plane, int channel) const {
+    if (storage(width) == Storage::kFields) {
+      const int per_byte = 8 / num_bits(width);
+      return one_piece(row + channel / per_byte, num_bits(width) * (channel % per_byte), num_bits(width));
+    }
+    // 3 and 5 bits: nibble i of the W-bit word j of a group of W channels.
+    const int group = channel / 32, size = 32 * (group + 1) <= channels ? 32 : 16;
+    const int j = channel % 32 / (size / 4), i = channel % 32 % (size / 4);
+    if (is_spread(width)) {
+      const int nibble = row + 12 * group + i / 2, word = size / 8;
+      return j < 3 ? one_piece(nibble + j * word, 4 * (i % 2), 3) : three_bits(nibble, word, 4 * (i % 2) + 3);
+    }
+    Pieces p = one_piece(row + channel / 2, 4 * (channel % 2), 4);
+    p.piece[1] = {plane + 4 * group + i / 2, static_cast<uint8_t>(2 * j + i % 2), 1, 4};
+    p.count = 2;
+    return p;
+  }
+};
+
 // The geometry of a record. All offsets are bytes from the start of the record.
 struct Record {
   int head_dim;
@@ -314,10 +344,9 @@ struct Record {
 
   // Sizes -----------------------------------------------------------------------------------------------------------
   TURBOQUANT_HD constexpr int tile_tokens() const { return page_size < kMaxTile ? page_size : kMaxTile; }
-  TURBOQUANT_HD constexpr int key_row_bytes() const {
-    return has_plane(key_width()) ? head_dim / 2 : round_up_4(head_dim * key_bits / 8);
-  }
-  TURBOQUANT_HD constexpr int key_plane_bytes() const { return has_plane(key_width()) ? round_up_4(head_dim / 8) : 0; }
+  TURBOQUANT_HD constexpr CodeRow key_row() const { return {head_dim, key_width()}; }
+  TURBOQUANT_HD constexpr int key_row_bytes() const { return key_row().row_bytes(); }
+  TURBOQUANT_HD constexpr int key_plane_bytes() const { return key_row().plane_bytes(); }
   TURBOQUANT_HD constexpr int value_block_bytes() const {
     return is_spread(value_width())
                ? kSpreadBytes * (head_dim / kSpreadChannels) + kValueGroup / 2 * (head_dim % kSpreadChannels)
@@ -344,23 +373,9 @@ struct Record {
 
   // Codes -------------------------------------------------------------------------------------------------------------
   TURBOQUANT_HD constexpr Pieces key(int token, int channel) const {
-    const int row = tile_of(token) + token % tile_tokens() * key_row_bytes();
-    if (storage(key_width()) == Storage::kFields) {
-      const int per_byte = 8 / key_bits;
-      return one_piece(row + channel / per_byte, key_bits * (channel % per_byte), key_bits);
-    }
-    // 3 and 5 bits: nibble i of the W-bit word j of a group of W channels.
-    const int group = channel / 32, width = 32 * (group + 1) <= head_dim ? 32 : 16;
-    const int j = channel % 32 / (width / 4), i = channel % 32 % (width / 4);
-    if (is_spread(key_width())) {
-      const int nibble = row + 12 * group + i / 2, word = width / 8;
-      return j < 3 ? one_piece(nibble + j * word, 4 * (i % 2), 3) : three_bits(nibble, word, 4 * (i % 2) + 3);
-    }
-    const int plane = tile_of(token) + key_planes() + token % tile_tokens() * key_plane_bytes();
-    Pieces p = one_piece(row + channel / 2, 4 * (channel % 2), 4);
-    p.piece[1] = {plane + 4 * group + i / 2, static_cast<uint8_t>(2 * j + i % 2), 1, 4};
-    p.count = 2;
-    return p;
+    const int t = token % tile_tokens();
+    return key_row().code(tile_of(token) + t * key_row_bytes(), tile_of(token) + key_planes() + t * key_plane_bytes(),
+                          channel);
   }
 
   TURBOQUANT_HD constexpr Pieces value(int token, int channel) const {
@@ -443,6 +458,75 @@ TURBOQUANT_HD constexpr uint64_t tail_offset_32(uint32_t slot, uint32_t stride, 
 // Whether a sequence of `length` tokens keeps this one; later tokens take the rows of the others.
 TURBOQUANT_HD constexpr bool tail_keeps(int64_t position, int64_t length, int64_t sink_tokens, int64_t ring) {
   return position < sink_tokens || position >= length - ring;
+}
+
+// ---- Section 12: records of latents ---------------------------------------------------------------------------------
+
+// Latent attention keeps one vector per token, which is both key and value of every query head, and a few raw channels
+// beside it that carry the position.
+TURBOQUANT_HD constexpr bool valid_latent_dim(int64_t d) { return d == 128 || d == 256 || d == 512; }
+TURBOQUANT_HD constexpr bool valid_rope_dim(int64_t d) { return d == 0 || d == 32 || d == 64; }
+TURBOQUANT_HD constexpr bool valid_latent_page_size(int64_t n) { return n == 32 || n == 64 || n == 128; }
+TURBOQUANT_HD constexpr bool valid_latent_width(Width w) {
+  switch (w) {
+    case Width::k1:
+    case Width::k2: return false;
+    case Width::k3:
+    case Width::k4:
+    case Width::k5:
+    case Width::k8: break;
+  }
+  return true;
+}
+TURBOQUANT_HD constexpr bool valid_latent_bits(int64_t bits) {
+  return valid_width(bits) && valid_latent_width(as_width(bits));
+}
+
+constexpr int kRopeBytes = 2;  // of a raw channel, bfloat16 or float16
+
+// The geometry of the record of a page. All offsets are bytes from the start of the record.
+struct LatentRecord {
+  int latent_dim;
+  int rope_dim;
+  int page_size;
+  int bits;
+
+  TURBOQUANT_HD constexpr Width width() const { return as_width(bits); }
+  TURBOQUANT_HD constexpr CodeRow row() const { return {latent_dim, width()}; }
+  TURBOQUANT_HD constexpr int row_bytes() const { return row().row_bytes(); }
+  TURBOQUANT_HD constexpr int plane_bytes() const { return row().plane_bytes(); }
+  TURBOQUANT_HD constexpr int rope_bytes() const { return kRopeBytes * rope_dim; }
+
+  // Sections of a tile ------------------------------------------------------------------------------------------------
+  static constexpr int kTileTokens = kMaxTile;  // pages have whole tiles
+  TURBOQUANT_HD constexpr int planes() const { return kTileTokens * row_bytes(); }
+  TURBOQUANT_HD constexpr int ropes() const { return planes() + kTileTokens * plane_bytes(); }
+  TURBOQUANT_HD constexpr int scales() const { return ropes() + kTileTokens * rope_bytes(); }
+  TURBOQUANT_HD constexpr int tile_bytes() const { return scales() + 2 * kTileTokens; }
+  TURBOQUANT_HD constexpr int record_bytes() const { return page_size / kTileTokens * tile_bytes(); }
+  TURBOQUANT_HD constexpr int tile_of(int token) const { return token / kTileTokens * tile_bytes(); }
+
+  // Of one token ------------------------------------------------------------------------------------------------------
+  TURBOQUANT_HD constexpr int row_of(int token) const { return tile_of(token) + token % kTileTokens * row_bytes(); }
+  TURBOQUANT_HD constexpr int plane_of(int token) const {
+    return tile_of(token) + planes() + token % kTileTokens * plane_bytes();
+  }
+  TURBOQUANT_HD constexpr int rope_of(int token) const {
+    return tile_of(token) + ropes() + token % kTileTokens * rope_bytes();
+  }
+  TURBOQUANT_HD constexpr int scale_of(int token) const {
+    return tile_of(token) + scales() + 2 * (token % kTileTokens);
+  }
+  TURBOQUANT_HD constexpr Pieces code(int token, int channel) const {
+    return row().code(row_of(token), plane_of(token), channel);
+  }
+};
+
+// Where a row of a tail of latents [max_seqs, rows, vector] begins; `vector` is latent_dim + rope_dim. stride is the
+// distance between the entries of sequences; both are in elements, or in any other unit.
+template <typename T>
+TURBOQUANT_HD constexpr T latent_tail_offset(T slot, T stride, T row, T vector) {
+  return slot * stride + row * vector;
 }
 
 }  // namespace turboquant::format

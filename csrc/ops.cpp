@@ -72,5 +72,22 @@ STABLE_TORCH_LIBRARY(turboquant, m) {
         " *, Tensor slot_mapping, Tensor key_steps, Tensor value_steps, int key_scale_mode, int value_scale_mode,"
         " Tensor(c!) out, Tensor(d!)? lse=None) -> ()");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
+
+  // -- mla: latent attention, one vector per token that is key and value of all query heads ---------------------------
+  m.def("mla_store(Tensor latent, Tensor rope, Tensor(a!) cache, Tensor slot_mapping, Tensor? signs, Tensor? levels,"
+        " Tensor steps, Tensor? center, int page_size, int bits, int scale_mode, ScalarType rope_dtype,"
+        " Tensor(b!)? tail=None, Tensor? tail_slots=None, Tensor? seq_lens=None, Tensor? cu_seqlens_q=None,"
+        " int sink_tokens=0, bool rotated_tail=False) -> ()");
+  m.def("mla_load(Tensor cache, Tensor block_table, Tensor seq_lens, Tensor? signs, Tensor? levels, Tensor? center,"
+        " int latent_dim, int rope_dim, int page_size, int bits, ScalarType rope_dtype, int max_seq_len,"
+        " ScalarType dtype) -> (Tensor latent, Tensor rope)");
+#define MLA_ATTENTION_ARGUMENTS \
+  "Tensor q_latent, Tensor q_rope, Tensor cache, Tensor block_table, Tensor seq_lens," \
+  " Tensor? signs, Tensor? levels, Tensor? center, int page_size, int bits, ScalarType rope_dtype," \
+  " float softmax_scale, Tensor? cu_seqlens_q=None, int max_q_len=1," \
+  " Tensor? tail=None, Tensor? tail_slots=None, Tensor? tail_valid=None, int sink_tokens=0, int recent_window=0," \
+  " Tensor? latent_new=None, Tensor? rope_new=None"
+  m.def("mla_attention(" MLA_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)");
+  m.def("mla_attention_out(" MLA_ATTENTION_ARGUMENTS ", *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()");
 }
 // clang-format on

@@ -20,6 +20,7 @@ import torch_turboquant as tt
 from torch_turboquant.format import unused_bits, write_token
 from torch_turboquant.ops.cache import cache_load_reference, cache_store_reference
 from torch_turboquant.ops.codec import decode_reference, encode_reference
+from torch_turboquant.ops.mla import mla_store_reference
 from torch_turboquant.signs import random_words
 
 DATA = Path(__file__).parent / "data"
@@ -56,6 +57,15 @@ READERS = (
     ("k3v3", 96),
     ("k8v8", 16),
 )
+# preset, latent_dim, rope_dim, dtype of the raw channels, page_size, transform
+LATENTS = (
+    ("k8", 128, 0, "bfloat16", 32, True),
+    ("k5u", 512, 64, "bfloat16", 32, True),
+    ("k4", 256, 32, "float16", 64, True),
+    ("k4u", 128, 64, "bfloat16", 128, False),
+    ("k3", 256, 32, "bfloat16", 32, True),
+)
+
 READER_TOKENS = 16
 READER_ROWS = ((2, 1), (2, 3), (6, 5), (12, 1), (20, 5), (16, 8))  # d, bits
 
@@ -104,6 +114,40 @@ def record_case(name: str, head_dim: int, page_size: int, tokens: int):
 
 def record_file(name: str, head_dim: int, page_size: int, tokens: int) -> Path:
     return DATA / f"record_{name}_d{head_dim}_page{page_size}.bin"
+
+
+def latent_case(
+    name: str, latent_dim: int, rope_dim: int, dtype: str, page_size: int, transform: bool
+):
+    """(config, tables, latent, rope, slots): one page, filled backwards."""
+    config = tt.latent_preset(
+        name,
+        latent_dim,
+        rope_dim,
+        page_size=page_size,
+        seed=7,
+        scale_mode="mse",
+        rope_dtype=getattr(torch, dtype),
+        transform=transform,
+    )
+    latent = numbers(page_size * latent_dim, 9).view(page_size, latent_dim).clone()
+    rope = numbers(page_size * rope_dim, 10).view(page_size, rope_dim)
+    latent[3] *= 1000.0
+    latent[4] = 0.0
+    latent[5, 2] = torch.inf
+    center = numbers(latent_dim, 11)
+    if latent_dim == 256:  # powers of two, so that their inverses are exact
+        scale = 2.0 ** (torch.arange(latent_dim) % 3 - 1)
+        center = torch.stack([center, scale, 1 / scale])
+    tables = tt.make_latent_tables(config, layer=3, center=center)
+    return config, tables, latent, rope, torch.arange(page_size).flip(0)
+
+
+def latent_file(
+    name: str, latent_dim: int, rope_dim: int, dtype: str, page_size: int, transform: bool
+) -> Path:
+    kind = "" if transform else "_plain"
+    return DATA / f"latent_{name}_d{latent_dim}_rope{rope_dim}_{dtype}_page{page_size}{kind}.bin"
 
 
 def dense_case(d: int, bits: int, grid: str):
@@ -199,6 +243,11 @@ def main() -> None:
         cache = tt.allocate_cache(config, 1, KV_HEADS)
         cache_store_reference(k, v, cache, slots, config, tables)
         record_file(*case).write_bytes(cache.numpy().tobytes())
+    for case in LATENTS:
+        config, tables, latent, rope, slots = latent_case(*case)
+        cache = tt.allocate_latent_cache(config, 1)
+        mla_store_reference(latent, rope, cache, slots, config, tables)
+        latent_file(*case).write_bytes(cache.numpy().tobytes())
     (DATA / "dense_rows.bin").write_bytes(dense_bytes(encode_reference))
     for case in READERS:
         config, tables, data = reader_record(*case)

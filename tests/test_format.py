@@ -397,6 +397,84 @@ def test_pieces_of_the_header(native, d):
                     assert theirs.value(token, channel) == ours.value(token, channel)
 
 
+# ---- records of latents
+
+LATENTS = [
+    (d, dr, page_size, bits)
+    for d in layout.LATENT_DIMS
+    for dr in layout.ROPE_DIMS
+    for page_size in layout.LATENT_PAGE_SIZES
+    for bits in layout.LATENT_BITS
+]
+
+
+def test_latent_records_of_the_header(native):
+    """Sizes, and every piece of some tokens, in the same order."""
+    assert [d for d in range(2000) if native.valid_latent_dim(d)] == [*layout.LATENT_DIMS]
+    assert [d for d in range(200) if native.valid_rope_dim(d)] == [*layout.ROPE_DIMS]
+    assert [b for b in range(-1, 10) if native.valid_latent_bits(b)] == [*layout.LATENT_BITS]
+    pages = [n for n in range(300) if native.valid_latent_page_size(n)]
+    assert pages == [*layout.LATENT_PAGE_SIZES]
+    for shape in LATENTS:
+        ours, theirs = layout.LatentRecord(*shape), native.LatentRecord(*shape)
+        for name in ("row_bytes", "plane_bytes", "tile_bytes", "record_bytes"):
+            assert getattr(theirs, name) == getattr(ours, name)
+        for token in (0, 13, 31, shape[2] - 1):
+            assert theirs.scale(token) == ours.scale(token)
+            if shape[1]:
+                assert theirs.rope(token) == ours.rope(token)
+            for channel in range(0, shape[0], 1 if shape[0] == 128 else 37):
+                assert theirs.code(token, channel) == ours.code(token, channel)
+    tail = np.zeros((4, 6, 160))
+    assert native.latent_tail_offset(3, 6 * 160, 5, 160) == np.ravel_multi_index(
+        (3, 5, 0), tail.shape
+    )
+
+
+@pytest.mark.parametrize("bits", layout.LATENT_BITS)
+def test_every_bit_of_a_page_of_latents_has_one_owner(bits):
+    """Codes, raw channels and scales share no bit, and leave none over; a token owns its bytes."""
+    for d, dr, page_size in ((128, 32, 32), (256, 0, 64), (512, 64, 32)):
+        record = layout.LatentRecord(d, dr, page_size, bits)
+        owner = np.full((record.record_bytes, 8), -1)
+        for token in range(page_size):
+            pieces = [p for c in range(d) for p in record.code(token, c)]
+            pieces += [layout.Piece(record.scale(token) + i, 0, 8, 0) for i in range(2)]
+            pieces += [layout.Piece(record.rope(token) + i, 0, 8, 0) for i in range(2 * dr)]
+            for byte, shift, width, _ in pieces:
+                assert (owner[byte, shift : shift + width] == -1).all()
+                owner[byte, shift : shift + width] = token
+        assert (owner >= 0).all()
+        assert (owner == owner[:, :1]).all()
+        assert record.record_bytes % 64 == 0
+        assert not [name for name, (start, _) in record.sections.items() if start % 64]
+
+
+@pytest.mark.parametrize("bits", layout.LATENT_BITS)
+def test_latents_are_read_as_they_were_written(bits):
+    record = layout.LatentRecord(128, 32, 64, bits)
+    random = np.random.default_rng(bits)
+    data = random.integers(256, size=record.record_bytes, dtype=np.uint8)
+    codes = random.integers(1 << bits, size=(64, 128), dtype=np.uint8)
+    ropes = random.integers(1 << 16, size=(64, 32)).astype(np.uint16)
+    scales = random.random(64).astype(np.float16)
+    for token in random.permutation(64):
+        layout.write_latent(record, data, token, codes[token], ropes[token], scales[token])
+    held = layout.read_latents(record, np.stack([data, data]))
+    for part, wanted in zip(held, (codes, ropes, scales), strict=True):
+        assert part.dtype == wanted.dtype
+        assert np.array_equal(part, np.stack([wanted, wanted]))
+
+
+def test_sizes_of_latents_on_the_page():
+    rows = re.findall(r"^\| (\d) \| (\d+) \| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 4
+    for bits, row, plane, token in rows:
+        record = layout.LatentRecord(512, 64, 64, int(bits))
+        assert (record.row_bytes, record.plane_bytes) == (int(row), int(plane))
+        assert record.record_bytes == 64 * int(token)
+
+
 # ---- docs/format.md
 
 

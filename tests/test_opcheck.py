@@ -221,6 +221,73 @@ def store_and_attend_samples():
         )
 
 
+def latents_and_cache(name, dtype, center, **changes):
+    config = tt.latent_preset(
+        name, 128, 32, page_size=32, sink_tokens=2, recent_window=3, **changes
+    )
+    tables = tt.make_latent_tables(config, 0, center=randn(128, seed=4) if center else None)
+    num_pages, table, slots = paged([40, 5], 32)
+    cache = tt.allocate_latent_cache(config, num_pages)
+    latent, rope = randn(45, 128, seed=5, dtype=dtype), randn(45, 32, seed=6, dtype=dtype)
+    ring = tt.allocate_latent_tail(config, 3, dtype, 20)
+    return config, tables, table, torch.cat(slots), cache, latent, rope, ring
+
+
+LATENT_SAMPLES = (
+    ("k4", torch.float32, False, {}),
+    ("k5u", torch.bfloat16, True, {}),
+    ("k8", torch.float16, True, {"transform": False, "rope_dtype": torch.float16}),
+)
+
+
+def mla_store_samples():
+    for name, dtype, center, changes in LATENT_SAMPLES:
+        config, tables, _, slots, cache, latent, rope, ring = latents_and_cache(
+            name, dtype, center, **changes
+        )
+        numbers = (32, config.bits, 3, config.rope_dtype)
+        args = (latent, rope, cache, slots, *tables[:4], *numbers)
+        yield args
+        batch = torch.tensor([2, 0]), int32(40, 5), int32(0, 40, 45)
+        yield *args, ring, *batch, 2, center
+
+
+def mla_load_samples():
+    for name, dtype, center, changes in LATENT_SAMPLES:
+        config, tables, table, slots, cache, latent, rope, _ = latents_and_cache(
+            name, dtype, center, **changes
+        )
+        tt.mla_store(latent, rope, cache, slots, config, tables)
+        constants = (tables.signs, tables.levels, tables.center)
+        numbers = (128, 32, 32, config.bits, config.rope_dtype, 42, dtype)
+        yield cache, table, int32(40, 5), *constants, *numbers
+
+
+def mla_attention_samples():
+    for name, dtype, center, changes in LATENT_SAMPLES:
+        config, tables, table, slots, cache, latent, rope, ring = latents_and_cache(
+            name, dtype, center, **changes
+        )
+        lengths, slots_of_tail = int32(40, 5), torch.tensor([2, 0])
+        tail = tt.Tail(ring, slots_of_tail)
+        batch = {"seq_lens": lengths, "cu_seqlens_q": int32(0, 40, 45)}
+        tt.mla_store(latent, rope, cache, slots, config, tables, tail=tail, **batch)
+        q = randn(4, 6, 128, seed=7, dtype=dtype), randn(4, 6, 32, seed=8, dtype=dtype)
+        constants = (tables.signs, tables.levels, tables.center)
+        args = (cache, table, lengths, *constants, 32, config.bits, config.rope_dtype, 0.1)
+        yield *(part[:2] for part in q), *args
+        valid = int32(2, 0).expand(3, 2).contiguous()
+        options = int32(0, 3, 4), 3, ring, slots_of_tail, valid, 2, 3
+        yield *q, *args, *options
+        yield *q, *args, *options, latent[:4], rope[:4]
+
+
+def mla_attention_out_samples():
+    for q, *others in mla_attention_samples():
+        yield q, *others, {"out": torch.zeros_like(q), "lse": torch.zeros(q.shape[:2])}
+        yield q, *others, {"out": torch.zeros_like(q)}
+
+
 def merge_attention_samples():
     for dtype in DTYPES:
         a, b = randn(3, 4, 48, seed=1, dtype=dtype), randn(3, 4, 48, seed=2, dtype=dtype)
@@ -237,8 +304,9 @@ NAMES = sorted(
 def test_every_op_is_listed():
     assert NAMES == sorted(
         "cache_load cache_store cache_store_layers decode encode group_decode group_encode "
-        "hadamard learn_center merge_attention pack paged_attention paged_attention_out qjl_score "
-        "qjl_sketch query_energy score store_and_attend unpack".split()
+        "hadamard learn_center merge_attention mla_attention mla_attention_out mla_load mla_store "
+        "pack paged_attention paged_attention_out qjl_score qjl_sketch query_energy score "
+        "store_and_attend unpack".split()
     )
 
 

@@ -386,6 +386,65 @@ def merge_call(draw):
     return lambda: tt.merge_attention(*sides)
 
 
+def latents_call(draw):
+    config = tt.LatentConfig(
+        draw(st.sampled_from((128, 256, 512)), "latent_dim"),
+        draw(st.sampled_from((0, 32, 64)), "rope_dim"),
+        draw(st.sampled_from((3, 4, 5, 8)), "bits"),
+        page_size=draw(st.sampled_from((32, 64, 128)), "page size"),
+        sink_tokens=draw(st.integers(0, 3), "sink tokens"),
+        recent_window=draw(st.integers(1, 20), "window"),
+        rope_dtype=draw(st.sampled_from((torch.bfloat16, torch.float16)), "rope dtype"),
+        transform=draw(st.booleans(), "transform"),
+    )
+    seed, dtype = draw(st.integers(0, 999), "seed"), draw(st.sampled_from(FLOATS), "dtype")
+    r, dr = config.latent_dim, config.rope_dim
+    length, new = draw(st.integers(1, 200), "length"), draw(st.integers(1, 4), "new tokens")
+    heads, rotated = draw(st.integers(1, 20), "heads"), draw(st.booleans(), "rotated")
+    center = vectors(3, r, seed=seed)[0] if draw(st.booleans(), "center") else None
+    tables = tt.make_latent_tables(config, seed, center=center)
+    latent = last(vectors(length, r, seed=seed, dtype=dtype))
+    rope = last(randn(length, dr, seed=seed, dtype=dtype))
+    need = -(-length // config.page_size)
+    table, lens = last(int32([*range(need)])[None].contiguous()), last(int32([length]))
+    count = min(new, length)
+    q = randn(count, heads, r, seed=seed, dtype=dtype), randn(count, heads, dr, seed=seed + 1)
+    q = last(q[0]), last(q[1].to(dtype))
+
+    def call():
+        cache = tt.allocate_latent_cache(config, need)
+        tail = tt.Tail(tt.allocate_latent_tail(config, 1, dtype, 4), torch.zeros(1).long())
+        tt.mla_store(
+            latent,
+            rope,
+            cache,
+            torch.arange(length),
+            config,
+            tables,
+            tail=tail,
+            seq_lens=lens,
+            cu_seqlens_q=starts([length]),
+            rotated=rotated,
+        )
+        result = tt.mla_attention(
+            *q,
+            cache,
+            table,
+            lens,
+            config,
+            tables,
+            softmax_scale=0.1,
+            cu_seqlens_q=starts([count]),
+            max_q_len=count,
+            tail=tail,
+            rotated=rotated,
+        )
+        loaded = tt.mla_load(cache, table, lens, config, tables, length, dtype)
+        return [cache, tail.ring, *loaded, *result]
+
+    return call
+
+
 CALLS = {
     hadamard_call: 200,
     pack_call: 300,
@@ -397,6 +456,7 @@ CALLS = {
     store_call: 200,
     attention_call: 300,
     merge_call: 100,
+    latents_call: 150,
 }
 
 

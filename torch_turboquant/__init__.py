@@ -21,7 +21,19 @@ from torch_turboquant.config import (
     Preset,
     preset,
 )
-from torch_turboquant.format import Record
+from torch_turboquant.format import LatentRecord, Record
+from torch_turboquant.latent import (
+    LATENT_PRESETS,
+    LatentConfig,
+    LatentPreset,
+    LatentTables,
+    allocate_latent_cache,
+    allocate_latent_tail,
+    fold_latent_rotation,
+    latent_preset,
+    make_latent_tables,
+    rotate_latent,
+)
 from torch_turboquant.layer import PagedLayer
 from torch_turboquant.ops.attention import merge_attention, paged_attention, store_and_attend
 from torch_turboquant.ops.cache import (
@@ -34,6 +46,7 @@ from torch_turboquant.ops.center import learn_center, query_energy
 from torch_turboquant.ops.codec import SCALE_MODES, decode, encode, scaled_center
 from torch_turboquant.ops.group import group_decode, group_encode
 from torch_turboquant.ops.hadamard import hadamard
+from torch_turboquant.ops.mla import mla_attention, mla_load, mla_store
 from torch_turboquant.ops.pack import pack, unpack
 from torch_turboquant.ops.qjl import gaussian_projection, qjl_score, qjl_sketch
 from torch_turboquant.ops.score import score
@@ -52,6 +65,7 @@ from torch_turboquant.tables import CacheTables, make_tables
 from torch_turboquant.tail import Tail, allocate_tail
 
 __all__ = [
+    "LATENT_PRESETS",
     "NAMED_PRESETS",
     "PRESETS",
     "SCALE_MODES",
@@ -62,6 +76,10 @@ __all__ = [
     "Codebook",
     "ExportedSequence",
     "KernelChoice",
+    "LatentConfig",
+    "LatentPreset",
+    "LatentRecord",
+    "LatentTables",
     "NamedPreset",
     "PagedKVPool",
     "PagedLayer",
@@ -79,6 +97,8 @@ __all__ = [
     "TurboQuantProd",
     "__version__",
     "allocate_cache",
+    "allocate_latent_cache",
+    "allocate_latent_tail",
     "allocate_tail",
     "build_info",
     "cache_load",
@@ -86,14 +106,20 @@ __all__ = [
     "cache_store_layers",
     "decode",
     "encode",
+    "fold_latent_rotation",
     "gaussian_projection",
     "group_decode",
     "group_encode",
     "hadamard",
     "kernel_choice",
+    "latent_preset",
     "learn_center",
+    "make_latent_tables",
     "make_tables",
     "merge_attention",
+    "mla_attention",
+    "mla_load",
+    "mla_store",
     "pack",
     "paged_attention",
     "preset",
@@ -101,6 +127,7 @@ __all__ = [
     "qjl_sketch",
     "query_energy",
     "random_signs",
+    "rotate_latent",
     "scaled_center",
     "score",
     "store_and_attend",

@@ -45,6 +45,7 @@ OPS = (
     "learn_center",
     "cache_load",
     "merge_attention",
+    "mla_load",
 )
 OPS_OF_A_STEP = (
     "cache_store",
@@ -52,6 +53,9 @@ OPS_OF_A_STEP = (
     "paged_attention",
     "paged_attention_out",
     "store_and_attend",
+    "mla_store",
+    "mla_attention",
+    "mla_attention_out",
 )
 
 _below_autograd = torch._C._after_autograd_keyset
@@ -168,7 +172,14 @@ def _calls(op: Any) -> Callable[..., Any]:
 _library = torch.library.Library("turboquant", "IMPL")
 for _name in OPS:
     _library.impl(_name, _refuse_gradients(_name), "Autograd", with_keyset=True)
-for _name in ("cache_store", "cache_store_layers", "paged_attention_out", "store_and_attend"):
+for _name in (
+    "cache_store",
+    "cache_store_layers",
+    "paged_attention_out",
+    "store_and_attend",
+    "mla_store",
+    "mla_attention_out",
+):
     _library.impl(_name, _refuse_negated_outputs(_name), "Negative")
 
 _internal = torch.library.Library("_turboquant", "DEF")

@@ -1,9 +1,10 @@
-"""The layout of a page record: docs/format.md, section 8, in Python.
+"""The layout of page records: docs/format.md, sections 8 and 12, in Python.
 
 A cache is uint8 [num_pages, num_kv_heads, record_bytes]. A record holds page_size tokens of one
 head in tiles of up to 32 tokens. `Record` says which bits of which bytes hold the code of a token
-and channel, and where the scales are. The rest of this file reads and writes whole records with
-numpy, for the references and the tests; no fast path uses it.
+and channel, and where the scales are; `LatentRecord` is the same for caches of latents, uint8
+[num_pages, record_bytes]. The rest of this file reads and writes whole records with numpy, for the
+references and the tests; no fast path uses it.
 
 The layout lets a store write whole bytes of its own token only, and gives attention kernels the
 operands of 8-bit tensor-core instructions without a shuffle.
@@ -28,6 +29,11 @@ MAX_HEAD_DIM = 1024
 MAX_VECTOR_DIM = 4096
 MAX_TILE = 32
 VALUE_GROUP = 16
+
+LATENT_DIMS = (128, 256, 512)
+ROPE_DIMS = (0, 32, 64)
+LATENT_BITS = (3, 4, 5, 8)
+LATENT_PAGE_SIZES = (32, 64, 128)
 
 
 class Piece(NamedTuple):
@@ -64,6 +70,48 @@ def dense_row_bytes(d: int, bits: int) -> int:
 
 def _round_up_4(n: int) -> int:
     return (n + 3) // 4 * 4
+
+
+def _row_bytes(channels: int, bits: int) -> int:
+    """Bytes of the row of a token's codes: of its key or its latent."""
+    three = _round_up_4(3 * channels // 8)
+    return {8: channels, 5: channels // 2, 4: channels // 2, 3: three, 2: channels // 4}[bits]
+
+
+def _plane_bytes(channels: int, bits: int) -> int:
+    """Bytes of the bit plane of a token's codes."""
+    return _round_up_4(channels // 8) if bits == 5 else 0
+
+
+def _code(channels: int, bits: int, row: int, plane: int, c: int) -> list[Piece]:
+    """The bits of the code of channel c in a row and a plane that begin at these bytes."""
+    if bits in (8, 4, 2):
+        per_byte = 8 // bits
+        return [Piece(row + c // per_byte, bits * (c % per_byte), bits, 0)]
+
+    group = c // 32
+    width = min(32, channels - 32 * group)
+    j, i = divmod(c % 32, width // 4)
+    if bits == 5:
+        return [
+            Piece(row + c // 2, 4 * (c % 2), 4, 0),
+            Piece(plane + 4 * group + i // 2, 2 * j + i % 2, 1, 4),
+        ]
+    nibbles = row + 12 * group + i // 2
+    word = width // 8
+    if j < 3:
+        return [Piece(nibbles + j * word, 4 * (i % 2), 3, 0)]
+    return [Piece(nibbles + k * word, 4 * (i % 2) + 3, 1, k) for k in range(3)]
+
+
+def _sections(**sizes: int) -> dict[str, tuple[int, int]]:
+    """Sections of these sizes after each other: name -> (first byte, bytes), without empty ones."""
+    out, start = {}, 0
+    for name, size in sizes.items():
+        if size:
+            out[name] = (start, size)
+        start += size
+    return out
 
 
 @dataclass(frozen=True)
@@ -106,12 +154,11 @@ class Record:
 
     @cached_property
     def key_row_bytes(self) -> int:
-        d = self.head_dim
-        return {8: d, 5: d // 2, 4: d // 2, 3: _round_up_4(3 * d // 8), 2: d // 4}[self.key_bits]
+        return _row_bytes(self.head_dim, self.key_bits)
 
     @cached_property
     def key_plane_bytes(self) -> int:
-        return _round_up_4(self.head_dim // 8) if self.key_bits == 5 else 0
+        return _plane_bytes(self.head_dim, self.key_bits)
 
     @cached_property
     def value_block_bytes(self) -> int:
@@ -123,19 +170,13 @@ class Record:
     def sections(self) -> dict[str, tuple[int, int]]:
         """Sections of a tile in order: name -> (first byte, bytes). Empty sections are left out."""
         tokens = self.tile_tokens
-        sizes = {
-            "key_rows": tokens * self.key_row_bytes,
-            "key_planes": tokens * self.key_plane_bytes,
-            "value_blocks": tokens // VALUE_GROUP * self.value_block_bytes,
-            "key_scales": 2 * tokens,
-            "value_scales": 2 * tokens,
-        }
-        out, start = {}, 0
-        for name, size in sizes.items():
-            if size:
-                out[name] = (start, size)
-            start += size
-        return out
+        return _sections(
+            key_rows=tokens * self.key_row_bytes,
+            key_planes=tokens * self.key_plane_bytes,
+            value_blocks=tokens // VALUE_GROUP * self.value_block_bytes,
+            key_scales=2 * tokens,
+            value_scales=2 * tokens,
+        )
 
     @cached_property
     def tile_bytes(self) -> int:
@@ -160,30 +201,11 @@ class Record:
 
     def key(self, token: int, channel: int) -> list[Piece]:
         """The bits of the key code of one channel of one token of the page."""
-        row = self._tile(token) + token % self.tile_tokens * self.key_row_bytes
-        c = channel
-        if self.key_bits == 8:
-            return [Piece(row + c, 0, 8, 0)]
-        if self.key_bits == 4:
-            return [Piece(row + c // 2, 4 * (c % 2), 4, 0)]
-        if self.key_bits == 2:
-            return [Piece(row + c // 4, 2 * (c % 4), 2, 0)]
-
-        group = c // 32
-        width = min(32, self.head_dim - 32 * group)
-        j, i = divmod(c % 32, width // 4)
-        if self.key_bits == 5:
-            planes = self.sections["key_planes"][0]
-            plane = self._tile(token) + planes + token % self.tile_tokens * self.key_plane_bytes
-            return [
-                Piece(row + c // 2, 4 * (c % 2), 4, 0),
-                Piece(plane + 4 * group + i // 2, 2 * j + i % 2, 1, 4),
-            ]
-        nibbles = row + 12 * group + i // 2
-        word = width // 8
-        if j < 3:
-            return [Piece(nibbles + j * word, 4 * (i % 2), 3, 0)]
-        return [Piece(nibbles + k * word, 4 * (i % 2) + 3, 1, k) for k in range(3)]
+        tile, inside = self._tile(token), token % self.tile_tokens
+        row = tile + inside * self.key_row_bytes
+        planes, _ = self.sections.get("key_planes", (0, 0))
+        plane = tile + planes + inside * self.key_plane_bytes
+        return _code(self.head_dim, self.key_bits, row, plane, channel)
 
     def value(self, token: int, channel: int) -> list[Piece]:
         """The bits of the value code of one channel of one token of the page."""
@@ -215,6 +237,85 @@ class Record:
         byte = block + 512 * (unit // 4) + 4 * words * lane + 4 * (unit % 4) + b
         e = channel // 8 % (8 // self.value_bits)
         return [Piece(byte, self.value_bits * e, self.value_bits, 0)]
+
+
+@dataclass(frozen=True)
+class LatentRecord:
+    """The geometry of a page of latents (section 12). Offsets are bytes from its start.
+
+    Args:
+        latent_dim: channels of a latent: 128, 256 or 512.
+        rope_dim: raw channels beside it, of two bytes each: 0, 32 or 64.
+        page_size: 32, 64 or 128 tokens.
+        bits: of a code: 3, 4, 5 or 8.
+
+    Raises:
+        ValueError: anything else.
+    """
+
+    latent_dim: int
+    rope_dim: int
+    page_size: int
+    bits: int
+
+    def __post_init__(self) -> None:
+        if self.latent_dim not in LATENT_DIMS:
+            raise ValueError(f"latent_dim is {self.latent_dim}, supported: 128, 256, 512")
+        if self.rope_dim not in ROPE_DIMS:
+            raise ValueError(f"rope_dim is {self.rope_dim}, supported: 0, 32, 64")
+        if self.page_size not in LATENT_PAGE_SIZES:
+            raise ValueError(f"page_size is {self.page_size}, supported for latents: 32, 64, 128")
+        if self.bits not in LATENT_BITS:
+            raise ValueError(f"bits is {self.bits}, supported for latents: 3, 4, 5, 8")
+
+    @property
+    def tile_tokens(self) -> int:
+        return MAX_TILE
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return _row_bytes(self.latent_dim, self.bits)
+
+    @cached_property
+    def plane_bytes(self) -> int:
+        return _plane_bytes(self.latent_dim, self.bits)
+
+    @cached_property
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Sections of a tile in order: name -> (first byte, bytes). Empty sections are left out."""
+        return _sections(
+            rows=MAX_TILE * self.row_bytes,
+            planes=MAX_TILE * self.plane_bytes,
+            ropes=MAX_TILE * 2 * self.rope_dim,
+            scales=MAX_TILE * 2,
+        )
+
+    @cached_property
+    def tile_bytes(self) -> int:
+        return sum(size for _, size in self.sections.values())
+
+    @cached_property
+    def record_bytes(self) -> int:
+        return self.page_size // MAX_TILE * self.tile_bytes
+
+    def _place(self, section: str, token: int, size: int) -> int:
+        """First byte of a token of the page in a section, which has `size` bytes per token."""
+        start, _ = self.sections.get(section, (0, 0))
+        return token // MAX_TILE * self.tile_bytes + start + token % MAX_TILE * size
+
+    def scale(self, token: int) -> int:
+        """First byte of the scale of a token of the page."""
+        return self._place("scales", token, 2)
+
+    def rope(self, token: int) -> int:
+        """First byte of the raw channels of a token of the page, which follow each other."""
+        return self._place("ropes", token, 2 * self.rope_dim)
+
+    def code(self, token: int, channel: int) -> list[Piece]:
+        """The bits of the code of one channel of one token of the page."""
+        row = self._place("rows", token, self.row_bytes)
+        plane = self._place("planes", token, self.plane_bytes)
+        return _code(self.latent_dim, self.bits, row, plane, channel)
 
 
 # ---- whole records with numpy
@@ -340,3 +441,76 @@ def write_token(
         (record.value_scale(inside), value_scale),
     ):
         part[place : place + 2] = np.asarray(scale, dtype="<f2").reshape(1).view(np.uint8)
+
+
+# ---- whole records of latents
+
+
+@lru_cache(maxsize=64)
+def _latent_places(record: LatentRecord) -> _Places:
+    """The pieces of all codes of a record: int64 [page_size, latent_dim, 3]."""
+    table = np.zeros((record.page_size, record.latent_dim, 3, 4), dtype=np.int64)
+    for token in range(record.page_size):
+        for channel in range(record.latent_dim):
+            for i, piece in enumerate(record.code(token, channel)):
+                table[token, channel, i] = piece
+    byte, shift, width, code_shift = np.moveaxis(table, -1, 0)
+    return _Places(byte, shift, (1 << width) - 1, code_shift)
+
+
+class LatentPages(NamedTuple):
+    """What whole records of latents hold."""
+
+    codes: np.ndarray
+    """uint8 [..., page_size, latent_dim]."""
+    ropes: np.ndarray
+    """uint16 [..., page_size, rope_dim]: the bits of the raw channels."""
+    scales: np.ndarray
+    """float16 [..., page_size]."""
+
+
+def read_latents(record: LatentRecord, records: np.ndarray) -> LatentPages:
+    """Codes, raw channels and scales of whole records: uint8 [..., record_bytes]."""
+    places = _latent_places(record)
+    parts = (records[..., places.byte] >> places.shift & places.mask) << places.code_shift
+    token = range(record.page_size)
+    scales = _words(records, [record.scale(t) for t in token], 1).view("<f2")
+    return LatentPages(
+        parts.sum(-1).astype(np.uint8),
+        _words(records, [record.rope(t) for t in token], record.rope_dim),
+        scales.reshape(scales.shape[:-1]),
+    )
+
+
+def _words(records: np.ndarray, first: list[int], count: int) -> np.ndarray:
+    """`count` 16-bit words from each of these bytes on: uint16 [..., len(first), count]."""
+    byte = np.asarray(first)[:, None] + np.arange(2 * count)
+    words = np.ascontiguousarray(records[..., byte]).view("<u2")
+    return words.copy()  # without elements, a view has strides that torch does not take
+
+
+def write_latent(
+    record: LatentRecord,
+    data: np.ndarray,
+    token: int,
+    codes: np.ndarray,
+    rope: np.ndarray,
+    scale: np.ndarray,
+) -> None:
+    """Writes one token of one record in place, all of whose bits have a meaning.
+
+    Args:
+        data: uint8 [record_bytes].
+        token: 0 .. page_size - 1.
+        codes: uint8 [latent_dim].
+        rope: uint16 [rope_dim], the bits of the raw channels.
+        scale: float16 scalar.
+    """
+    places = _latent_places(record)
+    byte, mask, shift = places.byte[token], places.mask[token], places.shift[token]
+    data[byte[mask > 0]] = 0
+    bits = (codes.astype(np.int64)[:, None] >> places.code_shift[token] & mask) << shift
+    np.add.at(data, byte, bits.astype(np.uint8))
+    for place, words in ((record.rope(token), rope), (record.scale(token), scale)):
+        raw = np.ascontiguousarray(words).reshape(-1).astype(words.dtype.newbyteorder("<"))
+        data[place : place + raw.nbytes] = raw.view(np.uint8)

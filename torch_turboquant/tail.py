@@ -17,7 +17,7 @@ The functions on slots say where a token's codes stand in the pages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,12 +29,22 @@ from torch_turboquant.config import CacheConfig
 Integers = TypeVar("Integers", np.ndarray, Tensor)  # what slots are computed from, and come as
 
 
+class TailSizes(Protocol):
+    """What a tail asks of a config: CacheConfig, or LatentConfig."""
+
+    @property
+    def sink_tokens(self) -> int: ...
+    @property
+    def recent_window(self) -> int: ...
+
+
 class Tail(NamedTuple):
     """The exact tail of a call's sequences (docs/format.md, section 9)."""
 
     ring: Tensor
     """[max_seqs, kv_heads, sink_tokens + ring, 2, head_dim], of k's dtype (allocate_tail), entries
-    contiguous and at any distance from each other."""
+    contiguous and at any distance from each other. Of a cache of latents it is
+    [max_seqs, sink_tokens + ring, latent_dim + rope_dim] (allocate_latent_tail)."""
     slots: Tensor
     """int32 or int64 [seqs], of any stride: which of the max_seqs entries each sequence owns; -1:
     none, it uses codes."""
@@ -45,7 +55,7 @@ class Tail(NamedTuple):
 # ---- memory
 
 
-def ring_rows(config: CacheConfig, max_q_len: int) -> int:
+def ring_rows(config: TailSizes, max_q_len: int) -> int:
     """Rows of the ring for calls of up to max_q_len new tokens: the tail's without the sinks.
 
     The first of max_q_len queries sees a window that begins max_q_len - 1 positions before that of
@@ -110,7 +120,7 @@ def first_after_cut(first: int, length: int) -> int:
 class Rings:
     """For every entry of a tail, the first position that its ring holds; integers of the host."""
 
-    def __init__(self, config: CacheConfig, entries: int, max_q_len: int) -> None:
+    def __init__(self, config: TailSizes, entries: int, max_q_len: int) -> None:
         self.sinks, self.size = config.sink_tokens, ring_rows(config, max_q_len)
         self.first = [0] * entries
 

@@ -54,23 +54,6 @@ inline void check_new_tokens(const AttentionCall& c) {
   check(*c.v_new, "v_new");
 }
 
-// A query reads the rows of its window from the ring, without those of the call's own tokens if these are given.
-// Otherwise the call's own tokens have been stored, in rows that earlier tokens may have had. Without a window the tail
-// may be sinks alone.
-inline void check_ring(const AttentionCall& c) {
-  if (c.recent_window == 0) return;
-  const uint64_t ring = static_cast<uint64_t>(c.tail->size(2) - c.sink_tokens);
-  const uint64_t window = static_cast<uint64_t>(c.recent_window);
-  if (c.k_new) {
-    STD_TORCH_CHECK(ring + 1 >= window, "the tail has room for ", ring,
-                    " recent tokens, needed beside k_new: recent_window - 1 = ", window - 1);
-    return;
-  }
-  const uint64_t needed = window + static_cast<uint64_t>(c.max_q_len) - 1;
-  STD_TORCH_CHECK(ring >= needed, "the tail has room for ", ring,
-                  " recent tokens, needed: recent_window + max_q_len - 1 = ", needed);
-}
-
 // Checks everything that can be checked without reading values. Returns the geometry of the cache's records.
 inline format::Record check_attention(const AttentionCall& c) {
   const Tensor& q = c.q;
@@ -92,17 +75,16 @@ inline format::Record check_attention(const AttentionCall& c) {
   STD_TORCH_CHECK(c.max_q_len >= 1, "max_q_len is ", c.max_q_len, ", supported: 1 and more");
   STD_TORCH_CHECK(c.sliding_window >= 0, "sliding_window is ", c.sliding_window, ", supported: 0 (none) and more");
   STD_TORCH_CHECK(c.recent_window >= 0, "recent_window is ", c.recent_window, ", supported: 0 and more");
-  // Both are used as float32. Kernels divide by the cap, and lose digits where it is far above the scores.
+  // It is used as float32. Kernels divide by the cap, and lose digits where it is far above the scores.
   STD_TORCH_CHECK(c.soft_cap == 0 || (c.soft_cap >= FLT_MIN && c.soft_cap <= kMaxSoftCap), "soft_cap is ", c.soft_cap,
                   ", supported: 0 (none), or ", FLT_MIN, " to ", kMaxSoftCap);
-  STD_TORCH_CHECK(std::abs(c.softmax_scale) <= FLT_MAX, "softmax_scale is ", c.softmax_scale,
-                  ", supported: numbers that are finite in float32");
+  check_softmax_scale(c.softmax_scale);
   check_new_tokens(c);
   const int64_t seqs = check_batch(c.seq_lens, c.cu_seqlens_q, q, c.tokens());
   check_block_table(c.block_table, q, seqs);
   if (c.tail) {
     check_tail(*c.tail, c.tail_slots, q, seqs, kv_heads, d, c.sink_tokens);
-    check_ring(c);
+    check_ring(c.tail->size(2) - c.sink_tokens, c.recent_window, c.max_q_len, c.k_new.has_value(), "k_new");
     if (c.tail_valid) check_constant(*c.tail_valid, q, "tail_valid", ScalarType::Int, {c.tail->size(0), 2});
   }
   return record;
@@ -117,11 +99,7 @@ inline void add_batch(Arguments& memory, const AttentionCall& c) {
 
 // Checks the tensors that the _out variant writes.
 inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, const OptionalTensor& lse) {
-  check_constant(out, c.q, "out", c.q.scalar_type(), {c.tokens(), c.q_heads(), c.head_dim()});
-  // kernels write two elements of 16 bits at once
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(out.data_ptr()) % 4 == 0,
-                  "out must be memory that starts at a multiple of 4 bytes, got one that starts 2 bytes behind it");
-  if (lse) check_constant(*lse, c.q, "lse", ScalarType::Float, {c.tokens(), c.q_heads()});
+  check_out_and_lse(out, lse, c.q);
   Arguments memory;
   memory.writes(out, "out");
   memory.writes(lse, "lse");

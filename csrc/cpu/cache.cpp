@@ -6,42 +6,12 @@
 
 #include "calls/load.h"
 #include "cpu/cache/batch.h"
+#include "cpu/cache/destinations.h"
 #include "cpu/codec/codebook.h"
 #include "cpu/common/torch.h"
 
 namespace turboquant::cpu {
 namespace {
-
-// The destinations of a call's tokens: pages by slot, rows of the tail by sequence and position.
-struct Destinations {
-  std::vector<int64_t> slot;      // [tokens], page * page_size + offset, -1: none
-  std::vector<int64_t> sequence;  // [tokens], -1 when the token does not enter the tail
-  std::vector<int64_t> position;  // [tokens]
-};
-
-Destinations checked_destinations(const Tensor& slot_mapping, int64_t tokens, int64_t num_slots) {
-  std::vector<int64_t> slots = integers_of(slot_mapping);
-  for (int64_t slot : slots) {
-    STD_TORCH_CHECK(slot >= -1 && slot < num_slots, "slot_mapping holds ", slot,
-                    ", supported: ", range_text(-1, num_slots - 1));
-  }
-  const std::vector<int64_t> none(tokens, -1);
-  return {.slot = std::move(slots), .sequence = none, .position = none};
-}
-
-// Marks the tokens that enter the tail: sinks, and the last `ring` of each sequence.
-void enter_tail(Destinations& to, const Batch& batch, const TailView& tail) {
-  for (int64_t s = 0; s < batch.count; ++s) {
-    if (tail.slots[s] < 0) continue;
-    for (int64_t i = 0; i < batch.queries(s); ++i) {
-      const int64_t token = batch.query_begin[s] + i, position = batch.position(s, i);
-      const bool kept = format::tail_keeps(position, batch.length[s], tail.sink_tokens, tail.ring);
-      if (position < 0 || to.slot[token] < 0 || !kept) continue;
-      to.sequence[token] = s;
-      to.position[token] = position;
-    }
-  }
-}
 
 // The keys and values of a layer, checked, and their destinations.
 class LayerStore {
@@ -64,7 +34,7 @@ class LayerStore {
     if (!layer.tail) return;
     const Batch batch = checked_batch(*call.seq_lens, call.cu_seqlens_q, layer.k, rows.tokens);
     tail_ = checked_tail(*layer.tail, call.tail_slots, layer.k, batch.count, rows.heads, rows.d, call.sink_tokens);
-    enter_tail(to_, batch, *tail_);
+    enter_tail(to_, batch, tail_->slots, tail_->sink_tokens, tail_->ring);
   }
 
   // On torch's threads, one layer after the other.

@@ -33,15 +33,33 @@ struct ValuePanels {
   const int32_t* words;    // [head_dim, 4]: the words of the sums, [panels, fields, 16], that make up a channel
 };
 
-// All work of a paged_attention call shares this.
-struct PagedKeys {
-  format::Record record;
+// What attention must know of keys and values, wherever they lie.
+struct AttendedKeys {
+  int head_dim;
   ValuePanels panels;
-  const uint8_t* pages;               // [num_pages, kv_heads, record_bytes]
-  int64_t page_stride;                // in bytes
   int8_t key_levels[kTableLevels];    // unless codes are levels
   int8_t value_levels[kTableLevels];  // unless codes are levels
   float soft_cap;                     // 0: none
+  int rope_dim;                       // raw channels beside the codes; 0: none
+  float rope_factor;                  // of their share of a score
+};
+
+// All work of a paged_attention call shares this.
+struct PagedKeys {
+  format::Record record;
+  AttendedKeys attended;
+  const uint8_t* pages;  // [num_pages, kv_heads, record_bytes]
+  int64_t page_stride;   // in bytes
+};
+
+// All work of an mla_attention call shares this. The values are the latents, whose levels have panels of their own
+// (LatentPanelMap): bytes, of which 16 neighbouring channels of four tokens are a panel.
+struct LatentKeys {
+  format::LatentRecord record;
+  AttendedKeys attended;
+  const uint8_t* pages;  // [num_pages, record_bytes]
+  int64_t page_stride;   // in bytes
+  Dtype rope_dtype;
 };
 
 // Queries that share keys: one KV head, all its query heads and new tokens.
@@ -51,7 +69,9 @@ struct QueryRows {
   const float* unit;          // [count]: the value of an integer of 1, times softmax_scale / 32
   const int32_t* correction;  // [count]
   const float* shift;         // [count]: softmax_scale * (q . center)
-  const int64_t* first;       // [count]: attends to packed keys first .. end - 1
+  const float* rope;          // [count, rope_dim], rope_stride floats apart; not read without such channels
+  int64_t rope_stride;
+  const int64_t* first;  // [count]: attends to packed keys first .. end - 1
   const int64_t* end;
 };
 
@@ -66,13 +86,14 @@ struct PartialRows {
 // The exact keys of the same queries: rows of the tail before position `new_begin`, and from there on the call's own
 // tokens.
 struct ExactKeys {
-  const void* tail;  // [rows, 2, d] of one sequence and KV head
+  const void* tail;                 // [rows, tail_row] of one sequence and KV head
+  int64_t tail_row, tail_value_at;  // elements of a row, which begins with a key, and where its value begins
   const void* new_keys;
   const void* new_values;
   int64_t new_begin, new_key_stride, new_value_stride;  // from token to token, in elements
   Dtype dtype;
-  int64_t d, sink_tokens, ring;
-  const float* q;         // [count, d], plain
+  int64_t key_dim, value_dim, sink_tokens, ring;
+  const float* q;         // [count, key_dim], plain
   const int64_t* first;   // [count]
   const int64_t* sinks;   // [count]: attends to exact keys first .. sinks - 1
   const int64_t* recent;  // [count]: and recent .. position
@@ -168,6 +189,36 @@ struct LoadedTokens {
   Dtype dtype;                // of the output
 };
 
+// All work of an mla_store call shares this. An item is a token.
+struct StoredLatents {
+  format::LatentRecord record;
+  const void* latent;  // rows of latent_dim elements, latent_stride apart
+  const void* rope;    // rows of rope_dim elements, rope_stride apart
+  int64_t latent_stride, rope_stride;
+  Dtype dtype, rope_dtype;  // of the tensors, of the raw channels in a record
+  const float* signs;       // [latent_dim]; null: no rotation
+  Quantiser quantiser;
+  format::Channels channels;  // [latent_dim]
+  uint8_t* pages;             // [num_pages, record_bytes]
+  int64_t page_stride;        // in bytes
+  const int64_t* slots;       // [tokens]
+};
+
+// All work of an mla_load call shares this. An item is a token of a sequence.
+struct LoadedLatents {
+  format::LatentRecord record;
+  const uint8_t* pages;        // [num_pages, record_bytes]
+  int64_t page_stride;         // in bytes
+  const int32_t* block_table;  // [seqs, max_pages]
+  int64_t table_stride;        // from one row to the next
+  const int64_t* lengths;      // [seqs]
+  int64_t max_seq_len;
+  const int8_t* levels;       // [kTableLevels], unless codes are levels
+  const float* signs;         // [latent_dim]; null: no rotation
+  format::Channels channels;  // [latent_dim]
+  Dtype rope_dtype, dtype;    // of the raw channels in a record, of the output
+};
+
 // ---- score and qjl -----------------------------------------------------------------------------------------------
 
 // Rows of codes, each with a scale: standalone vectors, or sign bits with the lengths of their residuals.
@@ -241,9 +292,18 @@ struct Kernels {
   // The queries' factors have key_layout(keys.record). out.sums: [count, panels * fields * 16], by lanes of the panels.
   void (*attend_pages)(const PagedKeys& keys, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
                        const QueryRows& rows, const PartialRows& out, void* scratch);
-  // out.sums: [count, d]; scratch: float [32, d]
+  // out.sums: [count, value_dim]; scratch: float [16, key_dim + value_dim]
   void (*attend_exact)(const ExactKeys& keys, int count, float softmax_scale, float soft_cap, const PartialRows& out,
                        float* scratch);
+
+  // Items [begin, end); those of slot -1 are left out.
+  void (*store_latents)(const StoredLatents& tokens, int64_t begin, int64_t end);
+  // latent: [items, latent_dim], rope: [items, rope_dim], zero behind the end of a sequence
+  void (*load_latents)(const LoadedLatents& tokens, int64_t begin, int64_t end, void* latent, void* rope);
+  int64_t (*attend_latents_scratch_bytes)(const LatentKeys& keys);
+  // As attend_pages. The queries' factors have row_layout(keys.record.row()).
+  void (*attend_latents)(const LatentKeys& keys, const int32_t* block_table, int64_t begin, int64_t end,
+                         const QueryRows& rows, const PartialRows& out, void* scratch);
 
   // out.scores[i, key] for keys [begin, end) = integer product * unit[i] * scale[key] + shift[i].
   // scratch: [16 * row_bytes + 64]

@@ -32,14 +32,15 @@ TURBOQUANT_HD constexpr Layout dense_layout(format::Width w) {
   return {w, false};
 }
 
-// Key rows of a record are read in place, with one exception: three-bit rows whose last group has 16 channels, three
-// 16-bit words. Such rows become rows of nibbles in scratch memory.
-TURBOQUANT_HD constexpr bool keys_in_place(const format::Record& r) {
-  return !format::is_spread(r.key_width()) || r.head_dim % 32 == 0;
+// Rows of keys and latents are read in place, with one exception: three-bit rows whose last group has 16 channels,
+// three 16-bit words. Such rows become rows of nibbles in scratch memory.
+TURBOQUANT_HD constexpr bool in_place(const format::CodeRow& row) {
+  return !format::is_spread(row.width) || row.channels % 32 == 0;
 }
-TURBOQUANT_HD constexpr Layout key_layout(const format::Record& r) {
-  return keys_in_place(r) ? Layout{r.key_width(), false} : Layout{format::Width::k4, false};
+TURBOQUANT_HD constexpr Layout row_layout(const format::CodeRow& row) {
+  return in_place(row) ? Layout{row.width, false} : Layout{format::Width::k4, false};
 }
+TURBOQUANT_HD constexpr Layout key_layout(const format::Record& r) { return row_layout(r.key_row()); }
 
 // Codes of a byte, or sets of 16 codes in 16 bytes.
 TURBOQUANT_HD constexpr int quarter_fields(Layout l) {

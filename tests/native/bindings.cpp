@@ -47,6 +47,13 @@ static format::Record record(int head_dim, int page_size, int key_bits, int valu
   return {head_dim, page_size, key_bits, value_bits};
 }
 
+static format::LatentRecord latent_record(int latent_dim, int rope_dim, int page_size, int bits) {
+  require(format::valid_latent_dim(latent_dim) && format::valid_rope_dim(rope_dim) &&
+              format::valid_latent_page_size(page_size) && format::valid_latent_bits(bits),
+          "no such record");
+  return {latent_dim, rope_dim, page_size, bits};
+}
+
 static void check_place(const format::Record& r, int token, int channel) {
   require(token >= 0 && token < r.page_size && channel >= 0 && channel < r.head_dim, "no such token or channel");
 }
@@ -159,6 +166,26 @@ PYBIND11_MODULE(turboquant_native, m) {
       .def("value_scale", [](const R& r, int token) { return check_place(r, token, 0), r.value_scale(token); })
       .def("key", [](const R& r, int t, int c) { return check_place(r, t, c), places(r.key(t, c)); })
       .def("value", [](const R& r, int t, int c) { return check_place(r, t, c), places(r.value(t, c)); });
+
+  // Section 12
+  m.def("valid_latent_dim", &format::valid_latent_dim);
+  m.def("valid_rope_dim", &format::valid_rope_dim);
+  m.def("valid_latent_page_size", &format::valid_latent_page_size);
+  m.def("valid_latent_bits", &format::valid_latent_bits);
+  using L = format::LatentRecord;
+  const auto check = [](const L& r, int token, int channel) {
+    require(token >= 0 && token < r.page_size && channel >= 0 && channel < r.latent_dim, "no such token or channel");
+  };
+  py::class_<L>(m, "LatentRecord")
+      .def(py::init(&latent_record), py::arg("latent_dim"), py::arg("rope_dim"), py::arg("page_size"), py::arg("bits"))
+      .def_property_readonly("row_bytes", &L::row_bytes)
+      .def_property_readonly("plane_bytes", &L::plane_bytes)
+      .def_property_readonly("tile_bytes", &L::tile_bytes)
+      .def_property_readonly("record_bytes", &L::record_bytes)
+      .def("scale", [check](const L& r, int t) { return check(r, t, 0), r.scale_of(t); })
+      .def("rope", [check](const L& r, int t) { return check(r, t, 0), r.rope_of(t); })
+      .def("code", [check](const L& r, int t, int c) { return check(r, t, c), places(r.code(t, c)); });
+  m.def("latent_tail_offset", &format::latent_tail_offset<int64_t>);
 
   // First bytes of a record, in 64 and in 32 bits, and of a tail's row, counted in vectors.
   m.def("record_offset", &format::record_offset<int64_t>);

@@ -19,7 +19,7 @@ from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.ops.codec import SCALE_MODES
 from torch_turboquant.tables import CacheTables
-from torch_turboquant.tail import ring_rows
+from torch_turboquant.tail import TailSizes, ring_rows
 
 # ---- the arguments of raw ops
 
@@ -123,17 +123,17 @@ def check_ring(
         check_ring_rows(ring.shape[2], config, max_q_len)
 
 
-def check_ring_rows_beside_new(rows: int, config: CacheConfig) -> None:
-    """Beside k_new, a query reads all tokens of its window but itself, or fewer, from the ring."""
+def check_ring_rows_beside_new(rows: int, config: TailSizes, new: str = "k_new") -> None:
+    """Beside the argument `new`, a query reads its window from the ring, but not itself."""
     need = max(1, config.sink_tokens + max(0, config.recent_window - 1))
     if rows < need:
         raise ValueError(
-            f"tail has {rows} rows, expected at least {need} beside k_new: sink_tokens "
+            f"tail has {rows} rows, expected at least {need} beside {new}: sink_tokens "
             f"({config.sink_tokens}) + recent_window ({config.recent_window}) - 1"
         )
 
 
-def check_ring_rows(rows: int, config: CacheConfig, max_q_len: int) -> None:
+def check_ring_rows(rows: int, config: TailSizes, max_q_len: int) -> None:
     """Window and sinks are the config's; a call of max_q_len queries needs that many more rows.
 
     Without a window, sinks need no ring beside them.

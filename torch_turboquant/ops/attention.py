@@ -78,7 +78,7 @@ from torch_turboquant.ops.cache import (
 from torch_turboquant.ops.codec import SCALE_MODES, Channels, level_of_code_reference
 from torch_turboquant.signs import rotation_tensor
 from torch_turboquant.tables import CacheTables
-from torch_turboquant.tail import Tail
+from torch_turboquant.tail import Tail, TailSizes
 
 NewTokens = tuple[Tensor | None, Tensor | None]  # k_new and v_new
 
@@ -559,7 +559,7 @@ def paged_attention_reference(*arguments: Any, **options: Any) -> tuple[Tensor, 
                 if tail.valid is not None:
                     held = tail.valid[slot].tolist()
                 for j in range(first, min(position + 1, own)):
-                    if not _exact(j, position, config, *held):
+                    if not exact_reference(j, position, config, *held):
                         continue
                     row = tail.ring[slot, :, tail_row_reference(j, config.sink_tokens, ring)]
                     k[j - first], v[j - first] = row[:, 0].double(), row[:, 1].double()
@@ -582,7 +582,9 @@ def paged_attention_reference(*arguments: Any, **options: Any) -> tuple[Tensor, 
     return out, lse
 
 
-def _exact(j: int, position: int, config: CacheConfig, sinks_held: int, first_held: int) -> bool:
+def exact_reference(
+    j: int, position: int, config: TailSizes, sinks_held: int, first_held: int
+) -> bool:
     """Whether the query at this position reads key j from the tail (docs/format.md, section 9)."""
     if j < config.sink_tokens:
         return j < sinks_held

@@ -243,14 +243,17 @@ NO_CHANNELS = Channels(None, None, None)
 
 def quantise_reference(
     x: Tensor,
-    signs: Tensor,
+    signs: Tensor | None,
     levels: Tensor | None,
     steps: Tensor,
     bits: int,
     scale_mode: int,
     channels: Channels = NO_CHANNELS,
 ) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [..., d], scales float16 [...]: docs/format.md, section 5, step by step."""
+    """Codes uint8 [..., d], scales float16 [...]: docs/format.md, section 5, step by step.
+
+    signs: None leaves the rotation out (section 12).
+    """
     d = x.shape[-1]
     root = math.sqrt(d)
 
@@ -269,9 +272,10 @@ def quantise_reference(
     x = x * power_of_two(-exponent)[..., None]
 
     # 4, 5: rotate, normalise to a length of sqrt(d), round to integers in units of 2^-12
-    y = core_reference(signs * x, scaled=False)
-    length = sqrt_reference(tree_sum_reference(y * y))
-    r = length * torch.tensor(1.0 / math.sqrt(split_dim(d)[1]), dtype=torch.float32)
+    y = x if signs is None else core_reference(signs * x, scaled=False)
+    length = r = sqrt_reference(tree_sum_reference(y * y))
+    if signs is not None:
+        r = length * torch.tensor(1.0 / math.sqrt(split_dim(d)[1]), dtype=torch.float32)
     k = torch.tensor(4096 * root, dtype=torch.float32) / length
     u = torch.round(y * k[..., None])
     u = torch.where((amax == 0)[..., None], torch.zeros_like(u), u).long()
@@ -325,15 +329,20 @@ def quantise_reference(
 def dequantise_reference(
     codes: Tensor,
     scale: Tensor,
-    signs: Tensor,
+    signs: Tensor | None,
     levels: Tensor | None,
     bits: int,
     channels: Channels = NO_CHANNELS,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Vectors [..., d] of codes uint8 [..., d], scales float16 [...]: docs/format.md, section 6."""
+    """Vectors [..., d] of codes uint8 [..., d], scales float16 [...]: docs/format.md, section 6.
+
+    signs: None leaves the rotation out (section 12).
+    """
     level = level_of_code_reference(codes, levels, bits)
-    x = signs * core_reference((scale.float() * 2.0**-5)[..., None] * level.float())
+    x = (scale.float() * 2.0**-5)[..., None] * level.float()
+    if signs is not None:
+        x = signs * core_reference(x)
     if channels.inverse is not None:
         x = x * channels.inverse
     if channels.center is not None:

@@ -61,6 +61,34 @@ class PanelMap {
   ValuePanels panels_;
 };
 
+// The levels of latents as attention reads them (kernels/mla.h): bytes, in panels of 16 channels of one quad of tokens.
+class LatentPanelMap {
+ public:
+  explicit LatentPanelMap(int latent_dim) {
+    const int of_quad = latent_dim / 16;
+    for (int quad = 0; quad < kQuads; ++quad) {
+      quads_.insert(quads_.end(), 16, quad);
+      pattern_.insert(pattern_.end(), of_quad, quad);
+    }
+    for (int c = 0; c < latent_dim; ++c) {
+      for (int quad = 0; quad < kQuads; ++quad) words_.push_back((quad * of_quad + c / 16) * 16 + c % 16);
+    }
+    panels_ = {.panels = kQuads * of_quad,
+               .patterns = kQuads,
+               .quads = quads_.data(),
+               .pattern = pattern_.data(),
+               .fields = 1,
+               .words = words_.data()};
+  }
+  LatentPanelMap(const LatentPanelMap&) = delete;
+  const ValuePanels& get() const { return panels_; }
+
+ private:
+  static constexpr int kQuads = kGroupTokens / 4;
+  std::vector<int32_t> quads_, pattern_, words_;
+  ValuePanels panels_;
+};
+
 // The panels of a geometry, made once per process: a decode step calls with the same few geometries again and again.
 inline const PanelMap& panel_map(const format::Record& r) {
   static std::mutex mutex;

@@ -2,12 +2,8 @@
 // share it.
 #pragma once
 
-#include <map>
-#include <memory>
-#include <mutex>
-#include <tuple>
+#include <vector>
 
-#include "cpu/attention/panels.h"
 #include "cpu/codec/codebook.h"
 #include "cpu/common/torch.h"
 
@@ -80,16 +76,20 @@ inline std::vector<int64_t> integers_of(const Tensor& t) {
   return values;
 }
 
+inline std::vector<int64_t> checked_tail_slots(const Tensor& tail_slots, int64_t max_seqs) {
+  std::vector<int64_t> slots = integers_of(tail_slots);
+  for (int64_t slot : slots) {
+    STD_TORCH_CHECK(slot >= -1 && slot < max_seqs, "tail_slots holds ", slot,
+                    ", supported: ", range_text(-1, max_seqs - 1));
+  }
+  return slots;
+}
+
 inline TailView checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Tensor& first, int64_t seqs,
                              int64_t kv_heads, int64_t d, int64_t sink_tokens) {
   check_tail(tail, tail_slots, first, seqs, kv_heads, d, sink_tokens);
-  std::vector<int64_t> slots = integers_of(*tail_slots);
-  for (int64_t slot : slots) {
-    STD_TORCH_CHECK(slot >= -1 && slot < tail.size(0), "tail_slots holds ", slot,
-                    ", supported: ", range_text(-1, tail.size(0) - 1));
-  }
   return {.tensor = tail,
-          .slots = std::move(slots),
+          .slots = checked_tail_slots(*tail_slots, tail.size(0)),
           .stride = entry_stride(tail),
           .rows = tail.size(2),
           .ring = tail.size(2) - sink_tokens,

@@ -68,6 +68,7 @@ struct Block {
   const uint8_t* values[kGroups];
   const Half* key_scales[kGroups];
   const Half* value_scales[kGroups];
+  const float* ropes[kGroups];  // [16, rope_dim]
 };
 
 struct Scratch {
@@ -83,7 +84,7 @@ inline int expanded_plane_bytes(int d) { return (d + 31) / 32 * 4; }
 inline bool expands_planes(const format::Record& r) { return format::has_plane(r.key_width()) && r.head_dim % 32 != 0; }
 
 inline int64_t scratch_keys(const PagedKeys& k) {
-  return keys_in_place(k.record) ? 0 : round_up_64(kBlockTokens * k.record.head_dim / 2 + 64);
+  return in_place(k.record.key_row()) ? 0 : round_up_64(kBlockTokens * k.record.head_dim / 2 + 64);
 }
 inline int64_t scratch_planes(const PagedKeys& k) {
   const int d = k.record.head_dim;
@@ -92,9 +93,11 @@ inline int64_t scratch_planes(const PagedKeys& k) {
 inline int64_t scratch_values(const PagedKeys& k) {
   return format::is_spread(k.record.value_width()) ? round_up_64(kGroups * 8 * k.record.head_dim + 64) : 0;
 }
+inline int64_t weight_bytes(const AttendedKeys& k) {
+  return static_cast<int64_t>(kQueryGroup) * k.panels.patterns * kGroups * sizeof(Factors);
+}
 inline int64_t attend_scratch_bytes(const PagedKeys& k) {
-  return scratch_keys(k) + scratch_planes(k) + scratch_values(k) +
-         static_cast<int64_t>(kQueryGroup) * k.panels.patterns * kGroups * sizeof(Factors);
+  return scratch_keys(k) + scratch_planes(k) + scratch_values(k) + weight_bytes(k.attended);
 }
 inline Scratch scratch_of(const PagedKeys& k, void* memory) {
   Scratch s;
@@ -148,16 +151,27 @@ ALWAYS_INLINE void prefetch_values(const Ahead& a, int line) {
   }
 }
 
-// Finds the groups of the block that starts at key `begin`, [first, end) of which some query sees.
-inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t first,
-                        int64_t end, const Scratch& scratch) {
-  const format::Record& r = k.record;
-  const int d = r.head_dim;
+// The block that starts at key `begin`, [first, end) of which some query sees, without addresses.
+inline Block seen_groups(int64_t begin, int64_t first, int64_t end) {
   Block b;
   b.begin = begin;
   b.first_group = first > begin ? static_cast<int>((first - begin) / kGroupTokens) : 0;
   const int64_t last = (end - begin + kGroupTokens - 1) / kGroupTokens;
   b.end_group = last < kGroups ? static_cast<int>(last) : kGroups;
+  return b;
+}
+inline void fill_unseen(Block& b) {
+  for (int g = 0; g < kGroups; ++g) {
+    if (g < b.first_group || g >= b.end_group) b.values[g] = b.values[b.first_group];
+  }
+}
+
+// Finds the groups of the block that starts at key `begin`, [first, end) of which some query sees.
+inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t first,
+                        int64_t end, const Scratch& scratch) {
+  const format::Record& r = k.record;
+  const int d = r.head_dim;
+  Block b = seen_groups(begin, first, end);
   for (int g = b.first_group; g < b.end_group; ++g) {
     const auto [tile, in_tile] = find(k, block_table, kv_head, begin + g * kGroupTokens);
     b.key_scales[g] = reinterpret_cast<const Half*>(tile + r.key_scales()) + in_tile;
@@ -166,7 +180,7 @@ inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t 
     const uint8_t* rows = tile + in_tile * r.key_row_bytes();
     const uint8_t* planes = tile + r.key_planes() + in_tile * r.key_plane_bytes();
     b.keys[g] = {rows, r.key_row_bytes(), planes, r.key_plane_bytes()};
-    if (!keys_in_place(r)) {
+    if (!in_place(r.key_row())) {
       uint8_t* to = scratch.keys + g * kGroupTokens * (d / 2);
       for (int t = 0; t < kGroupTokens; ++t) expand_row(rows + t * r.key_row_bytes(), d, to + t * (d / 2));
       b.keys[g].rows = to;
@@ -187,9 +201,7 @@ inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t 
       b.values[g] = to;
     }
   }
-  for (int g = 0; g < kGroups; ++g) {
-    if (g < b.first_group || g >= b.end_group) b.values[g] = b.values[b.first_group];
-  }
+  fill_unseen(b);
   return b;
 }
 
@@ -213,7 +225,7 @@ struct Weights {
 };
 
 // logits: [kGroups] lanes, which become weights. first, end: the keys that this query sees, relative to the block.
-inline Weights weigh(const PagedKeys& k, const Block& b, Floats* logits, int64_t first, int64_t end, float* row_max,
+inline Weights weigh(const AttendedKeys& k, const Block& b, Floats* logits, int64_t first, int64_t end, float* row_max,
                      float* row_sum, Factors* to) {
   const int g0 = b.first_group, g1 = b.end_group;
   const bool edge = first > g0 * kGroupTokens || end < g1 * kGroupTokens;
@@ -267,7 +279,7 @@ inline Weights weigh(const PagedKeys& k, const Block& b, Floats* logits, int64_t
 
 // Adds field FIELD of one panel, and field FIELD + 1 unless a byte has one code, for QUERIES queries.
 template <Layout LAYOUT, int FIELD, int QUERIES>
-inline void add_fields(const PagedKeys& k, const Block& b, const LevelBytes<LAYOUT>& table, int panel,
+inline void add_fields(const AttendedKeys& k, const Block& b, const LevelBytes<LAYOUT>& table, int panel,
                        const Factors* weights, const Ints (&bias)[kMaxPatterns][QUERIES],
                        const Weights (&weight)[QUERIES], float* const (&sums)[QUERIES]) {
   constexpr int kFields = quarter_fields(LAYOUT) == 1 ? 1 : 2;  // at once: more would not fit the registers
@@ -298,7 +310,7 @@ inline void add_fields(const PagedKeys& k, const Block& b, const LevelBytes<LAYO
 }
 
 template <Layout LAYOUT, int QUERIES>
-inline void add_values(const PagedKeys& k, const Block& b, const LevelBytes<LAYOUT>& table, const Ahead& ahead,
+inline void add_values(const AttendedKeys& k, const Block& b, const LevelBytes<LAYOUT>& table, const Ahead& ahead,
                        const Factors* weights, const Weights (&weight)[QUERIES], float* const (&sums)[QUERIES]) {
   Ints bias[kMaxPatterns][QUERIES];  // minus the products that kLevelBias adds
   const int stride = k.panels.patterns * kGroups;
@@ -321,21 +333,33 @@ inline void add_values(const PagedKeys& k, const Block& b, const LevelBytes<LAYO
 
 // A span of keys and the queries that attend to it.
 struct Span {
-  const PagedKeys& keys;
-  const int32_t* block_table;
-  int64_t kv_head, begin, end;
+  const AttendedKeys& keys;
+  int64_t begin, end;
   const QueryRows& rows;
   const PartialRows& out;
-  Scratch scratch;
+  Factors* weights;  // [kQueryGroup, patterns, kGroups]
 };
+
+// x [d] times each of sixteen rows of d floats: lane i is of row i. d: a multiple of 16
+inline Floats dot_rows(const float* x, const float* rows, int d) {
+  Floats part[16];
+  for (int t = 0; t < 16; ++t) {
+    part[t] = broadcast(0.0f);
+    for (int c = 0; c < d; c += 16) part[t] = part[t] + load(x + c) * load(rows + t * d + c);
+  }
+  for (int n = 16; n > 1; n /= 2) {
+    for (int i = 0; i < n / 2; ++i) part[i] = pair_sums(part[2 * i], part[2 * i + 1]);
+  }
+  return part[0];
+}
 
 // Queries first .. first + QUERIES - 1 of the span attend to one block.
 template <Layout KEYS, Layout VALUES, int QUERIES>
 inline void attend_block(const Span& span, const Block& b, const LevelBytes<looked_up(KEYS)>& keys,
                          const LevelBytes<VALUES>& values, const Ahead& ahead, int first) {
-  const PagedKeys& k = span.keys;
+  const AttendedKeys& k = span.keys;
   const QueryRows& rows = span.rows;
-  const int d = k.record.head_dim;
+  const int d = k.head_dim;
   const int64_t factor_bytes = query_factor_bytes(d, KEYS);
   const Factors* factors[QUERIES];
   for (int q = 0; q < QUERIES; ++q) {
@@ -351,6 +375,9 @@ inline void attend_block(const Span& span, const Block& b, const LevelBytes<look
     for (int q = 0; q < QUERIES; ++q) {
       const Ints dot = dots[q] + broadcast(rows.correction[first + q]);
       logits[q][g] = to_floats(dot) * (scale * broadcast(rows.unit[first + q])) + broadcast(rows.shift[first + q]);
+      if (k.rope_dim == 0) continue;
+      const Floats raw = dot_rows(rows.rope + (first + q) * rows.rope_stride, b.ropes[g], k.rope_dim);
+      logits[q][g] = logits[q][g] + raw * broadcast(k.rope_factor);
     }
   }
 
@@ -360,22 +387,23 @@ inline void attend_block(const Span& span, const Block& b, const LevelBytes<look
   const int stride = k.panels.patterns * kGroups;
   for (int q = 0; q < QUERIES; ++q) {
     const int row = first + q;
-    Factors* to = span.scratch.weights + q * stride;
+    Factors* to = span.weights + q * stride;
     weight[q] = weigh(k, b, logits[q], rows.first[row] - b.begin, rows.end[row] - b.begin, span.out.max + row,
                       span.out.sum + row, to);
     if (weight[q].unit == 0) memset(to, 0, stride * sizeof *to);
     useful |= weight[q].unit != 0 || weight[q].keep != 1;
     sums[q] = span.out.sums + row * span.out.stride;
   }
-  if (useful) add_values<VALUES, QUERIES>(k, b, values, ahead, span.scratch.weights, weight, sums);
+  if (useful) add_values<VALUES, QUERIES>(k, b, values, ahead, span.weights, weight, sums);
 }
 
-template <Layout KEYS, Layout VALUES>
-void attend_codes(const Span& span) {
-  const PagedKeys& k = span.keys;
+// Blocks: finds the blocks of a span and what to prefetch, as PagedBlocks does.
+template <Layout KEYS, Layout VALUES, typename Blocks>
+void attend_codes(const Span& span, const Blocks& blocks) {
+  const AttendedKeys& k = span.keys;
   const QueryRows& rows = span.rows;
-  const LevelBytes<looked_up(KEYS)> keys(k.key_levels, 1 << k.record.key_bits);
-  const LevelBytes<VALUES> values(k.value_levels, 1 << k.record.value_bits);
+  const LevelBytes<looked_up(KEYS)> keys(k.key_levels, 1 << blocks.key_bits());
+  const LevelBytes<VALUES> values(k.value_levels, 1 << blocks.value_bits());
   int64_t first = INT64_MAX, end = span.begin;  // of the keys that some query sees
   for (int r = 0; r < rows.count; ++r) {
     if (rows.first[r] >= rows.end[r]) continue;
@@ -385,8 +413,8 @@ void attend_codes(const Span& span) {
   end = end < span.end ? end : span.end;
   for (int64_t begin = span.begin; begin < end; begin += kBlockTokens) {
     if (begin + kBlockTokens <= first) continue;
-    const Block b = find_block(k, span.block_table, span.kv_head, begin, first, end, span.scratch);
-    Ahead ahead = find_ahead(k, span.block_table, span.kv_head, begin + kBlockTokens, end);
+    const Block b = blocks.find(begin, first, end);
+    Ahead ahead = blocks.ahead(begin + kBlockTokens, end);
     int q = 0;
     for (; q + 4 <= rows.count; q += 4) {
       attend_block<KEYS, VALUES, 4>(span, b, keys, values, ahead, q);
@@ -401,15 +429,30 @@ void attend_codes(const Span& span) {
   }
 }
 
+struct PagedBlocks {
+  const PagedKeys& keys;
+  const int32_t* block_table;
+  int64_t kv_head;
+  Scratch scratch;
+
+  int key_bits() const { return keys.record.key_bits; }
+  int value_bits() const { return keys.record.value_bits; }
+  Block find(int64_t begin, int64_t first, int64_t end) const {
+    return find_block(keys, block_table, kv_head, begin, first, end, scratch);
+  }
+  Ahead ahead(int64_t begin, int64_t end) const { return find_ahead(keys, block_table, kv_head, begin, end); }
+};
+
 // Calls attend_codes for the layout of keys, and for that of values, whose spread codes are nibbles by now.
 inline void attend_pages(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
                          const QueryRows& rows, const PartialRows& out, void* scratch) {
-  const Span span{k, block_table, kv_head, begin, end, rows, out, scratch_of(k, scratch)};
+  const PagedBlocks blocks{k, block_table, kv_head, scratch_of(k, scratch)};
+  const Span span{k.attended, begin, end, rows, out, blocks.scratch.weights};
   format::with_width(key_layout(k.record).width, [&](auto key) {
     format::with_width(looked_up({k.record.value_width(), false}).width, [&](auto value) {
       if constexpr (format::valid_key_width(key.value) && format::valid_value_width(value.value) &&
                     !format::is_spread(value.value)) {
-        attend_codes<Layout{key.value, false}, Layout{value.value, false}>(span);
+        attend_codes<Layout{key.value, false}, Layout{value.value, false}>(span, blocks);
       }
     });
   });
@@ -429,23 +472,15 @@ inline ExactRun recent_run(const ExactKeys& e, int row) {
   return {e.first[row] > e.recent[row] ? e.first[row] : e.recent[row], e.position[row] + 1};
 }
 
-// Query `row` attends to those of sixteen keys, from key `first` on, that are in its run. key, value: float32 [16, d]
+// Query `row` attends to those of sixteen keys, from key `first` on, that are in its run. key: float32 [16, key_dim],
+// value: [16, value_dim]
 inline void attend_sixteen(const ExactKeys& e, const float* key, const float* value, int64_t first, int row,
                            ExactRun run, float softmax_scale, float soft_cap, const PartialRows& out) {
   const int64_t from = run.begin > first ? run.begin - first : 0;
   const int64_t until = run.end - first < 16 ? run.end - first : 16;
   if (from >= until) return;
-  const int d = static_cast<int>(e.d);
-  const float* q = e.q + row * e.d;
-  Floats part[16];
-  for (int t = 0; t < 16; ++t) {
-    part[t] = broadcast(0.0f);
-    for (int c = 0; c < d; c += 16) part[t] = part[t] + load(q + c) * load(key + t * d + c);
-  }
-  for (int n = 16; n > 1; n /= 2) {
-    for (int i = 0; i < n / 2; ++i) part[i] = pair_sums(part[2 * i], part[2 * i + 1]);
-  }
-  Floats logit = part[0] * broadcast(softmax_scale);
+  const int d = static_cast<int>(e.value_dim);
+  Floats logit = dot_rows(e.q + row * e.key_dim, key, static_cast<int>(e.key_dim)) * broadcast(softmax_scale);
   if (soft_cap > 0) logit = soft_capped(logit, soft_cap);
   const Mask seen = (broadcast(static_cast<int32_t>(from - 1)) < lane_numbers()) &
                     (lane_numbers() < broadcast(static_cast<int32_t>(until)));
@@ -479,15 +514,15 @@ inline ExactRow<T> exact_row(const ExactKeys& e, int64_t position) {
     return {static_cast<const T*>(e.new_keys) + i * e.new_key_stride,
             static_cast<const T*>(e.new_values) + i * e.new_value_stride};
   }
-  const T* key = static_cast<const T*>(e.tail) + format::tail_row(position, e.sink_tokens, e.ring) * 2 * e.d;
-  return {key, key + e.d};
+  const T* key = static_cast<const T*>(e.tail) + format::tail_row(position, e.sink_tokens, e.ring) * e.tail_row;
+  return {key, key + e.tail_value_at};
 }
 
 // All queries attend to their runs of one kind.
 template <typename T, typename RunOf>
 void attend_runs(const ExactKeys& e, int count, RunOf&& run_of, float softmax_scale, float soft_cap,
                  const PartialRows& out, float* scratch) {
-  const int d = static_cast<int>(e.d);
+  const int key_dim = static_cast<int>(e.key_dim), value_dim = static_cast<int>(e.value_dim);
   int64_t begin = INT64_MAX, end = 0;
   for (int r = 0; r < count; ++r) {
     const ExactRun run = run_of(r);
@@ -496,15 +531,13 @@ void attend_runs(const ExactKeys& e, int count, RunOf&& run_of, float softmax_sc
     end = run.end > end ? run.end : end;
   }
   float* key = scratch;
-  float* value = scratch + 16 * d;
+  float* value = scratch + 16 * key_dim;
   for (int64_t first = begin; first < end; first += 16) {
     for (int t = 0; t < 16; ++t) {
       const int64_t p = first + t < end ? first + t : end - 1;  // keys behind the end are not seen
       const ExactRow<T> row = exact_row<T>(e, p);
-      for (int c = 0; c < d; c += 16) {
-        store(key + t * d + c, load_float(row.key + c));
-        store(value + t * d + c, load_float(row.value + c));
-      }
+      for (int c = 0; c < key_dim; c += 16) store(key + t * key_dim + c, load_float(row.key + c));
+      for (int c = 0; c < value_dim; c += 16) store(value + t * value_dim + c, load_float(row.value + c));
     }
     for (int r = 0; r < count; ++r) attend_sixteen(e, key, value, first, r, run_of(r), softmax_scale, soft_cap, out);
   }

@@ -10,7 +10,7 @@ inline void store_tokens(const StoredTokens& s, int64_t begin, int64_t end) {
   const format::Record& r = s.record;
   const format::Split split = format::split_dim(r.head_dim);
   const int d = r.head_dim, record_bytes = r.record_bytes();
-  const BitLayout layout = key_row_layout(r);
+  const BitLayout layout = code_row_layout(r.key_width());
   EncoderScratch scratch;
   dispatch_rows(s.dtype, d, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -38,7 +38,7 @@ inline void load_tokens(const LoadedTokens& l, int64_t begin, int64_t end, void*
   const format::Record& r = l.record;
   const format::Split split = format::split_dim(r.head_dim);
   const int d = r.head_dim, record_bytes = r.record_bytes();
-  const BitLayout layout = key_row_layout(r);
+  const BitLayout layout = code_row_layout(r.key_width());
   const Table32 key_levels = table32(reinterpret_cast<const uint8_t*>(l.key_levels));
   const Table32 value_levels = table32(reinterpret_cast<const uint8_t*>(l.value_levels));
   DecoderScratch scratch;

@@ -82,46 +82,54 @@ inline void add_planes(const uint8_t* plane, int d, uint8_t* codes) {
   });
 }
 
-// A key row is a dense row of codes, or of nibbles where codes are spread or have a plane.
-inline BitLayout key_row_layout(const format::Record& r) { return BitLayout(format::field_bits(r.key_width())); }
+// A row of a key or a latent is a dense row of codes, or of nibbles where codes are spread or have a plane.
+inline BitLayout code_row_layout(format::Width w) { return BitLayout(format::field_bits(w)); }
 
-// codes: [d], padded to 64. Writes no other token's bytes. layout: key_row_layout(r)
-inline void write_key(const format::Record& r, uint8_t* record, int token, const uint8_t* codes,
+// codes: [channels], padded to 64. Writes the bytes of this row and plane only. layout: code_row_layout(r.width)
+inline void write_row(const format::CodeRow& r, uint8_t* row, uint8_t* plane, const uint8_t* codes,
                       const BitLayout& layout) {
-  const int d = r.head_dim, t = token % r.tile_tokens(), row_bytes = r.key_row_bytes();
-  uint8_t* tile = record + r.tile_of(token);
-  uint8_t* row = tile + t * row_bytes;
+  const int d = r.channels, row_bytes = r.row_bytes();
   alignas(64) uint8_t nibbles[format::kMaxHeadDim + 64];
-  const int bits = format::field_bits(r.key_width());
-  switch (format::storage(r.key_width())) {
+  const int bits = format::field_bits(r.width);
+  switch (format::storage(r.width)) {
     case format::Storage::kSpread:
       join_three_bits(codes, d, nibbles);
       memset(nibbles + d / 4 * 3, 0, 4);  // a row may end in two bytes of padding
       return pack_row(nibbles, row, 2 * row_bytes, bits, layout, row + row_bytes);
     case format::Storage::kPlane:
-      join_planes(codes, d, tile + r.key_planes() + t * r.key_plane_bytes());
+      join_planes(codes, d, plane);
       for (int c = 0; c < d; c += 64) store(nibbles + c, load(codes + c) & broadcast(uint8_t{15}));
       return pack_row(nibbles, row, d, bits, layout, row + row_bytes);
     case format::Storage::kFields: return pack_row(codes, row, d, bits, layout, row + row_bytes);
   }
 }
 
-// codes: [d rounded up to 64]. May read bytes of the record behind the row. layout: key_row_layout(r)
-inline void read_key(const format::Record& r, const uint8_t* record, int token, uint8_t* codes,
-                     const BitLayout& layout) {
-  const int d = r.head_dim, t = token % r.tile_tokens(), row_bytes = r.key_row_bytes();
-  const uint8_t* end = record + r.record_bytes();
-  const uint8_t* tile = record + r.tile_of(token);
-  const uint8_t* row = tile + t * row_bytes;
-  const int bits = format::field_bits(r.key_width());
-  if (format::is_spread(r.key_width())) {
+// codes: [channels rounded up to 64]. May read the bytes between the row and `end`. layout: code_row_layout(r.width)
+inline void read_row(const format::CodeRow& r, const uint8_t* row, const uint8_t* plane, uint8_t* codes,
+                     const BitLayout& layout, const uint8_t* end) {
+  const int d = r.channels, bits = format::field_bits(r.width);
+  if (format::is_spread(r.width)) {
     alignas(64) uint8_t nibbles[format::kMaxHeadDim + 64];
-    unpack_row(row, nibbles, 2 * row_bytes, bits, layout, end);
+    unpack_row(row, nibbles, 2 * r.row_bytes(), bits, layout, end);
     split_three_bits(nibbles, d, codes);
   } else {
     unpack_row(row, codes, d, bits, layout, end);
-    if (format::has_plane(r.key_width())) add_planes(tile + r.key_planes() + t * r.key_plane_bytes(), d, codes);
+    if (format::has_plane(r.width)) add_planes(plane, d, codes);
   }
+}
+
+inline void write_key(const format::Record& r, uint8_t* record, int token, const uint8_t* codes,
+                      const BitLayout& layout) {
+  const int t = token % r.tile_tokens();
+  uint8_t* tile = record + r.tile_of(token);
+  write_row(r.key_row(), tile + t * r.key_row_bytes(), tile + r.key_planes() + t * r.key_plane_bytes(), codes, layout);
+}
+inline void read_key(const format::Record& r, const uint8_t* record, int token, uint8_t* codes,
+                     const BitLayout& layout) {
+  const int t = token % r.tile_tokens();
+  const uint8_t* tile = record + r.tile_of(token);
+  read_row(r.key_row(), tile + t * r.key_row_bytes(), tile + r.key_planes() + t * r.key_plane_bytes(), codes, layout,
+           record + r.record_bytes());
 }
 
 // ---- Values ---------------------------------------------------------------------------------------------------------

@@ -136,6 +136,7 @@ inline float search(EncoderScratch& s, int d, const Quantiser& q, float r, float
 }
 
 // load_row has filled s.y and returned `greatest`. Leaves the codes in s.codes and returns the float16 scale.
+// signs: null without a rotation
 inline uint16_t encode_row(EncoderScratch& s, format::Split split, const float* signs, const Quantiser& q,
                            int32_t greatest) {
   const int d = split.blocks * split.block, padded = (d + 63) / 64 * 64;
@@ -145,8 +146,11 @@ inline uint16_t encode_row(EncoderScratch& s, format::Split split, const float* 
   }
   const int e = scale_exponent(bits_to_float(static_cast<uint32_t>(greatest)));
   const Floats down = broadcast(power_of_two(-e));
-  for (int c = 0; c < d; c += 16) store(s.y + c, load(s.y + c) * down * load_some<false>(signs + c, d - c));
-  transform(s.y, split, 1.0f);
+  for (int c = 0; c < d; c += 16) {
+    const Floats v = load(s.y + c) * down;
+    store(s.y + c, signs ? v * load_some<false>(signs + c, d - c) : v);
+  }
+  if (signs) transform(s.y, split, 1.0f);
   alignas(64) float squares[kMaxRow];
   for (int c = 0; c < d; c += 16) {
     const Floats v = load(s.y + c);
@@ -161,7 +165,7 @@ inline uint16_t encode_row(EncoderScratch& s, format::Split split, const float* 
     store(s.high + c, narrow(shift_right<4>(u), shift_right<4>(v)));
     store(s.low + c, narrow(u & broadcast(15), v & broadcast(15)));
   }
-  const float r = length * block_norm(split.block);
+  const float r = signs ? length * block_norm(split.block) : length;
   float scale = 0;
   format::with_width(q.width, [&](auto width) { scale = search<width.value>(s, d, q, r, k); });
   scale = scale * power_of_two(e);
@@ -177,26 +181,28 @@ struct DecoderScratch {
   uint8_t codes[kMaxRow], levels[kMaxRow];
 };
 
-// s.codes: [d], padded to 64 with any codes -> s.y, the vector without its signs. levels: unless codes are levels
-inline void rotate_codes(DecoderScratch& s, format::Split split, format::Width width, const Table32& levels,
-                         uint16_t scale) {
+// s.codes: [d], padded to 64 with any codes -> s.y, the vector without its signs. levels: unless codes are levels;
+// rotated: whether codes stand for rotated channels
+inline void rotate_codes(DecoderScratch& s, format::Split split, bool rotated, format::Width width,
+                         const Table32& levels, uint16_t scale) {
   const int d = split.blocks * split.block;
   const bool looked_up = !format::levels_are_codes(width);
   for (int c = 0; c < d && looked_up; c += 64) store(s.levels + c, lookup(levels, load(s.codes + c)));
   const int8_t* level = reinterpret_cast<const int8_t*>(looked_up ? s.levels : s.codes);
   const Floats unit = broadcast(half_to_float(scale) * format::kLevelUnit);
   for (int c = 0; c < d; c += 16) store(s.y + c, unit * load_float(level + c));
-  transform(s.y, split, block_norm(split.block));
+  if (rotated) transform(s.y, split, block_norm(split.block));
 }
 
-// Decodes s.codes to the vector itself. out: [d]
+// Decodes s.codes to the vector itself. signs: null without a rotation; out: [d]
 template <typename T, bool WHOLE>
 inline void decode_row(DecoderScratch& s, format::Split split, const float* signs, const format::Channels& channels,
                        format::Width width, const Table32& levels, uint16_t scale, T* out) {
   const int d = split.blocks * split.block;
-  rotate_codes(s, split, width, levels, scale);
+  rotate_codes(s, split, signs != nullptr, width, levels, scale);
   for (int c = 0; c < d; c += 16) {
-    Floats v = load(s.y + c) * load_some<WHOLE>(signs + c, d - c);
+    Floats v = load(s.y + c);
+    if (signs) v = v * load_some<WHOLE>(signs + c, d - c);
     if (channels.inverse) v = v * load_some<WHOLE>(channels.inverse + c, d - c);
     if (channels.center) v = v + load_some<WHOLE>(channels.center + c, d - c);
     store_some<WHOLE>(out + c, v, d - c);

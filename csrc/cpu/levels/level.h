@@ -7,6 +7,7 @@
 #include "cpu/kernels/codec.h"
 #include "cpu/kernels/group.h"
 #include "cpu/kernels/hadamard.h"
+#include "cpu/kernels/mla.h"
 #include "cpu/kernels/pack.h"
 #include "cpu/kernels/qjl.h"
 #include "cpu/kernels/score.h"
@@ -34,6 +35,10 @@ constexpr Kernels make_table(const char* level) {
       .attend_scratch_bytes = attend_scratch_bytes,
       .attend_pages = attend_pages,
       .attend_exact = attend_exact,
+      .store_latents = store_latents,
+      .load_latents = load_latents,
+      .attend_latents_scratch_bytes = attend_latents_scratch_bytes,
+      .attend_latents = attend_latents,
       .score_rows = score_rows,
       .project = project,
       .sign_bits = sign_bits,

@@ -204,6 +204,16 @@ ALWAYS_INLINE Bytes load_quarters(const uint8_t* p, int64_t stride) {
 ALWAYS_INLINE void load_quarters(const uint8_t* p, int64_t stride, Bytes (&x)[4]) {
   for (int i = 0; i < 4; ++i) x[i] = load_quarters(p + 16 * i, stride);
 }
+inline Bytes interleave_quarters(Bytes x) {
+  const __m128i q0 = _mm256_castsi256_si128(x.a), q1 = _mm256_extracti128_si256(x.a, 1);
+  const __m128i q2 = _mm256_castsi256_si128(x.b), q3 = _mm256_extracti128_si256(x.b, 1);
+  const auto four = [](__m128i first, __m128i second) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_unpacklo_epi16(first, second)),
+                                   _mm_unpackhi_epi16(first, second), 1);
+  };
+  return {four(_mm_unpacklo_epi8(q0, q1), _mm_unpacklo_epi8(q2, q3)),
+          four(_mm_unpackhi_epi8(q0, q1), _mm_unpackhi_epi8(q2, q3))};
+}
 ALWAYS_INLINE Bytes load_words(const uint8_t* p, int64_t stride) {
   const auto two = [&](const uint8_t* q) {
     int32_t first, second;

@@ -160,6 +160,12 @@ ALWAYS_INLINE void load_quarters(const uint8_t* p, int64_t stride, Bytes (&x)[4]
   x[2] = {_mm512_shuffle_i32x4(ab2, cd2, 0x88)};
   x[3] = {_mm512_shuffle_i32x4(ab2, cd2, 0xDD)};
 }
+// Byte i of all four quarters becomes word i.
+inline Bytes interleave_quarters(Bytes x) {
+  alignas(64) uint8_t from[64];
+  for (int i = 0; i < 64; ++i) from[i] = static_cast<uint8_t>(16 * (i % 4) + i / 4);
+  return {_mm512_permutexvar_epi8(_mm512_load_si512(from), x.v)};
+}
 // Loads 4 bytes for each quarter, `stride` apart, and repeats them four times.
 ALWAYS_INLINE Bytes load_words(const uint8_t* p, int64_t stride) {
   int32_t w[4];

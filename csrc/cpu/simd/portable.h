@@ -268,6 +268,9 @@ inline Bytes load_quarters(const uint8_t* p, int64_t stride) {
 inline void load_quarters(const uint8_t* p, int64_t stride, Bytes (&x)[4]) {
   for (int i = 0; i < 4; ++i) x[i] = load_quarters(p + 16 * i, stride);
 }
+inline Bytes interleave_quarters(const Bytes& x) {
+  return lanes<Bytes>([&](int i) { return x.v[16 * (i % 4) + i / 4]; });
+}
 inline Bytes load_words(const uint8_t* p, int64_t stride) {
   Bytes x;
   for (int i = 0; i < 16; ++i) memcpy(x.v + 4 * i, p + i / 4 * stride, 4);
