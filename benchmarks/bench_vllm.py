@@ -329,7 +329,7 @@ def engine_options(config: str, drafts: int, settings: dict[str, Any]) -> dict[s
     else:
         options["attention_backend"] = "CUSTOM"
         preset, _, first_token = config.partition(":")
-        chosen = {"preset": preset, "first_token": first_token or "exact"}
+        chosen = {"preset": preset, **({"first_token": first_token} if first_token else {})}
         options["additional_config"] = {"turboquant": chosen}
     return options
 

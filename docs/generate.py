@@ -619,7 +619,7 @@ def engine_quality() -> str:
         (row["cache"], row["chunk"]) for rows in found.values() for row in rows if "kl" in row
     )
     lines = []
-    for cache, chunk in names:
+    for cache, chunk in sorted(names, key=engine_quality_order):
         of_cache = (
             next((r for r in rows if (r["cache"], r["chunk"]) == (cache, chunk)), None)
             for rows in found.values()
@@ -627,11 +627,23 @@ def engine_quality() -> str:
         lines.append([cache, str(chunk), *map(engine_difference, of_cache)])
     texts = []
     for title, rows in found.items():
-        scored = {row["chunk"]: row["segments"] * row["score_tokens"] for row in rows}
-        counts = [f"{count:,} in chunks of {chunk}" for chunk, count in scored.items()]
-        texts.append(f"{title}: {' and '.join(counts)}, in {rows[0]['dtype']}")
+        bases = [row for row in rows if row["cache"] == "uncompressed"]
+        counts = [
+            f"{row['segments'] * row['score_tokens']:,} in chunks of {row['chunk']}"
+            for row in sorted(bases, key=lambda row: -row["chunk"])
+        ]
+        texts.append(f"{title}: {' and '.join(counts)}, in {bases[0]['dtype']}")
     note = f"Tokens predicted, and the dtype of the model: {'; '.join(texts)}."
     return f"{markdown(['cache', 'chunk', *found], lines)}\n\n{paragraph(note)}"
+
+
+def engine_quality_order(name: tuple[str, int]) -> tuple[Any, ...]:
+    """Large chunks before small ones; with exact first tokens before those from codes."""
+    cache, chunk = name
+    preset, *variants = cache.split(":")
+    presets = list(tq.PRESETS)
+    place = presets.index(preset) if preset in presets else len(presets)
+    return -chunk, preset not in presets, "codes" in variants, variants, place
 
 
 def engine_difference(row: Row | None) -> str:

@@ -348,6 +348,8 @@ def test_what_an_engine_of_vllm_is_given(engines):
     ours = engines.engine_options("k5v4u", 3, settings)
     assert ours["attention_backend"] == "CUSTOM"
     assert ours["additional_config"] == {"turboquant": {"preset": "k5v4u"}}
+    without = engines.engine_options("k5v4u:codes", 0, settings)["additional_config"]["turboquant"]
+    assert without == {"preset": "k5v4u", "first_token": "codes"}
     assert ours["compilation_config"]["cudagraph_capture_sizes"] == [4, 64, 128]
     assert ours["speculative_config"]["num_speculative_tokens"] == 3
     plain = [engines.engine_options(name, 0, settings) for name in ("bf16", "fp8")]

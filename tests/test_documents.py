@@ -176,9 +176,9 @@ def test_quality_of_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path)
         "| k5v4u | 64 | 0.0044 ± 0.0005, 96.0%, -0.16% | 0.0044 ± 0.0005, 96.0%, -0.16% |",
         "| k5v4u:none | 64 | 6.99 ± 0.50, 1.2%, 1,235x |  |",
         "",
-        "Tokens predicted, and the dtype of the model: Qwen2.5-Coder-1.5B: 3,072 in bfloat16; "
-        "Gemma-3-270M: 3,072 in",
-        "float32.",
+        "Tokens predicted, and the dtype of the model: Qwen2.5-Coder-1.5B: 3,072 in chunks of 64, "
+        "in bfloat16;",
+        "Gemma-3-270M: 3,072 in chunks of 64, in float32.",
     ]
 
 

@@ -458,7 +458,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
 
     def _arguments(self, part: Part, query: Tensor) -> tuple[Any, ...]:
         """The arguments of attention up to the new tokens."""
-        tail = (self.first_tokens, part.first_pages, None, FIRST_TOKENS, 0)
+        tail: tuple[Any, ...] = (self.first_tokens, part.first_pages, None, FIRST_TOKENS, 0)
         if self.first_tokens is None:
             tail = NO_TAIL
         return (
