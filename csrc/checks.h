@@ -466,8 +466,8 @@ inline void check_ring_has_room(int64_t rows, int64_t recent_window, int64_t max
 }
 
 // A query reads the rows of its window from the ring, without those of the call's own tokens if these are given (as the
-// argument `beside`). Otherwise the call's own tokens have been stored, in rows that earlier tokens may have had. Without
-// a window the tail may be sinks alone.
+// argument `beside`). Otherwise the call's own tokens have been stored, in rows that earlier tokens may have had.
+// Without a window the tail may be sinks alone.
 inline void check_ring(int64_t rows, int64_t recent_window, int64_t max_q_len, bool own_given, const char* beside) {
   if (recent_window == 0) return;
   if (!own_given) return check_ring_has_room(rows, recent_window, max_q_len);

@@ -771,7 +771,7 @@ MLA_STORE_BAD = [
         latent_tail(ring=LATENT_RING[:, :2].contiguous()),
         ValueError,
         "tail has 2 rows, expected at least 5",
-        "tail has 2 rows",
+        SKIP,  # does not know the window, and sinks may be alone
     ),
 ]
 
