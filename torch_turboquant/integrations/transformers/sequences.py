@@ -22,8 +22,8 @@ from torch.compiler import is_dynamo_compiling
 
 from torch_turboquant.batch import AttentionBatch
 from torch_turboquant.centers import CENTER_TOKENS
-from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.transformers.tensors import fixed, put_together
+from torch_turboquant.integrations.transformers.uncompressed import AnyConfig
 from torch_turboquant.tail import Counters, Rings, owned_pages, owned_slots
 
 _GROWTH = 10  # a growing cache takes a tenth more pages at a time, or as many as are needed
@@ -196,7 +196,7 @@ class Sequences:
 
     def __init__(
         self,
-        config: CacheConfig,
+        config: AnyConfig,
         rows: int,
         max_len: int | None,
         max_q_len: int,
