@@ -2,7 +2,8 @@
 
 No published model with latent attention is small, so this one is trained: 512 + 64 channels per
 token as DeepSeek's models have them, on the articles of Wikipedia that `eval` reads, or on any
-other text (--text). The weights are kept in --model and not in the repository.
+other text (--text). The weights are kept in --model, beside the text of `eval` if none is named,
+and not in the repository.
 
 Latents of published models have channels of very different sizes, since the weight of the norm
 before the cache differs by channel. "unequal" is the same model with its norm's weights multiplied
@@ -233,7 +234,7 @@ def main() -> None:
     options.add_argument("--text", type=Path, metavar="FILE", help="default: articles of Wikipedia")
     options.add_argument("--articles", type=int, default=106, help="default: %(default)s")
     options.add_argument(
-        "--model", type=Path, required=True, metavar="FOLDER", help="made where it is not there"
+        "--model", type=Path, metavar="FOLDER", help="of the weights, trained where it is not there"
     )
     options.add_argument("--steps", type=int, default=300, help="of training (default: 300)")
     options.add_argument("--tokens", type=int, default=4096, help="of a step (default: 4096)")
@@ -241,6 +242,7 @@ def main() -> None:
     options.add_argument("--presets", nargs="+", default=[*LATENT_PRESETS], metavar="NAME")
     options.add_argument("--train-only", action="store_true")
     arguments = options.parse_args()
+    arguments.model = arguments.model or default_cache_dir() / "mla_lm"
     text = tokens(read_text(arguments))
     held = (arguments.segments + 1) * (PROMPT + SCORED)  # which training does not see
     if not (arguments.model / "config.json").exists():
