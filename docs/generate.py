@@ -800,6 +800,28 @@ def overview() -> str:
     return f"{markdown(header.split(','), lines)}\n\n{notes}"
 
 
+LATENT_CHANNELS = "none", "mean", "norm", "mean norm", "learned"
+
+
+def latent_quality() -> str:
+    """Divergence of every preset for latents, by what was done to their channels."""
+    rows = read_rows("mla_quality")
+    found = {(r["latents"], r["cache"], r["transform"], r["channels"]): r for r in rows}
+    sets = list(dict.fromkeys(row["latents"] for row in rows))
+    lines = []
+    for cache, transform in dict.fromkeys((r["cache"], r["transform"]) for r in rows):
+        if cache == "uncompressed":
+            continue
+        cells = [f"`{cache}`", "yes" if transform else "no"]
+        for latents in sets:
+            kl = [found[latents, cache, transform, name]["kl"] for name in LATENT_CHANNELS]
+            cells += [f"{x:.5f}" for x in kl]
+        lines.append(cells)
+    header = ["preset", "transform"] + [f"{s}: {name}" for s in sets for name in LATENT_CHANNELS]
+    origin = source("mla_quality", rows).replace("(benchmarks", "(../benchmarks")
+    return f"{markdown(header, lines)}\n\n{origin}"
+
+
 GENERATED = 16, 32768
 
 
@@ -1183,6 +1205,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "cold": cold_table,
         "dims": dims_table,
     },
+    "docs/latent.md": {"latent quality": latent_quality},
     "docs/vllm.md": {
         "engine presets": engine_presets,
         "engine quality": engine_quality,

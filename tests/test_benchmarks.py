@@ -60,6 +60,31 @@ def test_host_times_on_a_cpu_say_what_they_hold(monkeypatch, capsys):
     assert "the kernels run within the calls" in capsys.readouterr().out
 
 
+def test_latents_of_a_model_that_is_trained(monkeypatch, tmp_path):
+    """Tiny: it is trained once, and both kinds of latents are the same function."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    script = load_script("benchmarks/bench_mla_quality.py")
+    shape = {**script.SHAPE, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    shape |= {"kv_lora_rank": 128, "vocab_size": 300}
+    sizes = {"SHAPE": shape, "PROMPT": 70, "SCORED": 50, "CALIBRATION": 60}
+    words = torch.randint(0, 1000, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
+    (tmp_path / "text").write_text(" ".join(map(str, words)))
+    arguments = ["--device", "cpu", "--text", str(tmp_path / "text"), "--steps", "3",
+                 "--tokens", "64", "--segments", "2", "--presets", "k3", "k8",
+                 "--model", str(tmp_path / "model"), "--dry-run"]  # fmt: skip
+    file, rows, written = run(monkeypatch, "bench_mla_quality.py", *arguments, **sizes)
+    assert file == "mla_quality" and not written
+    assert len(rows) == 2 * (1 + 2 * 2 * len(script.CHANNELS))
+    found = {(r["latents"], r["cache"], r["transform"], r["channels"]): r for r in rows}
+    for latents in ("as trained", "unequal"):
+        assert found[latents, "uncompressed", False, "none"]["kl"] < 1e-6
+        coarse, fine = (found[latents, name, True, "norm"]["kl"] for name in ("k3", "k8"))
+        assert 0 < fine < coarse
+    losses = {round(row["loss"], 3) for row in rows}
+    assert len(losses) == 1  # scaling channels and their columns changes nothing
+
+
 def test_search_without_its_vectors(monkeypatch, capsys):
     assert run(monkeypatch, "bench_search.py") is None
     assert "needs faiss and a file of vectors" in capsys.readouterr().out

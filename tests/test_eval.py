@@ -1112,6 +1112,15 @@ def test_what_is_not_there_is_told_before_a_download(monkeypatch, tmp_path, caps
     assert line.startswith("eval: ") and says in line
 
 
+def test_latent_attention_is_refused_by_name(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3", "kv_lora_rank": 512}')
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    assert evaluation.run(parser.parse_args(["--model", str(tmp_path)])) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"eval: {tmp_path} has latent attention (MLA), and eval compares caches")
+
+
 def test_the_default_is_everything():
     parser = argparse.ArgumentParser()
     evaluation.add_arguments(parser)

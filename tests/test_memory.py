@@ -15,6 +15,7 @@ import torch_turboquant as tq
 from torch_turboquant import __main__ as command_line
 from torch_turboquant.memory import (
     AttentionLayer,
+    LatentLayer,
     attention_layers,
     packed_memory,
     plain_memory,
@@ -88,7 +89,8 @@ def test_layers_of_a_configuration(changes, expected):
     ("num_attention_heads = None; give --kv-heads",
      {"num_key_value_heads": None, "num_attention_heads": None}),
     ("num_hidden_layers = 0; give --layers", {"num_hidden_layers": 0}),
-    (r"latent attention \(MLA\); supported", {"kv_lora_rank": 512}),
+    (r"latent attention \(MLA\) with an indexer \(index_topk\); supported",
+     {"kv_lora_rank": 512, "index_topk": 2048}),
     ("cross attention; supported", {"is_encoder_decoder": True}),
     (r"layers of type \['chunked_attention'\]; supported",
      {"layer_types": ["chunked_attention"] * 4}),
@@ -237,6 +239,37 @@ def test_prediction_equals_what_is_allocated(
     assert got.request == pages + ring
 
 
+@pytest.mark.parametrize("name", tq.LATENT_PRESETS)
+@pytest.mark.parametrize("options", [
+    {},
+    {"sink_tokens": 0, "recent_window": 0, "page_size": 128},
+    {"transform": False, "search": 1},
+])  # fmt: skip
+def test_prediction_of_latents_equals_what_is_allocated(name, options):
+    layers, context = [LatentLayer(256, 32), None, LatentLayer(512, 64)], 300
+    configs = [tq.latent_preset(name, 512, 64, **options)] * 3
+    got = packed_memory("", layers, configs, context, max_q_len=5, tail_itemsize=4)
+    pages = ring = tables = token = 0
+    for layer in filter(None, layers):
+        config = tq.latent_preset(name, layer.latent_dim, layer.rope_dim, **options)
+        pages += nbytes(tq.allocate_latent_cache(config, -(-context // config.page_size)))
+        token += layer.latent_dim * config.bits // 8 + 2 + 2 * layer.rope_dim
+        if config.has_tail:
+            ring += nbytes(tq.allocate_latent_tail(config, 1, torch.float32, 5))
+        tables += nbytes(*tq.make_latent_tables(config, 0))
+    assert (got.bytes_per_token, got.pages, got.tail) == (token, pages, ring)
+    assert got.constants == tables
+
+
+def test_a_configuration_of_the_other_kind_is_refused():
+    for layer, config in (
+        (LatentLayer(512, 64), tq.preset("k4v4", 512)),
+        (AttentionLayer(1, 512), tq.latent_preset("k4")),
+    ):
+        with pytest.raises(ValueError, match="cannot describe a cache of"):
+            packed_memory("", [layer], [config], 10)
+
+
 @given(
     window=st.integers(1, 60),
     context=st.integers(1, 200),
@@ -334,6 +367,35 @@ def test_the_command_on_a_configuration(capsys, tmp_path):
     assert whole["k4v4"]["requests"] is None
 
 
+V3 = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "kv_lora_rank": 512,
+      "qk_rope_head_dim": 64}  # fmt: skip
+
+
+def test_the_command_on_latent_attention(capsys, tmp_path):
+    """A request of 128K tokens of DeepSeek-V3's shape: 9.2 GB in bf16, 3.1 GB at 4 bits."""
+    (tmp_path / "config.json").write_text(json.dumps(V3))
+    lines = f"--config {tmp_path}", "--layers 61 --latent-dim 512 --rope-dim 64"
+    for line in lines:
+        facts, rows = caches(capsys, line + " --context 128K")
+        assert facts["layers"] == [{"count": 61, "latent_dim": 512, "rope_dim": 64, "window": 0}]
+        assert list(rows) == ["bf16", "fp8", *tq.LATENT_PRESETS]
+        assert facts["page_size"] == 64
+        for name, row in rows.items():
+            if name in tq.LATENT_PRESETS:
+                bits = tq.LATENT_PRESETS[name].bits
+                assert row["bytes_per_token"] == 61 * (512 * bits // 8 + 2 + 2 * 64)
+        assert round(rows["bf16"]["request"] / GB, 1) == 9.2
+        assert round(rows["k4"]["request"] / GB, 1) == 3.1
+        assert (
+            rows["k4"]["bytes_per_token"] == 61 * 386 and rows["k5u"]["bytes_per_token"] == 61 * 450
+        )
+    text = command(capsys, lines[1] + " --context 128K --page-size 128")
+    assert text.startswith(
+        "61 layers: latent rows of 512, keys with RoPE of 64\n131,072 tokens in "
+    )
+    assert "pages of 128" in text
+
+
 def test_options_of_the_command(capsys):
     model = "--layers 4 --kv-heads 2 --head-dim 128 --context 64 "
     _, rows = caches(capsys, model + "--key-bits 5 --value-bits 8 --boundary-layers 1")
@@ -362,6 +424,11 @@ def test_options_of_the_command(capsys):
     ("--config my/config.json", "hf download NAME config.json --local-dir FOLDER"),
     ("--layers 3 --kv-heads 1 --head-dim 22", "head_dim is 22, supported"),
     ("--layers 3 --kv-heads 1 --head-dim 64 --key-bits 4", "come together"),
+    ("--layers 3 --latent-dim 512", "--latent-dim and --rope-dim come together"),
+    ("--latent-dim 512 --rope-dim 64", "--latent-dim and --rope-dim come together"),
+    ("--layers 3 --latent-dim 512 --rope-dim 64 --head-dim 64", "keeps no heads"),
+    ("--layers 3 --latent-dim 512 --rope-dim 64 --boundary-layers 1", "have one preset"),
+    ("--layers 3 --latent-dim 500 --rope-dim 64", "latent_dim"),
     ("--layers 3 --kv-heads 1 --head-dim 64 --key-bits 7 --value-bits 4", "key_bits is 7"),
     ("--layers 3 --kv-heads 1 --head-dim 64 --weights 3", "need --gpu-memory"),
     ("--layers 3 --kv-heads 1 --head-dim 64 --gpu-memory 80 --parameters 70B",

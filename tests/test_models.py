@@ -10,6 +10,7 @@ from tests.test_memory import PLAIN
 from torch_turboquant.models import (
     IncompleteConfig,
     Kind,
+    layer_count,
     read_layers,
     unsupported_attention,
 )
@@ -43,9 +44,22 @@ def test_latent_attention_has_a_name():
     layers = read_layers(config)
     assert [x.kind for x in layers] == [Kind.LATENT, Kind.STATE] * 2
     assert layers[0].latent_dims == (512, 64)
-    assert unsupported_attention(config) == "latent attention (MLA)"
-    assert unsupported_attention({"text_config": config}) == "latent attention (MLA)"
-    assert unsupported_attention(PLAIN) is None
+    assert unsupported_attention(config) is unsupported_attention(PLAIN) is None
+    sparse = {**config, "index_topk": 2048}
+    for each in (sparse, {"text_config": sparse}):
+        assert unsupported_attention(each) == "latent attention (MLA) with an indexer (index_topk)"
+
+
+def test_files_of_models_with_latent_attention():
+    """Kimi Linear counts the layers that attend from 1 on, LongCat has two attentions a block."""
+    types = {"full_attn_layers": [2, 5], "kda_layers": [1, 3, 4]}
+    kimi = {"model_type": "kimi_linear", "num_hidden_layers": 5, "kv_lora_rank": 512}
+    kimi["linear_attn_config"] = types
+    state, latent = Kind.STATE, Kind.LATENT
+    assert [x.kind for x in read_layers(kimi)] == [state, latent, state, state, latent]
+    longcat = {"model_type": "longcat_flash", "num_layers": 3, "kv_lora_rank": 512}
+    assert [x.kind for x in read_layers(longcat)] == [latent] * 6
+    assert layer_count(longcat) == 6
 
 
 @pytest.mark.parametrize("changes", [

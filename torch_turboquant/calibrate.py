@@ -22,7 +22,14 @@ from typing import Any
 from torch_turboquant import centers
 from torch_turboquant.centers import CENTER_TOKENS, SINKS
 from torch_turboquant.eval.options import add_device_argument, output_file, positive
-from torch_turboquant.models import Fields, read_config, text_config, unsupported_attention
+from torch_turboquant.models import (
+    Fields,
+    Kind,
+    is_latent,
+    read_config,
+    text_config,
+    unsupported_attention,
+)
 
 TOKENS = 8192
 DTYPES = ("float32", "bfloat16", "float16")
@@ -113,7 +120,9 @@ def checked_text(args: argparse.Namespace) -> str:
     from torch_turboquant.eval import assets
 
     assets.check_dense(args.model)
-    if problem := unsupported_attention(read_config(args.model)):
+    config = read_config(args.model)
+    latent = Kind.LATENT.value if is_latent(Fields(text_config(config))) else None
+    if problem := latent or unsupported_attention(config):
         raise ValueError(
             f"{args.model} has {problem}, and centers are of keys that every KV head keeps: this "
             "model has no use for them"

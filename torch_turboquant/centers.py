@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
-from torch_turboquant.models import KEEPS_KEYS, Fields, Layer, read_layers, text_config
+from torch_turboquant.models import (
+    KEEPS_KEYS,
+    Fields,
+    Layer,
+    is_latent,
+    read_layers,
+    text_config,
+)
 
 FILE_FORMAT = "torch_turboquant centers 1"
 FILE_NAME = "turboquant_centers.safetensors"
@@ -43,6 +50,10 @@ def fingerprint(config: Any) -> dict[str, str]:
     if getattr(config, "is_heterogeneous", False):
         heads = [layer.kv_heads for layer in layers.values()]
     dims = sorted({layer.head_dim for layer in layers.values()})
+    latents = {}
+    if is_latent(values):
+        latents["latent_dim"] = str(values.get("kv_lora_rank"))
+        latents["rope_dim"] = str(values.get("qk_rope_head_dim"))
     return {
         "format": FILE_FORMAT,
         "model_type": str(values.get("model_type")),
@@ -52,6 +63,7 @@ def fingerprint(config: Any) -> dict[str, str]:
         "kv_heads": str(heads),
         "head_dim": " and ".join(map(str, dims)),
         "rope": _rope(values),
+        **latents,
     }
 
 

@@ -34,6 +34,8 @@ class Kind(Enum):
 
 KEEPS_KEYS = frozenset({Kind.FULL, Kind.SLIDING})
 """Kinds of layers that keep one key and one value per token and KV head."""
+KEEPS_TOKENS = KEEPS_KEYS | {Kind.LATENT}
+"""Kinds of layers that keep something of every token, or of those that their window shows."""
 
 # Names of layer types in layer_types and layers_block_type.
 _FULL_TYPES = frozenset({"full_attention", "attention"})
@@ -51,6 +53,8 @@ _SLIDING_PATTERN = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
 _FULL_INTERVAL = {"qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
 # Families that slide in all layers where the file names a window.
 _ALL_SLIDING = frozenset({"mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
+# Families whose blocks attend twice; their files count the blocks.
+_TWO_ATTENTIONS = frozenset({"longcat_flash"})
 # Where files of multimodal models keep the configuration of their language model.
 _TEXT_CONFIGS = ("text_config", "thinker_config", "llm_config", "language_config")
 
@@ -260,6 +264,11 @@ def is_latent(fields: Fields) -> bool:
     return bool(fields.get("kv_lora_rank"))
 
 
+def has_indexer(fields: Fields) -> bool:
+    """Whether an indexer chooses for every query which tokens it attends to (sparse attention)."""
+    return bool(fields.get("index_topk"))
+
+
 def unsupported_attention(config: Any) -> str | None:
     """Attention that no cache of this package holds, in words; None if there is none.
 
@@ -270,7 +279,9 @@ def unsupported_attention(config: Any) -> str | None:
         return "cross attention"
     if text.get("add_cross_attention") or text.get("cross_attention_layers"):
         return "cross attention"
-    return Kind.LATENT.value if is_latent(text) else None
+    if is_latent(text) and has_indexer(text):
+        return f"{Kind.LATENT.value} with an indexer (index_topk)"
+    return None
 
 
 def layer_count(config: Any) -> int:
@@ -279,7 +290,13 @@ def layer_count(config: Any) -> int:
     Raises:
         IncompleteConfig: it does not say.
     """
-    return Fields(config).number("num_hidden_layers", "layers")
+    return _count(Fields(config))
+
+
+def _count(fields: Fields) -> int:
+    if fields.is_file and fields.get("model_type") in _TWO_ATTENTIONS:
+        return 2 * fields.number("num_layers", "layers")
+    return fields.number("num_hidden_layers", "layers")
 
 
 def _kind(name: str) -> Kind:
@@ -298,7 +315,7 @@ def _layer_types(fields: Fields, slides: Callable[[], bool] | None) -> list[str]
         types = fields.get("layers_block_type")  # hybrid models of older versions
     if types:
         return list(types)
-    count = fields.number("num_hidden_layers", "layers")
+    count = _count(fields)
     if slides is not None:
         sliding = fields.get("sliding_window") and slides()
         return ["sliding_attention" if sliding else "full_attention"] * count
@@ -311,6 +328,8 @@ def _types_of_older_files(fields: Fields, count: int) -> list[str]:
     window = fields.get("sliding_window")
     if fields.get("use_sliding_window") is False:
         window = None
+    if named := (fields.get("linear_attn_config") or {}).get("full_attn_layers"):  # from 1 on
+        return ["full_attention" if i + 1 in named else "linear_attention" for i in range(count)]
     interval = fields.get("full_attention_interval") or _FULL_INTERVAL.get(kind)
     pattern = (
         fields.get("sliding_window_pattern")

@@ -100,22 +100,21 @@ SUPPORTED = {
 SINCE = {"nemotron": 17, "nemotron_h": 17, "olmo_hybrid": 17, "recurrent_gemma": 18}
 FAMILIES = {**SUPPORTED, "llama with a window": {**WIDE, **WINDOW}}  # which llama does not read
 
-MLA = "latent attention"
+INDEXER = "latent attention .MLA. with an indexer"
 INTERFACE = "does not go through transformers' AttentionInterface"
 LINEAR = "only layers of type .'(linear_attention|mamba)'"  # the name depends on the version
 REFUSED = {
     "bert": ({}, "attention in both directions"),
     "bloom": ({}, INTERFACE),
     "codegen": ({}, INTERFACE),
-    "deepseek_v2": ({}, MLA),
-    "deepseek_v3": ({}, MLA),
+    "deepseek_v32": ({}, INDEXER),
     "falcon_h1": ({}, "layers of type .'hybrid'"),
     "falcon_mamba": ({}, LINEAR),
+    "glm_moe_dsa": ({}, INDEXER),
     "gptj": ({}, INTERFACE),
     "llama4_text": ({**LOCAL_EXPERTS, **WIDE}, "chunked attention"),
     "mamba": ({}, LINEAR),
     "minimax": (LOCAL_EXPERTS, "a cache class of its own .MiniMaxCache"),
-    "minicpm3": ({}, MLA),
     "mpt": ({}, INTERFACE),
     "xglm": ({}, INTERFACE),
 }

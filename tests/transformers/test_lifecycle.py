@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache
 
 from tests.transformers.harness import (
     assert_close,
+    calibrated,
     check_against_oracle,
     feed,
     make_config,
@@ -265,3 +266,22 @@ def test_attaching_to_another_model():
             assert other.config._attn_implementation == "sdpa"
         feed(model, cache, make_ids(70))  # it still serves its own model
         assert cache.get_seq_length() == 70
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_first_prompt_that_fails_is_forgotten(name):
+    """What it has stored in some layers takes no token out of the tail of a shorter one."""
+    model, ids = make_model(name), make_ids(100)
+    options = {"config": make_config(model, "k3v2"), "max_q_len": 7, "center": calibrated(model)}
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    with TurboQuantCache.for_model(model, **options) as cache:
+        expected = feed(model, cache, ids, 80, *[1] * 20)
+        cache.reset()
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            model(make_ids(140, seed=8), past_key_values=cache)
+        hook.remove()
+        assert torch.equal(feed(model, cache, ids, 80, *[1] * 20), expected)

@@ -90,13 +90,13 @@ def test_planner_and_cache_agree_about_every_layer(family):
     assert [x and tuple(x) for x in attention_layers(written)] == expected
 
 
-@pytest.mark.parametrize("family", [f for f, (_, why) in REFUSED.items() if "latent" in why])
-def test_planner_and_cache_refuse_latent_attention_alike(family):
+@pytest.mark.parametrize("family", [f for f, (_, why) in REFUSED.items() if "indexer" in why])
+def test_planner_and_cache_refuse_an_indexer_alike(family):
     model = meta_model(family, REFUSED[family][0])
     assert {layer.kind for layer in read_layers(model.config)} <= {Kind.LATENT, Kind.OTHER}
-    with pytest.raises(ValueError, match=r"latent attention \(MLA\)"):
+    with pytest.raises(ValueError, match=r"latent attention \(MLA\) with an indexer"):
         model_layers(model)
-    with pytest.raises(ValueError, match=r"latent attention \(MLA\)"):
+    with pytest.raises(ValueError, match=r"latent attention \(MLA\) with an indexer"):
         attention_layers(json.loads(model.config.to_json_string()))
 
 

@@ -34,8 +34,6 @@ def test_models_that_are_not_supported():
             TurboQuantCache.for_model(model, "k4v4")
 
     refuse("no attention", "MambaConfig")
-    refuse("MLA", "DeepseekV3Config", n_routed_experts=4, n_group=1, topk_group=1,
-           num_experts_per_tok=2, moe_intermediate_size=8, num_hidden_layers=2)  # fmt: skip
     refuse("head_dim", "LlamaConfig", head_dim=22)
     refuse("chunked attention", "Llama4TextConfig", num_local_experts=2, head_dim=16)
     refuse("AttentionInterface", "BloomConfig")
@@ -113,13 +111,27 @@ def test_gemma4_with_heads_of_two_sizes():
         TurboQuantCache.for_model(model)
 
 
-def test_latent_attention_is_told_what_to_use():
+def test_latent_attention_with_an_indexer_is_told_what_to_use():
+    if not hasattr(transformers, "GlmMoeDsaConfig"):
+        pytest.skip("this version of transformers has no glm_moe_dsa")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            transformers.DeepseekV3Config(**COMMON, n_routed_experts=4, n_group=1, topk_group=1,
-                                          num_experts_per_tok=2, moe_intermediate_size=8)
-        )  # fmt: skip
-    with pytest.raises(ValueError, match=r"latent attention \(MLA\)\. Use DynamicCache.*vLLM"):
+        model = AutoModelForCausalLM.from_config(transformers.GlmMoeDsaConfig(**COMMON))
+    match = r"latent attention \(MLA\) with an indexer \(index_topk\)\. Use DynamicCache"
+    with pytest.raises(ValueError, match=match):
+        TurboQuantCache.for_model(model)
+
+
+def test_latent_attention_of_earlier_versions(monkeypatch):
+    """Whose caches get keys and values of every head."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = transformers.DeepseekV3Config(**COMMON, **experts, n_group=1, topk_group=1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    attention = type(model.model.layers[0].self_attn)
+    if hasattr(attention, "expand_kv"):
+        monkeypatch.delattr(attention, "expand_kv")
+    match = f"from transformers 5.15 on, and this is {transformers.__version__}. Upgrade"
+    with pytest.raises(ValueError, match=match):
         TurboQuantCache.for_model(model)
 
 

@@ -193,6 +193,7 @@ def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
     text = None if args.text is None else args.text.read_text(encoding="utf-8")
     if args.model is not None:
         assets.check_dense(args.model)
+        assets.check_keys(args.model)
     if text is None:
         text = "\n\n".join(assets.load_articles(folder, ARTICLES))
     if args.model is None:

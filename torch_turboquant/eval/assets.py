@@ -26,6 +26,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from torch_turboquant.models import Fields, Kind, is_latent, read_config, text_config
+
 
 class AssetError(RuntimeError):
     """The model or the text cannot be had; the error's text says what to do."""
@@ -203,6 +205,15 @@ def check_dense(dense: Path) -> None:
         raise ValueError(
             f"{dense} is no folder of a transformers model: it has no config.json. Nothing is "
             f"downloaded here; hf download NAME --local-dir FOLDER fetches a model"
+        )
+
+
+def check_keys(dense: Path) -> None:
+    """Raises ValueError if the model in the folder keeps latents in place of keys and values."""
+    if is_latent(Fields(text_config(read_config(dense)))):
+        raise ValueError(
+            f"{dense} has {Kind.LATENT.value}, and eval compares caches of keys and values: "
+            "benchmarks/bench_mla_quality.py measures caches of latents"
         )
 
 

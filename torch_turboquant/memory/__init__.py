@@ -8,7 +8,14 @@ prints binary units (1 GiB = 2^30 bytes).
 layers: which layers of a model count. sizes: the arithmetic. cli: the command.
 """
 
-from torch_turboquant.memory.layers import AttentionLayer, attention_layers
+from torch_turboquant.memory.layers import AttentionLayer, LatentLayer, attention_layers
 from torch_turboquant.memory.sizes import CacheMemory, packed_memory, plain_memory
 
-__all__ = ["AttentionLayer", "CacheMemory", "attention_layers", "packed_memory", "plain_memory"]
+__all__ = [
+    "AttentionLayer",
+    "CacheMemory",
+    "LatentLayer",
+    "attention_layers",
+    "packed_memory",
+    "plain_memory",
+]

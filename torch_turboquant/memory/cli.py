@@ -13,8 +13,14 @@ from typing import Any
 
 from torch_turboquant._checks import check_positive
 from torch_turboquant.config import PRESETS, CacheConfig
+from torch_turboquant.latent import LATENT_PRESETS, latent_preset
 from torch_turboquant.layer_choice import layer_configs
-from torch_turboquant.memory.layers import AttentionLayer, attention_layers
+from torch_turboquant.memory.layers import (
+    AttentionLayer,
+    LatentLayer,
+    MemoryLayer,
+    attention_layers,
+)
 from torch_turboquant.memory.sizes import CacheMemory, packed_memory, plain_memory
 from torch_turboquant.models import read_config
 
@@ -96,6 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--head-dim", type=int, metavar="N", help="of a layer; replaces what --config says"
     )
+    model.add_argument(
+        "--latent-dim", type=int, metavar="N", help="with --layers: of latent attention (MLA)"
+    )
+    model.add_argument(
+        "--rope-dim", type=int, metavar="N", help="with --latent-dim: channels with RoPE beside it"
+    )
     room = parser.add_argument_group("room: sizes are GiB, or have a unit: 640GB, 512MiB")
     room.add_argument(
         "--context",
@@ -128,7 +140,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--key-bits", type=int, metavar="B", help="one more row, with --value-bits")
     cache.add_argument("--value-bits", type=int, metavar="B")
     defaults = CacheConfig(64, 4, 4)
-    for name in ("page_size", "sink_tokens", "recent_window"):
+    cache.add_argument(
+        "--page-size",
+        type=int,
+        metavar="N",
+        help=f"default: {defaults.page_size}, of latent attention {latent_preset('k4').page_size}",
+    )
+    for name in ("sink_tokens", "recent_window"):
         value = getattr(defaults, name)
         option = "--" + name.replace("_", "-")
         cache.add_argument(option, type=int, default=value, metavar="N", help=f"default: {value}")
@@ -151,11 +169,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
 
 
-def _layers(args: argparse.Namespace) -> list[AttentionLayer | None]:
-    """The layers of --config, or of --layers, --kv-heads and --head-dim."""
+def _layers(args: argparse.Namespace) -> list[MemoryLayer | None]:
+    """The layers of --config, or of --layers with the options that describe one."""
+    latent = args.latent_dim, args.rope_dim
+    if latent != (None, None) and (None in latent or args.layers is None):
+        raise ValueError("--layers, --latent-dim and --rope-dim come together")
     if args.layers is not None:
         if args.config is not None:
             raise ValueError("--layers describes the model in place of --config: give one of them")
+        if None not in latent:
+            if args.kv_heads is not None or args.head_dim is not None:
+                raise ValueError(
+                    "latent attention keeps no heads: leave --kv-heads, --head-dim out"
+                )
+            check_positive(layers=args.layers, latent_dim=args.latent_dim)
+            return [LatentLayer(*latent)] * args.layers
         if args.kv_heads is None or args.head_dim is None:
             raise ValueError("--layers needs --kv-heads and --head-dim")
         check_positive(layers=args.layers, kv_heads=args.kv_heads, head_dim=args.head_dim)
@@ -187,15 +215,43 @@ def _budget(args: argparse.Namespace) -> int | None:
     return budget
 
 
-def _rows(args: argparse.Namespace, layers: Sequence[AttentionLayer | None]) -> list[CacheMemory]:
+def _rows(args: argparse.Namespace, layers: Sequence[MemoryLayer | None]) -> list[CacheMemory]:
     """One row for bf16, fp8, every preset, and for --key-bits with --value-bits if given."""
+    common = {"max_q_len": args.max_q_len, "whole_sliding": args.whole_sliding}
+    packed = common | {
+        "tail_itemsize": int(DTYPE_BYTES[args.tail_dtype]),
+        "center": not args.no_center,
+    }
+    return [
+        *(
+            plain_memory(name, layers, itemsize, args.context, page_size=args.page_size, **common)
+            for name, itemsize in (("bf16", 2), ("fp8", 1))
+        ),
+        *(
+            packed_memory(name, layers, configs, args.context, **packed)
+            for name, configs in _configs(args, layers).items()
+        ),
+    ]
+
+
+def _configs(
+    args: argparse.Namespace, layers: Sequence[MemoryLayer | None]
+) -> dict[str, Sequence[Any]]:
+    """The configurations of all layers, by the name of the row."""
     if (args.key_bits is None) != (args.value_bits is None):
         raise ValueError("--key-bits and --value-bits come together")
-    common = {"max_q_len": args.max_q_len, "whole_sliding": args.whole_sliding}
-    rows = [
-        plain_memory(name, layers, itemsize, args.context, page_size=args.page_size, **common)
-        for name, itemsize in (("bf16", 2), ("fp8", 1))
-    ]
+    first: Any = next(filter(None, layers))
+    own = {name: getattr(args, name) for name in ("page_size", "sink_tokens", "recent_window")}
+    if isinstance(first, LatentLayer):
+        if args.key_bits is not None or args.boundary_layers:
+            raise ValueError(
+                "all layers of latent attention have one preset, and no values: leave --key-bits, "
+                "--value-bits and --boundary-layers out"
+            )
+        return {
+            name: [latent_preset(name, first.latent_dim, first.rope_dim, **own)] * len(layers)
+            for name in LATENT_PRESETS
+        }
     kinds = {name: choice._asdict() for name, choice in PRESETS.items()}
     if args.key_bits is not None:
         kinds[f"k{args.key_bits}v{args.value_bits} by hand"] = {
@@ -203,33 +259,15 @@ def _rows(args: argparse.Namespace, layers: Sequence[AttentionLayer | None]) -> 
             "value_bits": args.value_bits,
         }
     windows = [None if layer is None else layer.window for layer in layers]
-    first = next(filter(None, layers))
-    for name, fields in kinds.items():
-        base = CacheConfig(
-            first.head_dim,
-            page_size=args.page_size,
-            sink_tokens=args.sink_tokens,
-            recent_window=args.recent_window,
-            **fields,
-        )
-        configs = layer_configs(
-            base,
+    return {
+        name: layer_configs(
+            CacheConfig(first.head_dim, **own, **kind),
             windows,
             boundary_layers=args.boundary_layers,
             boundary_preset=args.boundary_preset,
         )
-        rows.append(
-            packed_memory(
-                name,
-                layers,
-                configs,
-                args.context,
-                tail_itemsize=int(DTYPE_BYTES[args.tail_dtype]),
-                center=not args.no_center,
-                **common,
-            )
-        )
-    return rows
+        for name, kind in kinds.items()
+    }
 
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
@@ -240,6 +278,11 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
             do not fit.
     """
     layers, budget = _layers(args), _budget(args)
+    if args.page_size is None:
+        latent = isinstance(next(filter(None, layers)), LatentLayer)
+        args.page_size = (
+            latent_preset("k4").page_size if latent else CacheConfig(64, 4, 4).page_size
+        )
     rows = _rows(args, layers)
     return {
         "layers": [
@@ -271,6 +314,8 @@ def print_report(facts: dict[str, Any]) -> None:
         if "kv_heads" in layer:
             kind = f"a window of {layer['window']:,}" if layer["window"] else "full attention"
             text = f"{layer['kv_heads']} KV heads of {layer['head_dim']}, {kind}"
+        elif "latent_dim" in layer:
+            text = f"latent rows of {layer['latent_dim']}, keys with RoPE of {layer['rope_dim']}"
         print(f"{layer['count']} layers: {text}")
     print(
         f"{facts['context']:,} tokens in pages of {facts['page_size']}; exact: first "

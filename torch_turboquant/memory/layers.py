@@ -15,7 +15,10 @@ from torch_turboquant.models import (
     unsupported_attention,
 )
 
-_SUPPORTED = "decoders with full, sliding-window and linear attention (MHA, GQA, MQA)"
+_SUPPORTED = (
+    "decoders with full, sliding-window and linear attention (MHA, GQA, MQA), and latent attention "
+    "(MLA) without an indexer"
+)
 # The options of the command that stand in for what a file does not say.
 _OPTIONS = {
     "layers": "--layers, --kv-heads and --head-dim",
@@ -33,20 +36,43 @@ class AttentionLayer(NamedTuple):
     window: int = 0
     """Sliding window in tokens; 0: full attention."""
 
+    @property
+    def channels(self) -> int:
+        """Numbers of a token, keys and values."""
+        return 2 * self.kv_heads * self.head_dim
+
+
+class LatentLayer(NamedTuple):
+    """What one layer with latent attention (MLA) keeps of a token: one row for all heads."""
+
+    latent_dim: int
+    rope_dim: int
+    """Channels of the key with RoPE."""
+    window: int = 0
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token."""
+        return self.latent_dim + self.rope_dim
+
+
+MemoryLayer = AttentionLayer | LatentLayer
+
 
 def attention_layers(
     config: Any, *, kv_heads: int | None = None, head_dim: int | None = None
-) -> list[AttentionLayer | None]:
+) -> list[MemoryLayer | None]:
     """The layers of a model in order; None for one that keeps nothing of its own per token.
 
     Args:
         config: the content of a config.json of transformers, or a configuration object. Of a
             multimodal model, its language model is read.
-        kv_heads, head_dim: these stand in place of what the configuration says, or does not say.
+        kv_heads, head_dim: these stand in place of what the configuration says, or does not say,
+            of layers that keep keys and values.
 
     Raises:
         ValueError: a configuration that does not say enough, or an architecture that is not
-            supported (latent attention, cross attention, chunked attention).
+            supported (cross attention, chunked attention, latent attention with an indexer).
     """
     text = text_config(config)
     family = Fields(text).get("model_type")
@@ -63,8 +89,11 @@ def attention_layers(
         )
     if len(layers) != count:
         raise ValueError(f"the configuration has {len(layers)} layer types for {count} layers")
-    found: list[AttentionLayer | None] = []
+    found: list[MemoryLayer | None] = []
     for layer in layers:
+        if layer.kind is Kind.LATENT:
+            found.append(LatentLayer(*layer.latent_dims))
+            continue
         if layer.kind not in KEEPS_KEYS:
             found.append(None)
             continue

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch_turboquant._checks import check_positive
 from torch_turboquant.config import CacheConfig
-from torch_turboquant.memory.layers import AttentionLayer
+from torch_turboquant.latent import LatentConfig
+from torch_turboquant.memory.layers import LatentLayer, MemoryLayer
 from torch_turboquant.tail import ring_rows
 
 
@@ -37,8 +39,8 @@ class CacheMemory:
 
 def packed_memory(
     name: str,
-    layers: Sequence[AttentionLayer | None],
-    configs: Sequence[CacheConfig],
+    layers: Sequence[MemoryLayer | None],
+    configs: Sequence[CacheConfig | LatentConfig],
     context: int,
     *,
     tail_itemsize: int = 2,
@@ -51,13 +53,13 @@ def packed_memory(
     Args:
         name: what the row is called.
         layers: the model's (attention_layers).
-        configs: one per layer (layer_choice.layer_configs). Their head_dim is not used: the
-            layer's own is.
+        configs: one per layer (layer_choice.layer_configs); a LatentConfig for a LatentLayer.
+            Their head_dim, latent_dim and rope_dim are not used: the layer's own are.
         context: tokens of one request.
         tail_itemsize: bytes of an element of the model's dtype.
         max_q_len: new tokens that one attention call takes; the tail holds max_q_len - 1 tokens
             more than its window.
-        center: whether keys have a center and scales of channels.
+        center: whether keys have a center and scales of channels; latents have none.
         whole_sliding: whether sliding layers keep all tokens. TurboQuantCache does not: it keeps
             the pages that max_q_len queries can see.
 
@@ -69,21 +71,25 @@ def packed_memory(
     for layer, config in zip(layers, configs, strict=True):
         if layer is None:
             continue
-        config = replace(config, head_dim=layer.head_dim)
+        heads = 1 if isinstance(layer, LatentLayer) else layer.kv_heads
+        config = _of_layer(config, layer)
         visible = layer.window + max_q_len - 1 if layer.window and not whole_sliding else 0
         held = _pages(context, visible, config.page_size)
-        per_token += layer.kv_heads * config.bytes_per_token
-        pages += held * layer.kv_heads * config.record_bytes
+        per_token += heads * config.bytes_per_token
+        pages += held * heads * config.record_bytes
         if config.has_tail:
             rows = config.sink_tokens + ring_rows(config, max_q_len)
-            tail += rows * layer.kv_heads * 2 * layer.head_dim * tail_itemsize
-        constants += _constants(config, 3 * layer.kv_heads if center else 0)
+            tail += rows * layer.channels * tail_itemsize
+        if isinstance(config, LatentConfig):
+            constants += _constants_of_latents(config)
+        else:
+            constants += _constants(config, 3 * heads if center else 0)
     return CacheMemory(name, per_token, pages, tail, constants)
 
 
 def plain_memory(
     name: str,
-    layers: Sequence[AttentionLayer | None],
+    layers: Sequence[MemoryLayer | None],
     itemsize: int,
     context: int,
     *,
@@ -97,12 +103,22 @@ def plain_memory(
     """
     check_positive(context=context, max_q_len=max_q_len)
     per_token = pages = 0
-    for layer in filter(None, layers):
-        token = layer.kv_heads * 2 * layer.head_dim * itemsize
+    kept: list[MemoryLayer] = [layer for layer in layers if layer is not None]
+    for layer in kept:
+        token = layer.channels * itemsize
         visible = layer.window + max_q_len - 1 if layer.window and not whole_sliding else 0
         per_token += token
         pages += _pages(context, visible, page_size) * page_size * token
     return CacheMemory(name, per_token, pages, 0, 0)
+
+
+def _of_layer(config: CacheConfig | LatentConfig, layer: MemoryLayer) -> Any:
+    """The configuration with the sizes of the layer."""
+    if isinstance(config, LatentConfig) != isinstance(layer, LatentLayer):
+        raise ValueError(f"{type(config).__name__} cannot describe a cache of {layer}")
+    sizes = layer._asdict() if isinstance(layer, LatentLayer) else {"head_dim": layer.head_dim}
+    sizes.pop("window", None)
+    return replace(config, **sizes)
 
 
 def _pages(context: int, visible: int, page_size: int) -> int:
@@ -127,3 +143,9 @@ def _constants(config: CacheConfig, center_rows: int) -> int:
     ):
         size += 2**bits if grid == "lloyd" else 0
     return size
+
+
+def _constants_of_latents(config: LatentConfig) -> int:
+    """Bytes of the tables of one layer of latents (make_latent_tables)."""
+    signs = 4 * config.latent_dim if config.transform else 0
+    return signs + 4 * config.search + (2**config.bits if config.grid == "lloyd" else 0)

@@ -52,6 +52,10 @@ where it would with transformers' StaticCache. Every other forward is called wit
 whoever has compiled the model. Host and device meet only where something else than
 such a step is asked for: a prompt, `crop`, a reordering, a size.
 
+Latent attention. Where a model keeps one latent row per token for all heads (MLA), the pages hold
+these rows. The prompt expands keys and values from them as ever. Every other forward is absorbed:
+queries and results go through the model's matrices, and attention reads the rows (latent.py).
+
 Hybrid models. Layers of linear attention or convolution keep the cache layers of transformers; only
 layers with keys and values are packed. The states of the others cannot take tokens back.
 """

@@ -28,7 +28,11 @@ from transformers.masking_utils import (
 
 from torch_turboquant.integrations.transformers.compiling import uncompiled
 from torch_turboquant.integrations.transformers.lifecycle import Lifecycle
-from torch_turboquant.integrations.transformers.models import original_attention, text_config
+from torch_turboquant.integrations.transformers.models import (
+    EXPAND,
+    original_attention,
+    text_config,
+)
 from torch_turboquant.integrations.transformers.tensors import check_not_meta
 
 if TYPE_CHECKING:
@@ -182,6 +186,7 @@ class Binding:
         self.modules = [weakref.ref(module) for module in (decoder, *modules)]
         for module in (decoder, *modules):
             setattr(module, _ATTRIBUTE, self)
+        self.expansions = [_Expansion(self, m) for m in modules if hasattr(m, EXPAND)]
         self.forwards: list[_Forward] = []
         self.models: list[weakref.ref[nn.Module]] = []  # around the decoder
         self.bound = True
@@ -211,9 +216,7 @@ class Binding:
         """Makes a call of `module` the begin of a forward on the cache that it gets."""
         if any(forward.module() is module for forward in self.forwards):
             return
-        forward = _Forward(self, module)
-        self.forwards.append(forward)
-        setattr(module, _FORWARD, forward)
+        self.forwards.append(_Forward(self, module))
 
     def leave_masks_to_the_forward(self, model: nn.Module) -> None:
         """What `generate` asks `model` for, see _early_masks."""
@@ -238,8 +241,8 @@ class Binding:
             self.bound = False
             for reference in self.modules:
                 _remove(reference(), _ATTRIBUTE, lambda value: value is self)
-            for forward in self.forwards:
-                forward.remove()
+            for replacement in (*self.forwards, *self.expansions):
+                replacement.remove()
             for reference in self.models:
                 _remove(
                     reference(), _MASKS, lambda value: getattr(value, "func", 0) is _early_masks
@@ -272,26 +275,72 @@ def _around(decoder: nn.Module, model: nn.Module) -> list[nn.Module]:
     return [m for m in inner if names <= set(inspect.signature(m.forward).parameters)]
 
 
-class _Forward:
+class _Replacement:
+    """Stands in the place of a method of one module while the module's model is bound."""
+
+    name: str  # of the method
+
+    def __init__(self, binding: Binding, module: nn.Module) -> None:
+        self.binding = binding
+        self.module = weakref.ref(module)
+        self.previous = vars(module).get(self.name)  # that of a wrapper: compiled, of accelerate
+        setattr(module, self.name, self)
+
+    def remove(self) -> None:
+        """Gives the module its own method back, unless somebody has changed it since."""
+        module = self.module()
+        if _remove(module, self.name, lambda value: value is self) and self.previous is not None:
+            setattr(module, self.name, self.previous)
+
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        """The method that the module had before."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        module: Any = self.module()
+        return getattr(type(module), self.name)(module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _method_of_a_copy, (self.module(), self.name, self.previous)
+
+
+def _method_of_a_copy(module: nn.Module, name: str, previous: Any) -> Any:
+    return MethodType(getattr(type(module), name), module) if previous is None else previous
+
+
+class _Expansion(_Replacement):
+    """`expand_kv` of a module with latent attention, which is called between update and attention.
+
+    In an exact forward the cache's layer gets the keys and values that it makes for all heads; in
+    any other one attention takes the latent rows themselves.
+    """
+
+    name = EXPAND
+
+    def __call__(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        cache = RUNNING.cache
+        if cache is None or cache.binding is not self.binding:
+            expanded: tuple[Tensor, Tensor] = self.own(latent, rope)
+            return expanded
+        if not cache.lifecycle.sequences.forward.traced and is_dynamo_compiling():
+            return _expand_uncompiled(self, latent, rope)
+        module: Any = self.module()
+        return cache.layers[module.layer_idx].expand(module, self.own, latent, rope)
+
+
+class _Forward(_Replacement):
     """The forward of an attached decoder, or of a module around it, from its begin to its end.
 
     Only steps of the static form are traced by torch.compile, and all of this with them. Other
     forwards depend on numbers of the host; they are called without compilation.
     """
 
+    name = _FORWARD
+
     def __init__(self, binding: Binding, module: nn.Module) -> None:
-        self.binding = binding
-        self.module = weakref.ref(module)
-        self.previous = vars(module).get(_FORWARD)  # one that was compiled, or of accelerate
-        self.uncompiled = None if self.previous is None else uncompiled(self.previous)
         self.__signature__ = inspect.signature(module.forward)
         self.parameters = list(self.__signature__.parameters)
-
-    def remove(self) -> None:
-        """Gives the module its own forward back, unless somebody has changed it since."""
-        module = self.module()
-        if _remove(module, _FORWARD, lambda value: value is self) and self.previous is not None:
-            setattr(module, _FORWARD, self.previous)
+        super().__init__(binding, module)
+        self.uncompiled = None if self.previous is None else uncompiled(self.previous)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.binding.bound:  # something that was put around it has kept it
@@ -307,13 +356,6 @@ class _Forward:
             begin, end = _begin_uncompiled, _end_uncompiled
             return self.run(self.own, begin, end, cache, call, args, kwargs)
         return _run_uncompiled(self, cache, call, args, kwargs)
-
-    def own(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that the module had before."""
-        if self.previous is not None:
-            return self.previous(*args, **kwargs)
-        module: Any = self.module()
-        return type(module).forward(module, *args, **kwargs)
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward without a cache of ours, even within one that has one."""
@@ -376,13 +418,6 @@ class _Forward:
         described = call.get("attention_mask"), call.get("position_ids")
         cache.lifecycle.begin(tokens.shape[0], tokens.shape[1], *described)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _forward_of_a_copy, (self.module(), self.previous)
-
-
-def _forward_of_a_copy(module: nn.Module, previous: Any) -> Any:
-    return MethodType(type(module).forward, module) if previous is None else previous
-
 
 # ---- what torch.compile does not trace
 
@@ -405,6 +440,7 @@ def _end(lifecycle: Lifecycle, succeeded: bool) -> None:
 
 
 _begin_uncompiled, _end_uncompiled = uncompiled(_begin), uncompiled(_end)
+_expand_uncompiled = uncompiled(_Expansion.__call__)
 
 
 @uncompiled

@@ -15,15 +15,17 @@ from transformers.cache_utils import Cache
 
 from torch_turboquant import _checks
 from torch_turboquant.centers import differences
-from torch_turboquant.config import CacheConfig, did_you_mean
+from torch_turboquant.config import NAMED_PRESETS, PRESETS, CacheConfig, did_you_mean, find_preset
 from torch_turboquant.config import preset as preset_config
 from torch_turboquant.integrations.transformers import centers
 from torch_turboquant.integrations.transformers.binding import Attachable
 from torch_turboquant.integrations.transformers.constants import ConstantsByDevice
+from torch_turboquant.integrations.transformers.latent import LatentLayer
 from torch_turboquant.integrations.transformers.layer import TurboQuantLayer, nbytes
 from torch_turboquant.integrations.transformers.lifecycle import Lifecycle, allocate
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
+    latent_dims,
     layer_windows,
     model_layers,
     plain_layers,
@@ -32,6 +34,12 @@ from torch_turboquant.integrations.transformers.models import (
     unwrapped,
 )
 from torch_turboquant.integrations.transformers.sequences import Sequences
+from torch_turboquant.integrations.transformers.uncompressed import (
+    UNCOMPRESSED,
+    AnyConfig,
+    UncompressedLatents,
+)
+from torch_turboquant.latent import LatentConfig, latent_preset
 from torch_turboquant.layer_choice import LayerChoice, layer_configs
 
 Centers = Tensor | Sequence[Tensor | None] | Mapping[int, Tensor]
@@ -55,7 +63,7 @@ class TurboQuantCache(Attachable, Cache):
     def __init__(
         self,
         model: nn.Module | None = None,
-        config: CacheConfig | None = None,
+        config: AnyConfig | None = None,
         *,
         max_batch_size: int = 1,
         max_cache_len: int | None = None,
@@ -71,7 +79,7 @@ class TurboQuantCache(Attachable, Cache):
         Raises:
             TypeError: no model, or no CacheConfig.
         """
-        if not isinstance(model, nn.Module) or not isinstance(config, CacheConfig):
+        if not isinstance(model, nn.Module) or not isinstance(config, _CONFIGS):
             raise TypeError(
                 "TurboQuantCache(model, config) takes a model and a CacheConfig; "
                 "TurboQuantCache.for_model(model, preset) makes the CacheConfig itself"
@@ -81,7 +89,12 @@ class TurboQuantCache(Attachable, Cache):
         if static and max_cache_len is None:
             raise ValueError("a static cache needs its max_cache_len")
         model = unwrapped(model)
-        windows = layer_windows(model)
+        windows, latent = layer_windows(model), latent_dims(model)
+        if latent:
+            _check_latent(config, latent, layer_presets, boundary_layers)
+            center = _latent_centers(config, center)
+        elif not isinstance(config, CacheConfig):
+            raise ValueError(f"{type(model).__name__} has no latent attention: give a CacheConfig")
         center = None if isinstance(center, str) and center == "none" else center
         learned = center if isinstance(center, str) and center in ("auto", "mean") else None
         known = None if learned else _given_centers(center, model)
@@ -94,13 +107,15 @@ class TurboQuantCache(Attachable, Cache):
                     f"center needs one tensor for each of {len(need)} layers, got {have}"
                 )
         self.config = config
-        self.configs = layer_configs(
-            config,
-            windows,
-            layer_presets=layer_presets,
-            boundary_layers=boundary_layers,
-            boundary_preset=boundary_preset,
-        )
+        self.configs: Sequence[AnyConfig] = [config] * len(windows)
+        if isinstance(config, CacheConfig):
+            self.configs = layer_configs(
+                config,
+                windows,
+                layer_presets=layer_presets,
+                boundary_layers=boundary_layers,
+                boundary_preset=boundary_preset,
+            )
         self.center = learned or known
         self.sequences = Sequences(
             config,
@@ -115,14 +130,14 @@ class TurboQuantCache(Attachable, Cache):
         layers = plain_layers(model)
         packed = {i: self.configs[i] for i, window in enumerate(windows) if window is not None}
         centers_of = {} if known is None else {index: known[index] for index in packed}
-        constants = ConstantsByDevice(packed, centers_of, rotary_partners(model))
+        partners = torch.empty(0, dtype=torch.int64) if latent else rotary_partners(model)
+        constants = ConstantsByDevice(packed, centers_of, partners)
         device = next(model.parameters()).device
         if device.type != "meta":
             constants.on(device)  # here, because a first forward would wait for it
         for index, config in packed.items():
-            layers[index] = TurboQuantLayer(
-                index, config, self.sequences, constants, windows[index]
-            )
+            kind = LatentLayer if latent else TurboQuantLayer
+            layers[index] = kind(index, config, self.sequences, constants, windows[index])
         self.packed = [layer for layer in layers if isinstance(layer, TurboQuantLayer)]
         self.lifecycle = Lifecycle(self.sequences, self.packed)
         if max_cache_len is not None and not static and device.type != "meta":
@@ -144,7 +159,8 @@ class TurboQuantCache(Attachable, Cache):
         if device is None or dtype not in _checks.FLOATS:
             return
         for layer in self.packed:
-            layer.prepare(layers[layer.index].kv_heads, dtype, device)
+            heads = 1 if isinstance(layer, LatentLayer) else layers[layer.index].kv_heads
+            layer.prepare(heads, dtype, device)
         allocate(self.packed)
 
     @classmethod
@@ -153,7 +169,7 @@ class TurboQuantCache(Attachable, Cache):
         model: nn.Module,
         preset: str = "k5v4u",
         *,
-        config: CacheConfig | None = None,
+        config: AnyConfig | None = None,
         max_batch_size: int = 1,
         max_cache_len: int | None = None,
         max_q_len: int = 32,
@@ -168,11 +184,14 @@ class TurboQuantCache(Attachable, Cache):
 
         Args:
             model: a decoder of transformers whose attention goes through AttentionInterface, full
-                or with a sliding window. Layers of linear attention or convolution between them
-                keep the cache that they have in transformers.
+                or with a sliding window, or latent (MLA, from transformers 5.15 on). Layers of
+                linear attention or convolution between them keep the cache that they have in
+                transformers.
             preset: name of a configuration (torch_turboquant.config.PRESETS); `overrides` change
-                its fields, for example recent_window=128.
-            config: a CacheConfig instead of a preset.
+                its fields, for example recent_window=128. Of a model with latent attention: a name
+                of torch_turboquant.LATENT_PRESETS, or of PRESETS, which stands for the bits and
+                the grid of its keys; or "uncompressed", for latents as they are.
+            config: a CacheConfig instead of a preset; with latent attention a LatentConfig.
             max_batch_size: sequences, beams included; all of them get pages and a tail.
             max_cache_len: tokens per sequence to allocate at once, here and now (with static=True:
                 with the first forward). None: the prompt gets the pages that it needs, and pages
@@ -184,13 +203,15 @@ class TurboQuantCache(Attachable, Cache):
                 (the mean key alone, learned in the same way), "none" or None (off), one tensor per
                 layer as `calibrate` returns them (float32 [kv_heads, head_dim], or [3, kv_heads,
                 head_dim] of torch_turboquant.scaled_center), or the path of a file written by
-                `save_centers` (of a model of the same shape and RoPE, or it is refused).
+                `save_centers` (of a model of the same shape and RoPE, or it is refused). With
+                latent attention nothing is learned: "auto" is off, and tensors are [latent_dim] or
+                [3, latent_dim].
             layer_presets: layer -> preset or CacheConfig (negative: from the end), or one entry per
                 layer (None: as otherwise); wins over boundary_layers. Presets change bits, grids
                 and the scale mode of values; a CacheConfig may differ in all but head_dim,
                 page_size, sink_tokens and recent_window.
             boundary_layers: so many full-attention layers at each end of the model get
-                boundary_preset.
+                boundary_preset. Neither is there for latent attention.
             boundary_preset: a name of PRESETS.
             static: fixed capacity (max_batch_size, max_cache_len), lengths on the device: forwards
                 after the prompt can be compiled and captured in CUDA graphs. A center is learned
@@ -201,16 +222,20 @@ class TurboQuantCache(Attachable, Cache):
             TypeError: an option that does not exist, or a model in float64.
             ValueError: a model or option that is not supported; the text names what is.
         """
-        _check_options(overrides)
-        layer_windows(model)  # a model that is not supported is refused before its options are
-        head_dim = head_dim_of(text_config(model))
+        latent = latent_dims(model)  # refuses a model that is not supported, before its options
+        plain = UncompressedLatents if preset == UNCOMPRESSED else LatentConfig
+        _check_options(overrides, plain if latent else CacheConfig)
         if getattr(model, "dtype", None) == torch.float64:
             _checks.check_output_dtype(torch.float64)
-        if config is None:
+        head_dim = head_dim_of(text_config(model))
+        if config is not None and overrides:
+            kind = type(config).__name__
+            raise ValueError(f"with config=, {sorted(overrides)} belong into the {kind}")
+        if latent:
+            config = config or _latent_config(preset, latent, model.dtype, overrides)
+        elif config is None:
             config = preset_config(preset, head_dim, **overrides)
-        elif overrides:
-            raise ValueError(f"with config=, {sorted(overrides)} belong into the CacheConfig")
-        elif config.head_dim != head_dim:
+        elif isinstance(config, CacheConfig) and config.head_dim != head_dim:
             raise ValueError(f"config.head_dim is {config.head_dim}, the model's is {head_dim}")
         return cls(
             model,
@@ -409,20 +434,79 @@ class TurboQuantCache(Attachable, Cache):
         return centers.calibrate(model, inputs, tokenizer, skip=skip, chunk=chunk, scaled=scaled)
 
 
-_FIELDS = [field.name for field in fields(CacheConfig) if field.name != "head_dim"]
+_CONFIGS = (CacheConfig, LatentConfig, UncompressedLatents)
 
 
-def _check_options(overrides: Mapping[str, Any]) -> None:
-    """Raises a TypeError unless `for_model` has all of these options."""
+def _latent_config(
+    preset: str, dims: tuple[int, int], dtype: torch.dtype, overrides: Mapping[str, Any]
+) -> LatentConfig | UncompressedLatents:
+    """The configuration of latent rows that `for_model` was asked for.
+
+    Latents are keys and values in one: of a preset for both, they take what it says of keys.
+    """
+    if preset == UNCOMPRESSED:
+        return UncompressedLatents(*dims, **overrides)
+    half = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    changes: dict[str, Any] = {"rope_dtype": half}
+    if preset in PRESETS or preset in NAMED_PRESETS:
+        both = find_preset(preset)
+        changes |= {"bits": both.key_bits, "grid": both.key_grid}
+        if preset in NAMED_PRESETS:
+            changes |= NAMED_PRESETS[preset].options
+        return LatentConfig(*dims, **{**changes, **overrides})
+    return latent_preset(preset, *dims, **{**changes, **overrides})
+
+
+def _latent_centers(config: Any, center: Any) -> Centers | None:
+    """The centers of latents that were asked for; none are learned."""
+    if center is None or (isinstance(center, str) and center in ("auto", "none")):
+        return None
+    if isinstance(center, (str, os.PathLike)):
+        raise ValueError(
+            f"center is {str(center)!r}, supported with latent attention: 'auto' and 'none' (both "
+            "off), or a tensor per layer"
+        )
+    if isinstance(config, UncompressedLatents):
+        raise ValueError("uncompressed latents have no center: leave center= out")
+    return center
+
+
+def _check_latent(
+    config: Any, dims: tuple[int, int], layer_presets: Any, boundary_layers: int
+) -> None:
+    """Raises unless a model with latent attention of these sizes can have such a cache."""
+    if isinstance(config, CacheConfig):
+        raise ValueError("a model with latent attention needs a LatentConfig, not a CacheConfig")
+    if (config.latent_dim, config.rope_dim) != dims:
+        raise ValueError(
+            f"the configuration is of latent rows of {config.latent_dim} channels and "
+            f"{config.rope_dim} with RoPE, the model has {dims[0]} and {dims[1]}"
+        )
+    if layer_presets is not None or boundary_layers:
+        raise ValueError(
+            "all layers of a model with latent attention have one configuration: leave "
+            "layer_presets and boundary_layers out"
+        )
+
+
+def _check_options(overrides: Mapping[str, Any], config: type) -> None:
+    """Raises a TypeError unless `for_model` has all of these options.
+
+    config: the class whose fields they change.
+    """
     signature = inspect.signature(TurboQuantCache.for_model).parameters.values()
     own = [p.name for p in signature if p.kind is p.KEYWORD_ONLY]
+    changes = [f.name for f in fields(config) if f.name not in _OF_THE_MODEL]
     for name in overrides:
-        if name not in _FIELDS:
-            near = did_you_mean(name, ["preset", *own, *_FIELDS])
+        if name not in changes:
+            near = did_you_mean(name, ["preset", *own, *changes])
             raise TypeError(
                 f"TurboQuantCache.for_model has no option {name!r}{near}; its options are "
-                f"{', '.join(own)}, and to change a preset {', '.join(_FIELDS)}"
+                f"{', '.join(own)}, and to change a preset {', '.join(changes)}"
             )
+
+
+_OF_THE_MODEL = ("head_dim", "latent_dim", "rope_dim")  # fields of configurations
 
 
 def _given_centers(center: Any, model: nn.Module) -> Centers | None:

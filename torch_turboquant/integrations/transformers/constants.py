@@ -9,15 +9,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.transformers.tensors import put_together
+from torch_turboquant.integrations.transformers.uncompressed import (
+    AnyConfig,
+    NoTables,
+    UncompressedLatents,
+)
+from torch_turboquant.latent import LatentConfig, LatentTables, make_latent_tables
 from torch_turboquant.tables import CacheTables, make_center, make_tables
+
+AnyTables = CacheTables | LatentTables | NoTables
 
 
 class Constants(NamedTuple):
     """What all layers need and nothing changes, on one device."""
 
-    tables: dict[int, CacheTables]  # of each layer; without a center that is to be learned
+    tables: dict[int, AnyTables]  # of each layer; without a center that is to be learned
     partners: Tensor  # channels that RoPE turns into each other (rotary_partners)
 
 
@@ -26,13 +33,13 @@ class ConstantsByDevice:
 
     def __init__(
         self,
-        configs: dict[int, CacheConfig],
+        configs: dict[int, AnyConfig],
         centers: Mapping[int, Tensor],
         partners: Tensor,
     ) -> None:
         """Of each layer its config and, unless that is to be learned or off, its center."""
         self.configs, self.partners = tuple(configs.items()), partners
-        self.centers = {i: make_center(c, configs[i].head_dim) for i, c in centers.items()}
+        self.centers = {i: _center_of(configs[i], c) for i, c in centers.items()}
         self.known: dict[torch.device, Constants] = {}
 
     def on(self, device: torch.device) -> Constants:
@@ -58,15 +65,32 @@ class ConstantsByDevice:
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)
 def _tables_on(
-    configs: tuple[tuple[int, CacheConfig], ...], device: torch.device
-) -> dict[int, CacheTables]:
+    configs: tuple[tuple[int, AnyConfig], ...], device: torch.device
+) -> dict[int, AnyTables]:
     """Tables of layers without their centers; all caches of such layers share them."""
-    host = {index: make_tables(config, index) for index, config in configs}
+    host = {index: _tables_of(config, index) for index, config in configs}
     arrays = [t.numpy() for table in host.values() for t in table if t is not None]
     placed = iter(put_together(arrays, device))
     if device.type == "cuda":  # once: another cache may use them on any stream
         torch.cuda.current_stream(device).synchronize()
     return {
-        index: CacheTables(*(t if t is None else next(placed) for t in table))
+        index: type(table)(*(t if t is None else next(placed) for t in table))
         for index, table in host.items()
     }
+
+
+def _center_of(config: Any, center: Tensor) -> Tensor:
+    """A center as the tables of such a layer hold it."""
+    if isinstance(config, LatentConfig):
+        held = make_latent_tables(config, 0, center=center).center
+        assert held is not None
+        return held
+    return make_center(center, config.head_dim)
+
+
+def _tables_of(config: AnyConfig, index: int) -> AnyTables:
+    if isinstance(config, UncompressedLatents):
+        return NoTables()
+    if isinstance(config, LatentConfig):
+        return make_latent_tables(config, index)
+    return make_tables(config, index)

@@ -11,14 +11,18 @@ from transformers.cache_utils import CacheLayerMixin
 
 from torch_turboquant import _checks
 from torch_turboquant.batch import AttentionOptions
-from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.transformers.compiling import uncompiled
 from torch_turboquant.integrations.transformers.constants import ConstantsByDevice
-from torch_turboquant.integrations.transformers.sequences import Piece, Sequences, Step
+from torch_turboquant.integrations.transformers.sequences import (
+    Piece,
+    Sequences,
+    Step,
+    chosen_tokens,
+)
 from torch_turboquant.integrations.transformers.tensors import check_not_meta, fixed
+from torch_turboquant.integrations.transformers.uncompressed import AnyConfig
 from torch_turboquant.layer import PagedLayer
-from torch_turboquant.ops.cache import allocate_cache
-from torch_turboquant.tables import CacheTables
+from torch_turboquant.ops.cache import allocate_cache, call_store_layers
 from torch_turboquant.tail import tail_shape
 
 _NO_GRADIENT = "TurboQuantCache takes no gradient: run the model under torch.no_grad()"
@@ -39,11 +43,13 @@ class TurboQuantLayer(CacheLayerMixin):
     """
 
     is_croppable = True
+    config: Any  # an AnyConfig
+    paged: Any  # once there is memory: a PagedLayer, or what a subclass has in its place
 
     def __init__(
         self,
         index: int,
-        config: CacheConfig,
+        config: AnyConfig,
         sequences: Sequences,
         constants: ConstantsByDevice,
         sliding_window: int,
@@ -56,8 +62,8 @@ class TurboQuantLayer(CacheLayerMixin):
         self.is_compileable = sequences.static
         self.kv_heads = 0  # until it is known with its dtype and device
         self.dtype, self.device = torch.float32, torch.device("cpu")
-        self.tables: CacheTables | None = None
-        self.paged: PagedLayer | None = None  # once there is memory
+        self.tables: Any = None  # CacheTables, LatentTables or NoTables
+        self.paged = None
         self.waiting: tuple[Tensor, Tensor] | None = None
         self._handed: tuple[Tensor, Tensor] | None = None
         self._options_of_layer: AttentionOptions | None = None  # those of the last step
@@ -80,27 +86,35 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.sequences.static:
             fixed(*self.tables)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        _, kv_heads, _, head_dim = key_states.shape
-        if head_dim != self.config.head_dim or value_states.shape != key_states.shape:
+    def check_shapes(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raises where a model's keys and values are not those that its configuration promises."""
+        if key_states.shape[3] != self.config.head_dim or value_states.shape != key_states.shape:
             raise ValueError(
                 f"layer {self.index} has keys {list(key_states.shape)} and values "
                 f"{list(value_states.shape)} [batch, heads, tokens, dim]; this cache supports "
-                f"equal shapes with head_dim {self.config.head_dim} (no latent attention)"
+                f"equal shapes with head_dim {self.config.head_dim}"
             )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.check_shapes(key_states, value_states)
+        _, kv_heads, _, head_dim = key_states.shape
         # Under torch.autocast keys may be wider than values, because RoPE is. The attention of a
         # model has to find one type, and takes that of the values.
         holds = kv_heads, value_states.dtype, key_states.device
         if holds != (self.kv_heads, self.dtype, self.device):
             _checks.check_output_dtype(value_states.dtype)
             self.prepare(*holds)
+        self.check_center(kv_heads, head_dim)
+        self.is_initialized = True
+
+    def check_center(self, kv_heads: int, head_dim: int) -> None:
+        """Raises where a given center is not that of these heads."""
         center = self.tables.center
         if center is not None and center.shape[-2:] != (kv_heads, head_dim):
             raise ValueError(
                 f"center of layer {self.index} has shape {list(center.shape)}, expected "
                 f"[kv_heads, head_dim] = [{kv_heads}, {head_dim}], or 3 of these"
             )
-        self.is_initialized = True
 
     @property
     def owned_pages(self) -> int:
@@ -109,16 +123,24 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def wanted(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and types of the layer's pages, and of its ring if it has one."""
-        config, rows, heads = self.config, self.sequences.rows, self.kv_heads
-        pages = (rows * self.owned_pages, heads, config.record_bytes)
-        if not self.sequences.config.has_tail:
-            return [(pages, torch.uint8)]
-        ring = tail_shape(config, rows, heads, self.sequences.max_q_len)
-        return [(pages, torch.uint8), (ring, self.dtype)]
+        pages = self.wanted_pages(self.owned_pages)
+        return [pages, (self.ring_shape(), self.dtype)] if self.config.has_tail else [pages]
+
+    def wanted_pages(self, owned: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of the layer's pages where a sequence owns so many."""
+        return (self.sequences.rows * owned, self.kv_heads, self.config.record_bytes), torch.uint8
+
+    def ring_shape(self) -> tuple[int, ...]:
+        sequences = self.sequences
+        return tail_shape(self.config, sequences.rows, self.kv_heads, sequences.max_q_len)
+
+    def make_paged(self, pages: Tensor, ring: Tensor | None) -> Any:
+        """What stores into this memory and attends over it."""
+        return PagedLayer(pages, self.config, self.tables, ring)
 
     def take_memory(self, pages: Tensor, ring: Tensor | None = None) -> None:
         """The layer's first memory: zeros."""
-        self.paged = PagedLayer(pages, self.config, self.tables, ring)
+        self.paged = self.make_paged(pages, ring)
         if self.sequences.static:
             self.sequences.counters_on(self.device, self.owned_pages)
             fixed(pages, ring)
@@ -128,7 +150,7 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.tables.center is None:
             self.tables = self.tables._replace(center=center)
             if self.paged is not None:
-                self.paged = PagedLayer(self.pages, self.config, self.tables, self.ring)
+                self.paged = self.make_paged(self.pages, self.ring)
             if self.sequences.static:
                 fixed(center)
         else:
@@ -143,10 +165,14 @@ class TurboQuantLayer(CacheLayerMixin):
         ring = self.ring
         if not self.sequences.encoded:  # nothing is stored: old pages go before new ones come
             self.paged, have = None, 0
-        grown = allocate_cache(self.config, rows * pages, self.kv_heads, self.device)
+        grown = self.empty_pages(pages)
         if have:
             grown.unflatten(0, (rows, pages))[:, :have] = self.pages.unflatten(0, (rows, have))
-        self.paged = PagedLayer(grown, self.config, self.tables, ring)
+        self.paged = self.make_paged(grown, ring)
+
+    def empty_pages(self, owned: int) -> Tensor:
+        """Pages as in `wanted_pages`: zeros."""
+        return allocate_cache(self.config, self.sequences.rows * owned, self.kv_heads, self.device)
 
     # -- copies and files
 
@@ -187,16 +213,14 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def _take_copy(self, owned: int, held: Tensor, kept: Tensor | None) -> None:
         """Memory of `owned` pages per sequence, of which these are the first, and of the tail."""
-        sequences, rows = self.sequences, self.sequences.rows
-        pages = allocate_cache(self.config, rows * owned, self.kv_heads, self.device)
-        pages.unflatten(0, (rows, owned))[: held.shape[0], : held.shape[1]] = held
-        ring = None
+        pages, ring = self.empty_pages(owned), None
+        by_row = pages.unflatten(0, (self.sequences.rows, owned))
+        by_row[: held.shape[0], : held.shape[1]] = held
         if kept is not None:
-            shape = tail_shape(self.config, rows, self.kv_heads, sequences.max_q_len)
-            ring = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            ring = torch.zeros(self.ring_shape(), dtype=self.dtype, device=self.device)
             ring[: len(kept)] = kept
         self.take_memory(pages, ring)
-        sequences.push()
+        self.sequences.push()
 
     # -- storing
 
@@ -251,10 +275,35 @@ class TurboQuantLayer(CacheLayerMixin):
             keys = keys.to(self.dtype)
         self.paged.store(_tokens(keys, piece), _tokens(values, piece), piece.batch)
 
+    @staticmethod
+    def store_together(
+        layers: list[TurboQuantLayer], tokens: list[tuple[Tensor, Tensor]], piece: Piece
+    ) -> None:
+        """Encodes a prompt in layers that are alike, by one call of the op.
+
+        tokens: of each layer, keys and values [batch, kv_heads, columns, head_dim].
+        """
+        first, paged = layers[0], [layer.paged for layer in layers]
+        call_store_layers(
+            [chosen_tokens(key, piece.real) for key, _ in tokens],
+            [chosen_tokens(value, piece.real) for _, value in tokens],
+            [layer.pages for layer in paged],
+            first.config,
+            [layer.tables for layer in paged],
+            [] if first.ring is None else [layer.ring for layer in paged],
+            piece.batch,
+        )
+
     # -- attending
 
-    def take_back(self, module: nn.Module | None, key: Tensor, value: Tensor) -> None:
-        """Makes sure that attention got the keys and values that `update` has handed out."""
+    def take_back(
+        self, module: nn.Module | None, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens to store, once attention got the keys and values that it has to get.
+
+        Raises:
+            RuntimeError: it got others than `update` has handed out.
+        """
         handed, self._handed = self._handed, None
         if handed is None or key is not handed[0] or value is not handed[1]:
             if key.requires_grad or value.requires_grad:
@@ -263,6 +312,7 @@ class TurboQuantLayer(CacheLayerMixin):
                 f"{type(module).__name__} changes keys or values between the cache's update and "
                 "attention (or shares them between layers), which TurboQuantCache does not support"
             )
+        return handed
 
     @property
     def unattended(self) -> bool:

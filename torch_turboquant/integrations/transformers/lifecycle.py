@@ -31,9 +31,8 @@ from torch import Tensor, nn
 
 from torch_turboquant.integrations.transformers.centers import learn, query_energies
 from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
-from torch_turboquant.integrations.transformers.sequences import Forward, Sequences, chosen_tokens
+from torch_turboquant.integrations.transformers.sequences import Forward, Sequences
 from torch_turboquant.integrations.transformers.tensors import zeros_together
-from torch_turboquant.ops.cache import call_store_layers
 
 T = TypeVar("T")
 
@@ -128,7 +127,7 @@ class Lifecycle:
         It does in an exact forward, whose tokens are noted here and settled later. Learning needs
         the query [batch, heads, new, head_dim], which `update` does not see.
         """
-        layer.take_back(module, key, value)
+        key, value = layer.take_back(module, key, value)
         forward = self.sequences.forward
         if forward.exact:
             kept = query if forward.learns_scales else None
@@ -235,21 +234,13 @@ def _store(pending: list[Pending], forward: Forward) -> None:
         return layer.device, layer.owned_pages, id(layer.config), one.key.shape
 
     for group in _alike(pending, key):
-        layers: list[Any] = [one.layer.paged for one in group]  # Any: they are there by now
         first = group[0].layer
         piece = forward.piece(0, first.device, first.owned_pages)
         # nobody wants gradients (`update` has seen to that): without their records the op takes
         # less of the host's time
         with torch.inference_mode():
-            call_store_layers(
-                [chosen_tokens(one.key, piece.real) for one in group],
-                [chosen_tokens(one.value, piece.real) for one in group],
-                [layer.pages for layer in layers],
-                first.config,
-                [layer.tables for layer in layers],
-                [] if first.ring is None else [layer.ring for layer in layers],
-                piece.batch,
-            )
+            tokens = [(one.key, one.value) for one in group]
+            first.store_together([one.layer for one in group], tokens, piece)
 
 
 def _alike(items: Iterable[T], key: Callable[[T], Any]) -> Iterable[list[T]]:

@@ -14,12 +14,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from torch_turboquant import models
 from torch_turboquant.models import Kind, Layer
+
+EXPAND = "expand_kv"
+"""Method of latent attention that makes the keys and values of all heads from latent rows."""
 
 
 def text_config(model: nn.Module) -> Any:
@@ -82,8 +86,17 @@ def layer_windows(model: nn.Module) -> list[int | None]:
         ValueError: the model is not supported; the text says why, and what is.
     """
     return [
-        layer.window if layer.kind in models.KEEPS_KEYS else None for layer in model_layers(model)
+        layer.window if layer.kind in models.KEEPS_TOKENS else None for layer in model_layers(model)
     ]
+
+
+def latent_dims(model: nn.Module) -> tuple[int, int] | None:
+    """Channels of the latent rows and of the keys with RoPE of a model with latent attention.
+
+    None: the model keeps keys and values of every KV head.
+    """
+    found = {x.latent_dims for x in model_layers(model) if x.kind is Kind.LATENT}
+    return found.pop() if found else None
 
 
 def model_layers(model: nn.Module) -> list[Layer]:
@@ -94,22 +107,18 @@ def model_layers(model: nn.Module) -> list[Layer]:
     """
     config = text_config(model)
     layers = models.read_layers(config, slides=partial(_has_sliding_masks, model))
-    problem = models.unsupported_attention(model.config) or _problem(model, config, layers)
+    problem = models.unsupported_attention(model.config)
+    if problem and models.is_latent(models.Fields(config)):
+        problem += ". Use DynamicCache, transformers' default"
+    problem = problem or _problem(model, config, layers)
     if problem:
         raise ValueError(
             f"TurboQuantCache does not support {type(model).__name__}: it has {problem}. "
-            f"{_INSTEAD.get(problem, '')}Supported: decoders with full or sliding-window "
-            "self-attention, MHA, GQA or MQA, and layers of linear attention or convolution "
-            "between them"
+            "Supported: decoders with full or sliding-window self-attention, MHA, GQA or MQA, or "
+            "with latent attention (MLA), and layers of linear attention or convolution between "
+            "them"
         )
     return layers
-
-
-# What to use in place of this cache, by the problem.
-_INSTEAD = {
-    Kind.LATENT.value: "Use DynamicCache, transformers' default, or an engine that caches the "
-    "latent rows of MLA, such as vLLM. ",
-}
 
 
 def _problem(model: nn.Module, config: Any, layers: list[Layer]) -> str | None:
@@ -127,12 +136,34 @@ def _problem(model: nn.Module, config: Any, layers: list[Layer]) -> str | None:
         return f"layers of type {others}"
     if len(layers) != config.num_hidden_layers:
         return f"{len(layers)} layer_types for {config.num_hidden_layers} layers"
-    if not kinds & models.KEEPS_KEYS:
+    if not kinds & models.KEEPS_TOKENS:
         return f"no attention, only layers of type {sorted(set(types))}"
+    if Kind.LATENT in kinds and (wrong := _latent_problem(model, layers)):
+        return wrong
     if encoder := _encoder(model):
         return encoder
     if not getattr(model, "_can_set_attn_implementation", lambda: False)():
         return "attention that does not go through transformers' AttentionInterface"
+    return None
+
+
+def _latent_problem(model: nn.Module, layers: list[Layer]) -> str | None:
+    """What keeps the cache from absorbing the model's latent attention, in words; None: nothing.
+
+    Before transformers 5.15 these models handed keys and values of every head to the cache.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    latent = {i: x for i, x in enumerate(layers) if x.kind is Kind.LATENT}
+    expands = {m.layer_idx for m in decoder.modules() if hasattr(m, EXPAND)}
+    if not expands:
+        return (
+            f"{Kind.LATENT.value}, whose latents reach a cache from transformers 5.15 on, and this "
+            f"is {transformers.__version__}. Upgrade transformers"
+        )
+    if any(x.kind in models.KEEPS_KEYS for x in layers):
+        return f"layers of {Kind.LATENT.value} and others with keys of every head"
+    if expands != set(latent) or len({x.latent_dims for x in latent.values()}) > 1:
+        return f"{Kind.LATENT.value} of different kinds"
     return None
 
 
@@ -155,7 +186,7 @@ def _without_a_place(layers: list[Layer], config: Any) -> set[str]:
     The caches of transformers decide which layers have a state: they know more types than names
     can tell.
     """
-    others = {layer.type for layer in layers if layer.kind not in models.KEEPS_KEYS}
+    others = {layer.type for layer in layers if layer.kind not in models.KEEPS_TOKENS}
     if not others:
         return set()
     own = [type(layer).__name__ for layer in DynamicCache(config=config).layers]

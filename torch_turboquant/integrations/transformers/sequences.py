@@ -22,8 +22,8 @@ from torch.compiler import is_dynamo_compiling
 
 from torch_turboquant.batch import AttentionBatch
 from torch_turboquant.centers import CENTER_TOKENS
-from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.transformers.tensors import fixed, put_together
+from torch_turboquant.integrations.transformers.uncompressed import AnyConfig
 from torch_turboquant.tail import Counters, Rings, owned_pages, owned_slots
 
 _GROWTH = 10  # a growing cache takes a tenth more pages at a time, or as many as are needed
@@ -196,7 +196,7 @@ class Sequences:
 
     def __init__(
         self,
-        config: CacheConfig,
+        config: AnyConfig,
         rows: int,
         max_len: int | None,
         max_q_len: int,
@@ -223,8 +223,7 @@ class Sequences:
         self.batch = 0
         self.columns = 0
         self.pads: list[int] = []
-        self.rings.select([])
-        self.stored = [0] * self.rows  # up to which each row has ever been stored
+        self._forget_stored()
         self.encoded = False
         self.center_known = self.learned_center is None
         self.stepping = False  # whether the next forward can be a Step
@@ -369,7 +368,10 @@ class Sequences:
             self._note_stored([length + done.new for length in self.lengths()])
         self.stepping = False  # look again
         self.lost = self.has_states
-        self._clamp_ring()
+        if self.batch:
+            self._clamp_ring()
+        else:  # a first prompt: whatever it has stored is of no sequence
+            self._forget_stored()
         self.push()
 
     def crop(self, tokens: int) -> None:
@@ -381,8 +383,7 @@ class Sequences:
         self._clamp_ring()
         if kept == 0:
             self.batch, self.pads, self.stepping = 0, [], False
-            self.rings.select([])
-            self.stored = [0] * self.rows
+            self._forget_stored()
         self.push()
 
     def _check_windows(self, lengths: list[int]) -> None:
@@ -398,6 +399,10 @@ class Sequences:
                         f"{self.max_q_len - 1} more (max_q_len - 1): {stored} tokens cannot be cut "
                         f"to {length}"
                     )
+
+    def _forget_stored(self) -> None:
+        self.rings.select([])
+        self.stored = [0] * self.rows  # up to which each row has ever been stored
 
     def _clamp_ring(self) -> None:
         for row, length in enumerate(self.lengths()):

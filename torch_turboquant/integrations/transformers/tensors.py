@@ -17,6 +17,8 @@ def put_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]
 
     Those with the same bytes share memory, so nobody may write to them.
     """
+    if not arrays:
+        return []
     contents = [x.tobytes() for x in arrays]
     places: dict[bytes, int] = {}
     host = bytearray()
