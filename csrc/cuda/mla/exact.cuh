@@ -3,6 +3,8 @@
 // ring. Weights are sums of two elements of the tensors' type, so that they keep 16 bits.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention/softmax_math.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/mla/shape.cuh"
@@ -47,13 +49,17 @@ class ExactKeys {
       begin();
 #pragma unroll 1
       for (int key = 0; key < segment_.work.exact; key += kExactKeys) {
-        fetch_keys(key);
-        __syncthreads();
+        const bool spoiled = __syncthreads_or(fetch_keys(key));
         multiply_keys();
         __syncthreads();
         weigh(key);
         __syncthreads();
-        multiply_values();
+        rescale();
+        if (spoiled) {
+          sum_seen();
+        } else {
+          multiply_values();
+        }
         __syncthreads();
       }
       leave(part + first * S::kPart);
@@ -62,16 +68,25 @@ class ExactKeys {
   }
 
  private:
-  // A vector of latent and rotary channels, by one warp; null: zeros.
-  __device__ __forceinline__ void fetch(T* to, const void* latent, const void* rope) const {
+  // A vector of latent and rotary channels, by one warp; null: zeros. Returns whether one of the lane's latent channels
+  // is infinite or NaN.
+  __device__ __forceinline__ bool fetch(T* to, const void* latent, const void* rope) const {
+    constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7C00 : 0x7F80;
     const int rope_words = block_.call.record.rope_dim / 8, words = S::kLatent / 8;
+    bool spoiled = false;
     for (int i = block_.lane; i < words + rope_words; i += 32) {
       uint4 x{};
       if (latent) {
         x = i < words ? *(static_cast<const uint4*>(latent) + i) : *(static_cast<const uint4*>(rope) + i - words);
       }
       *reinterpret_cast<uint4*>(to + 8 * i) = x;
+      const uint32_t word[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        spoiled |= i < words && ((word[k] & kExponent) == kExponent || (word[k] >> 16 & kExponent) == kExponent);
+      }
     }
+    return spoiled;
   }
   __device__ __forceinline__ RowPlace place(int index) const {
     const SequenceWork& work = segment_.work;
@@ -98,15 +113,18 @@ class ExactKeys {
     }
   }
 
-  __device__ __forceinline__ void fetch_keys(int first) const {
+  // Returns whether the lane has met a latent channel that is infinite or NaN.
+  __device__ __forceinline__ bool fetch_keys(int first) const {
     const SequenceWork& work = segment_.work;
+    bool spoiled = false;
     for (int i = block_.warp; i < kExactKeys; i += S::kWarps) {
       ExactKey key{};
       if (first + i < work.exact) {
         key = exact_key(block_.call, segment_.sequence, work.length, work.queries, work.exact_key(first + i));
       }
-      fetch(keys_ + i * stride_, key.latent, key.rope);
+      spoiled |= fetch(keys_ + i * stride_, key.latent, key.rope);
     }
+    return spoiled;
   }
 
   // scores_[part][row][key], over a part of the channels
@@ -167,9 +185,7 @@ class ExactKeys {
     }
   }
 
-  __device__ __forceinline__ void multiply_values() {
-    if (block_.warp >= kSumWarps) return;
-    const int lane = block_.lane;
+  __device__ __forceinline__ void rescale() {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
       const float by[2] = {factor(8 * j + 2 * block_.t), factor(8 * j + 2 * block_.t + 1)};
@@ -179,6 +195,39 @@ class ExactKeys {
         for (int i = 0; i < 4; ++i) sums_[b][4 * j + i] *= by[i % 2];
       }
     }
+  }
+
+  // Element 4 j + i of sums_[b] is row 8 j + 2 t + i % 2 and this channel.
+  __device__ __forceinline__ int channel(int b, int i) const {
+    return (b * kSumWarps + block_.warp) * 16 + block_.g + i / 2 * 8;
+  }
+
+  // Weight 0 times an infinite channel or a NaN is NaN: where there is such a channel, a row adds only the keys that it
+  // sees.
+  __device__ __forceinline__ void sum_seen() {
+    if (block_.warp >= kSumWarps) return;
+#pragma unroll 1
+    for (int k = 0; k < kExactKeys; ++k) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const T* weight = weights_ + (8 * j + 2 * block_.t + i % 2) * kWeightStride + k;
+          const float p = static_cast<float>(weight[0]) + static_cast<float>(weight[kRows * kWeightStride]);
+          if (p == 0) continue;
+#pragma unroll
+          for (int b = 0; b < kSums; ++b) {
+            float& sum = sums_[b][4 * j + i];
+            sum = fmaf(p, static_cast<float>(keys_[k * stride_ + channel(b, i)]), sum);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_values() {
+    if (block_.warp >= kSumWarps) return;
+    const int lane = block_.lane;
 #pragma unroll 1
     for (int s = 0; s < kExactKeys / 16; ++s) {
       const T* keys = keys_ + (s * 16 + lane % 8 + lane / 16 * 8) * stride_ + lane / 8 % 2 * 8;
@@ -213,8 +262,7 @@ class ExactKeys {
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          part[(8 * j + 2 * block_.t + i % 2) * S::kPart + kPartHead + (b * kSumWarps + block_.warp) * 16 + block_.g +
-               i / 2 * 8] = sums_[b][4 * j + i];
+          part[(8 * j + 2 * block_.t + i % 2) * S::kPart + kPartHead + channel(b, i)] = sums_[b][4 * j + i];
         }
       }
     }

@@ -36,13 +36,13 @@ namespace turboquant::cuda::mla {
 template <int COUNT>
 __device__ __forceinline__ void take_registers() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+  if constexpr (COUNT < kMostRegisters) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 #endif
 }
 template <int COUNT>
 __device__ __forceinline__ void leave_registers() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+  if constexpr (COUNT < kMostRegisters) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 #endif
 }
 
@@ -68,7 +68,8 @@ class LatentBlock {
         if (from <= segment.coded_end() && segment.coded_end() < to) attend_exact(segment);
       }
       __syncthreads();
-      if (threadIdx.x == 0) notes_.flag = count_arrival(block_.plan.arrivals + first, blocks);
+      // A block that has a whole segment does not count: the counter may be in use for the segment that it opens last.
+      if (threadIdx.x == 0) notes_.flag = blocks == 1 || count_arrival(block_.plan.arrivals + first, blocks);
       __syncthreads();
       if (notes_.flag) write_results<S>(block_, segment, first, blocks, exact);
       unit = to;

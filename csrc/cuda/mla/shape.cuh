@@ -19,6 +19,7 @@ enum Kind : int {
 };
 
 constexpr int kWarpgroup = 128;
+constexpr int kMostRegisters = 256;  // of a thread, or rather one more
 constexpr int kTileTokens = format::LatentRecord::kTileTokens;
 constexpr int kUnitTiles = kUnitTokens / kTileTokens;
 constexpr int kMaxStages = 8;
@@ -44,8 +45,9 @@ struct Shape {
   static constexpr int kBlocks = R * ROWS <= 8192 ? 2 : 1;  // per multiprocessor
 
   // Registers of a thread: at the beginning, and while warpgroups have their roles.
-  static constexpr int kRegisters = 65536 / (kBlocks * kThreads) / 8 * 8;
-  static constexpr int kScoreRegisters = kRegisters - 16, kValueRegisters = kRegisters + 16 / kValueGroups;
+  static constexpr int kRegisters = std::min(65536 / (kBlocks * kThreads) / 8 * 8, kMostRegisters);
+  static constexpr int kMoved = kRegisters == kMostRegisters ? 0 : 16;  // from the warpgroup of scores to the others
+  static constexpr int kScoreRegisters = kRegisters - kMoved, kValueRegisters = kRegisters + kMoved / kValueGroups;
 
   static constexpr int kRowBytes = KIND == kBytes ? R : R / 2;
   static constexpr int kPlaneBytes = KIND == kPlanes ? R / 8 : 0;
@@ -103,7 +105,6 @@ struct Plan {
     notes = barriers + barrier_bytes;
     bytes = notes + 256;
   }
-  bool fits() const { return stages >= 2 && stages * unit_bytes >= 0; }
 };
 
 // What the threads of a block tell each other about its work.

@@ -1,0 +1,27 @@
+// The kernels of one latent_dim, for blocks of 16, 32 and 64 rows and uniform grids of 4, 5 and 8 bits.
+#pragma once
+
+#include "cuda/mla/kernel.cuh"
+#include "cuda/mla/launch.cuh"
+
+namespace turboquant::cuda::mla {
+
+template <int R, Kind KIND>
+KernelEntry entry_of_rows(int rows) {
+  const auto entry = [](auto block_rows) {
+    using S = Shape<R, KIND, block_rows>;
+    return KernelEntry{reinterpret_cast<const void*>(&latent_kernel<R, KIND, block_rows>), block_rows, S::kThreads,
+                       S::kBlocks};
+  };
+  if (rows <= 16) return entry(std::integral_constant<int, 16>{});
+  if (rows <= 32) return entry(std::integral_constant<int, 32>{});
+  return entry(std::integral_constant<int, 64>{});
+}
+
+template <int R>
+KernelEntry find_kernel(format::Width width, int rows) {
+  if (format::has_plane(width)) return entry_of_rows<R, kPlanes>(rows);
+  return format::fits_nibble(width) ? entry_of_rows<R, kNibbles>(rows) : entry_of_rows<R, kBytes>(rows);
+}
+
+}  // namespace turboquant::cuda::mla
