@@ -1,8 +1,9 @@
-// From codes to float16 operands, without any arithmetic: a code in the low bits of a float16 whose other bits are 0 is
-// the subnormal number code * 2^-24, and tensor cores multiply subnormal numbers exactly.
+// From codes to operands, without any arithmetic.
 //
-// A word holds codes of two halves, which are two tokens (for sums of values) or two channels (for scores). Pair i are
-// code i of the low half and code i of the high half.
+// Scores are products of bytes: a word of codes is one or two words of bytes. Sums of values are products of float16: a
+// code in the low bits of a float16 whose other bits are 0 is the subnormal number code * 2^-24, and tensor cores
+// multiply subnormal numbers exactly. There, a word holds codes of two tokens in its halves. Pair i are code i of the
+// low half and code i of the high half.
 #pragma once
 
 #include "cuda/common/mma.cuh"
@@ -33,17 +34,33 @@ __device__ __forceinline__ uint32_t flip_masked(uint32_t x) {
   return out;
 }
 
-// fifth: kPlanes only, the fifth bits of codes i in bits 4 + i % 2 of bytes i / 2 and i / 2 + 2, see align_fifth.
 template <Kind KIND>
-__device__ __forceinline__ void expand(uint32_t x, uint32_t fifth, uint32_t (&pair)[kPairsOfWord<KIND>]) {
+constexpr int kBytesOfWord = KIND == kBytes ? 1 : 2;  // words of bytes
+
+// Even and odd codes as bytes. fifth: kPlanes only, the fifth bits of codes i in bits 4 + i % 2 of bytes i / 2, see
+// align_fifth.
+template <Kind KIND>
+__device__ __forceinline__ void expand_bytes(uint32_t x, uint32_t fifth, uint32_t (&bytes)[kBytesOfWord<KIND>]) {
+  if constexpr (KIND == kBytes) {
+    bytes[0] = x;
+  } else {
+    bytes[0] = x & 0x0F0F0F0F, bytes[1] = x >> 4 & 0x0F0F0F0F;
+    if constexpr (KIND == kPlanes) {
+      bytes[0] = or_masked<0x10101010>(bytes[0], fifth), bytes[1] = or_masked<0x10101010>(bytes[1], fifth >> 1);
+    }
+  }
+}
+
+template <Kind KIND>
+__device__ __forceinline__ void expand_pairs(uint32_t x, uint32_t fifth, uint32_t (&pair)[kPairsOfWord<KIND>]) {
   if constexpr (KIND == kNibbles) {
     const uint32_t y = x >> 8;
     pair[0] = x & 0x000F000F, pair[1] = x & 0x00F000F0, pair[2] = y & 0x000F000F, pair[3] = y & 0x00F000F0;
   } else if constexpr (KIND == kPlanes) {
-    const uint32_t even = or_masked<0x10101010>(x & 0x0F0F0F0F, fifth);
-    const uint32_t odd = or_masked<0x10101010>(x >> 4 & 0x0F0F0F0F, fifth >> 1);
-    pair[0] = even & 0x00FF00FF, pair[1] = odd & 0x00FF00FF;
-    pair[2] = select_bytes(even, 0, 0x4341), pair[3] = select_bytes(odd, 0, 0x4341);
+    uint32_t bytes[2];
+    expand_bytes<KIND>(x, fifth, bytes);
+    pair[0] = bytes[0] & 0x00FF00FF, pair[1] = bytes[1] & 0x00FF00FF;
+    pair[2] = select_bytes(bytes[0], 0, 0x4341), pair[3] = select_bytes(bytes[1], 0, 0x4341);
   } else {
     pair[0] = flip_masked<0x80808080, 0x00FF00FF>(x), pair[1] = flip_masked<0x80808080, 0x00FF00FF>(x >> 8);
   }
@@ -54,19 +71,17 @@ __device__ __forceinline__ uint32_t align_fifth(uint32_t plane, int j) {
   return __funnelshift_r(plane, plane, 2 * j - 4);  // the amount counts modulo 32
 }
 
-// Where channel c stands in the order of products for scores: product `step`, place k of 16.
+// Where channel c stands in the order of products for scores: product `step`, place k of 32. A product takes two
+// neighbouring words of 16 bytes of each token, or their even or odd codes.
 struct ChannelPlace {
   int step, k;
-  bool high;  // its codes are odd pairs
 };
 template <Kind KIND>
 __device__ __forceinline__ ChannelPlace place_of_channel(int c) {
   if constexpr (KIND == kBytes) {
-    const int t = c % 16 / 4, i = c % 2, half = c % 4 / 2;
-    return {c / 16, 8 * i + 2 * t + half, false};
+    return {c / 32, c % 32};
   } else {
-    const int t = c % 32 / 8, i = c % 4, half = c % 8 / 4;
-    return {c / 32 * 2 + i / 2, 8 * (i % 2) + 2 * t + half, i % 2 == 1};
+    return {c / 64 * 2 + c % 2, c % 64 / 2};
   }
 }
 

@@ -10,8 +10,8 @@ template <int R, Kind KIND>
 KernelEntry entry_of_rows(int rows) {
   const auto entry = [](auto block_rows) {
     using S = Shape<R, KIND, block_rows>;
-    return KernelEntry{reinterpret_cast<const void*>(&latent_kernel<R, KIND, block_rows>), block_rows, S::kThreads,
-                       S::kBlocks};
+    return KernelEntry{reinterpret_cast<const void*>(&latent_kernel<R, KIND, block_rows>),
+                       reinterpret_cast<const void*>(&join_kernel<R>), block_rows, S::kThreads, S::kBlocks};
   };
   if (rows <= 16) return entry(std::integral_constant<int, 16>{});
   if (rows <= 32) return entry(std::integral_constant<int, 32>{});

@@ -61,17 +61,13 @@ class LatentBlock {
     for (int unit = notes_.share.begin; unit < end && segment.begin < end;) {
       const int from = max(unit, segment.begin), to = min(end, segment.end());
       attend_codes(segment, from, max(min(to, segment.coded_end()) - from, 0));
-      const int first = cut.block_of(segment.begin), blocks = cut.block_of(segment.end() - 1) - first + 1;
-      int exact = -1;
+      const int first = cut.block_of(segment.begin);
+      SharedBy shared{first, cut.block_of(segment.end() - 1) - first + 1, -1};
       if (segment.work.exact > 0) {
-        exact = cut.block_of(segment.coded_end());
+        shared.exact = cut.block_of(segment.coded_end());
         if (from <= segment.coded_end() && segment.coded_end() < to) attend_exact(segment);
       }
-      __syncthreads();
-      // A block that has a whole segment does not count: the counter may be in use for the segment that it opens last.
-      if (threadIdx.x == 0) notes_.flag = blocks == 1 || count_arrival(block_.plan.arrivals + first, blocks);
-      __syncthreads();
-      if (notes_.flag) write_results<S>(block_, segment, first, blocks, exact);
+      finish(segment, from == segment.begin, shared);
       unit = to;
       if (unit < end) seek(unit, cut.gap);
     }
@@ -108,25 +104,37 @@ class LatentBlock {
     float* part = part_of<S>(block_.plan, blockIdx.x, from == segment.begin ? kOpened : kContinued);
     const bool copies = threadIdx.x >= kWarpgroup;
     Ring<S> ring(block_);
-    if (copies && units > 0) {
-      ring.begin(segment, token);
-      for (int i = 0; i < min(units, block_.plan.stages); ++i) ring.copy((count_ + i) % block_.plan.stages);
-    }
+    if (copies) ring.begin(segment, token, units, turn_.stage);
     prepare_queries<S>(block_, segment);
     if (copies) {
       take_registers<S::kValueRegisters>();
       ValueGroup<S> values(block_, ring);
-      values.attend(units, count_);
+      values.attend(units, turn_);
       values.leave(part);
       leave_registers<S::kRegisters>();
     } else {
       leave_registers<S::kScoreRegisters>();
       ScoreGroup<S> scores(block_);
-      scores.attend(token, units, count_);
+      scores.attend(token, units, turn_);
       scores.leave(part);
       take_registers<S::kRegisters>();
     }
-    count_ += units;
+  }
+
+  // The block's part of the segment is there. opens: it is the segment's first.
+  __device__ __forceinline__ void finish(const Segment& segment, bool opens, const SharedBy& shared) {
+    const Plan& plan = block_.plan;
+    if (plan.segments) {
+      if (opens && threadIdx.x == 0) plan.segments[segment.sequence * plan.row_blocks + segment.block] = shared;
+      return;
+    }
+    __syncthreads();
+    // A block that has a whole segment does not count: the counter may be in use for the segment that it opens last.
+    if (threadIdx.x == 0) {
+      notes_.flag = shared.blocks == 1 || count_arrival(plan.arrivals + shared.first, shared.blocks);
+    }
+    __syncthreads();
+    if (notes_.flag) write_results<S>(block_, segment, shared);
   }
 
   // Moves on to the segment that holds number `unit`.
@@ -153,7 +161,7 @@ class LatentBlock {
 
   const BlockView block_;
   Notes& notes_;
-  int count_ = 0;  // units of codes so far
+  Turn turn_;
 };
 
 template <int R, Kind KIND, int ROWS>

@@ -7,6 +7,9 @@
 namespace turboquant::cuda::mla {
 namespace {
 
+constexpr int kMostParts = 6;     // that the last block of a segment joins
+constexpr int kMostSeqs = 65535;  // of a grid
+
 // 1,000,000 rows are more than any block has.
 int rows_of(const Attention& a) {
   return static_cast<int>(std::min<int64_t>(int64_t{a.max_q_len} * a.q_heads, 1000000));
@@ -24,6 +27,9 @@ LatentLaunch::LatentLaunch(const Latents& call, const Device& device) : call_(ca
   STD_TORCH_CHECK(plan_.stages >= 2, "mla_attention: ", entry_.rows, " rows and ", plan_.unit_bytes,
                   " bytes for 64 tokens do not fit into the ", facts.shared_per_block,
                   " bytes of shared memory that a block can have");
+  const int64_t rows = int64_t{call.a.max_q_len} * call.a.q_heads;
+  plan_.row_blocks = checked_int((rows + entry_.rows - 1) / entry_.rows, "the number of rows of a sequence");
+  joins_later_ = num_segments() * kMostParts < grid_ && call.a.seqs <= kMostSeqs;
   check_limits();
 }
 
@@ -40,12 +46,18 @@ void LatentLaunch::check_limits() const {
 
 void LatentLaunch::run(void* workspace, cudaStream_t stream) {
   plan_.parts = static_cast<float*>(workspace);
-  plan_.arrivals =
-      zeroed_counters(device_.index, stream, grid_, static_cast<uint32_t*>(workspace) + part_floats());
+  auto* counters = static_cast<uint32_t*>(workspace) + part_floats();
+  plan_.arrivals = zeroed_counters(device_.index, stream, grid_, counters);
+  plan_.segments = joins_later_ ? reinterpret_cast<SharedBy*>(counters + grid_) : nullptr;
   allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
+  const int major = device_.facts.major;
   void* arguments[] = {const_cast<Latents*>(&call_), &plan_};
-  check_cuda(launch_early(entry_.kernel, grid_, entry_.threads, plan_.bytes, arguments, stream, device_.facts.major),
+  check_cuda(launch_early(entry_.kernel, dim3(grid_), entry_.threads, plan_.bytes, arguments, stream, major),
              "mla_attention");
+  if (!joins_later_) return;
+  void* join_arguments[] = {const_cast<Latents*>(&call_), &plan_, &entry_.rows};
+  const dim3 grid(call_.a.max_q_len * call_.a.q_heads, call_.a.seqs);
+  check_cuda(launch_early(entry_.join, grid, 32 * kJoinWarps, 0, join_arguments, stream, major), "mla_attention");
 }
 
 }  // namespace turboquant::cuda::mla

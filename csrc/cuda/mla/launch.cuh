@@ -8,7 +8,7 @@ namespace turboquant::cuda::mla {
 
 // A compiled kernel.
 struct KernelEntry {
-  const void* kernel;
+  const void *kernel, *join;
   int rows, threads, blocks;  // of a block; blocks per multiprocessor
 };
 
@@ -24,7 +24,9 @@ class LatentLaunch {
   LatentLaunch(const Latents& call, const Device& device);
 
   // Bytes of memory for partial results; their contents do not matter.
-  int64_t workspace_bytes() const { return part_floats() * 4 + int64_t{grid_} * 4; }
+  int64_t workspace_bytes() const {
+    return part_floats() * 4 + int64_t{grid_} * 4 + num_segments() * static_cast<int64_t>(sizeof(SharedBy));
+  }
 
   // workspace: aligned to 16 bytes.
   void run(void* workspace, cudaStream_t stream);
@@ -33,6 +35,7 @@ class LatentLaunch {
   int64_t part_floats() const {
     return int64_t{grid_} * kParts * entry_.rows * (kPartHead + call_.record.latent_dim);
   }
+  int64_t num_segments() const { return int64_t{call_.a.seqs} * plan_.row_blocks; }
   void check_limits() const;
 
   const Latents& call_;
@@ -40,6 +43,7 @@ class LatentLaunch {
   KernelEntry entry_;
   Plan plan_;
   int grid_;
+  bool joins_later_;  // by a second kernel
 };
 
 // The general kernel: every dtype, width, grid and device.

@@ -6,10 +6,17 @@
 
 namespace turboquant::cuda::mla {
 
+constexpr float kMostQuery = 32512;    // 127 * 256: the high byte of the largest channel is 127
+constexpr float kLeastQuery = 1e-30f;  // queries of no larger channel count as 0
+
+// The column of the high byte of row n, whose low byte's is the next one: a lane then has the sums of both, of the rows
+// that it has in products of float16 (mla/scores.cuh).
+__device__ __forceinline__ int byte_column(int n) { return 8 * (n / 8 * 2 + n % 2) + n % 8 / 2 * 2; }
+
 // All warps call it: each prepares some rows of the segment's block of rows.
 //
-// A latent query is multiplied by inverse and signs and transformed (docs/format.md section 13), times a power of two
-// that makes its largest channel about 2^13, and rounded to float16; a factor of 1/16 cancels the 16 of odd pairs.
+// A latent query is multiplied by inverse and signs and transformed (docs/format.md section 13), and rounded to integers
+// of 16 bits, whose high and low bytes are columns of their own.
 template <class S>
 __device__ __forceinline__ void prepare_queries(const BlockView& block, const Segment& segment) {
   using Rotation = typename S::Rotation;
@@ -41,36 +48,35 @@ __device__ __forceinline__ void prepare_queries(const BlockView& block, const Se
     }
     float most = 0;
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) most = fmaxf(most, fabsf(y[i]));
+    for (int i = 0; i < kPerLane; ++i) most = max_or_nan(most, fabsf(y[i]));
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) {
-      most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, bit));
+      most = max_or_nan(most, __shfl_xor_sync(0xffffffff, most, bit));
       center += __shfl_xor_sync(0xffffffff, center, bit);
     }
-    // exponents so that neither power leaves the normal numbers
-    const int e = most > 0 && most < INFINITY ? min(max(12 - (__float_as_int(most) >> 23) + 127, -100), 100) : 0;
-    const float up = __int_as_float((127 + e) << 23), down = __int_as_float((127 - e) << 23);
-    float sum = 0;
+    const float up = most > kLeastQuery ? kMostQuery / most : 0;
+    int sum = 0;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const ChannelPlace at =
           place_of_channel<S::kKind>(Rotation::channel(lane, i / Rotation::kVec) + i % Rotation::kVec);
-      const __half v = __float2half_rn(y[i] * up * (S::kKind == kNibbles && at.high ? 1.0f / 16 : 1.0f));
-      sum = fmaf(__half2float(v), S::kKind == kNibbles && at.high ? 16.0f : 1.0f, sum);
-      *reinterpret_cast<__half*>(block.queries() + at.step * S::kStepBytes + place_in_operand(S::kRowTiles, r, at.k)) = v;
+      const int v = __float2int_rn(y[i] * up), high = v + 128 >> 8;
+      sum += v;
+      uint8_t* to = block.queries() + at.step * S::kByteStep + at.k / 16 * (2 * S::kRowTiles * 128) + at.k % 16 +
+                    byte_column(r) * 16;
+      to[0] = static_cast<uint8_t>(high), to[16] = static_cast<uint8_t>(v - 256 * high);
     }
-#pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
+    sum = sum_of_lanes(sum);
     for (int c = lane; c < rope_dim; c += 32) {
       const int64_t at = place.token * x.rope_token_stride + place.head * x.rope_head_stride + c;
       const uint16_t v = exists ? static_cast<const uint16_t*>(x.q_rope)[at] : uint16_t{0};
-      *reinterpret_cast<uint16_t*>(block.queries() + (S::kSteps + c / 16) * S::kStepBytes +
+      *reinterpret_cast<uint16_t*>(block.queries() + S::kQueryBytes + c / 16 * S::kStepBytes +
                                    place_in_operand(S::kRowTiles, r, c % 16)) = v;
     }
     if (lane == 0) {
       RowConstants& row = block.rows()[r];
-      row.scale = S::kMult * (1 << 24) * format::kLevelUnit * down;
-      row.start = sum * (-S::kOffset / (S::kMult * (1 << 24)));
+      row.scale = S::kMult * format::kLevelUnit * (most <= kLeastQuery ? 0 : most / kMostQuery);
+      row.start = sum * (-S::kByteOffset / S::kMult);
       row.shift = center * to_base_2;
       row.first = INT32_MIN, row.end = INT32_MAX;  // nobody reads the results of a row that does not exist
       if (exists) {

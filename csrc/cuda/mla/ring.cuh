@@ -15,6 +15,19 @@ __device__ __forceinline__ int rope_word(int token, int chunk, int rope_words) {
   return (chunk ^ ((rope_words == 8 ? token : token >> 1) & (rope_words - 1))) * 16;
 }
 
+// The stage and the buffer of weights of a unit, and the phases of their barriers. Both warpgroups count units alike.
+struct Turn {
+  int stage = 0;
+  uint32_t phase = 0, count = 0;
+
+  __device__ __forceinline__ void next(int stages) {
+    ++count;
+    if (++stage == stages) stage = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ int buffer() const { return count % kWeightBuffers; }
+  __device__ __forceinline__ uint32_t buffer_phase() const { return count / kWeightBuffers & 1; }
+};
+
 template <class S>
 class Ring {
  public:
@@ -22,15 +35,17 @@ class Ring {
       : block_(block), thread_((threadIdx.x - kWarpgroup) % kWarpgroup),
         group_((threadIdx.x - kWarpgroup) / kWarpgroup) {}
 
-  __device__ __forceinline__ uint8_t* unit(int stage) const { return block_.shared + stage * block_.plan.unit_bytes; }
-
-  // Before a segment's first unit, whose first token is `token`.
-  __device__ __forceinline__ void begin(const Segment& segment, int token) {
+  // Starts to copy the first of a segment's `units` units, whose first token is `token`.
+  __device__ __forceinline__ void begin(const Segment& segment, int token, int units, int stage) {
     const Attention& a = block_.call.a;
     token_ = token, units_ = 0;
     end_ = a.new_begin(segment.work.length, segment.work.queries);
     table_ = a.block_table + segment.sequence * a.table_stride;
     pages_ = read_pages(0), next_pages_ = read_pages(1);
+    for (int i = 0; i < min(units, block_.plan.stages); ++i) {
+      copy(stage);
+      if (++stage == block_.plan.stages) stage = 0;
+    }
   }
 
   // Starts to copy the segment's next unit. All value threads call it, after every thread of the block has read what
@@ -47,7 +62,7 @@ class Ring {
       const Attention& a = block_.call.a;
       const format::LatentRecord& r = block_.call.record;
       if (static_cast<unsigned>(page) < static_cast<unsigned>(a.num_pages)) {
-        copy_tile(unit(stage) + tile * block_.plan.tile_bytes,
+        copy_tile(block_.shared + stage * block_.plan.unit_bytes + tile * block_.plan.tile_bytes,
                   a.pages + int64_t{page} * a.page_stride + r.tile_of(token & (r.page_size - 1)));
       }
     }

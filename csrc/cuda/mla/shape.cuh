@@ -24,11 +24,21 @@ constexpr int kTileTokens = format::LatentRecord::kTileTokens;
 constexpr int kUnitTiles = kUnitTokens / kTileTokens;
 constexpr int kMaxStages = 8;
 constexpr int kWeightBuffers = 2;
+constexpr int kJoinWarps = 8;  // of a block of the second kernel
 constexpr int kExactPerUnit = 16;  // exact keys that take as long as a unit of codes
 
 // A partial result of a row: its maximum (base 2), its denominator, what its sums are too large by, and its sums.
 constexpr int kPartHead = 4;
 enum Part : int { kContinued, kOpened, kExact, kParts };  // of a segment that began in another block; or here; its exact keys
+
+// How the lanes of a warp hold a latent: four neighbouring channels at a time.
+template <int R>
+using RowRotation = HadamardTraits<1, R == 512 ? 9 : 8, 32, 4>;
+
+// The blocks that share a segment: `blocks` of them from `first` on, and the one that has its exact keys, or -1.
+struct SharedBy {
+  int first, blocks, exact;
+};
 
 // R: channels of a latent. ROWS: query rows of a block.
 template <int R, Kind KIND, int ROWS>
@@ -53,24 +63,26 @@ struct Shape {
   static constexpr int kPlaneBytes = KIND == kPlanes ? R / 8 : 0;
   static constexpr int kChunks = kRowBytes / 16;  // of 16 bytes in a row of codes
   static constexpr int kChunkChannels = R / kChunks;
-  static constexpr int kSteps = R / 16;  // products over the channels of a latent
+  static constexpr int kByteStep = 64 * ROWS;  // bytes of 32 channels of all queries, each channel two bytes
+  static constexpr int kQueryBytes = R / 32 * kByteStep;
   static constexpr int kWarpChunks = kChunks / (4 * kValueGroups);
   static constexpr int kSums = R / 64 / kValueGroups;  // products of 64 channels of a value warpgroup
   static_assert(kWarpChunks % 2 == 0);
 
-  // level = kMult * (what expand makes of a code) - kOffset
+  // level = kMult * (what expand_pairs makes of a code) - kOffset; expand_bytes leaves a signed byte as it is
   static constexpr float kMult = KIND == kBytes ? 1 : 2;
   static constexpr float kOffset = KIND == kBytes ? 128 : KIND == kPlanes ? 31 : 15;
+  static constexpr float kByteOffset = KIND == kBytes ? 0 : kOffset;
 
-  static constexpr int kStepBytes = 32 * ROWS;  // of 16 channels of all queries, or weights of 16 tokens
+  static constexpr int kStepBytes = 32 * ROWS;  // of 16 rotary channels of all queries, or weights of 16 tokens
   static constexpr int kWeightBytes = kUnitTokens / 16 * kStepBytes;
   static constexpr int kPart = kPartHead + R;
-  using Rotation = HadamardTraits<1, R == 512 ? 9 : 8, 32, 4>;
+  using Rotation = RowRotation<R>;
 };
 
 struct RowConstants {
   float scale;  // of a sum of products with codes, times a token's scale
-  float start;  // what such a sum begins with
+  float start;  // what is added to such a sum before
   float shift;  // the score of the center
   int first, end;
 };
@@ -82,6 +94,8 @@ struct Plan {
   int queries, weights, rows, factors, exchange, barriers, notes, bytes;
   float* parts;        // [grid, kParts, ROWS, kPart]
   uint32_t* arrivals;  // [grid], 0 between launches
+  SharedBy* segments;  // [seqs, row_blocks], where a second kernel joins the parts; else null
+  int row_blocks;      // blocks of rows of a sequence, at most
 
   Plan() = default;
   Plan(const format::LatentRecord& r, int block_rows, int shared_limit) {
@@ -92,7 +106,7 @@ struct Plan {
     const int weight_bytes = kWeightBuffers * block_rows * kUnitTokens * 2;
     const int row_bytes = up(block_rows * static_cast<int>(sizeof(RowConstants)), 128);
     const int factor_bytes = up(kWeightBuffers * (block_rows + 1) * 4, 128);
-    const int exchange_bytes = 2 * 4 * block_rows * 4;
+    const int exchange_bytes = (2 * 4 + 2) * block_rows * 4;
     const int barrier_bytes = (kMaxStages + 2 * kWeightBuffers) * 8;
     const int fixed = query_bytes + weight_bytes + row_bytes + factor_bytes + exchange_bytes + barrier_bytes + 256;
     stages = std::min((shared_limit - fixed) / unit_bytes, kMaxStages);
@@ -130,6 +144,7 @@ struct BlockView {
   __device__ __forceinline__ RowConstants* rows() const { return reinterpret_cast<RowConstants*>(shared + plan.rows); }
   __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(shared + plan.factors); }
   __device__ __forceinline__ float* exchange() const { return reinterpret_cast<float*>(shared + plan.exchange); }
+  __device__ __forceinline__ float* references(int rows) const { return exchange() + 8 * rows; }
   __device__ __forceinline__ Notes& notes() const { return *reinterpret_cast<Notes*>(shared + plan.notes); }
 
   // Barriers: stage `i` has arrived; weights `i` are there; weights `i` have been read.
@@ -144,6 +159,32 @@ struct BlockView {
 constexpr int kScoresBarrier = 1, kValuesBarrier = 2;  // named barriers
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// The same; whether `mine` is true for any of the threads.
+__device__ __forceinline__ bool sync_any(int barrier, int threads, bool mine) {
+  int any;
+  asm volatile(
+      "{\n.reg .pred mine, any;\nsetp.ne.s32 mine, %1, 0;\nbar.red.or.pred any, %2, %3, mine;\n"
+      "selp.s32 %0, 1, 0, any;\n}"
+      : "=r"(any)
+      : "r"(static_cast<int>(mine)), "r"(barrier), "r"(threads)
+      : "memory");
+  return any;
+}
+// Four 8 x 8 matrices of 16-bit elements from an address in shared memory (common/mma.cuh).
+template <bool TRANSPOSED = false>
+__device__ __forceinline__ uint4 load_matrices(uint32_t row) {
+  uint4 x;
+  if constexpr (TRANSPOSED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(row));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(row));
+  }
+  return x;
 }
 
 }  // namespace turboquant::cuda::mla

@@ -18,18 +18,27 @@ class ValueGroup {
  public:
   // ring: has begun to copy the segment
   __device__ __forceinline__ ValueGroup(const BlockView& block, Ring<S>& ring)
-      : block_(block), ring_(ring), warp_(block.warp - 4), weights_(operand(block.weights(), kTiles * 128, 128)) {}
+      : block_(block), ring_(ring), warp_(block.warp - 4),
+        weights_(operand_word(shared_address(block.weights()), kTiles * 128)) {
+    const int token = block.lane % 16;  // rows of 16 tokens later have the same places
+#pragma unroll
+    for (int q = 0; q < S::kWarpChunks; q += 2) {
+      words_[q / 2] = shared_address(block.shared) + token * S::kRowBytes +
+                      code_word(token, warp_ * S::kWarpChunks + q + block.lane / 16);
+    }
+  }
 
-  // `units` units of a segment; count: units of the block before it
-  __device__ __forceinline__ void attend(int units, int count) {
+  // `units` units of a segment
+  __device__ __forceinline__ void attend(int units, Turn& turn) {
 #pragma unroll
     for (int b = 0; b < S::kSums; ++b) {
 #pragma unroll
       for (int i = 0; i < 4 * kTiles; ++i) sums_[b][i] = 0;
     }
-    for (int i = 0; i < units; ++i, ++count) {
-      const int stage = count % block_.plan.stages;
-      attend_unit(stage, count);
+    for (int i = 0; i < units; ++i) {
+      attend_unit(turn);
+      const int stage = turn.stage;
+      turn.next(block_.plan.stages);
       if (i + block_.plan.stages >= units) continue;
       sync_threads(kValuesBarrier, S::kValueThreads);
       ring_.copy(stage);
@@ -63,37 +72,38 @@ class ValueGroup {
   }
 
  private:
-  __device__ __forceinline__ void attend_unit(int stage, int count) {
-    const int buffer = count % kWeightBuffers;
-    wait_barrier(block_.arrived(stage), count / block_.plan.stages & 1);
-    wait_barrier(block_.weighed(buffer), count / kWeightBuffers & 1);
+  __device__ __forceinline__ void attend_unit(const Turn& turn) {
+    const int buffer = turn.buffer();
+    wait_barrier(block_.arrived(turn.stage), turn.phase);
+    wait_barrier(block_.weighed(buffer), turn.buffer_phase());
     const float* factors = block_.factors() + buffer * (S::kRows + 1);
     if (factors[S::kRows] != 0) rescale(factors);
-    const uint8_t* unit = ring_.unit(stage);
+    const int tile_bytes = block_.plan.tile_bytes;
+    uint32_t tile = turn.stage * block_.plan.unit_bytes, weights = __shfl_sync(0xffffffff, weights_ + buffer * (S::kWeightBytes / 16), 0);
 #pragma unroll 1
-    for (int s = 0; s < kUnitTokens / 16; ++s) {
-      const uint8_t* tile = unit + s / 2 * block_.plan.tile_bytes;
-      multiply(tile, s % 2 * 16, advance(weights_, buffer * S::kWeightBytes + s * S::kStepBytes));
+    for (int i = 0; i < kUnitTiles; ++i, tile += tile_bytes, weights += 2 * S::kStepBytes / 16) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        multiply(tile, half, weights + half * (S::kStepBytes / 16));
+      }
+      wait_for_products<0>();
     }
-    wait_for_products<0>();
 #pragma unroll
     for (int b = 0; b < S::kSums; ++b) receive<4 * kTiles>(sums_[b]);
     __syncwarp();
     if (block_.lane == 0) arrive(block_.summed(buffer));
   }
 
-  // 16 tokens from `row` of a tile on.
-  __device__ __forceinline__ void multiply(const uint8_t* tile, int row, uint64_t weights) {
-    const int lane = block_.lane, token = row + lane % 16, first = warp_ * S::kWarpChunks;
-    const uint8_t* words = tile + token * S::kRowBytes;
+  // Tokens 16 half to 16 half + 15 of the tile that is `tile` bytes behind the start of shared memory.
+  __device__ __forceinline__ void multiply(uint32_t tile, int half, uint32_t weights) {
     uint32_t fifth[2][S::kWarpChunks] = {};
-    if constexpr (S::kKind == kPlanes) load_fifth(tile, row, fifth);
+    if constexpr (S::kKind == kPlanes) load_fifth(block_.shared + tile, 16 * half, fifth);
 #pragma unroll
     for (int q = 0; q < S::kWarpChunks; q += 2) {
-      const uint4 x = load_transposed(words + code_word(token, first + q + lane / 16));
+      const uint4 x = load_matrices<true>(words_[q / 2] + tile + half * 16 * S::kRowBytes);
       uint32_t pair[2][2][kPairs];  // of two words, of tokens 0-7 and 8-15
-      expand<S::kKind>(x.x, fifth[0][q], pair[0][0]), expand<S::kKind>(x.y, fifth[1][q], pair[0][1]);
-      expand<S::kKind>(x.z, fifth[0][q + 1], pair[1][0]), expand<S::kKind>(x.w, fifth[1][q + 1], pair[1][1]);
+      expand_pairs<S::kKind>(x.x, fifth[0][q], pair[0][0]), expand_pairs<S::kKind>(x.y, fifth[1][q], pair[0][1]);
+      expand_pairs<S::kKind>(x.z, fifth[0][q + 1], pair[1][0]), expand_pairs<S::kKind>(x.w, fifth[1][q + 1], pair[1][1]);
       begin_products();
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -104,9 +114,8 @@ class ValueGroup {
         }
       }
       commit_products();
-      if (q + 2 < S::kWarpChunks) wait_for_products<1>();
+      wait_for_products<S::kRows == 64 ? 0 : 1>();  // with 64 rows no registers are left for a second set of operands
     }
-    wait_for_products<0>();
   }
 
   // The fifth bits of the lane's channels in each of its words, for tokens 2 t and 2 t + 1, and for those 8 later.
@@ -141,7 +150,8 @@ class ValueGroup {
   const BlockView block_;
   Ring<S>& ring_;
   const int warp_;  // among the value warps
-  const uint64_t weights_;
+  const uint32_t weights_;  // the operand of the first buffer
+  uint32_t words_[S::kWarpChunks / 2];  // the lane's rows for ldmatrix, in the first tile of the ring
   float sums_[S::kSums][4 * kTiles];
 };
 
