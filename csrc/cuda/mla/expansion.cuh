@@ -11,10 +11,9 @@
 
 namespace turboquant::cuda::mla {
 
-// Odd pairs of kNibbles are left four bits higher, hence 16 times as large.
-template <Kind KIND>
-constexpr float unit_of_pair(int i) {
-  return KIND == kNibbles && i % 2 ? 16.0f / (1 << 24) : 1.0f / (1 << 24);
+// What pair i is multiplied by so that a code 1 is 1. Odd pairs of kNibbles are left four bits higher, hence 16 times as large.
+__device__ __forceinline__ float inverse_unit(Kind kind, int i) {
+  return kind == kNibbles && i % 2 ? 1.0f * (1 << 20) : 1.0f * (1 << 24);
 }
 template <Kind KIND>
 constexpr int kPairsOfWord = KIND == kBytes ? 2 : 4;
@@ -76,13 +75,8 @@ __device__ __forceinline__ uint32_t align_fifth(uint32_t plane, int j) {
 struct ChannelPlace {
   int step, k;
 };
-template <Kind KIND>
-__device__ __forceinline__ ChannelPlace place_of_channel(int c) {
-  if constexpr (KIND == kBytes) {
-    return {c / 32, c % 32};
-  } else {
-    return {c / 64 * 2 + c % 2, c % 64 / 2};
-  }
+__device__ __forceinline__ ChannelPlace place_of_channel(Kind kind, int c) {
+  return kind == kBytes ? ChannelPlace{c / 32, c % 32} : ChannelPlace{c / 64 * 2 + c % 2, c % 64 / 2};
 }
 
 // Where element k of column n of an operand with `tiles` tiles of eight columns stands, in bytes: core matrices of 128

@@ -1,4 +1,4 @@
-// The kernels of one latent_dim, for blocks of 16, 32 and 64 rows and uniform grids of 4, 5 and 8 bits.
+// The kernels of one latent_dim, for blocks of 16, 32 and 64 rows; each takes uniform grids of 4, 5 and 8 bits.
 #pragma once
 
 #include "cuda/mla/kernel.cuh"
@@ -6,22 +6,16 @@
 
 namespace turboquant::cuda::mla {
 
-template <int R, Kind KIND>
-KernelEntry entry_of_rows(int rows) {
+template <int R>
+KernelEntry find_kernel(int rows) {
   const auto entry = [](auto block_rows) {
-    using S = Shape<R, KIND, block_rows>;
-    return KernelEntry{reinterpret_cast<const void*>(&latent_kernel<R, KIND, block_rows>),
+    using S = Shape<R, block_rows>;
+    return KernelEntry{reinterpret_cast<const void*>(&latent_kernel<R, block_rows>),
                        reinterpret_cast<const void*>(&join_kernel<R>), block_rows, S::kThreads, S::kBlocks};
   };
   if (rows <= 16) return entry(std::integral_constant<int, 16>{});
   if (rows <= 32) return entry(std::integral_constant<int, 32>{});
   return entry(std::integral_constant<int, 64>{});
-}
-
-template <int R>
-KernelEntry find_kernel(format::Width width, int rows) {
-  if (format::has_plane(width)) return entry_of_rows<R, kPlanes>(rows);
-  return format::fits_nibble(width) ? entry_of_rows<R, kNibbles>(rows) : entry_of_rows<R, kBytes>(rows);
 }
 
 }  // namespace turboquant::cuda::mla

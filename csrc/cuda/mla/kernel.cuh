@@ -164,12 +164,12 @@ class LatentBlock {
   Turn turn_;
 };
 
-template <int R, Kind KIND, int ROWS>
-__global__ void __launch_bounds__(Shape<R, KIND, ROWS>::kThreads, Shape<R, KIND, ROWS>::kBlocks)
+template <int R, int ROWS>
+__global__ void __launch_bounds__(Shape<R, ROWS>::kThreads, Shape<R, ROWS>::kBlocks)
     latent_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // choose_latents sends no call to other devices
   extern __shared__ __align__(1024) uint8_t shared[];
-  LatentBlock<Shape<R, KIND, ROWS>>(x, plan, shared).run();
+  LatentBlock<Shape<R, ROWS>>(x, plan, shared).run();
 #endif
 }
 

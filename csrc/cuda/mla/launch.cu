@@ -19,7 +19,7 @@ int rows_of(const Attention& a) {
 
 LatentLaunch::LatentLaunch(const Latents& call, const Device& device) : call_(call), device_(device) {
   const format::LatentRecord& r = call.record;
-  entry_ = r.latent_dim == 512 ? find_kernel<512>(r.width(), rows_of(call.a)) : find_kernel<256>(r.width(), rows_of(call.a));
+  entry_ = r.latent_dim == 512 ? find_kernel<512>(rows_of(call.a)) : find_kernel<256>(rows_of(call.a));
   const DeviceFacts& facts = device.facts;
   const int per_block = facts.shared_per_multiprocessor / entry_.blocks - kReservedSharedBytes;
   plan_ = Plan(r, entry_.rows, std::min(facts.shared_per_block, per_block));

@@ -12,10 +12,10 @@ struct KernelEntry {
   int rows, threads, blocks;  // of a block; blocks per multiprocessor
 };
 
-// The kernel for codes of `width` whose block has the fewest rows that are at least `rows`, or else the most. Defined
-// in instances/latent_<R>.cu.
+// The kernel whose block has the fewest rows that are at least `rows`, or else the most. Defined in
+// instances/latent_<R>.cu.
 template <int R>
-KernelEntry find_kernel(format::Width width, int rows);
+KernelEntry find_kernel(int rows);
 
 // A launch, with everything that follows from the call and the device: computed once, before memory is allocated.
 class LatentLaunch {

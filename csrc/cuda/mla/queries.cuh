@@ -59,7 +59,7 @@ __device__ __forceinline__ void prepare_queries(const BlockView& block, const Se
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const ChannelPlace at =
-          place_of_channel<S::kKind>(Rotation::channel(lane, i / Rotation::kVec) + i % Rotation::kVec);
+          place_of_channel(block.plan.kind, Rotation::channel(lane, i / Rotation::kVec) + i % Rotation::kVec);
       const int v = __float2int_rn(y[i] * up), high = v + 128 >> 8;
       sum += v;
       uint8_t* to = block.queries() + at.step * S::kByteStep + at.k / 16 * (2 * S::kRowTiles * 128) + at.k % 16 +
@@ -75,8 +75,9 @@ __device__ __forceinline__ void prepare_queries(const BlockView& block, const Se
     }
     if (lane == 0) {
       RowConstants& row = block.rows()[r];
-      row.scale = S::kMult * format::kLevelUnit * (most <= kLeastQuery ? 0 : most / kMostQuery);
-      row.start = sum * (-S::kByteOffset / S::kMult);
+      const Kind kind = block.plan.kind;
+      row.scale = level_step(kind) * format::kLevelUnit * (most <= kLeastQuery ? 0 : most / kMostQuery);
+      row.start = kind == kBytes ? 0 : sum * (-level_offset(kind) / level_step(kind));
       row.shift = center * to_base_2;
       row.first = INT32_MIN, row.end = INT32_MAX;  // nobody reads the results of a row that does not exist
       if (exists) {

@@ -79,19 +79,15 @@ class Ring {
   }
 
   __device__ __forceinline__ void copy_tile(uint8_t* to, const uint8_t* from) const {
-    constexpr int kRowsAtOnce = kWarpgroup / S::kChunks;
-    const int row = thread_ / S::kChunks, chunk = thread_ % S::kChunks;
-#pragma unroll
-    for (int i = 0; i < kTileTokens / kRowsAtOnce; ++i) {
-      const int token = row + i * kRowsAtOnce;
-      copy_async(to + token * S::kRowBytes + code_word(token, chunk), from + 16 * (thread_ + i * kWarpgroup));
+    const int row_bytes = block_.call.record.row_bytes(), plane_bytes = block_.call.record.plane_bytes();
+    const int chunk_shift = 27 - __clz(row_bytes);  // 16 bytes each
+#pragma unroll 4
+    for (int i = thread_; i < kTileTokens * row_bytes / 16; i += kWarpgroup) {
+      const int token = i >> chunk_shift, chunk = i & (row_bytes / 16 - 1);
+      copy_async(to + token * row_bytes + code_word(token, chunk), from + 16 * i);
     }
     const int planes = block_.plan.planes, ropes = block_.plan.ropes, scales = block_.plan.scales;
-    if constexpr (S::kPlaneBytes > 0) {
-      if (thread_ < S::kPlaneBytes * kTileTokens / 16) {
-        copy_async(to + planes + 16 * thread_, from + planes + 16 * thread_);
-      }
-    }
+    if (thread_ < plane_bytes * kTileTokens / 16) copy_async(to + planes + 16 * thread_, from + planes + 16 * thread_);
     const int rope_words = block_.call.record.rope_dim / 8, rope_shift = rope_words == 8 ? 3 : 2;
     for (int i = thread_; i < kTileTokens * rope_words; i += kWarpgroup) {
       const int token = i >> rope_shift, word = i & (rope_words - 1);

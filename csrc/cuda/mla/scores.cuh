@@ -72,7 +72,7 @@ class ScoreGroup {
       };
       float* head = part + threadIdx.x * S::kPart;
       head[0] = reference(threadIdx.x) == kNothing ? -INFINITY : reference(threadIdx.x);
-      head[1] = sum(0), head[2] = sum(1) * S::kOffset * format::kLevelUnit;
+      head[1] = sum(0), head[2] = sum(1) * level_offset(block_.plan.kind) * format::kLevelUnit;
     }
   }
 
@@ -90,7 +90,8 @@ class ScoreGroup {
     const float scale[2] = {__half2float(scales[0]), __half2float(scales[8])};
 
     float score[4 * kTiles];
-    multiply_codes(tile, stage, row, scale, score);
+    with_codes<S::kLatent>(block_.plan.kind,
+                           [&](auto codes) { multiply_codes<decltype(codes)>(tile, stage, row, scale, score); });
     multiply_ropes(stage, row, score);
 
     const bool masked = token < block_.notes().first_all || token + kUnitTokens > block_.notes().end_all;
@@ -111,31 +112,32 @@ class ScoreGroup {
   // ---- Products
 
   // score = scale * (query . level)
+  template <class C>
   __device__ __forceinline__ void multiply_codes(const uint8_t* tile, int stage, int row, const float (&scale)[2],
                                                  float (&score)[4 * kTiles]) const {
     int sum[8 * kTiles];
     // Word c of a token's row: its place differs from that of word 0 in bits that the row's begin does not have.
     const int lane = block_.lane, token = row + lane % 16;
-    const uint32_t words = tile_ + stage + token * S::kRowBytes + code_word(token, lane / 16);
-    const uint8_t* plane = tile + block_.plan.planes + (row + block_.g) * S::kPlaneBytes;
-    constexpr int kBytes = kBytesOfWord<S::kKind>;
+    const uint32_t words = tile_ + stage + token * C::kRowBytes + code_word(token, lane / 16);
+    const uint8_t* plane = tile + block_.plan.planes + (row + block_.g) * C::kPlaneBytes;
+    constexpr int kWords = kBytesOfWord<C::kKind>;
 #pragma unroll
-    for (int c = 0; c < S::kChunks; c += 2) {  // two words of 16 bytes of tokens g and g + 8
+    for (int c = 0; c < C::kChunks; c += 2) {  // two words of 16 bytes of tokens g and g + 8
       const uint4 x = load_matrices((words ^ (c % 8 * 16)) + c / 8 * 128);
       uint4 fifth{};  // of the words of x
-      if constexpr (S::kKind == kPlanes) {
+      if constexpr (C::kKind == kPlanes) {
         const uint2 low = *reinterpret_cast<const uint2*>(plane + 4 * c);
-        const uint2 high = *reinterpret_cast<const uint2*>(plane + 8 * S::kPlaneBytes + 4 * c);
+        const uint2 high = *reinterpret_cast<const uint2*>(plane + 8 * C::kPlaneBytes + 4 * c);
         fifth = {align_fifth(low.x, block_.t), align_fifth(high.x, block_.t), align_fifth(low.y, block_.t),
                  align_fifth(high.y, block_.t)};
       }
-      uint32_t bytes[4][kBytes];
-      expand_bytes<S::kKind>(x.x, fifth.x, bytes[0]), expand_bytes<S::kKind>(x.y, fifth.y, bytes[1]);
-      expand_bytes<S::kKind>(x.z, fifth.z, bytes[2]), expand_bytes<S::kKind>(x.w, fifth.w, bytes[3]);
+      uint32_t bytes[4][kWords];
+      expand_bytes<C::kKind>(x.x, fifth.x, bytes[0]), expand_bytes<C::kKind>(x.y, fifth.y, bytes[1]);
+      expand_bytes<C::kKind>(x.z, fifth.z, bytes[2]), expand_bytes<C::kKind>(x.w, fifth.w, bytes[3]);
       begin_products();
 #pragma unroll
-      for (int i = 0; i < kBytes; ++i) {
-        const int step = c / 2 * kBytes + i;
+      for (int i = 0; i < kWords; ++i) {
+        const int step = c / 2 * kWords + i;
         add_byte_product<2 * S::kRows>(sum, bytes[0][i], bytes[1][i], bytes[2][i], bytes[3][i],
                                        latents_ + step * (S::kByteStep / 16), step > 0);
       }

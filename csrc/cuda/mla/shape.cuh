@@ -40,11 +40,35 @@ struct SharedBy {
   int first, blocks, exact;
 };
 
+// Sizes that depend on how codes are stored. R: channels of a latent.
+template <int R, Kind KIND>
+struct Codes {
+  static constexpr Kind kKind = KIND;
+  static constexpr int kRowBytes = KIND == kBytes ? R : R / 2;
+  static constexpr int kPlaneBytes = KIND == kPlanes ? R / 8 : 0;
+  static constexpr int kChunks = kRowBytes / 16;  // of 16 bytes in a row of codes
+  static constexpr int kChunkChannels = R / kChunks;
+};
+// level = level_step * (what expand_pairs makes of a code) - level_offset. expand_bytes leaves a signed byte as it is.
+__device__ __forceinline__ float level_step(Kind kind) { return kind == kBytes ? 1 : 2; }
+__device__ __forceinline__ float level_offset(Kind kind) { return kind == kBytes ? 128 : kind == kPlanes ? 31 : 15; }
+
+// f(Codes) for a kind known at run time. Little else depends on the kind, so that one kernel has all other code once.
+template <int R, typename F>
+__device__ __forceinline__ void with_codes(Kind kind, F&& f) {
+  if (kind == kNibbles) {
+    f(Codes<R, kNibbles>{});
+  } else if (kind == kPlanes) {
+    f(Codes<R, kPlanes>{});
+  } else {
+    f(Codes<R, kBytes>{});
+  }
+}
+
 // R: channels of a latent. ROWS: query rows of a block.
-template <int R, Kind KIND, int ROWS>
+template <int R, int ROWS>
 struct Shape {
   static constexpr int kLatent = R, kRows = ROWS;
-  static constexpr Kind kKind = KIND;
   static constexpr int kRowTiles = ROWS / 8;  // a product's columns are eight rows each
 
   // One warpgroup computes scores, one or two sum weighted latents, each its part of the channels.
@@ -59,20 +83,9 @@ struct Shape {
   static constexpr int kMoved = kRegisters == kMostRegisters ? 0 : 16;  // from the warpgroup of scores to the others
   static constexpr int kScoreRegisters = kRegisters - kMoved, kValueRegisters = kRegisters + kMoved / kValueGroups;
 
-  static constexpr int kRowBytes = KIND == kBytes ? R : R / 2;
-  static constexpr int kPlaneBytes = KIND == kPlanes ? R / 8 : 0;
-  static constexpr int kChunks = kRowBytes / 16;  // of 16 bytes in a row of codes
-  static constexpr int kChunkChannels = R / kChunks;
   static constexpr int kByteStep = 64 * ROWS;  // bytes of 32 channels of all queries, each channel two bytes
   static constexpr int kQueryBytes = R / 32 * kByteStep;
-  static constexpr int kWarpChunks = kChunks / (4 * kValueGroups);
   static constexpr int kSums = R / 64 / kValueGroups;  // products of 64 channels of a value warpgroup
-  static_assert(kWarpChunks % 2 == 0);
-
-  // level = kMult * (what expand_pairs makes of a code) - kOffset; expand_bytes leaves a signed byte as it is
-  static constexpr float kMult = KIND == kBytes ? 1 : 2;
-  static constexpr float kOffset = KIND == kBytes ? 128 : KIND == kPlanes ? 31 : 15;
-  static constexpr float kByteOffset = KIND == kBytes ? 0 : kOffset;
 
   static constexpr int kStepBytes = 32 * ROWS;  // of 16 rotary channels of all queries, or weights of 16 tokens
   static constexpr int kWeightBytes = kUnitTokens / 16 * kStepBytes;
@@ -89,6 +102,7 @@ struct RowConstants {
 
 // Shared memory of a block, in bytes from its start, and what else all blocks need to know.
 struct Plan {
+  Kind kind;
   int stages;                                         // of the ring of units
   int planes, ropes, scales, tile_bytes, unit_bytes;  // of a tile in the ring
   int queries, weights, rows, factors, exchange, barriers, notes, bytes;
@@ -100,6 +114,7 @@ struct Plan {
   Plan() = default;
   Plan(const format::LatentRecord& r, int block_rows, int shared_limit) {
     const auto up = [](int n, int to) { return (n + to - 1) / to * to; };
+    kind = format::has_plane(r.width()) ? kPlanes : format::fits_nibble(r.width()) ? kNibbles : kBytes;
     planes = r.planes(), ropes = r.ropes(), scales = r.scales();
     tile_bytes = up(r.tile_bytes(), 128), unit_bytes = kUnitTiles * tile_bytes;
     const int query_bytes = block_rows * (r.latent_dim + r.rope_dim) * 2;
