@@ -3,8 +3,6 @@
 // ring. Weights are sums of two elements of the tensors' type, so that they keep 16 bits.
 #pragma once
 
-#include <type_traits>
-
 #include "cuda/attention/softmax_math.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/mla/shape.cuh"
@@ -24,7 +22,8 @@ inline int exact_bytes(int channels, int rows) {
   return (kExactKeys + r) * exact_stride(channels) * 2 + 2 * r * kExactKeys * 4 + 2 * r * kWeightStride * 2 + 3 * r * 4;
 }
 
-template <class S, typename T>
+// Elements are 16 bits of either type; only four functions ask which one it is, so that all other code exists once.
+template <class S>
 class ExactKeys {
   static constexpr int kRows = exact_rows(S::kRows), kTiles = kRows / 8;
   static constexpr int kScoreTiles = kExactKeys / 16 * kTiles;        // products of a step of channels
@@ -34,10 +33,10 @@ class ExactKeys {
  public:
   __device__ __forceinline__ ExactKeys(const BlockView& block, const Segment& segment)
       : block_(block), segment_(segment), stride_(exact_stride(block.call.channels())) {
-    keys_ = reinterpret_cast<T*>(block.shared);
+    keys_ = reinterpret_cast<uint16_t*>(block.shared);
     queries_ = keys_ + kExactKeys * stride_;
     scores_ = reinterpret_cast<float*>(queries_ + kRows * stride_);
-    weights_ = reinterpret_cast<T*>(scores_ + 2 * kRows * kExactKeys);
+    weights_ = reinterpret_cast<uint16_t*>(scores_ + 2 * kRows * kExactKeys);
     state_ = reinterpret_cast<float*>(weights_ + 2 * kRows * kWeightStride);
   }
 
@@ -70,8 +69,8 @@ class ExactKeys {
  private:
   // A vector of latent and rotary channels, by one warp; null: zeros. Returns whether one of the lane's latent channels
   // is infinite or NaN.
-  __device__ __forceinline__ bool fetch(T* to, const void* latent, const void* rope) const {
-    constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7C00 : 0x7F80;
+  __device__ __forceinline__ bool fetch(uint16_t* to, const void* latent, const void* rope) const {
+    const uint32_t exponent = wide() ? 0x7F80 : 0x7C00;
     const int rope_words = block_.call.record.rope_dim / 8, words = S::kLatent / 8;
     bool spoiled = false;
     for (int i = block_.lane; i < words + rope_words; i += 32) {
@@ -83,7 +82,7 @@ class ExactKeys {
       const uint32_t word[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        spoiled |= i < words && ((word[k] & kExponent) == kExponent || (word[k] >> 16 & kExponent) == kExponent);
+        spoiled |= i < words && ((word[k] & exponent) == exponent || (word[k] >> 16 & exponent) == exponent);
       }
     }
     return spoiled;
@@ -97,11 +96,11 @@ class ExactKeys {
   __device__ __forceinline__ void begin() {
     const Latents& x = block_.call;
     for (int r = block_.warp; r < kRows; r += S::kWarps) {
-      const T *latent = nullptr, *rope = nullptr;
+      const uint16_t *latent = nullptr, *rope = nullptr;
       if (exists(first_row_ + r)) {
         const RowPlace row = place(first_row_ + r);
-        latent = static_cast<const T*>(x.a.q) + row.token * x.a.q_token_stride + row.head * x.a.q_head_stride;
-        rope = static_cast<const T*>(x.q_rope) + row.token * x.rope_token_stride + row.head * x.rope_head_stride;
+        latent = static_cast<const uint16_t*>(x.a.q) + row.token * x.a.q_token_stride + row.head * x.a.q_head_stride;
+        rope = static_cast<const uint16_t*>(x.q_rope) + row.token * x.rope_token_stride + row.head * x.rope_head_stride;
       }
       fetch(queries_ + r * stride_, latent, rope);
     }
@@ -132,15 +131,15 @@ class ExactKeys {
     const int lane = block_.lane, steps = block_.call.channels() / 16;
     for (int i = block_.warp; i < kScoreTiles * kParts; i += S::kWarps) {
       const int part = i / kScoreTiles, tile = i % kScoreTiles % kTiles, half = i % kScoreTiles / kTiles;
-      const T* keys = keys_ + (half * 16 + lane % 16) * stride_ + lane / 16 * 8;
-      const T* queries = queries_ + (tile * 8 + lane % 8) * stride_ + lane / 8 * 8;
+      const uint16_t* keys = keys_ + (half * 16 + lane % 16) * stride_ + lane / 16 * 8;
+      const uint16_t* queries = queries_ + (tile * 8 + lane % 8) * stride_ + lane / 8 * 8;
       float d[2][4] = {};
       const int begin = steps / 2 * part / kParts * 2, end = part + 1 == kParts ? steps : steps / 2 * (part + 1) / kParts * 2;
 #pragma unroll 2
       for (int s = begin; s < end; s += 2) {  // channels are a multiple of 32
         const uint4 q = load_tiles(queries + s * 16);
-        mma_floats<T>(d[0], load_tiles(keys + s * 16), q.x, q.y);
-        mma_floats<T>(d[1], load_tiles(keys + (s + 1) * 16), q.z, q.w);
+        multiply(d[0], load_tiles(keys + s * 16), q.x, q.y);
+        multiply(d[1], load_tiles(keys + (s + 1) * 16), q.z, q.w);
       }
       float* to = scores_ + (part * kRows + tile * 8 + 2 * block_.t) * kExactKeys + half * 16 + block_.g;
       to[0] = d[0][0] + d[1][0], to[kExactKeys] = d[0][1] + d[1][1];
@@ -172,11 +171,8 @@ class ExactKeys {
       float sum = p;
 #pragma unroll
       for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
-      float kept[2];
-      const uint32_t high = word_of_floats<T>(p, 0);
-      floats_of_words<T>({high}, kept);
-      T* to = weights_ + r * kWeightStride + block_.lane;
-      to[0] = static_cast<T>(p), to[kRows * kWeightStride] = static_cast<T>(p - kept[0]);
+      uint16_t* to = weights_ + r * kWeightStride + block_.lane;
+      to[0] = element(p), to[kRows * kWeightStride] = element(p - number(to[0]));
       __syncwarp();
       if (block_.lane == 0) {
         const float by = weight_of(before, top);
@@ -212,13 +208,13 @@ class ExactKeys {
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const T* weight = weights_ + (8 * j + 2 * block_.t + i % 2) * kWeightStride + k;
-          const float p = static_cast<float>(weight[0]) + static_cast<float>(weight[kRows * kWeightStride]);
+          const uint16_t* weight = weights_ + (8 * j + 2 * block_.t + i % 2) * kWeightStride + k;
+          const float p = number(weight[0]) + number(weight[kRows * kWeightStride]);
           if (p == 0) continue;
 #pragma unroll
           for (int b = 0; b < kSums; ++b) {
             float& sum = sums_[b][4 * j + i];
-            sum = fmaf(p, static_cast<float>(keys_[k * stride_ + channel(b, i)]), sum);
+            sum = fmaf(p, number(keys_[k * stride_ + channel(b, i)]), sum);
           }
         }
       }
@@ -230,7 +226,7 @@ class ExactKeys {
     const int lane = block_.lane;
 #pragma unroll 1
     for (int s = 0; s < kExactKeys / 16; ++s) {
-      const T* keys = keys_ + (s * 16 + lane % 8 + lane / 16 * 8) * stride_ + lane / 8 % 2 * 8;
+      const uint16_t* keys = keys_ + (s * 16 + lane % 8 + lane / 16 * 8) * stride_ + lane / 8 % 2 * 8;
       uint4 v[kSums];
 #pragma unroll
       for (int b = 0; b < kSums; ++b) v[b] = load_transposed(keys + (b * kSumWarps + block_.warp) * 16);
@@ -238,12 +234,12 @@ class ExactKeys {
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
-          const T* weights = weights_ + (part * kRows + 8 * j + block_.g) * kWeightStride + s * 16 + 2 * block_.t;
+          const uint16_t* weights = weights_ + (part * kRows + 8 * j + block_.g) * kWeightStride + s * 16 + 2 * block_.t;
           const uint32_t low = *reinterpret_cast<const uint32_t*>(weights);
           const uint32_t high = *reinterpret_cast<const uint32_t*>(weights + 8);
 #pragma unroll
           for (int b = 0; b < kSums; ++b) {
-            mma_floats<T>(reinterpret_cast<float(&)[4]>(sums_[b][4 * j]), v[b], low, high);
+            multiply(reinterpret_cast<float(&)[4]>(sums_[b][4 * j]), v[b], low, high);
           }
         }
       }
@@ -268,6 +264,21 @@ class ExactKeys {
     }
   }
 
+  __device__ __forceinline__ bool wide() const { return block_.call.a.dtype == Dtype::kBFloat16; }
+  __device__ __forceinline__ void multiply(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) const {
+    if (wide()) {
+      mma_floats<__nv_bfloat16>(d, a, b0, b1);
+    } else {
+      mma_floats<__half>(d, a, b0, b1);
+    }
+  }
+  __device__ __forceinline__ uint16_t element(float x) const {
+    return static_cast<uint16_t>(wide() ? word_of_floats<__nv_bfloat16>(x, 0) : word_of_floats<__half>(x, 0));
+  }
+  __device__ __forceinline__ float number(uint16_t element) const {
+    return wide() ? __uint_as_float(uint32_t{element} << 16) : __half2float(__ushort_as_half(element));
+  }
+
   __device__ __forceinline__ float& maximum(int r) const { return state_[r]; }
   __device__ __forceinline__ float& total(int r) const { return state_[kRows + r]; }
   __device__ __forceinline__ float& factor(int r) const { return state_[2 * kRows + r]; }
@@ -276,9 +287,9 @@ class ExactKeys {
   const Segment segment_;
   const int stride_;
   int first_row_;   // of the sequence's rows
-  T *keys_, *queries_;  // [32, stride], [kRows, stride]
+  uint16_t *keys_, *queries_;  // [32, stride], [kRows, stride]
   float* scores_;       // [2, kRows, 32]
-  T* weights_;          // [2, kRows, kWeightStride]: weights, and what rounding has left of them
+  uint16_t* weights_;   // [2, kRows, kWeightStride]: weights, and what rounding has left of them
   float* state_;        // [3, kRows]
   float sums_[kSums][4 * kTiles];
 };

@@ -125,6 +125,7 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Segm
 template <int R>
 __global__ void __launch_bounds__(32 * kJoinWarps)
     join_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __shared__ float sums[kJoinWarps][kPartHead + R];
   let_next_kernel_begin();
   wait_for_previous_kernel();
@@ -156,6 +157,7 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
   if (shared.exact >= 0) row.add(row.read(row_at(shared.exact, kExact), lane));
   const RowPlace place = place_of_row(a, sequence, a.length(sequence), queries, index);
   row.write(a, int64_t{place.token} * a.q_heads + place.head, lane);
+#endif
 }
 
 }  // namespace turboquant::cuda::mla

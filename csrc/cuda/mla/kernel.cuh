@@ -151,12 +151,7 @@ class LatentBlock {
 
   __device__ __forceinline__ void attend_exact(const Segment& segment) const {
     __syncthreads();
-    float* part = part_of<S>(block_.plan, blockIdx.x, kExact);
-    if (block_.call.a.dtype == Dtype::kBFloat16) {
-      ExactKeys<S, __nv_bfloat16>(block_, segment).attend(part);
-    } else {
-      ExactKeys<S, __half>(block_, segment).attend(part);
-    }
+    ExactKeys<S>(block_, segment).attend(part_of<S>(block_.plan, blockIdx.x, kExact));
   }
 
   const BlockView block_;
