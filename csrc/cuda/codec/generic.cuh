@@ -12,7 +12,8 @@ constexpr int kMostSharedBytes = 40 * 1024;  // of a block, on every device, wit
 // d = blocks * 2^log_block
 struct GenericShape {
   int d, blocks, log_block;
-  float norm;  // 1 / sqrt(2^log_block)
+  float norm;             // 1 / sqrt(2^log_block)
+  bool transforms = true;  // false: codes stand for the channels as they are (latents, docs/format.md section 13)
 
   GenericShape() = default;
   explicit GenericShape(format::Split split) : d(split.blocks * split.block), blocks(split.blocks), log_block(0) {
@@ -37,7 +38,8 @@ inline int generic_warps(int words, int most) {
 // Two neighbouring constants, i even.
 __device__ __forceinline__ float2 two(const float* x, int i) { return __ldg(reinterpret_cast<const float2*>(x + i)); }
 
-// Loads the vector at `offset` and applies center, scales and signs (section 5), for the rotation to follow.
+// Loads the vector at `offset` and applies center, scales and signs (section 5), for the rotation to follow. signs:
+// null where there is no transform.
 __device__ __forceinline__ void load_generic(float* y, int d, const void* x, Dtype dtype, int64_t offset,
                                              const float* signs, const format::Channels& channels, int lane) {
   for (int i = 2 * lane; i < d; i += 64) {
@@ -52,7 +54,7 @@ __device__ __forceinline__ void load_generic(float* y, int d, const void* x, Dty
       const float2 c = two(channels.scale, i);
       v = {__fmul_rn(v.x, c.x), __fmul_rn(v.y, c.y)};
     }
-    const float2 s = two(signs, i);
+    const float2 s = signs ? two(signs, i) : float2{1, 1};
     y[i] = __fmul_rn(v.x, s.x), y[i + 1] = __fmul_rn(v.y, s.y);
   }
   __syncwarp();
@@ -89,6 +91,7 @@ __device__ __forceinline__ void generic_mix(float* y, int block, int lane) {
 
 // core(y); the factor of section 2, step 2 only if `normed`.
 __device__ __forceinline__ void transform_generic(float* y, const GenericShape& s, bool normed, int lane) {
+  if (!s.transforms) return;
   int log_h = 0;
 #pragma unroll 1
   for (; log_h + 3 <= s.log_block; log_h += 3) generic_pass<8>(y, s.d, log_h, lane);
@@ -232,7 +235,7 @@ __device__ __forceinline__ void store_generic(float* y, const GenericShape& s, c
   transform_generic(y, s, true, lane);
   if (!exists) return;
   for (int i = 2 * lane; i < s.d; i += 64) {
-    const float2 sign = two(signs, i);
+    const float2 sign = signs ? two(signs, i) : float2{1, 1};
     float2 v{__fmul_rn(y[i], sign.x), __fmul_rn(y[i + 1], sign.y)};
     if (channels.inverse) {
       const float2 c = two(channels.inverse, i);

@@ -51,13 +51,13 @@ class Launch {
 
 // A launch that may begin before the previous kernel has ended (from compute capability 9.0 on; elsewhere an ordinary
 // launch). The kernel must call wait_for_previous_kernel.
-inline cudaError_t launch_early(const void* kernel, int grid, int threads, int shared_bytes, void** arguments,
+inline cudaError_t launch_early(const void* kernel, dim3 grid, int threads, int shared_bytes, void** arguments,
                                 cudaStream_t stream, int compute_major) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(grid), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
+  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
   config.stream = stream, config.attrs = &early, config.numAttrs = compute_major >= 9 ? 1 : 0;
   return cudaLaunchKernelExC(&config, kernel, arguments);
 }

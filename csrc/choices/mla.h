@@ -1,0 +1,46 @@
+// Which CUDA kernel takes a call of mla_attention, and why: the one place that knows the conditions. Plain C++ without
+// torch and CUDA, so that the launch, a test and a report of the machine ask the same function.
+#pragma once
+
+#include <cstdint>
+
+#include "choices/device.h"
+#include "dtype.h"
+#include "format.h"
+
+namespace turboquant {
+
+enum class LatentKernel {
+  kWarpgroups,  // products of warpgroups straight from codes (cuda/mla/kernel.cuh)
+  kGeneral,     // everything (cuda/mla/general.cu)
+};
+
+// What the choice depends on, of a call.
+struct LatentShape {
+  int latent_dim;
+  format::Codes codes;
+  Dtype dtype;       // of queries, results and exact latents
+  Dtype rope_dtype;  // of the raw channels in pages
+};
+
+struct LatentChoice {
+  LatentKernel kernel;
+  const char* reason;  // the condition that decided
+};
+
+// The sizes that the kernel of warpgroups is compiled for (cuda/mla/instances).
+constexpr bool has_latent_kernel(int latent_dim) { return latent_dim == 256 || latent_dim == 512; }
+
+constexpr LatentChoice choose_latents(const LatentShape& s, const DeviceFacts& device) {
+  const auto general = [](const char* reason) { return LatentChoice{LatentKernel::kGeneral, reason}; };
+  if (!device.warpgroup_products) return general("the device has no products of warpgroups");
+  if (!has_latent_kernel(s.latent_dim)) return general("latent_dim is neither 256 nor 512");
+  if (s.codes.grid != format::Grid::kUniform || format::is_spread(s.codes.width)) {
+    return general("codes are not of a uniform grid of 4, 5 or 8 bits");
+  }
+  if (s.dtype == Dtype::kFloat32) return general("queries are float32");
+  if (s.dtype != s.rope_dtype) return general("queries and raw channels differ in dtype");
+  return {LatentKernel::kWarpgroups, "uniform grid of 4, 5 or 8 bits"};
+}
+
+}  // namespace turboquant

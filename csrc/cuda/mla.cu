@@ -1,0 +1,370 @@
+// mla_store, mla_load: latents in packed pages (docs/format.md section 13) and their exact tail, by the codec's generic
+// kernels. mla_attention: describes a call for its kernels (mla/call.cuh) and launches the one that choices/mla.h
+// chooses.
+#include "calls/mla.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "choices/mla.h"
+#include "cuda/codec/arguments.cuh"
+#include "cuda/codec/generic.cuh"
+#include "cuda/mla/launch.cuh"
+
+namespace turboquant::cuda {
+namespace {
+
+// ---- Records and tails ---------------------------------------------------------------------------------------------
+
+// A record of latents as the codec sees it: one head of keys, and raw channels where values would be.
+RecordLayout layout_of(const format::LatentRecord& r) {
+  const auto log2 = [](int n) { return 31 - __builtin_clz(static_cast<unsigned>(n)); };
+  RecordLayout x{};
+  x.head_dim = r.latent_dim, x.octets = r.latent_dim / 8, x.key_bits = r.bits;
+  x.page_shift = log2(r.page_size), x.tile_shift = log2(format::LatentRecord::kTileTokens);
+  x.record_bytes = r.record_bytes(), x.tile_bytes = r.tile_bytes();
+  x.key_row_bytes = r.row_bytes(), x.key_plane_bytes = r.plane_bytes();
+  x.key_planes = r.planes(), x.value_blocks = r.ropes(), x.key_scales = r.scales();
+  return x;
+}
+
+Pages pages_of(const Tensor& cache) {
+  STD_TORCH_CHECK(aligned(cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
+  return {static_cast<uint8_t*>(cache.data_ptr()), cache.size(0), checked_stride(cache, "cache"), 1};
+}
+
+__device__ __forceinline__ uint8_t* rope_of(const Token& token, const RecordLayout& layout, int rope_dim) {
+  return token.tile + layout.value_blocks + token.number * rope_dim * format::kRopeBytes;
+}
+
+// [r] or [3, r] -> center, and scales of channels if there are any
+format::Channels latent_channels(const OptionalTensor& center, const float* data, int64_t r) {
+  if (!center) return {nullptr, nullptr, nullptr};
+  if (center->dim() == 1) return {data, nullptr, nullptr};
+  return {data, data + r, data + 2 * r};
+}
+
+// Rows of a matrix: the tensor itself, or a copy if rows do not start at multiples of `bytes`.
+class MatrixRows {
+ public:
+  MatrixRows(const Tensor& t, int64_t bytes) : rows_(t, bytes) {
+    stride_ = rows_.data() != t.data_ptr() || t.size(0) <= 1 ? t.size(1) : t.stride(0);
+  }
+  const void* data() const { return rows_.data(); }
+  int64_t stride() const { return stride_; }  // in elements
+
+ private:
+  AlignedRows rows_;
+  int64_t stride_;
+};
+
+// ---- Store ----------------------------------------------------------------------------------------------------------
+
+struct LatentStore {
+  const void *latent, *rope;  // [tokens, r], [tokens, dr]
+  int64_t latent_stride, rope_stride, tokens;  // in elements
+  int rope_dim;
+  Dtype dtype, rope_dtype;  // of the arguments; of the raw channels in pages
+  Codebook book;
+  const float* signs;
+  format::Channels channels;
+  EncodeConstants constants;
+  Pages pages;
+  RecordLayout layout;
+  Slots slots;
+  Tail tail;
+  bool rotated_tail;
+};
+
+constexpr int kStoreWarps = 4;  // of a block, at most
+constexpr int store_words(int d) { return generic_words(d) + 4; }
+
+// A token's latent and rotary channels in the tail. y: room for the latent.
+__device__ __forceinline__ void store_exact(const LatentStore& a, const GenericShape& shape, int64_t token,
+                                            uint8_t* to, float* y, int lane) {
+  const int d = shape.d, size = element_size(a.dtype);
+  const uint8_t* from = static_cast<const uint8_t*>(a.latent) + token * a.latent_stride * size;
+  if (a.rotated_tail) {
+    load_generic(y, d, from, a.dtype, 0, a.signs, {nullptr, a.channels.scale, nullptr}, lane);
+    transform_generic(y, shape, true, lane);
+    for (int i = lane; i < d; i += 32) store_float(to, a.dtype, i, y[i]);
+    __syncwarp();
+  } else {
+    copy_bytes(from, to, d * size, lane, 32);
+  }
+  copy_bytes(static_cast<const uint8_t*>(a.rope) + token * a.rope_stride * size, to + d * size, a.rope_dim * size, lane,
+             32);
+}
+
+// A warp stores a token.
+__global__ void __launch_bounds__(32 * kStoreWarps)
+    store_latents(const __grid_constant__ LatentStore a, const __grid_constant__ GenericShape shape) {
+  let_next_kernel_begin();  // the next kernel is usually mla_attention's
+  extern __shared__ uint4 dynamic[];
+  __shared__ SharedCodebook shared;
+  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, count = blockDim.x / 32, d = shape.d;
+  const int64_t token = int64_t{blockIdx.x} * count + mine;
+  uint32_t* row = reinterpret_cast<uint32_t*>(dynamic) + mine * store_words(d);
+  float* y = reinterpret_cast<float*>(row);
+  shared.fill(a.book, threadIdx.x, blockDim.x);
+  __syncthreads();
+  if (token >= a.tokens) return;
+  const Token to = a.pages.token(a.slots[token], 0, a.layout);
+  if (!to.tile) return;
+
+  if (a.tail.data) {
+    const int64_t kept = a.tail.row(token);
+    if (kept >= 0) {
+      const int64_t bytes = static_cast<int64_t>(d + a.rope_dim) * element_size(a.dtype);
+      store_exact(a, shape, token,
+                  a.tail.data + format::latent_tail_offset<int64_t>(kept >> 32, a.tail.stride,
+                                                                   static_cast<uint32_t>(kept), bytes),
+                  y, lane);
+    }
+  }
+  load_generic(y, d, a.latent, a.dtype, token * a.latent_stride, a.signs, a.channels, lane);
+  const GenericCodes codes = encode_generic(y, y + generic_stride(d), shape, lane, shared, a.book, a.constants);
+  for (int o = lane; o < a.layout.octets; o += 32) {
+    write_octet(row, a.layout.octets, a.book.width, o, codes.octet(o, d, shared, a.book.width));
+  }
+  __syncwarp();
+  store_key(row, to, a.layout, lane, 32);
+  if (lane == 0) *to.key_scale(a.layout) = codes.scale;
+  uint8_t* rope = rope_of(to, a.layout, a.rope_dim);
+  for (int c = lane; c < a.rope_dim; c += 32) {
+    if (a.dtype == a.rope_dtype) {
+      reinterpret_cast<uint16_t*>(rope)[c] = static_cast<const uint16_t*>(a.rope)[token * a.rope_stride + c];
+    } else {
+      store_float(rope, a.rope_dtype, c, load_float(a.rope, a.dtype, token * a.rope_stride + c));
+    }
+  }
+}
+
+Tail tail_of(const MlaStoreCall& c) {
+  if (!c.tail) return {};
+  STD_TORCH_CHECK(aligned(c.tail->data_ptr(), 16), "tail must start at a multiple of 16 bytes");
+  return {static_cast<uint8_t*>(c.tail->data_ptr()),
+          checked_stride(*c.tail, "tail"),
+          slots_of(*c.tail_slots),
+          static_cast<const int32_t*>(c.seq_lens->data_ptr()),
+          c.cu_seqlens_q ? static_cast<const int32_t*>(c.cu_seqlens_q->data_ptr()) : nullptr,
+          c.seq_lens->size(0),
+          checked_int(c.tail->size(0), "the number of tails"),
+          checked_int(c.tail->size(1), "the rows of a tail"),
+          static_cast<int>(c.sink_tokens)};
+}
+
+void store_tokens(const MlaStoreCall& c, const format::LatentRecord& record) {
+  const Pages pages = pages_of(c.cache);
+  if (c.tokens() == 0) return;
+  const Launch launch(c.latent);
+  const MatrixRows latent(c.latent, 8), rope(c.rope, 2);
+  const Constant signs(c.signs), center(c.center);
+  const int d = record.latent_dim;
+  GenericShape shape(format::split_dim(d));
+  shape.transforms = c.signs.has_value();
+  EncodeConstants constants = EncodeConstants::of(format::split_dim(d));
+  if (!shape.transforms) constants.norm = 1;
+  const LatentStore a{.latent = latent.data(),
+                      .rope = rope.data(),
+                      .latent_stride = latent.stride(),
+                      .rope_stride = rope.stride(),
+                      .tokens = c.tokens(),
+                      .rope_dim = record.rope_dim,
+                      .dtype = dtype_of(c.latent),
+                      .rope_dtype = dtype_of(c.rope_dtype),
+                      .book = checked_codebook(c.latent, c.levels, c.steps, c.bits, c.scale_mode, "levels", "steps"),
+                      .signs = signs.data(),
+                      .channels = latent_channels(c.center, center.data(), d),
+                      .constants = constants,
+                      .pages = pages,
+                      .layout = layout_of(record),
+                      .slots = slots_of(c.slot_mapping),
+                      .tail = tail_of(c),
+                      .rotated_tail = c.rotated_tail};
+  store_latents<<<num_blocks(a.tokens, kStoreWarps), 32 * kStoreWarps, 4 * kStoreWarps * store_words(d),
+                  launch.stream()>>>(a, shape);
+  launch.check("mla_store");
+}
+
+// ---- Load -----------------------------------------------------------------------------------------------------------
+
+struct LatentLoad {
+  Pages pages;
+  RecordLayout layout;
+  const int32_t *table, *lengths;  // [seqs, max_pages], [seqs]
+  int64_t seqs, table_stride, max_pages, max_length;
+  const float* signs;
+  const int8_t* levels;
+  format::Channels channels;
+  void *latent, *rope;  // [seqs, max_length, r], [seqs, max_length, dr] of `dtype`
+  int rope_dim;
+  Dtype dtype, rope_dtype;
+};
+
+constexpr int kLoadWarps = 4;  // of a block
+
+// A warp loads a token.
+__global__ void __launch_bounds__(32 * kLoadWarps)
+    load_latents(const __grid_constant__ LatentLoad a, const __grid_constant__ GenericShape shape) {
+  extern __shared__ uint4 dynamic[];
+  __shared__ float table[32];
+  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, d = shape.d;
+  const Width width = a.layout.key_width();
+  fill_levels(table, a.levels, width, threadIdx.x, blockDim.x);
+  __syncthreads();
+  const int64_t number = int64_t{blockIdx.x} * kLoadWarps + mine, sequence = number / a.max_length,
+                position = number % a.max_length, page = position >> a.layout.page_shift;
+  if (sequence >= a.seqs) return;
+  Token from{nullptr, 0};
+  if (position < a.lengths[sequence] && page < a.max_pages) {
+    from = a.pages.token(a.table[sequence * a.table_stride + page], position & ((1 << a.layout.page_shift) - 1), 0,
+                         a.layout);
+  }
+  const int64_t at = number * d, rope_at = number * a.rope_dim;
+  if (!from.tile) {
+    for (int i = lane; i < d; i += 32) store_float(a.latent, a.dtype, at + i, 0);
+    for (int i = lane; i < a.rope_dim; i += 32) store_float(a.rope, a.dtype, rope_at + i, 0);
+    return;
+  }
+  float* y = reinterpret_cast<float*>(dynamic) + mine * generic_words(d);
+  uint32_t* row = reinterpret_cast<uint32_t*>(y) + generic_stride(d);
+  load_key(row, from, a.layout, lane, 32);
+  const float scale = __half2float(__ushort_as_half(*from.key_scale(a.layout)));
+  __syncwarp();
+  for (int o = lane; o < a.layout.octets; o += 32) {
+    const Octet octet = key_octet(row, row + a.layout.key_row_bytes / 4, a.layout.octets, width, o);
+    put_generic_octet(y, d, o, octet, width, table, scale);
+  }
+  store_generic(y, shape, a.signs, a.channels, a.latent, a.dtype, at, true, lane);
+  const uint8_t* rope = rope_of(from, a.layout, a.rope_dim);
+  for (int i = lane; i < a.rope_dim; i += 32) {
+    store_float(a.rope, a.dtype, rope_at + i, load_float(rope, a.rope_dtype, i));
+  }
+}
+
+void load_tokens(const MlaLoadCall& c, const format::LatentRecord& record, const Tensor& latent, const Tensor& rope) {
+  const Pages pages = pages_of(c.cache);
+  if (latent.numel() == 0) return;
+  const Launch launch(c.cache);
+  const Constant signs(c.signs), center(c.center);
+  const int d = record.latent_dim;
+  GenericShape shape(format::split_dim(d));
+  shape.transforms = c.signs.has_value();
+  const LatentLoad a{.pages = pages,
+                     .layout = layout_of(record),
+                     .table = static_cast<const int32_t*>(c.block_table.data_ptr()),
+                     .lengths = static_cast<const int32_t*>(c.seq_lens.data_ptr()),
+                     .seqs = c.seqs(),
+                     .table_stride = c.block_table.stride(0),
+                     .max_pages = c.max_pages(),
+                     .max_length = c.max_seq_len,
+                     .signs = signs.data(),
+                     .levels = levels_data(c.levels),
+                     .channels = latent_channels(c.center, center.data(), d),
+                     .latent = latent.data_ptr(),
+                     .rope = rope.data_ptr(),
+                     .rope_dim = record.rope_dim,
+                     .dtype = dtype_of(c.dtype),
+                     .rope_dtype = dtype_of(c.rope_dtype)};
+  load_latents<<<num_blocks(a.seqs * a.max_length, kLoadWarps), 32 * kLoadWarps, 4 * kLoadWarps * generic_words(d),
+                 launch.stream()>>>(a, shape);
+  launch.check("mla_load");
+}
+
+// ---- Attention ------------------------------------------------------------------------------------------------------
+
+const int32_t* integers(const OptionalTensor& t) { return t ? static_cast<const int32_t*>(t->data_ptr()) : nullptr; }
+
+// Queries [tokens, q_heads, d] with rows at multiples of 16 bytes: the tensor itself, or a copy.
+class HeadQueries {
+ public:
+  explicit HeadQueries(const Tensor& t) : rows_(t, 16) {
+    const bool copied = rows_.data() != t.data_ptr();
+    const auto stride = [&](int64_t i, int64_t dense) { return copied || t.size(i) <= 1 ? dense : t.stride(i); };
+    token_stride_ = stride(0, t.size(1) * t.size(2)), head_stride_ = stride(1, t.size(2));
+  }
+  const void* data() const { return rows_.data(); }
+  int64_t token_stride() const { return token_stride_; }  // in elements, as
+  int64_t head_stride() const { return head_stride_; }
+
+ private:
+  AlignedRows rows_;
+  int64_t token_stride_, head_stride_;
+};
+
+void start(const mla::Latents& x, const Tensor& q, const Device& device, cudaStream_t stream) {
+  const LatentShape shape{.latent_dim = x.record.latent_dim,
+                          .codes = {x.record.width(), x.levels ? format::Grid::kLevels : format::Grid::kUniform},
+                          .dtype = x.a.dtype,
+                          .rope_dtype = x.rope_dtype};
+  if (choose_latents(shape, device.facts).kernel == LatentKernel::kGeneral) return mla::attend_general(x, stream);
+  mla::LatentLaunch launch(x, device);
+  const Tensor workspace = new_tensor(q, {launch.workspace_bytes()}, ScalarType::Byte, "the work space");
+  launch.run(workspace.data_ptr(), stream);
+}
+
+void attend(const MlaAttentionCall& c, const format::LatentRecord& record, const Tensor& out, const Tensor& lse) {
+  const Pages pages = pages_of(c.cache);
+  STD_TORCH_CHECK(!c.tail || aligned(c.tail->data_ptr(), 16), "tail must start at a multiple of 16 bytes");
+  if (out.numel() == 0) return;
+  const Launch launch(c.q_latent);
+  const HeadQueries q(c.q_latent), q_rope(c.q_rope);
+  const Constant signs(c.signs), center(c.center);
+
+  mla::Latents x{};
+  x.record = record;
+  x.q_rope = q_rope.data(), x.rope_token_stride = q_rope.token_stride(), x.rope_head_stride = q_rope.head_stride();
+  x.rope_dtype = dtype_of(c.rope_dtype);
+  x.signs = signs.data(), x.levels = levels_data(c.levels);
+
+  Attention& a = x.a;
+  a.q = q.data(), a.q_token_stride = q.token_stride(), a.q_head_stride = q.head_stride();
+  a.out = out.data_ptr(), a.lse = static_cast<float*>(lse.data_ptr());
+  a.dtype = dtype_of(c.q_latent);
+  a.tokens = checked_int(c.tokens(), "the number of tokens");
+  a.q_heads = a.group = checked_int(c.q_heads(), "the number of query heads");
+  a.kv_heads = 1;
+  a.softmax_scale = static_cast<float>(c.softmax_scale);
+  a.seq_lens = static_cast<const int32_t*>(c.seq_lens.data_ptr());
+  a.query_begin = integers(c.cu_seqlens_q);
+  a.block_table = static_cast<const int32_t*>(c.block_table.data_ptr());
+  a.table_stride = c.block_table.stride(0);
+  a.seqs = checked_int(c.seqs(), "the number of sequences");
+  a.max_pages = checked_int(c.block_table.size(1), "the width of block_table");
+  a.max_q_len = c.cu_seqlens_q ? static_cast<int>(std::min(c.max_q_len, c.tokens())) : 1;
+  a.most_queries = INT32_MAX;
+  a.pages = pages.data, a.num_pages = pages.num_pages, a.page_stride = pages.page_stride;
+  a.record = {record.latent_dim, record.page_size, record.bits, 0};
+  a.channels = latent_channels(c.center, center.data(), record.latent_dim);
+
+  if (c.tail) {
+    a.tail = c.tail->data_ptr();
+    a.tail_stride = checked_stride(*c.tail, "tail") / element_size(a.dtype);
+    a.tail_slots = c.tail_slots->data_ptr();
+    a.wide_slots = c.tail_slots->scalar_type() == ScalarType::Long;
+    a.tail_valid = integers(c.tail_valid);
+    a.max_seqs = checked_int(c.tail->size(0), "the number of tails");
+    a.sink_tokens = checked_int(c.sink_tokens, "sink_tokens");
+    a.ring = checked_int(c.tail->size(1) - c.sink_tokens, "the length of a tail");
+    a.recent_window = static_cast<int>(c.recent_window);  // at most one longer than the ring
+  }
+  std::optional<MatrixRows> latent_new, rope_new;
+  if (c.latent_new) {
+    latent_new.emplace(*c.latent_new, 16), rope_new.emplace(*c.rope_new, 16);
+    a.new_keys = latent_new->data(), a.new_values = rope_new->data();
+    a.new_key_token_stride = latent_new->stride(), a.new_value_token_stride = rope_new->stride();
+  }
+  start(x, c.q_latent, device_of(c.q_latent.get_device_index()), launch.stream());
+}
+
+}  // namespace
+}  // namespace turboquant::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
+  using namespace turboquant;
+  m.impl("mla_store", boxed<&mla_store<turboquant::cuda::store_tokens>, kMlaStore>);
+  m.impl("mla_load", boxed<&mla_load<turboquant::cuda::load_tokens>>);
+  m.impl("mla_attention", boxed<&mla_attention<turboquant::cuda::attend>, kMlaAttention>);
+  m.impl("mla_attention_out", boxed<&mla_attention_out<turboquant::cuda::attend>, kMlaAttentionOut>);
+}

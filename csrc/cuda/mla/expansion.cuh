@@ -1,0 +1,88 @@
+// From codes to operands, without any arithmetic.
+//
+// Scores are products of bytes: a word of codes is one or two words of bytes. Sums of values are products of float16: a
+// code in the low bits of a float16 whose other bits are 0 is the subnormal number code * 2^-24, and tensor cores
+// multiply subnormal numbers exactly. There, a word holds codes of two tokens in its halves. Pair i are code i of the
+// low half and code i of the high half.
+#pragma once
+
+#include "cuda/common/mma.cuh"
+#include "cuda/mla/shape.cuh"
+
+namespace turboquant::cuda::mla {
+
+// What pair i is multiplied by so that a code 1 is 1. Odd pairs of kNibbles are left four bits higher, hence 16 times as large.
+__device__ __forceinline__ float inverse_unit(Kind kind, int i) {
+  return kind == kNibbles && i % 2 ? 1.0f * (1 << 20) : 1.0f * (1 << 24);
+}
+template <Kind KIND>
+constexpr int kPairsOfWord = KIND == kBytes ? 2 : 4;
+
+// x | (y & MASK)
+template <uint32_t MASK>
+__device__ __forceinline__ uint32_t or_masked(uint32_t x, uint32_t y) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xF8;" : "=r"(out) : "r"(x), "r"(y), "n"(MASK));
+  return out;
+}
+// (x ^ FLIP) & MASK
+template <uint32_t FLIP, uint32_t MASK>
+__device__ __forceinline__ uint32_t flip_masked(uint32_t x) {
+  uint32_t out;
+  asm("{ .reg .b32 f; mov.b32 f, %2; lop3.b32 %0, %1, f, %3, 0x28; }" : "=r"(out) : "r"(x), "n"(FLIP), "n"(MASK));
+  return out;
+}
+
+template <Kind KIND>
+constexpr int kBytesOfWord = KIND == kBytes ? 1 : 2;  // words of bytes
+
+// Even and odd codes as bytes. fifth: kPlanes only, the fifth bits of codes i in bits 4 + i % 2 of bytes i / 2, see
+// align_fifth.
+template <Kind KIND>
+__device__ __forceinline__ void expand_bytes(uint32_t x, uint32_t fifth, uint32_t (&bytes)[kBytesOfWord<KIND>]) {
+  if constexpr (KIND == kBytes) {
+    bytes[0] = x;
+  } else {
+    bytes[0] = x & 0x0F0F0F0F, bytes[1] = x >> 4 & 0x0F0F0F0F;
+    if constexpr (KIND == kPlanes) {
+      bytes[0] = or_masked<0x10101010>(bytes[0], fifth), bytes[1] = or_masked<0x10101010>(bytes[1], fifth >> 1);
+    }
+  }
+}
+
+template <Kind KIND>
+__device__ __forceinline__ void expand_pairs(uint32_t x, uint32_t fifth, uint32_t (&pair)[kPairsOfWord<KIND>]) {
+  if constexpr (KIND == kNibbles) {
+    const uint32_t y = x >> 8;
+    pair[0] = x & 0x000F000F, pair[1] = x & 0x00F000F0, pair[2] = y & 0x000F000F, pair[3] = y & 0x00F000F0;
+  } else if constexpr (KIND == kPlanes) {
+    uint32_t bytes[2];
+    expand_bytes<KIND>(x, fifth, bytes);
+    pair[0] = bytes[0] & 0x00FF00FF, pair[1] = bytes[1] & 0x00FF00FF;
+    pair[2] = select_bytes(bytes[0], 0, 0x4341), pair[3] = select_bytes(bytes[1], 0, 0x4341);
+  } else {
+    pair[0] = flip_masked<0x80808080, 0x00FF00FF>(x), pair[1] = flip_masked<0x80808080, 0x00FF00FF>(x >> 8);
+  }
+}
+
+// A word of a plane, in which the fifth bits of word j of a channel group are bits 2 j and 2 j + 1 of each byte.
+__device__ __forceinline__ uint32_t align_fifth(uint32_t plane, int j) {
+  return __funnelshift_r(plane, plane, 2 * j - 4);  // the amount counts modulo 32
+}
+
+// Where channel c stands in the order of products for scores: product `step`, place k of 32. A product takes two
+// neighbouring words of 16 bytes of each token, or their even or odd codes.
+struct ChannelPlace {
+  int step, k;
+};
+__device__ __forceinline__ ChannelPlace place_of_channel(Kind kind, int c) {
+  return kind == kBytes ? ChannelPlace{c / 32, c % 32} : ChannelPlace{c / 64 * 2 + c % 2, c % 64 / 2};
+}
+
+// Where element k of column n of an operand with `tiles` tiles of eight columns stands, in bytes: core matrices of 128
+// bytes as common/wgmma.cuh takes them.
+__device__ __forceinline__ int place_in_operand(int tiles, int n, int k) {
+  return (k / 8 * tiles + n / 8) * 128 + n % 8 * 16 + k % 8 * 2;
+}
+
+}  // namespace turboquant::cuda::mla

@@ -1,0 +1,171 @@
+// Latent attention: every query head of a token attends to one vector per key, which is both key and value, straight
+// from its codes, in one launch.
+//
+// Keys are the long side of all products (64 x 16 of warpgroups), rows of queries the short one, so that 16 heads waste
+// nothing:
+//   scores  [64 tokens x channels] . [channels x rows]
+//   output  [64 channels x tokens] . [tokens x rows]
+// Codes become the left operand in registers, as subnormal float16 numbers, with one mask for two codes (expansion.cuh).
+// The same bytes in shared memory serve both products: ldmatrix gives a lane neighbouring channels of a token, and with
+// transposition the same channels of neighbouring tokens.
+//
+// Warpgroups have roles. One computes scores and weights, one or two others sum weighted latents of the unit before,
+// and copy the units ahead. So tensor cores, integer instructions and copies overlap.
+//
+// The blocks of a fixed grid share a flat list of units of 64 keys as those of split-KV do (attention/schedule.cuh).
+// Each leaves a partial result for every segment that it had a part of, and the last of the blocks that share a segment
+// joins them in order.
+//
+// The parts, each in a file of its own, in the order in which a unit passes them:
+//   ring        copies of pages        values    sums of weighted latents
+//   queries     operands of rows       exact     exact keys, with sums of their own
+//   scores      products and weights   join      of partial results, and the last transform
+#pragma once
+
+#include "cuda/attention/counters.cuh"
+#include "cuda/attention/padding.cuh"
+#include "cuda/mla/exact.cuh"
+#include "cuda/mla/join.cuh"
+#include "cuda/mla/queries.cuh"
+#include "cuda/mla/scores.cuh"
+#include "cuda/mla/values.cuh"
+
+namespace turboquant::cuda::mla {
+
+// The warpgroup's threads get registers that another warpgroup has left, or leave some.
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (COUNT < kMostRegisters) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+template <int COUNT>
+__device__ __forceinline__ void leave_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (COUNT < kMostRegisters) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
+template <class S>
+class LatentBlock {
+ public:
+  __device__ __forceinline__ LatentBlock(const Latents& x, const Plan& plan, uint8_t* shared)
+      : block_(x, plan, shared), notes_(block_.notes()) {}
+
+  __device__ __forceinline__ void run() {
+    let_next_kernel_begin();
+    begin();
+    const ListCut& cut = notes_.share.cut;
+    const Segment& segment = notes_.share.segment;
+    const int end = notes_.share.end;
+    for (int unit = notes_.share.begin; unit < end && segment.begin < end;) {
+      const int from = max(unit, segment.begin), to = min(end, segment.end());
+      attend_codes(segment, from, max(min(to, segment.coded_end()) - from, 0));
+      const int first = cut.block_of(segment.begin);
+      SharedBy shared{first, cut.block_of(segment.end() - 1) - first + 1, -1};
+      if (segment.work.exact > 0) {
+        shared.exact = cut.block_of(segment.coded_end());
+        if (from <= segment.coded_end() && segment.coded_end() < to) attend_exact(segment);
+      }
+      finish(segment, from == segment.begin, shared);
+      unit = to;
+      if (unit < end) seek(unit, cut.gap);
+    }
+  }
+
+ private:
+  // Barriers, and the block's share of the list.
+  __device__ __forceinline__ void begin() {
+    const Attention& a = block_.call.a;
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kMaxStages; ++i) init_barrier(block_.arrived(i), S::kValueThreads);
+      for (int i = 0; i < kWeightBuffers; ++i) {
+        init_barrier(block_.weighed(i), kWarpgroup), init_barrier(block_.summed(i), S::kValueThreads / 32);
+      }
+    }
+    barriers_ready();
+    wait_for_previous_kernel();
+    if (block_.warp == 0) {
+      BlockShare share;
+      cut_work<S::kRows>(a, kExactPerUnit, reinterpret_cast<uint2*>(block_.shared), block_.plan.queries, false, nullptr,
+                         share);
+      if (block_.lane == 0) notes_.share = share;
+    } else {
+      constexpr int kOthers = S::kThreads - 32;
+      clear_padding<uint16_t>(a, S::kLatent * element_size(a.dtype) / 2,
+                              int64_t{blockIdx.x} * kOthers + threadIdx.x - 32, int64_t{gridDim.x} * kOthers);
+    }
+    __syncthreads();
+  }
+
+  // `units` units of codes, from unit `from` of the list on.
+  __device__ __forceinline__ void attend_codes(const Segment& segment, int from, int units) {
+    const int token = segment.first_token(from);
+    float* part = part_of<S>(block_.plan, blockIdx.x, from == segment.begin ? kOpened : kContinued);
+    const bool copies = threadIdx.x >= kWarpgroup;
+    Ring<S> ring(block_);
+    if (copies) ring.begin(segment, token, units, turn_.stage);
+    prepare_queries<S>(block_, segment);
+    if (copies) {
+      take_registers<S::kValueRegisters>();
+      ValueGroup<S> values(block_, ring);
+      values.attend(units, turn_);
+      values.leave(part);
+      leave_registers<S::kRegisters>();
+    } else {
+      leave_registers<S::kScoreRegisters>();
+      ScoreGroup<S> scores(block_);
+      scores.attend(token, units, turn_);
+      scores.leave(part);
+      take_registers<S::kRegisters>();
+    }
+  }
+
+  // The block's part of the segment is there. opens: it is the segment's first.
+  __device__ __forceinline__ void finish(const Segment& segment, bool opens, const SharedBy& shared) {
+    const Plan& plan = block_.plan;
+    if (plan.segments) {
+      if (opens && threadIdx.x == 0) plan.segments[segment.sequence * plan.row_blocks + segment.block] = shared;
+      return;
+    }
+    __syncthreads();
+    // A block that has a whole segment does not count: the counter may be in use for the segment that it opens last.
+    if (threadIdx.x == 0) {
+      notes_.flag = shared.blocks == 1 || count_arrival(plan.arrivals + shared.first, shared.blocks);
+    }
+    __syncthreads();
+    if (notes_.flag) write_results<S>(block_, segment, shared);
+  }
+
+  // Moves on to the segment that holds number `unit`.
+  __device__ __forceinline__ void seek(int unit, int gap) {
+    __syncthreads();
+    if (block_.warp == 0) {
+      Segment next = notes_.share.segment;
+      next.template seek<S::kRows>(block_.call.a, kExactPerUnit, gap, unit);
+      __syncwarp();
+      if (block_.lane == 0) notes_.share.segment = next;
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void attend_exact(const Segment& segment) const {
+    __syncthreads();
+    ExactKeys<S>(block_, segment).attend(part_of<S>(block_.plan, blockIdx.x, kExact));
+  }
+
+  const BlockView block_;
+  Notes& notes_;
+  Turn turn_;
+};
+
+template <int R, int ROWS>
+__global__ void __launch_bounds__(Shape<R, ROWS>::kThreads, Shape<R, ROWS>::kBlocks)
+    latent_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // choose_latents sends no call to other devices
+  extern __shared__ __align__(1024) uint8_t shared[];
+  LatentBlock<Shape<R, ROWS>>(x, plan, shared).run();
+#endif
+}
+
+}  // namespace turboquant::cuda::mla

@@ -1,0 +1,63 @@
+// The launch of the kernel of warpgroups: which instance, and how its shared memory is divided.
+#include "cuda/mla/launch.cuh"
+
+#include "cuda/attention/counters.cuh"
+#include "cuda/common/torch.cuh"
+
+namespace turboquant::cuda::mla {
+namespace {
+
+constexpr int kMostParts = 6;     // that the last block of a segment joins
+constexpr int kMostSeqs = 65535;  // of a grid
+
+// 1,000,000 rows are more than any block has.
+int rows_of(const Attention& a) {
+  return static_cast<int>(std::min<int64_t>(int64_t{a.max_q_len} * a.q_heads, 1000000));
+}
+
+}  // namespace
+
+LatentLaunch::LatentLaunch(const Latents& call, const Device& device) : call_(call), device_(device) {
+  const format::LatentRecord& r = call.record;
+  entry_ = r.latent_dim == 512 ? find_kernel<512>(rows_of(call.a)) : find_kernel<256>(rows_of(call.a));
+  const DeviceFacts& facts = device.facts;
+  const int per_block = facts.shared_per_multiprocessor / entry_.blocks - kReservedSharedBytes;
+  plan_ = Plan(r, entry_.rows, std::min(facts.shared_per_block, per_block));
+  grid_ = entry_.blocks * facts.multiprocessors;
+  STD_TORCH_CHECK(plan_.stages >= 2, "mla_attention: ", entry_.rows, " rows and ", plan_.unit_bytes,
+                  " bytes for 64 tokens do not fit into the ", facts.shared_per_block,
+                  " bytes of shared memory that a block can have");
+  const int64_t rows = int64_t{call.a.max_q_len} * call.a.q_heads;
+  plan_.row_blocks = checked_int((rows + entry_.rows - 1) / entry_.rows, "the number of rows of a sequence");
+  joins_later_ = num_segments() * kMostParts < grid_ && call.a.seqs <= kMostSeqs;
+  check_limits();
+}
+
+// The kernel counts units of work in 32 bits.
+void LatentLaunch::check_limits() const {
+  const Attention& a = call_.a;
+  const int64_t tokens = int64_t{a.max_pages} * call_.record.page_size;
+  const int64_t exact = int64_t{a.sink_tokens} + a.ring + 1 + (a.new_keys ? a.max_q_len : 0);
+  const double units = 1.0 * (tokens / kUnitTokens + 1 + exact / kExactPerUnit + 1 + kSegmentOverhead);
+  const double blocks = 1.0 * a.tokens * a.q_heads / entry_.rows + a.seqs;
+  STD_TORCH_CHECK(units * blocks <= INT32_MAX, "mla_attention: ", a.seqs, " sequences of up to ", tokens,
+                  " tokens are more work than one call can count");
+}
+
+void LatentLaunch::run(void* workspace, cudaStream_t stream) {
+  plan_.parts = static_cast<float*>(workspace);
+  auto* counters = static_cast<uint32_t*>(workspace) + part_floats();
+  plan_.arrivals = zeroed_counters(device_.index, stream, grid_, counters);
+  plan_.segments = joins_later_ ? reinterpret_cast<SharedBy*>(counters + grid_) : nullptr;
+  allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
+  const int major = device_.facts.major;
+  void* arguments[] = {const_cast<Latents*>(&call_), &plan_};
+  check_cuda(launch_early(entry_.kernel, dim3(grid_), entry_.threads, plan_.bytes, arguments, stream, major),
+             "mla_attention");
+  if (!joins_later_) return;
+  void* join_arguments[] = {const_cast<Latents*>(&call_), &plan_, &entry_.rows};
+  const dim3 grid(call_.a.max_q_len * call_.a.q_heads, call_.a.seqs);
+  check_cuda(launch_early(entry_.join, grid, 32 * kJoinWarps, 0, join_arguments, stream, major), "mla_attention");
+}
+
+}  // namespace turboquant::cuda::mla

@@ -1,0 +1,205 @@
+// What the host that launches the kernel of latent attention and the kernel itself agree on: sizes that are known when
+// it is compiled, and where everything of a block lies in shared memory.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/attention/schedule.cuh"
+#include "cuda/attention/softmax_math.cuh"
+#include "cuda/codec/transform.cuh"
+#include "cuda/mla/call.cuh"
+
+namespace turboquant::cuda::mla {
+
+// How codes become operands (mla/expansion.cuh). All are of uniform grids.
+enum Kind : int {
+  kNibbles,  // 4 bits
+  kPlanes,   // 5 bits: nibbles, and a plane of fifth bits
+  kBytes,    // 8 bits
+};
+
+constexpr int kWarpgroup = 128;
+constexpr int kMostRegisters = 256;  // of a thread, or rather one more
+constexpr int kTileTokens = format::LatentRecord::kTileTokens;
+constexpr int kUnitTiles = kUnitTokens / kTileTokens;
+constexpr int kMaxStages = 8;
+constexpr int kWeightBuffers = 2;
+constexpr int kJoinWarps = 8;  // of a block of the second kernel
+constexpr int kExactPerUnit = 16;  // exact keys that take as long as a unit of codes
+
+// A partial result of a row: its maximum (base 2), its denominator, what its sums are too large by, and its sums.
+constexpr int kPartHead = 4;
+enum Part : int { kContinued, kOpened, kExact, kParts };  // of a segment that began in another block; or here; its exact keys
+
+// How the lanes of a warp hold a latent: four neighbouring channels at a time.
+template <int R>
+using RowRotation = HadamardTraits<1, R == 512 ? 9 : 8, 32, 4>;
+
+// The blocks that share a segment: `blocks` of them from `first` on, and the one that has its exact keys, or -1.
+struct SharedBy {
+  int first, blocks, exact;
+};
+
+// Sizes that depend on how codes are stored. R: channels of a latent.
+template <int R, Kind KIND>
+struct Codes {
+  static constexpr Kind kKind = KIND;
+  static constexpr int kRowBytes = KIND == kBytes ? R : R / 2;
+  static constexpr int kPlaneBytes = KIND == kPlanes ? R / 8 : 0;
+  static constexpr int kChunks = kRowBytes / 16;  // of 16 bytes in a row of codes
+  static constexpr int kChunkChannels = R / kChunks;
+};
+// level = level_step * (what expand_pairs makes of a code) - level_offset. expand_bytes leaves a signed byte as it is.
+__device__ __forceinline__ float level_step(Kind kind) { return kind == kBytes ? 1 : 2; }
+__device__ __forceinline__ float level_offset(Kind kind) { return kind == kBytes ? 128 : kind == kPlanes ? 31 : 15; }
+
+// f(Codes) for a kind known at run time. Little else depends on the kind, so that one kernel has all other code once.
+template <int R, typename F>
+__device__ __forceinline__ void with_codes(Kind kind, F&& f) {
+  if (kind == kNibbles) {
+    f(Codes<R, kNibbles>{});
+  } else if (kind == kPlanes) {
+    f(Codes<R, kPlanes>{});
+  } else {
+    f(Codes<R, kBytes>{});
+  }
+}
+
+// R: channels of a latent. ROWS: query rows of a block.
+template <int R, int ROWS>
+struct Shape {
+  static constexpr int kLatent = R, kRows = ROWS;
+  static constexpr int kRowTiles = ROWS / 8;  // a product's columns are eight rows each
+
+  // One warpgroup computes scores, one or two sum weighted latents, each its part of the channels.
+  static constexpr int kValueGroups = R * ROWS > 8192 && R == 512 ? 2 : 1;
+  static constexpr int kValueThreads = kValueGroups * kWarpgroup;
+  static constexpr int kThreads = kWarpgroup + kValueThreads;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kBlocks = R * ROWS <= 8192 ? 2 : 1;  // per multiprocessor
+
+  // Registers of a thread: at the beginning, and while warpgroups have their roles.
+  static constexpr int kRegisters = std::min(65536 / (kBlocks * kThreads) / 8 * 8, kMostRegisters);
+  static constexpr int kMoved = kRegisters == kMostRegisters ? 0 : 16;  // from the warpgroup of scores to the others
+  static constexpr int kScoreRegisters = kRegisters - kMoved, kValueRegisters = kRegisters + kMoved / kValueGroups;
+
+  static constexpr int kByteStep = 64 * ROWS;  // bytes of 32 channels of all queries, each channel two bytes
+  static constexpr int kQueryBytes = R / 32 * kByteStep;
+  static constexpr int kSums = R / 64 / kValueGroups;  // products of 64 channels of a value warpgroup
+
+  static constexpr int kStepBytes = 32 * ROWS;  // of 16 rotary channels of all queries, or weights of 16 tokens
+  static constexpr int kWeightBytes = kUnitTokens / 16 * kStepBytes;
+  static constexpr int kPart = kPartHead + R;
+  using Rotation = RowRotation<R>;
+};
+
+struct RowConstants {
+  float scale;  // of a sum of products with codes, times a token's scale
+  float start;  // what is added to such a sum before
+  float shift;  // the score of the center
+  int first, end;
+};
+
+// Shared memory of a block, in bytes from its start, and what else all blocks need to know.
+struct Plan {
+  Kind kind;
+  int stages;                                         // of the ring of units
+  int planes, ropes, scales, tile_bytes, unit_bytes;  // of a tile in the ring
+  int queries, weights, rows, factors, exchange, barriers, notes, bytes;
+  float* parts;        // [grid, kParts, ROWS, kPart]
+  uint32_t* arrivals;  // [grid], 0 between launches
+  SharedBy* segments;  // [seqs, row_blocks], where a second kernel joins the parts; else null
+  int row_blocks;      // blocks of rows of a sequence, at most
+
+  Plan() = default;
+  Plan(const format::LatentRecord& r, int block_rows, int shared_limit) {
+    const auto up = [](int n, int to) { return (n + to - 1) / to * to; };
+    kind = format::has_plane(r.width()) ? kPlanes : format::fits_nibble(r.width()) ? kNibbles : kBytes;
+    planes = r.planes(), ropes = r.ropes(), scales = r.scales();
+    tile_bytes = up(r.tile_bytes(), 128), unit_bytes = kUnitTiles * tile_bytes;
+    const int query_bytes = block_rows * (r.latent_dim + r.rope_dim) * 2;
+    const int weight_bytes = kWeightBuffers * block_rows * kUnitTokens * 2;
+    const int row_bytes = up(block_rows * static_cast<int>(sizeof(RowConstants)), 128);
+    const int factor_bytes = up(kWeightBuffers * (block_rows + 1) * 4, 128);
+    const int exchange_bytes = (2 * 4 + 2) * block_rows * 4;
+    const int barrier_bytes = (kMaxStages + 2 * kWeightBuffers) * 8;
+    const int fixed = query_bytes + weight_bytes + row_bytes + factor_bytes + exchange_bytes + barrier_bytes + 256;
+    stages = std::min((shared_limit - fixed) / unit_bytes, kMaxStages);
+    queries = stages * unit_bytes;
+    weights = queries + query_bytes;
+    rows = weights + weight_bytes;
+    factors = rows + row_bytes;
+    exchange = factors + factor_bytes;
+    barriers = exchange + exchange_bytes;
+    notes = barriers + barrier_bytes;
+    bytes = notes + 256;
+  }
+};
+
+// What the threads of a block tell each other about its work.
+struct Notes {
+  BlockShare share;
+  int flag;
+  int first_all, end_all;  // keys from codes that all rows see
+};
+static_assert(sizeof(Notes) <= 256);
+
+// A thread's view of its block.
+struct BlockView {
+  const Latents& call;
+  const Plan& plan;
+  uint8_t* shared;
+  int warp, lane, g, t;
+
+  __device__ __forceinline__ BlockView(const Latents& x, const Plan& p, uint8_t* memory)
+      : call(x), plan(p), shared(memory), warp(threadIdx.x / 32), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4) {}
+
+  __device__ __forceinline__ uint8_t* queries() const { return shared + plan.queries; }
+  __device__ __forceinline__ uint8_t* weights() const { return shared + plan.weights; }
+  __device__ __forceinline__ RowConstants* rows() const { return reinterpret_cast<RowConstants*>(shared + plan.rows); }
+  __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(shared + plan.factors); }
+  __device__ __forceinline__ float* exchange() const { return reinterpret_cast<float*>(shared + plan.exchange); }
+  __device__ __forceinline__ float* references(int rows) const { return exchange() + 8 * rows; }
+  __device__ __forceinline__ Notes& notes() const { return *reinterpret_cast<Notes*>(shared + plan.notes); }
+
+  // Barriers: stage `i` has arrived; weights `i` are there; weights `i` have been read.
+  __device__ __forceinline__ uint64_t* arrived(int i) const { return barriers() + i; }
+  __device__ __forceinline__ uint64_t* weighed(int i) const { return barriers() + kMaxStages + i; }
+  __device__ __forceinline__ uint64_t* summed(int i) const { return barriers() + kMaxStages + kWeightBuffers + i; }
+
+ private:
+  __device__ __forceinline__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(shared + plan.barriers); }
+};
+
+constexpr int kScoresBarrier = 1, kValuesBarrier = 2;  // named barriers
+__device__ __forceinline__ void sync_threads(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// The same; whether `mine` is true for any of the threads.
+__device__ __forceinline__ bool sync_any(int barrier, int threads, bool mine) {
+  int any;
+  asm volatile(
+      "{\n.reg .pred mine, any;\nsetp.ne.s32 mine, %1, 0;\nbar.red.or.pred any, %2, %3, mine;\n"
+      "selp.s32 %0, 1, 0, any;\n}"
+      : "=r"(any)
+      : "r"(static_cast<int>(mine)), "r"(barrier), "r"(threads)
+      : "memory");
+  return any;
+}
+// Four 8 x 8 matrices of 16-bit elements from an address in shared memory (common/mma.cuh).
+template <bool TRANSPOSED = false>
+__device__ __forceinline__ uint4 load_matrices(uint32_t row) {
+  uint4 x;
+  if constexpr (TRANSPOSED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(row));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(row));
+  }
+  return x;
+}
+
+}  // namespace turboquant::cuda::mla

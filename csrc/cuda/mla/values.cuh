@@ -1,0 +1,181 @@
+// A warpgroup that sums weighted latents: 64 channels x all rows in each product, over the tokens of a unit.
+//
+// Warp w of all value warps has as many words of 16 bytes of every token's row; ldmatrix with transposition gives a
+// lane the codes of two tokens side by side. Lane (g, t) has of each product channels g and g + 8 of its warp's 16 and
+// rows 2 t and 2 t + 1 of every eight.
+#pragma once
+
+#include "cuda/common/wgmma_registers.cuh"
+#include "cuda/mla/ring.cuh"
+
+namespace turboquant::cuda::mla {
+
+template <class S>
+class ValueGroup {
+  static constexpr int kTiles = S::kRowTiles;
+  // Words of a warp, and products that a word takes part in.
+  template <class C>
+  static constexpr int kWarpChunks = C::kChunks / (4 * S::kValueGroups);
+  template <class C>
+  static constexpr int kChunkSums = kPairsOfWord<C::kKind> / 2;
+
+ public:
+  // ring: has begun to copy the segment
+  __device__ __forceinline__ ValueGroup(const BlockView& block, Ring<S>& ring)
+      : block_(block), ring_(ring), warp_(block.warp - 4),
+        weights_(operand_word(shared_address(block.weights()), kTiles * 128)) {}
+
+  // `units` units of a segment
+  __device__ __forceinline__ void attend(int units, Turn& turn) {
+#pragma unroll
+    for (int b = 0; b < S::kSums; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4 * kTiles; ++i) sums_[b][i] = 0;
+    }
+    for (int i = 0; i < units; ++i) {
+      attend_unit(turn);
+      const int stage = turn.stage;
+      turn.next(block_.plan.stages);
+      if (i + block_.plan.stages >= units) continue;
+      sync_threads(kValuesBarrier, S::kValueThreads);
+      ring_.copy(stage);
+    }
+  }
+
+  // The sums of a partial result [ROWS, kPart].
+  __device__ __forceinline__ void leave(float* part) const {
+    if (block_.plan.kind == kBytes) {
+      leave_sums<Codes<S::kLatent, kBytes>>(part);
+    } else {
+      leave_sums<Codes<S::kLatent, kNibbles>>(part);  // planes lie alike
+    }
+  }
+
+ private:
+  template <class C>
+  __device__ __forceinline__ void leave_sums(float* part) const {
+    constexpr int kPairs = kPairsOfWord<C::kKind>;
+    const Kind kind = block_.plan.kind;
+    const float unit = level_step(kind) * format::kLevelUnit;
+    const float by[2] = {unit * inverse_unit(kind, 0), unit * inverse_unit(kind, 1)};
+#pragma unroll
+    for (int q = 0; q < kWarpChunks<C>; ++q) {
+      const int channel = (warp_ * kWarpChunks<C> + q) * C::kChunkChannels + kPairs * block_.g;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float x[kPairs];
+#pragma unroll
+          for (int i = 0; i < kPairs; ++i) {
+            x[i] = sums_[q * kChunkSums<C> + i / 2][4 * j + 2 * (i % 2) + h] * by[i % 2];
+          }
+          float* to = part + (8 * j + 2 * block_.t + h) * S::kPart + kPartHead + channel;
+          if constexpr (kPairs == 4) {
+            *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
+          } else {
+            *reinterpret_cast<float2*>(to) = {x[0], x[1]};
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void attend_unit(const Turn& turn) {
+    const int buffer = turn.buffer();
+    wait_barrier(block_.arrived(turn.stage), turn.phase);
+    wait_barrier(block_.weighed(buffer), turn.buffer_phase());
+    const float* factors = block_.factors() + buffer * (S::kRows + 1);
+    if (factors[S::kRows] != 0) rescale(factors);
+    const uint32_t weights = __shfl_sync(0xffffffff, weights_ + buffer * (S::kWeightBytes / 16), 0);
+    with_codes<S::kLatent>(block_.plan.kind, [&](auto codes) {
+      multiply<decltype(codes)>(turn.stage * block_.plan.unit_bytes, weights);
+    });
+    __syncwarp();
+    if (block_.lane == 0) arrive(block_.summed(buffer));
+  }
+
+  // The unit that is `unit` bytes behind the start of shared memory.
+  template <class C>
+  __device__ __forceinline__ void multiply(uint32_t unit, uint32_t weights) {
+    constexpr int kOwn = kWarpChunks<C>;
+    const int token = block_.lane % 16;  // rows of 16 tokens later have the same places
+    uint32_t words[kOwn / 2];
+#pragma unroll
+    for (int q = 0; q < kOwn; q += 2) {
+      words[q / 2] = shared_address(block_.shared) + unit + token * C::kRowBytes +
+                     code_word(token, warp_ * kOwn + q + block_.lane / 16);
+    }
+#pragma unroll 1
+    for (int i = 0; i < kUnitTiles; ++i, weights += 2 * S::kStepBytes / 16) {
+      const int tile = i * block_.plan.tile_bytes;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t fifth[2][kOwn] = {};
+        if constexpr (C::kKind == kPlanes) load_fifth<C>(block_.shared + unit + tile, 16 * half, fifth);
+#pragma unroll
+        for (int q = 0; q < kOwn; q += 2) {
+          const uint4 x = load_matrices<true>(words[q / 2] + tile + half * 16 * C::kRowBytes);
+          uint32_t pair[2][2][kPairsOfWord<C::kKind>];  // of two words, of tokens 0-7 and 8-15
+          expand_pairs<C::kKind>(x.x, fifth[0][q], pair[0][0]), expand_pairs<C::kKind>(x.y, fifth[1][q], pair[0][1]);
+          expand_pairs<C::kKind>(x.z, fifth[0][q + 1], pair[1][0]);
+          expand_pairs<C::kKind>(x.w, fifth[1][q + 1], pair[1][1]);
+          begin_products();
+#pragma unroll
+          for (int w = 0; w < 2; ++w) {
+#pragma unroll
+            for (int k = 0; k < kChunkSums<C>; ++k) {
+              add_product<S::kRows, __half>(sums_[(q + w) * kChunkSums<C> + k], pair[w][0][2 * k],
+                                            pair[w][0][2 * k + 1], pair[w][1][2 * k], pair[w][1][2 * k + 1],
+                                            weights + half * (S::kStepBytes / 16));
+            }
+          }
+          commit_products();
+          // With 64 rows no registers are left for a second set of operands.
+          wait_for_products<S::kRows == 64 ? 0 : 1>();
+        }
+      }
+      wait_for_products<0>();
+    }
+#pragma unroll
+    for (int b = 0; b < S::kSums; ++b) receive<4 * kTiles>(sums_[b]);
+  }
+
+  // The fifth bits of the lane's channels in each of its words, for tokens 2 t and 2 t + 1, and for those 8 later.
+  template <class C>
+  __device__ __forceinline__ void load_fifth(const uint8_t* tile, int row, uint32_t (&fifth)[2][kWarpChunks<C>]) const {
+    const uint32_t halves = block_.g % 2 ? 0x7632 : 0x5410;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint8_t* from = tile + block_.plan.planes + (row + 8 * i + 2 * block_.t) * C::kPlaneBytes +
+                            warp_ * kWarpChunks<C> * 4;
+#pragma unroll
+      for (int q = 0; q < kWarpChunks<C>; q += 2) {
+        const uint2 low = *reinterpret_cast<const uint2*>(from + 4 * q);
+        const uint2 high = *reinterpret_cast<const uint2*>(from + C::kPlaneBytes + 4 * q);
+        fifth[i][q] = align_fifth(select_bytes(low.x, high.x, halves), block_.g / 2);
+        fifth[i][q + 1] = align_fifth(select_bytes(low.y, high.y, halves), block_.g / 2);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void rescale(const float* factors) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const float by[2] = {factors[8 * j + 2 * block_.t], factors[8 * j + 2 * block_.t + 1]};
+#pragma unroll
+      for (int b = 0; b < S::kSums; ++b) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums_[b][4 * j + i] *= by[i % 2];
+      }
+    }
+  }
+
+  const BlockView block_;
+  Ring<S>& ring_;
+  const int warp_;  // among the value warps
+  const uint32_t weights_;  // the operand of the first buffer
+  float sums_[S::kSums][4 * kTiles];
+};
+
+}  // namespace turboquant::cuda::mla

@@ -1,0 +1,181 @@
+"""Attention over latents on a GPU against the float64 reference, for both of its kernels.
+
+The kernel of warpgroups takes 16-bit queries over uniform grids of 4, 5 and 8 bits and 256 or 512
+channels, on devices that have it; the general kernel takes everything (csrc/choices/mla.h).
+tests/test_mla.py tests storing and loading on every device.
+"""
+
+import pytest
+import torch
+
+import torch_turboquant as tt
+from tests.helpers import randn, to_device
+from tests.test_mla import CENTERS, Case, assert_close, attend, int32, make_case, queries
+from torch_turboquant.ops.mla import mla_attention_reference
+from torch_turboquant.tail import Rings
+
+pytestmark = pytest.mark.cuda
+
+# What rounding of the results costs: half a unit in the last place, and the 4e-4 of float32.
+UNIT = {torch.float32: 5e-4, torch.float16: 1.5e-3, torch.bfloat16: 6e-3}
+FAST = ((4, "uniform"), (5, "uniform"), (8, "uniform"))
+
+
+def on_device(case: Case, q, **options):
+    """The op on the GPU; its results on the CPU."""
+    there = torch.device("cuda")
+    moved = case._replace(
+        tables=to_device(case.tables, there),
+        cache=case.cache.to(there),
+        block_table=case.block_table.to(there),
+        tail=to_device(case.tail, there),
+    )
+    options = {
+        "softmax_scale": 0.08,
+        "cu_seqlens_q": case.cu_seqlens_q.to(there),
+        "max_q_len": case.max_q_len,
+        "tail": moved.tail,
+        **{name: to_device(value, there) for name, value in options.items()},
+    }
+    lengths = int32(*case.lengths, device=there)
+    arguments = (moved.cache, moved.block_table, lengths, case.config, moved.tables)
+    out, lse = tt.mla_attention(*(t.to(there) for t in q), *arguments, **options)
+    return out.cpu(), lse.cpu()
+
+
+def check(case: Case, heads: int, dtype: torch.dtype, **options):
+    q = queries(case, heads, dtype)
+    actual = on_device(case, q, **options)
+    assert_close(actual, attend(case, q, mla_attention_reference, **options), UNIT[dtype])
+    again = on_device(case, q, **options)
+    assert all(torch.equal(x, y) for x, y in zip(actual, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("bits", "grid"), FAST)
+@pytest.mark.parametrize("dims", [(512, 64), (512, 0), (256, 64), (256, 32)], ids=str)
+def test_fast_widths(dims, bits, grid, dtype):
+    for i, page_size in enumerate((32, 64, 128)):
+        config = tt.LatentConfig(*dims, bits, grid, page_size, transform=i != 1, rope_dtype=dtype)
+        case = make_case(config, [150, 33, 1, 700], [1] * 4, center=CENTERS[i], dtype=dtype)
+        check(case, 16, dtype)
+
+
+@pytest.mark.parametrize("grid", ["lloyd", "uniform"])
+@pytest.mark.parametrize("bits", [3, 4, 5, 8])
+def test_widths_of_the_general_kernel(bits, grid):
+    for (d, rope_dim), kind in zip(((128, 32), (256, 64), (512, 0)), CENTERS, strict=True):
+        config = tt.LatentConfig(d, rope_dim, bits, None if bits == 8 else grid, 32)
+        case = make_case(config, [70, 33, 1], [1, 1, 1], center=kind)
+        check(case, 6, torch.float32)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 20, 24, 40, 64, 128])
+@pytest.mark.parametrize("q_lens", [[1, 1, 0, 1], [2, 5, 0, 3], [1, 4, 0, 0]])
+def test_heads_and_queries(heads, q_lens):
+    """Blocks of 16, 32 and 64 rows, several blocks of rows, sequences without tokens or queries."""
+    config = tt.latent_preset("k4u", 512, 64)
+    case = make_case(config, [70, 300, 0, 5], q_lens, dtype=torch.bfloat16)
+    check(case, heads, torch.bfloat16)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("kind", CENTERS)
+@pytest.mark.parametrize("dtype", UNIT, ids=str)
+def test_tail_and_own_tokens(dtype, kind, rotated, own):
+    rope_dtype = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    config = tt.LatentConfig(
+        512, 64, 5, "uniform", 64, sink_tokens=3, recent_window=40, rope_dtype=rope_dtype
+    )
+    lengths, q_lens = [145, 20, 380, 6], [1, 4, 2, 5]
+    case = make_case(config, lengths, q_lens, center=kind, dtype=dtype, tail=True, rotated=rotated)
+    options = {"rotated": rotated}
+    if own:
+        latent, rope = case.own()
+        if rotated:
+            latent = tt.rotate_latent(latent, case.tables)
+        options |= {"latent_new": latent, "rope_new": rope}
+    assert case.tail is not None
+    rings = Rings(config, len(case.tail.ring), case.max_q_len)
+    valid = torch.from_numpy(rings.valid(case.tail.slots.clamp(min=0).tolist(), lengths))
+    for tail in (case.tail, case.tail._replace(valid=valid)):
+        check(case, 12, dtype, **{**options, "tail": tail})
+
+
+def test_more_segments_than_blocks():
+    """Equal lengths, then unequal ones: whole segments, and a list that is cut anywhere."""
+    config = tt.latent_preset("k4u", 256, 32, sink_tokens=0, recent_window=0)
+    for lengths in ([70] * 300, [1 + 37 * i % 200 for i in range(320)]):
+        case = make_case(config, lengths, [1] * len(lengths), dtype=torch.bfloat16)
+        check(case, 16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_many_blocks_share_a_segment(heads):
+    """So many that a second kernel joins their parts; references move up and down on the way."""
+    config = tt.latent_preset("k4u", 512, 64)
+    case = make_case(config, [9000, 2500], [1, 1], dtype=torch.bfloat16, tail=True)
+    q_latent, q_rope = queries(case, heads, torch.bfloat16)
+    q = 4 * q_latent, 4 * q_rope
+    actual = on_device(case, q)
+    out, lse = attend(case, q, mla_attention_reference)
+    error = (actual[0].double() - out).norm(dim=-1) / out.norm(dim=-1)
+    assert float(error.max()) < UNIT[torch.bfloat16]
+    assert float((actual[1].double() - lse).abs().max()) < 3e-3
+
+
+def test_a_nan_stays_with_those_who_see_it():
+    """A call's later token of NaN leaves the earlier ones' results alone."""
+    config = tt.latent_preset("k4u", 512, 64)
+    case = make_case(config, [200], [3], dtype=torch.bfloat16, tail=True)
+    latent, rope = case.own()
+    q = queries(case, 16, torch.bfloat16)
+    clean = on_device(case, q, latent_new=latent, rope_new=rope)
+    spoiled = latent.clone()
+    spoiled[2, 7] = torch.nan
+    out, lse = on_device(case, q, latent_new=spoiled, rope_new=rope)
+    # sums of such keys take another way, and round differently
+    assert float((out[:2] - clean[0][:2]).abs().max()) < 0.02
+    assert torch.equal(lse[:2], clean[1][:2])
+    assert bool(out[2].isnan().any())
+
+
+def test_padding_behind_the_last_sequence():
+    config = tt.latent_preset("k4u", 512, 64)
+    case = make_case(config, [90], [1], dtype=torch.bfloat16)
+    q = randn(4, 16, 512, seed=3).bfloat16(), randn(4, 16, 64, seed=4).bfloat16()
+    out, lse = on_device(case, q)
+    assert not out[1:].any()
+    assert bool((lse[1:] == -torch.inf).all())
+
+
+def test_lengths_of_a_captured_call_may_change():
+    config = tt.latent_preset("k4u", 512, 64)
+    case = make_case(config, [500, 130], [1, 1], dtype=torch.bfloat16)
+    there = torch.device("cuda")
+    q = [t.to(there) for t in queries(case, 16, torch.bfloat16)]
+    lengths, cu = int32(500, 130, device=there), case.cu_seqlens_q.to(there)
+    constants = case.config, to_device(case.tables, there)
+    pages = case.cache.to(there), case.block_table.to(there)
+
+    def call():
+        return tt.mla_attention(
+            *q, *pages, lengths, *constants, softmax_scale=0.08, cu_seqlens_q=cu
+        )
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for new in ((500, 130), (64, 129), (1, 0)):
+        lengths.copy_(int32(*new))
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(captured, call(), strict=True))
+
+
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_tiny_attention_for_the_sanitizer(bits):
+    config = tt.LatentConfig(512, 64, bits, "uniform", 32, sink_tokens=1, recent_window=2)
+    case = make_case(config, [66, 3], [1, 2], dtype=torch.bfloat16, tail=True)
+    check(case, 3, torch.bfloat16)
