@@ -239,16 +239,17 @@ def test_prediction_equals_what_is_allocated(
     assert got.request == pages + ring
 
 
+@pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("name", tq.LATENT_PRESETS)
 @pytest.mark.parametrize("options", [
     {},
     {"sink_tokens": 0, "recent_window": 0, "page_size": 128},
     {"transform": False, "search": 1},
 ])  # fmt: skip
-def test_prediction_of_latents_equals_what_is_allocated(name, options):
+def test_prediction_of_latents_equals_what_is_allocated(name, options, center):
     layers, context = [LatentLayer(256, 32), None, LatentLayer(512, 64)], 300
     configs = [tq.latent_preset(name, 512, 64, **options)] * 3
-    got = packed_memory("", layers, configs, context, max_q_len=5, tail_itemsize=4)
+    got = packed_memory("", layers, configs, context, max_q_len=5, tail_itemsize=4, center=center)
     pages = ring = tables = token = 0
     for layer in filter(None, layers):
         config = tq.latent_preset(name, layer.latent_dim, layer.rope_dim, **options)
@@ -256,7 +257,9 @@ def test_prediction_of_latents_equals_what_is_allocated(name, options):
         token += layer.latent_dim * config.bits // 8 + 2 + 2 * layer.rope_dim
         if config.has_tail:
             ring += nbytes(tq.allocate_latent_tail(config, 1, torch.float32, 5))
+        ones = torch.ones(layer.latent_dim)
         tables += nbytes(*tq.make_latent_tables(config, 0))
+        tables += nbytes(tq.scaled_center(ones, ones)) if center else 0
     assert (got.bytes_per_token, got.pages, got.tail) == (token, pages, ring)
     assert got.constants == tables
 

@@ -100,6 +100,29 @@ def test_other_configurations(changes):
         check_latents(recorder, cache, prompt=80)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "kimi_linear"])
+def test_channels_are_divided_by_the_weight_of_their_norm(kind):
+    """So that codes do not depend on it where the columns of kv_b_proj make up for it."""
+    model, ids = make_latent_model(kind), make_ids(111)
+    other = copy.deepcopy(model)
+    for module in attending_modules(other).values():
+        factors = torch.empty(LATENT).uniform_(-4, 2).exp()
+        module.kv_a_layernorm.weight.mul_(factors)
+        module.kv_b_proj.weight.div_(factors)
+    found = []
+    for center in ("auto", "none"):
+        for each in (model, other):
+            with TurboQuantCache.for_model(each, "k5u", center=center, **SMALL) as cache:
+                found.append(feed(each, cache, ids, *SIZES)[:, 80:])
+                learned = [c is not None for c in cache.centers or [None]]
+                assert any(learned) == (center == "auto")
+    same, scaled, _, unscaled = found
+    own = own_logits(model, ids, 111)[:, 80:]
+    errors = [(x - own).abs().mean() for x in (scaled, unscaled)]
+    assert 3 * errors[0] < errors[1]
+    assert 10 * (same - scaled).abs().mean() < errors[0]  # a code here and there
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_given_centers(scaled):
     model, ids = make_latent_model("youtu"), make_ids(111)
@@ -390,6 +413,7 @@ def test_the_planner_knows_every_model(kind):
         planned = packed_memory("", layers, cache.configs, 150, max_q_len=5, tail_itemsize=4)
     assert memory["pages"] == memory["pages_allocated"] == planned.pages
     assert (memory["tail"], memory["tables"]) == (planned.tail, planned.constants)
+    assert memory["total"] == planned.request + planned.constants
     assert cache.bytes_per_token == planned.bytes_per_token
 
 
@@ -414,7 +438,7 @@ def test_uncompressed_bytes_per_token():
     ({"page_size": 16}, ValueError, "page_size"),
     ({"center": [torch.zeros(1, LATENT)] * 3}, ValueError, "expected .128. or .3, 128."),
     ({"center": [torch.zeros(LATENT)] * 2}, ValueError, "one tensor for each of 3 layers"),
-    ({"center": "mean"}, ValueError, "'auto' and 'none' .both off., or a tensor per layer"),
+    ({"center": "mean"}, ValueError, "'auto' .*, 'none' .off., or a tensor per layer"),
     ({"preset": "uncompressed", "center": [torch.zeros(LATENT)] * 3}, ValueError, "have no center"),
     ({"config": CacheConfig(128, 4, 4)}, ValueError, "needs a LatentConfig, not a CacheConfig"),
     ({"boundary_layers": 1}, ValueError, "leave layer_presets and boundary_layers out"),

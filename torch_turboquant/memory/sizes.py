@@ -59,7 +59,7 @@ def packed_memory(
         tail_itemsize: bytes of an element of the model's dtype.
         max_q_len: new tokens that one attention call takes; the tail holds max_q_len - 1 tokens
             more than its window.
-        center: whether keys have a center and scales of channels; latents have none.
+        center: whether keys or latents have a center and scales of channels.
         whole_sliding: whether sliding layers keep all tokens. TurboQuantCache does not: it keeps
             the pages that max_q_len queries can see.
 
@@ -81,7 +81,7 @@ def packed_memory(
             rows = config.sink_tokens + ring_rows(config, max_q_len)
             tail += rows * layer.channels * tail_itemsize
         if isinstance(config, LatentConfig):
-            constants += _constants_of_latents(config)
+            constants += _constants_of_latents(config, center)
         else:
             constants += _constants(config, 3 * heads if center else 0)
     return CacheMemory(name, per_token, pages, tail, constants)
@@ -145,7 +145,11 @@ def _constants(config: CacheConfig, center_rows: int) -> int:
     return size
 
 
-def _constants_of_latents(config: LatentConfig) -> int:
-    """Bytes of the tables of one layer of latents (make_latent_tables)."""
-    signs = 4 * config.latent_dim if config.transform else 0
-    return signs + 4 * config.search + (2**config.bits if config.grid == "lloyd" else 0)
+def _constants_of_latents(config: LatentConfig, center: bool) -> int:
+    """Bytes of the tables of one layer of latents, with the center that TurboQuantCache has."""
+    vectors = (1 if config.transform else 0) + (3 if center else 0)  # signs, center
+    return (
+        4 * vectors * config.latent_dim
+        + 4 * config.search
+        + (2**config.bits if config.grid == "lloyd" else 0)
+    )

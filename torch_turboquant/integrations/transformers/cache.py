@@ -28,6 +28,7 @@ from torch_turboquant.integrations.transformers.models import (
     latent_dims,
     layer_windows,
     model_layers,
+    norm_centers,
     plain_layers,
     rotary_partners,
     text_config,
@@ -92,7 +93,7 @@ class TurboQuantCache(Attachable, Cache):
         windows, latent = layer_windows(model), latent_dims(model)
         if latent:
             _check_latent(config, latent, layer_presets, boundary_layers)
-            center = _latent_centers(config, center)
+            center = _latent_centers(model, config, center)
         elif not isinstance(config, CacheConfig):
             raise ValueError(f"{type(model).__name__} has no latent attention: give a CacheConfig")
         center = None if isinstance(center, str) and center == "none" else center
@@ -204,8 +205,8 @@ class TurboQuantCache(Attachable, Cache):
                 layer as `calibrate` returns them (float32 [kv_heads, head_dim], or [3, kv_heads,
                 head_dim] of torch_turboquant.scaled_center), or the path of a file written by
                 `save_centers` (of a model of the same shape and RoPE, or it is refused). With
-                latent attention nothing is learned: "auto" is off, and tensors are [latent_dim] or
-                [3, latent_dim].
+                latent attention nothing is learned: "auto" divides channels by the weight of the
+                norm that latents come from, and tensors are [latent_dim] or [3, latent_dim].
             layer_presets: layer -> preset or CacheConfig (negative: from the end), or one entry per
                 layer (None: as otherwise); wins over boundary_layers. Presets change bits, grids
                 and the scale mode of values; a CacheConfig may differ in all but head_dim,
@@ -457,14 +458,18 @@ def _latent_config(
     return latent_preset(preset, *dims, **{**changes, **overrides})
 
 
-def _latent_centers(config: Any, center: Any) -> Centers | None:
-    """The centers of latents that were asked for; none are learned."""
-    if center is None or (isinstance(center, str) and center in ("auto", "none")):
+def _latent_centers(model: nn.Module, config: Any, center: Any) -> Centers | None:
+    """What is done to latents before they are coded: "auto" is as their norm says."""
+    if center is None or (isinstance(center, str) and center == "none"):
         return None
+    if isinstance(center, str) and center == "auto":
+        if isinstance(config, UncompressedLatents):
+            return None
+        return norm_centers(model)
     if isinstance(center, (str, os.PathLike)):
         raise ValueError(
-            f"center is {str(center)!r}, supported with latent attention: 'auto' and 'none' (both "
-            "off), or a tensor per layer"
+            f"center is {str(center)!r}, supported with latent attention: 'auto' (scales of "
+            "channels from the weight of the norm), 'none' (off), or a tensor per layer"
         )
     if isinstance(config, UncompressedLatents):
         raise ValueError("uncompressed latents have no center: leave center= out")

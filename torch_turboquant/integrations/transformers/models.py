@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from torch_turboquant import models
 from torch_turboquant.models import Kind, Layer
+from torch_turboquant.ops.codec import scaled_center
 
 EXPAND = "expand_kv"
 """Method of latent attention that makes the keys and values of all heads from latent rows."""
@@ -165,6 +166,34 @@ def _latent_problem(model: nn.Module, layers: list[Layer]) -> str | None:
     if expands != set(latent) or len({x.latent_dims for x in latent.values()}) > 1:
         return f"{Kind.LATENT.value} of different kinds"
     return None
+
+
+def norm_centers(model: nn.Module) -> dict[int, Tensor]:
+    """Scales of latents' channels, by layer: float32 [3, latent_dim] (scaled_center), on the CPU.
+
+    Channels of a latent are as large as the weight of the norm that they come from. Divided by it
+    they are alike, as they have to be to share one scale, and small ones lose nothing to others.
+
+    Raises:
+        ValueError: the modules have no such norm, or the model has no weights yet.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    centers: dict[int, Tensor] = {}
+    modules: list[Any] = list(decoder.modules())
+    for module in modules:
+        if not hasattr(module, EXPAND):
+            continue
+        weight = getattr(getattr(module, "kv_a_layernorm", None), "weight", None)
+        if weight is None or weight.is_meta:
+            raise ValueError(
+                f"{type(module).__name__} has no kv_a_layernorm with a weight that could be read: "
+                "load the model's weights first, or give center='none'"
+            )
+        size = weight.detach().float().cpu().abs()
+        # a channel without any weight is 0 whatever its scale is
+        scale = 1 / size.clamp(min=max(1e-3 * size.mean().item(), 1e-6))
+        centers[module.layer_idx] = scaled_center(torch.zeros_like(size), scale / scale.mean())
+    return centers
 
 
 def _encoder(model: nn.Module) -> str | None:
