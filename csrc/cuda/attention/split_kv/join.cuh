@@ -88,6 +88,7 @@ class Join {
       if ((block_.warp < states) == (round == 1)) leave();
       __syncthreads();
     }
+    const int t = computed_here(block_.t);
 #pragma unroll 1
     for (int n = 0; n < N; ++n) {
       const auto of = [&](int warp, int i) { return block_.join()[(warp * X::kState + i) * 32 + block_.lane]; };
@@ -104,7 +105,7 @@ class Join {
         }
         return x;
       };
-      float* row = to + (4 * n + block_.t) * X::kPart;
+      float* row = to + (4 * n + t) * X::kPart;
       if (block_.warp == 0) {
         const float all = sum(N + n);
         if (block_.g == 0) row[0] = top, row[1] = all;
