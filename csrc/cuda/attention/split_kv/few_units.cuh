@@ -366,9 +366,7 @@ class FewUnits {
     const bool real = find(4 * group_ + t, place);
     // A product's column g is of row g / 2, so a lane reads that row's query; where there is none, the first one.
     if (!find(4 * group_ + g / 2, of_query)) find(0, of_query);
-    uint4 q[D / 32];
-#pragma unroll
-    for (int c = 0; c < D / 32; ++c) q[c] = reinterpret_cast<const uint4*>(query(of_query))[4 * c + t];
+    const uint4* q = reinterpret_cast<const uint4*>(query(of_query));
     int first = 0, end = 0;  // the row's keys in codes lie between its exact ones
     if (real) {
       first = a.first_visible(place.position);
@@ -389,9 +387,9 @@ class FewUnits {
       float dot[4] = {};
 #pragma unroll
       for (int c = 0; c < D / 32; ++c) {  // a lane has the same channels of keys and queries, in any order
-        const uint4 x = low[4 * c + t], y = high[4 * c + t];
-        mma_floats<T>(dot, uint4{x.x, y.x, x.y, y.y}, q[c].x, q[c].y);
-        mma_floats<T>(dot, uint4{x.z, y.z, x.w, y.w}, q[c].z, q[c].w);
+        const uint4 x = low[4 * c + t], y = high[4 * c + t], z = q[4 * c + t];
+        mma_floats<T>(dot, uint4{x.x, y.x, x.y, y.y}, z.x, z.y);
+        mma_floats<T>(dot, uint4{x.z, y.z, x.w, y.w}, z.z, z.w);
       }
       float score[2];
 #pragma unroll
