@@ -75,9 +75,9 @@ FewUnitsPlan few_units_of(const Attention& a, const DeviceFacts& device, const K
   const int64_t segments = int64_t{a.seqs} * a.kv_heads;
   if (device.major < 9 || !takes_few_units(a.record.head_dim) || a.dtype == Dtype::kFloat32) return few;
   if (segments > grid || blocks_of_rows(a, k.rows) > 1) return few;
-  few.group_shift = std::countr_zero(static_cast<unsigned>(k.rows / 4));
+  few.team_shift = std::countr_zero(static_cast<unsigned>(k.rows / 4 / few_row_groups(k.rows / 4)));
   const int state = k.rows * few_row_floats(a.record.head_dim) * static_cast<int>(sizeof(float));
-  few.slots = std::min(plan.warps >> few.group_shift, (plan.rows - plan.join) / state);
+  few.slots = std::min(plan.warps >> few.team_shift, (plan.rows - plan.join) / state);
   if (few.slots == 0) return few;
   few.stages = std::min(plan.warps * plan.stages / few.slots, 32 / layout.copies);
   few.parts = grid / static_cast<int>(segments);

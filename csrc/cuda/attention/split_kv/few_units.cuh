@@ -2,8 +2,8 @@
 // executes one after the other, and, where a model's weights have passed through the caches since the last call, that
 // of fetching these instructions. So this code is short, and what is done once is done by all warps at the same time:
 //   - Block b has part b / segments of segment b % segments. All parts of a segment take its stages of 32 keys in turn,
-//     and so do the warps of a block. Each group of four rows has its own warps, which share the stages: there is one
-//     code for all numbers of rows.
+//     and so do the warps of a block. A warp takes at most eight rows; where there are more, warps with other rows share
+//     its stages.
 //   - A part has room for all of its stages, so that all copies are issued at once, and no stage is used twice.
 //   - Page ids, signs, centers and queries are loaded before the lengths are known.
 //   - Exact keys are read by warps of their own, 16 at a time, from where they are, while others wait for codes. Their
@@ -19,40 +19,50 @@
 
 namespace turboquant::cuda::split_kv {
 
-// What UnitProducts asks about the four rows of a group.
-template <int D>
+// What UnitProducts asks about the 4 M rows of a warp.
+template <int D, int M>
 class FewQueries {
-  using X = SplitKvTraits<D, 1>;
+  using X = SplitKvTraits<D, M>;
 
  public:
-  // rows, operands: of the group.
+  // rows, operands: of the warp.
   __device__ __forceinline__ void load(const BlockView& block, const QueryRow* rows, const uint8_t* operands) {
-    row_ = rows + block.t;
+    rows_ = rows + block.t;
 #pragma unroll
-    for (int i = 0; i < X::kFrags; ++i) operand_[i] = reinterpret_cast<const uint2*>(operands)[i * 32 + block.lane];
-    scale_ = block.call.soft_cap > 0 ? 1.0f : row_->scale, zero_ = row_->zero;
+    for (int n = 0; n < M; ++n) {
+#pragma unroll
+      for (int i = 0; i < X::kFrags; ++i) {
+        operand_[n][i] = reinterpret_cast<const uint2*>(operands)[(n * X::kFrags + i) * 32 + block.lane];
+      }
+      scale_[n] = block.call.soft_cap > 0 ? 1.0f : row(n).scale, zero_[n] = row(n).zero;
+    }
   }
-  __device__ __forceinline__ uint2 operand(int, int frag) const { return operand_[frag]; }
-  __device__ __forceinline__ float scale(int) const { return scale_; }
-  __device__ __forceinline__ int zero(int) const { return zero_; }
-  __device__ __forceinline__ const QueryRow& row(int) const { return *row_; }
+  __device__ __forceinline__ uint2 operand(int n, int frag) const { return operand_[n][frag]; }
+  __device__ __forceinline__ float scale(int n) const { return scale_[n]; }
+  __device__ __forceinline__ int zero(int n) const { return zero_[n]; }
+  __device__ __forceinline__ const QueryRow& row(int n) const { return rows_[4 * n]; }
   __device__ __forceinline__ bool all_see(int begin, int end) const {
-    return __all_sync(0xffffffff, row_->first <= begin && end <= row_->end);
+    bool all = true;
+#pragma unroll
+    for (int n = 0; n < M; ++n) all &= row(n).first <= begin && end <= row(n).end;
+    return __all_sync(0xffffffff, all);
   }
 
  private:
-  const QueryRow* row_;
-  uint2 operand_[X::kFrags];
-  float scale_;
-  int zero_;
+  const QueryRow* rows_;
+  uint2 operand_[M][X::kFrags];
+  float scale_[M];
+  int zero_[M];
 };
 
-template <int D>
+// M: groups of four rows of a warp.
+template <int D, int M>
 class FewUnits {
   static_assert(takes_few_units(D));
-  using X = SplitKvTraits<D, 1>;
+  using X = SplitKvTraits<D, M>;
   using Lanes = RowLanes<D>;
   static constexpr int kPer = Lanes::kPerLane, kRowFloats = few_row_floats(D);
+  static constexpr int kRows = 4 * M;  // of a warp
 
  public:
   explicit __device__ __forceinline__ FewUnits(const BlockView& block)
@@ -77,7 +87,7 @@ class FewUnits {
     segments_ = a.seqs * a.kv_heads;
     part_ = divided(blockIdx.x, plan_.segments_reciprocal), segment_ = blockIdx.x - part_ * segments_;
     sequence_ = divided(segment_, plan_.heads_reciprocal), head_ = segment_ - sequence_ * a.kv_heads;
-    slot_ = block_.warp >> plan_.group_shift, group_ = block_.warp - (slot_ << plan_.group_shift);
+    slot_ = block_.warp >> plan_.team_shift, member_ = block_.warp - (slot_ << plan_.team_shift);
     if (part_ >= plan_.parts) return;
     page_ = page_of(0);
     load_now(a.key_signs + channel(), sign_);
@@ -113,7 +123,7 @@ class FewUnits {
         if (part_ * plan_.slots < coded_) prepare_queries();
       } else {
         if (beside_store) wait_for_previous_kernel();
-        if (mine && group_ == 0) issue_copies();
+        if (mine && member_ == 0) issue_copies();
       }
     }
     const bool has_exact = attend_exact(task, tasks, step);
@@ -246,7 +256,7 @@ class FewUnits {
 
   __device__ __forceinline__ void prepare_queries() {
     const Attention& a = block_.call;
-    const int lane = block_.lane, rows = 4 << plan_.group_shift;
+    const int lane = block_.lane, rows = kRows << plan_.team_shift;
     if (block_.warp == block_.plan.warps - 1) {
       products_.copy_level(a.key_levels, a.record.key_bits, products_.key_levels(), lane);
       products_.copy_level(a.value_levels, a.record.value_bits, products_.value_levels(), lane);
@@ -359,13 +369,21 @@ class FewUnits {
 
   template <typename T>
   __device__ __forceinline__ void attend_exact_as(int task, int tasks, int step) {
+#pragma unroll 1
+    for (int n = 0; n < M; ++n) attend_exact_rows<T>(n, task, tasks, step);
+  }
+
+  // Rows 4 n to 4 n + 3 of the warp.
+  template <typename T>
+  __device__ __forceinline__ void attend_exact_rows(int n, int task, int tasks, int step) {
     const Attention& a = block_.call;
     const int lane = block_.lane, g = block_.g, t = block_.t;
-    float* weights = state(block_.warp);  // [kExactKeys, 4]
+    float* rows = state(block_.warp) + 4 * n * kRowFloats;
+    float* weights = rows;  // [kExactKeys, 4], until the state is left there
     RowPlace place, of_query;
-    const bool real = find(4 * group_ + t, place);
+    const bool real = find(member_ * kRows + 4 * n + t, place);
     // A product's column g is of row g / 2, so a lane reads that row's query; where there is none, the first one.
-    if (!find(4 * group_ + g / 2, of_query)) find(0, of_query);
+    if (!find(member_ * kRows + 4 * n + g / 2, of_query)) find(0, of_query);
     const uint4* q = reinterpret_cast<const uint4*>(query(of_query));
     int first = 0, end = 0;  // the row's keys in codes lie between its exact ones
     if (real) {
@@ -421,7 +439,7 @@ class FewUnits {
         for (int k = 0; k < 4; ++k) add_value<T>(of_lane(row, kExactKeys + key + k), weights + 4 * (key + k), sum);
       }
     }
-    leave_exact(m, over_tokens(total, [](float x, float y) { return x + y; }), sum);
+    leave_exact(rows, m, over_tokens(total, [](float x, float y) { return x + y; }), sum);
   }
 
   // Adds a weighted value to the sums of all rows. A row with weight 0 does not see it: then it may be NaN.
@@ -446,8 +464,7 @@ class FewUnits {
   }
 
   // Rotates the sums as values were rotated.
-  __device__ __forceinline__ void leave_exact(float m, float total, const float (&sum)[4][kPer]) {
-    float* rows = state(block_.warp);
+  __device__ __forceinline__ void leave_exact(float* rows, float m, float total, const float (&sum)[4][kPer]) {
     float sign[kPer];
     load_now(block_.call.value_signs + channel(), sign);
     __syncwarp();
@@ -471,13 +488,13 @@ class FewUnits {
   __device__ __forceinline__ void attend_codes(int task, int step, bool has_exact, bool mine) {
     float* rows = state(block_.warp);
     if (task >= coded_) {
-      if (mine && !has_exact && block_.lane < 4) set_head(rows + block_.lane * kRowFloats, -INFINITY, 0);
+      if (mine && !has_exact && block_.lane < kRows) set_head(rows + block_.lane * kRowFloats, -INFINITY, 0);
       return;
     }
     wait_barrier(ready(), 0);
-    FewQueries<D> queries;
-    queries.load(block_, block_.rows() + 4 * group_, operands() + group_ * X::kFrags * 32 * sizeof(uint2));
-    RunningSoftmax<D, 1> softmax;
+    FewQueries<D, M> queries;
+    queries.load(block_, block_.rows() + member_ * kRows, operands() + member_ * M * X::kFrags * 32 * sizeof(uint2));
+    RunningSoftmax<D, M> softmax;
     softmax.clear();
     int from[1] = {stage(0)};
 #pragma unroll 1
@@ -487,26 +504,31 @@ class FewUnits {
             queries, work_.first + task * kStageTokens, from, [&](int s) { wait_barrier(barrier(s), 0); }, softmax);
       });
     }
+    for_each<M>([&](auto n) { leave_codes(queries, softmax, n, rows + (4 * n + block_.t) * kRowFloats, has_exact); });
+  }
+
+  // Leaves row 4 n + t at `row`, beside the state of exact keys that may be there.
+  __device__ __forceinline__ void leave_codes(const FewQueries<D, M>& queries, const RunningSoftmax<D, M>& softmax,
+                                              int n, float* row, bool has_exact) const {
     const auto add = [](float x, float y) { return x + y; };
-    float total = over_tokens(softmax.total[0], add);
+    float total = over_tokens(softmax.total[n], add);
     float m = total == 0
                   ? -INFINITY
-                  : fmaf(softmax.max[0], queries.scale(0), block_.call.soft_cap > 0 ? 0.0f : queries.row(0).shift);
-    float* row = rows + block_.t * kRowFloats;
-    float mine_by = 1, exact_by = 0;
+                  : fmaf(softmax.max[n], queries.scale(n), block_.call.soft_cap > 0 ? 0.0f : queries.row(n).shift);
+    float codes_by = 1, exact_by = 0;
     if (has_exact) {
       const float2 head = *reinterpret_cast<const float2*>(row + D);
       const float top = fmaxf(m, head.x);
-      mine_by = weight_of(m, top), exact_by = weight_of(head.x, top);
-      m = top, total = mine_by * total + exact_by * head.y;
+      codes_by = weight_of(m, top), exact_by = weight_of(head.x, top);
+      m = top, total = codes_by * total + exact_by * head.y;
     }
-    const float unit = format::kLevelUnit * mine_by;
-    const float less = block_.plan.codes.value_top * over_tokens(softmax.weights[0], add) * unit;
+    const float unit = format::kLevelUnit * codes_by;
+    const float less = block_.plan.codes.value_top * over_tokens(softmax.weights[n], add) * unit;
 #pragma unroll
     for (int i = 0; i < X::kTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float x = fmaf(block_.plan.codes.value_steps[h] * unit, softmax.sums[i][0][h], -less);
+        float x = fmaf(block_.plan.codes.value_steps[h] * unit, softmax.sums[i][n][h], -less);
         float& to = row[16 * i + 8 * h + block_.g];
         if (has_exact) x = fmaf(exact_by, to, x);
         to = x;
@@ -518,14 +540,15 @@ class FewUnits {
 
   // ---- The join
 
-  // Of group `i % groups` of the rows: [4, kRowFloats], sums in the rotated space, then the maximum and the denominator.
-  __device__ __forceinline__ float* state(int i) const { return block_.join() + i * 4 * kRowFloats; }
+  // Of warp i, or of the rows of such a warp: [kRows, kRowFloats], sums in the rotated space, then the maximum and the
+  // denominator.
+  __device__ __forceinline__ float* state(int i) const { return block_.join() + i * kRows * kRowFloats; }
   static __device__ __forceinline__ void set_head(float* row, float m, float total) {
     *reinterpret_cast<float2*>(row + D) = float2{m, total};
   }
   __device__ __forceinline__ float* partial(int part, int r) const {
     const int64_t block = part * segments_ + segment_;
-    return block_.plan.parts + (2 * block * (4 << plan_.group_shift) + r) * part_floats(D);
+    return block_.plan.parts + (2 * block * (kRows << plan_.team_shift) + r) * part_floats(D);
   }
 
   // blocks: those that share the segment
@@ -566,8 +589,8 @@ class FewUnits {
   // Joins the row of `count` states into a result, or into the block's partial result.
   __device__ __forceinline__ void join_row(int r, int count, bool whole, const float (&sign)[kPer]) const {
     const Attention& a = block_.call;
-    const int lane = block_.lane, step = 4 * kRowFloats << plan_.group_shift;
-    const float* from = state(r / 4) + r % 4 * kRowFloats;
+    const int lane = block_.lane, step = kRows * kRowFloats << plan_.team_shift;
+    const float* from = state(0) + r * kRowFloats;
     float2 head{-INFINITY, 0};
     if (lane < count) head = *reinterpret_cast<const float2*>(from + lane * step + D);
     float m = max_over_lanes(head.x);
@@ -609,7 +632,7 @@ class FewUnits {
   // share of the parts.
   __device__ __forceinline__ void gather(int blocks) const {
     constexpr int kBatch = 8;
-    const int lane = block_.lane, row_shift = 2 + plan_.group_shift;
+    const int lane = block_.lane, row_shift = std::countr_zero(static_cast<unsigned>(kRows)) + plan_.team_shift;
 #pragma unroll 1
     for (int i = block_.warp; i < plan_.shares << row_shift; i += block_.plan.warps) {
       const int share = i >> row_shift, r = i - (share << row_shift);
@@ -640,7 +663,7 @@ class FewUnits {
           }
         }
       }
-      float* to = state((share << plan_.group_shift) + r / 4) + r % 4 * kRowFloats;
+      float* to = state(share << plan_.team_shift) + r * kRowFloats;
       store(y, to + channel());
       if (lane == 0) set_head(to, m, total);
     }
@@ -656,11 +679,11 @@ class FewUnits {
   }
 
   const BlockView block_;
-  const UnitProducts<D, 1> products_;
+  const UnitProducts<D, M> products_;
   const FewUnitsPlan& plan_;
 
   int segments_, segment_, part_, sequence_, head_;       // all segments; the block's segment and its part of it
-  int slot_, group_;                                      // of the warp
+  int slot_, member_;                                     // the warp's team, and which of the team it is
   int first_query_, queries_of_sequence_, position_ = 0;  // position_: of the first query, once the length is known
   int page_;                                              // of the lane's tile
   uint32_t query_[kPer / 2];                              // the lane's channels of a row
@@ -677,7 +700,8 @@ struct NoFewUnits {
   __device__ __forceinline__ void begin() const {}
   __device__ __forceinline__ void run() const {}
 };
-template <int D>
-using FewUnitsOf = std::conditional_t<kBulkCopies && takes_few_units(D), FewUnits<D>, NoFewUnits>;
+// For blocks of 4 N rows.
+template <int D, int N>
+using FewUnitsOf = std::conditional_t<kBulkCopies && takes_few_units(D), FewUnits<D, few_row_groups(N)>, NoFewUnits>;
 
 }  // namespace turboquant::cuda::split_kv

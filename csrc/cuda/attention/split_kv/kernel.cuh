@@ -97,7 +97,7 @@ class SplitKvBlock {
   // Beside a store only pages and tail are still being written. Blocks without work wait for it, too: whoever waits for
   // this kernel must have waited for both.
   __device__ __forceinline__ bool start() {
-    FewUnitsOf<D> few(block_);
+    FewUnitsOf<D, N> few(block_);
     pipeline_.begin();
     enum { kGuess, kFind, kFoundAnew };
     const bool beside_store = block_.plan.early == Early::kBesideStore;
