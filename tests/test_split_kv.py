@@ -482,6 +482,91 @@ def test_ways_to_cut_the_work(lengths, kv_heads, q_len):
     check(case)
 
 
+def with_new_tokens(case: Case) -> dict[str, Tensor]:
+    """k_new and v_new of a case: what the last tokens of its sequences are made of."""
+    parts = {"k_new": case.k, "v_new": case.v}
+    ends = zip(case.lengths.tolist(), case.q_lens, strict=True)
+    rows = [(s, n - q, n) for s, (n, q) in enumerate(ends)]
+    return {
+        name: torch.cat([part[s, begin:end] for s, begin, end in rows])
+        for name, part in parts.items()
+    }
+
+
+def expected_with_new_tokens(case: Case, **options) -> tuple[Tensor, Tensor]:
+    """The oracle, whose new tokens are exact beside the tail's."""
+    k, v = decoded(case)
+    for s, (n, q) in enumerate(zip(case.lengths.tolist(), case.q_lens, strict=True)):
+        k[s, n - q : n], v[s, n - q : n] = (
+            case.k[s, n - q : n].float(),
+            case.v[s, n - q : n].float(),
+        )
+    exact = {}
+    if case.tail is not None:
+        sinks, window = case.config.sink_tokens, case.config.recent_window
+        exact = {"exact_k": case.k, "exact_v": case.v, "sinks": sinks, "window": window}
+    return exact_attention(case.q, k, v, case.lengths.tolist(), case.q_lens, **exact, **options)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize(
+    ("group", "q_len"), [(1, 1), (4, 1), (5, 1), (8, 1), (16, 1), (4, 2), (4, 3), (4, 4), (1, 16)]
+)
+@pytest.mark.parametrize("d", [64, 128])
+def test_few_units_of_keys(d, group, q_len, tail, own):
+    """Lengths around a stage (32 keys), a unit (64) and what blocks have room for, ragged."""
+    for lengths in ([1, 31, 32, 33, 63], [64, 65, 129, 700], [5000], [2047, 2], [0, 40]):
+        q_lens = [min(q_len, n) for n in lengths]
+        case = build(
+            tt.preset("k5v4u", d),
+            lengths,
+            q_lens,
+            q_heads=2 * group,
+            center=True,
+            tail=tail,
+            max_q_len=q_len,
+            seed=len(lengths),
+        )
+        for options in ({}, {"sliding_window": 70}, {"soft_cap": 20.0}):
+            if not own:
+                check(case, **options)
+                continue
+            found = attend(case, **with_new_tokens(case), **options)
+            assert_near(found, expected_with_new_tokens(case, **options), case.spread)
+
+
+@pytest.mark.parametrize("name", tt.PRESETS)
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_few_units_and_more(name, kv_heads):
+    """From lengths that have room in the pipelines of all blocks to those that have not; both
+    kinds of launch read the same pages."""
+    config, q_heads = tt.preset(name, 128), 4 * kv_heads
+    tokens = 140_000 // kv_heads
+    long = build(config, [tokens], q_heads=q_heads, kv_heads=kv_heads)
+    for length in (tokens, tokens // 2, tokens // 3, tokens // 5, tokens // 20, 100):
+        case = long._replace(lengths=int32(length))
+        found = attend(case)
+        assert_near(found, expected(case), case.spread)
+        for one, other in zip(attend(case), found, strict=True):
+            assert_same_bytes(one, other)
+
+
+def test_lengths_that_change_between_few_units_and_many():
+    """The kernel ahead writes the lengths: what a launch guesses from the old ones may be either
+    way of cutting the work."""
+    case = build(tt.preset("k4v4u", 128), [60000, 60000], q_heads=8, kv_heads=2)
+    lengths = [int32(60000, 60000), int32(100, 7), int32(60000, 5), int32(3000, 2000)]
+    wanted = [attend(case._replace(lengths=each)) for each in lengths]
+    torch.cuda.synchronize()
+    changing = case._replace(lengths=lengths[0].clone())
+    for turn in range(30):
+        i = turn * 7 % 4
+        changing.lengths.copy_(lengths[i])
+        for one, other in zip(attend(changing), wanted[i], strict=True):
+            assert_same_bytes(one, other)
+
+
 def test_pages_beyond_4_gib():
     config = tt.preset("k4v4u", 128, page_size=128)
     case = build(config, [1000])

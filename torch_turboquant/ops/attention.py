@@ -29,7 +29,8 @@ d = 256), in blocks of 16, 8 or 4 rows that read the codes again. It rounds quer
 the CPU (multiples of the largest channel / 32512) and weights times value scales of 64
 keys to multiples of the largest / 65500; keys and values of the exact tail are not rounded. It is
 one launch with a fixed grid and reads lengths and block tables on the device; scratch memory
-depends on the device only. Results are the same in every run; the other sequences of a batch decide
+depends on the device only. Where all sequences are short (docs/design.md), weights are rounded for
+32 keys at a time, and those of exact keys are not. Results are the same in every run; the other sequences of a batch decide
 where the work is cut and so move roundings, by about 10^-5 of the largest output.
 
 The row-tile kernel (csrc/cuda/attention/row_tiles.cu) takes sequences of more query rows in

@@ -2,6 +2,7 @@
 #include "cuda/attention/split_kv.cuh"
 
 #include <algorithm>
+#include <bit>
 
 #include "choices/attention.h"
 #include "cuda/attention/counters.cuh"
@@ -62,6 +63,36 @@ SplitKvPlan plan_of(const KernelEntry& k, int most_warps, int blocks_per_multipr
 
 int64_t blocks_of_rows(const Attention& a, int rows) { return (rows_of(a) + rows - 1) / rows; }
 
+// ---- Few units of keys ---------------------------------------------------------------------------------------------
+
+uint32_t reciprocal(int n) { return static_cast<uint32_t>(((1 << 24) + n - 1) / n); }
+
+// How a block attends to few units of keys (split_kv/few_units.cuh), and up to how many tokens. They are as many as
+// have room in the pipelines of the blocks of `grid`, which are filled once.
+FewUnitsPlan few_units_of(const Attention& a, const DeviceFacts& device, const KernelEntry& k, const SplitKvPlan& plan,
+                          const StageLayout& layout, int grid) {
+  FewUnitsPlan few{};
+  const int64_t segments = int64_t{a.seqs} * a.kv_heads;
+  if (device.major < 9 || !takes_few_units(a.record.head_dim) || a.dtype == Dtype::kFloat32) return few;
+  if (segments > grid || blocks_of_rows(a, k.rows) > 1) return few;
+  few.team_shift = std::countr_zero(static_cast<unsigned>(k.rows / 4 / few_row_groups(k.rows / 4)));
+  const int state = k.rows * few_row_floats(a.record.head_dim) * static_cast<int>(sizeof(float));
+  few.slots = std::min(plan.warps >> few.team_shift, (plan.rows - plan.join) / state);
+  if (few.slots == 0) return few;
+  few.stages = std::min(plan.warps * plan.stages / few.slots, 32 / layout.copies);
+  few.parts = grid / static_cast<int>(segments);
+  few.shares = std::min(std::max(plan.warps / k.rows, 1), few.slots);
+  few.segments_reciprocal = reciprocal(static_cast<int>(segments)), few.heads_reciprocal = reciprocal(a.kv_heads);
+  few.slots_reciprocal = reciprocal(few.slots);
+  // A warp may have two rounds of exact keys.
+  const int64_t exact = int64_t{a.tail ? a.sink_tokens + a.recent_window : 0} + a.max_q_len;
+  const int64_t slots = int64_t{few.slots} * few.parts, tokens = few.stages * slots / kUnitStages * kUnitTokens;
+  if (exact > 2 * 16 * slots) return few;
+  const bool always = a.sliding_window > 0 && int64_t{a.sliding_window} + a.max_q_len + kUnitTokens <= tokens;
+  few.tokens = always ? INT32_MAX : static_cast<int>(tokens);
+  return few;
+}
+
 }  // namespace
 
 // ---- The launch ----------------------------------------------------------------------------------------------------
@@ -76,6 +107,7 @@ SplitKvLaunch::SplitKvLaunch(const Attention& call, const Device& device, int pa
   // A warp sums the lengths of 32 sequences at once. With more of them, reading all lengths twice costs more than the
   // early start gains.
   if (device.facts.major >= 9 && call.seqs <= 32) plan_.early = Early::kGuess;
+  plan_.few = few_units_of(call, device.facts, entry_, plan_, layout_, grid_);
 }
 
 // Few segments get blocks of eight warps, so that fewer partial results have to be joined. Many segments get blocks of

@@ -17,15 +17,22 @@ struct BlockView {
   uint8_t* shared;
   int warp, lane, g, t;
 
-  __device__ __forceinline__ BlockView(const Attention& a, const StageLayout& l, const SplitKvPlan& p, uint8_t* memory)
-      : call(a), layout(l), plan(p), shared(memory), warp(threadIdx.x / 32), lane(threadIdx.x % 32), g(lane / 4),
-        t(lane % 4) {}
+  __device__ __forceinline__ BlockView(const Attention& a, const StageLayout& l, const SplitKvPlan& p, uint8_t* memory,
+                                       unsigned thread)
+      : call(a), layout(l), plan(p), shared(memory), warp(thread / 32), lane(thread % 32), g(lane / 4), t(lane % 4) {}
 
   __device__ __forceinline__ float* signs() const { return reinterpret_cast<float*>(shared + plan.signs); }
   __device__ __forceinline__ QueryRow* rows() const { return reinterpret_cast<QueryRow*>(shared + plan.rows); }
   __device__ __forceinline__ float* join() const { return reinterpret_cast<float*>(shared + plan.join); }
   __device__ __forceinline__ float* result() const { return reinterpret_cast<float*>(shared + plan.result); }
 };
+
+// x, of which the compiler knows nothing. What follows from it is computed where this is called, and not ahead of the
+// loop over segments, where it would be spilled until then.
+__device__ __forceinline__ int computed_here(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // f(0), .., f(N - 1) with compile-time constants, so that arrays which they index certainly stay in registers.
 template <int N, int I = 0, typename F>

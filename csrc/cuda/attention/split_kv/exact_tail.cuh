@@ -126,7 +126,7 @@ class ExactTail {
   // that a row does not see, each row is multiplied once more alone, with keys that it sees in place of the others.
   __device__ __forceinline__ void multiply_values(const ExactUnit& unit, const Visible& visible,
                                                   const uint32_t (&weight)[2], float (&y)[2 * X::kTiles]) const {
-    const int lane = block_.lane;
+    const int lane = computed_here(block_.lane);
     const uint8_t* values = unit.row(lane % 8 + lane / 16 * 8) + (D + lane / 8 % 2 * 8) * kExactElementBytes;
 #pragma unroll
     for (int i = 0; i < X::kTiles; ++i) {
@@ -188,7 +188,7 @@ class ExactTail {
   // The output of row r of the product, over the keys that it sees only, to scratch [D].
   __device__ __forceinline__ void multiply_alone(int r, const ExactUnit& unit, const Visible& visible,
                                                  const uint32_t (&weight)[2], float* scratch) const {
-    const int lane = block_.lane, g = block_.g;
+    const int lane = computed_here(block_.lane), g = lane / 4;
     const auto sees = [&](int j) {
       return ((j < 8 ? visible.seen[0] : visible.seen[1]) >> (4 * (j % 8) + r) & 1) != 0;
     };

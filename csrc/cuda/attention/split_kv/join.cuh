@@ -88,9 +88,10 @@ class Join {
       if ((block_.warp < states) == (round == 1)) leave();
       __syncthreads();
     }
+    const int lane = computed_here(block_.lane), g = lane / 4, t = lane % 4;
 #pragma unroll 1
     for (int n = 0; n < N; ++n) {
-      const auto of = [&](int warp, int i) { return block_.join()[(warp * X::kState + i) * 32 + block_.lane]; };
+      const auto of = [&](int warp, int i) { return block_.join()[(warp * X::kState + i) * 32 + lane]; };
       float weight[kMaxWarps], top = -INFINITY;
 #pragma unroll
       for (int w = 0; w < kMaxWarps; ++w) weight[w] = w < states ? of(w, n) : -INFINITY, top = fmaxf(top, weight[w]);
@@ -104,14 +105,14 @@ class Join {
         }
         return x;
       };
-      float* row = to + (4 * n + block_.t) * X::kPart;
+      float* row = to + (4 * n + t) * X::kPart;
       if (block_.warp == 0) {
         const float all = sum(N + n);
-        if (block_.g == 0) row[0] = top, row[1] = all;
+        if (g == 0) row[0] = top, row[1] = all;
       }
 #pragma unroll 1
       for (int i = block_.warp; i < 2 * X::kTiles; i += block_.plan.warps) {  // eight channels
-        row[kPartHead + 8 * i + block_.g] = sum(2 * N + 2 * X::kTiles * n + i);
+        row[kPartHead + 8 * i + g] = sum(2 * N + 2 * X::kTiles * n + i);
       }
     }
   }

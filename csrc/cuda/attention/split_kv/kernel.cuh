@@ -24,14 +24,16 @@
 //   queries      their rotation and operands        exact_tail   all of this for a unit of exact keys
 //   pipeline     copies of pages and exact keys     join         of warps, then of blocks
 //   keys         scores                             results      the last rotation, out and lse
+//   unit         from keys to values
+// A call with so little work that its time is that of its instructions is attended in another way: few_units.
 #pragma once
 
 #include "cuda/attention/padding.cuh"
 #include "cuda/attention/split_kv/exact_tail.cuh"
-#include "cuda/attention/split_kv/keys.cuh"
+#include "cuda/attention/split_kv/few_units.cuh"
 #include "cuda/attention/split_kv/pipeline.cuh"
 #include "cuda/attention/split_kv/results.cuh"
-#include "cuda/attention/split_kv/values.cuh"
+#include "cuda/attention/split_kv/unit.cuh"
 
 namespace turboquant::cuda::split_kv {
 
@@ -44,8 +46,8 @@ class SplitKvBlock {
  public:
   __device__ __forceinline__ SplitKvBlock(const Attention& a, const StageLayout& layout, const SplitKvPlan& plan,
                                           uint8_t* shared)
-      : block_(a, layout, plan, shared), list_(block_), rows_(block_), pipeline_(block_, list_, rows_),
-        queries_(block_), keys_(block_), values_(block_), tail_(block_), join_(block_) {}
+      : block_(a, layout, plan, shared, threadIdx.x), list_(block_), rows_(block_), pipeline_(block_, list_, rows_),
+        queries_(block_), products_(block_), tail_(block_), join_(block_) {}
 
   __device__ __forceinline__ void run() {
     let_next_kernel_begin();
@@ -83,7 +85,8 @@ class SplitKvBlock {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(block_.call.value_signs + i));
   }
 
-  // Everything up to the first copies of the pipeline; false: the block has no work.
+  // Everything up to the first copies of the pipeline; false: the block has no work left, because it had none, or
+  // because FewUnits has taken the call.
   //
   // Under programmatic dependent launch the block may run before the previous kernel has ended. It then guesses its
   // share of the list from the lengths and page ids that are in memory now, and prefetches those pages into the L2
@@ -94,10 +97,12 @@ class SplitKvBlock {
   // Beside a store only pages and tail are still being written. Blocks without work wait for it, too: whoever waits for
   // this kernel must have waited for both.
   __device__ __forceinline__ bool start() {
+    FewUnitsOf<D, N> few(block_);
     pipeline_.begin();
     enum { kGuess, kFind, kFoundAnew };
     const bool beside_store = block_.plan.early == Early::kBesideStore;
-    int step = block_.plan.early == Early::kGuess ? kGuess : kFind;
+    const bool guesses = block_.plan.early == Early::kGuess && !(few.possible() && few.takes_call(true));
+    int step = guesses ? kGuess : kFind;
     bool known = false, looked_up = false;  // a guess has found the share; it has also loaded page ids
     const WarpNotes& notes = list_.notes();
     const Segment& segment = notes.attended;
@@ -107,7 +112,16 @@ class SplitKvBlock {
     for (int i = -kUnitStages; i < block_.plan.stages;) {
       bool changed = false, fill = true;
       if (i < 0) {
-        if (step == kFind && !beside_store) wait_for_previous_kernel();
+        if (step == kFind) {
+          if (!beside_store) wait_for_previous_kernel();
+          if (few.possible()) {
+            few.begin();
+            if (few.takes_call(false)) {
+              few.run();
+              return false;
+            }
+          }
+        }
         if (known && looked_up) pipeline_.read_pages();
         if (step == kFoundAnew) wait_for_committed_copies();
         if ((step == kFoundAnew || known) && segment.begin < notes.end) rows_.issue_copies(segment);
@@ -144,17 +158,11 @@ class SplitKvBlock {
     return list_.find(guess, known, [&](int thread, int threads) {
       const Attention& a = block_.call;
       for (int i = thread; i < 2 * D; i += threads) block_.signs()[i] = (i < D ? a.key_signs : a.value_signs - D)[i];
-      copy_levels(a.key_levels, a.record.key_bits, key_levels(), thread);
-      copy_levels(a.value_levels, a.record.value_bits, value_levels(), thread);
+      products_.copy_level(a.key_levels, a.record.key_bits, products_.key_levels(), thread);
+      products_.copy_level(a.value_levels, a.record.value_bits, products_.value_levels(), thread);
       clear_padding<uint16_t>(a, D * element_size(a.dtype) / 2, int64_t{blockIdx.x} * threads + thread,
                               int64_t{gridDim.x} * threads);
     });
-  }
-
-  __device__ __forceinline__ int8_t* key_levels() const { return reinterpret_cast<int8_t*>(block_.signs() + 2 * D); }
-  __device__ __forceinline__ int8_t* value_levels() const { return key_levels() + kMaxLevels; }
-  static __device__ __forceinline__ void copy_levels(const int8_t* from, int bits, int8_t* to, int thread) {
-    if (from && thread < kMaxLevels) to[thread] = level_entry(from, bits, thread);
   }
 
   // ---- Units of keys
@@ -166,51 +174,15 @@ class SplitKvBlock {
     int token = segment.first_token(unit);
     for (const int last = segment.first_token(end); token < last; token += step) {
       // Nothing else depends on the pair of codes, so one kernel for all pairs has all other code once.
-      with_pair<D>(block_.plan.codes.pair, [&](auto pair) { attend_unit<typename decltype(pair)::type>(token); });
+      with_pair<D>(block_.plan.codes.pair, [&](auto pair) {
+        int stages[kUnitStages];
+        pipeline_.stages(stages);
+        products_.template attend<typename decltype(pair)::type>(
+            queries_, token, stages, [&](int stage) { pipeline_.wait(stage); }, softmax_);
+      });
       pipeline_.advance();
     }
     return segment.unit_of(token);
-  }
-
-  // begin: the unit's first token
-  template <class Pair>
-  __device__ __forceinline__ void attend_unit(int begin) {
-    using Keys = typename Pair::Keys;
-    using Values = typename Pair::Values;
-    using Tokens = LaneTokens<Values>;
-    int stages[kUnitStages];
-    pipeline_.stages(stages);
-    const LevelTable<Keys::kTwoTables> key_table(Keys::kUniform ? nullptr : key_levels());
-    const LevelTable<Values::kTwoTables> value_table(Values::kUniform ? nullptr : value_levels());
-    float score[N][kLaneScores], value_scale[kLaneScores];
-    ScaleRange range;
-#pragma unroll
-    for (int i = 0; i < kUnitStages; ++i) {
-      pipeline_.wait(stages[i]);
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        const uint8_t* stage = block_.shared + stages[i];
-        float s[N][2];
-        keys_.template multiply<Pair>(queries_, stage, pair, key_table, s);
-        const int next = block_.layout.next_scales;
-        const uint8_t* from = stage + block_.layout.value_scales + Tokens::offset(block_.g, 2, next);
-        if (pair) from += Tokens::pair_offset(2, next);
-        const __half2 both = *reinterpret_cast<const __half2*>(from);
-        const float2 v = __half22float2(both);
-        range.add(both);
-        const int j = 4 * i + 2 * pair;
-        value_scale[j] = v.x, value_scale[j + 1] = v.y;
-#pragma unroll
-        for (int n = 0; n < N; ++n) score[n][j] = s[n][0], score[n][j + 1] = s[n][1];
-      }
-    }
-    if (block_.call.soft_cap > 0) cap_scores<N>(block_, score);
-    const bool masked = !queries_.all_see(begin);
-    if (masked) mask_scores<Values, N>(block_, begin + Tokens::first(block_.g), score);
-    uint2 weight[N][kUnitStages];
-    float factor[N];
-    softmax_.template weigh<Values>(queries_, score, value_scale, range, masked, weight, factor);
-    values_.template multiply<Values>(stages, value_table, weight, factor, softmax_);
   }
 
   // unit: counts the segment's units of exact keys
@@ -242,8 +214,7 @@ class SplitKvBlock {
   Pipeline<Rows> pipeline_;
   Queries<D, N> queries_;
   RunningSoftmax<D, N> softmax_;
-  const KeyProducts<D, N> keys_;
-  const ValueProducts<D, N> values_;
+  const UnitProducts<D, N> products_;
   const ExactTail<D, N> tail_;
   const Join<D, N> join_;
 };

@@ -15,9 +15,9 @@ class KeyProducts {
   explicit __device__ __forceinline__ KeyProducts(const BlockView& block) : block_(block) {}
 
   // Integer scores of the lane's rows for one of its two pairs of tokens, times the key scales. stage: its bytes.
-  template <class Pair, class Table>
-  __device__ __forceinline__ void multiply(const Queries<D, N>& queries, const uint8_t* stage, int pair,
-                                           const Table& table, float (&score)[N][2]) const {
+  template <class Pair, class Queries, class Table>
+  __device__ __forceinline__ void multiply(const Queries& queries, const uint8_t* stage, int pair, const Table& table,
+                                           float (&score)[N][2]) const {
     using Keys = typename Pair::Keys;
     using Values = typename Pair::Values;
     using Tokens = LaneTokens<Values>;
@@ -61,8 +61,8 @@ class KeyProducts {
 
  private:
   // x, y: the prepared codes of the pair's two tokens.
-  template <class Keys, int I, class Table>
-  __device__ __forceinline__ void multiply_chunk(const Queries<D, N>& queries, const typename Keys::Prepared& x,
+  template <class Keys, int I, class Queries, class Table>
+  __device__ __forceinline__ void multiply_chunk(const Queries& queries, const typename Keys::Prepared& x,
                                                  const typename Keys::Prepared& y, int chunk, const Table& table,
                                                  int (&sums)[N][Keys::kSets][4]) const {
     if constexpr (I < X::Operands::kFrags) {

@@ -67,6 +67,24 @@ enum class Early {
   kBesideStore  // it stores tokens, and everything before it has ended: they wait for it before they read pages
 };
 
+// The head_dims that have code for calls with few units of keys: the most common ones, because the code costs bytes.
+constexpr bool takes_few_units(int d) { return d == 64 || d == 128; }
+// How many groups of four rows a warp takes there, in a block of 4 N rows. More would need longer code and more memory.
+constexpr int few_row_groups(int n) { return n == 1 ? 1 : 2; }
+// Floats of a row of a warp's state there: sums, maximum, denominator, and padding that spreads rows over the banks.
+constexpr int few_row_floats(int d) { return d + 8; }
+
+// How calls with few units of keys are attended (few_units.cuh).
+struct FewUnitsPlan {
+  int tokens;      // of each sequence at most, for the call to be one of them; 0: no call is
+  int team_shift;  // 2^team_shift warps, a team, share a stage: each has other rows
+  int slots;       // teams of a block, and so the stages that the block attends to at a time
+  int stages;      // of codes, of a slot
+  int parts;       // of a segment
+  int shares;      // into how many shares the parts are divided when they are joined
+  uint32_t segments_reciprocal, heads_reciprocal, slots_reciprocal;  // 2^24 / n, rounded up
+};
+
 // The plan of a launch: shared memory of a block, in bytes from its start, and what else all blocks need to know.
 struct SplitKvPlan {
   int warps, stages;     // warps of a block; stages of each warp's pipeline. The pipelines come first
@@ -80,6 +98,7 @@ struct SplitKvPlan {
   int bytes;             // all of it
   int group_reciprocal;  // 2^16 / group, rounded up
   CodeFacts codes;       // the codes of the pages
+  FewUnitsPlan few;
   Early early;
   float* parts;        // [grid, 2, rows, part_floats]: partial results
   uint32_t* arrivals;  // [grid], 0 between launches

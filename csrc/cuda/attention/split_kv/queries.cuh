@@ -6,6 +6,41 @@
 
 namespace turboquant::cuda::split_kv {
 
+constexpr float kLargestQuery = 127 * 256;  // keeps the high byte within +-127
+
+// Where the high byte of row r is among the operands [rows / 4, frags, 32 lanes, x and y, 4]. place: of its channel.
+template <int D>
+__device__ __forceinline__ uint8_t* operand_of_row(uint8_t* operands, int r,
+                                                   const typename QueryOperands<D>::Place& place) {
+  constexpr int kFrags = SplitKvTraits<D, 1>::kFrags;
+  return operands + ((r / 4 * kFrags + place.frag) * 32 + 8 * (r % 4) + place.t) * 8 + 4 * place.half + place.byte;
+}
+__device__ __forceinline__ void store_operand(uint8_t* to, int x) {
+  constexpr int kNextColumn = 4 * 8;  // bytes: a column is four lanes of eight bytes
+  const int high = (x + 128) >> 8;
+  to[0] = static_cast<uint8_t>(high);
+  to[kNextColumn] = static_cast<uint8_t>(x - 256 * high);
+}
+
+// Corrects what codes count too often (KeyCodes::kShifts): subtracts from each odd channel a sixteenth of the next
+// channel, if the codes of both share a word.
+template <int D>
+__device__ __forceinline__ void subtract_neighbours(float (&y)[RowLanes<D>::kPerLane], int lane) {
+  using Lanes = RowLanes<D>;
+  constexpr int kVec = Lanes::Rotation::kVec;
+  static_assert(kVec == 1 || kVec % 2 == 0);
+#pragma unroll
+  for (int k = 0; k < Lanes::kPerLane; k += kVec) {
+    const float of_next_lane = __shfl_down_sync(0xffffffff, y[k], 1);
+#pragma unroll
+    for (int i = kVec == 1 ? 0 : 1; i < kVec; i += 2) {
+      const int c = Lanes::channel(lane, k + i);
+      const bool none = (kVec == 1 && c % 2 == 0) || c % 8 == 7;
+      y[k + i] = fmaf(none ? 0 : i + 1 < kVec ? y[k + i + 1] : of_next_lane, -1.0f / 16, y[k + i]);
+    }
+  }
+}
+
 template <int D, int N>
 class Queries {
   using X = SplitKvTraits<D, N>;
@@ -18,7 +53,7 @@ class Queries {
   // Lays the rows of a segment out as operands, a warp per row, and ends with all warps holding theirs.
   __device__ __forceinline__ void prepare(const Rows& rows, const Segment& segment) {
     const Attention& a = block_.call;
-    const int lane = block_.lane;
+    const int lane = computed_here(block_.lane);
     uint8_t* operands = block_.shared + block_.plan.operands;  // [N, frags, 32 lanes, x and y, 4]
     wait_for_committed_copies();
     __syncwarp();
@@ -48,7 +83,7 @@ class Queries {
       }
       Lanes::apply(block_.signs(), lane, y);
       transform<typename Lanes::Rotation>(y, lane);
-      if (block_.plan.codes.shifts) subtract_neighbours(y);
+      if (block_.plan.codes.shifts) subtract_neighbours<D>(y, lane);
       float largest = 1e-30f;
 #pragma unroll
       for (int i = 0; i < Lanes::kPerLane; ++i) largest = max_or_nan(largest, fabsf(y[i]));
@@ -58,27 +93,23 @@ class Queries {
 #pragma unroll
         for (int bit = 1; bit < Lanes::kLanes; bit *= 2) row.shift += __shfl_xor_sync(0xffffffff, row.shift, bit);
       }
-      constexpr float kLargest = 127 * 256;  // keeps the high byte within +-127
-      const float scale = a.softmax_scale * kLog2E, factor = (scale < 0 ? -kLargest : kLargest) / largest;
+      const float scale = a.softmax_scale * kLog2E, factor = (scale < 0 ? -kLargestQuery : kLargestQuery) / largest;
       int sum = 0;
 #pragma unroll
       for (int i = 0; i < Lanes::kPerLane; ++i) {
-        const int x = __float2int_rn(y[i] * factor), high = (x + 128) >> 8;
+        const int x = __float2int_rn(y[i] * factor);
         if (!Lanes::writes(lane)) continue;
-        uint8_t* to = operand(operands, r, Lanes::channel(lane, i));
-        to[0] = static_cast<uint8_t>(high);
-        to[kNextColumn] = static_cast<uint8_t>(x - 256 * high);
+        store_operand(operand(operands, r, Lanes::channel(lane, i)), x);
         sum += x * block_.plan.codes.twice_zero(Lanes::channel(lane, i));
       }
 #pragma unroll
       for (int c = D + lane; c < X::Operands::kChannels; c += 32) {  // padding of the last chunk
-        uint8_t* to = operand(operands, r, c);
-        to[0] = to[kNextColumn] = 0;
+        store_operand(operand(operands, r, c), 0);
       }
       sum = sum_of_lanes(sum);
       if (lane == 0) {
-        row.scale =
-            max_or_nan(largest / kLargest * fabsf(scale) * format::kLevelUnit * block_.plan.codes.key_unit, 1e-30f);
+        row.scale = max_or_nan(largest / kLargestQuery * fabsf(scale) * format::kLevelUnit * block_.plan.codes.key_unit,
+                               1e-30f);
         row.shift *= scale;
         row.zero = sum >> 1;
         block_.rows()[r] = row;
@@ -105,35 +136,14 @@ class Queries {
   // QueryRow::zero.
   __device__ __forceinline__ float scale(int n) const { return scale_[n]; }
   __device__ __forceinline__ int zero(int n) const { return zero_[n]; }
-  // Whether all rows see all keys of the unit that begins at token `begin`.
-  __device__ __forceinline__ bool all_see(int begin) const {
-    return !(begin < all_first_ || begin + kUnitTokens > all_end_);
-  }
+  // Row 4 n + t.
+  __device__ __forceinline__ const QueryRow& row(int n) const { return block_.rows()[4 * n + block_.t]; }
+  // Whether all rows see the keys from token `begin` up to `end`.
+  __device__ __forceinline__ bool all_see(int begin, int end) const { return !(begin < all_first_ || end > all_end_); }
 
  private:
-  static constexpr int kNextColumn = 4 * 8;  // bytes: a column is four lanes of eight bytes
-
-  // Where the high byte of a row's channel is among the operands.
   __device__ __forceinline__ uint8_t* operand(uint8_t* operands, int r, int channel) const {
-    const auto place = X::Operands::place(block_.plan.codes.order, channel);
-    return operands + ((r / 4 * X::kFrags + place.frag) * 32 + 8 * (r % 4) + place.t) * 8 + 4 * place.half + place.byte;
-  }
-
-  // Corrects what codes count too often (KeyCodes::kShifts): subtracts from each odd channel a sixteenth of the next
-  // channel, if the codes of both share a word.
-  __device__ __forceinline__ void subtract_neighbours(float (&y)[Lanes::kPerLane]) const {
-    constexpr int kVec = Lanes::Rotation::kVec;
-    static_assert(kVec == 1 || kVec % 2 == 0);
-#pragma unroll
-    for (int k = 0; k < Lanes::kPerLane; k += kVec) {
-      const float of_next_lane = __shfl_down_sync(0xffffffff, y[k], 1);
-#pragma unroll
-      for (int i = kVec == 1 ? 0 : 1; i < kVec; i += 2) {
-        const int c = Lanes::channel(block_.lane, k + i);
-        const bool none = (kVec == 1 && c % 2 == 0) || c % 8 == 7;
-        y[k + i] = fmaf(none ? 0 : i + 1 < kVec ? y[k + i + 1] : of_next_lane, -1.0f / 16, y[k + i]);
-      }
-    }
+    return operand_of_row<D>(operands, r, X::Operands::place(block_.plan.codes.order, channel));
   }
 
   const BlockView block_;

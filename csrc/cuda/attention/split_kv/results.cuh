@@ -15,7 +15,7 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Quer
   using Lanes = RowLanes<D>;
   constexpr int kPart = part_floats(D);
   const Attention& a = block.call;
-  const int lane = block.lane;
+  const int lane = computed_here(block.lane);
 #pragma unroll 1
   for (int r = block.warp; r < ROWS; r += block.plan.warps) {
     const float* from = parts + r * kPart;

@@ -9,36 +9,36 @@
 
 namespace turboquant::cuda::split_kv {
 
-constexpr int kLaneScores = 4 * kUnitStages;  // scores of a unit that a lane has of each of its rows
+constexpr int kStageScores = 4;   // scores of a stage that a lane has of each of its rows
 constexpr float kNoKey = -1e30f;  // a running maximum before the first key: below all scores, and finite when scaled
 
 // Caps integer scores. Capped scores are powers of two: they are scaled by log2(e) already.
-template <int N>
-__device__ __forceinline__ void cap_scores(const BlockView& block, float (&score)[N][kLaneScores]) {
+template <int N, int SCORES, class Queries>
+__device__ __forceinline__ void cap_scores(const BlockView& block, const Queries& queries, float (&score)[N][SCORES]) {
   // __fdividef, because the rare path of an exact division would wait for all loads on their way, and because the
   // compiler would move an exact division in front of the loop, where it costs calls without a cap, too.
   const float limit = block.call.soft_cap * kLog2E, inverse = __fdividef(1.0f, limit);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const QueryRow& row = block.rows()[4 * n + block.t];
+    const QueryRow& row = queries.row(n);
 #pragma unroll
-    for (int i = 0; i < kLaneScores; ++i) {
+    for (int i = 0; i < SCORES; ++i) {
       score[n][i] = limit * tanh_fast(fmaf(score[n][i], row.scale, row.shift) * inverse);
     }
   }
 }
 
 // Excludes the keys that a row does not see, whose bytes in the stage may be anything. token: the lane's first one in
-// the unit.
-template <class Values, int N>
-__device__ __forceinline__ void mask_scores(const BlockView& block, int token, float (&score)[N][kLaneScores]) {
+// the first stage.
+template <class Values, int N, int SCORES, class Queries>
+__device__ __forceinline__ void mask_scores(const Queries& queries, int token, float (&score)[N][SCORES]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    const QueryRow& row = block.rows()[4 * n + block.t];
+    const QueryRow& row = queries.row(n);
     const unsigned keys = max(row.end - row.first, 0);
 #pragma unroll
-    for (int i = 0; i < kLaneScores; ++i) {
-      const int key = token + i / 4 * kStageTokens + i % 4 / 2 * LaneTokens<Values>::kPairStep + i % 2;
+    for (int i = 0; i < SCORES; ++i) {
+      const int key = token + i / kStageScores * kStageTokens + i % 4 / 2 * LaneTokens<Values>::kPairStep + i % 2;
       score[n][i] = static_cast<unsigned>(key - row.first) < keys ? score[n][i] : -INFINITY;
     }
   }
@@ -83,13 +83,13 @@ struct RunningSoftmax {
     }
   }
 
-  // Takes the scores of a unit into the maximum and the denominator, and makes operands of the weights.
+  // Takes the scores of some stages into the maximum and the denominator, and makes operands of the weights.
   // masked: some keys may be excluded, and their value scales do not matter.
-  // weight: the columns of both stages. factor: what a sum of integers is multiplied by to count in `sums`.
-  template <class Values, class Queries>
-  __device__ __forceinline__ void weigh(const Queries& queries, const float (&score)[N][kLaneScores],
-                                        const float (&value_scale)[kLaneScores], ScaleRange& range, bool masked,
-                                        uint2 (&weight)[N][kUnitStages], float (&factor)[N]) {
+  // weight: the columns of each stage. factor: what a sum of integers is multiplied by to count in `sums`.
+  template <class Values, int STAGES, class Queries>
+  __device__ __forceinline__ void weigh(const Queries& queries, const float (&score)[N][kStageScores * STAGES],
+                                        const float (&value_scale)[kStageScores * STAGES], ScaleRange& range,
+                                        bool masked, uint2 (&weight)[N][STAGES], float (&factor)[N]) {
     float most[N];
     range.reduce();
     bool far = false;
@@ -97,7 +97,7 @@ struct RunningSoftmax {
     for (int n = 0; n < N; ++n) {
       most[n] = kNoKey;
 #pragma unroll
-      for (int i = 0; i < kLaneScores; ++i) most[n] = fmaxf(most[n], score[n][i]);
+      for (int i = 0; i < kStageScores * STAGES; ++i) most[n] = fmaxf(most[n], score[n][i]);
       most[n] = over_tokens(most[n], [](float x, float y) { return fmaxf(x, y); });
       far |= (most[n] - max[n]) * queries.scale(n) > 16;
     }
@@ -109,8 +109,8 @@ struct RunningSoftmax {
     const float log_largest = log2_of(range.most());
     const auto weigh_rows = [&](auto exactly) {
       for_each<N>([&](auto n) {
-        factor[n] =
-            weigh_row<Values, n>(queries.scale(n), score[n], most[n], value_scale, log_largest, exactly, weight[n]);
+        factor[n] = weigh_row<Values, n, STAGES>(queries.scale(n), score[n], most[n], value_scale, log_largest, exactly,
+                                                 weight[n]);
       });
     };
     // With several products of four rows, one branch around all of them lets the compiler interleave their
@@ -138,17 +138,18 @@ struct RunningSoftmax {
  private:
   // The weights of row 4 n + t; returns its factor. log_largest: of the value scales. exact (maybe a constant): finds
   // the largest product of a weight and a scale instead of bounding it by the largest scale.
-  template <class Values, int n, typename Bool>
-  __device__ __forceinline__ float weigh_row(float scale, const float (&score)[kLaneScores], float most,
-                                             const float (&value_scale)[kLaneScores], float log_largest, Bool exact,
-                                             uint2 (&weight)[kUnitStages]) {
-    float v[kLaneScores];
+  template <class Values, int n, int STAGES, typename Bool>
+  __device__ __forceinline__ float weigh_row(float scale, const float (&score)[kStageScores * STAGES], float most,
+                                             const float (&value_scale)[kStageScores * STAGES], float log_largest,
+                                             Bool exact, uint2 (&weight)[STAGES]) {
+    constexpr int kScores = kStageScores * STAGES;
+    float v[kScores];
 #pragma unroll
-    for (int i = 0; i < kLaneScores; ++i) v[i] = value_scale[i];
+    for (int i = 0; i < kScores; ++i) v[i] = value_scale[i];
     if (exact) {
       float largest = 0;
 #pragma unroll
-      for (int i = 0; i < kLaneScores; ++i) {
+      for (int i = 0; i < kScores; ++i) {
         v[i] = score[i] == -INFINITY ? 0 : v[i];
         largest = max_or_nan(largest, exp2_fast((score[i] - most) * scale) * v[i]);
       }
@@ -160,9 +161,9 @@ struct RunningSoftmax {
     const float down = most > kNoKey ? exp2_fast(fmaf(-max[n], scale, -offset))
                                      : 0;  // a unit without keys counts 0, whatever its weights are
     float sum_of_weights = 0;
-    uint32_t integer[kLaneScores], sum = 0;
+    uint32_t integer[kScores], sum = 0;
 #pragma unroll
-    for (int i = 0; i < kLaneScores; ++i) {
+    for (int i = 0; i < kScores; ++i) {
       const float p = exp2_fast(fmaf(score[i], scale, offset));
       sum_of_weights += p;
       integer[i] = __float_as_uint(fmaf(p, v[i], kInteger));
@@ -170,7 +171,7 @@ struct RunningSoftmax {
     }
     total[n] = fmaf(sum_of_weights, down, total[n]);
     if constexpr (Values::kTop != 0) {
-      weights[n] = fmaf(static_cast<float>(static_cast<int>(sum - kLaneScores * 0x4B000000u)), down, weights[n]);
+      weights[n] = fmaf(static_cast<float>(static_cast<int>(sum - kScores * 0x4B000000u)), down, weights[n]);
     }
     // A 16-bit element of the tile to be transposed holds the high or the low byte of two tokens, so that one
     // transposition moves the weights of both.
@@ -179,7 +180,7 @@ struct RunningSoftmax {
       return Values::kMixed ? select_bytes(x, x, 0x3120) : x;
     };
 #pragma unroll
-    for (int stage = 0; stage < kUnitStages; ++stage) {
+    for (int stage = 0; stage < STAGES; ++stage) {
       weight[stage] = uint2{column(4 * stage), column(4 * stage + 2)};
     }
     return down;

@@ -13,16 +13,16 @@ class ValueProducts {
  public:
   explicit __device__ __forceinline__ ValueProducts(const BlockView& block) : block_(block) {}
 
-  // stages: of the unit, in bytes from the start of shared memory. weight, factor: see RunningSoftmax::weigh.
-  template <class Values, class Table>
-  __device__ __forceinline__ void multiply(const int (&stages)[kUnitStages], const Table& table,
-                                           const uint2 (&weight)[N][kUnitStages], const float (&factor)[N],
+  // stages: of the unit or a part of it, in bytes from the start of shared memory. weight, factor: see RunningSoftmax::weigh.
+  template <class Values, int STAGES, class Table>
+  __device__ __forceinline__ void multiply(const int (&stages)[STAGES], const Table& table,
+                                           const uint2 (&weight)[N][STAGES], const float (&factor)[N],
                                            RunningSoftmax<D, N>& softmax) const {
 #pragma unroll
     for (int group = 0; group < Values::kGroups; ++group) {
-      typename Values::Words a[kUnitStages], b[kUnitStages];
+      typename Values::Words a[STAGES], b[STAGES];
 #pragma unroll
-      for (int stage = 0; stage < kUnitStages; ++stage) {
+      for (int stage = 0; stage < STAGES; ++stage) {
         const uint8_t* block = block_.shared + stages[stage] + block_.layout.values;
         Values::load(block, group, block_.lane, a[stage]);
         Values::load(block + block_.layout.next_values, group, block_.lane, b[stage]);
@@ -33,16 +33,16 @@ class ValueProducts {
 
  private:
   // a, b: the two value blocks of each stage.
-  template <class Values, int I, class Table>
-  __device__ __forceinline__ void multiply_tiles(const typename Values::Words (&a)[kUnitStages],
-                                                 const typename Values::Words (&b)[kUnitStages], int group,
-                                                 const Table& table, const uint2 (&weight)[N][kUnitStages],
+  template <class Values, int I, int STAGES, class Table>
+  __device__ __forceinline__ void multiply_tiles(const typename Values::Words (&a)[STAGES],
+                                                 const typename Values::Words (&b)[STAGES], int group,
+                                                 const Table& table, const uint2 (&weight)[N][STAGES],
                                                  const float (&factor)[N], RunningSoftmax<D, N>& softmax) const {
     if constexpr (I < 4) {
       if (4 * group + I >= X::kTiles) return;
       int sums[N][4] = {};
 #pragma unroll
-      for (int stage = 0; stage < kUnitStages; ++stage) {
+      for (int stage = 0; stage < STAGES; ++stage) {
         uint32_t plus[4], minus[4];
         Values::template expand<I>(a[stage], b[stage], table, plus, minus);
 #pragma unroll
