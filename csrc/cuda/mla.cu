@@ -146,6 +146,7 @@ Tail tail_of(const MlaStoreCall& c) {
   return {static_cast<uint8_t*>(c.tail->data_ptr()),
           checked_stride(*c.tail, "tail"),
           slots_of(*c.tail_slots),
+          entry_stride(*c.tail_slots),
           static_cast<const int32_t*>(c.seq_lens->data_ptr()),
           c.cu_seqlens_q ? static_cast<const int32_t*>(c.cu_seqlens_q->data_ptr()) : nullptr,
           c.seq_lens->size(0),
@@ -342,6 +343,7 @@ void attend(const MlaAttentionCall& c, const format::LatentRecord& record, const
     a.tail = c.tail->data_ptr();
     a.tail_stride = checked_stride(*c.tail, "tail") / element_size(a.dtype);
     a.tail_slots = c.tail_slots->data_ptr();
+    a.slot_stride = entry_stride(*c.tail_slots);
     a.wide_slots = c.tail_slots->scalar_type() == ScalarType::Long;
     a.tail_valid = integers(c.tail_valid);
     a.max_seqs = checked_int(c.tail->size(0), "the number of tails");
