@@ -2,12 +2,12 @@
 // executes one after the other, and, where a model's weights have passed through the caches since the last call, that
 // of fetching these instructions. So this code is short, and what is done once is done by all warps at the same time:
 //   - Block b has part b / segments of segment b % segments. All parts of a segment take its stages of 32 keys in turn,
-//     and so do the warps of a block. A warp takes at most eight rows; where there are more, warps with other rows share
-//     its stages.
+//     and so do the warps of a block. A warp takes at most eight rows; where there are more, warps with other rows
+//     share its stages.
 //   - A part has room for all of its stages, so that all copies are issued at once, and no stage is used twice.
 //   - Page ids, signs, centers and queries are loaded before the lengths are known.
-//   - Exact keys are read by warps of their own, 16 at a time, from where they are, while others wait for codes. Their
-//     weights are not rounded.
+//   - Exact keys are read 16 at a time, from where they are, while codes are on their way. Their weights are not
+//     rounded.
 //   - The warps' states lie in shared memory row by row. A warp joins those of a row, and goes on to the results of
 //     that row or leaves them to the segment's last block, which joins the parts of all blocks in the same way.
 // Lengths decide on the device which calls are taken; every block decides alike.
