@@ -707,8 +707,13 @@ struct NoFewUnits {
   __device__ __forceinline__ void begin() const {}
   __device__ __forceinline__ void run() const {}
 };
+#if defined(__CUDA_ARCH__)
+constexpr bool kHasFewUnits = __CUDA_ARCH__ / 100 == kFewUnitsMajor;
+#else
+constexpr bool kHasFewUnits = false;
+#endif
 // For blocks of 4 N rows.
 template <int D, int N>
-using FewUnitsOf = std::conditional_t<kBulkCopies && takes_few_units(D), FewUnits<D, few_row_groups(N)>, NoFewUnits>;
+using FewUnitsOf = std::conditional_t<kHasFewUnits && takes_few_units(D), FewUnits<D, few_row_groups(N)>, NoFewUnits>;
 
 }  // namespace turboquant::cuda::split_kv
