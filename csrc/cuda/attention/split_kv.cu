@@ -73,7 +73,7 @@ FewUnitsPlan few_units_of(const Attention& a, const DeviceFacts& device, const K
                           const StageLayout& layout, int grid) {
   FewUnitsPlan few{};
   const int64_t segments = int64_t{a.seqs} * a.kv_heads;
-  if (device.major < 9 || !takes_few_units(a.record.head_dim) || a.dtype == Dtype::kFloat32) return few;
+  if (device.major != kFewUnitsMajor || !takes_few_units(a.record.head_dim) || a.dtype == Dtype::kFloat32) return few;
   if (segments > grid || blocks_of_rows(a, k.rows) > 1) return few;
   few.team_shift = std::countr_zero(static_cast<unsigned>(k.rows / 4 / few_row_groups(k.rows / 4)));
   const int state = k.rows * few_row_floats(a.record.head_dim) * static_cast<int>(sizeof(float));

@@ -2,12 +2,12 @@
 // executes one after the other, and, where a model's weights have passed through the caches since the last call, that
 // of fetching these instructions. So this code is short, and what is done once is done by all warps at the same time:
 //   - Block b has part b / segments of segment b % segments. All parts of a segment take its stages of 32 keys in turn,
-//     and so do the warps of a block. A warp takes at most eight rows; where there are more, warps with other rows share
-//     its stages.
+//     and so do the warps of a block. A warp takes at most eight rows; where there are more, warps with other rows
+//     share its stages.
 //   - A part has room for all of its stages, so that all copies are issued at once, and no stage is used twice.
 //   - Page ids, signs, centers and queries are loaded before the lengths are known.
-//   - Exact keys are read by warps of their own, 16 at a time, from where they are, while others wait for codes. Their
-//     weights are not rounded.
+//   - Exact keys are read 16 at a time, from where they are, while codes are on their way. Their weights are not
+//     rounded.
 //   - The warps' states lie in shared memory row by row. A warp joins those of a row, and goes on to the results of
 //     that row or leaves them to the segment's last block, which joins the parts of all blocks in the same way.
 // Lengths decide on the device which calls are taken; every block decides alike.
@@ -105,8 +105,10 @@ class FewUnits {
       clear_padding<uint16_t>(a, D, int64_t{blockIdx.x} * blockDim.x + threadIdx.x, int64_t{gridDim.x} * blockDim.x);
     }
     const bool beside_store = block_.plan.early == Early::kBesideStore;
-    const int tasks = part_ < plan_.parts ? find_tasks() : 0;
-    const int blocks = min(plan_.parts, max(divided(tasks + plan_.slots - 1, plan_.slots_reciprocal), 1));
+    const int exact = part_ < plan_.parts ? find_work() : 0;
+    // Exact keys have no block of their own, which would have to be joined, unless a warp had more than two tasks of
+    // them.
+    const int blocks = min(plan_.parts, max(max(rounds(coded_), (rounds(exact) + 1) / 2), 1));
     if (part_ >= blocks || work_.queries == 0) {
       if (beside_store) wait_for_previous_kernel();  // whoever waits for this kernel must have waited for both
       return;
@@ -115,7 +117,9 @@ class FewUnits {
     barriers_ready();
     __syncthreads();
     const bool mine = slot_ < plan_.slots;
-    const int step = plan_.parts * plan_.slots, task = mine ? part_ * plan_.slots + slot_ : tasks;
+    const int step = plan_.parts * plan_.slots, task = mine ? part_ * plan_.slots + slot_ : coded_;
+    // The last slots of a block have the first tasks of exact keys, because the first warps prepare queries.
+    const int exact_task = mine ? (part_ + 1) * plan_.slots - 1 - slot_ : exact;
     // Copies are issued first, but behind a store that this kernel runs beside. A loop, so that the code exists once.
 #pragma unroll 1
     for (int turn = 0; turn < 2; ++turn) {
@@ -126,7 +130,7 @@ class FewUnits {
         if (mine && member_ == 0) issue_copies();
       }
     }
-    const bool has_exact = attend_exact(task, tasks, step);
+    const bool has_exact = attend_exact(exact_task, exact, blocks * plan_.slots);
     attend_codes(task, step, has_exact, mine);
     join(blocks);
   }
@@ -140,11 +144,15 @@ class FewUnits {
     return thread;
   }
 
-  // Finds the work of the segment; returns the number of its tasks.
-  __device__ __forceinline__ int find_tasks() {
+  // Finds the work of the segment; returns the number of its tasks of exact keys.
+  __device__ __forceinline__ int find_work() {
     work_ = work_of_sequence<16>(block_.call, kExactKeys, sequence_, false);
     coded_ = kUnitStages * work_.coded, position_ = work_.length - work_.queries;
-    return coded_ + (work_.exact + kExactKeys - 1) / kExactKeys;
+    return (work_.exact + kExactKeys - 1) / kExactKeys;
+  }
+  // How many blocks so many tasks fill.
+  __device__ __forceinline__ int rounds(int tasks) const {
+    return divided(tasks + plan_.slots - 1, plan_.slots_reciprocal);
   }
 
   static __device__ __forceinline__ int divided(int x, uint32_t reciprocal) {
@@ -357,12 +365,11 @@ class FewUnits {
 
   // The warp's tasks of exact keys; leaves their state. False: it has none.
   __device__ __forceinline__ bool attend_exact(int task, int tasks, int step) {
-    while (task < coded_) task += step;
     if (task >= tasks) return false;
     if (block_.call.dtype == Dtype::kBFloat16) {
-      attend_exact_as<__nv_bfloat16>(task - coded_, tasks - coded_, step);
+      attend_exact_as<__nv_bfloat16>(task, tasks, step);
     } else {
-      attend_exact_as<__half>(task - coded_, tasks - coded_, step);
+      attend_exact_as<__half>(task, tasks, step);
     }
     return true;
   }
@@ -689,7 +696,7 @@ class FewUnits {
   uint32_t query_[kPer / 2];                              // the lane's channels of a row
   float sign_[kPer], center_[kPer], inverse_[kPer];
   SequenceWork work_{};
-  int coded_;  // stages of codes
+  int coded_ = 0;  // stages of codes
 };
 
 // Where there is no code for few units.
@@ -700,8 +707,13 @@ struct NoFewUnits {
   __device__ __forceinline__ void begin() const {}
   __device__ __forceinline__ void run() const {}
 };
+#if defined(__CUDA_ARCH__)
+constexpr bool kHasFewUnits = __CUDA_ARCH__ / 100 == kFewUnitsMajor;
+#else
+constexpr bool kHasFewUnits = false;
+#endif
 // For blocks of 4 N rows.
 template <int D, int N>
-using FewUnitsOf = std::conditional_t<kBulkCopies && takes_few_units(D), FewUnits<D, few_row_groups(N)>, NoFewUnits>;
+using FewUnitsOf = std::conditional_t<kHasFewUnits && takes_few_units(D), FewUnits<D, few_row_groups(N)>, NoFewUnits>;
 
 }  // namespace turboquant::cuda::split_kv

@@ -67,8 +67,10 @@ enum class Early {
   kBesideStore  // it stores tokens, and everything before it has ended: they wait for it before they read pages
 };
 
-// The head_dims that have code for calls with few units of keys: the most common ones, because the code costs bytes.
-constexpr bool takes_few_units(int d) { return d == 64 || d == 128; }
+// What has code for calls with few units of keys: one architecture with bulk copies, and the most common head_dim,
+// because the code costs bytes. It is written for 64 channels, too.
+constexpr int kFewUnitsMajor = 9;
+constexpr bool takes_few_units(int d) { return d == 128; }
 // How many groups of four rows a warp takes there, in a block of 4 N rows. More would need longer code and more memory.
 constexpr int few_row_groups(int n) { return n == 1 ? 1 : 2; }
 // Floats of a row of a warp's state there: sums, maximum, denominator, and padding that spreads rows over the banks.

@@ -13,7 +13,8 @@ class ValueProducts {
  public:
   explicit __device__ __forceinline__ ValueProducts(const BlockView& block) : block_(block) {}
 
-  // stages: of the unit or a part of it, in bytes from the start of shared memory. weight, factor: see RunningSoftmax::weigh.
+  // stages: of the unit or a part of it, in bytes from the start of shared memory.
+  // weight, factor: see RunningSoftmax::weigh.
   template <class Values, int STAGES, class Table>
   __device__ __forceinline__ void multiply(const int (&stages)[STAGES], const Table& table,
                                            const uint2 (&weight)[N][STAGES], const float (&factor)[N],
