@@ -109,6 +109,7 @@ BELOW = {
     "cuda/codec": ["cuda/common"],
     "cuda/score": ["cuda/codec", "cuda/common"],
     "cuda/attention": ["cuda/codec", "cuda/common"],
+    "cuda/mla": ["cuda/attention", "cuda/codec", "cuda/common"],
 }
 
 

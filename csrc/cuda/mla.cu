@@ -61,7 +61,7 @@ class MatrixRows {
 // ---- Store ----------------------------------------------------------------------------------------------------------
 
 struct LatentStore {
-  const void *latent, *rope;  // [tokens, r], [tokens, dr]
+  const void *latent, *rope;                   // [tokens, r], [tokens, dr]
   int64_t latent_stride, rope_stride, tokens;  // in elements
   int rope_dim;
   Dtype dtype, rope_dtype;  // of the arguments; of the raw channels in pages
@@ -80,8 +80,8 @@ constexpr int kStoreWarps = 4;  // of a block, at most
 constexpr int store_words(int d) { return generic_words(d) + 4; }
 
 // A token's latent and rotary channels in the tail. y: room for the latent.
-__device__ __forceinline__ void store_exact(const LatentStore& a, const GenericShape& shape, int64_t token,
-                                            uint8_t* to, float* y, int lane) {
+__device__ __forceinline__ void store_exact(const LatentStore& a, const GenericShape& shape, int64_t token, uint8_t* to,
+                                            float* y, int lane) {
   const int d = shape.d, size = element_size(a.dtype);
   const uint8_t* from = static_cast<const uint8_t*>(a.latent) + token * a.latent_stride * size;
   if (a.rotated_tail) {
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(32 * kStoreWarps)
       const int64_t bytes = static_cast<int64_t>(d + a.rope_dim) * element_size(a.dtype);
       store_exact(a, shape, token,
                   a.tail.data + format::latent_tail_offset<int64_t>(kept >> 32, a.tail.stride,
-                                                                   static_cast<uint32_t>(kept), bytes),
+                                                                    static_cast<uint32_t>(kept), bytes),
                   y, lane);
     }
   }

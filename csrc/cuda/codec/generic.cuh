@@ -12,7 +12,7 @@ constexpr int kMostSharedBytes = 40 * 1024;  // of a block, on every device, wit
 // d = blocks * 2^log_block
 struct GenericShape {
   int d, blocks, log_block;
-  float norm;             // 1 / sqrt(2^log_block)
+  float norm;              // 1 / sqrt(2^log_block)
   bool transforms = true;  // false: codes stand for the channels as they are (latents, docs/format.md section 13)
 
   GenericShape() = default;

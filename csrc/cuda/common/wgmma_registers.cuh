@@ -1,5 +1,6 @@
 // Products of a warpgroup (common/wgmma.cuh has the basics) with A in registers, for any N that kernels of few rows
-// need: D = A B + D, A 64 x 16 and B 16 x N of float16 or bfloat16, D 64 x N of float32, N = 16, 32 or 64; and of bytes.
+// need: D = A B + D, A 64 x 16 and B 16 x N of float16 or bfloat16, D 64 x N of float32, N = 16, 32 or 64; and of
+// bytes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -79,8 +80,8 @@ __device__ __forceinline__ void add_product(float* d, uint32_t a0, uint32_t a1, 
 #endif
 }
 
-// d[N / 2] = a * b, plus d if `add`, of signed bytes, A 64 x 32 and B 32 x N, with sums of 32 bits; N = 32, 64 or 128. A
-// core matrix holds 16 neighbours in k.
+// d[N / 2] = a * b, plus d if `add`, of signed bytes, A 64 x 32 and B 32 x N, with sums of 32 bits; N = 32, 64 or 128.
+// A core matrix holds 16 neighbours in k.
 template <int N>
 __device__ __forceinline__ void add_byte_product(int* d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b,
                                                  bool add) {

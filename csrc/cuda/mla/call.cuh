@@ -11,7 +11,7 @@ struct Latents {
   // rope_dim channels, `record` has the sizes of a page only, and signs, levels and channels are those of latents.
   Attention a;
   format::LatentRecord record;
-  const void* q_rope;                           // [tokens, q_heads, rope_dim] of a.dtype, stride 1 in the last dimension
+  const void* q_rope;  // [tokens, q_heads, rope_dim] of a.dtype, stride 1 in the last dimension
   int64_t rope_token_stride, rope_head_stride;  // in elements
   Dtype rope_dtype;                             // of the raw channels in pages
   const float* signs;                           // [latent_dim]; null: no transform

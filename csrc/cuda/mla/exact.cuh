@@ -1,6 +1,6 @@
-// Attention to a segment's exact keys, those of the tail and the call's own: after its codes, by all warps of the block,
-// 32 keys at a time, as a partial result of its own. The keys and the queries as they came lie in the memory of the
-// ring. Weights are sums of two elements of the tensors' type, so that they keep 16 bits.
+// Attention to a segment's exact keys, those of the tail and the call's own: after its codes, by all warps of the
+// block, 32 keys at a time, as a partial result of its own. The keys and the queries as they came lie in the memory of
+// the ring. Weights are sums of two elements of the tensors' type, so that they keep 16 bits.
 #pragma once
 
 #include "cuda/attention/softmax_math.cuh"
@@ -26,8 +26,8 @@ inline int exact_bytes(int channels, int rows) {
 template <class S>
 class ExactKeys {
   static constexpr int kRows = exact_rows(S::kRows), kTiles = kRows / 8;
-  static constexpr int kScoreTiles = kExactKeys / 16 * kTiles;        // products of a step of channels
-  static constexpr int kParts = kScoreTiles >= S::kWarps ? 1 : 2;     // of the channels, for different warps
+  static constexpr int kScoreTiles = kExactKeys / 16 * kTiles;     // products of a step of channels
+  static constexpr int kParts = kScoreTiles >= S::kWarps ? 1 : 2;  // of the channels, for different warps
   static constexpr int kSumWarps = 8, kSums = S::kLatent / 16 / kSumWarps;
 
  public:
@@ -134,7 +134,8 @@ class ExactKeys {
       const uint16_t* keys = keys_ + (half * 16 + lane % 16) * stride_ + lane / 16 * 8;
       const uint16_t* queries = queries_ + (tile * 8 + lane % 8) * stride_ + lane / 8 * 8;
       float d[2][4] = {};
-      const int begin = steps / 2 * part / kParts * 2, end = part + 1 == kParts ? steps : steps / 2 * (part + 1) / kParts * 2;
+      const int begin = steps / 2 * part / kParts * 2,
+                end = part + 1 == kParts ? steps : steps / 2 * (part + 1) / kParts * 2;
 #pragma unroll 2
       for (int s = begin; s < end; s += 2) {  // channels are a multiple of 32
         const uint4 q = load_tiles(queries + s * 16);
@@ -158,7 +159,8 @@ class ExactKeys {
       x *= a.softmax_scale * kLog2E;
       bool sees = exists(first_row_ + r) && first + block_.lane < work.exact;
       if (sees) {
-        const RowSight sight = sight_of(a, segment_.sequence, work.length, work.queries, place(first_row_ + r).position);
+        const RowSight sight =
+            sight_of(a, segment_.sequence, work.length, work.queries, place(first_row_ + r).position);
         const int key = work.exact_key(first + block_.lane);
         sees = key <= sight.position && (key < work.sinks || key >= sight.end);
       }
@@ -234,12 +236,13 @@ class ExactKeys {
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
-          const uint16_t* weights = weights_ + (part * kRows + 8 * j + block_.g) * kWeightStride + s * 16 + 2 * block_.t;
+          const uint16_t* weights =
+              weights_ + (part * kRows + 8 * j + block_.g) * kWeightStride + s * 16 + 2 * block_.t;
           const uint32_t low = *reinterpret_cast<const uint32_t*>(weights);
           const uint32_t high = *reinterpret_cast<const uint32_t*>(weights + 8);
 #pragma unroll
           for (int b = 0; b < kSums; ++b) {
-            multiply(reinterpret_cast<float(&)[4]>(sums_[b][4 * j]), v[b], low, high);
+            multiply(reinterpret_cast<float (&)[4]>(sums_[b][4 * j]), v[b], low, high);
           }
         }
       }
@@ -286,11 +289,11 @@ class ExactKeys {
   const BlockView block_;
   const Segment segment_;
   const int stride_;
-  int first_row_;   // of the sequence's rows
+  int first_row_;              // of the sequence's rows
   uint16_t *keys_, *queries_;  // [32, stride], [kRows, stride]
-  float* scores_;       // [2, kRows, 32]
-  uint16_t* weights_;   // [2, kRows, kWeightStride]: weights, and what rounding has left of them
-  float* state_;        // [3, kRows]
+  float* scores_;              // [2, kRows, 32]
+  uint16_t* weights_;          // [2, kRows, kWeightStride]: weights, and what rounding has left of them
+  float* state_;               // [3, kRows]
   float sums_[kSums][4 * kTiles];
 };
 

@@ -11,7 +11,8 @@
 
 namespace turboquant::cuda::mla {
 
-// What pair i is multiplied by so that a code 1 is 1. Odd pairs of kNibbles are left four bits higher, hence 16 times as large.
+// What pair i is multiplied by so that a code 1 is 1. Odd pairs of kNibbles are left four bits higher, hence 16 times
+// as large.
 __device__ __forceinline__ float inverse_unit(Kind kind, int i) {
   return kind == kNibbles && i % 2 ? 1.0f * (1 << 20) : 1.0f * (1 << 24);
 }

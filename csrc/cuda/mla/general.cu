@@ -16,25 +16,29 @@ constexpr int kMostLatent = 512, kOwn = kMostLatent / kThreads;  // channels of 
 
 // Shared memory of a block. stride: latent and rotary channels, and padding.
 struct Memory {
-  float *queries, *keys;  // [kRows, stride], [kKeys, stride]
-  float* scores;          // [kRows, kKeys]: scores, then weights
+  float *queries, *keys;        // [kRows, stride], [kKeys, stride]
+  float* scores;                // [kRows, kKeys]: scores, then weights
   float *top, *total, *factor;  // [kRows]
   float* table;                 // [32]: levels
   uint32_t* codes;              // [kWarps, 128 + 16]: a token's row and plane
 
   __device__ __forceinline__ Memory(float* at, int stride)
       : queries(at), keys(queries + kRows * stride), scores(keys + kKeys * stride), top(scores + kRows * kKeys),
-        total(top + kRows), factor(total + kRows), table(factor + kRows), codes(reinterpret_cast<uint32_t*>(table + 32)) {}
-  static int bytes(int stride) { return 4 * ((kRows + kKeys) * stride + kRows * kKeys + 3 * kRows + 32 + kWarps * 144); }
+        total(top + kRows), factor(total + kRows), table(factor + kRows),
+        codes(reinterpret_cast<uint32_t*>(table + 32)) {}
+  static int bytes(int stride) {
+    return 4 * ((kRows + kKeys) * stride + kRows * kKeys + 3 * kRows + 32 + kWarps * 144);
+  }
 };
 __host__ __device__ constexpr int stride_of(int channels) { return channels + 4; }
 
 class GeneralBlock {
  public:
-  __device__ __forceinline__ GeneralBlock(const Latents& x, const GenericShape& shape, float* shared)
+  __device__ __forceinline__ GeneralBlock(const Latents& x, const GenericShape& shape, float* shared, int sequence,
+                                          int first_row)
       : x_(x), a_(x.a), shape_(shape), stride_(stride_of(x.channels())), memory_(shared, stride_),
-        warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), sequence_(blockIdx.y),
-        length_(a_.length(sequence_)), queries_(a_.num_queries(sequence_)), first_row_(blockIdx.x * kRows) {}
+        warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), sequence_(sequence), length_(a_.length(sequence_)),
+        queries_(a_.num_queries(sequence_)), first_row_(first_row) {}
 
   __device__ __forceinline__ void run() {
     const int rows = queries_ * a_.q_heads;
@@ -261,7 +265,8 @@ class GeneralBlock {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         const int c = threadIdx.x + i * kThreads;
-        if (c < x_.record.latent_dim) store_float(a_.out, a_.dtype, to * x_.record.latent_dim + c, sums_[r][i] * inverse);
+        if (c < x_.record.latent_dim)
+          store_float(a_.out, a_.dtype, to * x_.record.latent_dim + c, sums_[r][i] * inverse);
       }
       if (threadIdx.x == 0) a_.lse[to] = total == 0 ? -INFINITY : (memory_.top[r] + log2f(total)) * kLn2;
     }
@@ -279,26 +284,24 @@ class GeneralBlock {
 };
 
 __global__ void __launch_bounds__(kThreads)
-    general_kernel(const __grid_constant__ Latents x, const __grid_constant__ GenericShape shape) {
+    general_kernel(const __grid_constant__ Latents x, const __grid_constant__ GenericShape shape, unsigned row_blocks) {
   extern __shared__ float dynamic[];
   const Attention& a = x.a;
   clear_padding<uint16_t>(a, x.record.latent_dim * element_size(a.dtype) / 2,
-                          (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kThreads + threadIdx.x,
-                          int64_t{gridDim.x} * gridDim.y * kThreads);
-  if (static_cast<int>(blockIdx.y) < a.seqs) GeneralBlock(x, shape, dynamic).run();
+                          int64_t{blockIdx.x} * kThreads + threadIdx.x, int64_t{gridDim.x} * kThreads);
+  const int sequence = blockIdx.x / row_blocks, first_row = blockIdx.x % row_blocks * kRows;
+  if (sequence < a.seqs) GeneralBlock(x, shape, dynamic, sequence, first_row).run();
 }
 
 }  // namespace
 
 void attend_general(const Latents& call, cudaStream_t stream) {
   const Attention& a = call.a;
-  constexpr int kMostSeqs = 65535;
-  STD_TORCH_CHECK(a.seqs <= kMostSeqs, "mla_attention: ", a.seqs, " sequences, supported by the general kernel: up to ",
-                  kMostSeqs);
   GenericShape shape(format::split_dim(call.record.latent_dim));
   shape.transforms = call.signs != nullptr;
-  const dim3 grid(num_blocks(int64_t{a.max_q_len} * a.q_heads, kRows), std::max(a.seqs, 1));
-  general_kernel<<<grid, kThreads, Memory::bytes(stride_of(call.channels())), stream>>>(call, shape);
+  const unsigned row_blocks = num_blocks(int64_t{a.max_q_len} * a.q_heads, kRows);
+  const unsigned blocks = num_blocks(int64_t{row_blocks} * std::max(a.seqs, 1), 1);
+  general_kernel<<<blocks, kThreads, Memory::bytes(stride_of(call.channels())), stream>>>(call, shape, row_blocks);
   check_cuda(cudaGetLastError(), "mla_attention");
 }
 

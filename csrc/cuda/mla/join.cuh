@@ -69,7 +69,7 @@ struct JoinedRow {
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       *reinterpret_cast<float4*>(to + kPartHead + Rotation::channel(lane, i)) = {y[4 * i], y[4 * i + 1], y[4 * i + 2],
-                                                                                y[4 * i + 3]};
+                                                                                 y[4 * i + 3]};
     }
   }
 
@@ -115,8 +115,7 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Segm
     if (shared.exact >= 0) {
       row.add(row.read(part_of<S>(block.plan, shared.exact, kExact) + r * S::kPart, block.lane));
     }
-    const RowPlace place =
-        place_of_row(x.a, segment.sequence, segment.work.length, segment.work.queries, index);
+    const RowPlace place = place_of_row(x.a, segment.sequence, segment.work.length, segment.work.queries, index);
     row.write(x.a, int64_t{place.token} * x.a.q_heads + place.head, block.lane);
   }
 }
@@ -139,7 +138,7 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
   };
   JoinedRow<R> own;
   own.template add_all<4>(warp, kJoinWarps, shared.blocks, lane,
-              [&](int i) { return row_at(shared.first + i, i == 0 ? kOpened : kContinued); });
+                          [&](int i) { return row_at(shared.first + i, i == 0 ? kOpened : kContinued); });
   own.leave(sums[warp], lane);
   __syncthreads();
   if (warp > 0) return;

@@ -5,9 +5,9 @@
 // nothing:
 //   scores  [64 tokens x channels] . [channels x rows]
 //   output  [64 channels x tokens] . [tokens x rows]
-// Codes become the left operand in registers, as subnormal float16 numbers, with one mask for two codes (expansion.cuh).
-// The same bytes in shared memory serve both products: ldmatrix gives a lane neighbouring channels of a token, and with
-// transposition the same channels of neighbouring tokens.
+// Codes become the left operand in registers, as subnormal float16 numbers, with one mask for two codes
+// (expansion.cuh). The same bytes in shared memory serve both products: ldmatrix gives a lane neighbouring channels of
+// a token, and with transposition the same channels of neighbouring tokens.
 //
 // Warpgroups have roles. One computes scores and weights, one or two others sum weighted latents of the unit before,
 // and copy the units ahead. So tensor cores, integer instructions and copies overlap.

@@ -24,9 +24,6 @@ LatentLaunch::LatentLaunch(const Latents& call, const Device& device) : call_(ca
   const int per_block = facts.shared_per_multiprocessor / entry_.blocks - kReservedSharedBytes;
   plan_ = Plan(r, entry_.rows, std::min(facts.shared_per_block, per_block));
   grid_ = entry_.blocks * facts.multiprocessors;
-  STD_TORCH_CHECK(plan_.stages >= 2, "mla_attention: ", entry_.rows, " rows and ", plan_.unit_bytes,
-                  " bytes for 64 tokens do not fit into the ", facts.shared_per_block,
-                  " bytes of shared memory that a block can have");
   const int64_t rows = int64_t{call.a.max_q_len} * call.a.q_heads;
   plan_.row_blocks = checked_int((rows + entry_.rows - 1) / entry_.rows, "the number of rows of a sequence");
   joins_later_ = num_segments() * kMostParts < grid_ && call.a.seqs <= kMostSeqs;

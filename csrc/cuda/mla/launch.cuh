@@ -32,9 +32,7 @@ class LatentLaunch {
   void run(void* workspace, cudaStream_t stream);
 
  private:
-  int64_t part_floats() const {
-    return int64_t{grid_} * kParts * entry_.rows * (kPartHead + call_.record.latent_dim);
-  }
+  int64_t part_floats() const { return int64_t{grid_} * kParts * entry_.rows * (kPartHead + call_.record.latent_dim); }
   int64_t num_segments() const { return int64_t{call_.a.seqs} * plan_.row_blocks; }
   void check_limits() const;
 

@@ -15,8 +15,8 @@ __device__ __forceinline__ int byte_column(int n) { return 8 * (n / 8 * 2 + n % 
 
 // All warps call it: each prepares some rows of the segment's block of rows.
 //
-// A latent query is multiplied by inverse and signs and transformed (docs/format.md section 13), and rounded to integers
-// of 16 bits, whose high and low bytes are columns of their own.
+// A latent query is multiplied by inverse and signs and transformed (docs/format.md section 13), and rounded to
+// integers of 16 bits, whose high and low bytes are columns of their own.
 template <class S>
 __device__ __forceinline__ void prepare_queries(const BlockView& block, const Segment& segment) {
   using Rotation = typename S::Rotation;
@@ -81,8 +81,7 @@ __device__ __forceinline__ void prepare_queries(const BlockView& block, const Se
       row.shift = center * to_base_2;
       row.first = INT32_MIN, row.end = INT32_MAX;  // nobody reads the results of a row that does not exist
       if (exists) {
-        const RowSight sight =
-            sight_of(a, segment.sequence, segment.work.length, segment.work.queries, place.position);
+        const RowSight sight = sight_of(a, segment.sequence, segment.work.length, segment.work.queries, place.position);
         row.first = sight.first, row.end = sight.end;
       }
     }

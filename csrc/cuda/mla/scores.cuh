@@ -4,14 +4,14 @@
 // Warp w has tokens 16 w to 16 w + 15 of a unit. Lane (g, t) has of each tile of eight rows (columns of a product) rows
 // 2 t and 2 t + 1 of tokens g and g + 8: element 4 j + 2 i + h of an array is row 8 j + 2 t + h of token g + 8 i.
 //
-// Products with codes are products of bytes (queries are 16-bit integers in two columns), those with rotary channels are
-// added in float32.
+// Products with codes are products of bytes (queries are 16-bit integers in two columns), those with rotary channels
+// are added in float32.
 //
 // A weight is 2^(score - reference) times the token's scale, rounded to float16. A row's reference follows the largest
-// such product of a unit: it is raised as soon as one is 2^12 above it, and lowered, every eight units, when all are 2^4
-// below it, so that weights keep their digits behind a token that had nearly all weight. Sums are float32 and follow
-// the reference; it is never lowered to less than 2^-40 of what it once was, where nothing counts any more. In most
-// units no reference moves: then nobody needs to know the largest product.
+// such product of a unit: it is raised as soon as one is 2^12 above it, and lowered, every eight units, when all are
+// 2^4 below it, so that weights keep their digits behind a token that had nearly all weight. Sums are float32 and
+// follow the reference; it is never lowered to less than 2^-40 of what it once was, where nothing counts any more. In
+// most units no reference moves: then nobody needs to know the largest product.
 #pragma once
 
 #include "cuda/common/wgmma_registers.cuh"
@@ -20,8 +20,8 @@
 namespace turboquant::cuda::mla {
 
 constexpr float kRaise = 12, kLower = 4, kDeepest = 40;
-constexpr int kLowerUnits = 8;  // how often references are lowered
-constexpr float kNothing = -1e30f;        // a reference before the first key
+constexpr int kLowerUnits = 8;                   // how often references are lowered
+constexpr float kNothing = -1e30f;               // a reference before the first key
 constexpr float kLeastScale = 1.0f / (1 << 24);  // of a token in its reference: that of a zero vector is 0
 
 template <class S>
@@ -244,7 +244,8 @@ class ScoreGroup {
   }
 
   // Rare: finds the largest product of a weight and a scale of each row and lets the references and all sums follow.
-  __device__ __forceinline__ void move_references(const float (&score)[4 * kTiles], const float (&scale)[2], int buffer) {
+  __device__ __forceinline__ void move_references(const float (&score)[4 * kTiles], const float (&scale)[2],
+                                                  int buffer) {
     float* factors = block_.factors() + buffer * (S::kRows + 1);
     float* exchange = block_.exchange();  // [4][ROWS]
     const float2 log = log_of(scale);

@@ -24,12 +24,17 @@ constexpr int kTileTokens = format::LatentRecord::kTileTokens;
 constexpr int kUnitTiles = kUnitTokens / kTileTokens;
 constexpr int kMaxStages = 8;
 constexpr int kWeightBuffers = 2;
-constexpr int kJoinWarps = 8;  // of a block of the second kernel
+constexpr int kJoinWarps = 8;      // of a block of the second kernel
 constexpr int kExactPerUnit = 16;  // exact keys that take as long as a unit of codes
 
 // A partial result of a row: its maximum (base 2), its denominator, what its sums are too large by, and its sums.
 constexpr int kPartHead = 4;
-enum Part : int { kContinued, kOpened, kExact, kParts };  // of a segment that began in another block; or here; its exact keys
+enum Part : int {
+  kContinued,
+  kOpened,
+  kExact,
+  kParts
+};  // of a segment that began in another block; or here; its exact keys
 
 // How the lanes of a warp hold a latent: four neighbouring channels at a time.
 template <int R>

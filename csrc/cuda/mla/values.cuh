@@ -147,8 +147,8 @@ class ValueGroup {
     const uint32_t halves = block_.g % 2 ? 0x7632 : 0x5410;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint8_t* from = tile + block_.plan.planes + (row + 8 * i + 2 * block_.t) * C::kPlaneBytes +
-                            warp_ * kWarpChunks<C> * 4;
+      const uint8_t* from =
+          tile + block_.plan.planes + (row + 8 * i + 2 * block_.t) * C::kPlaneBytes + warp_ * kWarpChunks<C> * 4;
 #pragma unroll
       for (int q = 0; q < kWarpChunks<C>; q += 2) {
         const uint2 low = *reinterpret_cast<const uint2*>(from + 4 * q);
@@ -173,7 +173,7 @@ class ValueGroup {
 
   const BlockView block_;
   Ring<S>& ring_;
-  const int warp_;  // among the value warps
+  const int warp_;          // among the value warps
   const uint32_t weights_;  // the operand of the first buffer
   float sums_[S::kSums][4 * kTiles];
 };
