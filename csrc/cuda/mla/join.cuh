@@ -125,7 +125,7 @@ template <int R>
 __global__ void __launch_bounds__(32 * kJoinWarps)
     join_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  __shared__ float sums[kJoinWarps][kPartHead + R];
+  __shared__ __align__(16) float sums[kJoinWarps][kPartHead + R];
   let_next_kernel_begin();
   wait_for_previous_kernel();
   const Attention& a = x.a;
