@@ -211,8 +211,9 @@ def test_every_reason_is_reached(header):
 
 
 def test_every_header_has_its_cases():
+    """But for latents, which kernel_choice does not know yet."""
     headers = {path.stem for path in (ROOT / "csrc/choices").glob("*.h")}
-    assert headers == {*HEADERS, "device"} and not reasons_of("device")
+    assert headers == {*HEADERS, "device", "mla"} and not reasons_of("device")
     assert set(itertools.chain.from_iterable(HEADERS.values())) == set(CALLS)
     assert {case.op for case in CASES} == set(CALLS)
 

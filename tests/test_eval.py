@@ -1036,7 +1036,7 @@ def test_the_command(model, tmp_path, monkeypatch, readings, capsys):
     monkeypatch.setattr(assets, "load_dense", lambda path, device, dtype: (model, Tokenizer()))
     (tmp_path / "text.txt").write_text("A text of a few words. " * 20)
     (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").touch()
+    (tmp_path / "tiny" / "config.json").write_text('{"model_type": "llama"}')
     parser = argparse.ArgumentParser()
     evaluation.add_arguments(parser)
     argv = ["--model", str(tmp_path / "tiny"), "--text", str(tmp_path / "text.txt")]
