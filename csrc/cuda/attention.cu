@@ -19,7 +19,6 @@ namespace {
 // ---- paged_attention -----------------------------------------------------------------------------------------------
 
 const float* floats(const OptionalTensor& t) { return t ? static_cast<const float*>(t->data_ptr()) : nullptr; }
-const int32_t* integers(const OptionalTensor& t) { return t ? static_cast<const int32_t*>(t->data_ptr()) : nullptr; }
 
 AttentionShape shape_of(const Attention& a) {
   const auto grid = [](const int8_t* levels) { return levels ? format::Grid::kLevels : format::Grid::kUniform; };
@@ -33,23 +32,6 @@ AttentionShape shape_of(const Attention& a) {
           .dtype = a.dtype,
           .has_exact = a.tail || a.new_keys};
 }
-
-// k_new or v_new, [tokens, kv_heads, d]: the tensor itself, or a copy if rows do not start at multiples of 16 bytes.
-class NewRows {
- public:
-  explicit NewRows(const Tensor& t) : rows_(t, 16) {
-    const bool copied = rows_.data() != t.data_ptr();
-    const auto stride = [&](int64_t i, int64_t dense) { return copied || t.size(i) <= 1 ? dense : t.stride(i); };
-    token_stride_ = stride(0, t.size(1) * t.size(2)), head_stride_ = stride(1, t.size(2));
-  }
-  const void* data() const { return rows_.data(); }
-  int64_t token_stride() const { return token_stride_; }  // in elements, as
-  int64_t head_stride() const { return head_stride_; }
-
- private:
-  AlignedRows rows_;
-  int64_t token_stride_, head_stride_;
-};
 
 // Launches the kernels of a call. Where two share its sequences, split-KV clears the results of tokens behind the last
 // one. `store` is launched immediately before them, so that the split-KV kernel can run beside it.
@@ -83,14 +65,12 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
     return;
   }
   const Launch launch(c.q);
-  const AlignedRows q(c.q, 16);
-  const bool copied = q.data() != c.q.data_ptr();
+  const HeadVectors q(c.q);
   const Constant key_signs(c.key_signs), value_signs(c.value_signs), constants(c.center);
 
   Attention a{};
   a.q = q.data();
-  a.q_token_stride = copied ? c.q_heads() * c.head_dim() : c.q.stride(0);
-  a.q_head_stride = copied ? c.head_dim() : c.q.stride(1);
+  a.q_token_stride = q.token_stride(), a.q_head_stride = q.head_stride();
   a.out = out.data_ptr();
   a.lse = static_cast<float*>(lse.data_ptr());
   a.dtype = dtype_of(c.q);
@@ -135,7 +115,7 @@ void attend(const AttentionCall& c, const format::Record& record, const Tensor& 
     a.ring = checked_int(c.tail->size(2) - c.sink_tokens, "the length of a tail");
     a.recent_window = static_cast<int>(c.recent_window);  // at most one longer than the ring
   }
-  std::optional<NewRows> keys, values;
+  std::optional<HeadVectors> keys, values;
   if (c.k_new) {
     keys.emplace(*c.k_new), values.emplace(*c.v_new);
     a.new_keys = keys->data(), a.new_values = values->data();

@@ -154,12 +154,6 @@ __global__ void __launch_bounds__(32 * kLoadWarps)
 
 // ---- Host side ------------------------------------------------------------------------------------------------------
 
-Pages pages_of(const Tensor& cache) {
-  STD_TORCH_CHECK(aligned(cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
-  return {static_cast<uint8_t*>(cache.data_ptr()), cache.size(0), checked_stride(cache, "cache"),
-          static_cast<int>(cache.size(1))};
-}
-
 EncodeSource source_of(const HeadRows& x, const Codebook& book, const Constant& signs,
                        const format::Channels& channels) {
   const int64_t size = static_cast<int64_t>(x.tensor.element_size());
@@ -179,16 +173,7 @@ template <typename Call>
 Tail checked_tail(const Tensor& tail, const Call& call, const Tensor& k, const TokenRows& rows) {
   const int64_t seqs = check_batch(*call.seq_lens, call.cu_seqlens_q, k, rows.tokens);
   check_tail(tail, call.tail_slots, k, seqs, rows.heads, rows.d, call.sink_tokens);
-  return {static_cast<uint8_t*>(tail.data_ptr()),
-          checked_stride(tail, "tail"),
-          slots_of(*call.tail_slots),
-          entry_stride(*call.tail_slots),
-          static_cast<const int32_t*>(call.seq_lens->data_ptr()),
-          call.cu_seqlens_q ? static_cast<const int32_t*>(call.cu_seqlens_q->data_ptr()) : nullptr,
-          seqs,
-          checked_int(tail.size(0), "the number of tails"),
-          checked_int(tail.size(2), "the rows of a tail"),
-          static_cast<int>(call.sink_tokens)};
+  return tail_of(tail, call, tail.size(2));
 }
 
 // A layer's keys and values, checked, with all arguments of their kernel.
@@ -201,7 +186,7 @@ class LayerStore {
     const Tensor& k = layer.k;
     const TokenRows rows(k);
     check_store(layer, call, record_, rows);
-    const Pages pages = pages_of(layer.cache);
+    const Pages pages = pages_of(layer.cache, layer.cache.size(1));
     STD_TORCH_CHECK(rows.heads <= kMaxGridY, "k has ", rows.heads, " KV heads, supported: up to ", kMaxGridY);
     const Codebook key_book = checked_codebook(k, call.key_levels, call.key_steps, call.key_bits, call.key_scale_mode,
                                                "key_levels", "key_steps");
@@ -297,7 +282,7 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
   const format::Record record = check_load(c);
   const int64_t kv_heads = c.kv_heads(), seqs = c.seqs(), d = c.head_dim;
   STD_TORCH_CHECK(kv_heads <= kMaxGridY, "cache has ", kv_heads, " KV heads, supported: up to ", kMaxGridY);
-  const Pages pages = pages_of(c.cache);
+  const Pages pages = pages_of(c.cache, kv_heads);
 
   Tensor k = c.new_result(), v = c.new_result();
   if (k.numel() == 0) return {k, v};

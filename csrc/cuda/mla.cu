@@ -1,4 +1,4 @@
-// mla_store, mla_load: latents in packed pages (docs/format.md section 13) and their exact tail, by the codec's generic
+// mla_store, mla_load: latents in packed pages (docs/format.md section 12) and their exact tail, by the codec's generic
 // kernels. mla_attention: describes a call for its kernels (mla/call.cuh) and launches the one that choices/mla.h
 // chooses.
 #include "calls/mla.h"
@@ -26,11 +26,6 @@ RecordLayout layout_of(const format::LatentRecord& r) {
   x.key_row_bytes = r.row_bytes(), x.key_plane_bytes = r.plane_bytes();
   x.key_planes = r.planes(), x.value_blocks = r.ropes(), x.key_scales = r.scales();
   return x;
-}
-
-Pages pages_of(const Tensor& cache) {
-  STD_TORCH_CHECK(aligned(cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
-  return {static_cast<uint8_t*>(cache.data_ptr()), cache.size(0), checked_stride(cache, "cache"), 1};
 }
 
 __device__ __forceinline__ uint8_t* rope_of(const Token& token, const RecordLayout& layout, int rope_dim) {
@@ -140,23 +135,14 @@ __global__ void __launch_bounds__(32 * kStoreWarps)
   }
 }
 
-Tail tail_of(const MlaStoreCall& c) {
+Tail exact_latents(const MlaStoreCall& c) {
   if (!c.tail) return {};
   STD_TORCH_CHECK(aligned(c.tail->data_ptr(), 16), "tail must start at a multiple of 16 bytes");
-  return {static_cast<uint8_t*>(c.tail->data_ptr()),
-          checked_stride(*c.tail, "tail"),
-          slots_of(*c.tail_slots),
-          entry_stride(*c.tail_slots),
-          static_cast<const int32_t*>(c.seq_lens->data_ptr()),
-          c.cu_seqlens_q ? static_cast<const int32_t*>(c.cu_seqlens_q->data_ptr()) : nullptr,
-          c.seq_lens->size(0),
-          checked_int(c.tail->size(0), "the number of tails"),
-          checked_int(c.tail->size(1), "the rows of a tail"),
-          static_cast<int>(c.sink_tokens)};
+  return tail_of(*c.tail, c, c.tail->size(1));
 }
 
 void store_tokens(const MlaStoreCall& c, const format::LatentRecord& record) {
-  const Pages pages = pages_of(c.cache);
+  const Pages pages = pages_of(c.cache, 1);
   if (c.tokens() == 0) return;
   const Launch launch(c.latent);
   const MatrixRows latent(c.latent, 8), rope(c.rope, 2);
@@ -181,7 +167,7 @@ void store_tokens(const MlaStoreCall& c, const format::LatentRecord& record) {
                       .pages = pages,
                       .layout = layout_of(record),
                       .slots = slots_of(c.slot_mapping),
-                      .tail = tail_of(c),
+                      .tail = exact_latents(c),
                       .rotated_tail = c.rotated_tail};
   store_latents<<<num_blocks(a.tokens, kStoreWarps), 32 * kStoreWarps, 4 * kStoreWarps * store_words(d),
                   launch.stream()>>>(a, shape);
@@ -245,7 +231,7 @@ __global__ void __launch_bounds__(32 * kLoadWarps)
 }
 
 void load_tokens(const MlaLoadCall& c, const format::LatentRecord& record, const Tensor& latent, const Tensor& rope) {
-  const Pages pages = pages_of(c.cache);
+  const Pages pages = pages_of(c.cache, 1);
   if (latent.numel() == 0) return;
   const Launch launch(c.cache);
   const Constant signs(c.signs), center(c.center);
@@ -275,25 +261,6 @@ void load_tokens(const MlaLoadCall& c, const format::LatentRecord& record, const
 
 // ---- Attention ------------------------------------------------------------------------------------------------------
 
-const int32_t* integers(const OptionalTensor& t) { return t ? static_cast<const int32_t*>(t->data_ptr()) : nullptr; }
-
-// Queries [tokens, q_heads, d] with rows at multiples of 16 bytes: the tensor itself, or a copy.
-class HeadQueries {
- public:
-  explicit HeadQueries(const Tensor& t) : rows_(t, 16) {
-    const bool copied = rows_.data() != t.data_ptr();
-    const auto stride = [&](int64_t i, int64_t dense) { return copied || t.size(i) <= 1 ? dense : t.stride(i); };
-    token_stride_ = stride(0, t.size(1) * t.size(2)), head_stride_ = stride(1, t.size(2));
-  }
-  const void* data() const { return rows_.data(); }
-  int64_t token_stride() const { return token_stride_; }  // in elements, as
-  int64_t head_stride() const { return head_stride_; }
-
- private:
-  AlignedRows rows_;
-  int64_t token_stride_, head_stride_;
-};
-
 void start(const mla::Latents& x, const Tensor& q, const Device& device, cudaStream_t stream) {
   const LatentShape shape{.latent_dim = x.record.latent_dim,
                           .codes = {x.record.width(), x.levels ? format::Grid::kLevels : format::Grid::kUniform},
@@ -306,11 +273,11 @@ void start(const mla::Latents& x, const Tensor& q, const Device& device, cudaStr
 }
 
 void attend(const MlaAttentionCall& c, const format::LatentRecord& record, const Tensor& out, const Tensor& lse) {
-  const Pages pages = pages_of(c.cache);
+  const Pages pages = pages_of(c.cache, 1);
   STD_TORCH_CHECK(!c.tail || aligned(c.tail->data_ptr(), 16), "tail must start at a multiple of 16 bytes");
   if (out.numel() == 0) return;
   const Launch launch(c.q_latent);
-  const HeadQueries q(c.q_latent), q_rope(c.q_rope);
+  const HeadVectors q(c.q_latent), q_rope(c.q_rope);
   const Constant signs(c.signs), center(c.center);
 
   mla::Latents x{};

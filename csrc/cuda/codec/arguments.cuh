@@ -30,6 +30,27 @@ inline uint32_t checked_stride(const Tensor& t, const char* name) {
 
 inline Slots slots_of(const Tensor& t) { return {t.data_ptr(), t.scalar_type() == ScalarType::Long}; }
 
+inline Pages pages_of(const Tensor& cache, int64_t kv_heads) {
+  STD_TORCH_CHECK(aligned(cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
+  return {static_cast<uint8_t*>(cache.data_ptr()), cache.size(0), checked_stride(cache, "cache"),
+          static_cast<int>(kv_heads)};
+}
+
+// The checked tail of a call that stores. rows: of each of its entries
+template <typename Call>
+Tail tail_of(const Tensor& tail, const Call& call, int64_t rows) {
+  return {static_cast<uint8_t*>(tail.data_ptr()),
+          checked_stride(tail, "tail"),
+          slots_of(*call.tail_slots),
+          entry_stride(*call.tail_slots),
+          integers(call.seq_lens),
+          integers(call.cu_seqlens_q),
+          call.seq_lens->size(0),
+          checked_int(tail.size(0), "the number of tails"),
+          checked_int(rows, "the rows of a tail"),
+          static_cast<int>(call.sink_tokens)};
+}
+
 // Packed standalone vectors: a row of codes and a scale for each, one rotation for all. d is the length of signs.
 struct DenseVectors {
   format::Split split;

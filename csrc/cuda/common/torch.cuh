@@ -140,6 +140,24 @@ class AlignedRows {
   Rows rows_;
 };
 
+// Rows of [tokens, heads, d] with stride 1 in d: the tensor itself, or a copy if rows do not start at multiples of 16
+// bytes.
+class HeadVectors {
+ public:
+  explicit HeadVectors(const Tensor& t) : rows_(t, 16) {
+    const bool copied = rows_.data() != t.data_ptr();
+    const auto stride = [&](int64_t i, int64_t dense) { return copied || t.size(i) <= 1 ? dense : t.stride(i); };
+    token_stride_ = stride(0, t.size(1) * t.size(2)), head_stride_ = stride(1, t.size(2));
+  }
+  const void* data() const { return rows_.data(); }
+  int64_t token_stride() const { return token_stride_; }  // in elements, as
+  int64_t head_stride() const { return head_stride_; }
+
+ private:
+  AlignedRows rows_;
+  int64_t token_stride_, head_stride_;
+};
+
 // A checked float32 constant (signs, center) that kernels can read 16 bytes at a time; null where it is absent.
 class Constant {
  public:
@@ -152,6 +170,9 @@ class Constant {
   OptionalTensor tensor_;  // keeps a copy alive until the kernel is launched
 };
 
+inline const int32_t* integers(const OptionalTensor& t) {
+  return t ? static_cast<const int32_t*>(t->data_ptr()) : nullptr;
+}
 inline const uint8_t* bytes_of(const Tensor& t) { return static_cast<const uint8_t*>(t.data_ptr()); }
 
 }  // namespace turboquant::cuda

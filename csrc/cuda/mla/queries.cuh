@@ -15,7 +15,7 @@ __device__ __forceinline__ int byte_column(int n) { return 8 * (n / 8 * 2 + n % 
 
 // All warps call it: each prepares some rows of the segment's block of rows.
 //
-// A latent query is multiplied by inverse and signs and transformed (docs/format.md section 13), and rounded to
+// A latent query is multiplied by inverse and signs and transformed (docs/format.md section 12), and rounded to
 // integers of 16 bits, whose high and low bytes are columns of their own.
 template <class S>
 __device__ __forceinline__ void prepare_queries(const BlockView& block, const Segment& segment) {
