@@ -90,8 +90,12 @@ inline format::Record check_attention(const AttentionCall& c) {
   return record;
 }
 
-// Adds what attention reads and storing does not.
-inline void add_batch(Arguments& memory, const AttentionCall& c) {
+// Adds what attention writes, and what it reads and storing does not.
+inline void add_attention(Arguments& memory, const AttentionCall& c, const Tensor& out, const OptionalTensor& lse) {
+  memory.writes(out, "out");
+  memory.writes(lse, "lse");
+  // out may be q: a row of queries has only its own row of out, which is written when nobody reads it any more
+  if (out.data_ptr() != c.q.data_ptr() || !c.q.is_contiguous()) memory.reads(c.q, "q");
   memory.reads(c.block_table, "block_table");
   memory.reads(c.tail_valid, "tail_valid");
   memory.reads(c.sink_logits, "sink_logits");
@@ -101,11 +105,7 @@ inline void add_batch(Arguments& memory, const AttentionCall& c) {
 inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, const OptionalTensor& lse) {
   check_out_and_lse(out, lse, c.q);
   Arguments memory;
-  memory.writes(out, "out");
-  memory.writes(lse, "lse");
-  // out may be q: a row of queries has only its own row of out, which is written when nobody reads it any more
-  if (out.data_ptr() != c.q.data_ptr() || !c.q.is_contiguous()) memory.reads(c.q, "q");
-  add_batch(memory, c);
+  add_attention(memory, c, out, lse);
   memory.reads(c.cache, "cache");
   memory.reads(c.seq_lens, "seq_lens");
   memory.reads(c.key_signs, "key_signs");

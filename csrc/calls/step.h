@@ -3,6 +3,8 @@
 // share pages with another one whose new tokens the same step stores.
 #pragma once
 
+#include <memory>
+
 #include "calls/attention.h"
 #include "calls/store.h"
 
@@ -19,6 +21,14 @@ struct StepCall {
 
 // Checks the arguments of cache_store and returns what stores them.
 using PrepareStore = Store(const StoreLayer& layer, const StoreCall& call);
+
+// A PrepareStore of a backend's LayerStore (calls/store.h).
+template <typename LayerStore>
+Store prepared(const StoreLayer& layer, const StoreCall& call) {
+  auto stores = std::make_shared<std::vector<LayerStore>>();
+  stores->emplace_back(layer, call);
+  return [stores] { LayerStore::run(*stores, "store_and_attend"); };
+}
 
 template <Attend* attend, PrepareStore* prepare_store>
 void store_and_attend(const StepCall& step, const Tensor& out, const OptionalTensor& lse) {
@@ -46,13 +56,13 @@ void store_and_attend(const StepCall& step, const Tensor& out, const OptionalTen
                         .seq_lens = c.seq_lens,
                         .cu_seqlens_q = c.cu_seqlens_q,
                         .sink_tokens = c.sink_tokens};
-  const Store stores = prepare_store(layer_of(store), store);
-  check_attention_outputs(c, out, lse);
+  const StoreLayer layer = layer_of(store);
+  const Store stores = prepare_store(layer, store);
+  check_out_and_lse(out, lse, c.q);
   Arguments memory;
   add_shared(memory, store);
-  add_layer(memory, layer_of(store));
-  add_batch(memory, c);
-  memory.reads(c.q, "q");
+  add_layer(memory, layer);
+  add_attention(memory, c, out, lse);
   memory.check();
   attend(c, record, out, lse ? *lse : new_lse(c), stores);
 }

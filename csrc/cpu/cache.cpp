@@ -1,7 +1,6 @@
 // cache_store, cache_load: paged, packed keys and values (docs/format.md section 8) and the exact tail (section 9).
 #include "cpu/cache.h"
 
-#include <memory>
 #include <optional>
 
 #include "calls/load.h"
@@ -127,11 +126,7 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
 
 }  // namespace
 
-Store prepare_store(const StoreLayer& layer, const StoreCall& call) {
-  auto prepared = std::make_shared<std::vector<LayerStore>>();
-  prepared->emplace_back(layer, call);
-  return [prepared] { LayerStore::run(*prepared, "store_and_attend"); };
-}
+Store prepare_store(const StoreLayer& layer, const StoreCall& call) { return prepared<LayerStore>(layer, call); }
 
 }  // namespace turboquant::cpu
 

@@ -5,8 +5,6 @@
 // kernels (codec/encode_bulk.cu, codec/decode_bulk.cu) or the step kernel (codec/encode_step.cu).
 #include "cuda/cache.cuh"
 
-#include <memory>
-
 #include "calls/load.h"
 #include "choices/codec.h"
 #include "cuda/codec/arguments.cuh"
@@ -324,11 +322,7 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
 
 }  // namespace
 
-Store prepare_store(const StoreLayer& layer, const StoreCall& call) {
-  auto prepared = std::make_shared<std::vector<LayerStore>>();
-  prepared->emplace_back(layer, call);
-  return [prepared] { LayerStore::run(*prepared, "store_and_attend"); };
-}
+Store prepare_store(const StoreLayer& layer, const StoreCall& call) { return prepared<LayerStore>(layer, call); }
 
 }  // namespace turboquant::cuda
 
