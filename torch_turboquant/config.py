@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,8 +21,56 @@ GRIDS = ("lloyd", "uniform")
 MAX_SEARCH = 64
 
 
+class PackedConfig:
+    """What the configs of keys and values and of latents (latent.py) have in common."""
+
+    page_size: int
+    search: int
+    sink_tokens: int
+    recent_window: int
+    seed: int
+
+    if TYPE_CHECKING:
+
+        @property
+        def record_bytes(self) -> int: ...
+
+    def _check_codes(self, bits: int, kind: str = "") -> None:
+        """Checks grid and scale mode of `kind` ("key_", "value_"), and fills in the grid."""
+        grid, mode = getattr(self, f"{kind}grid"), getattr(self, f"{kind}scale_mode")
+        if grid is None:
+            object.__setattr__(self, f"{kind}grid", "uniform" if bits == 8 else "lloyd")
+        elif grid not in GRIDS:
+            raise ValueError(f"{kind}grid must be one of {GRIDS}, got {grid!r}")
+        elif bits == 8 and grid != "uniform":
+            raise ValueError(f"{kind}grid must be 'uniform' for 8 bits, got {grid!r}")
+        if mode not in SCALE_MODES:
+            raise ValueError(f"{kind}scale_mode must be one of {tuple(SCALE_MODES)}, got {mode!r}")
+
+    def _check_numbers(self) -> None:
+        if not 1 <= self.search <= MAX_SEARCH:
+            raise ValueError(f"search must be 1 to {MAX_SEARCH}, got {self.search}")
+        for name in ("sink_tokens", "recent_window"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be 0 to 2^64 - 1, got {self.seed}")
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether any tokens stay exact, first or last ones."""
+        return self.sink_tokens + self.recent_window > 0
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token of one KV head, or of its latent: all that its page has for it."""
+        whole, rest = divmod(self.record_bytes, self.page_size)
+        assert rest == 0, "every token owns whole bytes"
+        return whole
+
+
 @dataclass(frozen=True)
-class CacheConfig:
+class CacheConfig(PackedConfig):
     """The static description of a packed cache of one model.
 
     Args:
@@ -61,25 +109,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         self.record  # noqa: B018  checks head_dim, bits and page_size
         for kind, bits in (("key", self.key_bits), ("value", self.value_bits)):
-            grid = getattr(self, f"{kind}_grid")
-            if grid is None:
-                object.__setattr__(self, f"{kind}_grid", "uniform" if bits == 8 else "lloyd")
-            elif grid not in GRIDS:
-                raise ValueError(f"{kind}_grid must be one of {GRIDS}, got {grid!r}")
-            elif bits == 8 and grid != "uniform":
-                raise ValueError(f"{kind}_grid must be 'uniform' for 8 bits, got {grid!r}")
-            mode = getattr(self, f"{kind}_scale_mode")
-            if mode not in SCALE_MODES:
-                raise ValueError(
-                    f"{kind}_scale_mode must be one of {tuple(SCALE_MODES)}, got {mode!r}"
-                )
-        if not 1 <= self.search <= MAX_SEARCH:
-            raise ValueError(f"search must be 1 to {MAX_SEARCH}, got {self.search}")
-        for name in ("sink_tokens", "recent_window"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be 0 to 2^64 - 1, got {self.seed}")
+            self._check_codes(bits, f"{kind}_")
+        self._check_numbers()
 
     @cached_property
     def record(self) -> Record:
@@ -90,18 +121,6 @@ class CacheConfig:
     def record_bytes(self) -> int:
         """Bytes of one (page, KV head)."""
         return self.record.record_bytes
-
-    @property
-    def has_tail(self) -> bool:
-        """Whether any tokens stay exact, first or last ones."""
-        return self.sink_tokens + self.recent_window > 0
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's key and value of one KV head, scales and padding included."""
-        whole, rest = divmod(self.record_bytes, self.page_size)
-        assert rest == 0, "every token owns whole bytes"
-        return whole
 
     @property
     def bits_per_value(self) -> float:

@@ -24,20 +24,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_turboquant import _checks
 from torch_turboquant.codebook import Codebook
-from torch_turboquant.config import GRIDS, MAX_SEARCH, did_you_mean
+from torch_turboquant.config import PackedConfig, did_you_mean
 from torch_turboquant.format import LatentRecord
-from torch_turboquant.ops.codec import SCALE_MODES, Channels, scaled_center
+from torch_turboquant.ops.codec import Channels, scaled_center
 from torch_turboquant.ops.hadamard import hadamard
 from torch_turboquant.signs import SignKind, random_signs
-from torch_turboquant.tail import ring_rows
+from torch_turboquant.tail import check_new_tail, tail_rows
 
 ROPE_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class LatentConfig:
+class LatentConfig(PackedConfig):
     """The static description of a packed cache of latents.
 
     Args:
@@ -76,23 +75,8 @@ class LatentConfig:
 
     def __post_init__(self) -> None:
         self.record  # noqa: B018  checks dimensions, bits and page_size
-        if self.grid is None:
-            object.__setattr__(self, "grid", "uniform" if self.bits == 8 else "lloyd")
-        elif self.grid not in GRIDS:
-            raise ValueError(f"grid must be one of {GRIDS}, got {self.grid!r}")
-        elif self.bits == 8 and self.grid != "uniform":
-            raise ValueError(f"grid must be 'uniform' for 8 bits, got {self.grid!r}")
-        if self.scale_mode not in SCALE_MODES:
-            raise ValueError(
-                f"scale_mode must be one of {tuple(SCALE_MODES)}, got {self.scale_mode!r}"
-            )
-        if not 1 <= self.search <= MAX_SEARCH:
-            raise ValueError(f"search must be 1 to {MAX_SEARCH}, got {self.search}")
-        for name in ("sink_tokens", "recent_window"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be 0 to 2^64 - 1, got {self.seed}")
+        self._check_codes(self.bits)
+        self._check_numbers()
         if self.rope_dtype not in ROPE_DTYPES:
             raise ValueError(f"rope_dtype is {self.rope_dtype}, supported: bfloat16, float16")
 
@@ -110,18 +94,6 @@ class LatentConfig:
     def channels(self) -> int:
         """Channels of a token: those of its latent, then the raw ones."""
         return self.latent_dim + self.rope_dim
-
-    @property
-    def has_tail(self) -> bool:
-        """Whether any tokens stay exact, first or last ones."""
-        return self.sink_tokens + self.recent_window > 0
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token of one layer: codes, raw channels and scale."""
-        whole, rest = divmod(self.record_bytes, self.page_size)
-        assert rest == 0, "every token owns whole bytes"
-        return whole
 
     @property
     def bits_per_value(self) -> float:
@@ -264,11 +236,8 @@ def allocate_latent_tail(
         TypeError: a dtype other than float32, float16 and bfloat16.
         ValueError: a config without sink tokens and window, or max_q_len below 1.
     """
-    _checks.check_output_dtype(dtype)
-    if not config.has_tail:
-        raise ValueError("a config with sink_tokens = 0 and recent_window = 0 needs no tail")
-    _checks.check_positive(max_q_len=max_q_len)
-    rows = config.sink_tokens + ring_rows(config, max_q_len)
+    check_new_tail(config, dtype, max_q_len)
+    rows = tail_rows(config, max_q_len)
     return torch.zeros(max_seqs, rows, config.channels, dtype=dtype, device=device)
 
 

@@ -17,25 +17,16 @@ The functions on slots say where a token's codes stand in the pages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
-from torch_turboquant.config import CacheConfig
+from torch_turboquant.config import CacheConfig, PackedConfig
 
 Integers = TypeVar("Integers", np.ndarray, Tensor)  # what slots are computed from, and come as
-
-
-class TailSizes(Protocol):
-    """What a tail asks of a config: CacheConfig, or LatentConfig."""
-
-    @property
-    def sink_tokens(self) -> int: ...
-    @property
-    def recent_window(self) -> int: ...
 
 
 class Tail(NamedTuple):
@@ -55,7 +46,7 @@ class Tail(NamedTuple):
 # ---- memory
 
 
-def ring_rows(config: TailSizes, max_q_len: int) -> int:
+def ring_rows(config: PackedConfig, max_q_len: int) -> int:
     """Rows of the ring for calls of up to max_q_len new tokens: the tail's without the sinks.
 
     The first of max_q_len queries sees a window that begins max_q_len - 1 positions before that of
@@ -64,12 +55,25 @@ def ring_rows(config: TailSizes, max_q_len: int) -> int:
     return max(1, config.recent_window + max_q_len - 1)
 
 
+def tail_rows(config: PackedConfig, max_q_len: int) -> int:
+    """The rows of an entry of a tail: sinks, then the ring."""
+    return config.sink_tokens + ring_rows(config, max_q_len)
+
+
 def tail_shape(
     config: CacheConfig, max_seqs: int, num_kv_heads: int, max_q_len: int
 ) -> tuple[int, ...]:
     """Shape of the tensor that allocate_tail makes."""
-    rows = config.sink_tokens + ring_rows(config, max_q_len)
+    rows = tail_rows(config, max_q_len)
     return max_seqs, num_kv_heads, rows, 2, config.head_dim
+
+
+def check_new_tail(config: PackedConfig, dtype: torch.dtype, max_q_len: int) -> None:
+    """What allocate_tail and allocate_latent_tail refuse."""
+    _checks.check_output_dtype(dtype)
+    if not config.has_tail:
+        raise ValueError("a config with sink_tokens = 0 and recent_window = 0 needs no tail")
+    _checks.check_positive(max_q_len=max_q_len)
 
 
 def allocate_tail(
@@ -92,10 +96,7 @@ def allocate_tail(
         TypeError: a dtype other than float32, float16 and bfloat16.
         ValueError: a config without sink tokens and window, or max_q_len below 1.
     """
-    _checks.check_output_dtype(dtype)
-    if not config.has_tail:
-        raise ValueError("a config with sink_tokens = 0 and recent_window = 0 needs no tail")
-    _checks.check_positive(max_q_len=max_q_len)
+    check_new_tail(config, dtype, max_q_len)
     shape = tail_shape(config, max_seqs, num_kv_heads, max_q_len)
     return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -120,7 +121,7 @@ def first_after_cut(first: int, length: int) -> int:
 class Rings:
     """For every entry of a tail, the first position that its ring holds; integers of the host."""
 
-    def __init__(self, config: TailSizes, entries: int, max_q_len: int) -> None:
+    def __init__(self, config: PackedConfig, entries: int, max_q_len: int) -> None:
         self.sinks, self.size = config.sink_tokens, ring_rows(config, max_q_len)
         self.first = [0] * entries
 

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from torch_turboquant import _autograd, _checks
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
-from torch_turboquant.config import CacheConfig
+from torch_turboquant.config import CacheConfig, PackedConfig
 from torch_turboquant.ops.codec import SCALE_MODES
 from torch_turboquant.tables import CacheTables
-from torch_turboquant.tail import TailSizes, ring_rows
+from torch_turboquant.tail import tail_rows
 
 # ---- the arguments of raw ops
 
@@ -123,7 +123,7 @@ def check_ring(
         check_ring_rows(ring.shape[2], config, max_q_len)
 
 
-def check_ring_rows_beside_new(rows: int, config: TailSizes, new: str = "k_new") -> None:
+def check_ring_rows_beside_new(rows: int, config: PackedConfig, new: str = "k_new") -> None:
     """Beside the argument `new`, a query reads its window from the ring, but not itself."""
     need = max(1, config.sink_tokens + max(0, config.recent_window - 1))
     if rows < need:
@@ -133,14 +133,14 @@ def check_ring_rows_beside_new(rows: int, config: TailSizes, new: str = "k_new")
         )
 
 
-def check_ring_rows(rows: int, config: TailSizes, max_q_len: int) -> None:
+def check_ring_rows(rows: int, config: PackedConfig, max_q_len: int) -> None:
     """Window and sinks are the config's; a call of max_q_len queries needs that many more rows.
 
     Without a window, sinks need no ring beside them.
     """
     need = max(1, config.sink_tokens)
     if config.recent_window:
-        need = config.sink_tokens + ring_rows(config, max_q_len)
+        need = tail_rows(config, max_q_len)
     if rows < need:
         raise ValueError(
             f"tail has {rows} rows, expected at least {need}: sink_tokens ({config.sink_tokens}) + "

@@ -69,7 +69,7 @@ from torch import Tensor
 from torch_turboquant import _checks
 from torch_turboquant._autograd import named_error
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
-from torch_turboquant.config import CacheConfig
+from torch_turboquant.config import CacheConfig, PackedConfig
 from torch_turboquant.ops import _cache_checks as checks
 from torch_turboquant.ops.cache import (
     read_pages_reference,
@@ -79,7 +79,7 @@ from torch_turboquant.ops.cache import (
 from torch_turboquant.ops.codec import SCALE_MODES, Channels, level_of_code_reference
 from torch_turboquant.signs import rotation_tensor
 from torch_turboquant.tables import CacheTables
-from torch_turboquant.tail import Tail, TailSizes
+from torch_turboquant.tail import Tail
 
 NewTokens = tuple[Tensor | None, Tensor | None]  # k_new and v_new
 
@@ -328,12 +328,20 @@ def call_attention(
 ) -> tuple[Tensor, Tensor]:
     """Calls the op paged_attention, which checks everything that Python has not checked."""
     arguments = _arguments(q, pages, config, tables, ring, batch, options, new)
+    ops = torch.ops.turboquant
+    return call_or_fill(ops.paged_attention, ops.paged_attention_out, arguments, out, lse)
+
+
+def call_or_fill(
+    op: Any, op_out: Any, arguments: tuple[Any, ...], out: Tensor | None, lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Calls an op of attention, or its variant that fills `out`; the queries come first."""
     try:
         if out is None:
-            return torch.ops.turboquant.paged_attention.default(*arguments)
+            return op.default(*arguments)
         if lse is None:
-            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        torch.ops.turboquant.paged_attention_out.default(*arguments, out=out, lse=lse)
+            lse = arguments[0].new_empty(arguments[0].shape[:2], dtype=torch.float32)
+        op_out.default(*arguments, out=out, lse=lse)
     except RuntimeError as error:
         raise named_error(error) from None
     return out, lse
@@ -584,7 +592,7 @@ def paged_attention_reference(*arguments: Any, **options: Any) -> tuple[Tensor, 
 
 
 def exact_reference(
-    j: int, position: int, config: TailSizes, sinks_held: int, first_held: int
+    j: int, position: int, config: PackedConfig, sinks_held: int, first_held: int
 ) -> bool:
     """Whether the query at this position reads key j from the tail (docs/format.md, section 9)."""
     if j < config.sink_tokens:

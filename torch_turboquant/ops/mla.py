@@ -44,7 +44,7 @@ from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.format import read_latents, write_latent
 from torch_turboquant.latent import LatentConfig, LatentTables, rotate_latent
 from torch_turboquant.ops import _cache_checks as checks
-from torch_turboquant.ops.attention import exact_reference
+from torch_turboquant.ops.attention import call_or_fill, exact_reference
 from torch_turboquant.ops.cache import tail_row_reference, token_places_reference
 from torch_turboquant.ops.codec import (
     SCALE_MODES,
@@ -281,15 +281,8 @@ def mla_attention(
         latent_new,
         rope_new,
     )
-    try:
-        if out is None:
-            return torch.ops.turboquant.mla_attention.default(*arguments)
-        if lse is None:
-            lse = q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
-        torch.ops.turboquant.mla_attention_out.default(*arguments, out=out, lse=lse)
-    except RuntimeError as error:
-        raise named_error(error) from None
-    return out, lse
+    ops = torch.ops.turboquant
+    return call_or_fill(ops.mla_attention, ops.mla_attention_out, arguments, out, lse)
 
 
 def _constants(

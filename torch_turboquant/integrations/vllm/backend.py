@@ -196,9 +196,10 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             said = self.learning.see(m, self.reorder_batch_threshold)
             if said:
                 logger.log(logging.WARNING if self.learning.tokens is None else logging.INFO, said)
-        whole = self._part(m, 0, m.num_reqs, self.exact_steps)
+        parts = self._parts(m)
+        whole = parts[0] if len(parts) == 1 else self._part(m, 0, m.num_reqs, self.exact_steps)
         slots = m.slot_mapping[: m.num_actual_tokens]
-        return TurboQuantMetadata(self._parts(m), whole, slots, m.query_start_loc)
+        return TurboQuantMetadata(parts, whole, slots, m.query_start_loc)
 
     def _parts(self, m: Any) -> tuple[Part, ...]:
         """The step as one part, unless two must be computed differently."""
