@@ -79,7 +79,7 @@ __device__ __forceinline__ void prepare_queries(const BlockView& block, const Se
       row.scale = level_step(kind) * format::kLevelUnit * (most <= kLeastQuery ? 0 : most / kMostQuery);
       row.start = kind == kBytes ? 0 : sum * (-level_offset(kind) / level_step(kind));
       row.shift = center * to_base_2;
-      row.first = INT32_MIN, row.end = INT32_MAX;  // nobody reads the results of a row that does not exist
+      row.first = INT32_MIN, row.end = INT32_MAX;  // a row that does not exist: nothing is masked for it
       if (exists) {
         const RowSight sight = sight_of(a, segment.sequence, segment.work.length, segment.work.queries, place.position);
         row.first = sight.first, row.end = sight.end;

@@ -22,6 +22,7 @@ namespace turboquant::cuda::mla {
 constexpr float kRaise = 12, kLower = 4, kDeepest = 40;
 constexpr int kLowerUnits = 8;                   // how often references are lowered
 constexpr float kNothing = -1e30f;               // a reference before the first key
+constexpr float kNobody = 1e30f;                 // and that of a row that does not exist, which never moves
 constexpr float kLeastScale = 1.0f / (1 << 24);  // of a token in its reference: that of a zero vector is 0
 
 template <class S>
@@ -38,7 +39,10 @@ class ScoreGroup {
   __device__ __forceinline__ void attend(int token, int units, Turn& turn) {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) total_[c] = weights_[c] = 0;
-    if (threadIdx.x < S::kRows) reference(threadIdx.x) = top(threadIdx.x) = kNothing;
+    if (threadIdx.x < S::kRows) {
+      // The scores of a row that does not exist may be anything. They must not move the references of others.
+      reference(threadIdx.x) = top(threadIdx.x) = block_.rows()[threadIdx.x].exists() ? kNothing : kNobody;
+    }
     sync_threads(kScoresBarrier, kWarpgroup);
     for (int i = 0; i < units; ++i) {
       attend_unit(token + i * kUnitTokens, turn, i % kLowerUnits == 0);

@@ -103,6 +103,8 @@ struct RowConstants {
   float start;  // what is added to such a sum before
   float shift;  // the score of the center
   int first, end;
+
+  __device__ __forceinline__ bool exists() const { return first >= 0; }
 };
 
 // Shared memory of a block, in bytes from its start, and what else all blocks need to know.
