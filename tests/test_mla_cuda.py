@@ -77,6 +77,8 @@ def test_heads_and_queries(heads, q_lens):
     config = tt.latent_preset("k4u", 512, 64)
     case = make_case(config, [70, 300, 0, 5], q_lens, dtype=torch.bfloat16)
     check(case, heads, torch.bfloat16)
+    if heads in (1, 20):
+        check(case, heads, torch.float32)  # the general kernel
 
 
 @pytest.mark.parametrize("own", [False, True])
