@@ -28,6 +28,15 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
 #endif
 }
 
+// The same, to an address in shared memory.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
+  *static_cast<uint4*>(__cvta_shared_to_generic(to)) = *static_cast<const uint4*>(from);
+#endif
+}
+
 // The same for bytes that are read once: they are the first to leave the L2 cache.
 class CopyOnce {
  public:

@@ -62,8 +62,10 @@ class Ring {
       const Attention& a = block_.call.a;
       const format::LatentRecord& r = block_.call.record;
       if (static_cast<unsigned>(page) < static_cast<unsigned>(a.num_pages)) {
-        copy_tile(block_.shared + stage * block_.plan.unit_bytes + tile * block_.plan.tile_bytes,
-                  a.pages + int64_t{page} * a.page_stride + r.tile_of(token & (r.page_size - 1)));
+        const uint32_t to =
+            shared_address(block_.shared) + stage * block_.plan.unit_bytes + tile * block_.plan.tile_bytes;
+        const uint8_t* from = a.pages + int64_t{page} * a.page_stride + r.tile_of(token & (r.page_size - 1));
+        with_codes<S::kLatent>(block_.plan.kind, [&](auto codes) { copy_tile<decltype(codes)>(to, from); });
       }
     }
     ++units_;
@@ -78,24 +80,35 @@ class Ring {
     return token < end_ ? __ldcg(table_ + (token >> shift)) : -1;
   }
 
-  __device__ __forceinline__ void copy_tile(uint8_t* to, const uint8_t* from) const {
-    const int row_bytes = block_.call.record.row_bytes(), plane_bytes = block_.call.record.plane_bytes();
-    const int chunk_shift = 27 - __clz(row_bytes);  // 16 bytes each
-#pragma unroll 4
-    for (int i = thread_; i < kTileTokens * row_bytes / 16; i += kWarpgroup) {
-      const int token = i >> chunk_shift, chunk = i & (row_bytes / 16 - 1);
-      copy_async(to + token * row_bytes + code_word(token, chunk), from + 16 * i);
+  // One tile, by a warpgroup. A pass of all threads copies whole rows, and the places of a thread's words in later
+  // passes are known before: so a word costs one instruction.
+  template <class C>
+  __device__ __forceinline__ void copy_tile(uint32_t to, const uint8_t* from) const {
+    constexpr int kTokens = kWarpgroup / C::kChunks;  // of a pass
+    const int token = thread_ / C::kChunks;
+    const uint32_t row = to + token * C::kRowBytes + code_word(token, thread_ % C::kChunks);
+    from += 16 * thread_;
+#pragma unroll
+    for (int i = 0; i < kTileTokens / kTokens; ++i) {
+      copy_async((row ^ code_word(i * kTokens, 0)) + i * kTokens * C::kRowBytes, from + i * kPassBytes);
     }
-    const int planes = block_.plan.planes, ropes = block_.plan.ropes, scales = block_.plan.scales;
-    if (thread_ < plane_bytes * kTileTokens / 16) copy_async(to + planes + 16 * thread_, from + planes + 16 * thread_);
-    const int rope_words = block_.call.record.rope_dim / 8, rope_shift = rope_words == 8 ? 3 : 2;
-    for (int i = thread_; i < kTileTokens * rope_words; i += kWarpgroup) {
-      const int token = i >> rope_shift, word = i & (rope_words - 1);
-      copy_async(to + ropes + token * rope_words * 16 + rope_word(token, word, rope_words), from + ropes + 16 * i);
+    const Plan& plan = block_.plan;
+    const uint32_t word = to + 16 * thread_;
+    if (thread_ < C::kPlaneBytes * kTileTokens / 16) copy_async(word + plan.planes, from + plan.planes);
+    if (thread_ < 2 * kTileTokens / 16) copy_async(word + plan.scales, from + plan.scales);
+    copy_ropes(to + plan.ropes, from + plan.ropes);
+  }
+  __device__ __forceinline__ void copy_ropes(uint32_t to, const uint8_t* from) const {
+    const int rope_dim = block_.call.record.rope_dim;
+    if (rope_dim == 64) {
+      const uint32_t row = to + thread_ / 8 * 128 + rope_word(thread_ / 8, thread_ % 8, 8);
+      copy_async(row, from), copy_async(row + kPassBytes, from + kPassBytes);
+    } else if (rope_dim == 32) {
+      copy_async(to + thread_ / 4 * 64 + rope_word(thread_ / 4, thread_ % 4, 4), from);
     }
-    if (thread_ < 2 * kTileTokens / 16) copy_async(to + scales + 16 * thread_, from + scales + 16 * thread_);
   }
 
+  static constexpr int kPassBytes = 16 * kWarpgroup;
   const BlockView block_;
   const int thread_, group_;
   const int32_t* table_;

@@ -28,6 +28,7 @@ constexpr float kLeastScale = 1.0f / (1 << 24);  // of a token in its reference:
 template <class S>
 class ScoreGroup {
   static constexpr int kTiles = S::kRowTiles, kColumns = 2 * kTiles;  // of a lane
+  static constexpr bool kRoomForBoth = S::kRows < 64;  // registers for sums of codes and of rotary channels at a time
 
  public:
   explicit __device__ __forceinline__ ScoreGroup(const BlockView& block)
@@ -44,9 +45,11 @@ class ScoreGroup {
       reference(threadIdx.x) = top(threadIdx.x) = block_.rows()[threadIdx.x].exists() ? kNothing : kNobody;
     }
     sync_threads(kScoresBarrier, kWarpgroup);
-    for (int i = 0; i < units; ++i) {
-      attend_unit(token + i * kUnitTokens, turn, i % kLowerUnits == 0);
-      turn.next(block_.plan.stages);
+    const format::LatentRecord& record = block_.call.record;
+    if (kRoomForBoth && record.rope_dim == 64 && block_.call.rope_dtype == Dtype::kBFloat16) {
+      attend_units<kRoomForBoth>(token, units, turn);
+    } else {
+      attend_units<false>(token, units, turn);
     }
   }
 
@@ -83,7 +86,18 @@ class ScoreGroup {
  private:
   __device__ __forceinline__ int row_of(int c) const { return c / 2 * 8 + 2 * block_.t + c % 2; }
 
+  // USUAL: 64 rotary channels of bfloat16. Their products and those of codes are under way at the same time, which no
+  // branch may come between.
+  template <bool USUAL>
+  __device__ __forceinline__ void attend_units(int token, int units, Turn& turn) {
+    for (int i = 0; i < units; ++i) {
+      attend_unit<USUAL>(token + i * kUnitTokens, turn, i % kLowerUnits == 0);
+      turn.next(block_.plan.stages);
+    }
+  }
+
   // moves: whether references may be lowered
+  template <bool USUAL>
   __device__ __forceinline__ void attend_unit(int token, const Turn& turn, bool moves) {
     const int buffer = turn.buffer();
     wait_barrier(block_.arrived(turn.stage), turn.phase);
@@ -94,9 +108,14 @@ class ScoreGroup {
     const float scale[2] = {__half2float(scales[0]), __half2float(scales[8])};
 
     float score[4 * kTiles];
-    with_codes<S::kLatent>(block_.plan.kind,
-                           [&](auto codes) { multiply_codes<decltype(codes)>(tile, stage, row, scale, score); });
-    multiply_ropes(stage, row, score);
+    with_codes<S::kLatent>(block_.plan.kind, [&](auto codes) {
+      int sum[8 * kTiles];
+      clear(sum);
+      if constexpr (USUAL) multiply_ropes<64, __nv_bfloat16>(stage, row, score);
+      multiply_codes<decltype(codes)>(tile, stage, row, sum);
+      if constexpr (!USUAL) multiply_other_ropes(stage, row, score);
+      add_codes(sum, scale, score);
+    });
 
     const bool masked = token < block_.notes().first_all || token + kUnitTokens > block_.notes().end_all;
     to_base_2(score, token, masked);
@@ -115,20 +134,36 @@ class ScoreGroup {
 
   // ---- Products
 
-  // score = scale * (query . level)
+  // Registers of sums must not change while products are under way, whichever these are.
+  template <typename T, int COUNT>
+  static __device__ __forceinline__ void clear(T (&sum)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      sum[i] = 0;
+      if constexpr (std::is_same_v<T, int>) {
+        asm volatile("" : "+r"(sum[i])::"memory");
+      } else {
+        asm volatile("" : "+f"(sum[i])::"memory");
+      }
+    }
+  }
+
+  // sum = query . code, of both bytes of the queries: all products have ended
   template <class C>
-  __device__ __forceinline__ void multiply_codes(const uint8_t* tile, int stage, int row, const float (&scale)[2],
-                                                 float (&score)[4 * kTiles]) const {
-    int sum[8 * kTiles];
+  __device__ __forceinline__ void multiply_codes(const uint8_t* tile, int stage, int row,
+                                                 int (&sum)[8 * kTiles]) const {
     // Word c of a token's row: its place differs from that of word 0 in bits that the row's begin does not have.
     const int lane = block_.lane, token = row + lane % 16;
     const uint32_t words = tile_ + stage + token * C::kRowBytes + code_word(token, lane / 16);
     const uint8_t* plane = tile + block_.plan.planes + (row + block_.g) * C::kPlaneBytes;
     constexpr int kWords = kBytesOfWord<C::kKind>;
+    const auto load = [&](int c) { return load_matrices((words ^ (c % 8 * 16)) + c / 8 * 128); };
+    uint4 next = load(0);
 #pragma unroll
     for (int c = 0; c < C::kChunks; c += 2) {  // two words of 16 bytes of tokens g and g + 8
-      const uint4 x = load_matrices((words ^ (c % 8 * 16)) + c / 8 * 128);
-      uint4 fifth{};  // of the words of x
+      const uint4 x = next;
+      if (c + 2 < C::kChunks) next = load(c + 2);  // while products of others are under way
+      uint4 fifth{};                               // of the words of x
       if constexpr (C::kKind == kPlanes) {
         const uint2 low = *reinterpret_cast<const uint2*>(plane + 4 * c);
         const uint2 high = *reinterpret_cast<const uint2*>(plane + 8 * C::kPlaneBytes + 4 * c);
@@ -143,7 +178,7 @@ class ScoreGroup {
       for (int i = 0; i < kWords; ++i) {
         const int step = c / 2 * kWords + i;
         add_byte_product<2 * S::kRows>(sum, bytes[0][i], bytes[1][i], bytes[2][i], bytes[3][i],
-                                       latents_ + step * (S::kByteStep / 16), step > 0);
+                                       latents_ + step * (S::kByteStep / 16), true);
       }
       commit_products();
       wait_for_products<1>();
@@ -151,6 +186,12 @@ class ScoreGroup {
     wait_for_products<0>();
 #pragma unroll
     for (int i = 0; i < 8 * kTiles; ++i) asm volatile("" : "+r"(sum[i])::"memory");
+  }
+
+  // score += scale * (query . level)
+  __device__ __forceinline__ void add_codes(const int (&sum)[8 * kTiles], const float (&scale)[2],
+                                            float (&score)[4 * kTiles]) const {
+    receive<4 * kTiles>(score);
     const RowConstants* rows = block_.rows();
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -158,41 +199,49 @@ class ScoreGroup {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {  // tokens g and g + 8
         const float dot = static_cast<float>(256 * sum[4 * c + 2 * i] + sum[4 * c + 2 * i + 1]);
-        score[c / 2 * 4 + 2 * i + c % 2] = (dot + start) * (factor * scale[i]);
+        float& x = score[c / 2 * 4 + 2 * i + c % 2];
+        x = fmaf(dot + start, factor * scale[i], x);
       }
     }
   }
 
-  // Adds the products of rotary channels.
+  // score = products of rotary channels: the products are under way.
+  template <int DIM, typename T>
   __device__ __forceinline__ void multiply_ropes(int stage, int row, float (&score)[4 * kTiles]) const {
+    const int lane = block_.lane, token = row + lane % 16;
+    const uint32_t words = tile_ + stage + block_.plan.ropes + token * DIM * 2;
+    uint4 x[DIM / 16];
+#pragma unroll
+    for (int s = 0; s < DIM / 16; ++s) x[s] = load_matrices(words + rope_word(token, 2 * s + lane / 16, DIM / 8));
+    clear(score);
+    begin_products();
+#pragma unroll
+    for (int s = 0; s < DIM / 16; ++s) {
+      add_product<S::kRows, T>(score, x[s].x, x[s].y, x[s].z, x[s].w, ropes_ + s * (S::kStepBytes / 16));
+    }
+    commit_products();
+  }
+  // The same; the products have ended.
+  __device__ __forceinline__ void multiply_other_ropes(int stage, int row, float (&score)[4 * kTiles]) const {
     const int rope_dim = block_.call.record.rope_dim;
-    const auto multiply = [&](auto dim, auto type) {
-      const int lane = block_.lane, token = row + lane % 16;
-      const uint32_t words = tile_ + stage + block_.plan.ropes + token * dim * 2;
-      uint4 x[dim / 16];
-#pragma unroll
-      for (int s = 0; s < dim / 16; ++s) x[s] = load_matrices(words + rope_word(token, 2 * s + lane / 16, dim / 8));
-      begin_products();
-#pragma unroll
-      for (int s = 0; s < dim / 16; ++s) {
-        add_product<S::kRows, typename decltype(type)::type>(score, x[s].x, x[s].y, x[s].z, x[s].w,
-                                                             ropes_ + s * (S::kStepBytes / 16));
-      }
-      commit_products();
-      wait_for_products<0>();
-      receive<4 * kTiles>(score);
-    };
-    const auto with_dim = [&](auto type) {
+    const auto multiply = [&](auto type) {
+      using T = typename decltype(type)::type;
       if (rope_dim == 64) {
-        multiply(std::integral_constant<int, 64>{}, type);
+        multiply_ropes<64, T>(stage, row, score);
+        wait_for_products<0>();
+        receive<4 * kTiles>(score);
       } else if (rope_dim == 32) {
-        multiply(std::integral_constant<int, 32>{}, type);
+        multiply_ropes<32, T>(stage, row, score);
+        wait_for_products<0>();
+        receive<4 * kTiles>(score);
+      } else {
+        clear(score);
       }
     };
     if (block_.call.rope_dtype == Dtype::kBFloat16) {
-      with_dim(Tag<__nv_bfloat16>{});
+      multiply(Tag<__nv_bfloat16>{});
     } else {
-      with_dim(Tag<__half>{});
+      multiply(Tag<__half>{});
     }
   }
 
