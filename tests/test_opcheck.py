@@ -317,10 +317,10 @@ NAMES = sorted(
 
 def test_every_op_is_listed():
     assert NAMES == sorted(
-        "cache_load cache_move cache_store cache_store_layers decode encode group_decode group_encode "
-        "hadamard learn_center merge_attention mla_attention mla_attention_out mla_load mla_store "
-        "pack paged_attention paged_attention_out paged_mass qjl_score qjl_sketch query_energy "
-        "score store_and_attend unpack".split()
+        "cache_load cache_move cache_store cache_store_layers decode encode group_decode "
+        "group_encode hadamard learn_center merge_attention mla_attention mla_attention_out "
+        "mla_load mla_store pack paged_attention paged_attention_out paged_mass qjl_score "
+        "qjl_sketch query_energy score store_and_attend unpack".split()
     )
 
 

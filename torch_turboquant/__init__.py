@@ -22,6 +22,7 @@ from torch_turboquant.config import (
     preset,
 )
 from torch_turboquant.format import LatentRecord, Record
+from torch_turboquant.heavy_hitters import HeavyHitters
 from torch_turboquant.latent import (
     LATENT_PRESETS,
     LatentConfig,
@@ -77,6 +78,7 @@ __all__ = [
     "CacheTables",
     "Codebook",
     "ExportedSequence",
+    "HeavyHitters",
     "KernelChoice",
     "LatentConfig",
     "LatentPreset",
