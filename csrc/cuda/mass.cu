@@ -293,8 +293,8 @@ __global__ void __launch_bounds__(S::kThreads, 2) mass_kernel(const __grid_const
 constexpr int kMostSpanKeys = 2048, kLeastSpanKeys = 256;  // multiples of the keys of a step
 constexpr int kBlocksPerMultiprocessor = 4;                // as many at least, where sequences are long enough
 
-// Cuts the keys of all sequences, which have up to `keys`, into spans. The queries of a call are prepared for each span,
-// so that long ones are cheaper, unless they leave multiprocessors idle.
+// Cuts the keys of all sequences, which have up to `keys`, into spans. The queries of a call are prepared for each
+// span, so that long ones are cheaper, unless they leave multiprocessors idle.
 void cut_spans(MassArguments& m, int64_t keys, const DeviceFacts& device) {
   const int64_t heads = int64_t{m.x.a.seqs} * m.x.a.kv_heads;
   const auto spans = [&](int64_t size) { return std::max<int64_t>((keys + size - 1) / size, 1); };

@@ -17,8 +17,8 @@ class PageStages {
  public:
   __device__ __forceinline__ explicit PageStages(const BlockContext<S>& block) : block_(block) {}
 
-  // The keys that some row sees, of those from `from` to `to`. The limits of visible keys grow with the position, so the
-  // first and the last row know them.
+  // The keys that some row sees, of those from `from` to `to`. The limits of visible keys grow with the position, so
+  // the first and the last row know them.
   __device__ __forceinline__ void select(const VisibleKeys& first, const VisibleKeys& last, int from = 0,
                                          int to = INT_MAX) {
     begin_ = max(first.coded_begin(), from), end_ = min(last.recent, to);
