@@ -212,16 +212,17 @@ def test_rows_without_keys_and_padding_add_nothing(device):
     assert not masses(padded, device, lse=silent)[0].any()
 
 
-def test_a_nan_stays_where_it_is(device):
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+def test_a_nan_stays_where_it_is(soft_cap, device):
     case = build(config(), [50, 20], [3, 1])
     page, token = divmod(int(case.slots[0][7]), 16)
     place = case.config.record.key_scale(token)
     case.cache[page, 1, place : place + 2] = torch.tensor([0x00, 0x7E], dtype=torch.uint8)
     _, lse = masses(build(config(), [50, 20], [3, 1]), device)
-    mass, _ = masses(case, device, lse=lse)
+    mass, _ = masses(case, device, lse=lse, soft_cap=soft_cap)
     assert mass.isnan().nonzero().tolist() == [[0, 1, 7]]
     case.q[1, 3] = torch.inf  # a query of KV head 1, which sees tokens up to 48
-    mass, _ = masses(case, device, lse=lse)
+    mass, _ = masses(case, device, lse=lse, soft_cap=soft_cap)
     assert mass[0, 1, :49].isnan().all()
     assert not mass[0, 0].isnan().any() and not mass[1].isnan().any()
     assert not mass[0, 1, 49:].isnan().any()
