@@ -62,6 +62,16 @@ def test_the_heaviest_stay_and_fill_the_gaps(device):
     assert kept.tolist() == [[[0, 1, 5, 3, 8, 9], [0, 1, 2, 3, 8, 9]]]
 
 
+def test_masses_that_are_no_numbers_stay(device):
+    """Even more of them than there is room for: as many tokens are kept as ever."""
+    mass = torch.ones(1, 2, 12, device=device)
+    mass[0, 0, [2, 9]] = torch.nan
+    mass[0, 1] = torch.inf
+    mass[0, 1, 3] = torch.nan
+    kept = kept_positions(mass, torch.tensor([12], device=device), 6, 1, 2)
+    assert kept.tolist() == [[[0, 1, 2, 9, 10, 11], [0, 1, 2, 3, 10, 11]]]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_kept_positions_of_random_masses(seed, device):
     mass = randn(3, 4, 90, seed=seed).abs()

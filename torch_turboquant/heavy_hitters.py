@@ -262,17 +262,33 @@ def kept_positions(mass: Tensor, lengths: Tensor, budget: int, first: int, last:
     position = torch.arange(mass.shape[2], device=mass.device)
     end = (lengths - last)[:, None, None]
     free = budget - last
-    weight = mass.masked_fill(position < first, torch.inf).masked_fill(position >= end, -torch.inf)
-    # stable: of equal masses the first tokens stay, on every device
-    heaviest = weight.sort(dim=2, descending=True, stable=True).indices[..., :free]
-    stays = torch.zeros_like(mass, dtype=torch.bool).scatter_(2, heaviest, True)
+    # a mass that is no number stays, as the greatest ones do
+    weight = mass.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    weight = weight.masked_fill(position < first, torch.inf).masked_fill(
+        position >= end, -torch.inf
+    )
+    stays = _heaviest(weight, free)
 
     gap, moves = ~stays[..., :free], stays[..., free:]
     behind = moves.shape[2]
-    number = torch.where(moves, moves.cumsum(2) - 1, behind)  # the others go behind the list
-    moved = mass.new_zeros((*mass.shape[:2], behind + 1), dtype=torch.int64)
+    number = torch.where(moves, _count(moves) - 1, behind).long()  # the others go behind the list
+    moved = number.new_zeros(*mass.shape[:2], behind + 1)
     moved.scatter_(2, number, position[free:].expand_as(number))
-    filling = moved.gather(2, (gap.cumsum(2) - 1).clamp(0, behind))
+    filling = moved.gather(2, (_count(gap) - 1).clamp(0, behind).long())
     kept = torch.where(gap, filling, position[:free])
     tail = (end + torch.arange(last, device=mass.device)).expand(-1, mass.shape[1], -1)
     return torch.cat([kept, tail], dim=2)
+
+
+def _heaviest(weight: Tensor, count: int) -> Tensor:
+    """Whether a weight [.., n] is one of the `count` largest; of equal ones the first are, on every
+    device."""
+    least = weight.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = weight > least, weight == least
+    room = count - above.sum(-1, keepdim=True)
+    return above | (equal & (_count(equal) <= room))
+
+
+def _count(flags: Tensor) -> Tensor:
+    """How many there are up to each: int32."""
+    return flags.cumsum(-1, dtype=torch.int32)
