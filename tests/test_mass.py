@@ -5,6 +5,8 @@ As in test_attention, stale bytes, tails and unneeded page numbers are garbage t
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import torch_turboquant as tt
 from tests.helpers import FLOATS, assert_same_bytes, randn, to_device
@@ -100,6 +102,54 @@ def test_options(options, device):
 def test_long_sequences_of_several_spans(device):
     check(build(config(page_size=64), [5000, 2049, 1], q_heads=8), device)
     check(build(config(page_size=64), [4100, 300], [40, 2]), device, sliding_window=2500)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=4),
+    queries=st.lists(st.integers(0, 8), min_size=4, max_size=4),
+    name=st.sampled_from(list(tt.PRESETS)),
+    page_size=st.sampled_from([16, 32]),
+    dtype=st.sampled_from(FLOATS),
+    group=st.integers(1, 5),
+    sliding_window=st.sampled_from([0, 1, 5, 17, 40]),
+    soft_cap=st.sampled_from([0.0, 0.5, 30.0]),
+    tail=st.booleans(),
+    center=st.sampled_from([False, True, "scaled"]),
+    window=st.integers(1, 20),
+    sink_tokens=st.integers(0, 6),
+    seed=st.integers(0, 5),
+)
+def test_everything_at_once(
+    lengths,
+    queries,
+    name,
+    page_size,
+    dtype,
+    group,
+    sliding_window,
+    soft_cap,
+    tail,
+    center,
+    window,
+    sink_tokens,
+    seed,
+    device,
+):
+    q_lens = [min(n, m) for n, m in zip(lengths, queries, strict=False)]
+    if not any(q_lens):
+        return
+    case = build(
+        config(name, 48, page_size, recent_window=window, sink_tokens=sink_tokens),
+        lengths,
+        q_lens,
+        q_heads=2 * group,
+        dtype=dtype,
+        center=center,
+        tail=tail,
+        seed=seed,
+    )
+    check(case, device, sliding_window=sliding_window, soft_cap=soft_cap)
 
 
 def test_tiny(device):
