@@ -16,6 +16,7 @@
 #include "cuda/attention/general/exact_tail.cuh"
 #include "cuda/attention/general/mask.cuh"
 #include "cuda/attention/general/queries.cuh"
+#include "cuda/common/async_copy.cuh"
 #include "cuda/common/device_facts.cuh"
 #include "cuda/common/mma.cuh"
 
@@ -102,6 +103,7 @@ class MassBlock {
       __syncthreads();
       const bool finds = !m_.exact && thread < pages_.tiles();
       uint8_t* tile = finds ? pages_.find_tile(step + 3, thread) : nullptr;
+      if (tile) prefetch_keys(tile);
       if (step > 0) flush(step - 1);
       if constexpr (S::kBuffers == 1) {
         expand(step);
@@ -121,6 +123,13 @@ class MassBlock {
     }
     __syncthreads();
     flush(steps - 1);
+  }
+
+  // Everything of a tile but its values, ahead of the loads of expand.
+  __device__ __forceinline__ void prefetch_keys(const uint8_t* tile) const {
+    const RecordLayout& layout = block_.x.layout;
+    prefetch_bytes(tile, layout.value_blocks);
+    prefetch_bytes(tile + layout.key_scales, 2 << layout.tile_shift);
   }
 
   __device__ __forceinline__ void expand(int step) const {
