@@ -363,6 +363,8 @@ struct Record {
   TURBOQUANT_HD constexpr int tile_bytes() const { return value_scales() + 2 * tile_tokens(); }
   TURBOQUANT_HD constexpr int record_bytes() const { return page_size / tile_tokens() * tile_bytes(); }
   TURBOQUANT_HD constexpr int tile_of(int token) const { return token / tile_tokens() * tile_bytes(); }
+  // All bytes of a tile belong to one of its tokens, and each of them owns as many.
+  TURBOQUANT_HD constexpr int token_bytes() const { return tile_bytes() / tile_tokens(); }
 
   TURBOQUANT_HD constexpr int key_scale(int token) const {
     return tile_of(token) + key_scales() + 2 * (token % tile_tokens());

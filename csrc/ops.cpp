@@ -57,6 +57,10 @@ STABLE_TORCH_LIBRARY(turboquant, m) {
         " int head_dim, int page_size, int key_bits, int value_bits, int max_seq_len, ScalarType dtype)"
         " -> (Tensor k, Tensor v)");
 
+  // -- move: tokens from slot to slot, for eviction while decoding ----------------------------------------------------
+  m.def("cache_move(Tensor(a!) cache, Tensor sources, Tensor targets, int head_dim, int page_size, int key_bits,"
+        " int value_bits) -> ()");
+
   // -- attention: decode steps and small prefills over the packed cache -----------------------------------------------
 #define PAGED_ATTENTION_ARGUMENTS(CACHE, TAIL) \
   "Tensor q, " CACHE " cache, Tensor block_table, Tensor seq_lens," \
@@ -72,6 +76,9 @@ STABLE_TORCH_LIBRARY(turboquant, m) {
         " *, Tensor slot_mapping, Tensor key_steps, Tensor value_steps, int key_scale_mode, int value_scale_mode,"
         " Tensor(c!) out, Tensor(d!)? lse=None) -> ()");
   m.def("merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)");
+
+  // -- mass: the attention that each cached token gets, for eviction while decoding -----------------------------------
+  m.def("paged_mass(" PAGED_ATTENTION_ARGUMENTS("Tensor", "Tensor?") ", *, Tensor lse, Tensor(a!) mass) -> ()");
 
   // -- mla: latent attention, one vector per token that is key and value of all query heads ---------------------------
   m.def("mla_store(Tensor latent, Tensor rope, Tensor(a!) cache, Tensor slot_mapping, Tensor? signs, Tensor? levels,"

@@ -66,7 +66,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # docs/ops.md: devices with less than 98 KiB of shared memory for a block have these limits.
 NEEDS_MORE_MEMORY = re.compile(
-    r"paged_attention of head_dim (?:25[7-9]|2[6-9]\d|[3-9]\d\d|\d{4}) needs more shared memory"
+    r"paged_(?:attention|mass) of head_dim (?:25[7-9]|2[6-9]\d|[3-9]\d\d|\d{4})"
+    r" needs more shared memory"
     r"|scores of d = (?:\d{4} and sketches of \d+|\d+ and sketches of \d{4}) bits"
     r" take \d+ bytes of shared memory"
 )

@@ -705,16 +705,17 @@ def test_pages_anywhere_give_the_same_result(device):
     assert_same_bytes(*results)
 
 
-def test_a_broken_token_spoils_only_its_sequence(device):
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+def test_a_broken_token_spoils_only_its_sequence(soft_cap, device):
     config = tt.preset("k4v4", 64, page_size=16)
     case = build(config, [20, 20])
-    clean, _ = run(case, device)
+    clean, _ = run(case, device, soft_cap=soft_cap)
     for kind in ("k", "v"):
         page, offset = divmod(int(case.slots[0][7]), 16)
         cache = case.cache.clone()
         start = getattr(config.record, "key_scale" if kind == "k" else "value_scale")(offset)
         cache[page, 0, start : start + 2] = torch.tensor([0, 0x7E], dtype=torch.uint8)
-        out, _ = run(case._replace(cache=cache), device)
+        out, _ = run(case._replace(cache=cache), device, soft_cap=soft_cap)
         assert out[0, :2].isnan().all()
         assert_same_bytes(out[0, 2:], clean[0, 2:])  # the other KV head
         assert_same_bytes(out[1], clean[1])

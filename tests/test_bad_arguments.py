@@ -632,6 +632,56 @@ STORE_AND_ATTEND_BAD = [
     Bad(tables(key_steps=torch.tensor([])), ValueError, "key_steps"),
 ]
 
+PAGED_MASS = {
+    **{name: value for name, value in PAGED_ATTENTION.items() if name != "sink_logits"},
+    "lse": floats(3, 4),
+    "mass": torch.zeros(2, 2, 20),
+}
+PAGED_MASS_BAD = [
+    *(bad for bad in PAGED_ATTENTION_BAD if "sink_logits" not in bad.changes),
+    Bad({"lse": None}, TypeError, "lse must be a tensor, got NoneType", SKIP),
+    Bad({"lse": floats(3, 4).half()}, TypeError, "lse has dtype float16, supported: float32"),
+    Bad({"lse": floats(4, 3)}, ValueError, "lse has shape [4, 3], expected [3, 4]"),
+    Bad({"lse": gaps(floats(3, 4))}, ValueError, "lse must be contiguous"),
+    Bad({"lse": elsewhere(3, 4)}, ValueError, ONE_DEVICE),
+    Bad({"mass": torch.zeros(2, 2, 20).double()}, TypeError, "mass has dtype float64"),
+    Bad({"mass": torch.zeros(2, 20)}, ValueError, "mass has shape [2, 20], expected [2, 2, any]"),
+    Bad({"mass": torch.zeros(3, 2, 20)}, ValueError, "mass has shape [3, 2, 20], expected [2, 2"),
+    Bad({"mass": torch.zeros(2, 4, 20)}, ValueError, "mass has shape [2, 4, 20], expected [2, 2"),
+    Bad({"mass": column(torch.zeros(2, 2, 20))}, ValueError, "mass must be contiguous"),
+    Bad({"mass": elsewhere(2, 2, 20)}, ValueError, ONE_DEVICE),
+    Bad(
+        {"mass": torch.zeros(2, 2, 19)},
+        RuntimeError,
+        "sequence 0 has 20 tokens but mass has room for 19",
+    ),
+]
+
+CACHE_MOVE = {
+    "cache": CACHE,
+    "sources": torch.tensor([[0, 1, -1], [2, 3, 4]]),
+    "targets": torch.tensor([[5, 6, 7], [7, 6, 5]]),
+    "config": CONFIG,
+}
+CACHE_MOVE_BAD = [
+    *CACHE_BAD,
+    Bad({"sources": int32(0, 1).short()[None]}, TypeError, "sources has dtype int16, supported"),
+    Bad({"sources": torch.tensor([0, 1])}, ValueError, "sources has shape [2], expected [2, any]"),
+    Bad({"sources": int32(0, 1, 2)[None]}, ValueError, "sources has shape [1, 3], expected [2, a"),
+    Bad({"sources": gaps(CACHE_MOVE["sources"])}, ValueError, "sources must be contiguous"),
+    Bad({"sources": elsewhere(2, 3, dtype=torch.int64)}, ValueError, ONE_DEVICE),
+    Bad({"targets": int32(5, 6, 7, 8).view(2, 2)}, ValueError, "targets has shape [2, 2], expect"),
+    Bad({"targets": CACHE_MOVE["targets"].float()}, TypeError, "targets has dtype float32"),
+    Bad({"targets": gaps(CACHE_MOVE["targets"])}, ValueError, "targets must be contiguous"),
+    Bad({"sources": int32(0, 1, 2, 3, 80, 5).view(2, 3)}, RuntimeError, "sources holds 80, suppor"),
+    Bad({"targets": int32(5, 6, -2, 7, 8, 9).view(2, 3)}, RuntimeError, "targets holds -2, suppo"),
+    Bad(
+        {"targets": int32(5, 6, 7, 8, 9, 8).view(2, 3)},
+        RuntimeError,
+        "targets holds slot 8 twice for KV head 1: a slot has room for one token",
+    ),
+]
+
 MERGE_ATTENTION = {
     "out_a": floats(3, 4, D),
     "lse_a": floats(3, 4),
@@ -890,11 +940,12 @@ GOOD = {
     for name in (
         "hadamard pack unpack encode decode group_encode group_decode qjl_sketch qjl_score score "
         "cache_store cache_load paged_attention paged_attention_out store_and_attend "
-        "merge_attention mla_store mla_load mla_attention mla_attention_out"
+        "merge_attention paged_mass cache_move mla_store mla_load mla_attention mla_attention_out"
     ).split()
 }
 STORES = ("cache_store", "store_and_attend")
-READ_NO_STEPS = ("cache_load", "paged_attention", "paged_attention_out")
+NO_FLOATS = ("pack", "unpack", "cache_move")
+READ_NO_STEPS = ("cache_load", "paged_attention", "paged_attention_out", "paged_mass")
 CASES = [(name, bad) for name in GOOD for bad in globals()[f"{name.upper()}_BAD"]]
 
 
@@ -911,12 +962,14 @@ def raw(name, arguments):
     if name.startswith("mla_"):
         return getattr(ops, name)(**raw_of_latents(name, a))
     if "config" in a:
-        config, t = a.pop("config"), a.pop("tables")._asdict()
-        if name not in STORES:
+        config, t = a.pop("config"), a.pop("tables", TABLES)._asdict()
+        if name == "cache_move":
+            t = {}
+        elif name not in STORES:
             del t["key_steps"], t["value_steps"]
         a.update(t, page_size=config.page_size, key_bits=config.key_bits)
         a["value_bits"] = config.value_bits
-        if name == "cache_load":
+        if name in ("cache_load", "cache_move"):
             a["head_dim"] = config.head_dim
         if name in STORES:
             a["key_scale_mode"], a["value_scale_mode"] = 3, 2
@@ -1149,11 +1202,11 @@ def test_gradients_are_refused(name, call):
             call(name, arguments)
     with torch.inference_mode():
         call(name, GOOD[name])
-    assert inputs or name in ("pack", "unpack")
+    assert inputs or name in NO_FLOATS
 
 
 @pytest.mark.parametrize("call", [public, raw])
-@pytest.mark.parametrize("name", [n for n in GOOD if n not in ("hadamard", "pack", "unpack")])
+@pytest.mark.parametrize("name", [n for n in GOOD if n not in ("hadamard", *NO_FLOATS)])
 def test_tangents_are_refused(name, call):
     """Of every floating-point input, under no_grad as well; nothing has been written by then."""
     text = f"turboquant::{name} takes no forward-mode tangent: detach its inputs"

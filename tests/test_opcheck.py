@@ -221,6 +221,20 @@ def store_and_attend_samples():
         )
 
 
+def paged_mass_samples():
+    for q, cache, table, lengths, *others in paged_attention_samples():
+        tokens, heads, _ = q.shape
+        outputs = {"lse": randn(tokens, heads, seed=12), "mass": torch.zeros(2, cache.shape[1], 22)}
+        yield q, cache, table, lengths, *others, outputs
+
+
+def cache_move_samples():
+    for name, dtype in (("k4v4", torch.int32), ("k5v3u", torch.int64)):
+        config, *_, cache, _, _, _, _, _ = cache_parts(name, torch.float32, False, False)
+        slots = torch.arange(10, dtype=dtype).view(2, 5)
+        yield cache, slots, slots + 16, 48, 16, config.key_bits, config.value_bits
+
+
 def latents_and_cache(name, dtype, center, **changes):
     config = tt.latent_preset(
         name, 128, 32, page_size=32, sink_tokens=2, recent_window=3, **changes
@@ -303,10 +317,10 @@ NAMES = sorted(
 
 def test_every_op_is_listed():
     assert NAMES == sorted(
-        "cache_load cache_store cache_store_layers decode encode group_decode group_encode "
-        "hadamard learn_center merge_attention mla_attention mla_attention_out mla_load mla_store "
-        "pack paged_attention paged_attention_out qjl_score qjl_sketch query_energy score "
-        "store_and_attend unpack".split()
+        "cache_load cache_move cache_store cache_store_layers decode encode group_decode "
+        "group_encode hadamard learn_center merge_attention mla_attention mla_attention_out "
+        "mla_load mla_store pack paged_attention paged_attention_out paged_mass qjl_score "
+        "qjl_sketch query_energy score store_and_attend unpack".split()
     )
 
 

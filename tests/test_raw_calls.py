@@ -89,6 +89,17 @@ class Layer:
             return ops.paged_attention(*arguments, *others, **new)
         return ops.paged_attention_out(*arguments, *others, **new, out=out, lse=lse)
 
+    def mass(self, q, lse, mass, **changes):
+        a = SimpleNamespace(**{**vars(self), "tail": self.ring, "max_q_len": 3, **changes})
+        window = getattr(a, "recent_window", 3)
+        arguments = (q, a.cache, a.block_table, a.seq_lens, *a.tables[:4], None, 16, 4, 4, 0.125)
+        of_tail = (a.tail, a.slots, None, 2, window)
+        options = (a.cu_seqlens_q, a.max_q_len, *of_tail, getattr(a, "sliding_window", 0))
+        ops.paged_mass(*arguments, *options, lse=lse, mass=mass)
+
+    def move(self, sources, targets, cache=None):
+        ops.cache_move(self.cache if cache is None else cache, sources, targets, D, 16, 4, 4)
+
 
 # ---- integers
 
@@ -478,6 +489,46 @@ def test_entries_that_a_gpu_cannot_read():
     pages = torch.empty(2**32 + 2**20, dtype=torch.uint8, device="cuda")
     far = torch.as_strided(pages, (2, 2, CONFIG.record_bytes), (2**32, CONFIG.record_bytes, 1))
     refused(f"cache has {2**32} {text}", lambda: layer.store(cache=far))
+
+
+def test_numbers_and_memory_of_mass_and_move(device):
+    """Nothing is written by a call that is refused."""
+    layer = Layer(device)
+    layer.store()
+    q = randn(3, 2, D, seed=3).to(device)
+    lse, mass = layer.attend(q)[1], torch.zeros(1, 2, 8, device=device)
+    layer.mass(q, lse, mass)
+    want = mass.clone()
+    for window in (MOST, MOST - 2, 2**31):
+        mass.zero_()
+        layer.mass(q, lse, mass, sliding_window=window)
+        assert_same_bytes(mass, want)
+    refused(
+        f"max_q_len - 1 = {2 * MOST - 1}",
+        lambda: layer.mass(q, lse, mass, recent_window=MOST, max_q_len=MOST),
+    )
+    layer.mass(q, lse, torch.zeros(1, 2, 2**20, device=device))  # more room than pages
+    memory = q.clone().view(-1)
+    in_q, of_lse = memory[:16].view(1, 2, 8), mass.view(-1)[:6].view(3, 2)
+    refused("share memory", lambda: layer.mass(memory.view(q.shape), lse, in_q))
+    refused("share memory", lambda: layer.mass(q, of_lse, mass))
+    inside = layer.ring.view(-1)[:16].view(1, 2, 8)
+    refused("share memory", lambda: layer.mass(q, lse, inside))
+
+    slots = torch.arange(4, device=device).view(2, 2)
+    before = layer.cache.clone()
+    own = layer.cache.view(-1)[:32].view(torch.int64).view(2, 2)
+    refused("share memory", lambda: layer.move(own, slots))
+    refused("share memory", lambda: layer.move(slots, own))
+    assert_same_bytes(layer.cache, before)
+    layer.move(slots, slots)  # what is read may be shared
+    assert_same_bytes(layer.cache, before)
+    none = torch.zeros(0, 5, dtype=torch.int64, device=device)
+    layer.move(none, none, octets(2**62, 0, CONFIG.record_bytes, device=device))  # no heads
+    layer.move(slots[:, :0], slots[:, :0], octets(0, 2, CONFIG.record_bytes, device=device))
+    must = "must not be a lazy negation, because it is written"
+    refused(f"mass {must}", lambda: layer.mass(q, lse, torch._neg_view(mass)))
+    refused(f"cache {must}", lambda: layer.move(slots, slots, torch._neg_view(layer.cache)))
 
 
 @pytest.mark.parametrize("inference", [False, True])

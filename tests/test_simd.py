@@ -293,6 +293,9 @@ def store_call(draw):
     ring = tt.allocate_tail(config, len(counts) + 1, heads, dtype, max(1, *counts))
     table = torch.arange(pages, dtype=torch.int32)[None]
     length = min(draw(st.integers(0, 40), "loaded"), pages * config.page_size)
+    g, room = generator(seed), pages * config.page_size
+    shuffled = [torch.randperm(room, generator=g)[:20] for _ in range(2 * heads)]
+    moves = [last(torch.stack(part)) for part in (shuffled[:heads], shuffled[heads:])]
 
     def call():
         cache, tail = last(before), tt.Tail(last(ring), torch.arange(len(counts)))
@@ -308,7 +311,9 @@ def store_call(draw):
             cu_seqlens_q=starts(counts),
         )
         k, v = tt.cache_load(before, table, int32([length]), config, tables, length, dtype)
-        return cache, tail.ring, k, v
+        moved = last(before)
+        tt.cache_move(moved, *moves, config)
+        return cache, tail.ring, k, v, moved
 
     return call
 
@@ -358,21 +363,20 @@ def attention_call(draw):
         "softmax_scale": draw(st.sampled_from((None, 0.01, 1.0)), "softmax scale"),
         "sliding_window": draw(st.sampled_from((0, 0, 1, 17, 129, 200)), "sliding window"),
         "soft_cap": draw(st.sampled_from((0.0, 0.0, 0.5, 30.0)), "soft cap"),
-        "sink_logits": 2 * randn(group * heads, seed=seed) if draw(st.booleans(), "sink") else None,
+        "cu_seqlens_q": last(starts(counts)),
+        "max_q_len": max_q_len,
+        "tail": tail,
     }
-    block_table, lens, cu = last(block_table), last(int32(lengths)), last(starts(counts))
-    return lambda: tt.paged_attention(
-        q,
-        cache,
-        block_table,
-        lens,
-        config,
-        tables,
-        cu_seqlens_q=cu,
-        max_q_len=max_q_len,
-        tail=tail,
-        **options,
-    )
+    sink = 2 * randn(group * heads, seed=seed) if draw(st.booleans(), "sink") else None
+    of_cache = cache, last(block_table), last(int32(lengths)), config, tables
+
+    def call():
+        out, lse = tt.paged_attention(q, *of_cache, **options, sink_logits=sink)
+        mass = last(torch.zeros(len(lengths), heads, max(lengths)))
+        tt.paged_mass(q, lse, mass, *of_cache, **options)
+        return out, lse, mass
+
+    return call
 
 
 def merge_call(draw):

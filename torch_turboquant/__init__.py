@@ -22,6 +22,7 @@ from torch_turboquant.config import (
     preset,
 )
 from torch_turboquant.format import LatentRecord, Record
+from torch_turboquant.heavy_hitters import HeavyHitters
 from torch_turboquant.latent import (
     LATENT_PRESETS,
     LatentConfig,
@@ -46,7 +47,9 @@ from torch_turboquant.ops.center import learn_center, query_energy
 from torch_turboquant.ops.codec import SCALE_MODES, decode, encode, scaled_center
 from torch_turboquant.ops.group import group_decode, group_encode
 from torch_turboquant.ops.hadamard import hadamard
+from torch_turboquant.ops.mass import paged_mass
 from torch_turboquant.ops.mla import mla_attention, mla_load, mla_store
+from torch_turboquant.ops.move import cache_move
 from torch_turboquant.ops.pack import pack, unpack
 from torch_turboquant.ops.qjl import gaussian_projection, qjl_score, qjl_sketch
 from torch_turboquant.ops.score import score
@@ -75,6 +78,7 @@ __all__ = [
     "CacheTables",
     "Codebook",
     "ExportedSequence",
+    "HeavyHitters",
     "KernelChoice",
     "LatentConfig",
     "LatentPreset",
@@ -102,6 +106,7 @@ __all__ = [
     "allocate_tail",
     "build_info",
     "cache_load",
+    "cache_move",
     "cache_store",
     "cache_store_layers",
     "decode",
@@ -122,6 +127,7 @@ __all__ = [
     "mla_store",
     "pack",
     "paged_attention",
+    "paged_mass",
     "preset",
     "qjl_score",
     "qjl_sketch",

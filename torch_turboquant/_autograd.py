@@ -44,7 +44,9 @@ OPS = (
     "query_energy",
     "learn_center",
     "cache_load",
+    "cache_move",
     "merge_attention",
+    "paged_mass",
     "mla_load",
 )
 OPS_OF_A_STEP = (
@@ -175,7 +177,9 @@ for _name in OPS:
 for _name in (
     "cache_store",
     "cache_store_layers",
+    "cache_move",
     "paged_attention_out",
+    "paged_mass",
     "store_and_attend",
     "mla_store",
     "mla_attention_out",

@@ -90,22 +90,15 @@ inline format::Record check_attention(const AttentionCall& c) {
   return record;
 }
 
-// Adds what attention writes, and what it reads and storing does not.
-inline void add_attention(Arguments& memory, const AttentionCall& c, const Tensor& out, const OptionalTensor& lse) {
-  memory.writes(out, "out");
-  memory.writes(lse, "lse");
-  // out may be q: a row of queries has only its own row of out, which is written when nobody reads it any more
-  if (out.data_ptr() != c.q.data_ptr() || !c.q.is_contiguous()) memory.reads(c.q, "q");
+// Adds what attention reads and storing does not, beside the queries.
+inline void add_read(Arguments& memory, const AttentionCall& c) {
   memory.reads(c.block_table, "block_table");
   memory.reads(c.tail_valid, "tail_valid");
   memory.reads(c.sink_logits, "sink_logits");
 }
 
-// Checks the tensors that the _out variant writes.
-inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, const OptionalTensor& lse) {
-  check_out_and_lse(out, lse, c.q);
-  Arguments memory;
-  add_attention(memory, c, out, lse);
+// Adds what both read, or what storing writes.
+inline void add_stored(Arguments& memory, const AttentionCall& c) {
   memory.reads(c.cache, "cache");
   memory.reads(c.seq_lens, "seq_lens");
   memory.reads(c.key_signs, "key_signs");
@@ -118,6 +111,36 @@ inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, c
   memory.reads(c.tail_slots, "tail_slots");
   memory.reads(c.k_new, "k_new");
   memory.reads(c.v_new, "v_new");
+}
+
+// Adds what attention writes, and what it reads and storing does not.
+inline void add_attention(Arguments& memory, const AttentionCall& c, const Tensor& out, const OptionalTensor& lse) {
+  memory.writes(out, "out");
+  memory.writes(lse, "lse");
+  // out may be q: a row of queries has only its own row of out, which is written when nobody reads it any more
+  if (out.data_ptr() != c.q.data_ptr() || !c.q.is_contiguous()) memory.reads(c.q, "q");
+  add_read(memory, c);
+}
+
+// Checks the tensors that the _out variant writes.
+inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, const OptionalTensor& lse) {
+  check_out_and_lse(out, lse, c.q);
+  Arguments memory;
+  add_attention(memory, c, out, lse);
+  add_stored(memory, c);
+  memory.check();
+}
+
+// Checks the tensors of paged_mass beside those of the call.
+inline void check_mass(const AttentionCall& c, const Tensor& lse, const Tensor& mass) {
+  check_constant(lse, c.q, "lse", ScalarType::Float, {c.tokens(), c.q_heads()});
+  check_constant(mass, c.q, "mass", ScalarType::Float, {c.seqs(), c.kv_heads(), -1});
+  Arguments memory;
+  memory.writes(mass, "mass");
+  memory.reads(lse, "lse");
+  memory.reads(c.q, "q");
+  add_read(memory, c);
+  add_stored(memory, c);
   memory.check();
 }
 
@@ -148,6 +171,17 @@ void paged_attention_out(const AttentionCall& call, const Tensor& out, const Opt
   const format::Record record = check_attention(call);
   check_attention_outputs(call, out, lse);
   attend(call, record, out, lse ? *lse : new_lse(call), {});
+}
+
+// add_mass: gets a checked call; adds the weights that its queries give each key to mass, float32 [seqs, kv_heads,
+// keys]. lse: float32 [tokens, q_heads]. Values are not part of it.
+using AddMass = void(const AttentionCall& call, const format::Record& record, const Tensor& lse, const Tensor& mass);
+
+template <AddMass* add_mass>
+void paged_mass(const AttentionCall& call, const Tensor& lse, const Tensor& mass) {
+  const format::Record record = check_attention(call);
+  check_mass(call, lse, mass);
+  add_mass(call, record, lse, mass);
 }
 
 }  // namespace turboquant

@@ -83,6 +83,13 @@ struct PartialRows {
   int64_t stride;
 };
 
+// Where the attention mass of one sequence's keys for one KV head is added up, and the queries' softmax denominators.
+struct MassRows {
+  const float* lse;  // [count]: their natural logarithms; -inf: the query adds nothing
+  float* mass;       // [keys]
+  int64_t keys;
+};
+
 // The exact keys of the same queries: rows of the tail before position `new_begin`, and from there on the call's own
 // tokens.
 struct ExactKeys {
@@ -279,6 +286,9 @@ struct Kernels {
   void (*store_tokens)(const StoredTokens& tokens, int64_t begin, int64_t end);
   // k, v: [items, d], zero behind the end of a sequence
   void (*load_tokens)(const LoadedTokens& tokens, int64_t begin, int64_t end, void* k, void* v);
+  // The bytes that a token owns in its record, and nothing else. bytes: [record.token_bytes()]
+  void (*take_token)(const format::Record& r, const uint8_t* record, int token, uint8_t* bytes);
+  void (*put_token)(const format::Record& r, uint8_t* record, int token, const uint8_t* bytes);
 
   // Bytes of the integers of one query that meets rows of `layout`, a multiple of 64.
   int64_t (*query_factor_bytes)(int d, Layout layout);
@@ -295,6 +305,13 @@ struct Kernels {
   // out.sums: [count, value_dim]; scratch: float [16, key_dim + value_dim]
   void (*attend_exact)(const ExactKeys& keys, int count, float softmax_scale, float soft_cap, const PartialRows& out,
                        float* scratch);
+
+  // Adds the weights of keys [begin, end) to their masses, as attend_pages attends to them.
+  void (*mass_of_pages)(const PagedKeys& keys, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t end,
+                        const QueryRows& rows, const MassRows& to, void* scratch);
+  // scratch: float [16, key_dim]
+  void (*mass_of_exact)(const ExactKeys& keys, int count, float softmax_scale, float soft_cap, const MassRows& to,
+                        float* scratch);
 
   // Items [begin, end); those of slot -1 are left out.
   void (*store_latents)(const StoredLatents& tokens, int64_t begin, int64_t end);

@@ -1,24 +1,20 @@
-// paged_attention, store_and_attend: checks a call, describes it for the kernels (attention/call.cuh) and launches the
-//   one or the two that choices/attention.h chooses, behind the store.
+// paged_attention, store_and_attend: describes a call for the kernels (attention/arguments.cuh) and launches the one or
+//   the two that choices/attention.h chooses, behind the store.
 // merge_attention: joins the attention of the same queries over two disjoint sets of keys.
-#include "cuda/attention/call.cuh"
-
 #include <optional>
 
 #include "calls/step.h"
 #include "choices/attention.h"
+#include "cuda/attention/arguments.cuh"
 #include "cuda/attention/general.cuh"
 #include "cuda/attention/row_tiles.cuh"
 #include "cuda/attention/split_kv.cuh"
 #include "cuda/cache.cuh"
-#include "cuda/codec/arguments.cuh"
 
 namespace turboquant::cuda {
 namespace {
 
 // ---- paged_attention -----------------------------------------------------------------------------------------------
-
-const float* floats(const OptionalTensor& t) { return t ? static_cast<const float*>(t->data_ptr()) : nullptr; }
 
 AttentionShape shape_of(const Attention& a) {
   const auto grid = [](const int8_t* levels) { return levels ? format::Grid::kLevels : format::Grid::kUniform; };
@@ -58,70 +54,16 @@ void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t str
 
 void attend(const AttentionCall& c, const format::Record& record, const Tensor& out, const Tensor& lse,
             const Store& store) {
-  STD_TORCH_CHECK(aligned(c.cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
-  STD_TORCH_CHECK(!c.tail || aligned(c.tail->data_ptr(), 16), "tail must start at a multiple of 16 bytes");
+  check_alignment(c);
   if (out.numel() == 0) {
     if (store) store();
     return;
   }
   const Launch launch(c.q);
-  const HeadVectors q(c.q);
-  const Constant key_signs(c.key_signs), value_signs(c.value_signs), constants(c.center);
-
-  Attention a{};
-  a.q = q.data();
-  a.q_token_stride = q.token_stride(), a.q_head_stride = q.head_stride();
+  AttentionArguments arguments(c, record);
+  Attention& a = arguments.call;
   a.out = out.data_ptr();
   a.lse = static_cast<float*>(lse.data_ptr());
-  a.dtype = dtype_of(c.q);
-  a.tokens = checked_int(c.tokens(), "the number of tokens");
-  a.q_heads = checked_int(c.q_heads(), "the number of query heads");
-  a.kv_heads = checked_int(c.kv_heads(), "the number of KV heads");
-  a.group = a.q_heads / a.kv_heads;
-  a.softmax_scale = static_cast<float>(c.softmax_scale);
-  a.soft_cap = static_cast<float>(c.soft_cap);
-  a.sink_logits = floats(c.sink_logits);
-
-  a.seq_lens = static_cast<const int32_t*>(c.seq_lens.data_ptr());
-  a.query_begin = integers(c.cu_seqlens_q);
-  a.block_table = static_cast<const int32_t*>(c.block_table.data_ptr());
-  a.table_stride = c.block_table.stride(0);
-  a.seqs = checked_int(c.seqs(), "the number of sequences");
-  a.max_pages = checked_int(c.block_table.size(1), "the width of block_table");
-  a.max_q_len = c.cu_seqlens_q ? static_cast<int>(std::min(c.max_q_len, c.tokens())) : 1;
-  // positions are subtracted from a window, so it is no longer than the longest sequence
-  const int64_t room = int64_t{a.max_pages} * record.page_size + (c.k_new ? a.max_q_len : 0);
-  a.sliding_window = static_cast<int>(std::min({c.sliding_window, room, int64_t{INT32_MAX}}));
-
-  a.pages = bytes_of(c.cache);
-  a.num_pages = c.cache.size(0);
-  a.page_stride = checked_stride(c.cache, "cache");
-  a.record = record;
-  a.key_signs = key_signs.data();
-  a.value_signs = value_signs.data();
-  a.key_levels = levels_data(c.key_levels);
-  a.value_levels = levels_data(c.value_levels);
-  a.channels = channels_of(c.center, constants.data(), c.kv_heads(), c.head_dim());
-
-  if (c.tail) {
-    a.tail = c.tail->data_ptr();
-    a.tail_stride = checked_stride(*c.tail, "tail") / element_size(a.dtype);
-    a.tail_slots = c.tail_slots->data_ptr();
-    a.slot_stride = entry_stride(*c.tail_slots);
-    a.wide_slots = c.tail_slots->scalar_type() == ScalarType::Long;
-    a.tail_valid = integers(c.tail_valid);
-    a.max_seqs = checked_int(c.tail->size(0), "the number of tails");
-    a.sink_tokens = checked_int(c.sink_tokens, "sink_tokens");
-    a.ring = checked_int(c.tail->size(2) - c.sink_tokens, "the length of a tail");
-    a.recent_window = static_cast<int>(c.recent_window);  // at most one longer than the ring
-  }
-  std::optional<HeadVectors> keys, values;
-  if (c.k_new) {
-    keys.emplace(*c.k_new), values.emplace(*c.v_new);
-    a.new_keys = keys->data(), a.new_values = values->data();
-    a.new_key_token_stride = keys->token_stride(), a.new_key_head_stride = keys->head_stride();
-    a.new_value_token_stride = values->token_stride(), a.new_value_head_stride = values->head_stride();
-  }
   start(a, c.q, device_of(c.q.get_device_index()), launch.stream(), store);
 }
 

@@ -239,6 +239,16 @@ struct Partial {
   }
 };
 
+// The masses of a sequence's keys, and denominators for `count` queries.
+struct Masses {
+  Memory<float> lse, mass;
+  MassRows rows;
+
+  Masses(Random& random, int64_t count, int64_t keys)
+      : lse(count, [&](int64_t) { return random.one_in(6) ? -__builtin_inff() : 4 * random.number(); }),
+        mass(keys, [&](int64_t) { return random.number(); }), rows{lse.get(), mass.get(), keys} {}
+};
+
 Memory<uint8_t> random_pages(Random& random, const format::Record& r, int64_t records) {
   Memory<uint8_t> pages(records * r.record_bytes(), 64);
   const int widest = std::max(r.key_bits, r.value_bits);
@@ -299,18 +309,21 @@ void attend_pages(const Kernels& k, Random& random, Written& written) {
   }
   Memory<uint8_t> scratch(k.attend_scratch_bytes(keys), 64);
   const Partial out(count, static_cast<int64_t>(panels.get().panels) * panels.get().fields * 16);
-  k.attend_pages(keys, table.get(), random.below(kv_heads), begin, length,
-                 {.count = count,
-                  .factors = q.factors.get(),
-                  .unit = q.unit.get(),
-                  .correction = q.correction.get(),
-                  .shift = shift.get(),
-                  .rope = nullptr,
-                  .rope_stride = 0,
-                  .first = first.get(),
-                  .end = end.get()},
-                 out.rows, scratch.get());
+  const QueryRows rows{.count = count,
+                       .factors = q.factors.get(),
+                       .unit = q.unit.get(),
+                       .correction = q.correction.get(),
+                       .shift = shift.get(),
+                       .rope = nullptr,
+                       .rope_stride = 0,
+                       .first = first.get(),
+                       .end = end.get()};
+  const int64_t kv_head = random.below(kv_heads);
+  k.attend_pages(keys, table.get(), kv_head, begin, length, rows, out.rows, scratch.get());
   out.keep(written);
+  const Masses masses(random, count, length);
+  k.mass_of_pages(keys, table.get(), kv_head, begin, length, rows, masses.rows, scratch.get());
+  written.add(masses.mass);
 }
 
 // Values of their own behind the keys, or, as of latents, the first channels of the keys.
@@ -363,8 +376,13 @@ void attend_exact(const Kernels& k, Random& random, Written& written) {
                         .sinks = sinks.get(),
                         .recent = recent.get(),
                         .position = position.get()};
-  k.attend_exact(exact, count, 0.1f, random.any_of(caps), out.rows, scratch.get());
+  const float cap = random.any_of(caps);
+  k.attend_exact(exact, count, 0.1f, cap, out.rows, scratch.get());
   out.keep(written);
+  const Masses masses(random, count, length);
+  Memory<float> keys(16 * d);
+  k.mass_of_exact(exact, count, 0.1f, cap, masses.rows, keys.get());
+  written.add(masses.mass);
 }
 
 void score_rows(const Kernels& k, Random& random, Written& written) {
@@ -727,6 +745,18 @@ void latents(const Kernels& k, Random& random, Written& written) {
   out.keep(written);
 }
 
+void move(const Kernels& k, Random& random, Written& written) {
+  const int key_widths[] = {2, 3, 4, 5, 8}, value_widths[] = {2, 3, 4, 8}, page_sizes[] = {16, 32, 64, 128};
+  const format::Record r{random.head_dim(), random.any_of(page_sizes), random.any_of(key_widths),
+                         random.any_of(value_widths)};
+  const Memory<uint8_t> from = random_pages(random, r, 1);
+  Memory<uint8_t> token(r.token_bytes()), to = random_pages(random, r, 1);
+  k.take_token(r, from.get(), static_cast<int>(random.below(r.page_size)), token.get());
+  k.put_token(r, to.get(), static_cast<int>(random.below(r.page_size)), token.get());
+  written.add(token);
+  written.add(to);
+}
+
 using Case = void(const Kernels& k, Random& random, Written& written);
 const std::map<std::string, Case*> CASES = {
     {"query_factors", query_factors},
@@ -741,6 +771,7 @@ const std::map<std::string, Case*> CASES = {
     {"decode", decode},
     {"group", group},
     {"cache", cache},
+    {"move", move},
     {"latents", latents},
 };
 

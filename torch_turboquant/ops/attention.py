@@ -60,6 +60,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,7 +162,7 @@ def paged_attention(
             (checked on the CPU); out or lse that share memory.
     """
     ring, slots, valid = (None, None, None) if tail is None else tail
-    batch, options = _checked(
+    batch, options = checked_call(
         q,
         cache,
         config,
@@ -177,7 +178,7 @@ def paged_attention(
     return call_attention(q, cache, config, tables, ring, batch, options, new, out, lse)
 
 
-def _checked(
+def checked_call(
     q: Tensor,
     cache: Tensor,
     config: CacheConfig,
@@ -275,7 +276,7 @@ def store_and_attend(
         out = q.new_empty(q.shape)
     if lse is None:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    arguments = _arguments(q, cache, config, tables, ring, batch, options, (k_new, v_new))
+    arguments = call_arguments(q, cache, config, tables, ring, batch, options, (k_new, v_new))
     try:
         torch.ops.turboquant.store_and_attend.default(
             *arguments,
@@ -303,11 +304,11 @@ def _checked_step(
     out: Tensor | None,
     lse: Tensor | None,
 ) -> tuple[AttentionBatch, AttentionOptions]:
-    """Checks a call of store_and_attend, as _checked does."""
+    """Checks a call of store_and_attend, as checked_call does."""
     for name, t in (("k_new", k_new), ("v_new", v_new)):
         _checks.check_vectors(name, t, 3)
     new = (k_new, v_new)
-    checked = _checked(q, cache, config, tables, ring, of_batch, of_options, new, out, lse)
+    checked = checked_call(q, cache, config, tables, ring, of_batch, of_options, new, out, lse)
     kv_heads = cache.shape[1]
     checks.check_tables(tables, q.device, config, kv_heads)
     _checks.check_slots("slot_mapping", slot_mapping, q.device, q.shape[0])
@@ -327,7 +328,7 @@ def call_attention(
     lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Calls the op paged_attention, which checks everything that Python has not checked."""
-    arguments = _arguments(q, pages, config, tables, ring, batch, options, new)
+    arguments = call_arguments(q, pages, config, tables, ring, batch, options, new)
     ops = torch.ops.turboquant
     return call_or_fill(ops.paged_attention, ops.paged_attention_out, arguments, out, lse)
 
@@ -347,7 +348,7 @@ def call_or_fill(
     return out, lse
 
 
-def _arguments(
+def call_arguments(
     q: Tensor,
     pages: Tensor,
     config: CacheConfig,
@@ -441,10 +442,13 @@ def _window(a: SimpleNamespace) -> dict[str, int]:
     return {"sink_tokens": sinks, "recent_window": a.recent_window}
 
 
-def _check_raw(a: SimpleNamespace, out: Tensor | None = None, lse: Tensor | None = None) -> None:
+def check_raw_call(
+    a: SimpleNamespace, out: Tensor | None = None, lse: Tensor | None = None
+) -> None:
+    """Checks the arguments that the raw ops of attention share, in a fake."""
     with _checks.of_fake():
         _checks.check_vectors("q", a.q, 3)
-        _checked(
+        checked_call(
             a.q,
             a.cache,
             checks.raw_config(a, a.q.shape[-1], **_window(a)),
@@ -461,14 +465,14 @@ def _check_raw(a: SimpleNamespace, out: Tensor | None = None, lse: Tensor | None
 @torch.library.register_fake("turboquant::paged_attention")
 def _paged_attention_fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
     a = checks.raw_arguments("paged_attention", given, named)
-    _check_raw(a)
+    check_raw_call(a)
     return a.q.new_empty(a.q.shape), a.q.new_empty(a.q.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.register_fake("turboquant::paged_attention_out")
 def _paged_attention_out_fake(*given: Any, **named: Any) -> None:
     a = checks.raw_arguments("paged_attention_out", given, named)
-    _check_raw(a, a.out, a.lse)
+    check_raw_call(a, a.out, a.lse)
 
 
 @torch.library.register_fake("turboquant::store_and_attend")
@@ -517,14 +521,32 @@ def paged_attention_reference(*arguments: Any, **options: Any) -> tuple[Tensor, 
     given = inspect.signature(paged_attention).bind(*arguments, **options)
     given.apply_defaults()
     a = SimpleNamespace(**given.arguments)
+    out = torch.zeros(a.q.shape, dtype=torch.float64)
+    lse = torch.full(a.q.shape[:2], -torch.inf, dtype=torch.float64)
+    for token, _, _, scores, values in scores_reference(a):
+        if a.sink_logits is not None:
+            total = torch.cat([scores, a.sink_logits.double()[:, None]], dim=1).logsumexp(dim=1)
+        else:
+            total = scores.logsumexp(dim=1)
+        lse[token] = total
+        if scores.shape[1]:
+            out[token] = torch.einsum("hj,jhd->hd", torch.exp(scores - total[:, None]), values)
+    return out, lse
+
+
+def scores_reference(a: SimpleNamespace) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
+    """The scores of every query, by the names of paged_attention's arguments.
+
+    Yields, for each token that belongs to a sequence:
+        token, sequence, the position of the first key that its queries see;
+        scores, float64 [q_heads, keys]; and the values of these keys, float64 [keys, q_heads, d].
+    """
     config, tables, tail = a.config, a.tables, a.tail
     tokens, q_heads, d = a.q.shape
     group = q_heads // a.cache.shape[1]
     scale = 1.0 / math.sqrt(d) if a.softmax_scale is None else a.softmax_scale
     key_rotation = rotation_tensor(tables.key_signs)
     value_rotation = rotation_tensor(tables.value_signs)
-    out = torch.zeros(tokens, q_heads, d, dtype=torch.float64)
-    lse = torch.full((tokens, q_heads), -torch.inf, dtype=torch.float64)
 
     decoded = {}  # of each sequence: what its pages hold
     for token, (s, position) in enumerate(
@@ -578,17 +600,10 @@ def paged_attention_reference(*arguments: Any, **options: Any) -> tuple[Tensor, 
         else:
             k = v = torch.zeros(0, a.cache.shape[1], d, dtype=torch.float64)
         k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))
-        s_ = scale * torch.einsum("hd,jhd->hj", a.q[token].double(), k)
+        scores = scale * torch.einsum("hd,jhd->hj", a.q[token].double(), k)
         if a.soft_cap > 0:
-            s_ = a.soft_cap * torch.tanh(s_ / a.soft_cap)
-        if a.sink_logits is not None:
-            total = torch.logsumexp(torch.cat([s_, a.sink_logits.double()[:, None]], dim=1), dim=1)
-        else:
-            total = torch.logsumexp(s_, dim=1)
-        lse[token] = total
-        if s_.shape[1]:
-            out[token] = torch.einsum("hj,jhd->hd", torch.exp(s_ - total[:, None]), v)
-    return out, lse
+            scores = a.soft_cap * torch.tanh(scores / a.soft_cap)
+        yield token, s, first, scores, v
 
 
 def exact_reference(

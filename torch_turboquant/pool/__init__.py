@@ -30,7 +30,8 @@ is another's next page.
 The files, each of which uses only those before it: `batch` (what a caller holds: sequences and
 batches), `books` (who owns which page; no tensor), `memory` (the tensors of all layers; no
 sequence), `sequences` (what a pool does with sequences and batches, behind its lock), `transfer` (a
-sequence out of a pool and into another), `pool` (the class that users make).
+sequence out of a pool and into another), `compaction` (sequences that drop tokens), `pool` (the
+class that users make).
 """
 
 from torch_turboquant.pool.batch import PoolBatch, PoolSequence

@@ -200,6 +200,13 @@ class Books:
         self.rings.first[seq._row] = ring_first
         return seq
 
+    def close_up(self, seq: PoolSequence, length: int) -> None:
+        """Keeps `length` tokens, of which the last ones have moved up with their part of the
+        ring."""
+        dropped = seq._length - length
+        self.rings.first[seq._row] = max(self.rings.first[seq._row] - dropped, 0)
+        self.cut(seq, length)
+
     def cut(self, seq: PoolSequence, length: int) -> None:
         """Keeps the first `length` tokens; pages that nobody owns any more become free."""
         keep = self.pages_of(length)
@@ -306,6 +313,30 @@ class Books:
                 self.cut(seq, seq._length)
             seq._batch = None
         batch._state = "closed"
+
+    # ---- pages of one's own
+
+    def shared_pages(
+        self, sequences: Sequence[PoolSequence], length: int
+    ) -> list[tuple[PoolSequence, int, int]]:
+        """(sequence, column of its block table, page): what sequences have to leave so that each is
+        the only owner of the pages of its first `length` tokens; changes nothing."""
+        left: Counter[int] = Counter()  # owners that pages are going to lose
+        shared = []
+        for seq in sequences:
+            for column, page in enumerate(self.pages(seq)[: self.pages_of(length)].tolist()):
+                if self._owners[page] - left[page] > 1:
+                    left[page] += 1
+                    shared.append((seq, column, page))
+        return shared
+
+    def leave(self, shared: list[tuple[PoolSequence, int, int]], copies: np.ndarray) -> None:
+        """The sequences own `copies`, pages that `top` has given, instead of shared ones."""
+        self._take(copies)
+        for (seq, column, page), copy in zip(shared, copies, strict=True):
+            self._tables[seq._row, column] = copy
+            self._drop(np.array([page]))  # one at a time: two sequences may leave the same page
+        self._copied_pages += len(shared)
 
     # ---- pages
 

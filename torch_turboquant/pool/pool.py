@@ -13,6 +13,7 @@ from torch_turboquant import _checks
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.pool.batch import PoolBatch, PoolSequence
 from torch_turboquant.pool.books import Books, counts_of
+from torch_turboquant.pool.compaction import compact
 from torch_turboquant.pool.memory import Centers, Configs, PoolBytes, PoolMemory, Sizes
 from torch_turboquant.pool.sequences import PoolSequences
 from torch_turboquant.pool.transfer import ExportedSequence, adopt_sequence, export_sequence
@@ -286,6 +287,53 @@ class PagedKVPool(PoolSequences):
         batch = AttentionBatch(block_table=table, seq_lens=lengths)
         k, v = self.layers[layer].load(batch, length, self.dtype if dtype is None else dtype)
         return k[0], v[0]
+
+    def compact(self, sequences: Sequence[PoolSequence], kept: Sequence[Tensor]) -> None:
+        """Drops tokens of sequences in all layers; each KV head keeps others, but as many.
+
+        The last tokens, those that the ring of the tail has rows for, always stay, behind the kept
+        ones. All sequences then have the same length, and pages that they need no more are free.
+        `length` counts the tokens that are there: whoever computes positions adds what was
+        dropped. A page that another sequence owns too is copied before it changes. Later tokens
+        see all that are left, in whatever order.
+
+        Args:
+            sequences: one or more, each once, in no open batch.
+            kept: per layer int64 [len(sequences), num_kv_heads, n], contiguous: positions of the
+                tokens that stay, in their new order and without the last ones. The first
+                sink_tokens are 0, 1, .. . A token moves only if its position changes.
+
+        Raises:
+            PoolExhausted: too few free pages for copies of shared ones; nothing has changed.
+            RuntimeError: a sequence that was freed or is in an open batch; positions that are out
+                of range or twice there, or sinks elsewhere (checked on the CPU; on CUDA such a
+                token is left out, and its slot keeps what it has).
+            TypeError, ValueError: tensors of another dtype, shape or device; a sequence of another
+                pool or twice; more tokens than there are.
+        """
+        with self._lock:
+            compact(self._memory, self._books, sequences, kept)
+
+    def tables_of(self, sequences: Sequence[PoolSequence]) -> tuple[Tensor, Tensor]:
+        """What attention over sequences without new tokens takes, on the pool's device.
+
+        Returns:
+            block_table int32 [len(sequences), pages of the longest], seq_lens int32.
+
+        Raises:
+            RuntimeError: a sequence that was freed.
+            ValueError: a sequence of another pool.
+        """
+        with self._lock:
+            for seq in sequences:
+                self._books.check_mine(seq)
+            lengths = np.array([seq._length for seq in sequences], dtype=np.int32)
+            width = self._books.pages_of(int(lengths.max(initial=0)))
+            tables = np.zeros((len(sequences), width), dtype=np.int32)
+            for row, seq in zip(tables, sequences, strict=True):
+                pages = self._books.pages(seq)[:width]
+                row[: len(pages)] = pages
+            return self._memory.put(tables), self._memory.put(lengths)
 
     # ---- between pools
 

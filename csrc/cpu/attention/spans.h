@@ -117,31 +117,130 @@ inline std::vector<RowSet> sets_of(const Windows& w, int64_t kv_heads, int64_t g
   return sets;
 }
 
-// Runs a call. Layer is a checked call and knows how its keys are kept:
+// The rows of a call as kernels take them.
+//
+// Layer is a checked call and knows how its keys are kept:
 //
 //   windows, q_heads, kv_heads           which keys there are, and for whom
 //   key_dim, value_dim                   floats of a query and of an output; a query is its coded channels, value_dim
 //                                        of them, and the raw ones behind
 //   keys: AttendedKeys, layout: Layout   the codes, and how queries meet them
-//   softmax_scale, sink_logits
+//   softmax_scale
 //   load_query(token, head, to)          float32 [key_dim]
 //   rotate_query(kv_head, query, to)     its coded channels as codes meet them; returns its product with the center
+//   exact_keys(sequence, kv_head)        ExactKeys without what belongs to rows
+template <typename Layer>
+class PreparedRows {
+ public:
+  explicit PreparedRows(const Layer& layer)
+      : a_(layer), group_(layer.q_heads / layer.kv_heads), sets_(sets_of(layer.windows, layer.kv_heads, group_)),
+        factor_bytes_(kernels().query_factor_bytes(static_cast<int>(layer.value_dim), layer.layout)) {
+    if (!sets_.empty()) count_ = sets_.back().at + sets_.back().rows;
+  }
+  PreparedRows(const PreparedRows&) = delete;
+
+  const std::vector<RowSet>& sets() const { return sets_; }
+  int64_t count() const { return count_; }  // of all sets
+
+  // One query head of one new token.
+  struct Row {
+    int64_t token, head, position;
+  };
+  Row row(const RowSet& set, int64_t r) const {
+    const Batch& batch = a_.windows.batch;
+    const int64_t i = (set.first_row + r) / group_, g = (set.first_row + r) % group_;
+    return {batch.query_begin[set.sequence] + i, set.kv_head * group_ + g, batch.position(set.sequence, i)};
+  }
+
+  // On torch's threads; before the functions below.
+  void prepare() {
+    plain_.resize(count_ * a_.key_dim);
+    factors_ = Scratch(count_ * factor_bytes_);
+    for (auto* v : {&unit_, &shift_}) v->resize(count_);
+    correction_.resize(count_);
+    for (auto* v : {&first_, &end_, &visible_, &sinks_, &recent_, &position_}) v->resize(count_);
+    parallel_for(sets_.size(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) prepare(sets_[i]);
+    });
+  }
+
+  QueryRows coded(const RowSet& set) const {
+    return {.count = static_cast<int>(set.rows),
+            .factors = factors(set.at),
+            .unit = &unit_[set.at],
+            .correction = &correction_[set.at],
+            .shift = &shift_[set.at],
+            .rope = plain_.data() + set.at * a_.key_dim + a_.value_dim,
+            .rope_stride = a_.key_dim,
+            .first = &first_[set.at],
+            .end = &end_[set.at]};
+  }
+  ExactKeys exact(const RowSet& set) const {
+    ExactKeys exact = a_.exact_keys(set.sequence, set.kv_head);
+    exact.q = &plain_[set.at * a_.key_dim];
+    exact.first = &visible_[set.at];
+    exact.sinks = &sinks_[set.at];
+    exact.recent = &recent_[set.at];
+    exact.position = &position_[set.at];
+    return exact;
+  }
+
+ private:
+  uint8_t* factors(int64_t row) const { return factors_.template as<uint8_t>() + row * factor_bytes_; }
+
+  void prepare(const RowSet& set) {
+    const int d = static_cast<int>(a_.value_dim);
+    std::vector<float> rotated(d);
+    std::vector<int16_t> integers(d + kQueryMargin);
+    for (int64_t r = 0; r < set.rows; ++r) {
+      const Row x = row(set, r);
+      const int64_t at = set.at + r;
+      float* plain = plain_.data() + at * a_.key_dim;
+      a_.load_query(x.token, x.head, plain);
+      shift_[at] = a_.rotate_query(set.kv_head, plain, rotated.data()) * a_.softmax_scale;
+      const float unit = kernels().query_factors(rotated.data(), d, a_.layout, a_.max_key_level, factors(at),
+                                                 &correction_[at], integers.data());
+      unit_[at] = unit * format::kLevelUnit * a_.softmax_scale;
+
+      const Windows::Exact exact = a_.windows.exact(set.sequence, x.position);
+      const int64_t first = a_.windows.first_visible(x.position);
+      visible_[at] = first;
+      first_[at] = std::max(first, exact.sinks);
+      end_[at] = std::min(x.position + 1, exact.recent);
+      sinks_[at] = exact.sinks;
+      recent_[at] = exact.recent;
+      position_[at] = x.position;
+    }
+  }
+
+  const Layer& a_;
+  int64_t group_;  // query heads of a KV head
+  std::vector<RowSet> sets_;
+  int64_t factor_bytes_, count_ = 0;
+  // One row after the other.
+  std::vector<float> plain_;         // queries, [count, key_dim]
+  Scratch factors_{0};               // the same rotated, as integers: [count, factor_bytes]
+  std::vector<float> unit_, shift_;  // [count]
+  std::vector<int32_t> correction_;
+  std::vector<int64_t> first_, end_;                          // packed keys of a row
+  std::vector<int64_t> visible_, sinks_, recent_, position_;  // and its exact ones
+};
+
+// Runs a call. Layer has what PreparedRows asks for, and:
+//
+//   sink_logits
 //   scratch_bytes()                      of attend
 //   attend(sequence, kv_head, begin, end, rows, out, scratch)
-//   exact_keys(sequence, kv_head)        ExactKeys without what belongs to rows
 //   rotate_sum(weight, sum)              a sum of coded values, of this total weight, becomes one of plain values
 template <typename Layer>
 class SpanAttention {
  public:
-  explicit SpanAttention(const Layer& layer)
-      : a_(layer), group_(layer.q_heads / layer.kv_heads), sets_(sets_of(layer.windows, layer.kv_heads, group_)),
-        factor_bytes_(kernels().query_factor_bytes(static_cast<int>(layer.value_dim), layer.layout)) {
+  explicit SpanAttention(const Layer& layer) : a_(layer), rows_(layer), sets_(rows_.sets()) {
     for (const RowSet& set : sets_) {
       for (int64_t i = 0; i < set.spans(); ++i) spans_.push_back({&set - sets_.data(), i});
       if (a_.windows.has_exact(set.sequence)) spans_.push_back({&set - sets_.data(), set.spans()});
-      rows_ = set.at + set.rows;
       most_rows_ = std::max(most_rows_, set.rows);
-      parts_ = set.part + (set.spans() + 1) * set.rows;
+      count_ = set.part + (set.spans() + 1) * set.rows;
     }
   }
 
@@ -151,10 +250,10 @@ class SpanAttention {
     const int64_t used = a_.windows.batch.query_begin[a_.windows.batch.count];  // padding behind the last sequence
     std::fill(out + used * a_.q_heads * a_.value_dim, out + tokens * a_.q_heads * a_.value_dim, T(0));
     std::fill(lse + used * a_.q_heads, lse + tokens * a_.q_heads, -INFINITY);
-    allocate();
-    parallel_for(sets_.size(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) prepare(sets_[i]);
-    });
+    parts_.max.assign(count_, -INFINITY);
+    parts_.sum.assign(count_, 0);
+    parts_.sums.assign(count_ * a_.value_dim, 0);
+    rows_.prepare();
     parallel_for(spans_.size(), 1, [&](int64_t begin, int64_t end) {
       Scratch scratch(a_.scratch_bytes()), sums(4 * std::max(most_rows_ * lanes(), 16 * (a_.key_dim + a_.value_dim)));
       for (int64_t i = begin; i < end; ++i) {
@@ -178,81 +277,18 @@ class SpanAttention {
   struct Span {
     int64_t set, span;
   };
-  // One query head of one new token.
-  struct Row {
-    int64_t token, head, position;
-  };
-  // Memory between the queries and the output, one row after the other.
-  struct Workspace {
-    std::vector<float> plain;        // queries, [rows, key_dim]
-    Scratch factors{0};              // the same rotated, as integers: [rows, factor_bytes]
-    std::vector<float> unit, shift;  // [rows]
-    std::vector<int32_t> correction;
-    std::vector<int64_t> first, end;                        // packed keys of a row
-    std::vector<int64_t> visible, sinks, recent, position;  // and its exact ones
-    std::vector<float> max, sum, sums;                      // partial results: [parts], [parts], [parts, value_dim]
+  // Partial results.
+  struct Parts {
+    std::vector<float> max, sum, sums;  // [parts], [parts], [parts, value_dim]
   };
 
   // Sums of a row in the order of the panels.
   int64_t lanes() const { return a_.keys.panels.panels * a_.keys.panels.fields * 16; }
 
-  Row row(const RowSet& set, int64_t r) const {
-    const Batch& batch = a_.windows.batch;
-    const int64_t i = (set.first_row + r) / group_, g = (set.first_row + r) % group_;
-    return {batch.query_begin[set.sequence] + i, set.kv_head * group_ + g, batch.position(set.sequence, i)};
-  }
-
-  void allocate() {
-    Workspace& w = work_;
-    w.plain.resize(rows_ * a_.key_dim);
-    w.factors = Scratch(rows_ * factor_bytes_);
-    for (auto* v : {&w.unit, &w.shift}) v->resize(rows_);
-    w.correction.resize(rows_);
-    for (auto* v : {&w.first, &w.end, &w.visible, &w.sinks, &w.recent, &w.position}) v->resize(rows_);
-    w.max.assign(parts_, -INFINITY);
-    w.sum.assign(parts_, 0);
-    w.sums.assign(parts_ * a_.value_dim, 0);
-  }
-  uint8_t* factors(int64_t row) const { return work_.factors.template as<uint8_t>() + row * factor_bytes_; }
-
-  void prepare(const RowSet& set) {
-    Workspace& w = work_;
-    const int d = static_cast<int>(a_.value_dim);
-    std::vector<float> rotated(d);
-    std::vector<int16_t> integers(d + kQueryMargin);
-    for (int64_t r = 0; r < set.rows; ++r) {
-      const Row x = row(set, r);
-      const int64_t at = set.at + r;
-      float* plain = w.plain.data() + at * a_.key_dim;
-      a_.load_query(x.token, x.head, plain);
-      w.shift[at] = a_.rotate_query(set.kv_head, plain, rotated.data()) * a_.softmax_scale;
-      const float unit = kernels().query_factors(rotated.data(), d, a_.layout, a_.max_key_level, factors(at),
-                                                 &w.correction[at], integers.data());
-      w.unit[at] = unit * format::kLevelUnit * a_.softmax_scale;
-
-      const Windows::Exact exact = a_.windows.exact(set.sequence, x.position);
-      const int64_t first = a_.windows.first_visible(x.position);
-      w.visible[at] = first;
-      w.first[at] = std::max(first, exact.sinks);
-      w.end[at] = std::min(x.position + 1, exact.recent);
-      w.sinks[at] = exact.sinks;
-      w.recent[at] = exact.recent;
-      w.position[at] = x.position;
-    }
-  }
-
   void attend_span(const RowSet& set, int64_t span, const Scratch& scratch, const Scratch& memory) {
-    Workspace& w = work_;
+    Parts& w = parts_;
     const int64_t part = set.part + span * set.rows, begin = set.begin + span * kSpanTokens;
-    const QueryRows rows{.count = static_cast<int>(set.rows),
-                         .factors = factors(set.at),
-                         .unit = &w.unit[set.at],
-                         .correction = &w.correction[set.at],
-                         .shift = &w.shift[set.at],
-                         .rope = w.plain.data() + set.at * a_.key_dim + a_.value_dim,
-                         .rope_stride = a_.key_dim,
-                         .first = &w.first[set.at],
-                         .end = &w.end[set.at]};
+    const QueryRows rows = rows_.coded(set);
     float* sums = memory.as<float>();
     std::fill(sums, sums + set.rows * lanes(), 0.0f);
     const PartialRows out{.max = &w.max[part], .sum = &w.sum[part], .sums = sums, .stride = lanes()};
@@ -268,14 +304,9 @@ class SpanAttention {
   }
 
   void attend_exact(const RowSet& set, float* scratch) {
-    Workspace& w = work_;
+    Parts& w = parts_;
     const int64_t part = set.part + set.spans() * set.rows;
-    ExactKeys exact = a_.exact_keys(set.sequence, set.kv_head);
-    exact.q = &w.plain[set.at * a_.key_dim];
-    exact.first = &w.visible[set.at];
-    exact.sinks = &w.sinks[set.at];
-    exact.recent = &w.recent[set.at];
-    exact.position = &w.position[set.at];
+    const ExactKeys exact = rows_.exact(set);
     const PartialRows out{.max = &w.max[part],
                           .sum = &w.sum[part],
                           .sums = &w.sums[part * a_.value_dim],
@@ -286,9 +317,9 @@ class SpanAttention {
   // Joins the partial results of a row, in the order of the spans.
   template <typename T>
   void finish(const RowSet& set, int64_t r, float* coded, float* exact, T* out, float* lse) {
-    const Workspace& w = work_;
+    const Parts& w = parts_;
     const int64_t d = a_.value_dim;
-    const Row x = row(set, r);
+    const auto x = rows_.row(set, r);
     const float* sink = a_.sink_logits ? a_.sink_logits + x.head : nullptr;  // one more logit, without a value
     float top = sink ? *sink : -INFINITY, total = 0, of_codes = 0;
     for (int64_t i = 0; i <= set.spans(); ++i) top = std::max(top, w.max[set.part + i * set.rows + r]);
@@ -313,11 +344,11 @@ class SpanAttention {
   }
 
   const Layer& a_;
-  int64_t group_;  // query heads of a KV head
-  std::vector<RowSet> sets_;
+  PreparedRows<Layer> rows_;
+  const std::vector<RowSet>& sets_;
   std::vector<Span> spans_;
-  int64_t factor_bytes_, rows_ = 0, most_rows_ = 0, parts_ = 0;
-  Workspace work_;
+  int64_t most_rows_ = 0, count_ = 0;  // rows of a set, partial results
+  Parts parts_;
 };
 
 }  // namespace turboquant::cpu

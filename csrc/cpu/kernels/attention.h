@@ -166,7 +166,8 @@ inline void fill_unseen(Block& b) {
   }
 }
 
-// Finds the groups of the block that starts at key `begin`, [first, end) of which some query sees.
+// Finds the groups of the block that starts at key `begin`, [first, end) of which some query sees. VALUES: those too
+template <bool VALUES = true>
 inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t first,
                         int64_t end, const Scratch& scratch) {
   const format::Record& r = k.record;
@@ -175,7 +176,6 @@ inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t 
   for (int g = b.first_group; g < b.end_group; ++g) {
     const auto [tile, in_tile] = find(k, block_table, kv_head, begin + g * kGroupTokens);
     b.key_scales[g] = reinterpret_cast<const Half*>(tile + r.key_scales()) + in_tile;
-    b.value_scales[g] = reinterpret_cast<const Half*>(tile + r.value_scales()) + in_tile;
 
     const uint8_t* rows = tile + in_tile * r.key_row_bytes();
     const uint8_t* planes = tile + r.key_planes() + in_tile * r.key_plane_bytes();
@@ -194,19 +194,22 @@ inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t 
       b.keys[g].plane_stride = bytes;
     }
 
-    b.values[g] = tile + r.value_blocks() + in_tile / kGroupTokens * r.value_block_bytes();
-    if (format::is_spread(r.value_width())) {
-      uint8_t* to = scratch.values + g * 8 * d;
-      expand_values(b.values[g], d, to);
-      b.values[g] = to;
+    if constexpr (VALUES) {
+      b.value_scales[g] = reinterpret_cast<const Half*>(tile + r.value_scales()) + in_tile;
+      b.values[g] = tile + r.value_blocks() + in_tile / kGroupTokens * r.value_block_bytes();
+      if (format::is_spread(r.value_width())) {
+        uint8_t* to = scratch.values + g * 8 * d;
+        expand_values(b.values[g], d, to);
+        b.values[g] = to;
+      }
     }
   }
-  fill_unseen(b);
+  if constexpr (VALUES) fill_unseen(b);
   return b;
 }
 
 inline Floats soft_capped(Floats x, float cap) {  // cap * tanh(x / cap)
-  const Floats e = exp(min(x * broadcast(2 / cap), broadcast(80.0f)));
+  const Floats e = exp(min(broadcast(80.0f), x * broadcast(2 / cap)));  // in this order a NaN stays one
   return broadcast(cap) - broadcast(2 * cap) / (e + broadcast(1.0f));
 }
 
@@ -217,6 +220,22 @@ inline float raise(float* maximum, float to) {
   *maximum = to;
   return keep;
 }
+
+// The keys of a block that a query sees, as lanes. first, end: relative to the block
+class SeenLanes {
+ public:
+  SeenLanes(int64_t first, int64_t end) : from_(limited(first)), until_(limited(end)) {}
+  Mask of_group(int g) const {
+    const Ints key = lane_numbers() + broadcast(int32_t{g * kGroupTokens});
+    return (from_ - broadcast(1) < key) & (key < until_);
+  }
+
+ private:
+  static Ints limited(int64_t n) {
+    return broadcast(static_cast<int32_t>(n < 0 ? 0 : n > kBlockTokens ? kBlockTokens : n));
+  }
+  Ints from_, until_;
+};
 
 // The softmax numerators of one query's logits in a block.
 struct Weights {
@@ -229,19 +248,13 @@ inline Weights weigh(const AttendedKeys& k, const Block& b, Floats* logits, int6
                      float* row_sum, Factors* to) {
   const int g0 = b.first_group, g1 = b.end_group;
   const bool edge = first > g0 * kGroupTokens || end < g1 * kGroupTokens;
-  const Ints from = broadcast(static_cast<int32_t>(first < 0 ? 0 : first > kBlockTokens ? kBlockTokens : first));
-  const Ints until = broadcast(static_cast<int32_t>(end < 0 ? 0 : end > kBlockTokens ? kBlockTokens : end));
-  const Ints lane = lane_numbers();
-  const auto seen = [&](int g) {
-    const Ints key = lane + broadcast(int32_t{g * kGroupTokens});
-    return (from - broadcast(1) < key) & (key < until);
-  };
+  const SeenLanes seen(first, end);
 
   Floats top = broadcast(-kInfinity);
   Mask bad = is_nan(top);
   for (int g = g0; g < g1; ++g) {
     if (k.soft_cap > 0) logits[g] = soft_capped(logits[g], k.soft_cap);
-    if (edge) logits[g] = select(seen(g), logits[g], broadcast(-kInfinity));
+    if (edge) logits[g] = select(seen.of_group(g), logits[g], broadcast(-kInfinity));
     top = max(top, logits[g]);
     bad = bad | is_nan(logits[g]);
   }
@@ -259,7 +272,7 @@ inline Weights weigh(const AttendedKeys& k, const Block& b, Floats* logits, int6
     const Floats p = exp(logits[g] - shift);
     total = total + p;
     Floats w = p * load_float(b.value_scales[g]);
-    if (edge) w = select(seen(g), w, broadcast(0.0f));  // the scale of a stale token may be anything
+    if (edge) w = select(seen.of_group(g), w, broadcast(0.0f));  // the scale of a stale token may be anything
     bad = bad | is_nan(w);
     heaviest = max(heaviest, abs(w));
     logits[g] = w;
@@ -353,12 +366,11 @@ inline Floats dot_rows(const float* x, const float* rows, int d) {
   return part[0];
 }
 
-// Queries first .. first + QUERIES - 1 of the span attend to one block.
-template <Layout KEYS, Layout VALUES, int QUERIES>
-inline void attend_block(const Span& span, const Block& b, const LevelBytes<looked_up(KEYS)>& keys,
-                         const LevelBytes<VALUES>& values, const Ahead& ahead, int first) {
-  const AttendedKeys& k = span.keys;
-  const QueryRows& rows = span.rows;
+// The logits of queries first .. first + QUERIES - 1 in the groups of a block, before a soft cap.
+template <Layout KEYS, int QUERIES>
+inline void score_block(const AttendedKeys& k, const QueryRows& rows, const Block& b,
+                        const LevelBytes<looked_up(KEYS)>& keys, const Ahead& ahead, int first,
+                        Floats (&logits)[QUERIES][kGroups]) {
   const int d = k.head_dim;
   const int64_t factor_bytes = query_factor_bytes(d, KEYS);
   const Factors* factors[QUERIES];
@@ -366,7 +378,6 @@ inline void attend_block(const Span& span, const Block& b, const LevelBytes<look
     factors[q] =
         reinterpret_cast<const Factors*>(static_cast<const uint8_t*>(rows.factors) + (first + q) * factor_bytes);
   }
-  Floats logits[QUERIES][kGroups];
   for (int g = b.first_group; g < b.end_group; ++g) {
     prefetch_keys(ahead, g);
     Ints dots[QUERIES];
@@ -380,6 +391,16 @@ inline void attend_block(const Span& span, const Block& b, const LevelBytes<look
       logits[q][g] = logits[q][g] + raw * broadcast(k.rope_factor);
     }
   }
+}
+
+// Queries first .. first + QUERIES - 1 of the span attend to one block.
+template <Layout KEYS, Layout VALUES, int QUERIES>
+inline void attend_block(const Span& span, const Block& b, const LevelBytes<looked_up(KEYS)>& keys,
+                         const LevelBytes<VALUES>& values, const Ahead& ahead, int first) {
+  const AttendedKeys& k = span.keys;
+  const QueryRows& rows = span.rows;
+  Floats logits[QUERIES][kGroups];
+  score_block<KEYS, QUERIES>(k, rows, b, keys, ahead, first, logits);
 
   Weights weight[QUERIES];
   float* sums[QUERIES];
@@ -397,6 +418,21 @@ inline void attend_block(const Span& span, const Block& b, const LevelBytes<look
   if (useful) add_values<VALUES, QUERIES>(k, b, values, ahead, span.weights, weight, sums);
 }
 
+// Keys [first, end) of the span [begin, end) that some query sees; none: first is INT64_MAX.
+struct SeenKeys {
+  int64_t first, end;
+};
+inline SeenKeys seen_keys(const QueryRows& rows, int64_t begin, int64_t end) {
+  SeenKeys seen{INT64_MAX, begin};
+  for (int r = 0; r < rows.count; ++r) {
+    if (rows.first[r] >= rows.end[r]) continue;
+    seen.first = rows.first[r] < seen.first ? rows.first[r] : seen.first;
+    seen.end = rows.end[r] > seen.end ? rows.end[r] : seen.end;
+  }
+  seen.end = seen.end < end ? seen.end : end;
+  return seen;
+}
+
 // Blocks: finds the blocks of a span and what to prefetch, as PagedBlocks does.
 template <Layout KEYS, Layout VALUES, typename Blocks>
 void attend_codes(const Span& span, const Blocks& blocks) {
@@ -404,13 +440,7 @@ void attend_codes(const Span& span, const Blocks& blocks) {
   const QueryRows& rows = span.rows;
   const LevelBytes<looked_up(KEYS)> keys(k.key_levels, 1 << blocks.key_bits());
   const LevelBytes<VALUES> values(k.value_levels, 1 << blocks.value_bits());
-  int64_t first = INT64_MAX, end = span.begin;  // of the keys that some query sees
-  for (int r = 0; r < rows.count; ++r) {
-    if (rows.first[r] >= rows.end[r]) continue;
-    first = rows.first[r] < first ? rows.first[r] : first;
-    end = rows.end[r] > end ? rows.end[r] : end;
-  }
-  end = end < span.end ? end : span.end;
+  const auto [first, end] = seen_keys(rows, span.begin, span.end);
   for (int64_t begin = span.begin; begin < end; begin += kBlockTokens) {
     if (begin + kBlockTokens <= first) continue;
     const Block b = blocks.find(begin, first, end);
@@ -472,19 +502,28 @@ inline ExactRun recent_run(const ExactKeys& e, int row) {
   return {e.first[row] > e.recent[row] ? e.first[row] : e.recent[row], e.position[row] + 1};
 }
 
+// The run's share of sixteen keys, from key `first` on: those numbered [begin, end), and their lanes.
+inline ExactRun of_sixteen(ExactRun run, int64_t first) {
+  return {run.begin > first ? run.begin - first : 0, run.end - first < 16 ? run.end - first : 16};
+}
+inline Mask lanes_of(int64_t begin, int64_t end) {
+  return (broadcast(static_cast<int32_t>(begin - 1)) < lane_numbers()) &
+         (lane_numbers() < broadcast(static_cast<int32_t>(end)));
+}
+inline Floats exact_logits(const ExactKeys& e, const float* key, int row, float softmax_scale, float soft_cap) {
+  const Floats logit = dot_rows(e.q + row * e.key_dim, key, static_cast<int>(e.key_dim)) * broadcast(softmax_scale);
+  return soft_cap > 0 ? soft_capped(logit, soft_cap) : logit;
+}
+
 // Query `row` attends to those of sixteen keys, from key `first` on, that are in its run. key: float32 [16, key_dim],
 // value: [16, value_dim]
 inline void attend_sixteen(const ExactKeys& e, const float* key, const float* value, int64_t first, int row,
                            ExactRun run, float softmax_scale, float soft_cap, const PartialRows& out) {
-  const int64_t from = run.begin > first ? run.begin - first : 0;
-  const int64_t until = run.end - first < 16 ? run.end - first : 16;
+  const auto [from, until] = of_sixteen(run, first);
   if (from >= until) return;
   const int d = static_cast<int>(e.value_dim);
-  Floats logit = dot_rows(e.q + row * e.key_dim, key, static_cast<int>(e.key_dim)) * broadcast(softmax_scale);
-  if (soft_cap > 0) logit = soft_capped(logit, soft_cap);
-  const Mask seen = (broadcast(static_cast<int32_t>(from - 1)) < lane_numbers()) &
-                    (lane_numbers() < broadcast(static_cast<int32_t>(until)));
-  logit = select(seen, logit, broadcast(-kInfinity));
+  const Floats all = exact_logits(e, key, row, softmax_scale, soft_cap);
+  const Floats logit = select(lanes_of(from, until), all, broadcast(-kInfinity));
   if (any(is_nan(logit))) {
     out.sum[row] = __builtin_nanf("");
     return;
@@ -518,18 +557,25 @@ inline ExactRow<T> exact_row(const ExactKeys& e, int64_t position) {
   return {key, key + e.tail_value_at};
 }
 
+// The keys between the first and the last one of all runs.
+template <typename RunOf>
+inline ExactRun span_of_runs(int count, RunOf&& run_of) {
+  ExactRun all{INT64_MAX, 0};
+  for (int r = 0; r < count; ++r) {
+    const ExactRun run = run_of(r);
+    if (run.begin >= run.end) continue;
+    all.begin = run.begin < all.begin ? run.begin : all.begin;
+    all.end = run.end > all.end ? run.end : all.end;
+  }
+  return all;
+}
+
 // All queries attend to their runs of one kind.
 template <typename T, typename RunOf>
 void attend_runs(const ExactKeys& e, int count, RunOf&& run_of, float softmax_scale, float soft_cap,
                  const PartialRows& out, float* scratch) {
   const int key_dim = static_cast<int>(e.key_dim), value_dim = static_cast<int>(e.value_dim);
-  int64_t begin = INT64_MAX, end = 0;
-  for (int r = 0; r < count; ++r) {
-    const ExactRun run = run_of(r);
-    if (run.begin >= run.end) continue;
-    begin = run.begin < begin ? run.begin : begin;
-    end = run.end > end ? run.end : end;
-  }
+  const auto [begin, end] = span_of_runs(count, run_of);
   float* key = scratch;
   float* value = scratch + 16 * key_dim;
   for (int64_t first = begin; first < end; first += 16) {

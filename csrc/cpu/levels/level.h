@@ -7,7 +7,9 @@
 #include "cpu/kernels/codec.h"
 #include "cpu/kernels/group.h"
 #include "cpu/kernels/hadamard.h"
+#include "cpu/kernels/mass.h"
 #include "cpu/kernels/mla.h"
+#include "cpu/kernels/move.h"
 #include "cpu/kernels/pack.h"
 #include "cpu/kernels/qjl.h"
 #include "cpu/kernels/score.h"
@@ -30,11 +32,15 @@ constexpr Kernels make_table(const char* level) {
       .group_decode = group_decode,
       .store_tokens = store_tokens,
       .load_tokens = load_tokens,
+      .take_token = take_token,
+      .put_token = put_token,
       .query_factor_bytes = query_factor_bytes,
       .query_factors = query_factors,
       .attend_scratch_bytes = attend_scratch_bytes,
       .attend_pages = attend_pages,
       .attend_exact = attend_exact,
+      .mass_of_pages = mass_of_pages,
+      .mass_of_exact = mass_of_exact,
       .store_latents = store_latents,
       .load_latents = load_latents,
       .attend_latents_scratch_bytes = attend_latents_scratch_bytes,

@@ -36,15 +36,24 @@ class ExactTail {
   __device__ __forceinline__ void expand(int step) const {
     for (int i = block_.thread.warp; i < 2 * S::kKeys; i += S::kWarps) expand_vector(step, i / 2, i % 2);
   }
+  __device__ __forceinline__ void expand_keys_only(int step) const {
+    for (int key = block_.thread.warp; key < S::kKeys; key += S::kWarps) expand_vector(step, key, false);
+  }
+
+  // The position of a step's key; -1 where there is none.
+  __device__ __forceinline__ int position(int step, int key) const {
+    const int index = step * S::kKeys + key;
+    if (index >= keys_) return -1;
+    return index < sinks_ ? sinks_begin_ + index : recent_begin_ + index - sinks_;
+  }
 
  private:
   __device__ __forceinline__ void expand_vector(int step, int key, bool is_value) const {
     const Attention& a = block_.a;
     const int d = block_.x.layout.head_dim, octets = block_.x.layout.octets, lane = block_.thread.lane;
-    const int index = step * S::kKeys + key;
-    const int position = index < sinks_ ? sinks_begin_ + index : recent_begin_ + index - sinks_;
-    const bool exists = index < keys_;
-    const void* vector = exists ? address(position, is_value) : nullptr;
+    const int place = position(step, key);
+    const bool exists = place >= 0;
+    const void* vector = exists ? address(place, is_value) : nullptr;
     const float* center =
         !is_value && block_.x.centered(true) ? a.channels.center + int64_t{block_.work.kv_head} * d : nullptr;
     const auto load = [&](int o, float (&y)[8]) {
@@ -84,7 +93,7 @@ class ExactTail {
       KeyScalars<S>& to = block_.shared.scalars(step);
       const float scale = !exists ? 0 : finite ? clamped_power_of_two(e - kHalfExponent) : quiet_nan();
       (is_value ? to.value_scale : to.key_scale)[key] = scale;
-      if (!is_value) to.position[key] = exists ? position : -1;
+      if (!is_value) to.position[key] = place;
     }
   }
 

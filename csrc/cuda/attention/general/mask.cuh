@@ -42,20 +42,29 @@ class Mask {
             position >= last.coded_begin() && position + S::kKeys <= first.recent};
   }
 
+  // The keys that a row sees: one or two runs of positions.
+  struct Sees {
+    int begin, recent;
+    unsigned count, recent_count;
+
+    __device__ __forceinline__ bool operator()(int position) const {
+      return static_cast<unsigned>(position - begin) < count || static_cast<unsigned>(position - recent) < recent_count;
+    }
+  };
+  __device__ __forceinline__ Sees seen_by(int r, bool exact) const {
+    const VisibleKeys visible = row(r);
+    const int begin = exact ? visible.first : visible.coded_begin(), recent = visible.recent_begin();
+    return {begin, recent, static_cast<unsigned>(max((exact ? visible.sinks : visible.recent) - begin, 0)),
+            static_cast<unsigned>(exact ? max(visible.end - recent, 0) : 0)};
+  }
+
   // x, a lane's part of the products of a strip with a step's keys, becomes `instead` where a row does not see the key.
   __device__ __forceinline__ void hide(int strip, int step, bool exact, float instead,
                                        float (&x)[4 * S::kKeyOctets]) const {
     const int2* positions = reinterpret_cast<const int2*>(block_.shared.scalars(step).position);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const VisibleKeys visible = row(block_.thread.lane_row(2 * strip + h));
-      const int begin = exact ? visible.first : visible.coded_begin(), recent = visible.recent_begin();
-      const unsigned count = max((exact ? visible.sinks : visible.recent) - begin, 0);
-      const unsigned recent_count = exact ? max(visible.end - recent, 0) : 0;
-      const auto sees = [&](int position) {
-        return static_cast<unsigned>(position - begin) < count ||
-               static_cast<unsigned>(position - recent) < recent_count;
-      };
+      const Sees sees = seen_by(block_.thread.lane_row(2 * strip + h), exact);
 #pragma unroll
       for (int o = 0; o < S::kKeyOctets; ++o) {
         const int2 p = positions[4 * o + block_.thread.t];

@@ -46,7 +46,7 @@ class Queries {
   }
 
  private:
-  static constexpr int kRowsAtOnce = 4;  // of a warp, whose loads are in flight together
+  static constexpr int kRowsAtOnce = kQueryRowsAtOnce;
 
   // Row r with its signs and channel scales, float32 [d]; and its product with the center, in `shift`.
   __device__ __forceinline__ void load(int r, const float* center, const float* inverse, bool rotated,

@@ -15,7 +15,8 @@
 
 namespace turboquant::cuda::general {
 
-constexpr int kKnownSteps = 4;  // steps whose page tiles are known at the same time
+constexpr int kKnownSteps = 4;       // steps whose page tiles are known at the same time
+constexpr int kQueryRowsAtOnce = 4;  // of a warp that prepares queries, whose loads are in flight together
 
 // What a step's keys have besides their float16 elements.
 template <typename S>
@@ -80,6 +81,8 @@ class SharedMemory {
     return reinterpret_cast<float*>(base_ + kKeys) + warp * rows * d;
   }
 
+  // Of a kernel that multiplies keys only. The rows of `query_rows` may be larger than the keys.
+  static int bytes_without_values(int d) { return std::max(kValues, kKeys + 4 * S::kWarps * kQueryRowsAtOnce * d); }
   static int bytes(int d, int stage_bytes) {
     return std::max(kStages + (S::kStaged ? 2 * stage_bytes : 0), kQueries + 4 * kSumRows * sum_stride(d));
   }

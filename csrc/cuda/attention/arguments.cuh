@@ -1,0 +1,105 @@
+// A checked call as kernels take it (call.cuh). Host only.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+
+#include "calls/attention.h"
+#include "cuda/attention/call.cuh"
+#include "cuda/codec/arguments.cuh"
+#include "cuda/common/torch.cuh"
+
+namespace turboquant::cuda {
+
+// What kernels ask of the addresses of a call, beyond its checks.
+inline void check_alignment(const AttentionCall& c) {
+  STD_TORCH_CHECK(aligned(c.cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
+  STD_TORCH_CHECK(!c.tail || aligned(c.tail->data_ptr(), 16), "tail must start at a multiple of 16 bytes");
+}
+
+// The device of the call is current. Lives until the kernels are launched: it owns the copies that rows at odd
+// addresses need.
+class AttentionArguments {
+ public:
+  AttentionArguments(const AttentionCall& c, const format::Record& record)
+      : q_(c.q), key_signs_(c.key_signs), value_signs_(c.value_signs), constants_(c.center) {
+    add_queries(c);
+    add_sequences(c, record);
+    add_pages(c, record);
+    if (c.tail) add_tail(c);
+    if (c.k_new) add_new_tokens(c);
+  }
+  AttentionArguments(const AttentionArguments&) = delete;
+
+  Attention call{};  // without results
+
+ private:
+  void add_queries(const AttentionCall& c) {
+    Attention& a = call;
+    a.q = q_.data();
+    a.q_token_stride = q_.token_stride(), a.q_head_stride = q_.head_stride();
+    a.dtype = dtype_of(c.q);
+    a.tokens = checked_int(c.tokens(), "the number of tokens");
+    a.q_heads = checked_int(c.q_heads(), "the number of query heads");
+    a.kv_heads = checked_int(c.kv_heads(), "the number of KV heads");
+    a.group = a.q_heads / a.kv_heads;
+    a.softmax_scale = static_cast<float>(c.softmax_scale);
+    a.soft_cap = static_cast<float>(c.soft_cap);
+    a.sink_logits = c.sink_logits ? static_cast<const float*>(c.sink_logits->data_ptr()) : nullptr;
+  }
+
+  void add_sequences(const AttentionCall& c, const format::Record& record) {
+    Attention& a = call;
+    a.seq_lens = static_cast<const int32_t*>(c.seq_lens.data_ptr());
+    a.query_begin = integers(c.cu_seqlens_q);
+    a.block_table = static_cast<const int32_t*>(c.block_table.data_ptr());
+    a.table_stride = c.block_table.stride(0);
+    a.seqs = checked_int(c.seqs(), "the number of sequences");
+    a.max_pages = checked_int(c.block_table.size(1), "the width of block_table");
+    a.max_q_len = c.cu_seqlens_q ? static_cast<int>(std::min(c.max_q_len, c.tokens())) : 1;
+    // positions are subtracted from a window, so it is no longer than the longest sequence
+    const int64_t room = int64_t{a.max_pages} * record.page_size + (c.k_new ? a.max_q_len : 0);
+    a.sliding_window = static_cast<int>(std::min({c.sliding_window, room, int64_t{INT32_MAX}}));
+  }
+
+  void add_pages(const AttentionCall& c, const format::Record& record) {
+    Attention& a = call;
+    a.pages = bytes_of(c.cache);
+    a.num_pages = c.cache.size(0);
+    a.page_stride = checked_stride(c.cache, "cache");
+    a.record = record;
+    a.key_signs = key_signs_.data();
+    a.value_signs = value_signs_.data();
+    a.key_levels = levels_data(c.key_levels);
+    a.value_levels = levels_data(c.value_levels);
+    a.channels = channels_of(c.center, constants_.data(), c.kv_heads(), c.head_dim());
+  }
+
+  void add_tail(const AttentionCall& c) {
+    Attention& a = call;
+    a.tail = c.tail->data_ptr();
+    a.tail_stride = checked_stride(*c.tail, "tail") / element_size(a.dtype);
+    a.tail_slots = c.tail_slots->data_ptr();
+    a.slot_stride = entry_stride(*c.tail_slots);
+    a.wide_slots = c.tail_slots->scalar_type() == ScalarType::Long;
+    a.tail_valid = integers(c.tail_valid);
+    a.max_seqs = checked_int(c.tail->size(0), "the number of tails");
+    a.sink_tokens = checked_int(c.sink_tokens, "sink_tokens");
+    a.ring = checked_int(c.tail->size(2) - c.sink_tokens, "the length of a tail");
+    a.recent_window = static_cast<int>(c.recent_window);  // at most one longer than the ring
+  }
+
+  void add_new_tokens(const AttentionCall& c) {
+    Attention& a = call;
+    keys_.emplace(*c.k_new), values_.emplace(*c.v_new);
+    a.new_keys = keys_->data(), a.new_values = values_->data();
+    a.new_key_token_stride = keys_->token_stride(), a.new_key_head_stride = keys_->head_stride();
+    a.new_value_token_stride = values_->token_stride(), a.new_value_head_stride = values_->head_stride();
+  }
+
+  HeadVectors q_;
+  Constant key_signs_, value_signs_, constants_;
+  std::optional<HeadVectors> keys_, values_;
+};
+
+}  // namespace turboquant::cuda

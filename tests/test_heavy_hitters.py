@@ -1,0 +1,316 @@
+"""Eviction while decoding: what stays, what it was chosen by, and that nothing else changes."""
+
+import pytest
+import torch
+
+import torch_turboquant as tt
+from tests.helpers import assert_same_bytes, randn
+from torch_turboquant.heavy_hitters import kept_positions
+
+LAYERS, HEADS, GROUP, D = 2, 2, 2, 32
+
+
+def pool_of(device, sinks=2, window=3, **others):
+    config = tt.preset("k8v8", D, page_size=16, sink_tokens=sinks, recent_window=window)
+    sizes = {"num_pages": 64, "max_seqs": 4, **others}
+    return tt.PagedKVPool(
+        config, num_layers=LAYERS, num_kv_heads=HEADS, dtype=torch.float32, device=device, **sizes
+    )
+
+
+def tokens(count, seed, device, heads=HEADS):
+    """Of each layer [count, heads, D]."""
+    return [randn(count, heads, D, seed=100 * seed + i).to(device) for i in range(LAYERS)]
+
+
+def fill(pool, count, seed):
+    seq = pool.allocate()
+    keys, values = tokens(count, seed, pool.device), tokens(count, seed + 1, pool.device)
+    pool.append([seq], keys, values, count)
+    return seq
+
+
+def step(pool, sequences, hitters, seed, attend=True):
+    """A decode step of random tokens. Returns q and lse of each layer."""
+    n, device = len(sequences), pool.device
+    made = []
+    with pool.reserve(sequences) as batch:
+        for layer in range(LAYERS):
+            q, k, v = (
+                part[layer]
+                for part in (
+                    tokens(n, seed, device, HEADS * GROUP),
+                    tokens(n, seed + 1, device),
+                    tokens(n, seed + 2, device),
+                )
+            )
+            pool.store(layer, k, v, batch)
+            _, lse = pool.attend(layer, q, batch)
+            hitters.observe(layer, q, lse, batch)
+            made.append((q, lse))
+    return made
+
+
+# ---- which tokens stay
+
+
+def test_the_heaviest_stay_and_fill_the_gaps(device):
+    mass = torch.tensor([[[0, 9, 1, 8, 0, 7, 2, 6, 0, 0], [5, 1, 1, 1, 1, 1, 1, 1, 9, 9]]]).float()
+    kept = kept_positions(mass.to(device), torch.tensor([10], device=device), 6, 1, 2)
+    # head 0 keeps 0 (the first), 1, 3 and 5, then 8 and 9; 3 is where it was, 5 fills the gap at 2
+    # head 1 keeps its first, and of equal masses the earliest
+    assert kept.tolist() == [[[0, 1, 5, 3, 8, 9], [0, 1, 2, 3, 8, 9]]]
+
+
+def test_masses_that_are_no_numbers_stay(device):
+    """Even more of them than there is room for: as many tokens are kept as ever."""
+    mass = torch.ones(1, 2, 12, device=device)
+    mass[0, 0, [2, 9]] = torch.nan
+    mass[0, 1] = torch.inf
+    mass[0, 1, 3] = torch.nan
+    kept = kept_positions(mass, torch.tensor([12], device=device), 6, 1, 2)
+    assert kept.tolist() == [[[0, 1, 2, 9, 10, 11], [0, 1, 2, 3, 10, 11]]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kept_positions_of_random_masses(seed, device):
+    mass = randn(3, 4, 90, seed=seed).abs()
+    lengths = torch.tensor([90, 70, 81])
+    budget, first, last = 40, 3, 11
+    kept = kept_positions(mass.to(device), lengths.to(device), budget, first, last).cpu()
+    for s, length in enumerate(lengths.tolist()):
+        for head in range(4):
+            got = kept[s, head].tolist()
+            assert got[budget - last :] == list(range(length - last, length))
+            middle = mass[s, head, first : length - last]
+            want = {*range(first), *(middle.topk(budget - last - first).indices + first).tolist()}
+            assert set(got[: budget - last]) == want
+            for place, position in enumerate(got[: budget - last]):
+                assert place == position or position >= budget - last
+            movers = [p for p in got[: budget - last] if p >= budget - last]
+            assert movers == sorted(movers)
+
+
+# ---- a pool
+
+
+@pytest.mark.parametrize("tail", [False, True])
+def test_sequences_are_cut_to_the_heaviest(tail, device):
+    """Two sequences of different lengths; masses are those of the last queries in float64."""
+    pool = pool_of(device, *((2, 3) if tail else (0, 0)))
+    budget, interval, window, last = 40, 12, 4, 6
+    hitters = tt.HeavyHitters(
+        pool, budget, interval=interval, window=window, keep_last=last, decay=0.0
+    )
+    sequences = [fill(pool, 47, 1), fill(pool, 60, 5)]
+    seen = []
+    while not all(hitters.due(s) for s in sequences):
+        assert not hitters.evict(sequences[:1])
+        seen.append(step(pool, sequences, hitters, 10 + 3 * len(seen)))
+    lengths = [s.length for s in sequences]
+    assert lengths == [52, 65] and len(seen) == 5
+    before = [[pool.load(layer, s) for s in sequences] for layer in range(LAYERS)]
+    tails = [t.clone() for t in pool.tails or ()]
+    used = pool.statistics().used_pages
+
+    assert hitters.evict(sequences) == sequences
+    assert [s.length for s in sequences] == [budget, budget]
+    assert [hitters.dropped(s) for s in sequences] == [12, 25]
+    assert pool.statistics().used_pages < used
+    first = pool.configs[0].sink_tokens
+    for layer in range(LAYERS):
+        for i, (seq, length) in enumerate(zip(sequences, lengths, strict=True)):
+            keys = before[layer][i][0].double()
+            mass = torch.zeros(HEADS, length, dtype=torch.float64, device=device)
+            for back in range(window):
+                q, lse = (part[i].double() for part in seen[-1 - back][layer])
+                score = torch.einsum("hgd,jhd->hgj", q.view(HEADS, GROUP, D), keys) / D**0.5
+                weights = torch.exp(score - lse.view(HEADS, GROUP, 1))
+                mass[:, : length - back] += weights.sum(1)[:, : length - back]
+            order = kept_positions(
+                mass[None].float(), torch.tensor([length], device=device), budget, first, last
+            )[0]
+            for old, new in zip(before[layer][i], pool.load(layer, seq), strict=True):
+                for head in range(HEADS):
+                    assert_same_bytes(new[:, head], old[order[head], head])
+            if not tail:
+                continue
+            ring = pool.tails[0].shape[2] - first  # the exact rows of the last tokens moved along
+            for position in range(budget - ring, budget):
+                old = first + (position + length - budget - first) % ring
+                new = first + (position - first) % ring
+                entry = seq._row
+                assert_same_bytes(pool.tails[layer][entry, :, new], tails[layer][entry, :, old])
+            assert_same_bytes(pool.tails[layer][entry, :, :first], tails[layer][entry, :, :first])
+
+
+def test_attention_afterwards_is_that_over_the_kept_tokens(device):
+    """Of a step behind an eviction, against dense attention over what the pool decodes."""
+    pool = pool_of(device, 0, 0)
+    hitters = tt.HeavyHitters(pool, 40, interval=8, window=4, keep_last=4)
+    seq = fill(pool, 44, 1)
+    for i in range(4):
+        step(pool, [seq], hitters, 20 + 3 * i)
+    assert hitters.evict([seq]) == [seq]
+    made = step(pool, [seq], hitters, 50)
+    for layer in range(LAYERS):
+        q, lse = made[layer]
+        k, _ = pool.load(layer, seq)
+        score = torch.einsum("hgd,jhd->hgj", q[0].view(HEADS, GROUP, D), k) / D**0.5
+        assert k.shape[0] == 41
+        assert torch.allclose(score.logsumexp(-1).flatten(), lse[0], atol=2e-3)
+
+
+def test_masses_of_earlier_evictions_fade(device):
+    """A token that was heavy once outlives one round with decay 1, and none with decay 0."""
+    for decay, lives in ((1.0, True), (0.0, False)):
+        pool = pool_of(device, 0, 0)
+        hitters = tt.HeavyHitters(pool, 20, interval=4, window=4, keep_last=4, decay=decay)
+        seq = fill(pool, 20, 1)
+        for i in range(4):
+            step(pool, [seq], hitters, 30 + 3 * i)
+        hitters.evict([seq])
+        token = 5  # whose value is marked, and whose mass is
+        for mass in hitters._mass:
+            mass[seq._row, :, token] = 1e6
+        marked = [pool.load(layer, seq)[1][token].clone() for layer in range(LAYERS)]
+        for i in range(4):
+            step(pool, [seq], hitters, 60 + 3 * i)
+            for q in hitters._q:
+                q.zero_()  # so that all tokens weigh alike, and the earliest stay
+            for lse in hitters._lse:
+                lse.zero_()
+        for mass in hitters._mass:
+            mass[seq._row, :, 6:] += 1  # decay 0 forgets this, too
+            mass[seq._row, :, :5] += 2
+        hitters.evict([seq])
+        for layer in range(LAYERS):
+            found = (pool.load(layer, seq)[1] == marked[layer]).flatten(1).all(1).any()
+            assert bool(found) or not lives
+            if lives:
+                assert float(hitters._mass[layer][seq._row].max()) >= 1e6
+            else:
+                assert float(hitters._mass[layer][seq._row].max()) < 1e5
+
+
+def test_shared_pages_stay_as_they_are(device):
+    pool = pool_of(device)
+    hitters = tt.HeavyHitters(pool, 40, interval=8, window=2, keep_last=4)
+    seq = fill(pool, 46, 1)
+    twin = pool.fork(seq)
+    before = [pool.load(layer, twin) for layer in range(LAYERS)]
+    for i in range(2):
+        step(pool, [seq], hitters, 20 + 3 * i)
+    assert hitters.evict([seq, twin]) == [seq]
+    assert (seq.length, twin.length) == (40, 46)
+    assert not set(pool.page_numbers(seq)) & set(pool.page_numbers(twin))
+    for layer in range(LAYERS):
+        for old, new in zip(before[layer], pool.load(layer, twin), strict=True):
+            assert_same_bytes(new, old)
+    pool.free(twin)
+    pool.free(seq)
+    assert pool.free_pages == pool.num_pages
+
+
+def test_a_pool_without_room_for_copies_changes_nothing(device):
+    pool = pool_of(device, num_pages=4)
+    hitters = tt.HeavyHitters(pool, 40, interval=8, window=2, keep_last=4)
+    seq = fill(pool, 46, 1)
+    pool.fork(seq)
+    for i in range(2):  # takes the last page, for a copy
+        step(pool, [seq], hitters, 20 + 3 * i)
+    before = [pages.clone() for pages in pool.pages], pool.page_numbers(seq)
+    with pytest.raises(tt.PoolExhausted):
+        hitters.evict([seq])
+    for old, new in zip(before[0], pool.pages, strict=True):
+        assert_same_bytes(new, old)
+    assert (seq.length, pool.page_numbers(seq)) == (48, before[1])
+
+
+def test_rows_of_a_former_sequence_have_no_meaning(device):
+    pool = pool_of(device, max_seqs=1)
+    hitters = tt.HeavyHitters(pool, 40, interval=8, window=4, keep_last=4)
+    seq = fill(pool, 44, 1)
+    for i in range(4):
+        step(pool, [seq], hitters, 20 + 3 * i)
+    hitters.evict([seq])
+    pool.free(seq)
+    seq = fill(pool, 48, 7)
+    assert hitters.dropped(seq) == 0 and not hitters.due(seq)
+    step(pool, [seq], hitters, 40)
+    assert not hitters.due(seq) and not any(float(m.abs().max()) for m in hitters._mass)
+
+
+# ---- what is refused
+
+
+def test_numbers_that_do_not_fit():
+    pool = pool_of("cpu")
+    for changes, text in (
+        ({"budget": 0}, "budget is 0"),
+        ({"window": 9}, "window is 9, supported: up to the interval of 8"),
+        ({"decay": 1.5}, "decay is 1.5, supported: 0 to 1"),
+        ({"budget": 22}, "budget is 22, supported: more than the 2 sinks and the 20 last tokens"),
+    ):
+        given = {"budget": 40, "interval": 8, "window": 4, "keep_last": 20, **changes}
+        with pytest.raises(ValueError, match=text):
+            tt.HeavyHitters(pool, **given)
+
+
+def test_tensors_that_are_not_the_batch_s():
+    pool = pool_of("cpu")
+    hitters = tt.HeavyHitters(pool, 40, interval=8, window=4, keep_last=4)
+    seq = fill(pool, 46, 1)
+    q, lse = torch.zeros(1, 4, D), torch.zeros(1, 4)
+    with pool.reserve([seq]) as batch:
+        for layer in range(LAYERS):
+            pool.store(layer, torch.zeros(1, HEADS, D), torch.zeros(1, HEADS, D), batch)
+        with pytest.raises(TypeError, match="q has dtype float16"):
+            hitters.observe(0, q.half(), lse, batch)
+        with pytest.raises(ValueError, match="lse has shape"):
+            hitters.observe(0, q, lse[:, :2], batch)
+        hitters.observe(0, q, lse, batch)
+    for _ in range(5):
+        step_of_one_layer(pool, seq, hitters, q, lse)
+    with pytest.raises(RuntimeError, match=r"these layers were never observed: \[1\]"):
+        hitters.evict([seq])
+
+
+def step_of_one_layer(pool, seq, hitters, q, lse):
+    with pool.reserve([seq]) as batch:
+        for layer in range(LAYERS):
+            pool.store(layer, torch.zeros(1, HEADS, D), torch.zeros(1, HEADS, D), batch)
+        hitters.observe(0, q, lse, batch)
+
+
+def test_compact_refuses_what_does_not_fit():
+    pool = pool_of("cpu")
+    seq = fill(pool, 40, 1)
+    good = [torch.arange(20).repeat(1, HEADS, 1) for _ in range(LAYERS)]
+    before = [pages.clone() for pages in pool.pages]
+    other = good[0].clone()
+    for sequences, kept, error, text in (
+        ([], good, ValueError, "no sequences, supported: 1 and more"),
+        ([seq, seq], good, ValueError, "a sequence is there twice"),
+        ([seq], good[:1], ValueError, "kept is of 1 layers, expected 2"),
+        ([seq], [good[0], other[..., :9].contiguous()], ValueError, "kept has different numbers"),
+        ([seq], [x[:, :1].contiguous() for x in good], ValueError, "kept has shape"),
+        ([seq], [x.int() for x in good], TypeError, "kept has dtype int32"),
+        ([seq], [x[..., :1].contiguous() for x in good], ValueError, "kept has 1 tokens of each"),
+        (
+            [seq],
+            [torch.arange(38).repeat(1, HEADS, 1)] * 2,
+            ValueError,
+            r"kept has 38 tokens of each head, supported: 2 \(the sinks\) to 37",
+        ),
+        ([seq], [good[0], other.index_fill(2, torch.tensor([5]), 37)], RuntimeError, "outside 0"),
+        ([seq], [good[0], other.index_fill(2, torch.tensor([5]), 7)], RuntimeError, "twice"),
+        ([seq], [good[0], other.flip(2)], RuntimeError, "must begin with the positions of the 2"),
+    ):
+        with pytest.raises(error, match=text):
+            pool.compact(sequences, kept)
+    for old, new in zip(before, pool.pages, strict=True):
+        assert_same_bytes(new, old)
+    assert seq.length == 40
+    pool.compact([seq], good)
+    assert seq.length == 23

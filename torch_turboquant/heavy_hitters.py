@@ -1,0 +1,294 @@
+"""Eviction while decoding: sequences of a pool keep the tokens that get the most attention.
+
+    hitters = HeavyHitters(pool, budget=4096)
+    ...
+    with pool.reserve(sequences) as batch:              # a decode step
+        for layer in range(num_layers):
+            pool.store(layer, k, v, batch)
+            out, lse = pool.attend(layer, q, batch)
+            hitters.observe(layer, q, lse, batch)       # copies queries, in few steps only
+    hitters.evict(sequences)                            # does something every 256 tokens
+
+A sequence that has grown `interval` tokens above its budget is cut back to the budget. The last
+`window` queries before that say which tokens stay: each KV head keeps those with the largest mass
+(paged_mass), beside the sinks and the most recent tokens, which always stay. What a token got at
+earlier evictions counts, too, times `decay` for each. Other queries than these are not asked: a
+token that none of them looks at may go, even if one between them did. In return it costs one pass
+over keys in `interval` steps, instead of one in each.
+
+Heads keep different tokens at equal counts, so that memory and time fall with the budget. The kept
+tokens stay where they are, except that those in the part to be cut off move into the gaps
+(PagedKVPool.compact): about `interval` tokens of each head move, whatever the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_turboquant import _checks
+from torch_turboquant.ops.mass import paged_mass
+from torch_turboquant.pool.batch import PoolBatch, PoolSequence
+from torch_turboquant.pool.pool import PagedKVPool
+
+
+class HeavyHitters:
+    """Cuts sequences of a pool back to a budget of tokens; see the module's text.
+
+    It keeps, for every layer, the queries of `window` steps and a mass for each kept token:
+    max_seqs * (window * q_heads * (head_dim * itemsize + 4) + num_kv_heads * budget * 4) bytes.
+
+    Attributes (not to be assigned to):
+        pool, budget, interval, window, keep_last, decay, softmax_scale, soft_cap.
+    """
+
+    def __init__(
+        self,
+        pool: PagedKVPool,
+        budget: int,
+        *,
+        interval: int = 256,
+        window: int = 16,
+        keep_last: int = 64,
+        decay: float = 0.5,
+        softmax_scale: float | None = None,
+        soft_cap: float = 0.0,
+    ) -> None:
+        """Takes no memory of a device yet.
+
+        Args:
+            pool: its layers attend without sliding windows, which would count other tokens once
+                some are gone.
+            budget: tokens of a sequence after an eviction, sinks and last ones included.
+            interval: tokens above the budget at which a sequence is cut back.
+            window: queries that are asked, the last ones before an eviction.
+            keep_last: the most recent tokens that stay; at least those in the ring of the tail do.
+            decay: of the masses of earlier evictions, 0 to 1; 0: only the present one counts.
+            softmax_scale, soft_cap: those of the model's attention, as in paged_attention.
+
+        Raises:
+            ValueError: numbers below 1, a window longer than the interval, a decay outside 0 to 1,
+                or a budget without room beside sinks and last tokens.
+        """
+        _checks.check_positive(budget=budget, interval=interval, window=window, keep_last=keep_last)
+        if window > interval:
+            raise ValueError(f"window is {window}, supported: up to the interval of {interval}")
+        if not 0 <= decay <= 1:
+            raise ValueError(f"decay is {decay}, supported: 0 to 1")
+        config = pool.configs[0]
+        ring = 0 if pool.tails is None else pool.tails[0].shape[2] - config.sink_tokens
+        self._ring, self._sinks = ring, config.sink_tokens
+        self.keep_last = max(keep_last, ring)
+        least = self._sinks + self.keep_last
+        if budget <= least:
+            raise ValueError(
+                f"budget is {budget}, supported: more than the {self._sinks} sinks and the "
+                f"{self.keep_last} last tokens, which always stay"
+            )
+        self.pool, self.budget, self.interval = pool, budget, interval
+        self.window, self.decay = window, decay
+        self.softmax_scale, self.soft_cap = softmax_scale, soft_cap
+        self._owner: list[PoolSequence | None] = [None] * pool.max_seqs
+        self._dropped = np.zeros(pool.max_seqs, dtype=np.int64)
+        self._seen = np.full((pool.max_seqs, window), -1)  # position of each query that is kept
+        layers = len(pool.configs)
+        self._q: list[Tensor | None] = [None] * layers  # [max_seqs, window, q_heads, head_dim]
+        self._lse: list[Tensor | None] = [None] * layers  # float32 [max_seqs, window, q_heads]
+        self._mass: list[Tensor | None] = [None] * layers  # float32 [max_seqs, kv_heads, budget]
+
+    def dropped(self, seq: PoolSequence) -> int:
+        """Tokens that the sequence has lost so far: its next position is length + dropped."""
+        return int(self._dropped[seq._row]) if self._owner[seq._row] is seq else 0
+
+    # ---- decode steps
+
+    def observe(self, layer: int, q: Tensor, lse: Tensor, batch: PoolBatch) -> None:
+        """Keeps the last query of every sequence that is about to be cut.
+
+        It waits for no device, and does nothing while all sequences are more than `window` tokens
+        below that. A CUDA graph cannot capture it: call it with the graph's q and lse between two
+        replays.
+
+        Args:
+            layer: 0 to num_layers - 1.
+            q, lse: what pool.attend of this batch got and returned.
+            batch: open.
+
+        Raises:
+            TypeError, ValueError: tensors that are not the batch's.
+        """
+        _checks.check_dtype("q", q, (self.pool.dtype,))
+        _checks.check_constant("lse", lse, q.device, torch.float32, tuple(q.shape[:2]))
+        ends = np.cumsum(batch.new_tokens)
+        positions = [
+            s.length + n - 1 for s, n in zip(batch.sequences, batch.new_tokens, strict=True)
+        ]
+        begin = self.budget + self.interval - self.window
+        watched = [i for i, position in enumerate(positions) if position >= begin]
+        if not watched:
+            return
+        rows = np.array([self._row_of(batch.sequences[i]) for i in watched])
+        at = np.array([positions[i] for i in watched])
+        self._seen[rows, at % self.window] = at
+        tokens = self._put(ends[watched] - 1)
+        place = self._put(rows), self._put(at % self.window)
+        kept_q, kept_lse, _ = self._buffers(layer, q)
+        kept_q[place] = q[tokens]
+        kept_lse[place] = lse[tokens]
+
+    def _row_of(self, seq: PoolSequence) -> int:
+        """The sequence's row, without anything of a former owner."""
+        row = seq._row
+        if self._owner[row] is not seq:
+            self._owner[row] = seq
+            self._dropped[row] = 0
+            self._seen[row] = -1
+            for mass in self._mass:
+                if mass is not None:
+                    mass[row] = 0
+        return row
+
+    def _buffers(self, layer: int, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        pool, (_, heads, d) = self.pool, q.shape
+        kept_q, lse, mass = self._q[layer], self._lse[layer], self._mass[layer]
+        if kept_q is None or lse is None or mass is None:
+            kept_q = q.new_zeros(pool.max_seqs, self.window, heads, d)
+            lse = kept_q.new_zeros(kept_q.shape[:3], dtype=torch.float32)
+            mass = lse.new_zeros(pool.max_seqs, pool.num_kv_heads, self.budget)
+            self._q[layer], self._lse[layer], self._mass[layer] = kept_q, lse, mass
+        return kept_q, lse, mass
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.pool.device, non_blocking=True)
+
+    # ---- eviction
+
+    def due(self, seq: PoolSequence) -> bool:
+        """Whether `evict` would cut the sequence: it is long enough, and its last queries are
+        known."""
+        row = seq._row
+        if self._owner[row] is not seq or seq.length < self.budget + self.interval:
+            return False
+        # a prompt of any length may come before: then the first queries have to be waited for
+        return bool((self._seen[row] >= 0).all())
+
+    def evict(self, sequences: Iterable[PoolSequence]) -> list[PoolSequence]:
+        """Cuts those of the sequences that are due back to the budget.
+
+        Args:
+            sequences: in no open batch.
+
+        Returns:
+            Those that were cut, whose `dropped` has grown.
+
+        Raises:
+            PoolExhausted: too few free pages for copies of pages that are shared; nothing has
+                changed.
+            RuntimeError: a layer was never observed.
+        """
+        due = [seq for seq in sequences if self.due(seq)]
+        if not due:
+            return []
+        missing = [layer for layer, q in enumerate(self._q) if q is None]
+        if missing:
+            raise RuntimeError(f"these layers were never observed: {missing}")
+        rows = np.array([seq._row for seq in due])
+        lengths = np.array([seq.length for seq in due])
+        asked = lengths[:, None] - self.window + np.arange(self.window)  # positions of queries
+        known = self._seen[rows[:, None], asked % self.window] == asked
+        place = self._put(rows)[:, None], self._put(asked % self.window)
+        silent = self._put(~known)[..., None]
+        kept, masses = [], []
+        for layer in range(len(self._q)):
+            mass = self._masses(layer, due, place, silent)
+            chosen = kept_positions(
+                mass, self._put(lengths), self.budget, self._sinks, self.keep_last
+            )
+            kept.append(chosen[..., : self.budget - self._ring].contiguous())
+            masses.append(mass.gather(2, chosen))
+        self.pool.compact(due, kept)
+        for layer, mass in enumerate(masses):
+            of_layer = self._mass[layer]
+            assert of_layer is not None
+            of_layer[place[0][:, 0]] = mass
+        self._dropped[rows] += lengths - self.budget
+        self._seen[rows] = -1
+        return due
+
+    def _masses(
+        self, layer: int, due: Sequence[PoolSequence], place: tuple[Tensor, Tensor], silent: Tensor
+    ) -> Tensor:
+        """Of all tokens, with those of earlier evictions: float32 [due, kv_heads, longest]."""
+        q, lse, before = self._q[layer], self._lse[layer], self._mass[layer]
+        assert q is not None and lse is not None and before is not None
+        table, lengths = self.pool.tables_of(due)
+        longest = max(seq.length for seq in due)
+        mass = before.new_zeros(len(due), before.shape[1], longest)
+        mass[..., : self.budget] = self.decay * before[place[0][:, 0]]
+        starts = np.arange(len(due) + 1, dtype=np.int32) * self.window
+        paged_mass(
+            q[place].flatten(0, 1),
+            lse[place].masked_fill(silent, -torch.inf).flatten(0, 1),
+            mass,
+            self.pool.pages[layer],
+            table,
+            lengths,
+            self.pool.configs[layer],
+            self.pool.tables[layer],
+            cu_seqlens_q=self._put(starts),
+            max_q_len=self.window,
+            softmax_scale=self.softmax_scale,
+            soft_cap=self.soft_cap,
+        )
+        return mass
+
+
+def kept_positions(mass: Tensor, lengths: Tensor, budget: int, first: int, last: int) -> Tensor:
+    """The tokens that stay: the heaviest, beside the first and the last ones.
+
+    Args:
+        mass: float32 [seqs, heads, n].
+        lengths: int64 [seqs], at least budget and at most n.
+        budget: tokens that stay.
+        first, last: tokens that stay anyway.
+
+    Returns:
+        int64 [seqs, heads, budget]: positions. A kept token whose position is below budget - last
+        keeps it; the others fill the gaps, in their order; the last tokens are the last.
+    """
+    position = torch.arange(mass.shape[2], device=mass.device)
+    end = (lengths - last)[:, None, None]
+    free = budget - last
+    # a mass that is no number stays, as the greatest ones do
+    weight = mass.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    weight = weight.masked_fill(position < first, torch.inf).masked_fill(
+        position >= end, -torch.inf
+    )
+    stays = _heaviest(weight, free)
+
+    gap, moves = ~stays[..., :free], stays[..., free:]
+    behind = moves.shape[2]
+    number = torch.where(moves, _count(moves) - 1, behind).long()  # the others go behind the list
+    moved = number.new_zeros(*mass.shape[:2], behind + 1)
+    moved.scatter_(2, number, position[free:].expand_as(number))
+    filling = moved.gather(2, (_count(gap) - 1).clamp(0, behind).long())
+    kept = torch.where(gap, filling, position[:free])
+    tail = (end + torch.arange(last, device=mass.device)).expand(-1, mass.shape[1], -1)
+    return torch.cat([kept, tail], dim=2)
+
+
+def _heaviest(weight: Tensor, count: int) -> Tensor:
+    """Whether a weight [.., n] is one of the `count` largest; of equal ones the first are, on every
+    device."""
+    least = weight.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = weight > least, weight == least
+    room = count - above.sum(-1, keepdim=True)
+    return above | (equal & (_count(equal) <= room))
+
+
+def _count(flags: Tensor) -> Tensor:
+    """How many there are up to each: int32."""
+    return flags.cumsum(-1, dtype=torch.int32)

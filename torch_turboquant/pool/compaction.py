@@ -1,0 +1,124 @@
+"""Sequences of a pool that keep some of their tokens, each KV head its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_turboquant import _checks
+from torch_turboquant.ops.move import cache_move
+from torch_turboquant.pool.batch import PoolSequence
+from torch_turboquant.pool.books import Books
+from torch_turboquant.pool.memory import PoolMemory
+from torch_turboquant.tail import token_slots
+
+
+def compact(
+    memory: PoolMemory, books: Books, sequences: Sequence[PoolSequence], kept: Sequence[Tensor]
+) -> None:
+    """PagedKVPool.compact, with the lock held."""
+    recent = 0 if memory.tails is None else books.rings.size
+    length = _checked(memory, books, sequences, kept, recent)
+    shared = books.shared_pages(sequences, length)
+    copies = books.top(len(shared) * books.page_size)
+    pages = np.array([page for _, _, page in shared], dtype=np.int64)
+    memory.copy_pages(pages, copies.astype(np.int64))
+    books.leave(shared, copies)
+
+    lengths = np.array([seq._length for seq in sequences], dtype=np.int64)
+    tables = np.zeros((len(sequences), books.pages_of(int(lengths.max()))), dtype=np.int64)
+    for row, seq in zip(tables, sequences, strict=True):
+        row[: seq._num_pages] = books.pages(seq)
+    table, end = memory.put(tables), memory.put(lengths)[:, None, None]
+    last = end - recent + torch.arange(recent, device=memory.device)  # [seqs, 1, recent]
+    target = torch.arange(length, device=memory.device)
+    for layer, chosen in zip(memory.layers, kept, strict=True):
+        source = torch.cat([chosen, last.expand(-1, chosen.shape[1], -1)], dim=2)
+        stays = source == target
+        slots = [
+            _slots(table, position, books.page_size).masked_fill(stays, -1)
+            for position in (source, target.expand_as(source))
+        ]
+        sources, targets = (x.transpose(0, 1).flatten(1).contiguous() for x in slots)
+        cache_move(layer.pages, sources, targets, layer.config)
+    for tail in memory.tails or ():
+        _turn_rings(tail, books, sequences, length, memory)
+    for seq in sequences:
+        books.close_up(seq, length)
+
+
+def _checked(
+    memory: PoolMemory,
+    books: Books,
+    sequences: Sequence[PoolSequence],
+    kept: Sequence[Tensor],
+    recent: int,
+) -> int:
+    """Checks a call. Returns the length that all sequences get."""
+    if not sequences:
+        raise ValueError("no sequences, supported: 1 and more")
+    for seq in sequences:
+        books.check_idle(seq)
+    if len(set(map(id, sequences))) < len(sequences):
+        raise ValueError("a sequence is there twice")
+    if len(kept) != len(memory.layers):
+        raise ValueError(f"kept is of {len(kept)} layers, expected {len(memory.layers)}")
+    shape = (len(sequences), memory.sizes.num_kv_heads, None)
+    sinks = memory.sizes.configs[0].sink_tokens
+    for chosen in kept:
+        _checks.check_constant("kept", chosen, memory.device, torch.int64, shape)
+        if chosen.shape[2] != kept[0].shape[2]:
+            raise ValueError("kept has different numbers of tokens in different layers")
+    count = kept[0].shape[2]
+    shortest = min(seq._length for seq in sequences)
+    if not sinks <= count <= shortest - recent:
+        raise ValueError(
+            f"kept has {count} tokens of each head, supported: {sinks} (the sinks) to "
+            f"{shortest - recent}, the shortest sequence without the last {recent}"
+        )
+    if memory.device.type == "cpu":
+        for chosen in kept:
+            _check_values(chosen, sequences, sinks, recent)
+    return count + recent
+
+
+def _check_values(
+    chosen: Tensor, sequences: Sequence[PoolSequence], sinks: int, recent: int
+) -> None:
+    for of_seq, seq in zip(chosen, sequences, strict=True):
+        ordered = of_seq.sort(dim=1).values
+        end = seq._length - recent
+        if ordered.numel() and not (0 <= int(ordered.min()) and int(ordered.max()) < end):
+            raise RuntimeError(f"kept holds positions outside 0 to {end - 1}")
+        if (ordered[:, 1:] == ordered[:, :-1]).any():
+            raise RuntimeError("kept has a position twice")
+        if (of_seq[:, :sinks] != torch.arange(sinks)).any():
+            raise RuntimeError(f"kept must begin with the positions of the {sinks} sinks")
+
+
+def _slots(table: Tensor, position: Tensor, page_size: int) -> Tensor:
+    """Slots of positions [seqs, heads, n]; positions out of range get none, -1."""
+    column = position // page_size
+    exists = (position >= 0) & (column < table.shape[1])
+    page = table.gather(1, column.clamp(0, table.shape[1] - 1).flatten(1)).view(position.shape)
+    return token_slots(page, position, page_size).masked_fill(~exists, -1)
+
+
+def _turn_rings(
+    tail: Tensor,
+    books: Books,
+    sequences: Sequence[PoolSequence],
+    length: int,
+    memory: PoolMemory,
+) -> None:
+    """The rows of the last tokens go where the ring has their new positions."""
+    ring = books.rings.size
+    dropped = np.array([seq._length - length for seq in sequences])
+    row = memory.put((np.arange(ring) + dropped[:, None]) % ring)
+    entries = memory.put(np.array([seq._row for seq in sequences]))
+    part = tail[entries, :, books.rings.sinks :]  # a copy
+    index = row[:, None, :, None, None].expand_as(part)
+    tail[entries, :, books.rings.sinks :] = part.gather(2, index)
