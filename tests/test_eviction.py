@@ -174,6 +174,17 @@ def test_kept_tokens():
             assert torch.equal(found[row, head], keys[row, head][columns[row, head]])
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_one_prompt_as_ops_take_it(name):
+    queries, keys, values = prompt(100, batch=1)
+    rule = Eviction(0.3, name, 4, 9)
+    columns = rule.columns(rule.scores(queries, keys, values, [100]), [100])
+    flat = [x[0].transpose(0, 1).contiguous() for x in (queries, keys, values)]
+    for found, whole in zip(rule.thin(*flat), (keys, values), strict=True):
+        assert found.shape == (30, KV_HEADS, DIM)
+        assert torch.equal(found.transpose(0, 1)[None], kept_tokens(whole, columns))
+
+
 @pytest.mark.parametrize("keep, length, count", [
     (0.1, 10, 1), (0.7, 10, 7), (0.55, 100, 55), (0.3, 10, 3), (0.5, 11, 6), (1 / 3, 9, 3),
     (1e-9, 5, 1), (1, 13, 13), (0.999, 10, 10), (0.5, 0, 0),

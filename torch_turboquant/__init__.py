@@ -21,6 +21,7 @@ from torch_turboquant.config import (
     Preset,
     preset,
 )
+from torch_turboquant.eviction import Eviction
 from torch_turboquant.format import LatentRecord, Record
 from torch_turboquant.latent import (
     LATENT_PRESETS,
@@ -74,6 +75,7 @@ __all__ = [
     "CacheConfig",
     "CacheTables",
     "Codebook",
+    "Eviction",
     "ExportedSequence",
     "KernelChoice",
     "LatentConfig",

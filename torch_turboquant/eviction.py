@@ -5,6 +5,8 @@
     columns = eviction.columns(scores, lengths)                 # int64 [batch, kv_heads, kept]
     keys, values = kept_tokens(keys, columns), kept_tokens(values, columns)
 
+`Eviction.thin` does the same with one prompt in the shape that ops and pools take.
+
 A policy gives every token of every KV head a score, and those with the highest scores stay, in
 their order. The heads of a layer keep equally many tokens, but not the same ones. The first `sinks`
 and the last `window` tokens always stay, whatever their scores.
@@ -241,6 +243,26 @@ class Eviction:
             count, pad = self.count(length), tokens - length
             columns[which, :, kept - count :] = pad + self._chosen(scores[which, :, pad:], count)
         return columns
+
+    def thin(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What stays of one prompt in one layer.
+
+        Args:
+            queries: [n, heads, head_dim], of the prompt's last tokens or all, scaled as at the top
+                of this file.
+            keys, values: [tokens, kv_heads, head_dim], with the same dtype.
+
+        Returns:
+            keys, values: [count(tokens), kv_heads, head_dim].
+
+        Raises:
+            TypeError, ValueError: as scores.
+        """
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (queries, keys, values))
+        lengths = [keys.shape[2]]
+        columns = self.columns(self.scores(queries, keys, values, lengths), lengths)
+        keys, values = kept_tokens(keys, columns), kept_tokens(values, columns)
+        return keys[0].transpose(0, 1), values[0].transpose(0, 1)
 
     def _chosen(self, scores: Tensor, count: int) -> Tensor:
         """The positions that stay of scores [batch, kv_heads, length], increasing."""

@@ -139,6 +139,17 @@ def test_continuous_batching(device):
     assert len({tuple(request.answer) for request in requests}) > 28
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "random"])
+def test_continuous_batching_of_parts_of_prompts(policy):
+    """More requests at a time in the same pages, and again the tokens of one after the other."""
+    example = load_script("examples/continuous_batching.py")
+    all_kept, whole = example.main([])
+    seen, requests = example.main(["--keep", "0.5", "--evict", policy])
+    assert seen["steps"] < 0.8 * all_kept["steps"]
+    assert all(len(request.answer) == request.answer_length for request in requests)
+    assert [r.answer for r in requests] != [r.answer for r in whole]  # something was evicted
+
+
 def test_the_documentation_runs(tmp_path, monkeypatch, capsys):
     """Every snippet of the page, one after the other."""
     monkeypatch.chdir(tmp_path)
