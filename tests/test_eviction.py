@@ -175,6 +175,41 @@ def test_kept_tokens():
 
 
 @pytest.mark.parametrize("name", POLICIES)
+def test_autocast_changes_no_score(name):
+    tensors, rule = prompt(100), Eviction(0.5, name)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = rule.scores(*tensors, [100, 100])
+    assert torch.equal(found, rule.scores(*tensors, [100, 100]))
+
+
+def test_what_queries_look_for_stays():
+    """A fifth of the tokens has nearly all of the weight: half of the tokens is then enough.
+
+    Their keys differ from the others', which are alike. Another query looks for the same ones.
+    """
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(3, DIM, generator=generator)
+    directions[2] = directions[2] - directions[0]  # away from what keys have in common
+    common, _, sought = F.normalize(directions, dim=-1) * DIM**0.5
+    keys, values = torch.randn(2, BATCH, KV_HEADS, 400, DIM, generator=generator)
+    wanted = torch.rand(BATCH, KV_HEADS, 40, generator=generator) < 0.2
+    wanted = wanted.repeat_interleave(10, 2)  # pieces of text
+    keys = torch.where(wanted[..., None], keys + 1.5 * sought, keys + 2 * common)
+    queries = torch.randn(BATCH, HEADS, OBSERVED + 1, DIM, generator=generator) + 0.5 * sought
+    queries, later = queries[:, :, :-1], queries[:, :, -1:]
+    exact = attention_weights(later, keys) @ values.double().repeat_interleave(2, 1)
+    error = {}
+    for name in POLICIES:
+        rule = Eviction(0.5, name, 4, 16)
+        columns = rule.columns(rule.scores(queries, keys, values, [400] * 2), [400] * 2)
+        k, v = kept_tokens(keys, columns), kept_tokens(values, columns)
+        found = attention_weights(later, k) @ v.double().repeat_interleave(2, 1)
+        error[name] = (found - exact).norm() / exact.norm()
+    assert max(error["snapkv"], error["keydiff"]) < 0.1
+    assert min(error["random"], error["streaming"]) > 0.5
+
+
+@pytest.mark.parametrize("name", POLICIES)
 def test_one_prompt_as_ops_take_it(name):
     queries, keys, values = prompt(100, batch=1)
     rule = Eviction(0.3, name, 4, 9)

@@ -216,7 +216,8 @@ class Eviction:
 
     def _scores(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Of prompts of one length, without padding."""
-        scores = self.policy(queries, keys, values)
+        with torch.autocast(keys.device.type, enabled=False):  # scores are float32
+            scores = self.policy(queries, keys, values)
         if not isinstance(self.evict, str):
             _check_scores(scores, keys)
         return scores
