@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch_turboquant.centers import differences
 from torch_turboquant.config import NAMED_PRESETS, PRESETS, CacheConfig, did_you_mean, find_preset
 from torch_turboquant.config import preset as preset_config
 from torch_turboquant.eviction import Eviction, Policy
-from torch_turboquant.integrations.transformers import centers
+from torch_turboquant.integrations.transformers import centers, saving
 from torch_turboquant.integrations.transformers.binding import Attachable
 from torch_turboquant.integrations.transformers.constants import ConstantsByDevice
 from torch_turboquant.integrations.transformers.latent import LatentLayer
@@ -43,6 +43,9 @@ from torch_turboquant.integrations.transformers.uncompressed import (
 )
 from torch_turboquant.latent import LatentConfig, latent_preset
 from torch_turboquant.layer_choice import LayerChoice, layer_configs
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Centers = Tensor | Sequence[Tensor | None] | Mapping[int, Tensor]
 LayerPresets = Mapping[int, LayerChoice] | Sequence[LayerChoice]
@@ -294,6 +297,48 @@ class TurboQuantCache(Attachable, Cache):
         to be: `attach(model)`.
         """
         return {**super().__getstate__(), "center": _own(self.center)}
+
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Writes what the cache holds of its tokens to a safetensors file (needs safetensors).
+
+        The file has the size of what is in use: pages with tokens, and the exact tail of as many
+        sequences. It is written under another name first, so that `path` never names half a file;
+        a file that was there is replaced.
+
+        Returns:
+            Bytes of the file.
+
+        Raises:
+            OSError: the file cannot be written.
+            RuntimeError: the cache is detached, or a forward is running on it.
+            ValueError: it holds no tokens.
+        """
+        return saving.save(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        max_batch_size: int | None = None,
+        max_cache_len: int | None = None,
+    ) -> Self:
+        """The cache of a file of `save`, attached to `model` and on its devices.
+
+        What is generated with it is bit for bit what the saved cache would have given.
+
+        Args:
+            path: of the file.
+            model: with the shape, RoPE and weights of the one that the cache was saved with.
+            max_batch_size, max_cache_len: as in `for_model`; None: those of the saved cache.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is no file of `save`, is cut short, has another format, or holds a cache
+                of another model; its tokens do not fit into the sizes given.
+        """
+        return saving.load(cls, path, model, max_batch_size, max_cache_len)
 
     # -- what changes the sequences
 
