@@ -15,7 +15,14 @@ from transformers.cache_utils import Cache
 
 from torch_turboquant import _checks
 from torch_turboquant.centers import differences
-from torch_turboquant.config import NAMED_PRESETS, PRESETS, CacheConfig, did_you_mean, find_preset
+from torch_turboquant.config import (
+    NAMED_PRESETS,
+    OTHER_NAMES,
+    PRESETS,
+    CacheConfig,
+    did_you_mean,
+    find_preset,
+)
 from torch_turboquant.config import preset as preset_config
 from torch_turboquant.eviction import Eviction, Policy
 from torch_turboquant.integrations.transformers import centers, saving
@@ -522,7 +529,7 @@ def _latent_config(
         return UncompressedLatents(*dims, **overrides)
     half = torch.float16 if dtype == torch.float16 else torch.bfloat16
     changes: dict[str, Any] = {"rope_dtype": half}
-    if preset in PRESETS or preset in NAMED_PRESETS:
+    if preset in (*PRESETS, *NAMED_PRESETS, *OTHER_NAMES):
         both = find_preset(preset)
         changes |= {"bits": both.key_bits, "grid": both.key_grid}
         if preset in NAMED_PRESETS:

@@ -14,19 +14,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_turboquant._version import __version__
+from torch_turboquant import _files
 from torch_turboquant.centers import differences
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.format import FORMAT_VERSION, latent_own_bytes, own_bytes
@@ -45,6 +42,7 @@ if TYPE_CHECKING:
     Kind = TypeVar("Kind", bound=TurboQuantCache)
 
 FILE_FORMAT = "torch_turboquant cache 1"
+_KIND = "a cache"
 _CONFIGS: dict[str, type[AnyConfig]] = {
     kind.__name__: kind for kind in (CacheConfig, LatentConfig, UncompressedLatents)
 }
@@ -57,13 +55,7 @@ _SAMPLE = 64  # elements of each parameter that stand for it
 
 def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> int:
     """See TurboQuantCache.save."""
-    from safetensors.torch import save_file
-
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name a file")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: there is no {path.parent}")
+    _files.check_place(path)  # before the work
     with cache.lifecycle.exclusive:
         model = _model_of(cache)
         _check_ready(cache)
@@ -79,28 +71,12 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> int:
             pairs = given.items() if isinstance(given, Mapping) else enumerate(given)
             tensors |= {_name(i, "center"): _on_host(c) for i, c in pairs if c is not None}
         metadata = {
-            "format": FILE_FORMAT,
-            "version": __version__,
             "model": json.dumps(_shape_of(cache.made_for)),
             "weights": weights_digest(model),
             "codebooks": _codebooks(cache),
             "cache": json.dumps(_description(cache, given is not None, states)),
         }
-    with _replacing(path) as temporary:
-        save_file(tensors, temporary, metadata=metadata)
-        size = temporary.stat().st_size
-    return size
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A new file beside `path`, which takes its name at the end, or is removed."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    return _files.write(path, tensors, FILE_FORMAT, metadata)
 
 
 def _model_of(cache: TurboQuantCache) -> nn.Module:
@@ -408,47 +384,25 @@ def load(
     max_cache_len: int | None,
 ) -> Kind:
     """See TurboQuantCache.load."""
-    from safetensors import SafetensorError, safe_open
-
-    if Path(path).is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name a file")
     model = unwrapped(model)
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            _check_format(path, metadata)
-            saved = _parsed(path, metadata)
-            _check_model(path, metadata, saved, model)
-            saved = replace(
-                saved,
-                max_batch_size=max_batch_size or saved.max_batch_size,
-                max_cache_len=max_cache_len or saved.max_cache_len,
-            )
-            _check_room(saved)
-            cache = _empty(kind, saved, model, file)
-            try:
-                _check_contents(path, metadata, saved, cache, set(file.keys()))
-                _fill(cache, saved, file.get_tensor, _devices(model))
-            except BaseException:
-                cache.detach()
-                raise
-            return cache
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no file of a cache, or damaged: {error}") from error
-
-
-def _check_format(path: str | os.PathLike[str], metadata: dict[str, str]) -> None:
-    found = metadata.get("format", "")
-    if found == FILE_FORMAT:
-        return
-    if found.startswith(FILE_FORMAT.rpartition(" ")[0]):
-        raise ValueError(
-            f"{path} was written by torch_turboquant {metadata.get('version')} in another format, "
-            f"{found!r}; this version reads {FILE_FORMAT!r}: run the prompt and save it again"
+    with _files.opened(path, _KIND, FILE_FORMAT) as file:
+        metadata = file.metadata()
+        saved = _parsed(path, metadata)
+        _check_model(path, metadata, saved, model)
+        saved = replace(
+            saved,
+            max_batch_size=max_batch_size or saved.max_batch_size,
+            max_cache_len=max_cache_len or saved.max_cache_len,
         )
-    raise ValueError(
-        f"{path} is no file of a cache: its format is {found!r}, expected {FILE_FORMAT!r}"
-    )
+        _check_room(saved)
+        cache = _empty(kind, saved, model, file)
+        try:
+            _check_contents(path, metadata, saved, cache, set(file.keys()))
+            _fill(cache, saved, file.get_tensor, _devices(model))
+        except BaseException:
+            cache.detach()
+            raise
+        return cache
 
 
 def _parsed(path: str | os.PathLike[str], metadata: dict[str, str]) -> _Saved:
@@ -457,7 +411,7 @@ def _parsed(path: str | os.PathLike[str], metadata: dict[str, str]) -> _Saved:
         if version == FORMAT_VERSION:
             return _Saved.of(metadata["cache"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is no file of a cache, or damaged: {error!r}") from error
+        raise _files.damaged(path, _KIND, repr(error)) from error
     raise ValueError(
         f"{path} holds pages of format version {version}, this torch_turboquant reads version "
         f"{FORMAT_VERSION}: run the prompt and save it again"
@@ -531,10 +485,8 @@ def _check_contents(
     expected = {_name(index, part) for index in packed for part in parts}
     found = {name for name in names if ".state." not in name}
     if found != expected or sorted(saved.layers) != packed:
-        raise ValueError(
-            f"{path} is no file of a cache, or damaged: it lacks {sorted(expected - found)} and "
-            f"has {sorted(found - expected)} too much"
-        )
+        lacks, more = sorted(expected - found), sorted(found - expected)
+        raise _files.damaged(path, _KIND, f"it lacks {lacks} and has {more} too much")
 
 
 def _devices(model: nn.Module) -> dict[int, torch.device]:
