@@ -60,6 +60,7 @@ from torch_turboquant.pool import (
     PoolExhausted,
     PoolSequence,
     PoolStatistics,
+    SwappedSequence,
 )
 from torch_turboquant.signs import SignKind, random_signs
 from torch_turboquant.tables import CacheTables, make_tables
@@ -93,6 +94,7 @@ __all__ = [
     "Preset",
     "Record",
     "SignKind",
+    "SwappedSequence",
     "Tail",
     "TurboQuantKVCache",
     "TurboQuantMSE",

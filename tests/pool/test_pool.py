@@ -55,7 +55,7 @@ def test_bytes_are_said_beforehand(config, center, device):
     assert said.device == sum(t.nbytes for t in tensors)
     assert said.device == said.pages + said.tail + said.tables
     assert said.pages == 7 * 3 * sum(c.record_bytes for c in pool.configs)
-    assert said.host == 4 * (5 * 7 + 2 * 7)
+    assert said.host == 4 * (5 * 7 + 4 * 7)
     assert f"{said.device:,} bytes" in repr(pool) and "7 pages and 5 sequences free" in repr(pool)
     held = [t.data_ptr() for t in tensors]
     seq = pool.allocate()
@@ -166,7 +166,8 @@ def test_the_documentation_runs(tmp_path, monkeypatch, capsys):
     assert repr(needed) in printed[0] and "torch.Size([2, 8, 64])" in printed[0]
     assert "used_pages=5, free_pages=59, shared_pages=3, saved_pages=3" in printed[0]
     assert "forks=1, forked_tokens=100, copied_pages=1" in printed[0]
-    assert printed[1] == "98 4\n"
+    exported = names["pool"].export(names["twin"])
+    assert printed[1] == f"{exported.nbytes} 4\n98 4\n"
     means = torch.stack([layer.float().mean(0) for layer in names["prompt"][0, :, 4:]])
     for tables, mean in zip(pool.tables, means, strict=True):
         torch.testing.assert_close(tables.center, mean)

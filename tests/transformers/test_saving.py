@@ -337,7 +337,11 @@ def changed(**changes):
 def test_files_of_other_versions(saved):
     refused(rewrite({"format": "torch_turboquant cache 2"}), saved,
             "in another format, 'torch_turboquant cache 2'; this version reads")  # fmt: skip
-    refused(rewrite(changed(format_version=2)), saved, "format version 2, .* reads version 1: run the prompt")
+    refused(
+        rewrite(changed(format_version=2)),
+        saved,
+        "format version 2, .* reads version 1: run the prompt",
+    )
     refused(rewrite({"codebooks": "0"}), saved, "with other codebooks: run the prompt")
 
 

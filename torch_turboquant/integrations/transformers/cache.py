@@ -68,8 +68,9 @@ class TurboQuantCache(Attachable, Cache):
     `detach` it (or use it in a `with` statement) when the model should be as before. Several caches
     may be attached to one model at a time, and used by a thread each.
 
-    `copy.deepcopy` makes a cache that goes its own way, attached to the same model. `pickle` and
-    `torch.save` write what is in use; what is loaded again has to be attached (`attach`).
+    `copy.deepcopy` makes a cache that goes its own way, attached to the same model. `save` and
+    `load` do so by a file, for the same model only. `pickle` and `torch.save` write what is in use
+    as well; what is loaded again has to be attached (`attach`).
     """
 
     def __init__(
