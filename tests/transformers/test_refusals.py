@@ -255,11 +255,12 @@ def test_cache_implementation():
 
 
 def test_fp8_says_what_to_use():
-    match = "there is no preset 'fp8', because .*: use 'k8v8'"
-    with pytest.raises(ValueError, match=match):
-        TurboQuantCache.for_model(make_model(), "fp8")
-    with pytest.raises(ValueError, match=match):
-        TurboQuantCache.for_model(make_latent_model(), "fp8")
+    models = [make_model()]
+    if int(transformers.__version__.split(".")[1]) >= 15:
+        models.append(make_latent_model())
+    for model in models:
+        with pytest.raises(ValueError, match=r"no preset 'fp8', because .*: use 'k8v8'"):
+            TurboQuantCache.for_model(model, "fp8")
 
 
 def test_forwards_that_are_refused():
