@@ -37,6 +37,9 @@ FORMS = {
     "no center": {"center": "none"},
     "mean": {"center": "mean"},
     "by layer": {"boundary_layers": 1},
+    "half": {"keep": 0.5},
+    "half, allocated": {"keep": 0.5, "evict": "keydiff", "max_cache_len": 160},
+    "half, static": {"keep": 0.5, "static": True, "max_cache_len": 160},
 }
 
 
@@ -114,14 +117,14 @@ def test_caches_of_latents(preset, options):
             check_goes_on(model, cache, twin, ids[:, 90:], *[1] * 20)
 
 
-@pytest.mark.parametrize("form", ["growing", "allocated", "static"])
+@pytest.mark.parametrize("form", ["growing", "allocated", "static", "half", "half, static"])
 @pytest.mark.parametrize("moment", ["waiting", "cropped", "reordered", "failed"])
 def test_files_at_any_moment(form, moment):
     model, ids = make_model(), make_ids(120, 2)
     with make_cache(model, form, max_batch_size=2) as cache:
         feed(model, cache, ids[:, : 20 if moment == "waiting" else 100])
         if moment == "cropped":
-            cache.crop(-60)
+            cache.crop(-20 if "half" in form else -60)
         if moment == "reordered":
             cache.reorder_cache(torch.tensor([1, 1]))
         if moment == "failed":
@@ -133,8 +136,8 @@ def test_files_at_any_moment(form, moment):
             check_goes_on(model, cache, twin, make_ids(40, 2, seed=4), 3, *[1] * 10, 9)
 
 
-@pytest.mark.parametrize("form", ["growing", "static"])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("form", ["growing", "static", "half", "half, static"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_padded_batches(form, name):
     model = make_model(name)
     ids, mask = padded([100, 30, 71], 100)
@@ -170,6 +173,23 @@ def test_loaded_with_more_room():
                 with pytest.raises(ValueError, match=match):
                     TurboQuantCache.load("twin.safetensors", model, **options)
                 feed(model, twin, ids[:, :30].expand(4, -1))
+
+
+def test_a_policy_of_its_own():
+    def longest(queries, keys, values):
+        return keys.float().norm(dim=-1)
+
+    model, ids = make_model(), make_ids(200)
+    with make_cache(model, keep=0.5, evict=longest) as cache:
+        feed(model, cache, ids[:, :180])
+        cache.save("cache.safetensors")
+        with pytest.raises(ValueError, match=r"a policy of its own, .*: give it as evict="):
+            TurboQuantCache.load("cache.safetensors", model)
+        with TurboQuantCache.load("cache.safetensors", model, evict=longest) as twin:
+            assert twin.memory_bytes()["pages"] == cache.memory_bytes()["pages"]
+            check_goes_on(model, cache, twin, ids[:, 180:], *[1] * 20)
+            twin.reset()
+            assert torch.equal(feed(model, twin, ids), feed(model, cache, ids))
 
 
 def test_the_same_tokens_are_the_same_file():
@@ -356,11 +376,15 @@ def test_files_that_say_something_else(saved):
         {"cache": "[]"},
         {"cache": "{"},
         changed(batch=2),
-        changed(batch=0, pads=[], stored=[], ring_first=[]),
+        changed(batch=0, pads=[], evicted=[], places=[[[], []]]),
+        changed(places=[]),
+        changed(places=[[[90], [0]]] * 2),
+        changed(evicted=[-1]),
+        changed(prompt_end=-1),
         changed(pads=[-1]),
         changed(pads=[91]),
-        changed(ring_first=[91]),
-        changed(stored=[89]),
+        changed(places=[[[90], [91]]]),
+        changed(places=[[[89], [0]]]),
         changed(columns="many"),
         changed(layers={}),
         changed(layers={"0": [2, "int8"]}),
@@ -439,10 +463,10 @@ def test_every_attribute_is_known_to_files():
     with make_cache(model) as cache:
         assert set(vars(cache.sequences)) == {
             # in the file
-            "batch", "columns", "pads", "stored", "rings", "encoded", "config", "rows", "max_len",
-            "max_q_len", "learned_center", "static", "windows",
+            "batch", "columns", "pads", "places", "encoded", "config", "rows", "max_len",
+            "max_q_len", "learned_center", "static", "windows", "eviction", "evicted", "prompt_end",
             # from what is in the file
-            "pages", "center_known", "stepping", "has_states", "full",
+            "center_known", "stepping", "has_states", "full", "most_columns",
             # of a moment, or of a device
             "forward", "lost", "counters", "tables", "first_counters",
         }  # fmt: skip
@@ -452,6 +476,7 @@ def test_every_attribute_is_known_to_files():
             "index", "config", "sequences", "kv_heads", "paged", "tables", "waiting",
             # from what is in the file
             "constants", "sliding_window", "is_sliding", "is_compileable", "dtype", "device",
+            "eviction", "thinned",
             # of a moment
             "_handed", "_options_of_layer",
         } - of_transformers  # fmt: skip

@@ -331,6 +331,7 @@ class TurboQuantCache(Attachable, Cache):
         *,
         max_batch_size: int | None = None,
         max_cache_len: int | None = None,
+        evict: Policy | None = None,
     ) -> Self:
         """The cache of a file of `save`, attached to `model` and on its devices.
 
@@ -340,13 +341,14 @@ class TurboQuantCache(Attachable, Cache):
             path: of the file.
             model: with the shape, RoPE and weights of the one that the cache was saved with.
             max_batch_size, max_cache_len: as in `for_model`; None: those of the saved cache.
+            evict: the policy of a cache that was made with a function, which no file can hold.
 
         Raises:
             OSError: the file cannot be read.
             ValueError: it is no file of `save`, is cut short, has another format, or holds a cache
                 of another model; its tokens do not fit into the sizes given.
         """
-        return saving.load(cls, path, model, max_batch_size, max_cache_len)
+        return saving.load(cls, path, model, max_batch_size, max_cache_len, evict)
 
     # -- what changes the sequences
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch_turboquant import _files
 from torch_turboquant.centers import differences
 from torch_turboquant.config import CacheConfig
+from torch_turboquant.eviction import Policy
 from torch_turboquant.format import FORMAT_VERSION, latent_own_bytes, own_bytes
 from torch_turboquant.integrations.transformers import centers
 from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
@@ -47,6 +48,7 @@ _CONFIGS: dict[str, type[AnyConfig]] = {
     kind.__name__: kind for kind in (CacheConfig, LatentConfig, UncompressedLatents)
 }
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_OWN_POLICY = "a function"  # where a file would have the name of a policy
 _SAMPLE = 64  # elements of each parameter that stand for it
 
 
@@ -122,12 +124,23 @@ def _description(cache: TurboQuantCache, given: bool, states: dict[int, Any]) ->
         "batch": batch,
         "columns": sequences.columns,
         "pads": sequences.pads,
-        "stored": sequences.stored[:batch],
-        "ring_first": sequences.rings.first[:batch],
+        "keep": sequences.eviction.keep,
+        "evict": _name_of(sequences.eviction.evict),
+        "evicted": sequences.evicted or [0] * batch,
+        "prompt_end": sequences.prompt_end,
+        "places": [
+            [places.stored[:batch], places.rings.first[:batch]]
+            for places in sequences.places.values()
+        ],
         "encoded": sequences.encoded,
         "layers": {x.index: [x.kv_heads, _plain_dtype(x.dtype)] for x in cache.packed},
         "states": states,
     }
+
+
+def _name_of(policy: str | Policy) -> str:
+    """A policy as a file has it: functions have no name there."""
+    return policy if isinstance(policy, str) else _OWN_POLICY
 
 
 def _plain_config(config: AnyConfig) -> dict[str, Any]:
@@ -221,8 +234,9 @@ def _held_pages(layer: TurboQuantLayer) -> Tensor:
     """[batch, pages in use, ...], zeros in all that belongs to no token."""
     sequences, size = layer.sequences, layer.config.page_size
     pages = layer.paged.pages.unflatten(0, (sequences.rows, -1))
-    held = _on_host(pages[: sequences.batch, : sequences.pages_in_use(pages.shape[1])])
-    for row, length in enumerate(sequences.lengths()):
+    used = sequences.pages_in_use(pages.shape[1], layer.thinned)
+    held = _on_host(pages[: sequences.batch, :used])
+    for row, length in enumerate(sequences.lengths(layer.thinned)):
         whole, inside = divmod(length, size)
         first, last = _written_pages(layer, row)
         around = max(1, last - first + 1)
@@ -238,7 +252,7 @@ def _held_pages(layer: TurboQuantLayer) -> Tensor:
 def _written_pages(layer: TurboQuantLayer, row: int) -> tuple[int, int]:
     """First and last page of a sequence that the layer holds, tokens taken back included."""
     sequences, window = layer.sequences, layer.sliding_window
-    last = -(-sequences.stored[row] // layer.config.page_size) - 1
+    last = -(-sequences.places[layer.thinned].stored[row] // layer.config.page_size) - 1
     return (max(0, last - sequences.pages_of_window(window) + 1) if window else 0), last
 
 
@@ -267,10 +281,10 @@ def _held_tail(layer: TurboQuantLayer) -> Tensor:
     A prompt longer than a window leaves out the rows of tokens whose pages it leaves out.
     """
     sequences = layer.sequences
-    rings = sequences.rings
+    rings = sequences.places[layer.thinned].rings
     held = _on_host(layer.paged.ring[: sequences.batch])
     by_row = held if held.dim() == 3 else held.transpose(1, 2)  # [batch, rows, ...]
-    for row, length in enumerate(sequences.lengths()):
+    for row, length in enumerate(sequences.lengths(layer.thinned)):
         first = rings.first[row]
         pages = held_positions(length, first, rings.sinks) // layer.config.page_size
         free = np.ones(by_row.shape[1], dtype=bool)
@@ -323,8 +337,11 @@ class _Saved:
     batch: int
     columns: int
     pads: list[int]
-    stored: list[int]
-    ring_first: list[int]
+    keep: float
+    evict: str
+    evicted: list[int]
+    prompt_end: int
+    places: list[tuple[list[int], list[int]]]
     encoded: bool
     layers: dict[int, tuple[int, torch.dtype]]
     states: dict[int, Any]
@@ -346,20 +363,33 @@ class _Saved:
             raise ValueError("its numbers do not fit together")
         return found
 
+    def lengths(self, thinned: bool) -> list[int]:
+        """Tokens of every sequence; thinned: in layers that have evicted some."""
+        pairs = zip(self.pads, self.evicted, strict=True)
+        return [self.columns - pad - thinned * evicted for pad, evicted in pairs]
+
     def fits(self) -> bool:
         """Whether the numbers can be those of one cache."""
-        lengths = [self.columns - pad for pad in self.pads]
-        lists = self.pads, lengths, self.stored, self.ring_first
         return (
             1 <= self.batch <= self.max_batch_size
-            and all(len(x) == self.batch for x in lists)
-            and all(0 <= length <= self.columns for length in lengths)
-            and all(n <= m or not self.encoded for n, m in zip(lengths, self.stored, strict=True))
-            and all(0 <= m <= n for n, m in zip(lengths, self.ring_first, strict=True))
+            and len(self.pads) == len(self.evicted) == self.batch
+            and min(self.pads + self.evicted) >= 0
             and self.columns >= 1
+            and self.prompt_end >= 0
+            and len(self.places) == 1 + (self.keep < 1)
+            and all(self._fits(bool(i), *places) for i, places in enumerate(self.places))
             and self.center in ("auto", "mean", "given", "none")
             and len(self.layers) > 0
             and not (self.static and not self.encoded)
+        )
+
+    def _fits(self, thinned: bool, stored: list[int], ring_first: list[int]) -> bool:
+        lengths = self.lengths(thinned)
+        return (
+            len(stored) == len(ring_first) == self.batch
+            and min(lengths) >= 0
+            and all(n <= m or not self.encoded for n, m in zip(lengths, stored, strict=True))
+            and all(0 <= m <= n for n, m in zip(lengths, ring_first, strict=True))
         )
 
 
@@ -382,6 +412,7 @@ def load(
     model: nn.Module,
     max_batch_size: int | None,
     max_cache_len: int | None,
+    evict: Policy | None,
 ) -> Kind:
     """See TurboQuantCache.load."""
     model = unwrapped(model)
@@ -395,7 +426,7 @@ def load(
             max_cache_len=max_cache_len or saved.max_cache_len,
         )
         _check_room(saved)
-        cache = _empty(kind, saved, model, file)
+        cache = _empty(kind, path, saved, model, file, evict)
         try:
             _check_contents(path, metadata, saved, cache, set(file.keys()))
             _fill(cache, saved, file.get_tensor, _devices(model))
@@ -436,7 +467,7 @@ def _check_model(
 
 
 def _check_room(saved: _Saved) -> None:
-    longest = saved.columns - min(saved.pads)
+    longest = max(saved.lengths(saved.keep < 1))
     if saved.batch > saved.max_batch_size:
         raise ValueError(
             f"{saved.batch} sequences do not fit into max_batch_size={saved.max_batch_size}"
@@ -445,8 +476,23 @@ def _check_room(saved: _Saved) -> None:
         raise ValueError(f"{longest} tokens do not fit into max_cache_len={saved.max_cache_len}")
 
 
-def _empty(kind: type[Kind], saved: _Saved, model: nn.Module, file: Any) -> Kind:
+def _empty(
+    kind: type[Kind],
+    path: str | os.PathLike[str],
+    saved: _Saved,
+    model: nn.Module,
+    file: Any,
+    evict: Policy | None,
+) -> Kind:
     """The cache before it has read anything, attached."""
+    policy: str | Policy = saved.evict
+    if policy == _OWN_POLICY:
+        if evict is None:
+            raise ValueError(
+                f"{path} holds a cache that was made with a policy of its own, which a file cannot "
+                "hold: give it as evict="
+            )
+        policy = evict
     center: Any = saved.center
     if center == "given":
         center = {index: file.get_tensor(_name(index, "center")) for index in saved.layers}
@@ -460,6 +506,8 @@ def _empty(kind: type[Kind], saved: _Saved, model: nn.Module, file: Any) -> Kind
         center=center,
         layer_presets=presets if saved.configs else None,
         static=saved.static,
+        keep=saved.keep,
+        evict=policy,
     )
 
 
@@ -516,13 +564,15 @@ def _fill(
         layer.check_center(heads, getattr(layer.config, "head_dim", 0))
         layer.is_initialized = True
     sequences.batch, sequences.columns, sequences.pads = batch, saved.columns, saved.pads
-    sequences.stored[:batch], sequences.rings.first[:batch] = saved.stored, saved.ring_first
+    sequences.evicted, sequences.prompt_end = saved.evicted, saved.prompt_end
+    for places, (stored, first) in zip(sequences.places.values(), saved.places, strict=True):
+        places.stored[:batch], places.rings.first[:batch] = stored, first
     sequences.encoded = saved.encoded
     sequences.center_known = saved.encoded or not sequences.learned_center
     sequences.stepping = saved.static and max(saved.pads) < saved.columns
     if not sequences.max_len:
-        longest = max(sequences.lengths())
-        sequences.pages = -(-longest // sequences.config.page_size)
+        for thinned, places in sequences.places.items():
+            places.grow(max(sequences.lengths(thinned)), begun=False)
     for layer in cache.packed:
         if saved.encoded and sequences.learned_center:
             layer.take_center(_read_center(layer, saved, tensor))
@@ -560,7 +610,7 @@ def _read_pages(layer: TurboQuantLayer, tensor: Callable[[str], Tensor]) -> None
     """Pages and tail of the sequences, into the memory that the layer has."""
     sequences = layer.sequences
     pages = layer.paged.pages.unflatten(0, (sequences.rows, -1))
-    used = sequences.pages_in_use(pages.shape[1])
+    used = sequences.pages_in_use(pages.shape[1], layer.thinned)
     into = pages[: sequences.batch, :used]
     into.copy_(_read(tensor, layer, "pages", into.shape, into.dtype))
     if layer.ring is not None:
