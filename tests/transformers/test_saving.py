@@ -108,7 +108,7 @@ def test_caches_of_hybrid_models(family):
 
 @of_latents
 @pytest.mark.parametrize("preset", ["k4", "k5v4u", "uncompressed"])
-@pytest.mark.parametrize("options", [{}, {"static": True, "max_cache_len": 160}])
+@pytest.mark.parametrize("options", [{}, {"static": True, "max_cache_len": 160}, {"keep": 0.5}])
 def test_caches_of_latents(preset, options):
     model, ids = make_latent_model(), make_ids(110)
     with TurboQuantCache.for_model(model, preset, page_size=32, **options) as cache:
