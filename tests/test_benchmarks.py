@@ -5,13 +5,14 @@ import inspect
 import json
 import re
 import sys
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 import torch
 
 import torch_turboquant as tq
-from tests.helpers import ROOT, load_script
+from tests.helpers import ROOT, load_script, tiny_llama
 
 
 def test_make_bench_names_every_benchmark():
@@ -83,6 +84,59 @@ def test_latents_of_a_model_that_is_trained(monkeypatch, tmp_path):
         assert 0 < fine < coarse
     losses = {round(row["loss"], 3) for row in rows}
     assert len(losses) == 1  # scaling channels and their columns changes nothing
+
+
+class Letters:
+    """A tokenizer of single letters."""
+
+    def __call__(self, text, return_tensors=None, **_):
+        from transformers import BatchEncoding
+
+        ids = [1 + ord(letter) % 60 for letter in text]
+        return BatchEncoding({"input_ids": torch.tensor([ids]) if return_tensors else ids})
+
+
+def test_eviction_without_a_gpu(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    assert run(monkeypatch, "bench_eviction.py", "--device", "cpu") is None
+    assert "needs a CUDA device, or --model" in capsys.readouterr().out
+
+
+@torch.no_grad()
+def test_eviction_of_prompts_that_are_read_once():
+    """The caches hold what the model's own forwards would have stored."""
+    pytest.importorskip("transformers")
+    from torch_turboquant.integrations.transformers import TurboQuantCache
+
+    bench = load_script("benchmarks/bench_eviction.py")
+    model, text = tiny_llama(), "A river runs through the town, and so on. " * 40
+    context = bench.make_context(Letters(), torch.tensor(Letters()(text)["input_ids"]), 700, 0)
+    assert (len(context.ids), len(context.following)) == (700, bench.CONTINUED)
+    question = context.asked[3].question
+    whole = bench.read(model, context.ids)
+    prompt = bench.read(model, question, whole)[1]
+    with TurboQuantCache.for_model(model, "k4v4", keep=0.5, center="none") as cache:
+        model(torch.cat([context.ids, question])[None], past_key_values=cache)
+        expected = [layer.pages.clone() for layer in cache.packed]
+        bench.fill(cache, prompt)
+        for layer, pages in zip(cache.packed, expected, strict=True):
+            assert (layer.pages != pages).float().mean() < 0.01  # products of other sizes
+        right = bench.answers(model, cache, context.asked, 3)
+        assert len(right) == len(bench.PLACES)
+        assert cache.get_seq_length() == 700 + len(question) + len(context.asked[3].answer)
+
+
+def test_rows_of_eviction(monkeypatch):
+    pytest.importorskip("transformers")
+    bench = load_script("benchmarks/bench_eviction.py")
+    monkeypatch.setattr(bench, "CACHES", [("k8v8", 1, "-"), ("k4v4", 0.5, "keydiff")])
+    options = Namespace(context=700, contexts=1, questions=2)
+    text = "A river runs through the town, and so on. " * 40
+    with torch.no_grad():
+        rows = bench.quality(tiny_llama(), Letters(), text, options)
+    none, fine, thin = rows
+    assert none["kl"] == 0 and fine["kl"] < thin["kl"] and none["questions"] == 10
+    assert 0.2 < thin["bytes"] / fine["bytes"] < 0.3
 
 
 def test_search_without_its_vectors(monkeypatch, capsys):

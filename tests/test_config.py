@@ -46,6 +46,16 @@ def test_a_name_that_is_nearly_right(name, near):
     assert near in str(caught.value) and "k4v4, k4v4u" in str(caught.value)
 
 
+def test_names_of_other_packages():
+    assert tt.preset("int8", 128, recent_window=7) == tt.preset("k8v8", 128, recent_window=7)
+    assert tt.preset("int8", 128).bytes_per_token == 260
+    for name in ("fp8", "FP8", "fp8_e4m3", "float8"):
+        with pytest.raises(ValueError, match=f"no preset '{name}', because .*: use 'k8v8'"):
+            tt.preset(name, 128)
+        with pytest.raises(ValueError, match=f"no preset '{name}', because .* of latents 'k8'"):
+            tt.latent_preset(name)
+
+
 def test_defaults():
     config = CacheConfig(128, 4, 3)
     assert config == tt.preset("k4v3", 128)

@@ -410,7 +410,9 @@ def test_the_documented_prefix_runs(tmp_path, monkeypatch, capsys):
     expected = capsys.readouterr().out
     assert len(expected.splitlines()) == 2
     exec(compile(files, "transformers.md", "exec"), names)
-    assert int(capsys.readouterr().out) == names["prefix"].get_seq_length() > 100
+    tokens, size = map(int, capsys.readouterr().out.split())
+    assert tokens == names["prefix"].get_seq_length() > 100
+    assert size == (tmp_path / "prefix.safetensors").stat().st_size
     loop = copies[copies.index("for question") :]
     exec(compile(loop, "transformers.md", "exec"), names)
     assert capsys.readouterr().out == expected

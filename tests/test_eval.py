@@ -111,6 +111,9 @@ def test_names_of_caches():
         ("k4v4:search", "field=value"),
         ("k4v4:search=many", "integer"),
         ("k4v4:search=1000", "1 to 64"),
+        ("k4v4:keep=half", "keep=half: write a number"),
+        ("k4v4:keep=1.5", "keep is 1.5, supported"),
+        ("k4v4:keep=0.5,evict=h2o", "unknown policy 'h2o'"),
         ("k4v4:layers=0@k9v9", "layer@preset"),
         ("k4v4:layers=first@k8v8", "layer@preset"),
     ],
@@ -128,6 +131,9 @@ def test_changes_reach_the_cache(model):
     cache = Choice.parse("k4v4:layers=-1@k3v2").make(model)
     cache.detach()
     assert [c.key_bits for c in cache.configs] == [4, 3]
+    cache = Choice.parse("k4v4:keep=0.25,evict=keydiff").make(model)
+    cache.detach()
+    assert (cache.sequences.eviction.keep, cache.sequences.eviction.evict) == (0.25, "keydiff")
 
 
 # ------------------------------------------------------------------------------------- sizes
@@ -179,6 +185,12 @@ def test_bytes_of_presets_and_of_no_compression(model):
     assert size["bits_per_value_8k"] == pytest.approx(
         8 * size["bytes_per_token_8k"] / (2 * DIM * HEADS * LAYERS)
     )
+    assert size["bytes_8k"] == 8192 * size["bytes_per_token"] + tail
+    thin = Choice.parse("k4v4:keep=0.25").make(model)
+    with torch.no_grad():
+        model(TEXT[:1, :90], past_key_values=thin)
+    thin.detach()
+    assert caches.sizes(thin, model, DIM)["bytes_8k"] == 2048 * size["bytes_per_token"] + tail
     plain = DynamicCache()
     with torch.no_grad():
         model(TEXT[:1, :9], past_key_values=plain)

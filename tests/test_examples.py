@@ -15,6 +15,7 @@ def test_every_example_is_run():
         "compiled_step",
         "continuous_batching",
         "paper_step_by_step",
+        "prompt_cache",
         "raw_ops",
         "transformers_generate",
         "vector_compression",
@@ -56,6 +57,18 @@ def test_transformers_generate_compares_something_by_default(monkeypatch, capsys
     assert "nothing was compared" not in capsys.readouterr().out
     found = example.main(["--model", "some/model", "--tokens", "4", "--prompt", "Why?"])
     assert found["pages"] == 0 and "nothing was compared" in capsys.readouterr().out
+
+
+def test_prompt_cache(device, monkeypatch, capsys):
+    """Of keys and values in 16 bits, a file would have 8 * 2 * 2 * 64 * 2 bytes per token."""
+    pytest.importorskip("transformers")
+    example = load_script("examples/prompt_cache.py")
+    found = example.main(["--preset", "k8v8", "--tokens", "8", "--device", str(device)])
+    assert found["agreement"] > 0.8 and found["bytes"] < 0.65 * 4096 * found["tokens"]
+    without_downloads(monkeypatch)
+    monkeypatch.setattr(SnippetTokenizer, "decode", lambda *_, **__: "an answer")
+    assert example.main(["--model", "some/model", "--tokens", "4"])["agreement"] > 0.5
+    assert capsys.readouterr().out.count("an answer") == 2
 
 
 def test_vllm_generate(monkeypatch):

@@ -21,6 +21,7 @@ from torch_turboquant.config import (
     Preset,
     preset,
 )
+from torch_turboquant.eviction import Eviction
 from torch_turboquant.format import LatentRecord, Record
 from torch_turboquant.heavy_hitters import HeavyHitters
 from torch_turboquant.latent import (
@@ -62,6 +63,7 @@ from torch_turboquant.pool import (
     PoolExhausted,
     PoolSequence,
     PoolStatistics,
+    SwappedSequence,
 )
 from torch_turboquant.signs import SignKind, random_signs
 from torch_turboquant.tables import CacheTables, make_tables
@@ -77,6 +79,7 @@ __all__ = [
     "CacheConfig",
     "CacheTables",
     "Codebook",
+    "Eviction",
     "ExportedSequence",
     "HeavyHitters",
     "KernelChoice",
@@ -95,6 +98,7 @@ __all__ = [
     "Preset",
     "Record",
     "SignKind",
+    "SwappedSequence",
     "Tail",
     "TurboQuantKVCache",
     "TurboQuantMSE",

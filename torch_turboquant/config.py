@@ -173,20 +173,34 @@ NAMED_PRESETS: dict[str, NamedPreset] = {
     "smallest": NamedPreset("k3v2", {"recent_window": 40}),
 }
 
+# What other packages call the same bits.
+OTHER_NAMES = {"int8": "k8v8"}
+
 
 def find_preset(name: str) -> Preset:
-    """The preset that has this name in PRESETS or NAMED_PRESETS.
+    """The preset that has this name in PRESETS, NAMED_PRESETS or OTHER_NAMES.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or one that asks for floating-point codes.
     """
-    found = PRESETS.get(NAMED_PRESETS[name].preset if name in NAMED_PRESETS else name)
+    refuse_fp8(name)
+    name = NAMED_PRESETS[name].preset if name in NAMED_PRESETS else OTHER_NAMES.get(name, name)
+    found = PRESETS.get(name)
     if found is None:
         raise ValueError(
             f"unknown preset {name!r}{did_you_mean(name, [*PRESETS, *NAMED_PRESETS])}; the presets "
             f"are {', '.join(PRESETS)}, and by their use {', '.join(NAMED_PRESETS)}"
         )
     return found
+
+
+def refuse_fp8(name: object) -> None:
+    """Raises a ValueError with what to use instead, if the name is one of fp8."""
+    if str(name).lower().startswith(("fp8", "float8")):
+        raise ValueError(
+            f"there is no preset {name!r}, because 8-bit integers take the same space and are "
+            "closer to the original: use 'k8v8' (also called 'int8'; of latents 'k8')"
+        )
 
 
 def did_you_mean(name: object, known: Sequence[str]) -> str:
@@ -199,8 +213,8 @@ def preset(name: str, head_dim: int, **overrides: object) -> CacheConfig:
     """The configuration of a named preset.
 
     Args:
-        name: one of PRESETS (k<key bits>v<value bits>, with a final u for the uniform grid) or of
-            NAMED_PRESETS.
+        name: one of PRESETS (k<key bits>v<value bits>, with a final u for the uniform grid), of
+            NAMED_PRESETS, or "int8", which is k8v8.
         head_dim: channels of a head.
         overrides: any other fields of CacheConfig, which win over the options of a named preset.
 

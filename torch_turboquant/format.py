@@ -458,6 +458,14 @@ def _latent_places(record: LatentRecord) -> _Places:
     return _Places(byte, shift, (1 << width) - 1, code_shift)
 
 
+def latent_own_bytes(record: LatentRecord, token: int) -> np.ndarray:
+    """All bytes of a page that belong to one of its tokens: int64 [n]."""
+    pieces = _latent_places(record)
+    codes = np.unique(pieces.byte[token][pieces.mask[token] > 0])
+    rope = record.rope(token) + np.arange(2 * record.rope_dim)
+    return np.sort(np.concatenate([codes, rope, record.scale(token) + np.arange(2)]))
+
+
 class LatentPages(NamedTuple):
     """What whole records of latents hold."""
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from torch_turboquant.codebook import Codebook
-from torch_turboquant.config import PackedConfig, did_you_mean
+from torch_turboquant.config import PackedConfig, did_you_mean, refuse_fp8
 from torch_turboquant.format import LatentRecord
 from torch_turboquant.ops.codec import Channels, scaled_center
 from torch_turboquant.ops.hadamard import hadamard
@@ -135,6 +135,7 @@ def latent_preset(
     Raises:
         ValueError: an unknown name, or fields that LatentConfig rejects.
     """
+    refuse_fp8(name)
     if name not in LATENT_PRESETS:
         raise ValueError(
             f"unknown preset for latents {name!r}{did_you_mean(name, [*LATENT_PRESETS])}; they are "

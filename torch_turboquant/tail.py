@@ -181,7 +181,8 @@ class Counters:
 
     Attributes:
         columns: int32 scalar.
-        pads: int32 [entries], left padding of each sequence.
+        pads: int32 [entries], columns of each sequence that take no place: its left padding, and
+            tokens that were evicted.
         first: int32 [entries], as in Rings; a step only reads it.
         entries: int64 [entries], 0, 1, 2 and so on: sequence i owns entry i of the tail.
     """

@@ -55,7 +55,7 @@ def test_bytes_are_said_beforehand(config, center, device):
     assert said.device == sum(t.nbytes for t in tensors)
     assert said.device == said.pages + said.tail + said.tables
     assert said.pages == 7 * 3 * sum(c.record_bytes for c in pool.configs)
-    assert said.host == 4 * (5 * 7 + 2 * 7)
+    assert said.host == 4 * (5 * 7 + 4 * 7)
     assert f"{said.device:,} bytes" in repr(pool) and "7 pages and 5 sequences free" in repr(pool)
     held = [t.data_ptr() for t in tensors]
     seq = pool.allocate()
@@ -139,6 +139,17 @@ def test_continuous_batching(device):
     assert len({tuple(request.answer) for request in requests}) > 28
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "random"])
+def test_continuous_batching_of_parts_of_prompts(policy):
+    """More requests at a time in the same pages, and again the tokens of one after the other."""
+    example = load_script("examples/continuous_batching.py")
+    all_kept, whole = example.main([])
+    seen, requests = example.main(["--keep", "0.5", "--evict", policy])
+    assert seen["steps"] < 0.8 * all_kept["steps"]
+    assert all(len(request.answer) == request.answer_length for request in requests)
+    assert [r.answer for r in requests] != [r.answer for r in whole]  # something was evicted
+
+
 def test_the_documentation_runs(tmp_path, monkeypatch, capsys):
     """Every snippet of the page, one after the other."""
     monkeypatch.chdir(tmp_path)
@@ -155,7 +166,8 @@ def test_the_documentation_runs(tmp_path, monkeypatch, capsys):
     assert repr(needed) in printed[0] and "torch.Size([2, 8, 64])" in printed[0]
     assert "used_pages=5, free_pages=59, shared_pages=3, saved_pages=3" in printed[0]
     assert "forks=1, forked_tokens=100, copied_pages=1" in printed[0]
-    assert printed[1] == "98 4\n"
+    exported = names["pool"].export(names["twin"])
+    assert printed[1] == f"{exported.nbytes} 4\n98 4\n"
     means = torch.stack([layer.float().mean(0) for layer in names["prompt"][0, :, 4:]])
     for tables, mean in zip(pool.tables, means, strict=True):
         torch.testing.assert_close(tables.center, mean)

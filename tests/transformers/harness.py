@@ -227,8 +227,13 @@ def learned_center(key, query, pads, sinks, partners):
     return torch.stack([mean, scale, 1 / scale]).float()
 
 
-def oracle(query, key, value, layer, options, config, exact_columns, center, pads, first_held=0):
-    """What attention must return, and what it would without quantisation: float64 like query."""
+def oracle(
+    query, key, value, layer, options, config, exact_columns, center, pads, first_held=0, gone=None
+):
+    """What attention must return, and what it would without quantisation: float64 like query.
+
+    gone: bool [batch, kv_heads, tokens], what queries after the exact columns do not see.
+    """
     batch, heads, n, _ = query.shape
     pads = torch.tensor(pads or [0] * batch)
     rough = quantised(key, value, config, make_tables(config, layer, "cpu", center))
@@ -240,6 +245,11 @@ def oracle(query, key, value, layer, options, config, exact_columns, center, pad
     if options.get("sliding_window"):
         visible = visible & (i - j < options["sliding_window"])
     group = heads // key.shape[1]
+    if gone is not None:
+        gone = gone.repeat_interleave(group, 1)[:, :, None]
+        visible = visible[:, None] & ((i < exact_columns) | ~gone)
+    else:
+        visible = visible[:, None]
     q = query.double()
     k, v, rough_k, rough_v = (x.double().repeat_interleave(group, 1) for x in (key, value, *rough))
 
@@ -247,7 +257,7 @@ def oracle(query, key, value, layer, options, config, exact_columns, center, pad
         scores = torch.where(exact, q @ k.mT, q @ rough_k.mT) * options["scaling"]
         if options.get("softcap"):
             scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-        scores = scores.masked_fill(~visible[:, None], -torch.inf)
+        scores = scores.masked_fill(~visible, -torch.inf)
         total = scores.logsumexp(-1, keepdim=True)
         if options.get("s_aux") is not None:
             total = torch.logaddexp(total, options["s_aux"].double()[None, :, None, None])

@@ -156,6 +156,27 @@ def test_one_prefix_for_many_questions(form, system):
             assert torch.equal(generate(model, answer[:, : system + 30 + question], cache), answer)
 
 
+@pytest.mark.parametrize("form", ["growing", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_branches_in_turns(form, name):
+    """Two copies that step in turns decode as if each were alone, and cost a cache each."""
+    model, prefix = make_model(name), make_ids(75)
+    texts = [make_ids(20, seed=7), make_ids(20, seed=8)]
+    with make_cache(model, form) as cache:
+        feed(model, cache, prefix)
+        branches = [copy.deepcopy(cache) for _ in texts]
+        assert [held(branch) for branch in branches] == [held(branches[0])] * 2
+        assert held(branches[0]) <= held(cache)
+        steps = [[], []]
+        for token in range(20):
+            for branch, text, logits in zip(branches, texts, steps, strict=True):
+                logits.append(feed(model, branch, text[:, token : token + 1]))
+        assert cache.get_seq_length() == 75
+        for text, logits in zip(texts, steps, strict=True):
+            alone = copy.deepcopy(cache)
+            assert torch.equal(feed(model, alone, text, *[1] * 20), torch.cat(logits, 1))
+
+
 def test_copies_of_a_detached_cache_are_detached():
     model, ids = make_model(), make_ids(110)
     cache = make_cache(model, "growing")

@@ -5,6 +5,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from safetensors.torch import load_file
+
 from tests.transformers.harness import (
     DRAFTS,
     MODELS,
@@ -57,6 +59,27 @@ def test_generation_on_cuda():
         cache.reset()
         drafted = generate(model, prompt, cache, new=30, **DRAFTS)
     assert torch.equal(drafted[:, :110], greedy)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", [{}, {"static": True, "max_cache_len": 256}])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_files_on_cuda(form, name, tmp_path):
+    """Saved on a GPU and loaded there it goes on bit by bit; a CPU loads the same bytes."""
+    model, ids = make_model(name, torch.bfloat16).cuda(), make_ids(150, 2).cuda()
+    with TurboQuantCache.for_model(model, max_batch_size=2, **form) as cache:
+        feed(model, cache, ids[:, :100])
+        cache.save(tmp_path / "cuda")
+        with TurboQuantCache.load(tmp_path / "cuda", model) as twin:
+            assert twin.cache_device.type == "cuda"
+            expected = feed(model, cache, ids[:, 100:], *[1] * 50)
+            assert torch.equal(feed(model, twin, ids[:, 100:], *[1] * 50), expected)
+    with TurboQuantCache.load(tmp_path / "cuda", model.cpu()) as twin:
+        assert twin.cache_device.type == "cpu"
+        twin.save(tmp_path / "cpu")
+    mine, theirs = (load_file(tmp_path / device) for device in ("cpu", "cuda"))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 def spread(model, homes):

@@ -389,6 +389,7 @@ def test_autocast():
 @pytest.mark.parametrize("preset, bits", [
     ("k8", 8), ("k5u", 5), ("k4", 4), ("k3", 3),
     ("k5v4u", 5), ("k4v2", 4), ("near-lossless", 5), ("balanced", 4), ("smallest", 3),
+    ("int8", 8),
 ])  # fmt: skip
 def test_bytes_per_token(preset, bits):
     """Codes, one scale and the rotary channels; of presets for keys and values, the keys' bits."""

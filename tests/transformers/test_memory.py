@@ -97,9 +97,9 @@ def test_how_often_a_growing_cache_is_copied():
             sequences.begin(1, length - sequences.columns, None)
             sequences.commit()
             needed = math.ceil(length / 16)
-            assert needed <= sequences.pages <= 1.10 * needed
-            if sequences.pages > pages:
-                copied, pages = copied + pages, sequences.pages
+            assert needed <= sequences.places[False].pages <= 1.10 * needed
+            if sequences.places[False].pages > pages:
+                copied, pages = copied + pages, sequences.places[False].pages
         assert copied <= 10 * pages
 
 
@@ -125,7 +125,7 @@ def test_the_documented_sizes_of_a_growing_cache():
                 for new in range(sequences.columns or n - 1, n):
                     sequences.begin(1, new + 1 - sequences.columns, None)
                     sequences.commit()
-                tokens.append(sequences.pages * config.page_size)
+                tokens.append(sequences.places[False].pages * config.page_size)
             planned = [packed_memory("", layers, [config] * 30, n) for n in [*tokens, 4596]]
             sizes = [one.request + one.constants for one in planned]
         assert [f"{size / 2**20:.1f}" for size in sizes] == written, name

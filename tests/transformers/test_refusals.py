@@ -18,7 +18,8 @@ from tests.transformers.harness import (
     make_model,
     padded,
 )
-from torch_turboquant import CacheConfig
+from tests.transformers.latents import make_latent_model
+from torch_turboquant import CacheConfig, preset
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.memory import attention_layers
 
@@ -235,6 +236,31 @@ def test_options_that_are_refused():
     with TurboQuantCache.for_model(model, center=wrong) as cache:
         with pytest.raises(ValueError, match="center of layer 0"):
             feed(model, cache, make_ids(5))
+
+
+def test_cache_implementation():
+    """Its names are a list within transformers, so that a cache of ours is handed over instead."""
+    model, ids = make_model(), make_ids(40)
+    with pytest.raises(ValueError, match=r"Invalid `cache_implementation` \(turboquant\)"):
+        generate(model, ids, cache_implementation="turboquant")
+    with pytest.raises(ValueError, match=r"Invalid `cache_implementation` \(turboquant\)"):
+        transformers.GenerationConfig(cache_implementation="turboquant").validate()
+    config = transformers.GenerationConfig(max_new_tokens=5, do_sample=False)
+    with TurboQuantCache.for_model(model, "int8") as cache:
+        with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
+            generate(model, ids, cache, cache_implementation="dynamic")
+        out = model.generate(ids, past_key_values=cache, generation_config=config)
+        assert cache.get_seq_length() == out.shape[1] - 1 == 44
+        assert cache.config == preset("k8v8", 32)
+
+
+def test_fp8_says_what_to_use():
+    models = [make_model()]
+    if int(transformers.__version__.split(".")[1]) >= 15:
+        models.append(make_latent_model())
+    for model in models:
+        with pytest.raises(ValueError, match=r"no preset 'fp8', because .*: use 'k8v8'"):
+            TurboQuantCache.for_model(model, "fp8")
 
 
 def test_forwards_that_are_refused():

@@ -7,8 +7,9 @@ agreement compare it with the uncompressed cache. docs/quality.md has the result
 
 options, assets: the command line, the model and the text. caches: the names of caches. controls:
 published ways of quantising, to compare with. predict: predictions through a cache. measure:
-predictions of a whole text, and their intervals. layers: errors of single layers. needle, tasks:
-questions answered through the cache. allocation: bits for each layer under a budget. rows: what is
+predictions of a whole text, and their intervals. layers: errors of single layers. needle, tasks,
+synthetic: questions answered through the cache. strategies: what people choose from, in one table.
+allocation: bits for each layer under a budget. rows: what is
 left to measure, and the rows of results. origin: where they come from. report: table, JSON,
 picture.
 """
@@ -39,6 +40,7 @@ from torch_turboquant.eval.options import (
 
 ARTICLES = 12  # of Wikipedia, where no text is given
 NEEDLE_LENGTHS = (512, 1024, 2048)
+CONTEXT = 2048  # tokens of a context in the table of strategies
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -48,6 +50,24 @@ def _choices(text: str) -> list[Any]:
 
     try:
         return [Choice.parse(part) for part in names(text)]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+class _Given(argparse.Action):
+    """Notes that an option was given, whose default depends on --strategies."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given = {*getattr(namespace, "given", ()), self.dest}
+
+
+def _memory(text: str) -> int:
+    """The type of --gpu."""
+    from torch_turboquant.memory.cli import parse_size
+
+    try:
+        return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -86,6 +106,7 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
         "--caches",
         type=_choices,
         default=default_caches(),
+        action=_Given,
         metavar="A,B,...",
         help="caches beside the uncompressed one: presets, also with changes "
         "(k4v4:recent_window=0,center=none), and controls (default: all of both: %(default)s)",
@@ -101,8 +122,10 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill",
         type=positive,
         default=512,
+        action=_Given,
         metavar="N",
-        help="tokens of a segment to read at once (default %(default)s)",
+        help="tokens of a segment to read at once (default %(default)s, with --strategies "
+        f"{CONTEXT})",
     )
     parser.add_argument(
         "--score-tokens",
@@ -137,12 +160,38 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also compare greedy answers: 40 prompts of five kinds, and conversations",
     )
+    parser.add_argument(
+        "--synthetic",
+        type=positive,
+        metavar="TOKENS",
+        help="also eleven tasks of RULER, made from a seed, over contexts of so many tokens, each "
+        f"with two questions (with --strategies: {CONTEXT})",
+    )
+    parser.add_argument(
+        "--samples",
+        type=positive,
+        default=2,
+        metavar="N",
+        help="contexts of each of these tasks (default %(default)s)",
+    )
     add_cache_dir_argument(parser)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `torch_turboquant eval`."""
     add_measure_arguments(parser)
+    parser.add_argument(
+        "--strategies",
+        action="store_true",
+        help="one table of what people choose from: fewer bits, fewer tokens (eviction, and at "
+        "random), both; with --caches: of these",
+    )
+    parser.add_argument(
+        "--gpu",
+        type=_memory,
+        metavar="SIZE",
+        help="with --strategies: also how many requests fit a GPU of so many bytes, such as 80GB",
+    )
     add_device_argument(parser)
     parser.add_argument(
         "--json",
@@ -213,7 +262,13 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
         origin, done, save: as for `rows.evaluate`.
     """
     from torch_turboquant.eval.measure import segments
-    from torch_turboquant.eval.rows import Settings, evaluate, needle_extra, tasks_extra
+    from torch_turboquant.eval.rows import (
+        Settings,
+        evaluate,
+        needle_extra,
+        synthetic_extra,
+        tasks_extra,
+    )
 
     model, tokenizer, name, text = loaded
     settings = Settings(args.segments, args.prefill, args.score_tokens, args.chunk)
@@ -223,10 +278,41 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
         extras.append(needle_extra(model, tokenizer, text, args.needle or NEEDLE_LENGTHS))
     if args.tasks:
         extras.append(tasks_extra(model, tokenizer))
+    if args.synthetic:
+        extras.append(synthetic_extra(model, tokenizer, text, args.synthetic, args.samples))
     single_layers = not args.no_layers
     return evaluate(
         model, name, args.caches, ids, settings, origin, done, save, extras, single_layers
     )
+
+
+def memory_for_caches(model: Any, total: int) -> int:
+    """Bytes of a GPU's memory that 16-bit weights of the model leave.
+
+    Raises:
+        ValueError: none.
+    """
+    weights = 2 * sum(parameter.numel() for parameter in model.parameters())
+    if weights >= total:
+        raise ValueError(
+            f"weights and reserve take {weights:,} bytes, the memory has {total:,}: nothing is "
+            "left for a cache"
+        )
+    return total - weights
+
+
+def choose_strategies(args: argparse.Namespace) -> None:
+    """What --strategies stands for: its caches unless --caches names some, and its tasks."""
+    from torch_turboquant.eval.caches import Choice
+    from torch_turboquant.eval.strategies import strategies
+
+    given = getattr(args, "given", ())
+    if "caches" not in given:
+        args.caches = [Choice.parse(name) for name in strategies()]
+    if "prefill" not in given:
+        args.prefill = CONTEXT
+    args.synthetic = args.synthetic or CONTEXT
+    args.no_layers = True  # errors of single layers say nothing about tokens that are gone
 
 
 def run(args: argparse.Namespace) -> int:
@@ -236,8 +322,14 @@ def run(args: argparse.Namespace) -> int:
     from torch_turboquant.eval.origin import row_origin
     from torch_turboquant.eval.rows import without
 
+    if args.gpu is not None and not args.strategies:
+        print("eval: --gpu belongs to --strategies", file=sys.stderr)
+        return 2
+    if args.strategies:
+        choose_strategies(args)
     try:
         loaded = load(args, args.device)
+        memory = None if args.gpu is None else memory_for_caches(loaded[0], args.gpu)
         origin = row_origin("quality", str(loaded[0].device))
         done = report.read_json(args.json)
 
@@ -248,7 +340,10 @@ def run(args: argparse.Namespace) -> int:
     except (AssetError, OSError, ValueError) as error:
         print(f"eval: {error}", file=sys.stderr)
         return 1
-    report.show(rows)
+    if args.strategies:
+        report.show_strategies(rows, memory)
+    else:
+        report.show(rows)
     print(f"\nRows: {args.json}")
     if args.picture:
         report.picture(args.picture, rows)

@@ -8,6 +8,7 @@ k4v4:recent_window=0,center=none        the same with changes: any field of Cach
                                         boundary_layers, boundary_preset, and single layers:
 k3v3:layers=0@k8v8+-1@k4v4              the first and the last layer in other presets
 k3v3:layers=FILE.json                   the same from {"0": "k8v8", "-1": "k4v4"}
+k4v4:keep=0.5,evict=keydiff             of the first forward's tokens a part (eviction.py)
 kivi4                                   a control (controls.py)
 """
 
@@ -23,6 +24,7 @@ from transformers.cache_utils import Cache
 
 from torch_turboquant.config import NAMED_PRESETS, PRESETS, CacheConfig, preset
 from torch_turboquant.eval.controls import CONTROLS, ControlCache, is_control
+from torch_turboquant.eviction import Eviction
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.integrations.transformers.models import layer_windows
 
@@ -32,6 +34,7 @@ _HALF = 2  # bytes of a 16-bit element
 
 _FIELDS = {f.name: f.type for f in fields(CacheConfig) if f.name != "head_dim"}
 _OPTIONS = {"center": "str", "boundary_layers": "int", "boundary_preset": "str", "layers": "str"}
+_EVICTION = {"keep": "float", "evict": "str"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Choice:
         if name in PRESETS or name in NAMED_PRESETS:
             changes = dict(_change(name, part) for part in rest.split(",") if part)
             preset(name, 64, **{k: v for k, v in changes.items() if k in _FIELDS})  # checks values
+            Eviction(**{k: v for k, v in changes.items() if k in _EVICTION})
             return cls(text, name, "packed", changes)
         if rest:
             raise ValueError(f"{text!r}: only presets ({', '.join(PRESETS)}) take changes")
@@ -97,13 +101,18 @@ def _layers(text: str) -> dict[int, str]:
 
 def _change(name: str, part: str) -> tuple[str, Any]:
     key, equals, value = part.partition("=")
-    types = _FIELDS | _OPTIONS
+    types = _FIELDS | _OPTIONS | _EVICTION
     if not equals or key not in types:
         raise ValueError(f"{name}:{part}: write field=value; the fields are {', '.join(types)}")
     if value == "none":
         return key, None
     if key == "layers":
         return key, _layers(value)
+    if types[key] == "float":
+        try:
+            return key, float(value)
+        except ValueError:
+            raise ValueError(f"{name}:{part}: write a number") from None
     if types[key] != "int":
         return key, value
     try:
@@ -121,7 +130,8 @@ def sizes(cache: Cache, model: Any, head_dim: int) -> dict[str, float]:
             element) spread over 8,192 tokens.
         bits_per_value, bits_per_value_8k: both, per channel of a key or value.
         bytes_8k: bytes of 8,192 tokens with everything included, where layers with a sliding window
-            release the tokens that they no longer need.
+            release the tokens that they no longer need, and others keep what eviction leaves of a
+            prompt of so many.
     """
     windows = [window for window in layer_windows(model) if window is not None]
     held = [min(CONTEXT, window or CONTEXT) for window in windows]
@@ -130,7 +140,8 @@ def sizes(cache: Cache, model: Any, head_dim: int) -> dict[str, float]:
         grows = [_page_bytes(layer) // size for layer in layers]
         once = cache.memory_bytes()["tail"] * _HALF // model.dtype.itemsize
         pages = [w and cache.sequences.pages_of_window(w) for w in windows]
-        held = [min(CONTEXT, n * size or CONTEXT) for n in pages]
+        most = [layer.eviction.count(CONTEXT) if layer.thinned else CONTEXT for layer in layers]
+        held = [min(m, n * size or m) for m, n in zip(most, pages, strict=True)]
         heads = [layer.kv_heads for layer in layers]
     elif isinstance(cache, ControlCache):
         heads = [layer.kv_heads for layer in cache.layers]

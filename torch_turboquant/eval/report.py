@@ -99,6 +99,69 @@ def answers_legend(rows: Sequence[Row]) -> str:
     return textwrap.fill(text, WIDTH)
 
 
+def strategies_table(rows: Sequence[Row], memory: int | None = None) -> str:
+    """One line per cache in the order of measurement.
+
+    memory: bytes for caches, for the column of requests that fit; None: without it.
+    """
+    header = ["cache", "bits", "MB", "smaller", "fit", "KL", "±", "top-1", "1st question", "2nd"]
+    whole = rows[0]["bytes_8k"]
+    lines = []
+    for row in rows:
+        smaller = whole / row["bytes_8k"]
+        line = [row["cache"], f"{16 / smaller:.2f}", f"{row['bytes_8k'] / 1e6:,.1f}"]
+        line += [f"{smaller:.2f}x", "" if memory is None else fitting(row, memory)]
+        if row["kind"] == "uncompressed":
+            line += ["", "", ""]
+        else:
+            line += [f"{row['kl']:.4f}", f"{_half_width(row['kl_interval']):.4f}"]
+            line.append(f"{100 * row['top1_agreement']:.1f}%")
+        found = row.get("synthetic") or {}
+        shares = [found.get(name) for name in ("seen", "unseen")]
+        lines.append(line + ["" if x is None else f"{100 * x:.0f}%" for x in shares])
+    keep = [i for i, name in enumerate(header) if memory is not None or name != "fit"]
+    return table([header[i] for i in keep], [[line[i] for i in keep] for line in lines])
+
+
+def fitting(row: Row, memory: int) -> str:
+    """How many requests of 8,192 tokens fit into this memory."""
+    return f"{int(memory // row['bytes_8k']):,}"
+
+
+def strategies_legend(rows: Sequence[Row], memory: int | None = None) -> str:
+    """What the columns of `strategies_table` mean, with the numbers of this run."""
+    r = rows[0]
+    text = (
+        "bits: per key or value channel of a prompt of 8,192 tokens, what was evicted counts as 0; "
+        "MB: of its cache, everything included; smaller: than 16 bits. "
+    )
+    if memory is not None:
+        text += (
+            f"fit: requests of 8,192 tokens into the {memory / 1e9:.1f} GB that 16-bit weights "
+            "leave. "
+        )
+    text += (
+        f"KL, top-1: of {r['scored_tokens']:,} tokens predicted behind a context of "
+        f"{r['prefill']:,}, from which tokens were evicted. "
+    )
+    made = next((row["synthetic"] for row in rows if row.get("synthetic")), None)
+    if made:
+        text += (
+            f"1st question: scores of {len(made['scores'])} synthetic tasks of "
+            f"{made['length']:,} tokens, over those of the uncompressed cache; the question was "
+            "there when tokens were evicted. 2nd: of a question that came afterwards."
+        )
+    return textwrap.fill(text, WIDTH)
+
+
+def show_strategies(rows: Sequence[Row], memory: int | None = None) -> None:
+    """Prints the table of strategies."""
+    r = rows[0]
+    print(f"\n{r['model']} ({r['dtype']}); {r['device']}\n")
+    print(strategies_table(rows, memory) + "\n")
+    print(strategies_legend(rows, memory))
+
+
 def _half_width(interval: Sequence[float]) -> float:
     return (interval[1] - interval[0]) / 2
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from torch_turboquant.eval import layers, measure, needle, tasks
+from torch_turboquant.eval import layers, measure, needle, synthetic, tasks
 from torch_turboquant.eval.caches import UNCOMPRESSED, Choice, sizes
 from torch_turboquant.integrations.transformers.models import head_dim_of, text_config
 
@@ -89,6 +89,20 @@ def needle_extra(model: Any, tokenizer: Any, text: str, lengths: Sequence[int]) 
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     same = {"lengths": list(lengths), "depths": list(needle.DEPTHS), "haystack": digest}
     return Extra("needle", same, run)
+
+
+def synthetic_extra(model: Any, tokenizer: Any, text: str, length: int, samples: int) -> Extra:
+    """Scores of synthetic.py, as row["synthetic"]: of all tasks, and over the uncompressed ones."""
+    asked = synthetic.contexts(tokenizer, text, length, samples)
+
+    def run(make: Callable[[], Any], title: str, base: Row | None) -> Row:
+        found = synthetic.scores(asked, synthetic.answers(model, tokenizer, make, asked, title))
+        seen, unseen = synthetic.relative(found, found if base is None else base["scores"])
+        return {"scores": found, "seen": seen, "unseen": unseen}
+
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    same = {"version": synthetic.VERSION, "length": length, "samples": samples, "essays": digest}
+    return Extra("synthetic", same, run)
 
 
 def tasks_extra(model: Any, tokenizer: Any) -> Extra:

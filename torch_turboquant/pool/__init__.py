@@ -18,6 +18,10 @@ Sharing. `fork` makes a second sequence of the same tokens. It copies no page: p
 owners. A sequence can only append to its last page, and if that page has several owners, the
 sequence gets a copy of it first. Only the entry of the tail is copied at once.
 
+Swapping. `swap_out` moves a sequence to the host's memory or into a file, and `swap_in` brings it
+back, byte for byte. Pages count their writes by stamps: one that other sequences own and that still
+has the stamp which the swapped sequence knows is shared again.
+
 Nothing happens by halves. What cannot be done (no page left, a sequence that was freed, pages of
 another format) raises before anything has changed. A batch that is rolled back leaves its
 sequences as they were.
@@ -38,7 +42,7 @@ from torch_turboquant.pool.batch import PoolBatch, PoolSequence
 from torch_turboquant.pool.books import PoolExhausted, PoolStatistics
 from torch_turboquant.pool.memory import PoolBytes
 from torch_turboquant.pool.pool import PagedKVPool
-from torch_turboquant.pool.transfer import ExportedSequence
+from torch_turboquant.pool.transfer import ExportedSequence, SwappedSequence
 
 __all__ = [
     "ExportedSequence",
@@ -48,4 +52,5 @@ __all__ = [
     "PoolExhausted",
     "PoolSequence",
     "PoolStatistics",
+    "SwappedSequence",
 ]

@@ -82,6 +82,17 @@ class NewPages(NamedTuple):
     """int64 [copies]: where they are copied to."""
 
 
+class Places(NamedTuple):
+    """Pages of a pool that held the tokens of a sequence, and what to know them again by."""
+
+    books: Books
+    """Of the pool."""
+    pages: np.ndarray
+    """int32, in the sequence's order."""
+    stamps: np.ndarray
+    """int64, the stamps that these pages had."""
+
+
 class Books:
     """Block tables, owners of pages, free pages and free rows.
 
@@ -108,13 +119,16 @@ class Books:
         self._tables = np.zeros((max_seqs, self.max_pages), dtype=np.int32)
         self._owners = np.zeros(num_pages, dtype=np.int32)  # of each page; 0: free
         self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # a stack
+        self.stamps = np.zeros(num_pages, dtype=np.int64)  # when each page was last written into
+        self._writes = 0  # the last stamp
         self._tokens = self._most_pages = self._most_seqs = 0
         self._forks = self._forked_tokens = self._copied_pages = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return self._tables.nbytes + self._owners.nbytes + self._free.nbytes
+        arrays = self._tables, self._owners, self._free, self.stamps
+        return sum(array.nbytes for array in arrays)
 
     def statistics(self) -> PoolStatistics:
         owners, used = self._owners, self.num_pages - self.num_free
@@ -190,10 +204,14 @@ class Books:
         self.rings.first[copy._row] = self.rings.first[seq._row]
         return copy
 
-    def add_filled(self, pages: np.ndarray, length: int, ring_first: int) -> PoolSequence:
-        """A new sequence of `length` tokens in `pages`, which `top` has given."""
+    def add_filled(
+        self, pages: np.ndarray, new: np.ndarray, length: int, ring_first: int
+    ) -> PoolSequence:
+        """A new sequence of `length` tokens in the pages and new ones of `pages_again`."""
         seq = self.add()
-        self._take(pages)
+        shared = np.delete(pages, new)
+        self._owners[shared] += 1
+        self._take(pages[new])
         self._tables[seq._row, : len(pages)] = pages
         seq._length, seq._num_pages = length, len(pages)
         self._tokens += length
@@ -293,6 +311,7 @@ class Books:
         self._take(new.numbers)
         rows = [s._row for s in plan.sequences]
         self._tables[rows, : new.tables.shape[1]] = new.tables
+        self._stamp(self._appended(plan, new))
         for page in new.copied:  # one at a time: two sequences may leave the same page
             self._drop(np.array([page]))
         self._copied_pages += len(new.copied)
@@ -340,19 +359,50 @@ class Books:
 
     # ---- pages
 
-    def top(self, length: int) -> np.ndarray:
-        """The next free pages, for `length` tokens: int32; they are still free.
+    def places(self, seq: PoolSequence) -> Places:
+        """Where the tokens of a sequence are."""
+        pages = self.pages(seq).copy()
+        return Places(self, pages, self.stamps[pages])
+
+    def is_at(self, seq: PoolSequence, places: Places) -> bool:
+        """Whether the sequence is where it was, and nothing was written there."""
+        now = self.places(seq)
+        return np.array_equal(now.pages, places.pages) and np.array_equal(now.stamps, places.stamps)
+
+    def still_there(self, places: Places | None) -> np.ndarray:
+        """Pages of a sequence that was swapped out which hold its tokens and have an owner: bool.
+
+        None of them if they are another pool's.
+        """
+        if places is None or places.books is not self:
+            return np.zeros(0 if places is None else len(places.pages), dtype=bool)
+        same = self.stamps[places.pages] == places.stamps
+        return same & (self._owners[places.pages] > 0)
+
+    def pages_again(self, length: int, places: Places | None) -> tuple[np.ndarray, np.ndarray]:
+        """The pages of a sequence that comes into the pool; the new ones are still free.
+
+        Args:
+            length: its tokens.
+            places: where its pages were; None: not in a pool.
+
+        Returns:
+            int32, the pages in order; int64, which of them are new.
 
         Raises:
             PoolExhausted: too few free pages.
         """
         count = self.pages_of(length)
-        if count > self.num_free:
+        there = np.zeros(count, dtype=bool) if places is None else self.still_there(places)
+        new = np.flatnonzero(~there)
+        if len(new) > self.num_free:
             raise PoolExhausted(
-                f"{count} pages are needed for {length} tokens, {self.num_free} of "
+                f"{len(new)} pages are needed for {length} tokens, {self.num_free} of "
                 f"{self.num_pages} are free"
             )
-        return self._top(count)
+        pages = np.zeros(count, dtype=np.int32) if places is None else places.pages.copy()
+        pages[new] = self._top(len(new))
+        return pages, new
 
     def _top(self, count: int) -> np.ndarray:
         return self._free[self.num_free - count : self.num_free][::-1].copy()
@@ -361,8 +411,19 @@ class Books:
         """The pages on top of the stack get their first owner."""
         self.untouched = self.untouched and len(top) == 0
         self._owners[top] = 1
+        self._stamp(top)
         self.num_free -= len(top)
         self._most_pages = max(self._most_pages, self.num_pages - self.num_free)
+
+    def _stamp(self, pages: np.ndarray) -> None:
+        """Something is going to be written into these pages."""
+        self._writes += 1
+        self.stamps[pages] = self._writes
+
+    def _appended(self, plan: Plan, new: NewPages) -> np.ndarray:
+        """The pages, not all of them new, that get the plan's first tokens."""
+        starts = [seq._length // self.page_size for seq in plan.sequences]
+        return new.tables[np.arange(len(starts)), starts]
 
     def _drop(self, pages: np.ndarray) -> None:
         """One owner less for each of these pages, all different."""

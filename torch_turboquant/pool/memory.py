@@ -105,7 +105,7 @@ class Sizes(NamedTuple):
             tables += constants[c] + center_rows * c.head_dim * 4
         page_size = self.configs[0].page_size
         longest = self.num_pages * page_size if self.max_seq_len is None else self.max_seq_len
-        host = 4 * (self.max_seqs * -(-longest // page_size) + 2 * self.num_pages)
+        host = 4 * (self.max_seqs * -(-longest // page_size) + 4 * self.num_pages)
         return PoolBytes(pages, tail, tables, host)
 
     def centers(self, centers: Centers | None) -> list[Tensor | None]:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_turboquant import _checks
+from torch_turboquant import _checks, _files
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.pool.batch import PoolBatch, PoolSequence
 from torch_turboquant.pool.books import Books, counts_of
 from torch_turboquant.pool.compaction import compact
 from torch_turboquant.pool.memory import Centers, Configs, PoolBytes, PoolMemory, Sizes
 from torch_turboquant.pool.sequences import PoolSequences
-from torch_turboquant.pool.transfer import ExportedSequence, adopt_sequence, export_sequence
+from torch_turboquant.pool.transfer import (
+    ExportedSequence,
+    SwappedSequence,
+    adopt_sequence,
+    copy_to_host,
+    export_sequence,
+)
 from torch_turboquant.tail import Rings
 
 
@@ -361,3 +369,67 @@ class PagedKVPool(PoolSequences):
         """
         with self._lock:
             return adopt_sequence(self._memory, self._books, exported)
+
+    # ---- out of the pool for a while
+
+    def swap_out(
+        self, seq: PoolSequence, path: str | os.PathLike[str] | None = None
+    ) -> SwappedSequence:
+        """Moves a sequence out of the pool; its pages come free, but for those that it shares.
+
+        On CUDA it waits until the copy is done; the host's memory is pinned, and the device needs
+        room for one layer of the sequence.
+
+        Args:
+            seq: freed afterwards.
+            path: of a file to move it to (needs safetensors); None: into the host's memory.
+
+        Returns:
+            What `swap_in` takes. A file stays where it is, for its owner to delete.
+
+        Raises:
+            OSError: the file cannot be written; the sequence is still there.
+            RuntimeError: a sequence that was freed or is in an open batch; tokens were appended or
+                taken back in another thread while the file was written.
+            ValueError: a sequence of another pool.
+        """
+        if path is not None:
+            _files.check_place(path)  # before the work
+        with self._lock:
+            self._books.check_idle(seq)
+            places = self._books.places(seq)
+            held = copy_to_host(self._memory, self._books, seq)
+            if path is None:
+                self._books.remove(seq)
+                return SwappedSequence(held.length, None, held, places)
+        held.save(path)  # without the lock: others go on
+        with self._lock:
+            self._books.check_idle(seq)
+            if seq._length != held.length or not self._books.is_at(seq, places):
+                raise RuntimeError(
+                    f"this sequence was changed while it was written to {path}: let no other "
+                    "thread append to it or truncate it meanwhile"
+                )
+            self._books.remove(seq)
+        return SwappedSequence(held.length, Path(path), None, places)
+
+    def swap_in(self, swapped: SwappedSequence) -> PoolSequence:
+        """A new sequence with the tokens of one that was swapped out, byte for byte.
+
+        Pages that another sequence of the pool owns and nobody has written into are shared again.
+        Another pool takes the sequence as `adopt` does.
+
+        Raises:
+            OSError, ValueError: the file cannot be read, or is none of swap_out; as adopt.
+            PoolExhausted: too few free pages (pages_to_swap_in), or no free sequence; nothing has
+                changed.
+        """
+        exported = swapped.read()
+        with self._lock:
+            return adopt_sequence(self._memory, self._books, exported, swapped.places)
+
+    def pages_to_swap_in(self, swapped: SwappedSequence) -> int:
+        """Free pages that `swap_in` would take now."""
+        with self._lock:
+            there = self._books.still_there(swapped.places)
+            return self._books.pages_of(swapped.length) - int(there.sum())

@@ -1,19 +1,28 @@
-"""A sequence out of one pool and into another: its pages, its exact tokens, what they depend on."""
+"""A sequence out of one pool and into another: its pages, its exact tokens, what they depend on.
+
+A pool lets a sequence swap out to the host's memory or into a file, and back in. What it swaps is
+the sequence as it is exported, and beside it which pages of the pool it has left: those that other
+sequences own are shared again afterwards, as long as they hold what they held.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_turboquant import _checks
+from torch_turboquant import _checks, _files
 from torch_turboquant.format import own_bytes
 from torch_turboquant.pool.batch import PoolSequence
-from torch_turboquant.pool.books import Books
+from torch_turboquant.pool.books import Books, Places
 from torch_turboquant.pool.memory import PoolMemory
 from torch_turboquant.tail import first_after_store, held_positions
 
@@ -46,28 +55,159 @@ class ExportedSequence:
         )
         return replace(self, pages=pages, exact=exact)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(t.nbytes for t in (*self.pages, *self.exact))
 
-def export_sequence(memory: PoolMemory, books: Books, seq: PoolSequence) -> ExportedSequence:
-    """A copy of the sequence, on the pool's device."""
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Writes the sequence to a safetensors file (needs safetensors).
+
+        A file that was there is replaced when all of the new one is written.
+
+        Returns:
+            Bytes of the file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        tensors = {
+            f"{part}.{layer}": tensor.cpu().contiguous()
+            for part in ("pages", "exact")
+            for layer, tensor in enumerate(getattr(self, part))
+        }
+        numbers = {"length": self.length, "ring_first": self.ring_first}
+        numbers |= {"layers": len(self.pages), "exact_layers": len(self.exact)}
+        metadata = {"fingerprint": json.dumps(self.fingerprint), "sequence": json.dumps(numbers)}
+        return _files.write(path, tensors, FILE_FORMAT, metadata)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> ExportedSequence:
+        """The sequence of a file of `save`, on the CPU; `adopt` decides whether it fits a pool.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is no file of `save`, is cut short or has another format.
+        """
+        with _files.opened(path, _KIND, FILE_FORMAT) as file:
+            metadata = file.metadata()
+            try:
+                fingerprint = json.loads(metadata["fingerprint"])
+                numbers = json.loads(metadata["sequence"])
+                counts = {"pages": numbers["layers"], "exact": numbers["exact_layers"]}
+                tensors = {
+                    part: tuple(file.get_tensor(f"{part}.{layer}") for layer in range(count))
+                    for part, count in counts.items()
+                }
+                length, first = int(numbers["length"]), int(numbers["ring_first"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise _files.damaged(path, _KIND, repr(error)) from error
+        return ExportedSequence(fingerprint, length, first, **tensors)
+
+
+FILE_FORMAT = "torch_turboquant sequence 1"
+_KIND = "a sequence"
+
+
+@dataclass(frozen=True)
+class SwappedSequence:
+    """A sequence that has left its pool for a while, made by PagedKVPool.swap_out.
+
+    It stays what it is when it is swapped in, so that it can be swapped in again.
+    """
+
+    length: int
+    """Tokens."""
+    path: Path | None
+    """The file that holds it; None: the host's memory does."""
+    held: ExportedSequence | None
+    """The sequence in the host's memory, pinned if the pool is on a GPU; None: the file has it."""
+    places: Places
+    """Where its pages were."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the host's memory."""
+        return 0 if self.held is None else self.held.nbytes
+
+    def read(self) -> ExportedSequence:
+        """The sequence, as `adopt` takes it.
+
+        Raises:
+            as ExportedSequence.load, if a file holds it.
+        """
+        if self.held is not None:
+            return self.held
+        assert self.path is not None
+        return ExportedSequence.load(self.path)
+
+
+class LayerTokens(NamedTuple):
+    """What a sequence has in one layer, on the pool's device."""
+
+    pages: Tensor
+    exact: Tensor | None
+
+
+def tokens_by_layer(memory: PoolMemory, books: Books, seq: PoolSequence) -> Iterator[LayerTokens]:
+    """Copies of the sequence's pages and exact tokens, layer by layer."""
     chosen = memory.put(books.pages(seq).astype(np.int64))
-    pages = tuple(p.index_select(0, chosen) for p in memory.pages)
+    held = memory.put(books.rings.rows(seq._length, books.rings.first[seq._row]))
     inside = seq._length % books.page_size
-    for part, c in zip(pages, memory.sizes.configs, strict=True):
+    for layer, c in enumerate(memory.sizes.configs):
+        pages = memory.pages[layer].index_select(0, chosen)
         if inside:  # bytes of earlier owners of the last page do not leave the pool
             used = np.zeros(c.record_bytes, dtype=np.uint8)
             for token in range(inside):
                 used[own_bytes(c.record, token)] = 1
-            part[-1] *= memory.put(used)
-    exact: tuple[Tensor, ...] = ()
+            pages[-1] *= memory.put(used)
+        tail = None if memory.tails is None else memory.tails[layer]
+        exact = None if tail is None else tail[seq._row].index_select(1, held)
+        yield LayerTokens(pages, exact)
+
+
+def _exported(
+    memory: PoolMemory, books: Books, seq: PoolSequence, layers: list[LayerTokens]
+) -> ExportedSequence:
+    pages = tuple(layer.pages for layer in layers)
+    exact = tuple(layer.exact for layer in layers if layer.exact is not None)
     first = books.rings.first[seq._row]
-    if memory.tails is not None:
-        held = memory.put(books.rings.rows(seq._length, first))
-        exact = tuple(tail[seq._row].index_select(1, held) for tail in memory.tails)
     return ExportedSequence(deepcopy(memory.fingerprint), seq._length, first, pages, exact)
 
 
-def adopt_sequence(memory: PoolMemory, books: Books, exported: ExportedSequence) -> PoolSequence:
-    """A new sequence of the exported tokens; see PagedKVPool.adopt."""
+def export_sequence(memory: PoolMemory, books: Books, seq: PoolSequence) -> ExportedSequence:
+    """A copy of the sequence, on the pool's device."""
+    return _exported(memory, books, seq, list(tokens_by_layer(memory, books, seq)))
+
+
+def copy_to_host(memory: PoolMemory, books: Books, seq: PoolSequence) -> ExportedSequence:
+    """A copy of the sequence in the host's memory, which no device is still writing to.
+
+    The device has room for one layer at a time: a pool that swaps is full.
+    """
+    layers = []
+    for pages, exact in tokens_by_layer(memory, books, seq):
+        layers.append(LayerTokens(_on_host(pages), None if exact is None else _on_host(exact)))
+    if memory.device.type == "cuda":
+        torch.cuda.current_stream(memory.device).synchronize()
+    return _exported(memory, books, seq, layers)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """The tensor in the host's memory: pinned, and still being copied, if it is on a GPU."""
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def adopt_sequence(
+    memory: PoolMemory, books: Books, exported: ExportedSequence, places: Places | None = None
+) -> PoolSequence:
+    """A new sequence of the exported tokens; see PagedKVPool.adopt.
+
+    places: where its pages may still be; they are shared then, instead of copied.
+    """
     found = _differences(exported.fingerprint, memory.fingerprint)
     if found:
         raise ValueError("these pages do not fit this pool: " + "; ".join(found))
@@ -76,18 +216,20 @@ def adopt_sequence(memory: PoolMemory, books: Books, exported: ExportedSequence)
     books.check_length(length)
     first = first_after_store(exported.ring_first, length, rings.size)
     row = books.free_row()
-    numbers = books.top(length)
-    chosen = memory.put(numbers.astype(np.int64))
+    numbers, missing = books.pages_again(length, places)
+    chosen = memory.put(numbers[missing].astype(np.int64))
     for mine, part in zip(memory.pages, exported.pages, strict=True):
-        mine.index_copy_(0, chosen, part.to(memory.device))
+        if len(missing) < len(numbers):
+            part = part[torch.from_numpy(missing).to(part.device)]
+        mine.index_copy_(0, chosen, part.to(memory.device, non_blocking=True))
     if memory.tails is not None:
         sinks, rows = min(length, rings.sinks), rings.rows(length, first)
         on = memory.put(rows)
         for tail, part in zip(memory.tails, exported.exact, strict=True):
             recent = part[:, part.shape[1] - (len(rows) - sinks) :]
             part = torch.cat([part[:, :sinks], recent], dim=1)
-            tail[row].index_copy_(1, on, part.to(memory.device))
-    return books.add_filled(numbers, length, first)
+            tail[row].index_copy_(1, on, part.to(memory.device, non_blocking=True))
+    return books.add_filled(numbers, missing, length, first)
 
 
 def _check_tensors(memory: PoolMemory, books: Books, exported: ExportedSequence) -> None:

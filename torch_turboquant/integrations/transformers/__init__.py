@@ -34,6 +34,10 @@ be saved; the file names the model's shape and RoPE, and is refused by any other
 Layers. All layers have one configuration unless `boundary_layers` or `layer_presets` say otherwise
 (torch_turboquant.layer_choice).
 
+Eviction. With keep below 1, layers with full attention store a part of the prompt only
+(torch_turboquant.eviction). What stays carries its positions in its keys, so nothing else changes:
+masks, positions and get_seq_length count all tokens, pages and the exact tail those that stay.
+
 Memory. Everything of a layer lives on the device that the layer's keys come from. Layers that are
 alike share the allocation of their first pages, and another one of their tails, as far as a prompt
 is short; those of the static form do not. Without `max_cache_len` a prompt gets the pages that it

@@ -471,7 +471,7 @@ def _attention(
     if not lifecycle.sequences.forward.traced and is_dynamo_compiling():
         return _attention_uncompiled(previous, module, query, key, value, attention_mask, **kwargs)
     layer = cache.layers[module.layer_idx]
-    if lifecycle.attended(layer, module, query, key, value):
+    if lifecycle.attended(layer, module, query, key, value, kwargs.get("scaling")):
         original = cache.binding.original(module)
         return original(module, query, key, value, attention_mask, **kwargs)
     return layer.attend(module, query, key, value, **kwargs)

@@ -6,8 +6,8 @@ import inspect
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,17 @@ from transformers.cache_utils import Cache
 
 from torch_turboquant import _checks
 from torch_turboquant.centers import differences
-from torch_turboquant.config import NAMED_PRESETS, PRESETS, CacheConfig, did_you_mean, find_preset
+from torch_turboquant.config import (
+    NAMED_PRESETS,
+    OTHER_NAMES,
+    PRESETS,
+    CacheConfig,
+    did_you_mean,
+    find_preset,
+)
 from torch_turboquant.config import preset as preset_config
-from torch_turboquant.integrations.transformers import centers
+from torch_turboquant.eviction import Eviction, Policy
+from torch_turboquant.integrations.transformers import centers, saving
 from torch_turboquant.integrations.transformers.binding import Attachable
 from torch_turboquant.integrations.transformers.constants import ConstantsByDevice
 from torch_turboquant.integrations.transformers.latent import LatentLayer
@@ -43,6 +51,9 @@ from torch_turboquant.integrations.transformers.uncompressed import (
 from torch_turboquant.latent import LatentConfig, latent_preset
 from torch_turboquant.layer_choice import LayerChoice, layer_configs
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Centers = Tensor | Sequence[Tensor | None] | Mapping[int, Tensor]
 LayerPresets = Mapping[int, LayerChoice] | Sequence[LayerChoice]
 
@@ -57,8 +68,9 @@ class TurboQuantCache(Attachable, Cache):
     `detach` it (or use it in a `with` statement) when the model should be as before. Several caches
     may be attached to one model at a time, and used by a thread each.
 
-    `copy.deepcopy` makes a cache that goes its own way, attached to the same model. `pickle` and
-    `torch.save` write what is in use; what is loaded again has to be attached (`attach`).
+    `copy.deepcopy` makes a cache that goes its own way, attached to the same model. `save` and
+    `load` do so by a file, for the same model only. `pickle` and `torch.save` write what is in use
+    as well; what is loaded again has to be attached (`attach`).
     """
 
     def __init__(
@@ -74,6 +86,8 @@ class TurboQuantCache(Attachable, Cache):
         boundary_layers: int = 0,
         boundary_preset: str = "k8v8",
         static: bool = False,
+        keep: float = 1.0,
+        evict: str | Policy = "snapkv",
     ) -> None:
         """See `for_model`.
 
@@ -89,8 +103,14 @@ class TurboQuantCache(Attachable, Cache):
             raise ValueError("max_batch_size, max_q_len and max_cache_len must be positive")
         if static and max_cache_len is None:
             raise ValueError("a static cache needs its max_cache_len")
+        eviction = Eviction(keep, evict, config.sink_tokens, config.recent_window)
         model = unwrapped(model)
         windows, latent = layer_windows(model), latent_dims(model)
+        if eviction.evicts and 0 not in windows:
+            raise ValueError(
+                f"keep is {keep}, but {type(model).__name__} has no layer with full attention: "
+                "layers with a sliding window keep what they see, so leave keep out"
+            )
         if latent:
             _check_latent(config, latent, layer_presets, boundary_layers)
             center = _latent_centers(model, config, center)
@@ -126,6 +146,7 @@ class TurboQuantCache(Attachable, Cache):
             learned_center=learned,
             static=static,
             windows=windows,
+            eviction=eviction,
         )
         self.windows = windows
         layers = plain_layers(model)
@@ -138,7 +159,8 @@ class TurboQuantCache(Attachable, Cache):
             constants.on(device)  # here, because a first forward would wait for it
         for index, config in packed.items():
             kind = LatentLayer if latent else TurboQuantLayer
-            layers[index] = kind(index, config, self.sequences, constants, windows[index])
+            of_layer = replace(eviction, seed=index)
+            layers[index] = kind(index, config, self.sequences, constants, windows[index], of_layer)
         self.packed = [layer for layer in layers if isinstance(layer, TurboQuantLayer)]
         self.lifecycle = Lifecycle(self.sequences, self.packed)
         if max_cache_len is not None and not static and device.type != "meta":
@@ -179,6 +201,8 @@ class TurboQuantCache(Attachable, Cache):
         boundary_layers: int = 0,
         boundary_preset: str = "k8v8",
         static: bool = False,
+        keep: float = 1.0,
+        evict: str | Policy = "snapkv",
         **overrides: Any,
     ) -> TurboQuantCache:
         """A cache for `model`, attached to it.
@@ -218,6 +242,13 @@ class TurboQuantCache(Attachable, Cache):
                 after the prompt can be compiled and captured in CUDA graphs. A center is learned
                 from the first forward, however short. Later forwards need no attention_mask; if
                 you pass one, it is ignored.
+            keep: the share of a prompt's tokens that layers with full attention keep, above 0 and
+                up to 1 (all). The others leave before they are stored. sink_tokens and
+                recent_window always stay, so that shorter prompts lose nothing. The prompt is the
+                first forward whose tokens are stored; what comes later stays. max_cache_len then
+                counts the tokens that stay.
+            evict: which tokens stay: "snapkv", "keydiff", "streaming" or "random", or a function of
+                queries, keys and values (torch_turboquant.eviction).
 
         Raises:
             TypeError: an option that does not exist, or a model in float64.
@@ -249,6 +280,8 @@ class TurboQuantCache(Attachable, Cache):
             boundary_layers=boundary_layers,
             boundary_preset=boundary_preset,
             static=static,
+            keep=keep,
+            evict=evict,
         )
 
     def attach(self, model: nn.Module) -> None:
@@ -273,6 +306,50 @@ class TurboQuantCache(Attachable, Cache):
         """
         return {**super().__getstate__(), "center": _own(self.center)}
 
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Writes what the cache holds of its tokens to a safetensors file (needs safetensors).
+
+        The file has the size of what is in use: pages with tokens, and the exact tail of as many
+        sequences. It is written under another name first, so that `path` never names half a file;
+        a file that was there is replaced.
+
+        Returns:
+            Bytes of the file.
+
+        Raises:
+            OSError: the file cannot be written.
+            RuntimeError: the cache is detached, or a forward is running on it.
+            ValueError: it holds no tokens.
+        """
+        return saving.save(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        max_batch_size: int | None = None,
+        max_cache_len: int | None = None,
+        evict: Policy | None = None,
+    ) -> Self:
+        """The cache of a file of `save`, attached to `model` and on its devices.
+
+        What is generated with it is bit for bit what the saved cache would have given.
+
+        Args:
+            path: of the file.
+            model: with the shape, RoPE and weights of the one that the cache was saved with.
+            max_batch_size, max_cache_len: as in `for_model`; None: those of the saved cache.
+            evict: the policy of a cache that was made with a function, which no file can hold.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is no file of `save`, is cut short, has another format, or holds a cache
+                of another model; its tokens do not fit into the sizes given.
+        """
+        return saving.load(cls, path, model, max_batch_size, max_cache_len, evict)
+
     # -- what changes the sequences
 
     def reset(self) -> None:
@@ -287,6 +364,10 @@ class TurboQuantCache(Attachable, Cache):
 
         Up to max_q_len - 1 tokens nothing else changes. Beyond that, tokens which the ring of the
         tail no longer holds are read from their codes until new ones have come.
+
+        Raises:
+            RuntimeError: what was there before cannot be had again: tokens of a prompt that has
+                lost some (keep below 1), of a sliding window, or states of other layers.
         """
         tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted generation
         if tokens_to_remove > 0 and _CROPS_TO_LENGTH:
@@ -384,14 +465,16 @@ class TurboQuantCache(Attachable, Cache):
     def memory_by_layer(self) -> list[dict[str, int]]:
         """The same for each layer with keys and values."""
         self.sequences.pull()
-        used = [math.ceil(n / self.config.page_size) for n in self.sequences.lengths()]
         out = []
         for layer in self.packed:
+            lengths = self.sequences.lengths(layer.thinned)
+            used = [math.ceil(n / self.config.page_size) for n in lengths]
             allocated = nbytes(layer.pages)
             pages = 0
             if layer.pages is not None and self.sequences.encoded:
-                owned = self.sequences.window_pages(layer.sliding_window)
-                pages = sum(min(n, owned) for n in used) * (allocated // layer.pages.shape[0])
+                pages = sum(min(n, layer.owned_pages) for n in used) * (
+                    allocated // layer.pages.shape[0]
+                )
             tail = nbytes(layer.ring)
             tables = sum(nbytes(t) for t in layer.tables or ())
             waiting = sum(nbytes(t) for t in layer.waiting or ())
@@ -449,7 +532,7 @@ def _latent_config(
         return UncompressedLatents(*dims, **overrides)
     half = torch.float16 if dtype == torch.float16 else torch.bfloat16
     changes: dict[str, Any] = {"rope_dtype": half}
-    if preset in PRESETS or preset in NAMED_PRESETS:
+    if preset in (*PRESETS, *NAMED_PRESETS, *OTHER_NAMES):
         both = find_preset(preset)
         changes |= {"bits": both.key_bits, "grid": both.key_grid}
         if preset in NAMED_PRESETS:

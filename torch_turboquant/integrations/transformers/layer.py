@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from torch_turboquant import _checks
 from torch_turboquant.batch import AttentionOptions
+from torch_turboquant.eviction import Eviction
 from torch_turboquant.integrations.transformers.compiling import uncompiled
 from torch_turboquant.integrations.transformers.constants import ConstantsByDevice
 from torch_turboquant.integrations.transformers.sequences import (
@@ -53,12 +54,15 @@ class TurboQuantLayer(CacheLayerMixin):
         sequences: Sequences,
         constants: ConstantsByDevice,
         sliding_window: int,
+        eviction: Eviction,
     ) -> None:
         super().__init__()
         self.index, self.config, self.sequences = index, config, sequences
         self.constants = constants
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window > 0
+        self.eviction = eviction
+        self.thinned = eviction.evicts and not sliding_window  # whether its prompts lose tokens
         self.is_compileable = sequences.static
         self.kv_heads = 0  # until it is known with its dtype and device
         self.dtype, self.device = torch.float32, torch.device("cpu")
@@ -119,7 +123,12 @@ class TurboQuantLayer(CacheLayerMixin):
     @property
     def owned_pages(self) -> int:
         """Pages of a sequence; the rest of its tokens the layer's window has left."""
-        return self.sequences.window_pages(self.sliding_window)
+        return self.sequences.window_pages(self.sliding_window, self.thinned)
+
+    def piece(self, index: int) -> Piece:
+        """The layer's tokens and memory in a piece of the running forward."""
+        forward = self.sequences.forward
+        return forward.piece(index, self.device, self.owned_pages, self.thinned)
 
     def wanted(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and types of the layer's pages, and of its ring if it has one."""
@@ -142,7 +151,7 @@ class TurboQuantLayer(CacheLayerMixin):
         """The layer's first memory: zeros."""
         self.paged = self.make_paged(pages, ring)
         if self.sequences.static:
-            self.sequences.counters_on(self.device, self.owned_pages)
+            self.sequences.counters_on(self.device, self.owned_pages, self.thinned)
             fixed(pages, ring)
 
     def take_center(self, center: Tensor) -> None:
@@ -190,7 +199,8 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.paged is not None:
             rows, batch = self.sequences.rows, self.sequences.batch
             pages = self.pages.unflatten(0, (rows, -1))
-            held = pages[:batch, : self.sequences.pages_in_use(pages.shape[1])].clone()
+            used = self.sequences.pages_in_use(pages.shape[1], self.thinned)
+            held = pages[:batch, :used].clone()
             ring = None if self.ring is None else self.ring[:batch].clone()
             state["memory"] = pages.shape[1], held, ring
         return state
@@ -265,8 +275,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self.waiting = self._handed
         elif not forward.exact:
             self.reserve()
-            piece = forward.piece(0, self.device, self.owned_pages)
-            self.store(piece, key_states.transpose(1, 2), value_states.transpose(1, 2))
+            self.store(self.piece(0), key_states.transpose(1, 2), value_states.transpose(1, 2))
         return self._handed
 
     def store(self, piece: Piece, keys: Tensor, values: Tensor) -> None:
@@ -329,7 +338,7 @@ class TurboQuantLayer(CacheLayerMixin):
             query = query.to(self.dtype)
         outputs = []
         for index in range(len(forward.pieces)):
-            piece = forward.piece(index, self.device, self.owned_pages)
+            piece = self.piece(index)
             if index > 0:  # update has stored the first one
                 self.store(piece, key.transpose(1, 2), value.transpose(1, 2))
             out, _ = self.paged.attend(_tokens(query.transpose(1, 2), piece), piece.batch, options)
@@ -387,7 +396,7 @@ class TurboQuantLayer(CacheLayerMixin):
     def get_seq_length(self) -> int | Tensor:
         sequences = self.sequences
         if isinstance(sequences.forward, Step):
-            return sequences.counters[self.device].columns
+            return sequences.counters[self.device, self.thinned].columns
         sequences.pull()
         return sequences.columns
 
@@ -397,7 +406,7 @@ class TurboQuantLayer(CacheLayerMixin):
         return self.sequences.columns + query_length, 0
 
     def get_max_length(self) -> int:
-        return self.sequences.max_len or -1
+        return self.sequences.most_columns or -1
 
     def get_max_cache_shape(self) -> int:
         return self.get_max_length()

@@ -11,8 +11,9 @@
 
 An exact forward (the prompt) is settled later than it is attended, because the centers of several
 layers are learned by one call, and because what it stores is needed by the next forward only.
-Settling has three parts: learn centers, allocate memory, encode. They come in this order so that
-the memory takes the place of what learning has needed.
+Settling has four parts: learn centers, evict tokens, allocate memory, encode. They come in this
+order so that centers are those of all tokens, and the memory takes the place of what has gone. The
+scores by which tokens are evicted come earlier: `attended` sees the queries.
 
 This module knows sequences and layers. What calls it around the decoder (binding.py) and the user's
 object (cache.py) know this module.
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torch_turboquant.eviction import OBSERVED, kept_tokens
 from torch_turboquant.integrations.transformers.centers import learn, query_energies
 from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
 from torch_turboquant.integrations.transformers.sequences import Forward, Sequences
@@ -51,6 +53,7 @@ class Pending:
     query: Tensor | None  # where scales of channels are to be learned, until it is measured
     key: Tensor
     value: Tensor
+    scores: Tensor | None = None  # of tokens that may be evicted, float32 [batch, heads, tokens]
     energy: Tensor | None = None  # of the queries (query_energies)
 
 
@@ -121,17 +124,22 @@ class Lifecycle:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        scaling: float | None = None,
     ) -> bool:
         """After a layer's `update`: whether the model's own attention runs on these tensors.
 
-        It does in an exact forward, whose tokens are noted here and settled later. Learning needs
-        the query [batch, heads, new, head_dim], which `update` does not see.
+        It does in an exact forward, whose tokens are noted here and settled later. Learning and
+        eviction need the query [batch, heads, new, head_dim], which `update` does not see; scaling
+        is the factor of its scores (None: 1 / sqrt(head_dim)).
         """
-        key, value = layer.take_back(module, key, value)
+        attended, (key, value) = (key, value), layer.take_back(module, key, value)
         forward = self.sequences.forward
         if forward.exact:
             kept = query if forward.learns_scales else None
-            self.pending.append(Pending(layer, kept, key.to(layer.dtype), value))
+            scores = None
+            if forward.evicts and layer.thinned:
+                scores = _score(layer, query, *attended, scaling, forward)
+            self.pending.append(Pending(layer, kept, key.to(layer.dtype), value, scores))
             layers = len(self.pending)
             if layers * forward.batch * forward.total >= _TOGETHER:
                 self._settle()
@@ -170,6 +178,8 @@ class Lifecycle:
         if forward.encode and not sequences.center_known:
             _measure(pending, forward)
             _learn(pending, forward)
+        if forward.evicts:
+            _evict(pending, forward)
         if forward.encode or sequences.max_len:
             allocate([one.layer for one in pending])
         if forward.encode:
@@ -203,6 +213,34 @@ def _learn(pending: list[Pending], forward: Forward) -> None:
             one.layer.take_center(center)
 
 
+def _score(
+    layer: TurboQuantLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    forward: Forward,
+) -> Tensor:
+    """What the layer's policy gives to the tokens that attention gets, padding included.
+
+    A latent row serves all heads: its score is the mean of theirs.
+    """
+    factor = 1.0 if scaling is None else scaling * query.shape[3] ** 0.5
+    observed = query[:, :, -OBSERVED:] * factor
+    scores = layer.eviction.scores(observed, key, value, forward.lengths(forward.total))
+    return scores.unflatten(1, (layer.kv_heads, -1)).mean(2)
+
+
+def _evict(pending: list[Pending], forward: Forward) -> None:
+    """Leaves of the pending tokens those that stay, and less padding."""
+    lengths = forward.lengths(forward.total)
+    for one in pending:
+        if one.scores is not None:
+            columns = one.layer.eviction.columns(one.scores, lengths)
+            one.key, one.value = kept_tokens(one.key, columns), kept_tokens(one.value, columns)
+            one.scores = None
+
+
 def allocate(layers: list[TurboQuantLayer]) -> None:
     """Memory for what layers are about to store; the first pages of equal layers are one piece.
 
@@ -231,11 +269,11 @@ def _store(pending: list[Pending], forward: Forward) -> None:
 
     def key(one: Pending) -> Any:
         layer = one.layer
-        return layer.device, layer.owned_pages, id(layer.config), one.key.shape
+        return layer.device, layer.owned_pages, layer.thinned, id(layer.config), one.key.shape
 
     for group in _alike(pending, key):
         first = group[0].layer
-        piece = forward.piece(0, first.device, first.owned_pages)
+        piece = first.piece(0)
         # nobody wants gradients (`update` has seen to that): without their records the op takes
         # less of the host's time
         with torch.inference_mode():

@@ -1,7 +1,9 @@
 """Which sequences are in a cache and how long they are, and what one forward does with them.
 
 All layers share what is here. A *column* is a position of the batch as the model sees it, left
-padding included; a *position* is the place of a token in its own sequence.
+padding included; a *place* is where a token stands in the pages and the tail of its own sequence.
+Places count from 0 and leave out padding, and in layers that evict also the tokens that were
+evicted; the model's positions, which keys carry, never change.
 
 Two plans of a forward do the same arithmetic. `Forward` works on host integers, for every kind of
 forward. `Step` works on tensors of the device, for the static form once its prompt is stored: it
@@ -22,10 +24,12 @@ from torch.compiler import is_dynamo_compiling
 
 from torch_turboquant.batch import AttentionBatch
 from torch_turboquant.centers import CENTER_TOKENS
+from torch_turboquant.eviction import Eviction
 from torch_turboquant.integrations.transformers.tensors import fixed, put_together
 from torch_turboquant.integrations.transformers.uncompressed import AnyConfig
 from torch_turboquant.tail import Counters, Rings, owned_pages, owned_slots
 
+_NOTHING_LEAVES = Eviction()
 _GROWTH = 10  # a growing cache takes a tenth more pages at a time, or as many as are needed
 
 
@@ -45,21 +49,27 @@ class Pieces:
 
     exact: bool  # attend with the model's own attention
     encode: bool  # write pages in this forward
+    evicts = False  # tokens leave before they are stored
     learns_scales = False  # of channels: queries are measured
     traced = False  # by torch.compile, if it runs
 
     def __init__(self, batch: int, new: int, columns: list[tuple[int, int]]) -> None:
         self.batch, self.new, self.pieces = batch, new, columns
-        self._built: dict[tuple[int, torch.device, int], Piece] = {}
+        self._built: dict[tuple[int, torch.device, int, bool], Piece] = {}
 
-    def piece(self, index: int, device: torch.device, pages: int) -> Piece:
-        """The index-th piece of `pieces` on `device`, for a layer with `pages` pages a sequence."""
-        key = index, device, pages
+    def piece(self, index: int, device: torch.device, pages: int, thinned: bool) -> Piece:
+        """The index-th piece of `pieces` on `device`.
+
+        For a layer with `pages` pages a sequence, which evicts tokens (thinned) or keeps all.
+        """
+        key = index, device, pages, thinned
         if key not in self._built:
-            self._built[key] = self._build(*self.pieces[index], device, pages)
+            self._built[key] = self._build(*self.pieces[index], device, pages, thinned)
         return self._built[key]
 
-    def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
+    def _build(
+        self, first: int, last: int, device: torch.device, pages: int, thinned: bool
+    ) -> Piece:
         raise NotImplementedError
 
 
@@ -68,9 +78,10 @@ class Forward(Pieces):
 
     def __init__(self, sequences: Sequences, batch: int, new: int, pads: list[int]) -> None:
         self.past, self.total, self.pads = sequences.columns, sequences.columns + new, pads
-        self.pages, self.page_size = sequences.pages, sequences.config.page_size
+        self.places, self.page_size = sequences.places, sequences.config.page_size
         self.sink_tokens = sequences.config.sink_tokens
-        self.rings = sequences.rings.snapshot()  # before this forward
+        # before this forward
+        self.rings = {kind: places.rings.snapshot() for kind, places in self.places.items()}
         after_sinks = sum(max(0, length - self.sink_tokens) for length in self.lengths(self.total))
         self.exact = self.past == 0 or not sequences.encoded
         enough = after_sinks >= CENTER_TOKENS or sequences.static
@@ -79,13 +90,24 @@ class Forward(Pieces):
         self.learns_scales = self.encode and unknown and sequences.learned_center == "auto"
         whole = [(0, self.total)] if self.encode else []
         super().__init__(batch, new, whole if self.exact else sequences.pieces(self.past, new))
+        self.evicted = sequences.evicted or [0] * batch
+        if self.exact and self.encode and sequences.eviction.evicts:
+            lengths = self.lengths(self.total)
+            self.evicted = [n - sequences.eviction.count(n) for n in lengths]
+            self.evicts = any(self.evicted)
         self.padded = any(pads)
         self.skipped = min(self.sink_tokens, max(self.lengths(self.total)) - 1)
         self._chosen: dict[tuple[torch.device, int], Tensor] = {}
 
-    def lengths(self, column: int) -> list[int]:
-        """Tokens of every sequence among the columns before `column`."""
-        return [max(0, column - pad) for pad in self.pads]
+    def lengths(self, column: int, thinned: bool = False) -> list[int]:
+        """Tokens of every sequence among the columns before `column`; thinned: those that stay."""
+        return [max(0, column - before) for before in self.before(thinned)]
+
+    def before(self, thinned: bool) -> list[int]:
+        """Columns of every sequence that take no place, in layers that evict tokens or keep all."""
+        if not thinned:
+            return self.pads
+        return [pad + evicted for pad, evicted in zip(self.pads, self.evicted, strict=True)]
 
     def after_sinks(self, layers: list[Tensor]) -> tuple[list[Tensor], int]:
         """The same layers without padding, and how many of their first tokens are sinks.
@@ -103,21 +125,26 @@ class Forward(Pieces):
             self._chosen[key] = (place >= self.skipped).flatten().nonzero()[:, 0].to(key[0])
         return [chosen_tokens(x, self._chosen[key]) for x in layers], 0
 
-    def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
+    def _build(
+        self, first: int, last: int, device: torch.device, pages: int, thinned: bool
+    ) -> Piece:
         # numpy: all of it is a few integers, and its calls take a third of torch's time
-        lengths = np.array(self.lengths(last), dtype=np.int32)
-        position = np.arange(first, last) - np.array(self.pads)[:, None]
-        slots = owned_slots(np.arange(self.batch), position, pages * self.page_size)
-        if pages < self.pages:  # a prompt longer than its window: later tokens take these slots
+        before, longest = np.array(self.before(thinned)), self.places[thinned].pages
+        if thinned and self.evicts:
+            first = before.min()  # as many columns as the most tokens that stay
+        lengths = np.maximum(last - before, 0).astype(np.int32)
+        place = np.arange(first, last) - before[:, None]
+        slots = owned_slots(np.arange(self.batch), place, pages * self.page_size)
+        if pages < longest:  # a prompt longer than its window: later tokens take these slots
             last_page = (lengths - 1)[:, None] // self.page_size
-            slots[position // self.page_size <= last_page - pages] = -1
+            slots[place // self.page_size <= last_page - pages] = -1
         arrays = {
             "slot_mapping": slots.ravel(),
             "seq_lens": lengths,
             "tail_slots": np.arange(self.batch),
         }
-        if max(self.pads) > first:
-            arrays["real"] = (position >= 0).ravel().nonzero()[0]
+        if before.max() > first:
+            arrays["real"] = (place >= 0).ravel().nonzero()[0]
             arrays["slot_mapping"] = arrays["slot_mapping"][arrays["real"]]
             counts = np.minimum(lengths, last - first)
             arrays["cu_seqlens_q"] = np.append(0, counts.cumsum()).astype(np.int32)
@@ -125,15 +152,13 @@ class Forward(Pieces):
             steps = np.arange(self.batch + 1, dtype=np.int32)
             arrays["cu_seqlens_q"] = steps * np.int32(last - first)
         if not self.exact:
-            arrays["block_table"] = owned_pages(self.batch, self.pages, pages)
-            arrays["tail_valid"] = self.rings.valid(range(self.batch), lengths)
+            arrays["block_table"] = owned_pages(self.batch, longest, pages)
+            arrays["tail_valid"] = self.rings[thinned].valid(range(self.batch), lengths)
         placed = dict(zip(arrays, put_together(list(arrays.values()), device), strict=True))
         real = placed.pop("real", None)
-        start = 0 if self.exact else self.past  # the column that keys and queries begin with
-        columns = (
-            None if (first, last) == (start, self.total) else slice(first - start, last - start)
-        )
-        return Piece(columns, real, AttentionBatch(max_q_len=last - first, **placed))
+        whole = self.exact or (first, last) == (self.past, self.total)
+        columns = None if whole else slice(first - self.past, last - self.past)
+        return Piece(columns, real, AttentionBatch(max_q_len=int(last - first), **placed))
 
 
 class Step(Pieces):
@@ -150,11 +175,14 @@ class Step(Pieces):
         # without a look at the device from here: on a GPU the process stops at this assertion
         torch._assert_async(longest <= sequences.max_len, sequences.full)
 
-    def _build(self, first: int, last: int, device: torch.device, pages: int) -> Piece:
+    def _build(
+        self, first: int, last: int, device: torch.device, pages: int, thinned: bool
+    ) -> Piece:
         sequences, batch, new = self.sequences, self.batch, last - first
-        counters, page_size = sequences.counters[device], sequences.config.page_size
+        counters = sequences.counters[device, thinned]
+        page_size = sequences.config.page_size
         entries, lengths = counters.entries[:batch], counters.lengths(last)
-        position = (lengths[:batch] - new)[:, None] + torch.arange(new, device=device)
+        place = (lengths[:batch] - new)[:, None] + torch.arange(new, device=device)
         cu_seqlens_q = None
         if new > 1:
             cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * new
@@ -162,8 +190,8 @@ class Step(Pieces):
             None if new == self.new else slice(first, last),
             None,
             AttentionBatch(
-                slot_mapping=owned_slots(entries, position, pages * page_size).flatten(),
-                block_table=sequences.tables[device][pages][:batch],
+                slot_mapping=owned_slots(entries, place, pages * page_size).flatten(),
+                block_table=sequences.tables[device, thinned, pages][:batch],
                 seq_lens=lengths[:batch],
                 cu_seqlens_q=cu_seqlens_q,
                 max_q_len=new,
@@ -188,6 +216,48 @@ def chosen_tokens(x: Tensor, chosen: Tensor | None) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1).index_select(0, chosen).transpose(0, 1)[None]
 
 
+class Places:
+    """Where tokens stand in the pages and tails of layers that keep the same of them."""
+
+    def __init__(self, config: AnyConfig, rows: int, max_len: int | None, max_q_len: int) -> None:
+        self.rings, self.page_size = Rings(config, rows, max_q_len), config.page_size
+        self.pages = math.ceil(max_len / self.page_size) if max_len else 0  # of a sequence
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is stored."""
+        self.rings.select([])
+        self.stored = [0] * len(self.rings.first)  # up to which each row has ever been stored
+
+    def note_stored(self, lengths: list[int]) -> None:
+        """Tokens have been written up to `lengths`: the ring and windows have lost older ones."""
+        for row, length in enumerate(lengths):
+            self.rings.stored(row, length)
+            self.stored[row] = max(self.stored[row], length)
+
+    def clamp_ring(self, lengths: list[int]) -> None:
+        """Sequences have these lengths now."""
+        for row, length in enumerate(lengths):
+            self.rings.cut(row, length)
+
+    def select(self, rows: list[int]) -> None:
+        """Sequence i becomes a copy of the former sequence rows[i]."""
+        self.rings.select(rows)
+        self.stored = [self.stored[r] for r in rows] + [0] * (len(self.stored) - len(rows))
+
+    def grow(self, longest: int, begun: bool) -> None:
+        """Counts pages for `longest` tokens of a sequence; layers take them as they come to store.
+
+        The first ones are just enough. Later ones are a tenth more than there were, since every
+        growth copies what is stored: that adds up to ten copies of each page in the end, where page
+        by page would copy each as often as others follow it.
+        """
+        needed = math.ceil(longest / self.page_size)
+        if needed > self.pages:
+            more = math.ceil(self.pages / _GROWTH) if begun else 0
+            self.pages = max(needed, self.pages + more)
+
+
 class Sequences:
     """Lengths, left padding and page counts of the batch, shared by all layers.
 
@@ -204,25 +274,32 @@ class Sequences:
         learned_center: str | None,
         static: bool,
         windows: list[int | None],
+        eviction: Eviction = _NOTHING_LEAVES,
     ) -> None:
         self.config, self.rows, self.max_len, self.max_q_len = config, rows, max_len, max_q_len
-        self.rings = Rings(config, rows, max_q_len)
+        self.eviction = eviction
         self.learned_center, self.static = learned_center, static  # "auto", "mean" or None
         self.has_states = None in windows  # layers with a state that nothing can take back
         self.windows = sorted({window for window in windows if window})
-        self.pages = math.ceil(max_len / config.page_size) if max_len else 0
+        # by whether a layer evicts tokens; what stays of a sequence has max_len places
+        self.most_columns = math.ceil(max_len / eviction.keep) if max_len else None
+        self.places = {False: Places(config, rows, self.most_columns, max_q_len)}
+        if eviction.evicts:
+            self.places[True] = Places(config, rows, max_len, max_q_len)
         # written here: torch.compile may take max_len for a number that varies
         self.full = f"the tokens do not fit into max_cache_len={max_len}"
         self.forward: Forward | Step | None = None
-        self.counters: dict[torch.device, Counters] = {}
-        self.tables: dict[torch.device, dict[int, Tensor]] = {}  # by the pages of a sequence
-        self.first_counters: Counters | None = None  # of the first layer's device
+        self.counters: dict[tuple[torch.device, bool], Counters] = {}
+        self.tables: dict[tuple[torch.device, bool, int], Tensor] = {}  # by pages of a sequence
+        self.first_counters: Counters | None = None  # of the first layer that fills up first
         self.reset()
 
     def reset(self) -> None:
         self.batch = 0
         self.columns = 0
         self.pads: list[int] = []
+        self.evicted: list[int] = []  # tokens of each sequence
+        self.prompt_end = 0  # the column up to which tokens were evicted; 0: none were
         self._forget_stored()
         self.encoded = False
         self.center_known = self.learned_center is None
@@ -239,18 +316,25 @@ class Sequences:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, forward=None, counters={}, tables={}, first_counters=None)
 
-    def lengths(self) -> list[int]:
-        return [max(0, self.columns - pad) for pad in self.pads]
+    def before(self, thinned: bool) -> list[int]:
+        """Columns of every sequence that take no place, in layers that evict tokens or keep all."""
+        if not thinned:
+            return self.pads
+        return [pad + evicted for pad, evicted in zip(self.pads, self.evicted, strict=True)]
 
-    def pages_in_use(self, owned: int) -> int:
+    def lengths(self, thinned: bool = False) -> list[int]:
+        """Tokens of every sequence; thinned: those that layers have which evict tokens."""
+        return [max(0, self.columns - before) for before in self.before(thinned)]
+
+    def pages_in_use(self, owned: int, thinned: bool) -> int:
         """Pages with tokens of the longest sequence, in a layer where it owns so many."""
-        return min(owned, math.ceil(max(self.lengths(), default=0) / self.config.page_size))
+        longest = max(self.lengths(thinned), default=0)
+        return min(owned, math.ceil(longest / self.config.page_size))
 
-    def window_pages(self, window: int) -> int:
+    def window_pages(self, window: int, thinned: bool = False) -> int:
         """Pages that a sequence owns in a layer: all, or those max_q_len queries can see."""
-        if not window:
-            return self.pages
-        return min(self.pages, self.pages_of_window(window))
+        pages = self.places[thinned].pages
+        return min(pages, self.pages_of_window(window)) if window else pages
 
     def pages_of_window(self, window: int) -> int:
         """Pages that max_q_len queries see through a window, however it lies over them."""
@@ -268,35 +352,35 @@ class Sequences:
 
     # -- the device's counters, in the static form
 
-    def counters_on(self, device: torch.device, pages: int) -> None:
+    def counters_on(self, device: torch.device, pages: int, thinned: bool) -> None:
         """Makes sure that steps find what they need for a layer on `device`."""
         if not self.static:
             return
-        if device not in self.counters:
-            self.counters[device] = Counters(self.rings, device)
-            fixed(*self.counters[device].tensors)
-            self.first_counters = self.first_counters or self.counters[device]
-        tables = self.tables.setdefault(device, {})
-        if pages not in tables:
-            tables[pages] = torch.from_numpy(owned_pages(self.rows, self.pages, pages)).to(device)
-            fixed(tables[pages])
+        if (device, thinned) not in self.counters:
+            counters = self.counters[device, thinned] = Counters(self.places[thinned].rings, device)
+            fixed(*counters.tensors)
+            if self.first_counters is None and thinned is self.eviction.evicts:
+                self.first_counters = counters
+        if (device, thinned, pages) not in self.tables:
+            table = owned_pages(self.rows, self.places[thinned].pages, pages)
+            self.tables[device, thinned, pages] = torch.from_numpy(table).to(device)
+            fixed(self.tables[device, thinned, pages])
 
     def pull(self) -> None:
         """Host integers as the device has them: waits for it."""
         if self.first_counters is not None:
             self.columns = int(self.first_counters.columns)
-            self._note_stored(self.lengths())
+            self._note_stored()
 
     def push(self) -> None:
         """The device's counters as the host has them."""
-        for counters in self.counters.values():
-            counters.set(self.columns, self.pads, self.rings)
+        for (_, thinned), counters in self.counters.items():
+            counters.set(self.columns, self.before(thinned), self.places[thinned].rings)
 
-    def _note_stored(self, lengths: list[int]) -> None:
-        """Tokens have been written up to `lengths`: the ring and windows have lost older ones."""
-        for row, length in enumerate(lengths):
-            self.rings.stored(row, length)
-            self.stored[row] = max(self.stored[row], length)
+    def _note_stored(self, new: int = 0) -> None:
+        """Tokens have been written up to `new` columns behind those that count."""
+        for thinned, places in self.places.items():
+            places.note_stored([length + new for length in self.lengths(thinned)])
 
     # -- forwards
 
@@ -326,26 +410,17 @@ class Sequences:
             return
         if self.encoded:
             self._check_windows(self.lengths())
-        pads = self._left_padding(batch, new, attention_mask)
-        longest = self.columns + new - min(pads)
+        planned = Forward(self, batch, new, self._left_padding(batch, new, attention_mask))
+        longest = max(planned.lengths(planned.total, self.eviction.evicts))
         if self.max_len and longest > self.max_len:
             raise ValueError(f"{longest} tokens do not fit into max_cache_len={self.max_len}")
-        self._grow(math.ceil(longest / self.config.page_size))
-        self.forward = Forward(self, batch, new, pads)
-        if self.forward.encode:
-            # before the forward, not after: a failed one has overwritten older tokens too
-            self._note_stored(self.forward.lengths(self.forward.total))
-
-    def _grow(self, needed: int) -> None:
-        """Counts pages for `needed` of a sequence; layers take them as they come to store.
-
-        The first ones are just enough. Later ones are a tenth more than there were, since every
-        growth copies what is stored: that adds up to ten copies of each page in the end, where page
-        by page would copy each as often as others follow it.
-        """
-        if needed > self.pages:
-            more = math.ceil(self.pages / _GROWTH) if self.columns else 0
-            self.pages = max(needed, self.pages + more)
+        for thinned, places in self.places.items():
+            lengths = planned.lengths(planned.total, thinned)
+            places.grow(max(lengths), begun=self.columns > 0)
+            if planned.encode:
+                # before the forward, not after: a failed one has overwritten older tokens too
+                places.note_stored(lengths)
+        self.forward = planned
 
     def commit(self) -> None:
         """The planned forward has gone through all layers."""
@@ -354,6 +429,8 @@ class Sequences:
             done.commit()
             return
         self.batch, self.columns, self.pads = done.batch, done.total, done.pads
+        self.evicted = done.evicted
+        self.prompt_end = done.total if done.evicts else self.prompt_end
         self.encoded = self.encoded or done.encode
         self.center_known = self.center_known or done.encode
         # not where a sequence has had nothing but padding: more of it may come
@@ -365,11 +442,11 @@ class Sequences:
         done, self.forward = self.forward, None
         if isinstance(done, Step):
             self.pull()
-            self._note_stored([length + done.new for length in self.lengths()])
+            self._note_stored(done.new)
         self.stepping = False  # look again
         self.lost = self.has_states
         if self.batch:
-            self._clamp_ring()
+            self._clamp_rings()
         else:  # a first prompt: whatever it has stored is of no sequence
             self._forget_stored()
         self.push()
@@ -378,11 +455,18 @@ class Sequences:
         """Removes the last `tokens` tokens of every sequence."""
         self.pull()
         kept = max(0, self.columns - tokens)
+        most = self.columns - self.prompt_end + self.eviction.window  # none of these was evicted
+        if self.prompt_end and 0 < kept < self.columns - most:
+            raise RuntimeError(
+                f"tokens of the prompt were evicted (keep={self.eviction.keep}), so crop takes "
+                f"back up to {most} tokens, or all {self.columns}, not {tokens}"
+            )
         self._check_windows([max(0, kept - pad) for pad in self.pads])
         self.columns = kept
-        self._clamp_ring()
+        self._clamp_rings()
         if kept == 0:
             self.batch, self.pads, self.stepping = 0, [], False
+            self.evicted, self.prompt_end = [], 0
             self._forget_stored()
         self.push()
 
@@ -391,7 +475,7 @@ class Sequences:
         size = self.config.page_size
         for window in self.windows:
             pages = self.window_pages(window)
-            for length, stored in zip(lengths, self.stored, strict=False):
+            for length, stored in zip(lengths, self.places[False].stored, strict=False):
                 held = (max(0, stored - 1) // size - pages + 1) * size
                 if length and max(0, length - window + 1) < held:
                     raise RuntimeError(
@@ -401,20 +485,21 @@ class Sequences:
                     )
 
     def _forget_stored(self) -> None:
-        self.rings.select([])
-        self.stored = [0] * self.rows  # up to which each row has ever been stored
+        for places in self.places.values():
+            places.forget()
 
-    def _clamp_ring(self) -> None:
-        for row, length in enumerate(self.lengths()):
-            self.rings.cut(row, length)
+    def _clamp_rings(self) -> None:
+        for thinned, places in self.places.items():
+            places.clamp_ring(self.lengths(thinned))
 
     def select(self, rows: list[int]) -> None:
         """Sequence i becomes a copy of the former sequence rows[i]."""
         self.pull()
         self.batch = len(rows)
         self.pads = [self.pads[r] for r in rows]
-        self.rings.select(rows)
-        self.stored = [self.stored[r] for r in rows] + [0] * (self.rows - len(rows))
+        self.evicted = [self.evicted[r] for r in rows]
+        for places in self.places.values():
+            places.select(rows)
         self.push()
 
     def _check_continues(self, new: int, position_ids: Any) -> None:
