@@ -219,8 +219,8 @@ class Books:
         return seq
 
     def close_up(self, seq: PoolSequence, length: int) -> None:
-        """Keeps `length` tokens, of which the last ones have moved up with their part of the
-        ring."""
+        """Keeps `length` tokens, which have moved up, the last ones with their part of the ring."""
+        self._stamp(self.pages(seq))
         dropped = seq._length - length
         self.rings.first[seq._row] = max(self.rings.first[seq._row] - dropped, 0)
         self.cut(seq, length)
@@ -395,14 +395,22 @@ class Books:
         count = self.pages_of(length)
         there = np.zeros(count, dtype=bool) if places is None else self.still_there(places)
         new = np.flatnonzero(~there)
-        if len(new) > self.num_free:
+        pages = np.zeros(count, dtype=np.int32) if places is None else places.pages.copy()
+        pages[new] = self.top(len(new), length)
+        return pages, new
+
+    def top(self, count: int, length: int) -> np.ndarray:
+        """The next `count` free pages, for `length` tokens: int32; they are still free.
+
+        Raises:
+            PoolExhausted: too few free pages.
+        """
+        if count > self.num_free:
             raise PoolExhausted(
-                f"{len(new)} pages are needed for {length} tokens, {self.num_free} of "
+                f"{count} pages are needed for {length} tokens, {self.num_free} of "
                 f"{self.num_pages} are free"
             )
-        pages = np.zeros(count, dtype=np.int32) if places is None else places.pages.copy()
-        pages[new] = self._top(len(new))
-        return pages, new
+        return self._top(count)
 
     def _top(self, count: int) -> np.ndarray:
         return self._free[self.num_free - count : self.num_free][::-1].copy()

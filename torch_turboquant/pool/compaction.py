@@ -23,7 +23,7 @@ def compact(
     recent = 0 if memory.tails is None else books.rings.size
     length = _checked(memory, books, sequences, kept, recent)
     shared = books.shared_pages(sequences, length)
-    copies = books.top(len(shared) * books.page_size)
+    copies = books.top(len(shared), len(shared) * books.page_size)
     pages = np.array([page for _, _, page in shared], dtype=np.int64)
     memory.copy_pages(pages, copies.astype(np.int64))
     books.leave(shared, copies)
