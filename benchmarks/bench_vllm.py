@@ -3,7 +3,7 @@
 The model has the shape of Llama-3.1-8B and random weights, which do not change the times; every
 cache gets the same memory. The contestants:
 
-    bf16, fp8             FlashAttention 3
+    bf16, fp8             FlashAttention 3; of latent attention what vLLM chooses
     k5v4u, k4v4u, ...     our backend with this preset, with centers and scales of channels from a
                           file, and everything else as it is by default; with :codes the first
                           token of a sequence is not kept exact
@@ -83,6 +83,31 @@ SHAPES = {
         "intermediate_size": 28672,
         "num_hidden_layers": 16,
         "num_attention_heads": 64,
+    },
+    # latent attention (MLA) as in DeepSeek-V2-Lite, with one dense layer's MLP in place of experts
+    "v2-lite-dense": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 27,
+        "vocab_size": 102400,
+        "max_position_embeddings": 132096,
+        "rms_norm_eps": 1e-06,
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "bos_token_id": 100000,
+        "eos_token_id": 100001,
+        "dtype": "bfloat16",
     },
     "tiny": LLAMA_8B
     | {
@@ -191,6 +216,9 @@ def random_weights(worker: Any) -> None:
             weight.data.fill_(1.0)
         else:
             weight.data.normal_(0.0, 1.0 if "embed" in name else 1.28 / weight.shape[1] ** 0.5)
+    for layer in worker.get_model().modules():
+        if hasattr(layer, "kv_lora_rank") and hasattr(layer, "impl"):
+            layer.process_weights_after_loading(torch.bfloat16)  # what it made of its weights
 
 
 def use_layers(worker: Any, layers: int | None, graphs: bool) -> None:
@@ -208,7 +236,9 @@ def use_layers(worker: Any, layers: int | None, graphs: bool) -> None:
 def fill_pages(worker: Any) -> tuple[int, int]:
     """Makes every page of every layer a copy of one that a prompt has filled."""
     caches = worker.model_runner.kv_caches
-    used = (caches[-1][:, 0, -1].contiguous().view(torch.uint8) != 0).flatten(1).any(-1)
+    # The last token tells whether a page is full. Behind latents stands an exact token instead.
+    token = caches[-1][:, 0, 0 if caches[-1].shape[1] == 1 else -1]
+    used = (token.contiguous().view(torch.uint8) != 0).flatten(1).any(-1)
     used, empty = used.nonzero()[:, 0], (~used).nonzero()[:, 0]
     source = used[torch.arange(len(empty), device=used.device) % len(used)]
     for cache in caches:
@@ -322,7 +352,7 @@ def engine_options(config: str, drafts: int, settings: dict[str, Any]) -> dict[s
     if config.startswith(THEIRS):
         options |= {"attention_backend": "TURBOQUANT", "kv_cache_dtype": config}
     elif config in ("bf16", "fp8"):
-        if cuda:
+        if cuda and not settings["latents"]:
             options["attention_backend"] = "FLASH_ATTN"
         if config == "fp8":
             options["kv_cache_dtype"] = "fp8"
@@ -522,6 +552,8 @@ def write_model(shape: dict[str, Any], folder: Path) -> None:
     from torch_turboquant.ops.codec import scaled_center
 
     (folder / "config.json").write_text(json.dumps(shape))
+    if "kv_lora_rank" in shape:
+        return  # latents have no centers
     heads = shape["num_key_value_heads"], shape["head_dim"]
     generator = torch.Generator().manual_seed(0)
     found = [
@@ -610,6 +642,7 @@ def measure_all(arguments: Any, cuda: bool) -> None:
         settings = {
             "model": str(model),
             "cuda": cuda,
+            "latents": "kv_lora_rank" in shape,
             "vocabulary": shape["vocab_size"],
             "longest": max(2048, *(p.context for p in points)) + 512,
             "sequences": arguments.sequences,

@@ -423,7 +423,7 @@ def test_an_engine_has_one_number_of_drafts(engines):
 
 def test_what_an_engine_of_vllm_is_given(engines):
     settings = {"model": "m", "longest": 33280, "sequences": 64, "batched_tokens": 16384}
-    settings |= {"cuda": True, "kv_gib": 72, "tensor_parallel": 1}
+    settings |= {"cuda": True, "kv_gib": 72, "tensor_parallel": 1, "latents": False}
     ours = engines.engine_options("k5v4u", 3, settings)
     assert ours["attention_backend"] == "CUSTOM"
     assert ours["additional_config"] == {"turboquant": {"preset": "k5v4u"}}
@@ -437,6 +437,9 @@ def test_what_an_engine_of_vllm_is_given(engines):
         assert options["compilation_config"]["cudagraph_capture_sizes"][-1] == 64
         same = {"kv_cache_memory_bytes": 72 * 2**30, "attention_backend": "FLASH_ATTN"}
         assert same.items() <= options.items() and "additional_config" not in options
+    settings["latents"] = True  # vLLM chooses itself
+    assert "attention_backend" not in engines.engine_options("bf16", 0, settings)
+    assert engines.engine_options("k5u", 0, settings)["attention_backend"] == "CUSTOM"
 
 
 def test_engines_are_compared_with_bf16(engines):

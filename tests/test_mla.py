@@ -104,7 +104,7 @@ def make_case(
         ring.fill_(torch.nan)
         slots_of_tail = torch.arange(len(lengths)).flip(0)
         slots_of_tail[len(lengths) // 2] = -1  # one sequence has no entry
-        held = tt.Tail(ring, slots_of_tail)
+        held = tt.Tail(ring, torch.stack([slots_of_tail, slots_of_tail + 1], 1)[:, 0])  # a column
         starts = int32(0, *torch.tensor(lengths).cumsum(0).tolist())
         of_tail = {"tail": held, "seq_lens": int32(*lengths), "cu_seqlens_q": starts}
     slot_mapping = torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)

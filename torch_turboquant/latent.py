@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 
 from torch_turboquant.codebook import Codebook
-from torch_turboquant.config import PackedConfig, did_you_mean, refuse_fp8
+from torch_turboquant.config import (
+    NAMED_PRESETS,
+    OTHER_NAMES,
+    PRESETS,
+    PackedConfig,
+    did_you_mean,
+    find_preset,
+    refuse_fp8,
+)
 from torch_turboquant.format import LatentRecord
 from torch_turboquant.ops.codec import Channels, scaled_center
 from torch_turboquant.ops.hadamard import hadamard
@@ -144,6 +152,28 @@ def latent_preset(
     return LatentConfig(latent_dim, rope_dim, **{**LATENT_PRESETS[name]._asdict(), **overrides})
 
 
+def latent_preset_of(
+    name: str, latent_dim: int = 512, rope_dim: int = 64, **overrides: object
+) -> LatentConfig:
+    """The configuration that any preset's name stands for where a model has latents.
+
+    Latents are keys and values in one: of a preset for both, they take what it says of keys.
+
+    Args:
+        name: one of LATENT_PRESETS, or of PRESETS, NAMED_PRESETS or OTHER_NAMES of config.
+        latent_dim, rope_dim, overrides: as in latent_preset.
+
+    Raises:
+        ValueError: an unknown name, or fields that LatentConfig rejects.
+    """
+    if name not in (*PRESETS, *NAMED_PRESETS, *OTHER_NAMES):
+        return latent_preset(name, latent_dim, rope_dim, **overrides)
+    both = find_preset(name)
+    options = NAMED_PRESETS[name].options if name in NAMED_PRESETS else {}
+    keys = {"bits": both.key_bits, "grid": both.key_grid, **options}
+    return LatentConfig(latent_dim, rope_dim, **{**keys, **overrides})  # type: ignore[arg-type]
+
+
 # ---- the constants of a layer
 
 
@@ -196,6 +226,24 @@ def make_latent_tables(
         return tables
     plain = tables.center if tables.center.dim() == 1 else tables.center[0]
     return tables._replace(rotated_center=rotate_latent(plain, tables))
+
+
+def norm_center(weight: Tensor) -> Tensor:
+    """Scales of channels that divide latents by the weight of the norm that they come from.
+
+    Channels of a latent are as large as that weight. Divided by it they are alike, as they have to
+    be to share one scale, and small ones lose nothing to others.
+
+    Args:
+        weight: [latent_dim] of the model's kv_a_layernorm, of any floating dtype.
+
+    Returns:
+        float32 [3, latent_dim] (codec.scaled_center) on the CPU, for make_latent_tables.
+    """
+    size = weight.detach().float().cpu().abs()
+    # a channel without any weight is 0 whatever its scale is
+    scale = 1 / size.clamp(min=max(1e-3 * size.mean().item(), 1e-6))
+    return scaled_center(torch.zeros_like(size), scale / scale.mean())
 
 
 def _make_center(center: Tensor, latent_dim: int, device: torch.device | str) -> Tensor:

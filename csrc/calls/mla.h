@@ -27,7 +27,7 @@ struct MlaStoreCall {
   int64_t page_size, bits, scale_mode;
   ScalarType rope_dtype;                  // of the raw channels in the record: bfloat16 or float16
   OptionalTensor tail;                    // [max_seqs, rows, r + dr] of latent's dtype, any stride of entries, written
-  OptionalTensor tail_slots;              // int32 or int64 [seqs]
+  OptionalTensor tail_slots;              // int32 or int64 [seqs], any stride
   OptionalTensor seq_lens, cu_seqlens_q;  // int32 [seqs], int32 [seqs + 1]
   int64_t sink_tokens;
   bool rotated_tail;  // the tail gets forward(latent * channel_scale) instead of latent
@@ -74,7 +74,7 @@ struct MlaAttentionCall {
   OptionalTensor cu_seqlens_q;  // int32 [seqs + 1]; absent: one query per sequence
   int64_t max_q_len;
   OptionalTensor tail;        // [max_seqs, sink_tokens + ring, r + dr] of q_latent's dtype, any stride of entries
-  OptionalTensor tail_slots;  // int32 or int64 [seqs], -1: this sequence has none
+  OptionalTensor tail_slots;  // int32 or int64 [seqs], any stride, -1: this sequence has none
   OptionalTensor tail_valid;  // int32 [max_seqs, 2]
   int64_t sink_tokens, recent_window;
   OptionalTensor latent_new, rope_new;  // [tokens, r], [tokens, dr] of q_latent's dtype; both or neither
@@ -126,7 +126,7 @@ inline void check_latent_tail(const Tensor& tail, const OptionalTensor& tail_slo
   check_entries(tail, "tail");
   check_sinks(sink_tokens, tail.size(1));
   STD_TORCH_CHECK(tail_slots.has_value(), "tail needs tail_slots");
-  check_slots(*tail_slots, first, "tail_slots", seqs);
+  check_tail_slots(*tail_slots, first, seqs);
 }
 
 // One latent and its raw channels for each of `tokens` tokens; dims of -1 stand for any size.
@@ -157,7 +157,7 @@ inline format::LatentRecord check_mla_store(const MlaStoreCall& c) {
     if (c.tail) {
       check_latent_tail(*c.tail, c.tail_slots, c.latent, seqs, c.latent_dim() + c.rope_dim(), c.sink_tokens);
     } else if (c.tail_slots) {
-      check_slots(*c.tail_slots, c.latent, "tail_slots", seqs);
+      check_tail_slots(*c.tail_slots, c.latent, seqs);
     }
   } else if (c.cu_seqlens_q) {
     check_constant(*c.cu_seqlens_q, c.latent, "cu_seqlens_q", ScalarType::Int, {-1});

@@ -15,14 +15,7 @@ from transformers.cache_utils import Cache
 
 from torch_turboquant import _checks
 from torch_turboquant.centers import differences
-from torch_turboquant.config import (
-    NAMED_PRESETS,
-    OTHER_NAMES,
-    PRESETS,
-    CacheConfig,
-    did_you_mean,
-    find_preset,
-)
+from torch_turboquant.config import CacheConfig, did_you_mean
 from torch_turboquant.config import preset as preset_config
 from torch_turboquant.eviction import Eviction, Policy
 from torch_turboquant.integrations.transformers import centers, saving
@@ -48,7 +41,7 @@ from torch_turboquant.integrations.transformers.uncompressed import (
     AnyConfig,
     UncompressedLatents,
 )
-from torch_turboquant.latent import LatentConfig, latent_preset
+from torch_turboquant.latent import LatentConfig, latent_preset_of
 from torch_turboquant.layer_choice import LayerChoice, layer_configs
 
 if TYPE_CHECKING:
@@ -524,21 +517,11 @@ _CONFIGS = (CacheConfig, LatentConfig, UncompressedLatents)
 def _latent_config(
     preset: str, dims: tuple[int, int], dtype: torch.dtype, overrides: Mapping[str, Any]
 ) -> LatentConfig | UncompressedLatents:
-    """The configuration of latent rows that `for_model` was asked for.
-
-    Latents are keys and values in one: of a preset for both, they take what it says of keys.
-    """
+    """The configuration of latent rows that `for_model` was asked for."""
     if preset == UNCOMPRESSED:
         return UncompressedLatents(*dims, **overrides)
     half = torch.float16 if dtype == torch.float16 else torch.bfloat16
-    changes: dict[str, Any] = {"rope_dtype": half}
-    if preset in (*PRESETS, *NAMED_PRESETS, *OTHER_NAMES):
-        both = find_preset(preset)
-        changes |= {"bits": both.key_bits, "grid": both.key_grid}
-        if preset in NAMED_PRESETS:
-            changes |= NAMED_PRESETS[preset].options
-        return LatentConfig(*dims, **{**changes, **overrides})
-    return latent_preset(preset, *dims, **{**changes, **overrides})
+    return latent_preset_of(preset, *dims, **{"rope_dtype": half, **overrides})
 
 
 def _latent_centers(model: nn.Module, config: Any, center: Any) -> Centers | None:

@@ -20,8 +20,8 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from torch_turboquant import models
+from torch_turboquant.latent import norm_center
 from torch_turboquant.models import Kind, Layer
-from torch_turboquant.ops.codec import scaled_center
 
 EXPAND = "expand_kv"
 """Method of latent attention that makes the keys and values of all heads from latent rows."""
@@ -169,10 +169,7 @@ def _latent_problem(model: nn.Module, layers: list[Layer]) -> str | None:
 
 
 def norm_centers(model: nn.Module) -> dict[int, Tensor]:
-    """Scales of latents' channels, by layer: float32 [3, latent_dim] (scaled_center), on the CPU.
-
-    Channels of a latent are as large as the weight of the norm that they come from. Divided by it
-    they are alike, as they have to be to share one scale, and small ones lose nothing to others.
+    """Scales of latents' channels from the weights of their norms, by layer (norm_center).
 
     Raises:
         ValueError: the modules have no such norm, or the model has no weights yet.
@@ -189,10 +186,7 @@ def norm_centers(model: nn.Module) -> dict[int, Tensor]:
                 f"{type(module).__name__} has no kv_a_layernorm with a weight that could be read: "
                 "load the model's weights first, or give center='none'"
             )
-        size = weight.detach().float().cpu().abs()
-        # a channel without any weight is 0 whatever its scale is
-        scale = 1 / size.clamp(min=max(1e-3 * size.mean().item(), 1e-6))
-        centers[module.layer_idx] = scaled_center(torch.zeros_like(size), scale / scale.mean())
+        centers[module.layer_idx] = norm_center(weight)
     return centers
 
 
