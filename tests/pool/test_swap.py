@@ -159,6 +159,16 @@ def test_a_prefix_that_has_changed_is_not_shared(change):
     check_contents(pool, back, [*range(35), 400])
 
 
+def test_a_prefix_that_was_compacted_is_not_shared():
+    pool = make_pool()
+    root = filled(pool, 35)[0]
+    swapped = pool.swap_out(pool.fork(root))
+    kept = torch.tensor([0, 1, *range(10, 20)]).expand(1, 2, -1).contiguous()
+    pool.compact([root], [kept, kept])
+    assert pool.pages_to_swap_in(swapped) == 3
+    check_contents(pool, pool.swap_in(swapped), list(range(35)))
+
+
 def test_an_untouched_last_page_is_shared_and_then_copied():
     pool = make_pool()
     root = filled(pool, 35)[0]
