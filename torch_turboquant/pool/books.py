@@ -218,9 +218,12 @@ class Books:
         self.rings.first[seq._row] = ring_first
         return seq
 
+    def will_move(self, seq: PoolSequence) -> None:
+        """The sequence's tokens are going to be moved within its pages."""
+        self._stamp(self.pages(seq))
+
     def close_up(self, seq: PoolSequence, length: int) -> None:
         """Keeps `length` tokens, which have moved up, the last ones with their part of the ring."""
-        self._stamp(self.pages(seq))
         dropped = seq._length - length
         self.rings.first[seq._row] = max(self.rings.first[seq._row] - dropped, 0)
         self.cut(seq, length)

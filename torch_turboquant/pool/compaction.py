@@ -27,6 +27,8 @@ def compact(
     pages = np.array([page for _, _, page in shared], dtype=np.int64)
     memory.copy_pages(pages, copies.astype(np.int64))
     books.leave(shared, copies)
+    for seq in sequences:
+        books.will_move(seq)
 
     lengths = np.array([seq._length for seq in sequences], dtype=np.int64)
     tables = np.zeros((len(sequences), books.pages_of(int(lengths.max()))), dtype=np.int64)
