@@ -177,11 +177,17 @@ class Tally:
         }
 
 
+def choice_name(preset: str, keep: float, policy: str) -> str:
+    """As `eval` writes it."""
+    return preset if keep == 1 else f"{preset}:keep={keep},evict={policy}"
+
+
 def quality(model: nn.Module, tokenizer: Any, text: str, arguments: Any) -> list[common.Row]:
     ids = tokenizer(text, return_tensors="pt").input_ids[0].to(model.device)
     calibration, ids = ids[:CALIBRATION], ids[CALIBRATION:]
     centers = TurboQuantCache.calibrate(model, calibration)
-    tallies = {choice: Tally() for choice in [("none", 1, "-"), *CACHES]}
+    chosen = [c for c in CACHES if not arguments.policies or c[2] in arguments.policies]
+    tallies = {choice: Tally() for choice in [("none", 1, "-"), *chosen]}
     sizes: dict[Any, int] = {}
     size = arguments.context + CONTINUED
     for number in range(arguments.contexts):
@@ -211,7 +217,8 @@ def quality(model: nn.Module, tokenizer: Any, text: str, arguments: Any) -> list
             print(number, *choice, tally.row(), flush=True)
     rows = []
     for (preset, keep, policy), tally in tallies.items():
-        row = {"cache": preset, "keep": keep, "policy": policy, "context": arguments.context}
+        row = {"choice": choice_name(preset, keep, policy), "cache": preset, "keep": keep}
+        row |= {"policy": policy, "context": arguments.context}
         pages = sizes.get((preset, keep, policy), 0)
         rows.append({**row, "bytes": pages, "contexts": arguments.contexts, **tally.row()})
     return rows
@@ -318,6 +325,7 @@ def main() -> None:
     options.add_argument("--text", type=Path, metavar="FILE", help="that contexts are made of")
     options.add_argument("--contexts", type=int, default=3, help="default: 3")
     options.add_argument("--questions", type=int, default=2, help="seen, of a context (default: 2)")
+    options.add_argument("--policies", nargs="+", help="measures caches with these again; -: none")
     options.add_argument("--context", type=int, help="tokens (default: 2048, of speed 8192)")
     options.add_argument("--sequences", type=int, default=64, help="of speed (default: 64)")
     options.add_argument("--layers", type=int, default=4, help="of speed (default: 4)")
@@ -337,7 +345,9 @@ def main() -> None:
     model = model.to(arguments.device).eval()
     text = arguments.text.read_text(encoding="utf-8")
     name = common.file_name("eviction", arguments.model.name)
-    common.write_rows(name, quality(model, tokenizer, text, arguments), arguments)
+    rows = quality(model, tokenizer, text, arguments)
+    order = [choice_name(*choice) for choice in [("none", 1, "-"), *CACHES]]
+    common.write_progress(name, rows, "choice", arguments, order)
 
 
 if __name__ == "__main__":

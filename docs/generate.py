@@ -842,6 +842,57 @@ def latent_quality() -> str:
     return f"{markdown(header, lines)}\n\n{origin}"
 
 
+EVICTION_MODELS = ("Qwen2.5-Coder-1.5B-Instruct", "Gemma-3-270M")
+
+
+def eviction_quality() -> str:
+    """Divergence and right answers of every cache, policy and share, by model."""
+    files = [file_name("eviction", model) for model in EVICTION_MODELS]
+    rows = [
+        {(r["cache"], r["keep"], r["policy"]): r for r in read_rows(name) if r["cache"] != "none"}
+        for name in files
+    ]
+    header = ["cache", "keep", "evict"]
+    for model in EVICTION_MODELS:
+        header += [f"{model}: bytes", "KL", "seen", "unseen"]
+    lines = []
+    for cache, keep, policy in rows[0]:
+        cells = [f"`{cache}`", f"{keep:g}", "" if policy == "-" else f"`{policy}`"]
+        whole = [found["k8v8", 1, "-"]["bytes"] for found in rows]
+        for found, size in zip(rows, whole, strict=True):
+            row = found[cache, keep, policy]
+            kl = f"{row['kl']:.4f} ± {row['kl_error']:.4f}"
+            answers = [f"{100 * row[name]:.0f}%" for name in ("seen", "unseen")]
+            cells += [f"{row['bytes'] / size:.2f}", kl, *answers]
+        lines.append(cells)
+    origins = [
+        source(name, found.values()).replace("(benchmarks", "(../benchmarks")
+        for name, found in zip(files, rows, strict=True)
+    ]
+    return "\n\n".join([markdown(header, lines), "\\\n".join(origins)])
+
+
+def eviction_speed() -> str:
+    """Bytes and times by share and policy."""
+    if not (RESULTS / "h200_eviction.json").exists():
+        return "Times have not been measured yet."
+    rows = read_rows("h200_eviction")
+    whole = next(row for row in rows if row["keep"] == 1)
+    lines = []
+    for row in rows:
+        cells = [f"{row['keep']:g}", "" if row["policy"] == "-" else f"`{row['policy']}`"]
+        cells += [f"{row['bytes'] / 1e9:.2f} GB", f"{row['smaller_than_bf16']:.1f}x"]
+        faster = whole["attention_ms"] / row["attention_ms"]
+        cells += [f"{1000 * row['attention_ms']:.0f} us ({faster:.2f}x)"]
+        cells += [f"{row['step_ms']:.2f} ms" if "step_ms" in row else ""]
+        cells += [f"{row['prompt_ms']:.0f} ms", f"{row['peak_bytes'] / 1e9:.1f} GB"]
+        lines.append(cells)
+    header = ["keep", "evict", "pages", "all against bf16", "attention of a layer", "step"]
+    header += ["prompt", "most memory of the prompt"]
+    origin = source("h200_eviction", rows).replace("(benchmarks", "(../benchmarks")
+    return f"{markdown(header, lines)}\n\n{origin}"
+
+
 GENERATED = 16, 32768
 
 
@@ -1226,6 +1277,10 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "dims": dims_table,
     },
     "docs/latent.md": {"latent quality": latent_quality},
+    "docs/eviction.md": {
+        "eviction quality": eviction_quality,
+        "eviction speed": eviction_speed,
+    },
     "docs/vllm.md": {
         "engine presets": engine_presets,
         "engine latents": engine_latents,

@@ -130,7 +130,7 @@ def test_rows_of_eviction(monkeypatch):
     pytest.importorskip("transformers")
     bench = load_script("benchmarks/bench_eviction.py")
     monkeypatch.setattr(bench, "CACHES", [("k8v8", 1, "-"), ("k4v4", 0.5, "keydiff")])
-    options = Namespace(context=700, contexts=1, questions=2)
+    options = Namespace(context=700, contexts=1, questions=2, policies=None)
     text = "A river runs through the town, and so on. " * 40
     with torch.no_grad():
         rows = bench.quality(tiny_llama(), Letters(), text, options)

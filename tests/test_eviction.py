@@ -7,7 +7,14 @@ import torch
 from torch.nn import functional as F
 
 from torch_turboquant import eviction
-from torch_turboquant.eviction import OBSERVED, POLICIES, POOLED, Eviction, kept_tokens
+from torch_turboquant.eviction import (
+    OBSERVED,
+    POLICIES,
+    POOLED,
+    VOTING,
+    Eviction,
+    kept_tokens,
+)
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 6, 3, 32
 
@@ -29,7 +36,7 @@ def attention_weights(queries, keys):
 
 
 def dense_snapkv(queries, keys):
-    weights = attention_weights(queries, keys)
+    weights = attention_weights(queries[:, :, -VOTING:], keys)
     n, tokens = weights.shape[2:]
     seen = torch.tensor([min(n, tokens - j) for j in range(tokens)])  # queries that see token j
     mean = weights.sum(2).unflatten(1, (KV_HEADS, -1)).mean(2) / seen

@@ -44,6 +44,7 @@ Policy = Callable[[Tensor, Tensor, Tensor], Tensor]
 OBSERVED = 64
 """The last tokens of a prompt whose queries a policy gets."""
 
+VOTING = 16  # last queries that SnapKV looks at: with 64, a question at the end is outvoted
 POOLED = 5  # neighbouring tokens whose scores SnapKV averages
 LIMIT = 2**24  # elements of a temporary tensor, but for a single row
 
@@ -53,12 +54,12 @@ LIMIT = 2**24  # elements of a temporary tensor, but for a single row
 def snapkv(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """SnapKV (arXiv:2404.14469, section 4): what the last queries attend to.
 
-    A token's score is the mean weight that the given queries give it, over the query heads of its
-    KV head and over the queries that see it. Scores are then averaged over POOLED neighbours, so
-    that what stays is pieces of text rather than single tokens. The paper keeps all tokens of the
-    queries; here the exact window does that.
+    A token's score is the mean weight that the last VOTING queries give it, over the query heads of
+    its KV head and over the queries that see it. Scores are then averaged over POOLED neighbours,
+    so that what stays is pieces of text rather than single tokens. The paper keeps all tokens of
+    the queries; here the exact window does that.
     """
-    group = queries.shape[1] // keys.shape[1]
+    queries, group = queries[:, :, -VOTING:], queries.shape[1] // keys.shape[1]
     n, tokens, d = queries.shape[2], keys.shape[2], keys.shape[3]
     mass = torch.empty(keys.shape[:3], dtype=torch.float32, device=keys.device)
     hidden = torch.ones(n, n, dtype=torch.bool, device=keys.device).triu(1).repeat(group, 1)
