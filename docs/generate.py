@@ -535,6 +535,22 @@ def engine_presets() -> str:
     return markdown(["cache", "bits", "bytes per token and KV head", "bf16's tokens", fits], lines)
 
 
+def engine_latents() -> str:
+    """What pages of latents take in vLLM in every preset: a token, and a request of DeepSeek-V3."""
+    latent, rope, layers, request = 512, 64, 61, 131072
+    plain = 2 * (latent + rope)
+    sizes = {"bf16": plain}
+    for preset in tq.LATENT_PRESETS:
+        config = tq.latent_preset(preset, latent, rope)
+        sizes[preset] = pages.bytes_per_token(config, ENGINE_PAGE, torch.bfloat16)
+    lines = [
+        [name, str(size), f"{plain / size:.2f}x", f"{size * layers * request / 1e9:.1f} GB"]
+        for name, size in sizes.items()
+    ]
+    head = ["cache", "bytes per token and layer", "bf16's tokens", "131,072 tokens of 61 layers"]
+    return markdown(head, lines)
+
+
 def engine_cell(row: Row | None, base: Row | None) -> str:
     """Milliseconds of a step, tokens a second, and how many times bf16's."""
     if row is None:
@@ -553,7 +569,11 @@ def engine_speed() -> str:
             "own](measurements/performance_vllm.md))."
         )
     rows = h200_rows("h200_vllm")
-    shape = {"8b": "", "70b-cut": ", 16 layers of Llama-3.1-70B's shape"}
+    shape = {
+        "8b": "",
+        "70b-cut": ", 16 layers of Llama-3.1-70B's shape",
+        "v2-lite-dense": ", DeepSeek-V2-Lite's shape with dense layers in place of experts",
+    }
     tables = []
     for version, model, gpus in sorted(
         dict.fromkeys(map(engine_kind, rows)), key=lambda kind: kind[2]
@@ -1208,6 +1228,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/latent.md": {"latent quality": latent_quality},
     "docs/vllm.md": {
         "engine presets": engine_presets,
+        "engine latents": engine_latents,
         "engine quality": engine_quality,
         "engine speed": engine_speed,
     },

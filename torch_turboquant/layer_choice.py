@@ -54,7 +54,7 @@ def layer_configs(
         full = [layer for layer, window in enumerate(windows) if window == 0]
         for layer in {*full[:boundary_layers], *full[-boundary_layers:]}:
             configs[layer] = at_boundary
-    for layer, choice in _choices(layer_presets, count).items():
+    for layer, choice in choices_by_layer(layer_presets, count).items():
         if isinstance(choice, CacheConfig):
             for field in SHARED_FIELDS:
                 if getattr(choice, field) != getattr(base, field):
@@ -73,10 +73,14 @@ def _with_preset(base: CacheConfig, name: str) -> CacheConfig:
     return replace(base, **find_preset(name)._asdict())
 
 
-def _choices(
+def choices_by_layer(
     given: Mapping[int, LayerChoice] | Sequence[LayerChoice] | None, count: int
 ) -> dict[int, LayerChoice]:
-    """`layer_presets` as a mapping whose layers are 0 .. count - 1."""
+    """`layer_presets` of layer_configs as a mapping whose layers are 0 .. count - 1.
+
+    Raises:
+        ValueError: a layer that the model does not have, or that is named twice.
+    """
     if given is None:
         return {}
     if isinstance(given, str):

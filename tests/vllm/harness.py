@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
 from tests.helpers import tiny_llama
 
@@ -22,6 +23,38 @@ def save_llama(folder: Path, **changes: Any) -> torch.nn.Module:
     return save(
         randomise(tiny_llama(**{"vocab_size": 128, "num_hidden_layers": 3, **changes})), folder
     )
+
+
+def save_deepseek(folder: Path, **changes: Any) -> None:
+    """Writes a small random model with latent attention, of the shapes that vLLM's own CPU kernel
+    of it is compiled for."""
+    shape: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 9,  # layers without experts
+        "n_group": 1,
+        "topk_group": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = DeepseekV2Config(**{**shape, **changes})
+    model = randomise(DeepseekV2ForCausalLM(config))
+    with torch.no_grad():  # channels of latents that differ as those of published models do
+        for layer in model.model.layers:
+            size = torch.logspace(-1.5, 0.5, config.kv_lora_rank)
+            layer.self_attn.kv_a_layernorm.weight.copy_(size)
+            layer.self_attn.kv_b_proj.weight.div_(size)
+    save(model, folder)
 
 
 def save(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
@@ -65,11 +98,15 @@ def engine(folder: Path, settings: dict[str, Any] | None, **options: Any) -> Ite
     if ON_GPU:  # decode steps and drafts in CUDA graphs, without torch.compile
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         defaults |= {"dtype": "float16", "enforce_eager": False, "compilation_config": graphs}
-    llm = LLM(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        **{**defaults, **chosen, **options},
-    )
+    try:
+        llm = LLM(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            **{**defaults, **chosen, **options},
+        )
+    except BaseException:
+        cleanup_dist_env_and_memory()
+        raise
     try:
         yield llm
     finally:

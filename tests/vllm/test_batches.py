@@ -5,7 +5,6 @@ long, whole models and the heads of tensor-parallel ranks. Every token goes into
 the backend; keys and values that the reference sees come from through_codes.
 """
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -14,19 +13,13 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: make vllm")
 
 from vllm.config import set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.helpers import randn
 from tests.oracle import exact_attention
 from tests.vllm.harness import save_llama
 from tests.vllm.reference import through_codes
+from tests.vllm.steps import LONG_STEPS, STEPS, Steps, flash_attention, vllm_started
 from torch_turboquant.integrations.vllm import prompts
 from torch_turboquant.integrations.vllm.backend import (
     TurboQuantBackend,
@@ -34,50 +27,19 @@ from torch_turboquant.integrations.vllm.backend import (
     TurboQuantMetadataBuilder,
 )
 
-# (tokens of a sequence with the new ones, new ones)
-STEPS = {
-    "few decode": [(32, 1), (40, 1)],
-    "few prompts": [(32, 8), (40, 8)],
-    "few mixed": [(32, 1), (40, 1), (48, 5), (56, 5)],
-    "decode": [(128, 1), (256, 1), (512, 1), (1024, 1)] * 2,
-    "prompts": [(256, 16), (512, 16), (1024, 16)],
-    "mixed": [(512, 1), (1024, 1), (512, 7), (1024, 7)],
-    "one decodes": [(1024, 1)],
-    "one prompt": [(1024, 64)],
-    "fresh prompts": [(33, 33), (7, 7), (100, 100)],
-    "a hit beside a fresh prompt": [(300, 1), (200, 200), (160, 32)],
-    "drafts": [(100, 4), (333, 4), (5, 4)],
-    "drafts beside a prompt": [(100, 4), (333, 2), (90, 90)],
-}
 HEADS = {"whole": (8, 2), "half": (4, 1), "no groups": (2, 2), "wide groups": (16, 1)}
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
-    """What vLLM's workers set up before they make layers; makes configurations of engines."""
     folder = tmp_path_factory.mktemp("llama")
     save_llama(folder)
 
-    def configure(settings, **options):
-        given = {"preset": "k5v4u", "learn": False, **settings}
-        return EngineArgs(
-            model=str(folder),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=2048,
-            attention_backend="CUSTOM",
-            additional_config={"turboquant": given},
-            **options,
-        ).create_engine_config()
-
-    with set_current_vllm_config(configure({})):
-        init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
-        initialize_model_parallel(1, 1)
-    yield configure
-    cleanup_dist_env_and_memory()
+    with vllm_started(folder, preset="k5v4u", learn=False) as configure:
+        yield configure
 
 
-class Layer:
+class Layer(Steps):
     """One layer of our backend, with memory for its pages, and a builder of its steps."""
 
     def __init__(self, config, heads=(8, 2), d=64, page_size=32, number=0, **options):
@@ -101,34 +63,6 @@ class Layer:
         shape = (512, 2, heads[1], page_size, self.impl.plan.bytes_per_token(self.impl.config))
         self.pages = torch.full(shape, 0x5A, dtype=torch.uint8)[:, number % 2]
         self.first_token = config.additional_config["turboquant"].get("first_token") != "codes"
-
-    def metadata(self, steps, table=None):
-        totals, new = zip(*steps, strict=True)
-        starts = torch.tensor([0, *new]).cumsum(0).int()
-        lengths = torch.tensor(totals).int()
-        table = self.table(len(steps)) if table is None else table
-        slots = [self.slots(row, *step) for row, step in zip(table, steps, strict=True)]
-        return CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
-            seq_lens=lengths,
-            num_reqs=len(steps),
-            num_actual_tokens=sum(new),
-            max_query_len=max(new),
-            max_seq_len=max(totals),
-            block_table_tensor=table,
-            slot_mapping=torch.cat(slots),
-            seq_lens_cpu_upper_bound=lengths,
-        )
-
-    def table(self, sequences):
-        generator = torch.Generator().manual_seed(1)
-        pages = torch.randperm(len(self.pages), generator=generator).int()
-        return pages[: sequences * (len(pages) // sequences)].view(sequences, -1)
-
-    def slots(self, pages, total, new):
-        position = torch.arange(total - new, total)
-        return pages[position // self.page_size].long() * self.page_size + position % self.page_size
 
     def store(self, k, v, pages):
         """The first tokens of a sequence, in an earlier step."""
@@ -277,33 +211,6 @@ def test_a_layer_without_metadata_answers_zero(started):
 # ---- prompts by FlashAttention, where vLLM has it
 
 
-def flash_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, **options):
-    """flash_attn_varlen_func in float64, as far as it is asked."""
-    out, lse = options.get("out"), torch.zeros(q.shape[1], len(q), dtype=torch.float32)
-    out = torch.empty_like(q) if out is None else out
-    spans = zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True)
-    for (a, c), (b, d) in itertools.pairwise(spans):
-        keys, values = (
-            x[c:d].double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)
-        )
-        score = torch.einsum("qhd,khd->hqk", q[a:b].double(), keys) * softmax_scale
-        if causal:
-            hidden = torch.ones(b - a, d - c, dtype=torch.bool).triu(d - c - (b - a) + 1)
-            score.masked_fill_(hidden, -torch.inf)
-        lse[:, a:b] = score.logsumexp(-1)
-        out[a:b] = torch.einsum("hqk,khd->qhd", score.softmax(-1), values)
-    return (out, lse) if options.get("return_softmax_lse") else out
-
-
-LONG_STEPS = {
-    "a long chunk": [(1200, 600)],
-    "beside decodes": [(70, 1), (333, 1), (900, 520)],
-    "beside a fresh prompt and a short chunk": [(1000, 512), (40, 40), (300, 7)],
-    "beside a prefix hit": [(9, 1), (700, 640), (1030, 520)],
-    "one token is in the cache": [(601, 600)],
-}
-
-
 @pytest.mark.parametrize("heads", [(8, 2), (4, 1)])
 @pytest.mark.parametrize("steps", LONG_STEPS.values(), ids=LONG_STEPS)
 def test_long_chunks_over_decoded_pages(started, monkeypatch, steps, heads):
@@ -405,3 +312,5 @@ def test_what_vllm_asks_a_backend():
     asked = (128, torch.bfloat16, "fp8", None, False, False, False, False, None)
     assert "pass --kv-cache-dtype bfloat16" in TurboQuantBackend.supports_combination(*asked)
     assert TurboQuantBackend.supports_combination(128, torch.bfloat16, "auto", *asked[3:]) is None
+    asked = (576, torch.bfloat16, "auto", None, True, False, False, False, None)
+    assert "latent attention (MLA) need" in TurboQuantBackend.supports_combination(*asked)

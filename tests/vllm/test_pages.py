@@ -7,7 +7,13 @@ import torch_turboquant as tt
 from tests.helpers import randn, to_device
 from tests.oracle import exact_attention
 from tests.vllm.reference import through_codes
-from torch_turboquant.integrations.vllm.pages import bytes_per_token, page_parts, page_tokens
+from torch_turboquant.integrations.vllm.pages import (
+    LATENT_SIZES,
+    bytes_per_token,
+    latent_page_parts,
+    page_parts,
+    page_tokens,
+)
 
 HEADS, D = 2, 64
 
@@ -17,6 +23,11 @@ HEADS, D = 2, 64
 )
 def test_blocks_are_cut_into_pages(block_size, tokens):
     assert page_tokens(block_size) == tokens
+
+
+@pytest.mark.parametrize(("block_size", "tokens"), [(32, 32), (64, 64), (96, 32), (1024, 128)])
+def test_blocks_are_cut_into_pages_of_latents(block_size, tokens):
+    assert page_tokens(block_size, LATENT_SIZES) == tokens
 
 
 def config_of(page_size=16, d=D):
@@ -32,6 +43,9 @@ def test_bytes():
     assert (
         bytes_per_token(config_of(d=80), 128, torch.bfloat16) == config_of(d=80).bytes_per_token + 3
     )
+    latents = tt.latent_preset("k4", 512, 64)
+    assert bytes_per_token(latents, 64, None) == 386
+    assert bytes_per_token(latents, 64, torch.bfloat16) == 386 + 18
 
 
 def pages_of_two_layers(config, dtype, pages=14):
@@ -177,3 +191,75 @@ def test_tiny_windows_that_have_left_the_first_page(q_lens, device):
         )
         found.append(out)
     assert found[0].isfinite().all() and torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("q_lens", [[1, 1, 1, 1], [1, 20, 2, 3]])
+@pytest.mark.parametrize("own", [True, False])
+def test_tiny_ops_on_pages_of_latents(own, q_lens, dtype, device):
+    """The first token of a sequence is read as it is, and no other page is touched."""
+    config = tt.latent_preset(
+        "k4u", 256, 64, page_size=32, sink_tokens=1, recent_window=0, rope_dtype=dtype
+    )
+    tables = to_device(tt.make_latent_tables(config, 0), device)
+    shape = (14, 2, 32, bytes_per_token(config, 32, dtype))
+    memory = torch.full(shape, 0x5A, dtype=torch.uint8, device=device)
+    records, rows = latent_page_parts(memory[:, 1], config, dtype)
+    assert records.shape == (14, config.record_bytes) and rows.shape == (14, 1, 320)
+    lengths = [1, 70, 32, 3]
+    latent, rope = randn(106, 256, seed=1).to(dtype), randn(106, 64, seed=2).to(dtype)
+    table = torch.arange(12).flip(0).int().view(4, 3)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    position = [torch.arange(n) for n in lengths]
+    slots = [table[s, p // 32].long() * 32 + p % 32 for s, p in enumerate(position)]
+    seq_lens = torch.tensor(lengths).int().to(device)
+    tail = tt.Tail(rows, table.to(device)[:, 0])
+    tt.mla_store(
+        latent.to(device),
+        rope.to(device),
+        records,
+        torch.cat(slots).to(device),
+        config,
+        tables,
+        tail=tail,
+        seq_lens=seq_lens,
+        cu_seqlens_q=torch.tensor([0, *ends]).int().to(device),
+    )
+    firsts = [end - n for end, n in zip(ends, lengths, strict=True)]
+    exact = torch.cat([latent, rope], 1)
+    assert torch.equal(rows[table[:, 0].long().to(device), 0].cpu(), exact[firsts])
+    assert (memory[:, 0] == 0x5A).all()
+
+    q_lens = [min(pair) for pair in zip(q_lens, lengths, strict=True)]
+    new = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, q_lens, strict=True)])
+    q_latent, q_rope = (randn(len(new), 4, d, seed=d).to(dtype) for d in (256, 64))
+    given = {"latent_new": latent[new].to(device), "rope_new": rope[new].to(device)} if own else {}
+    found, _ = tt.mla_attention(
+        q_latent.to(device),
+        q_rope.to(device),
+        records,
+        table.to(device),
+        seq_lens,
+        config,
+        tables,
+        softmax_scale=0.05,
+        cu_seqlens_q=torch.tensor([0, *q_lens]).cumsum(0).int().to(device),
+        max_q_len=max(q_lens),
+        tail=tail,
+        **given,
+    )
+    loaded = tt.mla_load(records, table.to(device), seq_lens, config, tables, 70, torch.float32)
+    coded, first = torch.cat(loaded, 2).cpu(), 0
+    for s, (length, end, n) in enumerate(zip(lengths, ends, q_lens, strict=True)):
+        seen, as_is = coded[s, :length].double(), exact[end - length : end].double()
+        seen[0] = as_is[0]
+        if own:
+            seen[length - n :] = as_is[length - n :]
+        q = torch.cat([q_latent, q_rope], 2)[first : first + n].double()
+        score = 0.05 * torch.einsum("qhd,kd->hqk", q, seen)
+        hidden = torch.ones(n, length, dtype=torch.bool).triu(length - n + 1)
+        weights = score.masked_fill(hidden, -torch.inf).softmax(-1)
+        right = torch.einsum("hqk,kd->qhd", weights, seen[:, :256])
+        error = (found[first : first + n].cpu().double() - right).norm(dim=-1) / right.norm(dim=-1)
+        assert error.max() < {torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]
+        first += n

@@ -51,6 +51,22 @@ def test_layers_have_their_own_presets():
     assert (config.sink_tokens, config.recent_window) == (0, 0)
 
 
+def test_layers_of_latents():
+    """A preset for keys and values gives a latent the bits of its keys."""
+    settings = parse({"turboquant": {"layers": {"0": "k8", "-1": "k4v4"}, "seed": 3}})
+    configs = [settings.latent_layer_config(512, 64, torch.bfloat16, n, 3) for n in range(3)]
+    assert [(c.bits, c.grid) for c in configs] == [(8, "uniform"), (5, "uniform"), (4, "lloyd")]
+    for config in (*configs, settings.latent_config(512, 64, torch.bfloat16)):
+        assert (config.sink_tokens, config.recent_window, config.seed) == (1, 0, 3)
+        assert config.rope_dtype == torch.bfloat16
+    settings = parse({"turboquant": {"preset": "k4u", "first_token": "codes"}})
+    config = settings.latent_config(256, 32, torch.float16)
+    assert (config.bits, config.grid, config.rope_dtype) == (4, "uniform", torch.float16)
+    assert config.sink_tokens == 0
+    with pytest.raises(ValueError, match="unknown preset 'k4u'"):
+        settings.config(64)
+
+
 @pytest.mark.parametrize("name", ["tq_k4v4u", "tq_near_lossless"])
 def test_presets_named_by_the_dtype(name):
     preset = name.removeprefix("tq_").replace("_", "-")
@@ -127,7 +143,8 @@ def test_layers_that_are_refused(changes, text):
 
 
 def engine_config(**changes):
-    parts = {"cache": {}, "parallel": {}, "model": {"is_hybrid": False, "enforce_eager": False}}
+    model = {"is_hybrid": False, "enforce_eager": False, "use_mla": False}
+    parts = {"cache": {}, "parallel": {}, "model": model}
     for name, value in changes.items():
         part, _, field = name.partition("_")
         parts[part][field] = value
@@ -138,6 +155,7 @@ NEW, OLD = find_interface("0.32.0"), find_interface("0.27.1")
 
 
 def test_what_engines_may_be():
+    limits.check_engine(engine_config(model_use_mla=True), NEW, Settings("k4u"))
     limits.check_engine(engine_config(model_is_hybrid=True), NEW, Settings())
     limits.check_engine(engine_config(), OLD, Settings())
     limits.check_engine(engine_config(model_enforce_eager=True), NEW, Settings(calibrate=True))
@@ -161,6 +179,15 @@ def test_what_engines_may_be():
         ),
         ({"model_is_hybrid": True}, OLD, {}, "install vLLM 0.28 or newer"),
         ({}, NEW, {"calibrate": True}, "pass --enforce-eager"),
+        ({"model_use_mla": True}, OLD, {}, "latent attention (MLA) need vLLM 0.32: choose another"),
+        ({"model_use_mla": True, "model_is_hybrid": True}, NEW, {}, "hybrid models with latent"),
+        ({"model_use_mla": True}, NEW, {"centers": "file"}, '"centers" has no meaning for latent'),
+        (
+            {"model_use_mla": True},
+            NEW,
+            {"calibrate": True},
+            '"calibrate" has no meaning for latent',
+        ),
     ],
 )
 def test_engines_that_are_refused(changes, interface, settings, text):

@@ -28,6 +28,7 @@ def test_the_page_has_this_table():
             words[i.own_name],
             words[i.own_dtype],
             words[i.page_bytes == "backend"],
+            words[i.latents],
         )
         for i in INTERFACES
     ]

@@ -8,10 +8,12 @@ vLLM finds `register` by the entry point group vllm.general_plugins and calls it
 
     settings.py   what users write
     adapter.py    everything that differs between versions of vLLM
+    choice.py     which backend a model gets: its attention may be latent (MLA)
     limits.py     what is refused at start, with the reason and the cure
     plan.py       the presets and constants of all layers of an engine
     pages.py      what a page holds
     backend.py    the attention backend: metadata of a step, store and attend
+    latent.py     the backend of models with latent attention
     prompts.py    prompts and long chunks by FlashAttention
     cpu.py        which backend vLLM gets on a CPU
     centers.py    a file's centers, cut for a tensor-parallel rank

@@ -1,5 +1,8 @@
 """Everything that differs between versions of vLLM: registration, the bytes of a page, its shape.
 
+Models with latent attention are served from 0.32 on, whose interface to them is written here and in
+latent.py.
+
 Until 0.27 a layer builds its own cache spec and a backend cannot change it: `spec_of` then makes
 one of vLLM's specs for packed pages. From 0.28 on a spec has `state_content_bytes`, and backends
 change specs in `customize_spec`. In both, a layer's `get_kv_cache_spec` is replaced on the layer
@@ -35,12 +38,40 @@ INTERFACE = find_interface(vllm.__version__)
 
 def register() -> None:
     """Makes the backend known by the names that this version allows; may be called again."""
-    register_backend(AttentionBackendEnum.CUSTOM, f"{MODULE}.backend.TurboQuantBackend")
+    register_backend(AttentionBackendEnum.CUSTOM, f"{MODULE}.choice.Backend")
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{MODULE}.cpu.Backend")
     if INTERFACE.own_name and OWN_NAME not in AttentionBackendEnum.__members__:
-        register_backend(OWN_NAME, f"{MODULE}.backend.OwnNameBackend")
+        register_backend(OWN_NAME, f"{MODULE}.choice.OwnNameBackend")
     if INTERFACE.own_dtype:
         _register_dtypes()
+    if INTERFACE.latents:
+        register_backend(AttentionBackendEnum.CPU_MLA, f"{MODULE}.cpu.LatentBackend")
+        register_backend(AttentionBackendEnum.AMX_MLA, f"{MODULE}.cpu.AmxLatentBackend")
+        _register_latent_layers()
+
+
+def _register_latent_layers() -> None:
+    """Layers with latent attention whose backend, if it is ours, knows the norm of their latents.
+
+    vLLM lets plug-ins replace the class of these layers, and tells backends nothing of the modules
+    around them. Another backend is given exactly what vLLM gives it.
+    """
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+
+    name = MultiHeadLatentAttentionWrapper.__name__
+    if name in op_registry_oot:
+        return
+
+    class LatentAttention(MultiHeadLatentAttentionWrapper):
+        """vLLM's layer."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if hasattr(self.mla_attn.impl, "latent_norm"):
+                self.mla_attn.impl.latent_norm = self.kv_a_layernorm
+
+    MultiHeadLatentAttentionWrapper.register_oot(LatentAttention, name=name)
 
 
 def _register_dtypes() -> None:
@@ -91,11 +122,20 @@ def packed_spec(spec: Any, bytes_per_token: int) -> Any:
     return kv_cache_interface.TQFullAttentionSpec(**values)
 
 
-def set_page_bytes(layer: Any, bytes_per_token: Callable[[], int]) -> None:
-    """Lets vLLM allocate pages of packed tokens for this layer; called before it asks for specs."""
+def set_page_bytes(
+    layer: Any,
+    bytes_per_token: Callable[[], int],
+    block_size: Callable[[], int] | None = None,
+) -> None:
+    """Lets vLLM allocate pages of packed tokens for this layer; called before it asks for specs.
+
+    block_size: tokens of the layer's blocks; absent: those that vLLM has chosen.
+    """
 
     def get_kv_cache_spec(vllm_config: Any) -> Any:
         spec = type(layer).get_kv_cache_spec(layer, vllm_config)
+        if spec is not None and block_size is not None:
+            spec = replace(spec, block_size=block_size())
         return None if spec is None else packed_spec(spec, bytes_per_token())
 
     layer.get_kv_cache_spec = get_kv_cache_spec

@@ -31,16 +31,19 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from torch_turboquant.integrations.vllm import adapter, limits
 from torch_turboquant.integrations.vllm.pages import page_parts
-from torch_turboquant.integrations.vllm.plan import Plan, latest_plan, plan_of
-from torch_turboquant.integrations.vllm.prompts import Context, contexts_of, prompt_attention
+from torch_turboquant.integrations.vllm.plan import PAGE_SIZE, Plan, latest_plan, plan_of
+from torch_turboquant.integrations.vllm.prompts import (
+    LONG_CHUNK,
+    Context,
+    contexts_of,
+    prompt_attention,
+)
 from torch_turboquant.ops.attention import attend_constants, step_constants
 from torch_turboquant.ops.cache import cache_load, store_constants
 
 logger = init_logger("vllm.torch_turboquant")  # vLLM prints what is below its own name
 
 NAMES = ("CUSTOM", adapter.OWN_NAME)
-PAGE_SIZE = 64  # where the user has not chosen --block-size: fewer, longer runs than vLLM's 16
-
 FIRST_TOKENS = 1  # of a sequence that stay exact, as the ops' sink_tokens
 NO_TAIL = (None, None, None, 0, 0)  # for the arguments tail to recent_window
 
@@ -101,9 +104,18 @@ class TurboQuantBackend(adapter.Pages):
 
     @classmethod
     def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *_: Any, **__: Any
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        block_size: int | None = None,
+        use_mla: bool = False,
+        *_: Any,
+        **__: Any,
     ) -> str | None:
         """vLLM says "not supported" of what the methods above refuse; the cures are added here."""
+        if use_mla:  # else choice.py would have chosen another class
+            return limits.NO_LATENTS
         on_cpu = current_platform.is_cpu()
         given = kv_cache_dtype or "auto"
         wrong = limits.wrong_layer(head_size, dtype, on_cpu, given, None, "decoder", {})
@@ -169,6 +181,10 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
     # verification. Lengths and tables are read on the device.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
+    metadata_class = TurboQuantMetadata
+    long_chunk = LONG_CHUNK
+    """New tokens of a sequence from which what it has in the cache is decoded."""
+
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
@@ -199,7 +215,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         parts = self._parts(m)
         whole = parts[0] if len(parts) == 1 else self._part(m, 0, m.num_reqs, self.exact_steps)
         slots = m.slot_mapping[: m.num_actual_tokens]
-        return TurboQuantMetadata(parts, whole, slots, m.query_start_loc)
+        return self.metadata_class(parts, whole, slots, m.query_start_loc)
 
     def _parts(self, m: Any) -> tuple[Part, ...]:
         """The step as one part, unless two must be computed differently."""
@@ -210,7 +226,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         fresh = False
         contexts: tuple[Context, ...] = ()
         if prompts and self.splits_prompts:
-            fresh, contexts = _what_prompts_have(m, decodes)
+            fresh, contexts = _what_prompts_have(m, decodes, self.long_chunk)
         apart = fresh or bool(contexts)
         if not prompts or not decodes or (self.exact_steps and not apart):
             exact = self.exact_steps or prompts > 0
@@ -247,7 +263,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         return Part(first, end, table, pages, lengths, starts, longest, exact, fresh, contexts)
 
 
-def _what_prompts_have(m: Any, first: int) -> tuple[bool, tuple[Context, ...]]:
+def _what_prompts_have(m: Any, first: int, long_chunk: int) -> tuple[bool, tuple[Context, ...]]:
     """Whether none of the sequences from `first` on has tokens in the cache, and what some have.
 
     Every sequence is looked at: a prefix hit beside fresh prompts has some. The host's lengths are
@@ -257,7 +273,7 @@ def _what_prompts_have(m: Any, first: int) -> tuple[bool, tuple[Context, ...]]:
     lengths = m.seq_lens_cpu_upper_bound[first : m.num_reqs].tolist()
     new = [end - begin for begin, end in itertools.pairwise(starts)]
     old = [length - n for length, n in zip(lengths, new, strict=True)]
-    return not any(old), contexts_of(new, old, m.query_start_loc.device)
+    return not any(old), contexts_of(new, old, m.query_start_loc.device, long_chunk)
 
 
 # ---- a layer

@@ -6,16 +6,20 @@ check themselves as well. Each sentence is written once, here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from torch_turboquant.config import CacheConfig
+from torch_turboquant.format import LATENT_DIMS, ROPE_DIMS
 from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX, Settings
-from torch_turboquant.integrations.vllm.versions import Interface
+from torch_turboquant.integrations.vllm.versions import INTERFACES, Interface
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16")
 ELSEWHERE = "choose another --attention-backend for this model"
+_VERSIONS = " or ".join(f"{i.first[0]}.{i.first[1]}" for i in INTERFACES if i.latents)
+NO_LATENTS = f"models with latent attention (MLA) need vLLM {_VERSIONS}: {ELSEWHERE}"
 
 
 def wrong_dtype(dtype: torch.dtype, on_cpu: bool) -> str | None:
@@ -44,6 +48,56 @@ def wrong_head_dim(head_dim: int) -> str | None:
     return None
 
 
+def latent_dims(head_dim: int) -> tuple[int, int] | None:
+    """Channels of a latent and of its position, of as many together; None: no page holds these."""
+    pairs = ((latent, head_dim - latent) for latent in LATENT_DIMS)
+    return next((pair for pair in pairs if pair[1] in ROPE_DIMS), None)
+
+
+def wrong_latent_dims(head_dim: int, latent_dim: int | None = None) -> str | None:
+    """What is wrong with the channels of a latent and its position; None: nothing.
+
+    Args:
+        head_dim: channels of both.
+        latent_dim: of a latent; None: it is not known yet.
+    """
+    found = latent_dims(head_dim)
+    if found is not None and latent_dim in (None, found[0]):
+        return None
+    return (
+        f"a latent and its position have {head_dim} channels"
+        f"{'' if latent_dim is None else f', {latent_dim} of them the latent'}, supported: 128, "
+        f"256 or 512 of a latent and 0, 32 or 64 of a position: {ELSEWHERE}"
+    )
+
+
+def wrong_latent_layer(
+    head_dim: int,
+    latent_dim: int | None,
+    dtype: torch.dtype,
+    on_cpu: bool,
+    kv_cache_dtype: str,
+    sliding_window: int | None = None,
+    indexer: Any = None,
+    extra: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """What is wrong with a layer with latent attention: sentences with their cures."""
+    found = [
+        wrong_latent_dims(head_dim, latent_dim),
+        wrong_dtype(dtype, on_cpu),
+        wrong_cache_dtype(kv_cache_dtype),
+        None
+        if not sliding_window
+        else f"a sliding window over latents is not supported: {ELSEWHERE}",
+        None
+        if not indexer
+        else "latent attention with an indexer, which chooses the tokens that "
+        f"are attended to, is not supported: {ELSEWHERE}",
+        *_wrong_options(extra or {}),
+    ]
+    return [text for text in found if text]
+
+
 def wrong_layer(
     head_dim: int,
     dtype: torch.dtype,
@@ -60,13 +114,17 @@ def wrong_layer(
         wrong_cache_dtype(kv_cache_dtype),
         None if alibi_slopes is None else f"ALiBi is not supported: {ELSEWHERE}",
         None if attn_type == "decoder" else f"{attn_type} attention is not supported: {ELSEWHERE}",
-        *(
-            f"the option {name} of attention is not supported: {ELSEWHERE}"
-            for name, value in extra.items()
-            if value is not None
-        ),
+        *_wrong_options(extra),
     ]
     return [text for text in found if text]
+
+
+def _wrong_options(extra: Mapping[str, Any]) -> list[str]:
+    return [
+        f"the option {name} of attention is not supported: {ELSEWHERE}"
+        for name, value in extra.items()
+        if value is not None
+    ]
 
 
 def check_engine(vllm_config: Any, interface: Interface, settings: Settings) -> None:
@@ -85,7 +143,33 @@ def check_engine(vllm_config: Any, interface: Interface, settings: Settings) -> 
             "this vLLM pads the pages of hybrid models to their size in bfloat16: install vLLM "
             "0.28 or newer"
         )
+    if model.use_mla:
+        found += _wrong_with_latents(model, interface, settings)
     if settings.calibrate and not model.enforce_eager:
         found.append("calibrate needs every step as it is: pass --enforce-eager")
     if found:
         raise ValueError(f"torch_turboquant: {'; '.join(found)}")
+
+
+def _wrong_with_latents(model: Any, interface: Interface, settings: Settings) -> list[str]:
+    found = []
+    if not interface.latents:
+        found.append(NO_LATENTS)
+    if model.is_hybrid:
+        found.append(f"hybrid models with latent attention (MLA) are not supported: {ELSEWHERE}")
+    for name in ("centers", "calibrate"):
+        if getattr(settings, name):
+            found.append(
+                f'"{name}" has no meaning for latent attention, whose channels are scaled by the '
+                "weight of their norm: leave it out"
+            )
+    return found
+
+
+def keep_pages_to_attention(compilation_config: Any) -> None:
+    """Turns off the one pass of vLLM's compiler that writes latents into pages by itself.
+
+    It takes every backend's pages for rows in the dtype of the model. Must be called before the
+    model is compiled.
+    """
+    compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False

@@ -12,23 +12,30 @@ import torch
 from torch import Tensor
 
 from torch_turboquant.config import CacheConfig
+from torch_turboquant.latent import LatentConfig
 
 SIZES = (16, 32, 64, 128)
 """Tokens of a page."""
+LATENT_SIZES = (32, 64, 128)
+"""Tokens of a page of latents."""
+
+AnyConfig = CacheConfig | LatentConfig
 
 
-def page_tokens(block_size: int) -> int:
+def page_tokens(block_size: int, sizes: tuple[int, ...] = SIZES) -> int:
     """Tokens of a page where vLLM's blocks have `block_size`: it cuts larger blocks into pages."""
-    return max((size for size in SIZES if block_size % size == 0), default=SIZES[0])
+    return max((size for size in sizes if block_size % size == 0), default=sizes[0])
 
 
-def row_bytes(config: CacheConfig, dtype: torch.dtype) -> int:
-    """Bytes of an exact key and value of one KV head."""
+def row_bytes(config: AnyConfig, dtype: torch.dtype) -> int:
+    """Bytes of an exact token: of one KV head's key and value, or of its latent and position."""
+    if isinstance(config, LatentConfig):
+        return config.channels * dtype.itemsize
     return 2 * config.head_dim * dtype.itemsize
 
 
-def bytes_per_token(config: CacheConfig, tokens: int, dtype: torch.dtype | None) -> int:
-    """Bytes of a token and KV head in pages of `tokens`.
+def bytes_per_token(config: AnyConfig, tokens: int, dtype: torch.dtype | None) -> int:
+    """Bytes of a token and KV head, or of a token's latent, in pages of `tokens`.
 
     Args:
         dtype: of the exact first token; None: pages have none.
@@ -56,11 +63,34 @@ def page_parts(
         ValueError: vLLM has made pages of fewer tokens than bytes_per_token was told.
     """
     pages, heads = kv_cache.shape[:2]
-    flat = kv_cache.view(pages, -1)
+    records, rows = _parts(kv_cache, config, dtype, heads)
+    records = records.view(pages, heads, config.record_bytes)
+    return records, None if rows is None else rows.view(pages, heads, 1, 2, config.head_dim)
+
+
+def latent_page_parts(
+    kv_cache: Tensor, config: LatentConfig, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """The two parts of vLLM's pages of latents; arguments and errors as in page_parts.
+
+    Args:
+        kv_cache: uint8 [pages, tokens, bytes of a token].
+
+    Returns:
+        uint8 [pages, record_bytes], and [pages, 1, latent_dim + rope_dim] of the dtype.
+    """
+    records, rows = _parts(kv_cache, config, dtype, heads=1)
+    return records, None if rows is None else rows.view(-1, 1, config.channels)
+
+
+def _parts(
+    kv_cache: Tensor, config: AnyConfig, dtype: torch.dtype | None, heads: int
+) -> tuple[Tensor, Tensor | None]:
+    """The bytes of each page's records, and the channels of its exact token."""
+    flat = kv_cache.view(kv_cache.shape[0], -1)
     end = heads * config.record_bytes
-    records = flat[:, :end].view(pages, heads, config.record_bytes)
     if dtype is None:
-        return records, None
+        return flat[:, :end], None
     behind = end + heads * row_bytes(config, dtype)
     if behind > flat.shape[1]:
         raise ValueError(
@@ -68,5 +98,4 @@ def page_parts(
             f"{flat.shape[1]} bytes have no room for an exact first token, needed: {behind}. Pass "
             f'--block-size {config.page_size}, or set "first_token" to "codes"'
         )
-    rows = flat[:, end:behind].view(dtype)
-    return records, rows.view(pages, heads, 1, 2, config.head_dim)
+    return flat[:, :end], flat[:, end:behind].view(dtype)

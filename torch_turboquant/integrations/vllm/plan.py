@@ -11,7 +11,6 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
 )
-from vllm.model_executor.models.utils import extract_layer_index
 
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.format import FORMAT_VERSION
@@ -19,8 +18,11 @@ from torch_turboquant.integrations.vllm import adapter, limits, pages
 from torch_turboquant.integrations.vllm.centers import LayerConstants, find_file
 from torch_turboquant.integrations.vllm.learning import Learning
 from torch_turboquant.integrations.vllm.settings import parse
+from torch_turboquant.latent import LatentConfig, LatentTables, make_latent_tables, norm_center
 from torch_turboquant.ops.codec import scaled_center
 from torch_turboquant.tables import CacheTables, make_tables
+
+PAGE_SIZE = 64  # where the user has not chosen --block-size: fewer, longer runs than vLLM's 16
 
 
 class Plan:
@@ -37,18 +39,24 @@ class Plan:
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         self.layers = int(model.hf_text_config.num_hidden_layers)
         self.vllm_cache_config = vllm_config.cache_config
+        self.latents: bool = model.use_mla
+        if self.latents:
+            limits.keep_pages_to_attention(vllm_config.compilation_config)
         keeps = self.settings.first_token == "exact"
+        self.dtype: torch.dtype = model.dtype
         self.first_token: torch.dtype | None = model.dtype if keeps else None
         self.is_draft = speculative is not None and model is speculative.draft_model_config
         self.device = torch.device(vllm_config.device_config.device)
         self.constants: LayerConstants | None = None
         self.rank = get_tensor_model_parallel_rank()
-        file = None if self.is_draft else find_file(model.model, self.settings.centers)
+        file = None
+        if not self.is_draft and not self.latents:
+            file = find_file(model.model, self.settings.centers)
         if file is not None:
             ranks = get_tensor_model_parallel_world_size()
             self.constants = LayerConstants.of(file, model.hf_config, self.rank, ranks)
-        learns = self.settings.learn and not self.is_draft and file is None
-        self.learning = Learning() if learns else None
+        learns = self.settings.learn and not self.is_draft and not self.latents
+        self.learning = Learning() if learns and file is None else None
         self._told = False
         self._page_tokens = 0  # unknown
 
@@ -58,15 +66,30 @@ class Plan:
             return self.settings.config(head_dim)
         return self.settings.layer_config(head_dim, layer, self.layers)
 
-    def bytes_per_token(self, config: CacheConfig) -> int:
+    def latent_config(self, layer: int, latent_dim: int, rope_dim: int) -> LatentConfig:
+        """The configuration of a layer with latent attention, with some page size."""
+        dims = latent_dim, rope_dim, self.dtype
+        if self._is_drafting(layer):
+            return self.settings.latent_config(*dims)
+        return self.settings.latent_layer_config(*dims, layer, self.layers)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of vLLM's blocks, once they fit the backends: for latents LATENT_SIZES or more.
+
+        On a CPU vLLM makes blocks of 16 tokens for latents, whatever the user asks for.
+        """
+        size = int(self.vllm_cache_config.block_size)
+        return size if not self.latents or size % pages.LATENT_SIZES[0] == 0 else PAGE_SIZE
+
+    def bytes_per_token(self, config: CacheConfig | LatentConfig) -> int:
         """Bytes of a token and KV head in a layer's pages; the model has been loaded by then.
 
         vLLM first asks once its block size fits the backends. If it makes blocks larger later on,
         for hybrid models, they are multiples of that.
         """
-        self._page_tokens = self._page_tokens or pages.page_tokens(
-            self.vllm_cache_config.block_size
-        )
+        sizes = pages.LATENT_SIZES if self.latents else pages.SIZES
+        self._page_tokens = self._page_tokens or pages.page_tokens(self.block_size, sizes)
         return pages.bytes_per_token(config, self._page_tokens, self.first_token)
 
     def _is_drafting(self, layer: int) -> bool:
@@ -88,6 +111,10 @@ class Plan:
                 center = scaled_center(center, scale)
         return make_tables(config, layer, self.device, center)
 
+    def latent_tables(self, layer: int, config: LatentConfig, norm: Tensor) -> LatentTables:
+        """The constants of a layer with latent attention; norm: the weight of its latents' norm."""
+        return make_latent_tables(config, layer, self.device, norm_center(norm))
+
     def tell(self, logger: Any, impl: Any, layers: dict[str, Any]) -> None:
         """Logs the start-up line when vLLM asks what the first layer of the model needs."""
         if self._told or self.is_draft or self.rank:
@@ -97,11 +124,12 @@ class Plan:
         for name, layer in layers.items():
             other = getattr(layer, "impl", None)
             if type(other) is type(impl) and other.plan is self and other.target is None:
-                number = extract_layer_index(name)
-                kept[name] = (self.config(number, other.head_size), other.num_kv_heads)
+                kept[name] = (other.config, other.num_kv_heads)
         logger.info(self.start_up_line(impl.dtype, kept))
 
-    def start_up_line(self, dtype: torch.dtype, layers: dict[str, tuple[CacheConfig, int]]) -> str:
+    def start_up_line(
+        self, dtype: torch.dtype, layers: dict[str, tuple[CacheConfig | LatentConfig, int]]
+    ) -> str:
         """What the log says of this rank's cache, once.
 
         Args:
@@ -110,13 +138,14 @@ class Plan:
         """
         stored = sum(self.bytes_per_token(c) * heads for c, heads in layers.values())
         rows = stored - sum(c.bytes_per_token * heads for c, heads in layers.values())
-        plain = sum(2 * config.head_dim * heads for config, heads in layers.values())
-        plain *= dtype.itemsize
+        plain = sum(pages.row_bytes(config, dtype) * heads for config, heads in layers.values())
         preset = self.settings.preset
         own = ", ".join(f"{layer}: {name}" for layer, name in self.settings.layers)
         centers = "none" if self.learning is None else "to be learned from the first prompt"
         if self.constants is not None:
             centers = self.constants.describe()
+        if self.latents:
+            centers = "scales of channels from the norm of latents"
         return (
             f"TurboQuant: preset {preset}{f' (layers {own})' if own else ''}, "
             f"{stored / len(layers):,.0f} bytes per token and layer on this rank"

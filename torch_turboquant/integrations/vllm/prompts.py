@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +21,17 @@ from torch_turboquant.ops.attention import merge_attention
 
 LONG_CHUNK = 512
 """New tokens of a sequence from which decoding its pages pays."""
+LONG_LATENT_CHUNK = 128
+"""The same for latents. Over these, attention of a query takes 3.4 times the products that it takes
+over the keys and values of its head (512 + 64 + 512 to 128 + 64 + 128 channels), while making these
+from a latent costs as much as some 170 queries gain."""
 SEGMENT = 16384
 """Tokens that are decoded at once: bounds the memory that this takes, whatever the context. A
 multiple of every page size."""
 
 Load = Callable[[int, int, int, Tensor], tuple[Tensor, Tensor]]
-"""(sequence of the part, first token, tokens, int32 [1] tokens) -> k, v [tokens, kv_heads, d]."""
+"""(sequence of the part, first token, tokens, int32 [1] tokens) -> k, v [tokens, kv_heads, d]. Of
+latents these are the keys and values of all heads, which may differ in d."""
 
 
 class Segment(NamedTuple):
@@ -51,15 +57,18 @@ class Context:
     segments: tuple[Segment, ...]
 
 
-def contexts_of(new: Sequence[int], old: Sequence[int], device: Any) -> tuple[Context, ...]:
+def contexts_of(
+    new: Sequence[int], old: Sequence[int], device: Any, long_chunk: int = LONG_CHUNK
+) -> tuple[Context, ...]:
     """What the sequences of a part have in the cache; empty if none of them has a long chunk.
 
     Args:
         new: tokens of this step, of each sequence.
         old: tokens of earlier steps.
         device: of the tensors.
+        long_chunk: new tokens of a sequence that make a long chunk.
     """
-    if not any(n >= LONG_CHUNK and o > 0 for n, o in zip(new, old, strict=True)):
+    if not any(n >= long_chunk and o > 0 for n, o in zip(new, old, strict=True)):
         return ()
     firsts = itertools.accumulate(new, initial=0)
     found = [
@@ -97,8 +106,8 @@ class PromptAttention:
 
         Args:
             q: [tokens, q_heads, d].
-            k, v: [tokens, kv_heads, d].
-            out: [tokens, q_heads, d], filled.
+            k, v: [tokens, kv_heads, d]; v may have another d.
+            out: [tokens, q_heads, d of v], filled.
             starts: int32 [seqs + 1], where the tokens of each sequence begin.
             n: the most tokens of a sequence.
         """
@@ -169,14 +178,55 @@ def prompt_attention(
 
     if not current_platform.is_cuda() or has_sinks or head_dim > 256:
         return None
+    found = _flash_attention(head_size=head_dim)
+    if found is None:
+        return None
+    flash, version = found
+    options = {"softmax_scale": scale, "softcap": soft_cap, "fa_version": version}
+    return PromptAttention(flash, options, sliding_window)
+
+
+def latent_prompt_attention(key_dim: int, value_dim: int, scale: float) -> PromptAttention | None:
+    """FlashAttention for the prompts of a layer with latent attention, whose keys and values are
+    made for all heads; None: use the op for latents, which takes all prompts.
+
+    Args:
+        key_dim, value_dim: channels of a head's key (nope + rope) and value.
+        scale: factor of the scores.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda() or key_dim > 256 or value_dim > key_dim:
+        return None
+    found = _flash_attention(head_size=key_dim, head_size_v=value_dim)
+    if found is None:
+        return None
+    flash, version = found
+    on_hopper = version == 3 and current_platform.is_device_capability(90)
+    if value_dim < key_dim and not (on_hopper or version == 4):
+        flash = partial(attend_padded, flash)
+    return PromptAttention(flash, {"softmax_scale": scale, "fa_version": version}, 0)
+
+
+def attend_padded(flash: Callable[..., Any], **given: Any) -> Any:
+    """Attention by a FlashAttention that wants values of as many channels as keys."""
+    q, v, out = given["q"], given["v"], given.pop("out", None)
+    given["v"] = torch.nn.functional.pad(v, [0, q.shape[-1] - v.shape[-1]])
+    found = flash(**given)
+    padded, *rest = found if isinstance(found, tuple) else (found,)
+    own = padded[..., : v.shape[-1]].contiguous() if out is None else out
+    if out is not None:
+        out.copy_(padded[..., : v.shape[-1]])
+    return (own, *rest) if rest else own
+
+
+def _flash_attention(**sizes: int) -> tuple[Callable[..., Any], int] | None:
+    """vLLM's function and the version of it for heads of these sizes; None: this build has none."""
     try:
         from vllm.v1.attention.backends import fa_utils
 
-        version = fa_utils.get_flash_attn_version(head_size=head_dim)
-        flash: Any = fa_utils.flash_attn_varlen_func
-    except (ImportError, AttributeError):  # a build of vLLM without it
+        version = fa_utils.get_flash_attn_version(**sizes)
+        flash: Callable[..., Any] = fa_utils.flash_attn_varlen_func
+    except (ImportError, AttributeError):
         return None
-    if version is None:
-        return None
-    options = {"softmax_scale": scale, "softcap": soft_cap, "fa_version": version}
-    return PromptAttention(flash, options, sliding_window)
+    return None if version is None else (flash, version)

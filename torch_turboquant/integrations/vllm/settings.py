@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from torch_turboquant.config import CacheConfig, did_you_mean, find_preset, preset
-from torch_turboquant.layer_choice import layer_configs
+from torch_turboquant.latent import LATENT_PRESETS, LatentConfig, latent_preset_of
+from torch_turboquant.layer_choice import choices_by_layer, layer_configs
 
 KEY = "turboquant"
 FIRST_TOKEN = ("exact", "codes")
@@ -24,7 +27,8 @@ class Settings:
     """
 
     preset: str = "near-lossless"
-    """Of all layers: a name of config.PRESETS or config.NAMED_PRESETS."""
+    """Of all layers: a name of config.PRESETS or config.NAMED_PRESETS, or, for models with latent
+    attention (MLA) alone, of latent.LATENT_PRESETS."""
     layers: tuple[tuple[int, str], ...] = ()
     """Layers with presets of their own; negative ones count from the end. Users write an object
     such as {"0": "k8v8", "-1": "k8v8"}."""
@@ -46,10 +50,10 @@ class Settings:
     """How many last tokens of a sequence stay exact."""
 
     def __post_init__(self) -> None:
-        find_preset(self.preset)
-        for _, name in self.layers:
-            find_preset(name)
-        self.config(head_dim=64)  # checks the seed
+        for name in (self.preset, *(name for _, name in self.layers)):
+            if name not in LATENT_PRESETS:
+                find_preset(name)
+        replace(CacheConfig(64, 8, 8), seed=self.seed)  # checks it
         if self.first_token not in FIRST_TOKEN:
             raise ValueError(
                 f"turboquant: first_token is {self.first_token!r}, supported: "
@@ -81,6 +85,37 @@ class Settings:
         chosen = dict(self.layers)
         windows = [0] * layers
         return layer_configs(self.config(head_dim), windows, layer_presets=chosen)[layer]
+
+    def latent_config(self, latent_dim: int, rope_dim: int, dtype: torch.dtype) -> LatentConfig:
+        """The configuration of layers with latent attention that `layers` does not name.
+
+        Args:
+            latent_dim, rope_dim: of the layer.
+            dtype: of the model, whose channels of the position stay in 16 bits.
+        """
+        return self._of_latents(self.preset, latent_dim, rope_dim, dtype)
+
+    def latent_layer_config(
+        self, latent_dim: int, rope_dim: int, dtype: torch.dtype, layer: int, layers: int
+    ) -> LatentConfig:
+        """The configuration of one of a model's layers, as layer_config."""
+        chosen = choices_by_layer(dict(self.layers), layers)
+        name = str(chosen.get(layer, self.preset))
+        return self._of_latents(name, latent_dim, rope_dim, dtype)
+
+    def _of_latents(
+        self, name: str, latent_dim: int, rope_dim: int, dtype: torch.dtype
+    ) -> LatentConfig:
+        half = torch.float16 if dtype == torch.float16 else torch.bfloat16
+        return latent_preset_of(
+            name,
+            latent_dim,
+            rope_dim,
+            sink_tokens=1 if self.first_token == "exact" else 0,
+            recent_window=0,
+            seed=self.seed,
+            rope_dtype=half,
+        )
 
 
 _FIELDS = tuple(field.name for field in fields(Settings))

@@ -19,14 +19,16 @@ class Interface(NamedTuple):
     """Whether a backend may have a name of its own: --attention-backend TORCH_TURBOQUANT."""
     own_dtype: bool
     """Whether a cache may have a dtype of its own: --kv-cache-dtype tq_<preset>."""
+    latents: bool
+    """Whether models with latent attention (MLA) are served."""
 
 
 INTERFACES = (
-    Interface((0, 24), (0, 27), "layer", "shape", False, False),
-    Interface((0, 28), (0, 28), "backend", "shape", False, False),
-    Interface((0, 29), (0, 31), "backend", "layout", False, False),
-    Interface((0, 32), (0, 32), "backend", "layout", True, False),
-    Interface((0, 33), (0, 33), "backend", "layout", True, True),
+    Interface((0, 24), (0, 27), "layer", "shape", False, False, False),
+    Interface((0, 28), (0, 28), "backend", "shape", False, False, False),
+    Interface((0, 29), (0, 31), "backend", "layout", False, False, False),
+    Interface((0, 32), (0, 32), "backend", "layout", True, False, True),
+    Interface((0, 33), (0, 33), "backend", "layout", True, True, False),
 )
 
 
