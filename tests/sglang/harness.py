@@ -33,7 +33,8 @@ class Answer:
     tokens: list[int]
     cached: int
     """Tokens of the prompt that the prefix tree had."""
-    aborted: bool
+    reason: str
+    """Why it ended, as SGLang says."""
     calls: list[Call] = field(default_factory=list)
 
 
@@ -107,14 +108,16 @@ class Loop:
 
     def run(self) -> None:
         """Until nothing is left to do, which the scheduler then checks for leaks."""
-        while self.step():
-            pass
+        idle = 0  # a round without a batch may come before the next one
+        while idle < 3:
+            idle = 0 if self.step() else idle + 1
+        assert not self.scheduler.waiting_queue
         self.scheduler.on_idle()
 
     def answer(self, req: Any) -> Answer:
-        reason = req.finished_reason.to_json()["type"] if req.finished_reason else None
+        reason = str(req.finished_reason and req.finished_reason.to_json())
         calls = self.calls.get(req.rid, [])
-        return Answer(list(req.output_ids), req.cached_tokens, reason == "abort", calls)
+        return Answer(list(req.output_ids), req.cached_tokens, reason, calls)
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
         """The greedy continuations of prompts that are computed together."""
