@@ -1,4 +1,4 @@
-"""SGLang's scheduler over small models, in this process and on a CPU."""
+"""SGLang's scheduler over small models, in this process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 TOKENS = 4096  # of the cache
+ON_GPU = torch.cuda.is_available()
 
 
 class Call(NamedTuple):
@@ -45,11 +46,12 @@ class Loop:
         scheduler: SGLang's.
         retractions: requests that were put back into the queue.
         mixed: steps with decoding requests beside prompts.
+        graphs: steps that ran in a CUDA graph.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler, self.count = scheduler, 0
-        self.retractions = self.mixed = 0
+        self.retractions = self.mixed = self.graphs = 0
         self.calls: dict[str, list[Call]] = {}
         self.rows: dict[str, tuple[int, int]] = {}
 
@@ -90,7 +92,9 @@ class Loop:
         self.retractions += max(0, len(scheduler.waiting_queue) - before)
         if batch:
             self._note(batch)
-            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+            result = scheduler.run_batch(batch)
+            self.graphs += bool(getattr(result, "can_run_cuda_graph", False))
+            scheduler.process_batch_result(batch, result)
         scheduler.last_batch = batch
         return bool(batch)
 
@@ -179,6 +183,10 @@ def engine(
         "random_seed": 1,
         "log_level": "error",
     }
+    if ON_GPU:  # decode steps in CUDA graphs
+        defaults |= {"device": "cuda", "dtype": "float16", "disable_cuda_graph": False}
+        defaults |= {"cuda_graph_max_bs_decode": 8, "disable_prefill_cuda_graph": True}
+        defaults |= {"sampling_backend": "pytorch"}
     if settings is not None:
         defaults["json_model_override_args"] = json.dumps({"turboquant": settings})
     args = ServerArgs(**{**defaults, **options})

@@ -17,7 +17,7 @@ PROMPTS = [prompt(n, seed=n) for n in (5, 40, 33, 90)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
-    return folder, save_llama(folder)
+    return folder, save_llama(folder, head_dim=64)
 
 
 @pytest.mark.parametrize("window", [0, WINDOW])
@@ -103,7 +103,7 @@ def test_prefixes_of_the_tree(model, window):
 
 @pytest.mark.parametrize(("window", "cached"), [(0, [96, 96]), (WINDOW, [64, 80]), (64, [32, 32])])
 def test_prompts_that_the_tree_has(model, window, cached):
-    """The last tokens are computed anew, and their pages are then given up for those of the tree."""
+    """The last tokens are computed anew; their pages are given up for those of the tree."""
     folder, llama = model
     reference = Reference(llama, "k8v8", window=window)
     first = prompt(100, seed=1)
