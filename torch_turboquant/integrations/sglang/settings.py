@@ -34,9 +34,9 @@ class Settings(EngineSettings):
     """How many last tokens of a sequence stay exact; None: as the preset has it, usually 64."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.window is not None and self.window < 0:
             raise ValueError(f"turboquant: window is {self.window}, supported: 0 and more")
+        super().__post_init__()
 
     def config(self, head_dim: int) -> CacheConfig:
         """The configuration of layers that `layers` does not name, with some page size."""
@@ -71,7 +71,8 @@ def parse(backend: str, override_args: str | None) -> Settings:
         TypeError: a value of another type.
         ValueError: an unknown key or preset, or two presets.
     """
-    values = read_object(given_settings(override_args) or {}, _TYPES)
+    given = given_settings(override_args)
+    values = read_object({} if given is None else given, _TYPES)
     if isinstance(values.get("window"), bool):
         raise TypeError(f"turboquant: window is {values['window']!r}, of type bool")
     named = backend.partition(":")[2]
