@@ -232,12 +232,13 @@ def replay(
     hit = answer.calls[0].begin
     calls = [(Call(c.begin, min(c.end, hit), c.is_new)) for c in past if c.begin < hit]
     ids = torch.tensor([[*prompt, *answer.tokens]])
-    cache = DynamicCache(config=reference.model.config)
+    cache = DynamicCache()  # of all tokens, also in layers that see a window of them
     with torch.no_grad():
         for call in [*calls, *answer.calls]:
             if call.is_new:
                 reference.held = call.begin
-            cache.crop(call.begin)
+            if call.begin < cache.get_seq_length():
+                cache.crop(call.begin)
             new = ids[:, call.begin : call.end]
             logits = reference.model(new, past_key_values=cache).logits[0, -1]
             if call.end < len(prompt) or call.end == ids.shape[1] or call in calls:
