@@ -5,7 +5,8 @@ transformers: TurboQuantCache, a packed KV cache for Hugging Face transformers (
 
 vllm: a plug-in for vLLM, whose KV cache is then packed pages (extra `torch_turboquant[vllm]`).
 
-sglang: a plug-in for SGLang, whose KV cache is then packed pages (extra `torch_turboquant[sglang]`).
+sglang: a plug-in for SGLang, whose KV cache is then packed pages (extra
+`torch_turboquant[sglang]`).
 
 engine: what both plug-ins share.
 """

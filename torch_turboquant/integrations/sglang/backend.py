@@ -210,16 +210,10 @@ class TurboQuantBackend(AttentionBackend):
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         new = self._new(k, v)
-        copies = bound.ring is not None and bound.first_tokens is not None
-        if copies and step.resumed is not None:
-            rows, pages = step.resumed
-            bound.ring[:, :, 0].index_copy_(0, rows, bound.first_tokens[:, :, 0][pages])
+        self._fetch_first_tokens(bound, step)
         _attend(*self._arguments(bound, step, q, sinks), *new, out=out)
         self._store(bound, step, *new)
-        if copies and step.begun is not None:
-            tokens, pages = step.begun
-            row = torch.stack([part[tokens] for part in new], dim=2)
-            bound.first_tokens[:, :, 0].index_copy_(0, pages, row)
+        self._keep_first_tokens(bound, step, *new)
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 
     def _store(self, bound: Layer, step: Step, k: Tensor, v: Tensor) -> None:
@@ -229,6 +223,21 @@ class TurboQuantBackend(AttentionBackend):
             _store(*arguments)
         else:
             _store(*arguments, ring, rows, step.seq_lens, step.starts, self.sinks)
+
+    def _fetch_first_tokens(self, bound: Layer, step: Step) -> None:
+        """Copies them out of first pages into the entries of requests that have tokens already."""
+        if bound.ring is None or bound.first_tokens is None or step.resumed is None:
+            return
+        rows, pages = step.resumed
+        bound.ring[:, :, 0].index_copy_(0, rows, bound.first_tokens[:, :, 0][pages])
+
+    def _keep_first_tokens(self, bound: Layer, step: Step, k: Tensor, v: Tensor) -> None:
+        """Copies those of this step into first pages, where others find them."""
+        if bound.ring is None or bound.first_tokens is None or step.begun is None:
+            return
+        tokens, pages = step.begun
+        row = torch.stack([k[tokens], v[tokens]], dim=2)
+        bound.first_tokens[:, :, 0].index_copy_(0, pages, row)
 
     def _arguments(
         self, bound: Layer, step: Step, q: Tensor, sinks: Tensor | None

@@ -136,5 +136,5 @@ def _took(method: Any) -> bool:
 
 
 def _subclasses(kind: type) -> list[type]:
-    direct = kind.__subclasses__()
+    direct: list[type] = kind.__subclasses__()
     return [*direct, *(below for one in direct for below in _subclasses(one))]

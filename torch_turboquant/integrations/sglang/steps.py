@@ -101,29 +101,28 @@ class Steps:
         rows = batch.req_pool_indices
         step = self.allocate(len(new))
         self._fill_sequences(step, rows, batch.seq_lens)
-        ends = torch.tensor([0, *new]).cumsum(0)
-        begun = [i for i, (n, prefix) in enumerate(zip(new, old, strict=True)) if n and not prefix]
-        past = [i for i, (n, prefix) in enumerate(zip(new, old, strict=True)) if n and prefix]
-        pages = step.first_pages.long()
+        starts = torch.tensor([0, *new]).cumsum(0).to(self.device, non_blocking=True)
+        has = list(zip(new, old, strict=True))
+        begun = [i for i, (n, prefix) in enumerate(has) if n and not prefix]
+        resumed = [i for i, (n, prefix) in enumerate(has) if n and prefix]
         return Step(
             step.rows,
             step.seq_lens,
             step.block_table,
             step.first_pages,
             batch.out_cache_loc.long(),
-            starts=ends.int().to(self.device, non_blocking=True),
+            starts=starts.int(),
             longest=max(new, default=1) or 1,
-            begun=self._pairs(ends[begun], begun, pages) if begun else None,
-            resumed=self._pairs(None, past, pages, rows) if past else None,
+            begun=self._with_pages(starts, begun, step),
+            resumed=self._with_pages(rows, resumed, step),
         )
 
-    def _pairs(
-        self, tokens: Tensor | None, chosen: list[int], pages: Tensor, rows: Tensor | None = None
-    ) -> Tensor:
-        """int64 [2, chosen]: of chosen sequences a token or the row, and the first page."""
+    def _with_pages(self, values: Tensor, chosen: list[int], step: Step) -> Tensor | None:
+        """int64 [2, chosen]: values of chosen sequences, and their first pages; None: no choice."""
+        if not chosen:
+            return None
         index = torch.tensor(chosen).to(self.device, non_blocking=True)
-        first = rows[index] if tokens is None else tokens.to(self.device, non_blocking=True)
-        return torch.stack([first, pages[index]])
+        return torch.stack([values[index].long(), step.first_pages[index].long()])
 
 
 class Rings:
