@@ -147,24 +147,10 @@ class Loop:
         return self.scheduler.tp_worker.model_runner.token_to_kv_pool
 
 
-@contextmanager
-def engine(
-    folder: Path,
-    settings: dict[str, Any] | None = None,
-    backend: str = "turboquant",
-    **options: Any,
-) -> Iterator[Loop]:
-    """A scheduler with this backend."""
-    from sglang.srt.distributed.parallel_state import (
-        destroy_distributed_environment,
-        destroy_model_parallel,
-    )
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.runtime_context import publish
-    from sglang.srt.server_args import PortArgs, ServerArgs
-
-    load_plugins()
+def arguments(
+    folder: Path, settings: dict[str, Any] | None, backend: str, **options: Any
+) -> dict[str, Any]:
+    """Arguments of SGLang's server."""
     defaults: dict[str, Any] = {
         "model_path": str(folder),
         "attention_backend": backend,
@@ -189,7 +175,28 @@ def engine(
         defaults |= {"sampling_backend": "pytorch"}
     if settings is not None:
         defaults["json_model_override_args"] = json.dumps({"turboquant": settings})
-    args = ServerArgs(**{**defaults, **options})
+    return {**defaults, **options}
+
+
+@contextmanager
+def engine(
+    folder: Path,
+    settings: dict[str, Any] | None = None,
+    backend: str = "turboquant",
+    **options: Any,
+) -> Iterator[Loop]:
+    """A scheduler with this backend."""
+    from sglang.srt.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+    )
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    load_plugins()
+    args = ServerArgs(**arguments(folder, settings, backend, **options))
     publish(args, role="scheduler")
     try:
         scheduler = Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
