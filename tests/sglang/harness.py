@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import logging
 from array import array
@@ -105,7 +106,8 @@ class Loop:
         self.mixed += batch.forward_mode.is_mixed()
         new = batch.extend_lens if extends else [1] * len(lengths)
         for req, length, n in zip(batch.reqs, lengths, new, strict=True):
-            row = (req.req_pool_idx, int(generations[req.req_pool_idx]))
+            number = getattr(req, "kv", req).req_pool_idx  # newer versions have it in req.kv
+            row = (number, int(generations[number]))
             is_new = self.rows.get(req.rid) != row
             self.rows[req.rid] = row
             self.calls.setdefault(req.rid, []).append(Call(length - n, length, is_new))
@@ -197,10 +199,17 @@ def engine(
 
     load_plugins()
     args = ServerArgs(**arguments(folder, settings, backend, **options))
-    publish(args, role="scheduler")
+    ports = PortArgs.init_new(args)
+    ranks: tuple[Any, ...] = ()
+    if len(inspect.signature(Scheduler).parameters) == 2:  # newer versions publish the ranks
+        from sglang.srt.runtime_context import SpawnRanks
+
+        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+    else:
+        publish(args, role="scheduler")
+        ranks = (0, 0, 0, 0, 0, 0, None)
     try:
-        scheduler = Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
-        yield Loop(scheduler)
+        yield Loop(Scheduler(args, ports, *ranks))
     finally:
         destroy_model_parallel()
         destroy_distributed_environment()

@@ -225,7 +225,9 @@ def test_arguments_that_are_refused(options, text):
     plain = {
         "page_size": 64,
         "kv_cache_dtype": "auto",
-        "get_attention_backends": lambda: ("turboquant", "turboquant"),
+        "attention_backend": "turboquant",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
     }
     assert limits.wrong_arguments(SimpleNamespace(**plain)) == []
     (found,) = limits.wrong_arguments(SimpleNamespace(**{**plain, **options}))
@@ -234,7 +236,11 @@ def test_arguments_that_are_refused(options, text):
 
 def test_two_backends_are_refused():
     args = SimpleNamespace(
-        page_size=64, kv_cache_dtype="auto", get_attention_backends=lambda: ("fa3", "turboquant")
+        page_size=64,
+        kv_cache_dtype="auto",
+        attention_backend="turboquant",
+        prefill_attention_backend="fa3",
+        decode_attention_backend=None,
     )
     (found,) = limits.wrong_arguments(args)
     assert found.startswith("prefill has the attention backend fa3 and decode turboquant")

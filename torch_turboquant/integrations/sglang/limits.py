@@ -8,6 +8,7 @@ import torch
 
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.engine.pages import SIZES
+from torch_turboquant.integrations.sglang.settings import backends_of
 
 ELSEWHERE = "choose another --attention-backend for this model"
 CACHE_DTYPES = ("auto", "bf16", "bfloat16")
@@ -68,7 +69,7 @@ def wrong_arguments(server_args: Any) -> list[str]:
             f"--kv-cache-dtype is {server_args.kv_cache_dtype}, but pages of TurboQuant hold codes "
             "of their own: leave it out, and choose a preset"
         )
-    prefill, decode = server_args.get_attention_backends()
+    prefill, decode = backends_of(server_args)
     if prefill != decode:
         found.append(
             f"prefill has the attention backend {prefill} and decode {decode}, but only one "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch_turboquant.integrations.engine.centers import LayerConstants, find_fi
 from torch_turboquant.integrations.sglang import limits
 from torch_turboquant.integrations.sglang.settings import (
     NO_CENTERS,
+    backends_of,
     given_settings,
     is_ours,
     parse,
@@ -171,7 +171,7 @@ class Plan:
         )
 
 
-_PLANS: list[tuple[weakref.ref[Any], Plan]] = []  # an engine each; its arguments have no hash
+_LATEST: list[tuple[Any, Plan]] = []  # the arguments of the engine made last, and its plan
 
 
 def plan_of(kvc: Any) -> Plan | None:
@@ -182,17 +182,13 @@ def plan_of(kvc: Any) -> Plan | None:
     """
     args = kvc.server_args
     if not is_ours(args.attention_backend):
-        backends = set(args.get_attention_backends())
-        if given_settings(args.json_model_override_args) is not None or any(map(is_ours, backends)):
+        ours = any(map(is_ours, backends_of(args)))
+        if ours or given_settings(args.json_model_override_args) is not None:
             raise ValueError(
                 "torch_turboquant: there are settings, but another attention backend is chosen: "
                 "pass --attention-backend turboquant alone"
             )
         return None
-    _PLANS[:] = [(ref, plan) for ref, plan in _PLANS if ref() is not None]
-    for ref, plan in _PLANS:
-        if ref() is args:
-            return plan
-    plan = Plan(kvc)
-    _PLANS.append((weakref.ref(args), plan))
-    return plan
+    if not _LATEST or _LATEST[0][0] is not args:
+        _LATEST[:] = [(args, Plan(kvc))]
+    return _LATEST[0][1]

@@ -59,6 +59,13 @@ def is_ours(backend: str | None) -> bool:
     return backend in BACKEND_NAMES
 
 
+def backends_of(server_args: Any) -> tuple[str | None, str | None]:
+    """The attention backends of prefill and of decode."""
+    both = server_args.attention_backend
+    prefill = server_args.prefill_attention_backend or both
+    return prefill, server_args.decode_attention_backend or both
+
+
 def parse(backend: str, override_args: str | None) -> Settings:
     """The settings of an engine.
 
