@@ -37,6 +37,8 @@ class Answer:
     """Tokens of the prompt that the prefix tree had."""
     reason: str
     """Why it ended, as SGLang says."""
+    retractions: int
+    """How often it was put back into the queue."""
     calls: list[Call] = field(default_factory=list)
 
 
@@ -45,14 +47,13 @@ class Loop:
 
     Attributes:
         scheduler: SGLang's.
-        retractions: requests that were put back into the queue.
         mixed: steps with decoding requests beside prompts.
         graphs: steps that ran in a CUDA graph.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler, self.count = scheduler, 0
-        self.retractions = self.mixed = self.graphs = 0
+        self.mixed = self.graphs = 0
         self.calls: dict[str, list[Call]] = {}
         self.rows: dict[str, tuple[int, int]] = {}
 
@@ -84,13 +85,11 @@ class Loop:
     def step(self) -> bool:
         """One round of the loop; False: there was nothing to do."""
         scheduler = self.scheduler
-        before = len(scheduler.waiting_queue)
         plan = scheduler.get_next_batch_to_run(
             running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
         )
         scheduler.running_batch = plan.running_batch
         batch = plan.batch_to_run
-        self.retractions += max(0, len(scheduler.waiting_queue) - before)
         if batch:
             self._note(batch)
             result = scheduler.run_batch(batch)
@@ -106,7 +105,8 @@ class Loop:
         self.mixed += batch.forward_mode.is_mixed()
         new = batch.extend_lens if extends else [1] * len(lengths)
         for req, length, n in zip(batch.reqs, lengths, new, strict=True):
-            number = getattr(req, "kv", req).req_pool_idx  # newer versions have it in req.kv
+            owner = req if hasattr(req, "req_pool_idx") else req.kv  # in newer versions
+            number = owner.req_pool_idx
             row = (number, int(generations[number]))
             is_new = self.rows.get(req.rid) != row
             self.rows[req.rid] = row
@@ -123,7 +123,8 @@ class Loop:
     def answer(self, req: Any) -> Answer:
         reason = str(req.finished_reason and req.finished_reason.to_json())
         calls = self.calls.get(req.rid, [])
-        return Answer(list(req.output_ids), req.cached_tokens, reason, calls)
+        again = req.retraction_count
+        return Answer(list(req.output_ids), req.cached_tokens, reason, again, calls)
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
         """The greedy continuations of prompts that are computed together."""

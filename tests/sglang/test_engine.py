@@ -140,17 +140,18 @@ def test_prefixes_are_not_searched_for(model):
                 replay(reference, p, answer)
 
 
-def test_retracted_requests_go_on(model):
+def test_retracted_requests_go_on(model, monkeypatch):
     """What was generated before is computed again as a prompt."""
     folder, llama = model
     reference = Reference(llama, PRESET, window=WINDOW)
     prompts = [prompt(40, seed=seed) for seed in range(4)]
-    few = {"max_total_tokens": 272, "schedule_conservativeness": 0.0}
-    with engine(folder, {"preset": PRESET, "window": WINDOW}, **few) as loop:
-        answers = loop.generate(prompts, 60)
-        assert loop.retractions > 0
+    monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT", True)
+    monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT_INTERVAL", 20)
+    with engine(folder, {"preset": PRESET, "window": WINDOW}) as loop:
+        answers = loop.generate(prompts, 50)
+    assert sum(answer.retractions for answer in answers) > 1
     for p, answer in zip(prompts, answers, strict=True):
-        assert len(answer.tokens) == 60, answer.reason
+        assert len(answer.tokens) == 50, answer.reason
         replay(reference, p, answer)
 
 
