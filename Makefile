@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := $(VENV)-vllm
+SGLANG := $(VENV)-sglang
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
@@ -32,7 +33,7 @@ LEVEL_TESTS := $(patsubst %,tests/test_%.py,attention cache codec group hadamard
 # Workers begin with a contiguous share each, so that fixtures of a file are made once, and take from others when they are done.
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo demo-costs test vllm levels bench docs wheel audit lint format clean FORCE
+.PHONY: help demo demo-costs test vllm sglang levels bench docs wheel audit lint format clean FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -53,6 +54,9 @@ test: $(VENV)/.test $(VENV)/.installed ## all tests, on the installed wheel (PYT
 vllm: $(VLLM)/.packages $(VLLM)/.old $(VLLM)/.installed ## tests of the vLLM plug-in, on two versions of vLLM for CPUs, in .venv-vllm (PYTEST_ARGS=...)
 	$(VLLM)/bin/pytest tests/vllm $(PYTEST_ARGS)
 	PYTHONPATH=$(VLLM)/old $(VLLM)/bin/pytest tests/vllm $(PYTEST_ARGS)
+
+sglang: $(SGLANG)/.packages $(SGLANG)/.installed ## tests of the SGLang plug-in, in SGLang's scheduler on a CPU, in .venv-sglang (PYTEST_ARGS=...)
+	$(SGLANG)/bin/pytest tests/sglang $(PYTEST_ARGS)
 
 levels: $(VENV)/.test $(VENV)/.installed ## tests of the CPU kernels at the levels that `make test` does not use (AVX2, plain C++)
 	for level in avx2 portable; do \
@@ -84,8 +88,8 @@ format: $(VENV)/.lint ## style, by changing the files
 	$(BIN)/ruff format $(PY_FILES)
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-clean: ## removes what was built; keeps .venv and .venv-vllm
-	rm -rf build wheels/dist *.egg-info $(VENV)/.installed $(VLLM)/.installed
+clean: ## removes what was built; keeps .venv, .venv-vllm and .venv-sglang
+	rm -rf build wheels/dist *.egg-info $(VENV)/.installed $(VLLM)/.installed $(SGLANG)/.installed
 
 # The files below remember what is done, so that a second run starts at once.
 
@@ -117,6 +121,18 @@ $(VLLM)/.old: $(VLLM)/.packages
 
 $(VLLM)/.installed: build/wheel/.built $(VLLM)/.packages
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall build/wheel/*.whl
+	touch $@
+
+# SGLang as well; its own torch is for GPUs.
+$(SGLANG)/bin/python:
+	$(PYTHON) -m venv $(SGLANG)
+
+$(SGLANG)/.packages: requirements/sglang.txt | $(SGLANG)/bin/python
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $<
+	touch $@
+
+$(SGLANG)/.installed: build/wheel/.built $(SGLANG)/.packages
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall build/wheel/*.whl
 	touch $@
 
 # The choices that change the binaries; touched only when one of them changes.

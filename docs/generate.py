@@ -26,7 +26,7 @@ import torch
 from torch.cuda import is_available as cuda_is_available
 
 import torch_turboquant as tq
-from torch_turboquant.integrations.vllm import pages
+from torch_turboquant.integrations.engine import pages
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -13,9 +13,9 @@ pytest.importorskip("safetensors")
 from tests.helpers import tiny_llama
 from torch_turboquant import __main__ as command_line
 from torch_turboquant import centers
+from torch_turboquant.integrations.engine.centers import LayerConstants, find_file
 from torch_turboquant.integrations.transformers import TurboQuantCache, load_centers
 from torch_turboquant.integrations.vllm import calibrator
-from torch_turboquant.integrations.vllm.centers import LayerConstants, find_file
 
 WORDS = [f"w{i}" for i in range(64)]
 

@@ -34,6 +34,7 @@ class Reference:
         exact_steps: whether steps of one token read it as it is.
         first_token: whether the first token of all stays exact.
         center: of a layer, from its keys in the first call [tokens, kv_heads, d].
+        window: how many last tokens stay exact, of those from `self.held` on.
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class Reference:
         exact_steps: bool = True,
         center: Center = lambda layer, keys: None,
         first_token: bool = True,
+        window: int = 0,
     ) -> None:
         layers = model.config.num_hidden_layers
         presets = [presets] * layers if isinstance(presets, str) else list(presets)
         self.model, self.exact_steps, self.center = model, exact_steps, center
-        self.first_token = first_token
+        self.first_token, self.window, self.held = first_token, window, 0
         self.near_tie = NEAR_TIE_ON_GPU if torch.cuda.is_available() else NEAR_TIE
         self.presets = presets
         self.centers: dict[int, Tensor | None] = {}
@@ -107,7 +109,9 @@ class Reference:
             [new],
             exact_k=k[None],
             exact_v=v[None],
-            sinks=1 if self.first_token else 0,
+            sinks=int(self.first_token),
+            window=self.window,
+            held=[(int(self.first_token), self.held)],
             own=new > 1 or self.exact_steps,
             softmax_scale=scaling,
             sliding_window=sliding_window or 0,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from torch_turboquant import centers as files
+from torch_turboquant.integrations.engine.centers import LayerConstants
 from torch_turboquant.integrations.vllm import calibrator
 from torch_turboquant.integrations.vllm.calibrator import Calibrator, KeySums, join, rotary_partners
-from torch_turboquant.integrations.vllm.centers import LayerConstants
 from torch_turboquant.ops.center import learn_center_reference, query_energy_reference
 
 LAYERS, HEADS, KV_HEADS, DIM, SINKS = 2, 8, 4, 32, 4

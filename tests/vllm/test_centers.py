@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torch_turboquant import centers as files
-from torch_turboquant.integrations.vllm.centers import LayerConstants, find_file, heads_of_rank
+from torch_turboquant.integrations.engine.centers import LayerConstants, find_file, heads_of_rank
 from torch_turboquant.ops.codec import scaled_center
 
 LLAMA = {

@@ -7,7 +7,7 @@ import torch_turboquant as tt
 from tests.helpers import randn, to_device
 from tests.oracle import exact_attention
 from tests.vllm.reference import through_codes
-from torch_turboquant.integrations.vllm.pages import (
+from torch_turboquant.integrations.engine.pages import (
     LATENT_SIZES,
     bytes_per_token,
     latent_page_parts,

@@ -11,12 +11,11 @@ vLLM finds `register` by the entry point group vllm.general_plugins and calls it
     choice.py     which backend a model gets: its attention may be latent (MLA)
     limits.py     what is refused at start, with the reason and the cure
     plan.py       the presets and constants of all layers of an engine
-    pages.py      what a page holds
     backend.py    the attention backend: metadata of a step, store and attend
     latent.py     the backend of models with latent attention
     prompts.py    prompts and long chunks by FlashAttention
     cpu.py        which backend vLLM gets on a CPU
-    centers.py    a file's centers, cut for a tensor-parallel rank
+    ../engine     what it shares with the plug-in for SGLang: pages, centers, settings
     learning.py   centers from the first prompt, where there is no file
     calibrator.py centers for a file, gathered by vLLM's workers
     versions.py   which versions of vLLM are supported

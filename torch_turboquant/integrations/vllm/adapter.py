@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from torch_turboquant.config import NAMED_PRESETS, PRESETS
-from torch_turboquant.integrations.vllm import pages
+from torch_turboquant.integrations.engine import pages
 from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX
 from torch_turboquant.integrations.vllm.versions import find_interface
 

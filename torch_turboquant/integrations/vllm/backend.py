@@ -29,8 +29,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from torch_turboquant.integrations.engine.pages import page_parts
 from torch_turboquant.integrations.vllm import adapter, limits
-from torch_turboquant.integrations.vllm.pages import page_parts
 from torch_turboquant.integrations.vllm.plan import PAGE_SIZE, Plan, latest_plan, plan_of
 from torch_turboquant.integrations.vllm.prompts import (
     LONG_CHUNK,

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from torch_turboquant import centers as files
 from torch_turboquant.centers import CENTER_TOKENS, SINKS
-from torch_turboquant.integrations.vllm.centers import heads_of_rank
-from torch_turboquant.integrations.vllm.settings import KEY
+from torch_turboquant.integrations.engine.centers import heads_of_rank
+from torch_turboquant.integrations.engine.settings import KEY
 from torch_turboquant.ops.center import channel_scale
 from torch_turboquant.ops.codec import scaled_center
 

@@ -23,8 +23,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     from vllm.config import get_current_vllm_config
 
+    from torch_turboquant.integrations.engine.settings import KEY
     from torch_turboquant.integrations.vllm import backend
-    from torch_turboquant.integrations.vllm.settings import KEY
 
     ours, theirs = _NAMES[name]
     config = get_current_vllm_config()

@@ -26,7 +26,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MLAAttentionImpl
 
-from torch_turboquant.integrations.vllm import adapter, limits, pages
+from torch_turboquant.integrations.engine import pages
+from torch_turboquant.integrations.vllm import adapter, limits
 from torch_turboquant.integrations.vllm.backend import (
     Part,
     TurboQuantBackend,

@@ -14,8 +14,9 @@ from vllm.distributed import (
 
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.format import FORMAT_VERSION
-from torch_turboquant.integrations.vllm import adapter, limits, pages
-from torch_turboquant.integrations.vllm.centers import LayerConstants, find_file
+from torch_turboquant.integrations.engine import pages
+from torch_turboquant.integrations.engine.centers import LayerConstants, find_file
+from torch_turboquant.integrations.vllm import adapter, limits
 from torch_turboquant.integrations.vllm.learning import Learning
 from torch_turboquant.integrations.vllm.settings import parse
 from torch_turboquant.latent import LatentConfig, LatentTables, make_latent_tables, norm_center

@@ -1,0 +1,268 @@
+"""SGLang's scheduler over small models, in this process."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import logging
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+TOKENS = 4096  # of the cache
+ON_GPU = torch.cuda.is_available()
+
+
+class Call(NamedTuple):
+    """Tokens of a request that one step computes."""
+
+    begin: int
+    end: int
+    is_new: bool
+    """Whether the request got its row for this step."""
+
+
+@dataclass
+class Answer:
+    """What became of a request."""
+
+    tokens: list[int]
+    cached: int
+    """Tokens of the prompt that the prefix tree had."""
+    reason: str
+    """Why it ended, as SGLang says."""
+    retractions: int
+    """How often it was put back into the queue."""
+    calls: list[Call] = field(default_factory=list)
+
+
+class Loop:
+    """The scheduler's event loop, a step at a time.
+
+    Attributes:
+        scheduler: SGLang's.
+        mixed: steps with decoding requests beside prompts.
+        graphs: steps that ran in a CUDA graph.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler, self.count = scheduler, 0
+        self.mixed = self.graphs = 0
+        self.calls: dict[str, list[Call]] = {}
+        self.rows: dict[str, tuple[int, int]] = {}
+
+    def add(self, prompt: Sequence[int], tokens: int) -> Any:
+        """Puts a request into the queue; returns SGLang's Req."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        params = SamplingParams(max_new_tokens=tokens, temperature=0, ignore_eos=True)
+        params.normalize(None)
+        self.count += 1
+        given = TokenizedGenerateReqInput(
+            rid=f"request {self.count}",
+            input_text="",
+            input_ids=array("q", prompt),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=params,
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+        )
+        self.scheduler.process_input_requests([given])
+        return self.scheduler.waiting_queue[-1]
+
+    def step(self) -> bool:
+        """One round of the loop; False: there was nothing to do."""
+        scheduler = self.scheduler
+        plan = scheduler.get_next_batch_to_run(
+            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+        )
+        scheduler.running_batch = plan.running_batch
+        batch = plan.batch_to_run
+        if batch:
+            self._note(batch)
+            result = scheduler.run_batch(batch)
+            self.graphs += bool(getattr(result, "can_run_cuda_graph", False))
+            scheduler.process_batch_result(batch, result)
+        scheduler.last_batch = batch
+        return bool(batch)
+
+    def _note(self, batch: Any) -> None:
+        generations = self.scheduler.req_to_token_pool.req_generation
+        lengths = batch.seq_lens_cpu.tolist()
+        extends = batch.forward_mode.is_extend()
+        self.mixed += batch.forward_mode.is_mixed()
+        new = batch.extend_lens if extends else [1] * len(lengths)
+        for req, length, n in zip(batch.reqs, lengths, new, strict=True):
+            owner = req if hasattr(req, "req_pool_idx") else req.kv  # in newer versions
+            number = owner.req_pool_idx
+            row = (number, int(generations[number]))
+            is_new = self.rows.get(req.rid) != row
+            self.rows[req.rid] = row
+            self.calls.setdefault(req.rid, []).append(Call(length - n, length, is_new))
+
+    def run(self) -> None:
+        """Until nothing is left to do, which the scheduler then checks for leaks."""
+        idle = 0  # a round without a batch may come before the next one
+        while idle < 3:
+            idle = 0 if self.step() else idle + 1
+        assert not self.scheduler.waiting_queue
+        self.scheduler.on_idle()
+
+    def answer(self, req: Any) -> Answer:
+        reason = str(req.finished_reason and req.finished_reason.to_json())
+        calls = self.calls.get(req.rid, [])
+        again = req.retraction_count
+        return Answer(list(req.output_ids), req.cached_tokens, reason, again, calls)
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
+        """The greedy continuations of prompts that are computed together."""
+        reqs = [self.add(prompt, tokens) for prompt in prompts]
+        self.run()
+        return [self.answer(req) for req in reqs]
+
+    def abort(self, req: Any) -> None:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.scheduler.abort_request(AbortReq(rid=req.rid))
+
+    def flush(self) -> None:
+        """Empties the prefix tree."""
+        assert self.scheduler.flush_cache()
+
+    @property
+    def backend(self) -> Any:
+        return self.scheduler.tp_worker.model_runner.attn_backend
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.tp_worker.model_runner.token_to_kv_pool
+
+
+def arguments(
+    folder: Path, settings: dict[str, Any] | None, backend: str, **options: Any
+) -> dict[str, Any]:
+    """Arguments of SGLang's server."""
+    defaults: dict[str, Any] = {
+        "model_path": str(folder),
+        "attention_backend": backend,
+        "page_size": 16,
+        "dtype": "float32",
+        "device": "cpu",
+        "context_length": 512,
+        "max_total_tokens": TOKENS,
+        "max_running_requests": 8,
+        "chunked_prefill_size": 256,
+        "mem_fraction_static": 0.5,
+        "skip_tokenizer_init": True,
+        "grammar_backend": "none",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "random_seed": 1,
+        "log_level": "error",
+    }
+    if ON_GPU:  # decode steps in CUDA graphs
+        defaults |= {"device": "cuda", "dtype": "float16", "disable_cuda_graph": False}
+        defaults |= {"cuda_graph_max_bs_decode": 8, "disable_prefill_cuda_graph": True}
+        defaults |= {"sampling_backend": "pytorch"}
+    if settings is not None:
+        defaults["json_model_override_args"] = json.dumps({"turboquant": settings})
+    return {**defaults, **options}
+
+
+@contextmanager
+def engine(
+    folder: Path,
+    settings: dict[str, Any] | None = None,
+    backend: str = "turboquant",
+    **options: Any,
+) -> Iterator[Loop]:
+    """A scheduler with this backend."""
+    from sglang.srt.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+    )
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    load_plugins()
+    args = ServerArgs(**arguments(folder, settings, backend, **options))
+    ports = PortArgs.init_new(args)
+    ranks: tuple[Any, ...] = ()
+    if len(inspect.signature(Scheduler).parameters) == 2:  # newer versions publish the ranks
+        from sglang.srt.runtime_context import SpawnRanks
+
+        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+    else:
+        publish(args, role="scheduler")
+        ranks = (0, 0, 0, 0, 0, 0, None)
+    try:
+        yield Loop(Scheduler(args, ports, *ranks))
+    finally:
+        destroy_model_parallel()
+        destroy_distributed_environment()
+        gc.collect()
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """The lines that the plug-in logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch_turboquant.sglang")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def replay(
+    reference: Any, prompt: Sequence[int], answer: Answer, past: Sequence[Call] = ()
+) -> None:
+    """Raises unless every token of an answer is the likeliest, or as good as that.
+
+    Args:
+        reference: tests.vllm.reference.Reference.
+        past: the calls of whoever computed the prefix that the request got from the tree.
+    """
+    from transformers import DynamicCache
+
+    reference.centers.clear()
+    hit = answer.calls[0].begin
+    calls = [(Call(c.begin, min(c.end, hit), c.is_new)) for c in past if c.begin < hit]
+    ids = torch.tensor([[*prompt, *answer.tokens]])
+    cache = DynamicCache()  # of all tokens, also in layers that see a window of them
+    with torch.no_grad():
+        for call in [*calls, *answer.calls]:
+            if call.is_new:
+                reference.held = call.begin
+            if call.begin < cache.get_seq_length():
+                cache.crop(call.begin)
+            new = ids[:, call.begin : call.end]
+            logits = reference.model(new, past_key_values=cache).logits[0, -1]
+            if call.end < len(prompt) or call.end == ids.shape[1] or call in calls:
+                continue
+            token = int(ids[0, call.end])
+            lacking = float(logits.max() - logits[token])
+            assert lacking <= reference.near_tie * logits.std(), (
+                f"token {call.end - len(prompt)} is {token}, {lacking:.3f} below "
+                f"{int(logits.argmax())}"
+            )

@@ -1,0 +1,111 @@
+"""Models whose attention differs: windows, soft caps, biased keys; and layers with own presets."""
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: make sglang")
+
+import transformers
+
+from tests.sglang.harness import ON_GPU, engine, replay, told
+from tests.vllm.harness import prompt, randomise, save, save_llama
+from tests.vllm.reference import Reference
+from torch_turboquant import centers as files
+
+TOKENS = 12
+PROMPTS = [prompt(n, seed=n) for n in (9, 40, 70)]
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize("window", [0, 8, 40])
+def test_sliding_windows_and_soft_caps(tmp_path, window):
+    """Gemma 2: every other layer sees the last 24 tokens, all of them in one pool."""
+    config = transformers.Gemma2Config(
+        **SHAPE,
+        sliding_window=24,
+        attn_logit_softcapping=5.0,
+        query_pre_attn_scalar=64,
+        hidden_act="gelu_pytorch_tanh",  # SGLang reads it beside hidden_activation
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    gemma = randomise(transformers.Gemma2ForCausalLM(config))
+    save(gemma, tmp_path)
+    preset, dtype = ("k8v8", "bfloat16") if ON_GPU else ("k5v4u", "float32")
+    reference = Reference(gemma, preset, window=window)
+    settings = {"preset": preset, "window": window}
+    with engine(tmp_path, settings, dtype=dtype, chunked_prefill_size=32) as loop:
+        answers = loop.generate(PROMPTS, TOKENS)
+        hit = [*PROMPTS[2], *prompt(40, seed=5)]
+        (again,) = loop.generate([hit], TOKENS)
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        replay(reference, p, answer)
+    assert again.cached == 64
+    replay(reference, hit, again, answers[2].calls)
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    """A Qwen2 with large biases of keys, as its small models have."""
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+    qwen = randomise(transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape)))
+    with torch.no_grad():
+        for layer in qwen.model.layers:
+            layer.self_attn.k_proj.bias.normal_(0, 8)
+    folder = tmp_path_factory.mktemp("qwen")
+    save(qwen, folder)
+    return folder, qwen
+
+
+def test_biased_keys_need_centers(biased):
+    folder, qwen = biased
+    with (
+        pytest.raises(ValueError, match="the keys of layer 0 have a bias, which 5-bit keys"),
+        engine(folder),
+    ):
+        pass
+    for settings in ({"preset": "k8v4"}, {"centers": "none"}):
+        with engine(folder, settings) as loop:
+            (answer,) = loop.generate([PROMPTS[1]], TOKENS)
+        reference = Reference(qwen, settings.get("preset", "k5v4u"), window=64)
+        replay(reference, PROMPTS[1], answer)
+
+
+def test_a_file_of_centers(biased, tmp_path):
+    folder, qwen = biased
+    generator = torch.Generator().manual_seed(5)
+    bias = [layer.self_attn.k_proj.bias.detach().view(2, 64) for layer in qwen.model.layers]
+    centers = [b + torch.randn(b.shape, generator=generator) for b in bias]
+    file = tmp_path / "centers.safetensors"
+    files.save(file, centers, qwen.config)
+    reference = Reference(qwen, "k4v4", center=lambda layer, keys: centers[layer], window=16)
+    settings = {"preset": "k4v4", "centers": str(file), "window": 16}
+    with told() as lines, engine(folder, settings) as loop:
+        answers = loop.generate(PROMPTS, TOKENS)
+    assert f"Centers: centers from {file} (sha256 " in lines[0]
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        replay(reference, p, answer)
+
+
+def test_layers_with_presets_of_their_own(tmp_path):
+    llama = save_llama(tmp_path, head_dim=64)
+    presets = ["k8v8", "k3v2", "k8v4"]
+    reference = Reference(llama, presets, window=16)
+    settings = {"preset": "k3v2", "layers": {"0": "k8v8", "-1": "k8v4"}, "window": 16}
+    with told() as lines, engine(tmp_path, settings) as loop:
+        answers = loop.generate(PROMPTS, TOKENS)
+        bytes_of = [pages[0, 0, 0].numel() for pages in loop.pool.pages]
+    assert "preset k3v2 (layers 0: k8v8, -1: k8v4)" in lines[0]
+    assert bytes_of == sorted(bytes_of)[::-1] or bytes_of[1] == min(bytes_of)
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        replay(reference, p, answer)

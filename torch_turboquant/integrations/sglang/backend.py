@@ -1,0 +1,299 @@
+"""The attention backend: how a layer stores and attends.
+
+A decode step is one call per layer, which stores its tokens and reads them as they are. A step of
+prompts is two: queries read their own chunk as it is and older tokens from pages and tail, and only
+then the chunk is stored, since it overwrites rows of the ring that its first queries see.
+
+Without a window the exact tail of a sequence is its first token, which lies in its first page. With
+one it is an entry of memory that belongs to the request: the first token and a ring of the last
+ones. The first token is then copied out of the page when a request continues somebody's prefix.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import sglang
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from torch import Tensor
+
+from torch_turboquant.integrations.engine.pages import page_parts
+from torch_turboquant.integrations.sglang import hooks, limits
+from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool
+from torch_turboquant.integrations.sglang.steps import Rings, Step, Steps
+from torch_turboquant.ops.attention import attend_constants, step_constants
+from torch_turboquant.ops.cache import store_constants
+
+logger = logging.getLogger("torch_turboquant.sglang")
+
+_store = torch.ops.turboquant.cache_store.default
+_attend = torch.ops.turboquant.paged_attention_out.default
+_store_and_attend = torch.ops.turboquant.store_and_attend.default
+
+
+class Layer(NamedTuple):
+    """One attention layer: its memory, and the arguments of the ops that stay."""
+
+    pages: Tensor
+    first_tokens: Tensor | None
+    """[pages, kv_heads, 1, 2, head_dim], in the memory of the pages."""
+    ring: Tensor | None
+    """[rows, kv_heads, sinks + window, 2, head_dim]; None: there is no window."""
+    store_arguments: tuple[Any, ...]
+    attend_arguments: tuple[Any, ...]
+    step_arguments: dict[str, Any]
+    options: tuple[int, float]
+    """Sliding window, with the query itself; soft cap."""
+
+
+class TurboQuantBackend(AttentionBackend):
+    """--attention-backend turboquant.
+
+    Args:
+        runner: SGLang's ModelRunner, whose pools have been made.
+
+    Raises:
+        RuntimeError: SGLang has not asked the plug-in; the text names where.
+        ValueError: the model has a layer that is not supported.
+    """
+
+    needs_cpu_seq_lens = False  # lengths are read on the device
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        hooks.check(sglang.__version__)
+        pool, rows = runner.token_to_kv_pool, runner.req_to_token_pool
+        if not isinstance(pool, TurboQuantKVPool):
+            raise RuntimeError(
+                f"torch_turboquant: SGLang {sglang.__version__} has made a {type(pool).__name__} "
+                "in place of packed pages: the model, or one of its options, is not supported"
+            )
+        self.plan, self.pool = pool.plan, pool
+        self.window, self.sinks = self.plan.window, self.plan.sinks
+        if self.window and rows.size > self.plan.max_requests:
+            raise RuntimeError(
+                f"torch_turboquant: SGLang runs {rows.size} requests at once, and there is memory "
+                f"for the exact tails of {self.plan.max_requests}: pass --max-running-requests "
+                f"{rows.size}"
+            )
+        self.steps = Steps(rows.req_to_token, self.plan.page_size)
+        self.rings = Rings(rows, self.sinks, self.plan.device) if self.window else None
+        self.layers = self._bind(runner.model, rows.size)
+        self.step: Step | None = None
+        self.graph_step: Step | None = None
+        if self.plan.rank == 0:
+            logger.info(self.plan.start_up_line(pool.size, rows.size))
+
+    # ---- what stays
+
+    def _bind(self, model: torch.nn.Module, requests: int) -> dict[int, Layer]:
+        """Every attention layer of the model by its number."""
+        found: dict[int, RadixAttention] = {}
+        for name, module in model.named_modules():
+            if not isinstance(module, RadixAttention):
+                continue
+            wrong = limits.wrong_layer(module, self.plan.head_dim, self.plan.kv_heads)
+            if module.layer_id in found:
+                wrong.append(f"two layers have the number {module.layer_id}: {limits.ELSEWHERE}")
+            limits.refuse(wrong)
+            found[module.layer_id] = module
+            if _keys_have_bias(model.get_submodule(name.rpartition(".")[0])):
+                self.plan.check_biased_keys(module.layer_id)
+        return {number: self._layer(module, requests) for number, module in found.items()}
+
+    def _layer(self, module: RadixAttention, requests: int) -> Layer:
+        plan, number = self.plan, module.layer_id
+        config, tables = plan.config(number), plan.tables(number)
+        memory = self.pool.pages[number - plan.first_layer]
+        pages, first_tokens = page_parts(memory, config, plan.first_token)
+        ring = None
+        if self.window:
+            shape = plan.ring_shape(number, requests)
+            ring = torch.zeros(shape, dtype=plan.dtype, device=plan.device)
+        sees = module.sliding_window_size + 1 if module.sliding_window_size > -1 else 0
+        return Layer(
+            pages,
+            first_tokens,
+            ring,
+            store_constants(config, tables),
+            (*attend_constants(config, tables), module.scaling),
+            step_constants(config, tables),
+            (sees, module.logit_cap or 0.0),
+        )
+
+    # ---- steps
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Describes a step that runs outside CUDA graphs."""
+        mode = forward_batch.forward_mode
+        if mode.is_decode():
+            self.step = self.steps.decode(forward_batch)
+        elif mode.is_extend_without_speculative() and not mode.is_dllm_extend():
+            self._refuse_pictures(forward_batch)
+            if self.rings is not None:
+                self.rings.see(forward_batch)
+            self.step = self.steps.extend(forward_batch)
+        elif not mode.is_idle():
+            raise NotImplementedError(
+                f"torch_turboquant: steps of the kind {mode.name} are not supported: leave out the "
+                "option of SGLang that makes them, such as speculative decoding"
+            )
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocates what CUDA graphs of decode steps read."""
+        self.graph_step = self.steps.allocate(max_bs)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Chooses the part of that memory which belongs to a batch size."""
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            raise NotImplementedError(
+                "torch_turboquant: CUDA graphs are for decode steps; prompts run between graphs: "
+                "leave the kind of prefill graphs at its default"
+            )
+        assert self.graph_step is not None
+        self.step = self.steps.part(self.graph_step, forward_batch.batch_size)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Fills it; recorded in the graph and replayed with it."""
+        assert self.step is not None
+        self.steps.fill(self.step, forward_batch)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Of rows behind the batch, which `fill` takes for padding whatever their length."""
+        return 1
+
+    @staticmethod
+    def _refuse_pictures(forward_batch: Any) -> None:
+        if getattr(forward_batch.spec_info, "custom_mask", None) is not None:
+            raise NotImplementedError(
+                "torch_turboquant: attention that is not causal is not supported: "
+                f"{limits.ELSEWHERE}"
+            )
+
+    # ---- a layer's calls
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **options: Any,
+    ) -> Tensor:
+        """Stores one token of each sequence, and attends."""
+        bound, step = self.layers[layer.layer_id], self._step()
+        sinks = self._options(k, save_kv_cache, options)
+        q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        arguments = (*self._arguments(bound, step, q, sinks), *self._new(k, v))
+        _store_and_attend(*arguments, slot_mapping=step.slots, **bound.step_arguments, out=out)
+        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **options: Any,
+    ) -> Tensor:
+        """Attends from chunks of prompts, and stores them."""
+        bound, step = self.layers[layer.layer_id], self._step()
+        sinks = self._options(k, save_kv_cache, options)
+        q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        new = self._new(k, v)
+        self._fetch_first_tokens(bound, step)
+        _attend(*self._arguments(bound, step, q, sinks), *new, out=out)
+        self._store(bound, step, *new)
+        self._keep_first_tokens(bound, step, *new)
+        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+
+    def _store(self, bound: Layer, step: Step, k: Tensor, v: Tensor) -> None:
+        arguments = (k, v, bound.pages, step.slots, *bound.store_arguments)
+        ring, rows, _ = self._tail(bound, step)
+        if ring is None:
+            _store(*arguments)
+        else:
+            _store(*arguments, ring, rows, step.seq_lens, step.starts, self.sinks)
+
+    def _fetch_first_tokens(self, bound: Layer, step: Step) -> None:
+        """Copies them out of first pages into the entries of requests that have tokens already."""
+        if bound.ring is None or bound.first_tokens is None or step.resumed is None:
+            return
+        rows, pages = step.resumed
+        bound.ring[:, :, 0].index_copy_(0, rows, bound.first_tokens[:, :, 0][pages])
+
+    def _keep_first_tokens(self, bound: Layer, step: Step, k: Tensor, v: Tensor) -> None:
+        """Copies those of this step into first pages, where others find them."""
+        if bound.ring is None or bound.first_tokens is None or step.begun is None:
+            return
+        tokens, pages = step.begun
+        row = torch.stack([k[tokens], v[tokens]], dim=2)
+        bound.first_tokens[:, :, 0].index_copy_(0, pages, row)
+
+    def _arguments(
+        self, bound: Layer, step: Step, q: Tensor, sinks: Tensor | None
+    ) -> tuple[Any, ...]:
+        """The arguments of attention up to the new tokens."""
+        tail = self._tail(bound, step)
+        return (
+            q,
+            bound.pages,
+            step.block_table,
+            step.seq_lens,
+            *bound.attend_arguments,
+            step.starts,
+            step.longest,
+            *tail,
+            0 if tail[0] is None else self.sinks,
+            0 if tail[0] is None else self.window,
+            *bound.options,
+            sinks,
+        )
+
+    def _tail(self, bound: Layer, step: Step) -> tuple[Tensor | None, ...]:
+        """The exact tail: its memory, the sequences' entries, and what these hold."""
+        if bound.ring is not None:
+            assert self.rings is not None
+            return bound.ring, step.rows, self.rings.valid
+        if bound.first_tokens is not None:
+            return bound.first_tokens, step.first_pages, None
+        return None, None, None
+
+    def _new(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The new keys and values [tokens, kv_heads, head_dim]."""
+        heads, d = self.plan.kv_heads, self.plan.head_dim
+        return k.view(-1, heads, d), v.view(-1, heads, d)
+
+    def _step(self) -> Step:
+        assert self.step is not None, "SGLang describes a step before it runs one"
+        return self.step
+
+    def _options(
+        self, k: Tensor | None, save_kv_cache: bool, options: dict[str, Any]
+    ) -> Tensor | None:
+        """The learned sinks of a call, whose other options are refused."""
+        others = [name for name, value in options.items() if name != "sinks" and value is not None]
+        if k is None or not save_kv_cache:
+            others.append("keys of another layer" if k is None else "save_kv_cache=False")
+        if others:
+            raise NotImplementedError(
+                f"torch_turboquant: attention with {', '.join(others)} is not supported: "
+                f"{limits.ELSEWHERE}"
+            )
+        sinks = options.get("sinks")
+        return None if sinks is None else sinks.float()
+
+
+def _keys_have_bias(attention: torch.nn.Module) -> bool:
+    """Whether the keys of an attention module have a bias."""
+    projections = (getattr(attention, name, None) for name in ("qkv_proj", "k_proj"))
+    return any(getattr(found, "bias", None) is not None for found in projections)

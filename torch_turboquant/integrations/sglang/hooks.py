@@ -1,0 +1,140 @@
+"""The methods of SGLang that ask the plan of an engine, and whether they do.
+
+SGLang's registry of hooks only logs what it cannot hook, so that `check` calls every hooked method
+with a Probe in place of its object: a hook that is there gives the probe back.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from torch_turboquant.integrations.sglang.plan import plan_of
+from torch_turboquant.integrations.sglang.versions import TESTED
+
+Original = Callable[..., Any]
+
+CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+CELLS = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+TREES = (
+    "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache",
+    "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",
+)
+OTHER_TREES = ("SWARadixCache",)
+"""Trees with an answer of their own about prefixes, of engines that limits refuses."""
+PREFIX_METHOD = "swa_reprefill_tail_tokens"
+
+
+class Probe:
+    """In place of an object of SGLang, for a method that is expected to have a hook."""
+
+
+def build_pool(original: Original, kvc: Any, **arguments: Any) -> Any:
+    """The pool of pages instead of the pool of keys and values."""
+    plan = plan_of(kvc)
+    if plan is not None:
+        from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool
+
+        arguments["mha_pool_class"] = functools.partial(TurboQuantKVPool, plan=plan)
+    return original(kvc, **arguments)
+
+
+def config_from_budget(original: Original, kvc: Any, budget_bytes: int, **more: Any) -> Any:
+    """The number of tokens in the memory that the exact tails of requests leave."""
+    plan = plan_of(kvc)
+    reserved = 0 if plan is None else plan.reserve(budget_bytes)
+    return original(kvc, budget_bytes - reserved, **more)
+
+
+def resolve_max_num_reqs(original: Original, kvc: Any, token_capacity: int) -> int:
+    """No more requests than have exact tails."""
+    plan, requests = plan_of(kvc), original(kvc, token_capacity)
+    return requests if plan is None else min(requests, plan.max_requests)
+
+
+def compute_cell_size(original: Original, cells: Any, kvc: Any, num_layers: int) -> int:
+    """The bytes of a token."""
+    plan = plan_of(kvc)
+    return original(cells, kvc, num_layers) if plan is None else plan.bytes_per_token
+
+
+def reprefill_tail_tokens(original: Original, tree: Any, *arguments: Any, **more: Any) -> int:
+    """How many tokens at the end of a prompt are computed even where the tree has them.
+
+    The exact window of a request is nobody else's, so that a request which continues somebody's
+    prefix computes the last tokens anew. SGLang asks for the same reason where it keeps the keys of
+    sliding windows by request.
+    """
+    from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool
+
+    tokens = original(tree, *arguments, **more)
+    allocator = getattr(tree, "token_to_kv_pool_allocator", None)
+    pool = None if allocator is None else allocator.get_kvcache()
+    return max(tokens, pool.plan.window) if isinstance(pool, TurboQuantKVPool) else tokens
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    f"{CONFIGURATOR}._build_mha_kv_pool": build_pool,
+    f"{CONFIGURATOR}.config_from_budget": config_from_budget,
+    f"{CONFIGURATOR}.resolve_max_num_reqs": resolve_max_num_reqs,
+    f"{CELLS}._compute_cell_size": compute_cell_size,
+    **{f"{tree}.{PREFIX_METHOD}": reprefill_tail_tokens for tree in TREES},
+}
+
+
+def register() -> None:
+    """Tells SGLang of the hooks; it applies them when all plug-ins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook in HOOKS.items():
+        HookRegistry.register(target, _with_probe(hook), HookType.AROUND)
+
+
+def check(version: str) -> None:
+    """Raises RuntimeError unless every hook is in place. version: of SGLang."""
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+    missing = [target for target in HOOKS if not _took(_resolve(target))]
+    for tree in _subclasses(BasePrefixCache):
+        own = vars(tree).get(PREFIX_METHOD)
+        if own is not None and tree.__name__ not in OTHER_TREES and not _took(own):
+            missing.append(f"{tree.__module__}.{tree.__name__}.{PREFIX_METHOD}")
+    if missing:
+        raise RuntimeError(
+            f"torch_turboquant: SGLang {version} does not ask the plug-in in "
+            f"{', '.join(sorted(set(missing)))}: install SGLang {' or '.join(TESTED)}, or a newer "
+            "torch_turboquant"
+        )
+
+
+def _with_probe(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def answer(original: Original, owner: Any, *arguments: Any, **more: Any) -> Any:
+        if isinstance(owner, Probe):
+            return owner
+        return hook(original, owner, *arguments, **more)
+
+    return answer
+
+
+def _resolve(target: str) -> Any:
+    try:
+        return pkgutil.resolve_name(target)
+    except (AttributeError, ImportError):
+        return None
+
+
+def _took(method: Any) -> bool:
+    """Whether a hook answers in place of this method."""
+    probe = Probe()
+    try:
+        return method(probe) is probe
+    except Exception:  # whatever a method without a hook does with a probe
+        return False
+
+
+def _subclasses(kind: type) -> list[type]:
+    direct: list[type] = kind.__subclasses__()
+    return [*direct, *(below for one in direct for below in _subclasses(one))]

@@ -1,0 +1,146 @@
+"""What is refused at start, with the reason and the cure. Each sentence is written once, here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.integrations.engine.pages import SIZES
+from torch_turboquant.integrations.sglang.settings import backends_of
+
+ELSEWHERE = "choose another --attention-backend for this model"
+CACHE_DTYPES = ("auto", "bf16", "bfloat16")
+
+PAGES_ONLY_HERE = "its pages would have to be copied by somebody who knows what they hold"
+ONE_STREAM = "only one step at a time is supported"
+TENSOR_PARALLEL = "only tensor parallelism is supported"
+
+# Arguments of the server that must be off, as this says why. One that a version of SGLang does not
+# have is off.
+OFF = {
+    "enable_hierarchical_cache": PAGES_ONLY_HERE,
+    "enable_lmcache": PAGES_ONLY_HERE,
+    "enable_flexkv": PAGES_ONLY_HERE,
+    "disaggregation_decode_enable_offload_kvcache": PAGES_ONLY_HERE,
+    "enable_hisparse": "packed pages are attended to as a whole",
+    "enable_unified_memory": "packed pages have a pool of their own",
+    "enable_page_major_kv_layout": "packed pages have a layout of their own",
+    "prefill_only_disable_kv_cache": "there would be no pages",
+    "enable_streaming_session": "a session would keep a request's entry of the exact tail",
+    "enable_two_batch_overlap": ONE_STREAM,
+    "enable_pdmux": ONE_STREAM,
+    "enable_dp_attention": TENSOR_PARALLEL,
+    "speculative_algorithm": "drafts have not been tested",
+    "dllm_algorithm": "attention that is not causal is not supported",
+    "enable_torch_compile": "it has not been tested",
+    "enable_deterministic_inference": "the other sequences of a batch move roundings",
+}
+# Arguments of the server that must have this value.
+FIXED = {
+    "disaggregation_mode": ("null", PAGES_ONLY_HERE),
+    "kv_canary": ("none", "packed pages have no keys that it could look at"),
+    "pp_size": (1, TENSOR_PARALLEL),
+    "dcp_size": (1, TENSOR_PARALLEL),
+    "attn_cp_size": (1, TENSOR_PARALLEL),
+}
+
+
+def wrong_arguments(server_args: Any) -> list[str]:
+    """What is wrong with the arguments of the server: sentences with their cures."""
+    found = []
+    for name, why in OFF.items():
+        if getattr(server_args, name, None):
+            found.append(f"{_flag(name)} is not supported, because {why}: leave it out")
+    for name, (value, why) in FIXED.items():
+        given = getattr(server_args, name, None)
+        if given not in (value, None):
+            found.append(
+                f"{_flag(name)} is {given}, supported: {value}, because {why}: leave it out"
+            )
+    if server_args.page_size not in SIZES:
+        found.append(
+            f"--page-size is {server_args.page_size}, supported: "
+            f"{', '.join(map(str, SIZES))}: pass --page-size 64"
+        )
+    if server_args.kv_cache_dtype not in CACHE_DTYPES:
+        found.append(
+            f"--kv-cache-dtype is {server_args.kv_cache_dtype}, but pages of TurboQuant hold codes "
+            "of their own: leave it out, and choose a preset"
+        )
+    prefill, decode = backends_of(server_args)
+    if prefill != decode:
+        found.append(
+            f"prefill has the attention backend {prefill} and decode {decode}, but only one "
+            "backend can read the pages: pass --attention-backend alone"
+        )
+    return found
+
+
+def wrong_model(kvc: Any) -> list[str]:
+    """What is wrong with a model: sentences with their cures. kvc: SGLang's KVCacheConfigurator."""
+    model, dtype = kvc.model_config, kvc.model_dtype
+    on_cpu = str(kvc.device) == "cpu"
+    found = []
+    if kvc.use_mla_backend:
+        found.append(f"latent attention (MLA) is not supported: {ELSEWHERE}")
+    if kvc.mambaish_config is not None:
+        found.append(f"models with linear attention or Mamba are not supported: {ELSEWHERE}")
+    if kvc.is_hybrid_swa:
+        found.append(
+            "a pool of its own for layers with a sliding window is not supported: pass "
+            "--disable-hybrid-swa-memory"
+        )
+    if kvc.post_capture_kv_active:
+        found.append("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is not supported: leave it out")
+    if getattr(model, "is_encoder_decoder", False) or not getattr(model, "is_generation", True):
+        found.append(f"models that do not generate by a decoder are not supported: {ELSEWHERE}")
+    if not kvc.use_mla_backend:
+        found += wrong_head(model.head_dim, model.v_head_dim)
+    if not (dtype in (torch.float16, torch.bfloat16) or (on_cpu and dtype == torch.float32)):
+        found.append(f"the model computes in {dtype}: pass --dtype bfloat16 or float16")
+    return found
+
+
+def wrong_head(head_dim: int, v_head_dim: int) -> list[str]:
+    """What is wrong with a head of so many channels."""
+    if v_head_dim != head_dim:
+        return [f"keys have {head_dim} channels and values {v_head_dim}: {ELSEWHERE}"]
+    try:
+        CacheConfig(head_dim, 8, 8)
+    except ValueError as error:
+        return [f"{error}: {ELSEWHERE}"]
+    return []
+
+
+def wrong_layer(layer: Any, head_dim: int, kv_heads: int) -> list[str]:
+    """What is wrong with a RadixAttention of a model whose pages have these heads."""
+    found = []
+    kind = getattr(layer.attn_type, "value", layer.attn_type)
+    if kind != "decoder" or layer.is_cross_attention:
+        kind = "cross" if layer.is_cross_attention else kind
+        found.append(f"{kind} attention is not supported: {ELSEWHERE}")
+    if layer.pos_encoding_mode != "NONE":
+        found.append(f"positions by {layer.pos_encoding_mode} are not supported: {ELSEWHERE}")
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        found.append(f"a cap by {layer.logit_capping_method} is not supported: {ELSEWHERE}")
+    if layer.xai_temperature_len > 0:
+        found.append(f"the temperature of queries by position is not supported: {ELSEWHERE}")
+    shape = (layer.qk_head_dim, layer.v_head_dim, layer.tp_k_head_num)
+    if shape != (head_dim, head_dim, kv_heads):
+        found.append(
+            f"layer {layer.layer_id} has {layer.tp_k_head_num} KV heads of {layer.qk_head_dim} and "
+            f"{layer.v_head_dim} channels, other layers {kv_heads} of {head_dim}: {ELSEWHERE}"
+        )
+    return found
+
+
+def refuse(found: list[str]) -> None:
+    """Raises ValueError if anything was found."""
+    if found:
+        raise ValueError(f"torch_turboquant: {'; '.join(found)}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,194 @@
+"""What all layers of one engine share: settings, sizes, constants, and the number of requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.format import FORMAT_VERSION
+from torch_turboquant.integrations.engine import pages
+from torch_turboquant.integrations.engine.centers import LayerConstants, find_file
+from torch_turboquant.integrations.sglang import limits
+from torch_turboquant.integrations.sglang.settings import (
+    NO_CENTERS,
+    backends_of,
+    given_settings,
+    is_ours,
+    parse,
+)
+from torch_turboquant.layer_choice import layer_configs
+from torch_turboquant.ops.codec import scaled_center
+from torch_turboquant.tables import CacheTables, make_tables
+from torch_turboquant.tail import tail_rows, tail_shape
+
+RING_SHARE = 64
+"""Rings get at most this part of the memory (1 / 64) where --max-running-requests is not given."""
+MOST_REQUESTS = 4096  # what SGLang allows at most by itself
+
+
+class Plan:
+    """The choices for the layers of one model on one rank.
+
+    Args:
+        kvc: SGLang's KVCacheConfigurator, which asks first.
+
+    Raises:
+        ValueError: SGLang or the model ask for what is not supported; all of it is named.
+    """
+
+    def __init__(self, kvc: Any) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        args, model = kvc.server_args, kvc.model_config
+        limits.refuse(limits.wrong_arguments(args) + limits.wrong_model(kvc))
+        self.settings = parse(args.attention_backend, args.json_model_override_args)
+        self.rank, self.ranks = get_parallel().attn_tp_rank, get_parallel().attn_tp_size
+        self.page_size: int = kvc.page_size
+        self.device, self.dtype = torch.device(kvc.device), kvc.model_dtype
+        self.head_dim: int = model.head_dim
+        self.kv_heads: int = model.get_num_kv_heads(self.ranks)
+        self.first_layer: int = kvc.layer_info.start_layer
+        self.layers: int = kvc.layer_info.num_effective_layers
+        base = replace(self.settings.config(self.head_dim), page_size=self.page_size)
+        total = int(model.num_hidden_layers)
+        chosen = dict(self.settings.layers)
+        self.configs = layer_configs(base, [0] * total, layer_presets=chosen)
+        self.sinks, self.window = base.sink_tokens, base.recent_window
+        self.requested: int | None = args.max_running_requests
+        self.max_requests = 0  # of config_from_budget
+        self.constants: LayerConstants | None = None
+        given = self.settings.centers
+        file: Path | None = None if given == NO_CENTERS else find_file(args.model_path, given)
+        if file is not None:
+            self.constants = LayerConstants.of(file, model.hf_config, self.rank, self.ranks)
+
+    @property
+    def first_token(self) -> torch.dtype | None:
+        """The dtype of exact first tokens in the pages; None: there are none."""
+        return self.dtype if self.sinks else None
+
+    def config(self, layer: int) -> CacheConfig:
+        """The configuration of a layer of the model."""
+        return self.configs[layer]
+
+    @property
+    def own_layers(self) -> range:
+        """The layers of the model that this rank holds."""
+        return range(self.first_layer, self.first_layer + self.layers)
+
+    def token_bytes(self, layer: int) -> int:
+        """Bytes of a token and KV head in a layer's pages."""
+        return pages.bytes_per_token(self.configs[layer], self.page_size, self.first_token)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in the pages of all layers of this rank."""
+        return self.kv_heads * sum(map(self.token_bytes, self.own_layers))
+
+    @property
+    def bytes_per_request(self) -> int:
+        """Bytes of a request's exact tail in all layers of this rank."""
+        if not self.window:
+            return 0
+        rows = sum(tail_rows(self.configs[layer], 1) for layer in self.own_layers)
+        return rows * self.kv_heads * 2 * self.head_dim * self.dtype.itemsize
+
+    def ring_shape(self, layer: int, requests: int) -> tuple[int, ...]:
+        """Of a layer's exact tail, with an entry in front that no request owns."""
+        return tail_shape(self.configs[layer], requests + 1, self.kv_heads, 1)
+
+    def reserve(self, budget: int) -> int:
+        """Decides for how many requests there are rings, and returns the bytes that these take.
+
+        Args:
+            budget: bytes for the whole cache.
+
+        Raises:
+            ValueError: the rings of as many requests as were asked for take more than half of it.
+        """
+        each = self.bytes_per_request
+        if not each:
+            self.max_requests = MOST_REQUESTS
+            return 0
+        share = budget // RING_SHARE // each - 1
+        self.max_requests = self.requested or max(1, min(MOST_REQUESTS, share))
+        reserved = (self.max_requests + 1) * each
+        if reserved > budget // 2:
+            raise ValueError(
+                f"torch_turboquant: the exact tails of {self.max_requests} requests take "
+                f"{reserved / 1e9:.2f} GB of the {budget / 1e9:.2f} GB for the cache: pass a "
+                'smaller --max-running-requests, or set "window" to 0'
+            )
+        return reserved
+
+    def tables(self, layer: int) -> CacheTables:
+        """The constants of a layer, on the device, whose addresses stay."""
+        center: Tensor | None = None
+        if self.constants is not None:
+            center, scale = self.constants.for_layer(layer, self.kv_heads, self.head_dim)
+            if center is not None and scale is not None:
+                center = scaled_center(center, scale)
+        return make_tables(self.configs[layer], layer, self.device, center)
+
+    def check_biased_keys(self, layer: int) -> None:
+        """Raises unless a layer whose keys have a bias has centers, or none are wanted."""
+        bits = self.configs[layer].key_bits
+        if bits < 8 and self.constants is None and self.settings.centers != NO_CENTERS:
+            raise ValueError(
+                f"torch_turboquant: the keys of layer {layer} have a bias, which {bits}-bit keys "
+                "do not carry without centers: make a file of them with torch_turboquant calibrate "
+                'MODEL TEXT, choose a preset with 8-bit keys, or set "centers" to "none"'
+            )
+
+    def start_up_line(self, tokens: int, requests: int) -> str:
+        """What the log says of this rank's cache, once.
+
+        Args:
+            tokens: that the pages have room for.
+            requests: that have exact tails.
+        """
+        plain = 2 * self.head_dim * self.kv_heads * self.layers * self.dtype.itemsize
+        own = ", ".join(f"{layer}: {name}" for layer, name in self.settings.layers)
+        centers = "none" if self.constants is None else self.constants.describe()
+        each = self.bytes_per_request
+        tails = ""
+        if each:
+            tails = (
+                f" Exact tails: the last {self.window} tokens of {requests} requests, "
+                f"{each / 1e6:,.2f} MB each, counted in the same memory."
+            )
+        return (
+            f"TurboQuant: preset {self.settings.preset}{f' (layers {own})' if own else ''}, "
+            f"{self.bytes_per_token / self.layers:,.0f} bytes per token and layer on this rank; "
+            f"{tokens:,} tokens fit, {plain / self.bytes_per_token:.2f} times those of "
+            f"{str(self.dtype).removeprefix('torch.')} in as many bytes.{tails} "
+            f"Centers: {centers}; seed {self.settings.seed}; format {FORMAT_VERSION}"
+        )
+
+
+_LATEST: list[tuple[Any, Plan]] = []  # the arguments of the engine made last, and its plan
+
+
+def plan_of(kvc: Any) -> Plan | None:
+    """The plan of the engine of a KVCacheConfigurator, made once; None: it has another backend.
+
+    Raises:
+        ValueError: there are settings for another backend; and as Plan.
+    """
+    args = kvc.server_args
+    if not is_ours(args.attention_backend):
+        ours = any(map(is_ours, backends_of(args)))
+        if ours or given_settings(args.json_model_override_args) is not None:
+            raise ValueError(
+                "torch_turboquant: there are settings, but another attention backend is chosen: "
+                "pass --attention-backend turboquant alone"
+            )
+        return None
+    if not _LATEST or _LATEST[0][0] is not args:
+        _LATEST[:] = [(args, Plan(kvc))]
+    return _LATEST[0][1]

@@ -1,0 +1,106 @@
+"""The memory of the pages, in place of SGLang's pool of keys and values.
+
+A KVCache, but no MHATokenToKVPool: whoever copies keys and values by their slots (HiCache, fused
+stores of single models, KV connectors) looks for that class or its buffers, and finds neither.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.mem_cache.memory_pool import KVCache
+from torch import Tensor
+
+from torch_turboquant.integrations.sglang.plan import Plan
+
+
+class TurboQuantKVPool(KVCache):
+    """Pages of all layers of this rank.
+
+    Attributes:
+        plan: Plan.
+        pages: of each layer uint8 [pages, kv_heads, page_size, bytes of a token], of which
+            engine.pages.page_parts makes records and exact first tokens. Page 0 is SGLang's, for
+            padding.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        head_num: int,
+        head_dim: int,
+        layer_num: int,
+        device: str,
+        enable_memory_saver: bool,
+        v_head_dim: int | None = None,
+        start_layer: int | None = None,
+        end_layer: int | None = None,
+        enable_alt_stream: bool = True,
+        enable_kv_cache_copy: bool = False,
+        post_capture_active: bool = False,
+        *,
+        plan: Plan,
+    ) -> None:
+        """Allocates what KVCacheConfigurator._build_mha_kv_pool asks for.
+
+        Raises:
+            ValueError: that is not what the plan was made from.
+        """
+        super().__init__(
+            size,
+            page_size,
+            torch.uint8,
+            layer_num,
+            device,
+            enable_memory_saver,
+            start_layer,
+            end_layer,
+        )
+        asked = (page_size, head_num, head_dim, layer_num, start_layer or 0)
+        expected = (plan.page_size, plan.kv_heads, plan.head_dim, plan.layers, plan.first_layer)
+        if asked != expected or post_capture_active or enable_kv_cache_copy:
+            raise ValueError(
+                "torch_turboquant: SGLang asks for a cache of page size, heads, channels, layers "
+                f"and first layer {asked}, expected {expected}"
+            )
+        self.plan, self.head_num, self.head_dim = plan, head_num, head_dim
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
+            self.pages = [
+                torch.zeros(
+                    size // page_size + 1,
+                    head_num,
+                    page_size,
+                    plan.token_bytes(layer),
+                    dtype=torch.uint8,
+                    device=device,
+                )
+                for layer in plan.own_layers
+            ]
+        self._finalize_allocation_log(size)
+
+    def get_kv_size_bytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(page.numel() for page in self.pages)
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        """Refused, as what would read keys without the backend."""
+        raise NotImplementedError(
+            "torch_turboquant: pages hold codes, and only the attention backend turboquant reads "
+            "and writes them: leave out the option of SGLang that asks for keys and values"
+        )
+
+    def get_value_buffer(self, layer_id: int) -> Tensor:
+        """Refused, see get_key_buffer."""
+        return self.get_key_buffer(layer_id)
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
+        """Refused, see get_key_buffer."""
+        return self.get_key_buffer(layer_id), self.get_key_buffer(layer_id)
+
+    def set_kv_buffer(self, layer: Any, *_: Any, **__: Any) -> None:
+        """Refused, see get_key_buffer."""
+        self.get_key_buffer(layer.layer_id)

@@ -1,0 +1,160 @@
+"""What a step is about: lengths, pages, slots and entries of the exact tail, for every layer.
+
+A request's tokens fill its pages in order, so that SGLang's slot of a token is a slot of ours, and
+its table of slots (`req_to_token`, a row per request) gives the pages. SGLang may put the pages of
+the prefix tree in place of a request's own between two steps: pages are looked up in every step.
+
+Decode steps run in CUDA graphs. `Steps.fill` is recorded in them: it reads the row numbers, lengths
+and slots that SGLang has put into its buffers, and writes into tensors that never move. Rows behind
+the batch have number 0, which no request has: their length becomes 0 and their slot -1, so that
+nothing is read or stored for them.
+
+The exact tail belongs to the row. Which positions its ring holds changes with prompts only, since a
+ring is never shorter than the window: `Rings` keeps the first one of each row on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """The tensors that a step's calls share; n sequences."""
+
+    rows: Tensor
+    """int64 [n]: of SGLang's table of slots; -1: padding."""
+    seq_lens: Tensor
+    """int32 [n], with the new tokens; 0: padding."""
+    block_table: Tensor
+    """int32 [n, pages of the longest context]."""
+    first_pages: Tensor
+    """int32 [n]: the first column of block_table."""
+    slots: Tensor
+    """int64 [tokens]: of the new tokens; -1: padding."""
+    starts: Tensor | None = None
+    """int32 [n + 1]: where each sequence's new tokens begin; None: one token each."""
+    longest: int = 1
+    """The most new tokens of a sequence."""
+    begun: Tensor | None = None
+    """int64 [2, sequences that begin]: their first token of the step, and its page; None: none."""
+    resumed: Tensor | None = None
+    """int64 [2, sequences with a past]: their row, and their first page; None: none."""
+
+
+class Steps:
+    """Makes a step from a ForwardBatch.
+
+    Args:
+        req_to_token: int32 [rows, longest context], SGLang's.
+        page_size: tokens of a page.
+    """
+
+    def __init__(self, req_to_token: Tensor, page_size: int) -> None:
+        self.page_size = page_size
+        self.page_slots = req_to_token[:, ::page_size]  # the first slot of every page
+        self.device = req_to_token.device
+        self.none = torch.tensor(-1, device=self.device)
+
+    def allocate(self, sequences: int) -> Step:
+        """A step of one token for each sequence, which `fill` describes."""
+
+        def empty(dtype: torch.dtype, *more: int) -> Tensor:
+            return torch.zeros(sequences, *more, dtype=dtype, device=self.device)
+
+        table = empty(torch.int32, self.page_slots.shape[1])
+        rows, slots = empty(torch.int64), empty(torch.int64)
+        return Step(rows, empty(torch.int32), table, table[:, 0], slots)
+
+    def part(self, step: Step, sequences: int) -> Step:
+        """The first sequences of a step, in the same memory."""
+        parts = (step.rows, step.seq_lens, step.block_table, step.first_pages, step.slots)
+        return Step(*(tensor[:sequences] for tensor in parts))
+
+    def fill(self, step: Step, batch: Any) -> None:
+        """Describes a decode step in place. Nothing waits for the device, nothing is allocated that
+        stays, and all shapes are those of the step: a CUDA graph may record it."""
+        rows, lengths, slots = batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc
+        self._fill_sequences(step, rows, lengths)
+        torch.where(rows > 0, slots, self.none, out=step.slots)
+
+    def _fill_sequences(self, step: Step, rows: Tensor, lengths: Tensor) -> None:
+        alive = rows > 0
+        torch.index_select(self.page_slots, 0, rows, out=step.block_table)
+        step.block_table.floor_divide_(self.page_size)
+        step.seq_lens.copy_(lengths * alive)
+        torch.where(alive, rows, self.none, out=step.rows)
+
+    def decode(self, batch: Any) -> Step:
+        """A decode step outside CUDA graphs."""
+        step = self.allocate(batch.batch_size)
+        self.fill(step, batch)
+        return step
+
+    def extend(self, batch: Any) -> Step:
+        """A step of prompts and their continuations, with decoding sequences among them."""
+        new, old = list(batch.extend_seq_lens_cpu), list(batch.extend_prefix_lens_cpu)
+        rows = batch.req_pool_indices
+        step = self.allocate(len(new))
+        self._fill_sequences(step, rows, batch.seq_lens)
+        starts = torch.tensor([0, *new]).cumsum(0).to(self.device, non_blocking=True)
+        has = list(zip(new, old, strict=True))
+        begun = [i for i, (n, prefix) in enumerate(has) if n and not prefix]
+        resumed = [i for i, (n, prefix) in enumerate(has) if n and prefix]
+        return Step(
+            step.rows,
+            step.seq_lens,
+            step.block_table,
+            step.first_pages,
+            batch.out_cache_loc.long(),
+            starts=starts.int(),
+            longest=max(new, default=1) or 1,
+            begun=self._with_pages(starts, begun, step),
+            resumed=self._with_pages(rows, resumed, step),
+        )
+
+    def _with_pages(self, values: Tensor, chosen: list[int], step: Step) -> Tensor | None:
+        """int64 [2, chosen]: values of chosen sequences, and their first pages; None: no choice."""
+        if not chosen:
+            return None
+        index = torch.tensor(chosen).to(self.device, non_blocking=True)
+        return torch.stack([values[index].long(), step.first_pages[index].long()])
+
+
+class Rings:
+    """Since which position the ring of every row holds the tokens of its request.
+
+    A request keeps its row from its first chunk to its end. `req_generation`, which SGLang counts
+    up when a row gets another request, tells a further chunk from the first one: a request whose
+    first chunk continues a prefix of the tree has nothing of that prefix in its ring.
+
+    Args:
+        pool: SGLang's ReqToTokenPool.
+        sinks: how many first tokens an entry of the tail holds.
+    """
+
+    def __init__(self, pool: Any, sinks: int, device: torch.device) -> None:
+        self.pool, self.sinks = pool, sinks
+        entries = len(pool.req_generation)
+        self.valid = torch.zeros(entries, 2, dtype=torch.int32, device=device)
+        """As Tail.valid: sinks held, first position in the ring."""
+        self.valid[:, 0] = sinks
+        self.tenants = torch.full((entries,), -1, dtype=torch.int64, device=device)
+        self.last_seen = pool.req_generation.clone()
+
+    def see(self, batch: Any) -> None:
+        """Brings `valid` up to date for a step of prompts; the host does not wait."""
+        counts = self.pool.req_generation
+        if bool((counts < self.last_seen).any()):  # SGLang has forgotten all requests
+            self.tenants.fill_(-1)
+        self.last_seen.copy_(counts)
+        rows, prefix = batch.req_pool_indices, batch.extend_prefix_lens
+        now = counts.to(self.tenants.device, non_blocking=True)[rows]
+        known = (self.tenants[rows] == now) & (prefix > 0)
+        first = torch.where(known, self.valid[rows, 1], prefix.int())
+        self.valid[rows, 1] = first.int()
+        self.tenants[rows] = now
