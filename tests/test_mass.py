@@ -46,7 +46,7 @@ def expected(case, lse, room=None, **options):
 
 
 def assert_close(mass, want, spread=1.0):
-    """Every mass by itself. spread: the standard deviation of the scores, which errors grow with."""
+    """Every mass by itself. spread: the standard deviation of scores, which errors grow with."""
     error = (mass.cpu().double() - want).abs() / max(1.0, spread)
     assert want.sum() > 1, "the case has no mass"
     assert (error <= CLOSE * want + 1e-7 * want.max()).all(), float(

@@ -154,7 +154,7 @@ def test_the_documentation_runs(tmp_path, monkeypatch, capsys):
     """Every snippet of the page, one after the other."""
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
-    assert len(snippets) == 2
+    assert len(snippets) == 3
     names, printed = {}, []
     for snippet in snippets:
         exec(compile(snippet, "docs/pool.md", "exec"), names)
@@ -167,7 +167,7 @@ def test_the_documentation_runs(tmp_path, monkeypatch, capsys):
     assert "used_pages=5, free_pages=59, shared_pages=3, saved_pages=3" in printed[0]
     assert "forks=1, forked_tokens=100, copied_pages=1" in printed[0]
     exported = names["pool"].export(names["twin"])
-    assert printed[1] == f"{exported.nbytes} 4\n98 4\n"
+    assert printed[1:] == ["100 16\n", f"{exported.nbytes} 4\n98 4\n"]
     means = torch.stack([layer.float().mean(0) for layer in names["prompt"][0, :, 4:]])
     for tables, mean in zip(pool.tables, means, strict=True):
         torch.testing.assert_close(tables.center, mean)
