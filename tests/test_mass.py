@@ -45,9 +45,9 @@ def expected(case, lse, room=None, **options):
     return paged_mass_reference(args[0], lse.cpu(), mass, *args[1:], **kwargs)
 
 
-def assert_close(mass, want):
-    """Every mass by itself, the smallest ones of a softmax in proportion to the largest."""
-    error = (mass.cpu().double() - want).abs()
+def assert_close(mass, want, spread=1.0):
+    """Every mass by itself. spread: the standard deviation of scores, which errors grow with."""
+    error = (mass.cpu().double() - want).abs() / max(1.0, spread)
     assert want.sum() > 1, "the case has no mass"
     assert (error <= CLOSE * want + 1e-7 * want.max()).all(), float(
         (error / want).nan_to_num(0).max()
@@ -56,7 +56,9 @@ def assert_close(mass, want):
 
 def check(case, device, **options):
     mass, lse = masses(case, device, **options)
-    assert_close(mass, expected(case, lse, **options))
+    scale = options.get("softmax_scale") or case.config.head_dim**-0.5
+    spread = abs(scale) * case.config.head_dim**0.5
+    assert_close(mass, expected(case, lse, **options), spread)
     return mass, lse
 
 

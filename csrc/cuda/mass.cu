@@ -103,7 +103,6 @@ class MassBlock {
       __syncthreads();
       const bool finds = !m_.exact && thread < pages_.tiles();
       uint8_t* tile = finds ? pages_.find_tile(step + 3, thread) : nullptr;
-      if (tile) prefetch_keys(tile);
       if (step > 0) flush(step - 1);
       if constexpr (S::kBuffers == 1) {
         expand(step);
@@ -120,6 +119,7 @@ class MassBlock {
         }
       }
       if (finds) pages_.set_tile(step + 3, thread, tile);
+      if (tile) prefetch_keys(tile);
     }
     __syncthreads();
     flush(steps - 1);

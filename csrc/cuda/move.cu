@@ -19,7 +19,8 @@ struct MoveArguments {
   uint32_t* moved;  // [kv_heads, count, token_words]: row and plane of the key, fragments of the value, both scales
 };
 
-constexpr int kWarps = 8;  // of a block
+constexpr int kWarps = 8;   // of a block
+constexpr int kPairs = 16;  // of a warp: where only some tokens move, most warps find that out and end
 
 // Puts a token's row of fragments into its value block, byte by byte: other tokens own the rest of each word.
 __device__ __forceinline__ void put_fragments(const uint32_t* row, const Token& to, const RecordLayout& r, int lane) {
@@ -36,12 +37,10 @@ __device__ __forceinline__ void put_words(const uint32_t* from, void* to, int by
   for (int w = lane; w < bytes / 4; w += 32) static_cast<uint32_t*>(to)[w] = from[w];
 }
 
-// A warp copies one token of one head between its record and its row of `moved`.
+// A warp copies a token of one head between its record and its row of `moved`.
 template <bool SCATTER>
-__global__ void __launch_bounds__(32 * kWarps) move_kernel(const __grid_constant__ MoveArguments m) {
-  const int64_t number = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  if (number >= m.pages.kv_heads * m.count) return;
-  const int head = static_cast<int>(number / m.count), lane = threadIdx.x % 32;
+__device__ __forceinline__ void move_token(const MoveArguments& m, int64_t number, int lane) {
+  const int head = static_cast<int>(number / m.count);
   const RecordLayout& r = m.layout;
   const Token from = m.pages.token(m.sources[number], head, r), to = m.pages.token(m.targets[number], head, r);
   if (!from.tile || !to.tile) return;
@@ -60,6 +59,18 @@ __global__ void __launch_bounds__(32 * kWarps) move_kernel(const __grid_constant
   }
 }
 
+// A warp takes some pairs, one after the other, and leaves out those with a -1.
+template <bool SCATTER>
+__global__ void __launch_bounds__(32 * kWarps) move_kernel(const __grid_constant__ MoveArguments m) {
+  const int lane = threadIdx.x % 32;
+  const int64_t first = (int64_t{blockIdx.x} * kWarps + threadIdx.x / 32) * kPairs, number = first + lane;
+  const bool mine = lane < kPairs && number < m.pages.kv_heads * m.count;
+  const bool moves = mine && m.sources[number] >= 0 && m.targets[number] >= 0;
+  for (unsigned rest = __ballot_sync(0xffffffff, moves); rest; rest &= rest - 1) {
+    move_token<SCATTER>(m, first + __ffs(static_cast<int>(rest)) - 1, lane);
+  }
+}
+
 void cache_move(const MoveCall& c) {
   const format::Record record = check_move(c);
   const Pages pages = pages_of(c.cache, c.kv_heads());
@@ -74,7 +85,7 @@ void cache_move(const MoveCall& c) {
                         .count = c.count(),
                         .token_words = record.token_bytes() / 4,
                         .moved = static_cast<uint32_t*>(moved.data_ptr())};
-  const unsigned blocks = num_blocks(tokens, kWarps);
+  const unsigned blocks = num_blocks(tokens, kWarps * kPairs);
   move_kernel<false><<<blocks, 32 * kWarps, 0, launch.stream()>>>(m);
   move_kernel<true><<<blocks, 32 * kWarps, 0, launch.stream()>>>(m);
   launch.check("cache_move");
