@@ -28,7 +28,7 @@ constexpr float kLeastScale = 1.0f / (1 << 24);  // of a token in its reference:
 template <class S>
 class ScoreGroup {
   static constexpr int kTiles = S::kRowTiles, kColumns = 2 * kTiles;  // of a lane
-  static constexpr bool kRoomForBoth = S::kRows < 64;  // registers for sums of codes and of rotary channels at a time
+  static constexpr bool kRoomForBoth = S::kRows < 64;  // registers for products of both kinds, and words ahead
 
  public:
   explicit __device__ __forceinline__ ScoreGroup(const BlockView& block)
@@ -111,11 +111,15 @@ class ScoreGroup {
     with_codes<S::kLatent>(block_.plan.kind, [&](auto codes) {
       int sum[8 * kTiles];
       clear(sum);
-      if constexpr (USUAL) multiply_ropes<64, __nv_bfloat16>(stage, row, score);
+      if constexpr (USUAL) {
+        clear(score);
+        multiply_ropes<64, __nv_bfloat16>(stage, row, score);
+      }
       multiply_codes<decltype(codes)>(tile, stage, row, sum);
-      if constexpr (!USUAL) multiply_other_ropes(stage, row, score);
-      add_codes(sum, scale, score);
+      if constexpr (USUAL) receive<4 * kTiles>(score);
+      add_codes<USUAL>(sum, scale, score);
     });
+    if constexpr (!USUAL) multiply_other_ropes(stage, row, score);
 
     const bool masked = token < block_.notes().first_all || token + kUnitTokens > block_.notes().end_all;
     to_base_2(score, token, masked);
@@ -161,9 +165,9 @@ class ScoreGroup {
     uint4 next = load(0);
 #pragma unroll
     for (int c = 0; c < C::kChunks; c += 2) {  // two words of 16 bytes of tokens g and g + 8
-      const uint4 x = next;
-      if (c + 2 < C::kChunks) next = load(c + 2);  // while products of others are under way
-      uint4 fifth{};                               // of the words of x
+      const uint4 x = kRoomForBoth || c == 0 ? next : load(c);
+      if (kRoomForBoth && c + 2 < C::kChunks) next = load(c + 2);  // while products of others are under way
+      uint4 fifth{};                                               // of the words of x
       if constexpr (C::kKind == kPlanes) {
         const uint2 low = *reinterpret_cast<const uint2*>(plane + 4 * c);
         const uint2 high = *reinterpret_cast<const uint2*>(plane + 8 * C::kPlaneBytes + 4 * c);
@@ -188,10 +192,10 @@ class ScoreGroup {
     for (int i = 0; i < 8 * kTiles; ++i) asm volatile("" : "+r"(sum[i])::"memory");
   }
 
-  // score += scale * (query . level)
+  // score = scale * (query . level), plus what it is if ADD
+  template <bool ADD>
   __device__ __forceinline__ void add_codes(const int (&sum)[8 * kTiles], const float (&scale)[2],
                                             float (&score)[4 * kTiles]) const {
-    receive<4 * kTiles>(score);
     const RowConstants* rows = block_.rows();
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -200,12 +204,12 @@ class ScoreGroup {
       for (int i = 0; i < 2; ++i) {  // tokens g and g + 8
         const float dot = static_cast<float>(256 * sum[4 * c + 2 * i] + sum[4 * c + 2 * i + 1]);
         float& x = score[c / 2 * 4 + 2 * i + c % 2];
-        x = fmaf(dot + start, factor * scale[i], x);
+        x = fmaf(dot + start, factor * scale[i], ADD ? x : 0);
       }
     }
   }
 
-  // score = products of rotary channels: the products are under way.
+  // Begins to add the products of rotary channels.
   template <int DIM, typename T>
   __device__ __forceinline__ void multiply_ropes(int stage, int row, float (&score)[4 * kTiles]) const {
     const int lane = block_.lane, token = row + lane % 16;
@@ -213,7 +217,6 @@ class ScoreGroup {
     uint4 x[DIM / 16];
 #pragma unroll
     for (int s = 0; s < DIM / 16; ++s) x[s] = load_matrices(words + rope_word(token, 2 * s + lane / 16, DIM / 8));
-    clear(score);
     begin_products();
 #pragma unroll
     for (int s = 0; s < DIM / 16; ++s) {
@@ -221,7 +224,7 @@ class ScoreGroup {
     }
     commit_products();
   }
-  // The same; the products have ended.
+  // Adds them, whichever they are.
   __device__ __forceinline__ void multiply_other_ropes(int stage, int row, float (&score)[4 * kTiles]) const {
     const int rope_dim = block_.call.record.rope_dim;
     const auto multiply = [&](auto type) {
@@ -234,8 +237,6 @@ class ScoreGroup {
         multiply_ropes<32, T>(stage, row, score);
         wait_for_products<0>();
         receive<4 * kTiles>(score);
-      } else {
-        clear(score);
       }
     };
     if (block_.call.rope_dtype == Dtype::kBFloat16) {

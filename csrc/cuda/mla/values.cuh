@@ -109,38 +109,41 @@ class ValueGroup {
     // A step is 16 tokens. Its words, two of each token at a time, are loaded while products of others are under way;
     // with 64 rows no registers are left for that.
     constexpr bool kAhead = S::kRows < 64;
-    constexpr int kSteps = kUnitTokens / 16, kLoads = kSteps * kOwn / 2;
+    constexpr int kSteps = kUnitTokens / 16, kUnrolled = kAhead ? kSteps : 1;
     const int tile_bytes = block_.plan.tile_bytes;
-    const auto load = [&](int i) {
-      const int step = i / (kOwn / 2), q = i % (kOwn / 2);
-      return load_matrices<true>(words[q] + step / 2 * tile_bytes + step % 2 * 16 * C::kRowBytes);
+    const auto load = [&](int step, int q) {
+      return load_matrices<true>(words[q / 2] + step / 2 * tile_bytes + step % 2 * 16 * C::kRowBytes);
     };
-    uint32_t fifth[2][kOwn] = {};
-    uint4 next = load(0);
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int step = i / (kOwn / 2), q = i % (kOwn / 2) * 2;
+    uint4 next{};
+    if (kAhead) next = load(0, 0);
+#pragma unroll kUnrolled
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t fifth[2][kOwn] = {};
       if constexpr (C::kKind == kPlanes) {
-        if (q == 0) load_fifth<C>(block_.shared + unit + step / 2 * tile_bytes, step % 2 * 16, fifth);
+        load_fifth<C>(block_.shared + unit + step / 2 * tile_bytes, step % 2 * 16, fifth);
       }
-      const uint4 x = kAhead || i == 0 ? next : load(i);
-      if (kAhead && i + 1 < kLoads) next = load(i + 1);
-      uint32_t pair[2][2][kPairsOfWord<C::kKind>];  // of two words, of tokens 0-7 and 8-15
-      expand_pairs<C::kKind>(x.x, fifth[0][q], pair[0][0]), expand_pairs<C::kKind>(x.y, fifth[1][q], pair[0][1]);
-      expand_pairs<C::kKind>(x.z, fifth[0][q + 1], pair[1][0]);
-      expand_pairs<C::kKind>(x.w, fifth[1][q + 1], pair[1][1]);
-      begin_products();
 #pragma unroll
-      for (int w = 0; w < 2; ++w) {
+      for (int q = 0; q < kOwn; q += 2) {
+        const uint4 x = kAhead ? next : load(step, q);
+        const bool last = q + 2 == kOwn;
+        if (kAhead && !(last && step + 1 == kSteps)) next = load(last ? step + 1 : step, last ? 0 : q + 2);
+        uint32_t pair[2][2][kPairsOfWord<C::kKind>];  // of two words, of tokens 0-7 and 8-15
+        expand_pairs<C::kKind>(x.x, fifth[0][q], pair[0][0]), expand_pairs<C::kKind>(x.y, fifth[1][q], pair[0][1]);
+        expand_pairs<C::kKind>(x.z, fifth[0][q + 1], pair[1][0]);
+        expand_pairs<C::kKind>(x.w, fifth[1][q + 1], pair[1][1]);
+        begin_products();
 #pragma unroll
-        for (int k = 0; k < kChunkSums<C>; ++k) {
-          add_product<S::kRows, __half>(sums_[(q + w) * kChunkSums<C> + k], pair[w][0][2 * k], pair[w][0][2 * k + 1],
-                                        pair[w][1][2 * k], pair[w][1][2 * k + 1],
-                                        weights + step * (S::kStepBytes / 16));
+        for (int w = 0; w < 2; ++w) {
+#pragma unroll
+          for (int k = 0; k < kChunkSums<C>; ++k) {
+            add_product<S::kRows, __half>(sums_[(q + w) * kChunkSums<C> + k], pair[w][0][2 * k], pair[w][0][2 * k + 1],
+                                          pair[w][1][2 * k], pair[w][1][2 * k + 1], weights);
+          }
         }
+        commit_products();
+        wait_for_products<kAhead ? 1 : 0>();
       }
-      commit_products();
-      wait_for_products<kAhead ? 1 : 0>();
+      weights += S::kStepBytes / 16;
     }
     wait_for_products<0>();
 #pragma unroll
