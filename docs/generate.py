@@ -876,7 +876,7 @@ def eviction_speed() -> str:
     """Bytes and times by share and policy."""
     if not (RESULTS / "h200_eviction.json").exists():
         return "Times have not been measured yet."
-    rows = read_rows("h200_eviction")
+    rows = h200_rows("h200_eviction")
     whole = next(row for row in rows if row["keep"] == 1)
     lines = []
     for row in rows:

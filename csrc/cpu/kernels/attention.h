@@ -208,7 +208,7 @@ inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t 
   return b;
 }
 
-inline Floats soft_capped(Floats x, float cap) {  // cap * tanh(x / cap)
+inline Floats soft_capped(Floats x, float cap) {                        // cap * tanh(x / cap)
   const Floats e = exp(min(broadcast(80.0f), x * broadcast(2 / cap)));  // in this order a NaN stays one
   return broadcast(cap) - broadcast(2 * cap) / (e + broadcast(1.0f));
 }
