@@ -842,6 +842,31 @@ def latent_quality() -> str:
     return f"{markdown(header, lines)}\n\n{origin}"
 
 
+LATENT_PRESETS = "k4u", "k5u", "k8"
+
+
+def latent_speed() -> str:
+    """Times of decode steps over packed latents, a row for each batch and number of heads."""
+    rows = h200_rows("h200_mla")
+    found: dict[tuple[object, ...], dict[str, Row]] = {}
+    for row in rows:
+        key = row["batch"], row["context"], row["heads"], row["q_len"], row["tail"]
+        found.setdefault(key, {})[str(row["preset"])] = row
+    lines = []
+    for (batch, context, heads, q_len, tail), presets in found.items():
+        note = f", {q_len} queries" if q_len > 1 else ", exact tail" if tail else ""
+        best = presets["k4u"]
+        cells = [f"{batch} x {context:,}{note}", str(heads)]
+        for name in LATENT_PRESETS:
+            row = presets.get(name)
+            cells.append(f"{1000 * row['ms']:.0f} ({row['speedup']:.2f}x)" if row else "")
+        name = {"flashinfer": "FlashInfer", "flashmla": "FlashMLA"}[best["best_bf16"]]
+        lines.append([*cells, f"{1000 * best['best_bf16_ms']:.0f}, {name}"])
+    header = ["batch x context", "heads", *(f"`{name}`" for name in LATENT_PRESETS), "best bf16"]
+    origin = source("h200_mla", rows).replace("(benchmarks", "(../../benchmarks")
+    return f"{markdown(header, lines)}\n\n{origin}"
+
+
 EVICTION_MODELS = ("Qwen2.5-Coder-1.5B-Instruct", "Gemma-3-270M")
 
 
@@ -1287,6 +1312,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "engine quality": engine_quality,
         "engine speed": engine_speed,
     },
+    f"{PERFORMANCE}_mla.md": {"latent speed": latent_speed},
     f"{PERFORMANCE}_vllm.md": {"vllm": vllm_table},
     f"{PERFORMANCE}_generation.md": {
         "eager": eager_table,
