@@ -38,6 +38,7 @@ CALLS: dict[str, dict[str, int]] = {
         **{f"v_{name}": fact for name, fact in CODES.items()},
         **{"group": 4, "q_len": 1, "seqs": 1, "tokens": 1, "dtype": BF16, "tail": 1},
     },
+    "mla_attention": {"d": 512, "bits": 4, "uniform": 1, "dtype": BF16, "rope_dtype": BF16},
     "encode": {"d": 128, "dtype": BF16, "merges": 1, "tokens": 4096, "heads": 8, **ONE},
     "decode": {"d": 128, "dtype": BF16, "vectors": 1 << 16, "aligned": 1},
     "cache_store": {
@@ -54,6 +55,7 @@ CALLS: dict[str, dict[str, int]] = {
 HEADERS = {
     "attention": ["paged_attention"],
     "codec": ["encode", "decode", "cache_store", "cache_load"],
+    "mla": ["mla_attention"],
     "score": ["score", "qjl_sketch"],
 }
 
@@ -94,6 +96,7 @@ MANY_STEPS = "a codebook has more than 8 candidate steps"
 NARROW = "several candidate steps need head_dim <= 128"
 SEQS = "2^31 sequences in the exact tail or more"
 TAIL = "the exact tail does not start at a multiple of 8 bytes"
+OF_LATENTS = "uniform grid of 4, 5 or 8 bits"
 CONSTANTS = "signs, center or projection are not aligned to 16 bytes"
 NO_SKETCH_DIM = "the other kernels are not compiled for this head_dim"
 FEW = {"tokens": 1}
@@ -167,6 +170,17 @@ CASES = [
     Case("cache_load", {"seqs": 1, "max_length": TWO_GIB}, "generic", COUNTERS),
     Case("score", {}, "one_query", "one query, head_dim 128"),
     Case("score", {"word_rows": 0}, "general", "rows do not start at multiples of a load"),
+    Case("mla_attention", {}, "warpgroups", OF_LATENTS),
+    Case("mla_attention", {"d": 256, "bits": 8}, "warpgroups", OF_LATENTS),
+    Case("mla_attention", {"d": 256, "bits": 5}, "warpgroups", OF_LATENTS),
+    Case("mla_attention", {"dtype": HALF, "rope_dtype": HALF}, "warpgroups", OF_LATENTS),
+    Case("mla_attention", {"d": 128}, "general", "latent_dim is neither 256 nor 512"),
+    Case("mla_attention", {"uniform": 0}, "general", f"codes are not of a {OF_LATENTS}"),
+    Case("mla_attention", {"bits": 3}, "general", f"codes are not of a {OF_LATENTS}"),
+    Case("mla_attention", {"dtype": FULL}, "general", "queries are float32"),
+    Case("mla_attention", {"dtype": HALF}, "general", "queries and raw channels differ in dtype"),
+    Case("mla_attention", {}, "general", "the device has no products of warpgroups", "A100"),
+    Case("mla_attention", {}, "general", "the device has no products of warpgroups", "B200"),
     Case("score", {"queries": 2}, "general", "more than one query"),
     Case("score", {"d": 64}, "general", "head_dim is not 128"),
     Case("score", {"keys": 31}, "general", "fewer than 32 keys"),
@@ -211,9 +225,8 @@ def test_every_reason_is_reached(header):
 
 
 def test_every_header_has_its_cases():
-    """But for latents, which kernel_choice does not know yet."""
     headers = {path.stem for path in (ROOT / "csrc/choices").glob("*.h")}
-    assert headers == {*HEADERS, "device", "mla"} and not reasons_of("device")
+    assert headers == {*HEADERS, "device"} and not reasons_of("device")
     assert set(itertools.chain.from_iterable(HEADERS.values())) == set(CALLS)
     assert {case.op for case in CASES} == set(CALLS)
 
@@ -467,7 +480,7 @@ STEP = {"head_dim": 128, "q_heads": 32, "kv_heads": 8, "preset": "k4v4", "device
 @pytest.mark.parametrize(
     ("op", "changes", "message"),
     [
-        ("pack", {}, "op is 'pack', supported: paged_attention, cache_store"),
+        ("pack", {}, "op is 'pack', supported: paged_attention, mla_attention"),
         ("paged_attention", {"device": "V100"}, "device is 'V100', supported: T4, A100"),
         ("paged_attention", {"vectors": 1}, "has no vectors, supported: head_dim, q_heads"),
         ("paged_attention", {"head_dim": 22}, "head_dim is 22, supported: m"),
@@ -607,6 +620,39 @@ def test_the_facts_of_this_gpu():
         (code,) = codes
         assert f"{found.major}.{found.minor}" == code.rstrip("af")
         assert found.warpgroup_products == (code == "9.0a")
+
+
+# ---- latents
+
+
+@pytest.mark.parametrize("name", tt.latent.LATENT_PRESETS)
+def test_latents_by_preset_or_bits(name):
+    """Presets for keys and values, too: latents have the bits of keys."""
+    config = tt.latent_preset(name)
+    found = kernel_choice("mla_attention", preset=name, device="H200")
+    assert (found.kernel == "warpgroups") == (name in ("k8", "k5u", "k4u"))
+    shape = {"bits": config.bits, "grid": config.grid, "device": "H200"}
+    assert kernel_choice("mla_attention", **shape) == found
+    both = {"k8": "k8v8", "k5u": "k5v4u", "k4u": "k4v4u", "k4": "k4v4", "k3": "k3v3"}[name]
+    assert kernel_choice("mla_attention", preset=both, device="H200") == found
+    half = {"dtype": "float16", "rope_dtype": "bfloat16"}
+    assert kernel_choice("mla_attention", **shape, **half).kernel == "general"
+    assert kernel_choice("mla_attention", **shape, dtype="float16") == found
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({}, "must have a preset, or bits, got neither"),
+        ({"preset": "k4u", "bits": 4}, "a preset has its bits and grid: give either"),
+        ({"preset": "k6"}, "unknown preset for latents 'k6'"),
+        ({"bits": 6}, "bits is 6, supported for latents"),
+        ({"preset": "k4u", "latent_dim": 64}, "latent_dim is 64"),
+    ],
+)
+def test_bad_latents(shape, message):
+    with pytest.raises(ValueError, match=message):
+        kernel_choice("mla_attention", device="H200", **shape)
 
 
 # ---- what is written of it

@@ -21,6 +21,7 @@ from torch_turboquant._checks import CODEC_BITS
 from torch_turboquant._library import choose_kernel, device_facts
 from torch_turboquant.config import GRIDS, MAX_SEARCH, CacheConfig, preset
 from torch_turboquant.format import MAX_VECTOR_DIM, valid_vector_dim
+from torch_turboquant.latent import LatentConfig, latent_preset_of
 
 
 class KernelChoice(NamedTuple):
@@ -149,6 +150,29 @@ def _paged_attention(
     return [head_dim, *keys, *values, *of_queries]
 
 
+def _mla_attention(
+    *,
+    latent_dim: int = 512,
+    preset: str | None = None,
+    bits: int | None = None,
+    grid: str | None = None,
+    dtype: torch.dtype | str = torch.bfloat16,
+    rope_dtype: torch.dtype | str | None = None,
+) -> list[int]:
+    if preset is None and bits is None:
+        raise ValueError("a cache must have a preset, or bits, got neither")
+    if preset is not None and (bits is not None or grid is not None):
+        raise ValueError("a preset has its bits and grid: give either, not both")
+    if preset is not None:
+        c = latent_preset_of(preset, latent_dim)
+    else:
+        c = LatentConfig(latent_dim, 64, bits or 0, grid)
+    queries = _dtype(dtype)
+    half = torch.float16 if queries == torch.float16 else torch.bfloat16
+    ropes = half if rope_dtype is None else _dtype(rope_dtype)
+    return [latent_dim, *_codes(c.bits, c.grid), _DTYPES[queries], _DTYPES[ropes]]
+
+
 def _cache_store(
     *,
     head_dim: int,
@@ -261,6 +285,7 @@ def _qjl_sketch(
 
 _OPS: dict[str, Callable[..., list[int]]] = {
     "paged_attention": _paged_attention,
+    "mla_attention": _mla_attention,
     "cache_store": _cache_store,
     "cache_load": _cache_load,
     "encode": _encode,
@@ -308,6 +333,7 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
     ===============  ===============================================================================
     paged_attention  head_dim, q_heads, kv_heads, a cache; max_q_len, seqs, tokens, key_grid,
                      value_grid, dtype, tail
+    mla_attention    ; preset, bits, grid, latent_dim, dtype, rope_dtype
     cache_store      head_dim, tokens, kv_heads, a cache; search, page_size, dtype, tail
     cache_load       head_dim, seqs, max_seq_len, kv_heads, a cache; dtype
     encode           head_dim, vectors, bits; search, dtype
@@ -317,7 +343,8 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
     qjl_sketch       head_dim, vectors; dense, dtype
     ===============  ===============================================================================
 
-    What stands after a semicolon has a default. "A cache" is a preset, or key_bits and value_bits.
+    What stands after a semicolon has a default. "A cache" is a preset, or key_bits and value_bits;
+    mla_attention must have a preset or bits.
 
     Args:
         op: one of the names above.

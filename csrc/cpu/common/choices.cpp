@@ -8,6 +8,7 @@
 
 #include "choices/attention.h"
 #include "choices/codec.h"
+#include "choices/mla.h"
 #include "choices/score.h"
 
 namespace turboquant {
@@ -98,6 +99,8 @@ const char* name(CodecKernel kernel) {
   return "generic";
 }
 
+const char* name(LatentKernel kernel) { return kernel == LatentKernel::kWarpgroups ? "warpgroups" : "general"; }
+
 const char* name(ScoreKernel kernel) {
   switch (kernel) {
     case ScoreKernel::kOneQuery: return "one_query";
@@ -140,6 +143,15 @@ Answer choose_attention(Facts& facts, const DeviceFacts& device) {
                              .dtype = facts.dtype(),
                              .has_exact = facts.flag()};
   return facts.valid() ? answer(turboquant::choose_attention(shape, device)) : kBadFacts;
+}
+
+Answer choose_latents(Facts& facts, const DeviceFacts& device) {
+  const LatentShape shape{.latent_dim = facts.integer(1, INT32_MAX),
+                          .codes = facts.codes(),
+                          .dtype = facts.dtype(),
+                          .rope_dtype = facts.dtype()};
+  facts.require(format::valid_latent_dim(shape.latent_dim) && format::valid_latent_width(shape.codes.width));
+  return facts.valid() ? answer(turboquant::choose_latents(shape, device)) : kBadFacts;
 }
 
 Answer choose_encode(Facts& facts, const DeviceFacts& device) {
@@ -216,8 +228,13 @@ struct Op {
   Answer (*choose)(Facts&, const DeviceFacts&);
 };
 constexpr Op kOps[] = {
-    {"paged_attention", choose_attention}, {"encode", choose_encode},   {"decode", choose_decode},
-    {"cache_store", choose_store},         {"cache_load", choose_load}, {"score", choose_score},
+    {"paged_attention", choose_attention},
+    {"mla_attention", choose_latents},
+    {"encode", choose_encode},
+    {"decode", choose_decode},
+    {"cache_store", choose_store},
+    {"cache_load", choose_load},
+    {"score", choose_score},
     {"qjl_sketch", choose_sketch},
 };
 
