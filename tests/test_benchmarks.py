@@ -471,6 +471,18 @@ def test_disturbed_steps_do_not_count():
     assert bench.typical([3.0, 1.0, 2.0]) == 2.0
 
 
+def test_steps_over_latents(monkeypatch):
+    arguments = "--tiny", "--device", "cpu"
+    changes = {"WAYS": ("dynamic", "uncompressed", "k5u"), "MODES": ("eager",)}
+    file, rows, written = run(monkeypatch, "bench_latent_steps.py", *arguments, **changes)
+    assert file == "h200_latent_steps" and not written
+    assert [row["way"] for row in rows] == [*changes["WAYS"]]
+    assert all(row["ms"] > 0 and row["short_ms"] > 0 for row in rows)
+    stock, plain, packed = (row["bytes_per_layer"] for row in rows)
+    # 2 sequences; the steps that were timed and the room of pages count, too
+    assert 2 * 150 * 160 * 2 < stock < plain and packed < plain
+
+
 def test_the_codec_on_a_cpu_writes_nothing(monkeypatch):
     class NoRows:
         all = staticmethod(tuple)
