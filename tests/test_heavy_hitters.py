@@ -115,7 +115,7 @@ def test_sequences_are_cut_to_the_heaviest(tail, device):
 
     assert hitters.evict(sequences) == sequences
     assert [s.length for s in sequences] == [budget, budget]
-    assert [hitters.dropped(s) for s in sequences] == [12, 25]
+    assert [s.dropped for s in sequences] == [12, 25]
     assert pool.statistics().used_pages < used
     first = pool.configs[0].sink_tokens
     for layer in range(LAYERS):
@@ -236,9 +236,30 @@ def test_rows_of_a_former_sequence_have_no_meaning(device):
     hitters.evict([seq])
     pool.free(seq)
     seq = fill(pool, 48, 7)
-    assert hitters.dropped(seq) == 0 and not hitters.due(seq)
+    assert seq.dropped == 0 and not hitters.due(seq)
     step(pool, [seq], hitters, 40)
     assert not hitters.due(seq) and not any(float(m.abs().max()) for m in hitters._mass)
+
+
+@pytest.mark.parametrize("way", ["memory", "file", "adopt"])
+def test_positions_follow_a_sequence(way, tmp_path, device):
+    """Forks and sequences that come back go on at the position where they were."""
+    pool = pool_of(device)
+    hitters = tt.HeavyHitters(pool, 40, interval=8, window=4, keep_last=4)
+    seq = fill(pool, 44, 1)
+    for i in range(4):
+        step(pool, [seq], hitters, 20 + 3 * i)
+    assert hitters.evict([seq]) == [seq] and (seq.length, seq.dropped) == (40, 8)
+    fork = pool.fork(seq)
+    if way == "adopt":
+        back = pool.adopt(pool.export(seq))
+    else:
+        back = pool.swap_in(pool.swap_out(seq, tmp_path / "s" if way == "file" else None))
+    assert [(s.length, s.dropped) for s in (fork, back)] == [(40, 8)] * 2
+    pool.truncate(back, 38)
+    assert (back.length, back.dropped, fork.dropped) == (38, 8, 8)
+    pool.truncate(back, 0)
+    assert back.dropped == 0
 
 
 # ---- what is refused
@@ -269,6 +290,14 @@ def test_tensors_that_are_not_the_batch_s():
             hitters.observe(0, q.half(), lse, batch)
         with pytest.raises(ValueError, match="lse has shape"):
             hitters.observe(0, q, lse[:, :2], batch)
+        with pytest.raises(ValueError, match="q has shape"):
+            hitters.observe(0, q.repeat(2, 1, 1), lse.repeat(2, 1), batch)
+        with pytest.raises(ValueError, match="layer"):
+            hitters.observe(LAYERS, q, lse, batch)
+        with pytest.raises(ValueError, match="this batch belongs to another pool"):
+            tt.HeavyHitters(pool_of("cpu"), 80).observe(0, q, lse, batch)
+        hitters.observe(0, q, lse, batch)
+    with pytest.raises(RuntimeError, match="this batch was committed or rolled back"):
         hitters.observe(0, q, lse, batch)
     for _ in range(5):
         step_of_one_layer(pool, seq, hitters, q, lse)

@@ -92,16 +92,11 @@ class HeavyHitters:
         self.window, self.decay = window, decay
         self.softmax_scale, self.soft_cap = softmax_scale, soft_cap
         self._owner: list[PoolSequence | None] = [None] * pool.max_seqs
-        self._dropped = np.zeros(pool.max_seqs, dtype=np.int64)
         self._seen = np.full((pool.max_seqs, window), -1)  # position of each query that is kept
         layers = len(pool.configs)
         self._q: list[Tensor | None] = [None] * layers  # [max_seqs, window, q_heads, head_dim]
         self._lse: list[Tensor | None] = [None] * layers  # float32 [max_seqs, window, q_heads]
         self._mass: list[Tensor | None] = [None] * layers  # float32 [max_seqs, kv_heads, budget]
-
-    def dropped(self, seq: PoolSequence) -> int:
-        """Tokens that the sequence has lost so far: its next position is length + dropped."""
-        return int(self._dropped[seq._row]) if self._owner[seq._row] is seq else 0
 
     # ---- decode steps
 
@@ -118,9 +113,13 @@ class HeavyHitters:
             batch: open.
 
         Raises:
-            TypeError, ValueError: tensors that are not the batch's.
+            RuntimeError: the batch was committed or rolled back.
+            TypeError, ValueError: tensors that are not the batch's; another pool's batch; no such
+                layer.
         """
+        self.pool._check_usable(layer, batch)
         _checks.check_dtype("q", q, (self.pool.dtype,))
+        _checks.check_shape("q", q, (batch.tokens, None, self.pool.configs[layer].head_dim))
         _checks.check_constant("lse", lse, q.device, torch.float32, tuple(q.shape[:2]))
         ends = np.cumsum(batch.new_tokens)
         positions = [
@@ -144,7 +143,6 @@ class HeavyHitters:
         row = seq._row
         if self._owner[row] is not seq:
             self._owner[row] = seq
-            self._dropped[row] = 0
             self._seen[row] = -1
             for mass in self._mass:
                 if mass is not None:
@@ -182,7 +180,8 @@ class HeavyHitters:
             sequences: in no open batch.
 
         Returns:
-            Those that were cut, whose `dropped` has grown.
+            Those that were cut. Their `dropped` has grown, so that length + dropped is the next
+            position as before.
 
         Raises:
             PoolExhausted: too few free pages for copies of pages that are shared; nothing has
@@ -214,7 +213,6 @@ class HeavyHitters:
             of_layer = self._mass[layer]
             assert of_layer is not None
             of_layer[place[0][:, 0]] = mass
-        self._dropped[rows] += lengths - self.budget
         self._seen[rows] = -1
         return due
 
