@@ -6,6 +6,7 @@ import torch
 import torch_turboquant as tt
 from tests.helpers import assert_same_bytes, randn
 from torch_turboquant.heavy_hitters import kept_positions
+from torch_turboquant.pool import compaction
 
 LAYERS, HEADS, GROUP, D = 2, 2, 2, 32
 
@@ -310,6 +311,16 @@ def step_of_one_layer(pool, seq, hitters, q, lse):
         for layer in range(LAYERS):
             pool.store(layer, torch.zeros(1, HEADS, D), torch.zeros(1, HEADS, D), batch)
         hitters.observe(0, q, lse, batch)
+
+
+def test_positions_behind_a_sequence_have_no_slot(device):
+    """Only a GPU gets there: on the CPU such positions are refused."""
+    table = torch.tensor([[3, 4], [5, 0]], device=device)
+    end = torch.tensor([20, 10], device=device)[:, None, None]
+    position = torch.tensor([-1, 0, 9, 10, 19, 20, 99], device=device).expand(2, 1, 7)
+    slots = compaction._slots(table, position, end, 16)
+    first = [-1, 48, 57, 58, 67, -1, -1]
+    assert slots[:, 0].tolist() == [first, [-1, 80, 89, -1, -1, -1, -1]]
 
 
 def test_compact_refuses_what_does_not_fit():
