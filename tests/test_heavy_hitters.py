@@ -31,11 +31,11 @@ def fill(pool, count, seed):
     return seq
 
 
-def step(pool, sequences, hitters, seed, attend=True):
-    """A decode step of random tokens. Returns q and lse of each layer."""
-    n, device = len(sequences), pool.device
+def step(pool, sequences, hitters, seed, new=1):
+    """A step of random tokens, `new` of each sequence. Returns q and lse of each layer."""
+    n, device = len(sequences) * new, pool.device
     made = []
-    with pool.reserve(sequences) as batch:
+    with pool.reserve(sequences, new) as batch:
         for layer in range(LAYERS):
             q, k, v = (
                 part[layer]
@@ -240,6 +240,22 @@ def test_rows_of_a_former_sequence_have_no_meaning(device):
     assert seq.dropped == 0 and not hitters.due(seq)
     step(pool, [seq], hitters, 40)
     assert not hitters.due(seq) and not any(float(m.abs().max()) for m in hitters._mass)
+
+
+@pytest.mark.parametrize("new", [2, 3, 4])
+def test_steps_of_several_tokens(new, device):
+    """Drafts: the queries of every step but the last token's are missing, however many there are.
+
+    The positions that are seen may be multiples of `window` or miss any of its places.
+    """
+    pool = pool_of(device, max_q_len=4)
+    hitters = tt.HeavyHitters(pool, 40, interval=8, window=4, keep_last=8)
+    seq = fill(pool, 44, 1)
+    for i in range(4):
+        assert not hitters.evict([seq])
+        step(pool, [seq], hitters, 20 + 3 * i, new)
+    assert hitters.evict([seq]) == [seq] and (seq.length, seq.dropped) == (40, 4 + 4 * new)
+    assert all(torch.isfinite(m).all() for m in hitters._mass)
 
 
 @pytest.mark.parametrize("way", ["memory", "file", "adopt"])

@@ -64,7 +64,8 @@ class HeavyHitters:
                 some are gone.
             budget: tokens of a sequence after an eviction, sinks and last ones included.
             interval: tokens above the budget at which a sequence is cut back.
-            window: queries that are asked, the last ones before an eviction.
+            window: queries that are asked, the last ones before an eviction; of several new tokens
+                in a step the last one is.
             keep_last: the most recent tokens that stay; at least those in the ring of the tail do.
             decay: of the masses of earlier evictions, 0 to 1; 0: only the present one counts.
             softmax_scale, soft_cap: those of the model's attention, as in paged_attention.
@@ -93,6 +94,7 @@ class HeavyHitters:
         self.softmax_scale, self.soft_cap = softmax_scale, soft_cap
         self._owner: list[PoolSequence | None] = [None] * pool.max_seqs
         self._seen = np.full((pool.max_seqs, window), -1)  # position of each query that is kept
+        self._steps = np.zeros(pool.max_seqs, dtype=np.int64)  # that were observed since a cut
         layers = len(pool.configs)
         self._q: list[Tensor | None] = [None] * layers  # [max_seqs, window, q_heads, head_dim]
         self._lse: list[Tensor | None] = [None] * layers  # float32 [max_seqs, window, q_heads]
@@ -131,6 +133,7 @@ class HeavyHitters:
             return
         rows = np.array([self._row_of(batch.sequences[i]) for i in watched])
         at = np.array([positions[i] for i in watched])
+        self._steps[rows] += self._seen[rows, at % self.window] != at  # once for all layers
         self._seen[rows, at % self.window] = at
         tokens = self._put(ends[watched] - 1)
         place = self._put(rows), self._put(at % self.window)
@@ -143,7 +146,7 @@ class HeavyHitters:
         row = seq._row
         if self._owner[row] is not seq:
             self._owner[row] = seq
-            self._seen[row] = -1
+            self._seen[row], self._steps[row] = -1, 0
             for mass in self._mass:
                 if mass is not None:
                     mass[row] = 0
@@ -165,13 +168,13 @@ class HeavyHitters:
     # ---- eviction
 
     def due(self, seq: PoolSequence) -> bool:
-        """Whether `evict` would cut the sequence: it is long enough, and its last queries are
-        known."""
+        """Whether `evict` would cut the sequence: it is long enough, and `window` of its steps were
+        observed."""
         row = seq._row
         if self._owner[row] is not seq or seq.length < self.budget + self.interval:
             return False
         # a prompt of any length may come before: then the first queries have to be waited for
-        return bool((self._seen[row] >= 0).all())
+        return bool(self._steps[row] >= self.window)
 
     def evict(self, sequences: Iterable[PoolSequence]) -> list[PoolSequence]:
         """Cuts those of the sequences that are due back to the budget.
@@ -213,7 +216,7 @@ class HeavyHitters:
             of_layer = self._mass[layer]
             assert of_layer is not None
             of_layer[place[0][:, 0]] = mass
-        self._seen[rows] = -1
+        self._seen[rows], self._steps[rows] = -1, 0
         return due
 
     def _masses(
