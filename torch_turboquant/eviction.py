@@ -14,8 +14,9 @@ and the last `window` tokens always stay, whatever their scores.
 A policy is a function policy(queries, keys, values) -> scores of one prompt without padding, or of
 several of one length:
 
-    queries     [batch, heads, n, head_dim]: of the last n = min(OBSERVED, tokens) tokens, scaled
-                so that softmax(queries keys^T / sqrt(head_dim)) are the weights of attention
+    queries     [batch, heads, n, head_dim]: of the last n tokens, scaled so that
+                softmax(queries keys^T / sqrt(head_dim)) are the weights of attention; n is OBSERVED
+                or less, where the prompt or its last forward is shorter
     keys        [batch, kv_heads, tokens, head_dim], with their positions (RoPE) in them
     values      [batch, kv_heads, tokens, head_dim]
     scores      float32 [batch, kv_heads, tokens], on the device of the keys, without NaN
