@@ -203,6 +203,8 @@ def test_loaded_with_more_room():
             for match, options in (
                 ("90 tokens do not fit into max_cache_len=80", {"max_cache_len": 80}),
                 ("4 sequences do not fit into max_batch_size=3", {"max_batch_size": 3}),
+                ("4 sequences do not fit into max_batch_size=0", {"max_batch_size": 0}),
+                ("max_cache_len must be positive", {"max_cache_len": 0}),
             ):
                 twin.crop(-30)
                 twin.save("twin.safetensors")

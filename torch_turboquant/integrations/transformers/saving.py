@@ -424,11 +424,8 @@ def load(
         metadata = file.metadata()
         saved = _parsed(path, metadata)
         _check_model(path, metadata, saved, model)
-        saved = replace(
-            saved,
-            max_batch_size=max_batch_size or saved.max_batch_size,
-            max_cache_len=max_cache_len or saved.max_cache_len,
-        )
+        sizes = {"max_batch_size": max_batch_size, "max_cache_len": max_cache_len}
+        saved = replace(saved, **{name: n for name, n in sizes.items() if n is not None})
         _check_room(saved)
         cache = _empty(kind, path, saved, model, file, evict)
         try:
