@@ -227,6 +227,25 @@ def test_one_prompt_as_ops_take_it(name):
         assert torch.equal(found.transpose(0, 1)[None], kept_tokens(whole, columns))
 
 
+@pytest.mark.parametrize("shapes, match", [
+    (((0, 4, 8), (0, 2, 8), (0, 2, 8)), "queries of 0 tokens for a prompt of 0, supported: 1 to"),
+    (((0, 4, 8), (9, 2, 8), (9, 2, 8)), "queries of 0 tokens for a prompt of 9, supported: 1 to"),
+    (((10, 4, 8), (9, 2, 8), (9, 2, 8)), "queries of 10 tokens for a prompt of 9, supported: 1"),
+    (((9, 3, 8), (9, 2, 8), (9, 2, 8)), "queries have 3 heads, expected a multiple of .* 2"),
+    (((9, 4, 16), (9, 2, 8), (9, 2, 8)), r"queries has shape \[9, 4, 16\]"),
+    (((9, 4, 8), (9, 2, 8), (8, 2, 8)), r"values has shape \[8, 2, 8\]"),
+    (((4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8)), r"keys has shape \[1, 2, 9, 8\]"),
+])  # fmt: skip
+def test_what_is_no_prompt(shapes, match):
+    with pytest.raises(ValueError, match=match):
+        Eviction(0.5).thin(*map(torch.zeros, shapes))
+
+
+def test_a_prompt_of_one_token():
+    one = [torch.ones(1, heads, 8) for heads in (4, 2, 2)]
+    assert torch.equal(Eviction(0.1).thin(*one)[0], one[1])
+
+
 @pytest.mark.parametrize("keep, length, count", [
     (0.1, 10, 1), (0.7, 10, 7), (0.55, 100, 55), (0.3, 10, 3), (0.5, 11, 6), (1 / 3, 9, 3),
     (1e-9, 5, 1), (1, 13, 13), (0.999, 10, 10), (0.5, 0, 0),

@@ -14,8 +14,9 @@ and the last `window` tokens always stay, whatever their scores.
 A policy is a function policy(queries, keys, values) -> scores of one prompt without padding, or of
 several of one length:
 
-    queries     [batch, heads, n, head_dim]: of the last n = min(OBSERVED, tokens) tokens, scaled
-                so that softmax(queries keys^T / sqrt(head_dim)) are the weights of attention
+    queries     [batch, heads, n, head_dim]: of the last n tokens, scaled so that
+                softmax(queries keys^T / sqrt(head_dim)) are the weights of attention; n is OBSERVED
+                or less, where the prompt or its last forward is shorter
     keys        [batch, kv_heads, tokens, head_dim], with their positions (RoPE) in them
     values      [batch, kv_heads, tokens, head_dim]
     scores      float32 [batch, kv_heads, tokens], on the device of the keys, without NaN
@@ -258,8 +259,10 @@ class Eviction:
             keys, values: [count(tokens), kv_heads, head_dim].
 
         Raises:
-            TypeError, ValueError: as scores.
+            TypeError: as scores.
+            ValueError: as scores; an empty prompt; tensors whose shapes do not fit together.
         """
+        _check_prompt(queries, keys, values)
         queries, keys, values = (x.transpose(0, 1)[None] for x in (queries, keys, values))
         lengths = [keys.shape[2]]
         columns = self.columns(self.scores(queries, keys, values, lengths), lengths)
@@ -275,6 +278,20 @@ class Eviction:
         middle = scores[..., first:last].topk(count - first - (length - last), sorted=False).indices
         middle = middle.sort().values + first
         return torch.cat([position[..., :first], middle, position[..., last:]], dim=2)
+
+
+def _check_prompt(queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Raises unless these are one prompt of one layer."""
+    _checks.check_shape("keys", keys, (None, None, None))
+    _checks.check_shape("values", values, tuple(keys.shape))
+    _checks.check_shape("queries", queries, (None, None, keys.shape[2]))
+    (n, heads, _), (tokens, kv_heads, _) = queries.shape, keys.shape
+    if not 1 <= n <= tokens:
+        raise ValueError(
+            f"queries of {n} tokens for a prompt of {tokens}, supported: 1 to all of them"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"queries have {heads} heads, expected a multiple of the keys' {kv_heads}")
 
 
 def _check_scores(scores: Any, keys: Tensor) -> None:

@@ -64,7 +64,8 @@ class HeavyHitters:
                 some are gone.
             budget: tokens of a sequence after an eviction, sinks and last ones included.
             interval: tokens above the budget at which a sequence is cut back.
-            window: queries that are asked, the last ones before an eviction.
+            window: queries that are asked, the last ones before an eviction; of several new tokens
+                in a step the last one is.
             keep_last: the most recent tokens that stay; at least those in the ring of the tail do.
             decay: of the masses of earlier evictions, 0 to 1; 0: only the present one counts.
             softmax_scale, soft_cap: those of the model's attention, as in paged_attention.
@@ -92,16 +93,12 @@ class HeavyHitters:
         self.window, self.decay = window, decay
         self.softmax_scale, self.soft_cap = softmax_scale, soft_cap
         self._owner: list[PoolSequence | None] = [None] * pool.max_seqs
-        self._dropped = np.zeros(pool.max_seqs, dtype=np.int64)
         self._seen = np.full((pool.max_seqs, window), -1)  # position of each query that is kept
+        self._steps = np.zeros(pool.max_seqs, dtype=np.int64)  # that were observed since a cut
         layers = len(pool.configs)
         self._q: list[Tensor | None] = [None] * layers  # [max_seqs, window, q_heads, head_dim]
         self._lse: list[Tensor | None] = [None] * layers  # float32 [max_seqs, window, q_heads]
         self._mass: list[Tensor | None] = [None] * layers  # float32 [max_seqs, kv_heads, budget]
-
-    def dropped(self, seq: PoolSequence) -> int:
-        """Tokens that the sequence has lost so far: its next position is length + dropped."""
-        return int(self._dropped[seq._row]) if self._owner[seq._row] is seq else 0
 
     # ---- decode steps
 
@@ -118,9 +115,13 @@ class HeavyHitters:
             batch: open.
 
         Raises:
-            TypeError, ValueError: tensors that are not the batch's.
+            RuntimeError: the batch was committed or rolled back.
+            TypeError, ValueError: tensors that are not the batch's; another pool's batch; no such
+                layer.
         """
+        self.pool._check_usable(layer, batch)
         _checks.check_dtype("q", q, (self.pool.dtype,))
+        _checks.check_shape("q", q, (batch.tokens, None, self.pool.configs[layer].head_dim))
         _checks.check_constant("lse", lse, q.device, torch.float32, tuple(q.shape[:2]))
         ends = np.cumsum(batch.new_tokens)
         positions = [
@@ -132,6 +133,7 @@ class HeavyHitters:
             return
         rows = np.array([self._row_of(batch.sequences[i]) for i in watched])
         at = np.array([positions[i] for i in watched])
+        self._steps[rows] += self._seen[rows, at % self.window] != at  # once for all layers
         self._seen[rows, at % self.window] = at
         tokens = self._put(ends[watched] - 1)
         place = self._put(rows), self._put(at % self.window)
@@ -144,8 +146,7 @@ class HeavyHitters:
         row = seq._row
         if self._owner[row] is not seq:
             self._owner[row] = seq
-            self._dropped[row] = 0
-            self._seen[row] = -1
+            self._seen[row], self._steps[row] = -1, 0
             for mass in self._mass:
                 if mass is not None:
                     mass[row] = 0
@@ -167,13 +168,13 @@ class HeavyHitters:
     # ---- eviction
 
     def due(self, seq: PoolSequence) -> bool:
-        """Whether `evict` would cut the sequence: it is long enough, and its last queries are
-        known."""
+        """Whether `evict` would cut the sequence: it is long enough, and `window` of its steps were
+        observed."""
         row = seq._row
         if self._owner[row] is not seq or seq.length < self.budget + self.interval:
             return False
         # a prompt of any length may come before: then the first queries have to be waited for
-        return bool((self._seen[row] >= 0).all())
+        return bool(self._steps[row] >= self.window)
 
     def evict(self, sequences: Iterable[PoolSequence]) -> list[PoolSequence]:
         """Cuts those of the sequences that are due back to the budget.
@@ -182,7 +183,8 @@ class HeavyHitters:
             sequences: in no open batch.
 
         Returns:
-            Those that were cut, whose `dropped` has grown.
+            Those that were cut. Their `dropped` has grown, so that length + dropped is the next
+            position as before.
 
         Raises:
             PoolExhausted: too few free pages for copies of pages that are shared; nothing has
@@ -214,8 +216,7 @@ class HeavyHitters:
             of_layer = self._mass[layer]
             assert of_layer is not None
             of_layer[place[0][:, 0]] = mass
-        self._dropped[rows] += lengths - self.budget
-        self._seen[rows] = -1
+        self._seen[rows], self._steps[rows] = -1, 0
         return due
 
     def _masses(

@@ -192,6 +192,14 @@ def test_another_pool_takes_it_without_sharing():
         different.swap_in(swapped)
 
 
+def test_a_file_that_another_sequence_was_written_to():
+    pool = make_pool()
+    swapped = [out(pool, seq, "file") for seq in filled(pool, 20, 37)]
+    with pytest.raises(ValueError, match=r"another sequence than .*, one of 37 tokens and not 20"):
+        pool.swap_in(swapped[0])
+    assert pool.swap_in(swapped[1]).length == 37
+
+
 def test_no_page_is_free():
     pool = make_pool(num_pages=4)
     swapped = pool.swap_out(filled(pool, 40)[0])

@@ -208,6 +208,7 @@ def test_exported_tensors_that_are_no_sequence():
     for match, changes in {
         "length 20 and ring_first 21": {"ring_first": 21},
         "length -1": {"length": -1, "ring_first": 0},
+        "dropped is -1": {"dropped": -1},
         "pages has tensors of 1 layers, expected 2": {"pages": pages[:1]},
         "exact has tensors of 0 layers, expected 2": {"exact": ()},
         "pages has shape": {"pages": (pages[0], pages[1][:1])},

@@ -136,6 +136,42 @@ def test_files_at_any_moment(form, moment):
             check_goes_on(model, cache, twin, make_ids(40, 2, seed=4), 3, *[1] * 10, 9)
 
 
+@pytest.mark.parametrize("what", ["crop", "failure"])
+def test_tokens_that_wait_no_more_are_in_no_file(what):
+    """Keys and values that wait for their center outlive a crop and a forward that fails."""
+    model, ids = make_model(), make_ids(100)
+    with make_cache(model) as cache:
+        feed(model, cache, ids[:, :20])
+        if what == "crop":
+            cache.crop(-5)
+        else:
+            hook = model.model.layers[-1].mlp.register_forward_pre_hook(lambda *a: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                feed(model, cache, ids[:, 20:23])
+            hook.remove()
+        with through_a_file(cache, model) as twin:
+            keys = load_file("cache.safetensors")["layers.0.keys"]
+            assert keys.shape[2] == cache.get_seq_length()
+            check_goes_on(model, cache, twin, ids[:, 23:], 70, 4)
+
+
+@pytest.mark.parametrize("form", ["growing", "static", "half"])
+def test_a_crop_into_the_padding_of_a_sequence(form):
+    model = make_model()
+    ids, mask = padded([30, 10], 40)
+    with make_cache(model, form, center="none", max_batch_size=2) as cache:
+        feed(model, cache, ids, mask=mask)
+        cache.crop(-15)
+        mask = torch.cat([mask[:, :25], torch.tensor([[1, 1], [0, 1]])], dim=1)
+        with through_a_file(cache, model) as twin:
+            expected = feed(model, cache, ids[:, :2], mask=mask)
+            cache.reset()
+            assert torch.equal(feed(model, twin, ids[:, :2], mask=mask), expected)
+            twin.crop(-19)  # 8 columns, all of them padding
+            with pytest.raises(ValueError, match="holds no tokens to save"):
+                twin.save("cache.safetensors")
+
+
 @pytest.mark.parametrize("form", ["growing", "static", "half", "half, static"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_padded_batches(form, name):
@@ -167,6 +203,8 @@ def test_loaded_with_more_room():
             for match, options in (
                 ("90 tokens do not fit into max_cache_len=80", {"max_cache_len": 80}),
                 ("4 sequences do not fit into max_batch_size=3", {"max_batch_size": 3}),
+                ("4 sequences do not fit into max_batch_size=0", {"max_batch_size": 0}),
+                ("max_cache_len must be positive", {"max_cache_len": 0}),
             ):
                 twin.crop(-30)
                 twin.save("twin.safetensors")
@@ -190,6 +228,11 @@ def test_a_policy_of_its_own():
             check_goes_on(model, cache, twin, ids[:, 180:], *[1] * 20)
             twin.reset()
             assert torch.equal(feed(model, twin, ids), feed(model, cache, ids))
+    with make_cache(model, keep=0.5) as cache:
+        feed(model, cache, ids)
+        cache.save("cache.safetensors")
+        with pytest.raises(ValueError, match="made with evict='snapkv': leave evict= out"):
+            TurboQuantCache.load("cache.safetensors", model, evict=longest)
 
 
 def test_the_same_tokens_are_the_same_file():

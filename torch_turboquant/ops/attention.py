@@ -246,9 +246,10 @@ def store_and_attend(
             stride 1 in the last dimension.
         cache, slot_mapping: as in cache_store; the cache is written.
         tail: of q's dtype, as in both; written.
-        q, block_table, seq_lens, config, tables, cu_seqlens_q, max_q_len, softmax_scale,
-            sliding_window, soft_cap, sink_logits, out, lse: as in paged_attention. None of them
-            shares memory with the cache or the tail.
+        q, block_table, seq_lens, config, tables, cu_seqlens_q, max_q_len: as in paged_attention.
+        softmax_scale, sliding_window, soft_cap, sink_logits: as in paged_attention.
+        out, lse: as in paged_attention. Neither these nor q, block_table, seq_lens, cu_seqlens_q
+            and sink_logits share memory with the cache or the tail.
 
     Returns:
         out, lse as paged_attention's.

@@ -77,9 +77,10 @@ def paged_mass(
         mass: float32 [seqs, kv_heads, n], contiguous, with room for n tokens of each sequence;
             what is there is added to, so a new one starts as zeros. It shares no memory with
             another tensor of the call.
-        cache, block_table, seq_lens, config, tables, cu_seqlens_q, max_q_len, softmax_scale, tail,
-            sliding_window, soft_cap, k_new, v_new: as in paged_attention. The value half of the
-            cache and the numbers in v_new do not matter.
+        cache, block_table, seq_lens, config, tables, cu_seqlens_q, max_q_len: as in
+            paged_attention. The value half of the cache does not matter.
+        softmax_scale, tail, sliding_window, soft_cap, k_new, v_new: as in paged_attention. The
+            numbers in v_new do not matter.
 
     Raises:
         TypeError: another dtype.

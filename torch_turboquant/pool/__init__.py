@@ -22,6 +22,9 @@ Swapping. `swap_out` moves a sequence to the host's memory or into a file, and `
 back, byte for byte. Pages count their writes by stamps: one that other sequences own and that still
 has the stamp which the swapped sequence knows is shared again.
 
+Compaction. `compact` drops tokens of sequences, other ones for each KV head. The rest moves
+together, within pages of which the sequence is the only owner: shared ones are copied first.
+
 Nothing happens by halves. What cannot be done (no page left, a sequence that was freed, pages of
 another format) raises before anything has changed. A batch that is rolled back leaves its
 sequences as they were.

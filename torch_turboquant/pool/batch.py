@@ -24,14 +24,15 @@ class Owner(Protocol):
 
 
 class PoolSequence:
-    """A sequence of a pool, made by allocate, fork and adopt, valid until it is freed."""
+    """A sequence of a pool, made by allocate, fork, adopt and swap_in, valid until it is freed."""
 
-    __slots__ = ("_batch", "_books", "_length", "_num_pages", "_row")
+    __slots__ = ("_batch", "_books", "_dropped", "_length", "_num_pages", "_row")
 
     def __init__(self, books: object, row: int) -> None:
         self._books: object | None = books  # of its pool; None: freed
         self._row = row  # of the block tables, and the sequence's entry of the tails
         self._length = 0
+        self._dropped = 0
         self._num_pages = 0
         self._batch: PoolBatch | None = None
 
@@ -39,6 +40,11 @@ class PoolSequence:
     def length(self) -> int:
         """Tokens, without those of a batch that is still open."""
         return self._length
+
+    @property
+    def dropped(self) -> int:
+        """Tokens that PagedKVPool.compact has taken: the next position is length + dropped."""
+        return self._dropped
 
     @property
     def batch(self) -> PoolBatch | None:

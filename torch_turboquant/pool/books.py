@@ -51,7 +51,7 @@ class PoolStatistics:
     forked_tokens: int
     """Tokens that these sequences began with, which nobody had to compute and store again."""
     copied_pages: int
-    """Shared pages that a sequence copied before it appended to them."""
+    """Shared pages that a sequence copied before it appended to them or moved tokens in them."""
 
 
 class Plan(NamedTuple):
@@ -198,6 +198,7 @@ class Books:
         self._tables[copy._row, : seq._num_pages] = shared
         self._owners[shared] += 1
         copy._length, copy._num_pages = seq._length, seq._num_pages
+        copy._dropped = seq._dropped
         self._tokens += seq._length
         self._forks += 1
         self._forked_tokens += seq._length
@@ -205,7 +206,7 @@ class Books:
         return copy
 
     def add_filled(
-        self, pages: np.ndarray, new: np.ndarray, length: int, ring_first: int
+        self, pages: np.ndarray, new: np.ndarray, length: int, dropped: int, ring_first: int
     ) -> PoolSequence:
         """A new sequence of `length` tokens in the pages and new ones of `pages_again`."""
         seq = self.add()
@@ -213,7 +214,7 @@ class Books:
         self._owners[shared] += 1
         self._take(pages[new])
         self._tables[seq._row, : len(pages)] = pages
-        seq._length, seq._num_pages = length, len(pages)
+        seq._length, seq._dropped, seq._num_pages = length, dropped, len(pages)
         self._tokens += length
         self.rings.first[seq._row] = ring_first
         return seq
@@ -225,6 +226,7 @@ class Books:
     def close_up(self, seq: PoolSequence, length: int) -> None:
         """Keeps `length` tokens, which have moved up, the last ones with their part of the ring."""
         dropped = seq._length - length
+        seq._dropped += dropped
         self.rings.first[seq._row] = max(self.rings.first[seq._row] - dropped, 0)
         self.cut(seq, length)
 
@@ -234,6 +236,8 @@ class Books:
         self._drop(self._tables[seq._row, keep : seq._num_pages])
         self._tokens += length - seq._length
         seq._length, seq._num_pages = length, keep
+        if length == 0:  # positions begin anew
+            seq._dropped = 0
         self.rings.cut(seq._row, length)
 
     def remove(self, seq: PoolSequence) -> None:

@@ -41,7 +41,7 @@ def compact(
         source = torch.cat([chosen, last.expand(-1, chosen.shape[1], -1)], dim=2)
         stays = source == target
         slots = [
-            _slots(table, position, books.page_size).masked_fill(stays, -1)
+            _slots(table, position, end, books.page_size).masked_fill(stays, -1)
             for position in (source, target.expand_as(source))
         ]
         sources, targets = (x.transpose(0, 1).flatten(1).contiguous() for x in slots)
@@ -101,11 +101,14 @@ def _check_values(
             raise RuntimeError(f"kept must begin with the positions of the {sinks} sinks")
 
 
-def _slots(table: Tensor, position: Tensor, page_size: int) -> Tensor:
-    """Slots of positions [seqs, heads, n]; positions out of range get none, -1."""
-    column = position // page_size
-    exists = (position >= 0) & (column < table.shape[1])
-    page = table.gather(1, column.clamp(0, table.shape[1] - 1).flatten(1)).view(position.shape)
+def _slots(table: Tensor, position: Tensor, end: Tensor, page_size: int) -> Tensor:
+    """Slots of positions [seqs, heads, n]; those outside of 0 to `end` [seqs, 1, 1] get -1.
+
+    A table is as wide as the longest sequence's: behind a sequence it has pages of others.
+    """
+    exists = (position >= 0) & (position < end)
+    column = (position // page_size).clamp(0, table.shape[1] - 1)
+    page = table.gather(1, column.flatten(1)).view(position.shape)
     return token_slots(page, position, page_size).masked_fill(~exists, -1)
 
 

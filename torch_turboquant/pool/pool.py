@@ -301,9 +301,9 @@ class PagedKVPool(PoolSequences):
 
         The last tokens, those that the ring of the tail has rows for, always stay, behind the kept
         ones. All sequences then have the same length, and pages that they need no more are free.
-        `length` counts the tokens that are there: whoever computes positions adds what was
-        dropped. A page that another sequence owns too is copied before it changes. Later tokens
-        see all that are left, in whatever order.
+        `length` counts the tokens that are there, and `dropped` those that have gone: the next
+        position is the sum of both. A page that another sequence owns too is copied before it
+        changes. Later tokens see all that are left, in whatever order.
 
         Args:
             sequences: one or more, each once, in no open batch.

@@ -46,6 +46,8 @@ class ExportedSequence:
     exact: tuple[Tensor, ...]
     """Per layer, [kv_heads, held, 2, head_dim]: keys and values of the sinks, then of the positions
     from ring_first on. Empty without a tail."""
+    dropped: int = 0
+    """Tokens that compact has taken: the next position is length + dropped."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> ExportedSequence:
         """The same sequence with its tensors on another device, as Tensor.to moves them."""
@@ -76,7 +78,7 @@ class ExportedSequence:
             for part in ("pages", "exact")
             for layer, tensor in enumerate(getattr(self, part))
         }
-        numbers = {"length": self.length, "ring_first": self.ring_first}
+        numbers = {"length": self.length, "ring_first": self.ring_first, "dropped": self.dropped}
         numbers |= {"layers": len(self.pages), "exact_layers": len(self.exact)}
         metadata = {"fingerprint": json.dumps(self.fingerprint), "sequence": json.dumps(numbers)}
         return _files.write(path, tensors, FILE_FORMAT, metadata)
@@ -100,9 +102,10 @@ class ExportedSequence:
                     for part, count in counts.items()
                 }
                 length, first = int(numbers["length"]), int(numbers["ring_first"])
+                dropped = int(numbers["dropped"])
             except (KeyError, TypeError, ValueError) as error:
                 raise _files.damaged(path, _KIND, repr(error)) from error
-        return ExportedSequence(fingerprint, length, first, **tensors)
+        return ExportedSequence(fingerprint, length, first, **tensors, dropped=dropped)
 
 
 FILE_FORMAT = "torch_turboquant sequence 1"
@@ -135,11 +138,18 @@ class SwappedSequence:
 
         Raises:
             as ExportedSequence.load, if a file holds it.
+            ValueError: the file has been written again with another sequence.
         """
         if self.held is not None:
             return self.held
         assert self.path is not None
-        return ExportedSequence.load(self.path)
+        exported = ExportedSequence.load(self.path)
+        if exported.length != self.length:
+            raise ValueError(
+                f"{self.path} holds another sequence than was swapped out to it, one of "
+                f"{exported.length} tokens and not {self.length}: give each a file of its own"
+            )
+        return exported
 
 
 class LayerTokens(NamedTuple):
@@ -172,7 +182,8 @@ def _exported(
     pages = tuple(layer.pages for layer in layers)
     exact = tuple(layer.exact for layer in layers if layer.exact is not None)
     first = books.rings.first[seq._row]
-    return ExportedSequence(deepcopy(memory.fingerprint), seq._length, first, pages, exact)
+    fingerprint = deepcopy(memory.fingerprint)
+    return ExportedSequence(fingerprint, seq._length, first, pages, exact, seq._dropped)
 
 
 def export_sequence(memory: PoolMemory, books: Books, seq: PoolSequence) -> ExportedSequence:
@@ -229,12 +240,14 @@ def adopt_sequence(
             recent = part[:, part.shape[1] - (len(rows) - sinks) :]
             part = torch.cat([part[:, :sinks], recent], dim=1)
             tail[row].index_copy_(1, on, part.to(memory.device, non_blocking=True))
-    return books.add_filled(numbers, missing, length, first)
+    return books.add_filled(numbers, missing, length, exported.dropped, first)
 
 
 def _check_tensors(memory: PoolMemory, books: Books, exported: ExportedSequence) -> None:
     """Tensors as export_sequence of a pool with this fingerprint makes them."""
     sizes, length = memory.sizes, exported.length
+    if exported.dropped < 0:
+        raise ValueError(f"dropped is {exported.dropped}, supported: 0 and more")
     if not 0 <= exported.ring_first <= length:
         raise ValueError(
             f"the exported sequence has length {length} and ring_first {exported.ring_first}, "

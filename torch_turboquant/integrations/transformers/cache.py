@@ -334,7 +334,8 @@ class TurboQuantCache(Attachable, Cache):
             path: of the file.
             model: with the shape, RoPE and weights of the one that the cache was saved with.
             max_batch_size, max_cache_len: as in `for_model`; None: those of the saved cache.
-            evict: the policy of a cache that was made with a function, which no file can hold.
+            evict: the policy of a cache that was made with a function, which no file can hold;
+                None for every other cache.
 
         Raises:
             OSError: the file cannot be read.

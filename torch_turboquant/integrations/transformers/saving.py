@@ -103,7 +103,7 @@ def _check_ready(cache: TurboQuantCache) -> None:
             "the state that they had before: reset() it"
         )
     sequences.pull()
-    if not sequences.batch:
+    if not any(sequences.lengths()):
         raise ValueError("this cache holds no tokens to save: run the model on a prompt first")
 
 
@@ -226,7 +226,9 @@ def _tensors_of(layer: TurboQuantLayer) -> dict[str, Tensor]:
         if sequences.learned_center:
             found["center"] = _on_host(layer.tables.center)
     else:
-        found["keys"], found["values"] = map(_on_host, layer.waiting)
+        # behind these columns are tokens that were cropped, or of a forward that has failed
+        waiting = (x[:, :, : sequences.columns] for x in layer.waiting)
+        found["keys"], found["values"] = map(_on_host, waiting)
     return {_name(layer.index, part): tensor for part, tensor in found.items()}
 
 
@@ -364,9 +366,12 @@ class _Saved:
         return found
 
     def lengths(self, thinned: bool) -> list[int]:
-        """Tokens of every sequence; thinned: in layers that have evicted some."""
+        """Tokens of every sequence; thinned: in layers that have evicted some.
+
+        A cache that was cropped may end within the padding of a sequence.
+        """
         pairs = zip(self.pads, self.evicted, strict=True)
-        return [self.columns - pad - thinned * evicted for pad, evicted in pairs]
+        return [max(0, self.columns - pad - thinned * evicted) for pad, evicted in pairs]
 
     def fits(self) -> bool:
         """Whether the numbers can be those of one cache."""
@@ -374,7 +379,7 @@ class _Saved:
             1 <= self.batch <= self.max_batch_size
             and len(self.pads) == len(self.evicted) == self.batch
             and min(self.pads + self.evicted) >= 0
-            and self.columns >= 1
+            and max(self.lengths(thinned=False)) >= 1
             and self.prompt_end >= 0
             and len(self.places) == 1 + (self.keep < 1)
             and all(self._fits(bool(i), *places) for i, places in enumerate(self.places))
@@ -387,7 +392,6 @@ class _Saved:
         lengths = self.lengths(thinned)
         return (
             len(stored) == len(ring_first) == self.batch
-            and min(lengths) >= 0
             and all(n <= m or not self.encoded for n, m in zip(lengths, stored, strict=True))
             and all(0 <= m <= n for n, m in zip(lengths, ring_first, strict=True))
         )
@@ -420,11 +424,8 @@ def load(
         metadata = file.metadata()
         saved = _parsed(path, metadata)
         _check_model(path, metadata, saved, model)
-        saved = replace(
-            saved,
-            max_batch_size=max_batch_size or saved.max_batch_size,
-            max_cache_len=max_cache_len or saved.max_cache_len,
-        )
+        sizes = {"max_batch_size": max_batch_size, "max_cache_len": max_cache_len}
+        saved = replace(saved, **{name: n for name, n in sizes.items() if n is not None})
         _check_room(saved)
         cache = _empty(kind, path, saved, model, file, evict)
         try:
@@ -493,6 +494,11 @@ def _empty(
                 "hold: give it as evict="
             )
         policy = evict
+    elif evict is not None:
+        raise ValueError(
+            f"{path} holds a cache that was made with evict={policy!r}: leave evict= out, which is "
+            "for a cache with a policy of its own"
+        )
     center: Any = saved.center
     if center == "given":
         center = {index: file.get_tensor(_name(index, "center")) for index in saved.layers}
@@ -569,7 +575,7 @@ def _fill(
         places.stored[:batch], places.rings.first[:batch] = stored, first
     sequences.encoded = saved.encoded
     sequences.center_known = saved.encoded or not sequences.learned_center
-    sequences.stepping = saved.static and max(saved.pads) < saved.columns
+    sequences.stepping = sequences.can_step()
     if not sequences.max_len:
         for thinned, places in sequences.places.items():
             places.grow(max(sequences.lengths(thinned)), begun=False)

@@ -433,9 +433,15 @@ class Sequences:
         self.prompt_end = done.total if done.evicts else self.prompt_end
         self.encoded = self.encoded or done.encode
         self.center_known = self.center_known or done.encode
-        # not where a sequence has had nothing but padding: more of it may come
-        self.stepping = self.static and self.encoded and max(self.pads) < self.columns
+        self.stepping = self.can_step()
         self.push()
+
+    def can_step(self) -> bool:
+        """Whether the next forward can be a Step, as far as tokens decide it.
+
+        Not where a sequence has nothing but padding: more of it may come.
+        """
+        return self.static and self.encoded and max(self.pads) < self.columns
 
     def abort(self) -> None:
         """The planned forward has failed: its tokens were never there."""
@@ -463,6 +469,7 @@ class Sequences:
             )
         self._check_windows([max(0, kept - pad) for pad in self.pads])
         self.columns = kept
+        self.stepping = self.stepping and self.can_step()  # it may end within padding
         self._clamp_rings()
         if kept == 0:
             self.batch, self.pads, self.stepping = 0, [], False
