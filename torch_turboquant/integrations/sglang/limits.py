@@ -96,6 +96,11 @@ def wrong_model(kvc: Any) -> list[str]:
         found.append("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is not supported: leave it out")
     if getattr(model, "is_encoder_decoder", False) or not getattr(model, "is_generation", True):
         found.append(f"models that do not generate by a decoder are not supported: {ELSEWHERE}")
+    if kvc.server_args.kv_cache_dtype == "auto" and kvc.kv_cache_dtype != dtype:
+        found.append(
+            f"the checkpoint asks for a cache in {kvc.kv_cache_dtype}, but pages of TurboQuant "
+            "hold codes of their own: pass --kv-cache-dtype bf16"
+        )
     if not kvc.use_mla_backend:
         found += wrong_head(model.head_dim, model.v_head_dim)
     if not (dtype in (torch.float16, torch.bfloat16) or (on_cpu and dtype == torch.float32)):
