@@ -268,7 +268,7 @@ def test_two_backends_are_refused():
         ({"is_hybrid_swa": True}, "pass --disable-hybrid-swa-memory"),
         ({"post_capture_kv_active": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is not supported"),
         ({"model_dtype": torch.float64}, "the model computes in torch.float64: pass --dtype"),
-        ({"kv_cache_dtype": torch.float8_e4m3fn}, "the checkpoint asks .* pass --kv-cache-dtype bf"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "the checkpoint asks .* --kv-cache-dtype bf16"),
         ({"head_dim": 100}, "head_dim is 100, supported in page records: .*: choose another"),
         ({"v_head_dim": 128}, "keys have 64 channels and values 128: choose another"),
         ({"is_generation": False}, "models that do not generate by a decoder"),
