@@ -13,11 +13,12 @@ pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, ServerArgs
 
 from tests.sglang.harness import ON_GPU, engine, told
 from tests.vllm.harness import prompt, save_llama
-from torch_turboquant.integrations.sglang import hooks, limits
+from torch_turboquant.integrations.sglang import hooks, limits, register
 from torch_turboquant.integrations.sglang.plan import MOST_REQUESTS, Plan
 from torch_turboquant.integrations.sglang.settings import Settings, parse
 from torch_turboquant.integrations.sglang.steps import Rings, Steps
@@ -77,6 +78,8 @@ def test_presets_named_by_the_backend():
         ({"preset": 4}, TypeError, "preset is 4, of type int"),
         ({"window": -1}, ValueError, "window is -1, supported: 0 and more"),
         ({"window": True}, TypeError, "window is True, of type bool"),
+        ({"window": False}, TypeError, "window is False, of type bool"),
+        ({"seed": False}, TypeError, "seed is False, of type bool"),
         ({"first_token": "both"}, ValueError, "first_token is 'both', supported: 'exact' and"),
         ({"layers": {"x": "k8v8"}}, ValueError, "layers names 'x', expected numbers"),
         ([], TypeError, "expected an object such as"),
@@ -102,6 +105,14 @@ def test_names_of_the_backend():
     load_plugins()
     assert {"turboquant", "turboquant:k5v4u", "turboquant:balanced"} <= {*ATTENTION_BACKEND_CHOICES}
     assert len(ATTENTION_BACKEND_CHOICES) == len({*ATTENTION_BACKEND_CHOICES})
+
+
+def test_registering_again_adds_nothing():
+    load_plugins()
+    before = {target: [*HookRegistry._hooks[target]] for target in hooks.HOOKS}
+    register()
+    assert {target: HookRegistry._hooks[target] for target in hooks.HOOKS} == before
+    assert all(len(found) == 1 for found in before.values())
 
 
 def test_hooks_are_in_place():
@@ -177,6 +188,9 @@ def test_no_window_needs_no_memory():
     plan = plan_of_8b("k4v4", window=0)
     assert plan.reserve(72 << 30) == 0
     assert plan.max_requests == MOST_REQUESTS
+    plan.requested = 2 * MOST_REQUESTS
+    assert plan.reserve(72 << 30) == 0
+    assert plan.max_requests == 2 * MOST_REQUESTS
 
 
 def test_the_engine_counts_exact_tails(folder):
@@ -254,6 +268,7 @@ def test_two_backends_are_refused():
         ({"is_hybrid_swa": True}, "pass --disable-hybrid-swa-memory"),
         ({"post_capture_kv_active": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is not supported"),
         ({"model_dtype": torch.float64}, "the model computes in torch.float64: pass --dtype"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "the checkpoint asks .* --kv-cache-dtype bf16"),
         ({"head_dim": 100}, "head_dim is 100, supported in page records: .*: choose another"),
         ({"v_head_dim": 128}, "keys have 64 channels and values 128: choose another"),
         ({"is_generation": False}, "models that do not generate by a decoder"),
@@ -268,11 +283,15 @@ def test_models_that_are_refused(changes, text):
         "post_capture_kv_active": False,
         "device": "cpu",
         "model_dtype": torch.float32,
+        "kv_cache_dtype": torch.float32,
+        "server_args": SimpleNamespace(kv_cache_dtype="auto"),
     }
     for name, value in changes.items():
         (kvc if name in kvc else model)[name] = value
         if name == "head_dim":
             model["v_head_dim"] = value
+        if name == "model_dtype":
+            kvc["kv_cache_dtype"] = value
     kvc = SimpleNamespace(**kvc, model_config=SimpleNamespace(**model))
     (found,) = limits.wrong_model(kvc)
     assert re.search(text, found)

@@ -1,4 +1,4 @@
-"""Centers for vLLM's workers, without vLLM: which file, and which heads of it a rank gets."""
+"""Centers for the ranks of an engine, without one: which file, and which heads a rank gets."""
 
 import re
 
@@ -63,7 +63,7 @@ def test_heads_of_a_rank(written, size, heads):
 
 
 def test_heads_that_cannot_be_divided():
-    with pytest.raises(ValueError, match=r"4 KV heads .* tensor_parallel_size = 3"):
+    with pytest.raises(ValueError, match=r"4 KV heads .* 3 tensor-parallel ranks"):
         heads_of_rank(4, 0, 3)
 
 

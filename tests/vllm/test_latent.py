@@ -13,6 +13,7 @@ if not INTERFACE.latents:
     pytest.skip("this vLLM is too old for models with latents", allow_module_level=True)
 
 from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backends import registry
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 import torch_turboquant as tt
@@ -28,7 +29,7 @@ from tests.vllm.harness import (
     told,
 )
 from tests.vllm.steps import LONG_STEPS, STEPS, Steps, flash_attention, vllm_started
-from torch_turboquant.integrations.vllm import prompts
+from torch_turboquant.integrations.vllm import adapter, prompts
 from torch_turboquant.integrations.vllm.latent import (
     LatentBackend,
     LatentImpl,
@@ -424,6 +425,19 @@ def test_nothing_happens_unasked(folder, plain):
 def test_refusals_when_an_engine_starts(folder, settings, options, text):
     with pytest.raises(Exception, match=text), started_engine(folder, settings, **options):
         pass
+
+
+@pytest.mark.parametrize("name", ["CPU_MLA", "AMX_MLA"])
+def test_versions_without_latents_refuse_them_on_a_cpu(started, monkeypatch, name):
+    """There vLLM ignores --attention-backend, and would serve from its own cache."""
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    monkeypatch.setattr(adapter, "INTERFACE", INTERFACE._replace(latents=False))
+    adapter.register()
+    with (
+        set_current_vllm_config(started({})),
+        pytest.raises(ValueError, match=r"latent attention \(MLA\) need vLLM 0\.32"),
+    ):
+        registry.AttentionBackendEnum[name].get_class()
 
 
 def test_layers_of_other_shapes_are_refused(tmp_path):

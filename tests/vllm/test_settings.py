@@ -87,6 +87,8 @@ def test_presets_named_by_the_dtype(name):
         ({"layers": {"0": 8}}, TypeError, "layer 0 has 8, expected the name of a preset"),
         ({"layers": ["k8v8"]}, TypeError, "layers is ['k8v8'], of type list"),
         ({"seed": True}, TypeError, "seed is True, of type bool"),
+        ({"seed": False}, TypeError, "seed is False, of type bool"),
+        ({"window": False}, TypeError, "window is False, of type bool"),
         ({"seed": -1}, ValueError, "seed must be 0 to 2^64 - 1, got -1"),
         ({"learn": 1}, TypeError, "learn is 1, of type int"),
         ({"first_token": True}, TypeError, "first_token is True, of type bool"),

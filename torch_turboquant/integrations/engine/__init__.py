@@ -3,4 +3,5 @@
 pages.py      what a page holds
 centers.py    a file's centers, cut for a tensor-parallel rank
 settings.py   the settings that every engine takes, and how they are read
+limits.py     what is refused in every engine
 """

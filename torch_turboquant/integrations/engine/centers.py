@@ -1,4 +1,4 @@
-"""Centers for vLLM: the file of a model, and the part of it that a worker's layers need."""
+"""Centers for engines: the file of a model, and the part of it that a rank's layers need."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def heads_of_rank(total: int, rank: int, size: int) -> slice:
     """
     if total % size and size % total:
         raise ValueError(
-            f"{total} KV heads cannot be divided among tensor_parallel_size = {size}: choose a "
+            f"{total} KV heads cannot be divided among {size} tensor-parallel ranks: choose a "
             "divisor or a multiple of the heads"
         )
     count = max(1, total // size)
@@ -81,7 +81,7 @@ class LayerConstants:
             centers = files.load(file, hf_config)
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                f"reading {file} needs safetensors: pip install 'torch_turboquant[vllm]'",
+                f"reading {file} needs safetensors: pip install safetensors",
                 name=error.name,
             ) from error
         except ValueError as error:

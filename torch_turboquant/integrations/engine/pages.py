@@ -23,7 +23,7 @@ AnyConfig = CacheConfig | LatentConfig
 
 
 def page_tokens(block_size: int, sizes: tuple[int, ...] = SIZES) -> int:
-    """Tokens of a page where vLLM's blocks have `block_size`: it cuts larger blocks into pages."""
+    """Tokens of a page where blocks have `block_size`: vLLM cuts larger blocks into pages."""
     return max((size for size in sizes if block_size % size == 0), default=sizes[0])
 
 
@@ -47,7 +47,7 @@ def bytes_per_token(config: AnyConfig, tokens: int, dtype: torch.dtype | None) -
 def page_parts(
     kv_cache: Tensor, config: CacheConfig, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The two parts of vLLM's pages, in the same memory.
+    """The two parts of an engine's pages, in the same memory.
 
     Args:
         kv_cache: uint8 [pages, kv_heads, tokens, bytes of a token], pages contiguous and at any
@@ -60,7 +60,7 @@ def page_parts(
         which is a tail of one sink (docs/format.md, section 9).
 
     Raises:
-        ValueError: vLLM has made pages of fewer tokens than bytes_per_token was told.
+        ValueError: pages have fewer tokens than bytes_per_token was told, as vLLM may make them.
     """
     pages, heads = kv_cache.shape[:2]
     records, rows = _parts(kv_cache, config, dtype, heads)
@@ -71,7 +71,7 @@ def page_parts(
 def latent_page_parts(
     kv_cache: Tensor, config: LatentConfig, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The two parts of vLLM's pages of latents; arguments and errors as in page_parts.
+    """The two parts of an engine's pages of latents; arguments and errors as in page_parts.
 
     Args:
         kv_cache: uint8 [pages, tokens, bytes of a token].

@@ -88,8 +88,8 @@ def read_object(given: Any, types: Mapping[str, Any]) -> dict[str, Any]:
                 f"{', '.join(types)}"
             )
     for key, value in given.items():
-        right = isinstance(value, types[key]) and not (types[key] is int and value is True)
-        if not right:
+        fits = types[key] is bool if isinstance(value, bool) else isinstance(value, types[key])
+        if not fits:  # to Python, true and false are integers
             raise TypeError(f"turboquant: {key} is {value!r}, of type {type(value).__name__}")
     values = dict(given)
     values["layers"] = tuple(_layer_numbers(values.get("layers", {})))

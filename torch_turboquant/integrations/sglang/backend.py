@@ -20,6 +20,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
+from torch_turboquant.integrations.engine.limits import ELSEWHERE
 from torch_turboquant.integrations.engine.pages import page_parts
 from torch_turboquant.integrations.sglang import hooks, limits
 from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool
@@ -97,7 +98,7 @@ class TurboQuantBackend(AttentionBackend):
                 continue
             wrong = limits.wrong_layer(module, self.plan.head_dim, self.plan.kv_heads)
             if module.layer_id in found:
-                wrong.append(f"two layers have the number {module.layer_id}: {limits.ELSEWHERE}")
+                wrong.append(f"two layers have the number {module.layer_id}: {ELSEWHERE}")
             limits.refuse(wrong)
             found[module.layer_id] = module
             if _keys_have_bias(model.get_submodule(name.rpartition(".")[0])):
@@ -169,8 +170,7 @@ class TurboQuantBackend(AttentionBackend):
     def _refuse_pictures(forward_batch: Any) -> None:
         if getattr(forward_batch.spec_info, "custom_mask", None) is not None:
             raise NotImplementedError(
-                "torch_turboquant: attention that is not causal is not supported: "
-                f"{limits.ELSEWHERE}"
+                f"torch_turboquant: attention that is not causal is not supported: {ELSEWHERE}"
             )
 
     # ---- a layer's calls
@@ -287,7 +287,7 @@ class TurboQuantBackend(AttentionBackend):
         if others:
             raise NotImplementedError(
                 f"torch_turboquant: attention with {', '.join(others)} is not supported: "
-                f"{limits.ELSEWHERE}"
+                f"{ELSEWHERE}"
             )
         sinks = options.get("sinks")
         return None if sinks is None else sinks.float()

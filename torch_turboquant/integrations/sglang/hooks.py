@@ -84,8 +84,9 @@ HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
+@functools.cache  # SGLang would apply hooks twice, and memory would be reserved twice
 def register() -> None:
-    """Tells SGLang of the hooks; it applies them when all plug-ins are loaded."""
+    """Tells SGLang of the hooks, once; it applies them when all plug-ins are loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, hook in HOOKS.items():

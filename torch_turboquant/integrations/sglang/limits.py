@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from torch_turboquant.config import CacheConfig
+from torch_turboquant.integrations.engine.limits import ELSEWHERE, wrong_dtype, wrong_head_dim
 from torch_turboquant.integrations.engine.pages import SIZES
 from torch_turboquant.integrations.sglang.settings import backends_of
 
-ELSEWHERE = "choose another --attention-backend for this model"
 CACHE_DTYPES = ("auto", "bf16", "bfloat16")
 
 PAGES_ONLY_HERE = "its pages would have to be copied by somebody who knows what they hold"
@@ -96,22 +93,23 @@ def wrong_model(kvc: Any) -> list[str]:
         found.append("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is not supported: leave it out")
     if getattr(model, "is_encoder_decoder", False) or not getattr(model, "is_generation", True):
         found.append(f"models that do not generate by a decoder are not supported: {ELSEWHERE}")
+    if kvc.server_args.kv_cache_dtype == "auto" and kvc.kv_cache_dtype != dtype:
+        found.append(
+            f"the checkpoint asks for a cache in {kvc.kv_cache_dtype}, but pages of TurboQuant "
+            "hold codes of their own: pass --kv-cache-dtype bf16"
+        )
     if not kvc.use_mla_backend:
         found += wrong_head(model.head_dim, model.v_head_dim)
-    if not (dtype in (torch.float16, torch.bfloat16) or (on_cpu and dtype == torch.float32)):
-        found.append(f"the model computes in {dtype}: pass --dtype bfloat16 or float16")
-    return found
+    wrong = wrong_dtype(dtype, on_cpu)
+    return [*found, wrong] if wrong else found
 
 
 def wrong_head(head_dim: int, v_head_dim: int) -> list[str]:
     """What is wrong with a head of so many channels."""
     if v_head_dim != head_dim:
         return [f"keys have {head_dim} channels and values {v_head_dim}: {ELSEWHERE}"]
-    try:
-        CacheConfig(head_dim, 8, 8)
-    except ValueError as error:
-        return [f"{error}: {ELSEWHERE}"]
-    return []
+    wrong = wrong_head_dim(head_dim)
+    return [wrong] if wrong else []
 
 
 def wrong_layer(layer: Any, head_dim: int, kv_heads: int) -> list[str]:

@@ -113,7 +113,7 @@ class Plan:
         """
         each = self.bytes_per_request
         if not each:
-            self.max_requests = MOST_REQUESTS
+            self.max_requests = self.requested or MOST_REQUESTS
             return 0
         share = budget // RING_SHARE // each - 1
         self.max_requests = self.requested or max(1, min(MOST_REQUESTS, share))

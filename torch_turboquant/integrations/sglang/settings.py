@@ -80,8 +80,6 @@ def parse(backend: str, override_args: str | None) -> Settings:
     """
     given = given_settings(override_args)
     values = read_object({} if given is None else given, _TYPES)
-    if isinstance(values.get("window"), bool):
-        raise TypeError(f"turboquant: window is {values['window']!r}, of type bool")
     named = backend.partition(":")[2]
     if named and values.setdefault("preset", named) != named:
         raise ValueError(

@@ -44,9 +44,10 @@ def register() -> None:
         register_backend(OWN_NAME, f"{MODULE}.choice.OwnNameBackend")
     if INTERFACE.own_dtype:
         _register_dtypes()
+    for name, ours in (("CPU_MLA", "LatentBackend"), ("AMX_MLA", "AmxLatentBackend")):
+        if name in AttentionBackendEnum.__members__:  # also where latents are refused
+            register_backend(AttentionBackendEnum[name], f"{MODULE}.cpu.{ours}")
     if INTERFACE.latents:
-        register_backend(AttentionBackendEnum.CPU_MLA, f"{MODULE}.cpu.LatentBackend")
-        register_backend(AttentionBackendEnum.AMX_MLA, f"{MODULE}.cpu.AmxLatentBackend")
         _register_latent_layers()
 
 

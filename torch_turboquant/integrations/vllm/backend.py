@@ -29,6 +29,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from torch_turboquant.integrations.engine.limits import ELSEWHERE, wrong_dtype, wrong_head_dim
 from torch_turboquant.integrations.engine.pages import page_parts
 from torch_turboquant.integrations.vllm import adapter, limits
 from torch_turboquant.integrations.vllm.plan import PAGE_SIZE, Plan, latest_plan, plan_of
@@ -84,11 +85,11 @@ class TurboQuantBackend(adapter.Pages):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return limits.wrong_head_dim(head_size) is None
+        return wrong_head_dim(head_size) is None
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        return limits.wrong_dtype(dtype, current_platform.is_cpu()) is None
+        return wrong_dtype(dtype, current_platform.is_cpu()) is None
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
@@ -205,8 +206,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         m = common_attn_metadata
         if m.causal is not True:
             raise ValueError(
-                "torch_turboquant: attention that is not causal is not supported: "
-                f"{limits.ELSEWHERE}"
+                f"torch_turboquant: attention that is not causal is not supported: {ELSEWHERE}"
             )
         if self.learning is not None and not self.learning.decided:
             said = self.learning.see(m, self.reorder_batch_threshold)

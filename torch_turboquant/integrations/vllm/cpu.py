@@ -10,11 +10,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# Names of this module: the class of our backend, and the one in whose place it is registered.
+# Names of this module: the class of our backend, and vLLM's name of what it is registered for.
 _NAMES = {
-    "Backend": ("backend.CpuBackend", "cpu_attn.CPUAttentionBackend"),
-    "LatentBackend": ("latent.CpuLatentBackend", "mla.cpu_mla.CPUMLABackend"),
-    "AmxLatentBackend": ("latent.CpuLatentBackend", "mla.amx_mla.AMXMLABackend"),
+    "Backend": ("backend.CpuBackend", "CPU_ATTN"),
+    "LatentBackend": ("latent.CpuLatentBackend", "CPU_MLA"),
+    "AmxLatentBackend": ("latent.CpuLatentBackend", "AMX_MLA"),
 }
 
 
@@ -22,23 +22,26 @@ def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(name)
     from vllm.config import get_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from torch_turboquant.integrations.engine.settings import KEY
-    from torch_turboquant.integrations.vllm import backend
+    from torch_turboquant.integrations.vllm import adapter, backend, limits
 
     ours, theirs = _NAMES[name]
     config = get_current_vllm_config()
     asked = config.attention_config.backend
     if asked is not None and asked.name in backend.NAMES:
-        return _find("torch_turboquant.integrations.vllm", ours)
+        if ours.startswith("latent.") and not adapter.INTERFACE.latents:
+            raise ValueError(f"torch_turboquant: {limits.NO_LATENTS}")
+        return _find(f"{adapter.MODULE}.{ours}")
     if KEY in config.additional_config:
         raise ValueError(
             "turboquant: there are settings, but another attention backend is chosen: pass "
             "--attention-backend CUSTOM"
         )
-    return _find("vllm.v1.attention.backends", theirs)
+    return _find(AttentionBackendEnum[theirs].value)
 
 
-def _find(package: str, path: str) -> Any:
+def _find(path: str) -> Any:
     module, _, name = path.rpartition(".")
-    return getattr(import_module(f"{package}.{module}"), name)
+    return getattr(import_module(module), name)

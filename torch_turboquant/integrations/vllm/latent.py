@@ -27,6 +27,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MLAAttentionImpl
 
 from torch_turboquant.integrations.engine import pages
+from torch_turboquant.integrations.engine.limits import ELSEWHERE
 from torch_turboquant.integrations.vllm import adapter, limits
 from torch_turboquant.integrations.vllm.backend import (
     Part,
@@ -216,7 +217,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
             raise ValueError(
                 f"torch_turboquant: layer {name} does not tell the norm of its latents, whose "
                 "channels are scaled by its weight; supported: models of vLLM's own that have "
-                f"MultiHeadLatentAttentionWrapper. {limits.ELSEWHERE.capitalize()}"
+                f"MultiHeadLatentAttentionWrapper. {ELSEWHERE.capitalize()}"
             )
         dims = self.latent_dim, self.rope_dim
         self.config = self.plan.latent_config(self.index, *dims)

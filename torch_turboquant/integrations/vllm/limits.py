@@ -11,22 +11,14 @@ from typing import Any
 
 import torch
 
-from torch_turboquant.config import CacheConfig
 from torch_turboquant.format import LATENT_DIMS, ROPE_DIMS
+from torch_turboquant.integrations.engine.limits import ELSEWHERE, wrong_dtype, wrong_head_dim
 from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX, Settings
 from torch_turboquant.integrations.vllm.versions import INTERFACES, Interface
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16")
-ELSEWHERE = "choose another --attention-backend for this model"
 _VERSIONS = " or ".join(f"{i.first[0]}.{i.first[1]}" for i in INTERFACES if i.latents)
 NO_LATENTS = f"models with latent attention (MLA) need vLLM {_VERSIONS}: {ELSEWHERE}"
-
-
-def wrong_dtype(dtype: torch.dtype, on_cpu: bool) -> str | None:
-    """What is wrong with the dtype of a model; None: nothing."""
-    if dtype in (torch.float16, torch.bfloat16) or (on_cpu and dtype == torch.float32):
-        return None
-    return f"the model computes in {dtype}: pass --dtype bfloat16 or float16"
 
 
 def wrong_cache_dtype(kv_cache_dtype: str) -> str | None:
@@ -37,15 +29,6 @@ def wrong_cache_dtype(kv_cache_dtype: str) -> str | None:
         f"--kv-cache-dtype is {kv_cache_dtype}, or the checkpoint asks for it, but pages of "
         "TurboQuant hold codes of their own: pass --kv-cache-dtype bfloat16"
     )
-
-
-def wrong_head_dim(head_dim: int) -> str | None:
-    """What is wrong with a head dimension; None: nothing."""
-    try:
-        CacheConfig(head_dim, 8, 8)
-    except ValueError as error:
-        return f"{error}: {ELSEWHERE}"
-    return None
 
 
 def latent_dims(head_dim: int) -> tuple[int, int] | None:
