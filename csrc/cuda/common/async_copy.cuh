@@ -14,27 +14,25 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Copies 16 bytes. FIRST_LEVEL: through the L1 cache.
-template <bool FIRST_LEVEL = false>
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  if constexpr (FIRST_LEVEL) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-  } else {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-  }
-#else
-  *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
-#endif
-}
-
-// The same, to an address in shared memory.
+// Copies 16 bytes to an address in shared memory.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 #else
   *static_cast<uint4*>(__cvta_shared_to_generic(to)) = *static_cast<const uint4*>(from);
 #endif
+}
+
+// The same. FIRST_LEVEL: through the L1 cache.
+template <bool FIRST_LEVEL = false>
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (FIRST_LEVEL) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+    return;
+  }
+#endif
+  copy_async(shared_address(to), from);
 }
 
 // The same for bytes that are read once: they are the first to leave the L2 cache.

@@ -58,6 +58,11 @@ __device__ __forceinline__ void receive(float* d) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int COUNT>
+__device__ __forceinline__ void receive(int* d) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
 
 // d[N / 2] = a * b, plus d if `add`; both in shared memory.
 template <int N>

@@ -142,14 +142,8 @@ class ScoreGroup {
   template <typename T, int COUNT>
   static __device__ __forceinline__ void clear(T (&sum)[COUNT]) {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-      sum[i] = 0;
-      if constexpr (std::is_same_v<T, int>) {
-        asm volatile("" : "+r"(sum[i])::"memory");
-      } else {
-        asm volatile("" : "+f"(sum[i])::"memory");
-      }
-    }
+    for (int i = 0; i < COUNT; ++i) sum[i] = 0;
+    receive<COUNT>(sum);
   }
 
   // sum = query . code, of both bytes of the queries: all products have ended
@@ -188,8 +182,7 @@ class ScoreGroup {
       wait_for_products<1>();
     }
     wait_for_products<0>();
-#pragma unroll
-    for (int i = 0; i < 8 * kTiles; ++i) asm volatile("" : "+r"(sum[i])::"memory");
+    receive<8 * kTiles>(sum);
   }
 
   // score = scale * (query . level), plus what it is if ADD
