@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import centers as files
+from torch_turboquant.ops.codec import scaled_center
 
 
 def find_file(model_folder: str | os.PathLike[str], given: str | None) -> Path | None:
@@ -90,6 +91,14 @@ class LayerConstants:
                 '-o FILE, and name FILE in the setting "centers"'
             ) from error
         return cls(Path(file), centers, tp_rank, tp_size)
+
+    def center(self, index: int, kv_heads: int, head_dim: int) -> Tensor | None:
+        """The center of a layer as make_tables takes it, with the scales if there are any.
+
+        Arguments and errors as in for_layer; None for a layer of a draft model.
+        """
+        center, scale = self.for_layer(index, kv_heads, head_dim)
+        return center if center is None or scale is None else scaled_center(center, scale)
 
     def for_layer(
         self,

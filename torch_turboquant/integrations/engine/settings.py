@@ -44,6 +44,12 @@ class EngineSettings:
                 f"{' and '.join(map(repr, FIRST_TOKEN))}"
             )
 
+    @property
+    def presets(self) -> str:
+        """The presets, as the log names them."""
+        own = ", ".join(f"{layer}: {name}" for layer, name in self.layers)
+        return f"preset {self.preset}{f' (layers {own})' if own else ''}"
+
     def config(self, head_dim: int) -> CacheConfig:
         """The configuration of layers that `layers` does not name, with some page size."""
         return self._config(head_dim, sink_tokens=0, recent_window=0)

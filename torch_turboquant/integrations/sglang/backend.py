@@ -187,12 +187,10 @@ class TurboQuantBackend(AttentionBackend):
     ) -> Tensor:
         """Stores one token of each sequence, and attends."""
         bound, step = self.layers[layer.layer_id], self._step()
-        sinks = self._options(k, save_kv_cache, options)
-        q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        arguments = (*self._arguments(bound, step, q, sinks), *self._new(k, v))
+        attends, out = self._call(q, k, layer, save_kv_cache, options)
+        arguments = (*attends, *self._new(k, v))
         _store_and_attend(*arguments, slot_mapping=step.slots, **bound.step_arguments, out=out)
-        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+        return out.flatten(1)
 
     def forward_extend(
         self,
@@ -206,15 +204,13 @@ class TurboQuantBackend(AttentionBackend):
     ) -> Tensor:
         """Attends from chunks of prompts, and stores them."""
         bound, step = self.layers[layer.layer_id], self._step()
-        sinks = self._options(k, save_kv_cache, options)
-        q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        attends, out = self._call(q, k, layer, save_kv_cache, options)
         new = self._new(k, v)
         self._fetch_first_tokens(bound, step)
-        _attend(*self._arguments(bound, step, q, sinks), *new, out=out)
+        _attend(*attends, *new, out=out)
         self._store(bound, step, *new)
         self._keep_first_tokens(bound, step, *new)
-        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+        return out.flatten(1)
 
     def _store(self, bound: Layer, step: Step, k: Tensor, v: Tensor) -> None:
         arguments = (k, v, bound.pages, step.slots, *bound.store_arguments)
@@ -239,12 +235,20 @@ class TurboQuantBackend(AttentionBackend):
         row = torch.stack([k[tokens], v[tokens]], dim=2)
         bound.first_tokens[:, :, 0].index_copy_(0, pages, row)
 
-    def _arguments(
-        self, bound: Layer, step: Step, q: Tensor, sinks: Tensor | None
-    ) -> tuple[Any, ...]:
-        """The arguments of attention up to the new tokens."""
+    def _call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        layer: Any,
+        save_kv_cache: bool,
+        options: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], Tensor]:
+        """The arguments of attention up to the new tokens, and memory for what comes out."""
+        bound, step = self.layers[layer.layer_id], self._step()
+        sinks = self._options(k, save_kv_cache, options)
+        q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         tail = self._tail(bound, step)
-        return (
+        arguments = (
             q,
             bound.pages,
             step.block_table,
@@ -258,6 +262,7 @@ class TurboQuantBackend(AttentionBackend):
             *bound.options,
             sinks,
         )
+        return arguments, torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def _tail(self, bound: Layer, step: Step) -> tuple[Tensor | None, ...]:
         """The exact tail: its memory, the sequences' entries, and what these hold."""

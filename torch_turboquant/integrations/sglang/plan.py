@@ -22,7 +22,6 @@ from torch_turboquant.integrations.sglang.settings import (
     parse,
 )
 from torch_turboquant.layer_choice import layer_configs
-from torch_turboquant.ops.codec import scaled_center
 from torch_turboquant.tables import CacheTables, make_tables
 from torch_turboquant.tail import tail_rows, tail_shape
 
@@ -130,9 +129,7 @@ class Plan:
         """The constants of a layer, on the device, whose addresses stay."""
         center: Tensor | None = None
         if self.constants is not None:
-            center, scale = self.constants.for_layer(layer, self.kv_heads, self.head_dim)
-            if center is not None and scale is not None:
-                center = scaled_center(center, scale)
+            center = self.constants.center(layer, self.kv_heads, self.head_dim)
         return make_tables(self.configs[layer], layer, self.device, center)
 
     def check_biased_keys(self, layer: int) -> None:
@@ -153,7 +150,6 @@ class Plan:
             requests: that have exact tails.
         """
         plain = 2 * self.head_dim * self.kv_heads * self.layers * self.dtype.itemsize
-        own = ", ".join(f"{layer}: {name}" for layer, name in self.settings.layers)
         centers = "none" if self.constants is None else self.constants.describe()
         each = self.bytes_per_request
         tails = ""
@@ -163,7 +159,7 @@ class Plan:
                 f"{each / 1e6:,.2f} MB each, counted in the same memory."
             )
         return (
-            f"TurboQuant: preset {self.settings.preset}{f' (layers {own})' if own else ''}, "
+            f"TurboQuant: {self.settings.presets}, "
             f"{self.bytes_per_token / self.layers:,.0f} bytes per token and layer on this rank; "
             f"{tokens:,} tokens fit, {plain / self.bytes_per_token:.2f} times those of "
             f"{str(self.dtype).removeprefix('torch.')} in as many bytes.{tails} "

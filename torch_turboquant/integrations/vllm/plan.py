@@ -20,7 +20,6 @@ from torch_turboquant.integrations.vllm import adapter, limits
 from torch_turboquant.integrations.vllm.learning import Learning
 from torch_turboquant.integrations.vllm.settings import parse
 from torch_turboquant.latent import LatentConfig, LatentTables, make_latent_tables, norm_center
-from torch_turboquant.ops.codec import scaled_center
 from torch_turboquant.tables import CacheTables, make_tables
 
 PAGE_SIZE = 64  # where the user has not chosen --block-size: fewer, longer runs than vLLM's 16
@@ -107,9 +106,7 @@ class Plan:
         if self.learns(layer):
             center = torch.zeros(kv_heads, config.head_dim)
         elif self.constants is not None and not self._is_drafting(layer):
-            center, scale = self.constants.for_layer(layer, kv_heads, config.head_dim)
-            if center is not None and scale is not None:
-                center = scaled_center(center, scale)
+            center = self.constants.center(layer, kv_heads, config.head_dim)
         return make_tables(config, layer, self.device, center)
 
     def latent_tables(self, layer: int, config: LatentConfig, norm: Tensor) -> LatentTables:
@@ -140,15 +137,13 @@ class Plan:
         stored = sum(self.bytes_per_token(c) * heads for c, heads in layers.values())
         rows = stored - sum(c.bytes_per_token * heads for c, heads in layers.values())
         plain = sum(pages.row_bytes(config, dtype) * heads for config, heads in layers.values())
-        preset = self.settings.preset
-        own = ", ".join(f"{layer}: {name}" for layer, name in self.settings.layers)
         centers = "none" if self.learning is None else "to be learned from the first prompt"
         if self.constants is not None:
             centers = self.constants.describe()
         if self.latents:
             centers = "scales of channels from the norm of latents"
         return (
-            f"TurboQuant: preset {preset}{f' (layers {own})' if own else ''}, "
+            f"TurboQuant: {self.settings.presets}, "
             f"{stored / len(layers):,.0f} bytes per token and layer on this rank"
             f"{f', {rows / len(layers):,.0f} of them for exact first tokens' if rows else ''}; "
             f"{plain / stored:.2f} times the tokens of {str(dtype).removeprefix('torch.')} fit. "
