@@ -40,7 +40,7 @@ from torch_turboquant.eval.options import (
 
 ARTICLES = 12  # of Wikipedia, where no text is given
 NEEDLE_LENGTHS = (512, 1024, 2048)
-CONTEXT = 2048  # tokens of a context in the table of strategies
+STRATEGY_CONTEXT = 2048  # tokens of a context in the table of strategies
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -125,7 +125,7 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
         action=_Given,
         metavar="N",
         help="tokens of a segment to read at once (default %(default)s, with --strategies "
-        f"{CONTEXT})",
+        f"{STRATEGY_CONTEXT})",
     )
     parser.add_argument(
         "--score-tokens",
@@ -165,7 +165,7 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="TOKENS",
         help="also eleven tasks of RULER, made from a seed, over contexts of so many tokens, each "
-        f"with two questions (with --strategies: {CONTEXT})",
+        f"with two questions (with --strategies: {STRATEGY_CONTEXT})",
     )
     parser.add_argument(
         "--samples",
@@ -310,8 +310,8 @@ def choose_strategies(args: argparse.Namespace) -> None:
     if "caches" not in given:
         args.caches = [Choice.parse(name) for name in strategies()]
     if "prefill" not in given:
-        args.prefill = CONTEXT
-    args.synthetic = args.synthetic or CONTEXT
+        args.prefill = STRATEGY_CONTEXT
+    args.synthetic = args.synthetic or STRATEGY_CONTEXT
     args.no_layers = True  # errors of single layers say nothing about tokens that are gone
 
 
