@@ -150,6 +150,25 @@ def calibrated(model, tokens=90):
     return TurboQuantCache.calibrate(model, make_ids(tokens, seed=5))
 
 
+FORMS = {
+    "growing": {},
+    "allocated": {"max_cache_len": 160},
+    "static": {"static": True, "max_cache_len": 160},
+    "no tail": {"sink_tokens": 0, "recent_window": 0},
+    "given center": {"center": "calibrated"},
+    "mean": {"center": "mean"},
+    "by layer": {"boundary_layers": 1},
+}
+
+
+def make_cache(model, form, forms=FORMS, **options):
+    """A cache of one of the forms; the center "calibrated" is made for it."""
+    form = dict(forms[form])
+    if form.get("center") == "calibrated":
+        form["center"] = calibrated(model)
+    return TurboQuantCache.for_model(model, "k3v2", page_size=16, **form, **options)
+
+
 # ------------------------------------------------------------------------------------- oracle
 
 

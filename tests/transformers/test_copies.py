@@ -14,31 +14,15 @@ transformers = pytest.importorskip("transformers")
 
 from tests.transformers.families import SUPPORTED, make_family
 from tests.transformers.harness import (
+    FORMS,
     calibrated,
     feed,
     generate,
+    make_cache,
     make_ids,
     make_model,
 )
 from torch_turboquant.integrations.transformers import TurboQuantCache
-
-STATIC = {"static": True, "max_cache_len": 160}
-FORMS = {
-    "growing": {},
-    "allocated": {"max_cache_len": 160},
-    "static": STATIC,
-    "no tail": {"sink_tokens": 0, "recent_window": 0},
-    "given center": {"center": "calibrated"},
-    "mean": {"center": "mean"},
-    "by layer": {"boundary_layers": 1},
-}
-
-
-def make_cache(model, form, **options):
-    form = dict(FORMS[form])
-    if form.get("center") == "calibrated":
-        form["center"] = calibrated(model)
-    return TurboQuantCache.for_model(model, "k3v2", page_size=16, **form, **options)
 
 
 def through_pickle(cache, model):

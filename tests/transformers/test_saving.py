@@ -14,8 +14,10 @@ transformers = pytest.importorskip("transformers")
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.transformers import harness
 from tests.transformers.families import SUPPORTED, make_family
 from tests.transformers.harness import (
+    FORMS,
     calibrated,
     feed,
     generate,
@@ -28,15 +30,9 @@ from torch_turboquant.integrations.transformers import TurboQuantCache, saving
 
 MINOR = int(transformers.__version__.split(".")[1])
 of_latents = pytest.mark.skipif(MINOR < 15, reason="caches get latents from transformers 5.15 on")
-FORMS = {
-    "growing": {},
-    "allocated": {"max_cache_len": 160},
-    "static": {"static": True, "max_cache_len": 160},
-    "no tail": {"sink_tokens": 0, "recent_window": 0},
-    "given center": {"center": "calibrated"},
+SAVED_FORMS = {
+    **FORMS,
     "no center": {"center": "none"},
-    "mean": {"center": "mean"},
-    "by layer": {"boundary_layers": 1},
     "half": {"keep": 0.5},
     "half, allocated": {"keep": 0.5, "evict": "keydiff", "max_cache_len": 160},
     "half, static": {"keep": 0.5, "static": True, "max_cache_len": 160},
@@ -44,10 +40,7 @@ FORMS = {
 
 
 def make_cache(model, form="growing", **options):
-    form = dict(FORMS[form])
-    if form.get("center") == "calibrated":
-        form["center"] = calibrated(model)
-    return TurboQuantCache.for_model(model, "k3v2", page_size=16, **form, **options)
+    return harness.make_cache(model, form, SAVED_FORMS, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +61,7 @@ def check_goes_on(model, cache, twin, ids, *sizes):
     assert torch.equal(feed(model, twin, ids, *sizes), expected)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SAVED_FORMS)
 def test_a_loaded_cache_goes_on(form):
     model, ids = make_model(), make_ids(120, 2)
     with make_cache(model, form, max_batch_size=3) as cache:
