@@ -449,24 +449,29 @@ def rebuild(together, i, q_len, step):
     )
 
 
+RANDOM_CALLS = {
+    "lengths": st.lists(st.integers(0, 70), min_size=1, max_size=4),
+    "queries": st.lists(st.integers(0, 8), min_size=4, max_size=4),
+    "name": st.sampled_from(list(tt.PRESETS)),
+    "page_size": st.sampled_from([16, 32]),
+    "dtype": st.sampled_from(FLOATS),
+    "group": st.integers(1, 5),
+    "sliding_window": st.sampled_from([0, 1, 5, 17, 40]),
+    "soft_cap": st.sampled_from([0.0, 0.5, 30.0]),
+    "tail": st.booleans(),
+    "center": st.sampled_from([False, True, "scaled"]),
+    "sink_tokens": st.integers(0, 6),
+    "seed": st.integers(0, 5),
+}
+
+
 # The device does not change from example to example.
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=4),
-    queries=st.lists(st.integers(0, 8), min_size=4, max_size=4),
-    name=st.sampled_from(list(tt.PRESETS)),
-    page_size=st.sampled_from([16, 32]),
-    dtype=st.sampled_from(FLOATS),
-    group=st.integers(1, 5),
-    sliding_window=st.sampled_from([0, 1, 5, 17, 40]),
-    soft_cap=st.sampled_from([0.0, 0.5, 30.0]),
+    **RANDOM_CALLS,
     sinks=st.booleans(),
-    tail=st.booleans(),
-    center=st.sampled_from([False, True, "scaled"]),
     window=st.integers(0, 20),
-    sink_tokens=st.integers(0, 6),
     softmax_scale=st.sampled_from([None, 0.3, 1.0]),
-    seed=st.integers(0, 5),
 )
 def test_everything_at_once(
     lengths,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import torch_turboquant as tt
 from tests.helpers import FLOATS, assert_same_bytes, randn, to_device
-from tests.test_attention import build, int32, starts
+from tests.test_attention import RANDOM_CALLS, build, int32, starts
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.ops.mass import paged_mass_reference
 
@@ -107,21 +107,7 @@ def test_long_sequences_of_several_spans(device):
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=4),
-    queries=st.lists(st.integers(0, 8), min_size=4, max_size=4),
-    name=st.sampled_from(list(tt.PRESETS)),
-    page_size=st.sampled_from([16, 32]),
-    dtype=st.sampled_from(FLOATS),
-    group=st.integers(1, 5),
-    sliding_window=st.sampled_from([0, 1, 5, 17, 40]),
-    soft_cap=st.sampled_from([0.0, 0.5, 30.0]),
-    tail=st.booleans(),
-    center=st.sampled_from([False, True, "scaled"]),
-    window=st.integers(1, 20),
-    sink_tokens=st.integers(0, 6),
-    seed=st.integers(0, 5),
-)
+@given(**RANDOM_CALLS, window=st.integers(1, 20))
 def test_everything_at_once(
     lengths,
     queries,
