@@ -60,6 +60,7 @@ def test_heads_of_a_rank(written, size, heads):
             assert torch.equal(center, found[layer, 0, own])
             assert torch.equal(scale, found[layer, 1, own])
             assert torch.equal(scaled_center(center, scale), found[layer][:, own])
+            assert torch.equal(constants.center(layer, len(own), 32), found[layer][:, own])
 
 
 def test_heads_that_cannot_be_divided():
@@ -74,6 +75,7 @@ def test_the_mean_alone(tmp_path):
     constants = LayerConstants.of(path, LLAMA, 0, 1)
     center, scale = constants.for_layer(2, 4, 32, dtype=torch.bfloat16)
     assert scale is None and torch.equal(center, torch.ones(4, 32).bfloat16())
+    assert torch.equal(constants.center(2, 4, 32), torch.ones(4, 32))
     assert re.fullmatch(f"centers from {path} \\(sha256 [0-9a-f]{{12}}\\)", constants.describe())
 
 
@@ -88,6 +90,7 @@ def test_what_the_start_up_line_says(written, tmp_path):
 def test_layers_that_the_file_does_not_know(written):
     constants = LayerConstants.of(written[0], LLAMA, 0, 1)
     assert constants.for_layer(3, 4, 32) == (None, None)  # a draft model's, behind the model's own
+    assert constants.center(3, 4, 32) is None
     hybrid = LayerConstants(written[0], {0: written[1][0], 2: written[1][2]}, 0, 1)
     with pytest.raises(ValueError, match="no center for layer 1, which keeps no keys"):
         hybrid.for_layer(1, 4, 32)
