@@ -3,10 +3,10 @@
 // chooses.
 #include "calls/mla.h"
 
-#include <algorithm>
 #include <optional>
 
 #include "choices/mla.h"
+#include "cuda/attention/arguments.cuh"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/codec/generic.cuh"
 #include "cuda/mla/launch.cuh"
@@ -290,34 +290,16 @@ void attend(const MlaAttentionCall& c, const format::LatentRecord& record, const
   a.q = q.data(), a.q_token_stride = q.token_stride(), a.q_head_stride = q.head_stride();
   a.out = out.data_ptr(), a.lse = static_cast<float*>(lse.data_ptr());
   a.dtype = dtype_of(c.q_latent);
-  a.tokens = checked_int(c.tokens(), "the number of tokens");
   a.q_heads = a.group = checked_int(c.q_heads(), "the number of query heads");
   a.kv_heads = 1;
   a.softmax_scale = static_cast<float>(c.softmax_scale);
-  a.seq_lens = static_cast<const int32_t*>(c.seq_lens.data_ptr());
-  a.query_begin = integers(c.cu_seqlens_q);
-  a.block_table = static_cast<const int32_t*>(c.block_table.data_ptr());
-  a.table_stride = c.block_table.stride(0);
-  a.seqs = checked_int(c.seqs(), "the number of sequences");
-  a.max_pages = checked_int(c.block_table.size(1), "the width of block_table");
-  a.max_q_len = c.cu_seqlens_q ? static_cast<int>(std::min(c.max_q_len, c.tokens())) : 1;
+  add_sequences(a, c);
   a.most_queries = INT32_MAX;
   a.pages = pages.data, a.num_pages = pages.num_pages, a.page_stride = pages.page_stride;
   a.record = {record.latent_dim, record.page_size, record.bits, 0};
   a.channels = latent_channels(c.center, center.data(), record.latent_dim);
 
-  if (c.tail) {
-    a.tail = c.tail->data_ptr();
-    a.tail_stride = checked_stride(*c.tail, "tail") / element_size(a.dtype);
-    a.tail_slots = c.tail_slots->data_ptr();
-    a.slot_stride = entry_stride(*c.tail_slots);
-    a.wide_slots = c.tail_slots->scalar_type() == ScalarType::Long;
-    a.tail_valid = integers(c.tail_valid);
-    a.max_seqs = checked_int(c.tail->size(0), "the number of tails");
-    a.sink_tokens = checked_int(c.sink_tokens, "sink_tokens");
-    a.ring = checked_int(c.tail->size(1) - c.sink_tokens, "the length of a tail");
-    a.recent_window = static_cast<int>(c.recent_window);  // at most one longer than the ring
-  }
+  if (c.tail) add_tail(a, c, c.tail->size(1));
   std::optional<MatrixRows> latent_new, rope_new;
   if (c.latent_new) {
     latent_new.emplace(*c.latent_new, 16), rope_new.emplace(*c.rope_new, 16);

@@ -17,6 +17,34 @@ inline void check_alignment(const AttentionCall& c) {
   STD_TORCH_CHECK(!c.tail || aligned(c.tail->data_ptr(), 16), "tail must start at a multiple of 16 bytes");
 }
 
+// The batch of `c`, a call of attention or of latent attention.
+template <typename Call>
+void add_sequences(Attention& a, const Call& c) {
+  a.seq_lens = static_cast<const int32_t*>(c.seq_lens.data_ptr());
+  a.query_begin = integers(c.cu_seqlens_q);
+  a.block_table = static_cast<const int32_t*>(c.block_table.data_ptr());
+  a.table_stride = c.block_table.stride(0);
+  a.tokens = checked_int(c.tokens(), "the number of tokens");
+  a.seqs = checked_int(c.seqs(), "the number of sequences");
+  a.max_pages = checked_int(c.block_table.size(1), "the width of block_table");
+  a.max_q_len = c.cu_seqlens_q ? static_cast<int>(std::min(c.max_q_len, c.tokens())) : 1;
+}
+
+// The exact tail of `c`, a call of either kind; rows: the tokens of a tail, sink_tokens + ring. Needs a.dtype.
+template <typename Call>
+void add_tail(Attention& a, const Call& c, int64_t rows) {
+  a.tail = c.tail->data_ptr();
+  a.tail_stride = checked_stride(*c.tail, "tail") / element_size(a.dtype);
+  a.tail_slots = c.tail_slots->data_ptr();
+  a.slot_stride = entry_stride(*c.tail_slots);
+  a.wide_slots = c.tail_slots->scalar_type() == ScalarType::Long;
+  a.tail_valid = integers(c.tail_valid);
+  a.max_seqs = checked_int(c.tail->size(0), "the number of tails");
+  a.sink_tokens = checked_int(c.sink_tokens, "sink_tokens");
+  a.ring = checked_int(rows - c.sink_tokens, "the length of a tail");
+  a.recent_window = static_cast<int>(c.recent_window);  // at most one longer than the ring
+}
+
 // The device of the call is current. Lives until the kernels are launched: it owns the copies that rows at odd
 // addresses need.
 class AttentionArguments {
@@ -24,9 +52,12 @@ class AttentionArguments {
   AttentionArguments(const AttentionCall& c, const format::Record& record)
       : q_(c.q), key_signs_(c.key_signs), value_signs_(c.value_signs), constants_(c.center) {
     add_queries(c);
-    add_sequences(c, record);
+    add_sequences(call, c);
+    // positions are subtracted from a window, so it is no longer than the longest sequence
+    const int64_t room = int64_t{call.max_pages} * record.page_size + (c.k_new ? call.max_q_len : 0);
+    call.sliding_window = static_cast<int>(std::min({c.sliding_window, room, int64_t{INT32_MAX}}));
     add_pages(c, record);
-    if (c.tail) add_tail(c);
+    if (c.tail) add_tail(call, c, c.tail->size(2));
     if (c.k_new) add_new_tokens(c);
   }
   AttentionArguments(const AttentionArguments&) = delete;
@@ -39,27 +70,12 @@ class AttentionArguments {
     a.q = q_.data();
     a.q_token_stride = q_.token_stride(), a.q_head_stride = q_.head_stride();
     a.dtype = dtype_of(c.q);
-    a.tokens = checked_int(c.tokens(), "the number of tokens");
     a.q_heads = checked_int(c.q_heads(), "the number of query heads");
     a.kv_heads = checked_int(c.kv_heads(), "the number of KV heads");
     a.group = a.q_heads / a.kv_heads;
     a.softmax_scale = static_cast<float>(c.softmax_scale);
     a.soft_cap = static_cast<float>(c.soft_cap);
     a.sink_logits = c.sink_logits ? static_cast<const float*>(c.sink_logits->data_ptr()) : nullptr;
-  }
-
-  void add_sequences(const AttentionCall& c, const format::Record& record) {
-    Attention& a = call;
-    a.seq_lens = static_cast<const int32_t*>(c.seq_lens.data_ptr());
-    a.query_begin = integers(c.cu_seqlens_q);
-    a.block_table = static_cast<const int32_t*>(c.block_table.data_ptr());
-    a.table_stride = c.block_table.stride(0);
-    a.seqs = checked_int(c.seqs(), "the number of sequences");
-    a.max_pages = checked_int(c.block_table.size(1), "the width of block_table");
-    a.max_q_len = c.cu_seqlens_q ? static_cast<int>(std::min(c.max_q_len, c.tokens())) : 1;
-    // positions are subtracted from a window, so it is no longer than the longest sequence
-    const int64_t room = int64_t{a.max_pages} * record.page_size + (c.k_new ? a.max_q_len : 0);
-    a.sliding_window = static_cast<int>(std::min({c.sliding_window, room, int64_t{INT32_MAX}}));
   }
 
   void add_pages(const AttentionCall& c, const format::Record& record) {
@@ -73,20 +89,6 @@ class AttentionArguments {
     a.key_levels = levels_data(c.key_levels);
     a.value_levels = levels_data(c.value_levels);
     a.channels = channels_of(c.center, constants_.data(), c.kv_heads(), c.head_dim());
-  }
-
-  void add_tail(const AttentionCall& c) {
-    Attention& a = call;
-    a.tail = c.tail->data_ptr();
-    a.tail_stride = checked_stride(*c.tail, "tail") / element_size(a.dtype);
-    a.tail_slots = c.tail_slots->data_ptr();
-    a.slot_stride = entry_stride(*c.tail_slots);
-    a.wide_slots = c.tail_slots->scalar_type() == ScalarType::Long;
-    a.tail_valid = integers(c.tail_valid);
-    a.max_seqs = checked_int(c.tail->size(0), "the number of tails");
-    a.sink_tokens = checked_int(c.sink_tokens, "sink_tokens");
-    a.ring = checked_int(c.tail->size(2) - c.sink_tokens, "the length of a tail");
-    a.recent_window = static_cast<int>(c.recent_window);  // at most one longer than the ring
   }
 
   void add_new_tokens(const AttentionCall& c) {
