@@ -870,6 +870,28 @@ def latent_speed() -> str:
     return f"{markdown(header, lines)}\n\n{origin}"
 
 
+LATENT_CACHES = {"dynamic": "transformers' `DynamicCache`", "uncompressed": "`uncompressed`"}
+
+
+def latent_steps() -> str:
+    """Steps of a model by cache: whole, and the part that grows with the context."""
+    rows = h200_rows("h200_latent_steps")
+    found = {(row["way"], row["mode"]): row for row in rows}
+    lines = []
+    for way in dict.fromkeys(row["way"] for row in rows):
+        size = found[way, "eager"]["bytes_per_layer"] / 1e6
+        cells = [LATENT_CACHES.get(way, f"`{way}`"), f"{size:.0f} MB"]
+        for mode in ("eager", "graph"):
+            row = found.get((way, mode))
+            cells += [f"{row['ms']:.1f} ms ({row['faster']:.1f}x)" if row else ""]
+            cells += [f"{row['attention_ms']:.2f} ms" if row else ""]
+        lines.append(cells)
+    header = ["cache", "bytes a layer", "step, eager", "of it for the context"]
+    header += ["step, CUDA graph", "of it for the context"]
+    origin = source("h200_latent_steps", rows).replace("(benchmarks", "(../benchmarks")
+    return f"{markdown(header, lines)}\n\n{origin}"
+
+
 EVICTION_MODELS = ("Qwen2.5-Coder-1.5B-Instruct", "Gemma-3-270M")
 
 
@@ -1304,7 +1326,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "cold": cold_table,
         "dims": dims_table,
     },
-    "docs/latent.md": {"latent quality": latent_quality},
+    "docs/latent.md": {"latent steps": latent_steps, "latent quality": latent_quality},
     "docs/eviction.md": {
         "eviction quality": eviction_quality,
         "eviction speed": eviction_speed,

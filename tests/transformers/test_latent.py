@@ -12,6 +12,7 @@ import re
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 transformers = pytest.importorskip("transformers")
 
@@ -481,6 +482,7 @@ def test_cuda_graphs(kind, preset):
     options = {"max_batch_size": 2, "static": True, "max_cache_len": ROOM}
     plain = torch.compile(model, fullgraph=True)
     graph = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    skipped = counters["inductor"]["cudagraph_skips"]
     found = []
     with TurboQuantCache.for_model(model, preset, **options) as cache:
         for step in (plain, graph):
@@ -491,6 +493,7 @@ def test_cuda_graphs(kind, preset):
                 parts.append(step(ids[:, i : i + 1], past_key_values=cache).logits.clone())
             found.append(torch.cat(parts, 1))
     assert torch.equal(*found)
+    assert counters["inductor"]["cudagraph_skips"] == skipped
 
 
 @pytest.mark.cuda

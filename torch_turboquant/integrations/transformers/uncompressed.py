@@ -55,15 +55,16 @@ class UncompressedPages:
     ring = None
 
     def __init__(self, pages: Tensor, config: UncompressedLatents, sequences: int) -> None:
-        self.pages, self.config = pages, config
-        self.by_sequence = pages.view(sequences, -1, config.channels)
-        self.by_token = pages.view(-1, config.channels)
+        self.pages, self.config, self.sequences = pages, config, sequences
 
     def store(self, latent: Tensor, rope: Tensor, batch: AttentionBatch) -> None:
         """New tokens [tokens, 1, latent_dim] and [tokens, 1, rope_dim], into their slots."""
         rows = torch.cat([latent[:, 0], rope[:, 0]], dim=-1)
         assert batch.slot_mapping is not None
-        self.by_token.index_copy_(0, batch.slot_mapping.long(), rows)
+        slots = batch.slot_mapping.long()
+        page, token = slots // self.config.page_size, slots % self.config.page_size
+        # Into the pages themselves: torch.compile copies all of them to write to a view.
+        self.pages.index_put_((page, token), rows)
 
     def attend(
         self, q: Tensor, batch: AttentionBatch, options: AttentionOptions
@@ -79,7 +80,7 @@ class UncompressedPages:
         if tokens != seqs * new:  # shorter sequences end where the others do
             place = _right_aligned(batch, tokens)
             dense = q.new_zeros(seqs * new, heads, channels).index_copy_(0, place, q)
-        memory = self.by_sequence[:seqs]
+        memory = self.pages.view(self.sequences, -1, channels)[:seqs]
         scores = dense.reshape(seqs, new * heads, channels) @ memory.mT
         scores = scores.unflatten(1, (new, heads)).float() * options.softmax_scale
         last = lengths[:, None] - new + torch.arange(new, device=q.device)  # that a query sees
