@@ -486,6 +486,19 @@ TURBOQUANT_HD constexpr bool valid_latent_bits(int64_t bits) {
 
 constexpr int kRopeBytes = 2;  // of a raw channel, bfloat16 or float16
 
+// Rows of codes and of raw channels are made of words of 16 bytes, and tokens have them in different orders: so the same
+// word of neighbouring tokens is in different banks of shared memory, where a tile arrives as one piece.
+constexpr int kLatentWord = 16;
+
+// Where a token has word `word` of a row of `words` words, or which word is there: two words have changed places.
+TURBOQUANT_HD constexpr int swapped_word(int words, int token, int word) {
+  return words % 8 == 0 ? word ^ token % 8 : words % 4 == 0 ? word ^ token / 2 % 4 : word;
+}
+// The same for a byte of a row of `bytes` bytes.
+TURBOQUANT_HD constexpr int swapped_byte(int bytes, int token, int byte) {
+  return swapped_word(bytes / kLatentWord, token, byte / kLatentWord) * kLatentWord + byte % kLatentWord;
+}
+
 // The geometry of the record of a page. All offsets are bytes from the start of the record.
 struct LatentRecord {
   int latent_dim;
@@ -516,11 +529,20 @@ struct LatentRecord {
   TURBOQUANT_HD constexpr int rope_of(int token) const {
     return tile_of(token) + ropes() + token % kTileTokens * rope_bytes();
   }
+  TURBOQUANT_HD constexpr int raw_channel(int token, int channel) const {
+    return rope_of(token) + swapped_byte(rope_bytes(), token, kRopeBytes * channel);
+  }
   TURBOQUANT_HD constexpr int scale_of(int token) const {
     return tile_of(token) + scales() + 2 * (token % kTileTokens);
   }
   TURBOQUANT_HD constexpr Pieces code(int token, int channel) const {
-    return row().code(row_of(token), plane_of(token), channel);
+    const int begin = row_of(token), end = begin + row_bytes();
+    Pieces x = row().code(begin, plane_of(token), channel);
+    for (int i = 0; i < x.count; ++i) {
+      int32_t& byte = x.piece[i].byte;
+      if (byte >= begin && byte < end) byte = begin + swapped_byte(row_bytes(), token, byte - begin);
+    }
+    return x;
   }
 };
 

@@ -421,8 +421,8 @@ def test_latent_records_of_the_header(native):
             assert getattr(theirs, name) == getattr(ours, name)
         for token in (0, 13, 31, shape[2] - 1):
             assert theirs.scale(token) == ours.scale(token)
-            if shape[1]:
-                assert theirs.rope(token) == ours.rope(token)
+            for channel in range(shape[1]):
+                assert theirs.rope(token, channel) == ours.rope(token, channel)
             for channel in range(0, shape[0], 1 if shape[0] == 128 else 37):
                 assert theirs.code(token, channel) == ours.code(token, channel)
     tail = np.zeros((4, 6, 160))
@@ -440,7 +440,8 @@ def test_every_bit_of_a_page_of_latents_has_one_owner(bits):
         for token in range(page_size):
             pieces = [p for c in range(d) for p in record.code(token, c)]
             pieces += [layout.Piece(record.scale(token) + i, 0, 8, 0) for i in range(2)]
-            pieces += [layout.Piece(record.rope(token) + i, 0, 8, 0) for i in range(2 * dr)]
+            raw = [record.rope(token, c) + i for c in range(dr) for i in range(2)]
+            pieces += [layout.Piece(byte, 0, 8, 0) for byte in raw]
             for byte, shift, width, _ in pieces:
                 assert (owner[byte, shift : shift + width] == -1).all()
                 owner[byte, shift : shift + width] = token

@@ -307,15 +307,34 @@ class LatentRecord:
         """First byte of the scale of a token of the page."""
         return self._place("scales", token, 2)
 
-    def rope(self, token: int) -> int:
-        """First byte of the raw channels of a token of the page, which follow each other."""
-        return self._place("ropes", token, 2 * self.rope_dim)
+    def rope(self, token: int, channel: int) -> int:
+        """First byte of a raw channel of a token of the page."""
+        size = 2 * self.rope_dim
+        return self._place("ropes", token, size) + _swapped(size, token, 2 * channel)
 
     def code(self, token: int, channel: int) -> list[Piece]:
         """The bits of the code of one channel of one token of the page."""
         row = self._place("rows", token, self.row_bytes)
         plane = self._place("planes", token, self.plane_bytes)
-        return _code(self.latent_dim, self.bits, row, plane, channel)
+        pieces = _code(self.latent_dim, self.bits, row, plane, channel)
+        return [self._in_its_row(piece, row, token) for piece in pieces]
+
+    def _in_its_row(self, piece: Piece, row: int, token: int) -> Piece:
+        """The piece where the token has it, if it is one of its row and not of its plane."""
+        byte = piece.byte - row
+        if not 0 <= byte < self.row_bytes:
+            return piece
+        return piece._replace(byte=row + _swapped(self.row_bytes, token, byte))
+
+
+def _swapped(size: int, token: int, byte: int) -> int:
+    """Where a token has byte `byte` of a row of `size` bytes, whose words of 16 change places."""
+    words, word = size // 16, byte // 16
+    if words % 8 == 0:
+        word ^= token % 8
+    elif words % 4 == 0:
+        word ^= token // 2 % 4
+    return 16 * word + byte % 16
 
 
 # ---- whole records with numpy
@@ -462,8 +481,9 @@ def latent_own_bytes(record: LatentRecord, token: int) -> np.ndarray:
     """All bytes of a page that belong to one of its tokens: int64 [n]."""
     pieces = _latent_places(record)
     codes = np.unique(pieces.byte[token][pieces.mask[token] > 0])
-    rope = record.rope(token) + np.arange(2 * record.rope_dim)
-    return np.sort(np.concatenate([codes, rope, record.scale(token) + np.arange(2)]))
+    rope = [record.rope(token, c) + i for c in range(record.rope_dim) for i in range(2)]
+    scale = record.scale(token) + np.arange(2)
+    return np.sort(np.concatenate([codes, np.asarray(rope, dtype=np.int64), scale]))
 
 
 class LatentPages(NamedTuple):
@@ -481,19 +501,19 @@ def read_latents(record: LatentRecord, records: np.ndarray) -> LatentPages:
     """Codes, raw channels and scales of whole records: uint8 [..., record_bytes]."""
     places = _latent_places(record)
     parts = (records[..., places.byte] >> places.shift & places.mask) << places.code_shift
-    token = range(record.page_size)
-    scales = _words(records, [record.scale(t) for t in token], 1).view("<f2")
+    token, channel = range(record.page_size), range(record.rope_dim)
+    scales = _words(records, [[record.scale(t)] for t in token]).view("<f2")
     return LatentPages(
         parts.sum(-1).astype(np.uint8),
-        _words(records, [record.rope(t) for t in token], record.rope_dim),
+        _words(records, [[record.rope(t, c) for c in channel] for t in token]),
         scales.reshape(scales.shape[:-1]),
     )
 
 
-def _words(records: np.ndarray, first: list[int], count: int) -> np.ndarray:
-    """`count` 16-bit words from each of these bytes on: uint16 [..., len(first), count]."""
-    byte = np.asarray(first)[:, None] + np.arange(2 * count)
-    words = np.ascontiguousarray(records[..., byte]).view("<u2")
+def _words(records: np.ndarray, first: list[list[int]]) -> np.ndarray:
+    """The 16-bit words that begin at these bytes: uint16 [..., tokens, words of a token]."""
+    byte = np.asarray(first, dtype=np.int64)[:, :, None] + np.arange(2)
+    words = np.ascontiguousarray(records[..., byte]).view("<u2")[..., 0]
     return words.copy()  # without elements, a view has strides that torch does not take
 
 
@@ -519,6 +539,7 @@ def write_latent(
     data[byte[mask > 0]] = 0
     bits = (codes.astype(np.int64)[:, None] >> places.code_shift[token] & mask) << shift
     np.add.at(data, byte, bits.astype(np.uint8))
-    for place, words in ((record.rope(token), rope), (record.scale(token), scale)):
-        raw = np.ascontiguousarray(words).reshape(-1).astype(words.dtype.newbyteorder("<"))
-        data[place : place + raw.nbytes] = raw.view(np.uint8)
+    first = [record.scale(token), *(record.rope(token, c) for c in range(record.rope_dim))]
+    for place, word in zip(first, [scale, *rope], strict=True):
+        raw = np.asarray(word).reshape(1)
+        data[place : place + 2] = raw.astype(raw.dtype.newbyteorder("<")).view(np.uint8)

@@ -31,6 +31,33 @@ RecordLayout layout_of(const format::LatentRecord& r) {
 __device__ __forceinline__ uint8_t* rope_of(const Token& token, const RecordLayout& layout, int rope_dim) {
   return token.tile + layout.value_blocks + token.number * rope_dim * format::kRopeBytes;
 }
+// The place of raw channel c in it.
+__device__ __forceinline__ int place_of_raw(const Token& token, int rope_dim, int c) {
+  return format::swapped_byte(rope_dim * format::kRopeBytes, token.number, c * format::kRopeBytes) / format::kRopeBytes;
+}
+
+// Stores a latent's codes from its row of octets. A warp calls it.
+__device__ __forceinline__ void store_codes(const uint32_t* row, const Token& to, const RecordLayout& r, int lane) {
+  uint4* out = reinterpret_cast<uint4*>(to.key_row(r));
+  const int words = r.key_row_bytes / format::kLatentWord;
+  for (int w = lane; w < words; w += 32) {
+    uint32_t x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = key_word(row, r.octets, r.key_width(), 4 * w + i);
+    out[format::swapped_word(words, to.number, w)] = make_uint4(x[0], x[1], x[2], x[3]);
+  }
+  store_plane(row, to, r, lane, 32);
+}
+// Loads them, as load_key does.
+__device__ __forceinline__ void load_codes(uint32_t* row, const Token& from, const RecordLayout& r, int lane) {
+  const uint4* in = reinterpret_cast<const uint4*>(from.key_row(r));
+  const int words = r.key_row_bytes / format::kLatentWord;
+  for (int w = lane; w < words; w += 32) {
+    const uint4 x = in[format::swapped_word(words, from.number, w)];
+    row[4 * w] = x.x, row[4 * w + 1] = x.y, row[4 * w + 2] = x.z, row[4 * w + 3] = x.w;
+  }
+  load_plane(row, from, r, lane, 32);
+}
 
 // [r] or [3, r] -> center, and scales of channels if there are any
 format::Channels latent_channels(const OptionalTensor& center, const float* data, int64_t r) {
@@ -123,14 +150,15 @@ __global__ void __launch_bounds__(32 * kStoreWarps)
     write_octet(row, a.layout.octets, a.book.width, o, codes.octet(o, d, shared, a.book.width));
   }
   __syncwarp();
-  store_key(row, to, a.layout, lane, 32);
+  store_codes(row, to, a.layout, lane);
   if (lane == 0) *to.key_scale(a.layout) = codes.scale;
   uint8_t* rope = rope_of(to, a.layout, a.rope_dim);
   for (int c = lane; c < a.rope_dim; c += 32) {
+    const int place = place_of_raw(to, a.rope_dim, c);
     if (a.dtype == a.rope_dtype) {
-      reinterpret_cast<uint16_t*>(rope)[c] = static_cast<const uint16_t*>(a.rope)[token * a.rope_stride + c];
+      reinterpret_cast<uint16_t*>(rope)[place] = static_cast<const uint16_t*>(a.rope)[token * a.rope_stride + c];
     } else {
-      store_float(rope, a.rope_dtype, c, load_float(a.rope, a.dtype, token * a.rope_stride + c));
+      store_float(rope, a.rope_dtype, place, load_float(a.rope, a.dtype, token * a.rope_stride + c));
     }
   }
 }
@@ -216,7 +244,7 @@ __global__ void __launch_bounds__(32 * kLoadWarps)
   }
   float* y = reinterpret_cast<float*>(dynamic) + mine * generic_words(d);
   uint32_t* row = reinterpret_cast<uint32_t*>(y) + generic_stride(d);
-  load_key(row, from, a.layout, lane, 32);
+  load_codes(row, from, a.layout, lane);
   const float scale = __half2float(__ushort_as_half(*from.key_scale(a.layout)));
   __syncwarp();
   for (int o = lane; o < a.layout.octets; o += 32) {
@@ -226,7 +254,7 @@ __global__ void __launch_bounds__(32 * kLoadWarps)
   store_generic(y, shape, a.signs, a.channels, a.latent, a.dtype, at, true, lane);
   const uint8_t* rope = rope_of(from, a.layout, a.rope_dim);
   for (int i = lane; i < a.rope_dim; i += 32) {
-    store_float(a.rope, a.dtype, rope_at + i, load_float(rope, a.rope_dtype, i));
+    store_float(a.rope, a.dtype, rope_at + i, load_float(rope, a.rope_dtype, place_of_raw(from, a.rope_dim, i)));
   }
 }
 

@@ -183,7 +183,11 @@ PYBIND11_MODULE(turboquant_native, m) {
       .def_property_readonly("tile_bytes", &L::tile_bytes)
       .def_property_readonly("record_bytes", &L::record_bytes)
       .def("scale", [check](const L& r, int t) { return check(r, t, 0), r.scale_of(t); })
-      .def("rope", [check](const L& r, int t) { return check(r, t, 0), r.rope_of(t); })
+      .def("rope",
+           [check](const L& r, int t, int c) {
+             require(c >= 0 && c < r.rope_dim, "no such raw channel");
+             return check(r, t, 0), r.raw_channel(t, c);
+           })
       .def("code", [check](const L& r, int t, int c) { return check(r, t, c), places(r.code(t, c)); });
   m.def("latent_tail_offset", &format::latent_tail_offset<int64_t>);
 

@@ -20,6 +20,14 @@ inline void dispatch_rope(Dtype dtype, Fn&& fn) {
 inline uint8_t* record_of(uint8_t* pages, int64_t page, int64_t stride) { return pages + page * stride; }
 inline const uint8_t* record_of(const uint8_t* pages, int64_t page, int64_t stride) { return pages + page * stride; }
 
+// A row whose words have changed places, in their order; or the other way round, which is the same.
+inline void swap_words(const uint8_t* from, uint8_t* to, int bytes, int token) {
+  constexpr int kWord = format::kLatentWord;
+  for (int at = 0; at < bytes; at += kWord) memcpy(to + format::swapped_byte(bytes, token, at), from + at, kWord);
+}
+
+constexpr int kMaxRowBytes = 512, kMaxRopeBytes = 128;  // of a latent's codes, of its raw channels
+
 template <typename From, typename To>
 inline void convert(const From* from, To* to, int count) {
   for (int c = 0; c < count; c += 16) store_float(to + c, load_float(from + c));
@@ -40,12 +48,16 @@ inline void store_latents(const StoredLatents& s, int64_t begin, int64_t end) {
       const T* x = static_cast<const T*>(s.latent) + token * s.latent_stride;
       const int32_t greatest = load_row<true>(x, s.channels, r.latent_dim, scratch.y);
       const uint16_t scale = encode_row(scratch, split, s.signs, s.quantiser, greatest);
-      write_row(r.row(), record + r.row_of(number), record + r.plane_of(number), scratch.codes, layout);
+      alignas(64) uint8_t row[kMaxRowBytes];
+      write_row(r.row(), row, record + r.plane_of(number), scratch.codes, layout);
+      swap_words(row, record + r.row_of(number), r.row_bytes(), number);
       memcpy(record + r.scale_of(number), &scale, sizeof scale);
       const T* rope = static_cast<const T*>(s.rope) + token * s.rope_stride;
       dispatch_rope(s.rope_dtype, [&](auto raw) {
         using Raw = decltype(raw);
-        convert(rope, reinterpret_cast<Raw*>(record + r.rope_of(number)), r.rope_dim);
+        alignas(64) Raw channels[kMaxRopeBytes / sizeof(Raw)];
+        convert(rope, channels, r.rope_dim);
+        swap_words(reinterpret_cast<const uint8_t*>(channels), record + r.rope_of(number), r.rope_bytes(), number);
       });
     }
   });
@@ -74,12 +86,15 @@ inline void load_latents(const LoadedLatents& l, int64_t begin, int64_t end, voi
       const int number = static_cast<int>(token % r.page_size);
       uint16_t scale;
       memcpy(&scale, record + r.scale_of(number), sizeof scale);
-      read_row(r.row(), record + r.row_of(number), record + r.plane_of(number), scratch.codes, layout,
-               record + r.record_bytes());
+      alignas(64) uint8_t row[kMaxRowBytes];
+      swap_words(record + r.row_of(number), row, r.row_bytes(), number);
+      read_row(r.row(), row, record + r.plane_of(number), scratch.codes, layout, row + sizeof row);
       decode_row<T, true>(scratch, split, l.signs, l.channels, r.width(), levels, scale, to);
       dispatch_rope(l.rope_dtype, [&](auto raw) {
         using Raw = decltype(raw);
-        convert(reinterpret_cast<const Raw*>(record + r.rope_of(number)), raw_to, r.rope_dim);
+        alignas(64) Raw channels[kMaxRopeBytes / sizeof(Raw)];
+        swap_words(record + r.rope_of(number), reinterpret_cast<uint8_t*>(channels), r.rope_bytes(), number);
+        convert(channels, raw_to, r.rope_dim);
       });
     }
   });
@@ -90,21 +105,23 @@ inline void load_latents(const LoadedLatents& l, int64_t begin, int64_t end, voi
 struct LatentScratch {
   uint8_t* values;   // [kGroups, 16 d]: levels in panels
   uint8_t* rows;     // [16, d]: levels of sixteen tokens
+  uint8_t* keys;     // [kBlockTokens, row_bytes]: rows of codes, their words in order
   uint8_t* codes;    // [d]
   float* ropes;      // [kBlockTokens, rope_dim]
   Factors* weights;  // [kQueryGroup, patterns, kGroups]
 };
 inline int64_t attend_latents_scratch_bytes(const LatentKeys& k) {
   const int64_t d = k.record.latent_dim;
-  return kBlockTokens * d + kGroupTokens * d + d + kBlockTokens * k.record.rope_dim * sizeof(float) +
-         weight_bytes(k.attended);
+  return kBlockTokens * d + kGroupTokens * d + kBlockTokens * k.record.row_bytes() + d +
+         kBlockTokens * k.record.rope_dim * sizeof(float) + weight_bytes(k.attended);
 }
 inline LatentScratch latent_scratch(const LatentKeys& k, void* memory) {
   const int64_t d = k.record.latent_dim;
   LatentScratch s;
   s.values = static_cast<uint8_t*>(memory);
   s.rows = s.values + kBlockTokens * d;
-  s.codes = s.rows + kGroupTokens * d;
+  s.keys = s.rows + kGroupTokens * d;
+  s.codes = s.keys + kBlockTokens * k.record.row_bytes();
   s.ropes = reinterpret_cast<float*>(s.codes + d);
   s.weights = reinterpret_cast<Factors*>(s.ropes + kBlockTokens * k.record.rope_dim);
   return s;
@@ -132,16 +149,17 @@ struct LatentBlocks {
     return {record_of(keys.pages, page, keys.page_stride), static_cast<int>(key % keys.record.page_size)};
   }
 
-  // The levels of sixteen tokens as panels: 16 channels of one quad each, quads one after the other.
-  void expand(const Address& at, uint8_t* to) const {
+  // rows: of codes of these tokens. Their levels as panels: 16 channels of one quad each, quads one after the
+  // other.
+  void expand(const Address& at, const uint8_t* rows, uint8_t* to) const {
     const format::LatentRecord& r = keys.record;
     const int d = r.latent_dim;
     for (int t = 0; t < kGroupTokens; ++t) {
       uint8_t* row = scratch.rows + place_in_quads(t) * d;
       uint8_t* codes = format::levels_are_codes(r.width()) ? row : scratch.codes;
       const int token = at.token + t;
-      read_row(r.row(), at.record + r.row_of(token), at.record + r.plane_of(token), codes, layout,
-               at.record + r.record_bytes());
+      read_row(r.row(), rows + t * r.row_bytes(), at.record + r.plane_of(token), codes, layout,
+               rows + kGroupTokens * r.row_bytes());
       for (int c = 0; codes != row && c < d; c += 64) store(row + c, lookup(levels, load(codes + c)));
     }
     for (int quad = 0; quad < 4; ++quad) {
@@ -156,15 +174,24 @@ struct LatentBlocks {
     Block b = seen_groups(begin, first, end);
     for (int g = b.first_group; g < b.end_group; ++g) {
       const Address at = address(begin + g * kGroupTokens);
-      b.keys[g] = {at.record + r.row_of(at.token), r.row_bytes(), at.record + r.plane_of(at.token), r.plane_bytes()};
+      uint8_t* rows = scratch.keys + g * kGroupTokens * r.row_bytes();
+      for (int t = 0; t < kGroupTokens; ++t) {
+        swap_words(at.record + r.row_of(at.token + t), rows + t * r.row_bytes(), r.row_bytes(), at.token + t);
+      }
+      b.keys[g] = {rows, r.row_bytes(), at.record + r.plane_of(at.token), r.plane_bytes()};
       b.key_scales[g] = b.value_scales[g] = reinterpret_cast<const Half*>(at.record + r.scale_of(at.token));
       uint8_t* values = scratch.values + g * kGroupTokens * r.latent_dim;
-      expand(at, values);
+      expand(at, rows, values);
       b.values[g] = values;
       float* ropes = scratch.ropes + g * kGroupTokens * r.rope_dim;
       dispatch_rope(keys.rope_dtype, [&](auto raw) {
         using Raw = decltype(raw);
-        convert(reinterpret_cast<const Raw*>(at.record + r.rope_of(at.token)), ropes, kGroupTokens * r.rope_dim);
+        for (int t = 0; t < kGroupTokens; ++t) {
+          alignas(64) Raw channels[kMaxRopeBytes / sizeof(Raw)];
+          const int token = at.token + t;
+          swap_words(at.record + r.rope_of(token), reinterpret_cast<uint8_t*>(channels), r.rope_bytes(), token);
+          convert(channels, ropes + t * r.rope_dim, r.rope_dim);
+        }
       });
       b.ropes[g] = ropes;
     }

@@ -352,6 +352,19 @@ struct ValueLayout {
 
 // ---- Between shared memory and records ------------------------------------------------------------------------------
 
+// Stores the plane of a key or a latent from its row of octets.
+__device__ __forceinline__ void store_plane(const uint32_t* row, const Token& to, const RecordLayout& r, int lane,
+                                            int lanes) {
+  uint32_t* out = reinterpret_cast<uint32_t*>(to.key_plane(r));
+  for (int w = lane; w < r.key_plane_bytes / 4; w += lanes) out[w] = plane_word(row, r.octets, w);
+}
+// Loads it behind the row of codes.
+__device__ __forceinline__ void load_plane(uint32_t* row, const Token& from, const RecordLayout& r, int lane,
+                                           int lanes) {
+  const uint32_t* in = reinterpret_cast<const uint32_t*>(from.key_plane(r));
+  for (int w = lane; w < r.key_plane_bytes / 4; w += lanes) row[r.key_row_bytes / 4 + w] = in[w];
+}
+
 // Stores a token's row of octets in its record, by `lanes` lanes.
 __device__ __forceinline__ void store_key(const uint32_t* row, const Token& to, const RecordLayout& r, int lane,
                                           int lanes) {
@@ -366,8 +379,7 @@ __device__ __forceinline__ void store_key(const uint32_t* row, const Token& to, 
   } else {
     for (int w = lane; w < r.key_row_bytes / 4; w += lanes) out[w] = key_word(row, r.octets, r.key_width(), w);
   }
-  out = reinterpret_cast<uint32_t*>(to.key_plane(r));
-  for (int w = lane; w < r.key_plane_bytes / 4; w += lanes) out[w] = plane_word(row, r.octets, w);
+  store_plane(row, to, r, lane, lanes);
 }
 
 // Stores a token's fragments byte by byte: other tokens own the rest of each word.
@@ -403,8 +415,7 @@ __device__ __forceinline__ void gather_block(const uint32_t* rows, int stride, u
 __device__ __forceinline__ void load_key(uint32_t* row, const Token& from, const RecordLayout& r, int lane, int lanes) {
   const uint32_t* in = reinterpret_cast<const uint32_t*>(from.key_row(r));
   for (int w = lane; w < r.key_row_bytes / 4; w += lanes) row[w] = in[w];
-  in = reinterpret_cast<const uint32_t*>(from.key_plane(r));
-  for (int w = lane; w < r.key_plane_bytes / 4; w += lanes) row[r.key_row_bytes / 4 + w] = in[w];
+  load_plane(row, from, r, lane, lanes);
 }
 
 // Loads a token's fragments from its value block. Byte by byte is fast enough: the tokens that share a word are read at

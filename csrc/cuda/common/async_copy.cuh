@@ -144,13 +144,6 @@ __device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
 #endif
 }
 
-// Arrives at a barrier when all asynchronous copies that the lane has started have ended; the barrier counts on it.
-__device__ __forceinline__ void arrive_with_copies(uint64_t* barrier) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-#endif
-}
-
 // Arrives at a barrier and announces `bytes` more, without which its phase does not end. From sm_90 on.
 __device__ __forceinline__ void expect(uint64_t* barrier, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

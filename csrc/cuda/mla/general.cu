@@ -136,7 +136,10 @@ class GeneralBlock {
     const int token = position % r.page_size;
     uint32_t* row = memory_.codes + warp_ * 144;
     const int words = r.row_bytes() / 4;
-    for (int w = lane_; w < words; w += 32) row[w] = reinterpret_cast<const uint32_t*>(record + r.row_of(token))[w];
+    for (int w = lane_; w < words; w += 32) {
+      const int place = format::swapped_byte(r.row_bytes(), token, 4 * w);
+      row[w] = *reinterpret_cast<const uint32_t*>(record + r.row_of(token) + place);
+    }
     for (int w = lane_; w < r.plane_bytes() / 4; w += 32) {
       row[words + w] = reinterpret_cast<const uint32_t*>(record + r.plane_of(token))[w];
     }
@@ -147,7 +150,7 @@ class GeneralBlock {
                         memory_.table, scale);
     }
     for (int c = lane_; c < r.rope_dim; c += 32) {
-      y[r.latent_dim + c] = load_float(record + r.rope_of(token), x_.rope_dtype, c);
+      y[r.latent_dim + c] = load_float(record + r.raw_channel(token, c), x_.rope_dtype, 0);
     }
     __syncwarp();
   }

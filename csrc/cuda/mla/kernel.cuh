@@ -10,7 +10,7 @@
 // a token, and with transposition the same channels of neighbouring tokens.
 //
 // Warpgroups have roles. One computes scores and weights, one or two others sum weighted latents of the unit before,
-// and copy the units ahead. So tensor cores, integer instructions and copies overlap.
+// and one of their warps copies the units ahead. So tensor cores, integer instructions and copies overlap.
 //
 // The blocks of a fixed grid share a flat list of units of 64 keys as those of split-KV do (attention/schedule.cuh).
 // Each leaves a partial result for every segment that it had a part of, and the last of the blocks that share a segment
@@ -78,9 +78,12 @@ class LatentBlock {
   __device__ __forceinline__ void begin() {
     const Attention& a = block_.call.a;
     if (threadIdx.x == 0) {
-      for (int i = 0; i < kMaxStages; ++i) init_barrier(block_.arrived(i), S::kValueThreads);
+      constexpr int kValueWarps = S::kValueThreads / 32;
+      for (int i = 0; i < kMaxStages; ++i) {
+        init_barrier(block_.arrived(i), 1), init_barrier(block_.freed(i), kValueWarps);
+      }
       for (int i = 0; i < kWeightBuffers; ++i) {
-        init_barrier(block_.weighed(i), kWarpgroup), init_barrier(block_.summed(i), S::kValueThreads / 32);
+        init_barrier(block_.weighed(i), kWarpgroup), init_barrier(block_.summed(i), kValueWarps);
       }
     }
     barriers_ready();
@@ -103,7 +106,7 @@ class LatentBlock {
     const int token = segment.first_token(from);
     float* part = part_of<S>(block_.plan, blockIdx.x, from == segment.begin ? kOpened : kContinued);
     const bool copies = threadIdx.x >= kWarpgroup;
-    Ring<S> ring(block_);
+    Ring ring(block_);
     if (copies) ring.begin(segment, token, units, turn_.stage);
     prepare_queries<S>(block_, segment);
     if (copies) {

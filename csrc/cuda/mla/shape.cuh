@@ -129,7 +129,7 @@ struct Plan {
     const int row_bytes = up(block_rows * static_cast<int>(sizeof(RowConstants)), 128);
     const int factor_bytes = up(kWeightBuffers * (block_rows + 1) * 4, 128);
     const int exchange_bytes = (2 * 4 + 2) * block_rows * 4;
-    const int barrier_bytes = (kMaxStages + 2 * kWeightBuffers) * 8;
+    const int barrier_bytes = (2 * kMaxStages + 2 * kWeightBuffers) * 8;
     const int fixed = query_bytes + weight_bytes + row_bytes + factor_bytes + exchange_bytes + barrier_bytes + 256;
     stages = std::min((shared_limit - fixed) / unit_bytes, kMaxStages);
     queries = stages * unit_bytes;
@@ -169,16 +169,17 @@ struct BlockView {
   __device__ __forceinline__ float* references(int rows) const { return exchange() + 8 * rows; }
   __device__ __forceinline__ Notes& notes() const { return *reinterpret_cast<Notes*>(shared + plan.notes); }
 
-  // Barriers: stage `i` has arrived; weights `i` are there; weights `i` have been read.
+  // Barriers: stage `i` has arrived; it has been read; weights `i` are there; weights `i` have been read.
   __device__ __forceinline__ uint64_t* arrived(int i) const { return barriers() + i; }
-  __device__ __forceinline__ uint64_t* weighed(int i) const { return barriers() + kMaxStages + i; }
-  __device__ __forceinline__ uint64_t* summed(int i) const { return barriers() + kMaxStages + kWeightBuffers + i; }
+  __device__ __forceinline__ uint64_t* freed(int i) const { return barriers() + kMaxStages + i; }
+  __device__ __forceinline__ uint64_t* weighed(int i) const { return barriers() + 2 * kMaxStages + i; }
+  __device__ __forceinline__ uint64_t* summed(int i) const { return barriers() + 2 * kMaxStages + kWeightBuffers + i; }
 
  private:
   __device__ __forceinline__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(shared + plan.barriers); }
 };
 
-constexpr int kScoresBarrier = 1, kValuesBarrier = 2;  // named barriers
+constexpr int kScoresBarrier = 1;  // a named barrier
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

@@ -21,7 +21,7 @@ class ValueGroup {
 
  public:
   // ring: has begun to copy the segment
-  __device__ __forceinline__ ValueGroup(const BlockView& block, Ring<S>& ring)
+  __device__ __forceinline__ ValueGroup(const BlockView& block, Ring& ring)
       : block_(block), ring_(ring), warp_(block.warp - 4),
         weights_(operand_word(shared_address(block.weights()), kTiles * 128)) {}
 
@@ -34,11 +34,8 @@ class ValueGroup {
     }
     for (int i = 0; i < units; ++i) {
       attend_unit(turn);
-      const int stage = turn.stage;
+      ring_.pass_on(turn, i + block_.plan.stages < units);
       turn.next(block_.plan.stages);
-      if (i + block_.plan.stages >= units) continue;
-      sync_threads(kValuesBarrier, S::kValueThreads);
-      ring_.copy(stage);
     }
   }
 
@@ -181,7 +178,7 @@ class ValueGroup {
   }
 
   const BlockView block_;
-  Ring<S>& ring_;
+  Ring& ring_;
   const int warp_;          // among the value warps
   const uint32_t weights_;  // the operand of the first buffer
   float sums_[S::kSums][4 * kTiles];
