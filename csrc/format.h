@@ -1,8 +1,9 @@
 // The packed format, in code: the only file that knows where a code lives. docs/format.md says the same in words.
 //
 // In the order of that page: the transform's constants (section 2), widths, grids and the arithmetic of one code
-// (section 4), scale modes and the channels of a vector (section 5), and the geometry of dense rows, page records and
-// the exact tail (sections 7 to 9). Everything is constexpr and runs on host and device; no torch, no allocation.
+// (section 4), scale modes and the channels of a vector (section 5), and the geometry of dense rows, page records, the
+// exact tail, records of latents and weights (sections 7 to 9, 12 and 13). Everything is constexpr and runs on host and
+// device; no torch, no allocation.
 #pragma once
 
 #include <cstdint>
@@ -552,5 +553,87 @@ template <typename T>
 TURBOQUANT_HD constexpr T latent_tail_offset(T slot, T stride, T row, T vector) {
   return slot * stride + row * vector;
 }
+
+// ---- Section 13: weights --------------------------------------------------------------------------------------------
+
+// A weight [n, k] of a linear layer is stored in blocks of 64 rows (outputs) and `group` channels (inputs). The channels
+// of a row in a block share a transform and a float16 scale. Where a format has multipliers, every 32 of them share one:
+// a decoded channel is scale * kLevelUnit * (multiplier * kMultiplierUnit) * level.
+constexpr int kWeightRows = 64;
+constexpr int kSubChannels = 32;  // that share a multiplier
+constexpr int kMultiplierCodes = 16;
+constexpr int kMultiplierOffset = 12;          // a multiplier is its code and this: 12 .. 27
+constexpr float kMultiplierUnit = 1.0f / 16;   // so that multipliers are 0.75 to 1.69
+constexpr int kMaxWeightGroups = 1 << 20;      // of a row: no offset in a row of blocks leaves int64, nor k int32
+constexpr int64_t kMaxWeightRows = 1LL << 31;  // no number of rows leaves int64
+
+TURBOQUANT_HD constexpr int multiplier(int code) { return code + kMultiplierOffset; }
+
+TURBOQUANT_HD constexpr bool valid_weight_width(Width w) {
+  switch (w) {
+    case Width::k4:
+    case Width::k8: return true;
+    case Width::k1:
+    case Width::k2:
+    case Width::k3:
+    case Width::k5: break;
+  }
+  return false;
+}
+TURBOQUANT_HD constexpr bool valid_weight_bits(int64_t bits) {
+  return valid_width(bits) && valid_weight_width(as_width(bits));
+}
+TURBOQUANT_HD constexpr bool valid_weight_group(int64_t group) { return group == 64 || group == 128; }
+// sub: channels that share a multiplier, 0 without multipliers. Codes that are levels are fine enough without them.
+TURBOQUANT_HD constexpr bool valid_weight_sub(Width w, int64_t sub) {
+  return sub == 0 || (sub == kSubChannels && !levels_are_codes(w));
+}
+
+// The geometry of a block. All offsets are bytes from its start.
+//
+// Codes are left operands of the tensor-core instruction m16n8k32 with 8-bit elements, whose rows are outputs. An
+// operand takes 16 rows (a slab) and 32 channels (a step), and lane 4 g + t of a warp holds rows g and g + 8 of it. A
+// slab is chunks of 512 bytes, 16 for each lane, which hold one step or more.
+struct WeightBlock {
+  int group;
+  int bits;
+  int sub;  // 0: no multipliers
+
+  TURBOQUANT_HD constexpr Width width() const { return as_width(bits); }
+  TURBOQUANT_HD constexpr int subs() const { return sub ? group / sub : 0; }  // multipliers of a row
+
+  // Sections ----------------------------------------------------------------------------------------------------------
+  static constexpr int kSlabRows = 16, kStepChannels = 32;
+  static constexpr int kLaneBytes = 16, kWarpBytes = 32 * kLaneBytes;  // of a chunk
+  TURBOQUANT_HD constexpr int chunk_channels() const { return kWarpBytes * 8 / bits / kSlabRows; }
+  TURBOQUANT_HD constexpr int chunks() const { return group / chunk_channels(); }  // of a slab
+  TURBOQUANT_HD constexpr int slab_bytes() const { return chunks() * kWarpBytes; }
+  TURBOQUANT_HD constexpr int scales() const { return kWeightRows / kSlabRows * slab_bytes(); }
+  TURBOQUANT_HD constexpr int multipliers() const { return scales() + 2 * kWeightRows; }
+  TURBOQUANT_HD constexpr int multiplier_bytes() const { return subs() / 2; }  // of a row: two in a byte
+  TURBOQUANT_HD constexpr int block_bytes() const { return multipliers() + kWeightRows * multiplier_bytes(); }
+
+  // Of one row --------------------------------------------------------------------------------------------------------
+  // row: 0 .. 63, channel: 0 .. group - 1
+  TURBOQUANT_HD constexpr Pieces code(int row, int channel) const {
+    const int slab = row / kSlabRows, g = row % 8, lower = row / 8 % 2;
+    const int step = channel / kStepChannels, t = channel % 16 / 4, right = channel % kStepChannels / 16;
+    const int chunk = channel / chunk_channels(), inside = step % (chunk_channels() / kStepChannels);
+    const int lane = slab * slab_bytes() + chunk * kWarpBytes + (4 * g + t) * kLaneBytes;
+    // a word of four bytes: 8 bits: four channels of one row; 4 bits: the four of the left half, then those of the right
+    if (levels_are_codes(width())) return one_piece(lane + 4 * (2 * right + lower) + channel % 4, 0, 8);
+    const int nibble = 4 * right + channel % 4;
+    return one_piece(lane + 4 * (2 * inside + lower) + nibble / 2, 4 * (nibble % 2), 4);
+  }
+  TURBOQUANT_HD constexpr int scale(int row) const { return scales() + 2 * row; }
+  // s: channels 32 s .. 32 s + 31 of the group
+  TURBOQUANT_HD constexpr Pieces multiplier_code(int row, int s) const {
+    return one_piece(multipliers() + multiplier_bytes() * row + s / 2, 4 * (s % 2), 4);
+  }
+};
+
+// Blocks of a weight [n, k] in a tensor uint8 [tiles, k / group, block_bytes]. Rows that fill the last tile have codes,
+// scales and multiplier codes of 0.
+TURBOQUANT_HD constexpr int64_t weight_tiles(int64_t n) { return (n + kWeightRows - 1) / kWeightRows; }
 
 }  // namespace turboquant::format

@@ -96,5 +96,16 @@ STABLE_TORCH_LIBRARY(turboquant, m) {
   " Tensor? latent_new=None, Tensor? rope_new=None"
   m.def("mla_attention(" MLA_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)");
   m.def("mla_attention_out(" MLA_ATTENTION_ARGUMENTS ", *, Tensor(a!) out, Tensor(b!)? lse=None) -> ()");
+
+  // -- linear: weights of linear layers in blocks of codes, and products with them ------------------------------------
+  m.def("weight_encode(Tensor w, Tensor signs, Tensor? levels, Tensor steps, int bits, int sub,"
+        " Tensor? channel_scale=None) -> Tensor");
+  m.def("weight_pack(Tensor codes, Tensor scale, Tensor? multipliers, int bits) -> Tensor");
+  m.def("weight_unpack(Tensor packed, int n, int group, int bits, int sub)"
+        " -> (Tensor codes, Tensor scale, Tensor multipliers)");
+  m.def("weight_decode(Tensor packed, Tensor signs, Tensor? levels, int n, int bits, int sub, ScalarType dtype,"
+        " Tensor? channel_inverse=None) -> Tensor");
+  m.def("linear_packed(Tensor x, Tensor packed, Tensor signs, Tensor? levels, int n, int bits, int sub,"
+        " Tensor? channel_inverse=None, Tensor? bias=None) -> Tensor");
 }
 // clang-format on
