@@ -625,10 +625,14 @@ struct WeightBlock {
     const int nibble = 4 * right + channel % 4;
     return one_piece(lane + 4 * (2 * inside + lower) + nibble / 2, 4 * (nibble % 2), 4);
   }
-  TURBOQUANT_HD constexpr int scale(int row) const { return scales() + 2 * row; }
+  // Scales and multipliers of rows g and g + 8 of a slab, which share the words of a lane, are neighbours.
+  TURBOQUANT_HD constexpr int pair_order(int row) const {
+    return row / kSlabRows * kSlabRows + row % 8 * 2 + row / 8 % 2;
+  }
+  TURBOQUANT_HD constexpr int scale(int row) const { return scales() + 2 * pair_order(row); }
   // s: channels 32 s .. 32 s + 31 of the group
   TURBOQUANT_HD constexpr Pieces multiplier_code(int row, int s) const {
-    return one_piece(multipliers() + multiplier_bytes() * row + s / 2, 4 * (s % 2), 4);
+    return one_piece(multipliers() + multiplier_bytes() * pair_order(row) + s / 2, 4 * (s % 2), 4);
   }
 };
 
