@@ -48,6 +48,13 @@ from torch_turboquant.ops.center import learn_center, query_energy
 from torch_turboquant.ops.codec import SCALE_MODES, decode, encode, scaled_center
 from torch_turboquant.ops.group import group_decode, group_encode
 from torch_turboquant.ops.hadamard import hadamard
+from torch_turboquant.ops.linear import (
+    linear_packed,
+    weight_decode,
+    weight_encode,
+    weight_pack,
+    weight_unpack,
+)
 from torch_turboquant.ops.mass import paged_mass
 from torch_turboquant.ops.mla import mla_attention, mla_load, mla_store
 from torch_turboquant.ops.move import cache_move
@@ -68,6 +75,7 @@ from torch_turboquant.pool import (
 from torch_turboquant.signs import SignKind, random_signs
 from torch_turboquant.tables import CacheTables, make_tables
 from torch_turboquant.tail import Tail, allocate_tail
+from torch_turboquant.weights import PackedLinear, WeightFormat, decode_weight, encode_weight
 
 __all__ = [
     "LATENT_PRESETS",
@@ -88,6 +96,7 @@ __all__ = [
     "LatentRecord",
     "LatentTables",
     "NamedPreset",
+    "PackedLinear",
     "PagedKVPool",
     "PagedLayer",
     "PoolBatch",
@@ -103,6 +112,7 @@ __all__ = [
     "TurboQuantKVCache",
     "TurboQuantMSE",
     "TurboQuantProd",
+    "WeightFormat",
     "__version__",
     "allocate_cache",
     "allocate_latent_cache",
@@ -114,7 +124,9 @@ __all__ = [
     "cache_store",
     "cache_store_layers",
     "decode",
+    "decode_weight",
     "encode",
+    "encode_weight",
     "fold_latent_rotation",
     "gaussian_projection",
     "group_decode",
@@ -123,6 +135,7 @@ __all__ = [
     "kernel_choice",
     "latent_preset",
     "learn_center",
+    "linear_packed",
     "make_latent_tables",
     "make_tables",
     "merge_attention",
@@ -142,4 +155,8 @@ __all__ = [
     "score",
     "store_and_attend",
     "unpack",
+    "weight_decode",
+    "weight_encode",
+    "weight_pack",
+    "weight_unpack",
 ]

@@ -48,6 +48,10 @@ OPS = (
     "merge_attention",
     "paged_mass",
     "mla_load",
+    "weight_encode",
+    "weight_pack",
+    "weight_unpack",
+    "weight_decode",
 )
 OPS_OF_A_STEP = (
     "cache_store",
@@ -58,6 +62,7 @@ OPS_OF_A_STEP = (
     "mla_store",
     "mla_attention",
     "mla_attention_out",
+    "linear_packed",
 )
 
 _below_autograd = torch._C._after_autograd_keyset

@@ -1,10 +1,11 @@
-"""The layout of page records: docs/format.md, sections 8 and 12, in Python.
+"""The layout of page records and of weights: docs/format.md, sections 8, 12 and 13, in Python.
 
 A cache is uint8 [num_pages, num_kv_heads, record_bytes]. A record holds page_size tokens of one
 head in tiles of up to 32 tokens. `Record` says which bits of which bytes hold the code of a token
 and channel, and where the scales are; `LatentRecord` is the same for caches of latents, uint8
-[num_pages, record_bytes]. The rest of this file reads and writes whole records with numpy, for the
-references and the tests; no fast path uses it.
+[num_pages, record_bytes], and `WeightBlock` for weights of linear layers. The rest of this file
+reads and writes whole records and blocks with numpy, for the references and the tests; no fast path
+uses it.
 
 The layout lets a store write whole bytes of its own token only, and gives attention kernels the
 operands of 8-bit tensor-core instructions without a shuffle.
@@ -34,6 +35,15 @@ LATENT_DIMS = (128, 256, 512)
 ROPE_DIMS = (0, 32, 64)
 LATENT_BITS = (3, 4, 5, 8)
 LATENT_PAGE_SIZES = (32, 64, 128)
+
+WEIGHT_ROWS = 64
+WEIGHT_BITS = (4, 8)
+WEIGHT_GROUPS = (64, 128)
+SUB_CHANNELS = 32
+MULTIPLIER_OFFSET = 12
+MULTIPLIER_UNIT = 1 / 16
+MAX_WEIGHT_GROUPS = 2**20
+MAX_WEIGHT_ROWS = 2**31
 
 
 class Piece(NamedTuple):
@@ -337,6 +347,91 @@ def _swapped(size: int, token: int, byte: int) -> int:
     return 16 * word + byte % 16
 
 
+def weight_subs(bits: int) -> tuple[int, ...]:
+    """The values of `sub` that weights of so many bits can have: 8 bits have no multipliers."""
+    return (0,) if bits == 8 else (0, SUB_CHANNELS)
+
+
+@dataclass(frozen=True)
+class WeightBlock:
+    """A block of a weight [n, k]: 64 rows (outputs) and `group` channels (inputs).
+
+    Args:
+        group: 64 or 128 channels of a row that share a scale.
+        bits: 4 or 8.
+        sub: 32 channels share a multiplier; 0: there are no multipliers (the only choice at 8
+            bits).
+
+    Raises:
+        ValueError: anything else; the text names what is supported.
+    """
+
+    group: int
+    bits: int
+    sub: int
+
+    def __post_init__(self) -> None:
+        if self.group not in WEIGHT_GROUPS:
+            raise ValueError(f"group is {self.group}, supported for weights: 64, 128")
+        if self.bits not in WEIGHT_BITS:
+            raise ValueError(f"bits is {self.bits}, supported for weights: 4, 8")
+        if self.sub not in weight_subs(self.bits):
+            supported = ", ".join(map(str, weight_subs(self.bits)))
+            raise ValueError(f"sub is {self.sub}, supported at {self.bits} bits: {supported}")
+
+    @property
+    def subs(self) -> int:
+        """Multipliers of a row."""
+        return self.group // self.sub if self.sub else 0
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of the codes of 16 rows."""
+        return 2 * self.group * self.bits
+
+    @property
+    def scales(self) -> int:
+        """First byte of the scales."""
+        return 4 * self.slab_bytes
+
+    @property
+    def multipliers(self) -> int:
+        """First byte of the multipliers."""
+        return self.scales + 2 * WEIGHT_ROWS
+
+    @property
+    def block_bytes(self) -> int:
+        return self.multipliers + WEIGHT_ROWS * self.subs // 2
+
+    def code(self, row: int, channel: int) -> Piece:
+        """The bits of the code of one channel of one row of the block."""
+        slab, half, g = row // 16, row // 8 % 2, row % 8
+        step, right, t = channel // 32, channel // 16 % 2, channel // 4 % 4
+        steps = 8 // self.bits  # of a chunk
+        lane = self.slab_bytes * slab + 512 * (step // steps) + 16 * (4 * g + t)
+        if self.bits == 8:
+            return Piece(lane + 4 * (2 * right + half) + channel % 4, 0, 8, 0)
+        nibble = 4 * right + channel % 4
+        word = lane + 4 * (2 * (step % steps) + half)
+        return Piece(word + nibble // 2, 4 * (nibble % 2), 4, 0)
+
+    def _pair_order(self, row: int) -> int:
+        return 16 * (row // 16) + 2 * (row % 8) + row // 8 % 2
+
+    def scale(self, row: int) -> int:
+        """First byte of the scale of a row."""
+        return self.scales + 2 * self._pair_order(row)
+
+    def multiplier(self, row: int, s: int) -> Piece:
+        """The bits of the multiplier's code of channels 32 s to 32 s + 31 of a row."""
+        byte = self.multipliers + self.subs // 2 * self._pair_order(row) + s // 2
+        return Piece(byte, 4 * (s % 2), 4, 0)
+
+    def packed_shape(self, n: int, k: int) -> tuple[int, int, int]:
+        """The shape of the packed weight [n, k]: [tiles, groups, block_bytes]."""
+        return -(-n // WEIGHT_ROWS), k // self.group, self.block_bytes
+
+
 # ---- whole records with numpy
 
 
@@ -543,3 +638,73 @@ def write_latent(
     for place, word in zip(first, [scale, *rope], strict=True):
         raw = np.asarray(word).reshape(1)
         data[place : place + 2] = raw.astype(raw.dtype.newbyteorder("<")).view(np.uint8)
+
+
+# ---- whole blocks of weights
+
+
+class WeightParts(NamedTuple):
+    """What the blocks of a weight [n, k] hold."""
+
+    codes: np.ndarray
+    """uint8 [n, k]."""
+    scale: np.ndarray
+    """float16 [n, k / group]."""
+    multipliers: np.ndarray
+    """uint8 [n, k / 32], the codes of the multipliers; [n, 0] without them."""
+
+
+@lru_cache(maxsize=16)
+def _weight_places(block: WeightBlock) -> tuple[np.ndarray, ...]:
+    """Bytes and shifts of codes [64, group] and multipliers [64, subs], bytes of scales [64]."""
+    rows = range(WEIGHT_ROWS)
+    codes = np.array([[block.code(r, c)[:2] for c in range(block.group)] for r in rows])
+    subs = np.array([[block.multiplier(r, s)[:2] for s in range(block.subs)] for r in rows])
+    subs = subs.reshape(WEIGHT_ROWS, block.subs, 2).astype(int)
+    scales = np.array([block.scale(r) for r in rows])
+    return codes[..., 0], codes[..., 1], subs[..., 0], subs[..., 1], scales
+
+
+def write_weight(block: WeightBlock, parts: WeightParts) -> np.ndarray:
+    """The packed weight: uint8 [tiles, groups, block_bytes]."""
+    (n, k), g = parts.codes.shape, block.group
+    tiles, groups, size = block.packed_shape(n, k)
+    fill = [(0, tiles * WEIGHT_ROWS - n), (0, 0)]
+    code, code_shift, sub, sub_shift, scale = _weight_places(block)
+
+    def blocks(part: np.ndarray, count: int) -> np.ndarray:
+        """[n, groups * count] -> [tiles, groups, 64, count]"""
+        whole = np.pad(part, fill).reshape(tiles, WEIGHT_ROWS, groups, count)
+        return whole.transpose(0, 2, 1, 3)
+
+    data = np.zeros((tiles, groups, size), dtype=np.uint8)
+    for byte, shift, part in (
+        (code, code_shift, blocks(parts.codes, g)),
+        (sub, sub_shift, blocks(parts.multipliers, block.subs)),
+    ):
+        # the codes of one byte do not overlap, so that adding them is or-ing them
+        at = (slice(None), slice(None), byte)
+        np.add.at(data, at, (part.astype(np.int64) << shift).astype(np.uint8))
+    halves = np.ascontiguousarray(blocks(parts.scale, 1).astype("<f2"))
+    data[..., scale[:, None] + np.arange(2)] = halves.view(np.uint8)
+    return data
+
+
+def read_weight(block: WeightBlock, packed: np.ndarray, n: int) -> WeightParts:
+    """What a packed weight uint8 [tiles, groups, block_bytes] of n rows holds."""
+    tiles, groups, _ = packed.shape
+    code, code_shift, sub, sub_shift, scale = _weight_places(block)
+
+    def rows(part: np.ndarray) -> np.ndarray:
+        """[tiles, groups, 64, count] -> [n, groups * count]"""
+        return np.ascontiguousarray(part.transpose(0, 2, 1, 3)).reshape(
+            tiles * WEIGHT_ROWS, groups * part.shape[3]
+        )[:n]
+
+    mask = (1 << block.bits) - 1
+    halves = np.ascontiguousarray(packed[..., scale[:, None] + np.arange(2)]).view("<f2")
+    return WeightParts(
+        rows(packed[..., code] >> code_shift & mask).astype(np.uint8),
+        rows(halves),
+        rows(packed[..., sub] >> sub_shift & 15).astype(np.uint8),
+    )

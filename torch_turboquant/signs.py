@@ -37,6 +37,7 @@ class SignKind(enum.IntEnum):
     KEYS = 0
     VALUES = 1
     SKETCH = 2
+    WEIGHTS = 3
 
 
 def mix64(z: np.ndarray) -> np.ndarray:
@@ -69,7 +70,7 @@ def random_signs(d: int, seed: int, layer: int = 0, kind: int = SignKind.KEYS) -
         d: number of channels.
         seed: 0 to 2^64 - 1.
         layer: index of the layer, 0 to 2^64 - 1; every layer has signs of its own.
-        kind: SignKind.KEYS, VALUES or SKETCH (the projection of QJL).
+        kind: SignKind.KEYS, VALUES, SKETCH (the projection of QJL) or WEIGHTS.
 
     Raises:
         ValueError: d below 1, seed or layer outside their range, or an unknown kind.

@@ -256,6 +256,75 @@ struct Scores {
 
 constexpr int kQueryMargin = 128;  // elements behind those of a query in the scratch of query_factors
 
+// ---- linear ----------------------------------------------------------------------------------------------------------
+
+// Blocks of a weight [n, k]. Block number i is that of tile i / groups and group i % groups.
+struct WeightBlocks {
+  format::WeightBlock block;
+  int64_t n, groups;
+};
+
+// An encoder's arguments for weights. With multipliers, `quantiser` has kMultiplierCodes steps for each candidate: the
+// candidate times each multiplier.
+struct WeightEncoder {
+  WeightBlocks blocks;
+  const void* w;
+  Dtype dtype;
+  int64_t stride;              // of rows, in elements
+  const float* signs;          // [group]
+  const float* channel_scale;  // [k], or null
+  Quantiser quantiser;
+  float over;  // float32 of 512 / sqrt(group), for scales with multipliers
+};
+
+struct WeightDecoder {
+  WeightBlocks blocks;
+  const int8_t* levels;          // [kTableLevels], unless codes are levels
+  const float* signs;            // [group]
+  const float* channel_inverse;  // [k], or null
+  Dtype dtype;                   // of the output
+};
+
+// Codes of a weight one by one, instead of in blocks.
+struct WeightCodes {
+  uint8_t* codes;        // [n, k]
+  uint16_t* scale;       // [n, groups]
+  uint8_t* multipliers;  // [n, k / 32]
+};
+
+// All work of a linear_packed call shares this.
+struct LinearWeight {
+  WeightBlocks blocks;
+  const uint8_t* packed;        // [tiles, groups, block_bytes]
+  int8_t levels[kTableLevels];  // unless codes are levels
+  // [fields of a byte, group]: the channel of byte i of a pair of rows of a slab (LinearMap)
+  const uint8_t* channels;
+};
+
+// Tokens that are multiplied with the weight at once.
+constexpr int kLinearTokens = 16;
+
+// Activations of `count` tokens as the integers that meet codes, group by group: [groups, count] each.
+struct LinearInputs {
+  int64_t count;
+  void* factors;  // [groups, count, linear_factor_bytes]
+  float* unit;    // [groups, count]: the value of an integer of 1
+};
+
+struct ActivationRows {
+  const void* x;
+  Dtype dtype;
+  int64_t count, stride;         // rows, and elements from one to the next
+  const float* signs;            // [group]
+  const float* channel_inverse;  // [k], or null
+};
+
+struct LinearOutputs {
+  void* y;           // [count, n]
+  const void* bias;  // [n], or null
+  Dtype dtype;
+};
+
 struct Kernels {
   const char* level;
 
@@ -331,6 +400,24 @@ struct Kernels {
   void (*project)(const float* matrix, int64_t rows, format::Split split, const float* x, float* out);
   // Bit i: x[i] >= 0. x: [count], a multiple of 8
   void (*sign_bits)(const float* x, int64_t count, uint8_t* bits);
+
+  // Blocks [begin, end) of a weight. packed: of all blocks
+  void (*encode_weight)(const WeightEncoder& encoder, int64_t begin, int64_t end, uint8_t* packed);
+  // out: [n, k]
+  void (*decode_weight)(const WeightDecoder& decoder, const uint8_t* packed, int64_t begin, int64_t end, void* out);
+  void (*pack_weight)(const WeightBlocks& blocks, const WeightCodes& codes, int64_t begin, int64_t end,
+                      uint8_t* packed);
+  void (*unpack_weight)(const WeightBlocks& blocks, const uint8_t* packed, int64_t begin, int64_t end,
+                        const WeightCodes& codes);
+
+  // Bytes of the integers of one token and group, a multiple of 64.
+  int64_t (*linear_factor_bytes)(const format::WeightBlock& block);
+  // Rows first .. first + rows.count - 1 of the inputs. rows.x: of the first of them
+  void (*linear_inputs)(const LinearWeight& weight, const ActivationRows& rows, const LinearInputs& inputs,
+                        int64_t first);
+  // Slabs [begin, end) of the weight times all inputs.
+  void (*linear_slabs)(const LinearWeight& weight, const LinearInputs& inputs, int64_t begin, int64_t end,
+                       const LinearOutputs& outputs);
 };
 
 // The level in use. Chosen at the first call.

@@ -135,15 +135,17 @@ inline float search(EncoderScratch& s, int d, const Quantiser& q, float r, float
   return r * q.times / best_a;
 }
 
-// load_row has filled s.y and returned `greatest`. Leaves the codes in s.codes and returns the float16 scale.
-// signs: null without a rotation
-inline uint16_t encode_row(EncoderScratch& s, format::Split split, const float* signs, const Quantiser& q,
-                           int32_t greatest) {
+// What is known of a vector when its coordinates are integers: its length r, the factor k that makes y a coordinate, and
+// the exponent e of the power of two that it was divided by.
+struct Normalised {
+  float r, k;
+  int e;
+};
+
+// Rotates s.y and leaves the coordinates u in s.high and s.low. greatest: the bits of max |y|, finite
+inline Normalised normalise_row(EncoderScratch& s, format::Split split, const float* signs, float units,
+                                int32_t greatest) {
   const int d = split.blocks * split.block, padded = (d + 63) / 64 * 64;
-  if (greatest >= 0x7F800000) {
-    memset(s.codes, 0, padded);
-    return format::kNanScale;
-  }
   const int e = scale_exponent(bits_to_float(static_cast<uint32_t>(greatest)));
   const Floats down = broadcast(power_of_two(-e));
   for (int c = 0; c < d; c += 16) {
@@ -159,19 +161,38 @@ inline uint16_t encode_row(EncoderScratch& s, format::Split split, const float* 
   const float length = __builtin_sqrtf(tree_sum(squares, split));
 
   for (int c = d; c < padded; ++c) s.y[c] = 0;
-  const float k = greatest ? q.units / length : 0;
+  const float k = greatest ? units / length : 0;
   for (int c = 0; c < d; c += 32) {
     const Ints u = round_to_ints(load(s.y + c) * broadcast(k)), v = round_to_ints(load(s.y + c + 16) * broadcast(k));
     store(s.high + c, narrow(shift_right<4>(u), shift_right<4>(v)));
     store(s.low + c, narrow(u & broadcast(15), v & broadcast(15)));
   }
-  const float r = signs ? length * block_norm(split.block) : length;
-  float scale = 0;
-  format::with_width(q.width, [&](auto width) { scale = search<width.value>(s, d, q, r, k); });
+  return {signs ? length * block_norm(split.block) : length, k, e};
+}
+
+// The scale as it is stored. scale: before the power of two is put back
+inline uint16_t finished_scale(float scale, int e, int32_t greatest) {
   scale = scale * power_of_two(e);
   scale = scale < format::kMaxHalf ? scale : format::kMaxHalf;
-  for (int c = d; c < padded; ++c) s.codes[c] = 0;
   return float_to_half(greatest ? scale : 0);
+}
+
+constexpr int32_t kNotFinite = 0x7F800000;  // the bits of infinity, which those of finite numbers are below
+
+// load_row has filled s.y and returned `greatest`. Leaves the codes in s.codes and returns the float16 scale.
+// signs: null without a rotation
+inline uint16_t encode_row(EncoderScratch& s, format::Split split, const float* signs, const Quantiser& q,
+                           int32_t greatest) {
+  const int d = split.blocks * split.block, padded = (d + 63) / 64 * 64;
+  if (greatest >= kNotFinite) {
+    memset(s.codes, 0, padded);
+    return format::kNanScale;
+  }
+  const Normalised row = normalise_row(s, split, signs, q.units, greatest);
+  float scale = 0;
+  format::with_width(q.width, [&](auto width) { scale = search<width.value>(s, d, q, row.r, row.k); });
+  for (int c = d; c < padded; ++c) s.codes[c] = 0;
+  return finished_scale(scale, row.e, greatest);
 }
 
 // ---- Decoding ------------------------------------------------------------------------------------------------------

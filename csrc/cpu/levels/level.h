@@ -7,6 +7,7 @@
 #include "cpu/kernels/codec.h"
 #include "cpu/kernels/group.h"
 #include "cpu/kernels/hadamard.h"
+#include "cpu/kernels/linear.h"
 #include "cpu/kernels/mass.h"
 #include "cpu/kernels/mla.h"
 #include "cpu/kernels/move.h"
@@ -48,6 +49,13 @@ constexpr Kernels make_table(const char* level) {
       .score_rows = score_rows,
       .project = project,
       .sign_bits = sign_bits,
+      .encode_weight = encode_weight,
+      .decode_weight = decode_weight,
+      .pack_weight = pack_weight,
+      .unpack_weight = unpack_weight,
+      .linear_factor_bytes = linear_factor_bytes,
+      .linear_inputs = linear_inputs,
+      .linear_slabs = linear_slabs,
   };
 }
 

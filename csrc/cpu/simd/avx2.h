@@ -163,6 +163,20 @@ inline __m256i sum_quads(__m256i a, __m256i b, __m256i c, __m256i d) {
   const __m256i cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
   return _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
 }
+inline void interleave_pairs(Floats x, Floats y, Floats& first, Floats& second) {
+  const auto both = [](__m256 a, __m256 b) -> Floats {
+    const __m256d x = _mm256_castps_pd(a), y = _mm256_castps_pd(b);
+    const __m256d even = _mm256_unpacklo_pd(x, y), odd = _mm256_unpackhi_pd(x, y);
+    return {_mm256_castpd_ps(_mm256_permute2f128_pd(even, odd, 0x20)),
+            _mm256_castpd_ps(_mm256_permute2f128_pd(even, odd, 0x31))};
+  };
+  first = both(x.a, y.a), second = both(x.b, y.b);
+}
+inline Floats broadcast_four(const float* p) {
+  const __m256 four = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+  return {four, four};
+}
+
 ALWAYS_INLINE Ints sum_quads(const Ints& w, const Ints& x, const Ints& y, const Ints& z) {
   return {sum_quads(w.a, x.a, y.a, z.a), sum_quads(w.b, x.b, y.b, z.b)};
 }
@@ -455,6 +469,16 @@ ALWAYS_INLINE void multiply_add(Products& sum, const Levels& l, const Factors& f
 }
 inline Ints total(Products p) { return {p.a, p.b}; }
 inline Products starting_from(Ints x) { return {x.a, x.b}; }
+
+// A byte product needs one unsigned operand: the size of a level, whose sign the factor takes. The sum of two products
+// fits 16 bits, even of -128.
+ALWAYS_INLINE Ints multiply_add(Ints sum, Bytes levels, Bytes factors) {
+  const auto half = [](__m256i s, __m256i l, __m256i f) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(l), _mm256_sign_epi8(f, l));
+    return _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  };
+  return {half(sum.a, levels.a, factors.a), half(sum.b, levels.b, factors.b)};
+}
 
 inline void make_factors(Factors* to, const int16_t (&f)[16]) {
   alignas(16) int16_t even[8], odd[8];

@@ -137,6 +137,15 @@ inline Floats pair_sums(Floats a, Floats b) {
   return {_mm512_add_ps(_mm512_permutex2var_ps(a.v, even, b.v), _mm512_permutex2var_ps(a.v, odd, b.v))};
 }
 
+// Pairs of lanes by turns: a's first, b's first, a's second, and so on, sixteen lanes in each result.
+inline void interleave_pairs(Floats a, Floats b, Floats& first, Floats& second) {
+  const __m512i low = _mm512_setr_epi32(0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23);
+  first = {_mm512_permutex2var_ps(a.v, low, b.v)};
+  second = {_mm512_permutex2var_ps(a.v, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b.v)};
+}
+// Lane 4l + i becomes p[i].
+inline Floats broadcast_four(const float* p) { return {_mm512_broadcast_f32x4(_mm_loadu_ps(p))}; }
+
 // Lane 4l + i becomes the sum of lanes 4l .. 4l + 3 of the i-th argument.
 ALWAYS_INLINE Ints sum_quads(Ints a, Ints b, Ints c, Ints d) {
   const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a.v, b.v), _mm512_unpackhi_epi32(a.v, b.v));
@@ -366,6 +375,11 @@ ALWAYS_INLINE void multiply_add(Products& sum, Levels levels, const Factors& fac
 }
 inline Ints total(Products p) { return {_mm512_add_epi32(_mm512_slli_epi32(p.high, 8), p.low)}; }
 inline Products starting_from(Ints x) { return {_mm512_setzero_si512(), x.v}; }
+
+// Lane i gains the products of levels 4i .. 4i + 3 with factors that are signed bytes, -127 and more.
+ALWAYS_INLINE Ints multiply_add(Ints sum, Bytes levels, Bytes factors) {
+  return {_mm512_dpbusd_epi32(sum.v, levels.v, factors.v)};
+}
 
 // The factors of the sixteen bytes of every quarter.
 inline void make_factors(Factors* to, const int16_t (&f)[16]) {

@@ -231,6 +231,16 @@ inline Vector pair_sums(const Vector& a, const Vector& b) {
   return lanes<Vector>([&](int i) { return i < 8 ? a.v[2 * i] + a.v[2 * i + 1] : b.v[2 * i - 16] + b.v[2 * i - 15]; });
 }
 
+inline void interleave_pairs(const Floats& a, const Floats& b, Floats& first, Floats& second) {
+  const auto from = [&](int start) {
+    return lanes<Floats>([&](int i) { return (i & 2 ? b : a).v[start + i / 4 * 2 + i % 2]; });
+  };
+  first = from(0), second = from(8);
+}
+inline Floats broadcast_four(const float* p) {
+  return lanes<Floats>([&](int i) { return p[i % 4]; });
+}
+
 inline Ints sum_quads(const Ints& a, const Ints& b, const Ints& c, const Ints& d) {
   const Ints* x[4] = {&a, &b, &c, &d};
   return lanes<Ints>([&](int i) {
@@ -423,6 +433,14 @@ inline Ints total(const Products& p) {
 }
 inline Products starting_from(const Ints& x) {
   return lanes<Products>([&](int i) { return i % 2 ? 0 : x.v[i / 2]; });
+}
+ALWAYS_INLINE Ints multiply_add(const Ints& sum, const Bytes& levels, const Bytes& factors) {
+  int32_t product[64];
+  for (int i = 0; i < 64; ++i) product[i] = static_cast<int8_t>(levels.v[i]) * static_cast<int8_t>(factors.v[i]);
+  return lanes<Ints>([&](int i) {
+    const int32_t* p = product + 4 * i;
+    return sum.v[i] + (p[0] + p[1]) + (p[2] + p[3]);
+  });
 }
 inline void make_factors(Factors* to, const int16_t (&f)[16]) {
   for (int i = 0; i < 32; ++i) to->even[i] = f[2 * i % 16], to->odd[i] = f[2 * i % 16 + 1];

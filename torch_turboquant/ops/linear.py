@@ -1,0 +1,620 @@
+"""Weights of linear layers in blocks of codes, and products straight from them.
+
+A weight [n, k] (outputs, inputs) is stored in blocks of 64 rows and a group of 64 or 128 channels.
+The channels of a row in a block are rotated, coded at 4 or 8 bits and share a float16 scale; with
+`sub` = 32, every 32 of them share a multiplier as well. All groups take the same rotation, so that a
+slice of a weight by whole tiles of rows or whole groups of channels is a slice of its bytes. Codes,
+scales and multipliers are the same bytes on every device (docs/format.md, section 13).
+
+linear_packed rotates the activations of each group as the weight was, makes signed bytes of them
+with a unit per token and group, and sums products of integers. The weight is never expanded in
+memory. weight_pack and weight_unpack are for those who choose codes themselves, such as rounding by
+second moments of activations.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_turboquant import _checks
+from torch_turboquant.format import (
+    MAX_WEIGHT_GROUPS,
+    MAX_WEIGHT_ROWS,
+    MULTIPLIER_OFFSET,
+    MULTIPLIER_UNIT,
+    SUB_CHANNELS,
+    WEIGHT_GROUPS,
+    WEIGHT_ROWS,
+    WeightBlock,
+    WeightParts,
+    read_weight,
+    write_weight,
+)
+from torch_turboquant.ops import _cache_checks as checks
+from torch_turboquant.ops.codec import (
+    SCALE_MODES,
+    Channels,
+    level_of_code_reference,
+    level_table_reference,
+    power_of_two,
+    quantise_reference,
+)
+from torch_turboquant.ops.hadamard import core_reference, sqrt_reference, tree_sum_reference
+
+# ---- checks
+
+
+def _check_signs(signs: Tensor, device: torch.device) -> int:
+    """float32 [group]; returns group."""
+    _checks.check_constant("signs", signs, device, torch.float32, (None,))
+    if signs.shape[0] not in WEIGHT_GROUPS:
+        raise ValueError(
+            f"signs has {signs.shape[0]} channels, supported: 64 or 128, the group of the weight"
+        )
+    return signs.shape[0]
+
+
+def _check_size(n: int, k: int, group: int, name: str) -> None:
+    if not 0 <= n <= MAX_WEIGHT_ROWS:
+        raise ValueError(f"{name} has {n} rows, supported: 0 to {MAX_WEIGHT_ROWS}")
+    if k < group or k % group or k // group > MAX_WEIGHT_GROUPS:
+        raise ValueError(
+            f"{name} has {k} channels, supported: multiples of the group of {group} up to "
+            f"{MAX_WEIGHT_GROUPS * group}"
+        )
+
+
+def _check_packed(
+    packed: Tensor, device: torch.device, n: int, block: WeightBlock
+) -> tuple[int, int]:
+    """uint8 [tiles, groups, block_bytes] of a weight of n rows; returns (n, k)."""
+    _checks.check_constant("packed", packed, device, torch.uint8, (None, None, block.block_bytes))
+    tiles, groups, _ = packed.shape
+    if not 1 <= groups <= MAX_WEIGHT_GROUPS:
+        raise ValueError(
+            f"packed has {groups} groups of channels, supported: 1 to {MAX_WEIGHT_GROUPS}"
+        )
+    _check_size(n, groups * block.group, block.group, "the weight")
+    if tiles != -(-n // WEIGHT_ROWS):
+        raise ValueError(
+            f"packed has {tiles} tiles of {WEIGHT_ROWS} rows, but n is {n}, which takes "
+            f"{-(-n // WEIGHT_ROWS)}"
+        )
+    return n, groups * block.group
+
+
+def _check_channels(name: str, t: Tensor | None, device: torch.device, k: int) -> None:
+    if t is not None:
+        _checks.check_constant(name, t, device, torch.float32, (k,))
+
+
+# ---- functions
+
+
+def weight_encode(
+    w: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    steps: Tensor,
+    bits: int,
+    sub: int,
+    channel_scale: Tensor | None = None,
+) -> Tensor:
+    """Quantises a weight.
+
+    WeightFormat (weights.py) has the constants: `encode_weight` calls this with them.
+
+    Args:
+        w: [n, k], float32, float16 or bfloat16, stride 1 in k; k is a multiple of the group.
+        signs: float32 [group] of +1 and -1; group = 64 or 128 channels share a scale.
+        levels: int8 [16], increasing and symmetric; None for the uniform grid, as at 8 bits.
+        steps: float32 [S], increasing, S = 1 to 64: candidate sizes of one unit of levels, relative
+            to the standard deviation of a rotated channel. With multipliers, they are the size at a
+            multiplier of 1.
+        bits: 4 or 8.
+        sub: 32 gives every 32 channels a multiplier (4 bits); 0 does not.
+        channel_scale: float32 [k]: channels of w are multiplied with these first.
+
+    Returns:
+        packed: uint8 [ceil(n / 64), k / group, block_bytes]. The rest of the last 64 rows is zero.
+        A row with a NaN or an infinity in a group has a NaN as the scale of this group.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, stride, device, bits or sub.
+    """
+    _check_encode(w, signs, levels, steps, bits, sub, channel_scale)
+    return torch.ops.turboquant.weight_encode.default(
+        w, signs, levels, steps, bits, sub, channel_scale
+    )
+
+
+def _check_encode(
+    w: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    steps: Tensor,
+    bits: int,
+    sub: int,
+    channel_scale: Tensor | None,
+) -> WeightBlock:
+    _checks.check_dtype("w", w, _checks.FLOATS)
+    device = w.device
+    _checks.check_shape("w", w, (None, None))
+    _checks.check_unit_stride("w", w)
+    block = WeightBlock(_check_signs(signs, device), bits, sub)
+    _check_size(w.shape[0], w.shape[1], block.group, "w")
+    _checks.check_levels(levels, device, bits)
+    _checks.check_steps(steps, device)
+    _check_channels("channel_scale", channel_scale, device, w.shape[1])
+    return block
+
+
+def weight_pack(codes: Tensor, scale: Tensor, multipliers: Tensor | None, bits: int) -> Tensor:
+    """Puts codes that somebody else has chosen into blocks.
+
+    Args:
+        codes: uint8 [n, k], below 2^bits; at 8 bits a signed byte.
+        scale: float16 [n, k / group]; the group is 64 or 128.
+        multipliers: uint8 [n, k / 32], 0 to 15: the multiplier of 32 channels is
+            (12 + this) / 16. None: there are none.
+        bits: 4 or 8.
+
+    Returns:
+        packed: uint8 [ceil(n / 64), k / group, block_bytes].
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, stride, device or bits.
+        RuntimeError: codes or multipliers out of range (checked on the CPU; on CUDA their low bits
+            are taken).
+    """
+    _check_pack(codes, scale, multipliers, bits)
+    return torch.ops.turboquant.weight_pack.default(codes, scale, multipliers, bits)
+
+
+def _check_pack(codes: Tensor, scale: Tensor, multipliers: Tensor | None, bits: int) -> WeightBlock:
+    _checks.check_dtype("codes", codes, (torch.uint8,))
+    device = codes.device
+    _checks.check_constant("codes", codes, device, torch.uint8, (None, None))
+    n, k = codes.shape
+    _checks.check_constant("scale", scale, device, torch.float16, (n, None))
+    groups = scale.shape[1]
+    if groups < 1 or k % groups or k // groups not in WEIGHT_GROUPS:
+        raise ValueError(
+            f"codes has shape {list(codes.shape)} and scale {list(scale.shape)}, supported: a "
+            "scale for every 64 or every 128 codes of a row"
+        )
+    block = WeightBlock(k // groups, bits, 0 if multipliers is None else SUB_CHANNELS)
+    _check_size(n, k, block.group, "codes")
+    if multipliers is not None:
+        shape = (n, k // SUB_CHANNELS)
+        _checks.check_constant("multipliers", multipliers, device, torch.uint8, shape)
+    return block
+
+
+def weight_unpack(
+    packed: Tensor, n: int, group: int, bits: int, sub: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes, scales and multipliers of a packed weight: the inverse of weight_pack.
+
+    Args:
+        packed: uint8 [ceil(n / 64), k / group, block_bytes], contiguous.
+        n: rows of the weight.
+        group, bits, sub: as it was encoded.
+
+    Returns:
+        codes: uint8 [n, k].
+        scale: float16 [n, k / group].
+        multipliers: uint8 [n, k / 32]; [n, 0] without multipliers.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, stride, bits or sub.
+    """
+    _check_unpack(packed, n, group, bits, sub)
+    return torch.ops.turboquant.weight_unpack.default(packed, n, group, bits, sub)
+
+
+def _check_unpack(packed: Tensor, n: int, group: int, bits: int, sub: int) -> WeightBlock:
+    block = WeightBlock(group, bits, sub)
+    _checks.check_dtype("packed", packed, (torch.uint8,))
+    _check_packed(packed, packed.device, n, block)
+    return block
+
+
+def weight_decode(
+    packed: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    n: int,
+    bits: int,
+    sub: int,
+    dtype: torch.dtype = torch.float32,
+    channel_inverse: Tensor | None = None,
+) -> Tensor:
+    """Reconstructs the weight that weight_encode stored.
+
+    Args:
+        packed: uint8 [ceil(n / 64), k / group, block_bytes], contiguous.
+        signs, levels, bits, sub: as given to weight_encode.
+        n: rows of the weight.
+        dtype: of the result: float32, float16 or bfloat16.
+        channel_inverse: float32 [k]: channels of the result are multiplied with these; the inverse
+            of channel_scale gives the weight as it was.
+
+    Returns:
+        [n, k] of this dtype.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, stride, device, bits or sub.
+    """
+    _check_decode(packed, signs, levels, n, bits, sub, dtype, channel_inverse)
+    return torch.ops.turboquant.weight_decode.default(
+        packed, signs, levels, n, bits, sub, dtype, channel_inverse
+    )
+
+
+def _check_decode(
+    packed: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    n: int,
+    bits: int,
+    sub: int,
+    dtype: torch.dtype,
+    channel_inverse: Tensor | None,
+) -> tuple[int, int]:
+    _checks.check_dtype("packed", packed, (torch.uint8,))
+    _checks.check_output_dtype(dtype)
+    device = packed.device
+    block = WeightBlock(_check_signs(signs, device), bits, sub)
+    shape = _check_packed(packed, device, n, block)
+    _checks.check_levels(levels, device, bits)
+    _check_channels("channel_inverse", channel_inverse, device, shape[1])
+    return shape
+
+
+def linear_packed(
+    x: Tensor,
+    packed: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    n: int,
+    bits: int,
+    sub: int,
+    channel_inverse: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """A linear layer: x times the transpose of the packed weight, plus the bias.
+
+    Activations get signed bytes after their rotation: with the unit of a token and group, the
+    largest channel is 127. On the CPU the result is the same bits whatever the level of
+    instructions, the number of threads and the other tokens of the call. CPU and CUDA add in
+    different orders, so their results differ by roundings of float32.
+
+    Args:
+        x: [..., k], float32, float16 or bfloat16, stride 1 in k.
+        packed: uint8 [ceil(n / 64), k / group, block_bytes], contiguous.
+        signs, levels, bits, sub: as given to weight_encode.
+        n: rows of the weight: outputs of the layer.
+        channel_inverse: float32 [k]: channels of x are multiplied with these first; the inverse of
+            the channel_scale that the weight was encoded with.
+        bias: [n] of x's dtype.
+
+    Returns:
+        y: [..., n] of x's dtype. All of a token is NaN if a channel of its x is NaN or infinite;
+        all of an output is NaN if its row of the weight had a NaN or an infinity.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, stride, device, bits or sub.
+        RuntimeError: x or bias is differentiated; the op has no derivative.
+    """
+    _check_linear(x, packed, signs, levels, n, bits, sub, channel_inverse, bias)
+    return torch.ops.turboquant.linear_packed.default(
+        x, packed, signs, levels, n, bits, sub, channel_inverse, bias
+    )
+
+
+def _check_linear(
+    x: Tensor,
+    packed: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    n: int,
+    bits: int,
+    sub: int,
+    channel_inverse: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    k = _checks.check_vectors("x", x)
+    device = x.device
+    block = WeightBlock(_check_signs(signs, device), bits, sub)
+    _, expected = _check_packed(packed, device, n, block)
+    if k != expected:
+        raise ValueError(
+            f"x has shape {list(x.shape)}, expected [..., {expected}] for the "
+            f"{packed.shape[1]} groups of the weight"
+        )
+    _checks.check_levels(levels, device, bits)
+    _check_channels("channel_inverse", channel_inverse, device, expected)
+    if bias is not None:
+        _checks.check_constant("bias", bias, device, x.dtype, (n,))
+
+
+# ---- fakes
+
+
+@torch.library.register_fake("turboquant::weight_encode")
+def _weight_encode_fake(
+    w: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    steps: Tensor,
+    bits: int,
+    sub: int,
+    channel_scale: Tensor | None = None,
+) -> Tensor:
+    with _checks.of_fake():
+        _check_encode(w, signs, levels, steps, bits, sub, channel_scale)
+    block = WeightBlock(signs.shape[0], bits, sub)
+    return w.new_empty(block.packed_shape(w.shape[0], w.shape[1]), dtype=torch.uint8)
+
+
+@torch.library.register_fake("turboquant::weight_pack")
+def _weight_pack_fake(
+    codes: Tensor, scale: Tensor, multipliers: Tensor | None, bits: int
+) -> Tensor:
+    with _checks.of_fake():
+        block = _check_pack(codes, scale, multipliers, bits)
+    return codes.new_empty(block.packed_shape(codes.shape[0], codes.shape[1]))
+
+
+@torch.library.register_fake("turboquant::weight_unpack")
+def _weight_unpack_fake(
+    packed: Tensor, n: int, group: int, bits: int, sub: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    with _checks.of_fake():
+        block = _check_unpack(packed, n, group, bits, sub)
+    groups = packed.shape[1]
+    return (
+        packed.new_empty((n, groups * group)),
+        packed.new_empty((n, groups), dtype=torch.float16),
+        packed.new_empty((n, groups * block.subs)),
+    )
+
+
+@torch.library.register_fake("turboquant::weight_decode")
+def _weight_decode_fake(
+    packed: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    n: int,
+    bits: int,
+    sub: int,
+    dtype: torch.dtype,
+    channel_inverse: Tensor | None = None,
+) -> Tensor:
+    with _checks.of_fake():
+        _check_decode(packed, signs, levels, n, bits, sub, dtype, channel_inverse)
+    return packed.new_empty((n, packed.shape[1] * signs.shape[0]), dtype=dtype)
+
+
+@torch.library.register_fake("turboquant::linear_packed")
+def _linear_packed_fake(*given: Any, **named: Any) -> Tensor:
+    a = checks.raw_arguments("linear_packed", given, named)
+    with _checks.of_fake():
+        _check_linear(**vars(a))
+    return a.x.new_empty((*a.x.shape[:-1], a.n))
+
+
+# ---- references
+
+
+def weight_quantise_reference(
+    w: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    steps: Tensor,
+    bits: int,
+    sub: int,
+    channel_scale: Tensor | None = None,
+) -> WeightParts:
+    """Codes, scales and multipliers: docs/format.md, section 13, step by step."""
+    n, k = w.shape
+    group = signs.shape[0]
+    x = w.float()
+    if channel_scale is not None:
+        x = x * channel_scale
+    x = x.reshape(n, k // group, group)
+    if sub == 0:
+        mode = SCALE_MODES["mse"]
+        codes, scale = quantise_reference(
+            x, signs, levels, steps, bits, mode, Channels(None, None, None)
+        )
+        none = np.zeros((n, 0), dtype=np.uint8)
+        return WeightParts(codes.reshape(n, k).numpy(), scale.numpy(), none)
+
+    # section 5, steps 2 to 5
+    broken = ~torch.isfinite(x).all(-1)
+    x = torch.where(broken[..., None], torch.zeros_like(x), x)
+    amax = x.abs().amax(-1)
+    exponent = ((amax.view(torch.int32) >> 23) - 127).clamp(-100, 100)
+    y = core_reference(signs * (x * power_of_two(-exponent)[..., None]), scaled=False)
+    length = sqrt_reference(tree_sum_reference(y * y))
+    r = length * torch.tensor(1 / math.sqrt(group), dtype=torch.float32)
+    ratio = torch.tensor(4096 * math.sqrt(group), dtype=torch.float32) / length
+    u = torch.round(y * ratio[..., None])
+    u = torch.where((amax == 0)[..., None], torch.zeros_like(u), u).long()
+    u = u.unflatten(-1, (-1, sub))  # [n, groups, subs, 32]
+
+    best: list[Tensor] = []
+    table = level_table_reference(levels, bits)
+    sums = (table[1:] + table[:-1]).float()
+    for candidate in steps.float():
+        chosen: list[Tensor] = []  # of every sub: gain, code of the multiplier, ranks, sums
+        for code in range(16):
+            step = (candidate * float(code + MULTIPLIER_OFFSET)) * MULTIPLIER_UNIT
+            boundaries = 16 * torch.round(sums * (step * 128)).clamp(-(2**26), 2**26).long()
+            rank = torch.bucketize(u, boundaries, right=True)
+            level = table[rank]
+            dot = (u * level).sum(-1).float() * 2.0**-12
+            square = (level * level).sum(-1).float()
+            gain = step * (2 * dot - step * square)
+            new = [gain, torch.full_like(dot, code), rank, dot, square]
+            chosen = _better(chosen, new)
+        _, code, rank, dot, square = chosen
+        by = code + MULTIPLIER_OFFSET
+        a, b = _sum_in_order(by * dot), _sum_in_order(by * by * square)
+        merit = torch.where(a > 0, a * a / b, torch.zeros_like(a))
+        best = _better(best, [merit, code, rank, a, b])
+    _, code, rank, a, b = best
+
+    over = torch.tensor(512 / math.sqrt(group), dtype=torch.float32)
+    scale = torch.where(a > 0, r * over * (a / b), torch.zeros_like(r))
+    scale = torch.where(amax == 0, torch.zeros_like(scale), scale)
+    scale = (scale * power_of_two(exponent)).clamp(max=65504).half()
+    nan = torch.full((), 0x7E00, dtype=torch.int16).view(torch.float16)
+    scale = torch.where(broken, nan, scale)
+    rank = torch.where(broken[..., None, None], torch.zeros_like(rank), rank)
+    code = torch.where(broken[..., None], torch.zeros_like(code), code)
+    return WeightParts(
+        rank.reshape(n, k).to(torch.uint8).numpy(),
+        scale.numpy(),
+        code.reshape(n, k // sub).to(torch.uint8).numpy(),
+    )
+
+
+def _better(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+    """Of two candidates the one with the greater first entry; ties keep the old one."""
+    if not old:
+        return new
+    better = new[0] > old[0]
+
+    def choose(n: Tensor, o: Tensor) -> Tensor:
+        return torch.where(better.reshape(better.shape + (1,) * (n.dim() - better.dim())), n, o)
+
+    return [choose(n, o) for n, o in zip(new, old, strict=True)]
+
+
+def _sum_in_order(x: Tensor) -> Tensor:
+    total = x[..., 0]
+    for i in range(1, x.shape[-1]):
+        total = total + x[..., i]
+    return total
+
+
+def weight_encode_reference(
+    w: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    steps: Tensor,
+    bits: int,
+    sub: int,
+    channel_scale: Tensor | None = None,
+) -> Tensor:
+    """weight_encode in plain PyTorch and numpy, with every rounding of docs/format.md."""
+    block = WeightBlock(signs.shape[0], bits, sub)
+    parts = weight_quantise_reference(w, signs, levels, steps, bits, sub, channel_scale)
+    return torch.from_numpy(write_weight(block, parts))
+
+
+def weight_pack_reference(
+    codes: Tensor, scale: Tensor, multipliers: Tensor | None, bits: int
+) -> Tensor:
+    """weight_pack in numpy."""
+    n, k = codes.shape
+    none = torch.zeros(n, 0, dtype=torch.uint8)
+    sub = 0 if multipliers is None else SUB_CHANNELS
+    block = WeightBlock(k // scale.shape[1], bits, sub)
+    parts = (codes, scale, none if multipliers is None else multipliers)
+    return torch.from_numpy(write_weight(block, WeightParts(*(p.numpy() for p in parts))))
+
+
+def weight_unpack_reference(
+    packed: Tensor, n: int, group: int, bits: int, sub: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """weight_unpack in numpy."""
+    parts = read_weight(WeightBlock(group, bits, sub), packed.numpy(), n)
+    return tuple(torch.from_numpy(part) for part in parts)  # type: ignore[return-value]
+
+
+def _rotated_reference(
+    packed: Tensor, levels: Tensor | None, n: int, group: int, bits: int, sub: int
+) -> Tensor:
+    """The weight in the rotated space: float32 [n, groups, group], exactly."""
+    codes, scale, multipliers = weight_unpack_reference(packed, n, group, bits, sub)
+    level = level_of_code_reference(codes, levels, bits).float()
+    y = (scale.float() * 2.0**-5).repeat_interleave(group, 1) * level
+    if sub:
+        by = (multipliers.float() + MULTIPLIER_OFFSET) * MULTIPLIER_UNIT
+        y = y * by.repeat_interleave(sub, 1)
+    return y.unflatten(1, (-1, group))
+
+
+def weight_decode_reference(
+    packed: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    n: int,
+    bits: int,
+    sub: int,
+    dtype: torch.dtype = torch.float32,
+    channel_inverse: Tensor | None = None,
+) -> Tensor:
+    """weight_decode in plain PyTorch, with every rounding of docs/format.md."""
+    y = _rotated_reference(packed, levels, n, signs.shape[0], bits, sub)
+    w = (signs * core_reference(y)).flatten(1)
+    if channel_inverse is not None:
+        w = w * channel_inverse
+    return w.to(dtype)
+
+
+def linear_integers_reference(
+    x: Tensor, signs: Tensor, channel_inverse: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What linear_packed makes of activations: int8 [tokens, groups, group], units [tokens, groups].
+
+    The roundings are those of the op, the units are float32.
+    """
+    y = x.float().flatten(0, -2)
+    if channel_inverse is not None:
+        y = y * channel_inverse
+    y = core_reference(signs * y.unflatten(-1, (-1, signs.shape[0])))
+    broken = ~torch.isfinite(y).all(-1)
+    y = torch.where(broken[..., None], torch.zeros_like(y), y)
+    amax = y.abs().amax(-1)
+    exponent = ((amax.view(torch.int32) >> 23) - 127).clamp(-100, 100)
+    down = power_of_two(-exponent)
+    inverse = torch.where(amax > 0, 127 / (amax * down), torch.zeros_like(amax))
+    integers = torch.round((y * down[..., None]) * inverse[..., None]).to(torch.int8)
+    unit = (amax * down / 127) * power_of_two(exponent)
+    return integers, torch.where(broken, torch.full_like(unit, torch.nan), unit)
+
+
+def linear_packed_reference(
+    x: Tensor,
+    packed: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    n: int,
+    bits: int,
+    sub: int,
+    channel_inverse: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """linear_packed with activations of the same integers, and sums in float64: [..., n]."""
+    integers, unit = linear_integers_reference(x, signs, channel_inverse)
+    w = _rotated_reference(packed, levels, n, signs.shape[0], bits, sub).double()
+    activations = integers.double() * unit.double()[..., None]
+    y = activations.flatten(1) @ w.flatten(1).T
+    if bias is not None:
+        y = y + bias.double()
+    return y.unflatten(0, x.shape[:-1])

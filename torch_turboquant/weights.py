@@ -1,0 +1,415 @@
+"""Weights of linear layers in 4 or 8 bits: their format, their codec and the layer that uses them.
+
+    layer = PackedLinear.from_linear(linear, WeightFormat(bits=4))
+    y = layer(x)
+
+The weight stays in its codes: the layer multiplies with them (ops/linear.py). Its bytes are the
+same on disk and on every device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_turboquant import _checks
+from torch_turboquant.codebook import GRIDS, Codebook
+from torch_turboquant.format import (
+    MULTIPLIER_OFFSET,
+    MULTIPLIER_UNIT,
+    WEIGHT_BITS,
+    WEIGHT_GROUPS,
+    WEIGHT_ROWS,
+    WeightBlock,
+    weight_subs,
+)
+from torch_turboquant.ops.linear import linear_packed, weight_decode, weight_encode
+from torch_turboquant.signs import SignKind, random_signs
+
+# Candidate steps of an encoder without multipliers, as for vectors of a cache.
+_SEARCH = 8
+# With multipliers these many are left to choose between two neighbouring multipliers. They are the
+# nominal step over the multiplier in the middle, times numbers that were found on Gaussian weights.
+_SUB_SEARCH = (0.955, 0.985)
+_MIDDLE_MULTIPLIER = (MULTIPLIER_OFFSET + 7.5) * MULTIPLIER_UNIT
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How weights are stored.
+
+    Args:
+        bits: 4 or 8 bits per channel.
+        grid: "lloyd" (Lloyd-Max levels) or "uniform" (evenly spaced). None stands for "lloyd" at 4
+            bits, and for "uniform" at 8, which have no other grid.
+        sub: 32 gives every 32 channels a multiplier of 4 bits beside the scale of their group,
+            which makes the error at 4 bits a quarter smaller; 0 does not. None stands for 32 at 4
+            bits, and for 0 at 8, which have no multipliers.
+        group: 64 or 128 channels that share a scale and a rotation. None stands for 128 where the
+            number of input channels is a multiple of it, else for 64.
+
+    Raises:
+        ValueError: anything else; the text names what is supported.
+    """
+
+    bits: int = 4
+    grid: str | None = None
+    sub: int | None = None
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits not in WEIGHT_BITS:
+            raise ValueError(f"bits is {self.bits}, supported for weights: 4, 8")
+        if self.grid is None:
+            object.__setattr__(self, "grid", "uniform" if self.bits == 8 else "lloyd")
+        elif self.grid not in GRIDS:
+            raise ValueError(f"grid must be one of {GRIDS}, got {self.grid!r}")
+        elif self.bits == 8 and self.grid != "uniform":
+            raise ValueError(f"grid must be 'uniform' for 8 bits, got {self.grid!r}")
+        if self.sub is None:
+            object.__setattr__(self, "sub", max(weight_subs(self.bits)))
+        if self.group is not None and self.group not in WEIGHT_GROUPS:
+            raise ValueError(f"group is {self.group}, supported for weights: 64, 128")
+        self._block(self.group or WEIGHT_GROUPS[0])  # checks sub
+
+    def _block(self, group: int) -> WeightBlock:
+        return WeightBlock(group, self.bits, self.sub or 0)
+
+    def group_of(self, k: int) -> int:
+        """Channels of a group of a weight with k input channels: 64 or 128.
+
+        Raises:
+            ValueError: k is not a multiple of the group.
+        """
+        groups = (128, 64) if self.group is None else (self.group,)
+        for group in groups:
+            if k > 0 and k % group == 0:
+                return group
+        raise ValueError(f"the weight has {k} input channels, supported: multiples of {groups[-1]}")
+
+    def block(self, k: int) -> WeightBlock:
+        """The layout of the blocks of a weight with k input channels."""
+        return self._block(self.group_of(k))
+
+    def bits_per_weight(self, k: int) -> float:
+        """Bits that a weight takes with its share of scales and multipliers."""
+        block = self.block(k)
+        return 8 * block.block_bytes / (WEIGHT_ROWS * block.group)
+
+    def codebook(self, group: int) -> Codebook:
+        """The levels, and the step of one unit of them at a multiplier of 1."""
+        return Codebook.make(group, self.bits, self.grid)
+
+    def signs(self, group: int, device: torch.device | str = "cpu") -> Tensor:
+        """The signs of the rotation, the same for all groups and layers: float32 [group]."""
+        return random_signs(group, 0, 0, SignKind.WEIGHTS).to(device)
+
+    def levels(self, group: int, device: torch.device | str = "cpu") -> Tensor | None:
+        """The `levels` argument of the ops: int8 [2^bits], or None for the uniform grid."""
+        return self.codebook(group).levels_tensor(device)
+
+    def steps(self, group: int, device: torch.device | str = "cpu") -> Tensor:
+        """The `steps` argument of weight_encode: float32 [S]."""
+        book = self.codebook(group)
+        if not self.sub:
+            return book.steps_tensor(_SEARCH, device)
+        steps = [book.step / _MIDDLE_MULTIPLIER * ratio for ratio in _SUB_SEARCH]
+        return torch.tensor(steps, dtype=torch.float32, device=device)
+
+
+def encode_weight(w: Tensor, format: WeightFormat, channel_scale: Tensor | None = None) -> Tensor:
+    """Quantises the weight of a linear layer.
+
+    Args:
+        w: [n, k] (outputs, inputs), float32, float16 or bfloat16; k is a multiple of 64.
+        format: how it is stored.
+        channel_scale: [k], positive, any floating dtype: input channels are multiplied with these
+            before they are coded. Whoever multiplies activations with the weight divides them by
+            these first. Large scales keep errors small in channels where activations are large.
+
+    Returns:
+        uint8 [ceil(n / 64), k / group, block_bytes] on w's device.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, scales that are not positive and finite, or a weight that holds a
+            NaN or an infinity, or becomes infinite by its scales. This waits for a GPU.
+    """
+    _checks.check_dtype("w", w, _checks.FLOATS)
+    _checks.check_shape("w", w, (None, None))
+    w = w.detach()
+    if w.stride(-1) != 1:
+        w = w.contiguous()
+    group, device = format.group_of(w.shape[1]), w.device
+    if channel_scale is not None:
+        channel_scale = checked_channel_scale(channel_scale, w.shape[1]).to(device)
+    scaled = w if channel_scale is None else w.float() * channel_scale
+    if not torch.isfinite(scaled).all():
+        raise ValueError(
+            "the weight holds a NaN or an infinity"
+            + ("" if channel_scale is None else ", or becomes infinite by its channel_scale")
+        )
+    constants = format.signs(group, device), format.levels(group, device)
+    steps = format.steps(group, device)
+    return weight_encode(w, *constants, steps, format.bits, format.sub or 0, channel_scale)
+
+
+def decode_weight(
+    packed: Tensor,
+    format: WeightFormat,
+    n: int,
+    channel_inverse: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The weight that encode_weight stored.
+
+    Args:
+        packed: uint8 [ceil(n / 64), k / group, block_bytes].
+        format: as given to encode_weight; its group must be given where encode_weight took 64
+            channels although k is a multiple of 128, as in a slice.
+        n: rows of the weight.
+        channel_inverse: float32 [k]: 1 / channel_scale.
+        dtype: of the result: float32, float16 or bfloat16.
+
+    Returns:
+        [n, k] of this dtype.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape.
+    """
+    _checks.check_dtype("packed", packed, (torch.uint8,))
+    _checks.check_shape("packed", packed, (None, None, None))
+    group = packed_group(packed, format)
+    constants = format.signs(group, packed.device), format.levels(group, packed.device)
+    return weight_decode(
+        packed, *constants, n, format.bits, format.sub or 0, dtype, channel_inverse
+    )
+
+
+def packed_group(packed: Tensor, format: WeightFormat) -> int:
+    """The group that the bytes of a block say, for blocks of different groups differ in size.
+
+    Raises:
+        ValueError: no group of this format has blocks of so many bytes.
+    """
+    groups = WEIGHT_GROUPS if format.group is None else (format.group,)
+    sizes = {replace(format, group=g).block(g).block_bytes: g for g in groups}
+    if packed.shape[2] not in sizes:
+        raise ValueError(
+            f"packed has blocks of {packed.shape[2]} bytes, expected "
+            f"{' or '.join(map(str, sizes))} for {format}"
+        )
+    return sizes[packed.shape[2]]
+
+
+def checked_channel_scale(scale: Tensor, k: int) -> Tensor:
+    """Scales of input channels as the ops take them: float32 [k], contiguous.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, or scales that are not positive and finite.
+    """
+    _checks.check_dtype("channel_scale", scale, (*_checks.FLOATS, torch.float64))
+    _checks.check_shape("channel_scale", scale, (k,))
+    scale = scale.detach().float().contiguous()
+    if not (torch.isfinite(scale) & torch.isfinite(1 / scale) & (scale > 0)).all():
+        raise ValueError("channel_scale must be positive and finite, and so must be its inverse")
+    return scale
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is packed: y = x W^T + bias, without gradients.
+
+    Attributes:
+        in_features, out_features: as of nn.Linear.
+        format: how the weight is stored; its group is set.
+        weight: uint8 [ceil(out_features / 64), in_features / group, block_bytes], a parameter.
+        channel_inverse: float32 [in_features], a parameter, or None: activations are multiplied
+            with these first. It stays float32 when the module is converted to another dtype.
+        bias: [out_features] of the model's dtype, a parameter, or None.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        format: WeightFormat,
+        bias: bool = False,
+        channel_inverse: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """An empty layer, whose parameters are loaded later.
+
+        Args:
+            in_features: a multiple of 64.
+            out_features: 1 and more.
+            format: how the weight is stored.
+            bias, channel_inverse: whether there is one.
+            device: of the parameters; "meta" for those that are loaded later.
+            dtype: of the bias.
+
+        Raises:
+            ValueError: in_features that the format does not have.
+        """
+        super().__init__()
+        group = format.group_of(in_features)
+        _checks.check_positive(out_features=out_features)
+        self.in_features, self.out_features = in_features, out_features
+        self.format = replace(format, group=group)
+        shape = self.format.block(in_features).packed_shape(out_features, in_features)
+        self.weight = _frozen(torch.empty(shape, dtype=torch.uint8, device=device))
+        self.register_parameter("channel_inverse", None)
+        if channel_inverse:
+            of_channels = torch.empty(in_features, dtype=torch.float32, device=device)
+            self.channel_inverse = _frozen(of_channels)
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = _frozen(torch.empty(out_features, dtype=dtype, device=device))
+        self._signs: Tensor | None = None
+        self._levels: Tensor | None = None
+        self.place_constants()
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, format: WeightFormat, channel_scale: Tensor | None = None
+    ) -> PackedLinear:
+        """The packed form of a linear layer, on its device.
+
+        Args:
+            linear: its weight is encoded, its bias is copied.
+            format: how the weight is stored.
+            channel_scale: as of encode_weight.
+
+        Raises:
+            TypeError: not an nn.Linear.
+            ValueError: as encode_weight.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+        packed = encode_weight(linear.weight, format, channel_scale)
+        n, k = linear.weight.shape
+        layer = cls(k, n, format, device="meta")
+        layer.weight = _frozen(packed)
+        if channel_scale is not None:
+            scale = checked_channel_scale(channel_scale, k).to(packed.device)
+            layer.channel_inverse = _frozen(1 / scale)
+        if linear.bias is not None:
+            layer.bias = _frozen(linear.bias.detach().clone())
+        layer.train(linear.training)
+        layer.place_constants()
+        return layer
+
+    def place_constants(self) -> None:
+        """Puts the signs and levels on the weight's device.
+
+        The constructor does so, and so do `to`, `cuda` and the like. Call it after the weight has
+        been replaced by one on another device; else the first `forward` does.
+        """
+        group, device = self.format.group_of(self.in_features), self.weight.device
+        if device.type == "meta":
+            self._signs = self._levels = None
+            return
+        self._signs = self.format.signs(group, device)
+        self._levels = self.format.levels(group, device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
+        of_channels = self.channel_inverse
+        super()._apply(fn, recurse)
+        converted = self.channel_inverse
+        if converted is not None and converted.dtype != torch.float32:
+            self.channel_inverse = _frozen(of_channels.detach().to(converted.device))
+        if self._signs is None or self._signs.device != self.weight.device:
+            self.place_constants()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features], of x's dtype; see linear_packed."""
+        if self._signs is None or self._signs.device != self.weight.device:
+            self.place_constants()
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        return linear_packed(
+            x,
+            self.weight,
+            self._signs,  # type: ignore[arg-type]
+            self._levels,
+            self.out_features,
+            self.format.bits,
+            self.format.sub or 0,
+            self.channel_inverse,
+            self.bias,
+        )
+
+    def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight: [out_features, in_features] of this dtype."""
+        return decode_weight(
+            self.weight, self.format, self.out_features, self.channel_inverse, dtype
+        )
+
+    def rows(self, start: int, stop: int) -> PackedLinear:
+        """The layer of outputs start .. stop - 1, with their bias: a slice of the same bytes.
+
+        Args:
+            start: a multiple of 64.
+            stop: a multiple of 64, or out_features.
+
+        Raises:
+            ValueError: another start or stop.
+        """
+        _check_slice("rows", start, stop, self.out_features, WEIGHT_ROWS)
+        part = self._part(self.in_features, stop - start)
+        part.weight = _frozen(self.weight[start // WEIGHT_ROWS : -(-stop // WEIGHT_ROWS)].clone())
+        if self.channel_inverse is not None:
+            part.channel_inverse = _frozen(self.channel_inverse.clone())
+        if self.bias is not None:
+            part.bias = _frozen(self.bias[start:stop].clone())
+        part.place_constants()
+        return part
+
+    def columns(self, start: int, stop: int) -> PackedLinear:
+        """The layer of inputs start .. stop - 1: a slice of the same bytes.
+
+        It has no bias, which belongs to the sum of all parts.
+
+        Args:
+            start, stop: multiples of the group.
+
+        Raises:
+            ValueError: another start or stop.
+        """
+        group = self.format.group_of(self.in_features)
+        _check_slice("columns", start, stop, self.in_features, group)
+        part = self._part(stop - start, self.out_features)
+        part.weight = _frozen(self.weight[:, start // group : stop // group].contiguous().clone())
+        if self.channel_inverse is not None:
+            part.channel_inverse = _frozen(self.channel_inverse[start:stop].clone())
+        part.place_constants()
+        return part
+
+    def _part(self, in_features: int, out_features: int) -> PackedLinear:
+        return PackedLinear(in_features, out_features, self.format, device="meta")
+
+    def extra_repr(self) -> str:
+        f = self.format
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, bits={f.bits}, grid={f.grid!r}, sub={f.sub}, "
+            f"group={f.group}, channel_inverse={self.channel_inverse is not None}"
+        )
+
+
+def _frozen(t: Tensor) -> nn.Parameter:
+    return nn.Parameter(t, requires_grad=False)
+
+
+def _check_slice(name: str, start: int, stop: int, size: int, unit: int) -> None:
+    fits = start % unit == 0 and (stop % unit == 0 or (name == "rows" and stop == size))
+    if not (0 <= start < stop <= size and fits):
+        raise ValueError(
+            f"{name} {start} to {stop} are no slice of {size}: supported are multiples of {unit}"
+        )
