@@ -556,10 +556,10 @@ TURBOQUANT_HD constexpr T latent_tail_offset(T slot, T stride, T row, T vector) 
 
 // ---- Section 13: weights --------------------------------------------------------------------------------------------
 
-// A weight [n, k] of a linear layer is stored in blocks of 64 rows (outputs) and `group` channels (inputs). The channels
+// A weight [n, k] of a linear layer is stored in blocks of 16 rows (outputs) and `group` channels (inputs). The channels
 // of a row in a block share a transform and a float16 scale. Where a format has multipliers, every 32 of them share one:
 // a decoded channel is scale * kLevelUnit * (multiplier * kMultiplierUnit) * level.
-constexpr int kWeightRows = 64;
+constexpr int kWeightRows = 16;
 constexpr int kSubChannels = 32;  // that share a multiplier
 constexpr int kMultiplierCodes = 16;
 constexpr int kMultiplierOffset = 12;          // a multiplier is its code and this: 12 .. 27
@@ -592,8 +592,8 @@ TURBOQUANT_HD constexpr bool valid_weight_sub(Width w, int64_t sub) {
 // The geometry of a block. All offsets are bytes from its start.
 //
 // Codes are left operands of the tensor-core instruction m16n8k32 with 8-bit elements, whose rows are outputs. An
-// operand takes 16 rows (a slab) and 32 channels (a step), and lane 4 g + t of a warp holds rows g and g + 8 of it. A
-// slab is chunks of 512 bytes, 16 for each lane, which hold one step or more.
+// operand takes the 16 rows and 32 channels (a step), and lane 4 g + t of a warp holds rows g and g + 8 of it. A block
+// is chunks of 512 bytes, 16 for each lane, which hold one step or more; then its scales; then its multipliers.
 struct WeightBlock {
   int group;
   int bits;
@@ -603,32 +603,29 @@ struct WeightBlock {
   TURBOQUANT_HD constexpr int subs() const { return sub ? group / sub : 0; }  // multipliers of a row
 
   // Sections ----------------------------------------------------------------------------------------------------------
-  static constexpr int kSlabRows = 16, kStepChannels = 32;
+  static constexpr int kStepChannels = 32;
   static constexpr int kLaneBytes = 16, kWarpBytes = 32 * kLaneBytes;  // of a chunk
-  TURBOQUANT_HD constexpr int chunk_channels() const { return kWarpBytes * 8 / bits / kSlabRows; }
-  TURBOQUANT_HD constexpr int chunks() const { return group / chunk_channels(); }  // of a slab
-  TURBOQUANT_HD constexpr int slab_bytes() const { return chunks() * kWarpBytes; }
-  TURBOQUANT_HD constexpr int scales() const { return kWeightRows / kSlabRows * slab_bytes(); }
+  TURBOQUANT_HD constexpr int chunk_channels() const { return kWarpBytes * 8 / bits / kWeightRows; }
+  TURBOQUANT_HD constexpr int chunks() const { return group / chunk_channels(); }
+  TURBOQUANT_HD constexpr int scales() const { return chunks() * kWarpBytes; }
   TURBOQUANT_HD constexpr int multipliers() const { return scales() + 2 * kWeightRows; }
   TURBOQUANT_HD constexpr int multiplier_bytes() const { return subs() / 2; }  // of a row: two in a byte
   TURBOQUANT_HD constexpr int block_bytes() const { return multipliers() + kWeightRows * multiplier_bytes(); }
 
   // Of one row --------------------------------------------------------------------------------------------------------
-  // row: 0 .. 63, channel: 0 .. group - 1
+  // row: 0 .. 15, channel: 0 .. group - 1
   TURBOQUANT_HD constexpr Pieces code(int row, int channel) const {
-    const int slab = row / kSlabRows, g = row % 8, lower = row / 8 % 2;
+    const int g = row % 8, lower = row / 8;
     const int step = channel / kStepChannels, t = channel % 16 / 4, right = channel % kStepChannels / 16;
     const int chunk = channel / chunk_channels(), inside = step % (chunk_channels() / kStepChannels);
-    const int lane = slab * slab_bytes() + chunk * kWarpBytes + (4 * g + t) * kLaneBytes;
+    const int lane = chunk * kWarpBytes + (4 * g + t) * kLaneBytes;
     // a word of four bytes: 8 bits: four channels of one row; 4 bits: the four of the left half, then those of the right
     if (levels_are_codes(width())) return one_piece(lane + 4 * (2 * right + lower) + channel % 4, 0, 8);
     const int nibble = 4 * right + channel % 4;
     return one_piece(lane + 4 * (2 * inside + lower) + nibble / 2, 4 * (nibble % 2), 4);
   }
-  // Scales and multipliers of rows g and g + 8 of a slab, which share the words of a lane, are neighbours.
-  TURBOQUANT_HD constexpr int pair_order(int row) const {
-    return row / kSlabRows * kSlabRows + row % 8 * 2 + row / 8 % 2;
-  }
+  // Scales and multipliers of rows g and g + 8, which share the words of a lane, are neighbours.
+  TURBOQUANT_HD constexpr int pair_order(int row) const { return row % 8 * 2 + row / 8; }
   TURBOQUANT_HD constexpr int scale(int row) const { return scales() + 2 * pair_order(row); }
   // s: channels 32 s .. 32 s + 31 of the group
   TURBOQUANT_HD constexpr Pieces multiplier_code(int row, int s) const {

@@ -36,7 +36,7 @@ ROPE_DIMS = (0, 32, 64)
 LATENT_BITS = (3, 4, 5, 8)
 LATENT_PAGE_SIZES = (32, 64, 128)
 
-WEIGHT_ROWS = 64
+WEIGHT_ROWS = 16
 WEIGHT_BITS = (4, 8)
 WEIGHT_GROUPS = (64, 128)
 SUB_CHANNELS = 32
@@ -354,7 +354,7 @@ def weight_subs(bits: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """A block of a weight [n, k]: 64 rows (outputs) and `group` channels (inputs).
+    """A block of a weight [n, k]: 16 rows (outputs) and `group` channels (inputs).
 
     Args:
         group: 64 or 128 channels of a row that share a scale.
@@ -385,14 +385,9 @@ class WeightBlock:
         return self.group // self.sub if self.sub else 0
 
     @property
-    def slab_bytes(self) -> int:
-        """Bytes of the codes of 16 rows."""
-        return 2 * self.group * self.bits
-
-    @property
     def scales(self) -> int:
         """First byte of the scales."""
-        return 4 * self.slab_bytes
+        return 2 * self.group * self.bits
 
     @property
     def multipliers(self) -> int:
@@ -405,10 +400,10 @@ class WeightBlock:
 
     def code(self, row: int, channel: int) -> Piece:
         """The bits of the code of one channel of one row of the block."""
-        slab, half, g = row // 16, row // 8 % 2, row % 8
+        half, g = divmod(row, 8)
         step, right, t = channel // 32, channel // 16 % 2, channel // 4 % 4
         steps = 8 // self.bits  # of a chunk
-        lane = self.slab_bytes * slab + 512 * (step // steps) + 16 * (4 * g + t)
+        lane = 512 * (step // steps) + 16 * (4 * g + t)
         if self.bits == 8:
             return Piece(lane + 4 * (2 * right + half) + channel % 4, 0, 8, 0)
         nibble = 4 * right + channel % 4
@@ -416,7 +411,7 @@ class WeightBlock:
         return Piece(word + nibble // 2, 4 * (nibble % 2), 4, 0)
 
     def _pair_order(self, row: int) -> int:
-        return 16 * (row // 16) + 2 * (row % 8) + row // 8 % 2
+        return 2 * (row % 8) + row // 8
 
     def scale(self, row: int) -> int:
         """First byte of the scale of a row."""
@@ -656,13 +651,14 @@ class WeightParts(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _weight_places(block: WeightBlock) -> tuple[np.ndarray, ...]:
-    """Bytes and shifts of codes [64, group] and multipliers [64, subs], bytes of scales [64]."""
+    """Bytes and shifts of codes [16, group] and multipliers [16, subs], bytes of scales [16]."""
     rows = range(WEIGHT_ROWS)
     codes = np.array([[block.code(r, c)[:2] for c in range(block.group)] for r in rows])
     subs = np.array([[block.multiplier(r, s)[:2] for s in range(block.subs)] for r in rows])
     subs = subs.reshape(WEIGHT_ROWS, block.subs, 2).astype(int)
     scales = np.array([block.scale(r) for r in rows])
-    return codes[..., 0], codes[..., 1], subs[..., 0], subs[..., 1], scales
+    shifts = (part[..., 1].astype(np.uint8) for part in (codes, subs))
+    return codes[..., 0], next(shifts), subs[..., 0], next(shifts), scales
 
 
 def write_weight(block: WeightBlock, parts: WeightParts) -> np.ndarray:
@@ -673,21 +669,17 @@ def write_weight(block: WeightBlock, parts: WeightParts) -> np.ndarray:
     code, code_shift, sub, sub_shift, scale = _weight_places(block)
 
     def blocks(part: np.ndarray, count: int) -> np.ndarray:
-        """[n, groups * count] -> [tiles, groups, 64, count]"""
+        """[n, groups * count] -> [16, count, blocks]"""
         whole = np.pad(part, fill).reshape(tiles, WEIGHT_ROWS, groups, count)
-        return whole.transpose(0, 2, 1, 3)
+        return whole.transpose(1, 3, 0, 2).reshape(WEIGHT_ROWS, count, tiles * groups)
 
-    data = np.zeros((tiles, groups, size), dtype=np.uint8)
-    for byte, shift, part in (
-        (code, code_shift, blocks(parts.codes, g)),
-        (sub, sub_shift, blocks(parts.multipliers, block.subs)),
-    ):
-        # the codes of one byte do not overlap, so that adding them is or-ing them
-        at = (slice(None), slice(None), byte)
-        np.add.at(data, at, (part.astype(np.int64) << shift).astype(np.uint8))
-    halves = np.ascontiguousarray(blocks(parts.scale, 1).astype("<f2"))
-    data[..., scale[:, None] + np.arange(2)] = halves.view(np.uint8)
-    return data
+    data = np.zeros((size, tiles * groups), dtype=np.uint8)
+    # the codes of one byte do not overlap, so that adding them is or-ing them
+    np.add.at(data, code, blocks(parts.codes, g) << code_shift[..., None])
+    np.add.at(data, sub, blocks(parts.multipliers, block.subs) << sub_shift[..., None])
+    halves = blocks(parts.scale, 1).astype("<f2").view("<u2")[:, 0]
+    data[scale], data[scale + 1] = halves & 255, halves >> 8
+    return np.ascontiguousarray(data.T).reshape(tiles, groups, size)
 
 
 def read_weight(block: WeightBlock, packed: np.ndarray, n: int) -> WeightParts:
@@ -696,7 +688,7 @@ def read_weight(block: WeightBlock, packed: np.ndarray, n: int) -> WeightParts:
     code, code_shift, sub, sub_shift, scale = _weight_places(block)
 
     def rows(part: np.ndarray) -> np.ndarray:
-        """[tiles, groups, 64, count] -> [n, groups * count]"""
+        """[tiles, groups, 16, count] -> [n, groups * count]"""
         return np.ascontiguousarray(part.transpose(0, 2, 1, 3)).reshape(
             tiles * WEIGHT_ROWS, groups * part.shape[3]
         )[:n]
