@@ -20,6 +20,7 @@ import torch_turboquant as tt
 from torch_turboquant.format import unused_bits, write_token
 from torch_turboquant.ops.cache import cache_load_reference, cache_store_reference
 from torch_turboquant.ops.codec import decode_reference, encode_reference
+from torch_turboquant.ops.linear import weight_encode_reference
 from torch_turboquant.ops.mla import mla_store_reference
 from torch_turboquant.signs import random_words
 
@@ -64,6 +65,14 @@ LATENTS = (
     ("k4", 256, 32, "float16", 64, True),
     ("k4u", 128, 64, "bfloat16", 128, False),
     ("k3", 256, 32, "bfloat16", 32, True),
+)
+
+# bits, grid, sub, rows, channels
+WEIGHTS = (
+    (4, "lloyd", 32, 20, 128),
+    (4, "lloyd", 0, 3, 256),
+    (4, "uniform", 32, 16, 192),
+    (8, "uniform", 0, 17, 128),
 )
 
 READER_TOKENS = 16
@@ -200,6 +209,22 @@ def load_arguments(config: tt.CacheConfig, tables: tt.CacheTables, device: str =
     return table, lens, config, tables, READER_TOKENS, torch.float32
 
 
+def weight_case(bits: int, grid: str, sub: int, n: int, k: int):
+    """(w, signs, levels, steps, bits, sub, channel_scale) of weight_encode."""
+    weight_format = tt.WeightFormat(bits, grid, sub)
+    w = numbers(n * k, 9).view(n, k).clone()
+    w[1] *= 1000.0
+    w[2, :64] = 0.0
+    w[0, 5] = torch.inf
+    group = weight_format.group_of(k)
+    constants = (f(group) for f in (weight_format.signs, weight_format.levels, weight_format.steps))
+    return w, *constants, bits, sub, 1 + numbers(k, 10).abs()
+
+
+def weight_file(bits: int, grid: str, sub: int, n: int, k: int) -> Path:
+    return DATA / f"weight_{grid}{bits}_sub{sub}_{n}x{k}.bin"
+
+
 def reader_row_case(d: int, bits: int):
     """(packed, scale, signs, levels, bits) of decode; unused bits are 1."""
     rows, width = 32, (d * bits + 7) // 8
@@ -248,6 +273,9 @@ def main() -> None:
         cache = tt.allocate_latent_cache(config, 1)
         mla_store_reference(latent, rope, cache, slots, config, tables)
         latent_file(*case).write_bytes(cache.numpy().tobytes())
+    for case in WEIGHTS:
+        packed = weight_encode_reference(*weight_case(*case))
+        weight_file(*case).write_bytes(packed.numpy().tobytes())
     (DATA / "dense_rows.bin").write_bytes(dense_bytes(encode_reference))
     for case in READERS:
         config, tables, data = reader_record(*case)

@@ -31,9 +31,9 @@ from torch_turboquant.signs import SignKind, random_signs
 
 # Candidate steps of an encoder without multipliers, as for vectors of a cache.
 _SEARCH = 8
-# With multipliers these many are left to choose between two neighbouring multipliers. They are the
-# nominal step over the multiplier in the middle, times numbers that were found on Gaussian weights.
-_SUB_SEARCH = (0.955, 0.985)
+# With multipliers a few are enough, between two neighbouring multipliers. They are the nominal step
+# over the multiplier in the middle, times numbers that were found on Gaussian weights.
+_SUB_SEARCH = (0.92, 0.95, 0.98, 1.01)
 _MIDDLE_MULTIPLIER = (MULTIPLIER_OFFSET + 7.5) * MULTIPLIER_UNIT
 
 
@@ -131,7 +131,7 @@ def encode_weight(w: Tensor, format: WeightFormat, channel_scale: Tensor | None 
             these first. Large scales keep errors small in channels where activations are large.
 
     Returns:
-        uint8 [ceil(n / 64), k / group, block_bytes] on w's device.
+        uint8 [ceil(n / 16), k / group, block_bytes] on w's device.
 
     Raises:
         TypeError: another dtype.
@@ -167,7 +167,7 @@ def decode_weight(
     """The weight that encode_weight stored.
 
     Args:
-        packed: uint8 [ceil(n / 64), k / group, block_bytes].
+        packed: uint8 [ceil(n / 16), k / group, block_bytes].
         format: as given to encode_weight; its group must be given where encode_weight took 64
             channels although k is a multiple of 128, as in a slice.
         n: rows of the weight.
@@ -227,7 +227,7 @@ class PackedLinear(nn.Module):
     Attributes:
         in_features, out_features: as of nn.Linear.
         format: how the weight is stored; its group is set.
-        weight: uint8 [ceil(out_features / 64), in_features / group, block_bytes], a parameter.
+        weight: uint8 [ceil(out_features / 16), in_features / group, block_bytes], a parameter.
         channel_inverse: float32 [in_features], a parameter, or None: activations are multiplied
             with these first. It stays float32 when the module is converted to another dtype.
         bias: [out_features] of the model's dtype, a parameter, or None.
@@ -263,10 +263,12 @@ class PackedLinear(nn.Module):
         self.format = replace(format, group=group)
         shape = self.format.block(in_features).packed_shape(out_features, in_features)
         self.weight = _frozen(torch.empty(shape, dtype=torch.uint8, device=device))
+        self.channel_inverse: nn.Parameter | None
         self.register_parameter("channel_inverse", None)
         if channel_inverse:
             of_channels = torch.empty(in_features, dtype=torch.float32, device=device)
             self.channel_inverse = _frozen(of_channels)
+        self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
         if bias:
             self.bias = _frozen(torch.empty(out_features, dtype=dtype, device=device))
@@ -318,11 +320,12 @@ class PackedLinear(nn.Module):
         self._levels = self.format.levels(group, device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
-        of_channels = self.channel_inverse
-        super()._apply(fn, recurse)
-        converted = self.channel_inverse
-        if converted is not None and converted.dtype != torch.float32:
-            self.channel_inverse = _frozen(of_channels.detach().to(converted.device))
+        # a parameter that is converted gets other data, so what it has now is kept
+        before = None if self.channel_inverse is None else self.channel_inverse.detach()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        after = self.channel_inverse
+        if before is not None and after is not None and after.dtype != torch.float32:
+            self.channel_inverse = _frozen(before.to(after.device))
         if self._signs is None or self._signs.device != self.weight.device:
             self.place_constants()
         return self
@@ -355,8 +358,8 @@ class PackedLinear(nn.Module):
         """The layer of outputs start .. stop - 1, with their bias: a slice of the same bytes.
 
         Args:
-            start: a multiple of 64.
-            stop: a multiple of 64, or out_features.
+            start: a multiple of 16.
+            stop: a multiple of 16, or out_features.
 
         Raises:
             ValueError: another start or stop.

@@ -297,8 +297,7 @@ struct LinearWeight {
   WeightBlocks blocks;
   const uint8_t* packed;        // [tiles, groups, block_bytes]
   int8_t levels[kTableLevels];  // unless codes are levels
-  // [fields of a byte, group]: the channel of byte i of a pair of rows of a slab (LinearMap)
-  const uint8_t* channels;
+  const uint8_t* channels;      // [2 group]: of the bytes of factors (LinearMap)
 };
 
 // Tokens that are multiplied with the weight at once.
@@ -410,13 +409,13 @@ struct Kernels {
   void (*unpack_weight)(const WeightBlocks& blocks, const uint8_t* packed, int64_t begin, int64_t end,
                         const WeightCodes& codes);
 
-  // Bytes of the integers of one token and group, a multiple of 64.
+  // Bytes of the integers of one token and group.
   int64_t (*linear_factor_bytes)(const format::WeightBlock& block);
   // Rows first .. first + rows.count - 1 of the inputs. rows.x: of the first of them
   void (*linear_inputs)(const LinearWeight& weight, const ActivationRows& rows, const LinearInputs& inputs,
                         int64_t first);
-  // Slabs [begin, end) of the weight times all inputs.
-  void (*linear_slabs)(const LinearWeight& weight, const LinearInputs& inputs, int64_t begin, int64_t end,
+  // Tiles [begin, end) of the weight times all inputs.
+  void (*linear_tiles)(const LinearWeight& weight, const LinearInputs& inputs, int64_t begin, int64_t end,
                        const LinearOutputs& outputs);
 };
 

@@ -112,25 +112,26 @@ Tensor weight_decode(const WeightDecodeCall& c) {
 
 // ---- linear_packed --------------------------------------------------------------------------------------------------
 
-// For each byte of a pair of rows of a slab, and for each code in it, the channel that it belongs to: [chunks, fields,
-// 64]. The constructor asks format.h.
+// The channel of every byte of factors (kernels/linear.h), [chunks, t, fields, 16]: that of the code which it meets, in
+// a word of row 0 or 8 of a block. The constructor asks format.h.
 class LinearMap {
  public:
   explicit LinearMap(const format::WeightBlock& b) : channels_(static_cast<size_t>(2 * b.group)) {
+    constexpr int kLane = format::WeightBlock::kLaneBytes, kLanes = 4;
     const int fields = 8 / b.bits;
     for (int row : {0, 8}) {
       for (int c = 0; c < b.group; ++c) {
         const format::Piece piece = b.code(row, c).piece[0];
-        const int chunk = piece.byte / format::WeightBlock::kWarpBytes;
-        const int byte = piece.byte % format::WeightBlock::kWarpBytes, field = piece.shift / b.bits;
-        channels_[static_cast<size_t>((chunk * fields + field) * kPairBytes + byte)] = static_cast<uint8_t>(c);
+        const int chunk = piece.byte / format::WeightBlock::kWarpBytes, field = piece.shift / b.bits;
+        const int t = piece.byte % format::WeightBlock::kWarpBytes / kLane;
+        channels_[static_cast<size_t>(((chunk * kLanes + t) * fields + field) * kLane + piece.byte % kLane)] =
+            static_cast<uint8_t>(c);
       }
     }
   }
   const uint8_t* get() const { return channels_.data(); }
 
  private:
-  static constexpr int kPairBytes = 64;
   std::vector<uint8_t> channels_;
 };
 
@@ -158,7 +159,6 @@ Tensor linear_packed(const LinearCall& c) {
   const int64_t token_bytes = shape.groups() * kernels().linear_factor_bytes(shape.block);
   const int64_t at_once = tokens_at_once(rows.count(), token_bytes);
   const Scratch factors(at_once * token_bytes), units(at_once * shape.groups() * static_cast<int64_t>(sizeof(float)));
-  const int64_t slabs = (shape.n + format::WeightBlock::kSlabRows - 1) / format::WeightBlock::kSlabRows;
   for (int64_t token = 0; token < rows.count(); token += at_once) {
     const LinearInputs inputs{.count = std::min(at_once, rows.count() - token),
                               .factors = factors.as<void>(),
@@ -177,9 +177,9 @@ Tensor linear_packed(const LinearCall& c) {
     const LinearOutputs outputs{.y = element(y, token * shape.n),
                                 .bias = c.bias ? c.bias->data_ptr() : nullptr,
                                 .dtype = dtype_of(c.x)};
-    const int64_t work = shape.k * format::WeightBlock::kSlabRows * inputs.count;
-    parallel_for(slabs, 1 + (1 << 18) / work,
-                 [&](int64_t begin, int64_t end) { kernels().linear_slabs(weight, inputs, begin, end, outputs); });
+    const int64_t work = shape.k * format::kWeightRows * inputs.count;
+    parallel_for(shape.tiles(), 1 + (1 << 18) / work,
+                 [&](int64_t begin, int64_t end) { kernels().linear_tiles(weight, inputs, begin, end, outputs); });
   }
   return y;
 }

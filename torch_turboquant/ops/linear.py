@@ -1,10 +1,10 @@
 """Weights of linear layers in blocks of codes, and products straight from them.
 
-A weight [n, k] (outputs, inputs) is stored in blocks of 64 rows and a group of 64 or 128 channels.
+A weight [n, k] (outputs, inputs) is stored in blocks of 16 rows and a group of 64 or 128 channels.
 The channels of a row in a block are rotated, coded at 4 or 8 bits and share a float16 scale; with
-`sub` = 32, every 32 of them share a multiplier as well. All groups take the same rotation, so that a
-slice of a weight by whole tiles of rows or whole groups of channels is a slice of its bytes. Codes,
-scales and multipliers are the same bytes on every device (docs/format.md, section 13).
+`sub` = 32, every 32 of them share a multiplier as well. All groups take the same rotation, so that
+a slice of a weight by whole tiles of rows or whole groups of channels is a slice of its bytes.
+Codes, scales and multipliers are the same bytes on every device (docs/format.md, section 13).
 
 linear_packed rotates the activations of each group as the weight was, makes signed bytes of them
 with a unit per token and group, and sums products of integers. The weight is never expanded in
@@ -121,7 +121,7 @@ def weight_encode(
         channel_scale: float32 [k]: channels of w are multiplied with these first.
 
     Returns:
-        packed: uint8 [ceil(n / 64), k / group, block_bytes]. The rest of the last 64 rows is zero.
+        packed: uint8 [ceil(n / 16), k / group, block_bytes]. The rest of the last 16 rows is zero.
         A row with a NaN or an infinity in a group has a NaN as the scale of this group.
 
     Raises:
@@ -166,7 +166,7 @@ def weight_pack(codes: Tensor, scale: Tensor, multipliers: Tensor | None, bits: 
         bits: 4 or 8.
 
     Returns:
-        packed: uint8 [ceil(n / 64), k / group, block_bytes].
+        packed: uint8 [ceil(n / 16), k / group, block_bytes].
 
     Raises:
         TypeError: another dtype.
@@ -204,7 +204,7 @@ def weight_unpack(
     """The codes, scales and multipliers of a packed weight: the inverse of weight_pack.
 
     Args:
-        packed: uint8 [ceil(n / 64), k / group, block_bytes], contiguous.
+        packed: uint8 [ceil(n / 16), k / group, block_bytes], contiguous.
         n: rows of the weight.
         group, bits, sub: as it was encoded.
 
@@ -241,7 +241,7 @@ def weight_decode(
     """Reconstructs the weight that weight_encode stored.
 
     Args:
-        packed: uint8 [ceil(n / 64), k / group, block_bytes], contiguous.
+        packed: uint8 [ceil(n / 16), k / group, block_bytes], contiguous.
         signs, levels, bits, sub: as given to weight_encode.
         n: rows of the weight.
         dtype: of the result: float32, float16 or bfloat16.
@@ -301,7 +301,7 @@ def linear_packed(
 
     Args:
         x: [..., k], float32, float16 or bfloat16, stride 1 in k.
-        packed: uint8 [ceil(n / 64), k / group, block_bytes], contiguous.
+        packed: uint8 [ceil(n / 16), k / group, block_bytes], contiguous.
         signs, levels, bits, sub: as given to weight_encode.
         n: rows of the weight: outputs of the layer.
         channel_inverse: float32 [k]: channels of x are multiplied with these first; the inverse of
@@ -460,15 +460,15 @@ def weight_quantise_reference(
     sums = (table[1:] + table[:-1]).float()
     for candidate in steps.float():
         chosen: list[Tensor] = []  # of every sub: gain, code of the multiplier, ranks, sums
-        for code in range(16):
-            step = (candidate * float(code + MULTIPLIER_OFFSET)) * MULTIPLIER_UNIT
+        for m in range(16):
+            step = (candidate * float(m + MULTIPLIER_OFFSET)) * MULTIPLIER_UNIT
             boundaries = 16 * torch.round(sums * (step * 128)).clamp(-(2**26), 2**26).long()
             rank = torch.bucketize(u, boundaries, right=True)
             level = table[rank]
             dot = (u * level).sum(-1).float() * 2.0**-12
             square = (level * level).sum(-1).float()
             gain = step * (2 * dot - step * square)
-            new = [gain, torch.full_like(dot, code), rank, dot, square]
+            new = [gain, torch.full_like(dot, m), rank, dot, square]
             chosen = _better(chosen, new)
         _, code, rank, dot, square = chosen
         by = code + MULTIPLIER_OFFSET
@@ -546,7 +546,7 @@ def weight_unpack_reference(
     return tuple(torch.from_numpy(part) for part in parts)  # type: ignore[return-value]
 
 
-def _rotated_reference(
+def rotated_weight_reference(
     packed: Tensor, levels: Tensor | None, n: int, group: int, bits: int, sub: int
 ) -> Tensor:
     """The weight in the rotated space: float32 [n, groups, group], exactly."""
@@ -570,7 +570,7 @@ def weight_decode_reference(
     channel_inverse: Tensor | None = None,
 ) -> Tensor:
     """weight_decode in plain PyTorch, with every rounding of docs/format.md."""
-    y = _rotated_reference(packed, levels, n, signs.shape[0], bits, sub)
+    y = rotated_weight_reference(packed, levels, n, signs.shape[0], bits, sub)
     w = (signs * core_reference(y)).flatten(1)
     if channel_inverse is not None:
         w = w * channel_inverse
@@ -580,9 +580,11 @@ def weight_decode_reference(
 def linear_integers_reference(
     x: Tensor, signs: Tensor, channel_inverse: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What linear_packed makes of activations: int8 [tokens, groups, group], units [tokens, groups].
+    """What linear_packed makes of activations, with the roundings of the op.
 
-    The roundings are those of the op, the units are float32.
+    Returns:
+        integers: int8 [tokens, groups, group].
+        units: float32 [tokens, groups].
     """
     y = x.float().flatten(0, -2)
     if channel_inverse is not None:
@@ -612,7 +614,7 @@ def linear_packed_reference(
 ) -> Tensor:
     """linear_packed with activations of the same integers, and sums in float64: [..., n]."""
     integers, unit = linear_integers_reference(x, signs, channel_inverse)
-    w = _rotated_reference(packed, levels, n, signs.shape[0], bits, sub).double()
+    w = rotated_weight_reference(packed, levels, n, signs.shape[0], bits, sub).double()
     activations = integers.double() * unit.double()[..., None]
     y = activations.flatten(1) @ w.flatten(1).T
     if bias is not None:

@@ -1,27 +1,28 @@
 // The op linear_packed: tokens times a packed weight, straight from its codes.
 //
-// Activations become signed bytes, rotated and with a unit per token and group, in the order in which a slab of the
-// weight holds its codes. A *pair* is rows g and g + 8 of a slab, whose codes of a chunk are 64 neighbouring bytes; its
-// 16 words belong to the two rows by turns. Products are exact in int32 up to the multiplier or the end of a group.
+// Activations become signed bytes, rotated and with a unit per token and group. Codes are read half a block at a time:
+// rows g and g + 8 for four values of g, whose words of one t are a vector when those of the four g are put together
+// (load_quarters). A word of it holds four channels of one row, so that a lane of a sum belongs to one row and, at 4
+// bits, to one of the two steps of a chunk. Sums are exact in int32 up to their multiplier.
 #pragma once
 
+#include "cpu/kernels/dot_products.h"
 #include "cpu/kernels/weight_codec.h"
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
-constexpr int kPairs = 8;  // of a slab
-constexpr int kPairBytes = 64;
-static_assert(kPairs * kPairBytes == format::WeightBlock::kWarpBytes);
+constexpr int kWords = 4;  // values of t: vectors of half a block and a chunk
+constexpr int kHalfBytes = 256;
+constexpr int kTilesAtOnce = 4;  // that share the activations of a group, while they are close
+static_assert(2 * kHalfBytes == format::WeightBlock::kWarpBytes);
 
 constexpr int linear_fields(format::Width w) { return 8 / format::num_bits(w); }  // codes of a byte
 
-// Of a group: parts that have an integer sum of their own. A chunk with two multipliers is one part, because different
-// words belong to its two steps.
-inline int linear_parts(const format::WeightBlock& b) { return b.sub ? b.chunks() : 1; }
-
-// [chunks * fields] vectors of bytes, then what the bias of levels adds to the sums of each part, negated: [parts].
+// Of a chunk: for every t and field the sixteen bytes that meet each quarter of a vector, then what the bias of levels
+// adds to the four lanes of a quarter, negated.
+constexpr int factor_bytes_of_chunk(format::Width w) { return 16 * (kWords * linear_fields(w) + (kLevelBias ? 1 : 0)); }
 inline int64_t linear_factor_bytes(const format::WeightBlock& b) {
-  return 64 * (b.chunks() * linear_fields(b.width()) + (kLevelBias ? linear_parts(b) : 0));
+  return b.chunks() * factor_bytes_of_chunk(b.width());
 }
 
 // ---- Activations ----------------------------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ inline void linear_inputs(const LinearWeight& w, const ActivationRows& rows, con
                           int64_t first) {
   const format::WeightBlock& b = w.blocks.block;
   const int64_t bytes = linear_factor_bytes(b);
-  const int vectors = b.chunks() * linear_fields(b.width()), parts = linear_parts(b), of_part = vectors / parts;
+  const int of_chunk = factor_bytes_of_chunk(b.width()), of_fields = 16 * kWords * linear_fields(b.width());
   alignas(64) float y[format::kMaxVectorDim];
   alignas(64) int8_t integers[format::kMaxVectorDim];
   dispatch_dtype<ElementTypes>(rows.dtype, [&](auto tag) {
@@ -65,23 +66,19 @@ inline void linear_inputs(const LinearWeight& w, const ActivationRows& rows, con
         transform(y, {1, b.group}, block_norm(b.group));
         const int64_t place = group * inputs.count + first + r;
         inputs.unit[place] = linear_integers(y, b.group, integers);
-        int8_t* to = static_cast<int8_t*>(inputs.factors) + place * bytes;
-        for (int i = 0; i < 64 * vectors; ++i) to[i] = integers[w.channels[i]];
-        if (kLevelBias == 0) continue;
-        int32_t* correction = reinterpret_cast<int32_t*>(to + 64 * vectors);
-        for (int p = 0; p < parts; ++p) {
-          Ints sum = broadcast(0);
-          const Bytes ones = broadcast(uint8_t{1});
-          for (int i = 0; i < of_part; ++i) {
-            sum = multiply_add(sum, ones, load(reinterpret_cast<const uint8_t*>(to + 64 * (of_part * p + i))));
-          }
-          store(correction + 16 * p, broadcast(0) - shift_left<7>(sum));
+        uint8_t* to = static_cast<uint8_t*>(inputs.factors) + place * bytes;
+        const uint8_t* channel = w.channels;
+        for (int c = 0; c < b.chunks(); ++c, to += of_chunk, channel += of_fields) {
+          for (int i = 0; i < of_fields; ++i) to[i] = static_cast<uint8_t>(integers[channel[i]]);
+          if (kLevelBias == 0) continue;
+          int32_t negated[4] = {};
+          for (int i = 0; i < of_fields; ++i) negated[i % 16 / 4] -= kLevelBias * static_cast<int8_t>(to[i]);
+          memcpy(to + of_fields, negated, sizeof negated);
         }
       }
     }
   });
 }
-static_assert(kLevelBias == 0 || kLevelBias == 1 << 7);
 
 // ---- Products -------------------------------------------------------------------------------------------------------
 
@@ -109,156 +106,165 @@ struct WeightLevels<WIDTH> {
   }
 };
 
-// What an integer sum of each word of a slab is multiplied with: [parts][pairs][4], the words of a pair repeat.
-template <bool SUB>
-inline void slab_scales(const format::WeightBlock& b, const uint8_t* block, int slab, float* to) {
-  const int first = slab * format::WeightBlock::kSlabRows;
-  const Half* halves = reinterpret_cast<const Half*>(block + b.scale(first));
+// What the sums of a block are multiplied with: [chunks][halves][16], lanes as of the sums.
+template <bool SUB, int CHUNKS>
+inline void block_scales(const format::WeightBlock& b, const uint8_t* block, float* to) {
+  const Half* halves = reinterpret_cast<const Half*>(block + b.scales());
   const Floats scale =
       load_float(halves) * broadcast(SUB ? format::kLevelUnit * format::kMultiplierUnit : format::kLevelUnit);
   Floats low, high;
   if constexpr (!SUB) {
     interleave_pairs(scale, scale, low, high);
-    store(to, low);
-    store(to + 16, high);
+    for (int c = 0; c < CHUNKS; ++c) store(to + 32 * c, low), store(to + 32 * c + 16, high);
     return;
   }
-  const uint8_t* codes = block + b.multiplier_code(first, 0).piece[0].byte;
-  int32_t words[format::WeightBlock::kSlabRows];
-  for (int i = 0; i < format::WeightBlock::kSlabRows; ++i) {
-    words[i] = b.multiplier_bytes() == 2 ? codes[2 * i] | codes[2 * i + 1] << 8 : codes[i];
-  }
+  const uint8_t* codes = block + b.multipliers();
+  int32_t words[format::kWeightRows];
+  for (int i = 0; i < format::kWeightRows; ++i)
+    words[i] = CHUNKS == 2 ? codes[2 * i] | codes[2 * i + 1] << 8 : codes[i];
   Ints word = load(words);
-  for (int part = 0; part < b.chunks(); ++part, word = shift_right<8>(word)) {
+  for (int c = 0; c < CHUNKS; ++c, word = shift_right<8>(word)) {
     const auto scaled = [&](Ints x) {
       return scale * to_floats((x & broadcast(15)) + broadcast(format::kMultiplierOffset));
     };
     interleave_pairs(scaled(word), scaled(shift_right<4>(word)), low, high);
-    store(to + 32 * part, low);
-    store(to + 32 * part + 16, high);
+    store(to + 32 * c, low), store(to + 32 * c + 16, high);
   }
 }
 
-// Adds the products of one group to the sums of `count` tokens, PAIRS pairs at once. sums: [count, kPairs, 16]
-template <format::Width WIDTH, bool SUB, int CHUNKS, int PAIRS>
-ALWAYS_INLINE void add_pairs(const uint8_t* codes, const float* scales, const WeightLevels<WIDTH>& levels,
-                             const uint8_t* factors, int64_t factor_bytes, const float* unit, int count, float* sums) {
-  constexpr int kFields = linear_fields(WIDTH), kVectors = CHUNKS * kFields, kParts = SUB ? CHUNKS : 1;
-  constexpr int kOfPart = kVectors / kParts;
-  Bytes level[PAIRS][kVectors];
-  Floats scale[PAIRS][kParts];
+// The levels of half a block and a chunk.
+template <format::Width WIDTH>
+struct HalfLevels {
+  static constexpr int kFields = linear_fields(WIDTH);
+  Bytes of[kWords * kFields];
+  HalfLevels(const uint8_t* codes, const WeightLevels<WIDTH>& levels) {
+    Bytes x[kWords];
+    load_quarters(codes, 64, x);
 #pragma GCC unroll kUnroll
-  for (int p = 0; p < PAIRS; ++p) {
-#pragma GCC unroll kUnroll
-    for (int c = 0; c < CHUNKS; ++c) {
-      const Bytes x = load(codes + c * format::WeightBlock::kWarpBytes + p * kPairBytes);
-      level[p][kFields * c] = levels.template of<0>(x);
-      if constexpr (kFields == 2) level[p][2 * c + 1] = levels.template of<1>(x);
+    for (int t = 0; t < kWords; ++t) {
+      of[kFields * t] = levels.template of<0>(x[t]);
+      if constexpr (kFields == 2) of[2 * t + 1] = levels.template of<1>(x[t]);
     }
-#pragma GCC unroll kUnroll
-    for (int i = 0; i < kParts; ++i) scale[p][i] = broadcast_four(scales + 32 * i + 4 * p);
   }
-  for (int t = 0; t < count; ++t, factors += factor_bytes, sums += kPairs * 16) {
+};
+
+// Adds the products of a chunk of a block to the sums of TOKENS tokens. factors: of the chunk, `stride` bytes from token
+// to token; sums: [TOKENS, 2, 16]
+template <format::Width WIDTH, int TOKENS>
+ALWAYS_INLINE void add_chunk(const HalfLevels<WIDTH>& low, const HalfLevels<WIDTH>& high, const float* scales,
+                             const uint8_t* factors, int64_t stride, const float* unit, float* sums) {
+  constexpr int kVectors = kWords * linear_fields(WIDTH);
+  Ints dots[2][TOKENS];
+#pragma GCC unroll kUnroll
+  for (int t = 0; t < TOKENS; ++t) {
+    Ints start = broadcast(0);
+    if constexpr (kLevelBias != 0) start = as_words(repeat_sixteen(factors + t * stride + 16 * kVectors));
+    dots[0][t] = dots[1][t] = start;
+  }
+#pragma GCC unroll kUnroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll kUnroll
+    for (int t = 0; t < TOKENS; ++t) {
+      const Bytes factor = repeat_sixteen(factors + t * stride + 16 * v);
+      dots[0][t] = multiply_add(dots[0][t], low.of[v], factor);
+      dots[1][t] = multiply_add(dots[1][t], high.of[v], factor);
+    }
+  }
+#pragma GCC unroll kUnroll
+  for (int t = 0; t < TOKENS; ++t) {
+    float* to = sums + 32 * t;
     const Floats u = broadcast(unit[t]);
-#pragma GCC unroll kUnroll
-    for (int p = 0; p < PAIRS; ++p) {
-      Floats sum = broadcast(0.0f);
-#pragma GCC unroll kUnroll
-      for (int i = 0; i < kParts; ++i) {
-        Ints dot = broadcast(0);
-        if constexpr (kLevelBias != 0) dot = load(reinterpret_cast<const int32_t*>(factors + 64 * (kVectors + i)));
-#pragma GCC unroll kUnroll
-        for (int v = 0; v < kOfPart; ++v) {
-          dot = multiply_add(dot, level[p][kOfPart * i + v], load(factors + 64 * (kOfPart * i + v)));
-        }
-        const Floats part = to_floats(dot) * scale[p][i];
-        sum = i ? sum + part : part;
-      }
-      store(sums + 16 * p, load(sums + 16 * p) + sum * u);
-    }
+    store(to, load(to) + (to_floats(dots[0][t]) * load(scales)) * u);
+    store(to + 16, load(to + 16) + (to_floats(dots[1][t]) * load(scales + 16)) * u);
   }
 }
 
-// Rows of a slab from the sums of its words: [16].
-inline void slab_rows(const float* sums, float* rows) {
-  for (int p = 0; p < kPairs; ++p) {
-    Floats x = load(sums + 16 * p);
-    x = x + swap_lanes<8>(x);
-    x = x + swap_lanes<4>(x);
-    x = x + swap_lanes<2>(x);
-    float lane[16];
-    store(lane, x);
-    rows[p] = lane[0], rows[p + kPairs] = lane[1];
-  }
-}
-
+// Adds the products of a block to the sums of `count` tokens. sums: [count, 2, 16]
 template <format::Width WIDTH, bool SUB, int CHUNKS>
-inline void linear_slab(const LinearWeight& w, const WeightLevels<WIDTH>& levels, const LinearInputs& in, int64_t slab,
-                        int64_t token, int count, float* sums) {
-  constexpr int kAtOnce = kUnroll > 1 ? 2 : 1;
-  const format::WeightBlock b = w.blocks.block;
-  const int64_t bytes = linear_factor_bytes(b), block_bytes = b.block_bytes();
-  constexpr int kSlabs = format::kWeightRows / format::WeightBlock::kSlabRows;
-  const int inside = static_cast<int>(slab % kSlabs);
-  const uint8_t* block = w.packed + slab / kSlabs * w.blocks.groups * block_bytes;
-  const uint8_t* factors = static_cast<const uint8_t*>(in.factors) + token * bytes;
-  const float* unit = in.unit + token;
-  memset(sums, 0, sizeof(float) * 16 * kPairs * count);
+inline void add_block(const format::WeightBlock& b, const uint8_t* block, const WeightLevels<WIDTH>& levels,
+                      const uint8_t* factors, const float* unit, int count, float* sums) {
+  constexpr int kOfChunk = factor_bytes_of_chunk(WIDTH), kStride = CHUNKS * kOfChunk, kAhead = 4;
   alignas(64) float scales[32 * CHUNKS];
-  for (int64_t group = 0; group < w.blocks.groups; ++group) {
-    const uint8_t* codes = block + inside * b.slab_bytes();
-    slab_scales<SUB>(b, block, inside, scales);
-    if (group + 1 < w.blocks.groups) prefetch(codes + block_bytes, b.slab_bytes());
-    for (int p = 0; p < kPairs; p += kAtOnce) {
-      add_pairs<WIDTH, SUB, CHUNKS, kAtOnce>(codes + p * kPairBytes, scales + 4 * p, levels, factors, bytes, unit,
-                                             count, sums + 16 * p);
-    }
-    block += block_bytes, factors += in.count * bytes, unit += in.count;
+  prefetch(block + kAhead * b.block_bytes(), b.block_bytes());
+  block_scales<SUB, CHUNKS>(b, block, scales);
+  for (int c = 0; c < CHUNKS; ++c) {
+    const uint8_t* codes = block + c * format::WeightBlock::kWarpBytes;
+    const HalfLevels<WIDTH> low(codes, levels), high(codes + kHalfBytes, levels);
+    const uint8_t* of_chunk = factors + c * kOfChunk;
+    const auto add = [&]<int TOKENS>(int t) __attribute__((always_inline)) {
+      add_chunk<WIDTH, TOKENS>(low, high, scales + 32 * c, of_chunk + t * kStride, kStride, unit + t, sums + 32 * t);
+    };
+    int t = 0;
+    for (; t + 4 <= count; t += 4) add.template operator()<4>(t);
+    for (; t < count; ++t) add.template operator()<1>(t);
+  }
+}
+
+// The rows of a tile from the sums of its halves.
+inline void tile_rows(const float* sums, float* rows) {
+  for (int half = 0; half < 2; ++half) {
+    const Floats x = load(sums + 16 * half);
+    float lane[16];
+    store(lane, x + swap_lanes<2>(x));
+    for (int i = 0; i < 4; ++i) rows[4 * half + i] = lane[4 * i], rows[8 + 4 * half + i] = lane[4 * i + 1];
   }
 }
 
 template <format::Width WIDTH, bool SUB, int CHUNKS>
-inline void linear_slabs_of(const LinearWeight& w, const LinearInputs& in, int64_t begin, int64_t end,
+inline void linear_tiles_of(const LinearWeight& w, const LinearInputs& in, int64_t begin, int64_t end,
                             const LinearOutputs& out) {
-  constexpr int kRows = format::WeightBlock::kSlabRows;
+  constexpr int kRows = format::kWeightRows, kBytes = CHUNKS * factor_bytes_of_chunk(WIDTH);
+  const format::WeightBlock b = w.blocks.block;
+  const int64_t groups = w.blocks.groups, block_bytes = b.block_bytes();
   const WeightLevels<WIDTH> levels(w.levels);
-  alignas(64) float sums[kLinearTokens * kPairs * 16], rows[kRows];
-  dispatch_dtype<ElementTypes>(out.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const T* bias = static_cast<const T*>(out.bias);
-    for (int64_t slab = begin; slab < end; ++slab) {
-      const int64_t first = slab * kRows, rest = w.blocks.n - first;
-      const int64_t count = rest < kRows ? rest : kRows;
-      const Floats add = bias ? load_some<false>(bias + first, count) : broadcast(0.0f);
-      for (int64_t token = 0; token < in.count; token += kLinearTokens) {
-        const int64_t left = in.count - token;
-        const int tokens = static_cast<int>(left < kLinearTokens ? left : kLinearTokens);
-        linear_slab<WIDTH, SUB, CHUNKS>(w, levels, in, slab, token, tokens, sums);
-        for (int t = 0; t < tokens; ++t) {
-          slab_rows(sums + t * kPairs * 16, rows);
-          const Floats y = bias ? load(rows) + add : load(rows);
-          store_some<false>(static_cast<T*>(out.y) + (token + t) * w.blocks.n + first, y, count);
+  alignas(64) float sums[kTilesAtOnce][kLinearTokens * 32], rows[kRows];
+  for (int64_t next, first = begin; first < end; first = next) {
+    next = first + (in.count > 1 ? kTilesAtOnce : 1);
+    next = next < end ? next : end;
+    for (int64_t token = 0; token < in.count; token += kLinearTokens) {
+      const int64_t left = in.count - token;
+      const int count = static_cast<int>(left < kLinearTokens ? left : kLinearTokens);
+      for (int64_t tile = first; tile < next; ++tile) memset(sums[tile - first], 0, sizeof(float) * 32 * count);
+      for (int64_t group = 0; group < groups; ++group) {
+        const int64_t place = group * in.count + token;
+        const uint8_t* factors = static_cast<const uint8_t*>(in.factors) + place * kBytes;
+        for (int64_t tile = first; tile < next; ++tile) {
+          add_block<WIDTH, SUB, CHUNKS>(b, w.packed + (tile * groups + group) * block_bytes, levels, factors,
+                                        in.unit + place, count, sums[tile - first]);
         }
       }
+      dispatch_dtype<ElementTypes>(out.dtype, [&](auto tag) {
+        using T = typename decltype(tag)::type;
+        const T* bias = static_cast<const T*>(out.bias);
+        for (int64_t tile = first; tile < next; ++tile) {
+          const int64_t row = tile * kRows, rest = w.blocks.n - row;
+          const Floats add = bias ? load_some<false>(bias + row, rest) : broadcast(0.0f);
+          for (int t = 0; t < count; ++t) {
+            tile_rows(sums[tile - first] + 32 * t, rows);
+            const Floats y = bias ? load(rows) + add : load(rows);
+            store_some<false>(static_cast<T*>(out.y) + (token + t) * w.blocks.n + row, y, rest);
+          }
+        }
+      });
     }
-  });
+  }
 }
 
-inline void linear_slabs(const LinearWeight& w, const LinearInputs& in, int64_t begin, int64_t end,
+inline void linear_tiles(const LinearWeight& w, const LinearInputs& in, int64_t begin, int64_t end,
                          const LinearOutputs& out) {
   const format::WeightBlock& b = w.blocks.block;
   const bool wide = b.group == 128;
   if (format::levels_are_codes(b.width())) {
-    return wide ? linear_slabs_of<format::Width::k8, false, 4>(w, in, begin, end, out)
-                : linear_slabs_of<format::Width::k8, false, 2>(w, in, begin, end, out);
+    return wide ? linear_tiles_of<format::Width::k8, false, 4>(w, in, begin, end, out)
+                : linear_tiles_of<format::Width::k8, false, 2>(w, in, begin, end, out);
   }
   constexpr auto kNibble = format::Width::k4;
   if (b.sub) {
-    return wide ? linear_slabs_of<kNibble, true, 2>(w, in, begin, end, out)
-                : linear_slabs_of<kNibble, true, 1>(w, in, begin, end, out);
+    return wide ? linear_tiles_of<kNibble, true, 2>(w, in, begin, end, out)
+                : linear_tiles_of<kNibble, true, 1>(w, in, begin, end, out);
   }
-  return wide ? linear_slabs_of<kNibble, false, 2>(w, in, begin, end, out)
-              : linear_slabs_of<kNibble, false, 1>(w, in, begin, end, out);
+  return wide ? linear_tiles_of<kNibble, false, 2>(w, in, begin, end, out)
+              : linear_tiles_of<kNibble, false, 1>(w, in, begin, end, out);
 }
 
 }  // namespace turboquant::cpu::TURBOQUANT_LEVEL

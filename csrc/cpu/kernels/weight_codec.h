@@ -64,14 +64,30 @@ struct SubChoice {
   float gain, dot, square;
 };
 
-// A and B of the 32 channels from c on. Leaves their codes in s.codes.
+// The sums of all lanes of four vectors.
+inline void sum_four(const Ints (&x)[kMostSubs], int32_t (&to)[kMostSubs]) {
+  Ints sums = sum_quads(x[0], x[1], x[2], x[3]);
+  sums = sums + as_ints(swap_lanes<4>(as_floats(sums)));
+  sums = sums + as_ints(swap_lanes<8>(as_floats(sums)));
+  int32_t lane[16];
+  store(lane, sums);
+  memcpy(to, lane, sizeof to);
+}
+
+// A and B of every 32 channels under one step.
 template <int BITS>
-inline Sums quantise_sub(EncoderScratch& s, int c, const Boundaries<BITS>& boundaries, const LevelTable& levels) {
-  const Shorts high = load(s.high + c), rank = count_boundaries(boundaries, high), l = lookup(levels, rank);
-  store_bytes(s.codes + c, rank);
+inline void sums_of_subs(const EncoderScratch& s, int subs, const Boundaries<BITS>& boundaries,
+                         const LevelTable& levels, int32_t (&dot)[kMostSubs], int32_t (&square)[kMostSubs]) {
   const Ints zero = broadcast(0);
-  const Ints dot = shift_left<4>(multiply_add(zero, high, l)) + multiply_add(zero, load(s.low + c), l);
-  return sum_both(dot, multiply_add(zero, l, l));
+  Ints dots[kMostSubs] = {zero, zero, zero, zero}, squares[kMostSubs] = {zero, zero, zero, zero};
+  for (int i = 0; i < subs; ++i) {
+    const int c = format::kSubChannels * i;
+    const Shorts high = load(s.high + c), level = lookup(levels, count_boundaries(boundaries, high));
+    dots[i] = multiply_add(shift_left<4>(multiply_add(zero, high, level)), load(s.low + c), level);
+    squares[i] = multiply_add(zero, level, level);
+  }
+  sum_four(dots, dot);
+  sum_four(squares, square);
 }
 
 // Codes with a table of levels. Chooses the candidate and a multiplier for every 32 channels, leaves the codes in
@@ -91,10 +107,11 @@ inline float search_multipliers(EncoderScratch& s, int d, const Quantiser& q, fl
     for (int m = 0; m < format::kMultiplierCodes; ++m) {
       const Tree boundaries(q.boundaries + kTreeNodes * (first + m));
       const float step = q.steps[first + m];
+      int32_t dots[kMostSubs], squares[kMostSubs];
+      sums_of_subs<kBits>(s, subs, boundaries, levels, dots, squares);
       for (int i = 0; i < subs; ++i) {
-        const Sums sums = quantise_sub<kBits>(s, format::kSubChannels * i, boundaries, levels);
-        const float dot = static_cast<float>(sums.dot) * (1 / format::kUnitsPerSigma);
-        const float square = static_cast<float>(sums.square), gain = step * (2 * dot - step * square);
+        const float dot = static_cast<float>(dots[i]) * (1 / format::kUnitsPerSigma);
+        const float square = static_cast<float>(squares[i]), gain = step * (2 * dot - step * square);
         if (choice[i].code < 0 || gain > choice[i].gain) choice[i] = {m, gain, dot, square};
       }
     }
@@ -111,7 +128,8 @@ inline float search_multipliers(EncoderScratch& s, int d, const Quantiser& q, fl
   }
   for (int i = 0; i < subs; ++i) {
     const Tree boundaries(q.boundaries + kTreeNodes * (best + multipliers[i]));
-    quantise_sub<kBits>(s, format::kSubChannels * i, boundaries, levels);
+    const int c = format::kSubChannels * i;
+    store_bytes(s.codes + c, count_boundaries(boundaries, load(s.high + c)));
   }
   return best_dot > 0 ? r * over * (best_dot / best_square) : 0;
 }

@@ -55,7 +55,7 @@ constexpr Kernels make_table(const char* level) {
       .unpack_weight = unpack_weight,
       .linear_factor_bytes = linear_factor_bytes,
       .linear_inputs = linear_inputs,
-      .linear_slabs = linear_slabs,
+      .linear_tiles = linear_tiles,
   };
 }
 

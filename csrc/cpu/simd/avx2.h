@@ -172,10 +172,6 @@ inline void interleave_pairs(Floats x, Floats y, Floats& first, Floats& second) 
   };
   first = both(x.a, y.a), second = both(x.b, y.b);
 }
-inline Floats broadcast_four(const float* p) {
-  const __m256 four = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
-  return {four, four};
-}
 
 ALWAYS_INLINE Ints sum_quads(const Ints& w, const Ints& x, const Ints& y, const Ints& z) {
   return {sum_quads(w.a, x.a, y.a, z.a), sum_quads(w.b, x.b, y.b, z.b)};
@@ -218,6 +214,11 @@ ALWAYS_INLINE Bytes load_quarters(const uint8_t* p, int64_t stride) {
 ALWAYS_INLINE void load_quarters(const uint8_t* p, int64_t stride, Bytes (&x)[4]) {
   for (int i = 0; i < 4; ++i) x[i] = load_quarters(p + 16 * i, stride);
 }
+ALWAYS_INLINE Bytes repeat_sixteen(const uint8_t* p) {
+  const __m256i x = _mm256_broadcastsi128_si256(load128(p));
+  return {x, x};
+}
+inline Ints as_words(Bytes x) { return {x.a, x.b}; }
 inline Bytes interleave_quarters(Bytes x) {
   const __m128i q0 = _mm256_castsi256_si128(x.a), q1 = _mm256_extracti128_si256(x.a, 1);
   const __m128i q2 = _mm256_castsi256_si128(x.b), q3 = _mm256_extracti128_si256(x.b, 1);

@@ -143,8 +143,6 @@ inline void interleave_pairs(Floats a, Floats b, Floats& first, Floats& second) 
   first = {_mm512_permutex2var_ps(a.v, low, b.v)};
   second = {_mm512_permutex2var_ps(a.v, _mm512_add_epi32(low, _mm512_set1_epi32(8)), b.v)};
 }
-// Lane 4l + i becomes p[i].
-inline Floats broadcast_four(const float* p) { return {_mm512_broadcast_f32x4(_mm_loadu_ps(p))}; }
 
 // Lane 4l + i becomes the sum of lanes 4l .. 4l + 3 of the i-th argument.
 ALWAYS_INLINE Ints sum_quads(Ints a, Ints b, Ints c, Ints d) {
@@ -169,6 +167,11 @@ ALWAYS_INLINE void load_quarters(const uint8_t* p, int64_t stride, Bytes (&x)[4]
   x[2] = {_mm512_shuffle_i32x4(ab2, cd2, 0x88)};
   x[3] = {_mm512_shuffle_i32x4(ab2, cd2, 0xDD)};
 }
+// Loads 16 bytes for every quarter.
+ALWAYS_INLINE Bytes repeat_sixteen(const uint8_t* p) {
+  return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline Ints as_words(Bytes x) { return {x.v}; }
 // Byte i of all four quarters becomes word i.
 inline Bytes interleave_quarters(Bytes x) {
   alignas(64) uint8_t from[64];

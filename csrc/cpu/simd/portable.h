@@ -237,9 +237,6 @@ inline void interleave_pairs(const Floats& a, const Floats& b, Floats& first, Fl
   };
   first = from(0), second = from(8);
 }
-inline Floats broadcast_four(const float* p) {
-  return lanes<Floats>([&](int i) { return p[i % 4]; });
-}
 
 inline Ints sum_quads(const Ints& a, const Ints& b, const Ints& c, const Ints& d) {
   const Ints* x[4] = {&a, &b, &c, &d};
@@ -278,6 +275,8 @@ inline Bytes load_quarters(const uint8_t* p, int64_t stride) {
 inline void load_quarters(const uint8_t* p, int64_t stride, Bytes (&x)[4]) {
   for (int i = 0; i < 4; ++i) x[i] = load_quarters(p + 16 * i, stride);
 }
+inline Bytes repeat_sixteen(const uint8_t* p) { return load_quarters(p, 0); }
+inline Ints as_words(const Bytes& x) { return load_lanes<Ints>(x.v); }
 inline Bytes interleave_quarters(const Bytes& x) {
   return lanes<Bytes>([&](int i) { return x.v[16 * (i % 4) + i / 4]; });
 }
