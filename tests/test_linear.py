@@ -186,6 +186,52 @@ def test_slices_are_slices_of_bytes(f, device):
     assert_same_bytes(columns, whole[:, 1:2])
 
 
+def fuzzed_weight(n: int, k: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Vectors of 64 channels of all sizes, some with ties, spikes, zeros, NaN or infinities."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(n, k // 64, 64, generator=g)
+    kind = torch.randint(12, (n, k // 64), generator=g)
+    w[kind == 0] = (4 * w[kind == 0]).round() / 4
+    w[kind == 1] = w[kind == 1].pow(5)
+    w[kind == 2] = 0
+    w[kind == 3] = w[kind == 3][:, :1]
+    w *= torch.exp2(torch.randint(-24, 12, (n, k // 64, 1), generator=g))
+    for value in (torch.nan, torch.inf, -torch.inf, torch.finfo(dtype).tiny):
+        row = torch.randint(n, (3,), generator=g)
+        w[row, torch.randint(k // 64, (3,), generator=g), 17] = value
+    return w.view(n, k).to(dtype)
+
+
+@pytest.mark.cuda
+@formats
+def test_a_million_vectors_on_both_devices(f):
+    """The same bytes, and the same values when they are decoded."""
+    n, k = 2048, 8192
+    for seed, group in enumerate((64, 128, 128, 64, 128, 128)):  # 1.3 million
+        of_group = tt.WeightFormat(f.bits, f.grid, f.sub, group)
+        signs, levels, steps = (
+            make(group) for make in (of_group.signs, of_group.levels, of_group.steps)
+        )
+        w = fuzzed_weight(n, k, seed, FLOATS[seed % 3])
+        packed = tt.weight_encode(w, signs, levels, steps, f.bits, f.sub)
+        on_cuda = tt.weight_encode(*moved("cuda", w, signs, levels, steps, f.bits, f.sub))
+        assert torch.equal(on_cuda.cpu(), packed)
+        arguments = (packed, signs, levels, n, f.bits, f.sub, FLOATS[(seed + 1) % 3])
+        decoded = tt.weight_decode(*moved("cuda", *arguments))
+        want = tt.weight_decode(*arguments)
+        assert torch.equal(decoded.cpu().nan_to_num(), want.nan_to_num())
+        assert torch.equal(decoded.isnan().cpu(), want.isnan())
+
+
+@pytest.mark.cuda
+def test_large_codes_lose_their_upper_bits_on_cuda():
+    codes = torch.arange(256).repeat(4, 1).to(torch.uint8)
+    scale = torch.ones(4, 2, dtype=torch.float16)
+    multipliers = torch.arange(32).view(4, 8).to(torch.uint8)
+    packed = tt.weight_pack(codes.cuda(), scale.cuda(), multipliers.cuda(), 4)
+    assert_same_bytes(packed, tt.weight_pack(codes % 16, scale, multipliers % 16, 4))
+
+
 # ---- decoding
 
 
