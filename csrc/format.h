@@ -556,9 +556,9 @@ TURBOQUANT_HD constexpr T latent_tail_offset(T slot, T stride, T row, T vector) 
 
 // ---- Section 13: weights --------------------------------------------------------------------------------------------
 
-// A weight [n, k] of a linear layer is stored in blocks of 16 rows (outputs) and `group` channels (inputs). The channels
-// of a row in a block share a transform and a float16 scale. Where a format has multipliers, every 32 of them share one:
-// a decoded channel is scale * kLevelUnit * (multiplier * kMultiplierUnit) * level.
+// A weight [n, k] of a linear layer is stored in blocks of 16 rows (outputs) and `group` channels (inputs). The
+// channels of a row in a block share a transform and a float16 scale. Where a format has multipliers, every 32 of them
+// share one: a decoded channel is scale * kLevelUnit * (multiplier * kMultiplierUnit) * level.
 constexpr int kWeightRows = 16;
 constexpr int kSubChannels = 32;  // that share a multiplier
 constexpr int kMultiplierCodes = 16;
@@ -619,7 +619,7 @@ struct WeightBlock {
     const int step = channel / kStepChannels, t = channel % 16 / 4, right = channel % kStepChannels / 16;
     const int chunk = channel / chunk_channels(), inside = step % (chunk_channels() / kStepChannels);
     const int lane = chunk * kWarpBytes + (4 * g + t) * kLaneBytes;
-    // a word of four bytes: 8 bits: four channels of one row; 4 bits: the four of the left half, then those of the right
+    // A word holds four channels of one row at 8 bits; at 4 bits those of the left half, then those of the right.
     if (levels_are_codes(width())) return one_piece(lane + 4 * (2 * right + lower) + channel % 4, 0, 8);
     const int nibble = 4 * right + channel % 4;
     return one_piece(lane + 4 * (2 * inside + lower) + nibble / 2, 4 * (nibble % 2), 4);

@@ -39,6 +39,11 @@ def _functions():
     sketched = tt.qjl_sketch(_stored()[0], projection)
     center = randn(D, seed=3)
     lse = randn(2, 3, seed=4)
+    weights = tt.WeightFormat(4)
+    of_weights, steps = (weights.signs(64), weights.levels(64)), weights.steps(64)
+    weight = tt.weight_encode(randn(20, 64, seed=5), *of_weights, steps, 4, 32)
+    parts = tt.weight_unpack(weight, 20, 64, 4, 32)
+    layer = tt.PackedLinear.from_linear(torch.nn.Linear(64, 20), weights, torch.full((64,), 2.0))
     return {
         "hadamard": lambda x: tt.hadamard(x, SIGNS, inverse=True),
         "pack": lambda x: tt.pack(codes, 3),
@@ -48,6 +53,16 @@ def _functions():
         "group_encode": lambda x: tt.group_encode(x[..., :32], 32, 2),
         "group_decode": lambda x: tt.group_decode(*groups, 32, 4, 64, torch.bfloat16),
         "qjl_sketch": lambda x: tt.qjl_sketch(x, projection),
+        "weight_encode": lambda x: tt.weight_encode(
+            torch.cat([x, x], -1)[0, :, :64], *of_weights, steps, 4, 32
+        ),
+        "weight_pack": lambda x: tt.weight_pack(*parts, 4),
+        "weight_unpack": lambda x: tt.weight_unpack(weight, 20, 64, 4, 32),
+        "weight_decode": lambda x: tt.weight_decode(weight, *of_weights, 20, 4, 32, torch.half),
+        "linear_packed": lambda x: tt.linear_packed(
+            torch.cat([x, x], -1)[..., :64], weight, *of_weights, 20, 4, 32
+        ),
+        "PackedLinear": lambda x: layer(torch.cat([x, x], -1)[..., :64]),
         "qjl_score": lambda x: tt.qjl_score(x, bits, norm, projection),
         "score": lambda x: tt.score(
             x, packed, scale, SIGNS, LEVELS, 4, center, *sketched, projection

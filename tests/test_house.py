@@ -110,6 +110,7 @@ BELOW = {
     "cuda/score": ["cuda/codec", "cuda/common"],
     "cuda/attention": ["cuda/codec", "cuda/common"],
     "cuda/mla": ["cuda/attention", "cuda/codec", "cuda/common"],
+    "cuda/linear": ["cuda/attention", "cuda/codec", "cuda/common"],
 }
 
 
@@ -225,7 +226,8 @@ def rooms(ops: str) -> dict[str, list[str]]:
 
 
 def every_floor(sources: Sources) -> list[str]:
-    """A room of csrc/ops.cpp has a file of its name on both devices, which register its ops."""
+    """A room of csrc/ops.cpp has a file of its name on both devices. Its ops are registered there,
+    or in the room's folder."""
     found = rooms(sources["ops.cpp"])
     offences = [
         f"{path} is missing"
@@ -234,7 +236,8 @@ def every_floor(sources: Sources) -> list[str]:
         if path not in sources
     ]
     for device in ("cpu", "cuda"):
-        texts = [text for path, text in sources.items() if folder(path) == device]
+        folders = (device, *(f"{device}/{room}" for room in found))
+        texts = [text for path, text in sources.items() if folder(path) in folders]
         offences += [
             f"csrc/{device} does not register {op}"
             for op in chain.from_iterable(found.values())
@@ -244,10 +247,11 @@ def every_floor(sources: Sources) -> list[str]:
 
 
 def decode_is_the_codecs(sources: Sources) -> list[str]:
-    """`decode` is the codec's op: codes to vectors. What a model does is a decode *step*."""
+    """`decode` is the codec's op: codes to vectors, or to weights. A model does a decode *step*."""
     named = r"\b(?:class|struct) \w*Decod\w*|\b(?:attend|attention)_decode\w*|\bdecode_attention\w*"
     owners = ("choices/codec", "cpu/kernels", "cpu/record.h")  # cpu/kernels lists the codec's
-    owners += tuple(f"{device}/{room}" for device in ("cpu", "cuda") for room in ("codec", "group"))
+    rooms = ("codec", "group", "linear")
+    owners += tuple(f"{part}/{room}" for part in ("calls", "cpu", "cuda") for room in rooms)
     files = [path for path in sources if "decode" in path and not path.startswith(owners)]
     return files + lines_with(sources, named, owners)
 

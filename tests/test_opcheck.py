@@ -302,6 +302,53 @@ def mla_attention_out_samples():
         yield q, *others, {"out": torch.zeros_like(q)}
 
 
+WEIGHT_SAMPLES = (
+    (tt.WeightFormat(4), 20, 128, torch.float32),
+    (tt.WeightFormat(4, "uniform", 0), 5, 192, torch.bfloat16),
+    (tt.WeightFormat(8), 16, 64, torch.float16),
+)
+
+
+def weight_encode_samples():
+    for f, n, k, dtype in WEIGHT_SAMPLES:
+        constants = (make(f.group_of(k)) for make in (f.signs, f.levels, f.steps))
+        arguments = (randn(n, k, seed=1, dtype=dtype), *constants, f.bits, f.sub)
+        yield arguments
+        yield *arguments, randn(k, seed=2).abs() + 1
+
+
+def weight_unpack_samples():
+    for w, signs, *others in weight_encode_samples():
+        packed = ops.weight_encode(w, signs, *others)
+        yield packed, w.shape[0], signs.shape[0], others[2], others[3]
+
+
+def weight_pack_samples():
+    for arguments in weight_unpack_samples():
+        codes, scale, multipliers = ops.weight_unpack(*arguments)
+        yield codes, scale, multipliers if arguments[-1] else None, arguments[-2]
+
+
+def packed_weights():
+    """(packed, signs, levels, n, bits, sub), the shape of w, its dtype"""
+    for w, signs, levels, steps, bits, sub, *scale in weight_encode_samples():
+        packed = ops.weight_encode(w, signs, levels, steps, bits, sub, *scale)
+        yield (packed, signs, levels, w.shape[0], bits, sub), w.shape, w.dtype
+
+
+def weight_decode_samples():
+    for reading, (_, k), dtype in packed_weights():
+        yield *reading, dtype
+        yield *reading, dtype, randn(k, seed=3)
+
+
+def linear_packed_samples():
+    for reading, (n, k), dtype in packed_weights():
+        x = randn(2, 3, k, seed=4, dtype=dtype)
+        yield x, *reading
+        yield x[0], *reading, randn(k, seed=3), randn(n, seed=5, dtype=dtype)
+
+
 def merge_attention_samples():
     for dtype in DTYPES:
         a, b = randn(3, 4, 48, seed=1, dtype=dtype), randn(3, 4, 48, seed=2, dtype=dtype)
@@ -318,9 +365,10 @@ NAMES = sorted(
 def test_every_op_is_listed():
     assert NAMES == sorted(
         "cache_load cache_move cache_store cache_store_layers decode encode group_decode "
-        "group_encode hadamard learn_center merge_attention mla_attention mla_attention_out "
-        "mla_load mla_store pack paged_attention paged_attention_out paged_mass qjl_score "
-        "qjl_sketch query_energy score store_and_attend unpack".split()
+        "group_encode hadamard learn_center linear_packed merge_attention mla_attention "
+        "mla_attention_out mla_load mla_store pack paged_attention paged_attention_out paged_mass "
+        "qjl_score qjl_sketch query_energy score store_and_attend unpack weight_decode "
+        "weight_encode weight_pack weight_unpack".split()
     )
 
 

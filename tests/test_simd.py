@@ -449,6 +449,40 @@ def latents_call(draw):
     return call
 
 
+def weight_call(draw):
+    """weight_encode, weight_decode and linear_packed, with all that a code can be."""
+    bits, sub = draw(st.sampled_from(((4, 32), (4, 0), (8, 0))), "bits and sub")
+    group = draw(st.sampled_from((64, 128)), "group")
+    n, k = draw(st.sampled_from((1, 5, 16, 17, 70)), "n"), group * draw(st.integers(1, 3), "groups")
+    seed, dtype = draw(st.integers(0, 999), "seed"), draw(st.sampled_from(FLOATS), "dtype")
+    offset, gap = draw(st.integers(0, 3), "offset"), draw(st.integers(0, 3), "gap")
+    w = somewhere(vectors(n, k, seed=seed, dtype=dtype), offset, gap)
+    levels = None if bits == 8 or draw(st.booleans(), "uniform") else random_levels(bits, seed)
+    steps = random_steps(draw(st.sampled_from((1, 2, 5)), "steps"), seed)
+    scaled = last(1 + randn(k, seed=seed).abs()) if draw(st.booleans(), "scaled") else None
+    rotation = signs(group, seed)
+    codes = somewhere(code_bytes(n, k, bits=bits, seed=seed) & 2**bits - 1, offset)
+    multipliers = last(code_bytes(n, k // 32, bits=4, seed=seed) & 15) if sub else None
+    parts = codes, last(halves(n, k // group, seed=seed)), multipliers, bits
+    tokens = draw(st.sampled_from((0, 1, 2, 4, 5, 16, 17, 37)), "tokens")
+    x = somewhere(vectors(tokens, k, seed=seed + 1, dtype=dtype), offset, gap)
+    bias = last(randn(n, seed=seed, dtype=dtype)) if draw(st.booleans(), "bias") else None
+
+    def call():
+        encoded = tt.weight_encode(w, rotation, levels, steps, bits, sub, scaled)
+        packed = last(tt.weight_pack(*parts))
+        reading = rotation, levels, n, bits, sub
+        return (
+            encoded,
+            packed,
+            *tt.weight_unpack(packed, n, group, bits, sub),
+            tt.weight_decode(packed, *reading, dtype, scaled),
+            tt.linear_packed(x, packed, *reading, scaled, bias),
+        )
+
+    return call
+
+
 CALLS = {
     hadamard_call: 200,
     pack_call: 300,
@@ -461,6 +495,7 @@ CALLS = {
     attention_call: 300,
     merge_call: 100,
     latents_call: 150,
+    weight_call: 300,
 }
 
 

@@ -148,10 +148,8 @@ def encode_weight(w: Tensor, format: WeightFormat, channel_scale: Tensor | None 
         channel_scale = checked_channel_scale(channel_scale, w.shape[1]).to(device)
     scaled = w if channel_scale is None else w.float() * channel_scale
     if not torch.isfinite(scaled).all():
-        raise ValueError(
-            "the weight holds a NaN or an infinity"
-            + ("" if channel_scale is None else ", or becomes infinite by its channel_scale")
-        )
+        cause = "" if channel_scale is None else ", or becomes infinite by its channel_scale"
+        raise ValueError(f"the weight holds a NaN or an infinity{cause}")
     constants = format.signs(group, device), format.levels(group, device)
     steps = format.steps(group, device)
     return weight_encode(w, *constants, steps, format.bits, format.sub or 0, channel_scale)

@@ -256,7 +256,7 @@ struct Scores {
 
 constexpr int kQueryMargin = 128;  // elements behind those of a query in the scratch of query_factors
 
-// ---- linear ----------------------------------------------------------------------------------------------------------
+// ---- linear --------------------------------------------------------------------------------------------------------
 
 // Blocks of a weight [n, k]. Block number i is that of tile i / groups and group i % groups.
 struct WeightBlocks {

@@ -148,8 +148,8 @@ struct HalfLevels {
   }
 };
 
-// Adds the products of a chunk of a block to the sums of TOKENS tokens. factors: of the chunk, `stride` bytes from token
-// to token; sums: [TOKENS, 2, 16]
+// Adds the products of a chunk of a block to the sums of TOKENS tokens. factors: of the chunk, `stride` bytes from one
+// token to the next; sums: [TOKENS, 2, 16]
 template <format::Width WIDTH, int TOKENS>
 ALWAYS_INLINE void add_chunk(const HalfLevels<WIDTH>& low, const HalfLevels<WIDTH>& high, const float* scales,
                              const uint8_t* factors, int64_t stride, const float* unit, float* sums) {

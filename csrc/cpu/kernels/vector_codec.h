@@ -135,8 +135,8 @@ inline float search(EncoderScratch& s, int d, const Quantiser& q, float r, float
   return r * q.times / best_a;
 }
 
-// What is known of a vector when its coordinates are integers: its length r, the factor k that makes y a coordinate, and
-// the exponent e of the power of two that it was divided by.
+// What is known of a vector when its coordinates are integers: its length r, the factor k that makes y a coordinate,
+// and the exponent e of the power of two that it was divided by.
 struct Normalised {
   float r, k;
   int e;

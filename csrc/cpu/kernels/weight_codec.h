@@ -58,75 +58,69 @@ inline void for_each_block(const WeightBlocks& w, int64_t begin, int64_t end, Fn
 
 // ---- Encoding with multipliers --------------------------------------------------------------------------------------
 
-// The best multiplier code of 32 channels under one candidate, and their sums with it.
-struct SubChoice {
-  int code;
-  float gain, dot, square;
+// Of every 32 channels under one step, or with the multiplier that they have chosen: lane i, and lanes 4 l + i, are
+// those of channels 32 i to 32 i + 31.
+struct SubSums {
+  Floats dot, square;
 };
 
-// The sums of all lanes of four vectors.
-inline void sum_four(const Ints (&x)[kMostSubs], int32_t (&to)[kMostSubs]) {
-  Ints sums = sum_quads(x[0], x[1], x[2], x[3]);
-  sums = sums + as_ints(swap_lanes<4>(as_floats(sums)));
-  sums = sums + as_ints(swap_lanes<8>(as_floats(sums)));
-  int32_t lane[16];
-  store(lane, sums);
-  memcpy(to, lane, sizeof to);
+// Lane 4 l + i becomes the sum of all lanes of x[i].
+inline Ints sum_subs(const Ints (&x)[kMostSubs]) {
+  const Ints sums = sum_quads(x[0], x[1], x[2], x[3]);
+  const Ints pairs = sums + as_ints(swap_lanes<4>(as_floats(sums)));
+  return pairs + as_ints(swap_lanes<8>(as_floats(pairs)));
 }
 
 // A and B of every 32 channels under one step.
-template <int BITS>
-inline void sums_of_subs(const EncoderScratch& s, int subs, const Boundaries<BITS>& boundaries,
-                         const LevelTable& levels, int32_t (&dot)[kMostSubs], int32_t (&square)[kMostSubs]) {
+template <int BITS, int SUBS>
+inline SubSums sums_of_subs(const EncoderScratch& s, const Boundaries<BITS>& boundaries, const LevelTable& levels) {
   const Ints zero = broadcast(0);
   Ints dots[kMostSubs] = {zero, zero, zero, zero}, squares[kMostSubs] = {zero, zero, zero, zero};
-  for (int i = 0; i < subs; ++i) {
+#pragma GCC unroll kUnroll
+  for (int i = 0; i < SUBS; ++i) {
     const int c = format::kSubChannels * i;
     const Shorts high = load(s.high + c), level = lookup(levels, count_boundaries(boundaries, high));
     dots[i] = multiply_add(shift_left<4>(multiply_add(zero, high, level)), load(s.low + c), level);
     squares[i] = multiply_add(zero, level, level);
   }
-  sum_four(dots, dot);
-  sum_four(squares, square);
+  return {to_floats(sum_subs(dots)) * broadcast(1 / format::kUnitsPerSigma), to_floats(sum_subs(squares))};
 }
 
 // Codes with a table of levels. Chooses the candidate and a multiplier for every 32 channels, leaves the codes in
 // s.codes, and returns the scale before the power of two is put back.
-template <format::Width WIDTH>
-inline float search_multipliers(EncoderScratch& s, int d, const Quantiser& q, float over, float r,
-                                uint8_t* multipliers) {
+template <format::Width WIDTH, int SUBS>
+inline float search_multipliers(EncoderScratch& s, const Quantiser& q, float over, float r, uint8_t* multipliers) {
   constexpr int kBits = format::num_bits(WIDTH);
   using Tree = Boundaries<kBits>;
   const LevelTable levels = level_table(q.levels);
-  const int subs = d / format::kSubChannels;
   float best_dot = 0, best_square = 1, best_merit = -1;
   int best = 0;
   for (int first = 0; first < q.num_steps; first += format::kMultiplierCodes) {
-    SubChoice choice[kMostSubs];
-    for (int i = 0; i < subs; ++i) choice[i] = {-1, 0, 0, 0};
+    SubSums chosen{broadcast(0.0f), broadcast(0.0f)};
+    Floats best_gain = broadcast(-kInfinity);
+    Ints chosen_code = broadcast(0);
     for (int m = 0; m < format::kMultiplierCodes; ++m) {
-      const Tree boundaries(q.boundaries + kTreeNodes * (first + m));
-      const float step = q.steps[first + m];
-      int32_t dots[kMostSubs], squares[kMostSubs];
-      sums_of_subs<kBits>(s, subs, boundaries, levels, dots, squares);
-      for (int i = 0; i < subs; ++i) {
-        const float dot = static_cast<float>(dots[i]) * (1 / format::kUnitsPerSigma);
-        const float square = static_cast<float>(squares[i]), gain = step * (2 * dot - step * square);
-        if (choice[i].code < 0 || gain > choice[i].gain) choice[i] = {m, gain, dot, square};
-      }
+      const SubSums sums = sums_of_subs<kBits, SUBS>(s, Tree(q.boundaries + kTreeNodes * (first + m)), levels);
+      const Floats step = broadcast(q.steps[first + m]);
+      const Floats gain = step * (broadcast(2.0f) * sums.dot - step * sums.square);
+      const Mask better = best_gain < gain;
+      best_gain = select(better, gain, best_gain);
+      chosen_code = select(better, broadcast(m), chosen_code);
+      chosen = {select(better, sums.dot, chosen.dot), select(better, sums.square, chosen.square)};
     }
-    float dot = 0, square = 0;
-    for (int i = 0; i < subs; ++i) {
-      const float by = static_cast<float>(format::multiplier(choice[i].code));
-      const float a = by * choice[i].dot, b = by * by * choice[i].square;
-      dot = i ? dot + a : a, square = i ? square + b : b;
-    }
+    const Floats by = to_floats(chosen_code + broadcast(format::kMultiplierOffset));
+    float dots[16], squares[16], dot = 0, square = 0;
+    store(dots, by * chosen.dot);
+    store(squares, (by * by) * chosen.square);
+    for (int i = 0; i < SUBS; ++i) dot = i ? dot + dots[i] : dots[i], square = i ? square + squares[i] : squares[i];
     const float merit = dot > 0 ? dot * dot / square : 0;
     if (!(merit > best_merit)) continue;
     best = first, best_dot = dot, best_square = square, best_merit = merit;
-    for (int i = 0; i < subs; ++i) multipliers[i] = static_cast<uint8_t>(choice[i].code);
+    int32_t codes[16];
+    store(codes, chosen_code);
+    for (int i = 0; i < SUBS; ++i) multipliers[i] = static_cast<uint8_t>(codes[i]);
   }
-  for (int i = 0; i < subs; ++i) {
+  for (int i = 0; i < SUBS; ++i) {
     const Tree boundaries(q.boundaries + kTreeNodes * (best + multipliers[i]));
     const int c = format::kSubChannels * i;
     store_bytes(s.codes + c, count_boundaries(boundaries, load(s.high + c)));
@@ -143,7 +137,8 @@ inline WeightRow encode_weight_row(EncoderScratch& s, const WeightEncoder& e, in
   if constexpr (!format::levels_are_codes(WIDTH)) {
     if (b.sub && greatest < kNotFinite) {
       const Normalised v = normalise_row(s, split, e.signs, e.quantiser.units, greatest);
-      const float scale = search_multipliers<WIDTH>(s, b.group, e.quantiser, e.over, v.r, row.multipliers);
+      const auto search = b.group == 128 ? search_multipliers<WIDTH, 4> : search_multipliers<WIDTH, 2>;
+      const float scale = search(s, e.quantiser, e.over, v.r, row.multipliers);
       row.scale = finished_scale(scale, v.e, greatest);
       return row;
     }
