@@ -1,5 +1,6 @@
 // weight_decode, weight_unpack: what blocks of a weight hold (docs/format.md section 13).
-#include "calls/linear.h"
+#include "cuda/linear/decode.cuh"
+
 #include "cuda/codec/arguments.cuh"
 #include "cuda/common/torch.cuh"
 #include "cuda/linear/blocks.cuh"
@@ -73,6 +74,21 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 WeightBlocks blocks_of(const WeightShape& shape) { return {shape.block, shape.n, static_cast<int>(shape.groups())}; }
 
+std::tuple<Tensor, Tensor, Tensor> weight_unpack(const WeightUnpackCall& c) {
+  const WeightShape shape = check_weight_unpack(c);
+  auto result = new_unpacked_weight(c.packed, shape);
+  if (shape.n == 0) return result;
+  const Launch launch(c.packed);
+  const unsigned blocks = num_blocks(shape.tiles() * shape.groups(), 1);
+  weight_unpack_kernel<<<blocks, kBlockThreads, 0, launch.stream()>>>(
+      blocks_of(shape), bytes_of(c.packed), static_cast<uint8_t*>(std::get<0>(result).data_ptr()),
+      static_cast<uint16_t*>(std::get<1>(result).data_ptr()), static_cast<uint8_t*>(std::get<2>(result).data_ptr()));
+  launch.check("weight_unpack");
+  return result;
+}
+
+}  // namespace
+
 Tensor weight_decode(const WeightDecodeCall& c) {
   const WeightShape shape = check_weight_decode(c);
   check_levels(c.levels, c.packed, c.bits, "levels");
@@ -92,20 +108,6 @@ Tensor weight_decode(const WeightDecodeCall& c) {
   return w;
 }
 
-std::tuple<Tensor, Tensor, Tensor> weight_unpack(const WeightUnpackCall& c) {
-  const WeightShape shape = check_weight_unpack(c);
-  auto result = new_unpacked_weight(c.packed, shape);
-  if (shape.n == 0) return result;
-  const Launch launch(c.packed);
-  const unsigned blocks = num_blocks(shape.tiles() * shape.groups(), 1);
-  weight_unpack_kernel<<<blocks, kBlockThreads, 0, launch.stream()>>>(
-      blocks_of(shape), bytes_of(c.packed), static_cast<uint8_t*>(std::get<0>(result).data_ptr()),
-      static_cast<uint16_t*>(std::get<1>(result).data_ptr()), static_cast<uint8_t*>(std::get<2>(result).data_ptr()));
-  launch.check("weight_unpack");
-  return result;
-}
-
-}  // namespace
 }  // namespace turboquant::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
