@@ -1,0 +1,223 @@
+"""Calibration of compressed weights: what a text says about a model's linears, and what to do then.
+
+All of it needs one thing of each linear: the second moments of its input, the mean of x x^T over
+the tokens x of some text. Weights are [N, K] (out, in), moments [K, K], with any number of equal
+leading dimensions, such as layers of the same shape.
+
+    channel_scales      factors of input channels that balance the errors of a rotated group
+    round_by_moments    rounds channel by channel, later channels make up for errors of earlier ones
+    encode_calibrated   both, into packed weights
+    relative_error      of a linear's output, from moments alone
+    allocate            formats of all linears under a budget, by what each is predicted to cost
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+DAMPING = 0.01  # of the mean second moment, added to every channel's before moments are inverted
+_TINY = 1e-20  # energy below which a channel counts as silent
+
+# -------------------------------------------------------------------------------- one linear
+
+
+def channel_scales(weight: Tensor, moment: Tensor) -> Tensor:
+    """Factors of channels that weights are multiplied by, and activations divided by.
+
+    The transform spreads the error of a group evenly over its channels, and the factors are undone
+    behind it, so channel k's error is multiplied by E x_k^2 / s_k^2. With the group's energy, the
+    sum of E w_k^2 s_k^2, the product is least for s_k = (E x_k^2 / E w_k^2)^(1/4).
+
+    Args:
+        weight: [..., N, K]; linears that read the same input, such as queries, keys and values,
+            may be put together along N to share their factors.
+        moment: second moments [..., K, K], or their diagonal [..., K].
+
+    Returns:
+        float32 [..., K], positive, with a geometric mean of 1.
+
+    Raises:
+        ValueError: shapes that do not fit, or moments or weights that are not finite.
+    """
+    energy = _energy(weight, moment)
+    own = weight.float().square().mean(-2)
+    _check_finite("weights", own)
+    # A silent channel weighs as little as the quietest that speaks, whatever its weights are.
+    own, energy = (x.clamp(min=_TINY * float(x.max().clamp(min=_TINY))) for x in (own, energy))
+    scale = (energy / own) ** 0.25
+    return scale / scale.log().mean(-1, keepdim=True).exp()
+
+
+def _energy(weight: Tensor, moment: Tensor) -> Tensor:
+    """The diagonal of the moments, float32 [..., K], checked."""
+    k = weight.shape[-1]
+    if moment.shape == (*weight.shape[:-2], k, k):
+        moment = moment.diagonal(dim1=-2, dim2=-1)
+    if moment.shape != (*weight.shape[:-2], k):
+        raise ValueError(
+            f"moments of weights {list(weight.shape)} must be [..., {k}, {k}] or [..., {k}], "
+            f"got {list(moment.shape)}"
+        )
+    _check_finite("second moments", moment)
+    return moment.float()
+
+
+def _check_finite(name: str, x: Tensor) -> None:
+    if not bool(x.isfinite().all()):
+        raise ValueError(f"{name} must be finite: they have NaN or infinite elements")
+
+
+def inverse_factor(moment: Tensor) -> Tensor:
+    """The upper Cholesky factor U of the inverse of damped moments, U^T U: float32 [..., K, K].
+
+    Row k divided by its diagonal element says how much of channel k's error each later channel
+    makes up for (GPTQ, arXiv:2210.17323). Computed in float64.
+    """
+    moment = moment.double()
+    _check_finite("second moments", moment)
+    mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)
+    identity = torch.eye(moment.shape[-1], device=moment.device, dtype=moment.dtype)
+    damped = moment + (DAMPING * mean.clamp(min=_TINY))[..., None, None] * identity
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True).float()
+
+
+Quantiser = Callable[[Tensor, int], Tensor]
+
+
+def round_by_moments(
+    weight: Tensor,
+    moment: Tensor,
+    bounds: Sequence[tuple[int, int]],
+    prepare: Callable[[Tensor, int], Quantiser],
+) -> Tensor:
+    """Quantises channel after channel; those not yet quantised make up for the error (GPTQ).
+
+    Args:
+        weight: float32 [..., N, K], in the basis in which it is quantised.
+        moment: second moments of the input in the same basis, [..., K, K].
+        bounds: first and last channel (exclusive) of the groups, in order, all of K.
+        prepare: called with a group's weights [..., N, g] as they are when its turn comes, and its
+            number; chooses scales, and returns the quantiser of one channel, which takes values
+            [..., N] and the channel's place in the group and gives the decoded values.
+
+    Returns:
+        The decoded weights, float32 [..., N, K].
+    """
+    left, factor = weight.clone(), inverse_factor(moment)
+    decoded = torch.empty_like(left)
+    for number, (first, last) in enumerate(bounds):
+        part = left[..., first:last].contiguous()
+        quantise = prepare(part, number)
+        own = factor[..., first:last, first:last]
+        # of all rows one channel at a time, so channels come first
+        part, errors = part.movedim(-1, 0).contiguous(), []
+        for i in range(last - first):
+            value = quantise(part[i], i)
+            decoded[..., first + i] = value
+            error = (part[i] - value) / own[..., i, i, None]
+            errors.append(error)
+            later = own[..., i, i + 1 :].movedim(-1, 0)
+            part[i + 1 :] -= error * later[..., None]
+        left[..., last:] -= torch.stack(errors, -1) @ factor[..., first:last, last:]
+    return decoded
+
+
+def relative_error(weight: Tensor, decoded: Tensor, moment: Tensor) -> Tensor:
+    """The energy of the output's error over that of the output, float64 [...].
+
+    Args:
+        weight, decoded: [..., N, K].
+        moment: second moments [..., K, K] of the input.
+    """
+    energies = []
+    for w in (decoded.float() - weight.float(), weight.float()):
+        energies.append(((w @ moment.to(w)) * w).double().sum((-1, -2)))
+    return energies[0] / energies[1].clamp(min=1e-300)
+
+
+# -------------------------------------------------------------------------------- a whole model
+
+Label = TypeVar("Label")
+
+
+class Choice(NamedTuple):
+    """One format for one linear.
+
+    Attributes:
+        label: the format, of any type.
+        bits: all bits that the linear takes in it.
+        cost: what it is predicted to cost, in any unit that can be added up, such as a sensitivity
+            times `relative_error`.
+    """
+
+    label: object
+    bits: float
+    cost: float
+
+
+def allocate(choices: Mapping[str, Sequence[Choice]], budget: float) -> dict[str, Choice]:
+    """The formats of least total cost whose bits are within the budget.
+
+    Starts from the smallest formats and spends bits where they lower the cost most per bit, among
+    the choices on the lower convex hull of each linear. The result is the best for the bits that it
+    takes; it may leave less of the budget unused than one linear's next choice takes.
+
+    Args:
+        choices: of each linear by its name, at least one.
+        budget: bits of all linears together.
+
+    Returns:
+        The choice for every name, in the order of `choices`.
+
+    Raises:
+        ValueError: the smallest choices exceed the budget, a linear has no choice, or a cost is
+            not a finite number.
+    """
+    steps = []
+    chosen: dict[str, Choice] = {}
+    for name, given in choices.items():
+        if not given:
+            raise ValueError(f"{name} has no format to choose from")
+        if not all(math.isfinite(choice.cost) for choice in given):
+            raise ValueError(f"costs must be finite numbers, those of {name} are not")
+        hull = _hull(given)
+        chosen[name] = hull[0]
+        for before, after in itertools.pairwise(hull):
+            gain = (before.cost - after.cost) / (after.bits - before.bits)
+            steps.append((gain, name, before, after))
+    left = budget - sum(choice.bits for choice in chosen.values())
+    if left < 0:
+        raise ValueError(
+            f"the budget of {budget:.0f} bits is below the {budget - left:.0f} bits that the "
+            "smallest formats take"
+        )
+    steps.sort(key=lambda step: -step[0])
+    for _, name, before, after in steps:
+        # on a hull gains fall, so a linear's steps come in order; one that is left out ends them
+        if chosen[name] is before and after.bits - before.bits <= left:
+            chosen[name] = after
+            left -= after.bits - before.bits
+    return chosen
+
+
+def _hull(given: Sequence[Choice]) -> list[Choice]:
+    """The choices on the lower convex hull of cost over bits, by bits; each costs less."""
+    hull: list[Choice] = []
+    for choice in sorted(given, key=lambda choice: (choice.bits, choice.cost)):
+        if hull and choice.cost >= hull[-1].cost:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], choice) <= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(choice)
+    return hull
+
+
+def _slope(a: Choice, b: Choice) -> float:
+    return (b.cost - a.cost) / (b.bits - a.bits)
