@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torch_turboquant.codebook import Codebook
 from torch_turboquant.ops.hadamard import hadamard
+from torch_turboquant.signs import SignKind, random_signs
 from torch_turboquant.weight_calibration import channel_scales, round_by_moments
 
 CHUNK = 1 << 20  # elements that a CPU quantises at once; a GPU takes CHUNK_CUDA
@@ -60,15 +61,10 @@ def half(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _matrix(size: int, seed: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (size,), generator=generator).float() * 2 - 1
-    return hadamard(torch.eye(size), signs).to(device)
-
-
 def matrix(size: int, device: torch.device) -> Tensor:
     """The signed transform of `size` channels: float32 [size, size], rotated = x @ matrix."""
-    return _matrix(size, 0, device)
+    signs = random_signs(size, 0, 0, SignKind.WEIGHTS)
+    return hadamard(torch.eye(size), signs).to(device)
 
 
 def rotate(x: Tensor, block: int | None, inverse: bool = False) -> Tensor:

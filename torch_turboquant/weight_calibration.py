@@ -16,10 +16,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from torch_turboquant import _checks
+from torch_turboquant.format import MULTIPLIER_OFFSET, MULTIPLIER_UNIT
+from torch_turboquant.ops.hadamard import hadamard
+from torch_turboquant.ops.linear import weight_pack, weight_unpack
+from torch_turboquant.weights import WeightFormat, checked_channel_scale, encode_weight
 
 DAMPING = 0.01  # of the mean second moment, added to every channel's before moments are inverted
 _TINY = 1e-20  # energy below which a channel counts as silent
@@ -129,6 +136,104 @@ def round_by_moments(
     return decoded
 
 
+def encode_calibrated(
+    weight: Tensor,
+    moment: Tensor,
+    form: WeightFormat,
+    channel_scale: Tensor | None = None,
+) -> Tensor:
+    """Packs a weight so that the error of the output is small, by `round_by_moments`.
+
+    Scales and multipliers of a group are those that encode_weight chooses for the weights that are
+    left when the group's turn comes; the codes differ. Any reader of the format reads the result.
+
+    Args:
+        weight: [n, k] (outputs, inputs), float32, float16 or bfloat16; k is a multiple of 64.
+        moment: [k, k], the mean of x x^T over inputs x as the layer gets them, before
+            channel_scale. It is damped, so fewer inputs than channels are allowed.
+        form: how the weight is stored.
+        channel_scale: as of encode_weight, such as `channel_scales`.
+
+    Returns:
+        packed: uint8, as of encode_weight, on the weight's device.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape or device, as encode_weight, or moments that are not finite.
+    """
+    _checks.check_dtype("weight", weight, _checks.FLOATS)
+    _checks.check_shape("weight", weight, (None, None))
+    n, k = weight.shape
+    group, device = form.group_of(k), weight.device
+    _checks.check_shape("moment", moment, (k, k))
+    _checks.check_device("moment", moment, device)
+    _check_finite("second moments", moment)
+    weight, moment = weight.detach().float(), moment.float()
+    if channel_scale is not None:
+        scale = checked_channel_scale(channel_scale, k).to(device)
+        weight, moment = weight * scale, moment / (scale * scale[:, None])
+    form = replace(form, group=group)
+    signs = form.signs(group, device)
+    coder = _Coder(form, n, k, device)
+    round_by_moments(
+        _rotated(weight, signs),
+        _rotated(_rotated(moment, signs).mT.contiguous(), signs).mT,
+        [(first, first + group) for first in range(0, k, group)],
+        coder.prepare,
+    )
+    return coder.packed()
+
+
+def _rotated(x: Tensor, signs: Tensor) -> Tensor:
+    """The transform of every group of the last dimension."""
+    return hadamard(x.unflatten(-1, (-1, len(signs))), signs).flatten(-2)
+
+
+class _Coder:
+    """Codes, scales and multipliers of a weight [n, k], as they are chosen group after group."""
+
+    def __init__(self, form: WeightFormat, n: int, k: int, device: torch.device) -> None:
+        self.form, self.group = form, form.group_of(k)
+        levels = form.levels(self.group, device)
+        if levels is None:
+            top = 127 if form.bits == 8 else 2**form.bits - 1
+            step = 1 if form.bits == 8 else 2
+            levels = torch.arange(-top, top + 1, step, device=device)
+        self.levels = levels.float()
+        self.middles = (self.levels[1:] + self.levels[:-1]) / 2
+        self.codes = torch.empty(n, k, dtype=torch.uint8, device=device)
+        self.scales: list[Tensor] = []  # [n] of each group
+        self.multipliers: list[Tensor] = []  # [n, group / sub]
+
+    def prepare(self, part: Tensor, number: int) -> Quantiser:
+        """The quantiser of a group's channels, see `round_by_moments`."""
+        n, group = part.shape
+        form, sub = self.form, self.form.sub or 0
+        own = encode_weight(hadamard(part, form.signs(group, part.device), inverse=True), form)
+        _, scale, multipliers = weight_unpack(own, n, group, form.bits, sub)
+        self.scales.append(scale[:, 0])
+        self.multipliers.append(multipliers)
+        units = scale.float() / 32
+        if sub:
+            units = units * ((multipliers.float() + MULTIPLIER_OFFSET) * MULTIPLIER_UNIT)
+        safe = torch.where(units > 0, units, 1)
+        codes = self.codes[:, number * group : (number + 1) * group]
+
+        def quantise(value: Tensor, i: int) -> Tensor:
+            at = i * units.shape[1] // group
+            rank = torch.bucketize(value / safe[:, at], self.middles, right=True)
+            # at 8 bits a code is the level's byte, in two's complement
+            codes[:, i] = (rank - 127) % 256 if form.bits == 8 else rank
+            return self.levels[rank] * units[:, at]
+
+        return quantise
+
+    def packed(self) -> Tensor:
+        """All groups, as packed weights."""
+        multipliers = torch.cat(self.multipliers, 1) if self.form.sub else None
+        return weight_pack(self.codes, torch.stack(self.scales, 1), multipliers, self.form.bits)
+
+
 def relative_error(weight: Tensor, decoded: Tensor, moment: Tensor) -> Tensor:
     """The energy of the output's error over that of the output, float64 [...].
 
@@ -143,8 +248,6 @@ def relative_error(weight: Tensor, decoded: Tensor, moment: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------- a whole model
-
-Label = TypeVar("Label")
 
 
 class Choice(NamedTuple):
