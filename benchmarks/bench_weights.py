@@ -313,7 +313,7 @@ def ours(form: Format, scales: str = "none", rounding: bool = False, acts: bool 
     parts += [{None: "no transform", 0: "whole"}.get(form.block, f"block {form.block}")]
     parts += [f"group {form.group}"] if form.group != 128 else []
     parts += [f"sub {form.sub}"] if form.sub else []
-    usual = 2 if form.sub else 8
+    usual = 4 if form.sub else 8
     parts += [f"S {form.search}"] if form.search != usual else []
     parts += [] if scales == "none" else [f"scales {scales}"]
     parts += ["rounding"] if rounding else []
@@ -374,13 +374,13 @@ def higgs(linear: Linear) -> Tensor:
     return formats.rotate(formats.higgs(w), 512, inverse=True)
 
 
-DEFAULT = ours(Format(sub=32, search=2))
+DEFAULT = ours(Format(sub=32, search=4))
 PLAIN = ours(Format())  # sensitivities of linears are measured with it
 
 
 def all_rows() -> list[Row]:
     """Main effects around the default, and the interactions that could change the choice."""
-    four, sub = Format(), Format(sub=32, search=2)
+    four, sub = Format(), Format(sub=32, search=4)
     fine, three = replace(sub, sub=16), Format(bits=3)
     rows = [DEFAULT, PLAIN]
     for block in (None, 64, 128, 256, 0):
@@ -391,12 +391,12 @@ def all_rows() -> list[Row]:
     for form in (four, sub, fine):
         rows += [ours(form, scales) for scales in ("none", "weights", "text")]
         rows += [ours(form, scales, True) for scales in ("none", "text")]
-    for form in (three, replace(three, sub=32, search=2), replace(three, sub=16, search=2)):
+    for form in (three, replace(three, sub=32, search=4), replace(three, sub=16, search=4)):
         rows += [ours(form), ours(form, "text"), ours(form, "text", True)]
     rows.append(ours(Format(bits=8, grid="uniform")))
     even = Format(grid="uniform")
     rows += [ours(even), ours(even, "text", True)]
-    even = replace(even, sub=32, search=2)
+    even = replace(even, sub=32, search=4)
     rows += [ours(even), ours(even, "text"), ours(even, "text", True)]
     rows += [ours(replace(four, group=64, block=64)), ours(replace(sub, group=64, block=64))]
     rows += [ours(replace(four, search=1)), ours(replace(sub, search=1))]
@@ -654,7 +654,7 @@ def main() -> None:
 
 def mixes(bench: Bench) -> list[Row]:
     """Mixed formats, of those that have kernels."""
-    four, sub, eight = Format(), Format(sub=32, search=2), Format(bits=8, grid="uniform")
+    four, sub, eight = Format(), Format(sub=32, search=4), Format(bits=8, grid="uniform")
     free = [ours(four), ours(sub), ours(eight)]
     bench.measure(ours(eight, "text", True))
     text = [ours(form, "text", True) for form in (four, sub, eight)]

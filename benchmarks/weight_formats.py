@@ -23,9 +23,9 @@ from torch_turboquant.ops.hadamard import hadamard
 from torch_turboquant.signs import SignKind, random_signs
 from torch_turboquant.weight_calibration import channel_scales, round_by_moments
 
-CHUNK = 1 << 20  # elements that a CPU quantises at once; a GPU takes CHUNK_CUDA
+CHUNK = 1 << 17  # elements that a CPU quantises at once; a GPU takes CHUNK_CUDA
 CHUNK_CUDA = 1 << 26
-SUB_STEPS = 0.955, 0.985  # of the nominal step: the candidates of torch_turboquant.weights
+SUB_STEPS = 0.92, 0.95, 0.98, 1.01  # of the nominal step: the candidates of WeightFormat.steps
 
 
 # ------------------------------------------------------------------------------------- groups
@@ -139,7 +139,7 @@ class Format:
             None means no multipliers.
         offset: of the multipliers.
         block: channels of a transform; None means none, 0 all channels of the row.
-        search: candidate steps; 2 with multipliers are SUB_STEPS.
+        search: candidate steps; 4 with multipliers are SUB_STEPS.
     """
 
     bits: int = 4
@@ -166,7 +166,7 @@ def fit(y: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """
     grid = grid_of(form.bits, form.grid, y.shape[-1])
     steps = [grid.step * ratio for ratio in SUB_STEPS]
-    if not (form.sub and form.search == 2):
+    if not (form.sub and form.search == 4):
         steps = grid.steps(form.search)
     sigma = y.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30)
     parts = (y / sigma).unflatten(-1, (-1, form.sub or y.shape[-1]))
