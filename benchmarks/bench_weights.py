@@ -40,6 +40,9 @@ from weight_formats import Format
 
 from torch_turboquant.eval import assets, default_cache_dir
 from torch_turboquant.weight_calibration import (
+    DAMPING,
+    NEAREST,
+    ROUNDED,
     Choice,
     allocate,
     channel_scales,
@@ -286,24 +289,33 @@ class Row:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-def factors(linear: Linear, scales: str) -> Tensor:
+def factors(linear: Linear, scales: str, power: float = NEAREST) -> Tensor:
     """The factors of channels [layers, K]: "none", from "weights", or of the "text"."""
     if scales == "none":
         return torch.ones_like(linear.shared[:, 0])
     if scales == "weights":
         return formats.scales_of_weights(linear.shared)
-    return channel_scales(linear.shared, linear.moment)
+    return channel_scales(linear.shared, linear.moment, power)
 
 
-def ours(form: Format, scales: str = "none", rounding: bool = False, acts: bool = False) -> Row:
-    """A format of ours: its transform, factors of channels, and how it rounds."""
+def ours(
+    form: Format,
+    scales: str = "none",
+    rounding: bool = False,
+    acts: bool = False,
+    power: float | None = None,
+    damping: float = DAMPING,
+) -> Row:
+    """A format of ours: its transform, factors of channels with their power, and how it rounds."""
+    usual_power = ROUNDED if rounding else NEAREST
+    exponent = power or usual_power
 
     def decoded(linear: Linear) -> Tensor:
-        s = factors(linear, scales)[:, None]
+        s = factors(linear, scales, exponent)[:, None]
         w = formats.rotate(linear.weight * s, form.block)
         if rounding:
             h = formats.rotate_moments(linear.moment / (s * s.mT), form.block)
-            w = formats.encode_rounded(w, h, form)
+            w = formats.encode_rounded(w, h, form, damping)
         else:
             w = formats.encode(w, form)
         return formats.rotate(w, form.block, inverse=True) / s
@@ -316,7 +328,9 @@ def ours(form: Format, scales: str = "none", rounding: bool = False, acts: bool 
     usual = 4 if form.sub else 8
     parts += [f"S {form.search}"] if form.search != usual else []
     parts += [] if scales == "none" else [f"scales {scales}"]
+    parts += [] if exponent == usual_power else [f"power 1/{round(1 / exponent)}"]
     parts += ["rounding"] if rounding else []
+    parts += [] if damping == DAMPING else [f"damping {damping:.0%}"]
     parts += ["A8"] if acts else []
     about = {"family": "ours", "bits": form.bits, "grid": form.grid, "block": form.block}
     about |= {"group": form.group, "sub": form.sub, "search": form.search, "scales": scales}
@@ -326,7 +340,9 @@ def ours(form: Format, scales: str = "none", rounding: bool = False, acts: bool 
         decoded,
         lambda kind, layer, layers, k: form.size(k),
         text=rounding or scales == "text",
-        activations=(form.block, form.group, lambda x: factors(x, scales)) if acts else None,
+        activations=(form.block, form.group, lambda x: factors(x, scales, exponent))
+        if acts
+        else None,
         about=about,
     )
 
@@ -391,6 +407,8 @@ def all_rows() -> list[Row]:
     for form in (four, sub, fine):
         rows += [ours(form, scales) for scales in ("none", "weights", "text")]
         rows += [ours(form, scales, True) for scales in ("none", "text")]
+    rows.append(ours(sub, "text", True, power=NEAREST))
+    rows += [ours(sub, "text", True, damping=damping) for damping in (0.01, 0.05, 1.0)]
     for form in (three, replace(three, sub=32, search=4), replace(three, sub=16, search=4)):
         rows += [ours(form), ours(form, "text"), ours(form, "text", True)]
     rows.append(ours(Format(bits=8, grid="uniform")))
@@ -661,6 +679,7 @@ def mixes(bench: Bench) -> list[Row]:
     return [
         mixed(bench, free, 4.5, "mixed 4 and 8 bit, 4.5 bits"),
         mixed(bench, text, 4.5, "mixed 4 and 8 bit, scales text, rounding, 4.5 bits"),
+        mixed(bench, text, 4.771, "mixed 4 and 8 bit, scales text, rounding, 4.77 bits"),
         mixed(bench, text, 4.264, "mixed 4 and 8 bit, scales text, rounding, 4.26 bits"),
     ]
 

@@ -21,10 +21,16 @@ from torch import Tensor
 from torch_turboquant.codebook import Codebook
 from torch_turboquant.ops.hadamard import hadamard
 from torch_turboquant.signs import SignKind, random_signs
-from torch_turboquant.weight_calibration import channel_scales, round_by_moments
+from torch_turboquant.weight_calibration import (
+    DAMPING,
+    NEAREST,
+    channel_scales,
+    round_by_moments,
+)
 
 CHUNK = 1 << 17  # elements that a CPU quantises at once; a GPU takes CHUNK_CUDA
 CHUNK_CUDA = 1 << 26
+GPTQ_DAMPING = 0.01  # as published
 SUB_STEPS = 0.92, 0.95, 0.98, 1.01  # of the nominal step: the candidates of WeightFormat.steps
 
 
@@ -236,7 +242,7 @@ def scales_of_weights(w: Tensor) -> Tensor:
 
     They are those of channel_scales, if channels with small weights have large activations.
     """
-    return channel_scales(w, 1 / w.square().mean(-2).clamp(min=1e-20))
+    return channel_scales(w, 1 / w.square().mean(-2).clamp(min=1e-20), NEAREST)
 
 
 def bounds(k: int, group: int) -> list[tuple[int, int]]:
@@ -248,7 +254,7 @@ def bounds(k: int, group: int) -> list[tuple[int, int]]:
     ]
 
 
-def encode_rounded(w: Tensor, h: Tensor, form: Format) -> Tensor:
+def encode_rounded(w: Tensor, h: Tensor, form: Format, damping: float = DAMPING) -> Tensor:
     """`encode` with second moments h of the rotated input."""
 
     def prepare(part: Tensor, _: int) -> Callable[[Tensor, int], Tensor]:
@@ -265,7 +271,7 @@ def encode_rounded(w: Tensor, h: Tensor, form: Format) -> Tensor:
 
         return quantise
 
-    return round_by_moments(w, h, bounds(w.shape[-1], form.group), prepare)
+    return round_by_moments(w, h, bounds(w.shape[-1], form.group), prepare, damping)
 
 
 # ------------------------------------------------------------------------------------ controls
@@ -296,7 +302,7 @@ def gptq(w: Tensor, h: Tensor, bits: int = 4, group: int = 128) -> Tensor:
         top = 2**bits - 1
         return lambda value, i: ((value / step).round() + zero).clamp(0, top).sub(zero) * step
 
-    return round_by_moments(w, h, bounds(w.shape[-1], group), prepare)
+    return round_by_moments(w, h, bounds(w.shape[-1], group), prepare, GPTQ_DAMPING)
 
 
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,

@@ -8,6 +8,7 @@ import torch
 from torch_turboquant import WeightFormat, decode_weight, encode_weight, weight_unpack
 from torch_turboquant.weight_calibration import (
     DAMPING,
+    NEAREST,
     Choice,
     allocate,
     channel_scales,
@@ -43,8 +44,9 @@ def test_factors_of_channels_have_the_least_product():
     def cost(scale):  # error of the group, spread evenly, behind the factors that undo it
         return ((own * scale**2).sum() * (energy / scale**2).sum()).item()
 
-    best = channel_scales(w, moments(x))
-    torch.testing.assert_close(best, channel_scales(w, energy))
+    best = channel_scales(w, moments(x), NEAREST)
+    torch.testing.assert_close(best, channel_scales(w, energy, NEAREST))
+    torch.testing.assert_close(best.sqrt(), channel_scales(w, energy))
     assert best.log().mean().abs() < 1e-5
     generator = torch.Generator().manual_seed(2)
     for size in (0.01, 0.1, 1.0):

@@ -28,23 +28,28 @@ from torch_turboquant.ops.hadamard import hadamard
 from torch_turboquant.ops.linear import weight_pack, weight_unpack
 from torch_turboquant.weights import WeightFormat, checked_channel_scale, encode_weight
 
-DAMPING = 0.01  # of the mean second moment, added to every channel's before moments are inverted
+# Of the mean second moment, added to every channel's before moments are inverted. GPTQ takes 1%; of
+# 8,192 tokens more is learned with 20%: errors of outputs on other text are 7 to 15% smaller.
+DAMPING = 0.2
+NEAREST, ROUNDED = 1 / 4, 1 / 8  # powers of channel_scales without and with rounding by moments
 _TINY = 1e-20  # energy below which a channel counts as silent
 
 # -------------------------------------------------------------------------------- one linear
 
 
-def channel_scales(weight: Tensor, moment: Tensor) -> Tensor:
+def channel_scales(weight: Tensor, moment: Tensor, power: float = ROUNDED) -> Tensor:
     """Factors of channels that weights are multiplied by, and activations divided by.
 
     The transform spreads the error of a group evenly over its channels, and the factors are undone
     behind it, so channel k's error is multiplied by E x_k^2 / s_k^2. With the group's energy, the
-    sum of E w_k^2 s_k^2, the product is least for s_k = (E x_k^2 / E w_k^2)^(1/4).
+    sum of E w_k^2 s_k^2, the product is least for s_k = (E x_k^2 / E w_k^2)^(1/4). Rounding by
+    moments gives channels of large inputs small errors by itself, and needs half of that.
 
     Args:
         weight: [..., N, K]; linears that read the same input, such as queries, keys and values,
             may be put together along N to share their factors.
         moment: second moments [..., K, K], or their diagonal [..., K].
+        power: ROUNDED for encode_calibrated; NEAREST for encode_weight.
 
     Returns:
         float32 [..., K], positive, with a geometric mean of 1.
@@ -57,7 +62,7 @@ def channel_scales(weight: Tensor, moment: Tensor) -> Tensor:
     _check_finite("weights", own)
     # A silent channel weighs as little as the quietest that speaks, whatever its weights are.
     own, energy = (x.clamp(min=_TINY * float(x.max().clamp(min=_TINY))) for x in (own, energy))
-    scale = (energy / own) ** 0.25
+    scale = (energy / own) ** power
     return scale / scale.log().mean(-1, keepdim=True).exp()
 
 
@@ -80,7 +85,7 @@ def _check_finite(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be finite: they have NaN or infinite elements")
 
 
-def inverse_factor(moment: Tensor) -> Tensor:
+def inverse_factor(moment: Tensor, damping: float = DAMPING) -> Tensor:
     """The upper Cholesky factor U of the inverse of damped moments, U^T U: float32 [..., K, K].
 
     Row k divided by its diagonal element says how much of channel k's error each later channel
@@ -90,7 +95,7 @@ def inverse_factor(moment: Tensor) -> Tensor:
     _check_finite("second moments", moment)
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)
     identity = torch.eye(moment.shape[-1], device=moment.device, dtype=moment.dtype)
-    damped = moment + (DAMPING * mean.clamp(min=_TINY))[..., None, None] * identity
+    damped = moment + (damping * mean.clamp(min=_TINY))[..., None, None] * identity
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     return torch.linalg.cholesky(inverse, upper=True).float()
 
@@ -103,6 +108,7 @@ def round_by_moments(
     moment: Tensor,
     bounds: Sequence[tuple[int, int]],
     prepare: Callable[[Tensor, int], Quantiser],
+    damping: float = DAMPING,
 ) -> Tensor:
     """Quantises channel after channel; those not yet quantised make up for the error (GPTQ).
 
@@ -113,11 +119,12 @@ def round_by_moments(
         prepare: called with a group's weights [..., N, g] as they are when its turn comes, and its
             number; chooses scales, and returns the quantiser of one channel, which takes values
             [..., N] and the channel's place in the group and gives the decoded values.
+        damping: of the mean second moment, added to every channel's.
 
     Returns:
         The decoded weights, float32 [..., N, K].
     """
-    left, factor = weight.clone(), inverse_factor(moment)
+    left, factor = weight.clone(), inverse_factor(moment, damping)
     decoded = torch.empty_like(left)
     for number, (first, last) in enumerate(bounds):
         part = left[..., first:last].contiguous()

@@ -1,0 +1,174 @@
+"""Tables and the picture of docs/weights.md and its page of measurements, from bench_weights.py."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from common import RESULTS, Row, file_name, markdown, read_rows
+
+MODELS = {
+    "SmolLM2-135M": "SmolLM2-135M-Instruct",
+    "Gemma-3-270M": "Gemma-3-270M",
+    "Qwen2.5-Coder-1.5B": "Qwen2.5-Coder-1.5B-Instruct",
+}
+FREE, CALIBRATED = "4 bit, block 128, sub 32", "4 bit, block 128, sub 32, scales text, rounding"
+NAMES = {  # of rows on the short page
+    FREE: "**4 bits, as loaded**",
+    "4 bit, block 128, sub 32, scales text": "4 bits, factors of channels from a text",
+    CALIBRATED: "**4 bits, calibrated**",
+    "4 bit, block 128": "4 bits without multipliers, as loaded",
+    "4 bit, block 128, scales text, rounding": "4 bits without multipliers, calibrated",
+    "8 bit, block 128": "8 bits, as loaded",
+    "int4 RTN g128": "int4, groups of 128, rounded to nearest",
+    "int4 GPTQ g128": "int4, groups of 128, GPTQ",
+    "HIGGS p=2 g256": "HIGGS, pairs of weights",
+    "NF4 g64": "NF4, groups of 64",
+    "HQQ g64": "HQQ, groups of 64",
+    "Q4_K_M-like": "like Q4_K_M",
+    "Q4_K_M-like, importance": "like Q4_K_M, with an importance matrix",
+}
+
+
+def rows_of(model: str) -> dict[str, Row]:
+    """The rows of one model by name; none if it has not been measured."""
+    name = file_name("weights", MODELS[model])
+    return {row["row"]: row for row in read_rows(name, missing_ok=True)}
+
+
+def with_error(row: Row) -> str:
+    return f"{row['kl']:.4f} ± {row['kl_error']:.4f}"
+
+
+def source(models: list[str], folder: str) -> str:
+    """Result files and commands of these models."""
+    parts = []
+    for model in models:
+        name = file_name("weights", MODELS[model])
+        commands = dict.fromkeys(
+            row["command"].split(" --rows")[0].replace(f" --commit {row['commit']}", "")
+            for row in rows_of(model).values()
+        )
+        text = " and ".join(f"`{command}`" for command in commands)
+        parts.append(f"[{name}.json]({folder}benchmarks/results/{name}.json): {text}")
+    return "\\\n".join(parts)
+
+
+def overview() -> str:
+    """Our formats and controls on all models."""
+    found = {model: rows for model in MODELS if (rows := rows_of(model))}
+    first, *others = found.values()
+    body = []
+    for name, label in NAMES.items():
+        if name not in first:
+            continue
+        row = first[name]
+        cells = [label, f"{row['bits_per_weight']:.2f}", "yes" if row["needs_text"] else "no"]
+        cells += [with_error(row), f"{row['perplexity']:.2f}", f"{row['same_token']:.1%}"]
+        cells += [with_error(some[name]) if name in some else "" for some in others]
+        body.append(cells)
+    header = ["weights", "bits", "needs a text", "KL", "perplexity", "same token"]
+    header += [f"KL, {model}" for model in list(found)[1:]]
+    return f"{markdown(header, body)}\n\n{source(list(found), '../')}"
+
+
+def references() -> str:
+    """The models that rows are compared with."""
+    body = []
+    for model in MODELS:
+        if not (rows := rows_of(model)):
+            continue
+        row = next(iter(rows.values()))
+        body.append(
+            [
+                model,
+                f"{row['stored_perplexity']:.2f}",
+                f"{row['reference_perplexity']:.2f}",
+                f"{row['scored_tokens']:,}",
+                f"{row['calibration_tokens']:,}",
+            ]
+        )
+    header = ["model", "perplexity as stored", "dithered", "tokens scored", "tokens calibrated on"]
+    return markdown(header, body)
+
+
+def every_row(model: str) -> str:
+    """All rows of a model."""
+    rows = rows_of(model)
+    body = []
+    for name, row in rows.items():
+        predicted = row.get("predicted_kl")
+        cells = [name, f"{row['bits_per_weight']:.3f}", with_error(row)]
+        cells.append(f"{row['kl_above_default']:+.4f} ± {row['above_error']:.4f}")
+        cells.append(f"{predicted:.4f}" if predicted else "")
+        cells += [f"{row['perplexity']:.3f}", f"{row['same_token']:.2%}"]
+        body.append([*cells, f"{row['output_error']:.5f}"])
+    header = ["row", "bits", "KL", "KL above the default's", "predicted", "perplexity"]
+    return markdown([*header, "same token", "error of outputs"], body) + (
+        f"\n\n{source([model], '../../')}"
+    )
+
+
+def picture(path: Path) -> None:
+    """KL over bits: ours as loaded and calibrated, and the controls."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = rows_of("SmolLM2-135M")
+    figure, axes = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
+    lines = {
+        "ours, as loaded": ("", "o-", "tab:blue"),
+        "ours, factors of channels": (", scales text", "s-", "tab:green"),
+        "ours, calibrated": (", scales text, rounding", "D-", "tab:red"),
+    }
+    for label, (suffix, style, color) in lines.items():
+        points = []
+        for bits in (3, 4):
+            names = [f"{bits} bit, block 128{sub}{suffix}" for sub in ("", ", sub 32", ", sub 16")]
+            points += [rows[name] for name in names]
+        x, y = ([row[key] for row in points] for key in ("bits_per_weight", "kl"))
+        axes.plot(x, y, style, color=color, ms=5, lw=1, label=label)
+    for name, row in rows.items():
+        if row["family"] != "control" or row["bits_per_weight"] > 5:
+            continue
+        face = "black" if row["needs_text"] else "white"
+        axes.plot(row["bits_per_weight"], row["kl"], "k^", mfc=face, ms=6)
+        axes.annotate(
+            name,
+            (row["bits_per_weight"], row["kl"]),
+            (6, 3),
+            textcoords="offset points",
+            fontsize=7,
+        )
+    axes.plot([], [], "k^", mfc="white", label="others, no text needed")
+    axes.plot([], [], "k^", label="others, with a text")
+    axes.set_yscale("log")
+    axes.set_xlabel("bits per weight, scales included")
+    axes.set_ylabel("KL divergence from the reference, nats per token")
+    axes.grid(True, which="both", alpha=0.25)
+    axes.legend(fontsize=8)
+    axes.set_title("SmolLM2-135M, dithered reference", fontsize=10)
+    name = file_name("weights", MODELS["SmolLM2-135M"])
+    digest = hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()
+    figure.savefig(path, dpi=110, metadata={"Software": None, "Source": digest})
+    pyplot.close(figure)
+
+
+PICTURE = "docs/pictures/weights.png"
+TABLES: dict[str, Callable[[], str]] = {
+    "weight quality": overview,
+    "weight references": references,
+    "weights SmolLM2": lambda: every_row("SmolLM2-135M"),
+    "weights Gemma": lambda: every_row("Gemma-3-270M"),
+}
+PAGES = {
+    "docs/weights.md": ["weight quality"],
+    "docs/measurements/quality_weights.md": [
+        "weight references",
+        "weights SmolLM2",
+        "weights Gemma",
+    ],
+}
