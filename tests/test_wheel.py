@@ -364,7 +364,7 @@ def test_the_script_is_the_command():
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "the following arguments are required: {info,memory,calibrate,demo,eval}"),
+        ([], "the following arguments are required: {info,memory,calibrate,quantize,demo,eval}"),
         (["inf"], "invalid choice: 'inf'"),
         (["memory"], "torch_turboquant memory: the following arguments are required: --context"),
         (["memory", "--context", "1x"], "argument --context: '1x' is no number of tokens"),

@@ -1,4 +1,4 @@
-"""The command line: `torch_turboquant info`, `memory`, `calibrate`, `demo` and `eval`.
+"""The command line: `torch_turboquant info`, `memory`, `calibrate`, `quantize`, `demo`, `eval`.
 
 `python -m torch_turboquant` is the same, except inside a clone of the project: there Python finds
 the sources, which have no libraries, before the installed package.
@@ -51,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(
         prog="torch_turboquant",
-        description="KV caches of 2 to 8 bits per channel that attention reads directly.",
+        description="KV caches of 2 to 8 bits per channel, and weights of 4 or 8, read directly.",
     )
     parser.add_argument("--version", action="version", version=f"torch_turboquant {__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{info,memory,calibrate,demo,eval}"
+        dest="command", required=True, metavar="{info,memory,calibrate,quantize,demo,eval}"
     )
     info = commands.add_parser("info", help="what is installed and what it runs on")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -64,13 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     memory.add_arguments(planner)
     programs = {
         "calibrate": commands.add_parser("calibrate", help="a file of a model's centers"),
+        "quantize": commands.add_parser("quantize", help="a model with its weights packed"),
         "demo": commands.add_parser("demo", help="a language model with a quantised cache"),
         "eval": commands.add_parser("eval", help="what quantised caches do to a model's quality"),
     }
     name = argv[0] if argv and argv[0] in programs else None
     try:
         if name:
-            require(name, *(MODEL if name == "calibrate" else READING))
+            require(name, *(MODEL if name in ("calibrate", "quantize") else READING))
             program = importlib.import_module(f"torch_turboquant.{name}")
             program.add_arguments(programs[name])
         args = parser.parse_args(argv)

@@ -16,8 +16,8 @@ FETCHED_MODEL = ("accelerate", "gguf")  # the demo's model, whose weights are a 
 FETCHED_TEXT = ("mwparserfromhell",)  # the demo's text, which is wikitext
 PICTURE = ("matplotlib",)
 
-# The command's extra in pyproject.toml, where it is not its own name.
-_EXTRAS = {"calibrate": "transformers"}
+# The extras of commands that are no extras in pyproject.toml themselves.
+_EXTRAS = {"calibrate": "transformers", "quantize": "transformers"}
 
 # as in pyproject.toml, without upper bounds
 LEAST = {

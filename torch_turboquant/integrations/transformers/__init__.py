@@ -76,5 +76,14 @@ from torch_turboquant.centers import CENTER_TOKENS
 from torch_turboquant.integrations.transformers.cache import TurboQuantCache
 from torch_turboquant.integrations.transformers.centers import load_centers, save_centers
 from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
+from torch_turboquant.integrations.transformers.weights import TurboQuantConfig, quantize
 
-__all__ = ["CENTER_TOKENS", "TurboQuantCache", "TurboQuantLayer", "load_centers", "save_centers"]
+__all__ = [
+    "CENTER_TOKENS",
+    "TurboQuantCache",
+    "TurboQuantConfig",
+    "TurboQuantLayer",
+    "load_centers",
+    "quantize",
+    "save_centers",
+]

@@ -1,0 +1,215 @@
+"""Which layers of a model are packed, and why each of the others is left alone.
+
+Packed are plain linear layers (nn.Linear) of the language model. Everything else stays as the
+model has it: embeddings, norms, convolutions, and whatever reads its weight otherwise than by being
+called. A layer that is left alone has a reason, and both are listed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from torch_turboquant.format import WEIGHT_ROWS
+from torch_turboquant.weights import WeightFormat
+
+EMBEDDING = "it is an embedding"
+ASKED = "skip names it"
+
+
+def choose(
+    model: nn.Module, default: WeightFormat, layers: Mapping[str, WeightFormat], skip: Iterable[str]
+) -> tuple[dict[str, WeightFormat], dict[str, str]]:
+    """What to pack of a model whose weights may still be missing.
+
+    Args:
+        model: of transformers.
+        default: format of the layers that no pattern names.
+        layers: formats by pattern of names ("*.down_proj"); the first pattern that fits counts.
+        skip: patterns of layers to leave alone.
+
+    Returns:
+        Formats of the layers to pack, and the reasons of the layers that are left alone, by name.
+
+    Raises:
+        ValueError: a pattern fits no linear layer; or nothing of the model can be packed.
+    """
+    skip = list(skip)
+    _check_patterns(model, [*layers, *skip])
+    packed: dict[str, WeightFormat] = {}
+    left: dict[str, str] = {}
+    for name, module in _owners_of_matrices(model):
+        if reason := _reason(model, name, module, skip):
+            left[name] = reason
+        else:
+            packed[name] = _format_of(name, default, layers)
+    if not packed:
+        raise ValueError(
+            f"no layer of this {type(model).__name__} can be packed: "
+            + "; ".join(f"{names}: {reason}" for names, reason in summary(left).items())
+        )
+    return packed, left
+
+
+def recorded_choice(
+    model: nn.Module,
+    default: WeightFormat,
+    layers: Mapping[str, WeightFormat],
+    left: Iterable[str],
+) -> dict[str, WeightFormat]:
+    """The same for a model whose weights were packed when it was saved: what is not in `left`.
+
+    Names may have lost or gained the prefix of the base model, as transformers allows.
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    without = {name.removeprefix(prefix) for name in left}
+    formats = {name.removeprefix(prefix): form for name, form in layers.items()}
+    return {
+        name: _format_of(name.removeprefix(prefix), default, formats)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and name.removeprefix(prefix) not in without
+    }
+
+
+def summary(left: Mapping[str, str]) -> dict[str, str]:
+    """Reasons by names, where names that differ in numbers only are one: "layers.0-31.experts"."""
+    groups: dict[tuple[str, str], list[tuple[int, ...]]] = {}
+    for name, reason in left.items():
+        numbers = tuple(int(part) for part in name.split(".") if part.isdigit())
+        groups.setdefault((_without_numbers(name), reason), []).append(numbers)
+    found = {}
+    for (pattern, reason), rows in groups.items():
+        spans = iter([_span(sorted(set(column))) for column in zip(*rows, strict=True)])
+        named = ".".join(next(spans) if part == "*" else part for part in pattern.split("."))
+        found[named] = reason
+    return found
+
+
+def unexpected(left: Mapping[str, str]) -> dict[str, str]:
+    """Without what nobody expects to be packed: embeddings, heads tied to them, what skip names."""
+    return {n: r for n, r in left.items() if r not in (EMBEDDING, ASKED) and "is tied" not in r}
+
+
+# ---- reasons
+
+
+def _reason(model: nn.Module, name: str, module: nn.Module, skip: list[str]) -> str | None:
+    """Why a module with a matrix of its own is left alone; None if it is packed."""
+    if isinstance(module, nn.Embedding):
+        return EMBEDDING
+    if isinstance(module, Conv1D):
+        return "Conv1D stores its weight transposed, and only nn.Linear is packed"
+    if type(module) is not nn.Linear:
+        if any(p.dim() == 3 for p in module.parameters(recurse=False)) and "expert" in name:
+            return (
+                "its experts are fused into tensors of three dimensions, which are not packed yet"
+            )
+        return f"it is a {type(module).__name__}, and only nn.Linear is packed"
+    if any(fnmatchcase(name, pattern) for pattern in skip):
+        return ASKED
+    if partner := _tied_to(model, f"{name}.weight"):
+        return f"its weight is tied to {partner}"
+    if not _in_language_model(model, name):
+        return "it belongs to no language model"
+    if module.in_features % 64:
+        return f"its {module.in_features} input channels are no multiple of 64"
+    if module.out_features < WEIGHT_ROWS:
+        return (
+            f"its {module.out_features} output channels are fewer than the {WEIGHT_ROWS} of a tile"
+        )
+    if _routes(model, name):
+        return "it routes tokens to experts"
+    if reader := _reader(model, name):
+        return f"{reader} reads its weight instead of calling it"
+    return None
+
+
+def _tied_to(model: nn.Module, weight: str) -> str | None:
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    others = {**{source: target for target, source in tied.items()}, **tied}
+    return others.get(weight)
+
+
+def _in_language_model(model: nn.Module, name: str) -> bool:
+    """Models for pictures or sounds have a configuration of their own for the language model."""
+    config = getattr(model, "config", None)
+    if config is None or config.get_text_config(decoder=True) is config:
+        return True
+    decoder = model.get_decoder()
+    inside = next((n for n, module in model.named_modules() if module is decoder), "")
+    head = model.get_output_embeddings()
+    return name.startswith(f"{inside}.") or model.get_submodule(name) is head
+
+
+def _routes(model: nn.Module, name: str) -> bool:
+    """Whether this is a router: named so, or a layer beside experts."""
+    parent, _, _ = name.rpartition(".")
+    return "router" in name.split(".") or "experts" in dict(
+        model.get_submodule(parent).named_children()
+    )
+
+
+def _reader(model: nn.Module, name: str) -> str | None:
+    """The class above a layer whose code names its weight, such as T5's `self.wo.weight`."""
+    parent, _, child = name.rpartition(".")
+    kind = type(model.get_submodule(parent))
+    for base in kind.__mro__:
+        if base.__module__.startswith("transformers.models") or base is kind:
+            if re.search(rf"\bself\.{child}\.weight\b", _code_of(base)):
+                return base.__name__
+    return None
+
+
+@cache
+def _code_of(kind: type) -> str:
+    """The source of a class; empty where there is none."""
+    try:
+        return textwrap.dedent(inspect.getsource(kind))
+    except (OSError, TypeError):
+        return ""
+
+
+# ---- names
+
+
+def _owners_of_matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with a parameter of two or more dimensions of their own."""
+    for name, module in model.named_modules():
+        if any(p.dim() > 1 for p in module.parameters(recurse=False)):
+            yield name, module
+
+
+def _format_of(
+    name: str, default: WeightFormat, layers: Mapping[str, WeightFormat]
+) -> WeightFormat:
+    return next((f for pattern, f in layers.items() if fnmatchcase(name, pattern)), default)
+
+
+def _check_patterns(model: nn.Module, patterns: list[str]) -> None:
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in linear):
+            some: Any = sorted({_without_numbers(name) for name in linear})
+            raise ValueError(
+                f"{pattern!r} names no linear layer of this {type(model).__name__}; it has "
+                f"{', '.join(some)}"
+            )
+
+
+def _without_numbers(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _span(numbers: list[int]) -> str:
+    """ "3", "0-31" or "0,2,5"."""
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+    return ",".join(map(str, numbers))

@@ -1,0 +1,123 @@
+"""TurboQuantConfig: how the weights of a model are packed, and the record of what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from torch_turboquant._version import __version__
+from torch_turboquant.weights import WeightFormat
+
+METHOD = "torch_turboquant"
+"""quant_method in config.json: the package to import, which transformers names where it is not."""
+FILE_FORMAT = "torch_turboquant weights 1"
+
+_FIELDS = ("bits", "grid", "sub", "group")
+_RECORD = ("left_alone", "scaled", "calibration")
+
+
+class TurboQuantConfig(QuantizationConfigMixin):
+    """Weights of linear layers in 4 or 8 bits, multiplied as they are stored.
+
+        model = AutoModelForCausalLM.from_pretrained(name, quantization_config=TurboQuantConfig())
+
+    Args:
+        bits, grid, sub, group: of WeightFormat; None: its defaults.
+        skip: names of linear layers that stay as they are, or patterns of names ("*.down_proj").
+        layers: changes of these four for some layers, by name or pattern: {"lm_head": {"bits": 8}}.
+            The first pattern that fits a layer counts.
+        record: what a saved model says of itself; no argument of users.
+
+    Attributes:
+        left_alone: after loading, name and reason of every module with a matrix that is not packed.
+        scaled: whether the layers have channel scales.
+        calibration: what `quantize` was given and did; None for a model that was packed without.
+
+    Raises:
+        ValueError: a combination that WeightFormat refuses.
+    """
+
+    def __init__(
+        self,
+        bits: int | None = None,
+        grid: str | None = None,
+        sub: int | None = None,
+        group: int | None = None,
+        *,
+        skip: Sequence[str] = (),
+        layers: Mapping[str, Mapping[str, Any]] | None = None,
+        **record: Any,
+    ) -> None:
+        self.quant_method = METHOD
+        if unknown := set(record) - set(_RECORD):
+            raise ValueError(
+                f"TurboQuantConfig has no {', '.join(sorted(unknown))}; it has "
+                f"{', '.join([*_FIELDS, 'skip', 'layers'])}"
+            )
+        given = {"bits": bits, "grid": grid, "sub": sub, "group": group}
+        self._set_format(WeightFormat(**{n: v for n, v in given.items() if v is not None}))
+        self.skip = [skip] if isinstance(skip, str) else list(skip)
+        self.layers = {name: dict(changes) for name, changes in (layers or {}).items()}
+        self.left_alone: dict[str, str] = dict(record.get("left_alone", {}))
+        self.scaled = bool(record.get("scaled", False))
+        self.calibration: dict[str, Any] | None = record.get("calibration")
+        self.layer_formats()  # refuses what does not exist before a model is loaded
+
+    def _set_format(self, form: WeightFormat) -> None:
+        self.bits, self.grid, self.sub, self.group = form.bits, form.grid, form.sub, form.group
+
+    def weight_format(self) -> WeightFormat:
+        """Of the layers that `layers` does not name."""
+        return WeightFormat(**{name: getattr(self, name) for name in _FIELDS})
+
+    def layer_formats(self) -> dict[str, WeightFormat]:
+        """The formats of `layers`, by pattern.
+
+        Raises:
+            ValueError: a change of something else, or one that WeightFormat refuses.
+        """
+        found = {}
+        for pattern, changes in self.layers.items():
+            if unknown := set(changes) - set(_FIELDS):
+                raise ValueError(
+                    f"layers[{pattern!r}] changes {', '.join(sorted(unknown))}; it can change "
+                    f"{', '.join(_FIELDS)}"
+                )
+            base = {} if "bits" in changes else asdict(self.weight_format())
+            found[pattern] = WeightFormat(**{**base, **changes})
+        return found
+
+    def record(
+        self, packed: Mapping[str, WeightFormat], left: Mapping[str, str], scaled: bool
+    ) -> None:
+        """Replaces patterns by what they chose, so that a file needs no rule to be read."""
+        default = self.weight_format()
+        self.layers = {name: asdict(form) for name, form in packed.items() if form != default}
+        self.left_alone, self.skip, self.scaled = dict(left), [], scaled
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, as config.json has it."""
+        return {**super().to_dict(), "format": FILE_FORMAT, "version": __version__}
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """The configuration of a saved model.
+
+        Raises:
+            ValueError: it was written in another format.
+        """
+        values = dict(config_dict)
+        found, version = values.pop("format", FILE_FORMAT), values.pop("version", None)
+        values.pop("quant_method", None)
+        if found != FILE_FORMAT:
+            raise ValueError(
+                f"the weights of this model were packed by torch_turboquant {version} in another "
+                f"format, {found!r}; this version reads {FILE_FORMAT!r}: pack the model again, or "
+                "install that version"
+            )
+        return super().from_dict(values, return_unused_kwargs, **kwargs)

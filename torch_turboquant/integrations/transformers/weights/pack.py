@@ -1,0 +1,172 @@
+"""Packing a model that is loaded: with what a text says about its layers, or without a text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from torch_turboquant.integrations.transformers.weights.choice import choose
+from torch_turboquant.integrations.transformers.weights.config import METHOD, TurboQuantConfig
+from torch_turboquant.integrations.transformers.weights.moments import passes, second_moments
+from torch_turboquant.integrations.transformers.weights.quantizer import (
+    TurboQuantHfQuantizer,
+    empty_layer,
+    tell,
+)
+from torch_turboquant.integrations.transformers.weights.report import (
+    PackedLayer,
+    relative_error,
+)
+from torch_turboquant.models import Fields, text_config
+from torch_turboquant.weight_calibration import channel_scales, encode_calibrated
+from torch_turboquant.weights import PackedLinear, WeightFormat, encode_weight
+
+TOKENS = 16384
+"""Of a text that are read."""
+LENGTH = 2048
+"""Tokens of a sequence; a model with fewer positions gets shorter ones."""
+LEAST = 256
+"""The fewest tokens that say anything about a layer."""
+MEMORY = 8 * 2**30
+"""Bytes of moments that are held at a time."""
+
+
+@torch.no_grad()
+def quantize(
+    model: nn.Module,
+    config: TurboQuantConfig | None = None,
+    *,
+    text: str | Sequence[str] | Tensor | None = None,
+    tokenizer: Any = None,
+    tokens: int = TOKENS,
+    memory: int = MEMORY,
+) -> list[PackedLayer]:
+    """Packs the linear layers of a loaded model, in place.
+
+    With a text, the model reads it first: the channels of each layer are scaled by how large their
+    inputs are, and weights are rounded so that errors cancel in the layer's outputs. Afterwards the
+    model is as one that was loaded with this configuration, and `save_pretrained` writes it.
+
+    Args:
+        model: of transformers, loaded without quantization_config, on any devices.
+        config: which layers, and how; None: the defaults. It is not changed; the model gets a copy
+            with the record of what was done, `model.config.quantization_config`.
+        text: texts, or token ids int64 [tokens]; what the model will read later is best. None:
+            weights are packed as they are.
+        tokenizer: of the texts; not needed for token ids.
+        tokens: of the text to read; a shorter text is read whole.
+        memory: bytes that may be used for what the text says, on the devices of the layers. The
+            text is read as often as that requires; the result does not depend on it.
+
+    Returns:
+        One entry per packed layer, in the order of the model.
+
+    Raises:
+        ValueError: no layer can be packed; the model is packed already; a text is too short, or has
+            no tokenizer; weights or inputs are not finite. The model has not changed.
+    """
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            f"this {type(model).__name__} is quantised already "
+            f"({model.config.quantization_config.quant_method}): load the original weights"
+        )
+    quantizer = TurboQuantHfQuantizer(config or TurboQuantConfig(), pre_quantized=False)
+    config = quantizer.quantization_config
+    packed, left = choose(model, config.weight_format(), config.layer_formats(), config.skip)
+    sequences = None if text is None else _sequences(model, text, tokenizer, tokens)
+    layers: dict[str, PackedLinear] = {}
+    rows = []
+    groups = [list(packed)] if sequences is None else list(passes(model, list(packed), memory))
+    for number, names in enumerate(groups, 1):
+        moments: Mapping[str, Tensor] = {}
+        if sequences is not None:
+            which = f" {number}/{len(groups)}" if len(groups) > 1 else ""
+            moments = second_moments(model, names, sequences, f"Reading the text{which}")
+        for name in logging.tqdm(names, desc="Packing weights"):
+            layers[name], row = _pack(model, name, packed[name], moments.get(name))
+            rows.append(row)
+    for name, layer in layers.items():
+        layer.place_constants()
+        model.set_submodule(name, layer)
+    config.record(packed, left, scaled=sequences is not None)
+    if sequences is not None:
+        config.calibration = _calibration(sequences)
+    _attach(model, quantizer)
+    tell(left)
+    return rows
+
+
+def _pack(
+    model: nn.Module, name: str, form: WeightFormat, moment: Tensor | None
+) -> tuple[PackedLinear, PackedLayer]:
+    linear = model.get_submodule(name)
+    weight = linear.weight
+    if weight.device.type == "meta":
+        raise ValueError(f"{name} is offloaded (device_map): load the model without offloading")
+    if not weight.isfinite().all():
+        raise ValueError(f"the weight of {name} has numbers that are not finite")
+    scale = None
+    if moment is None:
+        packed = encode_weight(weight, form)
+    else:
+        scale = channel_scales(weight, moment)
+        packed = encode_calibrated(weight, moment, form, scale)
+    layer = empty_layer(linear, form, scaled=scale is not None, device="meta")
+    layer.weight = _parameter(packed)
+    if scale is not None:
+        layer.channel_inverse = _parameter(1 / scale)
+    if linear.bias is not None:
+        layer.bias = _parameter(linear.bias.detach())
+    error = relative_error(weight, layer.decode(), moment)
+    return layer, PackedLayer(name, form, weight.numel(), packed.numel(), error)
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(tensor, requires_grad=False)
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # as transformers marks them
+    return parameter
+
+
+def _attach(model: nn.Module, quantizer: TurboQuantHfQuantizer) -> None:
+    """What from_pretrained does to a model that it has quantised."""
+    model.is_quantized = True  # type: ignore[assignment]
+    model.quantization_method = METHOD  # type: ignore[assignment]
+    model.hf_quantizer = quantizer  # type: ignore[assignment]
+    quantizer.postprocess_model(model)
+
+
+# ---- the text
+
+
+def _sequences(model: nn.Module, text: Any, tokenizer: Any, tokens: int) -> list[Tensor]:
+    """The first tokens of the text in sequences of one length; the rest of a text is left out."""
+    if isinstance(text, Tensor):
+        ids = text.reshape(-1)
+    elif tokenizer is None:
+        raise ValueError("quantize: text needs its tokenizer, or give token ids")
+    else:
+        texts = [text] if isinstance(text, str) else list(text)
+        ids = torch.tensor([i for part in texts for i in tokenizer(part).input_ids])
+    ids = ids[:tokens]
+    if len(ids) < LEAST:
+        raise ValueError(
+            f"the text gives {len(ids)} tokens; calibration needs {LEAST}, and is better with "
+            f"{TOKENS:,}: give a longer text, or pack without one"
+        )
+    longest = Fields(text_config(model.config)).get("max_position_embeddings") or LENGTH
+    length = min(len(ids), longest, LENGTH)
+    return list(ids[: len(ids) // length * length].view(-1, length))
+
+
+def _calibration(sequences: list[Tensor]) -> dict[str, Any]:
+    digest = hashlib.sha256(torch.cat(sequences).to(torch.int64).cpu().numpy().tobytes())
+    return {
+        "tokens": sum(map(len, sequences)),
+        "sequences": len(sequences),
+        "text": digest.hexdigest()[:16],
+    }

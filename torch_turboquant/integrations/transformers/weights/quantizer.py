@@ -1,0 +1,228 @@
+"""What transformers calls while it loads and saves a model with packed weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer
+from transformers.utils import logging
+
+from torch_turboquant.integrations.transformers.weights.choice import (
+    choose,
+    recorded_choice,
+    summary,
+    unexpected,
+)
+from torch_turboquant.integrations.transformers.weights.config import TurboQuantConfig
+from torch_turboquant.integrations.transformers.weights.report import (
+    PackedLayer,
+    listening,
+    relative_error,
+)
+from torch_turboquant.weights import PackedLinear, WeightFormat, decode_weight, encode_weight
+
+NEEDS = "import torch_turboquant.integrations.transformers before from_pretrained"
+"""Name of an empty tensor in every file of packed weights.
+
+transformers knows no other package's formats before that package is imported. It then refuses the
+shapes of packed weights, with a table of tensors that do not belong to the model: this name stands
+in the table, and says what to do.
+"""
+
+logger = logging.get_logger(__name__)
+
+
+class TurboQuantHfQuantizer(HfQuantizer):
+    """Packs linear layers while transformers loads them, or loads layers that are packed.
+
+    Args:
+        quantization_config: a TurboQuantConfig; a copy of it gets the record of what was done.
+        kwargs: pre_quantized, whether the files have packed weights.
+    """
+
+    requires_calibration = False
+    quantization_config: TurboQuantConfig
+
+    def __init__(self, quantization_config: TurboQuantConfig, **kwargs: Any) -> None:
+        super().__init__(copy.deepcopy(quantization_config), **kwargs)
+        self._packed: dict[str, WeightFormat] = {}
+        self.refused: dict[str, str] = {}  # weights that cannot be packed: name -> why
+
+    # -- before the weights
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        devices = device_map.values() if isinstance(device_map, Mapping) else [device_map]
+        if not self.pre_quantized and "disk" in devices:
+            raise ValueError(
+                "weights cannot be packed while they are offloaded to disk: load the model without "
+                "'disk' in device_map, save it, and load what was saved"
+            )
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        config = self.quantization_config
+        default, layers = config.weight_format(), config.layer_formats()
+        if self.pre_quantized:
+            self._packed = recorded_choice(model, default, layers, config.left_alone)
+        else:
+            self._packed, left = choose(model, default, layers, config.skip)
+            config.record(self._packed, left, scaled=False)
+            tell(left)
+        for name, form in self._packed.items():
+            linear = model.get_submodule(name)
+            layer = empty_layer(linear, form, config.scaled)
+            if not self.pre_quantized:
+                # transformers before 5.23 casts what it reads to the dtype that stands here
+                expected = torch.empty_like(layer.weight, dtype=linear.weight.dtype)
+                layer.weight = nn.Parameter(expected, requires_grad=False)
+            model.set_submodule(name, layer)
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        model._keys_to_ignore_on_load_unexpected = ignored | {f"^{NEEDS}$"}
+        return model
+
+    # -- the weights
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        module, _, name = param_name.rpartition(".")
+        return not self.pre_quantized and name == "weight" and module in self._packed
+
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
+        packed = self.param_needs_quantization(model, param_name)
+        return 1 if packed else super().param_element_size(model, param_name, param)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return PackWeights(self)
+
+    def pack(self, name: str, weight: Tensor) -> Tensor | None:
+        """The packed weight of the layer `name`; None, and a note, if it cannot be packed."""
+        if not weight.is_floating_point():
+            self.refused[name] = f"its weight is {weight.dtype} in the file, not a float"
+            return None
+        form = self._packed[name]
+        try:
+            packed = encode_weight(weight, form)
+        except ValueError as error:
+            self.refused[name] = str(error)
+            return None
+        if (rows := listening()) is not None:
+            error = relative_error(weight, decode_weight(packed, form, len(weight)))
+            rows.append(PackedLayer(name, form, weight.numel(), packed.numel(), error))
+        return packed
+
+    # -- after the weights
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        if self.refused:
+            raise ValueError(
+                "the weights of this model cannot be packed: "
+                + "; ".join(f"{name}: {why}" for name, why in self.refused.items())
+            )
+        if missing := [name for name in self._packed if not _is_loaded(model, name)]:
+            raise ValueError(
+                f"the packed weights of {len(missing)} layers were not in the files or have "
+                f"another shape: {', '.join(summary(dict.fromkeys(missing, '')))}. The files are "
+                "incomplete, or of another model"
+            )
+        for name in self._packed:
+            model.get_submodule(name).place_constants()
+        return model
+
+    # -- saving
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict]:
+        return {**model.state_dict(), NEEDS: torch.zeros(0)}, {}
+
+    # -- what the model can do
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, PackedLinear):
+                model.set_submodule(name, plain_layer(module, dtype or model.dtype))
+        return model
+
+
+class PackWeights(ConversionOps):
+    """The last step of loading a tensor: float weights become packed ones, one at a time."""
+
+    def __init__(self, quantizer: TurboQuantHfQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackWeights:
+        return self
+
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, model: Any = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """input_dict: tensors by the names of the model's parameters, which transformers made."""
+        found: dict[str, Tensor] = {}
+        for name, value in input_dict.items():
+            tensor = value[0] if isinstance(value, list) else value
+            if self.quantizer.param_needs_quantization(model, name):
+                packed = self.quantizer.pack(name.removesuffix(".weight"), tensor)
+                if packed is None:  # any value will do: the model is refused once it is loaded
+                    shape = model.get_parameter(name).shape
+                    packed = torch.zeros(shape, dtype=torch.uint8, device=tensor.device)
+                tensor = packed
+            found[name] = tensor
+        return found
+
+
+def empty_layer(
+    linear: nn.Module, form: WeightFormat, scaled: bool, device: str | None = None
+) -> PackedLinear:
+    """A layer whose weights are still to come; device: None means that of the linear layer."""
+    return PackedLinear(
+        linear.in_features,
+        linear.out_features,
+        form,
+        bias=linear.bias is not None,
+        channel_inverse=scaled,
+        device=device or linear.weight.device,
+        dtype=linear.weight.dtype,
+    )
+
+
+def plain_layer(layer: PackedLinear, dtype: torch.dtype) -> nn.Linear:
+    """A linear layer with the decoded weights."""
+    with torch.device("meta"):
+        linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
+    linear.weight = nn.Parameter(layer.decode(dtype), requires_grad=False)
+    if layer.bias is not None:
+        linear.bias = nn.Parameter(layer.bias.to(dtype), requires_grad=False)
+    return linear
+
+
+def tell(left: Mapping[str, str]) -> None:
+    """Logs what is left alone: as a warning what one might think is packed."""
+    surprises = unexpected(left)
+    for names, reason in summary(left).items():
+        logger.info(f"left alone: {names}: {reason}")
+    if surprises:
+        lines = "\n".join(f"  {names}: {why}" for names, why in summary(surprises).items())
+        logger.warning(
+            f"{len(surprises)} layers keep their weights as they are:\n{lines}\n"
+            "(all of them: model.config.quantization_config.left_alone)"
+        )
+
+
+def _is_loaded(model: nn.Module, name: str) -> bool:
+    """Whether a layer has got its bytes; those that accelerate has offloaded are elsewhere."""
+    weight = model.get_submodule(name).weight
+    if weight.device.type == "meta":
+        return True
+    return weight.dtype == torch.uint8 and getattr(weight, "_is_hf_initialized", False)

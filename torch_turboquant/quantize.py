@@ -1,0 +1,240 @@
+"""The command that packs the weights of a model: a folder of transformers in, another one out.
+
+    torch_turboquant quantize MODEL OUT
+    torch_turboquant quantize MODEL OUT --calibrate text.txt --report report.json
+
+Without a text the weights are packed tensor by tensor while they are read, so that memory has the
+packed model and one tensor of the original. With a text the whole model is loaded, reads it, and is
+packed layer by layer. The new folder appears when it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch_turboquant.calibrate import DTYPES, read_text
+from torch_turboquant.eval.options import add_device_argument, output_file, positive
+from torch_turboquant.models import read_config
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_WRITTEN = ("config.json", "generation_config.json")  # by transformers, anew
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `torch_turboquant quantize`."""
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="folder of a transformers model, with weights"
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, a new one")
+    parser.add_argument("--bits", type=int, metavar="B", help="of a weight, 4 or 8 (default: 4)")
+    parser.add_argument(
+        "--layer",
+        type=layer_bits,
+        action="append",
+        default=[],
+        metavar="NAME=B",
+        help="other bits for layers of this name or pattern, such as 'lm_head=8' or "
+        "'*.down_proj=8'; the first that fits counts",
+    )
+    parser.add_argument(
+        "--skip",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="layers of this name or pattern stay as they are",
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="TEXT",
+        help="UTF-8 text of the kind that the model will read: scales the channels and rounds the "
+        "weights for it; needs memory for the whole model",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help="of the text to read; a shorter text is read whole (default: 16384)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of what is not packed, and of activations (default: the model's own)",
+    )
+    parser.add_argument(
+        "--report",
+        type=output_file,
+        metavar="FILE",
+        help="JSON: bits, bytes and error of every packed layer, and why others are not packed",
+    )
+    add_device_argument(parser)
+
+
+def layer_bits(text: str) -> tuple[str, int]:
+    """The type of --layer.
+
+    Raises:
+        argparse.ArgumentTypeError: not NAME=BITS.
+    """
+    name, _, bits = text.rpartition("=")
+    if not name or not bits.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=BITS, such as lm_head=8")
+    return name, int(bits)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    started = time.perf_counter()
+    try:
+        text = checked_text(args)
+        with new_folder(args.out) as folder:
+            facts = pack(args, text, folder)
+            copy_others(args.model, folder)
+    except (OSError, ValueError) as error:
+        print(f"quantize: {error}", file=sys.stderr)
+        return 1
+    facts["seconds"] = round(time.perf_counter() - started, 1)
+    if args.report:
+        args.report.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
+    print(summary(args.out, facts))
+    return 0
+
+
+def checked_text(args: argparse.Namespace) -> str | None:
+    """The text of --calibrate; what can be refused at once is refused before weights are read.
+
+    Raises:
+        ValueError: folders, text or options cannot be used.
+    """
+    from torch_turboquant.eval import assets
+
+    assets.check_dense(args.model)
+    if args.out.exists():
+        raise ValueError(f"{args.out} is there already: name a new folder, or remove it")
+    if not args.out.resolve().parent.is_dir():
+        raise ValueError(f"{args.out} cannot be written: there is no {args.out.parent}")
+    found = read_config(args.model).get("quantization_config")
+    if found is not None:
+        raise ValueError(
+            f"the weights in {args.model} are quantised already "
+            f"({found.get('quant_method')}): give the folder of the original model"
+        )
+    if args.calibrate is None:
+        if args.tokens is not None:
+            raise ValueError("--tokens belongs to --calibrate")
+        return None
+    return read_text(args.calibrate)
+
+
+def pack(args: argparse.Namespace, text: str | None, folder: Path) -> dict[str, Any]:
+    """Writes the packed model; returns what the report says.
+
+    Raises:
+        ValueError: the model cannot be packed, or the text is too short.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from torch_turboquant.integrations.transformers.weights import (
+        TurboQuantConfig,
+        noted_layers,
+        quantize,
+    )
+
+    config = TurboQuantConfig(
+        args.bits, skip=args.skip, layers={name: {"bits": bits} for name, bits in args.layer}
+    )
+    options: dict[str, Any] = {"local_files_only": True, "dtype": args.dtype or "auto"}
+    if text is None:
+        if args.device not in ("auto", "cpu"):  # a GPU is quicker, and then needs accelerate
+            options["device_map"] = {"": args.device}
+        with noted_layers() as rows:
+            model = AutoModelForCausalLM.from_pretrained(
+                args.model, quantization_config=config, **options
+            )
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(args.model, **options)
+        model.to(default_device() if args.device == "auto" else args.device)
+        limit = {} if args.tokens is None else {"tokens": args.tokens}
+        rows = quantize(model, config, text=text, tokenizer=tokenizer, **limit)
+    model.save_pretrained(folder)
+    done = model.config.quantization_config
+    return {
+        "model": str(args.model),
+        "calibration": done.calibration,
+        "bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "packed_bytes": sum(row.bytes for row in rows),
+        "packed_weights": sum(row.weights for row in rows),
+        "layers": [{**row._asdict(), "form": asdict(row.form)} for row in rows],
+        "left_alone": done.left_alone,
+    }
+
+
+def default_device() -> str:
+    """Where models run that read a text."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that gets its name when the block ends, and is removed if it fails."""
+    scratch = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
+    scratch.mkdir()
+    try:
+        yield scratch
+        scratch.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def copy_others(source: Path, folder: Path) -> None:
+    """Copies what belongs to a model beside weights and configuration: tokenizer, licence, ..."""
+    for path in sorted(source.iterdir()):
+        is_weight = path.name.endswith((*_WEIGHTS, ".index.json")) or path.name in _WRITTEN
+        if path.is_file() and not is_weight and not path.name.startswith("."):
+            shutil.copy2(path, folder / path.name)
+
+
+def summary(out: Path, facts: dict[str, Any]) -> str:
+    """What the command prints at the end."""
+    layers, left = facts["layers"], facts["left_alone"]
+    bits = 8 * facts["packed_bytes"] / facts["packed_weights"]
+    lines = [
+        f"{out}: {facts['bytes'] / 1e6:,.1f} MB in {facts['seconds']:.0f} s; {len(layers)} layers "
+        f"with {facts['packed_weights'] / 1e6:,.1f} million weights at {bits:.3f} bits"
+    ]
+    worst = sorted(layers, key=lambda row: -row["error"])[:3]
+    said = "outputs" if facts["calibration"] else "weights"
+    lines.append(
+        f"relative squared error of {said}: {mean([row['error'] for row in layers]):.5f}; largest: "
+        + ", ".join(f"{row['name']} {row['error']:.5f}" for row in worst)
+    )
+    lines += [f"left alone: {name}: {reason}" for name, reason in grouped(left).items()]
+    lines.append(
+        "Load it with AutoModelForCausalLM.from_pretrained, after import "
+        "torch_turboquant.integrations.transformers"
+    )
+    return "\n".join(lines)
+
+
+def grouped(left: dict[str, str]) -> dict[str, str]:
+    """Names that differ in numbers only as one."""
+    from torch_turboquant.integrations.transformers.weights.choice import summary as by_number
+
+    return by_number(left)
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
