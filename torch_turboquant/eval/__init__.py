@@ -5,7 +5,8 @@
 Every cache predicts the same text token by token through itself. Perplexity, KL divergence and
 agreement compare it with the uncompressed cache. docs/quality.md has the results.
 
-options, assets: the command line, the model and the text. caches: the names of caches. controls:
+options, assets: the command line, the model and the text. caches: the names of caches. weights: the
+names of packed weights. controls:
 published ways of quantising, to compare with. predict: predictions through a cache. measure:
 predictions of a whole text, and their intervals. layers: errors of single layers. needle, tasks,
 synthetic: questions answered through the cache. strategies: what people choose from, in one table.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,16 @@ def _choices(text: str) -> list[Any]:
 
     try:
         return [Choice.parse(part) for part in names(text)]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _weights(text: str) -> list[Any]:
+    """The type of --weights."""
+    from torch_turboquant.eval.weights import WeightChoice
+
+    try:
+        return [WeightChoice.parse(part) for part in names(text)]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -110,6 +122,14 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B,...",
         help="caches beside the uncompressed one: presets, also with changes "
         "(k4v4:recent_window=0,center=none), and controls (default: all of both: %(default)s)",
+    )
+    parser.add_argument(
+        "--weights",
+        type=_weights,
+        default=[],
+        metavar="A,B,...",
+        help="also packed weights, by their bits, with changes or a cache: 4, 8:skip=lm_head, "
+        "4:calibrate=train.txt, 4+k5v4u",
     )
     parser.add_argument(
         "--segments",
@@ -280,9 +300,15 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
         extras.append(tasks_extra(model, tokenizer))
     if args.synthetic:
         extras.append(synthetic_extra(model, tokenizer, text, args.synthetic, args.samples))
+    if args.weights and extras:
+        raise ValueError(
+            "--needle, --tasks and --synthetic are measured with caches only: give --weights in a "
+            "run of its own"
+        )
+    measured = [(choice, partial(choice.packed, tokenizer=tokenizer)) for choice in args.weights]
     single_layers = not args.no_layers
     return evaluate(
-        model, name, args.caches, ids, settings, origin, done, save, extras, single_layers
+        model, name, args.caches, ids, settings, origin, done, save, extras, single_layers, measured
     )
 
 
@@ -322,6 +348,9 @@ def run(args: argparse.Namespace) -> int:
     from torch_turboquant.eval.origin import row_origin
     from torch_turboquant.eval.rows import without
 
+    if args.weights and args.strategies:
+        print("eval: --weights and --strategies are tables of their own", file=sys.stderr)
+        return 2
     if args.gpu is not None and not args.strategies:
         print("eval: --gpu belongs to --strategies", file=sys.stderr)
         return 2

@@ -15,6 +15,7 @@ from torch_turboquant.eval.tasks import CONVERSATIONS, prompts
 Row = dict[str, Any]
 
 WIDTH = 96  # columns of running text
+WEIGHTS = "weights"  # kind of the rows of packed weights
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -33,7 +34,8 @@ def quality_table(rows: Sequence[Row]) -> str:
     """One line per cache, largest first."""
     header = "cache,bits,B/token,perplexity,change,±,KL,±,top-1,output,K NMSE,V NMSE".split(",")
     lines = []
-    for row in sorted(rows, key=lambda r: -r["bits_per_value_8k"]):
+    caches = [row for row in rows if row["kind"] != WEIGHTS]
+    for row in sorted(caches, key=lambda r: -r["bits_per_value_8k"]):
         line = [
             row["cache"],
             f"{row['bits_per_value_8k']:.2f}",
@@ -61,6 +63,39 @@ def quality_table(rows: Sequence[Row]) -> str:
             ]
         lines.append(line)
     return table(header, lines)
+
+
+def weights_table(rows: Sequence[Row]) -> str | None:
+    """One line per choice of packed weights; None if no row has any."""
+    header = "weights,bits,model MB,B/token,perplexity,change,±,KL,±,top-1".split(",")
+    lines = [
+        [
+            row["cache"],
+            f"{row['weight_bits']:.3f}",
+            f"{row['model_bytes'] / 1e6:,.0f}",
+            f"{row['bytes_per_token_8k']:,.0f}",
+            f"{row['perplexity']:.3f}",
+            f"{100 * row['perplexity_change']:+.2f}%",
+            f"{100 * _half_width(row['perplexity_change_interval']):.2f}",
+            f"{row['kl']:.4f}",
+            f"{_half_width(row['kl_interval']):.4f}",
+            f"{100 * row['top1_agreement']:.1f}%",
+        ]
+        for row in rows
+        if row["kind"] == WEIGHTS
+    ]
+    return table(header, lines) if lines else None
+
+
+def weights_legend(rows: Sequence[Row]) -> str:
+    """What the columns of `weights_table` mean."""
+    row = next(row for row in rows if row["kind"] == WEIGHTS)
+    text = (
+        "bits: of a packed weight, scales and padding included; model MB: all parameters, those "
+        f"that are not packed in {row['dtype']}. Everything else as above, compared with the model "
+        "that has nothing compressed."
+    )
+    return textwrap.fill(text, WIDTH)
 
 
 def answers_table(rows: Sequence[Row]) -> str | None:
@@ -189,6 +224,10 @@ def show(rows: Sequence[Row]) -> None:
     print(f"\n{r['model']} ({r['dtype']}): {shape}; {r['device']}\n")
     print(quality_table(rows) + "\n")
     print(legend(rows))
+    weights = weights_table(rows)
+    if weights:
+        print("\n" + weights + "\n")
+        print(weights_legend(rows))
     answers = answers_table(rows)
     if answers:
         print("\n" + answers + "\n")
@@ -242,7 +281,7 @@ def picture(path: Path, rows: Sequence[Row]) -> None:
     axes.set_title(f"{r['model']}: {r['segments'] * r['scored_tokens']:,} tokens through the cache")
     axes.grid(True, which="major", alpha=0.3)
     axes.legend()
-    compressed = [r for r in rows if r["kind"] != "uncompressed"]
+    compressed = [r for r in rows if r["kind"] in ("packed", "control")]
     place_labels(axes, [(r["cache"], r["bits_per_value_8k"], r["kl"]) for r in compressed])
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

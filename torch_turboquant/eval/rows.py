@@ -19,6 +19,8 @@ from tqdm import tqdm
 
 from torch_turboquant.eval import layers, measure, needle, synthetic, tasks
 from torch_turboquant.eval.caches import UNCOMPRESSED, Choice, sizes
+from torch_turboquant.eval.report import WEIGHTS
+from torch_turboquant.eval.weights import WeightChoice
 from torch_turboquant.integrations.transformers.models import head_dim_of, text_config
 
 Row = dict[str, Any]
@@ -127,6 +129,7 @@ def evaluate(
     save: Callable[[list[Row]], None] = lambda rows: None,
     extras: Sequence[Extra] = (),
     single_layers: bool = True,
+    weights: Sequence[tuple[WeightChoice, Callable[[Any], tuple[Any, Row]]]] = (),
 ) -> list[Row]:
     """Measures every choice; the uncompressed cache is always measured, and first.
 
@@ -140,9 +143,11 @@ def evaluate(
         save: called with all finished rows of this run whenever one of them has changed.
         extras: further measurements of every choice, made where its row lacks them.
         single_layers: whether to measure the errors of single layers too (layers.py).
+        weights: packed weights, each with the function that makes the packed model of `model`, and
+            what its row says.
 
     Returns:
-        One row per choice in their order, after that of the uncompressed cache.
+        One row per choice in their order, after that of the uncompressed cache; then the weights.
     """
     about = {**origin, **describe(model, name, text, settings)}
     others = {c.text: c for c in choices if c.kind != "uncompressed"}  # without repetitions
@@ -150,9 +155,14 @@ def evaluate(
     finished = {
         row["cache"]: row for row in done if all(row.get(key) == about[key] for key in _SAME)
     }
-    pending = [c for c in choices if c.text not in finished]
+    every: list[Choice | WeightChoice] = [*choices, *(choice for choice, _ in weights)]
+    pending = [c for c in every if c.text not in finished]
     if pending:
         readings = _Readings(model, text, settings, single_layers)
+
+    def rows_so_far() -> list[Row]:
+        return [finished[c.text] for c in every if c.text in finished]
+
     for choice in tqdm(choices, "caches", leave=False):
         if choice in pending:
             finished[choice.text] = {
@@ -161,7 +171,7 @@ def evaluate(
                 "kind": choice.kind,
                 **readings.measure(choice),
             }
-            save([finished[c.text] for c in choices if c.text in finished])
+            save(rows_so_far())
         for extra in extras:
             row = finished[choice.text]
             if extra.lacks(row):
@@ -169,8 +179,13 @@ def evaluate(
                 found = extra.run(partial(choice.make, model), choice.text, base)
                 origins = {key: about.get(key) for key in ("commit", "command")}
                 finished[choice.text] = {**row, extra.key: {**extra.same, **found, **origins}}
-                save([finished[c.text] for c in choices if c.text in finished])
-    return [finished[c.text] for c in choices]
+                save(rows_so_far())
+    for choice, pack in tqdm(weights, "weights", leave=False):
+        if choice in pending:
+            found = readings.measure_weights(choice, pack)
+            finished[choice.text] = {**about, "cache": choice.text, "kind": WEIGHTS, **found}
+            save(rows_so_far())
+    return rows_so_far()
 
 
 class _Readings:
@@ -210,6 +225,17 @@ class _Readings:
             row |= {f"mean_{key}": _mean(values) for key, values in by_layer.items()}
             row["by_layer"] = by_layer
         return row
+
+    def measure_weights(self, choice: WeightChoice, pack: Callable[[Any], tuple[Any, Row]]) -> Row:
+        """The measured part of a row of packed weights."""
+        model, row = pack(self.model)
+        make = partial(choice.cache.make, model)
+        s = self.settings
+        reading, _, cache = measure.read(
+            model, make, self.text, s.prefill, s.chunk, self.logits, choice.text
+        )
+        size = sizes(cache, model, head_dim_of(text_config(model)))
+        return {**row, **size, **measure.summary(reading, self.base)}
 
 
 def _layers(cache: Any, recorded: list[layers.Activations], settings: Settings) -> Row:
