@@ -17,7 +17,7 @@ FETCHED_TEXT = ("mwparserfromhell",)  # the demo's text, which is wikitext
 PICTURE = ("matplotlib",)
 
 # The extras of commands that are no extras in pyproject.toml themselves.
-_EXTRAS = {"calibrate": "transformers", "quantize": "transformers"}
+_EXTRAS = dict.fromkeys(("calibrate", "quantize", "memory"), "transformers")
 
 # as in pyproject.toml, without upper bounds
 LEAST = {

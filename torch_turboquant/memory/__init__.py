@@ -5,7 +5,8 @@ padding, the last page whole), its exact tail, and once per model the constants 
 and fp8 caches in pages of the same size stand beside the presets. Sizes are bytes; the command
 prints binary units (1 GiB = 2^30 bytes).
 
-layers: which layers of a model count. sizes: the arithmetic. cli: the command.
+layers: which layers of a model count. sizes: the arithmetic. weights: the bytes of packed weights.
+cli: the command.
 """
 
 from torch_turboquant.memory.layers import AttentionLayer, LatentLayer, attention_layers

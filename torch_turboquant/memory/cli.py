@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torch_turboquant._checks import check_positive
+from torch_turboquant._extras import MissingPackages
 from torch_turboquant.config import PRESETS, CacheConfig
 from torch_turboquant.latent import LATENT_PRESETS, latent_preset
 from torch_turboquant.layer_choice import layer_configs
@@ -22,6 +23,7 @@ from torch_turboquant.memory.layers import (
     attention_layers,
 )
 from torch_turboquant.memory.sizes import CacheMemory, packed_memory, plain_memory
+from torch_turboquant.memory.weights import WeightMemory, weight_memory
 from torch_turboquant.models import read_config
 
 DTYPE_BYTES = {
@@ -32,6 +34,7 @@ DTYPE_BYTES = {
     "int8": 1.0,
     "int4": 0.5,
 }
+_FLOATS = ("float32", "bfloat16", "float16")
 _UNITS = {"": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -126,8 +129,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     weights.add_argument(
         "--parameters", type=_argument(parse_count), metavar="COUNT", help="70B, 135M: to subtract"
     )
+    weights.add_argument(
+        "--pack-weights",
+        type=int,
+        metavar="B",
+        help="to subtract the model of --config with its linear layers in 4 or 8 bits (needs "
+        "transformers)",
+    )
     room.add_argument(
-        "--parameters-dtype", choices=DTYPE_BYTES, default="bfloat16", help="default: bfloat16"
+        "--parameters-dtype",
+        choices=DTYPE_BYTES,
+        default="bfloat16",
+        help="of --parameters, or of what --pack-weights leaves alone; default: bfloat16",
     )
     room.add_argument(
         "--reserve",
@@ -197,13 +210,29 @@ def _layers(args: argparse.Namespace) -> list[MemoryLayer | None]:
     return layers
 
 
-def _budget(args: argparse.Namespace) -> int | None:
+def _packed_weights(args: argparse.Namespace) -> WeightMemory | None:
+    """What --pack-weights makes of the model; None without it."""
+    if args.pack_weights is None:
+        return None
+    if args.config is None:
+        raise ValueError("--pack-weights needs --config: which layers there are says the model")
+    if args.parameters_dtype not in _FLOATS:
+        raise ValueError(
+            f"--pack-weights leaves some layers in --parameters-dtype: {', '.join(_FLOATS)}, not "
+            f"{args.parameters_dtype}"
+        )
+    return weight_memory(args.config, args.pack_weights, args.parameters_dtype)
+
+
+def _budget(args: argparse.Namespace, packed: WeightMemory | None) -> int | None:
     """Bytes that are left for caches; None without --gpu-memory."""
     if args.gpu_memory is None:
         if args.weights or args.parameters or args.reserve:
             raise ValueError("--weights, --parameters and --reserve need --gpu-memory")
         return None
     weights = args.weights or 0
+    if packed is not None:
+        weights = packed.packed
     if args.parameters is not None:
         weights = int(args.parameters * DTYPE_BYTES[args.parameters_dtype])
     budget: int = args.gpu_memory - weights - args.reserve
@@ -277,7 +306,8 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: arguments that do not fit together; a model that is not supported; weights that
             do not fit.
     """
-    layers, budget = _layers(args), _budget(args)
+    layers, packed = _layers(args), _packed_weights(args)
+    budget = _budget(args, packed)
     if args.page_size is None:
         latent = isinstance(next(filter(None, layers)), LatentLayer)
         args.page_size = (
@@ -294,6 +324,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "sink_tokens": args.sink_tokens,
         "recent_window": args.recent_window,
         "boundary_layers": args.boundary_layers,
+        "weights": None if packed is None else packed._asdict(),
         "budget": budget,
         "caches": [
             {
@@ -321,6 +352,11 @@ def print_report(facts: dict[str, Any]) -> None:
         f"{facts['context']:,} tokens in pages of {facts['page_size']}; exact: first "
         f"{facts['sink_tokens']}, last {facts['recent_window']}"
     )
+    if weights := facts["weights"]:
+        print(
+            f"{_size(weights['packed'])} of weights, {weights['layers']} layers packed; "
+            f"{_size(weights['plain'])} as they are"
+        )
     if facts["budget"] is not None:
         print(f"{_size(facts['budget'])} for caches")
     print()
@@ -357,6 +393,9 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     try:
         facts = report(args)
+    except MissingPackages as error:  # says which command needs them
+        print(error, file=sys.stderr)
+        return 1
     except ValueError as error:
         print(f"memory: {error}", file=sys.stderr)
         return 1

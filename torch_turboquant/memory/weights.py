@@ -1,0 +1,63 @@
+"""The bytes of a model's weights, packed and as they are, from its configuration alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_turboquant._extras import MODEL, require
+from torch_turboquant.models import read_config
+
+
+class WeightMemory(NamedTuple):
+    """Bytes of all parameters of a model."""
+
+    plain: int
+    """In the dtype of the model."""
+    packed: int
+    """With packed layers; the others as they are."""
+    layers: int
+    """That are packed."""
+    left_alone: dict[str, str]
+    """Reasons by names of modules."""
+
+
+def weight_memory(path: str, bits: int, dtype: str) -> WeightMemory:
+    """What packing the weights of a model takes (needs transformers).
+
+    Args:
+        path: of config.json, or of its folder. The model is built without memory for its weights.
+        bits: of packed weights.
+        dtype: of everything else, a name in torch.
+
+    Raises:
+        MissingPackages: transformers is not installed.
+        ValueError: there is no such model, its weights are quantised already, or nothing of it can
+            be packed.
+    """
+    found = read_config(path).get("quantization_config")
+    if found is not None:
+        raise ValueError(
+            f"the weights of {path} are quantised already ({found.get('quant_method')}): give the "
+            "configuration of the original model, or their size with --weights"
+        )
+    require("memory", *MODEL)
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from torch_turboquant.integrations.transformers.weights import TurboQuantConfig
+    from torch_turboquant.integrations.transformers.weights.choice import choose
+
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    chosen = TurboQuantConfig(bits)
+    packed, left = choose(model, chosen.weight_format(), {}, ())
+    plain = sum(p.numel() * p.element_size() for p in model.parameters())
+    saved = 0
+    for name, form in packed.items():
+        n, k = model.get_submodule(name).weight.shape
+        tiles, groups, size = form.block(k).packed_shape(n, k)
+        saved += n * k * model.dtype.itemsize - tiles * groups * size
+    return WeightMemory(plain, plain - saved, len(packed), left)
