@@ -1163,7 +1163,8 @@ def cpu_attention_rows() -> dict[tuple[str, int, int], Row]:
 
 def demo_rows(part: str) -> list[Row]:
     """Rows of `make demo` on a CPU: "speed" or "quality", the uncompressed cache first."""
-    return [row for row in read_rows("demo_cpu") if row["part"] == part]
+    found = [row for row in read_rows("demo_cpu") if row["part"] == part]
+    return [row for row in found if row.get("weight_bits") is None]
 
 
 def cpu_picture(path: Path) -> None:

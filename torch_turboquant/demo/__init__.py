@@ -1,4 +1,4 @@
-"""The demo: one small language model, its normal KV cache, and packed caches beside it.
+"""The demo: one small language model, its normal KV cache, packed caches, and packed weights.
 
     torch_turboquant demo
 
@@ -123,16 +123,23 @@ def run(args: argparse.Namespace) -> int:
     half = None
     if measure.fast_bfloat16(str(model.device)):
         half = copy.deepcopy(model).to(torch.bfloat16)
+    packed = measure.pack_weights(model, tokenizer, articles[1:])
     loaded = time.perf_counter()
     report.show_model(model)
 
     fast = half or model
+    fast_packed = copy.deepcopy(packed).to(torch.bfloat16) if half else packed
+    both = ((packed, None), (packed, args.presets[0]))
     speeds = []
-    for preset in (None, *args.presets):
-        speeds.append(measure.speed(fast, preset, long, SPEED_TOKENS))
+    for network, preset in (
+        *((fast, p) for p in (None, *args.presets)),
+        *((fast_packed, preset) for _, preset in both),
+    ):
+        speeds.append(measure.speed(network, preset, long, SPEED_TOKENS))
     report.show_speed(speeds)
 
     runs = [(model, None), *([(half, None)] if half else []), *((model, p) for p in args.presets)]
+    runs += both
     results = measure.read_prose(runs, prose, args.prefill, args.chunk)
     report.show_reading(results)  # generation takes as long again: nobody has to wait for it
     measure.add_answers(runs, results, prompts, args.new_tokens)

@@ -4,11 +4,13 @@ Speed is that of a model as people run it, in bfloat16. Quality is measured in f
 the cache differs: every cache predicts the same prose through itself
 (torch_turboquant.eval.predict), and every prediction is compared with that of the uncompressed
 cache. All caches see the same true tokens. The same model in bfloat16, uncompressed, is one row
-more: what rounding alone does to predictions and to greedy answers.
+more: what rounding alone does to predictions and to greedy answers. So are the model with packed
+weights, and both together.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import statistics
@@ -30,7 +32,7 @@ from torch_turboquant.eval.predict import (
     negative_log_likelihood,
     predictions,
 )
-from torch_turboquant.integrations.transformers import TurboQuantCache
+from torch_turboquant.integrations.transformers import TurboQuantCache, quantize
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 QUESTIONS = (
@@ -38,6 +40,7 @@ QUESTIONS = (
     "What are the most important points of the following text? Answer in a short paragraph.",
 )
 PASSAGE_WORDS = 160
+CALIBRATION_TOKENS = 2048  # of other articles than the prose that is predicted
 
 
 @dataclass
@@ -94,6 +97,27 @@ def equal_prefix(a: Tensor, b: Tensor) -> int:
     return int(differ[0]) if len(differ) else n
 
 
+# ---------------------------------------------------------------------------------- the weights
+
+
+def pack_weights(model: Any, tokenizer: Any, articles: Sequence[str]) -> Any:
+    """A copy of the model with packed weights, calibrated with these articles."""
+    packed = copy.deepcopy(model)
+    quantize(packed, text=articles, tokenizer=tokenizer, tokens=CALIBRATION_TOKENS)
+    return packed
+
+
+def weight_bits(model: Any) -> int | None:
+    """Bits of the model's packed weights; None if they are not packed."""
+    config = getattr(model.config, "quantization_config", None)
+    return None if config is None else config.bits
+
+
+def model_bytes(model: Any) -> int:
+    """Bytes of all parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
 # ----------------------------------------------------------------------------------- the caches
 
 
@@ -129,6 +153,8 @@ def describe(
         "head_dim": config.head_dim,
         "layers": layers,
         "model_device": str(model.device),
+        "weight_bits": weight_bits(model),
+        "model_bytes": model_bytes(model),
     }
     if preset is None:
         return info | {"cache_device": str(model.device)}

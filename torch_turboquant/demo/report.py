@@ -19,8 +19,10 @@ SHOWN = 2  # answers that are printed
 
 
 def name_of(r: Speed | Result) -> str:
-    """The first cell of a row: a preset, or the dtype of an uncompressed cache."""
-    return r.preset or f"none, {r.info['dtype']}"
+    """The first cell of a row: a preset, or the dtype of an uncompressed cache; packed weights."""
+    name = r.preset or f"none, {r.info['dtype']}"
+    bits = r.info.get("weight_bits")
+    return name if bits is None else f"{name}; weights {bits}"
 
 
 def speed_table(speeds: Sequence[Speed]) -> str:
@@ -51,6 +53,14 @@ def speed_legend(speeds: Sequence[Speed]) -> str:
         f"{speeds[0].tokens:,} tokens, with the exact tail of packed caches (first {sinks}, last "
         f"{window} tokens). B/token: bytes that one more token adds, keys and values of all layers."
     )
+    for r in speeds:
+        if r.info.get("weight_bits") is not None:
+            text += (
+                f" weights {r.info['weight_bits']}: linear layers in {r.info['weight_bits']} bits, "
+                f"the model takes {r.info['model_bytes'] / 2**20:.0f} MiB in place of "
+                f"{speeds[0].info['model_bytes'] / 2**20:.0f}."
+            )
+            break
     return textwrap.fill(text, WIDTH)
 
 
@@ -80,14 +90,14 @@ def legend(results: Sequence[Result]) -> str:
     text = (
         "Everything is compared with the first row. perplexity, KL (nats) and top-1 (the same most "
         f"likely token): {base.scored:,} tokens of Wikipedia, each predicted through the cache. "
-        f"Packed caches run in {base.info['dtype']}, so that nothing but the cache differs."
+        f"Packed caches and weights run in {base.info['dtype']}, so that nothing else differs."
     )
     if base.answers:
         many, length = len(base.answers), len(base.answers[0])
         text += f" greedy: how many of {many} x {length} generated tokens come before the first"
         text += " difference from the first row."
         text += " One token that differs changes all that follow it"
-        rounded = [r for r in results[1:] if r.preset is None]
+        rounded = [r for r in results[1:] if r.preset is None and r.info.get("weight_bits") is None]
         for r in rounded:
             text += (
                 f", and rounding is enough: the same model in {r.info['dtype']}, nothing "
