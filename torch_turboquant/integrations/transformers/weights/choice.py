@@ -110,7 +110,7 @@ def _reason(model: nn.Module, name: str, module: nn.Module, skip: list[str]) -> 
     if type(module) is not nn.Linear:
         if any(p.dim() == 3 for p in module.parameters(recurse=False)) and "expert" in name:
             return (
-                "its experts are fused into tensors of three dimensions, which are not packed yet"
+                "its experts are one tensor of three dimensions, which is not packed yet"
             )
         return f"it is a {type(module).__name__}, and only nn.Linear is packed"
     if any(fnmatchcase(name, pattern) for pattern in skip):
@@ -123,7 +123,7 @@ def _reason(model: nn.Module, name: str, module: nn.Module, skip: list[str]) -> 
         return f"its {module.in_features} input channels are no multiple of 64"
     if module.out_features < WEIGHT_ROWS:
         return (
-            f"its {module.out_features} output channels are fewer than the {WEIGHT_ROWS} of a tile"
+            f"its {module.out_features} rows are fewer than the {WEIGHT_ROWS} of a tile"
         )
     if _routes(model, name):
         return "it routes tokens to experts"

@@ -1,0 +1,150 @@
+"""`torch_turboquant quantize`: a tiny model in a folder, and the folder that comes out."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.helpers import tiny_llama
+from torch_turboquant import PackedLinear
+from torch_turboquant import __main__ as command_line
+from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
+
+WORDS = [f"w{i}" for i in range(64)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model with a tokenizer that knows 64 words, in two files, and a licence."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = tmp_path / "model"
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(path)
+    tiny_llama(vocab_size=128).save_pretrained(path, max_shard_size="150KB")
+    (path / "LICENSE").write_text("free")
+    (path / "pytorch_model.bin").write_text("of no use")
+    assert (path / "model.safetensors.index.json").exists()
+    return path
+
+
+@pytest.fixture
+def text(tmp_path):
+    ids = torch.randint(0, 64, (400,), generator=torch.Generator().manual_seed(1))
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(WORDS[i] for i in ids))
+    return path
+
+
+def run(*argv):
+    return command_line.main(["quantize", *map(str, argv)])
+
+
+def load(path, **options):
+    return AutoModelForCausalLM.from_pretrained(path, local_files_only=True, **options)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(30)[None]).logits
+
+
+def test_a_folder_becomes_another(folder, tmp_path, capsys):
+    out, report = tmp_path / "out", tmp_path / "report.json"
+    assert run(folder, out, "--layer", "lm_head=8", "--report", report) == 0
+    config = TurboQuantConfig(layers={"lm_head": {"bits": 8}})
+    expected = load(folder, quantization_config=config)
+    assert torch.equal(logits(load(out)), logits(expected))
+    assert {p.name for p in out.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "LICENSE",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert AutoTokenizer.from_pretrained(out)("w3 w5").input_ids == [3, 5]
+    facts = json.loads(report.read_text())
+    layers = [n for n, m in expected.named_modules() if isinstance(m, PackedLinear)]
+    assert sorted(row["name"] for row in facts["layers"]) == sorted(layers)
+    (head,) = [row for row in facts["layers"] if row["name"] == "lm_head"]
+    assert head["form"]["bits"] == 8 and head["weights"] == 128 * 64 and head["error"] < 1e-3
+    assert facts["left_alone"] == {"model.embed_tokens": "it is an embedding"}
+    assert facts["packed_bytes"] == sum(row["bytes"] for row in facts["layers"])
+    said = capsys.readouterr().out
+    assert f"{out}: 0." in said and f"{len(layers)} layers with" in said
+    assert "left alone: model.embed_tokens: it is an embedding" in said
+
+
+def test_with_a_text(folder, text, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(folder, out, "--calibrate", text, "--tokens", "300", "--bits", "8") == 0
+    model = load(folder)
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text.read_text()).input_ids)
+    quantize(model, TurboQuantConfig(8), text=ids, tokens=300)
+    again = load(out)
+    assert torch.equal(logits(again), logits(model))
+    assert again.config.quantization_config.calibration["tokens"] == 300
+    assert "relative squared error of outputs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--bits", "5"], "bits is 5"),
+        (["--skip", "*.nothing"], "names no linear layer"),
+        (["--tokens", "300"], "--tokens belongs to --calibrate"),
+        (["--calibrate", "nowhere.txt"], "there is no text nowhere.txt"),
+    ],
+)
+def test_refusals_leave_nothing(options, says, folder, tmp_path, capsys):
+    before = sorted(tmp_path.iterdir())
+    assert run(folder, tmp_path / "out", *options) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("quantize: ") and says in said
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_folders_that_cannot_be_used(folder, tmp_path, capsys):
+    def says(*argv):
+        assert run(*argv) == 1
+        return capsys.readouterr().err
+
+    out = tmp_path / "out"
+    assert "is no folder of a transformers model" in says(tmp_path / "nowhere", out)
+    assert "cannot be written: there is no" in says(folder, tmp_path / "a" / "b")
+    assert run(folder, out) == 0
+    assert "is there already: name a new folder" in says(folder, out)
+    assert "quantised already (torch_turboquant)" in says(out, tmp_path / "twice")
+    assert not (tmp_path / "twice").exists()
+
+
+def test_a_weight_that_is_not_finite(folder, tmp_path, capsys):
+    model = tiny_llama(vocab_size=128)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    model.save_pretrained(folder, max_shard_size="150KB")
+    before = sorted(tmp_path.iterdir())
+    assert run(folder, tmp_path / "out") == 1
+    assert "model.layers.1.mlp.up_proj: the weight holds a NaN" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_text_that_is_too_short(folder, text, tmp_path, capsys):
+    text.write_text("w1 w2 w3")
+    assert run(folder, tmp_path / "out", "--calibrate", text) == 1
+    assert "the text gives 3 tokens; calibration needs 256" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_options(folder, capsys):
+    with pytest.raises(SystemExit):
+        run(folder, "out", "--layer", "lm_head")
+    assert "'lm_head' is no NAME=BITS" in capsys.readouterr().err

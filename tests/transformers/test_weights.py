@@ -1,0 +1,578 @@
+"""Models whose linear layers are packed: loaded, saved, calibrated, compiled, refused.
+
+Models are tiny and random. What must come out is what the layer's own class makes of the same
+weights, so a test of a model needs no tolerance.
+"""
+
+import copy
+import gc
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+from torch_turboquant import PackedLinear, WeightFormat, encode_weight
+from torch_turboquant.integrations.transformers import TurboQuantCache, TurboQuantConfig, quantize
+from torch_turboquant.integrations.transformers.weights import choice, noted_layers
+from torch_turboquant.integrations.transformers.weights.moments import passes, second_moments
+from torch_turboquant.integrations.transformers.weights.quantizer import NEEDS
+
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),  # biases
+    "gemma": ("GemmaConfig", {}),  # the head is tied
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
+    "jamba": (  # layers of state-space models, and experts
+        "JambaConfig",
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8},
+    ),
+}
+IDS = torch.randint(1, 96, (1, 40), generator=torch.Generator().manual_seed(1))
+TEXT = torch.randint(1, 96, (700,), generator=torch.Generator().manual_seed(2))
+
+
+def make(family="llama", dtype=torch.bfloat16, **changes):
+    kind, options = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**{**SHAPE, **options, **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.copy_(torch.randn(parameter.shape))
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Saves a model, and gives the folder."""
+
+    def save(model, name="model", **options):
+        model.save_pretrained(tmp_path / name, **options)
+        return tmp_path / name
+
+    return save
+
+
+def load(path, config=None, **options):
+    if config is not None:
+        options["quantization_config"] = config
+    return AutoModelForCausalLM.from_pretrained(path, local_files_only=True, **options)
+
+
+def packed_layers(model):
+    return {n: m for n, m in model.named_modules() if isinstance(m, PackedLinear)}
+
+
+def packed_by_hand(model, names, form=None):
+    """The model with these layers packed by their own class."""
+    model = copy.deepcopy(model)
+    model.config._is_quantized = True  # layers of state-space models round otherwise then
+    for name in names:
+        linear = model.get_submodule(name)
+        model.set_submodule(name, PackedLinear.from_linear(linear, form or WeightFormat()))
+    return model
+
+
+def logits(model, ids=IDS):
+    return model(ids).logits
+
+
+def files(path):
+    return {p.name: load_file(p) for p in sorted(path.glob("*.safetensors"))}
+
+
+# ------------------------------------------------------------------------------ loading, saving
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_packed_while_it_loads(family, folder):
+    path = folder(make(family))
+    model, packed = load(path), load(path, TurboQuantConfig(bits=4))
+    layers = packed_layers(packed)
+    assert layers and packed.config.quantization_config.bits == 4
+    assert all(layer.weight.dtype == torch.uint8 for layer in layers.values())
+    expected = packed_by_hand(model, layers)
+    assert torch.equal(logits(packed), logits(expected))
+    assert not torch.equal(logits(packed), logits(model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", ["1GB", "60KB"])
+def test_saved_and_loaded_it_has_the_same_bytes(family, size, folder):
+    packed = load(folder(make(family)), TurboQuantConfig(bits=4))
+    path = folder(packed, "packed", max_shard_size=size)
+    assert (len(files(path)) > 1) == (size == "60KB")
+    again = load(path)
+    assert torch.equal(logits(again), logits(packed))
+    for name, layer in packed_layers(packed).items():
+        assert torch.equal(again.get_submodule(name).weight, layer.weight), name
+    twice = folder(again, "twice", max_shard_size=size)
+    assert (path / "config.json").read_text() == (twice / "config.json").read_text()
+    first, second = files(path), files(twice)
+    assert first.keys() == second.keys()
+    for name, tensors in first.items():
+        assert tensors.keys() == second[name].keys()
+        assert all(torch.equal(x, second[name][key]) for key, x in tensors.items())
+    assert not list(path.glob("*.bin"))
+
+
+def test_memory_while_loading(folder, monkeypatch):
+    """Whenever a weight is packed, there is what is packed so far and this one tensor."""
+    model = make(intermediate_size=1024, vocab_size=8192)
+    plain = sum(p.numel() * p.element_size() for p in model.parameters())
+    path = folder(model)
+    del model
+    quantizer = "torch_turboquant.integrations.transformers.weights.quantizer.encode_weight"
+    peaks, before = [], {id(x) for x in live_tensors()}
+
+    def noted(weight, form):
+        alive = {x.untyped_storage().data_ptr(): x for x in live_tensors() if id(x) not in before}
+        held = sum(x.untyped_storage().nbytes() for x in alive.values())
+        peaks.append(held - weight.untyped_storage().nbytes())
+        return encode_weight(weight, form)
+
+    monkeypatch.setattr(quantizer, noted)
+    model = load(path, TurboQuantConfig(bits=4))
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    slack = 64 * 1024  # buffers of positions, signs, levels
+    assert len(peaks) == len(packed_layers(model)) == 15
+    assert max(peaks) <= total + slack
+    assert plain > 1.3 * total + slack  # so that a second copy would show
+
+
+def live_tensors():
+    gc.collect()
+    return [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter) and on_cpu(x)]
+
+
+def on_cpu(x):
+    return x.device.type == "cpu"
+
+
+def test_layers_and_formats_by_pattern(folder):
+    model = make()
+    config = TurboQuantConfig(
+        layers={"lm_head": {"bits": 8}, "*.down_proj": {"sub": 0}}, skip=["*.layers.0.*.o_proj"]
+    )
+    packed = load(folder(model), config)
+    layers = packed_layers(packed)
+    assert layers["lm_head"].format.bits == 8
+    assert layers["model.layers.1.mlp.down_proj"].format.sub == 0
+    assert layers["model.layers.1.mlp.up_proj"].format.sub == 32
+    assert type(packed.model.layers[0].self_attn.o_proj) is nn.Linear
+    done = packed.config.quantization_config
+    assert done.left_alone["model.layers.0.self_attn.o_proj"] == "skip names it"
+    assert config.left_alone == {} and config.layers == {
+        "lm_head": {"bits": 8},
+        "*.down_proj": {"sub": 0},
+    }  # what the user gave can be given again
+    again = load(folder(packed, "packed"))
+    assert {n: m.format for n, m in packed_layers(again).items()} == {
+        n: m.format for n, m in layers.items()
+    }
+    assert torch.equal(logits(again), logits(packed))
+
+
+def test_a_base_model_of_a_saved_one(folder):
+    """transformers lets a model be loaded without its head, by names without their prefix."""
+    packed = load(folder(make()), TurboQuantConfig(layers={"*.v_proj": {"bits": 8}}))
+    base = AutoModel.from_pretrained(folder(packed, "packed"))
+    assert packed_layers(base)["layers.0.self_attn.v_proj"].format.bits == 8
+    assert torch.equal(base(IDS).last_hidden_state, packed.model(IDS).last_hidden_state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_other_dtypes(dtype, folder):
+    path = folder(make("qwen2", dtype=torch.float32))
+    model, packed = (load(path, config, dtype=dtype) for config in (None, TurboQuantConfig()))
+    assert packed.dtype == dtype and logits(packed).dtype == dtype
+    by_hand = packed_by_hand(model, packed_layers(packed))
+    assert torch.equal(logits(packed), logits(by_hand))
+
+
+def test_it_can_be_a_plain_model_again(folder):
+    model = make("qwen2")
+    packed = load(folder(model), TurboQuantConfig())
+    names = list(packed_layers(packed))
+    plain = packed.dequantize()
+    assert not packed_layers(plain) and not hasattr(plain.config, "quantization_config")
+    for name in names:
+        by_hand = PackedLinear.from_linear(model.get_submodule(name), WeightFormat())
+        assert torch.equal(plain.get_submodule(name).weight, by_hand.decode(torch.bfloat16))
+        if by_hand.bias is not None:
+            assert torch.equal(plain.get_submodule(name).bias, by_hand.bias)
+
+
+# ------------------------------------------------------------------------------ what is left
+
+
+def test_everything_that_is_not_packed_is_listed(folder, caplog):
+    path = folder(make("jamba"))
+    with caplog.at_level(logging.INFO, "torch_turboquant"):
+        packed = load(path, TurboQuantConfig())
+    left = packed.config.quantization_config.left_alone
+    owners = {
+        name
+        for name, module in packed.named_modules()
+        if any(p.dim() > 1 for p in module.parameters(recurse=False))
+    }
+    assert owners == set(left) | set(packed_layers(packed))
+    assert left["model.embed_tokens"] == "it is an embedding"
+    assert "Conv1d" in left["model.layers.0.mamba.conv1d"]
+    assert "three dimensions" in left["model.layers.1.feed_forward.experts"]
+    said = caplog.text
+    assert all(name.split(".")[-1] in said for name in left)
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 1 and "experts" in warned[0] and "embed_tokens" not in warned[0]
+
+
+def test_a_tied_head_stays(folder):
+    packed = load(folder(make("gemma")), TurboQuantConfig())
+    left = packed.config.quantization_config.left_alone
+    assert left["lm_head"] == "its weight is tied to model.embed_tokens.weight"
+    assert packed.lm_head.weight is packed.model.embed_tokens.weight
+    assert "lm_head" in packed_layers(load(folder(make(), "untied"), TurboQuantConfig()))
+
+
+class Reader(nn.Module):
+    """Uses the weight of one layer, calls the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.called = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.narrow, self.odd = nn.Linear(64, 8), nn.Linear(72, 64)
+        self.block = nn.Module()
+        self.block.gate = nn.Linear(64, 64)
+        self.block.experts = nn.ModuleList([nn.Linear(64, 64)])
+
+    def forward(self, x):
+        return self.called(x @ self.read.weight)
+
+
+def test_reasons():
+    packed, left = choice.choose(Reader(), WeightFormat(), {}, [])
+    assert set(packed) == {"called", "block.experts.0"}
+    assert left["read"] == "Reader reads its weight instead of calling it"
+    assert left["odd"] == "its 72 input channels are no multiple of 64"
+    assert "its 8 rows are fewer than" in left["narrow"]
+    assert left["block.gate"] == "it routes tokens to experts"
+
+
+def test_names_in_a_summary():
+    left = {f"layers.{i}.mlp": "a" for i in range(4)} | {"layers.7.mlp": "b", "layers.9.mlp": "b"}
+    assert choice.summary({**left, "head": "a"}) == {
+        "layers.0-3.mlp": "a",
+        "layers.7,9.mlp": "b",
+        "head": "a",
+    }
+
+
+def test_a_model_without_linear_layers_is_refused(folder):
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=96)
+    path = folder(transformers.GPT2LMHeadModel(config))
+    with pytest.raises(ValueError, match=r"h\.0-1\.attn\.c_attn: Conv1D stores its weight transp"):
+        load(path, TurboQuantConfig())
+    with pytest.raises(ValueError, match="no layer of this GPT2LMHeadModel can be packed"):
+        quantize(transformers.GPT2LMHeadModel(config))
+
+
+# ------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"bits": 5}, "bits is 5"),
+        ({"bits": 4, "sub": 16}, "sub"),
+        ({"grid": "log"}, "grid must be one of"),
+        ({"layers": {"x": {"seed": 1}}}, r"layers\['x'\] changes seed; it can change bits"),
+        ({"modules": ["x"]}, "TurboQuantConfig has no modules; it has bits"),
+    ],
+)
+def test_configurations_that_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        TurboQuantConfig(**options)
+
+
+@pytest.mark.parametrize("options", [{"skip": ["*.k"]}, {"layers": {"*.k": {"bits": 8}}}])
+def test_a_pattern_that_names_nothing(options, folder):
+    with pytest.raises(ValueError, match=r"'\*\.k' names no linear layer of this LlamaForCausalLM"):
+        load(folder(make()), TurboQuantConfig(**options))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite(bad, folder):
+    model = make()
+    model.model.layers[1].mlp.up_proj.weight[3, 5] = bad
+    with pytest.raises(ValueError, match=r"cannot be packed: model\.layers\.1\.mlp\.up_proj: "):
+        load(folder(model), TurboQuantConfig())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj"):
+        quantize(model)
+    assert not packed_layers(model) and not hasattr(model.config, "quantization_config")
+    assert all(torch.equal(x.nan_to_num(), before[n].nan_to_num()) for n, x in
+               model.state_dict().items())  # fmt: skip
+
+
+def changed(path, **values):
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= values
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_files_of_another_format(folder):
+    path = folder(load(folder(make()), TurboQuantConfig()), "packed")
+    with pytest.raises(ValueError, match=r"packed by torch_turboquant 9\.9 in another format"):
+        load(changed(path, format="torch_turboquant weights 9", version="9.9"))
+    with pytest.raises(ValueError, match="TurboQuantConfig has no novelty"):
+        load(changed(path, format="torch_turboquant weights 1", novelty=1))
+
+
+def test_files_that_are_incomplete(folder):
+    path = folder(load(folder(make()), TurboQuantConfig()), "packed")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    missing = {n: x for n, x in tensors.items() if n != "model.layers.0.mlp.up_proj.weight"}
+    save_file(missing, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 layers .* another shape: model\.layers\.0\.mlp\.up_p"):
+        load(path)
+    other = {**tensors, "lm_head.weight": tensors["lm_head.weight"][:, :, :-1].contiguous()}
+    save_file(other, file, {"format": "pt"})
+    with pytest.raises(RuntimeError, match="mismatched"):
+        load(path)
+    with pytest.raises(ValueError, match="another shape: lm_head"):
+        load(path, ignore_mismatched_sizes=True)
+    save_file(tensors, file, {"format": "pt"})
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(Exception, match=r"incomplete|not fully covered"):
+        load(path)
+
+
+def test_a_packed_model_is_not_packed_again(folder):
+    packed = load(folder(make()), TurboQuantConfig())
+    with pytest.raises(ValueError, match=r"quantised already \(torch_turboquant\)"):
+        quantize(packed)
+
+
+def test_disk(folder):
+    pytest.importorskip("accelerate")
+    path = folder(make())
+    with pytest.raises(ValueError, match="cannot be packed while they are offloaded to disk"):
+        load(path, TurboQuantConfig(), device_map={"model": "cpu", "lm_head": "disk"})
+
+
+def test_without_the_package(folder):
+    """A process that has not imported the package gets an error, and reads what to import."""
+    path = folder(load(folder(make()), TurboQuantConfig()), "packed")
+    code = (
+        "from transformers import AutoModelForCausalLM\n"
+        f"AutoModelForCausalLM.from_pretrained({str(path)!r})"
+    )
+    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert found.returncode != 0 and "RuntimeError" in found.stderr
+    assert NEEDS in found.stderr and "got torch_turboquant" in found.stderr
+    code = f"import torch_turboquant.integrations.transformers\n{code}"
+    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert NEEDS not in found.stderr
+
+
+# ------------------------------------------------------------------------------ calibration
+
+
+def test_moments_are_those_of_the_inputs():
+    model = make(dtype=torch.float32)
+    names = ["model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj",
+             "model.layers.0.mlp.down_proj", "lm_head"]  # fmt: skip
+    inputs = {name: [] for name in names}
+    hooks = [
+        model.get_submodule(n).register_forward_hook(
+            lambda m, x, y, n=n: inputs[n].append(x[0].flatten(0, -2).double())
+        )
+        for n in names
+    ]
+    sequences = [TEXT[:50], TEXT[50:150], TEXT[150:151]]
+    found = second_moments(model, names, sequences)
+    for hook in hooks:
+        hook.remove()
+    assert list(found) == names
+    assert found[names[0]] is found[names[1]]  # queries and values have one input
+    for name in names:
+        x = torch.cat(inputs[name])
+        torch.testing.assert_close(found[name].double(), x.T @ x / 151, rtol=1e-5, atol=1e-5)
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_text_is_read_in_passes():
+    model = make()
+    names = [n for n, m in model.named_modules() if type(m) is nn.Linear]
+    small, large = 4 * 128**2, 4 * 192**2
+    groups = list(passes(model, names, 2 * small))
+    assert [n for group in groups for n in group] == names
+    assert [n for n in names if n.endswith("down_proj")] == [
+        group[0] for group in groups if len(group) == 1 and group[0].endswith("down_proj")
+    ]  # larger than all that is allowed
+    assert large > 2 * small > small and len(groups) > 4
+    assert list(passes(model, names, 2**40)) == [names]
+
+
+def test_calibrated(folder):
+    """The text lowers the error of outputs; how often it is read does not change a byte."""
+    plain, model, slow = make("qwen2"), make("qwen2"), make("qwen2")
+    norm = torch.linspace(-2, 2, 128).exp()  # channels of very different sizes
+    for m in (plain, model, slow):
+        for layer in m.model.layers:
+            layer.input_layernorm.weight.copy_(norm)
+            layer.post_attention_layernorm.weight.copy_(norm)
+    original = copy.deepcopy(plain)
+    quantize(plain)
+    rows = quantize(model, text=TEXT)
+    quantize(slow, text=TEXT, memory=1)
+    assert [row.name for row in rows] == list(packed_layers(model))
+    assert all(0 < row.error < 0.05 for row in rows)
+    for name, layer in packed_layers(model).items():
+        assert torch.equal(layer.weight, slow.get_submodule(name).weight), name
+        assert layer.channel_inverse.dtype == torch.float32
+    exact = logits(original).float()
+    error, uncalibrated = (
+        (logits(m).float() - exact).square().mean().item() for m in (model, plain)
+    )
+    assert error < 0.8 * uncalibrated
+    done = model.config.quantization_config
+    assert done.scaled and done.calibration["tokens"] == 512 and done.calibration["sequences"] == 1
+    again = load(folder(model, "packed"))
+    assert torch.equal(logits(again), logits(model))
+    assert again.config.quantization_config.calibration == done.calibration
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    def __call__(self, text):
+        return transformers.BatchEncoding({"input_ids": [int(word) for word in text.split()]})
+
+
+def test_texts():
+    text = " ".join(map(str, TEXT.tolist()))
+    by_text, by_ids = make(), make()
+    quantize(by_text, text=[text[: len(text) // 2], text[len(text) // 2 :]], tokenizer=Words())
+    assert by_text.config.quantization_config.calibration["tokens"] == 512
+    quantize(by_ids, text=TEXT, tokens=300)
+    assert by_ids.config.quantization_config.calibration["tokens"] == 300
+    with pytest.raises(ValueError, match="text needs its tokenizer"):
+        quantize(make(), text=text)
+    with pytest.raises(ValueError, match="the text gives 20 tokens; calibration needs 256"):
+        quantize(make(), text=TEXT[:20])
+
+
+def test_layers_that_the_text_does_not_reach():
+    model = make()
+    model.extra = nn.Linear(128, 128)
+    with pytest.raises(ValueError, match="went through the model without extra"):
+        quantize(model, text=TEXT)
+    assert not packed_layers(model)
+
+
+def test_a_model_that_overflows():
+    model = make()
+    model.model.layers[1].input_layernorm.weight.fill_(torch.inf)
+    with pytest.raises(ValueError, match=r"inputs of model\.layers\.1\.self_attn\.q_proj.* finite"):
+        quantize(model, text=TEXT)
+
+
+def test_what_was_done_to_each_layer(folder):
+    model = make()
+    path = folder(model)
+    with noted_layers() as rows:
+        packed = load(path, TurboQuantConfig(layers={"lm_head": {"bits": 8}}))
+    assert {row.name for row in rows} == set(packed_layers(packed))
+    for row in rows:
+        weight = model.get_submodule(row.name).weight.float()
+        layer = packed.get_submodule(row.name)
+        assert row.weights == weight.numel() and row.bytes == layer.weight.numel()
+        error = (layer.decode() - weight).square().sum() / weight.square().sum()
+        assert row.error == pytest.approx(error.item(), rel=1e-5)
+    assert 0 < next(r for r in rows if r.name == "lm_head").error < 1e-3 < rows[-1].error
+    load(path, TurboQuantConfig())  # nobody listens
+    assert len(rows) == len(packed_layers(packed))
+
+
+# ------------------------------------------------------------------------------ running
+
+
+def test_with_a_packed_cache(folder):
+    """Both at once, and the cache of a packed model can be saved and loaded."""
+    packed = load(folder(make()), TurboQuantConfig(), dtype=torch.float32)
+    expected = packed.generate(IDS, max_new_tokens=8, do_sample=False)
+    with TurboQuantCache.for_model(packed, "k8v8") as cache:
+        found = packed.generate(IDS, past_key_values=cache, max_new_tokens=8, do_sample=False)
+        assert torch.equal(found, expected)
+        path = folder(packed, "packed") / "cache.safetensors"
+        cache.save(path)
+    with TurboQuantCache.load(path, packed) as cache:
+        assert cache.get_seq_length() == 47
+    other = load(folder(make(), "other"), TurboQuantConfig(bits=8), dtype=torch.float32)
+    with pytest.raises(ValueError, match="another model"):
+        TurboQuantCache.load(path, other)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_compiled_in_one_piece(calibrated, folder):
+    model = make(dtype=torch.float32)
+    if calibrated:
+        quantize(model, text=TEXT)
+        model = load(folder(model, "packed"))
+    else:
+        model = load(folder(model), TurboQuantConfig())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(IDS).logits, logits(model), rtol=1e-3, atol=1e-3)
+
+
+def test_on_devices_of_a_map(folder):
+    pytest.importorskip("accelerate")
+    path = folder(make())
+    mapped = load(path, TurboQuantConfig(), device_map={"": "cpu"})
+    assert torch.equal(logits(mapped), logits(load(path, TurboQuantConfig())))
+
+
+def test_packed_weights_on_disk(folder, tmp_path):
+    pytest.importorskip("accelerate")
+    packed = load(folder(make()), TurboQuantConfig())
+    path = folder(packed, "packed")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
+              "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}  # fmt: skip
+    spread = load(path, device_map=places, offload_folder=tmp_path / "offload")
+    assert torch.equal(logits(spread), logits(packed))
+
+
+def test_the_package_can_be_imported_again():
+    import importlib
+
+    from torch_turboquant.integrations.transformers import weights
+
+    importlib.reload(weights)  # a second registration would raise
