@@ -363,8 +363,8 @@ def test_files_that_are_incomplete(folder):
         load(path)
     other = {**tensors, "lm_head.weight": tensors["lm_head.weight"][:, :, :-1].contiguous()}
     save_file(other, file, {"format": "pt"})
-    with pytest.raises(RuntimeError, match="mismatched"):
-        load(path)
+    with pytest.raises((RuntimeError, ValueError), match=r"mismatched|another shape: lm_head"):
+        load(path)  # before 5.23 transformers does not look at shapes of quantised models
     with pytest.raises(ValueError, match="another shape: lm_head"):
         load(path, ignore_mismatched_sizes=True)
     save_file(tensors, file, {"format": "pt"})

@@ -109,9 +109,7 @@ def _reason(model: nn.Module, name: str, module: nn.Module, skip: list[str]) -> 
         return "Conv1D stores its weight transposed, and only nn.Linear is packed"
     if type(module) is not nn.Linear:
         if any(p.dim() == 3 for p in module.parameters(recurse=False)) and "expert" in name:
-            return (
-                "its experts are one tensor of three dimensions, which is not packed yet"
-            )
+            return "its experts are one tensor of three dimensions, which is not packed yet"
         return f"it is a {type(module).__name__}, and only nn.Linear is packed"
     if any(fnmatchcase(name, pattern) for pattern in skip):
         return ASKED
@@ -122,9 +120,7 @@ def _reason(model: nn.Module, name: str, module: nn.Module, skip: list[str]) -> 
     if module.in_features % 64:
         return f"its {module.in_features} input channels are no multiple of 64"
     if module.out_features < WEIGHT_ROWS:
-        return (
-            f"its {module.out_features} rows are fewer than the {WEIGHT_ROWS} of a tile"
-        )
+        return f"its {module.out_features} rows are fewer than the {WEIGHT_ROWS} of a tile"
     if _routes(model, name):
         return "it routes tokens to experts"
     if reader := _reader(model, name):

@@ -75,7 +75,8 @@ def passes(model: nn.Module, names: Sequence[str], memory: int) -> Iterator[list
     group: list[str] = []
     total = 0
     for name in names:
-        size = 4 * model.get_submodule(name).in_features ** 2
+        linear: Any = model.get_submodule(name)
+        size = 4 * linear.in_features**2
         if group and total + size > memory:
             yield group
             group, total = [], 0

@@ -128,7 +128,7 @@ def _pack(
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
     parameter = nn.Parameter(tensor, requires_grad=False)
-    parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # as transformers marks them
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     return parameter
 
 
@@ -136,7 +136,7 @@ def _attach(model: nn.Module, quantizer: TurboQuantHfQuantizer) -> None:
     """What from_pretrained does to a model that it has quantised."""
     model.is_quantized = True  # type: ignore[assignment]
     model.quantization_method = METHOD  # type: ignore[assignment]
-    model.hf_quantizer = quantizer  # type: ignore[assignment]
+    model.hf_quantizer = quantizer
     quantizer.postprocess_model(model)
 
 

@@ -80,8 +80,9 @@ class TurboQuantHfQuantizer(HfQuantizer):
                 expected = torch.empty_like(layer.weight, dtype=linear.weight.dtype)
                 layer.weight = nn.Parameter(expected, requires_grad=False)
             model.set_submodule(name, layer)
-        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
-        model._keys_to_ignore_on_load_unexpected = ignored | {f"^{NEEDS}$"}
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        with_needs: Any = {*ignored, f"^{NEEDS}$"}
+        model._keys_to_ignore_on_load_unexpected = with_needs
         return model
 
     # -- the weights
@@ -109,8 +110,8 @@ class TurboQuantHfQuantizer(HfQuantizer):
             self.refused[name] = str(error)
             return None
         if (rows := listening()) is not None:
-            error = relative_error(weight, decode_weight(packed, form, len(weight)))
-            rows.append(PackedLayer(name, form, weight.numel(), packed.numel(), error))
+            loss = relative_error(weight, decode_weight(packed, form, len(weight)))
+            rows.append(PackedLayer(name, form, weight.numel(), packed.numel(), loss))
         return packed
 
     # -- after the weights
@@ -136,7 +137,9 @@ class TurboQuantHfQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
-    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict]:
+    def get_state_dict_and_metadata(
+        self, model: nn.Module
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
         return {**model.state_dict(), NEEDS: torch.zeros(0)}, {}
 
     # -- what the model can do
@@ -222,7 +225,11 @@ def tell(left: Mapping[str, str]) -> None:
 
 def _is_loaded(model: nn.Module, name: str) -> bool:
     """Whether a layer has got its bytes; those that accelerate has offloaded are elsewhere."""
-    weight = model.get_submodule(name).weight
+    layer = model.get_submodule(name)
+    weight = layer.weight
     if weight.device.type == "meta":
         return True
-    return weight.dtype == torch.uint8 and getattr(weight, "_is_hf_initialized", False)
+    n, k = layer.out_features, layer.in_features
+    expected = layer.format.block(k).packed_shape(n, k)
+    fits = weight.dtype == torch.uint8 and tuple(weight.shape) == tuple(expected)
+    return fits and getattr(weight, "_is_hf_initialized", False)
