@@ -38,6 +38,8 @@ weights and everything else of this row.
     python benchmarks/bench_generate.py            the whole table, into results/h200_generate.json
     python benchmarks/bench_generate.py --quick    its most important rows, in three minutes
     python benchmarks/bench_generate.py --only 'k4v4.*graph'   rows whose title matches
+    python benchmarks/bench_generate.py --weights 4    the model as it is and with packed weights,
+                                                   into results/h200_weights.json
     python benchmarks/bench_generate.py --device cpu     a tiny model, only printed: a try
 
 Every row is written as soon as it is measured. Rows of the same device and commit that the result
@@ -69,12 +71,16 @@ from transformers import (
 from transformers.cache_utils import Cache, QuantizedCache
 
 from torch_turboquant.eval.layers import store
-from torch_turboquant.integrations.transformers import TurboQuantCache
+from torch_turboquant.integrations.transformers import (
+    TurboQuantCache,
+    TurboQuantConfig,
+    quantize,
+)
 from torch_turboquant.memory import attention_layers, packed_memory
 
 TINY = common.LLAMA_8B | {
     "hidden_size": 64,
-    "intermediate_size": 96,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -95,7 +101,7 @@ KERNELS = {  # way -> the kernel, and whether query heads are folded into querie
 STATIC = ("graph", "compile")
 AT_MOST = 10.0  # seconds of timed steps or prompts, beyond the least that a median needs
 
-Identity = tuple[str, str, str, int, int]  # part, kind, mode, batch, context
+Identity = tuple[str, str, str, int, int, int]  # part, kind, mode, batch, context, weights
 
 
 @dataclass(frozen=True)
@@ -107,14 +113,16 @@ class Case:
     mode: str
     batch: int
     context: int
+    weights: int = 0  # bits of packed weights; 0: bfloat16
 
     @property
     def identity(self) -> Identity:
-        return self.part, self.kind, self.mode, self.batch, self.context
+        return self.part, self.kind, self.mode, self.batch, self.context, self.weights
 
     @property
     def title(self) -> str:
-        return f"{self.part} {self.kind} {self.mode} {self.batch}x{self.context}"
+        packed = f" w{self.weights}" if self.weights else ""
+        return f"{self.part} {self.kind} {self.mode} {self.batch}x{self.context}{packed}"
 
     @property
     def packed(self) -> bool:
@@ -160,6 +168,20 @@ def quick_table() -> Iterator[Case]:
             yield Case("prompt", kind, "eager", 1, context)
     for kind in ("static", "unmasked", "k5v4u"):
         yield Case("decode", kind, "compile", 1, 131072)
+
+
+def weights_table(bits: int, tiny: bool) -> Iterator[Case]:
+    """The model as it is, then with packed weights: alone, and together with a packed cache."""
+    points = ((1, 200), (2, 200)) if tiny else ((1, 1024), (16, 1024), (16, 32768))
+    for weights in (0, bits):
+        for batch, context in points:
+            for kind in ("dynamic", "k5v4u"):
+                yield Case("decode", kind, "eager", batch, context, weights)
+            for kind in ("unmasked", "k5v4u"):
+                mode = "compile" if tiny else "graph"
+                yield Case("decode", kind, mode, batch, context, weights)
+        for context in (200,) if tiny else (100, 1024, 8192):
+            yield Case("prompt", "dynamic", "eager", 1, context, weights)
 
 
 def tiny_table() -> Iterator[Case]:
@@ -470,6 +492,8 @@ def measure(case: Case, ways: Sequence[str], model, device: Device, quick: bool)
         "batch": case.batch,
         "context": case.context,
     }
+    if case.weights:
+        origin["weights"] = case.weights
     try:
         if case.part == "decode":
             return origin | decode(case, ways, model, device, 12 if quick else 32)
@@ -490,8 +514,22 @@ def measure(case: Case, ways: Sequence[str], model, device: Device, quick: bool)
         device.clean()
 
 
+def packed(model, bits: int) -> str:
+    """Packs the model's weights; what there is to say of it."""
+    before = sum(p.numel() * p.element_size() for p in model.parameters())
+    started = time.perf_counter()
+    layers = quantize(model, TurboQuantConfig(bits))
+    after = sum(p.numel() * p.element_size() for p in model.parameters())
+    return (
+        f"{len(layers)} layers packed in {time.perf_counter() - started:.1f} s: "
+        f"{before / 2**30:.3f} GiB -> {after / 2**30:.3f} GiB"
+    )
+
+
 def describe(row: dict) -> str:
     title = f"{row['part']:6} {row['kind']:8} {row['mode']:7} {row['batch']:3} x {row['context']:6}"
+    if "weights" in row:
+        title += f" w{row['weights']}"
     if "not_run" in row:
         return f"{title}  {row['not_run'][:60]}"
     if row["part"] == "prompt":
@@ -511,23 +549,29 @@ def describe(row: dict) -> str:
 
 def identity(row: dict) -> Identity:
     """The identity of the case that a row belongs to."""
-    return row["part"], row["kind"], row["mode"], row["batch"], row["context"]
+    own = tuple(row[key] for key in ("part", "kind", "mode", "batch", "context"))
+    return *own, row.get("weights", 0)
 
 
 def main() -> None:
     options = common.parser(__doc__)
     options.add_argument("--quick", action="store_true", help="fewer rows, fewer steps")
     options.add_argument("--only", help="regular expression: rows whose title it finds")
+    options.add_argument(
+        "--weights", type=int, metavar="B", help="the table of packed weights, of 4 or 8 bits"
+    )
     options.add_argument("--seconds", type=float, default=1e9, help="start no row after so long")
     arguments = options.parse_args()
     device = Device(arguments.device)
     arguments.dry_run |= not device.cuda
     shape = common.LLAMA_8B if device.cuda else TINY
     table = quick_table() if arguments.quick else whole_table()
-    if not device.cuda:
+    if arguments.weights:
+        table = weights_table(arguments.weights, tiny=not device.cuda)
+    elif not device.cuda:
         table = tiny_table()
     cases = [c for c in table if not arguments.only or re.search(arguments.only, c.title)]
-    name = "h200_generate"
+    name = "h200_weights" if arguments.weights else "h200_generate"
     arguments.commit = arguments.commit or common.commit_name()
     here = common.device_name(arguments.device)
     rows = common.read_rows(name, missing_ok=True)
@@ -547,6 +591,8 @@ def main() -> None:
             if time.perf_counter() - started > arguments.seconds:
                 print(f"stopped before: {case.title}")
                 break
+            if case.weights and not hasattr(model, "hf_quantizer"):  # from here on, all are
+                print(packed(model, case.weights), flush=True)
             row = measure(case, ways_of(case, found), model, device, arguments.quick)
             print(describe(row), f"[{time.perf_counter() - started:.0f} s]", flush=True)
             found[case.identity] = {**origin, **row}

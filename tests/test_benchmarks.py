@@ -503,3 +503,25 @@ def test_another_gpu_changes_no_table_that_names_the_h200(monkeypatch):
 
     monkeypatch.setattr(generate, "read_rows", two_devices)
     assert not list(generate.outdated())
+
+
+def test_packed_weights_are_compared_with_the_same_cases():
+    bench = load_script("benchmarks/bench_generate.py")
+    plain, packed = {}, {}
+    for case in bench.weights_table(4, tiny=False):
+        (packed if case.weights else plain)[case.title.removesuffix(" w4")] = case
+    assert plain.keys() == packed.keys() and "decode k5v4u graph 16x32768" in plain
+    for case in (*plain.values(), *packed.values()):
+        row = {"part": case.part, "kind": case.kind, "mode": case.mode, "batch": case.batch}
+        row["context"] = case.context
+        if case.weights:
+            row["weights"] = case.weights
+        assert bench.identity(row) == case.identity
+    assert not {c.identity for c in plain.values()} & {c.identity for c in packed.values()}
+
+
+def test_a_model_is_packed_between_its_rows():
+    bench = load_script("benchmarks/bench_generate.py")
+    model = tiny_llama()
+    assert re.fullmatch(r"15 layers packed in .* GiB -> .* GiB", bench.packed(model, 4))
+    assert model.config.quantization_config.bits == 4
