@@ -67,6 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the text to read; a shorter text is read whole (default: 16384)",
     )
     parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="B",
+        help="with --calibrate: bits per weight that all layers may take together, such as 4.5; "
+        "those whose errors cost most get 8",
+    )
+    parser.add_argument(
         "--dtype",
         choices=DTYPES,
         help="of what is not packed, and of activations (default: the model's own)",
@@ -130,8 +137,9 @@ def checked_text(args: argparse.Namespace) -> str | None:
             f"({found.get('quant_method')}): give the folder of the original model"
         )
     if args.calibrate is None:
-        if args.tokens is not None:
-            raise ValueError("--tokens belongs to --calibrate")
+        for name in ("tokens", "budget"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name} belongs to --calibrate")
         return None
     return read_text(args.calibrate)
 
@@ -165,8 +173,8 @@ def pack(args: argparse.Namespace, text: str | None, folder: Path) -> dict[str, 
         tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(args.model, **options)
         model.to(default_device() if args.device == "auto" else args.device)
-        limit = {} if args.tokens is None else {"tokens": args.tokens}
-        rows = quantize(model, config, text=text, tokenizer=tokenizer, **limit)
+        limits = {n: v for n in ("tokens", "budget") if (v := getattr(args, n)) is not None}
+        rows = quantize(model, config, text=text, tokenizer=tokenizer, **limits)
     model.save_pretrained(folder)
     done = model.config.quantization_config
     return {

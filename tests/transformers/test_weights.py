@@ -22,7 +22,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from torch_turboquant import PackedLinear, WeightFormat, encode_weight
 from torch_turboquant.integrations.transformers import TurboQuantCache, TurboQuantConfig, quantize
-from torch_turboquant.integrations.transformers.weights import choice, noted_layers
+from torch_turboquant.integrations.transformers.weights import budget, choice, noted_layers
 from torch_turboquant.integrations.transformers.weights.moments import passes, second_moments
 from torch_turboquant.integrations.transformers.weights.quantizer import NEEDS
 
@@ -468,6 +468,62 @@ def test_calibrated(folder):
     again = load(folder(model, "packed"))
     assert torch.equal(logits(again), logits(model))
     assert again.config.quantization_config.calibration == done.calibration
+
+
+def test_a_layer_costs_what_it_costs_alone(folder):
+    model = make(dtype=torch.float32)
+    name = "model.layers.1.mlp.up_proj"
+    layer = PackedLinear.from_linear(model.get_submodule(name), WeightFormat())
+    (cost,) = budget.sensitivities(model, {name: layer}, TEXT[:100]).values()
+    alone = packed_by_hand(model, [name])
+    exact, found = (logits(m, TEXT[None, :100])[0].log_softmax(-1) for m in (model, alone))
+    expected = nn.functional.kl_div(found, exact, log_target=True, reduction="batchmean")
+    assert cost == pytest.approx(expected.item(), rel=1e-3) and cost > 0
+    assert type(model.get_submodule(name)) is nn.Linear
+
+
+@pytest.mark.parametrize("dear", ["model.layers.1.mlp.up_proj", "model.layers.0.mlp.up_proj"])
+def test_bits_go_to_the_layer_whose_errors_cost_most(dear, monkeypatch):
+    model = make()
+
+    def costs(model, layers, ids):
+        return {name: 1.0 if name == dear else 0.1 for name in layers}
+
+    monkeypatch.setattr(budget, "sensitivities", costs)
+    weights = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear)
+    one = 4.0 * 128 * 192 / weights  # what 8 bits for one such layer take
+    rows = quantize(model, text=TEXT, budget=4.25 + 0.07 + one)
+    assert dear in [row.name for row in rows if row.form.bits == 8]
+    assert sum(row.form.bits == 8 for row in rows if row.name.endswith("up_proj")) == 1
+
+
+def test_under_a_budget(folder):
+    model = make(dtype=torch.float32)
+    dense = copy.deepcopy(model)
+    config = TurboQuantConfig(layers={"*.q_proj": {"bits": 4}})
+    rows = quantize(model, config, text=TEXT, budget=5.0)
+    bits = {row.name: row.form.bits for row in rows}
+    assert set(bits.values()) == {4, 8} and not any(
+        b == 8 for name, b in bits.items() if name.endswith("q_proj")
+    )
+    weights = sum(row.weights for row in rows)
+    assert 4.5 < 8 * sum(row.bytes for row in rows) / weights <= 5.0
+    assert model.config.quantization_config.calibration["budget"] == 5.0
+    again = load(folder(model, "packed"))
+    assert torch.equal(logits(again), logits(model))
+
+    def cost(budgeted):
+        exact, found = (logits(m, TEXT[None, :400]).log_softmax(-1) for m in (dense, budgeted))
+        return (exact.exp() * (exact - found)).sum(-1).mean().item()
+
+    plain = copy.deepcopy(dense)
+    quantize(plain, text=TEXT)
+    assert cost(model) < 0.8 * cost(plain)
+    with pytest.raises(ValueError, match=r"budget is 3\.0 bits per weight, the coarsest .* 4\."):
+        quantize(dense, text=TEXT, budget=3.0)
+    with pytest.raises(ValueError, match="budget needs a text"):
+        quantize(dense, budget=5.0)
+    assert not packed_layers(dense)
 
 
 class Words:

@@ -7,7 +7,8 @@
     quantize(model, text=text, tokenizer=tokenizer)         # a model that is loaded
 
 config: TurboQuantConfig. choice: which layers are packed. quantizer: what transformers calls. pack:
-`quantize`. moments: what it learns from a text. report: what was done to each layer.
+`quantize`. moments: what it learns from a text. budget: which layers get more bits. report: what
+was done to each layer.
 
 transformers finds config and quantizer in its dictionaries of methods, where they are entered once.
 """

@@ -111,7 +111,7 @@ def _reason(model: nn.Module, name: str, module: nn.Module, skip: list[str]) -> 
         if any(p.dim() == 3 for p in module.parameters(recurse=False)) and "expert" in name:
             return "its experts are one tensor of three dimensions, which is not packed yet"
         return f"it is a {type(module).__name__}, and only nn.Linear is packed"
-    if any(fnmatchcase(name, pattern) for pattern in skip):
+    if names_layer(skip, name):
         return ASKED
     if partner := _tied_to(model, f"{name}.weight"):
         return f"its weight is tied to {partner}"
@@ -187,6 +187,11 @@ def _format_of(
     name: str, default: WeightFormat, layers: Mapping[str, WeightFormat]
 ) -> WeightFormat:
     return next((f for pattern, f in layers.items() if fnmatchcase(name, pattern)), default)
+
+
+def names_layer(patterns: Iterable[str], name: str) -> bool:
+    """Whether one of the patterns fits a name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _check_patterns(model: nn.Module, patterns: list[str]) -> None:

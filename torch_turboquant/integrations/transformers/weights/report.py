@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from torch_turboquant import weight_calibration
 from torch_turboquant.weights import WeightFormat
 
 
@@ -53,10 +54,8 @@ def relative_error(weight: Tensor, other: Tensor, moment: Tensor | None = None) 
         weight, other: [N, K].
         moment: of the inputs, [K, K].
     """
+    if moment is not None:
+        return float(weight_calibration.relative_error(weight, other, moment))
     exact = weight.float()
-    difference = other.float() - exact
-    if moment is None:
-        error, size = difference.square().sum(), exact.square().sum()
-    else:
-        error, size = (((x @ moment) * x).sum() for x in (difference, exact))
-    return float(error / size) if size > 0 else 0.0
+    size = exact.square().sum()
+    return float((other.float() - exact).square().sum() / size) if size > 0 else 0.0
