@@ -215,6 +215,28 @@ def test_report(speeds, results, tmp_path, capsys):
     assert rows[6]["kl"] == results.all[3].kl and rows[3]["context"] == 180
 
 
+def test_packed_weights(model, results):
+    """Alone and with a packed cache, in all tables and in the rows."""
+
+    def tokenizer(text):
+        return argparse.Namespace(input_ids=[b % 64 for b in text.encode()])
+
+    packed = measure.pack_weights(model, tokenizer, ["word " * 100])
+    assert measure.weight_bits(packed) == 4 and measure.weight_bits(model) is None
+    assert packed.config.quantization_config.calibration["tokens"] == 500
+    speeds = [measure.speed(m, p, PROSE, 3) for m, p in ((model, None), (packed, "k4v4"))]
+    assert "k4v4; weights 4" in report.speed_table(speeds)
+    saved = f"{measure.model_bytes(packed) / 2**20:.0f} MiB in place of"
+    assert saved in " ".join(report.speed_legend(speeds).split())
+    runs = [(model, None), (packed, None), (packed, "k4v4")]
+    found = measure.read_prose(runs, PROSE, 90, 30)
+    names = [line.split("  ")[0] for line in report.quality_table(found).splitlines()[2:]]
+    assert names == ["none, float32", "none, float32; weights 4", "k4v4; weights 4"]
+    assert all(r.kl > 0 for r in found[1:])
+    rows = report.rows(speeds, found)
+    assert [row["weight_bits"] for row in rows] == [None, 4, None, 4, 4]
+
+
 def test_the_first_table_does_not_wait_for_answers(results):
     """It has the same columns but for those that need generated tokens."""
     table, legend = results.first

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import torch_turboquant as tq
 from torch_turboquant import __main__ as command_line
+from torch_turboquant import _extras
 from torch_turboquant.memory import (
     AttentionLayer,
     LatentLayer,
@@ -397,6 +398,52 @@ def test_the_command_on_latent_attention(capsys, tmp_path):
         "61 layers: latent rows of 512, keys with RoPE of 64\n131,072 tokens in "
     )
     assert "pages of 128" in text
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(4, "bfloat16"), (8, "float32")])
+def test_packed_weights_are_those_of_the_model(bits, dtype, capsys, tmp_path):
+    pytest.importorskip("transformers")
+    from tests.helpers import tiny_llama
+    from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
+
+    model = tiny_llama(hidden_size=128, tie_word_embeddings=bits == 8).to(getattr(torch, dtype))
+    model.config.save_pretrained(tmp_path)
+    line = f"--config {tmp_path} --context 1000 --pack-weights {bits} --parameters-dtype {dtype}"
+    facts, _ = caches(capsys, line)
+    plain = nbytes(*model.parameters())
+    quantize(model, TurboQuantConfig(bits))
+    assert facts["weights"]["plain"] == plain
+    assert facts["weights"]["packed"] == nbytes(*model.parameters()) < plain
+    assert facts["weights"]["layers"] == (15 if bits == 4 else 14) and facts["budget"] is None
+    assert facts["weights"]["left_alone"] == model.config.quantization_config.left_alone
+    facts, _ = caches(capsys, line + " --gpu-memory 1GB")
+    assert facts["budget"] == 10**9 - nbytes(*model.parameters())
+    shown = command(capsys, line)
+    assert f"MiB of weights, {facts['weights']['layers']} layers packed; " in shown
+    model.config.save_pretrained(tmp_path)
+    said = command(capsys, line, code=1)
+    assert "are quantised already (torch_turboquant)" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--layers 2 --kv-heads 2 --head-dim 64 --pack-weights 4", "--pack-weights needs --config"),
+        ("--config FOLDER --pack-weights 4 --parameters-dtype fp8", "bfloat16, float16, not fp8"),
+        ("--config FOLDER --pack-weights 5", "bits is 5"),
+    ],
+)
+def test_packed_weights_that_cannot_be_planned(line, says, capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**PLAIN, "head_dim": 128}))
+    line = line.replace("FOLDER", str(tmp_path))
+    assert says in command(capsys, f"{line} --context 1000", code=1)
+
+
+def test_packed_weights_without_transformers(capsys, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({**PLAIN, "head_dim": 128}))
+    monkeypatch.setattr(_extras.importlib.util, "find_spec", lambda name: None)
+    said = command(capsys, f"--config {tmp_path} --context 1000 --pack-weights 4", code=1)
+    assert said.startswith("memory needs the package transformers") and "[transformers]" in said
 
 
 def test_options_of_the_command(capsys):

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     folder = args.cache_dir or default_cache_dir()
     costs = assets.to_fetch(folder)
-    print(f"Takes about two minutes on two CPU cores. {costs}".rstrip(), flush=True)
+    print(f"Takes about three minutes on two CPU cores. {costs}".rstrip(), flush=True)
     try:
         model, tokenizer = assets.load_model(folder, args.device, torch.float32)
         articles = assets.load_titles(folder, (PROSE, *PASSAGES))

@@ -291,6 +291,11 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
     )
 
     model, tokenizer, name, text = loaded
+    if args.weights and (args.needle is not None or args.tasks or args.synthetic):
+        raise ValueError(
+            "--needle, --tasks and --synthetic are measured with caches only: give --weights in a "
+            "run of its own"
+        )
     settings = Settings(args.segments, args.prefill, args.score_tokens, args.chunk)
     ids = segments(tokenizer, text, args.segments, args.prefill + args.score_tokens)
     extras = []
@@ -300,11 +305,6 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
         extras.append(tasks_extra(model, tokenizer))
     if args.synthetic:
         extras.append(synthetic_extra(model, tokenizer, text, args.synthetic, args.samples))
-    if args.weights and extras:
-        raise ValueError(
-            "--needle, --tasks and --synthetic are measured with caches only: give --weights in a "
-            "run of its own"
-        )
     measured = [(choice, partial(choice.packed, tokenizer=tokenizer)) for choice in args.weights]
     single_layers = not args.no_layers
     return evaluate(

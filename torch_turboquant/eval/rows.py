@@ -229,10 +229,14 @@ class _Readings:
     def measure_weights(self, choice: WeightChoice, pack: Callable[[Any], tuple[Any, Row]]) -> Row:
         """The measured part of a row of packed weights."""
         model, row = pack(self.model)
-        make = partial(choice.cache.make, model)
-        s = self.settings
         reading, _, cache = measure.read(
-            model, make, self.text, s.prefill, s.chunk, self.logits, choice.text
+            model,
+            partial(choice.cache.make, model),
+            self.text,
+            self.settings.prefill,
+            self.settings.chunk,
+            reference=self.logits,
+            title=choice.text,
         )
         size = sizes(cache, model, head_dim_of(text_config(model)))
         return {**row, **size, **measure.summary(reading, self.base)}
