@@ -85,12 +85,14 @@ class SnippetTokenizer:
     Short texts have 80 tokens, and a text that goes on begins with the same tokens.
     """
 
-    def __call__(self, text: str | list[str], return_tensors: str) -> Any:
+    def __call__(self, text: str | list[str], return_tensors: str | None = None) -> Any:
         from transformers import BatchEncoding
 
         texts = text if isinstance(text, list) else [text]
         length = max(80, *(len(words.split()) for words in texts))
         ids = torch.randint(1, 64, (length,), generator=generator(1)).expand(len(texts), -1).clone()
+        if return_tensors is None:
+            return BatchEncoding({"input_ids": ids[0].tolist()})
         return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
     def decode(self, ids: Tensor) -> str:
@@ -100,7 +102,18 @@ class SnippetTokenizer:
 def without_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets snippets load a tiny model where they name a public one."""
     transformers = pytest.importorskip("transformers")
-    model = lambda name, **_: tiny_llama(max_position_embeddings=2048)  # noqa: E731
+    from torch_turboquant.integrations.transformers import quantize
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def model(name: str, quantization_config: Any = None, **_: Any) -> torch.nn.Module:
+        if Path(name).is_dir():
+            return load(name)
+        tiny = tiny_llama(max_position_embeddings=2048)
+        if quantization_config is not None:
+            quantize(tiny, quantization_config)
+        return tiny
+
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", model)
     tokenizer = lambda name: SnippetTokenizer()  # noqa: E731
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", tokenizer)
