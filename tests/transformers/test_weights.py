@@ -282,6 +282,21 @@ def test_reasons():
     assert left["block.gate"] == "it routes tokens to experts"
 
 
+def test_an_encoder_and_its_decoder():
+    """T5 casts what its layer `wo` gets to the dtype of its weight, which would be bytes."""
+    config = transformers.T5Config(d_model=64, d_kv=32, d_ff=128, num_layers=1, num_heads=2)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    quantize(model, TurboQuantConfig(8))
+    names = set(packed_layers(model))
+    assert {"encoder.block.0.layer.1.DenseReluDense.wi",
+            "decoder.block.0.layer.1.EncDecAttention.q"} <= names  # fmt: skip
+    left = model.config.quantization_config.left_alone
+    assert left["decoder.block.0.layer.2.DenseReluDense.wo"] == (
+        "T5DenseActDense reads its weight instead of calling it"
+    )
+    assert model(input_ids=IDS, decoder_input_ids=IDS).logits.isfinite().all()
+
+
 def test_names_in_a_summary():
     left = {f"layers.{i}.mlp": "a" for i in range(4)} | {"layers.7.mlp": "b", "layers.9.mlp": "b"}
     assert choice.summary({**left, "head": "a"}) == {

@@ -137,7 +137,9 @@ def _tied_to(model: nn.Module, weight: str) -> str | None:
 def _in_language_model(model: nn.Module, name: str) -> bool:
     """Models for pictures or sounds have a configuration of their own for the language model."""
     config = getattr(model, "config", None)
-    if config is None or config.get_text_config(decoder=True) is config:
+    if config is None or config.is_encoder_decoder:
+        return True
+    if config.get_text_config(decoder=True) is config:
         return True
     decoder = model.get_decoder()
     inside = next((n for n, module in model.named_modules() if module is decoder), "")

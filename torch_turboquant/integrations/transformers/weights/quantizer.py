@@ -80,9 +80,8 @@ class TurboQuantHfQuantizer(HfQuantizer):
                 expected = torch.empty_like(layer.weight, dtype=linear.weight.dtype)
                 layer.weight = nn.Parameter(expected, requires_grad=False)
             model.set_submodule(name, layer)
-        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        with_needs: Any = {*ignored, f"^{NEEDS}$"}
-        model._keys_to_ignore_on_load_unexpected = with_needs
+        ignored: Any = model._keys_to_ignore_on_load_unexpected or []  # a set since 5.15
+        model._keys_to_ignore_on_load_unexpected = type(ignored)([*ignored, f"^{NEEDS}$"])
         return model
 
     # -- the weights
