@@ -80,7 +80,8 @@ class TurboQuantHfQuantizer(HfQuantizer):
                 expected = torch.empty_like(layer.weight, dtype=linear.weight.dtype)
                 layer.weight = nn.Parameter(expected, requires_grad=False)
             model.set_submodule(name, layer)
-        ignored: Any = model._keys_to_ignore_on_load_unexpected or []  # a set since 5.15
+        ignored: Any = model._keys_to_ignore_on_load_unexpected
+        ignored = [] if ignored is None else ignored  # a list or none in 5.5, then a set
         model._keys_to_ignore_on_load_unexpected = type(ignored)([*ignored, f"^{NEEDS}$"])
         return model
 
