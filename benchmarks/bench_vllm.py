@@ -493,6 +493,8 @@ def add_differences(rows: list[common.Row], checked: dict[str, list[Any]]) -> No
 class Child:
     """The process of one engine, and the rows that it sends."""
 
+    program, environment = os.path.abspath(__file__), ENVIRONMENT
+
     def __init__(self, engine: Engine, settings: dict[str, Any], folder: Path) -> None:
         self.engine = engine
         self.log = folder / f"{engine.title.replace(' ', '_')}.log"
@@ -504,7 +506,7 @@ class Child:
             "settings": settings,
             "sender": sender,
         }
-        command = [sys.executable, os.path.abspath(__file__), "--child", json.dumps(task)]
+        command = [sys.executable, self.program, "--child", json.dumps(task)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -512,7 +514,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 pass_fds=(sender,),
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **self.environment},
             )
         os.close(sender)
 
@@ -577,13 +579,13 @@ def describe(row: common.Row) -> str:
     return f"{row['row']}: {', '.join(facts)}"
 
 
-def table(rows: list[common.Row], configs: list[str]) -> str:
-    """Milliseconds a step, or thousands of prompt tokens a second, and how many times bf16's."""
+def table(rows: list[common.Row], configs: list[str], base_config: str = "bf16") -> str:
+    """Tokens per second, and how many times those of base_config."""
     points = list(dict.fromkeys(row["point"] for row in rows if "tokens_s" in row))
     found = {(row["config"], row["point"]): row["tokens_s"] for row in rows if "tokens_s" in row}
     body = []
     for point in points:
-        cells, base = [point], found.get(("bf16", point))
+        cells, base = [point], found.get((base_config, point))
         for config in configs:
             speed = found.get((config, point))
             times = f" ({speed / base:.2f}x)" if speed and base else ""
