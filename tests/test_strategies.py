@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from tests.helpers import tiny_llama
 from torch_turboquant import eval as evaluation
-from torch_turboquant.eval import assets, caches, synthetic
+from torch_turboquant.eval import assets, caches, steps, synthetic
 from torch_turboquant.eval.caches import Choice
 from torch_turboquant.eval.strategies import BITS, SHARES, strategies
 from torch_turboquant.eviction import POLICIES
@@ -234,3 +234,30 @@ def test_what_the_option_stands_for():
     args = parser.parse_args(["--strategies", "--prefill", "512", "--caches", "k4v4"])
     evaluation.choose_strategies(args)
     assert args.prefill == 512 and [choice.text for choice in args.caches] == ["k4v4"]
+
+
+def test_times_of_steps(monkeypatch):
+    """What is timed is a step of the whole batch, behind what the cache keeps of the context."""
+    model, seen = tiny_llama(), []
+
+    def milliseconds(step):
+        seen.append(step().shape)
+        return float(len(seen))
+
+    monkeypatch.setattr(steps, "milliseconds", milliseconds)
+    held = []
+    make = TurboQuantCache.for_model
+
+    def for_model(*args, **options):
+        held.append(make(*args, **options))
+        return held[-1]
+
+    monkeypatch.setattr(TurboQuantCache, "for_model", for_model)
+    times = steps.StepTimes(model, sequences=3, context=300)
+    names = ["none", "fp8", "k8v8", "k8v8:keep=0.5,evict=random", "k8v8:keep=0.5,evict=keydiff"]
+    found = [times.of(Choice.parse(name)) for name in names]
+    assert found == [1, None, 2, 3, 3]
+    assert set(seen) == {(3, 1, model.config.vocab_size)}
+    assert [cache.get_seq_length() for cache in held] == [301, 301]
+    assert [cache.sequences.evicted for cache in held] == [[0] * 3, [150] * 3]
+    assert model.dtype == torch.float32

@@ -9,9 +9,9 @@ options, assets: the command line, the model and the text. caches: the names of 
 names of packed weights. controls:
 published ways of quantising, to compare with. predict: predictions through a cache. measure:
 predictions of a whole text, and their intervals. layers: errors of single layers. needle, tasks,
-synthetic: questions answered through the cache. strategies: what people choose from, in one table.
-allocation: bits for each layer under a budget. rows: what is
-left to measure, and the rows of results. origin: where they come from. report: table, JSON,
+synthetic: questions answered through the cache. steps: times of decode steps. strategies: what
+people choose from, in one table. allocation: bits for each layer under a budget. rows: what is left
+to measure, and the rows of results. origin: where they come from. report: table, JSON,
 picture.
 """
 
@@ -212,6 +212,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="with --strategies: also how many requests fit a GPU of so many bytes, such as 80GB",
     )
+    parser.add_argument(
+        "--steps",
+        action="store_true",
+        help="with --strategies: also time a decode step of 64 sequences of 8,192 tokens, in a "
+        "CUDA graph; takes some GB of a GPU that nothing else uses",
+    )
     add_device_argument(parser)
     parser.add_argument(
         "--json",
@@ -286,6 +292,7 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
         Settings,
         evaluate,
         needle_extra,
+        steps_extra,
         synthetic_extra,
         tasks_extra,
     )
@@ -305,6 +312,8 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
         extras.append(tasks_extra(model, tokenizer))
     if args.synthetic:
         extras.append(synthetic_extra(model, tokenizer, text, args.synthetic, args.samples))
+    if getattr(args, "steps", False):
+        extras.append(steps_extra(model))
     measured = [(choice, partial(choice.packed, tokenizer=tokenizer)) for choice in args.weights]
     single_layers = not args.no_layers
     return evaluate(
@@ -354,10 +363,15 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu is not None and not args.strategies:
         print("eval: --gpu belongs to --strategies", file=sys.stderr)
         return 2
+    if args.steps and not args.strategies:
+        print("eval: --steps belongs to --strategies", file=sys.stderr)
+        return 2
     if args.strategies:
         choose_strategies(args)
     try:
         loaded = load(args, args.device)
+        if args.steps and loaded[0].device.type != "cuda":
+            raise ValueError("--steps needs a CUDA device: leave it out")
         memory = None if args.gpu is None else memory_for_caches(loaded[0], args.gpu)
         origin = row_origin("quality", str(loaded[0].device))
         done = report.read_json(args.json)

@@ -71,11 +71,14 @@ class Choice:
             f"and the controls {', '.join(CONTROLS)}"
         )
 
-    def make(self, model: Any) -> Cache:
-        """An empty cache for one sequence of the model."""
+    def make(self, model: Any, **more: Any) -> Cache:
+        """An empty cache of the model, for one sequence.
+
+        more: further options of TurboQuantCache.for_model, for packed caches only.
+        """
         if self.kind == "packed":
             options = {_ARGUMENTS.get(key, key): value for key, value in self.changes.items()}
-            return TurboQuantCache.for_model(model, self.name, **options)
+            return TurboQuantCache.for_model(model, self.name, **options, **more)
         config = model.config.get_text_config(decoder=True)
         if self.kind == "control":
             return ControlCache(config, self.name)

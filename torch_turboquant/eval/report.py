@@ -135,11 +135,12 @@ def answers_legend(rows: Sequence[Row]) -> str:
 
 
 def strategies_table(rows: Sequence[Row], memory: int | None = None) -> str:
-    """One line per cache in the order of measurement.
+    """One line per cache in the order of measurement; without the columns that no row has.
 
     memory: bytes for caches, for the column of requests that fit; None: without it.
     """
     header = ["cache", "bits", "MB", "smaller", "fit", "KL", "±", "top-1", "1st question", "2nd"]
+    header.append("ms")
     whole = rows[0]["bytes_8k"]
     lines = []
     for row in rows:
@@ -153,14 +154,24 @@ def strategies_table(rows: Sequence[Row], memory: int | None = None) -> str:
             line.append(f"{100 * row['top1_agreement']:.1f}%")
         found = row.get("synthetic") or {}
         shares = [found.get(name) for name in ("seen", "unseen")]
-        lines.append(line + ["" if x is None else f"{100 * x:.0f}%" for x in shares])
-    keep = [i for i, name in enumerate(header) if memory is not None or name != "fit"]
+        line += ["" if x is None else f"{100 * x:.0f}%" for x in shares]
+        lines.append([*line, step_time(row)])
+    absent = {"fit"} if memory is None else set()
+    if not any(row.get("step") for row in rows):
+        absent.add("ms")
+    keep = [i for i, name in enumerate(header) if name not in absent]
     return table([header[i] for i in keep], [[line[i] for i in keep] for line in lines])
 
 
 def fitting(row: Row, memory: int) -> str:
     """How many requests of 8,192 tokens fit into this memory."""
     return f"{int(memory // row['bytes_8k']):,}"
+
+
+def step_time(row: Row) -> str:
+    """Milliseconds of a decode step; empty: not measured, or a control."""
+    found = (row.get("step") or {}).get("ms")
+    return "" if found is None else f"{found:.2f}"
 
 
 def strategies_legend(rows: Sequence[Row], memory: int | None = None) -> str:
@@ -185,6 +196,12 @@ def strategies_legend(rows: Sequence[Row], memory: int | None = None) -> str:
             f"1st question: scores of {len(made['scores'])} synthetic tasks of "
             f"{made['length']:,} tokens, over those of the uncompressed cache; the question was "
             "there when tokens were evicted. 2nd: of a question that came afterwards."
+        )
+    timed = next((row["step"] for row in rows if row.get("step")), None)
+    if timed:
+        text += (
+            f" ms: a decode step of {timed['sequences']} sequences of {timed['context']:,} tokens "
+            f"each, in a CUDA graph and {timed['dtype']}."
         )
     return textwrap.fill(text, WIDTH)
 

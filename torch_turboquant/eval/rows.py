@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from torch_turboquant.eval import layers, measure, needle, synthetic, tasks
+from torch_turboquant.eval import layers, measure, needle, steps, synthetic, tasks
 from torch_turboquant.eval.caches import UNCOMPRESSED, Choice, sizes
 from torch_turboquant.eval.report import WEIGHTS
 from torch_turboquant.eval.weights import WeightChoice
@@ -105,6 +105,17 @@ def synthetic_extra(model: Any, tokenizer: Any, text: str, length: int, samples:
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     same = {"version": synthetic.VERSION, "length": length, "samples": samples, "essays": digest}
     return Extra("synthetic", same, run)
+
+
+def steps_extra(model: Any) -> Extra:
+    """Times of steps.py, as row["step"]: of the model's own GPU."""
+    times = steps.StepTimes(model)
+
+    def run(make: Callable[[], Any], title: str, base: Row | None) -> Row:
+        return {"ms": times.of(Choice.parse(title))}
+
+    same = {"sequences": times.sequences, "context": times.context, "dtype": "bfloat16"}
+    return Extra("step", same, run)
 
 
 def tasks_extra(model: Any, tokenizer: Any) -> Extra:
