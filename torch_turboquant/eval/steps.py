@@ -81,7 +81,7 @@ class StepTimes:
                     raise
                 continue  # no kernel for this shape or device
         if not found:
-            raise ValueError(f"no kernel of PyTorch attends in {self.model.device.type} steps")
+            raise ValueError("no kernel of PyTorch attends to this model's heads: leave out --steps")
         return min(found)
 
     @torch.no_grad()
