@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.helpers import tiny_llama
 from torch_turboquant import eval as evaluation
 from torch_turboquant.eval import assets, caches, steps, synthetic
 from torch_turboquant.eval.caches import Choice
+from torch_turboquant.eval.session import Session
 from torch_turboquant.eval.strategies import BITS, SHARES, strategies
 from torch_turboquant.eviction import POLICIES
 from torch_turboquant.integrations.transformers import TurboQuantCache
@@ -126,23 +128,53 @@ def test_scores():
 
 
 @pytest.mark.parametrize("name", ["none", "k8v8:keep=0.5,evict=keydiff", "int8"])
-def test_answers_come_through_the_cache(name, monkeypatch):
-    """The first forward has the context and the first question, and nothing of the second."""
-    model, asked = tiny_llama(max_position_embeddings=2048), made(samples=1)[:2]
-    reads = []
-    real = synthetic.Session.read
+def test_answers_come_through_the_cache(name):
+    """The first forward has the context and the first question, and nothing of the second; each
+    answer is that of a conversation of its own."""
+    model, asked = tiny_llama(max_position_embeddings=2048), made(samples=1)[:3]
+    reads, forward = [], model.forward
 
-    def read(session, ids):
-        reads.append(len(ids))
-        real(session, ids)
+    def watch(ids, **options):
+        reads.append(tuple(ids.shape))
+        return forward(ids, **options)
 
-    monkeypatch.setattr(synthetic.Session, "read", read)
-    found = synthetic.answers(model, Words(), lambda: Choice.parse(name).make(model), asked)
-    assert [len(each) for each in found] == [2, 2]
-    first = asked[0].questions[0]
-    words = [len(text.split()) for text in (asked[0].text, first.text, first.begin)]
-    assert reads[:2] == [3 + words[0] + 1 + words[1] + 1, words[2]]
+    model.forward = watch
+    found = synthetic.answers(model, Words(), partial(Choice.parse(name).make, model), asked)
+    del model.forward
     assert model.config._attn_implementation == "sdpa"
+    prompts = [f"Read this text. {c.text} Question: {c.questions[0].text} Answer:" for c in asked]
+    longest = max(len(text.split()) for text in prompts)
+    assert reads[0] == (3, longest) and set(reads[1:]) == {(3, 1)}
+    if name != "none":
+        return
+    for context, prompt, answers in zip(asked, prompts, found, strict=True):
+        session = Session(model, Words(), Choice.parse(name).make(model))
+        noise = Words()(" ".join(synthetic.NOISE)).input_ids * longest
+        ids = Words()(prompt).input_ids
+        ids = [*noise[len(noise) - longest + len(ids) :], *ids]
+        for question, answer in zip(context.questions, answers, strict=True):
+            session.read(torch.tensor(ids))
+            session.read(torch.tensor(Words()(question.begin).input_ids))
+            assert Words().decode(session.answer(question.tokens)) == answer
+            ids = Words()(f"Question: {context.questions[1].text} Answer:").input_ids
+
+
+def test_answers_end_with_their_line():
+    class Lines(Words):
+        def decode(self, ids):
+            return super().decode(ids).replace("9", "\n")
+
+    (context,) = made(samples=1)[:1]
+    pupil = synthetic.Pupil(Lines(), {5}, context)
+    begin = Words()(context.questions[0].begin).input_ids
+    assert [pupil.next(7) for _ in begin] == begin  # whatever the model says
+    assert [pupil.next(token) for token in (9, 3)] == [9, 3]  # a line is never empty
+    rest = Words()(f"Question: {context.questions[1].text} Answer:").input_ids
+    rest += Words()(context.questions[1].begin).input_ids
+    assert pupil.next(19) == rest[0] and [pupil.next(7) for _ in rest[1:]] == rest[1:]
+    assert pupil.next(4) == 4 and not pupil.done
+    pupil.next(5)
+    assert pupil.done and pupil.answers == [[9, 3], [4]]
 
 
 def test_sizes_of_what_stays():

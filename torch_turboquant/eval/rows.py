@@ -73,7 +73,7 @@ class Extra(NamedTuple):
 
     key: str
     same: Row  # entries that a finished measurement must have to count as the same one
-    run: Callable[[Callable[[], Any], str, Row | None], Row]
+    run: Callable[[Callable[..., Any], str, Row | None], Row]
     """Called with a function that makes a cache, the cache's name, and the measurement of the
     uncompressed cache (None if this is it); returns the entries."""
 
@@ -97,7 +97,7 @@ def synthetic_extra(model: Any, tokenizer: Any, text: str, length: int, samples:
     """Scores of synthetic.py, as row["synthetic"]: of all tasks, and over the uncompressed ones."""
     asked = synthetic.contexts(tokenizer, text, length, samples)
 
-    def run(make: Callable[[], Any], title: str, base: Row | None) -> Row:
+    def run(make: Callable[..., Any], title: str, base: Row | None) -> Row:
         found = synthetic.scores(asked, synthetic.answers(model, tokenizer, make, asked, title))
         seen, unseen = synthetic.relative(found, found if base is None else base["scores"])
         return {"scores": found, "seen": seen, "unseen": unseen}

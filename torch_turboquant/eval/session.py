@@ -22,13 +22,18 @@ def tokens_of(tokenizer: Any, text: str, first: bool = False) -> Tensor:
     return torch.tensor(tokenizer(text, add_special_tokens=first).input_ids, dtype=torch.int64)
 
 
+def ends_of(model: Any) -> set[int]:
+    """The tokens that end the model's answers."""
+    eos = model.generation_config.eos_token_id
+    return set(eos) if isinstance(eos, (list, tuple)) else {eos}
+
+
 class Session:
     """A model, a cache, and the logits of the next token."""
 
     def __init__(self, model: Any, tokenizer: Any, cache: Cache) -> None:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
-        eos = model.generation_config.eos_token_id
-        self.ends = set(eos) if isinstance(eos, (list, tuple)) else {eos}
+        self.ends = ends_of(model)
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> None:

@@ -81,7 +81,9 @@ class StepTimes:
                     raise
                 continue  # no kernel for this shape or device
         if not found:
-            raise ValueError("no kernel of PyTorch attends to this model's heads: leave out --steps")
+            raise ValueError(
+                "no kernel of PyTorch attends to this model's heads: leave out --steps"
+            )
         return min(found)
 
     @torch.no_grad()

@@ -7,8 +7,8 @@ and words of this file; haystacks are noise, the sentences of a given text, or m
 
 Every context has two questions. The first one follows it in the same forward, as a prompt does, so
 that a policy which evicts tokens by the last queries sees it. The second one comes when the first
-is answered: nobody has seen it when tokens left. An answer begins with a few given words, in a
-forward of their own, so that it is read from the cache and not from the exact first forward.
+is answered: nobody has seen it when tokens left. An answer begins with a few given words, in
+forwards of their own, so that it is read from the cache and not from the exact first forward.
 
 A score is the share of the expected strings that are in the answer, as in RULER.
 """
@@ -21,13 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers.cache_utils import Cache
 
 from torch_turboquant.eval.predict import detach
-from torch_turboquant.eval.session import Session, tokens_of
+from torch_turboquant.eval.session import ends_of, tokens_of
 
-VERSION = 1  # of the texts: scores of different ones cannot be compared
+VERSION = 2  # of texts and answers: scores of different ones cannot be compared
+TOGETHER = 33  # contexts that are asked at once: three of each task
 
 
 class Question(NamedTuple):
@@ -293,29 +296,104 @@ def contexts(tokenizer: Any, text: str, length: int, samples: int) -> list[Conte
 # ---- answers and scores
 
 
+class Pupil:
+    """One context: what is still to be read, and the answers so far.
+
+    `next` takes the model's likeliest token and returns the one that the model reads then.
+    """
+
+    def __init__(self, tokenizer: Any, ends: set[int], context: Context) -> None:
+        self.tokenizer, self.ends = tokenizer, ends
+        self.questions = iter(context.questions)
+        self.first = _asked(context.questions[0], f"Read this text.\n\n{context.text}")
+        self.answers: list[list[int]] = []
+        self._go_on(new=False)
+
+    def _go_on(self, new: bool) -> None:
+        """To the next question, or to the end."""
+        self.question = next(self.questions, None)
+        self.given: list[int] = []  # to be read before the answer goes on
+        if self.question is not None:
+            text = _asked(self.question) if new else ""
+            self.given = [*self._ids(text), *self._ids(f" {self.question.begin}")]
+            self.answers.append([])
+
+    def _ids(self, text: str) -> list[int]:
+        return tokens_of(self.tokenizer, text).tolist() if text else []
+
+    @property
+    def done(self) -> bool:
+        return self.question is None
+
+    def next(self, likeliest: int) -> int:
+        if not self.given and self.question is not None:
+            answer = self.answers[-1]
+            ended = likeliest in self.ends or len(answer) == self.question.tokens
+            if ended or (answer and "\n" in self.tokenizer.decode([likeliest])):
+                self._go_on(new=True)
+            else:
+                answer.append(likeliest)
+                return likeliest
+        return self.given.pop(0) if self.given else likeliest
+
+
+def _asked(question: Question, before: str = "") -> str:
+    return f"{before}\n\nQuestion: {question.text}\nAnswer:"
+
+
 def answers(
     model: Any,
     tokenizer: Any,
-    make: Callable[[], Cache],
+    make: Callable[..., Cache],
     asked: Sequence[Context],
     title: str = "",
 ) -> list[list[str]]:
-    """The model's greedy answers to both questions of every context, each with a new cache."""
-    found = []
-    for context in tqdm(asked, desc=f"{title} synthetic", leave=False):
-        cache, given = make(), []
+    """The model's greedy answers to both questions of every context.
+
+    Up to TOGETHER contexts share a cache, a sequence each. Every text begins with as much noise as
+    it takes to make all of them equally long: padding would be in the way of other caches.
+
+    Args:
+        make: makes an empty cache for `max_batch_size` sequences.
+    """
+    found: list[list[str]] = []
+    for begin in tqdm(range(0, len(asked), TOGETHER), desc=f"{title} synthetic", leave=False):
+        group = asked[begin : begin + TOGETHER]
+        cache = make(max_batch_size=len(group))
         try:
-            session = Session(model, tokenizer, cache)
-            for number, question in enumerate(context.questions):
-                text = f"\n\nQuestion: {question.text}\nAnswer:"
-                text = f"Read this text.\n\n{context.text}{text}" if number == 0 else text
-                session.read(tokens_of(tokenizer, text, first=number == 0))
-                session.read(tokens_of(tokenizer, f" {question.begin}"))
-                given.append(tokenizer.decode(session.answer(question.tokens)))
+            found += _answers(model, tokenizer, cache, group)
         finally:
             detach(cache)
-        found.append(given)
     return found
+
+
+@torch.no_grad()
+def _answers(model: Any, tokenizer: Any, cache: Cache, asked: Sequence[Context]) -> list[list[str]]:
+    ends = ends_of(model)
+    pupils = [Pupil(tokenizer, ends, context) for context in asked]
+    ids = equally_long(tokenizer, [pupil.first for pupil in pupils])
+    while True:
+        logits = model(ids.to(model.device), past_key_values=cache, logits_to_keep=1).logits
+        likeliest = logits[:, -1].argmax(-1).tolist()
+        column = [pupil.next(token) for pupil, token in zip(pupils, likeliest, strict=True)]
+        if all(pupil.done for pupil in pupils):
+            return [[tokenizer.decode(answer) for answer in pupil.answers] for pupil in pupils]
+        ids = torch.tensor(column)[:, None]
+
+
+def equally_long(tokenizer: Any, texts: Sequence[str]) -> Tensor:
+    """Tokens of texts, each behind so much noise that all are as long as the longest: int64."""
+    before = len(tokens_of(tokenizer, "", first=True))
+    found = [tokens_of(tokenizer, text, first=True) for text in texts]
+    longest = max(map(len, found))
+    least = min(map(len, found))
+    noise, count = tokens_of(tokenizer, " ".join(NOISE)), longest - least
+    noise = noise.repeat(-(-count // len(noise)))
+    filled = [
+        torch.cat([ids[:before], noise[len(noise) - (longest - len(ids)) :], ids[before:]])
+        for ids in found
+    ]
+    return torch.stack(filled)
 
 
 def scores(asked: Sequence[Context], found: Sequence[Sequence[str]]) -> dict[str, list[float]]:
