@@ -596,6 +596,55 @@ def engine_speed() -> str:
     return "\n\n".join(tables)
 
 
+def sglang_speed() -> str:
+    """SGLang's engine with several caches, against FlashAttention 3 in bf16."""
+    if not (RESULTS / "h200_sglang.json").exists():
+        return "Steps have not been measured yet."
+    rows = h200_rows("h200_sglang")
+    titles = {"fa3": "bf16, FA3", "fa3:fp8": "fp8, FA3", "triton": "bf16, Triton"}
+    found = {(row["point"], row["config"]): row for row in rows}
+    ours = [preset for preset in tq.PRESETS if ("memory", preset) in found]
+    configs = [config for config in (*titles, *ours) if ("memory", config) in found]
+    whole = found["memory", "fa3"]["cache_tokens"]
+    cells = []
+    for config in configs:
+        tokens = found["memory", config]["cache_tokens"]
+        cells.append(f"{tokens:,}" + (f" ({tokens / whole:.2f}x)" if config != "fa3" else ""))
+    lines = [["tokens that fit", *cells]]
+    points = dict.fromkeys(row["point"] for row in rows if "tokens_s" in row)
+    for point in sorted(points, key=sglang_point_order):
+        base = found.get((point, "fa3"))
+        cells = (sglang_cell(found.get((point, config)), base) for config in configs)
+        lines.append([sglang_point(point), *cells])
+    table = markdown(["", *(titles.get(config, config) for config in configs)], lines)
+    origin = source("h200_sglang", rows).replace("(benchmarks", "(../benchmarks")
+    return f"{table}\n\n{origin}"
+
+
+def sglang_point_order(point: str) -> tuple[int, int, int]:
+    """Decode steps, prompts, prefix hits; fewer sequences before more, few tokens before many."""
+    kind, number = re.match(r"(\d+x|prompt|hit)(\d+)", point).groups()
+    sequences = int(kind[:-1]) if kind.endswith("x") else 0
+    return ("prompt", "hit").index(kind) + 1 if sequences == 0 else 0, sequences, int(number)
+
+
+def sglang_point(point: str) -> str:
+    """A point of bench_sglang in words."""
+    kind, number, new = re.fullmatch(r"(\d+x|prompt|hit)(\d+)(?::(\d+))?", point).groups()
+    context = f"{int(number):,}"
+    words = {"prompt": f"prompt of {context}", "hit": f"{new} tokens behind a prefix of {context}"}
+    return words.get(kind) or f"{kind[:-1]} x {context}"
+
+
+def sglang_cell(row: Row | None, base: Row | None) -> str:
+    """Milliseconds of a step or to the first token, and how many times as fast as the base."""
+    if row is None:
+        return ""
+    ms = row["step_ms"] if "step_ms" in row else 1e3 * row["prompt_s"]
+    times = f" ({row['tokens_s'] / base['tokens_s']:.2f}x)" if base and base is not row else ""
+    return f"{ms:.2f} ms{times}" if ms < 100 else f"{ms:.0f} ms{times}"
+
+
 def engine_kind(row: Row) -> tuple[str, str, int]:
     """The rows of a table."""
     return row["vllm"], row["shape"], row["tensor_parallel"]
@@ -941,6 +990,48 @@ def eviction_speed() -> str:
     header += ["prompt", "most memory of the prompt"]
     origin = source("h200_eviction", rows).replace("(benchmarks", "(../benchmarks")
     return f"{markdown(header, lines)}\n\n{origin}"
+
+
+def hitters_cost() -> str:
+    """What eviction while decoding adds to decode steps."""
+    if not (RESULTS / "h200_heavy_hitters.json").exists():
+        return "Times have not been measured yet."
+    rows, lines = h200_rows("h200_heavy_hitters"), []
+    for row in rows:
+        parts = row["parts_ms"]
+        cells = [f"{row['sequences']} x {row['budget']:,}", str(row["interval"])]
+        cells += [str(row["window"]), f"{row['step_ms']:.2f} ms", f"{row['eviction_ms']:.0f} ms"]
+        cells += [f"{100 * row['share']:.1f}%"]
+        cells += [f"{parts[name]:.0f} ms" for name in ("observe", "mass", "choice", "compact")]
+        lines.append(cells)
+    header = ["sequences x budget", "interval", "window", "step", "an eviction", "share"]
+    header += ["queries kept", "mass", "choice", "compaction"]
+    origin = source("h200_heavy_hitters", rows).replace("(benchmarks", "(../benchmarks")
+    return f"{markdown(header, lines)}\n\n{origin}"
+
+
+STRATEGIES = "strategies_smollm2_135m_instruct"
+
+
+def strategies_rows() -> str:
+    """One line for each strategy: bits, size, divergence, answers, time."""
+    if not (RESULTS / f"{STRATEGIES}.json").exists():
+        return "Strategies have not been measured yet."
+    rows, lines = read_rows(STRATEGIES), []
+    whole, base = rows[0]["bytes_8k"], rows[0]["step"]["ms"]
+    for row in rows:
+        smaller = whole / row["bytes_8k"]
+        cells = [f"`{row['cache']}`", f"{16 / smaller:.2f}", f"{smaller:.2f}x"]
+        cells.append(f"{int((80e9 - 2 * row['parameters']) // row['bytes_8k']):,}")
+        cells += [f"{row['kl']:.4f} ± {half(row['kl_interval']):.4f}" if "kl" in row else ""]
+        cells += [f"{100 * row['top1_agreement']:.1f}%" if "kl" in row else ""]
+        cells += [f"{100 * row['synthetic'][name]:.0f}%" for name in ("seen", "unseen")]
+        ms = row["step"]["ms"]
+        cells.append("" if ms is None else f"{ms:.2f} ms ({base / ms:.2f}x)")
+        lines.append(cells)
+    header = ["cache", "bits", "smaller", "requests in 80 GB", "KL", "top-1", "1st question", "2nd"]
+    origin = source(STRATEGIES, rows).replace("(benchmarks", "(../benchmarks")
+    return f"{markdown([*header, 'step'], lines)}\n\n{origin}"
 
 
 GENERATED = 16, 32768

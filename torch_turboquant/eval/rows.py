@@ -51,6 +51,7 @@ def describe(model: Any, name: str, text: Tensor, settings: Settings) -> Row:
         "q_heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "head_dim": head_dim_of(config),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
 
 
