@@ -1429,6 +1429,9 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "engine quality": engine_quality,
         "engine speed": engine_speed,
     },
+    "docs/sglang.md": {"sglang speed": sglang_speed},
+    "docs/pool.md": {"heavy hitters": hitters_cost},
+    "docs/workloads.md": {"strategies": strategies_rows},
     f"{PERFORMANCE}_mla.md": {"latent speed": latent_speed},
     f"{PERFORMANCE}_vllm.md": {"vllm": vllm_table},
     f"{PERFORMANCE}_generation.md": {

@@ -5,7 +5,7 @@ import torch
 
 import torch_turboquant as tt
 from tests.helpers import assert_same_bytes, randn
-from torch_turboquant.heavy_hitters import kept_positions
+from torch_turboquant.heavy_hitters import moved_along, moves_to_budget
 from torch_turboquant.pool import compaction
 
 LAYERS, HEADS, GROUP, D = 2, 2, 2, 32
@@ -53,6 +53,18 @@ def step(pool, sequences, hitters, seed, new=1):
 
 
 # ---- which tokens stay
+
+
+def kept_positions(mass, lengths, budget, first, last):
+    """The positions that the first `budget` tokens have had."""
+    sources, targets = moves_to_budget(mass, lengths, budget, first, last)
+    position = torch.arange(mass.shape[2], device=mass.device).expand_as(mass)
+    for row, (source, target) in enumerate(
+        zip(sources.flatten(0, 1), targets.flatten(0, 1), strict=True)
+    ):
+        moved = target[source >= 0].tolist()
+        assert len(set(moved)) == len(moved) and all(0 <= at < budget for at in moved), row
+    return moved_along(position, sources, targets, budget)
 
 
 def test_the_heaviest_stay_and_fill_the_gaps(device):

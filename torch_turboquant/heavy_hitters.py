@@ -203,15 +203,15 @@ class HeavyHitters:
         known = self._seen[rows[:, None], asked % self.window] == asked
         place = self._put(rows)[:, None], self._put(asked % self.window)
         silent = self._put(~known)[..., None]
-        kept, masses = [], []
+        moves, masses = [], []
         for layer in range(len(self._q)):
             mass = self._masses(layer, due, place, silent)
-            chosen = kept_positions(
+            moved = moves_to_budget(
                 mass, self._put(lengths), self.budget, self._sinks, self.keep_last
             )
-            kept.append(chosen[..., : self.budget - self._ring].contiguous())
-            masses.append(mass.gather(2, chosen))
-        self.pool.compact(due, kept)
+            moves.append(moved)
+            masses.append(moved_along(mass, *moved, self.budget))
+        self.pool._move(due, self.budget, moves)
         for layer, mass in enumerate(masses):
             of_layer = self._mass[layer]
             assert of_layer is not None
@@ -247,8 +247,11 @@ class HeavyHitters:
         return mass
 
 
-def kept_positions(mass: Tensor, lengths: Tensor, budget: int, first: int, last: int) -> Tensor:
-    """The tokens that stay: the heaviest, beside the first and the last ones.
+def moves_to_budget(
+    mass: Tensor, lengths: Tensor, budget: int, first: int, last: int
+) -> tuple[Tensor, Tensor]:
+    """What moves where so that the heaviest tokens are the first `budget` ones, beside the first
+    and the last tokens.
 
     Args:
         mass: float32 [seqs, heads, n].
@@ -257,28 +260,40 @@ def kept_positions(mass: Tensor, lengths: Tensor, budget: int, first: int, last:
         first, last: tokens that stay anyway.
 
     Returns:
-        int64 [seqs, heads, budget]: positions. A kept token whose position is below budget - last
-        keeps it; the others fill the gaps, in their order; the last tokens are the last.
+        Sources and targets, int64 [seqs, heads, n - budget + 2 * last]: positions; sources of -1
+        mean nothing. A kept token whose position is below budget - last stays where it is; the
+        others fill the gaps, in their order; the last tokens are the last.
     """
+    free = budget - last
+    behind = mass.shape[2] - free
     position = torch.arange(mass.shape[2], device=mass.device)
     end = (lengths - last)[:, None, None]
-    free = budget - last
     # a mass that is no number stays, as the greatest ones do
     weight = mass.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    weight = weight.masked_fill(position < first, torch.inf).masked_fill(
-        position >= end, -torch.inf
-    )
+    weight[..., :first] = torch.inf
+    weight[..., free:].masked_fill_(position[free:] >= end, -torch.inf)
     stays = _heaviest(weight, free)
+    sources = _listed(stays[..., free:], position[free:], behind)
+    targets = _listed(~stays[..., :free], position[:free], behind)  # as many as there are sources
+    recent = torch.arange(last, device=mass.device)
+    shape = (-1, mass.shape[1], -1)
+    sources = torch.cat([sources, (end + recent).expand(shape)], dim=2)
+    targets = torch.cat([targets, (free + recent).expand(*mass.shape[:2], -1)], dim=2)
+    return sources, targets
 
-    gap, moves = ~stays[..., :free], stays[..., free:]
-    behind = moves.shape[2]
-    number = torch.where(moves, _count(moves) - 1, behind).long()  # the others go behind the list
-    moved = number.new_zeros(*mass.shape[:2], behind + 1)
-    moved.scatter_(2, number, position[free:].expand_as(number))
-    filling = moved.gather(2, (_count(gap) - 1).clamp(0, behind).long())
-    kept = torch.where(gap, filling, position[:free])
-    tail = (end + torch.arange(last, device=mass.device)).expand(-1, mass.shape[1], -1)
-    return torch.cat([kept, tail], dim=2)
+
+def _listed(chosen: Tensor, position: Tensor, room: int) -> Tensor:
+    """Positions [n] that are chosen [.., n], in their order, and -1 behind them: [.., room]."""
+    place = torch.where(chosen, _count(chosen) - 1, room).long()
+    found = place.new_full((*chosen.shape[:-1], room + 1), -1)
+    return found.scatter_(-1, place, position.expand_as(place))[..., :room]
+
+
+def moved_along(mass: Tensor, sources: Tensor, targets: Tensor, budget: int) -> Tensor:
+    """The masses of the tokens that are left, where they are then: float32 [.., budget]."""
+    left = mass[..., : budget + 1].clone()  # the last one is for what does not move
+    place = torch.where(sources < 0, budget, targets)
+    return left.scatter_(-1, place, mass.gather(-1, sources.clamp(min=0)))[..., :budget]
 
 
 def _heaviest(weight: Tensor, count: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,35 @@ def compact(
     """PagedKVPool.compact, with the lock held."""
     recent = 0 if memory.tails is None else books.rings.size
     length = _checked(memory, books, sequences, kept, recent)
+    ends = memory.put(np.array([seq._length for seq in sequences], dtype=np.int64))
+    last = ends[:, None, None] - recent + torch.arange(recent, device=memory.device)
+    target = torch.arange(length, device=memory.device)
+
+    def moves() -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in kept:
+            source = torch.cat([chosen, last.expand(-1, chosen.shape[1], -1)], dim=2)
+            yield source.masked_fill(source == target, -1), target.expand_as(source)
+
+    move(memory, books, sequences, length, moves())
+
+
+def move(
+    memory: PoolMemory,
+    books: Books,
+    sequences: Sequence[PoolSequence],
+    length: int,
+    moves: Iterable[tuple[Tensor, Tensor]],
+) -> None:
+    """Moves tokens of sequences in all layers and cuts what is behind `length`, with the lock held.
+
+    Args:
+        length: of all sequences afterwards; those tokens of their tail's ring are their last ones.
+        moves: per layer int64 [seqs, kv_heads, n] twice: positions of tokens that move, and where
+            to; source -1: none.
+
+    Raises:
+        PoolExhausted: too few free pages for copies of shared ones; nothing has changed.
+    """
     shared = books.shared_pages(sequences, length)
     copies = books.top(len(shared), len(shared) * books.page_size)
     pages = np.array([page for _, _, page in shared], dtype=np.int64)
@@ -35,14 +64,10 @@ def compact(
     for row, seq in zip(tables, sequences, strict=True):
         row[: seq._num_pages] = books.pages(seq)
     table, end = memory.put(tables), memory.put(lengths)[:, None, None]
-    last = end - recent + torch.arange(recent, device=memory.device)  # [seqs, 1, recent]
-    target = torch.arange(length, device=memory.device)
-    for layer, chosen in zip(memory.layers, kept, strict=True):
-        source = torch.cat([chosen, last.expand(-1, chosen.shape[1], -1)], dim=2)
-        stays = source == target
+    for layer, (source, target) in zip(memory.layers, moves, strict=True):
         slots = [
-            _slots(table, position, end, books.page_size).masked_fill(stays, -1)
-            for position in (source, target.expand_as(source))
+            _slots(table, position, end, books.page_size).masked_fill(source < 0, -1)
+            for position in (source, target)
         ]
         sources, targets = (x.transpose(0, 1).flatten(1).contiguous() for x in slots)
         cache_move(layer.pages, sources, targets, layer.config)

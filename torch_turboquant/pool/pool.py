@@ -15,7 +15,7 @@ from torch_turboquant import _checks, _files
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.pool.batch import PoolBatch, PoolSequence
 from torch_turboquant.pool.books import Books, counts_of
-from torch_turboquant.pool.compaction import compact
+from torch_turboquant.pool.compaction import compact, move
 from torch_turboquant.pool.memory import Centers, Configs, PoolBytes, PoolMemory, Sizes
 from torch_turboquant.pool.sequences import PoolSequences
 from torch_turboquant.pool.transfer import (
@@ -321,6 +321,18 @@ class PagedKVPool(PoolSequences):
         """
         with self._lock:
             compact(self._memory, self._books, sequences, kept)
+
+    def _move(
+        self,
+        sequences: Sequence[PoolSequence],
+        length: int,
+        moves: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        """compact by lists of what moves (compaction.move), for callers that know them."""
+        with self._lock:
+            for seq in sequences:
+                self._books.check_idle(seq)
+            move(self._memory, self._books, sequences, length, moves)
 
     def tables_of(self, sequences: Sequence[PoolSequence]) -> tuple[Tensor, Tensor]:
         """What attention over sequences without new tokens takes, on the pool's device.
