@@ -42,7 +42,7 @@ TINY = common.LLAMA_8B | {
 POINTS = "64x8192,16x32768,64x2048"
 PARTS = {
     "mass": (heavy_hitters, "paged_mass"),
-    "choice": (heavy_hitters, "kept_positions"),
+    "choice": (heavy_hitters, "moves_to_budget"),
     "move": (compaction, "cache_move"),
 }
 
@@ -172,8 +172,8 @@ def timed(decoding: Decoding, found: dict[str, float]) -> Iterator[None]:
     hitters = decoding.hitters
     patches.append(mock.patch.object(hitters, "evict", wrapped("evict", hitters.evict)))
     patches.append(mock.patch.object(hitters, "observe", wrapped("observe", hitters.observe)))
-    compact = decoding.pool.compact
-    patches.append(mock.patch.object(decoding.pool, "compact", wrapped("compact", compact)))
+    compact = decoding.pool._move
+    patches.append(mock.patch.object(decoding.pool, "_move", wrapped("compact", compact)))
     for patch in patches:
         patch.start()
     try:
