@@ -4,6 +4,7 @@ import pytest
 
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 
+from tests.helpers import load_script
 from tests.sglang.harness import arguments, engine
 from tests.vllm.harness import prompt, save_llama
 
@@ -26,3 +27,13 @@ def test_an_engine(tmp_path):
     assert [answer["output_ids"] for answer in found] == expected
     assert again["meta_info"]["cached_tokens"] == (70 - 16) // 16 * 16
     assert len(again["output_ids"]) == TOKENS
+
+
+def test_the_example(tmp_path):
+    """Every turn finds the turns before it."""
+    options = arguments(tmp_path, None, "")
+    for name in ("model_path", "attention_backend", "page_size", "context_length"):
+        del options[name]
+    cached = load_script("examples/sglang_generate.py").main(["--tokens", "40"], **options)
+    # Of 139 and 279 tokens that are stored, whole pages, and not the last 64 of the prompt.
+    assert cached == [0, 128, 256]
