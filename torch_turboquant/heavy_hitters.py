@@ -24,6 +24,7 @@ tokens stay where they are, except that those in the part to be cut off move int
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -95,6 +96,8 @@ class HeavyHitters:
         self._owner: list[PoolSequence | None] = [None] * pool.max_seqs
         self._seen = np.full((pool.max_seqs, window), -1)  # position of each query that is kept
         self._steps = np.zeros(pool.max_seqs, dtype=np.int64)  # that were observed since a cut
+        self._step: tuple[Any, ...] | None = None  # that was observed last
+        self._watched: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
         layers = len(pool.configs)
         self._q: list[Tensor | None] = [None] * layers  # [max_seqs, window, q_heads, head_dim]
         self._lse: list[Tensor | None] = [None] * layers  # float32 [max_seqs, window, q_heads]
@@ -123,23 +126,31 @@ class HeavyHitters:
         _checks.check_dtype("q", q, (self.pool.dtype,))
         _checks.check_shape("q", q, (batch.tokens, None, self.pool.configs[layer].head_dim))
         _checks.check_constant("lse", lse, q.device, torch.float32, tuple(q.shape[:2]))
-        ends = np.cumsum(batch.new_tokens)
+        step = batch.sequences, batch.new_tokens, [s.length for s in batch.sequences]
+        if step != self._step:  # once for all layers
+            self._step, self._watched = step, self._watch(batch)
+        if self._watched is None:
+            return
+        tokens, place = self._watched
+        kept_q, kept_lse, _ = self._buffers(layer, q)
+        kept_q[place] = q[tokens]
+        kept_lse[place] = lse[tokens]
+
+    def _watch(self, batch: PoolBatch) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
+        """The queries of a step that are kept: which they are, and where they go; None: none."""
         positions = [
             s.length + n - 1 for s, n in zip(batch.sequences, batch.new_tokens, strict=True)
         ]
         begin = self.budget + self.interval - self.window
         watched = [i for i, position in enumerate(positions) if position >= begin]
         if not watched:
-            return
+            return None
         rows = np.array([self._row_of(batch.sequences[i]) for i in watched])
         at = np.array([positions[i] for i in watched])
-        self._steps[rows] += self._seen[rows, at % self.window] != at  # once for all layers
+        self._steps[rows] += self._seen[rows, at % self.window] != at
         self._seen[rows, at % self.window] = at
-        tokens = self._put(ends[watched] - 1)
-        place = self._put(rows), self._put(at % self.window)
-        kept_q, kept_lse, _ = self._buffers(layer, q)
-        kept_q[place] = q[tokens]
-        kept_lse[place] = lse[tokens]
+        last = np.cumsum(batch.new_tokens)[watched] - 1
+        return self._put(last), (self._put(rows), self._put(at % self.window))
 
     def _row_of(self, seq: PoolSequence) -> int:
         """The sequence's row, without anything of a former owner."""
@@ -194,57 +205,68 @@ class HeavyHitters:
         due = [seq for seq in sequences if self.due(seq)]
         if not due:
             return []
+        self._step = None
         missing = [layer for layer, q in enumerate(self._q) if q is None]
         if missing:
             raise RuntimeError(f"these layers were never observed: {missing}")
         rows = np.array([seq._row for seq in due])
         lengths = np.array([seq.length for seq in due])
-        asked = lengths[:, None] - self.window + np.arange(self.window)  # positions of queries
-        known = self._seen[rows[:, None], asked % self.window] == asked
-        place = self._put(rows)[:, None], self._put(asked % self.window)
-        silent = self._put(~known)[..., None]
+        asked = self._asked(due, rows, lengths)
+        ends, owners = self._put(lengths), self._put(rows)
         moves, masses = [], []
         for layer in range(len(self._q)):
-            mass = self._masses(layer, due, place, silent)
-            moved = moves_to_budget(
-                mass, self._put(lengths), self.budget, self._sinks, self.keep_last
-            )
+            mass = self._masses(layer, asked, owners, int(lengths.max()))
+            moved = moves_to_budget(mass, ends, self.budget, self._sinks, self.keep_last)
             moves.append(moved)
             masses.append(moved_along(mass, *moved, self.budget))
         self.pool._move(due, self.budget, moves)
         for layer, mass in enumerate(masses):
             of_layer = self._mass[layer]
             assert of_layer is not None
-            of_layer[place[0][:, 0]] = mass
+            of_layer[owners] = mass
         self._seen[rows], self._steps[rows] = -1, 0
         return due
 
-    def _masses(
-        self, layer: int, due: Sequence[PoolSequence], place: tuple[Tensor, Tensor], silent: Tensor
-    ) -> Tensor:
+    def _asked(self, due: Sequence[PoolSequence], rows: np.ndarray, lengths: np.ndarray) -> _Asked:
+        """What is the same for the masses of all layers."""
+        positions = lengths[:, None] - self.window + np.arange(self.window)
+        known = self._seen[rows[:, None], positions % self.window] == positions
+        place = self._put(rows)[:, None], self._put(positions % self.window)
+        starts = np.arange(len(due) + 1, dtype=np.int32) * self.window
+        silent = self._put(~known)[..., None]
+        return _Asked(place, silent, self._put(starts), *self.pool.tables_of(due))
+
+    def _masses(self, layer: int, asked: _Asked, owners: Tensor, longest: int) -> Tensor:
         """Of all tokens, with those of earlier evictions: float32 [due, kv_heads, longest]."""
         q, lse, before = self._q[layer], self._lse[layer], self._mass[layer]
         assert q is not None and lse is not None and before is not None
-        table, lengths = self.pool.tables_of(due)
-        longest = max(seq.length for seq in due)
-        mass = before.new_zeros(len(due), before.shape[1], longest)
-        mass[..., : self.budget] = self.decay * before[place[0][:, 0]]
-        starts = np.arange(len(due) + 1, dtype=np.int32) * self.window
+        mass = before.new_zeros(len(owners), before.shape[1], longest)
+        torch.mul(before[owners], self.decay, out=mass[..., : self.budget])
         paged_mass(
-            q[place].flatten(0, 1),
-            lse[place].masked_fill(silent, -torch.inf).flatten(0, 1),
+            q[asked.place].flatten(0, 1),
+            lse[asked.place].masked_fill(asked.silent, -torch.inf).flatten(0, 1),
             mass,
             self.pool.pages[layer],
-            table,
-            lengths,
+            asked.block_table,
+            asked.seq_lens,
             self.pool.configs[layer],
             self.pool.tables[layer],
-            cu_seqlens_q=self._put(starts),
+            cu_seqlens_q=asked.starts,
             max_q_len=self.window,
             softmax_scale=self.softmax_scale,
             soft_cap=self.soft_cap,
         )
         return mass
+
+
+class _Asked(NamedTuple):
+    """The queries of sequences that are due, and their tables."""
+
+    place: tuple[Tensor, Tensor]  # rows [due, 1], and which of a row's queries [due, window]
+    silent: Tensor  # bool [due, window, 1]: nobody has observed that query
+    starts: Tensor  # int32 [due + 1]
+    block_table: Tensor
+    seq_lens: Tensor
 
 
 def moves_to_budget(
