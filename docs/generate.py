@@ -1034,6 +1034,13 @@ def strategies_rows() -> str:
     return f"{markdown([*header, 'step'], lines)}\n\n{origin}"
 
 
+def strategies_drawn(path: Path) -> None:
+    """Divergence over bits, with and without eviction."""
+    from torch_turboquant.eval import report  # needs the packages of an extra
+
+    report.strategies_picture(path, read_rows(STRATEGIES))
+
+
 GENERATED = 16, 32768
 
 
@@ -1451,6 +1458,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "docs/pictures/attention_h200.png": speed_picture,
     "docs/pictures/cpu.png": cpu_picture,
     "docs/pictures/distortion.png": theory_picture,
+    "docs/pictures/strategies.png": strategies_drawn,
     **{
         f"benchmarks/results/{file_name('quality', model)}.png": quality_picture
         for model in quality_tables.MODELS.values()

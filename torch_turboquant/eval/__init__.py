@@ -389,6 +389,7 @@ def run(args: argparse.Namespace) -> int:
         report.show(rows)
     print(f"\nRows: {args.json}")
     if args.picture:
-        report.picture(args.picture, rows)
+        draw = report.strategies_picture if args.strategies else report.picture
+        draw(args.picture, rows)
         print(f"Picture: {args.picture}")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -300,6 +301,52 @@ def picture(path: Path, rows: Sequence[Row]) -> None:
     axes.legend()
     compressed = [r for r in rows if r["kind"] in ("packed", "control")]
     place_labels(axes, [(r["cache"], r["bits_per_value_8k"], r["kl"]) for r in compressed])
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def strategies_picture(path: Path, rows: Sequence[Row]) -> None:
+    """Draws KL divergence over the bits that a prompt takes: fewer bits for all tokens beside fewer
+    tokens, a line for each policy of eviction (needs matplotlib)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    whole = rows[0]["bytes_8k"]
+    families: dict[str, list[Row]] = {}
+    for row in rows[1:]:
+        name, _, changes = row["cache"].partition(":")
+        policy = changes.partition("evict=")[2]
+        family = "controls" if row["kind"] == "control" else f"{name}, {policy}"
+        if row["kind"] != "control" and not policy:
+            family = "presets"
+        families.setdefault(family, []).append(row)
+    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
+    labels = []
+    for number, (family, members) in enumerate(families.items()):
+        points = sorted((16 * r["bytes_8k"] / whole, r["kl"], r["cache"]) for r in members)
+        bits, kl, names = zip(*points, strict=True)
+        evicting = family not in ("presets", "controls")
+        style = "none" if family == "controls" else "-"
+        marker = "oDsv^<>Pp*"[number % 10]
+        axes.plot(bits, kl, ls=style, marker=marker, markersize=5, lw=0.9, label=family)
+        for x, y, name in zip(bits, kl, names, strict=True):
+            share = re.search(r"keep=([\d.]+)", name)
+            if not evicting:
+                labels.append((name, x, y))
+            elif family.startswith("k8v8, snapkv") and share:
+                labels.append((f"{float(share[1]):.0%}", x, y))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+    axes.set_xlabel("bits per key or value channel of a prompt of 8,192 tokens (evicted tokens: 0)")
+    axes.set_ylabel("mean KL divergence to the uncompressed model, nats")
+    r = rows[0]
+    axes.set_title(f"{r['model']}: text behind a context of {r['prefill']:,} tokens")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(fontsize=8)
+    place_labels(axes, labels)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
