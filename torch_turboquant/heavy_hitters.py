@@ -219,7 +219,8 @@ class HeavyHitters:
             moved = moves_to_budget(mass, ends, self.budget, self._sinks, self.keep_last)
             moves.append(moved)
             masses.append(moved_along(mass, *moved, self.budget))
-        self.pool._move(due, self.budget, moves)
+        sources, targets = (torch.stack(of_layers) for of_layers in zip(*moves, strict=True))
+        self.pool._move(due, self.budget, sources, targets)
         for layer, mass in enumerate(masses):
             of_layer = self._mass[layer]
             assert of_layer is not None

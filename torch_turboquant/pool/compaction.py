@@ -29,7 +29,7 @@ def compact(
     def moves() -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in kept:
             source = torch.cat([chosen, last.expand(-1, chosen.shape[1], -1)], dim=2)
-            yield source.masked_fill(source == target, -1), target.expand_as(source)
+            yield source.masked_fill(source == target, -1)[None], target.expand_as(source)[None]
 
     move(memory, books, sequences, length, moves())
 
@@ -45,8 +45,8 @@ def move(
 
     Args:
         length: of all sequences afterwards; those tokens of their tail's ring are their last ones.
-        moves: per layer int64 [seqs, kv_heads, n] twice: positions of tokens that move, and where
-            to; source -1: none.
+        moves: of some layers at a time, one after the other, int64 [layers, seqs, kv_heads, n]
+            twice: positions of tokens that move, and where to; source -1: none.
 
     Raises:
         PoolExhausted: too few free pages for copies of shared ones; nothing has changed.
@@ -64,13 +64,16 @@ def move(
     for row, seq in zip(tables, sequences, strict=True):
         row[: seq._num_pages] = books.pages(seq)
     table, end = memory.put(tables), memory.put(lengths)[:, None, None]
-    for layer, (source, target) in zip(memory.layers, moves, strict=True):
+    layers = iter(memory.layers)
+    for source, target in moves:
         slots = [
             _slots(table, position, end, books.page_size).masked_fill(source < 0, -1)
             for position in (source, target)
         ]
-        sources, targets = (x.transpose(0, 1).flatten(1).contiguous() for x in slots)
-        cache_move(layer.pages, sources, targets, layer.config)
+        sources, targets = (x.transpose(1, 2).flatten(2).contiguous() for x in slots)
+        for of_layer in zip(sources, targets, strict=True):
+            layer = next(layers)
+            cache_move(layer.pages, *of_layer, layer.config)
     for tail in memory.tails or ():
         _turn_rings(tail, books, sequences, length, memory)
     for seq in sequences:
@@ -127,13 +130,14 @@ def _check_values(
 
 
 def _slots(table: Tensor, position: Tensor, end: Tensor, page_size: int) -> Tensor:
-    """Slots of positions [seqs, heads, n]; those outside of 0 to `end` [seqs, 1, 1] get -1.
+    """Slots of positions [.., seqs, heads, n]; those outside of 0 to `end` [seqs, 1, 1] get -1.
 
     A table is as wide as the longest sequence's: behind a sequence it has pages of others.
     """
     exists = (position >= 0) & (position < end)
     column = (position // page_size).clamp(0, table.shape[1] - 1)
-    page = table.gather(1, column.flatten(1)).view(position.shape)
+    tables = table.expand(*position.shape[:-3], -1, -1)
+    page = tables.gather(-1, column.flatten(-2)).view(position.shape)
     return token_slots(page, position, page_size).masked_fill(~exists, -1)
 
 

@@ -326,13 +326,14 @@ class PagedKVPool(PoolSequences):
         self,
         sequences: Sequence[PoolSequence],
         length: int,
-        moves: Sequence[tuple[Tensor, Tensor]],
+        sources: Tensor,
+        targets: Tensor,
     ) -> None:
-        """compact by lists of what moves (compaction.move), for callers that know them."""
+        """compact by lists of what moves in all layers, for callers that know them."""
         with self._lock:
             for seq in sequences:
                 self._books.check_idle(seq)
-            move(self._memory, self._books, sequences, length, moves)
+            move(self._memory, self._books, sequences, length, [(sources, targets)])
 
     def tables_of(self, sequences: Sequence[PoolSequence]) -> tuple[Tensor, Tensor]:
         """What attention over sequences without new tokens takes, on the pool's device.
