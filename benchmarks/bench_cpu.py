@@ -281,6 +281,45 @@ def cache_work(name: str, search: int, tokens: int, loads: bool) -> Work:
     )
 
 
+def linear_work(tokens: int, n: int) -> Work:
+    """A layer of n inputs and outputs, beside PyTorch's in bfloat16 and 4 bits, and beside a sum
+    over the packed bytes."""
+    weights = tt.WeightFormat(4)
+    codes = torch.randint(16, (n, n), dtype=torch.uint8)
+    scale = torch.full((n, n // D), 0.01).half()
+    multipliers = torch.randint(16, (n, n // 32), dtype=torch.uint8)
+    packed = tt.weight_pack(codes, scale, multipliers, 4)
+    reading = weights.signs(D), weights.levels(D), n, 4, 32
+    x = torch.randn(tokens, n, dtype=torch.bfloat16)
+    exact = torch.randn(n, n, dtype=torch.bfloat16)
+    int4 = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    affine = torch.ones(n // D, n, 2, dtype=torch.bfloat16)
+    int4_mm = torch.ops.aten._weight_int4pack_mm_for_cpu
+    return Work(
+        f"linear {tokens} x {n} -> {n}",
+        lambda: tt.linear_packed(x, packed, *reading),
+        packed.nbytes,
+        others={
+            "sum_ms": packed.view(torch.int64).sum,
+            "bf16_linear_ms": lambda: torch.nn.functional.linear(x, exact),
+            "int4_linear_ms": lambda: int4_mm(x, int4, D, affine),
+        },
+    )
+
+
+def weight_work(n: int) -> Work:
+    weights = tt.WeightFormat(4)
+    w = torch.randn(n, n, dtype=torch.bfloat16)
+    constants = weights.signs(D), weights.levels(D), weights.steps(D)
+    packed = weights.block(n).packed_shape(n, n)
+    return Work(
+        f"weight_encode {n} x {n}",
+        lambda: tt.weight_encode(w, *constants, 4, 32),
+        w.nbytes + math.prod(packed),
+        n * n // D,
+    )
+
+
 def works(quick: bool) -> Iterator[Callable[[], Work]]:
     n, tokens = (512, 64) if quick else (32768, 4096)
     dtypes = (torch.float32, torch.bfloat16)
@@ -299,6 +338,10 @@ def works(quick: bool) -> Iterator[Callable[[], Work]]:
             for search in (1, 8):
                 yield lambda a=(name, search, count, False): cache_work(*a)
             yield lambda a=(name, 1, count, True): cache_work(*a)
+    size = 256 if quick else 4096
+    for count in (1, 4, 16, 32, 512):
+        yield lambda count=count: linear_work(count, size)
+    yield lambda: weight_work(size)
 
 
 def work_rows(race: Race, levels: list[str], wanted: re.Pattern, quick: bool) -> Iterator[Row]:

@@ -129,6 +129,14 @@ def test_a_layer_is_its_product():
     assert layer(x[:0]).shape == (0, 3, 70)
     with pytest.raises(RuntimeError, match="takes no gradient"):
         layer(x.requires_grad_())
+    for bad, error, text in (
+        (x.detach().double(), TypeError, "x has dtype float64, supported"),
+        (x.detach()[..., :64], ValueError, r"x has shape \[2, 3, 64\], expected \[..., 192\]"),
+        (torch.tensor(1.0), ValueError, r"x has shape \[\], expected \[..., 192\]"),
+        (x.detach().half(), RuntimeError, "bias has dtype float32, supported: float16"),
+    ):
+        with pytest.raises(error, match=text):
+            layer(bad)
 
 
 def test_what_a_layer_says_of_itself():

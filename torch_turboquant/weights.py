@@ -26,7 +26,7 @@ from torch_turboquant.format import (
     WeightBlock,
     weight_subs,
 )
-from torch_turboquant.ops.linear import linear_packed, weight_decode, weight_encode
+from torch_turboquant.ops.linear import run_linear_packed, weight_decode, weight_encode
 from torch_turboquant.signs import SignKind, random_signs
 
 # Candidate steps of an encoder without multipliers, as for vectors of a cache.
@@ -329,15 +329,24 @@ class PackedLinear(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features], of x's dtype; see linear_packed."""
+        """[..., in_features] -> [..., out_features], of x's dtype; see linear_packed.
+
+        Raises:
+            TypeError: x has another dtype than float32, float16 or bfloat16.
+            ValueError: x has another last dimension.
+            RuntimeError: x is differentiated, on another device, or of another dtype than bias.
+        """
         if self._signs is None or self._signs.device != self.weight.device:
             self.place_constants()
+        _checks.check_dtype("x", x, _checks.FLOATS)
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(f"x has shape {list(x.shape)}, expected [..., {self.in_features}]")
         if x.stride(-1) != 1:
             x = x.contiguous()
-        return linear_packed(
+        return run_linear_packed(
             x,
             self.weight,
-            self._signs,  # type: ignore[arg-type]
+            self._signs,
             self._levels,
             self.out_features,
             self.format.bits,

@@ -16,6 +16,7 @@
 
 #include "cpu/attention/panels.h"
 #include "cpu/kernels.h"
+#include "cpu/linear/map.h"
 #include "format.h"
 
 extern "C" const char* turboquant_cpu_levels();
@@ -498,17 +499,18 @@ struct Book {
   Memory<int8_t> levels;
   Quantiser quantiser;
 
-  Book(Random& random, int bits, int64_t d)
-      : count(static_cast<int>(random.between(1, 8))), steps(count), boundaries(64 * count), levels(32),
-        quantiser{.width = format::as_width(bits),
-                  .scale_mode = static_cast<format::ScaleMode>(random.below(4)),
-                  .num_steps = count,
-                  .steps = steps.get(),
-                  .boundaries = boundaries.get(),
-                  .levels = levels.get(),
-                  .units = 4096 * __builtin_sqrtf(static_cast<float>(d)),
-                  .over = 32 / __builtin_sqrtf(static_cast<float>(d)),
-                  .times = 32 * __builtin_sqrtf(static_cast<float>(d))} {
+  // multiple: of the number of steps
+  Book(Random& random, int bits, int64_t d, int multiple = 1)
+      : count(multiple * static_cast<int>(random.between(1, multiple > 1 ? 3 : 8))), steps(count),
+        boundaries(64 * count), levels(32), quantiser{.width = format::as_width(bits),
+                                                      .scale_mode = static_cast<format::ScaleMode>(random.below(4)),
+                                                      .num_steps = count,
+                                                      .steps = steps.get(),
+                                                      .boundaries = boundaries.get(),
+                                                      .levels = levels.get(),
+                                                      .units = 4096 * __builtin_sqrtf(static_cast<float>(d)),
+                                                      .over = 32 / __builtin_sqrtf(static_cast<float>(d)),
+                                                      .times = 32 * __builtin_sqrtf(static_cast<float>(d))} {
     std::fill(levels.get(), levels.get() + 32, 0);
     if (bits < 8) random.levels(levels.get(), bits);
     for (int i = 0; i < count; ++i) {
@@ -757,6 +759,77 @@ void move(const Kernels& k, Random& random, Written& written) {
   written.add(to);
 }
 
+// weight_encode, weight_pack, weight_unpack, weight_decode and linear_packed
+void weights(const Kernels& k, Random& random, Written& written) {
+  const int widths[] = {4, 4, 8}, groups[] = {64, 128};
+  const int bits = random.any_of(widths), group = random.any_of(groups), sub = bits == 4 && random.one_in(2) ? 32 : 0;
+  const WeightBlocks blocks{{group, bits, sub}, random.between(1, 40), random.between(1, 3)};
+  const format::WeightBlock& b = blocks.block;
+  const int64_t n = blocks.n, channels = blocks.groups * group, stride = channels + random.below(4);
+  const int64_t count = format::weight_tiles(n) * blocks.groups, bytes = count * b.block_bytes();
+  const Dtype dtype = random.dtype();
+  const Memory<float> signs = random_signs(random, group);
+  const Memory<float> scales(channels, [&](int64_t) { return 0.25f + std::fabs(random.number()); });
+  const float* given_scales = random.one_in(2) ? nullptr : scales.get();
+  const Book book(random, bits, group, sub ? format::kMultiplierCodes : 1);
+  const Numbers w(random, dtype, (n - 1) * stride + channels, channels);
+  Memory<uint8_t> packed(bytes);
+  k.encode_weight({.blocks = blocks,
+                   .w = w.bytes.get(),
+                   .dtype = dtype,
+                   .stride = stride,
+                   .signs = signs.get(),
+                   .channel_scale = given_scales,
+                   .quantiser = book.quantiser,
+                   .over = 50},
+                  0, count, packed.get());
+  written.add(packed);
+
+  Memory<uint8_t> codes(n * channels, [&](int64_t) { return static_cast<uint8_t>(random.below(1 << bits)); });
+  Memory<uint8_t> multipliers(n * blocks.groups * b.subs(),
+                              [&](int64_t) { return static_cast<uint8_t>(random.below(16)); });
+  Memory<uint16_t> scale(n * blocks.groups, [&](int64_t) { return random.half(false); });
+  const WeightCodes parts{codes.get(), scale.get(), multipliers.get()};
+  k.pack_weight(blocks, parts, 0, count, packed.get());
+  written.add(packed);
+  k.unpack_weight(blocks, packed.get(), 0, count, parts);
+  written.add(codes);
+  written.add(scale);
+  written.add(multipliers);
+  const Numbers decoded(dtype, n * channels);
+  k.decode_weight({.blocks = blocks,
+                   .levels = book.levels.get(),
+                   .signs = signs.get(),
+                   .channel_inverse = given_scales,
+                   .dtype = dtype},
+                  packed.get(), 0, count, const_cast<uint8_t*>(decoded.bytes.get()));
+  decoded.keep(written);
+
+  const int64_t tokens = random.between(1, 20), x_stride = channels + random.below(4);
+  const Numbers x(random, dtype, (tokens - 1) * x_stride + channels, channels);
+  const Numbers bias(random, dtype, n, n);
+  const LinearMap map(b);
+  LinearWeight weight{.blocks = blocks, .packed = packed.get(), .levels = {}, .channels = map.get()};
+  std::copy(book.levels.get(), book.levels.get() + kTableLevels, weight.levels);
+  const Memory<uint8_t> factors(tokens * blocks.groups * k.linear_factor_bytes(b), 64);
+  const Memory<float> unit(tokens * blocks.groups);
+  const LinearInputs inputs{tokens, const_cast<uint8_t*>(factors.get()), const_cast<float*>(unit.get())};
+  k.linear_inputs(weight,
+                  {.x = x.bytes.get(),
+                   .dtype = dtype,
+                   .count = tokens,
+                   .stride = x_stride,
+                   .signs = signs.get(),
+                   .channel_inverse = given_scales},
+                  inputs, 0);
+  const Numbers y(dtype, tokens * n);
+  k.linear_tiles(weight, inputs, 0, format::weight_tiles(n),
+                 {.y = const_cast<uint8_t*>(y.bytes.get()),
+                  .bias = random.one_in(2) ? nullptr : bias.bytes.get(),
+                  .dtype = dtype});
+  y.keep(written);
+}
+
 using Case = void(const Kernels& k, Random& random, Written& written);
 const std::map<std::string, Case*> CASES = {
     {"query_factors", query_factors},
@@ -773,6 +846,7 @@ const std::map<std::string, Case*> CASES = {
     {"cache", cache},
     {"move", move},
     {"latents", latents},
+    {"weights", weights},
 };
 
 py::bytes run(const std::string& name, const std::string& level, uint64_t seed) {

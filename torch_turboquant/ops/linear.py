@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
+from torch_turboquant._autograd import named_error
 from torch_turboquant.format import (
     MAX_WEIGHT_GROUPS,
     MAX_WEIGHT_ROWS,
@@ -318,9 +319,16 @@ def linear_packed(
         RuntimeError: x or bias is differentiated; the op has no derivative.
     """
     _check_linear(x, packed, signs, levels, n, bits, sub, channel_inverse, bias)
-    return torch.ops.turboquant.linear_packed.default(
-        x, packed, signs, levels, n, bits, sub, channel_inverse, bias
-    )
+    return run_linear_packed(x, packed, signs, levels, n, bits, sub, channel_inverse, bias)
+
+
+def run_linear_packed(x: Tensor, *others: Any) -> Tensor:
+    """linear_packed for a layer, which has checked its constants: the op checks all of it again,
+    but with a RuntimeError for everything."""
+    try:
+        return torch.ops.turboquant.linear_packed.default(x, *others)
+    except RuntimeError as error:
+        raise named_error(error) from None
 
 
 def _check_linear(

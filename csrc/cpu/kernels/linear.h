@@ -51,8 +51,8 @@ inline void linear_inputs(const LinearWeight& w, const ActivationRows& rows, con
   const format::WeightBlock& b = w.blocks.block;
   const int64_t bytes = linear_factor_bytes(b);
   const int of_chunk = factor_bytes_of_chunk(b.width()), of_fields = 16 * kWords * linear_fields(b.width());
-  alignas(64) float y[format::kMaxVectorDim];
-  alignas(64) int8_t integers[format::kMaxVectorDim];
+  alignas(64) float y[128];
+  alignas(64) int8_t integers[128] = {};  // of a group
   dispatch_dtype<ElementTypes>(rows.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     for (int64_t r = 0; r < rows.count; ++r) {
@@ -68,17 +68,25 @@ inline void linear_inputs(const LinearWeight& w, const ActivationRows& rows, con
         inputs.unit[place] = linear_integers(y, b.group, integers);
         uint8_t* to = static_cast<uint8_t*>(inputs.factors) + place * bytes;
         const uint8_t* channel = w.channels;
+        const Table128 table = table128(reinterpret_cast<const uint8_t*>(integers));
         for (int c = 0; c < b.chunks(); ++c, to += of_chunk, channel += of_fields) {
-          for (int i = 0; i < of_fields; ++i) to[i] = static_cast<uint8_t>(integers[channel[i]]);
-          if (kLevelBias == 0) continue;
-          int32_t negated[4] = {};
-          for (int i = 0; i < of_fields; ++i) negated[i % 16 / 4] -= kLevelBias * static_cast<int8_t>(to[i]);
-          memcpy(to + of_fields, negated, sizeof negated);
+          Ints sum = broadcast(0);
+          for (int i = 0; i < of_fields; i += 64) {
+            const Bytes x = lookup(table, load(channel + i));
+            store(to + i, x);
+            sum = multiply_add(sum, broadcast(uint8_t{1}), x);
+          }
+          if constexpr (kLevelBias != 0) {
+            int32_t negated[16];
+            store(negated, broadcast(0) - shift_left<7>(sum_quarters(sum)));
+            memcpy(to + of_fields, negated, 16);
+          }
         }
       }
     }
   });
 }
+static_assert(kLevelBias == 0 || kLevelBias == 1 << 7);
 
 // ---- Products -------------------------------------------------------------------------------------------------------
 
@@ -109,7 +117,8 @@ struct WeightLevels<WIDTH> {
 // What the sums of a block are multiplied with: [chunks][halves][16], lanes as of the sums.
 template <bool SUB, int CHUNKS>
 inline void block_scales(const format::WeightBlock& b, const uint8_t* block, float* to) {
-  const Half* halves = reinterpret_cast<const Half*>(block + b.scales());
+  Half halves[format::kWeightRows];  // a block may be at any address
+  memcpy(halves, block + b.scales(), sizeof halves);
   const Floats scale =
       load_float(halves) * broadcast(SUB ? format::kLevelUnit * format::kMultiplierUnit : format::kLevelUnit);
   Floats low, high;
@@ -183,9 +192,8 @@ ALWAYS_INLINE void add_chunk(const HalfLevels<WIDTH>& low, const HalfLevels<WIDT
 template <format::Width WIDTH, bool SUB, int CHUNKS>
 inline void add_block(const format::WeightBlock& b, const uint8_t* block, const WeightLevels<WIDTH>& levels,
                       const uint8_t* factors, const float* unit, int count, float* sums) {
-  constexpr int kOfChunk = factor_bytes_of_chunk(WIDTH), kStride = CHUNKS * kOfChunk, kAhead = 4;
+  constexpr int kOfChunk = factor_bytes_of_chunk(WIDTH), kStride = CHUNKS * kOfChunk;
   alignas(64) float scales[32 * CHUNKS];
-  prefetch(block + kAhead * b.block_bytes(), b.block_bytes());
   block_scales<SUB, CHUNKS>(b, block, scales);
   for (int c = 0; c < CHUNKS; ++c) {
     const uint8_t* codes = block + c * format::WeightBlock::kWarpBytes;

@@ -64,11 +64,10 @@ struct SubSums {
   Floats dot, square;
 };
 
-// Lane 4 l + i becomes the sum of all lanes of x[i].
-inline Ints sum_subs(const Ints (&x)[kMostSubs]) {
-  const Ints sums = sum_quads(x[0], x[1], x[2], x[3]);
-  const Ints pairs = sums + as_ints(swap_lanes<4>(as_floats(sums)));
-  return pairs + as_ints(swap_lanes<8>(as_floats(pairs)));
+// Lane 4l + i becomes the sum of lanes i, 4 + i, 8 + i and 12 + i.
+inline Ints sum_quarters(Ints x) {
+  x = x + as_ints(swap_lanes<4>(as_floats(x)));
+  return x + as_ints(swap_lanes<8>(as_floats(x)));
 }
 
 // A and B of every 32 channels under one step.
@@ -83,7 +82,9 @@ inline SubSums sums_of_subs(const EncoderScratch& s, const Boundaries<BITS>& bou
     dots[i] = multiply_add(shift_left<4>(multiply_add(zero, high, level)), load(s.low + c), level);
     squares[i] = multiply_add(zero, level, level);
   }
-  return {to_floats(sum_subs(dots)) * broadcast(1 / format::kUnitsPerSigma), to_floats(sum_subs(squares))};
+  return {to_floats(sum_quarters(sum_quads(dots[0], dots[1], dots[2], dots[3]))) *
+              broadcast(1 / format::kUnitsPerSigma),
+          to_floats(sum_quarters(sum_quads(squares[0], squares[1], squares[2], squares[3])))};
 }
 
 // Codes with a table of levels. Chooses the candidate and a multiplier for every 32 channels, leaves the codes in

@@ -201,6 +201,21 @@ inline Bytes lookup(const Table32& t, Bytes index) {
   return {half(index.a), half(index.b)};
 }
 
+struct Table128 {
+  uint8_t v[128];
+};
+inline Table128 table128(const uint8_t* p) {
+  Table128 t;
+  memcpy(t.v, p, sizeof t.v);
+  return t;
+}
+inline Bytes lookup(const Table128& t, Bytes index) {
+  uint8_t at[64], found[64];
+  store(at, index);
+  for (int i = 0; i < 64; ++i) found[i] = t.v[at[i]];
+  return load(found);
+}
+
 template <int SHIFT>
 inline Bytes field(Bytes x, Bytes mask) {
   if constexpr (SHIFT == 0) return x & mask;

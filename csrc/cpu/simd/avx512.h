@@ -204,6 +204,13 @@ inline Table32 table32(const uint8_t* p) {
 }
 inline Bytes lookup(const Table32& t, Bytes index) { return {_mm512_permutexvar_epi8(index.v, t.v)}; }
 
+// A table of 128 bytes. Indices are below 128.
+struct Table128 {
+  __m512i low, high;
+};
+inline Table128 table128(const uint8_t* p) { return {_mm512_loadu_si512(p), _mm512_loadu_si512(p + 64)}; }
+inline Bytes lookup(const Table128& t, Bytes index) { return {_mm512_permutex2var_epi8(t.low, index.v, t.high)}; }
+
 // A field of every byte: its bits from SHIFT on, as far as `mask` says.
 template <int SHIFT>
 inline Bytes field(Bytes x, Bytes mask) {

@@ -257,6 +257,12 @@ struct Table32 {
 inline Table32 table32(const uint8_t* p) {
   return lanes<Table32>([&](int i) { return p[i]; });
 }
+struct Table128 {
+  uint8_t v[128];
+};
+inline Table128 table128(const uint8_t* p) {
+  return lanes<Table128>([&](int i) { return p[i]; });
+}
 template <typename Table>
 inline Bytes lookup(const Table& t, const Bytes& index) {
   return lanes<Bytes>([&](int i) { return t.v[index.v[i]]; });
