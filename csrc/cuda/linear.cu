@@ -1,0 +1,67 @@
+// linear_packed: describes a call for its kernel (linear/call.cuh) and launches it, or has the weight decoded for many
+// tokens (choices/linear.h).
+#include "calls/linear.h"
+
+#include "choices/linear.h"
+#include "cuda/common/torch.cuh"
+#include "cuda/linear/launch.cuh"
+#include "cuda/linear/many_tokens.cuh"
+
+namespace turboquant::cuda {
+namespace {
+
+// x as rows with one stride that start at multiples of 16 bytes: the tensor itself, or a copy.
+class Activations {
+ public:
+  explicit Activations(const Tensor& x) : rows_(x, 16) {
+    if (rows_.rows().dims != 1) rows_ = AlignedRows(new_copy(x), 16);
+  }
+  const void* data() const { return rows_.data(); }
+  int64_t count() const { return rows_.rows().count; }
+  int64_t stride() const { return rows_.rows().stride[0]; }  // in elements
+
+ private:
+  AlignedRows rows_;
+};
+
+void multiply(const LinearCall& c, const WeightShape& shape, const Tensor& y) {
+  if (y.numel() == 0) return;
+  const Launch launch(c.x);
+  const int64_t tokens = c.x.numel() / shape.k;
+  if (choose_linear(tokens).kernel == LinearKernel::kDecoded) return linear::multiply_decoded(c, shape, y);
+  STD_TORCH_CHECK(aligned(c.packed.data_ptr(), 16), "packed must start at a multiple of 16 bytes");
+  const Activations x(c.x);
+  const Constant signs(c.signs), inverse(c.channel_inverse), levels(c.levels);
+  const linear::Call call{.x = x.data(),
+                          .x_stride = x.stride(),
+                          .dtype = dtype_of(c.x),
+                          .signs = signs.data(),
+                          .channel_inverse = inverse.data(),
+                          .levels = reinterpret_cast<const int8_t*>(levels.data()),
+                          .bias = c.bias ? c.bias->data_ptr() : nullptr,
+                          .y = y.data_ptr(),
+                          .packed = bytes_of(c.packed),
+                          .columns = x.count(),
+                          .n = shape.n,
+                          .groups = checked_int(shape.groups(), "the number of groups"),
+                          .group = shape.block.group};
+  linear::LinearLaunch work(call, shape.block, !c.levels, device_of(c.x.get_device_index()));
+  const Tensor workspace = new_tensor(c.x, {work.workspace_bytes()}, ScalarType::Byte, "the work space");
+  work.run(workspace.data_ptr(), launch.stream());
+}
+
+Tensor linear_packed(const LinearCall& c) {
+  const WeightShape shape = check_linear(c);
+  check_levels(c.levels, c.x, c.bits, "levels");
+  const Tensor y = new_linear_result(c, shape);
+  multiply(c, shape, y);
+  return y;
+}
+
+}  // namespace
+}  // namespace turboquant::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(turboquant, CUDA, m) {
+  using namespace turboquant;
+  m.impl("linear_packed", boxed<&turboquant::cuda::linear_packed, kLinearPacked>);
+}

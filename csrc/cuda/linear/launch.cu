@@ -1,0 +1,76 @@
+#include "cuda/linear/launch.cuh"
+
+#include "cuda/attention/counters.cuh"
+#include "cuda/common/torch.cuh"
+#include "cuda/linear/plan.cuh"
+
+namespace turboquant::cuda::linear {
+namespace {
+
+// Compute capability 7.5 has no room for the sums of more columns.
+constexpr int kLargeShared = 96 << 10, kFewColumns = 16;
+
+KernelEntry find(const format::WeightBlock& unit, bool uniform, int columns) {
+  if (format::levels_are_codes(unit.width())) return find_kernel<Codes::kBytes>(false, columns);
+  return uniform ? find_kernel<Codes::kUniform>(unit.sub, columns) : find_kernel<Codes::kLloyd>(unit.sub, columns);
+}
+
+// Activations of a group carry the sum of their integers only where tables hold levels less 1.
+int corrections(const format::WeightBlock& unit, bool uniform) {
+  if (uniform || format::levels_are_codes(unit.width())) return 0;
+  return unit.sub ? unit.subs() : 1;
+}
+
+// Only the L2 cache is sure to have what the previous kernel has written. In a graph, that kernel does not write weights
+// (docs/measurements/performance_linear.md).
+Early early(int major, cudaStream_t stream) {
+  if (major < 9) return Early::kNo;
+  cudaStreamCaptureStatus status;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status == cudaStreamCaptureStatusNone ? Early::kPrefetch : Early::kRing;
+}
+
+}  // namespace
+
+LinearLaunch::LinearLaunch(const Call& call, const format::WeightBlock& unit, bool uniform, const Device& device)
+    : call_(call), device_(device) {
+  const int most = device.facts.shared_per_block < kLargeShared ? kFewColumns : kMostColumns;
+  const int columns = static_cast<int>(std::min<int64_t>(call.columns, most));
+  entry_ = find(unit, uniform, columns);
+  plan_ =
+      plan_of(call, unit.block_bytes(), {unit.group, columns, corrections(unit, uniform)}, entry_.tiles, device.facts);
+  quantises_first_ = quantises_first(call, plan_);
+}
+
+int LinearLaunch::column_blocks() const { return divide_up(call_.columns, plan_.record.columns); }
+int64_t LinearLaunch::record_bytes() const {
+  return quantises_first_ ? int64_t{column_blocks()} * call_.groups * plan_.record.bytes() : 0;
+}
+int64_t LinearLaunch::partial_bytes() const {
+  return plan_.parts > 1 ? int64_t{column_blocks()} * plan_.parts * plan_.slabs * 512 * entry_.tiles : 0;
+}
+int64_t LinearLaunch::num_counters() const { return plan_.parts > 1 ? int64_t{column_blocks()} * plan_.slabs : 0; }
+
+void LinearLaunch::run(void* workspace, cudaStream_t stream) {
+  auto* const memory = static_cast<uint8_t*>(workspace);
+  const int major = device_.facts.major, blocks = column_blocks();
+  if (num_counters() > 0) {
+    plan_.partial = reinterpret_cast<float*>(memory + record_bytes());
+    auto* own = reinterpret_cast<uint32_t*>(memory + record_bytes() + partial_bytes());
+    plan_.arrivals = zeroed_counters(device_.index, stream, static_cast<int>(num_counters()), own);
+  }
+  plan_.early = early(major, stream);
+  void* arguments[] = {const_cast<Call*>(&call_), &plan_};
+  if (quantises_first_) {
+    plan_.records = memory;
+    const int64_t warps = int64_t{blocks} * plan_.record.columns * quantise_spans(call_.groups, call_.group);
+    check_cuda(launch_early(entry_.quantise, num_blocks(warps, kQuantiseWarps), 32 * kQuantiseWarps, 0, arguments,
+                            stream, major),
+               "linear_packed");
+  }
+  allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
+  const dim3 grid(plan_.parts * plan_.row_blocks, blocks);
+  check_cuda(launch_early(entry_.kernel, grid, 32 * kWarps, plan_.bytes, arguments, stream, major), "linear_packed");
+}
+
+}  // namespace turboquant::cuda::linear

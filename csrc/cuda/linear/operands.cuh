@@ -1,0 +1,83 @@
+// From the codes of a unit of weights (docs/format.md) to left operands of tensor cores: 16 rows, 32 channels at a
+// time.
+//
+//   kLloyd    a byte permutation looks up four codes. Its tables have eight entries, so there are two: `plus` for the
+//             upper half of the codes, whose levels are positive, and `minus` for the lower half. A code of the other
+//             half selects the sign of a byte: 0 in `plus` and -1 in `minus`. `minus` therefore holds levels less 1,
+//             both products go into one sum, and every code counts its level less 1, which the sum of the activations
+//             makes good (RecordOfColumns::corrections).
+//   kUniform  level = 2 c - 15. A code in the upper half of a byte, its top bit flipped, with 8 below it is the byte
+//             16 (c - 8) + 8 = 8 levels.
+//   kBytes    codes are levels.
+#pragma once
+
+#include "cuda/common/mma.cuh"
+#include "cuda/linear/call.cuh"
+
+namespace turboquant::cuda::linear {
+
+template <Codes CODES>
+struct Traits {
+  static constexpr int kOperands = CODES == Codes::kLloyd ? 2 : 1;  // left operands whose products are added
+  static constexpr int kBits = CODES == Codes::kBytes ? 8 : 4;
+  static constexpr bool kCorrected = CODES == Codes::kLloyd;
+  // What a level counts in sums.
+  static constexpr float kWeight = CODES == Codes::kUniform ? 8 : 1;
+};
+
+// Upper half of a word, with any upper half, by the pipe of multiplications, which byte permutations leave idle.
+__device__ __forceinline__ uint32_t upper_half(uint32_t x) {
+  uint32_t out;
+  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(x), "r"(0x0100), "r"(0));
+  return out;
+}
+
+template <Codes CODES>
+struct Expansion {
+  uint32_t plus_low = 0, plus_high = 0, minus_low = 0, minus_high = 0;
+
+  Expansion() = default;
+  // levels: int8 [16], aligned to 16 bytes
+  explicit __device__ __forceinline__ Expansion(const int8_t* levels) {
+    if constexpr (CODES == Codes::kLloyd) {
+      const uint4 w = __ldg(reinterpret_cast<const uint4*>(levels));
+      // The lower half is negative: no byte borrows from another.
+      minus_low = w.x - 0x01010101, minus_high = w.y - 0x01010101, plus_low = w.z, plus_high = w.w;
+    }
+  }
+
+  // A step of 4-bit codes: the words of rows g and g + 8.
+  __device__ __forceinline__ void operator()(uint32_t upper, uint32_t lower,
+                                             uint32_t (&a)[Traits<CODES>::kOperands][4]) const {
+    if constexpr (CODES == Codes::kLloyd) {
+      const uint32_t x = upper ^ 0x88888888, y = lower ^ 0x88888888;
+      a[0][0] = select_bytes(plus_low, plus_high, x), a[0][1] = select_bytes(plus_low, plus_high, y);
+      a[1][0] = select_bytes(minus_low, minus_high, upper), a[1][1] = select_bytes(minus_low, minus_high, lower);
+      a[0][2] = select_bytes(plus_low, plus_high, upper_half(x)),
+      a[0][3] = select_bytes(plus_low, plus_high, upper_half(y));
+      a[1][2] = select_bytes(minus_low, minus_high, upper_half(upper)),
+      a[1][3] = select_bytes(minus_low, minus_high, upper_half(lower));
+    } else {
+      constexpr uint32_t kHigh = 0xF0F0F0F0, kFlip = 0x88888888;
+      a[0][0] = (upper << 4 & kHigh) ^ kFlip, a[0][1] = (lower << 4 & kHigh) ^ kFlip;
+      a[0][2] = (upper & kHigh) ^ kFlip, a[0][3] = (lower & kHigh) ^ kFlip;
+    }
+  }
+};
+
+// The multipliers of rows g and g + 8 in four steps, from a word of 16 bits of codes for each row.
+struct Multipliers {
+  uint32_t even, odd;  // bytes: of row g in steps 0 and 2 (1 and 3), of row g + 8 likewise
+
+  explicit __device__ __forceinline__ Multipliers(uint32_t codes) {
+    constexpr uint32_t kOffsets = 0x01010101 * format::kMultiplierOffset;
+    even = (codes & 0x0F0F0F0F) + kOffsets, odd = (codes >> 4 & 0x0F0F0F0F) + kOffsets;
+  }
+  // lower: of row g + 8
+  __device__ __forceinline__ int operator()(int step, bool lower) const {
+    const int byte = 2 * lower + step / 2;
+    return static_cast<int>(select_bytes(step % 2 ? odd : even, 0, 0x4440 | byte));
+  }
+};
+
+}  // namespace turboquant::cuda::linear

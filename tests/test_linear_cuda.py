@@ -1,0 +1,177 @@
+"""linear_packed on a GPU: products against float64, for every way in which its work is shared.
+
+Up to FEW tokens the kernel multiplies codes; its thread blocks share rows, channels or both. More
+tokens multiply decoded rows by a matrix product of torch's (csrc/choices/linear.h).
+"""
+
+import pytest
+import torch
+
+import torch_turboquant as tt
+from tests.helpers import randn
+from tests.test_linear import FORMATS, Case, formats, make_case, moved, product_bound
+from torch_turboquant.ops.linear import linear_packed_reference
+
+pytestmark = pytest.mark.cuda
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# What rounding of a result costs: half a unit in the last place.
+LAST = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+def on_gpu(x, case: Case, packed, bias=None):
+    arguments = moved("cuda", x, packed, *case.reading, 1 / case.scale, bias)
+    y, again = (tt.linear_packed(*arguments).cpu() for _ in range(2))
+    assert torch.equal(y.view(torch.uint8), again.view(torch.uint8))  # NaN included
+    return y
+
+
+def check(x, case: Case, packed=None, bias=None):
+    packed = case.packed() if packed is None else packed
+    y = on_gpu(x, case, packed, bias)
+    want = linear_packed_reference(x, packed, *case.reading, 1 / case.scale, bias)
+    assert y.dtype == x.dtype and y.shape == want.shape
+    assert torch.equal(y.isnan(), want.isnan())
+    bound = product_bound(x, packed, case, bias).view(want.shape)
+    bound = (
+        bound + want.abs().nan_to_num() * LAST[x.dtype] + (2.0**-24 if x.dtype == FLOATS[1] else 0)
+    )
+    assert ((y.double() - want).nan_to_num().abs() <= bound).all()
+
+
+@formats
+@pytest.mark.parametrize("k", [64, 128, 192, 576, 1024])
+def test_products(f, k):
+    case = make_case(f, 70, k)
+    packed = case.packed()
+    for tokens in (1, 2, 3, 8, 9, 16, 17, 32, 33, 64, 65, 130):
+        dtype = FLOATS[tokens % 3]
+        x = randn(tokens, k, seed=tokens, dtype=dtype)
+        check(x, case, packed, randn(70, seed=4, dtype=dtype) if tokens % 2 else None)
+
+
+@formats
+def test_channels_are_shared_by_thread_blocks(f):
+    """Few rows and many channels: the last of the blocks of a row adds their sums."""
+    case = make_case(f, 40, 8192)
+    packed = case.packed()
+    for tokens in (1, 5, 16, 40):
+        check(randn(tokens, 8192, seed=tokens), case, packed)
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 2200, 5000])
+def test_rows_are_shared_by_thread_blocks(n):
+    case = make_case(FORMATS[0], n, 128)
+    packed = case.packed()
+    for tokens in (1, 9, 64):
+        x = randn(tokens, 128, seed=n, dtype=torch.bfloat16)
+        check(x, case, packed, randn(n, seed=1, dtype=torch.bfloat16))
+
+
+@formats
+def test_hard_activations(f):
+    case = make_case(f, 33, 192)
+    x = randn(9, 192, seed=2)
+    x[0], x[1, 5], x[2, 70], x[3] = 0, torch.nan, torch.inf, x[3] * 1e-42
+    x[4] *= 1e30
+    x[5], x[5, 100] = 0, 3.0
+    check(x, case)
+    check(x[3:4], case)
+
+
+def test_shapes_and_strides():
+    case = make_case(FORMATS[0], 70, 128)
+    packed = case.packed().cuda()
+    reading = moved("cuda", *case.reading)
+    x = randn(3, 5, 2, 128, seed=1).cuda()
+    want = tt.linear_packed(x.reshape(30, 128), packed, *reading)
+    assert torch.equal(tt.linear_packed(x, packed, *reading).view(30, 70), want)
+    wide = torch.zeros(3, 5, 2, 256, device="cuda")
+    wide[..., :128] = x
+    assert torch.equal(tt.linear_packed(wide[..., :128], packed, *reading).view(30, 70), want)
+    turned = x.transpose(0, 2).contiguous().transpose(0, 2)
+    assert torch.equal(tt.linear_packed(turned, packed, *reading).view(30, 70), want)
+    shifted = torch.zeros(30 * 128 + 1, device="cuda")[1:].view(30, 128)  # not aligned
+    shifted.copy_(x.view(30, 128))
+    assert torch.equal(tt.linear_packed(shifted, packed, *reading), want)
+    assert tt.linear_packed(x[:0], packed, *reading).shape == (0, 5, 2, 70)
+
+
+def test_many_tokens():
+    """Decoded rows: activations are not rounded to bytes there."""
+    case = make_case(FORMATS[0], 200, 256)
+    packed = case.packed()
+    w = tt.weight_decode(packed, *case.reading, torch.float32).double()
+    for dtype in FLOATS:
+        x, bias = randn(1000, 256, seed=3, dtype=dtype), randn(200, seed=4, dtype=dtype)
+        exact = (x.double() * (1 / case.scale).double()) @ w.T + bias.double()
+        y = on_gpu(x, case, packed, bias).double()
+        relative = (y - exact).norm() / exact.norm()
+        assert relative < {FLOATS[0]: 1e-2, FLOATS[1]: 1e-2, FLOATS[2]: 1.2e-2}[dtype]
+
+
+def test_a_graph_of_layers():
+    """Launches that overlap: each layer reads what the one before it wrote."""
+    f = FORMATS[0]
+    cases = [make_case(f, 256, 256, seed=i) for i in range(6)]
+    layers = [moved("cuda", c.packed(), *c.reading) for c in cases]
+    x = randn(2, 256, seed=9, dtype=torch.bfloat16).cuda()
+
+    def run(y):
+        for packed, *reading in layers:
+            y = tt.linear_packed(y, packed, *reading)
+            y = y / y.float().square().mean(-1, keepdim=True).sqrt().to(y.dtype)
+            y = tt.linear_packed(y, packed, *reading)
+        return y
+
+    want = run(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run(x)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = run(x)
+    for seed in range(3):
+        x.copy_(randn(2, 256, seed=seed, dtype=torch.bfloat16))
+        graph.replay()
+        want = run(x)
+        assert torch.equal(out, want)
+
+
+def test_several_streams():
+    case = make_case(FORMATS[0], 40, 8192)
+    packed, *reading = moved("cuda", case.packed(), *case.reading)
+    xs = [randn(3, 8192, seed=i).cuda() for i in range(4)]
+    want = [tt.linear_packed(x, packed, *reading) for x in xs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in xs]
+    for _ in range(5):
+        found = []
+        for x, stream in zip(xs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(tt.linear_packed(x, packed, *reading))
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_weights_that_the_previous_kernel_wrote():
+    """A launch may begin before the kernel ends that writes the weights; it must not use them."""
+    f = FORMATS[0]
+    cases = [make_case(f, 512, 1024, seed=i) for i in range(2)]
+    packed = [c.packed().cuda() for c in cases]
+    reading = moved("cuda", *cases[0].reading)
+    x = randn(1, 1024, seed=1, dtype=torch.bfloat16).cuda()
+    want = [tt.linear_packed(x, p, *reading) for p in packed]
+    shared = torch.empty_like(packed[0])
+    for i in range(200):
+        shared.copy_(packed[i % 2])
+        assert torch.equal(tt.linear_packed(x, shared, *reading), want[i % 2])
+
+
+def test_tiny():
+    """A small case for compute-sanitizer."""
+    for f in FORMATS[:2]:
+        case = make_case(f, 20, 128)
+        check(randn(2, 128, seed=1), case)
