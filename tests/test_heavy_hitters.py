@@ -5,6 +5,7 @@ import torch
 
 import torch_turboquant as tt
 from tests.helpers import assert_same_bytes, randn
+from torch_turboquant import heavy_hitters
 from torch_turboquant.heavy_hitters import moved_along, moves_to_budget
 from torch_turboquant.pool import compaction
 
@@ -107,9 +108,11 @@ def test_kept_positions_of_random_masses(seed, device):
 # ---- a pool
 
 
+@pytest.mark.parametrize("at_once", [1, 4])
 @pytest.mark.parametrize("tail", [False, True])
-def test_sequences_are_cut_to_the_heaviest(tail, device):
+def test_sequences_are_cut_to_the_heaviest(tail, at_once, device, monkeypatch):
     """Two sequences of different lengths; masses are those of the last queries in float64."""
+    monkeypatch.setattr(heavy_hitters, "LAYERS_AT_ONCE", at_once)
     pool = pool_of(device, *((2, 3) if tail else (0, 0)))
     budget, interval, window, last = 40, 12, 4, 6
     hitters = tt.HeavyHitters(

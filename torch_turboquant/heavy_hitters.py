@@ -35,6 +35,9 @@ from torch_turboquant.ops.mass import paged_mass
 from torch_turboquant.pool.batch import PoolBatch, PoolSequence
 from torch_turboquant.pool.pool import PagedKVPool
 
+LAYERS_AT_ONCE = 4
+"""Layers whose masses an eviction holds and chooses from together: fewer calls, more memory."""
+
 
 class HeavyHitters:
     """Cuts sequences of a pool back to a budget of tokens; see the module's text.
@@ -214,17 +217,24 @@ class HeavyHitters:
         asked = self._asked(due, rows, lengths)
         ends, owners = self._put(lengths), self._put(rows)
         moves, masses = [], []
-        for layer in range(len(self._q)):
-            mass = self._masses(layer, asked, owners, int(lengths.max()))
-            moved = moves_to_budget(mass, ends, self.budget, self._sinks, self.keep_last)
-            moves.append(moved)
-            masses.append(moved_along(mass, *moved, self.budget))
-        sources, targets = (torch.stack(of_layers) for of_layers in zip(*moves, strict=True))
-        self.pool._move(due, self.budget, sources, targets)
-        for layer, mass in enumerate(masses):
-            of_layer = self._mass[layer]
-            assert of_layer is not None
-            of_layer[owners] = mass
+        numbers = range(len(self._q))
+        for layers in (numbers[i : i + LAYERS_AT_ONCE] for i in numbers[::LAYERS_AT_ONCE]):
+            size = len(layers), len(due), self.pool.num_kv_heads, int(lengths.max())
+            mass = torch.zeros(size, device=self.pool.device)
+            for of_layer, layer in zip(mass, layers, strict=True):
+                self._add_masses(of_layer, layer, asked, owners)
+            flat = mass.flatten(0, 1)
+            moved = moves_to_budget(
+                flat, ends.repeat(len(layers)), self.budget, self._sinks, self.keep_last
+            )
+            left = moved_along(flat, *moved, self.budget)
+            moves.append([part.unflatten(0, size[:2]) for part in moved])
+            masses += left.unflatten(0, size[:2]).unbind()
+        self.pool._move(due, self.budget, *map(torch.cat, zip(*moves, strict=True)))
+        for layer, of_layer in enumerate(masses):
+            kept = self._mass[layer]
+            assert kept is not None
+            kept[owners] = of_layer
         self._seen[rows], self._steps[rows] = -1, 0
         return due
 
@@ -237,11 +247,10 @@ class HeavyHitters:
         silent = self._put(~known)[..., None]
         return _Asked(place, silent, self._put(starts), *self.pool.tables_of(due))
 
-    def _masses(self, layer: int, asked: _Asked, owners: Tensor, longest: int) -> Tensor:
-        """Of all tokens, with those of earlier evictions: float32 [due, kv_heads, longest]."""
+    def _add_masses(self, mass: Tensor, layer: int, asked: _Asked, owners: Tensor) -> None:
+        """Those of all tokens, and of earlier evictions, to zeros [due, kv_heads, longest]."""
         q, lse, before = self._q[layer], self._lse[layer], self._mass[layer]
         assert q is not None and lse is not None and before is not None
-        mass = before.new_zeros(len(owners), before.shape[1], longest)
         torch.mul(before[owners], self.decay, out=mass[..., : self.budget])
         paged_mass(
             q[asked.place].flatten(0, 1),
@@ -257,7 +266,6 @@ class HeavyHitters:
             softmax_scale=self.softmax_scale,
             soft_cap=self.soft_cap,
         )
-        return mass
 
 
 class _Asked(NamedTuple):
