@@ -279,15 +279,15 @@ def main() -> None:
         chosen = QUICK
     if arguments.tiny:
         chosen = [replace(case, tokens=min(case.tokens, 16), scale=8) for case in chosen[:3]]
+    kept = not (arguments.quick or arguments.tiny)
     read, rows = read_speed(), []
     for case in chosen:
         rows.append({**measure(case, arguments.seconds, read), "read_tb_s": round(read, 3)})
         gc.collect()
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
-    if arguments.quick or arguments.tiny:
-        return
-    common.write_progress(NAME, rows, "case", arguments, [str(case) for case in ALL])
+        if kept:
+            common.write_progress(NAME, rows, "case", arguments, [str(case) for case in ALL])
 
 
 if __name__ == "__main__":

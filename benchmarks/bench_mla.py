@@ -377,6 +377,7 @@ def main() -> None:
         chosen = chosen[:QUICK]
     if arguments.tiny:
         chosen = [case.tiny() for case in chosen]
+    kept = not (arguments.quick or arguments.tiny)
     read, rows = read_speed(), []
     for case in chosen:
         row = measure(case, arguments.seconds, read)
@@ -385,9 +386,8 @@ def main() -> None:
         gc.collect()
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
-    if arguments.quick or arguments.tiny:
-        return
-    common.write_progress("h200_mla", rows, "case", arguments, [str(case) for case in ALL])
+        if kept:
+            common.write_progress("h200_mla", rows, "case", arguments, [str(case) for case in ALL])
 
 
 if __name__ == "__main__":
