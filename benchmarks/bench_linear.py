@@ -30,6 +30,7 @@ import common
 import torch
 from contenders import DEVICE, Call, Contest, number_of_caches
 from torch import Tensor
+
 from torch_turboquant.weights import PackedLinear, WeightFormat, encode_weight
 
 NAME = "h200_linear"
