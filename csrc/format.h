@@ -487,8 +487,8 @@ TURBOQUANT_HD constexpr bool valid_latent_bits(int64_t bits) {
 
 constexpr int kRopeBytes = 2;  // of a raw channel, bfloat16 or float16
 
-// Rows of codes and of raw channels are made of words of 16 bytes, and tokens have them in different orders: so the same
-// word of neighbouring tokens is in different banks of shared memory, where a tile arrives as one piece.
+// Rows of codes and of raw channels are made of words of 16 bytes, and tokens have them in different orders: so the
+// same word of neighbouring tokens is in different banks of shared memory, where a tile arrives as one piece.
 constexpr int kLatentWord = 16;
 
 // Where a token has word `word` of a row of `words` words, or which word is there: two words have changed places.
