@@ -603,7 +603,9 @@ def linear_integers_reference(
     amax = y.abs().amax(-1)
     exponent = ((amax.view(torch.int32) >> 23) - 127).clamp(-100, 100)
     down = power_of_two(-exponent)
-    inverse = torch.where(amax > 0, 127 / (amax * down), torch.zeros_like(amax))
+    # by tensors: a number divided by a tensor is a product with its reciprocal, rounded twice
+    quotient = torch.full_like(amax, 127) / (amax * down)
+    inverse = torch.where(amax > 0, quotient, torch.zeros_like(amax))
     integers = torch.round((y * down[..., None]) * inverse[..., None]).to(torch.int8)
     unit = (amax * down / 127) * power_of_two(exponent)
     return integers, torch.where(broken, torch.full_like(unit, torch.nan), unit)
