@@ -13,7 +13,9 @@ namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
 constexpr int kWords = 4;  // values of t: vectors of half a block and a chunk
 constexpr int kHalfBytes = 256;
-constexpr int kTilesAtOnce = 4;  // that share the activations of a group, while they are close
+// Tiles that share the activations of a group while these are close. With few tokens memory limits, and a single run of
+// it is read faster than four.
+constexpr int kTilesAtOnce = 4, kFewTokens = 8;
 static_assert(2 * kHalfBytes == format::WeightBlock::kWarpBytes);
 
 constexpr int linear_fields(format::Width w) { return 8 / format::num_bits(w); }  // codes of a byte
@@ -204,6 +206,7 @@ inline void add_block(const format::WeightBlock& b, const uint8_t* block, const 
     };
     int t = 0;
     for (; t + 4 <= count; t += 4) add.template operator()<4>(t);
+    for (; t + 2 <= count; t += 2) add.template operator()<2>(t);
     for (; t < count; ++t) add.template operator()<1>(t);
   }
 }
@@ -227,7 +230,7 @@ inline void linear_tiles_of(const LinearWeight& w, const LinearInputs& in, int64
   const WeightLevels<WIDTH> levels(w.levels);
   alignas(64) float sums[kTilesAtOnce][kLinearTokens * 32], rows[kRows];
   for (int64_t next, first = begin; first < end; first = next) {
-    next = first + (in.count > 1 ? kTilesAtOnce : 1);
+    next = first + (in.count > kFewTokens ? kTilesAtOnce : 1);
     next = next < end ? next : end;
     for (int64_t token = 0; token < in.count; token += kLinearTokens) {
       const int64_t left = in.count - token;
