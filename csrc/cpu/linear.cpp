@@ -113,9 +113,9 @@ Tensor weight_decode(const WeightDecodeCall& c) {
 
 // ---- linear_packed --------------------------------------------------------------------------------------------------
 
-// Integers of many tokens at once, as long as they fit a cache of middle size.
+// As many tokens at once as have their integers in a cache of middle size, where all tiles read them.
 int64_t tokens_at_once(int64_t tokens, int64_t token_bytes) {
-  constexpr int64_t kCacheBytes = 4 << 20;
+  constexpr int64_t kCacheBytes = 512 << 10;
   const int64_t fit = std::max<int64_t>(1, kCacheBytes / token_bytes / kLinearTokens) * kLinearTokens;
   return std::min(tokens, fit);
 }
