@@ -135,6 +135,7 @@ class Matrices:
             n, k = w.shape
             layer = PackedLinear(k, n, format, dtype=torch.bfloat16, device=DEVICE)
             layer.weight.data = known[id(w)].clone()
+            layer.place_constants()
             return layer
 
         size = sum(packed.nbytes for packed in known.values())

@@ -942,6 +942,40 @@ def latent_steps() -> str:
     return f"{markdown(header, lines)}\n\n{origin}"
 
 
+LINEAR_MATRICES = {
+    "layer": "all of a layer",
+    "qkv": "qkv, 6144 x 4096",
+    "o": "o, 4096 x 4096",
+    "gate_up": "gate and up, 28672 x 4096",
+    "down": "down, 4096 x 14336",
+    "8192": "8192 x 8192",
+    "lm_head": "lm_head, 128256 x 4096",
+}
+
+
+def linear_speed() -> str:
+    """Times of linear layers with packed weights, a row for each matrix, format and batch."""
+    if not (RESULTS / "h200_linear.json").exists():
+        return "Not measured yet."
+    rows = h200_rows("h200_linear")
+    lines = [
+        [
+            LINEAR_MATRICES[str(row["matrix"])],
+            f"`{row['format']}`",
+            f"{row['tokens']:,}",
+            f"{row['us']:.1f}",
+            f"{row['of_read']:.0%}",
+            f"{row['other_us']['bf16']:.1f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['error']:.4f} ({row['w4a16_error']:.4f})",
+        ]
+        for row in rows
+    ]
+    header = ["matrices", "format", "tokens", "us", "of read", "bf16, us", "speed-up", "error"]
+    origin = source("h200_linear", rows).replace("(benchmarks", "(../../benchmarks")
+    return f"{markdown(header, lines)}\n\n{origin}"
+
+
 EVICTION_MODELS = ("Qwen2.5-Coder-1.5B-Instruct", "Gemma-3-270M")
 
 
@@ -1441,6 +1475,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/pool.md": {"heavy hitters": hitters_cost},
     "docs/workloads.md": {"strategies": strategies_rows},
     f"{PERFORMANCE}_mla.md": {"latent speed": latent_speed},
+    f"{PERFORMANCE}_linear.md": {"linear speed": linear_speed},
     f"{PERFORMANCE}_vllm.md": {"vllm": vllm_table},
     f"{PERFORMANCE}_generation.md": {
         "eager": eager_table,

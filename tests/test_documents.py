@@ -15,7 +15,7 @@ from torch_turboquant import __main__ as command_line
 
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[!.]*/README.md")]
 
-SPEED_PAGES = ("attention", "codec", "cpu", "generation", "mla", "vllm")  # with generated numbers
+SPEED_PAGES = ("attention", "codec", "cpu", "generation", "linear", "mla", "vllm")  # with generated numbers
 PAGES_WITHOUT_KL = ("method", "vectors")
 
 
@@ -33,7 +33,7 @@ def test_other_numbers_would_show(generate, monkeypatch):
     real = generate.read_rows
 
     def slower(name):
-        times = ("ms", "ours_ms", "tpot_ms", "ttft_ms")
+        times = ("ms", "us", "ours_ms", "tpot_ms", "ttft_ms")
         return [{**row, **{t: 2 * row[t] for t in times if row.get(t)}} for row in real(name)]
 
     monkeypatch.setattr(generate, "read_rows", slower)

@@ -298,7 +298,8 @@ def linear_packed(
     Activations get signed bytes after their rotation: with the unit of a token and group, the
     largest channel is 127. On the CPU the result is the same bits whatever the level of
     instructions, the number of threads and the other tokens of the call. CPU and CUDA add in
-    different orders, so their results differ by roundings of float32.
+    different orders, so their results differ by roundings of float32. With more than 256
+    tokens CUDA multiplies decoded rows of the weight, and activations keep their dtype.
 
     Args:
         x: [..., k], float32, float16 or bfloat16, stride 1 in k.

@@ -21,8 +21,8 @@ int corrections(const format::WeightBlock& unit, bool uniform) {
   return unit.sub ? unit.subs() : 1;
 }
 
-// Only the L2 cache is sure to have what the previous kernel has written. In a graph, that kernel does not write weights
-// (docs/measurements/performance_linear.md).
+// Only the L2 cache is sure to have what the previous kernel has written. In a graph, that kernel does not write
+// weights (docs/measurements/performance_linear.md).
 Early early(int major, cudaStream_t stream) {
   if (major < 9) return Early::kNo;
   cudaStreamCaptureStatus status;
