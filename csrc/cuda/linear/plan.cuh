@@ -32,8 +32,8 @@ inline Plan plan_of(const Call& a, int unit_bytes, const RecordOfColumns& record
   int fit = blocks_per_multiprocessor(tiles);
   if (room_of(fit) < kLeastRoom) fit = 1;
   const int room = room_of(fit);
-  // Of a warp: a unit, or its sums, which meet those of others there.
-  const int least_ring = kWarps * std::max(unit_bytes, kSumBytes * tiles);
+  // Of a warp: whole units that have room for its sums, which meet those of others there.
+  const int least_ring = kWarps * unit_bytes * divide_up(kSumBytes * tiles, unit_bytes);
   const int most_records = std::min(room / 2, room - kHeaderBytes - 128 - least_ring);
   int64_t least = INT64_MAX;
   for (int each = std::min(fit, most); each > 0; --each) {
