@@ -146,6 +146,7 @@ def picture(path: Path) -> None:
     axes.plot([], [], "k^", mfc="white", label="others, no text needed")
     axes.plot([], [], "k^", label="others, with a text")
     axes.set_yscale("log")
+    axes.set_xlim(3.05, 5.15)
     axes.set_xlabel("bits per weight, scales included")
     axes.set_ylabel("KL divergence from the reference, nats per token")
     axes.grid(True, which="both", alpha=0.25)
@@ -166,7 +167,7 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 PAGES = {
     "docs/weights.md": ["weight quality"],
-    "docs/measurements/quality_weights.md": [
+    "docs/measurements/weights.md": [
         "weight references",
         "weights SmolLM2",
         "weights Gemma",

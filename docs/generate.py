@@ -31,6 +31,7 @@ from torch_turboquant.integrations.engine import pages
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import quality_tables  # noqa: E402
+import weight_tables  # noqa: E402
 from common import RESULTS, Row, device_name, file_name, markdown, read_rows  # noqa: E402
 
 # ---- the ops
@@ -1488,12 +1489,17 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         page: {name: quality_tables.TABLES[name] for name in names}
         for page, names in quality_tables.PAGES.items()
     },
+    **{
+        page: {name: weight_tables.TABLES[name] for name in names}
+        for page, names in weight_tables.PAGES.items()
+    },
 }
 BLOCKS["docs/measurements/quality_vectors.md"]["theory"] = theory_table
 PICTURES: dict[str, Callable[[Path], None]] = {
     "docs/pictures/attention_h200.png": speed_picture,
     "docs/pictures/cpu.png": cpu_picture,
     "docs/pictures/distortion.png": theory_picture,
+    weight_tables.PICTURE: weight_tables.picture,
     "docs/pictures/strategies.png": strategies_drawn,
     **{
         f"benchmarks/results/{file_name('quality', model)}.png": quality_picture
