@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ MODELS = {
     "Gemma-3-270M": "Gemma-3-270M",
     "Qwen2.5-Coder-1.5B": "Qwen2.5-Coder-1.5B-Instruct",
 }
+NOISE = r" --(commit|cache) \S+"  # of a command: what no number depends on
 FREE, CALIBRATED = "4 bit, block 128, sub 32", "4 bit, block 128, sub 32, scales text, rounding"
 NAMES = {  # of rows on the short page
     FREE: "**4 bits, as loaded**",
@@ -47,8 +49,7 @@ def source(models: list[str], folder: str) -> str:
     for model in models:
         name = file_name("weights", MODELS[model])
         commands = dict.fromkeys(
-            row["command"].split(" --rows")[0].replace(f" --commit {row['commit']}", "")
-            for row in rows_of(model).values()
+            re.sub(NOISE, "", row["command"].split(" --rows")[0]) for row in rows_of(model).values()
         )
         text = " and ".join(f"`{command}`" for command in commands)
         parts.append(f"[{name}.json]({folder}benchmarks/results/{name}.json): {text}")
