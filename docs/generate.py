@@ -957,7 +957,10 @@ LINEAR_MATRICES = {
 def linear_speed() -> str:
     """Times of linear layers with packed weights, a row for each matrix, format and batch."""
     if not (RESULTS / "h200_linear.json").exists():
-        return "Not measured yet."
+        return paragraph(
+            "The op has not been measured at this version: `python benchmarks/bench_linear.py` "
+            "does. What is measured stands below."
+        )
     rows = h200_rows("h200_linear")
     lines = [
         [
