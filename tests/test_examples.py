@@ -17,6 +17,7 @@ def test_every_example_is_run():
         "paper_step_by_step",
         "prompt_cache",
         "raw_ops",
+        "sglang_generate",  # tests/sglang
         "transformers_generate",
         "vector_compression",
         "vllm_generate",

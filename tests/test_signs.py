@@ -175,7 +175,7 @@ def test_unsupported_arguments():
     with pytest.raises(ValueError, match="layer must be 0 to 2"):
         random_signs(64, 0, layer=-1)
     with pytest.raises(ValueError):
-        random_signs(64, 0, kind=3)
+        random_signs(64, 0, kind=4)
     with pytest.raises(ValueError, match="d must be 1 or more"):
         random_signs(0, 0)
     with pytest.raises(ValueError, match=r"shape \[64\]"):

@@ -283,6 +283,10 @@ def _qjl_sketch(
     return [int(dense), _vector_dim(head_dim), _size("vectors", vectors), number]
 
 
+def _linear_packed(*, tokens: int) -> list[int]:
+    return [_size("tokens", tokens)]
+
+
 _OPS: dict[str, Callable[..., list[int]]] = {
     "paged_attention": _paged_attention,
     "mla_attention": _mla_attention,
@@ -293,6 +297,7 @@ _OPS: dict[str, Callable[..., list[int]]] = {
     "score": _score,
     "qjl_score": _qjl_score,
     "qjl_sketch": _qjl_sketch,
+    "linear_packed": _linear_packed,
 }
 OPS = tuple(_OPS)
 
@@ -341,6 +346,7 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
     score            head_dim, keys, bits; grid, queries, batch, sketch_bits, dense
     qjl_score        head_dim, keys; queries, batch, sketch_bits, dense
     qjl_sketch       head_dim, vectors; dense, dtype
+    linear_packed    tokens
     ===============  ===============================================================================
 
     What stands after a semicolon has a default. "A cache" is a preset, or key_bits and value_bits;

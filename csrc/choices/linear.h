@@ -1,5 +1,5 @@
 // How a call of linear_packed is computed on CUDA, and why: the one place that knows the conditions. Plain C++ without
-// torch and CUDA, so that the launch and a test ask the same function.
+// torch and CUDA, so that the launch, a test and a report of the machine ask the same function.
 #pragma once
 
 #include <cstdint>

@@ -8,6 +8,7 @@
 
 #include "choices/attention.h"
 #include "choices/codec.h"
+#include "choices/linear.h"
 #include "choices/mla.h"
 #include "choices/score.h"
 
@@ -100,6 +101,8 @@ const char* name(CodecKernel kernel) {
 }
 
 const char* name(LatentKernel kernel) { return kernel == LatentKernel::kWarpgroups ? "warpgroups" : "general"; }
+
+const char* name(LinearKernel kernel) { return kernel == LinearKernel::kCodes ? "codes" : "decoded"; }
 
 const char* name(ScoreKernel kernel) {
   switch (kernel) {
@@ -223,6 +226,12 @@ Answer choose_sketch(Facts& facts, const DeviceFacts& device) {
   return facts.valid() ? answer(turboquant::choose_sketch(call, device)) : kBadFacts;
 }
 
+// It asks nothing about the device.
+Answer choose_linear(Facts& facts, const DeviceFacts&) {
+  const int64_t tokens = facts.vectors();
+  return facts.valid() ? answer(turboquant::choose_linear(tokens)) : kBadFacts;
+}
+
 struct Op {
   std::string_view name;
   Answer (*choose)(Facts&, const DeviceFacts&);
@@ -236,6 +245,7 @@ constexpr Op kOps[] = {
     {"cache_load", choose_load},
     {"score", choose_score},
     {"qjl_sketch", choose_sketch},
+    {"linear_packed", choose_linear},
 };
 
 Answer choose(std::string_view op, Facts facts, Facts device_facts) {
