@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import common
 import torch
-from contenders import DEVICE, Call, Contest, number_of_caches
+from contenders import DEVICE, Call, Contest, number_of_caches, read_speed, those_that_run
 from torch import Tensor
 
 from torch_turboquant.weights import PackedLinear, WeightFormat, encode_weight
@@ -188,26 +188,15 @@ class Matrices:
 
 
 def contenders(matrices: Matrices) -> tuple[dict[str, list[Call]], dict[str, str]]:
-    """Those that run, and why the others do not."""
+    """Those that run, and why the others do not. Once is enough for other 4-bit kernels."""
     kinds = {
         "tinygemm": matrices.tinygemm,
         "bitsandbytes": matrices.bitsandbytes,
         "gemlite": matrices.gemlite,
     }
-    found, missing = {"bf16": matrices.bf16()}, {}
-    for name, make in kinds.items():
-        if matrices.case.format != "4" or matrices.case.matrix != "layer":
-            continue  # once is enough
-        try:
-            calls = make()
-            calls[0]()
-            if DEVICE.type == "cuda":
-                torch.cuda.synchronize()
-            found[name] = calls
-        except Exception as error:
-            text = str(error).splitlines() or [""]
-            missing[name] = f"{type(error).__name__}: {text[0][:120]}"
-    return found, missing
+    once = matrices.case.format == "4" and matrices.case.matrix == "layer"
+    found, missing = those_that_run(kinds if once else {})
+    return {"bf16": matrices.bf16(), **found}, missing
 
 
 def measure(case: Case, seconds: float, read: float) -> Row:
@@ -238,15 +227,6 @@ def measure(case: Case, seconds: float, read: float) -> Row:
         f" {row['other_us']}, error {error:.4f} ({wide:.4f})"
     )
     return row
-
-
-def read_speed() -> float:
-    """TB/s of a sum over 4 GiB."""
-    if DEVICE.type == "cpu":
-        return 1.0
-    x = torch.zeros(1 << 30, dtype=torch.float32, device=DEVICE)
-    (ms, _), *_ = Contest(0.5).medians({"sum": [x.sum]}).values()
-    return 4 * len(x) / ms * 1e-9
 
 
 def table() -> str:

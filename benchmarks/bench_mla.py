@@ -38,8 +38,10 @@ from contenders import (
     exact_attention,
     flashinfer,
     number_of_caches,
+    read_speed,
     running_sum,
     tables_of,
+    those_that_run,
     why_no_flashinfer,
 )
 from torch.nn.functional import scaled_dot_product_attention
@@ -283,17 +285,7 @@ class Plain:
             "flashmla": self.flash_mla,
             "vllm_fa3": self.vllm_fa3,
         }
-        found: dict[str, list[Call]] = {}
-        missing: dict[str, str] = {}
-        for name, make in kinds.items():
-            try:
-                calls = make()
-                calls[0]()
-                if DEVICE.type == "cuda":
-                    torch.cuda.synchronize()
-                found[name] = calls
-            except Exception as error:
-                missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        found, missing = those_that_run(kinds)
         if not found:
             found["sdpa"] = self.sdpa()
         return found, missing
@@ -336,15 +328,6 @@ def measure(case: Case, seconds: float, read: float) -> Row | None:
         f" ({1e3 * times[best][0]:.1f} us)"
     )
     return row
-
-
-def read_speed() -> float:
-    """TB/s of a sum over 4 GiB."""
-    if DEVICE.type == "cpu":
-        return 1.0
-    x = torch.zeros(1 << 30, dtype=torch.float32, device=DEVICE)
-    (ms, _), *_ = Contest(0.5).medians({"sum": [x.sum]}).values()
-    return 4 * len(x) / ms * 1e-9
 
 
 def table() -> str:

@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -670,3 +670,35 @@ class Plain:
         calls = [partial(call, *read(cache).to(dtype)) for cache in self.caches]
         least = 0.9999 if dtype == torch.bfloat16 else 0.99  # of fp8 queries and probabilities
         return Contender(calls, layout, True, dtype, least)
+
+
+def read_speed() -> float:
+    """TB/s of a sum over 4 GiB."""
+    if DEVICE.type == "cpu":
+        return 1.0
+    x = torch.zeros(1 << 30, dtype=torch.float32, device=DEVICE)
+    (ms, _), *_ = Contest(0.5).medians({"sum": [x.sum]}).values()
+    return 4 * len(x) / ms * 1e-9
+
+
+def those_that_run(
+    kinds: Mapping[str, Callable[[], list[Call]]],
+) -> tuple[dict[str, list[Call]], dict[str, str]]:
+    """The calls of contenders that run on this machine, and why the others do not.
+
+    Args:
+        kinds: name -> what makes the calls; it may raise anything, and so may the first call.
+    """
+    found: dict[str, list[Call]] = {}
+    missing: dict[str, str] = {}
+    for name, make in kinds.items():
+        try:
+            calls = make()
+            calls[0]()
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
+            found[name] = calls
+        except Exception as error:
+            text = str(error).splitlines() or [""]
+            missing[name] = f"{type(error).__name__}: {text[0][:120]}"
+    return found, missing
