@@ -439,13 +439,7 @@ def main() -> None:
     if importlib.util.find_spec("sglang") is None:
         print("This benchmark needs SGLang (pip install 'torch_turboquant[sglang]').")
         return
-    cuda = torch.device(arguments.device).type == "cuda"
-    arguments.dry_run |= not cuda
-    if not arguments.dry_run:
-        arguments.commit = arguments.commit or common.commit_name()
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        common.RESULTS = arguments.out.absolute()
+    cuda = bench_vllm.begin(arguments)
     measure_all(arguments, cuda)
 
 

@@ -614,6 +614,15 @@ def main() -> None:
     if importlib.util.find_spec("vllm") is None:
         print("This benchmark needs vLLM (pip install vllm).")
         return
+    cuda = begin(arguments)
+    if not cuda:  # a try
+        arguments.shape, arguments.kv_gib, arguments.sequences = "tiny", 0.03, 16
+        arguments.batched_tokens = 512
+    measure_all(arguments, cuda)
+
+
+def begin(arguments: Any) -> bool:
+    """Settles where rows go and which commit they name; whether engines run on a GPU."""
     cuda = torch.device(arguments.device).type == "cuda"
     arguments.dry_run |= not cuda
     if not arguments.dry_run:
@@ -621,10 +630,7 @@ def main() -> None:
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         common.RESULTS = arguments.out.absolute()
-    if not cuda:  # a try
-        arguments.shape, arguments.kv_gib, arguments.sequences = "tiny", 0.03, 16
-        arguments.batched_tokens = 512
-    measure_all(arguments, cuda)
+    return cuda
 
 
 def measure_all(arguments: Any, cuda: bool) -> None:
