@@ -55,6 +55,19 @@ def load_script(path: str) -> ModuleType:
     return module
 
 
+WORDS = [f"w{i}" for i in range(64)]
+
+
+def save_words_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer that knows WORDS, which spaces part."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
 def tiny_llama(**changes: Any) -> torch.nn.Module:
     """A Llama of two layers with the same random weights every time; changes: of its config."""
     transformers = pytest.importorskip("transformers")

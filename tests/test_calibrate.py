@@ -10,26 +10,19 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from tests.helpers import tiny_llama
+from tests.helpers import WORDS, save_words_tokenizer, tiny_llama
 from torch_turboquant import __main__ as command_line
 from torch_turboquant import centers
 from torch_turboquant.integrations.engine.centers import LayerConstants, find_file
 from torch_turboquant.integrations.transformers import TurboQuantCache, load_centers
 from torch_turboquant.integrations.vllm import calibrator
 
-WORDS = [f"w{i}" for i in range(64)]
-
 
 @pytest.fixture
 def folder(tmp_path):
     """A model of at most 100 positions, with a tokenizer that knows 64 words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
     path = tmp_path / "model"
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(path)
+    save_words_tokenizer(path)
     tiny_llama(max_position_embeddings=100).save_pretrained(path)
     return path
 

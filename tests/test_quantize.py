@@ -10,24 +10,17 @@ pytest.importorskip("safetensors")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers import tiny_llama
+from tests.helpers import WORDS, save_words_tokenizer, tiny_llama
 from torch_turboquant import PackedLinear
 from torch_turboquant import __main__ as command_line
 from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
-
-WORDS = [f"w{i}" for i in range(64)]
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A model with a tokenizer that knows 64 words, in two files, and a licence."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
     path = tmp_path / "model"
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(path)
+    save_words_tokenizer(path)
     tiny_llama(vocab_size=128).save_pretrained(path, max_shard_size="150KB")
     (path / "LICENSE").write_text("free")
     (path / "pytorch_model.bin").write_text("of no use")
