@@ -19,9 +19,8 @@ constexpr int kJoinUnits = 40;
 
 constexpr int kCopyUnits = 2;  // that a warp copies at a time
 
-// tiles: of the kernel. most: thread blocks per multiprocessor at most.
-inline Plan plan_of(const Call& a, int unit_bytes, const RecordOfColumns& record, int tiles, const DeviceFacts& facts,
-                    int chunk = kCopyUnits, int most = 2) {
+// tiles: of the kernel
+inline Plan plan_of(const Call& a, int unit_bytes, const RecordOfColumns& record, int tiles, const DeviceFacts& facts) {
   Plan p{};
   p.record = record, p.unit_bytes = unit_bytes;
   p.slabs = divide_up(a.n, 16);
@@ -36,7 +35,7 @@ inline Plan plan_of(const Call& a, int unit_bytes, const RecordOfColumns& record
   const int least_ring = kWarps * unit_bytes * divide_up(kSumBytes * tiles, unit_bytes);
   const int most_records = std::min(room / 2, room - kHeaderBytes - 128 - least_ring);
   int64_t least = INT64_MAX;
-  for (int each = std::min(fit, most); each > 0; --each) {
+  for (int each = fit; each > 0; --each) {
     for (int parts = 1; parts <= a.groups; ++parts) {
       const int groups = divide_up(a.groups, parts);
       if (int64_t{groups} * record.bytes() > most_records && parts < a.groups) continue;
@@ -54,7 +53,7 @@ inline Plan plan_of(const Call& a, int unit_bytes, const RecordOfColumns& record
   const int units = divide_up(groups, p.warps_k);
   p.ring = (kHeaderBytes + groups * record.bytes() + 127) / 128 * 128;
   const int per_warp = (room - p.ring) / kWarps;
-  p.chunk = std::min(chunk, units);
+  p.chunk = std::min(kCopyUnits, units);
   while (p.chunk > 1 && 2 * p.chunk * unit_bytes > per_warp) --p.chunk;
   const int copies = divide_up(units, p.chunk) * passes, slot_bytes = p.chunk * unit_bytes;
   p.slots = std::max(std::min({copies, kMostSlots, per_warp / slot_bytes}), 1);
