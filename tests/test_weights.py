@@ -139,6 +139,15 @@ def test_a_layer_is_its_product():
             layer(bad)
 
 
+def test_scales_of_channels_are_undone():
+    """The layer computes what the linear layer does, up to the error of 4 bits."""
+    own, layer = linear(), packed()
+    x = randn(9, 192, seed=4)
+    with torch.no_grad():
+        for y, want in ((layer.decode(), own.weight), (layer(x), own(x))):
+            assert (y - want).norm() < 0.15 * want.norm()
+
+
 def test_what_a_layer_says_of_itself():
     text = repr(packed())
     for part in ("in_features=192", "out_features=70", "bits=4", "sub=32", "group=64"):
