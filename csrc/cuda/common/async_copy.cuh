@@ -103,7 +103,7 @@ __device__ __forceinline__ void init_barrier(uint64_t* barrier, int lanes) {
 __device__ __forceinline__ void barriers_ready() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 

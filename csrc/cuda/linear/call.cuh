@@ -23,21 +23,19 @@ constexpr int kTileColumns = 8;    // of a tensor-core product
 constexpr int kMostColumns = 64;   // of a block
 constexpr int kHalfChannels = 64;  // half a group of 128
 
-// The activations of one group of channels, for all columns of a block: int8 [group / 64][columns][64] in the order of
-// operands; float32 units of the columns; int32 corrections, by which sums over 32 channels or over the group begin: of
-// each pair of columns (c, c + 1) four, for the columns c, c + 1, c, c + 1, as accumulators have them.
+// The activations of one group of channels, for all columns of a block. Of each pair of columns (c, c + 1), as
+// accumulators have them, float32 units (c, c + 1, 0, 0), and int32 corrections, by which sums over 32 channels or over
+// the group begin, for the columns c, c + 1, c, c + 1; then int8 [group / 64][columns][64] in the order of operands.
 struct RecordOfColumns {
-  int group, columns, corrections;
+  static constexpr int kPairBytes = 16;
 
-  // A pair has both of its columns; of several tiles the last one is complete.
-  __host__ __device__ constexpr int padded() const {
-    const int multiple = columns <= kTileColumns ? 2 : kTileColumns;
-    return (columns + multiple - 1) / multiple * multiple;
-  }
-  __host__ __device__ constexpr int units() const { return group * columns; }
-  __host__ __device__ constexpr int corrections_at() const { return units() + (4 * padded() + 15) / 16 * 16; }
-  __host__ __device__ constexpr int correction_bytes() const { return 8 * padded(); }  // of one sum
-  __host__ __device__ constexpr int bytes() const { return corrections_at() + corrections * correction_bytes(); }
+  int group, columns, corrections, tiles;
+
+  // Of the units, and of every correction, of all pairs of all tiles.
+  __host__ __device__ constexpr int row_bytes() const { return tiles * (kTileColumns / 2 * kPairBytes); }
+  __host__ __device__ constexpr int corrections_at() const { return row_bytes(); }
+  __host__ __device__ constexpr int operands() const { return (1 + corrections) * row_bytes(); }
+  __host__ __device__ constexpr int bytes() const { return operands() + group * columns; }
 };
 
 struct Call {
@@ -53,6 +51,15 @@ struct Call {
   int groups, group;  // of a row; channels of each
 };
 
+// `count` things shared by several, each of whom gets `each` of them, and the first `rest` one more.
+struct Share {
+  int each, rest;
+
+  Share() = default;
+  __host__ __device__ constexpr Share(int count, int of) : each(count / of), rest(count - count / of * of) {}
+  __host__ __device__ constexpr int begin(int i) const { return each * i + (i < rest ? i : rest); }
+};
+
 // When a block may read weights that precede the end of the previous kernel.
 enum class Early { kNo, kRing, kPrefetch };
 
@@ -61,29 +68,32 @@ struct Plan {
   uint8_t* records;        // [blocks of columns, groups, record.bytes()], written by quantise_columns; null: each
                            // block quantises what it needs
   int unit_bytes;
-  int per_multiprocessor;  // thread blocks at a time
-  int parts;               // thread blocks that share the channels of a row
-  int row_blocks;          // thread blocks along the rows; the grid has parts * row_blocks
-  int slabs;               // of 16 rows, of the weight
-  int warps_k;             // warps that share the channels of a slab within a thread block
-  int warps_rows;          // slabs of a thread block at a time
-  int chunk, slots;        // units of a copy; copies in flight, of a warp
-  int ring, bytes;         // where the rings begin in shared memory, and all of it
+  int parts;       // thread blocks that share the channels of a row
+  int row_blocks;  // thread blocks along the rows; the grid is [parts, row_blocks, blocks of columns]
+  int slabs;       // of 16 rows, of the weight
+  int warps_k;     // warps that share the channels of a slab within a thread block
+  int warps_rows;  // slabs of a thread block at a time
+  Share groups_of_part, slabs_of_block;
+  Share groups_of_warp[2];  // of a part with groups_of_part.each groups, and of one with one more
+  int chunk, slots;         // units of a copy; copies in flight, of a warp
+  int ring, bytes;          // where the rings begin in shared memory, and all of it
   Early early;
   float* partial;      // [parts, slabs, 32 lanes, 4 * tiles of columns]
   uint32_t* arrivals;  // [slabs], 0 between launches
 };
 
-constexpr int kMostSlots = 16;                         // of a warp
-constexpr int kWarps = 16;                             // of a thread block
-constexpr int kHeaderBytes = 8 * kWarps * kMostSlots;  // of shared memory: barriers
+// Warps of the thread block that a multiprocessor has: as many as have the registers that they need.
+__host__ __device__ constexpr int num_warps(int tiles) { return tiles <= 2 ? 20 : 16; }
 
-// Of the kernel with so many tiles of columns: as many as have the registers that they need.
-constexpr int blocks_per_multiprocessor(int tiles) { return tiles == 1 ? 2 : 1; }
+constexpr int kMostSlots = 16;                                                                           // of a warp
+__host__ __device__ constexpr int header_bytes(int tiles) { return 8 * num_warps(tiles) * kMostSlots; }  // barriers
 
-constexpr int kQuantiseWarps = 4;  // of a thread block of the kernel that quantises activations
+constexpr int kQuantiseWarps = 4;    // of a thread block of the kernel that quantises activations
+constexpr int kPieceChannels = 128;  // that a warp quantises at a time
+constexpr int kPiecesAtOnce = 2;
 
-// Warps that quantise a column: 1,024 channels each.
-__host__ __device__ constexpr int quantise_spans(int groups, int group) { return (groups * (group / 32) + 31) / 32; }
+__host__ __device__ constexpr int quantise_pieces(int groups, int group) {
+  return (groups * group + kPieceChannels - 1) / kPieceChannels;
+}
 
 }  // namespace turboquant::cuda::linear

@@ -7,150 +7,201 @@
 
 namespace turboquant::cuda::linear {
 
-// A warp quantises 1,024 channels of a column: 8 groups (HALVES = 2) or 16. A lane takes 32 neighbouring channels, a
-// step of the products, so that most of the transform and all sums of a step stay in a lane.
+// x / y rounded to nearest even, as `/` rounds it, where no number on the way is subnormal or infinite: without the
+// branch that takes care of these.
+__device__ __forceinline__ float quotient_of_normals(float x, float y) {
+  float r;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(r) : "f"(y));
+  r = fmaf(fmaf(-y, r, 1.0f), r, r);
+  float q = x * r;
+  q = fmaf(fmaf(-y, q, x), r, q);
+  return fmaf(fmaf(-y, q, x), r, q);
+}
+
+// A warp quantises pieces of 128 channels of a column: one group (HALVES = 2) or two. A lane has four neighbouring
+// channels. Two pieces at a time hide the latency of each other, and those that follow are on their way.
 template <Codes CODES, int HALVES>
 class Quantiser {
-  static constexpr int kLanes = 2 * HALVES;  // that share a group
+  static constexpr int kLanes = 16 * HALVES;  // that share a group
+  static constexpr int kGroups = 32 / kLanes;
+  using Values = float[kPiecesAtOnce][4];
 
  public:
-  static constexpr int kGroups = 32 / kLanes;
+  // Of the columns of a record from `column` on, in groups [group, end). records: of the first of them
+  __device__ __forceinline__ Quantiser(const Call& a, const RecordOfColumns& r, uint8_t* records, int group, int end,
+                                       int64_t column)
+      : a_(a), r_(r), column_(column) {
+    lane_ = threadIdx.x % 32, inside_ = lane_ % kLanes;
+    records_ = records, group_ = group, groups_ = end - group;
+    pieces_ = ceil_div(groups_, kGroups);
+    load_four(a.signs, sign_);
+  }
 
-  __device__ __forceinline__ Quantiser(const Call& a, const RecordOfColumns& r, int lane)
-      : a_(a), r_(r), lane_(lane), step_(lane % kLanes) {}
-
-  // Groups from `first` on; those from `end` on are left out. records: of group `origin`. place: of the column in them
-  __device__ __forceinline__ void run(uint8_t* records, int origin, int first, int end, int64_t column, int place) {
-    const int group = first + lane_ / kLanes;
-    const bool valid = group < end;
-    load(group, valid && column < a_.columns, column);
-    transform();
-    uint32_t most = 0;  // the bits of magnitudes are ordered as they are, with NaN above infinity
+  // Pieces `first`, first + step, ... of all columns. meanwhile: runs once, with the first values on their way
+  template <typename F>
+  __device__ __forceinline__ void run(int first, int step, const F& meanwhile) {
+    Place now[kPiecesAtOnce], next[kPiecesAtOnce];
+    Values v, following;
+    int piece = first, place = 0;
+    const auto begin = [&] {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      v_[i] *= HALVES == 2 ? 0.08838834764831845f : 0.125f;
-      most = max(most, __float_as_uint(v_[i]) & 0x7FFFFFFF);
-    }
-    most = max_of_lanes<kLanes>(most);
-    // Powers of two keep the inverse of a subnormal number finite.
-    const int exponent = min(max(static_cast<int>(most >> 23) - 127, -100), 100);
-    const float down = __int_as_float((127 - exponent) << 23), up = __int_as_float((127 + exponent) << 23);
-    const float largest = __uint_as_float(most) * down, inverse = most ? __fdiv_rn(127.0f, largest) : 0.0f;
-    uint32_t word[8];
-    int sum = 0;
+      for (int j = 0; j < kPiecesAtOnce; ++j, piece += step) {
+        for (; piece >= pieces_ && place < r_.columns; ++place) piece -= pieces_;
+        next[j] = {place, piece * kGroups + lane_ / kLanes};
+        load(next[j], following[j]);
+      }
+    };
+    begin();
+    meanwhile();
+#pragma unroll 1
+    while (next[0].column < r_.columns) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      uint32_t q[4];
+      for (int j = 0; j < kPiecesAtOnce; ++j) {
+        now[j] = next[j];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) q[j] = static_cast<uint32_t>(__float2int_rn(v_[4 * i + j] * down * inverse));
-      word[i] = select_bytes(select_bytes(q[0], q[1], 0x0040), select_bytes(q[2], q[3], 0x0040), 0x5410);
-      sum = __dp4a(static_cast<int>(word[i]), 0x01010101, sum);
-    }
-    if (CODES == Codes::kLloyd && r_.corrections == 1) sum = sum_of_lanes<kLanes>(sum);
-    if (!valid) return;
-    uint8_t* const record = records + int64_t{group - origin} * r_.bytes();
-    store(record, place, word);
-    if (step_ == 0) {
-      reinterpret_cast<float*>(record + r_.units())[place] =
-          most < 0x7F800000 ? __fdiv_rn(largest, 127.0f) * up : __uint_as_float(0x7FFFFFFF);
-    }
-    if (CODES == Codes::kLloyd && step_ < r_.corrections) {
-      int* to = reinterpret_cast<int*>(record + r_.corrections_at() + step_ * r_.correction_bytes());
-      to += place / 2 * 4 + place % 2, to[0] = to[2] = sum;
+        for (int i = 0; i < 4; ++i) v[j][i] = following[j][i];
+      }
+      begin();
+      transform(v);
+      store(now, v);
     }
   }
 
  private:
-  // The lane's channels times their scales and signs.
-  __device__ __forceinline__ void load(int group, bool valid, int64_t column) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) v_[i] = 0;
-    if (!valid) return;
-    const int64_t channel = (int64_t{group} * kLanes + step_) * 32;
-    load_floats_as<32>(a_.x, a_.dtype, column * a_.x_stride + channel, v_);
-    if (a_.channel_inverse) multiply(a_.channel_inverse + channel);
-    multiply(a_.signs + 32 * step_);
-  }
-  __device__ __forceinline__ void multiply(const float* factors) {
-#pragma unroll
-    for (int i = 0; i < 32; i += 4) {
-      const float4 f = __ldg(reinterpret_cast<const float4*>(factors + i));
-      v_[i] *= f.x, v_[i + 1] *= f.y, v_[i + 2] *= f.z, v_[i + 3] *= f.w;
-    }
+  struct Place {
+    int column, group;  // in the records
+  };
+
+  __device__ __forceinline__ bool exists(const Place& p) const { return p.column < r_.columns && p.group < groups_; }
+
+  __device__ __forceinline__ void load_four(const float* from, float (&y)[4]) const {
+    const float4 f = __ldg(reinterpret_cast<const float4*>(from) + inside_);
+    y[0] = f.x, y[1] = f.y, y[2] = f.z, y[3] = f.w;
   }
 
-  __device__ __forceinline__ void transform() {
+  __device__ __forceinline__ void load(const Place& p, float (&v)[4]) const {
 #pragma unroll
-    for (int h = 1; h < 32; h *= 2) {
+    for (int i = 0; i < 4; ++i) v[i] = 0;
+    if (!exists(p) || column_ + p.column >= a_.columns) return;
+    const int64_t channel = (int64_t{group_ + p.group} * kLanes + inside_) * 4;
+    load_floats_as<4>(a_.x, a_.dtype, (column_ + p.column) * a_.x_stride + channel, v);
+    if (!a_.channel_inverse) return;
+    float by[4];
+    load_four(a_.channel_inverse + channel - 4 * inside_, by);
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        if (i & h) continue;
-        const float x = v_[i], y = v_[i + h];
-        v_[i] = x + y, v_[i + h] = x - y;
+    for (int i = 0; i < 4; ++i) v[i] *= by[i];
+  }
+
+  __device__ __forceinline__ void transform(Values& v) const {
+#pragma unroll
+    for (int j = 0; j < kPiecesAtOnce; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[j][i] *= sign_[i];
+#pragma unroll
+      for (int h = 1; h < 4; h *= 2) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (i & h) continue;
+          const float x = v[j][i], y = v[j][i + h];
+          v[j][i] = x + y, v[j][i + h] = x - y;
+        }
       }
     }
 #pragma unroll
     for (int bit = 1; bit < kLanes; bit *= 2) {
       const float sign = lane_ & bit ? -1.0f : 1.0f;
 #pragma unroll
-      for (int i = 0; i < 32; ++i) v_[i] = fmaf(v_[i], sign, __shfl_xor_sync(0xffffffff, v_[i], bit));
+      for (int j = 0; j < kPiecesAtOnce; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[j][i] = fmaf(v[j][i], sign, __shfl_xor_sync(0xffffffff, v[j][i], bit));
+      }
     }
   }
 
-  // word i: channels 4 i to 4 i + 3 of the step; those of i and i + 4 are neighbours for lane t = i of a product.
-  __device__ __forceinline__ void store(uint8_t* record, int place, const uint32_t (&word)[8]) const {
-    uint8_t* to = record + (step_ / 2 * r_.columns + place) * kHalfChannels + step_ % 2 * 8;
+  // Every step for all pieces, so that their latencies overlap.
+  __device__ __forceinline__ void store(const Place (&places)[kPiecesAtOnce], Values& v) const {
+    constexpr int N = kPiecesAtOnce;
+    uint32_t most[N], word[N];  // the bits of magnitudes are ordered as they are, with NaN above infinity
+    float unit[N];
+    int sum[N];
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      uint2 both = make_uint2(word[t], word[t + 4]);
-      if constexpr (CODES == Codes::kUniform) {  // even channels make one operand, odd channels the other
-        both = make_uint2(select_bytes(both.x, both.y, 0x6420), select_bytes(both.x, both.y, 0x7531));
+    for (int j = 0; j < N; ++j) {
+      most[j] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[j][i] *= HALVES == 2 ? 0.08838834764831845f : 0.125f;
+        most[j] = max(most[j], __float_as_uint(v[j][i]) & 0x7FFFFFFF);
       }
-      *reinterpret_cast<uint2*>(to + 16 * t) = both;
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) most[j] = max_of_lanes<kLanes>(most[j]);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      // Powers of two keep the inverse of a subnormal number finite.
+      const int exponent = min(max(static_cast<int>(most[j] >> 23) - 127, -100), 100);
+      const float down = __int_as_float((127 - exponent) << 23), up = __int_as_float((127 + exponent) << 23);
+      const float largest = __uint_as_float(most[j]) * down;
+      const float inverse = most[j] ? quotient_of_normals(127.0f, largest) : 0.0f;
+      unit[j] = most[j] < 0x7F800000 ? quotient_of_normals(largest, 127.0f) * up : __uint_as_float(0x7FFFFFFF);
+      uint32_t q[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) q[i] = static_cast<uint32_t>(__float2int_rn(v[j][i] * down * inverse));
+      word[j] = select_bytes(select_bytes(q[0], q[1], 0x0040), select_bytes(q[2], q[3], 0x0040), 0x5410);
+      sum[j] = __dp4a(static_cast<int>(word[j]), 0x01010101, 0);
+    }
+    const int step = inside_ / 8, upper = inside_ / 4 % 2;  // of the products, and which half of it
+    if constexpr (CODES == Codes::kLloyd) {
+#pragma unroll
+      for (int bit = 1; bit < kLanes; bit *= 2) {
+        if (bit >= 8 && r_.corrections > 1) break;
+#pragma unroll
+        for (int j = 0; j < N; ++j) sum[j] += __shfl_xor_sync(0xffffffff, sum[j], bit);
+      }
+    } else if constexpr (CODES == Codes::kUniform) {  // even channels make one operand, odd channels the other
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const uint32_t other = __shfl_xor_sync(0xffffffff, word[j], 4);
+        word[j] = upper ? select_bytes(other, word[j], 0x7531) : select_bytes(word[j], other, 0x6420);
+      }
+    }
+    const int row_bytes = r_.row_bytes(), bytes = r_.bytes();
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if (!exists(places[j])) continue;
+      uint8_t* const record = records_ + int64_t{places[j].group} * bytes;
+      // Words of a lane t of a product are neighbours: channels 4 t to 4 t + 3 of the step, and those 16 further.
+      uint8_t* operands = record + r_.operands() + (step / 2 * r_.columns + places[j].column) * kHalfChannels;
+      *reinterpret_cast<uint32_t*>(operands + step % 2 * 8 + inside_ % 4 * 16 + 4 * upper) = word[j];
+      uint8_t* const pair = record + places[j].column / 2 * RecordOfColumns::kPairBytes + places[j].column % 2 * 4;
+      if (inside_ == 0) *reinterpret_cast<float*>(pair) = unit[j];
+      if (CODES == Codes::kLloyd && inside_ % 8 == 0 && step < r_.corrections) {
+        int* const to = reinterpret_cast<int*>(pair + (1 + step) * row_bytes);
+        to[0] = to[2] = sum[j];
+      }
     }
   }
 
   const Call& a_;
   const RecordOfColumns& r_;
-  int lane_, step_;
-  float v_[32];
+  uint8_t* records_;
+  int64_t column_;
+  int lane_, inside_, group_, groups_, pieces_;
+  float sign_[4];
 };
 
-// Quantises groups [first, end) of all columns of a block of columns, from `column` on, into records in shared memory.
-// Warps of the thread block share the work.
-template <Codes CODES, int HALVES>
-__device__ __forceinline__ void quantise_block(const Call& a, const RecordOfColumns& r, uint8_t* records, int first,
-                                               int end, int64_t column) {
-  using Q = Quantiser<CODES, HALVES>;
-  const int spans = ceil_div(end - first, Q::kGroups);
-#pragma unroll 1
-  for (int i = threadIdx.x / 32; i < spans * r.columns; i += kWarps) {
-    const int place = quotient(i, spans), span = i - place * spans;
-    Q(a, r, threadIdx.x % 32).run(records, first, first + span * Q::kGroups, end, column + place, place);
-  }
-}
-
-// Quantises all columns for the kernel that follows.
+// Quantises all columns for the kernel that follows. The grid is [several, blocks of columns].
 template <Codes CODES>
 __global__ void __launch_bounds__(32 * kQuantiseWarps)
     quantise_columns(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
   let_next_kernel_begin();  // it reads only weights before it waits for this one
   wait_for_previous_kernel();
-  const int lane = threadIdx.x % 32, spans = quantise_spans(a.groups, a.group);
-  const int64_t number = int64_t{blockIdx.x} * kQuantiseWarps + threadIdx.x / 32, column = number / spans;
-  const int64_t block = column / p.record.columns, blocks = (a.columns + p.record.columns - 1) / p.record.columns;
-  if (block >= blocks) return;
-  uint8_t* records = p.records + block * a.groups * p.record.bytes();
-  const int place = static_cast<int>(column - block * p.record.columns),
-            span = static_cast<int>(number - column * spans);
-  const auto quantise = [&](auto halves) {
-    using Q = Quantiser<CODES, halves>;
-    Q(a, p.record, lane).run(records, 0, span * Q::kGroups, a.groups, column, place);
-  };
+  uint8_t* const records = p.records + int64_t{blockIdx.y} * a.groups * p.record.bytes();
+  const int64_t column = int64_t{blockIdx.y} * p.record.columns;
+  const int first = blockIdx.x * kQuantiseWarps + threadIdx.x / 32, step = gridDim.x * kQuantiseWarps;
   if (a.group == 2 * kHalfChannels) {
-    quantise(std::integral_constant<int, 2>{});
+    Quantiser<CODES, 2>(a, p.record, records, 0, a.groups, column).run(first, step, [] {});
   } else {
-    quantise(std::integral_constant<int, 1>{});
+    Quantiser<CODES, 1>(a, p.record, records, 0, a.groups, column).run(first, step, [] {});
   }
 }
 

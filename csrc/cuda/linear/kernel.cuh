@@ -22,63 +22,55 @@ class Block {
  public:
   __device__ __forceinline__ Block(const Call& a, const Plan& p, uint8_t* shared) : a_(a), p_(p), shared_(shared) {
     lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
-    const int part = blockIdx.x % p.parts, row_block = blockIdx.x / p.parts;
-    part_ = part;
-    first_group_ = share(a.groups, part, p.parts), end_group_ = share(a.groups, part + 1, p.parts);
-    const int slab = share(p.slabs, row_block, p.row_blocks);
-    end_slab_ = share(p.slabs, row_block + 1, p.row_blocks);
-    const int row = warp_ / p.warps_k;
+    part_ = blockIdx.x;
+    first_group_ = p.groups_of_part.begin(part_), end_group_ = p.groups_of_part.begin(part_ + 1);
+    const int slab = p.slabs_of_block.begin(blockIdx.y);
+    end_slab_ = p.slabs_of_block.begin(blockIdx.y + 1);
+    const int row = static_cast<int>(__fdividef(warp_ + 0.5f, static_cast<float>(p.warps_k)));  // small numbers
     k_ = warp_ - row * p.warps_k;
     slab_ = row < p.warps_rows ? slab + row : end_slab_;
     barrier_ = 1 + row;
-    const int groups = end_group_ - first_group_;
-    begin_ = first_group_ + share(groups, k_, p.warps_k), end_ = first_group_ + share(groups, k_ + 1, p.warps_k);
+    const Share& share = p.groups_of_warp[end_group_ - first_group_ - p.groups_of_part.each];
+    begin_ = first_group_ + share.begin(k_), end_ = first_group_ + share.begin(k_ + 1);
     copy_slab_ = slab_, copy_left_ = slab_ < end_slab_ ? end_ - begin_ : 0;
     copy_from_ = unit(slab_, begin_);
     ring_ = shared_ + p.ring + warp_ * p.slots * p.chunk * p.unit_bytes;
     barriers_ = reinterpret_cast<uint64_t*>(shared_) + warp_ * p.slots;
-
-    const RecordOfColumns& r = p.record;
-    half_stride_ = r.columns * kHalfChannels;
-    const int pair = TILES == 1 ? min(lane_ % 4, r.padded() / 2 - 1) : lane_ % 4;
-    units_at_ = r.units() + 8 * pair, corrections_at_ = r.corrections_at() + 16 * pair;
-    correction_bytes_ = r.correction_bytes(), record_bytes_ = r.bytes();
-#pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-      columns_at_[i] = min(kTileColumns * i + lane_ / 4, r.columns - 1) * kHalfChannels + 16 * (lane_ % 4);
-    }
-    facts_at_ = r.group / kHalfChannels * kHalfBytes + 4 * (lane_ / 4);
   }
 
   __device__ __forceinline__ void run() {
-    if (p_.early == Early::kNo) wait_for_previous_kernel();
+    // In a graph weights and constants may be read before the previous kernel has ended.
+    const bool early = p_.early == Early::kRing;
+    if (!early) {
+      if (p_.early == Early::kPrefetch) prefetch();
+      wait_for_previous_kernel();
+    }
+    expand_ = Expansion<CODES>(a_.levels);
     if (lane_ == 0) {
+#pragma unroll 1
       for (int i = 0; i < p_.slots; ++i) init_barrier(barriers_ + i, 1);
       barriers_ready();
     }
     __syncwarp();
-    if (p_.early == Early::kPrefetch) {
-      prefetch();
-      wait_for_previous_kernel();
-    }
-    for (int i = 0; i < p_.slots; ++i) fill(i);
-    if (p_.early == Early::kRing) wait_for_previous_kernel();
-    expand_ = Expansion<CODES>(a_.levels);
-    prepare_columns();
-    let_next_kernel_begin();  // which fills its ring: not before this one has its activations
+    // Activations would have to wait behind all weights that were asked for before them.
+    const int first = early && warp_ % 2 == 0;
+    if (first) fill(0);
+    if (early) wait_for_previous_kernel();
+    prepare_columns([&] {
+#pragma unroll 1
+      for (int i = first; i < p_.slots; ++i) fill(i);
+    });
+    let_next_kernel_begin();  // which begins to fill its ring: not before this one has its activations
     stream();
   }
 
  private:
-  // Where share i of `count` things begins, of `of` shares.
-  static __device__ __forceinline__ int share(int count, int i, int of) {
-    const int each = quotient(count, of);
-    return each * i + min(i, count - each * of);
-  }
+  static constexpr int kWarps = num_warps(TILES);
+
   __device__ __forceinline__ const uint8_t* unit(int slab, int group) const {
     return a_.packed + (int64_t{slab} * a_.groups + group) * p_.unit_bytes;
   }
-  __device__ __forceinline__ uint8_t* columns() const { return shared_ + kHeaderBytes; }
+  __device__ __forceinline__ uint8_t* columns() const { return shared_ + header_bytes(TILES); }
 
   // ---- Copies
 
@@ -108,20 +100,23 @@ class Block {
 
   // ---- Columns
 
-  __device__ __forceinline__ void prepare_columns() {
+  // meanwhile: runs while activations are on their way
+  template <typename F>
+  __device__ __forceinline__ void prepare_columns(const F& meanwhile) {
     const RecordOfColumns& r = p_.record;
-    const int groups = end_group_ - first_group_;
-    const int64_t first = int64_t{blockIdx.y} * r.columns;
+    const int64_t first = int64_t{blockIdx.z} * r.columns;
     if (p_.records) {
-      const uint8_t* from = p_.records + (int64_t{blockIdx.y} * a_.groups + first_group_) * r.bytes();
-      const int bytes = groups * r.bytes();
+      const uint8_t* from = p_.records + (int64_t{blockIdx.z} * a_.groups + first_group_) * r.bytes();
+      const int bytes = (end_group_ - first_group_) * r.bytes();
       // Not by a bulk copy, which would wait for those of the ring.
+#pragma unroll 1
       for (int i = 16 * threadIdx.x; i < bytes; i += 16 * blockDim.x) copy_async(columns() + i, from + i);
+      meanwhile();
       wait_for_copies();
     } else if (r.group == 2 * kHalfChannels) {
-      quantise_block<CODES, 2>(a_, r, columns(), first_group_, end_group_, first);
+      Quantiser<CODES, 2>(a_, r, columns(), first_group_, end_group_, first).run(warp_, kWarps, meanwhile);
     } else {
-      quantise_block<CODES, 1>(a_, r, columns(), first_group_, end_group_, first);
+      Quantiser<CODES, 1>(a_, r, columns(), first_group_, end_group_, first).run(warp_, kWarps, meanwhile);
     }
     __syncthreads();
   }
@@ -130,22 +125,33 @@ class Block {
 
   // All rows of the warp.
   __device__ __forceinline__ void stream() {
+    const RecordOfColumns& r = p_.record;
+    const int facts_at = r.group / kHalfChannels * kHalfBytes + 4 * (lane_ / 4);
+    const int slot_bytes = p_.chunk * p_.unit_bytes, record = header_bytes(TILES) + (begin_ - first_group_) * r.bytes();
     int slot = 0;
     uint32_t phase = 0;
+#pragma unroll 1
     for (int slab = slab_; slab < end_slab_; slab += p_.warps_rows) {
       float y[TILES][4] = {};
-      const uint8_t* record = columns() + (begin_ - first_group_) * record_bytes_;
+      Reader at;
+      at.pair = record + RecordOfColumns::kPairBytes * (lane_ % 4);
+#pragma unroll
+      for (int i = 0; i < TILES; ++i) {
+        const int column = min(kTileColumns * i + lane_ / 4, r.columns - 1);
+        at.operand[i] = record + r.operands() + column * kHalfChannels + 16 * (lane_ % 4);
+      }
+#pragma unroll 1
       for (int left = end_ - begin_; left > 0;) {
         wait_slot(barriers_ + slot, phase);
-        const uint8_t* from = ring_ + slot * p_.chunk * p_.unit_bytes;
+        at.codes = static_cast<int>(ring_ - shared_) + slot * slot_bytes + 16 * lane_;
+        at.facts = at.codes - 16 * lane_ + facts_at;
         const int units = min(left, p_.chunk);
         left -= units;
-        if (p_.record.group == 2 * kHalfChannels) {
-          multiply<2>(from, units, record, y);
+        if (r.group == 2 * kHalfChannels) {
+          multiply<2>(at, units, y);
         } else {
-          multiply<1>(from, units, record, y);
+          multiply<1>(at, units, y);
         }
-        record += units * record_bytes_;
         __syncwarp();
         fill(slot);
         if (++slot == p_.slots) slot = 0, phase ^= 1;
@@ -154,45 +160,59 @@ class Block {
     }
   }
 
+  // Where a lane reads, in shared memory: places that move on with every unit.
+  struct Reader {
+    int codes, facts;    // of the unit: codes; scales and multipliers
+    int operand[TILES];  // of the columns, in the first half of the group
+    int pair;            // of the columns of the first tile: units and corrections
+
+    __device__ __forceinline__ void advance(int unit_bytes, int record_bytes) {
+      codes += unit_bytes, facts += unit_bytes, pair += record_bytes;
+#pragma unroll
+      for (int i = 0; i < TILES; ++i) operand[i] += record_bytes;
+    }
+  };
+  template <typename Word>
+  __device__ __forceinline__ const Word& shared(int at) const {
+    return *reinterpret_cast<const Word*>(shared_ + at);
+  }
+
   // Adds neighbouring units. HALVES: of 64 channels, of a unit
   template <int HALVES>
-  __device__ __forceinline__ void multiply(const uint8_t* from, int units, const uint8_t* record,
-                                           float (&y)[TILES][4]) const {
+  __device__ __forceinline__ void multiply(Reader& at, int units, float (&y)[TILES][4]) const {
+    const int unit_bytes = p_.unit_bytes, record_bytes = p_.record.bytes(),
+              half_bytes = p_.record.columns * kHalfChannels;
 #pragma unroll 1
-    for (; units > 0; --units, from += p_.unit_bytes, record += record_bytes_) multiply_unit<HALVES>(from, record, y);
+    for (; units > 0; --units, at.advance(unit_bytes, record_bytes)) multiply_unit<HALVES>(at, half_bytes, y);
   }
 
   template <int HALVES>
-  __device__ __forceinline__ void multiply_unit(const uint8_t* from, const uint8_t* record,
-                                                float (&y)[TILES][4]) const {
-    const uint32_t scale_word = *reinterpret_cast<const uint32_t*>(from + facts_at_);
+  __device__ __forceinline__ void multiply_unit(const Reader& at, int half_bytes, float (&y)[TILES][4]) const {
+    const uint32_t scale_word = shared<uint32_t>(at.facts);
     uint32_t codes = 0;
     if constexpr (SUB) {
       if constexpr (HALVES == 2) {
-        codes = *reinterpret_cast<const uint32_t*>(from + facts_at_ + 32);
+        codes = shared<uint32_t>(at.facts + 32);
       } else {
-        const uint32_t both = *reinterpret_cast<const uint16_t*>(from + facts_at_ + 32 - 2 * (lane_ / 4));
+        const uint32_t both = shared<uint16_t>(at.facts + 32 - 2 * (lane_ / 4));
         codes = (both & 0xFF) | (both & 0xFF00) << 8;
       }
     }
     const Multipliers multipliers(codes);
-    const uint8_t* corrections = record + corrections_at_;
     int sums[TILES][4];
     if constexpr (!SUB) {
 #pragma unroll
-      for (int i = 0; i < TILES; ++i) correct(corrections, i, sums[i]);
+      for (int i = 0; i < TILES; ++i) correct(at, 0, i, sums[i]);
     }
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
       uint4 b[TILES];
 #pragma unroll
-      for (int i = 0; i < TILES; ++i) {
-        b[i] = *reinterpret_cast<const uint4*>(record + half * half_stride_ + columns_at_[i]);
-      }
+      for (int i = 0; i < TILES; ++i) b[i] = shared<uint4>(at.operand[i] + half * half_bytes);
       uint4 w[T::kBits / 4];
 #pragma unroll
       for (int i = 0; i < T::kBits / 4; ++i) {
-        w[i] = *reinterpret_cast<const uint4*>(from + half * kHalfBytes + 512 * i + 16 * lane_);
+        w[i] = shared<uint4>(at.codes + half * kHalfBytes + 512 * i);
       }
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
@@ -206,7 +226,7 @@ class Block {
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
           int d[4];
-          if constexpr (SUB) correct(corrections, i, d);
+          if constexpr (SUB) correct(at, 2 * half + step, i, d);
           int (&to)[4] = SUB ? d : sums[i];
 #pragma unroll
           for (int o = 0; o < T::kOperands; ++o) {
@@ -220,13 +240,12 @@ class Block {
             }
           }
         }
-        if constexpr (SUB) corrections += correction_bytes_;
       }
     }
     const float2 scale = __half22float2(reinterpret_cast<const __half2&>(scale_word));
 #pragma unroll
     for (int i = 0; i < TILES; ++i) {
-      const float2 unit = *reinterpret_cast<const float2*>(record + units_at_ + 4 * kTileColumns * i);
+      const float2 unit = shared<float2>(at.pair + i * kTileBytes);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         y[i][j] = fmaf(static_cast<float>(sums[i][j]) * (j % 2 ? unit.y : unit.x), j / 2 ? scale.y : scale.x, y[i][j]);
@@ -234,10 +253,10 @@ class Block {
     }
   }
 
-  // What the sums of tile i begin with.
-  static __device__ __forceinline__ void correct(const uint8_t* corrections, int i, int (&d)[4]) {
+  // What the sums of tile i begin with: those of 32 channels (SUB: of step `step`) or of the group.
+  __device__ __forceinline__ void correct(const Reader& at, int step, int i, int (&d)[4]) const {
     int4 c{};
-    if constexpr (T::kCorrected) c = *reinterpret_cast<const int4*>(corrections + 8 * kTileColumns * i);
+    if constexpr (T::kCorrected) c = shared<int4>(at.pair + ((1 + step) * TILES + i) * kTileBytes);
     d[0] = c.x, d[1] = c.y, d[2] = c.z, d[3] = c.w;
   }
 
@@ -259,7 +278,7 @@ class Block {
       }
     }
     if (p_.parts > 1) {
-      const int64_t slabs = p_.slabs, at = int64_t{blockIdx.y} * p_.parts * slabs + slab;
+      const int64_t slabs = p_.slabs, at = int64_t{blockIdx.z} * p_.parts * slabs + slab;
       float4* parts = reinterpret_cast<float4*>(p_.partial) + at * 32 * TILES + lane_;
       const int64_t stride = slabs * 32 * TILES;
 #pragma unroll
@@ -267,7 +286,7 @@ class Block {
       __threadfence();
       __syncwarp();
       int last = 0;
-      if (lane_ == 0) last = count_arrival(p_.arrivals + int64_t{blockIdx.y} * slabs + slab, p_.parts);
+      if (lane_ == 0) last = count_arrival(p_.arrivals + int64_t{blockIdx.z} * slabs + slab, p_.parts);
       if (!__shfl_sync(0xffffffff, last, 0)) return;
       __threadfence();
 #pragma unroll
@@ -286,7 +305,7 @@ class Block {
 
   __device__ __forceinline__ void store(int slab, const float (&y)[TILES][4]) const {
     constexpr float kUnit = format::kLevelUnit / T::kWeight * (SUB ? format::kMultiplierUnit : 1);
-    const int64_t first = int64_t{blockIdx.y} * p_.record.columns;
+    const int64_t first = int64_t{blockIdx.z} * p_.record.columns;
     const int64_t columns = min(a_.columns - first, int64_t{p_.record.columns});
     with_float_type(a_.dtype, [&](auto tag) {
       using Element = typename decltype(tag)::type;
@@ -312,6 +331,7 @@ class Block {
   }
 
   static constexpr int kHalfBytes = 16 * kHalfChannels * T::kBits / 8;  // codes of a unit's 64 channels
+  static constexpr int kTileBytes = kTileColumns / 2 * RecordOfColumns::kPairBytes;
 
   const Call& a_;
   const Plan& p_;
@@ -326,13 +346,10 @@ class Block {
   int begin_, end_;              // groups of the warp
   int copy_slab_, copy_left_;    // the stream's next copy: its slab, and how many units of it are left
   const uint8_t* copy_from_;
-  int facts_at_;  // in a unit: the lane's scales
-  // in a record of columns: the lane's operands, units and corrections
-  int half_stride_, columns_at_[TILES], units_at_, corrections_at_, correction_bytes_, record_bytes_;
 };
 
 template <Codes CODES, bool SUB, int TILES>
-__global__ void __launch_bounds__(32 * kWarps, blocks_per_multiprocessor(TILES))
+__global__ void __launch_bounds__(32 * num_warps(TILES), 1)
     linear_kernel(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
   extern __shared__ uint4 dynamic[];
   Block<CODES, SUB, TILES> block(a, p, reinterpret_cast<uint8_t*>(dynamic));

@@ -37,8 +37,8 @@ LinearLaunch::LinearLaunch(const Call& call, const format::WeightBlock& unit, bo
   const int most = device.facts.shared_per_block < kLargeShared ? kFewColumns : kMostColumns;
   const int columns = static_cast<int>(std::min<int64_t>(call.columns, most));
   entry_ = find(unit, uniform, columns);
-  plan_ =
-      plan_of(call, unit.block_bytes(), {unit.group, columns, corrections(unit, uniform)}, entry_.tiles, device.facts);
+  const RecordOfColumns record{unit.group, columns, corrections(unit, uniform), entry_.tiles};
+  plan_ = plan_of(call, unit.block_bytes(), record, device.facts);
   quantises_first_ = quantises_first(call, plan_);
 }
 
@@ -63,14 +63,14 @@ void LinearLaunch::run(void* workspace, cudaStream_t stream) {
   void* arguments[] = {const_cast<Call*>(&call_), &plan_};
   if (quantises_first_) {
     plan_.records = memory;
-    const int64_t warps = int64_t{blocks} * plan_.record.columns * quantise_spans(call_.groups, call_.group);
-    check_cuda(launch_early(entry_.quantise, num_blocks(warps, kQuantiseWarps), 32 * kQuantiseWarps, 0, arguments,
-                            stream, major),
-               "linear_packed");
+    const int64_t pieces = int64_t{quantise_pieces(call_.groups, call_.group)} * plan_.record.columns;
+    const dim3 grid(num_blocks(pieces, kQuantiseWarps * kPiecesAtOnce), blocks);
+    check_cuda(launch_early(entry_.quantise, grid, 32 * kQuantiseWarps, 0, arguments, stream, major), "linear_packed");
   }
   allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
-  const dim3 grid(plan_.parts * plan_.row_blocks, blocks);
-  check_cuda(launch_early(entry_.kernel, grid, 32 * kWarps, plan_.bytes, arguments, stream, major), "linear_packed");
+  const dim3 grid(plan_.parts, plan_.row_blocks, blocks);
+  const int threads = 32 * num_warps(entry_.tiles);
+  check_cuda(launch_early(entry_.kernel, grid, threads, plan_.bytes, arguments, stream, major), "linear_packed");
 }
 
 }  // namespace turboquant::cuda::linear
