@@ -956,11 +956,6 @@ LINEAR_MATRICES = {
 
 def linear_speed() -> str:
     """Times of linear layers with packed weights, a row for each matrix, format and batch."""
-    if not (RESULTS / "h200_linear.json").exists():
-        return paragraph(
-            "The op has not been measured at this version: `python benchmarks/bench_linear.py` "
-            "does. What is measured stands below."
-        )
     rows = h200_rows("h200_linear")
     lines = [
         [
@@ -980,6 +975,38 @@ def linear_speed() -> str:
     return f"{markdown(header, lines)}\n\n{origin}"
 
 
+def packed_model_speed() -> str:
+    """Times and memory of a model, as it is and with packed weights, alone and with a packed cache."""
+    rows = h200_rows("h200_weights")
+    found = {
+        (r["part"], r["mode"], r["batch"], r["context"], r["kind"], r.get("weights", 0)): r
+        for r in rows
+    }
+    lines = []
+    for part, mode, batch, context in dict.fromkeys(key[:4] for key in found):
+        kinds = ("unmasked" if mode == "graph" else "dynamic", "k5v4u")
+        some = [
+            found.get((part, mode, batch, context, kind, weights))
+            for weights in (0, 4)
+            for kind in kinds
+        ]
+        times = [row and row["ttft_ms" if part == "prompt" else "tpot_ms"] for row in some]
+        what = "first token" if part == "prompt" else f"step, {MODES[mode]}"
+        lines.append(
+            [f"{what}, {batch} x {context:,}"]
+            + [
+                f"{ms:.2f} ms, {(row['peak_bytes']) / 2**30:.1f} GiB" if row else ""
+                for row, ms in zip(some, times, strict=True)
+            ]
+            + [f"{times[0] / ms:.2f}x" if ms else "" for ms in times[2:]]
+        )
+    header = ["", "bfloat16", "its cache `k5v4u`", "weights of 4 bits", "both"]
+    header += ["weights: faster", "both: faster"]
+    origin = source("h200_weights", rows).replace("(benchmarks", "(../benchmarks")
+    return f"{markdown(header, lines)}\n\n{origin}"
+
+
+MODES = {"graph": "CUDA graph", "eager": "eager"}
 EVICTION_MODELS = ("Qwen2.5-Coder-1.5B-Instruct", "Gemma-3-270M")
 
 
@@ -1498,6 +1525,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     },
 }
 BLOCKS["docs/measurements/quality_vectors.md"]["theory"] = theory_table
+BLOCKS["docs/weights.md"]["packed model"] = packed_model_speed
 PICTURES: dict[str, Callable[[Path], None]] = {
     "docs/pictures/attention_h200.png": speed_picture,
     "docs/pictures/cpu.png": cpu_picture,
