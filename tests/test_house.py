@@ -111,6 +111,7 @@ BELOW = {
     "cuda/attention": ["cuda/codec", "cuda/common"],
     "cuda/mla": ["cuda/attention", "cuda/codec", "cuda/common"],
     "cuda/linear": ["cuda/attention", "cuda/codec", "cuda/common"],
+    "cuda/mass": ["cuda/attention", "cuda/codec", "cuda/common"],
 }
 
 

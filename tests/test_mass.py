@@ -90,6 +90,30 @@ def test_groups_and_query_counts(q_heads, q_lens, device):
     check(build(config(), [100, 64, 33], q_lens, q_heads=q_heads), device)
 
 
+@pytest.mark.parametrize("d", [128, 256])
+@pytest.mark.parametrize("name", ["k4v4u", "k5v4u", "k8v8"])
+def test_many_steps_of_a_warp(name, d, device):
+    """Addresses of pages are found for 16 or 32 steps at a time, and eight warps take turns."""
+    for page_size in (16, 64):
+        case = build(config(name, d, page_size), [9000, 4501], [2, 1])
+        check(case, device)
+
+
+@pytest.mark.cuda
+def test_missing_pages_have_no_mass():
+    """Of a step's two tiles only one may exist. The CPU refuses such pages; CUDA cannot."""
+    case = build(config(), [200])
+    mass, lse = masses(case, "cuda")
+    case.block_table[0, [3, 8]] = 10**6
+    case.block_table[0, 11] = -1
+    part, _ = masses(case, "cuda", lse=lse)
+    gone = torch.zeros(200, dtype=torch.bool)
+    for page in (3, 8, 11):
+        gone[16 * page : 16 * page + 16] = True
+    assert not part[..., gone].any()
+    assert_same_bytes(part[..., ~gone], mass[..., ~gone])
+
+
 @pytest.mark.parametrize("options", [
     {"sliding_window": 20},
     {"sliding_window": 1},
@@ -141,10 +165,17 @@ def test_everything_at_once(
 
 
 def test_tiny(device):
-    """Every shape of the kernel, for compute-sanitizer."""
-    for d, q_lens in ((64, [1, 1]), (64, [9, 2]), (144, [1, 1]), (144, [9, 1]), (320, [2, 1])):
+    """Every shape of the kernel and every way to copy and expand codes, for compute-sanitizer."""
+    for name, d, page_size, q_lens in (
+        ("k4v4u", 64, 32, [1, 1]),
+        ("k4v4", 48, 16, [8, 2]),
+        ("k5v4u", 80, 16, [9, 1]),
+        ("k8v8", 144, 32, [17, 2]),
+        ("k3v2", 64, 64, [33, 1]),
+        ("k2v2", 320, 16, [2, 1]),
+    ):
         tail = {"sink_tokens": 2, "recent_window": 3}
-        case = build(config(d=d, **tail), [40, 11], q_lens, tail=True)
+        case = build(config(name, d, page_size, **tail), [70, 11], q_lens, tail=True)
         check(case, device)
 
 

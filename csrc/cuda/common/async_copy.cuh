@@ -73,9 +73,11 @@ __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
+// Waits for the lane's copies, but for those of the last PENDING commits.
+template <int PENDING = 0>
 __device__ __forceinline__ void wait_for_committed_copies() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
 }
 // Waits for all asynchronous copies of the lane, those of `copy_blocks` and `fill_slot` before sm_90 included.

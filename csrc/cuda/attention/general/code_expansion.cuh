@@ -20,12 +20,6 @@ class CodeExpansion {
     expand_values(pages, step);
   }
 
-  // The values' part of shared memory is not written.
-  __device__ __forceinline__ void expand_keys_only(const PageStages<S>& pages, int step) const {
-    expand_scalars(pages, step);
-    expand_keys(pages, step);
-  }
-
  private:
   using Layout = OperandLayout<S>;
   using Width = format::Width;

@@ -9,6 +9,54 @@
 
 namespace turboquant::cuda::general {
 
+// Which exact keys the rows of a block see, numbered without a gap.
+struct ExactKeys {
+  int count;
+  // Undefined where there are none.
+  int sinks_begin, sinks;  // position of the first visible sink, and how many there are
+  int recent_begin;        // position of the first visible recent token
+
+  // From what the first and the last row see.
+  __device__ __forceinline__ void select(const Attention& a, int sequence, const VisibleKeys& first,
+                                         const VisibleKeys& last) {
+    count = 0;
+    const int64_t slot = a.tail_slot(sequence);
+    if ((slot < 0 || slot >= a.max_seqs) && !a.new_keys) return;
+    sinks_begin = first.first;
+    sinks = max(last.sinks - sinks_begin, 0);
+    recent_begin = max(first.recent_begin(), a.new_keys ? last.sinks : a.sink_tokens);
+    count = sinks + (a.recent_window > 0 || a.new_keys ? max(last.end - recent_begin, 0) : 0);
+  }
+
+  // The position of a key; -1 where there is none.
+  __device__ __forceinline__ int position(int number) const {
+    if (number >= count) return -1;
+    return number < sinks ? sinks_begin + number : recent_begin + number - sinks;
+  }
+};
+
+// The exact key or value of a position. new_begin: the first position of the call's own tokens.
+__device__ __forceinline__ const void* exact_vector(const Arguments& x, const WorkItem& work, int position,
+                                                    int new_begin, bool is_value) {
+  const Attention& a = x.a;
+  if (position >= new_begin) return a.new_row(work.first_query + position - new_begin, work.kv_head, is_value);
+  const int rows = a.sink_tokens + a.ring, row = format::tail_row(position, a.sink_tokens, a.ring);
+  const int64_t from = format::tail_offset<int64_t>(a.tail_slot(work.sequence), a.tail_stride, work.kv_head, row, rows,
+                                                    x.layout.head_dim, is_value);
+  return static_cast<const uint8_t*>(a.tail) + from * element_size(a.dtype);
+}
+
+// Octet o of it, less the center if there is one. center: of the head, or null
+__device__ __forceinline__ void load_exact(const Arguments& x, const void* vector, const float* center, int o,
+                                           float (&y)[8]) {
+  load_floats_as<8>(vector, x.a.dtype, 8 * o, y);
+  if (!center) return;
+  float c[8];
+  load_floats<8>(center + 8 * o, c);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) y[i] -= c[i];
+}
+
 template <typename S>
 class ExactTail {
  public:
@@ -18,57 +66,35 @@ class ExactTail {
   __device__ __forceinline__ void select(const VisibleKeys& first, const VisibleKeys& last) {
     const Attention& a = block_.a;
     const int sequence = block_.work.sequence;
-    steps_ = 0;
-    const int64_t slot = a.tail_slot(sequence);
-    if ((slot < 0 || slot >= a.max_seqs) && !a.new_keys) return;
-    sinks_begin_ = first.first;
-    sinks_ = max(last.sinks - sinks_begin_, 0);
-    recent_begin_ = max(first.recent_begin(), a.new_keys ? last.sinks : a.sink_tokens);
-    keys_ = sinks_ + (a.recent_window > 0 || a.new_keys ? max(last.end - recent_begin_, 0) : 0);
-    steps_ = (keys_ + S::kKeys - 1) / S::kKeys;
-    if (block_.thread.index == 0) {
+    keys_.select(a, sequence, first, last);
+    if (keys_.count > 0 && block_.thread.index == 0) {
       block_.shared.constants().new_begin = a.new_begin(a.length(sequence), a.num_queries(sequence));
     }
   }
-  __device__ __forceinline__ int steps() const { return steps_; }
+  __device__ __forceinline__ int steps() const { return (keys_.count + S::kKeys - 1) / S::kKeys; }
 
   // A warp takes a vector at a time. One with an infinity or a NaN becomes zeros with a scale of NaN.
   __device__ __forceinline__ void expand(int step) const {
     for (int i = block_.thread.warp; i < 2 * S::kKeys; i += S::kWarps) expand_vector(step, i / 2, i % 2);
   }
-  __device__ __forceinline__ void expand_keys_only(int step) const {
-    for (int key = block_.thread.warp; key < S::kKeys; key += S::kWarps) expand_vector(step, key, false);
-  }
 
   // The position of a step's key; -1 where there is none.
-  __device__ __forceinline__ int position(int step, int key) const {
-    const int index = step * S::kKeys + key;
-    if (index >= keys_) return -1;
-    return index < sinks_ ? sinks_begin_ + index : recent_begin_ + index - sinks_;
-  }
+  __device__ __forceinline__ int position(int step, int key) const { return keys_.position(step * S::kKeys + key); }
 
  private:
   __device__ __forceinline__ void expand_vector(int step, int key, bool is_value) const {
     const Attention& a = block_.a;
     const int d = block_.x.layout.head_dim, octets = block_.x.layout.octets, lane = block_.thread.lane;
-    const int place = position(step, key);
+    const int place = position(step, key), new_begin = block_.shared.constants().new_begin;
     const bool exists = place >= 0;
-    const void* vector = exists ? address(place, is_value) : nullptr;
+    const void* vector = exists ? exact_vector(block_.x, block_.work, place, new_begin, is_value) : nullptr;
     const float* center =
         !is_value && block_.x.centered(true) ? a.channels.center + int64_t{block_.work.kv_head} * d : nullptr;
-    const auto load = [&](int o, float (&y)[8]) {
-      load_floats_as<8>(vector, a.dtype, 8 * o, y);
-      if (!center) return;
-      float c[8];
-      load_floats<8>(center + 8 * o, c);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) y[i] -= c[i];
-    };
     uint32_t largest = 0;
     if (exists) {
       for (int o = lane; o < octets; o += 32) {
         float y[8];
-        load(o, y);
+        load_exact(block_.x, vector, center, o, y);
 #pragma unroll
         for (int c = 0; c < 8; ++c) largest = max(largest, magnitude_bits(y[c]));
       }
@@ -79,7 +105,7 @@ class ExactTail {
     const float up = clamped_power_of_two(kHalfExponent - e);
     for (int o = lane; o < S::kChannelOctets; o += 32) {
       float y[8] = {};
-      if (exists && finite && o < octets) load(o, y);
+      if (exists && finite && o < octets) load_exact(block_.x, vector, center, o, y);
 #pragma unroll
       for (int c = 0; c < 8; ++c) y[c] *= up;
       if (!is_value) {
@@ -97,22 +123,8 @@ class ExactTail {
     }
   }
 
-  __device__ __forceinline__ const void* address(int position, bool is_value) const {
-    const Attention& a = block_.a;
-    const int kv_head = block_.work.kv_head;
-    const int new_begin = block_.shared.constants().new_begin;
-    if (position >= new_begin) return a.new_row(block_.work.first_query + position - new_begin, kv_head, is_value);
-    const int rows = a.sink_tokens + a.ring, row = format::tail_row(position, a.sink_tokens, a.ring);
-    const int64_t from = format::tail_offset<int64_t>(a.tail_slot(block_.work.sequence), a.tail_stride, kv_head, row,
-                                                      rows, block_.x.layout.head_dim, is_value);
-    return static_cast<const uint8_t*>(a.tail) + from * element_size(a.dtype);
-  }
-
   const BlockContext<S>& block_;
-  int steps_;
-  // Undefined where the sequence has no exact keys: then steps_ is 0.
-  int sinks_begin_, sinks_;  // position of the first visible sink, and how many there are
-  int recent_begin_, keys_;  // position of the first visible recent token; sinks and recent tokens together
+  ExactKeys keys_;
 };
 
 }  // namespace turboquant::cuda::general

@@ -5,6 +5,31 @@
 
 namespace turboquant::cuda::general {
 
+// What row `row` of a block's share sees; nothing if it is behind the last row.
+__device__ __forceinline__ VisibleKeys visible_keys(const Attention& a, const WorkItem& work, int row) {
+  const int length = a.length(work.sequence), queries = a.num_queries(work.sequence);
+  const int position = length - queries + (work.first_row + row) / a.group;
+  if (row >= work.rows || position < 0) return {0, 0, 0, 0};
+  const Attention::Tail tail = a.tail_of(work.sequence, length);
+  return {a.first_visible(position), min(tail.sinks, position + 1),
+          a.recent(tail, position, a.new_begin(length, queries)), position + 1};
+}
+
+// The exact keys of a row, or its keys in codes: one or two runs of positions.
+struct Sees {
+  int begin, recent;
+  unsigned count, recent_count;
+
+  __device__ __forceinline__ Sees(const VisibleKeys& visible, bool exact)
+      : begin(exact ? visible.first : visible.coded_begin()), recent(visible.recent_begin()),
+        count(static_cast<unsigned>(max((exact ? visible.sinks : visible.recent) - begin, 0))),
+        recent_count(static_cast<unsigned>(exact ? max(visible.end - recent, 0) : 0)) {}
+
+  __device__ __forceinline__ bool operator()(int position) const {
+    return static_cast<unsigned>(position - begin) < count || static_cast<unsigned>(position - recent) < recent_count;
+  }
+};
+
 template <typename S>
 class Mask {
  public:
@@ -12,20 +37,7 @@ class Mask {
 
   // Writes the visible keys of all rows; the caller synchronises.
   __device__ __forceinline__ void prepare() const {
-    const Attention& a = block_.a;
-    const WorkItem& work = block_.work;
-    const int length = a.length(work.sequence), queries = a.num_queries(work.sequence);
-    const int first_position = length - queries, new_begin = a.new_begin(length, queries);
-    for (int r = block_.thread.index; r < S::kRows; r += S::kThreads) {
-      VisibleKeys visible{0, 0, 0, 0};
-      const int position = first_position + (work.first_row + r) / a.group;
-      if (r < work.rows && position >= 0) {
-        const Attention::Tail tail = a.tail_of(work.sequence, length);
-        visible = {a.first_visible(position), min(tail.sinks, position + 1), a.recent(tail, position, new_begin),
-                   position + 1};
-      }
-      row(r) = visible;
-    }
+    for (int r = block_.thread.index; r < S::kRows; r += S::kThreads) row(r) = visible_keys(block_.a, block_.work, r);
   }
   __device__ __forceinline__ const VisibleKeys& first() const { return row(0); }
   __device__ __forceinline__ const VisibleKeys& last() const { return row(block_.work.rows - 1); }
@@ -42,29 +54,13 @@ class Mask {
             position >= last.coded_begin() && position + S::kKeys <= first.recent};
   }
 
-  // The keys that a row sees: one or two runs of positions.
-  struct Sees {
-    int begin, recent;
-    unsigned count, recent_count;
-
-    __device__ __forceinline__ bool operator()(int position) const {
-      return static_cast<unsigned>(position - begin) < count || static_cast<unsigned>(position - recent) < recent_count;
-    }
-  };
-  __device__ __forceinline__ Sees seen_by(int r, bool exact) const {
-    const VisibleKeys visible = row(r);
-    const int begin = exact ? visible.first : visible.coded_begin(), recent = visible.recent_begin();
-    return {begin, recent, static_cast<unsigned>(max((exact ? visible.sinks : visible.recent) - begin, 0)),
-            static_cast<unsigned>(exact ? max(visible.end - recent, 0) : 0)};
-  }
-
   // x, a lane's part of the products of a strip with a step's keys, becomes `instead` where a row does not see the key.
   __device__ __forceinline__ void hide(int strip, int step, bool exact, float instead,
                                        float (&x)[4 * S::kKeyOctets]) const {
     const int2* positions = reinterpret_cast<const int2*>(block_.shared.scalars(step).position);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const Sees sees = seen_by(block_.thread.lane_row(2 * strip + h), exact);
+      const Sees sees(row(block_.thread.lane_row(2 * strip + h)), exact);
 #pragma unroll
       for (int o = 0; o < S::kKeyOctets; ++o) {
         const int2 p = positions[4 * o + block_.thread.t];

@@ -5,8 +5,6 @@
 // neither the block table nor the pages are waited for.
 #pragma once
 
-#include <climits>
-
 #include "cuda/attention/general/block_context.cuh"
 #include "cuda/common/async_copy.cuh"
 
@@ -17,11 +15,10 @@ class PageStages {
  public:
   __device__ __forceinline__ explicit PageStages(const BlockContext<S>& block) : block_(block) {}
 
-  // The keys that some row sees, of those from `from` to `to`. The limits of visible keys grow with the position, so
-  // the first and the last row know them.
-  __device__ __forceinline__ void select(const VisibleKeys& first, const VisibleKeys& last, int from = 0,
-                                         int to = INT_MAX) {
-    begin_ = max(first.coded_begin(), from), end_ = min(last.recent, to);
+  // The keys that some row sees. The limits of visible keys grow with the position, so the first and the last row know
+  // them.
+  __device__ __forceinline__ void select(const VisibleKeys& first, const VisibleKeys& last) {
+    begin_ = first.coded_begin(), end_ = last.recent;
     aligned_begin_ = begin_ / S::kKeys * S::kKeys;
     steps_ = end_ > begin_ ? (end_ - aligned_begin_ + S::kKeys - 1) / S::kKeys : 0;
   }

@@ -81,8 +81,6 @@ class SharedMemory {
     return reinterpret_cast<float*>(base_ + kKeys) + warp * rows * d;
   }
 
-  // Of a kernel that multiplies keys only. The rows of `query_rows` may be larger than the keys.
-  static int bytes_without_values(int d) { return std::max(kValues, kKeys + 4 * S::kWarps * kQueryRowsAtOnce * d); }
   static int bytes(int d, int stage_bytes) {
     return std::max(kStages + (S::kStaged ? 2 * stage_bytes : 0), kQueries + 4 * kSumRows * sum_stride(d));
   }
