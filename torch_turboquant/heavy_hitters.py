@@ -242,9 +242,9 @@ class HeavyHitters:
         """What is the same for the masses of all layers."""
         positions = lengths[:, None] - self.window + np.arange(self.window)
         known = self._seen[rows[:, None], positions % self.window] == positions
-        place = self._put(rows)[:, None], self._put(positions % self.window)
+        place = self._put((rows[:, None] * self.window + positions % self.window).ravel())
         starts = np.arange(len(due) + 1, dtype=np.int32) * self.window
-        silent = self._put(~known)[..., None]
+        silent = self._put(~known.ravel())[:, None]
         return _Asked(place, silent, self._put(starts), *self.pool.tables_of(due))
 
     def _add_masses(self, mass: Tensor, layer: int, asked: _Asked, owners: Tensor) -> None:
@@ -253,8 +253,8 @@ class HeavyHitters:
         assert q is not None and lse is not None and before is not None
         torch.mul(before[owners], self.decay, out=mass[..., : self.budget])
         paged_mass(
-            q[asked.place].flatten(0, 1),
-            lse[asked.place].masked_fill(asked.silent, -torch.inf).flatten(0, 1),
+            q.flatten(0, 1).index_select(0, asked.place),
+            lse.flatten(0, 1).index_select(0, asked.place).masked_fill_(asked.silent, -torch.inf),
             mass,
             self.pool.pages[layer],
             asked.block_table,
@@ -271,8 +271,8 @@ class HeavyHitters:
 class _Asked(NamedTuple):
     """The queries of sequences that are due, and their tables."""
 
-    place: tuple[Tensor, Tensor]  # rows [due, 1], and which of a row's queries [due, window]
-    silent: Tensor  # bool [due, window, 1]: nobody has observed that query
+    place: Tensor  # int64 [due * window]: of a query among those of all rows
+    silent: Tensor  # bool [due * window, 1]: nobody has observed that query
     starts: Tensor  # int32 [due + 1]
     block_table: Tensor
     seq_lens: Tensor
@@ -303,9 +303,12 @@ def moves_to_budget(
     weight = mass.nan_to_num(nan=torch.inf, posinf=torch.inf)
     weight[..., :first] = torch.inf
     weight[..., free:].masked_fill_(position[free:] >= end, -torch.inf)
-    stays = _heaviest(weight, free)
-    sources = _listed(stays[..., free:], position[free:], behind)
-    targets = _listed(~stays[..., :free], position[:free], behind)  # as many as there are sources
+    dropped = _lightest(weight, behind)
+    is_gap = dropped < free
+    targets = dropped.masked_fill(~is_gap, -1)  # as many as there are sources
+    stays = torch.ones_like(dropped, dtype=torch.bool)
+    stays = _scattered(stays, torch.where(is_gap, behind, dropped - free), False)
+    sources = _listed(stays, position[free:], behind)
     recent = torch.arange(last, device=mass.device)
     shape = (-1, mass.shape[1], -1)
     sources = torch.cat([sources, (end + recent).expand(shape)], dim=2)
@@ -315,9 +318,9 @@ def moves_to_budget(
 
 def _listed(chosen: Tensor, position: Tensor, room: int) -> Tensor:
     """Positions [n] that are chosen [.., n], in their order, and -1 behind them: [.., room]."""
-    place = torch.where(chosen, _count(chosen) - 1, room).long()
-    found = place.new_full((*chosen.shape[:-1], room + 1), -1)
-    return found.scatter_(-1, place, position.expand_as(place))[..., :room]
+    place = torch.where(chosen, chosen.cumsum(-1) - 1, room)
+    found = place.new_full((*chosen.shape[:-1], room), -1)
+    return _scattered(found, place, position.expand_as(place))
 
 
 def moved_along(mass: Tensor, sources: Tensor, targets: Tensor, budget: int) -> Tensor:
@@ -327,15 +330,22 @@ def moved_along(mass: Tensor, sources: Tensor, targets: Tensor, budget: int) -> 
     return left.scatter_(-1, place, mass.gather(-1, sources.clamp(min=0)))[..., :budget]
 
 
-def _heaviest(weight: Tensor, count: int) -> Tensor:
-    """Whether a weight [.., n] is one of the `count` largest; of equal ones the first are, on every
-    device."""
-    least = weight.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    above, equal = weight > least, weight == least
-    room = count - above.sum(-1, keepdim=True)
-    return above | (equal & (_count(equal) <= room))
+def _scattered(x: Tensor, place: Tensor, values: Tensor | bool) -> Tensor:
+    """x [.., n] with the values at these places; at place n there is nothing."""
+    longer = torch.nn.functional.pad(x, (0, 1))
+    longer.scatter_(-1, place, values)
+    return longer[..., :-1]
 
 
-def _count(flags: Tensor) -> Tensor:
-    """How many there are up to each: int32."""
-    return flags.cumsum(-1, dtype=torch.int32)
+def _lightest(weight: Tensor, count: int) -> Tensor:
+    """Positions of the `count` smallest weights [.., n], increasing; of equal ones the last are, on
+    every device. (Which of them topk finds depends on the device.)"""
+    n = weight.shape[-1]
+    least = weight.topk(count, largest=False, sorted=False)
+    most = least.values.amax(-1, keepdim=True)
+    below = least.values < most
+    position = torch.arange(n, dtype=torch.int32, device=weight.device)
+    last = torch.where(weight == most, position, -1).topk(count).values
+    room = count - below.sum(-1, keepdim=True)
+    found = [least.indices.masked_fill(~below, n), last.masked_fill(position[:count] >= room, n)]
+    return torch.cat(found, dim=-1).sort().values[..., :count]

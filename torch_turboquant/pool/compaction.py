@@ -153,6 +153,7 @@ def _turn_rings(
     dropped = np.array([seq._length - length for seq in sequences])
     row = memory.put((np.arange(ring) + dropped[:, None]) % ring)
     entries = memory.put(np.array([seq._row for seq in sequences]))
-    part = tail[entries, :, books.rings.sinks :]  # a copy
+    words = tail.view(torch.int64)  # indexing takes as long for an element of any size
+    part = words[entries, :, books.rings.sinks :]  # a copy
     index = row[:, None, :, None, None].expand_as(part)
-    tail[entries, :, books.rings.sinks :] = part.gather(2, index)
+    words[entries, :, books.rings.sinks :] = part.gather(2, index)
