@@ -100,7 +100,7 @@ class HeavyHitters:
         self._seen = np.full((pool.max_seqs, window), -1)  # position of each query that is kept
         self._steps = np.zeros(pool.max_seqs, dtype=np.int64)  # that were observed since a cut
         self._step: tuple[Any, ...] | None = None  # that was observed last
-        self._watched: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
+        self._watched: _Watched | None = None
         layers = len(pool.configs)
         self._q: list[Tensor | None] = [None] * layers  # [max_seqs, window, q_heads, head_dim]
         self._lse: list[Tensor | None] = [None] * layers  # float32 [max_seqs, window, q_heads]
@@ -136,11 +136,12 @@ class HeavyHitters:
             return
         tokens, place = self._watched
         kept_q, kept_lse, _ = self._buffers(layer, q)
-        kept_q[place] = q[tokens]
-        kept_lse[place] = lse[tokens]
+        for kept, new in ((kept_q, q), (kept_lse, lse)):
+            part = new if tokens is None else new.index_select(0, tokens)
+            kept.flatten(0, 1).index_copy_(0, place, part)
 
-    def _watch(self, batch: PoolBatch) -> tuple[Tensor, tuple[Tensor, Tensor]] | None:
-        """The queries of a step that are kept: which they are, and where they go; None: none."""
+    def _watch(self, batch: PoolBatch) -> _Watched | None:
+        """The queries of a step that are kept; None: none."""
         positions = [
             s.length + n - 1 for s, n in zip(batch.sequences, batch.new_tokens, strict=True)
         ]
@@ -153,7 +154,8 @@ class HeavyHitters:
         self._steps[rows] += self._seen[rows, at % self.window] != at
         self._seen[rows, at % self.window] = at
         last = np.cumsum(batch.new_tokens)[watched] - 1
-        return self._put(last), (self._put(rows), self._put(at % self.window))
+        tokens = None if len(last) == batch.tokens else self._put(last)
+        return _Watched(tokens, self._put(rows * self.window + at % self.window))
 
     def _row_of(self, seq: PoolSequence) -> int:
         """The sequence's row, without anything of a former owner."""
@@ -266,6 +268,13 @@ class HeavyHitters:
             softmax_scale=self.softmax_scale,
             soft_cap=self.soft_cap,
         )
+
+
+class _Watched(NamedTuple):
+    """The queries of a step that are kept."""
+
+    tokens: Tensor | None  # int64 [kept]: which they are; None: all
+    place: Tensor  # int64 [kept]: where each goes among the queries of all rows
 
 
 class _Asked(NamedTuple):

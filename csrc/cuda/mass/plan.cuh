@@ -95,7 +95,7 @@ inline void cut_spans(MassArguments& m, int64_t keys, const LaunchPlan& launch) 
   };
   int64_t least = INT64_MAX;
   for (int64_t parts = 1; parts <= most; ++parts) least = std::min(least, cut(parts));
-  for (int64_t parts = most; cut(parts) > least + least / 16;) --parts;
+  for (int64_t parts = most; cut(parts) > least + least / 8;) --parts;
 }
 
 }  // namespace turboquant::cuda::mass
