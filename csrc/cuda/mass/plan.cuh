@@ -84,7 +84,7 @@ inline LaunchPlan plan_launch(MassArguments& m, int n, bool exact, int own_bytes
 // which takes as long as some keys, and long spans leave multiprocessors idle at the end. Of the cuts that take about
 // as long as the best one if all sequences are equally long, the finest is taken, because sequences may differ.
 inline void cut_spans(MassArguments& m, int64_t keys, const LaunchPlan& launch) {
-  constexpr int64_t kPreparation = 512;
+  constexpr int64_t kPreparation = 1024;
   const int64_t heads = std::max<int64_t>(int64_t{m.x.a.seqs} * m.x.a.kv_heads, 1), unit = launch.warps * kStepKeys;
   const int64_t most = std::max<int64_t>(4 * launch.blocks_at_once / heads, 2);
   const auto cut = [&](int64_t parts) {
@@ -95,7 +95,7 @@ inline void cut_spans(MassArguments& m, int64_t keys, const LaunchPlan& launch) 
   };
   int64_t least = INT64_MAX;
   for (int64_t parts = 1; parts <= most; ++parts) least = std::min(least, cut(parts));
-  for (int64_t parts = most; cut(parts) > least + least / 8;) --parts;
+  for (int64_t parts = most; cut(parts) > least + least / 16;) --parts;
 }
 
 }  // namespace turboquant::cuda::mass
