@@ -125,7 +125,7 @@ class MassBlock {
       for (int k = 0; k < kRowsAtOnce; ++k) {
         const int r = first + k;
         const auto store = [&](int o, const uint4& word) {
-          queries_[(o / 4 * N + r / 8) * 32 + r % 8 * 4 + o % 4] = spread() ? spread_pairs_of(word) : word;
+          queries_[(o / 4 * N + r / 8) * 32 + r % 8 * 4 + o % 4] = by_nibbles() ? in_nibble_order(word) : word;
         };
         const float factor = round_query(x_, rows + k * d, !EXACT, 4 * slices_, lane_, store);
         if (lane_ == 0) some = weigh_row(r, factor) || some;
@@ -260,13 +260,13 @@ class MassBlock {
 
   // Codes of four bits of the uniform grid take fewer instructions: they become eight times their level, in another
   // order. Channel i of an octet then stands beside channel i + 4, in queries, too.
-  __device__ __forceinline__ bool spread() const {
+  __device__ __forceinline__ bool by_nibbles() const {
     return !EXACT && a_.record.key_width() == format::Width::k4 && !a_.key_levels;
   }
   __device__ __forceinline__ float key_unit() const {
-    return format::kLevelUnit * (spread() ? step_of(row_tiles::kNibbles) : 1.0f);
+    return format::kLevelUnit * (by_nibbles() ? step_of(row_tiles::kNibbles) : 1.0f);
   }
-  static __device__ __forceinline__ uint4 spread_pairs_of(const uint4& x) {
+  static __device__ __forceinline__ uint4 in_nibble_order(const uint4& x) {
     return {select_bytes(x.x, x.z, 0x5410), select_bytes(x.x, x.z, 0x7632), select_bytes(x.y, x.w, 0x5410),
             select_bytes(x.y, x.w, 0x7632)};
   }
@@ -277,7 +277,7 @@ class MassBlock {
       case Width::k2: return multiply_width<Width::k2>(stage, x);
       case Width::k3: return multiply_width<Width::k3>(stage, x);
       case Width::k4:
-        if (spread()) return multiply_nibbles(stage, x);
+        if (by_nibbles()) return multiply_nibbles(stage, x);
         return multiply_width<Width::k4>(stage, x);
       case Width::k5:
         if (layout_.octets % 4 == 0) return multiply_width<Width::k5, true>(stage, x);
