@@ -9,6 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
+FOLLOWING = ("eagle", "eagle3", "mtp", "draft_model")
+"""Methods of speculation whose draft models attend as any model does."""
+
+
+def let_drafts_follow(vllm_config: Any) -> None:
+    """Gives a draft model the backend of the model that it drafts for, unless the user chose one.
+
+    vLLM's V1 runner would choose one by itself, and on CPUs there is no other choice than by name.
+    Must be called before the draft model is made.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method in FOLLOWING:
+        chosen = speculative.attention_backend
+        speculative.attention_backend = chosen or vllm_config.attention_config.backend
+
 
 def __getattr__(name: str) -> Any:
     if name not in ("Backend", "OwnNameBackend"):

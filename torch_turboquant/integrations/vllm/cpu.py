@@ -34,12 +34,18 @@ def __getattr__(name: str) -> Any:
         if ours.startswith("latent.") and not adapter.INTERFACE.latents:
             raise ValueError(f"torch_turboquant: {limits.NO_LATENTS}")
         return _find(f"{adapter.MODULE}.{ours}")
-    if KEY in config.additional_config:
+    if KEY in config.additional_config and not _has_ours(config):
         raise ValueError(
             "turboquant: there are settings, but another attention backend is chosen: pass "
             "--attention-backend CUSTOM"
         )
     return _find(AttentionBackendEnum[theirs].value)
+
+
+def _has_ours(config: Any) -> bool:
+    """Whether layers of ours have been made: those of a draft come after them, and may differ."""
+    layers = config.compilation_config.static_forward_context.values()
+    return any(hasattr(getattr(layer, "impl", None), "plan") for layer in layers)
 
 
 def _find(path: str) -> Any:

@@ -16,7 +16,7 @@ from torch_turboquant.config import CacheConfig
 from torch_turboquant.format import FORMAT_VERSION
 from torch_turboquant.integrations.engine import pages
 from torch_turboquant.integrations.engine.centers import LayerConstants, find_file
-from torch_turboquant.integrations.vllm import adapter, limits
+from torch_turboquant.integrations.vllm import adapter, choice, limits
 from torch_turboquant.integrations.vllm.learning import Learning
 from torch_turboquant.integrations.vllm.settings import parse
 from torch_turboquant.latent import LatentConfig, LatentTables, make_latent_tables, norm_center
@@ -36,6 +36,7 @@ class Plan:
         cache_dtype = vllm_config.cache_config.cache_dtype
         self.settings = parse(vllm_config.additional_config, cache_dtype)
         limits.check_engine(vllm_config, adapter.INTERFACE, self.settings)
+        choice.let_drafts_follow(vllm_config)
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         self.layers = int(model.hf_text_config.num_hidden_layers)
         self.vllm_cache_config = vllm_config.cache_config
@@ -115,13 +116,14 @@ class Plan:
 
     def tell(self, logger: Any, impl: Any, layers: dict[str, Any]) -> None:
         """Logs the start-up line when vLLM asks what the first layer of the model needs."""
-        if self._told or self.is_draft or self.rank:
+        if self._told or self._is_drafting(impl.index) or self.rank:
             return
         self._told = True
         kept = {}
         for name, layer in layers.items():
             other = getattr(layer, "impl", None)
-            if type(other) is type(impl) and other.plan is self and other.target is None:
+            ours = type(other) is type(impl) and other.plan is self and other.target is None
+            if ours and not self._is_drafting(other.index):
                 kept[name] = (other.config, other.num_kv_heads)
         logger.info(self.start_up_line(impl.dtype, kept))
 
