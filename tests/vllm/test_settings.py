@@ -146,11 +146,15 @@ def test_layers_that_are_refused(changes, text):
 
 def engine_config(**changes):
     model = {"is_hybrid": False, "enforce_eager": False, "use_mla": False}
-    parts = {"cache": {}, "parallel": {}, "model": model}
+    transfer = {"kv_connector": None, "kv_connector_extra_config": {}}
+    transfer["kv_connector_module_path"] = None
+    parts = {"cache": {}, "parallel": {}, "model": model, "transfer": transfer}
     for name, value in changes.items():
         part, _, field = name.partition("_")
         parts[part][field] = value
-    return SimpleNamespace(**{f"{name}_config": SimpleNamespace(**p) for name, p in parts.items()})
+    names = {"transfer": "kv_transfer_config"}
+    configs = {names.get(name, f"{name}_config"): SimpleNamespace(**p) for name, p in parts.items()}
+    return SimpleNamespace(**configs)
 
 
 NEW, OLD = find_interface("0.32.0"), find_interface("0.27.1")
@@ -180,6 +184,42 @@ def test_what_engines_may_be():
             "prefill_context_parallel_size is 4, supported: 1",
         ),
         ({"model_is_hybrid": True}, OLD, {}, "install vLLM 0.28 or newer"),
+        (
+            {"transfer_kv_connector": "NixlConnector"},
+            NEW,
+            {},
+            "the KV connector NixlConnector is not known to move packed pages as a whole, "
+            "supported: ExampleConnector, OffloadingConnector, SimpleCPUOffloadConnector, several",
+        ),
+        (
+            {"transfer_kv_connector": "ExampleConnector", "model_use_mla": True},
+            NEW,
+            {},
+            "move packed pages of latents as a whole, supported: OffloadingConnector, Simple",
+        ),
+        (
+            {
+                "transfer_kv_connector": "MultiConnector",
+                "transfer_kv_connector_extra_config": {
+                    "connectors": [
+                        {"kv_connector": "ExampleConnector"},
+                        {"kv_connector": "NixlConnector"},
+                    ]
+                },
+            },
+            NEW,
+            {},
+            "the KV connector NixlConnector is not known",
+        ),
+        (
+            {
+                "transfer_kv_connector": "OffloadingConnector",
+                "transfer_kv_connector_extra_config": {"canonical_layout": True},
+            },
+            NEW,
+            {},
+            "canonical_layout divides pages by heads",
+        ),
         ({}, NEW, {"calibrate": True}, "pass --enforce-eager"),
         ({"model_use_mla": True}, OLD, {}, "latent attention (MLA) need vLLM 0.32: choose another"),
         ({"model_use_mla": True, "model_is_hybrid": True}, NEW, {}, "hybrid models with latent"),
@@ -195,6 +235,34 @@ def test_what_engines_may_be():
 def test_engines_that_are_refused(changes, interface, settings, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         limits.check_engine(engine_config(**changes), interface, Settings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("ExampleConnector", {}),
+        ("OffloadingConnector", {"spec_name": "TieringOffloadingSpec"}),
+        ("SimpleCPUOffloadConnector", {"kv_offload_backend": "disk"}),
+        ("MultiConnector", {"connectors": [{"kv_connector": "ExampleConnector"}]}),
+    ],
+)
+def test_learned_centers_stay_in_their_process(name, extra):
+    config = engine_config(transfer_kv_connector=name, transfer_kv_connector_extra_config=extra)
+    limits.check_engine(config, NEW, Settings())
+    with pytest.raises(ValueError, match="give a file of centers, or set"):
+        limits.check_learning(config)
+
+
+@pytest.mark.parametrize("name", [None, "OffloadingConnector", "SimpleCPUOffloadConnector"])
+def test_centers_may_be_learned(name):
+    limits.check_learning(engine_config(transfer_kv_connector=name))
+
+
+def test_connectors_of_the_user():
+    own = {"transfer_kv_connector": "Mine", "transfer_kv_connector_module_path": "mine"}
+    limits.check_engine(engine_config(**own), NEW, Settings())
+    with pytest.raises(ValueError, match="the KV connector Mine may take pages to another process"):
+        limits.check_learning(engine_config(**own))
 
 
 # ---- centers of the first prompt

@@ -10,6 +10,7 @@ vLLM finds `register` by the entry point group vllm.general_plugins and calls it
     adapter.py    everything that differs between versions of vLLM
     choice.py     which backend a model gets: its attention may be latent (MLA)
     limits.py     what is refused at start, with the reason and the cure
+    connectors.py which KV connectors may move pages
     plan.py       the presets and constants of all layers of an engine
     backend.py    the attention backend: metadata of a step, store and attend
     latent.py     the backend of models with latent attention

@@ -13,6 +13,7 @@ import torch
 
 from torch_turboquant.format import LATENT_DIMS, ROPE_DIMS
 from torch_turboquant.integrations.engine.limits import ELSEWHERE, wrong_dtype, wrong_head_dim
+from torch_turboquant.integrations.vllm.connectors import sharing, wrong_connectors
 from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX, Settings
 from torch_turboquant.integrations.vllm.versions import INTERFACES, Interface
 
@@ -126,12 +127,24 @@ def check_engine(vllm_config: Any, interface: Interface, settings: Settings) -> 
             "this vLLM pads the pages of hybrid models to their size in bfloat16: install vLLM "
             "0.28 or newer"
         )
+    found += wrong_connectors(vllm_config.kv_transfer_config, model.use_mla)
     if model.use_mla:
         found += _wrong_with_latents(model, interface, settings)
     if settings.calibrate and not model.enforce_eager:
         found.append("calibrate needs every step as it is: pass --enforce-eager")
     if found:
         raise ValueError(f"torch_turboquant: {'; '.join(found)}")
+
+
+def check_learning(vllm_config: Any) -> None:
+    """Raises ValueError where pages relative to learned centers might meet others."""
+    connector = sharing(vllm_config.kv_transfer_config)
+    if connector is not None:
+        raise ValueError(
+            f"torch_turboquant: the KV connector {connector} may take pages to another process, "
+            "where the centers that this one learns from its first prompt mean nothing: give a "
+            'file of centers, or set "learn" to false'
+        )
 
 
 def _wrong_with_latents(model: Any, interface: Interface, settings: Settings) -> list[str]:

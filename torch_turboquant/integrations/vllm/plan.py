@@ -58,6 +58,8 @@ class Plan:
             self.constants = LayerConstants.of(file, model.hf_config, self.rank, ranks)
         learns = self.settings.learn and not self.is_draft and not self.latents
         self.learning = Learning() if learns and file is None else None
+        if self.learning is not None:
+            limits.check_learning(vllm_config)
         self._told = False
         self._page_tokens = 0  # unknown
 
