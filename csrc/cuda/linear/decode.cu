@@ -1,21 +1,16 @@
 // weight_decode, weight_unpack: what blocks of a weight hold (docs/format.md section 13).
 #include "cuda/linear/decode.cuh"
 
+#include <algorithm>
+
 #include "cuda/codec/arguments.cuh"
+#include "cuda/common/device_facts.cuh"
 #include "cuda/common/torch.cuh"
 #include "cuda/linear/blocks.cuh"
+#include "cuda/linear/decode_kernel.cuh"
 
 namespace turboquant::cuda {
 namespace {
-
-struct WeightDecoder {
-  WeightBlocks blocks;
-  const int8_t* levels;          // [2^bits], null for the uniform grid
-  const float* signs;            // [group]
-  const float* channel_inverse;  // [k], or null
-  Dtype dtype;                   // of the output
-  GenericShape shape;
-};
 
 // Copies this thread block's block to shared memory and takes it apart.
 __device__ __forceinline__ void load_block(const WeightBlocks& blocks, const uint8_t* packed, uint8_t* bytes,
@@ -25,32 +20,6 @@ __device__ __forceinline__ void load_block(const WeightBlocks& blocks, const uin
   __syncthreads();
   take_rows(rows, blocks.block, bytes, threadIdx.x);
   __syncthreads();
-}
-
-__global__ void __launch_bounds__(kBlockThreads)
-    weight_decode_kernel(const __grid_constant__ WeightDecoder w, const uint8_t* packed, void* out) {
-  __shared__ SharedRows rows;
-  __shared__ alignas(16) float vectors[kBlockWarps][generic_stride(kMostGroup)];
-  __shared__ alignas(16) uint8_t bytes[kMostBlockBytes];
-  const format::WeightBlock& b = w.blocks.block;
-  load_block(w.blocks, packed, bytes, rows);
-
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float* y = vectors[warp];
-  const int64_t k = int64_t{w.blocks.groups} * b.group, first = int64_t{w.blocks.group()} * b.group;
-  const format::Channels channels{nullptr, nullptr, w.channel_inverse ? w.channel_inverse + first : nullptr};
-#pragma unroll 1
-  for (int row = warp; row < format::kWeightRows && w.blocks.row(row) < w.blocks.n; row += kBlockWarps) {
-    const float unit = __fmul_rn(__half2float(__ushort_as_half(rows.scale[row])), format::kLevelUnit);
-    for (int i = lane; i < b.group; i += 32) {
-      const int level = format::level_of_code(b.width(), w.levels, rows.codes[row][i]);
-      const int m = b.sub ? rows.multipliers[row][i / format::kSubChannels] : 0;
-      const float by = __fmul_rn(static_cast<float>(format::multiplier(m)), format::kMultiplierUnit);
-      y[i] = __fmul_rn(b.sub ? __fmul_rn(unit, by) : unit, static_cast<float>(level));
-    }
-    store_generic(y, w.shape, w.signs, channels, out, w.dtype, w.blocks.row(row) * k + first, true, lane);
-    __syncwarp();  // before y is written again
-  }
 }
 
 __global__ void __launch_bounds__(kBlockThreads)
@@ -94,16 +63,29 @@ Tensor weight_decode(const WeightDecodeCall& c) {
   check_levels(c.levels, c.packed, c.bits, "levels");
   Tensor w = new_tensor(c.packed, {shape.n, shape.k}, c.dtype, "a decoded weight");
   if (w.numel() == 0) return w;
-  const Constant signs(c.signs), inverse(c.channel_inverse);
+  const Tensor packed = aligned(c.packed.data_ptr(), 16) ? c.packed : new_copy(c.packed);
+  const Constant signs(c.signs), inverse(c.channel_inverse), levels(c.levels);
   const Launch launch(c.packed);
-  const WeightDecoder decoder{.blocks = blocks_of(shape),
-                              .levels = levels_data(c.levels),
-                              .signs = signs.data(),
-                              .channel_inverse = inverse.data(),
-                              .dtype = dtype_of(c.dtype),
-                              .shape = GenericShape(format::Split{1, shape.block.group})};
-  const unsigned blocks = num_blocks(shape.tiles() * shape.groups(), 1);
-  weight_decode_kernel<<<blocks, kBlockThreads, 0, launch.stream()>>>(decoder, bytes_of(c.packed), w.data_ptr());
+  const format::WeightBlock& b = shape.block;
+  const linear::WeightDecoder decoder{.packed = bytes_of(packed),
+                                      .levels = reinterpret_cast<const int8_t*>(levels.data()),
+                                      .signs = signs.data(),
+                                      .channel_inverse = inverse.data(),
+                                      .out = w.data_ptr(),
+                                      .dtype = dtype_of(c.dtype),
+                                      .n = shape.n,
+                                      .units = num_blocks(shape.tiles() * shape.groups(), 1),
+                                      .groups = static_cast<int>(shape.groups()),
+                                      .group = b.group,
+                                      .sub = b.sub > 0,
+                                      .unit_bytes = b.block_bytes(),
+                                      .scales_at = b.scales(),
+                                      .multipliers_at = b.multipliers()};
+  const int64_t most = int64_t{2} * device_of(c.packed.get_device_index()).facts.multiprocessors;
+  const auto blocks = static_cast<unsigned>(std::min(linear::WarpDecoder::blocks(decoder), most));
+  const bool bytes = format::levels_are_codes(b.width());
+  const auto kernel = bytes ? &linear::weight_decode_kernel<true> : &linear::weight_decode_kernel<false>;
+  kernel<<<blocks, linear::WarpDecoder::kThreads, 0, launch.stream()>>>(decoder);
   launch.check("weight_decode");
   return w;
 }
