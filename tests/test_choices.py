@@ -51,7 +51,7 @@ CALLS: dict[str, dict[str, int]] = {
         **{"batch": 1, "queries": 1, "keys": 4096, "word_rows": 1, "aligned": 1},
     },
     "qjl_sketch": {"dense": 0, "d": 128, "vectors": 1 << 16, "dtype": BF16},
-    "linear_packed": {"tokens": 1},
+    "linear_packed": {"tokens": 1, "dtype": BF16},
 }
 HEADERS = {
     "attention": ["paged_attention"],

@@ -1,7 +1,8 @@
 """linear_packed on a GPU: products against float64, for every way in which its work is shared.
 
-Up to FEW tokens the kernel multiplies codes; its thread blocks share rows, channels or both. More
-tokens multiply decoded rows by a matrix product of torch's (csrc/choices/linear.h).
+A few tokens multiply codes as bytes; thread blocks share rows, channels or both. More of them
+multiply codes that become float16, in tiles, and many multiply decoded rows by a matrix product of
+torch's (csrc/choices/linear.h). GPUs without products of warpgroups have no tiles.
 """
 
 import pytest
@@ -9,8 +10,18 @@ import torch
 
 import torch_turboquant as tt
 from tests.helpers import randn
-from tests.test_linear import FORMATS, Case, formats, make_case, moved, product_bound
-from torch_turboquant.ops.linear import linear_packed_reference
+from tests.test_linear import (
+    FORMATS,
+    Case,
+    formats,
+    hard_case,
+    make_case,
+    moved,
+    product_bound,
+)
+from torch_turboquant.choices import kernel_choice
+from torch_turboquant.ops.hadamard import core_reference
+from torch_turboquant.ops.linear import linear_packed_reference, rotated_weight_reference
 
 pytestmark = pytest.mark.cuda
 
@@ -26,17 +37,52 @@ def on_gpu(x, case: Case, packed, bias=None):
     return y
 
 
+def kernel_of(x) -> str:
+    return kernel_choice("linear_packed", tokens=x[..., 0].numel(), dtype=x.dtype).kernel
+
+
 def check(x, case: Case, packed=None, bias=None):
     packed = case.packed() if packed is None else packed
     y = on_gpu(x, case, packed, bias)
-    want = linear_packed_reference(x, packed, *case.reading, 1 / case.scale, bias)
+    if kernel_of(x) == "tiles":
+        want, bound = of_tiles(x, packed, case, bias)
+    else:
+        want = linear_packed_reference(x, packed, *case.reading, 1 / case.scale, bias)
+        bound = product_bound(x, packed, case, bias).view(want.shape)
     assert y.dtype == x.dtype and y.shape == want.shape
     assert torch.equal(y.isnan(), want.isnan())
-    bound = product_bound(x, packed, case, bias).view(want.shape)
     bound = (
         bound + want.abs().nan_to_num() * LAST[x.dtype] + (2.0**-24 if x.dtype == FLOATS[1] else 0)
     )
     assert ((y.double() - want).nan_to_num().abs() <= bound).all()
+
+
+def of_tiles(x, packed, case: Case, bias):
+    """Products in float64, and what the roundings of tiles add up to: float64 [tokens, n] both.
+
+    Activations are rounded to float16, relative to themselves and to the token's largest channel,
+    which is 2^11 or more then. Weights are 1/8 of the decoded ones; factor and product are rounded.
+    """
+    group = case.signs.shape[0]
+    inside = x.double() * (1 / case.scale).double()
+    hadamard = core_reference(torch.eye(group)).double().sign() / group**0.5
+    turned = (case.signs.double() * inside.unflatten(-1, (-1, group))) @ hadamard
+    broken = ~torch.isfinite(inside).all(-1, keepdim=True)
+    v = torch.where(broken, torch.nan, turned.flatten(-2)).flatten(0, -2)
+    f = case.f
+    w = rotated_weight_reference(packed, case.levels, case.n, group, f.bits, f.sub).flatten(1)
+    w = w.double()
+    y = v @ w.T
+    sizes, weights = v.abs().nan_to_num(), w.abs().nan_to_num()
+    largest = inside.abs().amax(-1).flatten().nan_to_num(posinf=0)[:, None]
+    channels = v.shape[1]
+    bound = (sizes @ weights.T) * (3 * 2.0**-11 + channels * 2.0**-23)
+    bound = bound + largest * 2.0**-35 * weights.sum(1) + sizes.sum(1, keepdim=True) * 2.0**-21
+    bound = bound + 2.0**-148
+    if bias is not None:
+        y = y + bias.double()
+        bound = bound + bias.double().abs() * 2.0**-23
+    return y.unflatten(0, x.shape[:-1]), bound.view(*x.shape[:-1], case.n)
 
 
 @formats
@@ -59,6 +105,28 @@ def test_channels_are_shared_by_thread_blocks(f):
         check(randn(tokens, 8192, seed=tokens), case, packed)
 
 
+@formats
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (70, 192), (300, 1024), (513, 4160)])
+def test_neighbours_of_tiles(f, n, k):
+    """Tiles that are full, or miss a token or a row, alone and beside others."""
+    case = make_case(f, n, k)
+    packed = case.packed()
+    for i, tokens in enumerate((24, 25, 31, 33, 63, 64, 65, 127, 128, 129, 255, 256)):
+        dtype = FLOATS[(i + k // 64) % 3]
+        x = randn(tokens, k, seed=tokens, dtype=dtype)
+        check(x, case, packed, randn(n, seed=4, dtype=dtype) if tokens % 2 else None)
+
+
+def test_tiles_do_not_depend_on_other_tokens():
+    """A token has the same bits whatever else is in its tile."""
+    case = make_case(FORMATS[0], 300, 1024)
+    arguments = moved("cuda", case.packed(), *case.reading)
+    x = randn(60, 1024, seed=1, dtype=torch.bfloat16)
+    y = on_gpu(x, case, arguments[0].cpu())
+    x[1:] = torch.nan
+    assert torch.equal(on_gpu(x, case, arguments[0].cpu())[0], y[0])
+
+
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 2200, 5000])
 def test_rows_are_shared_by_thread_blocks(n):
     case = make_case(FORMATS[0], n, 128)
@@ -77,6 +145,10 @@ def test_hard_activations(f):
     x[5], x[5, 100] = 0, 3.0
     check(x, case)
     check(x[3:4], case)
+    check(torch.cat([x] * 5), case)
+    broken = hard_case(f, 33, 192)
+    for tokens in (5, 40):
+        check(randn(tokens, 192, seed=3), broken)
 
 
 def test_shapes_and_strides():
@@ -110,12 +182,13 @@ def test_many_tokens():
         assert relative < {FLOATS[0]: 1e-2, FLOATS[1]: 1e-2, FLOATS[2]: 1.2e-2}[dtype]
 
 
-def test_a_graph_of_layers():
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_a_graph_of_layers(tokens):
     """Launches that overlap: each layer reads what the one before it wrote."""
     f = FORMATS[0]
     cases = [make_case(f, 256, 256, seed=i) for i in range(6)]
     layers = [moved("cuda", c.packed(), *c.reading) for c in cases]
-    x = randn(2, 256, seed=9, dtype=torch.bfloat16).cuda()
+    x = randn(tokens, 256, seed=9, dtype=torch.bfloat16).cuda()
 
     def run(y):
         for packed, *reading in layers:
@@ -134,7 +207,7 @@ def test_a_graph_of_layers():
     with torch.cuda.graph(graph):
         out = run(x)
     for seed in range(3):
-        x.copy_(randn(2, 256, seed=seed, dtype=torch.bfloat16))
+        x.copy_(randn(tokens, 256, seed=seed, dtype=torch.bfloat16))
         graph.replay()
         want = run(x)
         assert torch.equal(out, want)
@@ -156,13 +229,14 @@ def test_several_streams():
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-def test_weights_that_the_previous_kernel_wrote():
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_weights_that_the_previous_kernel_wrote(tokens):
     """A launch may begin before the kernel ends that writes the weights; it must not use them."""
     f = FORMATS[0]
     cases = [make_case(f, 512, 1024, seed=i) for i in range(2)]
     packed = [c.packed().cuda() for c in cases]
     reading = moved("cuda", *cases[0].reading)
-    x = randn(1, 1024, seed=1, dtype=torch.bfloat16).cuda()
+    x = randn(tokens, 1024, seed=1, dtype=torch.bfloat16).cuda()
     want = [tt.linear_packed(x, p, *reading) for p in packed]
     shared = torch.empty_like(packed[0])
     for i in range(200):

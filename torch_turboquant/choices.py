@@ -283,8 +283,8 @@ def _qjl_sketch(
     return [int(dense), _vector_dim(head_dim), _size("vectors", vectors), number]
 
 
-def _linear_packed(*, tokens: int) -> list[int]:
-    return [_size("tokens", tokens)]
+def _linear_packed(*, tokens: int, dtype: torch.dtype | str = torch.bfloat16) -> list[int]:
+    return [_size("tokens", tokens), _DTYPES[_dtype(dtype)]]
 
 
 _OPS: dict[str, Callable[..., list[int]]] = {
@@ -346,7 +346,7 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
     score            head_dim, keys, bits; grid, queries, batch, sketch_bits, dense
     qjl_score        head_dim, keys; queries, batch, sketch_bits, dense
     qjl_sketch       head_dim, vectors; dense, dtype
-    linear_packed    tokens
+    linear_packed    tokens; dtype
     ===============  ===============================================================================
 
     What stands after a semicolon has a default. "A cache" is a preset, or key_bits and value_bits;

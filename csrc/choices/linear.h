@@ -4,10 +4,14 @@
 
 #include <cstdint>
 
+#include "choices/device.h"
+#include "dtype.h"
+
 namespace turboquant {
 
 enum class LinearKernel {
   kCodes,    // products of codes (cuda/linear/kernel.cuh)
+  kTiles,    // products of codes that become float16 in registers (cuda/linear/tiles/kernel.cuh)
   kDecoded,  // the weight is decoded, some rows at a time, for torch's product of matrices
 };
 
@@ -16,12 +20,32 @@ struct LinearChoice {
   const char* reason;  // the condition that decided
 };
 
-// With more tokens, tensor cores and not memory limit the kernel of codes, and decoding costs less than that.
-constexpr int64_t kMostCodeTokens = 256;
+struct LinearShape {
+  int64_t tokens;
+  Dtype dtype;
+};
 
-constexpr LinearChoice choose_linear(int64_t tokens) {
-  if (tokens <= kMostCodeTokens) return {LinearKernel::kCodes, "up to 256 tokens"};
-  return {LinearKernel::kDecoded, "more than 256 tokens"};
+// Measured on an H200 (docs/measurements/performance_linear.md): with more tokens, the kernel of tiles is faster than
+// that of codes, and torch's product of decoded rows is faster than either.
+constexpr int64_t kMostFewTokens = 24, kMostTileTokens = 768;
+// Without tiles. Decoding costs as much as the kernel of codes for so many.
+constexpr int64_t kMostCodeTokens = 128;
+// Decoded rows in float32 are products in float32, which are slow, but exact. So they begin later.
+constexpr int64_t kMostRoundedTokens = 256;
+
+constexpr LinearChoice choose_linear(const LinearShape& call, const DeviceFacts& device) {
+  if (call.tokens <= kMostFewTokens) return {LinearKernel::kCodes, "up to 24 tokens"};
+  if (!device.warpgroup_products) {
+    if (call.tokens <= kMostCodeTokens)
+      return {LinearKernel::kCodes, "up to 128 tokens, without products of warpgroups"};
+    return {LinearKernel::kDecoded, "more than 128 tokens, without products of warpgroups"};
+  }
+  if (call.dtype == Dtype::kFloat32) {
+    if (call.tokens <= kMostRoundedTokens) return {LinearKernel::kTiles, "up to 256 tokens of float32"};
+    return {LinearKernel::kDecoded, "more than 256 tokens of float32"};
+  }
+  if (call.tokens <= kMostTileTokens) return {LinearKernel::kTiles, "up to 768 tokens"};
+  return {LinearKernel::kDecoded, "more than 768 tokens"};
 }
 
 }  // namespace turboquant

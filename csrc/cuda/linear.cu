@@ -1,11 +1,12 @@
-// linear_packed: describes a call for its kernel (linear/call.cuh) and launches it, or has the weight decoded for many
-// tokens (choices/linear.h).
+// linear_packed: describes a call for its kernel (linear/call.cuh, linear/tiles/call.cuh) and launches it, or has the
+// weight decoded for many tokens (choices/linear.h).
 #include "calls/linear.h"
 
 #include "choices/linear.h"
 #include "cuda/common/torch.cuh"
 #include "cuda/linear/launch.cuh"
 #include "cuda/linear/many_tokens.cuh"
+#include "cuda/linear/tiles/launch.cuh"
 
 namespace turboquant::cuda {
 namespace {
@@ -27,27 +28,48 @@ class Activations {
 void multiply(const LinearCall& c, const WeightShape& shape, const Tensor& y) {
   if (y.numel() == 0) return;
   const Launch launch(c.x);
-  const int64_t tokens = c.x.numel() / shape.k;
-  if (choose_linear(tokens).kernel == LinearKernel::kDecoded) return linear::multiply_decoded(c, shape, y);
+  const Device& device = device_of(c.x.get_device_index());
+  const LinearKernel kernel = choose_linear({c.x.numel() / shape.k, dtype_of(c.x)}, device.facts).kernel;
+  if (kernel == LinearKernel::kDecoded) return linear::multiply_decoded(c, shape, y);
   STD_TORCH_CHECK(aligned(c.packed.data_ptr(), 16), "packed must start at a multiple of 16 bytes");
   const Activations x(c.x);
   const Constant signs(c.signs), inverse(c.channel_inverse), levels(c.levels);
+  const int groups = checked_int(shape.groups(), "the number of groups");
+  const void* const bias = c.bias ? c.bias->data_ptr() : nullptr;
+  const auto launch_with = [&](auto&& work) {
+    const Tensor workspace = new_tensor(c.x, {work.workspace_bytes()}, ScalarType::Byte, "the work space");
+    work.run(workspace.data_ptr(), launch.stream());
+  };
+  if (kernel == LinearKernel::kTiles) {
+    const linear::tiles::Call call{.packed = bytes_of(c.packed),
+                                   .levels = reinterpret_cast<const int8_t*>(levels.data()),
+                                   .x = x.data(),
+                                   .x_stride = x.stride(),
+                                   .dtype = dtype_of(c.x),
+                                   .signs = signs.data(),
+                                   .channel_inverse = inverse.data(),
+                                   .bias = bias,
+                                   .y = y.data_ptr(),
+                                   .tokens = x.count(),
+                                   .n = shape.n,
+                                   .groups = groups,
+                                   .block = shape.block};
+    return launch_with(linear::tiles::TilesLaunch(call, device));
+  }
   const linear::Call call{.x = x.data(),
                           .x_stride = x.stride(),
                           .dtype = dtype_of(c.x),
                           .signs = signs.data(),
                           .channel_inverse = inverse.data(),
                           .levels = reinterpret_cast<const int8_t*>(levels.data()),
-                          .bias = c.bias ? c.bias->data_ptr() : nullptr,
+                          .bias = bias,
                           .y = y.data_ptr(),
                           .packed = bytes_of(c.packed),
                           .columns = x.count(),
                           .n = shape.n,
-                          .groups = checked_int(shape.groups(), "the number of groups"),
+                          .groups = groups,
                           .group = shape.block.group};
-  linear::LinearLaunch work(call, shape.block, !c.levels, device_of(c.x.get_device_index()));
-  const Tensor workspace = new_tensor(c.x, {work.workspace_bytes()}, ScalarType::Byte, "the work space");
-  work.run(workspace.data_ptr(), launch.stream());
+  launch_with(linear::LinearLaunch(call, shape.block, !c.levels, device));
 }
 
 Tensor linear_packed(const LinearCall& c) {

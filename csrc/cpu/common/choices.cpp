@@ -102,7 +102,14 @@ const char* name(CodecKernel kernel) {
 
 const char* name(LatentKernel kernel) { return kernel == LatentKernel::kWarpgroups ? "warpgroups" : "general"; }
 
-const char* name(LinearKernel kernel) { return kernel == LinearKernel::kCodes ? "codes" : "decoded"; }
+const char* name(LinearKernel kernel) {
+  switch (kernel) {
+    case LinearKernel::kCodes: return "codes";
+    case LinearKernel::kTiles: return "tiles";
+    case LinearKernel::kDecoded: break;
+  }
+  return "decoded";
+}
 
 const char* name(ScoreKernel kernel) {
   switch (kernel) {
@@ -226,10 +233,9 @@ Answer choose_sketch(Facts& facts, const DeviceFacts& device) {
   return facts.valid() ? answer(turboquant::choose_sketch(call, device)) : kBadFacts;
 }
 
-// It asks nothing about the device.
-Answer choose_linear(Facts& facts, const DeviceFacts&) {
-  const int64_t tokens = facts.vectors();
-  return facts.valid() ? answer(turboquant::choose_linear(tokens)) : kBadFacts;
+Answer choose_linear(Facts& facts, const DeviceFacts& device) {
+  const LinearShape call{.tokens = facts.vectors(), .dtype = facts.dtype()};
+  return facts.valid() ? answer(turboquant::choose_linear(call, device)) : kBadFacts;
 }
 
 struct Op {

@@ -126,8 +126,7 @@ class WarpDecoder {
     }
     __syncwarp();
     const uint32_t* const word = words + lane_ * kStride;
-    const float whole =
-        __fmul_rn(__half2float(__ushort_as_half(static_cast<uint16_t>(x.scale))), format::kLevelUnit);
+    const float whole = __fmul_rn(__half2float(__ushort_as_half(static_cast<uint16_t>(x.scale))), format::kLevelUnit);
     const LevelBytes levels(BYTES ? nullptr : w_.levels);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {

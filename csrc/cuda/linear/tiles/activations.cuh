@@ -1,0 +1,133 @@
+// Activations as right operands: rotated, scaled by a power of two of the token, rounded to float16.
+#pragma once
+
+#include "cuda/common/device.cuh"
+#include "cuda/common/wgmma_swizzled.cuh"
+#include "cuda/linear/tiles/call.cuh"
+
+namespace turboquant::cuda::linear::tiles {
+
+constexpr int kMostRotateWarps = 32;
+constexpr int kLaneChannels = 16, kSpanChannels = 32 * kLaneChannels;
+
+// Warps of a thread block that rotates a token: a span of 512 channels each, or several in turn.
+inline int rotate_warps(int64_t channels) {
+  const int64_t spans = (channels + kSpanChannels - 1) / kSpanChannels;
+  return static_cast<int>(spans < kMostRotateWarps ? spans : kMostRotateWarps);
+}
+
+// 512 channels of a token in a warp: a lane has 16 neighbours.
+class Span {
+ public:
+  __device__ __forceinline__ Span(const Call& a, int64_t token, int first)
+      : a_(a), channel_(first + kLaneChannels * static_cast<int>(threadIdx.x % 32)),
+        exists_(channel_ < a.groups * a.block.group) {
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; ++i) v_[i] = 0;
+    if (!exists_) return;
+    load_floats_as<kLaneChannels>(a.x, a.dtype, token * a.x_stride + channel_, v_);
+    if (a.channel_inverse) multiply(a.channel_inverse + channel_);
+    multiply(a.signs + (channel_ & (a.block.group - 1)));
+  }
+
+  // The bits of the largest magnitude in the warp, which are ordered as magnitudes are, with NaN above infinity.
+  __device__ __forceinline__ uint32_t most() const {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; ++i) most = max(most, __float_as_uint(v_[i]) & 0x7FFFFFFF);
+    return max_of_lanes(most);
+  }
+
+  __device__ __forceinline__ void rotate(float scale) {
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; ++i) v_[i] *= scale;
+#pragma unroll
+    for (int h = 1; h < kLaneChannels; h *= 2) {
+#pragma unroll
+      for (int i = 0; i < kLaneChannels; ++i) {
+        if (i & h) continue;
+        const float x = v_[i], y = v_[i + h];
+        v_[i] = x + y, v_[i + h] = x - y;
+      }
+    }
+#pragma unroll
+    for (int bit = 1; bit < 8; bit *= 2) {
+      if (kLaneChannels * bit >= a_.block.group) break;
+      const float sign = threadIdx.x & bit ? -1.0f : 1.0f;
+#pragma unroll
+      for (int i = 0; i < kLaneChannels; ++i) v_[i] = fmaf(v_[i], sign, __shfl_xor_sync(0xffffffff, v_[i], bit));
+    }
+  }
+
+  // row: of the token in its tile, 128 bytes for each 64 channels; step: bytes from 64 channels to the next 64. Within
+  // 16 channels, channel 4 t + 2 j + i stands at place 8 j + 2 t + i, where lane t of a left operand has the codes of
+  // channels 4 t to 4 t + 3.
+  __device__ __forceinline__ void store(uint8_t* tile, int row, int64_t step) const {
+    if (!exists_) return;
+    uint8_t* const to = tile + channel_ / kChannels * step;
+    const int first = channel_ % kChannels * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float* const v = v_ + 2 * i;
+      *reinterpret_cast<uint4*>(to + swizzled(row, first + 16 * i)) =
+          make_uint4(word_of_floats<__half>(v[0], v[1]), word_of_floats<__half>(v[4], v[5]),
+                     word_of_floats<__half>(v[8], v[9]), word_of_floats<__half>(v[12], v[13]));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void multiply(const float* factors) {
+#pragma unroll
+    for (int i = 0; i < kLaneChannels; i += 4) {
+      const float4 f = __ldg(reinterpret_cast<const float4*>(factors + i));
+      v_[i] *= f.x, v_[i + 1] *= f.y, v_[i + 2] *= f.z, v_[i + 3] *= f.w;
+    }
+  }
+
+  const Call& a_;
+  int channel_;  // the first one of the lane
+  bool exists_;
+  float v_[kLaneChannels];
+};
+
+// A thread block rotates a token.
+__global__ void __launch_bounds__(32 * kMostRotateWarps)
+    rotate_activations(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  __shared__ uint32_t most_of_warp[kMostRotateWarps];
+  wait_for_previous_kernel();
+  let_next_kernel_begin();  // not before: it reads weights, which the kernel before this one may have written
+  const int token = static_cast<int>(blockIdx.x), channels = a.groups * a.block.group;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  Span own(a, token, kSpanChannels * warp);
+  uint32_t most = own.most();
+#pragma unroll 1
+  for (int first = kSpanChannels * (warp + warps); first < channels; first += kSpanChannels * warps) {
+    most = max(most, Span(a, token, first).most());
+  }
+  if (lane == 0) most_of_warp[warp] = most;
+  __syncthreads();
+  most = max_of_lanes(lane < warps ? most_of_warp[lane] : 0u);
+
+  // The limit keeps the factor, and what undoes it, normal numbers.
+  const int down = min(kLog2Largest + 127 - static_cast<int>(most >> 23), 126);  // -117 .. 126
+  const float scale = __int_as_float((127 + down) << 23) * (a.block.group == 128 ? 0.08838834764831845f : 0.125f);
+  const int column_tile = quotient(token, p.tokens), row = token - column_tile * p.tokens;
+  const int64_t step = int64_t{p.tokens} * kRowBytes;
+  uint8_t* const tile = p.operands + int64_t{column_tile} * (channels / kChannels) * step;
+  own.rotate(scale);
+  own.store(tile, row, step);
+#pragma unroll 1
+  for (int first = kSpanChannels * (warp + warps); first < channels; first += kSpanChannels * warps) {
+    Span span(a, token, first);
+    span.rotate(scale);
+    span.store(tile, row, step);
+  }
+  if (threadIdx.x == 0) {
+    const float factor = __int_as_float((127 - down) << 23) * kOperandUnit;
+    p.factors[token] = most < 0x7F800000 ? factor : __uint_as_float(0x7FFFFFFF);
+  }
+#endif
+}
+
+}  // namespace turboquant::cuda::linear::tiles

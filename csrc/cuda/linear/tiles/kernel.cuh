@@ -1,0 +1,384 @@
+// linear_packed for tiles of outputs and tokens, on tensor cores that multiply float16 of warpgroups.
+//
+// A ring in shared memory holds packed weights and activations of a group of channels in each stage. Every warp copies
+// the 16 rows that are its own, and the first one activations for all. Warps expand 32 channels at a time to operands in
+// registers, of which they have two: one is expanded while tensor cores multiply the other. Where rows and tokens are
+// too few to occupy all multiprocessors, the thread blocks of a cluster share the channels of a tile. Each of them adds
+// the sums of some tokens, in the order of the blocks: results are the same in every run.
+#pragma once
+
+#include "cuda/common/async_copy.cuh"
+#include "cuda/common/device.cuh"
+#include "cuda/common/wgmma_swizzled.cuh"
+#include "cuda/linear/levels.cuh"
+#include "cuda/linear/tiles/call.cuh"
+
+namespace turboquant::cuda::linear::tiles {
+
+// ---- Clusters
+
+__device__ __forceinline__ void synchronise_cluster() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// Floats at the same address of the shared memory of thread block `rank` of the cluster.
+__device__ __forceinline__ float4 load_from_cluster(const float* here, int rank) {
+  float4 x{};
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
+      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+      : "r"(shared_address(here)), "r"(rank)
+      : "memory");
+#endif
+  return x;
+}
+
+// ---- Weights as left operands
+
+// What a lane has of 16 rows and 64 channels: rows g and g + 8, as they lie in memory.
+template <bool BYTES>
+struct Codes {
+  uint4 word[BYTES ? 2 : 1];
+};
+// Of a group of channels: scales of both rows; codes of multipliers, a byte for 64 channels, row g + 8 in the upper half.
+struct Factors {
+  __half2 scale;
+  uint32_t multipliers;
+};
+
+template <bool BYTES>
+class Expander {
+  static constexpr int kHalfBytes = format::kWeightRows * kChannels * (BYTES ? 8 : 4) / 8;
+
+ public:
+  __device__ __forceinline__ explicit Expander(const Call& a) : levels_(BYTES ? nullptr : a.levels) {
+    const int lane = threadIdx.x % 32;
+    codes_at_ = 16 * lane;
+    scales_at_ = a.block.scales() + lane / 4 * 4;
+    each_ = a.block.multiplier_bytes();
+    multipliers_at_ = a.block.multipliers() + lane / 4 * 2 * each_;
+  }
+
+  // unit: in shared memory
+  template <int HALF>
+  __device__ __forceinline__ Codes<BYTES> load(const uint8_t* unit) const {
+    Codes<BYTES> c;
+#pragma unroll
+    for (int i = 0; i < (BYTES ? 2 : 1); ++i) {
+      c.word[i] = *reinterpret_cast<const uint4*>(unit + codes_at_ + kHalfBytes * HALF + 512 * i);
+    }
+    return c;
+  }
+  __device__ __forceinline__ Factors load_factors(const uint8_t* unit) const {
+    Factors f;
+    f.scale = *reinterpret_cast<const __half2*>(unit + scales_at_);
+    f.multipliers = 0x44444444;  // without multipliers M is 16
+    if (!BYTES && each_ == 2) {
+      f.multipliers = *reinterpret_cast<const uint32_t*>(unit + multipliers_at_);
+    } else if (!BYTES && each_ == 1) {
+      f.multipliers = select_bytes(*reinterpret_cast<const uint16_t*>(unit + multipliers_at_), 0, 0x4140);
+    }
+    return f;
+  }
+
+  // The fragments of channels 64 HALF + 32 STEP and on: four words for the first 16, four for the others.
+  template <int HALF, int STEP>
+  __device__ __forceinline__ void expand(const Codes<BYTES>& c, const Factors& f, uint32_t (&to)[8]) const {
+    __half2 by;  // scale * M / 32 of rows g and g + 8
+    if constexpr (BYTES) {
+      by = __hmul2(f.scale, __float2half2_rn(0.5f));
+    } else {
+      const uint32_t word = (f.multipliers >> (8 * HALF + 4 * STEP) & 0x000F000F) | 0x64006400;  // 1024 + code
+      by = __hmul2(f.scale, __hfma2(reinterpret_cast<const __half2&>(word), __float2half2_rn(1.0f / 32),
+                                    __float2half2_rn((format::kMultiplierOffset - 1024) / 32.0f)));
+    }
+    const __half2 upper = __low2half2(by), lower = __high2half2(by);
+    if constexpr (BYTES) {
+      const uint4 w = c.word[STEP];
+      put(LevelBytes::of_bytes(w.x), upper, to[0], to[2]), put(LevelBytes::of_bytes(w.y), lower, to[1], to[3]);
+      put(LevelBytes::of_bytes(w.z), upper, to[4], to[6]), put(LevelBytes::of_bytes(w.w), lower, to[5], to[7]);
+    } else {
+      const uint2 u = levels_.of_nibbles(STEP ? c.word[0].z : c.word[0].x);
+      const uint2 v = levels_.of_nibbles(STEP ? c.word[0].w : c.word[0].y);
+      put(u.x, upper, to[0], to[2]), put(v.x, lower, to[1], to[3]);
+      put(u.y, upper, to[4], to[6]), put(v.y, lower, to[5], to[7]);
+    }
+  }
+
+ private:
+  // levels: of four channels, plus 128
+  static __device__ __forceinline__ void put(uint32_t levels, __half2 by, uint32_t& first, uint32_t& second) {
+    first = scaled(select_bytes(levels, 0x64646464, 0x4140), by);
+    second = scaled(select_bytes(levels, 0x64646464, 0x4342), by);
+  }
+  // word: two times 1024 + 128 + level, as float16
+  static __device__ __forceinline__ uint32_t scaled(uint32_t word, __half2 by) {
+    const __half2 level =
+        __hfma2(reinterpret_cast<const __half2&>(word), __float2half2_rn(1.0f / 128), __float2half2_rn(-1152.0f / 128));
+    const __half2 out = __hmul2(level, by);
+    return reinterpret_cast<const uint32_t&>(out);
+  }
+
+  LevelBytes levels_;
+  int codes_at_, scales_at_, multipliers_at_;
+  int each_;  // bytes of a row's multipliers
+};
+
+// ---- A tile
+
+template <int TOKENS, bool BYTES>
+class Tile {
+  static constexpr int kSlabs = slabs_of(TOKENS), kRows = format::kWeightRows * kSlabs, kThreads = 32 * kSlabs;
+  static constexpr int kSumStride = sum_stride(TOKENS);
+  static constexpr int kColumns = TOKENS < 128 ? TOKENS : 128;  // of a product
+  static constexpr int kSums = TOKENS / 2;                      // of a lane
+
+ public:
+  __device__ __forceinline__ Tile(const Call& a, const Plan& p, uint8_t* shared) : a_(a), p_(p), shared_(shared) {
+    const int tile = quotient(static_cast<int>(blockIdx.x), p.parts);
+    part_ = static_cast<int>(blockIdx.x) - tile * p.parts;
+    row_tile_ = quotient(tile, p.column_tiles), column_tile_ = tile - row_tile_ * p.column_tiles;
+    first_ = quotient(a.groups * part_, p.parts), end_ = quotient(a.groups * (part_ + 1), p.parts);
+    halves_ = a.block.group / kChannels;
+    operand_bytes_ = halves_ * TOKENS * kRowBytes;
+    full_ = reinterpret_cast<uint64_t*>(shared), empty_ = full_ + kMostStages;
+    warp_ = threadIdx.x / 32;
+    const int64_t slab = int64_t{row_tile_} * kSlabs + warp_;
+    unit_bytes_ = a.block.block_bytes();
+    weights_at_ = operand_bytes_ + warp_ * unit_bytes_;
+    weights_ = a.packed + slab * a.groups * unit_bytes_;
+    copy_bytes_ = slab * format::kWeightRows < a.n ? unit_bytes_ : 0;
+  }
+
+  __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < p_.stages; ++i) init_barrier(full_ + i, kSlabs), init_barrier(empty_ + i, kSlabs);
+      barriers_ready();
+    }
+    __syncthreads();
+    multiply();
+    finish();
+  }
+
+ private:
+  __device__ __forceinline__ uint8_t* stage(int i) const { return shared_ + kHeaderBytes + i * p_.stage_bytes; }
+
+  // ---- Copies: each warp copies its own rows, and the first one activations, too.
+
+  __device__ __forceinline__ Run weights(int group, int slot) const {
+    return {stage(slot) + weights_at_, weights_ + int64_t{group} * unit_bytes_, copy_bytes_};
+  }
+  __device__ __forceinline__ Run activations(int group, int slot) const {
+    const int64_t from = (int64_t{column_tile_} * a_.groups + group) * operand_bytes_;
+    return {stage(slot), p_.operands + from, operand_bytes_};
+  }
+  __device__ __forceinline__ void copy(int group, int slot) const {
+    if (warp_ == 0) {
+      const Run runs[2] = {weights(group, slot), activations(group, slot)};
+      fill_slot(full_ + slot, runs);
+    } else {
+      const Run runs[1] = {weights(group, slot)};
+      fill_slot(full_ + slot, runs);
+    }
+  }
+  // Weights do not wait for the kernel that writes activations.
+  __device__ __forceinline__ void fill_ring() const {
+    const int ahead = min(p_.stages, end_ - first_);
+    if (warp_ == 0) {
+      for (int i = 0; i < ahead; ++i) prefetch_weights(first_ + i);
+      wait_for_previous_kernel();
+    }
+    for (int i = 0; i < ahead; ++i) copy(first_ + i, i);
+  }
+  __device__ __forceinline__ void prefetch_weights(int group) const {
+    if (threadIdx.x == 0) prefetch_bytes(weights_ + int64_t{group} * unit_bytes_, unit_bytes_);
+  }
+
+  // ---- Products
+
+  // A step of 32 channels. b: the low word of an operand
+  __device__ __forceinline__ void multiply_step(float* d, const uint32_t (&operand)[8], uint32_t b, bool add) const {
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int i = 0; i < TOKENS / kColumns; ++i) {
+        multiply_registers<kColumns, __half, false>(d + kColumns / 2 * i, operand + 4 * k,
+                                                    swizzled_word(b + 2 * k + kColumns * kRowBytes / 16 * i),
+                                                    k > 0 || add);
+      }
+    }
+    commit_products();
+  }
+  static __device__ __forceinline__ uint64_t swizzled_word(uint32_t low) {
+    return uint64_t{0x40000000 | kSwizzleGroup / 16} << 32 | low;
+  }
+
+  __device__ __forceinline__ void multiply() {
+    fill_ring();
+    const Expander<BYTES> expander(a_);
+    float d[kSums];
+    uint32_t operand[2][8];
+    int slot = 0, before = -1;
+    uint32_t phase = 0, empty_phase = 0;
+    wait_barrier(full_, 0);
+    const uint8_t* unit = stage(0) + weights_at_;
+    Codes<BYTES> first = expander.template load<0>(unit);
+    Factors factors = expander.load_factors(unit);
+#pragma unroll 1
+    for (int group = first_; group < end_; ++group) {
+      const Codes<BYTES> codes = first;
+      const Factors f = factors;
+      const uint32_t b = __shfl_sync(0xffffffff, shared_address(stage(slot)) / 16 | 0x10000, 0);
+      Codes<BYTES> second = codes;
+      if (halves_ == 2) second = expander.template load<1>(unit);
+      expander.template expand<0, 0>(codes, f, operand[0]);
+      multiply_step(d, operand[0], b, group > first_);
+      wait_for_products<1>();  // for those of the other operand, which is next
+      if (before >= 0 && threadIdx.x % 32 == 0) arrive(empty_ + before);
+      expander.template expand<0, 1>(codes, f, operand[1]);
+      multiply_step(d, operand[1], b + 4, true);
+      wait_for_products<1>();
+      if (halves_ == 2) {
+        constexpr int kNext = TOKENS * kRowBytes / 16;
+        expander.template expand<1, 0>(second, f, operand[0]);
+        multiply_step(d, operand[0], b + kNext, true);
+        wait_for_products<1>();
+        expander.template expand<1, 1>(second, f, operand[1]);
+        multiply_step(d, operand[1], b + kNext + 4, true);
+      }
+      refill(group, slot, before, empty_phase);
+      before = slot;
+      if (++slot == p_.stages) slot = 0, phase ^= 1;
+      if (group + 1 < end_) {
+        wait_barrier(full_ + slot, phase);
+        unit = stage(slot) + weights_at_;
+        first = expander.template load<0>(unit), factors = expander.load_factors(unit);
+      }
+      wait_for_products<1>();
+    }
+    let_next_kernel_begin();
+    wait_for_products<0>();
+    receive<kSums>(d);
+    __syncthreads();  // the ring has been read, and nothing is on its way into it
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    float* const to = sums() + 16 * warp_ + g;
+    // Products of 128 columns follow each other, too.
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) to[(8 * (i / 4) + 2 * t + i % 2) * kSumStride + i % 4 / 2 * 8] = d[i];
+  }
+
+  // Starts the next copies. The warp has read its weights of `slot`, which were those of `group`. Activations of the
+  // slot before it have been read by now, by all warps or by most.
+  __device__ __forceinline__ void refill(int group, int slot, int before, uint32_t& empty_phase) const {
+    int next = group + p_.stages;
+    if (warp_ == 0) {
+      if (before < 0) return;
+      --next, slot = before;
+      if (next < end_) wait_barrier(empty_ + before, empty_phase);
+      if (before + 1 == p_.stages) empty_phase ^= 1;
+    }
+    __syncwarp();
+    if (next < end_) copy(next, slot);
+  }
+
+  // ---- Results
+
+  __device__ __forceinline__ float* sums() const { return reinterpret_cast<float*>(shared_ + kHeaderBytes); }
+
+  __device__ __forceinline__ float* factors() const { return sums() + TOKENS * kSumStride; }
+
+  __device__ __forceinline__ void finish() const {
+    const int64_t token = int64_t{column_tile_} * TOKENS;
+    wait_for_previous_kernel();  // which wrote the factors
+    if (threadIdx.x < TOKENS && token + threadIdx.x < a_.tokens) {
+      factors()[threadIdx.x] = __ldcg(p_.factors + token + threadIdx.x);
+    }
+    __syncthreads();
+    if (p_.parts > 1) synchronise_cluster();
+    with_float_type(a_.dtype, [&](auto tag) { store<typename decltype(tag)::type>(token); });
+    if (p_.parts > 1) synchronise_cluster();  // others read this block's sums until then
+  }
+
+  // A thread stores four outputs of every kStep-th token of those that are the block's to add.
+  template <typename T>
+  __device__ __forceinline__ void store(int64_t token) const {
+    constexpr int kQuads = kRows / 4, kStep = kThreads / kQuads;
+    const int inside = static_cast<int>(threadIdx.x) % kQuads * 4;
+    const int64_t row = int64_t{row_tile_} * kRows + inside;
+    if (row >= a_.n) return;
+    const int count = static_cast<int>(min(int64_t{4}, a_.n - row));
+    float bias[4] = {};
+    if (a_.bias) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j < count) bias[j] = static_cast<float>(static_cast<const T*>(a_.bias)[row + j]);
+      }
+    }
+    T* const to = static_cast<T*>(a_.y) + token * a_.n + row;
+    const auto store_one = [&](int i, const float4& sum) {
+      const float factor = factors()[i];
+      const float y[4] = {sum.x * factor + bias[0], sum.y * factor + bias[1], sum.z * factor + bias[2],
+                          sum.w * factor + bias[3]};
+      T* const here = to + i * a_.n;
+      if (a_.n % 4 == 0) {
+        store_floats<4>(y, here);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (j < count) here[j] = static_cast<T>(y[j]);
+        }
+      }
+    };
+    const int begin = quotient(TOKENS * part_, p_.parts) + static_cast<int>(threadIdx.x) / kQuads;
+    const int end = static_cast<int>(min(int64_t{quotient(TOKENS * (part_ + 1), p_.parts)}, a_.tokens - token));
+    const float* const from = sums() + inside;
+    if (p_.parts == 1) {
+#pragma unroll 8
+      for (int i = begin; i < end; i += kStep) {
+        store_one(i, *reinterpret_cast<const float4*>(from + i * kSumStride));
+      }
+    } else {
+#pragma unroll 1
+      for (int i = begin; i < end; i += kStep) store_one(i, sum_of_parts(from + i * kSumStride));
+    }
+  }
+
+  __device__ __forceinline__ float4 sum_of_parts(const float* from) const {
+    float4 x[kMostParts];
+#pragma unroll
+    for (int part = 0; part < kMostParts; ++part) {
+      if (part < p_.parts) x[part] = load_from_cluster(from, part);
+    }
+    float4 sum = x[0];
+#pragma unroll
+    for (int part = 1; part < kMostParts; ++part) {
+      if (part >= p_.parts) break;
+      sum.x += x[part].x, sum.y += x[part].y, sum.z += x[part].z, sum.w += x[part].w;
+    }
+    return sum;
+  }
+
+  const Call& a_;
+  const Plan& p_;
+  uint8_t* shared_;
+  uint64_t *full_, *empty_;
+  int warp_, part_, row_tile_, column_tile_, halves_;
+  int first_, end_;  // groups of channels
+  // The warp's rows: where they stand, in a stage, too.
+  const uint8_t* weights_;
+  int unit_bytes_, operand_bytes_, weights_at_, copy_bytes_;
+};
+
+template <int TOKENS, bool BYTES>
+__global__ void __launch_bounds__(32 * slabs_of(TOKENS), 1)
+    tiles_kernel(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) uint8_t shared[];
+  Tile<TOKENS, BYTES>(a, p, shared).run();
+#endif
+}
+
+}  // namespace turboquant::cuda::linear::tiles

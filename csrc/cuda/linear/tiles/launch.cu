@@ -1,0 +1,101 @@
+#include "cuda/linear/tiles/launch.cuh"
+
+#include <map>
+#include <mutex>
+
+#include "cuda/common/torch.cuh"
+#include "cuda/linear/tiles/activations.cuh"
+#include "cuda/linear/tiles/kernel.cuh"
+#include "cuda/linear/tiles/plan.cuh"
+
+namespace turboquant::cuda::linear::tiles {
+namespace {
+
+// Of a pair of launches, so that their work space is bounded.
+constexpr int64_t kMostTokens = 8192;
+
+template <int TOKENS>
+const void* kernel_of(const format::WeightBlock& block) {
+  return format::levels_are_codes(block.width()) ? reinterpret_cast<const void*>(&tiles_kernel<TOKENS, true>)
+                                                 : reinterpret_cast<const void*>(&tiles_kernel<TOKENS, false>);
+}
+const void* kernel_of(int tokens, const format::WeightBlock& block) {
+  if (tokens == 64) return kernel_of<64>(block);
+  return tokens == 128 ? kernel_of<128>(block) : reinterpret_cast<const void*>(&tiles_kernel<256, false>);
+}
+
+// A launch of clusters of `parts` thread blocks that begins before the previous kernel has ended.
+struct ClusterLaunch {
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+
+  ClusterLaunch(int parts, int tokens, int shared_bytes) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = parts, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    config.gridDim = dim3(parts), config.blockDim = dim3(32 * slabs_of(tokens)), config.dynamicSmemBytes = shared_bytes;
+    config.attrs = attributes, config.numAttrs = 2;
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;  // config points to attributes
+};
+
+// Multiprocessors of a cluster are neighbours, so a device may have room for fewer clusters than their number of
+// thread blocks tells. Each device is asked once, for the smallest kernel: all of them fill a multiprocessor.
+Clusters clusters_of(const Device& device) {
+  static std::mutex mutex;
+  static std::map<int, Clusters> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto at = known.find(device.index);
+  if (at != known.end()) return at->second;
+  const void* const kernel = reinterpret_cast<const void*>(&tiles_kernel<64, false>);
+  const int bytes = device.facts.shared_per_block;
+  allow_shared_memory(kernel, device.index, bytes);
+  Clusters clusters{};
+  for (int parts = 1; parts <= kMostParts; ++parts) {
+    ClusterLaunch launch(parts, 64, bytes);
+    check_cuda(cudaOccupancyMaxActiveClusters(&clusters.count[parts], kernel, &launch.config), "linear_packed");
+  }
+  return known[device.index] = clusters;
+}
+
+}  // namespace
+
+TilesLaunch::TilesLaunch(const Call& call, const Device& device)
+    : call_(call), device_(device), tokens_(tile_tokens(call.tokens, call.block)) {}
+
+int64_t TilesLaunch::operand_bytes() const {
+  return round_up(std::min(call_.tokens, kMostTokens), tokens_) * call_.groups * call_.block.group * 2;
+}
+int64_t TilesLaunch::workspace_bytes() const {
+  return operand_bytes() + std::min(call_.tokens, kMostTokens) * static_cast<int64_t>(sizeof(float));
+}
+
+void TilesLaunch::run(void* workspace, cudaStream_t stream) {
+  const int64_t size = element_size(call_.dtype);
+  for (int64_t first = 0; first < call_.tokens; first += kMostTokens) {
+    Call some = call_;
+    some.tokens = std::min(call_.tokens - first, kMostTokens);
+    some.x = static_cast<const uint8_t*>(call_.x) + first * call_.x_stride * size;
+    some.y = static_cast<uint8_t*>(call_.y) + first * call_.n * size;
+    run_tokens(some, static_cast<uint8_t*>(workspace), stream);
+  }
+}
+
+void TilesLaunch::run_tokens(const Call& call, uint8_t* workspace, cudaStream_t stream) const {
+  Plan p = plan_of(call, tokens_, device_.facts, clusters_of(device_));
+  p.operands = workspace, p.factors = reinterpret_cast<float*>(workspace + operand_bytes());
+  void* arguments[] = {const_cast<Call*>(&call), &p};
+  const int64_t channels = int64_t{call.groups} * call.block.group;
+  check_cuda(launch_early(reinterpret_cast<const void*>(&rotate_activations), num_blocks(call.tokens, 1),
+                          32 * rotate_warps(channels), 0, arguments, stream, device_.facts.major),
+             "linear_packed");
+  const void* const kernel = kernel_of(p.tokens, call.block);
+  allow_shared_memory(kernel, device_.index, p.bytes);
+  ClusterLaunch launch(p.parts, p.tokens, p.bytes);
+  launch.config.gridDim = dim3(num_blocks(int64_t{p.parts} * p.column_tiles * p.row_tiles, 1));
+  launch.config.stream = stream;
+  check_cuda(cudaLaunchKernelExC(&launch.config, kernel, arguments), "linear_packed");
+}
+
+}  // namespace turboquant::cuda::linear::tiles

@@ -1,0 +1,30 @@
+// The launch of the kernel of tiles.
+#pragma once
+
+#include "cuda/common/device_facts.cuh"
+#include "cuda/linear/tiles/call.cuh"
+
+namespace turboquant::cuda::linear::tiles {
+
+// A launch, with everything that follows from the call and the device: computed once, before memory is allocated.
+class TilesLaunch {
+ public:
+  // The call stays alive until `run` returns. The device has products of warpgroups.
+  TilesLaunch(const Call& call, const Device& device);
+
+  // Bytes of memory for activations; their contents do not matter. They do not grow any more from 8,192 tokens on.
+  int64_t workspace_bytes() const;
+
+  // workspace: aligned to 16 bytes.
+  void run(void* workspace, cudaStream_t stream);
+
+ private:
+  int64_t operand_bytes() const;
+  void run_tokens(const Call& call, uint8_t* workspace, cudaStream_t stream) const;
+
+  const Call& call_;
+  const Device& device_;
+  int tokens_;  // of a tile
+};
+
+}  // namespace turboquant::cuda::linear::tiles
