@@ -89,7 +89,8 @@ MIXED = "few query rows per KV head in some sequences, more in others"
 UP_TO_64 = "at most 64 query rows per KV head"
 UP_TO_32 = "at most 32 query rows per KV head"
 MANY = "many query rows per KV head"
-NO_PRODUCTS = f"{MANY}, without products of warpgroups"
+WITHOUT, FULL_TOKENS = "without products of warpgroups", "256 tokens of float32"
+NO_PRODUCTS = f"{MANY}, {WITHOUT}"
 NO_TILE_DIM = f"{MANY}, and the row-tile kernel is not compiled for this head_dim"
 NO_TILE_CODES = f"{MANY}, and the row-tile kernel does not expand these codes"
 FULL_ROWS = f"{MANY}, of float32"
@@ -202,8 +203,15 @@ CASES = [
     Case("qjl_sketch", {}, "lanes", "compute capability below 8.0", "T4"),
     Case("qjl_sketch", {"vectors": 16 * 4 * 132 - 16}, "lanes", TOO_FEW),
     Case("qjl_sketch", {"vectors": 16 * 4 * 132 - 15}, "bulk", "many 16-bit vectors"),
-    Case("linear_packed", {"tokens": 256}, "codes", "up to 256 tokens"),
-    Case("linear_packed", {"tokens": 257}, "decoded", "more than 256 tokens"),
+    Case("linear_packed", {"tokens": 16}, "codes", "up to 16 tokens"),
+    Case("linear_packed", {"tokens": 16}, "codes", "up to 16 tokens", "A100"),
+    Case("linear_packed", {"tokens": 17}, "tiles", "up to 1,024 tokens"),
+    Case("linear_packed", {"tokens": 1024, "dtype": HALF}, "tiles", "up to 1,024 tokens"),
+    Case("linear_packed", {"tokens": 1025}, "decoded", "more than 1,024 tokens"),
+    Case("linear_packed", {"tokens": 17, "dtype": FULL}, "tiles", f"up to {FULL_TOKENS}"),
+    Case("linear_packed", {"tokens": 257, "dtype": FULL}, "decoded", f"more than {FULL_TOKENS}"),
+    Case("linear_packed", {"tokens": 64}, "codes", f"up to 64 tokens, {WITHOUT}", "A100"),
+    Case("linear_packed", {"tokens": 65}, "decoded", f"more than 64 tokens, {WITHOUT}", "B200"),
 ]  # fmt: skip
 
 

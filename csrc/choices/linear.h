@@ -25,27 +25,28 @@ struct LinearShape {
   Dtype dtype;
 };
 
-// Measured on an H200 (docs/measurements/performance_linear.md): with more tokens, the kernel of tiles is faster than
-// that of codes, and torch's product of decoded rows is faster than either.
-constexpr int64_t kMostFewTokens = 24, kMostTileTokens = 768;
-// Without tiles. Decoding costs as much as the kernel of codes for so many.
-constexpr int64_t kMostCodeTokens = 128;
-// Decoded rows in float32 are products in float32, which are slow, but exact. So they begin later.
+// Measured on an H200 (docs/measurements/performance_linear.md). With more tokens than these, tiles are faster than
+// products of bytes, and torch's product of decoded rows is faster than tiles.
+constexpr int64_t kMostFewTokens = 16, kMostTileTokens = 1024;
+// The same without tiles.
+constexpr int64_t kMostCodeTokens = 64;
+// Decoded rows of float32 are multiplied in float32, which is exact, but many times slower.
 constexpr int64_t kMostRoundedTokens = 256;
 
 constexpr LinearChoice choose_linear(const LinearShape& call, const DeviceFacts& device) {
-  if (call.tokens <= kMostFewTokens) return {LinearKernel::kCodes, "up to 24 tokens"};
+  if (call.tokens <= kMostFewTokens) return {LinearKernel::kCodes, "up to 16 tokens"};
   if (!device.warpgroup_products) {
-    if (call.tokens <= kMostCodeTokens)
-      return {LinearKernel::kCodes, "up to 128 tokens, without products of warpgroups"};
-    return {LinearKernel::kDecoded, "more than 128 tokens, without products of warpgroups"};
+    if (call.tokens <= kMostCodeTokens) {
+      return {LinearKernel::kCodes, "up to 64 tokens, without products of warpgroups"};
+    }
+    return {LinearKernel::kDecoded, "more than 64 tokens, without products of warpgroups"};
   }
   if (call.dtype == Dtype::kFloat32) {
     if (call.tokens <= kMostRoundedTokens) return {LinearKernel::kTiles, "up to 256 tokens of float32"};
     return {LinearKernel::kDecoded, "more than 256 tokens of float32"};
   }
-  if (call.tokens <= kMostTileTokens) return {LinearKernel::kTiles, "up to 768 tokens"};
-  return {LinearKernel::kDecoded, "more than 768 tokens"};
+  if (call.tokens <= kMostTileTokens) return {LinearKernel::kTiles, "up to 1,024 tokens"};
+  return {LinearKernel::kDecoded, "more than 1,024 tokens"};
 }
 
 }  // namespace turboquant

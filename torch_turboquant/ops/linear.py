@@ -7,8 +7,8 @@ a slice of a weight by whole tiles of rows or whole groups of channels is a slic
 Codes, scales and multipliers are the same bytes on every device (docs/format.md, section 13).
 
 linear_packed rotates the activations of each group as the weight was, makes signed bytes of them
-with a unit per token and group, and sums products of integers. The weight is never expanded in
-memory. weight_pack and weight_unpack are for those who choose codes themselves, such as rounding by
+with a unit per token and group, and sums products of integers; CUDA multiplies many tokens in other
+ways. weight_pack and weight_unpack are for those who choose codes themselves, such as rounding by
 second moments of activations.
 """
 
@@ -297,9 +297,12 @@ def linear_packed(
 
     Activations get signed bytes after their rotation: with the unit of a token and group, the
     largest channel is 127. On the CPU the result is the same bits whatever the level of
-    instructions, the number of threads and the other tokens of the call. CPU and CUDA add in
-    different orders, so their results differ by roundings of float32. With more than 256
-    tokens CUDA multiplies decoded rows of the weight, and activations keep their dtype.
+    instructions, the number of threads and the other tokens of the call. CUDA does the same with
+    up to 16 tokens, but adds in another order, so that results differ by roundings of float32.
+    With more tokens it rounds activations to float16 after their rotation, each token with a power
+    of two of its own, or multiplies decoded rows of the weight, and activations keep their dtype.
+    `kernel_choice("linear_packed", tokens=..., dtype=...)` tells which ("codes", "tiles" or
+    "decoded").
 
     Args:
         x: [..., k], float32, float16 or bfloat16, stride 1 in k.

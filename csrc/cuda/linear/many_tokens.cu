@@ -7,8 +7,8 @@
 namespace turboquant::cuda::linear {
 namespace {
 
-// Of a decoded slice: enough rows for a large product of matrices, whatever the size of the weight. Smaller slices, some
-// of which the L2 cache would keep, are decoded more slowly.
+// Of a decoded slice: enough rows for a large product of matrices, whatever the size of the weight. Smaller slices,
+// some of which the L2 cache would keep, are decoded more slowly.
 constexpr int64_t kSliceBytes = int64_t{128} << 20;
 
 using torch::stable::detail::from;

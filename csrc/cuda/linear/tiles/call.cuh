@@ -1,7 +1,7 @@
 // A call of linear_packed as the kernel of tiles sees it, for devices with products of warpgroups.
 //
-// A thread block computes a tile: 256 outputs of 64 or 128 tokens, or 128 outputs of 256. Weights stay packed until they
-// are operands in registers, float16:
+// A thread block computes a tile: 256 outputs of 64 or 128 tokens, or 128 outputs of 256. Weights stay packed until
+// they are operands in registers, float16:
 //
 //   operand = level * 2^-7 * (scale * M / 32) = 2^-3 * the decoded channel in the rotated space
 //

@@ -1,10 +1,10 @@
 // linear_packed for tiles of outputs and tokens, on tensor cores that multiply float16 of warpgroups.
 //
 // A ring in shared memory holds packed weights and activations of a group of channels in each stage. Every warp copies
-// the 16 rows that are its own, and the first one activations for all. Warps expand 32 channels at a time to operands in
-// registers, of which they have two: one is expanded while tensor cores multiply the other. Where rows and tokens are
-// too few to occupy all multiprocessors, the thread blocks of a cluster share the channels of a tile. Each of them adds
-// the sums of some tokens, in the order of the blocks: results are the same in every run.
+// the 16 rows that are its own, and the first one activations for all. Warps expand 32 channels at a time to operands
+// in registers, of which they have two: one is expanded while tensor cores multiply the other. Where rows and tokens
+// are too few to occupy all multiprocessors, the thread blocks of a cluster share the channels of a tile. Each of them
+// adds the sums of some tokens, in the order of the blocks: results are the same in every run.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
@@ -42,7 +42,8 @@ template <bool BYTES>
 struct Codes {
   uint4 word[BYTES ? 2 : 1];
 };
-// Of a group of channels: scales of both rows; codes of multipliers, a byte for 64 channels, row g + 8 in the upper half.
+// Of a group of channels: scales of both rows; codes of multipliers, a byte for 64 channels, those of row g + 8 in the
+// upper half.
 struct Factors {
   __half2 scale;
   uint32_t multipliers;
