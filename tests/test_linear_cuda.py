@@ -169,13 +169,14 @@ def test_shapes_and_strides():
     assert tt.linear_packed(x[:0], packed, *reading).shape == (0, 5, 2, 70)
 
 
-def test_many_tokens():
-    """Decoded rows: activations are not rounded to bytes there."""
+@pytest.mark.parametrize("tokens", [1000, 1100])
+def test_many_tokens(tokens):
+    """Tiles or decoded rows: activations are not rounded to bytes there."""
     case = make_case(FORMATS[0], 200, 256)
     packed = case.packed()
     w = tt.weight_decode(packed, *case.reading, torch.float32).double()
     for dtype in FLOATS:
-        x, bias = randn(1000, 256, seed=3, dtype=dtype), randn(200, seed=4, dtype=dtype)
+        x, bias = randn(tokens, 256, seed=3, dtype=dtype), randn(200, seed=4, dtype=dtype)
         exact = (x.double() * (1 / case.scale).double()) @ w.T + bias.double()
         y = on_gpu(x, case, packed, bias).double()
         relative = (y - exact).norm() / exact.norm()

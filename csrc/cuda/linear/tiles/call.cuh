@@ -1,12 +1,12 @@
 // A call of linear_packed as the kernel of tiles sees it, for devices with products of warpgroups.
 //
-// A thread block computes a tile: 256 outputs of 64 or 128 tokens, or 128 outputs of 256. Weights stay packed until
-// they are operands in registers, float16:
+// A thread block computes a tile: 256 outputs of 64 or 128 tokens, or 128 outputs of 192 or 256. Weights stay packed
+// until they are operands in registers, float16:
 //
 //   operand = level * 2^-7 * (scale * M / 32) = 2^-3 * the decoded channel in the rotated space
 //
-// which is finite for every finite scale, and a normal number for scales from 2^-12 on. Activations are rotated once
-// and rounded to float16, each token with a power of two that brings its largest channel to 2^11 .. 2^12.
+// which is finite for every finite scale, and no less exact than bfloat16 for scales from 2^-13 on. Activations are
+// rotated once and rounded to float16, each token with a power of two that brings its largest channel to 2^11 .. 2^12.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 namespace turboquant::cuda::linear::tiles {
 
 // Slabs of 16 rows of a tile, each of which has a warp: so many that sums of all lanes fit in registers.
-constexpr int slabs_of(int tokens) { return tokens == 256 ? 8 : 16; }
+constexpr int slabs_of(int tokens) { return tokens > 128 ? 8 : 16; }
 // Floats from a token's sums to the next one's, which avoid bank conflicts.
 constexpr int sum_stride(int tokens) { return format::kWeightRows * slabs_of(tokens) + 4; }
 constexpr int kChannels = 64, kRowBytes = 2 * kChannels;  // of an operand's row in shared memory

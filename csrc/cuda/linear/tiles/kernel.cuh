@@ -133,8 +133,8 @@ template <int TOKENS, bool BYTES>
 class Tile {
   static constexpr int kSlabs = slabs_of(TOKENS), kRows = format::kWeightRows * kSlabs, kThreads = 32 * kSlabs;
   static constexpr int kSumStride = sum_stride(TOKENS);
-  static constexpr int kColumns = TOKENS < 128 ? TOKENS : 128;  // of a product
-  static constexpr int kSums = TOKENS / 2;                      // of a lane
+  static constexpr int kColumns = TOKENS % 128 ? 64 : 128;  // of a product
+  static constexpr int kSums = TOKENS / 2;                  // of a lane
 
  public:
   __device__ __forceinline__ Tile(const Call& a, const Plan& p, uint8_t* shared) : a_(a), p_(p), shared_(shared) {
@@ -266,7 +266,6 @@ class Tile {
     __syncthreads();  // the ring has been read, and nothing is on its way into it
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float* const to = sums() + 16 * warp_ + g;
-    // Products of 128 columns follow each other, too.
 #pragma unroll
     for (int i = 0; i < kSums; ++i) to[(8 * (i / 4) + 2 * t + i % 2) * kSumStride + i % 4 / 2 * 8] = d[i];
   }

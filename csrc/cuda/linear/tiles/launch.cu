@@ -21,7 +21,8 @@ const void* kernel_of(const format::WeightBlock& block) {
 }
 const void* kernel_of(int tokens, const format::WeightBlock& block) {
   if (tokens == 64) return kernel_of<64>(block);
-  return tokens == 128 ? kernel_of<128>(block) : reinterpret_cast<const void*>(&tiles_kernel<256, false>);
+  if (tokens == 128) return kernel_of<128>(block);
+  return tokens == 192 ? kernel_of<192>(block) : kernel_of<256>(block);
 }
 
 // A launch of clusters of `parts` thread blocks that begins before the previous kernel has ended.
@@ -61,8 +62,11 @@ Clusters clusters_of(const Device& device) {
 
 }  // namespace
 
-TilesLaunch::TilesLaunch(const Call& call, const Device& device)
-    : call_(call), device_(device), tokens_(tile_tokens(call.tokens, call.block)) {}
+TilesLaunch::TilesLaunch(const Call& call, const Device& device) : call_(call), device_(device) {
+  Call first = call;
+  first.tokens = std::min(call.tokens, kMostTokens);
+  tokens_ = plan_of(first, 0, device.facts, clusters_of(device)).tokens;
+}
 
 int64_t TilesLaunch::operand_bytes() const {
   return round_up(std::min(call_.tokens, kMostTokens), tokens_) * call_.groups * call_.block.group * 2;

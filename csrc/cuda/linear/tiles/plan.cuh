@@ -15,40 +15,41 @@ struct Clusters {
 
 inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// Tokens of a tile. Tiles of 256 tokens expand each code half as often as those of 128, but wait for weights of 8 bits,
-// of which two groups are all that they have room for.
-inline int tile_tokens(int64_t tokens, const format::WeightBlock& block) {
-  if (tokens <= 64) return 64;
-  if (format::levels_are_codes(block.width())) return 128;
-  // What a place of a tile costs, measured: 9 to 8.
-  return 9 * round_up(tokens, 128) <= 8 * round_up(tokens, 256) ? 128 : 256;
-}
+// What a thread block costs, in microseconds on an H200: for each group of channels, and besides (to fill the ring, for
+// sums and results). They only decide which tiles are chosen.
+struct TileCost {
+  int tokens;
+  float group, byte_group;  // at 4 and at 8 bits, of which tiles of 256 tokens have too little room
+};
+constexpr TileCost kTileCosts[] = {{64, 1.25f, 1.35f}, {128, 1.6f, 1.6f}, {192, 1.15f, 1.2f}, {256, 1.4f, 1.9f}};
+constexpr float kBlockCost = 6;
 
-// What a thread block costs besides its groups of channels, in groups: filling the ring, sums, results.
-constexpr int kBlockGroups = 4;
-
-// tokens: of a tile
+// The plan with tiles of so many tokens, or with the tiles that cost least (0).
 inline Plan plan_of(const Call& a, int tokens, const DeviceFacts& facts, const Clusters& clusters) {
   Plan p{};
-  p.tokens = tokens;
-  p.column_tiles = static_cast<int>((a.tokens + tokens - 1) / tokens);
-  const int slabs = slabs_of(tokens), rows = slabs * format::kWeightRows;
-  p.row_tiles = static_cast<int>((a.n + rows - 1) / rows);
-  const int room = facts.shared_per_block - kHeaderBytes;
-  const int halves = a.block.group / kChannels;
-  p.stage_bytes = static_cast<int>(round_up(slabs * a.block.block_bytes() + halves * tokens * kRowBytes, 1024));
-  p.stages = std::min(room / p.stage_bytes, kMostStages);
-  const int sum_bytes = tokens * (sum_stride(tokens) + 1) * static_cast<int>(sizeof(float));  // and factors
-  p.bytes = kHeaderBytes + std::max(p.stages * p.stage_bytes, sum_bytes);
-
-  const int64_t tiles = int64_t{p.column_tiles} * p.row_tiles;
-  int64_t least = INT64_MAX;
-  for (int parts = 1; parts <= std::min(kMostParts, a.groups); ++parts) {
-    if (clusters.count[parts] == 0) continue;
-    const int64_t rounds = (tiles + clusters.count[parts] - 1) / clusters.count[parts];
-    const int64_t cost = rounds * ((a.groups + parts - 1) / parts + kBlockGroups);
-    if (cost < least) least = cost, p.parts = parts;
+  float least = 0;
+  for (const TileCost& cost : kTileCosts) {
+    if (tokens && cost.tokens != tokens) continue;
+    const int rows = slabs_of(cost.tokens) * format::kWeightRows;
+    const int64_t columns = (a.tokens + cost.tokens - 1) / cost.tokens, tiles = (a.n + rows - 1) / rows * columns;
+    const float group = format::levels_are_codes(a.block.width()) ? cost.byte_group : cost.group;
+    for (int parts = 1; parts <= std::min(kMostParts, a.groups); ++parts) {
+      if (clusters.count[parts] == 0) continue;
+      const int64_t rounds = (tiles + clusters.count[parts] - 1) / clusters.count[parts];
+      const float whole =
+          static_cast<float>(rounds) * (kBlockCost + group * static_cast<float>((a.groups + parts - 1) / parts));
+      if (p.tokens && whole >= least) continue;
+      least = whole, p.tokens = cost.tokens, p.parts = parts;
+    }
   }
+  const int slabs = slabs_of(p.tokens), rows = slabs * format::kWeightRows;
+  p.column_tiles = static_cast<int>((a.tokens + p.tokens - 1) / p.tokens);
+  p.row_tiles = static_cast<int>((a.n + rows - 1) / rows);
+  const int room = facts.shared_per_block - kHeaderBytes, halves = a.block.group / kChannels;
+  p.stage_bytes = static_cast<int>(round_up(slabs * a.block.block_bytes() + halves * p.tokens * kRowBytes, 1024));
+  p.stages = std::min(room / p.stage_bytes, kMostStages);
+  const int sum_bytes = p.tokens * (sum_stride(p.tokens) + 1) * static_cast<int>(sizeof(float));  // and factors
+  p.bytes = kHeaderBytes + std::max(p.stages * p.stage_bytes, sum_bytes);
   return p;
 }
 
