@@ -21,7 +21,7 @@ namespace turboquant::cuda {
 
 constexpr int kUnitTokens = 64;       // keys of a unit of codes
 constexpr int kSegmentOverhead = 16;  // the end of a segment takes as long as so many units
-constexpr int kLeastUnits = 8;        // the shortest part that a segment is cut into
+constexpr int kLeastUnits = 8;        // the shortest part that split-KV cuts a segment into
 
 // Everything that follows from the length of a sequence.
 struct SequenceWork {
@@ -118,12 +118,13 @@ struct BlockShare {
 };
 
 // One warp computes the share of its block; each lane counts the work of a run of neighbouring sequences.
+//   LEAST   the shortest part, in units, that a segment is cut into
 //   counts  shared memory of `room` bytes for (units, segments) of each sequence, unless there are too many sequences
 //   early   lengths are read while the previous kernel may still be writing them
 //   known   null, or the first segment of the share that an earlier call has found
 // Returns false if no length that decides about the share has changed since the earlier call: `found` then stays as it
 // is, and the earlier share is right.
-template <int ROWS>
+template <int ROWS, int LEAST = kLeastUnits>
 __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2* counts, int room, bool early,
                                          const Segment* known, BlockShare& found) {
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -150,7 +151,7 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
   const int total = sum_of_lanes(units), numbers = total + kSegmentOverhead * all_segments;
   least = -max_of_lanes(-least), most = max_of_lanes(most);
   const bool alike = least == most;
-  const int fair = max(ceil_div(numbers, grid), kLeastUnits);
+  const int fair = max(ceil_div(numbers, grid), LEAST);
 
   // Equal parts of one segment for each block: the smallest part size, up to `fair`, for which there are enough blocks.
   const auto parts_of = [&](uint2 count, int size) { return count.y * ((count.x + size - 1) / size); };
@@ -164,10 +165,10 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
   if (remember && all_segments <= grid) {
     if (alike) {
       const int n = quotient(grid, all_segments);
-      size = max(ceil_div(most, n), kLeastUnits);
+      size = max(ceil_div(most, n), LEAST);
     } else if (sum_of_lanes(parts(fair)) <= grid) {
       size = fair;
-      for (int low = max(ceil_div(total, grid), kLeastUnits); low < size;) {
+      for (int low = max(ceil_div(total, grid), LEAST); low < size;) {
         const int middle = (low + size) / 2;
         const bool enough = sum_of_lanes(parts(middle)) <= grid;
         (enough ? size : low) = enough ? middle : middle + 1;

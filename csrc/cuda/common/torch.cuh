@@ -50,15 +50,18 @@ class Launch {
 };
 
 // A launch that may begin before the previous kernel has ended (from compute capability 9.0 on; elsewhere an ordinary
-// launch). The kernel must call wait_for_previous_kernel.
+// launch). The kernel must call wait_for_previous_kernel. cluster: neighbours in x that are a cluster, from 9.0 on.
 inline cudaError_t launch_early(const void* kernel, dim3 grid, int threads, int shared_bytes, void** arguments,
-                                cudaStream_t stream, int compute_major) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+                                cudaStream_t stream, int compute_major, int cluster = 1) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream, config.attrs = &early, config.numAttrs = compute_major >= 9 ? 1 : 0;
+  config.stream = stream, config.attrs = attributes;
+  config.numAttrs = compute_major < 9 ? 0 : cluster == 1 ? 1 : 2;
   return cudaLaunchKernelExC(&config, kernel, arguments);
 }
 
