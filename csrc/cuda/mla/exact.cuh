@@ -1,9 +1,11 @@
 // Attention to a segment's exact keys, those of the tail and the call's own: after its codes, by all warps of the
-// block, 32 keys at a time, as a partial result of its own. The keys and the queries as they came lie in the memory of
-// the ring. Weights are sums of two elements of the tensors' type, so that they keep 16 bits.
+// blocks that have such units, 32 keys at a time, as a partial result of each block's own. The keys and the queries as
+// they came lie in the memory of the ring. Weights are sums of two elements of the tensors' type, so that they keep 16
+// bits.
 #pragma once
 
 #include "cuda/attention/softmax_math.cuh"
+#include "cuda/common/async_copy.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/mla/shape.cuh"
 
@@ -40,15 +42,18 @@ class ExactKeys {
     state_ = reinterpret_cast<float*>(weights_ + 2 * kRows * kWeightStride);
   }
 
-  // part: [ROWS, kPart]
-  __device__ __forceinline__ void attend(float* part) {
+  // Exact keys [begin, end) of the segment. part: [ROWS, kPart]
+  __device__ __forceinline__ void attend(int begin, int end, float* part) {
+    end_ = end;
 #pragma unroll 1
     for (int first = 0; first < S::kRows; first += kRows) {
       first_row_ = segment_.block * S::kRows + first;
-      begin();
+      prepare();
 #pragma unroll 1
-      for (int key = 0; key < segment_.work.exact; key += kExactKeys) {
-        const bool spoiled = __syncthreads_or(fetch_keys(key));
+      for (int key = begin; key < end; key += kExactKeys) {
+        copy_keys(key);
+        wait_for_copies();  // of queries, too
+        const bool spoiled = __syncthreads_or(spoiled_keys());
         multiply_keys();
         __syncthreads();
         weigh(key);
@@ -67,22 +72,29 @@ class ExactKeys {
   }
 
  private:
-  // A vector of latent and rotary channels, by one warp; null: zeros. Returns whether one of the lane's latent channels
-  // is infinite or NaN.
-  __device__ __forceinline__ bool fetch(uint16_t* to, const void* latent, const void* rope) const {
+  // Starts to copy a vector of latent and rotary channels, by one warp; null: zeros.
+  __device__ __forceinline__ void copy(uint16_t* to, const void* latent, const void* rope) const {
+    constexpr int kWords = S::kLatent / 8;
+    const int words = kWords + block_.call.record.rope_dim / 8;
+#pragma unroll
+    for (int k = 0; k < (kWords + 8 + 31) / 32; ++k) {
+      const int i = 32 * k + block_.lane;
+      const uint4* from =
+          i < kWords ? static_cast<const uint4*>(latent) + i : static_cast<const uint4*>(rope) + i - kWords;
+      if (i < words) copy_or_clear(to + 8 * i, latent ? from : block_.call.a.q, latent != nullptr);
+    }
+  }
+  // Whether one of the latent channels that the lane has copied to there is infinite or NaN.
+  __device__ __forceinline__ bool is_spoiled(const uint16_t* vector) const {
     const uint32_t exponent = wide() ? 0x7F80 : 0x7C00;
-    const int rope_words = block_.call.record.rope_dim / 8, words = S::kLatent / 8;
     bool spoiled = false;
-    for (int i = block_.lane; i < words + rope_words; i += 32) {
-      uint4 x{};
-      if (latent) {
-        x = i < words ? *(static_cast<const uint4*>(latent) + i) : *(static_cast<const uint4*>(rope) + i - words);
-      }
-      *reinterpret_cast<uint4*>(to + 8 * i) = x;
+#pragma unroll
+    for (int i = block_.lane; i < S::kLatent / 8; i += 32) {
+      const uint4 x = *reinterpret_cast<const uint4*>(vector + 8 * i);
       const uint32_t word[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        spoiled |= i < words && ((word[k] & exponent) == exponent || (word[k] >> 16 & exponent) == exponent);
+        spoiled |= (word[k] & exponent) == exponent || (word[k] >> 16 & exponent) == exponent;
       }
     }
     return spoiled;
@@ -93,7 +105,7 @@ class ExactKeys {
   }
   __device__ __forceinline__ bool exists(int index) const { return index < segment_.work.rows(block_.call.a); }
 
-  __device__ __forceinline__ void begin() {
+  __device__ __forceinline__ void prepare() {
     const Latents& x = block_.call;
     for (int r = block_.warp; r < kRows; r += S::kWarps) {
       const uint16_t *latent = nullptr, *rope = nullptr;
@@ -102,7 +114,7 @@ class ExactKeys {
         latent = static_cast<const uint16_t*>(x.a.q) + row.token * x.a.q_token_stride + row.head * x.a.q_head_stride;
         rope = static_cast<const uint16_t*>(x.q_rope) + row.token * x.rope_token_stride + row.head * x.rope_head_stride;
       }
-      fetch(queries_ + r * stride_, latent, rope);
+      copy(queries_ + r * stride_, latent, rope);
     }
     for (int i = threadIdx.x; i < kRows; i += S::kThreads) maximum(i) = -INFINITY, total(i) = 0;
 #pragma unroll
@@ -112,17 +124,19 @@ class ExactKeys {
     }
   }
 
-  // Returns whether the lane has met a latent channel that is infinite or NaN.
-  __device__ __forceinline__ bool fetch_keys(int first) const {
+  __device__ __forceinline__ void copy_keys(int first) const {
     const SequenceWork& work = segment_.work;
-    bool spoiled = false;
     for (int i = block_.warp; i < kExactKeys; i += S::kWarps) {
       ExactKey key{};
-      if (first + i < work.exact) {
+      if (first + i < end_) {
         key = exact_key(block_.call, segment_.sequence, work.length, work.queries, work.exact_key(first + i));
       }
-      spoiled |= fetch(keys_ + i * stride_, key.latent, key.rope);
+      copy(keys_ + i * stride_, key.latent, key.rope);
     }
+  }
+  __device__ __forceinline__ bool spoiled_keys() const {
+    bool spoiled = false;
+    for (int i = block_.warp; i < kExactKeys; i += S::kWarps) spoiled |= is_spoiled(keys_ + i * stride_);
     return spoiled;
   }
 
@@ -157,7 +171,7 @@ class ExactKeys {
 #pragma unroll
       for (int p = 0; p < kParts; ++p) x += scores_[(p * kRows + r) * kExactKeys + block_.lane];
       x *= a.softmax_scale * kLog2E;
-      bool sees = exists(first_row_ + r) && first + block_.lane < work.exact;
+      bool sees = exists(first_row_ + r) && first + block_.lane < end_;
       if (sees) {
         const RowSight sight =
             sight_of(a, segment_.sequence, work.length, work.queries, place(first_row_ + r).position);
@@ -290,6 +304,7 @@ class ExactKeys {
   const Segment segment_;
   const int stride_;
   int first_row_;              // of the sequence's rows
+  int end_;                    // of the block's exact keys
   uint16_t *keys_, *queries_;  // [32, stride], [kRows, stride]
   float* scores_;              // [2, kRows, 32]
   uint16_t* weights_;          // [2, kRows, kWeightStride]: weights, and what rounding has left of them

@@ -11,7 +11,12 @@ KernelEntry find_kernel(int rows) {
   const auto entry = [](auto block_rows) {
     using S = Shape<R, block_rows>;
     return KernelEntry{reinterpret_cast<const void*>(&latent_kernel<R, block_rows>),
-                       reinterpret_cast<const void*>(&join_kernel<R>), block_rows, S::kThreads, S::kBlocks};
+                       reinterpret_cast<const void*>(&prepare_kernel<R>),
+                       reinterpret_cast<const void*>(&join_few_kernel<R>),
+                       reinterpret_cast<const void*>(&join_kernel<R>),
+                       block_rows,
+                       S::kThreads,
+                       S::kBlocks};
   };
   if (rows <= 16) return entry(std::integral_constant<int, 16>{});
   if (rows <= 32) return entry(std::integral_constant<int, 32>{});

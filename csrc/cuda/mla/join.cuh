@@ -1,18 +1,22 @@
 // The end of a segment: its partial results, in the order of the blocks that left them, become rows of out and lse. So
 // results are the same in every run.
 //
-// The last of the blocks that share a segment joins them. Where so many blocks share one that this would take too long,
-// a second kernel does, with a block for each row.
+// A kernel of its own joins them: it has as many warps as there are rows, or many times as many. With more segments
+// than blocks, which have little to share then, the last of the blocks that share a segment joins its parts.
 #pragma once
+
+#include <cooperative_groups.h>
 
 #include "cuda/attention/softmax_math.cuh"
 #include "cuda/mla/shape.cuh"
 
 namespace turboquant::cuda::mla {
 
+// The part of a block; or, where another kernel joins parts, that of the segment of this number if it is one that the
+// segment begins with.
 template <class S>
-__device__ __forceinline__ float* part_of(const Plan& plan, int block, int kind) {
-  return plan.parts + (int64_t{kParts} * block + kind) * S::kRows * S::kPart;
+__device__ __forceinline__ float* part_of(const Plan& plan, int number, int kind) {
+  return plan.parts + (int64_t{kParts} * number + kind) * S::kRows * S::kPart;
 }
 
 // A row while partial results are added to it; a lane has some of its channels.
@@ -33,6 +37,15 @@ struct JoinedRow {
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       l.x[i] = __ldcg(reinterpret_cast<const float4*>(part + kPartHead + Rotation::channel(lane, i)));
+    }
+    return l;
+  }
+  static __device__ __forceinline__ Loaded read_shared(const float* part, int lane) {
+    Loaded l;
+    l.head = *reinterpret_cast<const float4*>(part);
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      l.x[i] = *reinterpret_cast<const float4*>(part + kPartHead + Rotation::channel(lane, i));
     }
     return l;
   }
@@ -109,51 +122,126 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Segm
     if (index >= segment.work.rows(x.a)) continue;
     JoinedRow<S::kLatent> row;
     row.template add_all<2>(0, 1, shared.blocks, block.lane, [&](int i) {
-      return part_of<S>(block.plan, shared.first + i, i == 0 ? kOpened : kContinued) + r * S::kPart;
+      return part_of<S>(block.plan, shared.first + i, shared.part_of_codes(shared.first + i)) + r * S::kPart;
     });
     row.rotate_back(x, block.lane);
-    if (shared.exact >= 0) {
-      row.add(row.read(part_of<S>(block.plan, shared.exact, kExact) + r * S::kPart, block.lane));
-    }
+    row.template add_all<2>(0, 1, shared.exact_blocks(), block.lane, [&](int i) {
+      return part_of<S>(block.plan, shared.exact + i, shared.part_of_exact(shared.exact + i)) + r * S::kPart;
+    });
     const RowPlace place = place_of_row(x.a, segment.sequence, segment.work.length, segment.work.queries, index);
     row.write(x.a, int64_t{place.token} * x.a.q_heads + place.head, block.lane);
   }
 }
 
-// The second kernel: block (index, s) has row `index` of sequence s. rows: of a block of rows.
+// The sum of `count` rows at(i), by all threads of a block of join_kernel, each for its
+// channels, to `sum`.
+template <int R, typename At>
+__device__ __forceinline__ void add_rows(int count, float* sum, At&& at) {
+  constexpr int kEach = R / (32 * kJoinWarps);
+  float top = -INFINITY, total = 0, y[kEach] = {};
+  for (int i = 0; i < count; ++i) top = fmaxf(top, at(i)[0]);
+  for (int i = 0; i < count; ++i) {
+    const float* row = at(i);
+    if (row[0] == -INFINITY && row[1] == 0) continue;
+    const float weight = weight_of(row[0], top);
+    total += weight * row[1];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) y[k] += weight * row[kPartHead + threadIdx.x * kEach + k];
+  }
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) sum[kPartHead + threadIdx.x * kEach + k] = y[k];
+  if (threadIdx.x == 0) sum[0] = top, sum[1] = total, sum[2] = 0;
+}
+
+// Where parts are that a row of a segment consists of.
+template <int R>
+struct RowParts {
+  const Plan& plan;
+  int segment, rows, row;
+  SharedBy shared;
+
+  // index: of a row of the sequence. rows: of a block of rows.
+  __device__ __forceinline__ RowParts(const Plan& p, const Attention& a, int sequence, int index, int block_rows)
+      : plan(p), segment(first_segment(p, a, block_rows, sequence) + index / block_rows), rows(block_rows),
+        row(index % block_rows), shared(p.segments[segment]) {}
+
+  // The part of the i-th block of those that share the segment, and of those that have its exact keys.
+  __device__ __forceinline__ const float* codes(int i) const {
+    return at(shared.first + i, shared.part_of_codes(shared.first + i));
+  }
+  __device__ __forceinline__ const float* exact(int i) const {
+    return at(shared.exact + i, shared.part_of_exact(shared.exact + i));
+  }
+
+ private:
+  __device__ __forceinline__ const float* at(int block, Part kind) const {
+    const int number = block == shared.first ? segment : block;
+    return plan.parts + ((int64_t{kParts} * number + kind) * rows + row) * (kPartHead + R);
+  }
+};
+
+// Joins parts where few blocks share a segment: a warp for each row; block (i, s) has rows of sequence s.
+template <int R>
+__global__ void __launch_bounds__(32 * kJoinWarps, 3)
+    join_few_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  let_next_kernel_begin();
+  wait_for_previous_kernel();
+  const Attention& a = x.a;
+  const int lane = threadIdx.x % 32, index = blockIdx.x * kJoinWarps + threadIdx.x / 32, sequence = blockIdx.y;
+  const int queries = a.num_queries(sequence);
+  if (index >= queries * a.q_heads) return;
+  const RowParts<R> parts(plan, a, sequence, index, rows);
+  JoinedRow<R> row;
+  row.template add_all<2>(0, 1, parts.shared.blocks, lane, [&](int i) { return parts.codes(i); });
+  row.rotate_back(x, lane);
+  row.template add_all<2>(0, 1, parts.shared.exact_blocks(), lane, [&](int i) { return parts.exact(i); });
+  const RowPlace place = place_of_row(a, sequence, a.length(sequence), queries, index);
+  row.write(a, int64_t{place.token} * a.q_heads + place.head, lane);
+#endif
+}
+
+// Joins parts where many do: a cluster of blocks for each row; cluster (index, s) has row `index` of sequence s. rows:
+// of a block of rows.
 template <int R>
 __global__ void __launch_bounds__(32 * kJoinWarps)
     join_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  __shared__ __align__(16) float sums[kJoinWarps][kPartHead + R];
+  using Row = JoinedRow<R>;
+  __shared__ __align__(16) float sums[kJoinWarps][kPartHead + R], exact[kPartHead + R], sum[kPartHead + R];
   let_next_kernel_begin();
   wait_for_previous_kernel();
+  const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
   const Attention& a = x.a;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x, sequence = blockIdx.y;
+  const int blocks = static_cast<int>(cluster.num_blocks()), rank = static_cast<int>(cluster.block_rank());
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x / blocks, sequence = blockIdx.y;
   const int queries = a.num_queries(sequence);
   if (index >= queries * a.q_heads) return;
-  const SharedBy shared = plan.segments[sequence * plan.row_blocks + index / rows];
-  const auto row_at = [&](int block, int kind) {
-    return plan.parts + ((int64_t{kParts} * block + kind) * rows + index % rows) * (kPartHead + R);
-  };
-  JoinedRow<R> own;
-  own.template add_all<4>(warp, kJoinWarps, shared.blocks, lane,
-                          [&](int i) { return row_at(shared.first + i, i == 0 ? kOpened : kContinued); });
+  const RowParts<R> parts(plan, a, sequence, index, rows);
+  Row own;
+  own.template add_all<4>(rank * kJoinWarps + warp, blocks * kJoinWarps, parts.shared.blocks, lane,
+                          [&](int i) { return parts.codes(i); });
   own.leave(sums[warp], lane);
-  __syncthreads();
-  if (warp > 0) return;
-  JoinedRow<R> row;
-  for (int w = 0; w < kJoinWarps; ++w) {
-    typename JoinedRow<R>::Loaded l;
-    l.head = *reinterpret_cast<const float4*>(sums[w]);
-#pragma unroll
-    for (int i = 0; i < row.kQuads; ++i) {
-      l.x[i] = *reinterpret_cast<const float4*>(sums[w] + kPartHead + RowRotation<R>::channel(lane, i));
-    }
-    row.add(l);
+  if (rank == 0 && warp == kJoinWarps - 1) {
+    Row of_exact;
+    of_exact.template add_all<4>(0, 1, parts.shared.exact_blocks(), lane, [&](int i) { return parts.exact(i); });
+    of_exact.leave(exact, lane);
   }
+  __syncthreads();
+  add_rows<R>(kJoinWarps, sum, [&](int i) { return sums[i]; });
+  if (blocks > 1) {
+    cluster.sync();
+    if (rank == 0) add_rows<R>(blocks, sums[0], [&](int i) { return cluster.map_shared_rank(sum, i); });
+    cluster.sync();  // nobody leaves before its sum has been read
+    if (rank > 0) return;
+  } else {
+    __syncthreads();
+  }
+  if (warp > 0) return;
+  Row row;
+  row.add(Row::read_shared(blocks > 1 ? sums[0] : sum, lane));
   row.rotate_back(x, lane);
-  if (shared.exact >= 0) row.add(row.read(row_at(shared.exact, kExact), lane));
+  row.add(Row::read_shared(exact, lane));
   const RowPlace place = place_of_row(a, sequence, a.length(sequence), queries, index);
   row.write(a, int64_t{place.token} * a.q_heads + place.head, lane);
 #endif

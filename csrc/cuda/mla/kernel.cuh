@@ -1,5 +1,5 @@
 // Latent attention: every query head of a token attends to one vector per key, which is both key and value, straight
-// from its codes, in one launch.
+// from its codes.
 //
 // Keys are the long side of all products (64 x 16 of warpgroups), rows of queries the short one, so that 16 heads waste
 // nothing:
@@ -13,12 +13,14 @@
 // and one of their warps copies the units ahead. So tensor cores, integer instructions and copies overlap.
 //
 // The blocks of a fixed grid share a flat list of units of 64 keys as those of split-KV do (attention/schedule.cuh).
-// Each leaves a partial result for every segment that it had a part of, and the last of the blocks that share a segment
-// joins them in order.
+// Each leaves a partial result for every segment that it had a part of.
+//
+// Three kernels overlap: one prepares queries, this one attends, and one joins partial results in order; where there
+// are more segments than blocks, the last of the blocks that share a segment does that instead.
 //
 // The parts, each in a file of its own, in the order in which a unit passes them:
 //   ring        copies of pages        values    sums of weighted latents
-//   queries     operands of rows       exact     exact keys, with sums of their own
+//   queries     images of rows         exact     exact keys, with sums of their own
 //   scores      products and weights   join      of partial results, and the last transform
 #pragma once
 
@@ -60,14 +62,16 @@ class LatentBlock {
     const int end = notes_.share.end;
     for (int unit = notes_.share.begin; unit < end && segment.begin < end;) {
       const int from = max(unit, segment.begin), to = min(end, segment.end());
+      const bool opens = from == segment.begin;
       attend_codes(segment, from, max(min(to, segment.coded_end()) - from, 0));
       const int first = cut.block_of(segment.begin);
       SharedBy shared{first, cut.block_of(segment.end() - 1) - first + 1, -1};
       if (segment.work.exact > 0) {
         shared.exact = cut.block_of(segment.coded_end());
-        if (from <= segment.coded_end() && segment.coded_end() < to) attend_exact(segment);
+        const int exact = max(from, segment.coded_end());
+        if (exact < to) attend_exact(segment, exact - segment.coded_end(), to - segment.coded_end(), opens);
       }
-      finish(segment, from == segment.begin, shared);
+      finish(segment, opens, shared);
       unit = to;
       if (unit < end) seek(unit, cut.gap);
     }
@@ -85,13 +89,14 @@ class LatentBlock {
       for (int i = 0; i < kWeightBuffers; ++i) {
         init_barrier(block_.weighed(i), kWarpgroup), init_barrier(block_.summed(i), kValueWarps);
       }
+      init_barrier(block_.prepared(), 1);
     }
     barriers_ready();
-    wait_for_previous_kernel();
+    // The previous kernel has prepared queries. It began when all earlier ones had ended, and let this one begin then.
     if (block_.warp == 0) {
       BlockShare share;
-      cut_work<S::kRows>(a, kExactPerUnit, reinterpret_cast<uint2*>(block_.shared), block_.plan.queries, false, nullptr,
-                         share);
+      cut_work<S::kRows, kLeastPart>(a, kExactPerUnit, reinterpret_cast<uint2*>(block_.shared), block_.plan.queries,
+                                     false, nullptr, share);
       if (block_.lane == 0) notes_.share = share;
     } else {
       constexpr int kOthers = S::kThreads - 32;
@@ -104,11 +109,11 @@ class LatentBlock {
   // `units` units of codes, from unit `from` of the list on.
   __device__ __forceinline__ void attend_codes(const Segment& segment, int from, int units) {
     const int token = segment.first_token(from);
-    float* part = part_of<S>(block_.plan, blockIdx.x, from == segment.begin ? kOpened : kContinued);
+    float* part = part_of(segment, from == segment.begin ? kOpened : kContinued);
     const bool copies = threadIdx.x >= kWarpgroup;
     Ring ring(block_);
     if (copies) ring.begin(segment, token, units, turn_.stage);
-    prepare_queries<S>(block_, segment);
+    if (threadIdx.x == 0) copy_image(segment);
     if (copies) {
       take_registers<S::kValueRegisters>();
       ValueGroup<S> values(block_, ring);
@@ -117,18 +122,38 @@ class LatentBlock {
       leave_registers<S::kRegisters>();
     } else {
       leave_registers<S::kScoreRegisters>();
+      wait_barrier(block_.prepared(), segments_ & 1);
       ScoreGroup<S> scores(block_);
       scores.attend(token, units, turn_);
       scores.leave(part);
       take_registers<S::kRegisters>();
     }
+    ++segments_;
+  }
+
+  __device__ __forceinline__ void copy_image(const Segment& segment) const {
+    const Plan& plan = block_.plan;
+    wait_for_previous_kernel();
+    publish_operands();  // what threads wrote here comes before what the copy writes
+    expect(block_.prepared(), plan.image_bytes);
+    copy_bulk(block_.queries(), plan.images + int64_t{number_of(segment)} * plan.image_bytes, plan.image_bytes,
+              block_.prepared());
+  }
+
+  // The segment's number among all that there may be.
+  __device__ __forceinline__ int number_of(const Segment& segment) const {
+    return first_segment(block_.plan, block_.call.a, S::kRows, segment.sequence) + segment.block;
+  }
+  __device__ __forceinline__ float* part_of(const Segment& segment, Part kind) const {
+    const bool opens = kind == kOpened || kind == kExactOpened;
+    return mla::part_of<S>(block_.plan, block_.plan.segments && opens ? number_of(segment) : blockIdx.x, kind);
   }
 
   // The block's part of the segment is there. opens: it is the segment's first.
   __device__ __forceinline__ void finish(const Segment& segment, bool opens, const SharedBy& shared) {
     const Plan& plan = block_.plan;
     if (plan.segments) {
-      if (opens && threadIdx.x == 0) plan.segments[segment.sequence * plan.row_blocks + segment.block] = shared;
+      if (opens && threadIdx.x == 0) plan.segments[number_of(segment)] = shared;
       return;
     }
     __syncthreads();
@@ -152,14 +177,18 @@ class LatentBlock {
     __syncthreads();
   }
 
-  __device__ __forceinline__ void attend_exact(const Segment& segment) const {
+  // Units [first, end) of exact keys. opens: the segment began in this block.
+  __device__ __forceinline__ void attend_exact(const Segment& segment, int first, int end, bool opens) const {
     __syncthreads();
-    ExactKeys<S>(block_, segment).attend(part_of<S>(block_.plan, blockIdx.x, kExact));
+    ExactKeys<S>(block_, segment)
+        .attend(first * kExactPerUnit, min(end * kExactPerUnit, segment.work.exact),
+                part_of(segment, opens ? kExactOpened : kExact));
   }
 
   const BlockView block_;
   Notes& notes_;
   Turn turn_;
+  int segments_ = 0;  // that the block has attended to
 };
 
 template <int R, int ROWS>

@@ -7,7 +7,6 @@
 namespace turboquant::cuda::mla {
 namespace {
 
-constexpr int kMostParts = 6;     // that the last block of a segment joins
 constexpr int kMostSeqs = 65535;  // of a grid
 
 // 1,000,000 rows are more than any block has.
@@ -26,7 +25,10 @@ LatentLaunch::LatentLaunch(const Latents& call, const Device& device) : call_(ca
   grid_ = entry_.blocks * facts.multiprocessors;
   const int64_t rows = int64_t{call.a.max_q_len} * call.a.q_heads;
   plan_.row_blocks = checked_int((rows + entry_.rows - 1) / entry_.rows, "the number of rows of a sequence");
-  joins_later_ = num_segments() * kMostParts < grid_ && call.a.seqs <= kMostSeqs;
+  segments_ = int64_t{call.a.seqs} * plan_.row_blocks;
+  const int64_t by_tokens = int64_t{call.a.tokens} * call.a.q_heads / entry_.rows + call.a.seqs;
+  if (by_tokens < segments_) plan_.row_blocks = 0, segments_ = by_tokens;
+  joins_later_ = segments_ <= grid_ && call.a.seqs <= kMostSeqs;
   check_limits();
 }
 
@@ -41,20 +43,33 @@ void LatentLaunch::check_limits() const {
                   " tokens are more work than one call can count");
 }
 
+cudaError_t LatentLaunch::join(void** arguments, cudaStream_t stream) const {
+  const int rows = call_.a.max_q_len * call_.a.q_heads, major = device_.facts.major;
+  const int64_t parts = grid_ / segments_;  // of a segment, if all are equal
+  const auto launch = [&](const void* kernel, unsigned blocks, int cluster) {
+    return launch_early(kernel, dim3(blocks, call_.a.seqs), 32 * kJoinWarps, 0, arguments, stream, major, cluster);
+  };
+  if (parts <= kFewParts) return launch(entry_.join_few, num_blocks(rows, kJoinWarps), 1);
+  int cluster = 1;
+  while (cluster < kMostJoinBlocks && cluster * kJoinWarps * kFewParts < parts) cluster *= 2;
+  return launch(entry_.join, rows * cluster, cluster);
+}
+
 void LatentLaunch::run(void* workspace, cudaStream_t stream) {
-  plan_.parts = static_cast<float*>(workspace);
-  auto* counters = static_cast<uint32_t*>(workspace) + part_floats();
+  plan_.images = static_cast<uint8_t*>(workspace);
+  plan_.parts = reinterpret_cast<float*>(plan_.images + segments_ * plan_.image_bytes);
+  auto* counters = reinterpret_cast<uint32_t*>(plan_.parts + part_floats());
   plan_.arrivals = zeroed_counters(device_.index, stream, grid_, counters);
   plan_.segments = joins_later_ ? reinterpret_cast<SharedBy*>(counters + grid_) : nullptr;
   allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
   const int major = device_.facts.major;
-  void* arguments[] = {const_cast<Latents*>(&call_), &plan_};
+  void* arguments[] = {const_cast<Latents*>(&call_), &plan_, &entry_.rows};
+  const dim3 images(checked_int(segments_ * (entry_.rows / kImageRows), "the number of blocks of rows"));
+  check_cuda(launch_early(entry_.prepare, images, 32 * kImageRows, 0, arguments, stream, major), "mla_attention");
   check_cuda(launch_early(entry_.kernel, dim3(grid_), entry_.threads, plan_.bytes, arguments, stream, major),
              "mla_attention");
   if (!joins_later_) return;
-  void* join_arguments[] = {const_cast<Latents*>(&call_), &plan_, &entry_.rows};
-  const dim3 grid(call_.a.max_q_len * call_.a.q_heads, call_.a.seqs);
-  check_cuda(launch_early(entry_.join, grid, 32 * kJoinWarps, 0, join_arguments, stream, major), "mla_attention");
+  check_cuda(join(arguments, stream), "mla_attention");
 }
 
 }  // namespace turboquant::cuda::mla

@@ -8,7 +8,7 @@ namespace turboquant::cuda::mla {
 
 // A compiled kernel.
 struct KernelEntry {
-  const void *kernel, *join;
+  const void *kernel, *prepare, *join_few, *join;
   int rows, threads, blocks;  // of a block; blocks per multiprocessor
 };
 
@@ -25,7 +25,8 @@ class LatentLaunch {
 
   // Bytes of memory for partial results; their contents do not matter.
   int64_t workspace_bytes() const {
-    return part_floats() * 4 + int64_t{grid_} * 4 + num_segments() * static_cast<int64_t>(sizeof(SharedBy));
+    return segments_ * (plan_.image_bytes + static_cast<int64_t>(sizeof(SharedBy))) + part_floats() * 4 +
+           int64_t{grid_} * 4;
   }
 
   // workspace: aligned to 16 bytes.
@@ -33,15 +34,16 @@ class LatentLaunch {
 
  private:
   int64_t part_floats() const { return int64_t{grid_} * kParts * entry_.rows * (kPartHead + call_.record.latent_dim); }
-  int64_t num_segments() const { return int64_t{call_.a.seqs} * plan_.row_blocks; }
   void check_limits() const;
+  cudaError_t join(void** arguments, cudaStream_t stream) const;
 
   const Latents& call_;
   const Device& device_;
   KernelEntry entry_;
   Plan plan_;
   int grid_;
-  bool joins_later_;  // by a second kernel
+  int64_t segments_;  // numbers of segments
+  bool joins_later_;  // by a kernel of its own
 };
 
 // The general kernel: every dtype, width, grid and device.

@@ -1,4 +1,8 @@
-// Queries as operands of the products with codes and with rotary channels, and what else a row of scores needs.
+// Queries as operands of the products with codes and with rotary channels, and what else a row of scores needs: the
+// image of a block of rows, which the kernel copies into its shared memory as it is.
+//
+// A kernel of its own prepares each row once. The blocks that share a segment would otherwise all do so, each with few
+// warps and while it has nothing else to do.
 #pragma once
 
 #include "cuda/common/wgmma.cuh"
@@ -9,94 +13,141 @@ namespace turboquant::cuda::mla {
 constexpr float kMostQuery = 32512;    // 127 * 256: the high byte of the largest channel is 127
 constexpr float kLeastQuery = 1e-30f;  // queries of no larger channel count as 0
 
-// The column of the high byte of row n, whose low byte's is the next one: a lane then has the sums of both, of the rows
-// that it has in products of float16 (mla/scores.cuh).
-__device__ __forceinline__ int byte_column(int n) { return 8 * (n / 8 * 2 + n % 2) + n % 8 / 2 * 2; }
+// A row of queries as integers of 16 bits, whose high and low bytes are columns of their own; the low byte's is the
+// next one. Core matrices hold rows 0, 2, 4 and 6 of eight, or the others: a lane of a product then has the sums of
+// both bytes, of the rows that it has in products of float16 (mla/scores.cuh).
+__device__ __forceinline__ int byte_place(int row) { return row % 2 * 128 + row / 2 * 32; }
 
-// All warps call it: each prepares some rows of the segment's block of rows.
-//
-// A latent query is multiplied by inverse and signs and transformed (docs/format.md section 12), and rounded to
-// integers of 16 bits, whose high and low bytes are columns of their own.
-template <class S>
-__device__ __forceinline__ void prepare_queries(const BlockView& block, const Segment& segment) {
-  using Rotation = typename S::Rotation;
-  constexpr int kPerLane = Rotation::kPerLane;
-  const Latents& x = block.call;
-  const Attention& a = x.a;
-  const int lane = block.lane, rope_dim = x.record.rope_dim;
-  const float to_base_2 = a.softmax_scale * kLog2E;
-#pragma unroll 1
-  for (int r = block.warp; r < S::kRows; r += S::kWarps) {
-    const int index = segment.block * S::kRows + r;
-    const bool exists = index < segment.work.rows(a);
-    float y[kPerLane] = {}, center = 0;
-    RowPlace place{};
-    if (exists) {
-      place = place_of_row(a, segment.sequence, segment.work.length, segment.work.queries, index);
-      load_as<Rotation>(a.q, a.dtype, place.token * a.q_token_stride + place.head * a.q_head_stride, lane, y);
-    }
-    if (a.channels.center) {
-      float c[kPerLane];
-      load<Rotation>(a.channels.center, lane, c);
+// Of eight rows, the part of an image with bytes: 16 channels are 256 bytes.
+template <int R>
+class QueryBytes {
+  using Rotation = RowRotation<R>;
+  static constexpr int kPerLane = Rotation::kPerLane;
+
+ public:
+  __device__ __forceinline__ QueryBytes(uint8_t* memory, Kind kind, int row, int lane)
+      : memory_(memory + byte_place(row)), kind_(kind), lane_(lane) {}
+
+  // y: integers of 16 bits
+  __device__ __forceinline__ void store(const int (&y)[kPerLane]) const {
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) center = fmaf(y[i], c[i], center);
-    }
-    if (a.channels.inverse) apply_signs<Rotation>(y, a.channels.inverse, lane);
-    if (x.signs) {
-      apply_signs<Rotation>(y, x.signs, lane);
-      transform<Rotation>(y, lane);
-    }
-    float most = 0;
+    for (int i = 0; i < kPerLane; i += 4) {
+      const int channel = Rotation::channel(lane_, i / 4);
+      const int high[4] = {y[i] + 128, y[i + 1] + 128, y[i + 2] + 128, y[i + 3] + 128};  // in bits 8 to 15
+      if (kind_ == kBytes) {
+        uint8_t* to = place(channel);
+        *reinterpret_cast<uint32_t*>(to) = second_bytes(high[0], high[1]) | second_bytes(high[2], high[3]) << 16;
+        *reinterpret_cast<uint32_t*>(to + 16) = first_bytes(y[i], y[i + 1]) | first_bytes(y[i + 2], y[i + 3]) << 16;
+      } else {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) most = max_or_nan(most, fabsf(y[i]));
-#pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) {
-      most = max_or_nan(most, __shfl_xor_sync(0xffffffff, most, bit));
-      center += __shfl_xor_sync(0xffffffff, center, bit);
-    }
-    const float up = most > kLeastQuery ? kMostQuery / most : 0;
-    int sum = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const ChannelPlace at =
-          place_of_channel(block.plan.kind, Rotation::channel(lane, i / Rotation::kVec) + i % Rotation::kVec);
-      const int v = __float2int_rn(y[i] * up), high = v + 128 >> 8;
-      sum += v;
-      uint8_t* to = block.queries() + at.step * S::kByteStep + at.k / 16 * (2 * S::kRowTiles * 128) + at.k % 16 +
-                    byte_column(r) * 16;
-      to[0] = static_cast<uint8_t>(high), to[16] = static_cast<uint8_t>(v - 256 * high);
-    }
-    sum = sum_of_lanes(sum);
-    for (int c = lane; c < rope_dim; c += 32) {
-      const int64_t at = place.token * x.rope_token_stride + place.head * x.rope_head_stride + c;
-      const uint16_t v = exists ? static_cast<const uint16_t*>(x.q_rope)[at] : uint16_t{0};
-      *reinterpret_cast<uint16_t*>(block.queries() + S::kQueryBytes + c / 16 * S::kStepBytes +
-                                   place_in_operand(S::kRowTiles, r, c % 16)) = v;
-    }
-    if (lane == 0) {
-      RowConstants& row = block.rows()[r];
-      const Kind kind = block.plan.kind;
-      row.scale = level_step(kind) * format::kLevelUnit * (most <= kLeastQuery ? 0 : most / kMostQuery);
-      row.start = kind == kBytes ? 0 : sum * (-level_offset(kind) / level_step(kind));
-      row.shift = center * to_base_2;
-      row.first = INT32_MIN, row.end = INT32_MAX;  // a row that does not exist: nothing is masked for it
-      if (exists) {
-        const RowSight sight = sight_of(a, segment.sequence, segment.work.length, segment.work.queries, place.position);
-        row.first = sight.first, row.end = sight.end;
+        for (int odd = 0; odd < 2; ++odd) {  // neighbours in products are two channels apart
+          uint8_t* to = place(channel + odd);
+          *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(second_bytes(high[odd], high[odd + 2]));
+          *reinterpret_cast<uint16_t*>(to + 16) = static_cast<uint16_t>(first_bytes(y[i + odd], y[i + odd + 2]));
+        }
       }
     }
   }
-  publish_operands();
-  __syncthreads();
-  if (block.warp == 0) {
-    int first = INT32_MIN, end = INT32_MAX;
-    for (int r = lane; r < S::kRows; r += 32) {
-      first = max(first, block.rows()[r].first), end = min(end, block.rows()[r].end);
+
+ private:
+  static __device__ __forceinline__ uint32_t first_bytes(int x, int y) { return select_bytes(x, y, 0x7740) & 0xFFFF; }
+  static __device__ __forceinline__ uint32_t second_bytes(int x, int y) { return select_bytes(x, y, 0x7751) & 0xFFFF; }
+  __device__ __forceinline__ uint8_t* place(int channel) const {
+    const ChannelPlace at = place_of_channel(kind_, channel);
+    return memory_ + (at.step * 2 + at.k / 16) * 256 + at.k % 16;
+  }
+
+  uint8_t* memory_;
+  Kind kind_;
+  int lane_;
+};
+
+// A block prepares eight rows of a segment's block of rows, each by a warp. rows: of a block of rows.
+//
+// A latent query is multiplied by inverse and signs and transformed (docs/format.md section 12).
+template <int R>
+__global__ void __launch_bounds__(32 * kImageRows)
+    prepare_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Rotation = RowRotation<R>;
+  constexpr int kPerLane = Rotation::kPerLane, kCodes = R * kImageRows * 2;
+  __shared__ __align__(16) uint8_t part[kCodes + 64 * kImageRows * 2];
+  wait_for_previous_kernel();
+  let_next_kernel_begin();  // which may then read all that earlier kernels have written
+  const Attention& a = x.a;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rope_dim = x.record.rope_dim;
+  const int tiles = rows / kImageRows, segment = quotient(blockIdx.x, tiles), tile = blockIdx.x - segment * tiles;
+  const int sequence = sequence_of_segment(plan, a, rows, segment);
+  const int block = segment - first_segment(plan, a, rows, sequence);
+  const int queries = a.num_queries(sequence), length = a.length(sequence), all_rows = queries * a.q_heads;
+  if (block * rows >= all_rows) return;
+  const int row = tile * kImageRows + warp, index = block * rows + row;
+  const bool exists = index < all_rows;
+  const RowPlace place = place_of_row(a, sequence, length, queries, exists ? index : 0);
+
+  float y[kPerLane] = {}, center = 0;
+  uint16_t rope[2] = {};
+  if (exists) {
+    load_as<Rotation>(a.q, a.dtype, place.token * a.q_token_stride + place.head * a.q_head_stride, lane, y);
+    const int64_t at = place.token * x.rope_token_stride + place.head * x.rope_head_stride;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (lane + 32 * i < rope_dim) rope[i] = static_cast<const uint16_t*>(x.q_rope)[at + lane + 32 * i];
     }
-    first = max_of_lanes(first), end = ~max_of_lanes(~end);
-    if (lane == 0) block.notes().first_all = first, block.notes().end_all = end;
+  }
+  if (a.channels.center) {
+    float c[kPerLane];
+    load<Rotation>(a.channels.center, lane, c);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) center = fmaf(y[i], c[i], center);
+  }
+  if (a.channels.inverse) apply_signs<Rotation>(y, a.channels.inverse, lane);
+  if (x.signs) {
+    apply_signs<Rotation>(y, x.signs, lane);
+    transform<Rotation>(y, lane);
+  }
+  float most = 0;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) most = max_or_nan(most, fabsf(y[i]));
+#pragma unroll
+  for (int bit = 1; bit < 32; bit *= 2) {
+    most = max_or_nan(most, __shfl_xor_sync(0xffffffff, most, bit));
+    center += __shfl_xor_sync(0xffffffff, center, bit);
+  }
+  const float up = most > kLeastQuery ? kMostQuery / most : 0;
+  int v[kPerLane], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) v[i] = __float2int_rn(y[i] * up), sum += v[i];
+  sum = sum_of_lanes(sum);
+  QueryBytes<R>(part, plan.kind, warp, lane).store(v);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int c = lane + 32 * i;
+    *reinterpret_cast<uint16_t*>(part + kCodes + place_in_operand(1, warp, c)) = rope[i];
+  }
+  uint8_t* image = plan.images + int64_t{segment} * plan.image_bytes;
+  if (lane == 0) {
+    const RowTable table(image + plan.query_bytes, rows);
+    const Kind kind = plan.kind;
+    const float scale = level_step(kind) * format::kLevelUnit * (most <= kLeastQuery ? 0 : most / kMostQuery);
+    const RowSight sight = exists ? sight_of(a, sequence, length, queries, place.position) : RowSight{};
+    table.scale[row] = scale;
+    table.start[row] = kind == kBytes ? 0 : sum * (-level_offset(kind) / level_step(kind)) * scale;
+    table.shift[row] = center * (a.softmax_scale * kLog2E);
+    table.first[row] = exists ? sight.first : INT32_MIN;  // a row that does not exist: nothing is masked for it
+    table.end[row] = exists ? sight.end : INT32_MAX;
   }
   __syncthreads();
+
+  // In the image, the parts of all eights of rows stand side by side.
+  const uint4* from = reinterpret_cast<const uint4*>(part);
+  for (int i = threadIdx.x; i < R; i += 32 * kImageRows) {
+    *reinterpret_cast<uint4*>(image + i / 16 * (32 * rows) + tile * 256 + i % 16 * 16) = from[i];
+  }
+  for (int i = threadIdx.x; i < rope_dim; i += 32 * kImageRows) {
+    *reinterpret_cast<uint4*>(image + 2 * R * rows + i / 8 * (16 * rows) + tile * 128 + i % 8 * 16) = from[R + i];
+  }
+#endif
 }
 
 }  // namespace turboquant::cuda::mla

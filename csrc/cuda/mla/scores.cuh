@@ -5,9 +5,9 @@
 // 2 t and 2 t + 1 of tokens g and g + 8: element 4 j + 2 i + h of an array is row 8 j + 2 t + h of token g + 8 i.
 //
 // Products with codes are products of bytes (queries are 16-bit integers in two columns), those with rotary channels
-// are added in float32.
+// are added in float32. A score is query . key until it becomes an exponent: base 2, and less the row's reference.
 //
-// A weight is 2^(score - reference) times the token's scale, rounded to float16. A row's reference follows the largest
+// A weight is 2^exponent times the token's scale, rounded to float16. A row's reference follows the largest
 // such product of a unit: it is raised as soon as one is 2^12 above it, and lowered, every eight units, when all are
 // 2^4 below it, so that weights keep their digits behind a token that had nearly all weight. Sums are float32 and
 // follow the reference; it is never lowered to less than 2^-40 of what it once was, where nothing counts any more. In
@@ -21,14 +21,17 @@ namespace turboquant::cuda::mla {
 
 constexpr float kRaise = 12, kLower = 4, kDeepest = 40;
 constexpr int kLowerUnits = 8;                   // how often references are lowered
-constexpr float kNothing = -1e30f;               // a reference before the first key
-constexpr float kNobody = 1e30f;                 // and that of a row that does not exist, which never moves
+constexpr float kNothing = -1e30f;               // a row's largest product before the first key
+constexpr float kNobody = 1e30f;                 // and that of a row that does not exist: no reference moves
 constexpr float kLeastScale = 1.0f / (1 << 24);  // of a token in its reference: that of a zero vector is 0
 
 template <class S>
 class ScoreGroup {
   static constexpr int kTiles = S::kRowTiles, kColumns = 2 * kTiles;  // of a lane
-  static constexpr bool kRoomForBoth = S::kRows < 64;  // registers for products of both kinds, and words ahead
+  static constexpr int kSlots = kTiles;  // pieces of a unit's products; the softmax has two rounds of half as many
+  // With 64 rows a unit takes so long that products of the next one are under way while it is weighed. Otherwise
+  // registers have room for products of codes and of rotary channels at the same time.
+  static constexpr bool kAhead = totals_in_memory(S::kRows);
 
  public:
   explicit __device__ __forceinline__ ScoreGroup(const BlockView& block)
@@ -39,15 +42,23 @@ class ScoreGroup {
   // Units [0, units) of a segment, the first of which has `token` as its first.
   __device__ __forceinline__ void attend(int token, int units, Turn& turn) {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) total_[c] = weights_[c] = 0;
+    for (int j = 0; j < kTiles; ++j) set_totals(j, {});
     if (threadIdx.x < S::kRows) {
       // The scores of a row that does not exist may be anything. They must not move the references of others.
-      reference(threadIdx.x) = top(threadIdx.x) = block_.rows()[threadIdx.x].exists() ? kNothing : kNobody;
+      const int row = threadIdx.x;
+      const bool exists = block_.rows<S>().exists(row);
+      reference(row) = exists ? 0 : kNobody, top(row) = exists ? kNothing : kNobody;
     }
-    sync_threads(kScoresBarrier, kWarpgroup);
+    sync();
+    find_seen_by_all();
     const format::LatentRecord& record = block_.call.record;
-    if (kRoomForBoth && record.rope_dim == 64 && block_.call.rope_dtype == Dtype::kBFloat16) {
-      attend_units<kRoomForBoth>(token, units, turn);
+    if constexpr (kAhead) {
+      if (units > 0) {
+        with_codes<S::kLatent>(block_.plan.kind,
+                               [&](auto codes) { attend_units_ahead<decltype(codes)>(token, units, turn); });
+      }
+    } else if (record.rope_dim == 64 && block_.call.rope_dtype == Dtype::kBFloat16) {
+      attend_units<true>(token, units, turn);
     } else {
       attend_units<false>(token, units, turn);
     }
@@ -55,21 +66,20 @@ class ScoreGroup {
 
   // The heads of a partial result [ROWS, kPart].
   __device__ __forceinline__ void leave(float* part) const {
-    float* sums = block_.exchange();  // [2][4][ROWS], free after the last unit
-    sync_threads(kScoresBarrier, kWarpgroup);
+    float* sums = block_.exchange();  // [2][4][S::kRows], free after the last unit
+    sync();
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      float total = total_[c], weights = weights_[c];
+      const float4 x = totals(c / 2);
+      float total = c % 2 ? x.y : x.x, weights = c % 2 ? x.w : x.z;
 #pragma unroll
       for (int bit = 4; bit < 32; bit *= 2) {
         total += __shfl_xor_sync(0xffffffff, total, bit), weights += __shfl_xor_sync(0xffffffff, weights, bit);
       }
-      const int row = row_of(c);
-      if (block_.g == 0) {
-        sums[block_.warp * S::kRows + row] = total, sums[(4 + block_.warp) * S::kRows + row] = weights;
-      }
+      const int row = row_of(c / 2) + c % 2;
+      if (block_.g == 0) sums[block_.warp * S::kRows + row] = total, sums[(4 + block_.warp) * S::kRows + row] = weights;
     }
-    sync_threads(kScoresBarrier, kWarpgroup);
+    sync();
     if (threadIdx.x < S::kRows) {
       const auto sum = [&](int kind) {
         float x = 0;
@@ -77,14 +87,45 @@ class ScoreGroup {
         for (int w = 0; w < 4; ++w) x += sums[(4 * kind + w) * S::kRows + threadIdx.x];
         return x;
       };
-      float* head = part + threadIdx.x * S::kPart;
-      head[0] = reference(threadIdx.x) == kNothing ? -INFINITY : reference(threadIdx.x);
+      const int row = threadIdx.x;
+      float* head = part + row * S::kPart;
+      head[0] = top(row) == kNothing ? -INFINITY : reference(row) + block_.rows<S>().shift[row];
       head[1] = sum(0), head[2] = sum(1) * level_offset(block_.plan.kind) * format::kLevelUnit;
     }
   }
 
  private:
-  __device__ __forceinline__ int row_of(int c) const { return c / 2 * 8 + 2 * block_.t + c % 2; }
+  // The first of the lane's two rows of row tile j.
+  __device__ __forceinline__ int row_of(int j) const { return 8 * j + 2 * block_.t; }
+  // x of the lane's two rows of row tile j.
+  __device__ __forceinline__ float2 of_rows(const float* x, int j) const {
+    return *reinterpret_cast<const float2*>(x + row_of(j));
+  }
+  __device__ __forceinline__ void find_seen_by_all() {
+    const RowTable rows = block_.rows<S>();
+    first_all_ = INT32_MIN;
+    int before_end = INT32_MIN;  // of ~end
+    for (int r = block_.lane; r < S::kRows; r += 32) {
+      first_all_ = max(first_all_, rows.first[r]), before_end = max(before_end, ~rows.end[r]);
+    }
+    first_all_ = max_of_lanes(first_all_), end_all_ = ~max_of_lanes(before_end);
+  }
+  // Of the lane's two rows of row tile j: the denominators and the sums of rounded weights, over its own tokens.
+  __device__ __forceinline__ float4 totals(int j) const {
+    if constexpr (kAhead) {
+      return block_.totals()[j * kWarpgroup + threadIdx.x];
+    } else {
+      return totals_[j];
+    }
+  }
+  __device__ __forceinline__ void set_totals(int j, const float4& x) {
+    if constexpr (kAhead) {
+      block_.totals()[j * kWarpgroup + threadIdx.x] = x;
+    } else {
+      totals_[j] = x;
+    }
+  }
+  __device__ __forceinline__ void sync() const { sync_threads(kScoresBarrier, kWarpgroup); }
 
   // USUAL: 64 rotary channels of bfloat16. Their products and those of codes are under way at the same time, which no
   // branch may come between.
@@ -99,39 +140,95 @@ class ScoreGroup {
   // moves: whether references may be lowered
   template <bool USUAL>
   __device__ __forceinline__ void attend_unit(int token, const Turn& turn, bool moves) {
-    const int buffer = turn.buffer();
     wait_barrier(block_.arrived(turn.stage), turn.phase);
     const int stage = turn.stage * block_.plan.unit_bytes;
-    const uint8_t* tile = block_.shared + stage + block_.warp / 2 * block_.plan.tile_bytes;
-    const int row = block_.warp % 2 * 16;  // of the tile, the warp's first token
-    const __half* scales = reinterpret_cast<const __half*>(tile + block_.plan.scales) + row + block_.g;
-    const float scale[2] = {__half2float(scales[0]), __half2float(scales[8])};
-
+    const Scales scale = scales_of(stage, token);
     float score[4 * kTiles];
-    with_codes<S::kLatent>(block_.plan.kind, [&](auto codes) {
-      int sum[8 * kTiles];
-      clear(sum);
-      if constexpr (USUAL) {
-        clear(score);
-        multiply_ropes<64, __nv_bfloat16>(stage, row, score);
-      }
-      multiply_codes<decltype(codes)>(tile, stage, row, sum);
-      if constexpr (USUAL) receive<4 * kTiles>(score);
-      add_codes<USUAL>(sum, scale, score);
-    });
-    if constexpr (!USUAL) multiply_other_ropes(stage, row, score);
-
-    const bool masked = token < block_.notes().first_all || token + kUnitTokens > block_.notes().end_all;
-    to_base_2(score, token, masked);
-    moves = sync_any(kScoresBarrier, kWarpgroup, exceeds(score, scale)) || moves;
-    wait_barrier(block_.summed(buffer), turn.buffer_phase() ^ 1);
-    if (moves) move_references(score, scale, buffer);
-    if (threadIdx.x == 0) block_.factors()[buffer * (S::kRows + 1) + S::kRows] = moves ? 1.0f : 0.0f;
-    if (masked) {
-      weigh<true>(score, scale, buffer);
-    } else {
-      weigh<false>(score, scale, buffer);
+    int sum[8 * kTiles];
+    clear(sum);
+    if constexpr (USUAL) {
+      clear(score);
+      multiply_ropes<64, __nv_bfloat16>(stage, score);
     }
+    with_codes<S::kLatent>(block_.plan.kind, [&](auto codes) {
+      CodeProducts<decltype(codes)> products(*this, stage);
+      for_each<kSlots>([&](auto slot) { products.template multiply<slot>(sum); });
+      products.end(sum);
+    });
+    if constexpr (USUAL) receive<4 * kTiles>(score);
+    add_codes<USUAL>(sum, scale, score);
+    if constexpr (!USUAL) multiply_other_ropes(stage, score);
+    weigh(score, scale, token, turn, moves, [](auto) {});
+  }
+
+  // units > 0
+  template <class C>
+  __device__ __forceinline__ void attend_units_ahead(int token, int units, Turn& turn) {
+    int sum[8 * kTiles];
+    wait_barrier(block_.arrived(turn.stage), turn.phase);
+    int stage = turn.stage * block_.plan.unit_bytes;
+    CodeProducts<C> products(*this, stage);
+    for_each<kSlots>([&](auto slot) { products.template multiply<slot>(sum); });
+    products.end(sum);
+#pragma unroll 1
+    for (int i = 0; i < units; ++i, token += kUnitTokens) {
+      const Scales scale = scales_of(stage, token);
+      float score[4 * kTiles];
+      add_codes<false>(sum, scale, score);
+      multiply_other_ropes(stage, score);
+      // Behind the last unit it is multiplied once more, for nothing: products do not go well with branches.
+      Turn next = turn;
+      if (i + 1 < units) {
+        next.next(block_.plan.stages);
+        wait_barrier(block_.arrived(next.stage), next.phase);
+      }
+      stage = next.stage * block_.plan.unit_bytes;
+      products = CodeProducts<C>(*this, stage);
+      weigh(score, scale, token, turn, i % kLowerUnits == 0, [&](auto slot) { products.template multiply<slot>(sum); });
+      products.end(sum);
+      turn.next(block_.plan.stages);
+    }
+  }
+
+  // The scales of the lane's tokens g and g + 8.
+  struct Scales {
+    float of[2];
+  };
+  __device__ __forceinline__ Scales scales_of(int stage, int token) const {
+    const uint8_t* tile = block_.shared + stage + block_.warp / 2 * block_.plan.tile_bytes;
+    const __half* scales = reinterpret_cast<const __half*>(tile + block_.plan.scales) + block_.warp % 2 * 16 + block_.g;
+    Scales x = {__half2float(scales[0]), __half2float(scales[8])};
+    if (is_masked(token)) {  // nobody may have stored a token that no row sees
+#pragma unroll
+      for (int i = 0; i < 2; ++i) x.of[i] = fabsf(x.of[i]) <= 65504.0f ? x.of[i] : 0;
+    }
+    return x;
+  }
+  __device__ __forceinline__ bool is_masked(int token) const {
+    return token < first_all_ || token + kUnitTokens > end_all_;
+  }
+
+  // Weights of a unit from its scores. moves: whether references may be lowered. beside(slot) is called with every slot
+  // once, and does something else between.
+  template <typename F>
+  __device__ __forceinline__ void weigh(float (&score)[4 * kTiles], const Scales& scale, int token, const Turn& turn,
+                                        bool moves, F&& beside) {
+    const int buffer = turn.buffer();
+    for_each<kTiles / kPieceTiles>([&](auto slot) {
+      to_exponents<slot>(score);
+      beside(slot);
+    });
+    if (is_masked(token)) mask(score, token);
+    moves |= token <= first_all_;  // a row may see its first keys
+    moves = sync_any(kScoresBarrier, kWarpgroup, exceeds(score, scale.of)) || moves;
+    wait_barrier(block_.summed(buffer), turn.buffer_phase() ^ 1);
+    float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
+    if (moves) move_references(score, scale.of, factors);
+    if (threadIdx.x == 0) factors[S::kRows] = moves ? 1.0f : 0.0f;
+    for_each<kTiles / kPieceTiles>([&](auto slot) {
+      beside(std::integral_constant<int, slot + kTiles / kPieceTiles>{});
+      store_weights<slot>(score, scale.of, buffer);
+    });
     publish_operands();
     arrive(block_.weighed(buffer));
   }
@@ -146,66 +243,93 @@ class ScoreGroup {
     receive<COUNT>(sum);
   }
 
-  // sum = query . code, of both bytes of the queries: all products have ended
+  // Products of the codes of a unit, sum = query . code of both bytes of the queries, in kSlots pieces. Registers of
+  // `sum` are theirs until the end.
   template <class C>
-  __device__ __forceinline__ void multiply_codes(const uint8_t* tile, int stage, int row,
-                                                 int (&sum)[8 * kTiles]) const {
-    // Word c of a token's row: its place differs from that of word 0 in bits that the row's begin does not have.
-    const int lane = block_.lane, token = row + lane % 16;
-    const uint32_t words = tile_ + stage + token * C::kRowBytes + code_word(token, lane / 16);
-    const uint8_t* plane = tile + block_.plan.planes + (row + block_.g) * C::kPlaneBytes;
-    constexpr int kWords = kBytesOfWord<C::kKind>;
-    const auto load = [&](int c) { return load_matrices((words ^ (c % 8 * 16)) + c / 8 * 128); };
-    uint4 next = load(0);
-#pragma unroll
-    for (int c = 0; c < C::kChunks; c += 2) {  // two words of 16 bytes of tokens g and g + 8
-      const uint4 x = kRoomForBoth || c == 0 ? next : load(c);
-      if (kRoomForBoth && c + 2 < C::kChunks) next = load(c + 2);  // while products of others are under way
-      uint4 fifth{};                                               // of the words of x
-      if constexpr (C::kKind == kPlanes) {
-        const uint2 low = *reinterpret_cast<const uint2*>(plane + 4 * c);
-        const uint2 high = *reinterpret_cast<const uint2*>(plane + 8 * C::kPlaneBytes + 4 * c);
-        fifth = {align_fifth(low.x, block_.t), align_fifth(high.x, block_.t), align_fifth(low.y, block_.t),
-                 align_fifth(high.y, block_.t)};
-      }
-      uint32_t bytes[4][kWords];
-      expand_bytes<C::kKind>(x.x, fifth.x, bytes[0]), expand_bytes<C::kKind>(x.y, fifth.y, bytes[1]);
-      expand_bytes<C::kKind>(x.z, fifth.z, bytes[2]), expand_bytes<C::kKind>(x.w, fifth.w, bytes[3]);
-      begin_products();
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        const int step = c / 2 * kWords + i;
-        add_byte_product<2 * S::kRows>(sum, bytes[0][i], bytes[1][i], bytes[2][i], bytes[3][i],
-                                       latents_ + step * (S::kByteStep / 16), true);
-      }
-      commit_products();
-      wait_for_products<1>();
+  class CodeProducts {
+   public:
+    // stage: bytes from the start of the ring
+    __device__ __forceinline__ CodeProducts(const ScoreGroup& scores, int stage) : scores_(&scores) {
+      // Word c of a token's row: its place differs from that of word 0 in bits that the row's begin does not have.
+      const BlockView& block = scores.block_;
+      const int row = block.warp % 2 * 16, token = row + block.lane % 16;  // of the tile
+      words_ = scores.tile_ + stage + token * C::kRowBytes + code_word(token, block.lane / 16);
+      plane_ = block.shared + stage + block.warp / 2 * block.plan.tile_bytes + block.plan.planes +
+               (row + block.g) * C::kPlaneBytes;
+      next_ = load(0);
     }
-    wait_for_products<0>();
-    receive<8 * kTiles>(sum);
-  }
+
+    template <int SLOT>
+    __device__ __forceinline__ void multiply(int (&sum)[8 * kTiles]) {
+      constexpr int kPairs = C::kChunks / 2, kWords = kBytesOfWord<C::kKind>;
+      const uint32_t latents = scores_->latents_;
+      const int t = scores_->block_.t;
+#pragma unroll
+      for (int c = SLOT * kPairs / kSlots * 2; c < (SLOT + 1) * kPairs / kSlots * 2;
+           c += 2) {  // two words of 16 bytes of tokens g and g + 8
+        const uint4 x = next_;
+        if (c + 2 < C::kChunks) next_ = load(c + 2);  // while products of others are under way
+        uint4 fifth{};                                // of the words of x
+        if constexpr (C::kKind == kPlanes) {
+          const uint2 low = *reinterpret_cast<const uint2*>(plane_ + 4 * c);
+          const uint2 high = *reinterpret_cast<const uint2*>(plane_ + 8 * C::kPlaneBytes + 4 * c);
+          fifth = {align_fifth(low.x, t), align_fifth(high.x, t), align_fifth(low.y, t), align_fifth(high.y, t)};
+        }
+        uint32_t bytes[4][kWords];
+        expand_bytes<C::kKind>(x.x, fifth.x, bytes[0]), expand_bytes<C::kKind>(x.y, fifth.y, bytes[1]);
+        expand_bytes<C::kKind>(x.z, fifth.z, bytes[2]), expand_bytes<C::kKind>(x.w, fifth.w, bytes[3]);
+        begin_products();
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+          const int step = c / 2 * kWords + i;
+          add_byte_product<2 * S::kRows>(sum, bytes[0][i], bytes[1][i], bytes[2][i], bytes[3][i],
+                                         latents + step * (S::kByteStep / 16), !kAhead || step > 0);
+        }
+        commit_products();
+        wait_for_products<1>();
+      }
+    }
+
+    __device__ __forceinline__ void end(int (&sum)[8 * kTiles]) const {
+      wait_for_products<0>();
+      receive<8 * kTiles>(sum);
+    }
+
+   private:
+    __device__ __forceinline__ uint4 load(int c) const { return load_matrices((words_ ^ (c % 8 * 16)) + c / 8 * 128); }
+
+    const ScoreGroup* scores_;
+    uint32_t words_;
+    const uint8_t* plane_;
+    uint4 next_;
+  };
 
   // score = scale * (query . level), plus what it is if ADD
   template <bool ADD>
-  __device__ __forceinline__ void add_codes(const int (&sum)[8 * kTiles], const float (&scale)[2],
+  __device__ __forceinline__ void add_codes(const int (&sum)[8 * kTiles], const Scales& scale,
                                             float (&score)[4 * kTiles]) const {
-    const RowConstants* rows = block_.rows();
+    const RowTable rows = block_.rows<S>();
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const float factor = rows[row_of(c)].scale, start = rows[row_of(c)].start;
+    for (int j = 0; j < kTiles; ++j) {
+      const float2 factor = of_rows(rows.scale, j), start = of_rows(rows.start, j);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {  // tokens g and g + 8
-        const float dot = static_cast<float>(256 * sum[4 * c + 2 * i] + sum[4 * c + 2 * i + 1]);
-        float& x = score[c / 2 * 4 + 2 * i + c % 2];
-        x = fmaf(dot + start, factor * scale[i], ADD ? x : 0);
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {  // tokens g and g + 8
+          const int k = 8 * j + 4 * h + 2 * i;
+          const float dot = static_cast<float>(256 * sum[k] + sum[k + 1]);
+          const float level = fmaf(dot, h ? factor.y : factor.x, h ? start.y : start.x);
+          float& x = score[4 * j + 2 * i + h];
+          x = fmaf(level, scale.of[i], ADD ? x : 0);
+        }
       }
     }
   }
 
   // Begins to add the products of rotary channels.
   template <int DIM, typename T>
-  __device__ __forceinline__ void multiply_ropes(int stage, int row, float (&score)[4 * kTiles]) const {
-    const int lane = block_.lane, token = row + lane % 16;
+  __device__ __forceinline__ void multiply_ropes(int stage, float (&score)[4 * kTiles]) const {
+    const int lane = block_.lane, token = block_.warp % 2 * 16 + lane % 16;  // of the tile
     const uint32_t words = tile_ + stage + block_.plan.ropes + token * DIM * 2;
     uint4 x[DIM / 16];
 #pragma unroll
@@ -218,16 +342,16 @@ class ScoreGroup {
     commit_products();
   }
   // Adds them, whichever they are.
-  __device__ __forceinline__ void multiply_other_ropes(int stage, int row, float (&score)[4 * kTiles]) const {
+  __device__ __forceinline__ void multiply_other_ropes(int stage, float (&score)[4 * kTiles]) const {
     const int rope_dim = block_.call.record.rope_dim;
     const auto multiply = [&](auto type) {
       using T = typename decltype(type)::type;
       if (rope_dim == 64) {
-        multiply_ropes<64, T>(stage, row, score);
+        multiply_ropes<64, T>(stage, score);
         wait_for_products<0>();
         receive<4 * kTiles>(score);
       } else if (rope_dim == 32) {
-        multiply_ropes<32, T>(stage, row, score);
+        multiply_ropes<32, T>(stage, score);
         wait_for_products<0>();
         receive<4 * kTiles>(score);
       }
@@ -241,44 +365,39 @@ class ScoreGroup {
 
   // ---- Softmax
 
-  // Scores as powers of two, with the center's; -inf where a row does not see a token.
-  __device__ __forceinline__ void to_base_2(float (&score)[4 * kTiles], int token, bool masked) const {
-    const RowConstants* rows = block_.rows();
+  static constexpr int kPieceTiles = 2;  // row tiles of a piece of the softmax
+
+  // Scores become exponents, piece by piece.
+  template <int PIECE>
+  __device__ __forceinline__ void to_exponents(float (&score)[4 * kTiles]) const {
     const float by = block_.call.a.softmax_scale * kLog2E;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const float shift = rows[row_of(c)].shift;
+    for (int j = PIECE * kPieceTiles; j < (PIECE + 1) * kPieceTiles; ++j) {
+      const float2 at = references_of(j);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float& x = score[c / 2 * 4 + 2 * i + c % 2];
-        x = fmaf(x, by, shift);
-      }
+      for (int k = 0; k < 4; ++k) score[4 * j + k] = fmaf(score[4 * j + k], by, k % 2 ? -at.y : -at.x);
     }
-    if (!masked) return;
+  }
+  // -inf where a row does not see a token.
+  __device__ __forceinline__ void mask(float (&exponent)[4 * kTiles], int token) const {
+    const RowTable rows = block_.rows<S>();
     const int first = token + 16 * block_.warp + block_.g;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const RowConstants& row = rows[row_of(c)];
+    for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (first + 8 * i < row.first || first + 8 * i >= row.end) score[c / 2 * 4 + 2 * i + c % 2] = -INFINITY;
+      for (int k = 0; k < 4; ++k) {
+        const int row = row_of(j) + k % 2, at = first + k / 2 * 8;
+        if (at < rows.first[row] || at >= rows.end[row]) exponent[4 * j + k] = -INFINITY;
       }
     }
   }
 
   // Whether some product of a weight and a scale is too large for the reference.
-  __device__ __forceinline__ bool exceeds(const float (&score)[4 * kTiles], const float (&scale)[2]) const {
+  __device__ __forceinline__ bool exceeds(const float (&exponent)[4 * kTiles], const float (&scale)[2]) const {
     const float2 log = log_of(scale);
     bool any = false;
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      const float2 at = references_of(j);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float most = (h ? at.y : at.x) + kRaise;
-        any |= score[4 * j + h] + log.x > most || score[4 * j + 2 + h] + log.y > most;
-      }
-    }
+    for (int i = 0; i < 4 * kTiles; ++i) any |= exponent[i] > kRaise - (i / 2 % 2 ? log.y : log.x);
     return any;
   }
   static __device__ __forceinline__ float2 log_of(const float (&scale)[2]) {
@@ -286,67 +405,73 @@ class ScoreGroup {
   }
   __device__ __forceinline__ float& reference(int row) const { return block_.references(S::kRows)[row]; }
   __device__ __forceinline__ float& top(int row) const { return block_.references(S::kRows)[S::kRows + row]; }
-  __device__ __forceinline__ float2 references_of(int j) const {
-    return *reinterpret_cast<const float2*>(&reference(row_of(2 * j)));
-  }
+  __device__ __forceinline__ float2 references_of(int j) const { return of_rows(block_.references(S::kRows), j); }
 
-  // Rare: finds the largest product of a weight and a scale of each row and lets the references and all sums follow.
-  __device__ __forceinline__ void move_references(const float (&score)[4 * kTiles], const float (&scale)[2],
-                                                  int buffer) {
-    float* factors = block_.factors() + buffer * (S::kRows + 1);
-    float* exchange = block_.exchange();  // [4][ROWS]
+  // Rare: finds the largest product of a weight and a scale of each row and lets the references, exponents and all sums
+  // follow.
+  __device__ __forceinline__ void move_references(float (&exponent)[4 * kTiles], const float (&scale)[2],
+                                                  float* factors) {
+    float* most_of = block_.exchange();     // [4][S::kRows]
+    float* moved = most_of + 4 * S::kRows;  // [S::kRows]: by how much
     const float2 log = log_of(scale);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      float most = fmaxf(score[c / 2 * 4 + c % 2] + log.x, score[c / 2 * 4 + 2 + c % 2] + log.y);
+      float most = fmaxf(exponent[c / 2 * 4 + c % 2] + log.x, exponent[c / 2 * 4 + 2 + c % 2] + log.y);
 #pragma unroll
       for (int bit = 4; bit < 32; bit *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, bit));
-      if (block_.g == 0) exchange[block_.warp * S::kRows + row_of(c)] = most;
+      if (block_.g == 0) most_of[block_.warp * S::kRows + row_of(c / 2) + c % 2] = most;
     }
-    sync_threads(kScoresBarrier, kWarpgroup);
+    sync();
     if (threadIdx.x < S::kRows) {
       const int row = threadIdx.x;
       float most = -INFINITY;
 #pragma unroll
-      for (int w = 0; w < 4; ++w) most = fmaxf(most, exchange[w * S::kRows + row]);
-      const float old = reference(row), highest = fmaxf(top(row), most), wanted = fmaxf(most, highest - kDeepest);
-      const bool moves = most > old + kRaise || (wanted < old - kLower && most > -INFINITY);
-      top(row) = highest;
+      for (int w = 0; w < 4; ++w) most = fmaxf(most, most_of[w * S::kRows + threadIdx.x]);
+      const float old = reference(row);
+      most += old;
+      const bool first = top(row) == kNothing;
+      const float highest = fmaxf(top(row), most), wanted = fmaxf(most, highest - kDeepest);
+      const bool moves = most > -INFINITY && (first || most > old + kRaise || wanted < old - kLower);
+      if (most > -INFINITY) top(row) = highest;
       if (moves) reference(row) = wanted;
-      factors[row] = moves ? exp2_fast(old - wanted) : 1;
+      factors[row] = moves && !first ? exp2_fast(old - wanted) : 1;
+      moved[threadIdx.x] = moves ? old - wanted : 0;
     }
-    sync_threads(kScoresBarrier, kWarpgroup);
+    sync();
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const float by = factors[row_of(c)];
-      total_[c] *= by, weights_[c] *= by;
+    for (int j = 0; j < kTiles; ++j) {
+      const float2 by = of_rows(factors, j), more = of_rows(moved, j);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) exponent[4 * j + k] += k % 2 ? more.y : more.x;
+      const float4 x = totals(j);
+      set_totals(j, {x.x * by.x, x.y * by.y, x.z * by.x, x.w * by.y});
     }
   }
 
-  // Weights to their buffer.
-  template <bool MASKED>
-  __device__ __forceinline__ void weigh(const float (&score)[4 * kTiles], const float (&scale)[2], int buffer) {
+  // Weights to their buffer, piece by piece.
+  template <int PIECE>
+  __device__ __forceinline__ void store_weights(const float (&exponent)[4 * kTiles], const float (&scale)[2],
+                                                int buffer) {
     const int lane = block_.lane;
     uint8_t* to = block_.weights() + buffer * S::kWeightBytes +
                   ((2 * block_.warp + lane / 8 % 2) * kTiles + lane / 16) * 128 + lane % 8 * 16;
 #pragma unroll
-    for (int j = 0; j < kTiles; j += 2) {
+    for (int j = PIECE * kPieceTiles; j < (PIECE + 1) * kPieceTiles; j += 2) {
       uint32_t word[4];  // tokens g and g + 8 of row tile j, then of j + 1
-      const float2 at[2] = {references_of(j), references_of(j + 1)};
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int tile = j + k / 2, i = k % 2;
-        float w[2];
+      for (int tile = 0; tile < 2; ++tile) {
+        float4 sums = totals(j + tile);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int c = 2 * tile + h;
-          const float x = score[4 * tile + 2 * i + h], p = exp2_fast(x - (h ? at[k / 2].y : at[k / 2].x));
-          total_[c] += p;
-          w[h] = MASKED && x == -INFINITY ? 0 : p * scale[i];
+        for (int i = 0; i < 2; ++i) {
+          const float* x = exponent + 4 * (j + tile) + 2 * i;
+          const float p[2] = {exp2_fast(x[0]), exp2_fast(x[1])};
+          sums.x += p[0], sums.y += p[1];
+          uint32_t& to_store = word[2 * tile + i];
+          to_store = word_of_floats<__half>(p[0] * scale[i], p[1] * scale[i]);
+          const float2 rounded = __half22float2(reinterpret_cast<const __half2&>(to_store));
+          sums.z += rounded.x, sums.w += rounded.y;
         }
-        word[k] = word_of_floats<__half>(w[0], w[1]);
-        const float2 rounded = __half22float2(reinterpret_cast<const __half2&>(word[k]));
-        weights_[2 * tile] += rounded.x, weights_[2 * tile + 1] += rounded.y;
+        set_totals(j + tile, sums);
       }
       store_transposed(to + j * 128, word);
     }
@@ -364,9 +489,9 @@ class ScoreGroup {
   const BlockView block_;
   const uint32_t latents_, ropes_;  // operands
   const uint32_t tile_;             // the warp's tile of the first stage, in shared memory
+  int first_all_, end_all_;         // keys from codes that all rows see
 
-  // Of the lane's rows: the denominator and the sum of rounded weights, over the lane's own tokens.
-  float total_[kColumns], weights_[kColumns];
+  float4 totals_[kAhead ? 1 : kTiles];
 };
 
 }  // namespace turboquant::cuda::mla

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/attention/schedule.cuh"
 #include "cuda/attention/softmax_math.cuh"
@@ -24,25 +25,36 @@ constexpr int kTileTokens = format::LatentRecord::kTileTokens;
 constexpr int kUnitTiles = kUnitTokens / kTileTokens;
 constexpr int kMaxStages = 8;
 constexpr int kWeightBuffers = 2;
-constexpr int kJoinWarps = 8;      // of a block of the second kernel
-constexpr int kExactPerUnit = 16;  // exact keys that take as long as a unit of codes
+constexpr int kImageRows = 8;       // that a block prepares: the columns of a core matrix
+constexpr int kJoinWarps = 8;       // of a block of the kernel that joins parts
+constexpr int kMostJoinBlocks = 8;  // that join a row in it, a cluster
+constexpr int kFewParts = 8;        // that a warp of the kernel that joins parts adds up in a moment
+constexpr int kExactPerUnit = 16;   // exact keys that take as long as a unit of codes
+constexpr int kLeastPart = 2;       // units of the shortest part that a segment is cut into
 
 // A partial result of a row: its maximum (base 2), its denominator, what its sums are too large by, and its sums.
 constexpr int kPartHead = 4;
 enum Part : int {
-  kContinued,
-  kOpened,
-  kExact,
+  kContinued,    // of a segment that began in another block
+  kOpened,       // of one that began here
+  kExact,        // exact keys, of a segment that began in another block
+  kExactOpened,  // and of one that began here
   kParts
-};  // of a segment that began in another block; or here; its exact keys
+};
 
 // How the lanes of a warp hold a latent: four neighbouring channels at a time.
 template <int R>
 using RowRotation = HadamardTraits<1, R == 512 ? 9 : 8, 32, 4>;
 
-// The blocks that share a segment: `blocks` of them from `first` on, and the one that has its exact keys, or -1.
+// The blocks that share a segment: `blocks` of them from `first` on. The last of them, from `exact` on, have its exact
+// keys, or none has (-1).
 struct SharedBy {
   int first, blocks, exact;
+
+  __device__ __forceinline__ int exact_blocks() const { return exact < 0 ? 0 : first + blocks - exact; }
+  // Where block `block` of them has left its part.
+  __device__ __forceinline__ Part part_of_codes(int block) const { return block == first ? kOpened : kContinued; }
+  __device__ __forceinline__ Part part_of_exact(int block) const { return block == first ? kExactOpened : kExact; }
 };
 
 // Sizes that depend on how codes are stored. R: channels of a latent.
@@ -98,25 +110,39 @@ struct Shape {
   using Rotation = RowRotation<R>;
 };
 
-struct RowConstants {
-  float scale;  // of a sum of products with codes, times a token's scale
-  float start;  // what is added to such a sum before
-  float shift;  // the score of the center
-  int first, end;
+// What scores need to know of the rows of a block: arrays one behind the other.
+struct RowTable {
+  float *scale, *start;  // of a sum of products with codes: the factor, and what is added then
+  float* shift;          // the score of the center, base 2
+  int *first, *end;      // the keys that a row sees from codes
 
-  __device__ __forceinline__ bool exists() const { return first >= 0; }
+  __host__ __device__ static constexpr int bytes(int rows) { return 5 * 4 * rows; }
+
+  __device__ __forceinline__ RowTable(uint8_t* memory, int rows)
+      : scale(reinterpret_cast<float*>(memory)), start(scale + rows), shift(start + rows),
+        first(reinterpret_cast<int*>(shift + rows)), end(first + rows) {}
+
+  __device__ __forceinline__ bool exists(int row) const { return first[row] >= 0; }
 };
+
+// Whether running totals of scores are in shared memory, so that registers can have products of the next unit.
+__host__ __device__ constexpr bool totals_in_memory(int rows) { return rows == 64; }
 
 // Shared memory of a block, in bytes from its start, and what else all blocks need to know.
 struct Plan {
   Kind kind;
   int stages;                                         // of the ring of units
   int planes, ropes, scales, tile_bytes, unit_bytes;  // of a tile in the ring
-  int queries, weights, rows, factors, exchange, barriers, notes, bytes;
-  float* parts;        // [grid, kParts, ROWS, kPart]
-  uint32_t* arrivals;  // [grid], 0 between launches
-  SharedBy* segments;  // [seqs, row_blocks], where a second kernel joins the parts; else null
-  int row_blocks;      // blocks of rows of a sequence, at most
+  int queries, rows, weights, factors, exchange, totals, barriers, notes, bytes;
+  int query_bytes, image_bytes;  // of an image: the queries, and the table of rows behind them
+  uint8_t* images;               // [numbers of segments, image_bytes]
+  float* parts;                  // [grid, kParts, ROWS, kPart]
+  uint32_t* arrivals;            // [grid], 0 between launches
+  SharedBy* segments;            // [numbers of segments], where another kernel joins the parts; else null
+  int row_blocks;                // of each sequence, in numbers of segments; 0: numbers follow the tokens
+
+  // Floats of a buffer of factors: one for each row, and whether any is not 1. Two rows' are read at once.
+  __host__ __device__ static constexpr int factors_of(int rows) { return rows + 2; }
 
   Plan() = default;
   Plan(const format::LatentRecord& r, int block_rows, int shared_limit) {
@@ -124,20 +150,22 @@ struct Plan {
     kind = format::has_plane(r.width()) ? kPlanes : format::fits_nibble(r.width()) ? kNibbles : kBytes;
     planes = r.planes(), ropes = r.ropes(), scales = r.scales();
     tile_bytes = up(r.tile_bytes(), 128), unit_bytes = kUnitTiles * tile_bytes;
-    const int query_bytes = block_rows * (r.latent_dim + r.rope_dim) * 2;
+    query_bytes = block_rows * (r.latent_dim + r.rope_dim) * 2;
+    image_bytes = up(query_bytes + RowTable::bytes(block_rows), 128);
     const int weight_bytes = kWeightBuffers * block_rows * kUnitTokens * 2;
-    const int row_bytes = up(block_rows * static_cast<int>(sizeof(RowConstants)), 128);
-    const int factor_bytes = up(kWeightBuffers * (block_rows + 1) * 4, 128);
+    const int factor_bytes = up(kWeightBuffers * factors_of(block_rows) * 4, 128);
     const int exchange_bytes = (2 * 4 + 2) * block_rows * 4;
-    const int barrier_bytes = (2 * kMaxStages + 2 * kWeightBuffers) * 8;
-    const int fixed = query_bytes + weight_bytes + row_bytes + factor_bytes + exchange_bytes + barrier_bytes + 256;
+    const int total_bytes = totals_in_memory(block_rows) ? block_rows / 8 * kWarpgroup * 16 : 0;
+    const int barrier_bytes = (2 * kMaxStages + 2 * kWeightBuffers + 1) * 8;
+    const int fixed = image_bytes + weight_bytes + factor_bytes + exchange_bytes + total_bytes + barrier_bytes + 256;
     stages = std::min((shared_limit - fixed) / unit_bytes, kMaxStages);
     queries = stages * unit_bytes;
-    weights = queries + query_bytes;
-    rows = weights + weight_bytes;
-    factors = rows + row_bytes;
+    rows = queries + query_bytes;
+    weights = queries + image_bytes;
+    factors = weights + weight_bytes;
     exchange = factors + factor_bytes;
-    barriers = exchange + exchange_bytes;
+    totals = exchange + exchange_bytes;
+    barriers = totals + total_bytes;
     notes = barriers + barrier_bytes;
     bytes = notes + 256;
   }
@@ -147,9 +175,29 @@ struct Plan {
 struct Notes {
   BlockShare share;
   int flag;
-  int first_all, end_all;  // keys from codes that all rows see
 };
 static_assert(sizeof(Notes) <= 256);
+
+// The number of the first segment of a sequence; its other blocks of `rows` rows have those that follow. Where one
+// sequence has many queries and others few, numbers follow the tokens: there are up to tokens * q_heads / rows + seqs.
+__device__ __forceinline__ int first_segment(const Plan& plan, const Attention& a, int rows, int sequence) {
+  if (plan.row_blocks > 0) return sequence * plan.row_blocks;
+  return static_cast<int>(int64_t{a.first_query(sequence)} * a.q_heads / rows) + sequence;
+}
+// The sequence of a number: the last one whose first number is not above it.
+__device__ __forceinline__ int sequence_of_segment(const Plan& plan, const Attention& a, int rows, int number) {
+  if (plan.row_blocks > 0) return quotient(number, plan.row_blocks);
+  int low = 0, high = a.seqs - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (first_segment(plan, a, rows, middle) <= number) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
 
 // A thread's view of its block.
 struct BlockView {
@@ -163,21 +211,36 @@ struct BlockView {
 
   __device__ __forceinline__ uint8_t* queries() const { return shared + plan.queries; }
   __device__ __forceinline__ uint8_t* weights() const { return shared + plan.weights; }
-  __device__ __forceinline__ RowConstants* rows() const { return reinterpret_cast<RowConstants*>(shared + plan.rows); }
+  template <class S>
+  __device__ __forceinline__ RowTable rows() const {
+    return RowTable(shared + plan.rows, S::kRows);
+  }
   __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(shared + plan.factors); }
   __device__ __forceinline__ float* exchange() const { return reinterpret_cast<float*>(shared + plan.exchange); }
+  __device__ __forceinline__ float4* totals() const { return reinterpret_cast<float4*>(shared + plan.totals); }
   __device__ __forceinline__ float* references(int rows) const { return exchange() + 8 * rows; }
   __device__ __forceinline__ Notes& notes() const { return *reinterpret_cast<Notes*>(shared + plan.notes); }
 
-  // Barriers: stage `i` has arrived; it has been read; weights `i` are there; weights `i` have been read.
+  // Barriers: stage `i` has arrived; it has been read; weights `i` are there; weights `i` have been read; the image of
+  // the rows has arrived.
   __device__ __forceinline__ uint64_t* arrived(int i) const { return barriers() + i; }
   __device__ __forceinline__ uint64_t* freed(int i) const { return barriers() + kMaxStages + i; }
   __device__ __forceinline__ uint64_t* weighed(int i) const { return barriers() + 2 * kMaxStages + i; }
   __device__ __forceinline__ uint64_t* summed(int i) const { return barriers() + 2 * kMaxStages + kWeightBuffers + i; }
+  __device__ __forceinline__ uint64_t* prepared() const { return barriers() + 2 * kMaxStages + 2 * kWeightBuffers; }
 
  private:
   __device__ __forceinline__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(shared + plan.barriers); }
 };
+
+// f(0), f(1), .. f(N - 1), with numbers that are known when it is compiled.
+template <int N, int I = 0, typename F>
+__device__ __forceinline__ void for_each(F&& f) {
+  if constexpr (I < N) {
+    f(std::integral_constant<int, I>{});
+    for_each<N, I + 1>(f);
+  }
+}
 
 constexpr int kScoresBarrier = 1;  // a named barrier
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {

@@ -82,7 +82,7 @@ class ValueGroup {
     const int buffer = turn.buffer();
     wait_barrier(block_.arrived(turn.stage), turn.phase);
     wait_barrier(block_.weighed(buffer), turn.buffer_phase());
-    const float* factors = block_.factors() + buffer * (S::kRows + 1);
+    const float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
     if (factors[S::kRows] != 0) rescale(factors);
     const uint32_t weights = __shfl_sync(0xffffffff, weights_ + buffer * (S::kWeightBytes / 16), 0);
     with_codes<S::kLatent>(block_.plan.kind, [&](auto codes) {
@@ -103,17 +103,16 @@ class ValueGroup {
       words[q / 2] = shared_address(block_.shared) + unit + token * C::kRowBytes +
                      code_word(token, warp_ * kOwn + q + block_.lane / 16);
     }
-    // A step is 16 tokens. Its words, two of each token at a time, are loaded while products of others are under way;
-    // with 64 rows no registers are left for that.
-    constexpr bool kAhead = S::kRows < 64;
-    constexpr int kSteps = kUnitTokens / 16, kUnrolled = kAhead ? kSteps : 1;
+    // A step is 16 tokens. Its words, two of each token at a time, are loaded while products of others are under way.
+    // With 64 rows of 512 channels the sums leave registers for the operands of two words.
+    constexpr bool kSingly = S::kRows * S::kLatent > 16384;
+    constexpr int kSteps = kUnitTokens / 16, kLast = kOwn - 2;
     const int tile_bytes = block_.plan.tile_bytes;
     const auto load = [&](int step, int q) {
       return load_matrices<true>(words[q / 2] + step / 2 * tile_bytes + step % 2 * 16 * C::kRowBytes);
     };
-    uint4 next{};
-    if (kAhead) next = load(0, 0);
-#pragma unroll kUnrolled
+    uint4 next = load(0, 0);
+#pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       uint32_t fifth[2][kOwn] = {};
       if constexpr (C::kKind == kPlanes) {
@@ -121,24 +120,29 @@ class ValueGroup {
       }
 #pragma unroll
       for (int q = 0; q < kOwn; q += 2) {
-        const uint4 x = kAhead ? next : load(step, q);
-        const bool last = q + 2 == kOwn;
-        if (kAhead && !(last && step + 1 == kSteps)) next = load(last ? step + 1 : step, last ? 0 : q + 2);
-        uint32_t pair[2][2][kPairsOfWord<C::kKind>];  // of two words, of tokens 0-7 and 8-15
-        expand_pairs<C::kKind>(x.x, fifth[0][q], pair[0][0]), expand_pairs<C::kKind>(x.y, fifth[1][q], pair[0][1]);
-        expand_pairs<C::kKind>(x.z, fifth[0][q + 1], pair[1][0]);
-        expand_pairs<C::kKind>(x.w, fifth[1][q + 1], pair[1][1]);
-        begin_products();
+        const uint4 x = next;
+        if (q < kLast || step + 1 < kSteps) next = load(q < kLast ? step : step + 1, q < kLast ? q + 2 : 0);
+        const uint32_t word[2][2] = {{x.x, x.y}, {x.z, x.w}};  // of each, tokens 0-7 and 8-15
+        uint32_t pair[2][2][kPairsOfWord<C::kKind>];
+        const auto expand = [&](int w) {
+          expand_pairs<C::kKind>(word[w][0], fifth[0][q + w], pair[w][0]);
+          expand_pairs<C::kKind>(word[w][1], fifth[1][q + w], pair[w][1]);
+        };
+        if (!kSingly) expand(0), expand(1);
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
+          if (kSingly) expand(w);
+          if (kSingly || w == 0) begin_products();
 #pragma unroll
           for (int k = 0; k < kChunkSums<C>; ++k) {
             add_product<S::kRows, __half>(sums_[(q + w) * kChunkSums<C> + k], pair[w][0][2 * k], pair[w][0][2 * k + 1],
                                           pair[w][1][2 * k], pair[w][1][2 * k + 1], weights);
           }
+          if (kSingly || w == 1) {
+            commit_products();
+            wait_for_products<1>();
+          }
         }
-        commit_products();
-        wait_for_products<kAhead ? 1 : 0>();
       }
       weights += S::kStepBytes / 16;
     }
