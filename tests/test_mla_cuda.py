@@ -127,6 +127,31 @@ def test_many_blocks_share_a_segment(heads):
     assert float((actual[1].double() - lse).abs().max()) < 3e-3
 
 
+def test_short_sequences_beside_a_long_one():
+    """A block attends to several whole segments, whose parts a second kernel joins all the same."""
+    config = tt.latent_preset("k4u", 512, 64, sink_tokens=2, recent_window=20)
+    lengths = [6000] + [1 + 7 * i % 90 for i in range(39)]
+    case = make_case(config, lengths, [1] * len(lengths), dtype=torch.bfloat16, tail=True)
+    check(case, 16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("heads", [16, 40])
+def test_many_queries_beside_single_ones(heads):
+    """Segments are numbered by tokens, not for the most queries that a sequence has."""
+    config = tt.latent_preset("k4u", 512, 64)
+    case = make_case(config, [300, 7, 150, 70, 0, 90], [40, 1, 1, 2, 0, 1], dtype=torch.bfloat16)
+    check(case, heads, torch.bfloat16)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_exact_keys_of_several_blocks(heads):
+    """A window that is longer than the part of a block."""
+    config = tt.latent_preset("k4u", 512, 64, sink_tokens=4, recent_window=250)
+    for lengths, q_lens in (([700, 1], [1, 1]), ([900, 300], [2, 1])):
+        case = make_case(config, lengths, q_lens, dtype=torch.bfloat16, tail=True)
+        check(case, heads, torch.bfloat16)
+
+
 def test_a_nan_stays_with_those_who_see_it():
     """A call's later token of NaN leaves the earlier ones' results alone."""
     config = tt.latent_preset("k4u", 512, 64)
