@@ -990,6 +990,8 @@ def packed_model_speed() -> str:
             for weights in (0, 4)
             for kind in kinds
         ]
+        if not any(some[2:]):  # without packed weights only
+            continue
         times = [row and row["ttft_ms" if part == "prompt" else "tpot_ms"] for row in some]
         what = "first token" if part == "prompt" else f"step, {MODES[mode]}"
         lines.append(
