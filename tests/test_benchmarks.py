@@ -525,3 +525,63 @@ def test_a_model_is_packed_between_its_rows():
     model = tiny_llama()
     assert re.fullmatch(r"15 layers packed in .* GiB -> .* GiB", bench.packed(model, 4))
     assert model.config.quantization_config.bits == 4
+
+
+# ---- requests for `vllm bench serve`
+
+
+def test_requests_are_drawn_from_a_seed(tmp_path):
+    script = load_script("benchmarks/make_requests.py")
+    files = []
+    for name, seed in (("a.jsonl", "3"), ("b.jsonl", "3"), ("c.jsonl", "4")):
+        script.main([str(tmp_path / name), "--count", "200", "--seed", seed])
+        files.append((tmp_path / name).read_text())
+    assert files[0] == files[1] != files[2]
+    rows = [json.loads(line) for line in files[0].splitlines()]
+    assert len(rows) == 200
+    assert all(set(row) == {"prompt", "output_tokens"} for row in rows)
+
+
+def test_lengths_of_requests():
+    script = load_script("benchmarks/make_requests.py")
+    rows = script.make_requests(2000, 161, 338, 100_000, 0, 0)
+    prompts = [len(row["prompt"].split()) for row in rows]
+    answers = [row["output_tokens"] for row in rows]
+    assert sum(prompts) / 2000 == pytest.approx(161, rel=0.1)
+    assert sum(answers) / 2000 == pytest.approx(338, rel=0.1)
+    assert min(prompts) >= 4
+    short = script.make_requests(300, 161, 338, 200, 3, 0)
+    assert max(len(row["prompt"].split()) for row in short) == 200
+
+
+def test_requests_that_go_on_with_earlier_ones():
+    script = load_script("benchmarks/make_requests.py")
+
+    def going_on(turns):
+        prompts = [row["prompt"] for row in script.make_requests(300, 40, 40, 4000, turns, 0)]
+        return sum(
+            any(later.startswith(earlier + " ") for earlier in prompts[:place])
+            for place, later in enumerate(prompts)
+        )
+
+    assert going_on(0) == 0
+    assert 60 < going_on(3) < 140
+
+
+def test_requests_have_so_many_tokens_of_a_tokenizer():
+    script = load_script("benchmarks/make_requests.py")
+
+    class Halves:
+        """A token is a word, or half of a longer one."""
+
+        def __call__(self, text, add_special_tokens):
+            words = (part for word in text.split() for part in (word[:3], word[3:]))
+            return {"input_ids": [part for part in words if part]}
+
+        def decode(self, ids):
+            return " ".join(ids)
+
+    drawn = script.make_requests(50, 30, 30, 200, 0, 1)
+    cut = script.make_requests(50, 30, 30, 200, 0, 1, Halves())
+    for one, other in zip(drawn, cut, strict=True):
+        assert len(other["prompt"].split()) == len(one["prompt"].split())
