@@ -2,13 +2,15 @@
 
     python benchmarks/make_requests.py requests.jsonl
     vllm bench serve --model MODEL_FOLDER --dataset-name custom --dataset-path requests.jsonl \\
-        --custom-output-len -1 --skip-chat-template --ignore-eos --num-prompts 1000 --request-rate 20
+        --custom-output-len -1 --skip-chat-template --ignore-eos --num-prompts 1000 \\
+        --request-rate 20
 
-Prompts and answers have lognormal lengths with the means of ShareGPT's conversations, 161 and 338
-tokens, and a long tail. Every --turns-th request on average goes on with an earlier one: its prompt
-begins with all of that prompt, as in a conversation, so that prefix caching has something to find.
-Words are drawn from common English ones that most tokenizers have whole; with --tokenizer prompts
-have exactly as many tokens as were drawn. The same seed gives the same file.
+Prompts and answers have lognormal lengths, cut at --longest, with the means that the paper of
+PagedAttention gives for ShareGPT's conversations: 161 and 338 tokens. Every --turns-th request on
+average goes on with an earlier one: its prompt begins with all of that prompt, as in a
+conversation, so that prefix caching has something to find. Words are drawn from common English ones
+that most tokenizers have whole; with --tokenizer prompts have exactly as many tokens as were drawn.
+The same seed gives the same file.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ without its conftest.py, which wants a GPU:
     PYTHONPATH=.:CHECKOUT pytest -p tests_of.packed_specs tests/v1/core/test_prefix_caching.py
 
 where `tests_of` is any package that this file was copied to, because both projects have a package
-named tests. Tests that name a model of the hub, such as facebook/opt-125m, find a folder of that name
-with a config.json.
+named tests. Tests that name a model of the hub, such as facebook/opt-125m, find a folder of that
+name with a config.json.
 """
 
 import torch
