@@ -15,7 +15,8 @@ from torch_turboquant import __main__ as command_line
 
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[!.]*/README.md")]
 
-SPEED_PAGES = ("attention", "codec", "cpu", "generation", "linear", "mla", "vllm")  # with generated numbers
+# With generated numbers.
+SPEED_PAGES = ("attention", "codec", "cpu", "generation", "linear", "mla", "vllm")
 PAGES_WITHOUT_KL = ("method", "vectors")
 
 
