@@ -976,7 +976,7 @@ def linear_speed() -> str:
 
 
 def packed_model_speed() -> str:
-    """Times and memory of a model, as it is and with packed weights, alone and with a packed cache."""
+    """Times and memory of a model as it is, with packed weights, a packed cache, and both."""
     rows = h200_rows("h200_weights")
     found = {
         (r["part"], r["mode"], r["batch"], r["context"], r["kind"], r.get("weights", 0)): r
