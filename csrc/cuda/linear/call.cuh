@@ -85,8 +85,10 @@ struct Plan {
 // Warps of the thread block that a multiprocessor has: as many as have the registers that they need.
 __host__ __device__ constexpr int num_warps(int tiles) { return tiles <= 2 ? 20 : 16; }
 
-constexpr int kMostSlots = 16;                                                                           // of a warp
-__host__ __device__ constexpr int header_bytes(int tiles) { return 8 * num_warps(tiles) * kMostSlots; }  // barriers
+constexpr int kMostSlots = 16;  // of a warp
+
+// Of shared memory, for barriers.
+__host__ __device__ constexpr int header_bytes(int tiles) { return 8 * num_warps(tiles) * kMostSlots; }
 
 constexpr int kQuantiseWarps = 4;    // of a thread block of the kernel that quantises activations
 constexpr int kPieceChannels = 128;  // that a warp quantises at a time

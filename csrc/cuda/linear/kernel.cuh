@@ -3,7 +3,7 @@
 // A warp streams units (16 rows, one group of channels) that lie behind each other in memory through a ring in shared
 // memory, filled by bulk copies. Warps of a block take other rows or other channels of the same rows; the latter add
 // their sums at the end, in a fixed order, and so do blocks that share rows: the last one to arrive adds all of them.
-// The ring may be filled while the previous kernel still runs, because that kernel does not write weights.
+// The first copies may begin while the previous kernel still runs, because that kernel does not write weights.
 #pragma once
 
 #include "cuda/attention/counters.cuh"
