@@ -1008,6 +1008,34 @@ def packed_model_speed() -> str:
     return f"{markdown(header, lines)}\n\n{origin}"
 
 
+def cpu_model_speed() -> str:
+    """Times of a model on the CPU, a row for each form of its weights."""
+    rows = read_rows("cpu_model")
+    rows = [row for row in rows if row["device"] == rows[0]["device"]]
+    found = {(row["weights"], row["prompt"]): row for row in rows}
+    prompts = list(dict.fromkeys(row["prompt"] for row in rows))
+    lines = []
+    for weights in dict.fromkeys(row["weights"] for row in rows):
+        some = [found[weights, prompt] for prompt in prompts]
+        plain = [found["bfloat16", prompt] for prompt in prompts]
+        step, plain_step = some[0]["tpot_ms"], plain[0]["tpot_ms"]
+        lines.append(
+            [
+                f"`{weights}`",
+                f"{some[0]['weights_bytes'] / 2**30:.2f} GiB",
+                f"{1e3 / step:.1f}",
+                f"{plain_step / step:.2f}x",
+            ]
+        )
+        for row, other in zip(some, plain, strict=True):
+            lines[-1].append(f"{row['ttft_ms']:.0f} ms ({other['ttft_ms'] / row['ttft_ms']:.2f}x)")
+    header = ["weights", "bytes", "tokens/s", "of bfloat16"]
+    header += [f"first token after {prompt}" for prompt in prompts]
+    threads = f"{rows[0]['device']}, {rows[0]['threads']} threads"
+    origin = source("cpu_model", rows).replace("(benchmarks", "(../benchmarks")
+    return f"{markdown(header, lines)}\n\n{threads}; {origin}"
+
+
 MODES = {"graph": "CUDA graph", "eager": "eager"}
 EVICTION_MODELS = ("Qwen2.5-Coder-1.5B-Instruct", "Gemma-3-270M")
 
@@ -1527,7 +1555,10 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     },
 }
 BLOCKS["docs/measurements/quality_vectors.md"]["theory"] = theory_table
-BLOCKS["docs/weights.md"]["packed model"] = packed_model_speed
+BLOCKS["docs/weights.md"] |= {
+    "packed model": packed_model_speed,
+    "packed model on a cpu": cpu_model_speed,
+}
 PICTURES: dict[str, Callable[[Path], None]] = {
     "docs/pictures/attention_h200.png": speed_picture,
     "docs/pictures/cpu.png": cpu_picture,

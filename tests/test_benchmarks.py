@@ -527,6 +527,19 @@ def test_a_model_is_packed_between_its_rows():
     assert model.config.quantization_config.bits == 4
 
 
+def test_a_model_on_a_cpu(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    bench = load_script("benchmarks/bench_cpu_model.py")
+    small = bench.SHAPE | {"hidden_size": 192, "intermediate_size": 256, "vocab_size": 64}
+    small["num_hidden_layers"] = 1
+    arguments = {"SHAPE": small, "PROMPTS": (3, 5), "STEPS": 2}
+    file, rows, _ = run(monkeypatch, "bench_cpu_model.py", "--commit", "x", **arguments)
+    assert file == "cpu_model" and len(rows) == 2 * len(bench.WEIGHTS)
+    size = {row["weights"]: row["weights_bytes"] for row in rows}
+    assert size["4"] == size["4 uniform"] < size["8"] < size["bfloat16"]
+    assert all(row["ttft_ms"] > 0 and row["tpot_ms"] > 0 for row in rows)
+
+
 # ---- requests for `vllm bench serve`
 
 

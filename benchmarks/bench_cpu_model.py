@@ -1,0 +1,114 @@
+"""Speed of a language model on the CPU: its weights in bfloat16, and packed.
+
+The model has the shape of Qwen2.5-1.5B and random weights, which do not change the times. Its head
+is tied to the embedding, so it stays in bfloat16 in every row. A row is one form of the weights and
+one length of the prompt: milliseconds to the first token, and of the following decode steps of one
+sequence (the median). All rows use the same threads, as many as torch takes.
+
+    python benchmarks/bench_cpu_model.py             into results/cpu_model.json
+    python benchmarks/bench_cpu_model.py --dry-run   printed only
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+import common
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Qwen2Config
+
+from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
+
+NAME = "cpu_model"
+SHAPE = {  # of Qwen2.5-1.5B, as its configuration names it
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+WEIGHTS = {  # how a fresh model gets the weights of a row
+    "bfloat16": None,
+    "4": TurboQuantConfig(4),
+    "4 uniform": TurboQuantConfig(4, grid="uniform"),
+    "8": TurboQuantConfig(8),
+}
+PROMPTS = (64, 512)
+STEPS = 16
+
+
+def new_model(config: TurboQuantConfig | None) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE), dtype=torch.bfloat16).eval()
+    if config is not None:
+        quantize(model, config)
+    return model
+
+
+def milliseconds(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
+    """What the call returns, and the time that it took."""
+    started = time.perf_counter()
+    result = call()
+    return result, (time.perf_counter() - started) * 1e3
+
+
+def generate(model: PreTrainedModel, tokens: int) -> tuple[float, float]:
+    """Milliseconds of a prompt, and of a decode step after it."""
+    cache = DynamicCache(config=model.config)
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        return model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1)[:, None]
+
+    prompt = torch.arange(tokens)[None] % model.config.vocab_size
+    token, first = milliseconds(lambda: forward(prompt))
+    steps = []
+    for _ in range(STEPS):
+        token, ms = milliseconds(lambda ids=token: forward(ids))
+        steps.append(ms)
+    return first, statistics.median(steps)
+
+
+def measure(weights: str) -> list[common.Row]:
+    model = new_model(WEIGHTS[weights])
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    generate(model, min(PROMPTS))  # threads and buffers are there from now on
+    rows = []
+    for tokens in PROMPTS:
+        times = [generate(model, tokens) for _ in range(3)]
+        first, step = (statistics.median(t) for t in zip(*times, strict=True))
+        rows.append(
+            {
+                "weights": weights,
+                "prompt": tokens,
+                "threads": torch.get_num_threads(),
+                "ttft_ms": first,
+                "tpot_ms": step,
+                "weights_bytes": size,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    options = common.parser(__doc__)
+    arguments = options.parse_args()
+    arguments.device = "cpu"  # on every machine
+    rows: list[common.Row] = []
+    with torch.inference_mode():
+        for weights in WEIGHTS:
+            for row in measure(weights):
+                rows.append(row)
+                times = f"first {row['ttft_ms']:8.1f} ms, step {row['tpot_ms']:7.1f} ms"
+                size = f"{row['weights_bytes'] / 2**30:.2f} GiB"
+                print(f"{weights:10} {row['prompt']:4} tokens: {times}, {size}", flush=True)
+            gc.collect()
+    common.write_rows(NAME, rows, arguments)
+
+
+if __name__ == "__main__":
+    main()
