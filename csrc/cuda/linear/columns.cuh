@@ -1,6 +1,7 @@
 // Activations as operands: rotated and rounded to 8 bits.
 #pragma once
 
+#include "cuda/codec/transform.cuh"
 #include "cuda/common/device.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/linear/call.cuh"
@@ -24,6 +25,7 @@ template <Codes CODES, int HALVES>
 class Quantiser {
   static constexpr int kLanes = 16 * HALVES;  // that share a group
   static constexpr int kGroups = 32 / kLanes;
+  static constexpr float kNorm = block_norm(HALVES == 2 ? 7 : 6);
   using Values = float[kPiecesAtOnce][4];
 
  public:
@@ -97,15 +99,7 @@ class Quantiser {
     for (int j = 0; j < kPiecesAtOnce; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) v[j][i] *= sign_[i];
-#pragma unroll
-      for (int h = 1; h < 4; h *= 2) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (i & h) continue;
-          const float x = v[j][i], y = v[j][i + h];
-          v[j][i] = x + y, v[j][i + h] = x - y;
-        }
-      }
+      lane_butterflies<1, 4>(v[j]);
     }
 #pragma unroll
     for (int bit = 1; bit < kLanes; bit *= 2) {
@@ -129,7 +123,7 @@ class Quantiser {
       most[j] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        v[j][i] *= HALVES == 2 ? 0.08838834764831845f : 0.125f;
+        v[j][i] *= kNorm;
         most[j] = max(most[j], __float_as_uint(v[j][i]) & 0x7FFFFFFF);
       }
     }

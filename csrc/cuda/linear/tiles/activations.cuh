@@ -1,6 +1,7 @@
 // Activations as right operands: rotated, scaled by a power of two of the token, rounded to float16.
 #pragma once
 
+#include "cuda/codec/transform.cuh"
 #include "cuda/common/device.cuh"
 #include "cuda/common/wgmma_swizzled.cuh"
 #include "cuda/linear/tiles/call.cuh"
@@ -41,15 +42,7 @@ class Span {
   __device__ __forceinline__ void rotate(float scale) {
 #pragma unroll
     for (int i = 0; i < kLaneChannels; ++i) v_[i] *= scale;
-#pragma unroll
-    for (int h = 1; h < kLaneChannels; h *= 2) {
-#pragma unroll
-      for (int i = 0; i < kLaneChannels; ++i) {
-        if (i & h) continue;
-        const float x = v_[i], y = v_[i + h];
-        v_[i] = x + y, v_[i + h] = x - y;
-      }
-    }
+    lane_butterflies<1, kLaneChannels>(v_);
 #pragma unroll
     for (int bit = 1; bit < 8; bit *= 2) {
       if (kLaneChannels * bit >= a_.block.group) break;
@@ -111,7 +104,7 @@ __global__ void __launch_bounds__(32 * kMostRotateWarps, 2)
 
   // The limit keeps the factor, and what undoes it, normal numbers.
   const int down = min(kLog2Largest + 127 - static_cast<int>(most >> 23), 126);  // -117 .. 126
-  const float scale = __int_as_float((127 + down) << 23) * (a.block.group == 128 ? 0.08838834764831845f : 0.125f);
+  const float scale = __int_as_float((127 + down) << 23) * (a.block.group == 128 ? block_norm(7) : block_norm(6));
   const int column_tile = quotient(token, p.tokens), row = token - column_tile * p.tokens;
   const int64_t step = int64_t{p.tokens} * kRowBytes;
   uint8_t* const tile = p.operands + int64_t{column_tile} * (channels / kChannels) * step;
