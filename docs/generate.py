@@ -151,12 +151,12 @@ def digest(name: str) -> str:
     return hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()
 
 
-def source(name: str, some: Iterable[Row]) -> str:
-    """The origin of these rows, for the README: their file and its commands."""
+def source(name: str, some: Iterable[Row], folder: str = "") -> str:
+    """The origin of these rows: their file and its commands. folder: of the root, from the page."""
     noise = r" --((commit|caches|cache-dir|only|seconds) ('[^']*'|\S+)|no-picture|no-layers)"
     commands = dict.fromkeys(re.sub(noise, "", row["command"]) for row in some)
     text = " and ".join(f"`{command}`" for command in commands)
-    return f"[{name}.json](benchmarks/results/{name}.json): {text}"
+    return f"[{name}.json]({folder}benchmarks/results/{name}.json): {text}"
 
 
 def link(name: str, label: str) -> str:
@@ -619,7 +619,7 @@ def sglang_speed() -> str:
         cells = (sglang_cell(found.get((point, config)), base) for config in configs)
         lines.append([sglang_point(point), *cells])
     table = markdown(["", *(titles.get(config, config) for config in configs)], lines)
-    origin = source("h200_sglang", rows).replace("(benchmarks", "(../benchmarks")
+    origin = source("h200_sglang", rows, "../")
     return f"{table}\n\n{origin}"
 
 
@@ -892,7 +892,7 @@ def latent_quality() -> str:
             cells += [f"{x:.5f}" for x in kl]
         lines.append(cells)
     header = ["preset", "transform"] + [f"{s}: {name}" for s in sets for name in LATENT_CHANNELS]
-    origin = source("mla_quality", rows).replace("(benchmarks", "(../benchmarks")
+    origin = source("mla_quality", rows, "../")
     return f"{markdown(header, lines)}\n\n{origin}"
 
 
@@ -917,7 +917,7 @@ def latent_speed() -> str:
         name = {"flashinfer": "FlashInfer", "flashmla": "FlashMLA"}[best["best_bf16"]]
         lines.append([*cells, f"{1000 * best['best_bf16_ms']:.0f}, {name}"])
     header = ["batch x context", "heads", *(f"`{name}`" for name in LATENT_PRESETS), "best bf16"]
-    origin = source("h200_mla", rows).replace("(benchmarks", "(../../benchmarks")
+    origin = source("h200_mla", rows, "../../")
     return f"{markdown(header, lines)}\n\n{origin}"
 
 
@@ -939,7 +939,7 @@ def latent_steps() -> str:
         lines.append(cells)
     header = ["cache", "bytes a layer", "step, eager", "of it for the context"]
     header += ["step, CUDA graph", "of it for the context"]
-    origin = source("h200_latent_steps", rows).replace("(benchmarks", "(../benchmarks")
+    origin = source("h200_latent_steps", rows, "../")
     return f"{markdown(header, lines)}\n\n{origin}"
 
 
@@ -971,8 +971,11 @@ def linear_speed() -> str:
         for row in rows
     ]
     header = ["matrices", "format", "tokens", "us", "of read", "bf16, us", "speed-up", "error"]
-    origin = source("h200_linear", rows).replace("(benchmarks", "(../../benchmarks")
+    origin = source("h200_linear", rows, "../../")
     return f"{markdown(header, lines)}\n\n{origin}"
+
+
+MODES = {"graph": "CUDA graph", "eager": "eager"}
 
 
 def packed_model_speed() -> str:
@@ -997,14 +1000,14 @@ def packed_model_speed() -> str:
         lines.append(
             [f"{what}, {batch} x {context:,}"]
             + [
-                f"{ms:.2f} ms, {(row['peak_bytes']) / 2**30:.1f} GiB" if row else ""
+                f"{ms:.2f} ms, {row['peak_bytes'] / 2**30:.1f} GiB" if row else ""
                 for row, ms in zip(some, times, strict=True)
             ]
             + [f"{times[0] / ms:.2f}x" if ms else "" for ms in times[2:]]
         )
     header = ["", "bfloat16", "its cache `k5v4u`", "weights of 4 bits", "both"]
     header += ["weights: faster", "both: faster"]
-    origin = source("h200_weights", rows).replace("(benchmarks", "(../benchmarks")
+    origin = source("h200_weights", rows, "../")
     return f"{markdown(header, lines)}\n\n{origin}"
 
 
@@ -1032,11 +1035,10 @@ def cpu_model_speed() -> str:
     header = ["weights", "bytes", "tokens/s", "of bfloat16"]
     header += [f"first token after {prompt}" for prompt in prompts]
     threads = f"{rows[0]['device']}, {rows[0]['threads']} threads"
-    origin = source("cpu_model", rows).replace("(benchmarks", "(../benchmarks")
+    origin = source("cpu_model", rows, "../")
     return f"{markdown(header, lines)}\n\n{threads}; {origin}"
 
 
-MODES = {"graph": "CUDA graph", "eager": "eager"}
 EVICTION_MODELS = ("Qwen2.5-Coder-1.5B-Instruct", "Gemma-3-270M")
 
 
@@ -1060,10 +1062,7 @@ def eviction_quality() -> str:
             answers = [f"{100 * row[name]:.0f}%" for name in ("seen", "unseen")]
             cells += [f"{row['bytes'] / size:.2f}", kl, *answers]
         lines.append(cells)
-    origins = [
-        source(name, found.values()).replace("(benchmarks", "(../benchmarks")
-        for name, found in zip(files, rows, strict=True)
-    ]
+    origins = [source(name, found.values(), "../") for name, found in zip(files, rows, strict=True)]
     return "\n\n".join([markdown(header, lines), "\\\n".join(origins)])
 
 
@@ -1084,7 +1083,7 @@ def eviction_speed() -> str:
         lines.append(cells)
     header = ["keep", "evict", "pages", "all against bf16", "attention of a layer", "step"]
     header += ["prompt", "most memory of the prompt"]
-    origin = source("h200_eviction", rows).replace("(benchmarks", "(../benchmarks")
+    origin = source("h200_eviction", rows, "../")
     return f"{markdown(header, lines)}\n\n{origin}"
 
 
@@ -1102,7 +1101,7 @@ def hitters_cost() -> str:
         lines.append(cells)
     header = ["sequences x budget", "interval", "window", "step", "an eviction", "share"]
     header += ["mass", "choice", "compaction"]
-    origin = source("h200_heavy_hitters", rows).replace("(benchmarks", "(../benchmarks")
+    origin = source("h200_heavy_hitters", rows, "../")
     return f"{markdown(header, lines)}\n\n{origin}"
 
 
@@ -1126,7 +1125,7 @@ def strategies_rows() -> str:
         cells.append("" if ms is None else f"{ms:.2f} ms ({base / ms:.2f}x)")
         lines.append(cells)
     header = ["cache", "bits", "smaller", "requests in 80 GB", "KL", "top-1", "1st question", "2nd"]
-    origin = source(STRATEGIES, rows).replace("(benchmarks", "(../benchmarks")
+    origin = source(STRATEGIES, rows, "../")
     return f"{markdown([*header, 'step'], lines)}\n\n{origin}"
 
 
