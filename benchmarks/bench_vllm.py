@@ -16,6 +16,9 @@ measures these points:
     full8192              the same with as many sequences of 8,192 tokens as fit into the memory
     prompt32768           a prompt of 32,768 tokens, in chunks of --batched-tokens
     verify3:16x32768      a step that verifies 3 drafts of each sequence (q_len 4)
+    serve64x16384:512     clients that ask again as soon as they are answered: requests and tokens
+                          per second, times of tokens; turns64x16384:256 and mix256 are others
+                          (serving.py)
     check                 how far the 20 likeliest tokens' log-probabilities are from bf16's, by two
                           layers of the model: an end-to-end check and no measure of quality
 
@@ -58,6 +61,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import serving
 import torch
 
 NAME = "h200_vllm"
@@ -152,14 +156,23 @@ class Point:
     """One thing to measure in an engine."""
 
     text: str
-    kind: str  # decode, full, prompt, check
+    kind: str  # decode, full, prompt, check, load
     sequences: int  # 0: as many as fit
     context: int
     drafts: int
+    load: serving.Load | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest sequence, without those that a step adds."""
+        return self.load.longest if self.load else self.context
 
     @staticmethod
     def parse(text: str) -> Point:
         """Of "16x32768", "full8192", "prompt32768", "verify3:16x32768", "check"."""
+        load = serving.Load.parse(text)
+        if load:
+            return Point(text, "load", load.clients, load.context, 0, load)
         found = re.fullmatch(r"(?:verify(\d+):)?(?:(\d+)x|(full|prompt))(\d+)|check", text)
         if not found:
             raise SystemExit(f"{text!r} is no point; write 16x32768, full8192, prompt8192, check")
@@ -306,6 +319,52 @@ class Steps:
                     found.setdefault(number, []).append((token, likeliest))
         return time.perf_counter() - start, steps, [found[number] for number in sorted(found)]
 
+    def serve(self, clients: serving.Clients) -> int:
+        """Lets clients ask until they have seen enough; returns how often vLLM has preempted."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        numbers: dict[str, int] = {}
+        preempted = 0
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        preempt = scheduler._preempt_request
+
+        def count(*given: Any, **options: Any) -> Any:
+            nonlocal preempted
+            preempted += clients.begun is not None
+            return preempt(*given, **options)
+
+        def ask(request: serving.Request) -> None:
+            params = SamplingParams(
+                max_tokens=request.tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            self.requests += 1
+            numbers[str(self.requests)] = request.number
+            prompt = {"prompt_token_ids": request.prompt}
+            self.engine.add_request(str(self.requests), prompt, params)
+
+        scheduler._preempt_request = count
+        start = time.perf_counter()
+        for request in clients.begin(start):
+            ask(request)
+        while clients.clock(time.perf_counter(), start):
+            outputs = self.engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                number = numbers[output.request_id.split("-")[0]]
+                following = clients.told(number, output.outputs[0].token_ids, now)
+                if following:
+                    ask(following)
+        scheduler._preempt_request = preempt
+        self.engine.abort_request(list(numbers), internal=False)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return preempted
+
 
 def make_prompts(count: int, length: int, seed: int, vocabulary: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
@@ -401,6 +460,9 @@ def measure_engine(engine: Engine, settings: dict[str, Any], put: Any) -> None:
             put(point=point.text, **measure_prompt(steps, point, vocabulary))
         elif point.kind == "check":
             put(point=point.text, **measure_check(llm, steps, point, settings))
+        elif point.load:
+            clients = serving.Clients(point.load, vocabulary, settings["serve_s"])
+            put(point=point.text, **measure_load(llm, steps, clients))
         else:
             put(point=point.text, **measure_steps(llm, steps, point, engine, settings))
 
@@ -454,6 +516,14 @@ def measure_steps(
         "p90_ms": ordered[len(ordered) * 9 // 10],
         "tokens_s": 1e3 * made / median,
     }
+
+
+def measure_load(llm: Any, steps: Steps, clients: serving.Clients) -> dict[str, Any]:
+    """Clients whose first prompts the prefix cache has, as far as they fit."""
+    llm.collective_rpc(use_layers, args=(1, True))
+    steps.run(clients.opening, 1)
+    llm.collective_rpc(use_layers, args=(None, True))
+    return clients.row(steps.serve(clients))
 
 
 def measure_check(llm: Any, steps: Steps, point: Point, settings: dict[str, Any]) -> dict[str, Any]:
@@ -607,6 +677,7 @@ def main() -> None:
     options.add_argument("--kv-gib", type=float, default=72, help="of the cache, on each GPU")
     options.add_argument("--sequences", type=int, default=288, help="at most, at a time")
     options.add_argument("--batched-tokens", type=int, default=16384, help="of a step")
+    options.add_argument("--serve", type=float, default=40, help="seconds of clients")
     options.add_argument("--limit", type=float, default=150, help="seconds of one engine")
     options.add_argument("--seconds", type=float, default=1e9, help="of all engines")
     options.add_argument("--out", type=Path, help="folder of the result file and all output")
@@ -617,7 +688,7 @@ def main() -> None:
     cuda = begin(arguments)
     if not cuda:  # a try
         arguments.shape, arguments.kv_gib, arguments.sequences = "tiny", 0.03, 16
-        arguments.batched_tokens = 512
+        arguments.batched_tokens, arguments.serve = 512, 2.0
     measure_all(arguments, cuda)
 
 
@@ -652,10 +723,11 @@ def measure_all(arguments: Any, cuda: bool) -> None:
             "cuda": cuda,
             "latents": "kv_lora_rank" in shape,
             "vocabulary": shape["vocab_size"],
-            "longest": max(2048, *(p.context for p in points)) + 512,
+            "longest": max(2048, *(p.longest for p in points)) + 512,
             "sequences": arguments.sequences,
             "batched_tokens": arguments.batched_tokens,
             "kv_gib": arguments.kv_gib,
+            "serve_s": arguments.serve,
             "tensor_parallel": arguments.tensor_parallel,
         }
         logs = arguments.out or model

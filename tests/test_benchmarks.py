@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import itertools
 import json
 import re
 import sys
@@ -404,6 +405,8 @@ def test_points_of_an_engine(engines):
     assert (full.kind, full.sequences, full.context, full.drafts) == ("full", 0, 8192, 0)
     assert (prompt.kind, prompt.sequences, prompt.context) == ("prompt", 1, 2048)
     assert check.kind == "check"
+    load = engines.Point.parse("turns8x1000:50")
+    assert (load.kind, load.sequences, load.longest) == ("load", 8, load.load.longest)
     with pytest.raises(SystemExit, match="'16' is no point"):
         engines.Point.parse("16")
 
@@ -538,6 +541,91 @@ def test_a_model_on_a_cpu(monkeypatch, capsys):
     size = {row["weights"]: row["weights_bytes"] for row in rows}
     assert size["4"] == size["4 uniform"] < size["8"] < size["bfloat16"]
     assert all(row["ttft_ms"] > 0 and row["tpot_ms"] > 0 for row in rows)
+
+
+# ---- clients of an engine
+
+
+@pytest.fixture
+def serving():
+    return load_script("benchmarks/serving.py")
+
+
+def serve(clients, slots, step=0.01):
+    """An engine of so many slots whose step makes one token each: all requests, in order."""
+    queue, running, seen, now, number = clients.begin(0.0), [], [], 0.0, 0
+    while clients.clock(now, 0.0):
+        now += step
+        while queue and len(running) < slots:
+            running.append(queue.pop(0))
+            seen.append(running[-1])
+        for request in running[:]:
+            number += 1
+            following = clients.told(request.number, [number], now)
+            if request.number not in clients.waiting:
+                running.remove(request)
+                queue.append(following)
+    return seen
+
+
+def test_loads_of_clients(serving):
+    parse = serving.Load.parse
+    load = parse("serve64x16384:512")
+    assert (load.kind, load.clients, load.context, load.tokens) == ("serve", 64, 16384, 512)
+    assert load.longest == 16384 + 512 and load.batches()[-1] == 64
+    assert parse("turns8x100:20").longest > 100 + 2 * 20
+    assert parse("mix256").clients == 256 and parse("mix256").batches()[-1] == 256
+    assert parse("16x32768") is None and parse("serve64") is None
+
+
+def test_clients_have_one_request_at_a_time(serving):
+    clients = serving.Clients(serving.Load.parse("serve4x50:20"), 1000, 4.0)
+    seen = serve(clients, slots=4)
+    row = clients.row(3)
+    # Four tokens every 10 ms, and 20 of them answer a request.
+    assert row["tokens_s"] == pytest.approx(400, rel=0.02)
+    assert row["requests_s"] == pytest.approx(20, rel=0.1)
+    assert row["token_ms_median"] == pytest.approx(10) and row["preempted"] == 3
+    assert row["first_token_s_p99"] == pytest.approx(0.01)
+    assert {len(request.prompt) for request in seen} == {50}
+    assert len({tuple(request.prompt[:8]) for request in seen}) == len(seen)
+    first = [request.tokens for request in seen[:4]]
+    assert sorted(request.client for request in seen[:4]) == [0, 1, 2, 3]
+    assert len(set(first)) > 1 and max(first) <= 20  # as if they had begun before
+    assert {request.tokens for request in seen[4:]} == {20}
+
+
+def test_clients_that_wait(serving):
+    """Half as many slots as clients: as long as an answer takes, until the first token comes."""
+    clients = serving.Clients(serving.Load.parse("serve8x50:20"), 1000, 4.0)
+    serve(clients, slots=4)
+    row = clients.row(0)
+    assert row["tokens_s"] == pytest.approx(400, rel=0.02)
+    assert row["first_token_s_median"] == pytest.approx(0.21, abs=0.03)
+
+
+def test_turns_of_a_conversation(serving):
+    load = serving.Load.parse("turns2x50:10")
+    clients = serving.Clients(load, 1000, 20.0)
+    mine = [request for request in serve(clients, slots=2) if request.client == 0]
+    for before, after in itertools.pairwise(mine):
+        if len(after.prompt) > 50:
+            assert after.prompt[: len(before.prompt)] == before.prompt
+            assert len(after.prompt) == len(before.prompt) + len(before.answer) + 10
+        assert len(after.prompt) + after.tokens <= load.longest
+    again = [request for request in mine if request.prompt == mine[0].prompt]
+    assert len(again) > 1 and len(mine[1].prompt) > 50  # it began again, and not at once
+
+
+def test_a_mix_of_lengths(serving):
+    clients = serving.Clients(serving.Load.parse("mix64"), 100_000, 30.0)
+    seen = serve(clients, slots=64)
+    prompts = [tuple(request.prompt) for request in seen]
+    assert 100 < sum(map(len, prompts)) / len(prompts) < 400
+    assert max(map(len, prompts)) <= serving.LONGEST
+    assert max(request.tokens for request in seen) <= serving.LONGEST
+    beginnings = {prompt[:4] for prompt in prompts}
+    assert 0.5 < len(beginnings) / len(prompts) < 0.85  # a third goes on with others
 
 
 # ---- requests for `vllm bench serve`

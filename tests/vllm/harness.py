@@ -98,6 +98,7 @@ def engine(folder: Path, settings: dict[str, Any] | None, **options: Any) -> Ite
     if ON_GPU:  # decode steps and drafts in CUDA graphs, without torch.compile
         graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         defaults |= {"dtype": "float16", "enforce_eager": False, "compilation_config": graphs}
+        defaults["gpu_memory_utilization"] = 0.5  # other tests may run on the same GPU
     try:
         llm = LLM(
             model=str(folder),
