@@ -15,12 +15,18 @@ measures these points:
     16x32768              a decode step of 16 sequences that have 32,768 tokens each
     prompt8192            a prompt of 8,192 tokens, in chunks as SGLang makes them by default
     hit8192:100           100 new tokens behind 8,192 that the prefix tree has
+    serve64x16384:512     clients that ask again as soon as they are answered: requests and tokens
+                          per second, times of tokens; turns64x16384:256 and mix256 are others
+                          (serving.py)
     graphs                whether steps in CUDA graphs are those without, bit by bit
 
 Requests go through SGLang's own scheduler with its overlapped loop; the time of a step is the time
 between the tokens of two steps as the scheduler gets them (the median), in CUDA graphs. The prompts
 of decode steps run through one layer of the model only, and the pages of all layers are filled with
 copies of that layer's, since the values do not change the times.
+
+With --tensor-parallel the engine is SGLang's own, in processes of its own, and measures decode
+steps only: the time of many tokens less that of few, behind prompts that the prefix tree has.
 
     python benchmarks/bench_sglang.py                    all, into results/h200_sglang.json
     python benchmarks/bench_sglang.py --configs triton,k5v4u --points 16x32768,1x8192
@@ -52,6 +58,7 @@ from typing import Any
 
 import bench_vllm
 import common
+import serving
 import torch
 
 NAME = "h200_sglang"
@@ -73,16 +80,30 @@ class Point:
     """One thing to measure in an engine."""
 
     text: str
-    kind: str  # decode, prompt, hit, graphs
+    kind: str  # decode, prompt, hit, graphs, load
     sequences: int
     context: int
     new: int  # tokens behind a hit
+    load: serving.Load | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest prompt, with all that clients get."""
+        return self.load.longest if self.load else self.context + self.new
+
+    @property
+    def batches(self) -> list[int]:
+        """Numbers of sequences that decode together."""
+        return self.load.batches() if self.load else [self.sequences]
 
     @staticmethod
     def parse(text: str) -> Point:
         """Of "16x32768", "prompt8192", "hit8192:100", "graphs"."""
         if text == "graphs":
             return Point(text, text, 5, 700, 0)
+        load = serving.Load.parse(text)
+        if load:
+            return Point(text, "load", load.clients, load.context, 0, load)
         found = re.fullmatch(r"(?:(\d+)x(\d+))|(?:(prompt|hit)(\d+)(?::(\d+))?)", text)
         if not found:
             raise SystemExit(f"{text!r} is no point; write 16x32768, prompt8192, hit8192:100")
@@ -212,6 +233,58 @@ class Server:
             scheduler.process_input_requests = process
         return requests, rounds
 
+    def serve(self, clients: serving.Clients) -> int:
+        """Lets clients ask until they have seen enough; returns how often SGLang has retracted."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        scheduler, process = self.scheduler, self.scheduler.process_input_requests
+        start = time.perf_counter()
+        asked = clients.begin(start)
+        running: dict[int, Any] = {}
+        had: dict[int, int] = {}
+        again, before, quiet, over = 0, 0, 0, False
+
+        def receive() -> list[Any]:
+            nonlocal again, before, over, quiet
+            now = time.perf_counter()
+            if not over and not clients.clock(now, start):
+                over, asked[:] = True, []
+                scheduler.abort_request(AbortReq(abort_all=True))
+            if over:
+                busy = scheduler.running_batch.reqs or scheduler.waiting_queue
+                quiet = 0 if busy else quiet + 1
+                scheduler.gracefully_exit = quiet > 3
+                return []
+            if clients.begun is None:
+                before = again + sum(req.retraction_count for req in running.values())
+            for number, req in list(running.items()):
+                made = req.output_ids[had[number] :]
+                had[number] += len(made)
+                following = clients.told(number, made, now)
+                if following:
+                    again += req.retraction_count
+                    del running[number]
+                    asked.append(following)
+            return [self._request(request.prompt, request.tokens) for request in asked]
+
+        def keep(given: list[Any]) -> None:
+            """SGLang makes its own requests of them, the last ones of its queue."""
+            process(given)
+            made = scheduler.waiting_queue[len(scheduler.waiting_queue) - len(given) :]
+            for request, req in zip(asked if given else (), made, strict=True):
+                running[request.number], had[request.number] = req, 0
+            asked.clear()
+
+        scheduler.gracefully_exit = False
+        scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
+        scheduler.process_input_requests = keep
+        try:
+            scheduler.run_event_loop()
+        finally:
+            scheduler.process_input_requests = process
+        again += sum(req.retraction_count for req in running.values())
+        return again - before
+
     def flush(self) -> None:
         """Empties the prefix tree."""
         if not self.scheduler.flush_cache():
@@ -304,7 +377,11 @@ def measure_engine(config: str, points: list[Point], settings: dict[str, Any], p
         measure = {"decode": measure_steps, "graphs": measure_graphs}.get(
             point.kind, measure_prompt
         )
-        put(point=point.text, **measure(server, point, vocabulary))
+        if point.load:
+            clients = serving.Clients(point.load, vocabulary, settings["serve_s"])
+            put(point=point.text, **measure_load(server, clients))
+        else:
+            put(point=point.text, **measure(server, point, vocabulary))
 
 
 def measure_steps(server: Server, point: Point, vocabulary: int) -> dict[str, Any]:
@@ -336,6 +413,54 @@ def measure_steps(server: Server, point: Point, vocabulary: int) -> dict[str, An
         "p90_ms": times[len(times) * 9 // 10],
         "tokens_s": 1e3 * point.sequences / median,
     }
+
+
+def measure_processes(config: str, points: list[Point], settings: dict[str, Any], put: Any) -> None:
+    """Decode steps of SGLang's own engine, whose ranks are processes."""
+    import sglang
+
+    print("imported", flush=True)
+    sys.stdin.readline()  # the engine before has gone
+    begun = time.perf_counter()
+    ranks = {"tp_size": settings["tensor_parallel"]}
+    llm = sglang.Engine(**engine_options(config, settings), **ranks)
+    put(
+        point="memory",
+        seconds=time.perf_counter() - begun,
+        sglang=sglang.__version__,
+        torch=torch.__version__,
+        cache_tokens=llm.get_server_info()["max_total_num_tokens"],
+        memory=settings["memory"],
+    )
+
+    def seconds(prompts: list[list[int]], tokens: int) -> float:
+        start = time.perf_counter()
+        sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        llm.generate(input_ids=prompts, sampling_params=sampling)
+        return time.perf_counter() - start
+
+    for point in points:
+        if point.kind != "decode":
+            continue
+        count, seed = point.sequences, 10 + point.context + point.sequences
+        prompts = bench_vllm.make_prompts(count, point.context, seed, settings["vocabulary"])
+        seconds(prompts, 1)
+        few, many = 16, 16 + STEPS
+        least = [min(seconds(prompts, tokens) for _ in range(2)) for tokens in (few, many)]
+        step = 1e3 * (least[1] - least[0]) / STEPS
+        rate = 1e3 * count / step
+        row = {"sequences": count, "context": point.context, "steps": STEPS}
+        put(point=point.text, **row, step_ms=step, tokens_s=rate)
+    llm.shutdown()
+
+
+def measure_load(server: Server, clients: serving.Clients) -> dict[str, Any]:
+    """Clients whose first prompts the prefix tree has, as far as they fit."""
+    server.use_layers(1)
+    server.run(clients.opening, 1)
+    server.copy_pages()
+    server.use_layers(None)
+    return clients.row(server.serve(clients))
 
 
 def measure_prompt(server: Server, point: Point, vocabulary: int) -> dict[str, Any]:
@@ -416,7 +541,10 @@ def run_child(task: dict[str, Any]) -> None:
             sender.write(json.dumps(row) + "\n")
             sender.flush()
 
-        measure_engine(task["config"], points, task["settings"], put)
+        measure = measure_engine
+        if task["settings"]["tensor_parallel"] > 1:
+            measure = measure_processes
+        measure(task["config"], points, task["settings"], put)
     sys.stdout.flush()
     os._exit(0)  # without waiting for SGLang to take everything down
 
@@ -432,6 +560,8 @@ def main() -> None:
     options.add_argument("--memory", type=float, default=0.8, help="SGLang's mem_fraction_static")
     options.add_argument("--sequences", type=int, default=64, help="at most, at a time")
     options.add_argument("--chunk", type=int, default=8192, help="tokens of a chunk of a prompt")
+    options.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
+    options.add_argument("--serve", type=float, default=40, help="seconds of clients")
     options.add_argument("--limit", type=float, default=150, help="seconds of one engine")
     options.add_argument("--seconds", type=float, default=1e9, help="of all engines")
     options.add_argument("--out", type=Path, help="folder of the result file and all output")
@@ -458,9 +588,11 @@ def measure_all(arguments: Any, cuda: bool) -> None:
             "model": scratch,
             "cuda": cuda,
             "vocabulary": shape["vocab_size"],
-            "longest": max(2048, *(p.context + p.new for p in points)) + 512,
+            "longest": max(2048, *(p.longest for p in points)) + 512,
             "sequences": arguments.sequences,
-            "batches": sorted({1, *(p.sequences for p in points)}),
+            "batches": sorted({1}.union(*(p.batches for p in points))),
+            "tensor_parallel": arguments.tensor_parallel,
+            "serve_s": arguments.serve if cuda else 2.0,
             "memory": arguments.memory,
             "chunk": arguments.chunk if cuda else 256,
         }
@@ -478,8 +610,11 @@ def measure_all(arguments: Any, cuda: bool) -> None:
                 name = f"sglang {versions.get('sglang')} {config} {found['point']}"
                 if arguments.layers:
                     name += f" of {arguments.layers} layers"
-                layers = {"layers": shape["num_hidden_layers"]}
-                rows.append({"row": name, **versions, "config": config, **layers, **found})
+                if arguments.tensor_parallel != 1:
+                    name += f" tp {arguments.tensor_parallel}"
+                extent = {"layers": shape["num_hidden_layers"]}
+                extent["tensor_parallel"] = arguments.tensor_parallel
+                rows.append({"row": name, **versions, "config": config, **extent, **found})
                 print(bench_vllm.describe(rows[-1]), flush=True)
                 common.write_progress(NAME, rows, "row", arguments)
             seconds, code = time.perf_counter() - begun, child.process.returncode

@@ -628,6 +628,17 @@ def test_a_mix_of_lengths(serving):
     assert 0.5 < len(beginnings) / len(prompts) < 0.85  # a third goes on with others
 
 
+def test_points_of_an_engine_of_sglang():
+    bench = load_script("benchmarks/bench_sglang.py")
+    decode, hit, load = map(bench.Point.parse, ["16x4096", "hit800:100", "turns32x1000:50"])
+    assert (decode.kind, decode.longest, decode.batches) == ("decode", 4096, [16])
+    assert (hit.kind, hit.longest) == ("hit", 900)
+    assert (load.kind, load.longest) == ("load", load.load.longest)
+    assert load.batches[0] == 1 and load.batches[-1] == 32
+    with pytest.raises(SystemExit, match="'16' is no point"):
+        bench.Point.parse("16")
+
+
 # ---- requests for `vllm bench serve`
 
 
