@@ -65,7 +65,8 @@ class Load:
 
     def batches(self) -> list[int]:
         """How many sequences a CUDA graph should have room for."""
-        return sorted({1, 2, 4, *range(8, 65, 8), *range(80, self.clients, 16), self.clients})
+        sizes = {1, 2, 4, *range(8, 65, 8), *range(80, self.clients, 16), self.clients}
+        return sorted(size for size in sizes if size <= self.clients)
 
 
 @dataclass
