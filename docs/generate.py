@@ -588,13 +588,31 @@ def engine_speed() -> str:
         configs = sorted({row["config"] for row in own}, key=engine_order)
         memory = [found.get(("memory", config)) for config in configs]
         lines = [["tokens that fit", *(f"{r['cache_tokens']:,}" if r else "" for r in memory)]]
-        points = dict.fromkeys(row["point"] for row in own if "tokens_s" in row)
+        points = {row["point"] for row in own if "tokens_s" in row and "clients" not in row}
         for point in sorted(points, key=engine_point_order):
             base = found.get((point, "bf16"))
             cells = (engine_cell(found.get((point, config)), base) for config in configs)
             lines.append([engine_point(point), *cells])
         tables.append(f"{title}:\n\n{markdown(['', *configs], lines)}")
     return "\n\n".join(tables)
+
+
+def engine_clients() -> str:
+    """Engines whose clients ask again as soon as they are answered."""
+    rows = [row for row in h200_rows("h200_vllm") if "clients" in row]
+    lines = [
+        [
+            f"{row['clients']} conversations of {row['context']:,} tokens",
+            row["config"],
+            f"{row['requests_s']:.1f}",
+            f"{row['tokens_s']:,.0f}",
+            f"{row['first_token_s_median']:.2f} s, {row['first_token_s_p99']:.2f} s",
+            f"{row['token_ms_median']:.0f} ms, {row['token_ms_p99']:.0f} ms",
+        ]
+        for row in sorted(rows, key=lambda row: (row["point"], engine_order(row["config"])))
+    ]
+    head = ["clients", "cache", "requests/s", "tokens/s", "first token", "time of a token"]
+    return markdown(head, lines)
 
 
 def sglang_speed() -> str:
@@ -1530,6 +1548,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "engine latents": engine_latents,
         "engine quality": engine_quality,
         "engine speed": engine_speed,
+        "engine clients": engine_clients,
     },
     "docs/sglang.md": {"sglang speed": sglang_speed},
     "docs/pool.md": {"heavy hitters": hitters_cost},

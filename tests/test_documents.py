@@ -157,6 +157,22 @@ def test_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path):
     ]
 
 
+def test_clients_on_the_page_of_vllm(generate, monkeypatch):
+    times = {"first_token_s_median": 0.05, "first_token_s_p99": 0.094}
+    times |= {"token_ms_median": 19.6, "token_ms_p99": 20.4}
+    load = {"clients": 64, "context": 16384, "requests_s": 12.58, "tokens_s": 3202.8}
+    point = "turns64x16384:256"
+    rows = [engine_row(config, point, **load, **times) for config in ("k5v4u", "bf16")]
+    rows.append(engine_row("bf16", "16x32768", step_ms=20.0, tokens_s=800.0))
+    monkeypatch.setattr(generate, "read_rows", lambda name: rows)
+    found = "12.6 | 3,203 | 0.05 s, 0.09 s | 20 ms, 20 ms |"
+    assert generate.engine_clients().splitlines()[2:] == [
+        f"| 64 conversations of 16,384 tokens | bf16 | {found}",
+        f"| 64 conversations of 16,384 tokens | k5v4u | {found}",
+    ]
+    assert "conversations" not in generate.engine_speed()
+
+
 def test_quality_of_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path):
     row = {"cache": "k5v4u", "chunk": 64, "kl": 0.0044, "kl_interval": [0.004, 0.005]}
     row |= {"top1_agreement": 0.9603, "perplexity_change": -0.0016}
