@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.helpers import randn
 from tests.oracle import exact_attention
-from tests.vllm.harness import save_llama
+from tests.vllm.harness import ON_GPU, save_llama
 from tests.vllm.reference import through_codes
 from tests.vllm.steps import LONG_STEPS, STEPS, Steps, flash_attention, vllm_started
 from torch_turboquant.integrations.vllm import prompts
@@ -32,6 +32,8 @@ HEADS = {"whole": (8, 2), "half": (4, 1), "no groups": (2, 2), "wide groups": (1
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
+    if ON_GPU:
+        pytest.skip("these layers compute on a CPU")
     folder = tmp_path_factory.mktemp("llama")
     save_llama(folder)
 

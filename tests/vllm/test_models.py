@@ -80,15 +80,18 @@ def test_centers_are_learned_from_the_first_prompt(biased):
     def center(layer: int, keys: torch.Tensor) -> torch.Tensor:
         return learned.setdefault(layer, keys[4:].mean(0))
 
-    reference = Reference(qwen, "k4v4u", center=center)
-    with engine(folder, {"preset": "k4v4u"}) as llm, told() as lines:
+    # Keys in 16 bits have other means, and find other codes: that moves logits by 0.2 of their
+    # deviation, and the lack of centers by 2.
+    preset, near_tie = ("k5v4u", 0.3) if ON_GPU else ("k4v4u", None)
+    reference = Reference(qwen, preset, center=center)
+    with engine(folder, {"preset": preset}) as llm, told() as lines:
         answers = [generate(llm, [p], TOKENS)[0] for p in (first, *PROMPTS)]
     for p, answer in zip((first, *PROMPTS), answers, strict=True):
-        reference.check(p, answer)
+        reference.check(p, answer, near_tie=near_tie)
     assert lines == ["TurboQuant: centers are the mean keys of the first prompt's 60 tokens"]
     with pytest.raises(AssertionError):  # the reference can tell
         for p, answer in zip(PROMPTS, answers[1:], strict=True):
-            Reference(qwen, "k4v4u").check(p, answer)
+            Reference(qwen, preset).check(p, answer, near_tie=near_tie)
 
 
 def test_a_short_first_prompt_teaches_nothing(biased):
@@ -104,14 +107,15 @@ def test_a_short_first_prompt_teaches_nothing(biased):
 
 def test_layers_with_presets_of_their_own(tmp_path):
     llama = save_llama(tmp_path)
-    reference = Reference(llama, ["k8v8", "k3v2", "k4v4"])
-    settings = {"preset": "k3v2", "layers": {"0": "k8v8", "-1": "k4v4"}, "learn": False}
+    middle, last = ("k8v4", "k5v4u") if ON_GPU else ("k3v2", "k4v4")
+    reference = Reference(llama, ["k8v8", middle, last])
+    settings = {"preset": middle, "layers": {"0": "k8v8", "-1": last}, "learn": False}
     with engine(tmp_path, settings) as llm:
         answers = generate(llm, PROMPTS, TOKENS)
         pages = pages_of(llm)
     for p, answer in zip(PROMPTS, answers, strict=True):
         reference.check(p, answer)
-    row = 2 * 32 * 4  # bytes of an exact first token in float32
+    row = 2 * 32 * (2 if ON_GPU else 4)  # bytes of an exact first token in the model's dtype
     page = 2 * sum(16 * bytes_per_token(name) + row for name in reference.presets)
     assert MEMORY // page - pages in (0, 1)  # no padding
 
