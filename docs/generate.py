@@ -670,13 +670,13 @@ def engine_kind(row: Row) -> tuple[str, str, int]:
     return row["vllm"], row["shape"], row["tensor_parallel"]
 
 
-def engine_point_order(point: str) -> tuple[int, int, int]:
-    """Decode steps, full memories, prompts, drafts; few tokens before many."""
+def engine_point_order(point: str) -> tuple[int, int, int, int]:
+    """Decode steps, full memories, prompts, drafts; few tokens, then few sequences first."""
     drafts, _, rest = point.rpartition(":")
     kind, number = re.match(r"(\d+x|full|prompt)(\d+)", rest).groups()
     place = {"full": 1, "prompt": 2}.get(kind, 3 if drafts else 0)
     count = int(kind.removesuffix("x")) if kind.endswith("x") else 1
-    return place, int(drafts.removeprefix("verify") or 0), count * int(number)
+    return place, int(drafts.removeprefix("verify") or 0), count * int(number), count
 
 
 def engine_order(config: str) -> tuple[int, str]:
