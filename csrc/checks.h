@@ -30,10 +30,6 @@ static_assert(static_cast<int>(Dtype::kFloat16) == static_cast<int>(ScalarType::
               static_cast<int>(Dtype::kFloat32) == static_cast<int>(ScalarType::Float) &&
               static_cast<int>(Dtype::kBFloat16) == static_cast<int>(ScalarType::BFloat16));
 
-// The dtype of a checked floating-point tensor.
-inline Dtype dtype_of(ScalarType t) { return static_cast<Dtype>(t); }
-inline Dtype dtype_of(const Tensor& t) { return dtype_of(t.scalar_type()); }
-
 // torch's own number of a dtype, which the C functions take and give. Tensor::scalar_type() translates it by asking for
 // the numbers of one dtype after the other, which takes longer than all else that is asked about a tensor.
 inline int32_t dtype_number(ScalarType t) {
@@ -57,6 +53,15 @@ inline int32_t dtype_number(const Tensor& t) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &number));
   return number;
 }
+
+// The dtype of a checked floating-point tensor, also as ScalarType.
+inline Dtype dtype_of(ScalarType t) { return static_cast<Dtype>(t); }
+inline Dtype dtype_of(const Tensor& t) {
+  const int32_t number = dtype_number(t);
+  if (number == dtype_number(ScalarType::BFloat16)) return Dtype::kBFloat16;
+  return number == dtype_number(ScalarType::Half) ? Dtype::kFloat16 : Dtype::kFloat32;
+}
+inline ScalarType float_type_of(const Tensor& t) { return static_cast<ScalarType>(dtype_of(t)); }
 
 inline std::string dtype_name(ScalarType t) {
   switch (t) {

@@ -133,6 +133,7 @@ def test_a_layer_is_its_product():
         (x.detach().double(), TypeError, "x has dtype float64, supported"),
         (x.detach()[..., :64], ValueError, r"x has shape \[2, 3, 64\], expected \[..., 192\]"),
         (torch.tensor(1.0), ValueError, r"x has shape \[\], expected \[..., 192\]"),
+        ([1.0], TypeError, "x must be a tensor, got list"),
         (x.detach().half(), RuntimeError, "bias has dtype float32, supported: float16"),
     ):
         with pytest.raises(error, match=text):

@@ -80,7 +80,7 @@ def call_below(op: Any, keyset: Any, *args: Any, **outputs: Any) -> Any:
         raise named_error(error) from None
 
 
-def named_error(error: RuntimeError) -> RuntimeError:
+def named_error(error: Exception) -> Exception:
     """The error itself, or that of a GPU without memory by its own name."""
     if "CUDA out of memory" in str(error):
         return torch.OutOfMemoryError(str(error))

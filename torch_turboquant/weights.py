@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_turboquant import _checks
+from torch_turboquant._autograd import named_error
 from torch_turboquant.codebook import GRIDS, Codebook
 from torch_turboquant.format import (
     MULTIPLIER_OFFSET,
@@ -26,8 +27,10 @@ from torch_turboquant.format import (
     WeightBlock,
     weight_subs,
 )
-from torch_turboquant.ops.linear import run_linear_packed, weight_decode, weight_encode
+from torch_turboquant.ops.linear import weight_decode, weight_encode
 from torch_turboquant.signs import SignKind, random_signs
+
+_linear_packed = torch.ops.turboquant.linear_packed.default
 
 # Candidate steps of an encoder without multipliers, as for vectors of a cache.
 _SEARCH = 8
@@ -270,8 +273,7 @@ class PackedLinear(nn.Module):
         self.register_parameter("bias", None)
         if bias:
             self.bias = _frozen(torch.empty(out_features, dtype=dtype, device=device))
-        self._signs: Tensor | None = None
-        self._levels: Tensor | None = None
+        self._constants: _Constants | None = None
         self.place_constants()
 
     @classmethod
@@ -312,10 +314,14 @@ class PackedLinear(nn.Module):
         """
         group, device = self.format.group_of(self.in_features), self.weight.device
         if device.type == "meta":
-            self._signs = self._levels = None
+            self._constants = None
             return
-        self._signs = self.format.signs(group, device)
-        self._levels = self.format.levels(group, device)
+        signs, levels = self.format.signs(group, device), self.format.levels(group, device)
+        form = self.format
+        self._constants = signs, levels, self.out_features, form.bits, form.sub or 0
+
+    def _constants_are_here(self) -> bool:
+        return self._constants is not None and self._constants[0].device == self.weight.device
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
         # a parameter that is converted gets other data, so what it has now is kept
@@ -324,7 +330,7 @@ class PackedLinear(nn.Module):
         after = self.channel_inverse
         if before is not None and after is not None and after.dtype != torch.float32:
             self.channel_inverse = _frozen(before.to(after.device))
-        if self._signs is None or self._signs.device != self.weight.device:
+        if not self._constants_are_here():
             self.place_constants()
         return self
 
@@ -336,24 +342,31 @@ class PackedLinear(nn.Module):
             ValueError: x has another last dimension.
             RuntimeError: x is differentiated, on another device, or of another dtype than bias.
         """
-        if self._signs is None or self._signs.device != self.weight.device:
+        # A step calls this for every layer, and without a graph the host is what it waits for. So
+        # nothing is asked first that the op asks again, and parameters are taken from their
+        # dictionary, which self.weight would find after searching in others.
+        if torch.compiler.is_compiling() and not self._constants_are_here():
+            self.place_constants()  # a trace stops at the error below
+        own = self._parameters
+        try:
+            if x.stride(-1) != 1:
+                x = x.contiguous()
+            signs, levels, n, bits, sub = self._constants  # type: ignore[misc]
+            return _linear_packed(
+                x, own["weight"], signs, levels, n, bits, sub, own["channel_inverse"], own["bias"]
+            )
+        except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+            return self._mended(x, error)
+
+    def _mended(self, x: Tensor, error: Exception) -> Tensor:
+        """What to do about an error of a call: place the constants, or say what is wrong with x."""
+        if not self._constants_are_here() and self.weight.device.type != "meta":
             self.place_constants()
+            return self.forward(x)
         _checks.check_dtype("x", x, _checks.FLOATS)
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x has shape {list(x.shape)}, expected [..., {self.in_features}]")
-        if x.stride(-1) != 1:
-            x = x.contiguous()
-        return run_linear_packed(
-            x,
-            self.weight,
-            self._signs,
-            self._levels,
-            self.out_features,
-            self.format.bits,
-            self.format.sub or 0,
-            self.channel_inverse,
-            self.bias,
-        )
+        raise named_error(error) from None
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight: [out_features, in_features] of this dtype."""
@@ -411,6 +424,10 @@ class PackedLinear(nn.Module):
             f"bias={self.bias is not None}, bits={f.bits}, grid={f.grid!r}, sub={f.sub}, "
             f"group={f.group}, channel_inverse={self.channel_inverse is not None}"
         )
+
+
+# signs, levels, rows, bits and sub: what the op wants to know between the weight and the rest.
+_Constants = tuple[Tensor, Tensor | None, int, int, int]
 
 
 def _frozen(t: Tensor) -> nn.Parameter:

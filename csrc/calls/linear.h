@@ -171,7 +171,7 @@ inline WeightShape check_linear(const LinearCall& c) {
   STD_TORCH_CHECK(c.x.size(c.x.dim() - 1) == shape.k, "x has shape ", shape_text(c.x), ", expected [..., ", shape.k,
                   "] for the ", shape.groups(), " groups of the weight");
   check_channels(c.channel_inverse, c.x, "channel_inverse", shape.k);
-  if (c.bias) check_constant(*c.bias, c.x, "bias", c.x.scalar_type(), {shape.n});
+  if (c.bias) check_constant(*c.bias, c.x, "bias", float_type_of(c.x), {shape.n});
   return shape;
 }
 
@@ -189,7 +189,7 @@ inline std::tuple<Tensor, Tensor, Tensor> new_unpacked_weight(const Tensor& like
 }
 
 inline Tensor new_linear_result(const LinearCall& c, const WeightShape& shape) {
-  return new_tensor(c.x, leading_shape(c.x, 1, {shape.n}), c.x.scalar_type(), "the result");
+  return new_tensor(c.x, leading_shape(c.x, 1, {shape.n}), float_type_of(c.x), "the result");
 }
 
 }  // namespace turboquant

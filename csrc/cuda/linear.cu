@@ -37,7 +37,9 @@ void multiply(const LinearCall& c, const WeightShape& shape, const Tensor& y) {
   const int groups = checked_int(shape.groups(), "the number of groups");
   const void* const bias = c.bias ? c.bias->data_ptr() : nullptr;
   const auto launch_with = [&](auto&& work) {
-    const Tensor workspace = new_tensor(c.x, {work.workspace_bytes()}, ScalarType::Byte, "the work space");
+    const int64_t bytes = work.workspace_bytes();
+    if (bytes == 0) return work.run(nullptr, launch.stream());
+    const Tensor workspace = new_tensor(c.x, {bytes}, ScalarType::Byte, "the work space");
     work.run(workspace.data_ptr(), launch.stream());
   };
   if (kernel == LinearKernel::kTiles) {

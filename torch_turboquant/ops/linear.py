@@ -323,14 +323,9 @@ def linear_packed(
         RuntimeError: x or bias is differentiated; the op has no derivative.
     """
     _check_linear(x, packed, signs, levels, n, bits, sub, channel_inverse, bias)
-    return run_linear_packed(x, packed, signs, levels, n, bits, sub, channel_inverse, bias)
-
-
-def run_linear_packed(x: Tensor, *others: Any) -> Tensor:
-    """linear_packed for a layer, which has checked its constants: the op checks all of it again,
-    but with a RuntimeError for everything."""
+    op = torch.ops.turboquant.linear_packed.default
     try:
-        return torch.ops.turboquant.linear_packed.default(x, *others)
+        return op(x, packed, signs, levels, n, bits, sub, channel_inverse, bias)
     except RuntimeError as error:
         raise named_error(error) from None
 
