@@ -107,5 +107,7 @@ STABLE_TORCH_LIBRARY(turboquant, m) {
         " Tensor? channel_inverse=None) -> Tensor");
   m.def("linear_packed(Tensor x, Tensor packed, Tensor signs, Tensor? levels, int n, int bits, int sub,"
         " Tensor? channel_inverse=None, Tensor? bias=None) -> Tensor");
+  m.def("linear_experts(Tensor x, Tensor packed, Tensor experts, Tensor signs, Tensor? levels, int n, int bits, int sub,"
+        " Tensor? bias=None) -> Tensor");
 }
 // clang-format on

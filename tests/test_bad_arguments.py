@@ -935,7 +935,7 @@ MLA_ATTENTION_OUT_BAD = [
     Bad({"block_table": LATENT_TABLE + 9}, RuntimeError, "block_table names page 9"),
 ]
 
-# ---- weight_encode, weight_pack, weight_unpack, weight_decode, linear_packed
+# ---- weight_encode, weight_pack, weight_unpack, weight_decode, linear_packed, linear_experts
 
 WEIGHTS = tt.WeightFormat(4)
 WEIGHT_SIGNS, WEIGHT_LEVELS = WEIGHTS.signs(128), WEIGHTS.levels(128)
@@ -1068,6 +1068,35 @@ LINEAR_PACKED_BAD = [
     Bad({"bias": floats(K)}, ValueError, "bias has shape [256], expected [20]"),
     Bad({"bias": floats(N).half()}, TypeError, "bias has dtype float16, supported: float32"),
 ]
+LINEAR_EXPERTS = {
+    "x": floats(3, K),
+    "packed": torch.stack([_weight, _weight]),
+    "experts": torch.tensor([[0, 1], [1, 0], [1, 1]]),
+    "signs": WEIGHT_SIGNS,
+    "levels": WEIGHT_LEVELS,
+    "n": N,
+    "bits": 4,
+    "sub": 32,
+    "bias": floats(2, N),
+}
+_experts = LINEAR_EXPERTS["experts"]
+LINEAR_EXPERTS_BAD = [
+    *WEIGHT_LEVELS_BAD,
+    Bad({"packed": _weight}, ValueError, "packed has shape [2, 2, 1088], expected [any, any, any"),
+    Bad({"packed": LINEAR_EXPERTS["packed"][:0]}, ValueError, "packed has no experts"),
+    Bad({"n": 16}, ValueError, "packed has 2 tiles of 16 rows, but n is 16, which takes 1"),
+    Bad({"n": 2**63 - 1}, ValueError, "rows, supported: 0 to 2147483648"),
+    Bad({"x": floats(3, K).double()}, TypeError, f"x has {DTYPE}"),
+    Bad({"x": gaps(floats(3, K))}, ValueError, f"x {STRIDE}"),
+    Bad({"x": floats(3, 1, K)}, ValueError, "x has shape [3, 1, 256], expected"),
+    Bad({"x": floats(3, 128)}, ValueError, "x has shape [3, 128], expected [any, 256] for the 2"),
+    Bad({"x": elsewhere(3, K)}, ValueError, ONE_DEVICE),
+    Bad({"experts": _experts.int()}, TypeError, "experts has dtype int32, supported: int64"),
+    Bad({"experts": _experts[:2]}, ValueError, "experts has shape [2, 2], expected [3, any]"),
+    Bad({"experts": column(_experts)}, ValueError, "experts must be contiguous"),
+    Bad({"bias": floats(N)}, ValueError, "bias has shape [20], expected [2, 20]"),
+    Bad({"bias": floats(2, N).half()}, TypeError, "bias has dtype float16, supported: float32"),
+]
 
 GOOD = {
     name: globals()[name.upper()]
@@ -1075,7 +1104,7 @@ GOOD = {
         "hadamard pack unpack encode decode group_encode group_decode qjl_sketch qjl_score score "
         "cache_store cache_load paged_attention paged_attention_out store_and_attend "
         "merge_attention paged_mass cache_move mla_store mla_load mla_attention mla_attention_out "
-        "weight_encode weight_pack weight_unpack weight_decode linear_packed"
+        "weight_encode weight_pack weight_unpack weight_decode linear_packed linear_experts"
     ).split()
 }
 STORES = ("cache_store", "store_and_attend")

@@ -62,6 +62,15 @@ def _functions():
         "linear_packed": lambda x: tt.linear_packed(
             torch.cat([x, x], -1)[..., :64], weight, *of_weights, 20, 4, 32
         ),
+        "linear_experts": lambda x: tt.linear_experts(
+            torch.cat([x, x], -1)[0, :, :64],
+            weight[None],
+            torch.zeros(3, 2).long(),
+            *of_weights,
+            20,
+            4,
+            32,
+        ),
         "PackedLinear": lambda x: layer(torch.cat([x, x], -1)[..., :64]),
         "qjl_score": lambda x: tt.qjl_score(x, bits, norm, projection),
         "score": lambda x: tt.score(

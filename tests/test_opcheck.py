@@ -349,6 +349,16 @@ def linear_packed_samples():
         yield x[0], *reading, randn(k, seed=3), randn(n, seed=5, dtype=dtype)
 
 
+def linear_experts_samples():
+    for reading, (n, k), dtype in packed_weights():
+        packed, *others = reading
+        weights = torch.stack([packed, packed.flip(0)])
+        x = randn(3, k, seed=4, dtype=dtype)
+        experts = torch.tensor([[0, 1], [1, 2], [1, 0]])
+        yield x, weights, experts, *others
+        yield x, weights, experts[:, :1].contiguous(), *others, randn(2, n, seed=5, dtype=dtype)
+
+
 def merge_attention_samples():
     for dtype in DTYPES:
         a, b = randn(3, 4, 48, seed=1, dtype=dtype), randn(3, 4, 48, seed=2, dtype=dtype)
@@ -365,10 +375,10 @@ NAMES = sorted(
 def test_every_op_is_listed():
     assert NAMES == sorted(
         "cache_load cache_move cache_store cache_store_layers decode encode group_decode "
-        "group_encode hadamard learn_center linear_packed merge_attention mla_attention "
-        "mla_attention_out mla_load mla_store pack paged_attention paged_attention_out paged_mass "
-        "qjl_score qjl_sketch query_energy score store_and_attend unpack weight_decode "
-        "weight_encode weight_pack weight_unpack".split()
+        "group_encode hadamard learn_center linear_experts linear_packed merge_attention "
+        "mla_attention mla_attention_out mla_load mla_store pack paged_attention "
+        "paged_attention_out paged_mass qjl_score qjl_sketch query_energy score store_and_attend "
+        "unpack weight_decode weight_encode weight_pack weight_unpack".split()
     )
 
 

@@ -49,6 +49,7 @@ from torch_turboquant.ops.codec import SCALE_MODES, decode, encode, scaled_cente
 from torch_turboquant.ops.group import group_decode, group_encode
 from torch_turboquant.ops.hadamard import hadamard
 from torch_turboquant.ops.linear import (
+    linear_experts,
     linear_packed,
     weight_decode,
     weight_encode,
@@ -135,6 +136,7 @@ __all__ = [
     "kernel_choice",
     "latent_preset",
     "learn_center",
+    "linear_experts",
     "linear_packed",
     "make_latent_tables",
     "make_tables",

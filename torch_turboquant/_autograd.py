@@ -63,6 +63,7 @@ OPS_OF_A_STEP = (
     "mla_attention",
     "mla_attention_out",
     "linear_packed",
+    "linear_experts",
 )
 
 _below_autograd = torch._C._after_autograd_keyset

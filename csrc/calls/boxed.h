@@ -129,7 +129,7 @@ inline constexpr char kCacheStore[] = "cache_store", kCacheStoreLayers[] = "cach
 inline constexpr char kStoreAndAttend[] = "store_and_attend";
 inline constexpr char kMlaStore[] = "mla_store", kMlaAttention[] = "mla_attention";
 inline constexpr char kMlaAttentionOut[] = "mla_attention_out";
-inline constexpr char kLinearPacked[] = "linear_packed";
+inline constexpr char kLinearPacked[] = "linear_packed", kLinearExperts[] = "linear_experts";
 inline constexpr char kOther[] = "";  // an op that has one
 
 // A kernel takes a call. That of an _out variant also takes the tensors that it writes, the last ones of the schema.

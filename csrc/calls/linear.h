@@ -1,5 +1,5 @@
-// Calls of weight_encode, weight_pack, weight_unpack, weight_decode and linear_packed: their arguments and their
-// checks, which both backends share. A weight is a matrix [n, k] (outputs, inputs) in blocks (docs/format.md section
+// Calls of weight_encode, weight_pack, weight_unpack, weight_decode, linear_packed and linear_experts: their arguments
+// and their checks, which both backends share. A weight is a matrix [n, k] (outputs, inputs) in blocks (docs/format.md section
 // 13).
 #pragma once
 
@@ -57,6 +57,17 @@ struct LinearCall {
   OptionalTensor bias;             // [n] of x's dtype
 };
 
+// The arguments of linear_experts in the order of its schema.
+struct ExpertsCall {
+  Tensor x;               // [tokens, k], stride 1 in k
+  Tensor packed;          // uint8 [experts, tiles, k / group, block_bytes]
+  Tensor experts;         // int64 [tokens, choices]
+  Tensor signs;           // float32 [group]
+  OptionalTensor levels;  // int8 [2^bits]; absent: the uniform grid
+  int64_t n, bits, sub;
+  OptionalTensor bias;  // [experts, n] of x's dtype
+};
+
 // A weight whose tensors have been checked.
 struct WeightShape {
   int64_t n, k;
@@ -99,20 +110,24 @@ inline WeightShape check_weight_size(int64_t n, int64_t k, const format::WeightB
   return {n, k, block};
 }
 
-// packed: uint8 [tiles, groups, block_bytes], contiguous, of a weight of n rows
+// packed: uint8 [tiles, groups, block_bytes], contiguous, of a weight of n rows; several: [experts, ...]
 inline WeightShape check_packed_weight(const Tensor& packed, const Tensor& first, int64_t n, int64_t group,
-                                       int64_t bits, int64_t sub) {
+                                       int64_t bits, int64_t sub, bool several = false) {
   const format::WeightBlock block = check_weight_block(group, bits, sub);
   check_device(packed, first, "packed");
   check_dtype(packed, "packed", {ScalarType::Byte});
-  check_shape(packed, "packed", {-1, -1, block.block_bytes()});
+  if (several) {
+    check_shape(packed, "packed", {-1, -1, -1, block.block_bytes()});
+  } else {
+    check_shape(packed, "packed", {-1, -1, block.block_bytes()});
+  }
   check_contiguous(packed, "packed");
-  const int64_t groups = packed.size(1);
+  const int64_t groups = packed.size(several + 1), tiles = packed.size(several);
   STD_TORCH_CHECK(groups >= 1 && groups <= format::kMaxWeightGroups, "packed has ", groups,
                   " groups of channels, supported: 1 to ", format::kMaxWeightGroups);
   const WeightShape shape = check_weight_size(n, groups * group, block, "the weight");
-  STD_TORCH_CHECK(packed.size(0) == shape.tiles(), "packed has ", packed.size(0), " tiles of ", format::kWeightRows,
-                  " rows, but n is ", n, ", which takes ", shape.tiles());
+  STD_TORCH_CHECK(tiles == shape.tiles(), "packed has ", tiles, " tiles of ", format::kWeightRows, " rows, but n is ",
+                  n, ", which takes ", shape.tiles());
   return shape;
 }
 
@@ -175,6 +190,31 @@ inline WeightShape check_linear(const LinearCall& c) {
   return shape;
 }
 
+// A packed weight for each expert.
+struct ExpertsShape {
+  WeightShape weight;
+  int64_t tokens, choices, experts;
+
+  int64_t pairs() const { return tokens * choices; }  // of a token and an expert
+  int64_t weight_bytes() const { return weight.tiles() * weight.groups() * weight.block_bytes(); }
+};
+
+// Checks all but levels.
+inline ExpertsShape check_experts(const ExpertsCall& c) {
+  check_float(c.x, "x");
+  check_shape(c.x, "x", {-1, -1});
+  check_unit_last_stride(c.x, "x");
+  const int64_t group = check_weight_signs(c.signs, c.x);
+  const WeightShape shape = check_packed_weight(c.packed, c.x, c.n, group, c.bits, c.sub, true);
+  STD_TORCH_CHECK(c.x.size(1) == shape.k, "x has shape ", shape_text(c.x), ", expected [any, ", shape.k, "] for the ",
+                  shape.groups(), " groups of the weight");
+  const int64_t tokens = c.x.size(0), experts = c.packed.size(0);
+  STD_TORCH_CHECK(experts >= 1, "packed has no experts");
+  check_constant(c.experts, c.x, "experts", ScalarType::Long, {tokens, -1});
+  if (c.bias) check_constant(*c.bias, c.x, "bias", float_type_of(c.x), {experts, shape.n});
+  return {shape, tokens, c.experts.size(1), experts};
+}
+
 // ---- results --------------------------------------------------------------------------------------------------------
 
 inline Tensor new_packed_weight(const Tensor& like, const WeightShape& shape) {
@@ -190,6 +230,10 @@ inline std::tuple<Tensor, Tensor, Tensor> new_unpacked_weight(const Tensor& like
 
 inline Tensor new_linear_result(const LinearCall& c, const WeightShape& shape) {
   return new_tensor(c.x, leading_shape(c.x, 1, {shape.n}), float_type_of(c.x), "the result");
+}
+
+inline Tensor new_experts_result(const ExpertsCall& c, const ExpertsShape& shape) {
+  return new_tensor(c.x, {shape.tokens, shape.choices, shape.weight.n}, float_type_of(c.x), "the result");
 }
 
 }  // namespace turboquant

@@ -8,8 +8,9 @@ Codes, scales and multipliers are the same bytes on every device (docs/format.md
 
 linear_packed rotates the activations of each group as the weight was, makes signed bytes of them
 with a unit per token and group, and sums products of integers; CUDA multiplies many tokens in other
-ways. weight_pack and weight_unpack are for those who choose codes themselves, such as rounding by
-second moments of activations.
+ways. linear_experts does the same with one of several weights, for each token those that a router
+has chosen. weight_pack and weight_unpack are for those who choose codes themselves, such as
+rounding by second moments of activations.
 """
 
 from __future__ import annotations
@@ -71,11 +72,15 @@ def _check_size(n: int, k: int, group: int, name: str) -> None:
 
 
 def _check_packed(
-    packed: Tensor, device: torch.device, n: int, block: WeightBlock
+    packed: Tensor, device: torch.device, n: int, block: WeightBlock, several: bool = False
 ) -> tuple[int, int]:
-    """uint8 [tiles, groups, block_bytes] of a weight of n rows; returns (n, k)."""
-    _checks.check_constant("packed", packed, device, torch.uint8, (None, None, block.block_bytes))
-    tiles, groups, _ = packed.shape
+    """uint8 [tiles, groups, block_bytes] of a weight of n rows; returns (n, k).
+
+    several: [experts, ...].
+    """
+    shape = (None,) * (2 + several) + (block.block_bytes,)
+    _checks.check_constant("packed", packed, device, torch.uint8, shape)
+    tiles, groups, _ = packed.shape[-3:]
     if not 1 <= groups <= MAX_WEIGHT_GROUPS:
         raise ValueError(
             f"packed has {groups} groups of channels, supported: 1 to {MAX_WEIGHT_GROUPS}"
@@ -356,6 +361,77 @@ def _check_linear(
         _checks.check_constant("bias", bias, device, x.dtype, (n,))
 
 
+def linear_experts(
+    x: Tensor,
+    packed: Tensor,
+    experts: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    n: int,
+    bits: int,
+    sub: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Linear layers of experts: each token is multiplied with the weights that are chosen for it.
+
+    What a token and an expert give is what linear_packed gives with the weight of this expert, on
+    the CPU bit by bit. CUDA reads the weight once for every pair of a token and an expert, so it
+    is made for few of them, as a decode step has; it never waits for the device.
+
+    Args:
+        x: [tokens, k], float32, float16 or bfloat16, stride 1 in k.
+        packed: uint8 [experts, ceil(n / 16), k / group, block_bytes], contiguous: the packed weight
+            of each expert.
+        experts: int64 [tokens, choices], contiguous: the experts of each token. A number that no
+            expert has gives zeros, as for a token whose expert is somewhere else.
+        signs, levels, bits, sub: as given to weight_encode.
+        n: rows of each weight: outputs of the layer.
+        bias: [experts, n] of x's dtype.
+
+    Returns:
+        y: [tokens, choices, n] of x's dtype. NaN as of linear_packed.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, stride, device, bits or sub.
+        RuntimeError: x or bias is differentiated; the op has no derivative.
+    """
+    _check_experts(x, packed, experts, signs, levels, n, bits, sub, bias)
+    op = torch.ops.turboquant.linear_experts.default
+    try:
+        return op(x, packed, experts, signs, levels, n, bits, sub, bias)
+    except RuntimeError as error:
+        raise named_error(error) from None
+
+
+def _check_experts(
+    x: Tensor,
+    packed: Tensor,
+    experts: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    n: int,
+    bits: int,
+    sub: int,
+    bias: Tensor | None,
+) -> None:
+    k = _checks.check_vectors("x", x, 2)
+    device = x.device
+    block = WeightBlock(_check_signs(signs, device), bits, sub)
+    _, expected = _check_packed(packed, device, n, block, several=True)
+    if k != expected:
+        raise ValueError(
+            f"x has shape {list(x.shape)}, expected [any, {expected}] for the "
+            f"{packed.shape[2]} groups of the weight"
+        )
+    if packed.shape[0] < 1:
+        raise ValueError("packed has no experts")
+    _checks.check_constant("experts", experts, device, torch.int64, (x.shape[0], None))
+    _checks.check_levels(levels, device, bits)
+    if bias is not None:
+        _checks.check_constant("bias", bias, device, x.dtype, (packed.shape[0], n))
+
+
 # ---- fakes
 
 
@@ -420,6 +496,14 @@ def _linear_packed_fake(*given: Any, **named: Any) -> Tensor:
     with _checks.of_fake():
         _check_linear(**vars(a))
     return a.x.new_empty((*a.x.shape[:-1], a.n))
+
+
+@torch.library.register_fake("turboquant::linear_experts")
+def _linear_experts_fake(*given: Any, **named: Any) -> Tensor:
+    a = checks.raw_arguments("linear_experts", given, named)
+    with _checks.of_fake():
+        _check_experts(**vars(a))
+    return a.x.new_empty((a.x.shape[0], a.experts.shape[1], a.n))
 
 
 # ---- references
@@ -629,3 +713,23 @@ def linear_packed_reference(
     if bias is not None:
         y = y + bias.double()
     return y.unflatten(0, x.shape[:-1])
+
+
+def linear_experts_reference(
+    x: Tensor,
+    packed: Tensor,
+    experts: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    n: int,
+    bits: int,
+    sub: int,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """linear_experts by linear_packed_reference of every expert: [tokens, choices, n]."""
+    y = torch.zeros(*experts.shape, n, dtype=torch.float64)
+    for expert, weight in enumerate(packed):
+        own = None if bias is None else bias[expert]
+        products = linear_packed_reference(x, weight, signs, levels, n, bits, sub, None, own)
+        y = torch.where((experts == expert)[..., None], products[:, None], y)
+    return y

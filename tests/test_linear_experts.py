@@ -1,0 +1,119 @@
+"""linear_experts: with which expert's weight a token is multiplied, and that the product is exact.
+
+What a product is, is tested in test_linear.py: here those of the experts must be the same bits on
+the CPU, and as close to float64 on CUDA.
+"""
+
+import pytest
+import torch
+
+import torch_turboquant as tt
+from tests.helpers import FLOATS, randn
+from tests.test_linear import FORMATS, formats, make_case
+from torch_turboquant.ops.linear import linear_experts_reference
+
+
+def experts_case(f, n, k, experts):
+    """The packed weights of experts, and (signs, levels, n, bits, sub)."""
+    case = make_case(f, n, k)
+    w = randn(experts, n, k, seed=7)
+    packed = torch.stack([tt.encode_weight(part, f) for part in w])
+    return packed, case.reading
+
+
+def check(device, f, n, k, tokens, choices, experts=5, dtype=torch.float32, bias=True, least=0):
+    """Experts `least` .. experts are chosen, of which the last does not exist."""
+    packed, reading = experts_case(f, n, k, experts)
+    x = randn(tokens, k, seed=1, dtype=dtype)
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.randint(least, experts + 1, (tokens, choices), generator=generator)
+    added = randn(experts, n, seed=3, dtype=dtype) if bias else None
+    arguments = (x, packed, chosen, *reading, added)
+    on_device = [t.to(device) if isinstance(t, torch.Tensor) else t for t in arguments]
+    y = tt.linear_experts(*on_device)
+    assert y.dtype == dtype and y.shape == (tokens, choices, n) and y.device.type == device.type
+    y = y.cpu()
+    for token in range(tokens):
+        for choice, expert in enumerate(chosen[token].tolist()):
+            if expert == experts:
+                assert not y[token, choice].any()
+            elif device.type == "cpu":
+                own = None if added is None else added[expert]
+                want = tt.linear_packed(x[token], packed[expert], *reading, None, own)
+                assert torch.equal(y[token, choice], want)
+    want = linear_experts_reference(*arguments)
+    error = (y.double() - want).abs().max() / want.abs().max().clamp(min=1e-9)
+    assert float(error) < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+
+
+@formats
+@pytest.mark.parametrize("k", [64, 192, 256])
+def test_products_of_experts(f, k, device):
+    for tokens, choices, dtype in zip((1, 3, 9), (4, 1, 2), FLOATS, strict=True):
+        check(device, f, 70, k, tokens, choices, dtype=dtype, bias=tokens > 1)
+
+
+def test_one_expert_that_many_tokens_choose(device):
+    """So many that they are multiplied in parts."""
+    check(device, FORMATS[0], 20, 2048, 300, 1, experts=3, least=2)
+
+
+def test_many_experts_and_pairs(device):
+    check(device, FORMATS[0], 33, 128, 200, 4, experts=64, dtype=torch.bfloat16)
+
+
+def test_long_rows(device):
+    """On CUDA their activations are quantised by a kernel of their own."""
+    check(device, FORMATS[0], 16, 128 * 50, 3, 2)
+
+
+def test_no_tokens_and_no_choices(device):
+    packed, (signs, levels, *numbers) = experts_case(FORMATS[0], 20, 128, 2)
+    packed, signs, levels = (t.to(device) for t in (packed, signs, levels))
+    for tokens, choices in ((0, 2), (3, 0)):
+        chosen = torch.zeros(tokens, choices, dtype=torch.int64, device=device)
+        x = torch.zeros(tokens, 128, device=device)
+        y = tt.linear_experts(x, packed, chosen, signs, levels, *numbers)
+        assert y.shape == (tokens, choices, 20)
+
+
+def test_numbers_that_no_expert_has(device):
+    packed, (signs, levels, *numbers) = experts_case(FORMATS[0], 20, 128, 2)
+    packed, signs, levels = (t.to(device) for t in (packed, signs, levels))
+    chosen = torch.tensor([[-1, 2], [-(2**63), 2**63 - 1]], device=device)
+    x = torch.ones(2, 128, device=device)
+    assert not tt.linear_experts(x, packed, chosen, signs, levels, *numbers).any()
+
+
+def test_tokens_at_a_distance(device):
+    packed, (signs, levels, *numbers) = experts_case(FORMATS[0], 20, 128, 2)
+    packed, signs, levels = (t.to(device) for t in (packed, signs, levels))
+    x = randn(4, 300, seed=5).to(device)[:, 7:135]
+    chosen = torch.tensor([[0], [1], [1], [0]], device=device)
+    y = tt.linear_experts(x, packed, chosen, signs, levels, *numbers)
+    want = tt.linear_experts(x.contiguous(), packed, chosen, signs, levels, *numbers)
+    assert torch.equal(y, want)
+
+
+@pytest.mark.cuda
+def test_in_a_graph():
+    """The experts are read when the graph is replayed."""
+    device = torch.device("cuda")
+    packed, (signs, levels, *numbers) = experts_case(FORMATS[0], 70, 256, 5)
+    packed, signs, levels = (t.to(device) for t in (packed, signs, levels))
+    x, chosen = randn(2, 256, seed=1).to(device), torch.tensor([[0, 1], [2, 3]], device=device)
+    call = lambda: tt.linear_experts(x, packed, chosen, signs, levels, *numbers)  # noqa: E731
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    for new in ([[0, 1], [2, 3]], [[4, 4], [5, 1]]):
+        chosen.copy_(torch.tensor(new))
+        graph.replay()
+        assert torch.equal(y, call())
+
+
+def test_tiny(device):
+    """For compute-sanitizer."""
+    check(device, FORMATS[0], 17, 64, 2, 2)
