@@ -17,7 +17,7 @@ class WeightMemory(NamedTuple):
     packed: int
     """With packed layers; the others as they are."""
     layers: int
-    """That are packed."""
+    """That are packed; each weight of a layer's experts is one."""
     left_alone: dict[str, str]
     """Reasons by names of modules."""
 
@@ -46,7 +46,8 @@ def weight_memory(path: str, bits: int, dtype: str) -> WeightMemory:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from torch_turboquant.integrations.transformers.weights import TurboQuantConfig
-    from torch_turboquant.integrations.transformers.weights.choice import choose
+    from torch_turboquant.integrations.transformers.weights.choice import choose, experts_among
+    from torch_turboquant.integrations.transformers.weights.experts import PackedWeights, shape_of
 
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -56,7 +57,17 @@ def weight_memory(path: str, bits: int, dtype: str) -> WeightMemory:
     packed, left = choose(model, chosen.weight_format(), {}, ())
     plain = sum(p.numel() * p.element_size() for p in model.parameters())
     saved = 0
+    experts = {
+        f"{name}.{weight}": model.get_submodule(name)
+        for name, forms in experts_among(model, packed).items()
+        for weight in forms
+    }
     for name, form in packed.items():
+        if name in experts:
+            weight = model.get_parameter(name)
+            shape = PackedWeights(*shape_of(experts[name], weight), form).shape
+            saved += weight.numel() * model.dtype.itemsize - shape.numel()
+            continue
         n, k = model.get_submodule(name).weight.shape
         tiles, groups, size = form.block(k).packed_shape(n, k)
         saved += n * k * model.dtype.itemsize - tiles * groups * size

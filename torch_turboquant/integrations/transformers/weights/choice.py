@@ -1,8 +1,9 @@
 """Which layers of a model are packed, and why each of the others is left alone.
 
-Packed are plain linear layers (nn.Linear) of the language model. Everything else stays as the
-model has it: embeddings, norms, convolutions, and whatever reads its weight otherwise than by being
-called. A layer that is left alone has a reason, and both are listed.
+Packed are plain linear layers (nn.Linear) of the language model, and the weights of experts, which
+have the name of their parameter. Everything else stays as the model has it: embeddings, norms,
+convolutions, and whatever reads its weight otherwise than by being called. A layer that is left
+alone has a reason, and both are listed.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from torch_turboquant.format import WEIGHT_ROWS
+from torch_turboquant.integrations.transformers.weights.experts import matrices_of, shape_of
 from torch_turboquant.weights import WeightFormat
 
 EMBEDDING = "it is an embedding"
 ASKED = "skip names it"
+ROUTER = "it routes tokens to experts"
 
 
 def choose(
@@ -40,7 +43,7 @@ def choose(
         Formats of the layers to pack, and the reasons of the layers that are left alone, by name.
 
     Raises:
-        ValueError: a pattern fits no linear layer; or nothing of the model can be packed.
+        ValueError: a pattern fits nothing that can be packed; or nothing of the model can be.
     """
     skip = list(skip)
     _check_patterns(model, [*layers, *skip])
@@ -50,7 +53,8 @@ def choose(
         if reason := _reason(model, name, module, skip):
             left[name] = reason
         else:
-            packed[name] = _format_of(name, default, layers)
+            for packable in _packable(name, module):
+                packed[packable] = _format_of(packable, default, layers)
     if not packed:
         raise ValueError(
             f"no layer of this {type(model).__name__} can be packed: "
@@ -73,10 +77,37 @@ def recorded_choice(
     without = {name.removeprefix(prefix) for name in left}
     formats = {name.removeprefix(prefix): form for name, form in layers.items()}
     return {
-        name: _format_of(name.removeprefix(prefix), default, formats)
+        packable: _format_of(packable.removeprefix(prefix), default, formats)
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and name.removeprefix(prefix) not in without
+        if name.removeprefix(prefix) not in without
+        for packable in _packable(name, module)
     }
+
+
+def experts_among(
+    model: nn.Module, packed: Mapping[str, WeightFormat]
+) -> dict[str, dict[str, WeightFormat]]:
+    """Of what is to pack, the weights of experts: formats by name of the module and the weight."""
+    found: dict[str, dict[str, WeightFormat]] = {}
+    for name, module in model.named_modules():
+        if matrices_of(module) is not None:
+            forms = {
+                n: packed[f"{name}.{n}"] for n in _weights_of(module) if f"{name}.{n}" in packed
+            }
+            if forms:
+                found[name] = forms
+    return found
+
+
+def _weights_of(module: nn.Module) -> list[str]:
+    return list(matrices_of(module) or ())
+
+
+def _packable(name: str, module: nn.Module) -> list[str]:
+    """What a module has that could be packed: itself, or weights of experts."""
+    if type(module) is nn.Linear:
+        return [name]
+    return [f"{name}.{weight}" for weight in _weights_of(module)]
 
 
 def summary(left: Mapping[str, str]) -> dict[str, str]:
@@ -94,8 +125,12 @@ def summary(left: Mapping[str, str]) -> dict[str, str]:
 
 
 def unexpected(left: Mapping[str, str]) -> dict[str, str]:
-    """Without what nobody expects to be packed: embeddings, heads tied to them, what skip names."""
-    return {n: r for n, r in left.items() if r not in (EMBEDDING, ASKED) and "is tied" not in r}
+    """Without what nobody expects to be packed.
+
+    That is embeddings, heads tied to them, routers, and what skip names.
+    """
+    expected = (EMBEDDING, ASKED, ROUTER)
+    return {n: r for n, r in left.items() if r not in expected and "is tied" not in r}
 
 
 # ---- reasons
@@ -107,9 +142,13 @@ def _reason(model: nn.Module, name: str, module: nn.Module, skip: list[str]) -> 
         return EMBEDDING
     if isinstance(module, Conv1D):
         return "Conv1D stores its weight transposed, and only nn.Linear is packed"
+    if matrices_of(module) is not None:
+        return _reason_of_experts(model, name, module, skip)
     if type(module) is not nn.Linear:
         if any(p.dim() == 3 for p in module.parameters(recurse=False)) and "expert" in name:
-            return "its experts are one tensor of three dimensions, which is not packed yet"
+            return "its experts do not go through transformers' experts interface"
+        if _routes(model, name):
+            return ROUTER
         return f"it is a {type(module).__name__}, and only nn.Linear is packed"
     if names_layer(skip, name):
         return ASKED
@@ -117,14 +156,36 @@ def _reason(model: nn.Module, name: str, module: nn.Module, skip: list[str]) -> 
         return f"its weight is tied to {partner}"
     if not _in_language_model(model, name):
         return "it belongs to no language model"
-    if module.in_features % 64:
-        return f"its {module.in_features} input channels are no multiple of 64"
-    if module.out_features < WEIGHT_ROWS:
-        return f"its {module.out_features} rows are fewer than the {WEIGHT_ROWS} of a tile"
+    if reason := _reason_of_shape(module.out_features, module.in_features):
+        return reason
     if _routes(model, name):
-        return "it routes tokens to experts"
+        return ROUTER
     if reader := _reader(model, name):
         return f"{reader} reads its weight instead of calling it"
+    return None
+
+
+def _reason_of_experts(
+    model: nn.Module, name: str, module: nn.Module, skip: list[str]
+) -> str | None:
+    """Why all weights of experts are left alone: they are packed together or not at all."""
+    weights = matrices_of(module) or {}
+    if any(names_layer(skip, n) for n in (name, *(f"{name}.{weight}" for weight in weights))):
+        return ASKED
+    if not _in_language_model(model, name):
+        return "it belongs to no language model"
+    for weight, values in weights.items():
+        _, n, k = shape_of(module, values)
+        if reason := _reason_of_shape(n, k):
+            return f"{weight}: {reason}"
+    return None
+
+
+def _reason_of_shape(n: int, k: int) -> str | None:
+    if k % 64:
+        return f"its {k} input channels are no multiple of 64"
+    if n < WEIGHT_ROWS:
+        return f"its {n} rows are fewer than the {WEIGHT_ROWS} of a tile"
     return None
 
 
@@ -197,10 +258,15 @@ def names_layer(patterns: Iterable[str], name: str) -> bool:
 
 
 def _check_patterns(model: nn.Module, patterns: list[str]) -> None:
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            names.append(name)
+        elif weights := _packable(name, module):
+            names += [name, *weights]
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in linear):
-            some: Any = sorted({_without_numbers(name) for name in linear})
+        if not any(fnmatchcase(name, pattern) for name in names):
+            some: Any = sorted({_without_numbers(name) for name in names})
             raise ValueError(
                 f"{pattern!r} names no linear layer of this {type(model).__name__}; it has "
                 f"{', '.join(some)}"

@@ -11,8 +11,19 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from torch_turboquant.integrations.transformers.weights.budget import Candidate, choose_by_budget
-from torch_turboquant.integrations.transformers.weights.choice import choose, names_layer
+from torch_turboquant.integrations.transformers.weights.choice import (
+    choose,
+    experts_among,
+    names_layer,
+)
 from torch_turboquant.integrations.transformers.weights.config import METHOD, TurboQuantConfig
+from torch_turboquant.integrations.transformers.weights.experts import (
+    PackedWeights,
+    encode_experts,
+    pack_experts,
+    packed_name,
+    shape_of,
+)
 from torch_turboquant.integrations.transformers.weights.moments import passes, second_moments
 from torch_turboquant.integrations.transformers.weights.quantizer import (
     TurboQuantHfQuantizer,
@@ -64,7 +75,8 @@ def quantize(
         tokens: of the text to read; a shorter text is read whole.
         budget: bits per weight that the packed layers may take together, scales included, such as
             4.5. Layers that `config.layers` does not name get 8 bits where that lowers the measured
-            divergence of predictions most; needs a text. None: the formats of config.
+            divergence of predictions most; needs a text. Experts do not count, and keep the format
+            of config. None: the formats of config.
         memory: bytes that may be used for what the text says, on the devices of the layers. The
             text is read as often as that requires; the result does not depend on it.
 
@@ -89,7 +101,10 @@ def quantize(
     packed, left = choose(model, config.weight_format(), named, config.skip)
     sequences = None if text is None else _sequences(model, text, tokenizer, tokens)
     candidates: dict[str, list[Candidate]] = {}
-    groups = [list(packed)] if sequences is None else list(passes(model, list(packed), memory))
+    experts = experts_among(model, packed)
+    of_experts = [f"{name}.{weight}" for name, forms in experts.items() for weight in forms]
+    linear = [name for name in packed if name not in set(of_experts)]
+    groups = [linear] if sequences is None else list(passes(model, linear, memory))
     for number, names in enumerate(groups, 1):
         moments: Mapping[str, Tensor] = {}
         if sequences is not None:
@@ -103,9 +118,20 @@ def quantize(
     chosen = {name: found[0] for name, found in candidates.items()}
     if budget is not None and sequences is not None:
         chosen = choose_by_budget(model, candidates, budget, sequences[0])
+    bytes_of = {
+        name: _pack_experts(model, name, packed[name])
+        for name in logging.tqdm(of_experts, desc="Packing experts", disable=not of_experts)
+    }
     for name, (layer, _) in chosen.items():
         model.set_submodule(name, layer)
-    rows = [row for _, row in chosen.values()]
+    for name, of_weights in experts.items():
+        module = model.get_submodule(name)
+        pack_experts(module, of_weights)
+        for weight in of_weights:
+            packed_bytes = _parameter(bytes_of[f"{name}.{weight}"][0])
+            module.register_parameter(packed_name(weight), packed_bytes)
+    done = {name: row for part in (chosen, bytes_of) for name, (_, row) in part.items()}
+    rows = [done[name] for name in packed]
     config.record({row.name: row.form for row in rows}, left, scaled=sequences is not None)
     if sequences is not None:
         config.calibration = {**_calibration(sequences), "budget": budget}
@@ -117,10 +143,7 @@ def quantize(
 def _pack(model: nn.Module, name: str, form: WeightFormat, moment: Tensor | None) -> Candidate:
     linear = model.get_submodule(name)
     weight = linear.weight
-    if weight.device.type == "meta":
-        raise ValueError(f"{name} is offloaded (device_map): load the model without offloading")
-    if not weight.isfinite().all():
-        raise ValueError(f"the weight of {name} has numbers that are not finite")
+    _check_weight(name, weight)
     scale = None
     if moment is None:
         packed = encode_weight(weight, form)
@@ -136,6 +159,26 @@ def _pack(model: nn.Module, name: str, form: WeightFormat, moment: Tensor | None
     layer.place_constants()
     error = relative_error(weight, layer.decode(), moment)
     return layer, PackedLayer(name, form, weight.numel(), packed.numel(), error)
+
+
+def _pack_experts(model: nn.Module, name: str, form: WeightFormat) -> tuple[Tensor, PackedLayer]:
+    module, _, child = name.rpartition(".")
+    experts: Any = model.get_submodule(module)
+    weight = experts.get_parameter(child)
+    _check_weight(name, weight)
+    packed = encode_experts(weight, form, experts.is_transposed)
+    decoded = PackedWeights(*shape_of(experts, weight), form).decode(packed)
+    if experts.is_transposed:
+        decoded = decoded.transpose(1, 2)
+    error = relative_error(weight, decoded)
+    return packed, PackedLayer(name, form, weight.numel(), packed.numel(), error)
+
+
+def _check_weight(name: str, weight: Tensor) -> None:
+    if weight.device.type == "meta":
+        raise ValueError(f"{name} is offloaded (device_map): load the model without offloading")
+    if not weight.isfinite().all():
+        raise ValueError(f"the weight of {name} has numbers that are not finite")
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -14,11 +14,20 @@ from transformers.utils import logging
 
 from torch_turboquant.integrations.transformers.weights.choice import (
     choose,
+    experts_among,
     recorded_choice,
     summary,
     unexpected,
 )
 from torch_turboquant.integrations.transformers.weights.config import TurboQuantConfig
+from torch_turboquant.integrations.transformers.weights.experts import (
+    PackedExperts,
+    drop_weight,
+    encode_experts,
+    pack_experts,
+    packed_name,
+    plain_experts,
+)
 from torch_turboquant.integrations.transformers.weights.report import (
     PackedLayer,
     listening,
@@ -38,7 +47,7 @@ logger = logging.get_logger(__name__)
 
 
 class TurboQuantHfQuantizer(HfQuantizer):
-    """Packs linear layers while transformers loads them, or loads layers that are packed.
+    """Packs weights while transformers loads them, or loads weights that are packed.
 
     Args:
         quantization_config: a TurboQuantConfig; a copy of it gets the record of what was done.
@@ -50,7 +59,8 @@ class TurboQuantHfQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: TurboQuantConfig, **kwargs: Any) -> None:
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
-        self._packed: dict[str, WeightFormat] = {}
+        self._packed: dict[str, WeightFormat] = {}  # linear layers, and weights of experts
+        self._experts: set[str] = set()  # the latter
         self.refused: dict[str, str] = {}  # weights that cannot be packed: name -> why
 
     # -- before the weights
@@ -72,7 +82,12 @@ class TurboQuantHfQuantizer(HfQuantizer):
             self._packed, left = choose(model, default, layers, config.skip)
             config.record(self._packed, left, scaled=False)
             tell(left)
+        for name, forms in experts_among(model, self._packed).items():
+            pack_experts(model.get_submodule(name), forms, loading=not self.pre_quantized)
+            self._experts.update(f"{name}.{weight}" for weight in forms)
         for name, form in self._packed.items():
+            if name in self._experts:
+                continue
             linear = model.get_submodule(name)
             layer = empty_layer(linear, form, config.scaled)
             if not self.pre_quantized:
@@ -89,28 +104,43 @@ class TurboQuantHfQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         module, _, name = param_name.rpartition(".")
-        return not self.pre_quantized and name == "weight" and module in self._packed
+        linear = name == "weight" and module in self._packed
+        return not self.pre_quantized and (linear or param_name in self._experts)
+
+    def packed_name(self, param_name: str) -> str:
+        """The name of the parameter that the packed form of a weight gets."""
+        module, _, weight = param_name.rpartition(".")
+        return f"{module}.{packed_name(weight)}" if param_name in self._experts else param_name
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
-        packed = self.param_needs_quantization(model, param_name)
-        return 1 if packed else super().param_element_size(model, param_name, param)
+        if not self.param_needs_quantization(model, param_name):
+            return super().param_element_size(model, param_name, param)
+        return 0 if param_name in self._experts else 1  # the packed weight of experts counts
 
     def get_quantize_ops(self) -> ConversionOps:
         return PackWeights(self)
 
-    def pack(self, name: str, weight: Tensor) -> Tensor | None:
-        """The packed weight of the layer `name`; None, and a note, if it cannot be packed."""
+    def pack(self, model: nn.Module, name: str, weight: Tensor) -> Tensor | None:
+        """The packed weight of `name`; None, and a note, if it cannot be packed."""
         if not weight.is_floating_point():
             self.refused[name] = f"its weight is {weight.dtype} in the file, not a float"
             return None
         form = self._packed[name]
         try:
-            packed = encode_weight(weight, form)
+            if name in self._experts:
+                experts: Any = model.get_submodule(name.rpartition(".")[0])
+                packed = encode_experts(weight, form, experts.is_transposed)
+            else:
+                packed = encode_weight(weight, form)
         except ValueError as error:
             self.refused[name] = str(error)
             return None
         if (rows := listening()) is not None:
-            loss = relative_error(weight, decode_weight(packed, form, len(weight)))
+            if name in self._experts:
+                decoded = experts.decode(name.rpartition(".")[2], packed)
+            else:
+                decoded = decode_weight(packed, form, len(weight))
+            loss = relative_error(weight, decoded)
             rows.append(PackedLayer(name, form, weight.numel(), packed.numel(), loss))
         return packed
 
@@ -128,7 +158,7 @@ class TurboQuantHfQuantizer(HfQuantizer):
                 f"another shape: {', '.join(summary(dict.fromkeys(missing, '')))}. The files are "
                 "incomplete, or of another model"
             )
-        for name in self._packed:
+        for name in self._packed.keys() - self._experts:
             model.get_submodule(name).place_constants()
         return model
 
@@ -153,9 +183,13 @@ class TurboQuantHfQuantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        # a name, where transformers takes the dtype from a configuration that has been saved
+        target = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
         for name, module in list(model.named_modules()):
             if isinstance(module, PackedLinear):
-                model.set_submodule(name, plain_layer(module, dtype or model.dtype))
+                model.set_submodule(name, plain_layer(module, target))
+            elif isinstance(module, PackedExperts):
+                plain_experts(module, target)
         return model
 
 
@@ -175,13 +209,19 @@ class PackWeights(ConversionOps):
         found: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             tensor = value[0] if isinstance(value, list) else value
-            if self.quantizer.param_needs_quantization(model, name):
-                packed = self.quantizer.pack(name.removesuffix(".weight"), tensor)
-                if packed is None:  # any value will do: the model is refused once it is loaded
-                    shape = model.get_parameter(name).shape
-                    packed = torch.zeros(shape, dtype=torch.uint8, device=tensor.device)
-                tensor = packed
-            found[name] = tensor
+            if not self.quantizer.param_needs_quantization(model, name):
+                found[name] = tensor
+                continue
+            target = self.quantizer.packed_name(name)
+            packed = self.quantizer.pack(model, name.removesuffix(".weight"), tensor)
+            if packed is None:  # any value will do: the model is refused once it is loaded
+                shape = model.get_parameter(target).shape
+                packed = torch.zeros(shape, dtype=torch.uint8, device=tensor.device)
+            if target != name:
+                module, _, weight = name.rpartition(".")
+                drop_weight(model.get_submodule(module), weight)
+                (kwargs.get("missing_keys") or set()).discard(name)
+            found[target] = packed
         return found
 
 
@@ -225,11 +265,24 @@ def tell(left: Mapping[str, str]) -> None:
 
 def _is_loaded(model: nn.Module, name: str) -> bool:
     """Whether a layer has got its bytes; those that accelerate has offloaded are elsewhere."""
-    layer = model.get_submodule(name)
-    weight = layer.weight
+    module, _, child = name.rpartition(".")
+    owner: Any = model.get_submodule(module)
+    if isinstance(owner, PackedExperts):
+        weight, expected = owner.get_parameter(packed_name(child)), owner.packed[child].shape
+        bias = getattr(owner, f"{child}_bias", None)  # which nothing else fills (pack_experts)
+        if bias is not None and bias.device.type != "meta" and not _was_read(bias):
+            return False
+    else:
+        layer = owner.get_submodule(child)
+        weight = layer.weight
+        expected = layer.format.block(layer.in_features).packed_shape(
+            layer.out_features, layer.in_features
+        )
     if weight.device.type == "meta":
         return True
-    n, k = layer.out_features, layer.in_features
-    expected = layer.format.block(k).packed_shape(n, k)
     fits = weight.dtype == torch.uint8 and tuple(weight.shape) == tuple(expected)
-    return fits and getattr(weight, "_is_hf_initialized", False)
+    return fits and _was_read(weight)
+
+
+def _was_read(parameter: Tensor) -> bool:
+    return getattr(parameter, "_is_hf_initialized", False)
