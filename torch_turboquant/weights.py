@@ -229,6 +229,7 @@ class PackedLinear(nn.Module):
         in_features, out_features: as of nn.Linear.
         format: how the weight is stored; its group is set.
         weight: uint8 [ceil(out_features / 16), in_features / group, block_bytes], a parameter.
+        rows_here: the rows of weight: out_features, but for a layer that processes share.
         channel_inverse: float32 [in_features], a parameter, or None: activations are multiplied
             with these first. It stays float32 when the module is converted to another dtype.
         bias: [out_features] of the model's dtype, a parameter, or None.
@@ -261,6 +262,7 @@ class PackedLinear(nn.Module):
         group = format.group_of(in_features)
         _checks.check_positive(out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
+        self.rows_here = out_features
         self.format = replace(format, group=group)
         shape = self.format.block(in_features).packed_shape(out_features, in_features)
         self.weight = _frozen(torch.empty(shape, dtype=torch.uint8, device=device))
@@ -318,7 +320,7 @@ class PackedLinear(nn.Module):
             return
         signs, levels = self.format.signs(group, device), self.format.levels(group, device)
         form = self.format
-        self._constants = signs, levels, self.out_features, form.bits, form.sub or 0
+        self._constants = signs, levels, self.rows_here, form.bits, form.sub or 0
 
     def _constants_are_here(self) -> bool:
         return self._constants is not None and self._constants[0].device == self.weight.device
@@ -364,8 +366,9 @@ class PackedLinear(nn.Module):
             self.place_constants()
             return self.forward(x)
         _checks.check_dtype("x", x, _checks.FLOATS)
-        if x.shape[-1:] != (self.in_features,):
-            raise ValueError(f"x has shape {list(x.shape)}, expected [..., {self.in_features}]")
+        channels = self.weight.shape[1] * self.format.group_of(self.in_features)
+        if x.shape[-1:] != (channels,):
+            raise ValueError(f"x has shape {list(x.shape)}, expected [..., {channels}]")
         raise named_error(error) from None
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -28,6 +28,10 @@ from torch_turboquant.integrations.transformers.weights.experts import (
     packed_name,
     plain_experts,
 )
+from torch_turboquant.integrations.transformers.weights.parallel import (
+    is_distributed,
+    styles_for_packed,
+)
 from torch_turboquant.integrations.transformers.weights.report import (
     PackedLayer,
     listening,
@@ -61,6 +65,7 @@ class TurboQuantHfQuantizer(HfQuantizer):
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         self._packed: dict[str, WeightFormat] = {}  # linear layers, and weights of experts
         self._experts: set[str] = set()  # the latter
+        self._knows_plans = False  # of tensor parallelism
         self.refused: dict[str, str] = {}  # weights that cannot be packed: name -> why
 
     # -- before the weights
@@ -99,6 +104,13 @@ class TurboQuantHfQuantizer(HfQuantizer):
         ignored = [] if ignored is None else ignored  # a list or none in 5.5, then a set
         model._keys_to_ignore_on_load_unexpected = type(ignored)([*ignored, f"^{NEEDS}$"])
         return model
+
+    def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
+        # transformers 5.23 and later
+        super().update_parallel_plan(model, plan)
+        experts = {name.rpartition(".")[0] for name in self._experts}
+        styles_for_packed(plan, self._packed.keys() - self._experts, experts)
+        self._knows_plans = True
 
     # -- the weights
 
@@ -147,6 +159,15 @@ class TurboQuantHfQuantizer(HfQuantizer):
     # -- after the weights
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        if is_distributed(model) and self._experts:
+            raise ValueError(
+                "packed experts cannot be shared by processes (tensor or expert parallelism): name "
+                "them in skip"
+            )
+        if is_distributed(model) and not self._knows_plans:
+            raise ValueError(
+                "packed weights need transformers 5.23 or later for tensor parallelism (tp_plan)"
+            )
         if self.refused:
             raise ValueError(
                 "the weights of this model cannot be packed: "
