@@ -450,7 +450,7 @@ def latents_call(draw):
 
 
 def weight_call(draw):
-    """weight_encode, weight_decode and linear_packed, with all that a code can be."""
+    """weight_encode, weight_decode and products, with all that a code can be."""
     bits, sub = draw(st.sampled_from(((4, 32), (4, 0), (8, 0))), "bits and sub")
     group = draw(st.sampled_from((64, 128)), "group")
     n, k = draw(st.sampled_from((1, 5, 16, 17, 70)), "n"), group * draw(st.integers(1, 3), "groups")
@@ -467,6 +467,7 @@ def weight_call(draw):
     tokens = draw(st.sampled_from((0, 1, 2, 4, 5, 16, 17, 37)), "tokens")
     x = somewhere(vectors(tokens, k, seed=seed + 1, dtype=dtype), offset, gap)
     bias = last(randn(n, seed=seed, dtype=dtype)) if draw(st.booleans(), "bias") else None
+    experts = torch.arange(2 * tokens).view(tokens, 2) % 2  # there is one expert
 
     def call():
         encoded = tt.weight_encode(w, rotation, levels, steps, bits, sub, scaled)
@@ -478,6 +479,9 @@ def weight_call(draw):
             *tt.weight_unpack(packed, n, group, bits, sub),
             tt.weight_decode(packed, *reading, dtype, scaled),
             tt.linear_packed(x, packed, *reading, scaled, bias),
+            tt.linear_experts(
+                x, packed[None], experts, *reading, None if bias is None else bias[None]
+            ),
         )
 
     return call

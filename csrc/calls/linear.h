@@ -1,6 +1,6 @@
 // Calls of weight_encode, weight_pack, weight_unpack, weight_decode, linear_packed and linear_experts: their arguments
-// and their checks, which both backends share. A weight is a matrix [n, k] (outputs, inputs) in blocks (docs/format.md section
-// 13).
+// and their checks, which both backends share. A weight is a matrix [n, k] (outputs, inputs) in blocks (docs/format.md
+// section 13).
 #pragma once
 
 #include <string>
