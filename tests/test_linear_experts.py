@@ -10,7 +10,7 @@ import torch
 import torch_turboquant as tt
 from tests.helpers import FLOATS, randn
 from tests.test_linear import FORMATS, formats, make_case
-from torch_turboquant.ops.linear import linear_experts_reference
+from torch_turboquant.ops.linear import _products_of_experts, linear_experts_reference
 
 
 def experts_case(f, n, k, experts):
@@ -63,7 +63,6 @@ def test_many_experts_and_pairs(device):
 
 
 def test_long_rows(device):
-    """On CUDA their activations are quantised by a kernel of their own."""
     check(device, FORMATS[0], 16, 128 * 50, 3, 2)
 
 
@@ -93,6 +92,20 @@ def test_tokens_at_a_distance(device):
     y = tt.linear_experts(x, packed, chosen, signs, levels, *numbers)
     want = tt.linear_experts(x.contiguous(), packed, chosen, signs, levels, *numbers)
     assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_by_one_expert_at_a_time(waits, bias):
+    """What CUDA does, on the CPU: the same bits as the CPU's own kernel."""
+    packed, reading = experts_case(FORMATS[0], 70, 256, 5)
+    x = randn(6, 256, seed=1)
+    chosen = torch.tensor([[0, 1], [4, 5], [2, 2], [-1, 3], [0, 7], [1, 0]])
+    added = randn(5, 70, seed=3) if bias else None
+    y = _products_of_experts(x, packed, chosen, *reading, added, waits=waits)
+    assert torch.equal(y, tt.linear_experts(x, packed, chosen, *reading, added))
+    none = _products_of_experts(x[:0], packed, chosen[:0], *reading, added, waits=waits)
+    assert none.shape == (0, 2, 70)
 
 
 @pytest.mark.cuda

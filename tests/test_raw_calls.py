@@ -227,7 +227,6 @@ def test_the_functions_name_the_error_of_a_gpu_without_memory(monkeypatch):
         lambda: tt.paged_attention(**GOOD["paged_attention"]),
         lambda: tt.paged_attention(**GOOD["paged_attention_out"]),
         lambda: tt.linear_packed(**GOOD["linear_packed"]),
-        lambda: tt.linear_experts(**GOOD["linear_experts"]),
     ):
         with pytest.raises(torch.OutOfMemoryError, match="no memory for a tensor: CUDA out of mem"):
             call()
@@ -238,14 +237,13 @@ def test_an_op_of_a_step_runs_no_python(grad, device):
     """But for one question: whether forward mode is on, or (in grad mode) of all tensors."""
     layer = Layer(device)
     q, out, lse = (torch.zeros(3, 2, *d, device=device) for d in ((D,), (D,), ()))
-    linear, experts = good("linear_packed", device), good("linear_experts", device)
+    linear = good("linear_packed", device)
     for call in (
         layer.store,
         lambda: layer.store_layers([layer.k], [layer.v], [layer.cache], [layer.ring]),
         lambda: layer.attend(q),
         lambda: layer.attend(q, out, lse),
         lambda: ops.linear_packed(**linear),
-        lambda: ops.linear_experts(**experts),
     ):
         ran = []
         with torch.set_grad_enabled(grad):

@@ -375,8 +375,9 @@ def linear_experts(
     """Linear layers of experts: each token is multiplied with the weights that are chosen for it.
 
     What a token and an expert give is what linear_packed gives with the weight of this expert, on
-    the CPU bit by bit. CUDA reads the weight once for every pair of a token and an expert, so it
-    is made for few of them, as a decode step has; it never waits for the device.
+    the CPU bit by bit. CUDA has no kernel of its own for it yet: it calls linear_packed for every
+    expert that a token has chosen, which waits for the device to know them. In a CUDA graph, where
+    that cannot be, it calls it for all experts and all tokens.
 
     Args:
         x: [tokens, k], float32, float16 or bfloat16, stride 1 in k.
@@ -430,6 +431,53 @@ def _check_experts(
     _checks.check_levels(levels, device, bits)
     if bias is not None:
         _checks.check_constant("bias", bias, device, x.dtype, (packed.shape[0], n))
+
+
+def _products_of_experts(
+    x: Tensor,
+    packed: Tensor,
+    experts: Tensor,
+    signs: Tensor,
+    levels: Tensor | None,
+    n: int,
+    bits: int,
+    sub: int,
+    bias: Tensor | None,
+    waits: bool,
+) -> Tensor:
+    """linear_experts by products with one expert's weight at a time.
+
+    waits: for the device, to know which experts are chosen; else all are.
+    """
+    choices = experts.shape[1]
+    y = x.new_zeros(x.shape[0] * choices, n)
+    linear = torch.ops.turboquant.linear_packed.default
+    reading = signs, levels, n, bits, sub, None
+    flat = experts.flatten()
+    if not waits:
+        for expert, weight in enumerate(packed):
+            own = linear(x, weight, *reading, None if bias is None else bias[expert])
+            of_pairs = own.repeat_interleave(choices, 0)
+            y = torch.where((flat == expert)[:, None], of_pairs, y)
+        return y.view(*experts.shape, n)
+    pairs: dict[int, list[int]] = {}
+    for pair, expert in enumerate(flat.tolist()):
+        pairs.setdefault(expert, []).append(pair)
+    for expert, own in pairs.items():
+        if 0 <= expert < len(packed):
+            at = torch.tensor(own, device=x.device)
+            rows = x[at // choices]
+            added = None if bias is None else bias[expert]
+            y[at] = linear(rows, packed[expert], *reading, added)
+    return y.view(*experts.shape, n)
+
+
+@torch.library.impl("turboquant::linear_experts", "CUDA")
+def _linear_experts_cuda(*given: Any, **named: Any) -> Tensor:
+    a = checks.raw_arguments("linear_experts", given, named)
+    with _checks.of_fake():
+        _check_experts(**vars(a))
+    return _products_of_experts(**vars(a), waits=not torch.cuda.is_current_stream_capturing())
 
 
 # ---- fakes

@@ -12,18 +12,9 @@ namespace {
 // Compute capability 7.5 has no room for the sums of more columns.
 constexpr int kLargeShared = 96 << 10, kFewColumns = 16;
 
-Codes codes_of(const format::WeightBlock& unit, bool uniform) {
-  if (format::levels_are_codes(unit.width())) return Codes::kBytes;
-  return uniform ? Codes::kUniform : Codes::kLloyd;
-}
-
 KernelEntry find(const format::WeightBlock& unit, bool uniform, int columns) {
-  switch (codes_of(unit, uniform)) {
-    case Codes::kLloyd: return find_kernel<Codes::kLloyd>(unit.sub, columns);
-    case Codes::kUniform: return find_kernel<Codes::kUniform>(unit.sub, columns);
-    case Codes::kBytes: break;
-  }
-  return find_kernel<Codes::kBytes>(false, columns);
+  if (format::levels_are_codes(unit.width())) return find_kernel<Codes::kBytes>(false, columns);
+  return uniform ? find_kernel<Codes::kUniform>(unit.sub, columns) : find_kernel<Codes::kLloyd>(unit.sub, columns);
 }
 
 // Activations of a group carry the sum of their integers only where tables hold levels less 1.
@@ -43,25 +34,18 @@ Early early(int major, cudaStream_t stream) {
 
 // Comparing plans takes microseconds, and the layers of a model have few shapes: a thread keeps the plans of its latest
 // ones, each in a place that follows from the shape.
-Plan known_plan_of(const Call& call, int unit_bytes, const RecordOfColumns& record, const DeviceFacts& facts,
-                   int device) {
-  using Shape = std::array<int64_t, 8>;
+Plan known_plan_of(const Call& call, int unit_bytes, const RecordOfColumns& record, const Device& device) {
+  using Shape = std::array<int64_t, 7>;
   struct Known {
     Shape shape{};  // zeros: nothing is known
     Plan plan;
   };
   static thread_local std::array<Known, 64> known;
-  const Shape shape{call.n,     call.columns,       call.groups, record.group,
-                    unit_bytes, record.corrections, device,      facts.multiprocessors};
+  const Shape shape{call.n, call.columns, call.groups, record.group, unit_bytes, device.index, record.corrections};
   const auto place = static_cast<size_t>(call.n / 16 + 7 * call.groups + 11 * call.columns + unit_bytes / 16);
   Known& k = known[place % known.size()];
-  if (k.shape != shape) k = {shape, plan_of(call, unit_bytes, record, facts)};
+  if (k.shape != shape) k = {shape, plan_of(call, unit_bytes, record, device.facts)};
   return k.plan;
-}
-
-// Counters of arrivals at sums that thread blocks share: `own` is memory for as many.
-void count_arrivals(Plan& plan, int device, cudaStream_t stream, int64_t counters, uint8_t* own) {
-  plan.arrivals = zeroed_counters(device, stream, static_cast<int>(counters), reinterpret_cast<uint32_t*>(own));
 }
 
 }  // namespace
@@ -72,7 +56,7 @@ LinearLaunch::LinearLaunch(const Call& call, const format::WeightBlock& unit, bo
   const int columns = static_cast<int>(std::min<int64_t>(call.columns, most));
   entry_ = find(unit, uniform, columns);
   const RecordOfColumns record{unit.group, columns, corrections(unit, uniform), entry_.tiles};
-  plan_ = known_plan_of(call, unit.block_bytes(), record, device.facts, device.index);
+  plan_ = known_plan_of(call, unit.block_bytes(), record, device);
   quantises_first_ = quantises_first(call, plan_);
 }
 
@@ -90,7 +74,8 @@ void LinearLaunch::run(void* workspace, cudaStream_t stream) {
   const int major = device_.facts.major, blocks = column_blocks();
   if (num_counters() > 0) {
     plan_.partial = reinterpret_cast<float*>(memory + record_bytes());
-    count_arrivals(plan_, device_.index, stream, num_counters(), memory + record_bytes() + partial_bytes());
+    auto* own = reinterpret_cast<uint32_t*>(memory + record_bytes() + partial_bytes());
+    plan_.arrivals = zeroed_counters(device_.index, stream, static_cast<int>(num_counters()), own);
   }
   plan_.early = early(major, stream);
   void* arguments[] = {const_cast<Call*>(&call_), &plan_};
@@ -104,55 +89,6 @@ void LinearLaunch::run(void* workspace, cudaStream_t stream) {
   const dim3 grid(plan_.parts, plan_.row_blocks, blocks);
   const int threads = 32 * num_warps(entry_.tiles);
   check_cuda(launch_early(entry_.kernel, grid, threads, plan_.bytes, arguments, stream, major), "linear_packed");
-}
-
-// ---- linear_experts
-
-ExpertsLaunch::ExpertsLaunch(const Call& call, const Choice& choice, const format::WeightBlock& unit, bool uniform,
-                             const Device& device)
-    : call_(call), choice_(choice), device_(device) {
-  const KernelEntry entry = find(unit, uniform, 1);
-  quantise_ = entry.quantise;
-  kernel_ = find_experts_kernel(codes_of(unit, uniform), unit.sub);
-  const RecordOfColumns record{unit.group, 1, corrections(unit, uniform), entry.tiles};
-  // The pairs share the multiprocessors.
-  DeviceFacts facts = device.facts;
-  facts.multiprocessors = static_cast<int>(std::max<int64_t>(facts.multiprocessors / call.columns, 1));
-  Call one = call;
-  one.columns = 1;
-  plan_ = known_plan_of(one, unit.block_bytes(), record, facts, device.index);
-  plan_.early = Early::kNo;
-  quantises_first_ = quantises_first(call, plan_);
-}
-
-int64_t ExpertsLaunch::tokens() const { return call_.columns / choice_.choices; }
-int64_t ExpertsLaunch::record_bytes() const {
-  return quantises_first_ ? tokens() * call_.groups * plan_.record.bytes() : 0;
-}
-int64_t ExpertsLaunch::partial_bytes() const {
-  return plan_.parts > 1 ? call_.columns * plan_.parts * plan_.slabs * kSumBytes : 0;
-}
-int64_t ExpertsLaunch::num_counters() const { return plan_.parts > 1 ? call_.columns * plan_.slabs : 0; }
-
-void ExpertsLaunch::run(void* workspace, cudaStream_t stream) {
-  auto* const memory = static_cast<uint8_t*>(workspace);
-  const int major = device_.facts.major;
-  if (num_counters() > 0) {
-    plan_.partial = reinterpret_cast<float*>(memory + record_bytes());
-    count_arrivals(plan_, device_.index, stream, num_counters(), memory + record_bytes() + partial_bytes());
-  }
-  if (quantises_first_) {
-    plan_.records = memory;
-    void* arguments[] = {const_cast<Call*>(&call_), &plan_};
-    const dim3 grid(num_blocks(quantise_pieces(call_.groups, call_.group), kQuantiseWarps * kPiecesAtOnce),
-                    static_cast<unsigned>(tokens()));
-    check_cuda(launch_early(quantise_, grid, 32 * kQuantiseWarps, 0, arguments, stream, major), "linear_experts");
-  }
-  allow_shared_memory(kernel_, device_.index, plan_.bytes);
-  void* arguments[] = {const_cast<Call*>(&call_), &plan_, const_cast<Choice*>(&choice_)};
-  const dim3 grid(plan_.parts, plan_.row_blocks, static_cast<unsigned>(call_.columns));
-  const int threads = 32 * num_warps(plan_.record.tiles);
-  check_cuda(launch_early(kernel_, grid, threads, plan_.bytes, arguments, stream, major), "linear_experts");
 }
 
 }  // namespace turboquant::cuda::linear

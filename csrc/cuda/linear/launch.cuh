@@ -1,9 +1,8 @@
-// The launches of the kernel of few columns: with one weight, or with one that is chosen for each column.
+// The launch of the kernel of few columns.
 #pragma once
 
 #include "cuda/common/device_facts.cuh"
 #include "cuda/linear/call.cuh"
-#include "cuda/linear/choice.cuh"
 
 namespace turboquant::cuda::linear {
 
@@ -17,9 +16,6 @@ struct KernelEntry {
 // The kernel for blocks of up to `columns` columns. Defined in instances/.
 template <Codes CODES>
 KernelEntry find_kernel(bool sub, int columns);
-
-// The kernel that takes the weight of an expert for each column. Defined in instances/.
-const void* find_experts_kernel(Codes codes, bool sub);
 
 // A launch, with everything that follows from the call and the device: computed once, before memory is allocated.
 class LinearLaunch {
@@ -42,34 +38,6 @@ class LinearLaunch {
   const Call& call_;
   const Device& device_;
   KernelEntry entry_;
-  Plan plan_;
-  bool quantises_first_;  // a kernel of its own does
-};
-
-// A launch of linear_experts.
-class ExpertsLaunch {
- public:
-  // call: has a column for each pair of a token and an expert, and x one row for each token. It stays alive until `run`
-  // returns, as does `choice`.
-  ExpertsLaunch(const Call& call, const Choice& choice, const format::WeightBlock& unit, bool uniform,
-                const Device& device);
-
-  // Bytes of memory for partial results and activations; their contents do not matter.
-  int64_t workspace_bytes() const { return record_bytes() + partial_bytes() + 4 * num_counters(); }
-
-  // workspace: aligned to 16 bytes.
-  void run(void* workspace, cudaStream_t stream);
-
- private:
-  int64_t tokens() const;
-  int64_t record_bytes() const;
-  int64_t partial_bytes() const;
-  int64_t num_counters() const;
-
-  const Call& call_;
-  const Choice& choice_;
-  const Device& device_;
-  const void *kernel_, *quantise_;
   Plan plan_;
   bool quantises_first_;  // a kernel of its own does
 };

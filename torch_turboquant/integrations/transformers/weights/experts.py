@@ -28,8 +28,8 @@ _linear_experts = torch.ops.turboquant.linear_experts.default
 
 DECODED_BYTES = 128 * 2**20
 """Of weights that are decoded at a time, for a prompt on a GPU."""
-FEW_PAIRS = 4
-"""Pairs of a token and an expert, times experts, from which a GPU decodes weights."""
+FEW_PAIRS = 1
+"""Pairs of a token and an expert, for each expert, from which a GPU decodes weights."""
 
 
 def packed_name(weight: str) -> str:
