@@ -16,6 +16,7 @@ rounding by second moments of activations.
 from __future__ import annotations
 
 import math
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -460,16 +461,17 @@ def _products_of_experts(
             of_pairs = own.repeat_interleave(choices, 0)
             y = torch.where((flat == expert)[:, None], of_pairs, y)
         return y.view(*experts.shape, n)
-    pairs: dict[int, list[int]] = {}
-    for pair, expert in enumerate(flat.tolist()):
-        pairs.setdefault(expert, []).append(pair)
-    for expert, own in pairs.items():
+    chosen, order = flat.sort()
+    rows, begin = x[order // choices], 0
+    parts = [x.new_empty(0, n)]
+    for expert, same in groupby(chosen.tolist()):
+        begin, first = begin + len(list(same)), begin
         if 0 <= expert < len(packed):
-            at = torch.tensor(own, device=x.device)
-            rows = x[at // choices]
             added = None if bias is None else bias[expert]
-            y[at] = linear(rows, packed[expert], *reading, added)
-    return y.view(*experts.shape, n)
+            parts.append(linear(rows[first:begin], packed[expert], *reading, added))
+        else:
+            parts.append(x.new_zeros(begin - first, n))
+    return y.index_copy_(0, order, torch.cat(parts)).view(*experts.shape, n)
 
 
 @torch.library.impl("turboquant::linear_experts", "CUDA")
