@@ -221,7 +221,7 @@ def test_what_engines_may_be():
             "canonical_layout divides pages by heads",
         ),
         ({}, NEW, {"calibrate": True}, "pass --enforce-eager"),
-        ({"model_use_mla": True}, OLD, {}, "latent attention (MLA) need vLLM 0.32: choose another"),
+        ({"model_use_mla": True}, OLD, {}, "(MLA) need vLLM 0.32 or 0.33: choose another"),
         ({"model_use_mla": True, "model_is_hybrid": True}, NEW, {}, "hybrid models with latent"),
         ({"model_use_mla": True}, NEW, {"centers": "file"}, '"centers" has no meaning for latent'),
         (

@@ -28,7 +28,7 @@ INTERFACES = (
     Interface((0, 28), (0, 28), "backend", "shape", False, False, False),
     Interface((0, 29), (0, 31), "backend", "layout", False, False, False),
     Interface((0, 32), (0, 32), "backend", "layout", True, False, True),
-    Interface((0, 33), (0, 33), "backend", "layout", True, True, False),
+    Interface((0, 33), (0, 33), "backend", "layout", True, True, True),
 )
 
 
