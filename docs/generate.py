@@ -619,7 +619,11 @@ def sglang_speed() -> str:
     """SGLang's engine with several caches, against FlashAttention 3 in bf16."""
     if not (RESULTS / "h200_sglang.json").exists():
         return "Steps have not been measured yet."
-    rows = h200_rows("h200_sglang")
+    rows = [
+        row
+        for row in h200_rows("h200_sglang")
+        if "clients" not in row and row.get("tensor_parallel", 1) == 1
+    ]
     titles = {"fa3": "bf16, FA3", "fa3:fp8": "fp8, FA3", "triton": "bf16, Triton"}
     found = {(row["point"], row["config"]): row for row in rows}
     plain = "fa3" if ("memory", "fa3") in found else "triton"

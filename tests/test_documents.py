@@ -173,6 +173,28 @@ def test_clients_on_the_page_of_vllm(generate, monkeypatch):
     assert "conversations" not in generate.engine_speed()
 
 
+def test_steps_on_the_page_of_sglang(generate, monkeypatch):
+    """Clients and several GPUs are no steps of that table."""
+
+    def row(config, point, **values):
+        return {"config": config, "point": point, "command": "python x.py", **values}
+
+    rows = [
+        row("fa3", "memory", cache_tokens=100),
+        row("k5v4u", "memory", cache_tokens=300),
+        row("fa3", "16x32768", step_ms=20.0, tokens_s=800.0),
+        row("k5v4u", "16x32768", step_ms=10.0, tokens_s=1600.0),
+        row("k5v4u", "turns64x16384:256", tokens_s=900.0, clients=64),
+        row("k5v4u", "16x32768", step_ms=7.0, tokens_s=2300.0, tensor_parallel=2),
+    ]
+    monkeypatch.setattr(generate, "h200_rows", lambda name: rows)
+    assert generate.sglang_speed().splitlines()[2:4] == [
+        "| tokens that fit | 100 | 300 (3.00x) |",
+        "| 16 x 32,768 | 20.00 ms | 10.00 ms (2.00x) |",
+    ]
+    assert "clients" not in generate.sglang_speed() and "7.00" not in generate.sglang_speed()
+
+
 def test_quality_of_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path):
     row = {"cache": "k5v4u", "chunk": 64, "kl": 0.0044, "kl_interval": [0.004, 0.005]}
     row |= {"top1_agreement": 0.9603, "perplexity_change": -0.0016}
