@@ -28,10 +28,8 @@ constexpr float kLeastScale = 1.0f / (1 << 24);  // of a token in its reference:
 template <class S>
 class ScoreGroup {
   static constexpr int kTiles = S::kRowTiles, kColumns = 2 * kTiles;  // of a lane
-  static constexpr int kSlots = kTiles;  // pieces of a unit's products; the softmax has two rounds of half as many
-  // With 64 rows a unit takes so long that products of the next one are under way while it is weighed. Otherwise
-  // registers have room for products of codes and of rotary channels at the same time.
-  static constexpr bool kAhead = totals_in_memory(S::kRows);
+  // With up to 32 rows registers have room for products of codes and of rotary channels at the same time.
+  static constexpr bool kRoomForBoth = !totals_in_memory(S::kRows);
 
  public:
   explicit __device__ __forceinline__ ScoreGroup(const BlockView& block)
@@ -52,13 +50,8 @@ class ScoreGroup {
     sync();
     find_seen_by_all();
     const format::LatentRecord& record = block_.call.record;
-    if constexpr (kAhead) {
-      if (units > 0) {
-        with_codes<S::kLatent>(block_.plan.kind,
-                               [&](auto codes) { attend_units_ahead<decltype(codes)>(token, units, turn); });
-      }
-    } else if (record.rope_dim == 64 && block_.call.rope_dtype == Dtype::kBFloat16) {
-      attend_units<true>(token, units, turn);
+    if (kRoomForBoth && record.rope_dim == 64 && block_.call.rope_dtype == Dtype::kBFloat16) {
+      attend_units<kRoomForBoth>(token, units, turn);
     } else {
       attend_units<false>(token, units, turn);
     }
@@ -112,14 +105,14 @@ class ScoreGroup {
   }
   // Of the lane's two rows of row tile j: the denominators and the sums of rounded weights, over its own tokens.
   __device__ __forceinline__ float4 totals(int j) const {
-    if constexpr (kAhead) {
+    if constexpr (!kRoomForBoth) {
       return block_.totals()[j * kWarpgroup + threadIdx.x];
     } else {
       return totals_[j];
     }
   }
   __device__ __forceinline__ void set_totals(int j, const float4& x) {
-    if constexpr (kAhead) {
+    if constexpr (!kRoomForBoth) {
       block_.totals()[j * kWarpgroup + threadIdx.x] = x;
     } else {
       totals_[j] = x;
@@ -150,44 +143,12 @@ class ScoreGroup {
       clear(score);
       multiply_ropes<64, __nv_bfloat16>(stage, score);
     }
-    with_codes<S::kLatent>(block_.plan.kind, [&](auto codes) {
-      CodeProducts<decltype(codes)> products(*this, stage);
-      for_each<kSlots>([&](auto slot) { products.template multiply<slot>(sum); });
-      products.end(sum);
-    });
+    with_codes<S::kLatent>(block_.plan.kind,
+                           [&](auto codes) { CodeProducts<decltype(codes)>(*this, stage).multiply(sum); });
     if constexpr (USUAL) receive<4 * kTiles>(score);
     add_codes<USUAL>(sum, scale, score);
     if constexpr (!USUAL) multiply_other_ropes(stage, score);
-    weigh(score, scale, token, turn, moves, [](auto) {});
-  }
-
-  // units > 0
-  template <class C>
-  __device__ __forceinline__ void attend_units_ahead(int token, int units, Turn& turn) {
-    int sum[8 * kTiles];
-    wait_barrier(block_.arrived(turn.stage), turn.phase);
-    int stage = turn.stage * block_.plan.unit_bytes;
-    CodeProducts<C> products(*this, stage);
-    for_each<kSlots>([&](auto slot) { products.template multiply<slot>(sum); });
-    products.end(sum);
-#pragma unroll 1
-    for (int i = 0; i < units; ++i, token += kUnitTokens) {
-      const Scales scale = scales_of(stage, token);
-      float score[4 * kTiles];
-      add_codes<false>(sum, scale, score);
-      multiply_other_ropes(stage, score);
-      // Behind the last unit it is multiplied once more, for nothing: products do not go well with branches.
-      Turn next = turn;
-      if (i + 1 < units) {
-        next.next(block_.plan.stages);
-        wait_barrier(block_.arrived(next.stage), next.phase);
-      }
-      stage = next.stage * block_.plan.unit_bytes;
-      products = CodeProducts<C>(*this, stage);
-      weigh(score, scale, token, turn, i % kLowerUnits == 0, [&](auto slot) { products.template multiply<slot>(sum); });
-      products.end(sum);
-      turn.next(block_.plan.stages);
-    }
+    weigh(score, scale, token, turn, moves);
   }
 
   // The scales of the lane's tokens g and g + 8.
@@ -208,16 +169,11 @@ class ScoreGroup {
     return token < first_all_ || token + kUnitTokens > end_all_;
   }
 
-  // Weights of a unit from its scores. moves: whether references may be lowered. beside(slot) is called with every slot
-  // once, and does something else between.
-  template <typename F>
+  // Weights of a unit from its scores. moves: whether references may be lowered.
   __device__ __forceinline__ void weigh(float (&score)[4 * kTiles], const Scales& scale, int token, const Turn& turn,
-                                        bool moves, F&& beside) {
+                                        bool moves) {
     const int buffer = turn.buffer();
-    for_each<kTiles / kPieceTiles>([&](auto slot) {
-      to_exponents<slot>(score);
-      beside(slot);
-    });
+    for_each<kTiles / kPieceTiles>([&](auto piece) { to_exponents<piece>(score); });
     if (is_masked(token)) mask(score, token);
     moves |= token <= first_all_;  // a row may see its first keys
     moves = sync_any(kScoresBarrier, kWarpgroup, exceeds(score, scale.of)) || moves;
@@ -225,10 +181,7 @@ class ScoreGroup {
     float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
     if (moves) move_references(score, scale.of, factors);
     if (threadIdx.x == 0) factors[S::kRows] = moves ? 1.0f : 0.0f;
-    for_each<kTiles / kPieceTiles>([&](auto slot) {
-      beside(std::integral_constant<int, slot + kTiles / kPieceTiles>{});
-      store_weights<slot>(score, scale.of, buffer);
-    });
+    for_each<kTiles / kPieceTiles>([&](auto piece) { store_weights<piece>(score, scale.of, buffer); });
     publish_operands();
     arrive(block_.weighed(buffer));
   }
@@ -243,8 +196,7 @@ class ScoreGroup {
     receive<COUNT>(sum);
   }
 
-  // Products of the codes of a unit, sum = query . code of both bytes of the queries, in kSlots pieces. Registers of
-  // `sum` are theirs until the end.
+  // Products of the codes of a unit with both bytes of the queries.
   template <class C>
   class CodeProducts {
    public:
@@ -259,14 +211,12 @@ class ScoreGroup {
       next_ = load(0);
     }
 
-    template <int SLOT>
     __device__ __forceinline__ void multiply(int (&sum)[8 * kTiles]) {
-      constexpr int kPairs = C::kChunks / 2, kWords = kBytesOfWord<C::kKind>;
+      constexpr int kWords = kBytesOfWord<C::kKind>;
       const uint32_t latents = scores_->latents_;
       const int t = scores_->block_.t;
 #pragma unroll
-      for (int c = SLOT * kPairs / kSlots * 2; c < (SLOT + 1) * kPairs / kSlots * 2;
-           c += 2) {  // two words of 16 bytes of tokens g and g + 8
+      for (int c = 0; c < C::kChunks; c += 2) {  // two words of 16 bytes of tokens g and g + 8
         const uint4 x = next_;
         if (c + 2 < C::kChunks) next_ = load(c + 2);  // while products of others are under way
         uint4 fifth{};                                // of the words of x
@@ -283,14 +233,11 @@ class ScoreGroup {
         for (int i = 0; i < kWords; ++i) {
           const int step = c / 2 * kWords + i;
           add_byte_product<2 * S::kRows>(sum, bytes[0][i], bytes[1][i], bytes[2][i], bytes[3][i],
-                                         latents + step * (S::kByteStep / 16), !kAhead || step > 0);
+                                         latents + step * (S::kByteStep / 16), true);
         }
         commit_products();
         wait_for_products<1>();
       }
-    }
-
-    __device__ __forceinline__ void end(int (&sum)[8 * kTiles]) const {
       wait_for_products<0>();
       receive<8 * kTiles>(sum);
     }
@@ -365,7 +312,7 @@ class ScoreGroup {
 
   // ---- Softmax
 
-  static constexpr int kPieceTiles = 2;  // row tiles of a piece of the softmax
+  static constexpr int kPieceTiles = 2;  // row tiles of a piece of the softmax: what one instruction stores
 
   // Scores become exponents, piece by piece.
   template <int PIECE>
@@ -491,7 +438,7 @@ class ScoreGroup {
   const uint32_t tile_;             // the warp's tile of the first stage, in shared memory
   int first_all_, end_all_;         // keys from codes that all rows see
 
-  float4 totals_[kAhead ? 1 : kTiles];
+  float4 totals_[kRoomForBoth ? kTiles : 1];
 };
 
 }  // namespace turboquant::cuda::mla

@@ -125,7 +125,7 @@ struct RowTable {
   __device__ __forceinline__ bool exists(int row) const { return first[row] >= 0; }
 };
 
-// Whether running totals of scores are in shared memory, so that registers can have products of the next unit.
+// Whether running totals of scores are in shared memory, because registers have no room for them.
 __host__ __device__ constexpr bool totals_in_memory(int rows) { return rows == 64; }
 
 // Shared memory of a block, in bytes from its start, and what else all blocks need to know.
