@@ -344,6 +344,37 @@ def test_pages_at_any_distance(device):
     assert_same_bytes(memory, before)
 
 
+@pytest.mark.parametrize("preset", ["k3", "k4u", "k5u", "k8"])
+def test_tiny(preset, device):
+    """For compute-sanitizer: tokens with a tail, read again, and attended to by float32 queries."""
+    config = tt.latent_preset(preset, 128, 32, page_size=32, sink_tokens=1, recent_window=2)
+    case = make_case(config, [35, 3], [1, 2], center="scales", tail=True)
+    cache, tables, tail = (
+        to_device(x, device) for x in (torch.zeros_like(case.cache), case.tables, case.tail)
+    )
+    lengths = int32(*case.lengths, device=device)
+    slots = torch.cat(paged(case.lengths, 32, seed=2)[2]).to(device)
+    starts = int32(0, 35, 38, device=device)
+    new = case.latent.to(device), case.rope.to(device)
+    tail.ring.fill_(torch.nan)
+    of_tail = {"tail": tail, "seq_lens": lengths, "cu_seqlens_q": starts}
+    tt.mla_store(*new, cache, slots, config, tables, **of_tail)
+    table = case.block_table.to(device)
+    loaded = tt.mla_load(cache, table, lengths, config, tables, 35, torch.float32)
+    q = queries(case, 3)
+    arguments = (cache, table, lengths, config, tables)
+    starts = case.cu_seqlens_q.to(device)
+    options = {"softmax_scale": 0.08, "cu_seqlens_q": starts, "max_q_len": 2, "tail": tail}
+    actual = tt.mla_attention(*(t.to(device) for t in q), *arguments, **options)
+    expected = mla_load_reference(
+        case.cache, case.block_table, int32(*case.lengths), config, case.tables, 35, torch.float32
+    )
+    for x, y in zip(loaded, expected, strict=True):
+        assert_same_bytes(x, y)
+    out, lse = (t.cpu() for t in actual)
+    assert_close((out, lse), attend(case, q, mla_attention_reference))
+
+
 # ---- the tail
 
 

@@ -113,6 +113,29 @@ def test_more_segments_than_blocks():
         check(case, 16, torch.bfloat16)
 
 
+@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_every_stage_is_filled_again(bits, heads):
+    """A block reads a sequence of many more units than it has stages, from end to end.
+
+    There are as many sequences as blocks, and all are the same one: so are their results.
+    """
+    config = tt.LatentConfig(512, 64, bits, "uniform", sink_tokens=0, recent_window=0)
+    one = make_case(config, [1300], [1], dtype=torch.bfloat16)
+    q = queries(one, heads, torch.bfloat16)
+    count = 2 * torch.cuda.get_device_properties("cuda").multi_processor_count
+    many = one._replace(
+        lengths=count * one.lengths,
+        q_lens=count * one.q_lens,
+        block_table=one.block_table.repeat(count, 1),
+    )
+    out, lse = on_device(many, [t.repeat(count, 1, 1) for t in q])
+    expected = attend(one, q, mla_attention_reference)
+    assert_close((out[:1], lse[:1]), expected, UNIT[torch.bfloat16])
+    assert torch.equal(out, out[:1].expand_as(out))
+    assert torch.equal(lse, lse[:1].expand_as(lse))
+
+
 @pytest.mark.parametrize("heads", [16, 64])
 def test_many_blocks_share_a_segment(heads):
     """So many that a second kernel joins their parts; references move up and down on the way."""
