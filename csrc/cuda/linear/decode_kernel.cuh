@@ -9,6 +9,7 @@
 #include "cuda/codec/transform.cuh"
 #include "cuda/common/device.cuh"
 #include "cuda/linear/levels.cuh"
+#include "cuda/linear/products.cuh"
 #include "format.h"
 
 namespace turboquant::cuda::linear {
@@ -163,22 +164,11 @@ class WarpDecoder {
       for (int i = 0; i < kChannels; ++i) v[i] = __fmaf_rn(side, v[i], __shfl_xor_sync(0xffffffff, v[i], 1));
     }
     const Chunk own = chunk(first + lane_ % 2);
-    multiply<false>(factors_ + own.half * kChannels, v);
+    multiply_by<false>(factors_ + own.half * kChannels, v);
     if (w_.channel_inverse && own.exists) {
-      multiply<true>(w_.channel_inverse + own.unit % w_.groups * w_.group + own.half * kChannels, v);
+      multiply_by<true>(w_.channel_inverse + own.unit % w_.groups * w_.group + own.half * kChannels, v);
     }
     with_float_type(w_.dtype, [&](auto tag) { store<typename decltype(tag)::type>(first, v); });
-  }
-
-  template <bool GLOBAL>
-  static __device__ __forceinline__ void multiply(const float* by, float (&v)[kChannels]) {
-#pragma unroll
-    for (int i = 0; i < kChannels; i += 4) {
-      const auto* const from = reinterpret_cast<const float4*>(by + i);
-      const float4 f = GLOBAL ? __ldg(from) : *from;
-      v[i] = __fmul_rn(v[i], f.x), v[i + 1] = __fmul_rn(v[i + 1], f.y);
-      v[i + 2] = __fmul_rn(v[i + 2], f.z), v[i + 3] = __fmul_rn(v[i + 3], f.w);
-    }
   }
 
   template <typename T>

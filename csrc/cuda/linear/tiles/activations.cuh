@@ -4,6 +4,7 @@
 #include "cuda/codec/transform.cuh"
 #include "cuda/common/device.cuh"
 #include "cuda/common/wgmma_swizzled.cuh"
+#include "cuda/linear/products.cuh"
 #include "cuda/linear/tiles/call.cuh"
 
 namespace turboquant::cuda::linear::tiles {
@@ -27,8 +28,8 @@ class Span {
     for (int i = 0; i < kLaneChannels; ++i) v_[i] = 0;
     if (!exists_) return;
     load_floats_as<kLaneChannels>(a.x, a.dtype, token * a.x_stride + channel_, v_);
-    if (a.channel_inverse) multiply(a.channel_inverse + channel_);
-    multiply(a.signs + (channel_ & (a.block.group - 1)));
+    if (a.channel_inverse) multiply_by<true>(a.channel_inverse + channel_, v_);
+    multiply_by<true>(a.signs + (channel_ & (a.block.group - 1)), v_);
   }
 
   // The bits of the largest magnitude in the warp, which are ordered as magnitudes are, with NaN above infinity.
@@ -69,14 +70,6 @@ class Span {
   }
 
  private:
-  __device__ __forceinline__ void multiply(const float* factors) {
-#pragma unroll
-    for (int i = 0; i < kLaneChannels; i += 4) {
-      const float4 f = __ldg(reinterpret_cast<const float4*>(factors + i));
-      v_[i] *= f.x, v_[i + 1] *= f.y, v_[i + 2] *= f.z, v_[i + 3] *= f.w;
-    }
-  }
-
   const Call& a_;
   int channel_;  // the first one of the lane
   bool exists_;

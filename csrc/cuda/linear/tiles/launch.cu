@@ -11,9 +11,6 @@
 namespace turboquant::cuda::linear::tiles {
 namespace {
 
-// Of a pair of launches, so that their work space is bounded.
-constexpr int64_t kMostTokens = 8192;
-
 template <int TOKENS>
 const void* kernel_of(const format::WeightBlock& block) {
   return format::levels_are_codes(block.width()) ? reinterpret_cast<const void*>(&tiles_kernel<TOKENS, true>)
@@ -62,42 +59,28 @@ Clusters clusters_of(const Device& device) {
 
 }  // namespace
 
-TilesLaunch::TilesLaunch(const Call& call, const Device& device) : call_(call), device_(device) {
-  Call first = call;
-  first.tokens = std::min(call.tokens, kMostTokens);
-  tokens_ = plan_of(first, 0, device.facts, clusters_of(device)).tokens;
-}
+TilesLaunch::TilesLaunch(const Call& call, const Device& device)
+    : call_(call), device_(device), plan_(plan_of(call, device.facts, clusters_of(device))) {}
 
 int64_t TilesLaunch::operand_bytes() const {
-  return round_up(std::min(call_.tokens, kMostTokens), tokens_) * call_.groups * call_.block.group * 2;
+  return int64_t{plan_.column_tiles} * plan_.tokens * call_.groups * call_.block.group * 2;
 }
 int64_t TilesLaunch::workspace_bytes() const {
-  return operand_bytes() + std::min(call_.tokens, kMostTokens) * static_cast<int64_t>(sizeof(float));
+  return operand_bytes() + call_.tokens * static_cast<int64_t>(sizeof(float));
 }
 
 void TilesLaunch::run(void* workspace, cudaStream_t stream) {
-  const int64_t size = element_size(call_.dtype);
-  for (int64_t first = 0; first < call_.tokens; first += kMostTokens) {
-    Call some = call_;
-    some.tokens = std::min(call_.tokens - first, kMostTokens);
-    some.x = static_cast<const uint8_t*>(call_.x) + first * call_.x_stride * size;
-    some.y = static_cast<uint8_t*>(call_.y) + first * call_.n * size;
-    run_tokens(some, static_cast<uint8_t*>(workspace), stream);
-  }
-}
-
-void TilesLaunch::run_tokens(const Call& call, uint8_t* workspace, cudaStream_t stream) const {
-  Plan p = plan_of(call, tokens_, device_.facts, clusters_of(device_));
-  p.operands = workspace, p.factors = reinterpret_cast<float*>(workspace + operand_bytes());
-  void* arguments[] = {const_cast<Call*>(&call), &p};
-  const int64_t channels = int64_t{call.groups} * call.block.group;
-  check_cuda(launch_early(reinterpret_cast<const void*>(&rotate_activations), num_blocks(call.tokens, 1),
+  plan_.operands = static_cast<uint8_t*>(workspace);
+  plan_.factors = reinterpret_cast<float*>(plan_.operands + operand_bytes());
+  void* arguments[] = {const_cast<Call*>(&call_), &plan_};
+  const int64_t channels = int64_t{call_.groups} * call_.block.group;
+  check_cuda(launch_early(reinterpret_cast<const void*>(&rotate_activations), num_blocks(call_.tokens, 1),
                           32 * rotate_warps(channels), 0, arguments, stream, device_.facts.major),
              "linear_packed");
-  const void* const kernel = kernel_of(p.tokens, call.block);
-  allow_shared_memory(kernel, device_.index, p.bytes);
-  ClusterLaunch launch(p.parts, p.tokens, p.bytes);
-  launch.config.gridDim = dim3(num_blocks(int64_t{p.parts} * p.column_tiles * p.row_tiles, 1));
+  const void* const kernel = kernel_of(plan_.tokens, call_.block);
+  allow_shared_memory(kernel, device_.index, plan_.bytes);
+  ClusterLaunch launch(plan_.parts, plan_.tokens, plan_.bytes);
+  launch.config.gridDim = dim3(num_blocks(int64_t{plan_.parts} * plan_.column_tiles * plan_.row_tiles, 1));
   launch.config.stream = stream;
   check_cuda(cudaLaunchKernelExC(&launch.config, kernel, arguments), "linear_packed");
 }

@@ -12,7 +12,7 @@ class TilesLaunch {
   // The call stays alive until `run` returns. The device has products of warpgroups.
   TilesLaunch(const Call& call, const Device& device);
 
-  // Bytes of memory for activations; their contents do not matter. They do not grow any more from 8,192 tokens on.
+  // Bytes of memory for activations; their contents do not matter.
   int64_t workspace_bytes() const;
 
   // workspace: aligned to 16 bytes.
@@ -20,11 +20,10 @@ class TilesLaunch {
 
  private:
   int64_t operand_bytes() const;
-  void run_tokens(const Call& call, uint8_t* workspace, cudaStream_t stream) const;
 
   const Call& call_;
   const Device& device_;
-  int tokens_;  // of a tile
+  Plan plan_;
 };
 
 }  // namespace turboquant::cuda::linear::tiles

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "choices/device.h"
+#include "cuda/linear/plan.cuh"
 #include "cuda/linear/tiles/call.cuh"
 
 namespace turboquant::cuda::linear::tiles {
@@ -13,7 +14,7 @@ struct Clusters {
   int count[kMostParts + 1];
 };
 
-inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+inline int64_t round_up(int64_t x, int64_t to) { return int64_t{divide_up(x, to)} * to; }
 
 // What a thread block costs, in microseconds on an H200: for each group of channels, and besides (to fill the ring, for
 // sums and results). They only decide which tiles are chosen.
@@ -24,27 +25,25 @@ struct TileCost {
 constexpr TileCost kTileCosts[] = {{64, 1.25f, 1.35f}, {128, 1.6f, 1.6f}, {192, 1.15f, 1.2f}, {256, 1.4f, 1.9f}};
 constexpr float kBlockCost = 6;
 
-// The plan with tiles of so many tokens, or with the tiles that cost least (0).
-inline Plan plan_of(const Call& a, int tokens, const DeviceFacts& facts, const Clusters& clusters) {
+// The plan with the tiles that cost least.
+inline Plan plan_of(const Call& a, const DeviceFacts& facts, const Clusters& clusters) {
   Plan p{};
   float least = 0;
   for (const TileCost& cost : kTileCosts) {
-    if (tokens && cost.tokens != tokens) continue;
     const int rows = slabs_of(cost.tokens) * format::kWeightRows;
-    const int64_t columns = (a.tokens + cost.tokens - 1) / cost.tokens, tiles = (a.n + rows - 1) / rows * columns;
+    const int64_t tiles = int64_t{divide_up(a.n, rows)} * divide_up(a.tokens, cost.tokens);
     const float group = format::levels_are_codes(a.block.width()) ? cost.byte_group : cost.group;
     for (int parts = 1; parts <= std::min(kMostParts, a.groups); ++parts) {
       if (clusters.count[parts] == 0) continue;
-      const int64_t rounds = (tiles + clusters.count[parts] - 1) / clusters.count[parts];
+      const int rounds = divide_up(tiles, clusters.count[parts]);
       const float whole =
-          static_cast<float>(rounds) * (kBlockCost + group * static_cast<float>((a.groups + parts - 1) / parts));
+          static_cast<float>(rounds) * (kBlockCost + group * static_cast<float>(divide_up(a.groups, parts)));
       if (p.tokens && whole >= least) continue;
       least = whole, p.tokens = cost.tokens, p.parts = parts;
     }
   }
   const int slabs = slabs_of(p.tokens), rows = slabs * format::kWeightRows;
-  p.column_tiles = static_cast<int>((a.tokens + p.tokens - 1) / p.tokens);
-  p.row_tiles = static_cast<int>((a.n + rows - 1) / rows);
+  p.column_tiles = divide_up(a.tokens, p.tokens), p.row_tiles = divide_up(a.n, rows);
   const int room = facts.shared_per_block - kHeaderBytes, halves = a.block.group / kChannels;
   p.stage_bytes = static_cast<int>(round_up(slabs * a.block.block_bytes() + halves * p.tokens * kRowBytes, 1024));
   p.stages = std::min(room / p.stage_bytes, kMostStages);
