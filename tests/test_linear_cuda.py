@@ -111,10 +111,30 @@ def test_neighbours_of_tiles(f, n, k):
     """Tiles that are full, or miss a token or a row, alone and beside others."""
     case = make_case(f, n, k)
     packed = case.packed()
-    for i, tokens in enumerate((16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 256)):
-        dtype = FLOATS[(i + k // 64) % 3]
+    edges = (16, 17, 31, 33, 63, 64, 65, 95, 97, 127, 128, 129, 191, 192, 193, 255, 256)
+    for i, tokens in enumerate((*edges, 257, 383, 385, 513)):
+        dtype = FLOATS[(i + k // 64) % 3 if tokens <= 256 else 1 + i % 2]  # tiles, not decoded rows
         x = randn(tokens, k, seed=tokens, dtype=dtype)
         check(x, case, packed, randn(n, seed=4, dtype=dtype) if tokens % 2 else None)
+
+
+@pytest.mark.parametrize("n", [127, 128, 129, 255, 257, 511, 513])
+def test_rows_beside_tiles(n):
+    """The last tile of rows is full, has a row more, or misses one."""
+    case = make_case(FORMATS[0], n, 256)
+    packed = case.packed()
+    for tokens in (17, 64, 100, 129, 256, 300):
+        x = randn(tokens, 256, seed=n, dtype=FLOATS[1 + tokens % 2])
+        check(x, case, packed, randn(n, seed=4, dtype=x.dtype))
+
+
+@formats
+def test_channels_of_tiles_are_shared(f):
+    """Few rows and many channels, as many as are multiplied by several thread blocks."""
+    case = make_case(f, 40, 8256)
+    packed = case.packed()
+    for tokens in (17, 65, 200, 260):
+        check(randn(tokens, 8256, seed=tokens, dtype=FLOATS[2]), case, packed)
 
 
 def test_tiles_do_not_depend_on_other_tokens():
@@ -214,10 +234,11 @@ def test_a_graph_of_layers(tokens):
         assert torch.equal(out, want)
 
 
-def test_several_streams():
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_several_streams(tokens):
     case = make_case(FORMATS[0], 40, 8192)
     packed, *reading = moved("cuda", case.packed(), *case.reading)
-    xs = [randn(3, 8192, seed=i).cuda() for i in range(4)]
+    xs = [randn(tokens, 8192, seed=i).cuda() for i in range(4)]
     want = [tt.linear_packed(x, packed, *reading) for x in xs]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in xs]
@@ -249,4 +270,5 @@ def test_tiny():
     """A small case for compute-sanitizer."""
     for f in FORMATS[:2]:
         case = make_case(f, 20, 128)
-        check(randn(2, 128, seed=1), case)
+        for tokens in (2, 40):
+            check(randn(tokens, 128, seed=1), case)
