@@ -36,7 +36,7 @@ from torch_turboquant.weights import PackedLinear, WeightFormat, encode_weight
 NAME = "h200_linear"
 LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 MATRICES = {**LAYER, "8192": (8192, 8192), "lm_head": (128256, 4096)}
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
+TOKENS = (1, 2, 4, 8, 16, 17, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 FORMATS = {
     "4": WeightFormat(bits=4, grid="lloyd", sub=32),
     "4 no sub": WeightFormat(bits=4, grid="lloyd", sub=0),
