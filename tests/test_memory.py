@@ -400,6 +400,21 @@ def test_the_command_on_latent_attention(capsys, tmp_path):
     assert "pages of 128" in text
 
 
+def test_packed_experts_are_those_of_the_model(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    from tests.transformers.test_weight_experts import make
+    from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
+
+    with torch.no_grad():
+        model = make("gpt_oss")
+    model.config.save_pretrained(tmp_path)
+    line = f"--config {tmp_path} --context 1000 --pack-weights 4 --parameters-dtype bfloat16"
+    facts, _ = caches(capsys, line)
+    rows = quantize(model, TurboQuantConfig(4))
+    assert facts["weights"]["packed"] == nbytes(*model.parameters())
+    assert facts["weights"]["layers"] == len(rows)
+
+
 @pytest.mark.parametrize(("bits", "dtype"), [(4, "bfloat16"), (8, "float32")])
 def test_packed_weights_are_those_of_the_model(bits, dtype, capsys, tmp_path):
     pytest.importorskip("transformers")
