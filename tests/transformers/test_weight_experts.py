@@ -22,8 +22,6 @@ from torch_turboquant.integrations.transformers import TurboQuantCache, TurboQua
 from torch_turboquant.integrations.transformers.weights import noted_layers
 from torch_turboquant.integrations.transformers.weights.experts import (
     PackedExperts,
-    PackedWeights,
-    encode_experts,
     matrices_of,
 )
 
@@ -322,31 +320,6 @@ def test_they_compute_what_transformers_does(family, implementation):
     nowhere = torch.full_like(chosen, 4)
     assert not module(x, nowhere, weights).any()  # as of experts on another device
     assert module(x[:0], chosen[:0], weights[:0]).shape == (0, 128)
-
-
-@pytest.mark.parametrize("n", [96, 70])
-@pytest.mark.parametrize("biased", [False, True])
-def test_products_of_decoded_weights(n, biased, monkeypatch):
-    """As a GPU multiplies prompts, some experts at a time."""
-    from torch_turboquant.integrations.transformers.weights import experts as room
-
-    form, count = WeightFormat(4), 5
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(count, n, 128, generator=generator)
-    weights = PackedWeights(count, n, 128, form)
-    packed = encode_experts(weight, form, False)
-    assert packed.shape == weights.shape
-    x = torch.randn(40, 128, generator=generator).bfloat16()
-    chosen = torch.randint(-1, count + 1, (40, 3), generator=generator)
-    bias = torch.randn(count, n, generator=generator).bfloat16() if biased else None
-    want = weights.multiply(x, packed, chosen, bias)
-    for rows in (1, 2 * 80, 10**6):
-        monkeypatch.setattr(room, "DECODED_BYTES", rows * 128 * 2)
-        y = weights.multiply_decoded(x, packed, chosen, bias)
-        assert y.shape == want.shape
-        assert float((y - want).norm() / want.norm()) < 0.02
-        none = (chosen < 0) | (chosen >= count)
-        assert not y[none].any() and not want[none].any()
 
 
 def test_they_can_be_plain_experts_again(folder):

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from torch_turboquant import _checks
 from torch_turboquant.format import WEIGHT_ROWS
@@ -25,11 +24,6 @@ from torch_turboquant.ops.linear import weight_decode
 from torch_turboquant.weights import WeightFormat, encode_weight
 
 _linear_experts = torch.ops.turboquant.linear_experts.default
-
-DECODED_BYTES = 128 * 2**20
-"""Of weights that are decoded at a time, for a prompt on a GPU."""
-FEW_PAIRS = 1
-"""Pairs of a token and an expert, for each expert, from which a GPU decodes weights."""
 
 
 def packed_name(weight: str) -> str:
@@ -93,40 +87,11 @@ class PackedWeights:
         _checks.check_dtype("x", x, _checks.FLOATS)
         if x.stride(-1) != 1:
             x = x.contiguous()
-        if _is_decoded(x, experts, self.experts):
-            return self.multiply_decoded(x, packed, experts, bias)
         signs, levels = self.constants(x.device)
         form = self.form
         return _linear_experts(
             x, packed, experts, signs, levels, self.n, form.bits, form.sub or 0, bias
         )
-
-    def multiply_decoded(
-        self, x: Tensor, packed: Tensor, experts: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """The same by decoding the weights of a few experts at a time. Waits for the device."""
-        choices = experts.shape[1]
-        chosen, order = experts.flatten().sort()
-        count = torch.bincount(chosen.clamp(-1, self.experts) + 1, minlength=self.experts + 2)
-        ends = count.cumsum(0).int()  # of those that do not exist, of the experts, of the rest
-        at = ends.tolist()
-        y = x.new_zeros(len(order), self.n)
-        rows = -(-self.n // WEIGHT_ROWS) * WEIGHT_ROWS
-        step = max(1, DECODED_BYTES // (rows * self.k * x.element_size()))
-        for first in range(0, self.experts, step):
-            last = min(first + step, self.experts)
-            begin, end = at[first], at[last]
-            if begin == end:
-                continue
-            w = self.decode(packed[first:last], x.dtype)
-            pairs = order[begin:end]
-            products = functional.grouped_mm(
-                x[pairs // choices], w.transpose(1, 2), offs=ends[first + 1 : last + 1] - begin
-            )
-            if bias is not None:
-                products = products + bias[chosen[begin:end]]
-            y[pairs] = products
-        return y.view(*experts.shape, self.n)
 
     def decode(self, packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights of some experts: [experts, n, k]."""
@@ -137,17 +102,6 @@ class PackedWeights:
             packed.flatten(0, 1), *constants, experts * rows, form.bits, form.sub or 0, dtype
         )
         return w.view(experts, rows, self.k)[:, : self.n]
-
-
-def _is_decoded(x: Tensor, experts: Tensor, count: int) -> bool:
-    """Whether a call has so many pairs that a GPU had better decode the weights.
-
-    That waits for the device, which a graph cannot.
-    """
-    if not x.is_cuda or torch.compiler.is_compiling():
-        return False
-    many = experts.numel() > FEW_PAIRS * count
-    return many and not torch.cuda.is_current_stream_capturing()
 
 
 class PackedExperts(nn.Module):
