@@ -282,6 +282,14 @@ def test_files_that_are_no_centers(tmp_path):
             save_centers(path, centers, model)
 
 
+def test_a_center_for_other_layers():
+    """One tensor for all layers is not taken for 512 layers, whose numbers fill the screen."""
+    model = make_model()
+    for center, got in ((torch.zeros(512), r"shape \[512\]"), ({0: torch.zeros(2, 32)}, r"\[0\]")):
+        with pytest.raises(ValueError, match=f"each of 3 layers, got {got}$"):
+            TurboQuantCache.for_model(model, center=center)
+
+
 def test_a_center_is_learned_by_default():
     """From the first prefill; biased keys lose three times as much without one."""
     model, ids = make_model("qwen2", num_hidden_layers=1), make_ids(120)

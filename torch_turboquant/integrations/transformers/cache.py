@@ -117,8 +117,9 @@ class TurboQuantCache(Attachable, Cache):
             have = sorted(layer for layer, tensor in pairs if tensor is not None)
             need = [layer for layer, window in enumerate(windows) if window is not None]
             if have != need:
+                got = f"shape {list(known.shape)}" if isinstance(known, Tensor) else have
                 raise ValueError(
-                    f"center needs one tensor for each of {len(need)} layers, got {have}"
+                    f"center needs one tensor for each of {len(need)} layers, got {got}"
                 )
         self.config = config
         self.configs: Sequence[AnyConfig] = [config] * len(windows)
