@@ -17,7 +17,7 @@ GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/n
 
 SOURCES := setup.py pyproject.toml LICENSE $(wildcard README.md) \
            $(shell find csrc torch_turboquant -type f -not -path '*/__pycache__/*' -not -path '*/lib/*')
-PY_FILES  := setup.py $(wildcard torch_turboquant tests benchmarks docs/*.py examples wheels)
+PY_FILES  := setup.py $(wildcard torch_turboquant tests benchmarks docs/*.py docs/generator examples wheels)
 CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 # Programs that write benchmarks/results, with the options that tables need. What this machine has not got, each of them

@@ -224,12 +224,12 @@ def test_every_table_of_attention(attention, monkeypatch, table):
     if table == "steps":
         return
     generate = load_script("docs/generate.py")
-    monkeypatch.setattr(generate, "read_rows", lambda name: on_an_h200(rows))
+    monkeypatch.setattr(generate.results, "read_rows", lambda name: on_an_h200(rows))
     makers = generate.BLOCKS["docs/measurements/performance_attention.md"]
     text = makers[table]()
     for row in rows:
-        assert generate.microseconds(row["ours_ms"]) in text
-    monkeypatch.setattr(generate, "read_rows", lambda name: [])
+        assert generate.attention.microseconds(row["ours_ms"]) in text
+    monkeypatch.setattr(generate.results, "read_rows", lambda name: [])
     assert makers[table]() == ""  # not measured yet
 
 
@@ -497,14 +497,14 @@ def test_the_codec_on_a_cpu_writes_nothing(monkeypatch):
 
 def test_another_gpu_changes_no_table_that_names_the_h200(monkeypatch):
     generate = load_script("docs/generate.py")
-    real = generate.read_rows
+    real = generate.results.read_rows
 
     def two_devices(name):
         found = real(name)
         other = {"device": "another", "ms": 1.0, "ours_ms": 1.0}
         return found + [{**row, **other} for row in found if name.startswith("h200")]
 
-    monkeypatch.setattr(generate, "read_rows", two_devices)
+    monkeypatch.setattr(generate.results, "read_rows", two_devices)
     assert not list(generate.outdated())
 
 

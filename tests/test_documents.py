@@ -31,13 +31,13 @@ def test_generated_blocks_are_up_to_date(generate):
 
 
 def test_other_numbers_would_show(generate, monkeypatch):
-    real = generate.read_rows
+    real = generate.results.read_rows
 
     def slower(name):
         times = ("ms", "us", "ours_ms", "tpot_ms", "ttft_ms")
         return [{**row, **{t: 2 * row[t] for t in times if row.get(t)}} for row in real(name)]
 
-    monkeypatch.setattr(generate, "read_rows", slower)
+    monkeypatch.setattr(generate.results, "read_rows", slower)
     pages = [f"docs/measurements/performance_{page}.md" for page in SPEED_PAGES]
     pages += ["README.md", "docs/latent.md", "docs/performance.md", "docs/weights.md"]
     assert set(generate.outdated()) == set(pages)
@@ -135,11 +135,11 @@ def test_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path):
         engine_row("bf16", "full8192", step_ms=23.0, tokens_s=3041.0, drafts=0, **steps),
         {**engine_row("bf16", "1x128", tokens_s=9.0), "shape": "70b-cut", "tensor_parallel": 2},
     ]
-    monkeypatch.setattr(generate, "RESULTS", tmp_path)
-    assert "have not been measured" in generate.engine_speed()
+    monkeypatch.setattr(generate.results, "RESULTS", tmp_path)
+    assert "have not been measured" in generate.vllm.engine_speed()
     (tmp_path / "h200_vllm.json").write_text(json.dumps(rows))
-    monkeypatch.setattr(generate, "read_rows", lambda name: rows)
-    lines = generate.engine_speed().splitlines()
+    monkeypatch.setattr(generate.results, "read_rows", lambda name: rows)
+    lines = generate.vllm.engine_speed().splitlines()
     assert lines[:3] == ["vLLM 0.99.0:", "", "|  | bf16 | k5v4u | turboquant_4bit_nc |"]
     assert lines[4:] == [
         "| tokens that fit | 600 | 2,000 |  |",
@@ -164,13 +164,13 @@ def test_clients_on_the_page_of_vllm(generate, monkeypatch):
     point = "turns64x16384:256"
     rows = [engine_row(config, point, **load, **times) for config in ("k5v4u", "bf16")]
     rows.append(engine_row("bf16", "16x32768", step_ms=20.0, tokens_s=800.0))
-    monkeypatch.setattr(generate, "read_rows", lambda name: rows)
+    monkeypatch.setattr(generate.results, "read_rows", lambda name: rows)
     found = "12.6 | 3,203 | 0.05 s, 0.09 s | 20 ms, 20 ms |"
-    assert generate.engine_clients().splitlines()[2:] == [
+    assert generate.vllm.engine_clients().splitlines()[2:] == [
         f"| 64 conversations of 16,384 tokens | bf16 | {found}",
         f"| 64 conversations of 16,384 tokens | k5v4u | {found}",
     ]
-    assert "conversations" not in generate.engine_speed()
+    assert "conversations" not in generate.vllm.engine_speed()
 
 
 def test_steps_on_the_page_of_sglang(generate, monkeypatch):
@@ -187,12 +187,13 @@ def test_steps_on_the_page_of_sglang(generate, monkeypatch):
         row("k5v4u", "turns64x16384:256", tokens_s=900.0, clients=64),
         row("k5v4u", "16x32768", step_ms=7.0, tokens_s=2300.0, tensor_parallel=2),
     ]
-    monkeypatch.setattr(generate, "h200_rows", lambda name: rows)
-    assert generate.sglang_speed().splitlines()[2:4] == [
+    speed = generate.sglang.sglang_speed
+    monkeypatch.setattr(generate.sglang, "h200_rows", lambda name: rows)
+    assert speed().splitlines()[2:4] == [
         "| tokens that fit | 100 | 300 (3.00x) |",
         "| 16 x 32,768 | 20.00 ms | 10.00 ms (2.00x) |",
     ]
-    assert "clients" not in generate.sglang_speed() and "7.00" not in generate.sglang_speed()
+    assert "clients" not in speed() and "7.00" not in speed()
 
 
 def test_quality_of_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path):
@@ -205,12 +206,12 @@ def test_quality_of_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path)
         "vllm_quality_gemma_3_270m": [{**base, "dtype": "float32"}, row],
         "vllm_quality_qwen2_5_coder_1_5b_instruct": [{**base, "dtype": "bfloat16"}, row, none],
     }
-    monkeypatch.setattr(generate, "RESULTS", tmp_path)
-    assert "have not been measured" in generate.engine_quality()
+    monkeypatch.setattr(generate.results, "RESULTS", tmp_path)
+    assert "have not been measured" in generate.vllm.engine_quality()
     for name in files:
         (tmp_path / f"{name}.json").touch()
-    monkeypatch.setattr(generate, "read_rows", files.__getitem__)
-    assert generate.engine_quality().splitlines() == [
+    monkeypatch.setattr(generate.results, "read_rows", files.__getitem__)
+    assert generate.vllm.engine_quality().splitlines() == [
         "| cache | chunk | Qwen2.5-Coder-1.5B | Gemma-3-270M |",
         "| --- | --- | --- | --- |",
         "| k5v4u | 64 | 0.0044 ± 0.0005, 96.0%, -0.16% | 0.0044 ± 0.0005, 96.0%, -0.16% |",
@@ -223,13 +224,13 @@ def test_quality_of_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path)
 
 
 def test_another_docstring_would_show(generate, monkeypatch):
-    monkeypatch.setattr(generate.tq.pack, "__doc__", "Something else.")
+    monkeypatch.setattr(generate.ops.tq.pack, "__doc__", "Something else.")
     assert list(generate.outdated()) == ["docs/ops.md"]
 
 
 def test_every_op_has_its_text(generate):
     text = (ROOT / "docs" / "ops.md").read_text()
-    for name in generate.op_names():
+    for name in generate.ops.op_names():
         assert f"\n{name}(" in text, name
 
 
@@ -244,12 +245,14 @@ def test_every_op_has_its_text(generate):
 def test_the_picture_shows_the_present_results(generate, picture, results):
     image = pytest.importorskip("PIL.Image")
     with image.open(ROOT / "docs" / "pictures" / f"{picture}.png") as drawn:
-        assert drawn.info["Source"] == " ".join(map(generate.digest, results)), "run make docs"
+        shown = " ".join(map(generate.results.digest, results))
+        assert drawn.info["Source"] == shown, "run make docs"
 
 
 def test_pictures_mark_the_default(generate):
-    colors = generate.preset_colors(["k8v8", "k4v4", generate.DEFAULT])
-    assert colors[generate.DEFAULT] == "tab:orange" and len(set(map(str, colors.values()))) == 3
+    attention = generate.attention
+    colors = attention.preset_colors(["k8v8", "k4v4", attention.DEFAULT])
+    assert colors[attention.DEFAULT] == "tab:orange" and len(set(map(str, colors.values()))) == 3
 
 
 def anchors(path: Path) -> list[str]:

@@ -1,0 +1,65 @@
+"""Whole engines of SGLang: bench_sglang."""
+
+from __future__ import annotations
+
+import re
+
+from common import Row, markdown
+
+import torch_turboquant as tq
+from generator import results
+from generator.results import h200_rows, source
+
+
+def sglang_speed() -> str:
+    """SGLang's engine with several caches, against FlashAttention 3 in bf16."""
+    if not (results.RESULTS / "h200_sglang.json").exists():
+        return "Steps have not been measured yet."
+    rows = [
+        row
+        for row in h200_rows("h200_sglang")
+        if "clients" not in row and row.get("tensor_parallel", 1) == 1
+    ]
+    titles = {"fa3": "bf16, FA3", "fa3:fp8": "fp8, FA3", "triton": "bf16, Triton"}
+    found = {(row["point"], row["config"]): row for row in rows}
+    plain = "fa3" if ("memory", "fa3") in found else "triton"
+    ours = [preset for preset in tq.PRESETS if ("memory", preset) in found]
+    configs = [config for config in (*titles, *ours) if ("memory", config) in found]
+    whole = found["memory", plain]["cache_tokens"]
+    cells = []
+    for config in configs:
+        tokens = found["memory", config]["cache_tokens"]
+        cells.append(f"{tokens:,}" + (f" ({tokens / whole:.2f}x)" if config != plain else ""))
+    lines = [["tokens that fit", *cells]]
+    points = dict.fromkeys(row["point"] for row in rows if "tokens_s" in row)
+    for point in sorted(points, key=sglang_point_order):
+        base = found.get((point, plain))
+        cells = (sglang_cell(found.get((point, config)), base) for config in configs)
+        lines.append([sglang_point(point), *cells])
+    table = markdown(["", *(titles.get(config, config) for config in configs)], lines)
+    origin = source("h200_sglang", rows, "../")
+    return f"{table}\n\n{origin}"
+
+
+def sglang_point_order(point: str) -> tuple[int, int, int]:
+    """Decode steps, prompts, prefix hits; fewer sequences before more, few tokens before many."""
+    kind, number = re.match(r"(\d+x|prompt|hit)(\d+)", point).groups()
+    sequences = int(kind[:-1]) if kind.endswith("x") else 0
+    return ("prompt", "hit").index(kind) + 1 if sequences == 0 else 0, sequences, int(number)
+
+
+def sglang_point(point: str) -> str:
+    """A point of bench_sglang in words."""
+    kind, number, new = re.fullmatch(r"(\d+x|prompt|hit)(\d+)(?::(\d+))?", point).groups()
+    context = f"{int(number):,}"
+    words = {"prompt": f"prompt of {context}", "hit": f"{new} tokens behind a prefix of {context}"}
+    return words.get(kind) or f"{kind[:-1]} x {context}"
+
+
+def sglang_cell(row: Row | None, base: Row | None) -> str:
+    """Milliseconds of a step or to the first token, and how many times as fast as the base."""
+    if row is None:
+        return ""
+    ms = row["step_ms"] if "step_ms" in row else 1e3 * row["prompt_s"]
+    times = f" ({row['tokens_s'] / base['tokens_s']:.2f}x)" if base and base is not row else ""
+    return f"{ms:.2f} ms{times}" if ms < 100 else f"{ms:.0f} ms{times}"

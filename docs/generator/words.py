@@ -1,0 +1,26 @@
+"""Numbers and paragraphs as documents write them."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+
+def name_of(shape: tuple[int, int]) -> str:
+    return f"{shape[0]} x {shape[1]:,}"
+
+
+def microseconds(ms: float) -> str:
+    return f"{1000 * ms:.0f} us" if ms < 1 else f"{ms:.2f} ms"
+
+
+def paragraph(text: str) -> str:
+    """Text in lines of at most 110 characters, code unbroken."""
+    text = re.sub(r"`[^`]*`", lambda m: m[0].replace(" ", "\0"), text)
+    width = {"width": 110, "break_long_words": False, "break_on_hyphens": False}
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, subsequent_indent=indent, **width).replace("\0", " ")
+
+
+def half(interval: list[float]) -> float:
+    return (interval[1] - interval[0]) / 2
