@@ -218,7 +218,9 @@ def test_every_table_of_attention(attention, monkeypatch, table):
     rows, failed = tiny_rows(attention, cases)
     assert not failed and [row["preset"] for row in rows] == [case.preset for case in cases]
     assert {row["table"] for row in rows} == {table}
-    assert all(row["bytes_read"] > 0 and row["ours_ms"] > 0 for row in rows)
+    assert all(row["bytes_read"] > 0 for row in rows)
+    # "cold" subtracts the time of what comes before a call, and is anything on a busy processor
+    assert table == "cold" or all(row["ours_ms"] > 0 for row in rows)
     assert all(("of_parts" in row) == (table == "mixed") for row in rows)
     assert all(("of_uniform" in row) == (table == "ragged") for row in rows)
     if table == "steps":
