@@ -182,7 +182,8 @@ class Clients:
 
     def row(self, preempted: int) -> dict[str, Any]:
         """What has been measured."""
-        assert self.begun is not None
+        if self.begun is None or not self.generated:
+            raise RuntimeError(f"{self.load}: no token came while it was measured")
         seconds = self.ended - self.begun
         pace = [
             1e3 * (request.last - request.first) / (len(request.answer) - 1)

@@ -606,6 +606,15 @@ def test_clients_that_wait(serving):
     assert row["first_token_s_median"] == pytest.approx(0.21, abs=0.03)
 
 
+def test_clients_that_get_nothing(serving):
+    clients = serving.Clients(serving.Load.parse("serve4x50:20"), 1000, 4.0)
+    with pytest.raises(RuntimeError, match="no token came"):
+        clients.row(0)
+    serve(clients, slots=0)
+    with pytest.raises(RuntimeError, match="no token came"):
+        clients.row(0)
+
+
 def test_turns_of_a_conversation(serving):
     load = serving.Load.parse("turns2x50:10")
     clients = serving.Clients(load, 1000, 20.0)
