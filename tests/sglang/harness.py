@@ -49,11 +49,13 @@ class Loop:
         scheduler: SGLang's.
         mixed: steps with decoding requests beside prompts.
         graphs: steps that ran in a CUDA graph.
+        accepted: of every step that checked drafts, the tokens of each request that it gave.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler, self.count = scheduler, 0
         self.mixed = self.graphs = 0
+        self.accepted: list[int] = []
         self.calls: dict[str, list[Call]] = {}
         self.rows: dict[str, tuple[int, int]] = {}
 
@@ -91,26 +93,42 @@ class Loop:
         scheduler.running_batch = plan.running_batch
         batch = plan.batch_to_run
         if batch:
-            self._note(batch)
+            calls = self._calls(batch)
             result = scheduler.run_batch(batch)
+            self._note(batch, calls, result)
             self.graphs += bool(getattr(result, "can_run_cuda_graph", False))
             scheduler.process_batch_result(batch, result)
         scheduler.last_batch = batch
         return bool(batch)
 
-    def _note(self, batch: Any) -> None:
+    def _calls(self, batch: Any) -> list[tuple[Any, Call]]:
+        """The tokens that a step is about to compute for each request."""
         generations = self.scheduler.req_to_token_pool.req_generation
         lengths = batch.seq_lens_cpu.tolist()
         extends = batch.forward_mode.is_extend()
         self.mixed += batch.forward_mode.is_mixed()
         new = batch.extend_lens if extends else [1] * len(lengths)
+        found = []
         for req, length, n in zip(batch.reqs, lengths, new, strict=True):
             owner = req if hasattr(req, "req_pool_idx") else req.kv  # in newer versions
             number = owner.req_pool_idx
             row = (number, int(generations[number]))
             is_new = self.rows.get(req.rid) != row
             self.rows[req.rid] = row
-            self.calls.setdefault(req.rid, []).append(Call(length - n, length, is_new))
+            found.append((req, Call(length - n, length, is_new)))
+        return found
+
+    def _note(self, batch: Any, found: list[tuple[Any, Call]], result: Any) -> None:
+        if batch.spec_algorithm.is_none() or batch.forward_mode.is_extend():
+            for req, call in found:
+                self.calls.setdefault(req.rid, []).append(call)
+            return
+        # A step that checks drafts stands for steps of one token each. Lengths are without drafts.
+        counts = result.accept_lens.tolist()
+        self.accepted += counts
+        for (req, call), n in zip(found, counts, strict=True):
+            steps = [Call(call.end + i, call.end + i + 1, False) for i in range(n)]
+            self.calls.setdefault(req.rid, []).extend(steps)
 
     def run(self) -> None:
         """Until nothing is left to do, which the scheduler then checks for leaks."""
@@ -124,7 +142,8 @@ class Loop:
         reason = str(req.finished_reason and req.finished_reason.to_json())
         calls = self.calls.get(req.rid, [])
         again = req.retraction_count
-        return Answer(list(req.output_ids), req.cached_tokens, reason, again, calls)
+        tokens = list(req.output_ids)[: req.sampling_params.max_new_tokens]  # drafts may give more
+        return Answer(tokens, req.cached_tokens, reason, again, calls)
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
         """The greedy continuations of prompts that are computed together."""
@@ -249,11 +268,16 @@ def replay(
     hit = answer.calls[0].begin
     calls = [(Call(c.begin, min(c.end, hit), c.is_new)) for c in past if c.begin < hit]
     ids = torch.tensor([[*prompt, *answer.tokens]])
-    cache = DynamicCache()  # of all tokens, also in layers that see a window of them
+    config = reference.model.config
+    hybrid = "linear_attention" in (getattr(config, "layer_types", None) or ())
+    # of all tokens, also in layers that see a window of them
+    cache = DynamicCache(config=config) if hybrid else DynamicCache()
     with torch.no_grad():
         for call in [*calls, *answer.calls]:
             if call.is_new:
                 reference.held = call.begin
+            if call.end > ids.shape[1]:  # drafts behind the end of the answer
+                break
             if call.begin < cache.get_seq_length():
                 cache.crop(call.begin)
             new = ids[:, call.begin : call.end]

@@ -24,6 +24,9 @@ from torch_turboquant.integrations.sglang.settings import Settings, parse
 from torch_turboquant.integrations.sglang.steps import Rings, Steps
 from torch_turboquant.integrations.sglang.versions import TESTED, check_version
 
+DRAFTS = SimpleNamespace(kv_cache_dtype="auto", speculative_algorithm="NGRAM")
+THEIR_BACKEND = {"speculative_draft_attention_backend": "triton"}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -153,7 +156,8 @@ def plan_of_8b(preset: str, **settings) -> Plan:
     plan = object.__new__(Plan)
     plan.settings = Settings(preset, **settings)
     plan.page_size, plan.dtype, plan.head_dim, plan.kv_heads = 64, torch.bfloat16, 128, 8
-    plan.first_layer, plan.layers, plan.requested = 0, 32, None
+    plan.own_layers, plan.is_hybrid, plan.requested = range(32), False, None
+    plan.drafts = plan.layers_of_drafts = 0
     config = replace(plan.settings.config(128), page_size=64)
     plan.configs = [config] * 32
     plan.sinks, plan.window = config.sink_tokens, config.recent_window
@@ -182,6 +186,15 @@ def test_requests_that_were_asked_for():
     plan.requested = 10_000
     with pytest.raises(ValueError, match=r'exact tails of 10000 requests take .* "window" to 0'):
         plan.reserve(72 << 30)
+
+
+def test_cells_with_drafts():
+    """SGLang multiplies a cell by the layers of both models and divides by those of one."""
+    plan = plan_of_8b("k4v4")
+    assert plan.cell_size == plan.bytes_per_token
+    plan.layers_of_drafts = 1
+    needed = plan.bytes_per_token + 2 * 128 * 8 * 2
+    assert needed <= int(plan.cell_size * (1 + 1 / 32)) < needed + 2
 
 
 def test_no_window_needs_no_memory():
@@ -231,7 +244,19 @@ def test_arguments_that_this_version_has(name):
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype is fp8_e5m2, but pages"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is not supported"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode is prefill, supported: null"),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm is not supported, because"),
+        ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm is DFLASH, supported: NGR"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 10},
+            "drafts are trees, with 10 guesses .*: pass --speculative-ngram-max-bfs-breadth 1",
+        ),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4, **THEIR_BACKEND},
+            "drafts are trees, with 4 guesses .*: pass --speculative-eagle-topk 1",
+        ),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_draft_attention_backend": None},
+            "the model that drafts has keys of its own .* --speculative-draft-attention-backend",
+        ),
         ({"pp_size": 2}, "--pp-size is 2, supported: 1, because only tensor parallelism"),
     ],
 )
@@ -242,10 +267,19 @@ def test_arguments_that_are_refused(options, text):
         "attention_backend": "turboquant",
         "prefill_attention_backend": None,
         "decode_attention_backend": None,
+        "speculative_algorithm": None,
+        "speculative_eagle_topk": None,
+        "speculative_draft_attention_backend": None,
     }
     assert limits.wrong_arguments(SimpleNamespace(**plain)) == []
     (found,) = limits.wrong_arguments(SimpleNamespace(**{**plain, **options}))
-    assert found.startswith(text)
+    assert re.match(text, found)
+
+
+@pytest.mark.parametrize("algorithm", limits.DRAFTING)
+def test_drafts_that_are_supported(algorithm):
+    args = {"speculative_algorithm": algorithm, "speculative_eagle_topk": 1, **THEIR_BACKEND}
+    assert limits.wrong_drafts(SimpleNamespace(**args)) == []
 
 
 def test_two_backends_are_refused():
@@ -255,6 +289,7 @@ def test_two_backends_are_refused():
         attention_backend="turboquant",
         prefill_attention_backend="fa3",
         decode_attention_backend=None,
+        speculative_algorithm=None,
     )
     (found,) = limits.wrong_arguments(args)
     assert found.startswith("prefill has the attention backend fa3 and decode turboquant")
@@ -264,7 +299,14 @@ def test_two_backends_are_refused():
     ("changes", "text"),
     [
         ({"use_mla_backend": True}, r"latent attention \(MLA\) is not supported: choose another"),
-        ({"mambaish_config": 1}, "models with linear attention or Mamba are not supported"),
+        (
+            {"mambaish_config": 1},
+            "models with Mamba, or linear attention other than by gated delta",
+        ),
+        (
+            {"mambaish_config": 1, "hybrid_gdn_config": 1, "server_args": DRAFTS},
+            "drafts for a model with linear attention are not supported",
+        ),
         ({"is_hybrid_swa": True}, "pass --disable-hybrid-swa-memory"),
         ({"post_capture_kv_active": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is not supported"),
         ({"model_dtype": torch.float64}, "the model computes in torch.float64: pass --dtype"),
@@ -279,12 +321,13 @@ def test_models_that_are_refused(changes, text):
     kvc = {
         "use_mla_backend": False,
         "mambaish_config": None,
+        "hybrid_gdn_config": None,
         "is_hybrid_swa": False,
         "post_capture_kv_active": False,
         "device": "cpu",
         "model_dtype": torch.float32,
         "kv_cache_dtype": torch.float32,
-        "server_args": SimpleNamespace(kv_cache_dtype="auto"),
+        "server_args": SimpleNamespace(kv_cache_dtype="auto", speculative_algorithm=None),
     }
     for name, value in changes.items():
         (kvc if name in kvc else model)[name] = value
@@ -324,6 +367,15 @@ def test_layers_that_are_refused(changes, text):
     assert limits.wrong_layer(SimpleNamespace(**plain), 64, 2) == []
     (found,) = limits.wrong_layer(SimpleNamespace(**{**plain, **changes}), 64, 2)
     assert found.startswith(text)
+
+
+def test_presets_of_layers_without_keys():
+    presets = {0: "k8v8", 3: "k8v8", -1: "k8v8", -2: "k8v8"}
+    (found,) = limits.wrong_layer_presets(presets, (3, 7), 8)
+    assert found.startswith(
+        '"layers" names -2, 0, which keep no keys and values; those that do are'
+    )
+    assert limits.wrong_layer_presets({3: "k8v8", -1: "k8v8"}, (3, 7), 8) == []
 
 
 def test_everything_that_is_wrong_is_said_at_once(folder):

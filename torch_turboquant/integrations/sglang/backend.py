@@ -7,6 +7,11 @@ then the chunk is stored, since it overwrites rows of the ring that its first qu
 Without a window the exact tail of a sequence is its first token, which lies in its first page. With
 one it is an entry of memory that belongs to the request: the first token and a ring of the last
 ones. The first token is then copied out of the page when a request continues somebody's prefix.
+
+A step that checks a chain of drafts stores all of them first, then attends: a draft reads itself
+and the window before it from the ring, everything else from codes, which is what a decode step of
+that token alone would read. The ring has room for the chain beside the window. Drafts that turn out
+wrong are overwritten, in pages and ring, before anything reads them.
 """
 
 from __future__ import annotations
@@ -17,13 +22,14 @@ from typing import Any, NamedTuple
 import sglang
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.verify_mask import VerifyMask, maybe_create_verify_mask
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
 from torch_turboquant.integrations.engine.limits import ELSEWHERE
 from torch_turboquant.integrations.engine.pages import page_parts
 from torch_turboquant.integrations.sglang import hooks, limits
-from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool
+from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool, pages_of
 from torch_turboquant.integrations.sglang.steps import Rings, Step, Steps
 from torch_turboquant.ops.attention import attend_constants, step_constants
 from torch_turboquant.ops.cache import store_constants
@@ -65,8 +71,16 @@ class TurboQuantBackend(AttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        hooks.check(sglang.__version__)
-        pool, rows = runner.token_to_kv_pool, runner.req_to_token_pool
+        ngrams = runner.spec_algorithm.is_ngram()
+        if ngrams:
+            hooks.register_ngrams()
+        hooks.check(sglang.__version__, ngrams)
+        # SGLang's backend of hybrid models, which asks this one for their attention, reads the two
+        self.token_to_kv_pool, self.req_to_token_pool = (
+            runner.token_to_kv_pool,
+            runner.req_to_token_pool,
+        )
+        pool, rows = pages_of(runner.token_to_kv_pool), runner.req_to_token_pool
         if not isinstance(pool, TurboQuantKVPool):
             raise RuntimeError(
                 f"torch_turboquant: SGLang {sglang.__version__} has made a {type(pool).__name__} "
@@ -80,11 +94,13 @@ class TurboQuantBackend(AttentionBackend):
                 f"for the exact tails of {self.plan.max_requests}: pass --max-running-requests "
                 f"{rows.size}"
             )
-        self.steps = Steps(rows.req_to_token, self.plan.page_size)
+        self.max_context_len = int(rows.req_to_token.shape[1])  # SGLang reads it beside drafts
+        self.steps = Steps(rows.req_to_token, self.plan.page_size, self.plan.drafts)
         self.rings = Rings(rows, self.sinks, self.plan.device) if self.window else None
         self.layers = self._bind(runner.model, rows.size)
         self.step: Step | None = None
         self.graph_step: Step | None = None
+        self.mask: VerifyMask | None = None
         if self.plan.rank == 0:
             logger.info(self.plan.start_up_line(pool.size, rows.size))
 
@@ -108,7 +124,7 @@ class TurboQuantBackend(AttentionBackend):
     def _layer(self, module: RadixAttention, requests: int) -> Layer:
         plan, number = self.plan, module.layer_id
         config, tables = plan.config(number), plan.tables(number)
-        memory = self.pool.pages[number - plan.first_layer]
+        memory = self.pool.pages[plan.own_layers.index(number)]
         pages, first_tokens = page_parts(memory, config, plan.first_token)
         ring = None
         if self.window:
@@ -132,6 +148,8 @@ class TurboQuantBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         if mode.is_decode():
             self.step = self.steps.decode(forward_batch)
+        elif mode.is_target_verify() and self.steps.drafts:
+            self.step = self.steps.check_drafts(forward_batch)
         elif mode.is_extend_without_speculative() and not mode.is_dllm_extend():
             self._refuse_pictures(forward_batch)
             if self.rings is not None:
@@ -140,16 +158,37 @@ class TurboQuantBackend(AttentionBackend):
         elif not mode.is_idle():
             raise NotImplementedError(
                 f"torch_turboquant: steps of the kind {mode.name} are not supported: leave out the "
-                "option of SGLang that makes them, such as speculative decoding"
+                "option of SGLang that makes them"
             )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocates what CUDA graphs of decode steps read."""
-        self.graph_step = self.steps.allocate(max_bs)
+        drafts = self.steps.drafts
+        self.graph_step = self.steps.allocate(max_bs, drafts)
+        self.mask = maybe_create_verify_mask(
+            is_draft_runner=False,
+            skip_prefill=False,
+            max_bs=max_bs,
+            max_context_len=self.max_context_len,
+            num_draft_tokens=drafts,
+            device=self.plan.device,
+            is_read=False,
+        )
+
+    @property
+    def verify_mask(self) -> VerifyMask | None:
+        """Where SGLang writes which draft sees which; nobody reads it, since drafts are chains."""
+        return self.mask
+
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Nothing of a step depends on which tokens the drafts are."""
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Chooses the part of that memory which belongs to a batch size."""
-        if not forward_batch.forward_mode.is_decode_or_idle():
+        mode = forward_batch.forward_mode
+        if not (mode.is_decode_or_idle() or (mode.is_target_verify() and self.steps.drafts)):
             raise NotImplementedError(
                 "torch_turboquant: CUDA graphs are for decode steps; prompts run between graphs: "
                 "leave the kind of prefill graphs at its default"
@@ -202,10 +241,14 @@ class TurboQuantBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **options: Any,
     ) -> Tensor:
-        """Attends from chunks of prompts, and stores them."""
+        """Attends from chunks of prompts, and stores them; with drafts it stores first."""
         bound, step = self.layers[layer.layer_id], self._step()
         attends, out = self._call(q, k, layer, save_kv_cache, options)
         new = self._new(k, v)
+        if step.checks_drafts:
+            self._store(bound, step, *new)
+            _attend(*attends, None, None, out=out)
+            return out.flatten(1)
         self._fetch_first_tokens(bound, step)
         _attend(*attends, *new, out=out)
         self._store(bound, step, *new)

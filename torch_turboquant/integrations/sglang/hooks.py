@@ -11,7 +11,10 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from torch_turboquant.integrations.sglang.plan import plan_of
+from torch_turboquant.integrations.sglang.settings import is_ours
 from torch_turboquant.integrations.sglang.versions import TESTED
 
 Original = Callable[..., Any]
@@ -57,7 +60,7 @@ def resolve_max_num_reqs(original: Original, kvc: Any, token_capacity: int) -> i
 def compute_cell_size(original: Original, cells: Any, kvc: Any, num_layers: int) -> int:
     """The bytes of a token."""
     plan = plan_of(kvc)
-    return original(cells, kvc, num_layers) if plan is None else plan.bytes_per_token
+    return original(cells, kvc, num_layers) if plan is None else plan.cell_size
 
 
 def reprefill_tail_tokens(original: Original, tree: Any, *arguments: Any, **more: Any) -> int:
@@ -67,21 +70,61 @@ def reprefill_tail_tokens(original: Original, tree: Any, *arguments: Any, **more
     prefix computes the last tokens anew. SGLang asks for the same reason where it keeps the keys of
     sliding windows by request.
     """
-    from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool
+    from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool, pages_of
 
     tokens = original(tree, *arguments, **more)
     allocator = getattr(tree, "token_to_kv_pool_allocator", None)
-    pool = None if allocator is None else allocator.get_kvcache()
+    pool = None if allocator is None else pages_of(allocator.get_kvcache())
     return max(tokens, pool.plan.window) if isinstance(pool, TurboQuantKVPool) else tokens
+
+
+def draft_chains(original: Original, worker: Any, batch: Any) -> tuple[Any, Any]:
+    """The deepest branch of each tree of n-grams, so that every draft sees all before it."""
+    tokens, mask = original(worker, batch)
+    if not is_ours(worker.server_args.attention_backend):
+        return tokens, mask
+    return chains_of_trees(tokens, mask, worker.draft_token_num)
+
+
+def chains_of_trees(
+    tokens: np.ndarray, mask: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Chains in place of trees of drafts.
+
+    SGLang joins n-grams of several lengths, and pads short trees with guesses of token 0 for the
+    first place, so that there are branches even where the tree may be one guess broad.
+
+    Args:
+        tokens: of all trees, each of `size` nodes, parents before their children.
+        mask: of all trees [size, size]: which nodes a node sees, itself and its ancestors.
+
+    Returns:
+        tokens and mask in the same form. A chain that is too short ends with token 0, which is
+        then one more guess.
+    """
+    trees, sees = tokens.reshape(-1, size), mask.reshape(-1, size, size) != 0
+    chains = np.zeros_like(trees)
+    for chain, tree, ancestors in zip(chains, trees, sees, strict=True):
+        branch = tree[ancestors[ancestors.sum(1).argmax()]]
+        chain[: len(branch)] = branch
+    causal = np.tri(size, dtype=mask.dtype)
+    return chains.reshape(-1), np.broadcast_to(causal, sees.shape).reshape(-1)
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{CONFIGURATOR}._build_mha_kv_pool": build_pool,
+    f"{CONFIGURATOR}._build_hybrid_linear_kv_pool": build_pool,
     f"{CONFIGURATOR}.config_from_budget": config_from_budget,
     f"{CONFIGURATOR}.resolve_max_num_reqs": resolve_max_num_reqs,
     f"{CELLS}._compute_cell_size": compute_cell_size,
     **{f"{tree}.{PREFIX_METHOD}": reprefill_tail_tokens for tree in TREES},
 }
+
+
+NGRAM_HOOKS: dict[str, Callable[..., Any]] = {
+    "sglang.srt.speculative.ngram_worker.NGRAMWorker._prepare_draft_tokens": draft_chains,
+}
+"""Of engines that draft by n-grams; others do not import what these are in."""
 
 
 @functools.cache  # SGLang would apply hooks twice, and memory would be reserved twice
@@ -93,11 +136,27 @@ def register() -> None:
         HookRegistry.register(target, _with_probe(hook), HookType.AROUND)
 
 
-def check(version: str) -> None:
-    """Raises RuntimeError unless every hook is in place. version: of SGLang."""
+@functools.cache
+def register_ngrams() -> None:
+    """Applies the hooks of drafts by n-grams, once."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook in NGRAM_HOOKS.items():
+        HookRegistry.register(target, _with_probe(hook), HookType.AROUND)
+    HookRegistry.apply_hooks()
+
+
+def check(version: str, ngrams: bool = False) -> None:
+    """Raises RuntimeError unless every hook is in place.
+
+    Args:
+        version: of SGLang.
+        ngrams: whether the engine drafts by n-grams.
+    """
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
-    missing = [target for target in HOOKS if not _took(_resolve(target))]
+    wanted = [*HOOKS, *NGRAM_HOOKS] if ngrams else [*HOOKS]
+    missing = [target for target in wanted if not _took(_resolve(target))]
     for tree in _subclasses(BasePrefixCache):
         own = vars(tree).get(PREFIX_METHOD)
         if own is not None and tree.__name__ not in OTHER_TREES and not _took(own):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_turboquant.integrations.engine.limits import ELSEWHERE, wrong_dtype, wrong_head_dim
 from torch_turboquant.integrations.engine.pages import SIZES
-from torch_turboquant.integrations.sglang.settings import backends_of
+from torch_turboquant.integrations.sglang.settings import backends_of, is_ours
 
 CACHE_DTYPES = ("auto", "bf16", "bfloat16")
 
@@ -29,7 +30,8 @@ OFF = {
     "enable_two_batch_overlap": ONE_STREAM,
     "enable_pdmux": ONE_STREAM,
     "enable_dp_attention": TENSOR_PARALLEL,
-    "speculative_algorithm": "drafts have not been tested",
+    "speculative_adaptive": "exact tails have room for a fixed number of drafts",
+    "enable_multi_layer_eagle": "it has not been tested",
     "dllm_algorithm": "attention that is not causal is not supported",
     "enable_torch_compile": "it has not been tested",
     "enable_deterministic_inference": "the other sequences of a batch move roundings",
@@ -42,6 +44,9 @@ FIXED = {
     "dcp_size": (1, TENSOR_PARALLEL),
     "attn_cp_size": (1, TENSOR_PARALLEL),
 }
+
+DRAFTING = ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE")
+"""Algorithms of speculative decoding; NEXTN is another name for EAGLE."""
 
 
 def wrong_arguments(server_args: Any) -> list[str]:
@@ -72,6 +77,37 @@ def wrong_arguments(server_args: Any) -> list[str]:
             f"prefill has the attention backend {prefill} and decode {decode}, but only one "
             "backend can read the pages: pass --attention-backend alone"
         )
+    return found + wrong_drafts(server_args)
+
+
+def wrong_drafts(server_args: Any) -> list[str]:
+    """What is wrong with speculative decoding: sentences with their cures."""
+    algorithm = server_args.speculative_algorithm
+    if algorithm is None:
+        return []
+    if algorithm not in DRAFTING:
+        return [
+            f"--speculative-algorithm is {algorithm}, supported: {', '.join(DRAFTING)}: choose one "
+            "of these, or leave it out"
+        ]
+    found = []
+    if (server_args.speculative_eagle_topk or 1) != 1:
+        flag = (
+            "--speculative-ngram-max-bfs-breadth"
+            if algorithm == "NGRAM"
+            else "--speculative-eagle-topk"
+        )
+        found.append(
+            f"drafts are trees, with {server_args.speculative_eagle_topk} guesses for a token, but "
+            f"only chains are supported: pass {flag} 1"
+        )
+    theirs = server_args.speculative_draft_attention_backend
+    if algorithm != "NGRAM" and (theirs is None or is_ours(theirs)):
+        found.append(
+            "the model that drafts has keys of its own in a pool of SGLang's, which another "
+            "attention backend reads: pass --speculative-draft-attention-backend, such as triton, "
+            "fa3 or flashinfer"
+        )
     return found
 
 
@@ -82,8 +118,16 @@ def wrong_model(kvc: Any) -> list[str]:
     found = []
     if kvc.use_mla_backend:
         found.append(f"latent attention (MLA) is not supported: {ELSEWHERE}")
-    if kvc.mambaish_config is not None:
-        found.append(f"models with linear attention or Mamba are not supported: {ELSEWHERE}")
+    if kvc.mambaish_config is not None and kvc.hybrid_gdn_config is None:
+        found.append(
+            "models with Mamba, or linear attention other than by gated delta rules, are not "
+            f"supported: {ELSEWHERE}"
+        )
+    elif kvc.mambaish_config is not None and kvc.server_args.speculative_algorithm is not None:
+        found.append(
+            "drafts for a model with linear attention are not supported, because they have not "
+            "been tested: leave out --speculative-algorithm"
+        )
     if kvc.is_hybrid_swa:
         found.append(
             "a pool of its own for layers with a sliding window is not supported: pass "
@@ -102,6 +146,23 @@ def wrong_model(kvc: Any) -> list[str]:
         found += wrong_head(model.head_dim, model.v_head_dim)
     wrong = wrong_dtype(dtype, on_cpu)
     return [*found, wrong] if wrong else found
+
+
+def wrong_layer_presets(presets: Mapping[int, str], layers: Sequence[int], total: int) -> list[str]:
+    """What is wrong with presets of single layers.
+
+    Args:
+        presets: of layers by their numbers, negative ones from the end.
+        layers: that keep keys.
+        total: layers of the model.
+    """
+    others = sorted(number for number in presets if number % total not in layers)
+    if not others:
+        return []
+    return [
+        f'"layers" names {", ".join(map(str, others))}, which keep no keys and values; those that '
+        f"do are {', '.join(map(str, layers))}: name one of these"
+    ]
 
 
 def wrong_head(head_dim: int, v_head_dim: int) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,10 @@ class Plan:
     Args:
         kvc: SGLang's KVCacheConfigurator, which asks first.
 
+    Attributes:
+        own_layers: which layers of the model have pages, in the order of the pages.
+        is_hybrid: whether other layers keep a state, in a pool of SGLang's.
+
     Raises:
         ValueError: SGLang or the model ask for what is not supported; all of it is named.
     """
@@ -51,11 +57,16 @@ class Plan:
         self.device, self.dtype = torch.device(kvc.device), kvc.model_dtype
         self.head_dim: int = model.head_dim
         self.kv_heads: int = model.get_num_kv_heads(self.ranks)
-        self.first_layer: int = kvc.layer_info.start_layer
-        self.layers: int = kvc.layer_info.num_effective_layers
+        self.own_layers = attention_layers(kvc)
+        self.is_hybrid: bool = kvc.mambaish_config is not None
+        self.drafts: int = args.speculative_num_draft_tokens if args.speculative_algorithm else 0
+        self.layers_of_drafts = draft_layers(kvc)
         base = replace(self.settings.config(self.head_dim), page_size=self.page_size)
+        if self.drafts:  # where each draft reads itself as it is, which is a window of one token
+            base = replace(base, recent_window=max(1, base.recent_window))
         total = int(model.num_hidden_layers)
         chosen = dict(self.settings.layers)
+        limits.refuse(limits.wrong_layer_presets(chosen, self.own_layers, total))
         self.configs = layer_configs(base, [0] * total, layer_presets=chosen)
         self.sinks, self.window = base.sink_tokens, base.recent_window
         self.requested: int | None = args.max_running_requests
@@ -76,9 +87,9 @@ class Plan:
         return self.configs[layer]
 
     @property
-    def own_layers(self) -> range:
-        """The layers of the model that this rank holds."""
-        return range(self.first_layer, self.first_layer + self.layers)
+    def layers(self) -> int:
+        """How many layers have pages."""
+        return len(self.own_layers)
 
     def token_bytes(self, layer: int) -> int:
         """Bytes of a token and KV head in a layer's pages."""
@@ -90,16 +101,32 @@ class Plan:
         return self.kv_heads * sum(map(self.token_bytes, self.own_layers))
 
     @property
+    def plain_bytes_per_layer(self) -> int:
+        """Bytes of a token and layer in the model's dtype, on this rank."""
+        return 2 * self.head_dim * self.kv_heads * self.dtype.itemsize
+
+    @property
+    def cell_size(self) -> int:
+        """What SGLang is to take for the bytes of a token in the layers of the model.
+
+        Layers of a draft model beside it keep their keys in the model's dtype. SGLang adds them at
+        the size of the model's own layers, from which it would count too few bytes.
+        """
+        own, drafts = self.bytes_per_token, self.layers_of_drafts
+        all_layers = own + drafts * self.plain_bytes_per_layer
+        return math.ceil(all_layers * self.layers / (self.layers + drafts))
+
+    @property
     def bytes_per_request(self) -> int:
         """Bytes of a request's exact tail in all layers of this rank."""
         if not self.window:
             return 0
-        rows = sum(tail_rows(self.configs[layer], 1) for layer in self.own_layers)
+        rows = sum(tail_rows(self.configs[layer], self.drafts or 1) for layer in self.own_layers)
         return rows * self.kv_heads * 2 * self.head_dim * self.dtype.itemsize
 
     def ring_shape(self, layer: int, requests: int) -> tuple[int, ...]:
         """Of a layer's exact tail, with an entry in front that no request owns."""
-        return tail_shape(self.configs[layer], requests + 1, self.kv_heads, 1)
+        return tail_shape(self.configs[layer], requests + 1, self.kv_heads, self.drafts or 1)
 
     def reserve(self, budget: int) -> int:
         """Decides for how many requests there are rings, and returns the bytes that these take.
@@ -149,7 +176,7 @@ class Plan:
             tokens: that the pages have room for.
             requests: that have exact tails.
         """
-        plain = 2 * self.head_dim * self.kv_heads * self.layers * self.dtype.itemsize
+        plain = self.plain_bytes_per_layer * self.layers
         centers = "none" if self.constants is None else self.constants.describe()
         each = self.bytes_per_request
         tails = ""
@@ -167,11 +194,28 @@ class Plan:
         )
 
 
+def attention_layers(kvc: Any) -> Sequence[int]:
+    """The layers of the model that keep keys and values, by their numbers, in their order."""
+    info = kvc.layer_info
+    if kvc.mambaish_config is None:
+        return range(info.start_layer, info.start_layer + info.num_effective_layers)
+    return tuple(kvc.mambaish_config.full_attention_layer_ids)
+
+
+def draft_layers(kvc: Any) -> int:
+    """The layers of a draft model, whose keys lie in a pool of SGLang's beside the pages."""
+    algorithm = kvc.spec_algorithm
+    if not (algorithm.is_eagle() or algorithm.is_standalone()):
+        return 0
+    return int(kvc.spec_aux_config.eagle_draft_num_layers or 0)
+
+
 _LATEST: list[tuple[Any, Plan]] = []  # the arguments of the engine made last, and its plan
 
 
 def plan_of(kvc: Any) -> Plan | None:
-    """The plan of the engine of a KVCacheConfigurator, made once; None: it has another backend.
+    """The plan of the engine of a KVCacheConfigurator, made once; None: it has another backend,
+    as the model that drafts for one of ours.
 
     Raises:
         ValueError: there are settings for another backend; and as Plan.
@@ -184,6 +228,8 @@ def plan_of(kvc: Any) -> Plan | None:
                 "torch_turboquant: there are settings, but another attention backend is chosen: "
                 "pass --attention-backend turboquant alone"
             )
+        return None
+    if kvc.is_draft_worker:
         return None
     if not _LATEST or _LATEST[0][0] is not args:
         _LATEST[:] = [(args, Plan(kvc))]

@@ -16,6 +16,11 @@ from torch import Tensor
 from torch_turboquant.integrations.sglang.plan import Plan
 
 
+def pages_of(pool: KVCache) -> KVCache:
+    """The pool of an engine's attention layers, which that of a hybrid model has inside."""
+    return getattr(pool, "full_kv_pool", pool)
+
+
 class TurboQuantKVPool(KVCache):
     """Pages of all layers of this rank.
 
@@ -42,10 +47,11 @@ class TurboQuantKVPool(KVCache):
         enable_alt_stream: bool = True,
         enable_kv_cache_copy: bool = False,
         post_capture_active: bool = False,
+        quant_method: Any = None,
         *,
         plan: Plan,
     ) -> None:
-        """Allocates what KVCacheConfigurator._build_mha_kv_pool asks for.
+        """Allocates what KVCacheConfigurator._build_mha_kv_pool asks for, or HybridLinearKVPool.
 
         Raises:
             ValueError: that is not what the plan was made from.
@@ -61,8 +67,8 @@ class TurboQuantKVPool(KVCache):
             end_layer,
         )
         asked = (page_size, head_num, head_dim, layer_num, start_layer or 0)
-        expected = (plan.page_size, plan.kv_heads, plan.head_dim, plan.layers, plan.first_layer)
-        if asked != expected or post_capture_active or enable_kv_cache_copy:
+        expected = (plan.page_size, plan.kv_heads, plan.head_dim, plan.layers, 0)
+        if asked != expected or post_capture_active or quant_method is not None:
             raise ValueError(
                 "torch_turboquant: SGLang asks for a cache of page size, heads, channels, layers "
                 f"and first layer {asked}, expected {expected}"
@@ -82,9 +88,19 @@ class TurboQuantKVPool(KVCache):
             ]
         self._finalize_allocation_log(size)
 
-    def get_kv_size_bytes(self) -> int:
-        """Bytes of all pages."""
-        return sum(page.numel() for page in self.pages)
+    def get_kv_size_bytes(self) -> int | tuple[int, int]:
+        """Bytes of all pages; SGLang's pool of hybrid models adds up two numbers."""
+        total = sum(page.numel() for page in self.pages)
+        return (total, 0) if self.plan.is_hybrid else total
+
+    def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        """Where accepted drafts go: drafts are chains, so that they are there.
+
+        Raises:
+            ValueError: on a CPU, they are not. On a GPU nothing waits to find out.
+        """
+        if self.pages[0].device.type == "cpu" and not torch.equal(tgt_loc, src_loc):
+            raise ValueError("torch_turboquant: drafts that are no chain were accepted")
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
         """Refused, as what would read keys without the backend."""

@@ -9,13 +9,17 @@ and slots that SGLang has put into its buffers, and writes into tensors that nev
 the batch have number 0, which no request has: their length becomes 0 and their slot -1, so that
 nothing is read or stored for them.
 
+With speculative decoding, a decode step checks a chain of drafts: the last token of the answer and
+as many guesses behind it, of which SGLang keeps those that turn out right. Lengths in its batch are
+those without the chain.
+
 The exact tail belongs to the row. Which positions its ring holds changes with prompts only, since a
 ring is never shorter than the window: `Rings` keeps the first one of each row on the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +44,8 @@ class Step:
     """int32 [n + 1]: where each sequence's new tokens begin; None: one token each."""
     longest: int = 1
     """The most new tokens of a sequence."""
+    checks_drafts: bool = False
+    """Whether the new tokens are chains of drafts, which see each other as later steps would."""
     begun: Tensor | None = None
     """int64 [2, sequences that begin]: their first token of the step, and its page; None: none."""
     resumed: Tensor | None = None
@@ -52,35 +58,58 @@ class Steps:
     Args:
         req_to_token: int32 [rows, longest context], SGLang's.
         page_size: tokens of a page.
+        drafts: tokens of a chain of drafts; 0: there is no speculative decoding.
     """
 
-    def __init__(self, req_to_token: Tensor, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, req_to_token: Tensor, page_size: int, drafts: int = 0) -> None:
+        self.page_size, self.drafts = page_size, drafts
         self.page_slots = req_to_token[:, ::page_size]  # the first slot of every page
         self.device = req_to_token.device
         self.none = torch.tensor(-1, device=self.device)
 
-    def allocate(self, sequences: int) -> Step:
-        """A step of one token for each sequence, which `fill` describes."""
+    def allocate(self, sequences: int, drafts: int = 0) -> Step:
+        """A step of one token, or one chain of drafts, for each sequence, which `fill` describes.
+
+        Args:
+            drafts: tokens of a chain; 0: one token, which is no draft.
+        """
 
         def empty(dtype: torch.dtype, *more: int) -> Tensor:
             return torch.zeros(sequences, *more, dtype=dtype, device=self.device)
 
         table = empty(torch.int32, self.page_slots.shape[1])
-        rows, slots = empty(torch.int64), empty(torch.int64)
-        return Step(rows, empty(torch.int32), table, table[:, 0], slots)
+        rows, lengths, slots = empty(torch.int64), empty(torch.int32), empty(torch.int64)
+        step = Step(rows, lengths, table, table[:, 0], slots)
+        if not drafts:
+            return step
+        slots = torch.zeros(sequences * drafts, dtype=torch.int64, device=self.device)
+        starts = torch.zeros(sequences + 1, dtype=torch.int32, device=self.device)
+        return replace(step, slots=slots, starts=starts, longest=drafts, checks_drafts=True)
 
     def part(self, step: Step, sequences: int) -> Step:
         """The first sequences of a step, in the same memory."""
-        parts = (step.rows, step.seq_lens, step.block_table, step.first_pages, step.slots)
-        return Step(*(tensor[:sequences] for tensor in parts))
+        return replace(
+            step,
+            rows=step.rows[:sequences],
+            seq_lens=step.seq_lens[:sequences],
+            block_table=step.block_table[:sequences],
+            first_pages=step.first_pages[:sequences],
+            slots=step.slots[: sequences * step.longest],
+            starts=None if step.starts is None else step.starts[: sequences + 1],
+        )
 
     def fill(self, step: Step, batch: Any) -> None:
         """Describes a decode step in place. Nothing waits for the device, nothing is allocated that
         stays, and all shapes are those of the step: a CUDA graph may record it."""
         rows, lengths, slots = batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc
+        alive = rows > 0
+        if step.starts is not None:
+            lengths = lengths + step.longest
+            # padding has no tokens, which stands behind all sequences that have some
+            step.starts[1:].copy_((alive * step.longest).cumsum(0))
         self._fill_sequences(step, rows, lengths)
-        torch.where(rows > 0, slots, self.none, out=step.slots)
+        by_sequence = step.slots.view(-1, step.longest)
+        torch.where(alive[:, None], slots.view_as(by_sequence), self.none, out=by_sequence)
 
     def _fill_sequences(self, step: Step, rows: Tensor, lengths: Tensor) -> None:
         alive = rows > 0
@@ -91,7 +120,13 @@ class Steps:
 
     def decode(self, batch: Any) -> Step:
         """A decode step outside CUDA graphs."""
-        step = self.allocate(batch.batch_size)
+        return self._filled(self.allocate(batch.batch_size), batch)
+
+    def check_drafts(self, batch: Any) -> Step:
+        """A step that checks drafts, outside CUDA graphs."""
+        return self._filled(self.allocate(batch.batch_size, self.drafts), batch)
+
+    def _filled(self, step: Step, batch: Any) -> Step:
         self.fill(step, batch)
         return step
 
