@@ -1,12 +1,18 @@
 """An engine as users start it: in processes of its own, which find the plug-in by themselves."""
 
+import os
+
 import pytest
 
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 
+import torch
+
 from tests.helpers import load_script
-from tests.sglang.harness import arguments, engine
+from tests.sglang.harness import ON_GPU, arguments, engine
 from tests.vllm.harness import prompt, save_llama
+from tests.vllm.reference import Reference
+from torch_turboquant import centers as files
 
 TOKENS = 8
 
@@ -37,3 +43,32 @@ def test_the_example(tmp_path):
     cached = load_script("examples/sglang_generate.py").main(["--tokens", "40"], **options)
     # Of 139 and 279 tokens that are stored, whole pages, and not the last 64 of the prompt.
     assert cached == [0, 128, 256]
+
+
+@pytest.mark.skipif(
+    ON_GPU and torch.cuda.device_count() < 2, reason="each process needs a GPU of its own"
+)
+def test_two_processes(tmp_path, monkeypatch):
+    """Each stores its own heads, with their centers; layers have presets of their own."""
+    last = (os.cpu_count() or 1) - 1
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"0|{last}")  # a core for each
+    llama = save_llama(tmp_path, head_dim=64)
+    generator = torch.Generator().manual_seed(5)
+    centers = [torch.randn(2, 64, generator=generator) for _ in range(3)]
+    file = tmp_path / "centers.safetensors"
+    files.save(file, centers, llama.config)
+    presets = ["k8v8", "k5v4u", "k8v4"]
+    reference = Reference(llama, presets, center=lambda layer, keys: centers[layer], window=16)
+    chosen = {"0": presets[0], "-1": presets[2]}
+    settings = {"window": 16, "layers": chosen, "centers": str(file)}
+    prompts = [prompt(n, seed=n) for n in (9, 70, 40)]
+    llm = sglang.Engine(**arguments(tmp_path, settings, "turboquant", tp_size=2))
+    try:
+        sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+        found = llm.generate(input_ids=prompts, sampling_params=sampling)
+        again = llm.generate(input_ids=[prompts[1]], sampling_params=sampling)
+    finally:
+        llm.shutdown()
+    for p, answer in zip(prompts, found, strict=True):
+        reference.check(p, answer["output_ids"])
+    assert again[0]["meta_info"]["cached_tokens"] == (70 - 16) // 16 * 16
