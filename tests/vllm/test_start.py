@@ -86,7 +86,8 @@ def test_block_sizes(folder):
         ({"presets": "k8v8"}, {}, "unknown key 'presets'"),
         ({"layers": {"2": "k8v8"}}, {}, "names layer 2, the model has 2 layers"),
         ({"calibrate": True}, {"enforce_eager": False}, "pass --enforce-eager"),
-        ({}, {"kv_cache_dtype": "fp8"}, "pass --kv-cache-dtype bfloat16"),
+        # vLLM 0.33 itself refuses fp8 on most CPUs.
+        ({}, {"kv_cache_dtype": "fp8"}, "pass --kv-cache-dtype bfloat16|fp8 is not supported by"),
         ({}, {"block_size": 24}, "block size|block_size"),
         pytest.param(
             *({}, {"attention_backend": "CPU_ATTN"}, "pass --attention-backend CUSTOM"),
