@@ -15,11 +15,9 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 
+from sglang.srt.layers import radix_attention
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.layers.radix_attention import (
-    RadixAttention,
-    _unified_attention_with_output_impl,
-)
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -128,16 +126,15 @@ class KitBackend(TurboQuantBackend):
         super().init_forward_metadata_in_graph(Shifted(batch))
 
 
-def run_between_graphs(*arguments, use_mha_companion=False, **more):
-    _unified_attention_with_output_impl(*arguments, use_mha_companion, False, **more)
+between_graphs = getattr(radix_attention, "_unified_attention_with_output_impl", None)
 
+if between_graphs is not None and not ON_GPU:  # an op of 0.5.17, which it registers for GPUs only
 
-if not ON_GPU:  # SGLang registers the op that stands between its graphs for GPUs only
-    torch.library.impl(
-        "sglang::unified_attention_with_output",
-        "CPU",
-        run_between_graphs,
-    )
+    def run_between_graphs(*arguments, use_mha_companion=False, **more):
+        between_graphs(*arguments, use_mha_companion, False, **more)
+
+    name = "sglang::unified_attention_with_output"
+    torch.library.impl(name, "CPU", run_between_graphs)
 
 
 @pytest.fixture(autouse=True)
