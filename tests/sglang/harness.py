@@ -212,6 +212,7 @@ def engine(
         destroy_distributed_environment,
         destroy_model_parallel,
     )
+    from sglang.srt.eplb.expert_location import set_global_expert_location_metadata
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins import load_plugins
     from sglang.srt.runtime_context import publish
@@ -233,6 +234,8 @@ def engine(
     finally:
         destroy_model_parallel()
         destroy_distributed_environment()
+        # Which a process keeps of a model with experts, and the next engine's would not replace.
+        set_global_expert_location_metadata(None, allow_overwrite=True)
         gc.collect()
 
 
