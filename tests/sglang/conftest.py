@@ -17,8 +17,7 @@ if importlib.util.find_spec("sglang") is not None:  # else the rest of the tests
     if not torch.cuda.is_available():
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         os.environ["TORCH_COMPILE_DISABLE"] = "1"  # of small functions, which takes minutes
-        # SGLang's n-grams are compiled when they are first needed, and forget a header
-        os.environ.setdefault("CXX", "c++ -include cstddef")
+        os.environ.setdefault("CXX", str(STAND_INS / "cxx"))
         # for the processes that an engine starts, and for this one
         paths = [str(STAND_INS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
