@@ -50,7 +50,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,6 +224,17 @@ class Server:
                 requests.extend(scheduler.waiting_queue)
                 rounds[0] = (rounds[0][0], [0] * len(requests))
 
+        self._loop(receive, keep)
+        return requests, rounds
+
+    def _loop(self, receive: Callable[[], list[Any]], keep: Callable[[list[Any]], None]) -> None:
+        """SGLang's event loop, until `receive` has it end.
+
+        Args:
+            receive: what came in since the last step.
+            keep: takes that in place of the scheduler.
+        """
+        scheduler, process = self.scheduler, self.scheduler.process_input_requests
         scheduler.gracefully_exit = False
         scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
         scheduler.process_input_requests = keep
@@ -231,7 +242,6 @@ class Server:
             scheduler.run_event_loop()
         finally:
             scheduler.process_input_requests = process
-        return requests, rounds
 
     def serve(self, clients: serving.Clients) -> int:
         """Lets clients ask until they have seen enough; returns how often SGLang has retracted."""
@@ -275,13 +285,7 @@ class Server:
                 running[request.number], had[request.number] = req, 0
             asked.clear()
 
-        scheduler.gracefully_exit = False
-        scheduler.request_receiver = SimpleNamespace(recv_requests=receive)
-        scheduler.process_input_requests = keep
-        try:
-            scheduler.run_event_loop()
-        finally:
-            scheduler.process_input_requests = process
+        self._loop(receive, keep)
         again += sum(req.retraction_count for req in running.values())
         return again - before
 

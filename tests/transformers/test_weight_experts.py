@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tests.transformers.test_weights import IDS, SHAPE, TEXT, files, load, logits
+from tests.transformers.test_weights import IDS, SHAPE, TEXT, files, load, logits, random_model
 from torch_turboquant import PackedLinear, WeightFormat
 from torch_turboquant.integrations.transformers import TurboQuantCache, TurboQuantConfig, quantize
 from torch_turboquant.integrations.transformers.weights import noted_layers
@@ -67,26 +67,9 @@ WITHOUT_GATE = (
 )
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Saves a model, and gives the folder."""
-
-    def save(model, name="model", **options):
-        model.save_pretrained(tmp_path / name, **options)
-        return tmp_path / name
-
-    return save
-
-
 def make(family, dtype=torch.bfloat16, **changes):
     kind, options = {**FAMILIES, "nemotron_h": WITHOUT_GATE}[family]
-    torch.manual_seed(0)
-    config = getattr(transformers, kind)(**{**SHAPE, **options, **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.copy_(torch.randn(parameter.shape))
-    return model
+    return random_model(kind, dtype, **{**SHAPE, **options, **changes})
 
 
 def experts_of(model, kind=PackedExperts):

@@ -57,10 +57,10 @@ IDS = torch.randint(1, 96, (1, 40), generator=torch.Generator().manual_seed(1))
 TEXT = torch.randint(1, 96, (700,), generator=torch.Generator().manual_seed(2))
 
 
-def make(family="llama", dtype=torch.bfloat16, **changes):
-    kind, options = FAMILIES[family]
+def random_model(kind, dtype, **options):
+    """A model of a configuration class, whose biases are no zeros."""
     torch.manual_seed(0)
-    config = getattr(transformers, kind)(**{**SHAPE, **options, **changes})
+    config = getattr(transformers, kind)(**options)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -68,15 +68,9 @@ def make(family="llama", dtype=torch.bfloat16, **changes):
     return model
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Saves a model, and gives the folder."""
-
-    def save(model, name="model", **options):
-        model.save_pretrained(tmp_path / name, **options)
-        return tmp_path / name
-
-    return save
+def make(family="llama", dtype=torch.bfloat16, **changes):
+    kind, options = FAMILIES[family]
+    return random_model(kind, dtype, **{**SHAPE, **options, **changes})
 
 
 def load(path, config=None, **options):
