@@ -15,7 +15,7 @@ total: "copy" is its time over the op's, and 1.0 is the speed of memory.
     python benchmarks/bench_cpu.py                        the best level, into results/cpu.json
     python benchmarks/bench_cpu.py --levels all           every level of this processor
     python benchmarks/bench_cpu.py --instructions         and instructions per code (minutes)
-    python benchmarks/bench_cpu.py --only 'score|encode'  rows whose name matches, printed only
+    python benchmarks/bench_cpu.py --only 'score|encode'  rows whose name matches; others stay
     python benchmarks/bench_cpu.py --quick                a second for everything, printed only
 """
 
@@ -407,12 +407,12 @@ def main() -> None:
     options.add_argument("--levels", choices=("best", "all"), default="best")
     options.add_argument("--threads", type=int, default=torch.get_num_threads())
     options.add_argument("--instructions", action="store_true", help="counts them too")
-    options.add_argument("--only", default="", help="regular expression of row names; prints only")
+    options.add_argument("--only", default="", help="regular expression of row names")
     options.add_argument("--quick", action="store_true", help="small sizes; prints only")
     options.add_argument("--repeats", type=int, default=51, help="default: %(default)s")
     options.add_argument("--seconds", type=float, default=4.0, help="of one contestant's turns")
     arguments = options.parse_args()
-    arguments.dry_run |= arguments.quick or arguments.only != ""
+    arguments.dry_run |= arguments.quick
     torch.set_num_threads(arguments.threads)
     levels = cpu_levels() if arguments.levels == "all" else cpu_levels()[:1]
     race = Race(3, 0.02) if arguments.quick else Race(arguments.repeats, arguments.seconds)
@@ -434,7 +434,11 @@ def main() -> None:
         results += instructions.rows(wanted, arguments.quick)
     for row in results:
         print_row(row)
-    common.write_rows("cpu", [row | shared for row in results], arguments)
+    results = [row | shared for row in results]
+    if arguments.only:
+        common.write_progress("cpu", results, ("row", "level", "by"), arguments)
+    else:
+        common.write_rows("cpu", results, arguments)
 
 
 if __name__ == "__main__":

@@ -126,20 +126,28 @@ def write_rows(name: str, rows: list[Row], arguments: argparse.Namespace) -> Non
 
 
 def write_progress(
-    name: str, rows: list[Row], key: str, arguments: argparse.Namespace, order: Sequence[Any] = ()
+    name: str,
+    rows: list[Row],
+    key: str | tuple[str, ...],
+    arguments: argparse.Namespace,
+    order: Sequence[Any] = (),
 ) -> None:
     """write_rows for a run of some rows: older rows of this device stay until replaced.
 
     Args:
-        key: the entry that identifies a row.
+        key: the entry that identifies a row, or several that do so together.
         order: of the rows in the file, by key; others follow, new ones first.
     """
-    seen = {row[key] for row in rows}
+
+    def key_of(row: Row) -> Any:
+        return row[key] if isinstance(key, str) else tuple(row.get(entry) for entry in key)
+
+    seen = {key_of(row) for row in rows}
     device = origin(name, arguments)["device"]
     old = [row for row in read_rows(name, missing_ok=True) if row["device"] == device]
     place = {value: i for i, value in enumerate(order)}
-    merged = rows + [row for row in old if row[key] not in seen]
-    merged.sort(key=lambda row: place.get(row[key], len(place)))
+    merged = rows + [row for row in old if key_of(row) not in seen]
+    merged.sort(key=lambda row: place.get(key_of(row), len(place)))
     write_rows(name, merged, arguments)
 
 
