@@ -16,6 +16,9 @@ constexpr int kHalfBytes = 256;
 // Tiles that share the activations of a group while these are close. With few tokens memory limits, and a single run of
 // it is read faster than four.
 constexpr int kTilesAtOnce = 4, kFewTokens = 8;
+// Processors fetch what is ahead in a run by themselves, but not far enough: blocks are asked for as long before their
+// products as memory needs, which is as long as this many others take.
+constexpr int kBlocksAhead = 8;
 static_assert(2 * kHalfBytes == format::WeightBlock::kWarpBytes);
 
 constexpr int linear_fields(format::Width w) { return 8 / format::num_bits(w); }  // codes of a byte
@@ -230,8 +233,10 @@ inline void linear_tiles_of(const LinearWeight& w, const LinearInputs& in, int64
   const WeightLevels<WIDTH> levels(w.levels);
   alignas(64) float sums[kTilesAtOnce][kLinearTokens * 32], rows[kRows];
   for (int64_t next, first = begin; first < end; first = next) {
-    next = first + (in.count > kFewTokens ? kTilesAtOnce : 1);
+    const int at_once = in.count > kFewTokens ? kTilesAtOnce : 1;
+    next = first + at_once;
     next = next < end ? next : end;
+    const int64_t ahead = kBlocksAhead / at_once * block_bytes;
     for (int64_t token = 0; token < in.count; token += kLinearTokens) {
       const int64_t left = in.count - token;
       const int count = static_cast<int>(left < kLinearTokens ? left : kLinearTokens);
@@ -240,8 +245,9 @@ inline void linear_tiles_of(const LinearWeight& w, const LinearInputs& in, int64
         const int64_t place = group * in.count + token;
         const uint8_t* factors = static_cast<const uint8_t*>(in.factors) + place * kBytes;
         for (int64_t tile = first; tile < next; ++tile) {
-          add_block<WIDTH, SUB, CHUNKS>(b, w.packed + (tile * groups + group) * block_bytes, levels, factors,
-                                        in.unit + place, count, sums[tile - first]);
+          const uint8_t* block = w.packed + (tile * groups + group) * block_bytes;
+          prefetch(block + ahead, block_bytes);
+          add_block<WIDTH, SUB, CHUNKS>(b, block, levels, factors, in.unit + place, count, sums[tile - first]);
         }
       }
       dispatch_dtype<ElementTypes>(out.dtype, [&](auto tag) {
