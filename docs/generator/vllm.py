@@ -102,10 +102,18 @@ def engine_latents() -> str:
     return markdown(head, lines)
 
 
-def engine_cell(row: Row | None, base: Row | None) -> str:
+def engine_base(row: Row, rows: list[Row]) -> Row | None:
+    """bf16 at a row's point: of the same run, or the fastest of all runs."""
+    bases = [r for r in rows if (r["point"], r["config"]) == (row["point"], "bf16")]
+    same = [base for base in bases if base["commit"] == row["commit"]]
+    return max(same or bases, key=lambda base: base["tokens_s"], default=None)
+
+
+def engine_cell(row: Row | None, rows: list[Row]) -> str:
     """Milliseconds of a step, tokens a second, and how many times bf16's."""
     if row is None:
         return ""
+    base = engine_base(row, rows)
     step = f"{row['step_ms']:.2f} ms, " if "step_ms" in row else ""
     times = f" ({row['tokens_s'] / base['tokens_s']:.2f}x)" if base and base is not row else ""
     return f"{step}{row['tokens_s']:,.0f}/s{times}"
@@ -131,14 +139,13 @@ def engine_speed() -> str:
     ):
         own = [row for row in rows if engine_kind(row) == (version, model, gpus)]
         title = f"vLLM {version}{shape[model]}{f', {gpus} GPUs' if gpus > 1 else ''}"
-        found = {(row["point"], row["config"]): row for row in own}
+        found = {(row["point"], row["config"]): row for row in reversed(own)}
         configs = sorted({row["config"] for row in own}, key=engine_order)
         memory = [found.get(("memory", config)) for config in configs]
         lines = [["tokens that fit", *(f"{r['cache_tokens']:,}" if r else "" for r in memory)]]
         points = {row["point"] for row in own if "tokens_s" in row and "clients" not in row}
         for point in sorted(points, key=engine_point_order):
-            base = found.get((point, "bf16"))
-            cells = (engine_cell(found.get((point, config)), base) for config in configs)
+            cells = (engine_cell(found.get((point, config)), own) for config in configs)
             lines.append([engine_point(point), *cells])
         tables.append(f"{title}:\n\n{markdown(['', *configs], lines)}")
     return "\n\n".join(tables)
