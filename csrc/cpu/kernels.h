@@ -301,7 +301,7 @@ struct LinearWeight {
 };
 
 // Tokens that are multiplied with the weight at once.
-constexpr int kLinearTokens = 16;
+constexpr int kLinearTokens = 32;
 
 // Activations of `count` tokens as the integers that meet codes, group by group: [groups, count] each.
 struct LinearInputs {
