@@ -59,26 +59,11 @@ from functools import cached_property
 
 import common
 import contenders
+import timing
 import torch
-from contenders import (
-    COLD,
-    DEVICE,
-    FIVE,
-    MIXED,
-    PROMPTS,
-    STEPS,
-    Call,
-    Contest,
-    Difference,
-    Layer,
-    Part,
-    Plain,
-    Shape,
-    exact_attention,
-    heads_of,
-    number_of_caches,
-    tables_of,
-)
+from batches import Difference, Part, Shape, exact_attention, heads_of, tables_of
+from contenders import COLD, FIVE, MIXED, PROMPTS, STEPS, Plain
+from timing import DEVICE, Call, Contest, Layer, number_of_caches
 from torch import Tensor
 
 import torch_turboquant as tt
@@ -548,7 +533,7 @@ class Bench:
 
     @cached_property
     def layer(self) -> Layer:
-        return Layer() if contenders.ROTATED_BYTES else Layer(64, 128)
+        return Layer() if timing.ROTATED_BYTES else Layer(64, 128)
 
     def entries(self, cases: list[Case]) -> Iterator[Entry]:
         for case in cases:
@@ -674,7 +659,7 @@ def main() -> None:
         return
     cases = chosen(QUICK if arguments.quick else ALL, arguments.only)
     if arguments.tiny:
-        contenders.ROTATED_BYTES = 0  # one cache is enough
+        timing.ROTATED_BYTES = 0  # one cache is enough
         cases = [replace(case, shape=case.shape.tiny()) for case in cases]
     torch.manual_seed(0)
     without = re.compile(arguments.without) if arguments.without else None
@@ -682,7 +667,7 @@ def main() -> None:
     order = [str(case) for case in ALL]
 
     with torch.no_grad():
-        read, copy = contenders.bandwidth(contest, 1 << (16 if arguments.tiny else 30))
+        read, copy = timing.bandwidth(contest, 1 << (16 if arguments.tiny else 30))
         shared = {
             "read_tb_s": round(read, 3),
             "copy_tb_s": round(copy, 3),

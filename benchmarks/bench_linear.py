@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import common
 import torch
-from contenders import DEVICE, Call, Contest, number_of_caches, read_speed, those_that_run
+from timing import DEVICE, Call, Contest, number_of_caches, read_speed, those_that_run
 from torch import Tensor
 
 from torch_turboquant.weights import PackedLinear, WeightFormat, encode_weight

@@ -29,21 +29,9 @@ from dataclasses import dataclass, replace
 
 import common
 import torch
-from contenders import (
-    DEVICE,
-    Call,
-    Contest,
-    Difference,
-    Shape,
-    exact_attention,
-    flashinfer,
-    number_of_caches,
-    read_speed,
-    running_sum,
-    tables_of,
-    those_that_run,
-    why_no_flashinfer,
-)
+from batches import Difference, Shape, exact_attention, running_sum, tables_of
+from contenders import flashinfer, why_no_flashinfer
+from timing import DEVICE, Call, Contest, number_of_caches, read_speed, those_that_run
 from torch.nn.functional import scaled_dot_product_attention
 
 import torch_turboquant as tt

@@ -52,14 +52,16 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import bench_vllm
 import common
+import engines
 import serving
 import torch
+from engines import Engine, make_prompts
 
 NAME = "h200_sglang"
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -113,8 +115,8 @@ class Point:
         return Point(text, kind, 1, int(length), int(new or 0))
 
 
-class Child(bench_vllm.Child):
-    """The process of one engine."""
+class Child(engines.Child):
+    """The process of one engine of SGLang."""
 
     program, environment = os.path.abspath(__file__), ENVIRONMENT
 
@@ -375,7 +377,7 @@ def measure_engine(config: str, points: list[Point], settings: dict[str, Any], p
     server.random_weights()
     vocabulary = settings["vocabulary"]
     warm = min(settings["longest"] - 16, settings["chunk"] + 300)
-    server.run(bench_vllm.make_prompts(1, warm, 1, vocabulary), 8)  # every kernel once
+    server.run(make_prompts(1, warm, 1, vocabulary), 8)  # every kernel once
     for point in points:
         server.flush()
         measure = {"decode": measure_steps, "graphs": measure_graphs}.get(
@@ -391,7 +393,7 @@ def measure_engine(config: str, points: list[Point], settings: dict[str, Any], p
 def measure_steps(server: Server, point: Point, vocabulary: int) -> dict[str, Any]:
     """Decode steps of sequences whose prompts one layer has computed."""
     seed = 10 + point.context + point.sequences
-    prompts = bench_vllm.make_prompts(point.sequences, point.context, seed, vocabulary)
+    prompts = make_prompts(point.sequences, point.context, seed, vocabulary)
     server.use_layers(1)
     server.run(prompts, 1)
     server.copy_pages()
@@ -447,7 +449,7 @@ def measure_processes(config: str, points: list[Point], settings: dict[str, Any]
         if point.kind != "decode":
             continue
         count, seed = point.sequences, 10 + point.context + point.sequences
-        prompts = bench_vllm.make_prompts(count, point.context, seed, settings["vocabulary"])
+        prompts = make_prompts(count, point.context, seed, settings["vocabulary"])
         seconds(prompts, 1)
         few, many = 16, 16 + STEPS
         least = [min(seconds(prompts, tokens) for _ in range(2)) for tokens in (few, many)]
@@ -473,10 +475,10 @@ def measure_prompt(server: Server, point: Point, vocabulary: int) -> dict[str, A
     for number in range(PROMPTS):
         if seconds and time.perf_counter() - begun > PROMPTS_FOR:
             break
-        (prompt,) = bench_vllm.make_prompts(1, point.context, 100 + number, vocabulary)
+        (prompt,) = make_prompts(1, point.context, 100 + number, vocabulary)
         if point.kind == "hit":
             server.run([prompt], 1)
-            prompt += bench_vllm.make_prompts(1, point.new, 200 + number, vocabulary)[0]
+            prompt += make_prompts(1, point.new, 200 + number, vocabulary)[0]
         (req,), rounds = server.run([prompt], 1)
         seconds.append(next(now for now, has in rounds if has[0]) - rounds[0][0])
         cached = req.cached_tokens
@@ -491,7 +493,7 @@ def measure_prompt(server: Server, point: Point, vocabulary: int) -> dict[str, A
 
 def measure_graphs(server: Server, point: Point, vocabulary: int) -> dict[str, Any]:
     """The same requests in CUDA graphs and without; the prefix tree is empty before each."""
-    prompts = bench_vllm.make_prompts(point.sequences, point.context, 5, vocabulary)
+    prompts = make_prompts(point.sequences, point.context, 5, vocabulary)
     answers, logits = [], []
     for graphs in (True, False):
         server.flush()
@@ -536,26 +538,12 @@ def answers_and_logits(
 # ---- all engines
 
 
-def run_child(task: dict[str, Any]) -> None:
-    """The process of one engine."""
-    points = [Point.parse(text) for text in task["points"]]
-    with os.fdopen(task["sender"], "w") as sender:
-
-        def put(**row: Any) -> None:
-            sender.write(json.dumps(row) + "\n")
-            sender.flush()
-
-        measure = measure_engine
-        if task["settings"]["tensor_parallel"] > 1:
-            measure = measure_processes
-        measure(task["config"], points, task["settings"], put)
-    sys.stdout.flush()
-    os._exit(0)  # without waiting for SGLang to take everything down
-
-
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        run_child(json.loads(sys.argv[2]))
+        task = json.loads(sys.argv[2])
+        points, settings = [Point.parse(text) for text in task["points"]], task["settings"]
+        measure = measure_processes if settings["tensor_parallel"] > 1 else measure_engine
+        engines.run_child(task, partial(measure, task["config"], points, settings))
         return
     options = common.parser(__doc__)
     options.add_argument("--configs", default=",".join(CONFIGS), help="default: %(default)s")
@@ -573,7 +561,7 @@ def main() -> None:
     if importlib.util.find_spec("sglang") is None:
         print("This benchmark needs SGLang (pip install 'torch_turboquant[sglang]').")
         return
-    cuda = bench_vllm.begin(arguments)
+    cuda = engines.begin(arguments)
     measure_all(arguments, cuda)
 
 
@@ -583,11 +571,13 @@ def measure_all(arguments: Any, cuda: bool) -> None:
         Point.parse(text)
         for text in (arguments.points or (POINTS if cuda else TINY_POINTS)).split(",")
     ]
-    configs, rows, started = arguments.configs.split(","), [], time.perf_counter()
-    shape = dict(bench_vllm.SHAPES["8b" if cuda else "tiny"])
+    configs: list[str] = arguments.configs.split(",")
+    rows: list[common.Row] = []
+    versions: common.Row = {}
+    shape = dict(engines.SHAPES["8b" if cuda else "tiny"])
     shape["num_hidden_layers"] = arguments.layers or shape["num_hidden_layers"]
     with tempfile.TemporaryDirectory() as scratch:
-        bench_vllm.write_model(shape, Path(scratch))
+        engines.write_model(shape, Path(scratch))
         settings = {
             "model": scratch,
             "cuda": cuda,
@@ -600,32 +590,22 @@ def measure_all(arguments: Any, cuda: bool) -> None:
             "memory": arguments.memory,
             "chunk": arguments.chunk if cuda else 256,
         }
-        children: list[Child] = []
-        for number, config in enumerate(configs):
-            while len(children) <= min(number + 1, len(configs) - 1):
-                engine = bench_vllm.Engine(configs[len(children)], 0, points)
-                children.append(Child(engine, settings, arguments.out or Path(scratch)))
-            child, begun = children[number], time.perf_counter()
-            left = arguments.seconds - (begun - started)
-            versions: common.Row = {}
-            for found in child.measure(max(1.0, min(arguments.limit, left))):
-                if found["point"] == "memory":
-                    versions = {"sglang": found.pop("sglang"), "torch": found.pop("torch")}
-                name = f"sglang {versions.get('sglang')} {config} {found['point']}"
-                if arguments.layers:
-                    name += f" of {arguments.layers} layers"
-                if arguments.tensor_parallel != 1:
-                    name += f" tp {arguments.tensor_parallel}"
-                extent = {"layers": shape["num_hidden_layers"]}
-                extent["tensor_parallel"] = arguments.tensor_parallel
-                rows.append({"row": name, **versions, "config": config, **extent, **found})
-                print(bench_vllm.describe(rows[-1]), flush=True)
-                common.write_progress(NAME, rows, "row", arguments)
-            seconds, code = time.perf_counter() - begun, child.process.returncode
-            print(f"{config}: {seconds:.0f} s, exit {code}", flush=True)
-            if code:
-                print(child.log.read_text()[-3000:], flush=True)
-    print(bench_vllm.table(rows, configs, "fa3"))
+        start = partial(Child, settings=settings, folder=arguments.out or Path(scratch))
+        chosen = [Engine(config, 0, points) for config in configs]
+        for engine, found in engines.measured(chosen, start, arguments.limit, arguments.seconds):
+            if found["point"] == "memory":  # the first row of an engine
+                versions = {"sglang": found.pop("sglang"), "torch": found.pop("torch")}
+            name = f"sglang {versions['sglang']} {engine.config} {found['point']}"
+            if arguments.layers:
+                name += f" of {arguments.layers} layers"
+            if arguments.tensor_parallel != 1:
+                name += f" tp {arguments.tensor_parallel}"
+            extent = {"layers": shape["num_hidden_layers"]}
+            extent["tensor_parallel"] = arguments.tensor_parallel
+            rows.append({"row": name, **versions, "config": engine.config, **extent, **found})
+            print(engines.describe(rows[-1]), flush=True)
+            common.write_progress(NAME, rows, "row", arguments)
+    print(engines.table(rows, configs, "fa3"))
 
 
 if __name__ == "__main__":

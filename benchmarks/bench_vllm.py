@@ -45,86 +45,23 @@ measured again. It needs vLLM, which pins the version of torch.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import common
-import serving
-import torch
+import engines
+from engines import Engine
+from vllm_engine import THEIRS, Point, measure_engine
 
 NAME = "h200_vllm"
-LLAMA_8B = common.LLAMA_8B | {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "max_position_embeddings": 132096,  # 131,072 and what is generated behind them
-    "rms_norm_eps": 1e-05,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "dtype": "bfloat16",
-}
-SHAPES = {
-    "8b": LLAMA_8B,
-    # the layers of Llama-3.1-70B, a fifth of them: for several GPUs
-    "70b-cut": LLAMA_8B
-    | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 64,
-    },
-    # latent attention (MLA) as in DeepSeek-V2-Lite, with one dense layer's MLP in place of experts
-    "v2-lite-dense": {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "hidden_size": 2048,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "q_lora_rank": None,
-        "first_k_dense_replace": 27,
-        "vocab_size": 102400,
-        "max_position_embeddings": 132096,
-        "rms_norm_eps": 1e-06,
-        "hidden_act": "silu",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "tie_word_embeddings": False,
-        "bos_token_id": 100000,
-        "eos_token_id": 100001,
-        "dtype": "bfloat16",
-    },
-    "tiny": LLAMA_8B
-    | {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": 1024,
-        "max_position_embeddings": 8192,
-    },
-}
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, as far as it can
     "VLLM_NO_USAGE_STATS": "1",
@@ -136,7 +73,6 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "PYTHONUNBUFFERED": "1",
 }
-THEIRS = "turboquant_"  # how vLLM's own presets begin
 CONFIGS = ("k5v4u", "bf16", "fp8", "k4v4u", "turboquant_4bit_nc")
 # What matters most comes first: a run that is stopped has it.
 POINTS = (
@@ -146,54 +82,15 @@ POINTS = (
 )
 TINY_POINTS = "2x200,1x128,prompt200,full400,check"
 SLOW_POINTS = r"\d|prompt|check"  # of vLLM's own presets: a step of a full memory takes 0.4 s
-STEPS, FULL_STEPS, SLOW_STEPS = 96, 40, 24
-ACCEPTED = 2.5  # tokens of a step that verifies drafts, on average
-PROMPTS_FOR = 1.5  # seconds of prompts of one length
 
 
-@dataclass(frozen=True)
-class Point:
-    """One thing to measure in an engine."""
+class Child(engines.Child):
+    """The process of one engine of vLLM."""
 
-    text: str
-    kind: str  # decode, full, prompt, check, load
-    sequences: int  # 0: as many as fit
-    context: int
-    drafts: int
-    load: serving.Load | None = None
-
-    @property
-    def longest(self) -> int:
-        """Tokens of its longest sequence, without those that a step adds."""
-        return self.load.longest if self.load else self.context
-
-    @staticmethod
-    def parse(text: str) -> Point:
-        """Of "16x32768", "full8192", "prompt32768", "verify3:16x32768", "check"."""
-        load = serving.Load.parse(text)
-        if load:
-            return Point(text, "load", load.clients, load.context, 0, load)
-        found = re.fullmatch(r"(?:verify(\d+):)?(?:(\d+)x|(full|prompt))(\d+)|check", text)
-        if not found:
-            raise SystemExit(f"{text!r} is no point; write 16x32768, full8192, prompt8192, check")
-        drafts, sequences, kind, context = found.groups()
-        if context is None:
-            return Point(text, "check", 8, 1500, 0)
-        count = int(sequences or (1 if kind == "prompt" else 0))
-        return Point(text, kind or "decode", count, int(context), int(drafts or 0))
+    program, environment = os.path.abspath(__file__), ENVIRONMENT
 
 
-@dataclass
-class Engine:
-    """What one process measures: a configuration with one number of drafts."""
-
-    config: str
-    drafts: int
-    points: list[Point] = field(default_factory=list)
-
-    @property
-    def title(self) -> str:
-        return f"{self.config} {self.drafts} drafts" if self.drafts else self.config
+# ---- which engines
 
 
 def can_draft() -> bool:
@@ -218,323 +115,7 @@ def engines_of(configs: list[str], points: list[Point], only: str | None) -> Ite
                 yield Engine(config, drafts, chosen)
 
 
-# ---- inside of vLLM's workers
-
-
-def random_weights(worker: Any) -> None:
-    """Weights of the usual size; those of vLLM's loader let attention look at all keys alike."""
-    torch.manual_seed(0)
-    for name, weight in worker.get_model().named_parameters():
-        if weight.dim() == 1:
-            weight.data.fill_(1.0)
-        else:
-            weight.data.normal_(0.0, 1.0 if "embed" in name else 1.28 / weight.shape[1] ** 0.5)
-    for layer in worker.get_model().modules():
-        if hasattr(layer, "kv_lora_rank") and hasattr(layer, "impl"):
-            layer.process_weights_after_loading(torch.bfloat16)  # what it made of its weights
-
-
-def use_layers(worker: Any, layers: int | None, graphs: bool) -> None:
-    """Lets the model run through its first layers only, and turns replaying graphs on or off.
-
-    Captured graphs keep all layers.
-    """
-    model = worker.get_model().model
-    model.end_layer = model.config.num_hidden_layers if layers is None else layers
-    manager = getattr(worker.model_runner, "cudagraph_manager", None)
-    if manager is not None:
-        manager._graphs_captured = graphs
-
-
-def fill_pages(worker: Any) -> tuple[int, int]:
-    """Makes every page of every layer a copy of one that a prompt has filled."""
-    caches = worker.model_runner.kv_caches
-    # The last token tells whether a page is full. Behind latents stands an exact token instead.
-    token = caches[-1][:, 0, 0 if caches[-1].shape[1] == 1 else -1]
-    used = (token.contiguous().view(torch.uint8) != 0).flatten(1).any(-1)
-    used, empty = used.nonzero()[:, 0], (~used).nonzero()[:, 0]
-    source = used[torch.arange(len(empty), device=used.device) % len(used)]
-    for cache in caches:
-        for target, origin in zip(empty.split(2048), source.split(2048), strict=True):
-            cache[target] = cache[origin]
-    return len(used), len(empty)
-
-
-def quantise_all_layers() -> None:
-    """vLLM's own TurboQuant leaves two layers at each end in bf16: here all caches are alike."""
-    from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
-    from vllm.v1.attention.backends import turboquant_attn
-
-    TurboQuantConfig.get_boundary_skip_layers = staticmethod(lambda *_, **__: [])
-    if importlib.util.find_spec("vllm.vllm_flash_attn._vllm_fa2_C") is None:
-        turboquant_attn.get_flash_attn_version = lambda *_, **__: 3  # for prompts
-
-
-# ---- one engine
-
-
-class Steps:
-    """An engine of vLLM, step by step."""
-
-    def __init__(self, llm: Any) -> None:
-        self.engine, self.requests = llm.llm_engine, 0
-
-    def run(
-        self, prompts: list[list[int]], tokens: int, logprobs: int | None = None
-    ) -> tuple[float, list[tuple[float, int, int]], list[list[Any]]]:
-        """Generates `tokens` behind each prompt.
-
-        Returns:
-            Seconds; (time, sequences, tokens) of every step with outputs; and of each prompt its
-            tokens with the likeliest ones' log-probabilities, if asked for.
-        """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            max_tokens=tokens,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=logprobs,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        for prompt in prompts:
-            self.requests += 1
-            self.engine.add_request(str(self.requests), {"prompt_token_ids": prompt}, params)
-        steps, found = [], {}
-        start = time.perf_counter()
-        while self.engine.has_unfinished_requests():
-            outputs = self.engine.step()
-            if not outputs:
-                continue
-            count = sum(len(output.outputs[0].token_ids) for output in outputs)
-            steps.append((time.perf_counter(), len(outputs), count))
-            for output in outputs if logprobs else ():
-                number = int(output.request_id.split("-")[0])
-                for token, top in zip(
-                    output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True
-                ):
-                    likeliest = {str(key): value.logprob for key, value in top.items()}
-                    found.setdefault(number, []).append((token, likeliest))
-        return time.perf_counter() - start, steps, [found[number] for number in sorted(found)]
-
-    def serve(self, clients: serving.Clients) -> int:
-        """Lets clients ask until they have seen enough; returns how often vLLM has preempted."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        numbers: dict[str, int] = {}
-        preempted = 0
-        scheduler = self.engine.engine_core.engine_core.scheduler
-        preempt = scheduler._preempt_request
-
-        def count(*given: Any, **options: Any) -> Any:
-            nonlocal preempted
-            preempted += clients.begun is not None
-            return preempt(*given, **options)
-
-        def ask(request: serving.Request) -> None:
-            params = SamplingParams(
-                max_tokens=request.tokens,
-                temperature=0.0,
-                ignore_eos=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            )
-            self.requests += 1
-            numbers[str(self.requests)] = request.number
-            prompt = {"prompt_token_ids": request.prompt}
-            self.engine.add_request(str(self.requests), prompt, params)
-
-        scheduler._preempt_request = count
-        start = time.perf_counter()
-        for request in clients.begin(start):
-            ask(request)
-        while clients.clock(time.perf_counter(), start):
-            outputs = self.engine.step()
-            now = time.perf_counter()
-            for output in outputs:
-                number = numbers[output.request_id.split("-")[0]]
-                following = clients.told(number, output.outputs[0].token_ids, now)
-                if following:
-                    ask(following)
-        scheduler._preempt_request = preempt
-        self.engine.abort_request(list(numbers), internal=False)
-        while self.engine.has_unfinished_requests():
-            self.engine.step()
-        return preempted
-
-
-def make_prompts(count: int, length: int, seed: int, vocabulary: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(100, vocabulary - 300, (count, length), generator=generator).tolist()
-
-
-def engine_options(config: str, drafts: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of vLLM's LLM."""
-    cuda, most = settings["cuda"], settings["sequences"]
-    tokens = 1 + drafts  # of a sequence in a step
-    options: dict[str, Any] = {
-        "model": settings["model"],
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-        "max_model_len": settings["longest"],
-        "max_num_seqs": most,
-        "max_num_batched_tokens": settings["batched_tokens"],
-        "kv_cache_memory_bytes": int(settings["kv_gib"] * 2**30),
-        "tensor_parallel_size": settings["tensor_parallel"],
-        "disable_log_stats": True,
-        "seed": 0,
-        "enforce_eager": not cuda,
-    }
-    if cuda:
-        batches = [1, *range(8, 81, 8), *range(96, most + 1, 16)]
-        if drafts:
-            batches = [1, 16, 32]
-        sizes = [tokens * batch for batch in batches if batch <= most]
-        options["compilation_config"] = {
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": sizes,
-        }
-    if drafts:
-        options["speculative_config"] = {
-            "method": "ngram_gpu",
-            "num_speculative_tokens": drafts,
-            "prompt_lookup_min": 1,
-            "prompt_lookup_max": 2,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": ACCEPTED,
-        }
-    if config.startswith(THEIRS):
-        options |= {"attention_backend": "TURBOQUANT", "kv_cache_dtype": config}
-    elif config in ("bf16", "fp8"):
-        if cuda and not settings["latents"]:
-            options["attention_backend"] = "FLASH_ATTN"
-        if config == "fp8":
-            options["kv_cache_dtype"] = "fp8"
-    else:
-        options["attention_backend"] = "CUSTOM"
-        preset, _, first_token = config.partition(":")
-        chosen = {"preset": preset, **({"first_token": first_token} if first_token else {})}
-        options["additional_config"] = {"turboquant": chosen}
-    return options
-
-
-def measure_engine(engine: Engine, settings: dict[str, Any], put: Any) -> None:
-    """Starts vLLM and measures all points; put(row) hands over each as soon as it is there."""
-    import vllm
-    from vllm import LLM
-
-    if engine.config.startswith(THEIRS):
-        quantise_all_layers()
-    elif engine.config not in ("bf16", "fp8"):
-        from torch_turboquant.integrations.vllm import register
-
-        register()  # a wheel that is installed has done so by its entry point
-    print("imported", flush=True)
-    sys.stdin.readline()  # the engine before has gone
-    begun = time.perf_counter()
-    llm = LLM(**engine_options(engine.config, engine.drafts, settings))
-    cache = llm.llm_engine.vllm_config.cache_config
-    put(
-        point="memory",
-        seconds=time.perf_counter() - begun,
-        vllm=vllm.__version__,
-        torch=torch.__version__,
-        cache_tokens=cache.num_gpu_blocks * cache.block_size,
-        block_size=cache.block_size,
-        cache_gib=settings["kv_gib"],
-        graphs=str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode),
-    )
-    llm.collective_rpc(random_weights)
-    steps, vocabulary = Steps(llm), settings["vocabulary"]
-    # Two chunks, so that every kernel runs once, and pages for fill_pages.
-    first = min(settings["longest"] - 16, settings["batched_tokens"] + 700)
-    steps.run(make_prompts(1, first, 1, vocabulary), 8)
-    print("pages filled, copied:", llm.collective_rpc(fill_pages), flush=True)
-    for point in engine.points:
-        if point.kind == "prompt":
-            put(point=point.text, **measure_prompt(steps, point, vocabulary))
-        elif point.kind == "check":
-            put(point=point.text, **measure_check(llm, steps, point, settings))
-        elif point.load:
-            clients = serving.Clients(point.load, vocabulary, settings["serve_s"])
-            put(point=point.text, **measure_load(llm, steps, clients))
-        else:
-            put(point=point.text, **measure_steps(llm, steps, point, engine, settings))
-
-
-def measure_prompt(steps: Steps, point: Point, vocabulary: int) -> dict[str, Any]:
-    """A prompt of its own each time: the prefix cache has nothing of it."""
-    seconds, begun = [], time.perf_counter()
-    while not seconds or (time.perf_counter() - begun < PROMPTS_FOR and len(seconds) < 8):
-        prompts = make_prompts(1, point.context, 100 + len(seconds) + point.context, vocabulary)
-        seconds.append(steps.run(prompts, 1)[0])
-    fastest = min(seconds)
-    return {"prompts": len(seconds), "prompt_s": fastest, "tokens_s": point.context / fastest}
-
-
-def measure_steps(
-    llm: Any, steps: Steps, point: Point, engine: Engine, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """Decode steps of sequences that the prefix cache has."""
-    count = FULL_STEPS if point.kind == "full" else STEPS
-    if engine.config.startswith(THEIRS):
-        count = SLOW_STEPS
-    tokens = int(count * (ACCEPTED if point.drafts else 1))
-    cache, sequences = llm.llm_engine.vllm_config.cache_config, point.sequences
-    if point.kind == "full":
-        pages = -(-(point.context + tokens) // cache.block_size) + 2
-        sequences = min(settings["sequences"], (cache.num_gpu_blocks - 1) // pages)
-    seed = 10 + point.context + sequences
-    prompts = make_prompts(sequences, point.context, seed, settings["vocabulary"])
-    llm.collective_rpc(use_layers, args=(1, True))
-    steps.run(prompts, 1)
-    llm.collective_rpc(use_layers, args=(None, True))
-    _, outputs, _ = steps.run(prompts, tokens)
-    # Steps of all sequences only; the first few have a prompt's rest or wait for it.
-    times = [
-        (now - before, made)
-        for (before, all_before, _), (now, all_now, made) in itertools.pairwise(outputs)
-        if all_before == all_now == sequences
-    ][4:-2]
-    ordered = sorted(1e3 * seconds for seconds, _ in times)
-    if not ordered:
-        raise RuntimeError(f"{point.text}: no step had all {sequences} sequences")
-    median = statistics.median(ordered)
-    made = statistics.fmean(made for _, made in times)
-    return {
-        "sequences": sequences,
-        "context": point.context,
-        "drafts": point.drafts,
-        "steps": len(ordered),
-        "step_ms": median,
-        "p10_ms": ordered[len(ordered) // 10],
-        "p90_ms": ordered[len(ordered) * 9 // 10],
-        "tokens_s": 1e3 * made / median,
-    }
-
-
-def measure_load(llm: Any, steps: Steps, clients: serving.Clients) -> dict[str, Any]:
-    """Clients whose first prompts the prefix cache has, as far as they fit."""
-    llm.collective_rpc(use_layers, args=(1, True))
-    steps.run(clients.opening, 1)
-    llm.collective_rpc(use_layers, args=(None, True))
-    return clients.row(steps.serve(clients))
-
-
-def measure_check(llm: Any, steps: Steps, point: Point, settings: dict[str, Any]) -> dict[str, Any]:
-    """Four tokens behind each prompt that the pages hold, by two layers: more would be chaos."""
-    length = min(point.context, settings["longest"] - 16)
-    prompts = make_prompts(point.sequences, length, 5, settings["vocabulary"])
-    llm.collective_rpc(use_layers, args=(2, False))
-    steps.run(prompts, 1)
-    outputs = steps.run(prompts, 4, logprobs=20)[2]
-    llm.collective_rpc(use_layers, args=(None, True))
-    return {"outputs": outputs}
+# ---- how far predictions are from bf16's
 
 
 def difference(reference: list[Any], outputs: list[Any]) -> dict[str, Any]:
@@ -557,122 +138,20 @@ def add_differences(rows: list[common.Row], checked: dict[str, list[Any]]) -> No
             row |= difference(checked["bf16"], checked[row["config"]])
 
 
-# ---- all engines
-
-
-class Child:
-    """The process of one engine, and the rows that it sends."""
-
-    program, environment = os.path.abspath(__file__), ENVIRONMENT
-
-    def __init__(self, engine: Engine, settings: dict[str, Any], folder: Path) -> None:
-        self.engine = engine
-        self.log = folder / f"{engine.title.replace(' ', '_')}.log"
-        self.rows, sender = os.pipe()
-        task = {
-            "config": engine.config,
-            "drafts": engine.drafts,
-            "points": [point.text for point in engine.points],
-            "settings": settings,
-            "sender": sender,
-        }
-        command = [sys.executable, self.program, "--child", json.dumps(task)]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=(sender,),
-                env={**os.environ, **self.environment},
-            )
-        os.close(sender)
-
-    def measure(self, limit: float) -> Iterator[dict[str, Any]]:
-        """Lets it begin, and yields its rows; after `limit` seconds it is ended."""
-        timer = threading.Timer(limit, self.process.kill)
-        timer.start()
-        try:
-            self.process.stdin.write(b"go\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has failed already: its output says why
-        with os.fdopen(self.rows) as lines:
-            for line in lines:
-                yield json.loads(line)
-        self.process.wait()
-        timer.cancel()
-
-
-def run_child(task: dict[str, Any]) -> None:
-    """The process of one engine."""
-    engine = Engine(task["config"], task["drafts"], [Point.parse(p) for p in task["points"]])
-    with os.fdopen(task["sender"], "w") as sender:
-
-        def put(**row: Any) -> None:
-            sender.write(json.dumps(row) + "\n")
-            sender.flush()
-
-        measure_engine(engine, task["settings"], put)
-    sys.stdout.flush()
-    os._exit(0)  # without waiting for vLLM to take everything down
-
-
-def write_model(shape: dict[str, Any], folder: Path) -> None:
-    """A folder that vLLM takes for a model: a configuration, and centers that our backend finds."""
-    from torch_turboquant import centers
-    from torch_turboquant.ops.codec import scaled_center
-
-    (folder / "config.json").write_text(json.dumps(shape))
-    if "kv_lora_rank" in shape:
-        return  # latents have no centers
-    heads = shape["num_key_value_heads"], shape["head_dim"]
-    generator = torch.Generator().manual_seed(0)
-    found = [
-        scaled_center(
-            0.1 * torch.randn(heads, generator=generator),
-            0.9 + 0.2 * torch.rand(heads, generator=generator),
-        )
-        for _ in range(shape["num_hidden_layers"])
-    ]
-    centers.save(folder / centers.FILE_NAME, found, shape)
-
-
-def describe(row: common.Row) -> str:
-    """One line about a row."""
-    skipped = ("row", "vllm", "torch", "config", "point", "shape", "tensor_parallel")
-    facts = (
-        f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in row.items()
-        if key not in skipped
-    )
-    return f"{row['row']}: {', '.join(facts)}"
-
-
-def table(rows: list[common.Row], configs: list[str], base_config: str = "bf16") -> str:
-    """Tokens per second, and how many times those of base_config."""
-    points = list(dict.fromkeys(row["point"] for row in rows if "tokens_s" in row))
-    found = {(row["config"], row["point"]): row["tokens_s"] for row in rows if "tokens_s" in row}
-    body = []
-    for point in points:
-        cells, base = [point], found.get((base_config, point))
-        for config in configs:
-            speed = found.get((config, point))
-            times = f" ({speed / base:.2f}x)" if speed and base else ""
-            cells.append(f"{speed:,.0f}{times}" if speed else "")
-        body.append(cells)
-    return common.markdown(["tokens per second", *configs], body)
+# ---- the run
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        run_child(json.loads(sys.argv[2]))
+        task = json.loads(sys.argv[2])
+        engine = Engine(task["config"], task["drafts"], [Point.parse(p) for p in task["points"]])
+        engines.run_child(task, partial(measure_engine, engine, task["settings"]))
         return
     options = common.parser(__doc__)
     options.add_argument("--configs", default=",".join(CONFIGS), help="default: %(default)s")
     options.add_argument("--points", help=f"default: {POINTS}")
     options.add_argument("--only", help="regular expression: rows whose name it finds")
-    options.add_argument("--shape", choices=SHAPES, default="8b")
+    options.add_argument("--shape", choices=engines.SHAPES, default="8b")
     options.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
     options.add_argument("--kv-gib", type=float, default=72, help="of the cache, on each GPU")
     options.add_argument("--sequences", type=int, default=288, help="at most, at a time")
@@ -685,23 +164,11 @@ def main() -> None:
     if importlib.util.find_spec("vllm") is None:
         print("This benchmark needs vLLM (pip install vllm).")
         return
-    cuda = begin(arguments)
+    cuda = engines.begin(arguments)
     if not cuda:  # a try
         arguments.shape, arguments.kv_gib, arguments.sequences = "tiny", 0.03, 16
         arguments.batched_tokens, arguments.serve = 512, 2.0
     measure_all(arguments, cuda)
-
-
-def begin(arguments: Any) -> bool:
-    """Settles where rows go and which commit they name; whether engines run on a GPU."""
-    cuda = torch.device(arguments.device).type == "cuda"
-    arguments.dry_run |= not cuda
-    if not arguments.dry_run:
-        arguments.commit = arguments.commit or common.commit_name()
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        common.RESULTS = arguments.out.absolute()
-    return cuda
 
 
 def measure_all(arguments: Any, cuda: bool) -> None:
@@ -711,13 +178,13 @@ def measure_all(arguments: Any, cuda: bool) -> None:
     if any(point.drafts for point in points) and not can_draft():
         print("this vLLM makes no n-gram drafts on the GPU: points with drafts are left out")
         points = [point for point in points if not point.drafts]
-    engines = list(engines_of(configs, points, arguments.only))
-    shape = SHAPES[arguments.shape]
-    started, rows = time.perf_counter(), []
+    shape = engines.SHAPES[arguments.shape]
+    rows: list[common.Row] = []
+    versions: common.Row = {}
     checked: dict[str, list[Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch)
-        write_model(shape, model)
+        engines.write_model(shape, model)
         settings = {
             "model": str(model),
             "cuda": cuda,
@@ -730,38 +197,28 @@ def measure_all(arguments: Any, cuda: bool) -> None:
             "serve_s": arguments.serve,
             "tensor_parallel": arguments.tensor_parallel,
         }
-        logs = arguments.out or model
-        children: list[Child] = []
-        for number, engine in enumerate(engines):
-            while len(children) <= min(number + 1, len(engines) - 1):
-                children.append(Child(engines[len(children)], settings, logs))
-            child, begun = children[number], time.perf_counter()
-            left = arguments.seconds - (begun - started)
-            common_part: common.Row = {}
-            for found in child.measure(max(1.0, min(arguments.limit, left))):
-                if found["point"] == "memory":
-                    common_part = {"vllm": found.pop("vllm"), "torch": found.pop("torch")}
-                if "outputs" in found:
-                    checked[engine.config] = found.pop("outputs")
-                if engine.drafts and found["point"] == "memory":
+        start = partial(Child, settings=settings, folder=arguments.out or model)
+        chosen = list(engines_of(configs, points, arguments.only))
+        for engine, found in engines.measured(chosen, start, arguments.limit, arguments.seconds):
+            if found["point"] == "memory":  # the first row of an engine
+                versions = {"vllm": found.pop("vllm"), "torch": found.pop("torch")}
+                if engine.drafts:
                     found["point"] = f"memory with {engine.drafts} drafts"
-                rows.append(complete(found, engine, common_part, arguments))
-                add_differences(rows, checked)
-                print(describe(rows[-1]), flush=True)
-                common.write_progress(NAME, rows, "row", arguments)
-            seconds, code = time.perf_counter() - begun, child.process.returncode
-            print(f"{engine.title}: {seconds:.0f} s, exit {code}", flush=True)
-            if code:
-                print(child.log.read_text()[-3000:], flush=True)
+            if "outputs" in found:
+                checked[engine.config] = found.pop("outputs")
+            rows.append(complete(found, engine, versions, arguments))
+            add_differences(rows, checked)
+            print(engines.describe(rows[-1]), flush=True)
+            common.write_progress(NAME, rows, "row", arguments)
     for row in rows:
         if row["point"] == "check":
-            print(describe(row))
-    print(table(rows, configs))
+            print(engines.describe(row))
+    print(engines.table(rows, configs))
 
 
 def complete(found: common.Row, engine: Engine, versions: common.Row, arguments: Any) -> common.Row:
     """A row with its name, which tells it from all others of a device."""
-    name = [f"vllm {versions.get('vllm')}", engine.config, found["point"]]
+    name = [f"vllm {versions['vllm']}", engine.config, found["point"]]
     if arguments.shape != "8b" or arguments.tensor_parallel != 1:
         name.append(f"{arguments.shape} tp {arguments.tensor_parallel}")
     first = {"row": " ".join(name), **versions, "config": engine.config}

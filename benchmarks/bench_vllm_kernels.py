@@ -30,6 +30,7 @@ from importlib.metadata import version
 
 import common
 import torch
+from batches import Difference, Shape, exact_attention, heads_of
 from bench_attention import (
     LARGE,
     LONG,
@@ -41,18 +42,8 @@ from bench_attention import (
     Packed,
     Row,
 )
-from contenders import (
-    DEVICE,
-    STEPS,
-    Call,
-    Contest,
-    Difference,
-    Plain,
-    Shape,
-    exact_attention,
-    heads_of,
-    number_of_caches,
-)
+from contenders import STEPS, Plain
+from timing import DEVICE, Call, Contest, number_of_caches
 from torch import Tensor
 
 import torch_turboquant as tt

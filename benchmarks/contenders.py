@@ -1,4 +1,4 @@
-"""Batches of attention, the bf16 and fp8 kernels of others that attend over them, and the contest.
+"""The bf16 and fp8 attention kernels of others, over the batches of batches.py.
 
 bench_attention.py and bench_vllm_kernels.py time their own kernels beside these.
 """
@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
-from itertools import accumulate
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from batches import (
+    STEP_QUERIES,
+    Difference,
+    Shape,
+    exact_attention,
+    heads_of,
+    integers,
+    running_sum,
+    tables_of,
+)
+from timing import DEVICE, Call, number_of_caches
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import (
-    cosine_similarity,
-    linear,
-    rms_norm,
-    scaled_dot_product_attention,
-    silu,
-)
+from torch.nn.functional import scaled_dot_product_attention
 
 flashinfer: ModuleType | None
 why_no_flashinfer = ""
@@ -34,345 +35,8 @@ try:
 except ImportError as error:
     flashinfer, why_no_flashinfer = None, f"cannot be imported: {error}"
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ROTATED_BYTES = 256 << 20
 BASELINE_PAGE = 16
 FLASHINFER_DIMS = (64, 128, 256)
-STEP_QUERIES = 16
-"""More queries of a sequence are a prompt, or a part of one."""
-
-Call = Callable[[], object]
-
-
-# ---- what is measured
-
-
-class Part(NamedTuple):
-    """Sequences of a batch that are alike."""
-
-    count: int
-    context: int
-    """Tokens of each, those of the call included."""
-    q_len: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.count} x {self.context}" + (f" q_len {self.q_len}" if self.q_len > 1 else "")
-
-
-@dataclass(frozen=True)
-class Shape:
-    batch: int
-    context: int
-    q_heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    q_len: int = 1
-    mixed: tuple[Part, ...] = ()
-    """The sequences, in order, where they differ: batch is then their number, context and q_len are
-    the largest."""
-    label: str = ""
-    """What a row calls sequences that differ; without it, it lists them."""
-
-    @staticmethod
-    def of(parts: Iterable[Part], label: str = "", q_heads: int = 32, kv_heads: int = 8) -> Shape:
-        """A batch of sequences that differ."""
-        mixed = tuple(parts)
-        return Shape(
-            sum(part.count for part in mixed),
-            max(part.context for part in mixed),
-            q_heads,
-            kv_heads,
-            q_len=max(part.q_len for part in mixed),
-            mixed=mixed,
-            label=label,
-        )
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.mixed or (Part(self.batch, self.context, self.q_len),)
-
-    @property
-    def sequences(self) -> list[Part]:
-        """Every sequence by itself."""
-        return [part._replace(count=1) for part in self.parts for _ in range(part.count)]
-
-    @property
-    def tokens(self) -> int:
-        return sum(part.count * part.context for part in self.parts)
-
-    @property
-    def new_tokens(self) -> int:
-        return sum(part.count * part.q_len for part in self.parts)
-
-    @property
-    def bf16_bytes(self) -> int:
-        """Bytes of the whole cache in bf16."""
-        return 4 * self.tokens * self.kv_heads * self.head_dim
-
-    @property
-    def prefill(self) -> bool:
-        """Whether every sequence reads a prompt."""
-        return all(part.q_len > STEP_QUERIES for part in self.parts)
-
-    @property
-    def lengths(self) -> Tensor:
-        """int32 [batch], on the device."""
-        return integers(sequence.context for sequence in self.sequences).to(DEVICE)
-
-    @property
-    def starts(self) -> Tensor:
-        """int32 [batch + 1], on the host: where each sequence's queries start."""
-        return running_sum(sequence.q_len for sequence in self.sequences)
-
-    def pages_of_each(self, page_size: int) -> list[int]:
-        return [-(-sequence.context // page_size) for sequence in self.sequences]
-
-    def queries(self) -> Tensor:
-        shape = (self.new_tokens, self.q_heads, self.head_dim)
-        return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
-
-    def samples(self) -> list[tuple[int, Part, list[int]]]:
-        """What a check looks at: (number of a sequence, the sequence, some of its queries).
-
-        The first and last sequence of every part, or the last, shortest and longest of many parts;
-        all queries of a step, 16 of a prompt.
-        """
-        ends = list(accumulate(part.count for part in self.parts))
-        firsts = [end - part.count for end, part in zip(ends, self.parts, strict=True)]
-        chosen = {*firsts, *(end - 1 for end in ends)}
-        sequences = self.sequences
-        if len(self.parts) > 4:
-            by_length = sorted(range(self.batch), key=lambda i: sequences[i].context)
-            chosen = {self.batch - 1, by_length[0], by_length[-1]}
-        found = []
-        for number in sorted(chosen):
-            q_len = sequences[number].q_len
-            queries = range(q_len)
-            if q_len > STEP_QUERIES:
-                queries = sorted({*range(4), *range(0, q_len, -(-q_len // 8)), *queries[-4:]})
-            found.append((number, sequences[number], list(queries)))
-        return found
-
-    def tiny(self) -> Shape:
-        """Few and short sequences of the same kinds."""
-
-        def short(part: Part) -> Part:
-            q_len = min(part.q_len, STEP_QUERIES + 4)
-            older = min(part.context - part.q_len, 90 + part.context % 70)
-            return Part(min(part.count, 2), older + q_len, q_len)
-
-        parts = [short(part) for part in self.parts[:3]]
-        if self.mixed:
-            return Shape.of(parts, self.label, self.q_heads, self.kv_heads)
-        batch, context, q_len = parts[0]
-        return replace(self, batch=batch, context=context, q_len=q_len)
-
-    def __str__(self) -> str:
-        heads = f"heads {self.q_heads}/{self.kv_heads} d {self.head_dim}"
-        if self.mixed and not self.label:
-            return f"{' + '.join(map(str, self.mixed))} {heads}"
-        text = f"{self.label or f'{self.batch} x {self.context}'} {heads}"
-        return text + (f" q_len {self.q_len}" if self.q_len > 1 else "")
-
-
-def integers(values: Iterable[int]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int32)
-
-
-def running_sum(values: Iterable[int]) -> Tensor:
-    """int32, from 0 to the sum of all."""
-    return integers(accumulate(values, initial=0))
-
-
-def tables_of(pages: list[int]) -> tuple[Tensor, Tensor]:
-    """Pages in random order: the ids of each sequence in turn, and as a padded block table."""
-    order = torch.randperm(sum(pages), device=DEVICE).int()
-    table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=DEVICE)
-    for row, ids in zip(table, order.split(pages), strict=True):
-        row[: len(ids)] = ids
-    return order, table
-
-
-# ---- exact results
-
-
-def heads_of(x: Tensor, shape: Shape, kv_head: int) -> Tensor:
-    """The query heads of one KV head: [q_len, group, d] of [q_len, q_heads, d]."""
-    return x.unflatten(1, (shape.kv_heads, -1))[:, kv_head]
-
-
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, last: Tensor | None = None) -> Tensor:
-    """Attention in float64, [q_len, group, d]: of q [q_len, group, d], k and v [context, d].
-
-    last: the last key that each query sees; None: all.
-    """
-    q, k, v = q.double(), k.double(), v.double()
-    scores = q @ k.T / math.sqrt(k.shape[1])
-    if last is not None:
-        hidden = torch.arange(len(k), device=k.device) > last[:, None, None]
-        scores.masked_fill_(hidden, -torch.inf)
-    return scores.softmax(-1) @ v
-
-
-class Difference(NamedTuple):
-    """How far rows are from exact ones."""
-
-    max_error: float
-    cosine: float
-    """The least of all rows."""
-    relative: float
-    """The largest distance of a row, in units of the length of the exact row."""
-
-    @staticmethod
-    def of(found: Tensor, exact: Tensor) -> Difference:
-        found = found.double()
-        cosine = cosine_similarity(found, exact, dim=-1).min()
-        relative = ((found - exact).norm(dim=-1) / exact.norm(dim=-1)).max()
-        return Difference((found - exact).abs().max().item(), cosine.item(), relative.item())
-
-    @staticmethod
-    def worst(of: Iterable[Difference]) -> Difference:
-        errors, cosines, relatives = zip(*of, strict=True)
-        return Difference(max(errors), min(cosines), max(relatives))
-
-
-# ---- timing
-
-
-class Replays:
-    """What a CUDA graph is on a GPU: calls in a row."""
-
-    def __init__(self, calls: list[Call]) -> None:
-        self.calls = calls
-
-    def replay(self) -> None:
-        for call in self.calls:
-            call()
-
-
-class Contest:
-    """Calls that take turns. Every contender is a list of calls, one for each of its caches."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        """About how long the replays of one contender take."""
-
-    def capture(self, calls: list[Call]) -> torch.cuda.CUDAGraph | Replays:
-        for call in calls[:2]:  # what must happen once, happens outside of the graph
-            call()
-        if DEVICE.type == "cpu":
-            return Replays(calls)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        return graph
-
-    def once(self, work: Call) -> float:
-        """Milliseconds."""
-        if DEVICE.type == "cpu":
-            start = time.perf_counter()
-            work()
-            return 1e3 * (time.perf_counter() - start)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-    def turns(self, graphs: dict[str, torch.cuda.CUDAGraph | Replays]) -> dict[str, int]:
-        """How often each is replayed."""
-        found = {}
-        for name, graph in graphs.items():
-            graph.replay()
-            estimate = self.once(graph.replay)
-            found[name] = min(40, max(7, round(self.seconds * 1e3 / estimate)))
-        return found
-
-    def in_a_graph(self, calls: list[Call]) -> list[Call]:
-        """At least four calls in the order of their caches, but of slow ones only some 20 ms."""
-        calls[0]()
-        estimate = self.once(calls[0])
-        return (calls * -(-4 // len(calls)))[: max(2, math.ceil(20 / estimate))]
-
-    def medians(self, contenders: dict[str, list[Call]]) -> dict[str, tuple[float, float]]:
-        """Milliseconds of one call in a graph and eager, by the contender's name."""
-        rounds = {name: self.in_a_graph(calls) for name, calls in contenders.items()}
-        graphs = {name: self.capture(calls) for name, calls in rounds.items()}
-        turns = self.turns(graphs)
-        replayed: dict[str, list[float]] = {name: [] for name in graphs}
-        eager: dict[str, list[float]] = {name: [] for name in graphs}
-        for turn in range(max(turns.values(), default=0)):
-            for name, graph in graphs.items():
-                if turn < turns[name]:
-                    replayed[name].append(self.once(graph.replay) / len(rounds[name]))
-        for _ in range(5):
-            for name, calls in rounds.items():
-                took = self.once(lambda calls=calls: [call() for call in calls])
-                eager[name].append(took / len(calls))
-        return {
-            name: (statistics.median(replayed[name]), statistics.median(eager[name]))
-            for name in graphs
-        }
-
-    def medians_between(
-        self, contenders: dict[str, list[Call]], between: Call, calls: int = 16
-    ) -> dict[str, float]:
-        """Milliseconds that one call adds to a graph in which other work precedes it.
-
-        A graph of `calls` times [between, call] takes turns with one of between alone; a turn's
-        difference is one measurement. The wait of each kernel for the one before it counts.
-        """
-        alone = self.capture([between] * calls)
-        graphs = {}
-        for name, some in contenders.items():
-            rounds = (some * -(-calls // len(some)))[:calls]
-            graphs[name] = self.capture([work for call in rounds for work in (between, call)])
-        turns = self.turns(graphs)
-        added: dict[str, list[float]] = {name: [] for name in graphs}
-        for turn in range(max(turns.values(), default=0)):
-            for name, graph in graphs.items():
-                if turn < turns[name]:
-                    without = self.once(alone.replay)
-                    added[name].append((self.once(graph.replay) - without) / calls)
-        return {name: statistics.median(some) for name, some in added.items()}
-
-
-class Layer:
-    """What a model of 8B parameters runs between two attentions: a norm and an MLP.
-
-    It reads 200 MB of weights in several kernels, more than the L2 cache holds.
-    """
-
-    def __init__(self, hidden: int = 4096, intermediate: int = 8192) -> None:
-        def weights(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) / math.sqrt(shape[-1])
-
-        self.x = weights(1, hidden)
-        self.gate, self.up = weights(intermediate, hidden), weights(intermediate, hidden)
-        self.down = weights(hidden, intermediate)
-
-    def __call__(self) -> Tensor:
-        x = rms_norm(self.x, self.x.shape[-1:])
-        return linear(silu(linear(x, self.gate)) * linear(x, self.up), self.down)
-
-
-def number_of_caches(size: int) -> int:
-    return max(1, math.ceil(ROTATED_BYTES / size))
-
-
-def bandwidth(contest: Contest, elements: int = 1 << 30) -> tuple[float, float]:
-    """TB/s of a sum over 4 GiB, and of a copy of 2 GiB (bytes read and bytes written)."""
-    source = torch.randn(elements, device=DEVICE)
-    half = source.numel() // 2
-    calls = {"read": [source.sum], "copy": [lambda: source[half:].copy_(source[:half])]}
-    times = contest.medians(calls)  # a copy inside a graph is slower than outside
-    return tuple(source.nbytes / min(times[name]) / 1e9 for name in ("read", "copy"))
-
-
-# ---- the others
 
 FIVE = ("cudnn", "cudnn folded", "flash", "flash folded", "flashinfer")
 STEPS = (*FIVE, "fp8")
@@ -670,35 +334,3 @@ class Plain:
         calls = [partial(call, *read(cache).to(dtype)) for cache in self.caches]
         least = 0.9999 if dtype == torch.bfloat16 else 0.99  # of fp8 queries and probabilities
         return Contender(calls, layout, True, dtype, least)
-
-
-def read_speed() -> float:
-    """TB/s of a sum over 4 GiB."""
-    if DEVICE.type == "cpu":
-        return 1.0
-    x = torch.zeros(1 << 30, dtype=torch.float32, device=DEVICE)
-    (ms, _), *_ = Contest(0.5).medians({"sum": [x.sum]}).values()
-    return 4 * len(x) / ms * 1e-9
-
-
-def those_that_run(
-    kinds: Mapping[str, Callable[[], list[Call]]],
-) -> tuple[dict[str, list[Call]], dict[str, str]]:
-    """The calls of contenders that run on this machine, and why the others do not.
-
-    Args:
-        kinds: name -> what makes the calls; it may raise anything, and so may the first call.
-    """
-    found: dict[str, list[Call]] = {}
-    missing: dict[str, str] = {}
-    for name, make in kinds.items():
-        try:
-            calls = make()
-            calls[0]()
-            if DEVICE.type == "cuda":
-                torch.cuda.synchronize()
-            found[name] = calls
-        except Exception as error:
-            text = str(error).splitlines() or [""]
-            missing[name] = f"{type(error).__name__}: {text[0][:120]}"
-    return found, missing

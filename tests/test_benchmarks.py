@@ -154,9 +154,9 @@ def test_attention_without_a_gpu(monkeypatch, capsys):
 def attention(monkeypatch):
     """bench_attention.py on the CPU, with one cache per contender."""
     bench = load_script("benchmarks/bench_attention.py")
-    for module in (bench, bench.contenders):
+    for module in (bench, bench.timing, bench.contenders, sys.modules["batches"]):
         monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(bench.contenders, "ROTATED_BYTES", 0)
+    monkeypatch.setattr(bench.timing, "ROTATED_BYTES", 0)
     monkeypatch.setattr(bench, "SHORT", bench.Shape(1, 96))  # of uniform batches
     return bench
 
@@ -334,7 +334,7 @@ def test_other_work_between_calls_is_not_counted(attention, monkeypatch):
 
         return work
 
-    monkeypatch.setattr(attention.contenders.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(attention.timing.time, "perf_counter", lambda: clock[0])
     contest = attention.Contest(0.1)
     calls = {"one": [takes(3e-3)], "two": [takes(1e-3), takes(2e-3)]}
     found = contest.medians_between(calls, takes(5e-3), calls=4)
@@ -379,7 +379,7 @@ def test_an_uncompressed_cache_counts_in_its_fastest_way(monkeypatch, kind, mode
 
 
 @pytest.fixture
-def engines():
+def bench_vllm():
     return load_script("benchmarks/bench_vllm.py")
 
 
@@ -394,9 +394,9 @@ def test_engines_without_vllm(monkeypatch, capsys):
     assert "needs vLLM" in capsys.readouterr().out
 
 
-def test_points_of_an_engine(engines):
+def test_points_of_an_engine(bench_vllm):
     decode, full, prompt, check = map(
-        engines.Point.parse, ["verify3:16x32768", "full8192", "prompt2048", "check"]
+        bench_vllm.Point.parse, ["verify3:16x32768", "full8192", "prompt2048", "check"]
     )
     assert (decode.kind, decode.sequences, decode.context, decode.drafts) == (
         "decode",
@@ -407,60 +407,105 @@ def test_points_of_an_engine(engines):
     assert (full.kind, full.sequences, full.context, full.drafts) == ("full", 0, 8192, 0)
     assert (prompt.kind, prompt.sequences, prompt.context) == ("prompt", 1, 2048)
     assert check.kind == "check"
-    load = engines.Point.parse("turns8x1000:50")
+    load = bench_vllm.Point.parse("turns8x1000:50")
     assert (load.kind, load.sequences, load.longest) == ("load", 8, load.load.longest)
     with pytest.raises(SystemExit, match="'16' is no point"):
-        engines.Point.parse("16")
+        bench_vllm.Point.parse("16")
 
 
-def test_an_engine_has_one_number_of_drafts(engines):
-    points = [engines.Point.parse(text) for text in engines.POINTS.split(",")]
-    found = list(engines.engines_of(list(engines.CONFIGS), points, None))
+def test_an_engine_has_one_number_of_drafts(bench_vllm):
+    points = [bench_vllm.Point.parse(text) for text in bench_vllm.POINTS.split(",")]
+    found = list(bench_vllm.engines_of(list(bench_vllm.CONFIGS), points, None))
     titles = [engine.title for engine in found]
     assert titles[:5] == ["k5v4u", "bf16", "fp8", "k4v4u", "turboquant_4bit_nc"]
     assert titles[5:9] == ["k5v4u 3 drafts", "bf16 3 drafts", "fp8 3 drafts", "k4v4u 3 drafts"]
     assert len(titles) == 13 and found[0].points[0].text == "16x32768"
     theirs = [point.text for point in found[4].points]
     assert "16x32768" in theirs and "full8192" not in theirs
-    (only,) = engines.engines_of(list(engines.CONFIGS), points, "k4v4u verify7:1x")
+    (only,) = bench_vllm.engines_of(list(bench_vllm.CONFIGS), points, "k4v4u verify7:1x")
     assert only.drafts == 7 and [point.text for point in only.points] == ["verify7:1x8192"]
 
 
-def test_what_an_engine_of_vllm_is_given(engines):
+def test_what_an_engine_of_vllm_is_given():
+    options_of = load_script("benchmarks/vllm_engine.py").engine_options
     settings = {"model": "m", "longest": 33280, "sequences": 64, "batched_tokens": 16384}
     settings |= {"cuda": True, "kv_gib": 72, "tensor_parallel": 1, "latents": False}
-    ours = engines.engine_options("k5v4u", 3, settings)
+    ours = options_of("k5v4u", 3, settings)
     assert ours["attention_backend"] == "CUSTOM"
     assert ours["additional_config"] == {"turboquant": {"preset": "k5v4u"}}
-    without = engines.engine_options("k5v4u:codes", 0, settings)["additional_config"]["turboquant"]
+    without = options_of("k5v4u:codes", 0, settings)["additional_config"]["turboquant"]
     assert without == {"preset": "k5v4u", "first_token": "codes"}
     assert ours["compilation_config"]["cudagraph_capture_sizes"] == [4, 64, 128]
     assert ours["speculative_config"]["num_speculative_tokens"] == 3
-    plain = [engines.engine_options(name, 0, settings) for name in ("bf16", "fp8")]
+    plain = [options_of(name, 0, settings) for name in ("bf16", "fp8")]
     assert [x.get("kv_cache_dtype") for x in plain] == [None, "fp8"]
     for options in plain:
         assert options["compilation_config"]["cudagraph_capture_sizes"][-1] == 64
         same = {"kv_cache_memory_bytes": 72 * 2**30, "attention_backend": "FLASH_ATTN"}
         assert same.items() <= options.items() and "additional_config" not in options
     settings["latents"] = True  # vLLM chooses itself
-    assert "attention_backend" not in engines.engine_options("bf16", 0, settings)
-    assert engines.engine_options("k5u", 0, settings)["attention_backend"] == "CUSTOM"
+    assert "attention_backend" not in options_of("bf16", 0, settings)
+    assert options_of("k5u", 0, settings)["attention_backend"] == "CUSTOM"
 
 
-def test_engines_are_compared_with_bf16(engines):
+def test_engines_are_compared_with_bf16(bench_vllm):
     tops = {"7": -0.1, "8": -2.0}, {"7": -0.2, "9": -3.0}
     reference, ours = [[(7, tops[0]), (8, tops[0])]], [[(7, tops[1]), (9, tops[0])]]
     rows = [{"point": "check", "config": "k5v4u"}, {"point": "16x128", "config": "k5v4u"}]
-    engines.add_differences(rows, {"k5v4u": ours})
+    bench_vllm.add_differences(rows, {"k5v4u": ours})
     assert "tokens" not in rows[0]
-    engines.add_differences(rows, {"k5v4u": ours, "bf16": reference})
+    bench_vllm.add_differences(rows, {"k5v4u": ours, "bf16": reference})
     assert rows[0]["same_tokens"] == 1 and rows[0]["tokens"] == 2
     assert rows[0]["logprob_difference"] == pytest.approx((0.1 + 0 + 0) / 3) and len(rows[1]) == 2
     times = [
         {"config": "bf16", "point": "16x128", "tokens_s": 100.0},
         {"config": "k5v4u", "point": "16x128", "tokens_s": 250.0},
     ]
-    assert "| 16x128 | 250 (2.50x) | 100 (1.00x) |" in engines.table(times, ["k5v4u", "bf16"])
+    printed = bench_vllm.engines.table(times, ["k5v4u", "bf16"])
+    assert "| 16x128 | 250 (2.50x) | 100 (1.00x) |" in printed
+
+
+def test_engines_are_measured_one_after_the_other(tmp_path, capsys):
+    """The next process is there before it is its turn, and one that fails leaves the others."""
+    engines = load_script("benchmarks/engines.py")
+    program = tmp_path / "bench.py"
+    program.write_text("""
+import json, os, sys
+task = json.loads(sys.argv[2])
+sys.stdin.readline()
+with os.fdopen(task["sender"], "w") as sender:
+    for point in task["points"]:
+        sender.write(json.dumps({"point": point, "config": task["config"]}) + "\\n")
+if task["config"] == "broken":
+    sys.exit("no such engine")
+""")
+
+    class Child(engines.Child):
+        def __init__(self, engine):
+            started.append(engine.config)
+            super().__init__(engine, {}, tmp_path)
+
+    Child.program, Child.environment = str(program), {}
+    started, ahead, found = [], [], []
+    points = [Namespace(text="a"), Namespace(text="b")]
+    order = [engines.Engine(name, 0, points) for name in ("first", "broken", "last")]
+    for engine, row in engines.measured(order, Child, 60.0, 60.0):
+        ahead.append(list(started))
+        found.append((engine.config, row["config"], row["point"]))
+    assert found == [(name, name, p) for name in ("first", "broken", "last") for p in "ab"]
+    assert ahead[0] == ["first", "broken"] and ahead[2] == ["first", "broken", "last"]
+    printed = capsys.readouterr().out
+    assert re.search(r"^broken: \d+ s, exit 1\nno such engine$", printed, re.MULTILINE)
+    assert re.search(r"^last: \d+ s, exit 0$", printed, re.MULTILINE)
+
+
+def test_an_engine_that_takes_too_long_is_ended(tmp_path):
+    engines = load_script("benchmarks/engines.py")
+    program = tmp_path / "bench.py"
+    program.write_text("import sys, time; sys.stdin.readline(); time.sleep(60)")
+    child = type("Child", (engines.Child,), {"program": str(program), "environment": {}})
+    process = child(engines.Engine("slow", 0, []), {}, tmp_path)
+    assert list(process.measure(0.2)) == [] and process.process.returncode < 0
 
 
 def test_a_row_of_vllm_has_its_fastest_and_its_own_way():
