@@ -1,7 +1,7 @@
 // The table of contents: every op of torch.ops.turboquant, its schema and nothing else. Kernels register themselves
-// in csrc/cpu/<room>.cpp and csrc/cuda/<room>.cu; fake implementations and documentation are in
-// torch_turboquant/ops/<room>.py. The aggregates in csrc/calls repeat the long lists of arguments, field by field in
-// the same order.
+// in csrc/cpu/<room>.cpp and csrc/cuda/<room>.cu or the room's folder (tests/test_house.py); fake implementations and
+// documentation are in torch_turboquant/ops/<room>.py. The aggregates in csrc/calls repeat the long lists of arguments,
+// field by field in the same order.
 //
 // Conventions: integers stand for names (scale_mode: 0 norm, 1 preserve, 2 mse, 3 unbiased), because strings cost
 // microseconds per call. Constants of a cache (signs, levels, steps, center) are tensors, so that CUDA graphs hold no

@@ -1,5 +1,8 @@
-// linear_packed: describes a call for its kernel (linear/call.cuh, linear/tiles/call.cuh) and launches it, or has the
-// weight decoded for many tokens (choices/linear.h).
+// linear_packed: asks choices/linear.h which kernel takes a call, describes the call for it (linear/call.cuh,
+// linear/tiles/call.cuh) and launches it, or has the weight decoded for many tokens (linear/many_tokens.cu).
+//
+// The other ops of the room: weight_encode and weight_pack are in linear/encode.cu, weight_decode and weight_unpack in
+// linear/decode.cu. linear_experts calls linear_packed from Python (torch_turboquant/ops/linear.py).
 #include "calls/linear.h"
 
 #include "choices/linear.h"

@@ -20,20 +20,23 @@ enum class Codes {
 };
 
 constexpr int kTileColumns = 8;    // of a tensor-core product
-constexpr int kMostColumns = 64;   // of a block
+constexpr int kMostColumns = 64;   // of a thread block
 constexpr int kHalfChannels = 64;  // half a group of 128
 
-// The activations of one group of channels, for all columns of a block. Of each pair of columns (c, c + 1), as
-// accumulators have them, float32 units (c, c + 1, 0, 0), and int32 corrections, by which sums over 32 channels or over
-// the group begin, for the columns c, c + 1, c, c + 1; then int8 [group / 64][columns][64] in the order of operands.
+// The activations of one group of channels, for all columns of a thread block. A pair is two neighbouring columns,
+// c and c + 1, which the accumulators of one lane have together.
+//
+//   float32 [pairs][4]              the units of c and c + 1; the rest is not used
+//   int32 [corrections][pairs][4]   what integer sums of c, c + 1, c, c + 1 begin with (operands.cuh): one correction
+//                                   for the group, or one for every 32 channels that have a multiplier
+//   int8 [group / 64][columns][64]  the integers, in the order of operands
 struct RecordOfColumns {
   static constexpr int kPairBytes = 16;
 
   int group, columns, corrections, tiles;
 
-  // Of the units, and of every correction, of all pairs of all tiles.
+  // Bytes of the units of all pairs of all tiles; a correction takes as many.
   __host__ __device__ constexpr int row_bytes() const { return tiles * (kTileColumns / 2 * kPairBytes); }
-  __host__ __device__ constexpr int corrections_at() const { return row_bytes(); }
   __host__ __device__ constexpr int operands() const { return (1 + corrections) * row_bytes(); }
   __host__ __device__ constexpr int bytes() const { return operands() + group * columns; }
 };
@@ -60,8 +63,12 @@ struct Share {
   __host__ __device__ constexpr int begin(int i) const { return each * i + (i < rest ? i : rest); }
 };
 
-// When a block may read weights that precede the end of the previous kernel.
-enum class Early { kNo, kRing, kPrefetch };
+// What a thread block may do with weights before the previous kernel has ended.
+enum class Early {
+  kNo,       // nothing
+  kRing,     // copy them into its ring
+  kPrefetch  // bring them into the L2 cache, which will also see what the previous kernel writes
+};
 
 struct Plan {
   RecordOfColumns record;  // of a block of columns
@@ -87,7 +94,7 @@ __host__ __device__ constexpr int num_warps(int tiles) { return tiles <= 2 ? 20 
 
 constexpr int kMostSlots = 16;  // of a warp
 
-// Of shared memory, for barriers.
+// Bytes of shared memory for the barriers of all warps.
 __host__ __device__ constexpr int header_bytes(int tiles) { return 8 * num_warps(tiles) * kMostSlots; }
 
 constexpr int kQuantiseWarps = 4;    // of a thread block of the kernel that quantises activations

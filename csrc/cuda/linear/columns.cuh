@@ -29,7 +29,8 @@ class Quantiser {
   using Values = float[kPiecesAtOnce][4];
 
  public:
-  // Of the columns of a record from `column` on, in groups [group, end). records: of the first of them
+  // Quantises the columns of a record, the first of which is `column` of the call, in groups [group, end). records:
+  // memory of their records, of group `group` first.
   __device__ __forceinline__ Quantiser(const Call& a, const RecordOfColumns& r, uint8_t* records, int group, int end,
                                        int64_t column)
       : a_(a), r_(r), column_(column) {

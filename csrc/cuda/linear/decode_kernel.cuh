@@ -22,10 +22,10 @@ struct WeightDecoder {
   void* out;                     // [n, k]
   Dtype dtype;                   // of the output
   int64_t n;
-  uint32_t units;     // blocks of the weight
+  uint32_t units;     // of the weight: what the format calls its blocks
   int groups, group;  // of a row; channels of each
   bool sub;           // has multipliers
-  // Of a block; computed once, because the divisions in them are slow on a device.
+  // Sizes and places of a unit, computed on the host, because the divisions in them are slow on a device.
   int unit_bytes, scales_at, multipliers_at;
 };
 
@@ -35,7 +35,7 @@ class WarpDecoder {
   static constexpr int kChannels = 64;                      // of a chunk
   static constexpr int kLaneBytes = 144;                    // 128 bytes of results, and 16 against bank conflicts
 
-  // That have work.
+  // Thread blocks that have work.
   static int64_t blocks(const WeightDecoder& w) {
     const int64_t chunks = int64_t{w.units} * (w.group / kChannels);
     return (chunks + 2 * kWarps - 1) / (2 * kWarps);
@@ -147,7 +147,7 @@ class WarpDecoder {
     }
     __syncwarp();  // before results take the memory
   }
-  // levels: plus 128. A byte below the upper half of 2^23 is a float.
+  // levels: of four channels, plus 128. Such a byte below the upper bytes of 2^23 is the float 2^23 + 128 + level.
   static __device__ __forceinline__ void put(uint32_t levels, float unit, float* to) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -177,7 +177,7 @@ class Block {
     return *reinterpret_cast<const Word*>(shared_ + at);
   }
 
-  // Adds neighbouring units. HALVES: of 64 channels, of a unit
+  // Adds the products of `units` neighbouring units. HALVES: of a unit, 64 channels each.
   template <int HALVES>
   __device__ __forceinline__ void multiply(Reader& at, int units, float (&y)[TILES][4]) const {
     const int unit_bytes = p_.unit_bytes, record_bytes = p_.record.bytes(),

@@ -1,3 +1,5 @@
+// The launch of the kernel of few columns: which instance, the plan, and whether another kernel quantises activations
+// before.
 #include "cuda/linear/launch.cuh"
 
 #include <array>
@@ -9,7 +11,7 @@
 namespace turboquant::cuda::linear {
 namespace {
 
-// Compute capability 7.5 has no room for the sums of more columns.
+// Compute capability 7.5 has 64 KB of shared memory, no room for the sums of more columns.
 constexpr int kLargeShared = 96 << 10, kFewColumns = 16;
 
 KernelEntry find(const format::WeightBlock& unit, bool uniform, int columns) {

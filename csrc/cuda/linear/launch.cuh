@@ -10,7 +10,7 @@ namespace turboquant::cuda::linear {
 struct KernelEntry {
   const void* kernel;    // of products
   const void* quantise;  // of activations
-  int tiles;             // of 8 columns, of a block
+  int tiles;             // of 8 columns, of a thread block
 };
 
 // The kernel for blocks of up to `columns` columns. Defined in instances/.

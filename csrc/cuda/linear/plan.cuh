@@ -12,18 +12,20 @@ constexpr int kSumBytes = 512;  // of a warp's sums of 16 rows and a tile of col
 
 inline int divide_up(int64_t x, int64_t y) { return static_cast<int>((x + y - 1) / y); }
 
-// What a part of the rows costs besides reading its units, in units: writing, counting, waiting for others.
+// What it costs that thread blocks share the channels of rows, as many units as could be read meanwhile: they write
+// their sums, count arrivals and wait for each other.
 constexpr int kJoinUnits = 40;
 
 constexpr int kCopyUnits = 4;  // that a warp copies at a time
 
+// The plan whose busiest thread block reads the fewest units.
 inline Plan plan_of(const Call& a, int unit_bytes, const RecordOfColumns& record, const DeviceFacts& facts) {
   Plan p{};
   p.record = record, p.unit_bytes = unit_bytes;
   p.slabs = divide_up(a.n, 16);
   const int warps = num_warps(record.tiles), header = header_bytes(record.tiles);
   const int room = facts.shared_per_block;
-  // Of a warp: whole units that have room for its sums, which meet those of others there.
+  // The smallest rings: of each warp as many units as have room for its sums, which meet those of other warps there.
   const int least_ring = warps * unit_bytes * divide_up(kSumBytes * record.tiles, unit_bytes);
   const int most_records = std::min(room / 2, room - header - 128 - least_ring);
   int64_t least = INT64_MAX;

@@ -20,7 +20,7 @@ struct Latents {
   __host__ __device__ __forceinline__ int channels() const { return record.latent_dim + record.rope_dim; }
 };
 
-// What one row of queries sees: keys [first, end) from codes; exact are its position's others.
+// What one row of queries sees: keys [first, end) from codes, and all others up to `position` as they are.
 struct RowSight {
   int position, first, end;
 };
@@ -30,8 +30,7 @@ struct RowPlace {
   int token, head, position;
 };
 
-__device__ __forceinline__ RowPlace place_of_row(const Attention& a, const int sequence, int length, int queries,
-                                                 int index) {
+__device__ __forceinline__ RowPlace place_of_row(const Attention& a, int sequence, int length, int queries, int index) {
   const int i = quotient(index, a.q_heads);
   return {a.first_query(sequence) + i, index - i * a.q_heads, length - queries + i};
 }

@@ -1,4 +1,4 @@
-// From codes to operands, without any arithmetic.
+// From codes to operands by masks, shifts and byte permutations alone.
 //
 // Scores are products of bytes: a word of codes is one or two words of bytes. Sums of values are products of float16: a
 // code in the low bits of a float16 whose other bits are 0 is the subnormal number code * 2^-24, and tensor cores
@@ -37,8 +37,8 @@ __device__ __forceinline__ uint32_t flip_masked(uint32_t x) {
 template <Kind KIND>
 constexpr int kBytesOfWord = KIND == kBytes ? 1 : 2;  // words of bytes
 
-// Even and odd codes as bytes. fifth: kPlanes only, the fifth bits of codes i in bits 4 + i % 2 of bytes i / 2, see
-// align_fifth.
+// Even codes as the bytes of one word, odd codes as those of another. fifth: of kPlanes, the fifth bit of code i in bit
+// 4 + i % 2 of byte i / 2, see align_fifth.
 template <Kind KIND>
 __device__ __forceinline__ void expand_bytes(uint32_t x, uint32_t fifth, uint32_t (&bytes)[kBytesOfWord<KIND>]) {
   if constexpr (KIND == kBytes) {

@@ -133,8 +133,7 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Segm
   }
 }
 
-// The sum of `count` rows at(i), by all threads of a block of join_kernel, each for its
-// channels, to `sum`.
+// Adds rows at(0) to at(count - 1) into `sum`, by all threads of a block of join_kernel, each for its channels.
 template <int R, typename At>
 __device__ __forceinline__ void add_rows(int count, float* sum, At&& at) {
   constexpr int kEach = R / (32 * kJoinWarps);

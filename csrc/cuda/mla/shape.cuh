@@ -1,5 +1,6 @@
-// What the host that launches the kernel of latent attention and the kernel itself agree on: sizes that are known when
-// it is compiled, and where everything of a block lies in shared memory.
+// What all parts of the kernel of latent attention share, some of it with the host that launches it: sizes that are
+// known when it is compiled, where everything of a block lies in shared memory, the numbers of segments, and, at the
+// end, the instructions that several parts issue.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +21,7 @@ enum Kind : int {
 };
 
 constexpr int kWarpgroup = 128;
-constexpr int kMostRegisters = 256;  // of a thread, or rather one more
+constexpr int kMostRegisters = 256;  // a thread has fewer: 255 at most
 constexpr int kTileTokens = format::LatentRecord::kTileTokens;
 constexpr int kUnitTiles = kUnitTokens / kTileTokens;
 constexpr int kMaxStages = 8;

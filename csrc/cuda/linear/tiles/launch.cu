@@ -1,3 +1,4 @@
+// The launch of the kernel of tiles, in clusters, behind the kernel that rotates activations.
 #include "cuda/linear/tiles/launch.cuh"
 
 #include <map>
@@ -22,7 +23,8 @@ const void* kernel_of(int tokens, const format::WeightBlock& block) {
   return tokens == 192 ? kernel_of<192>(block) : kernel_of<256>(block);
 }
 
-// A launch of clusters of `parts` thread blocks that begins before the previous kernel has ended.
+// What a launch of clusters of `parts` thread blocks has, which begins before the previous kernel has ended. Its grid,
+// one cluster here, and its stream are still to be set.
 struct ClusterLaunch {
   cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
