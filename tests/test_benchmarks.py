@@ -663,14 +663,16 @@ def test_clients_that_get_nothing(serving):
 def test_turns_of_a_conversation(serving):
     load = serving.Load.parse("turns2x50:10")
     clients = serving.Clients(load, 1000, 20.0)
-    mine = [request for request in serve(clients, slots=2) if request.client == 0]
-    for before, after in itertools.pairwise(mine):
-        if len(after.prompt) > 50:
-            assert after.prompt[: len(before.prompt)] == before.prompt
-            assert len(after.prompt) == len(before.prompt) + len(before.answer) + 10
-        assert len(after.prompt) + after.tokens <= load.longest
-    again = [request for request in mine if request.prompt == mine[0].prompt]
-    assert len(again) > 1 and len(mine[1].prompt) > 50  # it began again, and not at once
+    seen = serve(clients, slots=2)
+    for client in range(2):
+        mine = [request for request in seen if request.client == client]
+        for before, after in itertools.pairwise(mine):
+            if len(after.prompt) > 50:
+                assert after.prompt[: len(before.prompt)] == before.prompt
+                assert len(after.prompt) == len(before.prompt) + len(before.answer) + 10
+            assert len(after.prompt) + after.tokens <= load.longest
+        again = [request for request in mine if request.prompt == mine[0].prompt]
+        assert len(again) > 1 and len(mine[1].prompt) > 50  # it began again, and not at once
 
 
 def test_a_mix_of_lengths(serving):

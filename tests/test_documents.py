@@ -163,10 +163,12 @@ def test_clients_on_the_page_of_vllm(generate, monkeypatch):
     load = {"clients": 64, "context": 16384, "requests_s": 12.58, "tokens_s": 3202.8}
     point = "turns64x16384:256"
     rows = [engine_row(config, point, **load, **times) for config in ("k5v4u", "bf16")]
+    rows.append(engine_row("bf16", "mix64", **{**load, "context": 0}, **times))
     rows.append(engine_row("bf16", "16x32768", step_ms=20.0, tokens_s=800.0))
     monkeypatch.setattr(generate.results, "read_rows", lambda name: rows)
     found = "12.6 | 3,203 | 0.05 s, 0.09 s | 20 ms, 20 ms |"
     assert generate.vllm.engine_clients().splitlines()[2:] == [
+        f"| 64 with prompts and answers as long as ShareGPT's | bf16 | {found}",
         f"| 64 conversations of 16,384 tokens | bf16 | {found}",
         f"| 64 conversations of 16,384 tokens | k5v4u | {found}",
     ]

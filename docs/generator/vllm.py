@@ -156,7 +156,7 @@ def engine_clients() -> str:
     rows = [row for row in h200_rows("h200_vllm") if "clients" in row]
     lines = [
         [
-            f"{row['clients']} conversations of {row['context']:,} tokens",
+            engine_load(row),
             row["config"],
             f"{row['requests_s']:.1f}",
             f"{row['tokens_s']:,.0f}",
@@ -167,6 +167,15 @@ def engine_clients() -> str:
     ]
     head = ["clients", "cache", "requests/s", "tokens/s", "first token", "time of a token"]
     return markdown(head, lines)
+
+
+def engine_load(row: Row) -> str:
+    """What clients ask for, in words (benchmarks/serving.py)."""
+    return {
+        "turns": f"{row['clients']} conversations of {row['context']:,} tokens",
+        "serve": f"{row['clients']} with new prompts of {row['context']:,} tokens",
+        "mix": f"{row['clients']} with prompts and answers as long as ShareGPT's",
+    }[re.match("[a-z]+", row["point"])[0]]
 
 
 def engine_kind(row: Row) -> tuple[str, str, int]:

@@ -258,10 +258,12 @@ def test_centers_may_be_learned(name):
     limits.check_learning(engine_config(transfer_kv_connector=name))
 
 
-def test_connectors_of_the_user():
-    own = {"transfer_kv_connector": "Mine", "transfer_kv_connector_module_path": "mine"}
+@pytest.mark.parametrize("name", ["Mine", "OffloadingConnector"])
+def test_connectors_of_the_user(name):
+    """Nothing is known of them, even if they are called as one of vLLM's."""
+    own = {"transfer_kv_connector": name, "transfer_kv_connector_module_path": "mine"}
     limits.check_engine(engine_config(**own), NEW, Settings())
-    with pytest.raises(ValueError, match="the KV connector Mine may take pages to another process"):
+    with pytest.raises(ValueError, match=f"connector {name} may take pages to another process"):
         limits.check_learning(engine_config(**own))
 
 
