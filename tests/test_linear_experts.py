@@ -62,6 +62,20 @@ def test_many_experts_and_pairs(device):
     check(device, FORMATS[0], 33, 128, 200, 4, experts=64, dtype=torch.bfloat16)
 
 
+def test_so_many_pairs_that_they_take_turns():
+    """The CPU has memory for the results of some pairs at a time: 32 MiB, and a piece."""
+    f, n, tokens = FORMATS[0], 4096, 6000
+    packed, reading = experts_case(f, n, 64, 3)
+    x = randn(tokens, 64, seed=1)
+    assert tokens * n * 4 > 2 * 2**25
+    chosen = torch.randint(4, (tokens, 1), generator=torch.Generator().manual_seed(1))
+    y = tt.linear_experts(x, packed, chosen, *reading)
+    for expert in range(3):
+        own = chosen[:, 0] == expert
+        assert torch.equal(y[own, 0], tt.linear_packed(x[own], packed[expert], *reading))
+    assert not y[chosen[:, 0] == 3].any()
+
+
 def test_long_rows(device):
     check(device, FORMATS[0], 16, 128 * 50, 3, 2)
 
