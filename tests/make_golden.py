@@ -20,7 +20,7 @@ import torch_turboquant as tt
 from torch_turboquant.format import unused_bits, write_token
 from torch_turboquant.ops.cache import cache_load_reference, cache_store_reference
 from torch_turboquant.ops.codec import decode_reference, encode_reference
-from torch_turboquant.ops.linear import weight_encode_reference
+from torch_turboquant.ops.linear_reference import weight_encode_reference
 from torch_turboquant.ops.mla import mla_store_reference
 from torch_turboquant.signs import random_words
 

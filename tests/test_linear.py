@@ -15,7 +15,7 @@ from torch import Tensor
 import torch_turboquant as tt
 from tests.helpers import FLOATS, assert_same_bytes, at_the_end_of_memory, randn
 from torch_turboquant.format import WeightBlock
-from torch_turboquant.ops.linear import (
+from torch_turboquant.ops.linear_reference import (
     linear_integers_reference,
     linear_packed_reference,
     rotated_weight_reference,

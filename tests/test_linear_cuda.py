@@ -21,7 +21,7 @@ from tests.test_linear import (
 )
 from torch_turboquant.choices import kernel_choice
 from torch_turboquant.ops.hadamard import core_reference
-from torch_turboquant.ops.linear import linear_packed_reference, rotated_weight_reference
+from torch_turboquant.ops.linear_reference import linear_packed_reference, rotated_weight_reference
 
 pytestmark = pytest.mark.cuda
 

@@ -10,7 +10,8 @@ import torch
 import torch_turboquant as tt
 from tests.helpers import FLOATS, randn
 from tests.test_linear import FORMATS, formats, make_case
-from torch_turboquant.ops.linear import _products_of_experts, linear_experts_reference
+from torch_turboquant.ops.linear import _products_of_experts
+from torch_turboquant.ops.linear_reference import linear_experts_reference
 
 
 def experts_case(f, n, k, experts):

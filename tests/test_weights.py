@@ -10,7 +10,7 @@ from torch import nn
 
 import torch_turboquant as tt
 from tests.helpers import assert_same_bytes, randn
-from torch_turboquant.ops.linear import linear_packed_reference
+from torch_turboquant.ops.linear_reference import linear_packed_reference
 
 FORMAT = tt.WeightFormat(4)
 
