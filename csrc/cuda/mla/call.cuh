@@ -30,7 +30,8 @@ struct RowPlace {
   int token, head, position;
 };
 
-__device__ __forceinline__ RowPlace place_of_row(const Attention& a, int sequence, int length, int queries, int index) {
+__device__ __forceinline__ RowPlace place_of_row(const Attention& a, const int sequence, int length, int queries,
+                                                 int index) {
   const int i = quotient(index, a.q_heads);
   return {a.first_query(sequence) + i, index - i * a.q_heads, length - queries + i};
 }
