@@ -342,7 +342,7 @@ class FewUnits {
     }
   }
 
-  // ---- Exact keys
+  // ---- Exact keys (few_units_exact.cuh)
 
   static constexpr int kExactKeys = 16;  // of a task
 
@@ -364,130 +364,17 @@ class FewUnits {
   }
 
   // The warp's tasks of exact keys; leaves their state. False: it has none.
-  __device__ __forceinline__ bool attend_exact(int task, int tasks, int step) {
-    if (task >= tasks) return false;
-    if (block_.call.dtype == Dtype::kBFloat16) {
-      attend_exact_as<__nv_bfloat16>(task, tasks, step);
-    } else {
-      attend_exact_as<__half>(task, tasks, step);
-    }
-    return true;
-  }
-
+  __device__ __forceinline__ bool attend_exact(int task, int tasks, int step);
   template <typename T>
-  __device__ __forceinline__ void attend_exact_as(int task, int tasks, int step) {
-#pragma unroll 1
-    for (int n = 0; n < M; ++n) attend_exact_rows<T>(n, task, tasks, step);
-  }
-
+  __device__ __forceinline__ void attend_exact_as(int task, int tasks, int step);
   // Rows 4 n to 4 n + 3 of the warp.
   template <typename T>
-  __device__ __forceinline__ void attend_exact_rows(int n, int task, int tasks, int step) {
-    const Attention& a = block_.call;
-    const int lane = block_.lane, g = block_.g, t = block_.t;
-    float* rows = state(block_.warp) + 4 * n * kRowFloats;
-    float* weights = rows;  // [kExactKeys, 4], until the state is left there
-    RowPlace place, of_query;
-    const bool real = find(member_ * kRows + 4 * n + t, place);
-    // A product's column g is of row g / 2, so a lane reads that row's query; where there is none, the first one.
-    if (!find(member_ * kRows + 4 * n + g / 2, of_query)) find(0, of_query);
-    const uint4* q = reinterpret_cast<const uint4*>(query(of_query));
-    int first = 0, end = 0;  // the row's keys in codes lie between its exact ones
-    if (real) {
-      first = a.first_visible(place.position);
-      end = a.recent(a.tail_of(sequence_, work_.length), place.position, a.new_begin(work_.length, work_.queries));
-    }
-    float m = -INFINITY, total = 0, sum[4][kPer] = {};
-#pragma unroll 1
-    for (int begin = task * kExactKeys; begin < tasks * kExactKeys; begin += step * kExactKeys) {
-      const int count = min(work_.exact - begin, kExactKeys);
-      // A lane without a key reads the last one, with weight 0.
-      const uint8_t* row = exact_row(begin + min(lane % kExactKeys, count - 1));
-      if (lane >= kExactKeys) {
-        asm volatile("prefetch.global.L1 [%0];" ::"l"(row));
-        asm volatile("prefetch.global.L1 [%0];" ::"l"(row + 2 * D - 16));
-      }
-      const uint4* low = reinterpret_cast<const uint4*>(of_lane(row, g));
-      const uint4* high = reinterpret_cast<const uint4*>(of_lane(row, g + 8));
-      float dot[4] = {};
-#pragma unroll
-      for (int c = 0; c < D / 32; ++c) {  // a lane has the same channels of keys and queries, in any order
-        const uint4 x = low[4 * c + t], y = high[4 * c + t], z = q[4 * c + t];
-        mma_floats<T>(dot, uint4{x.x, y.x, x.y, y.y}, z.x, z.y);
-        mma_floats<T>(dot, uint4{x.z, y.z, x.w, y.w}, z.z, z.w);
-      }
-      float score[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int i = 8 * h + g, key = work_.exact_key(begin + i);
-        score[h] = dot[2 * h] * a.softmax_scale;
-        if (a.soft_cap > 0) score[h] = a.soft_cap * tanh_fast(__fdividef(score[h], a.soft_cap));
-        const bool sees =
-            real && i < count && key >= first && key <= place.position && (key < work_.sinks || key >= end);
-        score[h] = sees ? score[h] * kLog2E : -INFINITY;
-      }
-      const float top = fmaxf(m, over_tokens(fmaxf(score[0], score[1]), [](float x, float y) { return fmaxf(x, y); }));
-      const float by = weight_of(m, top), p0 = weight_of(score[0], top), p1 = weight_of(score[1], top);
-      m = top, total = fmaf(total, by, p0 + p1);
-      __syncwarp();
-      weights[4 * g + t] = p0, weights[4 * (g + 8) + t] = p1;
-      __syncwarp();
-      if (begin != task * kExactKeys) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          const float of_row = __shfl_sync(0xffffffff, by, r);
-#pragma unroll
-          for (int i = 0; i < kPer; ++i) sum[r][i] *= of_row;
-        }
-      }
-#pragma unroll 1
-      for (int key = 0; key < count; key += 4) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) add_value<T>(of_lane(row, kExactKeys + key + k), weights + 4 * (key + k), sum);
-      }
-    }
-    leave_exact(rows, m, over_tokens(total, [](float x, float y) { return x + y; }), sum);
-  }
-
+  __device__ __forceinline__ void attend_exact_rows(int n, int task, int tasks, int step);
   // Adds a weighted value to the sums of all rows. A row with weight 0 does not see it: then it may be NaN.
   template <typename T>
-  __device__ __forceinline__ void add_value(const uint8_t* row, const float* weights, float (&sum)[4][kPer]) const {
-    uint32_t word[kPer / 2];
-    if constexpr (kPer == 4) {
-      const uint2 w = reinterpret_cast<const uint2*>(row)[block_.lane];
-      word[0] = w.x, word[1] = w.y;
-    } else {
-      word[0] = reinterpret_cast<const uint32_t*>(row)[block_.lane];
-    }
-    float v[kPer];
-    floats_of_words<T>(word, v);
-    const float4 w = *reinterpret_cast<const float4*>(weights);
-    const float weight[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-#pragma unroll
-      for (int i = 0; i < kPer; ++i) sum[r][i] = weight[r] == 0 ? sum[r][i] : fmaf(weight[r], v[i], sum[r][i]);
-    }
-  }
-
+  __device__ __forceinline__ void add_value(const uint8_t* row, const float* weights, float (&sum)[4][kPer]) const;
   // Rotates the sums as values were rotated.
-  __device__ __forceinline__ void leave_exact(float* rows, float m, float total, const float (&sum)[4][kPer]) {
-    float sign[kPer];
-    load_now(block_.call.value_signs + channel(), sign);
-    __syncwarp();
-#pragma unroll
-    for (int r = 0; r < 4; ++r) store(sum[r], rows + r * kRowFloats + channel());
-    if (block_.g == 0) set_head(rows + block_.t * kRowFloats, total == 0 ? -INFINITY : m, total);
-#pragma unroll 1
-    for (int r = 0; r < 4; ++r) {
-      float y[kPer];
-#pragma unroll
-      for (int i = 0; i < kPer; ++i) y[i] = rows[r * kRowFloats + channel() + i] * sign[i];
-      transform<typename Lanes::Rotation>(y, block_.lane);
-      store(y, rows + r * kRowFloats + channel());
-    }
-    __syncwarp();
-  }
+  __device__ __forceinline__ void leave_exact(float* rows, float m, float total, const float (&sum)[4][kPer]);
 
   // ---- Codes
 
@@ -545,7 +432,7 @@ class FewUnits {
     if (block_.g == 0) set_head(row, m, total);
   }
 
-  // ---- The join
+  // ---- The join (few_units_join.cuh)
 
   // Of warp i, or of the rows of such a warp: [kRows, kRowFloats], sums in the rotated space, then the maximum and the
   // denominator.
@@ -559,28 +446,12 @@ class FewUnits {
   }
 
   // blocks: those that share the segment
-  __device__ __forceinline__ void join(int blocks) {
-    float sign[kPer];
-    load_now(block_.call.value_signs + channel(), sign);
-    __syncthreads();
-    const int rows = queries_of_sequence_ * block_.call.group;
-    int& last = *reinterpret_cast<int*>(ready() + 1);
-    int count = plan_.slots;
-    bool whole = blocks == 1;
-#pragma unroll 1
-    for (;;) {
-#pragma unroll 1
-      for (int r = block_.warp; r < rows; r += block_.plan.warps) join_row(r, count, whole, sign);
-      if (whole) return;
-      __syncthreads();
-      if (threadIdx.x == 0) last = count_arrival(block_.plan.arrivals + segment_, blocks);
-      __syncthreads();
-      if (!last) return;
-      gather(blocks);
-      __syncthreads();
-      whole = true, count = plan_.shares;
-    }
-  }
+  __device__ __forceinline__ void join(int blocks);
+  // Joins the row of `count` states into a result, or into the block's partial result.
+  __device__ __forceinline__ void join_row(int r, int count, bool whole, const float (&sign)[kPer]) const;
+  // Joins the partial results of `blocks` blocks into a few states, in the order of the parts: a warp has a row and a
+  // share of the parts.
+  __device__ __forceinline__ void gather(int blocks) const;
 
   static __device__ __forceinline__ float max_over_lanes(float x) {
 #pragma unroll
@@ -591,89 +462,6 @@ class FewUnits {
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) x += __shfl_xor_sync(0xffffffff, x, bit);
     return x;
-  }
-
-  // Joins the row of `count` states into a result, or into the block's partial result.
-  __device__ __forceinline__ void join_row(int r, int count, bool whole, const float (&sign)[kPer]) const {
-    const Attention& a = block_.call;
-    const int lane = block_.lane, step = kRows * kRowFloats << plan_.team_shift;
-    const float* from = state(0) + r * kRowFloats;
-    float2 head{-INFINITY, 0};
-    if (lane < count) head = *reinterpret_cast<const float2*>(from + lane * step + D);
-    float m = max_over_lanes(head.x);
-    const float weight = weight_of(head.x, m);
-    float total = sum_over_lanes(weight * head.y), y[kPer] = {};
-#pragma unroll 2
-    for (int i = 0; i < count; ++i, from += step) {
-      const float by = __shfl_sync(0xffffffff, weight, i);
-      if (by == 0) continue;
-#pragma unroll
-      for (int k = 0; k < kPer; ++k) y[k] = fmaf(by, from[channel() + k], y[k]);
-    }
-    if (!whole) {
-      float* to = partial(part_, r);
-      store(y, to + kPartHead + channel());
-      if (lane == 0) *reinterpret_cast<float2*>(to) = float2{m, total};
-      return;
-    }
-    RowPlace row;
-    find(r, row);
-    transform<typename Lanes::Rotation>(y, lane);
-    const float by = a.sink_logits ? add_sink(a.sink_logits[row.head], m, total) : 1;
-    const float inverse = total == 0 ? 0 : by / total;
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) y[i] *= sign[i] * inverse;
-    const int64_t at = int64_t{row.token} * a.q_heads + row.head;
-    uint32_t* out = static_cast<uint32_t*>(a.out) + (at * D + channel()) / 2;
-#pragma unroll
-    for (int i = 0; i < kPer; i += 2) {
-      out[i / 2] = a.dtype == Dtype::kBFloat16 ? word_of_floats<__nv_bfloat16>(y[i], y[i + 1])
-                                               : word_of_floats<__half>(y[i], y[i + 1]);
-    }
-    if (lane == 0) {
-      a.lse[at] = total == 0 ? -INFINITY : by == 0 ? a.sink_logits[row.head] : (m + log2f(total)) * kLn2;
-    }
-  }
-
-  // Joins the partial results of `blocks` blocks into a few states, in the order of the parts: a warp has a row and a
-  // share of the parts.
-  __device__ __forceinline__ void gather(int blocks) const {
-    constexpr int kBatch = 8;
-    const int lane = block_.lane, row_shift = std::countr_zero(static_cast<unsigned>(kRows)) + plan_.team_shift;
-#pragma unroll 1
-    for (int i = block_.warp; i < plan_.shares << row_shift; i += block_.plan.warps) {
-      const int share = i >> row_shift, r = i - (share << row_shift);
-      float m = -INFINITY, total = 0, y[kPer] = {};
-#pragma unroll 1
-      for (int begin = share; begin < blocks; begin += 32 * plan_.shares) {
-        const int mine = begin + lane * plan_.shares;
-        float2 head{-INFINITY, 0};
-        if (mine < blocks) head = __ldcg(reinterpret_cast<const float2*>(partial(mine, r)));
-        const float top = fmaxf(m, max_over_lanes(head.x)), by = weight_of(m, top), weight = weight_of(head.x, top);
-        m = top, total = fmaf(total, by, sum_over_lanes(weight * head.y));
-#pragma unroll
-        for (int k = 0; k < kPer; ++k) y[k] *= by;
-#pragma unroll 1
-        for (int j = 0; j < 32 && begin + j * plan_.shares < blocks; j += kBatch) {
-          float x[kBatch][kPer] = {};
-#pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            const int part = begin + (j + k) * plan_.shares;
-            if (part < blocks) load_part(partial(part, r) + kPartHead + channel(), x[k]);
-          }
-#pragma unroll
-          for (int k = 0; k < kBatch; ++k) {
-            const float of_part = __shfl_sync(0xffffffff, weight, j + k);
-            if (of_part == 0) continue;
-#pragma unroll
-            for (int c = 0; c < kPer; ++c) y[c] = fmaf(of_part, x[k][c], y[c]);
-          }
-        }
-      }
-      float* to = state(share << plan_.team_shift) + r * kRowFloats;
-      store(y, to + channel());
-      if (lane == 0) set_head(to, m, total);
-    }
   }
   static __device__ __forceinline__ void load_part(const float* from, float (&x)[kPer]) {
     if constexpr (kPer == 4) {

@@ -30,7 +30,8 @@
 
 #include "cuda/attention/padding.cuh"
 #include "cuda/attention/split_kv/exact_tail.cuh"
-#include "cuda/attention/split_kv/few_units.cuh"
+#include "cuda/attention/split_kv/few_units_exact.cuh"
+#include "cuda/attention/split_kv/few_units_join.cuh"
 #include "cuda/attention/split_kv/pipeline.cuh"
 #include "cuda/attention/split_kv/results.cuh"
 #include "cuda/attention/split_kv/unit.cuh"
