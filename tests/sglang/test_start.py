@@ -307,7 +307,18 @@ def test_two_backends_are_refused():
             {"mambaish_config": 1, "hybrid_gdn_config": 1, "server_args": DRAFTS},
             "drafts for a model with linear attention are not supported",
         ),
-        ({"is_hybrid_swa": True}, "pass --disable-hybrid-swa-memory"),
+        (
+            {"is_hybrid_swa": True, "is_hybrid_swa_compress": True},
+            "layers with sliding windows whose heads differ from those of other layers are not",
+        ),
+        (
+            {"is_hybrid_swa": True, "full_attention_layer_ids": []},
+            "all of whose layers have sliding windows .*: pass --disable-hybrid-swa-memory",
+        ),
+        (
+            {"is_hybrid_swa": True, "server_args": DRAFTS},
+            "drafts beside a pool of its own .*: pass --disable-hybrid-swa-memory",
+        ),
         ({"post_capture_kv_active": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is not supported"),
         ({"model_dtype": torch.float64}, "the model computes in torch.float64: pass --dtype"),
         ({"kv_cache_dtype": torch.float8_e4m3fn}, "the checkpoint asks .* --kv-cache-dtype bf16"),
@@ -318,11 +329,13 @@ def test_two_backends_are_refused():
 )
 def test_models_that_are_refused(changes, text):
     model = {"head_dim": 64, "v_head_dim": 64, "is_generation": True, "is_encoder_decoder": False}
+    model["full_attention_layer_ids"] = [1]
     kvc = {
         "use_mla_backend": False,
         "mambaish_config": None,
         "hybrid_gdn_config": None,
         "is_hybrid_swa": False,
+        "is_hybrid_swa_compress": False,
         "post_capture_kv_active": False,
         "device": "cpu",
         "model_dtype": torch.float32,
@@ -347,6 +360,7 @@ def test_models_that_are_refused(changes, text):
         ({"is_cross_attention": True}, "cross attention is not supported"),
         ({"pos_encoding_mode": "ALIBI"}, "positions by ALIBI are not supported"),
         ({"logit_cap": 5.0, "logit_capping_method": "sigmoid"}, "a cap by sigmoid is not"),
+        ({"use_irope": True}, "attention within chunks of the context is not supported: choose"),
         ({"xai_temperature_len": 9}, "the temperature of queries by position is not"),
         ({"v_head_dim": 32}, "layer 3 has 2 KV heads of 64 and 32 channels, other layers 2 of 64"),
     ],

@@ -94,6 +94,7 @@ class Reference:
         scaling: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
@@ -114,6 +115,7 @@ class Reference:
             held=[(int(self.first_token), self.held)],
             own=new > 1 or self.exact_steps,
             softmax_scale=scaling,
+            sink_logits=s_aux,
             sliding_window=sliding_window or 0,
             soft_cap=softcap or 0.0,
         )

@@ -54,6 +54,8 @@ class Layer(NamedTuple):
     step_arguments: dict[str, Any]
     options: tuple[int, float]
     """Sliding window, with the query itself; soft cap."""
+    is_sliding: bool
+    """Whether its pages lie in the pool of sliding layers."""
 
 
 class TurboQuantBackend(AttentionBackend):
@@ -95,14 +97,19 @@ class TurboQuantBackend(AttentionBackend):
                 f"{rows.size}"
             )
         self.max_context_len = int(rows.req_to_token.shape[1])  # SGLang reads it beside drafts
-        self.steps = Steps(rows.req_to_token, self.plan.page_size, self.plan.drafts)
+        both = runner.token_to_kv_pool
+        to_sliding = both.full_to_swa_index_mapping if self.plan.sliding_layers else None
+        sliding = both.swa_kv_pool if self.plan.sliding_layers else None
+        self.sliding_pool: TurboQuantKVPool | None = sliding
+        self.steps = Steps(rows.req_to_token, self.plan.page_size, self.plan.drafts, to_sliding)
         self.rings = Rings(rows, self.sinks, self.plan.device) if self.window else None
         self.layers = self._bind(runner.model, rows.size)
         self.step: Step | None = None
         self.graph_step: Step | None = None
         self.mask: VerifyMask | None = None
         if self.plan.rank == 0:
-            logger.info(self.plan.start_up_line(pool.size, rows.size))
+            sliding_tokens = 0 if sliding is None else sliding.size
+            logger.info(self.plan.start_up_line(pool.size, rows.size, sliding_tokens))
 
     # ---- what stays
 
@@ -124,8 +131,10 @@ class TurboQuantBackend(AttentionBackend):
     def _layer(self, module: RadixAttention, requests: int) -> Layer:
         plan, number = self.plan, module.layer_id
         config, tables = plan.config(number), plan.tables(number)
-        memory = self.pool.pages[plan.own_layers.index(number)]
-        pages, first_tokens = page_parts(memory, config, plan.first_token)
+        is_sliding = number in plan.sliding_layers
+        pool = self.sliding_pool if is_sliding else self.pool
+        assert pool is not None
+        pages, first_tokens = page_parts(pool.memory_of(number), config, plan.first_token)
         ring = None
         if self.window:
             shape = plan.ring_shape(number, requests)
@@ -139,6 +148,7 @@ class TurboQuantBackend(AttentionBackend):
             (*attend_constants(config, tables), module.scaling),
             step_constants(config, tables),
             (sees, module.logit_cap or 0.0),
+            is_sliding,
         )
 
     # ---- steps
@@ -225,7 +235,7 @@ class TurboQuantBackend(AttentionBackend):
         **options: Any,
     ) -> Tensor:
         """Stores one token of each sequence, and attends."""
-        bound, step = self.layers[layer.layer_id], self._step()
+        bound, step = self._bound(layer)
         attends, out = self._call(q, k, layer, save_kv_cache, options)
         arguments = (*attends, *self._new(k, v))
         _store_and_attend(*arguments, slot_mapping=step.slots, **bound.step_arguments, out=out)
@@ -242,7 +252,7 @@ class TurboQuantBackend(AttentionBackend):
         **options: Any,
     ) -> Tensor:
         """Attends from chunks of prompts, and stores them; with drafts it stores first."""
-        bound, step = self.layers[layer.layer_id], self._step()
+        bound, step = self._bound(layer)
         attends, out = self._call(q, k, layer, save_kv_cache, options)
         new = self._new(k, v)
         if step.checks_drafts:
@@ -287,7 +297,7 @@ class TurboQuantBackend(AttentionBackend):
         options: dict[str, Any],
     ) -> tuple[tuple[Any, ...], Tensor]:
         """The arguments of attention up to the new tokens, and memory for what comes out."""
-        bound, step = self.layers[layer.layer_id], self._step()
+        bound, step = self._bound(layer)
         sinks = self._options(k, save_kv_cache, options)
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         tail = self._tail(bound, step)
@@ -321,9 +331,14 @@ class TurboQuantBackend(AttentionBackend):
         heads, d = self.plan.kv_heads, self.plan.head_dim
         return k.view(-1, heads, d), v.view(-1, heads, d)
 
-    def _step(self) -> Step:
-        assert self.step is not None, "SGLang describes a step before it runs one"
-        return self.step
+    def _bound(self, layer: Any) -> tuple[Layer, Step]:
+        """A layer's memory, and the step with the slots of its pool."""
+        bound, step = self.layers[layer.layer_id], self.step
+        assert step is not None, "SGLang describes a step before it runs one"
+        if bound.is_sliding:
+            assert step.sliding is not None
+            step = step.sliding
+        return bound, step
 
     def _options(
         self, k: Tensor | None, save_kv_cache: bool, options: dict[str, Any]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ Original = Callable[..., Any]
 
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 CELLS = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+TWO_CELLS = "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator"
 TREES = (
     "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache",
     "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache",
@@ -61,6 +63,22 @@ def compute_cell_size(original: Original, cells: Any, kvc: Any, num_layers: int)
     """The bytes of a token."""
     plan = plan_of(kvc)
     return original(cells, kvc, num_layers) if plan is None else plan.cell_size
+
+
+def two_cell_sizes(original: Original, cells: Any, kvc: Any) -> None:
+    """The bytes of a token in each of two pools, and of one for which both are divided up.
+
+    SGLang multiplies the bytes of a layer by the number of layers, which may have presets of their
+    own: a layer gets their mean.
+    """
+    original(cells, kvc)
+    plan = plan_of(kvc)
+    if plan is None:
+        return
+    full, sliding = plan.bytes_of(plan.full_layers), plan.bytes_of(plan.sliding_layers)
+    cells._full_per_token = full / len(plan.full_layers)
+    cells._swa_per_token = sliding / len(plan.sliding_layers)
+    cells._cell_size = full + cells._swa_full_tokens_ratio * sliding
 
 
 def reprefill_tail_tokens(original: Original, tree: Any, *arguments: Any, **more: Any) -> int:
@@ -111,14 +129,57 @@ def chains_of_trees(
     return chains.reshape(-1), np.broadcast_to(causal, sees.shape).reshape(-1)
 
 
+AS_ABLE = "triton"
+_judging: ContextVar[bool] = ContextVar("judging", default=False)
+
+
+def adjust_to_model(original: Original, server_args: Any) -> Any:
+    """What SGLang does for single models, which is when it judges attention backends by name."""
+    token = _judging.set(True)
+    try:
+        return original(server_args)
+    finally:
+        _judging.reset(token)
+
+
+def backends_to_judge(original: Original, view: Any) -> tuple[str | None, str | None]:
+    """The backends of prefill and decode; where SGLang judges ours, one of those that can do as
+    much: gpt-oss needs sliding windows and learned sinks, and has a list of names that have both.
+    """
+    found: tuple[str | None, str | None] = original(view)
+    return (AS_ABLE, AS_ABLE) if _judging.get() and all(map(is_ours, found)) else found
+
+
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{CONFIGURATOR}._build_mha_kv_pool": build_pool,
     f"{CONFIGURATOR}._build_hybrid_linear_kv_pool": build_pool,
+    f"{CONFIGURATOR}._build_hybrid_swa_kv_pool": build_pool,
     f"{CONFIGURATOR}.config_from_budget": config_from_budget,
     f"{CONFIGURATOR}.resolve_max_num_reqs": resolve_max_num_reqs,
     f"{CELLS}._compute_cell_size": compute_cell_size,
+    f"{TWO_CELLS}.__init__": two_cell_sizes,
     **{f"{tree}.{PREFIX_METHOD}": reprefill_tail_tokens for tree in TREES},
 }
+
+
+JUDGING_HOOKS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
+    (
+        adjust_to_model,
+        (
+            "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
+            "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
+        ),
+    ),
+    (
+        backends_to_judge,
+        (
+            "sglang.srt.arg_groups.model_override_base.attention_backends_of",
+            "sglang.srt.arg_groups.overrides.attention_backends_of",
+        ),
+    ),
+)
+"""Hooks, and where newer and older versions have the method. Without them SGLang itself refuses
+the models that they are for, so that `check` does not ask."""
 
 
 NGRAM_HOOKS: dict[str, Callable[..., Any]] = {
@@ -134,6 +195,10 @@ def register() -> None:
 
     for target, hook in HOOKS.items():
         HookRegistry.register(target, _with_probe(hook), HookType.AROUND)
+    for hook, targets in JUDGING_HOOKS:
+        there = [target for target in targets if _resolve(target) is not None]
+        for target in there[:1]:
+            HookRegistry.register(target, hook, HookType.AROUND)
 
 
 @functools.cache

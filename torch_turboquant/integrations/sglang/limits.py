@@ -129,10 +129,7 @@ def wrong_model(kvc: Any) -> list[str]:
             "been tested: leave out --speculative-algorithm"
         )
     if kvc.is_hybrid_swa:
-        found.append(
-            "a pool of its own for layers with a sliding window is not supported: pass "
-            "--disable-hybrid-swa-memory"
-        )
+        found += wrong_pools(kvc)
     if kvc.post_capture_kv_active:
         found.append("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is not supported: leave it out")
     if getattr(model, "is_encoder_decoder", False) or not getattr(model, "is_generation", True):
@@ -146,6 +143,27 @@ def wrong_model(kvc: Any) -> list[str]:
         found += wrong_head(model.head_dim, model.v_head_dim)
     wrong = wrong_dtype(dtype, on_cpu)
     return [*found, wrong] if wrong else found
+
+
+def wrong_pools(kvc: Any) -> list[str]:
+    """What is wrong with a model whose sliding layers SGLang gives a pool of their own."""
+    found = []
+    if kvc.is_hybrid_swa_compress:
+        found.append(
+            "layers with sliding windows whose heads differ from those of other layers are not "
+            f"supported: {ELSEWHERE}"
+        )
+    elif not kvc.model_config.full_attention_layer_ids:
+        found.append(
+            "a model all of whose layers have sliding windows is not supported with the pool that "
+            "SGLang gives it: pass --disable-hybrid-swa-memory"
+        )
+    if kvc.server_args.speculative_algorithm is not None:
+        found.append(
+            "drafts beside a pool of its own for layers with sliding windows are not supported, "
+            "because they have not been tested: pass --disable-hybrid-swa-memory"
+        )
+    return found
 
 
 def wrong_layer_presets(presets: Mapping[int, str], layers: Sequence[int], total: int) -> list[str]:
@@ -184,6 +202,8 @@ def wrong_layer(layer: Any, head_dim: int, kv_heads: int) -> list[str]:
         found.append(f"positions by {layer.pos_encoding_mode} are not supported: {ELSEWHERE}")
     if layer.logit_cap and layer.logit_capping_method != "tanh":
         found.append(f"a cap by {layer.logit_capping_method} is not supported: {ELSEWHERE}")
+    if getattr(layer, "use_irope", False):  # Llama 4
+        found.append(f"attention within chunks of the context is not supported: {ELSEWHERE}")
     if layer.xai_temperature_len > 0:
         found.append(f"the temperature of queries by position is not supported: {ELSEWHERE}")
     shape = (layer.qk_head_dim, layer.v_head_dim, layer.tp_k_head_num)

@@ -39,12 +39,16 @@ class Plan:
         kvc: SGLang's KVCacheConfigurator, which asks first.
 
     Attributes:
-        own_layers: which layers of the model have pages, in the order of the pages.
+        own_layers: which layers of the model have pages, by their numbers, in their order.
+        sliding_layers: those of them whose pages lie in a pool of their own, which SGLang gives the
+            layers with sliding windows of some models; usually none.
         is_hybrid: whether other layers keep a state, in a pool of SGLang's.
 
     Raises:
         ValueError: SGLang or the model ask for what is not supported; all of it is named.
     """
+
+    sliding_layers: Sequence[int] = ()
 
     def __init__(self, kvc: Any) -> None:
         from sglang.srt.runtime_context import get_parallel
@@ -58,6 +62,7 @@ class Plan:
         self.head_dim: int = model.head_dim
         self.kv_heads: int = model.get_num_kv_heads(self.ranks)
         self.own_layers = attention_layers(kvc)
+        self.sliding_layers = sliding_layers(kvc)
         self.is_hybrid: bool = kvc.mambaish_config is not None
         self.drafts: int = args.speculative_num_draft_tokens if args.speculative_algorithm else 0
         self.layers_of_drafts = draft_layers(kvc)
@@ -96,9 +101,18 @@ class Plan:
         return pages.bytes_per_token(self.configs[layer], self.page_size, self.first_token)
 
     @property
+    def full_layers(self) -> Sequence[int]:
+        """The layers with pages that are not in the pool of sliding layers."""
+        return [layer for layer in self.own_layers if layer not in self.sliding_layers]
+
+    def bytes_of(self, layers: Sequence[int]) -> int:
+        """Bytes of a token in the pages of these layers of this rank."""
+        return self.kv_heads * sum(map(self.token_bytes, layers))
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of a token in the pages of all layers of this rank."""
-        return self.kv_heads * sum(map(self.token_bytes, self.own_layers))
+        return self.bytes_of(self.own_layers)
 
     @property
     def plain_bytes_per_layer(self) -> int:
@@ -169,17 +183,24 @@ class Plan:
                 'MODEL TEXT, choose a preset with 8-bit keys, or set "centers" to "none"'
             )
 
-    def start_up_line(self, tokens: int, requests: int) -> str:
+    def start_up_line(self, tokens: int, requests: int, sliding_tokens: int = 0) -> str:
         """What the log says of this rank's cache, once.
 
         Args:
             tokens: that the pages have room for.
             requests: that have exact tails.
+            sliding_tokens: that the pages of sliding layers have room for, where these are in a
+                pool of their own.
         """
         plain = self.plain_bytes_per_layer * self.layers
         centers = "none" if self.constants is None else self.constants.describe()
         each = self.bytes_per_request
-        tails = ""
+        tails = sliding = ""
+        if self.sliding_layers:
+            sliding = (
+                f" (and {sliding_tokens:,} in a pool of {len(self.sliding_layers)} layers with "
+                "sliding windows)"
+            )
         if each:
             tails = (
                 f" Exact tails: the last {self.window} tokens of {requests} requests, "
@@ -188,7 +209,7 @@ class Plan:
         return (
             f"TurboQuant: {self.settings.presets}, "
             f"{self.bytes_per_token / self.layers:,.0f} bytes per token and layer on this rank; "
-            f"{tokens:,} tokens fit, {plain / self.bytes_per_token:.2f} times those of "
+            f"{tokens:,} tokens fit{sliding}, {plain / self.bytes_per_token:.2f} times those of "
             f"{str(self.dtype).removeprefix('torch.')} in as many bytes.{tails} "
             f"Centers: {centers}; seed {self.settings.seed}; format {FORMAT_VERSION}"
         )
@@ -200,6 +221,14 @@ def attention_layers(kvc: Any) -> Sequence[int]:
     if kvc.mambaish_config is None:
         return range(info.start_layer, info.start_layer + info.num_effective_layers)
     return tuple(kvc.mambaish_config.full_attention_layer_ids)
+
+
+def sliding_layers(kvc: Any) -> Sequence[int]:
+    """The layers with sliding windows that SGLang gives a pool of their own."""
+    if not kvc.is_hybrid_swa:
+        return ()
+    names = "swa_attention_layer_ids"  # newer versions keep them for each rank
+    return tuple(getattr(kvc.layer_info, names, None) or getattr(kvc.model_config, names))
 
 
 def draft_layers(kvc: Any) -> int:

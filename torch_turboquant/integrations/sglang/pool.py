@@ -15,18 +15,26 @@ from torch import Tensor
 
 from torch_turboquant.integrations.sglang.plan import Plan
 
+SLIDING = "SWA"  # what SGLang calls the pool of layers with sliding windows
+
 
 def pages_of(pool: KVCache) -> KVCache:
-    """The pool of an engine's attention layers, which that of a hybrid model has inside."""
+    """The pool of an engine's attention layers, which that of a hybrid model has inside; with
+    two pools, that of the layers without sliding windows."""
     return getattr(pool, "full_kv_pool", pool)
 
 
 class TurboQuantKVPool(KVCache):
-    """Pages of all layers of this rank.
+    """Pages of the layers of this rank.
+
+    SGLang keeps fewer tokens of layers with sliding windows where a model has others beside them:
+    then it makes this pool twice, inside a SWAKVPool, whose slots are those of the other layers. A
+    table of SGLang's translates them.
 
     Attributes:
         plan: Plan.
-        pages: of each layer uint8 [pages, kv_heads, page_size, bytes of a token], of which
+        layers: the numbers of the layers whose pages are here.
+        pages: of each of these uint8 [pages, kv_heads, page_size, bytes of a token], of which
             engine.pages.page_parts makes records and exact first tokens. Page 0 is SGLang's, for
             padding.
     """
@@ -49,9 +57,11 @@ class TurboQuantKVPool(KVCache):
         post_capture_active: bool = False,
         quant_method: Any = None,
         *,
+        allocation_label: str | None = None,
         plan: Plan,
     ) -> None:
-        """Allocates what KVCacheConfigurator._build_mha_kv_pool asks for, or HybridLinearKVPool.
+        """Allocates what KVCacheConfigurator._build_mha_kv_pool asks for, HybridLinearKVPool, or
+        SWAKVPool, which names its two pools by their label.
 
         Raises:
             ValueError: that is not what the plan was made from.
@@ -66,8 +76,10 @@ class TurboQuantKVPool(KVCache):
             start_layer,
             end_layer,
         )
+        sliding = allocation_label == SLIDING
+        self.layers = plan.sliding_layers if sliding else plan.full_layers
         asked = (page_size, head_num, head_dim, layer_num, start_layer or 0)
-        expected = (plan.page_size, plan.kv_heads, plan.head_dim, plan.layers, 0)
+        expected = (plan.page_size, plan.kv_heads, plan.head_dim, len(self.layers), 0)
         if asked != expected or post_capture_active or quant_method is not None:
             raise ValueError(
                 "torch_turboquant: SGLang asks for a cache of page size, heads, channels, layers "
@@ -84,14 +96,18 @@ class TurboQuantKVPool(KVCache):
                     dtype=torch.uint8,
                     device=device,
                 )
-                for layer in plan.own_layers
+                for layer in self.layers
             ]
         self._finalize_allocation_log(size)
 
     def get_kv_size_bytes(self) -> int | tuple[int, int]:
-        """Bytes of all pages; SGLang's pool of hybrid models adds up two numbers."""
+        """Bytes of all pages; SGLang's pools of several kinds of layers add up two numbers."""
         total = sum(page.numel() for page in self.pages)
-        return (total, 0) if self.plan.is_hybrid else total
+        return (total, 0) if self.plan.is_hybrid or self.plan.sliding_layers else total
+
+    def memory_of(self, layer: int) -> Tensor:
+        """The pages of a layer of the model."""
+        return self.pages[self.layers.index(layer)]
 
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """Where accepted drafts go: drafts are chains, so that they are there.

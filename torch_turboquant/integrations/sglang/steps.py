@@ -4,6 +4,10 @@ A request's tokens fill its pages in order, so that SGLang's slot of a token is 
 its table of slots (`req_to_token`, a row per request) gives the pages. SGLang may put the pages of
 the prefix tree in place of a request's own between two steps: pages are looked up in every step.
 
+Where layers with sliding windows have a pool of their own, a token has another slot there. SGLang
+keeps a table of them, which gives slot 0, of nobody's page, for tokens that no window reaches any
+more. `Step.sliding` is the step as these layers see it.
+
 Decode steps run in CUDA graphs. `Steps.fill` is recorded in them: it reads the row numbers, lengths
 and slots that SGLang has put into its buffers, and writes into tensors that never move. Rows behind
 the batch have number 0, which no request has: their length becomes 0 and their slot -1, so that
@@ -50,6 +54,8 @@ class Step:
     """int64 [2, sequences that begin]: their first token of the step, and its page; None: none."""
     resumed: Tensor | None = None
     """int64 [2, sequences with a past]: their row, and their first page; None: none."""
+    sliding: Step | None = None
+    """The same with the pages and slots of the pool of sliding layers; None: there is none."""
 
 
 class Steps:
@@ -59,10 +65,18 @@ class Steps:
         req_to_token: int32 [rows, longest context], SGLang's.
         page_size: tokens of a page.
         drafts: tokens of a chain of drafts; 0: there is no speculative decoding.
+        to_sliding: int64 [slots + 1]: a token's slot in the pool of sliding layers; the last one is
+            -1, for slot -1. None: there is no such pool.
     """
 
-    def __init__(self, req_to_token: Tensor, page_size: int, drafts: int = 0) -> None:
-        self.page_size, self.drafts = page_size, drafts
+    def __init__(
+        self,
+        req_to_token: Tensor,
+        page_size: int,
+        drafts: int = 0,
+        to_sliding: Tensor | None = None,
+    ) -> None:
+        self.page_size, self.drafts, self.to_sliding = page_size, drafts, to_sliding
         self.page_slots = req_to_token[:, ::page_size]  # the first slot of every page
         self.device = req_to_token.device
         self.none = torch.tensor(-1, device=self.device)
@@ -80,11 +94,15 @@ class Steps:
         table = empty(torch.int32, self.page_slots.shape[1])
         rows, lengths, slots = empty(torch.int64), empty(torch.int32), empty(torch.int64)
         step = Step(rows, lengths, table, table[:, 0], slots)
-        if not drafts:
+        if drafts:
+            slots = torch.zeros(sequences * drafts, dtype=torch.int64, device=self.device)
+            starts = torch.zeros(sequences + 1, dtype=torch.int32, device=self.device)
+            step = replace(step, slots=slots, starts=starts, longest=drafts, checks_drafts=True)
+        if self.to_sliding is None:
             return step
-        slots = torch.zeros(sequences * drafts, dtype=torch.int64, device=self.device)
-        starts = torch.zeros(sequences + 1, dtype=torch.int32, device=self.device)
-        return replace(step, slots=slots, starts=starts, longest=drafts, checks_drafts=True)
+        table, slots = torch.zeros_like(table), torch.zeros_like(slots)
+        sliding = replace(step, block_table=table, first_pages=table[:, 0], slots=slots)
+        return replace(step, sliding=sliding)
 
     def part(self, step: Step, sequences: int) -> Step:
         """The first sequences of a step, in the same memory."""
@@ -96,6 +114,7 @@ class Steps:
             first_pages=step.first_pages[:sequences],
             slots=step.slots[: sequences * step.longest],
             starts=None if step.starts is None else step.starts[: sequences + 1],
+            sliding=None if step.sliding is None else self.part(step.sliding, sequences),
         )
 
     def fill(self, step: Step, batch: Any) -> None:
@@ -110,6 +129,8 @@ class Steps:
         self._fill_sequences(step, rows, lengths)
         by_sequence = step.slots.view(-1, step.longest)
         torch.where(alive[:, None], slots.view_as(by_sequence), self.none, out=by_sequence)
+        if step.sliding is not None:
+            step.sliding.slots.copy_(self._slots_of_sliding(step.slots))
 
     def _fill_sequences(self, step: Step, rows: Tensor, lengths: Tensor) -> None:
         alive = rows > 0
@@ -117,6 +138,13 @@ class Steps:
         step.block_table.floor_divide_(self.page_size)
         step.seq_lens.copy_(lengths * alive)
         torch.where(alive, rows, self.none, out=step.rows)
+        if step.sliding is not None:
+            first_slots = self._slots_of_sliding(step.block_table.long() * self.page_size)
+            step.sliding.block_table.copy_(first_slots // self.page_size)
+
+    def _slots_of_sliding(self, slots: Tensor) -> Tensor:
+        assert self.to_sliding is not None
+        return self.to_sliding[slots]
 
     def decode(self, batch: Any) -> Step:
         """A decode step outside CUDA graphs."""
@@ -137,20 +165,25 @@ class Steps:
         step = self.allocate(len(new))
         self._fill_sequences(step, rows, batch.seq_lens)
         starts = torch.tensor([0, *new]).cumsum(0).to(self.device, non_blocking=True)
+        slots = batch.out_cache_loc.long()
         has = list(zip(new, old, strict=True))
         begun = [i for i, (n, prefix) in enumerate(has) if n and not prefix]
         resumed = [i for i, (n, prefix) in enumerate(has) if n and prefix]
-        return Step(
-            step.rows,
-            step.seq_lens,
-            step.block_table,
-            step.first_pages,
-            batch.out_cache_loc.long(),
-            starts=starts.int(),
-            longest=max(new, default=1) or 1,
-            begun=self._with_pages(starts, begun, step),
-            resumed=self._with_pages(rows, resumed, step),
-        )
+
+        def described(step: Step, slots: Tensor) -> Step:
+            return replace(
+                step,
+                slots=slots,
+                starts=starts.int(),
+                longest=max(new, default=1) or 1,
+                begun=self._with_pages(starts, begun, step),
+                resumed=self._with_pages(rows, resumed, step),
+            )
+
+        if step.sliding is not None:
+            sliding = described(step.sliding, self._slots_of_sliding(slots))
+            step = replace(step, sliding=sliding)
+        return described(step, slots)
 
     def _with_pages(self, values: Tensor, chosen: list[int], step: Step) -> Tensor | None:
         """int64 [2, chosen]: values of chosen sequences, and their first pages; None: no choice."""
