@@ -37,9 +37,9 @@ SHAPE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def pages_are_given_up_at_once(monkeypatch):
-    """Which SGLang otherwise does in every 128th decode step only."""
+@pytest.fixture
+def at_once(monkeypatch):
+    """Pages are given up at once, which SGLang otherwise does after 128 decode steps only."""
     monkeypatch.setenv("SGLANG_SWA_EVICTION_INTERVAL", "1")
 
 
@@ -96,15 +96,15 @@ def test_the_reference_tells_pools_apart(model, monkeypatch):
 
 @pytest.mark.parametrize("window", [0, 16])
 @pytest.mark.parametrize("options", [{}, {"disable_radix_cache": True}, {"page_size": 64}])
-def test_prompts_in_chunks(model, options, window):
+def test_prompts_in_chunks(model, options, window, at_once):
     """While a request goes on, sliding layers give up the pages behind its window."""
     folder, mellum = model
-    reference = Reference(mellum, PRESET, window=window)
+    reference = Reference(mellum, "k8v8", window=window)
     prompts = [prompt(n, seed=n) for n in (190, 180)]
-    settings = {"preset": PRESET, "window": window}
+    settings = {"preset": "k8v8", "window": window}
     options = {"chunked_prefill_size": 64, "enable_mixed_chunk": True, **options}
     with engine(folder, settings, dtype=DTYPE, **options) as loop:
-        reqs, given_up = [loop.add(p, 100) for p in prompts], [0, 0]
+        reqs, given_up = [loop.add(p, 160) for p in prompts], [0, 0]
         while loop.step() or not all(req.finished() for req in reqs):
             for i, req in enumerate(reqs):
                 if req.output_ids and not req.finished():
@@ -117,7 +117,7 @@ def test_prompts_in_chunks(model, options, window):
         replay(reference, p, answer)
 
 
-@pytest.mark.parametrize("window", [0, 16, 40])
+@pytest.mark.parametrize("window", [16, 40])
 def test_prefixes_of_the_tree(model, window):
     folder, mellum = model
     reference = Reference(mellum, PRESET, window=window)
@@ -148,15 +148,23 @@ def test_prompts_that_the_tree_has(model, window, cached):
     replay(reference, first, answer, source.calls)
 
 
-def test_conversations(model):
+@pytest.mark.parametrize("window", [0, 16, 40])
+@pytest.mark.parametrize("new", [3, 60])
+def test_conversations(model, new, window, at_once):
     """A turn continues an answer, whose older pages of sliding layers were given up meanwhile."""
     folder, mellum = model
-    reference = Reference(mellum, PRESET, window=16)
-    with engine(folder, {"preset": PRESET, "window": 16}, dtype=DTYPE) as loop:
-        (turn,) = loop.generate([prompt(40, seed=1)], 90)
-        asked = [*prompt(40, seed=1), *turn.tokens, *prompt(30, seed=2)]
+    reference = Reference(mellum, "k8v8", window=window)
+    with engine(folder, {"preset": "k8v8", "window": window}, dtype=DTYPE) as loop:
+        first, given_up = loop.add(prompt(40, seed=1), 120), 0
+        while loop.step() or not first.finished():
+            if first.output_ids and not first.finished():
+                given_up = tombstones(loop, first)
+        loop.run()
+        turn = loop.answer(first)
+        asked = [*prompt(40, seed=1), *turn.tokens, *prompt(new, seed=2)]
         (answer,) = loop.generate([asked], TOKENS)
-    assert answer.cached == 128  # 129 tokens are stored
+    assert given_up >= 32
+    assert answer.cached == min(159, len(asked) - window) // 16 * 16  # 159 tokens are stored
     replay(reference, asked, answer, turn.calls)
 
 

@@ -96,6 +96,24 @@ def reprefill_tail_tokens(original: Original, tree: Any, *arguments: Any, **more
     return max(tokens, pool.plan.window) if isinstance(pool, TurboQuantKVPool) else tokens
 
 
+def keep_windows_of_prefixes(
+    original: Original, req: Any, pre_len: int, *, sliding_window_size: int, **more: Any
+) -> None:
+    """How much of a request stays in the pool of sliding layers.
+
+    The tree offers a prefix only with the window before its end. That is the end of a page, and
+    requests take no prefix that reaches into the exact window at their end. So that much more
+    stays: else a conversation whose turns are shorter than that would find nothing.
+    """
+    from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool, pages_of
+
+    shared = more.get("supports_prefix_sharing", not more.get("is_chunk_cache", False))
+    pool = pages_of(more["token_to_kv_pool_allocator"].get_kvcache())
+    if shared and isinstance(pool, TurboQuantKVPool):
+        sliding_window_size += pool.plan.window + pool.plan.page_size
+    original(req, pre_len, sliding_window_size=sliding_window_size, **more)
+
+
 def draft_chains(original: Original, worker: Any, batch: Any) -> tuple[Any, Any]:
     """The deepest branch of each tree of n-grams, so that every draft sees all before it."""
     tokens, mask = original(worker, batch)
@@ -159,6 +177,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     f"{CELLS}._compute_cell_size": compute_cell_size,
     f"{TWO_CELLS}.__init__": two_cell_sizes,
     **{f"{tree}.{PREFIX_METHOD}": reprefill_tail_tokens for tree in TREES},
+    "sglang.srt.mem_cache.common.free_swa_out_of_window_slots": keep_windows_of_prefixes,
 }
 
 
