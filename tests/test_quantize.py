@@ -8,12 +8,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers import WORDS, save_words_tokenizer, tiny_llama
 from torch_turboquant import PackedLinear
 from torch_turboquant import __main__ as command_line
 from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
+from torch_turboquant.memory.weights import weight_memory
 
 
 @pytest.fixture
@@ -135,6 +137,27 @@ def test_a_text_that_is_too_short(folder, text, tmp_path, capsys):
     assert run(folder, tmp_path / "out", "--calibrate", text) == 1
     assert "the text gives 3 tokens; calibration needs 256" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+KINDS = {
+    "T5ForConditionalGeneration": {"d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1},
+    "LlamaForSequenceClassification": {"hidden_size": 64, "intermediate_size": 64, "num_labels": 3},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_of_other_kinds(kind, tmp_path, capsys):
+    """What the folder says it holds is what is written: other heads, encoders with a decoder."""
+    owner = getattr(transformers, kind)
+    shape = {"vocab_size": 96, "num_heads": 2, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    owner(owner.config_class(**shape, **KINDS[kind])).save_pretrained(tmp_path / "model")
+    assert run(tmp_path / "model", tmp_path / "out") == 0
+    assert f"Load it with {kind}.from_pretrained" in capsys.readouterr().out
+    packed = owner.from_pretrained(tmp_path / "out")
+    assert any(isinstance(m, PackedLinear) for m in packed.modules())
+    planned = weight_memory(str(tmp_path / "model"), 4, "float32")
+    assert planned.packed == sum(p.numel() * p.element_size() for p in packed.parameters())
 
 
 def test_options(folder, capsys):

@@ -171,6 +171,18 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
+def model_class(config: Mapping[str, Any]) -> Any:
+    """The class of transformers that a config.json names; a causal language model if it names none.
+
+    An automatic class for causal language models would give a model of another kind another head,
+    or know nothing of it.
+    """
+    import transformers
+
+    names = config.get("architectures") or ["AutoModelForCausalLM"]
+    return getattr(transformers, str(names[0]), transformers.AutoModelForCausalLM)
+
+
 def text_config(config: Any) -> Any:
     """The part of a configuration that describes the language model: a file's or an object's."""
     if not isinstance(config, Mapping):

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch_turboquant.calibrate import DTYPES, read_text
 from torch_turboquant.eval.options import add_device_argument, output_file, positive
-from torch_turboquant.models import read_config
+from torch_turboquant.models import model_class, read_config
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _WRITTEN = ("config.json", "generation_config.json")  # by transformers, anew
@@ -150,7 +150,7 @@ def pack(args: argparse.Namespace, text: str | None, folder: Path) -> dict[str, 
     Raises:
         ValueError: the model cannot be packed, or the text is too short.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from torch_turboquant.integrations.transformers.weights import (
         TurboQuantConfig,
@@ -161,17 +161,16 @@ def pack(args: argparse.Namespace, text: str | None, folder: Path) -> dict[str, 
     config = TurboQuantConfig(
         args.bits, skip=args.skip, layers={name: {"bits": bits} for name, bits in args.layer}
     )
+    kind = model_class(read_config(args.model))
     options: dict[str, Any] = {"local_files_only": True, "dtype": args.dtype or "auto"}
     if text is None:
         if args.device not in ("auto", "cpu"):  # a GPU is quicker, and then needs accelerate
             options["device_map"] = {"": args.device}
         with noted_layers() as rows:
-            model = AutoModelForCausalLM.from_pretrained(
-                args.model, quantization_config=config, **options
-            )
+            model = kind.from_pretrained(args.model, quantization_config=config, **options)
     else:
         tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(args.model, **options)
+        model = kind.from_pretrained(args.model, **options)
         model.to(default_device() if args.device == "auto" else args.device)
         limits = {n: v for n in ("tokens", "budget") if (v := getattr(args, n)) is not None}
         rows = quantize(model, config, text=text, tokenizer=tokenizer, **limits)
@@ -179,6 +178,7 @@ def pack(args: argparse.Namespace, text: str | None, folder: Path) -> dict[str, 
     done = model.config.quantization_config
     return {
         "model": str(args.model),
+        "class": kind.__name__,
         "calibration": done.calibration,
         "bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
         "packed_bytes": sum(row.bytes for row in rows),
@@ -231,7 +231,7 @@ def summary(out: Path, facts: dict[str, Any]) -> str:
     )
     lines += [f"left alone: {name}: {reason}" for name, reason in grouped(left).items()]
     lines.append(
-        "Load it with AutoModelForCausalLM.from_pretrained, after import "
+        f"Load it with {facts['class']}.from_pretrained, after import "
         "torch_turboquant.integrations.transformers"
     )
     return "\n".join(lines)

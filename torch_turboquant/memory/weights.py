@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_turboquant._extras import MODEL, require
-from torch_turboquant.models import read_config
+from torch_turboquant.models import model_class, read_config
 
 
 class WeightMemory(NamedTuple):
@@ -35,7 +35,8 @@ def weight_memory(path: str, bits: int, dtype: str) -> WeightMemory:
         ValueError: there is no such model, its weights are quantised already, or nothing of it can
             be packed.
     """
-    found = read_config(path).get("quantization_config")
+    values = read_config(path)
+    found = values.get("quantization_config")
     if found is not None:
         raise ValueError(
             f"the weights of {path} are quantised already ({found.get('quant_method')}): give the "
@@ -43,7 +44,7 @@ def weight_memory(path: str, bits: int, dtype: str) -> WeightMemory:
         )
     require("memory", *MODEL)
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from torch_turboquant.integrations.transformers.weights import TurboQuantConfig
     from torch_turboquant.integrations.transformers.weights.choice import choose, experts_among
@@ -52,7 +53,9 @@ def weight_memory(path: str, bits: int, dtype: str) -> WeightMemory:
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        kind = model_class(values)
+        make = getattr(kind, "_from_config", None) or kind.from_config  # an automatic class
+        model = make(config, dtype=getattr(torch, dtype))
     chosen = TurboQuantConfig(bits)
     packed, left = choose(model, chosen.weight_format(), {}, ())
     plain = sum(p.numel() * p.element_size() for p in model.parameters())
