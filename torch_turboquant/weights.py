@@ -10,6 +10,7 @@ same on disk and on every device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -64,6 +65,9 @@ class WeightFormat:
     group: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("bits", "sub", "group"):  # 4.0 is 4 to Python, and no size to torch
+            if not isinstance(value := getattr(self, name), Integral | None):
+                raise ValueError(f"{name} is {value!r}, which is no whole number")
         if self.bits not in WEIGHT_BITS:
             raise ValueError(f"bits is {self.bits}, supported for weights: 4, 8")
         if self.grid is None:

@@ -18,11 +18,11 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from torch_turboquant import PackedLinear, WeightFormat, encode_weight
 from torch_turboquant.integrations.transformers import TurboQuantCache, TurboQuantConfig, quantize
-from torch_turboquant.integrations.transformers.weights import budget, choice, noted_layers
+from torch_turboquant.integrations.transformers.weights import budget, choice, noted_layers, pack
 from torch_turboquant.integrations.transformers.weights.experts import PackedExperts
 from torch_turboquant.integrations.transformers.weights.moments import passes, second_moments
 from torch_turboquant.integrations.transformers.weights.quantizer import NEEDS
@@ -222,6 +222,15 @@ def test_it_can_be_a_plain_model_again(folder):
         assert torch.equal(plain.get_submodule(name).weight, by_hand.decode(torch.bfloat16))
         if by_hand.bias is not None:
             assert torch.equal(plain.get_submodule(name).bias, by_hand.bias)
+    assert all(p.requires_grad for p in plain.parameters())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_a_plain_model_has_one_dtype(dtype, folder):
+    packed = load(folder(make("qwen2")), TurboQuantConfig()).to(torch.float32)
+    plain = packed.dequantize() if dtype is None else packed.dequantize(dtype=dtype)
+    assert {p.dtype for p in plain.parameters()} == {dtype or torch.bfloat16}
+    assert logits(plain).dtype == plain.dtype
 
 
 # ------------------------------------------------------------------------------ what is left
@@ -247,6 +256,21 @@ def test_everything_that_is_not_packed_is_listed(folder, caplog):
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warned) == 1 and "conv1d" in warned[0]
     assert "embed_tokens" not in warned[0] and "router" not in warned[0]
+
+
+def test_another_head_of_a_packed_model(folder):
+    """It is a new one, and stays as transformers has made it."""
+    path = folder(load(folder(make()), TurboQuantConfig()), "packed")
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3)
+    assert type(model.score) is nn.Linear and len(packed_layers(model)) == 14
+
+
+def test_a_weight_that_a_class_far_above_reads(folder):
+    config = transformers.RwkvConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2)
+    packed = load(folder(transformers.RwkvForCausalLM(config)), TurboQuantConfig())
+    left = packed.config.quantization_config.left_alone
+    assert left["rwkv.blocks.0.attention.output"].startswith("RwkvModel reads its weight")
+    assert logits(packed).isfinite().all()
 
 
 def test_a_tied_head_stays(folder):
@@ -325,11 +349,51 @@ def test_a_model_without_linear_layers_is_refused(folder):
         ({"grid": "log"}, "grid must be one of"),
         ({"layers": {"x": {"seed": 1}}}, r"layers\['x'\] changes seed; it can change bits"),
         ({"modules": ["x"]}, "TurboQuantConfig has no modules; it has bits"),
+        ({"bits": "4"}, "bits is '4', which is no whole number"),
+        ({"bits": 4.0}, "bits is 4.0, which is no whole number"),
+        ({"group": 64.0}, "group is 64.0, which is no whole number"),
+        ({"skip": 3}, "skip must be names of layers, got 3"),
+        ({"skip": [3]}, r"skip must be names of layers, got \[3\]"),
+        ({"layers": ["lm_head"]}, "layers must be changes by names"),
+        ({"layers": {"lm_head": 8}}, "layers must be changes by names"),
+        ({"layers": {3: {"bits": 8}}}, "layers must be names of layers"),
     ],
 )
 def test_configurations_that_are_refused(options, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises((TypeError, ValueError), match=says):
         TurboQuantConfig(**options)
+
+
+def test_nothing_to_skip():
+    config = TurboQuantConfig(skip=None, layers=None)
+    assert config.skip == [] and config.layers == {}
+
+
+def test_a_group_that_a_layer_has_not(folder):
+    says = r"group is 128, and model\.layers\.0\.mlp\.down_proj has 192 input channels"
+    with pytest.raises(ValueError, match=says):
+        load(folder(make()), TurboQuantConfig(group=128))
+    config = TurboQuantConfig(group=128, layers={"*.down_proj": {"group": 64}})
+    packed = load(folder(make(), "other"), config)
+    assert packed.model.layers[0].mlp.down_proj.format.group == 64
+
+
+def test_weights_of_a_dtype_that_is_not_supported(folder):
+    path = folder(make())
+    with pytest.raises(ValueError, match=r"is torch.float64, supported: float32, float16, bfloat"):
+        load(path, TurboQuantConfig(), dtype=torch.float64)
+    model = make(dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"q_proj is torch.float64, supported: float32, float16"):
+        quantize(model)
+    assert not packed_layers(model)
+
+
+def test_what_is_no_model_and_no_configuration():
+    for other in (nn.Sequential(nn.Linear(64, 64)), "llama"):
+        with pytest.raises(TypeError, match="model must be a model of transformers"):
+            quantize(other)
+    with pytest.raises(TypeError, match="config must be a TurboQuantConfig, got dict"):
+        quantize(make(), {"bits": 4})
 
 
 @pytest.mark.parametrize("options", [{"skip": ["*.k"]}, {"layers": {"*.k": {"bits": 8}}}])
@@ -381,6 +445,14 @@ def test_files_that_are_incomplete(folder):
         load(path)  # before 5.23 transformers does not look at shapes of quantised models
     with pytest.raises(ValueError, match="another shape: lm_head"):
         load(path, ignore_mismatched_sizes=True)
+    for name in ("channel_inverse", "bias"):
+        model = make("qwen2")
+        quantize(model, text=TEXT)
+        fewer = load_file((part := folder(model, name)) / file.name)
+        del fewer[f"model.layers.0.self_attn.q_proj.{name}"]
+        save_file(fewer, part / file.name, {"format": "pt"})
+        with pytest.raises(ValueError, match=r"1 layers were not in .*self_attn\.q_proj"):
+            load(part)
     save_file(tensors, file, {"format": "pt"})
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(Exception, match=r"incomplete|not fully covered"):
@@ -391,6 +463,11 @@ def test_a_packed_model_is_not_packed_again(folder):
     packed = load(folder(make()), TurboQuantConfig())
     with pytest.raises(ValueError, match=r"quantised already \(torch_turboquant\)"):
         quantize(packed)
+    part = make()
+    quantize(part.model)
+    with pytest.raises(ValueError, match=r"this LlamaForCausalLM is quantised already"):
+        quantize(part)
+    assert type(part.lm_head) is nn.Linear
 
 
 def test_disk(folder):
@@ -398,6 +475,8 @@ def test_disk(folder):
     path = folder(make())
     with pytest.raises(ValueError, match="cannot be packed while they are offloaded to disk"):
         load(path, TurboQuantConfig(), device_map={"model": "cpu", "lm_head": "disk"})
+    with pytest.raises(ValueError, match="'meta', where there are no weights"):
+        load(path, TurboQuantConfig(), device_map="meta")
 
 
 def test_without_the_package(folder):
@@ -537,7 +616,21 @@ def test_under_a_budget(folder):
         quantize(dense, text=TEXT, budget=3.0)
     with pytest.raises(ValueError, match="budget needs a text"):
         quantize(dense, budget=5.0)
+    for wrong in (torch.nan, torch.inf, "5"):
+        with pytest.raises(ValueError, match=r"expected bits per weight, such as 4.5"):
+            quantize(dense, text=TEXT, budget=wrong)
+    with pytest.raises(ValueError, match="compares predictions, which LlamaModel does not make"):
+        quantize(dense.model, text=TEXT, budget=5.0)
     assert not packed_layers(dense)
+
+
+def test_a_budget_is_refused_before_the_text_is_read(monkeypatch):
+    monkeypatch.setattr(pack, "second_moments", lambda *_: pytest.fail("the text was read"))
+    with pytest.raises(ValueError, match=r"the coarsest formats take 4.274"):
+        quantize(make(), text=TEXT, budget=4.27)
+    config = TurboQuantConfig(skip=["*.self_attn.*", "lm_head"])
+    with pytest.raises(ValueError, match="linear layers, and none is packed"):
+        quantize(make("qwen3_moe"), config, text=TEXT, budget=5.0)
 
 
 class Words:
@@ -558,6 +651,54 @@ def test_texts():
         quantize(make(), text=text)
     with pytest.raises(ValueError, match="the text gives 20 tokens; calibration needs 256"):
         quantize(make(), text=TEXT[:20])
+    with pytest.raises(ValueError, match="tokens is -1"):
+        quantize(make(), text=TEXT, tokens=-1)
+    with pytest.raises(ValueError, match=r"token ids are torch.float32, expected int64"):
+        quantize(make(), text=TEXT.float())
+    for other in (TEXT + 50, -TEXT):
+        with pytest.raises(ValueError, match=r"token ids from .* the model knows 96 tokens"):
+            quantize(make(), text=other)
+
+
+@pytest.mark.parametrize("layer", ["mlp.down_proj", "mlp.up_proj", "self_attn.o_proj"])
+def test_layers_of_zeros(layer):
+    """As of blocks that somebody has added to a model: they are zeros, or their inputs are."""
+    model = make()
+    model.get_submodule(f"model.layers.1.{layer}").weight.zero_()
+    quantize(model, text=TEXT)
+    assert not model.get_submodule(f"model.layers.1.{layer}").decode().any()
+    assert logits(model).isfinite().all()
+
+
+SEQ2SEQ = {
+    "d_model": 128,
+    "vocab_size": 96,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+
+
+def test_models_with_an_encoder_read_a_text():
+    t5 = transformers.T5Config(**SEQ2SEQ, d_kv=64, d_ff=192, num_layers=1, num_heads=2)
+    for model in (transformers.T5ForConditionalGeneration(t5), transformers.T5EncoderModel(t5)):
+        names = [row.name for row in quantize(model.eval(), text=TEXT)]
+        assert names and set(names) == set(packed_layers(model))
+    shape = {k: v for k, v in SHAPE.items() if k not in ("head_dim", "num_key_value_heads")}
+    for kind in (transformers.DebertaV2Model, transformers.BertForMaskedLM):
+        model = kind(kind.config_class(**shape)).eval()
+        assert {row.name for row in quantize(model, text=TEXT)} == set(packed_layers(model))
+
+
+def test_models_that_read_no_text():
+    shape = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "num_mel_bins": 8,
+             "decoder_ffn_dim": 64, "max_source_positions": 8, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2}  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(**SEQ2SEQ, **shape)
+    )
+    with pytest.raises(ValueError, match="WhisperForConditionalGeneration reads no text"):
+        quantize(model, text=TEXT)
 
 
 def test_layers_that_the_text_does_not_reach():

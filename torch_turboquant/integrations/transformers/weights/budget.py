@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from torch_turboquant.integrations.transformers.weights.moments import read
 from torch_turboquant.integrations.transformers.weights.report import PackedLayer
 from torch_turboquant.weight_calibration import Choice, allocate
 from torch_turboquant.weights import PackedLinear
@@ -35,14 +36,9 @@ def choose_by_budget(
         ids: int64 [tokens], the text.
 
     Raises:
-        ValueError: the coarsest candidates take more than the budget.
+        ValueError: the coarsest candidates take more than the budget, or there are no predictions.
     """
     weights = sum(rows[0][1].weights for rows in candidates.values())
-    least = 8 * sum(min(row.bytes for _, row in rows) for rows in candidates.values()) / weights
-    if budget < least:
-        raise ValueError(
-            f"budget is {budget} bits per weight, the coarsest formats take {least:.3f}"
-        )
     # Nothing is chosen for a layer with one candidate, whatever it costs.
     undecided = {name: rows[0][0] for name, rows in candidates.items() if len(rows) > 1}
     cost = sensitivities(model, undecided, ids[:TOKENS])
@@ -83,5 +79,11 @@ def sensitivities(
 
 def _predictions(model: nn.Module, ids: Tensor) -> Tensor:
     """Logarithms of probabilities: float32 [tokens, vocabulary]."""
-    logits: Tensor = model(ids[None].to(model.device), use_cache=False).logits[0]
-    return logits.float().log_softmax(-1)
+    logits = getattr(read(model, ids), "logits", None)
+    if logits is None:
+        raise ValueError(
+            f"a budget compares predictions, which {type(model).__name__} does not make: load the "
+            "model with its head"
+        )
+    predictions: Tensor = logits[0].float().log_softmax(-1)
+    return predictions

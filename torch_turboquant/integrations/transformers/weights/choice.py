@@ -55,6 +55,7 @@ def choose(
         else:
             for packable in _packable(name, module):
                 packed[packable] = _format_of(packable, default, layers)
+                _check_group(model, packable, packed[packable])
     if not packed:
         raise ValueError(
             f"no layer of this {type(model).__name__} can be packed: "
@@ -71,7 +72,8 @@ def recorded_choice(
 ) -> dict[str, WeightFormat]:
     """The same for a model whose weights were packed when it was saved: what is not in `left`.
 
-    Names may have lost or gained the prefix of the base model, as transformers allows.
+    Names may have lost or gained the prefix of the base model, as transformers allows, and the
+    model may have another head: one that could not have been packed is none that was.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     without = {name.removeprefix(prefix) for name in left}
@@ -80,6 +82,7 @@ def recorded_choice(
         packable: _format_of(packable.removeprefix(prefix), default, formats)
         for name, module in model.named_modules()
         if name.removeprefix(prefix) not in without
+        and not (type(module) is nn.Linear and _reason_of_linear(module))
         for packable in _packable(name, module)
     }
 
@@ -156,7 +159,7 @@ def _reason(model: nn.Module, name: str, module: nn.Module, skip: list[str]) -> 
         return f"its weight is tied to {partner}"
     if not _in_language_model(model, name):
         return "it belongs to no language model"
-    if reason := _reason_of_shape(module.out_features, module.in_features):
+    if reason := _reason_of_linear(module):
         return reason
     if _routes(model, name):
         return ROUTER
@@ -179,6 +182,25 @@ def _reason_of_experts(
         if reason := _reason_of_shape(n, k):
             return f"{weight}: {reason}"
     return None
+
+
+def _reason_of_linear(module: nn.Linear) -> str | None:
+    return _reason_of_shape(module.out_features, module.in_features)
+
+
+def _check_group(model: nn.Module, name: str, form: WeightFormat) -> None:
+    """A group that somebody has asked for by a number fits a layer, or is refused by its name."""
+    module, _, weight = name.rpartition(".")
+    owner = model.get_submodule(module)
+    if (experts := matrices_of(owner)) is not None:
+        k = shape_of(owner, experts[weight])[2]
+    else:
+        k = model.get_submodule(name).in_features  # type: ignore[assignment]
+    if form.group is not None and k % form.group:
+        raise ValueError(
+            f"group is {form.group}, and {name} has {k} input channels, which are no multiple of "
+            f"it: name it in skip, or give it its own format, layers={{{name!r}: {{'group': 64}}}}"
+        )
 
 
 def _reason_of_shape(n: int, k: int) -> str | None:
@@ -217,13 +239,18 @@ def _routes(model: nn.Module, name: str) -> bool:
 
 
 def _reader(model: nn.Module, name: str) -> str | None:
-    """The class above a layer whose code names its weight, such as T5's `self.wo.weight`."""
-    parent, _, child = name.rpartition(".")
-    kind = type(model.get_submodule(parent))
-    for base in kind.__mro__:
-        if base.__module__.startswith("transformers.models") or base is kind:
-            if re.search(rf"\bself\.{child}\.weight\b", _code_of(base)):
-                return base.__name__
+    """The class above a layer whose code names its weight, such as T5's `self.wo.weight`.
+
+    Classes further above name more of the way: `block.attention.output.weight` in RWKV.
+    """
+    parts = name.split(".")
+    for above in range(len(parts)):
+        kind = type(model.get_submodule(".".join(parts[: len(parts) - 1 - above])))
+        way = rf"\bself\.{parts[-1]}" if above == 0 else rf"\.{parts[-2]}\.{parts[-1]}"
+        for base in kind.__mro__:
+            if base.__module__.startswith("transformers.models") or base is kind:
+                if re.search(rf"{way}\.weight\b", _code_of(base)):
+                    return base.__name__
     return None
 
 

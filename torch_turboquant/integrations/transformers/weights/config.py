@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -37,6 +37,7 @@ class TurboQuantConfig(QuantizationConfigMixin):
         calibration: what `quantize` was given and did; None for a model that was packed without.
 
     Raises:
+        TypeError: skip or layers of another type.
         ValueError: a combination that WeightFormat refuses.
     """
 
@@ -59,8 +60,8 @@ class TurboQuantConfig(QuantizationConfigMixin):
             )
         given = {"bits": bits, "grid": grid, "sub": sub, "group": group}
         self._set_format(WeightFormat(**{n: v for n, v in given.items() if v is not None}))
-        self.skip = [skip] if isinstance(skip, str) else list(skip)
-        self.layers = {name: dict(changes) for name, changes in (layers or {}).items()}
+        self.skip = _names("skip", [skip] if isinstance(skip, str) else skip or ())
+        self.layers = _changes(layers or {})
         self.left_alone: dict[str, str] = dict(record.get("left_alone", {}))
         self.scaled = bool(record.get("scaled", False))
         self.calibration: dict[str, Any] | None = record.get("calibration")
@@ -121,3 +122,20 @@ class TurboQuantConfig(QuantizationConfigMixin):
                 "install that version"
             )
         return super().from_dict(values, return_unused_kwargs, **kwargs)
+
+
+def _names(argument: str, names: Any) -> list[str]:
+    """A list of names of layers, or patterns of names."""
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{argument} must be names of layers, got {names!r}")
+    return list(names)
+
+
+def _changes(layers: Any) -> dict[str, dict[str, Any]]:
+    """Changes of some layers, by name or pattern."""
+    fits = isinstance(layers, Mapping) and all(isinstance(c, Mapping) for c in layers.values())
+    if not fits:
+        raise TypeError(
+            f"layers must be changes by names, as {{'lm_head': {{'bits': 8}}}}, got {layers!r}"
+        )
+    return {name: dict(layers[name]) for name in _names("layers", layers)}

@@ -203,7 +203,7 @@ def plain_experts(module: Any, dtype: torch.dtype) -> None:
     """Makes experts of packed experts again, with the decoded weights."""
     plain = type(module).__mro__[2]
     for name in list(module.packed):
-        weight = nn.Parameter(module.decode(name, dtype=dtype), requires_grad=False)
+        weight = nn.Parameter(module.decode(name, dtype=dtype))
         del module._parameters[packed_name(name)]
         module.register_parameter(name, weight)
     del module.packed

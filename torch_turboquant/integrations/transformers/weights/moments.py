@@ -7,6 +7,7 @@ large. Layers that get the same input, as the projections to queries, keys and v
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -86,6 +87,22 @@ def passes(model: nn.Module, names: Sequence[str], memory: int) -> Iterator[list
         yield group
 
 
+def reads_tokens(model: nn.Module) -> bool:
+    """Whether text is what the model reads, and not sounds or pictures alone."""
+    return "input_ids" in inspect.signature(model.forward).parameters
+
+
+def read(model: nn.Module, ids: Tensor) -> Any:
+    """What a model of transformers returns for tokens [tokens]; a decoder reads those too."""
+    tokens, known = ids[None].to(model.device), inspect.signature(model.forward).parameters
+    given: dict[str, Any] = {"input_ids": tokens}
+    if "decoder_input_ids" in known:
+        given["decoder_input_ids"] = tokens
+    if "use_cache" in known or any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        given["use_cache"] = False
+    return model(**given)
+
+
 @torch.no_grad()
 def second_moments(
     model: nn.Module, names: Iterable[str], sequences: Sequence[Tensor], what: str = "Calibrating"
@@ -107,7 +124,7 @@ def second_moments(
     model.eval()
     try:
         for ids in logging.tqdm(sequences, desc=what):
-            model(ids[None].to(model.device), use_cache=False)
+            read(model, ids)
             counted.forget_input()
     finally:
         model.train(was_training)

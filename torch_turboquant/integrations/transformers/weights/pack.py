@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from torch_turboquant._checks import FLOATS, check_positive
 from torch_turboquant.integrations.transformers.weights.budget import Candidate, choose_by_budget
 from torch_turboquant.integrations.transformers.weights.choice import (
     choose,
@@ -18,13 +21,18 @@ from torch_turboquant.integrations.transformers.weights.choice import (
 )
 from torch_turboquant.integrations.transformers.weights.config import METHOD, TurboQuantConfig
 from torch_turboquant.integrations.transformers.weights.experts import (
+    PackedExperts,
     PackedWeights,
     encode_experts,
     pack_experts,
     packed_name,
     shape_of,
 )
-from torch_turboquant.integrations.transformers.weights.moments import passes, second_moments
+from torch_turboquant.integrations.transformers.weights.moments import (
+    passes,
+    reads_tokens,
+    second_moments,
+)
 from torch_turboquant.integrations.transformers.weights.quantizer import (
     TurboQuantHfQuantizer,
     empty_layer,
@@ -36,7 +44,7 @@ from torch_turboquant.integrations.transformers.weights.report import (
 )
 from torch_turboquant.models import Fields, text_config
 from torch_turboquant.weight_calibration import channel_scales, encode_calibrated
-from torch_turboquant.weights import WeightFormat, encode_weight
+from torch_turboquant.weights import PackedLinear, WeightFormat, encode_weight
 
 TOKENS = 16384
 """Of a text that are read."""
@@ -84,26 +92,25 @@ def quantize(
         One entry per packed layer, in the order of the model.
 
     Raises:
-        ValueError: no layer can be packed; the model is packed already; a text is too short, or has
-            no tokenizer; weights or inputs are not finite; a budget is too small, or has no text.
-            The model has not changed.
+        TypeError: model or config is something else.
+        ValueError: no layer can be packed; the model or a part of it is packed already; a text is
+            too short, has no tokenizer or tokens that the model does not know; weights or inputs
+            are not finite, or of a dtype that is not supported; a budget is too small, or has no
+            text. The model has not changed.
     """
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError(
-            f"this {type(model).__name__} is quantised already "
-            f"({model.config.quantization_config.quant_method}): load the original weights"
-        )
+    _check_model(model, config)
     quantizer = TurboQuantHfQuantizer(config or TurboQuantConfig(), pre_quantized=False)
     config = quantizer.quantization_config
-    if budget is not None and text is None:
-        raise ValueError("quantize: budget needs a text, which says what each layer costs")
+    check_positive(tokens=tokens)
     named = config.layer_formats()
     packed, left = choose(model, config.weight_format(), named, config.skip)
-    sequences = None if text is None else _sequences(model, text, tokenizer, tokens)
-    candidates: dict[str, list[Candidate]] = {}
     experts = experts_among(model, packed)
     of_experts = [f"{name}.{weight}" for name, forms in experts.items() for weight in forms]
     linear = [name for name in packed if name not in set(of_experts)]
+    if budget is not None:
+        _check_budget(model, budget, {name: packed[name] for name in linear}, text)
+    sequences = None if text is None else _sequences(model, text, tokenizer, tokens)
+    candidates: dict[str, list[Candidate]] = {}
     groups = [linear] if sequences is None else list(passes(model, linear, memory))
     for number, names in enumerate(groups, 1):
         moments: Mapping[str, Tensor] = {}
@@ -138,6 +145,46 @@ def quantize(
     _attach(model, quantizer)
     tell(left)
     return rows
+
+
+def _check_model(model: Any, config: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"quantize: model must be a model of transformers, got {_kind(model)}")
+    if not isinstance(config, TurboQuantConfig | None):
+        raise TypeError(f"quantize: config must be a TurboQuantConfig, got {_kind(config)}")
+    packed = [n for n, m in model.named_modules() if isinstance(m, PackedLinear | PackedExperts)]
+    method = getattr(model.config, "quantization_config", None)
+    if getattr(model, "hf_quantizer", None) is not None or packed:
+        how = getattr(method, "quant_method", packed[0] if packed else None)
+        raise ValueError(
+            f"this {type(model).__name__} is quantised already ({how}): load the original weights"
+        )
+
+
+def _check_budget(
+    model: nn.Module, budget: Any, packed: Mapping[str, WeightFormat], text: Any
+) -> None:
+    if text is None:
+        raise ValueError("quantize: budget needs a text, which says what each layer costs")
+    if not isinstance(budget, int | float) or not math.isfinite(budget):
+        raise ValueError(f"budget is {budget!r}, expected bits per weight, such as 4.5")
+    shapes: dict[str, Any] = {name: model.get_submodule(name).weight.shape for name in packed}
+    weights = sum(n * k for n, k in shapes.values())
+    least = sum(
+        8 * math.prod(packed[name].block(k).packed_shape(n, k)) for name, (n, k) in shapes.items()
+    )
+    if budget * weights < least:  # found before the text is read, which takes long
+        raise ValueError(
+            f"budget is {budget} bits per weight, the coarsest formats take {least / weights:.3f}"
+        )
+    if not weights:
+        raise ValueError(
+            "budget chooses formats of linear layers, and none is packed: leave it out"
+        )
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
 
 
 def _pack(model: nn.Module, name: str, form: WeightFormat, moment: Tensor | None) -> Candidate:
@@ -177,6 +224,10 @@ def _pack_experts(model: nn.Module, name: str, form: WeightFormat) -> tuple[Tens
 def _check_weight(name: str, weight: Tensor) -> None:
     if weight.device.type == "meta":
         raise ValueError(f"{name} is offloaded (device_map): load the model without offloading")
+    if weight.dtype not in FLOATS:
+        raise ValueError(
+            f"the weight of {name} is {weight.dtype}, supported: float32, float16, bfloat16"
+        )
     if not weight.isfinite().all():
         raise ValueError(f"the weight of {name} has numbers that are not finite")
 
@@ -200,10 +251,12 @@ def _attach(model: nn.Module, quantizer: TurboQuantHfQuantizer) -> None:
 
 def _sequences(model: nn.Module, text: Any, tokenizer: Any, tokens: int) -> list[Tensor]:
     """The first tokens of the text in sequences of one length; the rest of a text is left out."""
+    if not reads_tokens(model):
+        raise ValueError(f"{type(model).__name__} reads no text: pack it without one")
     if isinstance(text, Tensor):
         ids = text.reshape(-1)
     elif tokenizer is None:
-        raise ValueError("quantize: text needs its tokenizer, or give token ids")
+        raise ValueError("quantize: text needs its tokenizer, or give token ids as a tensor")
     else:
         texts = [text] if isinstance(text, str) else list(text)
         ids = torch.tensor([i for part in texts for i in tokenizer(part).input_ids])
@@ -212,6 +265,14 @@ def _sequences(model: nn.Module, text: Any, tokenizer: Any, tokens: int) -> list
         raise ValueError(
             f"the text gives {len(ids)} tokens; calibration needs {LEAST}, and is better with "
             f"{TOKENS:,}: give a longer text, or pack without one"
+        )
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"token ids are {ids.dtype}, expected int64")
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if ids.min() < 0 or (known is not None and ids.max() >= known):
+        raise ValueError(
+            f"the text has token ids from {ids.min()} to {ids.max()}, and the model knows {known} "
+            "tokens: is this the model's own tokenizer?"
         )
     longest = Fields(text_config(model.config)).get("max_position_embeddings") or LENGTH
     length = min(len(ids), longest, LENGTH)

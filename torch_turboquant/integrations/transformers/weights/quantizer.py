@@ -12,6 +12,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
 from transformers.utils import logging
 
+from torch_turboquant import _checks
 from torch_turboquant.integrations.transformers.weights.choice import (
     choose,
     experts_among,
@@ -77,6 +78,8 @@ class TurboQuantHfQuantizer(HfQuantizer):
                 "weights cannot be packed while they are offloaded to disk: load the model without "
                 "'disk' in device_map, save it, and load what was saved"
             )
+        if not self.pre_quantized and any(str(device) == "meta" for device in devices):
+            raise ValueError("device_map has 'meta', where there are no weights that can be packed")
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         config = self.quantization_config
@@ -134,8 +137,10 @@ class TurboQuantHfQuantizer(HfQuantizer):
 
     def pack(self, model: nn.Module, name: str, weight: Tensor) -> Tensor | None:
         """The packed weight of `name`; None, and a note, if it cannot be packed."""
-        if not weight.is_floating_point():
-            self.refused[name] = f"its weight is {weight.dtype} in the file, not a float"
+        if weight.dtype not in _checks.FLOATS:
+            self.refused[name] = (
+                f"its weight is {weight.dtype}, supported: float32, float16, bfloat16 (dtype=...)"
+            )
             return None
         form = self._packed[name]
         try:
@@ -206,6 +211,8 @@ class TurboQuantHfQuantizer(HfQuantizer):
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         # a name, where transformers takes the dtype from a configuration that has been saved
         target = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
+        if model.dtype != target:  # else layers of two dtypes would follow each other
+            model.to(target)
         for name, module in list(model.named_modules()):
             if isinstance(module, PackedLinear):
                 model.set_submodule(name, plain_layer(module, target))
@@ -265,9 +272,9 @@ def plain_layer(layer: PackedLinear, dtype: torch.dtype) -> nn.Linear:
     """A linear layer with the decoded weights."""
     with torch.device("meta"):
         linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
-    linear.weight = nn.Parameter(layer.decode(dtype), requires_grad=False)
+    linear.weight = nn.Parameter(layer.decode(dtype))
     if layer.bias is not None:
-        linear.bias = nn.Parameter(layer.bias.to(dtype), requires_grad=False)
+        linear.bias = nn.Parameter(layer.bias.detach().to(dtype))
     return linear
 
 
@@ -285,20 +292,25 @@ def tell(left: Mapping[str, str]) -> None:
 
 
 def _is_loaded(model: nn.Module, name: str) -> bool:
-    """Whether a layer has got its bytes; those that accelerate has offloaded are elsewhere."""
+    """Whether a layer has got all that files have of it; what is offloaded is elsewhere.
+
+    Nothing but a file fills the bias and the scales of channels of packed layers, whose memory has
+    any values until then.
+    """
     module, _, child = name.rpartition(".")
     owner: Any = model.get_submodule(module)
     if isinstance(owner, PackedExperts):
         weight, expected = owner.get_parameter(packed_name(child)), owner.packed[child].shape
-        bias = getattr(owner, f"{child}_bias", None)  # which nothing else fills (pack_experts)
-        if bias is not None and bias.device.type != "meta" and not _was_read(bias):
-            return False
+        others = [getattr(owner, f"{child}_bias", None)]
     else:
         layer = owner.get_submodule(child)
         weight = layer.weight
         expected = layer.format.block(layer.in_features).packed_shape(
             layer.out_features, layer.in_features
         )
+        others = [layer.bias, layer.channel_inverse]
+    if not all(_was_read(other) for other in others if other is not None):
+        return False
     if weight.device.type == "meta":
         return True
     fits = weight.dtype == torch.uint8 and tuple(weight.shape) == tuple(expected)
@@ -306,4 +318,4 @@ def _is_loaded(model: nn.Module, name: str) -> bool:
 
 
 def _was_read(parameter: Tensor) -> bool:
-    return getattr(parameter, "_is_hf_initialized", False)
+    return parameter.device.type == "meta" or getattr(parameter, "_is_hf_initialized", False)
