@@ -495,6 +495,8 @@ def test_options_of_the_command(capsys):
     ("--layers 3 --latent-dim 512 --rope-dim 64 --boundary-layers 1", "have one preset"),
     ("--layers 3 --latent-dim 500 --rope-dim 64", "latent_dim"),
     ("--layers 3 --kv-heads 1 --head-dim 64 --key-bits 7 --value-bits 4", "key_bits is 7"),
+    ("--layers 3 --kv-heads 1 --head-dim 64 --page-size 0", "page_size is 0, supported: 16"),
+    ("--layers 3 --latent-dim 512 --rope-dim 64 --page-size 0", "page_size is 0, supported"),
     ("--layers 3 --kv-heads 1 --head-dim 64 --weights 3", "need --gpu-memory"),
     ("--layers 3 --kv-heads 1 --head-dim 64 --gpu-memory 80 --parameters 70B",
      "130.39 GiB, the memory has 80.00 GiB"),

@@ -246,6 +246,7 @@ def _budget(args: argparse.Namespace, packed: WeightMemory | None) -> int | None
 
 def _rows(args: argparse.Namespace, layers: Sequence[MemoryLayer | None]) -> list[CacheMemory]:
     """One row for bf16, fp8, every preset, and for --key-bits with --value-bits if given."""
+    configs = _configs(args, layers)  # which checks the page size, for the plain rows as well
     common = {"max_q_len": args.max_q_len, "whole_sliding": args.whole_sliding}
     packed = common | {
         "tail_itemsize": int(DTYPE_BYTES[args.tail_dtype]),
@@ -257,8 +258,8 @@ def _rows(args: argparse.Namespace, layers: Sequence[MemoryLayer | None]) -> lis
             for name, itemsize in (("bf16", 2), ("fp8", 1))
         ),
         *(
-            packed_memory(name, layers, configs, args.context, **packed)
-            for name, configs in _configs(args, layers).items()
+            packed_memory(name, layers, of_layers, args.context, **packed)
+            for name, of_layers in configs.items()
         ),
     ]
 
