@@ -77,6 +77,16 @@ def sensitivities(
     return found
 
 
+def check_predicts(model: nn.Module, ids: Tensor) -> None:
+    """Raises ValueError for a model without predictions, before anything takes long."""
+    with torch.no_grad():
+        if getattr(model(ids[None, :8].to(model.device), use_cache=False), "logits", None) is None:
+            raise ValueError(
+                f"quantize: budget compares predictions, and a {type(model).__name__} has none: "
+                "leave budget out, or load the model with a head"
+            )
+
+
 def _predictions(model: nn.Module, ids: Tensor) -> Tensor:
     """Logarithms of probabilities: float32 [tokens, vocabulary]."""
     logits = getattr(read(model, ids), "logits", None)

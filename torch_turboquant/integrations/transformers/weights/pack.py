@@ -13,7 +13,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from torch_turboquant._checks import FLOATS, check_positive
-from torch_turboquant.integrations.transformers.weights.budget import Candidate, choose_by_budget
+from torch_turboquant.integrations.transformers.weights.budget import (
+    Candidate,
+    check_predicts,
+    choose_by_budget,
+)
 from torch_turboquant.integrations.transformers.weights.choice import (
     choose,
     experts_among,
@@ -110,6 +114,8 @@ def quantize(
     if budget is not None:
         _check_budget(model, budget, {name: packed[name] for name in linear}, text)
     sequences = None if text is None else _sequences(model, text, tokenizer, tokens)
+    if budget is not None and sequences is not None:
+        check_predicts(model, sequences[0])
     candidates: dict[str, list[Candidate]] = {}
     groups = [linear] if sequences is None else list(passes(model, linear, memory))
     for number, names in enumerate(groups, 1):
@@ -274,9 +280,21 @@ def _sequences(model: nn.Module, text: Any, tokenizer: Any, tokens: int) -> list
             f"the text has token ids from {ids.min()} to {ids.max()}, and the model knows {known} "
             "tokens: is this the model's own tokenizer?"
         )
-    longest = Fields(text_config(model.config)).get("max_position_embeddings") or LENGTH
-    length = min(len(ids), longest, LENGTH)
+    length = min(len(ids), _positions(model), LENGTH)
     return list(ids[: len(ids) // length * length].view(-1, length))
+
+
+def _positions(model: nn.Module) -> int:
+    """The longest sequence that a model can read."""
+    longest = int(Fields(text_config(model.config)).get("max_position_embeddings") or LENGTH)
+    for name, module in model.named_modules():
+        # RoBERTa and its like begin to count behind the place of padding
+        if (
+            name.endswith("position_embeddings")
+            and getattr(module, "padding_idx", None) is not None
+        ):
+            return longest - module.padding_idx - 1
+    return longest
 
 
 def _calibration(sequences: list[Tensor]) -> dict[str, Any]:

@@ -179,10 +179,13 @@ class TurboQuantHfQuantizer(HfQuantizer):
                 + "; ".join(f"{name}: {why}" for name, why in self.refused.items())
             )
         if missing := [name for name in self._packed if not _is_loaded(model, name)]:
+            names = getattr(model.config, "architectures", None) or [type(model).__name__]
+            why = "The files are incomplete, or of another model"
+            if type(model).__name__ not in names:
+                why = f"The files are of a {names[0]} and were read as a {type(model).__name__}"
             raise ValueError(
                 f"the packed weights of {len(missing)} layers were not in the files or have "
-                f"another shape: {', '.join(summary(dict.fromkeys(missing, '')))}. The files are "
-                "incomplete, or of another model"
+                f"another shape: {', '.join(summary(dict.fromkeys(missing, '')))}. {why}"
             )
         for name in self._packed.keys() - self._experts:
             model.get_submodule(name).place_constants()
