@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from bench_weights import all_rows
 from common import RESULTS, Row, file_name, markdown, read_rows
 
 MODELS = {
@@ -14,6 +17,8 @@ MODELS = {
     "Gemma-3-270M": "Gemma-3-270M",
     "Qwen2.5-Coder-1.5B": "Qwen2.5-Coder-1.5B-Instruct",
 }
+ENCODER = "all-MiniLM-L6-v2"
+COST = {ENCODER: "distance"}  # what rows of a model are compared by; language models: "kl"
 NOISE = r" --(commit|cache) \S+"  # of a command: what no number depends on
 FREE, CALIBRATED = "4 bit, block 128, sub 32", "4 bit, block 128, sub 32, scales text, rounding"
 NAMES = {  # of rows on the short page
@@ -32,22 +37,46 @@ NAMES = {  # of rows on the short page
     "Q4_K_M-like, importance": "like Q4_K_M, with an importance matrix",
 }
 
+THREE = {  # of 3 bits, on the short page for the encoder
+    "3 bit, block 128, sub 32": "3 bits, as loaded",
+    "3 bit, block 128, sub 32, scales text, rounding": "3 bits, calibrated",
+    "HQQ g64, 3 bit": "HQQ, groups of 64, 3 bits",
+    "NF3 g64": "NF3, groups of 64",
+    "int3 RTN g128": "int3, groups of 128, rounded to nearest",
+    "int3 GPTQ g128": "int3, groups of 128, GPTQ",
+    "Q3_K-like": "like Q3_K",
+    "Q3_K-like, importance": "like Q3_K, with an importance matrix",
+    "HIGGS p=2 g256, 3 bit": "HIGGS, pairs of weights, 3 bits",
+}
+
+
+def result_file(model: str) -> str:
+    return file_name("weights", MODELS.get(model, model))
+
 
 def rows_of(model: str) -> dict[str, Row]:
-    """The rows of one model by name; none if it has not been measured."""
-    name = file_name("weights", MODELS[model])
-    return {row["row"]: row for row in read_rows(name, missing_ok=True)}
+    """The rows of one model by name, in the order of the study; none if it was not measured."""
+    found = {row["row"]: row for row in read_rows(result_file(model), missing_ok=True)}
+    order = [row.name for row in all_rows() if row.name in found]
+    return {name: found[name] for name in [*order, *found]}
 
 
-def with_error(row: Row) -> str:
-    return f"{row['kl']:.4f} ± {row['kl_error']:.4f}"
+def with_error(row: Row, entry: str = "kl") -> str:
+    return f"{row[entry]:.4f} ± {row[f'{entry}_error']:.4f}"
+
+
+def above(row: Row, cost: str, default: Row) -> str:
+    """How much more a row costs than the default; no error where another device ran that."""
+    if row["device"] != default["device"]:
+        return f"{row[cost] - default[cost]:+.4f}"
+    return f"{row[f'{cost}_above_default']:+.4f} ± {row['above_error']:.4f}"
 
 
 def source(models: list[str], folder: str) -> str:
     """Result files and commands of these models."""
     parts = []
     for model in models:
-        name = file_name("weights", MODELS[model])
+        name = result_file(model)
         commands = dict.fromkeys(
             re.sub(NOISE, "", row["command"].split(" --rows")[0]) for row in rows_of(model).values()
         )
@@ -74,18 +103,58 @@ def overview() -> str:
     return f"{markdown(header, body)}\n\n{source(list(found), '../')}"
 
 
+def on_the_encoder() -> str:
+    """Our formats and controls on the encoder."""
+    rows = rows_of(ENCODER)
+    body = [
+        [
+            label,
+            f"{row['bits_per_weight']:.2f}",
+            with_error(row, "distance"),
+            f"{row['neighbours']:.1%}",
+            f"{row['nearest']:.1%}",
+        ]
+        for name, label in {**NAMES, **THREE}.items()
+        if (row := rows.get(name))
+    ]
+    header = ["weights", "bits", "1 - cosine", "10 nearest kept", "nearest kept"]
+    return f"{markdown(header, body)}\n\n{source([ENCODER], '../')}"
+
+
+def agreement() -> str:
+    """Whether models put formats in the same order: ranks of all rows that two of them share."""
+    found = {name: rows for name in [*MODELS, ENCODER] if (rows := rows_of(name))}
+    body = []
+    for one, other in itertools.combinations(found, 2):
+        names = [
+            name
+            for name, row in found[one].items()
+            if name in found[other] and row["family"] in ("ours", "control")
+        ]
+        ranks = [
+            torch.tensor([found[model][name][COST.get(model, "kl")] for name in names])
+            .argsort()
+            .argsort()
+            .double()
+            for model in (one, other)
+        ]
+        correlation = torch.corrcoef(torch.stack(ranks))[0, 1].item()
+        body.append([f"{one} and {other}", f"{len(names)}", f"{correlation:.3f}"])
+    return markdown(["models", "rows", "correlation of ranks"], body)
+
+
 def references() -> str:
     """The models that rows are compared with."""
     body = []
-    for model in MODELS:
+    for model in [*MODELS, ENCODER]:
         if not (rows := rows_of(model)):
             continue
         row = next(iter(rows.values()))
+        perplexities = [row.get(f"{name}_perplexity") for name in ("stored", "reference")]
         body.append(
             [
                 model,
-                f"{row['stored_perplexity']:.2f}",
-                f"{row['reference_perplexity']:.2f}",
+                *(f"{value:.2f}" if value else "in float32" for value in perplexities),
                 f"{row['scored_tokens']:,}",
                 f"{row['calibration_tokens']:,}",
             ]
@@ -96,19 +165,24 @@ def references() -> str:
 
 def every_row(model: str) -> str:
     """All rows of a model."""
-    rows = rows_of(model)
+    rows, cost = rows_of(model), COST.get(model, "kl")
     body = []
     for name, row in rows.items():
-        predicted = row.get("predicted_kl")
-        cells = [name, f"{row['bits_per_weight']:.3f}", with_error(row)]
-        cells.append(f"{row['kl_above_default']:+.4f} ± {row['above_error']:.4f}")
+        predicted = row.get(f"predicted_{cost}")
+        cells = [name, f"{row['bits_per_weight']:.3f}", with_error(row, cost)]
+        cells.append(above(row, cost, rows[FREE]))
         cells.append(f"{predicted:.4f}" if predicted else "")
-        cells += [f"{row['perplexity']:.3f}", f"{row['same_token']:.2%}"]
+        if model == ENCODER:
+            cells += [f"{row['neighbours']:.2%}", f"{row['nearest']:.1%}", f"{row['article']:.1%}"]
+        else:
+            cells += [f"{row['perplexity']:.3f}", f"{row['same_token']:.2%}"]
         body.append([*cells, f"{row['output_error']:.5f}"])
-    header = ["row", "bits", "KL", "KL above the default's", "predicted", "perplexity"]
-    return markdown([*header, "same token", "error of outputs"], body) + (
-        f"\n\n{source([model], '../../')}"
-    )
+    said = {"kl": "KL", "distance": "1 - cosine"}[cost]
+    seen = ["perplexity", "same token"]
+    if model == ENCODER:
+        seen = ["10 nearest kept", "nearest kept", "nearest of the same article"]
+    header = ["row", "bits", said, "above the default's", "predicted", *seen, "error of outputs"]
+    return f"{markdown(header, body)}\n\n{source([model], '../../')}"
 
 
 def picture(path: Path) -> None:
@@ -165,12 +239,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "weight references": references,
     "weights SmolLM2": lambda: every_row("SmolLM2-135M"),
     "weights Gemma": lambda: every_row("Gemma-3-270M"),
+    "weights MiniLM": lambda: every_row(ENCODER),
+    "weights on an encoder": on_the_encoder,
+    "weights agreement": agreement,
 }
 PAGES = {
-    "docs/weights.md": ["weight quality"],
+    "docs/weights.md": ["weight quality", "weights on an encoder"],
     "docs/measurements/weights.md": [
         "weight references",
         "weights SmolLM2",
         "weights Gemma",
+        "weights MiniLM",
+        "weights agreement",
     ],
 }

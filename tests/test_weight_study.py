@@ -1,6 +1,7 @@
 """The pieces of benchmarks/bench_weights.py: reference, formats of ours and of others, rows."""
 
 import sys
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,8 @@ from tests.helpers import load_script, tiny_llama
 from torch_turboquant import WeightFormat, decode_weight, encode_weight, weight_encode
 from torch_turboquant.weight_calibration import relative_error
 
-bench = load_script("benchmarks/bench_weights.py")
+encoders = load_script("benchmarks/bench_weights_encoder.py")
+bench = encoders.study
 formats = sys.modules["weight_formats"]
 Format = formats.Format
 
@@ -175,11 +177,11 @@ def test_controls_of_three_bits_have_four_times_the_error():
         (formats.rtn(w, 3), formats.rtn(w)),
         (formats.gptq(w, moment, 3), formats.gptq(w, moment)),
         (formats.nf4(w, 3), formats.nf4(w)),
-        (formats.higgs(w, 3), formats.higgs(w)),
         (formats.q3_k(w), formats.q4_k(w)),
     ]:
         assert 3 < squared_error(format3, w) / squared_error(format4, w) < 6
     assert squared_error(formats.q3_k(w), w) < squared_error(formats.rtn(w, 3), w)
+    assert squared_error(formats.higgs(w, 3), w) == pytest.approx(0.030, rel=0.05)
 
 
 def test_four_bit_blocks_with_a_minimum_reproduce_a_grid_of_their_own():
@@ -335,3 +337,81 @@ def test_segments_are_the_beginnings_of_long_articles():
     assert bench.segments(Words(), articles, 2, 3).tolist() == [[3, 4, 1], [1, 2, 3]]
     with pytest.raises(SystemExit, match="has 2 articles of 3 tokens, 3 are needed"):
         bench.segments(Words(), articles, 3, 3)
+
+
+# ---- an encoder
+
+
+class Letters:
+    """A tokenizer: a token per letter, 1 before and 2 behind a text."""
+
+    def __call__(self, text, add_special_tokens=True, verbose=True):
+        ids = [3 + ord(letter) - ord("a") for letter in text]
+        return Namespace(input_ids=[1, *ids, 2] if add_special_tokens else ids)
+
+
+def test_passages_are_the_beginnings_of_long_articles():
+    articles = ["abcdefghi", "abc", "hgfedcba", "aaaaaaaaaaaa", "b"]
+    ids, rest = encoders.passages(Letters(), articles, 2, 2, 6)
+    assert ids.tolist() == [
+        [1, 3, 4, 5, 6, 2],
+        [1, 7, 8, 9, 10, 2],
+        [1, 10, 9, 8, 7, 2],
+        [1, 6, 5, 4, 3, 2],
+    ]
+    assert rest == ["aaaaaaaaaaaa", "b"]
+    with pytest.raises(SystemExit, match="has 1 articles of 12 tokens, 2 are needed"):
+        encoders.passages(Letters(), articles, 2, 3, 6)
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    """With random weights, 24 passages that come in pairs, and a text."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+    config = transformers.BertConfig(vocab_size=99, num_attention_heads=4, **shape)
+    network = transformers.BertModel(config).eval().requires_grad_(False)
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 99, (12, 1, 40), generator=draw).repeat(1, 2, 1)
+    ids[:, 1, :8] = torch.randint(0, 99, (12, 8), generator=draw)
+    text = torch.randint(0, 99, (16, 40), generator=draw)
+    return encoders.Encoder(bench.Model.of(network, ids.flatten(0, 1), text), {}, 2)
+
+
+def test_an_encoder_is_like_itself(encoder):
+    seen = encoder.compare(encoder.model)
+    assert seen["distance"].abs().max() < 1e-6
+    assert seen["neighbours"].min() == seen["nearest"].min() == seen["article"].min() == 1
+
+
+def test_what_an_encoder_loses(encoder):
+    """Measured against what its text says, with passages in another order than their own."""
+    hidden = encoder.model.hidden.clone()
+    hidden[0] = hidden[5]  # passage 0 becomes passage 5, of another article
+    seen = encoder.compare(encoder.model, hidden)
+    own = encoders.embeddings(encoder.model.hidden)
+    assert seen["distance"][0] == pytest.approx(1 - (own[0] @ own[5]).item(), abs=1e-5)
+    assert seen["distance"][1:].abs().max() < 1e-6
+    # 0 and 5 are now each other's nearest, 1 has lost its own, and 4 has two that are as near
+    assert seen["nearest"][[0, 1, 5]].tolist() == [0, 0, 0]
+    assert seen["nearest"][[2, 3, *range(6, 24)]].min() == 1
+    assert seen["article"][[0, 1]].tolist() == [0, 0]
+    assert 0 < seen["neighbours"][0] < 1
+
+
+def test_rows_of_an_encoder(encoder):
+    names = ["4 bit, block 128", "3 bit, block 128", "8 bit, block 128", "int4 GPTQ g128"]
+    names += ["4 bit, block 128, sub 32, scales text, rounding", "4 bit, block 128, A8"]
+    rows = {row.name: row for row in bench.all_rows()}
+    encoder.measure(bench.DEFAULT)
+    found = {name: encoder.measure(rows[name]) for name in names}
+    plain, three, eight = (found[f"{bits} bit, block 128"] for bits in (4, 3, 8))
+    assert 0 < eight["distance"] < 0.1 * plain["distance"] < 0.1 * three["distance"]
+    assert found[names[4]]["distance"] < 0.8 * plain["distance"]
+    assert eight["neighbours"] >= three["neighbours"] < 1
+    encoder.predict(400)
+    assert plain["predicted_distance"] == pytest.approx(plain["distance"], rel=0.5)
+    torch.testing.assert_close(
+        bench.hidden_states(encoder.model.network, encoder.model.ids), encoder.model.hidden
+    )
