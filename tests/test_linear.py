@@ -298,15 +298,24 @@ def product_bound(x: Tensor, packed: Tensor, case: Case, bias: Tensor | None) ->
     return sums.nan_to_num() * (k // 32 + 4) * 2.0**-24 + k * 2.0**-149  # and subnormals
 
 
+# What rounding of a result costs: half a unit in the last place.
+LAST = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+def assert_within(y: Tensor, want: Tensor, bound: Tensor) -> None:
+    """y is the float64 `want` up to `bound` and one rounding to its own dtype."""
+    assert torch.equal(y.isnan(), want.isnan())
+    bound = bound + want.abs().nan_to_num() * LAST[y.dtype]
+    bound = bound + (2.0**-24 if y.dtype == torch.float16 else 0)  # subnormals
+    assert ((y.double() - want).nan_to_num().abs() <= bound).all()
+
+
 def check_product(x: Tensor, case: Case, packed: Tensor, bias: Tensor | None = None) -> None:
     arguments = (x, packed, *case.reading, 1 / case.scale, bias)
     y, want = tt.linear_packed(*arguments), linear_packed_reference(*arguments)
     assert y.dtype == x.dtype and y.shape == (*x.shape[:-1], case.n)
-    assert torch.equal(y.isnan(), want.isnan())
     bound = product_bound(x, packed, case, bias).view(want.shape)
-    last = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[x.dtype]
-    bound = bound + want.abs().nan_to_num() * last + (2.0**-24 if x.dtype == torch.float16 else 0)
-    assert ((y.double() - want).nan_to_num().abs() <= bound).all()
+    assert_within(y, want, bound)
 
 
 @formats

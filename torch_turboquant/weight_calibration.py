@@ -34,7 +34,7 @@ DAMPING = 0.2
 NEAREST, ROUNDED = 1 / 4, 1 / 8  # powers of channel_scales without and with rounding by moments
 _TINY = 1e-20  # of the largest energy, below which a channel counts as silent
 
-# -------------------------------------------------------------------------------- one linear
+# ---- one linear
 
 
 def channel_scales(weight: Tensor, moment: Tensor, power: float = ROUNDED) -> Tensor:
@@ -261,7 +261,7 @@ def relative_error(weight: Tensor, decoded: Tensor, moment: Tensor) -> Tensor:
     return energies[0] / energies[1].clamp(min=1e-300)
 
 
-# -------------------------------------------------------------------------------- a whole model
+# ---- a whole model
 
 
 class Choice(NamedTuple):

@@ -70,16 +70,15 @@ def wrong_latent_layer(
         wrong_latent_dims(head_dim, latent_dim),
         wrong_dtype(dtype, on_cpu),
         wrong_cache_dtype(kv_cache_dtype),
-        None
-        if not sliding_window
-        else f"a sliding window over latents is not supported: {ELSEWHERE}",
-        None
-        if not indexer
-        else "latent attention with an indexer, which chooses the tokens that "
-        f"are attended to, is not supported: {ELSEWHERE}",
-        *_wrong_options(extra or {}),
     ]
-    return [text for text in found if text]
+    if sliding_window:
+        found.append(f"a sliding window over latents is not supported: {ELSEWHERE}")
+    if indexer:
+        found.append(
+            "latent attention with an indexer, which chooses the tokens that are attended to, is "
+            f"not supported: {ELSEWHERE}"
+        )
+    return [text for text in found if text] + _wrong_options(extra or {})
 
 
 def wrong_layer(
