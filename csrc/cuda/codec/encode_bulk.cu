@@ -5,6 +5,7 @@
 // span being neighbouring tokens of one head, each warp of keys or of values. While a warp encodes one span, it copies
 // the next into shared memory. Codes are stored from registers.
 #include "cuda/codec/encode_bulk.cuh"
+#include "cuda/codec/encode_bulk_stores.cuh"
 
 #include <atomic>
 
