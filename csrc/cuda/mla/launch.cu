@@ -44,7 +44,8 @@ void LatentLaunch::check_limits() const {
 }
 
 cudaError_t LatentLaunch::join(void** arguments, cudaStream_t stream) const {
-  const int rows = call_.a.max_q_len * call_.a.q_heads, major = device_.facts.major;
+  // max_q_len may be any upper bound, but no sequence has more queries than there are tokens.
+  const int rows = std::min(call_.a.max_q_len, call_.a.tokens) * call_.a.q_heads, major = device_.facts.major;
   const int64_t parts = grid_ / segments_;  // of a segment, if all are equal
   const auto launch = [&](const void* kernel, unsigned blocks, int cluster) {
     return launch_early(kernel, dim3(blocks, call_.a.seqs), 32 * kJoinWarps, 0, arguments, stream, major, cluster);
