@@ -101,6 +101,14 @@ def test_mistakes_are_named(given, error, text):
         parse({"turboquant": given})
 
 
+@pytest.mark.parametrize("name", ["TurboQuant", "turbo_quant", "torch_turboquant", "preset"])
+def test_settings_that_are_elsewhere(name):
+    with pytest.raises(ValueError, match=rf"additional_config has '{name}', which means nothing"):
+        parse({name: {"preset": "k8v8"}, "other": 1})
+    assert parse({"turboquant": {"preset": "k8v8"}, name: 1}).preset == "k8v8"
+    assert parse({"others": {"preset": "k8v8"}}).preset == "near-lossless"
+
+
 def test_two_presets_are_one_too_many():
     with pytest.raises(ValueError, match="tq_k8v8 and preset 'k4v4' differ"):
         parse({"turboquant": {"preset": "k4v4"}}, "tq_k8v8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,21 @@ _TYPES = {
 }
 
 
+def _check_other_names(entries: Mapping[Any, Any]) -> None:
+    """Without our entry all is as by default, which nobody means who has misspelt it.
+
+    Raises:
+        ValueError: an entry that is ours by all appearances.
+    """
+    for name in entries:
+        plain = re.sub(r"[^a-z]", "", str(name).lower()).removeprefix("torch")
+        if plain == KEY or name == "preset":
+            raise ValueError(
+                f"turboquant: additional_config has {name!r}, which means nothing here: the "
+                f'settings belong into its entry "{KEY}", {{"{KEY}": {{"preset": "k5v4u"}}}}'
+            )
+
+
 def parse(additional_config: Any, kv_cache_dtype: str = "auto") -> Settings:
     """The settings of an engine.
 
@@ -103,10 +119,12 @@ def parse(additional_config: Any, kv_cache_dtype: str = "auto") -> Settings:
 
     Raises:
         TypeError: a value of another type.
-        ValueError: an unknown key or preset, or two presets.
+        ValueError: an unknown key or preset, or two presets; settings that are elsewhere.
     """
-    given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
-    values = read_object(given, _TYPES)
+    entries = additional_config if isinstance(additional_config, Mapping) else {}
+    if KEY not in entries:
+        _check_other_names(entries)
+    values = read_object(entries.get(KEY, {}), _TYPES)
     if kv_cache_dtype.startswith(DTYPE_PREFIX):
         named = kv_cache_dtype.removeprefix(DTYPE_PREFIX).replace("_", "-")
         if values.setdefault("preset", named) != named:
