@@ -159,10 +159,10 @@ def _reason(model: nn.Module, name: str, module: nn.Module, skip: list[str]) -> 
         return f"its weight is tied to {partner}"
     if not _in_language_model(model, name):
         return "it belongs to no language model"
-    if reason := _reason_of_linear(module):
-        return reason
     if _routes(model, name):
         return ROUTER
+    if reason := _reason_of_linear(module):
+        return reason
     if reader := _reader(model, name):
         return f"{reader} reads its weight instead of calling it"
     return None
