@@ -389,13 +389,13 @@ def ours(
 
     def decoded(linear: Linear) -> Tensor:
         s = factors(linear, scales, exponent)[:, None]
-        w = formats.rotate(linear.weight * s, form.block)
+        w = formats.rotate(linear.weight * s, form.block, seed=form.seed)
         if rounding:
-            h = formats.rotate_moments(linear.moment / (s * s.mT), form.block)
+            h = formats.rotate_moments(linear.moment / (s * s.mT), form.block, form.seed)
             w = formats.encode_rounded(w, h, form, damping)
         else:
             w = formats.encode(w, form)
-        return formats.rotate(w, form.block, inverse=True) / s
+        return formats.rotate(w, form.block, inverse=True, seed=form.seed) / s
 
     parts = [f"{form.bits} bit"]
     parts += ["uniform"] if form.grid == "uniform" and form.bits < 8 else []
@@ -409,9 +409,10 @@ def ours(
     parts += ["rounding"] if rounding else []
     parts += [] if damping == DAMPING else [f"damping {damping:.0%}"]
     parts += ["A8"] if acts else []
+    parts += [f"signs {form.seed}"] if form.seed else []
     about = {"family": "ours", "bits": form.bits, "grid": form.grid, "block": form.block}
     about |= {"group": form.group, "sub": form.sub, "search": form.search, "scales": scales}
-    about |= {"rounding": rounding, "activation_bits": 8 if acts else 16}
+    about |= {"rounding": rounding, "activation_bits": 8 if acts else 16, "seed": form.seed}
     return Row(
         ", ".join(parts),
         decoded,
@@ -496,6 +497,8 @@ def all_rows() -> list[Row]:
     rows += [ours(replace(four, group=64, block=64)), ours(replace(sub, group=64, block=64))]
     rows += [ours(replace(four, search=1)), ours(replace(sub, search=1))]
     rows.append(ours(replace(sub, search=8)))
+    for seed in (1, 2, 3):  # what the draw of the signs alone changes
+        rows += [ours(replace(sub, seed=seed)), ours(replace(sub, seed=seed), "text", True)]
     rows += [exact(None), exact(64), exact(128)]
     rows += [ours(four, acts=True), ours(sub, acts=True), ours(sub, "text", True, acts=True)]
     rows += [

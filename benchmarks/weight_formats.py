@@ -67,28 +67,31 @@ def half(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def matrix(size: int, device: torch.device) -> Tensor:
-    """The signed transform of `size` channels: float32 [size, size], rotated = x @ matrix."""
-    signs = random_signs(size, 0, 0, SignKind.WEIGHTS)
+def matrix(size: int, device: torch.device, seed: int = 0) -> Tensor:
+    """The signed transform of `size` channels: float32 [size, size], rotated = x @ matrix.
+
+    seed: of the signs; the package's is 0.
+    """
+    signs = random_signs(size, seed, 0, SignKind.WEIGHTS)
     return hadamard(torch.eye(size), signs).to(device)
 
 
-def rotate(x: Tensor, block: int | None, inverse: bool = False) -> Tensor:
+def rotate(x: Tensor, block: int | None, inverse: bool = False, seed: int = 0) -> Tensor:
     """x [..., K] after the transform of blocks of channels; block None: unchanged, 0: all of K."""
     if block is None:
         return x
     k = x.shape[-1]
     parts = []
     for start, stop, size in [(0, k, k)] if block == 0 else runs(k, block):
-        q = matrix(size, x.device).to(x.dtype)
+        q = matrix(size, x.device, seed).to(x.dtype)
         part = x[..., start:stop].unflatten(-1, (-1, size))
         parts.append((part @ (q.T if inverse else q)).flatten(-2))
     return torch.cat(parts, -1)
 
 
-def rotate_moments(h: Tensor, block: int | None) -> Tensor:
+def rotate_moments(h: Tensor, block: int | None, seed: int = 0) -> Tensor:
     """Second moments [..., K, K] of activations after the transform."""
-    return rotate(rotate(h, block).mT, block).mT
+    return rotate(rotate(h, block, seed=seed).mT, block, seed=seed).mT
 
 
 # -------------------------------------------------------------------------------------- grids
@@ -146,6 +149,7 @@ class Format:
         offset: of the multipliers.
         block: channels of a transform; None means none, 0 all channels of the row.
         search: candidate steps; 4 with multipliers are SUB_STEPS.
+        seed: of the transform's signs.
     """
 
     bits: int = 4
@@ -155,6 +159,7 @@ class Format:
     offset: int = 12
     block: int | None = 128
     search: int = 8
+    seed: int = 0
 
     def size(self, k: int) -> float:
         """Bits per weight of rows of k channels."""

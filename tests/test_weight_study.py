@@ -137,6 +137,22 @@ def test_transforms_are_orthogonal(block):
     torch.testing.assert_close(moment, rx.mT @ rx, atol=1e-3, rtol=0)
 
 
+def test_transforms_with_other_signs():
+    """They turn weights and moments alike, back again, and differ from each other."""
+    x, w = weights(50, 192), weights(5, 192, seed=1)
+    turned = [formats.rotate(w, 128, seed=seed) for seed in (0, 1)]
+    assert (turned[0] - turned[1]).abs().max() > 0.5
+    torch.testing.assert_close(formats.rotate(turned[1], 128, True, 1), w, atol=1e-5, rtol=0)
+    rx = formats.rotate(x, 128, seed=1)
+    moment = formats.rotate_moments(x.mT @ x, 128, 1)
+    torch.testing.assert_close(moment, rx.mT @ rx, atol=1e-3, rtol=0)
+    rows = [bench.ours(Format(sub=32, search=4, seed=seed)) for seed in (0, 1)]
+    assert [row.name for row in rows] == [bench.DEFAULT.name, f"{bench.DEFAULT.name}, signs 1"]
+    linear = bench.Linear("q_proj", w[None], (x.mT @ x)[None] / 50, w[None])
+    errors = [squared_error(row.decoded(linear)[0], w) for row in rows]
+    assert errors[0] != errors[1] == pytest.approx(errors[0], rel=0.2)
+
+
 def test_errors_of_gaussian_weights():
     """Known values: those of Lloyd-Max, NF4 and int4, and the order of our formats."""
     w = weights(200, 512)
