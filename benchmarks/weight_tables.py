@@ -33,6 +33,7 @@ NAMES = {  # of rows on the short page
     "HIGGS p=2 g256": "HIGGS, pairs of weights",
     "NF4 g64": "NF4, groups of 64",
     "HQQ g64": "HQQ, groups of 64",
+    "Q4_K-like": "like Q4_K",
     "Q4_K_M-like": "like Q4_K_M",
     "Q4_K_M-like, importance": "like Q4_K_M, with an importance matrix",
 }
@@ -55,7 +56,10 @@ def result_file(model: str) -> str:
 
 
 def rows_of(model: str) -> dict[str, Row]:
-    """The rows of one model by name, in the order of the study; none if it was not measured."""
+    """The rows of one model by name, in the order of the study; none if it was not measured.
+
+    Of machines that measured the same row, the last in the file counts.
+    """
     found = {row["row"]: row for row in read_rows(result_file(model), missing_ok=True)}
     order = [row.name for row in all_rows() if row.name in found]
     return {name: found[name] for name in [*order, *found]}
@@ -66,13 +70,13 @@ def with_error(row: Row, entry: str = "kl") -> str:
 
 
 def is_older(row: Row) -> bool:
-    """Whether a row was measured before its encoder was improved.
+    """Whether a row was measured with another encoder than the package's of today.
 
-    That was a search of 4 candidate steps with multipliers in place of 2, more damping, and half of
-    the factors of channels for rounding.
+    It had other signs of the transform, 2 candidate steps with multipliers in place of 4, and for
+    rounding less damping and the whole factors of channels.
     """
-    changed = row.get("rounding") or row.get("search") == 2 or row["family"] == "mixed"
-    return bool(row["commit"] == "cf59b1b" and changed)
+    rotated = row["family"] == "ours" and row["block"] is not None
+    return bool(row["commit"] == "cf59b1b" and (rotated or row["family"] == "mixed"))
 
 
 def above(row: Row, cost: str, default: Row) -> str:
@@ -104,6 +108,7 @@ def overview() -> str:
         if name not in first:
             continue
         row = first[name]
+        label += " †" if is_older(row) else ""
         cells = [label, f"{row['bits_per_weight']:.2f}", "yes" if row["needs_text"] else "no"]
         cells += [with_error(row), f"{row['perplexity']:.2f}", f"{row['same_token']:.1%}"]
         cells += [with_error(some[name]) if name in some else "" for some in others]
