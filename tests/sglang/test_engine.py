@@ -75,6 +75,49 @@ def test_prompts_in_chunks(model, page_size, window):
         replay(reference, p, answer)
 
 
+@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_lengths_at_borders_of_pages(model, page_size, requests):
+    """One token, a page less one, a page, one more: of requests one by one, and all at once."""
+    folder, llama = model
+    reference = Reference(llama, "k8v8", window=WINDOW)
+    lengths = (1, 2, page_size - 1, page_size, page_size + 1, 2 * page_size)
+    prompts = [prompt(n, seed=n) for n in lengths]
+    options = {"page_size": page_size, "max_running_requests": requests}
+    with engine(folder, {"preset": "k8v8", "window": WINDOW}, **options) as loop:
+        answers = loop.generate(prompts, TOKENS)
+        again = loop.generate(prompts, TOKENS)
+    for p, answer, later in zip(prompts, answers, again, strict=True):
+        replay(reference, p, answer)
+        assert later.cached == max(0, len(p) - WINDOW) // page_size * page_size
+        replay(reference, p, later, answer.calls)
+
+
+def test_the_end_of_the_context(model):
+    folder, llama = model
+    reference = Reference(llama, "k8v8", window=WINDOW)
+    p = prompt(100, seed=1)
+    with engine(folder, {"preset": "k8v8", "window": WINDOW}, context_length=128) as loop:
+        (answer,) = loop.generate([p], 100)
+    assert 20 < len(answer.tokens) <= 28
+    replay(reference, p, answer)
+
+
+def test_the_tree_is_not_emptied_under_requests(model):
+    folder, llama = model
+    reference = Reference(llama, "k8v8", window=WINDOW)
+    p = prompt(60, seed=1)
+    with engine(folder, {"preset": "k8v8", "window": WINDOW}) as loop:
+        req = loop.add(p, TOKENS)
+        for _ in range(4):
+            loop.step()
+        assert not loop.scheduler.flush_cache()
+        loop.run()
+        answer = loop.answer(req)
+    assert len(answer.tokens) == TOKENS
+    replay(reference, p, answer)
+
+
 def test_chunks_beside_decoding_requests(model):
     folder, llama = model
     reference = Reference(llama, PRESET, window=WINDOW)
