@@ -219,6 +219,7 @@ def engine(
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     load_plugins()
+    before = {id(context) for context in message_contexts()}
     args = ServerArgs(**arguments(folder, settings, backend, **options))
     ports = PortArgs.init_new(args)
     ranks: tuple[Any, ...] = ()
@@ -236,7 +237,19 @@ def engine(
         destroy_distributed_environment()
         # Which a process keeps of a model with experts, and the next engine's would not replace.
         set_global_expert_location_metadata(None, allow_overwrite=True)
+        # The scheduler has sent messages to processes that there are not, and whoever collects it
+        # would wait for ever until somebody receives them.
+        for context in message_contexts():
+            if id(context) not in before:
+                context.destroy(linger=0)
         gc.collect()
+
+
+def message_contexts() -> list[Any]:
+    """The contexts of ZeroMQ in this process."""
+    import zmq
+
+    return [found for found in gc.get_objects() if issubclass(type(found), zmq.Context)]
 
 
 @contextmanager

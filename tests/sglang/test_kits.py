@@ -20,8 +20,10 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
+from sglang.test.kits.attention_unittest.attention_methods import mamba2_attention as mamba
 from sglang.test.kits.attention_unittest.runner_modes import cuda_graph_decode_runner as decode
 from sglang.test.kits.attention_unittest.runner_modes import (
     speculative_target_verify_runner as spec,
@@ -36,9 +38,25 @@ from torch_turboquant.integrations.sglang.plan import Plan
 from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool
 from torch_turboquant.integrations.sglang.settings import Settings
 
+# Newer versions of the kit pretend to be a single rank from their import on, and the engines of
+# other tests in this process would believe it. Here that ends, and `single_rank` begins it again.
+PRETENDS = getattr(mamba, "_parallel_override", None)
+PRETENDED = {} if PRETENDS is None else dict(get_parallel()._overrides)
+if PRETENDS is not None:
+    PRETENDS.__exit__(None, None, None)
+
 NAME = "turboquant"
 SIZES = {"head_dim": 64, "device": "cuda" if ON_GPU else "cpu"}
 CHAIN = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_rank():
+    if not PRETENDED:
+        yield
+        return
+    with get_parallel().override(**PRETENDED):
+        yield
 
 
 def make_plan(page_size: int, heads: int, device: str, drafts: int) -> Plan:
