@@ -8,6 +8,7 @@ BIN    := $(VENV)/bin
 VLLM   := $(VENV)-vllm
 SGLANG := $(VENV)-sglang
 PYTEST_ARGS ?=
+SGLANG_VERSION ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 AUDIT_ARGS  ?=
@@ -56,8 +57,8 @@ vllm: $(VLLM)/.packages $(VLLM)/.old $(VLLM)/.installed ## tests of the vLLM plu
 	$(VLLM)/bin/pytest tests/vllm $(PYTEST_ARGS)
 	PYTHONPATH=$(VLLM)/old $(VLLM)/bin/pytest tests/vllm $(PYTEST_ARGS)
 
-sglang: $(SGLANG)/.packages $(SGLANG)/.installed ## tests of the SGLang plug-in, in SGLang's scheduler on a CPU, in .venv-sglang (PYTEST_ARGS=...)
-	$(SGLANG)/bin/pytest tests/sglang $(PYTEST_ARGS)
+sglang: $(SGLANG)/.packages $(SGLANG)/.sglang-$(SGLANG_VERSION) $(SGLANG)/.installed ## tests of the SGLang plug-in, in SGLang's scheduler on a CPU, in .venv-sglang (SGLANG_VERSION=0.5.23 PYTEST_ARGS=...)
+	PYTHONPATH=$(SGLANG)/sglang-$(SGLANG_VERSION) $(SGLANG)/bin/pytest tests/sglang $(PYTEST_ARGS)
 
 levels: $(VENV)/.test $(VENV)/.installed ## tests of the CPU kernels at the levels that `make test` does not use (AVX2, plain C++)
 	for level in avx2 portable; do \
@@ -130,6 +131,13 @@ $(SGLANG)/bin/python:
 
 $(SGLANG)/.packages: requirements/sglang.txt | $(SGLANG)/bin/python
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $<
+	touch $@
+
+# Another version beside the same packages; without a version, an empty folder.
+$(SGLANG)/.sglang-$(SGLANG_VERSION): $(SGLANG)/.packages
+	mkdir -p $(SGLANG)/sglang-$(SGLANG_VERSION)
+	$(if $(SGLANG_VERSION),$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade \
+	    --target $(SGLANG)/sglang-$(SGLANG_VERSION) sglang==$(SGLANG_VERSION))
 	touch $@
 
 $(SGLANG)/.installed: build/wheel/.built $(SGLANG)/.packages

@@ -18,7 +18,8 @@ TOKENS = 8
 
 
 def test_an_engine(tmp_path):
-    save_llama(tmp_path, head_dim=64)
+    """Also with streams, several answers to a prompt, and the probabilities of a prompt."""
+    llama = save_llama(tmp_path, head_dim=64)
     prompts = [prompt(n, seed=n) for n in (30, 70)]
     chosen = (tmp_path, {"window": 16}, "turboquant:k8v8")
     with engine(*chosen) as loop:
@@ -28,9 +29,22 @@ def test_an_engine(tmp_path):
         sampling = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         found = llm.generate(input_ids=prompts, sampling_params=sampling)
         again = llm.generate(input_ids=prompts[1], sampling_params=sampling)
+        samples = llm.generate(input_ids=prompts[0], sampling_params={**sampling, "n": 2})
+        stream = llm.generate(input_ids=prompts[0], sampling_params=sampling, stream=True)
+        streamed = [answer["output_ids"] for answer in stream]
+        asked = {"return_logprob": True, "logprob_start_len": 0}
+        scored = llm.generate(input_ids=prompts[1], sampling_params=sampling, **asked)
     finally:
         llm.shutdown()
     assert [answer["output_ids"] for answer in found] == expected
+    assert [answer["output_ids"] for answer in samples] == expected[:1] * 2
+    assert len(streamed) > 1
+    assert streamed[-1] == expected[0]
+    with torch.no_grad():
+        logits = llama(torch.tensor([prompts[1]])).logits[0].log_softmax(-1)
+    seen = logits[:-1].gather(1, torch.tensor(prompts[1])[1:, None])[:, 0]
+    told = [logprob for logprob, *_ in scored["meta_info"]["input_token_logprobs"][1:]]
+    assert (torch.tensor(told) - seen).abs().max() < (0.1 if ON_GPU else 1e-4)
     assert again["meta_info"]["cached_tokens"] == (70 - 16) // 16 * 16
     assert len(again["output_ids"]) == TOKENS
 
