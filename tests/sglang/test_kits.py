@@ -23,7 +23,6 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
-from sglang.test.kits.attention_unittest.attention_methods import mamba2_attention as mamba
 from sglang.test.kits.attention_unittest.runner_modes import cuda_graph_decode_runner as decode
 from sglang.test.kits.attention_unittest.runner_modes import (
     speculative_target_verify_runner as spec,
@@ -38,12 +37,10 @@ from torch_turboquant.integrations.sglang.plan import Plan
 from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool
 from torch_turboquant.integrations.sglang.settings import Settings
 
-# Newer versions of the kit pretend to be a single rank from their import on, and the engines of
-# other tests in this process would believe it. Here that ends, and `single_rank` begins it again.
-PRETENDS = getattr(mamba, "_parallel_override", None)
-PRETENDED = {} if PRETENDS is None else dict(get_parallel()._overrides)
-if PRETENDS is not None:
-    PRETENDS.__exit__(None, None, None)
+# The modules of the kit pretend to be a single rank from their import on, and the engines of other
+# tests in this process would believe it. Here that ends, and `single_rank` begins it again.
+PRETENDED = dict(get_parallel()._overrides)
+get_parallel()._overrides = {}
 
 NAME = "turboquant"
 SIZES = {"head_dim": 64, "device": "cuda" if ON_GPU else "cpu"}
@@ -52,9 +49,6 @@ CHAIN = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def single_rank():
-    if not PRETENDED:
-        yield
-        return
     with get_parallel().override(**PRETENDED):
         yield
 
