@@ -93,7 +93,10 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "prompts": generation.prompts_table,
     },
     f"{PERFORMANCE}_codec.md": {"codec": codec.codec_table},
-    f"{PERFORMANCE}_cpu.md": {"cpu attention": cpu.cpu_attention_table},
+    f"{PERFORMANCE}_cpu.md": {
+        "cpu attention": cpu.cpu_attention_table,
+        "cpu linear": cpu.cpu_linear_table,
+    },
     **{
         page: {name: quality_tables.TABLES[name] for name in names}
         for page, names in quality_tables.PAGES.items()

@@ -32,6 +32,31 @@ def cpu_attention_table() -> str:
     return markdown([*header.split(","), "k4v4, AVX2", "vs bfloat16"], lines)
 
 
+def cpu_linear_table() -> str:
+    """A row per number of tokens: packed weights at two levels, beside PyTorch and a sum."""
+    found = {
+        (row["row"], row["level"]): row
+        for row in results.read_rows("cpu")
+        if row["row"].startswith("linear ")
+    }
+    lines = []
+    for name in dict.fromkeys(name for name, _ in found):
+        best, avx2 = found[name, "avx512"], found[name, "avx2"]
+        lines.append(
+            [
+                name.split()[1],
+                f"{best['ms']:.2f} ms",
+                f"{best['bf16_linear_ms'] / best['ms']:.1f}x",
+                f"{best['int4_linear_ms'] / best['ms']:.2f}x",
+                f"{best['sum_ms'] / best['ms']:.0%}",
+                f"{avx2['ms']:.2f} ms",
+                f"{avx2['bf16_linear_ms'] / avx2['ms']:.1f}x",
+            ]
+        )
+    header = "tokens,AVX-512,vs bfloat16,vs torch's int4,speed of a sum,AVX2,vs bfloat16"
+    return markdown(header.split(","), lines)
+
+
 CPU_SHAPES = ((8192, 1), (32768, 1), (65536, 1), (32768, 4))
 
 
