@@ -93,6 +93,16 @@ def test_weights_that_are_not_finite_are_refused(value, device):
         tt.encode_weight(large, FORMAT, torch.full((64,), 10.0))
 
 
+@pytest.mark.parametrize("form", [FORMAT, tt.WeightFormat(4, "uniform"), tt.WeightFormat(8)])
+def test_weights_above_the_largest_scale_are_refused(form, device):
+    w = randn(20, 192, seed=1).to(device)
+    small = tt.decode_weight(tt.encode_weight(w, form), form, 20)
+    large = tt.decode_weight(tt.encode_weight(8192 * w, form), form, 20)
+    torch.testing.assert_close(large, 8192 * small, rtol=2e-3, atol=0)
+    with pytest.raises(ValueError, match="too large for scales in float16: divide it by"):
+        tt.encode_weight(1e6 * w, form)
+
+
 def test_bad_scales_and_shapes():
     w = randn(4, 64, seed=1)
     for bad in (0.0, -1.0, torch.nan, torch.inf, 1e-40):

@@ -9,6 +9,7 @@ same on disk and on every device.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -28,7 +29,7 @@ from torch_turboquant.format import (
     WeightBlock,
     weight_subs,
 )
-from torch_turboquant.ops.linear import weight_decode, weight_encode
+from torch_turboquant.ops.linear import weight_decode, weight_encode, weight_unpack
 from torch_turboquant.signs import SignKind, random_signs
 
 _linear_packed = torch.ops.turboquant.linear_packed.default
@@ -143,7 +144,8 @@ def encode_weight(w: Tensor, format: WeightFormat, channel_scale: Tensor | None 
     Raises:
         TypeError: another dtype.
         ValueError: another shape, scales that are not positive and finite, or a weight that holds a
-            NaN or an infinity, or becomes infinite by its scales. This waits for a GPU.
+            NaN or an infinity, becomes infinite by its scales, or is too large for scales in
+            float16, which are enough for a standard deviation of 13,000. This waits for a GPU.
     """
     _checks.check_dtype("w", w, _checks.FLOATS)
     _checks.check_shape("w", w, (None, None))
@@ -154,12 +156,37 @@ def encode_weight(w: Tensor, format: WeightFormat, channel_scale: Tensor | None 
     if channel_scale is not None:
         channel_scale = checked_channel_scale(channel_scale, w.shape[1]).to(device)
     scaled = w if channel_scale is None else w.float() * channel_scale
-    if not torch.isfinite(scaled).all():
+    greatest = _greatest(scaled)
+    if not math.isfinite(greatest):
         cause = "" if channel_scale is None else ", or becomes infinite by its channel_scale"
         raise ValueError(f"the weight holds a NaN or an infinity{cause}")
     constants = format.signs(group, device), format.levels(group, device)
-    steps = format.steps(group, device)
-    return weight_encode(w, *constants, steps, format.bits, format.sub or 0, channel_scale)
+    steps, sub = format.steps(group, device), format.sub or 0
+    packed = weight_encode(w, *constants, steps, format.bits, sub, channel_scale)
+    if greatest > _LARGE and _scales_are_limited(packed, w.shape[0], group, format.bits, sub):
+        raise ValueError(
+            f"the weight holds numbers up to {greatest:.3g}, too large for scales in float16: "
+            "divide it by a constant, and multiply what comes out with it"
+        )
+    return packed
+
+
+def _greatest(x: Tensor) -> float:
+    """The largest absolute value, NaN if there is one, without a copy of x."""
+    if x.numel() == 0:
+        return 0.0
+    least, most = torch.stack(x.aminmax()).tolist()
+    return math.nan if math.isnan(most) else max(abs(least), abs(most))
+
+
+_LARGE = 4096.0
+"""Weights up to here never need scales that float16 does not have."""
+
+
+def _scales_are_limited(packed: Tensor, n: int, group: int, bits: int, sub: int) -> bool:
+    """Whether an encoder has limited a scale to the greatest number of float16."""
+    scales = weight_unpack(packed, n, group, bits, sub)[1]
+    return bool((scales == torch.finfo(torch.float16).max).any())
 
 
 def decode_weight(
