@@ -619,7 +619,7 @@ def test_under_a_budget(folder):
     for wrong in (torch.nan, torch.inf, "5"):
         with pytest.raises(ValueError, match=r"expected bits per weight, such as 4.5"):
             quantize(dense, text=TEXT, budget=wrong)
-    with pytest.raises(ValueError, match="compares predictions, which LlamaModel does not make"):
+    with pytest.raises(ValueError, match="budget compares predictions, and a LlamaModel has none"):
         quantize(dense.model, text=TEXT, budget=5.0)
     assert not packed_layers(dense)
 

@@ -79,21 +79,14 @@ def sensitivities(
 
 def check_predicts(model: nn.Module, ids: Tensor) -> None:
     """Raises ValueError for a model without predictions, before anything takes long."""
-    with torch.no_grad():
-        if getattr(model(ids[None, :8].to(model.device), use_cache=False), "logits", None) is None:
-            raise ValueError(
-                f"quantize: budget compares predictions, and a {type(model).__name__} has none: "
-                "leave budget out, or load the model with a head"
-            )
+    if getattr(read(model, ids[:8]), "logits", None) is None:
+        raise ValueError(
+            f"quantize: budget compares predictions, and a {type(model).__name__} has none: "
+            "leave budget out, or load the model with a head"
+        )
 
 
 def _predictions(model: nn.Module, ids: Tensor) -> Tensor:
     """Logarithms of probabilities: float32 [tokens, vocabulary]."""
-    logits = getattr(read(model, ids), "logits", None)
-    if logits is None:
-        raise ValueError(
-            f"a budget compares predictions, which {type(model).__name__} does not make: load the "
-            "model with its head"
-        )
-    predictions: Tensor = logits[0].float().log_softmax(-1)
+    predictions: Tensor = read(model, ids).logits[0].float().log_softmax(-1)
     return predictions
