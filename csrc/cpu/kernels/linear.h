@@ -16,8 +16,8 @@ constexpr int kHalfBytes = 256;
 // Tiles that share the activations of a group while these are close. With few tokens memory limits, and a single run of
 // it is read faster than four.
 constexpr int kTilesAtOnce = 4, kFewTokens = 8;
-// Processors fetch what is ahead in a run by themselves, but not far enough: blocks are asked for as long before their
-// products as memory needs, which is as long as this many others take.
+// Processors fetch ahead by themselves, but not far enough. So a block is prefetched while the eighth before it is
+// multiplied, which takes about as long as memory does.
 constexpr int kBlocksAhead = 8;
 static_assert(2 * kHalfBytes == format::WeightBlock::kWarpBytes);
 
