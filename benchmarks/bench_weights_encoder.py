@@ -1,7 +1,7 @@
 """Quality of compressed weights on an encoder: sentence embeddings, and which of them are near.
 
 all-MiniLM-L6-v2 is published in float32, so nothing has to be dithered: its weights lie on no
-format's grid. Rows are those of bench_weights.py, and what a passage's embedding loses is measured:
+format's grid. Rows are those of weight_rows.py, and what a passage's embedding loses is measured:
 
     distance    1 - cosine of a passage's embedding to the one that the uncompressed model gives
     neighbours  how many of its 10 nearest passages a passage keeps
@@ -16,17 +16,16 @@ all of them, as the model's publishers say.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import bench_weights as study
 import common
 import torch
+import weight_study as study
 from torch import Tensor, nn
 
-from torch_turboquant.eval import assets, default_cache_dir
+from torch_turboquant.eval import assets
 
 NAME = "all-MiniLM-L6-v2"
 FILES = [  # Apache-2.0
@@ -133,15 +132,13 @@ class Encoder(study.Bench):
 
 def options() -> argparse.ArgumentParser:
     found = common.parser(__doc__)
-    found.add_argument("--cache", type=Path, default=default_cache_dir(), help="of downloads")
     found.add_argument("--articles", type=int, default=64, help="that are scored (default: 64)")
     found.add_argument("--passages", type=int, default=4, help="of each (default: 4)")
     found.add_argument("--tokens", type=int, default=128, help="of a passage (default: 128)")
     found.add_argument(
         "--calibration", type=int, default=16, help="articles, 8 passages of each (default: 16)"
     )
-    found.add_argument("--rows", default="", metavar="REGEX", help="of names (default: all)")
-    found.add_argument("--no-sensitivity", action="store_true", help="and no predictions")
+    study.add_options(found)
     return found
 
 
@@ -164,23 +161,7 @@ def main() -> None:
     }
     bench = Encoder(model, about, arguments.passages)
     about["reference_article"] = bench.compare(model)["article"].mean().item()
-    order = [row.name for row in study.all_rows()]
-
-    def keep() -> None:  # what is measured stays if the rest is interrupted
-        results = common.file_name("weights", NAME)
-        common.write_progress(results, bench.rows, "row", arguments, order)
-
-    for row in study.all_rows():
-        if re.search(arguments.rows, row.name):
-            bench.measure(row)
-            keep()
-    if arguments.no_sensitivity:
-        return
-    bench.predict(16384)
-    keep()
-    for row in study.mixes(bench):
-        bench.measure(row)
-        keep()
+    study.measure_rows(bench, NAME, arguments, tokens=16384)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_weights import all_rows
 from common import RESULTS, Row, file_name, markdown, read_rows
+from weight_rows import all_rows
 
 MODELS = {
     "SmolLM2-135M": "SmolLM2-135M-Instruct",

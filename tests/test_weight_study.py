@@ -1,4 +1,4 @@
-"""The pieces of benchmarks/bench_weights.py: reference, formats of ours and of others, rows."""
+"""The pieces of benchmarks/bench_weights.py: references, formats of ours and of others, rows."""
 
 import sys
 from argparse import Namespace
@@ -11,8 +11,10 @@ from tests.helpers import load_script, tiny_llama
 from torch_turboquant import WeightFormat, decode_weight, encode_weight, weight_encode
 from torch_turboquant.weight_calibration import relative_error
 
+language_models = load_script("benchmarks/bench_weights.py")
 encoders = load_script("benchmarks/bench_weights_encoder.py")
-bench = encoders.study
+study = language_models.study
+references = sys.modules["weight_references"]
 formats = sys.modules["weight_formats"]
 Format = formats.Format
 
@@ -33,7 +35,7 @@ def test_stored_steps_are_those_of_the_grid(kind):
     gguf = pytest.importorskip("gguf")
     kind = gguf.GGMLQuantizationType[kind]
     data = gguf.quantize(weights(6, 128).numpy(), kind)
-    steps = bench.stored_steps(data, kind)
+    steps = references.stored_steps(data, kind)
     stored = torch.from_numpy(gguf.dequantize(data, kind))
     assert steps.shape == stored.shape and (steps > 0).all()
     for values, step in zip(stored.reshape(-1, 32), steps.reshape(-1, 32), strict=True):
@@ -50,10 +52,10 @@ def test_a_dithered_model_lies_in_the_cells_of_its_weights(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     steps = {}
     for layer, ours in enumerate(model.model.layers):
-        for stored, name in bench._NAMES.items():
+        for stored, name in references._NAMES.items():
             weight = ours.get_submodule(name).weight
             data = gguf.quantize(weight.detach().numpy(), gguf.GGMLQuantizationType.Q4_1)
-            steps[name, layer] = bench.stored_steps(data, gguf.GGMLQuantizationType.Q4_1)
+            steps[name, layer] = references.stored_steps(data, gguf.GGMLQuantizationType.Q4_1)
             values = gguf.dequantize(data, gguf.GGMLQuantizationType.Q4_1)
             weight.data.copy_(torch.from_numpy(values))
             if stored in ("attn_q", "attn_k"):  # as llama.cpp permutes them
@@ -65,7 +67,7 @@ def test_a_dithered_model_lies_in_the_cells_of_its_weights(tmp_path):
         getattr(writer, f"write_{part}_to_file")()
     writer.close()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    bench.dither(model, tmp_path / "model.gguf")
+    references.dither(model, tmp_path / "model.gguf")
     for (name, layer), step in steps.items():
         key = f"model.layers.{layer}.{name}.weight"
         moved = (model.state_dict()[key] - before[key]).abs()
@@ -146,9 +148,9 @@ def test_transforms_with_other_signs():
     rx = formats.rotate(x, 128, seed=1)
     moment = formats.rotate_moments(x.mT @ x, 128, 1)
     torch.testing.assert_close(moment, rx.mT @ rx, atol=1e-3, rtol=0)
-    rows = [bench.ours(Format(sub=32, search=4, seed=seed)) for seed in (0, 1)]
-    assert [row.name for row in rows] == [bench.DEFAULT.name, f"{bench.DEFAULT.name}, signs 1"]
-    linear = bench.Linear("q_proj", w[None], (x.mT @ x)[None] / 50, w[None])
+    rows = [study.ours(Format(sub=32, search=4, seed=seed)) for seed in (0, 1)]
+    assert [row.name for row in rows] == [study.DEFAULT.name, f"{study.DEFAULT.name}, signs 1"]
+    linear = study.Linear("q_proj", w[None], (x.mT @ x)[None] / 50, w[None])
     errors = [squared_error(row.decoded(linear)[0], w) for row in rows]
     assert errors[0] != errors[1] == pytest.approx(errors[0], rel=0.2)
 
@@ -257,7 +259,7 @@ def test_activations_keep_seven_bits_of_their_largest():
     x = weights(3, 5, 192)
     inverse = torch.linspace(0.5, 2, 192)
     for block in (None, 128):
-        y = bench.quantise_activations(x, block, 128, inverse)
+        y = study.quantise_activations(x, block, 128, inverse)
         assert 1e-7 < squared_error(y, x) < 1e-4
 
 
@@ -271,20 +273,20 @@ def small():
     with torch.no_grad():  # random heads predict nothing; larger ones say more
         network.lm_head.weight.mul_(20)
     ids = torch.randint(0, 99, (4, 130), generator=torch.Generator().manual_seed(3))
-    return bench.Model.of(network, ids[:2], ids[2:])
+    return study.Model.of(network, ids[:2], ids[2:])
 
 
 def test_every_row_has_a_name_of_its_own():
-    names = [row.name for row in bench.all_rows()]
+    names = [row.name for row in study.all_rows()]
     assert len(names) == len(set(names)) > 50
-    assert names[0] == bench.DEFAULT.name
+    assert names[0] == study.DEFAULT.name
 
 
 def test_second_moments_are_those_of_the_inputs(small):
     seen = []
     module = small.network.model.layers[1].mlp.down_proj
     handle = module.register_forward_pre_hook(lambda _, given: seen.append(given[0].flatten(0, -2)))
-    bench.hidden_states(small.network, small.ids)
+    study.hidden_states(small.network, small.ids)
     handle.remove()
     x = torch.cat(seen)
     torch.testing.assert_close(small.seen["down"][1], x.T @ x / len(x), atol=1e-6, rtol=1e-4)
@@ -293,12 +295,12 @@ def test_second_moments_are_those_of_the_inputs(small):
 def test_a_forward_can_begin_at_any_layer(small):
     """Of a network that is unchanged before it."""
     network = small.network
-    prefix = bench.Prefix(network, small.ids)
+    prefix = study.Prefix(network, small.ids)
     assert torch.equal(prefix.hidden_states(0), small.hidden)
     weight = network.model.layers[1].self_attn.q_proj.weight
     own = weight.data.clone()
     weight.data.mul_(2)
-    changed = bench.hidden_states(network, small.ids)
+    changed = study.hidden_states(network, small.ids)
     assert torch.equal(prefix.hidden_states(1), changed)
     assert not torch.equal(changed, small.hidden)
     weight.data.copy_(own)
@@ -314,10 +316,10 @@ def test_rows_and_predictions(small):
         "Q4_K_M-like",
         "int4 GPTQ g128",
     ]
-    rows = {row.name: row for row in bench.all_rows()}
+    rows = {row.name: row for row in study.all_rows()}
     before = {k: v.clone() for k, v in small.network.state_dict().items()}
-    run = bench.Bench(small, {"tokens": 130})
-    run.measure(bench.DEFAULT)
+    run = study.Bench(small, {"tokens": 130})
+    run.measure(study.DEFAULT)
     found = {name: run.measure(rows[name]) for name in names}
     run.predict(200)
     assert all(torch.equal(v, before[k]) for k, v in small.network.state_dict().items())
@@ -333,15 +335,15 @@ def test_rows_and_predictions(small):
 
 
 def test_mixed_formats_keep_their_budget(small):
-    run = bench.Bench(small)
+    run = study.Bench(small)
     run.predict(200)
-    options = [bench.PLAIN, bench.ours(Format(bits=8, grid="uniform"))]
+    options = [study.PLAIN, study.ours(Format(bits=8, grid="uniform"))]
     for row in options:
         run.measure(row)
-    row = run.measure(bench.mixed(run, options, 6.0, "mixed"))
+    row = run.measure(study.mixed(run, options, 6.0, "mixed"))
     assert 5 < row["bits_per_weight"] <= 6
     assert run.rows[1]["kl"] < row["kl"] < run.rows[0]["kl"]
-    assert sum(row["counts"].values()) == 2 * len(bench.KINDS)
+    assert sum(row["counts"].values()) == 2 * len(study.KINDS)
 
 
 def test_segments_are_the_beginnings_of_long_articles():
@@ -350,9 +352,9 @@ def test_segments_are_the_beginnings_of_long_articles():
             return {"input_ids": [len(word) for word in text.split()][:max_length]}
 
     articles = ["a bb", "ccc dddd e f", "gg", "h ii jjj kk"]
-    assert bench.segments(Words(), articles, 2, 3).tolist() == [[3, 4, 1], [1, 2, 3]]
+    assert language_models.segments(Words(), articles, 2, 3).tolist() == [[3, 4, 1], [1, 2, 3]]
     with pytest.raises(SystemExit, match="has 2 articles of 3 tokens, 3 are needed"):
-        bench.segments(Words(), articles, 3, 3)
+        language_models.segments(Words(), articles, 3, 3)
 
 
 # ---- an encoder
@@ -392,7 +394,7 @@ def encoder():
     ids = torch.randint(0, 99, (12, 1, 40), generator=draw).repeat(1, 2, 1)
     ids[:, 1, :8] = torch.randint(0, 99, (12, 8), generator=draw)
     text = torch.randint(0, 99, (16, 40), generator=draw)
-    return encoders.Encoder(bench.Model.of(network, ids.flatten(0, 1), text), {}, 2)
+    return encoders.Encoder(study.Model.of(network, ids.flatten(0, 1), text), {}, 2)
 
 
 def test_an_encoder_is_like_itself(encoder):
@@ -419,8 +421,8 @@ def test_what_an_encoder_loses(encoder):
 def test_rows_of_an_encoder(encoder):
     names = ["4 bit, block 128", "3 bit, block 128", "8 bit, block 128", "int4 GPTQ g128"]
     names += ["4 bit, block 128, sub 32, scales text, rounding", "4 bit, block 128, A8"]
-    rows = {row.name: row for row in bench.all_rows()}
-    encoder.measure(bench.DEFAULT)
+    rows = {row.name: row for row in study.all_rows()}
+    encoder.measure(study.DEFAULT)
     found = {name: encoder.measure(rows[name]) for name in names}
     plain, three, eight = (found[f"{bits} bit, block 128"] for bits in (4, 3, 8))
     assert 0 < eight["distance"] < 0.1 * plain["distance"] < 0.1 * three["distance"]
@@ -429,5 +431,5 @@ def test_rows_of_an_encoder(encoder):
     encoder.predict(400)
     assert plain["predicted_distance"] == pytest.approx(plain["distance"], rel=0.5)
     torch.testing.assert_close(
-        bench.hidden_states(encoder.model.network, encoder.model.ids), encoder.model.hidden
+        study.hidden_states(encoder.model.network, encoder.model.ids), encoder.model.hidden
     )
