@@ -416,6 +416,19 @@ def test_weights_that_are_not_finite(bad, folder):
                model.state_dict().items())  # fmt: skip
 
 
+def test_weights_above_the_largest_scale(folder):
+    model = make()
+    model.model.layers[1].mlp.up_proj.weight *= 1e8
+    says = r"cannot be packed: model\.layers\.1\.mlp\.up_proj: .* too large for scales in float16"
+    with pytest.raises(ValueError, match=says):
+        load(folder(model), TurboQuantConfig())
+    with pytest.raises(ValueError, match=says):
+        quantize(model)
+    with pytest.raises(ValueError, match=says):
+        quantize(model, text=TEXT)
+    assert not packed_layers(model)
+
+
 def changed(path, **values):
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] |= values

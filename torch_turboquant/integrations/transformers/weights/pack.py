@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -198,11 +199,12 @@ def _pack(model: nn.Module, name: str, form: WeightFormat, moment: Tensor | None
     weight = linear.weight
     _check_weight(name, weight)
     scale = None
-    if moment is None:
-        packed = encode_weight(weight, form)
-    else:
-        scale = channel_scales(weight, moment)
-        packed = encode_calibrated(weight, moment, form, scale)
+    with _naming(name):
+        if moment is None:
+            packed = encode_weight(weight, form)
+        else:
+            scale = channel_scales(weight, moment)
+            packed = encode_calibrated(weight, moment, form, scale)
     layer = empty_layer(linear, form, scaled=scale is not None, device="meta")
     layer.weight = _parameter(packed)
     if scale is not None:
@@ -219,12 +221,22 @@ def _pack_experts(model: nn.Module, name: str, form: WeightFormat) -> tuple[Tens
     experts: Any = model.get_submodule(module)
     weight = experts.get_parameter(child)
     _check_weight(name, weight)
-    packed = encode_experts(weight, form, experts.is_transposed)
+    with _naming(name):
+        packed = encode_experts(weight, form, experts.is_transposed)
     decoded = PackedWeights(*shape_of(experts, weight), form).decode(packed)
     if experts.is_transposed:
         decoded = decoded.transpose(1, 2)
     error = relative_error(weight, decoded)
     return packed, PackedLayer(name, form, weight.numel(), packed.numel(), error)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Says which weight an encoder has refused, as from_pretrained does."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"the weights of this model cannot be packed: {name}: {error}") from error
 
 
 def _check_weight(name: str, weight: Tensor) -> None:
