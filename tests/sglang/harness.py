@@ -8,12 +8,14 @@ import json
 import logging
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from tests.vllm.harness import prompt
 
 TOKENS = 4096  # of the cache
 ON_GPU = torch.cuda.is_available()
@@ -269,9 +271,7 @@ def told() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def replay(
-    reference: Any, prompt: Sequence[int], answer: Answer, past: Sequence[Call] = ()
-) -> None:
+def replay(reference: Any, asked: Sequence[int], answer: Answer, past: Sequence[Call] = ()) -> None:
     """Raises unless every token of an answer is the likeliest, or as good as that.
 
     Args:
@@ -283,7 +283,7 @@ def replay(
     reference.centers.clear()
     hit = answer.calls[0].begin
     calls = [(Call(c.begin, min(c.end, hit), c.is_new)) for c in past if c.begin < hit]
-    ids = torch.tensor([[*prompt, *answer.tokens]])
+    ids = torch.tensor([[*asked, *answer.tokens]])
     config = reference.model.config
     hybrid = "linear_attention" in (getattr(config, "layer_types", None) or ())
     # of all tokens, also in layers that see a window of them
@@ -298,11 +298,33 @@ def replay(
                 cache.crop(call.begin)
             new = ids[:, call.begin : call.end]
             logits = reference.model(new, past_key_values=cache).logits[0, -1]
-            if call.end < len(prompt) or call.end == ids.shape[1] or call in calls:
+            if call.end < len(asked) or call.end == ids.shape[1] or call in calls:
                 continue
             token = int(ids[0, call.end])
             lacking = float(logits.max() - logits[token])
             assert lacking <= reference.near_tie * logits.std(), (
-                f"token {call.end - len(prompt)} is {token}, {lacking:.3f} below "
+                f"token {call.end - len(asked)} is {token}, {lacking:.3f} below "
                 f"{int(logits.argmax())}"
             )
+
+
+def check_prefixes(reference: Any, started: AbstractContextManager[Loop], tokens: int) -> None:
+    """Requests that continue another one's prefix have that one's codes, and their own window.
+
+    Args:
+        reference: of the engine's model and settings.
+        started: an engine with pages of 16 tokens.
+        tokens: of each answer.
+    """
+    first = prompt(100, seed=1)
+    others = [[*first[:70], *prompt(n, seed=n)] for n in (80, 95)]
+    with started as loop:
+        (source,) = loop.generate([first], tokens)
+        answers = loop.generate(others, tokens)
+        loop.flush()
+        (cold,) = loop.generate([others[0]], tokens)
+    for p, answer in zip(others, answers, strict=True):
+        assert answer.cached == answer.calls[0].begin == 64
+        replay(reference, p, answer, source.calls)
+    assert cold.cached == 0
+    replay(reference, others[0], cold)

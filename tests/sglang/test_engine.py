@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 
-from tests.sglang.harness import ON_GPU, engine, replay
+from tests.sglang.harness import ON_GPU, check_prefixes, engine, replay
 from tests.vllm.harness import prompt, save_llama
 from tests.vllm.reference import Reference
 
@@ -134,19 +134,8 @@ def test_chunks_beside_decoding_requests(model):
 def test_prefixes_of_the_tree(model, window):
     """A request that continues another one's prefix has that one's codes, and its own window."""
     folder, llama = model
-    reference = Reference(llama, PRESET, window=window)
-    first = prompt(100, seed=1)
-    others = [[*first[:70], *prompt(n, seed=n)] for n in (80, 95)]
-    with engine(folder, {"preset": PRESET, "window": window}) as loop:
-        (source,) = loop.generate([first], TOKENS)
-        answers = loop.generate(others, TOKENS)
-        loop.flush()
-        (cold,) = loop.generate([others[0]], TOKENS)
-    for p, answer in zip(others, answers, strict=True):
-        assert answer.cached == answer.calls[0].begin == 64
-        replay(reference, p, answer, source.calls)
-    assert cold.cached == 0
-    replay(reference, others[0], cold)
+    started = engine(folder, {"preset": PRESET, "window": window})
+    check_prefixes(Reference(llama, PRESET, window=window), started, TOKENS)
 
 
 @pytest.mark.parametrize(("window", "cached"), [(0, [96, 96]), (WINDOW, [64, 80]), (64, [32, 32])])

@@ -12,7 +12,7 @@ pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 import transformers
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
-from tests.sglang.harness import ON_GPU, engine, replay, told
+from tests.sglang.harness import ON_GPU, check_prefixes, engine, replay, told
 from tests.vllm.harness import prompt, randomise, save
 from tests.vllm.reference import Reference
 
@@ -120,19 +120,8 @@ def test_prompts_in_chunks(model, options, window, at_once):
 @pytest.mark.parametrize("window", [16, 40])
 def test_prefixes_of_the_tree(model, window):
     folder, mellum = model
-    reference = Reference(mellum, PRESET, window=window)
-    first = prompt(100, seed=1)
-    others = [[*first[:70], *prompt(n, seed=n)] for n in (80, 95)]
-    with engine(folder, {"preset": PRESET, "window": window}, dtype=DTYPE) as loop:
-        (source,) = loop.generate([first], TOKENS)
-        answers = loop.generate(others, TOKENS)
-        loop.flush()
-        (cold,) = loop.generate([others[0]], TOKENS)
-    for p, answer in zip(others, answers, strict=True):
-        assert answer.cached == answer.calls[0].begin == 64
-        replay(reference, p, answer, source.calls)
-    assert cold.cached == 0
-    replay(reference, others[0], cold)
+    started = engine(folder, {"preset": PRESET, "window": window}, dtype=DTYPE)
+    check_prefixes(Reference(mellum, PRESET, window=window), started, TOKENS)
 
 
 @pytest.mark.parametrize(("window", "cached"), [(0, 96), (16, 80), (40, 48)])
