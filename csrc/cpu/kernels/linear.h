@@ -16,9 +16,9 @@ constexpr int kHalfBytes = 256;
 // Tiles that share the activations of a group while these are close. With few tokens memory limits, and a single run of
 // it is read faster than four.
 constexpr int kTilesAtOnce = 4, kFewTokens = 8;
-// Processors fetch ahead by themselves, but not far enough. So a block is prefetched while the eighth before it is
-// multiplied, which takes about as long as memory does.
-constexpr int kBlocksAhead = 8;
+// Processors fetch ahead by themselves, but not far enough. So a block is prefetched while the sixteenth before it is
+// multiplied, which takes longer than memory does. That is too early for the innermost cache.
+constexpr int kBlocksAhead = 16;
 static_assert(2 * kHalfBytes == format::WeightBlock::kWarpBytes);
 
 constexpr int linear_fields(format::Width w) { return 8 / format::num_bits(w); }  // codes of a byte
@@ -119,9 +119,17 @@ struct WeightLevels<WIDTH> {
   }
 };
 
+// The format again, as constants of the kernels: a division in each block would take longer than its scales.
+template <format::Width WIDTH, bool SUB, int CHUNKS>
+constexpr format::WeightBlock block_of() {
+  constexpr int kBits = format::num_bits(WIDTH);
+  return {CHUNKS * format::WeightBlock{0, kBits, 0}.chunk_channels(), kBits, SUB ? format::kSubChannels : 0};
+}
+
 // What the sums of a block are multiplied with: [chunks][halves][16], lanes as of the sums.
-template <bool SUB, int CHUNKS>
-inline void block_scales(const format::WeightBlock& b, const uint8_t* block, float* to) {
+template <format::Width WIDTH, bool SUB, int CHUNKS>
+inline void block_scales(const uint8_t* block, float* to) {
+  constexpr format::WeightBlock b = block_of<WIDTH, SUB, CHUNKS>();
   Half halves[format::kWeightRows];  // a block may be at any address
   memcpy(halves, block + b.scales(), sizeof halves);
   const Floats scale =
@@ -132,11 +140,7 @@ inline void block_scales(const format::WeightBlock& b, const uint8_t* block, flo
     for (int c = 0; c < CHUNKS; ++c) store(to + 32 * c, low), store(to + 32 * c + 16, high);
     return;
   }
-  const uint8_t* codes = block + b.multipliers();
-  int32_t words[format::kWeightRows];
-  for (int i = 0; i < format::kWeightRows; ++i)
-    words[i] = CHUNKS == 2 ? codes[2 * i] | codes[2 * i + 1] << 8 : codes[i];
-  Ints word = load(words);
+  Ints word = load_integers<CHUNKS>(block + b.multipliers());
   for (int c = 0; c < CHUNKS; ++c, word = shift_right<8>(word)) {
     const auto scaled = [&](Ints x) {
       return scale * to_floats((x & broadcast(15)) + broadcast(format::kMultiplierOffset));
@@ -195,11 +199,11 @@ ALWAYS_INLINE void add_chunk(const HalfLevels<WIDTH>& low, const HalfLevels<WIDT
 
 // Adds the products of a block to the sums of `count` tokens. sums: [count, 2, 16]
 template <format::Width WIDTH, bool SUB, int CHUNKS>
-inline void add_block(const format::WeightBlock& b, const uint8_t* block, const WeightLevels<WIDTH>& levels,
-                      const uint8_t* factors, const float* unit, int count, float* sums) {
+inline void add_block(const uint8_t* block, const WeightLevels<WIDTH>& levels, const uint8_t* factors,
+                      const float* unit, int count, float* sums) {
   constexpr int kOfChunk = factor_bytes_of_chunk(WIDTH), kStride = CHUNKS * kOfChunk;
   alignas(64) float scales[32 * CHUNKS];
-  block_scales<SUB, CHUNKS>(b, block, scales);
+  block_scales<WIDTH, SUB, CHUNKS>(block, scales);
   for (int c = 0; c < CHUNKS; ++c) {
     const uint8_t* codes = block + c * format::WeightBlock::kWarpBytes;
     const HalfLevels<WIDTH> low(codes, levels), high(codes + kHalfBytes, levels);
@@ -228,8 +232,8 @@ template <format::Width WIDTH, bool SUB, int CHUNKS>
 inline void linear_tiles_of(const LinearWeight& w, const LinearInputs& in, int64_t begin, int64_t end,
                             const LinearOutputs& out) {
   constexpr int kRows = format::kWeightRows, kBytes = CHUNKS * factor_bytes_of_chunk(WIDTH);
-  const format::WeightBlock b = w.blocks.block;
-  const int64_t groups = w.blocks.groups, block_bytes = b.block_bytes();
+  constexpr int64_t block_bytes = block_of<WIDTH, SUB, CHUNKS>().block_bytes();
+  const int64_t groups = w.blocks.groups;
   const WeightLevels<WIDTH> levels(w.levels);
   alignas(64) float sums[kTilesAtOnce][kLinearTokens * 32], rows[kRows];
   for (int64_t next, first = begin; first < end; first = next) {
@@ -246,8 +250,8 @@ inline void linear_tiles_of(const LinearWeight& w, const LinearInputs& in, int64
         const uint8_t* factors = static_cast<const uint8_t*>(in.factors) + place * kBytes;
         for (int64_t tile = first; tile < next; ++tile) {
           const uint8_t* block = w.packed + (tile * groups + group) * block_bytes;
-          prefetch(block + ahead, block_bytes);
-          add_block<WIDTH, SUB, CHUNKS>(b, block, levels, factors, in.unit + place, count, sums[tile - first]);
+          prefetch_far(block + ahead, block_bytes);
+          add_block<WIDTH, SUB, CHUNKS>(block, levels, factors, in.unit + place, count, sums[tile - first]);
         }
       }
       dispatch_dtype<ElementTypes>(out.dtype, [&](auto tag) {

@@ -39,6 +39,14 @@ inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps
 inline Ints load(const int32_t* p) { return {load256(p), load256(p + 8)}; }
 inline Shorts load(const int16_t* p) { return {load256(p), load256(p + 16)}; }
 inline Bytes load(const uint8_t* p) { return {load256(p), load256(p + 32)}; }
+template <int BYTES>
+inline Ints load_integers(const uint8_t* p) {
+  if constexpr (BYTES == 2) return {_mm256_cvtepu16_epi32(load128(p)), _mm256_cvtepu16_epi32(load128(p + 16))};
+  if constexpr (BYTES == 1) {
+    const __m128i bytes = load128(p);
+    return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+  }
+}
 inline void store(float* p, Floats x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
 inline void store(int32_t* p, Ints x) { store256(p, x.a), store256(p + 8, x.b); }
 inline void store(int16_t* p, Shorts x) { store256(p, x.a), store256(p + 16, x.b); }

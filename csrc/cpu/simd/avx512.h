@@ -31,6 +31,12 @@ inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline Ints load(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Shorts load(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Bytes load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+// Sixteen integers of BYTES bytes, 1 or 2.
+template <int BYTES>
+inline Ints load_integers(const uint8_t* p) {
+  if constexpr (BYTES == 2) return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  if constexpr (BYTES == 1) return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
 inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x.v); }
 inline void store(int32_t* p, Ints x) { _mm512_storeu_si512(p, x.v); }
 inline void store(int16_t* p, Shorts x) { _mm512_storeu_si512(p, x.v); }

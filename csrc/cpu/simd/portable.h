@@ -88,6 +88,10 @@ inline Floats load_float(const BFloat16* p) {
 inline Floats load_float(const int8_t* p) {
   return lanes<Floats>([&](int i) { return static_cast<float>(p[i]); });
 }
+template <int BYTES>
+inline Ints load_integers(const uint8_t* p) {
+  return lanes<Ints>([&](int i) { return BYTES == 2 ? p[2 * i] | p[2 * i + 1] << 8 : p[i]; });
+}
 inline void store_float(float* p, const Floats& x) { store(p, x); }
 inline void store_float(Half* p, const Floats& x) {
   for (int i = 0; i < 16; ++i) p[i].bits = float_to_half(x.v[i]);
