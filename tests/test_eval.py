@@ -770,6 +770,7 @@ def test_weights_of_a_text(model, tmp_path):
         ("4:seed=1", "the fields are grid, sub, group, skip, calibrate, tokens"),
         ("4:sub=x", "sub is an integer"),
         ("4:tokens=5", "tokens belong to calibrate=FILE"),
+        ("4:calibrate=no/such.txt", "there is no file no/such.txt"),
         ("5", "bits is 5"),
         ("4+k9", "unknown cache 'k9'"),
     ],

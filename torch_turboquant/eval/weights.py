@@ -33,7 +33,8 @@ class WeightChoice:
         """The weights of a name in one of the forms at the top of this file.
 
         Raises:
-            ValueError: another form; the text names what there is.
+            ValueError: another form; the text names what there is. Or no file has the text that
+                weights are calibrated with.
         """
         text = "".join(text.split())
         weights, _, cache = text.partition("+")
@@ -44,6 +45,8 @@ class WeightChoice:
         options = {n: changes.pop(n) for n in ("calibrate", "tokens") if n in changes}
         if "tokens" in options and "calibrate" not in options:
             raise ValueError(f"{text!r}: tokens belong to calibrate=FILE")
+        if "calibrate" in options and not options["calibrate"].is_file():
+            raise ValueError(f"{text!r}: there is no file {options['calibrate']}")
         skip = [changes.pop("skip")] if "skip" in changes else []
         config = TurboQuantConfig(int(bits), skip=skip, **changes)
         return cls(f"w{text}", config, Choice.parse(cache or UNCOMPRESSED), options)
