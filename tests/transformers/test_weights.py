@@ -18,7 +18,12 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from torch_turboquant import PackedLinear, WeightFormat, encode_weight
 from torch_turboquant.integrations.transformers import TurboQuantCache, TurboQuantConfig, quantize
@@ -258,11 +263,23 @@ def test_everything_that_is_not_packed_is_listed(folder, caplog):
     assert "embed_tokens" not in warned[0] and "router" not in warned[0]
 
 
-def test_another_head_of_a_packed_model(folder):
-    """It is a new one, and stays as transformers has made it."""
-    path = folder(load(folder(make()), TurboQuantConfig()), "packed")
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3)
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("labels", [3, 20])
+@pytest.mark.parametrize(
+    "auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification]
+)
+def test_another_head_of_a_model(auto, labels, packed, folder):
+    """It is a new one, and stays as transformers makes it."""
+    path, options = folder(make()), {"quantization_config": TurboQuantConfig()}
+    if packed:
+        path, options = folder(load(path, TurboQuantConfig()), "packed"), {}
+    model = auto.from_pretrained(path, num_labels=labels, **options)
     assert type(model.score) is nn.Linear and len(packed_layers(model)) == 14
+    weight, config = model.score.weight, model.config
+    assert weight.dtype == model.dtype and weight.shape == (labels, config.hidden_size)
+    assert 0.5 < weight.std() / config.initializer_range < 2
+    again = auto.from_pretrained(folder(model, "again"))
+    assert torch.equal(logits(again), logits(model))
 
 
 def test_a_weight_that_a_class_far_above_reads(folder):
@@ -427,6 +444,24 @@ def test_weights_above_the_largest_scale(folder):
     with pytest.raises(ValueError, match=says):
         quantize(model, text=TEXT)
     assert not packed_layers(model)
+
+
+def test_hooks_of_layers_stay():
+    model, seen = make(), []
+    layer = model.model.layers[0].mlp.up_proj
+    handles = [
+        layer.register_forward_pre_hook(lambda m, args, kwargs: seen.append(m), with_kwargs=True),
+        layer.register_forward_hook(lambda m, args, y: seen.append(y)),
+    ]
+    quantize(model)
+    logits(model)
+    packed = model.model.layers[0].mlp.up_proj
+    assert seen[0] is packed and isinstance(packed, PackedLinear)
+    assert seen[1].shape[-1] == packed.out_features and len(seen) == 2
+    for handle in handles:
+        handle.remove()
+    logits(model)
+    assert len(seen) == 2
 
 
 def changed(path, **values):

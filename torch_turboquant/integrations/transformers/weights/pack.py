@@ -137,6 +137,7 @@ def quantize(
         for name in logging.tqdm(of_experts, desc="Packing experts", disable=not of_experts)
     }
     for name, (layer, _) in chosen.items():
+        _keep_hooks(model.get_submodule(name), layer)
         model.set_submodule(name, layer)
     for name, of_weights in experts.items():
         module = model.get_submodule(name)
@@ -214,6 +215,21 @@ def _pack(model: nn.Module, name: str, form: WeightFormat, moment: Tensor | None
     layer.place_constants()
     error = relative_error(weight, layer.decode(), moment)
     return layer, PackedLayer(name, form, weight.numel(), packed.numel(), error)
+
+
+def _keep_hooks(linear: nn.Module, layer: nn.Module) -> None:
+    """Gives a packed layer the forward hooks of the linear layer that it replaces.
+
+    It gets the dictionaries themselves, so that a handle of one of these hooks still removes it.
+    """
+    for hooks in (
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+    ):
+        setattr(layer, hooks, getattr(linear, hooks))
 
 
 def _pack_experts(model: nn.Module, name: str, form: WeightFormat) -> tuple[Tensor, PackedLayer]:

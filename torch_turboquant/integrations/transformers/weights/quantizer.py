@@ -178,8 +178,11 @@ class TurboQuantHfQuantizer(HfQuantizer):
                 "the weights of this model cannot be packed: "
                 + "; ".join(f"{name}: {why}" for name, why in self.refused.items())
             )
-        if missing := [name for name in self._packed if not _is_loaded(model, name)]:
-            names = getattr(model.config, "architectures", None) or [type(model).__name__]
+        names = getattr(model.config, "architectures", None) or [type(model).__name__]
+        missing = [name for name in self._packed if not _is_loaded(model, name)]
+        if type(model).__name__ not in names:
+            missing = [name for name in missing if not self._is_new_head(model, name)]
+        if missing:
             why = "The files are incomplete, or of another model"
             if type(model).__name__ not in names:
                 why = f"The files are of a {names[0]} and were read as a {type(model).__name__}"
@@ -190,6 +193,25 @@ class TurboQuantHfQuantizer(HfQuantizer):
         for name in self._packed.keys() - self._experts:
             model.get_submodule(name).place_constants()
         return model
+
+    def _is_new_head(self, model: nn.Module, name: str) -> bool:
+        """Whether a layer belongs to another head than the files have.
+
+        transformers makes such layers anew, for a training, and says so. They stay linear layers.
+        """
+        prefix = getattr(model, "base_model_prefix", "")
+        layer = model.get_submodule(name)
+        read = [parameter for parameter in layer.parameters() if _was_read(parameter)]
+        if not hasattr(model, prefix) or name.startswith(f"{prefix}.") or read:
+            return False
+        bias, weight = layer.bias is not None, layer.weight
+        dtype = layer.bias.dtype if bias else model.dtype
+        linear = nn.Linear(layer.in_features, layer.out_features, bias, weight.device, dtype)
+        model._init_weights(linear)
+        model.set_submodule(name, linear)
+        self._packed.pop(name)
+        self.quantization_config.left_alone[name] = "it is a new head, which the files do not have"
+        return True
 
     # -- saving
 
