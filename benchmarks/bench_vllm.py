@@ -37,6 +37,9 @@ of their own.
     python benchmarks/bench_vllm.py --only 'k5v4u .*full'      rows whose name the expression finds
     python benchmarks/bench_vllm.py --out FOLDER         result file and the engines' output there
     python benchmarks/bench_vllm.py --device cpu         a tiny model, only printed: a try
+    python benchmarks/bench_vllm.py --device cpu --shape 1.5b
+                                                         into results/cpu_vllm.json: the shape of
+                                                         Qwen2.5-1.5B, beside vLLM's own attention
 
 Every row is written as soon as it is measured. Older rows of the same device stay until they are
 measured again. It needs vLLM, which pins the version of torch.
@@ -61,7 +64,7 @@ import engines
 from engines import Engine
 from vllm_engine import THEIRS, Point, measure_engine
 
-NAME = "h200_vllm"
+NAME, CPU_NAME = "h200_vllm", "cpu_vllm"
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, as far as it can
     "VLLM_NO_USAGE_STATS": "1",
@@ -73,14 +76,22 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "PYTHONUNBUFFERED": "1",
 }
-CONFIGS = ("k5v4u", "bf16", "fp8", "k4v4u", "turboquant_4bit_nc")
+CONFIGS = "k5v4u,bf16,fp8,k4v4u,turboquant_4bit_nc"
+CPU_CONFIGS = "k5v4u,bf16,k4v4"
 # What matters most comes first: a run that is stopped has it.
 POINTS = (
     "16x32768,32x8192,64x2048,1x131072,1x8192,1x128,prompt32768,full8192,full32768,prompt8192,"
     "prompt2048,prompt131072,check,verify3:16x32768,verify3:32x8192,verify3:1x8192,"
     "verify7:16x32768,verify7:32x8192,verify7:1x8192"
 )
+CPU_POINTS = "1x1024,1x8192,1x32768,8x1024,8x4096,prompt2048"
 TINY_POINTS = "2x200,1x128,prompt200,full400,check"
+# What a device or a try gets, where nothing else is asked for.
+SIZES = {
+    "cuda": {"kv_gib": 72, "sequences": 288, "batched_tokens": 16384, "serve": 40, "limit": 150},
+    "cpu": {"kv_gib": 2, "sequences": 16, "batched_tokens": 2048, "serve": 40, "limit": 1200},
+    "tiny": {"kv_gib": 0.03, "sequences": 16, "batched_tokens": 512, "serve": 2, "limit": 150},
+}
 SLOW_POINTS = r"\d|prompt|check"  # of vLLM's own presets: a step of a full memory takes 0.4 s
 
 
@@ -148,33 +159,37 @@ def main() -> None:
         engines.run_child(task, partial(measure_engine, engine, task["settings"]))
         return
     options = common.parser(__doc__)
-    options.add_argument("--configs", default=",".join(CONFIGS), help="default: %(default)s")
-    options.add_argument("--points", help=f"default: {POINTS}")
+    options.add_argument("--configs", help=f"default: {CONFIGS}; on a CPU {CPU_CONFIGS}")
+    options.add_argument("--points", help=f"default: {POINTS}; on a CPU {CPU_POINTS}")
     options.add_argument("--only", help="regular expression: rows whose name it finds")
-    options.add_argument("--shape", choices=engines.SHAPES, default="8b")
+    options.add_argument("--shape", choices=engines.SHAPES, help="default: 8b; on a CPU tiny")
     options.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
-    options.add_argument("--kv-gib", type=float, default=72, help="of the cache, on each GPU")
-    options.add_argument("--sequences", type=int, default=288, help="at most, at a time")
-    options.add_argument("--batched-tokens", type=int, default=16384, help="of a step")
-    options.add_argument("--serve", type=float, default=40, help="seconds of clients")
-    options.add_argument("--limit", type=float, default=150, help="seconds of one engine")
+    options.add_argument("--kv-gib", type=float, help="of the cache, on each GPU")
+    options.add_argument("--sequences", type=int, help="at most, at a time")
+    options.add_argument("--batched-tokens", type=int, help="of a step")
+    options.add_argument("--serve", type=float, help="seconds of clients")
+    options.add_argument("--limit", type=float, help="seconds of one engine")
     options.add_argument("--seconds", type=float, default=1e9, help="of all engines")
     options.add_argument("--out", type=Path, help="folder of the result file and all output")
     arguments = options.parse_args()
     if importlib.util.find_spec("vllm") is None:
         print("This benchmark needs vLLM (pip install vllm).")
         return
-    cuda = engines.begin(arguments)
-    if not cuda:  # a try
-        arguments.shape, arguments.kv_gib, arguments.sequences = "tiny", 0.03, 16
-        arguments.batched_tokens, arguments.serve = 512, 2.0
+    cuda = engines.begin(arguments, written=arguments.shape not in (None, "tiny"))
+    arguments.shape = arguments.shape or ("8b" if cuda else "tiny")
+    sizes = SIZES["tiny" if arguments.shape == "tiny" else "cuda" if cuda else "cpu"]
+    for name, value in sizes.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
     measure_all(arguments, cuda)
 
 
 def measure_all(arguments: Any, cuda: bool) -> None:
     """Every engine, one after the other, and every row into the file."""
-    texts = (arguments.points or (POINTS if cuda else TINY_POINTS)).split(",")
-    configs, points = arguments.configs.split(","), [Point.parse(text) for text in texts]
+    few = TINY_POINTS if arguments.shape == "tiny" else CPU_POINTS
+    texts = (arguments.points or (POINTS if cuda else few)).split(",")
+    configs = (arguments.configs or (CONFIGS if cuda else CPU_CONFIGS)).split(",")
+    points = [Point.parse(text) for text in texts]
     if any(point.drafts for point in points) and not can_draft():
         print("this vLLM makes no n-gram drafts on the GPU: points with drafts are left out")
         points = [point for point in points if not point.drafts]
@@ -199,7 +214,9 @@ def measure_all(arguments: Any, cuda: bool) -> None:
         }
         start = partial(Child, settings=settings, folder=arguments.out or model)
         chosen = list(engines_of(configs, points, arguments.only))
-        for engine, found in engines.measured(chosen, start, arguments.limit, arguments.seconds):
+        for engine, found in engines.measured(
+            chosen, start, arguments.limit, arguments.seconds, ahead=int(cuda)
+        ):
             if found["point"] == "memory":  # the first row of an engine
                 versions = {"vllm": found.pop("vllm"), "torch": found.pop("torch")}
                 if engine.drafts:
@@ -209,7 +226,7 @@ def measure_all(arguments: Any, cuda: bool) -> None:
             rows.append(complete(found, engine, versions, arguments))
             add_differences(rows, checked)
             print(engines.describe(rows[-1]), flush=True)
-            common.write_progress(NAME, rows, "row", arguments)
+            common.write_progress(NAME if cuda else CPU_NAME, rows, "row", arguments)
     for row in rows:
         if row["point"] == "check":
             print(engines.describe(row))
@@ -219,7 +236,7 @@ def measure_all(arguments: Any, cuda: bool) -> None:
 def complete(found: common.Row, engine: Engine, versions: common.Row, arguments: Any) -> common.Row:
     """A row with its name, which tells it from all others of a device."""
     name = [f"vllm {versions['vllm']}", engine.config, found["point"]]
-    if arguments.shape != "8b" or arguments.tensor_parallel != 1:
+    if arguments.shape not in ("8b", "1.5b") or arguments.tensor_parallel != 1:
         name.append(f"{arguments.shape} tp {arguments.tensor_parallel}")
     first = {"row": " ".join(name), **versions, "config": engine.config}
     extent = {"shape": arguments.shape, "tensor_parallel": arguments.tensor_parallel}

@@ -46,6 +46,17 @@ SHAPES = {
         "num_hidden_layers": 16,
         "num_attention_heads": 64,
     },
+    # the sizes of Qwen2.5-1.5B: for CPUs
+    "1.5b": LLAMA_8B
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
     # latent attention (MLA) as in DeepSeek-V2-Lite, with one dense layer's MLP in place of experts
     "v2-lite-dense": {
         "architectures": ["DeepseekV2ForCausalLM"],
@@ -205,6 +216,7 @@ def measured(
     start: Callable[[Engine], Child],
     limit: float,
     seconds: float,
+    ahead: int = 1,
 ) -> Iterator[tuple[Engine, common.Row]]:
     """The rows of every engine, one engine after the other.
 
@@ -213,11 +225,13 @@ def measured(
         start: makes the process of an engine.
         limit: seconds that one engine gets.
         seconds: that all of them get.
+        ahead: engines that import what they need while another one is measured; on a CPU, where
+            that would disturb it, 0.
     """
     children: list[Child] = []
     started = time.perf_counter()
     for number, engine in enumerate(engines):
-        while len(children) <= min(number + 1, len(engines) - 1):
+        while len(children) <= min(number + ahead, len(engines) - 1):
             children.append(start(engines[len(children)]))
         child, begun = children[number], time.perf_counter()
         left = seconds - (begun - started)
@@ -232,10 +246,13 @@ def measured(
 # ---- what a run prints and where it writes
 
 
-def begin(arguments: Any) -> bool:
-    """Settles where rows go and which commit they name; whether engines run on a GPU."""
+def begin(arguments: Any, written: bool = False) -> bool:
+    """Settles where rows go and which commit they name; whether engines run on a GPU.
+
+    Rows of a CPU are only printed, unless they are to be `written`.
+    """
     cuda = torch.device(arguments.device).type == "cuda"
-    arguments.dry_run |= not cuda
+    arguments.dry_run |= not cuda and not written
     if not arguments.dry_run:
         arguments.commit = arguments.commit or common.commit_name()
     if arguments.out:

@@ -325,7 +325,7 @@ def measure_steps(
 ) -> dict[str, Any]:
     """Decode steps of sequences that the prefix cache has."""
     count = FULL_STEPS if point.kind == "full" else STEPS
-    if engine.config.startswith(THEIRS):
+    if engine.config.startswith(THEIRS) or not settings["cuda"]:
         count = SLOW_STEPS
     tokens = int(count * (ACCEPTED if point.drafts else 1))
     cache, sequences = llm.llm_engine.vllm_config.cache_config, point.sequences

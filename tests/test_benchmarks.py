@@ -415,14 +415,14 @@ def test_points_of_an_engine(bench_vllm):
 
 def test_an_engine_has_one_number_of_drafts(bench_vllm):
     points = [bench_vllm.Point.parse(text) for text in bench_vllm.POINTS.split(",")]
-    found = list(bench_vllm.engines_of(list(bench_vllm.CONFIGS), points, None))
+    found = list(bench_vllm.engines_of(bench_vllm.CONFIGS.split(","), points, None))
     titles = [engine.title for engine in found]
     assert titles[:5] == ["k5v4u", "bf16", "fp8", "k4v4u", "turboquant_4bit_nc"]
     assert titles[5:9] == ["k5v4u 3 drafts", "bf16 3 drafts", "fp8 3 drafts", "k4v4u 3 drafts"]
     assert len(titles) == 13 and found[0].points[0].text == "16x32768"
     theirs = [point.text for point in found[4].points]
     assert "16x32768" in theirs and "full8192" not in theirs
-    (only,) = bench_vllm.engines_of(list(bench_vllm.CONFIGS), points, "k4v4u verify7:1x")
+    (only,) = bench_vllm.engines_of(bench_vllm.CONFIGS.split(","), points, "k4v4u verify7:1x")
     assert only.drafts == 7 and [point.text for point in only.points] == ["verify7:1x8192"]
 
 

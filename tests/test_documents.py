@@ -156,7 +156,7 @@ def test_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path):
         "|  | bf16 |",
         "| --- | --- |",
         "| tokens that fit |  |",
-        "| 1 x 128 | 9/s |",
+        "| 1 x 128 | 9.0/s |",
     ]
 
 

@@ -11,7 +11,7 @@ from common import Row, file_name, markdown
 
 import torch_turboquant as tq
 from generator import results
-from generator.results import h200_rows
+from generator.results import h200_rows, source
 from generator.words import half, name_of, paragraph
 from torch_turboquant.integrations.engine import pages
 
@@ -114,9 +114,23 @@ def engine_cell(row: Row | None, rows: list[Row]) -> str:
     if row is None:
         return ""
     base = engine_base(row, rows)
-    step = f"{row['step_ms']:.2f} ms, " if "step_ms" in row else ""
-    times = f" ({row['tokens_s'] / base['tokens_s']:.2f}x)" if base and base is not row else ""
-    return f"{step}{row['tokens_s']:,.0f}/s{times}"
+    step, speed = row.get("step_ms", 0), row["tokens_s"]
+    step = f"{step:.{0 if step >= 100 else 2}f} ms, " if step else ""
+    times = f" ({speed / base['tokens_s']:.2f}x)" if base and base is not row else ""
+    return f"{step}{speed:,.{0 if speed >= 100 else 1}f}/s{times}"
+
+
+def engine_table(rows: list[Row]) -> str:
+    """A row for each point, a column for each cache."""
+    found = {(row["point"], row["config"]): row for row in reversed(rows)}
+    configs = sorted({row["config"] for row in rows}, key=engine_order)
+    memory = [found.get(("memory", config)) for config in configs]
+    lines = [["tokens that fit", *(f"{r['cache_tokens']:,}" if r else "" for r in memory)]]
+    points = {row["point"] for row in rows if "tokens_s" in row and "clients" not in row}
+    for point in sorted(points, key=engine_point_order):
+        cells = (engine_cell(found.get((point, config)), rows) for config in configs)
+        lines.append([engine_point(point), *cells])
+    return markdown(["", *configs], lines)
 
 
 def engine_speed() -> str:
@@ -139,16 +153,14 @@ def engine_speed() -> str:
     ):
         own = [row for row in rows if engine_kind(row) == (version, model, gpus)]
         title = f"vLLM {version}{shape[model]}{f', {gpus} GPUs' if gpus > 1 else ''}"
-        found = {(row["point"], row["config"]): row for row in reversed(own)}
-        configs = sorted({row["config"] for row in own}, key=engine_order)
-        memory = [found.get(("memory", config)) for config in configs]
-        lines = [["tokens that fit", *(f"{r['cache_tokens']:,}" if r else "" for r in memory)]]
-        points = {row["point"] for row in own if "tokens_s" in row and "clients" not in row}
-        for point in sorted(points, key=engine_point_order):
-            cells = (engine_cell(found.get((point, config)), own) for config in configs)
-            lines.append([engine_point(point), *cells])
-        tables.append(f"{title}:\n\n{markdown(['', *configs], lines)}")
+        tables.append(f"{title}:\n\n{engine_table(own)}")
     return "\n\n".join(tables)
+
+
+def engine_speed_on_cpus() -> str:
+    """Whole engines on a CPU."""
+    rows = results.read_rows("cpu_vllm")
+    return f"{engine_table(rows)}\n\n{source('cpu_vllm', rows, '../')}."
 
 
 def engine_clients() -> str:
