@@ -11,7 +11,7 @@ from common import Row, file_name, markdown
 
 import torch_turboquant as tq
 from generator import results
-from generator.results import h200_rows, source
+from generator.results import h200_rows
 from generator.words import half, name_of, paragraph
 from torch_turboquant.integrations.engine import pages
 
@@ -155,12 +155,6 @@ def engine_speed() -> str:
         title = f"vLLM {version}{shape[model]}{f', {gpus} GPUs' if gpus > 1 else ''}"
         tables.append(f"{title}:\n\n{engine_table(own)}")
     return "\n\n".join(tables)
-
-
-def engine_speed_on_cpus() -> str:
-    """Whole engines on a CPU."""
-    rows = results.read_rows("cpu_vllm")
-    return f"{engine_table(rows)}\n\n{source('cpu_vllm', rows, '../')}."
 
 
 def engine_clients() -> str:
