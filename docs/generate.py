@@ -81,7 +81,10 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "engine speed": vllm.engine_speed,
         "engine clients": vllm.engine_clients,
     },
-    "docs/sglang.md": {"sglang speed": sglang.sglang_speed},
+    "docs/sglang.md": {
+        "sglang speed": sglang.sglang_speed,
+        "sglang quality": sglang.sglang_quality,
+    },
     "docs/pool.md": {"heavy hitters": eviction.hitters_cost},
     "docs/workloads.md": {"strategies": strategies.strategies_rows},
     f"{PERFORMANCE}_mla.md": {"latent speed": latents.latent_speed},

@@ -201,6 +201,40 @@ def test_steps_on_the_page_of_sglang(generate, monkeypatch):
     assert "clients" not in speed() and "7.00" not in speed()
 
 
+def test_quality_on_the_page_of_sglang(generate, monkeypatch, tmp_path):
+    """Beside the cache for transformers, in float32 over 2,048 tokens."""
+    row = {"kl": 0.0008, "kl_interval": [0.0006, 0.001], "top1_agreement": 0.9812}
+    sizes = {"segments": 2, "score_tokens": 160, "prefill": 512, "dtype": "float32"}
+    measured = [
+        {"row": "uncompressed decode", "cache": "uncompressed", **sizes},
+        {"row": "k4v4 decode", "cache": "k4v4", **row},
+        {"row": "k4v4 hit", "cache": "k4v4", **row, "kl": 0.0012},
+        {"row": "k5v4u decode", "cache": "k5v4u", **row},
+    ]
+    reference = {"dtype": "float32", "context": 2048, **row, "kl": 0.001}
+    files = {
+        "sglang_quality_gemma_3_270m": measured,
+        "quality_gemma_3_270m": [
+            {"cache": "k4v4", **reference},
+            {"cache": "k5v4u", **reference, "kl": 0.0004},
+            {"cache": "k5v4u", **reference, "kl": 7.0, "context": 8192},
+        ],
+    }
+    monkeypatch.setattr(generate.results, "RESULTS", tmp_path)
+    assert "have not been measured" in generate.sglang.sglang_quality()
+    (tmp_path / "sglang_quality_gemma_3_270m.json").touch()
+    monkeypatch.setattr(generate.results, "read_rows", files.__getitem__)
+    assert generate.sglang.sglang_quality().splitlines()[2:] == [
+        "| Gemma-3-270M | k5v4u | 0.0008 ± 0.0002 (2.00x), 98.1% |  | 0.0004 ± 0.0002, 98.1% |",
+        "| Gemma-3-270M | k4v4 | 0.0008 ± 0.0002 (0.80x), 98.1% "
+        "| 0.0012 ± 0.0002 (1.20x), 98.1% | 0.0010 ± 0.0002, 98.1% |",
+        "",
+        "Tokens predicted: [Gemma-3-270M]"
+        "(../benchmarks/results/sglang_quality_gemma_3_270m.json): 2 x 160 behind 512,",
+        "in float32.",
+    ]
+
+
 def test_quality_of_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path):
     row = {"cache": "k5v4u", "chunk": 64, "kl": 0.0044, "kl_interval": [0.004, 0.005]}
     row |= {"top1_agreement": 0.9603, "perplexity_change": -0.0016}

@@ -1,14 +1,17 @@
-"""Whole engines of SGLang: bench_sglang."""
+"""Whole engines of SGLang: bench_sglang, bench_sglang_quality."""
 
 from __future__ import annotations
 
 import re
 
-from common import Row, markdown
+import quality_tables
+from common import Row, file_name, markdown
 
 import torch_turboquant as tq
 from generator import results
+from generator.quality import quality_rows
 from generator.results import h200_rows, source
+from generator.words import half, paragraph
 
 
 def sglang_speed() -> str:
@@ -63,3 +66,45 @@ def sglang_cell(row: Row | None, base: Row | None) -> str:
     ms = row["step_ms"] if "step_ms" in row else 1e3 * row["prompt_s"]
     times = f" ({row['tokens_s'] / base['tokens_s']:.2f}x)" if base and base is not row else ""
     return f"{ms:.2f} ms{times}" if ms < 100 else f"{ms:.0f} ms{times}"
+
+
+WAYS = ("decode", "hit")  # of bench_sglang_quality
+
+
+def sglang_quality() -> str:
+    """Predictions through SGLang's engine, beside those of the cache for transformers."""
+    lines, texts = [], []
+    for title, model in quality_tables.MODELS.items():
+        name = file_name("sglang_quality", model)
+        if not (results.RESULTS / f"{name}.json").exists():
+            continue
+        rows = results.read_rows(name)
+        found = {row["row"]: row for row in rows}
+        caches = {row["cache"] for row in rows} - {"uncompressed"}
+        reference = quality_rows(file_name("quality", model))
+        for cache in sorted(caches, key=list(tq.PRESETS).index):
+            base = reference[cache]
+            cells = (sglang_divergence(found.get(f"{cache} {way}"), base) for way in WAYS)
+            lines.append([title, cache, *cells, sglang_divergence(base)])
+        first = rows[0]
+        texts.append(
+            f"[{title}](../benchmarks/results/{name}.json): {first['segments']} x "
+            f"{first['score_tokens']} behind {first['prefill']}, in {first['dtype']}"
+        )
+    if not lines:
+        return paragraph(
+            "Predictions through SGLang's engine have not been measured at this version: `python "
+            "benchmarks/bench_sglang_quality.py` does."
+        )
+    head = ["model", "cache", "decode steps", "behind prefix hits", "cache for transformers"]
+    note = f"Tokens predicted: {'; '.join(texts)}."
+    return f"{markdown(head, lines)}\n\n{paragraph(note)}"
+
+
+def sglang_divergence(row: Row | None, base: Row | None = None) -> str:
+    """A cell: KL, how many times that of the base, and top-1 agreement."""
+    if row is None:
+        return ""
+    times = f" ({row['kl'] / base['kl']:.2f}x)" if base else ""
+    kl = f"{row['kl']:.4f} ± {half(row['kl_interval']):.4f}"
+    return f"{kl}{times}, {row['top1_agreement']:.1%}"
