@@ -196,6 +196,8 @@ def test_whole_models_against_their_own_cache(name, form):
             pytest.skip("caches get latents from transformers 5.15 on")
         model, preset = make_latent_model(name), "k8"
     else:
+        if name == "qwen3_next" and MINOR < 7:
+            pytest.skip("its linear attention forgot at forwards of several tokens before 5.7")
         family = SUPPORTED.get(name)
         model = make_family(name, family) if name not in MODELS else make_model(name)
         preset = "k8v8"

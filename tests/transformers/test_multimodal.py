@@ -41,12 +41,13 @@ def answer(*args, **options):
 def assert_same_tokens(actual, expected, prompt):
     """Tokens are equal, as far as a choice does not hang on the last bit of 8-bit keys.
 
-    Logits have a standard deviation of 0.7 to 0.9 and are 0.08 off at most, with 4 bits 0.6.
+    Logits have a standard deviation of 0.4 to 0.9 and are 0.11 off at most, with 4 bits 0.5 or
+    more. Versions of transformers draw other random weights.
     """
     differ = (actual.sequences != expected.sequences).any(0).nonzero().flatten().tolist()
     same = differ[0] - prompt if differ else len(expected.logits)
     for ours, theirs in list(zip(actual.logits, expected.logits, strict=True))[: same + 1]:
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.1)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.12)
     if differ:
         best = expected.logits[same].topk(2).values
         assert (best[:, 0] - best[:, 1]).min() < 0.2
@@ -157,7 +158,7 @@ def test_the_model_without_its_head(family):
             model.model(ids[:, :85], past_key_values=cache)
             for i in range(85, 90):
                 out = model.model(ids[:, i : i + 1], past_key_values=cache)
-            torch.testing.assert_close(out.last_hidden_state[:, -1], expected, rtol=0, atol=0.05)
+            torch.testing.assert_close(out.last_hidden_state[:, -1], expected, rtol=0, atol=0.06)
             text = model.model.language_model(ids[:, :1], past_key_values=cache)
             assert text.past_key_values.get_seq_length() == 91
         assert not any("forward" in vars(module) for module in model.modules())

@@ -54,7 +54,13 @@ FAMILIES = {
     "qwen3_moe": ("Qwen3MoeConfig", EXPERTS),
     "jamba": (  # layers of state-space models, and experts
         "JambaConfig",
-        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8},
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,  # early versions write this at a forward without kernels
+        },
     ),
 }
 MIXTURES = ("qwen3_moe", "jamba")
