@@ -11,11 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import transformers
 from torch import nn
 
 from torch_turboquant.format import WEIGHT_ROWS
 
 _PREFIX = "torch_turboquant "
+
+
+def knows_styles() -> bool:
+    """Whether packed layers have styles in this transformers.
+
+    5.21 and 5.22 have plans and styles as well, in other modules; they have not been tried.
+    """
+    return tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
 
 def is_distributed(model: nn.Module) -> bool:

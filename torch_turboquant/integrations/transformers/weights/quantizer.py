@@ -31,6 +31,7 @@ from torch_turboquant.integrations.transformers.weights.experts import (
 )
 from torch_turboquant.integrations.transformers.weights.parallel import (
     is_distributed,
+    knows_styles,
     styles_for_packed,
 )
 from torch_turboquant.integrations.transformers.weights.report import (
@@ -109,8 +110,9 @@ class TurboQuantHfQuantizer(HfQuantizer):
         return model
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
-        # transformers 5.23 and later
         super().update_parallel_plan(model, plan)
+        if not knows_styles():
+            return
         experts = {name.rpartition(".")[0] for name in self._experts}
         styles_for_packed(plan, self._packed.keys() - self._experts, experts)
         self._knows_plans = True
