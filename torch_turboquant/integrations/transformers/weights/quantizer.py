@@ -182,7 +182,7 @@ class TurboQuantHfQuantizer(HfQuantizer):
             )
         names = getattr(model.config, "architectures", None) or [type(model).__name__]
         missing = [name for name in self._packed if not _is_loaded(model, name)]
-        if type(model).__name__ not in names:
+        if type(model).__name__ not in names and model.get_output_embeddings() is None:
             missing = [name for name in missing if not self._is_new_head(model, name)]
         if missing:
             why = "The files are incomplete, or of another model"
@@ -200,6 +200,7 @@ class TurboQuantHfQuantizer(HfQuantizer):
         """Whether a layer belongs to another head than the files have.
 
         transformers makes such layers anew, for a training, and says so. They stay linear layers.
+        Asked of models without predictions of tokens: nobody means to get random ones.
         """
         prefix = getattr(model, "base_model_prefix", "")
         layer = model.get_submodule(name)
