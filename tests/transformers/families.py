@@ -97,7 +97,7 @@ SUPPORTED = {
     "vaultgemma": {**WIDE, **MIXED, "attn_logit_softcapping": 0.2},
 }  # fmt: skip
 # earlier versions have another attention or cache class of their own for these
-SINCE = {"nemotron": 17, "nemotron_h": 17, "olmo_hybrid": 17, "recurrent_gemma": 18}
+SINCE = {"nemotron": 17, "nemotron_h": 17, "olmo_hybrid": 17, "recurrent_gemma": 23}
 FAMILIES = {**SUPPORTED, "llama with a window": {**WIDE, **WINDOW}}  # which llama does not read
 
 INDEXER = "latent attention .MLA. with an indexer"
