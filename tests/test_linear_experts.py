@@ -9,7 +9,7 @@ import torch
 
 import torch_turboquant as tt
 from tests.helpers import FLOATS, randn
-from tests.test_linear import FORMATS, formats, make_case
+from tests.test_linear import FORMATS, formats, make_case, moved
 from torch_turboquant.ops.linear import _products_of_experts
 from torch_turboquant.ops.linear_reference import linear_experts_reference
 
@@ -22,12 +22,12 @@ def experts_case(f, n, k, experts):
     return packed, case.reading
 
 
-def check(device, f, n, k, tokens, choices, experts=5, dtype=torch.float32, bias=True, least=0):
-    """Experts `least` .. experts are chosen, of which the last does not exist."""
+def check(device, f, n, k, tokens, choices, experts=5, dtype=torch.float32, bias=True):
+    """Experts 0 .. experts are chosen, of which the last does not exist."""
     packed, reading = experts_case(f, n, k, experts)
     x = randn(tokens, k, seed=1, dtype=dtype)
     generator = torch.Generator().manual_seed(tokens)
-    chosen = torch.randint(least, experts + 1, (tokens, choices), generator=generator)
+    chosen = torch.randint(experts + 1, (tokens, choices), generator=generator)
     added = randn(experts, n, seed=3, dtype=dtype) if bias else None
     arguments = (x, packed, chosen, *reading, added)
     on_device = [t.to(device) if isinstance(t, torch.Tensor) else t for t in arguments]
@@ -55,8 +55,15 @@ def test_products_of_experts(f, k, device):
 
 
 def test_one_expert_that_many_tokens_choose(device):
-    """So many that they are multiplied in parts."""
-    check(device, FORMATS[0], 20, 2048, 300, 1, experts=3, least=2)
+    """So many that the CPU multiplies them in parts, and CUDA in tiles."""
+    packed, reading = experts_case(FORMATS[0], 20, 2048, experts=3)
+    x, added = randn(300, 2048, seed=1), randn(3, 20, seed=3)
+    chosen = torch.randint(2, 4, (300, 1), generator=torch.Generator().manual_seed(300))
+    x, packed, chosen, added, *reading = moved(device, x, packed, chosen, added, *reading)
+    y = tt.linear_experts(x, packed, chosen, *reading, added)
+    own = chosen[:, 0] == 2
+    assert torch.equal(y[own, 0], tt.linear_packed(x[own], packed[2], *reading, None, added[2]))
+    assert not y[~own].any()
 
 
 def test_many_experts_and_pairs(device):
