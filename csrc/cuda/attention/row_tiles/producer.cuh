@@ -41,9 +41,8 @@ class Producer {
       const int slot = i % kItems, phase = i / kItems % 2;
       if (leads()) {
         wait_barrier(&notes_.item_empty[slot], phase ^ 1);
-        list.take(notes_.items[slot]);
+        if (list.take(notes_.items[slot])) arrive(&notes_.item_full[slot]);
         __syncwarp();
-        if (lane_ == 0) arrive(&notes_.item_full[slot]);
       }
       wait_barrier(&notes_.item_full[slot], phase);
       const Item& item = notes_.items[slot];

@@ -87,8 +87,8 @@ class WorkList {
     total_ = sum_of_lanes(items);
   }
 
-  // Takes the next item; sequence -1: there is none left.
-  __device__ __forceinline__ void take(Item& to) const {
+  // Takes the next item; sequence -1: there is none left. Returns true in the lane that has written it.
+  __device__ __forceinline__ bool take(Item& to) const {
     const int lane = threadIdx.x % 32, grid = static_cast<int>(gridDim.x);
     int index = 0;
     // Each block asks once more and gets nothing, so the counter's last step brings it back to 0.
@@ -96,9 +96,9 @@ class WorkList {
     index = __shfl_sync(0xffffffff, index, 0);
     if (index >= total_) {
       if (lane == 0) to.sequence = -1;
-      return;
+      return lane == 0;
     }
-    if (index < items_before_ || index >= items_before_ + own_items_) return;
+    if (index < items_before_ || index >= items_before_ + own_items_) return false;
     int before = items_before_, slot = slots_before_, s = mine_;
     Extent x = extent(s);
     int n = parts(x);
@@ -115,6 +115,7 @@ class WorkList {
     item.begin = static_cast<int>(int64_t{tiles} * item.part / n);
     item.end = static_cast<int>(int64_t{tiles} * (item.part + 1) / n);
     to = item;
+    return true;
   }
 
  private:
