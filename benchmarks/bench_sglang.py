@@ -69,7 +69,7 @@ CONFIGS = ("k5v4u", "fa3", "fa3:fp8", "k4v4", "k4v2", "triton")
 # What matters most comes first: a run that is stopped has it.
 POINTS = (
     "16x32768,64x8192,1x8192,1x100,16x4096,1x131072,16x1024,64x100,16x100,64x1024,64x4096,16x8192,"
-    "16x16384,1x32768,prompt8192,prompt32768,hit8192:100,graphs"
+    "16x16384,1x32768,1x1024,1x4096,1x16384,prompt8192,prompt32768,hit8192:100,graphs"
 )
 TINY_POINTS = "2x200,1x100,prompt200,hit128:100"
 STEPS = 64

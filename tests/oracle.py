@@ -6,7 +6,9 @@ one is for long contexts and large batches on the device under test. What both s
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,3 +97,35 @@ def exact_attention(
         out[begin:end] = result.flatten(1, 2)
         lse[begin:end] = total.flatten(1, 2)
     return out, lse
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool,
+    softmax_scale: float,
+    **options: Any,
+) -> Any:
+    """flash_attn_varlen_func of FlashAttention in float64, as far as engines ask it."""
+    out, lse = options.get("out"), torch.zeros(q.shape[1], len(q), dtype=torch.float32)
+    out = q.new_empty(*q.shape[:2], v.shape[-1]) if out is None else out
+    window, cap = options.get("window_size", (-1, -1))[0], options.get("softcap", 0.0)
+    spans = zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True)
+    for (a, c), (b, d) in itertools.pairwise(spans):
+        keys, values = (
+            x[c:d].double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)
+        )
+        score = torch.einsum("qhd,khd->hqk", q[a:b].double(), keys) * softmax_scale
+        if cap:
+            score = cap * (score / cap).tanh()
+        if causal:
+            seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+            if window >= 0:
+                seen = seen.triu(d - c - (b - a) - window)
+            score.masked_fill_(~seen, -torch.inf)
+        lse[:, a:b] = score.logsumexp(-1)
+        out[a:b] = torch.einsum("hqk,khd->qhd", score.softmax(-1), values)
+    return (out, lse) if options.get("return_softmax_lse") else out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,21 +102,3 @@ class Steps:
     def slots(self, pages: Tensor, total: int, new: int) -> Tensor:
         position = torch.arange(total - new, total)
         return pages[position // self.page_size].long() * self.page_size + position % self.page_size
-
-
-def flash_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, **options):
-    """flash_attn_varlen_func in float64, as far as it is asked."""
-    out, lse = options.get("out"), torch.zeros(q.shape[1], len(q), dtype=torch.float32)
-    out = q.new_empty(*q.shape[:2], v.shape[-1]) if out is None else out
-    spans = zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True)
-    for (a, c), (b, d) in itertools.pairwise(spans):
-        keys, values = (
-            x[c:d].double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)
-        )
-        score = torch.einsum("qhd,khd->hqk", q[a:b].double(), keys) * softmax_scale
-        if causal:
-            hidden = torch.ones(b - a, d - c, dtype=torch.bool).triu(d - c - (b - a) + 1)
-            score.masked_fill_(hidden, -torch.inf)
-        lse[:, a:b] = score.logsumexp(-1)
-        out[a:b] = torch.einsum("hqk,khd->qhd", score.softmax(-1), values)
-    return (out, lse) if options.get("return_softmax_lse") else out

@@ -16,11 +16,11 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.helpers import randn
-from tests.oracle import exact_attention
+from tests.oracle import exact_attention, flash_attention
 from tests.vllm.harness import ON_GPU, save_llama
 from tests.vllm.reference import through_codes
-from tests.vllm.steps import LONG_STEPS, STEPS, Steps, flash_attention, vllm_started
-from torch_turboquant.integrations.vllm import prompts
+from tests.vllm.steps import LONG_STEPS, STEPS, Steps, vllm_started
+from torch_turboquant.integrations.engine import prompts
 from torch_turboquant.integrations.vllm.backend import (
     TurboQuantBackend,
     TurboQuantImpl,

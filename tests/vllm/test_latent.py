@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 import torch_turboquant as tt
 from tests.helpers import randn
+from tests.oracle import flash_attention
 from tests.vllm.harness import (
     MEMORY,
     ON_GPU,
@@ -28,13 +29,15 @@ from tests.vllm.harness import (
     save_deepseek,
     told,
 )
-from tests.vllm.steps import LONG_STEPS, STEPS, Steps, flash_attention, vllm_started
-from torch_turboquant.integrations.vllm import adapter, prompts
+from tests.vllm.steps import LONG_STEPS, STEPS, Steps, vllm_started
+from torch_turboquant.integrations.engine import prompts
+from torch_turboquant.integrations.vllm import adapter
 from torch_turboquant.integrations.vllm.latent import (
     LatentBackend,
     LatentImpl,
     LatentMetadataBuilder,
 )
+from torch_turboquant.integrations.vllm.prompts import attend_padded
 from torch_turboquant.latent import latent_preset_of, make_latent_tables, norm_center
 
 NOPE, VALUE = 24, 20
@@ -322,7 +325,7 @@ def test_values_of_fewer_channels_are_padded(lse, given_out):
     starts = torch.tensor([0, 10, 30]).int()
     given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": True, "softmax_scale": 0.1}
     out = torch.empty(30, 4, 20) if given_out else None
-    found = prompts.attend_padded(flash, q=q, k=k, v=v, out=out, return_softmax_lse=lse, **given)
+    found = attend_padded(flash, q=q, k=k, v=v, out=out, return_softmax_lse=lse, **given)
     right, right_lse = flash_attention(q, k, v, return_softmax_lse=True, **given)
     if lse:
         found, found_lse = found

@@ -11,9 +11,10 @@ SGLang finds `register` by the entry point group sglang.srt.plugins and calls it
     hooks.py      the methods of SGLang that ask the plan, and whether they do
     pool.py       the memory of the pages, in place of SGLang's
     steps.py      what a step is about: lengths, pages, slots and entries of the tail
+    prompts.py    FlashAttention for prompts, as SGLang has it
     backend.py    the attention backend: store and attend
     versions.py   which versions of SGLang are supported
-    ../engine     what it shares with the plug-in for vLLM: pages, centers, settings
+    ../engine     what it shares with the plug-in for vLLM: pages, centers, settings, prompts
 """
 
 from __future__ import annotations

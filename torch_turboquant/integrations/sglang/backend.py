@@ -1,8 +1,9 @@
 """The attention backend: how a layer stores and attends.
 
 A decode step is one call per layer, which stores its tokens and reads them as they are. A step of
-prompts is two: queries read their own chunk as it is and older tokens from pages and tail, and only
-then the chunk is stored, since it overwrites rows of the ring that its first queries see.
+prompts attends first and stores then: queries read their own chunk as it is and older tokens from
+pages and tail, and the chunk overwrites rows of the ring that its first queries see. Where SGLang
+has FlashAttention it computes new prompts and long chunks (prompts.py).
 
 Without a window the exact tail of a sequence is its first token, which lies in its first page. With
 one it is an entry of memory that belongs to the request: the first token and a ring of the last
@@ -17,6 +18,7 @@ wrong are overwritten, in pages and ring, before anything reads them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import sglang
@@ -28,11 +30,13 @@ from torch import Tensor
 
 from torch_turboquant.integrations.engine.limits import ELSEWHERE
 from torch_turboquant.integrations.engine.pages import page_parts
-from torch_turboquant.integrations.sglang import hooks, limits
+from torch_turboquant.integrations.engine.prompts import PromptAttention
+from torch_turboquant.integrations.sglang import hooks, limits, prompts
 from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool, pages_of
+from torch_turboquant.integrations.sglang.prompts import Recent, Run
 from torch_turboquant.integrations.sglang.steps import Rings, Step, Steps
 from torch_turboquant.ops.attention import attend_constants, step_constants
-from torch_turboquant.ops.cache import store_constants
+from torch_turboquant.ops.cache import cache_load, store_constants
 
 logger = logging.getLogger("torch_turboquant.sglang")
 
@@ -56,6 +60,10 @@ class Layer(NamedTuple):
     """Sliding window, with the query itself; soft cap."""
     is_sliding: bool
     """Whether its pages lie in the pool of sliding layers."""
+    load: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    """(int32 [1, pages], int32 [1] tokens, tokens) -> decoded k, v [1, tokens, kv_heads, d]."""
+    prompts: PromptAttention | None
+    """FlashAttention for its prompts; None: the op for pages takes all of them."""
 
 
 class TurboQuantBackend(AttentionBackend):
@@ -102,7 +110,11 @@ class TurboQuantBackend(AttentionBackend):
         sliding = both.swa_kv_pool if self.plan.sliding_layers else None
         self.sliding_pool: TurboQuantKVPool | None = sliding
         self.steps = Steps(rows.req_to_token, self.plan.page_size, self.plan.drafts, to_sliding)
-        self.rings = Rings(rows, self.sinks, self.plan.device) if self.window else None
+        self.flash = prompts.flash_attention(self.plan.head_dim, self.plan.device)
+        self.rings: Rings | None = None
+        if self.window:
+            ring = self.plan.ring_shape(self.plan.own_layers[0], 0)[2] - self.sinks
+            self.rings = Rings(rows, self.sinks, ring, self.plan.device)
         self.layers = self._bind(runner.model, rows.size)
         self.step: Step | None = None
         self.graph_step: Step | None = None
@@ -140,6 +152,11 @@ class TurboQuantBackend(AttentionBackend):
             shape = plan.ring_shape(number, requests)
             ring = torch.zeros(shape, dtype=plan.dtype, device=plan.device)
         sees = module.sliding_window_size + 1 if module.sliding_window_size > -1 else 0
+        soft_cap = module.logit_cap or 0.0
+
+        def load(table: Tensor, length: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+            return cache_load(pages, table, length, config, tables, tokens, plan.dtype)
+
         return Layer(
             pages,
             first_tokens,
@@ -147,9 +164,19 @@ class TurboQuantBackend(AttentionBackend):
             store_constants(config, tables),
             (*attend_constants(config, tables), module.scaling),
             step_constants(config, tables),
-            (sees, module.logit_cap or 0.0),
+            (sees, soft_cap),
             is_sliding,
+            load,
+            self._prompt_attention(module.scaling, sees, soft_cap),
         )
+
+    def _prompt_attention(
+        self, scale: float, sliding_window: int, soft_cap: float
+    ) -> PromptAttention | None:
+        if self.flash is None:
+            return None
+        options = {"softmax_scale": scale, "softcap": soft_cap}
+        return PromptAttention(self.flash, options, sliding_window)
 
     # ---- steps
 
@@ -164,7 +191,7 @@ class TurboQuantBackend(AttentionBackend):
             self._refuse_pictures(forward_batch)
             if self.rings is not None:
                 self.rings.see(forward_batch)
-            self.step = self.steps.extend(forward_batch)
+            self.step = self.steps.extend(forward_batch, self.flash is not None, self.rings)
         elif not mode.is_idle():
             raise NotImplementedError(
                 f"torch_turboquant: steps of the kind {mode.name} are not supported: leave out the "
@@ -236,8 +263,9 @@ class TurboQuantBackend(AttentionBackend):
     ) -> Tensor:
         """Stores one token of each sequence, and attends."""
         bound, step = self._bound(layer)
-        attends, out = self._call(q, k, layer, save_kv_cache, options)
-        arguments = (*attends, *self._new(k, v))
+        sinks = self._options(k, save_kv_cache, options)
+        q, out = self._queries(q, layer)
+        arguments = (*self._arguments(bound, step, q, sinks), *self._new(k, v))
         _store_and_attend(*arguments, slot_mapping=step.slots, **bound.step_arguments, out=out)
         return out.flatten(1)
 
@@ -253,17 +281,87 @@ class TurboQuantBackend(AttentionBackend):
     ) -> Tensor:
         """Attends from chunks of prompts, and stores them; with drafts it stores first."""
         bound, step = self._bound(layer)
-        attends, out = self._call(q, k, layer, save_kv_cache, options)
+        sinks = self._options(k, save_kv_cache, options)
+        q, out = self._queries(q, layer)
         new = self._new(k, v)
         if step.checks_drafts:
             self._store(bound, step, *new)
-            _attend(*attends, None, None, out=out)
+            _attend(*self._arguments(bound, step, q, sinks), None, None, out=out)
             return out.flatten(1)
         self._fetch_first_tokens(bound, step)
-        _attend(*attends, *new, out=out)
+        if self._is_for_flash(bound, step, sinks):
+            for run in step.runs:
+                self._attend_run(bound, step.of_run(run), run, q, *new, out)
+        else:
+            _attend(*self._arguments(bound, step, q, sinks), *new, out=out)
         self._store(bound, step, *new)
         self._keep_first_tokens(bound, step, *new)
         return out.flatten(1)
+
+    @staticmethod
+    def _is_for_flash(bound: Layer, step: Step, sinks: Tensor | None) -> bool:
+        """Whether a part of the step is left to FlashAttention.
+
+        With a sliding window that takes new prompts only: elsewhere it asks for positions of keys.
+        """
+        if bound.prompts is None or sinks is not None or not step.runs:
+            return False
+        fresh = step.runs[0].by_flash and len(step.runs) == 1 and not step.runs[0].contexts
+        return fresh or not bound.prompts.sliding_window
+
+    def _attend_run(
+        self, bound: Layer, step: Step, run: Run, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        """Attends from the new tokens of a run; `step` is that of its sequences only."""
+        own = slice(run.first, run.end)
+        q, k, v, out = q[own], k[own], v[own], out[own]
+        if not run.by_flash:
+            _attend(*self._arguments(bound, step, q, None), k, v, out=out)
+            return
+        assert bound.prompts is not None
+        if not run.contexts:
+            bound.prompts.fresh(q, k, v, out, step.starts, run.longest)
+            return
+        recent = dict(zip((c.sequence for c in run.contexts), run.recent, strict=False))
+
+        def load(sequence: int, at: int, tokens: int, length: Tensor) -> tuple[Tensor, Tensor]:
+            first_page = at // self.plan.page_size
+            table = step.block_table[sequence : sequence + 1, first_page:]
+            keys, values = (found[0] for found in bound.load(table, length, tokens))
+            self._put_exact(bound, step, sequence, at, recent.get(sequence), (keys, values))
+            return keys, values
+
+        bound.prompts.continued(q, k, v, out, step.starts, run.longest, run.contexts, load)
+
+    def _put_exact(
+        self,
+        bound: Layer,
+        step: Step,
+        sequence: int,
+        at: int,
+        recent: Recent | None,
+        decoded: tuple[Tensor, Tensor],
+    ) -> None:
+        """Puts the exact tokens of a sequence in place of those decoded from its pages.
+
+        Args:
+            at: the position of the first decoded token.
+            decoded: keys and values [tokens, kv_heads, head_dim].
+        """
+        tail, entries, _ = self._tail(bound, step)
+        if tail is None or entries is None:
+            return
+        entry = tail.index_select(0, entries[sequence : sequence + 1])[0]  # [kv_heads, rows, 2, d]
+        first = 0 if recent is None else max(recent.first, at)
+        end = at + len(decoded[0])
+        for kind, rows in enumerate(decoded):
+            if at == 0 and self.sinks:
+                rows[0] = entry[:, 0, kind]
+            if recent is not None and first < end:
+                part = slice(first - recent.first, end - recent.first)
+                exact = entry[:, recent.entries[part], kind].transpose(0, 1)
+                place = rows[first - at :]
+                place.copy_(torch.where(recent.held[part], exact, place))
 
     def _store(self, bound: Layer, step: Step, k: Tensor, v: Tensor) -> None:
         arguments = (k, v, bound.pages, step.slots, *bound.store_arguments)
@@ -288,20 +386,18 @@ class TurboQuantBackend(AttentionBackend):
         row = torch.stack([k[tokens], v[tokens]], dim=2)
         bound.first_tokens[:, :, 0].index_copy_(0, pages, row)
 
-    def _call(
-        self,
-        q: Tensor,
-        k: Tensor,
-        layer: Any,
-        save_kv_cache: bool,
-        options: dict[str, Any],
-    ) -> tuple[tuple[Any, ...], Tensor]:
-        """The arguments of attention up to the new tokens, and memory for what comes out."""
-        bound, step = self._bound(layer)
-        sinks = self._options(k, save_kv_cache, options)
+    @staticmethod
+    def _queries(q: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
+        """The queries [tokens, q_heads, head_dim], and memory for what comes out."""
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        return q, torch.empty_like(q, memory_format=torch.contiguous_format)
+
+    def _arguments(
+        self, bound: Layer, step: Step, q: Tensor, sinks: Tensor | None
+    ) -> tuple[Any, ...]:
+        """The arguments of attention up to the new tokens."""
         tail = self._tail(bound, step)
-        arguments = (
+        return (
             q,
             bound.pages,
             step.block_table,
@@ -315,7 +411,6 @@ class TurboQuantBackend(AttentionBackend):
             *bound.options,
             sinks,
         )
-        return arguments, torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def _tail(self, bound: Layer, step: Step) -> tuple[Tensor | None, ...]:
         """The exact tail: its memory, the sequences' entries, and what these hold."""

@@ -23,11 +23,14 @@ ring is never shorter than the window: `Rings` keeps the first one of each row o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_turboquant.integrations.sglang.prompts import Recent, Run, runs_of
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,25 @@ class Step:
     """int64 [2, sequences that begin]: their first token of the step, and its page; None: none."""
     resumed: Tensor | None = None
     """int64 [2, sequences with a past]: their row, and their first page; None: none."""
+    runs: tuple[Run, ...] = ()
+    """Of a step of prompts, which sequences are left to FlashAttention; empty: none of them."""
     sliding: Step | None = None
     """The same with the pages and slots of the pool of sliding layers; None: there is none."""
+
+    def of_run(self, run: Run) -> Step:
+        """The sequences of a run, as far as attention asks."""
+        part = slice(run.first_sequence, run.end_sequence)
+        assert self.starts is not None
+        starts = self.starts[run.first_sequence : run.end_sequence + 1]
+        return replace(
+            self,
+            rows=self.rows[part],
+            seq_lens=self.seq_lens[part],
+            block_table=self.block_table[part],
+            first_pages=self.first_pages[part],
+            starts=starts - run.first if run.first else starts,
+            longest=run.longest,
+        )
 
 
 class Steps:
@@ -158,14 +178,22 @@ class Steps:
         self.fill(step, batch)
         return step
 
-    def extend(self, batch: Any) -> Step:
-        """A step of prompts and their continuations, with decoding sequences among them."""
+    def extend(self, batch: Any, by_flash: bool = False, rings: Rings | None = None) -> Step:
+        """A step of prompts and their continuations, with decoding sequences among them.
+
+        Args:
+            by_flash: whether FlashAttention is to take what it can.
+            rings: of the exact tails, which have seen this step.
+        """
         new, old = list(batch.extend_seq_lens_cpu), list(batch.extend_prefix_lens_cpu)
         rows = batch.req_pool_indices
         step = self.allocate(len(new))
         self._fill_sequences(step, rows, batch.seq_lens)
         starts = torch.tensor([0, *new]).cumsum(0).to(self.device, non_blocking=True)
         slots = batch.out_cache_loc.long()
+        runs = runs_of(new, old, self.device) if by_flash else ()
+        if rings is not None:
+            runs = tuple(rings.seen_by(run, rows, old) for run in runs)
         has = list(zip(new, old, strict=True))
         begun = [i for i, (n, prefix) in enumerate(has) if n and not prefix]
         resumed = [i for i, (n, prefix) in enumerate(has) if n and prefix]
@@ -178,6 +206,7 @@ class Steps:
                 longest=max(new, default=1) or 1,
                 begun=self._with_pages(starts, begun, step),
                 resumed=self._with_pages(rows, resumed, step),
+                runs=runs,
             )
 
         if step.sliding is not None:
@@ -203,10 +232,11 @@ class Rings:
     Args:
         pool: SGLang's ReqToTokenPool.
         sinks: how many first tokens an entry of the tail holds.
+        ring: how many tokens its ring holds.
     """
 
-    def __init__(self, pool: Any, sinks: int, device: torch.device) -> None:
-        self.pool, self.sinks = pool, sinks
+    def __init__(self, pool: Any, sinks: int, ring: int, device: torch.device) -> None:
+        self.pool, self.sinks, self.ring = pool, sinks, ring
         entries = len(pool.req_generation)
         self.valid = torch.zeros(entries, 2, dtype=torch.int32, device=device)
         """As Tail.valid: sinks held, first position in the ring."""
@@ -226,3 +256,21 @@ class Rings:
         first = torch.where(known, self.valid[rows, 1], prefix.int())
         self.valid[rows, 1] = first.int()
         self.tenants[rows] = now
+
+    def seen_by(self, run: Run, rows: Tensor, old: Sequence[int]) -> Run:
+        """The run with what the rings hold for its chunks.
+
+        Args:
+            rows: int64 [n], of all sequences of the step.
+            old: their tokens of earlier steps.
+        """
+        recent = []
+        for context in run.contexts:
+            number = run.first_sequence + context.sequence
+            end = old[number]
+            first = min(max(end - self.ring, self.sinks), end)
+            positions = torch.arange(first, end, device=self.valid.device)
+            entries = self.sinks + (positions - self.sinks) % self.ring
+            held = positions >= self.valid[rows[number], 1]
+            recent.append(Recent(first, entries, held[:, None, None]))
+        return replace(run, recent=tuple(recent))

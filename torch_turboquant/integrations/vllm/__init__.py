@@ -14,9 +14,9 @@ vLLM finds `register` by the entry point group vllm.general_plugins and calls it
     plan.py       the presets and constants of all layers of an engine
     backend.py    the attention backend: metadata of a step, store and attend
     latent.py     the backend of models with latent attention
-    prompts.py    prompts and long chunks by FlashAttention
+    prompts.py    FlashAttention for prompts, as vLLM has it
     cpu.py        which backend vLLM gets on a CPU
-    ../engine     what it shares with the plug-in for SGLang: pages, centers, settings
+    ../engine     what it shares with the plug-in for SGLang: pages, centers, settings, prompts
     learning.py   centers from the first prompt, where there is no file
     calibrator.py centers for a file, gathered by vLLM's workers
     versions.py   which versions of vLLM are supported

@@ -31,14 +31,10 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from torch_turboquant.integrations.engine.limits import ELSEWHERE, wrong_dtype, wrong_head_dim
 from torch_turboquant.integrations.engine.pages import page_parts
+from torch_turboquant.integrations.engine.prompts import LONG_CHUNK, Context, contexts_of
 from torch_turboquant.integrations.vllm import adapter, limits
 from torch_turboquant.integrations.vllm.plan import PAGE_SIZE, Plan, latest_plan, plan_of
-from torch_turboquant.integrations.vllm.prompts import (
-    LONG_CHUNK,
-    Context,
-    contexts_of,
-    prompt_attention,
-)
+from torch_turboquant.integrations.vllm.prompts import prompt_attention
 from torch_turboquant.ops.attention import attend_constants, step_constants
 from torch_turboquant.ops.cache import cache_load, store_constants
 

@@ -1,173 +1,20 @@
-"""How prompts are computed where vLLM has FlashAttention.
-
-Keys and values of a step's own tokens are at hand, unrounded, and FlashAttention reads them sooner
-than the kernels for pages do. Long chunks of a prompt whose beginning is in the cache gain from it,
-too: their pages are decoded a segment at a time, and the parts are joined by their log-sum-exps.
-Short chunks do not: decoding costs as much as a few hundred queries gain.
-"""
+"""FlashAttention for prompts, as vLLM has it (../engine/prompts.py)."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from torch_turboquant.ops.attention import merge_attention
+from torch_turboquant.integrations.engine.prompts import PromptAttention
 
-LONG_CHUNK = 512
-"""New tokens of a sequence from which decoding its pages pays."""
 LONG_LATENT_CHUNK = 128
-"""The same for latents. Over these, attention of a query takes 3.4 times the products that it takes
-over the keys and values of its head (512 + 64 + 512 to 128 + 64 + 128 channels), while making these
-from a latent costs as much as some 170 queries gain."""
-SEGMENT = 16384
-"""Tokens that are decoded at once: bounds the memory that this takes, whatever the context. A
-multiple of every page size."""
-
-Load = Callable[[int, int, int, Tensor], tuple[Tensor, Tensor]]
-"""(sequence of the part, first token, tokens, int32 [1] tokens) -> k, v [tokens, kv_heads, d]. Of
-latents these are the keys and values of all heads, which may differ in d."""
-
-
-class Segment(NamedTuple):
-    """A part of a sequence's tokens in the cache."""
-
-    first: int
-    tokens: int
-    starts: Tensor
-    """int32 [2]: 0 and `tokens`."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """A sequence of a part that has tokens of earlier steps."""
-
-    sequence: int
-    """Its number in the part."""
-    first: int
-    """Its new tokens in the part: first .. end - 1."""
-    end: int
-    starts: Tensor
-    """int32 [2]: 0 and the number of new tokens."""
-    segments: tuple[Segment, ...]
-
-
-def contexts_of(
-    new: Sequence[int], old: Sequence[int], device: Any, long_chunk: int = LONG_CHUNK
-) -> tuple[Context, ...]:
-    """What the sequences of a part have in the cache; empty if none of them has a long chunk.
-
-    Args:
-        new: tokens of this step, of each sequence.
-        old: tokens of earlier steps.
-        device: of the tensors.
-        long_chunk: new tokens of a sequence that make a long chunk.
-    """
-    if not any(n >= long_chunk and o > 0 for n, o in zip(new, old, strict=True)):
-        return ()
-    firsts = itertools.accumulate(new, initial=0)
-    found = [
-        (sequence, first, n, [(at, min(SEGMENT, o - at)) for at in range(0, o, SEGMENT)])
-        for sequence, (first, n, o) in enumerate(zip(firsts, new, old, strict=False))
-        if n > 0 and o > 0
-    ]
-    ends = [end for *_, n, cuts in found for end in (n, *(tokens for _, tokens in cuts))]
-    pairs = torch.tensor([(0, end) for end in ends], dtype=torch.int32)
-    starts = iter(pairs.to(device, non_blocking=True))  # in one copy
-    return tuple(
-        Context(
-            sequence,
-            first,
-            first + n,
-            next(starts),
-            tuple(Segment(at, tokens, next(starts)) for at, tokens in cuts),
-        )
-        for sequence, first, n, cuts in found
-    )
-
-
-@dataclass(frozen=True)
-class PromptAttention:
-    """FlashAttention for the prompts of one layer."""
-
-    flash: Callable[..., Any]
-    """flash_attn_varlen_func of vLLM."""
-    options: dict[str, Any]
-    """Its arguments that stay: softmax_scale, softcap, fa_version."""
-    sliding_window: int
-
-    def fresh(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor, n: int) -> None:
-        """Prompts that have nothing in the cache.
-
-        Args:
-            q: [tokens, q_heads, d].
-            k, v: [tokens, kv_heads, d]; v may have another d.
-            out: [tokens, q_heads, d of v], filled.
-            starts: int32 [seqs + 1], where the tokens of each sequence begin.
-            n: the most tokens of a sequence.
-        """
-        self._own(q, k, v, out, starts, n)
-
-    def continued(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        starts: Tensor,
-        n: int,
-        contexts: tuple[Context, ...],
-        load: Load,
-    ) -> None:
-        """Chunks of prompts; arguments as in `fresh`. Not for layers with a sliding window."""
-        _, own = self._own(q, k, v, out, starts, n, return_softmax_lse=True)
-        for context in contexts:
-            first, end = context.first, context.end
-            # lse [q_heads, tokens] as FlashAttention has it; merge_attention has it the other way
-            found, lse = out[first:end], own[:, first:end].t().contiguous()
-            for segment in context.segments:
-                keys, values = load(
-                    context.sequence, segment.first, segment.tokens, segment.starts[1:]
-                )
-                part, part_lse = self.flash(
-                    q=q[first:end],
-                    k=keys,
-                    v=values,
-                    cu_seqlens_q=context.starts,
-                    cu_seqlens_k=segment.starts,
-                    max_seqlen_q=end - first,
-                    max_seqlen_k=segment.tokens,
-                    causal=False,
-                    return_softmax_lse=True,
-                    **self.options,
-                )
-                found, lse = merge_attention(found, lse, part, part_lse.t().contiguous())
-            out[first:end].copy_(found)
-
-    def _own(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, starts: Tensor, n: int, **more: Any
-    ) -> Any:
-        """The step's own tokens, which see each other up to themselves."""
-        window = [self.sliding_window - 1, 0] if self.sliding_window else [-1, -1]
-        return self.flash(
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            cu_seqlens_q=starts,
-            cu_seqlens_k=starts,
-            max_seqlen_q=n,
-            max_seqlen_k=n,
-            causal=True,
-            window_size=window,
-            **more,
-            **self.options,
-        )
+"""New tokens of a sequence from which making keys and values of its latents pays. Over latents,
+attention of a query takes 3.4 times the products that it takes over the keys and values of its head
+(512 + 64 + 512 to 128 + 64 + 128 channels), while making these from a latent costs as much as some
+170 queries gain."""
 
 
 def prompt_attention(

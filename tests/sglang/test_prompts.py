@@ -1,0 +1,175 @@
+"""Prompts by FlashAttention, where SGLang has it: on a CPU the oracle takes its place."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: make sglang")
+
+import transformers
+
+from tests.oracle import flash_attention
+from tests.sglang.harness import ON_GPU, engine, replay
+from tests.vllm.harness import prompt, randomise, save, save_llama
+from tests.vllm.reference import Reference
+from torch_turboquant.integrations.engine import prompts as of_engines
+from torch_turboquant.integrations.sglang import prompts
+from torch_turboquant.integrations.sglang.steps import Rings
+
+TOKENS = 8
+WINDOW = 24
+LAYERS = 3
+LONG = 48
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="the others run with FlashAttention itself there")
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """FlashAttention of a CPU; yields what it is asked: (new tokens, causal) of every call."""
+    calls = []
+
+    def attend(**arguments):
+        calls.append((len(arguments["q"]), arguments["causal"]))
+        return flash_attention(**arguments)
+
+    monkeypatch.setattr(prompts, "flash_attention", lambda head_dim, device: attend)
+    monkeypatch.setattr(prompts, "LONG_CHUNK", LONG)
+    monkeypatch.setattr(of_engines, "SEGMENT", 64)
+    return calls
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, save_llama(folder, head_dim=64, num_hidden_layers=LAYERS)
+
+
+@pytest.mark.parametrize("window", [0, WINDOW])
+def test_new_prompts(model, flash, window):
+    """Also short ones, and decode steps behind them: those are not for FlashAttention."""
+    folder, llama = model
+    reference = Reference(llama, "k5v4u", window=window)
+    asked = [prompt(n, seed=n) for n in (1, 5, 90, 33)]
+    with engine(folder, {"preset": "k5v4u", "window": window}) as loop:
+        answers = loop.generate(asked, TOKENS)
+    assert flash == [(sum(map(len, asked)), True)] * LAYERS
+    for p, answer in zip(asked, answers, strict=True):
+        replay(reference, p, answer)
+
+
+@pytest.mark.parametrize(("preset", "window"), [("k5v4u", 0), ("k8v8", WINDOW), ("k8v8", 70)])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_long_chunks(model, flash, preset, window, page_size):
+    """The pages of a chunk's past are decoded 64 tokens at a time; its end is shorter."""
+    folder, llama = model
+    reference = Reference(llama, preset, window=window)
+    p = prompt(230, seed=1)
+    options = {"chunked_prefill_size": 64, "page_size": page_size}
+    with engine(folder, {"preset": preset, "window": window}, **options) as loop:
+        (answer,) = loop.generate([p], TOKENS)
+    ends = [call.end for call in answer.calls if call.begin < len(p)]
+    assert ends == [64, 128, 192, 230]
+    # own tokens, then each segment of the past; the last chunk has fewer than LONG tokens
+    once = [*[(64, True)] * LAYERS]
+    for past in (1, 2):
+        once += [(64, True), *[(64, False)] * past] * LAYERS
+    assert flash == once
+    replay(reference, p, answer)
+
+
+def test_everything_at_once(model, flash):
+    """Decoding requests, prefix hits with short and long new parts, and new prompts."""
+    folder, llama = model
+    reference = Reference(llama, "k8v8", window=WINDOW)
+    first = prompt(100, seed=1)
+    others = [[*first[:90], *prompt(n, seed=n)] for n in (5, 120)]
+    new = [prompt(n, seed=n) for n in (20, 70)]
+    options = {"enable_mixed_chunk": True, "chunked_prefill_size": 512}
+    with engine(folder, {"preset": "k8v8", "window": WINDOW}, **options) as loop:
+        (source,) = loop.generate([first], TOKENS)
+        running = loop.add(prompt(10, seed=3), 3 * TOKENS)
+        for _ in range(3):
+            loop.step()
+        flash.clear()
+        reqs = [loop.add(p, TOKENS) for p in (others[0], new[0], others[1], new[1])]
+        loop.run()
+        assert loop.mixed > 0
+        answers = [loop.answer(req) for req in reqs]
+        long_answer = loop.answer(running)
+    assert {causal for _, causal in flash} == {True, False}
+    replay(reference, prompt(10, seed=3), long_answer)
+    for p, answer in zip((others[0], new[0], others[1], new[1]), answers, strict=True):
+        assert answer.cached in (0, 64, 80)
+        replay(reference, p, answer, source.calls if answer.cached else ())
+
+
+def test_sliding_windows(tmp_path, flash):
+    """FlashAttention takes new prompts of such layers, the op all others."""
+    config = transformers.Gemma2Config(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=WINDOW,
+        attn_logit_softcapping=20.0,
+        hidden_act="gelu_pytorch_tanh",
+        layer_types=["sliding_attention", "full_attention"],
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    gemma = save(randomise(transformers.Gemma2ForCausalLM(config)), tmp_path)
+    reference = Reference(gemma, "k8v8", window=8)
+    asked = [prompt(n, seed=n) for n in (150, 30)]
+    settings = {"preset": "k8v8", "window": 8}
+    with engine(tmp_path, settings, chunked_prefill_size=64) as loop:
+        answers = [loop.generate([p], TOKENS)[0] for p in asked]
+    chunks = [(64, True), (64, True), (64, True), (64, False)]  # the second: full attention only
+    assert flash == [*chunks, *[(30, True)] * 2]
+    for p, answer in zip(asked, answers, strict=True):
+        replay(reference, p, answer)
+
+
+def runs(new, old):
+    return [
+        (run.first_sequence, run.end_sequence, run.first, run.end, run.longest, run.by_flash)
+        for run in prompts.runs_of(new, old, "cpu")
+    ]
+
+
+def test_runs():
+    assert runs([], []) == []
+    assert runs([5, 1], [0, 0]) == [(0, 2, 0, 6, 5, True)]
+    assert runs([5, 511], [0, 9]) == []
+    assert runs([512], [9]) == [(0, 1, 0, 512, 512, True)]
+    assert runs([600, 512, 1, 1], [0, 9, 7, 70]) == [
+        (0, 2, 0, 1112, 600, True),
+        (2, 4, 1112, 1114, 1, False),
+    ]
+    (only,) = prompts.runs_of([600, 512], [0, 9], "cpu")
+    assert [(c.sequence, c.first, c.end) for c in only.contexts] == [(1, 600, 1112)]
+
+
+@pytest.mark.parametrize("sinks", [0, 1])
+@pytest.mark.parametrize("old", [1, 5, 8, 9, 30])
+def test_what_a_ring_holds(sinks, old):
+    """Against a ring that tokens have been put into one by one since position `since`."""
+    ring, since, row = 8, 4, 2
+    generations = torch.zeros(3, dtype=torch.int64)
+    rings = Rings(SimpleNamespace(req_generation=generations), sinks, ring, torch.device("cpu"))
+    rings.valid[row, 1] = since
+    held = {}
+    for position in range(max(since, sinks), old):
+        held[sinks + (position - sinks) % ring] = position
+    (run,) = prompts.runs_of([600], [old], "cpu")
+    (recent,) = rings.seen_by(run, torch.tensor([row]), [old]).recent
+    found = {
+        int(entry): recent.first + i
+        for i, (entry, there) in enumerate(zip(recent.entries, recent.held, strict=True))
+        if there
+    }
+    assert found == held
