@@ -83,6 +83,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/sglang.md": {
         "sglang speed": sglang.sglang_speed,
+        "sglang clients": sglang.sglang_clients,
         "sglang quality": sglang.sglang_quality,
     },
     "docs/pool.md": {"heavy hitters": eviction.hitters_cost},

@@ -9,6 +9,7 @@ from common import Row, file_name, markdown
 
 import torch_turboquant as tq
 from generator import results
+from generator.clients import clients_table
 from generator.quality import quality_rows
 from generator.results import h200_rows, source
 from generator.words import half, paragraph
@@ -42,6 +43,11 @@ def sglang_speed() -> str:
     table = markdown(["", *(titles.get(config, config) for config in configs)], lines)
     origin = source("h200_sglang", rows, "../")
     return f"{table}\n\n{origin}"
+
+
+def sglang_clients() -> str:
+    """SGLang's clients."""
+    return clients_table("h200_sglang")
 
 
 def sglang_point_order(point: str) -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ from common import Row, file_name, markdown
 
 import torch_turboquant as tq
 from generator import results
+from generator.clients import clients_table
 from generator.results import h200_rows
 from generator.words import half, name_of, paragraph
 from torch_turboquant.integrations.engine import pages
@@ -158,30 +159,8 @@ def engine_speed() -> str:
 
 
 def engine_clients() -> str:
-    """Engines whose clients ask again as soon as they are answered."""
-    rows = [row for row in h200_rows("h200_vllm") if "clients" in row]
-    lines = [
-        [
-            engine_load(row),
-            row["config"],
-            f"{row['requests_s']:.1f}",
-            f"{row['tokens_s']:,.0f}",
-            f"{row['first_token_s_median']:.2f} s, {row['first_token_s_p99']:.2f} s",
-            f"{row['token_ms_median']:.0f} ms, {row['token_ms_p99']:.0f} ms",
-        ]
-        for row in sorted(rows, key=lambda row: (row["point"], engine_order(row["config"])))
-    ]
-    head = ["clients", "cache", "requests/s", "tokens/s", "first token", "time of a token"]
-    return markdown(head, lines)
-
-
-def engine_load(row: Row) -> str:
-    """What clients ask for, in words (benchmarks/serving.py)."""
-    return {
-        "turns": f"{row['clients']} conversations of {row['context']:,} tokens",
-        "serve": f"{row['clients']} with new prompts of {row['context']:,} tokens",
-        "mix": f"{row['clients']} with prompts and answers as long as ShareGPT's",
-    }[re.match("[a-z]+", row["point"])[0]]
+    """vLLM's clients."""
+    return clients_table("h200_vllm")
 
 
 def engine_kind(row: Row) -> tuple[str, str, int]:

@@ -120,7 +120,8 @@ class PromptAttention:
         load: Load,
     ) -> None:
         """Chunks of prompts; arguments as in `fresh`. Not for layers with a sliding window."""
-        _, own = self._own(q, k, v, out, starts, n, return_softmax_lse=True)
+        # SGLang's function returns more than these
+        _, own, *_ = self._own(q, k, v, out, starts, n, return_softmax_lse=True)
         for context in contexts:
             first, end = context.first, context.end
             # lse [q_heads, tokens] as FlashAttention has it; merge_attention has it the other way
@@ -129,7 +130,7 @@ class PromptAttention:
                 keys, values = load(
                     context.sequence, segment.first, segment.tokens, segment.starts[1:]
                 )
-                part, part_lse = self.flash(
+                part, part_lse, *_ = self.flash(
                     q=q[first:end],
                     k=keys,
                     v=values,

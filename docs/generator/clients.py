@@ -1,0 +1,51 @@
+"""Clients of engines that ask again as soon as they are answered (benchmarks/serving.py)."""
+
+from __future__ import annotations
+
+import re
+
+from common import Row, markdown
+
+from generator.results import h200_rows
+
+TITLES = {"fa3": "bf16, FA3", "fa3:fp8": "fp8, FA3"}
+ORDER = ("bf16", "fa3", "fp8", "fa3:fp8")  # ours come behind these
+
+
+def clients_table(name: str) -> str:
+    """The clients of a result file: what they ask for and how soon they are answered."""
+    rows = [row for row in h200_rows(name) if "clients" in row]
+    lines = [
+        [
+            load_in_words(row),
+            TITLES.get(row["config"], row["config"]),
+            f"{row['requests_s']:.1f}",
+            f"{row['tokens_s']:,.0f}",
+            f"{row['first_token_s_median']:.2f} s, {row['first_token_s_p99']:.2f} s",
+            f"{row['token_ms_median']:.0f} ms, {row['token_ms_p99']:.0f} ms",
+        ]
+        for row in sorted(rows, key=order)
+    ]
+    head = ["clients", "cache", "requests/s", "tokens/s", "first token", "time of a token"]
+    return markdown(head, lines)
+
+
+def order(row: Row) -> tuple[bool, int, int, str]:
+    """Conversations first, fewer clients before more, the engine's own caches before ours."""
+    kind, config = kind_of(row), row["config"]
+    place = ORDER.index(config) if config in ORDER else len(ORDER)
+    return kind != "turns", row["clients"], place, config
+
+
+def kind_of(row: Row) -> str:
+    """turns, serve or mix."""
+    return re.match("[a-z]+", row["point"])[0]
+
+
+def load_in_words(row: Row) -> str:
+    """What clients ask for."""
+    return {
+        "turns": f"{row['clients']} conversations of {row['context']:,} tokens",
+        "serve": f"{row['clients']} with new prompts of {row['context']:,} tokens",
+        "mix": f"{row['clients']} with prompts and answers as long as ShareGPT's",
+    }[kind_of(row)]
