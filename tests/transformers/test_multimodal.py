@@ -104,6 +104,12 @@ def test_padded_batches(family, form):
             model(ids, attention_mask=right, past_key_values=cache)
 
 
+has_turns = pytest.mark.skipif(
+    MINOR == 16, reason="5.16 makes a mask of another size in the second turn, with any cache"
+)
+
+
+@has_turns
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", WITH_MASKS)
 @pytest.mark.parametrize("batch", [1, 2])
@@ -121,6 +127,7 @@ def test_turns_of_a_chat(family, form, batch):
             text = expected.sequences
 
 
+@has_turns
 @pytest.mark.parametrize("form", FORMS)
 def test_a_picture_in_the_first_turn_only(form):
     """Its tokens attend in both directions, which only the model's own attention can."""
@@ -138,7 +145,7 @@ def test_a_picture_in_the_first_turn_only(form):
     later[:, -10:-6] = ITEM
     types = (later == ITEM).long()
     more = {"token_type_ids": types, "pixel_values": inputs["pixel_values"]}
-    if MINOR > 17:
+    if MINOR > 20:
         with pytest.raises(ValueError, match="first forward only"):
             generate(model, later, cache, 5, **more)
         assert cache.get_seq_length() == past
