@@ -171,9 +171,9 @@ def test_clients_on_the_page_of_vllm(generate, monkeypatch):
     monkeypatch.setattr(generate.results, "read_rows", lambda name: rows)
     found = "12.6 | 3,203 | 0.05 s, 0.09 s | 20 ms, 20 ms |"
     assert generate.vllm.engine_clients().splitlines()[2:] == [
-        f"| 64 with prompts and answers as long as ShareGPT's | bf16 | {found}",
         f"| 64 conversations of 16,384 tokens | bf16 | {found}",
         f"| 64 conversations of 16,384 tokens | k5v4u | {found}",
+        f"| 64 with prompts and answers as long as ShareGPT's | bf16 | {found}",
     ]
     assert "conversations" not in generate.vllm.engine_speed()
 

@@ -167,7 +167,7 @@ def test_what_a_ring_holds(sinks, old):
     for position in range(max(since, sinks), old):
         held[sinks + (position - sinks) % ring] = position
     (run,) = prompts.runs_of([600], [old], "cpu")
-    (recent,) = rings.seen_by(run, torch.tensor([row]), [old]).recent
+    recent = rings.seen_by(run, torch.tensor([row]), [old]).recent[0]
     found = {
         int(entry): recent.first + i
         for i, (entry, there) in enumerate(zip(recent.entries, recent.held, strict=True))

@@ -53,6 +53,8 @@ class Layer(NamedTuple):
     """[pages, kv_heads, 1, 2, head_dim], in the memory of the pages."""
     ring: Tensor | None
     """[rows, kv_heads, sinks + window, 2, head_dim]; None: there is no window."""
+    own_first_tokens: Tensor | None
+    """[rows, kv_heads, 2, head_dim], in the memory of the ring; None: there are none."""
     store_arguments: tuple[Any, ...]
     attend_arguments: tuple[Any, ...]
     step_arguments: dict[str, Any]
@@ -161,6 +163,7 @@ class TurboQuantBackend(AttentionBackend):
             pages,
             first_tokens,
             ring,
+            None if ring is None or first_tokens is None else ring[:, :, 0],
             store_constants(config, tables),
             (*attend_constants(config, tables), module.scaling),
             step_constants(config, tables),
@@ -290,8 +293,8 @@ class TurboQuantBackend(AttentionBackend):
             return out.flatten(1)
         self._fetch_first_tokens(bound, step)
         if self._is_for_flash(bound, step, sinks):
-            for run in step.runs:
-                self._attend_run(bound, step.of_run(run), run, q, *new, out)
+            for run, part in step.runs:
+                self._attend_run(bound, part, run, q, *new, out)
         else:
             _attend(*self._arguments(bound, step, q, sinks), *new, out=out)
         self._store(bound, step, *new)
@@ -306,7 +309,8 @@ class TurboQuantBackend(AttentionBackend):
         """
         if bound.prompts is None or sinks is not None or not step.runs:
             return False
-        fresh = step.runs[0].by_flash and len(step.runs) == 1 and not step.runs[0].contexts
+        run = step.runs[0][0]
+        fresh = len(step.runs) == 1 and run.by_flash and not run.contexts
         return fresh or not bound.prompts.sliding_window
 
     def _attend_run(
@@ -322,13 +326,12 @@ class TurboQuantBackend(AttentionBackend):
         if not run.contexts:
             bound.prompts.fresh(q, k, v, out, step.starts, run.longest)
             return
-        recent = dict(zip((c.sequence for c in run.contexts), run.recent, strict=False))
 
         def load(sequence: int, at: int, tokens: int, length: Tensor) -> tuple[Tensor, Tensor]:
             first_page = at // self.plan.page_size
             table = step.block_table[sequence : sequence + 1, first_page:]
             keys, values = (found[0] for found in bound.load(table, length, tokens))
-            self._put_exact(bound, step, sequence, at, recent.get(sequence), (keys, values))
+            self._put_exact(bound, step, sequence, at, run.recent.get(sequence), (keys, values))
             return keys, values
 
         bound.prompts.continued(q, k, v, out, step.starts, run.longest, run.contexts, load)
@@ -373,18 +376,19 @@ class TurboQuantBackend(AttentionBackend):
 
     def _fetch_first_tokens(self, bound: Layer, step: Step) -> None:
         """Copies them out of first pages into the entries of requests that have tokens already."""
-        if bound.ring is None or bound.first_tokens is None or step.resumed is None:
+        if bound.own_first_tokens is None or bound.first_tokens is None or step.resumed is None:
             return
         rows, pages = step.resumed
-        bound.ring[:, :, 0].index_copy_(0, rows, bound.first_tokens[:, :, 0][pages])
+        found = bound.first_tokens.index_select(0, pages).squeeze(2)
+        bound.own_first_tokens.index_copy_(0, rows, found)
 
     def _keep_first_tokens(self, bound: Layer, step: Step, k: Tensor, v: Tensor) -> None:
         """Copies those of this step into first pages, where others find them."""
-        if bound.ring is None or bound.first_tokens is None or step.begun is None:
+        if bound.own_first_tokens is None or bound.first_tokens is None or step.begun is None:
             return
         tokens, pages = step.begun
         row = torch.stack([k[tokens], v[tokens]], dim=2)
-        bound.first_tokens[:, :, 0].index_copy_(0, pages, row)
+        bound.first_tokens.squeeze(2).index_copy_(0, pages, row)
 
     @staticmethod
     def _queries(q: Tensor, layer: Any) -> tuple[Tensor, Tensor]:

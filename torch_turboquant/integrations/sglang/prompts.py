@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,8 +45,8 @@ class Run:
     by_flash: bool
     contexts: tuple[Context, ...] = ()
     """What they have in the cache, where FlashAttention reads it."""
-    recent: tuple[Recent | None, ...] = ()
-    """What the ring holds of each of these; None: there is no ring."""
+    recent: dict[int, Recent] = field(default_factory=dict)
+    """What the ring holds of each of these, by its number in the run; empty: there is no ring."""
 
 
 def runs_of(new: Sequence[int], old: Sequence[int], device: Any) -> tuple[Run, ...]:

@@ -57,8 +57,9 @@ class Step:
     """int64 [2, sequences that begin]: their first token of the step, and its page; None: none."""
     resumed: Tensor | None = None
     """int64 [2, sequences with a past]: their row, and their first page; None: none."""
-    runs: tuple[Run, ...] = ()
-    """Of a step of prompts, which sequences are left to FlashAttention; empty: none of them."""
+    runs: tuple[tuple[Run, Step], ...] = ()
+    """Of a step of prompts, which sequences are left to FlashAttention, each run with the step of
+    its sequences alone; empty: none of them."""
     sliding: Step | None = None
     """The same with the pages and slots of the pool of sliding layers; None: there is none."""
 
@@ -206,13 +207,15 @@ class Steps:
                 longest=max(new, default=1) or 1,
                 begun=self._with_pages(starts, begun, step),
                 resumed=self._with_pages(rows, resumed, step),
-                runs=runs,
             )
+
+        def with_runs(step: Step) -> Step:
+            return replace(step, runs=tuple((run, step.of_run(run)) for run in runs))
 
         if step.sliding is not None:
             sliding = described(step.sliding, self._slots_of_sliding(slots))
-            step = replace(step, sliding=sliding)
-        return described(step, slots)
+            step = replace(step, sliding=with_runs(sliding))
+        return with_runs(described(step, slots))
 
     def _with_pages(self, values: Tensor, chosen: list[int], step: Step) -> Tensor | None:
         """int64 [2, chosen]: values of chosen sequences, and their first pages; None: no choice."""
@@ -264,7 +267,7 @@ class Rings:
             rows: int64 [n], of all sequences of the step.
             old: their tokens of earlier steps.
         """
-        recent = []
+        recent = {}
         for context in run.contexts:
             number = run.first_sequence + context.sequence
             end = old[number]
@@ -272,5 +275,5 @@ class Rings:
             positions = torch.arange(first, end, device=self.valid.device)
             entries = self.sinks + (positions - self.sinks) % self.ring
             held = positions >= self.valid[rows[number], 1]
-            recent.append(Recent(first, entries, held[:, None, None]))
-        return replace(run, recent=tuple(recent))
+            recent[context.sequence] = Recent(first, entries, held[:, None, None])
+        return replace(run, recent=recent)
