@@ -471,7 +471,7 @@ def extend(rows, prefix):
 
 def test_rings_know_whose_they_are():
     pool = SimpleNamespace(req_generation=torch.zeros(5, dtype=torch.int64))
-    rings = Rings(pool, 1, torch.device("cpu"))
+    rings = Rings(pool, 1, 64, torch.device("cpu"))
 
     def see(rows, prefix, new=()):
         for row in new:

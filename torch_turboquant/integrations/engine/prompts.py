@@ -25,7 +25,7 @@ SEGMENT = 16384
 multiple of every page size."""
 
 Load = Callable[[int, int, int, Tensor], tuple[Tensor, Tensor]]
-"""(sequence of the part, first token, tokens, int32 [1] tokens) -> k, v [tokens, kv_heads, d]. Of
+"""(sequence of the call, first token, tokens, int32 [1] tokens) -> k, v [tokens, kv_heads, d]. Of
 latents these are the keys and values of all heads, which may differ in d."""
 
 
@@ -40,12 +40,12 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """A sequence of a part that has tokens of earlier steps."""
+    """A sequence of a call that has tokens of earlier steps."""
 
     sequence: int
-    """Its number in the part."""
+    """Its number in the call."""
     first: int
-    """Its new tokens in the part: first .. end - 1."""
+    """Its new tokens in the call: first .. end - 1."""
     end: int
     starts: Tensor
     """int32 [2]: 0 and the number of new tokens."""
@@ -55,7 +55,7 @@ class Context:
 def contexts_of(
     new: Sequence[int], old: Sequence[int], device: Any, long_chunk: int = LONG_CHUNK
 ) -> tuple[Context, ...]:
-    """What the sequences of a part have in the cache; empty if none of them has a long chunk.
+    """What the sequences of a call have in the cache; empty if none of them has a long chunk.
 
     Args:
         new: tokens of this step, of each sequence.
