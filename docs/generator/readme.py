@@ -121,7 +121,7 @@ def generation() -> str:
         f"([more](docs/measurements/performance_vllm.md); "
         f"{source('h200_vllm_kernels', large.values())})."
     )
-    return f"{model}\n\n{engine}\n\n{vllm}"
+    return f"{model}\n\n{engine}\n\n{clients_sentence(preset)}\n\n{vllm}"
 
 
 def engine_sentence(preset: str) -> str:
@@ -139,6 +139,24 @@ def engine_sentence(preset: str) -> str:
         f"16 sequences of 32,768 tokens, and {times('full8192')} as many with as many sequences "
         f"of 8,192 tokens as fit ([more](docs/vllm.md#speed); "
         f"{link('h200_vllm', 'h200_vllm.json')}: `python benchmarks/bench_vllm.py`)."
+    )
+
+
+def clients_sentence(preset: str) -> str:
+    """The README's sentence on clients of SGLang's engine."""
+    point = "turns64x16384:256"
+    rows = {row["config"]: row for row in h200_rows("h200_sglang") if row["point"] == point}
+    ours, bf16, fp8 = (rows[config] for config in (preset, "fa3", "fa3:fp8"))
+
+    def times(other: Row) -> str:
+        return f"{ours['requests_s'] / other['requests_s']:.1f} times"
+
+    return paragraph(
+        f"Inside SGLang {ours['sglang']}, {ours['clients']} clients with conversations of "
+        f"{ours['context']:,} tokens get {times(bf16)} as many answers with {preset} as with bf16, "
+        f"which has no room for all of them, and {times(fp8)} as many as with fp8 "
+        f"([more](docs/sglang.md#clients); {link('h200_sglang', 'h200_sglang.json')}: "
+        f"`python benchmarks/bench_sglang.py --points {point} --serve 30`)."
     )
 
 
