@@ -35,6 +35,10 @@ class Reference:
         first_token: whether the first token of all stays exact.
         center: of a layer, from its keys in the first call [tokens, kv_heads, d].
         window: how many last tokens stay exact, of those from `self.held` on.
+
+    Attributes:
+        long_chunk: new tokens from which all queries of a chunk read the window before it exactly,
+            as FlashAttention has it; 0: each query reads its own window.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Reference:
         presets = [presets] * layers if isinstance(presets, str) else list(presets)
         self.model, self.exact_steps, self.center = model, exact_steps, center
         self.first_token, self.window, self.held = first_token, window, 0
+        self.long_chunk = 0
         self.near_tie = NEAR_TIE_ON_GPU if torch.cuda.is_available() else NEAR_TIE
         self.presets = presets
         self.centers: dict[int, Tensor | None] = {}
@@ -102,6 +107,10 @@ class Reference:
         if layer not in self.centers:
             self.centers[layer] = self.center(layer, k)
         decoded_k, decoded_v = through_codes(k, v, self.presets[layer], layer, self.centers[layer])
+        if self.long_chunk and new >= self.long_chunk and not sliding_window:
+            begin = total - new
+            ring = slice(max(self.held, begin - self.window, int(self.first_token)), begin)
+            decoded_k[ring], decoded_v[ring] = k[ring], v[ring]
         out, _ = exact_attention(
             q,
             decoded_k[None],
