@@ -8,17 +8,26 @@ from common import Row, markdown
 
 from generator.results import h200_rows
 
-TITLES = {"fa3": "bf16, FA3", "fa3:fp8": "fp8, FA3"}
-ORDER = ("bf16", "fa3", "fp8", "fa3:fp8")  # ours come behind these
 
+def clients_table(name: str, titles: dict[str, str]) -> str:
+    """The clients of a result file: what they ask for and how soon they are answered.
 
-def clients_table(name: str) -> str:
-    """The clients of a result file: what they ask for and how soon they are answered."""
+    Conversations come first, fewer clients before more, the engine's own caches before ours.
+
+    Args:
+        titles: of the engine's own caches, in the order of their rows.
+    """
+
+    def order(row: Row) -> tuple[bool, int, int, str]:
+        config, own = row["config"], list(titles)
+        place = own.index(config) if config in titles else len(own)
+        return kind_of(row) != "turns", row["clients"], place, config
+
     rows = [row for row in h200_rows(name) if "clients" in row]
     lines = [
         [
             load_in_words(row),
-            TITLES.get(row["config"], row["config"]),
+            titles.get(row["config"], row["config"]),
             f"{row['requests_s']:.1f}",
             f"{row['tokens_s']:,.0f}",
             f"{row['first_token_s_median']:.2f} s, {row['first_token_s_p99']:.2f} s",
@@ -28,13 +37,6 @@ def clients_table(name: str) -> str:
     ]
     head = ["clients", "cache", "requests/s", "tokens/s", "first token", "time of a token"]
     return markdown(head, lines)
-
-
-def order(row: Row) -> tuple[bool, int, int, str]:
-    """Conversations first, fewer clients before more, the engine's own caches before ours."""
-    kind, config = kind_of(row), row["config"]
-    place = ORDER.index(config) if config in ORDER else len(ORDER)
-    return kind != "turns", row["clients"], place, config
 
 
 def kind_of(row: Row) -> str:

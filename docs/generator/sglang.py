@@ -14,6 +14,8 @@ from generator.quality import quality_rows
 from generator.results import h200_rows, source
 from generator.words import half, paragraph
 
+TITLES = {"fa3": "bf16, FA3", "fa3:fp8": "fp8, FA3", "triton": "bf16, Triton"}  # SGLang's caches
+
 
 def sglang_speed() -> str:
     """SGLang's engine with several caches, against FlashAttention 3 in bf16."""
@@ -24,11 +26,10 @@ def sglang_speed() -> str:
         for row in h200_rows("h200_sglang")
         if "clients" not in row and row.get("tensor_parallel", 1) == 1
     ]
-    titles = {"fa3": "bf16, FA3", "fa3:fp8": "fp8, FA3", "triton": "bf16, Triton"}
     found = {(row["point"], row["config"]): row for row in rows}
     plain = "fa3" if ("memory", "fa3") in found else "triton"
     ours = [preset for preset in tq.PRESETS if ("memory", preset) in found]
-    configs = [config for config in (*titles, *ours) if ("memory", config) in found]
+    configs = [config for config in (*TITLES, *ours) if ("memory", config) in found]
     whole = found["memory", plain]["cache_tokens"]
     cells = []
     for config in configs:
@@ -40,14 +41,14 @@ def sglang_speed() -> str:
         base = found.get((point, plain))
         cells = (sglang_cell(found.get((point, config)), base) for config in configs)
         lines.append([sglang_point(point), *cells])
-    table = markdown(["", *(titles.get(config, config) for config in configs)], lines)
+    table = markdown(["", *(TITLES.get(config, config) for config in configs)], lines)
     origin = source("h200_sglang", rows, "../")
     return f"{table}\n\n{origin}"
 
 
 def sglang_clients() -> str:
     """SGLang's clients."""
-    return clients_table("h200_sglang")
+    return clients_table("h200_sglang", TITLES)
 
 
 def sglang_point_order(point: str) -> tuple[int, int, int]:

@@ -160,7 +160,7 @@ def engine_speed() -> str:
 
 def engine_clients() -> str:
     """vLLM's clients."""
-    return clients_table("h200_vllm")
+    return clients_table("h200_vllm", {"bf16": "bf16", "fp8": "fp8"})
 
 
 def engine_kind(row: Row) -> tuple[str, str, int]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.vllm.harness import prompt
+from tests.vllm.harness import prompt, randomise, save
 
 TOKENS = 4096  # of the cache
 ON_GPU = torch.cuda.is_available()
@@ -200,6 +200,36 @@ def arguments(
     if settings is not None:
         defaults["json_model_override_args"] = json.dumps({"turboquant": settings})
     return {**defaults, **options}
+
+
+# of models that transformers makes
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def save_gemma(folder: Path) -> torch.nn.Module:
+    """Writes a small random Gemma 2, two of whose layers see the last 24 tokens; returns it."""
+    import transformers
+
+    config = transformers.Gemma2Config(
+        **SHAPE,
+        sliding_window=24,
+        attn_logit_softcapping=5.0,
+        query_pre_attn_scalar=64,
+        hidden_act="gelu_pytorch_tanh",  # SGLang reads it beside hidden_activation
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    return save(randomise(transformers.Gemma2ForCausalLM(config)), folder)
 
 
 @contextmanager

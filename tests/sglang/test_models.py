@@ -7,40 +7,19 @@ pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 
 import transformers
 
-from tests.sglang.harness import ON_GPU, engine, replay, told
+from tests.sglang.harness import ON_GPU, SHAPE, engine, replay, save_gemma, told
 from tests.vllm.harness import prompt, randomise, save, save_llama
 from tests.vllm.reference import Reference
 from torch_turboquant import centers as files
 
 TOKENS = 12
 PROMPTS = [prompt(n, seed=n) for n in (9, 40, 70)]
-SHAPE = {
-    "vocab_size": 128,
-    "hidden_size": 256,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
 
 
 @pytest.mark.parametrize("window", [0, 8, 40])
 def test_sliding_windows_and_soft_caps(tmp_path, window):
     """Gemma 2: every other layer sees the last 24 tokens, all of them in one pool."""
-    config = transformers.Gemma2Config(
-        **SHAPE,
-        sliding_window=24,
-        attn_logit_softcapping=5.0,
-        query_pre_attn_scalar=64,
-        hidden_act="gelu_pytorch_tanh",  # SGLang reads it beside hidden_activation
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    )
-    gemma = randomise(transformers.Gemma2ForCausalLM(config))
-    save(gemma, tmp_path)
+    gemma = save_gemma(tmp_path)
     preset, dtype = ("k8v8", "bfloat16") if ON_GPU else ("k5v4u", "float32")
     reference = Reference(gemma, preset, window=window)
     settings = {"preset": preset, "window": window}

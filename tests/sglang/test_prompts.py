@@ -4,14 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 
-import transformers
-
 from tests.oracle import flash_attention
-from tests.sglang.harness import ON_GPU, engine, replay
-from tests.vllm.harness import prompt, randomise, save, save_llama
+from tests.sglang.harness import ON_GPU, engine, replay, save_gemma
+from tests.vllm.harness import prompt, save_llama
 from tests.vllm.reference import Reference
 from torch_turboquant.integrations.engine import prompts as of_engines
 from torch_turboquant.integrations.sglang import prompts
@@ -34,7 +33,7 @@ def flash(monkeypatch):
         found = flash_attention(**arguments)
         return (*found, None) if isinstance(found, tuple) else found  # as SGLang's does
 
-    def found(head_dim, device):
+    def for_device(head_dim, device):
         own = of_device(head_dim, device) if ON_GPU else on_cpu
         assert own is not None, "SGLang has no FlashAttention for this GPU"
 
@@ -44,7 +43,7 @@ def flash(monkeypatch):
 
         return attend
 
-    monkeypatch.setattr(prompts, "flash_attention", found)
+    monkeypatch.setattr(prompts, "flash_attention", for_device)
     monkeypatch.setattr(prompts, "LONG_CHUNK", LONG)
     monkeypatch.setattr(of_engines, "SEGMENT", 64)
     return calls
@@ -86,7 +85,7 @@ def test_long_chunks(model, flash, preset, window, page_size):
     ends = [call.end for call in answer.calls if call.begin < len(p)]
     assert ends == [64, 128, 192, 230]
     # own tokens, then each segment of the past; the last chunk has fewer than LONG tokens
-    once = [*[(64, True)] * LAYERS]
+    once = [(64, True)] * LAYERS
     for past in (1, 2):
         once += [(64, True), *[(64, False)] * past] * LAYERS
     assert flash == once
@@ -100,7 +99,7 @@ def test_everything_at_once(model, flash):
     reference.long_chunk = LONG
     first = prompt(100, seed=1)
     others = [[*first[:90], *prompt(n, seed=n)] for n in (5, 120)]
-    new = [prompt(n, seed=n) for n in (20, 70)]
+    asked = [others[0], prompt(20, seed=20), others[1], prompt(70, seed=70)]
     options = {"enable_mixed_chunk": True, "chunked_prefill_size": 512}
     with engine(folder, {"preset": "k5v4u", "window": WINDOW}, **options) as loop:
         (source,) = loop.generate([first], TOKENS)
@@ -108,43 +107,28 @@ def test_everything_at_once(model, flash):
         for _ in range(3):
             loop.step()
         flash.clear()
-        reqs = [loop.add(p, TOKENS) for p in (others[0], new[0], others[1], new[1])]
+        reqs = [loop.add(p, TOKENS) for p in asked]
         loop.run()
         assert loop.mixed > 0
         answers = [loop.answer(req) for req in reqs]
         long_answer = loop.answer(running)
     assert {causal for _, causal in flash} == {True, False}
     replay(reference, prompt(10, seed=3), long_answer)
-    for p, answer in zip((others[0], new[0], others[1], new[1]), answers, strict=True):
+    for p, answer in zip(asked, answers, strict=True):
         assert answer.cached in (0, 64, 80)
         replay(reference, p, answer, source.calls if answer.cached else ())
 
 
 def test_sliding_windows(tmp_path, flash):
     """FlashAttention takes new prompts of such layers, the op all others."""
-    config = transformers.Gemma2Config(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        sliding_window=WINDOW,
-        attn_logit_softcapping=20.0,
-        hidden_act="gelu_pytorch_tanh",
-        layer_types=["sliding_attention", "full_attention"],
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    gemma = save(randomise(transformers.Gemma2ForCausalLM(config)), tmp_path)
+    gemma = save_gemma(tmp_path)
     reference = Reference(gemma, "k8v8", window=8)
     asked = [prompt(n, seed=n) for n in (150, 30)]
     settings = {"preset": "k8v8", "window": 8}
     with engine(tmp_path, settings, chunked_prefill_size=64) as loop:
         answers = [loop.generate([p], TOKENS)[0] for p in asked]
-    chunks = [(64, True), (64, True), (64, True), (64, False)]  # the second: full attention only
-    assert flash == [*chunks, *[(30, True)] * 2]
+    second = [(64, True), (64, False)]  # in the layer with full attention only
+    assert flash == [*[(64, True)] * LAYERS, *second, *[(30, True)] * LAYERS]
     for p, answer in zip(asked, answers, strict=True):
         replay(reference, p, answer)
 
@@ -188,3 +172,19 @@ def test_what_a_ring_holds(sinks, old):
         if there
     }
     assert found == held
+
+
+class NumbersOnTheHost(TorchDispatchMode):
+    """Raises where the host asks a tensor for a number, for which it would wait."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        assert op is not torch.ops.aten._local_scalar_dense.default
+        return op(*args, **(kwargs or {}))
+
+
+def test_the_host_does_not_wait_for_a_ring():
+    generations = torch.zeros(3, dtype=torch.int64)
+    rings = Rings(SimpleNamespace(req_generation=generations), 1, 8, torch.device("cpu"))
+    (run,) = prompts.runs_of([600, 700], [30, 9], "cpu")
+    with NumbersOnTheHost():
+        rings.seen_by(run, torch.tensor([2, 1]), [30, 9])

@@ -53,7 +53,7 @@ class Context:
 
 
 def contexts_of(
-    new: Sequence[int], old: Sequence[int], device: Any, long_chunk: int = LONG_CHUNK
+    new: Sequence[int], old: Sequence[int], device: Any, long_chunk: int
 ) -> tuple[Context, ...]:
     """What the sequences of a call have in the cache; empty if none of them has a long chunk.
 

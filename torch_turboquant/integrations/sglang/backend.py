@@ -115,8 +115,7 @@ class TurboQuantBackend(AttentionBackend):
         self.flash = prompts.flash_attention(self.plan.head_dim, self.plan.device)
         self.rings: Rings | None = None
         if self.window:
-            ring = self.plan.ring_shape(self.plan.own_layers[0], 0)[2] - self.sinks
-            self.rings = Rings(rows, self.sinks, ring, self.plan.device)
+            self.rings = Rings(rows, self.sinks, self.plan.ring, self.plan.device)
         self.layers = self._bind(runner.model, rows.size)
         self.step: Step | None = None
         self.graph_step: Step | None = None

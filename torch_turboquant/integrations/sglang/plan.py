@@ -25,7 +25,7 @@ from torch_turboquant.integrations.sglang.settings import (
 )
 from torch_turboquant.layer_choice import layer_configs
 from torch_turboquant.tables import CacheTables, make_tables
-from torch_turboquant.tail import tail_rows, tail_shape
+from torch_turboquant.tail import ring_rows, tail_rows, tail_shape
 
 RING_SHARE = 64
 """Rings get at most this part of the memory (1 / 64) where --max-running-requests is not given."""
@@ -137,6 +137,11 @@ class Plan:
             return 0
         rows = sum(tail_rows(self.configs[layer], self.drafts or 1) for layer in self.own_layers)
         return rows * self.kv_heads * 2 * self.head_dim * self.dtype.itemsize
+
+    @property
+    def ring(self) -> int:
+        """Tokens in the ring of a request's exact tail, in every layer."""
+        return ring_rows(self.configs[self.own_layers[0]], self.drafts or 1)
 
     def ring_shape(self, layer: int, requests: int) -> tuple[int, ...]:
         """Of a layer's exact tail, with an entry in front that no request owns."""

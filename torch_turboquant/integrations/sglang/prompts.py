@@ -57,10 +57,8 @@ def runs_of(new: Sequence[int], old: Sequence[int], device: Any) -> tuple[Run, .
         old: tokens of earlier steps.
         device: of the tensors.
     """
-    if any(old):
-        by_flash = [n >= LONG_CHUNK for n in new]
-    else:
-        by_flash = [True] * len(new)
+    all_begin = not any(old)
+    by_flash = [all_begin or n >= LONG_CHUNK for n in new]
     if not any(by_flash):
         return ()
     firsts = [0, *itertools.accumulate(new)]

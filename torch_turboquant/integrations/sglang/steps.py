@@ -261,7 +261,7 @@ class Rings:
         self.tenants[rows] = now
 
     def seen_by(self, run: Run, rows: Tensor, old: Sequence[int]) -> Run:
-        """The run with what the rings hold for its chunks.
+        """The run with what the rings hold for its chunks; the host does not wait.
 
         Args:
             rows: int64 [n], of all sequences of the step.
@@ -273,7 +273,8 @@ class Rings:
             end = old[number]
             first = min(max(end - self.ring, self.sinks), end)
             positions = torch.arange(first, end, device=self.valid.device)
-            entries = self.sinks + (positions - self.sinks) % self.ring
-            held = positions >= self.valid[rows[number], 1]
+            entries = self.sinks + (positions - self.sinks) % self.ring  # docs/format.md, section 9
+            # a slice, since the host would wait for a number that it indexes with
+            held = positions >= self.valid[rows[number : number + 1], 1]
             recent[context.sequence] = Recent(first, entries, held[:, None, None])
         return replace(run, recent=recent)
