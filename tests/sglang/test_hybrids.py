@@ -39,10 +39,9 @@ SHAPE = {
 
 
 @pytest.fixture(autouse=True)
-def states_in_32_bits(monkeypatch):
+def states_of_the_models_type(monkeypatch):
     """Of convolutions, which SGLang rounds to bfloat16 otherwise, and transformers does not."""
-    if not ON_GPU:
-        monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float16" if ON_GPU else "float32")
 
 
 @pytest.fixture(scope="module")

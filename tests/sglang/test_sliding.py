@@ -4,6 +4,8 @@ That pool has room for fewer tokens: what no window of a running request reaches
 up, and of a prefix of the tree as well when room is wanted (the tree calls such tokens tombstones).
 """
 
+import json
+
 import pytest
 import torch
 
@@ -85,12 +87,15 @@ def test_the_reference_tells_pools_apart(model, monkeypatch):
         (answer,) = loop.generate([prompt(90, seed=90)], 40)
     reference = Reference(mellum, PRESET, window=8)
     replay(reference, prompt(90, seed=90), answer)
-    for layer in mellum.model.layers:
-        for wrong in (SEEN // 2, SEEN + 1, None):
-            if layer.self_attn.sliding_window is None:
-                continue
+    layers = [layer.self_attn for layer in mellum.model.layers]
+    sliding = [layer for layer in layers if layer.sliding_window is not None]
+    for wrong in (SEEN // 2, SEEN + 1, None):
+        # One key more, in the later layer alone, is less than what 16 bits change on a GPU.
+        together = ON_GPU and wrong == SEEN + 1
+        for some in [sliding] if together else [[layer] for layer in sliding]:
             with monkeypatch.context() as patch, pytest.raises(AssertionError, match="below"):
-                patch.setattr(layer.self_attn, "sliding_window", wrong)
+                for layer in some:
+                    patch.setattr(layer, "sliding_window", wrong)
                 replay(reference, prompt(90, seed=90), answer)
 
 
@@ -270,7 +275,11 @@ def gpt_oss(tmp_path_factory):
             elif "bias" in name:
                 parameter.zero_()
     folder = tmp_path_factory.mktemp("gpt_oss")
-    return folder, save(model, folder)
+    save(model, folder)
+    if ON_GPU:  # SGLang takes the type of some layers from the checkpoint, here float32
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": DTYPE}))
+    return folder, model
 
 
 def test_gpt_oss(gpt_oss):
@@ -283,10 +292,14 @@ def test_gpt_oss(gpt_oss):
         answers = loop.generate(prompts, TOKENS)
     for p, answer in zip(prompts, answers, strict=True):
         replay(reference, p, answer)
-    for layer in model.model.layers:
-        kept = layer.self_attn.sinks.clone()
-        layer.self_attn.sinks.data.fill_(-100)
+    sinks = [layer.self_attn.sinks for layer in model.model.layers]
+    # Those of one layer alone matter less than what 16 bits change on a GPU.
+    for some in [sinks] if ON_GPU else [[of_layer] for of_layer in sinks]:
+        kept = [of_layer.clone() for of_layer in some]
+        for of_layer in some:
+            of_layer.data.fill_(-100)
         with pytest.raises(AssertionError, match="below"):
             for p, answer in zip(prompts, answers, strict=True):
                 replay(reference, p, answer)
-        layer.self_attn.sinks.data.copy_(kept)
+        for of_layer, before in zip(some, kept, strict=True):
+            of_layer.data.copy_(before)
