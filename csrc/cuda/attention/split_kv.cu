@@ -147,13 +147,13 @@ void SplitKvLaunch::prepare(void* workspace, cudaStream_t stream) {
   plan_.parts = static_cast<float*>(workspace);
   plan_.arrivals =
       zeroed_counters(device_.index, stream, grid_, static_cast<uint32_t*>(workspace) + grid_ * part_floats_of_block());
-  allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
+  allow_shared_memory(kernel(), device_.index, plan_.bytes);
 }
 
 void SplitKvLaunch::run(cudaStream_t stream, Before before) {
   if (before == Before::kOwnStore) plan_.early = Early::kBesideStore;
   void* arguments[] = {const_cast<Attention*>(&call_), &layout_, &plan_};
-  check_cuda(launch_early(entry_.kernel, grid_, plan_.warps * 32, plan_.bytes, arguments, stream, device_.facts.major),
+  check_cuda(launch_early(kernel(), grid_, plan_.warps * 32, plan_.bytes, arguments, stream, device_.facts.major),
              "paged_attention");
 }
 

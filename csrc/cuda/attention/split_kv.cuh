@@ -11,11 +11,12 @@ namespace turboquant::cuda::split_kv {
 // A compiled kernel.
 struct KernelEntry {
   const void* kernel;
-  int rows;           // of a block of rows
-  int blocks;         // of eight warps per multiprocessor, as many as its registers allow
-  int small_blocks;   // of four warps per multiprocessor
-  int operand_bytes;  // of the queries' operands
-  int state_floats;   // of a warp's state
+  const void* with_few_units;  // for calls that may have few units of keys; maybe the same kernel
+  int rows;                    // of a block of rows
+  int blocks;                  // of eight warps per multiprocessor, as many as its registers allow
+  int small_blocks;            // of four warps per multiprocessor
+  int operand_bytes;           // of the queries' operands
+  int state_floats;            // of a warp's state
   CodeFacts codes;
 };
 
@@ -43,6 +44,7 @@ class SplitKvLaunch {
 
  private:
   int64_t part_floats_of_block() const { return int64_t{2} * entry_.rows * part_floats(call_.record.head_dim); }
+  const void* kernel() const { return plan_.few.tokens > 0 ? entry_.with_few_units : entry_.kernel; }
   void choose_shape();
   void check_limits() const;
 

@@ -10,7 +10,9 @@ namespace turboquant::cuda::split_kv {
 template <int D, int N>
 KernelEntry kernel_entry(const CodeFacts& codes) {
   using X = SplitKvTraits<D, N>;
-  return {.kernel = reinterpret_cast<const void*>(&attend_kernel<D, N>),
+  constexpr bool kFew = takes_few_units(D), kAlone = kFew && !has_few_units_apart(D, N);
+  return {.kernel = reinterpret_cast<const void*>(&attend_kernel<D, N, kAlone>),
+          .with_few_units = reinterpret_cast<const void*>(&attend_kernel<D, N, kFew>),
           .rows = X::kRows,
           .blocks = resident_blocks(N, D),
           .small_blocks = resident_small_blocks(N, D),

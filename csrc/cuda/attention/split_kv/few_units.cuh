@@ -500,8 +500,8 @@ constexpr bool kHasFewUnits = __CUDA_ARCH__ / 100 == kFewUnitsMajor;
 #else
 constexpr bool kHasFewUnits = false;
 #endif
-// For blocks of 4 N rows.
-template <int D, int N>
-using FewUnitsOf = std::conditional_t<kHasFewUnits && takes_few_units(D), FewUnits<D, few_row_groups(N)>, NoFewUnits>;
+// For blocks of 4 N rows, in a kernel with this code or without it.
+template <int D, int N, bool FEW>
+using FewUnitsOf = std::conditional_t<FEW && kHasFewUnits, FewUnits<D, few_row_groups(N)>, NoFewUnits>;
 
 }  // namespace turboquant::cuda::split_kv

@@ -38,8 +38,8 @@
 
 namespace turboquant::cuda::split_kv {
 
-// A block of 4 N rows and head_dim D: composes the parts.
-template <int D, int N>
+// A block of 4 N rows and head_dim D: composes the parts. FEW: has the code for calls with few units.
+template <int D, int N, bool FEW>
 class SplitKvBlock {
   using X = SplitKvTraits<D, N>;
   using Rows = QueryRows<D, X::kRows>;
@@ -98,7 +98,7 @@ class SplitKvBlock {
   // Beside a store only pages and tail are still being written. Blocks without work wait for it, too: whoever waits for
   // this kernel must have waited for both.
   __device__ __forceinline__ bool start() {
-    FewUnitsOf<D, N> few(block_);
+    FewUnitsOf<D, N, FEW> few(block_);
     pipeline_.begin();
     enum { kGuess, kFind, kFoundAnew };
     const bool beside_store = block_.plan.early == Early::kBesideStore;
@@ -220,13 +220,15 @@ class SplitKvBlock {
   const Join<D, N> join_;
 };
 
-template <int D, int N>
+template <int D, int N, bool FEW>
 __global__ void __launch_bounds__(bounding_threads(N, D), resident_blocks(N, D))
     attend_kernel(const __grid_constant__ Attention a, const __grid_constant__ StageLayout layout,
                   const __grid_constant__ SplitKvPlan plan) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // choose_attention sends no call to older devices
-  extern __shared__ __align__(128) uint8_t shared[];
-  SplitKvBlock<D, N>(a, layout, plan, shared).run();
+  if constexpr (!FEW || kHasFewUnits || !has_few_units_apart(D, N)) {  // else nobody launches it
+    extern __shared__ __align__(128) uint8_t shared[];
+    SplitKvBlock<D, N, FEW>(a, layout, plan, shared).run();
+  }
 #endif
 }
 
