@@ -89,9 +89,8 @@ struct Segment {
 
   __device__ __forceinline__ int end() const { return begin + work.units; }
   __device__ __forceinline__ int coded_end() const { return begin + work.coded; }
-  // From a unit of codes to its first key, and back.
+  // The first key of a unit of codes.
   __device__ __forceinline__ int first_token(int unit) const { return work.first + (unit - begin) * kUnitTokens; }
-  __device__ __forceinline__ int unit_of(int token) const { return begin + (token - work.first) / kUnitTokens; }
 
   // Moves on to the segment that holds number `unit`, or whose gap does.
   template <int ROWS>
@@ -133,6 +132,7 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
   const bool remember = a.seqs <= room / static_cast<int>(sizeof(uint2));
   int units = 0, segments = 0, least = INT32_MAX, most = 0;
   bool same = known && remember;
+#pragma unroll 1
   for (int s = mine; s < behind; ++s) {
     const SequenceWork x = work_of_sequence<ROWS>(a, per_unit, s, early);
     const int count = x.blocks * a.kv_heads;
@@ -168,6 +168,7 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
       size = max(ceil_div(most, n), LEAST);
     } else if (sum_of_lanes(parts(fair)) <= grid) {
       size = fair;
+#pragma unroll 1
       for (int low = max(ceil_div(total, grid), LEAST); low < size;) {
         const int middle = (low + size) / 2;
         const bool enough = sum_of_lanes(parts(middle)) <= grid;
@@ -188,6 +189,7 @@ __device__ __forceinline__ bool cut_work(const Attention& a, int per_unit, uint2
     if (lane == owner) {
       int s = mine;
       uint2 count = counts[s];
+#pragma unroll 1
       for (int n; n = parts_of(count, size), block >= first + n; count = counts[++s]) {
         first += n, cut.start += count.x * count.y;
       }

@@ -10,6 +10,8 @@
 //     rounded.
 //   - The warps' states lie in shared memory row by row. A warp joins those of a row, and goes on to the results of
 //     that row or leaves them to the segment's last block, which joins the parts of all blocks in the same way.
+//   - Blocks without work rehearse: one warp executes a third of the code that the others need later, on whatever lies
+//     in shared memory, and leaves nothing. So that code is in the L2 cache in time.
 // Lengths decide on the device which calls are taken; every block decides alike.
 #pragma once
 
@@ -109,30 +111,38 @@ class FewUnits {
     // Exact keys have no block of their own, which would have to be joined, unless a warp had more than two tasks of
     // them.
     const int blocks = min(plan_.parts, max(max(rounds(coded_), (rounds(exact) + 1) / 2), 1));
-    if (part_ >= blocks || work_.queries == 0) {
+    rehearses_ = part_ >= blocks;
+    if (part_ >= plan_.parts || work_.queries == 0 || (rehearses_ && block_.warp > 0)) {
       if (beside_store) wait_for_previous_kernel();  // whoever waits for this kernel must have waited for both
       return;
     }
-    if (threadIdx.x == 0) init_barrier(ready(), block_.plan.warps);
-    barriers_ready();
-    __syncthreads();
     const bool mine = slot_ < plan_.slots;
-    const int step = plan_.parts * plan_.slots, task = mine ? part_ * plan_.slots + slot_ : coded_;
+    const int step = plan_.parts * plan_.slots;
+    int task = mine ? part_ * plan_.slots + slot_ : coded_;
     // The last slots of a block have the first tasks of exact keys, because the first warps prepare queries.
-    const int exact_task = mine ? (part_ + 1) * plan_.slots - 1 - slot_ : exact;
-    // Copies are issued first, but behind a store that this kernel runs beside. A loop, so that the code exists once.
+    int exact_task = mine ? (part_ + 1) * plan_.slots - 1 - slot_ : exact;
+    if (rehearses_) {
+      task = max(coded_ - 1, 0), exact_task = 0;
+    } else {
+      if (threadIdx.x == 0) init_barrier(ready(), block_.plan.warps);
+      barriers_ready();
+      __syncthreads();
+      // Copies are issued first, but behind a store that this kernel runs beside. A loop, so that the code exists once.
 #pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
-      if ((turn == 0) == beside_store) {
-        if (part_ * plan_.slots < coded_) prepare_queries();
-      } else {
-        if (beside_store) wait_for_previous_kernel();
-        if (mine && member_ == 0) issue_copies();
+      for (int turn = 0; turn < 2; ++turn) {
+        if ((turn == 0) == beside_store) {
+          if (part_ * plan_.slots < coded_) prepare_queries();
+        } else {
+          if (beside_store) wait_for_previous_kernel();
+          if (mine && member_ == 0) issue_copies();
+        }
       }
     }
-    const bool has_exact = attend_exact(exact_task, exact, blocks * plan_.slots);
-    attend_codes(task, step, has_exact, mine);
-    join(blocks);
+    const auto executes = [&](int i) { return !rehearses_ || (part_ + segment_) % 3 == i; };
+    const bool has_exact = executes(0) && attend_exact(exact_task, exact, blocks * plan_.slots);
+    if (executes(1)) attend_codes(task, step, has_exact, mine);
+    if (executes(2)) join(blocks);
+    if (rehearses_ && beside_store) wait_for_previous_kernel();
   }
 
  private:
@@ -350,7 +360,9 @@ class FewUnits {
   __device__ __forceinline__ const uint8_t* exact_row(int i) const {
     const Attention& a = block_.call;
     const bool is_value = block_.lane >= kExactKeys;
-    const int position = work_.exact_key(i), new_begin = a.new_begin(work_.length, work_.queries);
+    // Beside a store, a block that rehearses reads a new token's key only: the tail is being written.
+    const int position = work_.exact_key(rehearses_ ? work_.exact - 1 : i);
+    const int new_begin = a.new_begin(work_.length, work_.queries);
     if (position >= new_begin) {
       return static_cast<const uint8_t*>(a.new_row(first_query_ + position - new_begin, head_, is_value));
     }
@@ -385,7 +397,7 @@ class FewUnits {
       if (mine && !has_exact && block_.lane < kRows) set_head(rows + block_.lane * kRowFloats, -INFINITY, 0);
       return;
     }
-    wait_barrier(ready(), 0);
+    if (!rehearses_) wait_barrier(ready(), 0);
     FewQueries<D, M> queries;
     queries.load(block_, block_.rows() + member_ * kRows, operands() + member_ * M * X::kFrags * 32 * sizeof(uint2));
     RunningSoftmax<D, M> softmax;
@@ -395,7 +407,11 @@ class FewUnits {
     for (; task < coded_; task += step, from[0] += block_.layout.stride) {
       with_pair<D>(block_.plan.codes.pair, [&](auto pair) {
         products_.template attend<typename decltype(pair)::type>(
-            queries, work_.first + task * kStageTokens, from, [&](int s) { wait_barrier(barrier(s), 0); }, softmax);
+            queries, work_.first + task * kStageTokens, from,
+            [&](int s) {
+              if (!rehearses_) wait_barrier(barrier(s), 0);
+            },
+            softmax);
       });
     }
     for_each<M>([&](auto n) { leave_codes(queries, softmax, n, rows + (4 * n + block_.t) * kRowFloats, has_exact); });
@@ -485,6 +501,7 @@ class FewUnits {
   float sign_[kPer], center_[kPer], inverse_[kPer];
   SequenceWork work_{};
   int coded_ = 0;  // stages of codes
+  bool rehearses_ = false;
 };
 
 // Where there is no code for few units.

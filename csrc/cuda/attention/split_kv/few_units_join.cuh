@@ -10,7 +10,7 @@ template <int D, int M>
 __device__ __forceinline__ void FewUnits<D, M>::join(int blocks) {
   float sign[kPer];
   load_now(block_.call.value_signs + channel(), sign);
-  __syncthreads();
+  if (!rehearses_) __syncthreads();
   const int rows = queries_of_sequence_ * block_.call.group;
   int& last = *reinterpret_cast<int*>(ready() + 1);
   int count = plan_.slots;
@@ -19,7 +19,7 @@ __device__ __forceinline__ void FewUnits<D, M>::join(int blocks) {
   for (;;) {
 #pragma unroll 1
     for (int r = block_.warp; r < rows; r += block_.plan.warps) join_row(r, count, whole, sign);
-    if (whole) return;
+    if (whole || rehearses_) return;
     __syncthreads();
     if (threadIdx.x == 0) last = count_arrival(block_.plan.arrivals + segment_, blocks);
     __syncthreads();
@@ -49,6 +49,7 @@ __device__ __forceinline__ void FewUnits<D, M>::join_row(int r, int count, bool 
     for (int k = 0; k < kPer; ++k) y[k] = fmaf(by, from[channel() + k], y[k]);
   }
   if (!whole) {
+    if (rehearses_) return;
     float* to = partial(part_, r);
     store(y, to + kPartHead + channel());
     if (lane == 0) *reinterpret_cast<float2*>(to) = float2{m, total};
@@ -61,6 +62,7 @@ __device__ __forceinline__ void FewUnits<D, M>::join_row(int r, int count, bool 
   const float inverse = total == 0 ? 0 : by / total;
 #pragma unroll
   for (int i = 0; i < kPer; ++i) y[i] *= sign[i] * inverse;
+  if (rehearses_) return;
   const int64_t at = int64_t{row.token} * a.q_heads + row.head;
   uint32_t* out = static_cast<uint32_t*>(a.out) + (at * D + channel()) / 2;
 #pragma unroll

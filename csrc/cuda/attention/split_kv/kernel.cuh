@@ -26,6 +26,10 @@
 //   keys         scores                             results      the last rotation, out and lse
 //   unit         from keys to values
 // A call with so little work that its time is that of its instructions is attended in another way: few_units.
+//
+// A launch brings the first 64 KB of code along, and waits for what lies behind them
+// (docs/measurements/performance_split_kv.md). So loops that prepare something are not unrolled, and long code exists
+// once.
 #pragma once
 
 #include "cuda/attention/padding.cuh"
@@ -60,13 +64,7 @@ class SplitKvBlock {
       queries_.prepare(rows_, segment);
       list_.find_sharers(segment);
       softmax_.clear();
-      unit = attend_codes(segment, unit, min(list_.stop(), segment.coded_end()));
-      const bool empty = segment.work.coded == 0 && segment.work.exact == 0;  // it still has one unit, without keys
-      for (const int end = list_.stop(); unit < end; unit += block_.plan.warps) {
-        if (empty) continue;
-        attend_exact(segment, unit - segment.coded_end());
-        pipeline_.advance();
-      }
+      unit = attend_units(segment, unit);
       finish_segment(segment, max(list_.notes().begin, segment.begin), list_.stop());
       if (list_.stop() == list_.notes().end) return;
       list_.seek(list_.notes().attended, list_.stop());
@@ -158,6 +156,7 @@ class SplitKvBlock {
   __device__ __forceinline__ bool find_work(bool guess, bool known) const {
     return list_.find(guess, known, [&](int thread, int threads) {
       const Attention& a = block_.call;
+#pragma unroll 1
       for (int i = thread; i < 2 * D; i += threads) block_.signs()[i] = (i < D ? a.key_signs : a.value_signs - D)[i];
       products_.copy_level(a.key_levels, a.record.key_bits, products_.key_levels(), thread);
       products_.copy_level(a.value_levels, a.record.value_bits, products_.value_levels(), thread);
@@ -168,22 +167,34 @@ class SplitKvBlock {
 
   // ---- Units of keys
 
-  // Attends to the warp's units of codes from `unit` up to `end`; returns its next unit. The loop counts tokens,
-  // because the token is needed inside and the unit is not: that spares a register.
-  __device__ __forceinline__ int attend_codes(const Segment& segment, int unit, int end) {
-    const int step = block_.plan.warps * kUnitTokens;
+  // Attends to the warp's units of the segment from `unit` on; returns its next unit. One loop for codes and for exact
+  // keys, so that the code of Pipeline::advance exists once in it.
+  __device__ __forceinline__ int attend_units(const Segment& segment, int unit) {
+    const bool empty = segment.work.coded == 0 && segment.work.exact == 0;  // it still has one unit, without keys
+    const int end = list_.stop(), coded_end = segment.coded_end(), step = block_.plan.warps;
     int token = segment.first_token(unit);
-    for (const int last = segment.first_token(end); token < last; token += step) {
-      // Nothing else depends on the pair of codes, so one kernel for all pairs has all other code once.
-      with_pair<D>(block_.plan.codes.pair, [&](auto pair) {
-        int stages[kUnitStages];
-        pipeline_.stages(stages);
-        products_.template attend<typename decltype(pair)::type>(
-            queries_, token, stages, [&](int stage) { pipeline_.wait(stage); }, softmax_);
-      });
+#pragma unroll 1
+    for (; unit < end; unit += step, token += step * kUnitTokens) {
+      if (unit < coded_end) {
+        attend_codes(token);
+      } else if (!empty) {
+        attend_exact(segment, unit - coded_end);
+      } else {
+        continue;
+      }
       pipeline_.advance();
     }
-    return segment.unit_of(token);
+    return unit;
+  }
+
+  // Nothing else depends on the pair of codes, so one kernel for all pairs has all other code once.
+  __device__ __forceinline__ void attend_codes(int token) {
+    with_pair<D>(block_.plan.codes.pair, [&](auto pair) {
+      int stages[kUnitStages];
+      pipeline_.stages(stages);
+      products_.template attend<typename decltype(pair)::type>(
+          queries_, token, stages, [&](int stage) { pipeline_.wait(stage); }, softmax_);
+    });
   }
 
   // unit: counts the segment's units of exact keys

@@ -24,10 +24,9 @@ class Pipeline {
   // Before everything else: makes the barriers of the warp's stages ready.
   __device__ __forceinline__ void begin() {
     stage_ = block_.warp * block_.plan.pipeline_bytes, phase_ = 0, next_lane_ = kNone;
-    if (block_.lane == 0) {
-      for (int i = 0; i < block_.plan.stages; ++i) {
-        init_barrier(barrier(stage_ + i * block_.layout.stride), block_.layout.copies);
-      }
+#pragma unroll 1
+    for (int i = block_.lane; i < block_.plan.stages; i += 32) {
+      init_barrier(barrier(stage_ + i * block_.layout.stride), block_.layout.copies);
     }
     barriers_ready();
     __syncwarp();

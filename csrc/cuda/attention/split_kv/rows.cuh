@@ -72,8 +72,10 @@ class QueryRows {
       const uint8_t* from = static_cast<const uint8_t*>(a.q) + offset(row) * size;
       uint8_t* to = raw() + r * D * size;
       if (reinterpret_cast<uint64_t>(from) % 16 == 0) {
+#pragma unroll 1
         for (int i = 16 * lane; i < D * size; i += 512) copy_async<true>(to + i, from + i);
       } else {
+#pragma unroll 1
         for (int i = size * lane; i < D * size; i += 32 * size) {
           if (size == 4) {
             *reinterpret_cast<uint32_t*>(to + i) = *reinterpret_cast<const uint32_t*>(from + i);
@@ -91,6 +93,7 @@ class QueryRows {
   __device__ __forceinline__ void prefetch(const Segment& segment) const {
     const Attention& a = block_.call;
     const int size = element_size(a.dtype);
+#pragma unroll 1
     for (int r = first_of_warp(); r < ROWS; r += block_.plan.warps) {
       RowPlace row;
       if (!find(segment, r, row)) continue;

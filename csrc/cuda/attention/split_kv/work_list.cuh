@@ -56,6 +56,7 @@ class WorkList {
     constexpr int kWords = sizeof(WarpNotes) / sizeof(uint32_t);
     const uint32_t* from = reinterpret_cast<const uint32_t*>(&found);
     uint32_t* own = reinterpret_cast<uint32_t*>(all_notes() + block_.warp);
+#pragma unroll 1
     for (int i = block_.lane; i < kWords; i += 32) own[i] = from[i];
     __syncwarp();
     if (block_.lane == 0) notes().copy_unit = notes().begin + block_.warp, notes().copy_stop = -1;
