@@ -7,7 +7,7 @@
 //   - A part has room for all of its stages, so that all copies are issued at once, and no stage is used twice.
 //   - Page ids, signs, centers and queries are loaded before the lengths are known.
 //   - Exact keys are read 16 at a time, from where they are, while codes are on their way. Their weights are not
-//     rounded.
+//     rounded. All blocks of a segment have some of them, and warps without any take more stages of codes.
 //   - The warps' states lie in shared memory row by row. A warp joins those of a row, and goes on to the results of
 //     that row or leaves them to the segment's last block, which joins the parts of all blocks in the same way.
 //   - Blocks without work rehearse: one warp executes a third of the code that the others need later, on whatever lies
@@ -117,10 +117,12 @@ class FewUnits {
       return;
     }
     const bool mine = slot_ < plan_.slots;
-    const int step = plan_.parts * plan_.slots;
-    int task = mine ? part_ * plan_.slots + slot_ : coded_;
-    // The last slots of a block have the first tasks of exact keys, because the first warps prepare queries.
-    int exact_task = mine ? (part_ + 1) * plan_.slots - 1 - slot_ : exact;
+    // Blocks take tasks of exact keys in turn, and the last slots take them first, because the first warps prepare
+    // queries. without: how many slots of this block have none.
+    int exact_task = mine ? (plan_.slots - 1 - slot_) * blocks + part_ : exact;
+    const int without = plan_.slots - __popc(__ballot_sync(0xffffffff, block_.lane < plan_.slots &&
+                                                                           block_.lane * blocks + part_ < exact));
+    int task = part_ * plan_.slots;  // the block's first task of codes
     if (rehearses_) {
       task = max(coded_ - 1, 0), exact_task = 0;
     } else {
@@ -140,7 +142,7 @@ class FewUnits {
     }
     const auto executes = [&](int i) { return !rehearses_ || (part_ + segment_) % 3 == i; };
     const bool has_exact = executes(0) && attend_exact(exact_task, exact, blocks * plan_.slots);
-    if (executes(1)) attend_codes(task, step, has_exact, mine);
+    if (executes(1)) attend_codes(task, has_exact, without, mine);
     if (executes(2)) join(blocks);
     if (rehearses_ && beside_store) wait_for_previous_kernel();
   }
@@ -241,7 +243,9 @@ class FewUnits {
     return id;
   }
 
-  __device__ __forceinline__ int stage(int i) const { return (slot_ * plan_.stages + i) * block_.layout.stride; }
+  __device__ __forceinline__ int stage(int slot, int i) const {
+    return (slot * plan_.stages + i) * block_.layout.stride;
+  }
   __device__ __forceinline__ uint64_t* barrier(int stage) const {
     return reinterpret_cast<uint64_t*>(block_.shared + stage + block_.layout.bytes);
   }
@@ -252,7 +256,7 @@ class FewUnits {
     const StageLayout& layout = block_.layout;
     if (work_.first != 0) page_ = page_of(work_.first);
     if (stage_of_lane() >= plan_.stages || task_of_lane() >= coded_) return;
-    const int token = token_of_lane(work_.first), to = stage(stage_of_lane());
+    const int token = token_of_lane(work_.first), to = stage(slot_, stage_of_lane());
     const bool held = token < a.new_begin(work_.length, work_.queries) &&
                       token + (1 << layout.copy_shift) > a.first_visible(work_.length - work_.queries) &&
                       static_cast<unsigned>(page_) < static_cast<unsigned>(a.num_pages);
@@ -390,10 +394,19 @@ class FewUnits {
 
   // ---- Codes
 
-  // The warp's tasks of codes; leaves the state of all of its tasks.
-  __device__ __forceinline__ void attend_codes(int task, int step, bool has_exact, bool mine) {
+  // How many stages of codes take as long as a task of exact keys.
+  static constexpr int kStagesOfExact = 3;
+
+  // The warp's tasks of codes; leaves the state of all of its tasks. The block's stages are counted as `i`: one of each
+  // slot, then the next of each slot. Slots without exact keys have the first ones, as long as others are busy with
+  // theirs, and then all slots take them in turn, whoever has copied them.
+  // first: the block's first task; without: how many of its slots have no exact keys.
+  __device__ __forceinline__ void attend_codes(int first, bool has_exact, int without, bool mine) {
     float* rows = state(block_.warp);
-    if (task >= coded_) {
+    const int ahead = kStagesOfExact * without, slots = plan_.slots, skipped = (plan_.parts - 1) * slots;
+    int i = has_exact ? ahead + slot_ : slot_, round = divided(i, plan_.slots_reciprocal);
+    int task = first + i + round * skipped;
+    if (!mine || task >= coded_) {
       if (mine && !has_exact && block_.lane < kRows) set_head(rows + block_.lane * kRowFloats, -INFINITY, 0);
       return;
     }
@@ -402,9 +415,9 @@ class FewUnits {
     queries.load(block_, block_.rows() + member_ * kRows, operands() + member_ * M * X::kFrags * 32 * sizeof(uint2));
     RunningSoftmax<D, M> softmax;
     softmax.clear();
-    int from[1] = {stage(0)};
 #pragma unroll 1
-    for (; task < coded_; task += step, from[0] += block_.layout.stride) {
+    while (task < coded_) {
+      const int from[1] = {stage(i - round * slots, round)};
       with_pair<D>(block_.plan.codes.pair, [&](auto pair) {
         products_.template attend<typename decltype(pair)::type>(
             queries, work_.first + task * kStageTokens, from,
@@ -413,6 +426,9 @@ class FewUnits {
             },
             softmax);
       });
+      i += i < ahead ? without : slots;
+      round = divided(i, plan_.slots_reciprocal);
+      task = first + i + round * skipped;
     }
     for_each<M>([&](auto n) { leave_codes(queries, softmax, n, rows + (4 * n + block_.t) * kRowFloats, has_exact); });
   }
