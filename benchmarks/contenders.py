@@ -23,7 +23,7 @@ from batches import (
     running_sum,
     tables_of,
 )
-from timing import DEVICE, Call, number_of_caches
+from timing import DEVICE, Call, number_of_caches, reason_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -116,7 +116,7 @@ class Plain:
                 self.check(contender)
                 found[name] = contender.calls
             except Exception as error:  # whatever it is, the row names it
-                self.absent[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                self.absent[name] = reason_of(error, 200)
         return found
 
     # -- how a cache is read

@@ -6,6 +6,7 @@ bench_attention.py, bench_linear.py, bench_mla.py and bench_vllm_kernels.py meas
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -148,6 +149,17 @@ class Layer:
         return linear(silu(linear(x, self.gate)) * linear(x, self.up), self.down)
 
 
+FOLDERS = re.compile(r"(?<![^\s('])/(?:[^\s/]+/)+")
+"""Of an absolute path, all but its last name."""
+
+
+def reason_of(error: Exception, most: int) -> str:
+    """An error in one line of at most `most` characters, without the folders of this machine."""
+    first = (str(error).splitlines() or [""])[0]
+    text = FOLDERS.sub("", first)
+    return f"{type(error).__name__}: {text}"[:most]
+
+
 def those_that_run(
     kinds: Mapping[str, Callable[[], list[Call]]],
 ) -> tuple[dict[str, list[Call]], dict[str, str]]:
@@ -166,8 +178,7 @@ def those_that_run(
                 torch.cuda.synchronize()
             found[name] = calls
         except Exception as error:
-            text = str(error).splitlines() or [""]
-            missing[name] = f"{type(error).__name__}: {text[0][:120]}"
+            missing[name] = reason_of(error, 120)
     return found, missing
 
 

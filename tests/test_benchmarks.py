@@ -755,3 +755,13 @@ def test_requests_have_so_many_tokens_of_a_tokenizer():
     cut = script.make_requests(50, 30, 30, 200, 0, 1, Halves())
     for one, other in zip(drawn, cut, strict=True):
         assert len(other["prompt"].split()) == len(one["prompt"].split())
+
+
+def test_reasons_name_no_folder():
+    """What a contender raises may name the folder that it was installed or built in."""
+    reason_of = load_script("benchmarks/bench_attention.py").timing.reason_of
+    error = RuntimeError("Error in 'alloc' at /home/me/site/lib/a.h:49: 8 bytes / 2\nmore")
+    assert reason_of(error, 200) == "RuntimeError: Error in 'alloc' at a.h:49: 8 bytes / 2"
+    assert reason_of(ValueError("'/opt/x/y.so' and /tmp/z"), 200) == "ValueError: 'y.so' and z"
+    assert reason_of(OSError(), 200) == "OSError: "
+    assert reason_of(OSError("abcdef"), 12) == "OSError: abc"
