@@ -12,9 +12,11 @@ namespace turboquant {
 
 enum class AttentionKernel {
   kSplitKv,   // few query rows over long caches (cuda/attention/split_kv/kernel.cuh)
+  kKeyTiles,  // up to 64 query rows (cuda/attention/key_tiles/kernel.cuh)
   kRowTiles,  // many query rows (cuda/attention/row_tiles/kernel.cuh)
-  kBoth,      // sequences of few rows: split-KV, then those of many rows: row tiles
-  kGeneral,   // everything (cuda/attention/general.cu)
+  kSplitKvAndKeyTiles,  // sequences of few rows: split-KV, then those of more rows: one of the others
+  kSplitKvAndRowTiles,
+  kGeneral,  // everything (cuda/attention/general.cu)
 };
 
 // What the choice depends on, of a call.
@@ -31,8 +33,8 @@ struct AttentionShape {
 struct AttentionChoice {
   AttentionKernel kernel;
   const char* reason;            // the condition that decided
-  int pair = -1;                 // split-KV: the index of the codes in kSplitKvPairs
-  int64_t split_kv_queries = 0;  // split-KV takes sequences of at most so many queries; kBoth: row tiles the others
+  int pair = -1;                 // split-KV and key tiles: the index of the codes in kSplitKvPairs
+  int64_t split_kv_queries = 0;  // split-KV takes sequences of at most so many queries; the other kernel the others
 };
 
 // The head_dims that the split-KV kernel is compiled for (cuda/attention/instances): all that pages can have up to 256,
@@ -89,6 +91,16 @@ constexpr int split_kv_pair(const format::Codes& keys, const format::Codes& valu
   return -1;
 }
 
+// The head_dims that the key-tile kernel is compiled for, and the most rows that its blocks have.
+constexpr int kKeyTilesHeadDims[] = {128};
+constexpr int kKeyTilesMostRows = 64;
+constexpr bool is_key_tiles_head_dim(int head_dim) {
+  for (const int d : kKeyTilesHeadDims) {
+    if (d == head_dim) return true;
+  }
+  return false;
+}
+
 // The head_dims that the row-tile kernel is compiled for. It expands any codes but 5-bit ones of a table.
 constexpr int kRowTilesHeadDims[] = {64, 128, 192, 256};
 constexpr bool is_row_tiles_head_dim(int head_dim) {
@@ -125,6 +137,12 @@ constexpr const char* refusal_of_row_tiles(const AttentionShape& shape, const De
   return nullptr;
 }
 
+// Whether key tiles can take sequences of so many rows, where row tiles can.
+constexpr bool fits_key_tiles(const AttentionShape& shape, int64_t rows) {
+  const bool codes = (shape.keys == kUniform4 || shape.keys == kUniform5) && shape.values == kUniform4;
+  return codes && rows <= kKeyTilesMostRows && is_key_tiles_head_dim(shape.head_dim);
+}
+
 // The reason that names a limit.
 constexpr const char* few_rows(int limit) {
   return limit == 64   ? "at most 64 query rows per KV head"
@@ -149,10 +167,10 @@ constexpr int64_t split_kv_queries_of_mixed(const AttentionShape& shape, int lim
 
 // Which kernel takes sequences of how many query rows (max_q_len * group, of a KV head):
 //   rows <= limit                split-KV: one launch
-//   else, and every sequence     row tiles: one launch. It must be so where tokens = seqs * max_q_len, or where one
-//   has more than the limit      query has more rows than the limit
-//   else                         both: the lengths are on the device, so both kernels are launched, and each skips the
-//                                sequences of the other one
+//   else, and every sequence     key tiles up to 64 rows, else row tiles: one launch. It must be so where tokens = seqs *
+//   has more than the limit      max_q_len, or where one query has more rows than the limit
+//   else                         split-KV and one of these: the lengths are on the device, so both kernels are launched,
+//                                and each skips the sequences of the other one
 // Where row tiles cannot take the call, the general kernel takes all that has more rows than the limit; where split-KV
 // cannot, row tiles take all, or else the general kernel.
 constexpr AttentionChoice choose_attention(const AttentionShape& shape, const DeviceFacts& device) {
@@ -169,11 +187,14 @@ constexpr AttentionChoice choose_attention(const AttentionShape& shape, const De
   }
   if (no_row_tiles) return {Kernel::kGeneral, few ? no_split_kv : no_row_tiles};
   if (no_split_kv) return {Kernel::kRowTiles, no_split_kv};
+  const bool key_tiles = choices::fits_key_tiles(shape, rows);
   if (shape.tokens == shape.seqs * shape.max_q_len || shape.group > limit) {
+    if (key_tiles) return {Kernel::kKeyTiles, "17 to 64 query rows per KV head", pair};
     return {Kernel::kRowTiles,
             limit == 16 ? "more than 16 query rows per KV head" : "more than 8 query rows per KV head"};
   }
-  return {Kernel::kBoth, "few query rows per KV head in some sequences, more in others", pair,
+  return {key_tiles ? Kernel::kSplitKvAndKeyTiles : Kernel::kSplitKvAndRowTiles,
+          "few query rows per KV head in some sequences, more in others", pair,
           choices::split_kv_queries_of_mixed(shape, limit)};
 }
 

@@ -7,6 +7,7 @@
 #include "choices/attention.h"
 #include "cuda/attention/arguments.cuh"
 #include "cuda/attention/general.cuh"
+#include "cuda/attention/key_tiles.cuh"
 #include "cuda/attention/row_tiles.cuh"
 #include "cuda/attention/split_kv.cuh"
 #include "cuda/cache.cuh"
@@ -40,15 +41,23 @@ void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t str
   }
   a.most_queries = static_cast<int>(choice.split_kv_queries);
   std::optional<split_kv::SplitKvLaunch> few;
+  std::optional<key_tiles::KeyTilesLaunch> more;
   std::optional<row_tiles::RowTilesLaunch> many;
-  if (choice.kernel != Kernel::kRowTiles) few.emplace(a, device, choice.pair);
-  if (choice.kernel != Kernel::kSplitKv) many.emplace(a, device, few ? a.most_queries + 1 : 0);
+  const bool both = choice.kernel == Kernel::kSplitKvAndKeyTiles || choice.kernel == Kernel::kSplitKvAndRowTiles;
+  const int least = both ? a.most_queries + 1 : 0;
+  if (choice.kernel == Kernel::kSplitKv || both) few.emplace(a, device, choice.pair);
+  if (choice.kernel == Kernel::kKeyTiles || choice.kernel == Kernel::kSplitKvAndKeyTiles) {
+    more.emplace(a, device, choice.pair, least);
+  }
+  if (choice.kernel == Kernel::kRowTiles || choice.kernel == Kernel::kSplitKvAndRowTiles) many.emplace(a, device, least);
   // One after the other, so they can have the same memory.
-  const int64_t bytes = std::max(few ? few->workspace_bytes() : 0, many ? many->workspace_bytes() : 0);
+  const int64_t bytes = std::max({few ? few->workspace_bytes() : 0, more ? more->workspace_bytes() : 0,
+                                  many ? many->workspace_bytes() : 0});
   const Tensor workspace = new_tensor(q, {bytes}, ScalarType::Byte, "the work space");
   if (few) few->prepare(workspace.data_ptr(), stream);
   if (store) store();
   if (few) few->run(stream, store ? split_kv::Before::kOwnStore : split_kv::Before::kAnything);
+  if (more) more->run(workspace.data_ptr(), stream);
   if (many) many->run(workspace.data_ptr(), stream);
 }
 

@@ -84,8 +84,10 @@ class Facts {
 const char* name(AttentionKernel kernel) {
   switch (kernel) {
     case AttentionKernel::kSplitKv: return "split_kv";
+    case AttentionKernel::kKeyTiles: return "key_tiles";
     case AttentionKernel::kRowTiles: return "row_tiles";
-    case AttentionKernel::kBoth: return "split_kv+row_tiles";
+    case AttentionKernel::kSplitKvAndKeyTiles: return "split_kv+key_tiles";
+    case AttentionKernel::kSplitKvAndRowTiles: return "split_kv+row_tiles";
     case AttentionKernel::kGeneral: break;
   }
   return "general";

@@ -28,7 +28,8 @@ struct Attention {
   const int32_t* block_table;  // [seqs, max_pages], stride 1 in a sequence's row
   int64_t table_stride;        // from one row of block_table to the next, in elements
   int seqs, max_pages, max_q_len;
-  int most_queries;    // the split-KV kernel leaves sequences with more queries to another kernel
+  // split-KV and key tiles leave sequences with more queries, or with fewer, to another kernel
+  int most_queries, least_queries;
   int sliding_window;  // 0: none
 
   // Pages and their constants

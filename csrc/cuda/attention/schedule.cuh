@@ -41,7 +41,7 @@ template <int ROWS>
 __device__ __forceinline__ SequenceWork work_of_sequence(const Attention& a, int per_unit, int s, bool early) {
   SequenceWork x;
   x.queries = a.num_queries(s, early), x.length = a.length(s, early);
-  if (x.queries > a.most_queries) x.queries = 0;
+  if (x.queries > a.most_queries || x.queries < a.least_queries) x.queries = 0;
   x.blocks = ceil_div(x.queries * a.group, ROWS);
   const Attention::Tail tail = a.tail_of(s, x.length, early);
   const int begin = x.length - x.queries, new_begin = a.new_begin(x.length, x.queries);

@@ -95,13 +95,26 @@ FewUnitsPlan few_units_of(const Attention& a, const DeviceFacts& device, const K
 
 }  // namespace
 
+void check_limits(const Attention& a, const StageLayout& layout, int64_t blocks_of_rows) {
+  const int64_t tokens = int64_t{a.max_pages} * a.record.page_size;
+  const int64_t exact = int64_t{a.sink_tokens} + a.ring + 1 + (a.new_keys ? a.max_q_len : 0);
+  const int64_t units = tokens / kUnitTokens + 1 + exact + kSegmentOverhead;
+  // in floating point, where the product cannot overflow
+  STD_TORCH_CHECK(1.0 * units * blocks_of_rows * a.kv_heads * a.seqs <= INT32_MAX, "paged_attention: ", a.seqs,
+                  " sequences of up to ", tokens, " tokens are more work than one call can count");
+  STD_TORCH_CHECK(a.num_pages * a.page_stride <= int64_t{UINT32_MAX} * layout.grain, "paged_attention: ", a.num_pages,
+                  " pages of ", a.page_stride,
+                  " bytes are more than one call can address: ", int64_t{UINT32_MAX} * layout.grain,
+                  " bytes, less where pages do not start at multiples of 64 bytes");
+}
+
 // ---- The launch ----------------------------------------------------------------------------------------------------
 
 SplitKvLaunch::SplitKvLaunch(const Attention& call, const Device& device, int pair)
     : call_(call), device_(device), entry_(find_kernel_of(call, pair)),
       layout_(call.record, call.page_stride, element_size(call.dtype)) {
   choose_shape();
-  check_limits();
+  check_limits(call_, layout_, blocks_of_rows(call_, entry_.rows));
   plan_.codes = entry_.codes;
   plan_.group_reciprocal = (65536 + call.group - 1) / call.group;
   // A warp sums the lengths of 32 sequences at once. With more of them, reading all lengths twice costs more than the
@@ -126,21 +139,6 @@ void SplitKvLaunch::choose_shape() {
   STD_TORCH_CHECK(plan_.warps > 0, "paged_attention: a record of ", layout_.bytes,
                   " bytes for 32 tokens does not fit into the ", facts.shared_per_block,
                   " bytes of shared memory that a block can have");
-}
-
-void SplitKvLaunch::check_limits() const {
-  const Attention& a = call_;
-  const int64_t tokens = int64_t{a.max_pages} * a.record.page_size;
-  const int64_t exact = int64_t{a.sink_tokens} + a.ring + 1 + (a.new_keys ? a.max_q_len : 0);
-  const int64_t units = tokens / kUnitTokens + 1 + exact + kSegmentOverhead;
-  // in floating point, where the product cannot overflow
-  STD_TORCH_CHECK(1.0 * units * blocks_of_rows(a, entry_.rows) * a.kv_heads * a.seqs <= INT32_MAX,
-                  "paged_attention: ", a.seqs, " sequences of up to ", tokens,
-                  " tokens are more work than one call can count");
-  STD_TORCH_CHECK(a.num_pages * a.page_stride <= int64_t{UINT32_MAX} * layout_.grain, "paged_attention: ", a.num_pages,
-                  " pages of ", a.page_stride,
-                  " bytes are more than one call can address: ", int64_t{UINT32_MAX} * layout_.grain,
-                  " bytes, less where pages do not start at multiples of 64 bytes");
 }
 
 void SplitKvLaunch::prepare(void* workspace, cudaStream_t stream) {

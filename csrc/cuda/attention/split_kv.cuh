@@ -29,6 +29,10 @@ KernelEntry find_kernel(int pair, int rows);
 // but pages and tail, and which waited for everything before it.
 enum class Before { kAnything, kOwnStore };
 
+// Refuses a call with more work than the kernels that share its list of units can count, or pages that they cannot
+// address. blocks_of_rows: of a sequence, at most.
+void check_limits(const Attention& call, const StageLayout& layout, int64_t blocks_of_rows);
+
 // A launch, with everything that follows from the call and the device: computed once, before memory is allocated.
 class SplitKvLaunch {
  public:
@@ -46,7 +50,6 @@ class SplitKvLaunch {
   int64_t part_floats_of_block() const { return int64_t{2} * entry_.rows * part_floats(call_.record.head_dim); }
   const void* kernel() const { return plan_.few.tokens > 0 ? entry_.with_few_units : entry_.kernel; }
   void choose_shape();
-  void check_limits() const;
 
   const Attention& call_;
   const Device& device_;

@@ -1,0 +1,81 @@
+// The launch of the key-tile kernel: which instance, and how its shared memory is divided.
+#include "cuda/attention/key_tiles.cuh"
+
+#include <algorithm>
+
+#include "choices/attention.h"
+#include "cuda/attention/counters.cuh"
+#include "cuda/attention/head_dims.cuh"
+#include "cuda/attention/key_tiles/exact.cuh"
+#include "cuda/attention/key_tiles/expansion.cuh"
+#include "cuda/attention/split_kv.cuh"
+#include "cuda/common/torch.cuh"
+
+namespace turboquant::cuda::key_tiles {
+namespace {
+
+// What the codes of keys and values mean for code that is compiled once for all of them.
+template <int D>
+void describe_codes(Plan& plan, const CodesOfPair& pair) {
+  plan.keys = static_cast<int>(std::find(std::begin(kKeyCodes), std::end(kKeyCodes), pair.keys) - kKeyCodes);
+  with_key_codes<D>(plan.keys, [&](auto keys) {
+    plan.order = keys.kOrder, plan.key_step = keys.kStep, plan.key_offset = keys.kOffset;
+  });
+  plan.value_step = 2, plan.value_offset = format::num_levels(pair.values.width) - 1;
+}
+
+}  // namespace
+
+KeyTilesLaunch::KeyTilesLaunch(const Attention& call, const Device& device, int pair, int least_queries)
+    : call_(call), device_(device),
+      entry_(with_head_dim<kKeyTilesHeadDims>(
+          call.record.head_dim, [&](auto d) { return find_kernel<d>(std::min(call.max_q_len, call.tokens) * call.group); })),
+      layout_(call.record, call.page_stride, element_size(call.dtype)) {
+  call_.most_queries = call.max_q_len, call_.least_queries = least_queries;
+  const DeviceFacts& facts = device.facts;
+  grid_ = std::min(split_kv::kMaxGrid, entry_.blocks * facts.multiprocessors);
+  lay_out(std::min(facts.shared_per_block, facts.shared_per_multiprocessor / entry_.blocks - kReservedSharedBytes));
+  plan_.group_reciprocal = (65536 + call.group - 1) / call.group;
+  plan_.clears = least_queries == 0;
+  describe_codes<128>(plan_, kSplitKvPairs[pair]);
+  split_kv::check_limits(call_, layout_, 1);
+}
+
+void KeyTilesLaunch::lay_out(int shared_limit) {
+  const auto up = [](int n) { return (n + 127) / 128 * 128; };
+  const int d = call_.record.head_dim, rows = entry_.rows, part_bytes = rows * split_kv::part_floats(d) * 4;
+  Plan& p = plan_;
+  p.warps = kWarps, p.copies = 2 * layout_.copies, p.unit_bytes = 2 * layout_.bytes;
+  // The ring comes first, then what is needed while units are attended to, then what is needed always.
+  int bytes = 0;
+  const auto place = [&](int& at, int size) { at = bytes, bytes += up(size); };
+  place(p.operands, entry_.query_bytes), place(p.weights, entry_.weight_bytes);
+  const int passing = bytes;
+  place(p.table, RowTable::bytes(rows)), place(p.factors, kWeightBuffers * Plan::factors_of(rows) * 4);
+  place(p.exchange, 10 * rows * 4), place(p.totals, entry_.total_bytes), place(p.barriers, View::kBarrierBytes), place(p.present, kMaxStages * 4);
+  place(p.signs, 2 * d * 4 + 2 * split_kv::kMaxLevels), place(p.rows, rows * static_cast<int>(sizeof(split_kv::QueryRow)) + 8);
+  place(p.notes, (kWarps + 1) * static_cast<int>(sizeof(split_kv::WarpNotes)));
+  p.stages = std::min((shared_limit - bytes) / p.unit_bytes, kMaxStages);
+  const int ring = p.stages * p.unit_bytes;
+  for (int* at : {&p.operands, &p.weights, &p.table, &p.factors, &p.exchange, &p.totals, &p.barriers, &p.present, &p.signs, &p.rows,
+                  &p.notes}) {
+    *at += ring;
+  }
+  p.bytes = ring + bytes;
+  p.join = p.exact = 0, p.result = up(std::max(part_bytes, exact_bytes(d)));
+  STD_TORCH_CHECK(p.stages >= 2 && p.result + part_bytes <= ring + passing, "paged_attention: a record of ",
+                  layout_.bytes, " bytes for 32 tokens does not fit into the ", shared_limit,
+                  " bytes of shared memory that a block can have");
+}
+
+void KeyTilesLaunch::run(void* workspace, cudaStream_t stream) {
+  plan_.parts = static_cast<float*>(workspace);
+  plan_.arrivals =
+      zeroed_counters(device_.index, stream, grid_, static_cast<uint32_t*>(workspace) + part_floats());
+  allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
+  void* arguments[] = {&call_, &layout_, &plan_};
+  check_cuda(launch_early(entry_.kernel, grid_, kThreads, plan_.bytes, arguments, stream, device_.facts.major),
+             "paged_attention");
+}
+
+}  // namespace turboquant::cuda::key_tiles

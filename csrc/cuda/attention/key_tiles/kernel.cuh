@@ -1,0 +1,172 @@
+// The key-tile kernel: attention of 17 to 64 query rows over long packed caches, for devices with products of
+// warpgroups (compute capability 9.0): drafts that are verified, wide groups of query heads.
+//
+// So many rows are too few to be the long side of products, as in row tiles, and too many for one warp's registers, as
+// in split-KV. So keys are the long side, and rows are columns:
+//   scores  [64 tokens x channels] . [channels x rows]
+//   output  [64 channels x tokens] . [tokens x rows]
+// Codes become the left operand in registers (expansion.cuh), so they are neither written to shared memory nor read
+// from there again, and rows that do not exist cost little.
+//
+// Warpgroups have roles: one computes scores and weights, the other one sums weighted values of the unit before, and one
+// of its warps copies the units ahead. Two such blocks share a multiprocessor.
+//
+// Which units a block has, how partial results are joined, and in what order, is as in split-KV, whose code does it: a
+// partial result's sums are in the rotated space. So results are the same in every run, and the host never needs to know
+// a length.
+//
+// The parts, each in a file of its own, in the order in which a unit passes them:
+//   ring        copies of pages        values    sums of weighted values
+//   queries     the rows as operands   exact     exact keys, behind the codes of a segment
+//   scores      products and weights
+#pragma once
+
+#include "cuda/attention/key_tiles/exact.cuh"
+#include "cuda/attention/key_tiles/queries.cuh"
+#include "cuda/attention/key_tiles/scores.cuh"
+#include "cuda/attention/key_tiles/values.cuh"
+#include "cuda/attention/padding.cuh"
+#include "cuda/attention/split_kv/results.cuh"
+#include "cuda/attention/split_kv/work_list.cuh"
+
+namespace turboquant::cuda::key_tiles {
+
+template <class S>
+class KeyTilesBlock {
+  using Rows = split_kv::QueryRows<S::kDim, S::kRows>;
+  using List = split_kv::WorkList<S::kRows>;
+  using Join = split_kv::Join<S::kDim, S::kRows / 4>;
+
+ public:
+  __device__ __forceinline__ KeyTilesBlock(const Attention& a, const StageLayout& layout, const Plan& plan,
+                                           uint8_t* shared)
+      : block_(a, layout, plan, shared), list_(block_), rows_(block_), join_(block_) {}
+
+  __device__ __forceinline__ void run() {
+    let_next_kernel_begin();
+    begin();
+    const split_kv::WarpNotes& notes = list_.notes();
+    const Segment& segment = notes.attended;
+#pragma unroll 1
+    while (segment.begin < notes.end) {
+      const int from = max(notes.begin, segment.begin), to = list_.stop();
+      attend_codes(segment, from, max(min(to, segment.coded_end()) - from, 0));
+      const int exact = max(from, segment.coded_end());
+      if (segment.work.exact > 0 && exact < to) attend_exact(segment, exact, to);
+      finish(segment, from, to);
+      if (to == notes.end) return;
+      list_.seek(list_.notes().attended, to);
+    }
+  }
+
+ private:
+  // Barriers, the block's share of the list, and what its threads need in shared memory.
+  __device__ __forceinline__ void begin() {
+    if (threadIdx.x == 0) {
+      constexpr int kGroupWarps = kWarpgroup / 32;
+      for (int i = 0; i < kMaxStages; ++i) {
+        init_barrier(block_.arrived(i), 1), init_barrier(block_.freed(i), kGroupWarps);
+      }
+      for (int i = 0; i < kWeightBuffers; ++i) {
+        init_barrier(block_.weighed(i), kWarpgroup), init_barrier(block_.summed(i), kGroupWarps);
+      }
+    }
+    barriers_ready();
+    wait_for_previous_kernel();
+    list_.find(false, false, [&](int thread, int threads) {
+      const Attention& a = block_.call;
+#pragma unroll 1
+      for (int i = thread; i < 2 * S::kDim; i += threads) {
+        block_.signs()[i] = (i < S::kDim ? a.key_signs : a.value_signs - S::kDim)[i];
+      }
+      if (block_.own.clears) {
+        clear_padding<uint16_t>(a, S::kDim, int64_t{blockIdx.x} * threads + thread, int64_t{gridDim.x} * threads);
+      }
+    });
+  }
+
+  // `units` units of codes, from unit `from` of the list on, into the block's result.
+  __device__ __forceinline__ void attend_codes(const Segment& segment, int from, int units) {
+    const int token = segment.first_token(from);
+    const bool values = threadIdx.x >= kWarpgroup;
+    Ring ring(block_);
+    if (values) ring.begin(segment, token, units, turn_.stage);
+    prepare_queries<S>(block_, rows_, segment);
+    list_.find_sharers(segment);
+    publish_operands();
+    __syncthreads();
+    float* result = block_.result();
+    if (values) {
+      ValueGroup<S> group(block_, ring);
+      group.attend(units, turn_);
+      read_all();
+      group.leave(result);
+    } else {
+      ScoreGroup<S> group(block_);
+      group.attend(token, units, turn_);
+      read_all();
+      group.leave(result);
+    }
+    __syncthreads();
+    correct(result);
+    __syncthreads();
+  }
+
+  // The result lies in the ring: all units have been read.
+  __device__ __forceinline__ void read_all() const { sync_threads(kReadBarrier, kThreads); }
+  static constexpr int kReadBarrier = 2;
+
+  // What a level is beside its code is one number for a row.
+  __device__ __forceinline__ void correct(float* result) const {
+#pragma unroll 1
+    for (int r = block_.warp; r < S::kRows; r += kWarps) {
+      float* row = result + r * S::kPart;
+      const float less = row[2];
+#pragma unroll
+      for (int i = block_.lane; i < S::kDim; i += 32) row[split_kv::kPartHead + i] -= less;
+    }
+  }
+
+  // Units [from, to) of exact keys.
+  __device__ __forceinline__ void attend_exact(const Segment& segment, int from, int to) const {
+    const int per_unit = split_kv::kUnitStages * block_.layout.exact_keys, first = segment.coded_end();
+    ExactKeys<S>(block_, rows_, segment)
+        .attend((from - first) * per_unit, min((to - first) * per_unit, segment.work.exact), block_.result());
+  }
+
+  // The end of a segment, of which this block had numbers [from, to).
+  __device__ __forceinline__ void finish(const Segment& segment, int from, int to) {
+    const bool whole = from == segment.begin && to == segment.end();
+    const float* parts = block_.result();
+    int groups = 1;
+    if (!whole) {
+      constexpr int kWords = Join::kSegmentFloats / 4;
+      const float4* result = reinterpret_cast<const float4*>(parts);
+      float4* part = reinterpret_cast<float4*>(join_.part(static_cast<int>(blockIdx.x), from == segment.begin));
+#pragma unroll 4
+      for (int i = threadIdx.x; i < kWords; i += kThreads) part[i] = result[i];
+      __syncthreads();
+      parts = block_.join(), groups = join_.arrives_last(list_) ? join_.blocks(list_) : 0;
+    }
+    if (groups > 0) split_kv::write_results(block_, rows_, segment, parts, groups);
+    __syncthreads();
+  }
+
+  const View block_;
+  const List list_;
+  const Rows rows_;
+  const Join join_;
+  Turn turn_;
+};
+
+template <int D, int ROWS>
+__global__ void __launch_bounds__(kThreads, Shape<D, ROWS>::kBlocks)
+    key_tiles_kernel(const __grid_constant__ Attention a, const __grid_constant__ StageLayout layout,
+                     const __grid_constant__ Plan plan) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // choose_attention sends no call to other devices
+  extern __shared__ __align__(1024) uint8_t shared[];
+  KeyTilesBlock<Shape<D, ROWS>>(a, layout, plan, shared).run();
+#endif
+}
+
+}  // namespace turboquant::cuda::key_tiles

@@ -1,0 +1,140 @@
+// What all parts of the key-tile kernel (attention/key_tiles/kernel.cuh) share, some of it with the host that launches
+// it: sizes that are known when it is compiled, where everything of a block lies in shared memory, and a thread's view
+// of its block.
+#pragma once
+
+#include "cuda/attention/split_kv/rows.cuh"
+
+namespace turboquant::cuda::key_tiles {
+
+using split_kv::BlockView;
+using split_kv::part_floats;
+using split_kv::StageLayout;
+
+constexpr int kWarpgroup = 128;  // threads
+constexpr int kThreads = 2 * kWarpgroup, kWarps = kThreads / 32;
+constexpr int kMaxStages = 8;
+constexpr int kWeightBuffers = 2;
+
+// D: head_dim. ROWS: query rows of a block.
+template <int D, int ROWS>
+struct Shape {
+  static_assert(D == 128 && (ROWS == 32 || ROWS == 64));
+  static constexpr int kDim = D, kRows = ROWS;
+  static constexpr int kRowTiles = ROWS / 8;  // a product's columns are eight rows each
+  static constexpr int kBlocks = 2;           // per multiprocessor
+
+  // Whether running totals of scores are in shared memory, because registers have no room for them.
+  static constexpr bool kTotalsInMemory = ROWS == 64;
+  static constexpr int kTotalBytes = kTotalsInMemory ? kRowTiles * kWarpgroup * 16 : 0;
+
+  static constexpr int kStepBytes = 64 * ROWS;  // of 32 channels of all queries, each channel two bytes
+  static constexpr int kQueryBytes = D / 32 * kStepBytes;
+  static constexpr int kBlockBytes = 32 * ROWS;  // of the weights of 16 tokens
+  static constexpr int kWeightBytes = kUnitTokens / 16 * kBlockBytes;
+  static constexpr int kPart = part_floats(D);
+};
+
+// What scores need to know of the rows of a block: arrays one behind the other.
+struct RowTable {
+  float *factor, *start;  // of a sum of products with codes: the factor, and what is added then
+  float* shift;           // the score of the center, base 2
+  int *first, *end;       // the keys that a row sees from codes
+
+  __host__ __device__ static constexpr int bytes(int rows) { return 5 * 4 * rows; }
+
+  __device__ __forceinline__ RowTable(uint8_t* memory, int rows)
+      : factor(reinterpret_cast<float*>(memory)), start(factor + rows), shift(start + rows),
+        first(reinterpret_cast<int*>(shift + rows)), end(first + rows) {}
+
+  // A row that does not exist sees all keys, so that it never decides what is masked.
+  __device__ __forceinline__ bool exists(int row) const { return first[row] >= 0; }
+};
+
+// The plan of a launch. Of split-KV's plan, `stages` are units of a common ring, `operands` the queries as bytes, and
+// `join`, `result` and `exact` have their places in the ring: they are used when nothing is copied.
+struct Plan : split_kv::SplitKvPlan {
+  int keys;        // which of kKeyCodes (expansion.cuh)
+  CodeOrder order;
+  int unit_bytes;  // of the ring
+  int copies;      // of a unit, one for each of its tiles of a record
+  int exact;       // see exact.cuh
+  int table, weights, factors, exchange, totals, barriers, present;
+  float key_step, key_offset, value_step, value_offset;  // level = step * code - offset
+  bool clears;  // fills the results of tokens behind the last sequence
+
+  // Floats of a buffer of factors: one for each row, and whether any is not 1. Two rows' are read at once.
+  __host__ __device__ static constexpr int factors_of(int rows) { return rows + 2; }
+};
+
+// The stage and the buffer of weights of a unit, and the phases of their barriers. Both warpgroups count units alike.
+struct Turn {
+  int stage = 0;
+  uint32_t phase = 0, count = 0;
+
+  __device__ __forceinline__ void next(int stages) {
+    ++count;
+    if (++stage == stages) stage = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ int buffer() const { return count % kWeightBuffers; }
+  __device__ __forceinline__ uint32_t buffer_phase() const { return count / kWeightBuffers & 1; }
+};
+
+// A thread's view of its block.
+struct View : BlockView {
+  const Plan& own;
+
+  __device__ __forceinline__ View(const Attention& a, const StageLayout& l, const Plan& p, uint8_t* memory)
+      : BlockView(a, l, p, memory, threadIdx.x), own(p) {}
+
+  __device__ __forceinline__ uint8_t* queries() const { return shared + own.operands; }
+  __device__ __forceinline__ RowTable table(int rows) const { return RowTable(shared + own.table, rows); }
+  __device__ __forceinline__ uint8_t* weights() const { return shared + own.weights; }
+  __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(shared + own.factors); }
+  __device__ __forceinline__ float* exchange() const { return reinterpret_cast<float*>(shared + own.exchange); }
+  __device__ __forceinline__ float4* totals() const { return reinterpret_cast<float4*>(shared + own.totals); }
+  __device__ __forceinline__ float* references(int rows) const { return exchange() + 8 * rows; }
+
+  // Level entries of keys, then of values, [kMaxLevels] each: for grids of levels.
+  template <class S>
+  __device__ __forceinline__ int8_t* levels() const {
+    return reinterpret_cast<int8_t*>(signs() + 2 * S::kDim);
+  }
+  // Which tiles of a stage exist, a bit for each.
+  __device__ __forceinline__ uint32_t& present(int stage) const {
+    return reinterpret_cast<uint32_t*>(shared + own.present)[stage];
+  }
+  // Where value block (16 tokens) `block` of a unit at `unit` begins, or the keys of the same tokens; `next`: the
+  // layout's distance from the first 16 tokens of a stage to the others.
+  __device__ __forceinline__ const uint8_t* block_of(int unit, int block, int next) const {
+    return shared + unit + block / 2 * layout.bytes + block % 2 * next;
+  }
+
+  // Barriers: stage `i` has arrived; it has been read; weights `i` are there; weights `i` have been read.
+  __device__ __forceinline__ uint64_t* arrived(int i) const { return barriers() + i; }
+  __device__ __forceinline__ uint64_t* freed(int i) const { return barriers() + kMaxStages + i; }
+  __device__ __forceinline__ uint64_t* weighed(int i) const { return barriers() + 2 * kMaxStages + i; }
+  __device__ __forceinline__ uint64_t* summed(int i) const { return barriers() + 2 * kMaxStages + kWeightBuffers + i; }
+  static constexpr int kBarrierBytes = (2 * kMaxStages + 2 * kWeightBuffers) * 8;
+
+ private:
+  __device__ __forceinline__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(shared + own.barriers); }
+};
+
+constexpr int kScoresBarrier = 1;  // a named barrier
+__device__ __forceinline__ void sync_threads(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// The same; whether `mine` is true for any of the threads.
+__device__ __forceinline__ bool sync_any(int barrier, int threads, bool mine) {
+  int any;
+  asm volatile(
+      "{\n.reg .pred mine, any;\nsetp.ne.s32 mine, %1, 0;\nbar.red.or.pred any, %2, %3, mine;\n"
+      "selp.s32 %0, 1, 0, any;\n}"
+      : "=r"(any)
+      : "r"(static_cast<int>(mine)), "r"(barrier), "r"(threads)
+      : "memory");
+  return any;
+}
+
+}  // namespace turboquant::cuda::key_tiles

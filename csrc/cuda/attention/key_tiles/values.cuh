@@ -1,0 +1,116 @@
+// The warpgroup that sums weighted values: 64 channels x all rows in each product, over the tokens of a unit.
+//
+// Warp v of the warpgroup has channel units 2 v and 2 v + 1 of a value block, 16 channels each. Lane (g, t) has of each
+// of them channels g and g + 8, and rows 2 t and 2 t + 1 of every eight.
+#pragma once
+
+#include "cuda/attention/key_tiles/expansion.cuh"
+#include "cuda/attention/key_tiles/ring.cuh"
+#include "cuda/common/wgmma_registers.cuh"
+
+namespace turboquant::cuda::key_tiles {
+
+template <class S>
+class ValueGroup {
+  static constexpr int kTiles = S::kRowTiles, kUnits = S::kDim / 64;
+
+ public:
+  // ring: has begun to copy the segment
+  __device__ __forceinline__ ValueGroup(const View& block, Ring& ring)
+      : block_(block), ring_(ring), warp_(block.warp - kWarpgroup / 32),
+        weights_(operand_word(shared_address(block.weights()), kTiles * 128)) {}
+
+  // `units` units of a segment
+  __device__ __forceinline__ void attend(int units, Turn& turn) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+      for (int i = 0; i < 4 * kTiles; ++i) sums_[u][i] = 0;
+    }
+#pragma unroll 1
+    for (int i = 0; i < units; ++i) {
+      attend_unit(turn);
+      ring_.pass_on(turn, i + block_.own.stages < units);
+      turn.next(block_.own.stages);
+    }
+  }
+
+  // The sums of a partial result [ROWS, kPart].
+  __device__ __forceinline__ void leave(float* part) const {
+    const float unit = block_.own.value_step * format::kLevelUnit * (1 << 24);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      float* to = part + split_kv::kPartHead + 16 * (kUnits * warp_ + u) + block_.g;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float lower = sums_[u][4 * j + h], upper = ValueCodesOf::upper(lower, sums_[u][4 * j + 2 + h]);
+          float* row = to + (8 * j + 2 * block_.t + h) * S::kPart;
+          row[0] = lower * unit, row[8] = upper * unit;
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void attend_unit(const Turn& turn) {
+    const int buffer = turn.buffer();
+    wait_barrier(block_.arrived(turn.stage), turn.phase);
+    const int unit = turn.stage * block_.own.unit_bytes + block_.layout.values;
+    uint32_t word[kUnitTokens / 16][kUnits];
+#pragma unroll
+    for (int b = 0; b < kUnitTokens / 16; ++b) {
+      const uint8_t* block = block_.block_of(unit, b, block_.layout.next_values);
+      const int first = kUnits * warp_;
+      const uint2 x = *reinterpret_cast<const uint2*>(block + format::kChunkBytes * (first / 4) + 16 * block_.lane +
+                                                      4 * (first % 4));
+      word[b][0] = x.x, word[b][1] = x.y;
+    }
+    wait_barrier(block_.weighed(buffer), turn.buffer_phase());
+    const float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
+    if (factors[S::kRows] != 0) rescale(factors);
+    const uint32_t weights = __shfl_sync(0xffffffff, weights_ + buffer * (S::kWeightBytes / 16), 0);
+#pragma unroll
+    for (int b = 0; b < kUnitTokens / 16; ++b) {
+      uint32_t a[kUnits][4];
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) ValueCodesOf::expand(word[b][u], a[u]);
+      begin_products();
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        add_product<S::kRows, __half>(sums_[u], a[u][0], a[u][1], a[u][2], a[u][3],
+                                      weights + b * (S::kBlockBytes / 16));
+      }
+      commit_products();
+      wait_for_products<1>();
+    }
+    wait_for_products<0>();
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) receive<4 * kTiles>(sums_[u]);
+    __syncwarp();
+    if (block_.lane == 0) arrive(block_.summed(buffer));
+  }
+
+  __device__ __forceinline__ void rescale(const float* factors) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const float by[2] = {factors[8 * j + 2 * block_.t], factors[8 * j + 2 * block_.t + 1]};
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums_[u][4 * j + i] *= by[i % 2];
+      }
+    }
+  }
+
+  using ValueCodesOf = ValueHalves<ValueCodes<S::kDim, choices::kUniform4>>;
+
+  const View block_;
+  Ring& ring_;
+  const int warp_;          // of the warpgroup
+  const uint32_t weights_;  // the operand of the first buffer
+  float sums_[kUnits][4 * kTiles];
+};
+
+}  // namespace turboquant::cuda::key_tiles

@@ -1,0 +1,20 @@
+// The kernels of one head_dim, for blocks of 32 and 64 rows; each takes all codes (expansion.cuh).
+#pragma once
+
+#include "cuda/attention/key_tiles.cuh"
+#include "cuda/attention/key_tiles/kernel.cuh"
+
+namespace turboquant::cuda::key_tiles {
+
+template <int D>
+KernelEntry find_kernel(int rows) {
+  const auto entry = [](auto block_rows) {
+    using S = Shape<D, block_rows>;
+    return KernelEntry{reinterpret_cast<const void*>(&key_tiles_kernel<D, block_rows>), block_rows, S::kBlocks,
+                       S::kQueryBytes, kWeightBuffers * S::kWeightBytes, S::kTotalBytes};
+  };
+  if (rows <= 32) return entry(std::integral_constant<int, 32>{});
+  return entry(std::integral_constant<int, 64>{});
+}
+
+}  // namespace turboquant::cuda::key_tiles
