@@ -12,7 +12,7 @@ namespace turboquant {
 
 enum class AttentionKernel {
   kSplitKv,   // few query rows over long caches (cuda/attention/split_kv/kernel.cuh)
-  kKeyTiles,  // up to 64 query rows (cuda/attention/key_tiles/kernel.cuh)
+  kKeyTiles,  // up to 32 query rows (cuda/attention/key_tiles/kernel.cuh)
   kRowTiles,  // many query rows (cuda/attention/row_tiles/kernel.cuh)
   kSplitKvAndKeyTiles,  // sequences of few rows: split-KV, then those of more rows: one of the others
   kSplitKvAndRowTiles,
@@ -93,7 +93,7 @@ constexpr int split_kv_pair(const format::Codes& keys, const format::Codes& valu
 
 // The head_dims that the key-tile kernel is compiled for, and the most rows that its blocks have.
 constexpr int kKeyTilesHeadDims[] = {128};
-constexpr int kKeyTilesMostRows = 64;
+constexpr int kKeyTilesMostRows = 32;
 constexpr bool is_key_tiles_head_dim(int head_dim) {
   for (const int d : kKeyTilesHeadDims) {
     if (d == head_dim) return true;
@@ -167,7 +167,7 @@ constexpr int64_t split_kv_queries_of_mixed(const AttentionShape& shape, int lim
 
 // Which kernel takes sequences of how many query rows (max_q_len * group, of a KV head):
 //   rows <= limit                split-KV: one launch
-//   else, and every sequence     key tiles up to 64 rows, else row tiles: one launch. It must be so where tokens = seqs *
+//   else, and every sequence     key tiles up to 32 rows, else row tiles: one launch. It must be so where tokens = seqs *
 //   has more than the limit      max_q_len, or where one query has more rows than the limit
 //   else                         split-KV and one of these: the lengths are on the device, so both kernels are launched,
 //                                and each skips the sequences of the other one
@@ -189,7 +189,7 @@ constexpr AttentionChoice choose_attention(const AttentionShape& shape, const De
   if (no_split_kv) return {Kernel::kRowTiles, no_split_kv};
   const bool key_tiles = choices::fits_key_tiles(shape, rows);
   if (shape.tokens == shape.seqs * shape.max_q_len || shape.group > limit) {
-    if (key_tiles) return {Kernel::kKeyTiles, "17 to 64 query rows per KV head", pair};
+    if (key_tiles) return {Kernel::kKeyTiles, "17 to 32 query rows per KV head", pair};
     return {Kernel::kRowTiles,
             limit == 16 ? "more than 16 query rows per KV head" : "more than 8 query rows per KV head"};
   }

@@ -45,19 +45,19 @@ void KeyTilesLaunch::lay_out(int shared_limit) {
   const auto up = [](int n) { return (n + 127) / 128 * 128; };
   const int d = call_.record.head_dim, rows = entry_.rows, part_bytes = rows * split_kv::part_floats(d) * 4;
   Plan& p = plan_;
-  p.warps = kWarps, p.copies = 2 * layout_.copies, p.unit_bytes = 2 * layout_.bytes;
+  p.warps = kThreads / 32, p.copies = 2 * layout_.copies, p.unit_bytes = 2 * layout_.bytes;
   // The ring comes first, then what is needed while units are attended to, then what is needed always.
   int bytes = 0;
   const auto place = [&](int& at, int size) { at = bytes, bytes += up(size); };
   place(p.operands, entry_.query_bytes), place(p.weights, entry_.weight_bytes);
   const int passing = bytes;
   place(p.table, RowTable::bytes(rows)), place(p.factors, kWeightBuffers * Plan::factors_of(rows) * 4);
-  place(p.exchange, 10 * rows * 4), place(p.totals, entry_.total_bytes), place(p.barriers, View::kBarrierBytes), place(p.present, kMaxStages * 4);
+  place(p.exchange, 11 * rows * 4), place(p.barriers, View::kBarrierBytes), place(p.present, kMaxStages * 4);
   place(p.signs, 2 * d * 4 + 2 * split_kv::kMaxLevels), place(p.rows, rows * static_cast<int>(sizeof(split_kv::QueryRow)) + 8);
-  place(p.notes, (kWarps + 1) * static_cast<int>(sizeof(split_kv::WarpNotes)));
+  place(p.notes, (kThreads / 32 + 1) * static_cast<int>(sizeof(split_kv::WarpNotes)));
   p.stages = std::min((shared_limit - bytes) / p.unit_bytes, kMaxStages);
   const int ring = p.stages * p.unit_bytes;
-  for (int* at : {&p.operands, &p.weights, &p.table, &p.factors, &p.exchange, &p.totals, &p.barriers, &p.present, &p.signs, &p.rows,
+  for (int* at : {&p.operands, &p.weights, &p.table, &p.factors, &p.exchange, &p.barriers, &p.present, &p.signs, &p.rows,
                   &p.notes}) {
     *at += ring;
   }

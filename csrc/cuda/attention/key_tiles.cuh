@@ -12,10 +12,10 @@ namespace turboquant::cuda::key_tiles {
 struct KernelEntry {
   const void* kernel;
   int rows, blocks;  // of a block; blocks per multiprocessor
-  int query_bytes, weight_bytes, total_bytes;
+  int query_bytes, weight_bytes;
 };
 
-// The kernel whose block has at least `rows` rows, up to 64. Defined in instances/key_tiles_<D>.cu.
+// The kernel whose block has at least `rows` rows, up to 32. Defined in instances/key_tiles_<D>.cu.
 template <int D>
 KernelEntry find_kernel(int rows);
 

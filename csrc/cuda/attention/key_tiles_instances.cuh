@@ -1,4 +1,4 @@
-// The kernels of one head_dim, for blocks of 32 and 64 rows; each takes all codes (expansion.cuh).
+// The kernels of one head_dim, for blocks of 24 and 32 rows; each takes all codes (expansion.cuh).
 #pragma once
 
 #include "cuda/attention/key_tiles.cuh"
@@ -11,10 +11,10 @@ KernelEntry find_kernel(int rows) {
   const auto entry = [](auto block_rows) {
     using S = Shape<D, block_rows>;
     return KernelEntry{reinterpret_cast<const void*>(&key_tiles_kernel<D, block_rows>), block_rows, S::kBlocks,
-                       S::kQueryBytes, kWeightBuffers * S::kWeightBytes, S::kTotalBytes};
+                       S::kQueryBytes, kWeightBuffers * S::kWeightBytes};
   };
-  if (rows <= 32) return entry(std::integral_constant<int, 32>{});
-  return entry(std::integral_constant<int, 64>{});
+  if (rows <= 24) return entry(std::integral_constant<int, 24>{});
+  return entry(std::integral_constant<int, 32>{});
 }
 
 }  // namespace turboquant::cuda::key_tiles

@@ -1,6 +1,6 @@
 // Products of a warpgroup (common/wgmma.cuh has the basics) with A in registers, for any N that kernels of few rows
-// need: D = A B + D, A 64 x 16 and B 16 x N of float16 or bfloat16, D 64 x N of float32, N = 16, 32 or 64; and of
-// bytes.
+// need: D = A B + D, A 64 x 16 and B 16 x N of float16 or bfloat16, D 64 x N of float32, N = 16, 24, 32 or 64; and
+// of bytes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,7 +23,8 @@ __device__ __forceinline__ uint32_t operand_word(uint32_t shared_address, int ne
 // __nv_bfloat16.
 template <int N, typename T>
 __device__ __forceinline__ void add_product(float* d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b) {
-  static_assert(N == 16 || N == 32 || N == 64);
+  static_assert(N == 16 || N == 24 || N == 32 || N == 64);
+  static_assert(N != 24 || std::is_same_v<T, __half>);
   [[maybe_unused]] constexpr bool kHalf = std::is_same_v<T, __half>;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if constexpr (N == 16 && kHalf) {
@@ -37,6 +38,13 @@ __device__ __forceinline__ void add_product(float* d, uint32_t a0, uint32_t a1, 
         "{ .reg .b64 b; mov.b64 b, {%12, 8}; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, b, 1, 1, 1, 0; }"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b));
+  } else if constexpr (N == 24) {
+    asm volatile(
+        "{ .reg .b64 b; mov.b64 b, {%16, 8}; wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, b, 1, 1, 1, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b));
   } else if constexpr (N == 32 && kHalf) {
     asm volatile(
@@ -80,12 +88,12 @@ __device__ __forceinline__ void add_product(float* d, uint32_t a0, uint32_t a1, 
 #endif
 }
 
-// d[N / 2] = a * b, plus d if `add`, of signed bytes, A 64 x 32 and B 32 x N, with sums of 32 bits; N = 32, 64 or 128.
+// d[N / 2] = a * b, plus d if `add`, of signed bytes, A 64 x 32 and B 32 x N, with sums of 32 bits; N = 32, 48, 64 or 128.
 // A core matrix holds 16 neighbours in k.
 template <int N>
 __device__ __forceinline__ void add_byte_product(int* d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b,
                                                  bool add) {
-  static_assert(N == 32 || N == 64 || N == 128);
+  static_assert(N == 32 || N == 48 || N == 64 || N == 128);
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if constexpr (N == 32) {
     asm volatile(
@@ -95,6 +103,16 @@ __device__ __forceinline__ void add_byte_product(int* d, uint32_t a0, uint32_t a
         "{%16, %17, %18, %19}, b, p; }"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]),
           "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(static_cast<int>(add)));
+  } else if constexpr (N == 48) {
+    asm volatile(
+        "{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, %29, 0; mov.b64 b, {%28, 8}; "
+        "wgmma.mma_async.sync.aligned.m64n48k32.s32.s8.s8 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23}, {%24, %25, %26, %27}, b, p; }"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), "+r"(d[8]),
+          "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]), "+r"(d[16]),
+          "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(static_cast<int>(add)));
   } else if constexpr (N == 64) {
     asm volatile(

@@ -1,4 +1,4 @@
-// The key-tile kernel: attention of 17 to 64 query rows over long packed caches, for devices with products of
+// The key-tile kernel: attention of 17 to 32 query rows over long packed caches, for devices with products of
 // warpgroups (compute capability 9.0): drafts that are verified, wide groups of query heads.
 //
 // So many rows are too few to be the long side of products, as in row tiles, and too many for one warp's registers, as
@@ -31,6 +31,20 @@
 
 namespace turboquant::cuda::key_tiles {
 
+// The warpgroup's threads get registers that another warpgroup has left, or leave some.
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+template <int COUNT>
+__device__ __forceinline__ void leave_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
 template <class S>
 class KeyTilesBlock {
   using Rows = split_kv::QueryRows<S::kDim, S::kRows>;
@@ -45,12 +59,25 @@ class KeyTilesBlock {
   __device__ __forceinline__ void run() {
     let_next_kernel_begin();
     begin();
+    if (threadIdx.x >= kWarpgroup) {
+      leave_registers<S::kValueRegisters>();
+      attend_segments<true>();
+    } else {
+      take_registers<S::kScoreRegisters>();
+      attend_segments<false>();
+    }
+  }
+
+ private:
+  // Both warpgroups have code of their own for everything, so that each can have registers of its own number.
+  template <bool VALUES>
+  __device__ __forceinline__ void attend_segments() {
     const split_kv::WarpNotes& notes = list_.notes();
     const Segment& segment = notes.attended;
 #pragma unroll 1
     while (segment.begin < notes.end) {
       const int from = max(notes.begin, segment.begin), to = list_.stop();
-      attend_codes(segment, from, max(min(to, segment.coded_end()) - from, 0));
+      attend_codes<VALUES>(segment, from, max(min(to, segment.coded_end()) - from, 0));
       const int exact = max(from, segment.coded_end());
       if (segment.work.exact > 0 && exact < to) attend_exact(segment, exact, to);
       finish(segment, from, to);
@@ -59,7 +86,6 @@ class KeyTilesBlock {
     }
   }
 
- private:
   // Barriers, the block's share of the list, and what its threads need in shared memory.
   __device__ __forceinline__ void begin() {
     if (threadIdx.x == 0) {
@@ -69,7 +95,9 @@ class KeyTilesBlock {
       }
       for (int i = 0; i < kWeightBuffers; ++i) {
         init_barrier(block_.weighed(i), kWarpgroup), init_barrier(block_.summed(i), kGroupWarps);
+        block_.vote(i) = ~0u;
       }
+      init_barrier(block_.voted(), kGroupWarps);
     }
     barriers_ready();
     wait_for_previous_kernel();
@@ -86,17 +114,17 @@ class KeyTilesBlock {
   }
 
   // `units` units of codes, from unit `from` of the list on, into the block's result.
+  template <bool VALUES>
   __device__ __forceinline__ void attend_codes(const Segment& segment, int from, int units) {
     const int token = segment.first_token(from);
-    const bool values = threadIdx.x >= kWarpgroup;
     Ring ring(block_);
-    if (values) ring.begin(segment, token, units, turn_.stage);
+    if constexpr (VALUES) ring.begin(segment, token, units, turn_.stage);
     prepare_queries<S>(block_, rows_, segment);
     list_.find_sharers(segment);
     publish_operands();
     __syncthreads();
     float* result = block_.result();
-    if (values) {
+    if constexpr (VALUES) {
       ValueGroup<S> group(block_, ring);
       group.attend(units, turn_);
       read_all();
@@ -108,24 +136,11 @@ class KeyTilesBlock {
       group.leave(result);
     }
     __syncthreads();
-    correct(result);
-    __syncthreads();
   }
 
   // The result lies in the ring: all units have been read.
   __device__ __forceinline__ void read_all() const { sync_threads(kReadBarrier, kThreads); }
   static constexpr int kReadBarrier = 2;
-
-  // What a level is beside its code is one number for a row.
-  __device__ __forceinline__ void correct(float* result) const {
-#pragma unroll 1
-    for (int r = block_.warp; r < S::kRows; r += kWarps) {
-      float* row = result + r * S::kPart;
-      const float less = row[2];
-#pragma unroll
-      for (int i = block_.lane; i < S::kDim; i += 32) row[split_kv::kPartHead + i] -= less;
-    }
-  }
 
   // Units [from, to) of exact keys.
   __device__ __forceinline__ void attend_exact(const Segment& segment, int from, int to) const {

@@ -34,51 +34,47 @@ class ScoreGroup {
  public:
   explicit __device__ __forceinline__ ScoreGroup(const View& block)
       : block_(block), table_(block.table(S::kRows)),
-        queries_(operand_word(shared_address(block.queries()), 2 * kTiles * 128)) {}
+        queries_(operand_word(shared_address(block.queries()), 2 * kTiles * 128)),
+        scales_(block.offset_of_block(block.warp, block.layout.next_scales) + 2 * block.g),
+        weights_(shared_address(block.weights()) +
+                 ((2 * block.warp + block.lane / 8 % 2) * kTiles + block.lane / 16) * 128 + block.lane % 8 * 16) {}
 
   // Units [0, units) of a segment, the first of which has `token` as its first.
   __device__ __forceinline__ void attend(int token, int units, Turn& turn) {
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) set_totals(j, {});
+    for (int c = 0; c < kColumns; ++c) totals_[c] = 0;
     if (threadIdx.x < S::kRows) {
       // The scores of a row that does not exist may be anything. They must not move the references of others.
       const int row = threadIdx.x;
       const bool exists = table_.exists(row);
-      reference(row) = exists ? 0 : kNobody, top(row) = exists ? kNothing : kNobody;
+      set_reference(row, exists ? 0 : kNobody), top(row) = exists ? kNothing : kNobody;
     }
     sync();
     find_seen_by_all();
-#pragma unroll 1
-    for (int i = 0; i < units; ++i) {
-      attend_unit(token + i * kUnitTokens, turn, i % kLowerUnits == 0);
-      turn.next(block_.own.stages);
-    }
+    with_key_codes<S::kDim>(block_.own.keys,
+                            [&](auto keys) { attend_units<decltype(keys)>(token, units, turn); });
   }
 
-  // The heads of a partial result [ROWS, kPart]: maximum, denominator, and what sums are too large by.
+  // The maxima and denominators of a partial result [ROWS, kPart].
   __device__ __forceinline__ void leave(float* part) const {
-    float* sums = block_.exchange();  // [2][4][ROWS], free after the last unit
+    float* sums = block_.exchange();  // [4][ROWS], free after the last unit
     sync();
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const float4 x = totals(c / 2);
-      float total = c % 2 ? x.y : x.x, weights = c % 2 ? x.w : x.z;
+      float total = totals_[c];
 #pragma unroll
-      for (int bit = 4; bit < 32; bit *= 2) {
-        total += __shfl_xor_sync(0xffffffff, total, bit), weights += __shfl_xor_sync(0xffffffff, weights, bit);
-      }
-      const int row = row_of(c / 2) + c % 2;
-      if (block_.g == 0) sums[block_.warp * S::kRows + row] = total, sums[(4 + block_.warp) * S::kRows + row] = weights;
+      for (int bit = 4; bit < 32; bit *= 2) total += __shfl_xor_sync(0xffffffff, total, bit);
+      if (block_.g == 0) sums[block_.warp * S::kRows + row_of(c / 2) + c % 2] = total;
     }
     sync();
     if (threadIdx.x < S::kRows) {
       const int row = threadIdx.x;
-      float total = 0, weights = 0;
+      float total = 0;
 #pragma unroll
-      for (int w = 0; w < 4; ++w) total += sums[w * S::kRows + row], weights += sums[(4 + w) * S::kRows + row];
+      for (int w = 0; w < 4; ++w) total += sums[w * S::kRows + row];
       float* head = part + row * S::kPart;
       head[0] = total == 0 ? -INFINITY : reference(row) + (block_.call.soft_cap > 0 ? 0 : table_.shift[row]);
-      head[1] = total, head[2] = weights * block_.own.value_offset * format::kLevelUnit;
+      head[1] = total;
     }
   }
 
@@ -97,54 +93,72 @@ class ScoreGroup {
     }
     first_all_ = max_of_lanes(first_all_), end_all_ = ~max_of_lanes(before_end);
   }
-  // Of the lane's two rows of row tile j: the denominators and the sums of rounded weights, over its own tokens.
-  __device__ __forceinline__ float4 totals(int j) const {
-    if constexpr (S::kTotalsInMemory) {
-      return block_.totals()[j * kWarpgroup + threadIdx.x];
-    } else {
-      return totals_[j];
-    }
-  }
-  __device__ __forceinline__ void set_totals(int j, const float4& x) {
-    if constexpr (S::kTotalsInMemory) {
-      block_.totals()[j * kWarpgroup + threadIdx.x] = x;
-    } else {
-      totals_[j] = x;
-    }
-  }
   __device__ __forceinline__ void sync() const { sync_threads(kScoresBarrier, kWarpgroup); }
-  // moves: whether references may be lowered
-  __device__ __forceinline__ void attend_unit(int token, const Turn& turn, bool moves) {
+  // Products of the next unit are under way while the weights of a unit are computed. Behind the last unit they are of
+  // bytes that may be anything, and nobody reads them.
+  template <class Keys>
+  __device__ __forceinline__ void attend_units(int token, int units, Turn& turn) {
+    if (units == 0) return;
     wait_barrier(block_.arrived(turn.stage), turn.phase);
-    const int unit = turn.stage * block_.own.unit_bytes;
-    const uint32_t present = block_.present(turn.stage);
-    const bool masked = token < first_all_ || token + kUnitTokens > end_all_ || present != (1u << block_.own.copies) - 1;
-    const StageLayout& layout = block_.layout;
-    const auto scales_of = [&](int section, float (&scale)[2]) {
-      const __half* x = reinterpret_cast<const __half*>(block_.block_of(unit, block_.warp, layout.next_scales) + section);
-      scale[0] = __half2float(x[block_.g]), scale[1] = __half2float(x[block_.g + 8]);
-    };
-    float key_scale[2], scale[2], exponent[4 * kTiles];
-    scales_of(layout.key_scales, key_scale), scales_of(layout.value_scales, scale);
-    split_kv::for_each<kTiles / kPieceTiles>([&](auto piece) {
-      int sum[8 * kPieceTiles];
-      with_key_codes<S::kDim>(block_.own.keys, [&](auto keys) { multiply<decltype(keys)>(unit, piece, sum); });
-      to_exponents<piece>(sum, key_scale, exponent);
-    });
-    if (block_.call.soft_cap > 0) cap(exponent);
-    if (masked) mask(token, present, exponent, scale);
-    weigh(exponent, scale, token, turn, moves);
+    Operands<Keys> keys;
+    expand(keys, turn.stage * block_.own.unit_bytes);
+    multiply(keys);
+#pragma unroll 1
+    for (int i = 0; i < units; ++i, token += kUnitTokens) {
+      const int unit = turn.stage * block_.own.unit_bytes, buffer = turn.buffer();
+      const uint32_t present = block_.present(turn.stage), count = turn.count, phase = turn.buffer_phase();
+      float key_scale[2], scale[2], exponent[4 * kTiles];
+      load_scales(unit + block_.layout.key_scales, key_scale), load_scales(unit + block_.layout.value_scales, scale);
+      turn.next(block_.own.stages);
+      const bool last = i + 1 == units, arrived = last || has_ended(block_.arrived(turn.stage), turn.phase);
+      wait_for_products<0>();
+      receive<8 * kTiles>(sum_);
+      to_exponents(sum_, key_scale, exponent);
+      if (block_.call.soft_cap > 0) cap(exponent);
+      if (token < first_all_ || token + kUnitTokens > end_all_ || present != (1u << block_.own.copies) - 1) {
+        mask(token, present, exponent, scale);
+      }
+      // The warps vote whether references move. Meanwhile keys of the next unit become operands.
+      const bool any = __any_sync(0xffffffff, exceeds(exponent, scale));
+      if (block_.lane == 0) {
+        if (any) block_.vote(count) = count;
+        arrive(block_.voted());
+      }
+      const bool summed = has_ended(block_.summed(buffer), phase ^ 1);
+      if (!arrived) wait_barrier(block_.arrived(turn.stage), turn.phase);
+      expand(keys, turn.stage * block_.own.unit_bytes);
+      wait_barrier(block_.voted(), count & 1);
+      // a row may see its first keys; references may be lowered
+      const bool moves = block_.vote(count) == count || token <= first_all_ || i % kLowerUnits == 0;
+      if (!summed) wait_barrier(block_.summed(buffer), phase ^ 1);
+      float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
+      if (moves) move_references(exponent, scale, factors);
+      if (block_.warp == 0 && block_.lane == 0) factors[S::kRows] = moves ? 1.0f : 0.0f;
+      multiply(keys);
+      store_weights(exponent, scale, buffer);
+      publish_operands();
+      arrive(block_.weighed(buffer));
+    }
+    wait_for_products<0>();
+    receive<8 * kTiles>(sum_);
+  }
+
+  // The scales of the lane's tokens g and g + 8. at: where those of the unit begin
+  __device__ __forceinline__ void load_scales(int at, float (&scale)[2]) const {
+    const __half* x = reinterpret_cast<const __half*>(block_.shared + at + scales_);
+    scale[0] = __half2float(x[0]), scale[1] = __half2float(x[8]);
   }
 
   // ---- Products
 
-  // Rows are multiplied 32 at a time, since more sums would not fit into registers beside the exponents.
-  static constexpr int kPieceTiles = 4;
-
-  // Sums of products of the codes of a unit with both bytes of the queries of 32 rows.
+  // The operands of a unit's keys.
+  template <class KEYS>
+  struct Operands {
+    using Keys = KEYS;
+    uint32_t a[Keys::kProducts][4], minus[Keys::kProducts][4];  // minus: with two tables only
+  };
   template <class Keys>
-  __device__ __forceinline__ void multiply(int unit, int piece, int (&sum)[8 * kPieceTiles]) const {
-    const uint32_t queries = queries_ + piece * (kPieceTiles * 256 / 16);
+  __device__ __forceinline__ void expand(Operands<Keys>& to, int unit) const {
     constexpr format::Record kRecord{S::kDim, 32, Keys::kBits, 4};
     constexpr int kRow = kRecord.key_row_bytes(), kPlane = kRecord.key_plane_bytes();
     const StageLayout& layout = block_.layout;
@@ -157,41 +171,47 @@ class ScoreGroup {
     Keys::load(row + 8 * kRow, plane + 8 * kPlane, 0, block_.t, y);
     Keys::prepare(x, block_.t, p);
     Keys::prepare(y, block_.t, q);
-    uint32_t a[Keys::kProducts][4], minus[Keys::kProducts][4];
-    split_kv::for_each<Keys::kProducts>([&](auto i) { Keys::template expand<i>(p, q, table, a[i], minus[i]); });
+    split_kv::for_each<Keys::kProducts>([&](auto i) { Keys::template expand<i>(p, q, table, to.a[i], to.minus[i]); });
+  }
+
+  // Begins to sum products with both bytes of the queries.
+  template <class Keys>
+  __device__ __forceinline__ void multiply(Operands<Keys>& keys) {
+    // For the compiler, operands become what they are only here. Behind a branch it would serialise their products.
+#pragma unroll
+    for (int i = 0; i < Keys::kProducts; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        asm volatile("" : "+r"(keys.a[i][k]));
+        if constexpr (Keys::kTwoTables) asm volatile("" : "+r"(keys.minus[i][k]));
+      }
+    }
+    const auto add = [&](const uint32_t (&a)[4], int step, bool adds) {
+      add_byte_product<2 * S::kRows>(sum_, a[0], a[1], a[2], a[3], queries_ + step * (S::kStepBytes / 16), adds);
+    };
     begin_products();
 #pragma unroll
     for (int i = 0; i < Keys::kProducts; ++i) {
-      add_byte_product<16 * kPieceTiles>(sum, a[i][0], a[i][1], a[i][2], a[i][3], queries + i * (S::kStepBytes / 16),
-                                     i > 0);
-      if constexpr (Keys::kTwoTables) {
-        add_byte_product<16 * kPieceTiles>(sum, minus[i][0], minus[i][1], minus[i][2], minus[i][3],
-                                       queries + i * (S::kStepBytes / 16), true);
-      }
+      add(keys.a[i], i, i > 0);
+      if constexpr (Keys::kTwoTables) add(keys.minus[i], i, true);
     }
     commit_products();
-    wait_for_products<0>();
-    receive<8 * kPieceTiles>(sum);
   }
 
   // Scores less the references; where scores are capped, without the references.
-  template <int PIECE>
-  __device__ __forceinline__ void to_exponents(const int (&sum)[8 * kPieceTiles], const float (&scale)[2],
+  __device__ __forceinline__ void to_exponents(const int (&sum)[8 * kTiles], const float (&scale)[2],
                                                float (&exponent)[4 * kTiles]) const {
-    const bool capped = block_.call.soft_cap > 0;
 #pragma unroll
-    for (int i = 0; i < kPieceTiles; ++i) {
-      const int j = PIECE * kPieceTiles + i;
-      const float2 factor = of_rows(table_.factor, j), start = of_rows(table_.start, j), at = references_of(j);
+    for (int j = 0; j < kTiles; ++j) {
+      const float2 factor = of_rows(table_.factor, j), start = of_rows(table_.start, j), less = of_rows(added(), j);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float less = capped ? 0 : h ? -at.y : -at.x;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {  // tokens g and g + 8
-          const int k = 8 * i + 4 * h + 2 * n;
+          const int k = 8 * j + 4 * h + 2 * n;
           const float dot = static_cast<float>(256 * sum[k] + sum[k + 1]);
           const float level = fmaf(dot, h ? factor.y : factor.x, h ? start.y : start.x);
-          exponent[4 * j + 2 * n + h] = fmaf(level, scale[n], less);
+          exponent[4 * j + 2 * n + h] = fmaf(level, scale[n], h ? less.y : less.x);
         }
       }
     }
@@ -200,7 +220,7 @@ class ScoreGroup {
     const float limit = block_.call.soft_cap * kLog2E, inverse = __fdividef(1.0f, limit);
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      const float2 shift = of_rows(table_.shift, j), at = references_of(j);
+      const float2 shift = of_rows(table_.shift, j), at = of_rows(block_.references(S::kRows), j);
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         float& x = exponent[4 * j + k];
@@ -237,35 +257,30 @@ class ScoreGroup {
 
   // ---- Softmax
 
-  // Weights of a unit. moves: whether references may be lowered.
-  __device__ __forceinline__ void weigh(float (&exponent)[4 * kTiles], const float (&scale)[2], int token,
-                                        const Turn& turn, bool moves) {
-    const int buffer = turn.buffer();
-    moves |= token <= first_all_;  // a row may see its first keys
-    moves = sync_any(kScoresBarrier, kWarpgroup, exceeds(exponent, scale)) || moves;
-    wait_barrier(block_.summed(buffer), turn.buffer_phase() ^ 1);
-    float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
-    if (moves) move_references(exponent, scale, factors);
-    if (threadIdx.x == 0) factors[S::kRows] = moves ? 1.0f : 0.0f;
-    store_weights(exponent, scale, buffer);
-    publish_operands();
-    arrive(block_.weighed(buffer));
-  }
-
-  // Whether some product of a weight and a scale is too large for the reference.
+  // Whether some product of a weight and a scale is too large for the reference. Exponents above 0 are ordered like
+  // integers, with NaN above all, and others are negative integers.
   __device__ __forceinline__ bool exceeds(const float (&exponent)[4 * kTiles], const float (&scale)[2]) const {
     const float2 log = log_of(scale);
-    bool any = false;
+    int most[2] = {INT32_MIN, INT32_MIN};
 #pragma unroll
-    for (int i = 0; i < 4 * kTiles; ++i) any |= exponent[i] > kRaise - (i / 2 % 2 ? log.y : log.x);
-    return any;
+    for (int i = 0; i < 4 * kTiles; ++i) most[i / 2 % 2] = max(most[i / 2 % 2], __float_as_int(exponent[i]));
+    return most[0] > __float_as_int(fmaxf(kRaise - log.x, 0)) || most[1] > __float_as_int(fmaxf(kRaise - log.y, 0));
   }
   static __device__ __forceinline__ float2 log_of(const float (&scale)[2]) {
-    return {__log2f(fmaxf(scale[0], kLeastScale)), __log2f(fmaxf(scale[1], kLeastScale))};
+    return {log2_fast(fmaxf(scale[0], kLeastScale)), log2_fast(fmaxf(scale[1], kLeastScale))};
   }
-  __device__ __forceinline__ float& reference(int row) const { return block_.references(S::kRows)[row]; }
+  static __device__ __forceinline__ float log2_fast(float x) {
+    float out;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+  }
+  __device__ __forceinline__ float reference(int row) const { return block_.references(S::kRows)[row]; }
+  // What scores begin with: less the reference, or 0 where they are capped first.
+  __device__ __forceinline__ float* added() const { return block_.references(S::kRows) + 2 * S::kRows; }
+  __device__ __forceinline__ void set_reference(int row, float x) const {
+    block_.references(S::kRows)[row] = x, added()[row] = block_.call.soft_cap > 0 ? 0 : -x;
+  }
   __device__ __forceinline__ float& top(int row) const { return block_.references(S::kRows)[S::kRows + row]; }
-  __device__ __forceinline__ float2 references_of(int j) const { return of_rows(block_.references(S::kRows), j); }
 
   // Rare: finds the largest product of a weight and a scale of each row and lets the references, exponents and all sums
   // follow.
@@ -293,7 +308,7 @@ class ScoreGroup {
       const float highest = fmaxf(top(row), most), wanted = fmaxf(most, highest - kDeepest);
       const bool moves = most > -INFINITY && (first || most > old + kRaise || wanted < old - kLower);
       if (most > -INFINITY) top(row) = highest;
-      if (moves) reference(row) = wanted;
+      if (moves) set_reference(row, wanted);
       factors[row] = moves && !first ? exp2_fast(old - wanted) : 1;
       moved[row] = moves ? old - wanted : 0;
     }
@@ -303,44 +318,43 @@ class ScoreGroup {
       const float2 by = of_rows(factors, j), more = of_rows(moved, j);
 #pragma unroll
       for (int k = 0; k < 4; ++k) exponent[4 * j + k] += k % 2 ? more.y : more.x;
-      const float4 x = totals(j);
-      set_totals(j, {x.x * by.x, x.y * by.y, x.z * by.x, x.w * by.y});
+      totals_[2 * j] *= by.x, totals_[2 * j + 1] *= by.y;
     }
   }
 
   // Weights to their buffer.
   __device__ __forceinline__ void store_weights(const float (&exponent)[4 * kTiles], const float (&scale)[2],
                                                 int buffer) {
-    const int lane = block_.lane;
-    uint8_t* to = block_.weights() + buffer * S::kWeightBytes +
-                  ((2 * block_.warp + lane / 8 % 2) * kTiles + lane / 16) * 128 + lane % 8 * 16;
+    uint32_t word[kTiles][2];  // of tokens g and g + 8
 #pragma unroll
-    for (int j = 0; j < kTiles; j += 2) {
-      uint32_t word[4];  // tokens g and g + 8 of row tile j, then of j + 1
+    for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        float4 sums = totals(j + tile);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float* x = exponent + 4 * (j + tile) + 2 * i;
-          const float p[2] = {exp2_fast(x[0]), exp2_fast(x[1])};
-          sums.x += p[0], sums.y += p[1];
-          uint32_t& to_store = word[2 * tile + i];
-          to_store = word_of_floats<__half>(p[0] * scale[i], p[1] * scale[i]);
-          const float2 rounded = __half22float2(reinterpret_cast<const __half2&>(to_store));
-          sums.z += rounded.x, sums.w += rounded.y;
-        }
-        set_totals(j + tile, sums);
+      for (int i = 0; i < 2; ++i) {
+        const float p[2] = {exp2_fast(exponent[4 * j + 2 * i]), exp2_fast(exponent[4 * j + 2 * i + 1])};
+        totals_[2 * j] += p[0], totals_[2 * j + 1] += p[1];
+        word[j][i] = word_of_floats<__half>(p[0] * scale[i], p[1] * scale[i]);
       }
-      store_transposed(to + j * 128, word);
+      const uint32_t to = weights_ + buffer * S::kWeightBytes + j / 2 * 256;
+      if (j % 2 == 1) {
+        store_transposed(to, word[j - 1][0], word[j - 1][1], word[j][0], word[j][1]);
+      } else if (j + 1 == kTiles) {
+        store_transposed(to, word[j][0], word[j][1]);
+      }
     }
   }
 
-  // Four 8 x 8 matrices of 16-bit elements, transposed: lane i gives the address of row i % 8 of matrix i / 8.
-  static __device__ __forceinline__ void store_transposed(void* row, const uint32_t (&word)[4]) {
+  // Four 8 x 8 matrices of 16-bit elements, or two, transposed: lane i gives the address of row i % 8 of matrix i / 8.
+  static __device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
+                                                          uint32_t d) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-                 "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+#endif
+  }
+  static __device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(a), "r"(b)
                  : "memory");
 #endif
   }
@@ -348,8 +362,11 @@ class ScoreGroup {
   const View block_;
   const RowTable table_;
   const uint32_t queries_;    // an operand
+  const int scales_;          // where the lane's scales stand among those of a unit
+  const uint32_t weights_;    // where the lane stores weights
   int first_all_, end_all_;   // keys from codes that all rows see
-  float4 totals_[S::kTotalsInMemory ? 1 : kTiles];
+  int sum_[8 * kTiles];       // products that are under way
+  float totals_[kColumns];    // of the lane's rows: denominators, over its own tokens
 };
 
 }  // namespace turboquant::cuda::key_tiles

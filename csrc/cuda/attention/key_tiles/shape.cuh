@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/attention/split_kv/rows.cuh"
+#include "cuda/common/async_copy.cuh"
 
 namespace turboquant::cuda::key_tiles {
 
@@ -19,14 +20,14 @@ constexpr int kWeightBuffers = 2;
 // D: head_dim. ROWS: query rows of a block.
 template <int D, int ROWS>
 struct Shape {
-  static_assert(D == 128 && (ROWS == 32 || ROWS == 64));
+  static_assert(D == 128 && (ROWS == 24 || ROWS == 32));
   static constexpr int kDim = D, kRows = ROWS;
   static constexpr int kRowTiles = ROWS / 8;  // a product's columns are eight rows each
   static constexpr int kBlocks = 2;           // per multiprocessor
 
-  // Whether running totals of scores are in shared memory, because registers have no room for them.
-  static constexpr bool kTotalsInMemory = ROWS == 64;
-  static constexpr int kTotalBytes = kTotalsInMemory ? kRowTiles * kWarpgroup * 16 : 0;
+  // Registers of a thread: at the beginning, and while the warpgroups have their roles.
+  static constexpr int kRegisters = 65536 / (kBlocks * kThreads);
+  static constexpr int kScoreRegisters = kRegisters + 8, kValueRegisters = kRegisters - 8;
 
   static constexpr int kStepBytes = 64 * ROWS;  // of 32 channels of all queries, each channel two bytes
   static constexpr int kQueryBytes = D / 32 * kStepBytes;
@@ -59,7 +60,7 @@ struct Plan : split_kv::SplitKvPlan {
   int unit_bytes;  // of the ring
   int copies;      // of a unit, one for each of its tiles of a record
   int exact;       // see exact.cuh
-  int table, weights, factors, exchange, totals, barriers, present;
+  int table, weights, factors, exchange, barriers, present;
   float key_step, key_offset, value_step, value_offset;  // level = step * code - offset
   bool clears;  // fills the results of tokens behind the last sequence
 
@@ -85,14 +86,13 @@ struct View : BlockView {
   const Plan& own;
 
   __device__ __forceinline__ View(const Attention& a, const StageLayout& l, const Plan& p, uint8_t* memory)
-      : BlockView(a, l, p, memory, threadIdx.x), own(p) {}
+      : BlockView(a, l, p, memory, split_kv::computed_here(static_cast<int>(threadIdx.x))), own(p) {}
 
   __device__ __forceinline__ uint8_t* queries() const { return shared + own.operands; }
   __device__ __forceinline__ RowTable table(int rows) const { return RowTable(shared + own.table, rows); }
   __device__ __forceinline__ uint8_t* weights() const { return shared + own.weights; }
   __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(shared + own.factors); }
   __device__ __forceinline__ float* exchange() const { return reinterpret_cast<float*>(shared + own.exchange); }
-  __device__ __forceinline__ float4* totals() const { return reinterpret_cast<float4*>(shared + own.totals); }
   __device__ __forceinline__ float* references(int rows) const { return exchange() + 8 * rows; }
 
   // Level entries of keys, then of values, [kMaxLevels] each: for grids of levels.
@@ -106,16 +106,25 @@ struct View : BlockView {
   }
   // Where value block (16 tokens) `block` of a unit at `unit` begins, or the keys of the same tokens; `next`: the
   // layout's distance from the first 16 tokens of a stage to the others.
+  __device__ __forceinline__ int offset_of_block(int block, int next) const {
+    return block / 2 * layout.bytes + block % 2 * next;
+  }
   __device__ __forceinline__ const uint8_t* block_of(int unit, int block, int next) const {
-    return shared + unit + block / 2 * layout.bytes + block % 2 * next;
+    return shared + unit + offset_of_block(block, next);
   }
 
-  // Barriers: stage `i` has arrived; it has been read; weights `i` are there; weights `i` have been read.
+  // Barriers: stage `i` has arrived; it has been read; weights `i` are there; weights `i` have been read; all warps of
+  // scores have voted.
   __device__ __forceinline__ uint64_t* arrived(int i) const { return barriers() + i; }
   __device__ __forceinline__ uint64_t* freed(int i) const { return barriers() + kMaxStages + i; }
   __device__ __forceinline__ uint64_t* weighed(int i) const { return barriers() + 2 * kMaxStages + i; }
   __device__ __forceinline__ uint64_t* summed(int i) const { return barriers() + 2 * kMaxStages + kWeightBuffers + i; }
-  static constexpr int kBarrierBytes = (2 * kMaxStages + 2 * kWeightBuffers) * 8;
+  __device__ __forceinline__ uint64_t* voted() const { return barriers() + 2 * kMaxStages + 2 * kWeightBuffers; }
+  // By which a warp of scores tells the others of a unit, of this number, whose weights would be too large.
+  __device__ __forceinline__ uint32_t& vote(uint32_t unit) const {
+    return reinterpret_cast<uint32_t*>(voted() + 1)[unit % 2];
+  }
+  static constexpr int kBarrierBytes = (2 * kMaxStages + 2 * kWeightBuffers + 2) * 8;
 
  private:
   __device__ __forceinline__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(shared + own.barriers); }
@@ -125,16 +134,17 @@ constexpr int kScoresBarrier = 1;  // a named barrier
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// The same; whether `mine` is true for any of the threads.
-__device__ __forceinline__ bool sync_any(int barrier, int threads, bool mine) {
-  int any;
-  asm volatile(
-      "{\n.reg .pred mine, any;\nsetp.ne.s32 mine, %1, 0;\nbar.red.or.pred any, %2, %3, mine;\n"
-      "selp.s32 %0, 1, 0, any;\n}"
-      : "=r"(any)
-      : "r"(static_cast<int>(mine)), "r"(barrier), "r"(threads)
-      : "memory");
-  return any;
+
+// Whether the phase of a barrier has ended, without waiting for it.
+__device__ __forceinline__ bool has_ended(uint64_t* barrier, uint32_t phase) {
+  int ended = 0;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.s32 %0, 1, 0, p; }"
+               : "=r"(ended)
+               : "r"(shared_address(barrier)), "r"(phase)
+               : "memory");
+#endif
+  return ended;
 }
 
 }  // namespace turboquant::cuda::key_tiles

@@ -27,17 +27,20 @@ class ValueGroup {
 #pragma unroll
       for (int i = 0; i < 4 * kTiles; ++i) sums_[u][i] = 0;
     }
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) ones_[i] = 0;
 #pragma unroll 1
     for (int i = 0; i < units; ++i) {
       attend_unit(turn);
-      ring_.pass_on(turn, i + block_.own.stages < units);
+      ring_.pass_on(turn, i, units);
       turn.next(block_.own.stages);
     }
   }
 
   // The sums of a partial result [ROWS, kPart].
   __device__ __forceinline__ void leave(float* part) const {
-    const float unit = block_.own.value_step * format::kLevelUnit * (1 << 24);
+    const float one = format::kLevelUnit * (1 << 24);  // codes are multiples of 2^-24
+    const float unit = block_.own.value_step * one, offset = block_.own.value_offset * one;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       float* to = part + split_kv::kPartHead + 16 * (kUnits * warp_ + u) + block_.g;
@@ -46,8 +49,9 @@ class ValueGroup {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float lower = sums_[u][4 * j + h], upper = ValueCodesOf::upper(lower, sums_[u][4 * j + 2 + h]);
+          const float less = ones_[4 * j + h] * offset;
           float* row = to + (8 * j + 2 * block_.t + h) * S::kPart;
-          row[0] = lower * unit, row[8] = upper * unit;
+          row[0] = lower * unit - less, row[8] = upper * unit - less;
         }
       }
     }
@@ -82,10 +86,12 @@ class ValueGroup {
         add_product<S::kRows, __half>(sums_[u], a[u][0], a[u][1], a[u][2], a[u][3],
                                       weights + b * (S::kBlockBytes / 16));
       }
+      add_product<S::kRows, __half>(ones_, kOne, kOne, kOne, kOne, weights + b * (S::kBlockBytes / 16));
       commit_products();
       wait_for_products<1>();
     }
     wait_for_products<0>();
+    receive<4 * kTiles>(ones_);
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) receive<4 * kTiles>(sums_[u]);
     __syncwarp();
@@ -101,6 +107,8 @@ class ValueGroup {
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums_[u][4 * j + i] *= by[i % 2];
       }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ones_[4 * j + i] *= by[i % 2];
     }
   }
 
@@ -111,6 +119,9 @@ class ValueGroup {
   const int warp_;          // of the warpgroup
   const uint32_t weights_;  // the operand of the first buffer
   float sums_[kUnits][4 * kTiles];
+  // The sums of rounded weights, as those of channels whose codes are 1.
+  static constexpr uint32_t kOne = 0x00010001;
+  float ones_[4 * kTiles];
 };
 
 }  // namespace turboquant::cuda::key_tiles
