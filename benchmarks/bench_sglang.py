@@ -26,7 +26,8 @@ of decode steps run through one layer of the model only, and the pages of all la
 copies of that layer's, since the values do not change the times.
 
 With --tensor-parallel the engine is SGLang's own, in processes of its own, and measures decode
-steps only: the time of many tokens less that of few, behind prompts that the prefix tree has.
+steps only: the time of many tokens less that of few, behind prompts that the prefix tree has. The
+weights are those of SGLang's loader then. --shape 70b-cut has the layers of Llama-3.1-70B.
 
     python benchmarks/bench_sglang.py                    all, into results/h200_sglang.json
     python benchmarks/bench_sglang.py --configs triton,k5v4u --points 16x32768,1x8192
@@ -73,6 +74,7 @@ POINTS = (
 )
 TINY_POINTS = "2x200,1x100,prompt200,hit128:100"
 STEPS = 64
+TRIES = 4  # of an engine in processes of its own, whose requests take their time to arrive
 PROMPTS, PROMPTS_FOR = 4, 2.0  # of one length: at most so many, begun in so many seconds
 PAGE = 64
 
@@ -452,7 +454,7 @@ def measure_processes(config: str, points: list[Point], settings: dict[str, Any]
         prompts = make_prompts(count, point.context, seed, settings["vocabulary"])
         seconds(prompts, 1)
         few, many = 16, 16 + STEPS
-        least = [min(seconds(prompts, tokens) for _ in range(2)) for tokens in (few, many)]
+        least = [min(seconds(prompts, tokens) for _ in range(TRIES)) for tokens in (few, many)]
         step = 1e3 * (least[1] - least[0]) / STEPS
         rate = 1e3 * count / step
         row = {"sequences": count, "context": point.context, "steps": STEPS}
@@ -548,6 +550,7 @@ def main() -> None:
     options = common.parser(__doc__)
     options.add_argument("--configs", default=",".join(CONFIGS), help="default: %(default)s")
     options.add_argument("--points", help=f"default: {POINTS}")
+    options.add_argument("--shape", choices=engines.SHAPES, help="default: 8b; on a CPU tiny")
     options.add_argument("--layers", type=int, help="of the model; default: all of them")
     options.add_argument("--memory", type=float, default=0.8, help="SGLang's mem_fraction_static")
     options.add_argument("--sequences", type=int, default=64, help="at most, at a time")
@@ -562,6 +565,7 @@ def main() -> None:
         print("This benchmark needs SGLang (pip install 'torch_turboquant[sglang]').")
         return
     cuda = engines.begin(arguments)
+    arguments.shape = arguments.shape or ("8b" if cuda else "tiny")
     measure_all(arguments, cuda)
 
 
@@ -574,7 +578,7 @@ def measure_all(arguments: Any, cuda: bool) -> None:
     configs: list[str] = arguments.configs.split(",")
     rows: list[common.Row] = []
     versions: common.Row = {}
-    shape = dict(engines.SHAPES["8b" if cuda else "tiny"])
+    shape = dict(engines.SHAPES[arguments.shape])
     shape["num_hidden_layers"] = arguments.layers or shape["num_hidden_layers"]
     with tempfile.TemporaryDirectory() as scratch:
         engines.write_model(shape, Path(scratch))
@@ -596,11 +600,13 @@ def measure_all(arguments: Any, cuda: bool) -> None:
             if found["point"] == "memory":  # the first row of an engine
                 versions = {"sglang": found.pop("sglang"), "torch": found.pop("torch")}
             name = f"sglang {versions['sglang']} {engine.config} {found['point']}"
+            if arguments.shape not in ("8b", "tiny"):
+                name += f" {arguments.shape}"
             if arguments.layers:
                 name += f" of {arguments.layers} layers"
             if arguments.tensor_parallel != 1:
                 name += f" tp {arguments.tensor_parallel}"
-            extent = {"layers": shape["num_hidden_layers"]}
+            extent = {"shape": arguments.shape, "layers": shape["num_hidden_layers"]}
             extent["tensor_parallel"] = arguments.tensor_parallel
             rows.append({"row": name, **versions, "config": engine.config, **extent, **found})
             print(engines.describe(rows[-1]), flush=True)

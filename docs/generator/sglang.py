@@ -12,20 +12,31 @@ from generator import results
 from generator.clients import clients_table
 from generator.quality import quality_rows
 from generator.results import h200_rows, source
-from generator.words import half, paragraph
+from generator.words import half, paragraph, shape_of_model
 
 TITLES = {"fa3": "bf16, FA3", "fa3:fp8": "fp8, FA3", "triton": "bf16, Triton"}  # SGLang's caches
 
 
 def sglang_speed() -> str:
-    """SGLang's engine with several caches, against FlashAttention 3 in bf16."""
+    """SGLang's engine with several caches: a table for each model and number of GPUs."""
     if not (results.RESULTS / "h200_sglang.json").exists():
         return "Steps have not been measured yet."
-    rows = [
-        row
-        for row in h200_rows("h200_sglang")
-        if "clients" not in row and row.get("tensor_parallel", 1) == 1
-    ]
+    rows = [row for row in h200_rows("h200_sglang") if "clients" not in row]
+    tables = []
+    for model, gpus in sorted(dict.fromkeys(map(sglang_kind, rows)), key=lambda kind: kind[1]):
+        table = sglang_table([row for row in rows if sglang_kind(row) == (model, gpus)])
+        words = shape_of_model(model, gpus)
+        tables.append(f"SGLang{words}:\n\n{table}" if words else table)
+    return "\n\n".join([*tables, source("h200_sglang", rows, "../")])
+
+
+def sglang_kind(row: Row) -> tuple[str, int]:
+    """The rows of a table; older ones name neither."""
+    return row.get("shape", "8b"), row.get("tensor_parallel", 1)
+
+
+def sglang_table(rows: list[Row]) -> str:
+    """A row for each point, a column for each cache, against FlashAttention 3 in bf16."""
     found = {(row["point"], row["config"]): row for row in rows}
     plain = "fa3" if ("memory", "fa3") in found else "triton"
     ours = [preset for preset in tq.PRESETS if ("memory", preset) in found]
@@ -41,9 +52,7 @@ def sglang_speed() -> str:
         base = found.get((point, plain))
         cells = (sglang_cell(found.get((point, config)), base) for config in configs)
         lines.append([sglang_point(point), *cells])
-    table = markdown(["", *(TITLES.get(config, config) for config in configs)], lines)
-    origin = source("h200_sglang", rows, "../")
-    return f"{table}\n\n{origin}"
+    return markdown(["", *(TITLES.get(config, config) for config in configs)], lines)
 
 
 def sglang_clients() -> str:

@@ -13,7 +13,7 @@ import torch_turboquant as tq
 from generator import results
 from generator.clients import clients_table
 from generator.results import h200_rows
-from generator.words import half, name_of, paragraph
+from generator.words import half, name_of, paragraph, shape_of_model
 from torch_turboquant.integrations.engine import pages
 
 
@@ -143,17 +143,12 @@ def engine_speed() -> str:
             "own](measurements/performance_vllm.md))."
         )
     rows = h200_rows("h200_vllm")
-    shape = {
-        "8b": "",
-        "70b-cut": ", 16 layers of Llama-3.1-70B's shape",
-        "v2-lite-dense": ", DeepSeek-V2-Lite's shape with dense layers in place of experts",
-    }
     tables = []
     for version, model, gpus in sorted(
         dict.fromkeys(map(engine_kind, rows)), key=lambda kind: kind[2]
     ):
         own = [row for row in rows if engine_kind(row) == (version, model, gpus)]
-        title = f"vLLM {version}{shape[model]}{f', {gpus} GPUs' if gpus > 1 else ''}"
+        title = f"vLLM {version}{shape_of_model(model, gpus)}"
         tables.append(f"{title}:\n\n{engine_table(own)}")
     return "\n\n".join(tables)
 
