@@ -21,7 +21,7 @@ struct ExactUnit {
   __device__ __forceinline__ ExactUnit(const BlockView& block, const Segment& segment, int unit,
                                        const int (&from)[kUnitStages])
       : shared(block.shared), stages{from[0], from[1]}, per_stage(block.layout.exact_keys),
-        stride(block.layout.exact_stride), first(unit * kUnitStages * per_stage), left(segment.work.exact - first) {
+        stride(block.layout.exact_stride), first(unit * kUnitStages * per_stage), left(segment.work.exact() - first) {
     static_assert(kUnitStages == 2);
   }
 
@@ -86,7 +86,7 @@ class ExactTail {
 
   // Products of queries 4 n to 4 n + 3 with the keys.
   __device__ __forceinline__ void multiply_keys(const Rows& rows, int n, const ExactUnit& unit, float (&dot)[4]) const {
-    const int lane = block_.lane;
+    const int lane = computed_here(block_.lane);
     const uint8_t* query = rows.raw() + ((4 * n + lane % 8 / 2) * D + lane / 8 * 8) * kExactElementBytes;
     const uint8_t* keys = unit.row(lane % 16) + lane / 16 * 8 * kExactElementBytes;
 #pragma unroll
@@ -146,7 +146,7 @@ class ExactTail {
       multiply_alone(r, unit, visible, weight, scratch);
       __syncwarp();
 #pragma unroll
-      for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = block_.t == r ? scratch[8 * e + block_.g] : y[e];
+      for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = lane % 4 == r ? scratch[8 * e + lane / 4] : y[e];
     }
   }
 
