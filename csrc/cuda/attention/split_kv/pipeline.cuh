@@ -59,7 +59,7 @@ class Pipeline {
   __device__ __forceinline__ void read_pages() {
     page_ = -1;
     const CopySource c = list_.notes().source;
-    if (batch_unit() >= copy_stop_ || c.exact) return;
+    if (batch_unit() >= copy_stop_ || c.exact()) return;
     const int token = batch_token(c);
     if (token >= c.length || token + (1 << block_.layout.copy_shift) <= c.visible) return;
     page_ = __ldcg(c.table + (token >> block_.layout.page_shift));
@@ -118,7 +118,7 @@ class Pipeline {
   __device__ __forceinline__ void begin_batch(int first) {
     if (copy_unit_ >= copy_stop_) return;
     const CopySource c = list_.notes().source;
-    if (c.exact) {
+    if (c.exact()) {
       copy_exact(first);
       copy_unit_ += block_.plan.warps;
       return;
@@ -219,9 +219,7 @@ class Pipeline {
       list_.notes().copied = next;
       list_.notes().source = {next.work.first - next.begin * kUnitTokens,
                               a.new_begin(next.work.length, next.work.queries),
-                              a.first_visible(next.work.length - next.work.queries),
-                              next.head,
-                              exact,
+                              a.first_visible(next.work.length - next.work.queries), exact ? -1 : next.head,
                               a.block_table + offset_of(next.sequence, a.table_stride)};
     }
     __syncwarp();

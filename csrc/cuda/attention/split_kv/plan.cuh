@@ -120,21 +120,25 @@ struct QueryRow {
 };
 
 // What a warp needs to know about the segment whose units it copies.
-struct __align__(16) CopySource {
+struct CopySource {
   int first, length, visible;  // the key of number 0 of the list; keys in pages; pages before `visible` may be gone
-  int head, exact;             // the KV head; exact: the units are of exact keys
+  int head;                    // the KV head, -1: the units are of exact keys
   const int32_t* table;        // the sequence's row of block_table
+
+  __device__ __forceinline__ bool exact() const { return head < 0; }
 };
 
 // What a warp knows about its work. It rarely looks, so the notes are in shared memory and leave registers free.
 struct WarpNotes {
   CopySource source;
-  ListCut cut;
-  Segment attended, copied;  // the segment that the warp attends to; the segment that it copies next
   int begin, end;            // the block's numbers of the list
+  Segment attended, copied;  // the segment that the warp attends to; the segment that it copies next
+  ListCut cut;
   int copy_unit, copy_stop;  // Pipeline: where the next batch of copies continues
   int first_block, blocks;   // the blocks that share the attended segment
 };
+// Larger notes would leave some pipelines fewer stages, or their block fewer warps.
+static_assert(sizeof(WarpNotes) == 192);
 
 // How many blocks share a multiprocessor: blocks of eight warps, or of four (attention/split_kv.cu chooses).
 constexpr int resident_blocks(int n, int d) { return n * d <= 128 ? 2 : 1; }
