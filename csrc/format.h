@@ -436,8 +436,7 @@ TURBOQUANT_HD constexpr void write_code(uint8_t* record, const Pieces& p, unsign
 // ---- Section 9: the exact tail --------------------------------------------------------------------------------------
 
 // The tail's rows are sinks, which hold the first positions, and a ring, which holds the last ones. No argument is
-// negative.
-// Ring: T, or what divides a T faster.
+// negative. Ring: T, or what divides a T faster.
 template <typename T, typename Ring>
 TURBOQUANT_HD constexpr T tail_row(T position, T sink_tokens, const Ring& ring) {
   using Fast = decltype(T{} + 0u);  // int divides faster without its sign

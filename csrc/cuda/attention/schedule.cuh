@@ -132,8 +132,8 @@ struct BlockShare {
 //   counts  shared memory of `room` bytes for (units, segments) of each sequence, unless there are too many sequences
 //   early   lengths are read while the previous kernel may still be writing them
 //   known   null, or the first segment of the share that an earlier call has found
-// Returns the lane whose `found` is the share; the other lanes' has no meaning. kSameShare: no length that decides about
-// the share has changed since the earlier call, whose share is right.
+// Returns the lane whose `found` is the share; that of other lanes has no meaning. kSameShare: no length that decides
+// about the share has changed since the earlier call, whose share is right.
 constexpr int kSameShare = -1;
 template <int ROWS, int LEAST = kLeastUnits>
 __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_unit, const Divisor& grid, uint2* counts,
@@ -144,9 +144,9 @@ __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_u
   int units = 0, segments = 0, least = INT32_MAX, most = 0;
   bool same = known && remember;
   SequenceWork x{};
-  // Where the share begins: in the segment that holds number `target`, when `before` numbers lie before the lane's
-  // sequences. Numbers are those of blocks, if a segment of u units has ceil(u / size) of them, each a part of it; else,
-  // with `size` 0, those of the list.
+  // The share begins in the segment that has number `target`, where `before` numbers lie before the lane's sequences.
+  // With a part size, `size` > 0, numbers are those of blocks: a segment of u units has ceil(u / size) of them. Else
+  // they are those of the list.
   int target = 0, before = 0, size = 0, numbers = 0;
   const auto numbers_of_segment = [&] {
     return size > 0 ? small_quotient(x.units + size - 1, size) : x.units + kSegmentOverhead;
