@@ -436,13 +436,12 @@ TURBOQUANT_HD constexpr void write_code(uint8_t* record, const Pieces& p, unsign
 // ---- Section 9: the exact tail --------------------------------------------------------------------------------------
 
 // The tail's rows are sinks, which hold the first positions, and a ring, which holds the last ones. No argument is
-// negative.
-template <typename T>
-TURBOQUANT_HD constexpr T tail_row(T position, T sink_tokens, T ring) {
+// negative. Ring: T, or what divides a T faster.
+template <typename T, typename Ring>
+TURBOQUANT_HD constexpr T tail_row(T position, T sink_tokens, const Ring& ring) {
   using Fast = decltype(T{} + 0u);  // int divides faster without its sign
-  return position < sink_tokens
-             ? position
-             : sink_tokens + static_cast<T>(static_cast<Fast>(position - sink_tokens) % static_cast<Fast>(ring));
+  return position < sink_tokens ? position
+                                : sink_tokens + static_cast<T>(static_cast<Fast>(position - sink_tokens) % ring);
 }
 
 // Where a row of a tail [max_seqs, kv_heads, rows, 2, d] begins; kind 0 is the key, 1 the value. stride is the distance

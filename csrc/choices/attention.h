@@ -11,9 +11,9 @@
 namespace turboquant {
 
 enum class AttentionKernel {
-  kSplitKv,   // few query rows over long caches (cuda/attention/split_kv/kernel.cuh)
-  kKeyTiles,  // up to 32 query rows (cuda/attention/key_tiles/kernel.cuh)
-  kRowTiles,  // many query rows (cuda/attention/row_tiles/kernel.cuh)
+  kSplitKv,             // few query rows over long caches (cuda/attention/split_kv/kernel.cuh)
+  kKeyTiles,            // up to 32 query rows (cuda/attention/key_tiles/kernel.cuh)
+  kRowTiles,            // many query rows (cuda/attention/row_tiles/kernel.cuh)
   kSplitKvAndKeyTiles,  // sequences of few rows: split-KV, then those of more rows: one of the others
   kSplitKvAndRowTiles,
   kGeneral,  // everything (cuda/attention/general.cu)

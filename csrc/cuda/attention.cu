@@ -49,10 +49,11 @@ void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t str
   if (choice.kernel == Kernel::kKeyTiles || choice.kernel == Kernel::kSplitKvAndKeyTiles) {
     more.emplace(a, device, choice.pair, least);
   }
-  if (choice.kernel == Kernel::kRowTiles || choice.kernel == Kernel::kSplitKvAndRowTiles) many.emplace(a, device, least);
+  if (choice.kernel == Kernel::kRowTiles || choice.kernel == Kernel::kSplitKvAndRowTiles)
+    many.emplace(a, device, least);
   // One after the other, so they can have the same memory.
-  const int64_t bytes = std::max({few ? few->workspace_bytes() : 0, more ? more->workspace_bytes() : 0,
-                                  many ? many->workspace_bytes() : 0});
+  const int64_t bytes = std::max(
+      {few ? few->workspace_bytes() : 0, more ? more->workspace_bytes() : 0, many ? many->workspace_bytes() : 0});
   const Tensor workspace = new_tensor(q, {bytes}, ScalarType::Byte, "the work space");
   if (few) few->prepare(workspace.data_ptr(), stream);
   if (store) store();

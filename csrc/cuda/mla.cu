@@ -321,7 +321,7 @@ void attend(const MlaAttentionCall& c, const format::LatentRecord& record, const
   a.q_heads = a.group = checked_int(c.q_heads(), "the number of query heads");
   a.kv_heads = 1;
   a.softmax_scale = static_cast<float>(c.softmax_scale);
-  add_sequences(a, c);
+  add_sequences(a, c, record.page_size);
   a.most_queries = INT32_MAX;
   a.pages = pages.data, a.num_pages = pages.num_pages, a.page_stride = pages.page_stride;
   a.record = {record.latent_dim, record.page_size, record.bits, 0};

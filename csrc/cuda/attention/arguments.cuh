@@ -19,7 +19,7 @@ inline void check_alignment(const AttentionCall& c) {
 
 // The batch of `c`, a call of attention or of latent attention.
 template <typename Call>
-void add_sequences(Attention& a, const Call& c) {
+void add_sequences(Attention& a, const Call& c, int page_size) {
   a.seq_lens = static_cast<const int32_t*>(c.seq_lens.data_ptr());
   a.query_begin = integers(c.cu_seqlens_q);
   a.block_table = static_cast<const int32_t*>(c.block_table.data_ptr());
@@ -27,6 +27,7 @@ void add_sequences(Attention& a, const Call& c) {
   a.tokens = checked_int(c.tokens(), "the number of tokens");
   a.seqs = checked_int(c.seqs(), "the number of sequences");
   a.max_pages = checked_int(c.block_table.size(1), "the width of block_table");
+  a.room = static_cast<int>(std::min<int64_t>(int64_t{a.max_pages} * page_size, INT32_MAX));  // as many as a length
   a.max_q_len = c.cu_seqlens_q ? static_cast<int>(std::min(c.max_q_len, c.tokens())) : 1;
 }
 
@@ -35,13 +36,13 @@ template <typename Call>
 void add_tail(Attention& a, const Call& c, int64_t rows) {
   a.tail = c.tail->data_ptr();
   a.tail_stride = checked_stride(*c.tail, "tail") / element_size(a.dtype);
-  a.tail_slots = c.tail_slots->data_ptr();
-  a.slot_stride = entry_stride(*c.tail_slots);
+  a.tail_slots = static_cast<const int32_t*>(c.tail_slots->data_ptr());
   a.wide_slots = c.tail_slots->scalar_type() == ScalarType::Long;
+  a.slot_stride = entry_stride(*c.tail_slots) * (a.wide_slots ? 2 : 1);
   a.tail_valid = integers(c.tail_valid);
   a.max_seqs = checked_int(c.tail->size(0), "the number of tails");
   a.sink_tokens = checked_int(c.sink_tokens, "sink_tokens");
-  a.ring = checked_int(rows - c.sink_tokens, "the length of a tail");
+  a.ring = Divisor(checked_int(rows - c.sink_tokens, "the length of a tail"));
   a.recent_window = static_cast<int>(c.recent_window);  // at most one longer than the ring
 }
 
@@ -52,7 +53,7 @@ class AttentionArguments {
   AttentionArguments(const AttentionCall& c, const format::Record& record)
       : q_(c.q), key_signs_(c.key_signs), value_signs_(c.value_signs), constants_(c.center) {
     add_queries(c);
-    add_sequences(call, c);
+    add_sequences(call, c, record.page_size);
     // positions are subtracted from a window, so it is no longer than the longest sequence
     const int64_t room = int64_t{call.max_pages} * record.page_size + (c.k_new ? call.max_q_len : 0);
     call.sliding_window = static_cast<int>(std::min({c.sliding_window, room, int64_t{INT32_MAX}}));

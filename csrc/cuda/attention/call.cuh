@@ -28,6 +28,7 @@ struct Attention {
   const int32_t* block_table;  // [seqs, max_pages], stride 1 in a sequence's row
   int64_t table_stride;        // from one row of block_table to the next, in elements
   int seqs, max_pages, max_q_len;
+  int room;  // tokens that a row of block_table has pages for
   // split-KV and key tiles leave sequences with more queries, or with fewer, to another kernel
   int most_queries, least_queries;
   int sliding_window;  // 0: none
@@ -46,11 +47,12 @@ struct Attention {
   // The exact tail (docs/format.md section 9)
   const void* tail;           // [max_seqs, kv_heads, sink_tokens + ring, 2, d] of `dtype`; null: none
   int64_t tail_stride;        // from one of the max_seqs entries to the next, in elements; an entry is contiguous
-  const void* tail_slots;     // [seqs], -1: this sequence has none
-  int64_t slot_stride;        // from one of tail_slots to the next, in elements
-  bool wide_slots;            // tail_slots are int64, else int32
+  const int32_t* tail_slots;  // [seqs], -1: this sequence has none
+  int64_t slot_stride;        // from one of tail_slots to the next, in words of 32 bits
+  bool wide_slots;            // a slot has two words, the lower one first; else one
   const int32_t* tail_valid;  // [max_seqs, 2] (sinks held, first position held by the ring); null: everything
-  int max_seqs, sink_tokens, ring, recent_window;
+  int max_seqs, sink_tokens, recent_window;
+  Divisor ring;  // of rows
 
   // The exact keys and values of this call's own tokens, which stand at positions new_begin(..) and later. Rows start
   // at multiples of 16 bytes.
@@ -65,20 +67,24 @@ struct Attention {
     return early ? __ldcg(from) : *from;
   }
 
-  // The queries of sequence s are tokens [first_query(s), first_query(s) + num_queries(s)).
-  __device__ __forceinline__ int first_query(int s, bool early = false) const {
-    return query_begin ? min(max(read(query_begin + s, early), 0), tokens) : s;
+  // The queries of a sequence are tokens [first, first + count).
+  struct Queries {
+    int first, count;
+  };
+  __device__ __forceinline__ Queries queries_of(int s, bool early = false) const {
+    if (!query_begin) return {s, 1};
+    const int first = min(max(read(query_begin + s, early), 0), tokens);
+    return {first, min(max(min(read(query_begin + s + 1, early), tokens) - first, 0), max_q_len)};
   }
-  __device__ __forceinline__ int num_queries(int s, bool early = false) const {
-    if (!query_begin) return 1;
-    return min(max(min(read(query_begin + s + 1, early), tokens) - first_query(s, early), 0), max_q_len);
+  __device__ __forceinline__ int first_query(int s) const { return queries_of(s).first; }
+  __device__ __forceinline__ int num_queries(int s) const { return queries_of(s).count; }
+  // The number of tokens of sequence s, which has so many queries, limited to those that block_table has room for;
+  // new_keys need no room.
+  __device__ __forceinline__ int length(int s, int queries, bool early = false) const {
+    const unsigned most = static_cast<unsigned>(room) + (new_keys ? queries : 0);  // in 32 bits
+    return static_cast<int>(min(static_cast<unsigned>(max(read(seq_lens + s, early), 0)), most));
   }
-  // The number of tokens of sequence s, limited to those that block_table has room for; new_keys need no room.
-  __device__ __forceinline__ int length(int s, bool early = false) const {
-    int64_t room = int64_t{max_pages} * record.page_size;
-    if (new_keys) room += num_queries(s, early);
-    return static_cast<int>(min(static_cast<int64_t>(max(read(seq_lens + s, early), 0)), room));
-  }
+  __device__ __forceinline__ int length(int s) const { return length(s, num_queries(s)); }
   // Query i of sequence s stands at length(s) - num_queries(s) + i and sees keys [first_visible(p), p].
   __device__ __forceinline__ int first_visible(int position) const {
     return sliding_window > 0 ? max(0, position - sliding_window + 1) : 0;
@@ -90,36 +96,42 @@ struct Attention {
     return new_keys ? length - queries : length;
   }
   // The key or the value of one of this call's tokens.
-  __device__ __forceinline__ const void* new_row(int64_t token, int kv_head, bool is_value) const {
-    const int64_t offset = is_value ? token * new_value_token_stride + kv_head * new_value_head_stride
-                                    : token * new_key_token_stride + kv_head * new_key_head_stride;
+  __device__ __forceinline__ const void* new_row(int token, int kv_head, bool is_value) const {
+    const int64_t offset = is_value
+                               ? offset_of(token, new_value_token_stride) + offset_of(kv_head, new_value_head_stride)
+                               : offset_of(token, new_key_token_stride) + offset_of(kv_head, new_key_head_stride);
     return static_cast<const uint8_t*>(is_value ? new_values : new_keys) + offset * element_size(dtype);
   }
 
   // The positions of a sequence that the exact tail holds.
   struct Tail {
-    bool any;          // false: none
+    int slot;          // its entry of the tail, -1: it has none
     int sinks, first;  // [0, sinks), and all from `first` on
+
+    __device__ __forceinline__ bool any() const { return slot >= 0; }
   };
-  __device__ __forceinline__ int64_t tail_slot(int s, bool early = false) const {
+  __device__ __forceinline__ int tail_slot(int s, bool early = false) const {
     if (!tail) return -1;
-    const int64_t at = s * slot_stride;
-    return wide_slots ? read(static_cast<const int64_t*>(tail_slots) + at, early)
-                      : read(static_cast<const int32_t*>(tail_slots) + at, early);
+    const int32_t* word = tail_slots + offset_of(s, slot_stride);
+    const int slot = read(word, early), high = wide_slots ? read(word + 1, early) : 0;
+    return high == 0 && static_cast<unsigned>(slot) < static_cast<unsigned>(max_seqs) ? slot : -1;
   }
   // Beside new_keys, the new tokens may have been stored or not. Without tail_valid, what counts is therefore what a
   // ring of any size holds both before and after.
   __device__ __forceinline__ Tail tail_of(int s, int length, bool early = false) const {
-    const int64_t slot = tail_slot(s, early);
-    if (slot < 0 || slot >= max_seqs) return {false, 0, 0};
-    if (!tail_valid) return {true, sink_tokens, new_keys ? max(sink_tokens, length - ring) : sink_tokens};
-    return {true, max(min(sink_tokens, read(tail_valid + 2 * slot, early)), 0),
-            max(sink_tokens, read(tail_valid + 2 * slot + 1, early))};
+    const int slot = tail_slot(s, early);
+    if (slot < 0) return {-1, 0, 0};
+    int sinks = sink_tokens, first = new_keys ? length - ring : 0;
+    if (tail_valid) {
+      const int32_t* valid = tail_valid + offset_of(slot, 2);
+      sinks = read(valid, early), first = read(valid + 1, early);
+    }
+    return {slot, max(min(sink_tokens, sinks), 0), max(sink_tokens, first)};
   }
   // A query has exact keys [0, tail.sinks) and [recent, position], and the keys between them in codes. Of the exact
   // keys those from new_begin on are in new_keys, and the others in the tail.
   __device__ __forceinline__ int recent(const Tail& tail, int position, int new_begin) const {
-    const int first = tail.any ? max(position - recent_window + 1, tail.first) : position + 1;
+    const int first = tail.any() ? max(position - recent_window + 1, tail.first) : position + 1;
     return min(max(min(first, new_begin), tail.sinks), position + 1);
   }
 };

@@ -28,15 +28,18 @@ void describe_codes(Plan& plan, const CodesOfPair& pair) {
 
 KeyTilesLaunch::KeyTilesLaunch(const Attention& call, const Device& device, int pair, int least_queries)
     : call_(call), device_(device),
-      entry_(with_head_dim<kKeyTilesHeadDims>(
-          call.record.head_dim, [&](auto d) { return find_kernel<d>(std::min(call.max_q_len, call.tokens) * call.group); })),
+      entry_(with_head_dim<kKeyTilesHeadDims>(call.record.head_dim,
+                                              [&](auto d) {
+                                                return find_kernel<d>(std::min(call.max_q_len, call.tokens) *
+                                                                      call.group);
+                                              })),
       layout_(call.record, call.page_stride, element_size(call.dtype)) {
   call_.most_queries = call.max_q_len, call_.least_queries = least_queries;
   const DeviceFacts& facts = device.facts;
   grid_ = std::min(split_kv::kMaxGrid, entry_.blocks * facts.multiprocessors);
   lay_out(std::min(facts.shared_per_block, facts.shared_per_multiprocessor / entry_.blocks - kReservedSharedBytes));
   plan_.group_reciprocal = (65536 + call.group - 1) / call.group;
-  plan_.clears = least_queries == 0;
+  plan_.clears = least_queries == 0, plan_.grid = Divisor(grid_);
   describe_codes<128>(plan_, kSplitKvPairs[pair]);
   split_kv::check_limits(call_, layout_, 1);
 }
@@ -53,12 +56,13 @@ void KeyTilesLaunch::lay_out(int shared_limit) {
   const int passing = bytes;
   place(p.table, RowTable::bytes(rows)), place(p.factors, kWeightBuffers * Plan::factors_of(rows) * 4);
   place(p.exchange, 11 * rows * 4), place(p.barriers, View::kBarrierBytes), place(p.present, kMaxStages * 4);
-  place(p.signs, 2 * d * 4 + 2 * split_kv::kMaxLevels), place(p.rows, rows * static_cast<int>(sizeof(split_kv::QueryRow)) + 8);
+  place(p.signs, 2 * d * 4 + 2 * split_kv::kMaxLevels),
+      place(p.rows, rows * static_cast<int>(sizeof(split_kv::QueryRow)) + 8);
   place(p.notes, (kThreads / 32 + 1) * static_cast<int>(sizeof(split_kv::WarpNotes)));
   p.stages = std::min((shared_limit - bytes) / p.unit_bytes, kMaxStages);
   const int ring = p.stages * p.unit_bytes;
-  for (int* at : {&p.operands, &p.weights, &p.table, &p.factors, &p.exchange, &p.barriers, &p.present, &p.signs, &p.rows,
-                  &p.notes}) {
+  for (int* at : {&p.operands, &p.weights, &p.table, &p.factors, &p.exchange, &p.barriers, &p.present, &p.signs,
+                  &p.rows, &p.notes}) {
     *at += ring;
   }
   p.bytes = ring + bytes;
@@ -70,8 +74,7 @@ void KeyTilesLaunch::lay_out(int shared_limit) {
 
 void KeyTilesLaunch::run(void* workspace, cudaStream_t stream) {
   plan_.parts = static_cast<float*>(workspace);
-  plan_.arrivals =
-      zeroed_counters(device_.index, stream, grid_, static_cast<uint32_t*>(workspace) + part_floats());
+  plan_.arrivals = zeroed_counters(device_.index, stream, grid_, static_cast<uint32_t*>(workspace) + part_floats());
   allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
   void* arguments[] = {&call_, &layout_, &plan_};
   check_cuda(launch_early(entry_.kernel, grid_, kThreads, plan_.bytes, arguments, stream, device_.facts.major),

@@ -117,6 +117,7 @@ struct QueryOperands {
   static constexpr int kChunks = (D + kChunk - 1) / kChunk;
   static constexpr int kFrags = kChunk / 32;          // products over a chunk
   static constexpr int kChannels = kChunks * kChunk;  // padding included
+  static constexpr bool kMayShare = kChunk == 64;     // whether CodeOrder::kShared exists
   static constexpr bool kHalfGroup = D % 32 != 0;  // the last group of channels has 16 instead of 32 (docs/format.md)
   static_assert(D % 16 == 0);
 
@@ -129,7 +130,7 @@ struct QueryOperands {
     const int t = c / share, x = c % share;  // x: its number in the lane's share
     const int first = chunk * kFrags;
     if (order == CodeOrder::kInterleaved) return {first + x / 16 * 2 + x % 2, x / 8 % 2, t, x % 8 / 2};
-    const bool shared = order == CodeOrder::kShared && channel < (kHalfGroup ? D - 16 : D);
+    const bool shared = kMayShare && order == CodeOrder::kShared && channel < (kHalfGroup ? D - 16 : D);
     if (!shared) return {first + x / 8, x / 4 % 2, t, x % 4};
     const int group = c / 32, j = c % 32 / 8, i = c % 8;
     return {first + j / 2, j % 2, 2 * group + i / 4, i % 4};
@@ -163,9 +164,9 @@ struct KeyCodes : CodeTraits<CODES> {
   static_assert(T::kUniform ? kBytes || kPlane || kNibbles : format::fits_nibble(CODES.width), "no such keys");
 
   static constexpr int kChunk = Operands::kChunk;
-  static constexpr CodeOrder kOrder = kMasks || kPairsOfBits    ? CodeOrder::kInterleaved
-                                      : kSpread && kChunk == 64 ? CodeOrder::kShared
-                                                                : CodeOrder::kPlain;
+  static constexpr CodeOrder kOrder = kMasks || kPairsOfBits           ? CodeOrder::kInterleaved
+                                      : kSpread && Operands::kMayShare ? CodeOrder::kShared
+                                                                       : CodeOrder::kPlain;
   static constexpr int kWords = kSpread ? 3 : format::field_bits(CODES.width) * kChunk / 128;  // of a lane
   static constexpr int kSets = kMasks && !kShifts ? 2 : 1;  // sums: of low and of high nibbles, or one for both
 

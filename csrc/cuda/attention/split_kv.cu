@@ -116,6 +116,7 @@ SplitKvLaunch::SplitKvLaunch(const Attention& call, const Device& device, int pa
   choose_shape();
   check_limits(call_, layout_, blocks_of_rows(call_, entry_.rows));
   plan_.codes = entry_.codes;
+  plan_.grid = Divisor(grid_);
   plan_.group_reciprocal = (65536 + call.group - 1) / call.group;
   // A warp sums the lengths of 32 sequences at once. With more of them, reading all lengths twice costs more than the
   // early start gains.

@@ -38,6 +38,42 @@ __device__ __forceinline__ int quotient(int x, int y) {
 }
 __device__ __forceinline__ int ceil_div(int x, int y) { return quotient(x + y - 1, y); }
 
+// The same in half of the instructions, for y > 0 and quotients of less than 2^20. Every step rounds down, and the
+// approximate reciprocal, which may be one unit of its last place too large, is made two units smaller. So the estimate
+// is never too large, and too small by at most 6 / 2^23 of itself, which is less than 1.
+__device__ __forceinline__ int small_quotient(int x, int y) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__uint2float_ru(y)));
+  inverse = __int_as_float(__float_as_int(inverse) - 2);
+  const int estimate = static_cast<int>(__float2uint_rz(__fmul_rz(__uint2float_rz(x), inverse)));
+  return estimate + (static_cast<unsigned>(x - estimate * y) >= static_cast<unsigned>(y) ? 1 : 0);
+}
+
+// A divisor that the host knows: a quotient is then a product. Exact for x from 0 to 2^31 - 1, because the reciprocal
+// is 2^(31 + shift) / d plus less than one, and d <= 2^shift: x times what is too much is less than 2^(31 + shift) / d,
+// so it does not carry a quotient x / d to the next integer.
+struct Divisor {
+  int value = 1, shift = 0;
+  uint32_t reciprocal = uint32_t{1} << 31;
+
+  Divisor() = default;
+  // Nobody divides by a divisor that is not positive.
+  constexpr explicit Divisor(int d) : value(d) {
+    while (int64_t{1} << shift < d) ++shift;
+    if (d > 0) reciprocal = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + d - 1) / d);
+  }
+  __host__ __device__ constexpr operator int() const { return value; }
+};
+__host__ __device__ constexpr int quotient(int x, const Divisor& d) {
+  return static_cast<int>((uint64_t{2} * static_cast<uint32_t>(x) * d.reciprocal >> 32) >> d.shift);
+}
+__host__ __device__ constexpr int operator%(unsigned x, const Divisor& d) {
+  return static_cast<int>(x) - quotient(static_cast<int>(x), d) * d.value;
+}
+
+// i times a distance, for i >= 0: a sign would take two instructions more.
+__device__ __forceinline__ int64_t offset_of(int i, int64_t stride) { return static_cast<unsigned>(i) * stride; }
+
 // ---- Lanes of a warp ----------------------------------------------------------------------------------------------
 
 // Sum and maximum over groups of LANES neighbouring lanes of a warp; every lane gets the result, and all 32 take part.
@@ -71,12 +107,19 @@ __device__ __forceinline__ T max_of_lanes(T x) {
 
 // The sum over the lanes before this one.
 __device__ __forceinline__ int sum_of_lanes_before(int x) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
   int sum = x;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
-    const int other = __shfl_up_sync(0xffffffff, sum, d);
-    if (lane >= d) sum += other;
+    // The instruction itself knows which lanes have another one `d` below them.
+    asm volatile(
+        "{\n"
+        ".reg .pred some;\n"
+        ".reg .b32 other;\n"
+        "shfl.sync.up.b32 other|some, %0, %1, 0, 0xffffffff;\n"
+        "@some add.s32 %0, %0, other;\n"
+        "}"
+        : "+r"(sum)
+        : "r"(d));
   }
   return sum - x;
 }

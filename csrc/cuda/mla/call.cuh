@@ -49,7 +49,7 @@ __device__ __forceinline__ ExactKey exact_key(const Latents& x, int sequence, in
   const Attention& a = x.a;
   const int size = element_size(a.dtype), new_begin = a.new_begin(length, queries);
   if (position >= new_begin) {
-    const int64_t token = a.first_query(sequence) + position - new_begin;
+    const int token = a.first_query(sequence) + position - new_begin;
     return {static_cast<const uint8_t*>(a.new_row(token, 0, false)),
             static_cast<const uint8_t*>(a.new_row(token, 0, true))};
   }

@@ -58,7 +58,7 @@ class GeneralBlock {
     load_queries(false);
     const Attention::Tail tail = a_.tail_of(sequence_, length_);
     if (tail.sinks > 0) attend(false, 0, min(tail.sinks, length_));
-    if (tail.any || a_.new_keys) attend(false, max(min(first.end, last.end), min(tail.sinks, length_)), length_);
+    if (tail.any() || a_.new_keys) attend(false, max(min(first.end, last.end), min(tail.sinks, length_)), length_);
     write();
   }
 

@@ -66,7 +66,7 @@ class LatentBlock {
       attend_codes(segment, from, max(min(to, segment.coded_end()) - from, 0));
       const int first = cut.block_of(segment.begin);
       SharedBy shared{first, cut.block_of(segment.end() - 1) - first + 1, -1};
-      if (segment.work.exact > 0) {
+      if (segment.work.exact() > 0) {
         shared.exact = cut.block_of(segment.coded_end());
         const int exact = max(from, segment.coded_end());
         if (exact < to) attend_exact(segment, exact - segment.coded_end(), to - segment.coded_end(), opens);
@@ -95,9 +95,10 @@ class LatentBlock {
     // The previous kernel has prepared queries. It began when all earlier ones had ended, and let this one begin then.
     if (block_.warp == 0) {
       BlockShare share;
-      cut_work<S::kRows, kLeastPart>(a, kExactPerUnit, reinterpret_cast<uint2*>(block_.shared), block_.plan.queries,
-                                     false, nullptr, share);
-      if (block_.lane == 0) notes_.share = share;
+      const int finder = cut_work<S::kRows, kLeastPart>(a, Divisor(kExactPerUnit), block_.plan.grid,
+                                                        reinterpret_cast<uint2*>(block_.shared), block_.plan.queries,
+                                                        false, nullptr, share);
+      if (block_.lane == finder) notes_.share = share;
     } else {
       constexpr int kOthers = S::kThreads - 32;
       clear_padding<uint16_t>(a, S::kLatent * element_size(a.dtype) / 2,
@@ -170,7 +171,7 @@ class LatentBlock {
     __syncthreads();
     if (block_.warp == 0) {
       Segment next = notes_.share.segment;
-      next.template seek<S::kRows>(block_.call.a, kExactPerUnit, gap, unit);
+      next.template seek<S::kRows>(block_.call.a, Divisor(kExactPerUnit), gap, unit);
       __syncwarp();
       if (block_.lane == 0) notes_.share.segment = next;
     }
@@ -181,7 +182,7 @@ class LatentBlock {
   __device__ __forceinline__ void attend_exact(const Segment& segment, int first, int end, bool opens) const {
     __syncthreads();
     ExactKeys<S>(block_, segment)
-        .attend(first * kExactPerUnit, min(end * kExactPerUnit, segment.work.exact),
+        .attend(first * kExactPerUnit, min(end * kExactPerUnit, segment.work.exact()),
                 part_of(segment, opens ? kExactOpened : kExact));
   }
 

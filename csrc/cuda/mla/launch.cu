@@ -23,6 +23,7 @@ LatentLaunch::LatentLaunch(const Latents& call, const Device& device) : call_(ca
   const int per_block = facts.shared_per_multiprocessor / entry_.blocks - kReservedSharedBytes;
   plan_ = Plan(r, entry_.rows, std::min(facts.shared_per_block, per_block));
   grid_ = entry_.blocks * facts.multiprocessors;
+  plan_.grid = Divisor(grid_);
   const int64_t rows = int64_t{call.a.max_q_len} * call.a.q_heads;
   plan_.row_blocks = checked_int((rows + entry_.rows - 1) / entry_.rows, "the number of rows of a sequence");
   segments_ = int64_t{call.a.seqs} * plan_.row_blocks;

@@ -132,6 +132,7 @@ __host__ __device__ constexpr bool totals_in_memory(int rows) { return rows == 6
 // Shared memory of a block, in bytes from its start, and what else all blocks need to know.
 struct Plan {
   Kind kind;
+  Divisor grid;                                       // blocks
   int stages;                                         // of the ring of units
   int planes, ropes, scales, tile_bytes, unit_bytes;  // of a tile in the ring
   int queries, rows, weights, factors, exchange, totals, barriers, notes, bytes;

@@ -111,12 +111,12 @@ class ExactKeys {
       if (first + i < end_) {
         const int position = work.exact_key(first + i);
         if (position >= new_begin) {
-          const int64_t token = a.first_query(segment_.sequence) + position - new_begin;
+          const int64_t token = work.first_query + position - new_begin;
           key = a.new_row(token, segment_.head, false), value = a.new_row(token, segment_.head, true);
         } else {
           const int rows = a.sink_tokens + a.ring, row = format::tail_row(position, a.sink_tokens, a.ring);
-          const int64_t at = format::tail_offset<int64_t>(a.tail_slot(segment_.sequence), a.tail_stride, segment_.head,
-                                                          row, rows, int64_t{kD}, 0);
+          const int64_t at =
+              format::tail_offset<int64_t>(work.tail.slot, a.tail_stride, segment_.head, row, rows, int64_t{kD}, 0);
           key = static_cast<const uint16_t*>(a.tail) + at, value = static_cast<const uint16_t*>(key) + kD;
         }
       }
@@ -232,7 +232,7 @@ class ExactKeys {
         for (int part = 0; part < 2; ++part) {
           const uint16_t* weights =
               weights_ + (part * kExactRows + 8 * j + block_.g) * kWeightStride + s * 16 + 2 * block_.t;
-          multiply(reinterpret_cast<float(&)[4]>(sums_[4 * j]), v, *reinterpret_cast<const uint32_t*>(weights),
+          multiply(reinterpret_cast<float (&)[4]>(sums_[4 * j]), v, *reinterpret_cast<const uint32_t*>(weights),
                    *reinterpret_cast<const uint32_t*>(weights + 8));
         }
       }

@@ -25,7 +25,8 @@ struct KeyBytes : K {
                                                 uint32_t (&minus)[4]) {
     if constexpr (K::kMasks) {
       constexpr int j = I / 2 * 2;
-      a[0] = codes<I % 2, j>(g), a[1] = codes<I % 2, j>(h), a[2] = codes<I % 2, j + 1>(g), a[3] = codes<I % 2, j + 1>(h);
+      a[0] = codes<I % 2, j>(g), a[1] = codes<I % 2, j>(h), a[2] = codes<I % 2, j + 1>(g),
+      a[3] = codes<I % 2, j + 1>(h);
     } else {
       K::template expand<I>(g, h, table, a, minus);
     }

@@ -15,7 +15,8 @@ constexpr float kLeastQuery = 1e-30f;  // queries of no larger channel count as 
 // lane of a product then has the sums of both bytes, of the rows that it has in products of float16 (scores.cuh).
 template <class S>
 __device__ __forceinline__ int place_of_query(int row, int step, int k) {
-  return step * S::kStepBytes + k / 16 * (S::kStepBytes / 2) + row / 8 * 256 + row % 2 * 128 + row % 8 / 2 * 32 + k % 16;
+  return step * S::kStepBytes + k / 16 * (S::kStepBytes / 2) + row / 8 * 256 + row % 2 * 128 + row % 8 / 2 * 32 +
+         k % 16;
 }
 
 // Prepares the rows of a segment, a warp for each: as integers of 16 bits in the rotated space.
@@ -28,7 +29,6 @@ __device__ __forceinline__ void prepare_queries(const View& block, const split_k
   const int lane = block.lane;
   const RowTable table = block.table(S::kRows);
   const format::Channels channels = a.channels.of_head(segment.head, S::kDim);
-  const Attention::Tail tail = a.tail_of(segment.sequence, segment.work.length);
 #pragma unroll 1
   for (int r = block.warp; r < S::kRows; r += kWarps) {
     split_kv::RowPlace place;
@@ -71,9 +71,10 @@ __device__ __forceinline__ void prepare_queries(const View& block, const split_k
       const float unit = (most <= kLeastQuery ? 0 : most / kMostQuery) * format::kLevelUnit * scale;
       table.factor[r] = unit * block.own.key_step, table.start[r] = -unit * block.own.key_offset * sum;
       table.shift[r] = shift * scale;
-      table.first[r] = exists ? max(a.first_visible(place.position), tail.sinks) : INT32_MIN;
+      table.first[r] = exists ? max(a.first_visible(place.position), segment.work.tail.sinks) : INT32_MIN;
       table.end[r] =
-          exists ? a.recent(tail, place.position, a.new_begin(segment.work.length, segment.work.queries)) : INT32_MAX;
+          exists ? a.recent(segment.work.tail, place.position, a.new_begin(segment.work.length, segment.work.queries))
+                 : INT32_MAX;
     }
   }
 }

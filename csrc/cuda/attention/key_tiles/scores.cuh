@@ -51,8 +51,7 @@ class ScoreGroup {
     }
     sync();
     find_seen_by_all();
-    with_key_codes<S::kDim>(block_.own.keys,
-                            [&](auto keys) { attend_units<decltype(keys)>(token, units, turn); });
+    with_key_codes<S::kDim>(block_.own.keys, [&](auto keys) { attend_units<decltype(keys)>(token, units, turn); });
   }
 
   // The maxima and denominators of a partial result [ROWS, kPart].
@@ -361,12 +360,12 @@ class ScoreGroup {
 
   const View block_;
   const RowTable table_;
-  const uint32_t queries_;    // an operand
-  const int scales_;          // where the lane's scales stand among those of a unit
-  const uint32_t weights_;    // where the lane stores weights
-  int first_all_, end_all_;   // keys from codes that all rows see
-  int sum_[8 * kTiles];       // products that are under way
-  float totals_[kColumns];    // of the lane's rows: denominators, over its own tokens
+  const uint32_t queries_;   // an operand
+  const int scales_;         // where the lane's scales stand among those of a unit
+  const uint32_t weights_;   // where the lane stores weights
+  int first_all_, end_all_;  // keys from codes that all rows see
+  int sum_[8 * kTiles];      // products that are under way
+  float totals_[kColumns];   // of the lane's rows: denominators, over its own tokens
 };
 
 }  // namespace turboquant::cuda::key_tiles

@@ -55,14 +55,14 @@ struct RowTable {
 // The plan of a launch. Of split-KV's plan, `stages` are units of a common ring, `operands` the queries as bytes, and
 // `join`, `result` and `exact` have their places in the ring: they are used when nothing is copied.
 struct Plan : split_kv::SplitKvPlan {
-  int keys;        // which of kKeyCodes (expansion.cuh)
+  int keys;  // which of kKeyCodes (expansion.cuh)
   CodeOrder order;
   int unit_bytes;  // of the ring
   int copies;      // of a unit, one for each of its tiles of a record
   int exact;       // see exact.cuh
   int table, weights, factors, exchange, barriers, present;
   float key_step, key_offset, value_step, value_offset;  // level = step * code - offset
-  bool clears;  // fills the results of tokens behind the last sequence
+  bool clears;                                           // fills the results of tokens behind the last sequence
 
   // Floats of a buffer of factors: one for each row, and whether any is not 1. Two rows' are read at once.
   __host__ __device__ static constexpr int factors_of(int rows) { return rows + 2; }
@@ -81,12 +81,19 @@ struct Turn {
   __device__ __forceinline__ uint32_t buffer_phase() const { return count / kWeightBuffers & 1; }
 };
 
+// The thread's number, of which the compiler does not know that it could read it again wherever it is needed.
+__device__ __forceinline__ unsigned held_thread() {
+  unsigned thread = threadIdx.x;
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
 // A thread's view of its block.
 struct View : BlockView {
   const Plan& own;
 
   __device__ __forceinline__ View(const Attention& a, const StageLayout& l, const Plan& p, uint8_t* memory)
-      : BlockView(a, l, p, memory, split_kv::computed_here(static_cast<int>(threadIdx.x))), own(p) {}
+      : BlockView(a, l, p, memory, held_thread()), own(p) {}
 
   __device__ __forceinline__ uint8_t* queries() const { return shared + own.operands; }
   __device__ __forceinline__ RowTable table(int rows) const { return RowTable(shared + own.table, rows); }

@@ -362,7 +362,7 @@ class Producer {
   __device__ __forceinline__ const uint8_t* exact_row(const Item& item, int i) const {
     const int position = item.exact_key(i);
     if (position >= item.new_begin) {
-      const int64_t token = item.first_query + position - item.new_begin;
+      const int token = item.first_query + position - item.new_begin;
       return static_cast<const uint8_t*>(a_.new_row(token, item.head, VALUES));
     }
     const int row = format::tail_row(position, a_.sink_tokens, a_.ring), rows = a_.sink_tokens + a_.ring;

@@ -23,7 +23,7 @@ struct Sight {
 
   __device__ __forceinline__ Sight(const Attention& call, int sequence, int length, int queries)
       : a(call), tail(call.tail_of(sequence, length)), new_begin(call.new_begin(length, queries)) {}
-  __device__ __forceinline__ bool any_exact() const { return tail.any || a.new_keys; }
+  __device__ __forceinline__ bool any_exact() const { return tail.any() || a.new_keys; }
   __device__ __forceinline__ int first(int position) const { return max(a.first_visible(position), tail.sinks); }
   __device__ __forceinline__ int recent(int position) const { return a.recent(tail, position, new_begin); }
 };

@@ -27,11 +27,12 @@ struct BlockView {
   __device__ __forceinline__ float* result() const { return reinterpret_cast<float*>(shared + plan.result); }
 };
 
-// x, of which the compiler knows nothing. What follows from it is computed where this is called, and not ahead of the
-// loop over segments, where it would be spilled until then.
-__device__ __forceinline__ int computed_here(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
+// A lane of which the compiler knows nothing else. What follows from it is computed where this is called, and not ahead
+// of the loop over segments, where it would be spilled until then.
+__device__ __forceinline__ int computed_here(int lane) {
+  asm volatile("" : "+r"(lane));
+  __builtin_assume(lane >= 0 && lane < 32);  // or quotients of it would be rounded as those of negative numbers are
+  return lane;
 }
 
 // f(0), .., f(N - 1) with compile-time constants, so that arrays which they index certainly stay in registers.

@@ -21,7 +21,7 @@ struct ExactUnit {
   __device__ __forceinline__ ExactUnit(const BlockView& block, const Segment& segment, int unit,
                                        const int (&from)[kUnitStages])
       : shared(block.shared), stages{from[0], from[1]}, per_stage(block.layout.exact_keys),
-        stride(block.layout.exact_stride), first(unit * kUnitStages * per_stage), left(segment.work.exact - first) {
+        stride(block.layout.exact_stride), first(unit * kUnitStages * per_stage), left(segment.work.exact() - first) {
     static_assert(kUnitStages == 2);
   }
 
@@ -75,6 +75,9 @@ class ExactTail {
   }
 
  private:
+  // What follows from the lane is computed anew here or kept in registers, whichever spills less: the addresses of keys
+  // are kept where four groups of rows share them, and then the places of scores are not.
+  static constexpr bool kManyRows = N >= 4;
   static constexpr float kDown = 1.0f / 16;  // weights go up to 2^16, which is beyond float16
 
   // Which of its keys g and g + 8 the row of each lane sees, as ballots of the warp; hidden: the lane's row does not
@@ -86,7 +89,7 @@ class ExactTail {
 
   // Products of queries 4 n to 4 n + 3 with the keys.
   __device__ __forceinline__ void multiply_keys(const Rows& rows, int n, const ExactUnit& unit, float (&dot)[4]) const {
-    const int lane = block_.lane;
+    const int lane = kManyRows ? block_.lane : computed_here(block_.lane);
     const uint8_t* query = rows.raw() + ((4 * n + lane % 8 / 2) * D + lane / 8 * 8) * kExactElementBytes;
     const uint8_t* keys = unit.row(lane % 16) + lane / 16 * 8 * kExactElementBytes;
 #pragma unroll
@@ -103,14 +106,15 @@ class ExactTail {
                                             const ExactUnit& unit, int n, const float (&dot)[4],
                                             float (&score)[2]) const {
     const Attention& a = block_.call;
+    const int lane = kManyRows ? computed_here(block_.lane) : block_.lane, g = lane / 4, t = lane % 4;
     RowPlace place;
-    const bool real = rows.find(segment, 4 * n + block_.t, place);
-    const QueryRow& row = block_.rows()[4 * n + block_.t];
+    const bool real = rows.find(segment, 4 * n + t, place);
+    const QueryRow& row = block_.rows()[4 * n + t];
     const bool capped = a.soft_cap > 0;
     Visible visible{{}, false};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int j = 8 * h + block_.g, k = segment.work.exact_key(unit.first + h * unit.per_stage + block_.g);
+      const int j = 8 * h + g, k = segment.work.exact_key(unit.first + h * unit.per_stage + g);
       score[h] = dot[2 * h] * a.softmax_scale;
       if (capped) score[h] = a.soft_cap * tanh_fast(__fdividef(score[h], a.soft_cap));
       score[h] = capped ? score[h] * kLog2E : __fdividef(score[h] * kLog2E - row.shift, queries.scale(n));
@@ -146,7 +150,7 @@ class ExactTail {
       multiply_alone(r, unit, visible, weight, scratch);
       __syncwarp();
 #pragma unroll
-      for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = block_.t == r ? scratch[8 * e + block_.g] : y[e];
+      for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = lane % 4 == r ? scratch[8 * e + lane / 4] : y[e];
     }
   }
 

@@ -96,7 +96,8 @@ class FewUnits {
     const format::Channels of_head = a.channels.of_head(head_, D);
     if (of_head.center) load_now(of_head.center + channel(), center_);
     if (of_head.inverse) load_now(of_head.inverse + channel(), inverse_);
-    first_query_ = a.first_query(sequence_), queries_of_sequence_ = a.num_queries(sequence_);
+    const Attention::Queries queries = a.queries_of(sequence_);
+    work_.first_query = queries.first, work_.queries = queries.count;
     load_query(block_.warp);
   }
 
@@ -158,9 +159,9 @@ class FewUnits {
 
   // Finds the work of the segment; returns the number of its tasks of exact keys.
   __device__ __forceinline__ int find_work() {
-    work_ = work_of_sequence<16>(block_.call, kExactKeys, sequence_, false);
-    coded_ = kUnitStages * work_.coded, position_ = work_.length - work_.queries;
-    return (work_.exact + kExactKeys - 1) / kExactKeys;
+    work_ = work_of_sequence<16>(block_.call, Divisor(kExactKeys), sequence_, false);
+    coded_ = kUnitStages * work_.coded;
+    return (work_.exact() + kExactKeys - 1) / kExactKeys;
   }
   // How many blocks so many tasks fill.
   __device__ __forceinline__ int rounds(int tasks) const {
@@ -208,9 +209,9 @@ class FewUnits {
   // Row `r` of the block; false: there is no such row.
   __device__ __forceinline__ bool find(int r, RowPlace& row) const {
     const int group = block_.call.group;
-    if (r >= queries_of_sequence_ * group) return false;
+    if (r >= work_.queries * group) return false;
     const int i = r * block_.plan.group_reciprocal >> 16;  // r / group, exact because r is small
-    row = {first_query_ + i, (head_ - i) * group + r, position_ + i};
+    row = {work_.first_query + i, (head_ - i) * group + r, work_.length - work_.queries + i};
     return true;
   }
   __device__ __forceinline__ const uint8_t* query(const RowPlace& row) const {
@@ -277,12 +278,8 @@ class FewUnits {
   __device__ __forceinline__ uint8_t* operands() const { return block_.shared + block_.plan.operands; }
 
   __device__ __forceinline__ void prepare_queries() {
-    const Attention& a = block_.call;
     const int lane = block_.lane, rows = kRows << plan_.team_shift;
-    if (block_.warp == block_.plan.warps - 1) {
-      products_.copy_level(a.key_levels, a.record.key_bits, products_.key_levels(), lane);
-      products_.copy_level(a.value_levels, a.record.value_bits, products_.value_levels(), lane);
-    }
+    if (block_.warp == block_.plan.warps - 1) products_.copy_level(lane);
 #pragma unroll 1
     for (int r = block_.warp; r < rows; r += block_.plan.warps) {
       if (r != block_.warp) load_query(r);
@@ -301,9 +298,8 @@ class FewUnits {
     RowPlace place;
     if (find(r, place)) {
       floats_of(query_, y);
-      const Attention::Tail tail = a.tail_of(sequence_, work_.length);
-      row.first = max(a.first_visible(place.position), tail.sinks);
-      row.end = a.recent(tail, place.position, a.new_begin(work_.length, work_.queries));
+      row.first = max(a.first_visible(place.position), work_.tail.sinks);
+      row.end = a.recent(work_.tail, place.position, a.new_begin(work_.length, work_.queries));
     }
     if (a.channels.center) {
 #pragma unroll
@@ -365,14 +361,13 @@ class FewUnits {
     const Attention& a = block_.call;
     const bool is_value = block_.lane >= kExactKeys;
     // Beside a store, a block that rehearses reads a new token's key only: the tail is being written.
-    const int position = work_.exact_key(rehearses_ ? work_.exact - 1 : i);
+    const int position = work_.exact_key(rehearses_ ? work_.exact() - 1 : i);
     const int new_begin = a.new_begin(work_.length, work_.queries);
     if (position >= new_begin) {
-      return static_cast<const uint8_t*>(a.new_row(first_query_ + position - new_begin, head_, is_value));
+      return static_cast<const uint8_t*>(a.new_row(work_.first_query + position - new_begin, head_, is_value));
     }
     const int rows = a.sink_tokens + a.ring, row = format::tail_row(position, a.sink_tokens, a.ring);
-    const int64_t at =
-        format::tail_offset<int64_t>(a.tail_slot(sequence_), a.tail_stride, head_, row, rows, int64_t{D}, 0);
+    const int64_t at = format::tail_offset<int64_t>(work_.tail.slot, a.tail_stride, head_, row, rows, int64_t{D}, 0);
     return static_cast<const uint8_t*>(a.tail) + (at + (is_value ? D : 0)) * kExactElementBytes;
   }
   static __device__ __forceinline__ const uint8_t* of_lane(const uint8_t* p, int lane) {
@@ -509,14 +504,13 @@ class FewUnits {
   const UnitProducts<D, M> products_;
   const FewUnitsPlan& plan_;
 
-  int segments_, segment_, part_, sequence_, head_;       // all segments; the block's segment and its part of it
-  int slot_, member_;                                     // the warp's team, and which of the team it is
-  int first_query_, queries_of_sequence_, position_ = 0;  // position_: of the first query, once the length is known
-  int page_;                                              // of the lane's tile
-  uint32_t query_[kPer / 2];                              // the lane's channels of a row
+  int segments_, segment_, part_, sequence_, head_;  // all segments; the block's segment and its part of it
+  int slot_, member_;                                // the warp's team, and which of the team it is
+  int page_;                                         // of the lane's tile
+  uint32_t query_[kPer / 2];                         // the lane's channels of a row
   float sign_[kPer], center_[kPer], inverse_[kPer];
-  SequenceWork work_{};
-  int coded_ = 0;  // stages of codes
+  SequenceWork work_{};  // at first its queries only
+  int coded_ = 0;        // stages of codes
   bool rehearses_ = false;
 };
 

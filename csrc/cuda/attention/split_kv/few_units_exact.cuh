@@ -39,12 +39,12 @@ __device__ __forceinline__ void FewUnits<D, M>::attend_exact_rows(int n, int tas
   int first = 0, end = 0;  // the row's keys in codes lie between its exact ones
   if (real) {
     first = a.first_visible(place.position);
-    end = a.recent(a.tail_of(sequence_, work_.length), place.position, a.new_begin(work_.length, work_.queries));
+    end = a.recent(work_.tail, place.position, a.new_begin(work_.length, work_.queries));
   }
   float m = -INFINITY, total = 0, sum[4][kPer] = {};
 #pragma unroll 1
   for (int begin = task * kExactKeys; begin < tasks * kExactKeys; begin += step * kExactKeys) {
-    const int count = min(work_.exact - begin, kExactKeys);
+    const int count = min(work_.exact() - begin, kExactKeys);
     // A lane without a key reads the last one, with weight 0.
     const uint8_t* row = exact_row(begin + min(lane % kExactKeys, count - 1));
     if (lane >= kExactKeys) {

@@ -11,7 +11,7 @@ __device__ __forceinline__ void FewUnits<D, M>::join(int blocks) {
   float sign[kPer];
   load_now(block_.call.value_signs + channel(), sign);
   if (!rehearses_) __syncthreads();
-  const int rows = queries_of_sequence_ * block_.call.group;
+  const int rows = work_.queries * block_.call.group;
   int& last = *reinterpret_cast<int*>(ready() + 1);
   int count = plan_.slots;
   bool whole = blocks == 1;

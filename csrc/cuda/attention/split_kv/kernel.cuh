@@ -67,13 +67,21 @@ class SplitKvBlock {
       unit = attend_units(segment, unit);
       finish_segment(segment, max(list_.notes().begin, segment.begin), list_.stop());
       if (list_.stop() == list_.notes().end) return;
-      list_.seek(list_.notes().attended, list_.stop());
+      next_segment();
       if (segment.begin >= list_.notes().end) return;
       rows_.issue_copies(segment);
     }
   }
 
  private:
+  __device__ __forceinline__ void next_segment() const {
+    Segment segment = list_.notes().attended;
+    list_.seek(segment, list_.stop());
+    __syncwarp();
+    if (block_.lane == 0) list_.notes().attended = segment;
+    __syncwarp();
+  }
+
   // ---- The start of a launch
 
   // Prefetches the signs. Into L2 and not L1, because the previous kernel may still be writing them.
@@ -158,8 +166,7 @@ class SplitKvBlock {
       const Attention& a = block_.call;
 #pragma unroll 1
       for (int i = thread; i < 2 * D; i += threads) block_.signs()[i] = (i < D ? a.key_signs : a.value_signs - D)[i];
-      products_.copy_level(a.key_levels, a.record.key_bits, products_.key_levels(), thread);
-      products_.copy_level(a.value_levels, a.record.value_bits, products_.value_levels(), thread);
+      products_.copy_level(thread);
       clear_padding<uint16_t>(a, D * element_size(a.dtype) / 2, int64_t{blockIdx.x} * threads + thread,
                               int64_t{gridDim.x} * threads);
     });
@@ -170,7 +177,7 @@ class SplitKvBlock {
   // Attends to the warp's units of the segment from `unit` on; returns its next unit. One loop for codes and for exact
   // keys, so that the code of Pipeline::advance exists once in it.
   __device__ __forceinline__ int attend_units(const Segment& segment, int unit) {
-    const bool empty = segment.work.coded == 0 && segment.work.exact == 0;  // it still has one unit, without keys
+    const bool empty = segment.work.coded == 0 && segment.work.exact() == 0;  // it still has one unit, without keys
     const int end = list_.stop(), coded_end = segment.coded_end(), step = block_.plan.warps;
     int token = segment.first_token(unit);
 #pragma unroll 1

@@ -59,7 +59,7 @@ class Pipeline {
   __device__ __forceinline__ void read_pages() {
     page_ = -1;
     const CopySource c = list_.notes().source;
-    if (batch_unit() >= copy_stop_ || c.exact) return;
+    if (batch_unit() >= copy_stop_ || c.exact()) return;
     const int token = batch_token(c);
     if (token >= c.length || token + (1 << block_.layout.copy_shift) <= c.visible) return;
     page_ = __ldcg(c.table + (token >> block_.layout.page_shift));
@@ -118,7 +118,7 @@ class Pipeline {
   __device__ __forceinline__ void begin_batch(int first) {
     if (copy_unit_ >= copy_stop_) return;
     const CopySource c = list_.notes().source;
-    if (c.exact) {
+    if (c.exact()) {
       copy_exact(first);
       copy_unit_ += block_.plan.warps;
       return;
@@ -181,44 +181,46 @@ class Pipeline {
     const Segment& segment = list_.notes().copied;
     const int per_stage = block_.layout.exact_keys, lane = block_.lane;
     const int i = ((copy_unit_ - segment.coded_end()) * kUnitStages + lane % kExactLanes / 8) * per_stage + lane % 8;
-    if (lane % 8 >= per_stage || i >= segment.work.exact) return {nullptr, 0};
+    if (lane % 8 >= per_stage || i >= segment.work.exact()) return {nullptr, 0};
     const int position = segment.work.exact_key(i), is_value = lane >= kExactLanes;
     const int new_begin = a.new_begin(segment.work.length, segment.work.queries);
     if (position >= new_begin) {
-      const int64_t token = a.first_query(segment.sequence) + position - new_begin;
+      const int token = segment.work.first_query + position - new_begin;
       return {static_cast<const uint8_t*>(a.new_row(token, segment.head, is_value)), block_.layout.exact_bytes / 2};
     }
     if (is_value) return {nullptr, 0};
     const int rows = a.sink_tokens + a.ring, row = format::tail_row(position, a.sink_tokens, a.ring);
-    const int64_t slot = a.tail_slot(segment.sequence), d = a.record.head_dim;
-    const int64_t at = format::tail_offset<int64_t>(slot, a.tail_stride, segment.head, row, rows, d, 0);
+    // Factors without signs, because their products are shorter.
+    const unsigned slot = segment.work.tail.slot, head = segment.head, d = a.record.head_dim;
+    const int64_t at = format::tail_offset<int64_t>(slot, a.tail_stride, head, static_cast<unsigned>(row),
+                                                    static_cast<unsigned>(rows), d, 0);
     return {static_cast<const uint8_t*>(a.tail) + at * kExactElementBytes, block_.layout.exact_bytes};
   }
 
   // Finds the next unit that has something to copy and the end of its run, units of codes or of exact keys of one
   // segment, and notes what read_pages needs of the segment.
   __device__ __forceinline__ void find_run() {
-    Segment& next = list_.notes().copied;
+    Segment next = list_.notes().copied;
+    const int end = list_.notes().end;
     for (;; copy_unit_ += block_.plan.warps) {
-      if (copy_unit_ >= list_.notes().end) {
+      if (copy_unit_ >= end) {
         copy_stop_ = 0;
         return;
       }
       list_.seek(next, copy_unit_);
       if (copy_unit_ < next.begin) continue;  // a number of the gap
-      if (copy_unit_ < next.coded_end() || next.work.exact > 0) break;
+      if (copy_unit_ < next.coded_end() || next.work.exact() > 0) break;
     }
     const bool exact = copy_unit_ >= next.coded_end();
-    copy_stop_ = min(list_.notes().end, exact ? next.end() : next.coded_end());
+    copy_stop_ = min(end, exact ? next.end() : next.coded_end());
     __syncwarp();
     if (block_.lane == 0) {
       const Attention& a = block_.call;
+      list_.notes().copied = next;
       list_.notes().source = {next.work.first - next.begin * kUnitTokens,
                               a.new_begin(next.work.length, next.work.queries),
-                              a.first_visible(next.work.length - next.work.queries),
-                              next.head,
-                              exact,
-                              a.block_table + next.sequence * a.table_stride};
+                              a.first_visible(next.work.length - next.work.queries), exact ? -1 : next.head,
+                              a.block_table + offset_of(next.sequence, a.table_stride)};
     }
     __syncwarp();
     if (!exact && next.begin != list_.notes().attended.begin) rows_.prefetch(next);

@@ -36,6 +36,7 @@ struct StageLayout {
   uint32_t grain;                      // where tiles start is counted in so many bytes, and so are
   uint32_t page_grains, record_grains, tile_grains;  // the distances between pages, KV heads and tiles
   int exact_keys, exact_bytes, exact_stride;  // exact keys of a stage; bytes of a key with its value; to the next key
+  Divisor exact_per_unit;                     // exact keys of a unit
   int planes, values, key_scales, value_scales;          // sections of the first 16 tokens
   int next_keys, next_planes, next_values, next_scales;  // distances from the first 16 tokens to the other 16
 
@@ -49,6 +50,7 @@ struct StageLayout {
         exact_stride(exact_bytes + 16),  // so that the rows of eight keys lie in different banks
         planes(r.key_planes()), values(r.value_blocks()), key_scales(r.key_scales()), value_scales(r.value_scales()) {
     exact_keys = std::min(bytes / exact_stride, 8);
+    exact_per_unit = Divisor(kUnitStages * exact_keys);
     const bool one_tile = r.tile_tokens() == kStageTokens;
     next_keys = one_tile ? format::kValueGroup * r.key_row_bytes() : r.tile_bytes();
     next_planes = one_tile ? format::kValueGroup * r.key_plane_bytes() : r.tile_bytes();
@@ -92,6 +94,7 @@ struct FewUnitsPlan {
 
 // The plan of a launch: shared memory of a block, in bytes from its start, and what else all blocks need to know.
 struct SplitKvPlan {
+  Divisor grid;          // blocks
   int warps, stages;     // warps of a block; stages of each warp's pipeline. The pipelines come first
   int pipeline_bytes;    // of one warp
   int operands, raw;     // queries as operands; queries as they came, [rows, d] of their type
@@ -117,21 +120,25 @@ struct QueryRow {
 };
 
 // What a warp needs to know about the segment whose units it copies.
-struct __align__(16) CopySource {
+struct CopySource {
   int first, length, visible;  // the key of number 0 of the list; keys in pages; pages before `visible` may be gone
-  int head, exact;             // the KV head; exact: the units are of exact keys
+  int head;                    // the KV head, -1: the units are of exact keys
   const int32_t* table;        // the sequence's row of block_table
+
+  __device__ __forceinline__ bool exact() const { return head < 0; }
 };
 
 // What a warp knows about its work. It rarely looks, so the notes are in shared memory and leave registers free.
 struct WarpNotes {
   CopySource source;
-  ListCut cut;
-  Segment attended, copied;  // the segment that the warp attends to; the segment that it copies next
   int begin, end;            // the block's numbers of the list
+  Segment attended, copied;  // the segment that the warp attends to; the segment that it copies next
+  ListCut cut;
   int copy_unit, copy_stop;  // Pipeline: where the next batch of copies continues
   int first_block, blocks;   // the blocks that share the attended segment
 };
+// Larger notes would leave some pipelines fewer stages, or their block fewer warps.
+static_assert(sizeof(WarpNotes) == 192);
 
 // How many blocks share a multiprocessor: blocks of eight warps, or of four (attention/split_kv.cu chooses).
 constexpr int resident_blocks(int n, int d) { return n * d <= 128 ? 2 : 1; }

@@ -15,6 +15,12 @@ __device__ __forceinline__ uint8_t* operand_of_row(uint8_t* operands, int r,
   constexpr int kFrags = SplitKvTraits<D, 1>::kFrags;
   return operands + ((r / 4 * kFrags + place.frag) * 32 + 8 * (r % 4) + place.t) * 8 + 4 * place.half + place.byte;
 }
+// Channels c to c + 3, c a multiple of 4, differ in two bits, and a place is the bits of its channel in another order.
+// So their operands lie as far from the first one as those of channels 0 to 3 do.
+template <int D>
+__device__ __forceinline__ uint8_t* operand_behind(uint8_t* first, CodeOrder order, int i) {
+  return operand_of_row<D>(first, 0, QueryOperands<D>::place(order, i));
+}
 __device__ __forceinline__ void store_operand(uint8_t* to, int x) {
   constexpr int kNextColumn = 4 * 8;  // bytes: a column is four lanes of eight bytes
   const int high = (x + 128) >> 8;
@@ -60,14 +66,15 @@ class Queries {
 #pragma unroll 1
     for (int r = rows.first_of_warp(); r < X::kRows; r += block_.plan.warps) {
       RowPlace place;
-      float y[Lanes::kPerLane];
+      float y[Lanes::kPerLane] = {};
       QueryRow row{1, 0, 0, 0, 0};
       const bool real = rows.find(segment, r, place);
-#pragma unroll
-      for (int i = 0; i < Lanes::kPerLane; ++i) {
-        y[i] = real ? load_float(rows.raw(), a.dtype, r * D + Lanes::channel(lane, i)) : 0;
-      }
       if (real) {
+        with_float_type(a.dtype, [&](auto tag) {
+          const auto* from = reinterpret_cast<const typename decltype(tag)::type*>(rows.raw()) + r * D;
+#pragma unroll
+          for (int i = 0; i < Lanes::kPerLane; ++i) y[i] = static_cast<float>(from[Lanes::channel(lane, i)]);
+        });
         const format::Channels of_head = a.channels.of_head(segment.head, D);
         if (of_head.center) {
 #pragma unroll
@@ -76,10 +83,9 @@ class Queries {
           }
         }
         if (of_head.inverse) Lanes::apply(of_head.inverse, lane, y);
-        const int length = segment.work.length;
-        const Attention::Tail tail = a.tail_of(segment.sequence, length);
-        row.first = max(a.first_visible(place.position), tail.sinks);
-        row.end = a.recent(tail, place.position, a.new_begin(length, segment.work.queries));
+        const SequenceWork& work = segment.work;
+        row.first = max(a.first_visible(place.position), work.tail.sinks);
+        row.end = a.recent(work.tail, place.position, a.new_begin(work.length, work.queries));
       }
       Lanes::apply(block_.signs(), lane, y);
       transform<typename Lanes::Rotation>(y, lane);
@@ -95,12 +101,17 @@ class Queries {
       }
       const float scale = a.softmax_scale * kLog2E, factor = (scale < 0 ? -kLargestQuery : kLargestQuery) / largest;
       int sum = 0;
+      constexpr int kNeighbours = std::min(Lanes::Rotation::kVec, 4);
 #pragma unroll
-      for (int i = 0; i < Lanes::kPerLane; ++i) {
-        const int x = __float2int_rn(y[i] * factor);
-        if (!Lanes::writes(lane)) continue;
-        store_operand(operand(operands, r, Lanes::channel(lane, i)), x);
-        sum += x * block_.plan.codes.twice_zero(Lanes::channel(lane, i));
+      for (int k = 0; k < Lanes::kPerLane; k += kNeighbours) {
+        uint8_t* first = operand(operands, r, Lanes::channel(lane, k));
+#pragma unroll
+        for (int i = 0; i < kNeighbours; ++i) {
+          const int x = __float2int_rn(y[k + i] * factor);
+          if (!Lanes::writes(lane)) continue;
+          store_operand(operand_behind<D>(first, block_.plan.codes.order, i), x);
+          sum += x * block_.plan.codes.twice_zero(Lanes::channel(lane, k + i));
+        }
       }
 #pragma unroll
       for (int c = D + lane; c < X::Operands::kChannels; c += 32) {  // padding of the last chunk

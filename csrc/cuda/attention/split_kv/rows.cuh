@@ -49,7 +49,7 @@ class QueryRows {
     const int index = segment.block * ROWS + r;
     if (index >= segment.work.rows(a)) return false;
     const int i = index * block_.plan.group_reciprocal >> 16;  // index / group, exact because index is small
-    row.token = a.first_query(segment.sequence) + i;
+    row.token = segment.work.first_query + i;
     row.head = (segment.head - i) * a.group + index;
     row.position = segment.work.length - segment.work.queries + i;
     return true;
@@ -69,19 +69,15 @@ class QueryRows {
     for (int r = first_of_warp(); r < ROWS; r += block_.plan.warps) {
       RowPlace row;
       if (!find(segment, r, row) || row.token >= a.tokens) continue;  // a guessed segment may have too many rows
-      const uint8_t* from = static_cast<const uint8_t*>(a.q) + offset(row) * size;
+      const uint8_t* from = query(row);
       uint8_t* to = raw() + r * D * size;
       if (reinterpret_cast<uint64_t>(from) % 16 == 0) {
 #pragma unroll 1
         for (int i = 16 * lane; i < D * size; i += 512) copy_async<true>(to + i, from + i);
       } else {
 #pragma unroll 1
-        for (int i = size * lane; i < D * size; i += 32 * size) {
-          if (size == 4) {
-            *reinterpret_cast<uint32_t*>(to + i) = *reinterpret_cast<const uint32_t*>(from + i);
-          } else {
-            *reinterpret_cast<uint16_t*>(to + i) = *reinterpret_cast<const uint16_t*>(from + i);
-          }
+        for (int i = 2 * lane; i < D * size; i += 64) {  // float32 as two halves
+          *reinterpret_cast<uint16_t*>(to + i) = *reinterpret_cast<const uint16_t*>(from + i);
         }
       }
     }
@@ -97,14 +93,17 @@ class QueryRows {
     for (int r = first_of_warp(); r < ROWS; r += block_.plan.warps) {
       RowPlace row;
       if (!find(segment, r, row)) continue;
-      const uint8_t* from = static_cast<const uint8_t*>(a.q) + offset(row) * size;
+      const uint8_t* from = query(row);
       if (block_.lane * 128 < D * size) asm volatile("prefetch.global.L1 [%0];" ::"l"(from + block_.lane * 128));
     }
   }
 
  private:
-  __device__ __forceinline__ int64_t offset(const RowPlace& row) const {
-    return row.token * block_.call.q_token_stride + row.head * block_.call.q_head_stride;
+  // Where the query of a row begins.
+  __device__ __forceinline__ const uint8_t* query(const RowPlace& row) const {
+    const Attention& a = block_.call;
+    const int64_t at = offset_of(row.token, a.q_token_stride) + offset_of(row.head, a.q_head_stride);
+    return static_cast<const uint8_t*>(a.q) + at * element_size(a.dtype);
   }
 
   const BlockView block_;

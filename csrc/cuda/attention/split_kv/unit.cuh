@@ -56,9 +56,13 @@ class UnitProducts {
   // Level entries of keys and of values, [kMaxLevels] each: for grids of levels.
   __device__ __forceinline__ int8_t* key_levels() const { return reinterpret_cast<int8_t*>(block_.signs() + 2 * D); }
   __device__ __forceinline__ int8_t* value_levels() const { return key_levels() + kMaxLevels; }
-  // Copies an entry of a table, if there is a table and `thread` is an entry of it.
-  static __device__ __forceinline__ void copy_level(const int8_t* from, int bits, int8_t* to, int thread) {
-    if (from && thread < kMaxLevels) to[thread] = level_entry(from, bits, thread);
+  // Copies the tables that there are: a thread has an entry of the levels of keys, or, of the next threads, of values.
+  __device__ __forceinline__ void copy_level(int thread) const {
+    const Attention& a = block_.call;
+    const bool is_value = thread >= kMaxLevels;
+    const int8_t* from = is_value ? a.value_levels : a.key_levels;
+    if (thread >= 2 * kMaxLevels || !from) return;
+    key_levels()[thread] = level_entry(from, is_value ? a.record.value_bits : a.record.key_bits, thread % kMaxLevels);
   }
 
  private:

@@ -16,14 +16,9 @@ class WorkList {
   // Where the block's part of the attended segment ends.
   __device__ __forceinline__ int stop() const { return min(notes().end, notes().attended.end()); }
 
-  // Moves `segment`, one of the notes, on to the one that holds number `unit`.
+  // Moves `segment` on to the one that holds number `unit`, or whose gap does.
   __device__ __forceinline__ void seek(Segment& segment, int unit) const {
-    Segment s = segment;
-    if (unit < s.end()) return;
-    s.template seek<ROWS>(block_.call, exact_per_unit(), notes().cut.gap, unit);
-    __syncwarp();
-    if (block_.lane == 0) segment = s;
-    __syncwarp();
+    segment.template seek<ROWS>(block_.call, block_.layout.exact_per_unit, notes().cut.gap, unit);
   }
 
   // Finds the block's share of the list and writes it into the notes of all warps; false: the share is the known one.
@@ -35,15 +30,13 @@ class WorkList {
     WarpNotes& found = all_notes()[block_.plan.warps];
     if (block_.warp == 0) {
       BlockShare share;
-      const bool changed =
-          cut_work<ROWS>(block_.call, exact_per_unit(), reinterpret_cast<uint2*>(block_.join()),
-                         block_.plan.result - block_.plan.join, guess, known ? &found.attended : nullptr, share);
-      if (block_.lane == 0) {
-        flag() = changed;
-        if (changed) {
-          found.source = {}, found.cut = share.cut, found.begin = share.begin, found.end = share.end;
-          found.attended = found.copied = share.segment;
-        }
+      const int finder = cut_work<ROWS>(block_.call, block_.layout.exact_per_unit, block_.plan.grid,
+                                        reinterpret_cast<uint2*>(block_.join()), block_.plan.result - block_.plan.join,
+                                        guess, known ? &found.attended : nullptr, share);
+      if (block_.lane == 0) flag() = finder != kSameShare;
+      if (block_.lane == finder) {
+        found.source = {}, found.cut = share.cut, found.begin = share.begin, found.end = share.end;
+        found.attended = found.copied = share.segment;
       }
     }
     if (!guess) {
@@ -66,10 +59,10 @@ class WorkList {
 
   // Notes which blocks share a segment. Called while the segment's first bytes are on their way, to hide the divisions.
   __device__ __forceinline__ void find_sharers(const Segment& segment) const {
-    const ListCut& cut = notes().cut;
-    const int first = cut.block_of(segment.begin), last = cut.block_of(segment.end() - 1);
-    __syncwarp();
-    if (block_.lane == 0) notes().first_block = first, notes().blocks = last - first + 1;
+    // Lane 0 looks for the first block, the others for the last.
+    const int block = notes().cut.block_of(block_.lane == 0 ? segment.begin : segment.end() - 1);
+    const int last = __shfl_sync(0xffffffff, block, 1);
+    if (block_.lane == 0) notes().first_block = block, notes().blocks = last - block + 1;
     __syncwarp();
   }
 
@@ -80,7 +73,6 @@ class WorkList {
   __device__ __forceinline__ WarpNotes* all_notes() const {
     return reinterpret_cast<WarpNotes*>(block_.shared + block_.plan.notes);
   }
-  __device__ __forceinline__ int exact_per_unit() const { return kUnitStages * block_.layout.exact_keys; }
 
   const BlockView block_;
 };
