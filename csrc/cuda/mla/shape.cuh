@@ -158,7 +158,7 @@ struct Plan {
     const int factor_bytes = up(kWeightBuffers * factors_of(block_rows) * 4, 128);
     const int exchange_bytes = (2 * 4 + 2) * block_rows * 4;
     const int total_bytes = totals_in_memory(block_rows) ? block_rows / 8 * kWarpgroup * 16 : 0;
-    const int barrier_bytes = (2 * kMaxStages + 2 * kWeightBuffers + 1) * 8;
+    const int barrier_bytes = up((2 * kMaxStages + 2 * kWeightBuffers + 1) * 8, alignof(Segment));  // notes come next
     const int fixed = image_bytes + weight_bytes + factor_bytes + exchange_bytes + total_bytes + barrier_bytes + 256;
     stages = std::min((shared_limit - fixed) / unit_bytes, kMaxStages);
     queries = stages * unit_bytes;

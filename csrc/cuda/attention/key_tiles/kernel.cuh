@@ -31,20 +31,6 @@
 
 namespace turboquant::cuda::key_tiles {
 
-// The warpgroup's threads get registers that another warpgroup has left, or leave some.
-template <int COUNT>
-__device__ __forceinline__ void take_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-#endif
-}
-template <int COUNT>
-__device__ __forceinline__ void leave_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-#endif
-}
-
 template <class S>
 class KeyTilesBlock {
   using Rows = split_kv::QueryRows<S::kDim, S::kRows>;
@@ -60,16 +46,14 @@ class KeyTilesBlock {
     let_next_kernel_begin();
     begin();
     if (threadIdx.x >= kWarpgroup) {
-      leave_registers<S::kValueRegisters>();
       attend_segments<true>();
     } else {
-      take_registers<S::kScoreRegisters>();
       attend_segments<false>();
     }
   }
 
  private:
-  // Both warpgroups have code of their own for everything, so that each can have registers of its own number.
+  // Both warpgroups have code of their own for everything, so that neither's registers hold what only the other needs.
   template <bool VALUES>
   __device__ __forceinline__ void attend_segments() {
     const split_kv::WarpNotes& notes = list_.notes();
@@ -117,20 +101,21 @@ class KeyTilesBlock {
   template <bool VALUES>
   __device__ __forceinline__ void attend_codes(const Segment& segment, int from, int units) {
     const int token = segment.first_token(from);
-    Ring ring(block_);
+    const View block = fresh_view();
+    Ring ring(block);
     if constexpr (VALUES) ring.begin(segment, token, units, turn_.stage);
-    prepare_queries<S>(block_, rows_, segment);
+    prepare_queries<S>(fresh_view(), rows_, segment);
     list_.find_sharers(segment);
     publish_operands();
     __syncthreads();
     float* result = block_.result();
     if constexpr (VALUES) {
-      ValueGroup<S> group(block_, ring);
+      ValueGroup<S> group(block, ring);
       group.attend(units, turn_);
       read_all();
       group.leave(result);
     } else {
-      ScoreGroup<S> group(block_);
+      ScoreGroup<S> group(block);
       group.attend(token, units, turn_);
       read_all();
       group.leave(result);
@@ -142,10 +127,16 @@ class KeyTilesBlock {
   __device__ __forceinline__ void read_all() const { sync_threads(kReadBarrier, kThreads); }
   static constexpr int kReadBarrier = 2;
 
+  // For the compiler another thread's view, so that nothing which follows from a thread's number is computed ahead of
+  // the loop over segments, where it would be spilled until then.
+  __device__ __forceinline__ View fresh_view() const {
+    return View(block_.call, block_.layout, block_.own, block_.shared);
+  }
+
   // Units [from, to) of exact keys.
   __device__ __forceinline__ void attend_exact(const Segment& segment, int from, int to) const {
     const int per_unit = split_kv::kUnitStages * block_.layout.exact_keys, first = segment.coded_end();
-    ExactKeys<S>(block_, rows_, segment)
+    ExactKeys<S>(fresh_view(), rows_, segment)
         .attend((from - first) * per_unit, min((to - first) * per_unit, segment.work.exact()), block_.result());
   }
 

@@ -25,10 +25,6 @@ struct Shape {
   static constexpr int kRowTiles = ROWS / 8;  // a product's columns are eight rows each
   static constexpr int kBlocks = 2;           // per multiprocessor
 
-  // Registers of a thread: at the beginning, and while the warpgroups have their roles.
-  static constexpr int kRegisters = 65536 / (kBlocks * kThreads);
-  static constexpr int kScoreRegisters = kRegisters + 8, kValueRegisters = kRegisters - 8;
-
   static constexpr int kStepBytes = 64 * ROWS;  // of 32 channels of all queries, each channel two bytes
   static constexpr int kQueryBytes = D / 32 * kStepBytes;
   static constexpr int kBlockBytes = 32 * ROWS;  // of the weights of 16 tokens
