@@ -85,6 +85,7 @@ PAIR = "the split-KV kernel is not compiled for this pair of key and value codes
 FEW_ROWS = "at most 16 query rows per KV head"
 MANY_ROWS = "more than 16 query rows per KV head"
 MORE_THAN_8 = "more than 8 query rows per KV head"
+UP_TO_32_ROWS, UNIFORM = "17 to 32 query rows per KV head", {"k_uniform": 1, "v_uniform": 1}
 MIXED = "few query rows per KV head in some sequences, more in others"
 UP_TO_64 = "at most 64 query rows per KV head"
 UP_TO_32 = "at most 32 query rows per KV head"
@@ -108,7 +109,18 @@ CASES = [
     Case("paged_attention", {"d": 256}, "split_kv", "at most 8 query rows per KV head"),
     Case("paged_attention", {"group": 17}, "row_tiles", MANY_ROWS),
     Case("paged_attention", {"d": 256, "group": 9}, "row_tiles", MORE_THAN_8),
+    Case("paged_attention", {"group": 17, **UNIFORM}, "key_tiles", UP_TO_32_ROWS),
+    Case("paged_attention", {"group": 32, **UNIFORM, "k_bits": 5}, "key_tiles", UP_TO_32_ROWS),
+    Case("paged_attention", {"group": 33, **UNIFORM}, "row_tiles", MANY_ROWS),
+    Case("paged_attention", {"group": 17, **UNIFORM, "d": 64}, "row_tiles", MANY_ROWS),
+    Case("paged_attention", {"group": 17, **UNIFORM}, "split_kv", UP_TO_64, "A100"),
     Case("paged_attention", {"q_len": 5, "tokens": 6, "seqs": 2}, "split_kv+row_tiles", MIXED),
+    Case(
+        "paged_attention",
+        {"q_len": 5, "tokens": 6, "seqs": 2, **UNIFORM},
+        "split_kv+key_tiles",
+        MIXED,
+    ),
     Case("paged_attention", {"k_bits": 2}, "row_tiles", PAIR),
     Case("paged_attention", {"group": 64}, "split_kv", UP_TO_64, "A100"),
     Case("paged_attention", {"group": 65}, "general", NO_PRODUCTS, "A100"),
@@ -277,6 +289,10 @@ def test_every_preset_takes_the_split_kv_kernel(name, d):
     for rows in range(1, limit + 1):
         assert choice(rows) == ("split_kv", f"at most {limit} query rows per KV head")
         assert choice(1, max_q_len=rows) == choice(rows)
+    key_tiles = d == 128 and name in ("k4v4u", "k5v4u")
+    for rows in range(limit + 1, 33 if key_tiles else limit + 1):
+        assert choice(rows) == choice(1, max_q_len=rows) == ("key_tiles", UP_TO_32_ROWS)
+        limit = 32
     for found in (choice(limit + 1), choice(1, limit + 1), choice(1, 1000)):
         assert found.kernel == ("row_tiles" if d in row_tiles_dims() else "general")
         assert found.reason.startswith(more)
@@ -306,8 +322,8 @@ def test_every_pair_of_codes_takes_row_tiles_but_those_with_5_bits_of_a_table():
             zip(("k_bits", "k_uniform", "v_bits", "v_uniform"), keys + values, strict=True)
         )
         wanted = "general" if keys == (5, 0) else "row_tiles"
-        assert attention(group=17, **codes) == wanted
-        assert attention(group=17, dtype=HALF, **codes) == wanted
+        assert attention(group=33, **codes) == wanted
+        assert attention(group=33, dtype=HALF, **codes) == wanted
 
 
 def test_mixed_batches():
@@ -318,13 +334,16 @@ def test_mixed_batches():
 
     both = ("split_kv+row_tiles", MIXED)
     assert choice(512, 61, 512 + 60) == both
-    assert choice(512, 1, 512) == choice(1000, 1, 512) == choice(8, 32, None)  # uniform
-    assert choice(8, 32, 8 * 32) == choice(8, 32, None) == ("row_tiles", MANY_ROWS)
-    assert choice(8, 32, 8 * 32 - 1) == choice(8, 32, 8 * 32 + 1) == both
+    assert choice(512, 1, 512) == choice(1000, 1, 512) == choice(9, 32, None)  # uniform
+    assert choice(9, 32, 9 * 32) == choice(9, 32, None) == ("row_tiles", MANY_ROWS)
+    assert choice(9, 32, 9 * 32 - 1) == choice(9, 32, 9 * 32 + 1) == both
+    assert choice(8, 32, 8 * 32) == choice(8, 32, None) == ("key_tiles", UP_TO_32_ROWS)
+    some_drafts = ("split_kv+key_tiles", MIXED)
+    assert choice(8, 32, 8 * 32 - 1) == choice(8, 32, 8 * 32 + 1) == some_drafts
     assert choice(4, 32, 40) == choice(4, 32, 4 * 32) == ("split_kv", FEW_ROWS)
     # one query has more rows than split-KV takes, or all fit
     assert choice(2, 32, 40, q_heads=17, kv_heads=1) == ("row_tiles", MANY_ROWS)
-    assert choice(2, 32, 40, q_heads=16, kv_heads=1) == both
+    assert choice(2, 32, 40, q_heads=16, kv_heads=1) == some_drafts
     assert choice(2, 32, 40, q_heads=8, kv_heads=1) == ("split_kv", FEW_ROWS)
     wide = {"head_dim": 256, "q_heads": 9, "kv_heads": 1}
     assert choice(2, 32, 40, **wide) == ("row_tiles", MORE_THAN_8)

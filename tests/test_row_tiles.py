@@ -1,7 +1,8 @@
 """Many query rows on CUDA, and batches of few and many: against the float64 oracle on the device.
 
-On GPUs with products of warpgroups (9.0) the row-tile kernel takes them, elsewhere the general
-kernel, which must give the same results. test_split_kv.py has the cases, the oracle's bounds and
+On GPUs with products of warpgroups (9.0) the key-tile kernel takes 17 to 32 rows of uniform grids,
+and the row-tile kernel all others. Elsewhere the general kernel takes them, which must give the
+same results. test_split_kv.py has the cases, the oracle's bounds and
 everything about few rows.
 """
 
@@ -43,7 +44,9 @@ DIMS = (64, 128, 192, 256)
 HALVES = (torch.float16, BF16)
 NAMES = {
     "split_kv": ["split_kv::attend_kernel"],
+    "key_tiles": ["key_tiles::key_tiles_kernel"],
     "row_tiles": ["row_tiles::row_tiles_kernel"],
+    "split_kv+key_tiles": ["split_kv::attend_kernel", "key_tiles::key_tiles_kernel"],
     "split_kv+row_tiles": ["split_kv::attend_kernel", "row_tiles::row_tiles_kernel"],
     "general": ["general::general_kernel"],
 }
@@ -138,10 +141,10 @@ def test_numbers_of_rows(group):
             check_own(case)
 
 
-@pytest.mark.parametrize("q_len", [9, 40])
+@pytest.mark.parametrize("q_len", [5, 8, 9, 40])
 @pytest.mark.parametrize("name", tt.PRESETS)
 def test_presets(name, q_len):
-    """Tiles of 64 rows and of 128, every page size, every head_dim."""
+    """Blocks of 24 and 32 rows, tiles of 64 rows and of 128, every page size, every head_dim."""
     first = list(tt.PRESETS).index(name)
     for i, d in enumerate(DIMS):
         page_size = (16, 32, 64, 128)[(first + i) % 4]
@@ -167,12 +170,12 @@ def test_codes_that_no_preset_has(key_bits, value_bits):
 @pytest.mark.parametrize("name", ["k4v4u", "k4v4", "k8v8"])
 def test_flat_and_peaked_softmax(name, spread):
     for d in (64, 128, 256):
-        case = build(tt.preset(name, d), [8192, 777, 64], [9, 8, 9], spread=spread, tail=d == 128)
-        check(case)
+        for q_lens in ([9, 8, 9], [8, 8, 8], [6, 2, 5]):
+            check(build(tt.preset(name, d), [8192, 777, 64], q_lens, spread=spread, tail=d == 128))
 
 
 @pytest.mark.parametrize("scale", [-0.1, 0.0, 0.02])
-@pytest.mark.parametrize("q_len", [9, 40])
+@pytest.mark.parametrize("q_len", [5, 9, 40])
 def test_scales_of_scores(q_len, scale):
     """Negative and zero, too."""
     config = tt.preset("k4v4u", 128, recent_window=20)
@@ -362,11 +365,19 @@ def test_launches():
     odd = CacheConfig(128, 4, 4, "uniform", "lloyd")
     assert_launches(build(odd, *mixed))
     assert_launches(build(odd, [300, 90], [1, 1]))
+    drafts, some_drafts = ([300, 90], [8, 8]), ([300, 90, 70], [8, 8, 1])
+    for lengths, q_lens in (drafts, some_drafts):
+        for tail in (False, True):
+            assert_launches(build(config, lengths, q_lens, tail=tail))
     if chosen(build(config, *uniform)) == "row_tiles":  # as on an H200
         assert chosen(build(config, *mixed)) == "split_kv+row_tiles"
+        assert chosen(build(config, *drafts)) == "key_tiles"
+        assert chosen(build(config, *some_drafts)) == "split_kv+key_tiles"
 
 
-@pytest.mark.parametrize("q_lens", [[40, 1, 0, 3], [40, 40, 40, 40], [2, 1, 0, 3]])
+@pytest.mark.parametrize(
+    "q_lens", [[40, 1, 0, 3], [40, 40, 40, 40], [2, 1, 0, 3], [8, 8, 8, 8], [8, 1, 0, 3]]
+)
 def test_rows_past_the_last_sequence(q_lens):
     case = build(tt.preset("k4v4u", 128), [700, 133, 50, 60], q_lens, tail=True)
     out, lse = check(case)
@@ -388,7 +399,12 @@ def test_rows_past_the_last_sequence(q_lens):
 
 def test_layouts_of_q_and_own_tokens():
     """Slices of a fused projection, transposed heads, any alignment; out may be q."""
-    for lengths, q_lens in (([700, 90], [20, 20]), ([700, 90, 40], [30, 1, 9])):
+    for lengths, q_lens in (
+        ([700, 90], [20, 20]),
+        ([700, 90, 40], [30, 1, 9]),
+        ([700, 90, 40], [6, 6, 6]),
+        ([700, 90, 40], [8, 1, 7]),
+    ):
         case = build(tt.preset("k4v4u", 128), lengths, q_lens, tail=True)
         out, lse = check_own(case)
         own = own_tokens(case)
@@ -408,7 +424,7 @@ def test_layouts_of_q_and_own_tokens():
         assert_same_bytes(q, out)
 
 
-@pytest.mark.parametrize("q_lens", [[20, 20, 20], [40, 1, 3]])
+@pytest.mark.parametrize("q_lens", [[20, 20, 20], [40, 1, 3], [8, 8, 8], [5, 1, 3]])
 def test_stale_bytes_do_not_matter(q_lens):
     """Other garbage, in the pages, behind the table and in the tail: the same result."""
     config = tt.preset("k5v4u", 128, page_size=16)
@@ -429,11 +445,11 @@ def test_stale_bytes_do_not_matter(q_lens):
         assert_same_bytes(again[1], lse)
 
 
-@pytest.mark.parametrize("q_lens", [[20, 20], [40, 17]])
+@pytest.mark.parametrize("q_lens", [[20, 20], [40, 17], [8, 8], [6, 6]])
 def test_pages_that_do_not_exist_hold_no_keys(q_lens):
     """Page ids out of range inside a sequence: as if its keys there scored -inf.
 
-    (Of row tiles only: what the split-KV kernel makes of such keys means nothing.)
+    (Of row tiles and key tiles only: what the split-KV kernel makes of such keys means nothing.)
     """
     config = tt.preset("k4v4u", 128, page_size=16)
     case = build(config, [400, 90], q_lens)
@@ -461,11 +477,13 @@ def test_queries_before_the_first_key(group):
         assert_near(attend(case), (out, lse), case.spread)
 
 
-@pytest.mark.parametrize("q_lens", [[40, 40], [40, 1]])
+@pytest.mark.parametrize(
+    ("name", "q_lens"), [("k4v4", [40, 40]), ("k4v4", [40, 1]), ("k4v4u", [8, 8]), ("k5v4u", [6, 1])]
+)
 @pytest.mark.parametrize("window", [1, 31, 100, 700])
-def test_a_sliding_window_needs_no_older_pages(window, q_lens):
+def test_a_sliding_window_needs_no_older_pages(window, name, q_lens):
     """Pages that every query's window has left are neither looked up nor read."""
-    config = tt.preset("k4v4", 128, page_size=16)
+    config = tt.preset(name, 128, page_size=16)
     lengths = [3000, 500]
     case = build(config, lengths, q_lens)
     out, lse = check(case, sliding_window=window)
@@ -479,7 +497,7 @@ def test_a_sliding_window_needs_no_older_pages(window, q_lens):
     assert_same_bytes(again_lse, lse)
 
 
-@pytest.mark.parametrize("q_lens", [[20, 20], [70, 1]])
+@pytest.mark.parametrize("q_lens", [[20, 20], [70, 1], [8, 8], [6, 1]])
 def test_a_broken_token_spoils_only_who_sees_it(q_lens):
     """A NaN in the key or value of one head, in codes: the queries that see it, nobody else."""
     config, lengths = tt.preset("k4v4u", 128), [300, 300]
@@ -504,7 +522,7 @@ def test_a_broken_exact_token_spoils_only_who_sees_it(which, bad, exact):
     A value may spoil its own channel (number 7 here) or all channels of the rows that see it.
     """
     config = tt.preset("k4v4u", 128, recent_window=70)
-    for q_lens in ([20, 20], [90, 1]):
+    for q_lens in ([20, 20], [90, 1], [8, 8], [6, 1]):
         lengths, count = [300, 300], q_lens[0]
         clean = build(config, lengths, q_lens, tail=exact == "tail")
         run = attend if exact == "tail" else lambda case: attend(case, **own_tokens(case))
