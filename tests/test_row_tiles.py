@@ -478,7 +478,8 @@ def test_queries_before_the_first_key(group):
 
 
 @pytest.mark.parametrize(
-    ("name", "q_lens"), [("k4v4", [40, 40]), ("k4v4", [40, 1]), ("k4v4u", [8, 8]), ("k5v4u", [6, 1])]
+    ("name", "q_lens"),
+    [("k4v4", [40, 40]), ("k4v4", [40, 1]), ("k4v4u", [8, 8]), ("k5v4u", [6, 1])],
 )
 @pytest.mark.parametrize("window", [1, 31, 100, 700])
 def test_a_sliding_window_needs_no_older_pages(window, name, q_lens):

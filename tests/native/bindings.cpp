@@ -194,7 +194,7 @@ PYBIND11_MODULE(turboquant_native, m) {
   // First bytes of a record, in 64 and in 32 bits, and of a tail's row, counted in vectors.
   m.def("record_offset", &format::record_offset<int64_t>);
   m.def("record_offset_32", &format::record_offset_32);
-  m.def("tail_row", &format::tail_row<int64_t>);
+  m.def("tail_row", &format::tail_row<int64_t, int64_t>);
   m.def("tail_offset", &format::tail_offset<int64_t>);
   m.def("tail_offset_32", &format::tail_offset_32);
 

@@ -33,10 +33,11 @@ the device only. Where all sequences are short (docs/design.md), weights are rou
 a time, and those of exact keys are not. Results are the same in every run; the other sequences of a
 batch decide where the work is cut and so move roundings, by about 10^-5 of the largest output.
 
-The key-tile kernel (csrc/cuda/attention/key_tiles.cu) takes sequences of 17 to 32 rows in bfloat16 or
-float16 with d = 128, keys of uniform grids of 4 or 5 bits and values of one of 4 bits, on compute
-capability 9.0. It rounds queries as split-KV does, and weights times value scales to float16. Exact
-keys and values are not rounded, and their weights are sums of two elements of their dtype.
+The key-tile kernel (csrc/cuda/attention/key_tiles.cu) takes sequences of 17 to 32 rows in bfloat16
+or float16 with d = 128, keys of uniform grids of 4 or 5 bits and values of one of 4 bits, on
+compute capability 9.0. It rounds queries as split-KV does, and weights times value scales to
+float16. Exact keys and values are not rounded, and their weights are sums of two elements of their
+dtype.
 
 The row-tile kernel (csrc/cuda/attention/row_tiles.cu) takes sequences of more query rows in
 bfloat16 or float16 with d = 64, 128, 192 or 256, and all bits and grids but 5-bit keys with
@@ -47,8 +48,8 @@ with split-KV, the results are the same in every run, and the other sequences de
 is cut.
 
 A batch with sequences of few rows and of more takes split-KV and one of these two, one after the
-other, each for its own sequences. The host cannot see the numbers of queries, so the numbers of tokens and sequences
-and max_q_len decide that (docs/design.md).
+other, each for its own sequences. The host cannot see the numbers of queries, so the numbers of
+tokens and sequences and max_q_len decide that (docs/design.md).
 
 The general kernel (csrc/cuda/attention/general.cu) takes all other calls. It multiplies float16 on
 tensor cores with float32 sums: a query is rounded with a power of two of its own, rotated for codes
