@@ -167,10 +167,10 @@ constexpr int64_t split_kv_queries_of_mixed(const AttentionShape& shape, int lim
 
 // Which kernel takes sequences of how many query rows (max_q_len * group, of a KV head):
 //   rows <= limit                split-KV: one launch
-//   else, and every sequence     key tiles up to 32 rows, else row tiles: one launch. It must be so where tokens = seqs *
-//   has more than the limit      max_q_len, or where one query has more rows than the limit
-//   else                         split-KV and one of these: the lengths are on the device, so both kernels are launched,
-//                                and each skips the sequences of the other one
+//   else, and every sequence     key tiles up to 32 rows, else row tiles: one launch. It must be so where tokens =
+//   has more than the limit      seqs * max_q_len, or where one query has more rows than the limit
+//   else                         split-KV and one of these: the lengths are on the device, so both kernels are
+//                                launched, and each skips the sequences of the other one
 // Where row tiles cannot take the call, the general kernel takes all that has more rows than the limit; where split-KV
 // cannot, row tiles take all, or else the general kernel.
 constexpr AttentionChoice choose_attention(const AttentionShape& shape, const DeviceFacts& device) {

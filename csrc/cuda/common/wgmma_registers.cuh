@@ -88,8 +88,8 @@ __device__ __forceinline__ void add_product(float* d, uint32_t a0, uint32_t a1, 
 #endif
 }
 
-// d[N / 2] = a * b, plus d if `add`, of signed bytes, A 64 x 32 and B 32 x N, with sums of 32 bits; N = 32, 48, 64 or 128.
-// A core matrix holds 16 neighbours in k.
+// d[N / 2] = a * b, plus d if `add`, of signed bytes, A 64 x 32 and B 32 x N, with sums of 32 bits; N = 32, 48, 64 or
+// 128. A core matrix holds 16 neighbours in k.
 template <int N>
 __device__ __forceinline__ void add_byte_product(int* d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b,
                                                  bool add) {

@@ -8,12 +8,12 @@
 // Codes become the left operand in registers (expansion.cuh), so they are neither written to shared memory nor read
 // from there again, and rows that do not exist cost little.
 //
-// Warpgroups have roles: one computes scores and weights, the other one sums weighted values of the unit before, and one
-// of its warps copies the units ahead. Two such blocks share a multiprocessor.
+// Warpgroups have roles: one computes scores and weights, the other one sums weighted values of the unit before, and
+// one of its warps copies the units ahead. Two such blocks share a multiprocessor.
 //
 // Which units a block has, how partial results are joined, and in what order, is as in split-KV, whose code does it: a
-// partial result's sums are in the rotated space. So results are the same in every run, and the host never needs to know
-// a length.
+// partial result's sums are in the rotated space. So results are the same in every run, and the host never needs to
+// know a length.
 //
 // The parts, each in a file of its own, in the order in which a unit passes them:
 //   ring        copies of pages        values    sums of weighted values

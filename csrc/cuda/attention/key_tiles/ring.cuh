@@ -30,8 +30,8 @@ class Ring {
     }
   }
 
-  // The warp, one of values, has read unit `i` of a segment's `units` units, at this turn. The unit before has been read
-  // by all warps by now, most likely, so its stage is refilled and nobody waits.
+  // The warp, one of values, has read unit `i` of a segment's `units` units, at this turn. The unit before has been
+  // read by all warps by now, most likely, so its stage is refilled and nobody waits.
   __device__ __forceinline__ void pass_on(const Turn& turn, int i, int units) {
     __syncwarp();
     if (block_.lane == 0) arrive(block_.freed(turn.stage));
