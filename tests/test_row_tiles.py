@@ -688,9 +688,15 @@ TINY += [("k5v4u", d) for d in DIMS]
 
 @pytest.mark.parametrize(("name", "d"), TINY)
 def test_tiny_tiles(name, d):
-    """Tiles of 64 rows and of 128, exact keys of both kinds, a part of a batch for each kernel."""
+    """Key tiles where they take the codes, tiles of 64 rows and of 128, exact keys of both kinds, a
+    part of a batch for each kernel."""
     config = tt.preset(name, d, page_size=16, search=1, recent_window=5)
-    for lengths, q_lens in (([200, 40], [9, 9]), ([100, 20, 3, 0], [40, 1, 3, 0])):
+    for lengths, q_lens in (
+        ([200, 40], [3, 3]),
+        ([200, 40, 9], [4, 1, 0]),
+        ([200, 40], [9, 9]),
+        ([100, 20, 3, 0], [40, 1, 3, 0]),
+    ):
         case = build(config, lengths, q_lens, kv_heads=1, center=True, tail=True)
         check(case)
         check_own(case, sliding_window=20)
