@@ -11,8 +11,9 @@ of the uncompressed cache, per token, where the prompt is the context alone. The
 context once; all caches get the same queries, keys and values, and calibrated centers.
 
 Speed (h200_eviction.json). Some layers of Llama-3.1-8B's attention with random weights, k4v4, 64
-prompts of 8,192 tokens: bytes, and the times of the prompt, of attention over one layer (in CUDA
-graphs that go through all layers, so that the L2 cache holds none of them), and of a compiled step.
+prompts of 8,192 tokens: bytes, and the times of the prompt, of a compiled step, and of attention over
+one layer. Attention is timed in CUDA graphs that go through all layers, so that the L2 cache holds
+none of them; the caches take turns.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import common
 import numpy as np
 import torch
 import transformers
-from timing import Contest
+from timing import Call, Contest
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -238,22 +239,18 @@ def event_ms(call: Any) -> float:
     return begin.elapsed_time(end)
 
 
-def attention_ms(cache: TurboQuantCache, heads: int) -> float:
-    """Of one layer, for one new token of each sequence: in graphs that go through all layers."""
+def attention_calls(cache: TurboQuantCache, heads: int) -> list[Call]:
+    """Attention of each layer, for one new token of each sequence."""
     first, sequences = cache.packed[0], cache.sequences
     sequences.begin(sequences.batch, 1, None)
     q = torch.randn(
         sequences.batch, heads, first.config.head_dim, dtype=first.dtype, device=first.device
     )
     layers = [(layer.paged, layer.piece(0).batch) for layer in cache.packed]
-    calls = [
+    return [
         lambda paged=paged, batch=batch: paged.attend(q, batch, AttentionOptions())
         for paged, batch in layers
     ]
-    ((found, _),) = Contest(0.2).medians({"attention": calls}).values()
-    sequences.abort()
-    sequences.stepping = True
-    return found
 
 
 def step_ms(model: nn.Module, cache: TurboQuantCache, token: Tensor, runs: int = 20) -> float:
@@ -265,9 +262,12 @@ def step_ms(model: nn.Module, cache: TurboQuantCache, token: Tensor, runs: int =
     return event_ms(lambda: [step(token, past_key_values=cache) for _ in range(runs)]) / runs
 
 
-def speed_row(model: nn.Module, ids: Tensor, keep: float, policy: str) -> common.Row:
+def speed_row(
+    model: nn.Module, ids: Tensor, keep: float, policy: str, others: int
+) -> tuple[common.Row, TurboQuantCache]:
+    """All but attention's time, and the cache, which holds the prompt. others: bytes of others."""
     config, (batch, context) = model.config, ids.shape
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    layers = config.num_hidden_layers
     options = {"keep": keep, "evict": policy} if keep < 1 else {}
     room = int(context * keep) + 64
     with TurboQuantCache.for_model(
@@ -290,13 +290,14 @@ def speed_row(model: nn.Module, ids: Tensor, keep: float, policy: str) -> common
             "tail_bytes": held["tail"],
             "smaller_than_bf16": 2 * values / (held["pages"] + held["tail"]),
             "prompt_ms": prompt_ms,
-            "peak_bytes": torch.cuda.max_memory_allocated(),
-            "attention_ms": attention_ms(cache, heads),
+            "peak_bytes": torch.cuda.max_memory_allocated() - others,
         }
         if policy in ("-", "snapkv"):
             row["step_ms"] = step_ms(model, cache, ids[:, -1:].clone())
+            cache.reset()
+            model(ids, past_key_values=cache, logits_to_keep=1)
     print({name: x for name, x in row.items() if name not in ("sequences", "layers")}, flush=True)
-    return row
+    return row, cache
 
 
 def speed(arguments: Any) -> Iterator[common.Row]:
@@ -307,9 +308,17 @@ def speed(arguments: Any) -> Iterator[common.Row]:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         ids = torch.randint(1024, (arguments.sequences, arguments.context))
     choices = [(1, "-"), *((0.5, policy) for policy in POLICIES), (0.25, "snapkv")]
+    rows, caches, before = [], [], torch.cuda.memory_allocated()
     for keep, policy in choices:
-        yield speed_row(model, ids, keep, policy)
+        others = torch.cuda.memory_allocated() - before
+        row, cache = speed_row(model, ids, keep, policy, others)
+        rows.append(row), caches.append(cache)
         torch.cuda.empty_cache()
+    calls = {i: attention_calls(cache, config.num_attention_heads) for i, cache in enumerate(caches)}
+    for i, (milliseconds, _) in Contest(0.2).medians(calls).items():
+        rows[i]["attention_ms"] = milliseconds
+        print({name: rows[i][name] for name in ("keep", "policy", "attention_ms")}, flush=True)
+    yield from rows
 
 
 @torch.no_grad()

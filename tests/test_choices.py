@@ -107,20 +107,15 @@ FEW = {"tokens": 1}
 CASES = [
     Case("paged_attention", {}, "split_kv", FEW_ROWS),
     Case("paged_attention", {"d": 256}, "split_kv", "at most 8 query rows per KV head"),
-    Case("paged_attention", {"group": 17}, "row_tiles", MANY_ROWS),
+    Case("paged_attention", {"group": 17}, "key_tiles", UP_TO_32_ROWS),
+    Case("paged_attention", {"group": 33}, "row_tiles", MANY_ROWS),
     Case("paged_attention", {"d": 256, "group": 9}, "row_tiles", MORE_THAN_8),
-    Case("paged_attention", {"group": 17, **UNIFORM}, "key_tiles", UP_TO_32_ROWS),
     Case("paged_attention", {"group": 32, **UNIFORM, "k_bits": 5}, "key_tiles", UP_TO_32_ROWS),
-    Case("paged_attention", {"group": 33, **UNIFORM}, "row_tiles", MANY_ROWS),
-    Case("paged_attention", {"group": 17, **UNIFORM, "d": 64}, "row_tiles", MANY_ROWS),
-    Case("paged_attention", {"group": 17, **UNIFORM}, "split_kv", UP_TO_64, "A100"),
-    Case("paged_attention", {"q_len": 5, "tokens": 6, "seqs": 2}, "split_kv+row_tiles", MIXED),
-    Case(
-        "paged_attention",
-        {"q_len": 5, "tokens": 6, "seqs": 2, **UNIFORM},
-        "split_kv+key_tiles",
-        MIXED,
-    ),
+    Case("paged_attention", {"group": 17, "k_bits": 2}, "row_tiles", PAIR),
+    Case("paged_attention", {"group": 17, "d": 64}, "row_tiles", MANY_ROWS),
+    Case("paged_attention", {"group": 17}, "split_kv", UP_TO_64, "A100"),
+    Case("paged_attention", {"q_len": 5, "tokens": 6, "seqs": 2}, "split_kv+key_tiles", MIXED),
+    Case("paged_attention", {"q_len": 9, "tokens": 10, "seqs": 2}, "split_kv+row_tiles", MIXED),
     Case("paged_attention", {"k_bits": 2}, "row_tiles", PAIR),
     Case("paged_attention", {"group": 64}, "split_kv", UP_TO_64, "A100"),
     Case("paged_attention", {"group": 65}, "general", NO_PRODUCTS, "A100"),
@@ -289,8 +284,7 @@ def test_every_preset_takes_the_split_kv_kernel(name, d):
     for rows in range(1, limit + 1):
         assert choice(rows) == ("split_kv", f"at most {limit} query rows per KV head")
         assert choice(1, max_q_len=rows) == choice(rows)
-    key_tiles = d == 128 and name in ("k4v4u", "k5v4u")
-    for rows in range(limit + 1, 33 if key_tiles else limit + 1):
+    for rows in range(limit + 1, 33 if d == 128 else limit + 1):
         assert choice(rows) == choice(1, max_q_len=rows) == ("key_tiles", UP_TO_32_ROWS)
         limit = 32
     for found in (choice(limit + 1), choice(1, limit + 1), choice(1, 1000)):
@@ -309,7 +303,7 @@ def row_tiles_dims() -> list[int]:
 
 def test_the_row_tile_kernel_is_chosen_where_it_is_compiled():
     dims = [d for d in range(16, 1025, 16) if valid_head_dim(d)]
-    assert [d for d in dims if attention(d=d, group=17) == "row_tiles"] == row_tiles_dims()
+    assert [d for d in dims if attention(d=d, group=33) == "row_tiles"] == row_tiles_dims()
     assert row_tiles_dims() == [64, 128, 192, 256]
 
 

@@ -1,6 +1,6 @@
 """Many query rows on CUDA, and batches of few and many: against the float64 oracle on the device.
 
-On GPUs with products of warpgroups (9.0) the key-tile kernel takes 17 to 32 rows of uniform grids,
+On GPUs with products of warpgroups (9.0) the key-tile kernel takes 17 to 32 rows of 128 channels,
 and the row-tile kernel all others. Elsewhere the general kernel takes them, which must give the
 same results. test_split_kv.py has the cases, the oracle's bounds and
 everything about few rows.
@@ -153,6 +153,29 @@ def test_presets(name, q_len):
         heads = {"dtype": HALVES[(first + i) % 2], "seed": first}
         check(build(config, lengths, [q_len] * 3, center="scaled", tail=True, **heads))
         check(build(config, lengths, [q_len] * 3, **heads))
+
+
+@pytest.mark.parametrize("name", tt.PRESETS)
+def test_first_and_last_numbers_of_rows_of_key_tiles(name):
+    """Of blocks of 24 rows and of 32. Blocks share one sequence and have others whole."""
+    first = list(tt.PRESETS).index(name)
+    for i, rows in enumerate((17, 24, 25, 32)):
+        config = tt.preset(
+            name, 128, page_size=(16, 32, 64, 128)[(first + i) % 4], recent_window=37
+        )
+        case = build(
+            config,
+            [9000, 300, 65, 1],
+            [1] * 4,
+            q_heads=2 * rows,
+            kv_heads=2,
+            dtype=HALVES[i % 2],
+            center="scaled",
+            tail=i in (1, 2),
+            seed=10 * first + i,
+        )
+        check(case)
+        check(case, sliding_window=333, soft_cap=20.0)
 
 
 @pytest.mark.parametrize("value_bits", [2, 3, 4, 8])

@@ -139,8 +139,8 @@ constexpr const char* refusal_of_row_tiles(const AttentionShape& shape, const De
 
 // Whether key tiles can take sequences of so many rows, where row tiles can.
 constexpr bool fits_key_tiles(const AttentionShape& shape, int64_t rows) {
-  const bool codes = (shape.keys == kUniform4 || shape.keys == kUniform5) && shape.values == kUniform4;
-  return codes && rows <= kKeyTilesMostRows && is_key_tiles_head_dim(shape.head_dim);
+  return rows <= kKeyTilesMostRows && is_key_tiles_head_dim(shape.head_dim) &&
+         split_kv_pair(shape.keys, shape.values) >= 0;
 }
 
 // The reason that names a limit.

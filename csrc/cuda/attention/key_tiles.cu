@@ -2,6 +2,7 @@
 #include "cuda/attention/key_tiles.cuh"
 
 #include <algorithm>
+#include <utility>
 
 #include "choices/attention.h"
 #include "cuda/attention/counters.cuh"
@@ -14,25 +15,34 @@
 namespace turboquant::cuda::key_tiles {
 namespace {
 
-// What the codes of keys and values mean for code that is compiled once for all of them.
+constexpr bool takes_all_pairs() {
+  for (const CodesOfPair& pair : kSplitKvPairs) {
+    if (index_of_codes<kKeyCodes>(pair.keys) < 0 || index_of_codes<kValueCodes>(pair.values) < 0) return false;
+  }
+  return true;
+}
+static_assert(takes_all_pairs(), "choose_attention lets key tiles have all pairs of split-KV");
+
+// The kernel of a call, whose codes these are.
 template <int D>
-void describe_codes(Plan& plan, const CodesOfPair& pair) {
-  plan.keys = static_cast<int>(std::find(std::begin(kKeyCodes), std::end(kKeyCodes), pair.keys) - kKeyCodes);
-  with_key_codes<D>(plan.keys, [&](auto keys) {
-    plan.order = keys.kOrder, plan.key_step = keys.kStep, plan.key_offset = keys.kOffset;
-  });
-  plan.value_step = 2, plan.value_offset = format::num_levels(pair.values.width) - 1;
+KernelEntry kernel_of_keys(const format::Codes& codes, int rows) {
+  KernelEntry found{};
+  const auto try_all = [&]<int... KEYS>(std::integer_sequence<int, KEYS...>) {
+    ((codes == kKeyCodes[KEYS] ? void(found = find_kernel<D, KEYS>(rows)) : void()), ...);
+  };
+  try_all(std::make_integer_sequence<int, std::size(kKeyCodes)>{});
+  return found;
+}
+KernelEntry kernel_of(const Attention& call, const CodesOfPair& pair) {
+  const int rows = std::min(call.max_q_len, call.tokens) * call.group;
+  return with_head_dim<kKeyTilesHeadDims>(call.record.head_dim,
+                                          [&](auto d) { return kernel_of_keys<d>(pair.keys, rows); });
 }
 
 }  // namespace
 
 KeyTilesLaunch::KeyTilesLaunch(const Attention& call, const Device& device, int pair, int least_queries)
-    : call_(call), device_(device),
-      entry_(with_head_dim<kKeyTilesHeadDims>(call.record.head_dim,
-                                              [&](auto d) {
-                                                return find_kernel<d>(std::min(call.max_q_len, call.tokens) *
-                                                                      call.group);
-                                              })),
+    : call_(call), device_(device), entry_(kernel_of(call, kSplitKvPairs[pair])),
       layout_(call.record, call.page_stride, element_size(call.dtype)) {
   call_.most_queries = call.max_q_len, call_.least_queries = least_queries;
   const DeviceFacts& facts = device.facts;
@@ -40,7 +50,8 @@ KeyTilesLaunch::KeyTilesLaunch(const Attention& call, const Device& device, int 
   lay_out(std::min(facts.shared_per_block, facts.shared_per_multiprocessor / entry_.blocks - kReservedSharedBytes));
   plan_.group_reciprocal = (65536 + call.group - 1) / call.group;
   plan_.clears = least_queries == 0, plan_.grid = Divisor(grid_);
-  describe_codes<128>(plan_, kSplitKvPairs[pair]);
+  plan_.values = index_of_codes<kValueCodes>(kSplitKvPairs[pair].values);
+  plan_.order = entry_.order, plan_.key_step = entry_.key_step, plan_.key_offset = entry_.key_offset;
   split_kv::check_limits(call_, layout_, 1);
 }
 
@@ -60,15 +71,15 @@ void KeyTilesLaunch::lay_out(int shared_limit) {
       place(p.rows, rows * static_cast<int>(sizeof(split_kv::QueryRow)) + 8);
   place(p.notes, (kThreads / 32 + 1) * static_cast<int>(sizeof(split_kv::WarpNotes)));
   p.stages = std::min((shared_limit - bytes) / p.unit_bytes, kMaxStages);
-  const int ring = p.stages * p.unit_bytes;
+  p.join = p.exact = 0, p.result = up(std::max(part_bytes, exact_bytes(d)));
+  const int ring = std::max(p.stages * p.unit_bytes, up(p.result + part_bytes - passing));
   for (int* at : {&p.operands, &p.weights, &p.table, &p.factors, &p.exchange, &p.barriers, &p.present, &p.signs,
                   &p.rows, &p.notes}) {
     *at += ring;
   }
   p.bytes = ring + bytes;
-  p.join = p.exact = 0, p.result = up(std::max(part_bytes, exact_bytes(d)));
-  STD_TORCH_CHECK(p.stages >= 2 && p.result + part_bytes <= ring + passing, "paged_attention: a record of ",
-                  layout_.bytes, " bytes for 32 tokens does not fit into the ", shared_limit,
+  STD_TORCH_CHECK(p.stages >= 2 && p.bytes <= shared_limit, "paged_attention: a record of ", layout_.bytes,
+                  " bytes for 32 tokens does not fit into the ", shared_limit,
                   " bytes of shared memory that a block can have");
 }
 

@@ -13,10 +13,13 @@ struct KernelEntry {
   const void* kernel;
   int rows, blocks;  // of a block; blocks per multiprocessor
   int query_bytes, weight_bytes;
+  CodeOrder order;             // of keys
+  float key_step, key_offset;  // level = step * byte - offset
 };
 
-// The kernel whose block has at least `rows` rows, up to 32. Defined in instances/key_tiles_<D>.cu.
-template <int D>
+// The kernel whose block has at least `rows` rows, up to 32. KEYS: an index of kKeyCodes (expansion.cuh). Defined in
+// instances/key_tiles_<D>_*.cu.
+template <int D, int KEYS>
 KernelEntry find_kernel(int rows);
 
 // A launch, with everything that follows from the call and the device: computed once, before memory is allocated.

@@ -1,4 +1,4 @@
-// The kernels of one head_dim, for blocks of 24 and 32 rows; each takes all codes (expansion.cuh).
+// The kernels of one head_dim and one kind of keys, for blocks of 24 and 32 rows.
 #pragma once
 
 #include "cuda/attention/key_tiles.cuh"
@@ -6,12 +6,19 @@
 
 namespace turboquant::cuda::key_tiles {
 
-template <int D>
+template <int D, int KEYS>
 KernelEntry find_kernel(int rows) {
   const auto entry = [](auto block_rows) {
     using S = Shape<D, block_rows>;
-    return KernelEntry{reinterpret_cast<const void*>(&key_tiles_kernel<D, block_rows>), block_rows, S::kBlocks,
-                       S::kQueryBytes, kWeightBuffers * S::kWeightBytes};
+    using Keys = KeyBytesOf<D, KEYS>;
+    return KernelEntry{reinterpret_cast<const void*>(&key_tiles_kernel<D, block_rows, KEYS>),
+                       block_rows,
+                       S::kBlocks,
+                       S::kQueryBytes,
+                       kWeightBuffers * S::kWeightBytes,
+                       Keys::kOrder,
+                       Keys::kStep,
+                       Keys::kOffset};
   };
   if (rows <= 24) return entry(std::integral_constant<int, 24>{});
   return entry(std::integral_constant<int, 32>{});

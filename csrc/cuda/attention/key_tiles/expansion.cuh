@@ -14,20 +14,29 @@ template <int D, class K>
 struct KeyBytes : K {
   using typename K::Prepared;
   static constexpr float kStep = K::kMasks ? 2 : 1;
-  static constexpr float kOffset = K::kMasks ? format::num_levels(K::kCodes.width) - 1 : K::kTwoTables ? -1 : 0;
+  static constexpr float kOffset = K::kMasks ? format::num_levels(K::kCodes.width) - 1 : 0;
   static constexpr int kProducts = K::Operands::kFrags;  // of 32 channels
+  using Table = LevelTable<K::kTwoTables>;
 
-  // The operand of product I from the rows of g and h (8 rows further down). minus: with two tables only. Of a uniform
-  // grid all bytes count alike, since one sum takes them.
+  // The entry of a code in its table: its level. Of two tables, levels of one are positive and those of the other are
+  // not; entries of the latter are complements, so that no entry has a sign.
+  static __device__ __forceinline__ int8_t table_entry(const int8_t* levels, int code) {
+    return static_cast<int8_t>(K::kTwoTables && code < kTableEntries ? ~levels[code] : levels[code]);
+  }
+
+  // The operand of product I from the rows of g and h (8 rows further down). All bytes count alike, since one sum takes
+  // them.
   template <int I>
-  static __device__ __forceinline__ void expand(const Prepared& g, const Prepared& h,
-                                                const LevelTable<K::kTwoTables>& table, uint32_t (&a)[4],
-                                                uint32_t (&minus)[4]) {
+  static __device__ __forceinline__ void expand(const Prepared& g, const Prepared& h, const Table& table,
+                                                uint32_t (&a)[4]) {
     if constexpr (K::kMasks) {
       constexpr int j = I / 2 * 2;
       a[0] = codes<I % 2, j>(g), a[1] = codes<I % 2, j>(h), a[2] = codes<I % 2, j + 1>(g),
       a[3] = codes<I % 2, j + 1>(h);
+    } else if constexpr (K::kTwoTables) {
+      look_up(g.w[I], table, a[0], a[2]), look_up(h.w[I], table, a[1], a[3]);
     } else {
+      uint32_t minus[4];  // there is none
       K::template expand<I>(g, h, table, a, minus);
     }
   }
@@ -40,37 +49,121 @@ struct KeyBytes : K {
     if constexpr (!K::kPlane) return low;
     return low | (shifted<4 - SIDE - 2 * J>(x.plane) & 0x10101010);
   }
+
+  // The levels of the lower and of the upper four codes of a word. A code of the other half selects the sign of an
+  // entry, which is 0. What comes from the table of complements is turned around by the signs of bytes whose top bits
+  // are those of the codes.
+  static __device__ __forceinline__ void look_up(uint32_t w, const Table& table, uint32_t& low, uint32_t& high) {
+    const uint32_t flipped = w ^ 0x88888888, raised = flipped << 4;
+    low = (table.plus(flipped) | table.minus(w)) ^ select_bytes(raised, flipped, 0xD9C8);
+    high = (table.plus(flipped >> 16) | table.minus(w >> 16)) ^ select_bytes(raised, flipped, 0xFBEA);
+  }
 };
 
-// The codes of keys that the kernel takes.
-constexpr format::Codes kKeyCodes[] = {choices::kUniform4, choices::kUniform5};
-
-// f(KeyBytes) for the codes of an index.
-template <int D, int I = 0, typename F>
-__host__ __device__ __forceinline__ void with_key_codes(int index, F&& f) {
-  if constexpr (I + 1 == std::size(kKeyCodes)) {
-    f(KeyBytes<D, KeyCodes<D, kKeyCodes[I]>>{});
-  } else if (index == I) {
-    f(KeyBytes<D, KeyCodes<D, kKeyCodes[I]>>{});
-  } else {
-    with_key_codes<D, I + 1>(index, f);
-  }
-}
-
-// Values of one pair of codes: a word of four tokens and 16 channels becomes the operand of a product of 16 tokens.
-// level = kStep * code - kOffset.
+// Values of one pair of codes: the words of a warp's 32 channels and 16 tokens become the operands of two products, of
+// 16 channels each. Lane (g, t) has of either channels g and g + 8 of four tokens.
+// level = kStep * (what an element counts) - kOffset
 template <class V>
 struct ValueHalves : V {
-  static_assert(V::kMasks && V::kNibbles, "no such values");
-  static constexpr float kStep = 2, kOffset = format::num_levels(V::kCodes.width) - 1;
+  using V::kBytes, V::kMasks, V::kNibbles, V::kSpread, V::kPairsOfBits, V::kTwoTables;
+  // Elements of a uniform grid are codes, without signs. Those of a table are levels, and nothing is left out.
+  static constexpr float kStep = V::kMasks ? 2 : 1;
+  static constexpr float kOffset = kMasks ? format::num_levels(V::kCodes.width) - 1 : kBytes ? 128 : 0;
+  static constexpr int kWords = kBytes ? 4 : kPairsOfBits ? 1 : 2;
+  using Table = LevelTable<kTwoTables>;
 
-  // The lower eight channels of the word are rows g of the product. Rows g + 8 hold both: the lower channel, and 16
-  // times the upper one, which `upper` takes apart.
-  static __device__ __forceinline__ void expand(uint32_t word, uint32_t (&a)[4]) {
-    a[1] = select_bytes(word, 0, 0x4140), a[3] = select_bytes(word, 0, 0x4342);
-    a[0] = a[1] & 0x000F000F, a[2] = a[3] & 0x000F000F;
+  // The entry of a level in its table: its magnitude, and its sign above it. Of two tables, levels of one are positive
+  // and those of the other are not, so the code's top bit is the sign.
+  static __device__ __forceinline__ int8_t table_entry(int level) {
+    const int magnitude = level < 0 ? -level : level;
+    return static_cast<int8_t>(kTwoTables || level >= 0 ? magnitude : magnitude | 0x80);
   }
-  static __device__ __forceinline__ float upper(float lower, float both) { return (both - lower) * (1.0f / 16); }
+
+  // block: a value block, 16 tokens. warp: of the four
+  static __device__ __forceinline__ void load(const uint8_t* block, int warp, int lane, uint32_t (&w)[kWords]) {
+    if constexpr (kBytes) {
+      read_words(block + format::kChunkBytes * warp + 16 * lane, w);
+    } else if constexpr (kNibbles) {
+      read_words(block + format::kChunkBytes * (warp / 2) + 16 * lane + 8 * (warp % 2), w);
+    } else if constexpr (kPairsOfBits) {
+      read_words(block + 16 * lane + 4 * warp, w);
+    } else {
+      uint32_t set[format::kSpreadUnits];
+      read_words(block + format::kSpreadBytes * (warp / 2) + 4 * format::kSpreadUnits * lane, set);
+      const bool upper = warp % 2;
+      w[0] = (upper ? set[2] : set[0]) & 0x77777777;
+      w[1] = upper ? fourth_spread_word(set[0], set[1], set[2]) : set[1] & 0x77777777;
+    }
+  }
+
+  // The operand of product U of two.
+  template <int U>
+  static __device__ __forceinline__ void expand(const uint32_t (&w)[kWords], const Table& table, uint32_t (&a)[4]) {
+    if constexpr (kBytes) {
+      const uint32_t x = w[2 * U] ^ 0x80808080, y = w[2 * U + 1] ^ 0x80808080;
+      a[0] = select_bytes(x, 0, 0x4140), a[1] = select_bytes(y, 0, 0x4140);
+      a[2] = select_bytes(x, 0, 0x4342), a[3] = select_bytes(y, 0, 0x4342);
+    } else if constexpr (kMasks) {
+      // The lower eight channels are rows g. Rows g + 8 hold both: the lower channel, and 16 times the upper one, which
+      // `upper` takes apart.
+      a[1] = select_bytes(w[U], 0, 0x4140), a[3] = select_bytes(w[U], 0, 0x4342);
+      a[0] = a[1] & 0x000F000F, a[2] = a[3] & 0x000F000F;
+    } else if constexpr (kTwoTables) {
+      // A code of the other half selects the sign of a byte, which is 0.
+      const uint32_t flipped = w[U] ^ 0x88888888;
+      const uint32_t x = table.plus(flipped) | table.minus(w[U]);
+      const uint32_t y = table.plus(flipped >> 16) | table.minus(w[U] >> 16);
+      const uint32_t lower = flipped << 4 & 0x80808080, upper = flipped & 0x80808080;  // signs
+      a[0] = select_bytes(x, lower, 0x5240), a[1] = select_bytes(x, upper, 0x5341);
+      a[2] = select_bytes(y, lower, 0x7260), a[3] = select_bytes(y, upper, 0x7361);
+    } else if constexpr (kPairsOfBits) {
+      const uint32_t x = w[0] & 0x33333333, y = w[0] >> 2 & 0x33333333;  // of channels g and g + 16, g + 8 and g + 24
+      a[0] = halves<U>(table.plus(x)), a[1] = halves<U>(table.plus(y));
+      a[2] = halves<U>(table.plus(x >> 16)), a[3] = halves<U>(table.plus(y >> 16));
+    } else {
+      const uint32_t x = table.plus(w[U]), y = table.plus(w[U] >> 16);
+      a[0] = halves<0>(x), a[1] = halves<1>(x), a[2] = halves<0>(y), a[3] = halves<1>(y);
+    }
+  }
+  static __device__ __forceinline__ float upper(float lower, float upper_sum) {
+    return kMasks ? (upper_sum - lower) * (1.0f / 16) : upper_sum;
+  }
+
+ private:
+  // Two of four table entries, the even or the odd ones, as float16.
+  template <int ODD>
+  static __device__ __forceinline__ uint32_t halves(uint32_t entries) {
+    return select_bytes(entries, 0, ODD ? 0x3311 : 0x2200) & 0x807F807F;
+  }
 };
+
+// The codes of keys and of values that the kernel takes, in any combination.
+constexpr format::Codes kKeyCodes[] = {choices::kByte,    choices::kUniform5, choices::kUniform4,
+                                       choices::kLevels4, choices::kLevels3,  choices::kLevels2};
+constexpr format::Codes kValueCodes[] = {choices::kByte,    choices::kUniform4, choices::kUniform3,
+                                         choices::kLevels4, choices::kLevels3,  choices::kLevels2};
+
+template <const auto& LIST>
+constexpr int index_of_codes(const format::Codes& codes) {
+  for (int i = 0; i < static_cast<int>(std::size(LIST)); ++i) {
+    if (LIST[i] == codes) return i;
+  }
+  return -1;
+}
+
+template <int D, int KEYS>
+using KeyBytesOf = KeyBytes<D, KeyCodes<D, kKeyCodes[KEYS]>>;
+template <int D, int VALUES>
+using ValueHalvesOf = ValueHalves<ValueCodes<D, kValueCodes[VALUES]>>;
+
+// f(ValueHalvesOf<D, i>{}) for i = index.
+template <int D, int I = 0, typename F>
+__device__ __forceinline__ void with_value_codes(int index, F&& f) {
+  if (I + 1 == std::size(kValueCodes) || index == I) {
+    f(ValueHalvesOf<D, I>{});
+  } else if constexpr (I + 1 < std::size(kValueCodes)) {
+    with_value_codes<D, I + 1>(index, f);
+  }
+}
 
 }  // namespace turboquant::cuda::key_tiles

@@ -31,7 +31,7 @@
 
 namespace turboquant::cuda::key_tiles {
 
-template <class S>
+template <class S, class KEYS>
 class KeyTilesBlock {
   using Rows = split_kv::QueryRows<S::kDim, S::kRows>;
   using List = split_kv::WorkList<S::kRows>;
@@ -91,9 +91,23 @@ class KeyTilesBlock {
       for (int i = thread; i < 2 * S::kDim; i += threads) {
         block_.signs()[i] = (i < S::kDim ? a.key_signs : a.value_signs - S::kDim)[i];
       }
+#pragma unroll 1
+      for (int i = thread; i < split_kv::kMaxLevels; i += threads) copy_levels(i);
       if (block_.own.clears) {
         clear_padding<uint16_t>(a, S::kDim, int64_t{blockIdx.x} * threads + thread, int64_t{gridDim.x} * threads);
       }
+    });
+  }
+
+  // Entry `i` of the tables of levels that there are.
+  __device__ __forceinline__ void copy_levels(int i) const {
+    const Attention& a = block_.call;
+    if (a.key_levels && i < 1 << a.record.key_bits) {
+      block_.template key_levels<S>()[i] = KEYS::table_entry(a.key_levels, i);
+    }
+    if (!a.value_levels || i >= 1 << a.record.value_bits) return;
+    with_value_codes<S::kDim>(block_.own.values, [&](auto values) {
+      block_.template value_levels<S>()[i] = values.table_entry(a.value_levels[i]);
     });
   }
 
@@ -110,12 +124,14 @@ class KeyTilesBlock {
     __syncthreads();
     float* result = block_.result();
     if constexpr (VALUES) {
-      ValueGroup<S> group(block, ring);
-      group.attend(units, turn_);
-      read_all();
-      group.leave(result);
+      with_value_codes<S::kDim>(block_.own.values, [&](auto values) {
+        ValueGroup<S, decltype(values)> group(block, ring);
+        group.attend(units, turn_);
+        read_all();
+        group.leave(result);
+      });
     } else {
-      ScoreGroup<S> group(block);
+      ScoreGroup<S, KEYS> group(block);
       group.attend(token, units, turn_);
       read_all();
       group.leave(result);
@@ -165,13 +181,15 @@ class KeyTilesBlock {
   Turn turn_;
 };
 
-template <int D, int ROWS>
+// KEYS: an index of kKeyCodes. Loops for more than one kind of keys in one kernel would leave the compiler too few
+// registers for products that run ahead. Values of all kinds are in every kernel.
+template <int D, int ROWS, int KEYS>
 __global__ void __launch_bounds__(kThreads, Shape<D, ROWS>::kBlocks)
     key_tiles_kernel(const __grid_constant__ Attention a, const __grid_constant__ StageLayout layout,
                      const __grid_constant__ Plan plan) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // choose_attention sends no call to other devices
   extern __shared__ __align__(1024) uint8_t shared[];
-  KeyTilesBlock<Shape<D, ROWS>>(a, layout, plan, shared).run();
+  KeyTilesBlock<Shape<D, ROWS>, KeyBytesOf<D, KEYS>>(a, layout, plan, shared).run();
 #endif
 }
 

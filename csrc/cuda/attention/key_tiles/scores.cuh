@@ -27,8 +27,9 @@ constexpr float kNothing = -1e30f;               // a row's largest product befo
 constexpr float kNobody = 1e30f;                 // and that of a row that does not exist: no reference moves
 constexpr float kLeastScale = 1.0f / (1 << 24);  // of a token in its reference: that of a zero vector is 0
 
-template <class S>
+template <class S, class KEYS>
 class ScoreGroup {
+  using Keys = KEYS;
   static constexpr int kTiles = S::kRowTiles, kColumns = 2 * kTiles;  // of a lane
 
  public:
@@ -51,7 +52,7 @@ class ScoreGroup {
     }
     sync();
     find_seen_by_all();
-    with_key_codes<S::kDim>(block_.own.keys, [&](auto keys) { attend_units<decltype(keys)>(token, units, turn); });
+    attend_units(token, units, turn);
   }
 
   // The maxima and denominators of a partial result [ROWS, kPart].
@@ -95,11 +96,10 @@ class ScoreGroup {
   __device__ __forceinline__ void sync() const { sync_threads(kScoresBarrier, kWarpgroup); }
   // Products of the next unit are under way while the weights of a unit are computed. Behind the last unit they are of
   // bytes that may be anything, and nobody reads them.
-  template <class Keys>
   __device__ __forceinline__ void attend_units(int token, int units, Turn& turn) {
     if (units == 0) return;
     wait_barrier(block_.arrived(turn.stage), turn.phase);
-    Operands<Keys> keys;
+    Operands keys;
     expand(keys, turn.stage * block_.own.unit_bytes);
     multiply(keys);
 #pragma unroll 1
@@ -151,48 +151,38 @@ class ScoreGroup {
   // ---- Products
 
   // The operands of a unit's keys.
-  template <class KEYS>
   struct Operands {
-    using Keys = KEYS;
-    uint32_t a[Keys::kProducts][4], minus[Keys::kProducts][4];  // minus: with two tables only
+    uint32_t a[Keys::kProducts][4];
   };
-  template <class Keys>
-  __device__ __forceinline__ void expand(Operands<Keys>& to, int unit) const {
+  __device__ __forceinline__ void expand(Operands& to, int unit) const {
     constexpr format::Record kRecord{S::kDim, 32, Keys::kBits, 4};
     constexpr int kRow = kRecord.key_row_bytes(), kPlane = kRecord.key_plane_bytes();
     const StageLayout& layout = block_.layout;
     const uint8_t* row = block_.block_of(unit, block_.warp, layout.next_keys) + block_.g * kRow;
     const uint8_t* plane = block_.block_of(unit, block_.warp, layout.next_planes) + layout.planes + block_.g * kPlane;
-    const LevelTable<Keys::kTwoTables> table(Keys::kUniform ? nullptr : block_.levels<S>());
+    const typename Keys::Table table(Keys::kUniform ? nullptr : block_.key_levels<S>());
     typename Keys::Words x, y;
     typename Keys::Prepared p, q;
     Keys::load(row, plane, 0, block_.t, x);
     Keys::load(row + 8 * kRow, plane + 8 * kPlane, 0, block_.t, y);
     Keys::prepare(x, block_.t, p);
     Keys::prepare(y, block_.t, q);
-    split_kv::for_each<Keys::kProducts>([&](auto i) { Keys::template expand<i>(p, q, table, to.a[i], to.minus[i]); });
+    split_kv::for_each<Keys::kProducts>([&](auto i) { Keys::template expand<i>(p, q, table, to.a[i]); });
   }
 
   // Begins to sum products with both bytes of the queries.
-  template <class Keys>
-  __device__ __forceinline__ void multiply(Operands<Keys>& keys) {
+  __device__ __forceinline__ void multiply(Operands& keys) {
     // For the compiler, operands become what they are only here. Behind a branch it would serialise their products.
 #pragma unroll
     for (int i = 0; i < Keys::kProducts; ++i) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        asm volatile("" : "+r"(keys.a[i][k]));
-        if constexpr (Keys::kTwoTables) asm volatile("" : "+r"(keys.minus[i][k]));
-      }
+      for (int k = 0; k < 4; ++k) asm volatile("" : "+r"(keys.a[i][k]));
     }
-    const auto add = [&](const uint32_t (&a)[4], int step, bool adds) {
-      add_byte_product<2 * S::kRows>(sum_, a[0], a[1], a[2], a[3], queries_ + step * (S::kStepBytes / 16), adds);
-    };
     begin_products();
 #pragma unroll
     for (int i = 0; i < Keys::kProducts; ++i) {
-      add(keys.a[i], i, i > 0);
-      if constexpr (Keys::kTwoTables) add(keys.minus[i], i, true);
+      const uint32_t (&a)[4] = keys.a[i];
+      add_byte_product<2 * S::kRows>(sum_, a[0], a[1], a[2], a[3], queries_ + i * (S::kStepBytes / 16), i > 0);
     }
     commit_products();
   }

@@ -51,14 +51,14 @@ struct RowTable {
 // The plan of a launch. Of split-KV's plan, `stages` are units of a common ring, `operands` the queries as bytes, and
 // `join`, `result` and `exact` have their places in the ring: they are used when nothing is copied.
 struct Plan : split_kv::SplitKvPlan {
-  int keys;  // which of kKeyCodes (expansion.cuh)
-  CodeOrder order;
-  int unit_bytes;  // of the ring
-  int copies;      // of a unit, one for each of its tiles of a record
-  int exact;       // see exact.cuh
+  int values;       // which of kValueCodes (expansion.cuh)
+  CodeOrder order;  // of keys
+  int unit_bytes;   // of the ring
+  int copies;       // of a unit, one for each of its tiles of a record
+  int exact;        // see exact.cuh
   int table, weights, factors, exchange, barriers, present;
-  float key_step, key_offset, value_step, value_offset;  // level = step * code - offset
-  bool clears;                                           // fills the results of tokens behind the last sequence
+  float key_step, key_offset;  // level = step * byte - offset
+  bool clears;                 // fills the results of tokens behind the last sequence
 
   // Floats of a buffer of factors: one for each row, and whether any is not 1. Two rows' are read at once.
   __host__ __device__ static constexpr int factors_of(int rows) { return rows + 2; }
@@ -98,10 +98,14 @@ struct View : BlockView {
   __device__ __forceinline__ float* exchange() const { return reinterpret_cast<float*>(shared + own.exchange); }
   __device__ __forceinline__ float* references(int rows) const { return exchange() + 8 * rows; }
 
-  // Level entries of keys, then of values, [kMaxLevels] each: for grids of levels.
+  // The entries of tables of levels, [kMaxLevels] each (expansion.cuh): of grids of levels only.
   template <class S>
-  __device__ __forceinline__ int8_t* levels() const {
+  __device__ __forceinline__ int8_t* key_levels() const {
     return reinterpret_cast<int8_t*>(signs() + 2 * S::kDim);
+  }
+  template <class S>
+  __device__ __forceinline__ int8_t* value_levels() const {
+    return key_levels<S>() + split_kv::kMaxLevels;
   }
   // Which tiles of a stage exist, a bit for each.
   __device__ __forceinline__ uint32_t& present(int stage) const {

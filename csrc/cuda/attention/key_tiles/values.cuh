@@ -10,9 +10,12 @@
 
 namespace turboquant::cuda::key_tiles {
 
-template <class S>
+template <class S, class VALUES>
 class ValueGroup {
+  using Values = VALUES;
   static constexpr int kTiles = S::kRowTiles, kUnits = S::kDim / 64;
+  // Where elements count from another zero than levels do, sums of rounded weights say what is left out.
+  static constexpr bool kOffsets = Values::kOffset != 0;
 
  public:
   // ring: has begun to copy the segment
@@ -27,8 +30,10 @@ class ValueGroup {
 #pragma unroll
       for (int i = 0; i < 4 * kTiles; ++i) sums_[u][i] = 0;
     }
+    if constexpr (kOffsets) {
 #pragma unroll
-    for (int i = 0; i < 4 * kTiles; ++i) ones_[i] = 0;
+      for (int i = 0; i < 4 * kTiles; ++i) ones_[i] = 0;
+    }
 #pragma unroll 1
     for (int i = 0; i < units; ++i) {
       attend_unit(turn);
@@ -39,8 +44,8 @@ class ValueGroup {
 
   // The sums of a partial result [ROWS, kPart].
   __device__ __forceinline__ void leave(float* part) const {
-    const float one = format::kLevelUnit * (1 << 24);  // codes are multiples of 2^-24
-    const float unit = block_.own.value_step * one, offset = block_.own.value_offset * one;
+    constexpr float kOne = format::kLevelUnit * (1 << 24);  // elements are multiples of 2^-24
+    constexpr float kUnit = Values::kStep * kOne, kOffset = Values::kOffset * kOne;
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       float* to = part + split_kv::kPartHead + 16 * (kUnits * warp_ + u) + block_.g;
@@ -48,10 +53,10 @@ class ValueGroup {
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float lower = sums_[u][4 * j + h], upper = ValueCodesOf::upper(lower, sums_[u][4 * j + 2 + h]);
-          const float less = ones_[4 * j + h] * offset;
+          const float lower = sums_[u][4 * j + h], upper = Values::upper(lower, sums_[u][4 * j + 2 + h]);
+          const float less = kOffsets ? ones_[4 * j + h] * kOffset : 0;
           float* row = to + (8 * j + 2 * block_.t + h) * S::kPart;
-          row[0] = lower * unit - less, row[8] = upper * unit - less;
+          row[0] = lower * kUnit - less, row[8] = upper * kUnit - less;
         }
       }
     }
@@ -62,15 +67,12 @@ class ValueGroup {
     const int buffer = turn.buffer();
     wait_barrier(block_.arrived(turn.stage), turn.phase);
     const int unit = turn.stage * block_.own.unit_bytes + block_.layout.values;
-    uint32_t word[kUnitTokens / 16][kUnits];
+    uint32_t words[kUnitTokens / 16][Values::kWords];
 #pragma unroll
     for (int b = 0; b < kUnitTokens / 16; ++b) {
-      const uint8_t* block = block_.block_of(unit, b, block_.layout.next_values);
-      const int first = kUnits * warp_;
-      const uint2 x = *reinterpret_cast<const uint2*>(block + format::kChunkBytes * (first / 4) + 16 * block_.lane +
-                                                      4 * (first % 4));
-      word[b][0] = x.x, word[b][1] = x.y;
+      Values::load(block_.block_of(unit, b, block_.layout.next_values), warp_, block_.lane, words[b]);
     }
+    const typename Values::Table table(Values::kOffset != 0 ? nullptr : block_.value_levels<S>());
     wait_barrier(block_.weighed(buffer), turn.buffer_phase());
     const float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
     if (factors[S::kRows] != 0) rescale(factors);
@@ -78,20 +80,22 @@ class ValueGroup {
 #pragma unroll
     for (int b = 0; b < kUnitTokens / 16; ++b) {
       uint32_t a[kUnits][4];
-#pragma unroll
-      for (int u = 0; u < kUnits; ++u) ValueCodesOf::expand(word[b][u], a[u]);
+      split_kv::for_each<kUnits>([&](auto u) { Values::template expand<u>(words[b], table, a[u]); });
       begin_products();
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         add_product<S::kRows, __half>(sums_[u], a[u][0], a[u][1], a[u][2], a[u][3],
                                       weights + b * (S::kBlockBytes / 16));
       }
-      add_product<S::kRows, __half>(ones_, kOne, kOne, kOne, kOne, weights + b * (S::kBlockBytes / 16));
+      if constexpr (kOffsets) {
+        constexpr uint32_t kOnes = 0x00010001;
+        add_product<S::kRows, __half>(ones_, kOnes, kOnes, kOnes, kOnes, weights + b * (S::kBlockBytes / 16));
+      }
       commit_products();
       wait_for_products<1>();
     }
     wait_for_products<0>();
-    receive<4 * kTiles>(ones_);
+    if constexpr (kOffsets) receive<4 * kTiles>(ones_);
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) receive<4 * kTiles>(sums_[u]);
     __syncwarp();
@@ -107,21 +111,19 @@ class ValueGroup {
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums_[u][4 * j + i] *= by[i % 2];
       }
+      if constexpr (kOffsets) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ones_[4 * j + i] *= by[i % 2];
+        for (int i = 0; i < 4; ++i) ones_[4 * j + i] *= by[i % 2];
+      }
     }
   }
-
-  using ValueCodesOf = ValueHalves<ValueCodes<S::kDim, choices::kUniform4>>;
 
   const View block_;
   Ring& ring_;
   const int warp_;          // of the warpgroup
   const uint32_t weights_;  // the operand of the first buffer
   float sums_[kUnits][4 * kTiles];
-  // The sums of rounded weights, as those of channels whose codes are 1.
-  static constexpr uint32_t kOne = 0x00010001;
-  float ones_[4 * kTiles];
+  float ones_[kOffsets ? 4 * kTiles : 1];  // sums of rounded weights, as those of a channel whose codes are 1
 };
 
 }  // namespace turboquant::cuda::key_tiles
