@@ -274,5 +274,11 @@ __device__ __forceinline__ uint4 load_matrices(uint32_t row) {
   }
   return x;
 }
+// Two of them, transposed, from the addresses of lanes 0 to 15.
+__device__ __forceinline__ uint2 load_two_matrices(uint32_t row) {
+  uint2 x;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(row));
+  return x;
+}
 
 }  // namespace turboquant::cuda::mla

@@ -151,20 +151,34 @@ class ValueGroup {
     for (int b = 0; b < S::kSums; ++b) receive<4 * kTiles>(sums_[b]);
   }
 
-  // The fifth bits of the lane's channels in each of its words, for tokens 2 t and 2 t + 1, and for those 8 later.
+  // The fifth bits of the lane's channels in each of its words, for tokens 2 t and 2 t + 1, and for those 8 later. row: the
+  // first of the 16 tokens
   template <class C>
   __device__ __forceinline__ void load_fifth(const uint8_t* tile, int row, uint32_t (&fifth)[2][kWarpChunks<C>]) const {
-    const uint32_t halves = block_.g % 2 ? 0x7632 : 0x5410;
+    if constexpr (kWarpChunks<C> == 4) {
+      // Rows of planes are so short that lanes which read theirs would meet in the same banks. So lane (g, t) gets half
+      // g of the warp's 16 bytes in rows 2 t and 2 t + 1, and lanes exchange them: each word has halves for even and odd g.
+      const uint2 halves = load_two_matrices(shared_address(tile) + block_.plan.planes +
+                                             (row + block_.lane % 16) * C::kPlaneBytes + warp_ * 16);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint8_t* from =
-          tile + block_.plan.planes + (row + 8 * i + 2 * block_.t) * C::kPlaneBytes + warp_ * kWarpChunks<C> * 4;
+      for (int q = 0; q < kWarpChunks<C>; ++q) {
+        const int lane = 4 * (2 * q + block_.g % 2) + block_.t;
+        fifth[0][q] = align_fifth(__shfl_sync(0xffffffff, halves.x, lane), block_.g / 2);
+        fifth[1][q] = align_fifth(__shfl_sync(0xffffffff, halves.y, lane), block_.g / 2);
+      }
+    } else {  // where more rows of queries leave fewer registers
+      const uint32_t halves = block_.g % 2 ? 0x7632 : 0x5410;
 #pragma unroll
-      for (int q = 0; q < kWarpChunks<C>; q += 2) {
-        const uint2 low = *reinterpret_cast<const uint2*>(from + 4 * q);
-        const uint2 high = *reinterpret_cast<const uint2*>(from + C::kPlaneBytes + 4 * q);
-        fifth[i][q] = align_fifth(select_bytes(low.x, high.x, halves), block_.g / 2);
-        fifth[i][q + 1] = align_fifth(select_bytes(low.y, high.y, halves), block_.g / 2);
+      for (int i = 0; i < 2; ++i) {
+        const uint8_t* from =
+            tile + block_.plan.planes + (row + 8 * i + 2 * block_.t) * C::kPlaneBytes + warp_ * kWarpChunks<C> * 4;
+#pragma unroll
+        for (int q = 0; q < kWarpChunks<C>; q += 2) {
+          const uint2 low = *reinterpret_cast<const uint2*>(from + 4 * q);
+          const uint2 high = *reinterpret_cast<const uint2*>(from + C::kPlaneBytes + 4 * q);
+          fifth[i][q] = align_fifth(select_bytes(low.x, high.x, halves), block_.g / 2);
+          fifth[i][q + 1] = align_fifth(select_bytes(low.y, high.y, halves), block_.g / 2);
+        }
       }
     }
   }
