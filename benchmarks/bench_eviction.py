@@ -11,9 +11,9 @@ of the uncompressed cache, per token, where the prompt is the context alone. The
 context once; all caches get the same queries, keys and values, and calibrated centers.
 
 Speed (h200_eviction.json). Some layers of Llama-3.1-8B's attention with random weights, k4v4, 64
-prompts of 8,192 tokens: bytes, and the times of the prompt, of a compiled step, and of attention over
-one layer. Attention is timed in CUDA graphs that go through all layers, so that the L2 cache holds
-none of them; the caches take turns.
+prompts of 8,192 tokens: bytes, and the times of the prompt, of a compiled step, and of attention
+over one layer. Attention is timed in CUDA graphs that go through all layers, so that the L2 cache
+holds none of them; the caches take turns.
 """
 
 from __future__ import annotations
@@ -308,17 +308,16 @@ def speed(arguments: Any) -> Iterator[common.Row]:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         ids = torch.randint(1024, (arguments.sequences, arguments.context))
     choices = [(1, "-"), *((0.5, policy) for policy in POLICIES), (0.25, "snapkv")]
-    rows, caches, before = [], [], torch.cuda.memory_allocated()
+    rows, calls, before = {}, {}, torch.cuda.memory_allocated()
     for keep, policy in choices:
         others = torch.cuda.memory_allocated() - before
-        row, cache = speed_row(model, ids, keep, policy, others)
-        rows.append(row), caches.append(cache)
+        name = choice_name("k4v4", keep, policy)
+        rows[name], cache = speed_row(model, ids, keep, policy, others)
+        calls[name] = attention_calls(cache, config.num_attention_heads)
         torch.cuda.empty_cache()
-    calls = {i: attention_calls(cache, config.num_attention_heads) for i, cache in enumerate(caches)}
-    for i, (milliseconds, _) in Contest(0.2).medians(calls).items():
-        rows[i]["attention_ms"] = milliseconds
-        print({name: rows[i][name] for name in ("keep", "policy", "attention_ms")}, flush=True)
-    yield from rows
+    for name, (milliseconds, _) in Contest(1.0).medians(calls).items():
+        print(f"{name}: {1e3 * milliseconds:.1f} us")
+        yield {**rows[name], "attention_ms": milliseconds}
 
 
 @torch.no_grad()
