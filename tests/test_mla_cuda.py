@@ -61,6 +61,30 @@ def test_fast_widths(dims, bits, grid, dtype):
         check(case, 16, dtype)
 
 
+@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize("name", ["k4u", "k5u", "k8"])
+def test_many_tokens_that_weigh_the_same(name, heads):
+    """What tensor cores cut off must not add up over the tokens that one block sums.
+
+    So many sequences have the pages of one that every block has whole sequences. Rounding to
+    float16 is a relative error of 2e-4, and sums of codes as they are would be off by 1e-2.
+    """
+    config = tt.latent_preset(name, 512, 64, rope_dtype=torch.float16)
+    case = make_case(config, [30_000], [1], dtype=torch.float16)
+    q = tuple(0.1 * x for x in queries(case, heads, torch.float16))
+    wanted, _ = attend(case, q, mla_attention_reference)
+    copies = 264
+    many = case._replace(
+        block_table=case.block_table.repeat(copies, 1),
+        lengths=case.lengths * copies,
+        q_lens=case.q_lens * copies,
+    )
+    out, _ = on_device(many, tuple(x.repeat(copies, 1, 1) for x in q))
+    for found in (out[:1], out[copies // 2 : copies // 2 + 1], out[-1:]):
+        error = (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert error.max() < 2e-3
+
+
 @pytest.mark.parametrize("grid", ["lloyd", "uniform"])
 @pytest.mark.parametrize("bits", [3, 4, 5, 8])
 def test_widths_of_the_general_kernel(bits, grid):

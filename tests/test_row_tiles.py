@@ -178,6 +178,30 @@ def test_first_and_last_numbers_of_rows_of_key_tiles(name):
         check(case, sliding_window=333, soft_cap=20.0)
 
 
+@pytest.mark.parametrize("q_len", [1, 5, 20])
+@pytest.mark.parametrize("name", ["k4v4u", "k5v3u", "k8v8", "k4v4", "k3v2"])
+def test_many_keys_that_weigh_the_same(name, q_len):
+    """What tensor cores cut off must not add up over the keys that one block sums.
+
+    So many sequences have the pages of one that every block has whole sequences. Rounding to
+    float16 is a relative error of 2e-4, and sums of uniform codes as they are would be off by 1e-2.
+    """
+    case = build(
+        tt.preset(name, 128), [40_000], [q_len], q_heads=16, kv_heads=4, dtype=torch.float16
+    )
+    case, copies = case._replace(q=0.1 * case.q), 132
+    many = case._replace(
+        table=case.table.repeat(copies, 1),
+        lengths=case.lengths.repeat(copies),
+        starts=starts_of([q_len] * copies),
+        q=case.q.repeat(copies, 1, 1),
+    )
+    out, wanted = attend(many)[0].unflatten(0, (copies, q_len)), expected(case)[0]
+    for found in (out[0], out[copies // 2], out[-1]):
+        error = (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert error.max() < 2e-3
+
+
 @pytest.mark.parametrize("value_bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("key_bits", [2, 3, 4, 5, 8])
 def test_codes_that_no_preset_has(key_bits, value_bits):

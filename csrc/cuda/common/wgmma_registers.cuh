@@ -19,20 +19,22 @@ __device__ __forceinline__ uint32_t operand_word(uint32_t shared_address, int ne
   return __shfl_sync(0xffffffff, shared_address / 16 + (next_in_k / 16 << 16), 0);
 }
 
-// d[N / 2] += a * b. a: the fragment of common/mma.cuh, 16 rows for each warp. b: an operand_word. T: __half or
-// __nv_bfloat16.
-template <int N, typename T>
+// d[N / 2] += a * b, or -= if NEGATIVE. a: the fragment of common/mma.cuh, 16 rows for each warp. b: an operand_word. T:
+// __half or __nv_bfloat16.
+template <int N, typename T, bool NEGATIVE = false>
 __device__ __forceinline__ void add_product(float* d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b) {
   static_assert(N == 16 || N == 24 || N == 32 || N == 64);
   static_assert(N != 24 || std::is_same_v<T, __half>);
+  static_assert(!NEGATIVE || std::is_same_v<T, __half>);
   [[maybe_unused]] constexpr bool kHalf = std::is_same_v<T, __half>;
+  [[maybe_unused]] constexpr int kSign = NEGATIVE ? -1 : 1;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if constexpr (N == 16 && kHalf) {
     asm volatile(
         "{ .reg .b64 b; mov.b64 b, {%12, 8}; wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, b, 1, 1, 1, 0; }"
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, b, 1, %13, 1, 0; }"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "n"(kSign));
   } else if constexpr (N == 16) {
     asm volatile(
         "{ .reg .b64 b; mov.b64 b, {%12, 8}; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
@@ -42,18 +44,18 @@ __device__ __forceinline__ void add_product(float* d, uint32_t a0, uint32_t a1, 
   } else if constexpr (N == 24) {
     asm volatile(
         "{ .reg .b64 b; mov.b64 b, {%16, 8}; wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, b, 1, 1, 1, 0; }"
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, b, 1, %17, 1, 0; }"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
           "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "n"(kSign));
   } else if constexpr (N == 32 && kHalf) {
     asm volatile(
         "{ .reg .b64 b; mov.b64 b, {%20, 8}; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-        "{%16, %17, %18, %19}, b, 1, 1, 1, 0; }"
+        "{%16, %17, %18, %19}, b, 1, %21, 1, 0; }"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
           "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "n"(kSign));
   } else if constexpr (N == 32) {
     asm volatile(
         "{ .reg .b64 b; mov.b64 b, {%20, 8}; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
@@ -67,12 +69,12 @@ __device__ __forceinline__ void add_product(float* d, uint32_t a0, uint32_t a1, 
         "{ .reg .b64 b; mov.b64 b, {%36, 8}; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, b, 1, 1, 1, 0; }"
+        "{%32, %33, %34, %35}, b, 1, %37, 1, 0; }"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
           "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
           "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
           "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b));
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "n"(kSign));
   } else {
     asm volatile(
         "{ .reg .b64 b; mov.b64 b, {%36, 8}; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "

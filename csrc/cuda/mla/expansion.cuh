@@ -6,31 +6,25 @@
 // low half and code i of the high half.
 #pragma once
 
+#include "cuda/common/halves.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/mla/shape.cuh"
 
 namespace turboquant::cuda::mla {
 
 // What pair i is multiplied by so that a code 1 is 1. Odd pairs of kNibbles are left four bits higher, hence 16 times
-// as large.
+// as large; pairs of kBytes are levels.
 __device__ __forceinline__ float inverse_unit(Kind kind, int i) {
-  return kind == kNibbles && i % 2 ? 1.0f * (1 << 20) : 1.0f * (1 << 24);
+  return kind == kBytes ? 1.0f : kind == kNibbles && i % 2 ? 1.0f * (1 << 20) : 1.0f * (1 << 24);
 }
 template <Kind KIND>
 constexpr int kPairsOfWord = KIND == kBytes ? 2 : 4;
 
-// x | (y & MASK)
-template <uint32_t MASK>
+// x | (y & MASK), or x | (~y & MASK)
+template <uint32_t MASK, bool FLIP>
 __device__ __forceinline__ uint32_t or_masked(uint32_t x, uint32_t y) {
   uint32_t out;
-  asm("lop3.b32 %0, %1, %2, %3, 0xF8;" : "=r"(out) : "r"(x), "r"(y), "n"(MASK));
-  return out;
-}
-// (x ^ FLIP) & MASK
-template <uint32_t FLIP, uint32_t MASK>
-__device__ __forceinline__ uint32_t flip_masked(uint32_t x) {
-  uint32_t out;
-  asm("{ .reg .b32 f; mov.b32 f, %2; lop3.b32 %0, %1, f, %3, 0x28; }" : "=r"(out) : "r"(x), "n"(FLIP), "n"(MASK));
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(out) : "r"(x), "r"(y), "n"(MASK), "n"(FLIP ? 0xF2 : 0xF8));
   return out;
 }
 
@@ -38,31 +32,36 @@ template <Kind KIND>
 constexpr int kBytesOfWord = KIND == kBytes ? 1 : 2;  // words of bytes
 
 // Even codes as the bytes of one word, odd codes as those of another. fifth: of kPlanes, the fifth bit of code i in bit
-// 4 + i % 2 of byte i / 2, see align_fifth.
-template <Kind KIND>
+// 4 + i % 2 of byte i / 2, see align_fifth. FLIP: all bits of codes are flipped; not of kBytes
+template <Kind KIND, bool FLIP = false>
 __device__ __forceinline__ void expand_bytes(uint32_t x, uint32_t fifth, uint32_t (&bytes)[kBytesOfWord<KIND>]) {
   if constexpr (KIND == kBytes) {
     bytes[0] = x;
   } else {
-    bytes[0] = x & 0x0F0F0F0F, bytes[1] = x >> 4 & 0x0F0F0F0F;
+    const uint32_t codes = FLIP ? ~x : x;
+    bytes[0] = codes & 0x0F0F0F0F, bytes[1] = codes >> 4 & 0x0F0F0F0F;
     if constexpr (KIND == kPlanes) {
-      bytes[0] = or_masked<0x10101010>(bytes[0], fifth), bytes[1] = or_masked<0x10101010>(bytes[1], fifth >> 1);
+      bytes[0] = or_masked<0x10101010, FLIP>(bytes[0], fifth);
+      bytes[1] = or_masked<0x10101010, FLIP>(bytes[1], fifth >> 1);
     }
   }
 }
 
-template <Kind KIND>
+// NEGATIVE: the tokens count negatively (counts_negatively). Flipped codes are the codes of negative levels; where
+// elements are levels, the product takes the sign.
+template <Kind KIND, bool NEGATIVE>
 __device__ __forceinline__ void expand_pairs(uint32_t x, uint32_t fifth, uint32_t (&pair)[kPairsOfWord<KIND>]) {
   if constexpr (KIND == kNibbles) {
-    const uint32_t y = x >> 8;
-    pair[0] = x & 0x000F000F, pair[1] = x & 0x00F000F0, pair[2] = y & 0x000F000F, pair[3] = y & 0x00F000F0;
+    const uint32_t w = NEGATIVE ? ~x : x, y = w >> 8;
+    pair[0] = w & 0x000F000F, pair[1] = w & 0x00F000F0, pair[2] = y & 0x000F000F, pair[3] = y & 0x00F000F0;
   } else if constexpr (KIND == kPlanes) {
     uint32_t bytes[2];
-    expand_bytes<KIND>(x, fifth, bytes);
+    expand_bytes<KIND, NEGATIVE>(x, fifth, bytes);
     pair[0] = bytes[0] & 0x00FF00FF, pair[1] = bytes[1] & 0x00FF00FF;
     pair[2] = select_bytes(bytes[0], 0, 0x4341), pair[3] = select_bytes(bytes[1], 0, 0x4341);
   } else {
-    pair[0] = flip_masked<0x80808080, 0x00FF00FF>(x), pair[1] = flip_masked<0x80808080, 0x00FF00FF>(x >> 8);
+    const uint32_t bytes = x ^ 0x80808080;
+    pair[0] = byte_levels(bytes, 0x4240), pair[1] = byte_levels(bytes, 0x4341);
   }
 }
 

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(32 * kImageRows)
     const float scale = level_step(kind) * format::kLevelUnit * (most <= kLeastQuery ? 0 : most / kMostQuery);
     const RowSight sight = exists ? sight_of(a, sequence, length, queries, place.position) : RowSight{};
     table.scale[row] = scale;
-    table.start[row] = kind == kBytes ? 0 : sum * (-level_offset(kind) / level_step(kind)) * scale;
+    table.start[row] = sum * (-level_offset(kind) / level_step(kind)) * scale;
     table.shift[row] = center * (a.softmax_scale * kLog2E);
     table.first[row] = exists ? sight.first : INT32_MIN;  // a row that does not exist: nothing is masked for it
     table.end[row] = exists ? sight.end : INT32_MAX;

@@ -12,6 +12,8 @@
 // 2^4 below it, so that weights keep their digits behind a token that had nearly all weight. Sums are float32 and
 // follow the reference; it is never lowered to less than 2^-40 of what it once was, where nothing counts any more. In
 // most units no reference moves: then nobody needs to know the largest product.
+//
+// Half of the warps' tokens count negatively (counts_negatively).
 #pragma once
 
 #include "cuda/common/wgmma_registers.cuh"
@@ -395,11 +397,12 @@ class ScoreGroup {
     }
   }
 
-  // Weights to their buffer, piece by piece.
+  // Weights to their buffer, negated where the warp's tokens count negatively, piece by piece.
   template <int PIECE>
   __device__ __forceinline__ void store_weights(const float (&exponent)[4 * kTiles], const float (&scale)[2],
                                                 int buffer) {
     const int lane = block_.lane;
+    const float sign = counts_negatively(block_.warp) ? -1 : 1, by[2] = {sign * scale[0], sign * scale[1]};
     uint8_t* to = block_.weights() + buffer * S::kWeightBytes +
                   ((2 * block_.warp + lane / 8 % 2) * kTiles + lane / 16) * 128 + lane % 8 * 16;
 #pragma unroll
@@ -414,7 +417,7 @@ class ScoreGroup {
           const float p[2] = {exp2_fast(x[0]), exp2_fast(x[1])};
           sums.x += p[0], sums.y += p[1];
           uint32_t& to_store = word[2 * tile + i];
-          to_store = word_of_floats<__half>(p[0] * scale[i], p[1] * scale[i]);
+          to_store = word_of_floats<__half>(p[0] * by[i], p[1] * by[i]);
           const float2 rounded = __half22float2(reinterpret_cast<const __half2&>(to_store));
           sums.z += rounded.x, sums.w += rounded.y;
         }

@@ -8,6 +8,7 @@
 
 #include "cuda/attention/schedule.cuh"
 #include "cuda/attention/softmax_math.cuh"
+#include "cuda/attention/token_signs.cuh"
 #include "cuda/codec/transform.cuh"
 #include "cuda/mla/call.cuh"
 
@@ -67,9 +68,9 @@ struct Codes {
   static constexpr int kChunks = kRowBytes / 16;  // of 16 bytes in a row of codes
   static constexpr int kChunkChannels = R / kChunks;
 };
-// level = level_step * (what expand_pairs makes of a code) - level_offset. expand_bytes leaves a signed byte as it is.
+// level = level_step * code - level_offset. Signed bytes are levels.
 __device__ __forceinline__ float level_step(Kind kind) { return kind == kBytes ? 1 : 2; }
-__device__ __forceinline__ float level_offset(Kind kind) { return kind == kBytes ? 128 : kind == kPlanes ? 31 : 15; }
+__device__ __forceinline__ float level_offset(Kind kind) { return kind == kBytes ? 0 : kind == kPlanes ? 31 : 15; }
 
 // f(Codes) for a kind known at run time. Little else depends on the kind, so that one kernel has all other code once.
 template <int R, typename F>

@@ -112,8 +112,8 @@ class ValueGroup {
       return load_matrices<true>(words[q / 2] + step / 2 * tile_bytes + step % 2 * 16 * C::kRowBytes);
     };
     uint4 next = load(0, 0);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for_each<kSteps>([&](auto step) {
+      constexpr bool kNegative = counts_negatively(step), kNegates = kNegative && C::kKind == kBytes;
       uint32_t fifth[2][kOwn] = {};
       if constexpr (C::kKind == kPlanes) {
         load_fifth<C>(block_.shared + unit + step / 2 * tile_bytes, step % 2 * 16, fifth);
@@ -125,8 +125,8 @@ class ValueGroup {
         const uint32_t word[2][2] = {{x.x, x.y}, {x.z, x.w}};  // of each, tokens 0-7 and 8-15
         uint32_t pair[2][2][kPairsOfWord<C::kKind>];
         const auto expand = [&](int w) {
-          expand_pairs<C::kKind>(word[w][0], fifth[0][q + w], pair[w][0]);
-          expand_pairs<C::kKind>(word[w][1], fifth[1][q + w], pair[w][1]);
+          expand_pairs<C::kKind, kNegative>(word[w][0], fifth[0][q + w], pair[w][0]);
+          expand_pairs<C::kKind, kNegative>(word[w][1], fifth[1][q + w], pair[w][1]);
         };
         if (!kSingly) expand(0), expand(1);
 #pragma unroll
@@ -135,8 +135,9 @@ class ValueGroup {
           if (kSingly || w == 0) begin_products();
 #pragma unroll
           for (int k = 0; k < kChunkSums<C>; ++k) {
-            add_product<S::kRows, __half>(sums_[(q + w) * kChunkSums<C> + k], pair[w][0][2 * k], pair[w][0][2 * k + 1],
-                                          pair[w][1][2 * k], pair[w][1][2 * k + 1], weights);
+            add_product<S::kRows, __half, kNegates>(sums_[(q + w) * kChunkSums<C> + k], pair[w][0][2 * k],
+                                                    pair[w][0][2 * k + 1], pair[w][1][2 * k], pair[w][1][2 * k + 1],
+                                                    weights);
           }
           if (kSingly || w == 1) {
             commit_products();
@@ -145,7 +146,7 @@ class ValueGroup {
         }
       }
       weights += S::kStepBytes / 16;
-    }
+    });
     wait_for_products<0>();
 #pragma unroll
     for (int b = 0; b < S::kSums; ++b) receive<4 * kTiles>(sums_[b]);

@@ -1,11 +1,12 @@
 // From codes to operands in registers. Scores are products of bytes: a word of codes becomes one or two words of bytes.
-// Sums of values are products of float16: a code in the low bits of a float16 whose other bits are 0 is the subnormal
-// number code * 2^-24, and tensor cores multiply subnormal numbers exactly.
+// Sums of values are products of float16: a code or a level's magnitude in the low bits of a float16, whose other bits
+// but the sign are 0, is a subnormal number, code * 2^-24, and tensor cores multiply subnormal numbers exactly.
 #pragma once
 
 #include <iterator>
 
 #include "cuda/attention/operands.cuh"
+#include "cuda/common/halves.cuh"
 
 namespace turboquant::cuda::key_tiles {
 
@@ -61,14 +62,16 @@ struct KeyBytes : K {
 };
 
 // Values of one pair of codes: the words of a warp's 32 channels and 16 tokens become the operands of two products, of
-// 16 channels each. Lane (g, t) has of either channels g and g + 8 of four tokens.
+// 16 channels each. Lane (g, t) has of either channels g and g + 8 of tokens 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
 // level = kStep * (what an element counts) - kOffset
 template <class V>
 struct ValueHalves : V {
   using V::kBytes, V::kMasks, V::kNibbles, V::kSpread, V::kPairsOfBits, V::kTwoTables;
-  // Elements of a uniform grid are codes, without signs. Those of a table are levels, and nothing is left out.
-  static constexpr float kStep = V::kMasks ? 2 : 1;
-  static constexpr float kOffset = kMasks ? format::num_levels(V::kCodes.width) - 1 : kBytes ? 128 : 0;
+  static_assert(V::kUniform ? kBytes || kNibbles || kSpread : V::kBits <= 4, "no such values");
+  static constexpr float kStep = kMasks ? 2 : 1;
+  static constexpr float kOffset = kMasks ? format::num_levels(V::kCodes.width) - 1 : 0;
+  // What an element of 1 is: most elements are subnormal numbers.
+  static constexpr float kOne = kBytes ? 1 : 1.0f / (1 << 24);
   static constexpr int kWords = kBytes ? 4 : kPairsOfBits ? 1 : 2;
   using Table = LevelTable<kTwoTables>;
 
@@ -96,17 +99,19 @@ struct ValueHalves : V {
     }
   }
 
-  // The operand of product U of two.
-  template <int U>
+  // The operand of product U of two. NEGATIVE: the tokens count negatively (counts_negatively). Flipped codes are the
+  // codes of negative levels; where elements are levels, the product takes the sign.
+  template <int U, bool NEGATIVE>
   static __device__ __forceinline__ void expand(const uint32_t (&w)[kWords], const Table& table, uint32_t (&a)[4]) {
     if constexpr (kBytes) {
       const uint32_t x = w[2 * U] ^ 0x80808080, y = w[2 * U + 1] ^ 0x80808080;
-      a[0] = select_bytes(x, 0, 0x4140), a[1] = select_bytes(y, 0, 0x4140);
-      a[2] = select_bytes(x, 0, 0x4342), a[3] = select_bytes(y, 0, 0x4342);
+      a[0] = byte_levels(x, 0x4140), a[1] = byte_levels(y, 0x4140);
+      a[2] = byte_levels(x, 0x4342), a[3] = byte_levels(y, 0x4342);
     } else if constexpr (kMasks) {
       // The lower eight channels are rows g. Rows g + 8 hold both: the lower channel, and 16 times the upper one, which
       // `upper` takes apart.
-      a[1] = select_bytes(w[U], 0, 0x4140), a[3] = select_bytes(w[U], 0, 0x4342);
+      const uint32_t x = NEGATIVE ? w[U] ^ (kSpread ? 0x77777777 : 0xFFFFFFFF) : w[U];
+      a[1] = select_bytes(x, 0, 0x4140), a[3] = select_bytes(x, 0, 0x4342);
       a[0] = a[1] & 0x000F000F, a[2] = a[3] & 0x000F000F;
     } else if constexpr (kTwoTables) {
       // A code of the other half selects the sign of a byte, which is 0.

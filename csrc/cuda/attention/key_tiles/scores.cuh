@@ -12,6 +12,8 @@
 // below it, so that weights keep their digits behind a token that had nearly all weight. Sums are float32 and follow
 // the reference; it is never lowered to less than 2^-40 of what it once was, where nothing counts any more. In most
 // units no reference moves: then nobody needs to know the largest product.
+//
+// Half of the warps' tokens count negatively (counts_negatively).
 #pragma once
 
 #include "cuda/attention/key_tiles/expansion.cuh"
@@ -311,9 +313,10 @@ class ScoreGroup {
     }
   }
 
-  // Weights to their buffer.
+  // Weights to their buffer, negated where the warp's tokens count negatively.
   __device__ __forceinline__ void store_weights(const float (&exponent)[4 * kTiles], const float (&scale)[2],
                                                 int buffer) {
+    const float sign = counts_negatively(block_.warp) ? -1 : 1, by[2] = {sign * scale[0], sign * scale[1]};
     uint32_t word[kTiles][2];  // of tokens g and g + 8
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -321,7 +324,7 @@ class ScoreGroup {
       for (int i = 0; i < 2; ++i) {
         const float p[2] = {exp2_fast(exponent[4 * j + 2 * i]), exp2_fast(exponent[4 * j + 2 * i + 1])};
         totals_[2 * j] += p[0], totals_[2 * j + 1] += p[1];
-        word[j][i] = word_of_floats<__half>(p[0] * scale[i], p[1] * scale[i]);
+        word[j][i] = word_of_floats<__half>(p[0] * by[i], p[1] * by[i]);
       }
       const uint32_t to = weights_ + buffer * S::kWeightBytes + j / 2 * 256;
       if (j % 2 == 1) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/attention/split_kv/rows.cuh"
+#include "cuda/attention/token_signs.cuh"
 #include "cuda/common/async_copy.cuh"
 
 namespace turboquant::cuda::key_tiles {

@@ -44,8 +44,8 @@ class ValueGroup {
 
   // The sums of a partial result [ROWS, kPart].
   __device__ __forceinline__ void leave(float* part) const {
-    constexpr float kOne = format::kLevelUnit * (1 << 24);  // elements are multiples of 2^-24
-    constexpr float kUnit = Values::kStep * kOne, kOffset = Values::kOffset * kOne;
+    constexpr float kUnit = Values::kStep * format::kLevelUnit / Values::kOne;
+    constexpr float kOffset = Values::kOffset * format::kLevelUnit * (1 << 24);  // of sums of ones, 2^-24 each
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       float* to = part + split_kv::kPartHead + 16 * (kUnits * warp_ + u) + block_.g;
@@ -72,20 +72,20 @@ class ValueGroup {
     for (int b = 0; b < kUnitTokens / 16; ++b) {
       Values::load(block_.block_of(unit, b, block_.layout.next_values), warp_, block_.lane, words[b]);
     }
-    const typename Values::Table table(Values::kOffset != 0 ? nullptr : block_.value_levels<S>());
+    const typename Values::Table table(Values::kUniform ? nullptr : block_.value_levels<S>());
     wait_barrier(block_.weighed(buffer), turn.buffer_phase());
     const float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
     if (factors[S::kRows] != 0) rescale(factors);
     const uint32_t weights = __shfl_sync(0xffffffff, weights_ + buffer * (S::kWeightBytes / 16), 0);
-#pragma unroll
-    for (int b = 0; b < kUnitTokens / 16; ++b) {
+    split_kv::for_each<kUnitTokens / 16>([&](auto b) {
+      constexpr bool kNegative = counts_negatively(b), kNegates = kNegative && !Values::kMasks;
       uint32_t a[kUnits][4];
-      split_kv::for_each<kUnits>([&](auto u) { Values::template expand<u>(words[b], table, a[u]); });
+      split_kv::for_each<kUnits>([&](auto u) { Values::template expand<u, kNegative>(words[b], table, a[u]); });
       begin_products();
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
-        add_product<S::kRows, __half>(sums_[u], a[u][0], a[u][1], a[u][2], a[u][3],
-                                      weights + b * (S::kBlockBytes / 16));
+        add_product<S::kRows, __half, kNegates>(sums_[u], a[u][0], a[u][1], a[u][2], a[u][3],
+                                                weights + b * (S::kBlockBytes / 16));
       }
       if constexpr (kOffsets) {
         constexpr uint32_t kOnes = 0x00010001;
@@ -93,7 +93,7 @@ class ValueGroup {
       }
       commit_products();
       wait_for_products<1>();
-    }
+    });
     wait_for_products<0>();
     if constexpr (kOffsets) receive<4 * kTiles>(ones_);
 #pragma unroll
