@@ -70,7 +70,7 @@ def test_many_tokens_that_weigh_the_same(name, heads):
     float16 is a relative error of 2e-4, and sums of codes as they are would be off by 1e-2.
     """
     config = tt.latent_preset(name, 512, 64, rope_dtype=torch.float16)
-    case = make_case(config, [30_000], [1], dtype=torch.float16)
+    case = make_case(config, [60_000], [1], dtype=torch.float16)
     q = tuple(0.1 * x for x in queries(case, heads, torch.float16))
     wanted, _ = attend(case, q, mla_attention_reference)
     copies = 264
@@ -82,7 +82,7 @@ def test_many_tokens_that_weigh_the_same(name, heads):
     out, _ = on_device(many, tuple(x.repeat(copies, 1, 1) for x in q))
     for found in (out[:1], out[copies // 2 : copies // 2 + 1], out[-1:]):
         error = (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-        assert error.max() < 2e-3
+        assert error.max() < 4e-3
 
 
 @pytest.mark.parametrize("grid", ["lloyd", "uniform"])

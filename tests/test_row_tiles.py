@@ -199,7 +199,7 @@ def test_many_keys_that_weigh_the_same(name, q_len):
     out, wanted = attend(many)[0].unflatten(0, (copies, q_len)), expected(case)[0]
     for found in (out[0], out[copies // 2], out[-1]):
         error = (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-        assert error.max() < 2e-3
+        assert error.max() < 4e-3
 
 
 @pytest.mark.parametrize("value_bits", [2, 3, 4, 8])

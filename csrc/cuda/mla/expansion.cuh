@@ -20,11 +20,11 @@ __device__ __forceinline__ float inverse_unit(Kind kind, int i) {
 template <Kind KIND>
 constexpr int kPairsOfWord = KIND == kBytes ? 2 : 4;
 
-// x | (y & MASK), or x | (~y & MASK)
-template <uint32_t MASK, bool FLIP>
+// x | (y & MASK)
+template <uint32_t MASK>
 __device__ __forceinline__ uint32_t or_masked(uint32_t x, uint32_t y) {
   uint32_t out;
-  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(out) : "r"(x), "r"(y), "n"(MASK), "n"(FLIP ? 0xF2 : 0xF8));
+  asm("lop3.b32 %0, %1, %2, %3, 0xF8;" : "=r"(out) : "r"(x), "r"(y), "n"(MASK));
   return out;
 }
 
@@ -32,17 +32,15 @@ template <Kind KIND>
 constexpr int kBytesOfWord = KIND == kBytes ? 1 : 2;  // words of bytes
 
 // Even codes as the bytes of one word, odd codes as those of another. fifth: of kPlanes, the fifth bit of code i in bit
-// 4 + i % 2 of byte i / 2, see align_fifth. FLIP: all bits of codes are flipped; not of kBytes
-template <Kind KIND, bool FLIP = false>
+// 4 + i % 2 of byte i / 2, see align_fifth.
+template <Kind KIND>
 __device__ __forceinline__ void expand_bytes(uint32_t x, uint32_t fifth, uint32_t (&bytes)[kBytesOfWord<KIND>]) {
   if constexpr (KIND == kBytes) {
     bytes[0] = x;
   } else {
-    const uint32_t codes = FLIP ? ~x : x;
-    bytes[0] = codes & 0x0F0F0F0F, bytes[1] = codes >> 4 & 0x0F0F0F0F;
+    bytes[0] = x & 0x0F0F0F0F, bytes[1] = x >> 4 & 0x0F0F0F0F;
     if constexpr (KIND == kPlanes) {
-      bytes[0] = or_masked<0x10101010, FLIP>(bytes[0], fifth);
-      bytes[1] = or_masked<0x10101010, FLIP>(bytes[1], fifth >> 1);
+      bytes[0] = or_masked<0x10101010>(bytes[0], fifth), bytes[1] = or_masked<0x10101010>(bytes[1], fifth >> 1);
     }
   }
 }
@@ -56,7 +54,8 @@ __device__ __forceinline__ void expand_pairs(uint32_t x, uint32_t fifth, uint32_
     pair[0] = w & 0x000F000F, pair[1] = w & 0x00F000F0, pair[2] = y & 0x000F000F, pair[3] = y & 0x00F000F0;
   } else if constexpr (KIND == kPlanes) {
     uint32_t bytes[2];
-    expand_bytes<KIND, NEGATIVE>(x, fifth, bytes);
+    expand_bytes<KIND>(x, fifth, bytes);
+    if constexpr (NEGATIVE) bytes[0] ^= 0x1F1F1F1F, bytes[1] ^= 0x1F1F1F1F;
     pair[0] = bytes[0] & 0x00FF00FF, pair[1] = bytes[1] & 0x00FF00FF;
     pair[2] = select_bytes(bytes[0], 0, 0x4341), pair[3] = select_bytes(bytes[1], 0, 0x4341);
   } else {
