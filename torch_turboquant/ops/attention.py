@@ -34,10 +34,9 @@ a time, and those of exact keys are not. Results are the same in every run; the 
 batch decide where the work is cut and so move roundings, by about 10^-5 of the largest output.
 
 The key-tile kernel (csrc/cuda/attention/key_tiles.cu) takes sequences of 17 to 32 rows in bfloat16
-or float16 with d = 128, keys of uniform grids of 4 or 5 bits and values of one of 4 bits, on
-compute capability 9.0. It rounds queries as split-KV does, and weights times value scales to
-float16. Exact keys and values are not rounded, and their weights are sums of two elements of their
-dtype.
+or float16 with d = 128 and the codes of any preset, on compute capability 9.0. It rounds queries as
+split-KV does, and weights times value scales to float16. Exact keys and values are not rounded, and
+their weights are sums of two elements of their dtype.
 
 The row-tile kernel (csrc/cuda/attention/row_tiles.cu) takes sequences of more query rows in
 bfloat16 or float16 with d = 64, 128, 192 or 256, and all bits and grids but 5-bit keys with
