@@ -17,19 +17,6 @@ __device__ __forceinline__ int rope_word(int token, int chunk, int rope_words) {
   return format::swapped_word(rope_words, token, chunk) * format::kLatentWord;
 }
 
-// The stage and the buffer of weights of a unit, and the phases of their barriers. Both warpgroups count units alike.
-struct Turn {
-  int stage = 0;
-  uint32_t phase = 0, count = 0;
-
-  __device__ __forceinline__ void next(int stages) {
-    ++count;
-    if (++stage == stages) stage = 0, phase ^= 1;
-  }
-  __device__ __forceinline__ int buffer() const { return count % kWeightBuffers; }
-  __device__ __forceinline__ uint32_t buffer_phase() const { return count / kWeightBuffers & 1; }
-};
-
 class Ring {
  public:
   explicit __device__ __forceinline__ Ring(const BlockView& block) : block_(block) {}

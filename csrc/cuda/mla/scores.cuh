@@ -7,25 +7,14 @@
 // Products with codes are products of bytes (queries are 16-bit integers in two columns), those with rotary channels
 // are added in float32. A score is query . key until it becomes an exponent: base 2, and less the row's reference.
 //
-// A weight is 2^exponent times the token's scale, rounded to float16. A row's reference follows the largest
-// such product of a unit: it is raised as soon as one is 2^12 above it, and lowered, every eight units, when all are
-// 2^4 below it, so that weights keep their digits behind a token that had nearly all weight. Sums are float32 and
-// follow the reference; it is never lowered to less than 2^-40 of what it once was, where nothing counts any more. In
-// most units no reference moves: then nobody needs to know the largest product.
-//
-// Half of the warps' tokens count negatively (counts_negatively).
+// Weights are relative to references, which rarely move, and those of half of the warps are negated
+// (attention/roles.cuh).
 #pragma once
 
 #include "cuda/common/wgmma_registers.cuh"
 #include "cuda/mla/ring.cuh"
 
 namespace turboquant::cuda::mla {
-
-constexpr float kRaise = 12, kLower = 4, kDeepest = 40;
-constexpr int kLowerUnits = 8;                   // how often references are lowered
-constexpr float kNothing = -1e30f;               // a row's largest product before the first key
-constexpr float kNobody = 1e30f;                 // and that of a row that does not exist: no reference moves
-constexpr float kLeastScale = 1.0f / (1 << 24);  // of a token in its reference: that of a zero vector is 0
 
 template <class S>
 class ScoreGroup {
@@ -376,6 +365,7 @@ class ScoreGroup {
       float most = -INFINITY;
 #pragma unroll
       for (int w = 0; w < 4; ++w) most = fmaxf(most, most_of[w * S::kRows + threadIdx.x]);
+      // As roles::move_reference does, whose form costs this kernel other registers.
       const float old = reference(row);
       most += old;
       const bool first = top(row) == kNothing;
@@ -423,17 +413,8 @@ class ScoreGroup {
         }
         set_totals(j + tile, sums);
       }
-      store_transposed(to + j * 128, word);
+      store_transposed(shared_address(to + j * 128), word[0], word[1], word[2], word[3]);
     }
-  }
-
-  // Four 8 x 8 matrices of 16-bit elements, transposed: lane i gives the address of row i % 8 of matrix i / 8.
-  static __device__ __forceinline__ void store_transposed(void* row, const uint32_t (&word)[4]) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
-                 "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
-                 : "memory");
-#endif
   }
 
   const BlockView block_;

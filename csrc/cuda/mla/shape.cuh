@@ -6,13 +6,15 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/attention/roles.cuh"
 #include "cuda/attention/schedule.cuh"
 #include "cuda/attention/softmax_math.cuh"
-#include "cuda/attention/token_signs.cuh"
 #include "cuda/codec/transform.cuh"
 #include "cuda/mla/call.cuh"
 
 namespace turboquant::cuda::mla {
+
+using namespace roles;
 
 // How codes become operands (mla/expansion.cuh). All are of uniform grids.
 enum Kind : int {
@@ -21,12 +23,10 @@ enum Kind : int {
   kBytes,    // 8 bits
 };
 
-constexpr int kWarpgroup = 128;
 constexpr int kMostRegisters = 256;  // a thread has fewer: 255 at most
 constexpr int kTileTokens = format::LatentRecord::kTileTokens;
 constexpr int kUnitTiles = kUnitTokens / kTileTokens;
 constexpr int kMaxStages = 8;
-constexpr int kWeightBuffers = 2;
 constexpr int kImageRows = 8;       // that a block prepares: the columns of a core matrix
 constexpr int kJoinWarps = 8;       // of a block of the kernel that joins parts
 constexpr int kMostJoinBlocks = 8;  // that join a row in it, a cluster
@@ -245,11 +245,7 @@ __device__ __forceinline__ void for_each(F&& f) {
   }
 }
 
-constexpr int kScoresBarrier = 1;  // a named barrier
-__device__ __forceinline__ void sync_threads(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-// The same; whether `mine` is true for any of the threads.
+// As sync_threads; whether `mine` is true for any of the threads.
 __device__ __forceinline__ bool sync_any(int barrier, int threads, bool mine) {
   int any;
   asm volatile(

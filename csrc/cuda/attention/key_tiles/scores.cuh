@@ -7,13 +7,8 @@
 // Products with codes are products of bytes (queries are 16-bit integers in two columns). An exponent is the score in
 // base 2 less the row's reference.
 //
-// A weight is 2^exponent times the token's value scale, rounded to float16. A row's reference follows the largest such
-// product of a unit: it is raised as soon as one is 2^12 above it, and lowered, every eight units, when all are 2^4
-// below it, so that weights keep their digits behind a token that had nearly all weight. Sums are float32 and follow
-// the reference; it is never lowered to less than 2^-40 of what it once was, where nothing counts any more. In most
-// units no reference moves: then nobody needs to know the largest product.
-//
-// Half of the warps' tokens count negatively (counts_negatively).
+// Weights are relative to references, which rarely move, and those of half of the warps are negated
+// (attention/roles.cuh).
 #pragma once
 
 #include "cuda/attention/key_tiles/expansion.cuh"
@@ -22,12 +17,6 @@
 #include "cuda/common/wgmma_registers.cuh"
 
 namespace turboquant::cuda::key_tiles {
-
-constexpr float kRaise = 12, kLower = 4, kDeepest = 40;
-constexpr int kLowerUnits = 8;                   // how often references are lowered
-constexpr float kNothing = -1e30f;               // a row's largest product before the first key
-constexpr float kNobody = 1e30f;                 // and that of a row that does not exist: no reference moves
-constexpr float kLeastScale = 1.0f / (1 << 24);  // of a token in its reference: that of a zero vector is 0
 
 template <class S, class KEYS>
 class ScoreGroup {
@@ -293,15 +282,8 @@ class ScoreGroup {
       float most = -INFINITY;
 #pragma unroll
       for (int w = 0; w < 4; ++w) most = fmaxf(most, most_of[w * S::kRows + row]);
-      const float old = reference(row);
-      most += old;
-      const bool first = top(row) == kNothing;
-      const float highest = fmaxf(top(row), most), wanted = fmaxf(most, highest - kDeepest);
-      const bool moves = most > -INFINITY && (first || most > old + kRaise || wanted < old - kLower);
-      if (most > -INFINITY) top(row) = highest;
-      if (moves) set_reference(row, wanted);
-      factors[row] = moves && !first ? exp2_fast(old - wanted) : 1;
-      moved[row] = moves ? old - wanted : 0;
+      const auto set = [&](float x) { set_reference(row, x); };
+      move_reference(most, reference(row), top(row), set, factors[row], moved[row]);
     }
     sync();
 #pragma unroll
@@ -333,22 +315,6 @@ class ScoreGroup {
         store_transposed(to, word[j][0], word[j][1]);
       }
     }
-  }
-
-  // Four 8 x 8 matrices of 16-bit elements, or two, transposed: lane i gives the address of row i % 8 of matrix i / 8.
-  static __device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
-                                                          uint32_t d) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
-                 : "memory");
-#endif
-  }
-  static __device__ __forceinline__ void store_transposed(uint32_t row, uint32_t a, uint32_t b) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(a), "r"(b)
-                 : "memory");
-#endif
   }
 
   const View block_;

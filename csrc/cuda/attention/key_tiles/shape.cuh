@@ -3,20 +3,19 @@
 // of its block.
 #pragma once
 
+#include "cuda/attention/roles.cuh"
 #include "cuda/attention/split_kv/rows.cuh"
-#include "cuda/attention/token_signs.cuh"
 #include "cuda/common/async_copy.cuh"
 
 namespace turboquant::cuda::key_tiles {
 
+using namespace roles;
 using split_kv::BlockView;
 using split_kv::part_floats;
 using split_kv::StageLayout;
 
-constexpr int kWarpgroup = 128;  // threads
 constexpr int kThreads = 2 * kWarpgroup, kWarps = kThreads / 32;
 constexpr int kMaxStages = 8;
-constexpr int kWeightBuffers = 2;
 
 // D: head_dim. ROWS: query rows of a block.
 template <int D, int ROWS>
@@ -63,19 +62,6 @@ struct Plan : split_kv::SplitKvPlan {
 
   // Floats of a buffer of factors: one for each row, and whether any is not 1. Two rows' are read at once.
   __host__ __device__ static constexpr int factors_of(int rows) { return rows + 2; }
-};
-
-// The stage and the buffer of weights of a unit, and the phases of their barriers. Both warpgroups count units alike.
-struct Turn {
-  int stage = 0;
-  uint32_t phase = 0, count = 0;
-
-  __device__ __forceinline__ void next(int stages) {
-    ++count;
-    if (++stage == stages) stage = 0, phase ^= 1;
-  }
-  __device__ __forceinline__ int buffer() const { return count % kWeightBuffers; }
-  __device__ __forceinline__ uint32_t buffer_phase() const { return count / kWeightBuffers & 1; }
 };
 
 // The thread's number, of which the compiler does not know that it could read it again wherever it is needed.
@@ -137,11 +123,6 @@ struct View : BlockView {
  private:
   __device__ __forceinline__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(shared + own.barriers); }
 };
-
-constexpr int kScoresBarrier = 1;  // a named barrier
-__device__ __forceinline__ void sync_threads(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 
 // Whether the phase of a barrier has ended, without waiting for it.
 __device__ __forceinline__ bool has_ended(uint64_t* barrier, uint32_t phase) {
