@@ -19,8 +19,8 @@ __device__ __forceinline__ uint32_t operand_word(uint32_t shared_address, int ne
   return __shfl_sync(0xffffffff, shared_address / 16 + (next_in_k / 16 << 16), 0);
 }
 
-// d[N / 2] += a * b, or -= if NEGATIVE. a: the fragment of common/mma.cuh, 16 rows for each warp. b: an operand_word. T:
-// __half or __nv_bfloat16.
+// d[N / 2] += a * b, or -= if NEGATIVE. a: the fragment of common/mma.cuh, 16 rows for each warp. b: an operand_word.
+// T: __half or __nv_bfloat16.
 template <int N, typename T, bool NEGATIVE = false>
 __device__ __forceinline__ void add_product(float* d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b) {
   static_assert(N == 16 || N == 24 || N == 32 || N == 64);

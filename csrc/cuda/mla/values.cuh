@@ -152,13 +152,14 @@ class ValueGroup {
     for (int b = 0; b < S::kSums; ++b) receive<4 * kTiles>(sums_[b]);
   }
 
-  // The fifth bits of the lane's channels in each of its words, for tokens 2 t and 2 t + 1, and for those 8 later. row: the
-  // first of the 16 tokens
+  // The fifth bits of the lane's channels in each of its words, for tokens 2 t and 2 t + 1, and for those 8 later. row:
+  // the first of the 16 tokens
   template <class C>
   __device__ __forceinline__ void load_fifth(const uint8_t* tile, int row, uint32_t (&fifth)[2][kWarpChunks<C>]) const {
     if constexpr (kWarpChunks<C> == 4) {
       // Rows of planes are so short that lanes which read theirs would meet in the same banks. So lane (g, t) gets half
-      // g of the warp's 16 bytes in rows 2 t and 2 t + 1, and lanes exchange them: each word has halves for even and odd g.
+      // g of the warp's 16 bytes in rows 2 t and 2 t + 1, and lanes exchange them: each word has halves for even and
+      // odd g.
       const uint2 halves = load_two_matrices(shared_address(tile) + block_.plan.planes +
                                              (row + block_.lane % 16) * C::kPlaneBytes + warp_ * 16);
 #pragma unroll

@@ -67,7 +67,7 @@ struct KeyBytes : K {
 template <class V>
 struct ValueHalves : V {
   using V::kBytes, V::kMasks, V::kNibbles, V::kSpread, V::kPairsOfBits, V::kTwoTables;
-  static_assert(V::kUniform ? kBytes || kNibbles || kSpread : V::kBits <= 4, "no such values");
+  static_assert(V::kUniform ? kBytes || kNibbles || kSpread : kNibbles || kSpread || kPairsOfBits, "no such values");
   static constexpr float kStep = kMasks ? 2 : 1;
   static constexpr float kOffset = kMasks ? format::num_levels(V::kCodes.width) - 1 : 0;
   // What an element of 1 is: most elements are subnormal numbers.
