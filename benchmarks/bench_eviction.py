@@ -265,7 +265,10 @@ def step_ms(model: nn.Module, cache: TurboQuantCache, token: Tensor, runs: int =
 def speed_row(
     model: nn.Module, ids: Tensor, keep: float, policy: str, others: int
 ) -> tuple[common.Row, TurboQuantCache]:
-    """All but attention's time, and the cache, which holds the prompt. others: bytes of others."""
+    """Everything but attention's time, and the cache, which holds the prompt.
+
+    others: bytes of GPU memory that earlier caches hold; they do not count.
+    """
     config, (batch, context) = model.config, ids.shape
     layers = config.num_hidden_layers
     options = {"keep": keep, "evict": policy} if keep < 1 else {}

@@ -23,7 +23,7 @@ constexpr bool takes_all_pairs() {
 }
 static_assert(takes_all_pairs(), "choose_attention lets key tiles have all pairs of split-KV");
 
-// The kernel of a call, whose codes these are.
+// The kernel that is compiled for keys of these codes and takes so many rows.
 template <int D>
 KernelEntry kernel_of_keys(const format::Codes& codes, int rows) {
   KernelEntry found{};

@@ -4,8 +4,8 @@
 
 namespace turboquant::cuda::key_tiles {
 
-template KernelEntry find_kernel<128, 0>(int rows);
-template KernelEntry find_kernel<128, 1>(int rows);
-template KernelEntry find_kernel<128, 2>(int rows);
+template KernelEntry find_kernel<128, index_of_codes<kKeyCodes>(choices::kByte)>(int rows);
+template KernelEntry find_kernel<128, index_of_codes<kKeyCodes>(choices::kUniform5)>(int rows);
+template KernelEntry find_kernel<128, index_of_codes<kKeyCodes>(choices::kUniform4)>(int rows);
 
 }  // namespace turboquant::cuda::key_tiles

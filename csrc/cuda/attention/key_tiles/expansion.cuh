@@ -70,7 +70,7 @@ struct ValueHalves : V {
   static_assert(V::kUniform ? kBytes || kNibbles || kSpread : kNibbles || kSpread || kPairsOfBits, "no such values");
   static constexpr float kStep = kMasks ? 2 : 1;
   static constexpr float kOffset = kMasks ? format::num_levels(V::kCodes.width) - 1 : 0;
-  // What an element of 1 is: most elements are subnormal numbers.
+  // The float16 that stands for 1. Most elements are subnormal numbers.
   static constexpr float kOne = kBytes ? 1 : 1.0f / (1 << 24);
   static constexpr int kWords = kBytes ? 4 : kPairsOfBits ? 1 : 2;
   using Table = LevelTable<kTwoTables>;
