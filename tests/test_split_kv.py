@@ -568,6 +568,26 @@ def test_lengths_that_change_between_few_units_and_many():
             assert_same_bytes(one, other)
 
 
+@pytest.mark.parametrize("seqs", [1, 32, 33, 63, 64, 65])
+def test_lengths_and_pages_that_the_kernel_ahead_writes(seqs):
+    """A launch begins early and guesses, one or two sequences for each lane, or does not."""
+    case, chosen = build(tt.preset("k4v4u", 128), [700] * seqs), random.Random(seqs)
+    calls = []
+    for _ in range(4):
+        lengths = int32(*(chosen.choice([0, 1, 63, 64, 65, 300, 700]) for _ in range(seqs)))
+        order = chosen.sample(range(seqs), seqs)
+        calls.append(case._replace(lengths=lengths, table=case.table[order].contiguous()))
+    wanted = [attend(call) for call in calls]
+    torch.cuda.synchronize()
+    changing = case._replace(lengths=case.lengths.clone(), table=case.table.clone())
+    for turn in range(30):
+        i = turn * 7 % 4
+        changing.table.copy_(calls[i].table)
+        changing.lengths.copy_(calls[i].lengths)
+        for one, other in zip(attend(changing), wanted[i], strict=True):
+            assert_same_bytes(one, other)
+
+
 def test_pages_beyond_4_gib():
     config = tt.preset("k4v4u", 128, page_size=128)
     case = build(config, [1000])

@@ -61,6 +61,11 @@ SplitKvPlan plan_of(const KernelEntry& k, int most_warps, int blocks_per_multipr
   return best;
 }
 
+// Up to how many sequences a launch guesses its work. A lane reads the lengths of one or two; with more of them, reading
+// all lengths twice costs more than the early start gains. Where levels are looked up, instructions are scarce, and a
+// batch of more than 32 sequences takes longer if its blocks begin together.
+int most_guessed(const Attention& a) { return a.key_levels || a.value_levels ? 32 : 64; }
+
 int64_t blocks_of_rows(const Attention& a, int rows) { return (rows_of(a) + rows - 1) / rows; }
 
 // ---- Few units of keys ---------------------------------------------------------------------------------------------
@@ -118,9 +123,7 @@ SplitKvLaunch::SplitKvLaunch(const Attention& call, const Device& device, int pa
   plan_.codes = entry_.codes;
   plan_.grid = Divisor(grid_);
   plan_.group_reciprocal = (65536 + call.group - 1) / call.group;
-  // A warp sums the lengths of 32 sequences at once. With more of them, reading all lengths twice costs more than the
-  // early start gains.
-  if (device.facts.major >= 9 && call.seqs <= 32) plan_.early = Early::kGuess;
+  if (device.facts.major >= 9 && call.seqs <= most_guessed(call)) plan_.early = Early::kGuess;
   plan_.few = few_units_of(call, device.facts, entry_, plan_, layout_, grid_);
 }
 
