@@ -10,10 +10,10 @@ which no policy has seen: `unseen`. `kl` is the divergence of the context's cont
 of the uncompressed cache, per token, where the prompt is the context alone. The model reads every
 context once; all caches get the same queries, keys and values, and calibrated centers.
 
-Speed (h200_eviction.json). Some layers of Llama-3.1-8B's attention with random weights, k4v4, 64
-prompts of 8,192 tokens: bytes, and the times of the prompt, of a compiled step, and of attention
-over one layer. Attention is timed in CUDA graphs that go through all layers, so that the L2 cache
-holds none of them; the caches take turns.
+Speed (h200_eviction.json). Some layers of Llama-3.1-8B's attention with random weights, 4 bits with
+and without tables of levels, 64 prompts of 8,192 tokens: bytes, and the times of the prompt, of a
+compiled step, and of attention over one layer. Attention is timed in CUDA graphs that go through
+all layers, so that the L2 cache holds none of them; the caches take turns.
 """
 
 from __future__ import annotations
@@ -49,6 +49,14 @@ BLOCK = 16  # neighbouring tokens whose mean is one sample of the error
 CACHES: list[tuple[str, float, str]] = [("k8v8", 1, "-"), ("k4v4", 1, "-"), ("k2v2", 1, "-")]
 CACHES += [("k8v8", keep, policy) for keep in (0.5, 0.25) for policy in POLICIES]
 CACHES += [("k4v4", 0.5, policy) for policy in ("snapkv", "keydiff")]
+
+SPEED: list[tuple[str, float, str]] = [
+    ("k4v4", 1, "-"),
+    *(("k4v4", 0.5, policy) for policy in POLICIES),
+    ("k4v4", 0.25, "snapkv"),
+    ("k4v4u", 1, "-"),
+    ("k4v4u", 0.5, "snapkv"),
+]
 
 
 class Asked(NamedTuple):
@@ -263,18 +271,19 @@ def step_ms(model: nn.Module, cache: TurboQuantCache, token: Tensor, runs: int =
 
 
 def speed_row(
-    model: nn.Module, ids: Tensor, keep: float, policy: str, others: int
+    model: nn.Module, ids: Tensor, choice: tuple[str, float, str], others: int
 ) -> tuple[common.Row, TurboQuantCache]:
     """Everything but attention's time, and the cache, which holds the prompt.
 
-    others: bytes of GPU memory that earlier caches hold; they do not count.
+    choice: preset, share of kept tokens and policy. others: bytes of GPU memory that earlier caches
+    hold; they do not count.
     """
-    config, (batch, context) = model.config, ids.shape
+    (preset, keep, policy), config, (batch, context) = choice, model.config, ids.shape
     layers = config.num_hidden_layers
     options = {"keep": keep, "evict": policy} if keep < 1 else {}
     room = int(context * keep) + 64
     with TurboQuantCache.for_model(
-        model, "k4v4", max_batch_size=batch, static=True, max_cache_len=room, **options
+        model, preset, max_batch_size=batch, static=True, max_cache_len=room, **options
     ) as cache:
         model(ids, past_key_values=cache, logits_to_keep=1)
         cache.reset()
@@ -283,7 +292,7 @@ def speed_row(
         held = cache.memory_bytes()
         values = layers * batch * context * config.num_key_value_heads * 2 * config.head_dim
         row = {
-            "cache": "k4v4",
+            "cache": preset,
             "keep": keep,
             "policy": policy,
             "sequences": batch,
@@ -310,12 +319,11 @@ def speed(arguments: Any) -> Iterator[common.Row]:
     with torch.device(arguments.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         ids = torch.randint(1024, (arguments.sequences, arguments.context))
-    choices = [(1, "-"), *((0.5, policy) for policy in POLICIES), (0.25, "snapkv")]
     rows, calls, before = {}, {}, torch.cuda.memory_allocated()
-    for keep, policy in choices:
+    for choice in SPEED:
         others = torch.cuda.memory_allocated() - before
-        name = choice_name("k4v4", keep, policy)
-        rows[name], cache = speed_row(model, ids, keep, policy, others)
+        name = choice_name(*choice)
+        rows[name], cache = speed_row(model, ids, choice, others)
         calls[name] = attention_calls(cache, config.num_attention_heads)
         torch.cuda.empty_cache()
     for name, (milliseconds, _) in Contest(0.2).medians(calls).items():
