@@ -61,9 +61,9 @@ SplitKvPlan plan_of(const KernelEntry& k, int most_warps, int blocks_per_multipr
   return best;
 }
 
-// Up to how many sequences a launch guesses its work. A lane reads the lengths of one or two; with more of them, reading
-// all lengths twice costs more than the early start gains. Where levels are looked up, instructions are scarce, and a
-// batch of more than 32 sequences takes longer if its blocks begin together.
+// Up to how many sequences a launch guesses its work. A lane reads the lengths of one or two; with more of them,
+// reading all lengths twice costs more than the early start gains. Where levels are looked up, instructions are scarce,
+// and a batch of more than 32 sequences takes longer if its blocks begin together.
 int most_guessed(const Attention& a) { return a.key_levels || a.value_levels ? 32 : 64; }
 
 int64_t blocks_of_rows(const Attention& a, int rows) { return (rows_of(a) + rows - 1) / rows; }
