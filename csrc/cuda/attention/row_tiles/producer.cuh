@@ -21,8 +21,8 @@ namespace turboquant::cuda::row_tiles {
 
 // VALUES: the warps that prepare values, else those that prepare keys. The warps of a kind take tiles of codes in turn:
 // a tile is one warp's, because most of the time goes into steps that wait for each other, which several warps would
-// only repeat. Of a tile of exact keys or values every warp of the kind copies its rows. The first warp of the values
-// also takes items of work and copies codes.
+// only repeat. Of a tile of exact keys or values every warp of the kind copies its rows. Warps of values also copy
+// codes, a unit for each tile that they prepare, and the first of them takes items of work.
 template <class S, bool VALUES>
 class Producer {
  public:
@@ -49,7 +49,7 @@ class Producer {
       if (item.sequence < 0) return;
       const int coded_end = min(item.end, item.coded_tiles), exact = max(item.begin, item.coded_tiles);
       if (item.begin < coded_end) prepare_codes(item, coded_end);
-      for (int tile = exact; tile < item.end; ++tile, next_tile()) {
+      for (int tile = exact; tile < item.end; ++tile, stage_.advance(stages())) {
         copy_exact(item, (tile - item.coded_tiles) * S::kKeys);
       }
       __syncwarp();
@@ -71,25 +71,26 @@ class Producer {
   __device__ __forceinline__ void wait_for_room() const {
     wait_barrier(&(VALUES ? notes_.value_empty : notes_.key_empty)[stage_.slot], stage_.phase ^ 1);
   }
-  __device__ __forceinline__ void next_tile() {
-    stage_.advance(VALUES ? plan_.value_stages : plan_.key_stages);
-    turn_ = turn_ + 1 == S::kStreamWarps ? 0 : turn_ + 1;
-  }
+  __device__ __forceinline__ int stages() const { return VALUES ? plan_.value_stages : plan_.key_stages; }
 
   // ---- Codes: copies of tiles of records
 
-  // Tiles of the record are found for 32 at a time, one for each lane; page ids are loaded one batch ahead. number: the
-  // batch's first tile, counted from `first_token` on.
-  __device__ __forceinline__ int page_id(const Item& item, int first_token, int number) const {
-    const int token = first_token + ((number + lane_) << r_.tile_shift);
+  // Tiles of the record are found for 32 at a time, one for each lane: those of this warp's units from `unit` on. Page
+  // ids are loaded one batch ahead.
+  __device__ __forceinline__ int token_of_lane(int first_token, int unit) const {
+    const int log_count = 6 - r_.tile_shift, tile = lane_ & ((1 << log_count) - 1);
+    return first_token + (unit + (lane_ >> log_count) * S::kStreamWarps) * kUnitKeys + (tile << r_.tile_shift);
+  }
+  __device__ __forceinline__ int page_id(const Item& item, int token) const {
     const int visible = a_.first_visible(item.length - item.queries);
     if (token >= item.coded_end || token + (1 << r_.tile_shift) <= visible) return -1;
     return a_.block_table[item.sequence * a_.table_stride + (token >> r_.page_shift)];
   }
-  __device__ __forceinline__ void find_batch(const Item& item, int first_token, int number) {
-    const int page = number == 0 ? page_id(item, first_token, 0) : next_page_;
-    next_page_ = page_id(item, first_token, number + 32);
-    const int token = first_token + ((number + lane_) << r_.tile_shift);
+  // first: whether it is the part's first batch.
+  __device__ __forceinline__ void find_batch(const Item& item, int first_token, int unit, bool first) {
+    const int token = token_of_lane(first_token, unit), units = 32 >> (6 - r_.tile_shift);
+    const int page = first ? page_id(item, token) : next_page_;
+    next_page_ = page_id(item, token + units * S::kStreamWarps * kUnitKeys);
     const int tile = (token & ((1 << r_.page_shift) - 1)) >> r_.tile_shift;
     const bool exists = page >= 0 && page < a_.num_pages;
     from_ = exists ? a_.pages + page * a_.page_stride + int64_t{item.head} * r_.record_bytes + tile * r_.tile_bytes
@@ -97,11 +98,11 @@ class Producer {
     existing_ = __ballot_sync(0xffffffff, exists);
   }
 
-  // Starts to copy unit `unit` of the part.
-  __device__ __forceinline__ void copy_unit(const Item& item, int first_token, int unit) {
+  // Starts to copy unit `unit` of the part, number `number` of those that this warp copies.
+  __device__ __forceinline__ void copy_unit(const Item& item, int first_token, int unit, int number) {
     const int log_count = 6 - r_.tile_shift, count = 1 << log_count;  // tiles of the record in a unit
-    const int lane = (unit << log_count) % 32;                        // that has the unit's first tile
-    if (lane == 0) find_batch(item, first_token, unit << log_count);
+    const int lane = (number << log_count) % 32;                      // that has the unit's first tile
+    if (lane == 0) find_batch(item, first_token, unit, number == 0);
     const int slot = copied_.slot;
     wait_barrier(&notes_.raw_empty[slot], copied_.phase ^ 1);
     const unsigned present = existing_ >> lane & ((1 << count) - 1);
@@ -114,25 +115,31 @@ class Producer {
     if (mine >= 0 && mine < count && from_) {
       copy_bulk(raw(slot) + mine * r_.tile_bytes, from_, r_.tile_bytes, &notes_.raw_full[slot]);
     }
-    copied_.advance(plan_.raw_stages);
+    copied_.advance(plan_.raw_stages, S::kStreamWarps);
   }
   __device__ __forceinline__ uint8_t* raw(int slot) const { return shared_ + plan_.raw + slot * plan_.raw_stride; }
 
   __device__ __forceinline__ void prepare_codes(const Item& item, int end) {
+    constexpr int kTurns = S::kStreamWarps;
     const int first = item.first + item.begin * S::kKeys, units = end - item.begin;
     const Tables tables(VALUES ? notes_.value_table : notes_.key_table);
     // All keys of these units are seen by some row.
     const int visible = a_.first_visible(item.length - item.queries);
     const int inside_begin = ceil_div(max(visible - first, 0), kUnitKeys);
     const int inside_end = (item.coded_end - first) / kUnitKeys;
-    int ahead = 0;
-    if (leads()) {
-      // A unit takes the place of one that was this warp's turn or earlier, so that nobody is waited for long.
-      for (; ahead < min(units, plan_.raw_stages - S::kStreamWarps); ++ahead) copy_unit(item, first, ahead);
+    // At its tile t a warp of values copies unit t + ahead, in the place of unit t - kTurns, which it has read itself:
+    // nobody is waited for long, and the place's barrier is at most one phase behind.
+    const int ahead = plan_.raw_stages - kTurns;
+    const int mine = (warp_ - turn_ + kTurns) % kTurns;  // this warp's first tile of the part
+    int copied = (mine + ahead) % kTurns, copies = 0;
+    if constexpr (VALUES) {
+      copied_ = read_, copied_.advance(plan_.raw_stages, copied);
+      for (; copied < min(mine + ahead, units); copied += kTurns) copy_unit(item, first, copied, copies++);
     }
-    for (int t = 0; t < units; ++t, next_tile(), read_.advance(plan_.raw_stages)) {
-      if (leads() && ahead < units) copy_unit(item, first, ahead++);
-      if (turn_ != warp_) continue;
+    stage_.advance(stages(), mine), read_.advance(plan_.raw_stages, mine);
+    int t = mine;
+    for (; t < units; t += kTurns, stage_.advance(stages(), kTurns), read_.advance(plan_.raw_stages, kTurns)) {
+      if (VALUES && copied < units) copy_unit(item, first, copied, copies++), copied += kTurns;
       const int slot = read_.slot;
       wait_barrier(&notes_.raw_full[slot], read_.phase);
       prepare_scales(item, first + t * S::kKeys, t >= inside_begin && t < inside_end, raw(slot), notes_.present[slot]);
@@ -141,9 +148,10 @@ class Producer {
       expand_unit(raw(slot), tables);
       publish_operands();
       __syncwarp();
-      if (lane_ < S::kStreamWarps) arrive(full());  // for all warps of this kind
+      if (lane_ < kTurns) arrive(full());  // for all warps of this kind
       if (lane_ == 0) arrive(&notes_.raw_empty[slot]);
     }
+    stage_.retreat(stages(), t - units), read_.retreat(plan_.raw_stages, t - units), turn_ = (turn_ + units) % kTurns;
   }
 
   __device__ __forceinline__ void expand_unit(const uint8_t* unit, const Tables& tables) const {
@@ -415,8 +423,9 @@ class Producer {
   const int warp_, lane_;
 
   RingPlace stage_;                // the next tile
-  int turn_ = 0;                   // the warp that prepares it
-  RingPlace copied_, read_;        // the raw units that are copied and read next
+  RingPlace read_;                 // and raw unit
+  int turn_ = 0;                   // the warp that prepares them
+  RingPlace copied_;               // of the next raw unit that this warp copies
   const uint8_t* from_ = nullptr;  // the lane's tile of the record in the current batch; null: there is none
   unsigned existing_ = 0;          // which lanes have one
   int next_page_ = -1;

@@ -104,6 +104,14 @@ struct RingPlace {
   __device__ __forceinline__ void advance(int slots) {
     if (++slot == slots) slot = 0, phase ^= 1;
   }
+  // By any number of steps.
+  __device__ __forceinline__ void advance(int slots, int steps) {
+    for (slot += steps; slot >= slots; slot -= slots) phase ^= 1;
+  }
+  // Back by fewer steps than there are slots.
+  __device__ __forceinline__ void retreat(int slots, int steps) {
+    if ((slot -= steps) < 0) slot += slots, phase ^= 1;
+  }
 };
 
 // Fills in where everything is; false: `limit` bytes have no room for the tiles and a raw stage for each warp of a
