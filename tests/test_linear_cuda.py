@@ -54,7 +54,8 @@ def of_tiles(x, packed, case: Case, bias):
     """Products in float64, and what the roundings of tiles add up to: float64 [tokens, n] both.
 
     Activations are rounded to float16, relative to themselves and to the token's largest channel,
-    which is 2^11 or more then. Weights are 1/8 of the decoded ones; factor and product are rounded.
+    which is 2^11 or more then, and those of bfloat16 to 8 bits. Weights are 1/8 of the decoded
+    ones; factor and product are rounded.
     """
     group = case.signs.shape[0]
     inside = x.double() * (1 / case.scale).double()
@@ -69,8 +70,11 @@ def of_tiles(x, packed, case: Case, bias):
     sizes, weights = v.abs().nan_to_num(), w.abs().nan_to_num()
     largest = inside.abs().amax(-1).flatten().nan_to_num(posinf=0)[:, None]
     channels = v.shape[1]
-    bound = (sizes @ weights.T) * (3 * 2.0**-11 + channels * 2.0**-23)
-    bound = bound + largest * 2.0**-35 * weights.sum(1) + sizes.sum(1, keepdim=True) * 2.0**-21
+    eight_bits = x.dtype == torch.bfloat16
+    rounding = 2 * 2.0**-11 + (2.0**-9 + 2.0**-12 if eight_bits else 2.0**-11)
+    bound = (sizes @ weights.T) * (rounding + channels * 2.0**-23)
+    smallest = 2.0 ** (-32 if eight_bits else -35)  # what is lost of subnormal numbers
+    bound = bound + largest * smallest * weights.sum(1) + sizes.sum(1, keepdim=True) * 2.0**-21
     bound = bound + 2.0**-148
     if bias is not None:
         y = y + bias.double()
@@ -104,8 +108,8 @@ def test_neighbours_of_tiles(f, n, k):
     """Tiles that are full, or miss a token or a row, alone and beside others."""
     case = make_case(f, n, k)
     packed = case.packed()
-    edges = (16, 17, 31, 33, 63, 64, 65, 95, 97, 127, 128, 129, 191, 192, 193, 255, 256)
-    for i, tokens in enumerate((*edges, 257, 383, 385, 513)):
+    edges = (16, 17, 31, 33, 63, 64, 65, 95, 97, 127, 128, 129, 159, 160, 161, 191, 192, 193, 223)
+    for i, tokens in enumerate((*edges, 224, 225, 255, 256, 257, 320, 383, 385, 449, 513)):
         dtype = FLOATS[(i + k // 64) % 3 if tokens <= 256 else 1 + i % 2]  # tiles, not decoded rows
         x = randn(tokens, k, seed=tokens, dtype=dtype)
         check(x, case, packed, randn(n, seed=4, dtype=dtype) if tokens % 2 else None)
@@ -130,14 +134,27 @@ def test_channels_of_tiles_are_shared(f):
         check(randn(tokens, 8256, seed=tokens, dtype=FLOATS[2]), case, packed)
 
 
+@pytest.mark.parametrize("f", FORMATS[:1] + FORMATS[-1:], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(2600, 1024), (1024, 4096), (9001, 576), (20000, 128)])
+def test_steps_are_shared_by_workers(f, n, k):
+    """Tiles that several workers share, whole ones between them, and fewer tiles than workers."""
+    case = make_case(f, n, k)
+    packed = case.packed()
+    for tokens in (150, 300, 700):
+        dtype = FLOATS[1 + tokens // 100 % 2]
+        x, bias = randn(tokens, k, seed=tokens, dtype=dtype), randn(n, seed=4, dtype=dtype)
+        check(x, case, packed, bias)
+
+
 def test_tiles_do_not_depend_on_other_tokens():
     """A token has the same bits whatever else is in its tile."""
     case = make_case(FORMATS[0], 300, 1024)
     arguments = moved("cuda", case.packed(), *case.reading)
-    x = randn(60, 1024, seed=1, dtype=torch.bfloat16)
-    y = on_gpu(x, case, arguments[0].cpu())
-    x[1:] = torch.nan
-    assert torch.equal(on_gpu(x, case, arguments[0].cpu())[0], y[0])
+    for tokens in (60, 200, 400):
+        x = randn(tokens, 1024, seed=1, dtype=torch.bfloat16)
+        y = on_gpu(x, case, arguments[0].cpu())
+        x[1:] = torch.nan
+        assert torch.equal(on_gpu(x, case, arguments[0].cpu())[0], y[0])
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 2200, 5000])
@@ -182,7 +199,7 @@ def test_shapes_and_strides():
     assert tt.linear_packed(x[:0], packed, *reading).shape == (0, 5, 2, 70)
 
 
-@pytest.mark.parametrize("tokens", [1000, 1100])
+@pytest.mark.parametrize("tokens", [1000, 1600])
 def test_many_tokens(tokens):
     """Tiles or decoded rows: activations are not rounded to bytes there."""
     case = make_case(FORMATS[0], 200, 256)
@@ -196,7 +213,7 @@ def test_many_tokens(tokens):
         assert relative < {FLOATS[0]: 1e-2, FLOATS[1]: 1e-2, FLOATS[2]: 1.2e-2}[dtype]
 
 
-@pytest.mark.parametrize("tokens", [2, 40])
+@pytest.mark.parametrize("tokens", [2, 40, 200])
 def test_a_graph_of_layers(tokens):
     """Launches that overlap: each layer reads what the one before it wrote."""
     f = FORMATS[0]
@@ -225,7 +242,7 @@ def test_a_graph_of_layers(tokens):
         assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("tokens", [3, 40, 200])
 def test_several_streams(tokens):
     case = make_case(FORMATS[0], 40, 8192)
     packed, *reading = moved("cuda", case.packed(), *case.reading)
@@ -242,7 +259,7 @@ def test_several_streams(tokens):
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("tokens", [1, 40, 200])
 def test_weights_that_the_previous_kernel_wrote(tokens):
     """A launch may begin before the kernel ends that writes the weights; it must not use them."""
     f = FORMATS[0]
@@ -261,5 +278,5 @@ def test_tiny():
     """A small case for compute-sanitizer."""
     for f in FORMATS[:2]:
         case = make_case(f, 20, 128)
-        for tokens in (2, 40):
+        for tokens in (2, 40, 140):
             check(randn(tokens, 128, seed=1), case)

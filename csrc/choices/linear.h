@@ -27,7 +27,7 @@ struct LinearShape {
 
 // Measured on an H200 (docs/measurements/performance_linear.md). With more tokens than these, tiles are faster than
 // products of bytes, and torch's product of decoded rows is faster than tiles.
-constexpr int64_t kMostFewTokens = 16, kMostTileTokens = 1024;
+constexpr int64_t kMostFewTokens = 16, kMostTileTokens = 1536;
 // The same without tiles.
 constexpr int64_t kMostCodeTokens = 64;
 // Decoded rows of float32 are multiplied in float32, which is exact, but many times slower.
@@ -45,8 +45,8 @@ constexpr LinearChoice choose_linear(const LinearShape& call, const DeviceFacts&
     if (call.tokens <= kMostRoundedTokens) return {LinearKernel::kTiles, "up to 256 tokens of float32"};
     return {LinearKernel::kDecoded, "more than 256 tokens of float32"};
   }
-  if (call.tokens <= kMostTileTokens) return {LinearKernel::kTiles, "up to 1,024 tokens"};
-  return {LinearKernel::kDecoded, "more than 1,024 tokens"};
+  if (call.tokens <= kMostTileTokens) return {LinearKernel::kTiles, "up to 1,536 tokens"};
+  return {LinearKernel::kDecoded, "more than 1,536 tokens"};
 }
 
 }  // namespace turboquant

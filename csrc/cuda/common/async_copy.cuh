@@ -205,6 +205,15 @@ __device__ __forceinline__ void copy_blocks(uint64_t* first_barrier, uint64_t* s
 #endif
 }
 
+// One lane of a warp, the same one every time; compilers know that there is only one.
+__device__ __forceinline__ bool elected() {
+  uint32_t is = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(is));
+#endif
+  return is != 0;
+}
+
 // A copy of `bytes` bytes, a multiple of 16, from `from` to `to`, both aligned to 16.
 struct Run {
   uint8_t* to;
@@ -218,9 +227,7 @@ struct Run {
 template <int N>
 __device__ __forceinline__ void fill_slot(uint64_t* barrier, const Run (&runs)[N]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  uint32_t elected;
-  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(elected));
-  if (!elected) return;
+  if (!elected()) return;
   int bytes = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i) bytes += runs[i].bytes;

@@ -16,6 +16,21 @@ constexpr bool kWarpgroupProducts = true;
 constexpr bool kWarpgroupProducts = false;  // the functions below do nothing then
 #endif
 
+// The threads of a warpgroup get registers that another warpgroup has left, or leave some: each has COUNT then. Nothing
+// moves where COUNT is none that a thread can have: 0, or more than 255.
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (COUNT > 0 && COUNT < 256) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+template <int COUNT>
+__device__ __forceinline__ void leave_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (COUNT > 0 && COUNT < 256) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
+}
+
 // An operand at `memory`, with distances in bytes. The empty asm keeps the compiler from moving it and its many
 // neighbours (see advance) out of a loop, where they would take more registers than there are.
 __device__ __forceinline__ uint64_t operand(const void* memory, int next_in_k, int next_rows) {

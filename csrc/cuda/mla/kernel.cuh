@@ -34,20 +34,6 @@
 
 namespace turboquant::cuda::mla {
 
-// The warpgroup's threads get registers that another warpgroup has left, or leave some.
-template <int COUNT>
-__device__ __forceinline__ void take_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (COUNT < kMostRegisters) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-#endif
-}
-template <int COUNT>
-__device__ __forceinline__ void leave_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (COUNT < kMostRegisters) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-#endif
-}
-
 template <class S>
 class LatentBlock {
  public:

@@ -16,19 +16,6 @@
 
 namespace turboquant::cuda::row_tiles {
 
-template <int COUNT>
-__device__ __forceinline__ void grow_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (COUNT > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-#endif
-}
-template <int COUNT>
-__device__ __forceinline__ void shrink_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (COUNT > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-#endif
-}
-
 template <class S, typename T>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     row_tiles_kernel(const __grid_constant__ Attention a, const __grid_constant__ Plan plan) {
@@ -61,14 +48,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   }
   __syncthreads();
   if (threadIdx.x < S::kProducers) {
-    shrink_registers<S::kProducerRegisters>();
+    leave_registers<S::kProducerRegisters>();
     if (threadIdx.x < S::kProducers / 2) {
       Producer<S, false>(a, plan, shared).run();
     } else {
       Producer<S, true>(a, plan, shared).run();
     }
   } else {
-    grow_registers<S::kConsumerRegisters>();
+    take_registers<S::kConsumerRegisters>();
     Consumer<S, T>(a, plan, shared).run();
   }
 #endif

@@ -1,4 +1,5 @@
-// Activations as right operands: rotated, scaled by a power of two of the token, rounded to float16.
+// Activations as right operands: rotated, scaled by a power of two of the token, rounded to float16 (those of bfloat16
+// to its 8 significant bits).
 #pragma once
 
 #include "cuda/codec/transform.cuh"
@@ -64,12 +65,18 @@ class Span {
     for (int i = 0; i < 2; ++i) {
       const float* const v = v_ + 2 * i;
       *reinterpret_cast<uint4*>(to + swizzled(row, first + 16 * i)) =
-          make_uint4(word_of_floats<__half>(v[0], v[1]), word_of_floats<__half>(v[4], v[5]),
-                     word_of_floats<__half>(v[8], v[9]), word_of_floats<__half>(v[12], v[13]));
+          make_uint4(operands(v[0], v[1]), operands(v[4], v[5]), operands(v[8], v[9]), operands(v[12], v[13]));
     }
   }
 
  private:
+  // Two channels as float16, rounded to 8 significant bits where the activations are bfloat16, which have no more: tensor
+  // cores take less power for operands that end with zeros, and power is what limits large products.
+  __device__ __forceinline__ uint32_t operands(float x, float y) const {
+    const uint32_t word = word_of_floats<__half>(x, y);
+    return a_.dtype == Dtype::kBFloat16 ? (word + 0x00040004) & 0xFFF8FFF8 : word;
+  }
+
   const Call& a_;
   int channel_;  // the first one of the lane
   bool exists_;

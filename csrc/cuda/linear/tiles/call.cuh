@@ -1,7 +1,8 @@
-// A call of linear_packed as the kernel of tiles sees it, for devices with products of warpgroups.
+// A call of linear_packed as the kernels of tiles see it, for devices with products of warpgroups.
 //
-// A thread block computes a tile: 256 outputs of 64 or 128 tokens, or 128 outputs of 192 or 256. Weights stay packed
-// until they are operands in registers, float16:
+// Up to 128 tokens, a thread block computes a tile of 256 outputs of 64 or 128 tokens (kernel.cuh). More tokens are
+// multiplied in tiles of 128 outputs of 160 to 256 tokens (stream_k.cuh). Weights stay packed until they are operands in
+// registers, float16:
 //
 //   operand = level * 2^-7 * (scale * M / 32) = 2^-3 * the decoded channel in the rotated space
 //
@@ -11,15 +12,25 @@
 
 #include <cstdint>
 
+#include "cuda/linear/call.cuh"
 #include "dtype.h"
 #include "format.h"
 
 namespace turboquant::cuda::linear::tiles {
 
-// Slabs of 16 rows of a tile, each of which has a warp: so many that sums of all lanes fit in registers.
-constexpr int slabs_of(int tokens) { return tokens > 128 ? 8 : 16; }
+// Whether tiles of so many tokens are those of stream_k.cuh.
+constexpr bool in_streams(int tokens) { return tokens > 128; }
+// A slab is 16 rows of a tile, which a warp multiplies: so many that sums of all lanes fit in registers.
+constexpr int kTileSlabs = 16, kStreamSlabs = 8;
+constexpr int slabs_of(int tokens) { return in_streams(tokens) ? kStreamSlabs : kTileSlabs; }
+constexpr int kTileThreads = 32 * kTileSlabs;
+constexpr int kWarpgroup = 128;       // threads
+constexpr int kStreamBlocks = 2;      // thread blocks of a cluster, a worker
+constexpr int kStreamWarpgroups = 2;  // that multiply, of a thread block; another one copies
+constexpr int kStreamThreads = (kStreamWarpgroups + 1) * kWarpgroup;
+constexpr int kStreamShares = kStreamBlocks * kStreamWarpgroups;  // of a worker's tile, 64 outputs each
 // Floats from a token's sums to the next one's, which avoid bank conflicts.
-constexpr int sum_stride(int tokens) { return format::kWeightRows * slabs_of(tokens) + 4; }
+constexpr int kSumStride = format::kWeightRows * kTileSlabs + 4;
 constexpr int kChannels = 64, kRowBytes = 2 * kChannels;  // of an operand's row in shared memory
 constexpr int kMostParts = 8;                             // thread blocks of a cluster on every device
 constexpr int kMostStages = 16;
@@ -43,12 +54,16 @@ struct Call {
 
 struct Plan {
   int tokens;  // of a tile
-  int parts;   // thread blocks, a cluster, that share the channels of a tile
   int column_tiles, row_tiles;
   int stages, stage_bytes;  // of the ring in shared memory: a group of channels each
   int bytes;                // of shared memory
+  int parts;                // thread blocks, a cluster, that share the channels of a tile of kernel.cuh
+  int workers;              // of stream_k.cuh
+  Share steps;              // of the workers: a group of channels of a tile each
   uint8_t* operands;        // [column tiles][k / 64][tokens of a tile][128 bytes], swizzled (common/wgmma_swizzled.cuh)
-  float* factors;           // [tokens]: undo the power of two, and kOperandUnit
+  float* factors;           // [column tiles * tokens of a tile]: undo the power of two, and kOperandUnit
+  float* partial;           // [workers, 2, kStreamShares, sums of a warpgroup]
+  uint32_t* arrivals;  // [workers, kStreamShares]: at the tile that a worker begins and others end; 0 between launches
 };
 
 }  // namespace turboquant::cuda::linear::tiles

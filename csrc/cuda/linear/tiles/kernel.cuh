@@ -1,4 +1,5 @@
-// linear_packed for tiles of outputs and tokens, on tensor cores that multiply float16 of warpgroups.
+// linear_packed for up to 128 tokens: tiles of 256 outputs and 64 or 128 tokens, on tensor cores that multiply float16
+// of warpgroups.
 //
 // A ring in shared memory holds packed weights and activations of a group of channels in each stage. Every warp copies
 // the 16 rows that are its own, and the first one activations for all. Warps expand 32 channels at a time to operands
@@ -7,134 +8,16 @@
 // adds the sums of some tokens, in the order of the blocks: results are the same in every run.
 #pragma once
 
-#include "cuda/common/async_copy.cuh"
+#include "cuda/common/cluster.cuh"
 #include "cuda/common/device.cuh"
-#include "cuda/common/wgmma_swizzled.cuh"
-#include "cuda/linear/levels.cuh"
-#include "cuda/linear/tiles/call.cuh"
+#include "cuda/linear/tiles/expander.cuh"
 
 namespace turboquant::cuda::linear::tiles {
 
-// ---- Clusters
-
-__device__ __forceinline__ void synchronise_cluster() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// Floats at the same address of the shared memory of thread block `rank` of the cluster.
-__device__ __forceinline__ float4 load_from_cluster(const float* here, int rank) {
-  float4 x{};
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
-      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-      : "r"(shared_address(here)), "r"(rank)
-      : "memory");
-#endif
-  return x;
-}
-
-// ---- Weights as left operands
-
-// What a lane has of 16 rows and 64 channels: rows g and g + 8, as they lie in memory.
-template <bool BYTES>
-struct Codes {
-  uint4 word[BYTES ? 2 : 1];
-};
-// Of a group of channels: scales of both rows; codes of multipliers, a byte for 64 channels, those of row g + 8 in the
-// upper half.
-struct Factors {
-  __half2 scale;
-  uint32_t multipliers;
-};
-
-template <bool BYTES>
-class Expander {
-  static constexpr int kHalfBytes = format::kWeightRows * kChannels * (BYTES ? 8 : 4) / 8;
-
- public:
-  __device__ __forceinline__ explicit Expander(const Call& a) : levels_(BYTES ? nullptr : a.levels) {
-    const int lane = threadIdx.x % 32;
-    codes_at_ = 16 * lane;
-    scales_at_ = a.block.scales() + lane / 4 * 4;
-    each_ = a.block.multiplier_bytes();
-    multipliers_at_ = a.block.multipliers() + lane / 4 * 2 * each_;
-  }
-
-  // unit: in shared memory
-  template <int HALF>
-  __device__ __forceinline__ Codes<BYTES> load(const uint8_t* unit) const {
-    Codes<BYTES> c;
-#pragma unroll
-    for (int i = 0; i < (BYTES ? 2 : 1); ++i) {
-      c.word[i] = *reinterpret_cast<const uint4*>(unit + codes_at_ + kHalfBytes * HALF + 512 * i);
-    }
-    return c;
-  }
-  __device__ __forceinline__ Factors load_factors(const uint8_t* unit) const {
-    Factors f;
-    f.scale = *reinterpret_cast<const __half2*>(unit + scales_at_);
-    f.multipliers = 0x44444444;  // without multipliers M is 16
-    if (!BYTES && each_ == 2) {
-      f.multipliers = *reinterpret_cast<const uint32_t*>(unit + multipliers_at_);
-    } else if (!BYTES && each_ == 1) {
-      f.multipliers = select_bytes(*reinterpret_cast<const uint16_t*>(unit + multipliers_at_), 0, 0x4140);
-    }
-    return f;
-  }
-
-  // The fragments of channels 64 HALF + 32 STEP and on: four words for the first 16, four for the others.
-  template <int HALF, int STEP>
-  __device__ __forceinline__ void expand(const Codes<BYTES>& c, const Factors& f, uint32_t (&to)[8]) const {
-    __half2 by;  // scale * M / 32 of rows g and g + 8
-    if constexpr (BYTES) {
-      by = __hmul2(f.scale, __float2half2_rn(0.5f));
-    } else {
-      const uint32_t word = (f.multipliers >> (8 * HALF + 4 * STEP) & 0x000F000F) | 0x64006400;  // 1024 + code
-      by = __hmul2(f.scale, __hfma2(reinterpret_cast<const __half2&>(word), __float2half2_rn(1.0f / 32),
-                                    __float2half2_rn((format::kMultiplierOffset - 1024) / 32.0f)));
-    }
-    const __half2 upper = __low2half2(by), lower = __high2half2(by);
-    if constexpr (BYTES) {
-      const uint4 w = c.word[STEP];
-      put(LevelBytes::of_bytes(w.x), upper, to[0], to[2]), put(LevelBytes::of_bytes(w.y), lower, to[1], to[3]);
-      put(LevelBytes::of_bytes(w.z), upper, to[4], to[6]), put(LevelBytes::of_bytes(w.w), lower, to[5], to[7]);
-    } else {
-      const uint2 u = levels_.of_nibbles(STEP ? c.word[0].z : c.word[0].x);
-      const uint2 v = levels_.of_nibbles(STEP ? c.word[0].w : c.word[0].y);
-      put(u.x, upper, to[0], to[2]), put(v.x, lower, to[1], to[3]);
-      put(u.y, upper, to[4], to[6]), put(v.y, lower, to[5], to[7]);
-    }
-  }
-
- private:
-  // levels: of four channels, plus 128
-  static __device__ __forceinline__ void put(uint32_t levels, __half2 by, uint32_t& first, uint32_t& second) {
-    first = scaled(select_bytes(levels, 0x64646464, 0x4140), by);
-    second = scaled(select_bytes(levels, 0x64646464, 0x4342), by);
-  }
-  // word: two times 1024 + 128 + level, as float16
-  static __device__ __forceinline__ uint32_t scaled(uint32_t word, __half2 by) {
-    const __half2 level =
-        __hfma2(reinterpret_cast<const __half2&>(word), __float2half2_rn(1.0f / 128), __float2half2_rn(-1152.0f / 128));
-    const __half2 out = __hmul2(level, by);
-    return reinterpret_cast<const uint32_t&>(out);
-  }
-
-  LevelBytes levels_;
-  int codes_at_, scales_at_, multipliers_at_;
-  int each_;  // bytes of a row's multipliers
-};
-
-// ---- A tile
-
 template <int TOKENS, bool BYTES>
 class Tile {
-  static constexpr int kSlabs = slabs_of(TOKENS), kRows = format::kWeightRows * kSlabs, kThreads = 32 * kSlabs;
-  static constexpr int kSumStride = sum_stride(TOKENS);
-  static constexpr int kColumns = TOKENS % 128 ? 64 : 128;  // of a product
-  static constexpr int kSums = TOKENS / 2;                  // of a lane
+  static constexpr int kSlabs = kTileSlabs, kRows = format::kWeightRows * kSlabs, kThreads = kTileThreads;
+  static constexpr int kSums = TOKENS / 2;  // of a lane
 
  public:
   __device__ __forceinline__ Tile(const Call& a, const Plan& p, uint8_t* shared) : a_(a), p_(p), shared_(shared) {
@@ -199,24 +82,6 @@ class Tile {
 
   // ---- Products
 
-  // A step of 32 channels. b: the low word of an operand
-  __device__ __forceinline__ void multiply_step(float* d, const uint32_t (&operand)[8], uint32_t b, bool add) const {
-    begin_products();
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-#pragma unroll
-      for (int i = 0; i < TOKENS / kColumns; ++i) {
-        multiply_registers<kColumns, __half, false>(d + kColumns / 2 * i, operand + 4 * k,
-                                                    swizzled_word(b + 2 * k + kColumns * kRowBytes / 16 * i),
-                                                    k > 0 || add);
-      }
-    }
-    commit_products();
-  }
-  static __device__ __forceinline__ uint64_t swizzled_word(uint32_t low) {
-    return uint64_t{0x40000000 | kSwizzleGroup / 16} << 32 | low;
-  }
-
   __device__ __forceinline__ void multiply() {
     fill_ring();
     const Expander<BYTES> expander(a_);
@@ -227,28 +92,28 @@ class Tile {
     wait_barrier(full_, 0);
     const uint8_t* unit = stage(0) + weights_at_;
     Codes<BYTES> first = expander.template load<0>(unit);
-    Factors factors = expander.load_factors(unit);
+    Scales scales = expander.load_scales(unit);
 #pragma unroll 1
     for (int group = first_; group < end_; ++group) {
       const Codes<BYTES> codes = first;
-      const Factors f = factors;
+      const Scales f = scales;
       const uint32_t b = __shfl_sync(0xffffffff, shared_address(stage(slot)) / 16 | 0x10000, 0);
       Codes<BYTES> second = codes;
       if (halves_ == 2) second = expander.template load<1>(unit);
       expander.template expand<0, 0>(codes, f, operand[0]);
-      multiply_step(d, operand[0], b, group > first_);
+      multiply_step<TOKENS>(d, operand[0], b, group > first_);
       wait_for_products<1>();  // for those of the other operand, which is next
       if (before >= 0 && threadIdx.x % 32 == 0) arrive(empty_ + before);
       expander.template expand<0, 1>(codes, f, operand[1]);
-      multiply_step(d, operand[1], b + 4, true);
+      multiply_step<TOKENS>(d, operand[1], b + 4, true);
       wait_for_products<1>();
       if (halves_ == 2) {
         constexpr int kNext = TOKENS * kRowBytes / 16;
         expander.template expand<1, 0>(second, f, operand[0]);
-        multiply_step(d, operand[0], b + kNext, true);
+        multiply_step<TOKENS>(d, operand[0], b + kNext, true);
         wait_for_products<1>();
         expander.template expand<1, 1>(second, f, operand[1]);
-        multiply_step(d, operand[1], b + kNext + 4, true);
+        multiply_step<TOKENS>(d, operand[1], b + kNext + 4, true);
       }
       refill(group, slot, before, empty_phase);
       before = slot;
@@ -256,7 +121,7 @@ class Tile {
       if (group + 1 < end_) {
         wait_barrier(full_ + slot, phase);
         unit = stage(slot) + weights_at_;
-        first = expander.template load<0>(unit), factors = expander.load_factors(unit);
+        first = expander.template load<0>(unit), scales = expander.load_scales(unit);
       }
       wait_for_products<1>();
     }
@@ -373,7 +238,7 @@ class Tile {
 };
 
 template <int TOKENS, bool BYTES>
-__global__ void __launch_bounds__(32 * slabs_of(TOKENS), 1)
+__global__ void __launch_bounds__(kTileThreads, 1)
     tiles_kernel(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared[];

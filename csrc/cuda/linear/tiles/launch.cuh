@@ -20,6 +20,9 @@ class TilesLaunch {
 
  private:
   int64_t operand_bytes() const;
+  int64_t factor_bytes() const;
+  int64_t partial_bytes() const;
+  int num_counters() const;
 
   const Call& call_;
   const Device& device_;
