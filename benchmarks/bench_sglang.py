@@ -66,7 +66,7 @@ from engines import Engine, make_prompts
 
 NAME = "h200_sglang"
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-CONFIGS = ("k5v4u", "fa3", "fa3:fp8", "k4v4", "k4v2", "triton")
+CONFIGS = ("k5v4u", "fa3", "fa3:fp8", "k4v4u", "k4v4", "k4v2", "triton")
 # What matters most comes first: a run that is stopped has it.
 POINTS = (
     "16x32768,64x8192,1x8192,1x100,16x4096,1x131072,16x1024,64x100,16x100,64x1024,64x4096,16x8192,"
