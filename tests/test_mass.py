@@ -1,6 +1,6 @@
 """The attention mass of tokens against float64, and against what attention says of its own softmax.
 
-As in test_attention, stale bytes, tails and unneeded page numbers are garbage that would show.
+As in attention_cases, stale bytes, tails and unneeded page numbers are garbage that would show.
 """
 
 import pytest
@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torch_turboquant as tt
+from tests.attention_cases import RANDOM_CALLS, build, int32, starts
 from tests.helpers import FLOATS, assert_same_bytes, randn, to_device
-from tests.test_attention import RANDOM_CALLS, build, int32, starts
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.ops.mass import paged_mass_reference
 
@@ -24,7 +24,7 @@ def config(name="k4v4u", d=64, page_size=16, **others):
 
 
 def masses(case, device="cpu", room=None, lse=None, **options):
-    """What paged_mass adds to zeros for a case of test_attention: float32 [seqs, kv_heads, n]."""
+    """What paged_mass adds to zeros for a case of attention_cases: float32 [seqs, kv_heads, n]."""
     args, kwargs = case.arguments(**options)
     args = tuple(to_device(a, device) for a in args)
     kwargs = {name: to_device(a, device) for name, a in kwargs.items()}

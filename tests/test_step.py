@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import torch_turboquant as tt
+from tests.attention_cases import build
 from tests.helpers import assert_same_bytes, to_device
-from tests.test_attention import build
 
 PARTS = ("out", "lse", "cache", "tail")
 

@@ -292,7 +292,7 @@ def check_against_oracle(
     """Every layer's recorded results; quantisation must matter `coarse` times the tolerance.
 
     The tolerance is what rounding the weights of 128 keys to integers may cost (`bounds` in
-    test_attention.py), relative to the largest output. config: of all layers, or a list with one
+    attention_cases.py), relative to the largest output. config: of all layers, or a list with one
     per layer.
     """
     configs = config if isinstance(config, list) else [config] * len(recorder.layers)
