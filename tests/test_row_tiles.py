@@ -2,7 +2,7 @@
 
 On GPUs with products of warpgroups (9.0) the key-tile kernel takes 17 to 32 rows of 128 channels,
 and the row-tile kernel all others. Elsewhere the general kernel takes them, which must give the
-same results. test_split_kv.py has the cases, the oracle's bounds and
+same results. attention_cuda.py has the cases and the oracle's bounds, the files of split-KV have
 everything about few rows.
 """
 
@@ -15,26 +15,25 @@ import torch
 from torch import Tensor
 
 import torch_turboquant as tt
-from tests.helpers import assert_same_bytes
-from tests.oracle import exact_attention
-from tests.test_split_kv import (
+from tests.attention_cuda import (
     BF16,
     DEVICE,
     Case,
     assert_near,
-    assert_others_are_spared,
-    assert_streams_share_nothing,
     attend,
     build,
     check,
     decoded,
     expected,
     int32,
-    kernels_of,
     randn,
     stale_cache,
     starts_of,
 )
+from tests.helpers import assert_same_bytes
+from tests.oracle import exact_attention
+from tests.test_split_kv import assert_others_are_spared
+from tests.test_split_kv_launches import assert_streams_share_nothing, kernels_of
 from torch_turboquant.config import CacheConfig
 
 pytestmark = pytest.mark.cuda

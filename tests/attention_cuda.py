@@ -1,0 +1,243 @@
+"""Calls of attention on CUDA, and the float64 oracle on the device with how near results must be.
+
+Caches start full of stale bytes whose scales are NaN, tails full of NaN, and block tables hold
+garbage where no page is needed. test_attention.py has the small cases, on both devices.
+
+How near: queries and softmax weights of 11 significant bits, the fewest that a tensor core takes in
+float16, move every score by a random error of about e = (1 + s) 2^-11, s being the standard
+deviation of the logits, and so every weight by a factor of 1 + e. For values in random directions
+that moves out = sum of p_j v_j by e |out|. So no channel may be off by more than 6 e times the root
+mean square of its row (plus half a unit of the output's dtype), no lse by more than 3 e. The cosine
+of every row is above 0.9999 for s up to 3, above 0.999 for 10.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import torch_turboquant as tt
+from tests.helpers import paged, scales
+from tests.oracle import exact_attention
+from torch_turboquant.config import CacheConfig
+from torch_turboquant.ops.cache import CacheTables
+
+DEVICE = torch.device("cuda")
+BF16 = torch.bfloat16
+HALF_UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+MANY_PRESETS = ("k4v4", "k4v4u", "k5v4u", "k3v3", "k4v2", "k8v8")
+DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
+"""All that pages can have up to 256: each has a split-KV kernel, and so have 512 and 576."""
+
+
+def least_cosine(spread: float) -> float:
+    """Promised for logits of this standard deviation."""
+    return 0.9999 if spread <= 3 else 0.999
+
+
+def score_error(spread: float) -> float:
+    """e, of the text above."""
+    return (1 + spread) * 2.0**-11
+
+
+class Case(NamedTuple):
+    """One call of paged_attention, and what it was made of."""
+
+    config: CacheConfig
+    tables: CacheTables
+    cache: Tensor
+    table: Tensor
+    lengths: Tensor
+    starts: Tensor | None
+    """cu_seqlens_q"""
+    max_q_len: int
+    tail: tt.Tail | None
+    q: Tensor
+    k: Tensor
+    """[seqs, max_len, kv_heads, d], as stored"""
+    v: Tensor
+    slots: list[Tensor]
+    spread: float
+    """Standard deviation of the logits."""
+
+    @property
+    def q_lens(self) -> list[int]:
+        if self.starts is None:
+            return [1] * len(self.lengths)
+        return self.starts.diff().tolist()
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed), device=DEVICE).to(dtype)
+
+
+def int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+def starts_of(counts: list[int]) -> Tensor:
+    return int32(0, *torch.tensor(counts, dtype=torch.int64).cumsum(0).tolist())
+
+
+def stale_cache(config: CacheConfig, pages: int, kv_heads: int, seed: int = 0) -> Tensor:
+    """Random codes, NaN in every scale."""
+    cache = torch.randint(
+        256,
+        (pages, kv_heads, config.record_bytes),
+        dtype=torch.uint8,
+        generator=generator(seed),
+        device=DEVICE,
+    )
+    record, tokens = config.record, range(config.page_size)
+    places = [place(t) for place in (record.key_scale, record.value_scale) for t in tokens]
+    places = torch.tensor(places, device=DEVICE)
+    cache[..., places] = 0x00
+    cache[..., places + 1] = 0x7E
+    return cache
+
+
+def build(
+    config: CacheConfig,
+    lengths: list[int],
+    q_lens: list[int] | None = None,
+    *,
+    q_heads: int = 8,
+    kv_heads: int = 2,
+    dtype: torch.dtype = BF16,
+    spread: float = 1.0,
+    center: bool | str = False,
+    tail: bool = False,
+    max_q_len: int | None = None,
+    seed: int = 0,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+) -> Case:
+    """Stores whole sequences; the logits of random queries have the given standard deviation."""
+    d, most = config.head_dim, max(lengths)
+    offset = 8.0 * randn(kv_heads, d, seed=seed + 1) if center else None
+    given = offset
+    if center == "scaled":
+        given = tt.scaled_center(offset, scales(kv_heads, d, seed=seed + 5).to(DEVICE))
+    tables = tt.make_tables(config, 1, DEVICE, given)
+    if k is None:
+        k = randn(len(lengths), most, kv_heads, d, seed=seed + 2)
+        k = (k + offset if center else k).to(dtype)
+    if v is None:
+        v = randn(len(lengths), most, kv_heads, d, seed=seed + 3, dtype=dtype)
+    num_pages, table, slots = paged(lengths, config.page_size, seed)
+    cache = stale_cache(config, num_pages, kv_heads, seed)
+    counts = q_lens or [1] * len(lengths)
+    max_q_len = max_q_len or max(1, *counts)
+    if tail:
+        ring = tt.allocate_tail(config, len(lengths) + 2, kv_heads, dtype, max_q_len, DEVICE)
+        ring.fill_(torch.nan)
+        tail = tt.Tail(ring, torch.arange(1, len(lengths) + 1, device=DEVICE).flip(0))
+    lens = int32(*lengths)
+    stored = torch.arange(most, device=DEVICE) < lens[:, None]
+    tt.cache_store(
+        k[stored],
+        v[stored],
+        cache,
+        torch.cat(slots).to(DEVICE),
+        config,
+        tables,
+        tail=tail or None,
+        seq_lens=lens,
+        cu_seqlens_q=starts_of(lengths),
+    )
+    return Case(
+        config,
+        tables,
+        cache,
+        table.to(DEVICE),
+        lens,
+        starts_of(counts) if q_lens else None,
+        max_q_len,
+        tail or None,
+        (spread * randn(sum(counts), q_heads, d, seed=seed + 4)).to(dtype),
+        k,
+        v,
+        slots,
+        spread,
+    )
+
+
+def attend(case: Case, **options) -> tuple[Tensor, Tensor]:
+    out, lse = tt.paged_attention(
+        case.q,
+        case.cache,
+        case.table,
+        case.lengths,
+        case.config,
+        case.tables,
+        cu_seqlens_q=case.starts,
+        max_q_len=case.max_q_len,
+        tail=case.tail,
+        **options,
+    )
+    assert out.shape == case.q.shape and out.dtype == case.q.dtype and out.device == case.q.device
+    assert lse.shape == case.q.shape[:2] and lse.dtype == torch.float32
+    return out, lse
+
+
+def decoded(case: Case) -> tuple[Tensor, Tensor]:
+    return tt.cache_load(
+        case.cache,
+        case.table,
+        case.lengths,
+        case.config,
+        case.tables,
+        case.k.shape[1],
+        torch.float32,
+    )
+
+
+def expected(case: Case, **options) -> tuple[Tensor, Tensor]:
+    exact = {}
+    if case.tail is not None:
+        exact = {
+            "exact_k": case.k,
+            "exact_v": case.v,
+            "sinks": case.config.sink_tokens,
+            "window": case.config.recent_window,
+        }
+    lengths = case.lengths.tolist()
+    return exact_attention(case.q, *decoded(case), lengths, case.q_lens, **exact, **options)
+
+
+def assert_near(
+    found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], spread: float, roundings: int = 1
+) -> None:
+    """`exact` may be a rounded result itself: then there are two roundings between them.
+
+    Row tiles round the weights of exact bfloat16 keys to bfloat16, as flash attention does: evenly
+    distributed errors of up to half a unit, so sqrt(3) times less on average.
+    """
+    (out, lse), (exact_out, exact_lse) = found, exact
+    error = score_error(spread)
+    of_weights = HALF_UNIT[out.dtype] / 3**0.5 if out.dtype == torch.bfloat16 else 0.0
+    assert torch.equal(lse == -torch.inf, exact_lse == -torch.inf)
+    finite = torch.isfinite(exact_lse)
+    assert torch.isfinite(lse[finite]).all()
+    assert (lse.double() - exact_lse)[finite].abs().max() <= 4 * error  # of thousands of rows
+    # a large learned sink leaves nothing, or subnormal numbers, and no key leaves 0
+    some = exact_out.norm(dim=-1) > (1e-3 if out.dtype == torch.float16 else 1e-5)
+    assert torch.equal(out[~finite], torch.zeros_like(out[~finite]))
+    off = (out.double() - exact_out).abs() - roundings * HALF_UNIT[out.dtype] * exact_out.abs()
+    rms = exact_out.square().mean(-1, keepdim=True).sqrt()
+    # Weights that two keys share move by the difference of their scores' errors. The largest of 10
+    # million outputs is off by 8.1 of these units.
+    assert (off <= 9 * (error + of_weights) * rms + 2.0**-24).all()
+    cosine = torch.nn.functional.cosine_similarity(out.double()[some], exact_out[some], dim=-1)
+    assert cosine.min() > least_cosine(spread)
+
+
+def check(case: Case, **options) -> tuple[Tensor, Tensor]:
+    """Attends and compares with the oracle."""
+    found = attend(case, **options)
+    assert_near(found, expected(case, **options), case.spread)
+    return found
