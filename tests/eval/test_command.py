@@ -1,0 +1,107 @@
+"""The evaluation's command: its options, what it refuses, and a whole run."""
+
+import argparse
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.eval.harness import Tokenizer
+from torch_turboquant import eval as evaluation
+from torch_turboquant.eval import assets, controls, options, report
+
+
+def test_the_command(model, tmp_path, monkeypatch, readings, capsys):
+    monkeypatch.setattr(assets, "load_dense", lambda path, device, dtype: (model, Tokenizer()))
+    (tmp_path / "text.txt").write_text("A text of a few words. " * 20)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text('{"model_type": "llama"}')
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    argv = ["--model", str(tmp_path / "tiny"), "--text", str(tmp_path / "text.txt")]
+    argv += ["--json", str(tmp_path / "out.json"), "--segments", "1", "--prefill", "80"]
+    argv += ["--score-tokens", "40", "--needle", "200"]
+    args = parser.parse_args([*argv, "--caches", "k4v4 int8"])
+    assert evaluation.run(args) == 0
+    text = capsys.readouterr().out
+    assert "tiny (float32): 2 layers, 4/2 heads of 64" in text and "int8" in text
+    assert readings.names == ["none", "k4v4", "int8"]
+    readings.names.clear()
+    assert evaluation.run(parser.parse_args([*argv, "--caches", "int8 fp8"])) == 0
+    assert readings.names == ["none", "fp8"]
+    names = [row["cache"] for row in report.read_json(tmp_path / "out.json")]
+    assert sorted(names) == ["fp8", "int8", "k4v4", "none"]
+
+    assert [len(row["needle"]["found"][0]) for row in report.read_json(tmp_path / "out.json")] == [
+        5
+    ] * 4
+
+    assert evaluation.run(parser.parse_args([*argv, "--score-tokens", "4000"])) == 1
+    assert "the text has 460 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [("--caches", "k9v9"), ("--chunk", "0")])
+def test_options_that_are_refused(argv, capsys):
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(argv)
+    assert argv[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("k4v4,k8v8", ["k4v4", "k8v8"]),
+        ("k4v4 k8v8", ["k4v4", "k8v8"]),
+        ("k4v4; k8v8 ,\nint4,", ["k4v4", "k8v8", "int4"]),
+        (
+            "k4v4:recent_window=0,center=none,k8v8:sink_tokens=0 int4",
+            ["k4v4:recent_window=0,center=none", "k8v8:sink_tokens=0", "int4"],
+        ),
+        ("k4v4: recent_window=0, center=none, int4", ["k4v4:recent_window=0,center=none", "int4"]),
+        ("k3v3:layers=0@k8v8+-1@k4v4,k2v2", ["k3v3:layers=0@k8v8+-1@k4v4", "k2v2"]),
+        ("", []),
+    ],
+)
+def test_lists_have_one_syntax(text, found):
+    assert options.names(text) == found
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    assert [c.text for c in parser.parse_args(["--caches", text]).caches] == found
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--model", "/nonexistent"], "/nonexistent is no folder of a transformers model"),
+        (["--text", "/nonexistent"], "No such file or directory: '/nonexistent'"),
+    ],
+)
+def test_what_is_not_there_is_told_before_a_download(monkeypatch, tmp_path, capsys, argv, says):
+    def fetch(*_):
+        raise AssertionError("a download began")
+
+    monkeypatch.setattr(assets, "fetch", fetch)
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    assert evaluation.run(parser.parse_args([*argv, "--cache-dir", str(tmp_path)])) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("eval: ") and says in line
+
+
+def test_latent_attention_is_refused_by_name(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3", "kv_lora_rank": 512}')
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    assert evaluation.run(parser.parse_args(["--model", str(tmp_path)])) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"eval: {tmp_path} has latent attention (MLA), and eval compares caches")
+
+
+def test_the_default_is_everything():
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    names = [choice.text for choice in parser.parse_args([]).caches]
+    assert set(controls.CONTROLS) < set(names) and "k5v4u" in names and "k2v2" in names

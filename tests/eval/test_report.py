@@ -1,0 +1,79 @@
+"""The report of an evaluation: tables, JSON, the picture."""
+
+import math
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.helpers import ROOT
+from torch_turboquant.eval import report
+
+
+def test_table_and_legend(result, capsys):
+    report.show(result)
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines()) <= 100
+    names = [line.split()[0] for line in text.splitlines()[5:9]]  # largest first
+    assert names == ["none", "int4", "k4v4", "k2v2"]
+    words = " ".join(text.split())
+    assert "200 tokens" in words and "2 segments of 260" in words
+    assert f"{result[1]['kl']:.4f}" in text
+
+
+def test_table_of_answers(result, capsys):
+    assert report.answers_table(result) is None
+    shares = {"first_token": 0.9, "whole_answer": 0.5, "right": 0.25}
+    shares |= {"turn_first_token": 1.0, "turn_whole_answer": 0.75}
+    grid = {"lengths": [512, 2048], "found": [[True, False], [True, True]]}
+    report.show([{**result[0], "tasks": shares, "needle": grid}, {**result[1], "tasks": shares}])
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
+    assert "none 16.00 3 of 4 90% 50% 25% 100% 75%".split() in lines
+    assert [
+        "k4v4",
+        f"{result[1]['bits_per_value_8k']:.2f}",
+        *"90% 50% 25% 100% 75%".split(),
+    ] in lines
+    assert "512, 2,048 tokens" in " ".join(text.split())
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_json_has_no_nan(tmp_path):
+    path = tmp_path / "rows.json"
+    assert report.read_json(path) == []
+    report.write_json(path, [{"a": math.inf, "b": [1.0, math.nan], "c": {"d": 2}}, {"a": 1}])
+    assert report.read_json(path) == [{"a": None, "b": [1.0, None], "c": {"d": 2}}, {"a": 1}]
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]
+
+
+def test_picture(tmp_path, result):
+    pytest.importorskip("matplotlib")
+    report.picture(tmp_path / "quality.png", result)
+    assert (tmp_path / "quality.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("model", ["smollm2_135m_instruct", "qwen2_5_coder_1_5b_instruct"])
+def test_labels_cover_nothing(tmp_path, monkeypatch, model):
+    """Neither each other nor a point, and none leaves the axes."""
+    text = pytest.importorskip("matplotlib.text").Text
+    real, seen = report.place_labels, []
+
+    def placed(axes, points):
+        labels = real(axes, points)
+        renderer = axes.figure.canvas.get_renderer()
+        boxes = [text.get_window_extent(label, renderer) for label in labels]
+        marks = axes.transData.transform([point[1:] for point in points])
+        inside = axes.get_window_extent(renderer)
+        assert len(labels) == len(points) > 15
+        for i, box in enumerate(boxes):
+            assert not any(box.overlaps(other) for other in boxes[:i]), labels[i].get_text()
+            assert not any(box.contains(*mark) for mark in marks), labels[i].get_text()
+            assert inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1)
+        seen.append(labels)
+
+    monkeypatch.setattr(report, "place_labels", placed)
+    found = report.read_json(ROOT / "benchmarks" / "results" / f"quality_{model}.json")
+    short = [r for r in found if r["context"] == 2048 and r["dtype"] == "float32"]
+    report.picture(tmp_path / "quality.png", [r for r in short if ":" not in r["cache"]])
+    assert seen

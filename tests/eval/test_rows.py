@@ -1,0 +1,111 @@
+"""Whole evaluations: rows of results, and that an interrupted run goes on."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.eval.harness import (
+    CHOICES,
+    DIM,
+    LAYERS,
+    ORIGIN,
+    PREFILL,
+    SETTINGS,
+    TEXT,
+    evaluate,
+    reading,
+)
+from torch_turboquant.eval import predict, report, rows
+
+
+def test_rows(model, result):
+    assert [row["cache"] for row in result] == ["none", "k4v4", "int4", "k2v2"]
+    assert [row["kind"] for row in result] == ["uncompressed", "packed", "control", "packed"]
+    base = reading(model, "none")
+    assert result[0]["perplexity"] == pytest.approx(base.loss.mean().exp().item(), rel=1e-4)
+    assert set(result[0]["channel_spread"]) >= {"key", "key_centered_rotated", "value_rotated"}
+    for row in result[1:]:
+        found = reading(model, row["cache"])
+        assert row["kl"] == pytest.approx(found.kl.double().mean().item(), rel=1e-4)
+        assert row["top1_agreement"] == found.same.double().mean().item()
+        eighth = found.kl[:, 13:26].double().mean().item()  # 100 tokens: parts of 13 and 12
+        assert row["kl_by_position"][1] == pytest.approx(eighth, rel=1e-3)
+        assert all(len(values) == LAYERS for values in row["by_layer"].values())
+        assert row["mean_key_nmse"] == pytest.approx(np.mean(row["by_layer"]["key_nmse"]))
+        assert row["context"] == 260 and row["head_dim"] == DIM and row["segments"] == 2
+    assert result[3]["kl"] > result[1]["kl"] > 0
+    assert result[3]["mean_output_error"] > result[1]["mean_output_error"] > 0
+
+
+def test_an_interrupted_run_goes_on(model, result, readings):
+    saved = []
+    readings.stop = "int4"
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, save=lambda rows: saved.append(list(rows)))
+    assert [row["cache"] for row in saved[-1]] == ["none", "k4v4"]
+    readings.stop, readings.names[:] = None, []
+    again = evaluate(model, json.loads(json.dumps(saved[-1])))
+    assert readings.names == ["none", "int4", "k2v2"]  # the reference, and what was missing
+    assert json.dumps(again) == json.dumps(result)
+    readings.names.clear()
+    assert evaluate(model, again) == again and readings.names == []
+
+
+def test_rows_without_single_layers(model, result, capsys):
+    found = rows.evaluate(model, "tiny", CHOICES[:1], TEXT, SETTINGS, ORIGIN, single_layers=False)
+    assert found[1]["kl"] == result[1]["kl"] and not set(found[1]) & {"by_layer", "mean_key_nmse"}
+    assert "channel_spread" not in found[0]
+    report.show(found)
+    assert "k4v4" in capsys.readouterr().out
+
+
+def test_rows_of_other_settings_do_not_count(model, result, readings):
+    other = rows.Settings(2, PREFILL, 100, 25)
+    found = evaluate(model, result, settings=other, choices=CHOICES[1:2])
+    assert readings.names == ["none", "int4"]
+    assert rows.without(result, found) == result
+    assert rows.without(result, result[1:3]) == [result[0], result[3]]
+
+
+def test_extras_join_finished_rows(model, result, readings):
+    calls = []
+
+    def run(make, title, base):
+        calls.append((title, None if base is None else base["value"]))
+        cache = make()
+        predict.detach(cache)
+        if title == "k2v2" and len(calls) < 5:
+            raise KeyboardInterrupt
+        return {"value": len(title)}
+
+    extra = rows.Extra("more", {"size": 3}, run)
+    saved = []
+
+    def again(done, extras):
+        return rows.evaluate(
+            model,
+            "tiny",
+            CHOICES,
+            TEXT,
+            SETTINGS,
+            ORIGIN,
+            done,
+            lambda rows: saved.append(list(rows)),
+            extras,
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        again(result, [extra])
+    assert readings.names == []  # the text is not read again
+    assert calls == [("none", None), ("k4v4", 4), ("int4", 4), ("k2v2", 4)]
+    found = again(saved[-1], [extra])
+    assert calls[4:] == [("k2v2", 4)]
+    expected = {"size": 3, "value": 4, "commit": None, "command": "x"}
+    assert [row["more"] for row in found] == [expected] * 4
+    assert [{k: v for k, v in row.items() if k != "more"} for row in found] == result
+    calls[:] = [None] * 5
+    again(found, [extra._replace(same={"size": 4})])  # another grid is measured anew
+    assert len(calls) == 9
