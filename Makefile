@@ -30,8 +30,8 @@ BENCHMARKS := bench_attention.py bench_codec.py "bench_cpu.py --levels all --ins
               bench_weights.py bench_weights_encoder.py bench_heavy_hitters.py bench_sglang.py bench_sglang_quality.py bench_cpu_model.py
 
 # The tests that ask the CPU kernels for right results; tests/test_simd.py compares the levels with each other.
-LEVEL_TESTS := $(patsubst %,tests/test_%.py,attention attention_calls attention_merge \
-                 attention_own_tokens attention_tail cache codec group hadamard pack qjl score worked_example)
+LEVEL_TESTS := $(patsubst %,tests/test_%.py,attention attention_calls attention_merge attention_own_tokens attention_tail \
+                 cache cache_layers cache_load cache_tail codec golden group hadamard pack qjl score worked_example)
 
 # Workers begin with a contiguous share each, so that fixtures of a file are made once, and take from others when they are done.
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal

@@ -1,7 +1,8 @@
 """CUDA against the CPU: the same bytes wherever bytes are written; views, streams, graphs.
 
 Every op is one `Case`: how to make its inputs on the CPU, how to call it, and how far two right
-results may differ. (cache_store and cache_load are compared in test_cache.py.)
+results may differ. (cache_store and cache_load are compared in
+test_cache.py and test_cache_load.py.)
 """
 
 from __future__ import annotations
