@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tests.transformers.test_weights import IDS, SHAPE, TEXT, files, load, logits, random_model
+from tests.transformers.weights import IDS, SHAPE, TEXT, files, load, logits, random_model
 from torch_turboquant import PackedLinear, WeightFormat
 from torch_turboquant.integrations.transformers import TurboQuantCache, TurboQuantConfig, quantize
 from torch_turboquant.integrations.transformers.weights import noted_layers

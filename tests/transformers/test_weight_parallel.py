@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.transformers.families import MINOR
 from tests.transformers.test_weight_experts import make as make_mixture
-from tests.transformers.test_weights import make
+from tests.transformers.weights import make
 from torch_turboquant.integrations.transformers import TurboQuantConfig
 
 SHAPE = {

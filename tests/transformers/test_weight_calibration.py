@@ -1,0 +1,259 @@
+"""Calibration of packed weights on a text: moments, passes, budgets, and models that read none."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from torch import nn
+
+from tests.transformers.weights import (
+    SHAPE,
+    TEXT,
+    load,
+    logits,
+    make,
+    packed_by_hand,
+    packed_layers,
+)
+from torch_turboquant import PackedLinear, WeightFormat
+from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
+from torch_turboquant.integrations.transformers.weights import budget, noted_layers, pack
+from torch_turboquant.integrations.transformers.weights.moments import passes, second_moments
+
+
+def test_moments_are_those_of_the_inputs():
+    model = make(dtype=torch.float32)
+    names = ["model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj",
+             "model.layers.0.mlp.down_proj", "lm_head"]  # fmt: skip
+    inputs = {name: [] for name in names}
+    hooks = [
+        model.get_submodule(n).register_forward_hook(
+            lambda m, x, y, n=n: inputs[n].append(x[0].flatten(0, -2).double())
+        )
+        for n in names
+    ]
+    sequences = [TEXT[:50], TEXT[50:150], TEXT[150:151]]
+    found = second_moments(model, names, sequences)
+    for hook in hooks:
+        hook.remove()
+    assert list(found) == names
+    assert found[names[0]] is found[names[1]]  # queries and values have one input
+    for name in names:
+        x = torch.cat(inputs[name])
+        torch.testing.assert_close(found[name].double(), x.T @ x / 151, rtol=1e-5, atol=1e-5)
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
+def test_text_is_read_in_passes():
+    model = make()
+    names = [n for n, m in model.named_modules() if type(m) is nn.Linear]
+    small, large = 4 * 128**2, 4 * 192**2
+    groups = list(passes(model, names, 2 * small))
+    assert [n for group in groups for n in group] == names
+    assert [n for n in names if n.endswith("down_proj")] == [
+        group[0] for group in groups if len(group) == 1 and group[0].endswith("down_proj")
+    ]  # larger than all that is allowed
+    assert large > 2 * small > small and len(groups) > 4
+    assert list(passes(model, names, 2**40)) == [names]
+
+
+def test_calibrated(folder):
+    """The text lowers the error of outputs; how often it is read does not change a byte."""
+    plain, model, slow = make("qwen2"), make("qwen2"), make("qwen2")
+    norm = torch.linspace(-2, 2, 128).exp()  # channels of very different sizes
+    for m in (plain, model, slow):
+        for layer in m.model.layers:
+            layer.input_layernorm.weight.copy_(norm)
+            layer.post_attention_layernorm.weight.copy_(norm)
+    original = copy.deepcopy(plain)
+    quantize(plain)
+    rows = quantize(model, text=TEXT)
+    quantize(slow, text=TEXT, memory=1)
+    assert [row.name for row in rows] == list(packed_layers(model))
+    assert all(0 < row.error < 0.05 for row in rows)
+    for name, layer in packed_layers(model).items():
+        assert torch.equal(layer.weight, slow.get_submodule(name).weight), name
+        assert layer.channel_inverse.dtype == torch.float32
+    exact = logits(original).float()
+    error, uncalibrated = (
+        (logits(m).float() - exact).square().mean().item() for m in (model, plain)
+    )
+    assert error < 0.8 * uncalibrated
+    done = model.config.quantization_config
+    assert done.scaled and done.calibration["tokens"] == 512 and done.calibration["sequences"] == 1
+    again = load(folder(model, "packed"))
+    assert torch.equal(logits(again), logits(model))
+    assert again.config.quantization_config.calibration == done.calibration
+
+
+def test_a_layer_costs_what_it_costs_alone(folder):
+    model = make(dtype=torch.float32)
+    name = "model.layers.1.mlp.up_proj"
+    layer = PackedLinear.from_linear(model.get_submodule(name), WeightFormat())
+    (cost,) = budget.sensitivities(model, {name: layer}, TEXT[:100]).values()
+    alone = packed_by_hand(model, [name])
+    exact, found = (logits(m, TEXT[None, :100])[0].log_softmax(-1) for m in (model, alone))
+    expected = nn.functional.kl_div(found, exact, log_target=True, reduction="batchmean")
+    assert cost == pytest.approx(expected.item(), rel=1e-3) and cost > 0
+    assert type(model.get_submodule(name)) is nn.Linear
+
+
+@pytest.mark.parametrize("dear", ["model.layers.1.mlp.up_proj", "model.layers.0.mlp.up_proj"])
+def test_bits_go_to_the_layer_whose_errors_cost_most(dear, monkeypatch):
+    model = make()
+
+    def costs(model, layers, ids):
+        return {name: 1.0 if name == dear else 0.1 for name in layers}
+
+    monkeypatch.setattr(budget, "sensitivities", costs)
+    weights = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear)
+    one = 4.0 * 128 * 192 / weights  # what 8 bits for one such layer take
+    rows = quantize(model, text=TEXT, budget=4.25 + 0.07 + one)
+    assert dear in [row.name for row in rows if row.form.bits == 8]
+    assert sum(row.form.bits == 8 for row in rows if row.name.endswith("up_proj")) == 1
+
+
+def test_under_a_budget(folder):
+    model = make(dtype=torch.float32)
+    dense = copy.deepcopy(model)
+    config = TurboQuantConfig(layers={"*.q_proj": {"bits": 4}})
+    rows = quantize(model, config, text=TEXT, budget=5.0)
+    bits = {row.name: row.form.bits for row in rows}
+    assert set(bits.values()) == {4, 8} and not any(
+        b == 8 for name, b in bits.items() if name.endswith("q_proj")
+    )
+    weights = sum(row.weights for row in rows)
+    assert 4.5 < 8 * sum(row.bytes for row in rows) / weights <= 5.0
+    assert model.config.quantization_config.calibration["budget"] == 5.0
+    again = load(folder(model, "packed"))
+    assert torch.equal(logits(again), logits(model))
+
+    def cost(budgeted):
+        exact, found = (logits(m, TEXT[None, :400]).log_softmax(-1) for m in (dense, budgeted))
+        return (exact.exp() * (exact - found)).sum(-1).mean().item()
+
+    plain = copy.deepcopy(dense)
+    quantize(plain, text=TEXT)
+    assert cost(model) < 0.8 * cost(plain)
+    with pytest.raises(ValueError, match=r"budget is 3\.0 bits per weight, the coarsest .* 4\."):
+        quantize(dense, text=TEXT, budget=3.0)
+    with pytest.raises(ValueError, match="budget needs a text"):
+        quantize(dense, budget=5.0)
+    for wrong in (torch.nan, torch.inf, "5"):
+        with pytest.raises(ValueError, match=r"expected bits per weight, such as 4.5"):
+            quantize(dense, text=TEXT, budget=wrong)
+    with pytest.raises(ValueError, match="budget compares predictions, and a LlamaModel has none"):
+        quantize(dense.model, text=TEXT, budget=5.0)
+    assert not packed_layers(dense)
+
+
+def test_a_budget_is_refused_before_the_text_is_read(monkeypatch):
+    monkeypatch.setattr(pack, "second_moments", lambda *_: pytest.fail("the text was read"))
+    with pytest.raises(ValueError, match=r"the coarsest formats take 4.274"):
+        quantize(make(), text=TEXT, budget=4.27)
+    config = TurboQuantConfig(skip=["*.self_attn.*", "lm_head"])
+    with pytest.raises(ValueError, match="linear layers, and none is packed"):
+        quantize(make("qwen3_moe"), config, text=TEXT, budget=5.0)
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    def __call__(self, text):
+        return transformers.BatchEncoding({"input_ids": [int(word) for word in text.split()]})
+
+
+def test_texts():
+    text = " ".join(map(str, TEXT.tolist()))
+    by_text, by_ids = make(), make()
+    quantize(by_text, text=[text[: len(text) // 2], text[len(text) // 2 :]], tokenizer=Words())
+    assert by_text.config.quantization_config.calibration["tokens"] == 512
+    quantize(by_ids, text=TEXT, tokens=300)
+    assert by_ids.config.quantization_config.calibration["tokens"] == 300
+    with pytest.raises(ValueError, match="text needs its tokenizer"):
+        quantize(make(), text=text)
+    with pytest.raises(ValueError, match="the text gives 20 tokens; calibration needs 256"):
+        quantize(make(), text=TEXT[:20])
+    with pytest.raises(ValueError, match="tokens is -1"):
+        quantize(make(), text=TEXT, tokens=-1)
+    with pytest.raises(ValueError, match=r"token ids are torch.float32, expected int64"):
+        quantize(make(), text=TEXT.float())
+    for other in (TEXT + 50, -TEXT):
+        with pytest.raises(ValueError, match=r"token ids from .* the model knows 96 tokens"):
+            quantize(make(), text=other)
+
+
+@pytest.mark.parametrize("layer", ["mlp.down_proj", "mlp.up_proj", "self_attn.o_proj"])
+def test_layers_of_zeros(layer):
+    """As of blocks that somebody has added to a model: they are zeros, or their inputs are."""
+    model = make()
+    model.get_submodule(f"model.layers.1.{layer}").weight.zero_()
+    quantize(model, text=TEXT)
+    assert not model.get_submodule(f"model.layers.1.{layer}").decode().any()
+    assert logits(model).isfinite().all()
+
+
+SEQ2SEQ = {
+    "d_model": 128,
+    "vocab_size": 96,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+
+
+def test_models_with_an_encoder_read_a_text():
+    t5 = transformers.T5Config(**SEQ2SEQ, d_kv=64, d_ff=192, num_layers=1, num_heads=2)
+    for model in (transformers.T5ForConditionalGeneration(t5), transformers.T5EncoderModel(t5)):
+        names = [row.name for row in quantize(model.eval(), text=TEXT)]
+        assert names and set(names) == set(packed_layers(model))
+    shape = {k: v for k, v in SHAPE.items() if k not in ("head_dim", "num_key_value_heads")}
+    for kind in (transformers.DebertaV2Model, transformers.BertForMaskedLM):
+        model = kind(kind.config_class(**shape)).eval()
+        assert {row.name for row in quantize(model, text=TEXT)} == set(packed_layers(model))
+
+
+def test_models_that_read_no_text():
+    shape = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "num_mel_bins": 8,
+             "decoder_ffn_dim": 64, "max_source_positions": 8, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2}  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(**SEQ2SEQ, **shape)
+    )
+    with pytest.raises(ValueError, match="WhisperForConditionalGeneration reads no text"):
+        quantize(model, text=TEXT)
+
+
+def test_layers_that_the_text_does_not_reach():
+    model = make()
+    model.extra = nn.Linear(128, 128)
+    with pytest.raises(ValueError, match="went through the model without extra"):
+        quantize(model, text=TEXT)
+    assert not packed_layers(model)
+
+
+def test_a_model_that_overflows():
+    model = make()
+    model.model.layers[1].input_layernorm.weight.fill_(torch.inf)
+    with pytest.raises(ValueError, match=r"inputs of model\.layers\.1\.self_attn\.q_proj.* finite"):
+        quantize(model, text=TEXT)
+
+
+def test_what_was_done_to_each_layer(folder):
+    model = make()
+    path = folder(model)
+    with noted_layers() as rows:
+        packed = load(path, TurboQuantConfig(layers={"lm_head": {"bits": 8}}))
+    assert {row.name for row in rows} == set(packed_layers(packed))
+    for row in rows:
+        weight = model.get_submodule(row.name).weight.float()
+        layer = packed.get_submodule(row.name)
+        assert row.weights == weight.numel() and row.bytes == layer.weight.numel()
+        error = (layer.decode() - weight).square().sum() / weight.square().sum()
+        assert row.error == pytest.approx(error.item(), rel=1e-5)
+    assert 0 < next(r for r in rows if r.name == "lm_head").error < 1e-3 < rows[-1].error
+    load(path, TurboQuantConfig())  # nobody listens
+    assert len(rows) == len(packed_layers(packed))

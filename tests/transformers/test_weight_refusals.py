@@ -1,0 +1,204 @@
+"""Configurations, weights and files that cannot be packed weights, and what is said of them."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.transformers.weights import TEXT, load, logits, make, packed_layers
+from torch_turboquant import PackedLinear
+from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
+from torch_turboquant.integrations.transformers.weights.quantizer import NEEDS
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"bits": 5}, "bits is 5"),
+        ({"bits": 4, "sub": 16}, "sub"),
+        ({"grid": "log"}, "grid must be one of"),
+        ({"layers": {"x": {"seed": 1}}}, r"layers\['x'\] changes seed; it can change bits"),
+        ({"modules": ["x"]}, "TurboQuantConfig has no modules; it has bits"),
+        ({"bits": "4"}, "bits is '4', which is no whole number"),
+        ({"bits": 4.0}, "bits is 4.0, which is no whole number"),
+        ({"group": 64.0}, "group is 64.0, which is no whole number"),
+        ({"skip": 3}, "skip must be names of layers, got 3"),
+        ({"skip": [3]}, r"skip must be names of layers, got \[3\]"),
+        ({"layers": ["lm_head"]}, "layers must be changes by names"),
+        ({"layers": {"lm_head": 8}}, "layers must be changes by names"),
+        ({"layers": {3: {"bits": 8}}}, "layers must be names of layers"),
+    ],
+)
+def test_configurations_that_are_refused(options, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        TurboQuantConfig(**options)
+
+
+def test_nothing_to_skip():
+    config = TurboQuantConfig(skip=None, layers=None)
+    assert config.skip == [] and config.layers == {}
+
+
+def test_a_group_that_a_layer_has_not(folder):
+    says = r"group is 128, and model\.layers\.0\.mlp\.down_proj has 192 input channels"
+    with pytest.raises(ValueError, match=says):
+        load(folder(make()), TurboQuantConfig(group=128))
+    config = TurboQuantConfig(group=128, layers={"*.down_proj": {"group": 64}})
+    packed = load(folder(make(), "other"), config)
+    assert packed.model.layers[0].mlp.down_proj.format.group == 64
+
+
+def test_weights_of_a_dtype_that_is_not_supported(folder):
+    path = folder(make())
+    with pytest.raises(ValueError, match=r"is torch.float64, supported: float32, float16, bfloat"):
+        load(path, TurboQuantConfig(), dtype=torch.float64)
+    model = make(dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"q_proj is torch.float64, supported: float32, float16"):
+        quantize(model)
+    assert not packed_layers(model)
+
+
+def test_what_is_no_model_and_no_configuration():
+    for other in (nn.Sequential(nn.Linear(64, 64)), "llama"):
+        with pytest.raises(TypeError, match="model must be a model of transformers"):
+            quantize(other)
+    with pytest.raises(TypeError, match="config must be a TurboQuantConfig, got dict"):
+        quantize(make(), {"bits": 4})
+
+
+@pytest.mark.parametrize("options", [{"skip": ["*.k"]}, {"layers": {"*.k": {"bits": 8}}}])
+def test_a_pattern_that_names_nothing(options, folder):
+    with pytest.raises(ValueError, match=r"'\*\.k' names no linear layer of this LlamaForCausalLM"):
+        load(folder(make()), TurboQuantConfig(**options))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite(bad, folder):
+    model = make()
+    model.model.layers[1].mlp.up_proj.weight[3, 5] = bad
+    with pytest.raises(ValueError, match=r"cannot be packed: model\.layers\.1\.mlp\.up_proj: "):
+        load(folder(model), TurboQuantConfig())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj"):
+        quantize(model)
+    assert not packed_layers(model) and not hasattr(model.config, "quantization_config")
+    assert all(torch.equal(x.nan_to_num(), before[n].nan_to_num()) for n, x in
+               model.state_dict().items())  # fmt: skip
+
+
+def test_weights_above_the_largest_scale(folder):
+    model = make()
+    model.model.layers[1].mlp.up_proj.weight *= 1e8
+    says = r"cannot be packed: model\.layers\.1\.mlp\.up_proj: .* too large for scales in float16"
+    with pytest.raises(ValueError, match=says):
+        load(folder(model), TurboQuantConfig())
+    with pytest.raises(ValueError, match=says):
+        quantize(model)
+    with pytest.raises(ValueError, match=says):
+        quantize(model, text=TEXT)
+    assert not packed_layers(model)
+
+
+def test_hooks_of_layers_stay():
+    model, seen = make(), []
+    layer = model.model.layers[0].mlp.up_proj
+    handles = [
+        layer.register_forward_pre_hook(lambda m, args, kwargs: seen.append(m), with_kwargs=True),
+        layer.register_forward_hook(lambda m, args, y: seen.append(y)),
+    ]
+    quantize(model)
+    logits(model)
+    packed = model.model.layers[0].mlp.up_proj
+    assert seen[0] is packed and isinstance(packed, PackedLinear)
+    assert seen[1].shape[-1] == packed.out_features and len(seen) == 2
+    for handle in handles:
+        handle.remove()
+    logits(model)
+    assert len(seen) == 2
+
+
+def changed(path, **values):
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= values
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_files_of_another_format(folder):
+    path = folder(load(folder(make()), TurboQuantConfig()), "packed")
+    with pytest.raises(ValueError, match=r"packed by torch_turboquant 9\.9 in another format"):
+        load(changed(path, format="torch_turboquant weights 9", version="9.9"))
+    with pytest.raises(ValueError, match="TurboQuantConfig has no novelty"):
+        load(changed(path, format="torch_turboquant weights 1", novelty=1))
+
+
+def test_files_that_are_incomplete(folder):
+    path = folder(load(folder(make()), TurboQuantConfig()), "packed")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    missing = {n: x for n, x in tensors.items() if n != "model.layers.0.mlp.up_proj.weight"}
+    save_file(missing, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 layers .* another shape: model\.layers\.0\.mlp\.up_p"):
+        load(path)
+    other = {**tensors, "lm_head.weight": tensors["lm_head.weight"][:, :, :-1].contiguous()}
+    save_file(other, file, {"format": "pt"})
+    with pytest.raises((RuntimeError, ValueError), match=r"mismatched|another shape: lm_head"):
+        load(path)  # before 5.23 transformers does not look at shapes of quantised models
+    with pytest.raises(ValueError, match="another shape: lm_head"):
+        load(path, ignore_mismatched_sizes=True)
+    for name in ("channel_inverse", "bias"):
+        model = make("qwen2")
+        quantize(model, text=TEXT)
+        fewer = load_file((part := folder(model, name)) / file.name)
+        del fewer[f"model.layers.0.self_attn.q_proj.{name}"]
+        save_file(fewer, part / file.name, {"format": "pt"})
+        with pytest.raises(ValueError, match=r"1 layers were not in .*self_attn\.q_proj"):
+            load(part)
+    save_file(tensors, file, {"format": "pt"})
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(Exception, match=r"incomplete|not fully covered"):
+        load(path)
+
+
+def test_a_packed_model_is_not_packed_again(folder):
+    packed = load(folder(make()), TurboQuantConfig())
+    with pytest.raises(ValueError, match=r"quantised already \(torch_turboquant\)"):
+        quantize(packed)
+    part = make()
+    quantize(part.model)
+    with pytest.raises(ValueError, match=r"this LlamaForCausalLM is quantised already"):
+        quantize(part)
+    assert type(part.lm_head) is nn.Linear
+
+
+def test_disk(folder):
+    pytest.importorskip("accelerate")
+    path = folder(make())
+    with pytest.raises(ValueError, match="cannot be packed while they are offloaded to disk"):
+        load(path, TurboQuantConfig(), device_map={"model": "cpu", "lm_head": "disk"})
+    with pytest.raises(ValueError, match="'meta', where there are no weights"):
+        load(path, TurboQuantConfig(), device_map="meta")
+
+
+def test_without_the_package(folder):
+    """A process that has not imported the package gets an error, and reads what to import."""
+    path = folder(load(folder(make()), TurboQuantConfig()), "packed")
+    code = (
+        "from transformers import AutoModelForCausalLM\n"
+        f"AutoModelForCausalLM.from_pretrained({str(path)!r})"
+    )
+    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert found.returncode != 0 and "RuntimeError" in found.stderr
+    assert NEEDS in found.stderr and "got torch_turboquant" in found.stderr
+    code = f"import torch_turboquant.integrations.transformers\n{code}"
+    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert NEEDS not in found.stderr
