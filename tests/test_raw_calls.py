@@ -1,7 +1,7 @@
 """Calls of raw ops that no wrapper makes: numbers out of all bounds, None, memory that is shared.
 
 An error says what is wrong, and nothing has been written by then. Good calls and the common
-mistakes are in test_bad_arguments.py.
+mistakes are in bad_arguments/, test_bad_arguments.py makes them.
 """
 
 import re
@@ -16,8 +16,8 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
 import torch_turboquant as tt
+from tests.bad_arguments.calls import GOOD, raw
 from tests.helpers import assert_same_bytes, entries_apart, garbage_cache, randn
-from tests.test_bad_arguments import GOOD, raw
 from torch_turboquant import _autograd
 from torch_turboquant.signs import SignKind, random_signs
 
