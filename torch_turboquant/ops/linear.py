@@ -289,8 +289,9 @@ def linear_packed(
     largest channel is 127. On the CPU the result is the same bits whatever the level of
     instructions, the number of threads and the other tokens of the call. CUDA does the same with
     up to 16 tokens, but adds in another order, so that results differ by roundings of float32.
-    With more tokens it rounds activations to float16 after their rotation, each token with a power
-    of two of its own, or multiplies decoded rows of the weight, and activations keep their dtype.
+    With more tokens it rounds activations to float16 after their rotation (those of bfloat16 to 8
+    significant bits), each token with a power of two of its own, or multiplies decoded rows of the
+    weight, and activations keep their dtype.
     `kernel_choice("linear_packed", tokens=..., dtype=...)` tells which ("codes", "tiles" or
     "decoded").
 

@@ -59,6 +59,7 @@ struct Plan {
   int bytes;                // of shared memory
   int parts;                // thread blocks, a cluster, that share the channels of a tile of kernel.cuh
   int workers;              // of stream_k.cuh
+  bool whole_tiles;         // none of them shares a tile
   Share steps;              // of the workers: a group of channels of a tile each
   uint8_t* operands;        // [column tiles][k / 64][tokens of a tile][128 bytes], swizzled (common/wgmma_swizzled.cuh)
   float* factors;           // [column tiles * tokens of a tile]: undo the power of two, and kOperandUnit

@@ -136,7 +136,8 @@ class StreamK {
     return static_cast<int>(max(int64_t{0}, min(int64_t{kSlabsOfWarp}, rest)));
   }
   __device__ __forceinline__ const uint8_t* weights_of(const Segment& s) const {
-    return a_.packed + (int64_t{row_tile(s.tile)} * kStreamSlabs + first_slab()) * slab_bytes_ + s.first * unit_bytes_;
+    return a_.packed + (int64_t{row_tile(s.tile)} * kStreamSlabs + first_slab()) * slab_bytes_ +
+           int64_t{s.first} * unit_bytes_;
   }
 
   // ---- Products
@@ -238,8 +239,8 @@ class StreamK {
 #pragma unroll
       for (int i = 0; i < kLoads && first + 4 * i < kSums; ++i) {
         float* const to = d + first + 4 * i;
-        to[0] = (ADD ? to[0] : 0) + x[i].x, to[1] = (ADD ? to[1] : 0) + x[i].y;
-        to[2] = (ADD ? to[2] : 0) + x[i].z, to[3] = (ADD ? to[3] : 0) + x[i].w;
+        to[0] = ADD ? to[0] + x[i].x : x[i].x, to[1] = ADD ? to[1] + x[i].y : x[i].y;
+        to[2] = ADD ? to[2] + x[i].z : x[i].z, to[3] = ADD ? to[3] + x[i].w : x[i].w;
       }
       asm volatile("" ::: "memory");  // the next loads come later
     }
