@@ -10,7 +10,7 @@ import torch
 
 import torch_turboquant as tt
 from tests.helpers import randn, to_device
-from tests.test_mla import CENTERS, Case, assert_close, attend, int32, make_case, queries
+from tests.mla_cases import CENTERS, Case, assert_close, attend, int32, make_case, queries
 from torch_turboquant.ops.mla import mla_attention_reference
 from torch_turboquant.tail import Rings
 
