@@ -25,6 +25,7 @@ from torch_turboquant.ops.cache import CacheTables
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 HALF_UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+HALVES = (torch.float16, BF16)
 MANY_PRESETS = ("k4v4", "k4v4u", "k5v4u", "k3v3", "k4v2", "k8v8")
 DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
 """All that pages can have up to 256: each has a split-KV kernel, and so have 512 and 576."""
@@ -241,3 +242,57 @@ def check(case: Case, **options) -> tuple[Tensor, Tensor]:
     found = attend(case, **options)
     assert_near(found, expected(case, **options), case.spread)
     return found
+
+
+def own_tokens(case: Case) -> dict[str, Tensor]:
+    """k_new and v_new: what the last tokens of each sequence are made of."""
+    spans = [
+        (s, slice(length - count, length))
+        for s, (length, count) in enumerate(zip(case.lengths.tolist(), case.q_lens, strict=True))
+    ]
+    return {
+        name: torch.cat([part[s, span] for s, span in spans])
+        for name, part in (("k_new", case.k), ("v_new", case.v))
+    }
+
+
+def expected_own(case: Case, **options) -> tuple[Tensor, Tensor]:
+    """As `expected`, with this call's tokens exact."""
+    tail = case.tail is not None
+    return exact_attention(
+        case.q,
+        *decoded(case),
+        case.lengths.tolist(),
+        case.q_lens,
+        exact_k=case.k,
+        exact_v=case.v,
+        sinks=case.config.sink_tokens if tail else 0,
+        window=case.config.recent_window if tail else 0,
+        own=True,
+        **options,
+    )
+
+
+def check_own(case: Case, **options) -> tuple[Tensor, Tensor]:
+    found = attend(case, **own_tokens(case), **options)
+    assert_near(found, expected_own(case, **options), case.spread)
+    return found
+
+
+# ---- mixed batches
+
+DECODES, DRAFTS, CHUNK = ([300, 1000, 17], [1, 1, 1]), ([500, 4], [4, 4]), ([700], [200])
+EMPTY = ([0, 90, 0], [0, 0, 0])
+MIXTURES = {
+    "decodes and a chunk": (DECODES, DECODES, CHUNK),
+    "a chunk first": (CHUNK, DECODES),
+    "drafts and a chunk": (DRAFTS, DRAFTS, CHUNK),
+    "all sorts": (DRAFTS, EMPTY, DECODES, CHUNK, EMPTY, DECODES),
+    "chunks": (CHUNK, ([64, 129, 350], [64, 129, 33]), DECODES),
+    "nobody is short": (CHUNK, EMPTY, ([130], [130])),
+    "one row more than few": (([80, 90], [5, 4]), DECODES),
+}
+
+
+def batch(parts) -> tuple[list[int], list[int]]:
+    return [n for lengths, _ in parts for n in lengths], [n for _, q in parts for n in q]

@@ -1,4 +1,4 @@
-"""Many query rows on CUDA, and batches of few and many: against the float64 oracle on the device.
+"""Many query rows on CUDA against the float64 oracle on the device, and what must not matter.
 
 On GPUs with products of warpgroups (9.0) the key-tile kernel takes 17 to 32 rows of 128 channels,
 and the row-tile kernel all others. Elsewhere the general kernel takes them, which must give the
@@ -12,20 +12,23 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 import torch_turboquant as tt
 from tests.attention_cuda import (
     BF16,
     DEVICE,
-    Case,
+    HALVES,
+    MIXTURES,
     assert_near,
     attend,
+    batch,
     build,
     check,
+    check_own,
     decoded,
     expected,
     int32,
+    own_tokens,
     randn,
     stale_cache,
     starts_of,
@@ -33,86 +36,12 @@ from tests.attention_cuda import (
 from tests.helpers import assert_same_bytes
 from tests.oracle import exact_attention
 from tests.test_split_kv import assert_others_are_spared
-from tests.test_split_kv_launches import assert_streams_share_nothing, kernels_of
 from torch_turboquant.config import CacheConfig
 
 pytestmark = pytest.mark.cuda
 
 DIMS = (64, 128, 192, 256)
 """Those that the row-tile kernel is compiled for."""
-HALVES = (torch.float16, BF16)
-NAMES = {
-    "split_kv": ["split_kv::attend_kernel"],
-    "key_tiles": ["key_tiles::key_tiles_kernel"],
-    "row_tiles": ["row_tiles::row_tiles_kernel"],
-    "split_kv+key_tiles": ["split_kv::attend_kernel", "key_tiles::key_tiles_kernel"],
-    "split_kv+row_tiles": ["split_kv::attend_kernel", "row_tiles::row_tiles_kernel"],
-    "general": ["general::general_kernel"],
-}
-
-
-def own_tokens(case: Case) -> dict[str, Tensor]:
-    """k_new and v_new: what the last tokens of each sequence are made of."""
-    spans = [
-        (s, slice(length - count, length))
-        for s, (length, count) in enumerate(zip(case.lengths.tolist(), case.q_lens, strict=True))
-    ]
-    return {
-        name: torch.cat([part[s, span] for s, span in spans])
-        for name, part in (("k_new", case.k), ("v_new", case.v))
-    }
-
-
-def expected_own(case: Case, **options) -> tuple[Tensor, Tensor]:
-    """As `expected`, with this call's tokens exact."""
-    tail = case.tail is not None
-    return exact_attention(
-        case.q,
-        *decoded(case),
-        case.lengths.tolist(),
-        case.q_lens,
-        exact_k=case.k,
-        exact_v=case.v,
-        sinks=case.config.sink_tokens if tail else 0,
-        window=case.config.recent_window if tail else 0,
-        own=True,
-        **options,
-    )
-
-
-def check_own(case: Case, **options) -> tuple[Tensor, Tensor]:
-    found = attend(case, **own_tokens(case), **options)
-    assert_near(found, expected_own(case, **options), case.spread)
-    return found
-
-
-def chosen(case: Case) -> str:
-    """The kernel that choose_attention names."""
-    c = case.config
-    return tt.kernel_choice(
-        "paged_attention",
-        head_dim=c.head_dim,
-        q_heads=case.q.shape[1],
-        kv_heads=case.cache.shape[1],
-        max_q_len=case.max_q_len,
-        seqs=len(case.lengths),
-        tokens=len(case.q),
-        key_bits=c.key_bits,
-        value_bits=c.value_bits,
-        key_grid=c.key_grid,
-        value_grid=c.value_grid,
-        dtype=case.q.dtype,
-        tail=case.tail is not None,
-    ).kernel
-
-
-def assert_launches(case: Case) -> None:
-    """The kernels that the choice names, each once."""
-    names = NAMES[chosen(case)]
-    kernels = kernels_of(case)
-    assert len(kernels) == len(names), kernels
-    for kernel, name in zip(kernels, names, strict=True):
-        assert name in kernel, kernels
 
 
 # ---- right results
@@ -335,111 +264,6 @@ def test_every_token_can_be_found(q_len):
             assert cosine.min() > 0.9999
 
 
-# ---- mixed batches
-
-DECODES, DRAFTS, CHUNK = ([300, 1000, 17], [1, 1, 1]), ([500, 4], [4, 4]), ([700], [200])
-EMPTY = ([0, 90, 0], [0, 0, 0])
-MIXTURES = {
-    "decodes and a chunk": (DECODES, DECODES, CHUNK),
-    "a chunk first": (CHUNK, DECODES),
-    "drafts and a chunk": (DRAFTS, DRAFTS, CHUNK),
-    "all sorts": (DRAFTS, EMPTY, DECODES, CHUNK, EMPTY, DECODES),
-    "chunks": (CHUNK, ([64, 129, 350], [64, 129, 33]), DECODES),
-    "nobody is short": (CHUNK, EMPTY, ([130], [130])),
-    "one row more than few": (([80, 90], [5, 4]), DECODES),
-}
-
-
-def batch(parts) -> tuple[list[int], list[int]]:
-    return [n for lengths, _ in parts for n in lengths], [n for _, q in parts for n in q]
-
-
-@pytest.mark.parametrize("group", [1, 4, 7, 16, 20])
-@pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures(name, group):
-    lengths, q_lens = batch(MIXTURES[name])
-    for i, (preset, d) in enumerate((("k4v4u", 128), ("k5v4u", 64), ("k4v4", 256))):
-        config = tt.preset(preset, d, page_size=16 << i, recent_window=20)
-        case = build(
-            config,
-            lengths,
-            q_lens,
-            q_heads=2 * group,
-            dtype=HALVES[i % 2],
-            center="scaled",
-            tail=i > 0,
-            seed=group,
-        )
-        check(case)
-        check_own(case, sliding_window=90 * i)
-
-
-def test_any_order_gives_the_same_results():
-    """Up to roundings: where the work is cut depends on the whole batch."""
-    lengths, q_lens = batch(MIXTURES["all sorts"])
-    config = tt.preset("k4v4u", 128, page_size=16)
-    case = build(config, lengths, q_lens)
-    out, lse = check(case)
-    starts = case.starts.tolist()
-    order = list(range(len(lengths)))
-    for seed in range(4):
-        random.Random(seed).shuffle(order)
-        rows = torch.cat([torch.arange(starts[s], starts[s + 1], device=DEVICE) for s in order])
-        moved = case._replace(
-            q=case.q[rows],
-            table=case.table[order].contiguous(),
-            lengths=case.lengths[order],
-            starts=starts_of([q_lens[s] for s in order]),
-        )
-        found = attend(moved)
-        assert_near(found, (out[rows].double(), lse[rows].double()), 1.0, roundings=2)
-
-
-def test_launches():
-    """One kernel for a uniform batch, two where lengths decide, and the one that the choice says
-    for everything that row tiles cannot take."""
-    mixed, uniform = batch(MIXTURES["decodes and a chunk"]), ([300, 90], [40, 40])
-    for d in (64, 80, 128, 192, 256, 320):
-        config = tt.preset("k4v4u", d)
-        for lengths, q_lens in (mixed, uniform, ([300, 90], [1, 2]), ([300], [200])):
-            assert_launches(build(config, lengths, q_lens))
-    config = tt.preset("k4v4u", 128)
-    for dtype in (torch.float16, torch.float32):
-        assert_launches(build(config, *mixed, dtype=dtype))
-        assert_launches(build(config, *mixed, dtype=dtype, tail=True))
-    assert_launches(build(config, *mixed, q_heads=17, kv_heads=1))
-    odd = CacheConfig(128, 4, 4, "uniform", "lloyd")
-    assert_launches(build(odd, *mixed))
-    assert_launches(build(odd, [300, 90], [1, 1]))
-    drafts, some_drafts = ([300, 90], [8, 8]), ([300, 90, 70], [8, 8, 1])
-    for lengths, q_lens in (drafts, some_drafts):
-        for tail in (False, True):
-            assert_launches(build(config, lengths, q_lens, tail=tail))
-    if chosen(build(config, *uniform)) == "row_tiles":  # as on an H200
-        assert chosen(build(config, *mixed)) == "split_kv+row_tiles"
-        assert chosen(build(config, *drafts)) == "key_tiles"
-        assert chosen(build(config, *some_drafts)) == "split_kv+key_tiles"
-
-
-@pytest.mark.parametrize(
-    "q_lens", [[40, 1, 0, 3], [40, 40, 40, 40], [2, 1, 0, 3], [8, 8, 8, 8], [8, 1, 0, 3]]
-)
-def test_rows_past_the_last_sequence(q_lens):
-    case = build(tt.preset("k4v4u", 128), [700, 133, 50, 60], q_lens, tail=True)
-    out, lse = check(case)
-    used = len(case.q)
-    for extra in (1, 3, 500):
-        longer = case._replace(q=torch.cat([case.q, case.q[:1].expand(extra, -1, -1)]))
-        given = {
-            "out": torch.full_like(longer.q, torch.nan),
-            "lse": torch.full(longer.q.shape[:2], torch.nan, device=DEVICE),
-        }
-        more, more_lse = attend(longer, **given)
-        found = more[:used], more_lse[:used]  # another choice of kernels may round otherwise
-        assert_near(found, (out.double(), lse.double()), 1.0, roundings=2)
-        assert not more[used:].any() and (more_lse[used:] == -torch.inf).all()
-
-
 # ---- what must not matter
 
 
@@ -600,129 +424,6 @@ def test_results_are_the_same_bits_every_time():
         for i in order.tolist():
             for one, other in zip(attend(cases[i]), first[i], strict=True):
                 assert_same_bytes(one, other)
-
-
-# ---- launches, memory, streams, graphs
-
-
-def test_more_work_than_one_call_can_count():
-    """The host asks for the width of the block table, not for lengths: nothing is launched."""
-    case = build(tt.preset("k4v4u", 64, page_size=128), [2000], [1024], q_heads=16, kv_heads=1)
-    if chosen(case) != "row_tiles":
-        pytest.skip("the general kernel counts no tiles")
-    wide = torch.zeros(1, 1 << 23, dtype=torch.int32, device=DEVICE)
-    attend(case._replace(table=wide[:, : 1 << 22]))
-    with pytest.raises(RuntimeError, match="are more work than one call can count"):
-        attend(case._replace(table=wide))
-
-
-def test_scratch_memory_does_not_grow():
-    """Neither with the context nor with the batch nor with the queries; outputs are given."""
-    config = tt.preset("k4v4u", 128)
-    used = []
-    for lengths, q_lens in (([300], [100]), ([60000], [100]), ([64] * 500, [20] * 499 + [1])):
-        case = build(config, lengths, q_lens, q_heads=32, kv_heads=8)
-        out, lse = attend(case)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        attend(case, out=out, lse=lse)
-        torch.cuda.synchronize()
-        used.append(torch.cuda.max_memory_allocated() - before)
-    assert max(used) < 32 << 20 and max(used) <= used[0] + (4 << 20)
-
-
-def test_two_streams_at_once():
-    """Scratch memory that two calls shared by accident would show."""
-    config = tt.preset("k4v4u", 128)
-    cases = [
-        build(config, [20000, 37], [40, 1], tail=True),
-        build(config, [9000, 300], [20, 20]),
-        build(tt.preset("k3v3", 64), *batch(MIXTURES["all sorts"])),
-    ]
-    assert_streams_share_nothing(cases)
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_replays_with_other_mixtures(own):
-    """A captured call of 8 sequences and 400 tokens: lengths, queries, pages and padding change in
-    place between replays, and results are those of eager execution, bit for bit."""
-    config = tt.preset("k4v4u", 128, page_size=16)
-    lengths = [3000, 700, 700, 90, 64, 1000, 33, 40]
-    case = build(config, lengths, [1] * 8)
-    given = {"k_new": randn(400, 2, 128, seed=8, dtype=BF16)} if own else {}
-    given |= {"v_new": randn(400, 2, 128, seed=9, dtype=BF16)} if own else {}
-    static = case._replace(
-        q=randn(400, 8, 128, seed=7, dtype=BF16), starts=starts_of([1] * 8), max_q_len=300
-    )
-    attend(static, **given)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = attend(static, **given)
-    seen = []
-    for seed, q_lens in enumerate(
-        [
-            [1, 1, 1, 1, 1, 1, 1, 1],
-            [300, 1, 1, 1, 1, 1, 1, 1],
-            [1, 4, 4, 0, 64, 200, 33, 40],
-            [50, 50, 50, 50, 50, 50, 33, 40],
-            [0, 0, 0, 0, 0, 0, 0, 0],
-            [1, 0, 2, 0, 0, 300, 0, 9],
-        ]
-    ):
-        shorter = [max(n - 17 * seed, count) for n, count in zip(lengths, q_lens, strict=True)]
-        static.lengths.copy_(int32(*shorter))
-        static.starts.copy_(starts_of(q_lens))
-        static.q.copy_(randn(400, 8, 128, seed=50 + seed, dtype=BF16))
-        for result in captured:
-            result.fill_(torch.nan)
-        graph.replay()
-        replayed = [t.clone() for t in captured]
-        for found, exact in zip(replayed, attend(static, **given), strict=True):
-            assert_same_bytes(found, exact)
-        used = sum(q_lens)
-        assert torch.isfinite(replayed[0][:used]).all() and not replayed[0][used:].any()
-        if not own:
-            exact = static._replace(q=static.q[:used])
-            if used:
-                pair = replayed[0][:used], replayed[1][:used]
-                assert_near(pair, expected(exact), case.spread)
-        seen.append(replayed[0])
-    assert all(not torch.equal(one, other) for one, other in itertools.pairwise(seen))
-
-
-def test_what_the_kernel_ahead_writes_is_read():
-    """A launch may begin before the kernel ahead of it has ended, and must then wait for it."""
-    for q_lens in ([20, 20, 20], [40, 1, 3]):
-        lengths = [5000, 77, 300]
-        cases = [
-            build(tt.preset("k4v4u", 128), lengths, q_lens, tail=True, seed=10 * i)
-            for i in range(3)
-        ]
-        wanted = []
-        for case in cases:
-            torch.cuda.synchronize()
-            first = attend(case)[0]
-            torch.cuda.synchronize()
-            wanted.append((first, attend(case._replace(q=first))[0]))
-        one = build(tt.preset("k4v4u", 128), lengths, q_lens, tail=True, seed=99)
-        for last, (case, (first, second)) in itertools.product(
-            range(4), zip(cases, wanted, strict=True)
-        ):
-            pairs = [
-                (one.q, case.q),
-                (one.cache, case.cache),
-                (one.table, case.table),
-                (one.tail.ring, case.tail.ring),
-            ]
-            for to, _ in pairs:
-                to.zero_()
-            for to, source in pairs[last + 1 :] + pairs[: last + 1]:  # right before the launch
-                to.copy_(source)
-            out = attend(one)[0]
-            assert_same_bytes(attend(one._replace(q=out))[0], second)
-            assert_same_bytes(out, first)
 
 
 # ---- few and small: for compute-sanitizer (tests/sanitize_cuda.sh)
