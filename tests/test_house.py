@@ -24,7 +24,11 @@ SOURCES: Sources = {
     for path in sorted((ROOT / "csrc").rglob("*"))
     if path.suffix in (".h", ".cuh", ".cpp", ".cu")
 }
-NATIVE = {path.name: path.read_text() for path in sorted((ROOT / "tests/native").glob("*.cpp"))}
+NATIVE = {
+    path.name: path.read_text()
+    for path in sorted((ROOT / "tests/native").iterdir())
+    if path.suffix in (".h", ".cpp")
+}
 
 # What breaks a rule and is known: rule -> path -> how many lines. Whoever repairs one lowers it.
 STILL: dict[str, dict[str, int]] = {

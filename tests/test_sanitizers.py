@@ -1,5 +1,5 @@
 """The CPU kernels of every level under AddressSanitizer and UBSan, without torch: random arguments
-in memory of exactly the promised size (tests/native/kernels.cpp)."""
+in memory of exactly the promised size (tests/native)."""
 
 import os
 import shutil

@@ -1,8 +1,8 @@
 """Builds one of the Python modules of this folder into build/tests-native, for tests/conftest.py.
 
 turboquant_native     bindings.cpp: csrc/format.h for the tests
-turboquant_sanitized  kernels.cpp and the CPU kernels of every level, under AddressSanitizer and
-                      UndefinedBehaviorSanitizer
+turboquant_sanitized  kernels.cpp, its cases in other sources and the CPU kernels of every level,
+                      under AddressSanitizer and UndefinedBehaviorSanitizer
 
 They have their own build because pybind11 has no place in the wheel, whose libraries know no
 Python. Only what changed is compiled, headers included.
@@ -25,6 +25,8 @@ SOURCES = {
     "turboquant_native": [Path("tests/native/bindings.cpp")],
     "turboquant_sanitized": [
         Path("tests/native/kernels.cpp"),
+        Path("tests/native/attention_kernels.cpp"),
+        Path("tests/native/codec_kernels.cpp"),
         Path("csrc/cpu/common/dispatch.cpp"),
         *LEVELS,
     ],
