@@ -1,4 +1,5 @@
-// Thread blocks of a cluster, which see the shared memory of each other. From sm_90 on; the functions do nothing before.
+// Thread blocks of a cluster, which see the shared memory of each other. From sm_90 on; the functions do nothing
+// before.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
@@ -17,7 +18,8 @@ __device__ __forceinline__ float4 load_from_cluster(const float* here, int rank)
   float4 x{};
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; "
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
       : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
       : "r"(shared_address(here)), "r"(rank)
       : "memory");

@@ -1,6 +1,6 @@
-// Products of a warpgroup that are as wide as its registers allow: D = A B + D with A 64 x 16 in registers and B 16 x N of
-// float16, D 64 x N of float32, N = 160, 192, 224 or 256. Operands are those of common/wgmma_swizzled.cuh. The wider a
-// product, the less often it reads A.
+// Products of a warpgroup that are as wide as its registers allow: D = A B + D with A 64 x 16 in registers and B 16 x N
+// of float16, D 64 x N of float32, N = 160, 192, 224 or 256. Operands are those of common/wgmma_swizzled.cuh. The wider
+// a product, the less often it reads A.
 #pragma once
 
 #include "cuda/common/wgmma_swizzled.cuh"

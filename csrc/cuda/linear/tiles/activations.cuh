@@ -70,8 +70,8 @@ class Span {
   }
 
  private:
-  // Two channels as float16, rounded to 8 significant bits where the activations are bfloat16, which have no more: tensor
-  // cores take less power for operands that end with zeros, and power is what limits large products.
+  // Two channels as float16, rounded to 8 significant bits where the activations are bfloat16, which have no more:
+  // tensor cores take less power for operands that end with zeros, and power is what limits large products.
   __device__ __forceinline__ uint32_t operands(float x, float y) const {
     const uint32_t word = word_of_floats<__half>(x, y);
     return a_.dtype == Dtype::kBFloat16 ? (word + 0x00040004) & 0xFFF8FFF8 : word;

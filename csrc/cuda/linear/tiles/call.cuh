@@ -1,8 +1,8 @@
 // A call of linear_packed as the kernels of tiles see it, for devices with products of warpgroups.
 //
 // Up to 128 tokens, a thread block computes a tile of 256 outputs of 64 or 128 tokens (kernel.cuh). More tokens are
-// multiplied in tiles of 128 outputs of 160 to 256 tokens (stream_k.cuh). Weights stay packed until they are operands in
-// registers, float16:
+// multiplied in tiles of 128 outputs of 160 to 256 tokens (stream_k.cuh). Weights stay packed until they are operands
+// in registers, float16:
 //
 //   operand = level * 2^-7 * (scale * M / 32) = 2^-3 * the decoded channel in the rotated space
 //

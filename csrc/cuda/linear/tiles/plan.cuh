@@ -39,7 +39,8 @@ inline float choose_parts(const Call& a, const Clusters& clusters, int64_t tiles
   }
   return least;
 }
-// Chooses the number of workers that costs least; returns the cost, which is infinite where a device has no room for one.
+// Chooses the number of workers that costs least; returns the cost, which is infinite where a device has no room for
+// one.
 inline float choose_workers(const Call& a, const Clusters& clusters, int64_t tiles, float group, Plan& p) {
   float least = INFINITY;
   const int steps = static_cast<int>(tiles * a.groups);

@@ -3,9 +3,9 @@
 // tiles (stream-K, arXiv 2301.03598).
 //
 // A worker is a cluster of two thread blocks. It computes tiles of 256 outputs, of which each block has half, so that
-// activations, which both need, are read from the L2 cache once and arrive in both. The steps of all tiles are one list,
-// of which every worker has a run. Where a run begins or ends within a tile, workers leave their sums in memory, and the
-// last one to arrive adds those of all, in the order of the channels: results are the same in every run.
+// activations, which both need, are read from the L2 cache once and arrive in both. The steps of all tiles are one
+// list, of which every worker has a run. Where a run begins or ends within a tile, workers leave their sums in memory,
+// and the last one to arrive adds those of all, in the order of the channels: results are the same in every run.
 //
 // One warpgroup copies packed weights and activations into a ring in shared memory, a group of channels to a stage. Two
 // multiply 64 outputs each. Their warps expand 32 channels at a time to operands in registers, of which they have two:
@@ -84,8 +84,8 @@ class StreamK {
 
   // ---- Copies
 
-  // One lane of each warp copies, because several would take one iteration of a loop each: two slabs of weights, and the
-  // first warp also half of the activations, to both blocks.
+  // One lane of each warp copies, because several would take one iteration of a loop each: two slabs of weights, and
+  // the first warp also half of the activations, to both blocks.
   __device__ __forceinline__ void copy_all() const {
     if (elected()) {
       prefetch_weights();  // which do not wait for the kernel that writes activations
