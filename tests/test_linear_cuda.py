@@ -136,7 +136,7 @@ def test_channels_of_tiles_are_shared(f):
 
 @pytest.mark.parametrize("f", FORMATS[:1] + FORMATS[-1:], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(2600, 1024), (1024, 4096), (9001, 576), (20000, 128)])
-def test_steps_are_shared_by_workers(f, n, k):
+def test_slices_are_shared_by_workers(f, n, k):
     """Tiles that several workers share, whole ones between them, and fewer tiles than workers."""
     case = make_case(f, n, k)
     packed = case.packed()

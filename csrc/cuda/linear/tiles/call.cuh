@@ -28,7 +28,7 @@ constexpr int kWarpgroup = 128;       // threads
 constexpr int kStreamBlocks = 2;      // thread blocks of a cluster, a worker
 constexpr int kStreamWarpgroups = 2;  // that multiply, of a thread block; another one copies
 constexpr int kStreamThreads = (kStreamWarpgroups + 1) * kWarpgroup;
-constexpr int kStreamShares = kStreamBlocks * kStreamWarpgroups;  // of a worker's tile, 64 outputs each
+constexpr int kStreamQuarters = kStreamBlocks * kStreamWarpgroups;  // of a worker's tile, 64 outputs each
 // Floats from a token's sums to the next one's, which avoid bank conflicts.
 constexpr int kSumStride = format::kWeightRows * kTileSlabs + 4;
 constexpr int kChannels = 64, kRowBytes = 2 * kChannels;  // of an operand's row in shared memory
@@ -60,11 +60,11 @@ struct Plan {
   int parts;                // thread blocks, a cluster, that share the channels of a tile of kernel.cuh
   int workers;              // of stream_k.cuh
   bool whole_tiles;         // none of them shares a tile
-  Share steps;              // of the workers: a group of channels of a tile each
+  Share slices;             // of the workers: groups of channels of all tiles
   uint8_t* operands;        // [column tiles][k / 64][tokens of a tile][128 bytes], swizzled (common/wgmma_swizzled.cuh)
   float* factors;           // [column tiles * tokens of a tile]: undo the power of two, and kOperandUnit
-  float* partial;           // [workers, 2, kStreamShares, sums of a warpgroup]
-  uint32_t* arrivals;  // [workers, kStreamShares]: at the tile that a worker begins and others end; 0 between launches
+  float* partial;           // [workers, 2, kStreamQuarters, sums of a warpgroup]
+  uint32_t* arrivals;       // [workers, kStreamQuarters]: at the tile that a worker begins; 0 between launches
 };
 
 }  // namespace turboquant::cuda::linear::tiles

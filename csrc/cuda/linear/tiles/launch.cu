@@ -88,7 +88,7 @@ int64_t TilesLaunch::partial_bytes() const {
   return int64_t{2 * plan_.workers} * kStreamBlocks * slabs_of(plan_.tokens) * format::kWeightRows * plan_.tokens *
          static_cast<int64_t>(sizeof(float));
 }
-int TilesLaunch::num_counters() const { return plan_.whole_tiles ? 0 : plan_.workers * kStreamShares; }
+int TilesLaunch::num_counters() const { return plan_.whole_tiles ? 0 : plan_.workers * kStreamQuarters; }
 int64_t TilesLaunch::workspace_bytes() const {
   return operand_bytes() + factor_bytes() + partial_bytes() + num_counters() * static_cast<int64_t>(sizeof(uint32_t));
 }

@@ -43,15 +43,15 @@ inline float choose_parts(const Call& a, const Clusters& clusters, int64_t tiles
 // one.
 inline float choose_workers(const Call& a, const Clusters& clusters, int64_t tiles, float group, Plan& p) {
   float least = INFINITY;
-  const int steps = static_cast<int>(tiles * a.groups);
-  for (int workers = 1; workers <= std::min(clusters.count[kStreamBlocks], steps); ++workers) {
-    const int each = divide_up(steps, workers);
-    const bool even = steps % workers == 0, whole = even && each % a.groups == 0;
+  const int slices = static_cast<int>(tiles * a.groups);
+  for (int workers = 1; workers <= std::min(clusters.count[kStreamBlocks], slices); ++workers) {
+    const int each = divide_up(slices, workers);
+    const bool even = slices % workers == 0, whole = even && each % a.groups == 0;
     const int parts = divide_up(a.groups, each) + (whole || (even && a.groups % each == 0) ? 0 : 1);
     const float cost = kWorkerCost + group * static_cast<float>(each) + kPartCost * static_cast<float>(parts - 1);
     if (cost < least) least = cost, p.workers = workers, p.whole_tiles = whole;
   }
-  if (p.workers > 0) p.steps = Share(steps, p.workers);
+  if (p.workers > 0) p.slices = Share(slices, p.workers);
   return least;
 }
 

@@ -1,15 +1,16 @@
 // linear_packed for more than 128 tokens: tiles of 128 outputs and 160 to 256 tokens, on tensor cores that multiply
-// float16 of warpgroups. The steps of all tiles (a tile's groups of channels) are shared evenly, whatever the number of
-// tiles (stream-K, arXiv 2301.03598).
+// float16 of warpgroups. A slice is a group of channels of a tile. The slices of all tiles are shared evenly, whatever
+// the number of tiles (stream-K, arXiv 2301.03598).
 //
 // A worker is a cluster of two thread blocks. It computes tiles of 256 outputs, of which each block has half, so that
-// activations, which both need, are read from the L2 cache once and arrive in both. The steps of all tiles are one
-// list, of which every worker has a run. Where a run begins or ends within a tile, workers leave their sums in memory,
-// and the last one to arrive adds those of all, in the order of the channels: results are the same in every run.
+// activations, which both need, are read from the L2 cache once and arrive in both. The slices of all tiles are one
+// list, of which every worker has a share, neighbours. Where a share begins or ends within a tile, workers leave their
+// sums in memory, and the last one to arrive adds those of all, in the order of the channels: results are the same in
+// every run.
 //
-// One warpgroup copies packed weights and activations into a ring in shared memory, a group of channels to a stage. Two
-// multiply 64 outputs each. Their warps expand 32 channels at a time to operands in registers, of which they have two:
-// one is expanded while tensor cores multiply the other.
+// One warpgroup copies packed weights and activations into a ring in shared memory, a slice to a stage. Two multiply 64
+// outputs each, a quarter of the tile. Their warps expand 32 channels at a time to operands in registers, of which they
+// have two: one is expanded while tensor cores multiply the other.
 #pragma once
 
 #include "cuda/attention/counters.cuh"
@@ -19,8 +20,8 @@
 
 namespace turboquant::cuda::linear::tiles {
 
-// What a run has of a tile.
-struct Segment {
+// What a worker has of a tile.
+struct Stretch {
   int tile, first, end;  // groups of channels
 };
 
@@ -39,7 +40,7 @@ class StreamK {
   __device__ __forceinline__ StreamK(const Call& a, const Plan& p, uint8_t* shared) : a_(a), p_(p), shared_(shared) {
     warp_ = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);  // compilers see that all lanes have one
     worker_ = static_cast<int>(blockIdx.x) / kStreamBlocks, rank_ = static_cast<int>(blockIdx.x) % kStreamBlocks;
-    begin_ = p.steps.begin(worker_), end_ = p.steps.begin(worker_ + 1);
+    begin_ = p.slices.begin(worker_), end_ = p.slices.begin(worker_ + 1);
     operand_bytes_ = a.block.group / kChannels * TOKENS * kRowBytes;
     unit_bytes_ = a.block.block_bytes(), slab_bytes_ = int64_t{a.groups} * unit_bytes_;
     full_ = reinterpret_cast<uint64_t*>(shared), empty_ = full_ + kMostStages;
@@ -66,10 +67,10 @@ class StreamK {
  private:
   __device__ __forceinline__ uint8_t* stage(int i) const { return shared_ + kHeaderBytes + i * p_.stage_bytes; }
 
-  // The run's steps from `step` on, within a tile.
-  __device__ __forceinline__ Segment segment(int step) const {
-    const int tile = quotient(step, a_.groups), first = step - tile * a_.groups;
-    return {tile, first, min(a_.groups, first + end_ - step)};
+  // The worker's slices from `slice` on, within a tile.
+  __device__ __forceinline__ Stretch stretch(int slice) const {
+    const int tile = quotient(slice, a_.groups), first = slice - tile * a_.groups;
+    return {tile, first, min(a_.groups, first + end_ - slice)};
   }
   // Tiles of the same rows are neighbours, so that their workers read these weights at about the same time.
   __device__ __forceinline__ int row_tile(int tile) const {
@@ -78,7 +79,7 @@ class StreamK {
   __device__ __forceinline__ int column_tile(int tile) const {
     return tile - quotient(tile, p_.column_tiles) * p_.column_tiles;
   }
-  __device__ __forceinline__ int64_t first_token(const Segment& s) const {
+  __device__ __forceinline__ int64_t first_token(const Stretch& s) const {
     return int64_t{column_tile(s.tile)} * TOKENS;
   }
 
@@ -94,13 +95,13 @@ class StreamK {
       const int half = operand_bytes_ / kStreamBlocks, from_half = rank_ * half;
       int slot = 0;
       uint32_t phase = 1;  // that of a barrier before its first one: nobody waits for it
-      for (int step = begin_; step < end_;) {
-        const Segment s = segment(step);
+      for (int slice = begin_; slice < end_;) {
+        const Stretch s = stretch(slice);
         const int slabs = num_slabs(s), bytes = (copies_activations ? operand_bytes_ : 0) + slabs * unit_bytes_;
         const uint8_t* weights = weights_of(s);
         const uint8_t* activations =
             p_.operands + (int64_t{column_tile(s.tile)} * a_.groups + s.first) * operand_bytes_ + from_half;
-        step += s.end - s.first;
+        slice += s.end - s.first;
 #pragma unroll 1
         for (int group = s.first; group < s.end; ++group) {
           uint8_t* const to = stage(slot);
@@ -123,19 +124,19 @@ class StreamK {
     let_next_kernel_begin();
   }
   __device__ __forceinline__ void prefetch_weights() const {
-    const Segment s = segment(begin_);
+    const Stretch s = stretch(begin_);
     const int slabs = num_slabs(s), bytes = min(p_.stages, s.end - s.first) * unit_bytes_;
     for (int i = 0; i < slabs; ++i) prefetch_bytes(weights_of(s) + i * slab_bytes_, bytes);
   }
 
   // Of the tile's slabs, those that the warp copies.
   __device__ __forceinline__ int first_slab() const { return kSlabsOfWarp * (warp_ - kStreamSlabs); }
-  __device__ __forceinline__ int num_slabs(const Segment& s) const {
+  __device__ __forceinline__ int num_slabs(const Stretch& s) const {
     const int64_t rest = (a_.n + format::kWeightRows - 1) / format::kWeightRows -
                          (int64_t{row_tile(s.tile)} * kStreamSlabs + first_slab());
     return static_cast<int>(max(int64_t{0}, min(int64_t{kSlabsOfWarp}, rest)));
   }
-  __device__ __forceinline__ const uint8_t* weights_of(const Segment& s) const {
+  __device__ __forceinline__ const uint8_t* weights_of(const Stretch& s) const {
     return a_.packed + (int64_t{row_tile(s.tile)} * kStreamSlabs + first_slab()) * slab_bytes_ +
            int64_t{s.first} * unit_bytes_;
   }
@@ -156,8 +157,8 @@ class StreamK {
     Codes<BYTES> first = expander.template load<0>(unit);
     Scales scales = expander.load_scales(unit);
 #pragma unroll 1
-    for (int step = begin_; step < end_;) {
-      const Segment s = segment(step);
+    for (int slice = begin_; slice < end_;) {
+      const Stretch s = stretch(slice);
       Factors factors;
       load_factors(s, factors);
 #pragma unroll 1
@@ -184,7 +185,7 @@ class StreamK {
         }
         before = slot;
         if (++slot == p_.stages) slot = 0, phase ^= 1;
-        if (++step < end_) {
+        if (++slice < end_) {
           wait_barrier(full_ + slot, phase);
           unit = stage(slot) + weights_at;
           first = expander.template load<0>(unit), scales = expander.load_scales(unit);
@@ -194,7 +195,7 @@ class StreamK {
       wait_for_products<0>();
       receive<kSums>(d);
       release(before), before = -1;
-      if (step == end_) let_next_kernel_begin();
+      if (slice == end_) let_next_kernel_begin();
       finish(s, d, factors);
     }
   }
@@ -206,17 +207,18 @@ class StreamK {
 
   // ---- Sums of several workers
 
-  // The worker that has a step.
-  __device__ __forceinline__ int worker_of(int step) const {
-    const int longer = p_.steps.rest * (p_.steps.each + 1);
-    return step < longer ? quotient(step, p_.steps.each + 1) : p_.steps.rest + quotient(step - longer, p_.steps.each);
+  // The worker that has a slice.
+  __device__ __forceinline__ int worker_of(int slice) const {
+    const int longer = p_.slices.rest * (p_.slices.each + 1);
+    return slice < longer ? quotient(slice, p_.slices.each + 1)
+                          : p_.slices.rest + quotient(slice - longer, p_.slices.each);
   }
   __device__ __forceinline__ int warpgroup() const { return warp_ / 4; }
-  __device__ __forceinline__ int share() const { return rank_ * kStreamWarpgroups + warpgroup(); }
-  // The lane's sums of a worker: [kSums / 4][threads of the warpgroup][4]. A worker shares two tiles at most: the one
-  // that its run ends in, which it begins, and the one that its run begins in.
+  __device__ __forceinline__ int quarter() const { return rank_ * kStreamWarpgroups + warpgroup(); }
+  // The lane's sums of a worker: [kSums / 4][threads of the warpgroup][4]. A worker has parts of two tiles at most: of
+  // the one that its share ends in, which it begins, and of the one that its share begins in.
   __device__ __forceinline__ float* part(int worker, bool begins_tile) const {
-    const int64_t i = int64_t{2 * worker + begins_tile} * kStreamShares + share();
+    const int64_t i = int64_t{2 * worker + begins_tile} * kStreamQuarters + quarter();
     return p_.partial + i * kSums * kWarpgroup + 4 * (threadIdx.x % kWarpgroup);
   }
   static __device__ __forceinline__ void leave(const float (&d)[kSums], float* to) {
@@ -247,9 +249,9 @@ class StreamK {
   }
 
   // Adds the sums of all workers; false: another one will.
-  __device__ __forceinline__ bool join(const Segment& s, float (&d)[kSums]) const {
+  __device__ __forceinline__ bool join(const Stretch& s, float (&d)[kSums]) const {
     const int first = worker_of(s.tile * a_.groups), last = worker_of((s.tile + 1) * a_.groups - 1);
-    uint32_t* const counter = p_.arrivals + first * kStreamShares + share();
+    uint32_t* const counter = p_.arrivals + first * kStreamQuarters + quarter();
     // The sum of two does not depend on their order, and that of more begins with the first.
     const bool holds = worker_ == first || last == first + 1;
     if (!holds || !tell([&] { return others_arrived(counter, last - first); })) {
@@ -293,7 +295,7 @@ class StreamK {
   //
   // The sums of a lane are, for 8 tokens each, those of outputs g and g + 8 of its warp and of tokens 2 t and 2 t + 1.
 
-  __device__ __forceinline__ void finish(const Segment& s, float (&d)[kSums], const Factors& factors) const {
+  __device__ __forceinline__ void finish(const Stretch& s, float (&d)[kSums], const Factors& factors) const {
     const int64_t row = int64_t{row_tile(s.tile)} * kRows + format::kWeightRows * warp_;  // the warp's first output
     if (row - format::kWeightRows * (warp_ % 4) >= a_.n) return;
     const bool shared = s.end - s.first < a_.groups;
@@ -305,7 +307,7 @@ class StreamK {
     store_singly(s, row, own);
   }
 
-  __device__ __forceinline__ void load_factors(const Segment& s, Factors& factors) const {
+  __device__ __forceinline__ void load_factors(const Stretch& s, Factors& factors) const {
     const float* const from = p_.factors + first_token(s) + threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < TOKENS / 32; ++i) factors[i] = __ldcg(from + 32 * i);
@@ -324,7 +326,7 @@ class StreamK {
 
   // Two neighbouring outputs at a time.
   template <typename T>
-  __device__ __forceinline__ void store_pairs(const Segment& s, int64_t row, const float (&d)[kSums],
+  __device__ __forceinline__ void store_pairs(const Stretch& s, int64_t row, const float (&d)[kSums],
                                               const Factors& factors) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int64_t token = first_token(s);
@@ -348,7 +350,7 @@ class StreamK {
     }
   }
   // Any dtype and any number of outputs, with sums from memory, so that this code is a short loop. sums: the lane's.
-  __device__ __forceinline__ void store_singly(const Segment& s, int64_t row, const float* sums) const {
+  __device__ __forceinline__ void store_singly(const Stretch& s, int64_t row, const float* sums) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int64_t token = first_token(s);
     const float bias[2] = {bias_of(row + g), bias_of(row + g + 8)};
@@ -373,9 +375,9 @@ class StreamK {
   const Call& a_;
   const Plan& p_;
   uint8_t* shared_;
-  uint64_t *full_, *empty_;  // a stage holds a step; it may be written
+  uint64_t *full_, *empty_;  // a stage holds a slice; it may be written
   int warp_, worker_, rank_;
-  int begin_, end_;  // steps of the run
+  int begin_, end_;  // slices of the worker
   int operand_bytes_, unit_bytes_;
   int64_t slab_bytes_;  // of 16 rows
 };
