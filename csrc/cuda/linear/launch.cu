@@ -2,10 +2,9 @@
 // before.
 #include "cuda/linear/launch.cuh"
 
-#include <array>
-
 #include "cuda/attention/counters.cuh"
 #include "cuda/common/torch.cuh"
+#include "cuda/linear/known_plans.cuh"
 #include "cuda/linear/plan.cuh"
 
 namespace turboquant::cuda::linear {
@@ -34,20 +33,10 @@ Early early(int major, cudaStream_t stream) {
   return status == cudaStreamCaptureStatusNone ? Early::kPrefetch : Early::kRing;
 }
 
-// Comparing plans takes microseconds, and the layers of a model have few shapes: a thread keeps the plans of its latest
-// ones, each in a place that follows from the shape.
 Plan known_plan_of(const Call& call, int unit_bytes, const RecordOfColumns& record, const Device& device) {
-  using Shape = std::array<int64_t, 7>;
-  struct Known {
-    Shape shape{};  // zeros: nothing is known
-    Plan plan;
-  };
-  static thread_local std::array<Known, 64> known;
-  const Shape shape{call.n, call.columns, call.groups, record.group, unit_bytes, device.index, record.corrections};
-  const auto place = static_cast<size_t>(call.n / 16 + 7 * call.groups + 11 * call.columns + unit_bytes / 16);
-  Known& k = known[place % known.size()];
-  if (k.shape != shape) k = {shape, plan_of(call, unit_bytes, record, device.facts)};
-  return k.plan;
+  static thread_local KnownPlans<Plan> known;
+  return known.find({call.n, call.columns, call.groups, record.group, unit_bytes, device.index, record.corrections},
+                    [&] { return plan_of(call, unit_bytes, record, device.facts); });
 }
 
 }  // namespace

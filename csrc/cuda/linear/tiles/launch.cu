@@ -6,6 +6,7 @@
 
 #include "cuda/attention/counters.cuh"
 #include "cuda/common/torch.cuh"
+#include "cuda/linear/known_plans.cuh"
 #include "cuda/linear/tiles/activations.cuh"
 #include "cuda/linear/tiles/kernel.cuh"
 #include "cuda/linear/tiles/plan.cuh"
@@ -73,10 +74,17 @@ Clusters clusters_of(const Device& device) {
   return known[device.index] = clusters;
 }
 
+Plan known_plan_of(const Call& call, const Device& device) {
+  static thread_local KnownPlans<Plan> known;
+  const format::WeightBlock& block = call.block;
+  return known.find({call.n, call.tokens, call.groups, block.group, block.bits, block.sub, device.index},
+                    [&] { return plan_of(call, device.facts, clusters_of(device)); });
+}
+
 }  // namespace
 
 TilesLaunch::TilesLaunch(const Call& call, const Device& device)
-    : call_(call), device_(device), plan_(plan_of(call, device.facts, clusters_of(device))) {}
+    : call_(call), device_(device), plan_(known_plan_of(call, device)) {}
 
 int64_t TilesLaunch::operand_bytes() const {
   return int64_t{plan_.column_tiles} * plan_.tokens * call_.groups * call_.block.group * 2;
