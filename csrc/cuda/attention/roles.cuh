@@ -4,10 +4,11 @@
 #pragma once
 
 #include "cuda/attention/softmax_math.cuh"
+#include "cuda/common/device.cuh"
+#include "cuda/common/wgmma.cuh"
 
 namespace turboquant::cuda::roles {
 
-constexpr int kWarpgroup = 128;  // threads
 constexpr int kWeightBuffers = 2;
 
 // The stage and the buffer of weights of a unit, and the phases of their barriers. All warpgroups count units alike.
@@ -24,9 +25,6 @@ struct Turn {
 };
 
 constexpr int kScoresBarrier = 1;  // a named barrier, of the warpgroup of scores
-__device__ __forceinline__ void sync_threads(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 
 // ---- Weights
 

@@ -74,6 +74,13 @@ __host__ __device__ constexpr int operator%(unsigned x, const Divisor& d) {
 // i times a distance, for i >= 0: a sign would take two instructions more.
 __device__ __forceinline__ int64_t offset_of(int i, int64_t stride) { return static_cast<unsigned>(i) * stride; }
 
+// ---- Threads of a block --------------------------------------------------------------------------------------------
+
+// So many threads of the block, whole warps, meet at a named barrier; number 0 is that of __syncthreads.
+__device__ __forceinline__ void sync_threads(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // ---- Lanes of a warp ----------------------------------------------------------------------------------------------
 
 // Sum and maximum over groups of LANES neighbouring lanes of a warp; every lane gets the result, and all 32 take part.

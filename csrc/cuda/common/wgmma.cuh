@@ -10,6 +10,8 @@
 
 namespace turboquant::cuda {
 
+constexpr int kWarpgroup = 128;  // threads
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool kWarpgroupProducts = true;
 #else

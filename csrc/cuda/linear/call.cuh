@@ -61,6 +61,12 @@ struct Share {
   Share() = default;
   __host__ __device__ constexpr Share(int count, int of) : each(count / of), rest(count - count / of * of) {}
   __host__ __device__ constexpr int begin(int i) const { return each * i + (i < rest ? i : rest); }
+  // Who gets thing i, if everybody gets one. Unsigned division is faster.
+  __host__ __device__ constexpr int owner(int i) const {
+    const int longer = rest * (each + 1);
+    return i < longer ? static_cast<int>(unsigned(i) / unsigned(each + 1))
+                      : rest + static_cast<int>(unsigned(i - longer) / unsigned(each));
+  }
 };
 
 // What a thread block may do with weights before the previous kernel has ended.

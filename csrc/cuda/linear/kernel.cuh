@@ -268,7 +268,7 @@ class Block {
       float4* mine = reinterpret_cast<float4*>(ring_) + lane_;
 #pragma unroll
       for (int i = 0; i < TILES; ++i) mine[32 * i] = make_float4(y[i][0], y[i][1], y[i][2], y[i][3]);
-      asm volatile("bar.sync %0, %1;" ::"r"(barrier_), "r"(32 * p_.warps_k) : "memory");
+      sync_threads(barrier_, 32 * p_.warps_k);
       if (k_ != 0) return;
       const int stride = p_.slots * p_.chunk * p_.unit_bytes / 16;
 #pragma unroll 4

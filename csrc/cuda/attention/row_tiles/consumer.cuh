@@ -23,9 +23,6 @@ constexpr float kLift = 7, kRaise = 8;
 
 // Named barriers (0 is __syncthreads)
 constexpr int kConsumersBarrier = 1, kGroupBarrier = 2;
-__device__ __forceinline__ void sync_threads(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 
 // T: the type of queries, results and exact keys
 template <class S, typename T>

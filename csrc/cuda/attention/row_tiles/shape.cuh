@@ -11,11 +11,11 @@
 
 #include "cuda/attention/call.cuh"
 #include "cuda/codec/record.cuh"
+#include "cuda/common/wgmma.cuh"
 
 namespace turboquant::cuda::row_tiles {
 
 constexpr int kUnitKeys = 64;      // keys of a raw stage: codes as they come from memory
-constexpr int kWarpgroup = 128;    // threads
 constexpr int kMaxTileStages = 4;  // tiles of keys, and of values, that are ready or in work
 constexpr int kMaxRawStages = 10;
 constexpr int kItems = 2;  // items of work that are known ahead

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/wgmma.cuh"
 #include "cuda/linear/call.cuh"
 #include "dtype.h"
 #include "format.h"
@@ -24,7 +25,6 @@ constexpr bool in_streams(int tokens) { return tokens > 128; }
 constexpr int kTileSlabs = 16, kStreamSlabs = 8;
 constexpr int slabs_of(int tokens) { return in_streams(tokens) ? kStreamSlabs : kTileSlabs; }
 constexpr int kTileThreads = 32 * kTileSlabs;
-constexpr int kWarpgroup = 128;       // threads
 constexpr int kStreamBlocks = 2;      // thread blocks of a cluster, a worker
 constexpr int kStreamWarpgroups = 2;  // that multiply, of a thread block; another one copies
 constexpr int kStreamThreads = (kStreamWarpgroups + 1) * kWarpgroup;

@@ -1,6 +1,7 @@
 // Weights as left operands of products of warpgroups: packed codes that become float16 in registers.
 #pragma once
 
+#include "cuda/common/async_copy.cuh"
 #include "cuda/common/wgmma_wide.cuh"
 #include "cuda/linear/levels.cuh"
 #include "cuda/linear/tiles/call.cuh"
@@ -119,6 +120,37 @@ __device__ __forceinline__ void multiply_step(float* d, const uint32_t (&operand
     }
   }
   commit_products();
+}
+
+// The low word of the operand of activations in a stage of the ring, the same in all lanes, as compilers see.
+__device__ __forceinline__ uint32_t activations_word(const uint8_t* stage) {
+  return __shfl_sync(0xffffffff, shared_address(stage) / 16 | 0x10000, 0);
+}
+
+// A group of channels, 64 or, with `two_halves`, 128. unit: the warp's weights in shared memory, of which `first` and
+// `scales` have been loaded. b: as above. add: whether d holds sums. On return the last step is still being multiplied;
+// `between` is called when all earlier groups have been, and their stage is free.
+template <int TOKENS, bool BYTES, typename F>
+__device__ __forceinline__ void multiply_group(const Expander<BYTES>& expander, const uint8_t* unit,
+                                               Codes<BYTES> first, Scales scales, bool two_halves,
+                                               uint32_t b, bool add, uint32_t (&operand)[2][8], float* d, F&& between) {
+  Codes<BYTES> second = first;
+  if (two_halves) second = expander.template load<1>(unit);
+  expander.template expand<0, 0>(first, scales, operand[0]);
+  multiply_step<TOKENS>(d, operand[0], b, add);
+  wait_for_products<1>();  // for those of the other operand, which is next
+  between();
+  expander.template expand<0, 1>(first, scales, operand[1]);
+  multiply_step<TOKENS>(d, operand[1], b + 4, true);
+  wait_for_products<1>();
+  if (two_halves) {
+    constexpr int kNext = TOKENS * kRowBytes / 16;
+    expander.template expand<1, 0>(second, scales, operand[0]);
+    multiply_step<TOKENS>(d, operand[0], b + kNext, true);
+    wait_for_products<1>();
+    expander.template expand<1, 1>(second, scales, operand[1]);
+    multiply_step<TOKENS>(d, operand[1], b + kNext + 4, true);
+  }
 }
 
 }  // namespace turboquant::cuda::linear::tiles

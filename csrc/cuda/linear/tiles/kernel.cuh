@@ -95,26 +95,10 @@ class Tile {
     Scales scales = expander.load_scales(unit);
 #pragma unroll 1
     for (int group = first_; group < end_; ++group) {
-      const Codes<BYTES> codes = first;
-      const Scales f = scales;
-      const uint32_t b = __shfl_sync(0xffffffff, shared_address(stage(slot)) / 16 | 0x10000, 0);
-      Codes<BYTES> second = codes;
-      if (halves_ == 2) second = expander.template load<1>(unit);
-      expander.template expand<0, 0>(codes, f, operand[0]);
-      multiply_step<TOKENS>(d, operand[0], b, group > first_);
-      wait_for_products<1>();  // for those of the other operand, which is next
-      if (before >= 0 && threadIdx.x % 32 == 0) arrive(empty_ + before);
-      expander.template expand<0, 1>(codes, f, operand[1]);
-      multiply_step<TOKENS>(d, operand[1], b + 4, true);
-      wait_for_products<1>();
-      if (halves_ == 2) {
-        constexpr int kNext = TOKENS * kRowBytes / 16;
-        expander.template expand<1, 0>(second, f, operand[0]);
-        multiply_step<TOKENS>(d, operand[0], b + kNext, true);
-        wait_for_products<1>();
-        expander.template expand<1, 1>(second, f, operand[1]);
-        multiply_step<TOKENS>(d, operand[1], b + kNext + 4, true);
-      }
+      const uint32_t b = activations_word(stage(slot));
+      multiply_group<TOKENS>(expander, unit, first, scales, halves_ == 2, b, group > first_, operand, d, [&] {
+        if (before >= 0 && threadIdx.x % 32 == 0) arrive(empty_ + before);
+      });
       refill(group, slot, before, empty_phase);
       before = slot;
       if (++slot == p_.stages) slot = 0, phase ^= 1;

@@ -163,26 +163,10 @@ class StreamK {
       load_factors(s, factors);
 #pragma unroll 1
       for (int group = s.first; group < s.end; ++group) {
-        const Codes<BYTES> codes = first;
-        const Scales now = scales;
-        const uint32_t b = __shfl_sync(0xffffffff, shared_address(stage(slot)) / 16 | 0x10000, 0);
-        Codes<BYTES> second = codes;
-        if (two_halves) second = expander.template load<1>(unit);
-        expander.template expand<0, 0>(codes, now, operand[0]);
-        multiply_step<TOKENS>(d, operand[0], b, group > s.first);
-        wait_for_products<1>();  // for those of the other operand, which is next
-        if (before >= 0) release(before);
-        expander.template expand<0, 1>(codes, now, operand[1]);
-        multiply_step<TOKENS>(d, operand[1], b + 4, true);
-        wait_for_products<1>();
-        if (two_halves) {
-          constexpr int kNext = TOKENS * kRowBytes / 16;
-          expander.template expand<1, 0>(second, now, operand[0]);
-          multiply_step<TOKENS>(d, operand[0], b + kNext, true);
-          wait_for_products<1>();
-          expander.template expand<1, 1>(second, now, operand[1]);
-          multiply_step<TOKENS>(d, operand[1], b + kNext + 4, true);
-        }
+        const uint32_t b = activations_word(stage(slot));
+        multiply_group<TOKENS>(expander, unit, first, scales, two_halves, b, group > s.first, operand, d, [&] {
+          if (before >= 0) release(before);
+        });
         before = slot;
         if (++slot == p_.stages) slot = 0, phase ^= 1;
         if (++slice < end_) {
@@ -207,12 +191,6 @@ class StreamK {
 
   // ---- Sums of several workers
 
-  // The worker that has a slice.
-  __device__ __forceinline__ int worker_of(int slice) const {
-    const int longer = p_.slices.rest * (p_.slices.each + 1);
-    return slice < longer ? quotient(slice, p_.slices.each + 1)
-                          : p_.slices.rest + quotient(slice - longer, p_.slices.each);
-  }
   __device__ __forceinline__ int warpgroup() const { return warp_ / 4; }
   __device__ __forceinline__ int quarter() const { return rank_ * kStreamWarpgroups + warpgroup(); }
   // The lane's sums of a worker: [kSums / 4][threads of the warpgroup][4]. A worker has parts of two tiles at most: of
@@ -250,7 +228,7 @@ class StreamK {
 
   // Adds the sums of all workers; false: another one will.
   __device__ __forceinline__ bool join(const Stretch& s, float (&d)[kSums]) const {
-    const int first = worker_of(s.tile * a_.groups), last = worker_of((s.tile + 1) * a_.groups - 1);
+    const int first = p_.slices.owner(s.tile * a_.groups), last = p_.slices.owner((s.tile + 1) * a_.groups - 1);
     uint32_t* const counter = p_.arrivals + first * kStreamQuarters + quarter();
     // The sum of two does not depend on their order, and that of more begins with the first.
     const bool holds = worker_ == first || last == first + 1;
@@ -287,9 +265,7 @@ class StreamK {
     sync_warpgroup();  // before the next note
     return found;
   }
-  __device__ __forceinline__ void sync_warpgroup() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + warpgroup()), "n"(kWarpgroup) : "memory");
-  }
+  __device__ __forceinline__ void sync_warpgroup() const { sync_threads(1 + warpgroup(), kWarpgroup); }
 
   // ---- Results
   //
@@ -302,7 +278,7 @@ class StreamK {
     if (shared && !join(s, d)) return;
     if (a_.n % 2 == 0 && a_.dtype == Dtype::kBFloat16) return store_pairs<__nv_bfloat16>(s, row, d, factors);
     if (a_.n % 2 == 0 && a_.dtype == Dtype::kFloat16) return store_pairs<__half>(s, row, d, factors);
-    float* const own = part(worker_, !shared || worker_ == worker_of(s.tile * a_.groups));  // nobody reads it now
+    float* const own = part(worker_, !shared || worker_ == p_.slices.owner(s.tile * a_.groups));  // nobody reads it now
     leave(d, own);
     store_singly(s, row, own);
   }
