@@ -131,9 +131,9 @@ __device__ __forceinline__ uint32_t activations_word(const uint8_t* stage) {
 // `scales` have been loaded. b: as above. add: whether d holds sums. On return the last step is still being multiplied;
 // `between` is called when all earlier groups have been, and their stage is free.
 template <int TOKENS, bool BYTES, typename F>
-__device__ __forceinline__ void multiply_group(const Expander<BYTES>& expander, const uint8_t* unit,
-                                               Codes<BYTES> first, Scales scales, bool two_halves,
-                                               uint32_t b, bool add, uint32_t (&operand)[2][8], float* d, F&& between) {
+__device__ __forceinline__ void multiply_group(const Expander<BYTES>& expander, const uint8_t* unit, Codes<BYTES> first,
+                                               Scales scales, bool two_halves, uint32_t b, bool add,
+                                               uint32_t (&operand)[2][8], float* d, F&& between) {
   Codes<BYTES> second = first;
   if (two_halves) second = expander.template load<1>(unit);
   expander.template expand<0, 0>(first, scales, operand[0]);

@@ -89,12 +89,12 @@ class StreamK {
   // the first warp also half of the activations, to both blocks.
   __device__ __forceinline__ void copy_all() const {
     if (elected()) {
-      prefetch_weights();  // which do not wait for the kernel that writes activations
+      prefetch_weights();  // they do not depend on the kernel that writes activations
       wait_for_previous_kernel();
       const bool copies_activations = warp_ == kStreamSlabs;
       const int half = operand_bytes_ / kStreamBlocks, from_half = rank_ * half;
       int slot = 0;
-      uint32_t phase = 1;  // that of a barrier before its first one: nobody waits for it
+      uint32_t phase = 1;  // a fresh barrier counts as past this phase, so the first round does not wait
       for (int slice = begin_; slice < end_;) {
         const Stretch s = stretch(slice);
         const int slabs = num_slabs(s), bytes = (copies_activations ? operand_bytes_ : 0) + slabs * unit_bytes_;
@@ -230,7 +230,7 @@ class StreamK {
   __device__ __forceinline__ bool join(const Stretch& s, float (&d)[kSums]) const {
     const int first = p_.slices.owner(s.tile * a_.groups), last = p_.slices.owner((s.tile + 1) * a_.groups - 1);
     uint32_t* const counter = p_.arrivals + first * kStreamQuarters + quarter();
-    // The sum of two does not depend on their order, and that of more begins with the first.
+    // Whether the sums may stay in registers: two can be added in either order, and of more the first come first.
     const bool holds = worker_ == first || last == first + 1;
     if (!holds || !tell([&] { return others_arrived(counter, last - first); })) {
       leave(d, part(worker_, worker_ == first));
@@ -247,7 +247,7 @@ class StreamK {
     }
     return true;
   }
-  // Whether all others have: then they are gone, and the counter is 0 again.
+  // Whether all other workers have left their sums. Then no one else needs the counter, and it is set to 0.
   static __device__ __forceinline__ bool others_arrived(uint32_t* counter, int others) {
     uint32_t count;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
@@ -278,7 +278,8 @@ class StreamK {
     if (shared && !join(s, d)) return;
     if (a_.n % 2 == 0 && a_.dtype == Dtype::kBFloat16) return store_pairs<__nv_bfloat16>(s, row, d, factors);
     if (a_.n % 2 == 0 && a_.dtype == Dtype::kFloat16) return store_pairs<__half>(s, row, d, factors);
-    float* const own = part(worker_, !shared || worker_ == p_.slices.owner(s.tile * a_.groups));  // nobody reads it now
+    // Memory that no other worker reads any more, or yet.
+    float* const own = part(worker_, !shared || worker_ == p_.slices.owner(s.tile * a_.groups));
     leave(d, own);
     store_singly(s, row, own);
   }
