@@ -6,10 +6,13 @@
 #include "cuda/attention/counters.cuh"
 #include "cuda/attention/head_dims.cuh"
 #include "cuda/attention/row_tiles/expansion.cuh"
+#include "cuda/common/box_maps.cuh"
 #include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda::row_tiles {
 namespace {
+
+constexpr int kUncutQueries = 2048;
 
 // How the kernel expands codes that choose_attention lets through.
 Kind kind_of(format::Width width, bool table) {
@@ -30,37 +33,63 @@ RowTilesLaunch::RowTilesLaunch(const Attention& call, const Device& device, int 
     : call_(call), device_(device) {
   const bool many = int64_t{call.max_q_len} * call.group > 64;
   if (!many || !choose_shape(2)) choose_shape(1);
+  if (many && call.new_keys) choose_prompts();
   check_limits();
-  plan_.layout = RecordLayout(call.record);
-  plan_.key_kind = kind_of(call.record.key_width(), call.key_levels);
-  plan_.value_kind = kind_of(call.record.value_width(), call.value_levels);
-  plan_.least_rows = least_queries * call.group;
-  plan_.clears = least_queries == 0;
+  for (Plan* plan : {&tiles_.plan, &prompts_.plan}) {
+    plan->layout = RecordLayout(call.record);
+    plan->key_kind = kind_of(call.record.key_width(), call.key_levels);
+    plan->value_kind = kind_of(call.record.value_width(), call.value_levels);
+    plan->least_rows = least_queries * call.group;
+    plan->prompts_apart = prompts_.grid > 0;
+    plan->group = Divisor(call.group);
+  }
+  tiles_.plan.clears = least_queries == 0;
 }
 
 // Tiles of 64 or 128 rows; false: not even the fewest stages fit. Many stages of tiles are worth less than a ring of
 // raw stages in which copies can run ahead, and two blocks of a multiprocessor are worth more than both.
 bool RowTilesLaunch::choose_shape(int groups) {
   const DeviceFacts& facts = device_.facts;
-  entry_ = with_head_dim<kRowTilesHeadDims>(call_.record.head_dim,
-                                            [&](auto d) { return find_kernel<d>(groups, call_.dtype); });
-  plan_.raw_stride = raw_stride(call_.record);
+  auto& [entry, plan, grid] = tiles_;
+  entry = with_head_dim<kRowTilesHeadDims>(call_.record.head_dim,
+                                           [&](auto d) { return find_kernel<d>(groups, call_.dtype); });
+  plan.raw_stride = raw_stride(call_.record);
   const auto fits = [&](int blocks, int ahead) {
     const int per_block = facts.shared_per_multiprocessor / blocks - kReservedSharedBytes;
     constexpr int kStages[][2] = {{4, 4}, {2, 3}, {2, 2}};  // of keys and of values
     for (const auto& [keys, values] : kStages) {
       // A barrier knows one phase from the next, but not from the one after that, so no warp may be a turn of the ring
       // behind another.
-      if (keys < entry_.stream_warps) continue;
-      plan_.key_stages = keys, plan_.value_stages = values, grid_ = blocks * facts.multiprocessors;
-      if (entry_.lay_out(plan_, std::min(facts.shared_per_block, per_block)) &&
-          plan_.raw_stages >= entry_.stream_warps + ahead) {
+      if (keys < entry.stream_warps) continue;
+      plan.key_stages = keys, plan.value_stages = values, grid = blocks * facts.multiprocessors;
+      if (entry.lay_out(plan, std::min(facts.shared_per_block, per_block)) &&
+          plan.raw_stages >= entry.stream_warps + ahead) {
         return true;
       }
     }
     return false;
   };
-  return fits(entry_.blocks, 3) || fits(entry_.blocks, 1) || fits(1, 1) || fits(1, 0);
+  return fits(entry.blocks, 3) || fits(entry.blocks, 1) || fits(1, 1) || fits(1, 0);
+}
+
+// The kernel of prompts, where there is one for the head_dim, and boxes of the call's own keys and values. It does not
+// cut tiles of rows into parts, so row tiles are faster where there are few of them, and long ones.
+void RowTilesLaunch::choose_prompts() {
+  const Attention& a = call_;
+  auto& [entry, plan, grid] = prompts_;
+  entry = with_head_dim<kPromptsHeadDims>(a.record.head_dim, [&](auto d) { return find_prompts_kernel<d>(a.dtype); });
+  const int64_t items = int64_t{a.tokens} * a.group / 128 * a.kv_heads;
+  if (!entry.kernel || (a.max_q_len > kUncutQueries && items < device_.facts.multiprocessors)) return;
+  plan.key_stages = plan.value_stages = kPromptStages;
+  const auto map = [&](const void* data, int64_t token_stride, int64_t head_stride, CUtensorMap& to) {
+    return map_boxes(data, a.dtype, {a.record.head_dim, a.kv_heads, a.tokens}, {head_stride, token_stride},
+                     {64, 1, entry.keys}, to);
+  };
+  if (map(a.new_keys, a.new_key_token_stride, a.new_key_head_stride, maps_.keys) &&
+      map(a.new_values, a.new_value_token_stride, a.new_value_head_stride, maps_.values) &&
+      entry.lay_out(plan, device_.facts.shared_per_block)) {
+    grid = device_.facts.multiprocessors;
+  }
 }
 
 // The kernel counts tiles of keys, of all tiles of rows, in 32 bits. What the host knows about them: no sequence is
@@ -69,18 +98,25 @@ void RowTilesLaunch::check_limits() const {
   const Attention& a = call_;
   const int64_t tokens = int64_t{a.max_pages} * a.record.page_size + (a.new_keys ? a.max_q_len : 0);
   const int64_t tiles = tokens / kUnitKeys + 3;  // one more of codes, and of sinks and recent tokens
-  const double blocks = 1.0 * a.tokens * a.group / entry_.rows + a.seqs;
+  const double blocks = 1.0 * a.tokens * a.group / tiles_.entry.rows + a.seqs;
   STD_TORCH_CHECK(tiles * blocks * a.kv_heads <= INT32_MAX, "paged_attention: ", a.seqs, " sequences of up to ", tokens,
                   " tokens are more work than one call can count");
 }
 
 void RowTilesLaunch::run(void* workspace, cudaStream_t stream) {
-  plan_.parts = static_cast<float*>(workspace);
-  plan_.counters =
-      zeroed_counters(device_.index, stream, num_counters(), static_cast<uint32_t*>(workspace) + part_floats());
-  allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
-  void* arguments[] = {const_cast<Attention*>(&call_), &plan_};
-  check_cuda(launch_early(entry_.kernel, grid_, entry_.threads, plan_.bytes, arguments, stream, device_.facts.major),
+  tiles_.plan.parts = static_cast<float*>(workspace);
+  tiles_.plan.counters = zeroed_counters(device_.index, stream, num_counters(),
+                                         reinterpret_cast<uint32_t*>(tiles_.plan.parts + part_floats()));
+  prompts_.plan.counters = tiles_.plan.counters + 2 * tiles_.grid + 1;
+  if (prompts_.grid > 0) launch(prompts_, stream);
+  launch(tiles_, stream);
+}
+
+void RowTilesLaunch::launch(Kernel& kernel, cudaStream_t stream) {
+  auto& [entry, plan, grid] = kernel;
+  allow_shared_memory(entry.kernel, device_.index, plan.bytes);
+  void* arguments[] = {const_cast<Attention*>(&call_), &plan, &maps_};  // row tiles take two of them
+  check_cuda(launch_early(entry.kernel, grid, entry.threads, plan.bytes, arguments, stream, device_.facts.major),
              "paged_attention");
 }
 

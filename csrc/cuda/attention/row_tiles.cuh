@@ -15,6 +15,7 @@ struct KernelEntry {
   int blocks;         // per multiprocessor, at most
   int stream_warps;   // see Shape
   int part_floats;    // of a partial result
+  int keys;           // of a tile
   bool (*lay_out)(Plan& plan, int limit);
 };
 
@@ -22,6 +23,9 @@ struct KernelEntry {
 // instances/row_tiles_<D>.cu.
 template <int D>
 KernelEntry find_kernel(int groups, Dtype dtype);
+// The one of 128 rows for sequences of which no key is older than the call. Defined in instances/prompts_<D>.cu.
+template <int D>
+KernelEntry find_prompts_kernel(Dtype dtype);
 
 // Bytes of a raw stage: the tiles of a record that hold kUnitKeys tokens, in places that bulk copies can write to.
 constexpr int raw_stride(const format::Record& record) {
@@ -42,16 +46,24 @@ class RowTilesLaunch {
   void run(void* workspace, cudaStream_t stream);
 
  private:
-  int64_t part_floats() const { return int64_t{2} * grid_ * entry_.part_floats; }
-  int num_counters() const { return 2 * grid_ + 1; }
+  // One of the two kernels; grid 0: it is not launched.
+  struct Kernel {
+    KernelEntry entry{};
+    Plan plan{};
+    int grid = 0;
+  };
   bool choose_shape(int groups);
+  void choose_prompts();
   void check_limits() const;
+  int64_t part_floats() const { return int64_t{2} * tiles_.grid * tiles_.entry.part_floats; }
+  int num_counters() const { return 2 * tiles_.grid + 1 + (prompts_.grid > 0); }  // that of prompts is the last one
+  void launch(Kernel& kernel, cudaStream_t stream);
 
   const Attention& call_;
   const Device& device_;
-  KernelEntry entry_;
-  Plan plan_{};
-  int grid_;
+  Kernel tiles_;
+  Kernel prompts_;  // for sequences without older keys
+  PromptMaps maps_{};
 };
 
 }  // namespace turboquant::cuda::row_tiles

@@ -6,6 +6,7 @@
 #include "choices/attention.h"
 #include "cuda/attention/row_tiles.cuh"
 #include "cuda/attention/row_tiles/kernel.cuh"
+#include "cuda/attention/row_tiles/prompts.cuh"
 
 namespace turboquant::cuda::row_tiles {
 
@@ -19,15 +20,30 @@ constexpr bool kAlwaysFits = [] {
   return S::kStreamWarps <= 2 && lay_out<S>(plan, kSharedPerBlock);
 }();
 
-template <class S, typename T>
-KernelEntry kernel_entry() {
-  return {.kernel = reinterpret_cast<const void*>(&row_tiles_kernel<S, T>),
+template <class S>
+KernelEntry kernel_entry(const void* kernel) {
+  return {.kernel = kernel,
           .rows = S::kRows,
           .threads = S::kThreads,
           .blocks = S::kBlocks,
           .stream_warps = S::kStreamWarps,
           .part_floats = S::kPartFloats,
+          .keys = S::kKeys,
           .lay_out = &lay_out<S>};
+}
+template <class S, typename T>
+KernelEntry kernel_entry() {
+  if constexpr (S::kPrompts) {
+    return kernel_entry<S>(reinterpret_cast<const void*>(&prompts_kernel<S, T>));
+  } else {
+    return kernel_entry<S>(reinterpret_cast<const void*>(&row_tiles_kernel<S, T>));
+  }
+}
+
+template <int D>
+KernelEntry find_prompts_kernel(Dtype dtype) {
+  using S = Shape<D, 2, true>;
+  return dtype == Dtype::kFloat16 ? kernel_entry<S, __half>() : kernel_entry<S, __nv_bfloat16>();
 }
 
 template <int D>

@@ -30,6 +30,7 @@ class Consumer {
   static constexpr int kD = S::kDim, kFragments = kD / 16;
   static constexpr format::Split kSplit = format::split_dim(kD);
   static constexpr int kLog = std::countr_zero(static_cast<unsigned>(kSplit.block));
+  static constexpr bool kWeightsFirst = S::kPrompts;  // computed before the products of the tile before end
   using Rotation = HadamardTraits<kSplit.blocks, kLog, 4, 2>;  // a thread's part of a row: channels 8 j + 2 t + h
 
  public:
@@ -62,11 +63,14 @@ class Consumer {
     exponent_ = -64;
 #pragma unroll
     for (int i = 0; i < 2; ++i) position_[i] = position_of(min(row_ + 8 * i, item_->rows - 1));
-    const int coded_end = min(item_->end, item_->coded_tiles), begin = item_->begin;
-    if (begin < coded_end) {
-      prepare_rotated();
-      pass<false>(begin, coded_end);
-      leave_rotation();
+    const int begin = item_->begin;
+    if constexpr (!S::kPrompts) {
+      const int coded_end = min(item_->end, item_->coded_tiles);
+      if (begin < coded_end) {
+        prepare_rotated();
+        pass<false>(begin, coded_end);
+        leave_rotation();
+      }
     }
     exponent_ = 0;
     const int exact = max(begin, item_->coded_tiles);
@@ -78,15 +82,16 @@ class Consumer {
 
   // ---- Rows
 
-  // The query that row `row` of the tile stands for, of the sequence's queries, and its position.
-  __device__ __forceinline__ int query_of(int row) const { return quotient(item_->block * S::kRows + row, a_.group); }
-  __device__ __forceinline__ int position_of(int row) const { return item_->length - item_->queries + query_of(row); }
+  // The position of the query that row `row` of the tile stands for.
+  __device__ __forceinline__ int position_of(int row) const {
+    return item_->length - item_->queries + quotient(item_->block * S::kRows + row, plan_.group);
+  }
   __device__ __forceinline__ bool exists(int i) const { return row_ + 8 * i < item_->rows; }
-  // Token and head of row i.
+  // Token and head of row i, which exists.
   __device__ __forceinline__ void find_row(int i, int64_t& token, int& head) const {
-    const int row = row_ + 8 * i, query = query_of(row);
+    const int query = position_[i] - (item_->length - item_->queries);
     token = item_->first_query + query;
-    head = item_->head * a_.group + item_->block * S::kRows + row - query * a_.group;
+    head = (item_->head - query) * plan_.group + item_->block * S::kRows + row_ + 8 * i;
   }
 
   // ---- Queries
@@ -175,27 +180,45 @@ class Consumer {
   // Queries as they are.
   __device__ __forceinline__ void prepare_exact() {
     const Sight sight(a_, item_->sequence, item_->length, item_->queries);
-    const T* q[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      int64_t token;
-      int head;
-      find_row(i, token, head);
-      q[i] = exists(i) ? static_cast<const T*>(a_.q) + token * a_.q_token_stride + head * a_.q_head_stride : nullptr;
       factor_[i] = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f), shift_[i] = 0;
       // Exact keys that are seen: sinks from first_ on, and others from end_ on.
       first_[i] = a_.first_visible(position_[i]), end_[i] = max(sight.recent(position_[i]), first_[i]);
     }
-    const int sinks = item_->sinks, last = -max_of_lanes(max(-position_[0], -position_[1]));
-    const int begin = max(sinks, sinks + max_of_lanes(max(end_[0], end_[1])) - item_->recent);
-    clear_begin_ = item_->coded_tiles + ceil_div(begin, S::kKeys);
-    clear_end_ = item_->coded_tiles + min(sinks + last + 1 - item_->recent, item_->exact) / S::kKeys;
-    const int low = position_of(0), high = position_of(item_->rows - 1);
-    const int end = max(sight.recent(high), a_.first_visible(high));
-    common_begin_ = item_->coded_tiles + ceil_div(max(sinks, sinks + end - item_->recent), S::kKeys);
-    common_end_ = item_->coded_tiles + min(sinks + low + 1 - item_->recent, item_->exact) / S::kKeys;
-    const uint32_t sign = a_.softmax_scale < 0 ? 0x80008000 : 0;
-    lay_out([&](int i, int j) { return q[i] ? *reinterpret_cast<const uint32_t*>(q[i] + 8 * j + 2 * t_) ^ sign : 0u; });
+    if constexpr (S::kPrompts) {
+      clear_begin_ = item_->common_begin, clear_end_ = item_->common_end;
+    } else {
+      const int sinks = item_->sinks, last = -max_of_lanes(max(-position_[0], -position_[1]));
+      const int begin = max(sinks, sinks + max_of_lanes(max(end_[0], end_[1])) - item_->recent);
+      clear_begin_ = item_->coded_tiles + ceil_div(begin, S::kKeys);
+      clear_end_ = item_->coded_tiles + min(sinks + last + 1 - item_->recent, item_->exact) / S::kKeys;
+    }
+    lay_out_exact(a_.softmax_scale < 0 ? 0x80008000 : 0);
+  }
+  __device__ __forceinline__ void lay_out_exact(uint32_t sign) {
+    if constexpr (S::kPrompts) {
+      wait_barrier(&notes_.query_full, queries_.phase);
+      const uint8_t* const from = shared_ + plan_.queries;
+      lay_out([&](int i, int j) {
+        const int at = j / 8 * S::kRows * kSwizzleRow + swizzled(row_ + 8 * i, j % 8 * 16 + 4 * t_);
+        return *reinterpret_cast<const uint32_t*>(from + at) ^ sign;
+      });
+      __syncwarp();
+      if (lane_ == 0) arrive(&notes_.query_empty);
+      queries_.advance(1);
+    } else {
+      const T* q[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int64_t token;
+        int head;
+        find_row(i, token, head);
+        q[i] = exists(i) ? static_cast<const T*>(a_.q) + token * a_.q_token_stride + head * a_.q_head_stride : nullptr;
+      }
+      lay_out(
+          [&](int i, int j) { return q[i] ? *reinterpret_cast<const uint32_t*>(q[i] + 8 * j + 2 * t_) ^ sign : 0u; });
+    }
   }
 
   // ---- The loop over tiles
@@ -203,8 +226,8 @@ class Consumer {
   template <bool EXACT>
   __device__ __forceinline__ void wait(uint64_t (&barriers)[kMaxTileStages], const RingPlace& stage) const {
     wait_barrier(&barriers[stage.slot], stage.phase);
-    // Tensor cores would not see what cp.async has copied.
-    if constexpr (EXACT) publish_operands();
+    // Tensor cores would not see what cp.async has copied; what the tensor memory accelerator has, they do.
+    if constexpr (EXACT && !S::kPrompts) publish_operands();
   }
   __device__ __forceinline__ void release(uint64_t (&barriers)[kMaxTileStages], RingPlace& stage, int stages) const {
     __syncwarp();
@@ -298,27 +321,27 @@ class Consumer {
   // in tiles of which some row of the block does not see all keys, such values are cleared, and the rows that do see
   // them become NaN as a whole. All warps that multiply call this for the same tiles.
   __device__ __forceinline__ void guard_values(int tile) {
-    if (tile >= common_begin_ && tile < common_end_) return;
+    if (tile >= item_->common_begin && tile < item_->common_end) return;
     wait<true>(notes_.value_full, values_);
-    constexpr int kConsumers = kWarpgroup * S::kGroups;
-    const int thread = threadIdx.x % kWarpgroup, key = thread % S::kKeys;
-    uint8_t* const row = shared_ + (plan_.key_stages + values_.slot) * S::kTileBytes + key * kSwizzleRow;
-    bool broken = false;
-    for (int c = thread / S::kKeys; c < kD / 64; c += kWarpgroup / S::kKeys) {
-      const uint4* words = reinterpret_cast<const uint4*>(row + c * S::kKeys * kSwizzleRow);
+    constexpr int kConsumers = kWarpgroup * S::kGroups, kRowWords = kSwizzleRow / 16;
+    uint4* const words = reinterpret_cast<uint4*>(shared_ + (plan_.key_stages + values_.slot) * S::kTileBytes);
+    const int first = threadIdx.x - S::kProducers;
+    Pair sum = Pair{};
 #pragma unroll
-      for (int i = 0; i < kSwizzleRow / 16; ++i) broken |= !finite(words[i]);
+    for (int i = 0; i < S::kTileBytes / 16; i += kConsumers) add_zeros(words[first + i], sum);
+    const bool broken = !is_zero(sum);
+    if (broken) {
+      for (int i = first; i < S::kTileBytes / 16; i += kConsumers) {
+        Pair own = Pair{};
+        add_zeros(words[i], own);
+        if (is_zero(own)) continue;
+        const int key = i / kRowWords % S::kKeys;
+        atomicOr(&notes_.broken[key / 32], 1u << key % 32);
+        words[i] = uint4{};
+      }
+      publish_operands();
     }
     if (!any_thread(broken, kConsumers)) return;
-    if (broken && group_ == 0) {
-      atomicOr(&notes_.broken[key / 32], 1u << key % 32);
-      for (int c = thread / S::kKeys; c < kD / 64; c += kWarpgroup / S::kKeys) {
-        uint4* words = reinterpret_cast<uint4*>(row + c * S::kKeys * kSwizzleRow);
-        for (int i = 0; i < kSwizzleRow / 16; ++i) words[i] = uint4{};
-      }
-    }
-    publish_operands();
-    sync_threads(kConsumersBarrier, kConsumers);
     for (int k = 0; k < S::kKeys; ++k) {
       if (!(notes_.broken[k / 32] >> (k % 32) & 1)) continue;
 #pragma unroll
@@ -327,15 +350,18 @@ class Consumer {
       }
     }
     sync_threads(kConsumersBarrier, kConsumers);
-    if (threadIdx.x == S::kProducers) notes_.broken[0] = notes_.broken[1] = 0;
+    if (threadIdx.x < S::kProducers + 4) notes_.broken[threadIdx.x - S::kProducers] = 0;
     sync_threads(kConsumersBarrier, kConsumers);
   }
-  static __device__ __forceinline__ bool finite(const uint4& w) {
-    float x[8], sum = 0;
-    floats_of_words<T>({w.x, w.y, w.z, w.w}, x);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum = fmaf(x[i], 0, sum);  // NaN, if one of them is NaN or infinite
-    return sum == 0;
+  // Adds 0 times each element, which is NaN where one of them is infinite or NaN.
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  static __device__ __forceinline__ void add_zeros(const uint4& w, Pair& sum) {
+    for (const uint32_t word : {w.x, w.y, w.z, w.w}) {
+      sum = __hfma2(reinterpret_cast<const Pair&>(word), Pair{}, sum);
+    }
+  }
+  static __device__ __forceinline__ bool is_zero(const Pair& x) {
+    return (reinterpret_cast<const uint32_t&>(x) & 0x7FFF7FFF) == 0;
   }
   static __device__ __forceinline__ bool any_thread(bool x, int threads) {
     int any;
@@ -384,22 +410,21 @@ class Consumer {
       top[i] = fmaf(both, factor[i], shift_of(i));
       raise |= top[i] > reference_[i] + kRaise;
     }
-    if (multiplying) {
+    if (!kWeightsFirst && multiplying) {
       receive<2>(top);  // keeps the compiler from computing the maxima after the products have ended
-      wait_for_products<0>();
-      receive<S::kSums>(sums_);
-      release(notes_.value_empty, values_, plan_.value_stages);
+      end_products();
     }
-    if (__any_sync(0xffffffff, raise)) {
+    const bool raised = __any_sync(0xffffffff, raise);
+    float by[2];
+    if (raised) {
       const int higher = max(exponent, exponent_);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float old = reference_[i], now = fmaxf(old, top[i]);
         const float less = now == -INFINITY ? 1.0f : exp2_fast(old - now);
         reference_[i] = now, total_[i] *= less;
-        const float by = less * exp2_fast(static_cast<float>(exponent_ - higher));
-#pragma unroll
-        for (int k = 0; k < kD / 8; ++k) sums_[4 * k + 2 * i] *= by, sums_[4 * k + 2 * i + 1] *= by;
+        by[i] = less * exp2_fast(static_cast<float>(exponent_ - higher));
+        if constexpr (!kWeightsFirst) rescale(i, by[i]);
       }
       exponent_ = higher;
     }
@@ -420,6 +445,23 @@ class Consumer {
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) total_[i] = fmaf(sum[i][0] + sum[i][1], up, total_[i]);
+    if constexpr (kWeightsFirst) {
+      if (multiplying) {
+        receive<S::kScores>(scores);  // and from computing the weights then
+        end_products();
+      }
+      if (raised) rescale(0, by[0]), rescale(1, by[1]);
+    }
+  }
+  // Ends the products with the values of a tile, and releases it.
+  __device__ __forceinline__ void end_products() {
+    wait_for_products<0>();
+    receive<S::kSums>(sums_);
+    release(notes_.value_empty, values_, plan_.value_stages);
+  }
+  __device__ __forceinline__ void rescale(int i, float by) {
+#pragma unroll
+    for (int k = 0; k < kD / 8; ++k) sums_[4 * k + 2 * i] *= by, sums_[4 * k + 2 * i + 1] *= by;
   }
   // Capped scores have the shift in them already.
   __device__ __forceinline__ float shift_of(int i) const { return a_.soft_cap > 0 ? 0.0f : shift_[i]; }
@@ -447,7 +489,10 @@ class Consumer {
       for (int k = 0; k < 4; ++k) {
         const int i = k / 2, h = k % 2;
         float& x = scores[4 * n + k];
-        if constexpr (EXACT) {
+        if constexpr (S::kPrompts) {
+          const int number = first + 8 * n + 2 * t_ + h;
+          x = number >= first_[i] - item_->recent && number <= position_[i] - item_->recent ? x : -INFINITY;
+        } else if constexpr (EXACT) {
           x = sees_exact(i, first + 8 * n + 2 * t_ + h) ? x : -INFINITY;
         } else {
           const int place = 8 * n + 2 * t_ + h, key = first + n / 4 * 32 + token_at(place % 32);
@@ -496,7 +541,9 @@ class Consumer {
 #pragma unroll
       for (int bit = 1; bit < 4; bit *= 2) total_[i] += __shfl_xor_sync(0xffffffff, total_[i], bit);
     }
-    if (item_->parts > 1 && !join_parts()) return;
+    if constexpr (!S::kPrompts) {
+      if (item_->parts > 1 && !join_parts()) return;
+    }
     write_results();
   }
 
@@ -537,26 +584,61 @@ class Consumer {
     return true;
   }
 
+  // Words k = 0 to 3 of lane t of four neighbours become word t of lane k.
+  __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4]) const {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (k & bit) continue;
+        uint32_t& low = w[k];
+        uint32_t& high = w[k + bit];
+        const uint32_t other = __shfl_xor_sync(0xffffffff, t_ & bit ? low : high, bit);
+        (t_ & bit ? low : high) = other;
+      }
+    }
+  }
+
+  // Without branches but around stores: this is a chain of short steps, for which all warps wait.
   __device__ __forceinline__ void write_results() const {
+    const bool wide = reinterpret_cast<uintptr_t>(a_.out) % 16 == 0;
+    T* out[2];
+    float inverse[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (!exists(i)) continue;
-      int64_t token;
-      int head;
-      find_row(i, token, head);
+      int64_t token = 0;
+      int head = 0;
+      if (exists(i)) find_row(i, token, head);
       const float unlift = exp2_fast(-kLift);
       float m = reference_[i], total = total_[i] * unlift;
       const float by = a_.sink_logits ? add_sink(a_.sink_logits[head], m, total) : 1;
       const int64_t to = token * a_.q_heads + head;
-      const float inverse = total == 0 ? 0 : by * unlift / total;
-      T* out = static_cast<T*>(a_.out) + to * kD + 2 * t_;
-#pragma unroll
-      for (int j = 0; j < kD / 8; ++j) {
-        *reinterpret_cast<uint32_t*>(out + 8 * j) =
-            word_of_floats<T>(sums_[4 * j + 2 * i] * inverse, sums_[4 * j + 2 * i + 1] * inverse);
+      out[i] = static_cast<T*>(a_.out) + to * kD;
+      inverse[i] = total == 0 ? 0 : __fdividef(by * unlift, total);
+      if (t_ == 0 && exists(i)) {
+        a_.lse[to] = total == 0 ? -INFINITY : by == 0 ? a_.sink_logits[head] : (m + __log2f(total)) * kLn2;
       }
-      if (t_ == 0) {
-        a_.lse[to] = total == 0 ? -INFINITY : by == 0 ? a_.sink_logits[head] : (m + log2f(total)) * kLn2;
+    }
+#pragma unroll
+    for (int j = 0; j < kD / 8; j += 4) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t w[4];  // of four octets
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float* const x = sums_ + 4 * (j + k) + 2 * i;
+          w[k] = word_of_floats<T>(x[0] * inverse[i], x[1] * inverse[i]);
+        }
+        transpose_quad(w);
+        T* const to = out[i] + 8 * (j + t_);
+        if (exists(i)) {
+          if (wide) {
+            *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+          } else {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) reinterpret_cast<uint32_t*>(to)[k] = w[k];
+          }
+        }
       }
     }
   }
@@ -570,13 +652,13 @@ class Consumer {
 
   const Item* item_;
   RingPlace keys_, values_;  // the tiles that are multiplied next
+  RingPlace queries_;        // of prompts, a ring of one
   float sums_[S::kSums];
   float reference_[2], total_[2];  // of rows i = 0, 1; `total_` is of the thread's own keys
   float factor_[2], shift_[2];     // score * log2(e) = factor * product + shift
   int position_[2];                // rows that do not exist: of the last one
   int first_[2], end_[2];          // the row sees keys [first_, end_) of codes; see prepare_exact for the others
   int clear_begin_, clear_end_;    // all rows of the warp see all keys of these tiles
-  int common_begin_, common_end_;  // all rows of the block do
   int exponent_;                   // sums over codes are divided by 2^exponent_
   uint32_t query_[S::kQueriesInRegisters ? kD / 4 : 1];
 };

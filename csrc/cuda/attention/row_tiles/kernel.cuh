@@ -34,11 +34,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     for (int i = 0; i < kItems; ++i) {
       init_barrier(&notes.item_full[i], 1), init_barrier(&notes.item_empty[i], 2 * S::kStreamWarps + 4 * S::kGroups);
     }
-    notes.broken[0] = notes.broken[1] = 0;
+    for (uint32_t& word : notes.broken) word = 0;
     barriers_ready();
   }
+  // The kernel of prompts is right before, and has let this one begin after all that wrote lengths had ended.
+  const bool works = !plan.prompts_apart || any_work<S>(a, plan);
   wait_for_previous_kernel();
-  if (threadIdx.x < 16) {
+  if ( threadIdx.x < 16) {
     notes.key_table[threadIdx.x] = table_byte(a.key_levels, a.record.key_width(), threadIdx.x);
     notes.value_table[threadIdx.x] = table_byte(a.value_levels, a.record.value_width(), threadIdx.x);
   }
@@ -46,6 +48,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     clear_padding<uint32_t>(a, S::kDim / 2, int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
                             int64_t{gridDim.x} * blockDim.x);
   }
+  if (!works) return;
   __syncthreads();
   if (threadIdx.x < S::kProducers) {
     leave_registers<S::kProducerRegisters>();

@@ -5,6 +5,7 @@
 // KV head. A tile of rows is 64 rows for each warpgroup that multiplies; a tile of keys is 64 keys.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -18,26 +19,30 @@ namespace turboquant::cuda::row_tiles {
 constexpr int kUnitKeys = 64;      // keys of a raw stage: codes as they come from memory
 constexpr int kMaxTileStages = 4;  // tiles of keys, and of values, that are ready or in work
 constexpr int kMaxRawStages = 10;
+constexpr int kPromptStages = 3;   // tiles of keys, and of values, of prompts
 constexpr int kItems = 2;  // items of work that are known ahead
 
-// D: head_dim. GROUPS: warpgroups that multiply, 64 rows each.
-template <int D, int GROUPS>
+// D: head_dim. GROUPS: warpgroups that multiply, 64 rows each. PROMPTS: for sequences of which no key is older than the
+// call. Without codes to expand, few registers are enough to prepare tiles, and larger tiles fit into the others.
+template <int D, int GROUPS, bool PROMPTS = false>
 struct Shape {
   static_assert(D % 64 == 0 && D <= 256 && (GROUPS == 1 || GROUPS == 2));
+  static_assert(!PROMPTS || (GROUPS == 2 && D <= 128));
   static constexpr int kDim = D, kGroups = GROUPS, kRows = 64 * GROUPS;
-  static constexpr int kKeys = kUnitKeys;  // of a tile
-  // Warps that prepare keys, and as many that prepare values, a tile each
-  static constexpr int kStreamWarps = GROUPS == 2 && D <= 128 ? 4 : 2, kProducers = 2 * kStreamWarps * 32;
+  static constexpr bool kPrompts = PROMPTS;
+  static constexpr int kKeys = PROMPTS ? 2 * kUnitKeys : kUnitKeys;  // of a tile
+  // Warps that prepare keys, and as many that prepare values, a tile each; those of prompts do other things
+  static constexpr int kStreamWarps = GROUPS == 2 && D <= 128 && !PROMPTS ? 4 : 2, kProducers = 2 * kStreamWarps * 32;
   static constexpr int kThreads = kProducers + kWarpgroup * GROUPS;
   // Two blocks of a multiprocessor hide each other's latencies; queries in registers spare shared memory's bandwidth.
   static constexpr int kBlocks = GROUPS == 1 && D <= 128 ? 2 : 1;
   static constexpr bool kQueriesInRegisters = D <= 128;
   // Registers of a thread, out of 65,536 of a multiprocessor; 0: as the compiler has it
-  static constexpr int kConsumerRegisters = D <= 128 ? 184 : GROUPS == 2 ? 208 : 0;
-  static constexpr int kProducerRegisters = D <= 128 ? 72 : GROUPS == 2 ? 88 : 0;
+  static constexpr int kConsumerRegisters = PROMPTS ? 232 : D <= 128 ? 184 : GROUPS == 2 ? 208 : 0;
+  static constexpr int kProducerRegisters = PROMPTS ? 40 : D <= 128 ? 72 : GROUPS == 2 ? 88 : 0;
 
   static constexpr int kTileBytes = kKeys * D * 2;  // a tile of keys, or of values
-  static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRows * D * 2;
+  static constexpr int kQueryBytes = kQueriesInRegisters && !PROMPTS ? 0 : kRows * D * 2;
   static constexpr int kSums = D / 2;        // a thread's part of the sums of values: of two rows
   static constexpr int kScores = kKeys / 2;  // and of the scores
   static constexpr int kPartFloats = (kSums + 4) * kWarpgroup * GROUPS;  // of a partial result
@@ -55,6 +60,7 @@ struct Item {
   int sinks, recent, exact;   // exact keys for some row: [0, sinks) and from `recent` on, `exact` in all
   int coded_tiles;            // tiles of codes
   int begin, end;             // the tiles of this part
+  int common_begin, common_end;  // tiles of exact keys that all rows see
   int new_begin;              // exact keys from here on are this call's own tokens
 
   // The position of exact key i.
@@ -77,23 +83,32 @@ struct Plan {
   int key_stages, value_stages;     // tiles of keys and of values in shared memory, keys first
   int queries, scales, notes, raw;  // where they start in shared memory, behind the tiles
   int bytes;                        // of shared memory
+  Divisor group;                    // query heads of a KV head
   int key_kind, value_kind;         // see expansion.cuh
   int least_rows;                   // sequences with fewer rows belong to another kernel
+  int prompts_apart;                // 1: so do those without older keys
   int clears;                       // 1: fills the results of tokens behind the last sequence
   float* parts;                     // [2 grid, kPartFloats]
-  uint32_t* counters;               // [2 grid + 1], 0 between launches: arrivals for each slot; items taken
+  uint32_t* counters;               // 0 between launches: arrivals for each slot, [2 grid]; items taken, which is the
+                                    // only one of prompts
+};
+
+// Own keys and values as the kernel of prompts copies them: boxes of 64 channels of the tokens of a tile, of tensors
+// [tokens, kv_heads, channels].
+struct PromptMaps {
+  CUtensorMap keys, values;
 };
 
 // What the warps of a block tell each other.
 struct Notes {
   uint64_t raw_full[kMaxRawStages], raw_empty[kMaxRawStages];
   uint64_t key_full[kMaxTileStages], key_empty[kMaxTileStages], value_full[kMaxTileStages], value_empty[kMaxTileStages];
-  uint64_t item_full[kItems], item_empty[kItems];
+  uint64_t item_full[kItems], item_empty[kItems], query_full, query_empty;
   Item items[kItems];
   TileInfo info[kMaxTileStages];
   uint32_t present[kMaxRawStages];  // which of a raw stage's tiles of the record exist
   int8_t key_table[16], value_table[16];
-  uint32_t broken[2];  // exact keys of a tile whose values are not finite, see Consumer::guard_values
+  uint32_t broken[4];  // exact keys of a tile whose values are not finite, see Consumer::guard_values
   int last;            // whether this block has finished the last part of a tile of rows
 };
 
@@ -123,6 +138,10 @@ constexpr bool lay_out(Plan& p, int limit) {
   p.scales = p.queries + S::kQueryBytes;  // __half [producer warps, keys of a unit]
   p.notes = p.scales + 2 * S::kStreamWarps * kUnitKeys * 2;
   p.raw = up(p.notes + static_cast<int>(sizeof(Notes)));
+  if constexpr (S::kPrompts) {
+    p.raw_stages = 0, p.bytes = p.raw;
+    return p.bytes <= limit;
+  }
   p.raw_stages = limit > p.raw ? (limit - p.raw) / p.raw_stride : 0;
   p.raw_stages = p.raw_stages < kMaxRawStages ? p.raw_stages : kMaxRawStages;
   p.bytes = p.raw + p.raw_stages * p.raw_stride;

@@ -1,7 +1,8 @@
 // The items of work of a launch, and the order in which blocks take them.
 //
-// Lengths are on the device only, so every block derives the same list from them: sequence by sequence, KV head by KV
-// head, tiles of rows from the last to the first (the last sees the most keys), and part by part. Blocks take items
+// Lengths are on the device only, so every block derives the same list from them: sequence by sequence, as many KV heads
+// at once as the L2 cache holds the keys of, tiles of rows from the last to the first (the last sees the most keys, so
+// no long item begins when the others end), head by head, and part by part. Blocks take items
 // from a common counter, so that a block with short items takes more of them. Results do not depend on who takes what:
 // the cut depends on lengths only, and partial results are joined in the order of the parts.
 //
@@ -22,7 +23,9 @@ struct Sight {
   int new_begin;
 
   __device__ __forceinline__ Sight(const Attention& call, int sequence, int length, int queries)
-      : a(call), tail(call.tail_of(sequence, length)), new_begin(call.new_begin(length, queries)) {}
+      : a(call), tail{-1, 0, 0}, new_begin(call.new_begin(length, queries)) {
+    if (new_begin > 0) tail = call.tail_of(sequence, length);  // else nothing is older than the call
+  }
   __device__ __forceinline__ bool any_exact() const { return tail.any() || a.new_keys; }
   __device__ __forceinline__ int first(int position) const { return max(a.first_visible(position), tail.sinks); }
   __device__ __forceinline__ int recent(int position) const { return a.recent(tail, position, new_begin); }
@@ -30,14 +33,14 @@ struct Sight {
 
 // Fills in everything of an item that depends on its sequence and tile of rows; returns the number of its key tiles.
 template <class S>
-__device__ __forceinline__ int describe(const Attention& a, int sequence, int block, Item& x) {
+__device__ __forceinline__ int describe(const Attention& a, const Divisor& group, int sequence, int block, Item& x) {
   x.sequence = sequence, x.block = block;
   x.queries = a.num_queries(sequence), x.length = a.length(sequence), x.first_query = a.first_query(sequence);
   const int rows = x.queries * a.group, first_row = block * S::kRows;
   x.rows = min(rows - first_row, S::kRows);
   const int begin = x.length - x.queries;  // position of query 0
-  const int low = begin + quotient(first_row, a.group);
-  const int high = begin + quotient(first_row + x.rows - 1, a.group);
+  const int low = begin + quotient(first_row, group);
+  const int high = begin + quotient(first_row + x.rows - 1, group);
   const Sight sight(a, sequence, x.length, x.queries);
   x.new_begin = sight.new_begin;
   x.first = max(sight.first(low), 0) & -kUnitKeys, x.coded_end = max(sight.recent(high), 0);
@@ -46,72 +49,92 @@ __device__ __forceinline__ int describe(const Attention& a, int sequence, int bl
   x.sinks = a.first_visible(low) < sight.tail.sinks ? max(min(sight.tail.sinks, high + 1), 0) : 0;
   x.recent = sight.any_exact() ? max(max(sight.recent(low), a.first_visible(low)), 0) : max(high + 1, 0);
   x.exact = x.sinks + max(high + 1 - x.recent, 0);
+  const int seen = max(sight.recent(high), a.first_visible(high));  // by the last row, beside sinks
+  x.common_begin = x.coded_tiles + ceil_div(x.sinks + max(seen - x.recent, 0), S::kKeys);
+  x.common_end = x.coded_tiles + min(x.sinks + low + 1 - x.recent, x.exact) / S::kKeys;
   return x.coded_tiles + ceil_div(x.exact, S::kKeys);
 }
 
-// One warp computes and hands out items; all its lanes call everything.
+// Whether a sequence is this kernel's.
+template <class S>
+__device__ __forceinline__ bool takes(const Attention& a, const Plan& plan, int sequence) {
+  const int queries = a.num_queries(sequence), rows = queries * a.group;
+  if (rows < plan.least_rows || rows == 0) return false;
+  return !plan.prompts_apart || (a.new_begin(a.length(sequence, queries), queries) <= 0) == S::kPrompts;
+}
+// Whether some sequence is; all threads of the block call it.
+template <class S>
+__device__ __forceinline__ bool any_work(const Attention& a, const Plan& plan) {
+  bool any = false;
+  for (int s = static_cast<int>(threadIdx.x); s < a.seqs && !any; s += blockDim.x) any = takes<S>(a, plan, s);
+  return __syncthreads_or(any);
+}
+
+// The number of the next of `total` items, for all lanes of a warp. Each block asks once more and gets nothing, so the
+// counter's last step brings it back to 0.
+__device__ __forceinline__ int next_item(uint32_t* counter, int total) {
+  int index = 0;
+  if (threadIdx.x % 32 == 0) index = static_cast<int>(atomicInc(counter, total + gridDim.x - 1));
+  return __shfl_sync(0xffffffff, index, 0);
+}
+
+// The KV heads of a sequence that are attended to at once: half of an L2 cache holds their exact keys and values.
+template <class S>
+__device__ __forceinline__ int heads_at_once(int tiles, int kv_heads) {
+  return min(max(quotient((24 << 20) / (2 * S::kTileBytes), tiles), 1), kv_heads);
+}
+
+// One warp computes and hands out items; all its lanes call everything. Each instruction runs a few times at most, and to
+// fetch it takes longer than that, so the code of an extent stands here twice and not wherever it is needed.
 template <class S>
 class WorkList {
  public:
   // works: false where another warp hands out items.
   __device__ __forceinline__ WorkList(const Attention& a, const Plan& plan, bool works) : a_(a), plan_(plan) {
     if (!works) return;
-    const int each = (a.seqs + 31) / 32, lane = threadIdx.x % 32;
+    const int each = ceil_div(a.seqs, 32), lane = threadIdx.x % 32, grid = static_cast<int>(gridDim.x);
     mine_ = lane * each, behind_ = min(mine_ + each, a.seqs);
-    const int grid = static_cast<int>(gridDim.x);
-    int tiles = 0, most = 0, rows = 0;
-    for (int s = mine_; s < behind_; ++s) {
-      const Extent x = extent(s);
-      tiles += x.segments * x.mean, rows += x.segments, most = max(most, x.most);
-    }
-    tiles = sum_of_lanes(tiles), rows = sum_of_lanes(rows), most = max_of_lanes(most);
-    size_ = max(most, 1);
-    if (rows >= 2 * grid) {
-      size_ = max(ceil_div(tiles, grid), S::kLeastTiles);
-    } else if (most > S::kLeastTiles) {
-      const int one = rows <= grid ? smallest_size(tiles, most, grid) : INT32_MAX / 4;
-      const int two = smallest_size(tiles, most, 2 * grid);
-      size_ = one + kItemOverhead <= 2 * (two + kItemOverhead) ? one : two;
-    }
-    int items = 0, slots = 0;
-    for (bool fits = false; !fits; size_ *= fits ? 1 : 2) {  // rounded up, there may be too many parts
+    Search search{grid};
+    int items, slots;
+    do {  // the first time size_ is 0, which counts uncut tiles of rows
+      int tiles = 0, most = 0;
       items = slots = 0;
+#pragma unroll 1
       for (int s = mine_; s < behind_; ++s) {
         const Extent x = extent(s);
-        const int n = parts(x);
+        const int n = size_ > 0 ? parts(x) : 1;
         items += n * x.segments, slots += n > 1 ? n * x.segments : 0;
+        tiles += x.segments * x.mean, most = max(most, x.most);
       }
-      fits = sum_of_lanes(slots) <= 2 * grid;
-    }
+      search.step(sum_of_lanes(items), sum_of_lanes(slots), sum_of_lanes(tiles), max_of_lanes(most), size_);
+    } while (!search.done);
     own_items_ = items, items_before_ = sum_of_lanes_before(items), slots_before_ = sum_of_lanes_before(slots);
     total_ = sum_of_lanes(items);
   }
 
   // Takes the next item; sequence -1: there is none left. Returns true in the lane that has written it.
   __device__ __forceinline__ bool take(Item& to) const {
-    const int lane = threadIdx.x % 32, grid = static_cast<int>(gridDim.x);
-    int index = 0;
-    // Each block asks once more and gets nothing, so the counter's last step brings it back to 0.
-    if (lane == 0) index = static_cast<int>(atomicInc(plan_.counters + 2 * grid, total_ + grid - 1));
-    index = __shfl_sync(0xffffffff, index, 0);
+    const int grid = static_cast<int>(gridDim.x), index = next_item(plan_.counters + 2 * grid, total_);
     if (index >= total_) {
-      if (lane == 0) to.sequence = -1;
-      return lane == 0;
+      if (threadIdx.x % 32 == 0) to.sequence = -1;
+      return threadIdx.x % 32 == 0;
     }
     if (index < items_before_ || index >= items_before_ + own_items_) return false;
-    int before = items_before_, slot = slots_before_, s = mine_;
-    Extent x = extent(s);
-    int n = parts(x);
-    while (index >= before + n * x.segments) {
+    int before = items_before_, slot = slots_before_, s = mine_, n;
+    Extent x;
+    for (;; ++s) {
+      x = extent(s), n = parts(x);
+      if (index < before + n * x.segments) break;
       before += n * x.segments, slot += n > 1 ? n * x.segments : 0;
-      x = extent(++s), n = parts(x);
     }
-    const int i = index - before, of_head = x.blocks * n, head = quotient(i, of_head), rest = i - head * of_head;
-    const int block = quotient(rest, n);
+    const int i = index - before, heads = heads_at_once<S>(x.most, a_.kv_heads), of_heads = heads * x.blocks * n;
+    const int first_head = quotient(i, of_heads) * heads, others = min(heads, a_.kv_heads - first_head);
+    const int in_heads = i - first_head * x.blocks * n, block = quotient(in_heads, others * n);
+    const int in_block = in_heads - block * others * n, head = quotient(in_block, n);
     Item item;
-    const int tiles = describe<S>(a_, s, x.blocks - 1 - block, item);
-    item.head = head, item.part = rest - block * n, item.parts = n;
-    item.slot = slot + (head * x.blocks + block) * n;
+    const int tiles = describe<S>(a_, plan_.group, s, x.blocks - 1 - block, item);
+    item.head = first_head + head, item.part = in_block - head * n, item.parts = n;
+    item.slot = slot + (item.head * x.blocks + block) * n;
     item.begin = static_cast<int>(int64_t{tiles} * item.part / n);
     item.end = static_cast<int>(int64_t{tiles} * (item.part + 1) / n);
     to = item;
@@ -126,37 +149,61 @@ class WorkList {
     int most, mean;        // key tiles of a tile of rows
   };
   __device__ __forceinline__ Extent extent(int s) const {
-    const int rows = a_.num_queries(s) * a_.group;
-    if (rows < plan_.least_rows || rows == 0) return {0, 0, 0, 0};
-    const int blocks = ceil_div(rows, S::kRows);
-    Item x;
-    const int last = describe<S>(a_, s, blocks - 1, x), first = blocks > 1 ? describe<S>(a_, s, 0, x) : last;
-    return {blocks, blocks * a_.kv_heads, max(max(first, last), 1), max((first + last) / 2, 1)};
+    if (!takes<S>(a_, plan_, s)) return {0, 0, 0, 0};
+    const int blocks = ceil_div(a_.num_queries(s) * a_.group, S::kRows);
+    int most = 1, sum = 0;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {  // the first tile of rows and the last one
+      Item x;
+      const int tiles = describe<S>(a_, plan_.group, s, i * (blocks - 1), x);
+      most = max(most, tiles), sum += tiles;
+    }
+    return {blocks, blocks * a_.kv_heads, most, max(sum / 2, 1)};
   }
   __device__ __forceinline__ int parts(const Extent& x) const { return ceil_div(x.most, size_); }
 
-  // The smallest size of parts for which there are at most `limit` items.
-  __device__ __forceinline__ int smallest_size(int tiles, int most, int limit) const {
-    int low = max(ceil_div(tiles, limit), S::kLeastTiles), high = most;
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      int n = 0;
-      for (int s = mine_; s < behind_; ++s) {
-        const Extent x = extent(s);
-        n += x.segments * ceil_div(x.most, middle);
-      }
-      if (sum_of_lanes(n) <= limit) {
-        high = middle;
+  // Looks for the size of parts, in key tiles: `step` learns how many items and slots there are with parts of `size`, and
+  // sets the next size to try.
+  struct Search {
+    enum Phase { kUncut, kOneRound, kTwoRounds, kFits };
+    int grid;
+    bool done = false;
+    Phase phase = kUncut;
+    int tiles = 0, most = 0, low = 0, high = 0, one = 0;
+
+    __device__ __forceinline__ void step(int items, int slots, int all_tiles, int longest, int& size) {
+      if (phase == kUncut) {
+        tiles = all_tiles, most = longest;
+        if (items >= 2 * grid || most <= S::kLeastTiles) {
+          size = items >= 2 * grid ? max(ceil_div(tiles, grid), S::kLeastTiles) : max(most, 1);
+          phase = kFits;
+          return;
+        }
+        one = INT32_MAX / 4, phase = items <= grid ? kOneRound : kTwoRounds;
+        low = least(), high = most;
+      } else if (phase == kFits) {
+        done = slots <= 2 * grid;  // rounded up, there may be too many parts
+        if (!done) size *= 2;
+        return;
+      } else if (items <= limit()) {
+        high = size;
       } else {
-        low = middle + 1;
+        low = size + 1;
       }
+      if (low >= high && phase == kOneRound) one = max(high, 1), phase = kTwoRounds, low = least(), high = most;
+      size = (low + high) / 2;
+      if (low < high) return;
+      const int two = max(high, 1);
+      size = one + kItemOverhead <= 2 * (two + kItemOverhead) ? one : two, phase = kFits;
     }
-    return max(high, 1);
-  }
+    // At most so many items, of at least so many key tiles each
+    __device__ __forceinline__ int limit() const { return phase == kOneRound ? grid : 2 * grid; }
+    __device__ __forceinline__ int least() const { return max(ceil_div(tiles, limit()), S::kLeastTiles); }
+  };
 
   const Attention& a_;
   const Plan& plan_;
-  int mine_, behind_, size_, total_;
+  int mine_, behind_, size_ = 0, total_;
   int own_items_, items_before_, slots_before_;
 };
 

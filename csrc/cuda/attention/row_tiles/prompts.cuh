@@ -1,0 +1,196 @@
+// The kernel of prompts: sequences of which no key is older than the call, whose keys and values are read as they are.
+//
+// It is the row-tile kernel (kernel.cuh) without codes: the same items of work and the same warps that multiply, but
+// with nothing to expand one warpgroup prepares everything, a warp for each kind of thing: items of work, queries, keys,
+// values. Keys and values are copied by the tensor memory accelerator, a tile with two instructions; it swizzles them.
+// A tile reaches into the next sequence, or has zeros, where the own one ends; rows do not see such keys. The registers
+// that expanding would take hold the scores of 128 keys instead of 64.
+//
+// Items are short: of 2,048 tokens a tile of rows sees eight tiles of keys on average. So the next item is found, its
+// queries are copied and its first keys and values are on their way while the one before is attended to.
+#pragma once
+
+#include "cuda/attention/row_tiles/consumer.cuh"
+#include "cuda/common/boxes.cuh"
+
+namespace turboquant::cuda::row_tiles {
+
+// Items of prompts, in the order of WorkList (work.cuh): each is a whole tile of rows.
+template <class S>
+class PromptList {
+ public:
+  __device__ __forceinline__ PromptList(const Attention& a, const Plan& plan) : a_(a), plan_(plan) {
+    const int each = ceil_div(a.seqs, 32);
+    mine_ = static_cast<int>(threadIdx.x % 32) * each, behind_ = min(mine_ + each, a.seqs);
+#pragma unroll 1
+    for (int s = mine_; s < behind_; ++s) own_items_ += items(s);
+    items_before_ = sum_of_lanes_before(own_items_), total_ = sum_of_lanes(own_items_);
+  }
+
+  // As of WorkList
+  __device__ __forceinline__ bool take(Item& to) const {
+    int i = next_item(plan_.counters, total_);
+    if (i >= total_) {
+      if (threadIdx.x % 32 == 0) to.sequence = -1;
+      return threadIdx.x % 32 == 0;
+    }
+    i -= items_before_;
+    if (i < 0 || i >= own_items_) return false;
+    Item x{.sequence = mine_, .parts = 1};
+#pragma unroll 1
+    for (int n; i >= (n = items(x.sequence)); ++x.sequence) i -= n;
+    x.queries = a_.num_queries(x.sequence), x.length = a_.length(x.sequence, x.queries);
+    x.first_query = a_.first_query(x.sequence), x.new_begin = x.length - x.queries;
+    const int rows = x.queries * plan_.group, blocks = ceil_div(rows, S::kRows);
+    const int heads = heads_at_once<S>(ceil_div(x.queries, S::kKeys), a_.kv_heads);
+    const int first_head = quotient(i, heads * blocks) * heads, others = min(heads, a_.kv_heads - first_head);
+    const int in_heads = i - first_head * blocks, block = quotient(in_heads, others);
+    x.head = first_head + in_heads - block * others, x.block = blocks - 1 - block;
+    const int first_row = x.block * S::kRows;
+    x.rows = min(rows - first_row, S::kRows);
+    const int low = x.new_begin + quotient(first_row, plan_.group);
+    const int high = x.new_begin + quotient(first_row + x.rows - 1, plan_.group);
+    x.recent = max(a_.first_visible(low), 0), x.exact = max(high + 1 - x.recent, 0);
+    x.end = ceil_div(x.exact, S::kKeys);
+    x.common_begin = ceil_div(max(a_.first_visible(high) - x.recent, 0), S::kKeys);
+    x.common_end = min(low + 1 - x.recent, x.exact) / S::kKeys;
+    to = x;
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ int items(int s) const {
+    return takes<S>(a_, plan_, s) ? ceil_div(a_.num_queries(s) * plan_.group, S::kRows) * a_.kv_heads : 0;
+  }
+
+  const Attention& a_;
+  const Plan& plan_;
+  int mine_, behind_, own_items_ = 0, items_before_, total_;
+};
+
+template <class S>
+__device__ __forceinline__ void hand_out_items(const Attention& a, const Plan& plan, Notes& notes) {
+  const PromptList<S> list(a, plan);
+  for (uint32_t n = 0;; ++n) {
+    const int slot = n % kItems, phase = n / kItems % 2;
+    wait_barrier(&notes.item_empty[slot], phase ^ 1);
+    if (list.take(notes.items[slot])) arrive(&notes.item_full[slot]);
+    wait_barrier(&notes.item_full[slot], phase);
+    if (notes.items[slot].sequence < 0) return;
+  }
+}
+
+// What a warp that prepares something does with each item.
+template <typename F>
+__device__ __forceinline__ void for_each_item(Notes& notes, F&& f) {
+  for (uint32_t n = 0;; ++n) {
+    const int slot = n % kItems;
+    wait_barrier(&notes.item_full[slot], n / kItems % 2);
+    const Item& item = notes.items[slot];
+    if (item.sequence < 0) return;
+    if (item.end > 0) f(item);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(&notes.item_empty[slot]);
+  }
+}
+
+// Queries of each item: [channels / 64][rows][64 channels]. Eight lanes share a row. One warp does it, so that what it
+// computes for a row takes as long as the copies: from four rows to the next four by additions.
+template <class S>
+__device__ __forceinline__ void copy_queries(const Attention& a, const Plan& plan, Notes& notes, uint8_t* to) {
+  constexpr int kStep = 4;  // rows
+  const int lane = threadIdx.x % 32, word = 16 * (lane % 8);
+  const int queries = quotient(kStep, plan.group), heads = kStep - queries * plan.group;
+  const int64_t step = 2 * (queries * a.q_token_stride + heads * a.q_head_stride);  // bytes
+  const int64_t to_next_query = 2 * (a.q_token_stride - plan.group * a.q_head_stride);
+  RingPlace place;
+  for_each_item(notes, [&](const Item& item) {
+    wait_barrier(&notes.query_empty, place.phase ^ 1);
+    const int first = item.block * S::kRows + lane / 8, rows = item.rows;
+    const int query = quotient(first, plan.group);
+    int head = first - query * plan.group;
+    const uint8_t* from = static_cast<const uint8_t*>(a.q) + word +
+                          2 * ((item.first_query + query) * a.q_token_stride +
+                               (int64_t{item.head} * plan.group + head) * a.q_head_stride);
+#pragma unroll 1
+    for (int eight = 0; eight < S::kRows; eight += 8) {
+#pragma unroll
+      for (int row = 0; row < 8; row += kStep) {
+        const bool exists = lane / 8 + eight + row < rows;
+#pragma unroll
+        for (int k = 0; k < S::kDim / 64; ++k) {
+          uint8_t* const there = to + eight * kSwizzleRow + k * S::kRows * kSwizzleRow;
+          copy_or_clear(there + swizzled(lane / 8 + row, word), exists ? from + k * kSwizzleRow : a.q, exists);
+        }
+        from += step, head += heads;
+        if (head >= plan.group) head -= plan.group, from += to_next_query;
+      }
+    }
+    arrive_after_copies(&notes.query_full);
+    __syncwarp();
+    if (lane == 0) arrive(&notes.query_full);
+    place.advance(1);
+  });
+}
+
+// Keys or values of each item, one tile after the other: [channels / 64][keys][64 channels].
+template <class S>
+__device__ __forceinline__ void copy_tiles(const CUtensorMap& map, Notes& notes, uint64_t* full, uint64_t* empty,
+                                           int stages, uint8_t* to) {
+  RingPlace stage;
+  for_each_item(notes, [&](const Item& item) {
+    const int first = item.first_query + item.recent - item.new_begin;  // token of the item's exact key 0
+    for (int tile = 0; tile < item.end; ++tile, stage.advance(stages)) {
+      wait_barrier(&empty[stage.slot], stage.phase ^ 1);
+      if (threadIdx.x % 32 != 0) continue;
+      expect(&full[stage.slot], S::kTileBytes);
+#pragma unroll
+      for (int k = 0; k < S::kDim / 64; ++k) {
+        copy_box(to + stage.slot * S::kTileBytes + k * S::kKeys * kSwizzleRow, map, 64 * k, item.head,
+                 first + tile * S::kKeys, &full[stage.slot]);
+      }
+    }
+  });
+}
+
+template <class S, typename T>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    prompts_kernel(const __grid_constant__ Attention a, const __grid_constant__ Plan plan,
+                   const __grid_constant__ PromptMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  static_assert(S::kProducers == kWarpgroup);
+  extern __shared__ __align__(1024) uint8_t shared[];
+  Notes& notes = *reinterpret_cast<Notes*>(shared + plan.notes);
+  wait_for_previous_kernel();
+  let_next_kernel_begin();  // not before: it reads lengths as soon as it begins
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kMaxTileStages; ++i) {
+      init_barrier(&notes.key_full[i], 1), init_barrier(&notes.value_full[i], 1);
+      init_barrier(&notes.key_empty[i], 4 * S::kGroups), init_barrier(&notes.value_empty[i], 4 * S::kGroups);
+    }
+    for (int i = 0; i < kItems; ++i) {
+      init_barrier(&notes.item_full[i], 1), init_barrier(&notes.item_empty[i], 3 + 4 * S::kGroups);
+    }
+    init_barrier(&notes.query_full, 1), init_barrier(&notes.query_empty, 4 * S::kGroups);
+    for (uint32_t& word : notes.broken) word = 0;
+    barriers_ready();
+  }
+  __syncthreads();
+  if (threadIdx.x < S::kProducers) {
+    leave_registers<S::kProducerRegisters>();
+    switch (threadIdx.x / 32) {
+      case 0: return hand_out_items<S>(a, plan, notes);
+      case 1: return copy_queries<S>(a, plan, notes, shared + plan.queries);
+      case 2: return copy_tiles<S>(maps.keys, notes, notes.key_full, notes.key_empty, plan.key_stages, shared);
+      default:
+        return copy_tiles<S>(maps.values, notes, notes.value_full, notes.value_empty, plan.value_stages,
+                             shared + plan.key_stages * S::kTileBytes);
+    }
+  } else {
+    take_registers<S::kConsumerRegisters>();
+    Consumer<S, T>(a, plan, shared).run();
+  }
+#endif
+}
+
+}  // namespace turboquant::cuda::row_tiles
