@@ -110,9 +110,6 @@ constexpr bool is_row_tiles_head_dim(int head_dim) {
   return false;
 }
 
-// Those for which row tiles have a second kernel, for sequences of which no key is older than the call.
-constexpr int kPromptsHeadDims[] = {64, 128};
-
 namespace choices {
 
 // Why a kernel cannot take a call, whatever its rows are; null: it can.

@@ -72,23 +72,27 @@ bool RowTilesLaunch::choose_shape(int groups) {
   return fits(entry.blocks, 3) || fits(entry.blocks, 1) || fits(1, 1) || fits(1, 0);
 }
 
-// The kernel of prompts, where there is one for the head_dim, and boxes of the call's own keys and values. It does not
-// cut tiles of rows into parts, so row tiles are faster where there are few of them, and long ones.
+// The kernel of prompts and boxes of the call's own keys and values. It does not cut tiles of rows into parts, so row
+// tiles are faster where there are few of them, and long ones.
 void RowTilesLaunch::choose_prompts() {
   const Attention& a = call_;
   auto& [entry, plan, grid] = prompts_;
-  entry = with_head_dim<kPromptsHeadDims>(a.record.head_dim, [&](auto d) { return find_prompts_kernel<d>(a.dtype); });
-  const int64_t items = int64_t{a.tokens} * a.group / 128 * a.kv_heads;
-  if (!entry.kernel || (a.max_q_len > kUncutQueries && items < device_.facts.multiprocessors)) return;
-  plan.key_stages = plan.value_stages = kPromptStages;
+  entry = with_head_dim<kRowTilesHeadDims>(a.record.head_dim, [&](auto d) { return find_prompts_kernel<d>(a.dtype); });
+  const int64_t items = int64_t{a.tokens} * a.group / entry.rows * a.kv_heads;
+  if (a.max_q_len > kUncutQueries && items < device_.facts.multiprocessors) return;
   const auto map = [&](const void* data, int64_t token_stride, int64_t head_stride, CUtensorMap& to) {
     return map_boxes(data, a.dtype, {a.record.head_dim, a.kv_heads, a.tokens}, {head_stride, token_stride},
                      {64, 1, entry.keys}, to);
   };
-  if (map(a.new_keys, a.new_key_token_stride, a.new_key_head_stride, maps_.keys) &&
-      map(a.new_values, a.new_value_token_stride, a.new_value_head_stride, maps_.values) &&
-      entry.lay_out(plan, device_.facts.shared_per_block)) {
+  if (!map(a.new_keys, a.new_key_token_stride, a.new_key_head_stride, maps_.keys) ||
+      !map(a.new_values, a.new_value_token_stride, a.new_value_head_stride, maps_.values)) {
+    return;
+  }
+  for (const int stages : {3, 2}) {
+    plan.key_stages = plan.value_stages = stages;
+    if (!entry.lay_out(plan, device_.facts.shared_per_block)) continue;
     grid = device_.facts.multiprocessors;
+    return;
   }
 }
 

@@ -120,6 +120,11 @@ class Consumer {
       sync_threads(kGroupBarrier + group_, kWarpgroup);
     }
   }
+  __device__ __forceinline__ void release_queries() {
+    __syncwarp();
+    if (lane_ == 0) arrive(&notes_.query_empty);
+    queries_.advance(1);
+  }
   __device__ __forceinline__ uint8_t* queries() const { return shared_ + plan_.queries + group_ * 64 * kD * 2; }
 
   // Rotated queries as float16, each row divided by a power of two.
@@ -199,14 +204,21 @@ class Consumer {
   __device__ __forceinline__ void lay_out_exact(uint32_t sign) {
     if constexpr (S::kPrompts) {
       wait_barrier(&notes_.query_full, queries_.phase);
-      const uint8_t* const from = shared_ + plan_.queries;
-      lay_out([&](int i, int j) {
-        const int at = j / 8 * S::kRows * kSwizzleRow + swizzled(row_ + 8 * i, j % 8 * 16 + 4 * t_);
-        return *reinterpret_cast<const uint32_t*>(from + at) ^ sign;
-      });
-      __syncwarp();
-      if (lane_ == 0) arrive(&notes_.query_empty);
-      queries_.advance(1);
+      uint8_t* const from = queries();
+      const auto word = [&](int i, int j) -> uint32_t& {
+        const int at = j / 8 * 64 * kSwizzleRow + swizzled(row_ % 64 + 8 * i, j % 8 * 16 + 4 * t_);
+        return *reinterpret_cast<uint32_t*>(from + at);
+      };
+      if constexpr (S::kQueriesInRegisters) {
+        lay_out([&](int i, int j) { return word(i, j) ^ sign; });
+        release_queries();
+      } else {
+        if (sign) {
+          for (int j = 0; j < kD / 8; ++j) word(0, j) ^= sign, word(1, j) ^= sign;
+        }
+        publish_operands();
+        if (sign) sync_threads(kGroupBarrier + group_, kWarpgroup);
+      }
     } else {
       const T* q[2];
 #pragma unroll
@@ -264,6 +276,7 @@ class Consumer {
       weigh<EXACT>(tile, scores, true);
       pack<EXACT>(scores, weights);
     }
+    if constexpr (S::kPrompts && !S::kQueriesInRegisters) release_queries();
     if constexpr (EXACT) guard_values(end - 1);
     wait<EXACT>(notes_.value_full, values_);
     begin_products();

@@ -4,7 +4,7 @@
 // with nothing to expand one warpgroup prepares everything, a warp for each kind of thing: items of work, queries, keys,
 // values. Keys and values are copied by the tensor memory accelerator, a tile with two instructions; it swizzles them.
 // A tile reaches into the next sequence, or has zeros, where the own one ends; rows do not see such keys. The registers
-// that expanding would take hold the scores of 128 keys instead of 64.
+// that expanding would take hold the scores of 128 keys instead of 64, with up to 128 channels.
 //
 // Items are short: of 2,048 tokens a tile of rows sees eight tiles of keys on average. So the next item is found, its
 // queries are copied and its first keys and values are on their way while the one before is attended to.
@@ -94,8 +94,8 @@ __device__ __forceinline__ void for_each_item(Notes& notes, F&& f) {
   }
 }
 
-// Queries of each item: [channels / 64][rows][64 channels]. Eight lanes share a row. One warp does it, so that what it
-// computes for a row takes as long as the copies: from four rows to the next four by additions.
+// Queries of each item, those of one warpgroup after the other: [channels / 64][64 rows][64 channels]. Eight lanes share
+// a row. One warp does all, so it gets from four rows to the next four by additions.
 template <class S>
 __device__ __forceinline__ void copy_queries(const Attention& a, const Plan& plan, Notes& notes, uint8_t* to) {
   constexpr int kStep = 4;  // rows
@@ -119,7 +119,7 @@ __device__ __forceinline__ void copy_queries(const Attention& a, const Plan& pla
         const bool exists = lane / 8 + eight + row < rows;
 #pragma unroll
         for (int k = 0; k < S::kDim / 64; ++k) {
-          uint8_t* const there = to + eight * kSwizzleRow + k * S::kRows * kSwizzleRow;
+          uint8_t* const there = to + (eight / 64 * (S::kDim / 64) + k) * 64 * kSwizzleRow + eight % 64 * kSwizzleRow;
           copy_or_clear(there + swizzled(lane / 8 + row, word), exists ? from + k * kSwizzleRow : a.q, exists);
         }
         from += step, head += heads;

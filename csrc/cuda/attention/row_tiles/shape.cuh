@@ -19,7 +19,6 @@ namespace turboquant::cuda::row_tiles {
 constexpr int kUnitKeys = 64;      // keys of a raw stage: codes as they come from memory
 constexpr int kMaxTileStages = 4;  // tiles of keys, and of values, that are ready or in work
 constexpr int kMaxRawStages = 10;
-constexpr int kPromptStages = 3;   // tiles of keys, and of values, of prompts
 constexpr int kItems = 2;  // items of work that are known ahead
 
 // D: head_dim. GROUPS: warpgroups that multiply, 64 rows each. PROMPTS: for sequences of which no key is older than the
@@ -27,10 +26,10 @@ constexpr int kItems = 2;  // items of work that are known ahead
 template <int D, int GROUPS, bool PROMPTS = false>
 struct Shape {
   static_assert(D % 64 == 0 && D <= 256 && (GROUPS == 1 || GROUPS == 2));
-  static_assert(!PROMPTS || (GROUPS == 2 && D <= 128));
+  static_assert(!PROMPTS || GROUPS == 2);
   static constexpr int kDim = D, kGroups = GROUPS, kRows = 64 * GROUPS;
   static constexpr bool kPrompts = PROMPTS;
-  static constexpr int kKeys = PROMPTS ? 2 * kUnitKeys : kUnitKeys;  // of a tile
+  static constexpr int kKeys = PROMPTS && D <= 128 ? 2 * kUnitKeys : kUnitKeys;  // of a tile
   // Warps that prepare keys, and as many that prepare values, a tile each; those of prompts do other things
   static constexpr int kStreamWarps = GROUPS == 2 && D <= 128 && !PROMPTS ? 4 : 2, kProducers = 2 * kStreamWarps * 32;
   static constexpr int kThreads = kProducers + kWarpgroup * GROUPS;
