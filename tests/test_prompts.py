@@ -31,8 +31,13 @@ DIMS = (64, 128, 192, 256)
 """Those that the kernel is compiled for."""
 
 
-def prompts(lengths, *, d=128, older=0, **options):
-    """Whole prompts, each behind so many older tokens."""
+LONG = 2200
+"""Queries of a sequence beside which the others are attended to in tiles of 128 rows, not 64."""
+
+
+def prompts(lengths, *, d=128, older=0, long=False, **options):
+    """Whole prompts, each behind so many older tokens; a long one last, if asked for."""
+    lengths = [*lengths, *[LONG] * long]
     config = options.pop("config", None) or tt.preset("k4v4u", d, recent_window=20, sink_tokens=3)
     return build(config, [n + older for n in lengths], lengths, **options)
 
@@ -42,13 +47,22 @@ def prompts(lengths, *, d=128, older=0, **options):
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 16, 71])
 @pytest.mark.parametrize("d", DIMS)
-def test_lengths(d, group):
+@pytest.mark.parametrize("long", [False, True])
+def test_lengths(long, d, group):
     """Around every border of a tile of rows and of one of keys; several tiles of both."""
     borders = {-(-rows // group) + more for rows in (64, 128, 256) for more in (-1, 0, 1)}
     lengths = sorted({*borders, 1, 63, 64, 65, 127, 128, 129, 257} - {0})
+    heads = -(-8 // group) if long else 1  # without which row tiles would cut the long one
     for i in range(2):
         case = prompts(
-            lengths[i::2], d=d, q_heads=group, kv_heads=1, dtype=HALVES[i], tail=i > 0, seed=group
+            lengths[i::2],
+            d=d,
+            long=long,
+            q_heads=heads * group,
+            kv_heads=heads,
+            dtype=HALVES[i],
+            tail=i > 0,
+            seed=group,
         )
         check_own(case)
 
@@ -66,8 +80,9 @@ def test_lengths(d, group):
     ],
     ids=str,
 )
-def test_options(options, d):
-    case = prompts([300, 33, 130], d=d)
+@pytest.mark.parametrize("long", [False, True])
+def test_options(long, options, d):
+    case = prompts([300, 33, 130], d=d, long=long)
     if "sink_logits" in options:
         options = {"sink_logits": randn(8, seed=3)}
     check_own(case, **options)
@@ -94,7 +109,7 @@ def test_many_sequences():
 @pytest.mark.parametrize("kv_heads", [1, 8])
 def test_long_prompts(kv_heads):
     """Few tiles of rows, which row tiles cut into parts, and more than the device has blocks."""
-    check_own(prompts([2100, 300], q_heads=kv_heads, kv_heads=kv_heads))
+    check_own(prompts([300], long=True, q_heads=kv_heads, kv_heads=kv_heads))
 
 
 def test_more_heads_than_are_attended_to_at_once():
@@ -165,28 +180,30 @@ def test_results_at_any_address(behind):
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_values_that_are_not_finite_reach_those_who_see_them(bad, d):
+@pytest.mark.parametrize("long", [False, True])
+def test_values_that_are_not_finite_reach_those_who_see_them(long, bad, d):
     """Of a prompt's own keys and values, and of the next sequence, which a tile reaches into."""
-    case = prompts([200, 150], d=d, q_heads=4, kv_heads=2)
+    case = prompts([200, 150], d=d, q_heads=8, kv_heads=4, long=long)
     own = own_tokens(case)
     wanted = attend(case, **own)
     for name, token in (("v_new", 170), ("k_new", 100), ("v_new", 200), ("k_new", 201)):
         broken = {**own, name: own[name].clone()}
         broken[name][token, 1, 5] = bad
         out, lse = attend(case, **broken)
-        end = 200 if token < 200 else len(case.q)
+        end = 200 if token < 200 else 350
         sees = torch.zeros(len(case.q), dtype=torch.bool, device=DEVICE)
         sees[token:end] = True
         spared = torch.ones(out.shape[:2], dtype=torch.bool, device=DEVICE)
-        spared[sees, 2:] = False
+        spared[sees, 2:4] = False
         assert_same_bytes(out[spared], wanted[0][spared])
         assert_same_bytes(lse[spared], wanted[1][spared])
         if name == "v_new" or bad != bad:
-            assert not out[token:end, 2:].float().isfinite().all(dim=-1).any()
+            assert not out[token:end, 2:4].float().isfinite().all(dim=-1).any()
 
 
-def test_same_bits_in_every_run():
-    case = prompts([700, 300, 64], tail=True)
+@pytest.mark.parametrize("long", [False, True])
+def test_same_bits_in_every_run(long):
+    case = prompts([700, 300, 64], tail=True, long=long)
     own = own_tokens(case)
     first = attend(case, **own)
     for _ in range(20):
@@ -243,8 +260,10 @@ def test_launches():
     (only,) = kernels_of(few, **own_tokens(few))
     assert "row_tiles_kernel" in only
     expanded = {name: x[:, :1].expand(-1, 2, -1) for name, x in own_tokens(case).items()}
-    (only,) = kernels_of(case, **expanded)
-    assert "row_tiles_kernel" in only
+    one_long = prompts([], long=True, q_heads=1, kv_heads=1)
+    for call, own in ((case, expanded), (one_long, own_tokens(one_long))):
+        (only,) = kernels_of(call, **own)
+        assert "row_tiles_kernel" in only
 
 
 def test_streams_share_nothing():

@@ -12,7 +12,10 @@
 namespace turboquant::cuda::row_tiles {
 namespace {
 
-constexpr int kUncutQueries = 2048;
+// Prompts of up to so many queries are attended to in tiles of 64 rows. Two blocks then share a multiprocessor, and one
+// computes while the other begins or ends an item, which takes as long as three tiles of keys. Longer ones gain more from
+// tiles of 128 rows, which read keys half as often.
+constexpr int kShortQueries = 2048;
 
 // How the kernel expands codes that choose_attention lets through.
 Kind kind_of(format::Width width, bool table) {
@@ -73,13 +76,15 @@ bool RowTilesLaunch::choose_shape(int groups) {
 }
 
 // The kernel of prompts and boxes of the call's own keys and values. It does not cut tiles of rows into parts, so row
-// tiles are faster where there are few of them, and long ones.
+// tiles are faster where there are few of them, and long ones. Where there are no boxes (map_boxes), row tiles take all.
 void RowTilesLaunch::choose_prompts() {
   const Attention& a = call_;
   auto& [entry, plan, grid] = prompts_;
-  entry = with_head_dim<kRowTilesHeadDims>(a.record.head_dim, [&](auto d) { return find_prompts_kernel<d>(a.dtype); });
+  const int groups = a.max_q_len <= kShortQueries ? 1 : 2;
+  entry = with_head_dim<kRowTilesHeadDims>(a.record.head_dim,
+                                           [&](auto d) { return find_prompts_kernel<d>(groups, a.dtype); });
   const int64_t items = int64_t{a.tokens} * a.group / entry.rows * a.kv_heads;
-  if (a.max_q_len > kUncutQueries && items < device_.facts.multiprocessors) return;
+  if (a.max_q_len > kShortQueries && items < device_.facts.multiprocessors) return;
   const auto map = [&](const void* data, int64_t token_stride, int64_t head_stride, CUtensorMap& to) {
     return map_boxes(data, a.dtype, {a.record.head_dim, a.kv_heads, a.tokens}, {head_stride, token_stride},
                      {64, 1, entry.keys}, to);
@@ -90,8 +95,9 @@ void RowTilesLaunch::choose_prompts() {
   }
   for (const int stages : {3, 2}) {
     plan.key_stages = plan.value_stages = stages;
-    if (!entry.lay_out(plan, device_.facts.shared_per_block)) continue;
-    grid = device_.facts.multiprocessors;
+    const int per_block = device_.facts.shared_per_multiprocessor / entry.blocks - kReservedSharedBytes;
+    if (!entry.lay_out(plan, std::min(device_.facts.shared_per_block, per_block))) continue;
+    grid = entry.blocks * device_.facts.multiprocessors;
     return;
   }
 }

@@ -23,9 +23,10 @@ struct KernelEntry {
 // instances/row_tiles_<D>.cu.
 template <int D>
 KernelEntry find_kernel(int groups, Dtype dtype);
-// The one of 128 rows for sequences of which no key is older than the call. Defined in instances/prompts_<D>.cu.
+// The one for sequences of which no key is older than the call; up to 128 channels also of 64 rows. Defined in
+// instances/prompts_<D>.cu.
 template <int D>
-KernelEntry find_prompts_kernel(Dtype dtype);
+KernelEntry find_prompts_kernel(int groups, Dtype dtype);
 
 // Bytes of a raw stage: the tiles of a record that hold kUnitKeys tokens, in places that bulk copies can write to.
 constexpr int raw_stride(const format::Record& record) {

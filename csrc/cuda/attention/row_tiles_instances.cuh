@@ -41,9 +41,15 @@ KernelEntry kernel_entry() {
 }
 
 template <int D>
-KernelEntry find_prompts_kernel(Dtype dtype) {
-  using S = Shape<D, 2, true>;
-  return dtype == Dtype::kFloat16 ? kernel_entry<S, __half>() : kernel_entry<S, __nv_bfloat16>();
+KernelEntry find_prompts_kernel(int groups, Dtype dtype) {
+  const auto of_type = [&](auto type) {
+    using T = typename decltype(type)::type;
+    if constexpr (D <= 128) {
+      if (groups == 1) return kernel_entry<Shape<D, 1, true>, T>();
+    }
+    return kernel_entry<Shape<D, 2, true>, T>();
+  };
+  return dtype == Dtype::kFloat16 ? of_type(Tag<__half>{}) : of_type(Tag<__nv_bfloat16>{});
 }
 
 template <int D>

@@ -2,4 +2,4 @@
 #include "cuda/attention/row_tiles_instances.cuh"
 
 template turboquant::cuda::row_tiles::KernelEntry turboquant::cuda::row_tiles::find_prompts_kernel<64>(
-    turboquant::Dtype type);
+    int groups, turboquant::Dtype type);

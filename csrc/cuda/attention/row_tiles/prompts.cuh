@@ -4,7 +4,7 @@
 // with nothing to expand one warpgroup prepares everything, a warp for each kind of thing: items of work, queries, keys,
 // values. Keys and values are copied by the tensor memory accelerator, a tile with two instructions; it swizzles them.
 // A tile reaches into the next sequence, or has zeros, where the own one ends; rows do not see such keys. The registers
-// that expanding would take hold the scores of 128 keys instead of 64, with up to 128 channels.
+// that expanding would take hold the scores of 128 keys instead of 64, where a block has 128 rows of up to 128 channels.
 //
 // Items are short: of 2,048 tokens a tile of rows sees eight tiles of keys on average. So the next item is found, its
 // queries are copied and its first keys and values are on their way while the one before is attended to.

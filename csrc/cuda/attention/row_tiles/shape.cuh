@@ -22,14 +22,15 @@ constexpr int kMaxRawStages = 10;
 constexpr int kItems = 2;  // items of work that are known ahead
 
 // D: head_dim. GROUPS: warpgroups that multiply, 64 rows each. PROMPTS: for sequences of which no key is older than the
-// call. Without codes to expand, few registers are enough to prepare tiles, and larger tiles fit into the others.
+// call (prompts.cuh). Without codes to expand, few registers are enough to prepare tiles, and larger tiles fit into the
+// others.
 template <int D, int GROUPS, bool PROMPTS = false>
 struct Shape {
   static_assert(D % 64 == 0 && D <= 256 && (GROUPS == 1 || GROUPS == 2));
-  static_assert(!PROMPTS || GROUPS == 2);
+  static_assert(!PROMPTS || GROUPS == 2 || D <= 128);
   static constexpr int kDim = D, kGroups = GROUPS, kRows = 64 * GROUPS;
   static constexpr bool kPrompts = PROMPTS;
-  static constexpr int kKeys = PROMPTS && D <= 128 ? 2 * kUnitKeys : kUnitKeys;  // of a tile
+  static constexpr int kKeys = PROMPTS && GROUPS == 2 && D <= 128 ? 2 * kUnitKeys : kUnitKeys;  // of a tile
   // Warps that prepare keys, and as many that prepare values, a tile each; those of prompts do other things
   static constexpr int kStreamWarps = GROUPS == 2 && D <= 128 && !PROMPTS ? 4 : 2, kProducers = 2 * kStreamWarps * 32;
   static constexpr int kThreads = kProducers + kWarpgroup * GROUPS;
@@ -37,7 +38,7 @@ struct Shape {
   static constexpr int kBlocks = GROUPS == 1 && D <= 128 ? 2 : 1;
   static constexpr bool kQueriesInRegisters = D <= 128;
   // Registers of a thread, out of 65,536 of a multiprocessor; 0: as the compiler has it
-  static constexpr int kConsumerRegisters = PROMPTS ? 232 : D <= 128 ? 184 : GROUPS == 2 ? 208 : 0;
+  static constexpr int kConsumerRegisters = PROMPTS ? (GROUPS == 2 ? 232 : 216) : D <= 128 ? 184 : GROUPS == 2 ? 208 : 0;
   static constexpr int kProducerRegisters = PROMPTS ? 40 : D <= 128 ? 72 : GROUPS == 2 ? 88 : 0;
 
   static constexpr int kTileBytes = kKeys * D * 2;  // a tile of keys, or of values
@@ -134,8 +135,8 @@ template <class S>
 constexpr bool lay_out(Plan& p, int limit) {
   const auto up = [](int n) { return (n + 127) / 128 * 128; };
   p.queries = (p.key_stages + p.value_stages) * S::kTileBytes;
-  p.scales = p.queries + S::kQueryBytes;  // __half [producer warps, keys of a unit]
-  p.notes = p.scales + 2 * S::kStreamWarps * kUnitKeys * 2;
+  p.scales = p.queries + S::kQueryBytes;  // __half [producer warps, keys of a unit]; prompts have none
+  p.notes = p.scales + (S::kPrompts ? 0 : 2 * S::kStreamWarps * kUnitKeys * 2);
   p.raw = up(p.notes + static_cast<int>(sizeof(Notes)));
   if constexpr (S::kPrompts) {
     p.raw_stages = 0, p.bytes = p.raw;
