@@ -1,4 +1,5 @@
-// The launch of the row-tile kernel: which instance, and how its shared memory is divided.
+// The launch of the row-tile kernel and, before it, of the kernel of prompts: which instances, and how their shared
+// memory is divided.
 #include "cuda/attention/row_tiles.cuh"
 
 #include <algorithm>
@@ -13,8 +14,8 @@ namespace turboquant::cuda::row_tiles {
 namespace {
 
 // Prompts of up to so many queries are attended to in tiles of 64 rows. Two blocks then share a multiprocessor, and one
-// computes while the other begins or ends an item, which takes as long as three tiles of keys. Longer ones gain more from
-// tiles of 128 rows, which read keys half as often.
+// computes while the other begins or ends an item, which takes as long as two or three tiles of 128 keys. Longer
+// prompts gain more from tiles of 128 rows, which read keys half as often.
 constexpr int kShortQueries = 2048;
 
 // How the kernel expands codes that choose_attention lets through.
@@ -38,15 +39,15 @@ RowTilesLaunch::RowTilesLaunch(const Attention& call, const Device& device, int 
   if (!many || !choose_shape(2)) choose_shape(1);
   if (many && call.new_keys) choose_prompts();
   check_limits();
+  tiles_.plan.layout = RecordLayout(call.record);
+  tiles_.plan.key_kind = kind_of(call.record.key_width(), call.key_levels);
+  tiles_.plan.value_kind = kind_of(call.record.value_width(), call.value_levels);
+  tiles_.plan.clears = least_queries == 0;
   for (Plan* plan : {&tiles_.plan, &prompts_.plan}) {
-    plan->layout = RecordLayout(call.record);
-    plan->key_kind = kind_of(call.record.key_width(), call.key_levels);
-    plan->value_kind = kind_of(call.record.value_width(), call.value_levels);
     plan->least_rows = least_queries * call.group;
     plan->prompts_apart = prompts_.grid > 0;
     plan->group = Divisor(call.group);
   }
-  tiles_.plan.clears = least_queries == 0;
 }
 
 // Tiles of 64 or 128 rows; false: not even the fewest stages fit. Many stages of tiles are worth less than a ring of
@@ -76,7 +77,7 @@ bool RowTilesLaunch::choose_shape(int groups) {
 }
 
 // The kernel of prompts and boxes of the call's own keys and values. It does not cut tiles of rows into parts, so row
-// tiles are faster where there are few of them, and long ones. Where there are no boxes (map_boxes), row tiles take all.
+// tiles are faster where there are few of them, and long ones. Without boxes (map_boxes), row tiles take all.
 void RowTilesLaunch::choose_prompts() {
   const Attention& a = call_;
   auto& [entry, plan, grid] = prompts_;

@@ -1,4 +1,5 @@
-// The launch of the row-tile kernel (attention/row_tiles/kernel.cuh), for calls that choose_attention gives to it.
+// The launch of the row-tile kernel (attention/row_tiles/kernel.cuh), for calls that choose_attention gives to it, and
+// of the kernel of prompts (attention/row_tiles/prompts.cuh) for those of their sequences that it can take.
 #pragma once
 
 #include "choices/attention.h"

@@ -30,7 +30,9 @@ class Consumer {
   static constexpr int kD = S::kDim, kFragments = kD / 16;
   static constexpr format::Split kSplit = format::split_dim(kD);
   static constexpr int kLog = std::countr_zero(static_cast<unsigned>(kSplit.block));
-  static constexpr bool kWeightsFirst = S::kPrompts;  // computed before the products of the tile before end
+  // Whether weights, and not only maxima, are computed while the values of the tile before are multiplied. Codes leave
+  // no registers for that.
+  static constexpr bool kWeightsFirst = S::kPrompts;
   using Rotation = HadamardTraits<kSplit.blocks, kLog, 4, 2>;  // a thread's part of a row: channels 8 j + 2 t + h
 
  public:
@@ -460,7 +462,7 @@ class Consumer {
     for (int i = 0; i < 2; ++i) total_[i] = fmaf(sum[i][0] + sum[i][1], up, total_[i]);
     if constexpr (kWeightsFirst) {
       if (multiplying) {
-        receive<S::kScores>(scores);  // and from computing the weights then
+        receive<S::kScores>(scores);  // keeps it from computing the weights then
         end_products();
       }
       if (raised) rescale(0, by[0]), rescale(1, by[1]);

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   // The kernel of prompts is right before, and has let this one begin after all that wrote lengths had ended.
   const bool works = !plan.prompts_apart || any_work<S>(a, plan);
   wait_for_previous_kernel();
-  if ( threadIdx.x < 16) {
+  if (threadIdx.x < 16) {
     notes.key_table[threadIdx.x] = table_byte(a.key_levels, a.record.key_width(), threadIdx.x);
     notes.value_table[threadIdx.x] = table_byte(a.value_levels, a.record.value_width(), threadIdx.x);
   }

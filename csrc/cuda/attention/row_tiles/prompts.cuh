@@ -1,13 +1,14 @@
 // The kernel of prompts: sequences of which no key is older than the call, whose keys and values are read as they are.
 //
-// It is the row-tile kernel (kernel.cuh) without codes: the same items of work and the same warps that multiply, but
-// with nothing to expand one warpgroup prepares everything, a warp for each kind of thing: items of work, queries, keys,
-// values. Keys and values are copied by the tensor memory accelerator, a tile with two instructions; it swizzles them.
-// A tile reaches into the next sequence, or has zeros, where the own one ends; rows do not see such keys. The registers
-// that expanding would take hold the scores of 128 keys instead of 64, where a block has 128 rows of up to 128 channels.
+// It is the row-tile kernel (kernel.cuh) without codes: the same items of work and the same warps that multiply. With
+// nothing to expand, one warpgroup prepares everything, a warp for each kind of thing: items of work, queries, keys,
+// values. The tensor memory accelerator copies keys and values, a tile with a few instructions, and swizzles them. A
+// tile reaches into the next sequence, or has zeros, where its own one ends; rows do not see such keys. The registers
+// that expanding would take hold the scores of 128 keys instead of 64, where a block has 128 rows of up to 128
+// channels.
 //
-// Items are short: of 2,048 tokens a tile of rows sees eight tiles of keys on average. So the next item is found, its
-// queries are copied and its first keys and values are on their way while the one before is attended to.
+// Items are short: of 2,048 tokens a tile of rows sees eight tiles of 128 keys on average. So the next item is found,
+// its queries are copied and its first keys and values are on their way while the one before is attended to.
 #pragma once
 
 #include "cuda/attention/row_tiles/consumer.cuh"
@@ -94,8 +95,8 @@ __device__ __forceinline__ void for_each_item(Notes& notes, F&& f) {
   }
 }
 
-// Queries of each item, those of one warpgroup after the other: [channels / 64][64 rows][64 channels]. Eight lanes share
-// a row. One warp does all, so it gets from four rows to the next four by additions.
+// Queries of each item, those of one warpgroup after the other: [channels / 64][64 rows][64 channels]. Eight lanes
+// share a row. One warp does all, so it gets from four rows to the next four by additions.
 template <class S>
 __device__ __forceinline__ void copy_queries(const Attention& a, const Plan& plan, Notes& notes, uint8_t* to) {
   constexpr int kStep = 4;  // rows

@@ -38,7 +38,10 @@ struct Shape {
   static constexpr int kBlocks = GROUPS == 1 && D <= 128 ? 2 : 1;
   static constexpr bool kQueriesInRegisters = D <= 128;
   // Registers of a thread, out of 65,536 of a multiprocessor; 0: as the compiler has it
-  static constexpr int kConsumerRegisters = PROMPTS ? (GROUPS == 2 ? 232 : 216) : D <= 128 ? 184 : GROUPS == 2 ? 208 : 0;
+  static constexpr int kConsumerRegisters = PROMPTS       ? (GROUPS == 2 ? 232 : 216)
+                                            : D <= 128    ? 184
+                                            : GROUPS == 2 ? 208
+                                                          : 0;
   static constexpr int kProducerRegisters = PROMPTS ? 40 : D <= 128 ? 72 : GROUPS == 2 ? 88 : 0;
 
   static constexpr int kTileBytes = kKeys * D * 2;  // a tile of keys, or of values
@@ -52,16 +55,16 @@ struct Shape {
 // A piece of work: the keys of tiles [begin, end) for one tile of rows. Tiles of codes come first, then tiles of exact
 // keys.
 struct Item {
-  int sequence, head, block;  // block: number of the tile of rows; sequence < 0: there is no more work
-  int part, parts, slot;      // part of how many; slot: the number of the first part's partial result and counter
-  int length, queries, rows;  // of the sequence; rows of this tile
-  int first_query;            // token of the sequence's first query
-  int first, coded_end;       // keys [first, coded_end) hold all that some row reads from codes; first begins a unit
-  int sinks, recent, exact;   // exact keys for some row: [0, sinks) and from `recent` on, `exact` in all
-  int coded_tiles;            // tiles of codes
-  int begin, end;             // the tiles of this part
+  int sequence, head, block;     // block: number of the tile of rows; sequence < 0: there is no more work
+  int part, parts, slot;         // part of how many; slot: the number of the first part's partial result and counter
+  int length, queries, rows;     // of the sequence; rows of this tile
+  int first_query;               // token of the sequence's first query
+  int first, coded_end;          // keys [first, coded_end) hold all that some row reads from codes; first begins a unit
+  int sinks, recent, exact;      // exact keys for some row: [0, sinks) and from `recent` on, `exact` in all
+  int coded_tiles;               // tiles of codes
+  int begin, end;                // the tiles of this part
   int common_begin, common_end;  // tiles of exact keys that all rows see
-  int new_begin;              // exact keys from here on are this call's own tokens
+  int new_begin;                 // exact keys from here on are this call's own tokens
 
   // The position of exact key i.
   __device__ __forceinline__ int exact_key(int i) const { return i < sinks ? i : recent + i - sinks; }

@@ -1,8 +1,8 @@
 // The items of work of a launch, and the order in which blocks take them.
 //
-// Lengths are on the device only, so every block derives the same list from them: sequence by sequence, as many KV heads
-// at once as the L2 cache holds the keys of, tiles of rows from the last to the first (the last sees the most keys, so
-// no long item begins when the others end), head by head, and part by part. Blocks take items
+// Lengths are on the device only, so every block derives the same list from them: sequence by sequence, as many KV
+// heads at once as the L2 cache holds the keys of, tiles of rows from the last to the first (the last sees the most
+// keys, so no long item begins when the others end), head by head, and part by part. Blocks take items
 // from a common counter, so that a block with short items takes more of them. Results do not depend on who takes what:
 // the cut depends on lengths only, and partial results are joined in the order of the parts.
 //
@@ -84,8 +84,8 @@ __device__ __forceinline__ int heads_at_once(int tiles, int kv_heads) {
   return min(max(quotient((24 << 20) / (2 * S::kTileBytes), tiles), 1), kv_heads);
 }
 
-// One warp computes and hands out items; all its lanes call everything. Each instruction runs a few times at most, and to
-// fetch it takes longer than that, so the code of an extent stands here twice and not wherever it is needed.
+// One warp computes and hands out items; all its lanes call everything. Each instruction runs a few times at most, and
+// to fetch it takes longer than that, so the code of an extent stands here twice and not wherever it is needed.
 template <class S>
 class WorkList {
  public:
@@ -162,8 +162,8 @@ class WorkList {
   }
   __device__ __forceinline__ int parts(const Extent& x) const { return ceil_div(x.most, size_); }
 
-  // Looks for the size of parts, in key tiles: `step` learns how many items and slots there are with parts of `size`, and
-  // sets the next size to try.
+  // Looks for the size of parts, in key tiles: `step` learns how many items and slots there are with parts of `size`,
+  // and sets the next size to try.
   struct Search {
     enum Phase { kUncut, kOneRound, kTwoRounds, kFits };
     int grid;
