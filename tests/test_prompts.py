@@ -1,8 +1,8 @@
 """Sequences of which no key is older than the call: prompts, read as they are, on CUDA.
 
-With more than 64 query rows per KV head and k_new they take a kernel of their own
-(csrc/cuda/attention/row_tiles/prompts.cuh), beside which row tiles take all other sequences of the
-call. Lengths on the device decide. Elsewhere other kernels must give the same results.
+With k_new, more than 64 query rows per KV head and more than 32 queries they take a kernel of their
+own (csrc/cuda/attention/row_tiles/prompts.cuh), beside which row tiles take all other sequences of
+the call. Lengths on the device decide. Elsewhere other kernels must give the same results.
 """
 
 import pytest
@@ -137,6 +137,20 @@ def test_tiny_prompts(d):
     check_own(prompts([70, 3], d=d, q_heads=4, kv_heads=2))
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_tiny_prompts_in_large_tiles(d):
+    """For compute-sanitizer: 128 rows and keys, because of tokens that belong to no sequence."""
+    case, more = prompts([70], d=d, q_heads=9, kv_heads=9), LONG - 70
+    own = {
+        name: torch.cat([x, x.new_zeros(more, *x.shape[1:])])
+        for name, x in own_tokens(case).items()
+    }
+    padded = torch.cat([case.q, case.q.new_zeros(more, *case.q.shape[1:])])
+    out, lse = attend(case._replace(q=padded, max_q_len=LONG), **own)
+    assert_near((out[:70], lse[:70]), expected_own(case), case.spread)
+    assert (out[70:] == 0).all()
+
+
 # ---- what must not matter
 
 
@@ -259,9 +273,9 @@ def test_launches():
         assert "prompts_kernel" in first and "row_tiles_kernel" in second
         (only,) = kernels_of(case)
         assert "row_tiles_kernel" in only
-    few = prompts([16, 16])
-    (only,) = kernels_of(few, **own_tokens(few))
-    assert "row_tiles_kernel" in only
+    for few in (prompts([16, 16]), prompts([32, 32], q_heads=16)):
+        (only,) = kernels_of(few, **own_tokens(few))
+        assert "row_tiles_kernel" in only
     expanded = {name: x[:, :1].expand(-1, 2, -1) for name, x in own_tokens(case).items()}
     one_long = prompts([], long=True, q_heads=1, kv_heads=1)
     for call, own in ((case, expanded), (one_long, own_tokens(one_long))):

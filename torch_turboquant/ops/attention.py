@@ -44,8 +44,9 @@ Lloyd-Max levels, on compute capability 9.0. It rounds to float16, under powers 
 digits: rotated queries, levels times their scales, and softmax weights. Keys and values of the
 exact tail and of k_new are not rounded, and their weights have their dtype. Sums are float32. As
 with split-KV, the results are the same in every run, and the other sequences decide where the work
-is cut. Where k_new is given and max_q_len is more than 64 rows, sequences without older tokens have
-a kernel of their own, which is launched before.
+is cut. Where k_new is given and max_q_len is more than 32 queries and 64 rows, sequences without
+older tokens have a kernel of their own (docs/design.md), whose work is not cut, but max_q_len
+decides the size of its tiles.
 
 A batch with sequences of few rows and of more takes split-KV and one of these two, one after the
 other, each for its own sequences. The host cannot see the numbers of queries, so the numbers of

@@ -17,6 +17,8 @@ namespace {
 // computes while the other begins or ends an item, which takes as long as two or three tiles of 128 keys. Longer
 // prompts gain more from tiles of 128 rows, which read keys half as often.
 constexpr int kShortQueries = 2048;
+// Prompts of at most so many queries, whatever their group, are not worth a launch: decode steps and drafts are not.
+constexpr int kFewQueries = 32;
 
 // How the kernel expands codes that choose_attention lets through.
 Kind kind_of(format::Width width, bool table) {
@@ -37,7 +39,7 @@ RowTilesLaunch::RowTilesLaunch(const Attention& call, const Device& device, int 
     : call_(call), device_(device) {
   const bool many = int64_t{call.max_q_len} * call.group > 64;
   if (!many || !choose_shape(2)) choose_shape(1);
-  if (many && call.new_keys) choose_prompts();
+  if (many && call.new_keys && call.max_q_len > kFewQueries) choose_prompts();
   check_limits();
   tiles_.plan.layout = RecordLayout(call.record);
   tiles_.plan.key_kind = kind_of(call.record.key_width(), call.key_levels);

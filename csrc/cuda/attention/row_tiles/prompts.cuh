@@ -7,7 +7,7 @@
 // that expanding would take hold the scores of 128 keys instead of 64, where a block has 128 rows of up to 128
 // channels.
 //
-// Items are short: of 2,048 tokens a tile of rows sees eight tiles of 128 keys on average. So the next item is found,
+// Items are short: of 2,048 tokens a tile of rows sees 16 tiles of 64 keys on average. So the next item is found,
 // its queries are copied and its first keys and values are on their way while the one before is attended to.
 #pragma once
 
@@ -143,13 +143,15 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& map, Notes& notes,
     const int first = item.first_query + item.recent - item.new_begin;  // token of the item's exact key 0
     for (int tile = 0; tile < item.end; ++tile, stage.advance(stages)) {
       wait_barrier(&empty[stage.slot], stage.phase ^ 1);
-      if (threadIdx.x % 32 != 0) continue;
-      expect(&full[stage.slot], S::kTileBytes);
+      if (threadIdx.x % 32 == 0) {
+        expect(&full[stage.slot], S::kTileBytes);
 #pragma unroll
-      for (int k = 0; k < S::kDim / 64; ++k) {
-        copy_box(to + stage.slot * S::kTileBytes + k * S::kKeys * kSwizzleRow, map, 64 * k, item.head,
-                 first + tile * S::kKeys, &full[stage.slot]);
+        for (int k = 0; k < S::kDim / 64; ++k) {
+          copy_box(to + stage.slot * S::kTileBytes + k * S::kKeys * kSwizzleRow, map, 64 * k, item.head,
+                   first + tile * S::kKeys, &full[stage.slot]);
+        }
       }
+      __syncwarp();  // no lane may be a turn of the ring behind
     }
   });
 }

@@ -2,7 +2,7 @@
 // cut, and where everything of a block lies in shared memory.
 //
 // A row is one query of one query head; row r of a sequence and KV head is query r / group under head r % group of the
-// KV head. A tile of rows is 64 rows for each warpgroup that multiplies; a tile of keys is 64 keys.
+// KV head. A tile of rows is 64 rows for each warpgroup that multiplies; a tile of keys is 64 keys, or 128 (kKeys).
 #pragma once
 
 #include <cuda.h>
@@ -22,8 +22,8 @@ constexpr int kMaxRawStages = 10;
 constexpr int kItems = 2;  // items of work that are known ahead
 
 // D: head_dim. GROUPS: warpgroups that multiply, 64 rows each. PROMPTS: for sequences of which no key is older than the
-// call (prompts.cuh). Without codes to expand, few registers are enough to prepare tiles, and larger tiles fit into the
-// others.
+// call (prompts.cuh). Without codes to expand, few registers are enough to prepare tiles, and warps that multiply have
+// room for larger ones.
 template <int D, int GROUPS, bool PROMPTS = false>
 struct Shape {
   static_assert(D % 64 == 0 && D <= 256 && (GROUPS == 1 || GROUPS == 2));
