@@ -24,12 +24,10 @@ from tests.attention_cuda import (
     starts_of,
 )
 from tests.helpers import assert_same_bytes
+from tests.test_row_tiles import DIMS
+from tests.test_split_kv_launches import assert_streams_share_nothing, kernels_of
 
 pytestmark = pytest.mark.cuda
-
-DIMS = (64, 128, 192, 256)
-"""Those that the kernel is compiled for."""
-
 
 LONG = 2200
 """Queries of a sequence beside which the others are attended to in tiles of 128 rows, not 64."""
@@ -251,16 +249,6 @@ def test_one_graph_for_prompts_and_chunks():
 # ---- launches
 
 
-def kernels_of(case, **options):
-    attend(case, **options)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        attend(case, **options)
-        torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    return [e.name for e in profile.events() if e.device_type == cuda and "memset" not in e.name]
-
-
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
     reason="products of warpgroups",
@@ -285,21 +273,7 @@ def test_launches():
 
 def test_streams_share_nothing():
     """Calls on two streams take their items from counters of their own."""
-    cases = [prompts([700, 300], seed=seed) for seed in range(2)]
-    own = [own_tokens(case) for case in cases]
-    wanted = [attend(case, **new) for case, new in zip(cases, own, strict=True)]
-    streams = [torch.cuda.Stream() for _ in cases]
-    torch.cuda.synchronize()
-    found = [[], []]
-    for _ in range(10):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                found[i].append(attend(cases[i], **own[i]))
-    torch.cuda.synchronize()
-    for results, (out, lse) in zip(found, wanted, strict=True):
-        for result in results:
-            assert_same_bytes(result[0], out)
-            assert_same_bytes(result[1], lse)
+    assert_streams_share_nothing([prompts([700, 300], seed=n) for n in range(2)], own_tokens)
 
 
 def test_padding_behind_the_last_sequence():

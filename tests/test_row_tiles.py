@@ -41,7 +41,7 @@ from torch_turboquant.config import CacheConfig
 pytestmark = pytest.mark.cuda
 
 DIMS = (64, 128, 192, 256)
-"""Those that the row-tile kernel is compiled for."""
+"""Those that the row-tile kernel, and the one of prompts, are compiled for."""
 
 
 # ---- right results

@@ -25,12 +25,12 @@ def few_cases() -> list[Case]:
     ]
 
 
-def kernels_of(case: Case) -> list[str]:
+def kernels_of(case: Case, **options) -> list[str]:
     """Names of what a call launches."""
-    attend(case)
+    attend(case, **options)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        attend(case)
+        attend(case, **options)
         torch.cuda.synchronize()
     cuda = torch.autograd.DeviceType.CUDA
     return [event.name for event in profile.events() if event.device_type == cuda]
@@ -146,9 +146,10 @@ def test_another_stream():
     assert_same_bytes(lse, expected_lse)
 
 
-def assert_streams_share_nothing(cases: list[Case]) -> None:
+def assert_streams_share_nothing(cases: list[Case], options_of=lambda case: {}) -> None:
     """Each case many times on a stream of its own, all at once: the results of each case alone."""
-    first = [attend(case) for case in cases]
+    options = [options_of(case) for case in cases]
+    first = [attend(case, **given) for case, given in zip(cases, options, strict=True)]
     streams = [torch.cuda.Stream() for _ in cases]
     torch.cuda.synchronize()
     results = [[] for _ in cases]
@@ -156,9 +157,9 @@ def assert_streams_share_nothing(cases: list[Case]) -> None:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(5_000_000)  # until all have work
     for _ in range(20):
-        for case, stream, found in zip(cases, streams, results, strict=True):
+        for case, given, stream, found in zip(cases, options, streams, results, strict=True):
             with torch.cuda.stream(stream):
-                found.append(attend(case))
+                found.append(attend(case, **given))
     torch.cuda.synchronize()
     for exact, found in zip(first, results, strict=True):
         for out, lse in found:
