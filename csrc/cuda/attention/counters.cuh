@@ -22,4 +22,20 @@ __device__ __forceinline__ bool count_arrival(uint32_t* counter, int count) {
   return before == last;
 }
 
+// Waits until a counter that never falls meanwhile is at least `count`; sets it. What other blocks have written before
+// they set or added to it is visible then. From sm_70 on.
+__device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t count) {
+  uint32_t now = count;
+  do {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 700
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+#endif
+  } while (now < count);
+}
+__device__ __forceinline__ void set_count(uint32_t* counter, uint32_t count) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 700
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(count) : "memory");
+#endif
+}
+
 }  // namespace turboquant::cuda

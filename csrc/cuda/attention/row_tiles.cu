@@ -1,11 +1,13 @@
-// The launch of the row-tile kernel and, before it, of the kernel of prompts: which instances, and how their shared
-// memory is divided.
+// The launch of the row-tile kernel and, before it, of the kernels of chunks and of prompts: which instances, and how
+// their memory is divided.
 #include "cuda/attention/row_tiles.cuh"
 
 #include <algorithm>
+#include <bit>
 
 #include "cuda/attention/counters.cuh"
 #include "cuda/attention/head_dims.cuh"
+#include "cuda/attention/row_tiles/chunk_counters.cuh"
 #include "cuda/attention/row_tiles/expansion.cuh"
 #include "cuda/common/box_maps.cuh"
 #include "cuda/common/torch.cuh"
@@ -19,6 +21,13 @@ namespace {
 constexpr int kShortQueries = 2048;
 // Prompts of at most so many queries, whatever their group, are not worth a launch: decode steps and drafts are not.
 constexpr int kFewQueries = 32;
+
+// A sequence is long only with so many rows, 8 tiles of them: with fewer, expanding codes once saves little. Many calls
+// have none, so what the host knows must leave room for enough tiles of rows to fill three quarters of the device.
+constexpr int kLeastLongRows = 1024;
+// Memory for expanded codes, whatever the context: enough for segments of 4,096 keys of a head for twice as many units
+// as blocks attend to, and small enough for the L2 cache.
+constexpr int64_t kRingBytes = int64_t{64} << 20;
 
 // How the kernel expands codes that choose_attention lets through.
 Kind kind_of(format::Width width, bool table) {
@@ -40,12 +49,13 @@ RowTilesLaunch::RowTilesLaunch(const Attention& call, const Device& device, int 
   const bool many = int64_t{call.max_q_len} * call.group > 64;
   if (!many || !choose_shape(2)) choose_shape(1);
   if (many && call.new_keys && call.max_q_len > kFewQueries) choose_prompts();
+  if (many) choose_chunks();
   check_limits();
-  tiles_.plan.layout = RecordLayout(call.record);
-  tiles_.plan.key_kind = kind_of(call.record.key_width(), call.key_levels);
-  tiles_.plan.value_kind = kind_of(call.record.value_width(), call.value_levels);
   tiles_.plan.clears = least_queries == 0;
-  for (Plan* plan : {&tiles_.plan, &prompts_.plan}) {
+  for (Plan* plan : {&tiles_.plan, &prompts_.plan, &chunks_.plan}) {
+    plan->layout = RecordLayout(call.record);
+    plan->key_kind = kind_of(call.record.key_width(), call.key_levels);
+    plan->value_kind = kind_of(call.record.value_width(), call.value_levels);
     plan->least_rows = least_queries * call.group;
     plan->prompts_apart = prompts_.grid > 0;
     plan->group = Divisor(call.group);
@@ -105,6 +115,39 @@ void RowTilesLaunch::choose_prompts() {
   }
 }
 
+// The kernel of chunks, where the host cannot rule out that there are long sequences with enough tiles of rows.
+void RowTilesLaunch::choose_chunks() {
+  const Attention& a = call_;
+  auto& [entry, plan, grid] = chunks_;
+  entry = with_head_dim<kRowTilesHeadDims>(a.record.head_dim, [&](auto d) { return find_chunks_kernel<d>(a.dtype); });
+  const int64_t rows = int64_t{a.tokens} * a.group;
+  ChunksPlan chunks{};
+  chunks.least_rows = static_cast<int>(std::max(int64_t{kLeastLongRows}, (rows + kMaxLong - 1) / kMaxLong));
+  chunks.least_tiles = device_.facts.multiprocessors * 3 / 4;
+  const int64_t most_long = std::min(int64_t{a.seqs}, rows / chunks.least_rows);
+  const int64_t states = (rows / entry.rows + most_long) * a.kv_heads;
+  const bool some = int64_t{a.max_q_len} * a.group >= chunks.least_rows && a.room >= kLeastCodes;
+  if (!some || states < chunks.least_tiles || tiles_.entry.rows != entry.rows) return;
+  plan.raw_stride = raw_stride(a.record);
+  for (const int stages : {3, 2}) {
+    plan.key_stages = plan.value_stages = stages;
+    if (!entry.lay_out(plan, device_.facts.shared_per_block)) continue;
+    grid = device_.facts.multiprocessors;
+    // Rounded up, so that calls of many sizes need few sets of counters
+    states_ = static_cast<int>(std::bit_ceil(static_cast<uint64_t>(states)));
+    chunks.ring_tiles = static_cast<int>(kRingBytes / (2 * entry.bytes));
+    for (Plan* of : {&plan, &tiles_.plan, &prompts_.plan}) of->chunks = chunks;
+    return;
+  }
+}
+
+int64_t RowTilesLaunch::ring_bytes() const {
+  return chunks_.plan.chunks.ring_tiles * (int64_t{2} * chunks_.entry.bytes + static_cast<int64_t>(sizeof(TileInfo)));
+}
+int RowTilesLaunch::num_counters() const {
+  return 2 * tiles_.grid + 1 + (prompts_.grid > 0) + (chunks_.grid > 0 ? ChunkCounters::kFixed + states_ : 0);
+}
+
 // The kernel counts tiles of keys, of all tiles of rows, in 32 bits. What the host knows about them: no sequence is
 // longer than block_table is wide, and all have the call's tokens together.
 void RowTilesLaunch::check_limits() const {
@@ -117,10 +160,15 @@ void RowTilesLaunch::check_limits() const {
 }
 
 void RowTilesLaunch::run(void* workspace, cudaStream_t stream) {
-  tiles_.plan.parts = static_cast<float*>(workspace);
-  tiles_.plan.counters = zeroed_counters(device_.index, stream, num_counters(),
-                                         reinterpret_cast<uint32_t*>(tiles_.plan.parts + part_floats()));
+  tiles_.plan.parts = reinterpret_cast<float*>(static_cast<uint8_t*>(workspace) + ring_bytes());
+  float* const states = tiles_.plan.parts + part_floats();
+  tiles_.plan.counters =
+      zeroed_counters(device_.index, stream, num_counters(), reinterpret_cast<uint32_t*>(states + state_floats()));
   prompts_.plan.counters = tiles_.plan.counters + 2 * tiles_.grid + 1;
+  chunks_.plan.chunks.ring = static_cast<uint8_t*>(workspace);
+  chunks_.plan.chunks.counters = prompts_.plan.counters + (prompts_.grid > 0);
+  chunks_.plan.chunks.states = tiles_.plan.chunks.states = states;
+  if (chunks_.grid > 0) launch(chunks_, stream);
   if (prompts_.grid > 0) launch(prompts_, stream);
   launch(tiles_, stream);
 }
@@ -128,7 +176,7 @@ void RowTilesLaunch::run(void* workspace, cudaStream_t stream) {
 void RowTilesLaunch::launch(Kernel& kernel, cudaStream_t stream) {
   auto& [entry, plan, grid] = kernel;
   allow_shared_memory(entry.kernel, device_.index, plan.bytes);
-  void* arguments[] = {const_cast<Attention*>(&call_), &plan, &maps_};  // row tiles take two of them
+  void* arguments[] = {const_cast<Attention*>(&call_), &plan, &maps_};  // prompts take all of them
   check_cuda(launch_early(entry.kernel, grid, entry.threads, plan.bytes, arguments, stream, device_.facts.major),
              "paged_attention");
 }

@@ -1,5 +1,6 @@
 // The launch of the row-tile kernel (attention/row_tiles/kernel.cuh), for calls that choose_attention gives to it, and
-// of the kernel of prompts (attention/row_tiles/prompts.cuh) for those of their sequences that it can take.
+// before it of those that can take some of their sequences: the kernel of chunks (attention/row_tiles/chunks.cuh) their
+// codes, that of prompts (attention/row_tiles/prompts.cuh) all of them.
 #pragma once
 
 #include "choices/attention.h"
@@ -16,7 +17,8 @@ struct KernelEntry {
   int blocks;         // per multiprocessor, at most
   int stream_warps;   // see Shape
   int part_floats;    // of a partial result
-  int keys;           // of a tile
+  int state_floats;   // of what the kernel of chunks leaves of a tile of rows
+  int keys, bytes;    // of a tile
   bool (*lay_out)(Plan& plan, int limit);
 };
 
@@ -28,6 +30,9 @@ KernelEntry find_kernel(int groups, Dtype dtype);
 // instances/prompts_<D>.cu.
 template <int D>
 KernelEntry find_prompts_kernel(int groups, Dtype dtype);
+// The one for codes of long sequences, with tiles of 128 rows. Defined in instances/chunks_<D>.cu.
+template <int D>
+KernelEntry find_chunks_kernel(Dtype dtype);
 
 // Bytes of a raw stage: the tiles of a record that hold kUnitKeys tokens, in places that bulk copies can write to.
 constexpr int raw_stride(const format::Record& record) {
@@ -41,14 +46,14 @@ class RowTilesLaunch {
   // the last sequence; 0: there is no other kernel. The call stays alive until `run` returns.
   RowTilesLaunch(const Attention& call, const Device& device, int least_queries);
 
-  // Bytes of memory for partial results; their contents do not matter.
-  int64_t workspace_bytes() const { return (part_floats() + num_counters()) * 4; }
+  // Bytes of memory for partial results and expanded codes; their contents do not matter.
+  int64_t workspace_bytes() const { return ring_bytes() + (part_floats() + state_floats() + num_counters()) * 4; }
 
   // workspace: aligned to 16 bytes.
   void run(void* workspace, cudaStream_t stream);
 
  private:
-  // One of the two kernels; grid 0: it is not launched.
+  // One of the kernels; grid 0: it is not launched.
   struct Kernel {
     KernelEntry entry{};
     Plan plan{};
@@ -56,15 +61,21 @@ class RowTilesLaunch {
   };
   bool choose_shape(int groups);
   void choose_prompts();
+  void choose_chunks();
   void check_limits() const;
   int64_t part_floats() const { return int64_t{2} * tiles_.grid * tiles_.entry.part_floats; }
-  int num_counters() const { return 2 * tiles_.grid + 1 + (prompts_.grid > 0); }  // that of prompts is the last one
+  int64_t state_floats() const { return int64_t{states_} * chunks_.entry.state_floats; }
+  int64_t ring_bytes() const;
+  // In this order: of row tiles, of prompts, of chunks
+  int num_counters() const;
   void launch(Kernel& kernel, cudaStream_t stream);
 
   const Attention& call_;
   const Device& device_;
   Kernel tiles_;
   Kernel prompts_;  // for sequences without older keys
+  Kernel chunks_;   // for codes of long sequences
+  int states_ = 0;  // tiles of rows that long sequences have at most
   PromptMaps maps_{};
 };
 

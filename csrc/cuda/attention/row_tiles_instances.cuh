@@ -5,6 +5,7 @@
 
 #include "choices/attention.h"
 #include "cuda/attention/row_tiles.cuh"
+#include "cuda/attention/row_tiles/chunks.cuh"
 #include "cuda/attention/row_tiles/kernel.cuh"
 #include "cuda/attention/row_tiles/prompts.cuh"
 
@@ -28,13 +29,17 @@ KernelEntry kernel_entry(const void* kernel) {
           .blocks = S::kBlocks,
           .stream_warps = S::kStreamWarps,
           .part_floats = S::kPartFloats,
+          .state_floats = S::kStateFloats,
           .keys = S::kKeys,
+          .bytes = S::kTileBytes,
           .lay_out = &lay_out<S>};
 }
 template <class S, typename T>
 KernelEntry kernel_entry() {
   if constexpr (S::kPrompts) {
     return kernel_entry<S>(reinterpret_cast<const void*>(&prompts_kernel<S, T>));
+  } else if constexpr (S::kChunks) {
+    return kernel_entry<S>(reinterpret_cast<const void*>(&chunks_kernel<S, T>));
   } else {
     return kernel_entry<S>(reinterpret_cast<const void*>(&row_tiles_kernel<S, T>));
   }
@@ -45,11 +50,17 @@ KernelEntry find_prompts_kernel(int groups, Dtype dtype) {
   const auto of_type = [&](auto type) {
     using T = typename decltype(type)::type;
     if constexpr (D <= 128) {
-      if (groups == 1) return kernel_entry<Shape<D, 1, true>, T>();
+      if (groups == 1) return kernel_entry<Shape<D, 1, Source::kOwn>, T>();
     }
-    return kernel_entry<Shape<D, 2, true>, T>();
+    return kernel_entry<Shape<D, 2, Source::kOwn>, T>();
   };
   return dtype == Dtype::kFloat16 ? of_type(Tag<__half>{}) : of_type(Tag<__nv_bfloat16>{});
+}
+
+template <int D>
+KernelEntry find_chunks_kernel(Dtype dtype) {
+  using S = Shape<D, 2, Source::kExpanded>;
+  return dtype == Dtype::kFloat16 ? kernel_entry<S, __half>() : kernel_entry<S, __nv_bfloat16>();
 }
 
 template <int D>

@@ -165,6 +165,14 @@ __device__ __forceinline__ void copy_bulk(uint8_t* to, const uint8_t* from, int 
 #endif
 }
 
+// Between writes to global memory and bulk copies of it: the writer calls it before it tells others, and who copies
+// after it has learned of them. From sm_90 on.
+__device__ __forceinline__ void publish_global_memory() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
 // Prefetches `bytes` bytes, a multiple of 16, into the L2 cache.
 __device__ __forceinline__ void prefetch_bytes(const uint8_t* from, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -27,12 +27,13 @@ constexpr int kConsumersBarrier = 1, kGroupBarrier = 2;
 // T: the type of queries, results and exact keys
 template <class S, typename T>
 class Consumer {
+ protected:
   static constexpr int kD = S::kDim, kFragments = kD / 16;
   static constexpr format::Split kSplit = format::split_dim(kD);
   static constexpr int kLog = std::countr_zero(static_cast<unsigned>(kSplit.block));
-  // Whether weights, and not only maxima, are computed while the values of the tile before are multiplied. Codes leave
-  // no registers for that.
-  static constexpr bool kWeightsFirst = S::kPrompts;
+  // Whether weights, and not only maxima, are computed while the values of the tile before are multiplied. Where
+  // codes are expanded, there are no registers for that.
+  static constexpr bool kWeightsFirst = S::kCopies;
   using Rotation = HadamardTraits<kSplit.blocks, kLog, 4, 2>;  // a thread's part of a row: channels 8 j + 2 t + h
 
  public:
@@ -54,21 +55,29 @@ class Consumer {
     }
   }
 
- private:
+ protected:
   // ---- An item
 
-  __device__ __forceinline__ void attend() {
+  __device__ __forceinline__ void begin_rows() {
 #pragma unroll
     for (int i = 0; i < S::kSums; ++i) sums_[i] = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) reference_[i] = -INFINITY, total_[i] = 0;
     exponent_ = -64;
+  }
+  __device__ __forceinline__ void find_positions() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) position_[i] = position_of(min(row_ + 8 * i, item_->rows - 1));
+  }
+  __device__ __forceinline__ void attend() {
+    begin_rows();
+    find_positions();
     const int begin = item_->begin;
     if constexpr (!S::kPrompts) {
       const int coded_end = min(item_->end, item_->coded_tiles);
-      if (begin < coded_end) {
+      if (S::kGroups == 2 && item_->state >= 0) {
+        load_state(item_->state);
+      } else if (begin < coded_end) {
         prepare_rotated();
         pass<false>(begin, coded_end);
         leave_rotation();
@@ -80,6 +89,31 @@ class Consumer {
       prepare_exact();
       pass<true>(exact, item_->end);
     }
+  }
+
+  // What the kernel of chunks has found about a tile of rows so far.
+  __device__ __forceinline__ float* state(int number) const {
+    return plan_.chunks.states + int64_t{number} * S::kStateFloats + (threadIdx.x - S::kProducers);
+  }
+  __device__ __forceinline__ void load_state(int number) {
+    const float* from = state(number);
+#pragma unroll
+    for (int i = 0; i < 2; ++i, from += 2 * S::kConsumers) {
+      reference_[i] = __ldcg(from), total_[i] = __ldcg(from + S::kConsumers);
+    }
+#pragma unroll
+    for (int i = 0; i < S::kSums; ++i, from += S::kConsumers) sums_[i] = __ldcg(from);
+    exponent_ = static_cast<int>(__ldcg(from));
+  }
+  __device__ __forceinline__ void save_state(int number) const {
+    float* to = state(number);
+#pragma unroll
+    for (int i = 0; i < 2; ++i, to += 2 * S::kConsumers) {
+      __stcg(to, reference_[i]), __stcg(to + S::kConsumers, total_[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < S::kSums; ++i, to += S::kConsumers) __stcg(to, sums_[i]);
+    __stcg(to, static_cast<float>(exponent_));
   }
 
   // ---- Rows
@@ -241,7 +275,7 @@ class Consumer {
   __device__ __forceinline__ void wait(uint64_t (&barriers)[kMaxTileStages], const RingPlace& stage) const {
     wait_barrier(&barriers[stage.slot], stage.phase);
     // Tensor cores would not see what cp.async has copied; what the tensor memory accelerator has, they do.
-    if constexpr (EXACT && !S::kPrompts) publish_operands();
+    if constexpr (EXACT && !S::kCopies) publish_operands();
   }
   __device__ __forceinline__ void release(uint64_t (&barriers)[kMaxTileStages], RingPlace& stage, int stages) const {
     __syncwarp();

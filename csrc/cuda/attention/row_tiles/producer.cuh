@@ -1,21 +1,16 @@
 // The warps that prepare tiles of keys and values in shared memory: float16 levels times scales from codes, or exact
 // keys and values as they are. A tile has 64 keys.
 //
-// Both kinds of tiles have rows of 128 bytes with the swizzle of common/wgmma_swizzled.cuh:
-//   keys           [channels / 64][keys][64 channels]
-//   values, codes  [channels][64 keys]      (a word of a value block holds four tokens of a channel)
-//   values, exact  [channels / 64][keys][64 channels]
-// In tiles of codes the order of channels and of tokens is the one in which codes leave their words (expansion.cuh):
-// queries and softmax weights follow it.
+// Tiles of codes are laid out as units.cuh says. Exact keys and exact values have rows of 128 bytes with the same
+// swizzle, [channels / 64][keys][64 channels].
 //
 // The scales of a tile are divided by a power of two of their own before they are rounded to float16, one for keys and
 // one for values. A scale that is not a number counts 0 here; consumers learn which key has it.
 #pragma once
 
-#include "cuda/attention/row_tiles/expansion.cuh"
+#include "cuda/attention/row_tiles/units.cuh"
 #include "cuda/attention/row_tiles/work.cuh"
 #include "cuda/common/async_copy.cuh"
-#include "cuda/common/wgmma_swizzled.cuh"
 
 namespace turboquant::cuda::row_tiles {
 
@@ -24,16 +19,14 @@ namespace turboquant::cuda::row_tiles {
 // only repeat. Of a tile of exact keys or values every warp of the kind copies its rows. Warps of values also copy
 // codes, a unit for each tile that they prepare, and the first of them takes items of work.
 template <class S, bool VALUES>
-class Producer {
+class Producer : UnitExpander<S> {
+  using Base = UnitExpander<S>;
+  using Base::exponent_of, Base::power_of_two, Base::not_finite, Base::r_, Base::lane_, Base::half_bytes_, Base::scale_;
+
  public:
   __device__ __forceinline__ Producer(const Attention& a, const Plan& plan, uint8_t* shared)
-      : a_(a), plan_(plan), r_(plan.layout), shared_(shared), notes_(*reinterpret_cast<Notes*>(shared + plan.notes)),
-        warp_(threadIdx.x / 32 % S::kStreamWarps), lane_(threadIdx.x % 32) {
-    const bool small = r_.tile_shift == 4;  // a tile of the record has 16 tokens, else 32
-    half_bytes_ = small ? 2 * r_.tile_bytes : r_.tile_bytes;
-    const int token = token_at(lane_), number = small ? token % 16 : token;
-    scale_ = (small && token >= 16 ? r_.tile_bytes : 0) + r_.key_scales + 2 * number;
-  }
+      : Base(plan), a_(a), plan_(plan), shared_(shared), notes_(*reinterpret_cast<Notes*>(shared + plan.notes)),
+        warp_(threadIdx.x / 32 % S::kStreamWarps) {}
 
   __device__ __forceinline__ void run() {
     const WorkList<S> list(a_, plan_, leads());
@@ -144,34 +137,19 @@ class Producer {
       wait_barrier(&notes_.raw_full[slot], read_.phase);
       prepare_scales(item, first + t * S::kKeys, t >= inside_begin && t < inside_end, raw(slot), notes_.present[slot]);
       wait_for_room();
-      if (!VALUES && lane_ == 0) notes_.info[stage_.slot] = info_;
-      expand_unit(raw(slot), tables);
+      if (!VALUES && lane_ == 0) {
+        TileInfo& to = notes_.info[stage_.slot];
+        to.key_factor = info_.key_factor, to.value_exponent = info_.value_exponent, to.special = info_.special;
+        for (int i = 0; i < 2; ++i) to.poison[i] = info_.poison[i], to.absent[i] = info_.absent[i];
+      }
+      Base::template expand_unit<VALUES>(VALUES ? plan_.value_kind : plan_.key_kind, raw(slot), scales(), tables,
+                                         tile());
       publish_operands();
       __syncwarp();
       if (lane_ < kTurns) arrive(full());  // for all warps of this kind
       if (lane_ == 0) arrive(&notes_.raw_empty[slot]);
     }
     stage_.retreat(stages(), t - units), read_.retreat(plan_.raw_stages, t - units), turn_ = (turn_ + units) % kTurns;
-  }
-
-  __device__ __forceinline__ void expand_unit(const uint8_t* unit, const Tables& tables) const {
-    const auto expand_as = [&](auto kind) {
-      if constexpr (VALUES) {
-        expand_values<kind>(unit, tables);
-      } else {
-        expand_keys<kind>(unit, tables);
-      }
-    };
-    switch (VALUES ? plan_.value_kind : plan_.key_kind) {
-      case kPairs: return expand_as(std::integral_constant<Kind, kPairs>{});
-      case kSpread: return expand_as(std::integral_constant<Kind, kSpread>{});
-      case kNibbles: return expand_as(std::integral_constant<Kind, kNibbles>{});
-      case kPlanes:
-        if constexpr (!VALUES) expand_as(std::integral_constant<Kind, kPlanes>{});
-        return;
-      case kLevels: return expand_as(std::integral_constant<Kind, kLevels>{});
-      default: return expand_as(std::integral_constant<Kind, kBytes>{});
-    }
   }
 
   // ---- Scales
@@ -191,21 +169,18 @@ class Producer {
       const uint8_t* from = unit + scale_ + i * half_bytes_;
       if constexpr (!VALUES) keys[i] = *reinterpret_cast<const uint16_t*>(from);
       values[i] = *reinterpret_cast<const uint16_t*>(from + r_.value_scales - r_.key_scales);
-      bad |= (keys[i] & 0x7C00) == 0x7C00 || (values[i] & 0x7C00) == 0x7C00;
+      bad |= not_finite(keys[i]) || not_finite(values[i]);
     }
     info_.special = !inside || present != (1u << (kUnitKeys >> r_.tile_shift)) - 1 || __any_sync(0xffffffff, bad);
     if (info_.special) exclude(item, first_token, present, keys, values);
-    // A float16 with E in its exponent field is below 2^(E - 14).
-    const auto exponent = [](uint32_t most) { return max(static_cast<int>(most >> 10), 1) - 14; };
-    const auto power = [](int e) { return __int_as_float((127 + e) << 23); };
-    const int value_exponent = exponent(max_of_lanes(max(values[0] & 0x7FFF, values[1] & 0x7FFF)));
+    const int value_exponent = exponent_of(max_of_lanes(max(values[0] & 0x7FFF, values[1] & 0x7FFF)));
     float factor;
     if constexpr (VALUES) {
-      factor = power(-value_exponent) * step_of(static_cast<Kind>(plan_.value_kind));
+      factor = power_of_two(-value_exponent) * step_of(static_cast<Kind>(plan_.value_kind));
     } else {
-      const int e = exponent(max_of_lanes(max(keys[0] & 0x7FFF, keys[1] & 0x7FFF)));
-      factor = power(-e) * step_of(static_cast<Kind>(plan_.key_kind));
-      info_.key_factor = power(e), info_.value_exponent = value_exponent;
+      const int e = exponent_of(max_of_lanes(max(keys[0] & 0x7FFF, keys[1] & 0x7FFF)));
+      factor = power_of_two(-e) * step_of(static_cast<Kind>(plan_.key_kind));
+      info_.key_factor = power_of_two(e), info_.value_exponent = value_exponent;
     }
     __syncwarp();
 #pragma unroll
@@ -225,142 +200,9 @@ class Producer {
     for (int i = 0; i < 2; ++i) {
       const int s = 32 * i + token_at(lane_), token = first_token + s;
       const bool exists = present >> (s >> r_.tile_shift) & 1, seen = token >= visible && token < item.coded_end;
-      const bool bad = seen && exists && ((keys[i] & 0x7C00) == 0x7C00 || (values[i] & 0x7C00) == 0x7C00);
+      const bool bad = seen && exists && (not_finite(keys[i]) || not_finite(values[i]));
       info_.poison[i] = __ballot_sync(0xffffffff, bad), info_.absent[i] = __ballot_sync(0xffffffff, seen && !exists);
       if (bad || !seen || !exists) keys[i] = values[i] = 0;
-    }
-  }
-
-  // ---- Codes to operands
-
-  // The keys of a unit. Eight lanes share a token and expand 64 of its channels at a time, eight each.
-  template <Kind KIND>
-  __device__ __forceinline__ void expand_keys(const uint8_t* unit, const Tables& tables) const {
-    // Bits of a code in a row, and octets of channels that share words
-    constexpr int kBits = KIND == kBytes ? 8 : KIND == kPairs ? 2 : KIND == kSpread ? 3 : 4;
-    constexpr int kShare = KIND == kPairs ? 2 : KIND == kSpread ? 4 : 1, kWords = kShare * kBits / 4;
-    constexpr int kRow = S::kDim / 8 * kBits, kPlane = S::kDim / 8, kChunks = S::kDim / 64;
-    const int octet = lane_ % 8, x = lane_ / 8;
-    const int next_key = r_.tile_shift == 4 ? r_.tile_bytes : 16 * kRow;  // to the other 16 tokens of half a unit
-    const int next_plane = r_.tile_shift == 4 ? r_.tile_bytes : 16 * kPlane;
-#pragma unroll 1
-    for (int quarter = 0; quarter < 4; ++quarter) {  // 16 tokens: 4 i + x
-      const int half = quarter / 2, odd = quarter % 2;
-      const uint8_t* const of_half = unit + half * half_bytes_;
-      const uint8_t* const from = of_half + odd * next_key + x * kRow + octet / kShare * (kShare * kBits);
-      const uint8_t* const planes = of_half + r_.key_planes + odd * next_plane + x * kPlane + octet / 4 * 4;
-      const __half* const scale_of = scales() + 32 * half + x / 2 * 8 + x % 2 * 2;
-      // All words are loaded before the first store: the compiler cannot know that loads need not wait for it.
-      uint32_t w[4][kChunks][kWords], fifth[4][kChunks] = {};
-      uint32_t both[2];  // scales of tokens i and i + 2
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i < 2) both[i] = *reinterpret_cast<const uint32_t*>(scale_of + 16 * i + 4 * odd);
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          const uint8_t* const at = from + 4 * i * kRow + c * (8 * kBits);
-          if constexpr (KIND == kBytes) {
-            const uint2 two = *reinterpret_cast<const uint2*>(at);
-            w[i][c][0] = two.x, w[i][c][1] = two.y;
-          } else {
-#pragma unroll
-            for (int n = 0; n < kWords; ++n) w[i][c][n] = reinterpret_cast<const uint32_t*>(at)[n];
-          }
-          if constexpr (KIND == kPlanes) {
-            fifth[i][c] = *reinterpret_cast<const uint32_t*>(planes + 4 * i * kPlane + c * 8);
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int place = x % 2 * 2 + 4 * odd + i / 2;  // within eight
-        const int row = 32 * half + x / 2 * 8 + i % 2 * 16 + place;
-        uint8_t* const to = tile() + row * kSwizzleRow + (octet ^ place) * 16;
-        const __half2 pair = as_halves(both[i % 2]), scale = i < 2 ? __low2half2(pair) : __high2half2(pair);
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          const auto& word = w[i][c];
-          __half2 y[4];
-          if constexpr (KIND == kBytes) {
-            expand_bytes(word[0], word[1], y);
-          } else if constexpr (KIND == kPairs) {
-            expand<KIND>(word[0] >> (octet % 2 * 2) & 0x33333333, 0, tables, y);
-          } else if constexpr (KIND == kSpread) {
-            expand<KIND>(spread_word(word[0], word[1], word[2], octet % 4), 0, tables, y);
-          } else {
-            expand<KIND>(word[0], fifth[i][c] >> (octet % 4 * 2), tables, y);
-          }
-          uint4 out;
-          out.x = as_word(__hmul2(y[0], scale)), out.y = as_word(__hmul2(y[1], scale));
-          out.z = as_word(__hmul2(y[2], scale)), out.w = as_word(__hmul2(y[3], scale));
-          *reinterpret_cast<uint4*>(to + c * S::kKeys * kSwizzleRow) = out;
-        }
-      }
-    }
-  }
-
-  // Word j of those that spread_three_bits finds.
-  static __device__ __forceinline__ uint32_t spread_word(uint32_t w0, uint32_t w1, uint32_t w2, int j) {
-    const uint32_t last = fourth_spread_word(w0, w1, w2);
-    return (j == 0 ? w0 : j == 1 ? w1 : j == 2 ? w2 : last) & 0x77777777;
-  }
-
-  // The values of a unit. A lane expands words of its channels for half of the tokens at a time, of which it has eight:
-  // a word of 16 bytes of a row. Lanes with odd g begin with the other half, so that eight lanes that store at once
-  // never meet in a bank.
-  template <Kind KIND>
-  __device__ __forceinline__ void expand_values(const uint8_t* unit, const Tables& tables) const {
-    // The lane's words in a value block, of eight codes (or four bytes) each: all, and those expanded at once
-    constexpr int kAll = S::kDim / (KIND == kBytes ? 8 : 16), kWords = 4;
-    const int g = lane_ / 4, q = lane_ % 4, next = r_.tile_shift == 4 ? r_.tile_bytes : r_.value_block_bytes;
-#pragma unroll 1
-    for (int step = 0; step < 2 * kAll / kWords; ++step) {
-      const int v = step / 2 * kWords, half = step % 2 ^ (g & 1);
-      const uint8_t* const block = unit + half * half_bytes_ + r_.value_blocks;
-      uint32_t a[kWords], b[kWords];
-      load_words<KIND>(block, v, a), load_words<KIND>(block + next, v, b);
-      const uint4 scale = *reinterpret_cast<const uint4*>(scales() + 32 * half + 8 * q);
-      uint8_t* const to = tile() + (v * (S::kDim / kAll) + g) * kSwizzleRow + ((4 * half + q) ^ g) * 16;
-      const auto store = [&](int row, __half2 a0, __half2 a1, __half2 b0, __half2 b1) {
-        uint4 word;
-        word.x = as_word(__hmul2(a0, as_halves(scale.x))), word.y = as_word(__hmul2(a1, as_halves(scale.y)));
-        word.z = as_word(__hmul2(b0, as_halves(scale.z))), word.w = as_word(__hmul2(b1, as_halves(scale.w)));
-        *reinterpret_cast<uint4*>(to + row * kSwizzleRow) = word;
-      };
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        if constexpr (KIND == kBytes) {
-          __half2 x[2], y[2];
-          expand_bytes(a[i], x), expand_bytes(b[i], y);
-          store(8 * i, x[0], x[1], y[0], y[1]);
-        } else {
-          __half2 x[4], y[4];
-          expand<KIND>(a[i], 0, tables, x), expand<KIND>(b[i], 0, tables, y);
-          const int row = KIND == kPairs ? i / 2 * 32 + i % 2 * 8 : 16 * i;
-          store(row, x[0], x[2], y[0], y[2]);
-          store(row + (KIND == kPairs ? 16 : 8), x[1], x[3], y[1], y[3]);
-        }
-      }
-    }
-  }
-
-  // Words v to v + 3 of the lane in a value block, as eight nibbles (or four bytes) each: a chunk, a set of spread
-  // codes, or two words of memory that hold two-bit codes.
-  template <Kind KIND>
-  __device__ __forceinline__ void load_words(const uint8_t* block, int v, uint32_t (&w)[4]) const {
-    if constexpr (KIND == kSpread) {
-      const uint32_t* set = reinterpret_cast<const uint32_t*>(block + v / 4 * format::kSpreadBytes + 12 * lane_);
-      spread_three_bits({set[0], set[1], set[2]}, w);
-    } else if constexpr (KIND == kPairs) {
-      constexpr int kUnits = S::kDim / 32;  // words of memory
-      const int unit = v / 2, chunk = unit / format::kChunkUnits;
-      const int words = min(kUnits - format::kChunkUnits * chunk, format::kChunkUnits);
-      const uint2 x = *reinterpret_cast<const uint2*>(block + chunk * format::kChunkBytes + 4 * words * lane_ +
-                                                      unit % format::kChunkUnits * 4);
-      w[0] = x.x & 0x33333333, w[1] = x.x >> 2 & 0x33333333, w[2] = x.y & 0x33333333, w[3] = x.y >> 2 & 0x33333333;
-    } else {
-      const uint4 x = *reinterpret_cast<const uint4*>(block + v / 4 * format::kChunkBytes + 16 * lane_);
-      w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
     }
   }
 
@@ -417,10 +259,9 @@ class Producer {
 
   const Attention& a_;
   const Plan& plan_;
-  const RecordLayout& r_;
   uint8_t* const shared_;
   Notes& notes_;
-  const int warp_, lane_;
+  const int warp_;
 
   RingPlace stage_;                // the next tile
   RingPlace read_;                 // and raw unit
@@ -429,8 +270,6 @@ class Producer {
   const uint8_t* from_ = nullptr;  // the lane's tile of the record in the current batch; null: there is none
   unsigned existing_ = 0;          // which lanes have one
   int next_page_ = -1;
-  int half_bytes_;  // of half a unit, 32 tokens
-  int scale_;       // where the scale of this lane's key is in 32 tokens
   TileInfo info_;
 };
 

@@ -20,35 +20,46 @@ constexpr int kUnitKeys = 64;      // keys of a raw stage: codes as they come fr
 constexpr int kMaxTileStages = 4;  // tiles of keys, and of values, that are ready or in work
 constexpr int kMaxRawStages = 10;
 constexpr int kItems = 2;  // items of work that are known ahead
+// Long sequences, whose codes the kernel of chunks (chunks.cuh) attends to, have so many codes at least, and there are
+// so many of them at most.
+constexpr int kLeastCodes = 2048, kMaxLong = 512;
 
-// D: head_dim. GROUPS: warpgroups that multiply, 64 rows each. PROMPTS: for sequences of which no key is older than the
-// call (prompts.cuh). Without codes to expand, few registers are enough to prepare tiles, and warps that multiply have
-// room for larger ones.
-template <int D, int GROUPS, bool PROMPTS = false>
+// What the tiles of a kernel are made of.
+enum class Source {
+  kCodes,     // codes, which warps of the block expand, and exact keys (kernel.cuh)
+  kOwn,       // the call's own keys and values (prompts.cuh)
+  kExpanded,  // codes that some block has expanded for all (chunks.cuh)
+};
+
+// D: head_dim. GROUPS: warpgroups that multiply, 64 rows each. Where tiles are only copied, few registers are enough to
+// prepare them, and warps that multiply have room for larger ones.
+template <int D, int GROUPS, Source SOURCE = Source::kCodes>
 struct Shape {
+  static constexpr bool kPrompts = SOURCE == Source::kOwn, kChunks = SOURCE == Source::kExpanded;
+  static constexpr bool kCopies = kPrompts || kChunks;
   static_assert(D % 64 == 0 && D <= 256 && (GROUPS == 1 || GROUPS == 2));
-  static_assert(!PROMPTS || GROUPS == 2 || D <= 128);
-  static constexpr int kDim = D, kGroups = GROUPS, kRows = 64 * GROUPS;
-  static constexpr bool kPrompts = PROMPTS;
-  static constexpr int kKeys = PROMPTS && GROUPS == 2 && D <= 128 ? 2 * kUnitKeys : kUnitKeys;  // of a tile
-  // Warps that prepare keys, and as many that prepare values, a tile each; those of prompts do other things
-  static constexpr int kStreamWarps = GROUPS == 2 && D <= 128 && !PROMPTS ? 4 : 2, kProducers = 2 * kStreamWarps * 32;
+  static_assert(!kCopies || GROUPS == 2 || D <= 128);
+  static constexpr int kDim = D, kGroups = GROUPS, kRows = 64 * GROUPS, kConsumers = kWarpgroup * GROUPS;
+  static constexpr int kKeys = kCopies && GROUPS == 2 && D <= 128 ? 2 * kUnitKeys : kUnitKeys;  // of a tile
+  // Warps that prepare keys, and as many that prepare values, a tile each; those that only copy do other things
+  static constexpr int kStreamWarps = GROUPS == 2 && D <= 128 && !kCopies ? 4 : 2, kProducers = 2 * kStreamWarps * 32;
   static constexpr int kThreads = kProducers + kWarpgroup * GROUPS;
   // Two blocks of a multiprocessor hide each other's latencies; queries in registers spare shared memory's bandwidth.
   static constexpr int kBlocks = GROUPS == 1 && D <= 128 ? 2 : 1;
   static constexpr bool kQueriesInRegisters = D <= 128;
   // Registers of a thread, out of 65,536 of a multiprocessor; 0: as the compiler has it
-  static constexpr int kConsumerRegisters = PROMPTS       ? (GROUPS == 2 ? 232 : 216)
+  static constexpr int kConsumerRegisters = kCopies       ? (GROUPS == 2 ? 232 : 216)
                                             : D <= 128    ? 184
                                             : GROUPS == 2 ? 208
                                                           : 0;
-  static constexpr int kProducerRegisters = PROMPTS ? 40 : D <= 128 ? 72 : GROUPS == 2 ? 88 : 0;
+  static constexpr int kProducerRegisters = kCopies ? 40 : D <= 128 ? 72 : GROUPS == 2 ? 88 : 0;
 
   static constexpr int kTileBytes = kKeys * D * 2;  // a tile of keys, or of values
-  static constexpr int kQueryBytes = kQueriesInRegisters && !PROMPTS ? 0 : kRows * D * 2;
-  static constexpr int kSums = D / 2;        // a thread's part of the sums of values: of two rows
-  static constexpr int kScores = kKeys / 2;  // and of the scores
-  static constexpr int kPartFloats = (kSums + 4) * kWarpgroup * GROUPS;  // of a partial result
+  static constexpr int kQueryBytes = kQueriesInRegisters && !kPrompts ? 0 : kRows * D * 2;
+  static constexpr int kSums = D / 2;                            // a thread's part of the sums of values: of two rows
+  static constexpr int kScores = kKeys / 2;                      // and of the scores
+  static constexpr int kPartFloats = (kSums + 4) * kConsumers;   // of a partial result
+  static constexpr int kStateFloats = kPartFloats + kConsumers;  // the same over codes: and the sums' exponent
   static constexpr int kLeastTiles = 512 / kKeys;  // n tiles are cut into at most n / kLeastTiles parts, rounded up
 };
 
@@ -65,6 +76,7 @@ struct Item {
   int begin, end;                // the tiles of this part
   int common_begin, common_end;  // tiles of exact keys that all rows see
   int new_begin;                 // exact keys from here on are this call's own tokens
+  int state;                     // number of the tile's result over codes, by the kernel of chunks; -1: there is none
 
   // The position of exact key i.
   __device__ __forceinline__ int exact_key(int i) const { return i < sinks ? i : recent + i - sinks; }
@@ -75,8 +87,20 @@ struct TileInfo {
   float key_factor;    // keys are multiplied by this, a power of two
   int value_exponent;  // values are multiplied by 2^this
   bool special;        // poison and absent count
-  uint32_t poison[2];  // bit n % 32 of word n / 32: the key at place n has a scale that is not a number
-  uint32_t absent[2];  // its page does not exist
+  // Bit n % 32 of word n / 32: the key at place n has a scale that is not a number; its page does not exist
+  uint32_t poison[4], absent[4];
+  uint32_t unused;  // bulk copies take multiples of 16 bytes
+};
+static_assert(sizeof(TileInfo) % 16 == 0);
+
+// Which sequences are long, so that the kernel of chunks attends to their codes, and where it leaves its results.
+struct ChunksPlan {
+  int least_rows;   // that a long sequence has, in all heads of a group; 0: there is no kernel of chunks
+  int least_tiles;  // of rows, of all long sequences and KV heads; if there are fewer, none is long
+  uint8_t* ring;    // [ring_tiles, 2, kTileBytes], tiles of keys and of values, and [ring_tiles] TileInfo
+  int ring_tiles;
+  float* states;       // [tiles of rows, kStateFloats], see Consumer::load_state
+  uint32_t* counters;  // 0 between launches, see chunks.cuh
 };
 
 // What the host decides about a launch.
@@ -91,9 +115,10 @@ struct Plan {
   int least_rows;                   // sequences with fewer rows belong to another kernel
   int prompts_apart;                // 1: so do those without older keys
   int clears;                       // 1: fills the results of tokens behind the last sequence
-  float* parts;                     // [2 grid, kPartFloats]
-  uint32_t* counters;               // 0 between launches: arrivals for each slot, [2 grid]; items taken, which is the
-                                    // only one of prompts
+  ChunksPlan chunks;
+  float* parts;        // [2 grid, kPartFloats]
+  uint32_t* counters;  // 0 between launches: arrivals for each slot, [2 grid]; items taken, which is the
+                       // only one of prompts
 };
 
 // Own keys and values as the kernel of prompts copies them: boxes of 64 channels of the tokens of a tile, of tensors
@@ -108,11 +133,38 @@ struct Notes {
   uint64_t key_full[kMaxTileStages], key_empty[kMaxTileStages], value_full[kMaxTileStages], value_empty[kMaxTileStages];
   uint64_t item_full[kItems], item_empty[kItems], query_full, query_empty;
   Item items[kItems];
-  TileInfo info[kMaxTileStages];
+  alignas(16) TileInfo info[kMaxTileStages];
   uint32_t present[kMaxRawStages];  // which of a raw stage's tiles of the record exist
   int8_t key_table[16], value_table[16];
   uint32_t broken[4];  // exact keys of a tile whose values are not finite, see Consumer::guard_values
   int last;            // whether this block has finished the last part of a tile of rows
+};
+
+// A long sequence. Tiles of keys are numbered from its position 0 on.
+struct LongSequence {
+  int sequence;
+  int begin, end;               // some row reads codes of these tiles of keys
+  int first_segment, segments;  // that they are in
+  int blocks, state;            // tiles of rows of a KV head; the number of the first one's state
+};
+
+// A piece of work of the kernel of chunks: to expand tiles [begin, end), or to attend to them.
+struct Task : Item {
+  bool expands;
+  int slot, uses;     // of the ring, which so many other units had before
+  bool last_use;      // no unit takes it after this one
+  int expand_target;  // tasks that have expanded something there as soon as all of this unit is expanded
+  int first_tile;     // of the unit, which is tile ring_tile of the ring
+  int ring_tile;
+  int blocks;       // tiles of rows that attend to it
+  int turn, turns;  // segments that the tile of rows attends to before this one, and in all
+};
+
+// What the warps of a block of chunks tell each other, beside Notes.
+struct ChunkNotes {
+  uint64_t task_full, task_empty;
+  Task task;
+  LongSequence sequences[kMaxLong];
 };
 
 // A place in a ring of stages, and the phase of its barriers.
@@ -138,11 +190,14 @@ template <class S>
 constexpr bool lay_out(Plan& p, int limit) {
   const auto up = [](int n) { return (n + 127) / 128 * 128; };
   p.queries = (p.key_stages + p.value_stages) * S::kTileBytes;
-  p.scales = p.queries + S::kQueryBytes;  // __half [producer warps, keys of a unit]; prompts have none
-  p.notes = p.scales + (S::kPrompts ? 0 : 2 * S::kStreamWarps * kUnitKeys * 2);
+  // __half [warps that expand, keys of a unit]; of chunks all that multiply, [warps, 2, keys of a tile]
+  p.scales = p.queries + S::kQueryBytes;
+  p.notes = p.scales + (S::kPrompts  ? 0
+                        : S::kChunks ? S::kConsumers / 32 * 2 * S::kKeys * 2
+                                     : 2 * S::kStreamWarps * kUnitKeys * 2);
   p.raw = up(p.notes + static_cast<int>(sizeof(Notes)));
-  if constexpr (S::kPrompts) {
-    p.raw_stages = 0, p.bytes = p.raw;
+  if constexpr (S::kCopies) {
+    p.raw_stages = 0, p.bytes = p.raw + (S::kChunks ? static_cast<int>(sizeof(ChunkNotes)) : 0);
     return p.bytes <= limit;
   }
   p.raw_stages = limit > p.raw ? (limit - p.raw) / p.raw_stride : 0;

@@ -32,8 +32,10 @@ struct Sight {
 };
 
 // Fills in everything of an item that depends on its sequence and tile of rows; returns the number of its key tiles.
+// has_state: its codes are attended to by the kernel of chunks.
 template <class S>
-__device__ __forceinline__ int describe(const Attention& a, const Divisor& group, int sequence, int block, Item& x) {
+__device__ __forceinline__ int describe(const Attention& a, const Divisor& group, int sequence, int block,
+                                        bool has_state, Item& x) {
   x.sequence = sequence, x.block = block;
   x.queries = a.num_queries(sequence), x.length = a.length(sequence), x.first_query = a.first_query(sequence);
   const int rows = x.queries * a.group, first_row = block * S::kRows;
@@ -45,7 +47,8 @@ __device__ __forceinline__ int describe(const Attention& a, const Divisor& group
   x.new_begin = sight.new_begin;
   x.first = max(sight.first(low), 0) & -kUnitKeys, x.coded_end = max(sight.recent(high), 0);
   const bool coded = max(sight.first(low), 0) < x.coded_end;
-  x.coded_tiles = coded ? ceil_div(x.coded_end - x.first, S::kKeys) : 0;
+  x.coded_tiles = coded && !has_state ? ceil_div(x.coded_end - x.first, S::kKeys) : 0;
+  x.state = coded && has_state ? 0 : -1;
   x.sinks = a.first_visible(low) < sight.tail.sinks ? max(min(sight.tail.sinks, high + 1), 0) : 0;
   x.recent = sight.any_exact() ? max(max(sight.recent(low), a.first_visible(low)), 0) : max(high + 1, 0);
   x.exact = x.sinks + max(high + 1 - x.recent, 0);
@@ -68,6 +71,26 @@ __device__ __forceinline__ bool any_work(const Attention& a, const Plan& plan) {
   bool any = false;
   for (int s = static_cast<int>(threadIdx.x); s < a.seqs && !any; s += blockDim.x) any = takes<S>(a, plan, s);
   return __syncthreads_or(any);
+}
+
+// Which keys of a sequence some of its rows reads from codes: [begin, end).
+struct CodedKeys {
+  int begin, end;
+};
+__device__ __forceinline__ CodedKeys coded_keys(const Attention& a, int sequence, int queries) {
+  const int length = a.length(sequence, queries);
+  const Sight sight(a, sequence, length, queries);
+  const int begin = max(sight.first(length - queries), 0);
+  return {begin, max(sight.recent(length - 1), begin)};
+}
+
+// The tiles of rows of all KV heads of a sequence, if it has enough rows and codes to be long; else 0.
+template <class S>
+__device__ __forceinline__ int long_tiles(const Attention& a, const Plan& plan, int sequence) {
+  const int queries = a.num_queries(sequence), rows = queries * plan.group;
+  if (plan.chunks.least_rows == 0 || rows < plan.chunks.least_rows) return 0;
+  const CodedKeys coded = coded_keys(a, sequence, queries);
+  return coded.end - coded.begin < kLeastCodes ? 0 : ceil_div(rows, S::kRows) * a.kv_heads;
 }
 
 // The number of the next of `total` items, for all lanes of a warp. Each block asks once more and gets nothing, so the
@@ -94,6 +117,12 @@ class WorkList {
     if (!works) return;
     const int each = ceil_div(a.seqs, 32), lane = threadIdx.x % 32, grid = static_cast<int>(gridDim.x);
     mine_ = lane * each, behind_ = min(mine_ + each, a.seqs);
+    if (plan.chunks.least_rows > 0) {
+      int states = 0;
+#pragma unroll 1
+      for (int s = mine_; s < behind_; ++s) states += long_tiles<S>(a, plan, s);
+      states_before_ = sum_of_lanes_before(states), chunks_ = sum_of_lanes(states) >= plan.chunks.least_tiles;
+    }
     Search search{grid};
     int items, slots;
     do {  // the first time size_ is 0, which counts uncut tiles of rows
@@ -120,21 +149,22 @@ class WorkList {
       return threadIdx.x % 32 == 0;
     }
     if (index < items_before_ || index >= items_before_ + own_items_) return false;
-    int before = items_before_, slot = slots_before_, s = mine_, n;
+    int before = items_before_, slot = slots_before_, state = states_before_, s = mine_, n;
     Extent x;
     for (;; ++s) {
       x = extent(s), n = parts(x);
       if (index < before + n * x.segments) break;
-      before += n * x.segments, slot += n > 1 ? n * x.segments : 0;
+      before += n * x.segments, slot += n > 1 ? n * x.segments : 0, state += x.states;
     }
     const int i = index - before, heads = heads_at_once<S>(x.most, a_.kv_heads), of_heads = heads * x.blocks * n;
     const int first_head = quotient(i, of_heads) * heads, others = min(heads, a_.kv_heads - first_head);
     const int in_heads = i - first_head * x.blocks * n, block = quotient(in_heads, others * n);
     const int in_block = in_heads - block * others * n, head = quotient(in_block, n);
     Item item;
-    const int tiles = describe<S>(a_, plan_.group, s, x.blocks - 1 - block, item);
+    const int tiles = describe<S>(a_, plan_.group, s, x.blocks - 1 - block, x.states > 0, item);
     item.head = first_head + head, item.part = in_block - head * n, item.parts = n;
     item.slot = slot + (item.head * x.blocks + block) * n;
+    if (item.state >= 0) item.state = item.part == 0 ? state + item.head * x.blocks + item.block : -1;
     item.begin = static_cast<int>(int64_t{tiles} * item.part / n);
     item.end = static_cast<int>(int64_t{tiles} * (item.part + 1) / n);
     to = item;
@@ -147,18 +177,20 @@ class WorkList {
   struct Extent {
     int blocks, segments;  // tiles of rows of a head, and of all heads
     int most, mean;        // key tiles of a tile of rows
+    int states;            // of the kernel of chunks; 0: it does not take the sequence
   };
   __device__ __forceinline__ Extent extent(int s) const {
-    if (!takes<S>(a_, plan_, s)) return {0, 0, 0, 0};
+    if (!takes<S>(a_, plan_, s)) return {0, 0, 0, 0, 0};
     const int blocks = ceil_div(a_.num_queries(s) * a_.group, S::kRows);
+    const int states = chunks_ ? long_tiles<S>(a_, plan_, s) : 0;
     int most = 1, sum = 0;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {  // the first tile of rows and the last one
       Item x;
-      const int tiles = describe<S>(a_, plan_.group, s, i * (blocks - 1), x);
+      const int tiles = describe<S>(a_, plan_.group, s, i * (blocks - 1), states > 0, x);
       most = max(most, tiles), sum += tiles;
     }
-    return {blocks, blocks * a_.kv_heads, most, max(sum / 2, 1)};
+    return {blocks, blocks * a_.kv_heads, most, max(sum / 2, 1), states};
   }
   __device__ __forceinline__ int parts(const Extent& x) const { return ceil_div(x.most, size_); }
 
@@ -205,6 +237,8 @@ class WorkList {
   const Plan& plan_;
   int mine_, behind_, size_ = 0, total_;
   int own_items_, items_before_, slots_before_;
+  int states_before_ = 0;
+  bool chunks_ = false;  // whether there are long sequences (chunks.cuh)
 };
 
 }  // namespace turboquant::cuda::row_tiles

@@ -1,0 +1,438 @@
+// The kernel of chunks: attention of many query rows over many older codes, those of long sequences.
+//
+// Row tiles (kernel.cuh) expand a code once for each tile of 128 rows, which takes longer than the products of a tile
+// do. Here a code is expanded once for all rows of a sequence: to a ring of tiles in global memory, small enough for
+// the L2 cache, from where any block copies them. The warps that multiply are those of row tiles, with tiles of 128
+// keys up to 128 channels, because nobody expands codes while they multiply.
+//
+// The keys of a sequence are cut into segments. A unit is a segment of one KV head; it takes a slot of the ring. What a
+// tile of rows has found in its segments so far, its state, waits in global memory for the next segment. After the last
+// one it is rotated back, and row tiles begin with it: they attend to exact keys, join parts and write results.
+//
+// Tasks are handed out in an order in which each waits only for tasks before it, so some block always gets on:
+//   expanding unit 0, 1, ... lookahead - 1,
+//   then for each unit: expanding the unit that is `lookahead` units on, attending to this one by all tiles of rows
+// Units are ordered by segment, then sequence, then KV head, so that between two segments of a tile of rows all other
+// tiles of rows have their turn, and none waits for long. A task waits
+//   to expand:  until everyone has attended to the unit that had the slot before,
+//   to attend:  until all of the unit is expanded, and until the tile of rows is done with the segment before.
+#pragma once
+
+#include "cuda/attention/row_tiles/chunk_counters.cuh"
+#include "cuda/attention/row_tiles/consumer.cuh"
+
+namespace turboquant::cuda::row_tiles {
+
+// Where the ring has tiles of keys and of values, and what consumers need to know about them.
+template <class S>
+struct ExpandedTile {
+  uint8_t* keys;
+  uint8_t* values;
+  TileInfo* info;
+  __device__ __forceinline__ ExpandedTile(const ChunksPlan& p, int number)
+      : keys(p.ring + int64_t{2} * number * S::kTileBytes), values(keys + S::kTileBytes),
+        info(reinterpret_cast<TileInfo*>(p.ring + int64_t{2} * p.ring_tiles * S::kTileBytes) + number) {}
+};
+
+// How work is cut, which all blocks derive from the lengths. One warp computes it and hands out tasks; all its lanes
+// call everything.
+template <class S>
+class TaskList {
+  static constexpr int kWarps = S::kConsumers / 32;  // expand a tile each in a task
+
+ public:
+  // to: the long sequences, in shared memory
+  __device__ __forceinline__ TaskList(const Attention& a, const Plan& plan, LongSequence* to)
+      : a_(a), plan_(plan), list_(to) {
+    const int lane = threadIdx.x % 32, grid = static_cast<int>(gridDim.x);
+    int states = 0;
+    for (int first = 0; first < a.seqs; first += 32) {
+      const int s = first + lane, tiles = s < a.seqs ? long_tiles<S>(a, plan, s) : 0;
+      const unsigned some = __ballot_sync(0xffffffff, tiles > 0);
+      const int place = count_ + __popc(some & ((1u << lane) - 1)), state = states + sum_of_lanes_before(tiles);
+      if (tiles > 0 && place < kMaxLong) {
+        const CodedKeys coded = coded_keys(a, s, a.num_queries(s));
+        to[place] = {.sequence = s,
+                     .begin = coded.begin / S::kKeys,
+                     .end = ceil_div(coded.end, S::kKeys),
+                     .blocks = quotient(tiles, a.kv_heads),
+                     .state = state};
+      }
+      count_ += __popc(some), states += sum_of_lanes(tiles);
+    }
+    if (count_ == 0 || states < plan.chunks.least_tiles) return;
+    // Blocks are busy with so many units at once; as many are expanded ahead, and the others are about to be left.
+    lookahead_ = ceil_div(grid * count_ * a.kv_heads, states) + 1;
+    const int slots = 2 * lookahead_ + 1;
+    while ((2 << segment_log_) * slots <= plan.chunks.ring_tiles && (2 << segment_log_) * S::kKeys <= kMostKeys) {
+      ++segment_log_;
+    }
+    slots_ = min(plan.chunks.ring_tiles >> segment_log_, ChunkCounters::kMaxSlots);
+    expanding_tasks_ = ceil_div(1 << segment_log_, kWarps);
+    __syncwarp();
+    int units = 0, attending_tasks = 0, segments = 0;
+    for (int i = lane; i < count_; i += 32) {
+      LongSequence& x = to[i];
+      x.first_segment = x.begin >> segment_log_;
+      x.segments = ((x.end - 1) >> segment_log_) + 1 - x.first_segment;
+      units += x.segments, attending_tasks += x.segments * x.blocks, segments = max(segments, x.segments);
+    }
+    __syncwarp();
+    units_ = sum_of_lanes(units) * a.kv_heads;
+    total_ = units_ * expanding_tasks_ + sum_of_lanes(attending_tasks) * a.kv_heads;
+  }
+
+  // Takes the next task; sequence -1: there is none left. One lane writes it.
+  __device__ __forceinline__ void take(Task& to) {
+    const int number = total_ > 0 ? next_item(plan_.chunks.counters, total_) : 0;
+    if (number >= total_) {
+      to.sequence = -1;
+      return;
+    }
+    for (;;) {
+      const int expands = expanding_.unit < units_ ? expanding_tasks_ : 0;
+      const int attends = ahead_ == lookahead_ ? list_[attending_.index].blocks : 0;
+      if (number < before_ + expands + attends) {
+        if (threadIdx.x % 32 == 0) describe_task(number - before_, expands, to);
+        return;
+      }
+      before_ += expands + attends;
+      if (ahead_ == lookahead_) {
+        advance(attending_);
+      } else {
+        ++ahead_;
+      }
+      if (expanding_.unit < units_) advance(expanding_);
+    }
+  }
+
+ private:
+  static constexpr int kMostKeys = 8192;  // of a segment
+
+  // A unit
+  struct Cursor {
+    int unit = 0, level = 0, index = 0, head = 0;  // level: segment of the sequence
+  };
+  __device__ __forceinline__ void advance(Cursor& x) const {
+    if (++x.unit == units_) return;
+    if (++x.head < a_.kv_heads) return;
+    x.head = 0;
+    do {
+      if (++x.index == count_) x.index = 0, ++x.level;
+    } while (list_[x.index].segments <= x.level);
+  }
+
+  __device__ __forceinline__ void describe_task(int i, int expands, Task& x) const {
+    const Cursor& at = i < expands ? expanding_ : attending_;
+    const LongSequence& of = list_[at.index];
+    const int segment = of.first_segment + at.level;
+    x.expands = i < expands;
+    x.uses = quotient(at.unit, slots_), x.slot = at.unit - x.uses * slots_;
+    x.last_use = at.unit + slots_ >= units_;
+    x.first_tile = segment << segment_log_, x.head = at.head, x.blocks = of.blocks;
+    x.expand_target = (x.uses + 1) * expanding_tasks_, x.ring_tile = x.slot << segment_log_;
+    const int end = x.first_tile + (1 << segment_log_);
+    if (x.expands) {
+      x.sequence = of.sequence, x.queries = a_.num_queries(x.sequence), x.length = a_.length(x.sequence, x.queries);
+      x.begin = max(x.first_tile + i * kWarps, of.begin),
+      x.end = min(min(x.first_tile + (i + 1) * kWarps, end), of.end);
+    } else {
+      const int block = of.blocks - 1 - (i - expands);
+      describe<S>(a_, plan_.group, of.sequence, block, true, x);
+      const bool coded = x.state >= 0;
+      const int begin = x.first / S::kKeys, behind = ceil_div(x.coded_end, S::kKeys);
+      x.begin = coded ? max(begin, x.first_tile) : 0, x.end = coded ? min(behind, end) : 0;
+      x.state = of.state + at.head * of.blocks + block;
+      x.turn = segment - (begin >> segment_log_),
+      x.turns = ((behind - 1) >> segment_log_) + 1 - (begin >> segment_log_);
+      x.first = 0;  // tiles are numbered from position 0 on
+    }
+  }
+
+  const Attention& a_;
+  const Plan& plan_;
+  LongSequence* const list_;
+  int count_ = 0, lookahead_ = 0, segment_log_ = 0, slots_ = 1, expanding_tasks_ = 0, units_ = 0, total_ = 0;
+  int before_ = 0, ahead_ = 0;    // tasks before the current unit; units that are expanded ahead so far
+  Cursor expanding_, attending_;  // the units of the tasks from `before_` on
+};
+
+// What a warp that copies does with each task.
+template <typename F>
+__device__ __forceinline__ void for_each_task(ChunkNotes& notes, F&& f) {
+  for (uint32_t phase = 0;; phase ^= 1) {
+    wait_barrier(&notes.task_full, phase);
+    if (notes.task.sequence < 0) return;
+    f(notes.task);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(&notes.task_empty);
+  }
+}
+
+template <class S>
+__device__ __forceinline__ void hand_out_tasks(const Attention& a, const Plan& plan, ChunkNotes& notes) {
+  TaskList<S> list(a, plan, notes.sequences);
+  for (uint32_t phase = 0;; phase ^= 1) {
+    wait_barrier(&notes.task_empty, phase ^ 1);
+    list.take(notes.task);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(&notes.task_full);
+    wait_barrier(&notes.task_full, phase);
+    if (notes.task.sequence < 0) return;
+  }
+}
+
+// Expanded keys, and what is known about them, or values.
+template <class S, bool VALUES>
+__device__ __forceinline__ void copy_expanded(const Plan& plan, Notes& notes, ChunkNotes& tasks, uint8_t* shared) {
+  uint64_t* const full = VALUES ? notes.value_full : notes.key_full;
+  uint64_t* const empty = VALUES ? notes.value_empty : notes.key_empty;
+  const int stages = VALUES ? plan.value_stages : plan.key_stages, first_stage = VALUES ? plan.key_stages : 0;
+  const ChunkCounters counters(plan.chunks.counters);
+  RingPlace stage;
+  for_each_task(tasks, [&](const Task& task) {
+    if (task.expands || task.begin >= task.end) return;
+    if (threadIdx.x % 32 == 0) {
+      wait_for_count(counters.expanded + task.slot, task.expand_target);
+      publish_global_memory();
+    }
+    __syncwarp();
+    for (int tile = task.begin; tile < task.end; ++tile, stage.advance(stages)) {
+      wait_barrier(&empty[stage.slot], stage.phase ^ 1);
+      if (threadIdx.x % 32 == 0) {
+        const ExpandedTile<S> from(plan.chunks, task.ring_tile + tile - task.first_tile);
+        uint64_t* const barrier = &full[stage.slot];
+        expect(barrier, S::kTileBytes + (VALUES ? 0 : static_cast<int>(sizeof(TileInfo))));
+        copy_bulk(shared + (first_stage + stage.slot) * S::kTileBytes, VALUES ? from.values : from.keys, S::kTileBytes,
+                  barrier);
+        if (!VALUES) {
+          copy_bulk(reinterpret_cast<uint8_t*>(&notes.info[stage.slot]), reinterpret_cast<const uint8_t*>(from.info),
+                    sizeof(TileInfo), barrier);
+        }
+      }
+      __syncwarp();  // no lane may be a turn of the ring behind
+    }
+  });
+}
+
+// Expands tiles of keys and of values, one warp a tile. Codes are copied into the stages of tiles, which nobody uses
+// meanwhile.
+template <class S>
+class TileExpander : UnitExpander<S> {
+  using Base = UnitExpander<S>;
+  using Base::exponent_of, Base::power_of_two, Base::not_finite, Base::r_, Base::lane_, Base::half_bytes_, Base::scale_;
+  static constexpr int kUnits = S::kKeys / kUnitKeys, kWarps = S::kConsumers / 32;
+
+ public:
+  __device__ __forceinline__ TileExpander(const Attention& a, const Plan& plan, uint8_t* shared, Notes& notes)
+      : Base(plan), a_(a), plan_(plan), notes_(notes), warp_((threadIdx.x - S::kProducers) / 32),
+        raw_(shared + warp_ * kUnits * plan.raw_stride),
+        scales_(reinterpret_cast<__half*>(shared + plan.scales) + warp_ * 2 * S::kKeys) {}
+
+  // Warps that codes have no room for leave their tiles to others.
+  __device__ __forceinline__ void run(const Task& task) {
+    const int room = plan_.queries / (kUnits * plan_.raw_stride), warps = min(room, kWarps);
+    if (warp_ >= warps) return;
+    for (int tile = task.begin + warp_; tile < task.end; tile += warps) {
+      expand(task, tile, ExpandedTile<S>(plan_.chunks, task.ring_tile + tile - task.first_tile));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void expand(const Task& task, int tile, const ExpandedTile<S>& to) {
+    const int first_token = tile * S::kKeys;
+    const CodedKeys coded = coded_keys(a_, task.sequence, task.queries);
+    const unsigned present = copy_codes(task, first_token, coded);
+    prepare_scales(first_token, coded, present, to.info);
+    const Tables key_tables(notes_.key_table), value_tables(notes_.value_table);
+#pragma unroll 1
+    for (int u = 0; u < kUnits; ++u) {
+      const uint8_t* const unit = raw_ + u * plan_.raw_stride;
+      Base::template expand_unit<false>(plan_.key_kind, unit, scales_ + u * kUnitKeys, key_tables,
+                                        to.keys + u * kUnitKeys * kSwizzleRow);
+      Base::template expand_unit<true>(plan_.value_kind, unit, scales_ + S::kKeys + u * kUnitKeys, value_tables,
+                                       to.values + u * S::kDim * kSwizzleRow);
+    }
+    __syncwarp();
+  }
+
+  // Copies the tile's codes and waits for them; returns which tiles of the record exist.
+  __device__ __forceinline__ unsigned copy_codes(const Task& task, int first_token, const CodedKeys& coded) {
+    const int log_count = 6 - r_.tile_shift, count = 1 << log_count;  // tiles of the record in a unit
+    const int token = first_token + (lane_ << r_.tile_shift);
+    const bool wanted = lane_ < kUnits * count && token < coded.end && token + (1 << r_.tile_shift) > coded.begin;
+    const int page = wanted ? a_.block_table[task.sequence * a_.table_stride + (token >> r_.page_shift)] : -1;
+    const bool exists = page >= 0 && page < a_.num_pages;
+    const unsigned present = __ballot_sync(0xffffffff, exists);
+    uint64_t* const barrier = &notes_.raw_full[warp_];
+    if (lane_ == 0) expect(barrier, __popc(present) * r_.tile_bytes);
+    __syncwarp();
+    if (exists) {
+      const int at = (token & ((1 << r_.page_shift) - 1)) >> r_.tile_shift;
+      copy_bulk(raw_ + (lane_ >> log_count) * plan_.raw_stride + (lane_ & (count - 1)) * r_.tile_bytes,
+                a_.pages + page * a_.page_stride + int64_t{task.head} * r_.record_bytes + at * r_.tile_bytes,
+                r_.tile_bytes, barrier);
+    }
+    wait_barrier(barrier, phase_);
+    phase_ ^= 1;
+    return present;
+  }
+
+  // As Producer::prepare_scales, for keys and values of all units of a tile.
+  __device__ __forceinline__ void prepare_scales(int first_token, const CodedKeys& coded, unsigned present,
+                                                 TileInfo* to) {
+    TileInfo info{};
+    uint32_t keys[2 * kUnits], values[2 * kUnits];
+    int most_key = 0, most_value = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * kUnits; ++i) {
+      const int s = 32 * i + token_at(lane_), token = first_token + s;
+      const uint8_t* const from = raw_ + i / 2 * plan_.raw_stride + scale_ + i % 2 * half_bytes_;
+      const bool seen = token >= coded.begin && token < coded.end, exists = present >> (s >> r_.tile_shift) & 1;
+      keys[i] = values[i] = 0;
+      if (seen && exists) {
+        keys[i] = *reinterpret_cast<const uint16_t*>(from);
+        values[i] = *reinterpret_cast<const uint16_t*>(from + r_.value_scales - r_.key_scales);
+      }
+      const bool bad = not_finite(keys[i]) || not_finite(values[i]);
+      if (bad) keys[i] = values[i] = 0;
+      info.poison[i] = __ballot_sync(0xffffffff, bad), info.absent[i] = __ballot_sync(0xffffffff, seen && !exists);
+      info.special |= (info.poison[i] | info.absent[i]) != 0;
+      most_key = max(most_key, static_cast<int>(keys[i] & 0x7FFF));
+      most_value = max(most_value, static_cast<int>(values[i] & 0x7FFF));
+    }
+    const int key_exponent = exponent_of(max_of_lanes(most_key));
+    info.value_exponent = exponent_of(max_of_lanes(most_value)), info.key_factor = power_of_two(key_exponent);
+    const float key_factor = power_of_two(-key_exponent) * step_of(static_cast<Kind>(plan_.key_kind));
+    const float value_factor = power_of_two(-info.value_exponent) * step_of(static_cast<Kind>(plan_.value_kind));
+#pragma unroll
+    for (int i = 0; i < 2 * kUnits; ++i) {
+      const auto scaled = [](uint32_t scale, float factor) {
+        return __float2half_rn(__half2float(__ushort_as_half(static_cast<uint16_t>(scale))) * factor);
+      };
+      scales_[32 * i + lane_] = scaled(keys[i], key_factor);
+      scales_[S::kKeys + 32 * i + lane_] = scaled(values[i], value_factor);
+    }
+    if (lane_ == 0) *to = info;
+    __syncwarp();
+  }
+
+  const Attention& a_;
+  const Plan& plan_;
+  Notes& notes_;
+  const int warp_;
+  uint8_t* const raw_;    // the warp's codes, [kUnits, raw_stride]
+  __half* const scales_;  // [2, kKeys], of keys and of values
+  uint32_t phase_ = 0;    // of the warp's barrier of codes
+};
+
+// A warpgroup that multiplies, or expands.
+template <class S, typename T>
+class ChunkConsumer : Consumer<S, T> {
+  using Base = Consumer<S, T>;
+
+ public:
+  __device__ __forceinline__ ChunkConsumer(const Attention& a, const Plan& plan, uint8_t* shared)
+      : Base(a, plan, shared), counters_(plan.chunks.counters), expander_(a, plan, shared, this->notes_),
+        tasks_(*reinterpret_cast<ChunkNotes*>(shared + plan.raw)) {}
+
+  __device__ __forceinline__ void run() {
+    for_each_task(tasks_, [&](const Task& task) {
+      if (task.expands) {
+        expand(task);
+      } else {
+        attend(task);
+      }
+    });
+  }
+
+ private:
+  __device__ __forceinline__ bool first_thread() const { return threadIdx.x == S::kProducers; }
+  static __device__ __forceinline__ void meet() { sync_threads(kConsumersBarrier, S::kConsumers); }
+
+  __device__ __forceinline__ void expand(const Task& task) {
+    if (task.uses > 0) {
+      if (first_thread()) wait_for_count(counters_.uses + task.slot, task.uses);
+      meet();
+    }
+    expander_.run(task);
+    publish_global_memory();
+    __threadfence();
+    meet();
+    if (first_thread()) atomicAdd(counters_.expanded + task.slot, 1);
+  }
+
+  __device__ __forceinline__ void attend(const Task& task) {
+    this->item_ = &task;
+    const bool works = task.begin < task.end;
+    if (works) {
+      this->find_positions();
+      this->prepare_rotated();
+      this->begin_rows();
+      if (task.turn > 0) {
+        if (first_thread()) wait_for_count(counters_.turns + task.state, task.turn);
+        meet();
+        this->load_state(task.state);
+      }
+      this->template pass<false>(task.begin, task.end);
+      if (task.turn + 1 == task.turns) this->leave_rotation();
+      this->save_state(task.state);
+      __threadfence();
+    }
+    meet();
+    if (first_thread()) leave(task, works);
+  }
+
+  // Tells others what this block is done with. Whoever comes last to anything sets its counters back.
+  __device__ __forceinline__ void leave(const Task& task, bool works) const {
+    if (works) set_count(counters_.turns + task.state, task.turn + 1 == task.turns ? 0 : task.turn + 1);
+    if (!count_arrival(counters_.left + task.slot, task.blocks)) return;
+    if (task.last_use) counters_.expanded[task.slot] = 0;
+    set_count(counters_.uses + task.slot, task.last_use ? 0 : task.uses + 1);
+  }
+
+  const ChunkCounters counters_;
+  TileExpander<S> expander_;
+  ChunkNotes& tasks_;
+};
+
+template <class S, typename T>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    chunks_kernel(const __grid_constant__ Attention a, const __grid_constant__ Plan plan) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  static_assert(S::kProducers == kWarpgroup);
+  extern __shared__ __align__(1024) uint8_t shared[];
+  Notes& notes = *reinterpret_cast<Notes*>(shared + plan.notes);
+  ChunkNotes& tasks = *reinterpret_cast<ChunkNotes*>(shared + plan.raw);
+  wait_for_previous_kernel();
+  let_next_kernel_begin();  // not before: it reads lengths as soon as it begins
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kMaxTileStages; ++i) {
+      init_barrier(&notes.key_full[i], 1), init_barrier(&notes.value_full[i], 1);
+      init_barrier(&notes.key_empty[i], 4 * S::kGroups), init_barrier(&notes.value_empty[i], 4 * S::kGroups);
+    }
+    for (int i = 0; i < kMaxRawStages; ++i) init_barrier(&notes.raw_full[i], 1);
+    init_barrier(&tasks.task_full, 1), init_barrier(&tasks.task_empty, 2 + 4 * S::kGroups);
+    barriers_ready();
+  }
+  if (threadIdx.x < 16) {
+    notes.key_table[threadIdx.x] = table_byte(a.key_levels, a.record.key_width(), threadIdx.x);
+    notes.value_table[threadIdx.x] = table_byte(a.value_levels, a.record.value_width(), threadIdx.x);
+  }
+  __syncthreads();
+  if (threadIdx.x < S::kProducers) {
+    leave_registers<S::kProducerRegisters>();
+    switch (threadIdx.x / 32) {
+      case 0: return hand_out_tasks<S>(a, plan, tasks);
+      case 1: return copy_expanded<S, false>(plan, notes, tasks, shared);
+      case 2: return copy_expanded<S, true>(plan, notes, tasks, shared);
+      default: return;
+    }
+  } else {
+    take_registers<S::kConsumerRegisters>();
+    ChunkConsumer<S, T>(a, plan, shared).run();
+  }
+#endif
+}
+
+}  // namespace turboquant::cuda::row_tiles

@@ -1,0 +1,255 @@
+"""Long sequences: many query rows over many older codes, on CUDA.
+
+With at least 1,024 rows per KV head, 2,048 codes, and enough tiles of 128 rows to fill three
+quarters of the device, codes are attended to by a kernel of their own
+(csrc/cuda/attention/row_tiles/chunks.cuh), which expands each code once. Row tiles attend to exact
+keys and write results. Lengths on the device decide.
+"""
+
+import pytest
+import torch
+
+import torch_turboquant as tt
+from tests.attention_cuda import (
+    DEVICE,
+    HALVES,
+    MANY_PRESETS,
+    attend,
+    build,
+    check,
+    check_own,
+    int32,
+    own_tokens,
+    randn,
+)
+from tests.helpers import assert_same_bytes
+from tests.test_row_tiles import DIMS
+from tests.test_split_kv_launches import assert_streams_share_nothing, kernels_of
+
+pytestmark = pytest.mark.cuda
+
+ROWS, CODES = 1024, 2048
+"""Of a long sequence, at least."""
+TILE = 128
+
+
+def least_tiles() -> int:
+    """Of rows, of all KV heads, with which a call has long sequences."""
+    return torch.cuda.get_device_properties(DEVICE).multi_processor_count * 3 // 4
+
+
+def long_config(d: int = 128, name: str = "k4v4u", **options) -> tt.CacheConfig:
+    return tt.preset(name, d, **{"recent_window": 20, "sink_tokens": 3, **options})
+
+
+def chunks(older, q_lens, *, config=None, group=4, kv_heads=8, **options):
+    """Chunks of so many queries, each behind so many older tokens."""
+    lengths = [n + q for n, q in zip(older, q_lens, strict=True)]
+    config = config or long_config()
+    return build(config, lengths, q_lens, q_heads=group * kv_heads, kv_heads=kv_heads, **options)
+
+
+def filling(d: int = 128, **options):
+    """One long sequence whose tiles of rows fill the device."""
+    return chunks([3000], [420], config=long_config(d), **options)
+
+
+# ---- right results
+
+
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("name", MANY_PRESETS)
+def test_presets(name, tail):
+    case = chunks([3000], [420], config=long_config(name=name), tail=tail)
+    check_own(case)
+    check(case)
+
+
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("page_size", [32, 64, 128])
+def test_head_dimensions(page_size, d):
+    config = long_config(d, "k5v4u", page_size=page_size)
+    for dtype in HALVES:
+        case = chunks([2500 + d], [420], config=config, dtype=dtype, tail=d == 64)
+        check_own(case)
+
+
+@pytest.mark.parametrize("older", [2047, 2048, 2049, 4095, 4096, 8191, 8192, 8193, 12000, 30011])
+def test_lengths(older):
+    """Around every border of a segment, of which there are up to four, and of a tile."""
+    check_own(chunks([older], [430], kv_heads=8))
+
+
+@pytest.mark.parametrize(
+    ("group", "kv_heads"), [(1, 13), (3, 8), (7, 8), (16, 4), (71, 2), (48, 1)]
+)
+def test_groups(group, kv_heads):
+    queries = -(-least_tiles() * TILE // (group * kv_heads)) + TILE // group + 2
+    check_own(chunks([2600], [queries], group=group, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 1000},
+        {"sliding_window": 2100},
+        {"sliding_window": 3500, "soft_cap": 20.0},
+        {"softmax_scale": -0.1},
+        {"softmax_scale": 0.0},
+        {"sink_logits": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_options(d, tail, options):
+    case = chunks([9000], [420], config=long_config(d), tail=tail)
+    if "sink_logits" in options:
+        options = {"sink_logits": randn(32, seed=3)}
+    check_own(case, **options)
+    check(case, **options)
+
+
+@pytest.mark.parametrize("center", [True, "scaled"])
+def test_centers(center):
+    check_own(chunks([3000], [420], center=center))
+
+
+def test_large_logits():
+    """References are raised between segments and within them."""
+    check_own(chunks([9000], [420], spread=10.0))
+
+
+def test_causal_among_codes():
+    """Prompts and chunks whose own tokens are read from codes: rows see different segments."""
+    check(chunks([0], [5000], group=2, kv_heads=2))
+    check(chunks([5000, 0], [700, 2100], group=4, kv_heads=4))
+
+
+@pytest.mark.parametrize("tail", [False, True])
+def test_beside_all_others(tail):
+    """Decode steps, drafts, short chunks, prompts and padding before, between and behind."""
+    older = [200, 3000, 0, 90, 6000, 0, 2047, 700, 2900, 0]
+    q_lens = [1, 300, 0, 4, 270, 500, 300, 40, 256, 1]
+    case = chunks(older, q_lens, tail=tail)
+    check_own(case)
+    check_own(case, sliding_window=2500)
+
+
+def test_many_sequences():
+    """More than a warp has lanes, some of them long: their codes are more than the ring holds."""
+    older = [2100 + 37 * i if i % 3 == 0 else 50 for i in range(70)]
+    q_lens = [270 if i % 3 == 0 else 1 + i % 2 for i in range(70)]
+    check_own(chunks(older, q_lens, kv_heads=2))
+
+
+def test_too_few_tiles_of_rows():
+    """One tile less than fills the device, and one row more."""
+    queries = (least_tiles() - 1) // 3 * TILE
+    for count in (queries, queries + 1):
+        check_own(chunks([2500], [count], group=1, kv_heads=3))
+
+
+# ---- what must not matter
+
+
+def broken_page(case, sequence, page):
+    """The case with a page that does not exist."""
+    table = case.table.clone()
+    table[sequence, page] = -1
+    return case._replace(table=table)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_scales_that_are_not_numbers_reach_those_who_see_them(bad):
+    """A key in the second segment makes all rows of its KV head NaN, and nothing else."""
+    case = chunks([9000], [420])
+    own = own_tokens(case)
+    wanted = attend(case, **own)
+    record, page = case.config.record, case.table[0, 8500 // case.config.page_size]
+    for place in (record.key_scale, record.value_scale):
+        cache = case.cache.clone()
+        at = place(8500 % case.config.page_size)
+        scale = torch.tensor([bad], dtype=torch.float16, device=DEVICE).view(torch.uint8)
+        cache[page, 5, at : at + 2] = scale
+        out, lse = attend(case._replace(cache=cache), **own)
+        assert out[:, 20:24].isnan().all()
+        for found, same in zip((out, lse), wanted, strict=True):
+            spared = [h for h in range(32) if h // 4 != 5]
+            assert_same_bytes(found[:, spared].contiguous(), same[:, spared].contiguous())
+
+
+def test_pages_that_do_not_exist():
+    """Their keys count as absent: the same as a shorter context, up to roundings."""
+    case = chunks([5120], [420])
+    page = case.config.page_size
+    own = own_tokens(case)
+    found = attend(broken_page(case, 0, 4096 // page), **own)
+    k, v = (torch.cat([x[:, :4096], x[:, 4096 + page :]], dim=1) for x in (case.k, case.v))
+    shorter = chunks([5120 - page], [420], k=k, v=v)._replace(q=case.q)
+    for x, same in zip(found, attend(shorter, **own), strict=True):
+        assert (x - same).abs().max() <= 2.0**-6 * same.abs().max()
+
+
+def test_same_bits_in_every_run():
+    case = chunks([20000, 2500], [420, 300], tail=True)
+    own = own_tokens(case)
+    first = attend(case, **own)
+    for _ in range(20):
+        for found, same in zip(attend(case, **own), first, strict=True):
+            assert_same_bytes(found, same)
+
+
+def test_launches():
+    """Where the host cannot rule out that sequences are long."""
+    for case, some in (
+        (filling(), True),
+        (chunks([3000], [255]), False),
+        (chunks([3000], [260], kv_heads=1), False),
+        (chunks([500], [420]), False),
+    ):
+        names = kernels_of(case, **own_tokens(case))
+        assert sum("chunks_kernel" in name for name in names) == some, names
+        assert "row_tiles_kernel" in names[-1], names
+
+
+def test_scratch_memory_does_not_grow_with_the_context():
+    used = []
+    for older in (8000, 60000):
+        case = chunks([older], [420])
+        own = own_tokens(case)
+        out, lse = attend(case, **own)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        attend(case, **own, out=out, lse=lse)
+        torch.cuda.synchronize()
+        used.append(torch.cuda.max_memory_allocated() - before)
+    assert used[0] == used[1] < 128 << 20
+
+
+def test_two_streams_at_once():
+    cases = [chunks([9000], [420]), chunks([3000, 4000], [300, 300]), filling(64)]
+    assert_streams_share_nothing(cases, own_tokens)
+
+
+def test_one_graph_for_all_lengths():
+    """Whether a sequence is long is decided at replay, not at capture."""
+    case = chunks([9000, 3000], [420, 300])
+    own = own_tokens(case)
+    attend(case, **own)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend(case, **own)
+    for lengths in ((9420, 3300), (420, 2500), (2700, 300), (8192 + 420, 2348), (9420, 3300)):
+        case.lengths.copy_(int32(*lengths))
+        graph.replay()
+        torch.cuda.synchronize()
+        for x, same in zip(found, attend(case, **own), strict=True):
+            assert_same_bytes(x, same)
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_tiny_chunks(d):
+    """For compute-sanitizer: as few rows and codes as a long sequence has."""
+    check_own(chunks([CODES], [ROWS // 8], config=long_config(d), group=8, kv_heads=13))
