@@ -125,16 +125,15 @@ void RowTilesLaunch::choose_chunks() {
   chunks.least_rows = static_cast<int>(std::max(int64_t{kLeastLongRows}, (rows + kMaxLong - 1) / kMaxLong));
   chunks.least_tiles = device_.facts.multiprocessors * 3 / 4;
   const int64_t most_long = std::min(int64_t{a.seqs}, rows / chunks.least_rows);
-  const int64_t states = (rows / entry.rows + most_long) * a.kv_heads;
+  const int64_t states = (rows / kLongRows + most_long) * a.kv_heads;
   const bool some = int64_t{a.max_q_len} * a.group >= chunks.least_rows && a.room >= kLeastCodes;
-  if (!some || states < chunks.least_tiles || tiles_.entry.rows != entry.rows) return;
+  if (!some || states < chunks.least_tiles || !tiles_.entry.takes_states) return;
   plan.raw_stride = raw_stride(a.record);
   for (const int stages : {3, 2}) {
     plan.key_stages = plan.value_stages = stages;
     if (!entry.lay_out(plan, device_.facts.shared_per_block)) continue;
     grid = device_.facts.multiprocessors;
-    // Rounded up, so that calls of many sizes need few sets of counters
-    states_ = static_cast<int>(std::bit_ceil(static_cast<uint64_t>(states)));
+    states_ = static_cast<int>(states);
     chunks.ring_tiles = static_cast<int>(kRingBytes / (2 * entry.bytes));
     for (Plan* of : {&plan, &tiles_.plan, &prompts_.plan}) of->chunks = chunks;
     return;
@@ -145,7 +144,9 @@ int64_t RowTilesLaunch::ring_bytes() const {
   return chunks_.plan.chunks.ring_tiles * (int64_t{2} * chunks_.entry.bytes + static_cast<int64_t>(sizeof(TileInfo)));
 }
 int RowTilesLaunch::num_counters() const {
-  return 2 * tiles_.grid + 1 + (prompts_.grid > 0) + (chunks_.grid > 0 ? ChunkCounters::kFixed + states_ : 0);
+  // Rounded up, so that calls of many sizes need few sets of counters
+  const int turns = static_cast<int>(std::bit_ceil(static_cast<uint32_t>(states_)));
+  return 2 * tiles_.grid + 1 + (prompts_.grid > 0) + (chunks_.grid > 0 ? ChunkCounters::kFixed + turns : 0);
 }
 
 // The kernel counts tiles of keys, of all tiles of rows, in 32 bits. What the host knows about them: no sequence is
@@ -167,7 +168,7 @@ void RowTilesLaunch::run(void* workspace, cudaStream_t stream) {
   prompts_.plan.counters = tiles_.plan.counters + 2 * tiles_.grid + 1;
   chunks_.plan.chunks.ring = static_cast<uint8_t*>(workspace);
   chunks_.plan.chunks.counters = prompts_.plan.counters + (prompts_.grid > 0);
-  chunks_.plan.chunks.states = tiles_.plan.chunks.states = states;
+  for (Kernel* k : {&chunks_, &prompts_, &tiles_}) k->plan.chunks.states = states;
   if (chunks_.grid > 0) launch(chunks_, stream);
   if (prompts_.grid > 0) launch(prompts_, stream);
   launch(tiles_, stream);

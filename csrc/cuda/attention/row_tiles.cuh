@@ -19,6 +19,7 @@ struct KernelEntry {
   int part_floats;    // of a partial result
   int state_floats;   // of what the kernel of chunks leaves of a tile of rows
   int keys, bytes;    // of a tile
+  bool takes_states;  // of the kernel of chunks
   bool (*lay_out)(Plan& plan, int limit);
 };
 

@@ -23,6 +23,9 @@
 
 namespace turboquant::cuda::row_tiles {
 
+// Named barriers of two warps that expand a tile, behind those of consumer.cuh
+constexpr int kExpandingBarrier = 4;
+
 // Where the ring has tiles of keys and of values, and what consumers need to know about them.
 template <class S>
 struct ExpandedTile {
@@ -38,8 +41,6 @@ struct ExpandedTile {
 // call everything.
 template <class S>
 class TaskList {
-  static constexpr int kWarps = S::kConsumers / 32;  // expand a tile each in a task
-
  public:
   // to: the long sequences, in shared memory
   __device__ __forceinline__ TaskList(const Attention& a, const Plan& plan, LongSequence* to)
@@ -47,7 +48,7 @@ class TaskList {
     const int lane = threadIdx.x % 32, grid = static_cast<int>(gridDim.x);
     int states = 0;
     for (int first = 0; first < a.seqs; first += 32) {
-      const int s = first + lane, tiles = s < a.seqs ? long_tiles<S>(a, plan, s) : 0;
+      const int s = first + lane, tiles = s < a.seqs ? long_tiles(a, plan, s) : 0;
       const unsigned some = __ballot_sync(0xffffffff, tiles > 0);
       const int place = count_ + __popc(some & ((1u << lane) - 1)), state = states + sum_of_lanes_before(tiles);
       if (tiles > 0 && place < kMaxLong) {
@@ -61,14 +62,15 @@ class TaskList {
       count_ += __popc(some), states += sum_of_lanes(tiles);
     }
     if (count_ == 0 || states < plan.chunks.least_tiles) return;
-    // Blocks are busy with so many units at once; as many are expanded ahead, and the others are about to be left.
-    lookahead_ = ceil_div(grid * count_ * a.kv_heads, states) + 1;
-    const int slots = 2 * lookahead_ + 1;
+    // Blocks attend to so many units at once. Half as many are expanded ahead.
+    const int busy = ceil_div(grid * count_ * a.kv_heads, states) + 1;
+    lookahead_ = busy / 2 + 1;
+    const int slots = busy + lookahead_ + 1;
     while ((2 << segment_log_) * slots <= plan.chunks.ring_tiles && (2 << segment_log_) * S::kKeys <= kMostKeys) {
       ++segment_log_;
     }
     slots_ = min(plan.chunks.ring_tiles >> segment_log_, ChunkCounters::kMaxSlots);
-    expanding_tasks_ = ceil_div(1 << segment_log_, kWarps);
+    expanding_tasks_ = ceil_div(1 << segment_log_, S::kExpandedAtOnce);
     __syncwarp();
     int units = 0, attending_tasks = 0, segments = 0;
     for (int i = lane; i < count_; i += 32) {
@@ -134,8 +136,8 @@ class TaskList {
     const int end = x.first_tile + (1 << segment_log_);
     if (x.expands) {
       x.sequence = of.sequence, x.queries = a_.num_queries(x.sequence), x.length = a_.length(x.sequence, x.queries);
-      x.begin = max(x.first_tile + i * kWarps, of.begin),
-      x.end = min(min(x.first_tile + (i + 1) * kWarps, end), of.end);
+      const int first = x.first_tile + i * S::kExpandedAtOnce;
+      x.begin = max(first, of.begin), x.end = min(min(first + S::kExpandedAtOnce, end), of.end);
     } else {
       const int block = of.blocks - 1 - (i - expands);
       describe<S>(a_, plan_.group, of.sequence, block, true, x);
@@ -157,28 +159,34 @@ class TaskList {
   Cursor expanding_, attending_;  // the units of the tasks from `before_` on
 };
 
-// What a warp that copies does with each task.
+// What a warp does with each task, but for the one that hands them out.
 template <typename F>
 __device__ __forceinline__ void for_each_task(ChunkNotes& notes, F&& f) {
-  for (uint32_t phase = 0;; phase ^= 1) {
-    wait_barrier(&notes.task_full, phase);
-    if (notes.task.sequence < 0) return;
-    f(notes.task);
+  for (uint32_t n = 0;; ++n) {
+    const int slot = n % kItems;
+    wait_barrier(&notes.task_full[slot], n / kItems % 2);
+    const Task& task = notes.tasks[slot];
+    if (task.sequence < 0) return;
+    f(task);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(&notes.task_empty);
+    if (threadIdx.x % 32 == 0) arrive(&notes.task_empty[slot]);
   }
 }
 
+// The next task is taken when the last keys of the one before are on their way, so that its first ones follow. Taken
+// earlier, a task would wait here while other blocks have nothing to do.
 template <class S>
 __device__ __forceinline__ void hand_out_tasks(const Attention& a, const Plan& plan, ChunkNotes& notes) {
   TaskList<S> list(a, plan, notes.sequences);
-  for (uint32_t phase = 0;; phase ^= 1) {
-    wait_barrier(&notes.task_empty, phase ^ 1);
-    list.take(notes.task);
+  for (uint32_t n = 0;; ++n) {
+    const int slot = n % kItems, phase = n / kItems % 2;
+    wait_barrier(&notes.task_empty[slot], phase ^ 1);
+    if (n > 0) wait_barrier(&notes.copied, (n - 1) % 2);
+    list.take(notes.tasks[slot]);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(&notes.task_full);
-    wait_barrier(&notes.task_full, phase);
-    if (notes.task.sequence < 0) return;
+    if (threadIdx.x % 32 == 0) arrive(&notes.task_full[slot]);
+    wait_barrier(&notes.task_full[slot], phase);
+    if (notes.tasks[slot].sequence < 0) return;
   }
 }
 
@@ -190,13 +198,23 @@ __device__ __forceinline__ void copy_expanded(const Plan& plan, Notes& notes, Ch
   const int stages = VALUES ? plan.value_stages : plan.key_stages, first_stage = VALUES ? plan.key_stages : 0;
   const ChunkCounters counters(plan.chunks.counters);
   RingPlace stage;
+  uint32_t expansions = 0;
+  const auto let_next_be_taken = [&] {
+    if (!VALUES && threadIdx.x % 32 == 0) arrive(&tasks.copied);
+  };
   for_each_task(tasks, [&](const Task& task) {
-    if (task.expands || task.begin >= task.end) return;
-    if (threadIdx.x % 32 == 0) {
-      wait_for_count(counters.expanded + task.slot, task.expand_target);
-      publish_global_memory();
+    if (task.expands) {  // into which codes are copied meanwhile
+      let_next_be_taken();
+      wait_barrier(&tasks.expanded, expansions++ % 2);
+      return;
     }
-    __syncwarp();
+    if (task.begin < task.end) {
+      if (threadIdx.x % 32 == 0) {
+        wait_for_count(counters.expanded + task.slot, task.expand_target);
+        publish_global_memory();
+      }
+      __syncwarp();
+    }
     for (int tile = task.begin; tile < task.end; ++tile, stage.advance(stages)) {
       wait_barrier(&empty[stage.slot], stage.phase ^ 1);
       if (threadIdx.x % 32 == 0) {
@@ -212,29 +230,31 @@ __device__ __forceinline__ void copy_expanded(const Plan& plan, Notes& notes, Ch
       }
       __syncwarp();  // no lane may be a turn of the ring behind
     }
+    let_next_be_taken();
   });
 }
 
-// Expands tiles of keys and of values, one warp a tile. Codes are copied into the stages of tiles, which nobody uses
-// meanwhile.
+// Expands tiles: of each, one warp the keys and the next one the values. Codes are copied into the stages of tiles,
+// which nobody uses meanwhile.
 template <class S>
 class TileExpander : UnitExpander<S> {
   using Base = UnitExpander<S>;
   using Base::exponent_of, Base::power_of_two, Base::not_finite, Base::r_, Base::lane_, Base::half_bytes_, Base::scale_;
-  static constexpr int kUnits = S::kKeys / kUnitKeys, kWarps = S::kConsumers / 32;
+  static constexpr int kUnits = S::kKeys / kUnitKeys;
 
  public:
   __device__ __forceinline__ TileExpander(const Attention& a, const Plan& plan, uint8_t* shared, Notes& notes)
       : Base(plan), a_(a), plan_(plan), notes_(notes), warp_((threadIdx.x - S::kProducers) / 32),
-        raw_(shared + warp_ * kUnits * plan.raw_stride),
-        scales_(reinterpret_cast<__half*>(shared + plan.scales) + warp_ * 2 * S::kKeys) {}
+        raw_(shared + warp_ / 2 * kUnits * plan.raw_stride),
+        scales_(reinterpret_cast<__half*>(shared + plan.scales) + warp_ * S::kKeys) {}
 
   // Warps that codes have no room for leave their tiles to others.
   __device__ __forceinline__ void run(const Task& task) {
-    const int room = plan_.queries / (kUnits * plan_.raw_stride), warps = min(room, kWarps);
-    if (warp_ >= warps) return;
-    for (int tile = task.begin + warp_; tile < task.end; tile += warps) {
+    const int room = plan_.queries / (kUnits * plan_.raw_stride), step = min(room, S::kExpandedAtOnce);
+    if (warp_ / 2 >= step) return;
+    for (int tile = task.begin + warp_ / 2; tile < task.end; tile += step) {
       expand(task, tile, ExpandedTile<S>(plan_.chunks, task.ring_tile + tile - task.first_tile));
+      sync_threads(kExpandingBarrier + warp_ / 2, 64);  // both warps are done with the codes
     }
   }
 
@@ -244,19 +264,21 @@ class TileExpander : UnitExpander<S> {
     const CodedKeys coded = coded_keys(a_, task.sequence, task.queries);
     const unsigned present = copy_codes(task, first_token, coded);
     prepare_scales(first_token, coded, present, to.info);
-    const Tables key_tables(notes_.key_table), value_tables(notes_.value_table);
+    const Tables tables(values() ? notes_.value_table : notes_.key_table);
 #pragma unroll 1
     for (int u = 0; u < kUnits; ++u) {
       const uint8_t* const unit = raw_ + u * plan_.raw_stride;
-      Base::template expand_unit<false>(plan_.key_kind, unit, scales_ + u * kUnitKeys, key_tables,
-                                        to.keys + u * kUnitKeys * kSwizzleRow);
-      Base::template expand_unit<true>(plan_.value_kind, unit, scales_ + S::kKeys + u * kUnitKeys, value_tables,
-                                       to.values + u * S::kDim * kSwizzleRow);
+      const __half* const scales = scales_ + u * kUnitKeys;
+      if (values()) {
+        Base::template expand_unit<true>(plan_.value_kind, unit, scales, tables, to.values + u * S::kDim * kSwizzleRow);
+      } else {
+        Base::template expand_unit<false>(plan_.key_kind, unit, scales, tables, to.keys + u * kUnitKeys * kSwizzleRow);
+      }
     }
-    __syncwarp();
   }
+  __device__ __forceinline__ bool values() const { return warp_ % 2; }
 
-  // Copies the tile's codes and waits for them; returns which tiles of the record exist.
+  // Waits for the tile's codes, which the warp of keys copies; returns which tiles of the record exist.
   __device__ __forceinline__ unsigned copy_codes(const Task& task, int first_token, const CodedKeys& coded) {
     const int log_count = 6 - r_.tile_shift, count = 1 << log_count;  // tiles of the record in a unit
     const int token = first_token + (lane_ << r_.tile_shift);
@@ -264,10 +286,10 @@ class TileExpander : UnitExpander<S> {
     const int page = wanted ? a_.block_table[task.sequence * a_.table_stride + (token >> r_.page_shift)] : -1;
     const bool exists = page >= 0 && page < a_.num_pages;
     const unsigned present = __ballot_sync(0xffffffff, exists);
-    uint64_t* const barrier = &notes_.raw_full[warp_];
-    if (lane_ == 0) expect(barrier, __popc(present) * r_.tile_bytes);
+    uint64_t* const barrier = &notes_.raw_full[warp_ / 2];
+    if (!values() && lane_ == 0) expect(barrier, __popc(present) * r_.tile_bytes);
     __syncwarp();
-    if (exists) {
+    if (!values() && exists) {
       const int at = (token & ((1 << r_.page_shift) - 1)) >> r_.tile_shift;
       copy_bulk(raw_ + (lane_ >> log_count) * plan_.raw_stride + (lane_ & (count - 1)) * r_.tile_bytes,
                 a_.pages + page * a_.page_stride + int64_t{task.head} * r_.record_bytes + at * r_.tile_bytes,
@@ -278,42 +300,40 @@ class TileExpander : UnitExpander<S> {
     return present;
   }
 
-  // As Producer::prepare_scales, for keys and values of all units of a tile.
+  // As Producer::prepare_scales, for all units of a tile: this warp scales keys or values, and both warps look at both.
   __device__ __forceinline__ void prepare_scales(int first_token, const CodedKeys& coded, unsigned present,
                                                  TileInfo* to) {
     TileInfo info{};
-    uint32_t keys[2 * kUnits], values[2 * kUnits];
+    uint32_t of_keys[2 * kUnits], of_values[2 * kUnits];
     int most_key = 0, most_value = 0;
 #pragma unroll
     for (int i = 0; i < 2 * kUnits; ++i) {
       const int s = 32 * i + token_at(lane_), token = first_token + s;
       const uint8_t* const from = raw_ + i / 2 * plan_.raw_stride + scale_ + i % 2 * half_bytes_;
       const bool seen = token >= coded.begin && token < coded.end, exists = present >> (s >> r_.tile_shift) & 1;
-      keys[i] = values[i] = 0;
+      of_keys[i] = of_values[i] = 0;
       if (seen && exists) {
-        keys[i] = *reinterpret_cast<const uint16_t*>(from);
-        values[i] = *reinterpret_cast<const uint16_t*>(from + r_.value_scales - r_.key_scales);
+        of_keys[i] = *reinterpret_cast<const uint16_t*>(from);
+        of_values[i] = *reinterpret_cast<const uint16_t*>(from + r_.value_scales - r_.key_scales);
       }
-      const bool bad = not_finite(keys[i]) || not_finite(values[i]);
-      if (bad) keys[i] = values[i] = 0;
+      const bool bad = not_finite(of_keys[i]) || not_finite(of_values[i]);
+      if (bad) of_keys[i] = of_values[i] = 0;
       info.poison[i] = __ballot_sync(0xffffffff, bad), info.absent[i] = __ballot_sync(0xffffffff, seen && !exists);
       info.special |= (info.poison[i] | info.absent[i]) != 0;
-      most_key = max(most_key, static_cast<int>(keys[i] & 0x7FFF));
-      most_value = max(most_value, static_cast<int>(values[i] & 0x7FFF));
+      most_key = max(most_key, static_cast<int>(of_keys[i] & 0x7FFF));
+      most_value = max(most_value, static_cast<int>(of_values[i] & 0x7FFF));
     }
     const int key_exponent = exponent_of(max_of_lanes(most_key));
     info.value_exponent = exponent_of(max_of_lanes(most_value)), info.key_factor = power_of_two(key_exponent);
-    const float key_factor = power_of_two(-key_exponent) * step_of(static_cast<Kind>(plan_.key_kind));
-    const float value_factor = power_of_two(-info.value_exponent) * step_of(static_cast<Kind>(plan_.value_kind));
+    const int exponent = values() ? info.value_exponent : key_exponent;
+    const float factor =
+        power_of_two(-exponent) * step_of(static_cast<Kind>(values() ? plan_.value_kind : plan_.key_kind));
 #pragma unroll
     for (int i = 0; i < 2 * kUnits; ++i) {
-      const auto scaled = [](uint32_t scale, float factor) {
-        return __float2half_rn(__half2float(__ushort_as_half(static_cast<uint16_t>(scale))) * factor);
-      };
-      scales_[32 * i + lane_] = scaled(keys[i], key_factor);
-      scales_[S::kKeys + 32 * i + lane_] = scaled(values[i], value_factor);
+      const uint16_t scale = static_cast<uint16_t>(values() ? of_values[i] : of_keys[i]);
+      scales_[32 * i + lane_] = __float2half_rn(__half2float(__ushort_as_half(scale)) * factor);
     }
-    if (lane_ == 0) *to = info;
+    if (!values() && lane_ == 0) *to = info;
     __syncwarp();
   }
 
@@ -321,9 +341,9 @@ class TileExpander : UnitExpander<S> {
   const Plan& plan_;
   Notes& notes_;
   const int warp_;
-  uint8_t* const raw_;    // the warp's codes, [kUnits, raw_stride]
-  __half* const scales_;  // [2, kKeys], of keys and of values
-  uint32_t phase_ = 0;    // of the warp's barrier of codes
+  uint8_t* const raw_;    // codes of the warp's tile, [kUnits, raw_stride]
+  __half* const scales_;  // [kKeys]
+  uint32_t phase_ = 0;    // of the barrier of these codes
 };
 
 // A warpgroup that multiplies, or expands.
@@ -356,6 +376,8 @@ class ChunkConsumer : Consumer<S, T> {
       meet();
     }
     expander_.run(task);
+    __syncwarp();
+    if (this->lane_ == 0) arrive(&tasks_.expanded);
     publish_global_memory();
     __threadfence();
     meet();
@@ -366,21 +388,60 @@ class ChunkConsumer : Consumer<S, T> {
     this->item_ = &task;
     const bool works = task.begin < task.end;
     if (works) {
+      typename Base::QueryWords words;
       this->find_positions();
-      this->prepare_rotated();
-      this->begin_rows();
-      if (task.turn > 0) {
+      if (task.turn == 0) {
+        this->begin_rows();
+        this->rotate_queries(words);
+        if (task.turns > 1) save_queries(words);
+      } else {
         if (first_thread()) wait_for_count(counters_.turns + task.state, task.turn);
         meet();
-        this->load_state(task.state);
+        this->load_state();
+        load_queries(words);
       }
+      this->see_codes();
+      this->lay_out([&](int i, int j) { return words[i][j]; });
       this->template pass<false>(task.begin, task.end);
       if (task.turn + 1 == task.turns) this->leave_rotation();
-      this->save_state(task.state);
+      save_state();
       __threadfence();
     }
     meet();
     if (first_thread()) leave(task, works);
+  }
+
+  // As Consumer::load_state reads it.
+  __device__ __forceinline__ void save_state() const {
+    float* to = this->state();
+#pragma unroll
+    for (int i = 0; i < 2; ++i, to += 2 * kStateThreads) {
+      __stcg(to, this->reference_[i]), __stcg(to + kStateThreads, this->total_[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < S::kSums; ++i, to += kStateThreads) __stcg(to, this->sums_[i]);
+    __stcg(to, static_cast<float>(this->exponent_));
+  }
+
+  // Rotating takes longer than this.
+  __device__ __forceinline__ float* query_state() const { return this->state() + (5 + S::kSums) * kStateThreads; }
+  __device__ __forceinline__ void save_queries(const typename Base::QueryWords& words) const {
+    float* to = query_state();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      __stcg(to, this->factor_[i]), __stcg(to + kStateThreads, this->shift_[i]), to += 2 * kStateThreads;
+#pragma unroll
+      for (int j = 0; j < S::kDim / 8; ++j, to += kStateThreads) __stcg(to, __uint_as_float(words[i][j]));
+    }
+  }
+  __device__ __forceinline__ void load_queries(typename Base::QueryWords& words) {
+    const float* from = query_state();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      this->factor_[i] = __ldcg(from), this->shift_[i] = __ldcg(from + kStateThreads), from += 2 * kStateThreads;
+#pragma unroll
+      for (int j = 0; j < S::kDim / 8; ++j, from += kStateThreads) words[i][j] = __float_as_uint(__ldcg(from));
+    }
   }
 
   // Tells others what this block is done with. Whoever comes last to anything sets its counters back.
@@ -412,7 +473,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
       init_barrier(&notes.key_empty[i], 4 * S::kGroups), init_barrier(&notes.value_empty[i], 4 * S::kGroups);
     }
     for (int i = 0; i < kMaxRawStages; ++i) init_barrier(&notes.raw_full[i], 1);
-    init_barrier(&tasks.task_full, 1), init_barrier(&tasks.task_empty, 2 + 4 * S::kGroups);
+    for (int i = 0; i < kItems; ++i) {
+      init_barrier(&tasks.task_full[i], 1), init_barrier(&tasks.task_empty[i], 2 + 4 * S::kGroups);
+    }
+    init_barrier(&tasks.copied, 1), init_barrier(&tasks.expanded, 4 * S::kGroups);
     barriers_ready();
   }
   if (threadIdx.x < 16) {

@@ -72,16 +72,13 @@ class Consumer {
   __device__ __forceinline__ void attend() {
     begin_rows();
     find_positions();
-    const int begin = item_->begin;
-    if constexpr (!S::kPrompts) {
-      const int coded_end = min(item_->end, item_->coded_tiles);
-      if (S::kGroups == 2 && item_->state >= 0) {
-        load_state(item_->state);
-      } else if (begin < coded_end) {
-        prepare_rotated();
-        pass<false>(begin, coded_end);
-        leave_rotation();
-      }
+    const int begin = item_->begin, coded_end = min(item_->end, item_->coded_tiles);
+    if (S::kTakesStates && item_->state >= 0) {
+      load_state();
+    } else if (!S::kPrompts && begin < coded_end) {
+      prepare_rotated();
+      pass<false>(begin, coded_end);
+      leave_rotation();
     }
     exponent_ = 0;
     const int exact = max(begin, item_->coded_tiles);
@@ -91,29 +88,20 @@ class Consumer {
     }
   }
 
-  // What the kernel of chunks has found about a tile of rows so far.
-  __device__ __forceinline__ float* state(int number) const {
-    return plan_.chunks.states + int64_t{number} * S::kStateFloats + (threadIdx.x - S::kProducers);
+  // What the kernel of chunks has found about these rows so far. Every thread has its own part.
+  __device__ __forceinline__ float* state() const {
+    const int half = S::kGroups == 1 ? item_->block % 2 * kWarpgroup : 0;
+    return plan_.chunks.states + int64_t{item_->state} * S::kStateFloats + half + (threadIdx.x - S::kProducers);
   }
-  __device__ __forceinline__ void load_state(int number) {
-    const float* from = state(number);
+  __device__ __forceinline__ void load_state() {
+    const float* from = state();
 #pragma unroll
-    for (int i = 0; i < 2; ++i, from += 2 * S::kConsumers) {
-      reference_[i] = __ldcg(from), total_[i] = __ldcg(from + S::kConsumers);
+    for (int i = 0; i < 2; ++i, from += 2 * kStateThreads) {
+      reference_[i] = __ldcg(from), total_[i] = __ldcg(from + kStateThreads);
     }
 #pragma unroll
-    for (int i = 0; i < S::kSums; ++i, from += S::kConsumers) sums_[i] = __ldcg(from);
+    for (int i = 0; i < S::kSums; ++i, from += kStateThreads) sums_[i] = __ldcg(from);
     exponent_ = static_cast<int>(__ldcg(from));
-  }
-  __device__ __forceinline__ void save_state(int number) const {
-    float* to = state(number);
-#pragma unroll
-    for (int i = 0; i < 2; ++i, to += 2 * S::kConsumers) {
-      __stcg(to, reference_[i]), __stcg(to + S::kConsumers, total_[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < S::kSums; ++i, to += S::kConsumers) __stcg(to, sums_[i]);
-    __stcg(to, static_cast<float>(exponent_));
   }
 
   // ---- Rows
@@ -164,10 +152,15 @@ class Consumer {
   __device__ __forceinline__ uint8_t* queries() const { return shared_ + plan_.queries + group_ * 64 * kD * 2; }
 
   // Rotated queries as float16, each row divided by a power of two.
+  using QueryWords = uint32_t[2][kD / 8];
   __device__ __forceinline__ void prepare_rotated() {
+    QueryWords words;
+    rotate_queries(words);
+    see_codes();
+    lay_out([&](int i, int j) { return words[i][j]; });
+  }
+  __device__ __forceinline__ void rotate_queries(QueryWords& words) {
     const bool pairs = plan_.key_kind == kPairs;
-    uint32_t words[2][kD / 8];
-    const Sight sight(a_, item_->sequence, item_->length, item_->queries);
     const format::Channels channels = a_.channels.of_head(item_->head, kD);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -210,12 +203,16 @@ class Consumer {
       const float scale = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f);
       factor_[i] = scale * format::kLevelUnit * __int_as_float((127 + exponent) << 23);
       shift_[i] = shift * a_.softmax_scale * kLog2E;
-      first_[i] = sight.first(position_[i]), end_[i] = sight.recent(position_[i]);
     }
+  }
+  // Which codes rows see.
+  __device__ __forceinline__ void see_codes() {
+    const Sight sight(a_, item_->sequence, item_->length, item_->queries);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) first_[i] = sight.first(position_[i]), end_[i] = sight.recent(position_[i]);
     // All rows of the warp see all keys of these tiles.
     clear_begin_ = ceil_div(max(max_of_lanes(max(first_[0], first_[1])) - item_->first, 0), S::kKeys);
     clear_end_ = (-max_of_lanes(max(-end_[0], -end_[1])) - item_->first) / S::kKeys;
-    lay_out([&](int i, int j) { return words[i][j]; });
   }
 
   // Queries as they are.

@@ -22,7 +22,8 @@ constexpr int kMaxRawStages = 10;
 constexpr int kItems = 2;  // items of work that are known ahead
 // Long sequences, whose codes the kernel of chunks (chunks.cuh) attends to, have so many codes at least, and there are
 // so many of them at most.
-constexpr int kLeastCodes = 2048, kMaxLong = 512;
+constexpr int kLeastCodes = 3072, kMaxLong = 512;
+constexpr int kLongRows = 128, kStateThreads = 2 * kWarpgroup;  // of a tile of rows there, and that multiply for it
 
 // What the tiles of a kernel are made of.
 enum class Source {
@@ -47,6 +48,8 @@ struct Shape {
   // Two blocks of a multiprocessor hide each other's latencies; queries in registers spare shared memory's bandwidth.
   static constexpr int kBlocks = GROUPS == 1 && D <= 128 ? 2 : 1;
   static constexpr bool kQueriesInRegisters = D <= 128;
+  // Calls with long sequences have tiles of 128 rows, where these fit.
+  static constexpr bool kTakesStates = kPrompts || GROUPS == 2 || D > 128;
   // Registers of a thread, out of 65,536 of a multiprocessor; 0: as the compiler has it
   static constexpr int kConsumerRegisters = kCopies       ? (GROUPS == 2 ? 232 : 216)
                                             : D <= 128    ? 184
@@ -56,10 +59,12 @@ struct Shape {
 
   static constexpr int kTileBytes = kKeys * D * 2;  // a tile of keys, or of values
   static constexpr int kQueryBytes = kQueriesInRegisters && !kPrompts ? 0 : kRows * D * 2;
-  static constexpr int kSums = D / 2;                            // a thread's part of the sums of values: of two rows
-  static constexpr int kScores = kKeys / 2;                      // and of the scores
-  static constexpr int kPartFloats = (kSums + 4) * kConsumers;   // of a partial result
-  static constexpr int kStateFloats = kPartFloats + kConsumers;  // the same over codes: and the sums' exponent
+  static constexpr int kSums = D / 2;                           // a thread's part of the sums of values: of two rows
+  static constexpr int kScores = kKeys / 2;                     // and of the scores
+  static constexpr int kPartFloats = (kSums + 4) * kConsumers;  // of a partial result
+  // Of what the kernel of chunks leaves of kLongRows rows: also the exponent of sums, and rotated queries with 4 floats
+  static constexpr int kStateFloats = (kSums + 5 + D / 4 + 4) * kStateThreads;
+  static constexpr int kExpandedAtOnce = kConsumers / 64;  // tiles, two warps each, in the kernel of chunks
   static constexpr int kLeastTiles = 512 / kKeys;  // n tiles are cut into at most n / kLeastTiles parts, rounded up
 };
 
@@ -76,7 +81,7 @@ struct Item {
   int begin, end;                // the tiles of this part
   int common_begin, common_end;  // tiles of exact keys that all rows see
   int new_begin;                 // exact keys from here on are this call's own tokens
-  int state;                     // number of the tile's result over codes, by the kernel of chunks; -1: there is none
+  int state;                     // number of what the kernel of chunks has left of these rows; -1: nothing
 
   // The position of exact key i.
   __device__ __forceinline__ int exact_key(int i) const { return i < sinks ? i : recent + i - sinks; }
@@ -99,7 +104,7 @@ struct ChunksPlan {
   int least_tiles;  // of rows, of all long sequences and KV heads; if there are fewer, none is long
   uint8_t* ring;    // [ring_tiles, 2, kTileBytes], tiles of keys and of values, and [ring_tiles] TileInfo
   int ring_tiles;
-  float* states;       // [tiles of rows, kStateFloats], see Consumer::load_state
+  float* states;       // [tiles of rows, kStateFloats], see ChunkConsumer::save_state
   uint32_t* counters;  // 0 between launches, see chunks.cuh
 };
 
@@ -162,8 +167,10 @@ struct Task : Item {
 
 // What the warps of a block of chunks tell each other, beside Notes.
 struct ChunkNotes {
-  uint64_t task_full, task_empty;
-  Task task;
+  uint64_t task_full[kItems], task_empty[kItems];
+  uint64_t copied;    // all tiles of a task, so that the next one can be taken
+  uint64_t expanded;  // all that a task expands, so that tiles can be copied again
+  Task tasks[kItems];
   LongSequence sequences[kMaxLong];
 };
 
@@ -190,10 +197,10 @@ template <class S>
 constexpr bool lay_out(Plan& p, int limit) {
   const auto up = [](int n) { return (n + 127) / 128 * 128; };
   p.queries = (p.key_stages + p.value_stages) * S::kTileBytes;
-  // __half [warps that expand, keys of a unit]; of chunks all that multiply, [warps, 2, keys of a tile]
+  // __half [warps that expand, keys of a unit]; of chunks [warps that multiply, keys of a tile]
   p.scales = p.queries + S::kQueryBytes;
   p.notes = p.scales + (S::kPrompts  ? 0
-                        : S::kChunks ? S::kConsumers / 32 * 2 * S::kKeys * 2
+                        : S::kChunks ? S::kConsumers / 32 * S::kKeys * 2
                                      : 2 * S::kStreamWarps * kUnitKeys * 2);
   p.raw = up(p.notes + static_cast<int>(sizeof(Notes)));
   if constexpr (S::kCopies) {

@@ -58,21 +58,6 @@ __device__ __forceinline__ int describe(const Attention& a, const Divisor& group
   return x.coded_tiles + ceil_div(x.exact, S::kKeys);
 }
 
-// Whether a sequence is this kernel's.
-template <class S>
-__device__ __forceinline__ bool takes(const Attention& a, const Plan& plan, int sequence) {
-  const int queries = a.num_queries(sequence), rows = queries * a.group;
-  if (rows < plan.least_rows || rows == 0) return false;
-  return !plan.prompts_apart || (a.new_begin(a.length(sequence, queries), queries) <= 0) == S::kPrompts;
-}
-// Whether some sequence is; all threads of the block call it.
-template <class S>
-__device__ __forceinline__ bool any_work(const Attention& a, const Plan& plan) {
-  bool any = false;
-  for (int s = static_cast<int>(threadIdx.x); s < a.seqs && !any; s += blockDim.x) any = takes<S>(a, plan, s);
-  return __syncthreads_or(any);
-}
-
 // Which keys of a sequence some of its rows reads from codes: [begin, end).
 struct CodedKeys {
   int begin, end;
@@ -84,13 +69,40 @@ __device__ __forceinline__ CodedKeys coded_keys(const Attention& a, int sequence
   return {begin, max(sight.recent(length - 1), begin)};
 }
 
-// The tiles of rows of all KV heads of a sequence, if it has enough rows and codes to be long; else 0.
-template <class S>
+// The tiles of kLongRows rows of all KV heads of a sequence, if it has enough rows and codes to be long; else 0.
 __device__ __forceinline__ int long_tiles(const Attention& a, const Plan& plan, int sequence) {
   const int queries = a.num_queries(sequence), rows = queries * plan.group;
-  if (plan.chunks.least_rows == 0 || rows < plan.chunks.least_rows) return 0;
+  if (rows < plan.chunks.least_rows) return 0;
   const CodedKeys coded = coded_keys(a, sequence, queries);
-  return coded.end - coded.begin < kLeastCodes ? 0 : ceil_div(rows, S::kRows) * a.kv_heads;
+  return coded.end - coded.begin < kLeastCodes ? 0 : ceil_div(rows, kLongRows) * a.kv_heads;
+}
+// Whether there are long sequences: enough of their tiles of rows. All lanes of a warp call it.
+__device__ __forceinline__ bool any_long(const Attention& a, const Plan& plan) {
+  if (plan.chunks.least_rows == 0) return false;
+  int tiles = 0;
+#pragma unroll 1
+  for (int s = static_cast<int>(threadIdx.x % 32); s < a.seqs; s += 32) tiles += long_tiles(a, plan, s);
+  return sum_of_lanes(tiles) >= plan.chunks.least_tiles;
+}
+
+// Whether a sequence is this kernel's, row tiles or prompts. The latter takes those of which row tiles have nothing to
+// read but the call's own tokens. longs: whether there are long ones.
+template <class S>
+__device__ __forceinline__ bool takes(const Attention& a, const Plan& plan, int sequence, bool longs) {
+  const int queries = a.num_queries(sequence), rows = queries * a.group;
+  if (rows < plan.least_rows || rows == 0) return false;
+  if (!plan.prompts_apart) return true;
+  const int begin = a.new_begin(a.length(sequence, queries), queries);
+  const bool own = begin <= 0 || (longs && a.tail_slot(sequence) < 0 && long_tiles(a, plan, sequence) > 0);
+  return own == S::kPrompts;
+}
+// Whether some sequence is; all threads of the block call it.
+template <class S>
+__device__ __forceinline__ bool any_work(const Attention& a, const Plan& plan) {
+  const bool longs = any_long(a, plan);
+  bool any = false;
+  for (int s = static_cast<int>(threadIdx.x); s < a.seqs && !any; s += blockDim.x) any = takes<S>(a, plan, s, longs);
+  return __syncthreads_or(any);
 }
 
 // The number of the next of `total` items, for all lanes of a warp. Each block asks once more and gets nothing, so the
@@ -117,11 +129,12 @@ class WorkList {
     if (!works) return;
     const int each = ceil_div(a.seqs, 32), lane = threadIdx.x % 32, grid = static_cast<int>(gridDim.x);
     mine_ = lane * each, behind_ = min(mine_ + each, a.seqs);
-    if (plan.chunks.least_rows > 0) {
+    longs_ = any_long(a, plan);
+    if (longs_) {
       int states = 0;
 #pragma unroll 1
-      for (int s = mine_; s < behind_; ++s) states += long_tiles<S>(a, plan, s);
-      states_before_ = sum_of_lanes_before(states), chunks_ = sum_of_lanes(states) >= plan.chunks.least_tiles;
+      for (int s = mine_; s < behind_; ++s) states += long_tiles(a, plan, s);
+      states_before_ = sum_of_lanes_before(states);
     }
     Search search{grid};
     int items, slots;
@@ -164,7 +177,10 @@ class WorkList {
     const int tiles = describe<S>(a_, plan_.group, s, x.blocks - 1 - block, x.states > 0, item);
     item.head = first_head + head, item.part = in_block - head * n, item.parts = n;
     item.slot = slot + (item.head * x.blocks + block) * n;
-    if (item.state >= 0) item.state = item.part == 0 ? state + item.head * x.blocks + item.block : -1;
+    if (item.state >= 0) {
+      const int blocks = quotient(x.states, a_.kv_heads);
+      item.state = item.part == 0 ? state + item.head * blocks + item.block / (kLongRows / S::kRows) : -1;
+    }
     item.begin = static_cast<int>(int64_t{tiles} * item.part / n);
     item.end = static_cast<int>(int64_t{tiles} * (item.part + 1) / n);
     to = item;
@@ -180,9 +196,9 @@ class WorkList {
     int states;            // of the kernel of chunks; 0: it does not take the sequence
   };
   __device__ __forceinline__ Extent extent(int s) const {
-    if (!takes<S>(a_, plan_, s)) return {0, 0, 0, 0, 0};
+    const int states = longs_ ? long_tiles(a_, plan_, s) : 0;
+    if (!takes<S>(a_, plan_, s, longs_)) return {0, 0, 0, 0, states};
     const int blocks = ceil_div(a_.num_queries(s) * a_.group, S::kRows);
-    const int states = chunks_ ? long_tiles<S>(a_, plan_, s) : 0;
     int most = 1, sum = 0;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {  // the first tile of rows and the last one
@@ -238,7 +254,7 @@ class WorkList {
   int mine_, behind_, size_ = 0, total_;
   int own_items_, items_before_, slots_before_;
   int states_before_ = 0;
-  bool chunks_ = false;  // whether there are long sequences (chunks.cuh)
+  bool longs_ = false;  // whether there are long sequences
 };
 
 }  // namespace turboquant::cuda::row_tiles
