@@ -77,7 +77,7 @@ def test_head_dimensions(page_size, name, d):
 
 @pytest.mark.parametrize("older", [3071, 3072, 3073, 4095, 4096, 8191, 8192, 8193, 12000, 30011])
 def test_lengths(older):
-    """Around every border of a segment, of which there are up to four, and of a tile."""
+    """Around every border of a stretch of keys, of which there are up to four, and of a tile."""
     check_own(chunks([older], [430], kv_heads=8))
 
 
@@ -117,12 +117,12 @@ def test_centers(center):
 
 
 def test_large_logits():
-    """References are raised between segments and within them."""
+    """References are raised between stretches of keys and within them."""
     check_own(chunks([9000], [420], spread=10.0))
 
 
 def test_causal_among_codes():
-    """Prompts and chunks whose own tokens are read from codes: rows see different segments."""
+    """Prompts and chunks whose own tokens are read from codes: rows see different stretches."""
     check(chunks([0], [5000], group=2, kv_heads=2))
     check(chunks([5000, 0], [700, 2100], group=4, kv_heads=4))
 
@@ -163,7 +163,7 @@ def broken_page(case, sequence, page):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_scales_that_are_not_numbers_reach_those_who_see_them(bad):
-    """A key in the second segment makes all rows of its KV head NaN, and nothing else."""
+    """A key in the second stretch makes all rows of its KV head NaN, and nothing else."""
     case = chunks([9000], [420])
     own = own_tokens(case)
     wanted = attend(case, **own)

@@ -25,8 +25,8 @@ constexpr int kFewQueries = 32;
 // A sequence is long only with so many rows, 8 tiles of them: with fewer, expanding codes once saves little. Many calls
 // have none, so what the host knows must leave room for enough tiles of rows to fill three quarters of the device.
 constexpr int kLeastLongRows = 1024;
-// Memory for expanded codes, whatever the context: enough for segments of 4,096 keys of a head for twice as many units
-// as blocks attend to, and small enough for the L2 cache.
+// Memory for expanded codes, whatever the context: what 16,384 keys of eight KV heads of 128 channels take, and about
+// what an L2 cache holds.
 constexpr int64_t kRingBytes = int64_t{64} << 20;
 
 // How the kernel expands codes that choose_attention lets through.
@@ -135,7 +135,7 @@ void RowTilesLaunch::choose_chunks() {
     grid = device_.facts.multiprocessors;
     states_ = static_cast<int>(states);
     chunks.ring_tiles = static_cast<int>(kRingBytes / (2 * entry.bytes));
-    for (Plan* of : {&plan, &tiles_.plan, &prompts_.plan}) of->chunks = chunks;
+    plan.chunks = chunks;
     return;
   }
 }
@@ -163,13 +163,16 @@ void RowTilesLaunch::check_limits() const {
 void RowTilesLaunch::run(void* workspace, cudaStream_t stream) {
   tiles_.plan.parts = reinterpret_cast<float*>(static_cast<uint8_t*>(workspace) + ring_bytes());
   float* const states = tiles_.plan.parts + part_floats();
+  int* const first_states = reinterpret_cast<int*>(states + state_floats());
   tiles_.plan.counters =
-      zeroed_counters(device_.index, stream, num_counters(), reinterpret_cast<uint32_t*>(states + state_floats()));
+      zeroed_counters(device_.index, stream, num_counters(), reinterpret_cast<uint32_t*>(first_states + call_.seqs));
   prompts_.plan.counters = tiles_.plan.counters + 2 * tiles_.grid + 1;
   chunks_.plan.chunks.ring = static_cast<uint8_t*>(workspace);
   chunks_.plan.chunks.counters = prompts_.plan.counters + (prompts_.grid > 0);
-  for (Kernel* k : {&chunks_, &prompts_, &tiles_}) k->plan.chunks.states = states;
-  if (chunks_.grid > 0) launch(chunks_, stream);
+  if (chunks_.grid > 0) {
+    for (Kernel* k : {&chunks_, &prompts_, &tiles_}) k->plan.states = states, k->plan.first_states = first_states;
+    launch(chunks_, stream);
+  }
   if (prompts_.grid > 0) launch(prompts_, stream);
   launch(tiles_, stream);
 }

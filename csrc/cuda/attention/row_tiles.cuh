@@ -48,7 +48,9 @@ class RowTilesLaunch {
   RowTilesLaunch(const Attention& call, const Device& device, int least_queries);
 
   // Bytes of memory for partial results and expanded codes; their contents do not matter.
-  int64_t workspace_bytes() const { return ring_bytes() + (part_floats() + state_floats() + num_counters()) * 4; }
+  int64_t workspace_bytes() const {
+    return ring_bytes() + (part_floats() + state_floats() + call_.seqs + num_counters()) * 4;
+  }
 
   // workspace: aligned to 16 bytes.
   void run(void* workspace, cudaStream_t stream);

@@ -13,7 +13,7 @@ struct ChunkCounters {
   uint32_t* expanded;  // [kMaxSlots] tasks that expanded something in a slot of the ring, in all its uses
   uint32_t* left;      // [kMaxSlots] tiles of rows that have attended to what is there
   uint32_t* uses;      // [kMaxSlots] of a slot that have ended
-  uint32_t* turns;     // [tiles of rows] segments that a tile of rows is done with; 0 again after the last one
+  uint32_t* turns;     // [tiles of rows] stretches that a tile of rows is done with; 0 again after the last one
 
   static constexpr int kMaxSlots = 256;
   static constexpr int kFixed = 1 + 3 * kMaxSlots;

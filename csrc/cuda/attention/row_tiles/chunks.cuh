@@ -5,17 +5,19 @@
 // the L2 cache, from where any block copies them. The warps that multiply are those of row tiles, with tiles of 128
 // keys up to 128 channels, because nobody expands codes while they multiply.
 //
-// The keys of a sequence are cut into segments. A unit is a segment of one KV head; it takes a slot of the ring. What a
-// tile of rows has found in its segments so far, its state, waits in global memory for the next segment. After the last
-// one it is rotated back, and row tiles begin with it: they attend to exact keys, join parts and write results.
+// The codes of a sequence are cut into stretches. A filling is a stretch of one KV head; it takes a slot of the ring.
+// What a tile of rows has found in its stretches so far, its state, waits in global memory for the next one. After the
+// last one it is rotated back, and another kernel begins with it, which attends to exact keys and writes results: that
+// of prompts where a sequence has no exact tail, else row tiles.
 //
-// Tasks are handed out in an order in which each waits only for tasks before it, so some block always gets on:
-//   expanding unit 0, 1, ... lookahead - 1,
-//   then for each unit: expanding the unit that is `lookahead` units on, attending to this one by all tiles of rows
-// Units are ordered by segment, then sequence, then KV head, so that between two segments of a tile of rows all other
-// tiles of rows have their turn, and none waits for long. A task waits
-//   to expand:  until everyone has attended to the unit that had the slot before,
-//   to attend:  until all of the unit is expanded, and until the tile of rows is done with the segment before.
+// A task is to expand a few tiles of a filling, or to attend to a filling by one tile of rows. Tasks are handed out in
+// an order in which each waits only for tasks before it, so some block always gets on:
+//   expanding fillings 0, 1, ... lookahead - 1,
+//   then for each filling n: expanding filling n + lookahead, attending to filling n
+// Fillings are ordered by stretch, then sequence, then KV head, so that between two stretches of a tile of rows all
+// others have their turn, and none waits for long. A task waits
+//   to expand:  until everyone has attended to the filling that had the slot before,
+//   to attend:  until all of the filling is expanded, and until the tile of rows is done with the stretch before.
 #pragma once
 
 #include "cuda/attention/row_tiles/chunk_counters.cuh"
@@ -36,6 +38,44 @@ struct ExpandedTile {
       : keys(p.ring + int64_t{2} * number * S::kTileBytes), values(keys + S::kTileBytes),
         info(reinterpret_cast<TileInfo*>(p.ring + int64_t{2} * p.ring_tiles * S::kTileBytes) + number) {}
 };
+
+// Which keys of a sequence some of its rows reads from codes: [begin, end).
+struct CodedKeys {
+  int begin, end;
+};
+__device__ __forceinline__ CodedKeys coded_keys(const Attention& a, int sequence, int queries) {
+  const int length = a.length(sequence, queries);
+  const Sight sight(a, sequence, length, queries);
+  const int begin = max(sight.first(length - queries), 0);
+  return {begin, max(sight.recent(length - 1), begin)};
+}
+
+// The tiles of kLongRows rows of all KV heads of a sequence, if it has enough rows and codes to be long; else 0.
+__device__ __forceinline__ int long_tiles(const Attention& a, const Plan& plan, int sequence) {
+  const int queries = a.num_queries(sequence), rows = queries * plan.group;
+  if (rows < plan.chunks.least_rows) return 0;
+  const CodedKeys coded = coded_keys(a, sequence, queries);
+  return coded.end - coded.begin < kLeastCodes ? 0 : ceil_div(rows, kLongRows) * a.kv_heads;
+}
+// Whether there are long sequences: enough of their tiles of rows. All lanes of a warp call it.
+__device__ __forceinline__ bool any_long(const Attention& a, const Plan& plan) {
+  int tiles = 0;
+#pragma unroll 1
+  for (int s = static_cast<int>(threadIdx.x % 32); s < a.seqs; s += 32) tiles += long_tiles(a, plan, s);
+  return sum_of_lanes(tiles) >= plan.chunks.least_tiles;
+}
+
+// Tells other kernels which sequences are long and where their states are. One warp calls it.
+__device__ __forceinline__ void number_states(const Attention& a, const Plan& plan, bool any) {
+  int states = 0;
+#pragma unroll 1
+  for (int first = 0; first < a.seqs; first += 32) {
+    const int s = first + static_cast<int>(threadIdx.x % 32);
+    const int tiles = any && s < a.seqs ? long_tiles(a, plan, s) : 0, before = states + sum_of_lanes_before(tiles);
+    if (s < a.seqs) plan.first_states[s] = tiles > 0 ? before : -1;
+    states += sum_of_lanes(tiles);
+  }
+}
 
 // How work is cut, which all blocks derive from the lengths. One warp computes it and hands out tasks; all its lanes
 // call everything.
@@ -61,38 +101,37 @@ class TaskList {
       }
       count_ += __popc(some), states += sum_of_lanes(tiles);
     }
-    if (count_ == 0 || states < plan.chunks.least_tiles) return;
-    // Blocks attend to so many units at once. Half as many are expanded ahead.
+    // Blocks attend to so many fillings at once. Half as many are expanded ahead.
     const int busy = ceil_div(grid * count_ * a.kv_heads, states) + 1;
     lookahead_ = busy / 2 + 1;
     const int slots = busy + lookahead_ + 1;
-    while ((2 << segment_log_) * slots <= plan.chunks.ring_tiles && (2 << segment_log_) * S::kKeys <= kMostKeys) {
-      ++segment_log_;
+    while ((2 << stretch_log_) * slots <= plan.chunks.ring_tiles && (2 << stretch_log_) * S::kKeys <= kMostKeys) {
+      ++stretch_log_;
     }
-    slots_ = min(plan.chunks.ring_tiles >> segment_log_, ChunkCounters::kMaxSlots);
-    expanding_tasks_ = ceil_div(1 << segment_log_, S::kExpandedAtOnce);
+    slots_ = min(plan.chunks.ring_tiles >> stretch_log_, ChunkCounters::kMaxSlots);
+    expanding_tasks_ = ceil_div(1 << stretch_log_, S::kExpandedAtOnce);
     __syncwarp();
-    int units = 0, attending_tasks = 0, segments = 0;
+    int fillings = 0, attending_tasks = 0, stretches = 0;
     for (int i = lane; i < count_; i += 32) {
       LongSequence& x = to[i];
-      x.first_segment = x.begin >> segment_log_;
-      x.segments = ((x.end - 1) >> segment_log_) + 1 - x.first_segment;
-      units += x.segments, attending_tasks += x.segments * x.blocks, segments = max(segments, x.segments);
+      x.first_stretch = x.begin >> stretch_log_;
+      x.stretches = ((x.end - 1) >> stretch_log_) + 1 - x.first_stretch;
+      fillings += x.stretches, attending_tasks += x.stretches * x.blocks, stretches = max(stretches, x.stretches);
     }
     __syncwarp();
-    units_ = sum_of_lanes(units) * a.kv_heads;
-    total_ = units_ * expanding_tasks_ + sum_of_lanes(attending_tasks) * a.kv_heads;
+    fillings_ = sum_of_lanes(fillings) * a.kv_heads;
+    total_ = fillings_ * expanding_tasks_ + sum_of_lanes(attending_tasks) * a.kv_heads;
   }
 
   // Takes the next task; sequence -1: there is none left. One lane writes it.
   __device__ __forceinline__ void take(Task& to) {
-    const int number = total_ > 0 ? next_item(plan_.chunks.counters, total_) : 0;
+    const int number = next_item(plan_.chunks.counters, total_);
     if (number >= total_) {
       to.sequence = -1;
       return;
     }
     for (;;) {
-      const int expands = expanding_.unit < units_ ? expanding_tasks_ : 0;
+      const int expands = expanding_.filling < fillings_ ? expanding_tasks_ : 0;
       const int attends = ahead_ == lookahead_ ? list_[attending_.index].blocks : 0;
       if (number < before_ + expands + attends) {
         if (threadIdx.x % 32 == 0) describe_task(number - before_, expands, to);
@@ -104,36 +143,36 @@ class TaskList {
       } else {
         ++ahead_;
       }
-      if (expanding_.unit < units_) advance(expanding_);
+      if (expanding_.filling < fillings_) advance(expanding_);
     }
   }
 
  private:
-  static constexpr int kMostKeys = 8192;  // of a segment
+  static constexpr int kMostKeys = 8192;  // of a stretch
 
-  // A unit
+  // A filling
   struct Cursor {
-    int unit = 0, level = 0, index = 0, head = 0;  // level: segment of the sequence
+    int filling = 0, level = 0, index = 0, head = 0;  // level: stretch of the sequence
   };
   __device__ __forceinline__ void advance(Cursor& x) const {
-    if (++x.unit == units_) return;
+    if (++x.filling == fillings_) return;
     if (++x.head < a_.kv_heads) return;
     x.head = 0;
     do {
       if (++x.index == count_) x.index = 0, ++x.level;
-    } while (list_[x.index].segments <= x.level);
+    } while (list_[x.index].stretches <= x.level);
   }
 
   __device__ __forceinline__ void describe_task(int i, int expands, Task& x) const {
     const Cursor& at = i < expands ? expanding_ : attending_;
     const LongSequence& of = list_[at.index];
-    const int segment = of.first_segment + at.level;
+    const int stretch = of.first_stretch + at.level;
     x.expands = i < expands;
-    x.uses = quotient(at.unit, slots_), x.slot = at.unit - x.uses * slots_;
-    x.last_use = at.unit + slots_ >= units_;
-    x.first_tile = segment << segment_log_, x.head = at.head, x.blocks = of.blocks;
-    x.expand_target = (x.uses + 1) * expanding_tasks_, x.ring_tile = x.slot << segment_log_;
-    const int end = x.first_tile + (1 << segment_log_);
+    x.uses = quotient(at.filling, slots_), x.slot = at.filling - x.uses * slots_;
+    x.last_use = at.filling + slots_ >= fillings_;
+    x.first_tile = stretch << stretch_log_, x.head = at.head, x.blocks = of.blocks;
+    x.expand_target = (x.uses + 1) * expanding_tasks_, x.ring_tile = x.slot << stretch_log_;
+    const int end = x.first_tile + (1 << stretch_log_);
     if (x.expands) {
       x.sequence = of.sequence, x.queries = a_.num_queries(x.sequence), x.length = a_.length(x.sequence, x.queries);
       const int first = x.first_tile + i * S::kExpandedAtOnce;
@@ -145,8 +184,8 @@ class TaskList {
       const int begin = x.first / S::kKeys, behind = ceil_div(x.coded_end, S::kKeys);
       x.begin = coded ? max(begin, x.first_tile) : 0, x.end = coded ? min(behind, end) : 0;
       x.state = of.state + at.head * of.blocks + block;
-      x.turn = segment - (begin >> segment_log_),
-      x.turns = ((behind - 1) >> segment_log_) + 1 - (begin >> segment_log_);
+      x.turn = stretch - (begin >> stretch_log_),
+      x.turns = ((behind - 1) >> stretch_log_) + 1 - (begin >> stretch_log_);
       x.first = 0;  // tiles are numbered from position 0 on
     }
   }
@@ -154,9 +193,9 @@ class TaskList {
   const Attention& a_;
   const Plan& plan_;
   LongSequence* const list_;
-  int count_ = 0, lookahead_ = 0, segment_log_ = 0, slots_ = 1, expanding_tasks_ = 0, units_ = 0, total_ = 0;
-  int before_ = 0, ahead_ = 0;    // tasks before the current unit; units that are expanded ahead so far
-  Cursor expanding_, attending_;  // the units of the tasks from `before_` on
+  int count_ = 0, lookahead_ = 0, stretch_log_ = 0, slots_ = 1, expanding_tasks_ = 0, fillings_ = 0, total_ = 0;
+  int before_ = 0, ahead_ = 0;    // tasks before the current filling; fillings that are expanded ahead so far
+  Cursor expanding_, attending_;  // the fillings of the tasks from `before_` on
 };
 
 // What a warp does with each task, but for the one that hands them out.
@@ -465,8 +504,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   extern __shared__ __align__(1024) uint8_t shared[];
   Notes& notes = *reinterpret_cast<Notes*>(shared + plan.notes);
   ChunkNotes& tasks = *reinterpret_cast<ChunkNotes*>(shared + plan.raw);
+  let_next_kernel_begin();
   wait_for_previous_kernel();
-  let_next_kernel_begin();  // not before: it reads lengths as soon as it begins
+  if (threadIdx.x < 32) {
+    const bool any = any_long(a, plan);
+    if (blockIdx.x == 0) number_states(a, plan, any);
+    if (threadIdx.x == 0) tasks.any = any;
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < kMaxTileStages; ++i) {
       init_barrier(&notes.key_full[i], 1), init_barrier(&notes.value_full[i], 1);
@@ -484,6 +528,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     notes.value_table[threadIdx.x] = table_byte(a.value_levels, a.record.value_width(), threadIdx.x);
   }
   __syncthreads();
+  if (!tasks.any) return;
   if (threadIdx.x < S::kProducers) {
     leave_registers<S::kProducerRegisters>();
     switch (threadIdx.x / 32) {

@@ -91,7 +91,7 @@ class Consumer {
   // What the kernel of chunks has found about these rows so far. Every thread has its own part.
   __device__ __forceinline__ float* state() const {
     const int half = S::kGroups == 1 ? item_->block % 2 * kWarpgroup : 0;
-    return plan_.chunks.states + int64_t{item_->state} * S::kStateFloats + half + (threadIdx.x - S::kProducers);
+    return plan_.states + int64_t{item_->state} * S::kStateFloats + half + (threadIdx.x - S::kProducers);
   }
   __device__ __forceinline__ void load_state() {
     const float* from = state();

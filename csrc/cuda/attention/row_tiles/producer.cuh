@@ -29,7 +29,7 @@ class Producer : UnitExpander<S> {
         warp_(threadIdx.x / 32 % S::kStreamWarps) {}
 
   __device__ __forceinline__ void run() {
-    const WorkList<S> list(a_, plan_, leads());
+    WorkList<S> list(a_, plan_, leads());
     for (uint32_t i = 0;; ++i) {
       const int slot = i % kItems, phase = i / kItems % 2;
       if (leads()) {

@@ -23,15 +23,8 @@ class PromptList {
   __device__ __forceinline__ PromptList(const Attention& a, const Plan& plan) : a_(a), plan_(plan) {
     const int each = ceil_div(a.seqs, 32);
     mine_ = static_cast<int>(threadIdx.x % 32) * each, behind_ = min(mine_ + each, a.seqs);
-    longs_ = any_long(a, plan);
 #pragma unroll 1
     for (int s = mine_; s < behind_; ++s) own_items_ += items(s);
-    if (longs_) {
-      int states = 0;
-#pragma unroll 1
-      for (int s = mine_; s < behind_; ++s) states += long_tiles(a, plan, s);
-      states_before_ = sum_of_lanes_before(states);
-    }
     items_before_ = sum_of_lanes_before(own_items_), total_ = sum_of_lanes(own_items_);
   }
 
@@ -45,12 +38,8 @@ class PromptList {
     i -= items_before_;
     if (i < 0 || i >= own_items_) return false;
     Item x{.sequence = mine_, .parts = 1, .state = -1};
-    int state = states_before_;
 #pragma unroll 1
-    for (int n; i >= (n = items(x.sequence)); ++x.sequence) {
-      i -= n;
-      if (longs_) state += long_tiles(a_, plan_, x.sequence);
-    }
+    for (int n; i >= (n = items(x.sequence)); ++x.sequence) i -= n;
     x.queries = a_.num_queries(x.sequence), x.length = a_.length(x.sequence, x.queries);
     x.first_query = a_.first_query(x.sequence), x.new_begin = x.length - x.queries;
     const int rows = x.queries * plan_.group, blocks = ceil_div(rows, S::kRows);
@@ -67,7 +56,7 @@ class PromptList {
     x.common_begin = ceil_div(max(a_.first_visible(high) - x.recent, 0), S::kKeys);
     x.common_end = min(low + 1 - x.recent, x.exact) / S::kKeys;
     if (x.new_begin > 0 && a_.first_visible(low) < x.new_begin) {
-      x.state = state + x.head * ceil_div(rows, kLongRows) + x.block / (kLongRows / S::kRows);
+      x.state = state_of<S>(first_state(plan_, x.sequence), x.head, rows, x.block);
     }
     to = x;
     return true;
@@ -75,13 +64,12 @@ class PromptList {
 
  private:
   __device__ __forceinline__ int items(int s) const {
-    return takes<S>(a_, plan_, s, longs_) ? ceil_div(a_.num_queries(s) * plan_.group, S::kRows) * a_.kv_heads : 0;
+    return takes<S>(a_, plan_, s) ? ceil_div(a_.num_queries(s) * plan_.group, S::kRows) * a_.kv_heads : 0;
   }
 
   const Attention& a_;
   const Plan& plan_;
-  int mine_, behind_, own_items_ = 0, items_before_, states_before_ = 0, total_;
-  bool longs_;  // whether there are long sequences
+  int mine_, behind_, own_items_ = 0, items_before_, total_;
 };
 
 template <class S>

@@ -98,13 +98,12 @@ struct TileInfo {
 };
 static_assert(sizeof(TileInfo) % 16 == 0);
 
-// Which sequences are long, so that the kernel of chunks attends to their codes, and where it leaves its results.
+// What only the kernel of chunks reads.
 struct ChunksPlan {
-  int least_rows;   // that a long sequence has, in all heads of a group; 0: there is no kernel of chunks
+  int least_rows;   // that a long sequence has, in all heads of a group
   int least_tiles;  // of rows, of all long sequences and KV heads; if there are fewer, none is long
   uint8_t* ring;    // [ring_tiles, 2, kTileBytes], tiles of keys and of values, and [ring_tiles] TileInfo
   int ring_tiles;
-  float* states;       // [tiles of rows, kStateFloats], see ChunkConsumer::save_state
   uint32_t* counters;  // 0 between launches, see chunks.cuh
 };
 
@@ -121,6 +120,8 @@ struct Plan {
   int prompts_apart;                // 1: so do those without older keys
   int clears;                       // 1: fills the results of tokens behind the last sequence
   ChunksPlan chunks;
+  float* states;       // [tiles of rows, kStateFloats] what the kernel of chunks leaves, see ChunkConsumer::save_state
+  int* first_states;   // [seqs] number of a sequence's first one; -1: it is not long. Null: nothing is left
   float* parts;        // [2 grid, kPartFloats]
   uint32_t* counters;  // 0 between launches: arrivals for each slot, [2 grid]; items taken, which is the
                        // only one of prompts
@@ -148,21 +149,21 @@ struct Notes {
 // A long sequence. Tiles of keys are numbered from its position 0 on.
 struct LongSequence {
   int sequence;
-  int begin, end;               // some row reads codes of these tiles of keys
-  int first_segment, segments;  // that they are in
-  int blocks, state;            // tiles of rows of a KV head; the number of the first one's state
+  int begin, end;                // some row reads codes of these tiles of keys
+  int first_stretch, stretches;  // that they are in
+  int blocks, state;             // tiles of rows of a KV head; the number of the first one's state
 };
 
 // A piece of work of the kernel of chunks: to expand tiles [begin, end), or to attend to them.
 struct Task : Item {
   bool expands;
-  int slot, uses;     // of the ring, which so many other units had before
-  bool last_use;      // no unit takes it after this one
-  int expand_target;  // tasks that have expanded something there as soon as all of this unit is expanded
-  int first_tile;     // of the unit, which is tile ring_tile of the ring
+  int slot, uses;     // of the ring, which so many other fillings had before
+  bool last_use;      // no filling takes it after this one
+  int expand_target;  // tasks that have expanded something there as soon as all of this filling is expanded
+  int first_tile;     // of the filling, which is tile ring_tile of the ring
   int ring_tile;
   int blocks;       // tiles of rows that attend to it
-  int turn, turns;  // segments that the tile of rows attends to before this one, and in all
+  int turn, turns;  // stretches that the tile of rows attends to before this one, and in all
 };
 
 // What the warps of a block of chunks tell each other, beside Notes.
@@ -170,6 +171,7 @@ struct ChunkNotes {
   uint64_t task_full[kItems], task_empty[kItems];
   uint64_t copied;    // all tiles of a task, so that the next one can be taken
   uint64_t expanded;  // all that a task expands, so that tiles can be copied again
+  bool any;           // whether there are long sequences
   Task tasks[kItems];
   LongSequence sequences[kMaxLong];
 };

@@ -58,50 +58,32 @@ __device__ __forceinline__ int describe(const Attention& a, const Divisor& group
   return x.coded_tiles + ceil_div(x.exact, S::kKeys);
 }
 
-// Which keys of a sequence some of its rows reads from codes: [begin, end).
-struct CodedKeys {
-  int begin, end;
-};
-__device__ __forceinline__ CodedKeys coded_keys(const Attention& a, int sequence, int queries) {
-  const int length = a.length(sequence, queries);
-  const Sight sight(a, sequence, length, queries);
-  const int begin = max(sight.first(length - queries), 0);
-  return {begin, max(sight.recent(length - 1), begin)};
+// The number of the first state that the kernel of chunks has left of a sequence; -1: it has not attended to its codes.
+__device__ __forceinline__ int first_state(const Plan& plan, int sequence) {
+  return plan.first_states ? plan.first_states[sequence] : -1;
 }
-
-// The tiles of kLongRows rows of all KV heads of a sequence, if it has enough rows and codes to be long; else 0.
-__device__ __forceinline__ int long_tiles(const Attention& a, const Plan& plan, int sequence) {
-  const int queries = a.num_queries(sequence), rows = queries * plan.group;
-  if (rows < plan.chunks.least_rows) return 0;
-  const CodedKeys coded = coded_keys(a, sequence, queries);
-  return coded.end - coded.begin < kLeastCodes ? 0 : ceil_div(rows, kLongRows) * a.kv_heads;
-}
-// Whether there are long sequences: enough of their tiles of rows. All lanes of a warp call it.
-__device__ __forceinline__ bool any_long(const Attention& a, const Plan& plan) {
-  if (plan.chunks.least_rows == 0) return false;
-  int tiles = 0;
-#pragma unroll 1
-  for (int s = static_cast<int>(threadIdx.x % 32); s < a.seqs; s += 32) tiles += long_tiles(a, plan, s);
-  return sum_of_lanes(tiles) >= plan.chunks.least_tiles;
-}
-
-// Whether a sequence is this kernel's, row tiles or prompts. The latter takes those of which row tiles have nothing to
-// read but the call's own tokens. longs: whether there are long ones.
+// And that of a tile of rows of a KV head.
 template <class S>
-__device__ __forceinline__ bool takes(const Attention& a, const Plan& plan, int sequence, bool longs) {
+__device__ __forceinline__ int state_of(int first_state, int head, int rows, int block) {
+  return first_state + head * ceil_div(rows, kLongRows) + block / (kLongRows / S::kRows);
+}
+
+// Whether a sequence is this kernel's, row tiles or prompts. The latter takes those of which nothing but the call's own
+// tokens is left to read.
+template <class S>
+__device__ __forceinline__ bool takes(const Attention& a, const Plan& plan, int sequence) {
   const int queries = a.num_queries(sequence), rows = queries * a.group;
   if (rows < plan.least_rows || rows == 0) return false;
   if (!plan.prompts_apart) return true;
-  const int begin = a.new_begin(a.length(sequence, queries), queries);
-  const bool own = begin <= 0 || (longs && a.tail_slot(sequence) < 0 && long_tiles(a, plan, sequence) > 0);
+  const bool own = a.new_begin(a.length(sequence, queries), queries) <= 0 ||
+                   (first_state(plan, sequence) >= 0 && a.tail_slot(sequence) < 0);
   return own == S::kPrompts;
 }
 // Whether some sequence is; all threads of the block call it.
 template <class S>
 __device__ __forceinline__ bool any_work(const Attention& a, const Plan& plan) {
-  const bool longs = any_long(a, plan);
   bool any = false;
-  for (int s = static_cast<int>(threadIdx.x); s < a.seqs && !any; s += blockDim.x) any = takes<S>(a, plan, s, longs);
+  for (int s = static_cast<int>(threadIdx.x); s < a.seqs && !any; s += blockDim.x) any = takes<S>(a, plan, s);
   return __syncthreads_or(any);
 }
 
@@ -129,13 +111,6 @@ class WorkList {
     if (!works) return;
     const int each = ceil_div(a.seqs, 32), lane = threadIdx.x % 32, grid = static_cast<int>(gridDim.x);
     mine_ = lane * each, behind_ = min(mine_ + each, a.seqs);
-    longs_ = any_long(a, plan);
-    if (longs_) {
-      int states = 0;
-#pragma unroll 1
-      for (int s = mine_; s < behind_; ++s) states += long_tiles(a, plan, s);
-      states_before_ = sum_of_lanes_before(states);
-    }
     Search search{grid};
     int items, slots;
     do {  // the first time size_ is 0, which counts uncut tiles of rows
@@ -143,7 +118,7 @@ class WorkList {
       items = slots = 0;
 #pragma unroll 1
       for (int s = mine_; s < behind_; ++s) {
-        const Extent x = extent(s);
+        const Extent& x = extent(s);
         const int n = size_ > 0 ? parts(x) : 1;
         items += n * x.segments, slots += n > 1 ? n * x.segments : 0;
         tiles += x.segments * x.mean, most = max(most, x.most);
@@ -155,31 +130,31 @@ class WorkList {
   }
 
   // Takes the next item; sequence -1: there is none left. Returns true in the lane that has written it.
-  __device__ __forceinline__ bool take(Item& to) const {
+  __device__ __forceinline__ bool take(Item& to) {
     const int grid = static_cast<int>(gridDim.x), index = next_item(plan_.counters + 2 * grid, total_);
     if (index >= total_) {
       if (threadIdx.x % 32 == 0) to.sequence = -1;
       return threadIdx.x % 32 == 0;
     }
     if (index < items_before_ || index >= items_before_ + own_items_) return false;
-    int before = items_before_, slot = slots_before_, state = states_before_, s = mine_, n;
-    Extent x;
+    int before = items_before_, slot = slots_before_, s = mine_, n;
     for (;; ++s) {
-      x = extent(s), n = parts(x);
+      const Extent& x = extent(s);
+      n = parts(x);
       if (index < before + n * x.segments) break;
-      before += n * x.segments, slot += n > 1 ? n * x.segments : 0, state += x.states;
+      before += n * x.segments, slot += n > 1 ? n * x.segments : 0;
     }
+    const Extent& x = known_[s % kKnown];
     const int i = index - before, heads = heads_at_once<S>(x.most, a_.kv_heads), of_heads = heads * x.blocks * n;
     const int first_head = quotient(i, of_heads) * heads, others = min(heads, a_.kv_heads - first_head);
     const int in_heads = i - first_head * x.blocks * n, block = quotient(in_heads, others * n);
     const int in_block = in_heads - block * others * n, head = quotient(in_block, n);
     Item item;
-    const int tiles = describe<S>(a_, plan_.group, s, x.blocks - 1 - block, x.states > 0, item);
+    const int tiles = describe<S>(a_, plan_.group, s, x.blocks - 1 - block, x.state >= 0, item);
     item.head = first_head + head, item.part = in_block - head * n, item.parts = n;
     item.slot = slot + (item.head * x.blocks + block) * n;
     if (item.state >= 0) {
-      const int blocks = quotient(x.states, a_.kv_heads);
-      item.state = item.part == 0 ? state + item.head * blocks + item.block / (kLongRows / S::kRows) : -1;
+      item.state = item.part > 0 ? -1 : state_of<S>(x.state, item.head, item.queries * plan_.group, item.block);
     }
     item.begin = static_cast<int>(int64_t{tiles} * item.part / n);
     item.end = static_cast<int>(int64_t{tiles} * (item.part + 1) / n);
@@ -190,23 +165,31 @@ class WorkList {
  private:
   static constexpr int kItemOverhead = 256 / S::kKeys;  // the start and end of an item take as long as so many tiles
 
+  static constexpr int kKnown = 4;
   struct Extent {
+    int sequence = -1;
     int blocks, segments;  // tiles of rows of a head, and of all heads
     int most, mean;        // key tiles of a tile of rows
-    int states;            // of the kernel of chunks; 0: it does not take the sequence
+    int state;             // the first one; -1: there is none
   };
-  __device__ __forceinline__ Extent extent(int s) const {
-    const int states = longs_ ? long_tiles(a_, plan_, s) : 0;
-    if (!takes<S>(a_, plan_, s, longs_)) return {0, 0, 0, 0, states};
+  // Kept for the next time: of up to 128 sequences a lane has four.
+  __device__ __forceinline__ const Extent& extent(int s) {
+    Extent& x = known_[s % kKnown];
+    if (s != x.sequence) x = find_extent(s);
+    return x;
+  }
+  __device__ __forceinline__ Extent find_extent(int s) const {
+    if (!takes<S>(a_, plan_, s)) return {s, 0, 0, 0, 0, -1};
+    const int state = first_state(plan_, s);
     const int blocks = ceil_div(a_.num_queries(s) * a_.group, S::kRows);
     int most = 1, sum = 0;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {  // the first tile of rows and the last one
       Item x;
-      const int tiles = describe<S>(a_, plan_.group, s, i * (blocks - 1), states > 0, x);
+      const int tiles = describe<S>(a_, plan_.group, s, i * (blocks - 1), state >= 0, x);
       most = max(most, tiles), sum += tiles;
     }
-    return {blocks, blocks * a_.kv_heads, most, max(sum / 2, 1), states};
+    return {s, blocks, blocks * a_.kv_heads, most, max(sum / 2, 1), state};
   }
   __device__ __forceinline__ int parts(const Extent& x) const { return ceil_div(x.most, size_); }
 
@@ -253,8 +236,7 @@ class WorkList {
   const Plan& plan_;
   int mine_, behind_, size_ = 0, total_;
   int own_items_, items_before_, slots_before_;
-  int states_before_ = 0;
-  bool longs_ = false;  // whether there are long sequences
+  Extent known_[kKnown];
 };
 
 }  // namespace turboquant::cuda::row_tiles
