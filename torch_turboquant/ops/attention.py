@@ -46,7 +46,9 @@ exact tail and of k_new are not rounded, and their weights have their dtype. Sum
 with split-KV, the results are the same in every run, and the other sequences decide where the work
 is cut. Where k_new is given and max_q_len is more than 32 queries and 64 rows, sequences without
 older tokens have a kernel of their own (docs/design.md), whose work is not cut, but max_q_len
-decides the size of its tiles.
+decides the size of its tiles. Where a sequence may have 1,024 rows and 3,072 tokens in codes, a
+third kernel expands the codes of such sequences once for all of their rows; scratch memory is then
+64 MB and 6 d + 72 bytes per row.
 
 A batch with sequences of few rows and of more takes split-KV and one of these two, one after the
 other, each for its own sequences. The host cannot see the numbers of queries, so the numbers of
