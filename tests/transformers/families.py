@@ -29,6 +29,7 @@ SUPPORTED = {
     "arcee": WIDE,
     "biogpt": {},  # learned positions
     "bitnet": {},
+    "codegen": {"rotary_dim": 8},
     "cohere": {},
     "cohere2": {**MIXED},
     "cohere2_moe": {**WIDE, **EXPERTS, **MIXED},
@@ -48,6 +49,7 @@ SUPPORTED = {
     "gpt2": {},  # learned positions
     "gpt_bigcode": {},  # one KV head
     "gpt_neox": {},
+    "gptj": {"rotary_dim": 8},
     "gpt_oss": {**WIDE, **LOCAL_EXPERTS, **MIXED},  # learned sinks
     "granite": {},
     "granitemoe": LOCAL_EXPERTS,
@@ -97,7 +99,8 @@ SUPPORTED = {
     "vaultgemma": {**WIDE, **MIXED, "attn_logit_softcapping": 0.2},
 }  # fmt: skip
 # earlier versions have another attention or cache class of their own for these
-SINCE = {"nemotron": 17, "nemotron_h": 17, "olmo_hybrid": 17, "recurrent_gemma": 23}
+SINCE = {"nemotron": 17, "nemotron_h": 17, "olmo_hybrid": 17, "recurrent_gemma": 23,
+         "codegen": 24, "gptj": 24}  # fmt: skip
 FAMILIES = {**SUPPORTED, "llama with a window": {**WIDE, **WINDOW}}  # which llama does not read
 
 INDEXER = "latent attention .MLA. with an indexer"
@@ -106,12 +109,10 @@ LINEAR = "only layers of type .'(linear_attention|mamba)'"  # the name depends o
 REFUSED = {
     "bert": ({}, "attention in both directions"),
     "bloom": ({}, INTERFACE),
-    "codegen": ({}, INTERFACE),
     "deepseek_v32": ({}, INDEXER),
     "falcon_h1": ({}, "layers of type .'hybrid'"),
     "falcon_mamba": ({}, LINEAR),
     "glm_moe_dsa": ({}, INDEXER),
-    "gptj": ({}, INTERFACE),
     "llama4_text": ({**LOCAL_EXPERTS, **WIDE}, "chunked attention"),
     "mamba": ({}, LINEAR),
     "minimax": (LOCAL_EXPERTS, "a cache class of its own .MiniMaxCache"),

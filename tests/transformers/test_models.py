@@ -43,7 +43,8 @@ ASKS = {
         "head_dim = None; give --head-dim",
     ),
     **dict.fromkeys(
-        "gpt-sw3 gpt2 gpt_bigcode nemotron_h".split(), "num_hidden_layers = None; give --layers"
+        "codegen gpt-sw3 gpt2 gpt_bigcode gptj nemotron_h".split(),
+        "num_hidden_layers = None; give --layers",
     ),
     "llama with a window": "does not say in which layers",
     "olmoe": "does not say in which layers",

@@ -33,6 +33,7 @@ from torch_turboquant.eval.predict import (
     predictions,
 )
 from torch_turboquant.integrations.transformers import TurboQuantCache, quantize
+from torch_turboquant.integrations.transformers.models import with_cache
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 QUESTIONS = (
@@ -212,7 +213,7 @@ def speed(model: Any, preset: str | None, text: Tensor, new_tokens: int) -> Spee
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
+        **with_cache(model, cache),
         streamer=clock,
         do_sample=False,
         max_new_tokens=new_tokens,
@@ -251,7 +252,7 @@ def generate(
     output = model.generate(
         ids.to(model.device),
         attention_mask=mask.to(model.device),
-        past_key_values=cache,
+        **with_cache(model, cache),
         do_sample=False,
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,

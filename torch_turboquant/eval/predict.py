@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from torch_turboquant.integrations.transformers import TurboQuantCache
+from torch_turboquant.integrations.transformers.models import with_cache
 
 
 def text_tokens(tokenizer: Any, texts: Sequence[str], count: int) -> Tensor:
@@ -46,10 +47,11 @@ def predictions(
     Yields:
         (start, end, logits [end - start, vocabulary] that predict ids[start:end]).
     """
-    last = model(ids[None, :prefill], past_key_values=cache, logits_to_keep=1).logits[0]
+    argument = with_cache(model, cache)
+    last = model(ids[None, :prefill], **argument, logits_to_keep=1).logits[0]
     for start in range(prefill, len(ids), chunk):
         end = min(start + chunk, len(ids))
-        new = model(ids[None, start:end], past_key_values=cache).logits[0]
+        new = model(ids[None, start:end], **argument).logits[0]
         yield start, end, torch.cat([last, new[:-1]])
         last = new[-1:]
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from torch_turboquant.integrations.transformers.models import with_cache
+
 
 def tokens_of(tokenizer: Any, text: str, first: bool = False) -> Tensor:
     """The tokens of a text: int64 [n].
@@ -39,7 +41,7 @@ class Session:
     def read(self, ids: Tensor) -> None:
         """Runs one forward over ids, int64 [n] with n >= 1."""
         ids = ids.to(self.model.device)[None]
-        output = self.model(ids, past_key_values=self.cache, logits_to_keep=1)
+        output = self.model(ids, **with_cache(self.model, self.cache), logits_to_keep=1)
         self.next = output.logits[0, -1]
 
     def answer(self, most: int) -> list[int]:

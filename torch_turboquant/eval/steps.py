@@ -27,7 +27,7 @@ from torch_turboquant.eval.caches import Choice
 from torch_turboquant.eval.layers import store
 from torch_turboquant.eviction import Eviction
 from torch_turboquant.integrations.transformers import TurboQuantCache
-from torch_turboquant.integrations.transformers.models import head_dim_of, text_config
+from torch_turboquant.integrations.transformers.models import head_dim_of, text_config, with_cache
 
 SEQUENCES, CONTEXT = 64, 8192
 ROOM = 64  # tokens behind the context that static caches have room for
@@ -104,7 +104,7 @@ class StepTimes:
         )
         store(cache, self.sequences, self.context, layers)
         ids = torch.full((self.sequences, 1), 7, device=self.model.device)
-        return milliseconds(lambda: self.model(ids, past_key_values=cache).logits)
+        return milliseconds(lambda: self.model(ids, **with_cache(self.model, cache)).logits)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache
 
 from torch_turboquant.eval.predict import detach
 from torch_turboquant.eval.session import ends_of, tokens_of
+from torch_turboquant.integrations.transformers.models import with_cache
 
 VERSION = 2  # of texts and answers: scores of different ones cannot be compared
 TOGETHER = 33  # contexts that are asked at once: three of each task
@@ -373,7 +374,7 @@ def _answers(model: Any, tokenizer: Any, cache: Cache, asked: Sequence[Context])
     pupils = [Pupil(tokenizer, ends, context) for context in asked]
     ids = equally_long(tokenizer, [pupil.first for pupil in pupils])
     while True:
-        logits = model(ids.to(model.device), past_key_values=cache, logits_to_keep=1).logits
+        logits = model(ids.to(model.device), **with_cache(model, cache), logits_to_keep=1).logits
         likeliest = logits[:, -1].argmax(-1).tolist()
         column = [pupil.next(token) for pupil, token in zip(pupils, likeliest, strict=True)]
         if all(pupil.done for pupil in pupils):

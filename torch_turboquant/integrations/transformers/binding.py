@@ -30,6 +30,8 @@ from torch_turboquant.integrations.transformers.compiling import uncompiled
 from torch_turboquant.integrations.transformers.lifecycle import Lifecycle
 from torch_turboquant.integrations.transformers.models import (
     EXPAND,
+    cache_parameter,
+    given_cache,
     original_attention,
     text_config,
 )
@@ -271,8 +273,12 @@ def _around(decoder: nn.Module, model: nn.Module) -> list[nn.Module]:
     inner = [m for m in model.modules() if m is not decoder and decoder in m.modules()]
     if getattr(model, "base_model", None) is not model:
         inner = [m for m in inner if m is not model]
-    names = {"input_ids", "attention_mask", "past_key_values"}
-    return [m for m in inner if names <= set(inspect.signature(m.forward).parameters)]
+    names = {"input_ids", "attention_mask"}
+    return [
+        m
+        for m in inner
+        if cache_parameter(m) and names <= set(inspect.signature(m.forward).parameters)
+    ]
 
 
 class _Replacement:
@@ -346,7 +352,7 @@ class _Forward(_Replacement):
         if not self.binding.bound:  # something that was put around it has kept it
             return self.own(*args, **kwargs)
         call = dict(zip(self.parameters, args, strict=False)) | kwargs
-        cache = call.get("past_key_values")
+        cache = given_cache(call)
         if not isinstance(cache, Attachable):
             return self._plainly(args, kwargs)
         if cache is RUNNING.cache:  # the module around this one has begun the forward
@@ -546,7 +552,6 @@ def _early_masks(
     original: Callable[..., Any],
     *args: Any,
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Masks that `generate` makes before a forward on a cache which can be compiled.
@@ -554,6 +559,7 @@ def _early_masks(
     Ours are made within the forward, from the padding; a step needs none, and has to have the same
     inputs whatever the length.
     """
-    if isinstance(past_key_values, Attachable):
-        return None if past_key_values.lifecycle.sequences.stepping else attention_mask
-    return original(*args, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
+    cache = given_cache(kwargs)
+    if isinstance(cache, Attachable):
+        return None if cache.lifecycle.sequences.stepping else attention_mask
+    return original(*args, attention_mask=attention_mask, **kwargs)

@@ -20,6 +20,7 @@ from torch_turboquant.integrations.transformers.models import (
     recording,
     rotary_partners,
     text_config,
+    with_cache,
 )
 from torch_turboquant.integrations.transformers.sequences import Forward
 from torch_turboquant.ops.center import channel_scale
@@ -92,7 +93,7 @@ def calibrate(
         for ids in sequences:
             cache, seen = Cache(layers=plain_layers(model)), 0
             for part in ids.to(model.device).split(chunk):
-                model(part[None], past_key_values=cache, use_cache=True)
+                model(part[None], **with_cache(model, cache), use_cache=True)
                 seen += len(part)
 
     def center(layer: int) -> Tensor:

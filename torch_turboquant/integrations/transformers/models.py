@@ -23,6 +23,9 @@ from torch_turboquant import models
 from torch_turboquant.latent import norm_center
 from torch_turboquant.models import Kind, Layer
 
+CACHE_PARAMETERS = "past_key_values", "cache"
+"""Names of the parameter for a cache: until transformers 5.23, and since 5.24."""
+
 EXPAND = "expand_kv"
 """Method of latent attention that makes the keys and values of all heads from latent rows."""
 
@@ -190,6 +193,25 @@ def norm_centers(model: nn.Module) -> dict[int, Tensor]:
     return centers
 
 
+def cache_parameter(module: nn.Module) -> str | None:
+    """The parameter of a module's forward that takes a cache; None if there is none."""
+    parameters = inspect.signature(module.forward).parameters
+    return next((name for name in CACHE_PARAMETERS if name in parameters), None)
+
+
+def given_cache(call: dict[str, Any]) -> Any:
+    """The cache among the keyword arguments of a forward, under either name; None without one."""
+    for name in CACHE_PARAMETERS:
+        if name in call:
+            return call[name]
+    return None
+
+
+def with_cache(model: nn.Module, cache: Cache) -> dict[str, Cache]:
+    """The cache as a keyword argument of the model's forward."""
+    return {cache_parameter(model) or CACHE_PARAMETERS[0]: cache}
+
+
 def _encoder(model: nn.Module) -> str | None:
     """What shows that the model attends to more than the past, in words; None if nothing does."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
@@ -198,8 +220,9 @@ def _encoder(model: nn.Module) -> str | None:
         return "cross attention"
     if any(getattr(m, "is_causal", True) is False for m in modules):
         return "attention in both directions, as encoders have"
-    if "past_key_values" not in inspect.signature(decoder.forward).parameters:
-        return "no place for a cache, as encoders do (its forward takes no past_key_values)"
+    if cache_parameter(decoder) is None:
+        names = " or ".join(CACHE_PARAMETERS)
+        return f"no place for a cache, as encoders do (its forward takes no {names})"
     return None
 
 
