@@ -255,3 +255,18 @@ def test_one_graph_for_all_lengths():
 def test_tiny_chunks(d):
     """For compute-sanitizer: as few rows and codes as a long sequence has."""
     check_own(chunks([CODES], [ROWS // 8], config=long_config(d), group=8, kv_heads=13))
+
+
+def test_tiny_chunks_whose_queries_overlap():
+    """Offsets that give four sequences the same queries: more rows than there is memory for.
+
+    The sequences that it has no room for are not long. Nothing else is written, and the next call
+    finds all counters at 0.
+    """
+    case, tokens = chunks([4200] * 8, [100] * 8), 800
+    own = own_tokens(case)
+    wanted = attend(case, **own)
+    twisted = case._replace(starts=int32(*[0, tokens] * 4, 0), max_q_len=tokens)
+    assert all(x.isfinite().all() for x in attend(twisted, **own))
+    for found, same in zip(attend(case, **own), wanted, strict=True):
+        assert_same_bytes(found, same)

@@ -133,7 +133,7 @@ void RowTilesLaunch::choose_chunks() {
     plan.key_stages = plan.value_stages = stages;
     if (!entry.lay_out(plan, device_.facts.shared_per_block)) continue;
     grid = device_.facts.multiprocessors;
-    states_ = static_cast<int>(states);
+    states_ = chunks.most_states = static_cast<int>(states);
     chunks.ring_tiles = static_cast<int>(kRingBytes / (2 * entry.bytes));
     plan.chunks = chunks;
     return;

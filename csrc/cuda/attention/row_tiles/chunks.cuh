@@ -39,7 +39,7 @@ struct ExpandedTile {
         info(reinterpret_cast<TileInfo*>(p.ring + int64_t{2} * p.ring_tiles * S::kTileBytes) + number) {}
 };
 
-// Which keys of a sequence some of its rows reads from codes: [begin, end).
+// Which keys of a sequence some of its rows read from codes: [begin, end).
 struct CodedKeys {
   int begin, end;
 };
@@ -65,15 +65,34 @@ __device__ __forceinline__ bool any_long(const Attention& a, const Plan& plan) {
   return sum_of_lanes(tiles) >= plan.chunks.least_tiles;
 }
 
+// Numbers long sequences and the states of their tiles of rows. All lanes of a warp call it.
+struct LongCounter {
+  int sequences = 0, states = 0;  // so far
+
+  // Of the next 32 sequences, one for each lane: its tiles of rows, 0 if it is not long; its number among long ones,
+  // and that of its first state.
+  __device__ __forceinline__ int next(const Attention& a, const Plan& plan, int sequence, int& number, int& state) {
+    int tiles = sequence < a.seqs ? long_tiles(a, plan, sequence) : 0;
+    state = states + sum_of_lanes_before(tiles);
+    states = min(states + sum_of_lanes(tiles), 1 << 30);
+    // Where queries of sequences overlap, there are more rows than tokens, for which the host has made room.
+    if (state + tiles > plan.chunks.most_states) tiles = 0;
+    const unsigned some = __ballot_sync(0xffffffff, tiles > 0);
+    number = sequences + __popc(some & ((1u << threadIdx.x % 32) - 1));
+    sequences = min(sequences + __popc(some), kMaxLong);
+    return number < kMaxLong ? tiles : 0;
+  }
+};
+
 // Tells other kernels which sequences are long and where their states are. One warp calls it.
 __device__ __forceinline__ void number_states(const Attention& a, const Plan& plan, bool any) {
-  int states = 0;
+  LongCounter counter;
 #pragma unroll 1
   for (int first = 0; first < a.seqs; first += 32) {
     const int s = first + static_cast<int>(threadIdx.x % 32);
-    const int tiles = any && s < a.seqs ? long_tiles(a, plan, s) : 0, before = states + sum_of_lanes_before(tiles);
-    if (s < a.seqs) plan.first_states[s] = tiles > 0 ? before : -1;
-    states += sum_of_lanes(tiles);
+    int number, state;
+    const int tiles = any ? counter.next(a, plan, s, number, state) : 0;
+    if (s < a.seqs) plan.first_states[s] = tiles > 0 ? state : -1;
   }
 }
 
@@ -86,23 +105,23 @@ class TaskList {
   __device__ __forceinline__ TaskList(const Attention& a, const Plan& plan, LongSequence* to)
       : a_(a), plan_(plan), list_(to) {
     const int lane = threadIdx.x % 32, grid = static_cast<int>(gridDim.x);
-    int states = 0;
+    LongCounter counter;
     for (int first = 0; first < a.seqs; first += 32) {
-      const int s = first + lane, tiles = s < a.seqs ? long_tiles(a, plan, s) : 0;
-      const unsigned some = __ballot_sync(0xffffffff, tiles > 0);
-      const int place = count_ + __popc(some & ((1u << lane) - 1)), state = states + sum_of_lanes_before(tiles);
-      if (tiles > 0 && place < kMaxLong) {
+      const int s = first + lane;
+      int number, state;
+      const int tiles = counter.next(a, plan, s, number, state);
+      if (tiles > 0) {
         const CodedKeys coded = coded_keys(a, s, a.num_queries(s));
-        to[place] = {.sequence = s,
-                     .begin = coded.begin / S::kKeys,
-                     .end = ceil_div(coded.end, S::kKeys),
-                     .blocks = quotient(tiles, a.kv_heads),
-                     .state = state};
+        to[number] = {.sequence = s,
+                      .begin = coded.begin / S::kKeys,
+                      .end = ceil_div(coded.end, S::kKeys),
+                      .blocks = quotient(tiles, a.kv_heads),
+                      .state = state};
       }
-      count_ += __popc(some), states += sum_of_lanes(tiles);
     }
+    count_ = counter.sequences;
     // Blocks attend to so many fillings at once. Half as many are expanded ahead.
-    const int busy = ceil_div(grid * count_ * a.kv_heads, states) + 1;
+    const int busy = ceil_div(grid * count_ * a.kv_heads, counter.states) + 1;
     lookahead_ = busy / 2 + 1;
     const int slots = busy + lookahead_ + 1;
     while ((2 << stretch_log_) * slots <= plan.chunks.ring_tiles && (2 << stretch_log_) * S::kKeys <= kMostKeys) {
@@ -111,12 +130,12 @@ class TaskList {
     slots_ = min(plan.chunks.ring_tiles >> stretch_log_, ChunkCounters::kMaxSlots);
     expanding_tasks_ = ceil_div(1 << stretch_log_, S::kExpandedAtOnce);
     __syncwarp();
-    int fillings = 0, attending_tasks = 0, stretches = 0;
+    int fillings = 0, attending_tasks = 0;
     for (int i = lane; i < count_; i += 32) {
       LongSequence& x = to[i];
       x.first_stretch = x.begin >> stretch_log_;
       x.stretches = ((x.end - 1) >> stretch_log_) + 1 - x.first_stretch;
-      fillings += x.stretches, attending_tasks += x.stretches * x.blocks, stretches = max(stretches, x.stretches);
+      fillings += x.stretches, attending_tasks += x.stretches * x.blocks;
     }
     __syncwarp();
     fillings_ = sum_of_lanes(fillings) * a.kv_heads;
@@ -184,7 +203,7 @@ class TaskList {
       const int begin = x.first / S::kKeys, behind = ceil_div(x.coded_end, S::kKeys);
       x.begin = coded ? max(begin, x.first_tile) : 0, x.end = coded ? min(behind, end) : 0;
       x.state = of.state + at.head * of.blocks + block;
-      x.turn = stretch - (begin >> stretch_log_),
+      x.turn = stretch - (begin >> stretch_log_);
       x.turns = ((behind - 1) >> stretch_log_) + 1 - (begin >> stretch_log_);
       x.first = 0;  // tiles are numbered from position 0 on
     }
@@ -242,7 +261,7 @@ __device__ __forceinline__ void copy_expanded(const Plan& plan, Notes& notes, Ch
     if (!VALUES && threadIdx.x % 32 == 0) arrive(&tasks.copied);
   };
   for_each_task(tasks, [&](const Task& task) {
-    if (task.expands) {  // into which codes are copied meanwhile
+    if (task.expands) {  // codes are copied into the stages meanwhile
       let_next_be_taken();
       wait_barrier(&tasks.expanded, expansions++ % 2);
       return;
@@ -462,7 +481,7 @@ class ChunkConsumer : Consumer<S, T> {
     __stcg(to, static_cast<float>(this->exponent_));
   }
 
-  // Rotating takes longer than this.
+  // Rotated queries, behind the rest of the state: to rotate them again for each stretch takes longer.
   __device__ __forceinline__ float* query_state() const { return this->state() + (5 + S::kSums) * kStateThreads; }
   __device__ __forceinline__ void save_queries(const typename Base::QueryWords& words) const {
     float* to = query_state();

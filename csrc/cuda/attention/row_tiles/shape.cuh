@@ -102,6 +102,7 @@ static_assert(sizeof(TileInfo) % 16 == 0);
 struct ChunksPlan {
   int least_rows;   // that a long sequence has, in all heads of a group
   int least_tiles;  // of rows, of all long sequences and KV heads; if there are fewer, none is long
+  int most_states;  // that there is memory for
   uint8_t* ring;    // [ring_tiles, 2, kTileBytes], tiles of keys and of values, and [ring_tiles] TileInfo
   int ring_tiles;
   uint32_t* counters;  // 0 between launches, see chunks.cuh
