@@ -1,6 +1,6 @@
 // The launch of the row-tile kernel (attention/row_tiles/kernel.cuh), for calls that choose_attention gives to it, and
-// before it of those that can take some of their sequences: the kernel of chunks (attention/row_tiles/chunks.cuh) their
-// codes, that of prompts (attention/row_tiles/prompts.cuh) all of them.
+// before it of those that can take a part of the work: the kernel of chunks (attention/row_tiles/chunks.cuh) the codes
+// of long sequences, that of prompts (attention/row_tiles/prompts.cuh) sequences with nothing left but own tokens.
 #pragma once
 
 #include "choices/attention.h"
@@ -76,7 +76,7 @@ class RowTilesLaunch {
   const Attention& call_;
   const Device& device_;
   Kernel tiles_;
-  Kernel prompts_;  // for sequences without older keys
+  Kernel prompts_;  // for sequences with nothing left but own tokens
   Kernel chunks_;   // for codes of long sequences
   int states_ = 0;  // tiles of rows that long sequences have at most
   PromptMaps maps_{};

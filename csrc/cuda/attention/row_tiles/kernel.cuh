@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     barriers_ready();
   }
   // Before the wait: RowTilesLaunch::run launches the kernel of prompts right before this one, and it has let this one
-  // begin after all that wrote lengths had ended. All blocks must find the same, so lengths must not change meanwhile.
+  // begin after all that wrote lengths and first states had ended. All blocks must find the same, so lengths must not
+  // change meanwhile.
   const bool works = !plan.prompts_apart || any_work<S>(a, plan);
   wait_for_previous_kernel();
   if (threadIdx.x < 16) {

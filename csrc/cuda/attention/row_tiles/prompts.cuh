@@ -1,4 +1,5 @@
-// The kernel of prompts: sequences of which no key is older than the call, whose keys and values are read as they are.
+// The kernel of prompts: sequences of which nothing but the call's own tokens is left to read, as they are. No key is
+// older, or the kernel of chunks (chunks.cuh) has attended to the codes and left a state, with which rows begin.
 //
 // It is the row-tile kernel (kernel.cuh) without codes: the same items of work and the same warps that multiply. With
 // nothing to expand, one warpgroup prepares everything, a warp for each kind of thing: items of work, queries, keys,
