@@ -211,13 +211,13 @@ class Kivi(ControlLayer):
         first, last = self.coded[0], length - length % RESIDUAL
         if last > first:
             groups = self.keys[:, :, first:last].float().unflatten(2, (-1, BLOCK))
-            done = affine(groups, self.bits, 3).flatten(2, 3).to(self.dtype)
+            done = affine(groups, self.bits, 3).flatten(2, 3).to(key_states.dtype)
             self.keys = torch.cat([self.keys[:, :, :first], done, self.keys[:, :, last:]], 2)
             self.coded[0] = last
         first, last = self.coded[1], length - RESIDUAL
         if last > first:
             groups = self.values[:, :, first:last].float().unflatten(-1, (-1, BLOCK))
-            done = affine(groups, self.bits, -1).flatten(-2).to(self.dtype)
+            done = affine(groups, self.bits, -1).flatten(-2).to(value_states.dtype)
             self.values = torch.cat([self.values[:, :, :first], done, self.values[:, :, last:]], 2)
             self.coded[1] = last
         return handed
