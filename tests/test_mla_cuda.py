@@ -1,8 +1,9 @@
-"""Attention over latents on a GPU against the float64 reference, for both of its kernels.
+"""Attention over latents on a GPU against the float64 reference, for its three kernels.
 
-The kernel of warpgroups takes 16-bit queries over uniform grids of 4, 5 and 8 bits and 256 or 512
-channels, on devices that have it; the general kernel takes everything (csrc/choices/mla.h).
-tests/test_mla.py tests storing and loading on every device.
+Key tiles take 16-bit queries over uniform grids of 4, 5 and 8 bits and 256 or 512 channels, row
+tiles take tables of levels and 3 bits, on devices that have products of warpgroups; the general
+kernel takes everything (csrc/choices/mla.h). tests/test_mla.py tests storing and loading on every
+device.
 """
 
 import pytest
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.cuda
 
 # What rounding of the results costs: half a unit in the last place, and the 4e-4 of float32.
 UNIT = {torch.float32: 5e-4, torch.float16: 1.5e-3, torch.bfloat16: 6e-3}
-FAST = ((4, "uniform"), (5, "uniform"), (8, "uniform"))
+KEY_TILES = ((4, "uniform"), (5, "uniform"), (8, "uniform"))
+ROW_TILES = ((3, "lloyd"), (3, "uniform"), (4, "lloyd"), (5, "lloyd"))
+BOTH = ["k4u", "k4"]  # a preset of each
 
 
 def on_device(case: Case, q, **options):
@@ -43,16 +46,27 @@ def on_device(case: Case, q, **options):
     return out.cpu(), lse.cpu()
 
 
+def of_logarithms(case: Case, dtype: torch.dtype) -> float:
+    """Row tiles round queries to float16.
+
+    A channel is off by 2 * 10^-4 of itself (sigma); times 512 of them, latents of length 23 and the
+    factor 0.08 of scores that is 3.7 * 10^-4. The bound is six times that.
+    """
+    rounds = (case.config.bits, case.config.grid) in ROW_TILES and dtype != torch.float32
+    return 2.2e-3 if rounds else 4e-4
+
+
 def check(case: Case, heads: int, dtype: torch.dtype, **options):
     q = queries(case, heads, dtype)
     actual = on_device(case, q, **options)
-    assert_close(actual, attend(case, q, mla_attention_reference, **options), UNIT[dtype])
+    expected = attend(case, q, mla_attention_reference, **options)
+    assert_close(actual, expected, UNIT[dtype], of_logarithms(case, dtype))
     again = on_device(case, q, **options)
     assert all(torch.equal(x, y) for x, y in zip(actual, again, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("bits", "grid"), FAST)
+@pytest.mark.parametrize(("bits", "grid"), KEY_TILES + ROW_TILES)
 @pytest.mark.parametrize("dims", [(512, 64), (512, 0), (256, 64), (256, 32)], ids=str)
 def test_fast_widths(dims, bits, grid, dtype):
     for i, page_size in enumerate((32, 64, 128)):
@@ -62,7 +76,7 @@ def test_fast_widths(dims, bits, grid, dtype):
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64])
-@pytest.mark.parametrize("name", ["k4u", "k5u", "k8"])
+@pytest.mark.parametrize("name", ["k4u", "k5u", "k8", "k4", "k3"])
 def test_many_tokens_that_weigh_the_same(name, heads):
     """What tensor cores cut off must not add up over the tokens that one block sums.
 
@@ -96,9 +110,10 @@ def test_widths_of_the_general_kernel(bits, grid):
 
 @pytest.mark.parametrize("heads", [1, 16, 20, 24, 40, 64, 128])
 @pytest.mark.parametrize("q_lens", [[1, 1, 0, 1], [2, 5, 0, 3], [1, 4, 0, 0]])
-def test_heads_and_queries(heads, q_lens):
+@pytest.mark.parametrize("name", BOTH)
+def test_heads_and_queries(name, heads, q_lens):
     """Blocks of 16, 32 and 64 rows, several blocks of rows, sequences without tokens or queries."""
-    config = tt.latent_preset("k4u", 512, 64)
+    config = tt.latent_preset(name, 512, 64)
     case = make_case(config, [70, 300, 0, 5], q_lens, dtype=torch.bfloat16)
     check(case, heads, torch.bfloat16)
     if heads in (1, 20):
@@ -109,10 +124,11 @@ def test_heads_and_queries(heads, q_lens):
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("kind", CENTERS)
 @pytest.mark.parametrize("dtype", UNIT, ids=str)
-def test_tail_and_own_tokens(dtype, kind, rotated, own):
+@pytest.mark.parametrize("grid", ["uniform", "lloyd"])
+def test_tail_and_own_tokens(grid, dtype, kind, rotated, own):
     rope_dtype = torch.float16 if dtype == torch.float16 else torch.bfloat16
     config = tt.LatentConfig(
-        512, 64, 5, "uniform", 64, sink_tokens=3, recent_window=40, rope_dtype=rope_dtype
+        512, 64, 5, grid, 64, sink_tokens=3, recent_window=40, rope_dtype=rope_dtype
     )
     lengths, q_lens = [145, 20, 380, 6], [1, 4, 2, 5]
     case = make_case(config, lengths, q_lens, center=kind, dtype=dtype, tail=True, rotated=rotated)
@@ -129,22 +145,23 @@ def test_tail_and_own_tokens(dtype, kind, rotated, own):
         check(case, 12, dtype, **{**options, "tail": tail})
 
 
-def test_more_segments_than_blocks():
+@pytest.mark.parametrize("name", BOTH)
+def test_more_segments_than_blocks(name):
     """Equal lengths, then unequal ones: whole segments, and a list that is cut anywhere."""
-    config = tt.latent_preset("k4u", 256, 32, sink_tokens=0, recent_window=0)
+    config = tt.latent_preset(name, 256, 32, sink_tokens=0, recent_window=0)
     for lengths in ([70] * 300, [1 + 37 * i % 200 for i in range(320)]):
         case = make_case(config, lengths, [1] * len(lengths), dtype=torch.bfloat16)
         check(case, 16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("heads", [16, 32, 64])
-@pytest.mark.parametrize("bits", [4, 5, 8])
-def test_every_stage_is_filled_again(bits, heads):
+@pytest.mark.parametrize(("bits", "grid"), KEY_TILES + ROW_TILES)
+def test_every_stage_is_filled_again(bits, grid, heads):
     """A block reads a sequence of many more units than it has stages, from end to end.
 
     There are as many sequences as blocks, and all are the same one: so are their results.
     """
-    config = tt.LatentConfig(512, 64, bits, "uniform", sink_tokens=0, recent_window=0)
+    config = tt.LatentConfig(512, 64, bits, grid, sink_tokens=0, recent_window=0)
     one = make_case(config, [1300], [1], dtype=torch.bfloat16)
     q = queries(one, heads, torch.bfloat16)
     count = 2 * torch.cuda.get_device_properties("cuda").multi_processor_count
@@ -155,15 +172,17 @@ def test_every_stage_is_filled_again(bits, heads):
     )
     out, lse = on_device(many, [t.repeat(count, 1, 1) for t in q])
     expected = attend(one, q, mla_attention_reference)
-    assert_close((out[:1], lse[:1]), expected, UNIT[torch.bfloat16])
+    limits = UNIT[torch.bfloat16], of_logarithms(one, torch.bfloat16)
+    assert_close((out[:1], lse[:1]), expected, *limits)
     assert torch.equal(out, out[:1].expand_as(out))
     assert torch.equal(lse, lse[:1].expand_as(lse))
 
 
 @pytest.mark.parametrize("heads", [16, 64])
-def test_many_blocks_share_a_segment(heads):
+@pytest.mark.parametrize("name", BOTH)
+def test_many_blocks_share_a_segment(name, heads):
     """So many that a second kernel joins their parts; references move up and down on the way."""
-    config = tt.latent_preset("k4u", 512, 64)
+    config = tt.latent_preset(name, 512, 64)
     case = make_case(config, [9000, 2500], [1, 1], dtype=torch.bfloat16, tail=True)
     q_latent, q_rope = queries(case, heads, torch.bfloat16)
     q = 4 * q_latent, 4 * q_rope
@@ -171,37 +190,42 @@ def test_many_blocks_share_a_segment(heads):
     out, lse = attend(case, q, mla_attention_reference)
     error = (actual[0].double() - out).norm(dim=-1) / out.norm(dim=-1)
     assert float(error.max()) < UNIT[torch.bfloat16]
-    assert float((actual[1].double() - lse).abs().max()) < 3e-3
+    limit = 3e-3 + 4 * (of_logarithms(case, torch.bfloat16) - 4e-4)  # for queries of four times the length
+    assert float((actual[1].double() - lse).abs().max()) < limit
 
 
-def test_short_sequences_beside_a_long_one():
+@pytest.mark.parametrize("name", BOTH)
+def test_short_sequences_beside_a_long_one(name):
     """A block attends to several whole segments, whose parts a second kernel joins all the same."""
-    config = tt.latent_preset("k4u", 512, 64, sink_tokens=2, recent_window=20)
+    config = tt.latent_preset(name, 512, 64, sink_tokens=2, recent_window=20)
     lengths = [6000] + [1 + 7 * i % 90 for i in range(39)]
     case = make_case(config, lengths, [1] * len(lengths), dtype=torch.bfloat16, tail=True)
     check(case, 16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("heads", [16, 40])
-def test_many_queries_beside_single_ones(heads):
+@pytest.mark.parametrize("name", BOTH)
+def test_many_queries_beside_single_ones(name, heads):
     """Segments are numbered by tokens, not for the most queries that a sequence has."""
-    config = tt.latent_preset("k4u", 512, 64)
+    config = tt.latent_preset(name, 512, 64)
     case = make_case(config, [300, 7, 150, 70, 0, 90], [40, 1, 1, 2, 0, 1], dtype=torch.bfloat16)
     check(case, heads, torch.bfloat16)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-def test_exact_keys_of_several_blocks(heads):
+@pytest.mark.parametrize("name", BOTH)
+def test_exact_keys_of_several_blocks(name, heads):
     """A window that is longer than the part of a block."""
-    config = tt.latent_preset("k4u", 512, 64, sink_tokens=4, recent_window=250)
+    config = tt.latent_preset(name, 512, 64, sink_tokens=4, recent_window=250)
     for lengths, q_lens in (([700, 1], [1, 1]), ([900, 300], [2, 1])):
         case = make_case(config, lengths, q_lens, dtype=torch.bfloat16, tail=True)
         check(case, heads, torch.bfloat16)
 
 
-def test_a_nan_stays_with_those_who_see_it():
+@pytest.mark.parametrize("name", BOTH)
+def test_a_nan_stays_with_those_who_see_it(name):
     """A call's later token of NaN leaves the earlier ones' results alone."""
-    config = tt.latent_preset("k4u", 512, 64)
+    config = tt.latent_preset(name, 512, 64)
     case = make_case(config, [200], [3], dtype=torch.bfloat16, tail=True)
     latent, rope = case.own()
     q = queries(case, 16, torch.bfloat16)
@@ -215,8 +239,9 @@ def test_a_nan_stays_with_those_who_see_it():
     assert bool(out[2].isnan().any())
 
 
-def test_padding_behind_the_last_sequence():
-    config = tt.latent_preset("k4u", 512, 64)
+@pytest.mark.parametrize("name", BOTH)
+def test_padding_behind_the_last_sequence(name):
+    config = tt.latent_preset(name, 512, 64)
     case = make_case(config, [90], [1], dtype=torch.bfloat16)
     q = randn(4, 16, 512, seed=3).bfloat16(), randn(4, 16, 64, seed=4).bfloat16()
     out, lse = on_device(case, q)
@@ -224,8 +249,9 @@ def test_padding_behind_the_last_sequence():
     assert bool((lse[1:] == -torch.inf).all())
 
 
-def test_lengths_of_a_captured_call_may_change():
-    config = tt.latent_preset("k4u", 512, 64)
+@pytest.mark.parametrize("name", BOTH)
+def test_lengths_of_a_captured_call_may_change(name):
+    config = tt.latent_preset(name, 512, 64)
     case = make_case(config, [500, 130], [1, 1], dtype=torch.bfloat16)
     there = torch.device("cuda")
     q = [t.to(there) for t in queries(case, 16, torch.bfloat16)]
@@ -248,8 +274,21 @@ def test_lengths_of_a_captured_call_may_change():
         assert all(torch.equal(x, y) for x, y in zip(captured, call(), strict=True))
 
 
-@pytest.mark.parametrize("bits", [4, 5, 8])
-def test_tiny_attention_for_the_sanitizer(bits):
-    config = tt.LatentConfig(512, 64, bits, "uniform", 32, sink_tokens=1, recent_window=2)
+@pytest.mark.parametrize("name", BOTH)
+def test_pages_that_do_not_exist(name):
+    """They are not read, wherever the table has them, and other sequences do not notice."""
+    config = tt.latent_preset(name, 512, 64)
+    case = make_case(config, [1500, 700], [1, 1], dtype=torch.bfloat16)
+    q = queries(case, 16, torch.bfloat16)
+    whole = on_device(case, q)
+    table = case.block_table.clone()
+    table[0, 2], table[0, 7:11], table[0, -1] = -1, 1 << 30, -(1 << 30)
+    broken = on_device(case._replace(block_table=table), q)
+    assert all(torch.equal(x[1], y[1]) for x, y in zip(whole, broken, strict=True))
+
+
+@pytest.mark.parametrize(("bits", "grid"), KEY_TILES + ROW_TILES)
+def test_tiny_attention_for_the_sanitizer(bits, grid):
+    config = tt.LatentConfig(512, 64, bits, grid, 32, sink_tokens=1, recent_window=2)
     case = make_case(config, [66, 3], [1, 2], dtype=torch.bfloat16, tail=True)
     check(case, 3, torch.bfloat16)

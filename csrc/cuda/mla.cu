@@ -294,8 +294,9 @@ void start(const mla::Latents& x, const Tensor& q, const Device& device, cudaStr
                           .codes = {x.record.width(), x.levels ? format::Grid::kLevels : format::Grid::kUniform},
                           .dtype = x.a.dtype,
                           .rope_dtype = x.rope_dtype};
-  if (choose_latents(shape, device.facts).kernel == LatentKernel::kGeneral) return mla::attend_general(x, stream);
-  mla::LatentLaunch launch(x, device);
+  const LatentKernel kernel = choose_latents(shape, device.facts).kernel;
+  if (kernel == LatentKernel::kGeneral) return mla::attend_general(x, stream);
+  mla::LatentLaunch launch(x, kernel == LatentKernel::kRowTiles, device);
   const Tensor workspace = new_tensor(q, {launch.workspace_bytes()}, ScalarType::Byte, "the work space");
   launch.run(workspace.data_ptr(), stream);
 }

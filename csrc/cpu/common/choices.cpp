@@ -102,7 +102,14 @@ const char* name(CodecKernel kernel) {
   return "generic";
 }
 
-const char* name(LatentKernel kernel) { return kernel == LatentKernel::kWarpgroups ? "warpgroups" : "general"; }
+const char* name(LatentKernel kernel) {
+  switch (kernel) {
+    case LatentKernel::kKeyTiles: return "key_tiles";
+    case LatentKernel::kRowTiles: return "row_tiles";
+    case LatentKernel::kGeneral: break;
+  }
+  return "general";
+}
 
 const char* name(LinearKernel kernel) {
   switch (kernel) {

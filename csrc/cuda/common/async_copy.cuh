@@ -258,4 +258,21 @@ __device__ __forceinline__ void wait_slot(uint64_t* barrier, uint32_t phase) {
   }
 }
 
+// A place in a ring of stages, and the phase of its barriers.
+struct RingPlace {
+  int slot = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance(int slots) {
+    if (++slot == slots) slot = 0, phase ^= 1;
+  }
+  // By any number of steps.
+  __device__ __forceinline__ void advance(int slots, int steps) {
+    for (slot += steps; slot >= slots; slot -= slots) phase ^= 1;
+  }
+  // Back by fewer steps than there are slots.
+  __device__ __forceinline__ void retreat(int slots, int steps) {
+    if ((slot -= steps) < 0) slot += slots, phase ^= 1;
+  }
+};
+
 }  // namespace turboquant::cuda

@@ -168,4 +168,39 @@ __device__ __forceinline__ void multiply_operands(float* d, uint64_t a, uint64_t
 #endif
 }
 
+// The low word of a swizzled_operand; the high word is the same for all. Sums of low words and constants take one
+// instruction each, and what all lanes read from lane 0 can be in a register that they share, as products want it.
+__device__ __forceinline__ uint32_t swizzled_word(const void* memory) {
+  return __shfl_sync(0xffffffff, static_cast<uint32_t>(swizzled_operand(memory)), 0);
+}
+// d[24] = a b, plus d if `add`: 48 columns; both in shared memory, as swizzled_words.
+template <typename T>
+__device__ __forceinline__ void multiply_words(float* d, uint32_t a, uint32_t b, bool add) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (std::is_same_v<T, __half>) {
+    asm volatile(
+        "{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %26, 0; mov.b64 a, {%24, 0x40000040}; "
+        "mov.b64 b, {%25, 0x40000040}; wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23}, "
+        "a, b, p, 1, 1, 0, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+        : "r"(a), "r"(b), "r"(static_cast<int>(add)));
+  } else {
+    asm volatile(
+        "{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, %26, 0; mov.b64 a, {%24, 0x40000040}; "
+        "mov.b64 b, {%25, 0x40000040}; wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23}, "
+        "a, b, p, 1, 1, 0, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+        : "r"(a), "r"(b), "r"(static_cast<int>(add)));
+  }
+#endif
+}
+
 }  // namespace turboquant::cuda

@@ -1,44 +1,37 @@
 // Latent attention: every query head of a token attends to one vector per key, which is both key and value, straight
 // from its codes.
 //
-// Keys are the long side of all products (64 x 16 of warpgroups), rows of queries the short one, so that 16 heads waste
-// nothing:
-//   scores  [64 tokens x channels] . [channels x rows]
-//   output  [64 channels x tokens] . [tokens x rows]
-// Codes become the left operand in registers, as subnormal float16 numbers, with one mask for two codes
-// (expansion.cuh). The same bytes in shared memory serve both products: ldmatrix gives a lane neighbouring channels of
-// a token, and with transposition the same channels of neighbouring tokens.
-//
-// Warpgroups have roles. One computes scores and weights, one or two others sum weighted latents of the unit before,
-// and one of their warps copies the units ahead. So tensor cores, integer instructions and copies overlap.
-//
 // The blocks of a fixed grid share a flat list of units of 64 keys as those of split-KV do (attention/schedule.cuh).
 // Each leaves a partial result for every segment that it had a part of.
 //
 // Three kernels overlap: one prepares queries, this one attends, and one joins partial results in order; where there
 // are more segments than blocks, the last of the blocks that share a segment does that instead.
 //
-// The parts, each in a file of its own, in the order in which a unit passes them:
-//   ring        copies of pages        values    sums of weighted latents
-//   queries     images of rows         exact     exact keys, with sums of their own
-//   scores      products and weights   join      of partial results, and the last transform
+// How a block attends to the codes of a segment is its roles': those of its warpgroups, which divide the work.
+//   key_tiles/roles  for few rows: keys are the long side of products, codes become operands in registers
+//   row_tiles/roles  for many: rows are the long side, codes are expanded in shared memory
+// The other parts, each in a file of its own, in the order in which a segment passes them:
+//   queries  images of rows
+//   exact    exact keys, with sums of their own
+//   join     of partial results, and the last transform
 #pragma once
 
 #include "cuda/attention/counters.cuh"
 #include "cuda/attention/padding.cuh"
 #include "cuda/mla/exact.cuh"
 #include "cuda/mla/join.cuh"
+#include "cuda/mla/key_tiles/roles.cuh"
 #include "cuda/mla/queries.cuh"
-#include "cuda/mla/scores.cuh"
-#include "cuda/mla/values.cuh"
+#include "cuda/mla/row_tiles/roles.cuh"
 
 namespace turboquant::cuda::mla {
 
-template <class S>
+// S: Shape or RowShape. Roles: KeyRoles or RowRoles.
+template <class S, class Roles>
 class LatentBlock {
  public:
   __device__ __forceinline__ LatentBlock(const Latents& x, const Plan& plan, uint8_t* shared)
-      : block_(x, plan, shared), notes_(block_.notes()) {}
+      : block_(x, plan, shared), notes_(block_.notes()), roles_(block_) {}
 
   __device__ __forceinline__ void run() {
     let_next_kernel_begin();
@@ -67,16 +60,7 @@ class LatentBlock {
   // Barriers, and the block's share of the list.
   __device__ __forceinline__ void begin() {
     const Attention& a = block_.call.a;
-    if (threadIdx.x == 0) {
-      constexpr int kValueWarps = S::kValueThreads / 32;
-      for (int i = 0; i < kMaxStages; ++i) {
-        init_barrier(block_.arrived(i), 1), init_barrier(block_.freed(i), kValueWarps);
-      }
-      for (int i = 0; i < kWeightBuffers; ++i) {
-        init_barrier(block_.weighed(i), kWarpgroup), init_barrier(block_.summed(i), kValueWarps);
-      }
-      init_barrier(block_.prepared(), 1);
-    }
+    roles_.begin();
     barriers_ready();
     // The previous kernel has prepared queries. It began when all earlier ones had ended, and let this one begin then.
     if (block_.warp == 0) {
@@ -95,26 +79,10 @@ class LatentBlock {
 
   // `units` units of codes, from unit `from` of the list on.
   __device__ __forceinline__ void attend_codes(const Segment& segment, int from, int units) {
-    const int token = segment.first_token(from);
-    float* part = part_of(segment, from == segment.begin ? kOpened : kContinued);
-    const bool copies = threadIdx.x >= kWarpgroup;
-    Ring ring(block_);
-    if (copies) ring.begin(segment, token, units, turn_.stage);
     if (threadIdx.x == 0) copy_image(segment);
-    if (copies) {
-      take_registers<S::kValueRegisters>();
-      ValueGroup<S> values(block_, ring);
-      values.attend(units, turn_);
-      values.leave(part);
-      leave_registers<S::kRegisters>();
-    } else {
-      leave_registers<S::kScoreRegisters>();
-      wait_barrier(block_.prepared(), segments_ & 1);
-      ScoreGroup<S> scores(block_);
-      scores.attend(token, units, turn_);
-      scores.leave(part);
-      take_registers<S::kRegisters>();
-    }
+    roles_.attend(segment, segment.first_token(from), units,
+                  part_of(segment, from == segment.begin ? kOpened : kContinued),
+                  [&] { wait_barrier(roles_.prepared(), segments_ & 1); });
     ++segments_;
   }
 
@@ -122,9 +90,9 @@ class LatentBlock {
     const Plan& plan = block_.plan;
     wait_for_previous_kernel();
     publish_operands();  // what threads wrote here comes before what the copy writes
-    expect(block_.prepared(), plan.image_bytes);
+    expect(roles_.prepared(), plan.image_bytes);
     copy_bulk(block_.queries(), plan.images + int64_t{number_of(segment)} * plan.image_bytes, plan.image_bytes,
-              block_.prepared());
+              roles_.prepared());
   }
 
   // The segment's number among all that there may be.
@@ -174,16 +142,16 @@ class LatentBlock {
 
   const BlockView block_;
   Notes& notes_;
-  Turn turn_;
+  Roles roles_;
   int segments_ = 0;  // that the block has attended to
 };
 
-template <int R, int ROWS>
-__global__ void __launch_bounds__(Shape<R, ROWS>::kThreads, Shape<R, ROWS>::kBlocks)
+template <class S, class Roles>
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     latent_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // choose_latents sends no call to other devices
   extern __shared__ __align__(1024) uint8_t shared[];
-  LatentBlock<Shape<R, ROWS>>(x, plan, shared).run();
+  LatentBlock<S, Roles>(x, plan, shared).run();
 #endif
 }
 

@@ -1,8 +1,9 @@
-// The launch of the kernel of warpgroups: which instance, and how its shared memory is divided.
+// The launch of key tiles and row tiles: which instance, and how its shared memory is divided.
 #include "cuda/mla/launch.cuh"
 
 #include "cuda/attention/counters.cuh"
 #include "cuda/common/torch.cuh"
+#include "cuda/mla/row_tiles/shape.cuh"
 
 namespace turboquant::cuda::mla {
 namespace {
@@ -16,12 +17,20 @@ int rows_of(const Attention& a) {
 
 }  // namespace
 
-LatentLaunch::LatentLaunch(const Latents& call, const Device& device) : call_(call), device_(device) {
+LatentLaunch::LatentLaunch(const Latents& call, bool row_tiles, const Device& device) : call_(call), device_(device) {
   const format::LatentRecord& r = call.record;
-  entry_ = r.latent_dim == 512 ? find_kernel<512>(rows_of(call.a)) : find_kernel<256>(rows_of(call.a));
+  const int most_rows = rows_of(call.a);
+  entry_ = r.latent_dim == 512 ? find_kernel<512>(most_rows, row_tiles) : find_kernel<256>(most_rows, row_tiles);
   const DeviceFacts& facts = device.facts;
   const int per_block = facts.shared_per_multiprocessor / entry_.blocks - kReservedSharedBytes;
-  plan_ = Plan(r, entry_.rows, std::min(facts.shared_per_block, per_block));
+  const int limit = std::min(facts.shared_per_block, per_block);
+  if (!row_tiles) {
+    plan_ = Plan(r, entry_.rows, limit);
+  } else if (r.latent_dim == 512) {
+    plan_ = plan_of_row_tiles<RowShape<512>>(r, limit);
+  } else {
+    plan_ = plan_of_row_tiles<RowShape<256>>(r, limit);
+  }
   grid_ = entry_.blocks * facts.multiprocessors;
   plan_.grid = Divisor(grid_);
   const int64_t rows = int64_t{call.a.max_q_len} * call.a.q_heads;

@@ -12,16 +12,16 @@ struct KernelEntry {
   int rows, threads, blocks;  // of a block; blocks per multiprocessor
 };
 
-// The kernel whose block has the fewest rows that are at least `rows`, or else the most. Defined in
-// instances/latent_<R>.cu.
+// The kernel of row tiles; or that of key tiles whose block has the fewest rows that are at least `rows`, or else the
+// most. Defined in instances/latent_<R>.cu.
 template <int R>
-KernelEntry find_kernel(int rows);
+KernelEntry find_kernel(int rows, bool row_tiles);
 
 // A launch, with everything that follows from the call and the device: computed once, before memory is allocated.
 class LatentLaunch {
  public:
   // The call stays alive until `run` returns.
-  LatentLaunch(const Latents& call, const Device& device);
+  LatentLaunch(const Latents& call, bool row_tiles, const Device& device);
 
   // Bytes of memory for partial results; their contents do not matter.
   int64_t workspace_bytes() const {

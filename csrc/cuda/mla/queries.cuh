@@ -5,8 +5,8 @@
 // warps and while it has nothing else to do.
 #pragma once
 
-#include "cuda/common/wgmma.cuh"
-#include "cuda/mla/expansion.cuh"
+#include "cuda/common/wgmma_swizzled.cuh"
+#include "cuda/mla/key_tiles/expansion.cuh"
 
 namespace turboquant::cuda::mla {
 
@@ -15,7 +15,7 @@ constexpr float kLeastQuery = 1e-30f;  // queries of no larger channel count as 
 
 // A row of queries as integers of 16 bits, whose high and low bytes are columns of their own; the low byte's is the
 // next one. Core matrices hold rows 0, 2, 4 and 6 of eight, or the others: a lane of a product then has the sums of
-// both bytes, of the rows that it has in products of float16 (mla/scores.cuh).
+// both bytes, of the rows that it has in products of float16 (mla/key_tiles/scores.cuh).
 __device__ __forceinline__ int byte_place(int row) { return row % 2 * 128 + row / 2 * 32; }
 
 // Of eight rows, the part of an image with bytes: 16 channels are 256 bytes.
@@ -60,6 +60,34 @@ class QueryBytes {
   uint8_t* memory_;
   Kind kind_;
   int lane_;
+};
+
+constexpr float kMostHalf = 1024;  // the largest channel of a row as float16
+
+// The same of row tiles: channels as float16, of every 64 a row of 128 bytes, in the order in which codes are expanded
+// (attention/row_tiles/expansion.cuh).
+template <int R>
+class QueryHalves {
+  using Rotation = RowRotation<R>;
+  static constexpr int kPerLane = Rotation::kPerLane;
+
+ public:
+  __device__ __forceinline__ QueryHalves(uint8_t* memory, int row, int lane)
+      : memory_(memory), row_(row), lane_(lane) {}
+
+  __device__ __forceinline__ void store(const float (&y)[kPerLane], float by) const {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int channel = Rotation::channel(lane_, i / 4) + i % 4;
+      const int place = channel & ~7 | channel % 4 * 2 | channel / 4 % 2;
+      *reinterpret_cast<__half*>(memory_ + place / 64 * kSwizzleGroup + swizzled(row_, place % 64 * 2)) =
+          __float2half_rn(y[i] * by);
+    }
+  }
+
+ private:
+  uint8_t* memory_;
+  int row_, lane_;
 };
 
 // A block prepares eight rows of a segment's block of rows, each by a warp. rows: of a block of rows.
@@ -114,33 +142,45 @@ __global__ void __launch_bounds__(32 * kImageRows)
     most = max_or_nan(most, __shfl_xor_sync(0xffffffff, most, bit));
     center += __shfl_xor_sync(0xffffffff, center, bit);
   }
-  const float up = most > kLeastQuery ? kMostQuery / most : 0;
-  int v[kPerLane], sum = 0;
+  const float largest = plan.row_tiles ? kMostHalf : kMostQuery, up = most > kLeastQuery ? largest / most : 0;
+  int sum = 0;
+  if (plan.row_tiles) {
+    QueryHalves<R>(part, warp, lane).store(y, up);
+  } else {
+    int v[kPerLane];
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) v[i] = __float2int_rn(y[i] * up), sum += v[i];
-  sum = sum_of_lanes(sum);
-  QueryBytes<R>(part, plan.kind, warp, lane).store(v);
+    for (int i = 0; i < kPerLane; ++i) v[i] = __float2int_rn(y[i] * up), sum += v[i];
+    sum = sum_of_lanes(sum);
+    QueryBytes<R>(part, plan.kind, warp, lane).store(v);
+  }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int c = lane + 32 * i;
-    *reinterpret_cast<uint16_t*>(part + kCodes + place_in_operand(1, warp, c)) = rope[i];
+    const int c = lane + 32 * i, place = plan.row_tiles ? swizzled(warp, 2 * c) : place_in_operand(1, warp, c);
+    *reinterpret_cast<uint16_t*>(part + kCodes + place) = rope[i];
   }
   uint8_t* image = plan.images + int64_t{segment} * plan.image_bytes;
   if (lane == 0) {
     const RowTable table(image + plan.query_bytes, rows);
     const Kind kind = plan.kind;
-    const float scale = level_step(kind) * format::kLevelUnit * (most <= kLeastQuery ? 0 : most / kMostQuery);
+    const float step = plan.row_tiles ? 1 : level_step(kind), offset = plan.row_tiles ? 0 : level_offset(kind);
+    const float scale = step * format::kLevelUnit * (most <= kLeastQuery ? 0 : most / largest);
     const RowSight sight = exists ? sight_of(a, sequence, length, queries, place.position) : RowSight{};
     table.scale[row] = scale;
-    table.start[row] = sum * (-level_offset(kind) / level_step(kind)) * scale;
+    table.start[row] = sum * (-offset / step) * scale;
     table.shift[row] = center * (a.softmax_scale * kLog2E);
     table.first[row] = exists ? sight.first : INT32_MIN;  // a row that does not exist: nothing is masked for it
     table.end[row] = exists ? sight.end : INT32_MAX;
   }
   __syncthreads();
 
-  // In the image, the parts of all eights of rows stand side by side.
+  // In the image, the parts of all eights of rows stand side by side: of 16 channels each, or of 64.
   const uint4* from = reinterpret_cast<const uint4*>(part);
+  if (plan.row_tiles) {
+    for (int i = threadIdx.x; i < R + 64; i += 32 * kImageRows) {
+      *reinterpret_cast<uint4*>(image + i / 64 * (kSwizzleRow * rows) + tile * kSwizzleGroup + i % 64 * 16) = from[i];
+    }
+    return;
+  }
   for (int i = threadIdx.x; i < R; i += 32 * kImageRows) {
     *reinterpret_cast<uint4*>(image + i / 16 * (32 * rows) + tile * 256 + i % 16 * 16) = from[i];
   }

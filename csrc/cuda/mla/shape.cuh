@@ -16,12 +16,15 @@ namespace turboquant::cuda::mla {
 
 using namespace roles;
 
-// How codes become operands (mla/expansion.cuh). All are of uniform grids.
+// How codes become operands (mla/key_tiles/expansion.cuh). All are of uniform grids.
 enum Kind : int {
   kNibbles,  // 4 bits
   kPlanes,   // 5 bits: nibbles, and a plane of fifth bits
   kBytes,    // 8 bits
 };
+
+// The same of row tiles (mla/row_tiles/expander.cuh). All have a table of levels.
+enum class RowKind : int { kThreeBits, kFourBits, kFiveBits };
 
 constexpr int kMostRegisters = 256;  // a thread has fewer: 255 at most
 constexpr int kTileTokens = format::LatentRecord::kTileTokens;
@@ -130,13 +133,20 @@ struct RowTable {
 // Whether running totals of scores are in shared memory, because registers have no room for them.
 __host__ __device__ constexpr bool totals_in_memory(int rows) { return rows == 64; }
 
-// Shared memory of a block, in bytes from its start, and what else all blocks need to know.
+// Shared memory of a block, in bytes from its start, and what else all blocks need to know. Key tiles and row tiles
+// divide it differently.
 struct Plan {
+  bool row_tiles;
+  Divisor grid;                           // blocks
+  int planes, ropes, scales, tile_bytes;  // of a tile of the record
+  int queries, rows, weights, factors, barriers, notes, bytes;
+  // Of key tiles: the ring of units.
   Kind kind;
-  Divisor grid;                                       // blocks
-  int stages;                                         // of the ring of units
-  int planes, ropes, scales, tile_bytes, unit_bytes;  // of a tile in the ring
-  int queries, rows, weights, factors, exchange, totals, barriers, notes, bytes;
+  int stages, unit_bytes, exchange, totals;
+  // Of row tiles: raw slots, as many bytes each, and what is noted of them; scales of the tokens in the ring; levels.
+  RowKind row_kind;
+  int raw, raw_bytes, raw_slots, raw_notes, token_scales, tables;
+
   int query_bytes, image_bytes;  // of an image: the queries, and the table of rows behind them
   uint8_t* images;               // [numbers of segments, image_bytes]
   float* parts;                  // [grid, kParts, ROWS, kPart]
@@ -148,8 +158,10 @@ struct Plan {
   __host__ __device__ static constexpr int factors_of(int rows) { return rows + 2; }
 
   Plan() = default;
+  // Of key tiles; row tiles have plan_of_row_tiles (mla/row_tiles/shape.cuh).
   Plan(const format::LatentRecord& r, int block_rows, int shared_limit) {
     const auto up = [](int n, int to) { return (n + to - 1) / to * to; };
+    row_tiles = false;
     kind = format::has_plane(r.width()) ? kPlanes : format::fits_nibble(r.width()) ? kNibbles : kBytes;
     planes = r.planes(), ropes = r.ropes(), scales = r.scales();
     tile_bytes = up(r.tile_bytes(), 128), unit_bytes = kUnitTiles * tile_bytes;

@@ -177,23 +177,6 @@ struct ChunkNotes {
   LongSequence sequences[kMaxLong];
 };
 
-// A place in a ring of stages, and the phase of its barriers.
-struct RingPlace {
-  int slot = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance(int slots) {
-    if (++slot == slots) slot = 0, phase ^= 1;
-  }
-  // By any number of steps.
-  __device__ __forceinline__ void advance(int slots, int steps) {
-    for (slot += steps; slot >= slots; slot -= slots) phase ^= 1;
-  }
-  // Back by fewer steps than there are slots.
-  __device__ __forceinline__ void retreat(int slots, int steps) {
-    if ((slot -= steps) < 0) slot += slots, phase ^= 1;
-  }
-};
-
 // Fills in where everything is; false: `limit` bytes have no room for the tiles and a raw stage for each warp of a
 // kind. Only with more raw stages do copies run ahead (Producer::prepare_codes).
 template <class S>

@@ -12,7 +12,8 @@
 #pragma once
 
 #include "cuda/common/wgmma_registers.cuh"
-#include "cuda/mla/ring.cuh"
+#include "cuda/mla/key_tiles/expansion.cuh"
+#include "cuda/mla/key_tiles/ring.cuh"
 
 namespace turboquant::cuda::mla {
 

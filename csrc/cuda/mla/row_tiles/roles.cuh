@@ -1,0 +1,74 @@
+// Latent attention to codes with tables of levels: rows of queries are the long side of all products.
+//
+// Key tiles (mla/key_tiles) make operands of codes in registers, twice, for scores and for sums. That is cheap where a
+// mask does it, on uniform grids. A level from a table takes several times as many instructions, so here codes are
+// expanded once, to float16 in shared memory, where both products read them:
+//   scores  [64 rows x channels] . [channels x 48 keys]
+//   output  [64 rows x 48 keys] . [48 keys x 256 channels], by each warpgroup that sums
+// A block has 64 rows, fewer rows take as long.
+//
+// Warpgroups have roles. One copies (copies), one computes scores and weights (scores), one or two expand and sum
+// (sums, expander).
+#pragma once
+
+#include "cuda/mla/row_tiles/copies.cuh"
+#include "cuda/mla/row_tiles/scores.cuh"
+#include "cuda/mla/row_tiles/sums.cuh"
+
+namespace turboquant::cuda::mla {
+
+template <class S>
+class RowRoles {
+ public:
+  explicit __device__ __forceinline__ RowRoles(const BlockView& block)
+      : block_(block), barriers_(*reinterpret_cast<RowBarriers<S>*>(block.shared + block.plan.barriers)),
+        copies_(block, barriers_) {}
+
+  // By all threads, before barriers are used.
+  __device__ __forceinline__ void begin() const {
+    if (threadIdx.x == 0) barriers_.init();
+    if (threadIdx.x < kLevelCodes) {
+      const Latents& x = block_.call;
+      reinterpret_cast<uint8_t*>(block_.shared + block_.plan.tables)[threadIdx.x] =
+          table_byte(x.levels, x.record.width(), threadIdx.x);
+    }
+  }
+  __device__ __forceinline__ uint64_t* prepared() const { return &barriers_.prepared; }
+
+  // Units [0, units) of a segment, the first of which has `token` as its first. part: where its results go.
+  // wait_for_image(): the rows are there.
+  template <typename F>
+  __device__ __forceinline__ void attend(const Segment& segment, int token, int units, float* part,
+                                         F&& wait_for_image) {
+    const int group = threadIdx.x / kWarpgroup;
+    if (group == 0) {
+      leave_registers<S::kScoreRegisters>();
+      wait_for_image();
+      RowScores<S> scores(block_, barriers_);
+      scores.attend(token, units, turn_);
+      scores.leave(part);
+    } else if (group <= S::kSumGroups) {
+      take_registers<S::kSumRegisters>();
+      RowSums<S> sums(block_, barriers_);
+      sums.attend(num_tiles(units), turn_, raw_);
+      sums.leave(part);
+      leave_registers<S::kRegisters>();
+    } else {
+      leave_registers<S::kCopyRegisters>();
+      copies_.attend(segment, token, units, turn_, raw_);
+    }
+    // Nobody takes registers back before those who sum have had them: they would wait for ever.
+    __syncthreads();
+    if (group == 0 || group > S::kSumGroups) take_registers<S::kRegisters>();
+    turn_.count += num_tiles(units);
+  }
+
+ private:
+  const BlockView block_;
+  RowBarriers<S>& barriers_;
+  RowCopies<S> copies_;
+  TileTurn<S> turn_;
+  RingPlace raw_;  // of the next tile
+};
+
+}  // namespace turboquant::cuda::mla
