@@ -80,14 +80,14 @@ class RowScores {
       multiply<ROPE>(turn.tile(), score, rope);
       const bool masked = token < first_all_ || token + kTileKeys > end_all_;
       float2 scale[kBlocks];
-      const float largest = load_scales(turn.tile(), masked, scale);
+      load_scales(turn.tile(), masked, scale);
 #pragma unroll
       for (int k = 0; k < kScores; ++k) {  // scores become exponents
         const int row = k / 2 % 2;
         score[k] = fmaf(score[k] * scale_of(scale, k), factor_[row], fmaf(rope[k], by(), -reference_[row]));
       }
       if (masked) mask(score, token + 2 * block_.t);
-      weigh(score, scale, largest, turn, i % kLowerUnits == 0 || token <= first_all_);  // a row may see its first keys
+      weigh(score, scale, turn, i % kLowerUnits == 0 || token <= first_all_);  // a row may see its first keys
     }
   }
 
@@ -110,27 +110,36 @@ class RowScores {
     receive<kScores>(score), receive<kScores>(rope);
   }
 
-  // The scales of the lane's keys; the largest of them.
-  __device__ __forceinline__ float load_scales(int tile, bool masked, float2 (&scale)[kBlocks]) const {
+  // The scales of the lane's keys.
+  __device__ __forceinline__ void load_scales(int tile, bool masked, float2 (&scale)[kBlocks]) const {
     const __half2* from =
         reinterpret_cast<const __half2*>(block_.shared + block_.plan.token_scales) + tile * (kTileKeys / 2) + block_.t;
-    float largest = kLeastScale;
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
       scale[j] = __half22float2(from[4 * j]);
       if (masked) scale[j] = {finite_or_0(scale[j].x), finite_or_0(scale[j].y)};  // nobody may have stored the token
-      largest = fmaxf(largest, fmaxf(scale[j].x, scale[j].y));
     }
-    return largest;
+  }
+
+  // The largest exponent of the lane, with the largest scale: no product of a weight and a scale is above it. A scale
+  // counts only if a row sees its key, because others may be anything.
+  __device__ __forceinline__ float bound(const float (&exponent)[kScores], const float2 (&scale)[kBlocks]) const {
+    float most = -INFINITY, largest = kLeastScale;
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+      const float* x = exponent + 4 * j;
+      const float of_keys[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
+      largest = fmaxf(largest, of_keys[0] == -INFINITY ? 0 : scale[j].x);
+      largest = fmaxf(largest, of_keys[1] == -INFINITY ? 0 : scale[j].y);
+      most = fmaxf(most, fmaxf(of_keys[0], of_keys[1]));
+    }
+    return most + __log2f(largest);
   }
 
   // moves: whether references may be lowered
-  __device__ __forceinline__ void weigh(float (&exponent)[kScores], const float2 (&scale)[kBlocks], float largest,
+  __device__ __forceinline__ void weigh(float (&exponent)[kScores], const float2 (&scale)[kBlocks],
                                         const TileTurn<S>& turn, bool moves) {
-    float most = -INFINITY;
-#pragma unroll
-    for (int k = 0; k < kScores; ++k) most = fmaxf(most, exponent[k]);
-    moves |= __any_sync(0xffffffff, most > kRaise - __log2f(largest));
+    moves |= __any_sync(0xffffffff, bound(exponent, scale) > kRaise);
     const int buffer = turn.buffer();
     wait_barrier(&barriers_.summed[buffer], turn.buffer_phase() ^ 1);
     Factors& factors = reinterpret_cast<Factors*>(block_.shared + block_.plan.factors)[buffer];
