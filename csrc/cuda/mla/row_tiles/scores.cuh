@@ -25,17 +25,18 @@ class RowScores {
   __device__ __forceinline__ void attend(int token, int units, const TileTurn<S>& first) {
     const RowTable rows = block_.rows<S>();
     const int end = token + units * kUnitTokens;  // keys behind it are others'
-    int before_end = INT32_MIN;                   // of ~end
+    int before_end = ~end;                        // of ~end
     first_all_ = INT32_MIN;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = row_of(i);
       const bool exists = rows.exists(row);
-      factor_[i] = rows.scale[row] * by();
-      first_[i] = rows.first[row], end_[i] = min(rows.end[row], end);
-      first_all_ = max(first_all_, first_[i]), before_end = max(before_end, ~end_[i]);
-      // The scores of a row that does not exist may be anything. They must not move the references of others.
-      reference_[i] = exists ? 0 : kNobody, top_[i] = exists ? kNothing : kNobody, total_[i] = 0;
+      factor_[i] = rows.scale[row] * by(), total_[i] = 0;
+      // A row that does not exist sees nothing, and does not count where all rows see a key.
+      first_[i] = exists ? rows.first[row] : INT32_MAX, end_[i] = exists ? min(rows.end[row], end) : INT32_MIN;
+      if (exists) first_all_ = max(first_all_, first_[i]), before_end = max(before_end, ~end_[i]);
+      // There its scores may be anything. They must not move the references of others.
+      reference_[i] = exists ? 0 : kNobody, top_[i] = exists ? kNothing : kNobody;
     }
     first_all_ = max_of_lanes(first_all_), end_all_ = ~max_of_lanes(before_end);
     if (block_.call.rope_dtype == Dtype::kBFloat16) {
