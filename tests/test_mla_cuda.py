@@ -275,6 +275,21 @@ def test_lengths_of_a_captured_call_may_change(name):
         assert all(torch.equal(x, y) for x, y in zip(captured, call(), strict=True))
 
 
+@pytest.mark.parametrize("heads", [3, 24, 40])
+@pytest.mark.parametrize("name", BOTH)
+def test_what_memory_held_before_does_not_matter(name, heads):
+    """Behind the last key a tile has scores and scales of whatever was there."""
+    config = tt.latent_preset(name, 512, 64)
+    case = make_case(config, [70, 300, 0, 5], [1, 4, 0, 0], dtype=torch.bfloat16)
+    q = queries(case, heads, torch.bfloat16)
+    first = on_device(case, q)
+    for size in (1, 1e3, 1e-3, 1e4, torch.inf):
+        other = size * torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+        torch.mm(other, other)
+        again = on_device(case, q)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
 @pytest.mark.parametrize("name", BOTH)
 def test_pages_that_do_not_exist(name):
     """They are not read, wherever the table has them, and other sequences do not notice."""

@@ -1,5 +1,5 @@
-// Latent attention of few rows: keys are the long side of all products (64 x 16 of warpgroups), rows of queries the
-// short one, so that 16 heads waste nothing:
+// Latent attention to codes of uniform grids: keys are the long side of all products (64 x 16 of warpgroups), rows of
+// queries the short one, so that 16 heads waste nothing:
 //   scores  [64 tokens x channels] . [channels x rows]
 //   output  [64 channels x tokens] . [tokens x rows]
 // Codes become the left operand in registers, as subnormal float16 numbers, with one mask for two codes

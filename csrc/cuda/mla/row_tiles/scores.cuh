@@ -32,10 +32,10 @@ class RowScores {
       const int row = row_of(i);
       const bool exists = rows.exists(row);
       factor_[i] = rows.scale[row] * by(), total_[i] = 0;
-      // A row that does not exist sees nothing, and does not count where all rows see a key.
+      // A row that does not exist sees nothing where some row does not see a key. Where all others see it, its scores
+      // may be anything: they must not move the references of others.
       first_[i] = exists ? rows.first[row] : INT32_MAX, end_[i] = exists ? min(rows.end[row], end) : INT32_MIN;
       if (exists) first_all_ = max(first_all_, first_[i]), before_end = max(before_end, ~end_[i]);
-      // There its scores may be anything. They must not move the references of others.
       reference_[i] = exists ? 0 : kNobody, top_[i] = exists ? kNothing : kNobody;
     }
     first_all_ = max_of_lanes(first_all_), end_all_ = ~max_of_lanes(before_end);
