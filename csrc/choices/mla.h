@@ -11,8 +11,8 @@
 namespace turboquant {
 
 enum class LatentKernel {
-  kKeyTiles,  // uniform grids, straight from codes: keys are the long side of products (cuda/mla/key_tiles)
-  kRowTiles,  // tables of levels, codes expanded once: rows of queries are (cuda/mla/row_tiles)
+  kKeyTiles,  // other uniform grids, straight from codes: keys are the long side of products (cuda/mla/key_tiles)
+  kRowTiles,  // tables of levels and 3 bits, codes expanded once: rows of queries are (cuda/mla/row_tiles)
   kGeneral,   // everything (cuda/mla/general.cu)
 };
 

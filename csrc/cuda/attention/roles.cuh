@@ -1,7 +1,7 @@
 // What kernels share whose warpgroups have roles: one computes scores and weights of 64 tokens, others sum weighted
 // values of the unit before (attention/key_tiles/kernel.cuh, mla/key_tiles/roles.cuh). Keys are the long side of their
 // products, rows of queries are columns, and weights reach the warpgroups of values through a buffer in shared memory.
-// (mla/row_tiles/roles.cuh has references alone in common with them.)
+// (mla/row_tiles/roles.cuh has references and the number of buffers in common with them.)
 #pragma once
 
 #include "cuda/attention/softmax_math.cuh"

@@ -2,7 +2,8 @@
 // rows of 128 bytes, in which the 16-byte word c of row r stands at place c ^ (r % 8). Eight rows are 1,024 bytes and
 // start at a multiple of that.
 //
-// D = A B + D, with A 64 x 16 and B 16 x N of float16 or bfloat16, D 64 x N of float32, N = 64 or 128.
+// D = A B + D, with A 64 x 16 and B 16 x N of float16 or bfloat16, D 64 x N of float32, N = 64 or 128 (48:
+// multiply_words).
 //   A  in registers (the fragments of common/mma.cuh, 16 rows for each warp), or in shared memory: a row of memory
 //      holds 64 neighbours in k
 //   B  a row of memory holds 64 neighbours in k of one column of B (the keys of a score: one row for each key), or,

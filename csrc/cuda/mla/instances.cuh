@@ -1,5 +1,5 @@
 // The kernels of one latent_dim: key tiles for blocks of 16, 32 and 64 rows, which take uniform grids of 4, 5 and 8
-// bits, and row tiles, which take tables of levels.
+// bits, and row tiles, which take tables of levels and 3 bits.
 #pragma once
 
 #include "cuda/mla/kernel.cuh"

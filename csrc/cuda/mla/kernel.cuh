@@ -8,8 +8,9 @@
 // are more segments than blocks, the last of the blocks that share a segment does that instead.
 //
 // How a block attends to the codes of a segment is its roles': those of its warpgroups, which divide the work.
-//   key_tiles/roles  for uniform grids: keys are the long side of products, codes become operands in registers
-//   row_tiles/roles  for tables of levels: rows are the long side, codes are expanded in shared memory
+//   key_tiles/roles  uniform grids of 4, 5 and 8 bits: keys are the long side of products, codes become operands in
+//                    registers
+//   row_tiles/roles  tables of levels, and 3 bits: rows are the long side, codes are expanded in shared memory
 // The other parts, each in a file of its own, in the order in which a segment passes them:
 //   queries  images of rows
 //   exact    exact keys, with sums of their own

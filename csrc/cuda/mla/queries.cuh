@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(32 * kImageRows)
     table.scale[row] = scale;
     table.start[row] = sum * (-offset / step) * scale;
     table.shift[row] = center * (a.softmax_scale * kLog2E);
-    table.first[row] = exists ? sight.first : INT32_MIN;  // a row that does not exist: nothing is masked for it
+    table.first[row] = exists ? sight.first : INT32_MIN;  // key tiles mask nothing for a row that does not exist
     table.end[row] = exists ? sight.end : INT32_MAX;
   }
   __syncthreads();

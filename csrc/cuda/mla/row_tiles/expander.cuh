@@ -71,7 +71,7 @@ class Expander {
       : shared_(shared_address(block.shared)), levels_(block.shared + block.plan.tables),
         token_(warp % 4 / 2 * 8 + block.lane % 8), group_((warp / 4 * 2 + warp % 2) * 4 + block.lane / 8) {}
 
-  // Piece `p` of a tile, from a raw slot. exists: it has been copied there.
+  // Piece `p` of a tile, from a raw slot. exists: it has been copied there; else its levels are 0.
   __device__ __forceinline__ void expand(const uint8_t* from, int tile, int p, bool exists) const {
     const uint32_t raw = shared_address(from), row = raw + (p * kPieceKeys + token_) * kRow;
     uint32_t w[kWords], fifth = 0;
@@ -93,7 +93,7 @@ class Expander {
       __half2 y[4];
       levels_.expand(o < kWords ? w[o] : fourth_spread_word(w[0], w[1], w[2]), fifth >> (2 * o), y);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) y[i] = exists ? y[i] : __half2{};  // 0 times what may be there would not be 0
+      for (int i = 0; i < 4; ++i) y[i] = exists ? y[i] : __half2{};
       store_words(to ^ (o * 16), y);
     }
   }

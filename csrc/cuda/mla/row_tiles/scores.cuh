@@ -123,7 +123,7 @@ class RowScores {
   }
 
   // The largest exponent of the lane, with the largest scale: no product of a weight and a scale is above it. A scale
-  // counts only if a row sees its key, because others may be anything.
+  // counts only if a row of the lane sees its key, because others may be anything.
   __device__ __forceinline__ float bound(const float (&exponent)[kScores], const float2 (&scale)[kBlocks]) const {
     float most = -INFINITY, largest = kLeastScale;
 #pragma unroll
@@ -206,7 +206,7 @@ class RowScores {
 
   const BlockView block_;
   RowBarriers<S>& barriers_;
-  int first_all_, end_all_;  // keys from codes that all rows of the warp see, and the block attends to
+  int first_all_, end_all_;  // keys from codes that all rows of the warp see, if they exist, and the block attends to
 
   // Of the lane's two rows.
   float factor_[2];        // of a sum of products with codes and the key's scale, to the exponent

@@ -1,6 +1,6 @@
 // A warpgroup that expands tiles and sums weighted latents: 64 rows x 256 channels, over the keys of a tile, 16 in each
 // product. As soon as a piece of a tile has been summed, that of a later tile is expanded to its place. A warpgroup
-// expands the channels that it sums, so that it waits for nobody else.
+// expands the channels that it sums, so that a barrier of its own is enough before it does.
 //
 // Lane (g, t) of warp w has rows 16 w + g and 16 w + g + 8 of every eight places of channels places 2 t and 2 t + 1:
 // channels t and t + 4 (attention/row_tiles/expansion.cuh).
