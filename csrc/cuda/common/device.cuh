@@ -98,7 +98,7 @@ __device__ __forceinline__ int sum_of_lanes(int x) {
     return x;
   }
 }
-template <int LANES = 32, typename T>  // int or uint32_t
+template <int LANES = 32, typename T>  // int or uint32_t; of fewer lanes than 32 also float
 __device__ __forceinline__ T max_of_lanes(T x) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   if constexpr (LANES == 32) {
@@ -109,6 +109,22 @@ __device__ __forceinline__ T max_of_lanes(T x) {
 #pragma unroll
     for (int bit = 1; bit < LANES; bit *= 2) x = max(x, __shfl_xor_sync(0xffffffff, x, bit));
     return x;
+  }
+}
+
+// Words k = 0 to 3 of lane t of four neighbours become word t of lane k.
+template <typename T>
+__device__ __forceinline__ void transpose_quad(T (&w)[4], int t) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      if (k & bit) continue;
+      T& low = w[k];
+      T& high = w[k + bit];
+      const T other = __shfl_xor_sync(0xffffffff, t & bit ? low : high, bit);
+      (t & bit ? low : high) = other;
+    }
   }
 }
 

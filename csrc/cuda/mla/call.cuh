@@ -18,6 +18,18 @@ struct Latents {
   const int8_t* levels;                         // [2^bits]; null: the uniform grid
 
   __host__ __device__ __forceinline__ int channels() const { return record.latent_dim + record.rope_dim; }
+
+  // The entry of a row of the block table that has a token's page, and the token's tile in a page.
+  __device__ __forceinline__ int page_of(const int32_t* row, int token) const {
+    const int shift = 31 - __clz(record.page_size);
+    return __ldcg(row + (token >> shift));
+  }
+  __device__ __forceinline__ bool exists(int page) const {
+    return static_cast<unsigned>(page) < static_cast<unsigned>(a.num_pages);
+  }
+  __device__ __forceinline__ const uint8_t* tile_of(int page, int token) const {
+    return a.pages + int64_t{page} * a.page_stride + record.tile_of(token & (record.page_size - 1));
+  }
 };
 
 // What one row of queries sees: keys [first, end) from codes, and all others up to `position` as they are.

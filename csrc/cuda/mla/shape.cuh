@@ -248,6 +248,9 @@ struct BlockView {
   __device__ __forceinline__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(shared + plan.barriers); }
 };
 
+// The scale of a token that nobody may have stored.
+__device__ __forceinline__ float finite_or_0(float scale) { return fabsf(scale) <= 65504.0f ? scale : 0; }
+
 // f(0), f(1), .. f(N - 1), with numbers that are known when it is compiled.
 template <int N, int I = 0, typename F>
 __device__ __forceinline__ void for_each(F&& f) {

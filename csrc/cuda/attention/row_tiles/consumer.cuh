@@ -630,21 +630,6 @@ class Consumer {
     return true;
   }
 
-  // Words k = 0 to 3 of lane t of four neighbours become word t of lane k.
-  __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4]) const {
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (k & bit) continue;
-        uint32_t& low = w[k];
-        uint32_t& high = w[k + bit];
-        const uint32_t other = __shfl_xor_sync(0xffffffff, t_ & bit ? low : high, bit);
-        (t_ & bit ? low : high) = other;
-      }
-    }
-  }
-
   // Without branches but around stores: this is a chain of short steps, for which all warps wait.
   __device__ __forceinline__ void write_results() const {
     const bool wide = reinterpret_cast<uintptr_t>(a_.out) % 16 == 0;
@@ -675,7 +660,7 @@ class Consumer {
           const float* const x = sums_ + 4 * (j + k) + 2 * i;
           w[k] = word_of_floats<T>(x[0] * inverse[i], x[1] * inverse[i]);
         }
-        transpose_quad(w);
+        transpose_quad(w, t_);
         T* const to = out[i] + 8 * (j + t_);
         if (exists(i)) {
           if (wide) {

@@ -52,25 +52,23 @@ class Ring {
   __device__ __forceinline__ void copy(int stage) {
     const int in_batch = units_ % (32 / kUnitTiles);
     if (units_ > 0 && in_batch == 0) pages_ = next_pages_, next_pages_ = read_pages(units_ / (32 / kUnitTiles) + 1);
-    const Attention& a = block_.call.a;
-    const format::LatentRecord& r = block_.call.record;
+    const Latents& x = block_.call;
     int page[kUnitTiles];
     bool there[kUnitTiles];
 #pragma unroll
     for (int i = 0; i < kUnitTiles; ++i) {
       page[i] = __shfl_sync(0xffffffff, pages_, in_batch * kUnitTiles + i);
-      there[i] = static_cast<unsigned>(page[i]) < static_cast<unsigned>(a.num_pages);
+      there[i] = x.exists(page[i]);
     }
     if (block_.lane == 0) {
-      const int bytes = r.tile_bytes();
+      const int bytes = x.record.tile_bytes();
       expect(block_.arrived(stage), (there[0] + there[1]) * bytes);
 #pragma unroll
       for (int i = 0; i < kUnitTiles; ++i) {
         if (!there[i]) continue;
         const int token = token_ + units_ * kUnitTokens + i * kTileTokens;
         copy_bulk(block_.shared + stage * block_.plan.unit_bytes + i * block_.plan.tile_bytes,
-                  a.pages + int64_t{page[i]} * a.page_stride + r.tile_of(token & (r.page_size - 1)), bytes,
-                  block_.arrived(stage));
+                  x.tile_of(page[i], token), bytes, block_.arrived(stage));
       }
     }
     ++units_;
@@ -79,8 +77,7 @@ class Ring {
   // The page ids of 32 tiles, one for each lane; -1: the tile has no tokens. They are read long before their use.
   __device__ __forceinline__ int read_pages(int batch) const {
     const int token = token_ + (batch * 32 + block_.lane) * kTileTokens;
-    const int shift = 31 - __clz(block_.call.record.page_size);
-    return token < end_ ? __ldcg(table_ + (token >> shift)) : -1;
+    return token < end_ ? block_.call.page_of(table_, token) : -1;
   }
 
   static_assert(kUnitTiles == 2);

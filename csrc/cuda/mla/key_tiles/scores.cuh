@@ -153,7 +153,7 @@ class ScoreGroup {
     Scales x = {__half2float(scales[0]), __half2float(scales[8])};
     if (is_masked(token)) {  // nobody may have stored a token that no row sees
 #pragma unroll
-      for (int i = 0; i < 2; ++i) x.of[i] = fabsf(x.of[i]) <= 65504.0f ? x.of[i] : 0;
+      for (int i = 0; i < 2; ++i) x.of[i] = finite_or_0(x.of[i]);
     }
     return x;
   }

@@ -30,12 +30,10 @@ class RowCopies {
  private:
   // The record's tile that has piece p; null: there is none.
   __device__ __forceinline__ const uint8_t* tile_of(int p) const {
-    const Attention& a = block_.call.a;
-    const format::LatentRecord& r = block_.call.record;
-    const int token = token_ + p * kPieceKeys, shift = 31 - __clz(r.page_size);
-    const int page = p < pieces_ && token < end_ ? __ldcg(table_ + (token >> shift)) : -1;
-    if (static_cast<unsigned>(page) >= static_cast<unsigned>(a.num_pages)) return nullptr;
-    return a.pages + int64_t{page} * a.page_stride + r.tile_of(token & (r.page_size - 1));
+    const Latents& x = block_.call;
+    const int token = token_ + p * kPieceKeys;
+    const int page = p < pieces_ && token < end_ ? x.page_of(table_, token) : -1;
+    return x.exists(page) ? x.tile_of(page, token) : nullptr;
   }
   // Whether a piece is the second half of it: segments begin with whole units.
   static __device__ __forceinline__ int half_of(int p) { return p % 2; }

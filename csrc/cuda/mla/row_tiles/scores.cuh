@@ -66,11 +66,6 @@ class RowScores {
     for (int bit = 1; bit < 4; bit *= 2) x += __shfl_xor_sync(0xffffffff, x, bit);
     return x;
   }
-  static __device__ __forceinline__ float max_of_quad(float x) {
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, bit));
-    return x;
-  }
 
   // ROPE: the type of rotary channels.
   template <typename ROPE>
@@ -148,7 +143,6 @@ class RowScores {
     if (block_.lane == 0) factors.moved[block_.warp] = moves;
     store_weights(exponent, scale, buffer);
   }
-  static __device__ __forceinline__ float finite_or_0(float x) { return fabsf(x) <= 65504.0f ? x : 0; }
   static __device__ __forceinline__ float scale_of(const float2 (&scale)[kBlocks], int k) {
     return k % 2 ? scale[k / 4].y : scale[k / 4].x;
   }
@@ -176,7 +170,7 @@ class RowScores {
     for (int i = 0; i < 2; ++i) {
       float factor;
       move_reference(
-          max_of_quad(most[i]), reference_[i], top_[i], [&](float x) { reference_[i] = x; }, factor, less[i]);
+          max_of_lanes<4>(most[i]), reference_[i], top_[i], [&](float x) { reference_[i] = x; }, factor, less[i]);
       total_[i] *= factor;
       if (block_.t == 0) factors.of_row[row_of(i)] = factor;
     }
