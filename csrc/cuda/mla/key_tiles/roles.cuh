@@ -47,7 +47,6 @@ class KeyRoles {
       ValueGroup<S> values(block_, ring);
       values.attend(units, turn_);
       values.leave(part);
-      leave_registers<S::kRegisters>();
     } else {
       leave_registers<S::kScoreRegisters>();
       wait_for_image();
@@ -55,9 +54,14 @@ class KeyRoles {
       scores.attend(token, units, turn_);
       scores.leave(part);
     }
-    // Nobody takes registers back before the others have had them, who would wait for ever.
+    // Registers move back when every warp of the others has had them. Taken back earlier, they would be missing
+    // there, and those warps would wait for ever.
     __syncthreads();
-    if (threadIdx.x < kWarpgroup) take_registers<S::kRegisters>();
+    if (threadIdx.x >= kWarpgroup) {
+      leave_registers<S::kRegisters>();
+    } else {
+      take_registers<S::kRegisters>();
+    }
   }
 
  private:

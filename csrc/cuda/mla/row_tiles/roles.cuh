@@ -52,14 +52,18 @@ class RowRoles {
       RowSums<S> sums(block_, barriers_);
       sums.attend(num_tiles(units), turn_, raw_);
       sums.leave(part);
-      leave_registers<S::kRegisters>();
     } else {
       leave_registers<S::kCopyRegisters>();
       copies_.attend(segment, token, units, turn_, raw_);
     }
-    // Nobody takes registers back before those who sum have had them: they would wait for ever.
+    // Registers move back when every warp of a warpgroup that sums has had them. Taken back earlier, they would be missing
+    // there, and those warps would wait for ever.
     __syncthreads();
-    if (group == 0 || group > S::kSumGroups) take_registers<S::kRegisters>();
+    if (group > 0 && group <= S::kSumGroups) {
+      leave_registers<S::kRegisters>();
+    } else {
+      take_registers<S::kRegisters>();
+    }
     turn_.count += num_tiles(units);
   }
 
