@@ -40,24 +40,16 @@ class RowSums {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {  // rows g and g + 8
         const float* x = sums_ + 4 * j + 2 * i;
-        float4 y = four_of_lane(x[0], x[1], x[4], x[5], t);
-        y.x *= format::kLevelUnit, y.y *= format::kLevelUnit, y.z *= format::kLevelUnit, y.w *= format::kLevelUnit;
-        *reinterpret_cast<float4*>(to + i * 8 * S::kPart + 8 * j) = y;
+        float y[4] = {x[0], x[1], x[4], x[5]};  // of channel t of four fours of channels
+        transpose_quad(y, t);
+        constexpr float kUnit = format::kLevelUnit;
+        *reinterpret_cast<float4*>(to + i * 8 * S::kPart + 8 * j) = {y[0] * kUnit, y[1] * kUnit, y[2] * kUnit,
+                                                                     y[3] * kUnit};
       }
     }
   }
 
  private:
-  // Lane t of four has channels t of four fours of channels, a to d; it gets the t-th four.
-  static __device__ __forceinline__ float4 four_of_lane(float a, float b, float c, float d, int t) {
-    const bool odd = t % 2, high = t / 2;
-    const float x = __shfl_xor_sync(0xffffffff, odd ? a : b, 1), y = __shfl_xor_sync(0xffffffff, odd ? c : d, 1);
-    const float2 first = odd ? float2{x, b} : float2{a, x}, second = odd ? float2{y, d} : float2{c, y};
-    const float2 kept = high ? second : first, given = high ? first : second;
-    const float2 got = {__shfl_xor_sync(0xffffffff, given.x, 2), __shfl_xor_sync(0xffffffff, given.y, 2)};
-    return high ? float4{got.x, got.y, kept.x, kept.y} : float4{kept.x, kept.y, got.x, got.y};
-  }
-
   // First as many tiles as the ring has are expanded, then one for each that is summed, then the last ones are summed.
   template <RowKind KIND>
   __device__ __forceinline__ void attend_as(int tiles, TileTurn<S> turn, RingPlace& raw) {
