@@ -1,8 +1,8 @@
-"""Attention over latents on a GPU against the float64 reference, for its three kernels.
+"""Attention over latents on a GPU against the float64 reference, for its four kernels.
 
-Key tiles take 16-bit queries over uniform grids of 4, 5 and 8 bits and 256 or 512 channels, row
-tiles take tables of levels and 3 bits, on devices that have products of warpgroups; the general
-kernel takes everything (csrc/choices/mla.h). tests/test_mla.py tests storing and loading on every
+Of 16-bit queries over 256 or 512 channels, on devices that have products of warpgroups, key tiles
+take uniform grids of 4, 5 and 8 bits, and row tiles take tables of levels and 3 bits. Warp tiles
+take all other 16-bit queries, the general kernel takes the rest (csrc/choices/mla.h). tests/test_mla.py tests storing and loading on every
 device.
 """
 
@@ -12,6 +12,7 @@ import torch
 import torch_turboquant as tt
 from tests.helpers import randn, to_device
 from tests.mla_cases import CENTERS, Case, assert_close, attend, int32, make_case, queries
+from torch_turboquant.choices import kernel_choice
 from torch_turboquant.ops.mla import mla_attention_reference
 from torch_turboquant.tail import Rings
 
@@ -46,13 +47,20 @@ def on_device(case: Case, q, **options):
     return out.cpu(), lse.cpu()
 
 
+def kernel_of(config: tt.LatentConfig, dtype: torch.dtype) -> str:
+    """The kernel that this GPU has for 16-bit caches of `config`."""
+    shape = {"bits": config.bits, "grid": config.grid, "latent_dim": config.latent_dim}
+    types = {"dtype": dtype, "rope_dtype": config.rope_dtype}
+    return kernel_choice("mla_attention", **shape, **types).kernel
+
+
 def of_logarithms(case: Case, dtype: torch.dtype) -> float:
-    """Row tiles round queries to float16.
+    """Row tiles and warp tiles round queries to float16.
 
     A channel is off by 2 * 10^-4 of itself (sigma); times 512 of them, latents of length 23 and the
     factor 0.08 of scores that is 3.7 * 10^-4. The bound is six times that.
     """
-    rounds = (case.config.bits, case.config.grid) in ROW_TILES and dtype != torch.float32
+    rounds = kernel_of(case.config, dtype) in ("row_tiles", "warp_tiles")
     return 2.2e-3 if rounds else 4e-4
 
 
@@ -67,7 +75,9 @@ def check(case: Case, heads: int, dtype: torch.dtype, **options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("bits", "grid"), KEY_TILES + ROW_TILES)
-@pytest.mark.parametrize("dims", [(512, 64), (512, 0), (256, 64), (256, 32)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(512, 64), (512, 0), (256, 64), (256, 32), (128, 64), (128, 32), (128, 0)], ids=str
+)
 def test_fast_widths(dims, bits, grid, dtype):
     for i, page_size in enumerate((32, 64, 128)):
         config = tt.LatentConfig(*dims, bits, grid, page_size, transform=i != 1, rope_dtype=dtype)

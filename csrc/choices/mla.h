@@ -11,9 +11,10 @@
 namespace turboquant {
 
 enum class LatentKernel {
-  kKeyTiles,  // other uniform grids, straight from codes: keys are the long side of products (cuda/mla/key_tiles)
-  kRowTiles,  // tables of levels and 3 bits, codes expanded once: rows of queries are (cuda/mla/row_tiles)
-  kGeneral,   // everything (cuda/mla/general.cu)
+  kKeyTiles,   // other uniform grids, straight from codes: keys are the long side of products (cuda/mla/key_tiles)
+  kRowTiles,   // tables of levels and 3 bits, codes expanded once: rows of queries are (cuda/mla/row_tiles)
+  kWarpTiles,  // everything in 16 bits, by products of single warps (cuda/mla/warp_tiles)
+  kGeneral,    // everything (cuda/mla/general.cu)
 };
 
 // What the choice depends on, of a call.
@@ -29,15 +30,17 @@ struct LatentChoice {
   const char* reason;  // the condition that decided
 };
 
-// The sizes that the kernels of warpgroups are compiled for (cuda/mla/instances).
+// The sizes that the kernels with products of warpgroups are compiled for (cuda/mla/instances).
 constexpr bool has_latent_kernel(int latent_dim) { return latent_dim == 256 || latent_dim == 512; }
 
 constexpr LatentChoice choose_latents(const LatentShape& s, const DeviceFacts& device) {
   const auto general = [](const char* reason) { return LatentChoice{LatentKernel::kGeneral, reason}; };
-  if (!device.warpgroup_products) return general("the device has no products of warpgroups");
-  if (!has_latent_kernel(s.latent_dim)) return general("latent_dim is neither 256 nor 512");
+  const auto warp_tiles = [](const char* reason) { return LatentChoice{LatentKernel::kWarpTiles, reason}; };
+  if (device.major < 8) return general("the device is of compute capability 7.5");
   if (s.dtype == Dtype::kFloat32) return general("queries are float32");
   if (s.dtype != s.rope_dtype) return general("queries and raw channels differ in dtype");
+  if (!device.warpgroup_products) return warp_tiles("the device has no products of warpgroups");
+  if (!has_latent_kernel(s.latent_dim)) return warp_tiles("latent_dim is neither 256 nor 512");
   if (s.codes.grid != format::Grid::kUniform) return {LatentKernel::kRowTiles, "Lloyd-Max levels"};
   if (format::is_spread(s.codes.width)) return {LatentKernel::kRowTiles, "3 bits"};
   return {LatentKernel::kKeyTiles, "uniform grid of 4, 5 or 8 bits"};

@@ -296,7 +296,7 @@ void start(const mla::Latents& x, const Tensor& q, const Device& device, cudaStr
                           .rope_dtype = x.rope_dtype};
   const LatentKernel kernel = choose_latents(shape, device.facts).kernel;
   if (kernel == LatentKernel::kGeneral) return mla::attend_general(x, stream);
-  mla::LatentLaunch launch(x, kernel == LatentKernel::kRowTiles, device);
+  mla::LatentLaunch launch(x, kernel, device);
   const Tensor workspace = new_tensor(q, {launch.workspace_bytes()}, ScalarType::Byte, "the work space");
   launch.run(workspace.data_ptr(), stream);
 }

@@ -106,6 +106,7 @@ const char* name(LatentKernel kernel) {
   switch (kernel) {
     case LatentKernel::kKeyTiles: return "key_tiles";
     case LatentKernel::kRowTiles: return "row_tiles";
+    case LatentKernel::kWarpTiles: return "warp_tiles";
     case LatentKernel::kGeneral: break;
   }
   return "general";

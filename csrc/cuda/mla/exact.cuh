@@ -30,7 +30,7 @@ class ExactKeys {
   static constexpr int kRows = exact_rows(S::kRows), kTiles = kRows / 8;
   static constexpr int kScoreTiles = kExactKeys / 16 * kTiles;     // products of a step of channels
   static constexpr int kParts = kScoreTiles >= S::kWarps ? 1 : 2;  // of the channels, for different warps
-  static constexpr int kSumWarps = 8, kSums = S::kLatent / 16 / kSumWarps;
+  static constexpr int kSumWarps = S::kWarps < 8 ? S::kWarps : 8, kSums = S::kLatent / 16 / kSumWarps;
 
  public:
   __device__ __forceinline__ ExactKeys(const BlockView& block, const Segment& segment)

@@ -1,5 +1,4 @@
-// The kernels of one latent_dim: key tiles for blocks of 16, 32 and 64 rows, which take uniform grids of 4, 5 and 8
-// bits, and row tiles, which take tables of levels and 3 bits.
+// The kernels of one latent_dim: key tiles for blocks of 16, 32 and 64 rows, row tiles, and warp tiles.
 #pragma once
 
 #include "cuda/mla/kernel.cuh"
@@ -7,26 +6,32 @@
 
 namespace turboquant::cuda::mla {
 
+template <class S, class Roles>
+KernelEntry entry_of() {
+  constexpr int R = S::kLatent;
+  return {reinterpret_cast<const void*>(&latent_kernel<S, Roles>),
+          reinterpret_cast<const void*>(&prepare_kernel<R>),
+          reinterpret_cast<const void*>(&join_few_kernel<R>),
+          reinterpret_cast<const void*>(&join_kernel<R>),
+          S::kRows,
+          S::kThreads,
+          S::kBlocks};
+}
+
+template <int R, int ROWS>
+KernelEntry key_tiles() {
+  return entry_of<Shape<R, ROWS>, KeyRoles<Shape<R, ROWS>>>();
+}
+
 template <int R>
-KernelEntry find_kernel(int rows, bool row_tiles) {
-  const auto entry = [](auto shape, auto roles) {
-    using S = typename decltype(shape)::type;
-    return KernelEntry{reinterpret_cast<const void*>(&latent_kernel<S, typename decltype(roles)::type>),
-                       reinterpret_cast<const void*>(&prepare_kernel<R>),
-                       reinterpret_cast<const void*>(&join_few_kernel<R>),
-                       reinterpret_cast<const void*>(&join_kernel<R>),
-                       S::kRows,
-                       S::kThreads,
-                       S::kBlocks};
-  };
-  if (row_tiles) return entry(Tag<RowShape<R>>{}, Tag<RowRoles<RowShape<R>>>{});
-  const auto of_rows = [&](auto block_rows) {
-    using S = Shape<R, block_rows>;
-    return entry(Tag<S>{}, Tag<KeyRoles<S>>{});
-  };
-  if (rows <= 16) return of_rows(std::integral_constant<int, 16>{});
-  if (rows <= 32) return of_rows(std::integral_constant<int, 32>{});
-  return of_rows(std::integral_constant<int, 64>{});
+KernelEntry find_kernel(LatentKernel kernel, int rows) {
+  if constexpr (has_latent_kernel(R)) {
+    if (kernel == LatentKernel::kRowTiles) return entry_of<RowShape<R>, RowRoles<RowShape<R>>>();
+    if (kernel == LatentKernel::kKeyTiles) {
+      return rows <= 16 ? key_tiles<R, 16>() : rows <= 32 ? key_tiles<R, 32>() : key_tiles<R, 64>();
+    }
+  }
+  return entry_of<WarpShape<R>, WarpRoles<WarpShape<R>>>();
 }
 
 }  // namespace turboquant::cuda::mla

@@ -136,7 +136,9 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Segm
 // Adds rows at(0) to at(count - 1) into `sum`, by all threads of a block of join_kernel, each for its channels.
 template <int R, typename At>
 __device__ __forceinline__ void add_rows(int count, float* sum, At&& at) {
-  constexpr int kEach = R / (32 * kJoinWarps);
+  constexpr int kEach = (R + 32 * kJoinWarps - 1) / (32 * kJoinWarps);
+  const int first = threadIdx.x * kEach;
+  if (first >= R) return;
   float top = -INFINITY, total = 0, y[kEach] = {};
   for (int i = 0; i < count; ++i) top = fmaxf(top, at(i)[0]);
   for (int i = 0; i < count; ++i) {
@@ -145,10 +147,10 @@ __device__ __forceinline__ void add_rows(int count, float* sum, At&& at) {
     const float weight = weight_of(row[0], top);
     total += weight * row[1];
 #pragma unroll
-    for (int k = 0; k < kEach; ++k) y[k] += weight * row[kPartHead + threadIdx.x * kEach + k];
+    for (int k = 0; k < kEach; ++k) y[k] += weight * row[kPartHead + first + k];
   }
 #pragma unroll
-  for (int k = 0; k < kEach; ++k) sum[kPartHead + threadIdx.x * kEach + k] = y[k];
+  for (int k = 0; k < kEach; ++k) sum[kPartHead + first + k] = y[k];
   if (threadIdx.x == 0) sum[0] = top, sum[1] = total, sum[2] = 0;
 }
 
@@ -183,7 +185,7 @@ struct RowParts {
 template <int R>
 __global__ void __launch_bounds__(32 * kJoinWarps, 3)
     join_few_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   let_next_kernel_begin();
   wait_for_previous_kernel();
   const Attention& a = x.a;
@@ -200,19 +202,22 @@ __global__ void __launch_bounds__(32 * kJoinWarps, 3)
 #endif
 }
 
-// Joins parts where many do: a cluster of blocks for each row; cluster (index, s) has row `index` of sequence s. rows:
-// of a block of rows.
+// Joins parts where many do: a cluster of blocks for each row, before compute capability 9.0 one block; cluster
+// (index, s) has row `index` of sequence s. rows: of a block of rows.
 template <int R>
 __global__ void __launch_bounds__(32 * kJoinWarps)
     join_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   using Row = JoinedRow<R>;
   __shared__ __align__(16) float sums[kJoinWarps][kPartHead + R], exact[kPartHead + R], sum[kPartHead + R];
   let_next_kernel_begin();
   wait_for_previous_kernel();
+  int blocks = 1, rank = 0;
+#if __CUDA_ARCH__ >= 900
   const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
+  blocks = static_cast<int>(cluster.num_blocks()), rank = static_cast<int>(cluster.block_rank());
+#endif
   const Attention& a = x.a;
-  const int blocks = static_cast<int>(cluster.num_blocks()), rank = static_cast<int>(cluster.block_rank());
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x / blocks, sequence = blockIdx.y;
   const int queries = a.num_queries(sequence);
   if (index >= queries * a.q_heads) return;
@@ -228,14 +233,15 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
   }
   __syncthreads();
   add_rows<R>(kJoinWarps, sum, [&](int i) { return sums[i]; });
+  __syncthreads();
+#if __CUDA_ARCH__ >= 900
   if (blocks > 1) {
     cluster.sync();
     if (rank == 0) add_rows<R>(blocks, sums[0], [&](int i) { return cluster.map_shared_rank(sum, i); });
     cluster.sync();  // nobody leaves before its sum has been read
     if (rank > 0) return;
-  } else {
-    __syncthreads();
   }
+#endif
   if (warp > 0) return;
   Row row;
   row.add(Row::read_shared(blocks > 1 ? sums[0] : sum, lane));

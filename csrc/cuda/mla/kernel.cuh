@@ -11,6 +11,7 @@
 //   key_tiles/roles  uniform grids of 4, 5 and 8 bits: keys are the long side of products, codes become operands in
 //                    registers
 //   row_tiles/roles  tables of levels, and 3 bits: rows are the long side, codes are expanded in shared memory
+//   warp_tiles/roles everything, by products of single warps, where there are no products of warpgroups
 // The other parts, each in a file of its own, in the order in which a segment passes them:
 //   queries  images of rows
 //   exact    exact keys, with sums of their own
@@ -24,10 +25,11 @@
 #include "cuda/mla/key_tiles/roles.cuh"
 #include "cuda/mla/queries.cuh"
 #include "cuda/mla/row_tiles/roles.cuh"
+#include "cuda/mla/warp_tiles/roles.cuh"
 
 namespace turboquant::cuda::mla {
 
-// S: Shape or RowShape. Roles: KeyRoles or RowRoles.
+// S: Shape, RowShape or WarpShape. Roles: KeyRoles, RowRoles or WarpRoles.
 template <class S, class Roles>
 class LatentBlock {
  public:
@@ -80,20 +82,25 @@ class LatentBlock {
 
   // `units` units of codes, from unit `from` of the list on.
   __device__ __forceinline__ void attend_codes(const Segment& segment, int from, int units) {
-    if (threadIdx.x == 0) copy_image(segment);
-    roles_.attend(segment, segment.first_token(from), units,
-                  part_of(segment, from == segment.begin ? kOpened : kContinued),
-                  [&] { wait_barrier(roles_.prepared(), segments_ & 1); });
-    ++segments_;
+    const int token = segment.first_token(from);
+    float* part = part_of(segment, from == segment.begin ? kOpened : kContinued);
+    if constexpr (Roles::kCopiesImage) {
+      if (threadIdx.x == 0) copy_image(segment);
+      roles_.attend(segment, token, units, part, [&] { wait_barrier(roles_.prepared(), segments_ & 1); });
+      ++segments_;
+    } else {
+      roles_.attend(segment, token, units, image_of(segment), part);
+    }
   }
 
   __device__ __forceinline__ void copy_image(const Segment& segment) const {
-    const Plan& plan = block_.plan;
     wait_for_previous_kernel();
     publish_operands();  // what threads wrote here comes before what the copy writes
-    expect(roles_.prepared(), plan.image_bytes);
-    copy_bulk(block_.queries(), plan.images + int64_t{number_of(segment)} * plan.image_bytes, plan.image_bytes,
-              roles_.prepared());
+    expect(roles_.prepared(), block_.plan.image_bytes);
+    copy_bulk(block_.queries(), image_of(segment), block_.plan.image_bytes, roles_.prepared());
+  }
+  __device__ __forceinline__ uint8_t* image_of(const Segment& segment) const {
+    return block_.plan.images + int64_t{number_of(segment)} * block_.plan.image_bytes;
   }
 
   // The segment's number among all that there may be.
@@ -150,10 +157,10 @@ class LatentBlock {
 template <class S, class Roles>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     latent_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // choose_latents sends no call to other devices
-  extern __shared__ __align__(1024) uint8_t shared[];
-  LatentBlock<S, Roles>(x, plan, shared).run();
-#endif
+  if constexpr (Roles::kCompiled) {  // choose_latents sends no call to other devices
+    extern __shared__ __align__(1024) uint8_t shared[];
+    LatentBlock<S, Roles>(x, plan, shared).run();
+  }
 }
 
 }  // namespace turboquant::cuda::mla

@@ -1,9 +1,10 @@
-// The launch of key tiles and row tiles: which instance, and how its shared memory is divided.
+// The launch of key tiles, row tiles and warp tiles: which instance, and how its shared memory is divided.
 #include "cuda/mla/launch.cuh"
 
 #include "cuda/attention/counters.cuh"
 #include "cuda/common/torch.cuh"
 #include "cuda/mla/row_tiles/shape.cuh"
+#include "cuda/mla/warp_tiles/shape.cuh"
 
 namespace turboquant::cuda::mla {
 namespace {
@@ -17,21 +18,33 @@ int rows_of(const Attention& a) {
 
 }  // namespace
 
-LatentLaunch::LatentLaunch(const Latents& call, bool row_tiles, const Device& device) : call_(call), device_(device) {
-  const format::LatentRecord& r = call.record;
-  const int most_rows = rows_of(call.a);
-  entry_ = r.latent_dim == 512 ? find_kernel<512>(most_rows, row_tiles) : find_kernel<256>(most_rows, row_tiles);
-  const DeviceFacts& facts = device.facts;
+// The kernel of R channels, and how its shared memory is divided.
+template <int R>
+void LatentLaunch::find(LatentKernel kernel) {
+  const DeviceFacts& facts = device_.facts;
+  entry_ = find_kernel<R>(kernel, rows_of(call_.a));
   const int per_block = facts.shared_per_multiprocessor / entry_.blocks - kReservedSharedBytes;
   const int limit = std::min(facts.shared_per_block, per_block);
-  if (!row_tiles) {
-    plan_ = Plan(r, entry_.rows, limit);
-  } else if (r.latent_dim == 512) {
-    plan_ = plan_of_row_tiles<RowShape<512>>(r, limit);
-  } else {
-    plan_ = plan_of_row_tiles<RowShape<256>>(r, limit);
+  if (kernel == LatentKernel::kWarpTiles) {
+    plan_ = plan_of_warp_tiles<WarpShape<R>>(call_);
+    entry_.blocks =
+        std::min(entry_.blocks, facts.shared_per_multiprocessor / (plan_.bytes + kReservedSharedBytes));
+    return;
   }
-  grid_ = entry_.blocks * facts.multiprocessors;
+  if constexpr (has_latent_kernel(R)) {
+    plan_ = kernel == LatentKernel::kKeyTiles ? Plan(call_.record, entry_.rows, limit)
+                                              : plan_of_row_tiles<RowShape<R>>(call_.record, limit);
+  }
+}
+
+LatentLaunch::LatentLaunch(const Latents& call, LatentKernel kernel, const Device& device)
+    : call_(call), device_(device) {
+  switch (call.record.latent_dim) {
+    case 128: find<128>(kernel); break;
+    case 256: find<256>(kernel); break;
+    default: find<512>(kernel);
+  }
+  grid_ = entry_.blocks * device.facts.multiprocessors;
   plan_.grid = Divisor(grid_);
   const int64_t rows = int64_t{call.a.max_q_len} * call.a.q_heads;
   plan_.row_blocks = checked_int((rows + entry_.rows - 1) / entry_.rows, "the number of rows of a sequence");
@@ -62,7 +75,7 @@ cudaError_t LatentLaunch::join(void** arguments, cudaStream_t stream) const {
   };
   if (parts <= kFewParts) return launch(entry_.join_few, num_blocks(rows, kJoinWarps), 1);
   int cluster = 1;
-  while (cluster < kMostJoinBlocks && cluster * kJoinWarps * kFewParts < parts) cluster *= 2;
+  while (major >= 9 && cluster < kMostJoinBlocks && cluster * kJoinWarps * kFewParts < parts) cluster *= 2;
   return launch(entry_.join, rows * cluster, cluster);
 }
 

@@ -1,6 +1,7 @@
 // The launches of latent attention, for calls that choose_latents gives to them.
 #pragma once
 
+#include "choices/mla.h"
 #include "cuda/common/device_facts.cuh"
 #include "cuda/mla/shape.cuh"
 
@@ -12,16 +13,16 @@ struct KernelEntry {
   int rows, threads, blocks;  // of a block; blocks per multiprocessor
 };
 
-// The kernel of row tiles; or that of key tiles whose block has the fewest rows that are at least `rows`, or else the
-// most. Defined in instances/latent_<R>.cu.
+// Of several sizes of key tiles that whose block has the fewest rows that are at least `rows`, or else the most.
+// Defined in instances/latent_<R>.cu.
 template <int R>
-KernelEntry find_kernel(int rows, bool row_tiles);
+KernelEntry find_kernel(LatentKernel kernel, int rows);
 
 // A launch, with everything that follows from the call and the device: computed once, before memory is allocated.
 class LatentLaunch {
  public:
   // The call stays alive until `run` returns.
-  LatentLaunch(const Latents& call, bool row_tiles, const Device& device);
+  LatentLaunch(const Latents& call, LatentKernel kernel, const Device& device);
 
   // Bytes of memory for partial results; their contents do not matter.
   int64_t workspace_bytes() const {
@@ -34,6 +35,8 @@ class LatentLaunch {
 
  private:
   int64_t part_floats() const { return int64_t{grid_} * kParts * entry_.rows * (kPartHead + call_.record.latent_dim); }
+  template <int R>
+  void find(LatentKernel kernel);
   void check_limits() const;
   cudaError_t join(void** arguments, cudaStream_t stream) const;
 

@@ -64,7 +64,7 @@ class QueryBytes {
 
 constexpr float kMostHalf = 1024;  // the largest channel of a row as float16
 
-// The same of row tiles: channels as float16, of every 64 a row of 128 bytes, in the order in which codes are expanded
+// The same of row tiles and warp tiles: channels as float16, of every 64 a row of 128 bytes, in the order in which codes are expanded
 // (attention/row_tiles/expansion.cuh).
 template <int R>
 class QueryHalves {
@@ -96,7 +96,7 @@ class QueryHalves {
 template <int R>
 __global__ void __launch_bounds__(32 * kImageRows)
     prepare_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   using Rotation = RowRotation<R>;
   constexpr int kPerLane = Rotation::kPerLane, kCodes = R * kImageRows * 2;
   __shared__ __align__(16) uint8_t part[kCodes + 64 * kImageRows * 2];
@@ -142,9 +142,9 @@ __global__ void __launch_bounds__(32 * kImageRows)
     most = max_or_nan(most, __shfl_xor_sync(0xffffffff, most, bit));
     center += __shfl_xor_sync(0xffffffff, center, bit);
   }
-  const float largest = plan.row_tiles ? kMostHalf : kMostQuery, up = most > kLeastQuery ? largest / most : 0;
+  const float largest = plan.half_queries ? kMostHalf : kMostQuery, up = most > kLeastQuery ? largest / most : 0;
   int sum = 0;
-  if (plan.row_tiles) {
+  if (plan.half_queries) {
     QueryHalves<R>(part, warp, lane).store(y, up);
   } else {
     int v[kPerLane];
@@ -155,14 +155,14 @@ __global__ void __launch_bounds__(32 * kImageRows)
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int c = lane + 32 * i, place = plan.row_tiles ? swizzled(warp, 2 * c) : place_in_operand(1, warp, c);
+    const int c = lane + 32 * i, place = plan.half_queries ? swizzled(warp, 2 * c) : place_in_operand(1, warp, c);
     *reinterpret_cast<uint16_t*>(part + kCodes + place) = rope[i];
   }
   uint8_t* image = plan.images + int64_t{segment} * plan.image_bytes;
   if (lane == 0) {
     const RowTable table(image + plan.query_bytes, rows);
     const Kind kind = plan.kind;
-    const float step = plan.row_tiles ? 1 : level_step(kind), offset = plan.row_tiles ? 0 : level_offset(kind);
+    const float step = plan.half_queries ? 1 : level_step(kind), offset = plan.half_queries ? 0 : level_offset(kind);
     const float scale = step * format::kLevelUnit * (most <= kLeastQuery ? 0 : most / largest);
     const RowSight sight = exists ? sight_of(a, sequence, length, queries, place.position) : RowSight{};
     table.scale[row] = scale;
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(32 * kImageRows)
 
   // In the image, the parts of all eights of rows stand side by side: of 16 channels each, or of 64.
   const uint4* from = reinterpret_cast<const uint4*>(part);
-  if (plan.row_tiles) {
+  if (plan.half_queries) {
     for (int i = threadIdx.x; i < R + 64; i += 32 * kImageRows) {
       *reinterpret_cast<uint4*>(image + i / 64 * (kSwizzleRow * rows) + tile * kSwizzleGroup + i % 64 * 16) = from[i];
     }

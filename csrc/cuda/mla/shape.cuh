@@ -23,8 +23,14 @@ enum Kind : int {
   kBytes,    // 8 bits
 };
 
-// The same of row tiles (mla/row_tiles/expander.cuh). All have a table of levels.
-enum class RowKind : int { kThreeBits, kFourBits, kFiveBits };
+// How codes become levels of float16 (mla/levels.cuh). All but bytes have a table of levels.
+enum class LevelKind : int { kThreeBits, kFourBits, kFiveBits, kBytes };
+
+inline LevelKind level_kind_of(format::Width width) {
+  if (format::is_spread(width)) return LevelKind::kThreeBits;
+  if (format::has_plane(width)) return LevelKind::kFiveBits;
+  return format::fits_nibble(width) ? LevelKind::kFourBits : LevelKind::kBytes;
+}
 
 constexpr int kMostRegisters = 256;  // a thread has fewer: 255 at most
 constexpr int kTileTokens = format::LatentRecord::kTileTokens;
@@ -49,7 +55,7 @@ enum Part : int {
 
 // How the lanes of a warp hold a latent: four neighbouring channels at a time.
 template <int R>
-using RowRotation = HadamardTraits<1, R == 512 ? 9 : 8, 32, 4>;
+using RowRotation = HadamardTraits<1, R == 512 ? 9 : R == 256 ? 8 : 7, 32, 4>;
 
 // The blocks that share a segment: `blocks` of them from `first` on. The last of them, from `exact` on, have its exact
 // keys, or none has (-1).
@@ -136,16 +142,18 @@ __host__ __device__ constexpr bool totals_in_memory(int rows) { return rows == 6
 // Shared memory of a block, in bytes from its start, and what else all blocks need to know. Key tiles and row tiles
 // divide it differently.
 struct Plan {
-  bool row_tiles;
+  bool half_queries;                      // float16, not integers
   Divisor grid;                           // blocks
   int planes, ropes, scales, tile_bytes;  // of a tile of the record
   int queries, rows, weights, factors, barriers, notes, bytes;
   // Of key tiles: the ring of units.
   Kind kind;
   int stages, unit_bytes, exchange, totals;
-  // Of row tiles: raw slots, as many bytes each, and what is noted of them; scales of the tokens in the ring; levels.
-  RowKind row_kind;
-  int raw, raw_bytes, raw_slots, raw_notes, token_scales, tables;
+  // How row tiles and warp tiles expand codes, and where the tables for it are.
+  LevelKind level_kind;
+  int tables;
+  // Of row tiles: raw slots, as many bytes each, and what is noted of them; scales of the tokens in the ring.
+  int raw, raw_bytes, raw_slots, raw_notes, token_scales;
 
   int query_bytes, image_bytes;  // of an image: the queries, and the table of rows behind them
   uint8_t* images;               // [numbers of segments, image_bytes]
@@ -158,10 +166,10 @@ struct Plan {
   __host__ __device__ static constexpr int factors_of(int rows) { return rows + 2; }
 
   Plan() = default;
-  // Of key tiles; row tiles have plan_of_row_tiles (mla/row_tiles/shape.cuh).
+  // Of key tiles; others have plan_of_row_tiles and plan_of_warp_tiles (shape.cuh in their folders).
   Plan(const format::LatentRecord& r, int block_rows, int shared_limit) {
     const auto up = [](int n, int to) { return (n + to - 1) / to * to; };
-    row_tiles = false;
+    half_queries = false;
     kind = format::has_plane(r.width()) ? kPlanes : format::fits_nibble(r.width()) ? kNibbles : kBytes;
     planes = r.planes(), ropes = r.ropes(), scales = r.scales();
     tile_bytes = up(r.tile_bytes(), 128), unit_bytes = kUnitTiles * tile_bytes;
@@ -257,6 +265,25 @@ __device__ __forceinline__ void for_each(F&& f) {
   if constexpr (I < N) {
     f(std::integral_constant<int, I>{});
     for_each<N, I + 1>(f);
+  }
+}
+
+// Leaves 16 rows of sums of a warp in a partial result. Element 4 j + 2 i + h of sums is row g + 8 i and place 2 t + h
+// of octet j: channel t or t + 4 (attention/row_tiles/expansion.cuh). to: row g, from the first channel on. ROW: floats
+// from one row to the next.
+template <int CHANNELS, int ROW>
+__device__ __forceinline__ void leave_sums(const float* sums, float* to, int t) {
+#pragma unroll
+  for (int j = 0; j < CHANNELS / 8; j += 2) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float* x = sums + 4 * j + 2 * i;
+      float y[4] = {x[0], x[1], x[4], x[5]};  // of channel t of four fours of channels
+      transpose_quad(y, t);
+      constexpr float kUnit = format::kLevelUnit;
+      *reinterpret_cast<float4*>(to + i * 8 * ROW + 8 * j + 4 * t) = {y[0] * kUnit, y[1] * kUnit, y[2] * kUnit,
+                                                                      y[3] * kUnit};
+    }
   }
 }
 

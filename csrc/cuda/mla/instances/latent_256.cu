@@ -1,4 +1,4 @@
 // nvcc: -fmad=true
 #include "cuda/mla/instances.cuh"
 
-template turboquant::cuda::mla::KernelEntry turboquant::cuda::mla::find_kernel<256>(int rows, bool row_tiles);
+template turboquant::cuda::mla::KernelEntry turboquant::cuda::mla::find_kernel<256>(turboquant::LatentKernel kernel, int rows);

@@ -19,6 +19,8 @@ namespace turboquant::cuda::mla {
 template <class S>
 class KeyRoles {
  public:
+  static constexpr bool kCompiled = kWarpgroupProducts, kCopiesImage = true;
+
   explicit __device__ __forceinline__ KeyRoles(const BlockView& block) : block_(block) {}
 
   // By all threads, before barriers are used.

@@ -3,65 +3,16 @@
 // and store at once is in different banks.
 #pragma once
 
-#include "cuda/attention/row_tiles/expansion.cuh"
 #include "cuda/codec/record.cuh"
+#include "cuda/mla/levels.cuh"
 #include "cuda/mla/row_tiles/shape.cuh"
 
 namespace turboquant::cuda::mla {
 
-// The byte of a code in its table: its level and, of codes in the lower half, whose levels are negative, 128 more. Of 3
-// bits all have 128 more. levels: [2^bits] or null, the uniform grid
-__device__ __forceinline__ uint8_t table_byte(const int8_t* levels, format::Width width, int code) {
-  const int codes = 1 << format::num_bits(width);
-  if (format::levels_are_codes(width) || code >= codes) return 0;
-  const int level = levels ? levels[code] : format::uniform_level(width, code);
-  return static_cast<uint8_t>(code < max(codes / 2, 8) ? level + 128 : level);
-}
-
-// Pairs (i, i + 4), i = 0..3, of eight codes, as levels.
-template <RowKind KIND>
-class LevelPairs {
-  using Pairs = __half2[4];
-
- public:
-  explicit __device__ __forceinline__ LevelPairs(const uint8_t* table)  // aligned to 16 bytes
-      : lower_(reinterpret_cast<const int8_t*>(table)), upper_(reinterpret_cast<const int8_t*>(table) + 16) {}
-
-  // w: nibbles. plane: of five bits, the fifth bit of nibble i at 8 (i / 2) + i % 2
-  __device__ __forceinline__ void expand(uint32_t w, uint32_t plane, Pairs& to) const {
-    namespace shared = cuda::row_tiles;
-    if constexpr (KIND == RowKind::kThreeBits) {
-      shared::expand<shared::kSpread>(w & 0x77777777, 0, lower_, to);
-    } else if constexpr (KIND == RowKind::kFourBits) {
-      shared::expand<shared::kLevels>(w, 0, lower_, to);
-    } else {
-      const uint32_t codes = select_bytes(w, 0, 0x3120);  // nibbles 0 1 4 5 2 3 6 7
-      const __half2 added = __float2half2_rn(1152);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t four = i < 2 ? codes : codes >> 16, pair = i % 2 ? 0x5351 : 0x5250;
-        const uint32_t low = select_bytes(look_up(lower_, four), shared::kMagic, pair);
-        const uint32_t high = select_bytes(look_up(upper_, four), shared::kMagic, pair);
-        const uint32_t is_high = (plane >> (i / 2 * 8 + i % 2) & 0x00010001) * 0xFF;
-        const uint32_t x = (low & ~is_high) | (high & is_high) | (is_high & 0x00800080);
-        to[i] = __hsub2(shared::as_halves(x), added);
-      }
-    }
-  }
-
- private:
-  // The bytes of four nibbles in a table of 16, all below 128: a selector's bit 3 makes zeros of such bytes.
-  static __device__ __forceinline__ uint32_t look_up(const cuda::row_tiles::Tables& t, uint32_t codes) {
-    return select_bytes(t.low0, t.low1, codes) | select_bytes(t.high0, t.high1, codes ^ 0x8888);
-  }
-
-  const cuda::row_tiles::Tables lower_, upper_;
-};
-
-template <class S, RowKind KIND>
+template <class S, LevelKind KIND>
 class Expander {
   static constexpr int kGroups = S::kLatent / 32;  // of 32 channels: four octets. A warp has four of them
-  static constexpr int kWords = KIND == RowKind::kThreeBits ? 3 : 4;  // of a group
+  static constexpr int kWords = KIND == LevelKind::kThreeBits ? 3 : 4;  // of a group
   static constexpr int kRow = kGroups * kWords * 4, kPlane = S::kLatent / 8;
   static_assert(kGroups / 4 * 2 == S::kSumWarps);
 
@@ -75,7 +26,7 @@ class Expander {
   __device__ __forceinline__ void expand(const uint8_t* from, int tile, int p, bool exists) const {
     const uint32_t raw = shared_address(from), row = raw + (p * kPieceKeys + token_) * kRow;
     uint32_t w[kWords], fifth = 0;
-    if constexpr (KIND == RowKind::kThreeBits) {
+    if constexpr (KIND == LevelKind::kThreeBits) {
 #pragma unroll
       for (int n = 0; n < 3; ++n) w[n] = load_word(row + format::swapped_byte(kRow, token_, 12 * group_ + 4 * n));
     } else {
@@ -83,7 +34,7 @@ class Expander {
       const uint4 x = load_words(row + word * format::kLatentWord);
       w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
     }
-    if constexpr (KIND == RowKind::kFiveBits) {
+    if constexpr (KIND == LevelKind::kFiveBits) {
       fifth = load_word(raw + kTileKeys * kRow + (p * kPieceKeys + token_) * kPlane + group_ * 4);
     }
     const uint32_t to = shared_ + tile * (kTileKeys * kSwizzleRow) + group_ / 2 * S::kPanelBytes +

@@ -8,6 +8,7 @@
 
 #include "cuda/common/async_copy.cuh"
 #include "cuda/common/wgmma_swizzled.cuh"
+#include "cuda/mla/levels.cuh"
 #include "cuda/mla/shape.cuh"
 
 namespace turboquant::cuda::mla {
@@ -17,7 +18,6 @@ constexpr int kTilePieces = 3;
 constexpr int kTileKeys = kTilePieces * kPieceKeys;
 constexpr int kUnitPieces = kUnitTokens / kPieceKeys;
 constexpr int kMostRawSlots = 4;
-constexpr int kLevelCodes = 32;  // of the largest table of levels
 constexpr int kSumsBarrier = 2;  // named barriers, of each warpgroup that sums
 
 // R: channels of a latent.
@@ -94,10 +94,8 @@ Plan plan_of_row_tiles(const format::LatentRecord& r, int shared_limit) {
   int next = S::kRingBytes;
   const auto place = [&](int& at, int bytes) { at = next, next += (bytes + 127) / 128 * 128; };
   Plan p{};
-  p.row_tiles = true;
-  p.row_kind = format::is_spread(r.width())   ? RowKind::kThreeBits
-               : format::has_plane(r.width()) ? RowKind::kFiveBits
-                                              : RowKind::kFourBits;
+  p.half_queries = true;
+  p.level_kind = level_kind_of(r.width());
   p.planes = r.planes(), p.ropes = r.ropes(), p.scales = r.scales(), p.tile_bytes = r.tile_bytes();
   p.query_bytes = S::kRows * (S::kLatent + 64) * 2;
   p.image_bytes = (p.query_bytes + RowTable::bytes(S::kRows) + 127) / 128 * 128;

@@ -24,34 +24,24 @@ class RowSums {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums_[i] = 0;
     receive<kSums>(sums_);
-    switch (block_.plan.row_kind) {
-      case RowKind::kThreeBits: return attend_as<RowKind::kThreeBits>(tiles, turn, raw);
-      case RowKind::kFourBits: return attend_as<RowKind::kFourBits>(tiles, turn, raw);
-      case RowKind::kFiveBits: return attend_as<RowKind::kFiveBits>(tiles, turn, raw);
+    switch (block_.plan.level_kind) {
+      case LevelKind::kThreeBits: return attend_as<LevelKind::kThreeBits>(tiles, turn, raw);
+      case LevelKind::kFourBits: return attend_as<LevelKind::kFourBits>(tiles, turn, raw);
+      case LevelKind::kFiveBits: return attend_as<LevelKind::kFiveBits>(tiles, turn, raw);
+      case LevelKind::kBytes: return;  // key tiles have them
     }
   }
 
   // The sums of a partial result [ROWS, kPart].
   __device__ __forceinline__ void leave(float* part) const {
-    const int t = block_.t, row = 16 * (block_.warp % 4) + block_.g;
-    float* to = part + row * S::kPart + kPartHead + group_ * S::kSumChannels + 4 * t;
-#pragma unroll
-    for (int j = 0; j < S::kSumChannels / 8; j += 2) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {  // rows g and g + 8
-        const float* x = sums_ + 4 * j + 2 * i;
-        float y[4] = {x[0], x[1], x[4], x[5]};  // of channel t of four fours of channels
-        transpose_quad(y, t);
-        constexpr float kUnit = format::kLevelUnit;
-        *reinterpret_cast<float4*>(to + i * 8 * S::kPart + 8 * j) = {y[0] * kUnit, y[1] * kUnit, y[2] * kUnit,
-                                                                     y[3] * kUnit};
-      }
-    }
+    const int row = 16 * (block_.warp % 4) + block_.g;
+    leave_sums<S::kSumChannels, S::kPart>(sums_, part + row * S::kPart + kPartHead + group_ * S::kSumChannels,
+                                          block_.t);
   }
 
  private:
   // First as many tiles as the ring has are expanded, then one for each that is summed, then the last ones are summed.
-  template <RowKind KIND>
+  template <LevelKind KIND>
   __device__ __forceinline__ void attend_as(int tiles, TileTurn<S> turn, RingPlace& raw) {
     const Expander<S, KIND> expander(block_, block_.warp - kWarpgroup / 32);
     TileTurn<S> next = turn;

@@ -1,0 +1,4 @@
+// nvcc: -fmad=true
+#include "cuda/mla/instances.cuh"
+
+template turboquant::cuda::mla::KernelEntry turboquant::cuda::mla::find_kernel<128>(turboquant::LatentKernel kernel, int rows);
