@@ -1,10 +1,10 @@
 // Latent attention by products of single warps (mma.sync): for devices without products of warpgroups, and for sizes
 // that the kernels with those are not compiled for.
 //
-// A block has 16 rows and takes a tile of the record, 32 keys, at a time. Each warp has 64 channels of everything: it
-// loads their codes from memory, a tile ahead, expands them to float16 in shared memory that no other warp reads,
-// multiplies them with its channels of the queries, and sums its channels of weighted latents. So warps meet twice in a
-// tile: when scores over parts of the channels are there, and when weights are.
+// A block has 16 rows and takes a tile of the record, 32 keys, at a time. Each warp has 64 or 128 channels of everything:
+// it loads their codes from memory, a tile ahead, expands them to float16, multiplies them with its channels of the queries,
+// and sums its channels of weighted latents, for which it keeps them in shared memory. So warps meet twice in a tile:
+// when scores over parts of the channels are there, and when weights are.
 //
 // Lane (g, t) has of scores rows g and g + 8 by keys 8 j + 2 t and 8 j + 2 t + 1, and of sums the same rows by places
 // 2 t and 2 t + 1 of every eight: channels t and t + 4 (attention/row_tiles/expansion.cuh).
@@ -31,7 +31,7 @@ class WarpWeights {
 
   __device__ __forceinline__ WarpWeights(const BlockView& block, const RowTable& rows, int end)
       : block_(block), row_(threadIdx.x / kPerRow), key_(threadIdx.x % kPerRow * kEach), first_(rows.first[row_]),
-        end_(min(rows.end[row_], end)), shift_(rows.shift[row_]) {}
+        end_(min(rows.end[row_], end)) {}
 
   // scales: of the keys of the next tile that is weighed
   __device__ __forceinline__ void load_scales(const uint8_t* scales) {
@@ -43,13 +43,18 @@ class WarpWeights {
   __device__ __forceinline__ void weigh(int token) {
     const uint8_t* from = block_.shared + S::kScores + row_ * S::kScoreStride + key_ * 4;
     float x[kEach] = {}, scale[kEach], most = -INFINITY;
+    float2 part[S::kWarps][kEach / 2];  // all loads are on their way before one is waited for
 #pragma unroll
     for (int w = 0; w < S::kWarps; ++w) {
 #pragma unroll
-      for (int k = 0; k < kEach; k += 2) {
-        const float2 part = *reinterpret_cast<const float2*>(from + w * S::kScoreBytes + k * 4);
-        x[k] += part.x, x[k + 1] += part.y;
+      for (int k = 0; k < kEach / 2; ++k) {
+        part[w][k] = load_pair(shared_address(from) + w * S::kScoreBytes + k * 8);
       }
+    }
+#pragma unroll
+    for (int w = 0; w < S::kWarps; ++w) {
+#pragma unroll
+      for (int k = 0; k < kEach / 2; ++k) x[2 * k] += part[w][k].x, x[2 * k + 1] += part[w][k].y;
     }
     bool sees[kEach];
 #pragma unroll
@@ -75,20 +80,25 @@ class WarpWeights {
   }
 
   // The head of the row of a partial result [ROWS, kPart].
-  __device__ __forceinline__ void leave(float* part) const {
+  __device__ __forceinline__ void leave(const RowTable& rows, float* part) const {
     float total = total_;
 #pragma unroll
     for (int bit = 1; bit < kPerRow; bit *= 2) total += __shfl_xor_sync(0xffffffff, total, bit);
     if (key_ != 0) return;
     float* head = part + row_ * S::kPart;
-    head[0] = top_ == -INFINITY ? -INFINITY : top_ - kRoom + shift_;
+    head[0] = top_ == -INFINITY ? -INFINITY : top_ - kRoom + rows.shift[row_];
     head[1] = total, head[2] = 0;
   }
 
  private:
+  static __device__ __forceinline__ float2 load_pair(uint32_t from) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+    return x;
+  }
+
   const BlockView block_;
   const int row_, key_, first_, end_;  // the thread's first key of a tile; the keys that the row sees
-  const float shift_;
   float top_ = -INFINITY, total_ = 0;
   __half scale_[kEach];  // of the keys of this tile
 };
@@ -127,27 +137,31 @@ class WarpRoles {
     end_ = min(a.new_begin(segment.work.length, segment.work.queries), token + units * kUnitTokens);
     table_ = a.block_table + segment.sequence * a.table_stride;
     const int tiles = units * kUnitTiles;
-    WarpWeights<S> weights(block_, RowTable(image + block_.plan.query_bytes, S::kRows), end_);
+    const RowTable rows(image + block_.plan.query_bytes, S::kRows);
+    WarpWeights<S> weights(block_, rows, end_);
     switch (block_.plan.level_kind) {
       case LevelKind::kThreeBits: attend_as<LevelKind::kThreeBits>(tiles, weights); break;
       case LevelKind::kFourBits: attend_as<LevelKind::kFourBits>(tiles, weights); break;
       case LevelKind::kFiveBits: attend_as<LevelKind::kFiveBits>(tiles, weights); break;
       case LevelKind::kBytes: attend_as<LevelKind::kBytes>(tiles, weights); break;
     }
-    weights.leave(part);
+    weights.leave(rows, part);
     leave_sums<S::kChannels, S::kPart>(sums_, part + block_.g * S::kPart + kPartHead + block_.warp * S::kChannels,
                                        block_.t);
   }
 
  private:
   static constexpr int kRopeSteps = 4 / S::kRopeWarps;  // of 16 rotary channels, of a warp that has any
-  static constexpr int kSteps = S::kChannels / 16, kSums = S::kChannels / 2, kGroups = S::kChannels / 32;
+  static constexpr int kSteps = S::kChannels / 16, kSums = S::kChannels / 2,
+                       kPanels = S::kChannels / 64;
 
-  // What a lane loads ahead: the warp's channels of one key, groups of 32.
+  // What a lane loads ahead: of each 64 of the warp's channels channels 16 t to 16 t + 15 of keys g, g + 8, g + 16 and
+  // g + 24.
   template <LevelKind KIND>
   struct Loaded {
-    static constexpr int kWords = KIND == LevelKind::kBytes ? 8 : KIND == LevelKind::kThreeBits ? 3 : 4;
-    uint32_t word[kGroups][kWords], fifth[kGroups];
+    static constexpr int kGroupBytes = KIND == LevelKind::kBytes ? 32 : KIND == LevelKind::kThreeBits ? 12 : 16;
+    static constexpr int kWords = KIND == LevelKind::kBytes ? 4 : KIND == LevelKind::kThreeBits ? 3 : 2;
+    uint32_t word[kPanels][4][kWords], fifth[kPanels][4];
   };
 
   template <LevelKind KIND>
@@ -157,20 +171,16 @@ class WarpRoles {
     for (int i = 0; i < kSums; ++i) sums_[i] = 0;
     next_pages_ = read_pages(0);
     Loaded<KIND> codes;
-    const uint8_t* tile = find_tile(0);
-    load_codes(tile, codes);
-    copy_rest(tile);
+    load_tile(0, codes);
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
-      expand(levels, codes);
-      tile = i + 1 < tiles ? find_tile(i + 1) : nullptr;
-      load_codes(tile, codes);
-      wait_for_copies();
+      float x[4][4];
+      multiply(levels, codes, x);
+      load_tile(i + 1, codes);
+      wait_for_committed_copies<1>();  // this tile's
       __syncwarp();
-      score();
-      weights.load_scales(scales());
-      __syncwarp();  // nobody copies the next tile's before others have read these
-      copy_rest(tile);
+      leave_scores(x, i % 2);
+      weights.load_scales(scales(i % 2));
       __syncthreads();  // all scores are there
       weights.weigh(token_ + i * kTileTokens);
       __syncthreads();  // all weights are
@@ -182,28 +192,38 @@ class WarpRoles {
 
   // ---- Queries
 
-  // The warp's channels of the queries to shared memory, and 16 rotary ones to registers, if it has any, as a left
-  // operand.
+  // The warp's channels of the queries, and up to 32 rotary ones, as left operands.
   __device__ __forceinline__ void load_queries(const uint8_t* image) {
-    const uint4* from = reinterpret_cast<const uint4*>(image + block_.warp * S::kQueryBytes);
-    for (int i = block_.lane; i < S::kQueryBytes / 16; i += 32) reinterpret_cast<uint4*>(queries())[i] = from[i];
-    __syncwarp();
+    // Word `word` of a row of 64 channels: two channels that are neighbours in the image.
+    const auto word = [&](int panel, int row, int word) {
+      return *reinterpret_cast<const uint32_t*>(image + panel * (S::kRows * kSwizzleRow) + swizzled(row, word * 4));
+    };
+    const auto operand = [&](int panel, int first, int second) {
+      return make_uint4(word(panel, block_.g, first), word(panel, block_.g + 8, first),
+                        word(panel, block_.g, second), word(panel, block_.g + 8, second));
+    };
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int first = 8 * block_.t + s % 4 * 2;
+      queries_[s] = operand(panel(s / 4), first, first + 1);
+    }
     has_rope_ = block_.warp < block_.call.record.rope_dim / 16;
     if (has_rope_) {
 #pragma unroll
       for (int s = 0; s < kRopeSteps; ++s) {
-        const auto word = [&](int row, int byte) {
-          return *reinterpret_cast<const uint32_t*>(image + S::kWarps * S::kQueryBytes +
-                                                    swizzled(row, rope_step(s) * 32 + block_.t * 4 + byte));
-        };
-        rope_queries_[s] =
-            make_uint4(word(block_.g, 0), word(block_.g + 8, 0), word(block_.g, 16), word(block_.g + 8, 16));
+        rope_queries_[s] = operand(S::kLatent / 64, 8 * rope_step(s) + block_.t, 8 * rope_step(s) + 4 + block_.t);
+        const int bytes = block_.call.record.rope_bytes(), key = block_.lane / 2;
+        const int word = format::swapped_word(bytes / format::kLatentWord, key, 2 * rope_step(s) + block_.lane % 2);
+        rope_from_[s] = key * bytes + word * format::kLatentWord;
       }
     }
     const RowTable rows(const_cast<uint8_t*>(image) + block_.plan.query_bytes, S::kRows);
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor_[i] = rows.scale[block_.g + 8 * i];
   }
+
+  // The panel of 64 channels of the latent that is the warp's p-th.
+  __device__ __forceinline__ int panel(int p) const { return block_.warp * kPanels + p; }
 
   // ---- From memory
 
@@ -212,64 +232,70 @@ class WarpRoles {
     const int token = token_ + (first + block_.lane) * kTileTokens;
     return token < end_ ? block_.call.page_of(table_, token) : -1;
   }
-  // Tile i of the segment, which a warp asks for one after the other; null: there is none, and all of it counts as 0.
-  __device__ __forceinline__ const uint8_t* find_tile(int i) {
+  // Starts to load tile i of the segment, one after the other. Where there is none, all of it is 0.
+  template <LevelKind KIND>
+  __device__ __forceinline__ void load_tile(int i, Loaded<KIND>& codes) {
     if (i % 32 == 0) pages_ = next_pages_, next_pages_ = read_pages(i + 32);
     const int page = __shfl_sync(0xffffffff, pages_, i % 32);
-    return block_.call.exists(page) ? block_.call.tile_of(page, token_ + i * kTileTokens) : nullptr;
+    const Latents& x = block_.call;
+    const unsigned in_page = token_ / kTileTokens + i & x.record.page_size / kTileTokens - 1;
+    const uint8_t* tile =
+        x.exists(page) ? x.a.pages + int64_t{page} * x.a.page_stride + in_page * block_.plan.tile_bytes : nullptr;
+    load_codes(tile, codes);
+    copy_rest(tile, i % 2);
+    commit_copies();
   }
 
-  // The lane's key of a tile. Codes are read once.
+  // Codes of a tile, which are read once.
   template <LevelKind KIND>
   __device__ __forceinline__ void load_codes(const uint8_t* tile, Loaded<KIND>& to) const {
-    constexpr int kWords = Loaded<KIND>::kWords, kRow = S::kLatent / 32 * kWords * 4;
+    constexpr int kRow = Loaded<KIND>::kGroupBytes * (S::kLatent / 32);
     to = {};
     if (!tile) return;
-    const int token = block_.lane, group = kGroups * block_.warp;
-    const uint8_t* row = tile + token * kRow;
+    const int g = block_.g, odd = block_.t % 2;
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      if constexpr (KIND == LevelKind::kThreeBits) {
+    for (int p = 0; p < kPanels; ++p) {
+      const int group = 2 * panel(p) + block_.t / 2;  // of 32 channels
 #pragma unroll
-        for (int n = 0; n < kWords; ++n) {
-          const int byte = format::swapped_byte(kRow, token, (group + i) * kWords * 4 + 4 * n);
-          to.word[i][n] = *reinterpret_cast<const uint32_t*>(row + byte);
+      for (int j = 0; j < 4; ++j) {
+        const uint8_t* row = tile + (g + 8 * j) * kRow;
+        const auto place = [&](int byte) { return format::swapped_byte(kRow, g + 8 * j, byte); };
+        auto& w = to.word[p][j];
+        if constexpr (KIND == LevelKind::kThreeBits) {  // all of the group: its spare bits are the fourth octet
+#pragma unroll
+          for (int n = 0; n < 3; ++n) w[n] = *reinterpret_cast<const uint32_t*>(row + place(group * 12 + 4 * n));
+        } else if constexpr (KIND == LevelKind::kBytes) {
+          const uint4 x = __ldcs(reinterpret_cast<const uint4*>(row + place(group * 32 + odd * 16)));
+          w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
+        } else {
+          const uint2 x = __ldcs(reinterpret_cast<const uint2*>(row + place(group * 16 + odd * 8)));
+          w[0] = x.x, w[1] = x.y;
         }
-      } else {
-#pragma unroll
-        for (int n = 0; n < kWords; n += 4) {
-          const int word =
-              format::swapped_word(kRow / format::kLatentWord, token, ((group + i) * kWords + n) / 4);
-          const uint4 x = __ldcs(reinterpret_cast<const uint4*>(row) + word);
-          to.word[i][n] = x.x, to.word[i][n + 1] = x.y, to.word[i][n + 2] = x.z, to.word[i][n + 3] = x.w;
+        if constexpr (KIND == LevelKind::kFiveBits) {
+          const uint8_t* plane = tile + block_.plan.planes + (g + 8 * j) * (S::kLatent / 8);
+          to.fifth[p][j] = reinterpret_cast<const uint32_t*>(plane)[group];
         }
-      }
-      if constexpr (KIND == LevelKind::kFiveBits) {
-        const uint8_t* plane = tile + block_.plan.planes + token * (S::kLatent / 8);
-        to.fifth[i] = reinterpret_cast<const uint32_t*>(plane)[group + i];
       }
     }
   }
 
   // Starts to copy the scales of a tile and the warp's rotary channels, in the order that products read them in.
-  __device__ __forceinline__ void copy_rest(const uint8_t* tile) const {
+  __device__ __forceinline__ void copy_rest(const uint8_t* tile, int buffer) const {
     const Plan& plan = block_.plan;
     const int lane = block_.lane;
     const uint8_t* anything = block_.call.a.pages;
     if (lane < S::kScaleBytes / 16) {
-      copy_or_clear(scales() + lane * 16, tile ? tile + plan.scales + lane * 16 : anything, tile != nullptr);
+      copy_or_clear(scales(buffer) + lane * 16, tile ? tile + plan.scales + lane * 16 : anything, tile != nullptr);
     }
     if (!has_rope_) return;
     const int bytes = block_.call.record.rope_bytes();
 #pragma unroll
     for (int s = 0; s < kRopeSteps; ++s) {
       const bool there = tile && rope_step(s) * 32 < bytes;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int word = format::swapped_word(bytes / format::kLatentWord, lane, 2 * rope_step(s) + h);
-        const uint8_t* from = tile + plan.ropes + lane * bytes + word * format::kLatentWord;
-        copy_or_clear(ropes(s) + rope_place(lane, h), there ? from : anything, there);
-      }
+      const uint8_t* from = there ? tile + plan.ropes + rope_from_[s] : anything;
+      uint8_t* to = ropes(s, buffer) + rope_place(lane / 2, lane % 2);
+      copy_or_clear(to, from, there);
+      copy_or_clear(to + rope_place(16, 0), there ? from + 16 * bytes : anything, there);  // keys have the same order
     }
   }
   // 16 rotary channels that the warp has.
@@ -279,61 +305,72 @@ class WarpRoles {
 
   // ---- In shared memory
 
-  __device__ __forceinline__ uint8_t* queries() const {
-    return block_.shared + S::kQueries + block_.warp * S::kQueryBytes;
-  }
   __device__ __forceinline__ uint8_t* levels() const {
     return block_.shared + S::kLevels + block_.warp * S::kLevelBytes;
   }
-  __device__ __forceinline__ uint8_t* scales() const {
-    return block_.shared + S::kScales + block_.warp * S::kScaleBytes;
+  __device__ __forceinline__ uint8_t* scales(int buffer) const {
+    return block_.shared + S::kScales + (buffer * S::kWarps + block_.warp) * S::kScaleBytes;
   }
-  __device__ __forceinline__ uint8_t* ropes(int s) const {
-    return block_.shared + S::kRopes + rope_step(s) * S::kRopeBytes;
+  __device__ __forceinline__ uint8_t* ropes(int s, int buffer) const {
+    return block_.shared + S::kRopes + (buffer * 4 + rope_step(s)) * S::kRopeBytes;
   }
 
-  // Codes become levels, [keys][64 channels].
+  // The levels of 16 channels of a key: pairs i and i + 4 of two octets.
   template <LevelKind KIND>
-  __device__ __forceinline__ void expand(const LevelPairs<KIND>& pairs, const Loaded<KIND>& x) const {
-    uint4* to = reinterpret_cast<uint4*>(levels() + block_.lane * S::kLevelStride);
+  __device__ __forceinline__ void expand(const LevelPairs<KIND>& pairs, const uint32_t (&w)[Loaded<KIND>::kWords],
+                                         uint32_t fifth, __half2 (&y)[2][4]) const {
+    const bool odd = block_.t % 2;
+    if constexpr (KIND == LevelKind::kBytes) {
+      cuda::row_tiles::expand_bytes(w[0], w[1], y[0]);
+      cuda::row_tiles::expand_bytes(w[2], w[3], y[1]);
+    } else if constexpr (KIND == LevelKind::kThreeBits) {
+      pairs.expand(odd ? w[2] : w[0], 0, y[0]);
+      pairs.expand(odd ? fourth_spread_word(w[0], w[1], w[2]) : w[1], 0, y[1]);
+    } else {
+      fifth >>= odd * 4;
+      pairs.expand(w[0], fifth, y[0]);
+      pairs.expand(w[1], fifth >> 2, y[1]);
+    }
+  }
+
+  // Codes become levels, in registers for scores and in shared memory, [keys][channels], for sums. Products of all
+  // keys and rows over the warp's channels.
+  template <LevelKind KIND>
+  __device__ __forceinline__ void multiply(const LevelPairs<KIND>& pairs, const Loaded<KIND>& codes,
+                                           float (&x)[4][4]) const {
+    using cuda::row_tiles::as_word;
+    uint8_t* to = levels() + block_.g * S::kLevelStride + block_.t * 32;
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
+    for (int j = 0; j < 4; ++j) {  // eights of keys
 #pragma unroll
-      for (int o = 0; o < 4; ++o) {  // octets
-        const auto& w = x.word[i];
-        __half2 y[4];
-        if constexpr (KIND == LevelKind::kBytes) {
-          cuda::row_tiles::expand_bytes(w[2 * o], w[2 * o + 1], y);
-        } else if constexpr (KIND == LevelKind::kThreeBits) {
-          pairs.expand(o < 3 ? w[o] : fourth_spread_word(w[0], w[1], w[2]), 0, y);
-        } else {
-          pairs.expand(w[o], x.fifth[i] >> (2 * o), y);
+      for (int i = 0; i < 4; ++i) x[j][i] = 0;
+    }
+#pragma unroll
+    for (int p = 0; p < kPanels; ++p) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        __half2 y[2][4];
+        expand(pairs, codes.word[p][j], codes.fifth[p][j], y);
+#pragma unroll
+        for (int o = 0; o < 2; ++o) {
+          *reinterpret_cast<uint4*>(to + 8 * j * S::kLevelStride + p * 128 + o * 16) =
+              make_uint4(as_word(y[o][0]), as_word(y[o][1]), as_word(y[o][2]), as_word(y[o][3]));
         }
-        using cuda::row_tiles::as_word;
-        to[4 * i + o] = make_uint4(as_word(y[0]), as_word(y[1]), as_word(y[2]), as_word(y[3]));
+#pragma unroll
+        for (int s = 0; s < 4; ++s) {
+          const __half2* z = y[s / 2] + s % 2 * 2;
+          mma_halves(x[j], queries_[4 * p + s], as_word(z[0]), as_word(z[1]));
+        }
       }
     }
   }
 
-  // Scores of all keys and rows over the warp's channels.
-  __device__ __forceinline__ void score() const {
+  // Products of levels become scores, with those of rotary channels, for all warps to see.
+  __device__ __forceinline__ void leave_scores(float (&x)[4][4], int buffer) const {
     const int lane = block_.lane, g = block_.g, t = block_.t, key = lane % 8 + lane / 16 * 8, half = lane / 8 % 2;
-    const uint32_t rows = shared_address(queries()) + swizzled(lane % 16, lane / 16 * 16);
-    const uint8_t* keys = levels() + key * S::kLevelStride + half * 16;
-    float x[4][4] = {};  // of eights of keys
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      const uint4 row = load_matrices(rows ^ (s * 32));
-#pragma unroll
-      for (int j = 0; j < 4; j += 2) {
-        const uint4 b = load_tiles(keys + j * 8 * S::kLevelStride + s * 32);
-        mma_halves(x[j], row, b.x, b.y);
-        mma_halves(x[j + 1], row, b.z, b.w);
-      }
-    }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float2 scale = __half22float2(reinterpret_cast<const __half2*>(scales())[4 * j + t]);
+      const float2 scale = __half22float2(reinterpret_cast<const __half2*>(scales(buffer))[4 * j + t]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[j][i] *= factor_[i / 2] * (i % 2 ? scale.y : scale.x);
     }
@@ -342,7 +379,7 @@ class WarpRoles {
       for (int s = 0; s < kRopeSteps; ++s) {
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {
-          const uint4 b = load_tiles(ropes(s) + rope_place(8 * j + key, half));
+          const uint4 b = load_tiles(ropes(s, buffer) + rope_place(8 * j + key, half));
           if (block_.call.rope_dtype == Dtype::kBFloat16) {
             mma_floats<__nv_bfloat16>(x[j], rope_queries_[s], b.x, b.y);
             mma_floats<__nv_bfloat16>(x[j + 1], rope_queries_[s], b.z, b.w);
@@ -394,7 +431,8 @@ class WarpRoles {
   int pages_, next_pages_;
 
   bool has_rope_;
-  uint4 rope_queries_[kRopeSteps]{};
+  uint4 queries_[kSteps], rope_queries_[kRopeSteps]{};
+  int rope_from_[kRopeSteps];  // where the lane's rotary channels of its first key are in a tile
   float factor_[2];    // of a sum of products with codes and the key's scale, of rows g and g + 8
   float sums_[kSums];  // element 4 j + 2 i + h: row g + 8 i, place 2 t + h of octet j
 };

@@ -13,14 +13,13 @@ namespace turboquant::cuda::mla {
 template <int R>
 struct WarpShape {
   static constexpr int kLatent = R, kRows = 16;
-  static constexpr int kChannels = 64;  // of a warp
+  static constexpr int kChannels = R == 512 ? 128 : 64;  // of a warp
   static constexpr int kWarps = R / kChannels, kThreads = 32 * kWarps;
-  static constexpr int kBlocks = 16 / kWarps;  // per multiprocessor: a thread has up to 128 registers
+  static constexpr int kBlocks = 8 / kWarps;  // per multiprocessor: a thread has as many registers as it can
 
-  // Shared memory, in bytes, where rows that are read at once begin in different banks. Of each warp: its queries; the
-  // levels, scales and 16 rotary channels of a tile's keys; and scores. Of all: weights, and factors of rows. There are
-  // up to 64 rotary channels.
-  static constexpr int kQueryBytes = kRows * kSwizzleRow;
+  // Shared memory, in bytes, where rows that are read at once begin in different banks. Of each warp: the
+  // levels of a tile's keys, the scales and 16 rotary channels of those of two tiles, and scores. Of all: weights, and
+  // factors of rows. There are up to 64 rotary channels.
   static constexpr int kLevelStride = kChannels * 2 + 16, kLevelBytes = kTileTokens * kLevelStride;
   static constexpr int kScaleBytes = kTileTokens * 2, kRopeBytes = kTileTokens * 32;
   static constexpr int kScoreStride = (kTileTokens + 8) * 4, kScoreBytes = kRows * kScoreStride;
@@ -28,8 +27,8 @@ struct WarpShape {
   static constexpr int kRopeWarps = std::min(kWarps, 4);
 
   // Where they begin.
-  static constexpr int kQueries = 0, kLevels = kWarps * kQueryBytes, kScales = kLevels + kWarps * kLevelBytes,
-                       kRopes = kScales + kWarps * kScaleBytes, kScores = kRopes + 4 * kRopeBytes,
+  static constexpr int kLevels = 0, kScales = kLevels + kWarps * kLevelBytes,
+                       kRopes = kScales + 2 * kWarps * kScaleBytes, kScores = kRopes + 2 * 4 * kRopeBytes,
                        kWeights = kScores + kWarps * kScoreBytes, kFactors = kWeights + kWeightBytes,
                        kTileBytes = kFactors + kRows * 4;
 
