@@ -23,7 +23,9 @@ CALLS: dict[str, dict[str, int]] = {
         **{f"v_{name}": fact for name, fact in CODES.items()},
         **{"group": 4, "q_len": 1, "seqs": 1, "tokens": 1, "dtype": BF16, "tail": 1},
     },
-    "mla_attention": {"d": 512, "bits": 4, "uniform": 1, "dtype": BF16, "rope_dtype": BF16},
+    "mla_attention": {
+        **{"d": 512, "bits": 4, "uniform": 1, "dtype": BF16, "rope_dtype": BF16, "rows": 16},
+    },
     "encode": {"d": 128, "dtype": BF16, "merges": 1, "tokens": 4096, "heads": 8, **ONE},
     "decode": {"d": 128, "dtype": BF16, "vectors": 1 << 16, "aligned": 1},
     "cache_store": {
@@ -86,6 +88,9 @@ NARROW = "several candidate steps need head_dim <= 128"
 SEQS = "2^31 sequences in the exact tail or more"
 TAIL = "the exact tail does not start at a multiple of 8 bytes"
 OF_LATENTS = "uniform grid of 4, 5 or 8 bits"
+FEW_LEVELS = "Lloyd-Max levels or 3 bits, at most 16 query rows"
+LEVELS_OF_256 = "Lloyd-Max levels or 3 bits over 256 channels"
+MANY_LEVELS = "Lloyd-Max levels or 3 bits, more than 16 query rows"
 CONSTANTS = "signs, center or projection are not aligned to 16 bytes"
 NO_SKETCH_DIM = "the other kernels are not compiled for this head_dim"
 FEW = {"tokens": 1}
@@ -170,9 +175,14 @@ CASES = [
     Case("mla_attention", {"d": 256, "bits": 5}, "key_tiles", OF_LATENTS),
     Case("mla_attention", {"dtype": HALF, "rope_dtype": HALF}, "key_tiles", OF_LATENTS),
     Case("mla_attention", {"d": 128}, "warp_tiles", "latent_dim is neither 256 nor 512"),
-    Case("mla_attention", {"uniform": 0}, "row_tiles", "Lloyd-Max levels"),
-    Case("mla_attention", {"uniform": 0, "bits": 5, "d": 256}, "row_tiles", "Lloyd-Max levels"),
-    Case("mla_attention", {"bits": 3}, "row_tiles", "3 bits"),
+    Case("mla_attention", {"rows": 128}, "key_tiles", OF_LATENTS),
+    Case("mla_attention", {"uniform": 0}, "warp_tiles", FEW_LEVELS),
+    Case("mla_attention", {"bits": 3}, "warp_tiles", FEW_LEVELS),
+    Case("mla_attention", {"uniform": 0, "rows": 17}, "row_tiles", MANY_LEVELS),
+    Case("mla_attention", {"uniform": 0, "bits": 5, "rows": 32}, "row_tiles", MANY_LEVELS),
+    Case("mla_attention", {"uniform": 0, "d": 256}, "warp_tiles", LEVELS_OF_256),
+    Case("mla_attention", {"bits": 3, "d": 256, "rows": 128}, "warp_tiles", LEVELS_OF_256),
+    Case("mla_attention", {"bits": 3, "rows": 2**31 - 1}, "row_tiles", MANY_LEVELS),
     Case("mla_attention", {"uniform": 0, "dtype": FULL}, "general", "queries are float32"),
     Case("mla_attention", {"bits": 3, "d": 128}, "warp_tiles", "latent_dim is neither 256 nor 512"),
     Case("mla_attention", {"dtype": FULL}, "general", "queries are float32"),
@@ -182,7 +192,7 @@ CASES = [
     Case("mla_attention", {}, "warp_tiles", "the device has no products of warpgroups", "B200"),
     Case("mla_attention", {"bits": 3}, "warp_tiles", "the device has no products of warpgroups", "L4"),
     Case("mla_attention", {"dtype": HALF}, "general", "queries and raw channels differ in dtype", "A100"),
-    Case("mla_attention", {}, "general", "the device is of compute capability 7.5", "T4"),
+    Case("mla_attention", {}, "general", "compute capability below 8.0", "T4"),
     Case("score", {"queries": 2}, "general", "more than one query"),
     Case("score", {"d": 64}, "general", "head_dim is not 128"),
     Case("score", {"keys": 31}, "general", "fewer than 32 keys"),

@@ -272,7 +272,10 @@ def test_latents_by_preset_or_bits(name):
     """Presets for keys and values, too: latents have the bits of keys."""
     config = tt.latent_preset(name)
     found = kernel_choice("mla_attention", preset=name, device="H200")
-    assert found.kernel == ("key_tiles" if name in ("k8", "k5u", "k4u") else "row_tiles")
+    uniform = name in ("k8", "k5u", "k4u")
+    assert found.kernel == ("key_tiles" if uniform else "warp_tiles")
+    many = kernel_choice("mla_attention", preset=name, device="H200", q_heads=8, max_q_len=3)
+    assert many.kernel == ("key_tiles" if uniform else "row_tiles")
     shape = {"bits": config.bits, "grid": config.grid, "device": "H200"}
     assert kernel_choice("mla_attention", **shape) == found
     both = {"k8": "k8v8", "k5u": "k5v4u", "k4u": "k4v4u", "k4": "k4v4", "k3": "k3v3"}[name]
@@ -290,6 +293,8 @@ def test_latents_by_preset_or_bits(name):
         ({"preset": "k6"}, "unknown preset for latents 'k6'"),
         ({"bits": 6}, "bits is 6, supported for latents"),
         ({"preset": "k4u", "latent_dim": 64}, "latent_dim is 64"),
+        ({"preset": "k4", "q_heads": 0}, "q_heads is 0"),
+        ({"preset": "k4", "max_q_len": 0}, "max_q_len is 0"),
     ],
 )
 def test_bad_latents(shape, message):

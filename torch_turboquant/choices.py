@@ -153,6 +153,8 @@ def _paged_attention(
 def _mla_attention(
     *,
     latent_dim: int = 512,
+    q_heads: int = 16,
+    max_q_len: int = 1,
     preset: str | None = None,
     bits: int | None = None,
     grid: str | None = None,
@@ -170,7 +172,9 @@ def _mla_attention(
     queries = _dtype(dtype)
     half = torch.float16 if queries == torch.float16 else torch.bfloat16
     ropes = half if rope_dtype is None else _dtype(rope_dtype)
-    return [latent_dim, *_codes(c.bits, c.grid), _DTYPES[queries], _DTYPES[ropes]]
+    most = 2**31 - 1
+    rows = _size("q_heads", q_heads, _MOST_HEADS) * _size("max_q_len", max_q_len, most)
+    return [latent_dim, *_codes(c.bits, c.grid), _DTYPES[queries], _DTYPES[ropes], min(rows, most)]
 
 
 def _cache_store(
@@ -338,7 +342,7 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
     ===============  ===============================================================================
     paged_attention  head_dim, q_heads, kv_heads, a cache; max_q_len, seqs, tokens, key_grid,
                      value_grid, dtype, tail
-    mla_attention    ; preset, bits, grid, latent_dim, dtype, rope_dtype
+    mla_attention    ; preset, bits, grid, latent_dim, q_heads, max_q_len, dtype, rope_dtype
     cache_store      head_dim, tokens, kv_heads, a cache; search, page_size, dtype, tail
     cache_load       head_dim, seqs, max_seq_len, kv_heads, a cache; dtype
     encode           head_dim, vectors, bits; search, dtype

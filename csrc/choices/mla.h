@@ -13,7 +13,7 @@ namespace turboquant {
 enum class LatentKernel {
   kKeyTiles,   // other uniform grids, straight from codes: keys are the long side of products (cuda/mla/key_tiles)
   kRowTiles,   // tables of levels and 3 bits, codes expanded once: rows of queries are (cuda/mla/row_tiles)
-  kWarpTiles,  // everything in 16 bits, by products of single warps (cuda/mla/warp_tiles)
+  kWarpTiles,  // all of it in 16 bits, by products of single warps (cuda/mla/warp_tiles)
   kGeneral,    // everything (cuda/mla/general.cu)
 };
 
@@ -23,6 +23,7 @@ struct LatentShape {
   format::Codes codes;
   Dtype dtype;       // of queries, results and exact latents
   Dtype rope_dtype;  // of the raw channels in pages
+  int64_t rows;      // of queries of a sequence, at most: max_q_len * q_heads
 };
 
 struct LatentChoice {
@@ -30,19 +31,25 @@ struct LatentChoice {
   const char* reason;  // the condition that decided
 };
 
+constexpr int kWarpTileRows = 16;  // of a block of warp tiles
+
 // The sizes that the kernels with products of warpgroups are compiled for (cuda/mla/instances).
-constexpr bool has_latent_kernel(int latent_dim) { return latent_dim == 256 || latent_dim == 512; }
+constexpr bool has_key_tiles(int latent_dim) { return latent_dim == 256 || latent_dim == 512; }
+constexpr bool has_row_tiles(int latent_dim) { return latent_dim == 512; }
 
 constexpr LatentChoice choose_latents(const LatentShape& s, const DeviceFacts& device) {
   const auto general = [](const char* reason) { return LatentChoice{LatentKernel::kGeneral, reason}; };
   const auto warp_tiles = [](const char* reason) { return LatentChoice{LatentKernel::kWarpTiles, reason}; };
-  if (device.major < 8) return general("the device is of compute capability 7.5");
+  if (device.major < 8) return general("compute capability below 8.0");
   if (s.dtype == Dtype::kFloat32) return general("queries are float32");
   if (s.dtype != s.rope_dtype) return general("queries and raw channels differ in dtype");
   if (!device.warpgroup_products) return warp_tiles("the device has no products of warpgroups");
-  if (!has_latent_kernel(s.latent_dim)) return warp_tiles("latent_dim is neither 256 nor 512");
-  if (s.codes.grid != format::Grid::kUniform) return {LatentKernel::kRowTiles, "Lloyd-Max levels"};
-  if (format::is_spread(s.codes.width)) return {LatentKernel::kRowTiles, "3 bits"};
+  if (!has_key_tiles(s.latent_dim)) return warp_tiles("latent_dim is neither 256 nor 512");
+  if (s.codes.grid != format::Grid::kUniform || format::is_spread(s.codes.width)) {
+    if (!has_row_tiles(s.latent_dim)) return warp_tiles("Lloyd-Max levels or 3 bits over 256 channels");
+    if (s.rows <= kWarpTileRows) return warp_tiles("Lloyd-Max levels or 3 bits, at most 16 query rows");
+    return {LatentKernel::kRowTiles, "Lloyd-Max levels or 3 bits, more than 16 query rows"};
+  }
   return {LatentKernel::kKeyTiles, "uniform grid of 4, 5 or 8 bits"};
 }
 

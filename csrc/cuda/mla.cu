@@ -293,7 +293,8 @@ void start(const mla::Latents& x, const Tensor& q, const Device& device, cudaStr
   const LatentShape shape{.latent_dim = x.record.latent_dim,
                           .codes = {x.record.width(), x.levels ? format::Grid::kLevels : format::Grid::kUniform},
                           .dtype = x.a.dtype,
-                          .rope_dtype = x.rope_dtype};
+                          .rope_dtype = x.rope_dtype,
+                          .rows = int64_t{x.a.max_q_len} * x.a.q_heads};
   const LatentKernel kernel = choose_latents(shape, device.facts).kernel;
   if (kernel == LatentKernel::kGeneral) return mla::attend_general(x, stream);
   mla::LatentLaunch launch(x, kernel, device);

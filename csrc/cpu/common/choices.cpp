@@ -169,7 +169,8 @@ Answer choose_latents(Facts& facts, const DeviceFacts& device) {
   const LatentShape shape{.latent_dim = facts.integer(1, INT32_MAX),
                           .codes = facts.codes(),
                           .dtype = facts.dtype(),
-                          .rope_dtype = facts.dtype()};
+                          .rope_dtype = facts.dtype(),
+                          .rows = facts.integer(1, INT32_MAX)};
   facts.require(format::valid_latent_dim(shape.latent_dim) && format::valid_latent_width(shape.codes.width));
   return facts.valid() ? answer(turboquant::choose_latents(shape, device)) : kBadFacts;
 }

@@ -1,4 +1,5 @@
-// The kernels of one latent_dim: key tiles for blocks of 16, 32 and 64 rows, row tiles, and warp tiles.
+// The kernels of one latent_dim: warp tiles, and where there are such key tiles, for blocks of 16, 32 and 64 rows, and
+// row tiles.
 #pragma once
 
 #include "cuda/mla/kernel.cuh"
@@ -25,8 +26,10 @@ KernelEntry key_tiles() {
 
 template <int R>
 KernelEntry find_kernel(LatentKernel kernel, int rows) {
-  if constexpr (has_latent_kernel(R)) {
+  if constexpr (has_row_tiles(R)) {
     if (kernel == LatentKernel::kRowTiles) return entry_of<RowShape<R>, RowRoles<RowShape<R>>>();
+  }
+  if constexpr (has_key_tiles(R)) {
     if (kernel == LatentKernel::kKeyTiles) {
       return rows <= 16 ? key_tiles<R, 16>() : rows <= 32 ? key_tiles<R, 32>() : key_tiles<R, 64>();
     }

@@ -27,14 +27,16 @@ void LatentLaunch::find(LatentKernel kernel) {
   const int limit = std::min(facts.shared_per_block, per_block);
   if (kernel == LatentKernel::kWarpTiles) {
     plan_ = plan_of_warp_tiles<WarpShape<R>>(call_);
-    entry_.blocks =
-        std::min(entry_.blocks, facts.shared_per_multiprocessor / (plan_.bytes + kReservedSharedBytes));
+    entry_.blocks = std::min(entry_.blocks, facts.shared_per_multiprocessor / (plan_.bytes + kReservedSharedBytes));
     return;
   }
-  if constexpr (has_latent_kernel(R)) {
-    plan_ = kernel == LatentKernel::kKeyTiles ? Plan(call_.record, entry_.rows, limit)
-                                              : plan_of_row_tiles<RowShape<R>>(call_.record, limit);
+  if constexpr (has_row_tiles(R)) {
+    if (kernel == LatentKernel::kRowTiles) {
+      plan_ = plan_of_row_tiles<RowShape<R>>(call_.record, limit);
+      return;
+    }
   }
+  plan_ = Plan(call_.record, entry_.rows, limit);
 }
 
 LatentLaunch::LatentLaunch(const Latents& call, LatentKernel kernel, const Device& device)

@@ -17,7 +17,13 @@ __device__ __forceinline__ uint8_t table_byte(const int8_t* levels, format::Widt
   return static_cast<uint8_t>(code < max(codes / 2, 8) ? level + 128 : level);
 }
 
-// Pairs (i, i + 4), i = 0..3, of eight codes, as levels.
+// What pairs of a kind are multiplied by to be levels.
+__device__ __forceinline__ float level_step(LevelKind kind) {
+  const bool uniform = kind == LevelKind::kUniformFour || kind == LevelKind::kUniformFive;
+  return uniform ? cuda::row_tiles::step_of(cuda::row_tiles::kNibbles) : 1;
+}
+
+// Pairs (i, i + 4), i = 0..3, of eight codes, as levels divided by level_step.
 template <LevelKind KIND>
 class LevelPairs {
   using Pairs = __half2[4];
@@ -33,7 +39,12 @@ class LevelPairs {
       shared::expand<shared::kSpread>(w & 0x77777777, 0, lower_, to);
     } else if constexpr (KIND == LevelKind::kFourBits) {
       shared::expand<shared::kLevels>(w, 0, lower_, to);
+    } else if constexpr (KIND == LevelKind::kUniformFour) {
+      shared::expand<shared::kNibbles>(w, 0, lower_, to);
+    } else if constexpr (KIND == LevelKind::kUniformFive) {
+      shared::expand<shared::kPlanes>(w, plane, lower_, to);
     } else {
+      static_assert(KIND == LevelKind::kFiveBits);
       const uint32_t codes = select_bytes(w, 0, 0x3120);  // nibbles 0 1 4 5 2 3 6 7
       const __half2 added = __float2half2_rn(1152);
 #pragma unroll

@@ -23,13 +23,17 @@ enum Kind : int {
   kBytes,    // 8 bits
 };
 
-// How codes become levels of float16 (mla/levels.cuh). All but bytes have a table of levels.
-enum class LevelKind : int { kThreeBits, kFourBits, kFiveBits, kBytes };
+// How codes become levels of float16 (mla/levels.cuh). The first three have a table of levels.
+enum class LevelKind : int { kThreeBits, kFourBits, kFiveBits, kUniformFour, kUniformFive, kBytes };
 
-inline LevelKind level_kind_of(format::Width width) {
+inline LevelKind level_kind_of(format::Width width, bool uniform) {
   if (format::is_spread(width)) return LevelKind::kThreeBits;
-  if (format::has_plane(width)) return LevelKind::kFiveBits;
-  return format::fits_nibble(width) ? LevelKind::kFourBits : LevelKind::kBytes;
+  if (format::has_plane(width)) return uniform ? LevelKind::kUniformFive : LevelKind::kFiveBits;
+  if (!format::fits_nibble(width)) return LevelKind::kBytes;
+  return uniform ? LevelKind::kUniformFour : LevelKind::kFourBits;
+}
+__host__ __device__ constexpr bool has_plane(LevelKind kind) {
+  return kind == LevelKind::kFiveBits || kind == LevelKind::kUniformFive;
 }
 
 constexpr int kMostRegisters = 256;  // a thread has fewer: 255 at most
@@ -55,7 +59,11 @@ enum Part : int {
 
 // How the lanes of a warp hold a latent: four neighbouring channels at a time.
 template <int R>
-using RowRotation = HadamardTraits<1, R == 512 ? 9 : R == 256 ? 8 : 7, 32, 4>;
+using RowRotation = HadamardTraits<1,
+                                   R == 512   ? 9
+                                   : R == 256 ? 8
+                                              : 7,
+                                   32, 4>;
 
 // The blocks that share a segment: `blocks` of them from `first` on. The last of them, from `exact` on, have its exact
 // keys, or none has (-1).
@@ -270,9 +278,9 @@ __device__ __forceinline__ void for_each(F&& f) {
 
 // Leaves 16 rows of sums of a warp in a partial result. Element 4 j + 2 i + h of sums is row g + 8 i and place 2 t + h
 // of octet j: channel t or t + 4 (attention/row_tiles/expansion.cuh). to: row g, from the first channel on. ROW: floats
-// from one row to the next.
+// from one row to the next. unit: what sums are multiplied by.
 template <int CHANNELS, int ROW>
-__device__ __forceinline__ void leave_sums(const float* sums, float* to, int t) {
+__device__ __forceinline__ void leave_sums(const float* sums, float* to, int t, float unit) {
 #pragma unroll
   for (int j = 0; j < CHANNELS / 8; j += 2) {
 #pragma unroll
@@ -280,9 +288,8 @@ __device__ __forceinline__ void leave_sums(const float* sums, float* to, int t) 
       const float* x = sums + 4 * j + 2 * i;
       float y[4] = {x[0], x[1], x[4], x[5]};  // of channel t of four fours of channels
       transpose_quad(y, t);
-      constexpr float kUnit = format::kLevelUnit;
-      *reinterpret_cast<float4*>(to + i * 8 * ROW + 8 * j + 4 * t) = {y[0] * kUnit, y[1] * kUnit, y[2] * kUnit,
-                                                                      y[3] * kUnit};
+      *reinterpret_cast<float4*>(to + i * 8 * ROW + 8 * j + 4 * t) = {y[0] * unit, y[1] * unit, y[2] * unit,
+                                                                      y[3] * unit};
     }
   }
 }

@@ -1,4 +1,5 @@
 // nvcc: -fmad=true
 #include "cuda/mla/instances.cuh"
 
-template turboquant::cuda::mla::KernelEntry turboquant::cuda::mla::find_kernel<128>(turboquant::LatentKernel kernel, int rows);
+template turboquant::cuda::mla::KernelEntry turboquant::cuda::mla::find_kernel<128>(turboquant::LatentKernel kernel,
+                                                                                    int rows);

@@ -31,15 +31,13 @@ struct RowShape {
   static constexpr int kWarps = kThreads / 32, kSumWarps = kSumGroups * kWarpgroup / 32;
   static constexpr int kBlocks = 1;  // per multiprocessor
 
-  // Registers of a thread: at the beginning, and while warpgroups have their roles. With one warpgroup that sums all
-  // have enough from the beginning.
-  static constexpr bool kMoves = kSumGroups == 2;
-  static constexpr int kRegisters = kMoves ? 65536 / kThreads : 0, kScoreRegisters = kMoves ? 112 : 0,
-                       kSumRegisters = kMoves ? 184 : 0, kCopyRegisters = kMoves ? 32 : 0;
+  // Registers of a thread: at the beginning, and while warpgroups have their roles.
+  static_assert(kSumGroups == 2);
+  static constexpr int kRegisters = 65536 / kThreads, kScoreRegisters = 112, kSumRegisters = 184, kCopyRegisters = 32;
 
   // The ring of tiles, in shared memory from its start: [panels][keys][64 channels] of float16, in rows of 128 bytes
   // with the swizzle of common/wgmma_swizzled.cuh. The last panel has rotary channels.
-  static constexpr int kTiles = R == 512 ? 2 : 4, kRingKeys = kTiles * kTileKeys;
+  static constexpr int kTiles = 2, kRingKeys = kTiles * kTileKeys;
   static constexpr int kPanels = R / 64 + 1, kPanelBytes = kRingKeys * kSwizzleRow;
   static constexpr int kRingBytes = kPanels * kPanelBytes;
   static constexpr int kQueryPanel = kRows * kSwizzleRow;  // of queries, in panels like those of the ring
@@ -95,7 +93,7 @@ Plan plan_of_row_tiles(const format::LatentRecord& r, int shared_limit) {
   const auto place = [&](int& at, int bytes) { at = next, next += (bytes + 127) / 128 * 128; };
   Plan p{};
   p.half_queries = true;
-  p.level_kind = level_kind_of(r.width());
+  p.level_kind = level_kind_of(r.width(), false);
   p.planes = r.planes(), p.ropes = r.ropes(), p.scales = r.scales(), p.tile_bytes = r.tile_bytes();
   p.query_bytes = S::kRows * (S::kLatent + 64) * 2;
   p.image_bytes = (p.query_bytes + RowTable::bytes(S::kRows) + 127) / 128 * 128;

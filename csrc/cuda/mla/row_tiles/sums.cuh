@@ -28,6 +28,8 @@ class RowSums {
       case LevelKind::kThreeBits: return attend_as<LevelKind::kThreeBits>(tiles, turn, raw);
       case LevelKind::kFourBits: return attend_as<LevelKind::kFourBits>(tiles, turn, raw);
       case LevelKind::kFiveBits: return attend_as<LevelKind::kFiveBits>(tiles, turn, raw);
+      case LevelKind::kUniformFour:
+      case LevelKind::kUniformFive:
       case LevelKind::kBytes: return;  // key tiles have them
     }
   }
@@ -35,8 +37,8 @@ class RowSums {
   // The sums of a partial result [ROWS, kPart].
   __device__ __forceinline__ void leave(float* part) const {
     const int row = 16 * (block_.warp % 4) + block_.g;
-    leave_sums<S::kSumChannels, S::kPart>(sums_, part + row * S::kPart + kPartHead + group_ * S::kSumChannels,
-                                          block_.t);
+    leave_sums<S::kSumChannels, S::kPart>(sums_, part + row * S::kPart + kPartHead + group_ * S::kSumChannels, block_.t,
+                                          format::kLevelUnit);
   }
 
  private:

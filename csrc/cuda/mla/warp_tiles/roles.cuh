@@ -1,5 +1,6 @@
-// Latent attention by products of single warps (mma.sync): for devices without products of warpgroups, and for sizes
-// that the kernels with those are not compiled for.
+// Latent attention by products of single warps (mma.sync): for devices without products of warpgroups, for sizes that the
+// kernels with those are not compiled for, and for few rows over tables of levels, which would leave most of a product
+// of 64 rows unused.
 //
 // A block has 16 rows and takes a tile of the record, 32 keys, at a time. Each warp has 64 or 128 channels of everything:
 // it loads their codes from memory, a tile ahead, expands them to float16, multiplies them with its channels of the queries,
@@ -106,12 +107,8 @@ class WarpWeights {
 template <class S>
 class WarpRoles {
  public:
-  // Products need compute capability 8.0. No call of 256 or 512 channels takes this kernel where there are those of
-  // warpgroups.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  static constexpr bool kCompiled = !has_latent_kernel(S::kLatent);
-#elif defined(__CUDA_ARCH__)
-  static constexpr bool kCompiled = __CUDA_ARCH__ >= 800;
+#if defined(__CUDA_ARCH__)
+  static constexpr bool kCompiled = __CUDA_ARCH__ >= 800;  // which its products need
 #else
   static constexpr bool kCompiled = false;
 #endif
@@ -143,17 +140,18 @@ class WarpRoles {
       case LevelKind::kThreeBits: attend_as<LevelKind::kThreeBits>(tiles, weights); break;
       case LevelKind::kFourBits: attend_as<LevelKind::kFourBits>(tiles, weights); break;
       case LevelKind::kFiveBits: attend_as<LevelKind::kFiveBits>(tiles, weights); break;
+      case LevelKind::kUniformFour: attend_as<LevelKind::kUniformFour>(tiles, weights); break;
+      case LevelKind::kUniformFive: attend_as<LevelKind::kUniformFive>(tiles, weights); break;
       case LevelKind::kBytes: attend_as<LevelKind::kBytes>(tiles, weights); break;
     }
     weights.leave(rows, part);
     leave_sums<S::kChannels, S::kPart>(sums_, part + block_.g * S::kPart + kPartHead + block_.warp * S::kChannels,
-                                       block_.t);
+                                       block_.t, level_step(block_.plan.level_kind) * format::kLevelUnit);
   }
 
  private:
   static constexpr int kRopeSteps = 4 / S::kRopeWarps;  // of 16 rotary channels, of a warp that has any
-  static constexpr int kSteps = S::kChannels / 16, kSums = S::kChannels / 2,
-                       kPanels = S::kChannels / 64;
+  static constexpr int kSteps = S::kChannels / 16, kSums = S::kChannels / 2, kPanels = S::kChannels / 64;
 
   // What a lane loads ahead: of each 64 of the warp's channels channels 16 t to 16 t + 15 of keys g, g + 8, g + 16 and
   // g + 24.
@@ -199,8 +197,8 @@ class WarpRoles {
       return *reinterpret_cast<const uint32_t*>(image + panel * (S::kRows * kSwizzleRow) + swizzled(row, word * 4));
     };
     const auto operand = [&](int panel, int first, int second) {
-      return make_uint4(word(panel, block_.g, first), word(panel, block_.g + 8, first),
-                        word(panel, block_.g, second), word(panel, block_.g + 8, second));
+      return make_uint4(word(panel, block_.g, first), word(panel, block_.g + 8, first), word(panel, block_.g, second),
+                        word(panel, block_.g + 8, second));
     };
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -219,7 +217,7 @@ class WarpRoles {
     }
     const RowTable rows(const_cast<uint8_t*>(image) + block_.plan.query_bytes, S::kRows);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) factor_[i] = rows.scale[block_.g + 8 * i];
+    for (int i = 0; i < 2; ++i) factor_[i] = rows.scale[block_.g + 8 * i] * level_step(block_.plan.level_kind);
   }
 
   // The panel of 64 channels of the latent that is the warp's p-th.
@@ -271,7 +269,7 @@ class WarpRoles {
           const uint2 x = __ldcs(reinterpret_cast<const uint2*>(row + place(group * 16 + odd * 8)));
           w[0] = x.x, w[1] = x.y;
         }
-        if constexpr (KIND == LevelKind::kFiveBits) {
+        if constexpr (has_plane(KIND)) {
           const uint8_t* plane = tile + block_.plan.planes + (g + 8 * j) * (S::kLatent / 8);
           to.fifth[p][j] = reinterpret_cast<const uint32_t*>(plane)[group];
         }
@@ -315,7 +313,7 @@ class WarpRoles {
     return block_.shared + S::kRopes + (buffer * 4 + rope_step(s)) * S::kRopeBytes;
   }
 
-  // The levels of 16 channels of a key: pairs i and i + 4 of two octets.
+  // The levels, divided by level_step, of 16 channels of a key: pairs i and i + 4 of two octets.
   template <LevelKind KIND>
   __device__ __forceinline__ void expand(const LevelPairs<KIND>& pairs, const uint32_t (&w)[Loaded<KIND>::kWords],
                                          uint32_t fifth, __half2 (&y)[2][4]) const {
@@ -433,8 +431,8 @@ class WarpRoles {
   bool has_rope_;
   uint4 queries_[kSteps], rope_queries_[kRopeSteps]{};
   int rope_from_[kRopeSteps];  // where the lane's rotary channels of its first key are in a tile
-  float factor_[2];    // of a sum of products with codes and the key's scale, of rows g and g + 8
-  float sums_[kSums];  // element 4 j + 2 i + h: row g + 8 i, place 2 t + h of octet j
+  float factor_[2];            // of a sum of products with codes and the key's scale, of rows g and g + 8
+  float sums_[kSums];          // element 4 j + 2 i + h: row g + 8 i, place 2 t + h of octet j
 };
 
 }  // namespace turboquant::cuda::mla

@@ -8,11 +8,10 @@
 
 namespace turboquant::cuda::mla {
 
-
 // R: channels of a latent.
 template <int R>
 struct WarpShape {
-  static constexpr int kLatent = R, kRows = 16;
+  static constexpr int kLatent = R, kRows = kWarpTileRows;
   static constexpr int kChannels = R == 512 ? 128 : 64;  // of a warp
   static constexpr int kWarps = R / kChannels, kThreads = 32 * kWarps;
   static constexpr int kBlocks = 8 / kWarps;  // per multiprocessor: a thread has as many registers as it can
@@ -43,7 +42,7 @@ Plan plan_of_warp_tiles(const Latents& call) {
   Plan p{};
   p.half_queries = true;
   const format::LatentRecord& r = call.record;
-  p.level_kind = level_kind_of(r.width());
+  p.level_kind = level_kind_of(r.width(), !call.levels);
   p.planes = r.planes(), p.ropes = r.ropes(), p.scales = r.scales(), p.tile_bytes = r.tile_bytes();
   p.query_bytes = S::kRows * (S::kLatent + 64) * 2;
   p.image_bytes = (p.query_bytes + RowTable::bytes(S::kRows) + 127) / 128 * 128;
