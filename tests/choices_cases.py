@@ -88,6 +88,8 @@ NARROW = "several candidate steps need head_dim <= 128"
 SEQS = "2^31 sequences in the exact tail or more"
 TAIL = "the exact tail does not start at a multiple of 8 bytes"
 OF_LATENTS = "uniform grid of 4, 5 or 8 bits"
+NO_WARPGROUPS = "the device has no products of warpgroups"
+OTHER_DTYPE = "queries and raw channels differ in dtype"
 FEW_LEVELS = "Lloyd-Max levels or 3 bits, at most 16 query rows"
 LEVELS_OF_256 = "Lloyd-Max levels or 3 bits over 256 channels"
 MANY_LEVELS = "Lloyd-Max levels or 3 bits, more than 16 query rows"
@@ -186,12 +188,12 @@ CASES = [
     Case("mla_attention", {"uniform": 0, "dtype": FULL}, "general", "queries are float32"),
     Case("mla_attention", {"bits": 3, "d": 128}, "warp_tiles", "latent_dim is neither 256 nor 512"),
     Case("mla_attention", {"dtype": FULL}, "general", "queries are float32"),
-    Case("mla_attention", {"dtype": HALF}, "general", "queries and raw channels differ in dtype"),
+    Case("mla_attention", {"dtype": HALF}, "general", OTHER_DTYPE),
     Case("mla_attention", {"dtype": FULL, "d": 128}, "general", "queries are float32"),
-    Case("mla_attention", {}, "warp_tiles", "the device has no products of warpgroups", "A100"),
-    Case("mla_attention", {}, "warp_tiles", "the device has no products of warpgroups", "B200"),
-    Case("mla_attention", {"bits": 3}, "warp_tiles", "the device has no products of warpgroups", "L4"),
-    Case("mla_attention", {"dtype": HALF}, "general", "queries and raw channels differ in dtype", "A100"),
+    Case("mla_attention", {}, "warp_tiles", NO_WARPGROUPS, "A100"),
+    Case("mla_attention", {}, "warp_tiles", NO_WARPGROUPS, "B200"),
+    Case("mla_attention", {"bits": 3}, "warp_tiles", NO_WARPGROUPS, "L4"),
+    Case("mla_attention", {"dtype": HALF}, "general", OTHER_DTYPE, "A100"),
     Case("mla_attention", {}, "general", "compute capability below 8.0", "T4"),
     Case("score", {"queries": 2}, "general", "more than one query"),
     Case("score", {"d": 64}, "general", "head_dim is not 128"),

@@ -29,7 +29,7 @@ def latent_quality() -> str:
     return f"{markdown(header, lines)}\n\n{origin}"
 
 
-LATENT_PRESETS = "k4u", "k5u", "k8"
+LATENT_PRESETS = "k4u", "k5u", "k8", "k4", "k3"
 
 
 def latent_speed() -> str:
