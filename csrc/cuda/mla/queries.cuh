@@ -64,8 +64,8 @@ class QueryBytes {
 
 constexpr float kMostHalf = 1024;  // the largest channel of a row as float16
 
-// The same of row tiles and warp tiles: channels as float16, of every 64 a row of 128 bytes, in the order in which codes are expanded
-// (attention/row_tiles/expansion.cuh).
+// The same of row tiles and warp tiles: channels as float16, of every 64 a row of 128 bytes, in the order in which
+// codes are expanded (attention/row_tiles/expansion.cuh).
 template <int R>
 class QueryHalves {
   using Rotation = RowRotation<R>;

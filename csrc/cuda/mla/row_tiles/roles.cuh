@@ -58,7 +58,7 @@ class RowRoles {
       leave_registers<S::kCopyRegisters>();
       copies_.attend(segment, token, units, turn_, raw_);
     }
-    // Registers move back when every warp of a warpgroup that sums has had them. Taken back earlier, they would be missing
+    // Registers move back when every warp of those that sum has had them. Taken back earlier, they would be missing
     // there, and those warps would wait for ever.
     __syncthreads();
     if (group > 0 && group <= S::kSumGroups) {

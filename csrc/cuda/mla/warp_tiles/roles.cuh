@@ -1,11 +1,11 @@
-// Latent attention by products of single warps (mma.sync): for devices without products of warpgroups, for sizes that the
-// kernels with those are not compiled for, and for few rows over tables of levels, which would leave most of a product
-// of 64 rows unused.
+// Latent attention by products of single warps (mma.sync): for devices without products of warpgroups, for sizes that
+// the kernels with those are not compiled for, and for few rows over tables of levels, which would leave most of a
+// product of 64 rows unused.
 //
-// A block has 16 rows and takes a tile of the record, 32 keys, at a time. Each warp has 64 or 128 channels of everything:
-// it loads their codes from memory, a tile ahead, expands them to float16, multiplies them with its channels of the queries,
-// and sums its channels of weighted latents, for which it keeps them in shared memory. So warps meet twice in a tile:
-// when scores over parts of the channels are there, and when weights are.
+// A block has 16 rows and takes a tile of the record, 32 keys, at a time. Each warp has 64 or 128 channels of
+// everything: it loads their codes from memory, a tile ahead, expands them to float16, multiplies them with its
+// channels of the queries, and sums its channels of weighted latents, for which it keeps them in shared memory. So
+// warps meet twice in a tile: when scores over parts of the channels are there, and when weights are.
 //
 // Lane (g, t) has of scores rows g and g + 8 by keys 8 j + 2 t and 8 j + 2 t + 1, and of sums the same rows by places
 // 2 t and 2 t + 1 of every eight: channels t and t + 4 (attention/row_tiles/expansion.cuh).
@@ -129,12 +129,12 @@ class WarpRoles {
   __device__ __forceinline__ void attend(const Segment& segment, int token, int units, uint8_t* image, float* part) {
     const Attention& a = block_.call.a;
     wait_for_previous_kernel();  // which has prepared the image
-    load_queries(image);
+    const RowTable rows(image + block_.plan.query_bytes, S::kRows);
+    load_queries(image, rows);
     token_ = token;
     end_ = min(a.new_begin(segment.work.length, segment.work.queries), token + units * kUnitTokens);
     table_ = a.block_table + segment.sequence * a.table_stride;
     const int tiles = units * kUnitTiles;
-    const RowTable rows(image + block_.plan.query_bytes, S::kRows);
     WarpWeights<S> weights(block_, rows, end_);
     switch (block_.plan.level_kind) {
       case LevelKind::kThreeBits: attend_as<LevelKind::kThreeBits>(tiles, weights); break;
@@ -150,7 +150,7 @@ class WarpRoles {
   }
 
  private:
-  static constexpr int kRopeSteps = 4 / S::kRopeWarps;  // of 16 rotary channels, of a warp that has any
+  static constexpr int kRopeSteps = S::kRopeSixteens / S::kRopeWarps;  // of 16 rotary channels, of a warp that has any
   static constexpr int kSteps = S::kChannels / 16, kSums = S::kChannels / 2, kPanels = S::kChannels / 64;
 
   // What a lane loads ahead: of each 64 of the warp's channels channels 16 t to 16 t + 15 of keys g, g + 8, g + 16 and
@@ -190,8 +190,8 @@ class WarpRoles {
 
   // ---- Queries
 
-  // The warp's channels of the queries, and up to 32 rotary ones, as left operands.
-  __device__ __forceinline__ void load_queries(const uint8_t* image) {
+  // The warp's channels of the queries, and up to 32 rotary ones, as left operands, and what products become scores by.
+  __device__ __forceinline__ void load_queries(const uint8_t* image, const RowTable& rows) {
     // Word `word` of a row of 64 channels: two channels that are neighbours in the image.
     const auto word = [&](int panel, int row, int word) {
       return *reinterpret_cast<const uint32_t*>(image + panel * (S::kRows * kSwizzleRow) + swizzled(row, word * 4));
@@ -215,7 +215,6 @@ class WarpRoles {
         rope_from_[s] = key * bytes + word * format::kLatentWord;
       }
     }
-    const RowTable rows(const_cast<uint8_t*>(image) + block_.plan.query_bytes, S::kRows);
 #pragma unroll
     for (int i = 0; i < 2; ++i) factor_[i] = rows.scale[block_.g + 8 * i] * level_step(block_.plan.level_kind);
   }
@@ -236,7 +235,7 @@ class WarpRoles {
     if (i % 32 == 0) pages_ = next_pages_, next_pages_ = read_pages(i + 32);
     const int page = __shfl_sync(0xffffffff, pages_, i % 32);
     const Latents& x = block_.call;
-    const unsigned in_page = token_ / kTileTokens + i & x.record.page_size / kTileTokens - 1;
+    const unsigned in_page = (token_ / kTileTokens + i) & (x.record.page_size / kTileTokens - 1);
     const uint8_t* tile =
         x.exists(page) ? x.a.pages + int64_t{page} * x.a.page_stride + in_page * block_.plan.tile_bytes : nullptr;
     load_codes(tile, codes);
@@ -310,7 +309,7 @@ class WarpRoles {
     return block_.shared + S::kScales + (buffer * S::kWarps + block_.warp) * S::kScaleBytes;
   }
   __device__ __forceinline__ uint8_t* ropes(int s, int buffer) const {
-    return block_.shared + S::kRopes + (buffer * 4 + rope_step(s)) * S::kRopeBytes;
+    return block_.shared + S::kRopes + (buffer * S::kRopeSixteens + rope_step(s)) * S::kRopeBytes;
   }
 
   // The levels, divided by level_step, of 16 channels of a key: pairs i and i + 4 of two octets.

@@ -16,18 +16,18 @@ struct WarpShape {
   static constexpr int kWarps = R / kChannels, kThreads = 32 * kWarps;
   static constexpr int kBlocks = 8 / kWarps;  // per multiprocessor: a thread has as many registers as it can
 
-  // Shared memory, in bytes, where rows that are read at once begin in different banks. Of each warp: the
-  // levels of a tile's keys, the scales and 16 rotary channels of those of two tiles, and scores. Of all: weights, and
-  // factors of rows. There are up to 64 rotary channels.
+  // Shared memory, in bytes, where rows that are read at once begin in different banks. Of each warp: the levels of a
+  // tile's keys, the scales of those of two tiles, and scores. Of each 16 rotary channels, of which there are up to
+  // four: those of two tiles. Of all warps: weights, and factors of rows.
   static constexpr int kLevelStride = kChannels * 2 + 16, kLevelBytes = kTileTokens * kLevelStride;
   static constexpr int kScaleBytes = kTileTokens * 2, kRopeBytes = kTileTokens * 32;
   static constexpr int kScoreStride = (kTileTokens + 8) * 4, kScoreBytes = kRows * kScoreStride;
   static constexpr int kWeightStride = kTileTokens * 2 + 16, kWeightBytes = kRows * kWeightStride;
-  static constexpr int kRopeWarps = std::min(kWarps, 4);
+  static constexpr int kRopeSixteens = 4, kRopeWarps = std::min(kWarps, kRopeSixteens);
 
   // Where they begin.
   static constexpr int kLevels = 0, kScales = kLevels + kWarps * kLevelBytes,
-                       kRopes = kScales + 2 * kWarps * kScaleBytes, kScores = kRopes + 2 * 4 * kRopeBytes,
+                       kRopes = kScales + 2 * kWarps * kScaleBytes, kScores = kRopes + 2 * kRopeSixteens * kRopeBytes,
                        kWeights = kScores + kWarps * kScoreBytes, kFactors = kWeights + kWeightBytes,
                        kTileBytes = kFactors + kRows * 4;
 
