@@ -21,7 +21,7 @@ namespace turboquant::cuda::mla {
 // Scores of rows become weights: a thread has kEach keys of a row, and its share of the row's denominator.
 //
 // Weights are relative to the largest product of a weight and its key's scale so far, which is 2^kRoom: so products fit
-// into float16, and those that are much smaller than the largest are still exact.
+// into float16, and keep 11 bits down to 2^-24 of the largest.
 template <class S>
 class WarpWeights {
   static constexpr int kPerRow = S::kThreads / S::kRows;
@@ -243,7 +243,7 @@ class WarpRoles {
     commit_copies();
   }
 
-  // Codes of a tile, which are read once.
+  // Codes of a tile, which a block reads once.
   template <LevelKind KIND>
   __device__ __forceinline__ void load_codes(const uint8_t* tile, Loaded<KIND>& to) const {
     constexpr int kRow = Loaded<KIND>::kGroupBytes * (S::kLatent / 32);
