@@ -64,6 +64,7 @@ _DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
 _DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
 # No call has more; within them the C++ side computes without overflow.
 _MOST_VECTORS, _MOST_HEADS, _MOST_SKETCH_BITS = 1 << 40, 65535, 1 << 16
+_MOST_QUERIES = 2**31 - 1
 
 
 def _size(name: str, value: int, most: int = _MOST_VECTORS, least: int = 1) -> int:
@@ -141,7 +142,7 @@ def _paged_attention(
     group, rest = divmod(_size("q_heads", q_heads, _MOST_HEADS), heads)
     if rest:
         raise ValueError(f"q_heads is {q_heads}, supported: multiples of kv_heads ({kv_heads})")
-    most = 2**31 - 1
+    most = _MOST_QUERIES
     batch = [_size("max_q_len", max_q_len, most), _size("seqs", seqs, most)]
     all_tokens = _size("tokens", batch[0] * batch[1] if tokens is None else tokens, most)
     batch[0] = min(batch[0], all_tokens)
@@ -172,9 +173,9 @@ def _mla_attention(
     queries = _dtype(dtype)
     half = torch.float16 if queries == torch.float16 else torch.bfloat16
     ropes = half if rope_dtype is None else _dtype(rope_dtype)
-    most = 2**31 - 1
-    rows = _size("q_heads", q_heads, _MOST_HEADS) * _size("max_q_len", max_q_len, most)
-    return [latent_dim, *_codes(c.bits, c.grid), _DTYPES[queries], _DTYPES[ropes], min(rows, most)]
+    rows = _size("q_heads", q_heads, _MOST_HEADS) * _size("max_q_len", max_q_len, _MOST_QUERIES)
+    types = [_DTYPES[queries], _DTYPES[ropes]]
+    return [latent_dim, *_codes(c.bits, c.grid), *types, min(rows, _MOST_QUERIES)]
 
 
 def _cache_store(

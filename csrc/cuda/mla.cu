@@ -294,7 +294,7 @@ void start(const mla::Latents& x, const Tensor& q, const Device& device, cudaStr
                           .codes = {x.record.width(), x.levels ? format::Grid::kLevels : format::Grid::kUniform},
                           .dtype = x.a.dtype,
                           .rope_dtype = x.rope_dtype,
-                          .rows = int64_t{x.a.max_q_len} * x.a.q_heads};
+                          .rows = x.most_rows()};
   const LatentKernel kernel = choose_latents(shape, device.facts).kernel;
   if (kernel == LatentKernel::kGeneral) return mla::attend_general(x, stream);
   mla::LatentLaunch launch(x, kernel, device);

@@ -18,6 +18,8 @@ struct Latents {
   const int8_t* levels;                         // [2^bits]; null: the uniform grid
 
   __host__ __device__ __forceinline__ int channels() const { return record.latent_dim + record.rope_dim; }
+  // Rows that a sequence may have.
+  int64_t most_rows() const { return int64_t{a.max_q_len} * a.q_heads; }
 
   // The entry of a row of the block table that has a token's page, and the token's tile in a page.
   __device__ __forceinline__ int page_of(const int32_t* row, int token) const {

@@ -302,7 +302,7 @@ void attend_general(const Latents& call, cudaStream_t stream) {
   const Attention& a = call.a;
   GenericShape shape(format::split_dim(call.record.latent_dim));
   shape.transforms = call.signs != nullptr;
-  const unsigned row_blocks = num_blocks(int64_t{a.max_q_len} * a.q_heads, kRows);
+  const unsigned row_blocks = num_blocks(call.most_rows(), kRows);
   const unsigned blocks = num_blocks(int64_t{row_blocks} * std::max(a.seqs, 1), 1);
   general_kernel<<<blocks, kThreads, Memory::bytes(stride_of(call.channels())), stream>>>(call, shape, row_blocks);
   check_cuda(cudaGetLastError(), "mla_attention");

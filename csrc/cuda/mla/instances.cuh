@@ -1,5 +1,5 @@
-// The kernels of one latent_dim: warp tiles, and where there are such key tiles, for blocks of 16, 32 and 64 rows, and
-// row tiles.
+// The kernels of one latent_dim: warp tiles, and, for the sizes that have them, key tiles for blocks of 16, 32 and 64
+// rows, and row tiles.
 #pragma once
 
 #include "cuda/mla/kernel.cuh"
@@ -25,7 +25,7 @@ KernelEntry key_tiles() {
 }
 
 template <int R>
-KernelEntry find_kernel(LatentKernel kernel, int rows) {
+KernelEntry find_kernel(LatentKernel kernel, int64_t rows) {
   if constexpr (has_row_tiles(R)) {
     if (kernel == LatentKernel::kRowTiles) return entry_of<RowShape<R>, RowRoles<RowShape<R>>>();
   }

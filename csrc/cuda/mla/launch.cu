@@ -11,18 +11,13 @@ namespace {
 
 constexpr int kMostSeqs = 65535;  // of a grid
 
-// 1,000,000 rows are more than any block has.
-int rows_of(const Attention& a) {
-  return static_cast<int>(std::min<int64_t>(int64_t{a.max_q_len} * a.q_heads, 1000000));
-}
-
 }  // namespace
 
 // The kernel of R channels, and how its shared memory is divided.
 template <int R>
 void LatentLaunch::find(LatentKernel kernel) {
   const DeviceFacts& facts = device_.facts;
-  entry_ = find_kernel<R>(kernel, rows_of(call_.a));
+  entry_ = find_kernel<R>(kernel, call_.most_rows());
   const int per_block = facts.shared_per_multiprocessor / entry_.blocks - kReservedSharedBytes;
   const int limit = std::min(facts.shared_per_block, per_block);
   if (kernel == LatentKernel::kWarpTiles) {
@@ -48,8 +43,8 @@ LatentLaunch::LatentLaunch(const Latents& call, LatentKernel kernel, const Devic
   }
   grid_ = entry_.blocks * device.facts.multiprocessors;
   plan_.grid = Divisor(grid_);
-  const int64_t rows = int64_t{call.a.max_q_len} * call.a.q_heads;
-  plan_.row_blocks = checked_int((rows + entry_.rows - 1) / entry_.rows, "the number of rows of a sequence");
+  plan_.row_blocks =
+      checked_int((call.most_rows() + entry_.rows - 1) / entry_.rows, "the number of rows of a sequence");
   segments_ = int64_t{call.a.seqs} * plan_.row_blocks;
   const int64_t by_tokens = int64_t{call.a.tokens} * call.a.q_heads / entry_.rows + call.a.seqs;
   if (by_tokens < segments_) plan_.row_blocks = 0, segments_ = by_tokens;

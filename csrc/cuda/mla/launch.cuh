@@ -16,7 +16,7 @@ struct KernelEntry {
 // Of several sizes of key tiles that whose block has the fewest rows that are at least `rows`, or else the most.
 // Defined in instances/latent_<R>.cu.
 template <int R>
-KernelEntry find_kernel(LatentKernel kernel, int rows);
+KernelEntry find_kernel(LatentKernel kernel, int64_t rows);
 
 // A launch, with everything that follows from the call and the device: computed once, before memory is allocated.
 class LatentLaunch {

@@ -1,4 +1,4 @@
-// From codes to float16 levels, exactly, by tables of levels.
+// From codes to float16 levels, exactly: by tables of levels, or for uniform grids by arithmetic.
 #pragma once
 
 #include "cuda/attention/row_tiles/expansion.cuh"

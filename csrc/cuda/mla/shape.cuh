@@ -126,7 +126,6 @@ struct Shape {
   static constexpr int kStepBytes = 32 * ROWS;  // of 16 rotary channels of all queries, or weights of 16 tokens
   static constexpr int kWeightBytes = kUnitTokens / 16 * kStepBytes;
   static constexpr int kPart = kPartHead + R;
-  using Rotation = RowRotation<R>;
 };
 
 // What scores need to know of the rows of a block: arrays one behind the other.

@@ -2,4 +2,4 @@
 #include "cuda/mla/instances.cuh"
 
 template turboquant::cuda::mla::KernelEntry turboquant::cuda::mla::find_kernel<128>(turboquant::LatentKernel kernel,
-                                                                                    int rows);
+                                                                                    int64_t rows);

@@ -44,7 +44,6 @@ struct RowShape {
 
   static constexpr int kWeightBytes = kTilePieces * kWarpgroup * 16;  // of a buffer
   static constexpr int kPart = kPartHead + R;
-  using Rotation = RowRotation<R>;
 };
 
 // A tile's number among all of the block, which all warpgroups count alike, and what follows from it.

@@ -153,8 +153,8 @@ class WarpRoles {
   static constexpr int kRopeSteps = S::kRopeSixteens / S::kRopeWarps;  // of 16 rotary channels, of a warp that has any
   static constexpr int kSteps = S::kChannels / 16, kSums = S::kChannels / 2, kPanels = S::kChannels / 64;
 
-  // What a lane loads ahead: of each 64 of the warp's channels channels 16 t to 16 t + 15 of keys g, g + 8, g + 16 and
-  // g + 24.
+  // What a lane loads ahead, of keys g, g + 8, g + 16 and g + 24: of each panel of 64 channels those from 16 t to
+  // 16 t + 15.
   template <LevelKind KIND>
   struct Loaded {
     static constexpr int kGroupBytes = KIND == LevelKind::kBytes ? 32 : KIND == LevelKind::kThreeBits ? 12 : 16;
@@ -190,7 +190,7 @@ class WarpRoles {
 
   // ---- Queries
 
-  // The warp's channels of the queries, and up to 32 rotary ones, as left operands, and what products become scores by.
+  // The warp's channels of the queries, and up to 32 rotary ones, as left operands, and the factors of scores.
   __device__ __forceinline__ void load_queries(const uint8_t* image, const RowTable& rows) {
     // Word `word` of a row of 64 channels: two channels that are neighbours in the image.
     const auto word = [&](int panel, int row, int word) {

@@ -32,7 +32,6 @@ struct WarpShape {
                        kTileBytes = kFactors + kRows * 4;
 
   static constexpr int kPart = kPartHead + R;
-  using Rotation = RowRotation<R>;
 };
 
 // Where everything is in shared memory. Exact keys take the place of tiles.
