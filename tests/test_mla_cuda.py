@@ -256,6 +256,49 @@ def test_a_nan_stays_with_those_who_see_it(name):
     assert bool(out[2].isnan().any())
 
 
+def with_rope(case: Case, rope: torch.Tensor) -> Case:
+    """The case of one sequence, stored again with other raw channels."""
+    position = torch.arange(case.lengths[0])
+    pages = case.block_table[0, position // case.config.page_size].long()
+    slots = pages * case.config.page_size + position % case.config.page_size
+    cache = case.cache.clone()
+    tt.mla_store(case.latent, rope, cache, slots, case.config, case.tables)
+    return case._replace(rope=rope, cache=cache)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name", BOTH)
+def test_a_nan_in_codes_stays_with_those_who_see_it(name, heads):
+    """A later token's raw channel of NaN leaves earlier queries of the same block alone."""
+    config = tt.latent_preset(name, 512, 64)
+    case = make_case(config, [200], [2], dtype=torch.bfloat16)
+    q = queries(case, heads, torch.bfloat16)
+    clean = on_device(case, q)
+    rope = case.rope.clone()
+    rope[-1, 7] = torch.nan
+    out, lse = on_device(with_rope(case, rope), q)
+    assert torch.equal(out[0], clean[0][0]) and torch.equal(lse[0], clean[1][0])
+    assert bool(out[1].isnan().all()) and bool(lse[1].isnan().all())
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name", BOTH)
+def test_scores_of_minus_infinity(name, heads):
+    """Tokens with scores of -inf have no weight, also if they are the first ones."""
+    config = tt.latent_preset(name, 512, 64)
+    case = make_case(config, [200], [1], dtype=torch.bfloat16)
+    q_latent, q_rope = queries(case, heads, torch.bfloat16)
+    q_rope[..., 7] = q_rope[..., 7].abs() + 1
+    rope = case.rope.clone()
+    rope[:70, 7] = -torch.inf
+    rope[100, 7] = -torch.inf
+    case = with_rope(case, rope)
+    actual = on_device(case, (q_latent, q_rope))
+    expected = attend(case, (q_latent, q_rope), mla_attention_reference)
+    limits = UNIT[torch.bfloat16], of_logarithms(kernel_of(case, heads, torch.bfloat16))
+    assert_close(actual, expected, *limits)
+
+
 @pytest.mark.parametrize("name", BOTH)
 def test_padding_behind_the_last_sequence(name):
     config = tt.latent_preset(name, 512, 64)

@@ -11,6 +11,9 @@ namespace {
 
 constexpr int kMostSeqs = 65535;  // of a grid
 
+// max_q_len may be any upper bound, but no sequence has more queries than there are tokens.
+int most_queries(const Attention& a) { return std::min(a.max_q_len, a.tokens); }
+
 }  // namespace
 
 // The kernel of R channels, and how its shared memory is divided.
@@ -56,7 +59,7 @@ LatentLaunch::LatentLaunch(const Latents& call, LatentKernel kernel, const Devic
 void LatentLaunch::check_limits() const {
   const Attention& a = call_.a;
   const int64_t tokens = int64_t{a.max_pages} * call_.record.page_size;
-  const int64_t exact = int64_t{a.sink_tokens} + a.ring + 1 + (a.new_keys ? a.max_q_len : 0);
+  const int64_t exact = int64_t{a.sink_tokens} + a.ring + 1 + (a.new_keys ? most_queries(a) : 0);
   const double units = 1.0 * (tokens / kUnitTokens + 1 + exact / kExactPerUnit + 1 + kSegmentOverhead);
   const double blocks = 1.0 * a.tokens * a.q_heads / entry_.rows + a.seqs;
   STD_TORCH_CHECK(units * blocks <= INT32_MAX, "mla_attention: ", a.seqs, " sequences of up to ", tokens,
@@ -64,8 +67,7 @@ void LatentLaunch::check_limits() const {
 }
 
 cudaError_t LatentLaunch::join(void** arguments, cudaStream_t stream) const {
-  // max_q_len may be any upper bound, but no sequence has more queries than there are tokens.
-  const int rows = std::min(call_.a.max_q_len, call_.a.tokens) * call_.a.q_heads, major = device_.facts.major;
+  const int rows = most_queries(call_.a) * call_.a.q_heads, major = device_.facts.major;
   const int64_t parts = grid_ / segments_;  // of a segment, if all are equal
   const auto launch = [&](const void* kernel, unsigned blocks, int cluster) {
     return launch_early(kernel, dim3(blocks, call_.a.seqs), 32 * kJoinWarps, 0, arguments, stream, major, cluster);

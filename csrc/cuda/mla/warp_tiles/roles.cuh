@@ -20,19 +20,19 @@ namespace turboquant::cuda::mla {
 
 // Scores of rows become weights: a thread has kEach keys of a row, and its share of the row's denominator.
 //
-// Weights are relative to the largest product of a weight and its key's scale so far, which is 2^kRoom: so products fit
-// into float16, and keep 11 bits down to 2^-24 of the largest.
+// Weights are relative to the largest product of a weight and its key's scale so far. That one becomes kRoom, so that
+// products fit into float16, and keep 11 bits down to 2^-24 of it.
 template <class S>
 class WarpWeights {
   static constexpr int kPerRow = S::kThreads / S::kRows;
-  static constexpr float kRoom = 10;
 
  public:
   static constexpr int kEach = kTileTokens / kPerRow;
+  static constexpr float kRoom = 1024;  // what sums are too large by
 
-  __device__ __forceinline__ WarpWeights(const BlockView& block, const RowTable& rows, int end)
+  __device__ __forceinline__ WarpWeights(const BlockView& block, const RowTable& rows)
       : block_(block), row_(threadIdx.x / kPerRow), key_(threadIdx.x % kPerRow * kEach), first_(rows.first[row_]),
-        end_(min(rows.end[row_], end)) {}
+        end_(rows.end[row_]) {}
 
   // scales: of the keys of the next tile that is weighed
   __device__ __forceinline__ void load_scales(const uint8_t* scales) {
@@ -67,12 +67,13 @@ class WarpWeights {
     }
     const float top = fmaxf(top_, max_of_lanes<kPerRow>(most)), factor = top == top_ ? 1 : weight_of(top_, top);
     top_ = top, total_ *= factor;
+    const float reference = top == -INFINITY ? 0 : top;  // all scores so far may be -inf
     __half weight[kEach];
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {
-      const float p = sees[k] ? exp2_fast(x[k] - (top - kRoom)) : 0;
+      const float p = sees[k] ? exp2_fast(x[k] - reference) : 0;
       total_ += p;
-      weight[k] = __float2half_rn(sees[k] ? p * scale[k] : 0);
+      weight[k] = __float2half_rn(sees[k] ? p * (scale[k] * kRoom) : 0);
     }
     __half2* to = reinterpret_cast<__half2*>(block_.shared + S::kWeights + row_ * S::kWeightStride + key_ * 2);
 #pragma unroll
@@ -87,7 +88,7 @@ class WarpWeights {
     for (int bit = 1; bit < kPerRow; bit *= 2) total += __shfl_xor_sync(0xffffffff, total, bit);
     if (key_ != 0) return;
     float* head = part + row_ * S::kPart;
-    head[0] = top_ == -INFINITY ? -INFINITY : top_ - kRoom + rows.shift[row_];
+    head[0] = top_ == -INFINITY ? -INFINITY : top_ + rows.shift[row_];
     head[1] = total, head[2] = 0;
   }
 
@@ -132,21 +133,22 @@ class WarpRoles {
     const RowTable rows(image + block_.plan.query_bytes, S::kRows);
     load_queries(image, rows);
     token_ = token;
-    end_ = min(a.new_begin(segment.work.length, segment.work.queries), token + units * kUnitTokens);
+    tiles_ = units * kUnitTiles;
+    end_ = a.new_begin(segment.work.length, segment.work.queries);
     table_ = a.block_table + segment.sequence * a.table_stride;
-    const int tiles = units * kUnitTiles;
-    WarpWeights<S> weights(block_, rows, end_);
+    WarpWeights<S> weights(block_, rows);
     switch (block_.plan.level_kind) {
-      case LevelKind::kThreeBits: attend_as<LevelKind::kThreeBits>(tiles, weights); break;
-      case LevelKind::kFourBits: attend_as<LevelKind::kFourBits>(tiles, weights); break;
-      case LevelKind::kFiveBits: attend_as<LevelKind::kFiveBits>(tiles, weights); break;
-      case LevelKind::kUniformFour: attend_as<LevelKind::kUniformFour>(tiles, weights); break;
-      case LevelKind::kUniformFive: attend_as<LevelKind::kUniformFive>(tiles, weights); break;
-      case LevelKind::kBytes: attend_as<LevelKind::kBytes>(tiles, weights); break;
+      case LevelKind::kThreeBits: attend_as<LevelKind::kThreeBits>(weights); break;
+      case LevelKind::kFourBits: attend_as<LevelKind::kFourBits>(weights); break;
+      case LevelKind::kFiveBits: attend_as<LevelKind::kFiveBits>(weights); break;
+      case LevelKind::kUniformFour: attend_as<LevelKind::kUniformFour>(weights); break;
+      case LevelKind::kUniformFive: attend_as<LevelKind::kUniformFive>(weights); break;
+      case LevelKind::kBytes: attend_as<LevelKind::kBytes>(weights); break;
     }
     weights.leave(rows, part);
     leave_sums<S::kChannels, S::kPart>(sums_, part + block_.g * S::kPart + kPartHead + block_.warp * S::kChannels,
-                                       block_.t, level_step(block_.plan.level_kind) * format::kLevelUnit);
+                                       block_.t,
+                                       level_step(block_.plan.level_kind) * format::kLevelUnit / WarpWeights<S>::kRoom);
   }
 
  private:
@@ -163,7 +165,7 @@ class WarpRoles {
   };
 
   template <LevelKind KIND>
-  __device__ __forceinline__ void attend_as(int tiles, WarpWeights<S>& weights) {
+  __device__ __forceinline__ void attend_as(WarpWeights<S>& weights) {
     const LevelPairs<KIND> levels(block_.shared + block_.plan.tables);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums_[i] = 0;
@@ -171,7 +173,7 @@ class WarpRoles {
     Loaded<KIND> codes;
     load_tile(0, codes);
 #pragma unroll 1
-    for (int i = 0; i < tiles; ++i) {
+    for (int i = 0; i < tiles_; ++i) {
       float x[4][4];
       multiply(levels, codes, x);
       load_tile(i + 1, codes);
@@ -226,8 +228,8 @@ class WarpRoles {
 
   // The pages of 32 tiles, one for each lane; -1: the tile has no tokens. They are read long before their use.
   __device__ __forceinline__ int read_pages(int first) const {
-    const int token = token_ + (first + block_.lane) * kTileTokens;
-    return token < end_ ? block_.call.page_of(table_, token) : -1;
+    const int tile = first + block_.lane, token = token_ + tile * kTileTokens;
+    return tile < tiles_ && token < end_ ? block_.call.page_of(table_, token) : -1;
   }
   // Starts to load tile i of the segment, one after the other. Where there is none, all of it is 0.
   template <LevelKind KIND>
@@ -280,19 +282,19 @@ class WarpRoles {
   __device__ __forceinline__ void copy_rest(const uint8_t* tile, int buffer) const {
     const Plan& plan = block_.plan;
     const int lane = block_.lane;
-    const uint8_t* anything = block_.call.a.pages;
+    const void* anything = block_.call.a.q;  // an address that exists
     if (lane < S::kScaleBytes / 16) {
-      copy_or_clear(scales(buffer) + lane * 16, tile ? tile + plan.scales + lane * 16 : anything, tile != nullptr);
+      const uint8_t* from = tile + plan.scales + lane * 16;
+      copy_or_clear(scales(buffer) + lane * 16, tile ? from : anything, tile != nullptr);
     }
     if (!has_rope_) return;
     const int bytes = block_.call.record.rope_bytes();
 #pragma unroll
     for (int s = 0; s < kRopeSteps; ++s) {
-      const bool there = tile && rope_step(s) * 32 < bytes;
-      const uint8_t* from = there ? tile + plan.ropes + rope_from_[s] : anything;
+      const uint8_t* from = tile && rope_step(s) * 32 < bytes ? tile + plan.ropes + rope_from_[s] : nullptr;
       uint8_t* to = ropes(s, buffer) + rope_place(lane / 2, lane % 2);
-      copy_or_clear(to, from, there);
-      copy_or_clear(to + rope_place(16, 0), there ? from + 16 * bytes : anything, there);  // keys have the same order
+      copy_or_clear(to, from ? from : anything, from != nullptr);
+      copy_or_clear(to + rope_place(16, 0), from ? from + 16 * bytes : anything, from != nullptr);  // the same order
     }
   }
   // 16 rotary channels that the warp has.
@@ -422,8 +424,8 @@ class WarpRoles {
 
   const BlockView block_;
 
-  // Of the segment: its first token here, the end of its codes here, its row of the block table, pages of tiles.
-  int token_, end_;
+  // Of the segment: its first token and its tiles here, the end of its codes, its row of the block table, pages of tiles.
+  int token_, tiles_, end_;
   const int32_t* table_;
   int pages_, next_pages_;
 
