@@ -7,7 +7,8 @@
 // Three kernels overlap: one prepares queries, this one attends, and one joins partial results in order; where there
 // are more segments than blocks, the last of the blocks that share a segment does that instead.
 //
-// How a block attends to the codes of a segment is its roles': those of its warpgroups, or of its warps, which divide the work.
+// How a block attends to the codes of a segment is its roles': those of its warpgroups, or of its warps, which divide
+// the work.
 //   key_tiles/roles  uniform grids of 4, 5 and 8 bits: keys are the long side of products, codes become operands in
 //                    registers
 //   row_tiles/roles  tables of levels, and 3 bits: rows are the long side, codes are expanded in shared memory

@@ -424,7 +424,8 @@ class WarpRoles {
 
   const BlockView block_;
 
-  // Of the segment: its first token and its tiles here, the end of its codes, its row of the block table, pages of tiles.
+  // Of the segment: its first token and its tiles here, the end of its codes, its row of the block table, and pages of
+  // tiles.
   int token_, tiles_, end_;
   const int32_t* table_;
   int pages_, next_pages_;
