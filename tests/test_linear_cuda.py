@@ -115,12 +115,12 @@ def test_neighbours_of_tiles(f, n, k):
         check(x, case, packed, randn(n, seed=4, dtype=dtype) if tokens % 2 else None)
 
 
-@pytest.mark.parametrize("n", [127, 128, 129, 255, 257, 511, 513])
+@pytest.mark.parametrize("n", [127, 128, 129, 191, 193, 255, 257, 383, 385, 511, 513])
 def test_rows_beside_tiles(n):
     """The last tile of rows is full, has a row more, or misses one."""
     case = make_case(FORMATS[0], n, 256)
     packed = case.packed()
-    for tokens in (17, 64, 100, 129, 256, 300):
+    for tokens in (17, 64, 90, 100, 129, 256, 300):
         x = randn(tokens, 256, seed=n, dtype=FLOATS[1 + tokens % 2])
         check(x, case, packed, randn(n, seed=4, dtype=x.dtype))
 
@@ -140,8 +140,8 @@ def test_slices_are_shared_by_workers(f, n, k):
     """Tiles that several workers share, whole ones between them, and fewer tiles than workers."""
     case = make_case(f, n, k)
     packed = case.packed()
-    for tokens in (150, 300, 700):
-        dtype = FLOATS[1 + tokens // 100 % 2]
+    for tokens in (20, 50, 90, 120, 150, 300, 700):
+        dtype = FLOATS[1 + tokens // 10 % 2]
         x, bias = randn(tokens, k, seed=tokens, dtype=dtype), randn(n, seed=4, dtype=dtype)
         check(x, case, packed, bias)
 

@@ -13,20 +13,6 @@ __device__ __forceinline__ void synchronise_cluster() {
 #endif
 }
 
-// Floats at the same address of the shared memory of thread block `rank`.
-__device__ __forceinline__ float4 load_from_cluster(const float* here, int rank) {
-  float4 x{};
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5; "
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
-      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-      : "r"(shared_address(here)), "r"(rank)
-      : "memory");
-#endif
-  return x;
-}
-
 // Arrives at the barrier at the same address of the shared memory of thread block `rank`.
 __device__ __forceinline__ void arrive_in_cluster(uint64_t* here, int rank) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

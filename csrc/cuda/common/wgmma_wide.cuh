@@ -1,6 +1,6 @@
-// Products of a warpgroup that are as wide as its registers allow: D = A B + D with A 64 x 16 in registers and B 16 x N
-// of float16, D 64 x N of float32, N = 160, 192, 224 or 256. Operands are those of common/wgmma_swizzled.cuh. The wider
-// a product, the less often it reads A.
+// Products of a warpgroup of widths that common/wgmma_swizzled.cuh does not have: D = A B + D with A 64 x 16 in
+// registers and B 16 x N of float16, D 64 x N of float32, N = 32, 96, 160, 192, 224 or 256. Operands are those of that
+// file. The wider a product, the less often it reads A.
 #pragma once
 
 #include "cuda/common/wgmma_swizzled.cuh"
@@ -10,9 +10,31 @@ namespace turboquant::cuda {
 // d[N / 2] = a b, plus d if `add`.
 template <int N>
 __device__ __forceinline__ void multiply_wide(float* d, const uint32_t* a, uint64_t b, bool add) {
-  static_assert(N == 160 || N == 192 || N == 224 || N == 256);
+  static_assert(N == 32 || N == 96 || N == 160 || N == 192 || N == 224 || N == 256);
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (N == 160) {
+  if constexpr (N == 32) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+  } else if constexpr (N == 96) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, %53, 0; wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
+        "{%48, %49, %50, %51}, %52, p, 1, 1, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
+          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
+          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+  } else if constexpr (N == 160) {
     asm volatile(
         "{ .reg .pred p; setp.ne.b32 p, %85, 0; wgmma.mma_async.sync.aligned.m64n160k16.f32.f16.f16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "

@@ -10,7 +10,7 @@
 
 namespace turboquant::cuda::linear::tiles {
 
-constexpr int kMostRotateWarps = 16;
+constexpr int kMostRotateWarps = 32;
 constexpr int kLaneChannels = 16, kSpanChannels = 32 * kLaneChannels;
 
 // Warps of a thread block that rotates a token: a span of 512 channels each, or several in turn.
@@ -84,7 +84,7 @@ class Span {
 };
 
 // A thread block rotates a token.
-__global__ void __launch_bounds__(32 * kMostRotateWarps, 2)
+__global__ void __launch_bounds__(32 * kMostRotateWarps, 1)
     rotate_activations(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __shared__ uint32_t most_of_warp[kMostRotateWarps];

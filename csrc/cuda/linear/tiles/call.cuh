@@ -1,8 +1,7 @@
 // A call of linear_packed as the kernels of tiles see it, for devices with products of warpgroups.
 //
-// Up to 128 tokens, a thread block computes a tile of 256 outputs of 64 or 128 tokens (kernel.cuh). More tokens are
-// multiplied in tiles of 128 outputs of 160 to 256 tokens (stream_k.cuh). Weights stay packed until they are operands
-// in registers, float16:
+// A tile is 32 to 256 tokens by 384 or 256 outputs, of which each of two thread blocks has half. Weights stay packed
+// until they are operands in registers, float16:
 //
 //   operand = level * 2^-7 * (scale * M / 32) = 2^-3 * the decoded channel in the rotated space
 //
@@ -19,21 +18,18 @@
 
 namespace turboquant::cuda::linear::tiles {
 
-// Whether tiles of so many tokens are those of stream_k.cuh.
-constexpr bool in_streams(int tokens) { return tokens > 128; }
-// A slab is 16 rows of a tile, which a warp multiplies: so many that sums of all lanes fit in registers.
-constexpr int kTileSlabs = 16, kStreamSlabs = 8;
-constexpr int slabs_of(int tokens) { return in_streams(tokens) ? kStreamSlabs : kTileSlabs; }
-constexpr int kTileThreads = 32 * kTileSlabs;
-constexpr int kStreamBlocks = 2;      // thread blocks of a cluster, a worker
-constexpr int kStreamWarpgroups = 2;  // that multiply, of a thread block; another one copies
-constexpr int kStreamThreads = (kStreamWarpgroups + 1) * kWarpgroup;
-constexpr int kStreamQuarters = kStreamBlocks * kStreamWarpgroups;  // of a worker's tile, 64 outputs each
-// Floats from a token's sums to the next one's, which avoid bank conflicts.
-constexpr int kSumStride = format::kWeightRows * kTileSlabs + 4;
+constexpr int kBlocks = 2;  // thread blocks of a cluster, a worker
+// Warpgroups of a thread block that multiply tiles of so many tokens, as measured. Another one copies.
+constexpr int warpgroups_of(int tokens) { return tokens <= 64 ? 3 : 2; }
+constexpr int threads_of(int tokens) { return (warpgroups_of(tokens) + 1) * kWarpgroup; }
+// Of a worker's tile: 64 outputs each, which a warpgroup multiplies.
+constexpr int pieces_of(int tokens) { return kBlocks * warpgroups_of(tokens); }
+// Of a thread block's half of a tile: 16 outputs each, which a warp multiplies.
+constexpr int slabs_of(int tokens) { return 4 * warpgroups_of(tokens); }
 constexpr int kChannels = 64, kRowBytes = 2 * kChannels;  // of an operand's row in shared memory
-constexpr int kMostParts = 8;                             // thread blocks of a cluster on every device
-constexpr int kMostStages = 16;
+// Of the ring. All multiprocessors fill theirs at the same time, so more stages keep each of them waiting for its first
+// slice.
+constexpr int kMostStages = 5;
 constexpr int kHeaderBytes = 1024;  // of shared memory: barriers, and the alignment of operands
 constexpr float kOperandUnit = 8;   // of an operand of weights
 constexpr int kLog2Largest = 11;    // of activations
@@ -57,14 +53,13 @@ struct Plan {
   int column_tiles, row_tiles;
   int stages, stage_bytes;  // of the ring in shared memory: a group of channels each
   int bytes;                // of shared memory
-  int parts;                // thread blocks, a cluster, that share the channels of a tile of kernel.cuh
-  int workers;              // of stream_k.cuh
-  bool whole_tiles;         // none of them shares a tile
-  Share slices;             // of the workers: groups of channels of all tiles
-  uint8_t* operands;        // [column tiles][k / 64][tokens of a tile][128 bytes], swizzled (common/wgmma_swizzled.cuh)
-  float* factors;           // [column tiles * tokens of a tile]: undo the power of two, and kOperandUnit
-  float* partial;           // [workers, 2, kStreamQuarters, sums of a warpgroup]
-  uint32_t* arrivals;       // [workers, kStreamQuarters]: at the tile that a worker begins; 0 between launches
+  int workers;
+  bool whole_tiles;    // none of them shares a tile
+  Share slices;        // of the workers: groups of channels of all tiles
+  uint8_t* operands;   // [column tiles][k / 64][tokens of a tile][128 bytes], swizzled (common/wgmma_swizzled.cuh)
+  float* factors;      // [column tiles * tokens of a tile]: undo the power of two, and kOperandUnit
+  float* partial;      // [workers, 2, pieces, sums of a warpgroup]
+  uint32_t* arrivals;  // [workers, pieces]: at the tile that a worker begins; 0 between launches
 };
 
 }  // namespace turboquant::cuda::linear::tiles

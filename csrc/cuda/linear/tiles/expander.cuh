@@ -113,10 +113,10 @@ __device__ __forceinline__ void multiply_step(float* d, const uint32_t (&operand
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
     const uint64_t activations = swizzled_word(b + 2 * k);
-    if constexpr (in_streams(TOKENS)) {
-      multiply_wide<TOKENS>(d, operand + 4 * k, activations, k > 0 || add);
-    } else {
+    if constexpr (TOKENS == 64 || TOKENS == 128) {
       multiply_registers<TOKENS, __half, false>(d, operand + 4 * k, activations, k > 0 || add);
+    } else {
+      multiply_wide<TOKENS>(d, operand + 4 * k, activations, k > 0 || add);
     }
   }
   commit_products();

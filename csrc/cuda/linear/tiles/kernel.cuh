@@ -1,232 +1,370 @@
-// linear_packed for up to 128 tokens: tiles of 256 outputs and 64 or 128 tokens, on tensor cores that multiply float16
-// of warpgroups.
+// linear_packed for more tokens than products of codes take: tiles of 32 to 256 tokens, on tensor cores that multiply
+// float16 of warpgroups. A slice is a group of channels of a tile. The slices of all tiles are shared evenly, whatever
+// the number of tiles (stream-K, arXiv 2301.03598).
 //
-// A ring in shared memory holds packed weights and activations of a group of channels in each stage. Every warp copies
-// the 16 rows that are its own, and the first one activations for all. Warps expand 32 channels at a time to operands
-// in registers, of which they have two: one is expanded while tensor cores multiply the other. Where rows and tokens
-// are too few to occupy all multiprocessors, the thread blocks of a cluster share the channels of a tile. Each of them
-// adds the sums of some tokens, in the order of the blocks: results are the same in every run.
+// A worker is a cluster of two thread blocks, each of which has half of a tile's outputs, so that activations, which
+// both need, are read from the L2 cache once and arrive in both. The slices of all tiles are one list, of which every
+// worker has a share, neighbours. Where a share begins or ends within a tile, workers leave their sums in memory, and
+// the last one to arrive adds those of all, in the order of the channels: results are the same in every run.
+//
+// One warpgroup copies packed weights and activations into a ring in shared memory, a slice to a stage. Two or three
+// multiply 64 outputs each, a piece of the tile. Their warps expand 32 channels at a time to operands in registers, of
+// which they have two: one is expanded while tensor cores multiply the other.
 #pragma once
 
+#include "cuda/attention/counters.cuh"
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/device.cuh"
 #include "cuda/linear/tiles/expander.cuh"
 
 namespace turboquant::cuda::linear::tiles {
 
+// What a worker has of a tile.
+struct Stretch {
+  int tile, first, end;  // groups of channels
+};
+
 template <int TOKENS, bool BYTES>
-class Tile {
-  static constexpr int kSlabs = kTileSlabs, kRows = format::kWeightRows * kSlabs, kThreads = kTileThreads;
-  static constexpr int kSums = TOKENS / 2;  // of a lane
+class StreamK {
+  static constexpr int kWarpgroups = warpgroups_of(TOKENS), kPieces = pieces_of(TOKENS);
+  static constexpr int kSlabs = slabs_of(TOKENS);
+  static constexpr int kRows = format::kWeightRows * kSlabs;  // of a block's half of a tile
+  static constexpr int kSums = TOKENS / 2;                    // of a lane
+  static constexpr int kProductRegisters = kWarpgroups == 3 ? 160 : 232;
+  static constexpr int kCopyRegisters = kWarpgroups == 3 ? 32 : 40;
+  static constexpr int kCopyWarps = 4, kSlabsOfWarp = kSlabs / kCopyWarps;
+  static constexpr uint16_t kBoth = (1 << kBlocks) - 1;  // blocks of the cluster
+
+  // The factors of a tile's tokens: a lane has those of the tokens 32 i + lane.
+  using Factors = float[TOKENS / 32];
 
  public:
-  __device__ __forceinline__ Tile(const Call& a, const Plan& p, uint8_t* shared) : a_(a), p_(p), shared_(shared) {
-    const int tile = quotient(static_cast<int>(blockIdx.x), p.parts);
-    part_ = static_cast<int>(blockIdx.x) - tile * p.parts;
-    row_tile_ = quotient(tile, p.column_tiles), column_tile_ = tile - row_tile_ * p.column_tiles;
-    first_ = quotient(a.groups * part_, p.parts), end_ = quotient(a.groups * (part_ + 1), p.parts);
-    halves_ = a.block.group / kChannels;
-    operand_bytes_ = halves_ * TOKENS * kRowBytes;
+  __device__ __forceinline__ StreamK(const Call& a, const Plan& p, uint8_t* shared) : a_(a), p_(p), shared_(shared) {
+    warp_ = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);  // compilers see that all lanes have one
+    worker_ = static_cast<int>(blockIdx.x) / kBlocks, rank_ = static_cast<int>(blockIdx.x) % kBlocks;
+    begin_ = p.slices.begin(worker_), end_ = p.slices.begin(worker_ + 1);
+    operand_bytes_ = a.block.group / kChannels * TOKENS * kRowBytes;
+    unit_bytes_ = a.block.block_bytes(), slab_bytes_ = int64_t{a.groups} * unit_bytes_;
     full_ = reinterpret_cast<uint64_t*>(shared), empty_ = full_ + kMostStages;
-    warp_ = threadIdx.x / 32;
-    const int64_t slab = int64_t{row_tile_} * kSlabs + warp_;
-    unit_bytes_ = a.block.block_bytes();
-    weights_at_ = operand_bytes_ + warp_ * unit_bytes_;
-    weights_ = a.packed + slab * a.groups * unit_bytes_;
-    copy_bytes_ = slab * format::kWeightRows < a.n ? unit_bytes_ : 0;
   }
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      for (int i = 0; i < p_.stages; ++i) init_barrier(full_ + i, kSlabs), init_barrier(empty_ + i, kSlabs);
+      for (int i = 0; i < p_.stages; ++i) {
+        init_barrier(full_ + i, kCopyWarps), init_barrier(empty_ + i, kBlocks * kSlabs);
+      }
       barriers_ready();
     }
-    __syncthreads();
-    multiply();
-    finish();
+    synchronise_cluster();
+    if (warp_ < kSlabs) {
+      take_registers<kProductRegisters>();
+      multiply_all();
+    } else {
+      leave_registers<kCopyRegisters>();
+      copy_all();
+    }
+    synchronise_cluster();  // until then the other block writes here
   }
 
  private:
   __device__ __forceinline__ uint8_t* stage(int i) const { return shared_ + kHeaderBytes + i * p_.stage_bytes; }
 
-  // ---- Copies: each warp copies its own rows, and the first one activations, too.
+  // The worker's slices from `slice` on, within a tile.
+  __device__ __forceinline__ Stretch stretch(int slice) const {
+    const int tile = quotient(slice, a_.groups), first = slice - tile * a_.groups;
+    return {tile, first, min(a_.groups, first + end_ - slice)};
+  }
+  // Tiles of the same rows are neighbours, so that their workers read these weights at about the same time.
+  __device__ __forceinline__ int row_tile(int tile) const { return kBlocks * quotient(tile, p_.column_tiles) + rank_; }
+  __device__ __forceinline__ int column_tile(int tile) const {
+    return tile - quotient(tile, p_.column_tiles) * p_.column_tiles;
+  }
+  __device__ __forceinline__ int64_t first_token(const Stretch& s) const {
+    return int64_t{column_tile(s.tile)} * TOKENS;
+  }
 
-  __device__ __forceinline__ Run weights(int group, int slot) const {
-    return {stage(slot) + weights_at_, weights_ + int64_t{group} * unit_bytes_, copy_bytes_};
-  }
-  __device__ __forceinline__ Run activations(int group, int slot) const {
-    const int64_t from = (int64_t{column_tile_} * a_.groups + group) * operand_bytes_;
-    return {stage(slot), p_.operands + from, operand_bytes_};
-  }
-  __device__ __forceinline__ void copy(int group, int slot) const {
-    if (warp_ == 0) {
-      const Run runs[2] = {weights(group, slot), activations(group, slot)};
-      fill_slot(full_ + slot, runs);
-    } else {
-      const Run runs[1] = {weights(group, slot)};
-      fill_slot(full_ + slot, runs);
-    }
-  }
-  // Weights do not wait for the kernel that writes activations.
-  __device__ __forceinline__ void fill_ring() const {
-    const int ahead = min(p_.stages, end_ - first_);
-    if (warp_ == 0) {
-      for (int i = 0; i < ahead; ++i) prefetch_weights(first_ + i);
+  // ---- Copies
+
+  // One lane of each warp copies, because several would take one iteration of a loop each: two slabs of weights, and
+  // the first warp also half of the activations, to both blocks.
+  __device__ __forceinline__ void copy_all() const {
+    if (elected()) {
+      prefetch_weights();  // they do not depend on the kernel that writes activations
       wait_for_previous_kernel();
+      const bool copies_activations = warp_ == kSlabs;
+      const int half = operand_bytes_ / kBlocks, from_half = rank_ * half;
+      int slot = 0;
+      uint32_t phase = 1;  // a fresh barrier counts as past this phase, so the first round does not wait
+      for (int slice = begin_; slice < end_;) {
+        const Stretch s = stretch(slice);
+        const int slabs = num_slabs(s), bytes = (copies_activations ? operand_bytes_ : 0) + slabs * unit_bytes_;
+        const uint8_t* weights = weights_of(s);
+        const uint8_t* activations =
+            p_.operands + (int64_t{column_tile(s.tile)} * a_.groups + s.first) * operand_bytes_ + from_half;
+        slice += s.end - s.first;
+#pragma unroll 1
+        for (int group = s.first; group < s.end; ++group) {
+          uint8_t* const to = stage(slot);
+          wait_barrier(empty_ + slot, phase);
+          expect(full_ + slot, bytes);
+          if (copies_activations) copy_to_cluster(to + from_half, activations, half, full_ + slot, kBoth);
+#pragma unroll
+          for (int i = 0; i < kSlabsOfWarp; ++i) {
+            if (i < slabs) {
+              copy_bulk(to + operand_bytes_ + (first_slab() + i) * unit_bytes_, weights + i * slab_bytes_, unit_bytes_,
+                        full_ + slot);
+            }
+          }
+          weights += unit_bytes_, activations += operand_bytes_;
+          if (++slot == p_.stages) slot = 0, phase ^= 1;
+        }
+      }
     }
-    for (int i = 0; i < ahead; ++i) copy(first_ + i, i);
+    __syncwarp();
+    let_next_kernel_begin();
   }
-  __device__ __forceinline__ void prefetch_weights(int group) const {
-    if (threadIdx.x == 0) prefetch_bytes(weights_ + int64_t{group} * unit_bytes_, unit_bytes_);
+  __device__ __forceinline__ void prefetch_weights() const {
+    const Stretch s = stretch(begin_);
+    const int slabs = num_slabs(s), bytes = min(p_.stages, s.end - s.first) * unit_bytes_;
+    for (int i = 0; i < slabs; ++i) prefetch_bytes(weights_of(s) + i * slab_bytes_, bytes);
+  }
+
+  // Of the tile's slabs, those that the warp copies.
+  __device__ __forceinline__ int first_slab() const { return kSlabsOfWarp * (warp_ - kSlabs); }
+  __device__ __forceinline__ int num_slabs(const Stretch& s) const {
+    const int64_t rest =
+        (a_.n + format::kWeightRows - 1) / format::kWeightRows - (int64_t{row_tile(s.tile)} * kSlabs + first_slab());
+    return static_cast<int>(max(int64_t{0}, min(int64_t{kSlabsOfWarp}, rest)));
+  }
+  __device__ __forceinline__ const uint8_t* weights_of(const Stretch& s) const {
+    return a_.packed + (int64_t{row_tile(s.tile)} * kSlabs + first_slab()) * slab_bytes_ +
+           int64_t{s.first} * unit_bytes_;
   }
 
   // ---- Products
 
-  __device__ __forceinline__ void multiply() {
-    fill_ring();
+  __device__ __forceinline__ void multiply_all() const {
     const Expander<BYTES> expander(a_);
+    const bool two_halves = a_.block.group == 2 * kChannels;
+    const int weights_at = operand_bytes_ + warp_ * unit_bytes_;
     float d[kSums];
     uint32_t operand[2][8];
     int slot = 0, before = -1;
-    uint32_t phase = 0, empty_phase = 0;
+    uint32_t phase = 0;
+    wait_for_previous_kernel();  // which writes factors
     wait_barrier(full_, 0);
-    const uint8_t* unit = stage(0) + weights_at_;
+    const uint8_t* unit = stage(0) + weights_at;
     Codes<BYTES> first = expander.template load<0>(unit);
     Scales scales = expander.load_scales(unit);
 #pragma unroll 1
-    for (int group = first_; group < end_; ++group) {
-      const uint32_t b = activations_word(stage(slot));
-      multiply_group<TOKENS>(expander, unit, first, scales, halves_ == 2, b, group > first_, operand, d, [&] {
-        if (before >= 0 && threadIdx.x % 32 == 0) arrive(empty_ + before);
-      });
-      refill(group, slot, before, empty_phase);
-      before = slot;
-      if (++slot == p_.stages) slot = 0, phase ^= 1;
-      if (group + 1 < end_) {
-        wait_barrier(full_ + slot, phase);
-        unit = stage(slot) + weights_at_;
-        first = expander.template load<0>(unit), scales = expander.load_scales(unit);
+    for (int slice = begin_; slice < end_;) {
+      const Stretch s = stretch(slice);
+      Factors factors;
+      load_factors(s, factors);
+#pragma unroll 1
+      for (int group = s.first; group < s.end; ++group) {
+        const uint32_t b = activations_word(stage(slot));
+        multiply_group<TOKENS>(expander, unit, first, scales, two_halves, b, group > s.first, operand, d, [&] {
+          if (before >= 0) release(before);
+        });
+        before = slot;
+        if (++slot == p_.stages) slot = 0, phase ^= 1;
+        if (++slice < end_) {
+          wait_barrier(full_ + slot, phase);
+          unit = stage(slot) + weights_at;
+          first = expander.template load<0>(unit), scales = expander.load_scales(unit);
+        }
+        wait_for_products<1>();
       }
-      wait_for_products<1>();
+      wait_for_products<0>();
+      receive<kSums>(d);
+      release(before), before = -1;
+      if (slice == end_) let_next_kernel_begin();
+      finish(s, d, factors);
     }
-    let_next_kernel_begin();
-    wait_for_products<0>();
-    receive<kSums>(d);
-    __syncthreads();  // the ring has been read, and nothing is on its way into it
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    float* const to = sums() + 16 * warp_ + g;
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) to[(8 * (i / 4) + 2 * t + i % 2) * kSumStride + i % 4 / 2 * 8] = d[i];
+  }
+  // The warp has read a stage: both blocks may write activations to it, each its half.
+  __device__ __forceinline__ void release(int slot) const {
+    const int lane = threadIdx.x % 32;
+    if (lane < kBlocks) arrive_in_cluster(empty_ + slot, lane);
   }
 
-  // Starts the next copies. The warp has read its weights of `slot`, which were those of `group`. Activations of the
-  // slot before it have been read by now, by all warps or by most.
-  __device__ __forceinline__ void refill(int group, int slot, int before, uint32_t& empty_phase) const {
-    int next = group + p_.stages;
-    if (warp_ == 0) {
-      if (before < 0) return;
-      --next, slot = before;
-      if (next < end_) wait_barrier(empty_ + before, empty_phase);
-      if (before + 1 == p_.stages) empty_phase ^= 1;
-    }
-    __syncwarp();
-    if (next < end_) copy(next, slot);
+  // ---- Sums of several workers
+
+  __device__ __forceinline__ int warpgroup() const { return warp_ / 4; }
+  __device__ __forceinline__ int piece() const { return rank_ * kWarpgroups + warpgroup(); }
+  // The lane's sums of a worker: [kSums / 4][threads of the warpgroup][4]. A worker has parts of two tiles at most: of
+  // the one that its share ends in, which it begins, and of the one that its share begins in.
+  __device__ __forceinline__ float* part(int worker, bool begins_tile) const {
+    const int64_t i = int64_t{2 * worker + begins_tile} * kPieces + piece();
+    return p_.partial + i * kSums * kWarpgroup + 4 * (threadIdx.x % kWarpgroup);
   }
+  static __device__ __forceinline__ void leave(const float (&d)[kSums], float* to) {
+#pragma unroll
+    for (int i = 0; i < kSums; i += 4) {
+      *reinterpret_cast<float4*>(to + i * kWarpgroup) = make_float4(d[i], d[i + 1], d[i + 2], d[i + 3]);
+    }
+  }
+  // d += part, or d = part.
+  template <bool ADD>
+  static __device__ __forceinline__ void add_part(const float* part, float (&d)[kSums]) {
+    constexpr int kLoads = 16;  // on their way at a time: there are registers for so many
+#pragma unroll
+    for (int first = 0; first < kSums; first += 4 * kLoads) {
+      float4 x[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads && first + 4 * i < kSums; ++i) {
+        x[i] = __ldcg(reinterpret_cast<const float4*>(part + (first + 4 * i) * kWarpgroup));
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads && first + 4 * i < kSums; ++i) {
+        float* const to = d + first + 4 * i;
+        to[0] = ADD ? to[0] + x[i].x : x[i].x, to[1] = ADD ? to[1] + x[i].y : x[i].y;
+        to[2] = ADD ? to[2] + x[i].z : x[i].z, to[3] = ADD ? to[3] + x[i].w : x[i].w;
+      }
+      asm volatile("" ::: "memory");  // the next loads come later
+    }
+  }
+
+  // Adds the sums of all workers; false: another one will.
+  __device__ __forceinline__ bool join(const Stretch& s, float (&d)[kSums]) const {
+    const int first = p_.slices.owner(s.tile * a_.groups), last = p_.slices.owner((s.tile + 1) * a_.groups - 1);
+    uint32_t* const counter = p_.arrivals + first * kPieces + piece();
+    // Whether the sums may stay in registers: two can be added in either order, and of more the first come first.
+    const bool holds = worker_ == first || last == first + 1;
+    if (!holds || !tell([&] { return others_arrived(counter, last - first); })) {
+      leave(d, part(worker_, worker_ == first));
+      sync_warpgroup();
+      if (!tell([&] { return count_arrival(counter, last - first + 1); })) return false;
+    }
+    for (int w = first; w <= last; ++w) {
+      if (holds && w == worker_) continue;
+      if (holds || w > first) {
+        add_part<true>(part(w, w == first), d);
+      } else {
+        add_part<false>(part(w, w == first), d);
+      }
+    }
+    return true;
+  }
+  // Whether all other workers have left their sums. Then no one else needs the counter, and it is set to 0.
+  static __device__ __forceinline__ bool others_arrived(uint32_t* counter, int others) {
+    uint32_t count;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+    const bool all = count == static_cast<uint32_t>(others);
+    if (all) *counter = 0;
+    return all;
+  }
+  // What one thread finds out, to all of its warpgroup.
+  template <typename F>
+  __device__ __forceinline__ bool tell(F&& find) const {
+    auto* const note = reinterpret_cast<volatile bool*>(shared_ + kHeaderBytes - 16) + warpgroup();
+    if (threadIdx.x % kWarpgroup == 0) *note = find();
+    sync_warpgroup();
+    const bool found = *note;
+    sync_warpgroup();  // before the next note
+    return found;
+  }
+  __device__ __forceinline__ void sync_warpgroup() const { sync_threads(1 + warpgroup(), kWarpgroup); }
 
   // ---- Results
+  //
+  // The sums of a lane are, for 8 tokens each, those of outputs g and g + 8 of its warp and of tokens 2 t and 2 t + 1.
 
-  __device__ __forceinline__ float* sums() const { return reinterpret_cast<float*>(shared_ + kHeaderBytes); }
-
-  __device__ __forceinline__ float* factors() const { return sums() + TOKENS * kSumStride; }
-
-  __device__ __forceinline__ void finish() const {
-    const int64_t token = int64_t{column_tile_} * TOKENS;
-    wait_for_previous_kernel();  // which wrote the factors
-    if (threadIdx.x < TOKENS && token + threadIdx.x < a_.tokens) {
-      factors()[threadIdx.x] = __ldcg(p_.factors + token + threadIdx.x);
-    }
-    __syncthreads();
-    if (p_.parts > 1) synchronise_cluster();
-    with_float_type(a_.dtype, [&](auto tag) { store<typename decltype(tag)::type>(token); });
-    if (p_.parts > 1) synchronise_cluster();  // others read this block's sums until then
+  __device__ __forceinline__ void finish(const Stretch& s, float (&d)[kSums], const Factors& factors) const {
+    const int64_t row = int64_t{row_tile(s.tile)} * kRows + format::kWeightRows * warp_;  // the warp's first output
+    if (row - format::kWeightRows * (warp_ % 4) >= a_.n) return;
+    const bool shared = s.end - s.first < a_.groups;
+    if (shared && !join(s, d)) return;
+    if (a_.n % 2 == 0 && a_.dtype == Dtype::kBFloat16) return store_pairs<__nv_bfloat16>(s, row, d, factors);
+    if (a_.n % 2 == 0 && a_.dtype == Dtype::kFloat16) return store_pairs<__half>(s, row, d, factors);
+    // Memory that no other worker reads any more, or yet.
+    float* const own = part(worker_, !shared || worker_ == p_.slices.owner(s.tile * a_.groups));
+    leave(d, own);
+    store_singly(s, row, own);
   }
 
-  // A thread stores four outputs of every kStep-th token of those that are the block's to add.
+  __device__ __forceinline__ void load_factors(const Stretch& s, Factors& factors) const {
+    const float* const from = p_.factors + first_token(s) + threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 32; ++i) factors[i] = __ldcg(from + 32 * i);
+  }
+  __device__ __forceinline__ float bias_of(int64_t row) const {
+    return a_.bias && row < a_.n ? load_float(a_.bias, a_.dtype, row) : 0.0f;
+  }
+  // An 8 x 8 matrix of 16-bit elements, a row for four lanes, transposed.
+  static __device__ __forceinline__ uint32_t transposed(uint32_t x) {
+    uint32_t y = x;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+#endif
+    return y;
+  }
+
+  // Two neighbouring outputs at a time.
   template <typename T>
-  __device__ __forceinline__ void store(int64_t token) const {
-    constexpr int kQuads = kRows / 4, kStep = kThreads / kQuads;
-    const int inside = static_cast<int>(threadIdx.x) % kQuads * 4;
-    const int64_t row = int64_t{row_tile_} * kRows + inside;
-    if (row >= a_.n) return;
-    const int count = static_cast<int>(min(int64_t{4}, a_.n - row));
-    float bias[4] = {};
-    if (a_.bias) {
+  __device__ __forceinline__ void store_pairs(const Stretch& s, int64_t row, const float (&d)[kSums],
+                                              const Factors& factors) const {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int64_t token = first_token(s);
+    const float bias[2] = {bias_of(row + g), bias_of(row + g + 8)};
+    const auto tokens = static_cast<int>(min(int64_t{TOKENS}, a_.tokens - token));
+    const auto rows = static_cast<int>(min(int64_t{format::kWeightRows}, a_.n - row));
+    T* const y = static_cast<T*>(a_.y) + (token + g) * a_.n + row + 2 * t;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (j < count) bias[j] = static_cast<float>(static_cast<const T*>(a_.bias)[row + j]);
-      }
-    }
-    T* const to = static_cast<T*>(a_.y) + token * a_.n + row;
-    const auto store_one = [&](int i, const float4& sum) {
-      const float factor = factors()[i];
-      const float y[4] = {sum.x * factor + bias[0], sum.y * factor + bias[1], sum.z * factor + bias[2],
-                          sum.w * factor + bias[3]};
-      T* const here = to + i * a_.n;
-      if (a_.n % 4 == 0) {
-        store_floats<4>(y, here);
-      } else {
+    for (int i = 0; i < TOKENS / 8; ++i) {
+      const int lane = 8 * (i % 4) + 2 * t;
+      const float factor[2] = {__shfl_sync(0xffffffff, factors[i / 4], lane),
+                               __shfl_sync(0xffffffff, factors[i / 4], lane + 1)};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (j < count) here[j] = static_cast<T>(y[j]);
+      for (int h = 0; h < 2; ++h) {
+        const float* const sum = d + 4 * i + 2 * h;
+        const uint32_t word = transposed(word_of_floats<T>(sum[0] * factor[0] + bias[h], sum[1] * factor[1] + bias[h]));
+        if (8 * i + g < tokens && 8 * h + 2 * t < rows) {
+          *reinterpret_cast<uint32_t*>(y + 8 * i * a_.n + 8 * h) = word;
         }
       }
-    };
-    const int begin = quotient(TOKENS * part_, p_.parts) + static_cast<int>(threadIdx.x) / kQuads;
-    const int end = static_cast<int>(min(int64_t{quotient(TOKENS * (part_ + 1), p_.parts)}, a_.tokens - token));
-    const float* const from = sums() + inside;
-    if (p_.parts == 1) {
-#pragma unroll 8
-      for (int i = begin; i < end; i += kStep) {
-        store_one(i, *reinterpret_cast<const float4*>(from + i * kSumStride));
-      }
-    } else {
-#pragma unroll 1
-      for (int i = begin; i < end; i += kStep) store_one(i, sum_of_parts(from + i * kSumStride));
     }
   }
-
-  __device__ __forceinline__ float4 sum_of_parts(const float* from) const {
-    float4 x[kMostParts];
+  // Any dtype and any number of outputs, with sums from memory, so that this code is a short loop. sums: the lane's.
+  __device__ __forceinline__ void store_singly(const Stretch& s, int64_t row, const float* sums) const {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int64_t token = first_token(s);
+    const float bias[2] = {bias_of(row + g), bias_of(row + g + 8)};
+#pragma unroll 1
+    for (int i = 0; i < TOKENS / 8; ++i) {
+      const float2 factor = __ldcg(reinterpret_cast<const float2*>(p_.factors + token + 8 * i + 2 * t));
+      const float4 x = *reinterpret_cast<const float4*>(sums + 4 * i * kWarpgroup);
+      const float sum[2][2] = {{x.x * factor.x, x.y * factor.y}, {x.z * factor.x, x.w * factor.y}};
 #pragma unroll
-    for (int part = 0; part < kMostParts; ++part) {
-      if (part < p_.parts) x[part] = load_from_cluster(from, part);
-    }
-    float4 sum = x[0];
+      for (int h = 0; h < 2; ++h) {
 #pragma unroll
-    for (int part = 1; part < kMostParts; ++part) {
-      if (part >= p_.parts) break;
-      sum.x += x[part].x, sum.y += x[part].y, sum.z += x[part].z, sum.w += x[part].w;
+        for (int j = 0; j < 2; ++j) {
+          const int64_t column = token + 8 * i + 2 * t + j, output = row + g + 8 * h;
+          if (column < a_.tokens && output < a_.n) {
+            store_float(a_.y, a_.dtype, column * a_.n + output, sum[h][j] + bias[h]);
+          }
+        }
+      }
     }
-    return sum;
   }
 
   const Call& a_;
   const Plan& p_;
   uint8_t* shared_;
-  uint64_t *full_, *empty_;
-  int warp_, part_, row_tile_, column_tile_, halves_;
-  int first_, end_;  // groups of channels
-  // The warp's rows: where they stand, in a stage, too.
-  const uint8_t* weights_;
-  int unit_bytes_, operand_bytes_, weights_at_, copy_bytes_;
+  uint64_t *full_, *empty_;  // a stage holds a slice; it may be written
+  int warp_, worker_, rank_;
+  int begin_, end_;  // slices of the worker
+  int operand_bytes_, unit_bytes_;
+  int64_t slab_bytes_;  // of 16 rows
 };
 
 template <int TOKENS, bool BYTES>
-__global__ void __launch_bounds__(kTileThreads, 1)
-    tiles_kernel(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
+__global__ void __launch_bounds__(threads_of(TOKENS), 1)
+    stream_k_kernel(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared[];
-  Tile<TOKENS, BYTES>(a, p, shared).run();
+  StreamK<TOKENS, BYTES>(a, p, shared).run();
 #endif
 }
 
