@@ -278,5 +278,5 @@ def test_tiny():
     """A small case for compute-sanitizer."""
     for f in FORMATS[:2]:
         case = make_case(f, 20, 128)
-        for tokens in (2, 40, 140):
+        for tokens in (2, 20, 40, 90, 120, 140):
             check(randn(tokens, 128, seed=1), case)

@@ -39,6 +39,7 @@ class ScoreGroup {
       const bool exists = block_.rows<S>().exists(row);
       reference(row) = exists ? 0 : kNobody, top(row) = exists ? kNothing : kNobody;
     }
+    lacks_top_ = threadIdx.x < S::kRows;
     sync();
     find_seen_by_all();
     const format::LatentRecord& record = block_.call.record;
@@ -168,7 +169,7 @@ class ScoreGroup {
     for_each<kTiles / kPieceTiles>([&](auto piece) { to_exponents<piece>(score); });
     if (is_masked(token)) mask(score, token);
     moves |= token <= first_all_;  // a row may see its first keys
-    moves = sync_any(kScoresBarrier, kWarpgroup, exceeds(score, scale.of)) || moves;
+    moves = sync_any(kScoresBarrier, kWarpgroup, exceeds(score, scale.of) || lacks_top_) || moves;
     wait_barrier(block_.summed(buffer), turn.buffer_phase() ^ 1);
     float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
     if (moves) move_references(score, scale.of, factors);
@@ -373,6 +374,7 @@ class ScoreGroup {
       const float highest = fmaxf(top(row), most), wanted = fmaxf(most, highest - kDeepest);
       const bool moves = most > -INFINITY && (first || most > old + kRaise || wanted < old - kLower);
       if (most > -INFINITY) top(row) = highest;
+      lacks_top_ = first && most == -INFINITY;  // all scores so far may be -inf
       if (moves) reference(row) = wanted;
       factors[row] = moves && !first ? exp2_fast(old - wanted) : 1;
       moved[threadIdx.x] = moves ? old - wanted : 0;
@@ -422,6 +424,7 @@ class ScoreGroup {
   const uint32_t latents_, ropes_;  // operands
   const uint32_t tile_;             // the warp's tile of the first stage, in shared memory
   int first_all_, end_all_;         // keys from codes that all rows see
+  bool lacks_top_;                  // whether the row of the thread has met -inf only
 
   float4 totals_[kRoomForBoth ? kTiles : 1];
 };

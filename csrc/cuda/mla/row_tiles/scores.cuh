@@ -135,7 +135,8 @@ class RowScores {
   // moves: whether references may be lowered
   __device__ __forceinline__ void weigh(float (&exponent)[kScores], const float2 (&scale)[kBlocks],
                                         const TileTurn<S>& turn, bool moves) {
-    moves |= __any_sync(0xffffffff, bound(exponent, scale) > kRaise);
+    const bool lacks_top = top_[0] == kNothing || top_[1] == kNothing;  // all scores so far may be -inf
+    moves |= __any_sync(0xffffffff, lacks_top || bound(exponent, scale) > kRaise);
     const int buffer = turn.buffer();
     wait_barrier(&barriers_.summed[buffer], turn.buffer_phase() ^ 1);
     Factors& factors = reinterpret_cast<Factors*>(block_.shared + block_.plan.factors)[buffer];
