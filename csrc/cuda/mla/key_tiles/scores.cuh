@@ -169,7 +169,7 @@ class ScoreGroup {
     for_each<kTiles / kPieceTiles>([&](auto piece) { to_exponents<piece>(score); });
     if (is_masked(token)) mask(score, token);
     moves |= token <= first_all_;  // a row may see its first keys
-    moves = sync_any(kScoresBarrier, kWarpgroup, exceeds(score, scale.of) || lacks_top_) || moves;
+    moves = sync_any(kScoresBarrier, kWarpgroup, exceeds(score, scale.of)) || moves;
     wait_barrier(block_.summed(buffer), turn.buffer_phase() ^ 1);
     float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
     if (moves) move_references(score, scale.of, factors);
@@ -332,10 +332,10 @@ class ScoreGroup {
     }
   }
 
-  // Whether some product of a weight and a scale is too large for the reference.
+  // Whether some product of a weight and a scale is too large for the reference, or the row of the thread has none yet.
   __device__ __forceinline__ bool exceeds(const float (&exponent)[4 * kTiles], const float (&scale)[2]) const {
     const float2 log = log_of(scale);
-    bool any = false;
+    bool any = lacks_top_;
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) any |= exponent[i] > kRaise - (i / 2 % 2 ? log.y : log.x);
     return any;
