@@ -10,6 +10,7 @@ import math
 import mmap
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -294,6 +295,17 @@ def garbage_cache(config, num_pages: int, kv_heads: int, seed: int = 0) -> Tenso
             cache[..., place] = 0x00
             cache[..., place + 1] = 0x7E
     return cache
+
+
+def launched(call: Callable[[], object]) -> list[str]:
+    """Names of the kernels that a call launches when it is made a second time."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    cuda = torch.autograd.DeviceType.CUDA
+    return [event.name for event in profile.events() if event.device_type == cuda]
 
 
 def to_device(value, device):

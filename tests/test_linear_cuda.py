@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.helpers import FLOATS, randn
+from tests.helpers import FLOATS, launched, randn
 from tests.test_linear import (
     FORMATS,
     Case,
@@ -127,7 +127,7 @@ def test_rows_beside_tiles(n):
 
 @formats
 def test_channels_of_tiles_are_shared(f):
-    """Few rows and many channels, as many as are multiplied by several thread blocks."""
+    """Few rows and many channels, which several workers share."""
     case = make_case(f, 40, 8256)
     packed = case.packed()
     for tokens in (17, 65, 200, 260):
@@ -144,6 +144,45 @@ def test_slices_are_shared_by_workers(f, n, k):
         dtype = FLOATS[1 + tokens // 10 % 2]
         x, bias = randn(tokens, k, seed=tokens, dtype=dtype), randn(n, seed=4, dtype=dtype)
         check(x, case, packed, bias)
+
+
+TILES = {
+    FORMATS[0]: {
+        64: [(500, 576, 384), (17000, 128, 40)],
+        96: [(5120, 576, 96), (500, 128, 40)],
+        128: [(2048, 576, 200), (9001, 128, 100)],
+        160: [(3001, 576, 150), (9001, 128, 150)],
+        192: [(17000, 192, 192), (9001, 128, 192)],
+        224: [(17000, 192, 200), (9001, 128, 200)],
+        256: [(20000, 192, 256), (9001, 128, 256)],
+    },
+    FORMATS[-1]: {
+        64: [(500, 576, 384), (17000, 128, 40)],
+        96: [(5120, 576, 96), (1537, 128, 448)],
+        128: [(2048, 576, 200), (7001, 128, 200)],
+        160: [(2048, 576, 300), (9001, 128, 150)],
+        192: [(17000, 192, 192), (9001, 128, 192)],
+        224: [(17000, 192, 200), (9001, 128, 200)],
+        256: [(12289, 128, 256)],
+    },
+}
+"""Calls (n, k, tokens) that take tiles of so many tokens: with k = 128 whole ones, else shared."""
+
+
+@pytest.mark.parametrize(
+    ("f", "tile", "shape"),
+    [(f, t, shape) for f, tiles in TILES.items() for t, some in tiles.items() for shape in some],
+    ids=lambda x: f"{x.bits} bits" if isinstance(x, tt.WeightFormat) else str(x),
+)
+def test_every_tile(f, tile, shape):
+    n, k, tokens = shape
+    case = make_case(f, n, k)
+    packed = case.packed()
+    x, bias = (randn(*s, seed=4, dtype=FLOATS[1 + n % 2]) for s in ((tokens, k), (n,)))
+    check(x, case, packed, bias)
+    if torch.cuda.get_device_properties(0).multi_processor_count == 132:  # the plan depends on it
+        names = launched(lambda: on_gpu(x, case, packed, bias))
+        assert any(f"stream_k_kernel<{tile}," in name for name in names), names
 
 
 def test_tiles_do_not_depend_on_other_tokens():

@@ -281,23 +281,35 @@ def test_a_nan_in_codes_stays_with_those_who_see_it(name, heads):
     assert bool(out[1].isnan().all()) and bool(lse[1].isnan().all())
 
 
-@pytest.mark.parametrize(("tokens", "first"), [(200, 70), (200, 199), (900, 600)])
+@pytest.mark.parametrize(
+    ("tokens", "first", "copies"), [(200, 70, 1), (200, 199, 1), (700, 300, 264)]
+)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name", BOTH)
-def test_scores_of_minus_infinity(name, heads, tokens, first):
-    """Tokens with scores of -inf have no weight, also if they are the first ones."""
+def test_scores_of_minus_infinity(name, heads, tokens, first, copies):
+    """Tokens with scores of -inf have no weight, also if they are the first ones.
+
+    Of many sequences every block has whole ones, and begins with several units of such tokens.
+    """
     config = tt.latent_preset(name, 512, 64)
     case = make_case(config, [tokens], [1], dtype=torch.bfloat16)
     q_latent, q_rope = queries(case, heads, torch.bfloat16)
     q_rope[..., 7] = q_rope[..., 7].abs() + 1
     rope = case.rope.clone()
     rope[:first, 7] = -torch.inf
-    rope[100, 7] = -torch.inf
+    rope[first + 20 :: 50, 7] = -torch.inf
     case = with_rope(case, rope)
-    actual = on_device(case, (q_latent, q_rope))
     expected = attend(case, (q_latent, q_rope), mla_attention_reference)
-    kernel = kernel_of(case, heads, torch.bfloat16)
-    assert_close(actual, expected, UNIT[torch.bfloat16], of_logarithms(kernel))
+    many = case._replace(
+        block_table=case.block_table.repeat(copies, 1),
+        lengths=case.lengths * copies,
+        q_lens=case.q_lens * copies,
+    )
+    kernel = kernel_of(many, heads, torch.bfloat16)
+    out, lse = on_device(many, (q_latent.repeat(copies, 1, 1), q_rope.repeat(copies, 1, 1)))
+    for i in {0, copies // 2, copies - 1}:
+        actual = out[i : i + 1], lse[i : i + 1]
+        assert_close(actual, expected, UNIT[torch.bfloat16], of_logarithms(kernel))
 
 
 @pytest.mark.parametrize("name", BOTH)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import torch_turboquant as tt
 from tests.attention_cuda import BF16, DEVICE, DIMS, Case, attend, build, generator, int32, randn
-from tests.helpers import ROOT, assert_same_bytes
+from tests.helpers import ROOT, assert_same_bytes, launched
 
 pytestmark = pytest.mark.cuda
 
@@ -27,13 +27,7 @@ def few_cases() -> list[Case]:
 
 def kernels_of(case: Case, **options) -> list[str]:
     """Names of what a call launches."""
-    attend(case, **options)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        attend(case, **options)
-        torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    return [event.name for event in profile.events() if event.device_type == cuda]
+    return launched(lambda: attend(case, **options))
 
 
 def test_one_launch():

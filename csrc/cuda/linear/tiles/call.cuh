@@ -50,7 +50,7 @@ struct Call {
 
 struct Plan {
   int tokens;  // of a tile
-  int column_tiles, row_tiles;
+  int column_tiles;
   int stages, stage_bytes;  // of the ring in shared memory: a group of channels each
   int bytes;                // of shared memory
   int workers;

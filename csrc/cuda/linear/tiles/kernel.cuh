@@ -1,5 +1,5 @@
-// linear_packed for more tokens than products of codes take: tiles of 32 to 256 tokens, on tensor cores that multiply
-// float16 of warpgroups. A slice is a group of channels of a tile. The slices of all tiles are shared evenly, whatever
+// linear_packed for more tokens than products of codes take: tiles of 32 to 256 tokens, by products of warpgroups
+// (wgmma) in float16. A slice is a group of channels of a tile. The slices of all tiles are shared evenly, whatever
 // the number of tiles (stream-K, arXiv 2301.03598).
 //
 // A worker is a cluster of two thread blocks, each of which has half of a tile's outputs, so that activations, which
@@ -85,7 +85,7 @@ class StreamK {
 
   // ---- Copies
 
-  // One lane of each warp copies, because several would take one iteration of a loop each: two slabs of weights, and
+  // One lane of each warp copies, because several would take one iteration of a loop each: its slabs of weights, and
   // the first warp also half of the activations, to both blocks.
   __device__ __forceinline__ void copy_all() const {
     if (elected()) {

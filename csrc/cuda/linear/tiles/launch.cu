@@ -49,8 +49,9 @@ struct WorkerLaunch {
   WorkerLaunch(const WorkerLaunch&) = delete;  // config points to attributes
 };
 
-// Workers that a device has room for. Multiprocessors of a cluster are neighbours, so they may be fewer than the number
-// of multiprocessors tells. Each device is asked once, for one kernel: all of them fill a multiprocessor.
+// Workers that a device has room for. A cluster needs multiprocessors that are neighbours, so there may be room for
+// fewer workers than half of their number. Each device is asked once, for one kernel: the registers of any of them fill
+// a multiprocessor.
 int most_workers(const Device& device) {
   static std::mutex mutex;
   static std::map<int, int> known;

@@ -12,7 +12,7 @@ namespace turboquant::cuda::linear::tiles {
 
 inline int64_t round_up(int64_t x, int64_t to) { return int64_t{divide_up(x, to)} * to; }
 
-// What a worker costs, in microseconds on an H200: for each group of channels, for each part of a tile that others have
+// What a worker costs, in microseconds on an H100 or H200: for each group of channels, for each part of a tile that others have
 // summed, and besides (to fill the ring, for results). They only decide which tiles are chosen.
 struct TileCost {
   int tokens;
@@ -35,7 +35,7 @@ inline float choose_workers(const Call& a, int most, int64_t tiles, float group,
         kWorkerCost + group * static_cast<float>(each) + part_cost(p.tokens) * static_cast<float>(parts - 1);
     if (cost < least) least = cost, p.workers = workers, p.whole_tiles = whole;
   }
-  if (p.workers > 0) p.slices = Share(slices, p.workers);
+  p.slices = Share(slices, p.workers);
   return least;
 }
 
@@ -52,8 +52,8 @@ inline Plan plan_of(const Call& a, const DeviceFacts& facts, int most_workers) {
     const float whole = choose_workers(a, most_workers, tiles, group, q);
     if (whole < least) least = whole, p = q;
   }
-  const int slabs = slabs_of(p.tokens), rows = slabs * format::kWeightRows;
-  p.column_tiles = divide_up(a.tokens, p.tokens), p.row_tiles = divide_up(a.n, rows);
+  const int slabs = slabs_of(p.tokens);
+  p.column_tiles = divide_up(a.tokens, p.tokens);
   const int room = facts.shared_per_block - kHeaderBytes, halves = a.block.group / kChannels;
   p.stage_bytes = static_cast<int>(round_up(slabs * a.block.block_bytes() + halves * p.tokens * kRowBytes, 1024));
   p.stages = std::min(room / p.stage_bytes, kMostStages);

@@ -424,7 +424,7 @@ class ScoreGroup {
   const uint32_t latents_, ropes_;  // operands
   const uint32_t tile_;             // the warp's tile of the first stage, in shared memory
   int first_all_, end_all_;         // keys from codes that all rows see
-  bool lacks_top_;                  // whether the row of the thread has met -inf only
+  bool lacks_top_;                  // whether the thread's row has no top yet
 
   float4 totals_[kRoomForBoth ? kTiles : 1];
 };
