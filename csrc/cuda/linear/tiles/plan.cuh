@@ -12,8 +12,8 @@ namespace turboquant::cuda::linear::tiles {
 
 inline int64_t round_up(int64_t x, int64_t to) { return int64_t{divide_up(x, to)} * to; }
 
-// What a worker costs, in microseconds on an H100 or H200: for each group of channels, for each part of a tile that others have
-// summed, and besides (to fill the ring, for results). They only decide which tiles are chosen.
+// What a worker costs, in microseconds on an H100 or H200: for each group of channels, for each part of a tile that
+// others have summed, and besides (to fill the ring, for results). They only decide which tiles are chosen.
 struct TileCost {
   int tokens;
   float group, byte_group;  // at 4 and at 8 bits, of which tiles of 256 tokens have too little room
