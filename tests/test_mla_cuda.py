@@ -102,11 +102,7 @@ def test_many_tokens_that_weigh_the_same(name, heads):
     q = tuple(0.1 * x for x in queries(case, heads, torch.float16))
     wanted, _ = attend(case, q, mla_attention_reference)
     copies = 264
-    many = case._replace(
-        block_table=case.block_table.repeat(copies, 1),
-        lengths=case.lengths * copies,
-        q_lens=case.q_lens * copies,
-    )
+    many = repeated(case, copies)
     out, _ = on_device(many, tuple(x.repeat(copies, 1, 1) for x in q))
     for found in (out[:1], out[copies // 2 : copies // 2 + 1], out[-1:]):
         error = (found.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
@@ -256,6 +252,15 @@ def test_a_nan_stays_with_those_who_see_it(name):
     assert bool(out[2].isnan().any())
 
 
+def repeated(case: Case, copies: int) -> Case:
+    """So many copies of the case's sequences, which share their pages."""
+    return case._replace(
+        block_table=case.block_table.repeat(copies, 1),
+        lengths=case.lengths * copies,
+        q_lens=case.q_lens * copies,
+    )
+
+
 def with_rope(case: Case, rope: torch.Tensor) -> Case:
     """The case of one sequence, stored again with other raw channels."""
     position = torch.arange(case.lengths[0])
@@ -300,11 +305,7 @@ def test_scores_of_minus_infinity(name, heads, tokens, first, copies):
     rope[first + 20 :: 50, 7] = -torch.inf
     case = with_rope(case, rope)
     expected = attend(case, (q_latent, q_rope), mla_attention_reference)
-    many = case._replace(
-        block_table=case.block_table.repeat(copies, 1),
-        lengths=case.lengths * copies,
-        q_lens=case.q_lens * copies,
-    )
+    many = repeated(case, copies)
     kernel = kernel_of(many, heads, torch.bfloat16)
     out, lse = on_device(many, (q_latent.repeat(copies, 1, 1), q_rope.repeat(copies, 1, 1)))
     for i in {0, copies // 2, copies - 1}:
