@@ -35,7 +35,13 @@ from torch_turboquant.weights import PackedLinear, WeightFormat, encode_weight
 
 NAME = "h200_linear"
 LAYER = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-MATRICES = {**LAYER, "8192": (8192, 8192), "lm_head": (128256, 4096)}
+MATRICES = {
+    **LAYER,
+    "8192": (8192, 8192),
+    "lm_head": (128256, 4096),
+    "small": (2048, 2048),  # as models of 1B have them, or a GPU of several with a larger one
+    "narrow": (896, 4864),
+}
 TOKENS = (1, 2, 4, 8, 16, 17, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 FORMATS = {
     "4": WeightFormat(bits=4, grid="lloyd", sub=32),
@@ -71,7 +77,8 @@ def cases() -> Iterator[Case]:
     for tokens in TOKENS:
         yield Case("layer", tokens)
     for matrix in MATRICES:
-        for tokens in (1, 16, 64):
+        more = (17, 32, 64, 128, 256, 512, 1024) if matrix in ("small", "narrow") else (64,)
+        for tokens in (1, 16, *more):
             yield Case(matrix, tokens)
     for name in list(FORMATS)[1:]:
         for tokens in (1, 16, 64):

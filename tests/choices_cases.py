@@ -38,7 +38,7 @@ CALLS: dict[str, dict[str, int]] = {
         **{"batch": 1, "queries": 1, "keys": 4096, "word_rows": 1, "aligned": 1},
     },
     "qjl_sketch": {"dense": 0, "d": 128, "vectors": 1 << 16, "dtype": BF16},
-    "linear_packed": {"tokens": 1, "dtype": BF16},
+    "linear_packed": {"tokens": 1, "n": 4096, "k": 4096, "dtype": BF16},
 }
 HEADERS = {
     "attention": ["paged_attention"],
@@ -78,6 +78,9 @@ UP_TO_64 = "at most 64 query rows per KV head"
 UP_TO_32 = "at most 32 query rows per KV head"
 MANY = "many query rows per KV head"
 WITHOUT, FULL_TOKENS = "without products of warpgroups", "256 tokens of float32"
+UP_TO_32_TOKENS = "up to 32 tokens, and n * k is at most 12 million"
+FEWER_TOKENS = "fewer than 400 (n k / 2^24)^(4/3) tokens"
+MORE_TOKENS = "at least 400 (n k / 2^24)^(4/3) tokens"
 NO_PRODUCTS = f"{MANY}, {WITHOUT}"
 NO_TILE_DIM = f"{MANY}, and the row-tile kernel is not compiled for this head_dim"
 NO_TILE_CODES = f"{MANY}, and the row-tile kernel does not expand these codes"
@@ -216,9 +219,14 @@ CASES = [
     Case("qjl_sketch", {"vectors": 16 * 4 * 132 - 15}, "bulk", "many 16-bit vectors"),
     Case("linear_packed", {"tokens": 16}, "codes", "up to 16 tokens"),
     Case("linear_packed", {"tokens": 16}, "codes", "up to 16 tokens", "A100"),
-    Case("linear_packed", {"tokens": 17}, "tiles", "up to 1,536 tokens"),
-    Case("linear_packed", {"tokens": 1536, "dtype": HALF}, "tiles", "up to 1,536 tokens"),
-    Case("linear_packed", {"tokens": 1537}, "decoded", "more than 1,536 tokens"),
+    Case("linear_packed", {"tokens": 17, "n": 3000, "k": 4000}, "codes", UP_TO_32_TOKENS),
+    Case("linear_packed", {"tokens": 32, "n": 12_000_000, "k": 1}, "codes", UP_TO_32_TOKENS),
+    Case("linear_packed", {"tokens": 17, "n": 3001, "k": 4000}, "tiles", FEWER_TOKENS),
+    Case("linear_packed", {"tokens": 399, "dtype": HALF}, "tiles", FEWER_TOKENS),
+    Case("linear_packed", {"tokens": 400}, "decoded", MORE_TOKENS),
+    Case("linear_packed", {"tokens": 33, "n": 640, "k": 1024}, "decoded", MORE_TOKENS),
+    Case("linear_packed", {"tokens": 5000, "n": 1 << 40, "k": 1 << 40}, "tiles", FEWER_TOKENS),
+    Case("linear_packed", {"tokens": 5001, "n": 1 << 40}, "decoded", "more than 5,000 tokens"),
     Case("linear_packed", {"tokens": 17, "dtype": FULL}, "tiles", f"up to {FULL_TOKENS}"),
     Case("linear_packed", {"tokens": 257, "dtype": FULL}, "decoded", f"more than {FULL_TOKENS}"),
     Case("linear_packed", {"tokens": 64}, "codes", f"up to 64 tokens, {WITHOUT}", "A100"),

@@ -2,8 +2,11 @@
 
 A few tokens multiply codes as bytes; thread blocks share rows, channels or both. More of them
 multiply codes that become float16, in tiles, and many multiply decoded rows by a matrix product of
-torch's (csrc/choices/linear.h). GPUs without products of warpgroups have no tiles.
+torch's (csrc/choices/linear.h). GPUs without products of warpgroups have no tiles. Small weights
+take tiles in float32 only, so most tests of tiles are in float32; WIDE is for the other dtypes.
 """
+
+import functools
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch_turboquant as tt
 from tests.helpers import FLOATS, launched, randn
 from tests.test_linear import (
     FORMATS,
+    LAST,
     Case,
     assert_within,
     formats,
@@ -34,20 +38,43 @@ def on_gpu(x, case: Case, packed, bias=None):
     return y
 
 
-def kernel_of(x) -> str:
-    return kernel_choice("linear_packed", tokens=x[..., 0].numel(), dtype=x.dtype).kernel
+def kernel_of(x, case: Case) -> str:
+    tokens, k = x[..., 0].numel(), x.shape[-1]
+    return kernel_choice("linear_packed", tokens=tokens, n=case.n, k=k, dtype=x.dtype).kernel
 
 
-def check(x, case: Case, packed=None, bias=None):
+def check(x, case: Case, packed=None, bias=None, kernel=None):
+    """kernel: the one that takes the call on a GPU that has tiles."""
     packed = case.packed() if packed is None else packed
-    y = on_gpu(x, case, packed, bias)
-    if kernel_of(x) == "tiles":
+    y, chosen = on_gpu(x, case, packed, bias), kernel_of(x, case)
+    has_tiles = kernel_choice("linear_packed", tokens=17, n=4096, k=4096).kernel == "tiles"
+    assert chosen == kernel or kernel is None or not has_tiles
+    if chosen == "tiles":
         want, bound = of_tiles(x, packed, case, bias)
-    else:
+    elif chosen == "codes":
         want = linear_packed_reference(x, packed, *case.reading, 1 / case.scale, bias)
         bound = product_bound(x, packed, case, bias).view(want.shape)
+    else:
+        return check_decoded(y, x, case, packed, bias)
     assert y.dtype == x.dtype and y.shape == want.shape
     assert_within(y, want, bound)
+
+
+def check_decoded(y, x, case: Case, packed, bias):
+    """The product is torch's, which may round sums of some channels to the dtype."""
+    inside = moved("cuda", packed, *case.reading)
+    w = tt.weight_decode(*inside, x.dtype, (1 / case.scale).cuda()).double()
+    want = x.cuda().double() @ w.T + (0 if bias is None else bias.cuda().double())
+    assert y.dtype == x.dtype and y.shape == want.shape
+    assert float((y.cuda() - want).norm() / want.norm()) < 2 * LAST[x.dtype]
+
+
+@functools.lru_cache(maxsize=1)
+def rotated_weight(packed, case: Case):
+    """float64 [n, k] in the rotated space, on the GPU: float64 is slow on a CPU."""
+    f, group = case.f, case.signs.shape[0]
+    w = rotated_weight_reference(packed, case.levels, case.n, group, f.bits, f.sub)
+    return w.flatten(1).cuda().double()
 
 
 def of_tiles(x, packed, case: Case, bias):
@@ -57,15 +84,14 @@ def of_tiles(x, packed, case: Case, bias):
     which is 2^11 or more then, and those of bfloat16 to 8 bits. Weights are 1/8 of the decoded
     ones; factor and product are rounded.
     """
-    group = case.signs.shape[0]
-    inside = x.double() * (1 / case.scale).double()
-    hadamard = core_reference(torch.eye(group)).double().sign() / group**0.5
-    turned = (case.signs.double() * inside.unflatten(-1, (-1, group))) @ hadamard
+    x, signs, scale = moved("cuda", x, case.signs, case.scale)
+    group = signs.shape[0]
+    inside = x.double() * (1 / scale).double()
+    hadamard = core_reference(torch.eye(group)).double().sign().cuda() / group**0.5
+    turned = (signs.double() * inside.unflatten(-1, (-1, group))) @ hadamard
     broken = ~torch.isfinite(inside).all(-1, keepdim=True)
     v = torch.where(broken, torch.nan, turned.flatten(-2)).flatten(0, -2)
-    f = case.f
-    w = rotated_weight_reference(packed, case.levels, case.n, group, f.bits, f.sub).flatten(1)
-    w = w.double()
+    w = rotated_weight(packed, case)
     y = v @ w.T
     sizes, weights = v.abs().nan_to_num(), w.abs().nan_to_num()
     largest = inside.abs().amax(-1).flatten().nan_to_num(posinf=0)[:, None]
@@ -77,9 +103,16 @@ def of_tiles(x, packed, case: Case, bias):
     bound = bound + largest * smallest * weights.sum(1) + sizes.sum(1, keepdim=True) * 2.0**-21
     bound = bound + 2.0**-148
     if bias is not None:
-        y = y + bias.double()
-        bound = bound + bias.double().abs() * 2.0**-23
-    return y.unflatten(0, x.shape[:-1]), bound.view(*x.shape[:-1], case.n)
+        y = y + bias.cuda().double()
+        bound = bound + bias.cuda().double().abs() * 2.0**-23
+    return y.unflatten(0, x.shape[:-1]).cpu(), bound.view(*x.shape[:-1], case.n).cpu()
+
+
+def wide_case(f, n: int, k: int):
+    """A weight and its bytes, by the encoder: the reference takes seconds for a large one."""
+    case = make_case(f, n, k)
+    w, signs, levels, steps, scale = moved("cuda", *case[:4], case.scale)
+    return case, tt.weight_encode(w, signs, levels, steps, f.bits, f.sub, scale).cpu()
 
 
 @formats
@@ -102,17 +135,43 @@ def test_channels_are_shared_by_thread_blocks(f):
         check(randn(tokens, 8192, seed=tokens), case, packed)
 
 
+EDGES = (17, 31, 33, 63, 64, 65, 95, 97, 127, 128, 129, 159, 160, 161, 191, 192, 193, 223, 224, 225)
+WIDE = ((70, 172096), (200, 65600), (513, 24576))
+"""Weights (n, k) of more than 12 million numbers: 17 to 257 tokens of any dtype take tiles."""
+
+
 @formats
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (70, 192), (300, 1024), (513, 4160)])
 def test_neighbours_of_tiles(f, n, k):
     """Tiles that are full, or miss a token or a row, alone and beside others."""
     case = make_case(f, n, k)
     packed = case.packed()
-    edges = (16, 17, 31, 33, 63, 64, 65, 95, 97, 127, 128, 129, 159, 160, 161, 191, 192, 193, 223)
-    for i, tokens in enumerate((*edges, 224, 225, 255, 256, 257, 320, 383, 385, 449, 513)):
-        dtype = FLOATS[(i + k // 64) % 3 if tokens <= 256 else 1 + i % 2]  # tiles, not decoded rows
-        x = randn(tokens, k, seed=tokens, dtype=dtype)
-        check(x, case, packed, randn(n, seed=4, dtype=dtype) if tokens % 2 else None)
+    for tokens in (16, *EDGES, 255, 256, 257):
+        dtypes = FLOATS if tokens in (65, 257) else FLOATS[:1]
+        for dtype in dtypes:
+            x = randn(tokens, k, seed=tokens, dtype=dtype)
+            bias = randn(n, seed=4, dtype=dtype) if tokens % 2 else None
+            in_tiles = dtype == torch.float32 and 33 <= tokens <= 256
+            check(x, case, packed, bias, "tiles" if in_tiles else None)
+
+
+@formats
+@pytest.mark.parametrize(("n", "k"), WIDE)
+def test_16_bit_neighbours_of_tiles(f, n, k):
+    case, packed = wide_case(f, n, k)
+    for i, tokens in enumerate((16, *EDGES, 255, 256, 257)):
+        x = randn(tokens, k, seed=tokens, dtype=FLOATS[1 + i % 2])
+        bias = randn(n, seed=4, dtype=x.dtype) if tokens % 2 else None
+        check(x, case, packed, bias, "tiles" if tokens > 16 else "codes")
+
+
+def test_many_tokens_in_tiles():
+    """More tokens than the largest tile has."""
+    case, packed = wide_case(FORMATS[0], 600, 36864)
+    for i, tokens in enumerate((257, 320, 383, 385, 449, 513)):
+        check(
+            randn(tokens, 36864, seed=tokens, dtype=FLOATS[1 + i % 2]), case, packed, None, "tiles"
+        )
 
 
 @pytest.mark.parametrize("n", [127, 128, 129, 191, 193, 255, 257, 383, 385, 511, 513])
@@ -120,9 +179,8 @@ def test_rows_beside_tiles(n):
     """The last tile of rows is full, has a row more, or misses one."""
     case = make_case(FORMATS[0], n, 256)
     packed = case.packed()
-    for tokens in (17, 64, 90, 100, 129, 256, 300):
-        x = randn(tokens, 256, seed=n, dtype=FLOATS[1 + tokens % 2])
-        check(x, case, packed, randn(n, seed=4, dtype=x.dtype))
+    for tokens in (40, 64, 90, 100, 129, 256):
+        check(randn(tokens, 256, seed=n), case, packed, randn(n, seed=4), "tiles")
 
 
 @formats
@@ -130,8 +188,8 @@ def test_channels_of_tiles_are_shared(f):
     """Few rows and many channels, which several workers share."""
     case = make_case(f, 40, 8256)
     packed = case.packed()
-    for tokens in (17, 65, 200, 260):
-        check(randn(tokens, 8256, seed=tokens, dtype=FLOATS[2]), case, packed)
+    for tokens in (33, 65, 200, 256):
+        check(randn(tokens, 8256, seed=tokens), case, packed, None, "tiles")
 
 
 @pytest.mark.parametrize("f", FORMATS[:1] + FORMATS[-1:], ids=str)
@@ -140,15 +198,23 @@ def test_slices_are_shared_by_workers(f, n, k):
     """Tiles that several workers share, whole ones between them, and fewer tiles than workers."""
     case = make_case(f, n, k)
     packed = case.packed()
-    for tokens in (20, 50, 90, 120, 150, 300, 700):
+    for tokens in (34, 50, 90, 120, 150, 256):
+        check(randn(tokens, k, seed=tokens), case, packed, randn(n, seed=4), "tiles")
+
+
+@pytest.mark.parametrize("f", FORMATS[:1] + FORMATS[-1:], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(5200, 4096), (2048, 10240), (20000, 1088)])
+def test_16_bit_slices_are_shared_by_workers(f, n, k):
+    case, packed = wide_case(f, n, k)
+    for tokens in (20, 50, 90, 120, 150, 300, 500):
         dtype = FLOATS[1 + tokens // 10 % 2]
         x, bias = randn(tokens, k, seed=tokens, dtype=dtype), randn(n, seed=4, dtype=dtype)
-        check(x, case, packed, bias)
+        check(x, case, packed, bias, "tiles")
 
 
 TILES = {
     FORMATS[0]: {
-        64: [(500, 576, 384), (17000, 128, 40)],
+        64: [(1537, 576, 200), (17000, 128, 40)],
         96: [(5120, 576, 96), (500, 128, 40)],
         128: [(2048, 576, 200), (9001, 128, 100)],
         160: [(3001, 576, 150), (9001, 128, 150)],
@@ -157,10 +223,10 @@ TILES = {
         256: [(20000, 192, 256), (9001, 128, 256)],
     },
     FORMATS[-1]: {
-        64: [(500, 576, 384), (17000, 128, 40)],
-        96: [(5120, 576, 96), (1537, 128, 448)],
+        64: [(1537, 576, 200), (17000, 128, 40)],
+        96: [(5120, 576, 96), (3271, 128, 256)],
         128: [(2048, 576, 200), (7001, 128, 200)],
-        160: [(2048, 576, 300), (9001, 128, 150)],
+        160: [(5120, 576, 160), (9001, 128, 150)],
         192: [(17000, 192, 192), (9001, 128, 192)],
         224: [(17000, 192, 200), (9001, 128, 200)],
         256: [(12289, 128, 256)],
@@ -178,8 +244,8 @@ def test_every_tile(f, tile, shape):
     n, k, tokens = shape
     case = make_case(f, n, k)
     packed = case.packed()
-    x, bias = (randn(*s, seed=4, dtype=FLOATS[1 + n % 2]) for s in ((tokens, k), (n,)))
-    check(x, case, packed, bias)
+    x, bias = randn(tokens, k, seed=4), randn(n, seed=4)
+    check(x, case, packed, bias, "tiles")
     if torch.cuda.get_device_properties(0).multi_processor_count == 132:  # the plan depends on it
         names = launched(lambda: on_gpu(x, case, packed, bias))
         assert any(f"stream_k_kernel<{tile}," in name for name in names), names
@@ -189,8 +255,8 @@ def test_tiles_do_not_depend_on_other_tokens():
     """A token has the same bits whatever else is in its tile."""
     case = make_case(FORMATS[0], 300, 1024)
     arguments = moved("cuda", case.packed(), *case.reading)
-    for tokens in (60, 200, 400):
-        x = randn(tokens, 1024, seed=1, dtype=torch.bfloat16)
+    for tokens in (60, 200, 256):
+        x = randn(tokens, 1024, seed=1)
         y = on_gpu(x, case, arguments[0].cpu())
         x[1:] = torch.nan
         assert torch.equal(on_gpu(x, case, arguments[0].cpu())[0], y[0])
@@ -252,13 +318,17 @@ def test_many_tokens(tokens):
         assert relative < {FLOATS[0]: 1e-2, FLOATS[1]: 1e-2, FLOATS[2]: 1.2e-2}[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("tokens", [2, 40, 200])
-def test_a_graph_of_layers(tokens):
-    """Launches that overlap: each layer reads what the one before it wrote."""
+def test_a_graph_of_layers(tokens, dtype):
+    """Launches that overlap: each layer reads what the one before it wrote.
+
+    In bfloat16 the weights are decoded for 40 tokens and more, in float32 they are not.
+    """
     f = FORMATS[0]
     cases = [make_case(f, 256, 256, seed=i) for i in range(6)]
     layers = [moved("cuda", c.packed(), *c.reading) for c in cases]
-    x = randn(tokens, 256, seed=9, dtype=torch.bfloat16).cuda()
+    x = randn(tokens, 256, seed=9, dtype=dtype).cuda()
 
     def run(y):
         for packed, *reading in layers:
@@ -275,7 +345,7 @@ def test_a_graph_of_layers(tokens):
     with torch.cuda.graph(graph):
         out = run(x)
     for seed in range(3):
-        x.copy_(randn(tokens, 256, seed=seed, dtype=torch.bfloat16))
+        x.copy_(randn(tokens, 256, seed=seed, dtype=dtype))
         graph.replay()
         want = run(x)
         assert torch.equal(out, want)
@@ -298,14 +368,15 @@ def test_several_streams(tokens):
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("tokens", [1, 40, 200])
-def test_weights_that_the_previous_kernel_wrote(tokens):
+def test_weights_that_the_previous_kernel_wrote(tokens, dtype):
     """A launch may begin before the kernel ends that writes the weights; it must not use them."""
     f = FORMATS[0]
     cases = [make_case(f, 512, 1024, seed=i) for i in range(2)]
     packed = [c.packed().cuda() for c in cases]
     reading = moved("cuda", *cases[0].reading)
-    x = randn(tokens, 1024, seed=1, dtype=torch.bfloat16).cuda()
+    x = randn(tokens, 1024, seed=1, dtype=dtype).cuda()
     want = [tt.linear_packed(x, p, *reading) for p in packed]
     shared = torch.empty_like(packed[0])
     for i in range(200):

@@ -288,8 +288,10 @@ def _qjl_sketch(
     return [int(dense), _vector_dim(head_dim), _size("vectors", vectors), number]
 
 
-def _linear_packed(*, tokens: int, dtype: torch.dtype | str = torch.bfloat16) -> list[int]:
-    return [_size("tokens", tokens), _DTYPES[_dtype(dtype)]]
+def _linear_packed(
+    *, tokens: int, n: int, k: int, dtype: torch.dtype | str = torch.bfloat16
+) -> list[int]:
+    return [_size("tokens", tokens), _size("n", n), _size("k", k), _DTYPES[_dtype(dtype)]]
 
 
 _OPS: dict[str, Callable[..., list[int]]] = {
@@ -351,7 +353,7 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
     score            head_dim, keys, bits; grid, queries, batch, sketch_bits, dense
     qjl_score        head_dim, keys; queries, batch, sketch_bits, dense
     qjl_sketch       head_dim, vectors; dense, dtype
-    linear_packed    tokens; dtype
+    linear_packed    tokens, n, k; dtype
     ===============  ===============================================================================
 
     What stands after a semicolon has a default. "A cache" is a preset, or key_bits and value_bits;

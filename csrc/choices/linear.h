@@ -21,32 +21,53 @@ struct LinearChoice {
 };
 
 struct LinearShape {
-  int64_t tokens;
+  int64_t tokens, n, k;  // k channels become n outputs
   Dtype dtype;
 };
 
-// Measured on an H200 (docs/measurements/performance_linear.md). With more tokens than these, tiles are faster than
-// products of bytes, and torch's product of decoded rows is faster than tiles.
-constexpr int64_t kMostFewTokens = 16, kMostTileTokens = 1536;
+namespace choices {
+
+// Measured on an H100 and an H200 (docs/measurements/performance_linear.md). Up to so many tokens products of bytes are
+// fastest, and up to kMoreFewTokens where a weight has at most kMoreFewWeights numbers.
+constexpr int64_t kFewTokens = 16, kMoreFewTokens = 32, kMoreFewWeights = 12'000'000;
 // The same without tiles.
 constexpr int64_t kMostCodeTokens = 64;
+// With more tokens torch's product of decoded rows is faster than tiles, however large the weight is.
+constexpr int64_t kMostTileTokens = 5000;
 // Decoded rows of float32 are multiplied in float32, which is exact, but many times slower.
 constexpr int64_t kMostRoundedTokens = 256;
 
+constexpr bool has_at_most(const LinearShape& call, int64_t weights) { return call.n <= weights / call.k; }
+
+// Whether it takes less time to decode the weight than tiles lose against torch's product, which they do the more, the
+// more tokens there are and the fewer tiles: from 400 (n k / 2^24)^(4/3) tokens on.
+constexpr bool is_decoded_sooner(const LinearShape& call) {
+  const double tokens = static_cast<double>(call.tokens) / 400;
+  const double weights = static_cast<double>(call.n) * static_cast<double>(call.k) / (1 << 24);
+  return tokens * tokens * tokens >= weights * weights * weights * weights;
+}
+
+}  // namespace choices
+
 constexpr LinearChoice choose_linear(const LinearShape& call, const DeviceFacts& device) {
-  if (call.tokens <= kMostFewTokens) return {LinearKernel::kCodes, "up to 16 tokens"};
+  using Kernel = LinearKernel;
+  if (call.tokens <= choices::kFewTokens) return {Kernel::kCodes, "up to 16 tokens"};
   if (!device.warpgroup_products) {
-    if (call.tokens <= kMostCodeTokens) {
-      return {LinearKernel::kCodes, "up to 64 tokens, without products of warpgroups"};
+    if (call.tokens <= choices::kMostCodeTokens) {
+      return {Kernel::kCodes, "up to 64 tokens, without products of warpgroups"};
     }
-    return {LinearKernel::kDecoded, "more than 64 tokens, without products of warpgroups"};
+    return {Kernel::kDecoded, "more than 64 tokens, without products of warpgroups"};
+  }
+  if (call.tokens <= choices::kMoreFewTokens && choices::has_at_most(call, choices::kMoreFewWeights)) {
+    return {Kernel::kCodes, "up to 32 tokens, and n * k is at most 12 million"};
   }
   if (call.dtype == Dtype::kFloat32) {
-    if (call.tokens <= kMostRoundedTokens) return {LinearKernel::kTiles, "up to 256 tokens of float32"};
-    return {LinearKernel::kDecoded, "more than 256 tokens of float32"};
+    if (call.tokens <= choices::kMostRoundedTokens) return {Kernel::kTiles, "up to 256 tokens of float32"};
+    return {Kernel::kDecoded, "more than 256 tokens of float32"};
   }
-  if (call.tokens <= kMostTileTokens) return {LinearKernel::kTiles, "up to 1,536 tokens"};
-  return {LinearKernel::kDecoded, "more than 1,536 tokens"};
+  if (call.tokens > choices::kMostTileTokens) return {Kernel::kDecoded, "more than 5,000 tokens"};
+  if (choices::is_decoded_sooner(call)) return {Kernel::kDecoded, "at least 400 (n k / 2^24)^(4/3) tokens"};
+  return {Kernel::kTiles, "fewer than 400 (n k / 2^24)^(4/3) tokens"};
 }
 
 }  // namespace turboquant

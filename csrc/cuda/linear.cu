@@ -32,8 +32,9 @@ void multiply(const LinearCall& c, const WeightShape& shape, const Tensor& y) {
   if (y.numel() == 0) return;
   const Launch launch(c.x);
   const Device& device = device_of(c.x.get_device_index());
-  const LinearKernel kernel = choose_linear({c.x.numel() / shape.k, dtype_of(c.x)}, device.facts).kernel;
-  if (kernel == LinearKernel::kDecoded) return linear::multiply_decoded(c, shape, y);
+  const LinearShape facts{.tokens = c.x.numel() / shape.k, .n = shape.n, .k = shape.k, .dtype = dtype_of(c.x)};
+  const LinearKernel kernel = choose_linear(facts, device.facts).kernel;
+  if (kernel == LinearKernel::kDecoded) return linear::multiply_decoded(c, shape, y, launch.stream());
   STD_TORCH_CHECK(aligned(c.packed.data_ptr(), 16), "packed must start at a multiple of 16 bytes");
   const Activations x(c.x);
   const Constant signs(c.signs), inverse(c.channel_inverse), levels(c.levels);

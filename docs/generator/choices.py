@@ -11,6 +11,7 @@ import torch_turboquant as tq
 STEP = {"head_dim": 128, "q_heads": 32, "kv_heads": 8, "preset": "k5v4u"}
 PAGES = {"head_dim": 128, "kv_heads": 8, "preset": "k5v4u"}
 VECTORS = {"head_dim": 128, "vectors": 65536}
+MATRIX = {"n": 4096, "k": 4096}
 # (op, a usual call, what differs in this one)
 CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("paged_attention", STEP, {}),
@@ -27,11 +28,12 @@ CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("mla_attention", {}, {"preset": "k4", "q_heads": 64}),
     ("mla_attention", {}, {"preset": "k4u", "device": "A100"}),
     ("mla_attention", {}, {"preset": "k4u", "dtype": "float32"}),
-    ("linear_packed", {}, {"tokens": 16}),
-    ("linear_packed", {}, {"tokens": 1536}),
-    ("linear_packed", {}, {"tokens": 1537}),
-    ("linear_packed", {}, {"tokens": 257, "dtype": "float32"}),
-    ("linear_packed", {}, {"tokens": 65, "device": "A100"}),
+    ("linear_packed", MATRIX, {"tokens": 16}),
+    ("linear_packed", MATRIX, {"tokens": 399}),
+    ("linear_packed", MATRIX, {"tokens": 400}),
+    ("linear_packed", {}, {"tokens": 32, "n": 2048, "k": 2048}),
+    ("linear_packed", MATRIX, {"tokens": 257, "dtype": "float32"}),
+    ("linear_packed", MATRIX, {"tokens": 65, "device": "A100"}),
     ("cache_store", PAGES, {"tokens": 64}),
     ("cache_store", PAGES, {"tokens": 4096}),
     ("cache_store", PAGES, {"tokens": 4096, "head_dim": 96}),

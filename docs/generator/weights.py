@@ -15,6 +15,8 @@ LINEAR_MATRICES = {
     "down": "down, 4096 x 14336",
     "8192": "8192 x 8192",
     "lm_head": "lm_head, 128256 x 4096",
+    "small": "2048 x 2048",
+    "narrow": "896 x 4864",
 }
 
 

@@ -288,12 +288,12 @@ def linear_packed(
     Activations get signed bytes after their rotation: with the unit of a token and group, the
     largest channel is 127. On the CPU the result is the same bits whatever the level of
     instructions, the number of threads and the other tokens of the call. CUDA does the same with
-    up to 16 tokens, but adds in another order, so that results differ by roundings of float32.
-    With more tokens it rounds activations to float16 after their rotation (those of bfloat16 to 8
-    significant bits), each token with a power of two of its own, or multiplies decoded rows of the
-    weight, and activations keep their dtype.
-    `kernel_choice("linear_packed", tokens=..., dtype=...)` tells which ("codes", "tiles" or
-    "decoded").
+    few tokens (16, or 32 of a small weight), but adds in another order, so that results differ by
+    roundings of float32. With more tokens it rounds activations to float16 after their rotation
+    (those of bfloat16 to 8 significant bits), each token with a power of two of its own, or
+    multiplies decoded rows of the weight, and activations keep their dtype.
+    `kernel_choice("linear_packed", tokens=..., n=..., k=..., dtype=...)` tells which ("codes",
+    "tiles" or "decoded").
 
     Args:
         x: [..., k], float32, float16 or bfloat16, stride 1 in k.

@@ -245,7 +245,7 @@ Answer choose_sketch(Facts& facts, const DeviceFacts& device) {
 }
 
 Answer choose_linear(Facts& facts, const DeviceFacts& device) {
-  const LinearShape call{.tokens = facts.vectors(), .dtype = facts.dtype()};
+  const LinearShape call{.tokens = facts.vectors(), .n = facts.vectors(), .k = facts.vectors(), .dtype = facts.dtype()};
   return facts.valid() ? answer(turboquant::choose_linear(call, device)) : kBadFacts;
 }
 

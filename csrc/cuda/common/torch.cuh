@@ -49,6 +49,13 @@ class Launch {
   cudaStream_t stream_ = nullptr;
 };
 
+// Whether what is launched on a stream becomes a part of a CUDA graph.
+inline bool is_captured(cudaStream_t stream) {
+  cudaStreamCaptureStatus status;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 // A launch that may begin before the previous kernel has ended (from compute capability 9.0 on; elsewhere an ordinary
 // launch). The kernel must call wait_for_previous_kernel. cluster: neighbours in x that are a cluster, from 9.0 on.
 inline cudaError_t launch_early(const void* kernel, dim3 grid, int threads, int shared_bytes, void** arguments,

@@ -58,7 +58,7 @@ std::tuple<Tensor, Tensor, Tensor> weight_unpack(const WeightUnpackCall& c) {
 
 }  // namespace
 
-Tensor weight_decode(const WeightDecodeCall& c) {
+Tensor decode_weight(const WeightDecodeCall& c, bool reads_early) {
   const WeightShape shape = check_weight_decode(c);
   check_levels(c.levels, c.packed, c.bits, "levels");
   Tensor w = new_tensor(c.packed, {shape.n, shape.k}, c.dtype, "a decoded weight");
@@ -80,15 +80,23 @@ Tensor weight_decode(const WeightDecodeCall& c) {
                                       .sub = b.sub > 0,
                                       .unit_bytes = b.block_bytes(),
                                       .scales_at = b.scales(),
-                                      .multipliers_at = b.multipliers()};
-  const int64_t most = int64_t{2} * device_of(c.packed.get_device_index()).facts.multiprocessors;
+                                      .multipliers_at = b.multipliers(),
+                                      .early = reads_early && packed.data_ptr() == c.packed.data_ptr()};
+  const DeviceFacts& device = device_of(c.packed.get_device_index()).facts;
+  const int64_t most = int64_t{2} * device.multiprocessors;
   const auto blocks = static_cast<unsigned>(std::min(linear::WarpDecoder::blocks(decoder), most));
   const bool bytes = format::levels_are_codes(b.width());
   const auto kernel = bytes ? &linear::weight_decode_kernel<true> : &linear::weight_decode_kernel<false>;
-  kernel<<<blocks, linear::WarpDecoder::kThreads, 0, launch.stream()>>>(decoder);
-  launch.check("weight_decode");
+  void* arguments[] = {const_cast<linear::WeightDecoder*>(&decoder)};
+  check_cuda(launch_early(reinterpret_cast<const void*>(kernel), blocks, linear::WarpDecoder::kThreads, 0, arguments,
+                          launch.stream(), device.major),
+             "weight_decode");
   return w;
 }
+
+namespace {
+Tensor weight_decode(const WeightDecodeCall& c) { return decode_weight(c, false); }
+}  // namespace
 
 }  // namespace turboquant::cuda
 

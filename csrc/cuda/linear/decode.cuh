@@ -5,7 +5,8 @@
 
 namespace turboquant::cuda {
 
-// The op, of a whole weight or of a slice of its tiles.
-Tensor weight_decode(const WeightDecodeCall& c);
+// weight_decode, of a whole weight or of a slice of its tiles. reads_early: the previous kernel of the stream does not
+// write the packed weight, so that its first bytes may be read before that kernel has ended.
+Tensor decode_weight(const WeightDecodeCall& c, bool reads_early);
 
 }  // namespace turboquant::cuda

@@ -27,6 +27,7 @@ struct WeightDecoder {
   bool sub;           // has multipliers
   // Sizes and places of a unit, computed on the host, because the divisions in them are slow on a device.
   int unit_bytes, scales_at, multipliers_at;
+  bool early;  // the previous kernel of the stream does not write `packed`
 };
 
 class WarpDecoder {
@@ -52,12 +53,13 @@ class WarpDecoder {
   }
 
   // All pairs of chunks of the warp: `first` and every `stride` from there on. The codes of the next one are on their
-  // way while a pair is decoded.
-  template <bool BYTES>
-  __device__ __forceinline__ void run(int64_t first, int64_t stride) {
+  // way while a pair is decoded. meanwhile: runs once, with the codes of the first one on their way
+  template <bool BYTES, typename F>
+  __device__ __forceinline__ void run(int64_t first, int64_t stride, const F& meanwhile) {
     const int64_t pairs = halves_ == 2 ? w_.units : (int64_t{w_.units} + 1) / 2;
-    if (first >= pairs) return;
-    Loaded<BYTES> next = load<BYTES>(2 * first);
+    Loaded<BYTES> next{};
+    if (first < pairs) next = load<BYTES>(2 * first);
+    meanwhile();
 #pragma unroll 1
     for (int64_t pair = first; pair < pairs; pair += stride) {
       const Loaded<BYTES> loaded = next;
@@ -215,13 +217,19 @@ template <bool BYTES>
 __global__ void __launch_bounds__(WarpDecoder::kThreads, 2)
     weight_decode_kernel(const __grid_constant__ WeightDecoder w) {
   __shared__ WarpDecoder::Shared shared;
-  const float norm = block_norm(w.group == 128 ? 7 : 6);
-  for (int i = threadIdx.x; i < w.group; i += WarpDecoder::kThreads) {
-    shared.factors[i] = __fmul_rn(norm, __ldg(w.signs + i));
-  }
-  __syncthreads();
+  if (!w.early) wait_for_previous_kernel();
+  if (w.early && threadIdx.x < w.group / 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(w.signs + 32 * threadIdx.x));
+  const auto load_factors = [&] {
+    if (w.early) wait_for_previous_kernel();  // it may use the memory of the results
+    const float norm = block_norm(w.group == 128 ? 7 : 6);
+    for (int i = threadIdx.x; i < w.group; i += WarpDecoder::kThreads) {
+      shared.factors[i] = __fmul_rn(norm, __ldg(w.signs + i));
+    }
+    __syncthreads();
+  };
   constexpr int kWarps = WarpDecoder::kWarps;
-  WarpDecoder(w, shared).run<BYTES>(int64_t{blockIdx.x} * kWarps + threadIdx.x / 32, int64_t{gridDim.x} * kWarps);
+  const int64_t first = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  WarpDecoder(w, shared).run<BYTES>(first, int64_t{gridDim.x} * kWarps, load_factors);
 }
 
 }  // namespace turboquant::cuda::linear

@@ -27,10 +27,7 @@ int corrections(const format::WeightBlock& unit, bool uniform) {
 // Only the L2 cache is sure to have what the previous kernel has written. In a graph, that kernel does not write
 // weights (docs/measurements/performance_linear.md).
 Early early(int major, cudaStream_t stream) {
-  if (major < 9) return Early::kNo;
-  cudaStreamCaptureStatus status;
-  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  return status == cudaStreamCaptureStatusNone ? Early::kPrefetch : Early::kRing;
+  return major < 9 ? Early::kNo : is_captured(stream) ? Early::kRing : Early::kPrefetch;
 }
 
 Plan known_plan_of(const Call& call, int unit_bytes, const RecordOfColumns& record, const Device& device) {

@@ -1,6 +1,7 @@
 // linear_packed for many tokens: rows of the weight are decoded, a slice at a time, and multiplied by torch.
 #include <array>
 
+#include "cuda/common/torch.cuh"
 #include "cuda/linear/decode.cuh"
 #include "cuda/linear/many_tokens.cuh"
 
@@ -29,7 +30,9 @@ Tensor multiply_and_add(const Tensor& x, const Tensor& w, const Tensor& bias) {
 
 }  // namespace
 
-void multiply_decoded(const LinearCall& c, const WeightShape& shape, const Tensor& y) {
+void multiply_decoded(const LinearCall& c, const WeightShape& shape, const Tensor& y, cudaStream_t stream) {
+  // As products of bytes read their first weights (cuda/linear/launch.cu).
+  const bool early = is_captured(stream);
   const int64_t row_bytes = shape.k * static_cast<int64_t>(y.element_size());
   const int64_t tiles = std::max<int64_t>(kSliceBytes / row_bytes / format::kWeightRows, 1);
   const Tensor x = torch::stable::reshape(c.x, {-1, shape.k});
@@ -40,7 +43,7 @@ void multiply_decoded(const LinearCall& c, const WeightShape& shape, const Tenso
     Tensor packed = c.packed, slice = out;
     packed = torch::stable::narrow(packed, 0, tile, count), slice = torch::stable::narrow(slice, 1, first, rows);
     const Tensor w =
-        weight_decode({packed, c.signs, c.levels, rows, c.bits, c.sub, y.scalar_type(), c.channel_inverse});
+        decode_weight({packed, c.signs, c.levels, rows, c.bits, c.sub, y.scalar_type(), c.channel_inverse}, early);
     if (c.bias) {
       Tensor bias = *c.bias;
       torch::stable::copy_(slice, multiply_and_add(x, w, torch::stable::narrow(bias, 0, first, rows)));
