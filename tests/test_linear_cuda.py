@@ -61,12 +61,13 @@ def check(x, case: Case, packed=None, bias=None, kernel=None):
 
 
 def check_decoded(y, x, case: Case, packed, bias):
-    """The product is torch's, which may round sums of some channels to the dtype."""
+    """The product is torch's: float32 sums of k roundings, maybe of parts rounded to the dtype."""
     inside = moved("cuda", packed, *case.reading)
     w = tt.weight_decode(*inside, x.dtype, (1 / case.scale).cuda()).double()
     want = x.cuda().double() @ w.T + (0 if bias is None else bias.cuda().double())
     assert y.dtype == x.dtype and y.shape == want.shape
-    assert float((y.cuda() - want).norm() / want.norm()) < 2 * LAST[x.dtype]
+    allowed = 2 * LAST[x.dtype] + x.shape[-1] ** 0.5 * 2.0**-24
+    assert float((y.cuda() - want).norm() / want.norm()) < allowed
 
 
 @functools.lru_cache(maxsize=1)

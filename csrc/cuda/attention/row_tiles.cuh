@@ -24,14 +24,14 @@ struct KernelEntry {
 };
 
 // The kernel for tiles of 64 rows (groups = 1) or 128 (2), and queries of a 16-bit type. Defined in
-// instances/row_tiles_<D>.cu.
+// instances/row_tiles.cu.
 template <int D>
 KernelEntry find_kernel(int groups, Dtype dtype);
 // The one for sequences of which no key is older than the call; up to 128 channels also of 64 rows. Defined in
-// instances/prompts_<D>.cu.
+// instances/prompts.cu.
 template <int D>
 KernelEntry find_prompts_kernel(int groups, Dtype dtype);
-// The one for codes of long sequences, with tiles of 128 rows. Defined in instances/chunks_<D>.cu.
+// The one for codes of long sequences, with tiles of 128 rows. Defined in instances/chunks.cu.
 template <int D>
 KernelEntry find_chunks_kernel(Dtype dtype);
 

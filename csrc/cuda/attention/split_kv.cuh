@@ -21,7 +21,7 @@ struct KernelEntry {
 };
 
 // The kernel for codes kSplitKvPairs[pair] whose block has the fewest rows that are at least `rows`, or else the most.
-// Defined in instances/split_kv_<D>.cu.
+// Defined in instances/split_kv_*.cu.
 template <int D>
 KernelEntry find_kernel(int pair, int rows);
 

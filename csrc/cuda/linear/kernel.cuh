@@ -9,6 +9,7 @@
 #include "cuda/attention/counters.cuh"
 #include "cuda/common/async_copy.cuh"
 #include "cuda/common/device.cuh"
+#include "cuda/common/wgmma.cuh"
 #include "cuda/linear/call.cuh"
 #include "cuda/linear/columns.cuh"
 #include "cuda/linear/operands.cuh"
@@ -351,9 +352,11 @@ class Block {
 template <Codes CODES, bool SUB, int TILES>
 __global__ void __launch_bounds__(32 * num_warps(TILES), 1)
     linear_kernel(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
-  extern __shared__ uint4 dynamic[];
-  Block<CODES, SUB, TILES> block(a, p, reinterpret_cast<uint8_t*>(dynamic));
-  block.run();
+  if constexpr (TILES <= 4 || !kWarpgroupProducts) {  // more tokens take tiles there (choices/linear.h)
+    extern __shared__ uint4 dynamic[];
+    Block<CODES, SUB, TILES> block(a, p, reinterpret_cast<uint8_t*>(dynamic));
+    block.run();
+  }
 }
 
 }  // namespace turboquant::cuda::linear

@@ -13,7 +13,7 @@ struct KernelEntry {
   int tiles;             // of 8 columns, of a thread block
 };
 
-// The kernel for blocks of up to `columns` columns. Defined in instances/.
+// The kernel for blocks of up to `columns` columns. Defined in instances/codes.cu.
 template <Codes CODES>
 KernelEntry find_kernel(bool sub, int columns);
 

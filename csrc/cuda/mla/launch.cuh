@@ -14,7 +14,7 @@ struct KernelEntry {
 };
 
 // Of several sizes of key tiles that whose block has the fewest rows that are at least `rows`, or else the most.
-// Defined in instances/latent_<R>.cu.
+// Defined in instances/latents.cu.
 template <int R>
 KernelEntry find_kernel(LatentKernel kernel, int64_t rows);
 

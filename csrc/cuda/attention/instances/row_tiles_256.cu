@@ -1,5 +1,0 @@
-// nvcc: -fmad=true
-#include "cuda/attention/row_tiles_instances.cuh"
-
-template turboquant::cuda::row_tiles::KernelEntry turboquant::cuda::row_tiles::find_kernel<256>(int groups,
-                                                                                                turboquant::Dtype type);

@@ -1,4 +1,0 @@
-// nvcc: -fmad=true
-#include "cuda/attention/split_kv_instances.cuh"
-
-template turboquant::cuda::split_kv::KernelEntry turboquant::cuda::split_kv::find_kernel<192>(int pair, int rows);

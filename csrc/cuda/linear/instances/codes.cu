@@ -1,0 +1,11 @@
+// nvcc: --threads=0
+// All codes are compiled together: what their code has in common is compressed once.
+#include "cuda/linear/instances.cuh"
+
+namespace turboquant::cuda::linear {
+
+template KernelEntry find_kernel<Codes::kLloyd>(bool sub, int columns);
+template KernelEntry find_kernel<Codes::kUniform>(bool sub, int columns);
+template KernelEntry find_kernel<Codes::kBytes>(bool sub, int columns);
+
+}  // namespace turboquant::cuda::linear

@@ -1,4 +1,0 @@
-#include "cuda/linear/instances.cuh"
-
-template turboquant::cuda::linear::KernelEntry
-turboquant::cuda::linear::find_kernel<turboquant::cuda::linear::Codes::kUniform>(bool sub, int columns);

@@ -1,5 +1,0 @@
-// nvcc: -fmad=true
-#include "cuda/mla/instances.cuh"
-
-template turboquant::cuda::mla::KernelEntry turboquant::cuda::mla::find_kernel<128>(turboquant::LatentKernel kernel,
-                                                                                    int64_t rows);
