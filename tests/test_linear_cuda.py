@@ -197,8 +197,7 @@ def test_channels_of_tiles_are_shared(f):
 @pytest.mark.parametrize(("n", "k"), [(2600, 1024), (1024, 4096), (9001, 576), (20000, 128)])
 def test_slices_are_shared_by_workers(f, n, k):
     """Tiles that several workers share, whole ones between them, and fewer tiles than workers."""
-    case = make_case(f, n, k)
-    packed = case.packed()
+    case, packed = wide_case(f, n, k)
     for tokens in (34, 50, 90, 120, 150, 256):
         check(randn(tokens, k, seed=tokens), case, packed, randn(n, seed=4), "tiles")
 
@@ -243,8 +242,7 @@ TILES = {
 )
 def test_every_tile(f, tile, shape):
     n, k, tokens = shape
-    case = make_case(f, n, k)
-    packed = case.packed()
+    case, packed = wide_case(f, n, k)
     x, bias = randn(tokens, k, seed=4), randn(n, seed=4)
     check(x, case, packed, bias, "tiles")
     if torch.cuda.get_device_properties(0).multi_processor_count == 132:  # the plan depends on it
