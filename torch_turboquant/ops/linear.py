@@ -295,6 +295,9 @@ def linear_packed(
     `kernel_choice("linear_packed", tokens=..., n=..., k=..., dtype=...)` tells which ("codes",
     "tiles" or "decoded").
 
+    On CUDA a call that is captured in a graph may begin to read `packed` before the kernel that
+    precedes it has ended. So that kernel may not write `packed`; earlier ones may.
+
     Args:
         x: [..., k], float32, float16 or bfloat16, stride 1 in k.
         packed: uint8 [ceil(n / 16), k / group, block_bytes], contiguous.
@@ -305,8 +308,9 @@ def linear_packed(
         bias: [n] of x's dtype.
 
     Returns:
-        y: [..., n] of x's dtype. All of a token is NaN if a channel of its x is NaN or infinite;
-        all of an output is NaN if its row of the weight had a NaN or an infinity.
+        y: [..., n] of x's dtype. All of a token is NaN if a channel of its x is NaN or infinite
+        (infinite or NaN, if rows of the weight are decoded and a channel is infinite); all of an
+        output is NaN if its row of the weight had a NaN or an infinity.
 
     Raises:
         TypeError: another dtype.
