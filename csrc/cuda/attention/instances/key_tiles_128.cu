@@ -1,4 +1,4 @@
-// nvcc: -fmad=true --threads=0
+// nvcc: -fmad=true
 // Compiled together, see split_kv_16_to_112.cu.
 #include "cuda/attention/key_tiles_instances.cuh"
 

@@ -1,4 +1,4 @@
-// nvcc: -fmad=true --threads=0
+// nvcc: -fmad=true
 // A head_dim of its own: it has the most kernels, and takes the longest to compile.
 #include "cuda/attention/split_kv_instances.cuh"
 

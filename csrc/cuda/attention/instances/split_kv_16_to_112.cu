@@ -1,4 +1,4 @@
-// nvcc: -fmad=true --threads=0
+// nvcc: -fmad=true
 // Neighbouring head_dims are compiled together: what their code has in common is compressed once.
 #include "cuda/attention/split_kv_instances.cuh"
 

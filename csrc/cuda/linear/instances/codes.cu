@@ -1,4 +1,3 @@
-// nvcc: --threads=0
 // All codes are compiled together: what their code has in common is compressed once.
 #include "cuda/linear/instances.cuh"
 

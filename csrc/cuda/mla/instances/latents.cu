@@ -1,4 +1,4 @@
-// nvcc: -fmad=true --threads=0
+// nvcc: -fmad=true
 // All latents are compiled together: what their code has in common is compressed once.
 #include "cuda/mla/instances.cuh"
 
