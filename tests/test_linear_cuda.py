@@ -359,7 +359,6 @@ def test_decoded_rows_wait_for_the_kernel_before():
     for n, k, tokens, dtype in ((9001, 576, 200, FLOATS[0]), (2048, 1024, 40, torch.bfloat16)):
         case, packed = wide_case(FORMATS[0], n, k)
         x = randn(tokens, k, seed=n, dtype=dtype)
-        assert kernel_of(x, case) in ("tiles" if dtype == FLOATS[0] else "decoded", "codes")
         calls.append(moved("cuda", x, packed, *case.reading))
 
     def run():
