@@ -27,10 +27,10 @@ struct LinearShape {
 
 namespace choices {
 
-// Measured on an H100 and an H200 (docs/measurements/performance_linear.md). Up to so many tokens products of bytes are
-// fastest, and up to kMoreFewTokens where a weight has at most kMoreFewWeights numbers.
-constexpr int64_t kFewTokens = 16, kMoreFewTokens = 32, kMoreFewWeights = 12'000'000;
-// The same without tiles.
+// Measured on an H100 and an H200 (docs/measurements/performance_linear.md). Products of bytes are the fastest kernel
+// up to kFewTokens, and up to kFewTokensOfSmall where n * k is at most kSmallWeight.
+constexpr int64_t kFewTokens = 16, kFewTokensOfSmall = 32, kSmallWeight = 12'000'000;
+// GPUs without tiles take products of bytes up to here.
 constexpr int64_t kMostCodeTokens = 64;
 // With more tokens torch's product of decoded rows is faster than tiles, however large the weight is.
 constexpr int64_t kMostTileTokens = 5000;
@@ -39,8 +39,8 @@ constexpr int64_t kMostRoundedTokens = 256;
 
 constexpr bool has_at_most(const LinearShape& call, int64_t weights) { return call.n <= weights / call.k; }
 
-// Whether it takes less time to decode the weight than tiles lose against torch's product, which they do the more, the
-// more tokens there are and the fewer tiles: from 400 (n k / 2^24)^(4/3) tokens on.
+// Whether decoding the weight takes less time than tiles lose against torch's product. Tiles lose more with more
+// tokens, and with smaller weights. The limit, 400 (n k / 2^24)^(4/3) tokens, fits what was measured.
 constexpr bool is_decoded_sooner(const LinearShape& call) {
   const double tokens = static_cast<double>(call.tokens) / 400;
   const double weights = static_cast<double>(call.n) * static_cast<double>(call.k) / (1 << 24);
@@ -58,7 +58,7 @@ constexpr LinearChoice choose_linear(const LinearShape& call, const DeviceFacts&
     }
     return {Kernel::kDecoded, "more than 64 tokens, without products of warpgroups"};
   }
-  if (call.tokens <= choices::kMoreFewTokens && choices::has_at_most(call, choices::kMoreFewWeights)) {
+  if (call.tokens <= choices::kFewTokensOfSmall && choices::has_at_most(call, choices::kSmallWeight)) {
     return {Kernel::kCodes, "up to 32 tokens, and n * k is at most 12 million"};
   }
   if (call.dtype == Dtype::kFloat32) {

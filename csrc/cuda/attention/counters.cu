@@ -20,16 +20,14 @@ class Counters {
  public:
   // Null: there are none left.
   static uint32_t* take(int device, cudaStream_t stream, int count) {
-    cudaStreamCaptureStatus status;
-    check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-    if (status != cudaStreamCaptureStatusNone) return take_locked(device, stream, count, status);
+    if (is_captured(stream)) return take_locked(device, stream, count, true);
     // A thread that launches into one stream after the other finds its counters without the lock.
     static thread_local struct {
       int device;
       Stream of;
     } latest{-1, {}};
     if (latest.device != device || latest.of.stream != stream || latest.of.count < count) {
-      uint32_t* const found = take_locked(device, stream, count, status);
+      uint32_t* const found = take_locked(device, stream, count, false);
       if (!found) return nullptr;
       latest = {device, {stream, count, found}};
     }
@@ -43,7 +41,7 @@ class Counters {
     uint32_t* counters;
   };
 
-  static uint32_t* take_locked(int device, cudaStream_t stream, int count, cudaStreamCaptureStatus status) {
+  static uint32_t* take_locked(int device, cudaStream_t stream, int count, bool captured) {
     static std::mutex mutex;
     static std::vector<Counters> all;
     const std::lock_guard<std::mutex> lock(mutex);
@@ -54,7 +52,7 @@ class Counters {
       all.push_back(Counters{device, static_cast<uint32_t*>(memory)});
       own = all.end() - 1;
     }
-    if (status == cudaStreamCaptureStatusNone) {
+    if (!captured) {
       for (const Stream& s : own->streams_) {
         if (s.stream == stream && s.count >= count) return s.counters;
       }
@@ -62,7 +60,7 @@ class Counters {
     if (own->used_ + count > kCounters) return nullptr;
     uint32_t* fresh = own->memory_ + own->used_;
     own->used_ += count;
-    if (status == cudaStreamCaptureStatusNone) own->streams_.push_back({stream, count, fresh});
+    if (!captured) own->streams_.push_back({stream, count, fresh});
     return fresh;
   }
 

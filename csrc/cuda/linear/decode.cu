@@ -56,6 +56,8 @@ std::tuple<Tensor, Tensor, Tensor> weight_unpack(const WeightUnpackCall& c) {
   return result;
 }
 
+Tensor weight_decode(const WeightDecodeCall& c) { return decode_weight(c, false); }
+
 }  // namespace
 
 Tensor decode_weight(const WeightDecodeCall& c, bool reads_early) {
@@ -93,10 +95,6 @@ Tensor decode_weight(const WeightDecodeCall& c, bool reads_early) {
              "weight_decode");
   return w;
 }
-
-namespace {
-Tensor weight_decode(const WeightDecodeCall& c) { return decode_weight(c, false); }
-}  // namespace
 
 }  // namespace turboquant::cuda
 

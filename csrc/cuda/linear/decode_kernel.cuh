@@ -218,6 +218,7 @@ __global__ void __launch_bounds__(WarpDecoder::kThreads, 2)
     weight_decode_kernel(const __grid_constant__ WeightDecoder w) {
   __shared__ WarpDecoder::Shared shared;
   if (!w.early) wait_for_previous_kernel();
+  // The signs into the L2 cache only: they may be a copy that the previous kernel writes.
   if (w.early && threadIdx.x < w.group / 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(w.signs + 32 * threadIdx.x));
   const auto load_factors = [&] {
     if (w.early) wait_for_previous_kernel();  // it may use the memory of the results
