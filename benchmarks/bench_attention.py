@@ -93,7 +93,8 @@ class Case:
         """The contenders in bf16 and fp8."""
         if self.shape.mixed:
             return MIXED
-        return {"steps": STEPS, "prompts": PROMPTS, "cold": COLD}.get(self.table, FIVE)
+        tables = {"steps": STEPS, "prompts": PROMPTS, "dims_prompts": PROMPTS, "cold": COLD}
+        return tables.get(self.table, FIVE)
 
     def parts(self) -> list[Case]:
         """Each part of a mixed batch as a batch of its own."""
@@ -251,6 +252,23 @@ def dims_cases() -> Iterator[Case]:
         yield from of_presets("dims", Shape(8, 8192, head_dim=head_dim), "k4v4u k5v4u k4v4")
 
 
+def dims_prompt_cases() -> Iterator[Case]:
+    """Whole prompts and chunks of head_dims that row tiles pad."""
+    for head_dim in (80, 96, 160, 224):
+        for tokens, older in ((2048, 0), (8192, 0), (2048, 32768)):
+            shape = Shape(1, tokens + older, head_dim=head_dim, q_len=tokens)
+            for name in ("k5v4u", "k4v4"):
+                yield Case(name, shape, own=True, table="dims_prompts")
+
+
+def dims_rows_cases() -> Iterator[Case]:
+    """16 and 32 query rows, where split-KV has blocks of 8."""
+    for head_dim in (80, 96, 160, 192, 256):
+        for q_len in (4, 8):
+            shape = Shape(16, 8192, head_dim=head_dim, q_len=q_len)
+            yield from of_presets("dims_rows", shape, "k4v4u k5v4u k4v4", tailed="")
+
+
 ALL = (
     *step_cases(),
     *rows_cases(),
@@ -259,6 +277,8 @@ ALL = (
     *ragged_cases(),
     *cold_cases(),
     *dims_cases(),
+    *dims_prompt_cases(),
+    *dims_rows_cases(),
 )
 TABLES = tuple(dict.fromkeys(case.table for case in ALL))
 

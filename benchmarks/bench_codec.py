@@ -201,6 +201,11 @@ class Rows:
                 yield Row(f"cache_store {name} S={search}, slots {order}", make)
         for name in ("k4v4", "k3v3"):
             yield Row(f"cache_load {name}", lambda n=name: self.load(n))
+        for d in (80, 96, 160, 224):
+            for search in (1, 8):
+                make = lambda d=d, s=search: self.store("k4v4", s, d=d)  # noqa: E731
+                yield Row(f"cache_store k4v4 S={search} d={d}", make)
+            yield Row(f"cache_load k4v4 d={d}", lambda d=d: self.load("k4v4", d))
 
     def hadamard(self, d: int) -> Work:
         x, signs = self.randn(self.vectors * D // d, d), random_signs(d, 0).to(self.device)
@@ -323,12 +328,12 @@ class Rows:
             "read",
         )
 
-    def cache(self, name: str, search: int, tokens: int, order: str = "pages"):
+    def cache(self, name: str, search: int, tokens: int, order: str = "pages", d: int = D):
         """A cache that is full of these tokens, and their slots.
 
         order: of the pages at random, of all slots at random, or in order.
         """
-        config = tt.preset(name, D, search=search, sink_tokens=0, recent_window=0)
+        config = tt.preset(name, d, search=search, sink_tokens=0, recent_window=0)
         tables = tt.make_tables(config, 0, self.device)
         size = config.page_size
         count = -(-tokens // size)
@@ -342,18 +347,18 @@ class Rows:
             slots = slots[torch.randperm(tokens, device=self.device)]
         return config, tables, cache, pages, slots
 
-    def store(self, name: str, search: int, order: str = "pages") -> Work:
+    def store(self, name: str, search: int, order: str = "pages", d: int = D) -> Work:
         tokens = self.vectors // HEADS
-        config, tables, cache, _, slots = self.cache(name, search, tokens, order)
-        qkv = self.randn(tokens, 2 * HEADS, D)  # k and v as slices of one projection
+        config, tables, cache, _, slots = self.cache(name, search, tokens, order, d)
+        qkv = self.randn(tokens, 2 * HEADS, d)  # k and v as slices of one projection
         k, v = qkv[:, :HEADS], qkv[:, HEADS:]
         stored = tokens * HEADS * config.bytes_per_token
         sides = [
-            Codec(config.key_bits, config.key_grid, search, self.device),
-            Codec(config.value_bits, config.value_grid, search, self.device),
+            Codec(config.key_bits, config.key_grid, search, self.device, d),
+            Codec(config.value_bits, config.value_grid, search, self.device, d),
         ]
         rows = [
-            torch.zeros(tokens, HEADS, D * c.bits // 8, dtype=torch.uint8, device=self.device)
+            torch.zeros(tokens, HEADS, d * c.bits // 8, dtype=torch.uint8, device=self.device)
             for c in sides
         ]
 
@@ -368,15 +373,15 @@ class Rows:
             eager,
         )
 
-    def load(self, name: str) -> Work:
+    def load(self, name: str, d: int = D) -> Work:
         tokens = self.vectors // HEADS
-        config, tables, cache, pages, slots = self.cache(name, 1, tokens)
-        k, v = self.randn(tokens, HEADS, D), self.randn(tokens, HEADS, D)
+        config, tables, cache, pages, slots = self.cache(name, 1, tokens, d=d)
+        k, v = self.randn(tokens, HEADS, d), self.randn(tokens, HEADS, d)
         tt.cache_store(k, v, cache, slots, config, tables)
         seqs = 8
         table = pages.view(seqs, -1).int()
         lens = torch.full((seqs,), tokens // seqs, dtype=torch.int32, device=self.device)
-        sides = [Codec(config.key_bits, "lloyd", 1, self.device) for _ in range(2)]
+        sides = [Codec(config.key_bits, "lloyd", 1, self.device, d) for _ in range(2)]
         rows = [c.encode(x) for c, x in zip(sides, (k, v), strict=True)]
 
         def eager():

@@ -65,6 +65,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "ragged": attention.ragged_table,
         "cold": attention.cold_table,
         "dims": attention.dims_table,
+        "dims-prompts": attention.dims_prompts_table,
+        "dims-rows": attention.dims_rows_table,
     },
     "docs/latent.md": {
         "latent steps": latents.latent_steps,

@@ -71,7 +71,7 @@ STRIDE, BOTH = "a stride of 2 GiB or more", {"k_candidates": 2, "v_candidates": 
 PAIR = "the split-KV kernel is not compiled for this pair of key and value codes"
 FEW_ROWS = "at most 16 query rows per KV head"
 MANY_ROWS = "more than 16 query rows per KV head"
-MORE_THAN_8 = "more than 8 query rows per KV head"
+MORE_THAN_32 = "more than 32 query rows per KV head"
 UP_TO_32_ROWS, UNIFORM = "17 to 32 query rows per KV head", {"k_uniform": 1, "v_uniform": 1}
 MIXED = "few query rows per KV head in some sequences, more in others"
 UP_TO_64 = "at most 64 query rows per KV head"
@@ -82,7 +82,7 @@ UP_TO_32_TOKENS = "up to 32 tokens, and n * k is at most 12 million"
 FEWER_TOKENS = "fewer than 400 (n k / 2^24)^(4/3) tokens"
 MORE_TOKENS = "at least 400 (n k / 2^24)^(4/3) tokens"
 NO_PRODUCTS = f"{MANY}, {WITHOUT}"
-NO_TILE_DIM = f"{MANY}, and the row-tile kernel is not compiled for this head_dim"
+NO_TILE_DIM = f"{MANY}, and head_dim is above 256"
 NO_TILE_CODES = f"{MANY}, and the row-tile kernel does not expand these codes"
 FULL_ROWS = f"{MANY}, of float32"
 NO_DIM = "the split-KV kernel is not compiled for this head_dim"
@@ -101,10 +101,11 @@ NO_SKETCH_DIM = "the other kernels are not compiled for this head_dim"
 FEW = {"tokens": 1}
 CASES = [
     Case("paged_attention", {}, "split_kv", FEW_ROWS),
-    Case("paged_attention", {"d": 256}, "split_kv", "at most 8 query rows per KV head"),
+    Case("paged_attention", {"d": 256}, "split_kv", UP_TO_32),
     Case("paged_attention", {"group": 17}, "key_tiles", UP_TO_32_ROWS),
     Case("paged_attention", {"group": 33}, "row_tiles", MANY_ROWS),
-    Case("paged_attention", {"d": 256, "group": 9}, "row_tiles", MORE_THAN_8),
+    Case("paged_attention", {"d": 256, "group": 32}, "split_kv", UP_TO_32),
+    Case("paged_attention", {"d": 256, "group": 33}, "row_tiles", MORE_THAN_32),
     Case("paged_attention", {"group": 32, **UNIFORM, "k_bits": 5}, "key_tiles", UP_TO_32_ROWS),
     Case("paged_attention", {"group": 17, "k_bits": 2}, "row_tiles", PAIR),
     Case("paged_attention", {"group": 17, "d": 64}, "row_tiles", MANY_ROWS),
@@ -115,8 +116,10 @@ CASES = [
     Case("paged_attention", {"group": 64}, "split_kv", UP_TO_64, "A100"),
     Case("paged_attention", {"group": 65}, "general", NO_PRODUCTS, "A100"),
     Case("paged_attention", {"group": 65, "dtype": FULL}, "general", FULL_ROWS),
-    Case("paged_attention", {"group": 64, "d": 96}, "split_kv", UP_TO_64),
-    Case("paged_attention", {"group": 65, "d": 96}, "general", NO_TILE_DIM),
+    Case("paged_attention", {"group": 32, "d": 96}, "split_kv", UP_TO_32),
+    Case("paged_attention", {"group": 33, "d": 96}, "row_tiles", MORE_THAN_32),
+    Case("paged_attention", {"group": 64, "d": 96}, "split_kv", UP_TO_64, "A100"),
+    Case("paged_attention", {"group": 65, "d": 96}, "general", NO_PRODUCTS, "A100"),
     Case("paged_attention", {"group": 32, "d": 512}, "split_kv", UP_TO_32),
     Case("paged_attention", {"group": 33, "d": 512}, "general", NO_TILE_DIM),
     Case("paged_attention", {"group": 65, "k_bits": 5}, "general", NO_TILE_CODES),

@@ -21,9 +21,10 @@ from tests.choices_cases import (
     HEADERS,
     MANY_ROWS,
     MIXED,
-    MORE_THAN_8,
+    MORE_THAN_32,
     PAIR,
     TOO_FEW,
+    UP_TO_32,
     UP_TO_32_ROWS,
     Case,
 )
@@ -93,9 +94,9 @@ def test_every_preset_takes_the_split_kv_kernel(name, d):
         return kernel_choice("paged_attention", head_dim=d, preset=name, device=device, **heads)
 
     limit = up_to = 64 if d <= 256 else 32  # of the kernels that read codes again for more rows
-    more = "many query rows per KV head"
-    if d in row_tiles_dims():
-        limit = 8 if d in (192, 256) else 16
+    more, tiles = "many query rows per KV head", d <= row_tiles_channels()[-1]
+    if tiles:
+        limit = 16 if d in (64, 128) else 32
         more = f"more than {limit} query rows per KV head"
     for rows in range(1, limit + 1):
         assert choice(rows) == ("split_kv", f"at most {limit} query rows per KV head")
@@ -104,22 +105,23 @@ def test_every_preset_takes_the_split_kv_kernel(name, d):
         assert choice(rows) == choice(1, max_q_len=rows) == ("key_tiles", UP_TO_32_ROWS)
         limit = 32
     for found in (choice(limit + 1), choice(1, limit + 1), choice(1, 1000)):
-        assert found.kernel == ("row_tiles" if d in row_tiles_dims() else "general")
+        assert found.kernel == ("row_tiles" if tiles else "general")
         assert found.reason.startswith(more)
     for device, kernel in (("A100", "split_kv"), ("B200", "split_kv"), ("T4", "general")):
         assert choice(up_to, device=device).kernel == kernel
         assert choice(up_to + 1, device=device).kernel == "general"
 
 
-def row_tiles_dims() -> list[int]:
-    """The head_dims that the row-tile kernel is compiled for."""
+def row_tiles_channels() -> list[int]:
+    """The numbers of channels that the row-tile kernel is compiled for; head_dims are padded."""
     return instances("row_tiles.cu")
 
 
-def test_the_row_tile_kernel_is_chosen_where_it_is_compiled():
+def test_the_row_tile_kernel_is_chosen_up_to_the_most_channels_that_it_is_compiled_for():
     dims = [d for d in range(16, 1025, 16) if valid_head_dim(d)]
-    assert [d for d in dims if attention(d=d, group=33) == "row_tiles"] == row_tiles_dims()
-    assert row_tiles_dims() == [64, 128, 192, 256]
+    taken = [d for d in dims if attention(d=d, group=33) == "row_tiles"]
+    assert taken == [d for d in dims if d <= row_tiles_channels()[-1]]
+    assert row_tiles_channels() == [64, 128, 192, 256]
 
 
 def test_every_pair_of_codes_takes_row_tiles_but_those_with_5_bits_of_a_table():
@@ -154,11 +156,14 @@ def test_mixed_batches():
     assert choice(2, 32, 40, q_heads=17, kv_heads=1) == ("row_tiles", MANY_ROWS)
     assert choice(2, 32, 40, q_heads=16, kv_heads=1) == some_drafts
     assert choice(2, 32, 40, q_heads=8, kv_heads=1) == ("split_kv", FEW_ROWS)
-    wide = {"head_dim": 256, "q_heads": 9, "kv_heads": 1}
-    assert choice(2, 32, 40, **wide) == ("row_tiles", MORE_THAN_8)
+    wide = {"head_dim": 256, "kv_heads": 1}
+    assert choice(2, 32, 40, q_heads=16, **wide) == ("split_kv", UP_TO_32)
+    assert choice(2, 32, 40, q_heads=17, **wide) == both
+    assert choice(2, 32, 40, q_heads=33, **wide) == ("row_tiles", MORE_THAN_32)
     # one kernel takes all
     assert choice(512, 61, 572, preset=None, key_bits=3, value_bits=4) == ("row_tiles", PAIR)
-    assert choice(512, 61, 572, head_dim=96)[0] == "general"
+    assert choice(512, 61, 572, head_dim=96) == both
+    assert choice(512, 61, 572, head_dim=512)[0] == "general"
     assert choice(512, 61, 572, dtype="float32")[0] == "general"
     assert choice(512, 61, 572, device="A100")[0] == "general"
 

@@ -12,6 +12,7 @@ import torch
 import torch_turboquant as tt
 from tests.attention_cuda import (
     DEVICE,
+    DIMS,
     HALVES,
     MANY_PRESETS,
     attend,
@@ -23,7 +24,6 @@ from tests.attention_cuda import (
     randn,
 )
 from tests.helpers import assert_same_bytes
-from tests.test_row_tiles import DIMS
 from tests.test_split_kv_launches import assert_streams_share_nothing, kernels_of
 
 pytestmark = pytest.mark.cuda

@@ -350,29 +350,6 @@ def test_a_graph_of_layers(tokens, dtype):
         assert torch.equal(out, want)
 
 
-def test_decoded_rows_wait_for_the_kernel_before():
-    """In a graph they begin early, but may not write where the kernel before still reads.
-
-    Decoded rows get memory that the work space of the tiles before them had.
-    """
-    calls = []
-    for n, k, tokens, dtype in ((9001, 576, 200, FLOATS[0]), (2048, 1024, 40, torch.bfloat16)):
-        case, packed = wide_case(FORMATS[0], n, k)
-        x = randn(tokens, k, seed=n, dtype=dtype)
-        calls.append(moved("cuda", x, packed, *case.reading))
-
-    def run():
-        return [tt.linear_packed(*call) for _ in range(8) for call in calls]
-
-    want = run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
-    for _ in range(20):
-        graph.replay()
-        assert all(torch.equal(y, z) for y, z in zip(found, want, strict=True))
-
-
 @pytest.mark.parametrize("tokens", [3, 40, 200])
 def test_several_streams(tokens):
     case = make_case(FORMATS[0], 40, 8192)

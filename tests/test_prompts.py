@@ -12,6 +12,7 @@ import torch_turboquant as tt
 from tests.attention_cuda import (
     BF16,
     DEVICE,
+    DIMS,
     HALVES,
     assert_near,
     attend,
@@ -24,7 +25,6 @@ from tests.attention_cuda import (
     starts_of,
 )
 from tests.helpers import assert_same_bytes
-from tests.test_row_tiles import DIMS
 from tests.test_split_kv_launches import assert_streams_share_nothing, kernels_of
 
 pytestmark = pytest.mark.cuda

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cuda
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures(name, group):
     lengths, q_lens = batch(MIXTURES[name])
-    for i, (preset, d) in enumerate((("k4v4u", 128), ("k5v4u", 64), ("k4v4", 256))):
+    for i, (preset, d) in enumerate((("k4v4u", 128), ("k5v4u", 64), ("k4v4", 256), ("k5v4u", 80))):
         config = tt.preset(preset, d, page_size=16 << i, recent_window=20)
         case = build(
             config,

@@ -64,14 +64,18 @@ constexpr CodesOfPair kSplitKvPairs[] = {
 };
 constexpr int kSplitKvNumPairs = sizeof(kSplitKvPairs) / sizeof(kSplitKvPairs[0]);
 
-// The most rows of a block of the split-KV kernel. A sequence with more of them would read its codes twice.
+// The most rows of a block of the split-KV kernel. A sequence with more of them reads its codes once for each block.
 constexpr int split_kv_block_rows(int head_dim) {
   return head_dim == 64 || head_dim == 128 ? 16 : head_dim <= 256 ? 8 : 4;
 }
 
-// Where row tiles cannot take a call, split-KV takes up to so many rows. It then reads the codes once for each block of
-// rows, and is still done sooner than the general kernel, whose single pass takes as long as about nine blocks.
-constexpr int split_kv_most_rows(int head_dim) { return head_dim <= 256 ? 64 : 32; }
+// Split-KV takes up to so many rows. Row tiles take as long for one row as for 64, which is less than what several
+// blocks of split-KV take for more than 32 rows, or of 64 and 128 channels for more than one block has. The single pass
+// of the general kernel takes as long as about nine blocks.
+constexpr int split_kv_most_rows(int head_dim, bool row_tiles) {
+  if (!row_tiles) return head_dim <= 256 ? 64 : 32;
+  return head_dim == 64 || head_dim == 128 ? split_kv_block_rows(head_dim) : 32;
+}
 
 // Its copies end in barriers of shared memory (cuda/common/async_copy.cuh).
 constexpr int kSplitKvLeastMajor = 8;
@@ -101,13 +105,14 @@ constexpr bool is_key_tiles_head_dim(int head_dim) {
   return false;
 }
 
-// The head_dims that the row-tile kernel is compiled for. It expands any codes but 5-bit ones of a table.
-constexpr int kRowTilesHeadDims[] = {64, 128, 192, 256};
-constexpr bool is_row_tiles_head_dim(int head_dim) {
-  for (const int d : kRowTilesHeadDims) {
-    if (d == head_dim) return true;
+// The channels that the row-tile kernel is compiled for, and those that it takes a head_dim as: its tiles are padded in
+// shared memory. 0: there are not so many. It expands any codes but 5-bit ones of a table.
+constexpr int kRowTilesChannels[] = {64, 128, 192, 256};
+constexpr int row_tiles_channels(int head_dim) {
+  for (const int channels : kRowTilesChannels) {
+    if (head_dim <= channels) return channels;
   }
-  return false;
+  return 0;
 }
 
 namespace choices {
@@ -125,9 +130,7 @@ constexpr const char* refusal_of_split_kv(const AttentionShape& shape, const Dev
 constexpr const char* refusal_of_row_tiles(const AttentionShape& shape, const DeviceFacts& device) {
   if (!device.warpgroup_products) return "many query rows per KV head, without products of warpgroups";
   if (shape.dtype == Dtype::kFloat32) return "many query rows per KV head, of float32";
-  if (!is_row_tiles_head_dim(shape.head_dim)) {
-    return "many query rows per KV head, and the row-tile kernel is not compiled for this head_dim";
-  }
+  if (!row_tiles_channels(shape.head_dim)) return "many query rows per KV head, and head_dim is above 256";
   const auto expands = [](const format::Codes& codes) {
     return !format::has_plane(codes.width) || codes.grid == Grid::kUniform;
   };
@@ -147,14 +150,13 @@ constexpr bool fits_key_tiles(const AttentionShape& shape, int64_t rows) {
 constexpr const char* few_rows(int limit) {
   return limit == 64   ? "at most 64 query rows per KV head"
          : limit == 32 ? "at most 32 query rows per KV head"
-         : limit == 16 ? "at most 16 query rows per KV head"
-                       : "at most 8 query rows per KV head";
+                       : "at most 16 query rows per KV head";
 }
 
-// A mixed call: how many queries a sequence may have to be split-KV's. As many as fit into the smallest block that a
-// call of the shorter sequences alone would take, as far as the host can tell: it knows the mean number of queries of
-// all sequences but the longest. A larger block would take longer for each of them (with 16 rows up to twice as long as
-// with 4), and a smaller one would leave most of them to row tiles.
+// A mixed call: how many queries a sequence may have to be split-KV's, of at most `limit` rows. As many as fit into the
+// smallest block that a call of the shorter sequences alone would take, as far as the host can tell: it knows the mean
+// number of queries of all sequences but the longest. A larger block would take longer for each of them (with 16 rows
+// up to twice as long as with 4), and a smaller one would leave most of them to row tiles.
 constexpr int64_t split_kv_queries_of_mixed(const AttentionShape& shape, int limit) {
   const int64_t others = shape.seqs > 1 ? shape.seqs - 1 : 1;
   const int64_t mean = (shape.tokens - shape.max_q_len + others - 1) / others;
@@ -166,7 +168,7 @@ constexpr int64_t split_kv_queries_of_mixed(const AttentionShape& shape, int lim
 }  // namespace choices
 
 // Which kernel takes sequences of how many query rows (max_q_len * group, of a KV head):
-//   rows <= limit                split-KV: one launch
+//   rows <= limit                split-KV: one launch, with blocks of up to 16 or 8 rows
 //   else, and every sequence     key tiles up to 32 rows, else row tiles: one launch. It must be so where tokens =
 //   has more than the limit      seqs * max_q_len, or where one query has more rows than the limit
 //   else                         split-KV and one of these: the lengths are on the device, so both kernels are
@@ -178,7 +180,7 @@ constexpr AttentionChoice choose_attention(const AttentionShape& shape, const De
   const char *const no_split_kv = choices::refusal_of_split_kv(shape, device), *const no_row_tiles =
                                                                                    choices::refusal_of_row_tiles(
                                                                                        shape, device);
-  const int limit = no_row_tiles ? split_kv_most_rows(shape.head_dim) : split_kv_block_rows(shape.head_dim);
+  const int limit = split_kv_most_rows(shape.head_dim, !no_row_tiles), block = split_kv_block_rows(shape.head_dim);
   const int pair = split_kv_pair(shape.keys, shape.values);
   const int64_t rows = shape.max_q_len * shape.group;
   const bool few = rows <= limit;
@@ -191,11 +193,11 @@ constexpr AttentionChoice choose_attention(const AttentionShape& shape, const De
   if (shape.tokens == shape.seqs * shape.max_q_len || shape.group > limit) {
     if (key_tiles) return {Kernel::kKeyTiles, "17 to 32 query rows per KV head", pair};
     return {Kernel::kRowTiles,
-            limit == 16 ? "more than 16 query rows per KV head" : "more than 8 query rows per KV head"};
+            limit == 16 ? "more than 16 query rows per KV head" : "more than 32 query rows per KV head"};
   }
   return {key_tiles ? Kernel::kSplitKvAndKeyTiles : Kernel::kSplitKvAndRowTiles,
           "few query rows per KV head in some sequences, more in others", pair,
-          choices::split_kv_queries_of_mixed(shape, limit)};
+          choices::split_kv_queries_of_mixed(shape, shape.group > block ? limit : block)};
 }
 
 }  // namespace turboquant

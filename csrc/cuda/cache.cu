@@ -5,11 +5,14 @@
 // kernels (codec/encode_bulk.cu, codec/decode_bulk.cu) or the step kernel (codec/encode_step.cu).
 #include "cuda/cache.cuh"
 
+#include <algorithm>
+
 #include "calls/load.h"
 #include "choices/codec.h"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/codec/bulk.cuh"
 #include "cuda/codec/generic.cuh"
+#include "cuda/codec/lanes.cuh"
 #include "cuda/common/device_facts.cuh"
 
 namespace turboquant::cuda {
@@ -18,67 +21,92 @@ namespace {
 constexpr int kKeys = 0;                           // blockIdx.z of keys; values are 1
 constexpr int kBlockTokens = format::kValueGroup;  // tokens of a value block
 constexpr int64_t kMaxGridY = 65535;
-constexpr int64_t kFewVectors = 2048;  // fewer keys than this do not fill a device with large blocks
+constexpr int kStoreBlocks = 16;  // per multiprocessor, at most: more of them store one after the other
 
 // ---- Store ----------------------------------------------------------------------------------------------------------
 
 // Words between the vectors of a block; the padding lets gather_block read their rows of octets from different banks.
 __host__ __device__ constexpr int store_stride(int d) { return generic_words(d) + 4; }
 
-// A warp stores the key or the value of one token and head.
-__global__ void __launch_bounds__(32 * kBlockTokens)
-    store_kernel(const __grid_constant__ EncodeArguments a, const __grid_constant__ GenericShape shape) {
+// Stores keys or values of one head, a token at a time for each group of lanes, or (ROOM 0, codec/lanes.cuh) for each
+// warp.
+template <int ROOM, typename Shape>
+__global__ void __launch_bounds__((ROOM ? kVectorLanes : 32) * kBlockTokens)
+    store_kernel(const __grid_constant__ EncodeArguments a, const __grid_constant__ Shape shape) {
   let_next_kernel_begin();  // the next kernel is usually paged_attention's
   extern __shared__ uint4 dynamic[];
   __shared__ SharedCodebook shared;
   __shared__ Token tokens[kBlockTokens];
-  const int kind = blockIdx.z, head = blockIdx.y;
-  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, count = blockDim.x / 32;
-  const int64_t token = int64_t{blockIdx.x} * count + mine;
+  const int kind = blockIdx.z, head = blockIdx.y, lanes = lanes_of(shape);
+  const int lane = threadIdx.x % lanes, mine = threadIdx.x / lanes, count = blockDim.x / lanes;
   const RecordLayout& layout = a.layout;
   const EncodeSource& source = a.source[kind];
   const Codebook& book = source.book;
+  const format::Channels channels = source.channels.of_head(head, source.channel_stride);
   const int d = shape.d, stride = store_stride(d);
   uint32_t* rows = reinterpret_cast<uint32_t*>(dynamic);
   uint32_t* row = rows + mine * stride;
   float* y = reinterpret_cast<float*>(row);
-
-  const int64_t slot = token < a.tokens ? a.slots[token] : -1;
-  const uint8_t* from = source.data + (token < a.tokens ? token : 0) * source.token_stride + head * source.head_stride;
-  const Token to = a.pages.token(slot, head, layout);
-  if (lane == 0) tokens[mine] = to;
   shared.fill(book, threadIdx.x, blockDim.x);
-  load_generic(y, d, from, a.dtype, 0, source.signs, source.channels.of_head(head, source.channel_stride), lane);
-  __syncthreads();
-  const GenericCodes codes = encode_generic(y, y + generic_stride(d), shape, lane, shared, book, a.constants);
-  for (int o = lane; o < layout.octets; o += 32) {
-    write_octet(row, layout.octets, book.width, o, codes.octet(o, d, shared, book.width));
-  }
 
-  if (a.tail.data && to.tile) {
-    const int64_t kept = a.tail.row(token);
-    const int bytes = d * (element_size(a.dtype));
-    if (kept >= 0) copy_bytes(from, a.tail.at(kept, head, kind, bytes), bytes, lane, 32);
-  }
-  __syncwarp();
-  if (kind == kKeys) {
-    if (!to.tile) return;
-    store_key(row, to, layout, lane, 32);
-    if (lane == 0) *to.key_scale(layout) = codes.scale;
-    return;
-  }
-  // The 16 tokens of a whole value block are put together before they are stored; otherwise every token stores the
-  // bytes that it owns.
-  const bool together = to.tile && to.tile == tokens[0].tile && to.number == tokens[0].number + mine;
-  if (to.tile && lane == 0) *to.value_scale(layout) = codes.scale;
-  if (__syncthreads_and(together && count == kBlockTokens && tokens[0].number % kBlockTokens == 0)) {
-    uint32_t* image = rows + kBlockTokens * stride;
-    gather_block(rows, stride, image, {d, book.width}, threadIdx.x, 32 * kBlockTokens);
-    __syncthreads();
-    copy_bytes(reinterpret_cast<const uint8_t*>(image), tokens[0].value_block(layout), layout.value_block_bytes,
-               threadIdx.x, 32 * kBlockTokens);
-  } else if (to.tile) {
-    store_value(row, to, layout, lane, 32);
+  for (int64_t first = int64_t{blockIdx.x} * count; first < a.tokens; first += int64_t{gridDim.x} * count) {
+    const int64_t token = first + mine;
+    const int64_t slot = token < a.tokens ? a.slots[token] : -1;
+    const uint8_t* from =
+        source.data + (token < a.tokens ? token : 0) * source.token_stride + head * source.head_stride;
+    const Token to = a.pages.token(slot, head, layout);
+    if (lane == 0) tokens[mine] = to;
+    uint16_t scale;
+    const auto write_octets = [&](auto&& octet) {
+      for (int o = lane; o < layout.octets; o += lanes) {
+        write_octet(row, layout.octets, book.width, o, octet(o));
+      }
+    };
+    if constexpr (ROOM > 0) {
+      const auto load = [&](auto& v) { v.load(shape, from, a.dtype, 0, source.signs, channels, lane); };
+      LaneVector<ROOM> v;
+      load(v);
+      __syncthreads();
+      const ByteCodes codes = encode_in_lanes(v, load, shape, lane, shared, book, a.constants,
+                                              reinterpret_cast<uint8_t*>(y + generic_stride(d)));
+      __syncwarp();
+      write_octets([&](int o) { return codes.octet(o, book.width); });
+      scale = codes.scale;
+    } else {
+      load_generic(y, d, from, a.dtype, 0, source.signs, channels, lane);
+      __syncthreads();
+      const GenericCodes codes = encode_generic(y, y + generic_stride(d), shape, lane, shared, book, a.constants);
+      write_octets([&](int o) { return codes.octet(o, d, shared, book.width); });
+      scale = codes.scale;
+    }
+
+    if (a.tail.data && to.tile) {
+      const int64_t kept = a.tail.row(token);
+      const int bytes = d * (element_size(a.dtype));
+      if (kept >= 0) copy_bytes(from, a.tail.at(kept, head, kind, bytes), bytes, lane, lanes);
+    }
+    __syncwarp();
+    if (kind == kKeys) {
+      if (to.tile) {
+        store_key(row, to, layout, lane, lanes);
+        if (lane == 0) *to.key_scale(layout) = scale;
+      }
+    } else {
+      // The 16 tokens of a whole value block are put together before they are stored; otherwise every token stores the
+      // bytes that it owns.
+      const bool together = to.tile && to.tile == tokens[0].tile && to.number == tokens[0].number + mine;
+      if (to.tile && lane == 0) *to.value_scale(layout) = scale;
+      if (__syncthreads_and(together && count == kBlockTokens && tokens[0].number % kBlockTokens == 0)) {
+        uint32_t* image = rows + kBlockTokens * stride;
+        gather_block(rows, stride, image, {d, book.width}, threadIdx.x, blockDim.x);
+        __syncthreads();
+        copy_bytes(reinterpret_cast<const uint8_t*>(image), tokens[0].value_block(layout), layout.value_block_bytes,
+                   threadIdx.x, blockDim.x);
+      } else if (to.tile) {
+        store_value(row, to, layout, lane, lanes);
+      }
+    }
+    __syncthreads();  // before rows and tokens are written again
   }
 }
 
@@ -99,13 +127,14 @@ struct LoadArguments {
 
 constexpr int kLoadWarps = 4;  // of a block, at most
 
-// A warp loads the key or the value of one token and head.
+// Loads keys or values of one head, a token for each group of lanes. ROOM: as in store_kernel.
+template <int ROOM, typename Shape>
 __global__ void __launch_bounds__(32 * kLoadWarps)
-    load_kernel(const __grid_constant__ LoadArguments a, const __grid_constant__ GenericShape shape) {
+    load_kernel(const __grid_constant__ LoadArguments a, const __grid_constant__ Shape shape) {
   extern __shared__ uint4 dynamic[];
   __shared__ float table[32];
-  const int kind = blockIdx.z, head = blockIdx.y;
-  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, count = blockDim.x / 32;
+  const int kind = blockIdx.z, head = blockIdx.y, lanes = lanes_of(shape);
+  const int lane = threadIdx.x % lanes, mine = threadIdx.x / lanes, count = blockDim.x / lanes;
   const RecordLayout& layout = a.layout;
   const Width width = kind == kKeys ? layout.key_width() : layout.value_width();
   const int d = shape.d;
@@ -127,26 +156,30 @@ __global__ void __launch_bounds__(32 * kLoadWarps)
   float scale = 0;
   if (from.tile) {
     if (kind == kKeys) {
-      load_key(row, from, layout, lane, 32);
+      load_key(row, from, layout, lane, lanes);
     } else {
-      load_value(row, from, layout, lane, 32);
+      load_value(row, from, layout, lane, lanes);
     }
     scale = __half2float(__ushort_as_half(*(kind == kKeys ? from.key_scale(layout) : from.value_scale(layout))));
   }
   __syncwarp();
-  for (int o = lane; o < layout.octets; o += 32) {
+  for (int o = lane; o < layout.octets; o += lanes) {
     const Octet octet = !from.tile      ? Octet{0, 0}
                         : kind == kKeys ? key_octet(row, row + layout.key_row_bytes / 4, layout.octets, width, o)
                                         : ValueLayout{d, width}.octet(row, o);
     put_generic_octet(y, d, o, octet, width, table, scale);
   }
   const int64_t at = (number * a.pages.kv_heads + head) * d;
-  if (from.tile || !exists) {
-    store_generic(y, shape, a.signs[kind], kind == kKeys ? a.channels.of_head(head, d) : format::Channels{},
-                  a.out[kind], a.dtype, at, exists, lane);
-  } else {
+  const format::Channels channels = kind == kKeys ? a.channels.of_head(head, d) : format::Channels{};
+  if constexpr (ROOM > 0) {
+    __syncwarp();
+    store_from_lanes<ROOM>(y, shape, a.signs[kind], channels, a.out[kind], a.dtype, at, from.tile, lane);
+  } else if (from.tile) {
+    store_generic(y, shape, a.signs[kind], channels, a.out[kind], a.dtype, at, true, lane);
+  }
+  if (exists && !from.tile) {
     const float zeros[2] = {};
-    for (int i = 2 * lane; i < d; i += 64) store_floats_as<2>(zeros, a.out[kind], a.dtype, at + i);
+    for (int i = 2 * lane; i < d; i += 2 * lanes) store_floats_as<2>(zeros, a.out[kind], a.dtype, at + i);
   }
 }
 
@@ -247,11 +280,15 @@ class LayerStore {
     const int64_t tokens = arguments_.tokens, heads = arguments_.heads;
     // One block puts a value block together; few tokens are stored sooner by smaller blocks on more multiprocessors.
     const int stride = store_stride(record_.head_dim);
-    const int warps = generic_warps(stride, tokens * heads < kFewVectors ? 4 : kBlockTokens);
-    const int shared_bytes = 4 * warps * stride + (warps == kBlockTokens ? record_.value_block_bytes() : 0);
-    const dim3 grid(num_blocks(tokens, warps), static_cast<unsigned>(heads), 2);
-    store_kernel<<<grid, 32 * warps, shared_bytes, stream>>>(arguments_,
-                                                             GenericShape(format::split_dim(record_.head_dim)));
+    const int at_once = generic_warps(stride, tokens * heads < kFewVectors ? 4 : kBlockTokens);
+    const int shared_bytes = 4 * at_once * stride + (at_once == kBlockTokens ? record_.value_block_bytes() : 0);
+    // A block that stores several times fills its tables once.
+    const int64_t most = int64_t{kStoreBlocks} * current_device().facts.multiprocessors / (2 * heads) + 1;
+    const dim3 grid(static_cast<unsigned>(std::min(int64_t{num_blocks(tokens, at_once)}, most)),
+                    static_cast<unsigned>(heads), 2);
+    with_vector_shape(format::split_dim(record_.head_dim), tokens * heads, [&](const auto& shape, auto room) {
+      store_kernel<room><<<grid, lanes_of(shape) * at_once, shared_bytes, stream>>>(arguments_, shape);
+    });
   }
 
   format::Record record_;
@@ -313,9 +350,12 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
     return {k, v};
   }
 
-  const int words = generic_words(static_cast<int>(d)), warps = generic_warps(words, kLoadWarps);
-  const dim3 grid(num_blocks(seqs * c.max_seq_len, warps), static_cast<unsigned>(kv_heads), 2);
-  load_kernel<<<grid, 32 * warps, 4 * warps * words, launch.stream()>>>(arguments, GenericShape(format::split_dim(d)));
+  with_vector_shape(format::split_dim(d), seqs * c.max_seq_len * kv_heads, [&](const auto& shape, auto room) {
+    const int words = generic_words(shape.d), groups = 32 / lanes_of(shape);  // of a warp
+    const int warps = generic_warps(groups * words, kLoadWarps), at_once = groups * warps;
+    const dim3 grid(num_blocks(seqs * c.max_seq_len, at_once), static_cast<unsigned>(kv_heads), 2);
+    load_kernel<room><<<grid, 32 * warps, 4 * at_once * words, launch.stream()>>>(arguments, shape);
+  });
   launch.check("cache_load");
   return {k, v};
 }

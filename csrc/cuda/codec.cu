@@ -9,64 +9,107 @@
 #include "cuda/codec/arguments.cuh"
 #include "cuda/codec/bulk.cuh"
 #include "cuda/codec/generic.cuh"
+#include "cuda/codec/lanes.cuh"
 #include "cuda/common/device_facts.cuh"
 
 namespace turboquant::cuda {
 namespace {
 
-constexpr int kMostWarps = 4;  // of a block
+constexpr int kMostWarps = 4;      // of a block
+constexpr int kEncodeBlocks = 32;  // per multiprocessor, at most: more of them encode one after the other
 
-// A warp encodes a vector. The packed row passes through shared memory, so that memory is written in whole words.
+// A group of lanes encodes a vector, or (ROOM 0, codec/lanes.cuh) a warp. The packed row passes through shared memory, so
+// that memory is written in whole words.
+template <int ROOM, typename Shape>
 __global__ void __launch_bounds__(32 * kMostWarps)
-    encode_kernel(const void* x, const __grid_constant__ Rows rows, Dtype dtype,
-                  const __grid_constant__ GenericShape shape, const float* signs,
-                  const __grid_constant__ format::Channels channels, const __grid_constant__ Codebook book,
-                  const __grid_constant__ EncodeConstants constants, int row_bytes, uint8_t* packed, uint16_t* scale) {
+    encode_kernel(const void* x, const __grid_constant__ Rows rows, Dtype dtype, const __grid_constant__ Shape shape,
+                  const float* signs, const __grid_constant__ format::Channels channels,
+                  const __grid_constant__ Codebook book, const __grid_constant__ EncodeConstants constants,
+                  int row_bytes, uint8_t* packed, uint16_t* scale) {
   extern __shared__ uint4 dynamic[];
   __shared__ SharedCodebook shared;
   shared.fill(book, threadIdx.x, blockDim.x);
   __syncthreads();
 
-  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, d = shape.d;
-  const int64_t row = int64_t{blockIdx.x} * (blockDim.x / 32) + mine;
-  if (row >= rows.count) return;
+  const int lanes = lanes_of(shape), lane = threadIdx.x % lanes, mine = threadIdx.x / lanes, d = shape.d;
+  const int count = blockDim.x / lanes;
   float* y = reinterpret_cast<float*>(dynamic) + mine * generic_words(d);
-  load_generic(y, d, x, dtype, rows(row), signs, channels, lane);
-  const GenericCodes codes = encode_generic(y, y + generic_stride(d), shape, lane, shared, book, constants);
-  if (lane == 0) scale[row] = codes.scale;
-
   uint8_t* bytes = reinterpret_cast<uint8_t*>(y);
-  for (int o = lane; 8 * o < d; o += 32) {
-    const int bits = format::num_bits(book.width), begin = o * bits;
-    const uint64_t string = dense_string(codes.octet(o, d, shared, book.width), book.width);
-    for (int i = 0; i < min(bits, row_bytes - begin); ++i) bytes[begin + i] = string >> 8 * i;
+  const auto write_row = [&](auto&& octet) {
+    for (int o = lane; 8 * o < d; o += lanes) {
+      const int bits = format::num_bits(book.width), begin = o * bits;
+      const uint64_t string = dense_string(octet(o), book.width);
+      for (int i = 0; i < min(bits, row_bytes - begin); ++i) bytes[begin + i] = string >> 8 * i;
+    }
+  };
+  for (int64_t first = int64_t{blockIdx.x} * count; first < rows.count; first += int64_t{gridDim.x} * count) {
+    const int64_t row = first + mine;
+    const bool exists = row < rows.count;
+    uint16_t found;
+    if constexpr (ROOM > 0) {
+      const int64_t at = rows(exists ? row : 0);
+      const auto load = [&](auto& v) { v.load(shape, x, dtype, at, signs, channels, lane); };
+      LaneVector<ROOM> v;
+      load(v);
+      const ByteCodes codes = encode_in_lanes(v, load, shape, lane, shared, book, constants,
+                                              reinterpret_cast<uint8_t*>(y + generic_stride(d)));
+      __syncwarp();
+      write_row([&](int o) { return codes.octet(o, book.width); });
+      found = codes.scale;
+    } else {
+      load_generic(y, d, x, dtype, rows(exists ? row : 0), signs, channels, lane);
+      const GenericCodes codes = encode_generic(y, y + generic_stride(d), shape, lane, shared, book, constants);
+      write_row([&](int o) { return codes.octet(o, d, shared, book.width); });
+      found = codes.scale;
+    }
+    __syncwarp();
+    if (exists) {
+      if (lane == 0) scale[row] = found;
+      copy_bytes(bytes, packed + row * row_bytes, row_bytes, lane, lanes);
+    }
+    __syncwarp();  // before the row is written again
   }
-  __syncwarp();
-  copy_bytes(bytes, packed + row * row_bytes, row_bytes, lane, 32);
 }
 
+template <int ROOM, typename Shape>
 __global__ void __launch_bounds__(32 * kMostWarps)
     decode_kernel(const uint8_t* packed, const uint16_t* scale, int64_t count, int row_bytes,
-                  const __grid_constant__ GenericShape shape, const float* signs, const int8_t* levels, Width width,
+                  const __grid_constant__ Shape shape, const float* signs, const int8_t* levels, Width width,
                   const __grid_constant__ format::Channels channels, Dtype dtype, void* out) {
   extern __shared__ uint4 dynamic[];
   __shared__ float table[32];
   fill_levels(table, levels, width, threadIdx.x, blockDim.x);
   __syncthreads();
 
-  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, d = shape.d;
-  const int64_t row = int64_t{blockIdx.x} * (blockDim.x / 32) + mine;
-  if (row >= count) return;
+  const int lanes = lanes_of(shape), lane = threadIdx.x % lanes, mine = threadIdx.x / lanes, d = shape.d;
+  const int64_t number = int64_t{blockIdx.x} * (blockDim.x / lanes) + mine;
+  const bool exists = number < count;
+  const int64_t row = exists ? number : 0;
   float* y = reinterpret_cast<float*>(dynamic) + mine * generic_words(d);
   uint32_t* words = reinterpret_cast<uint32_t*>(y + generic_stride(d));  // and room to read past a row
-  copy_bytes(packed + row * row_bytes, reinterpret_cast<uint8_t*>(words), row_bytes, lane, 32);
+  copy_bytes(packed + row * row_bytes, reinterpret_cast<uint8_t*>(words), row_bytes, lane, lanes);
   const float s = __half2float(__ushort_as_half(scale[row]));
   __syncwarp();
-  for (int o = lane; 8 * o < d; o += 32) {
+  for (int o = lane; 8 * o < d; o += lanes) {
     put_generic_octet(y, d, o, read_octet(words, o * format::num_bits(width), width), width, table, s);
   }
-  store_generic(y, shape, signs, channels, out, dtype, row * d, true, lane);
+  if constexpr (ROOM > 0) {
+    __syncwarp();
+    store_from_lanes<ROOM>(y, shape, signs, channels, out, dtype, row * d, exists, lane);
+  } else {
+    store_generic(y, shape, signs, channels, out, dtype, row * d, exists, lane);
+  }
 }
+
+// The vectors that a block has at a time, whole warps of them, and the bytes of their shared memory.
+struct VectorBlock {
+  int vectors, shared_bytes;
+
+  VectorBlock(int d, int lanes) {
+    const int words = generic_words(d), groups = 32 / lanes;
+    vectors = generic_warps(groups * words, kMostWarps) * groups, shared_bytes = 4 * vectors * words;
+  }
+};
 
 // The vectors as [tokens, heads, d], if their leading dimensions merge into two or fewer.
 EncodeShape shape_of(const Rows& rows, int d, Dtype dtype, const Codebook& book) {
@@ -121,10 +164,15 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
     launch.check("encode");
     return {packed, scale};
   }
-  const int words = generic_words(static_cast<int>(d)), warps = generic_warps(words, kMostWarps);
-  encode_kernel<<<num_blocks(in.rows().count, warps), 32 * warps, 4 * warps * words, launch.stream()>>>(
-      in.data(), in.rows(), dtype_of(x), GenericShape(split), s.data(), channels, book, EncodeConstants::of(split),
-      row_bytes, codes, scales);
+  with_vector_shape(split, in.rows().count, [&](const auto& of, auto room) {
+    const VectorBlock block(of.d, lanes_of(of));
+    // A block that encodes several times fills its tables once.
+    const int64_t most = int64_t{kEncodeBlocks} * current_device().facts.multiprocessors;
+    const auto blocks = static_cast<unsigned>(std::min(int64_t{num_blocks(in.rows().count, block.vectors)}, most));
+    encode_kernel<room><<<blocks, lanes_of(of) * block.vectors, block.shared_bytes, launch.stream()>>>(
+        in.data(), in.rows(), dtype_of(x), of, s.data(), channels, book, EncodeConstants::of(split), row_bytes, codes,
+        scales);
+  });
   launch.check("encode");
   return {packed, scale};
 }
@@ -158,10 +206,13 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
     launch.check("decode");
     return out;
   }
-  const int words = generic_words(static_cast<int>(vectors.d)), warps = generic_warps(words, kMostWarps);
-  decode_kernel<<<num_blocks(vectors.count, warps), 32 * warps, 4 * warps * words, launch.stream()>>>(
-      bytes_of(packed), scales, vectors.count, vectors.row_bytes, GenericShape(vectors.split), s.data(),
-      levels_data(levels), format::as_width(bits), channels, dtype_of(dtype), out.data_ptr());
+  with_vector_shape(vectors.split, vectors.count, [&](const auto& of, auto room) {
+    const VectorBlock block(of.d, lanes_of(of));
+    const unsigned blocks = num_blocks(vectors.count, block.vectors);
+    decode_kernel<room><<<blocks, lanes_of(of) * block.vectors, block.shared_bytes, launch.stream()>>>(
+        bytes_of(packed), scales, vectors.count, vectors.row_bytes, of, s.data(), levels_data(levels),
+        format::as_width(bits), channels, dtype_of(dtype), out.data_ptr());
+  });
   launch.check("decode");
   return out;
 }

@@ -134,7 +134,7 @@ def long_table(table: str, **columns: Callable[[Row], str]) -> str:
     columns: those between time and bf16, by header.
     """
     columns = {
-        "batch": prompt_name if table == "prompts" else batch_name,
+        "batch": prompt_name if table in ("prompts", "dims_prompts") else batch_name,
         "preset": preset_name,
         "time": lambda row: microseconds(row["ours_ms"]),
         **columns,
@@ -191,6 +191,20 @@ def cold_table() -> str:
 
 def dims_table() -> str:
     return wide_table("dims", ["`head_dim`"], lambda row: [str(row["head_dim"])])
+
+
+def dims_prompts_table() -> str:
+    def cells(row: Row) -> list[str]:
+        return [str(row["head_dim"]), prompt_name(row)]
+
+    return wide_table("dims_prompts", ["`head_dim`", "batch"], cells)
+
+
+def dims_rows_table() -> str:
+    def cells(row: Row) -> list[str]:
+        return [str(row["head_dim"]), str(row["q_heads"] // row["kv_heads"] * row["q_len"])]
+
+    return wide_table("dims_rows", ["`head_dim`", "rows"], cells)
 
 
 def speed_picture(path: Path) -> None:

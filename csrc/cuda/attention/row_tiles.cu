@@ -42,6 +42,12 @@ Kind kind_of(format::Width width, bool table) {
   return kBytes;
 }
 
+// The instance of a head_dim.
+template <typename F>
+KernelEntry with_channels(int head_dim, F&& f) {
+  return with_head_dim<kRowTilesChannels>(row_tiles_channels(head_dim), f);
+}
+
 }  // namespace
 
 RowTilesLaunch::RowTilesLaunch(const Attention& call, const Device& device, int least_queries)
@@ -54,6 +60,8 @@ RowTilesLaunch::RowTilesLaunch(const Attention& call, const Device& device, int 
   tiles_.plan.clears = least_queries == 0;
   for (Plan* plan : {&tiles_.plan, &prompts_.plan, &chunks_.plan}) {
     plan->layout = RecordLayout(call.record);
+    plan->split = format::split_dim(call.record.head_dim);
+    plan->norm = block_norm(std::countr_zero(static_cast<unsigned>(plan->split.block)));
     plan->key_kind = kind_of(call.record.key_width(), call.key_levels);
     plan->value_kind = kind_of(call.record.value_width(), call.value_levels);
     plan->least_rows = least_queries * call.group;
@@ -67,8 +75,7 @@ RowTilesLaunch::RowTilesLaunch(const Attention& call, const Device& device, int 
 bool RowTilesLaunch::choose_shape(int groups) {
   const DeviceFacts& facts = device_.facts;
   auto& [entry, plan, grid] = tiles_;
-  entry = with_head_dim<kRowTilesHeadDims>(call_.record.head_dim,
-                                           [&](auto d) { return find_kernel<d>(groups, call_.dtype); });
+  entry = with_channels(call_.record.head_dim, [&](auto d) { return find_kernel<d>(groups, call_.dtype); });
   plan.raw_stride = raw_stride(call_.record);
   const auto fits = [&](int blocks, int ahead) {
     const int per_block = facts.shared_per_multiprocessor / blocks - kReservedSharedBytes;
@@ -94,8 +101,7 @@ void RowTilesLaunch::choose_prompts() {
   const Attention& a = call_;
   auto& [entry, plan, grid] = prompts_;
   const int groups = a.max_q_len <= kShortQueries ? 1 : 2;
-  entry = with_head_dim<kRowTilesHeadDims>(a.record.head_dim,
-                                           [&](auto d) { return find_prompts_kernel<d>(groups, a.dtype); });
+  entry = with_channels(a.record.head_dim, [&](auto d) { return find_prompts_kernel<d>(groups, a.dtype); });
   const int64_t items = int64_t{a.tokens} * a.group / entry.rows * a.kv_heads;
   if (a.max_q_len > kShortQueries && items < device_.facts.multiprocessors) return;
   const auto map = [&](const void* data, int64_t token_stride, int64_t head_stride, CUtensorMap& to) {
@@ -119,7 +125,7 @@ void RowTilesLaunch::choose_prompts() {
 void RowTilesLaunch::choose_chunks() {
   const Attention& a = call_;
   auto& [entry, plan, grid] = chunks_;
-  entry = with_head_dim<kRowTilesHeadDims>(a.record.head_dim, [&](auto d) { return find_chunks_kernel<d>(a.dtype); });
+  entry = with_channels(a.record.head_dim, [&](auto d) { return find_chunks_kernel<d>(a.dtype); });
   const int64_t rows = int64_t{a.tokens} * a.group;
   ChunksPlan chunks{};
   chunks.least_rows = static_cast<int>(std::max(int64_t{kLeastLongRows}, (rows + kMaxLong - 1) / kMaxLong));

@@ -1,4 +1,4 @@
-// The kernels of one head_dim, for tiles of 64 and of 128 rows and both 16-bit types; each takes all codes.
+// The kernels of a number of channels, for tiles of 64 and of 128 rows and both 16-bit types; each takes all codes.
 #pragma once
 
 #include <algorithm>
@@ -66,7 +66,7 @@ KernelEntry find_chunks_kernel(Dtype dtype) {
 
 template <int D>
 KernelEntry find_kernel(int groups, Dtype dtype) {
-  static_assert(is_row_tiles_head_dim(D) && kAlwaysFits<Shape<D, 1>>);
+  static_assert(row_tiles_channels(D) == D && kAlwaysFits<Shape<D, 1>>);
   const auto of_type = [&](auto type) {
     using T = typename decltype(type)::type;
     return groups == 1 ? kernel_entry<Shape<D, 1>, T>() : kernel_entry<Shape<D, 2>, T>();

@@ -73,15 +73,80 @@ class ExactTail {
   }
   __device__ __forceinline__ int steps() const { return (keys_.count + S::kKeys - 1) / S::kKeys; }
 
-  // A warp takes a vector at a time. One with an infinity or a NaN becomes zeros with a scale of NaN.
+  // A vector with an infinity or a NaN becomes zeros with a scale of NaN.
   __device__ __forceinline__ void expand(int step) const {
-    for (int i = block_.thread.warp; i < 2 * S::kKeys; i += S::kWarps) expand_vector(step, i / 2, i % 2);
+    if constexpr (S::kDim <= 256) {
+      expand_several(step);
+    } else {
+      for (int i = block_.thread.warp; i < 2 * S::kKeys; i += S::kWarps) expand_vector(step, i / 2, i % 2);
+    }
   }
 
   // The position of a step's key; -1 where there is none.
   __device__ __forceinline__ int position(int step, int key) const { return keys_.position(step * S::kKeys + key); }
 
  private:
+  // A warp takes as many vectors at a time as it has lanes for their octets, and loads kLoads times as many before it
+  // waits for the first: a step's vectors would otherwise be waited for one after the other.
+  __device__ __forceinline__ void expand_several(int step) const {
+    constexpr int kLanes = S::kChannelOctets <= 8 ? 8 : S::kChannelOctets <= 16 ? 16 : 32;  // of a vector
+    constexpr int kVectors = 32 / kLanes, kLoads = 4, kAtOnce = kVectors * S::kWarps;
+    const Attention& a = block_.a;
+    const int d = block_.x.layout.head_dim, octets = block_.x.layout.octets, o = block_.thread.lane % kLanes;
+    const int mine = block_.thread.warp * kVectors + block_.thread.lane / kLanes;
+    const int new_begin = block_.shared.constants().new_begin;
+    const float* of_keys = block_.x.centered(true) ? a.channels.center + int64_t{block_.work.kv_head} * d : nullptr;
+#pragma unroll 1
+    for (int first = 0; first < 2 * S::kKeys; first += kLoads * kAtOnce) {
+      float y[kLoads][8];
+#pragma unroll
+      for (int n = 0; n < kLoads; ++n) {
+        const int i = first + n * kAtOnce + mine, place = i < 2 * S::kKeys ? position(step, i / 2) : -1;
+#pragma unroll
+        for (float& x : y[n]) x = 0;
+        if (place < 0 || o >= octets) continue;
+        const void* vector = exact_vector(block_.x, block_.work, place, new_begin, i % 2);
+        load_exact(block_.x, vector, i % 2 ? nullptr : of_keys, o, y[n]);
+      }
+#pragma unroll
+      for (int n = 0; n < kLoads; ++n) {
+        const int i = first + n * kAtOnce + mine;
+        uint32_t largest = 0;
+#pragma unroll
+        for (const float x : y[n]) largest = max(largest, magnitude_bits(x));
+#pragma unroll
+        for (int bit = 1; bit < kLanes; bit *= 2) largest = max(largest, __shfl_xor_sync(0xffffffff, largest, bit));
+        if (i < 2 * S::kKeys) put(step, i / 2, i % 2, position(step, i / 2), largest, o, y[n], o == 0);
+      }
+    }
+  }
+
+  // Octet o of a vector whose largest magnitude has the bits `largest` to shared memory; `leads` also writes what
+  // belongs to the whole vector.
+  __device__ __forceinline__ void put(int step, int key, bool is_value, int place, uint32_t largest, int o,
+                                      float (&y)[8], bool leads) const {
+    const bool finite = largest < kInfinityBits;
+    const int e = half_exponent(largest);
+    const float up = finite ? clamped_power_of_two(kHalfExponent - e) : 0;
+#pragma unroll
+    for (float& x : y) x = finite ? x * up : 0;
+    if (o < S::kChannelOctets) {
+      if (!is_value) {
+        block_.shared.keys(step)[OperandLayout<S>::key_word(key, o)] = {halves(y[0], y[1]), halves(y[2], y[3]),
+                                                                        halves(y[4], y[5]), halves(y[6], y[7])};
+      } else {
+        OperandLayout<S>::store_value(block_.shared.values(step), key, o, y);
+      }
+    }
+    if (leads) {
+      KeyScalars<S>& to = block_.shared.scalars(step);
+      const float scale = place < 0 ? 0 : finite ? clamped_power_of_two(e - kHalfExponent) : quiet_nan();
+      (is_value ? to.value_scale : to.key_scale)[key] = scale;
+      if (!is_value) to.position[key] = place;
+    }
+  }
+
+  // A warp takes a vector of any length.
   __device__ __forceinline__ void expand_vector(int step, int key, bool is_value) const {
     const Attention& a = block_.a;
     const int d = block_.x.layout.head_dim, octets = block_.x.layout.octets, lane = block_.thread.lane;
@@ -100,26 +165,10 @@ class ExactTail {
       }
     }
     largest = max_of_lanes(largest);
-    const bool finite = largest < kInfinityBits;
-    const int e = half_exponent(largest);
-    const float up = clamped_power_of_two(kHalfExponent - e);
     for (int o = lane; o < S::kChannelOctets; o += 32) {
       float y[8] = {};
-      if (exists && finite && o < octets) load_exact(block_.x, vector, center, o, y);
-#pragma unroll
-      for (int c = 0; c < 8; ++c) y[c] *= up;
-      if (!is_value) {
-        block_.shared.keys(step)[OperandLayout<S>::key_word(key, o)] = {halves(y[0], y[1]), halves(y[2], y[3]),
-                                                                        halves(y[4], y[5]), halves(y[6], y[7])};
-      } else {
-        OperandLayout<S>::store_value(block_.shared.values(step), key, o, y);
-      }
-    }
-    if (lane == 0) {
-      KeyScalars<S>& to = block_.shared.scalars(step);
-      const float scale = !exists ? 0 : finite ? clamped_power_of_two(e - kHalfExponent) : quiet_nan();
-      (is_value ? to.value_scale : to.key_scale)[key] = scale;
-      if (!is_value) to.position[key] = place;
+      if (exists && o < octets) load_exact(block_.x, vector, center, o, y);
+      put(step, key, is_value, place, largest, o, y, o == 0);
     }
   }
 

@@ -414,14 +414,14 @@ class ChunkConsumer : Consumer<S, T> {
       : Base(a, plan, shared), counters_(plan.chunks.counters), expander_(a, plan, shared, this->notes_),
         tasks_(*reinterpret_cast<ChunkNotes*>(shared + plan.raw)) {}
 
-  __device__ __forceinline__ void run() {
-    for_each_task(tasks_, [&](const Task& task) {
-      if (task.expands) {
-        expand(task);
-      } else {
-        attend(task);
-      }
-    });
+  __device__ __forceinline__ void run() { for_each_task(tasks_, *this); }
+  // Inlined: products of warpgroups in a function of their own would wait for each other.
+  __device__ __forceinline__ void operator()(const Task& task) {
+    if (task.expands) {
+      expand(task);
+    } else {
+      attend(task);
+    }
   }
 
  private:

@@ -9,11 +9,10 @@
 // of exact values); 2^kLift keeps all of them that count among the normal numbers.
 #pragma once
 
-#include <bit>
-
 #include "cuda/attention/counters.cuh"
 #include "cuda/attention/row_tiles/expansion.cuh"
 #include "cuda/attention/row_tiles/producer.cuh"
+#include "cuda/attention/row_tiles/rotation.cuh"
 #include "cuda/attention/softmax_math.cuh"
 #include "cuda/codec/transform.cuh"
 
@@ -29,12 +28,9 @@ template <class S, typename T>
 class Consumer {
  protected:
   static constexpr int kD = S::kDim, kFragments = kD / 16;
-  static constexpr format::Split kSplit = format::split_dim(kD);
-  static constexpr int kLog = std::countr_zero(static_cast<unsigned>(kSplit.block));
   // Whether weights, and not only maxima, are computed while the values of the tile before are multiplied. Where
   // codes are expanded, there are no registers for that.
   static constexpr bool kWeightsFirst = S::kCopies;
-  using Rotation = HadamardTraits<kSplit.blocks, kLog, 4, 2>;  // a thread's part of a row: channels 8 j + 2 t + h
 
  public:
   __device__ __forceinline__ Consumer(const Attention& a, const Plan& plan, uint8_t* shared)
@@ -118,6 +114,13 @@ class Consumer {
     head = (item_->head - query) * plan_.group + item_->block * S::kRows + row_ + 8 * i;
   }
 
+  // ---- Channels
+
+  // Whether octet j of a row has channels, and is not padding.
+  __device__ __forceinline__ bool is_real(int j) const { return 8 * j < a_.record.head_dim; }
+  // Channel c, or the last one instead of padding: so loads need no branch, and none waits for another.
+  __device__ __forceinline__ int readable(int c) const { return min(c, a_.record.head_dim - 1); }
+
   // ---- Queries
 
   // Leaves queries as operands: fragments in registers, or in shared memory. word(i, j): the thread's two channels of
@@ -161,7 +164,7 @@ class Consumer {
   }
   __device__ __forceinline__ void rotate_queries(QueryWords& words) {
     const bool pairs = plan_.key_kind == kPairs;
-    const format::Channels channels = a_.channels.of_head(item_->head, kD);
+    const format::Channels channels = a_.channels.of_head(item_->head, a_.record.head_dim);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float y[kD / 4], shift = 0, most = 1e-30f;
@@ -175,22 +178,23 @@ class Consumer {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int c = channel_at(pairs, j, t_, e);
-          y[2 * j + e] = real ? static_cast<float>(q[c]) : 0.0f;
+          const float x = real ? static_cast<float>(q[readable(c)]) : 0.0f;
+          y[2 * j + e] = is_real(j) ? x : 0.0f;
         }
       }
       if (channels.center) {
 #pragma unroll
         for (int j = 0; j < kD / 4; ++j) {
-          shift = fmaf(y[j], channels.center[channel_at(pairs, j / 2, t_, j % 2)], shift);
+          shift = fmaf(y[j], channels.center[readable(channel_at(pairs, j / 2, t_, j % 2))], shift);
         }
         shift += __shfl_xor_sync(0xffffffff, shift, 1), shift += __shfl_xor_sync(0xffffffff, shift, 2);
       }
 #pragma unroll
       for (int j = 0; j < kD / 4; ++j) {
-        const int c = channel_at(pairs, j / 2, t_, j % 2);
+        const int c = readable(channel_at(pairs, j / 2, t_, j % 2));
         y[j] *= a_.key_signs[c] * (channels.inverse ? channels.inverse[c] : 1.0f);
       }
-      transform<Rotation>(y, t_);
+      rotate_row<kD>(y, plan_.split, plan_.norm, t_);
 #pragma unroll
       for (int j = 0; j < kD / 4; ++j) most = max_or_nan(most, fabsf(y[j]));
 #pragma unroll
@@ -261,8 +265,11 @@ class Consumer {
         find_row(i, token, head);
         q[i] = exists(i) ? static_cast<const T*>(a_.q) + token * a_.q_token_stride + head * a_.q_head_stride : nullptr;
       }
-      lay_out(
-          [&](int i, int j) { return q[i] ? *reinterpret_cast<const uint32_t*>(q[i] + 8 * j + 2 * t_) ^ sign : 0u; });
+      lay_out([&](int i, int j) {
+        const int c = min(8 * j + 2 * t_, a_.record.head_dim - 2);
+        const uint32_t word = q[i] ? *reinterpret_cast<const uint32_t*>(q[i] + c) ^ sign : 0u;
+        return is_real(j) ? word : 0u;
+      });
     }
   }
 
@@ -571,10 +578,11 @@ class Consumer {
       float y[kD / 4];
 #pragma unroll
       for (int j = 0; j < kD / 4; ++j) y[j] = sums_[j / 2 * 4 + 2 * i + j % 2];
-      transform<Rotation>(y, t_);
+      rotate_row<kD>(y, plan_.split, plan_.norm, t_);
 #pragma unroll
       for (int j = 0; j < kD / 4; ++j) {
-        sums_[j / 2 * 4 + 2 * i + j % 2] = y[j] * (a_.value_signs[8 * (j / 2) + 2 * t_ + j % 2] * scale);
+        const float sign = a_.value_signs[readable(8 * (j / 2) + 2 * t_ + j % 2)];
+        sums_[j / 2 * 4 + 2 * i + j % 2] = y[j] * (sign * scale);
       }
     }
   }
@@ -644,7 +652,7 @@ class Consumer {
       float m = reference_[i], total = total_[i] * unlift;
       const float by = a_.sink_logits ? add_sink(a_.sink_logits[head], m, total) : 1;
       const int64_t to = token * a_.q_heads + head;
-      out[i] = static_cast<T*>(a_.out) + to * kD;
+      out[i] = static_cast<T*>(a_.out) + to * a_.record.head_dim;
       inverse[i] = total == 0 ? 0 : __fdividef(by * unlift, total);
       if (t_ == 0 && exists(i)) {
         a_.lse[to] = total == 0 ? -INFINITY : by == 0 ? a_.sink_logits[head] : (m + __log2f(total)) * kLn2;
@@ -662,7 +670,7 @@ class Consumer {
         }
         transpose_quad(w, t_);
         T* const to = out[i] + 8 * (j + t_);
-        if (exists(i)) {
+        if (exists(i) && is_real(j + t_)) {
           if (wide) {
             *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
           } else {

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     notes.value_table[threadIdx.x] = table_byte(a.value_levels, a.record.value_width(), threadIdx.x);
   }
   if (plan.clears) {
-    clear_padding<uint32_t>(a, S::kDim / 2, int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
+    clear_padding<uint32_t>(a, a.record.head_dim / 2, int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
                             int64_t{gridDim.x} * blockDim.x);
   }
   if (!works) return;

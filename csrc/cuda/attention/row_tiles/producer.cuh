@@ -217,7 +217,7 @@ class Producer : UnitExpander<S> {
     }
     const int row = format::tail_row(position, a_.sink_tokens, a_.ring), rows = a_.sink_tokens + a_.ring;
     const int64_t at = format::tail_offset<int64_t>(a_.tail_slot(item.sequence), a_.tail_stride, item.head, row, rows,
-                                                    S::kDim, VALUES);
+                                                    a_.record.head_dim, VALUES);
     return static_cast<const uint8_t*>(a_.tail) + 2 * at;
   }
 
@@ -249,11 +249,12 @@ class Producer : UnitExpander<S> {
     __syncwarp();
     if (lane_ == 0) arrive(full());
   }
-  // from: null where there is nothing to copy
+  // The lane's word of every 64 channels. from: null where there is nothing to copy
   __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from) const {
+    const int words = from ? ceil_div(a_.record.head_dim - 8 * (lane_ % 8), 64) : 0;  // the others are padding
 #pragma unroll
     for (int k = 0; k < S::kDim / 64; ++k) {
-      copy_or_clear(to + k * S::kKeys * kSwizzleRow, from ? from + 128 * k : a_.q, from != nullptr);
+      copy_or_clear(to + k * S::kKeys * kSwizzleRow, k < words ? from + 128 * k : a_.q, k < words);
     }
   }
 

@@ -108,6 +108,7 @@ __device__ __forceinline__ void copy_queries(const Attention& a, const Plan& pla
   const int queries = quotient(kStep, plan.group), heads = kStep - queries * plan.group;
   const int64_t step = 2 * (queries * a.q_token_stride + heads * a.q_head_stride);  // bytes
   const int64_t to_next_query = 2 * (a.q_token_stride - plan.group * a.q_head_stride);
+  const int words = ceil_div(a.record.head_dim - word / 2, 64);  // of this lane in a row; the others are padding
   RingPlace place;
   for_each_item(notes, [&](const Item& item) {
     wait_barrier(&notes.query_empty, place.phase ^ 1);
@@ -125,7 +126,8 @@ __device__ __forceinline__ void copy_queries(const Attention& a, const Plan& pla
 #pragma unroll
         for (int k = 0; k < S::kDim / 64; ++k) {
           uint8_t* const there = to + (eight / 64 * (S::kDim / 64) + k) * 64 * kSwizzleRow + eight % 64 * kSwizzleRow;
-          copy_or_clear(there + swizzled(lane / 8 + row, word), exists ? from + k * kSwizzleRow : a.q, exists);
+          const bool some = exists && k < words;
+          copy_or_clear(there + swizzled(lane / 8 + row, word), some ? from + k * kSwizzleRow : a.q, some);
         }
         from += step, head += heads;
         if (head >= plan.group) head -= plan.group, from += to_next_query;

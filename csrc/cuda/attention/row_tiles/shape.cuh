@@ -32,8 +32,8 @@ enum class Source {
   kExpanded,  // codes that some block has expanded for all (chunks.cuh)
 };
 
-// D: head_dim. GROUPS: warpgroups that multiply, 64 rows each. Where tiles are only copied, few registers are enough to
-// prepare them, and warps that multiply have room for larger ones.
+// D: channels of a tile, to which a head_dim is padded. GROUPS: warpgroups that multiply, 64 rows each. Where tiles are
+// only copied, few registers are enough to prepare them, and warps that multiply have room for larger ones.
 template <int D, int GROUPS, Source SOURCE = Source::kCodes>
 struct Shape {
   static constexpr bool kPrompts = SOURCE == Source::kOwn, kChunks = SOURCE == Source::kExpanded;
@@ -111,6 +111,8 @@ struct ChunksPlan {
 // What the host decides about a launch.
 struct Plan {
   RecordLayout layout;
+  format::Split split;              // of the head_dim
+  float norm;                       // 1 / sqrt(split.block)
   int raw_stages, raw_stride;       // the ring of codes as they come from memory
   int key_stages, value_stages;     // tiles of keys and of values in shared memory, keys first
   int queries, scales, notes, raw;  // where they start in shared memory, behind the tiles

@@ -6,6 +6,9 @@
 //   values  [channels][64 keys]      (a word of a value block holds four tokens of a channel)
 // The order of channels and of tokens is the one in which codes leave their words (expansion.cuh): queries and softmax
 // weights follow it.
+//
+// A head_dim that is no multiple of 64 is padded with further channels. Those of keys have some finite levels, which
+// meet zeros of the queries; those of values stand for anything, because nobody reads their sums.
 #pragma once
 
 #include "cuda/attention/row_tiles/expansion.cuh"
@@ -30,10 +33,10 @@ class UnitExpander {
   __device__ __forceinline__ void expand_unit(int kind, const uint8_t* unit, const __half* scales, const Tables& tables,
                                               uint8_t* tile) const {
     const auto expand_as = [&](auto kind) {
-      if constexpr (VALUES) {
-        expand_values<kind>(unit, scales, tables, tile);
+      if (r_.head_dim != S::kDim) {
+        expand<VALUES, kind, true>(unit, scales, tables, tile);
       } else {
-        expand_keys<kind>(unit, scales, tables, tile);
+        expand<VALUES, kind, false>(unit, scales, tables, tile);
       }
     };
     switch (kind) {
@@ -59,24 +62,40 @@ class UnitExpander {
   int scale_;       // where the scale of this lane's key is in 32 tokens
 
  private:
+  // PADDED: there are fewer than S::kDim channels
+  template <bool VALUES, Kind KIND, bool PADDED>
+  __device__ __forceinline__ void expand(const uint8_t* unit, const __half* scales, const Tables& tables,
+                                         uint8_t* tile) const {
+    if constexpr (VALUES) {
+      expand_values<KIND, PADDED>(unit, scales, tables, tile);
+    } else {
+      expand_keys<KIND, PADDED>(unit, scales, tables, tile);
+    }
+  }
+
   // The keys of a unit; scales: of its keys, in the order of its places. Eight lanes share a token and expand 64 of its
-  // channels at a time, eight each.
-  template <Kind KIND>
+  // channels at a time, eight each. Behind the last octet of a padded key they expand that one again.
+  template <Kind KIND, bool PADDED>
   __device__ __forceinline__ void expand_keys(const uint8_t* unit, const __half* scales, const Tables& tables,
                                               uint8_t* tile) const {
     // Bits of a code in a row, and octets of channels that share words
     constexpr int kBits = KIND == kBytes ? 8 : KIND == kPairs ? 2 : KIND == kSpread ? 3 : 4;
     constexpr int kShare = KIND == kPairs ? 2 : KIND == kSpread ? 4 : 1, kWords = kShare * kBits / 4;
-    constexpr int kRow = S::kDim / 8 * kBits, kPlane = S::kDim / 8, kChunks = S::kDim / 64;
+    constexpr int kChunks = S::kDim / 64;
+    const int row = PADDED ? r_.key_row_bytes : S::kDim / 8 * kBits;
+    const int plane = PADDED ? r_.key_plane_bytes : S::kDim / 8;
     const int octet = lane_ % 8, x = lane_ / 8;
-    const int next_key = r_.tile_shift == 4 ? r_.tile_bytes : 16 * kRow;  // to the other 16 tokens of half a unit
-    const int next_plane = r_.tile_shift == 4 ? r_.tile_bytes : 16 * kPlane;
+    const int next_key = r_.tile_shift == 4 ? r_.tile_bytes : 16 * row;  // to the other 16 tokens of half a unit
+    const int next_plane = r_.tile_shift == 4 ? r_.tile_bytes : 16 * plane;
+    const auto octet_of = [&](int chunk) { return PADDED ? min(8 * chunk + octet, r_.octets - 1) : octet; };
+    // Whether an octet is in a last group of two instead of four.
+    const auto in_half_group = [&](int o) { return PADDED && r_.octets % 4 != 0 && o >= r_.octets - 2; };
 #pragma unroll 1
     for (int quarter = 0; quarter < 4; ++quarter) {  // 16 tokens: 4 i + x
       const int half = quarter / 2, odd = quarter % 2;
       const uint8_t* const of_half = unit + half * half_bytes_;
-      const uint8_t* const from = of_half + odd * next_key + x * kRow + octet / kShare * (kShare * kBits);
-      const uint8_t* const planes = of_half + r_.key_planes + odd * next_plane + x * kPlane + octet / 4 * 4;
+      const uint8_t* const from = of_half + odd * next_key + x * row;
+      const uint8_t* const planes = of_half + r_.key_planes + odd * next_plane + x * plane;
       const __half* const scale_of = scales + 32 * half + x / 2 * 8 + x % 2 * 2;
       // All words are loaded before the first store: the compiler cannot know that loads need not wait for it.
       uint32_t w[4][kChunks][kWords], fifth[4][kChunks] = {};
@@ -86,7 +105,8 @@ class UnitExpander {
         if (i < 2) both[i] = *reinterpret_cast<const uint32_t*>(scale_of + 16 * i + 4 * odd);
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
-          const uint8_t* const at = from + 4 * i * kRow + c * (8 * kBits);
+          const int o = octet_of(c), before = PADDED ? 0 : c;  // octet, and whole chunks before it
+          const uint8_t* const at = from + o / kShare * (kShare * kBits) + 4 * i * row + before * (8 * kBits);
           if constexpr (KIND == kBytes) {
             const uint2 two = *reinterpret_cast<const uint2*>(at);
             w[i][c][0] = two.x, w[i][c][1] = two.y;
@@ -95,28 +115,32 @@ class UnitExpander {
             for (int n = 0; n < kWords; ++n) w[i][c][n] = reinterpret_cast<const uint32_t*>(at)[n];
           }
           if constexpr (KIND == kPlanes) {
-            fifth[i][c] = *reinterpret_cast<const uint32_t*>(planes + 4 * i * kPlane + c * 8);
+            fifth[i][c] = *reinterpret_cast<const uint32_t*>(planes + o / 4 * 4 + 4 * i * plane + before * 8);
           }
         }
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int place = x % 2 * 2 + 4 * odd + i / 2;  // within eight
-        const int row = 32 * half + x / 2 * 8 + i % 2 * 16 + place;
-        uint8_t* const to = tile + row * kSwizzleRow + (octet ^ place) * 16;
+        const int key = 32 * half + x / 2 * 8 + i % 2 * 16 + place;
+        uint8_t* const to = tile + key * kSwizzleRow + (octet ^ place) * 16;
         const __half2 pair = as_halves(both[i % 2]), scale = i < 2 ? __low2half2(pair) : __high2half2(pair);
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
           const auto& word = w[i][c];
+          const int o = octet_of(c);
           __half2 y[4];
           if constexpr (KIND == kBytes) {
             expand_bytes(word[0], word[1], y);
           } else if constexpr (KIND == kPairs) {
-            expand<KIND>(word[0] >> (octet % 2 * 2) & 0x33333333, 0, tables, y);
+            row_tiles::expand<KIND>(word[0] >> (o % 2 * 2) & 0x33333333, 0, tables, y);
           } else if constexpr (KIND == kSpread) {
-            expand<KIND>(spread_word(word[0], word[1], word[2], octet % 4), 0, tables, y);
+            const uint32_t codes = in_half_group(o) ? half_spread_word(word[0], word[1], o % 4)
+                                                    : spread_word(word[0], word[1], word[2], o % 4);
+            row_tiles::expand<KIND>(codes, 0, tables, y);
           } else {
-            expand<KIND>(word[0], fifth[i][c] >> (octet % 4 * 2), tables, y);
+            const uint32_t bits = in_half_group(o) ? half_fifth_bits(fifth[i][c], o % 4) : fifth[i][c] >> (o % 4 * 2);
+            row_tiles::expand<KIND>(word[0], bits, tables, y);
           }
           uint4 out;
           out.x = as_word(__hmul2(y[0], scale)), out.y = as_word(__hmul2(y[1], scale));
@@ -132,24 +156,35 @@ class UnitExpander {
     const uint32_t last = fourth_spread_word(w0, w1, w2);
     return (j == 0 ? w0 : j == 1 ? w1 : j == 2 ? w2 : last) & 0x77777777;
   }
+  // Octet j of a group of two octets, whose 3-bit codes are in words of four.
+  static __device__ __forceinline__ uint32_t half_spread_word(uint32_t w0, uint32_t w1, int j) {
+    const uint32_t last = (w0 >> 3 & 0x1111) | (w0 >> 18 & 0x2222) | (w1 >> 1 & 0x4444);
+    return j == 0 ? w0 & 0x77777777 : (w1 & 0x7777) | last << 16;
+  }
+  // Its fifth bits, as `expand` takes them, from the group's word of a plane.
+  static __device__ __forceinline__ uint32_t half_fifth_bits(uint32_t plane, int j) {
+    return (plane >> 4 * j & 0x0303) | (plane >> (4 * j + 2) & 0x0303) << 16;
+  }
 
   // The values of a unit. A lane expands words of its channels for half of the tokens at a time, of which it has eight:
   // a word of 16 bytes of a row. Lanes with odd g begin with the other half, so that eight lanes that store at once
   // never meet in a bank.
-  template <Kind KIND>
+  template <Kind KIND, bool PADDED>
   __device__ __forceinline__ void expand_values(const uint8_t* unit, const __half* scales, const Tables& tables,
                                                 uint8_t* tile) const {
-    // The lane's words in a value block, of eight codes (or four bytes) each: all, and those expanded at once
-    constexpr int kAll = S::kDim / (KIND == kBytes ? 8 : 16), kWords = 4;
+    // The lane's words in a value block, of eight codes (or four bytes) each, that are expanded at once; the channels
+    // of a word, which eight lanes share
+    constexpr int kWords = 4, kChannels = KIND == kBytes ? 8 : 16;
+    const int turns = PADDED ? ceil_div(r_.head_dim, kWords * kChannels) : S::kDim / (kWords * kChannels);
     const int g = lane_ / 4, q = lane_ % 4, next = r_.tile_shift == 4 ? r_.tile_bytes : r_.value_block_bytes;
 #pragma unroll 1
-    for (int step = 0; step < 2 * kAll / kWords; ++step) {
+    for (int step = 0; step < 2 * turns; ++step) {
       const int v = step / 2 * kWords, half = step % 2 ^ (g & 1);
       const uint8_t* const block = unit + half * half_bytes_ + r_.value_blocks;
       uint32_t a[kWords], b[kWords];
-      load_words<KIND>(block, v, a), load_words<KIND>(block + next, v, b);
+      load_words<KIND, PADDED>(block, v, a), load_words<KIND, PADDED>(block + next, v, b);
       const uint4 scale = *reinterpret_cast<const uint4*>(scales + 32 * half + 8 * q);
-      uint8_t* const to = tile + (v * (S::kDim / kAll) + g) * kSwizzleRow + ((4 * half + q) ^ g) * 16;
+      uint8_t* const to = tile + (v * kChannels + g) * kSwizzleRow + ((4 * half + q) ^ g) * 16;
       const auto store = [&](int row, __half2 a0, __half2 a1, __half2 b0, __half2 b1) {
         uint4 word;
         word.x = as_word(__hmul2(a0, as_halves(scale.x))), word.y = as_word(__hmul2(a1, as_halves(scale.y)));
@@ -164,7 +199,7 @@ class UnitExpander {
           store(8 * i, x[0], x[1], y[0], y[1]);
         } else {
           __half2 x[4], y[4];
-          expand<KIND>(a[i], 0, tables, x), expand<KIND>(b[i], 0, tables, y);
+          row_tiles::expand<KIND>(a[i], 0, tables, x), row_tiles::expand<KIND>(b[i], 0, tables, y);
           const int row = KIND == kPairs ? i / 2 * 32 + i % 2 * 8 : 16 * i;
           store(row, x[0], x[2], y[0], y[2]);
           store(row + (KIND == kPairs ? 16 : 8), x[1], x[3], y[1], y[3]);
@@ -175,9 +210,11 @@ class UnitExpander {
 
   // Words v to v + 3 of the lane in a value block, as eight nibbles (or four bytes) each: a chunk, a set of spread
   // codes, or two words of memory that hold two-bit codes.
-  template <Kind KIND>
+  template <Kind KIND, bool PADDED>
   __device__ __forceinline__ void load_words(const uint8_t* block, int v, uint32_t (&w)[4]) const {
-    if constexpr (KIND == kSpread) {
+    if constexpr (PADDED) {
+      load_some_words<KIND>(block, v, w);
+    } else if constexpr (KIND == kSpread) {
       const uint32_t* set = reinterpret_cast<const uint32_t*>(block + v / 4 * format::kSpreadBytes + 12 * lane_);
       spread_three_bits({set[0], set[1], set[2]}, w);
     } else if constexpr (KIND == kPairs) {
@@ -190,6 +227,40 @@ class UnitExpander {
     } else {
       const uint4 x = *reinterpret_cast<const uint4*>(block + v / 4 * format::kChunkBytes + 16 * lane_);
       w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
+    }
+  }
+
+  // The same where the last words may be missing: they are 0 then.
+  template <Kind KIND>
+  __device__ __forceinline__ void load_some_words(const uint8_t* block, int v, uint32_t (&w)[4]) const {
+    const int d = r_.head_dim;
+    const auto word = [&](int byte) { return *reinterpret_cast<const uint32_t*>(block + byte); };
+    if constexpr (KIND == kPairs) {
+      const int units = d / 32;
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        const int unit = v / 2 + u, chunk = unit / format::kChunkUnits;
+        uint32_t x = 0;
+        if (unit < units) {
+          const int words = min(units - format::kChunkUnits * chunk, format::kChunkUnits);
+          x = word(format::kChunkBytes * chunk + 4 * words * lane_ + unit % format::kChunkUnits * 4);
+        } else if (32 * unit < d) {  // 16 channels, four of which share a byte
+          const int at = format::kUnitBytes * units + 16 * (lane_ / 4 % 4) + 4 * (lane_ % 4);
+          x = word(at) >> 4 * (lane_ / 16) & 0x0F0F0F0F;
+        }
+        w[2 * u] = x & 0x33333333, w[2 * u + 1] = x >> 2 & 0x33333333;
+      }
+    } else {
+      constexpr int kChannels = KIND == kBytes ? 8 : 16;
+      const int words = min(d / kChannels - v, 4);
+      if (KIND == kSpread && words == 4) return load_words<KIND, false>(block, v, w);
+      const int first = v / 4 * (KIND == kSpread ? format::kSpreadBytes : format::kChunkBytes) + 4 * words * lane_;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) w[i] = i < words ? word(first + 4 * i) : 0;
+      if constexpr (KIND == kSpread) {
+#pragma unroll
+        for (uint32_t& codes : w) codes &= 0x77777777;
+      }
     }
   }
 };
