@@ -18,8 +18,8 @@ namespace {
 constexpr int kMostWarps = 4;      // of a block
 constexpr int kEncodeBlocks = 32;  // per multiprocessor, at most: more of them encode one after the other
 
-// A group of lanes encodes a vector, or (ROOM 0, codec/lanes.cuh) a warp. The packed row passes through shared memory, so
-// that memory is written in whole words.
+// A group of lanes encodes a vector, or (ROOM 0, codec/lanes.cuh) a warp. The packed row passes through shared memory,
+// so that memory is written in whole words.
 template <int ROOM, typename Shape>
 __global__ void __launch_bounds__(32 * kMostWarps)
     encode_kernel(const void* x, const __grid_constant__ Rows rows, Dtype dtype, const __grid_constant__ Shape shape,

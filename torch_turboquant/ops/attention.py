@@ -23,15 +23,16 @@ results do not depend on the processor, the number of threads or the other seque
 CUDA has three kernels. A query row is a query of one query head: a sequence has its number of
 queries times the query heads per KV head of them. The split-KV kernel
 (csrc/cuda/attention/split_kv.cu) takes sequences of few query rows, with any d up to 256 or d = 512
-or 576, and the bits and grids of the presets, on compute capability 8.0 and later: up to 16 rows
-where the row-tile kernel takes the others (8 where d is 192 or 256), else up to 64 (32 beyond d =
-256), in blocks of 16, 8 or 4 rows that read the codes again. It rounds queries to 16 bits as on the
-CPU (multiples of the largest channel / 32512) and weights times value scales of 64 keys to
-multiples of the largest / 65500; keys and values of the exact tail are not rounded. It is one
-launch with a fixed grid and reads lengths and block tables on the device; scratch memory depends on
-the device only. Where all sequences are short (docs/design.md), weights are rounded for 32 keys at
-a time, and those of exact keys are not. Results are the same in every run; the other sequences of a
-batch decide where the work is cut and so move roundings, by about 10^-5 of the largest output.
+or 576, and the bits and grids of the presets, on compute capability 8.0 and later: up to 16 rows of
+d = 64 and 128 and up to 32 of other d where the row-tile kernel takes the others, else up to 64 (32
+beyond d = 256), in blocks of 16, 8 or 4 rows that read the codes again. It rounds queries to 16
+bits as on the CPU (multiples of the largest channel / 32512) and weights times value scales of 64
+keys to multiples of the largest / 65500; keys and values of the exact tail are not rounded. It is
+one launch with a fixed grid and reads lengths and block tables on the device; scratch memory
+depends on the device only. Where all sequences are short (docs/design.md), weights are rounded for
+32 keys at a time, and those of exact keys are not. Results are the same in every run; the other
+sequences of a batch decide where the work is cut and so move roundings, by about 10^-5 of the
+largest output.
 
 The key-tile kernel (csrc/cuda/attention/key_tiles.cu) takes sequences of 17 to 32 rows in bfloat16
 or float16 with d = 128 and the codes of any preset, on compute capability 9.0. It rounds queries as
@@ -39,16 +40,16 @@ split-KV does, and weights times value scales to float16. Exact keys and values 
 their weights are sums of two elements of their dtype.
 
 The row-tile kernel (csrc/cuda/attention/row_tiles.cu) takes sequences of more query rows in
-bfloat16 or float16 with d = 64, 128, 192 or 256, and all bits and grids but 5-bit keys with
-Lloyd-Max levels, on compute capability 9.0. It rounds to float16, under powers of two that keep all
-digits: rotated queries, levels times their scales, and softmax weights. Keys and values of the
-exact tail and of k_new are not rounded, and their weights have their dtype. Sums are float32. As
-with split-KV, the results are the same in every run, and the other sequences decide where the work
-is cut. Where k_new is given and max_q_len is more than 32 queries and 64 rows, sequences without
-older tokens have a kernel of their own (docs/design.md), whose work is not cut, but max_q_len
-decides the size of its tiles. Where a sequence may have 1,024 rows and 3,072 tokens in codes, a
-third kernel expands the codes of such sequences once for all of their rows; scratch memory is then
-64 MB and 6 d + 72 bytes per row.
+bfloat16 or float16 with d up to 256, which it pads to a multiple of 64, and all bits and grids but
+5-bit keys with Lloyd-Max levels, on compute capability 9.0. It rounds to float16, under powers of
+two that keep all digits: rotated queries, levels times their scales, and softmax weights. Keys and
+values of the exact tail and of k_new are not rounded, and their weights have their dtype. Sums are
+float32. As with split-KV, the results are the same in every run, and the other sequences decide
+where the work is cut. Where k_new is given and max_q_len is more than 32 queries and 64 rows,
+sequences without older tokens have a kernel of their own (docs/design.md), whose work is not cut,
+but max_q_len decides the size of its tiles. Where a sequence may have 1,024 rows and 3,072 tokens
+in codes, a third kernel expands the codes of such sequences once for all of their rows; scratch
+memory is then 64 MB and 6 d + 72 bytes per row (d as padded).
 
 A batch with sequences of few rows and of more takes split-KV and one of these two, one after the
 other, each for its own sequences. The host cannot see the numbers of queries, so the numbers of
