@@ -150,7 +150,6 @@ inline const char* against_encode_bulk(int head_dim, Dtype dtype, int64_t tokens
     if (const char* reason = against_codebook(source)) return reason;
     search = search || searches_table(source.width, source.candidates);
   }
-  if (search && head_dim > 128) return "several candidate steps need head_dim <= 128";
   const int count = static_cast<int>(sources.size()), warps = encode_warps(head_dim, search, count, device);
   if (warps < kLeastWarps) return "shared memory of the device holds too few warps";
   const int span = encode_span_tokens(head_dim), passes = span / encode_vectors(head_dim);

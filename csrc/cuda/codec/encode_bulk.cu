@@ -246,9 +246,7 @@ void launch_encode_bulk(const EncodeArguments& a, int head_dim, cudaStream_t str
   dispatch_bulk(a.dtype, head_dim, [&](auto log_d, auto tag) {
     using Traits = EncodeTraits<log_d>;
     using T = typename decltype(tag)::type;
-    if constexpr (Traits::kDim <= 128) {  // several candidates of a table need |u| < 2^16
-      if (search) return bytes ? launch<Traits, T, true, true>(a, stream) : launch<Traits, T, true, false>(a, stream);
-    }
+    if (search) return bytes ? launch<Traits, T, true, true>(a, stream) : launch<Traits, T, true, false>(a, stream);
     bytes ? launch<Traits, T, false, true>(a, stream) : launch<Traits, T, false, false>(a, stream);
   });
 }

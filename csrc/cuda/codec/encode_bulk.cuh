@@ -219,7 +219,8 @@ __device__ __forceinline__ Fit encode_single(const float (&y)[64], const float (
                       sum_of_lanes<Traits::kLanes>(static_cast<int>(square[0] + square[1])), with.book->step[0]);
 }
 
-// Encodes with the best of several candidates; |u| < 2^16.
+// Encodes with the best of several candidates; |u| < 2^17. Bit 16 is set in one coordinate of a vector at most, because
+// the squares add up to 2^32: its share of the sums is added separately.
 template <typename Traits, bool WIDE>
 __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (&k)[2], int part, bool finite,
                                              const TableBook& with, LaneCodes& codes) {
@@ -229,6 +230,8 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
   const LevelBytes<WIDE> levels(with.levels);
 
   uint32_t dot[kMostCandidates] = {}, square[kMostCandidates] = {};
+  bool over = false;
+  uint32_t entry_over = 0;  // of the coordinate with bit 16
   // Nibbles of two channels under the candidates of even and odd numbers, a byte for each candidate.
   uint32_t pairs[2][32];
   codes.high[0] = codes.high[1] = 0;
@@ -240,6 +243,11 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
       const float x = subnormal_integer(__fmul_rn(y[i + j], k[i / 32]));
       u[j] = __float_as_uint(x);
       entry[j] = look_up<true>(x, middle);
+    }
+    if (Traits::kDim > 128 && ((u[0] | u[1] | u[2] | u[3]) & 0x10000)) {
+      over = true;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) entry_over = u[j] & 0x10000 ? entry[j] : entry_over;
     }
     if constexpr (WIDE) {
 #pragma unroll
@@ -266,17 +274,23 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
     }
   }
 
-  // Two lanes of a vector divide the candidates between them, and then exchange the best of each half.
-  static_assert(Traits::kLanes <= 2);
+  if (Traits::kDim > 128 && over) {
+#pragma unroll
+    for (int s = 0; s < kMostCandidates; ++s) {
+      dot[s] += static_cast<uint32_t>(book.level[entry_over >> 4 * s & with.magnitudes(1)]) << 16;
+    }
+  }
+  // The lanes of a vector divide the candidates between them, and then exchange the best of each share.
   constexpr int kOwn = kMostCandidates / Traits::kLanes;
-  const bool upper = part > 0;
-  if constexpr (Traits::kLanes == 2) {
-    const auto add = [upper](uint32_t& sum, uint32_t second) {
-      const uint32_t other = __shfl_xor_sync(0xffffffff, upper ? sum : second, 1);
+#pragma unroll
+  for (int bit = Traits::kLanes / 2, n = kMostCandidates / 2; bit > 0; bit /= 2, n /= 2) {
+    const bool upper = part & bit;
+    const auto add = [&](uint32_t& sum, uint32_t second) {
+      const uint32_t other = __shfl_xor_sync(0xffffffff, upper ? sum : second, bit);
       sum = (upper ? second : sum) + other;
     };
 #pragma unroll
-    for (int s = 0; s < kOwn; ++s) add(dot[s], dot[s + kOwn]), add(square[s], square[s + kOwn]);
+    for (int s = 0; s < n; ++s) add(dot[s], dot[s + n]), add(square[s], square[s + n]);
   }
   float best_merit = -1;
   int kept = 0, kept_dot = 0, kept_square = 0;
@@ -289,12 +303,13 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
       kept = s + part * kOwn, kept_dot = static_cast<int>(dot[s]), kept_square = static_cast<int>(square[s]);
     }
   }
-  if constexpr (Traits::kLanes == 2) {
-    const float merit = __shfl_xor_sync(0xffffffff, best_merit, 1);
-    const int other = __shfl_xor_sync(0xffffffff, kept, 1), other_dot = __shfl_xor_sync(0xffffffff, kept_dot, 1),
-              other_square = __shfl_xor_sync(0xffffffff, kept_square, 1);
-    if (merit > best_merit || (upper && merit == best_merit)) {  // of equal candidates, the first wins
-      kept = other, kept_dot = other_dot, kept_square = other_square;
+#pragma unroll
+  for (int bit = 1; bit < Traits::kLanes; bit *= 2) {
+    const float merit = __shfl_xor_sync(0xffffffff, best_merit, bit);
+    const int other = __shfl_xor_sync(0xffffffff, kept, bit), other_dot = __shfl_xor_sync(0xffffffff, kept_dot, bit),
+              other_square = __shfl_xor_sync(0xffffffff, kept_square, bit);
+    if (merit > best_merit || (merit == best_merit && other < kept)) {  // of equal candidates, the first wins
+      best_merit = merit, kept = other, kept_dot = other_dot, kept_square = other_square;
     }
   }
   const Fit best = Fit::of_sums(kept_dot, kept_square, book.step[kept]);
