@@ -5,8 +5,9 @@
 //
 // d = m * n channels, n a multiple of 16. Element e of lane l is channel 16 (e / 2) + 2 l + e % 2, so that butterflies
 // run in a lane, across lanes and in a lane again, which is their fixed order, and the m x m factor needs registers
-// only. Lengths are numbers here and not template parameters: a kernel with room for ROOM elements serves all vectors
-// that have more than half of that. Its loops skip elements that a vector does not have; all lanes agree on that.
+// only. Lengths are numbers here and not template parameters: a kernel has room for ROOM elements, and vectors of
+// several blocks fill more than half of it. Its loops skip elements that a vector does not have; all lanes agree on
+// that.
 #pragma once
 
 #include "cuda/codec/generic.cuh"
