@@ -69,12 +69,12 @@ constexpr int split_kv_block_rows(int head_dim) {
   return head_dim == 64 || head_dim == 128 ? 16 : head_dim <= 256 ? 8 : 4;
 }
 
-// Split-KV takes up to so many rows. Row tiles take as long for one row as for 64, which is less than what several
-// blocks of split-KV take for more than 32 rows, or of 64 and 128 channels for more than one block has. The single pass
-// of the general kernel takes as long as about nine blocks.
+// The most rows of a sequence that split-KV takes, in one block or several. row_tiles: whether row tiles can take the
+// call. They take as long for one row as for 64, and are faster than two blocks of 16 rows or five of 8. The general
+// kernel takes as long as about nine blocks.
 constexpr int split_kv_most_rows(int head_dim, bool row_tiles) {
   if (!row_tiles) return head_dim <= 256 ? 64 : 32;
-  return head_dim == 64 || head_dim == 128 ? split_kv_block_rows(head_dim) : 32;
+  return split_kv_block_rows(head_dim) == 16 ? 16 : 32;
 }
 
 // Its copies end in barriers of shared memory (cuda/common/async_copy.cuh).
@@ -105,9 +105,9 @@ constexpr bool is_key_tiles_head_dim(int head_dim) {
   return false;
 }
 
-// The channels that the row-tile kernel is compiled for, and those that it takes a head_dim as: its tiles are padded in
-// shared memory. 0: there are not so many. It expands any codes but 5-bit ones of a table.
+// The row-tile kernel is compiled for these numbers of channels. It expands any codes but 5-bit ones of a table.
 constexpr int kRowTilesChannels[] = {64, 128, 192, 256};
+// The number to which it pads the tiles of a head_dim in shared memory; 0: head_dim is too large.
 constexpr int row_tiles_channels(int head_dim) {
   for (const int channels : kRowTilesChannels) {
     if (head_dim <= channels) return channels;

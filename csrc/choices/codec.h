@@ -4,7 +4,7 @@
 //
 // The bulk kernels (cuda/codec/encode_bulk.cu, decode_bulk.cu) run at the speed of memory, once there are enough
 // vectors to fill the device; the step kernel (encode_step.cu) stores the few tokens of a decode step; the generic
-// kernels (generic.cuh) take every length, dtype and width.
+// kernels (generic.cuh, lanes.cuh) take every length, dtype and width.
 #pragma once
 
 #include <algorithm>
@@ -119,6 +119,16 @@ constexpr int encode_warps(int d, bool search, int sources, const DeviceFacts& d
 
 constexpr int kDecodeSpanTokens = 16;
 constexpr int decode_warps(int d) { return d <= 128 ? 4 : 2; }  // of a block
+
+// ---- The generic kernels --------------------------------------------------------------------------------------------
+
+// Fewer vectors than this do not fill a device with large blocks.
+constexpr int64_t kFewVectors = 2048;
+// Whether eight lanes share a vector and hold it in registers (cuda/codec/lanes.cuh). Otherwise a warp holds it in
+// shared memory: lanes of few vectors have less to do one after the other then.
+constexpr bool fits_lanes(format::Split split, int64_t vectors) {
+  return split.block % 16 == 0 && split.blocks * split.block <= 256 && vectors >= kFewVectors;
+}
 
 // ---- Conditions: the reason against a kernel, or null ---------------------------------------------------------------
 

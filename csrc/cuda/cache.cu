@@ -1,8 +1,8 @@
 // cache_store, cache_load: paged, packed keys and values (docs/format.md section 8) and the exact tail (section 9).
 //
 // One launch does keys and values of all heads. Here are the kernels for every length, dtype and width
-// (codec/generic.cuh), and the ops, which ask choices/codec.h which kernel takes the call: one of these, the bulk
-// kernels (codec/encode_bulk.cu, codec/decode_bulk.cu) or the step kernel (codec/encode_step.cu).
+// (codec/lanes.cuh, codec/generic.cuh), and the ops, which ask choices/codec.h which kernel takes the call: one of
+// these, the bulk kernels (codec/encode_bulk.cu, codec/decode_bulk.cu) or the step kernel (codec/encode_step.cu).
 #include "cuda/cache.cuh"
 
 #include <algorithm>
@@ -280,7 +280,7 @@ class LayerStore {
     const int64_t tokens = arguments_.tokens, heads = arguments_.heads;
     // One block puts a value block together; few tokens are stored sooner by smaller blocks on more multiprocessors.
     const int stride = store_stride(record_.head_dim);
-    const int at_once = generic_warps(stride, tokens * heads < kFewVectors ? 4 : kBlockTokens);
+    const int at_once = generic_warps(stride, tokens * heads < choices::kFewVectors ? 4 : kBlockTokens);
     const int shared_bytes = 4 * at_once * stride + (at_once == kBlockTokens ? record_.value_block_bytes() : 0);
     // A block that stores several times fills its tables once.
     const int64_t most = int64_t{kStoreBlocks} * current_device().facts.multiprocessors / (2 * heads) + 1;
@@ -351,10 +351,9 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
   }
 
   with_vector_shape(format::split_dim(d), seqs * c.max_seq_len * kv_heads, [&](const auto& shape, auto room) {
-    const int words = generic_words(shape.d), groups = 32 / lanes_of(shape);  // of a warp
-    const int warps = generic_warps(groups * words, kLoadWarps), at_once = groups * warps;
-    const dim3 grid(num_blocks(seqs * c.max_seq_len, at_once), static_cast<unsigned>(kv_heads), 2);
-    load_kernel<room><<<grid, 32 * warps, 4 * at_once * words, launch.stream()>>>(arguments, shape);
+    const VectorBlock block(shape.d, lanes_of(shape), kLoadWarps);
+    const dim3 grid(num_blocks(seqs * c.max_seq_len, block.vectors), static_cast<unsigned>(kv_heads), 2);
+    load_kernel<room><<<grid, lanes_of(shape) * block.vectors, block.shared_bytes, launch.stream()>>>(arguments, shape);
   });
   launch.check("cache_load");
   return {k, v};

@@ -1,7 +1,7 @@
 // encode, decode: standalone vectors [..., d] as dense rows and one scale each (docs/format.md sections 5 to 7).
 //
-// Here are the kernels for every length, dtype and width (codec/generic.cuh), and the ops, which ask choices/codec.h
-// whether a bulk kernel takes the call.
+// Here are the kernels for every length, dtype and width (codec/lanes.cuh, codec/generic.cuh), and the ops, which ask
+// choices/codec.h whether a bulk kernel takes the call.
 #include "choices/codec.h"
 
 #include <algorithm>
@@ -101,16 +101,6 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   }
 }
 
-// The vectors that a block has at a time, whole warps of them, and the bytes of their shared memory.
-struct VectorBlock {
-  int vectors, shared_bytes;
-
-  VectorBlock(int d, int lanes) {
-    const int words = generic_words(d), groups = 32 / lanes;
-    vectors = generic_warps(groups * words, kMostWarps) * groups, shared_bytes = 4 * vectors * words;
-  }
-};
-
 // The vectors as [tokens, heads, d], if their leading dimensions merge into two or fewer.
 EncodeShape shape_of(const Rows& rows, int d, Dtype dtype, const Codebook& book) {
   const int64_t size = element_size(dtype);
@@ -165,7 +155,7 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
     return {packed, scale};
   }
   with_vector_shape(split, in.rows().count, [&](const auto& of, auto room) {
-    const VectorBlock block(of.d, lanes_of(of));
+    const VectorBlock block(of.d, lanes_of(of), kMostWarps);
     // A block that encodes several times fills its tables once.
     const int64_t most = int64_t{kEncodeBlocks} * current_device().facts.multiprocessors;
     const auto blocks = static_cast<unsigned>(std::min(int64_t{num_blocks(in.rows().count, block.vectors)}, most));
@@ -207,7 +197,7 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
     return out;
   }
   with_vector_shape(vectors.split, vectors.count, [&](const auto& of, auto room) {
-    const VectorBlock block(of.d, lanes_of(of));
+    const VectorBlock block(of.d, lanes_of(of), kMostWarps);
     const unsigned blocks = num_blocks(vectors.count, block.vectors);
     decode_kernel<room><<<blocks, lanes_of(of) * block.vectors, block.shared_bytes, launch.stream()>>>(
         bytes_of(packed), scales, vectors.count, vectors.row_bytes, of, s.data(), levels_data(levels),

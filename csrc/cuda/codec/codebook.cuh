@@ -1,5 +1,5 @@
 // The arithmetic that all encoders and decoders share (docs/format.md sections 4 to 7), however they hold their
-// vectors: codec/generic.cuh, codec/encode_bulk.cuh and codec/encode_step.cu.
+// vectors: codec/generic.cuh, codec/lanes.cuh, codec/encode_bulk.cuh and codec/encode_step.cu.
 //
 // Codes travel as octets: the eight codes of channels 8 o to 8 o + 7 in two registers. The order below is that of the
 // format: octets and dense rows, levels, encoding.

@@ -10,6 +10,7 @@
 // that.
 #pragma once
 
+#include "choices/codec.h"
 #include "cuda/codec/generic.cuh"
 
 namespace turboquant::cuda {
@@ -27,27 +28,31 @@ struct LaneShape {
     while (1 << log_block < split.block) ++log_block;
     norm = block_norm(log_block);
   }
-  static bool fits(format::Split split) { return split.block % 16 == 0 && split.blocks * split.block <= 256; }
 };
 
 // Lanes that share a vector.
 __host__ __device__ constexpr int lanes_of(const GenericShape&) { return 32; }
 __host__ __device__ constexpr int lanes_of(const LaneShape&) { return kVectorLanes; }
 
-// Fewer vectors than this are done sooner by a warp each: their lanes have less to do one after the other.
-constexpr int64_t kFewVectors = 2048;
-
 // fn(shape, ROOM) for `count` vectors of d = m * n channels: a LaneShape, or a GenericShape and no room.
 template <typename Fn>
 void with_vector_shape(format::Split split, int64_t count, Fn&& fn) {
-  if (!LaneShape::fits(split) || count < kFewVectors) {
-    return fn(GenericShape(split), std::integral_constant<int, 0>{});
-  }
+  if (!choices::fits_lanes(split, count)) return fn(GenericShape(split), std::integral_constant<int, 0>{});
   const LaneShape shape(split);
   if (shape.elements <= 8) return fn(shape, std::integral_constant<int, 8>{});
   if (shape.elements <= 16) return fn(shape, std::integral_constant<int, 16>{});
   fn(shape, std::integral_constant<int, 32>{});
 }
+
+// The vectors that a block of up to `most_warps` warps has at a time, and the bytes of their shared memory.
+struct VectorBlock {
+  int vectors, shared_bytes;
+
+  VectorBlock(int d, int lanes, int most_warps) {
+    const int words = generic_words(d), groups = 32 / lanes;  // of a warp
+    vectors = generic_warps(groups * words, most_warps) * groups, shared_bytes = 4 * vectors * words;
+  }
+};
 
 // A lane's part of a vector.
 template <int ROOM>
@@ -150,15 +155,7 @@ struct LaneVector {
   template <int M, int EACH>
   __device__ __forceinline__ void mix_of(const LaneShape& s) {
     if constexpr (M * EACH <= ROOM && 2 * M * EACH > ROOM) {  // other vectors have another kernel
-      if (2 * s.pairs != EACH) return;
-#pragma unroll
-      for (int i = 0; i < EACH; ++i) {
-        float in[M];
-#pragma unroll
-        for (int j = 0; j < M; ++j) in[j] = y[j * EACH + i];
-#pragma unroll
-        for (int b = 0; b < M; ++b) y[b * EACH + i] = hartley_entry<M>(in, b);
-      }
+      if (2 * s.pairs == EACH) mix_blocks<M, EACH>(y);
     }
   }
 };

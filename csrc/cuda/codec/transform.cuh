@@ -148,20 +148,25 @@ __device__ __forceinline__ float hartley_entry(const float (&in)[M], int k) {
   return sum;
 }
 
-// The same across the blocks that a lane holds.
-template <typename Traits>
-__device__ __forceinline__ void mix_blocks(float (&y)[Traits::kPerLane]) {
-  constexpr int m = Traits::kBlocks, per_block = Traits::kVec * Traits::kChunks;
-  if constexpr (m > 1) {
+// The same across M blocks, of which a lane holds EACH elements, one block after the other.
+template <int M, int EACH, int N>
+__device__ __forceinline__ void mix_blocks(float (&y)[N]) {
+  static_assert(M * EACH <= N);
+  if constexpr (M > 1) {
 #pragma unroll
-    for (int i = 0; i < per_block; ++i) {
-      float in[m];
+    for (int i = 0; i < EACH; ++i) {
+      float in[M];
 #pragma unroll
-      for (int j = 0; j < m; ++j) in[j] = y[j * per_block + i];
+      for (int j = 0; j < M; ++j) in[j] = y[j * EACH + i];
 #pragma unroll
-      for (int b = 0; b < m; ++b) y[b * per_block + i] = hartley_entry<m>(in, b);
+      for (int b = 0; b < M; ++b) y[b * EACH + i] = hartley_entry<M>(in, b);
     }
   }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void mix_blocks(float (&y)[Traits::kPerLane]) {
+  mix_blocks<Traits::kBlocks, Traits::kVec * Traits::kChunks>(y);
 }
 
 // core(y), in place.

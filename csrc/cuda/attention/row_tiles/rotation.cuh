@@ -32,15 +32,7 @@ template <int D, int M>
 __device__ __forceinline__ void mix(float (&y)[D / 4], int blocks) {
   constexpr int kEach = block_elements(M, D);
   if constexpr (kEach > 0) {
-    if (blocks != M) return;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      float in[M];
-#pragma unroll
-      for (int j = 0; j < M; ++j) in[j] = y[j * kEach + i];
-#pragma unroll
-      for (int b = 0; b < M; ++b) y[b * kEach + i] = hartley_entry<M>(in, b);
-    }
+    if (blocks == M) mix_blocks<M, kEach>(y);
   }
 }
 
