@@ -275,6 +275,10 @@ struct KeyCodes : CodeTraits<CODES> {
 
 // ---- Values --------------------------------------------------------------------------------------------------------
 
+// The order of a lane's tokens in the bytes of an operand: tokens of the two blocks in turn (mixed), or one block after
+// the other.
+constexpr bool is_mixed(const format::Codes& values) { return values.grid != format::Grid::kUniform; }
+
 // Channels are taken in groups of 64: four products of 16 channels, or fewer in the last group. A lane's words of two
 // value blocks make an operand.
 template <int D, format::Codes CODES>
@@ -287,9 +291,7 @@ struct ValueCodes : CodeTraits<CODES> {
   static constexpr int kGroups = (D + kGroupChannels - 1) / kGroupChannels;
   // Of a lane in a group and block: 64 channels * 4 tokens * kBits / 32 lanes / 32 bits.
   static constexpr int kWords = kBits;
-  // The order of a lane's tokens in the bytes of an operand: tokens of the two blocks in turn, or one block after the
-  // other.
-  static constexpr bool kMixed = !T::kUniform;
+  static constexpr bool kMixed = is_mixed(CODES);
 
   // level = kStep * (what a code counts) - kTop; the upper eight rows of a product count kUpper times as much.
   static constexpr int kStep = kMasks ? 2 : 1, kTop = kMasks       ? format::num_levels(CODES.width) - 1
@@ -391,9 +393,43 @@ struct CodePairList<D, std::index_sequence<I...>> {
 template <int D>
 using CodePairs = typename CodePairList<D>::Pairs;
 
+// The different keys and values of these pairs, for code that exists once for each of them. The order of tokens in the
+// operands of values (ValueCodes::kMixed) is part of the keys, because it decides which keys a lane scores.
+template <typename T>
+struct Different {
+  T of[kSplitKvNumPairs];
+  int size = 0;
+
+  constexpr int index(const T& x) const {
+    int i = 0;
+    while (i < size && !(of[i] == x)) ++i;
+    return i;
+  }
+  constexpr void add(const T& x) {
+    if (index(x) == size) of[size++] = x;
+  }
+};
+struct KeysOfPair {
+  format::Codes codes;
+  bool mixed;
+  constexpr bool operator==(const KeysOfPair&) const = default;
+};
+constexpr Different<KeysOfPair> kKeysOfPairs = [] {
+  Different<KeysOfPair> found{};
+  for (const CodesOfPair& pair : kSplitKvPairs) found.add({pair.keys, is_mixed(pair.values)});
+  return found;
+}();
+constexpr Different<format::Codes> kValuesOfPairs = [] {
+  Different<format::Codes> found{};
+  for (const CodesOfPair& pair : kSplitKvPairs) found.add(pair.values);
+  return found;
+}();
+
 // What a pair's codes mean for code that is compiled once for all pairs.
 struct CodeFacts {
-  int pair;  // its index in CodePairs
+  int pair;          // its index in CodePairs
+  int keys, values;  // indices in kKeysOfPairs and kValuesOfPairs
+  bool mixed;        // ValueCodes::kMixed
   CodeOrder order;
   bool shifts;
   int key_twice_zero;
@@ -406,7 +442,17 @@ struct CodeFacts {
     using K = typename Pair::Keys;
     using V = typename Pair::Values;
     constexpr float step = V::kStep, upper = step / V::kUpper;
-    return {index, K::kOrder, K::kShifts, K::kTwiceZero, K::kUnit, {step, upper}, {1 / step, 1 / upper}, V::kTop};
+    return {index,
+            kKeysOfPairs.index({K::kCodes, V::kMixed}),
+            kValuesOfPairs.index(V::kCodes),
+            V::kMixed,
+            K::kOrder,
+            K::kShifts,
+            K::kTwiceZero,
+            K::kUnit,
+            {step, upper},
+            {1 / step, 1 / upper},
+            V::kTop};
   }
   // With kShifts, channels that have another channel's bits below them count a sixteenth more.
   __device__ __forceinline__ int twice_zero(int channel) const {
@@ -414,17 +460,23 @@ struct CodeFacts {
   }
 };
 
-// Calls f(std::type_identity<CodePair>{}) for the pair of an index; [LOW, HIGH) holds it.
-template <int D, int LOW = 0, int HIGH = std::tuple_size_v<CodePairs<D>>, typename F>
-__device__ __forceinline__ void with_pair(int index, F&& f) {
+// Calls f(std::integral_constant<int, i>{}) for i = index, which [LOW, HIGH) holds.
+template <int LOW, int HIGH, typename F>
+__device__ __forceinline__ void with_index(int index, F&& f) {
   constexpr int kMiddle = (LOW + HIGH) / 2;
   if constexpr (HIGH - LOW == 1) {
-    f(std::type_identity<std::tuple_element_t<LOW, CodePairs<D>>>{});
+    f(std::integral_constant<int, LOW>{});
   } else if (index < kMiddle) {
-    with_pair<D, LOW, kMiddle>(index, f);
+    with_index<LOW, kMiddle>(index, f);
   } else {
-    with_pair<D, kMiddle, HIGH>(index, f);
+    with_index<kMiddle, HIGH>(index, f);
   }
+}
+// Calls f(std::type_identity<CodePair>{}) for the pair of an index.
+template <int D, typename F>
+__device__ __forceinline__ void with_pair(int index, F&& f) {
+  with_index<0, kSplitKvNumPairs>(index,
+                                  [&](auto i) { f(std::type_identity<std::tuple_element_t<i, CodePairs<D>>>{}); });
 }
 
 }  // namespace turboquant::cuda

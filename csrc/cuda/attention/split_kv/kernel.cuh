@@ -39,8 +39,14 @@
 #include "cuda/attention/split_kv/pipeline.cuh"
 #include "cuda/attention/split_kv/results.cuh"
 #include "cuda/attention/split_kv/unit.cuh"
+#include "cuda/common/wgmma.cuh"
 
 namespace turboquant::cuda::split_kv {
+
+// Whether each pair of codes has code of its own, from keys to values. Elsewhere three architectures are 0.4 MB smaller
+// each, and a call takes some percent longer (docs/measurements/performance_split_kv.md).
+template <int D>
+constexpr bool kCodeForEachPair = kWarpgroupProducts || D == 64 || D == 128;
 
 // A block of 4 N rows and head_dim D: composes the parts. FEW: has the code for calls with few units.
 template <int D, int N, bool FEW>
@@ -194,14 +200,19 @@ class SplitKvBlock {
     return unit;
   }
 
-  // Nothing else depends on the pair of codes, so one kernel for all pairs has all other code once.
+  // Nothing else depends on the codes, so one kernel for all pairs has all other code once.
   __device__ __forceinline__ void attend_codes(int token) {
-    with_pair<D>(block_.plan.codes.pair, [&](auto pair) {
-      int stages[kUnitStages];
+    const auto wait = [&](int stage) { pipeline_.wait(stage); };
+    int stages[kUnitStages];
+    if constexpr (kCodeForEachPair<D>) {
+      with_pair<D>(block_.plan.codes.pair, [&](auto pair) {
+        pipeline_.stages(stages);
+        products_.template attend<typename decltype(pair)::type>(queries_, token, stages, wait, softmax_);
+      });
+    } else {
       pipeline_.stages(stages);
-      products_.template attend<typename decltype(pair)::type>(
-          queries_, token, stages, [&](int stage) { pipeline_.wait(stage); }, softmax_);
-    });
+      products_.attend_any(queries_, token, stages, wait, softmax_);
+    }
   }
 
   // unit: counts the segment's units of exact keys

@@ -15,24 +15,21 @@ class KeyProducts {
   explicit __device__ __forceinline__ KeyProducts(const BlockView& block) : block_(block) {}
 
   // Integer scores of the lane's rows for one of its two pairs of tokens, times the key scales. stage: its bytes.
-  template <class Pair, class Queries, class Table>
-  __device__ __forceinline__ void multiply(const Queries& queries, const uint8_t* stage, int pair, const Table& table,
-                                           float (&score)[N][2]) const {
-    using Keys = typename Pair::Keys;
-    using Values = typename Pair::Values;
-    using Tokens = LaneTokens<Values>;
-    constexpr format::Record kRecord{D, 32, Keys::kBits, Values::kBits};
-    constexpr int kKeyRow = kRecord.key_row_bytes(), kPlaneRow = kRecord.key_plane_bytes();
+  template <class Keys, class Queries, class Table>
+  __device__ __forceinline__ void multiply(const Queries& queries, const uint8_t* stage, LaneTokens tokens, int pair,
+                                           const Table& table, float (&score)[N][2]) const {
+    constexpr format::CodeRow kRow{D, format::as_width(Keys::kBits)};
+    constexpr int kKeyRow = kRow.row_bytes(), kPlaneRow = kRow.plane_bytes();
     const StageLayout& layout = block_.layout;
     const int g = block_.g, t = block_.t;
     int sums[N][Keys::kSets][4] = {};
-    const uint8_t* row = stage + Tokens::offset(g, kKeyRow, layout.next_keys);
-    const uint8_t* plane = stage + layout.planes + Tokens::offset(g, kPlaneRow, layout.next_planes);
-    const uint8_t* scales = stage + layout.key_scales + Tokens::offset(g, 2, layout.next_scales);
+    const uint8_t* row = stage + tokens.offset(g, kKeyRow, layout.next_keys);
+    const uint8_t* plane = stage + layout.planes + tokens.offset(g, kPlaneRow, layout.next_planes);
+    const uint8_t* scales = stage + layout.key_scales + tokens.offset(g, 2, layout.next_scales);
     if (pair) {
-      row += Tokens::pair_offset(kKeyRow, layout.next_keys);
-      plane += Tokens::pair_offset(kPlaneRow, layout.next_planes);
-      scales += Tokens::pair_offset(2, layout.next_scales);
+      row += tokens.pair_offset(kKeyRow, layout.next_keys);
+      plane += tokens.pair_offset(kPlaneRow, layout.next_planes);
+      scales += tokens.pair_offset(2, layout.next_scales);
     }
 #pragma unroll
     for (int chunk = 0; chunk < X::Operands::kChunks; ++chunk) {

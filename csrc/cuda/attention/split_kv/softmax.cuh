@@ -30,15 +30,16 @@ __device__ __forceinline__ void cap_scores(const BlockView& block, const Queries
 
 // Excludes the keys that a row does not see, whose bytes in the stage may be anything. token: the lane's first one in
 // the first stage.
-template <class Values, int N, int SCORES, class Queries>
-__device__ __forceinline__ void mask_scores(const Queries& queries, int token, float (&score)[N][SCORES]) {
+template <int N, int SCORES, class Queries>
+__device__ __forceinline__ void mask_scores(const Queries& queries, LaneTokens tokens, int token,
+                                            float (&score)[N][SCORES]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const QueryRow& row = queries.row(n);
     const unsigned keys = max(row.end - row.first, 0);
 #pragma unroll
     for (int i = 0; i < SCORES; ++i) {
-      const int key = token + i / kStageScores * kStageTokens + i % 4 / 2 * LaneTokens<Values>::kPairStep + i % 2;
+      const int key = token + i / kStageScores * kStageTokens + i % 4 / 2 * tokens.pair_step() + i % 2;
       score[n][i] = static_cast<unsigned>(key - row.first) < keys ? score[n][i] : -INFINITY;
     }
   }
@@ -84,10 +85,12 @@ struct RunningSoftmax {
   }
 
   // Takes the scores of some stages into the maximum and the denominator, and makes operands of the weights.
-  // masked: some keys may be excluded, and their value scales do not matter.
+  // has_top: ValueCodes::kTop may not be 0, so `weights` is needed. masked: some keys may be excluded, and their value
+  // scales do not matter.
   // weight: the columns of each stage. factor: what a sum of integers is multiplied by to count in `sums`.
-  template <class Values, int STAGES, class Queries>
-  __device__ __forceinline__ void weigh(const Queries& queries, const float (&score)[N][kStageScores * STAGES],
+  template <int STAGES, class Queries>
+  __device__ __forceinline__ void weigh(const Queries& queries, LaneTokens tokens, bool has_top,
+                                        const float (&score)[N][kStageScores * STAGES],
                                         const float (&value_scale)[kStageScores * STAGES], ScaleRange& range,
                                         bool masked, uint2 (&weight)[N][STAGES], float (&factor)[N]) {
     float most[N];
@@ -109,8 +112,8 @@ struct RunningSoftmax {
     const float log_largest = log2_of(range.most());
     const auto weigh_rows = [&](auto exactly) {
       for_each<N>([&](auto n) {
-        factor[n] = weigh_row<Values, n, STAGES>(queries.scale(n), score[n], most[n], value_scale, log_largest, exactly,
-                                                 weight[n]);
+        factor[n] = weigh_row<n, STAGES>(tokens, has_top, queries.scale(n), score[n], most[n], value_scale, log_largest,
+                                         exactly, weight[n]);
       });
     };
     // With several products of four rows, one branch around all of them lets the compiler interleave their
@@ -138,8 +141,9 @@ struct RunningSoftmax {
  private:
   // The weights of row 4 n + t; returns its factor. log_largest: of the value scales. exact (maybe a constant): finds
   // the largest product of a weight and a scale instead of bounding it by the largest scale.
-  template <class Values, int n, int STAGES, typename Bool>
-  __device__ __forceinline__ float weigh_row(float scale, const float (&score)[kStageScores * STAGES], float most,
+  template <int n, int STAGES, typename Bool>
+  __device__ __forceinline__ float weigh_row(LaneTokens tokens, bool has_top, float scale,
+                                             const float (&score)[kStageScores * STAGES], float most,
                                              const float (&value_scale)[kStageScores * STAGES], float log_largest,
                                              Bool exact, uint2 (&weight)[STAGES]) {
     constexpr int kScores = kStageScores * STAGES;
@@ -170,14 +174,14 @@ struct RunningSoftmax {
       sum += integer[i];
     }
     total[n] = fmaf(sum_of_weights, down, total[n]);
-    if constexpr (Values::kTop != 0) {
+    if (has_top) {
       weights[n] = fmaf(static_cast<float>(static_cast<int>(sum - kScores * 0x4B000000u)), down, weights[n]);
     }
     // A 16-bit element of the tile to be transposed holds the high or the low byte of two tokens, so that one
     // transposition moves the weights of both.
     const auto column = [&](int i) {
       const uint32_t x = transposed(select_bytes(integer[i], integer[i + 1], 0x4051));
-      return Values::kMixed ? select_bytes(x, x, 0x3120) : x;
+      return tokens.mixed ? select_bytes(x, x, 0x3120) : x;
     };
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
