@@ -26,7 +26,7 @@ CALLS: dict[str, dict[str, int]] = {
     "mla_attention": {
         **{"d": 512, "bits": 4, "uniform": 1, "dtype": BF16, "rope_dtype": BF16, "rows": 16},
     },
-    "encode": {"d": 128, "dtype": BF16, "merges": 1, "tokens": 4096, "heads": 8, **ONE},
+    "encode": {"d": 128, "dtype": BF16, "tokens": 4096, "heads": 8, **ONE},
     "decode": {"d": 128, "dtype": BF16, "vectors": 1 << 16, "aligned": 1},
     "cache_store": {
         **{"d": 128, "dtype": BF16, "tokens": 4096, "heads": 8, **KEYS, **VALUES},
@@ -130,7 +130,6 @@ CASES = [
     Case("paged_attention", {"v_uniform": 1}, "general", PAIR, "A100"),
     Case("paged_attention", {}, "general", "compute capability below 8.0", "T4"),
     Case("encode", {}, "bulk", FILL),
-    Case("encode", {"merges": 0}, "generic", "the leading dimensions do not merge into two"),
     Case("encode", {"d": 96}, "generic", DIMS),
     Case("encode", {"dtype": FULL}, "generic", "dtype is float32"),
     Case("encode", {"width": 8, "candidates": 8}, "bulk", FILL),

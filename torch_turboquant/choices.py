@@ -230,7 +230,7 @@ def _encode(
 ) -> list[int]:
     element = _dtype(dtype)
     source = _source(_codes(bits, None)[0], search, _vector_dim(head_dim) * element.itemsize, 0)
-    return [head_dim, _DTYPES[element], 1, _size("vectors", vectors), 1, *source]
+    return [head_dim, _DTYPES[element], _size("vectors", vectors), 1, *source]
 
 
 def _decode(*, head_dim: int, vectors: int, dtype: torch.dtype | str = torch.bfloat16) -> list[int]:

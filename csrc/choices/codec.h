@@ -31,11 +31,10 @@ struct EncodeSourceShape {
   int64_t token_stride, head_stride;
 };
 
-// A call of encode. Its vectors are [tokens, heads, head_dim], if their leading dimensions merge into two or fewer.
+// A call of encode. Its vectors are [tokens, heads, head_dim], at most INT32_MAX heads.
 struct EncodeShape {
   int head_dim;
   Dtype dtype;
-  bool merges;  // into at most two leading dimensions
   int64_t tokens, heads;
   EncodeSourceShape source;
 };
@@ -156,11 +155,14 @@ inline const char* against_encode_bulk(int head_dim, Dtype dtype, int64_t tokens
                                        std::initializer_list<EncodeSourceShape> sources, const DeviceFacts& device) {
   if (const char* reason = against_vectors(head_dim, dtype)) return reason;
   bool search = false;
+  int bytes = 0, count = static_cast<int>(sources.size());
   for (const EncodeSourceShape& source : sources) {
     if (const char* reason = against_codebook(source)) return reason;
     search = search || searches_table(source.width, source.candidates);
+    bytes += format::levels_are_codes(source.width);
   }
-  const int count = static_cast<int>(sources.size()), warps = encode_warps(head_dim, search, count, device);
+  if (bytes > 0 && bytes < count) count = 1;  // a launch for keys and one for values (codec/encode_bulk.cu)
+  const int warps = encode_warps(head_dim, search, count, device);
   if (warps < kLeastWarps) return "shared memory of the device holds too few warps";
   const int span = encode_span_tokens(head_dim), passes = span / encode_vectors(head_dim);
   const int64_t items = (tokens + span - 1) / span * passes * heads * count;
@@ -208,8 +210,6 @@ constexpr CodecChoice bulk_unless(const char* reason) {
 // ---- The choices ----------------------------------------------------------------------------------------------------
 
 inline CodecChoice choose_encode(const EncodeShape& s, const DeviceFacts& device) {
-  if (!s.merges) return {CodecKernel::kGeneric, "the leading dimensions do not merge into two"};
-  if (s.heads > INT32_MAX) return {CodecKernel::kGeneric, "too many vectors for 32-bit counters"};
   return choices::bulk_unless(choices::against_encode_bulk(s.head_dim, s.dtype, s.tokens, s.heads, {s.source}, device));
 }
 

@@ -178,7 +178,6 @@ Answer choose_latents(Facts& facts, const DeviceFacts& device) {
 Answer choose_encode(Facts& facts, const DeviceFacts& device) {
   const EncodeShape shape{.head_dim = facts.vector_dim(),
                           .dtype = facts.dtype(),
-                          .merges = facts.flag(),
                           .tokens = facts.vectors(),
                           .heads = facts.heads(),
                           .source = facts.source()};

@@ -1,5 +1,6 @@
-// The seam between the codec's ops and its fast kernels: codec/encode_bulk.cu and codec/decode_bulk.cu for many
-// vectors, codec/encode_step.cu for the keys and values of a decode step. choices/codec.h says which calls they take.
+// The seam between the codec's ops and its kernels: codec/encode_bulk.cu and codec/decode_bulk.cu for many vectors,
+// codec/encode_step.cu for the keys and values of a decode step, codec/encode_any.cu and codec/decode_any.cu for
+// everything. choices/codec.h says which calls they take.
 #pragma once
 
 #include "cuda/codec/record.cuh"
@@ -17,8 +18,9 @@ struct EncodeSource {
 };
 
 struct EncodeArguments {
-  EncodeSource source[2];  // keys and values, or vectors
+  EncodeSource source[2];  // keys and values, one of them, or vectors
   int sources;
+  int first;  // what source[0] is: keys (0) or values (1)
   int64_t tokens;
   int heads;
   Dtype dtype;
@@ -58,7 +60,8 @@ struct DecodeArguments {
   const int32_t* lengths;  // [seqs]
   int64_t table_stride, max_pages;
 
-  // or in dense rows [max_length, row_bytes] that start at multiples of 8 bytes, with scales [max_length].
+  // or in dense rows [max_length, row_bytes] with scales [max_length]. For decode_bulk they start at multiples of 8
+  // bytes.
   const uint8_t* packed;  // null for pages
   const uint16_t* scale;
   int row_bytes;
@@ -81,7 +84,9 @@ void dispatch_bulk(Dtype dtype, int head_dim, Fn&& fn) {
 
 // Each of these takes the calls that choices/codec.h gives to it, and no others.
 void launch_encode_bulk(const EncodeArguments& arguments, int head_dim, cudaStream_t stream);
+void launch_encode_any(const EncodeArguments& arguments, format::Split split, cudaStream_t stream);
 void launch_encode_step(const EncodeArguments& arguments, int head_dim, cudaStream_t stream);
 void launch_decode_bulk(const DecodeArguments& arguments, int head_dim, cudaStream_t stream);
+void launch_decode_any(const DecodeArguments& arguments, format::Split split, cudaStream_t stream);
 
 }  // namespace turboquant::cuda

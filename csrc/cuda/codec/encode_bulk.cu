@@ -24,10 +24,16 @@ template <typename Traits>
 constexpr int kStageWords = choices::encode_stage_words(Traits::kDim);
 static_assert(sizeof(SharedCodebook) == choices::kSharedCodebookBytes);
 
-// SEARCH: a table has several candidates. BYTES: keys or values, or both, or the vectors have 8-bit codes.
-template <typename Traits, typename T, bool SEARCH, bool BYTES>
-__global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
-    encode_bulk_kernel(const __grid_constant__ EncodeArguments a) {
+// How the sources of a launch are rounded.
+enum class Rounding {
+  kOne,     // by a table of one candidate
+  kSearch,  // by a table of up to eight
+  kBytes,   // to 8-bit codes, which have no table
+};
+
+template <typename Traits, typename T, Rounding ROUNDING>
+__device__ __forceinline__ void encode_all(const EncodeArguments& a) {
+  constexpr bool SEARCH = ROUNDING == Rounding::kSearch, BYTES = ROUNDING == Rounding::kBytes;
   static_assert(Traits::kLanes * kSignStride + kTableWords<Traits, SEARCH> == kSourceWords<Traits, SEARCH> &&
                 Traits::kVectors * kStageStride<Traits> == kStageWords<Traits>);
   constexpr int kTokens = kSpanTokens<Traits>, kLanes = Traits::kLanes;
@@ -83,14 +89,12 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
   for (int t = 0; t < a.sources; ++t) {
     const Codebook& book = a.source[t].book;
     if constexpr (BYTES) {
-      if (format::levels_are_codes(book.width)) {
-        for (int s = warp; s < book.num_steps; s += threads / 32) byte_books[t].fill(books[t], s, lane);
-        continue;
-      }
+      for (int s = warp; s < book.num_steps; s += threads / 32) byte_books[t].fill(books[t], s, lane);
+    } else {
+      fill_code_table<Traits, SEARCH>(words + t * kSourceWords<Traits, SEARCH>, books[t], book.width, book.num_steps,
+                                      threadIdx.x, threads);
+      fill_level_bytes(levels[t], books[t], threadIdx.x);
     }
-    fill_code_table<Traits, SEARCH>(words + t * kSourceWords<Traits, SEARCH>, books[t], book.width, book.num_steps,
-                                    threadIdx.x, threads);
-    fill_level_bytes(levels[t], books[t], threadIdx.x);
   }
   if constexpr (!SEARCH) start_copies();
   __syncthreads();
@@ -102,7 +106,8 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
     const bool exists = token < tokens;
     int64_t slot = kSlotFirst && exists && !a.packed ? a.slots[token] : -1;
     const EncodeSource& source = a.source[now];
-    const Kind kind = a.packed ? Kind::kRows : now == 0 ? Kind::kKeys : Kind::kValues;
+    const int part_of_token = a.first + now;  // 0: the key, 1: the value
+    const Kind kind = a.packed ? Kind::kRows : part_of_token == 0 ? Kind::kKeys : Kind::kValues;
     const uint32_t* table = words + now * kSourceWords<Traits, SEARCH>;
     const uint32_t* signs = table + kTableWords<Traits, SEARCH> + part * kSignStride;
 
@@ -131,23 +136,22 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
     const bool zero = v.length == 0;
     const float factor = zero ? 0.0f : divide(a.constants.units, v.length);
     const float k[2] = {is_negated<Traits>(part, 0) ? -factor : factor, is_negated<Traits>(part, 1) ? -factor : factor};
-    const TableBook with{&books[now], reinterpret_cast<const uint8_t*>(table), levels[now], source.book.width,
-                         source.book.num_steps};
     LaneCodes codes;
     uint32_t byte_codes[BYTES ? 16 : 1];
     Fit fit;
-    const bool is_bytes = BYTES && format::levels_are_codes(source.book.width);
-    const bool wide = format::has_fifth_bit(source.book.width);
-    if (is_bytes) {
-      if constexpr (BYTES) {
-        fit = encode_bytes<Traits>(y, k, v.finite, byte_books[now], source.book.num_steps, byte_codes);
-      }
-    } else if constexpr (SEARCH) {
-      fit = wide ? encode_search<Traits, true>(y, k, part, v.finite, with, codes)
-                 : encode_search<Traits, false>(y, k, part, v.finite, with, codes);
+    if constexpr (BYTES) {
+      fit = encode_bytes<Traits>(y, k, v.finite, byte_books[now], source.book.num_steps, byte_codes);
     } else {
-      fit = wide ? encode_single<Traits, true>(y, k, v.finite, with, codes)
-                 : encode_single<Traits, false>(y, k, v.finite, with, codes);
+      const TableBook with{&books[now], reinterpret_cast<const uint8_t*>(table), levels[now], source.book.width,
+                           source.book.num_steps};
+      const bool wide = format::has_fifth_bit(source.book.width);
+      if constexpr (SEARCH) {
+        fit = wide ? encode_search<Traits, true>(y, k, part, v.finite, with, codes)
+                   : encode_search<Traits, false>(y, k, part, v.finite, with, codes);
+      } else {
+        fit = wide ? encode_single<Traits, true>(y, k, v.finite, with, codes)
+                   : encode_single<Traits, false>(y, k, v.finite, with, codes);
+      }
     }
     if (!kSlotFirst && exists && !a.packed) slot = a.slots[token];
     uint16_t scale = zero ? 0 : fit.scale(source.book.scale_mode, v.length, v.exponent, a.constants);
@@ -168,20 +172,18 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
       if (to.tile && part == 0) __stwb(to.value_scale(a.layout), scale);
     };
     const int64_t row = int64_t{token} * a.heads + from_head;
-    if (is_bytes) {
-      if constexpr (BYTES) {
-        if (kind == Kind::kValues) {
-          put_values.template operator()<Width::k8>(byte_codes);
-        } else if (kind == Kind::kKeys ? to.tile != nullptr : exists) {
-          uint8_t* at = kind == Kind::kKeys ? to.key_row(a.layout) : a.packed + row * a.row_bytes;
+    if constexpr (BYTES) {
+      if (kind == Kind::kValues) {
+        put_values.template operator()<Width::k8>(byte_codes);
+      } else if (kind == Kind::kKeys ? to.tile != nullptr : exists) {
+        uint8_t* at = kind == Kind::kKeys ? to.key_row(a.layout) : a.packed + row * a.row_bytes;
 #pragma unroll
-          for (int h = 0; h < 2; ++h) put_byte_group(byte_codes + 8 * h, Traits::group(part, h), at);
-          if (part == 0) __stwb(kind == Kind::kKeys ? to.key_scale(a.layout) : a.scale + row, scale);
-        }
+        for (int h = 0; h < 2; ++h) put_byte_group(byte_codes + 8 * h, Traits::group(part, h), at);
+        if (part == 0) __stwb(kind == Kind::kKeys ? to.key_scale(a.layout) : a.scale + row, scale);
       }
     } else {
       dispatch_codes(kind, source.book.width, [&]<Kind KIND, Width WIDTH>() {
-        if constexpr (format::levels_are_codes(WIDTH) || (BYTES && KIND == Kind::kRows)) {
+        if constexpr (format::levels_are_codes(WIDTH)) {
           // stored above
         } else if constexpr (KIND == Kind::kValues) {
           if constexpr (format::is_spread(WIDTH)) to_neighbours<Traits>(codes.low, part);
@@ -209,22 +211,38 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
       constexpr int bytes = 2 * Traits::kDim;
       if (kept >= 0) {
         copy_bytes(source.data + int64_t{token} * source.token_stride + from_head * source.head_stride,
-                   a.tail.at(kept, from_head, now, bytes), bytes, part, kLanes);
+                   a.tail.at(kept, from_head, part_of_token, bytes), bytes, part, kLanes);
       }
     }
   }
+}
+
+// Whether a device of the architecture that is compiled has the shared memory for any call.
+template <typename Traits, bool SEARCH>
+constexpr bool kFitsDevice =
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+    choices::encode_warps(Traits::kDim, SEARCH, 1, {.shared_per_block = 64 << 10}) >= choices::kLeastWarps;
+#else
+    true;
+#endif
+
+template <typename Traits, typename T, Rounding ROUNDING>
+__global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
+    encode_bulk_kernel(const __grid_constant__ EncodeArguments a) {
+  if constexpr (kFitsDevice<Traits, ROUNDING == Rounding::kSearch>) encode_all<Traits, T, ROUNDING>(a);
 }
 
 // ---- Host side ------------------------------------------------------------------------------------------------------
 
 constexpr int kMostDevices = 64;
 
-template <typename Traits, typename T, bool SEARCH, bool BYTES>
+template <typename Traits, typename T, Rounding ROUNDING>
 void launch(const EncodeArguments& a, cudaStream_t stream) {
+  constexpr bool SEARCH = ROUNDING == Rounding::kSearch;
   const Device& device = current_device();
   const int warps = choices::encode_warps(Traits::kDim, SEARCH, a.sources, device.facts);
   const int bytes = choices::encode_shared_bytes(Traits::kDim, SEARCH, a.sources, warps);
-  const auto kernel = encode_bulk_kernel<Traits, T, SEARCH, BYTES>;
+  const auto kernel = encode_bulk_kernel<Traits, T, ROUNDING>;
   static std::atomic<int> allowed[kMostDevices];  // the shared memory that earlier launches opted in to
   if (device.index >= kMostDevices || allowed[device.index].load() < bytes) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
@@ -237,17 +255,28 @@ void launch(const EncodeArguments& a, cudaStream_t stream) {
 }  // namespace
 
 void launch_encode_bulk(const EncodeArguments& a, int head_dim, cudaStream_t stream) {
-  bool search = false, bytes = false;
+  bool search = false;
+  int bytes = 0;
   for (int t = 0; t < a.sources; ++t) {
     const Codebook& book = a.source[t].book;
     search = search || choices::searches_table(book.width, book.num_steps);
-    bytes = bytes || format::levels_are_codes(book.width);
+    bytes += format::levels_are_codes(book.width);
+  }
+  // Keys of 8 bits with values of fewer, or the other way round: a launch for each of them takes as long as one for
+  // both, whose kernels would add 1.2 MB to the library.
+  if (bytes > 0 && bytes < a.sources) {
+    for (int t = 0; t < a.sources; ++t) {
+      EncodeArguments one = a;
+      one.source[0] = a.source[t], one.sources = 1, one.first = t;
+      launch_encode_bulk(one, head_dim, stream);
+    }
+    return;
   }
   dispatch_bulk(a.dtype, head_dim, [&](auto log_d, auto tag) {
     using Traits = EncodeTraits<log_d>;
     using T = typename decltype(tag)::type;
-    if (search) return bytes ? launch<Traits, T, true, true>(a, stream) : launch<Traits, T, true, false>(a, stream);
-    bytes ? launch<Traits, T, false, true>(a, stream) : launch<Traits, T, false, false>(a, stream);
+    if (bytes > 0) return launch<Traits, T, Rounding::kBytes>(a, stream);
+    search ? launch<Traits, T, Rounding::kSearch>(a, stream) : launch<Traits, T, Rounding::kOne>(a, stream);
   });
 }
 

@@ -134,8 +134,9 @@ inline bool aligned(const void* p, int64_t bytes) { return reinterpret_cast<uint
 // tensor, or one with more dimensions than a kernel takes, is copied once.
 class AlignedRows {
  public:
-  AlignedRows(const Tensor& t, int64_t bytes) : tensor_(t), rows_(rows_of(t)) {
-    bool good = rows_.dims > 0 && aligned(t.data_ptr(), bytes);
+  // fits: what else is asked of the rows; a contiguous tensor's are one dimension, and fit.
+  AlignedRows(const Tensor& t, int64_t bytes, bool (*fits)(const Rows&) = nullptr) : tensor_(t), rows_(rows_of(t)) {
+    bool good = rows_.dims > 0 && aligned(t.data_ptr(), bytes) && (!fits || fits(rows_));
     for (int k = 0; k < rows_.dims; ++k)
       good = good && rows_.stride[k] * static_cast<int64_t>(t.element_size()) % bytes == 0;
     if (good || t.numel() == 0) return;
