@@ -208,7 +208,7 @@ struct StepShared {
 };
 
 // BYTES: keys or values, or both, have 8-bit codes.
-template <typename Traits, typename T, bool SEARCH, bool BYTES>
+template <typename Traits, bool SEARCH, bool BYTES>
 __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_constant__ StepArguments a) {
   let_next_kernel_begin();
   constexpr int kLanes = Traits::kLanes, kQuads = Traits::kChunks, kVectors = 32 / kLanes;  // of a warp
@@ -251,7 +251,10 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
 
   float x[kPerLane], y[kPerLane];
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) floats_of_words<T>(word[q], x + 4 * q);
+  for (int q = 0; q < kQuads; ++q) {
+    // One kernel for both dtypes: there is nothing else that depends on them.
+    a.is_half ? floats_of_words<__half>(word[q], x + 4 * q) : floats_of_words<__nv_bfloat16>(word[q], x + 4 * q);
+  }
   if (source.center) {
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) x[i] = __fsub_rn(x[i], center[i]);
@@ -446,6 +449,7 @@ StepArguments step_arguments(const EncodeArguments& a) {
                         static_cast<uint8_t>(a.layout.tile_shift),
                         a.tail.data != nullptr,
                         a.slots.wide,
+                        a.dtype == Dtype::kFloat16,
                         {},
                         {}};
   for (int kind = 0; kind < 2; ++kind) {
@@ -489,14 +493,13 @@ void launch_encode_step(const EncodeArguments& a, int head_dim, cudaStream_t str
   const bool search = step.source[0].num_steps > 1 || step.source[1].num_steps > 1;
   const bool bytes =
       format::levels_are_codes(a.source[0].book.width) || format::levels_are_codes(a.source[1].book.width);
-  dispatch_bulk(a.dtype, head_dim, [&](auto log_d, auto tag) {
+  dispatch_bulk(a.dtype, head_dim, [&](auto log_d, auto) {
     using Traits = StepTraits<log_d>;
-    using T = typename decltype(tag)::type;
     const dim3 grid(num_blocks(a.tokens, kWarps * 32 / Traits::kLanes), static_cast<unsigned>(a.heads), 2);
-    const auto kernel =
-        bytes    ? search ? encode_step_kernel<Traits, T, true, true> : encode_step_kernel<Traits, T, false, true>
-        : search ? encode_step_kernel<Traits, T, true, false>
-                 : encode_step_kernel<Traits, T, false, false>;
+    const auto kernel = bytes
+                            ? search ? encode_step_kernel<Traits, true, true> : encode_step_kernel<Traits, false, true>
+                        : search ? encode_step_kernel<Traits, true, false>
+                                 : encode_step_kernel<Traits, false, false>;
     kernel<<<grid, 32 * kWarps, 0, stream>>>(step);
   });
 }

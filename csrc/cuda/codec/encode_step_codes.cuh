@@ -54,6 +54,7 @@ struct StepArguments {
   uint8_t* pages;
   uint32_t tokens, heads, num_pages, page_stride, record_bytes, tile_bytes;
   uint8_t page_shift, tile_shift, has_tail, wide_slots;
+  uint8_t is_half;  // vectors are float16, or else bfloat16
   alignas(16) StepSource source[2];
   StepTail tail;
 };
