@@ -41,10 +41,10 @@ void share_keys(ScoreArguments& a, int64_t rows, int blocks_per_multiprocessor, 
   a.key_blocks = static_cast<int>((tiles + block_tiles - 1) / block_tiles);
 }
 
-template <int BITS, bool UNIFORM, bool SKETCH, int PAIRS, bool ALIGNED>
+template <int BITS, bool UNIFORM, bool SKETCH, int PAIRS>
 void launch_general(ScoreArguments& a, int64_t batch, const Launch& launch, const DeviceFacts& device) {
   const int bytes = Layout(a, std::min(a.queries, 2 * PAIRS)).bytes();
-  const auto kernel = score_kernel<BITS, UNIFORM, SKETCH, PAIRS, ALIGNED>;
+  const auto kernel = score_kernel<BITS, UNIFORM, SKETCH, PAIRS>;
   if (bytes > kDefaultSharedBytes) {
     const int most = device.shared_per_block - kReservedSharedBytes;
     STD_TORCH_CHECK(bytes <= most, "scores of d = ", a.d, " and sketches of ", a.m, " bits take ", bytes,
@@ -76,24 +76,23 @@ void launch_choice(ScoreArguments& a, int64_t batch, const ScoreChoice& choice, 
     }
   }
   if constexpr (has_four_query_kernel(BITS > 0, SKETCH)) {
-    if (choice.query_pairs == 2) return launch_general<BITS, UNIFORM, SKETCH, 2, true>(a, batch, launch, device);
+    if (choice.query_pairs == 2) return launch_general<BITS, UNIFORM, SKETCH, 2>(a, batch, launch, device);
   }
-  launch_general<BITS, UNIFORM, SKETCH, 1, true>(a, batch, launch, device);
+  launch_general<BITS, UNIFORM, SKETCH, 1>(a, batch, launch, device);
 }
 
-// Rows at any address share one kernel per width, with and without sketches.
 template <int BITS, bool UNIFORM = false>
 void launch_bits(ScoreArguments& a, const ScoreFacts& call, const Launch& launch, const DeviceFacts& device) {
   const ScoreChoice choice = choose_score(call);
-  if (!call.word_rows) return launch_general<BITS, UNIFORM, true, 1, false>(a, call.batch, launch, device);
   if constexpr (BITS > 0) {
     if (!a.sign_bits) return launch_choice<BITS, UNIFORM, false>(a, call.batch, choice, launch, device);
   }
   launch_choice<BITS, UNIFORM, true>(a, call.batch, choice, launch, device);
 }
 
-// BITS = 0 stands for sketches without codes.
+// BITS = 0 stands for sketches without codes. Rows at any address have one kernel.
 void launch_width(ScoreArguments& a, const ScoreFacts& call, const Launch& launch, const DeviceFacts& device) {
+  if (!call.word_rows) return launch_general<kAnyRows, false, true, 1>(a, call.batch, launch, device);
   if (a.bits == 0) return launch_bits<0>(a, call, launch, device);
   switch (format::as_width(a.bits)) {
     case format::Width::k1: return launch_bits<1>(a, call, launch, device);

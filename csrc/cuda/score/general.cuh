@@ -1,4 +1,5 @@
-// The general kernel of scores: any number of queries and channels, codes and sketches, or one of them.
+// The general kernel of scores: any number of queries and channels, codes and sketches, or one of them. There is one
+// for each width of rows that are read in whole words, and one for all others (kAnyRows).
 #pragma once
 
 #include "cuda/score/queries.cuh"
@@ -37,9 +38,9 @@ struct LastWord {
   }
 };
 
-// Loads WORDS words at any address, from aligned words and, at the end of the rows, `last`.
+// Loads `count` words, WORDS at most, at any address, from aligned words and, at the end of the rows, `last`.
 template <int WORDS>
-__device__ __forceinline__ void load_unaligned_words(const uint8_t* p, uint32_t offset, uint32_t* word,
+__device__ __forceinline__ void load_unaligned_words(const uint8_t* p, uint32_t offset, int count, uint32_t* word,
                                                      const LastWord& last) {
   const uint8_t* begin = p + offset;
   const unsigned shift = reinterpret_cast<uintptr_t>(begin) % 4;
@@ -50,27 +51,32 @@ __device__ __forceinline__ void load_unaligned_words(const uint8_t* p, uint32_t 
   uint32_t low = load(0);
 #pragma unroll
   for (int i = 0; i < WORDS; ++i) {
+    if (i >= count) break;
     const uint32_t high = load(i + 1);
     word[i] = __funnelshift_r(low, high, 8 * shift);
     low = high;
   }
 }
 
-// The keys of a block: rows 0 to count - 1 from these addresses.
-template <int BITS, bool SKETCH, bool ALIGNED>
+// In place of a width: codes of any width, or none, in rows at any address.
+constexpr int kAnyRows = -1;
+
+// The keys of a block: rows 0 to count - 1 from these addresses. BITS: of a code; 0: there are none.
+template <int BITS, bool SKETCH>
 struct Keys {
-  static constexpr int kWords = BITS ? BITS : 1;
+  static constexpr bool kAligned = BITS != kAnyRows;
+  static constexpr int kWords = BITS > 0 ? BITS : kAligned ? 1 : 8;
   const uint8_t *codes, *bits;
   const __half* scales;
   const float* norms;
-  int count, row_bytes, sketch_bytes, groups, sketch_groups;
+  int bits_of_code, count, row_bytes, sketch_bytes, groups, sketch_groups;
   LastWord last_code, last_bit;
 
   __device__ Keys(const ScoreArguments& a, int64_t first, int n)
       : codes(a.packed + first * a.row_bytes), bits(a.sign_bits + first * a.sketch_bytes), scales(a.scale + first),
-        norms(a.norm + first), count(n), row_bytes(a.row_bytes), sketch_bytes(a.sketch_bytes),
-        groups((a.d + kGroup - 1) / kGroup), sketch_groups((a.m + kGroup - 1) / kGroup) {
-    if constexpr (!ALIGNED) {
+        norms(a.norm + first), bits_of_code(kAligned ? BITS : a.bits), count(n), row_bytes(a.row_bytes),
+        sketch_bytes(a.sketch_bytes), groups((a.d + kGroup - 1) / kGroup), sketch_groups((a.m + kGroup - 1) / kGroup) {
+    if constexpr (!kAligned) {
       last_code = LastWord(codes + static_cast<uint32_t>(count * row_bytes));
       last_bit = LastWord(bits + static_cast<uint32_t>(count * sketch_bytes));
     }
@@ -79,7 +85,7 @@ struct Keys {
   // Prefetches to L2 the keys of the next three iterations, which the block reads as soon as its queries are prepared.
   __device__ __forceinline__ void prefetch() const {
     const int64_t begin = kBlockKeys, end = min(count, 4 * kBlockKeys);
-    if constexpr (BITS > 0) prefetch_lines(codes + begin * row_bytes, codes + end * row_bytes);
+    if (bits_of_code > 0) prefetch_lines(codes + begin * row_bytes, codes + end * row_bytes);
     if constexpr (SKETCH) prefetch_lines(bits + begin * sketch_bytes, bits + end * sketch_bytes);
   }
   static __device__ __forceinline__ void prefetch_lines(const uint8_t* begin, const uint8_t* end) {
@@ -97,12 +103,12 @@ struct Keys {
   };
 
   template <int WORDS>
-  static __device__ __forceinline__ void load_part(const uint8_t* rows, uint32_t offset, uint32_t* word,
+  static __device__ __forceinline__ void load_part(const uint8_t* rows, uint32_t offset, int count, uint32_t* word,
                                                    const LastWord& last) {
-    if constexpr (ALIGNED) {
+    if constexpr (kAligned) {
       load_aligned_words<WORDS>(rows, offset, word);
     } else {
-      load_unaligned_words<WORDS>(rows, offset, word, last);
+      load_unaligned_words<WORDS>(rows, offset, count, word, last);
     }
   }
 
@@ -113,17 +119,17 @@ struct Keys {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const uint32_t row = min(key + 8 * r + g, count - 1);
-      if constexpr (BITS > 0) {
-        if (group < groups) load_part<BITS>(codes, row * row_bytes + group * (4 * BITS), part.code[r], last_code);
+      if (bits_of_code > 0 && group < groups) {
+        load_part<kWords>(codes, row * row_bytes + group * (4 * bits_of_code), bits_of_code, part.code[r], last_code);
       }
       if constexpr (SKETCH) {
-        if (group < sketch_groups) load_part<1>(bits, row * sketch_bytes + group * 4, part.bit + r, last_bit);
+        if (group < sketch_groups) load_part<1>(bits, row * sketch_bytes + group * 4, 1, part.bit + r, last_bit);
       }
     }
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const uint32_t row = min(key + 8 * (2 * k + t % 2) + g, count - 1);
-      if constexpr (BITS > 0) part.scale[k] = __ldg(scales + row);
+      if (bits_of_code > 0) part.scale[k] = __ldg(scales + row);
       if constexpr (SKETCH) part.norm[k] = sketch_groups ? __ldg(norms + row) : 0;
     }
   }
@@ -135,12 +141,68 @@ __device__ __forceinline__ void add_levels(int (&sums)[4], const uint32_t (&leve
   mma_bytes<UNSIGNED>(sums, {levels[2 * h][0], levels[2 * h + 1][0], levels[2 * h][1], levels[2 * h + 1][1]}, column);
 }
 
+// Joins two of a coordinate's four bytes. Lanes with even t hold the lower two, the others the upper two.
+__device__ __forceinline__ float two_bytes(int low, int high) { return static_cast<float>(high * 256 + low); }
+
+// Adds step `step` of four keys, expanded to levels, to `part`: one product of a pair of queries for each of them.
+// column: of each pair, [steps][4][queries][4 t][4 bytes]
+template <typename Codes, int PAIRS, int WORDS>
+__device__ __forceinline__ void add_codes(const Codes& expansion, const uint32_t (&code)[4][WORDS], int step,
+                                          int queries, const uint2* const (&column)[PAIRS], float (&part)[PAIRS][4]) {
+  int plus[PAIRS][2][4] = {}, minus[PAIRS][2][4] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t p[4][2], n[4][2];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) expansion.levels(code[r], i, p[r], n[r]);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      const uint2 b = column[pair][(step * 4 + i) * queries * 16];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        add_levels<Codes::kUnsigned>(plus[pair][h], p, h, b);
+        if constexpr (Codes::kSigned) add_levels<Codes::kUnsigned>(minus[pair][h], n, h, b);
+      }
+    }
+  }
+#pragma unroll
+  for (int pair = 0; pair < PAIRS; ++pair) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int *x = plus[pair][r / 2] + r % 2 * 2, *y = minus[pair][r / 2] + r % 2 * 2;
+      part[pair][r] += two_bytes(Codes::kTimes * x[0] - y[0], Codes::kTimes * x[1] - y[1]);
+    }
+  }
+}
+
+// The same for codes of `bits` bits, which are the first words of `code`. table: of any grid; 5-bit codes of the
+// uniform grid are looked up like others.
+template <int PAIRS>
+__device__ __forceinline__ void add_any_codes(int bits, const int8_t* table, const uint32_t (&code)[4][8], int step,
+                                              int queries, const uint2* const (&column)[PAIRS],
+                                              float (&part)[PAIRS][4]) {
+  const auto add = [&]<int BITS>() {
+    uint32_t first[4][BITS];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+#pragma unroll
+      for (int i = 0; i < BITS; ++i) first[r][i] = code[r][i];
+    }
+    add_codes(Expansion<BITS>(table), first, step, queries, column, part);
+  };
+  switch (format::as_width(bits)) {
+    case format::Width::k1: return add.template operator()<1>();
+    case format::Width::k2: return add.template operator()<2>();
+    case format::Width::k3: return add.template operator()<3>();
+    case format::Width::k4: return add.template operator()<4>();
+    case format::Width::k5: return add.template operator()<5>();
+    case format::Width::k8: return add.template operator()<8>();
+  }
+}
+
 // The factor from a sum of bytes to the product, for coordinates in units of Side::unit.
 template <typename Codes>
 constexpr float kCodeUnit = format::kLevelUnit / (1 << kPointBits) / (1 << Codes::kPlace);
-
-// Joins two of a coordinate's four bytes. Lanes with even t hold the lower two, the others the upper two.
-__device__ __forceinline__ float two_bytes(int low, int high) { return static_cast<float>(high * 256 + low); }
 
 // The sums over all four bytes for the two keys that this lane writes, from two neighbouring lanes' sums of four keys.
 __device__ __forceinline__ void join_bytes(const float (&part)[4], int t, float (&sum)[2]) {
@@ -153,8 +215,8 @@ __device__ __forceinline__ void join_bytes(const float (&part)[4], int t, float 
   }
 }
 
-template <int BITS, bool UNIFORM, bool SKETCH, int PAIRS, bool ALIGNED>
-__global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerMultiprocessor : 1)
+template <int BITS, bool UNIFORM, bool SKETCH, int PAIRS>
+__global__ void __launch_bounds__(kThreads, BITS != kAnyRows ? kBlocksPerMultiprocessor : 1)
     score_kernel(const __grid_constant__ ScoreArguments a) {
   extern __shared__ uint4 shared[];
   __shared__ float constants[4 * kMaxQueries];
@@ -164,12 +226,12 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerMultiprocessor :
   const int first_query = static_cast<int>(rest % a.query_blocks) * (2 * PAIRS);
   const int queries = min(2 * PAIRS, a.queries - first_query);
   const int64_t first_key = int64_t{blockIdx.x % a.key_blocks} * a.span;
-  const Keys<BITS, SKETCH, ALIGNED> keys(a, batch * a.keys + first_key,
-                                         static_cast<int>(min(int64_t{a.span}, a.keys - first_key)));
+  const Keys<BITS, SKETCH> keys(a, batch * a.keys + first_key,
+                                static_cast<int>(min(int64_t{a.span}, a.keys - first_key)));
   const int steps = max(a.steps, a.sketch_steps);
 
   // The loads of the first keys are in flight while the queries are prepared.
-  typename Keys<BITS, SKETCH, ALIGNED>::Part first{}, second{};
+  typename Keys<BITS, SKETCH>::Part first{}, second{};
   int key = warp * kTileKeys, step = 0;
   if (key < keys.count) keys.load(key, 0, g, t, first);
   keys.prefetch();
@@ -182,10 +244,13 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerMultiprocessor :
                    constants + kMaxQueries};
   const Side sketch{words + layout.code_columns, codes.work + layout.code_work, constants + 2 * kMaxQueries,
                     constants + 3 * kMaxQueries};
-  if constexpr (Expansion<BITS, UNIFORM>::kHasTable) fill_level_table(table, format::as_width(BITS), a.levels);
-  prepare_queries<BITS, UNIFORM, SKETCH>(a, batch * a.queries + first_query, queries, codes, sketch);
+  const bool has_codes = keys.bits_of_code > 0;
+  using Codes = Expansion<BITS == kAnyRows ? 0 : BITS, UNIFORM>;  // of any rows: see add_any_codes
+  const bool has_table =
+      BITS == kAnyRows ? has_codes && !format::levels_are_codes(format::as_width(a.bits)) : Codes::kHasTable;
+  if (has_table) fill_level_table(table, format::as_width(keys.bits_of_code), a.levels);
+  prepare_queries<SKETCH>(a, keys.bits_of_code, UNIFORM, batch * a.queries + first_query, queries, codes, sketch);
   __syncthreads();
-  using Codes = Expansion<BITS, UNIFORM>;
   const Codes expansion(table);
 
   // In a product this lane holds the column of byte g % 4 of query g / 4 of a pair (a missing query repeats the last
@@ -212,32 +277,11 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerMultiprocessor :
     const int next_key = last ? key + kBlockKeys : key, next_step = last ? 0 : step + 1;
     if (next_key < keys.count) keys.load(next_key, next_step, g, t, next);
 
-    if constexpr (BITS > 0) {
-      if (!SKETCH || step < a.steps) {
-        int plus[PAIRS][2][4] = {}, minus[PAIRS][2][4] = {};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          uint32_t p[4][2], n[4][2];
-#pragma unroll
-          for (int r = 0; r < 4; ++r) expansion.levels(now.code[r], i, p[r], n[r]);
-#pragma unroll
-          for (int pair = 0; pair < PAIRS; ++pair) {
-            const uint2 b = code_column[pair][(step * 4 + i) * queries * 16];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              add_levels<Codes::kUnsigned>(plus[pair][h], p, h, b);
-              if constexpr (Codes::kSigned) add_levels<Codes::kUnsigned>(minus[pair][h], n, h, b);
-            }
-          }
-        }
-#pragma unroll
-        for (int pair = 0; pair < PAIRS; ++pair) {
-#pragma unroll
-          for (int r = 0; r < 4; ++r) {
-            const int *x = plus[pair][r / 2] + r % 2 * 2, *y = minus[pair][r / 2] + r % 2 * 2;
-            code_part[pair][r] += two_bytes(Codes::kTimes * x[0] - y[0], Codes::kTimes * x[1] - y[1]);
-          }
-        }
+    if (has_codes && (!SKETCH || step < a.steps)) {
+      if constexpr (BITS == kAnyRows) {
+        add_any_codes(a.bits, table, now.code, step, queries, code_column, code_part);
+      } else if constexpr (BITS > 0) {
+        add_codes(expansion, now.code, step, queries, code_column, code_part);
       }
     }
     if constexpr (SKETCH) {
@@ -271,12 +315,12 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerMultiprocessor :
 #pragma unroll
       for (int pair = 0; pair < PAIRS; ++pair) {
         [[maybe_unused]] float code_sum[2], sketch_sum[2];
-        if constexpr (BITS > 0) join_bytes(code_part[pair], t, code_sum);
+        if (has_codes) join_bytes(code_part[pair], t, code_sum);
         if constexpr (SKETCH) join_bytes(sketch_part[pair], t, sketch_sum);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           float score = 0;
-          if constexpr (BITS > 0) {
+          if (has_codes) {
             constexpr float unit = kCodeUnit<Codes>;
             score = __fmaf_rn(code_sum[k] * unit * code_unit[pair], __half2float(now.scale[k]), shift[pair]);
           }
@@ -285,7 +329,7 @@ __global__ void __launch_bounds__(kThreads, ALIGNED ? kBlocksPerMultiprocessor :
             constexpr float unit = 2.0f / 128 / (1 << kPointBits);
             const float sum = __fmaf_rn(sketch_sum[k] * unit, sketch_unit[pair], minus_total[pair]);
             const float estimate = a.factor * now.norm[k] * sum;
-            score = ALIGNED || a.sketch_steps ? score + estimate : score;
+            score = BITS != kAnyRows || a.sketch_steps ? score + estimate : score;
           }
           const int row = key + 8 * (2 * k + t % 2) + g;
           if (out[pair] && row < keys.count) out[pair][row] = score;

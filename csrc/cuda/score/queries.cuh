@@ -171,12 +171,12 @@ __device__ __forceinline__ void make_columns(const float* y, int count, int bits
 }
 
 // Prepares all that depends on the queries alone, by a whole block: warp w prepares query w % 4, for codes if w < 4,
-// else for sketches. The caller synchronises.
-template <int BITS, bool UNIFORM, bool SKETCH>
-__device__ __forceinline__ void prepare_queries(const ScoreArguments& a, int64_t first_row, int queries,
-                                                const Side& codes, const Side& sketch) {
+// else for sketches. bits, uniform: of the codes; 0 bits: there are none. The caller synchronises.
+template <bool SKETCH>
+__device__ __forceinline__ void prepare_queries(const ScoreArguments& a, int bits, bool uniform, int64_t first_row,
+                                                int queries, const Side& codes, const Side& sketch) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, query = warp % kMaxQueries;
-  const bool sketched = SKETCH && (BITS == 0 || warp >= kMaxQueries), dense = sketched && a.dense;
+  const bool sketched = SKETCH && (bits == 0 || warp >= kMaxQueries), dense = sketched && a.dense;
   const bool mine = query < queries && (sketched ? warp >= kMaxQueries && a.sign_bits : warp < kMaxQueries);
   const Side side = sketched ? sketch : codes;
   const int stride = dense ? a.d + a.m : a.d, count = sketched ? a.m : a.d;
@@ -216,7 +216,7 @@ __device__ __forceinline__ void prepare_queries(const ScoreArguments& a, int64_t
     if (dense) y += a.d;
   }
   if (!mine) return;
-  make_columns(y, count, sketched ? 0 : BITS, UNIFORM, sketched ? a.sketch_steps : a.steps, query, queries, side, total,
+  make_columns(y, count, sketched ? 0 : bits, uniform, sketched ? a.sketch_steps : a.steps, query, queries, side, total,
                lane);
 }
 
