@@ -51,21 +51,15 @@ __device__ __forceinline__ void sum_part(const LayerRows& x, float* shared, floa
   const int mine = threadIdx.x / lanes, side_by_side = blockDim.x / lanes;
   const int64_t end = x.begin(part + 1);
   float sum[N] = {};
-  with_float_type(x.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const T* from = static_cast<const T*>(x.data[layer]) + first;
+  // load(at, values): N neighbouring elements from `at` on
+  const auto sum_rows = [&](auto&& load) {
     for (int64_t row = x.begin(part) + mine; row < end; row += kUnroll * side_by_side) {
       float value[kUnroll][N];
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         // Past the end the last row is loaded again, and not added below.
         const int64_t r = min(row + i * side_by_side, end - 1);
-        const T* at = from + x.at(layer, head, r);
-        if constexpr (N == 1) {
-          value[i][0] = static_cast<float>(*at);
-        } else {
-          load_floats<N>(at, value[i]);
-        }
+        load(first + x.at(layer, head, r), value[i]);
       }
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
@@ -74,7 +68,15 @@ __device__ __forceinline__ void sum_part(const LayerRows& x, float* shared, floa
         for (int c = 0; c < N; ++c) sum[c] += fn(first + c, value[i][c]);
       }
     }
-  });
+  };
+  if constexpr (N == 1) {
+    sum_rows([&](int64_t at, float (&to)[1]) { to[0] = load_float(x.data[layer], x.dtype, at); });
+  } else {
+    with_float_type(x.dtype, [&](auto tag) {
+      const auto* from = static_cast<const typename decltype(tag)::type*>(x.data[layer]);
+      sum_rows([&](int64_t at, float (&to)[N]) { load_floats<N>(from + at, to); });
+    });
+  }
   __syncthreads();  // an earlier call's shared and sums may still be in use
 #pragma unroll
   for (int c = 0; c < N; ++c) shared[mine * x.d + first + c] = sum[c];

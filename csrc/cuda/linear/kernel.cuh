@@ -349,10 +349,18 @@ class Block {
   const uint8_t* copy_from_;
 };
 
+// The most tiles of columns that a launch on this architecture has. Shared memory of compute capability 7.5 has no room
+// for more (launch.cu); where warpgroups multiply, more tokens take tiles of another kernel (choices/linear.h).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kMostTiles = 2;
+#else
+constexpr int kMostTiles = kWarpgroupProducts ? 4 : 8;
+#endif
+
 template <Codes CODES, bool SUB, int TILES>
 __global__ void __launch_bounds__(32 * num_warps(TILES), 1)
     linear_kernel(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
-  if constexpr (TILES <= 4 || !kWarpgroupProducts) {  // more tokens take tiles there (choices/linear.h)
+  if constexpr (TILES <= kMostTiles) {
     extern __shared__ uint4 dynamic[];
     Block<CODES, SUB, TILES> block(a, p, reinterpret_cast<uint8_t*>(dynamic));
     block.run();
