@@ -45,9 +45,9 @@ HOST = ["-fPIC", "-ffp-contract=off", "-fvisibility=hidden", "-fvisibility-inlin
 # Switches over an enum name every value, so that the compiler finds each place a new width needs.
 HOST += ["-Werror=switch"]
 CXX = ["-std=c++20", "-O3", *HOST]
-# Machine code compresses to a tenth; nvcc 12.8 and later can. (-Os would take 0.4 MB
-# from the library, all code of the host, and add 1 to 2 us to a call.)
-NVCC = ["-std=c++20", "-O3", "-fmad=false", "--expt-relaxed-constexpr", "-DUSE_CUDA"]
+# Machine code compresses to a tenth; nvcc 12.8 and later can. The level of optimisation is that of
+# the host's code alone: -O3 would add 0.2 MB to the library, and -Os 1 to 2 us to a call.
+NVCC = ["-std=c++20", "-O2", "-fmad=false", "--expt-relaxed-constexpr", "-DUSE_CUDA"]
 NVCC += ["--compress-mode=size"]
 
 # ninja compiles what changed, headers included.
@@ -200,6 +200,8 @@ def ninja_file(version: str, cuda: Cuda | None) -> str:
     nvcc_flags = [*NVCC, "-Xcompiler", ",".join([*HOST, prefix])]
     nvcc_flags += [f"-DTURBOQUANT_CUDA_ARCHITECTURES={quote(' '.join(archs))}"]
     nvcc_flags += [flag for entry in archs for flag in gencode(entry)]
+    # The largest sources would keep single cores busy for minutes: architectures side by side.
+    nvcc_flags += [f"--threads={len(archs)}"] if len(archs) > 1 else []
     text = NINJA.format(
         objects=OBJECTS,
         torch=torch,
