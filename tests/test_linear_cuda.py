@@ -245,7 +245,9 @@ def test_every_tile(f, tile, shape):
     case, packed = wide_case(f, n, k)
     x, bias = randn(tokens, k, seed=4), randn(n, seed=4)
     check(x, case, packed, bias, "tiles")
-    if torch.cuda.get_device_properties(0).multi_processor_count == 132:  # the plan depends on it
+    has_tiles = kernel_of(x, case) == "tiles"  # not all GPUs have
+    # The plan depends on the number of multiprocessors.
+    if has_tiles and torch.cuda.get_device_properties(0).multi_processor_count == 132:
         names = launched(lambda: on_gpu(x, case, packed, bias))
         assert any(f"stream_k_kernel<{tile}," in name for name in names), names
 

@@ -320,6 +320,9 @@ def test_pages_that_do_not_exist_hold_no_keys(q_lens):
     """
     config = tt.preset("k4v4u", 128, page_size=16)
     case = build(config, [400, 90], q_lens)
+    call = {"head_dim": 128, "q_heads": 8, "kv_heads": 2, "preset": "k4v4u"}
+    if tt.kernel_choice("paged_attention", **call, max_q_len=min(q_lens)).kernel == "split_kv":
+        pytest.skip("the split-KV kernel takes sequences of so many rows on this GPU")
     for nowhere in (-1, len(case.cache), 2**31 - 1):
         table = case.table.clone()
         table[0, 3:7], table[1, 0] = nowhere, nowhere
