@@ -25,6 +25,7 @@ from tests.attention_cuda import (
     starts_of,
 )
 from tests.helpers import assert_same_bytes
+from tests.test_row_tiles_launches import chosen
 from tests.test_split_kv_launches import assert_streams_share_nothing, kernels_of
 
 pytestmark = pytest.mark.cuda
@@ -251,9 +252,8 @@ def test_one_graph_for_prompts_and_chunks():
 
 def test_launches():
     """Two kernels with k_new and more than 64 rows, one after the other; else one."""
-    call = {"head_dim": 128, "q_heads": 8, "kv_heads": 2, "preset": "k4v4", "max_q_len": 100}
-    if (chosen := tt.kernel_choice("paged_attention", **call)).kernel != "row_tiles":
-        pytest.skip(chosen.reason)
+    if chosen(prompts([100])) != "row_tiles":
+        pytest.skip("no row tiles on this GPU")
     for d in DIMS:
         case = prompts([100], d=d)
         first, second = kernels_of(case, **own_tokens(case))
