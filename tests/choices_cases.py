@@ -86,6 +86,7 @@ NO_TILE_DIM = f"{MANY}, and head_dim is above 256"
 NO_TILE_CODES = f"{MANY}, and the row-tile kernel does not expand these codes"
 FULL_ROWS = f"{MANY}, of float32"
 NO_DIM = "the split-KV kernel is not compiled for this head_dim"
+FEW_WARPS = "shared memory of the device holds too few warps"
 MANY_STEPS = "a codebook has more than 8 candidate steps"
 SEQS = "2^31 sequences in the exact tail or more"
 TAIL = "the exact tail does not start at a multiple of 8 bytes"
@@ -150,7 +151,7 @@ CASES = [
     Case("cache_store", {}, "bulk", FILL),
     Case("cache_store", FEW, "step", TOO_FEW),
     Case("cache_store", {"dtype": HALF, **FEW}, "step", TOO_FEW),
-    Case("cache_store", BOTH, "step", "shared memory of the device holds too few warps", "T4"),
+    Case("cache_store", BOTH, "step", FEW_WARPS, "T4"),
     Case("cache_store", {"d": 256, **BOTH}, "bulk", FILL),
     Case("cache_store", {"d": 96}, "generic", DIMS),
     Case("cache_store", {"dtype": FULL}, "generic", "dtype is float32"),
@@ -159,6 +160,8 @@ CASES = [
     Case("cache_store", {"d": 256, "k_width": 8, "k_candidates": 8}, "bulk", FILL),
     Case("cache_store", {"d": 256, "k_width": 8, "v_candidates": 8}, "bulk", FILL),
     Case("cache_store", {"k_width": 8, "v_width": 8, **BOTH}, "bulk", FILL, "T4"),
+    Case("cache_store", {"d": 64, **BOTH}, "step", FEW_WARPS, "T4"),
+    Case("cache_store", {"d": 64, "k_width": 8, **BOTH}, "bulk", FILL, "T4"),  # a launch for each
     Case("cache_store", {"k_width": 8, "k_candidates": 9}, "generic", MANY_STEPS),
     Case("cache_store", {"k_candidates": 9}, "generic", MANY_STEPS),
     Case("cache_store", {"v_head_stride": TWO_GIB}, "generic", STRIDE),

@@ -145,6 +145,11 @@ constexpr bool searches_table(format::Width width, int candidates) {
   return candidates > 1 && !format::levels_are_codes(width);
 }
 
+// Whether keys and values of many tokens are a launch each: no kernel has both 8-bit codes and tables.
+constexpr bool encodes_apart(format::Width keys, format::Width values) {
+  return format::levels_are_codes(keys) != format::levels_are_codes(values);
+}
+
 constexpr const char* against_codebook(const EncodeSourceShape& source) {
   if (source.candidates > kMostCandidates) return "a codebook has more than 8 candidate steps";
   return nullptr;
@@ -155,13 +160,12 @@ inline const char* against_encode_bulk(int head_dim, Dtype dtype, int64_t tokens
                                        std::initializer_list<EncodeSourceShape> sources, const DeviceFacts& device) {
   if (const char* reason = against_vectors(head_dim, dtype)) return reason;
   bool search = false;
-  int bytes = 0, count = static_cast<int>(sources.size());
   for (const EncodeSourceShape& source : sources) {
     if (const char* reason = against_codebook(source)) return reason;
     search = search || searches_table(source.width, source.candidates);
-    bytes += format::levels_are_codes(source.width);
   }
-  if (bytes > 0 && bytes < count) count = 1;  // a launch for keys and one for values (codec/encode_bulk.cu)
+  const bool apart = sources.size() == 2 && encodes_apart(sources.begin()[0].width, sources.begin()[1].width);
+  const int count = apart ? 1 : static_cast<int>(sources.size());  // of a launch
   const int warps = encode_warps(head_dim, search, count, device);
   if (warps < kLeastWarps) return "shared memory of the device holds too few warps";
   const int span = encode_span_tokens(head_dim), passes = span / encode_vectors(head_dim);

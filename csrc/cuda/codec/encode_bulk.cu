@@ -184,7 +184,7 @@ __device__ __forceinline__ void encode_all(const EncodeArguments& a) {
     } else {
       dispatch_codes(kind, source.book.width, [&]<Kind KIND, Width WIDTH>() {
         if constexpr (format::levels_are_codes(WIDTH)) {
-          // stored above
+          // has a kernel of its own
         } else if constexpr (KIND == Kind::kValues) {
           if constexpr (format::is_spread(WIDTH)) to_neighbours<Traits>(codes.low, part);
           put_values.template operator()<WIDTH>(codes.low);
@@ -217,7 +217,7 @@ __device__ __forceinline__ void encode_all(const EncodeArguments& a) {
   }
 }
 
-// Whether a device of the architecture that is compiled has the shared memory for any call.
+// Whether a device of the architecture that is compiled has the shared memory for a launch.
 template <typename Traits, bool SEARCH>
 constexpr bool kFitsDevice =
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -255,16 +255,8 @@ void launch(const EncodeArguments& a, cudaStream_t stream) {
 }  // namespace
 
 void launch_encode_bulk(const EncodeArguments& a, int head_dim, cudaStream_t stream) {
-  bool search = false;
-  int bytes = 0;
-  for (int t = 0; t < a.sources; ++t) {
-    const Codebook& book = a.source[t].book;
-    search = search || choices::searches_table(book.width, book.num_steps);
-    bytes += format::levels_are_codes(book.width);
-  }
-  // Keys of 8 bits with values of fewer, or the other way round: a launch for each of them takes as long as one for
-  // both, whose kernels would add 1.2 MB to the library.
-  if (bytes > 0 && bytes < a.sources) {
+  // Kernels for both would add 1.1 MB to the library.
+  if (a.sources == 2 && choices::encodes_apart(a.source[0].book.width, a.source[1].book.width)) {
     for (int t = 0; t < a.sources; ++t) {
       EncodeArguments one = a;
       one.source[0] = a.source[t], one.sources = 1, one.first = t;
@@ -272,10 +264,15 @@ void launch_encode_bulk(const EncodeArguments& a, int head_dim, cudaStream_t str
     }
     return;
   }
+  bool search = false;
+  for (int t = 0; t < a.sources; ++t) {
+    search = search || choices::searches_table(a.source[t].book.width, a.source[t].book.num_steps);
+  }
+  const bool bytes = format::levels_are_codes(a.source[0].book.width);
   dispatch_bulk(a.dtype, head_dim, [&](auto log_d, auto tag) {
     using Traits = EncodeTraits<log_d>;
     using T = typename decltype(tag)::type;
-    if (bytes > 0) return launch<Traits, T, Rounding::kBytes>(a, stream);
+    if (bytes) return launch<Traits, T, Rounding::kBytes>(a, stream);
     search ? launch<Traits, T, Rounding::kSearch>(a, stream) : launch<Traits, T, Rounding::kOne>(a, stream);
   });
 }
