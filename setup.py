@@ -14,7 +14,7 @@ TORCH_CUDA_ARCH_LIST         the CUDA architectures instead of those of this mac
                              an older architecture's code on a newer GPU: "8.0@9.0" is the code of
                              8.0 as machine code of 9.0, "8.0@PTX" is its PTX only, which the
                              driver compiles
-CUDA_HOME, CXX, MAX_JOBS     toolkit folder, C++ compiler, parallel compilations
+CUDA_HOME, CXX, MAX_JOBS     toolkit folder, C++ compiler, sources compiled at a time
 """
 
 import importlib.util

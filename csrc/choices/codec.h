@@ -31,7 +31,7 @@ struct EncodeSourceShape {
   int64_t token_stride, head_stride;
 };
 
-// A call of encode. Its vectors are [tokens, heads, head_dim], at most INT32_MAX heads.
+// A call of encode. Its vectors are [tokens, heads, head_dim].
 struct EncodeShape {
   int head_dim;
   Dtype dtype;

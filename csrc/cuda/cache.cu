@@ -1,10 +1,7 @@
 // cache_store, cache_load: paged, packed keys and values (docs/format.md section 8) and the exact tail (section 9).
 //
-// The kernels are in codec/; here are the ops, which ask choices/codec.h which of them takes the call. One launch does
-// keys and values of all heads.
+// The kernels are in codec/; here are the ops, which ask choices/codec.h which of them takes the call.
 #include "cuda/cache.cuh"
-
-#include <algorithm>
 
 #include "calls/load.h"
 #include "choices/codec.h"

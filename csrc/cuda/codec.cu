@@ -12,8 +12,12 @@
 namespace turboquant::cuda {
 namespace {
 
-// Whether vectors are [tokens, heads, d].
-bool are_tokens_and_heads(const Rows& rows) { return rows.dims == 1 || (rows.dims == 2 && rows.size[1] <= INT32_MAX); }
+// Whether kernels can take vectors as [tokens, heads, d]. They encode at least so many tokens of a head at a time, and
+// a grid has so many heads.
+bool are_tokens_and_heads(const Rows& rows) {
+  constexpr int64_t kLeastTokens = 16, kMostHeads = 65535;
+  return rows.dims == 1 || (rows.dims == 2 && rows.size[0] >= kLeastTokens && rows.size[1] <= kMostHeads);
+}
 
 EncodeShape shape_of(const Rows& rows, int d, Dtype dtype, const Codebook& book) {
   const int64_t size = element_size(dtype);
@@ -41,7 +45,7 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
   Tensor packed = new_tensor(x, leading_shape(x, 1, {row_bytes}), ScalarType::Byte);
   if (x.numel() == 0) return {packed, scale};
 
-  // A copy of x, if its leading dimensions do not merge into two.
+  // A copy of x where these are not its leading dimensions.
   const AlignedRows in(x, word_bytes(std::min(8, split.block), x.element_size()), are_tokens_and_heads);
   const Constant s(signs), constants(center);
   const Launch launch(x);

@@ -43,10 +43,10 @@
 
 namespace turboquant::cuda::split_kv {
 
-// Whether each pair of codes has code of its own, from keys to values. Elsewhere three architectures are 0.4 MB smaller
-// each, and a call takes some percent longer (docs/measurements/performance_split_kv.md).
+// Whether each pair of codes has code of its own, from keys to values. The library is 1.3 MB smaller where it has not,
+// and calls take longer (docs/measurements/performance_split_kv.md says by how much).
 template <int D>
-constexpr bool kCodeForEachPair = kWarpgroupProducts || D == 64 || D == 128;
+constexpr bool kCodeForEachPair = D == 64 || D == 128 || (kWarpgroupProducts && D > 64);
 
 // A block of 4 N rows and head_dim D: composes the parts. FEW: has the code for calls with few units.
 template <int D, int N, bool FEW>

@@ -6,7 +6,7 @@
 namespace turboquant::cuda::split_kv {
 
 // Two pairs of neighbouring tokens: the first pair begins at an even token below 16 (below 24 where `mixed`, see
-// ValueCodes::kMixed), the second one some tokens later. They are chosen so that a lane which transposes the weights of
+// ValueCodes::kMixed), the second one pair_step() later. They are chosen so that a lane which transposes the weights of
 // its tokens (`transposed`) then holds those that the value operands want, in their order.
 struct LaneTokens {
   bool mixed;

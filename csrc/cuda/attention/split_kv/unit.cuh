@@ -45,7 +45,8 @@ class UnitProducts {
     });
     uint2 weight[N][STAGES];
     float factor[N];
-    weigh(queries, LaneTokens{codes.mixed}, true, begin, scores, softmax, weight, factor);
+    const bool has_top = true;  // maybe: Join multiplies by CodeFacts::value_top, which may be 0
+    weigh(queries, LaneTokens{codes.mixed}, has_top, begin, scores, softmax, weight, factor);
     with_index<0, kValuesOfPairs.size>(codes.values, [&](auto i) {
       using Values = ValueCodes<D, kValuesOfPairs.of[i]>;
       const LevelTable<Values::kTwoTables> table(Values::kUniform ? nullptr : value_levels());
