@@ -207,6 +207,17 @@ def test_strided_vectors():
             assert_same_bytes(a, e)
 
 
+@pytest.mark.parametrize("shape", [(3, 70000), (15, 40), (16, 40), (40, 16)])
+def test_few_tokens_of_many_heads(shape):
+    """Two leading dimensions that do not merge, the first smaller than what a block encodes."""
+    signs, (levels, steps) = signs_of(16), codebook_tensors(16, 4, "lloyd", 8)
+    x = randn(shape[0], shape[1] + 1, 16, seed=1)
+    expected = tt.encode(x[:, :-1], signs, levels, steps, 4)
+    actual = tt.encode(x.cuda()[:, :-1], *on_cuda(signs, levels, steps), 4)
+    for a, e in zip(actual, expected, strict=True):
+        assert_same_bytes(a, e)
+
+
 # ---- the cache
 
 
