@@ -563,6 +563,7 @@ constexpr int kSubChannels = 32;  // that share a multiplier
 constexpr int kMultiplierCodes = 16;
 constexpr int kMultiplierOffset = 12;          // a multiplier is its code and this: 12 .. 27
 constexpr float kMultiplierUnit = 1.0f / 16;   // so that multipliers are 0.75 to 1.69
+constexpr int kMultiplierOne = 16;             // is a multiplier of 1
 constexpr int kMaxWeightGroups = 1 << 20;      // of a row: no offset in a row of blocks leaves int64, nor k int32
 constexpr int64_t kMaxWeightRows = 1LL << 31;  // no number of rows leaves int64
 

@@ -39,11 +39,12 @@ CALLS: dict[str, dict[str, int]] = {
     },
     "qjl_sketch": {"dense": 0, "d": 128, "vectors": 1 << 16, "dtype": BF16},
     "linear_packed": {"tokens": 1, "n": 4096, "k": 4096, "dtype": BF16},
+    "linear_experts": {"pairs": 8, "experts": 128, "k": 2048, "dtype": BF16, "graph": 0},
 }
 HEADERS = {
     "attention": ["paged_attention"],
     "codec": ["encode", "decode", "cache_store", "cache_load"],
-    "linear": ["linear_packed"],
+    "linear": ["linear_packed", "linear_experts"],
     "mla": ["mla_attention"],
     "score": ["score", "qjl_sketch"],
 }
@@ -77,6 +78,11 @@ MIXED = "few query rows per KV head in some sequences, more in others"
 UP_TO_64 = "at most 64 query rows per KV head"
 UP_TO_32 = "at most 32 query rows per KV head"
 MANY = "many query rows per KV head"
+MORE_THAN_8 = "more than 8 tokens for each expert on average"
+OF_AN_EXPERT = "tokens for each expert on average"
+FULL_OF_AN_EXPERT = "more than 256 tokens of float32 for each expert on average"
+NO_ROOM = "shared memory has no room for a token's channels"
+IN_A_GRAPH = "a CUDA graph, which cannot wait"
 WITHOUT, FULL_TOKENS = "without products of warpgroups", "256 tokens of float32"
 UP_TO_32_TOKENS = "up to 32 tokens, and n * k is at most 12 million"
 FEWER_TOKENS = "fewer than 400 (n k / 2^24)^(4/3) tokens"
@@ -235,4 +241,16 @@ CASES = [
     Case("linear_packed", {"tokens": 257, "dtype": FULL}, "decoded", f"more than {FULL_TOKENS}"),
     Case("linear_packed", {"tokens": 64}, "codes", f"up to 64 tokens, {WITHOUT}", "A100"),
     Case("linear_packed", {"tokens": 65}, "decoded", f"more than 64 tokens, {WITHOUT}", "B200"),
+    Case("linear_experts", {"pairs": 1024}, "codes", f"up to 8 {OF_AN_EXPERT}"),
+    Case("linear_experts", {"k": 48_896}, "codes", f"up to 8 {OF_AN_EXPERT}"),
+    Case("linear_experts", {"k": 48_897}, "tiles", f"{NO_ROOM} as bytes"),
+    Case("linear_experts", {"pairs": 1025}, "tiles", MORE_THAN_8),
+    Case("linear_experts", {"pairs": 32768, "dtype": FULL}, "tiles", MORE_THAN_8),
+    Case("linear_experts", {"pairs": 32769, "dtype": FULL}, "one_by_one", FULL_OF_AN_EXPERT),
+    Case("linear_experts", {"pairs": 32769, "dtype": FULL, "graph": 1}, "tiles", MORE_THAN_8),
+    Case("linear_experts", {"pairs": 8192}, "codes", f"up to 64 {OF_AN_EXPERT}", "A100"),
+    Case("linear_experts", {"pairs": 8193}, "one_by_one", f"more than 64 {OF_AN_EXPERT}", "L4"),
+    Case("linear_experts", {"pairs": 8193, "graph": 1}, "codes", IN_A_GRAPH, "B200"),
+    Case("linear_experts", {"k": 16_129, "graph": 1}, "one_by_one", NO_ROOM, "L4"),
+    Case("linear_experts", {"k": 7168}, "codes", f"up to 64 {OF_AN_EXPERT}", "T4"),
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """linear_experts: with which expert's weight a token is multiplied, and that the product is exact.
 
 What a product is, is tested in test_linear.py: here those of the experts must be the same bits on
-the CPU, and as close to float64 on CUDA.
+the CPU, and as close to float64 on CUDA, of which test_linear_experts_cuda.py has more.
 """
 
 import pytest
@@ -9,8 +9,7 @@ import torch
 
 import torch_turboquant as tt
 from tests.helpers import FLOATS, randn
-from tests.test_linear import FORMATS, formats, make_case, moved
-from torch_turboquant.ops.linear import _products_of_experts
+from tests.test_linear import FORMATS, formats, make_case
 from torch_turboquant.ops.linear_reference import linear_experts_reference
 
 
@@ -54,12 +53,11 @@ def test_products_of_experts(f, k, device):
         check(device, f, 70, k, tokens, choices, dtype=dtype, bias=tokens > 1)
 
 
-def test_one_expert_that_many_tokens_choose(device):
-    """So many that the CPU multiplies them in parts, and CUDA in tiles."""
+def test_one_expert_that_many_tokens_choose():
+    """So many that the CPU multiplies them in parts."""
     packed, reading = experts_case(FORMATS[0], 20, 2048, experts=3)
     x, added = randn(300, 2048, seed=1), randn(3, 20, seed=3)
     chosen = torch.randint(2, 4, (300, 1), generator=torch.Generator().manual_seed(300))
-    x, packed, chosen, added, *reading = moved(device, x, packed, chosen, added, *reading)
     y = tt.linear_experts(x, packed, chosen, *reading, added)
     own = chosen[:, 0] == 2
     assert torch.equal(y[own, 0], tt.linear_packed(x[own], packed[2], *reading, None, added[2]))
@@ -67,7 +65,7 @@ def test_one_expert_that_many_tokens_choose(device):
 
 
 def test_many_experts_and_pairs(device):
-    check(device, FORMATS[0], 33, 128, 200, 4, experts=64, dtype=torch.bfloat16)
+    check(device, FORMATS[0], 33, 128, 120, 4, experts=64, dtype=torch.bfloat16)
 
 
 def test_so_many_pairs_that_they_take_turns():
@@ -114,39 +112,6 @@ def test_tokens_at_a_distance(device):
     y = tt.linear_experts(x, packed, chosen, signs, levels, *numbers)
     want = tt.linear_experts(x.contiguous(), packed, chosen, signs, levels, *numbers)
     assert torch.equal(y, want)
-
-
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_by_one_expert_at_a_time(waits, bias):
-    """What CUDA does, on the CPU: the same bits as the CPU's own kernel."""
-    packed, reading = experts_case(FORMATS[0], 70, 256, 5)
-    x = randn(6, 256, seed=1)
-    chosen = torch.tensor([[0, 1], [4, 5], [2, 2], [-1, 3], [0, 7], [1, 0]])
-    added = randn(5, 70, seed=3) if bias else None
-    y = _products_of_experts(x, packed, chosen, *reading, added, waits=waits)
-    assert torch.equal(y, tt.linear_experts(x, packed, chosen, *reading, added))
-    none = _products_of_experts(x[:0], packed, chosen[:0], *reading, added, waits=waits)
-    assert none.shape == (0, 2, 70)
-
-
-@pytest.mark.cuda
-def test_in_a_graph():
-    """The experts are read when the graph is replayed."""
-    device = torch.device("cuda")
-    packed, (signs, levels, *numbers) = experts_case(FORMATS[0], 70, 256, 5)
-    packed, signs, levels = (t.to(device) for t in (packed, signs, levels))
-    x, chosen = randn(2, 256, seed=1).to(device), torch.tensor([[0, 1], [2, 3]], device=device)
-    call = lambda: tt.linear_experts(x, packed, chosen, signs, levels, *numbers)  # noqa: E731
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = call()
-    for new in ([[0, 1], [2, 3]], [[4, 4], [5, 1]]):
-        chosen.copy_(torch.tensor(new))
-        graph.replay()
-        assert torch.equal(y, call())
 
 
 def test_tiny(device):

@@ -64,6 +64,7 @@ _DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
 _DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
 # No call has more; within them the C++ side computes without overflow.
 _MOST_VECTORS, _MOST_HEADS, _MOST_SKETCH_BITS = 1 << 40, 65535, 1 << 16
+_MOST_EXPERTS = 4096
 _MOST_QUERIES = 2**31 - 1
 
 
@@ -294,6 +295,20 @@ def _linear_packed(
     return [_size("tokens", tokens), _size("n", n), _size("k", k), _DTYPES[_dtype(dtype)]]
 
 
+def _linear_experts(
+    *,
+    tokens: int,
+    choices: int,
+    experts: int,
+    k: int,
+    dtype: torch.dtype | str = torch.bfloat16,
+    graph: bool = False,
+) -> list[int]:
+    pairs = _size("tokens times choices", _size("tokens", tokens) * _size("choices", choices))
+    experts = _size("experts", experts, _MOST_EXPERTS)
+    return [pairs, experts, _size("k", k), _DTYPES[_dtype(dtype)], int(graph)]
+
+
 _OPS: dict[str, Callable[..., list[int]]] = {
     "paged_attention": _paged_attention,
     "mla_attention": _mla_attention,
@@ -305,6 +320,7 @@ _OPS: dict[str, Callable[..., list[int]]] = {
     "qjl_score": _qjl_score,
     "qjl_sketch": _qjl_sketch,
     "linear_packed": _linear_packed,
+    "linear_experts": _linear_experts,
 }
 OPS = tuple(_OPS)
 
@@ -354,6 +370,7 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
     qjl_score        head_dim, keys; queries, batch, sketch_bits, dense
     qjl_sketch       head_dim, vectors; dense, dtype
     linear_packed    tokens, n, k; dtype
+    linear_experts   tokens, choices, experts, k; dtype, graph
     ===============  ===============================================================================
 
     What stands after a semicolon has a default. "A cache" is a preset, or key_bits and value_bits;

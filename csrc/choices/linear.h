@@ -1,4 +1,4 @@
-// How a call of linear_packed is computed on CUDA, and why: the one place that knows the conditions. Plain C++ without
+// How a call of linear_packed or linear_experts is computed on CUDA, and why: the one place that knows the conditions. Plain C++ without
 // torch and CUDA, so that the launch, a test and a report of the machine ask the same function.
 #pragma once
 
@@ -68,6 +68,59 @@ constexpr LinearChoice choose_linear(const LinearShape& call, const DeviceFacts&
   if (call.tokens > choices::kMostTileTokens) return {Kernel::kDecoded, "more than 5,000 tokens"};
   if (choices::is_decoded_sooner(call)) return {Kernel::kDecoded, "at least 400 (n k / 2^24)^(4/3) tokens"};
   return {Kernel::kTiles, "fewer than 400 (n k / 2^24)^(4/3) tokens"};
+}
+
+// ---- linear_experts --------------------------------------------------------------------------------------------------
+
+enum class ExpertsKernel {
+  kCodes,     // products of codes, for pieces of tokens of an expert (cuda/linear/experts/kernel.cuh)
+  kTiles,     // products of codes that become float16 in registers, for larger pieces (cuda/linear/tiles/kernel.cuh)
+  kOneByOne,  // the host waits for the experts that are chosen, and calls linear_packed for each
+};
+
+struct ExpertsChoice {
+  ExpertsKernel kernel;
+  const char* reason;  // the condition that decided
+};
+
+struct ExpertsFacts {
+  int64_t pairs, experts, k;  // pairs of a token and an expert; channels of a token
+  Dtype dtype;
+  bool captured;  // in a CUDA graph, which cannot wait
+};
+
+namespace choices {
+
+// Pairs of each expert on average. Up to kFewPairs products of codes are faster than tiles
+// (docs/measurements/performance_linear.md). GPUs without tiles take them up to kMostCodePairs.
+constexpr int64_t kFewPairs = 8, kMostCodePairs = 64;
+
+// Whether shared memory has room for a token's channels as operands, which take up to 4 bytes each with their units and
+// corrections, beside weights of any format (cuda/linear/experts/plan.cuh).
+constexpr bool has_room(int64_t k, const DeviceFacts& device) {
+  return k <= (device.shared_per_block - (36 << 10)) / 4;
+}
+
+}  // namespace choices
+
+constexpr ExpertsChoice choose_experts(const ExpertsFacts& call, const DeviceFacts& device) {
+  using Kernel = ExpertsKernel;
+  const bool has_room = choices::has_room(call.k, device);
+  const auto has_at_most = [&](int64_t pairs) { return call.pairs <= pairs * call.experts; };
+  if (!device.warpgroup_products) {
+    if (!has_room) return {Kernel::kOneByOne, "shared memory has no room for a token's channels"};
+    if (has_at_most(choices::kMostCodePairs)) return {Kernel::kCodes, "up to 64 tokens for each expert on average"};
+    if (call.captured) return {Kernel::kCodes, "a CUDA graph, which cannot wait"};
+    return {Kernel::kOneByOne, "more than 64 tokens for each expert on average"};
+  }
+  if (has_at_most(choices::kFewPairs)) {
+    if (has_room) return {Kernel::kCodes, "up to 8 tokens for each expert on average"};
+    return {Kernel::kTiles, "shared memory has no room for a token's channels as bytes"};
+  }
+  if (call.dtype == Dtype::kFloat32 && !has_at_most(choices::kMostRoundedTokens) && !call.captured) {
+    return {Kernel::kOneByOne, "more than 256 tokens of float32 for each expert on average"};
+  }
+  return {Kernel::kTiles, "more than 8 tokens for each expert on average"};
 }
 
 }  // namespace turboquant

@@ -6,29 +6,14 @@
 #include "calls/linear.h"
 
 #include "choices/linear.h"
-#include "cuda/common/torch.cuh"
 #include "cuda/linear/launch.cuh"
 #include "cuda/linear/many_tokens.cuh"
+#include "cuda/linear/multiply.cuh"
 #include "cuda/linear/tiles/launch.cuh"
 
 namespace turboquant::cuda {
-namespace {
 
-// x as rows with one stride that start at multiples of 16 bytes: the tensor itself, or a copy.
-class Activations {
- public:
-  explicit Activations(const Tensor& x) : rows_(x, 16) {
-    if (rows_.rows().dims != 1) rows_ = AlignedRows(new_copy(x), 16);
-  }
-  const void* data() const { return rows_.data(); }
-  int64_t count() const { return rows_.rows().count; }
-  int64_t stride() const { return rows_.rows().stride[0]; }  // in elements
-
- private:
-  AlignedRows rows_;
-};
-
-void multiply(const LinearCall& c, const WeightShape& shape, const Tensor& y) {
+void linear::multiply(const LinearCall& c, const WeightShape& shape, const Tensor& y) {
   if (y.numel() == 0) return;
   const Launch launch(c.x);
   const Device& device = device_of(c.x.get_device_index());
@@ -36,7 +21,7 @@ void multiply(const LinearCall& c, const WeightShape& shape, const Tensor& y) {
   const LinearKernel kernel = choose_linear(facts, device.facts).kernel;
   if (kernel == LinearKernel::kDecoded) return linear::multiply_decoded(c, shape, y, launch.stream());
   STD_TORCH_CHECK(aligned(c.packed.data_ptr(), 16), "packed must start at a multiple of 16 bytes");
-  const Activations x(c.x);
+  const linear::Activations x(c.x);
   const Constant signs(c.signs), inverse(c.channel_inverse), levels(c.levels);
   const int groups = checked_int(shape.groups(), "the number of groups");
   const void* const bias = c.bias ? c.bias->data_ptr() : nullptr;
@@ -78,11 +63,13 @@ void multiply(const LinearCall& c, const WeightShape& shape, const Tensor& y) {
   launch_with(linear::LinearLaunch(call, shape.block, !c.levels, device));
 }
 
+namespace {
+
 Tensor linear_packed(const LinearCall& c) {
   const WeightShape shape = check_linear(c);
   check_levels(c.levels, c.x, c.bits, "levels");
   const Tensor y = new_linear_result(c, shape);
-  multiply(c, shape, y);
+  linear::multiply(c, shape, y);
   return y;
 }
 

@@ -15,7 +15,6 @@ rounding by second moments of activations.
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -365,9 +364,13 @@ def linear_experts(
     """Linear layers of experts: each token is multiplied with the weights that are chosen for it.
 
     What a token and an expert give is what linear_packed gives with the weight of this expert, on
-    the CPU bit by bit. CUDA has no kernel of its own for it: it calls linear_packed for every
-    expert that a token has chosen, which waits for the device to know them. In a CUDA graph, where
-    that cannot be, it calls it for all experts and all tokens.
+    the CPU bit by bit. CUDA rounds activations to signed bytes, as linear_packed does with few
+    tokens, or on a GPU of compute capability 9.0 and with more than 8 tokens for each expert on
+    average to float16, as it does with more. It does not wait for the device: graphs are replayed
+    with whatever experts are chosen then. Only other GPUs with more than 64 tokens for each expert,
+    and float32 with more than 256, wait to know the chosen experts, and call linear_packed for one
+    after the other; in a graph they do not. `kernel_choice("linear_experts", tokens=...,
+    choices=..., experts=..., k=...)` tells which ("codes", "tiles" or "one_by_one").
 
     Args:
         x: [tokens, k], float32, float16 or bfloat16, stride 1 in k.
@@ -385,7 +388,9 @@ def linear_experts(
     Raises:
         TypeError: another dtype.
         ValueError: another shape, stride, device, bits or sub.
-        RuntimeError: x or bias is differentiated; the op has no derivative.
+        RuntimeError: x or bias is differentiated; the op has no derivative. On CUDA: more than
+            4,096 experts; or in a graph on a GPU of another compute capability than 9.0 so many
+            channels that shared memory has no room for those of a token (from 15,000 on).
     """
     _check_experts(x, packed, experts, signs, levels, n, bits, sub, bias)
     op = torch.ops.turboquant.linear_experts.default
@@ -421,54 +426,6 @@ def _check_experts(
     _checks.check_levels(levels, device, bits)
     if bias is not None:
         _checks.check_constant("bias", bias, device, x.dtype, (packed.shape[0], n))
-
-
-def _products_of_experts(
-    x: Tensor,
-    packed: Tensor,
-    experts: Tensor,
-    signs: Tensor,
-    levels: Tensor | None,
-    n: int,
-    bits: int,
-    sub: int,
-    bias: Tensor | None,
-    waits: bool,
-) -> Tensor:
-    """linear_experts by products with one expert's weight at a time.
-
-    waits: for the device, to know which experts are chosen; else all are.
-    """
-    choices = experts.shape[1]
-    y = x.new_zeros(x.shape[0] * choices, n)
-    linear = torch.ops.turboquant.linear_packed.default
-    reading = signs, levels, n, bits, sub, None
-    flat = experts.flatten()
-    if not waits:
-        for expert, weight in enumerate(packed):
-            own = linear(x, weight, *reading, None if bias is None else bias[expert])
-            of_pairs = own.repeat_interleave(choices, 0)
-            y = torch.where((flat == expert)[:, None], of_pairs, y)
-        return y.view(*experts.shape, n)
-    chosen, order = flat.sort()
-    rows, begin = x[order // choices], 0
-    parts = [x.new_empty(0, n)]
-    for expert, same in groupby(chosen.tolist()):
-        begin, first = begin + len(list(same)), begin
-        if 0 <= expert < len(packed):
-            added = None if bias is None else bias[expert]
-            parts.append(linear(rows[first:begin], packed[expert], *reading, added))
-        else:
-            parts.append(x.new_zeros(begin - first, n))
-    return y.index_copy_(0, order, torch.cat(parts)).view(*experts.shape, n)
-
-
-@torch.library.impl("turboquant::linear_experts", "CUDA")
-def _linear_experts_cuda(*given: Any, **named: Any) -> Tensor:
-    a = checks.raw_arguments("linear_experts", given, named)
-    with _checks.of_fake():
-        _check_experts(**vars(a))
-    return _products_of_experts(**vars(a), waits=not torch.cuda.is_current_stream_capturing())
 
 
 # ---- fakes

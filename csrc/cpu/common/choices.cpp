@@ -121,6 +121,15 @@ const char* name(LinearKernel kernel) {
   return "decoded";
 }
 
+const char* name(ExpertsKernel kernel) {
+  switch (kernel) {
+    case ExpertsKernel::kCodes: return "codes";
+    case ExpertsKernel::kTiles: return "tiles";
+    case ExpertsKernel::kOneByOne: break;
+  }
+  return "one_by_one";
+}
+
 const char* name(ScoreKernel kernel) {
   switch (kernel) {
     case ScoreKernel::kOneQuery: return "one_query";
@@ -248,6 +257,16 @@ Answer choose_linear(Facts& facts, const DeviceFacts& device) {
   return facts.valid() ? answer(turboquant::choose_linear(call, device)) : kBadFacts;
 }
 
+Answer choose_experts(Facts& facts, const DeviceFacts& device) {
+  const ExpertsFacts call{.pairs = facts.vectors(),
+                          .experts = facts.vectors(),
+                          .k = facts.vectors(),
+                          .dtype = facts.dtype(),
+                          .captured = facts.flag()};
+  facts.require(call.experts <= kMostVectors / choices::kMostRoundedTokens);
+  return facts.valid() ? answer(turboquant::choose_experts(call, device)) : kBadFacts;
+}
+
 struct Op {
   std::string_view name;
   Answer (*choose)(Facts&, const DeviceFacts&);
@@ -262,6 +281,7 @@ constexpr Op kOps[] = {
     {"score", choose_score},
     {"qjl_sketch", choose_sketch},
     {"linear_packed", choose_linear},
+    {"linear_experts", choose_experts},
 };
 
 Answer choose(std::string_view op, Facts facts, Facts device_facts) {

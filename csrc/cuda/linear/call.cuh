@@ -19,6 +19,13 @@ enum class Codes {
   kBytes     // 8 bits, which are levels
 };
 
+// Whether units have multipliers, one for every 32 channels.
+enum class Subs {
+  kNone,
+  kAll,
+  kEither  // a unit without has multipliers of 1
+};
+
 constexpr int kTileColumns = 8;    // of a tensor-core product
 constexpr int kMostColumns = 64;   // of a thread block
 constexpr int kHalfChannels = 64;  // half a group of 128
@@ -59,9 +66,11 @@ struct Share {
   int each, rest;
 
   Share() = default;
-  __host__ __device__ constexpr Share(int count, int of) : each(count / of), rest(count - count / of * of) {}
+  // Unsigned division is faster.
+  __host__ __device__ constexpr Share(int count, int of)
+      : each(static_cast<int>(unsigned(count) / unsigned(of))), rest(count - each * of) {}
   __host__ __device__ constexpr int begin(int i) const { return each * i + (i < rest ? i : rest); }
-  // Who gets thing i, if everybody gets one. Unsigned division is faster.
+  // Who gets thing i, if everybody gets one.
   __host__ __device__ constexpr int owner(int i) const {
     const int longer = rest * (each + 1);
     return i < longer ? static_cast<int>(unsigned(i) / unsigned(each + 1))
@@ -76,20 +85,25 @@ enum class Early {
   kPrefetch  // bring them into the L2 cache, which will also see what the previous kernel writes
 };
 
-struct Plan {
+// How the warps of a thread block share the slabs, of 16 rows, that it has at a time, and stream their units (stream.cuh).
+struct StreamPlan {
   RecordOfColumns record;  // of a block of columns
-  uint8_t* records;        // [blocks of columns, groups, record.bytes()], written by quantise_columns; null: each
-                           // block quantises what it needs
   int unit_bytes;
-  int parts;       // thread blocks that share the channels of a row
-  int row_blocks;  // thread blocks along the rows; the grid is [parts, row_blocks, blocks of columns]
-  int slabs;       // of 16 rows, of the weight
-  int warps_k;     // warps that share the channels of a slab within a thread block
-  int warps_rows;  // slabs of a thread block at a time
+  bool has_subs;     // units have multipliers
+  int warps_k;       // warps that share the channels of a slab
+  int warps_rows;    // slabs at a time
+  int chunk, slots;  // units of a copy; copies in flight, of a warp
+  int ring, bytes;   // where the rings begin in shared memory, and all of it
+};
+
+struct Plan : StreamPlan {
+  uint8_t* records;  // [blocks of columns, groups, record.bytes()], written by quantise_columns; null: each
+                     // block quantises what it needs
+  int parts;         // thread blocks that share the channels of a row
+  int row_blocks;    // thread blocks along the rows; the grid is [parts, row_blocks, blocks of columns]
+  int slabs;         // of 16 rows, of the weight
   Share groups_of_part, slabs_of_block;
   Share groups_of_warp[2];  // of a part with groups_of_part.each groups, and of one with one more
-  int chunk, slots;         // units of a copy; copies in flight, of a warp
-  int ring, bytes;          // where the rings begin in shared memory, and all of it
   Early early;
   float* partial;      // [parts, slabs, 32 lanes, 4 * tiles of columns]
   uint32_t* arrivals;  // [slabs], 0 between launches

@@ -19,52 +19,70 @@ __device__ __forceinline__ float quotient_of_normals(float x, float y) {
   return fmaf(fmaf(-y, q, x), r, q);
 }
 
-// A warp quantises pieces of 128 channels of a column: one group (HALVES = 2) or two. A lane has four neighbouring
+// Columns of a call from `first` on: consecutive rows of x.
+struct CallColumns {
+  const Call& a;
+  int64_t first;
+  int count;  // of a record
+
+  __device__ __forceinline__ bool exists(int column) const { return first + column < a.columns; }
+  __device__ __forceinline__ int64_t offset(int column) const { return (first + column) * a.x_stride; }
+};
+
+// A warp quantises pieces of 128 channels of a column: one group, or two of 64. A lane has four neighbouring
 // channels. Two pieces at a time hide the latency of each other, and those that follow are on their way.
-template <Codes CODES, int HALVES>
+// Columns: how many columns a record has to have, which of them exist (the others are zeros), and where their rows of x
+// begin.
+template <Codes CODES, typename Columns>
 class Quantiser {
-  static constexpr int kLanes = 16 * HALVES;  // that share a group
-  static constexpr int kGroups = 32 / kLanes;
-  static constexpr float kNorm = block_norm(HALVES == 2 ? 7 : 6);
   using Values = float[kPiecesAtOnce][4];
+  // Four channels as they are in memory, so that nobody waits for them before they are transformed.
+  struct Loaded {
+    uint4 x;
+    float4 by;  // of channel_inverse
+  };
 
  public:
-  // Quantises the columns of a record, the first of which is `column` of the call, in groups [group, end). records:
-  // memory of their records, of group `group` first.
+  // Quantises the columns of a record in groups [group, end). records: memory of their records, of group `group` first.
   __device__ __forceinline__ Quantiser(const Call& a, const RecordOfColumns& r, uint8_t* records, int group, int end,
-                                       int64_t column)
-      : a_(a), r_(r), column_(column) {
-    lane_ = threadIdx.x % 32, inside_ = lane_ % kLanes;
+                                       const Columns& columns)
+      : a_(a), r_(r), columns_(columns) {
+    whole_ = r.group == 2 * kHalfChannels, log_lanes_ = whole_ ? 5 : 4;
+    lane_ = threadIdx.x % 32, inside_ = whole_ ? lane_ : lane_ % 16;
     records_ = records, group_ = group, groups_ = end - group;
-    pieces_ = ceil_div(groups_, kGroups);
-    load_four(a.signs, sign_);
+    pieces_ = whole_ ? groups_ : (groups_ + 1) / 2;
+    const float4 signs = __ldg(reinterpret_cast<const float4*>(a.signs) + inside_);
+    sign_[0] = signs.x, sign_[1] = signs.y, sign_[2] = signs.z, sign_[3] = signs.w;
   }
 
   // Pieces `first`, first + step, ... of all columns. meanwhile: runs once, with the first values on their way
   template <typename F>
   __device__ __forceinline__ void run(int first, int step, const F& meanwhile) {
-    Place now[kPiecesAtOnce], next[kPiecesAtOnce];
-    Values v, following;
+    Place now[kPiecesAtOnce], next[kPiecesAtOnce]{};
+    Loaded loaded[kPiecesAtOnce]{};
+    Values v;
     int piece = first, place = 0;
     const auto begin = [&] {
 #pragma unroll
       for (int j = 0; j < kPiecesAtOnce; ++j, piece += step) {
-        for (; piece >= pieces_ && place < r_.columns; ++place) piece -= pieces_;
-        next[j] = {place, piece * kGroups + lane_ / kLanes};
-        load(next[j], following[j]);
+#pragma unroll 1
+        for (; piece >= pieces_ && place < columns_.count; ++place) piece -= pieces_;
+        next[j] = {place, whole_ ? piece : 2 * piece + lane_ / 16};
+        loaded[j] = load(next[j]);
       }
     };
     begin();
     meanwhile();
+    // All warps go as many rounds, so that compilers see that none of them diverges.
+    const int rounds = ceil_div(pieces_ * columns_.count, step * kPiecesAtOnce);
 #pragma unroll 1
-    while (next[0].column < r_.columns) {
+    for (int round = 0; round < rounds; ++round) {
 #pragma unroll
       for (int j = 0; j < kPiecesAtOnce; ++j) {
         now[j] = next[j];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[j][i] = following[j][i];
+        unpack(loaded[j], v[j]);
       }
-      begin();
+      if (round + 1 < rounds) begin();
       transform(v);
       store(now, v);
     }
@@ -75,24 +93,42 @@ class Quantiser {
     int column, group;  // in the records
   };
 
-  __device__ __forceinline__ bool exists(const Place& p) const { return p.column < r_.columns && p.group < groups_; }
-
-  __device__ __forceinline__ void load_four(const float* from, float (&y)[4]) const {
-    const float4 f = __ldg(reinterpret_cast<const float4*>(from) + inside_);
-    y[0] = f.x, y[1] = f.y, y[2] = f.z, y[3] = f.w;
+  __device__ __forceinline__ bool exists(const Place& p) const {
+    return p.column < columns_.count && p.group < groups_;
   }
 
-  __device__ __forceinline__ void load(const Place& p, float (&v)[4]) const {
+  __device__ __forceinline__ Loaded load(const Place& p) const {
+    Loaded found{};
+    if (!exists(p) || !columns_.exists(p.column)) return found;
+    const int64_t channel = (int64_t{group_ + p.group} << (2 + log_lanes_)) + 4 * inside_;
+    const int64_t at = columns_.offset(p.column) + channel;
+    if (a_.dtype == Dtype::kFloat32) {
+      found.x = *reinterpret_cast<const uint4*>(static_cast<const float*>(a_.x) + at);
+    } else {
+      const uint2 words = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(a_.x) + at);
+      found.x.x = words.x, found.x.y = words.y;
+    }
+    if (a_.channel_inverse) found.by = __ldg(reinterpret_cast<const float4*>(a_.channel_inverse + channel));
+    return found;
+  }
+
+  __device__ __forceinline__ void unpack(const Loaded& from, float (&v)[4]) const {
+    const uint32_t words[4] = {from.x.x, from.x.y, from.x.z, from.x.w};
+    if (a_.dtype == Dtype::kFloat32) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = 0;
-    if (!exists(p) || column_ + p.column >= a_.columns) return;
-    const int64_t channel = (int64_t{group_ + p.group} * kLanes + inside_) * 4;
-    load_floats_as<4>(a_.x, a_.dtype, (column_ + p.column) * a_.x_stride + channel, v);
+      for (int i = 0; i < 4; ++i) v[i] = __uint_as_float(words[i]);
+    } else if (a_.dtype == Dtype::kBFloat16) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xFFFF0000 : words[i / 2] << 16);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 both = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+        v[2 * i] = both.x, v[2 * i + 1] = both.y;
+      }
+    }
     if (!a_.channel_inverse) return;
-    float by[4];
-    load_four(a_.channel_inverse + channel - 4 * inside_, by);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] *= by[i];
+    v[0] *= from.by.x, v[1] *= from.by.y, v[2] *= from.by.z, v[3] *= from.by.w;
   }
 
   __device__ __forceinline__ void transform(Values& v) const {
@@ -103,7 +139,8 @@ class Quantiser {
       lane_butterflies<1, 4>(v[j]);
     }
 #pragma unroll
-    for (int bit = 1; bit < kLanes; bit *= 2) {
+    for (int bit = 1; bit < 32; bit *= 2) {
+      if (bit == 16 && !whole_) break;
       const float sign = lane_ & bit ? -1.0f : 1.0f;
 #pragma unroll
       for (int j = 0; j < kPiecesAtOnce; ++j) {
@@ -116,6 +153,7 @@ class Quantiser {
   // Every step for all pieces, so that their latencies overlap.
   __device__ __forceinline__ void store(const Place (&places)[kPiecesAtOnce], Values& v) const {
     constexpr int N = kPiecesAtOnce;
+    const float norm = whole_ ? block_norm(7) : block_norm(6);
     uint32_t most[N], word[N];  // the bits of magnitudes are ordered as they are, with NaN above infinity
     float unit[N];
     int sum[N];
@@ -124,12 +162,12 @@ class Quantiser {
       most[j] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        v[j][i] *= kNorm;
+        v[j][i] *= norm;
         most[j] = max(most[j], __float_as_uint(v[j][i]) & 0x7FFFFFFF);
       }
     }
 #pragma unroll
-    for (int j = 0; j < N; ++j) most[j] = max_of_lanes<kLanes>(most[j]);
+    for (int j = 0; j < N; ++j) most[j] = whole_ ? max_of_lanes(most[j]) : max_of_lanes<16>(most[j]);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       // Powers of two keep the inverse of a subnormal number finite.
@@ -147,8 +185,8 @@ class Quantiser {
     const int step = inside_ / 8, upper = inside_ / 4 % 2;  // of the products, and which half of it
     if constexpr (CODES == Codes::kLloyd) {
 #pragma unroll
-      for (int bit = 1; bit < kLanes; bit *= 2) {
-        if (bit >= 8 && r_.corrections > 1) break;
+      for (int bit = 1; bit < 32; bit *= 2) {
+        if ((bit >= 8 && r_.corrections > 1) || (bit == 16 && !whole_)) break;
 #pragma unroll
         for (int j = 0; j < N; ++j) sum[j] += __shfl_xor_sync(0xffffffff, sum[j], bit);
       }
@@ -179,8 +217,9 @@ class Quantiser {
   const Call& a_;
   const RecordOfColumns& r_;
   uint8_t* records_;
-  int64_t column_;
-  int lane_, inside_, group_, groups_, pieces_;
+  const Columns columns_;
+  bool whole_;  // a piece is one group
+  int log_lanes_, lane_, inside_, group_, groups_, pieces_;
   float sign_[4];
 };
 
@@ -191,13 +230,9 @@ __global__ void __launch_bounds__(32 * kQuantiseWarps)
   let_next_kernel_begin();  // it reads only weights before it waits for this one
   wait_for_previous_kernel();
   uint8_t* const records = p.records + int64_t{blockIdx.y} * a.groups * p.record.bytes();
-  const int64_t column = int64_t{blockIdx.y} * p.record.columns;
+  const CallColumns of{a, int64_t{blockIdx.y} * p.record.columns, p.record.columns};
   const int first = blockIdx.x * kQuantiseWarps + threadIdx.x / 32, step = gridDim.x * kQuantiseWarps;
-  if (a.group == 2 * kHalfChannels) {
-    Quantiser<CODES, 2>(a, p.record, records, 0, a.groups, column).run(first, step, [] {});
-  } else {
-    Quantiser<CODES, 1>(a, p.record, records, 0, a.groups, column).run(first, step, [] {});
-  }
+  Quantiser<CODES, CallColumns>(a, p.record, records, 0, a.groups, of).run(first, step, [] {});
 }
 
 }  // namespace turboquant::cuda::linear

@@ -6,19 +6,21 @@
 
 namespace turboquant::cuda::linear {
 
+template <Codes CODES, Subs SUBS, int TILES>
+KernelEntry entry_of() {
+  return {reinterpret_cast<const void*>(&linear_kernel<CODES, SUBS, TILES>),
+          reinterpret_cast<const void*>(&quantise_columns<CODES>), TILES};
+}
+
+// With few tiles of columns kernels for units without multipliers are faster by a tenth, with more they are not.
 template <Codes CODES>
 KernelEntry find_kernel(bool sub, int columns) {
-  const auto entry = [&](auto tiles) {
-    const void* kernel = reinterpret_cast<const void*>(&linear_kernel<CODES, false, tiles>);
-    if constexpr (CODES != Codes::kBytes) {  // which have no multipliers
-      if (sub) kernel = reinterpret_cast<const void*>(&linear_kernel<CODES, true, tiles>);
-    }
-    return KernelEntry{kernel, reinterpret_cast<const void*>(&quantise_columns<CODES>), tiles};
-  };
-  if (columns <= 8) return entry(std::integral_constant<int, 1>{});
-  if (columns <= 16) return entry(std::integral_constant<int, 2>{});
-  if (columns <= 32) return entry(std::integral_constant<int, 4>{});
-  return entry(std::integral_constant<int, 8>{});
+  constexpr bool kBytes = CODES == Codes::kBytes;  // which have no multipliers
+  constexpr Subs kAll = kBytes ? Subs::kNone : Subs::kAll, kEither = kBytes ? Subs::kNone : Subs::kEither;
+  if (columns <= 8) return sub ? entry_of<CODES, kAll, 1>() : entry_of<CODES, Subs::kNone, 1>();
+  if (columns <= 16) return sub ? entry_of<CODES, kAll, 2>() : entry_of<CODES, Subs::kNone, 2>();
+  if (columns <= 32) return entry_of<CODES, kEither, 4>();
+  return entry_of<CODES, kEither, 8>();
 }
 
 }  // namespace turboquant::cuda::linear

@@ -10,18 +10,9 @@
 namespace turboquant::cuda::linear {
 namespace {
 
-// Compute capability 7.5 has 64 KB of shared memory, no room for the sums of more columns.
-constexpr int kLargeShared = 96 << 10, kFewColumns = 16;
-
 KernelEntry find(const format::WeightBlock& unit, bool uniform, int columns) {
   if (format::levels_are_codes(unit.width())) return find_kernel<Codes::kBytes>(false, columns);
   return uniform ? find_kernel<Codes::kUniform>(unit.sub, columns) : find_kernel<Codes::kLloyd>(unit.sub, columns);
-}
-
-// Activations of a group carry the sum of their integers only where tables hold levels less 1.
-int corrections(const format::WeightBlock& unit, bool uniform) {
-  if (uniform || format::levels_are_codes(unit.width())) return 0;
-  return unit.sub ? unit.subs() : 1;
 }
 
 // Only the L2 cache is sure to have what the previous kernel has written. In a graph, that kernel does not write
@@ -30,21 +21,22 @@ Early early(int major, cudaStream_t stream) {
   return major < 9 ? Early::kNo : is_captured(stream) ? Early::kRing : Early::kPrefetch;
 }
 
-Plan known_plan_of(const Call& call, int unit_bytes, const RecordOfColumns& record, const Device& device) {
+Plan known_plan_of(const Call& call, const format::WeightBlock& unit, const RecordOfColumns& record,
+                   const Device& device) {
   static thread_local KnownPlans<Plan> known;
-  return known.find({call.n, call.columns, call.groups, record.group, unit_bytes, device.index, record.corrections},
-                    [&] { return plan_of(call, unit_bytes, record, device.facts); });
+  return known.find({call.n, call.columns, call.groups, record.group, unit.block_bytes(), device.index,
+                     record.corrections},
+                    [&] { return plan_of(call, unit, record, device.facts); });
 }
 
 }  // namespace
 
 LinearLaunch::LinearLaunch(const Call& call, const format::WeightBlock& unit, bool uniform, const Device& device)
     : call_(call), device_(device) {
-  const int most = device.facts.shared_per_block < kLargeShared ? kFewColumns : kMostColumns;
-  const int columns = static_cast<int>(std::min<int64_t>(call.columns, most));
+  const int columns = static_cast<int>(std::min<int64_t>(call.columns, kTileColumns * most_tiles(device.facts)));
   entry_ = find(unit, uniform, columns);
-  const RecordOfColumns record{unit.group, columns, corrections(unit, uniform), entry_.tiles};
-  plan_ = known_plan_of(call, unit.block_bytes(), record, device);
+  const RecordOfColumns record{unit.group, columns, corrections(unit, uniform, entry_.tiles > 2), entry_.tiles};
+  plan_ = known_plan_of(call, unit, record, device);
   quantises_first_ = quantises_first(call, plan_);
 }
 

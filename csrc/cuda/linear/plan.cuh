@@ -5,6 +5,7 @@
 
 #include "choices/device.h"
 #include "cuda/linear/call.cuh"
+#include "format.h"
 
 namespace turboquant::cuda::linear {
 
@@ -16,12 +17,27 @@ inline int divide_up(int64_t x, int64_t y) { return static_cast<int>((x + y - 1)
 // their sums, count arrivals and wait for each other.
 constexpr int kJoinUnits = 40;
 
+// The most tiles of columns that a thread block has room for. Compute capability 7.5 has 64 KB of shared memory.
+constexpr int most_tiles(const DeviceFacts& facts) {
+  constexpr int kLargeShared = 96 << 10;
+  return facts.shared_per_block < kLargeShared ? 2 : kMostColumns / kTileColumns;
+}
+
+// Activations of a group carry sums of their integers only where tables hold levels less 1: of all of them, or of those
+// that have a multiplier, which all do where the kernel takes units with and without (either).
+inline int corrections(const format::WeightBlock& unit, bool uniform, bool either) {
+  if (uniform || format::levels_are_codes(unit.width())) return 0;
+  return unit.sub || either ? unit.group / format::kSubChannels : 1;
+}
+
 constexpr int kCopyUnits = 4;  // that a warp copies at a time
 
 // The plan whose busiest thread block reads the fewest units.
-inline Plan plan_of(const Call& a, int unit_bytes, const RecordOfColumns& record, const DeviceFacts& facts) {
+inline Plan plan_of(const Call& a, const format::WeightBlock& unit, const RecordOfColumns& record,
+                    const DeviceFacts& facts) {
   Plan p{};
-  p.record = record, p.unit_bytes = unit_bytes;
+  const int unit_bytes = unit.block_bytes();
+  p.record = record, p.unit_bytes = unit_bytes, p.has_subs = unit.sub > 0;
   p.slabs = divide_up(a.n, 16);
   const int warps = num_warps(record.tiles), header = header_bytes(record.tiles);
   const int room = facts.shared_per_block;

@@ -83,6 +83,38 @@ class Span {
   float v_[kLaneChannels];
 };
 
+// Where a token's operands go: one place, or one for each of its experts.
+class Places {
+ public:
+  __device__ __forceinline__ Places(const Call& a, const Plan& p, int token) : a_(a), p_(p), token_(token) {}
+
+  // fn(place: column tile * tokens of a tile + row, or -1; pair). All lanes of a warp call it.
+  template <typename F>
+  __device__ __forceinline__ void for_each(const F& fn) const {
+    if (!a_.has_experts()) return fn(token_, 0);
+    const int first = token_ * a_.pairs.choices, end = first + a_.pairs.choices, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int from = first; from < end; from += 32) {
+      const int slot = from + lane < end ? a_.arranged.slots[from + lane] : 0;
+#pragma unroll 1
+      for (int i = 0; i < min(32, end - from); ++i) fn(__shfl_sync(0xffffffff, slot, i), from + i);
+    }
+  }
+  __device__ __forceinline__ void store(const Span& span) const {
+    const int64_t step = int64_t{p_.tokens} * kRowBytes;
+    for_each([&](int place, int) {
+      if (place < 0) return;
+      const int column_tile = quotient(place, p_.tokens), row = place - column_tile * p_.tokens;
+      span.store(p_.operands + int64_t{column_tile} * (a_.groups * a_.block.group / kChannels) * step, row, step);
+    });
+  }
+
+ private:
+  const Call& a_;
+  const Plan& p_;
+  const int token_;
+};
+
 // A thread block rotates a token.
 __global__ void __launch_bounds__(32 * kMostRotateWarps, 1)
     rotate_activations(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
@@ -105,21 +137,24 @@ __global__ void __launch_bounds__(32 * kMostRotateWarps, 1)
   // The limit keeps the factor, and what undoes it, normal numbers.
   const int down = min(kLog2Largest + 127 - static_cast<int>(most >> 23), 126);  // -117 .. 126
   const float scale = __int_as_float((127 + down) << 23) * (a.block.group == 128 ? block_norm(7) : block_norm(6));
-  const int column_tile = quotient(token, p.tokens), row = token - column_tile * p.tokens;
-  const int64_t step = int64_t{p.tokens} * kRowBytes;
-  uint8_t* const tile = p.operands + int64_t{column_tile} * (channels / kChannels) * step;
+  const Places places(a, p, token);
   own.rotate(scale);
-  own.store(tile, row, step);
+  places.store(own);
 #pragma unroll 1
   for (int first = kSpanChannels * (warp + warps); first < channels; first += kSpanChannels * warps) {
     Span span(a, token, first);
     span.rotate(scale);
-    span.store(tile, row, step);
+    places.store(span);
   }
-  if (threadIdx.x == 0) {
-    const float factor = __int_as_float((127 - down) << 23) * kOperandUnit;
-    p.factors[token] = most < 0x7F800000 ? factor : __uint_as_float(0x7FFFFFFF);
-  }
+  const float factor =
+      most < 0x7F800000 ? __int_as_float((127 - down) << 23) * kOperandUnit : __uint_as_float(0x7FFFFFFF);
+  places.for_each([&](int place, int pair) {
+    if (place < 0) {
+      clear_results(pair, a.y, a.dtype, a.n);
+    } else if (threadIdx.x == 0) {
+      p.factors[place] = factor;
+    }
+  });
 #endif
 }
 

@@ -13,6 +13,7 @@
 
 #include "cuda/common/wgmma.cuh"
 #include "cuda/linear/call.cuh"
+#include "cuda/linear/pieces.cuh"
 #include "dtype.h"
 #include "format.h"
 
@@ -46,16 +47,24 @@ struct Call {
   int64_t tokens, n;
   int groups;  // of a row
   format::WeightBlock block;
+
+  // Of linear_experts, whose column tiles are pieces: x is [tokens, k] all the same, y [pairs, n], packed and bias are
+  // those of all experts.
+  Pairs pairs{};
+  Arrangement arranged{};
+  int64_t weight_bytes = 0;  // of an expert
+
+  __host__ __device__ bool has_experts() const { return pairs.count > 0; }
 };
 
 struct Plan {
-  int tokens;  // of a tile
-  int column_tiles;
-  int stages, stage_bytes;  // of the ring in shared memory: a group of channels each
-  int bytes;                // of shared memory
+  int tokens;                   // of a tile
+  int row_tiles, column_tiles;  // of experts: the most column tiles that there are
+  int stages, stage_bytes;      // of the ring in shared memory: a group of channels each
+  int bytes;                    // of shared memory
   int workers;
   bool whole_tiles;    // none of them shares a tile
-  Share slices;        // of the workers: groups of channels of all tiles
+  Share slices;        // of the workers: groups of channels of all tiles; those of experts are known on the device
   uint8_t* operands;   // [column tiles][k / 64][tokens of a tile][128 bytes], swizzled (common/wgmma_swizzled.cuh)
   float* factors;      // [column tiles * tokens of a tile]: undo the power of two, and kOperandUnit
   float* partial;      // [workers, 2, pieces, sums of a warpgroup]

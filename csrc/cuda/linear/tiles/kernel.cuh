@@ -7,6 +7,8 @@
 // worker has a share, neighbours. Where a share begins or ends within a tile, workers leave their sums in memory, and
 // the last one to arrive adds those of all, in the order of the channels: results are the same in every run.
 //
+// Experts: a column tile is a piece of the pairs of one expert, and where workers begin is found out on the device.
+//
 // One warpgroup copies packed weights and activations into a ring in shared memory, a slice to a stage. Two or three
 // multiply 64 outputs each, a piece of the tile. Their warps expand 32 channels at a time to operands in registers, of
 // which they have two: one is expanded while tensor cores multiply the other.
@@ -42,7 +44,7 @@ class StreamK {
   __device__ __forceinline__ StreamK(const Call& a, const Plan& p, uint8_t* shared) : a_(a), p_(p), shared_(shared) {
     warp_ = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);  // compilers see that all lanes have one
     worker_ = static_cast<int>(blockIdx.x) / kBlocks, rank_ = static_cast<int>(blockIdx.x) % kBlocks;
-    begin_ = p.slices.begin(worker_), end_ = p.slices.begin(worker_ + 1);
+    if (!a.has_experts()) set_share(p.column_tiles, p.slices);
     operand_bytes_ = a.block.group / kChannels * TOKENS * kRowBytes;
     unit_bytes_ = a.block.block_bytes(), slab_bytes_ = int64_t{a.groups} * unit_bytes_;
     full_ = reinterpret_cast<uint64_t*>(shared), empty_ = full_ + kMostStages;
@@ -54,6 +56,11 @@ class StreamK {
         init_barrier(full_ + i, kCopyWarps), init_barrier(empty_ + i, kBlocks * kSlabs);
       }
       barriers_ready();
+    }
+    if (a_.has_experts()) {
+      wait_for_previous_kernel();
+      const int pieces = *a_.arranged.totals;
+      set_share(pieces, Share(pieces * p_.row_tiles * a_.groups, p_.workers));
     }
     synchronise_cluster();
     if (warp_ < kSlabs) {
@@ -74,13 +81,40 @@ class StreamK {
     const int tile = quotient(slice, a_.groups), first = slice - tile * a_.groups;
     return {tile, first, min(a_.groups, first + end_ - slice)};
   }
-  // Tiles of the same rows are neighbours, so that their workers read these weights at about the same time.
-  __device__ __forceinline__ int row_tile(int tile) const { return kBlocks * quotient(tile, p_.column_tiles) + rank_; }
-  __device__ __forceinline__ int column_tile(int tile) const {
-    return tile - quotient(tile, p_.column_tiles) * p_.column_tiles;
+  // Tiles of the same rows are neighbours, so that their workers read these weights at about the same time. Those of
+  // experts have a weight of their own, and are neighbours where they have the same tokens.
+  __device__ __forceinline__ int row_tile(int tile) const {
+    const int along =
+        a_.has_experts() ? tile - quotient(tile, p_.row_tiles) * p_.row_tiles : quotient(tile, column_tiles_);
+    return kBlocks * along + rank_;
   }
-  __device__ __forceinline__ int64_t first_token(const Stretch& s) const {
+  __device__ __forceinline__ int column_tile(int tile) const {
+    return a_.has_experts() ? quotient(tile, p_.row_tiles) : tile - quotient(tile, column_tiles_) * column_tiles_;
+  }
+  // Of the factors of activations: the tile's first.
+  __device__ __forceinline__ int64_t first_factor(const Stretch& s) const {
     return int64_t{column_tile(s.tile)} * TOKENS;
+  }
+  __device__ __forceinline__ void set_share(int column_tiles, const Share& slices) {
+    column_tiles_ = column_tiles, slices_ = slices;
+    begin_ = slices.begin(worker_), end_ = slices.begin(worker_ + 1);
+  }
+
+  // The tokens of a tile: which rows of y are theirs, and whose weight they are multiplied with.
+  struct Tokens {
+    int first, weight, count;
+  };
+  __device__ __forceinline__ Tokens tokens_of(const Stretch& s) const {
+    if (!a_.has_experts()) {
+      const int first = column_tile(s.tile) * TOKENS;
+      return {first, 0, min(TOKENS, static_cast<int>(a_.tokens) - first)};
+    }
+    const Piece piece = a_.arranged.pieces[column_tile(s.tile)];
+    return {piece.first, piece.expert, piece.count};
+  }
+  // Of token i of a tile: its row of y.
+  __device__ __forceinline__ int row_of_token(const Tokens& tokens, int i) const {
+    return a_.has_experts() ? a_.arranged.order[tokens.first + i] : tokens.first + i;
   }
 
   // ---- Copies
@@ -124,6 +158,7 @@ class StreamK {
     let_next_kernel_begin();
   }
   __device__ __forceinline__ void prefetch_weights() const {
+    if (begin_ == end_) return;
     const Stretch s = stretch(begin_);
     const int slabs = num_slabs(s), bytes = min(p_.stages, s.end - s.first) * unit_bytes_;
     for (int i = 0; i < slabs; ++i) prefetch_bytes(weights_of(s) + i * slab_bytes_, bytes);
@@ -137,8 +172,8 @@ class StreamK {
     return static_cast<int>(max(int64_t{0}, min(int64_t{kSlabsOfWarp}, rest)));
   }
   __device__ __forceinline__ const uint8_t* weights_of(const Stretch& s) const {
-    return a_.packed + (int64_t{row_tile(s.tile)} * kSlabs + first_slab()) * slab_bytes_ +
-           int64_t{s.first} * unit_bytes_;
+    return a_.packed + tokens_of(s).weight * a_.weight_bytes +
+           (int64_t{row_tile(s.tile)} * kSlabs + first_slab()) * slab_bytes_ + int64_t{s.first} * unit_bytes_;
   }
 
   // ---- Products
@@ -152,6 +187,7 @@ class StreamK {
     int slot = 0, before = -1;
     uint32_t phase = 0;
     wait_for_previous_kernel();  // which writes factors
+    if (begin_ == end_) return;
     wait_barrier(full_, 0);
     const uint8_t* unit = stage(0) + weights_at;
     Codes<BYTES> first = expander.template load<0>(unit);
@@ -159,6 +195,7 @@ class StreamK {
 #pragma unroll 1
     for (int slice = begin_; slice < end_;) {
       const Stretch s = stretch(slice);
+      const Tokens tokens = tokens_of(s);
       Factors factors;
       load_factors(s, factors);
 #pragma unroll 1
@@ -180,7 +217,7 @@ class StreamK {
       receive<kSums>(d);
       release(before), before = -1;
       if (slice == end_) let_next_kernel_begin();
-      finish(s, d, factors);
+      finish(s, tokens, d, factors);
     }
   }
   // The warp has read a stage: both blocks may write activations to it, each its half.
@@ -228,7 +265,7 @@ class StreamK {
 
   // Adds the sums of all workers; false: another one will.
   __device__ __forceinline__ bool join(const Stretch& s, float (&d)[kSums]) const {
-    const int first = p_.slices.owner(s.tile * a_.groups), last = p_.slices.owner((s.tile + 1) * a_.groups - 1);
+    const int first = slices_.owner(s.tile * a_.groups), last = slices_.owner((s.tile + 1) * a_.groups - 1);
     uint32_t* const counter = p_.arrivals + first * kPieces + piece();
     // Whether the sums may stay in registers: two can be added in either order, and of more the first come first.
     const bool holds = worker_ == first || last == first + 1;
@@ -271,26 +308,29 @@ class StreamK {
   //
   // The sums of a lane are, for 8 tokens each, those of outputs g and g + 8 of its warp and of tokens 2 t and 2 t + 1.
 
-  __device__ __forceinline__ void finish(const Stretch& s, float (&d)[kSums], const Factors& factors) const {
+  __device__ __forceinline__ void finish(const Stretch& s, const Tokens& tokens, float (&d)[kSums],
+                                         const Factors& factors) const {
     const int64_t row = int64_t{row_tile(s.tile)} * kRows + format::kWeightRows * warp_;  // the warp's first output
     if (row - format::kWeightRows * (warp_ % 4) >= a_.n) return;
     const bool shared = s.end - s.first < a_.groups;
     if (shared && !join(s, d)) return;
-    if (a_.n % 2 == 0 && a_.dtype == Dtype::kBFloat16) return store_pairs<__nv_bfloat16>(s, row, d, factors);
-    if (a_.n % 2 == 0 && a_.dtype == Dtype::kFloat16) return store_pairs<__half>(s, row, d, factors);
+    if (a_.n % 2 == 0 && a_.dtype == Dtype::kBFloat16) {
+      return store_pairs<__nv_bfloat16>(tokens, row, d, factors);
+    }
+    if (a_.n % 2 == 0 && a_.dtype == Dtype::kFloat16) return store_pairs<__half>(tokens, row, d, factors);
     // Memory that no other worker reads any more, or yet.
-    float* const own = part(worker_, !shared || worker_ == p_.slices.owner(s.tile * a_.groups));
+    float* const own = part(worker_, !shared || worker_ == slices_.owner(s.tile * a_.groups));
     leave(d, own);
-    store_singly(s, row, own);
+    store_singly(s, tokens, row, own);
   }
 
   __device__ __forceinline__ void load_factors(const Stretch& s, Factors& factors) const {
-    const float* const from = p_.factors + first_token(s) + threadIdx.x % 32;
+    const float* const from = p_.factors + first_factor(s) + threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < TOKENS / 32; ++i) factors[i] = __ldcg(from + 32 * i);
   }
-  __device__ __forceinline__ float bias_of(int64_t row) const {
-    return a_.bias && row < a_.n ? load_float(a_.bias, a_.dtype, row) : 0.0f;
+  __device__ __forceinline__ float bias_of(const Tokens& tokens, int64_t row) const {
+    return a_.bias && row < a_.n ? load_float(a_.bias, a_.dtype, tokens.weight * a_.n + row) : 0.0f;
   }
   // An 8 x 8 matrix of 16-bit elements, a row for four lanes, transposed.
   static __device__ __forceinline__ uint32_t transposed(uint32_t x) {
@@ -303,46 +343,52 @@ class StreamK {
 
   // Two neighbouring outputs at a time.
   template <typename T>
-  __device__ __forceinline__ void store_pairs(const Stretch& s, int64_t row, const float (&d)[kSums],
+  __device__ __forceinline__ void store_pairs(const Tokens& tokens, int64_t row, const float (&d)[kSums],
                                               const Factors& factors) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int64_t token = first_token(s);
-    const float bias[2] = {bias_of(row + g), bias_of(row + g + 8)};
-    const auto tokens = static_cast<int>(min(int64_t{TOKENS}, a_.tokens - token));
+    const float bias[2] = {bias_of(tokens, row + g), bias_of(tokens, row + g + 8)};
+    int row_of[TOKENS /
+               32];  // of y: a lane has those of tokens 32 i + lane, which are loaded before any result is stored
+#pragma unroll
+    for (int i = 0; i < TOKENS / 32; ++i) {
+      const int token = 32 * i + static_cast<int>(threadIdx.x) % 32;
+      row_of[i] = token < tokens.count ? row_of_token(tokens, token) : 0;
+    }
     const auto rows = static_cast<int>(min(int64_t{format::kWeightRows}, a_.n - row));
-    T* const y = static_cast<T*>(a_.y) + (token + g) * a_.n + row + 2 * t;
+    T* const y = static_cast<T*>(a_.y) + row + 2 * t;
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; ++i) {
       const int lane = 8 * (i % 4) + 2 * t;
       const float factor[2] = {__shfl_sync(0xffffffff, factors[i / 4], lane),
                                __shfl_sync(0xffffffff, factors[i / 4], lane + 1)};
+      T* const to = y + int64_t{__shfl_sync(0xffffffff, row_of[i / 4], 8 * (i % 4) + g)} * a_.n;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float* const sum = d + 4 * i + 2 * h;
         const uint32_t word = transposed(word_of_floats<T>(sum[0] * factor[0] + bias[h], sum[1] * factor[1] + bias[h]));
-        if (8 * i + g < tokens && 8 * h + 2 * t < rows) {
-          *reinterpret_cast<uint32_t*>(y + 8 * i * a_.n + 8 * h) = word;
-        }
+        if (8 * i + g < tokens.count && 8 * h + 2 * t < rows) *reinterpret_cast<uint32_t*>(to + 8 * h) = word;
       }
     }
   }
   // Any dtype and any number of outputs, with sums from memory, so that this code is a short loop. sums: the lane's.
-  __device__ __forceinline__ void store_singly(const Stretch& s, int64_t row, const float* sums) const {
+  __device__ __forceinline__ void store_singly(const Stretch& s, const Tokens& tokens, int64_t row,
+                                               const float* sums) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int64_t token = first_token(s);
-    const float bias[2] = {bias_of(row + g), bias_of(row + g + 8)};
+    const float* const factors = p_.factors + first_factor(s);
+    const float bias[2] = {bias_of(tokens, row + g), bias_of(tokens, row + g + 8)};
 #pragma unroll 1
     for (int i = 0; i < TOKENS / 8; ++i) {
-      const float2 factor = __ldcg(reinterpret_cast<const float2*>(p_.factors + token + 8 * i + 2 * t));
+      const float2 factor = __ldcg(reinterpret_cast<const float2*>(factors + 8 * i + 2 * t));
       const float4 x = *reinterpret_cast<const float4*>(sums + 4 * i * kWarpgroup);
       const float sum[2][2] = {{x.x * factor.x, x.y * factor.y}, {x.z * factor.x, x.w * factor.y}};
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const int64_t column = token + 8 * i + 2 * t + j, output = row + g + 8 * h;
-          if (column < a_.tokens && output < a_.n) {
-            store_float(a_.y, a_.dtype, column * a_.n + output, sum[h][j] + bias[h]);
+          const int token = 8 * i + 2 * t + j;
+          const int64_t output = row + g + 8 * h;
+          if (token < tokens.count && output < a_.n) {
+            store_float(a_.y, a_.dtype, int64_t{row_of_token(tokens, token)} * a_.n + output, sum[h][j] + bias[h]);
           }
         }
       }
@@ -354,7 +400,9 @@ class StreamK {
   uint8_t* shared_;
   uint64_t *full_, *empty_;  // a stage holds a slice; it may be written
   int warp_, worker_, rank_;
-  int begin_, end_;  // slices of the worker
+  int column_tiles_;
+  Share slices_;     // of all workers
+  int begin_, end_;  // of the worker
   int operand_bytes_, unit_bytes_;
   int64_t slab_bytes_;  // of 16 rows
 };

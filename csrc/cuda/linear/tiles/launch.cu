@@ -6,6 +6,7 @@
 
 #include "cuda/attention/counters.cuh"
 #include "cuda/common/torch.cuh"
+#include "cuda/linear/experts/arrange.cuh"
 #include "cuda/linear/known_plans.cuh"
 #include "cuda/linear/tiles/activations.cuh"
 #include "cuda/linear/tiles/kernel.cuh"
@@ -72,7 +73,8 @@ int most_workers(const Device& device) {
 Plan known_plan_of(const Call& call, const Device& device) {
   static thread_local KnownPlans<Plan> known;
   const format::WeightBlock& block = call.block;
-  return known.find({call.n, call.tokens, call.groups, block.group, block.bits, block.sub, device.index},
+  const int64_t few = int64_t{block.group} << 32 | block.bits << 24 | block.sub << 16 | device.index;
+  return known.find({call.n, call.tokens, call.groups, call.pairs.count, call.pairs.experts, few, 0},
                     [&] { return plan_of(call, device.facts, most_workers(device)); });
 }
 
@@ -81,6 +83,9 @@ Plan known_plan_of(const Call& call, const Device& device) {
 TilesLaunch::TilesLaunch(const Call& call, const Device& device)
     : call_(call), device_(device), plan_(known_plan_of(call, device)) {}
 
+int64_t TilesLaunch::order_bytes() const {
+  return call_.has_experts() ? arrangement_bytes(call_.pairs, plan_.tokens, 2) : 0;
+}
 int64_t TilesLaunch::operand_bytes() const {
   return int64_t{plan_.column_tiles} * plan_.tokens * call_.groups * call_.block.group * 2;
 }
@@ -93,11 +98,16 @@ int64_t TilesLaunch::partial_bytes() const {
 }
 int TilesLaunch::num_counters() const { return plan_.whole_tiles ? 0 : plan_.workers * pieces_of(plan_.tokens); }
 int64_t TilesLaunch::workspace_bytes() const {
-  return operand_bytes() + factor_bytes() + partial_bytes() + num_counters() * static_cast<int64_t>(sizeof(uint32_t));
+  return order_bytes() + operand_bytes() + factor_bytes() + partial_bytes() +
+         num_counters() * static_cast<int64_t>(sizeof(uint32_t));
 }
 
 void TilesLaunch::run(void* workspace, cudaStream_t stream) {
-  plan_.operands = static_cast<uint8_t*>(workspace);
+  if (call_.has_experts()) {
+    call_.arranged = arrangement_in(workspace, call_.pairs, plan_.tokens, 2);
+    arrange(call_.pairs, call_.arranged, plan_.tokens, device_, stream);
+  }
+  plan_.operands = static_cast<uint8_t*>(workspace) + order_bytes();
   uint8_t* const behind = plan_.operands + operand_bytes();
   plan_.factors = reinterpret_cast<float*>(behind);
   plan_.partial = reinterpret_cast<float*>(behind + factor_bytes());
@@ -105,7 +115,7 @@ void TilesLaunch::run(void* workspace, cudaStream_t stream) {
     auto* const own = reinterpret_cast<uint32_t*>(behind + factor_bytes() + partial_bytes());
     plan_.arrivals = zeroed_counters(device_.index, stream, num_counters(), own);
   }
-  void* arguments[] = {const_cast<Call*>(&call_), &plan_};
+  void* arguments[] = {&call_, &plan_};
   const int64_t channels = int64_t{call_.groups} * call_.block.group;
   check_cuda(launch_early(reinterpret_cast<const void*>(&rotate_activations), num_blocks(call_.tokens, 1),
                           32 * rotate_warps(channels), 0, arguments, stream, device_.facts.major),

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "choices/device.h"
+#include "cuda/linear/experts/expected.cuh"
 #include "cuda/linear/plan.cuh"
 #include "cuda/linear/tiles/call.cuh"
 
@@ -39,21 +40,30 @@ inline float choose_workers(const Call& a, int most, int64_t tiles, float group,
   return least;
 }
 
+// The same for tiles that only the device will count: all workers have a part, whatever they begin and end in.
+inline float expect_tiles(const Call& a, int most, double tiles, float group, Plan& p) {
+  p.workers = static_cast<int>(std::clamp(std::ceil(tiles * a.groups), 1.0, static_cast<double>(most)));
+  return kWorkerCost + group * static_cast<float>(tiles * a.groups / p.workers) + part_cost(p.tokens);
+}
+
 // The plan with the tiles that cost least.
 inline Plan plan_of(const Call& a, const DeviceFacts& facts, int most_workers) {
   Plan p{};
   float least = INFINITY;
   for (const TileCost& cost : kTileCosts) {
-    const int rows = kBlocks * slabs_of(cost.tokens) * format::kWeightRows;
-    const int64_t tiles = int64_t{divide_up(a.n, rows)} * divide_up(a.tokens, cost.tokens);
+    const int row_tiles = divide_up(a.n, kBlocks * slabs_of(cost.tokens) * format::kWeightRows);
     const float group = format::levels_are_codes(a.block.width()) ? cost.byte_group : cost.group;
     Plan q{};
-    q.tokens = cost.tokens;
-    const float whole = choose_workers(a, most_workers, tiles, group, q);
+    q.tokens = cost.tokens, q.row_tiles = row_tiles;
+    const float whole =
+        a.has_experts()
+            ? expect_tiles(a, most_workers, row_tiles * expected_pieces(a.pairs, cost.tokens), group, q)
+            : choose_workers(a, most_workers, int64_t{row_tiles} * divide_up(a.tokens, cost.tokens), group, q);
     if (whole < least) least = whole, p = q;
   }
   const int slabs = slabs_of(p.tokens);
-  p.column_tiles = divide_up(a.tokens, p.tokens);
+  p.column_tiles = a.has_experts() ? static_cast<int>(most_pieces(a.pairs.count, a.pairs.experts, p.tokens))
+                                   : divide_up(a.tokens, p.tokens);
   const int room = facts.shared_per_block - kHeaderBytes, halves = a.block.group / kChannels;
   p.stage_bytes = static_cast<int>(round_up(slabs * a.block.block_bytes() + halves * p.tokens * kRowBytes, 1024));
   p.stages = std::min(room / p.stage_bytes, kMostStages);

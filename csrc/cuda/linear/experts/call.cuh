@@ -1,0 +1,24 @@
+// A call of linear_experts as the kernels of few tokens see it, and how the thread blocks of a launch share its work.
+#pragma once
+
+#include "cuda/linear/call.cuh"
+#include "cuda/linear/pieces.cuh"
+
+namespace turboquant::cuda::linear::experts {
+
+struct Call : linear::Call {  // x: [tokens, k]; packed, bias: of all experts; y: [pairs, n]
+  Pairs pairs;
+  Arrangement arranged;
+  int64_t weight_bytes;  // of an expert
+};
+
+struct Plan : StreamPlan {
+  int slabs;             // of 16 rows, of an expert's weight
+  Share groups_of_warp;  // of a slab
+  int pairs;             // where the pairs of the columns are in shared memory
+  int arranged;          // where the thread block arranges pairs in shared memory; 0: another kernel has done it
+  int join;              // where the sums of warps meet that share a slab
+  int blocks;            // thread blocks
+};
+
+}  // namespace turboquant::cuda::linear::experts

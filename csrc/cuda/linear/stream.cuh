@@ -1,0 +1,260 @@
+// What kernels of few columns have in common: a warp streams units (16 rows, one group of channels) that lie behind each
+// other in memory through a ring in shared memory, filled by bulk copies, and multiplies them with columns that the
+// thread block has there.
+#pragma once
+
+#include "cuda/common/async_copy.cuh"
+#include "cuda/common/device.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/linear/call.cuh"
+#include "cuda/linear/operands.cuh"
+
+namespace turboquant::cuda::linear {
+
+// The most tiles of columns that a launch on this architecture has. Shared memory of compute capability 7.5 has no room
+// for more (most_tiles in plan.cuh); where warpgroups multiply, more tokens take tiles of another kernel (choices/linear.h).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kMostTiles = 2;
+#else
+constexpr int kMostTiles = kWarpgroupProducts ? 4 : 8;
+#endif
+
+template <Codes CODES, Subs SUBS, int TILES>
+class UnitStream {
+ protected:
+  static constexpr bool kSub = SUBS != Subs::kNone;
+  using T = Traits<CODES>;
+  using Sums = float[TILES][4];  // of 16 rows and all columns, as a tensor core leaves them
+
+  __device__ __forceinline__ UnitStream(const StreamPlan& s, uint8_t* shared) : s_(s), shared_(shared) {
+    lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
+    row_ = static_cast<int>(__fdividef(warp_ + 0.5f, static_cast<float>(s.warps_k)));  // small numbers
+    k_ = warp_ - row_ * s.warps_k;
+    ring_ = shared_ + s.ring + warp_ * s.slots * s.chunk * s.unit_bytes;
+    barriers_ = reinterpret_cast<uint64_t*>(shared_) + warp_ * s.slots;
+  }
+
+  __device__ __forceinline__ uint8_t* columns() const { return shared_ + header_bytes(TILES); }
+
+  // Before the first copy.
+  __device__ __forceinline__ void init_barriers() const {
+    if (lane_ == 0) {
+#pragma unroll 1
+      for (int i = 0; i < s_.slots; ++i) init_barrier(barriers_ + i, 1);
+      barriers_ready();
+    }
+    __syncwarp();
+  }
+
+  // Starts the next copy of the stream, into a slot; nothing where the stream has ended. follow: sets copy_from_ and
+  // copy_left_ to the units that follow those of a slab, if there are any.
+  template <typename F>
+  __device__ __forceinline__ void fill(int slot, const F& follow) {
+    if (copy_left_ == 0) return;
+    const int units = min(copy_left_, s_.chunk);
+    const Run run[1] = {{ring_ + slot * s_.chunk * s_.unit_bytes, copy_from_, units * s_.unit_bytes}};
+    fill_slot(barriers_ + slot, run);
+    copy_left_ -= units, copy_from_ += units * s_.unit_bytes;
+    if (copy_left_ == 0) follow();
+  }
+
+  // Adds the products of the stream's next `left` units, whose first group has its columns at `record`, and fills what
+  // they leave of the ring.
+  template <typename F>
+  __device__ __forceinline__ void multiply(int record, int left, Sums& y, const F& follow) {
+    const RecordOfColumns& r = s_.record;
+    const int facts_at = r.group / kHalfChannels * kHalfBytes + 4 * (lane_ / 4);
+    const int slot_bytes = s_.chunk * s_.unit_bytes;
+    Reader at;
+    at.pair = record + RecordOfColumns::kPairBytes * (lane_ % 4);
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const int column = min(kTileColumns * i + lane_ / 4, r.columns - 1);
+      at.operand[i] = record + r.operands() + column * kHalfChannels + 16 * (lane_ % 4);
+    }
+#pragma unroll 1
+    while (left > 0) {
+      wait_slot(barriers_ + slot_, phase_);
+      at.codes = static_cast<int>(ring_ - shared_) + slot_ * slot_bytes + 16 * lane_;
+      at.facts = at.codes - 16 * lane_ + facts_at;
+      const int units = min(left, s_.chunk);
+      left -= units;
+      if (r.group == 2 * kHalfChannels) {
+        multiply_units<2>(at, units, y);
+      } else {
+        multiply_units<1>(at, units, y);
+      }
+      __syncwarp();
+      fill(slot_, follow);
+      if (++slot_ == s_.slots) slot_ = 0, phase_ ^= 1;
+    }
+  }
+
+  // Adds the sums of the warps that share a slab; the first of them goes on with all. to: where this warp's sums wait,
+  // those of the next one `stride` further.
+  __device__ __forceinline__ bool join_warps(float4* to, int stride, Sums& y) const {
+    float4* const mine = to + lane_;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) mine[32 * i] = make_float4(y[i][0], y[i][1], y[i][2], y[i][3]);
+    sync_warps_of_slab();
+    if (k_ != 0) return false;
+#pragma unroll 4
+    for (int other = 1; other < s_.warps_k; ++other) {
+#pragma unroll
+      for (int i = 0; i < TILES; ++i) add(y[i], mine[other * stride + 32 * i]);
+    }
+    return true;
+  }
+  __device__ __forceinline__ void sync_warps_of_slab() const { sync_threads(1 + row_, 32 * s_.warps_k); }
+
+  static __device__ __forceinline__ void add(float (&y)[4], const float4& x) {
+    y[0] += x.x, y[1] += x.y, y[2] += x.z, y[3] += x.w;
+  }
+
+  // Stores the results of a slab, plus the bias of each row. y: of `dtype`, as bias, which is null or has an entry for
+  // each of the `rows` rows. place_of(c): where in y the results of column c begin, or -1 if there is no such column.
+  template <typename F>
+  __device__ __forceinline__ void store_slab(int slab, int64_t rows, const Sums& sums, const void* bias, void* y,
+                                             Dtype dtype, const F& place_of) const {
+    const int64_t first = int64_t{slab} * 16 + lane_ / 4;
+    const bool exists[2] = {first < rows, first + 8 < rows};
+    float more[2] = {};
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if (bias && exists[j]) more[j] = load_float(bias, dtype, first + 8 * j);
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int64_t at = place_of(kTileColumns * i + 2 * (lane_ % 4) + c);
+        if (at < 0) continue;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if (exists[j]) store_float(y, dtype, at + first + 8 * j, fmaf(sums[i][2 * j + c], kUnit, more[j]));
+        }
+      }
+    }
+  }
+
+  static constexpr float kUnit = format::kLevelUnit / T::kWeight * (kSub ? format::kMultiplierUnit : 1);  // of results
+  static constexpr int kHalfBytes = 16 * kHalfChannels * T::kBits / 8;  // codes of a unit's 64 channels
+  static constexpr int kTileBytes = kTileColumns / 2 * RecordOfColumns::kPairBytes;
+
+  const StreamPlan& s_;
+  uint8_t *shared_, *ring_;
+  uint64_t* barriers_;
+  Expansion<CODES> expand_;
+  int lane_, warp_;
+  int row_, k_;                         // which slab of those at a time is the warp's, and which share of its groups
+  const uint8_t* copy_from_ = nullptr;  // the next copy, and how many units of its slab are left
+  int copy_left_ = 0;
+
+ private:
+  // Where a lane reads, in shared memory: places that move on with every unit.
+  struct Reader {
+    int codes, facts;    // of the unit: codes; scales and multipliers
+    int operand[TILES];  // of the columns, in the first half of the group
+    int pair;            // of the columns of the first tile: units and corrections
+
+    __device__ __forceinline__ void advance(int unit_bytes, int record_bytes) {
+      codes += unit_bytes, facts += unit_bytes, pair += record_bytes;
+#pragma unroll
+      for (int i = 0; i < TILES; ++i) operand[i] += record_bytes;
+    }
+  };
+  template <typename Word>
+  __device__ __forceinline__ const Word& shared(int at) const {
+    return *reinterpret_cast<const Word*>(shared_ + at);
+  }
+
+  // Adds the products of `units` neighbouring units. HALVES: of a unit, 64 channels each.
+  template <int HALVES>
+  __device__ __forceinline__ void multiply_units(Reader& at, int units, float (&y)[TILES][4]) const {
+    const int unit_bytes = s_.unit_bytes, record_bytes = s_.record.bytes(),
+              half_bytes = s_.record.columns * kHalfChannels;
+#pragma unroll 1
+    for (; units > 0; --units, at.advance(unit_bytes, record_bytes)) multiply_unit<HALVES>(at, half_bytes, y);
+  }
+
+  template <int HALVES>
+  __device__ __forceinline__ void multiply_unit(const Reader& at, int half_bytes, float (&y)[TILES][4]) const {
+    const uint32_t scale_word = shared<uint32_t>(at.facts);
+    uint32_t codes = 0;
+    if (SUBS == Subs::kEither && !s_.has_subs) {
+      codes = 0x11111111 * (format::kMultiplierOne - format::kMultiplierOffset);
+    } else if constexpr (kSub) {
+      if constexpr (HALVES == 2) {
+        codes = shared<uint32_t>(at.facts + 32);
+      } else {
+        const uint32_t both = shared<uint16_t>(at.facts + 32 - 2 * (lane_ / 4));
+        codes = (both & 0xFF) | (both & 0xFF00) << 8;
+      }
+    }
+    const Multipliers multipliers(codes);
+    int sums[TILES][4];
+    if constexpr (!kSub) {
+#pragma unroll
+      for (int i = 0; i < TILES; ++i) correct(at, 0, i, sums[i]);
+    }
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+      uint4 b[TILES];
+#pragma unroll
+      for (int i = 0; i < TILES; ++i) b[i] = shared<uint4>(at.operand[i] + half * half_bytes);
+      uint4 w[T::kBits / 4];
+#pragma unroll
+      for (int i = 0; i < T::kBits / 4; ++i) {
+        w[i] = shared<uint4>(at.codes + half * kHalfBytes + 512 * i);
+      }
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        uint32_t operand[T::kOperands][4];
+        if constexpr (CODES == Codes::kBytes) {
+          const uint4 x = w[step * (T::kBits / 8)];
+          operand[0][0] = x.x, operand[0][1] = x.y, operand[0][2] = x.z, operand[0][3] = x.w;
+        } else {
+          expand_(step ? w[0].z : w[0].x, step ? w[0].w : w[0].y, operand);
+        }
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+          int d[4];
+          if constexpr (kSub) correct(at, 2 * half + step, i, d);
+          int (&to)[4] = kSub ? d : sums[i];
+#pragma unroll
+          for (int o = 0; o < T::kOperands; ++o) {
+            mma_bytes(to, operand[o], step ? make_uint2(b[i].z, b[i].w) : make_uint2(b[i].x, b[i].y));
+          }
+          if constexpr (kSub) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              const int product = d[j] * multipliers(2 * half + step, j >= 2);
+              sums[i][j] = half + step == 0 ? product : sums[i][j] + product;
+            }
+          }
+        }
+      }
+    }
+    const float2 scale = __half22float2(reinterpret_cast<const __half2&>(scale_word));
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const float2 unit = shared<float2>(at.pair + i * kTileBytes);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        y[i][j] = fmaf(static_cast<float>(sums[i][j]) * (j % 2 ? unit.y : unit.x), j / 2 ? scale.y : scale.x, y[i][j]);
+      }
+    }
+  }
+
+  // What the sums of tile i begin with: those of 32 channels (kSub: of step `step`) or of the group.
+  __device__ __forceinline__ void correct(const Reader& at, int step, int i, int (&d)[4]) const {
+    int4 c{};
+    if constexpr (T::kCorrected) c = shared<int4>(at.pair + ((1 + step) * TILES + i) * kTileBytes);
+    d[0] = c.x, d[1] = c.y, d[2] = c.z, d[3] = c.w;
+  }
+
+  int slot_ = 0;  // of the ring, that is read next
+  uint32_t phase_ = 0;
+};
+
+}  // namespace turboquant::cuda::linear
