@@ -54,19 +54,32 @@ class Span {
     }
   }
 
-  // row: of the token in its tile, 128 bytes for each 64 channels; step: bytes from 64 channels to the next 64. Within
-  // 16 channels, channel 4 t + 2 j + i stands at place 8 j + 2 t + i, where lane t of a left operand has the codes of
-  // channels 4 t to 4 t + 3.
-  __device__ __forceinline__ void store(uint8_t* tile, int row, int64_t step) const {
+  // Operands of the lane and its neighbour, as the two of them store them: 16 bytes each at a time, which are 32
+  // neighbouring bytes together. Halves of 32 bytes would take as long as all of them.
+  struct Words {
+    uint4 first, second;
+  };
+  // All lanes call it. Within 16 channels, channel 4 t + 2 j + i stands at place 8 j + 2 t + i, where lane t of a left
+  // operand has the codes of channels 4 t to 4 t + 3.
+  __device__ __forceinline__ Words words() const {
+    const auto half = [&](const float* v) {
+      return make_uint4(operands(v[0], v[1]), operands(v[4], v[5]), operands(v[8], v[9]), operands(v[12], v[13]));
+    };
+    const uint4 low = half(v_), high = half(v_ + 2);
+    const bool odd = threadIdx.x % 2;
+    const uint4 given = odd ? low : high;
+    const uint4 got = make_uint4(__shfl_xor_sync(0xffffffff, given.x, 1), __shfl_xor_sync(0xffffffff, given.y, 1),
+                                 __shfl_xor_sync(0xffffffff, given.z, 1), __shfl_xor_sync(0xffffffff, given.w, 1));
+    return {odd ? got : low, odd ? high : got};
+  }
+
+  // row: of the token in its tile, 128 bytes for each 64 channels; step: bytes from 64 channels to the next 64
+  __device__ __forceinline__ void store(const Words& words, uint8_t* tile, int row, int64_t step) const {
     if (!exists_) return;
     uint8_t* const to = tile + channel_ / kChannels * step;
-    const int first = channel_ % kChannels * 2;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float* const v = v_ + 2 * i;
-      *reinterpret_cast<uint4*>(to + swizzled(row, first + 16 * i)) =
-          make_uint4(operands(v[0], v[1]), operands(v[4], v[5]), operands(v[8], v[9]), operands(v[12], v[13]));
-    }
+    const int lane = threadIdx.x % 4, first = 32 * (lane & 2) + 16 * (lane & 1);
+    *reinterpret_cast<uint4*>(to + swizzled(row, first)) = words.first;
+    *reinterpret_cast<uint4*>(to + swizzled(row, first + 32)) = words.second;
   }
 
  private:
@@ -102,10 +115,12 @@ class Places {
   }
   __device__ __forceinline__ void store(const Span& span) const {
     const int64_t step = int64_t{p_.tokens} * kRowBytes;
+    const Span::Words words = span.words();
     for_each([&](int place, int) {
       if (place < 0) return;
       const int column_tile = quotient(place, p_.tokens), row = place - column_tile * p_.tokens;
-      span.store(p_.operands + int64_t{column_tile} * (a_.groups * a_.block.group / kChannels) * step, row, step);
+      span.store(words, p_.operands + int64_t{column_tile} * (a_.groups * a_.block.group / kChannels) * step, row,
+                 step);
     });
   }
 

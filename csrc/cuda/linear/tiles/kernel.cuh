@@ -352,7 +352,7 @@ class StreamK {
 #pragma unroll
     for (int i = 0; i < TOKENS / 32; ++i) {
       const int token = 32 * i + static_cast<int>(threadIdx.x) % 32;
-      row_of[i] = token < tokens.count ? row_of_token(tokens, token) : 0;
+      row_of[i] = a_.has_experts() && token < tokens.count ? row_of_token(tokens, token) : 0;
     }
     const auto rows = static_cast<int>(min(int64_t{format::kWeightRows}, a_.n - row));
     T* const y = static_cast<T*>(a_.y) + row + 2 * t;
@@ -361,7 +361,9 @@ class StreamK {
       const int lane = 8 * (i % 4) + 2 * t;
       const float factor[2] = {__shfl_sync(0xffffffff, factors[i / 4], lane),
                                __shfl_sync(0xffffffff, factors[i / 4], lane + 1)};
-      T* const to = y + int64_t{__shfl_sync(0xffffffff, row_of[i / 4], 8 * (i % 4) + g)} * a_.n;
+      int to_row = tokens.first + 8 * i + g;
+      if (a_.has_experts()) to_row = __shfl_sync(0xffffffff, row_of[i / 4], 8 * (i % 4) + g);
+      T* const to = y + int64_t{to_row} * a_.n;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float* const sum = d + 4 * i + 2 * h;
